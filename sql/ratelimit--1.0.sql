@@ -1,0 +1,262 @@
+\echo Use "CREATE EXTENSION ratelimit" to load this file. \quit
+
+-- The words: a key is whom or what a limit counts; a quota is what one action
+-- costs; a limit is one rule, an algorithm with its numbers; limits are one to
+-- eight rules that an action must all satisfy; a decision is the answer.
+
+--
+-- The decision
+--
+
+CREATE TYPE rl_decision AS (
+	allowed boolean,
+	capacity bigint,
+	remaining bigint,
+	retry_after double precision,
+	reset_after double precision,
+	source text
+);
+COMMENT ON TYPE rl_decision IS 'the answer to one action: may it happen, and how the binding limit stands';
+COMMENT ON COLUMN rl_decision.allowed IS 'whether the action may happen; never NULL';
+COMMENT ON COLUMN rl_decision.capacity IS 'the binding limit''s size';
+COMMENT ON COLUMN rl_decision.remaining IS 'quota still free now, after this action if it was allowed; NULL when the store could not be asked';
+COMMENT ON COLUMN rl_decision.retry_after IS 'seconds until the same call can succeed if nobody else takes quota; NULL when allowed, when no wait will help, and when the store could not be asked';
+COMMENT ON COLUMN rl_decision.reset_after IS 'seconds until the limit is as if never used; NULL when the store could not be asked';
+COMMENT ON COLUMN rl_decision.source IS 'who decided: redis, ban, fail_open or fail_closed';
+
+--
+-- The type rl_limits, stored as its canonical text: so output, send,
+-- comparison and hashing are those of a plain string of bytes.
+--
+
+CREATE TYPE rl_limits;
+
+CREATE FUNCTION rl_limits_in(cstring) RETURNS rl_limits
+	AS 'MODULE_PATHNAME' LANGUAGE C IMMUTABLE STRICT PARALLEL SAFE;
+CREATE FUNCTION rl_limits_recv(internal) RETURNS rl_limits
+	AS 'MODULE_PATHNAME' LANGUAGE C IMMUTABLE STRICT PARALLEL SAFE;
+CREATE FUNCTION rl_limits_out(rl_limits) RETURNS cstring
+	AS 'textout' LANGUAGE internal IMMUTABLE STRICT PARALLEL SAFE;
+CREATE FUNCTION rl_limits_send(rl_limits) RETURNS bytea
+	AS 'textsend' LANGUAGE internal STABLE STRICT PARALLEL SAFE;
+
+COMMENT ON FUNCTION rl_limits_in(cstring) IS 'input of rl_limits; wrong text raises 22P02 and points at the word';
+COMMENT ON FUNCTION rl_limits_recv(internal) IS 'binary input of rl_limits: its text';
+COMMENT ON FUNCTION rl_limits_out(rl_limits) IS 'output of rl_limits: the canonical text';
+COMMENT ON FUNCTION rl_limits_send(rl_limits) IS 'binary output of rl_limits: the canonical text';
+
+CREATE TYPE rl_limits (
+	INPUT = rl_limits_in,
+	OUTPUT = rl_limits_out,
+	RECEIVE = rl_limits_recv,
+	SEND = rl_limits_send,
+	INTERNALLENGTH = VARIABLE,
+	STORAGE = extended
+);
+COMMENT ON TYPE rl_limits IS 'one to eight limits that an action must all satisfy, such as ''throttle 30/1min burst 15, sliding_log 1000/1d''';
+
+-- Implicit, or a bound parameter of type text or varchar would find no function.
+CREATE CAST (text AS rl_limits) WITH INOUT AS IMPLICIT;
+CREATE CAST (varchar AS rl_limits) WITH INOUT AS IMPLICIT;
+CREATE CAST (rl_limits AS text) WITHOUT FUNCTION AS ASSIGNMENT;
+COMMENT ON CAST (text AS rl_limits) IS 'parses the text';
+COMMENT ON CAST (varchar AS rl_limits) IS 'parses the text';
+COMMENT ON CAST (rl_limits AS text) IS 'the canonical text';
+
+CREATE FUNCTION rl_limits_lt(rl_limits, rl_limits) RETURNS boolean
+	AS 'bytealt' LANGUAGE internal IMMUTABLE STRICT PARALLEL SAFE LEAKPROOF;
+CREATE FUNCTION rl_limits_le(rl_limits, rl_limits) RETURNS boolean
+	AS 'byteale' LANGUAGE internal IMMUTABLE STRICT PARALLEL SAFE LEAKPROOF;
+CREATE FUNCTION rl_limits_eq(rl_limits, rl_limits) RETURNS boolean
+	AS 'byteaeq' LANGUAGE internal IMMUTABLE STRICT PARALLEL SAFE LEAKPROOF;
+CREATE FUNCTION rl_limits_ne(rl_limits, rl_limits) RETURNS boolean
+	AS 'byteane' LANGUAGE internal IMMUTABLE STRICT PARALLEL SAFE LEAKPROOF;
+CREATE FUNCTION rl_limits_ge(rl_limits, rl_limits) RETURNS boolean
+	AS 'byteage' LANGUAGE internal IMMUTABLE STRICT PARALLEL SAFE LEAKPROOF;
+CREATE FUNCTION rl_limits_gt(rl_limits, rl_limits) RETURNS boolean
+	AS 'byteagt' LANGUAGE internal IMMUTABLE STRICT PARALLEL SAFE LEAKPROOF;
+CREATE FUNCTION rl_limits_cmp(rl_limits, rl_limits) RETURNS integer
+	AS 'byteacmp' LANGUAGE internal IMMUTABLE STRICT PARALLEL SAFE LEAKPROOF;
+CREATE FUNCTION rl_limits_hash(rl_limits) RETURNS integer
+	AS 'hashvarlena' LANGUAGE internal IMMUTABLE STRICT PARALLEL SAFE LEAKPROOF;
+CREATE FUNCTION rl_limits_hash_extended(rl_limits, bigint) RETURNS bigint
+	AS 'hashvarlenaextended' LANGUAGE internal IMMUTABLE STRICT PARALLEL SAFE LEAKPROOF;
+
+COMMENT ON FUNCTION rl_limits_lt(rl_limits, rl_limits) IS 'implementation of < operator';
+COMMENT ON FUNCTION rl_limits_le(rl_limits, rl_limits) IS 'implementation of <= operator';
+COMMENT ON FUNCTION rl_limits_eq(rl_limits, rl_limits) IS 'implementation of = operator';
+COMMENT ON FUNCTION rl_limits_ne(rl_limits, rl_limits) IS 'implementation of <> operator';
+COMMENT ON FUNCTION rl_limits_ge(rl_limits, rl_limits) IS 'implementation of >= operator';
+COMMENT ON FUNCTION rl_limits_gt(rl_limits, rl_limits) IS 'implementation of > operator';
+COMMENT ON FUNCTION rl_limits_cmp(rl_limits, rl_limits) IS 'less-equal-greater comparison of canonical texts, byte by byte';
+COMMENT ON FUNCTION rl_limits_hash(rl_limits) IS 'hash of the canonical text';
+COMMENT ON FUNCTION rl_limits_hash_extended(rl_limits, bigint) IS 'hash of the canonical text, with a seed';
+
+CREATE OPERATOR < (
+	LEFTARG = rl_limits, RIGHTARG = rl_limits, PROCEDURE = rl_limits_lt,
+	COMMUTATOR = >, NEGATOR = >=, RESTRICT = scalarltsel, JOIN = scalarltjoinsel
+);
+CREATE OPERATOR <= (
+	LEFTARG = rl_limits, RIGHTARG = rl_limits, PROCEDURE = rl_limits_le,
+	COMMUTATOR = >=, NEGATOR = >, RESTRICT = scalarlesel, JOIN = scalarlejoinsel
+);
+CREATE OPERATOR = (
+	LEFTARG = rl_limits, RIGHTARG = rl_limits, PROCEDURE = rl_limits_eq,
+	COMMUTATOR = =, NEGATOR = <>, RESTRICT = eqsel, JOIN = eqjoinsel, HASHES, MERGES
+);
+CREATE OPERATOR <> (
+	LEFTARG = rl_limits, RIGHTARG = rl_limits, PROCEDURE = rl_limits_ne,
+	COMMUTATOR = <>, NEGATOR = =, RESTRICT = neqsel, JOIN = neqjoinsel
+);
+CREATE OPERATOR >= (
+	LEFTARG = rl_limits, RIGHTARG = rl_limits, PROCEDURE = rl_limits_ge,
+	COMMUTATOR = <=, NEGATOR = <, RESTRICT = scalargesel, JOIN = scalargejoinsel
+);
+CREATE OPERATOR > (
+	LEFTARG = rl_limits, RIGHTARG = rl_limits, PROCEDURE = rl_limits_gt,
+	COMMUTATOR = <, NEGATOR = <=, RESTRICT = scalargtsel, JOIN = scalargtjoinsel
+);
+
+COMMENT ON OPERATOR < (rl_limits, rl_limits) IS 'less than, by canonical text';
+COMMENT ON OPERATOR <= (rl_limits, rl_limits) IS 'less than or equal, by canonical text';
+COMMENT ON OPERATOR = (rl_limits, rl_limits) IS 'equal: the same limits in the same order';
+COMMENT ON OPERATOR <> (rl_limits, rl_limits) IS 'not equal';
+COMMENT ON OPERATOR >= (rl_limits, rl_limits) IS 'greater than or equal, by canonical text';
+COMMENT ON OPERATOR > (rl_limits, rl_limits) IS 'greater than, by canonical text';
+
+CREATE OPERATOR CLASS rl_limits_ops DEFAULT FOR TYPE rl_limits USING btree AS
+	OPERATOR 1 <, OPERATOR 2 <=, OPERATOR 3 =, OPERATOR 4 >=, OPERATOR 5 >,
+	FUNCTION 1 rl_limits_cmp(rl_limits, rl_limits);
+CREATE OPERATOR CLASS rl_limits_ops DEFAULT FOR TYPE rl_limits USING hash AS
+	OPERATOR 1 =,
+	FUNCTION 1 rl_limits_hash(rl_limits),
+	FUNCTION 2 rl_limits_hash_extended(rl_limits, bigint);
+COMMENT ON OPERATOR CLASS rl_limits_ops USING btree IS 'order of canonical texts';
+COMMENT ON OPERATOR CLASS rl_limits_ops USING hash IS 'hash of canonical texts';
+
+--
+-- Functions that take quota.  None is STRICT: a NULL argument raises 22004,
+-- because a NULL answer must never pass for "allowed".
+--
+
+CREATE FUNCTION rl_throttle(key text, capacity bigint, rate bigint, period double precision, quota bigint DEFAULT 1)
+	RETURNS rl_decision
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_throttle(text, bigint, bigint, double precision, bigint) IS
+	'GCRA: takes quota if "rate" per "period" seconds after a burst of "capacity" admits it; NULL raises 22004, numbers out of range 22023 or 22003, and a failing store what ratelimit.on_error says';
+
+CREATE FUNCTION rl_check(key text, limits rl_limits, quota bigint DEFAULT 1)
+	RETURNS rl_decision
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_check(text, rl_limits, bigint) IS
+	'takes quota from all the limits or from none; NULL raises 22004, and a failing store what ratelimit.on_error says';
+
+CREATE FUNCTION rl_allow(key text, limits rl_limits, quota bigint DEFAULT 1)
+	RETURNS boolean
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_allow(text, rl_limits, bigint) IS
+	'rl_check(...).allowed, for IF; never NULL';
+
+CREATE FUNCTION rl_enforce(key text, limits rl_limits, quota bigint DEFAULT 1)
+	RETURNS rl_decision
+	AS 'MODULE_PATHNAME', 'rl_enforce_check' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_enforce(text, rl_limits, bigint) IS
+	'rl_check that raises PT429 when the action is refused';
+
+--
+-- Functions that look or repair.  They always raise when the store fails.
+--
+
+CREATE FUNCTION rl_peek(key text, limits rl_limits, quota bigint DEFAULT 1,
+		OUT rule text, OUT allowed boolean, OUT capacity bigint, OUT remaining bigint,
+		OUT retry_after double precision, OUT reset_after double precision, OUT source text)
+	RETURNS SETOF record
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 1;
+COMMENT ON FUNCTION rl_peek(text, rl_limits, bigint) IS
+	'a row per limit: its text and the decision that rl_check would give now, in seconds; writes nothing';
+
+CREATE FUNCTION rl_refund(key text, limits rl_limits, quota bigint)
+	RETURNS void
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_refund(text, rl_limits, bigint) IS
+	'gives quota back to each of the limits, never above full; an absent key stays absent';
+
+CREATE FUNCTION rl_reset(key text)
+	RETURNS boolean
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_reset(text) IS
+	'forgets everything about the key, a ban too; true if there was something';
+
+CREATE FUNCTION rl_reset(key text, limits rl_limits)
+	RETURNS boolean
+	AS 'MODULE_PATHNAME', 'rl_reset_limits' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_reset(text, rl_limits) IS
+	'forgets what these limits counted for the key; true if there was something';
+
+CREATE FUNCTION rl_ban(key text, seconds double precision)
+	RETURNS void
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_ban(text, double precision) IS
+	'refuses every action of the key, under any limit, for so many seconds from now; replaces an earlier ban';
+
+CREATE FUNCTION rl_unban(key text)
+	RETURNS boolean
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_unban(text) IS
+	'lifts the key''s ban; true if one was stored';
+
+CREATE FUNCTION rl_key(VARIADIC "any")
+	RETURNS text
+	AS 'MODULE_PATHNAME' LANGUAGE C STABLE PARALLEL SAFE;
+COMMENT ON FUNCTION rl_key("any") IS
+	'joins values to a key with ":" and escapes them, so that two different lists never make one key; NULL raises 22004, a type whose text depends on settings 0A000';
+
+--
+-- The trigger
+--
+
+CREATE FUNCTION rl_enforce()
+	RETURNS trigger
+	AS 'MODULE_PATHNAME', 'rl_enforce_trigger' LANGUAGE C COST 1000;
+COMMENT ON FUNCTION rl_enforce() IS
+	'row trigger that takes quota for each row: rl_enforce(key template, limits [, ''quota={column}''] [, ''on_deny=skip'']); a refusal raises PT429';
+
+CREATE FUNCTION rl_trigger_rule(trigger oid,
+		OUT key text, OUT limits text, OUT quota text, OUT on_deny text, OUT problem text)
+	RETURNS record
+	AS 'MODULE_PATHNAME' LANGUAGE C STABLE STRICT;
+COMMENT ON FUNCTION rl_trigger_rule(oid) IS
+	'the arguments of one rl_enforce trigger, and what is wrong with them; serves the view rl_triggers';
+
+CREATE VIEW rl_triggers AS
+	SELECT t.tgrelid::regclass AS relation,
+		t.tgname AS trigger,
+		t.tgenabled <> 'D' AS enabled,
+		r.key, r.limits, r.quota, r.on_deny, r.problem
+	FROM pg_catalog.pg_trigger t
+		CROSS JOIN LATERAL rl_trigger_rule(t.oid) r
+	WHERE t.tgfoid = 'rl_enforce()'::regprocedure;
+COMMENT ON VIEW rl_triggers IS 'every table''s limits that a trigger enforces';
+COMMENT ON COLUMN rl_triggers.relation IS 'the table';
+COMMENT ON COLUMN rl_triggers.trigger IS 'the trigger''s name';
+COMMENT ON COLUMN rl_triggers.enabled IS 'false after ALTER TABLE ... DISABLE TRIGGER';
+COMMENT ON COLUMN rl_triggers.key IS 'the key''s template; {column} takes that column of the row';
+COMMENT ON COLUMN rl_triggers.limits IS 'the limits, in canonical text unless they do not parse';
+COMMENT ON COLUMN rl_triggers.quota IS 'what a row costs: a number, or {column}';
+COMMENT ON COLUMN rl_triggers.on_deny IS 'error: a refused row raises PT429; skip: it is left out';
+COMMENT ON COLUMN rl_triggers.problem IS 'NULL, or the error that each write to the table raises';
+
+-- Whoever may call these can fill Redis, and read or use up anyone's quota.
+REVOKE ALL ON FUNCTION rl_throttle(text, bigint, bigint, double precision, bigint),
+	rl_check(text, rl_limits, bigint),
+	rl_allow(text, rl_limits, bigint),
+	rl_enforce(text, rl_limits, bigint),
+	rl_peek(text, rl_limits, bigint),
+	rl_refund(text, rl_limits, bigint),
+	rl_reset(text),
+	rl_reset(text, rl_limits),
+	rl_ban(text, double precision),
+	rl_unban(text),
+	rl_enforce(),
+	rl_trigger_rule(oid)
+	FROM PUBLIC;

@@ -1,0 +1,146 @@
+/*
+ * address.c
+ *		Reads ratelimit.redis_url:
+ *
+ *	redis://[user@]host[:port][/db]		rediss:// is the same with TLS
+ *	unix://[user@]/path[?db=n]
+ *
+ * Nothing is taken for granted: what does not parse is an error, and an error
+ * never repeats the URL if it may hold a password.
+ */
+#include "postgres.h"
+
+#include <sys/un.h>
+
+#include "address.h"
+
+static bool
+wrong_url(RlError *error, const char *detail)
+{
+	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+				 "invalid value for parameter \"ratelimit.redis_url\"");
+	rl_error_detail(error, "%s", detail);
+	return false;
+}
+
+/* Takes the scheme off the front of the URL if it is this one. */
+static bool
+take_scheme(const char **url, const char *scheme)
+{
+	size_t		len = strlen(scheme);
+
+	if (strncmp(*url, scheme, len) != 0)
+		return false;
+	*url += len;
+	return true;
+}
+
+/* Copies [from, to) as a string; false if it is empty or does not fit. */
+static bool
+copy_part(char *dest, size_t size, const char *from, const char *to)
+{
+	size_t		len = to - from;
+
+	if (len == 0 || len >= size)
+		return false;
+	memcpy(dest, from, len);
+	dest[len] = '\0';
+	return true;
+}
+
+/* Reads all of [from, to) as a number from least to most. */
+static bool
+read_number(const char *from, const char *to, int least, int most, int *number)
+{
+	int			value = 0;
+
+	if (from == to || to - from > 5)
+		return false;
+	for (; from < to; from++)
+	{
+		if (*from < '0' || *from > '9')
+			return false;
+		value = value * 10 + (*from - '0');
+	}
+	*number = value;
+	return value >= least && value <= most;
+}
+
+/*
+ * Parses the URL.  Returns false with the error set; the address is then
+ * undefined.
+ */
+bool
+rl_address_parse(const char *url, RlAddress *address, RlError *error)
+{
+	const char *at;
+	const char *end;
+	const char *host_end;
+
+	memset(address, 0, sizeof(*address));
+	address->port = 6379;
+	if (take_scheme(&url, "unix://"))
+		address->is_path = true;
+	else if (take_scheme(&url, "rediss://"))
+		address->tls = true;
+	else if (!take_scheme(&url, "redis://"))
+		return wrong_url(error, "The URL must start with redis://, rediss:// or unix://.");
+
+	/* The last @, so that no part of a password is taken for a host. */
+	at = address->is_path && url[0] == '/' ? NULL : strrchr(url, '@');
+	if (at != NULL)
+	{
+		if (memchr(url, ':', at - url) != NULL)
+			return wrong_url(error, "The URL must not hold a password; put it into the file that ratelimit.redis_passfile names.");
+		if (!copy_part(address->user, sizeof(address->user), url, at))
+			return wrong_url(error, "The user is empty or too long.");
+		url = at + 1;
+	}
+
+	if (address->is_path)
+	{
+		end = strstr(url, "?db=");
+		if (end != NULL && !read_number(end + 4, strchr(end, '\0'), 0, 65535, &address->db))
+			return wrong_url(error, "The database must be a number from 0 to 65535.");
+		if (end == NULL)
+			end = strchr(url, '\0');
+		if (url[0] != '/')
+			return wrong_url(error, "The socket's path must be absolute.");
+		if (memchr(url, '?', end - url) != NULL)
+			return wrong_url(error, "The only option is ?db=.");
+		if ((size_t) (end - url) >= sizeof(((struct sockaddr_un *) 0)->sun_path) ||
+			!copy_part(address->host, sizeof(address->host), url, end))
+			return wrong_url(error, "The socket's path is too long.");
+		return true;
+	}
+
+	/* An address of IP version 6 stands in brackets. */
+	end = url + strcspn(url, "/");
+	if (url[0] == '[')
+	{
+		host_end = memchr(url, ']', end - url);
+		if (host_end == NULL)
+			return wrong_url(error, "The host's bracket is not closed.");
+		if (!copy_part(address->host, sizeof(address->host), url + 1, host_end))
+			return wrong_url(error, "The host is empty or too long.");
+		host_end++;
+	}
+	else
+	{
+		host_end = memchr(url, ':', end - url);
+		if (host_end == NULL)
+			host_end = end;
+		if (!copy_part(address->host, sizeof(address->host), url, host_end))
+			return wrong_url(error, "The host is empty or too long.");
+	}
+	if (strpbrk(address->host, "?#, \t") != NULL)
+		return wrong_url(error, "The host holds a character that no host has.");
+	if (host_end < end &&
+		(*host_end != ':' ||
+		 !read_number(host_end + 1, end, 1, 65535, &address->port)))
+		return wrong_url(error, "The port must be a number from 1 to 65535.");
+	if (*end == '/' && end[1] != '\0' &&
+		!read_number(end + 1, strchr(end, '\0'), 0, 65535, &address->db))
+		return wrong_url(error, "The database must be a number from 0 to 65535.");
+	return true;
+}

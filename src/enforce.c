@@ -1,0 +1,524 @@
+/*
+ * enforce.c
+ *		The trigger rl_enforce(key template, limits [, option ...]).
+ *
+ * A rule is what a trigger's arguments say, parsed for its table.  Rules are
+ * kept by the trigger's OID, together with the arguments they were made from;
+ * an invalidation of the table's relcache entry makes its rules stale.
+ */
+#include "postgres.h"
+
+#include "access/genam.h"
+#include "access/htup_details.h"
+#include "access/relation.h"
+#include "access/table.h"
+#include "catalog/pg_trigger.h"
+#include "catalog/pg_type.h"
+#include "commands/trigger.h"
+#include "funcapi.h"
+#include "lib/stringinfo.h"
+#include "utils/builtins.h"
+#include "utils/fmgroids.h"
+#include "utils/hsearch.h"
+#include "utils/inval.h"
+#include "utils/lsyscache.h"
+#include "utils/memutils.h"
+#include "utils/rel.h"
+
+#include "ratelimit.h"
+
+/* A piece of the key: text, or if it is NULL a column. */
+typedef struct Piece
+{
+	char	   *text;
+	AttrNumber	attnum;
+	RlKeyPart	column;
+} Piece;
+
+typedef struct Rule
+{
+	MemoryContext context;
+	int			nargs;			/* what it was made from */
+	char	  **args;
+	int			npieces;
+	Piece	   *pieces;
+	RlLimits	limits;
+	int64		quota;			/* unless quota_attnum is set */
+	AttrNumber	quota_attnum;
+	Oid			quota_type;
+	bool		skip;			/* leave a refused row out */
+	char	   *quota_text;		/* for rl_triggers; NULL: the default */
+} Rule;
+
+typedef struct RuleEntry
+{
+	Oid			trigger;		/* hash key */
+	Oid			relation;
+	bool		stale;
+	Rule	   *rule;			/* or NULL */
+} RuleEntry;
+
+static HTAB *rules = NULL;
+
+/*
+ * Parsing
+ */
+
+/* The trigger fires with a row that is not written yet. */
+static bool
+sees_unwritten_row(const Trigger *trigger)
+{
+	return TRIGGER_FOR_BEFORE(trigger->tgtype) &&
+		(TRIGGER_FOR_INSERT(trigger->tgtype) || TRIGGER_FOR_UPDATE(trigger->tgtype));
+}
+
+/* Finds a column by name[0..len); returns 0 with the error set. */
+static AttrNumber
+find_column(Relation rel, const Trigger *trigger, const char *name, int len, RlError *error)
+{
+	TupleDesc	desc = RelationGetDescr(rel);
+
+	for (int i = 0; i < desc->natts; i++)
+	{
+		Form_pg_attribute att = TupleDescAttr(desc, i);
+
+		if (att->attisdropped || strlen(NameStr(att->attname)) != (size_t) len ||
+			memcmp(NameStr(att->attname), name, len) != 0)
+			continue;
+		if (att->attgenerated != '\0' &&
+			(att->attgenerated != ATTRIBUTE_GENERATED_STORED || sees_unwritten_row(trigger)))
+		{
+			rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+						 "generated column \"%.*s\" has no value yet when a rate limit is enforced",
+						 len, name);
+			return 0;
+		}
+		return att->attnum;
+	}
+	rl_error_set(error, ERRCODE_UNDEFINED_COLUMN,
+				 "column \"%.*s\" of relation \"%s\" does not exist",
+				 len, name, RelationGetRelationName(rel));
+	return 0;
+}
+
+/* Adds the text gathered so far as a piece, and starts anew. */
+static void
+flush_text(Rule *rule, StringInfo text)
+{
+	if (text->len == 0)
+		return;
+	rule->pieces[rule->npieces++].text = pstrdup(text->data);
+	resetStringInfo(text);
+}
+
+static bool
+parse_template(Rule *rule, Relation rel, const Trigger *trigger, const char *template, RlError *error)
+{
+	StringInfoData text;
+
+	/* No more pieces than characters. */
+	rule->pieces = palloc0((strlen(template) + 1) * sizeof(Piece));
+	initStringInfo(&text);
+	for (const char *p = template; *p; p++)
+	{
+		const char *close;
+		Piece	   *piece;
+		Oid			type;
+
+		if ((*p == '{' || *p == '}') && p[1] == *p)
+			p++;
+		else if (*p == '}' || (*p == '{' && strchr(p, '}') == NULL))
+		{
+			rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+						 "unmatched \"%c\" in rate-limit key \"%s\"", *p, template);
+			rl_error_detail(error, "A brace that is meant as itself is written twice.");
+			return false;
+		}
+		else if (*p == '{')
+		{
+			close = strchr(p, '}');
+			flush_text(rule, &text);
+			piece = &rule->pieces[rule->npieces];
+			piece->attnum = find_column(rel, trigger, p + 1, close - p - 1, error);
+			if (piece->attnum == 0)
+				return false;
+			type = TupleDescAttr(RelationGetDescr(rel), piece->attnum - 1)->atttypid;
+			if (!rl_key_part_init(&piece->column, type, rule->context))
+			{
+				rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+							 "column \"%.*s\" of type %s cannot be part of a rate-limit key",
+							 (int) (close - p - 1), p + 1, format_type_be(type));
+				rl_error_detail(error, "A session setting could change its text, and so the key.");
+				return false;
+			}
+			rule->npieces++;
+			p = close;
+			continue;
+		}
+		appendStringInfoChar(&text, *p);
+	}
+	flush_text(rule, &text);
+	if (rule->npieces == 0)
+	{
+		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be empty");
+		return false;
+	}
+	return true;
+}
+
+/* Reads "{column}" or a whole number. */
+static bool
+parse_quota(Rule *rule, Relation rel, const Trigger *trigger, const char *value, RlError *error)
+{
+	size_t		len = strlen(value);
+	char	   *end;
+
+	rule->quota_text = pstrdup(value);
+	if (len > 2 && value[0] == '{' && value[len - 1] == '}')
+	{
+		rule->quota_attnum = find_column(rel, trigger, value + 1, len - 2, error);
+		if (rule->quota_attnum == 0)
+			return false;
+		rule->quota_type = getBaseType(TupleDescAttr(RelationGetDescr(rel), rule->quota_attnum - 1)->atttypid);
+		if (rule->quota_type == INT2OID || rule->quota_type == INT4OID || rule->quota_type == INT8OID)
+			return true;
+		rl_error_set(error, ERRCODE_DATATYPE_MISMATCH,
+					 "column \"%.*s\" of type %s cannot be a quota",
+					 (int) len - 2, value + 1, format_type_be(rule->quota_type));
+		rl_error_detail(error, "A quota is a smallint, integer or bigint.");
+		return false;
+	}
+	errno = 0;
+	rule->quota = strtoll(value, &end, 10);
+	if (len > 0 && *end == '\0' && errno == 0 && rule->quota >= 0 && rule->quota <= RL_MAX_COUNT)
+		return true;
+	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+				 "invalid quota \"%s\" of a rate-limit trigger", value);
+	rl_error_detail(error, "It must be {column}, or a whole number from 0 to %lld.",
+					(long long) RL_MAX_COUNT);
+	return false;
+}
+
+static bool
+parse_option(Rule *rule, Relation rel, const Trigger *trigger, const char *option, RlError *error)
+{
+	if (strncmp(option, "quota=", 6) == 0 && rule->quota_text == NULL)
+		return parse_quota(rule, rel, trigger, option + 6, error);
+	if (strcmp(option, "on_deny=skip") == 0 && !rule->skip)
+	{
+		rule->skip = true;
+		if (TRIGGER_FOR_BEFORE(trigger->tgtype))
+			return true;
+		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+					 "only a BEFORE trigger can skip a row");
+		return false;
+	}
+	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+				 "invalid option \"%s\" of a rate-limit trigger", option);
+	rl_error_detail(error, "Options are quota={column} and on_deny=skip, each once.");
+	return false;
+}
+
+/*
+ * Fills the rule, which has its context, from the trigger's arguments.
+ * Returns false with the error set; the rule then holds what was understood.
+ */
+static bool
+parse_rule(Rule *rule, Relation rel, const Trigger *trigger, RlError *error)
+{
+	rule->quota = 1;
+	if (!TRIGGER_FOR_ROW(trigger->tgtype))
+	{
+		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+					 "rl_enforce must be fired for each row");
+		return false;
+	}
+	if (!TRIGGER_FOR_BEFORE(trigger->tgtype) && !TRIGGER_FOR_AFTER(trigger->tgtype))
+	{
+		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+					 "rl_enforce must be fired before or after the row is written");
+		return false;
+	}
+	if (trigger->tgnargs < 2)
+	{
+		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+					 "rl_enforce takes a key and limits");
+		return false;
+	}
+
+	rule->args = palloc(trigger->tgnargs * sizeof(char *));
+	for (int i = 0; i < trigger->tgnargs; i++)
+		rule->args[rule->nargs++] = pstrdup(trigger->tgargs[i]);
+
+	if (!rl_limits_parse(rule->args[1], strlen(rule->args[1]), &rule->limits, error))
+	{
+		rule->limits.n = 0;
+		return false;
+	}
+	if (!parse_template(rule, rel, trigger, rule->args[0], error))
+		return false;
+	for (int i = 2; i < rule->nargs; i++)
+		if (!parse_option(rule, rel, trigger, rule->args[i], error))
+			return false;
+	return true;
+}
+
+/* parse_rule into a new context below the current one. */
+static Rule *
+make_rule(Relation rel, const Trigger *trigger, bool *valid, RlError *error)
+{
+	MemoryContext context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit rule",
+												  ALLOCSET_SMALL_SIZES);
+	MemoryContext old = MemoryContextSwitchTo(context);
+	Rule	   *rule = palloc0(sizeof(Rule));
+
+	rule->context = context;
+	*valid = parse_rule(rule, rel, trigger, error);
+	MemoryContextSwitchTo(old);
+	return rule;
+}
+
+/*
+ * The cache
+ */
+
+/* Only marks: the rule may be in use. */
+static void
+mark_stale(Datum arg pg_attribute_unused(), Oid relation)
+{
+	HASH_SEQ_STATUS seq;
+	RuleEntry  *entry;
+
+	hash_seq_init(&seq, rules);
+	while ((entry = hash_seq_search(&seq)) != NULL)
+		if (relation == InvalidOid || entry->relation == relation)
+			entry->stale = true;
+}
+
+static void
+init_rules(void)
+{
+	HASHCTL		ctl = {.keysize = sizeof(Oid),.entrysize = sizeof(RuleEntry)};
+
+	rules = hash_create("rate-limit rules", 16, &ctl, HASH_ELEM | HASH_BLOBS);
+	CacheRegisterRelcacheCallback(mark_stale, (Datum) 0);
+}
+
+static bool
+same_arguments(const Rule *rule, const Trigger *trigger)
+{
+	if (rule->nargs != trigger->tgnargs)
+		return false;
+	for (int i = 0; i < rule->nargs; i++)
+		if (strcmp(rule->args[i], trigger->tgargs[i]) != 0)
+			return false;
+	return true;
+}
+
+/* The trigger's rule.  Raises an error if its arguments are wrong. */
+static Rule *
+find_rule(Relation rel, const Trigger *trigger)
+{
+	RuleEntry  *entry;
+	Rule	   *rule;
+	bool		found;
+	bool		valid;
+	RlError		error;
+
+	if (rules == NULL)
+		init_rules();
+	entry = hash_search(rules, &trigger->tgoid, HASH_ENTER, &found);
+	if (!found)
+		entry->rule = NULL;
+	else if (entry->rule != NULL && !entry->stale &&
+			 entry->relation == RelationGetRelid(rel) && same_arguments(entry->rule, trigger))
+		return entry->rule;
+
+	/* Set first: parsing may find the table invalidated again. */
+	entry->relation = RelationGetRelid(rel);
+	entry->stale = false;
+	if (entry->rule != NULL)
+		MemoryContextDelete(entry->rule->context);
+	entry->rule = NULL;
+	rule = make_rule(rel, trigger, &valid, &error);
+	if (!valid)
+		rl_raise(&error);
+	MemoryContextSetParent(rule->context, TopMemoryContext);
+	entry->rule = rule;
+	return rule;
+}
+
+/*
+ * Firing
+ */
+
+/* A column of the row.  Raises an error if it is NULL. */
+static Datum
+row_value(Relation rel, HeapTuple row, AttrNumber attnum, const char *use)
+{
+	TupleDesc	desc = RelationGetDescr(rel);
+	bool		isnull;
+	Datum		value = heap_getattr(row, attnum, desc, &isnull);
+
+	if (isnull)
+		ereport(ERROR,
+				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				 errmsg("null value in column \"%s\" of relation \"%s\" cannot be %s",
+						NameStr(TupleDescAttr(desc, attnum - 1)->attname),
+						RelationGetRelationName(rel), use)));
+	return value;
+}
+
+static RlKey
+row_key(Rule *rule, Relation rel, HeapTuple row)
+{
+	StringInfoData key;
+
+	initStringInfo(&key);
+	for (int i = 0; i < rule->npieces; i++)
+	{
+		Piece	   *piece = &rule->pieces[i];
+
+		if (piece->text != NULL)
+			appendStringInfoString(&key, piece->text);
+		else
+			rl_key_part_append(&key, &piece->column,
+							   row_value(rel, row, piece->attnum, "part of a rate-limit key"));
+	}
+	return rl_key_checked(key.data, key.len);
+}
+
+static int64
+row_quota(Rule *rule, Relation rel, HeapTuple row)
+{
+	Datum		value;
+
+	if (rule->quota_attnum == 0)
+		return rule->quota;
+	value = row_value(rel, row, rule->quota_attnum, "a quota");
+	switch (rule->quota_type)
+	{
+		case INT2OID:
+			return rl_quota_checked(DatumGetInt16(value));
+		case INT4OID:
+			return rl_quota_checked(DatumGetInt32(value));
+		default:
+			return rl_quota_checked(DatumGetInt64(value));
+	}
+}
+
+PG_FUNCTION_INFO_V1(rl_enforce_trigger);
+Datum
+rl_enforce_trigger(PG_FUNCTION_ARGS)
+{
+	TriggerData *data = (TriggerData *) fcinfo->context;
+	HeapTuple	row;
+	Rule	   *rule;
+	RlKey		key;
+	int64		quota;
+	RlDecision	decision;
+	int			binding;
+	RlError		error;
+
+	if (!CALLED_AS_TRIGGER(fcinfo))
+		ereport(ERROR,
+				(errcode(ERRCODE_E_R_I_E_TRIGGER_PROTOCOL_VIOLATED),
+				 errmsg("rl_enforce without arguments can only be called as a trigger")));
+
+	rule = find_rule(data->tg_relation, data->tg_trigger);
+	row = TRIGGER_FIRED_BY_UPDATE(data->tg_event) ? data->tg_newtuple : data->tg_trigtuple;
+	key = row_key(rule, data->tg_relation, row);
+	quota = row_quota(rule, data->tg_relation, row);
+	rl_decide(&key, &rule->limits, quota, &decision, &binding, &error);
+	if (decision.allowed)
+		return PointerGetDatum(row);
+	if (rule->skip)
+		return PointerGetDatum(NULL);
+	rl_raise_refused(&key, &rule->limits.limit[binding], quota, &decision, &error);
+}
+
+/*
+ * Looking
+ */
+
+/* The table of a trigger, or InvalidOid if there is no such trigger. */
+static Oid
+trigger_relation(Oid trigger)
+{
+	Relation	catalog = table_open(TriggerRelationId, AccessShareLock);
+	Oid			relation = InvalidOid;
+	ScanKeyData key;
+	SysScanDesc scan;
+	HeapTuple	tuple;
+
+	ScanKeyInit(&key, Anum_pg_trigger_oid, BTEqualStrategyNumber, F_OIDEQ,
+				ObjectIdGetDatum(trigger));
+	scan = systable_beginscan(catalog, TriggerOidIndexId, true, NULL, 1, &key);
+	tuple = systable_getnext(scan);
+	if (HeapTupleIsValid(tuple))
+		relation = ((Form_pg_trigger) GETSTRUCT(tuple))->tgrelid;
+	systable_endscan(scan);
+	table_close(catalog, AccessShareLock);
+	return relation;
+}
+
+/* Sets the columns of rl_trigger_rule. */
+static void
+describe_rule(Relation rel, const Trigger *trigger, Datum *values, bool *nulls)
+{
+	bool		valid;
+	RlError		error;
+	Rule	   *rule = make_rule(rel, trigger, &valid, &error);
+	const char *limits = NULL;
+
+	if (rule->limits.n > 0)
+		limits = rl_limits_text(&rule->limits);
+	else if (rule->nargs > 1)
+		limits = rule->args[1];
+
+	if (rule->nargs > 0)
+	{
+		values[0] = CStringGetTextDatum(rule->args[0]);
+		nulls[0] = false;
+	}
+	if (limits != NULL)
+	{
+		values[1] = CStringGetTextDatum(limits);
+		nulls[1] = false;
+	}
+	values[2] = CStringGetTextDatum(rule->quota_text ? rule->quota_text : "1");
+	values[3] = CStringGetTextDatum(rule->skip ? "skip" : "error");
+	nulls[2] = nulls[3] = false;
+	if (!valid)
+	{
+		values[4] = CStringGetTextDatum(error.detail[0] ?
+										psprintf("%s: %s", error.message, error.detail) :
+										error.message);
+		nulls[4] = false;
+	}
+}
+
+PG_FUNCTION_INFO_V1(rl_trigger_rule);
+Datum
+rl_trigger_rule(PG_FUNCTION_ARGS)
+{
+	Oid			oid = PG_GETARG_OID(0);
+	Oid			relation = trigger_relation(oid);
+	Relation	rel = OidIsValid(relation) ? try_relation_open(relation, AccessShareLock) : NULL;
+	Datum		values[5] = {0};
+	bool		nulls[5] = {true, true, true, true, true};
+	TupleDesc	tupdesc;
+
+	if (rel != NULL)
+	{
+		TriggerDesc *triggers = rel->trigdesc;
+
+		for (int i = 0; triggers && i < triggers->numtriggers; i++)
+			if (triggers->triggers[i].tgoid == oid)
+				describe_rule(rel, &triggers->triggers[i], values, nulls);
+		relation_close(rel, AccessShareLock);
+	}
+	if (get_call_result_type(fcinfo, NULL, &tupdesc) != TYPEFUNC_COMPOSITE)
+		elog(ERROR, "return type must be a row type");
+	return HeapTupleGetDatum(heap_form_tuple(BlessTupleDesc(tupdesc), values, nulls));
+}

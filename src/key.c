@@ -1,0 +1,164 @@
+/*
+ * key.c
+ *		Values to keys: what rl_key and the trigger's {column} take, and how.
+ *
+ * Only types whose text no session setting can change, and of equal values
+ * only one text: otherwise who turns the setting, or writes 1.0 as 1.00, gets
+ * a new key.
+ */
+#include "postgres.h"
+
+#include "catalog/pg_type.h"
+#include "lib/stringinfo.h"
+#include "utils/array.h"
+#include "utils/builtins.h"
+#include "utils/lsyscache.h"
+#include "utils/numeric.h"
+
+#include "ratelimit.h"
+
+/*
+ * Prepares to make text of a type's values; what that needs lives in the
+ * context.  Returns false if the type is not one for keys.
+ */
+bool
+rl_key_part_init(RlKeyPart *part, Oid type, MemoryContext context)
+{
+	Oid			output;
+	bool		is_varlena;
+
+	part->type = getBaseType(type);
+	switch (part->type)
+	{
+		case INT2OID:
+		case INT4OID:
+		case INT8OID:
+		case NUMERICOID:
+		case TEXTOID:
+		case VARCHAROID:
+		case BPCHAROID:
+		case NAMEOID:
+		case UNKNOWNOID:
+		case UUIDOID:
+		case BOOLOID:
+		case INETOID:
+			break;
+		default:
+			if (!type_is_enum(part->type))
+				return false;
+	}
+	getTypeOutputInfo(part->type, &output, &is_varlena);
+	fmgr_info_cxt(output, &part->output, context);
+	return true;
+}
+
+/* Appends the value's text, in which ':' and '%' are escaped. */
+void
+rl_key_part_append(StringInfo key, RlKeyPart *part, Datum value)
+{
+	char	   *text;
+	size_t		len;
+
+	if (part->type == NUMERICOID)
+		text = numeric_normalize(DatumGetNumeric(value));
+	else
+		text = OutputFunctionCall(&part->output, value);
+
+	len = strlen(text);
+	if (part->type == BPCHAROID)
+		while (len > 0 && text[len - 1] == ' ')
+			len--;
+
+	for (size_t i = 0; i < len; i++)
+	{
+		/* Server encodings keep ASCII bytes to ASCII characters. */
+		if (text[i] == ':')
+			appendStringInfoString(key, "%3A");
+		else if (text[i] == '%')
+			appendStringInfoString(key, "%25");
+		else
+			appendStringInfoChar(key, text[i]);
+	}
+	pfree(text);
+}
+
+static void
+append_element(StringInfo key, RlKeyPart *part, Datum value, bool isnull, int i)
+{
+	if (isnull)
+		ereport(ERROR,
+				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				 errmsg("element %d of a rate-limit key must not be null", i + 1)));
+	if (i > 0)
+		appendStringInfoChar(key, ':');
+	rl_key_part_append(key, part, value);
+}
+
+static void
+init_element(RlKeyPart *part, Oid type, MemoryContext context)
+{
+	if (!OidIsValid(type))
+		ereport(ERROR,
+				(errcode(ERRCODE_INDETERMINATE_DATATYPE),
+				 errmsg("could not determine the type of a rate-limit key's element")));
+	if (!rl_key_part_init(part, type, context))
+		ereport(ERROR,
+				(errcode(ERRCODE_FEATURE_NOT_SUPPORTED),
+				 errmsg("type %s cannot be part of a rate-limit key", format_type_be(type)),
+				 errhint("Cast the value to a type whose text no setting changes, such as text or bigint.")));
+}
+
+PG_FUNCTION_INFO_V1(rl_key);
+Datum
+rl_key(PG_FUNCTION_ARGS)
+{
+	FmgrInfo   *flinfo = fcinfo->flinfo;
+	bool		is_array = get_fn_expr_variadic(flinfo);
+	RlKeyPart  *parts = flinfo->fn_extra;
+	StringInfoData key;
+
+	if (parts == NULL)
+	{
+		int			nparts = is_array ? 1 : PG_NARGS();
+
+		parts = MemoryContextAlloc(flinfo->fn_mcxt, nparts * sizeof(RlKeyPart));
+		for (int i = 0; i < nparts; i++)
+		{
+			Oid			type = get_fn_expr_argtype(flinfo, i);
+
+			init_element(&parts[i], is_array ? get_base_element_type(type) : type,
+						 flinfo->fn_mcxt);
+		}
+		flinfo->fn_extra = parts;
+	}
+
+	initStringInfo(&key);
+	if (is_array)
+	{
+		ArrayType  *array;
+		Datum	   *values;
+		bool	   *nulls;
+		int			n;
+		Oid			type;
+		int16		len;
+		bool		byval;
+		char		align;
+
+		if (PG_ARGISNULL(0))
+			ereport(ERROR,
+					(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+					 errmsg("a rate-limit key must not be null")));
+		array = PG_GETARG_ARRAYTYPE_P(0);
+		type = ARR_ELEMTYPE(array);
+		get_typlenbyvalalign(type, &len, &byval, &align);
+		deconstruct_array(array, type, len, byval, align, &values, &nulls, &n);
+		for (int i = 0; i < n; i++)
+			append_element(&key, &parts[0], values[i], nulls[i], i);
+	}
+	else
+	{
+		for (int i = 0; i < PG_NARGS(); i++)
+			append_element(&key, &parts[i], PG_GETARG_DATUM(i), PG_ARGISNULL(i), i);
+	}
+	PG_RETURN_TEXT_P(cstring_to_text_with_len(key.data, key.len));
+}

@@ -1,0 +1,190 @@
+/*
+ * ratelimit.c
+ *		Settings, and errors that travel as values.
+ *
+ * Every setting is PGC_SUSET or stronger: whoever can choose the server, the
+ * prefix or what happens on failure can lift every limit.  A value set before
+ * the library is loaded is checked again by core when the setting is defined.
+ */
+#include "postgres.h"
+
+#include <limits.h>
+
+#include "mb/pg_wchar.h"
+#include "utils/guc.h"
+
+#include "ratelimit.h"
+
+PG_MODULE_MAGIC;
+
+char	   *rl_redis_url;
+char	   *rl_redis_passfile;
+char	   *rl_key_prefix;
+int			rl_connect_timeout;
+int			rl_command_timeout;
+int			rl_on_error;
+char	   *rl_debug_now;
+
+static const struct config_enum_entry on_error_options[] = {
+	{"error", RL_ON_ERROR_ERROR, false},
+	{"allow", RL_ON_ERROR_ALLOW, false},
+	{"deny", RL_ON_ERROR_DENY, false},
+	{NULL, 0, false}
+};
+
+void		_PG_init(void);
+
+/* Braces delimit the key, and choose the slot in Redis Cluster. */
+static bool
+check_key_prefix(char **newval, void **extra pg_attribute_unused(),
+				 GucSource source pg_attribute_unused())
+{
+	if (strpbrk(*newval, "{}") != NULL)
+	{
+		GUC_check_errdetail("The prefix must not hold braces.");
+		return false;
+	}
+	if (strlen(*newval) > RL_MAX_PREFIX)
+	{
+		GUC_check_errdetail("The prefix must not be longer than %d bytes.", RL_MAX_PREFIX);
+		return false;
+	}
+	return true;
+}
+
+/* Fifteen digits of microseconds reach the year 2001 + 30 and stay exact in Lua. */
+static bool
+check_debug_now(char **newval, void **extra pg_attribute_unused(),
+				 GucSource source pg_attribute_unused())
+{
+	size_t		len = strlen(*newval);
+
+	if (strspn(*newval, "0123456789") == len && len <= 16 &&
+		strtoll(*newval, NULL, 10) <= INT64CONST(8000000000000000))
+		return true;
+	GUC_check_errdetail("The value must be empty, or microseconds since 1970 as a whole number up to 8000000000000000.");
+	return false;
+}
+
+void
+_PG_init(void)
+{
+	/*
+	 * Superuser only: it says whom this server trusts with its limits.  Read
+	 * at the next connection, so that a wrong value is an error there and
+	 * never means the default.
+	 */
+	DefineCustomStringVariable("ratelimit.redis_url",
+							   "The Redis server that keeps the limits' state.",
+							   "redis://[user@]host[:port][/db] or unix://[user@]/path[?db=n]. A password belongs in ratelimit.redis_passfile.",
+							   &rl_redis_url,
+							   "redis://127.0.0.1:6379/0",
+							   PGC_SUSET, 0,
+							   NULL, NULL, NULL);
+
+	/*
+	 * Superuser only, also to read: it names a file on the server.  The
+	 * password itself is no setting, because before the library is loaded
+	 * every role can SHOW a setting.
+	 */
+	DefineCustomStringVariable("ratelimit.redis_passfile",
+							   "The file that holds the Redis password.",
+							   "Its first line is the password. No other user than the server's may have access to it. Empty: no password.",
+							   &rl_redis_passfile,
+							   "",
+							   PGC_SUSET, GUC_SUPERUSER_ONLY,
+							   NULL, NULL, NULL);
+
+	/* Superuser only: another prefix is a fresh set of limits. */
+	DefineCustomStringVariable("ratelimit.key_prefix",
+							   "What every key in Redis starts with.",
+							   NULL,
+							   &rl_key_prefix,
+							   "rl:",
+							   PGC_SUSET, 0,
+							   check_key_prefix, NULL, NULL);
+
+	/* Superuser only: a timeout too short to meet turns on_error on. */
+	DefineCustomIntVariable("ratelimit.connect_timeout",
+							"The longest time to wait for a connection to Redis.",
+							NULL,
+							&rl_connect_timeout,
+							200, 1, INT_MAX / 2,
+							PGC_SUSET, GUC_UNIT_MS,
+							NULL, NULL, NULL);
+
+	/* Superuser only, for the same reason. */
+	DefineCustomIntVariable("ratelimit.command_timeout",
+							"The longest time to wait for the reply to a command.",
+							NULL,
+							&rl_command_timeout,
+							100, 1, INT_MAX / 2,
+							PGC_SUSET, GUC_UNIT_MS,
+							NULL, NULL, NULL);
+
+	/* Superuser only: "allow" lets everything through while Redis is away. */
+	DefineCustomEnumVariable("ratelimit.on_error",
+							 "What functions that take quota do when Redis fails.",
+							 "error: raise the failure; allow: let the action happen; deny: refuse it.",
+							 &rl_on_error,
+							 RL_ON_ERROR_ERROR,
+							 on_error_options,
+							 PGC_SUSET, 0,
+							 NULL, NULL, NULL);
+
+	/* Superuser only: who sets the clock forward is never limited. */
+	DefineCustomStringVariable("ratelimit.debug_now",
+							   "Time that limits are decided at, for tests.",
+							   "Microseconds since 1970. Empty: the clock of Redis.",
+							   &rl_debug_now,
+							   "",
+							   PGC_SUSET, GUC_NOT_IN_SAMPLE,
+							   check_debug_now, NULL, NULL);
+
+	MarkGUCPrefixReserved("ratelimit");
+}
+
+/* Cuts text that filled its buffer where a character ends. */
+static void
+clip(char *text, size_t size)
+{
+	if (strlen(text) == size - 1)
+		text[pg_mbcliplen(text, size - 1, size - 2)] = '\0';
+}
+
+/* Sets the error's SQLSTATE and message, and no detail. */
+void
+rl_error_set(RlError *error, int sqlstate, const char *fmt,...)
+{
+	va_list		args;
+
+	error->sqlstate = sqlstate;
+	error->detail[0] = '\0';
+	va_start(args, fmt);
+	vsnprintf(error->message, sizeof(error->message), fmt, args);
+	va_end(args);
+	clip(error->message, sizeof(error->message));
+}
+
+/* Adds a detail, one sentence, to an error that is set. */
+void
+rl_error_detail(RlError *error, const char *fmt,...)
+{
+	va_list		args;
+
+	va_start(args, fmt);
+	vsnprintf(error->detail, sizeof(error->detail), fmt, args);
+	va_end(args);
+	clip(error->detail, sizeof(error->detail));
+}
+
+/* Raises the error. */
+void
+rl_raise(const RlError *error)
+{
+	ereport(ERROR,
+			(errcode(error->sqlstate),
+			 errmsg_internal("%s", error->message),
+			 error->detail[0] ? errdetail_internal("%s", error->detail) : 0));
+	pg_unreachable();
+}

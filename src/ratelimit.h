@@ -1,0 +1,159 @@
+/*
+ * ratelimit.h
+ *		The vocabulary: a key is whom a limit counts, a quota what one action
+ *		costs, a limit one rule, limits one to eight rules that must all hold,
+ *		a decision the answer, the store where state lives.
+ *
+ * Durations are int64 microseconds unless a name says otherwise; GCRA's
+ * interval and backlog are int64 nanoseconds.
+ */
+#ifndef RATELIMIT_H
+#define RATELIMIT_H
+
+#include "fmgr.h"
+
+#define RL_MAX_LIMITS		8
+#define RL_MAX_COUNT		INT64CONST(1000000000000000)	/* also of quotas */
+#define RL_MAX_LOG			100000	/* entries of a sliding_log */
+#define RL_MAX_STEPS		100 /* sub-windows of a sliding_window */
+#define RL_MAX_KEY			512 /* bytes of UTF-8 */
+#define RL_MAX_PREFIX		64	/* bytes */
+
+#define RL_SECOND			INT64CONST(1000000)
+#define RL_DAY				(86400 * RL_SECOND)
+#define RL_YEAR				(36525 * RL_DAY / 100)
+#define RL_MAX_PERIOD		(10 * RL_YEAR)
+#define RL_MAX_SPAN			(100 * RL_YEAR) /* to fill an empty limit */
+
+/* PostgREST answers this SQLSTATE with HTTP status 429. */
+#define ERRCODE_RATE_LIMITED MAKE_SQLSTATE('P', 'T', '4', '2', '9')
+
+/* An error that the caller raises, passes on, or weighs against on_error. */
+typedef struct RlError
+{
+	int			sqlstate;
+	char		message[256];
+	char		detail[256];	/* empty: none */
+} RlError;
+
+typedef enum RlAlgorithm
+{
+	RL_THROTTLE,
+	RL_TOKEN_BUCKET,
+	RL_FIXED_WINDOW,
+	RL_SLIDING_WINDOW,
+	RL_SLIDING_LOG
+} RlAlgorithm;
+
+typedef struct RlLimit
+{
+	RlAlgorithm algorithm;
+	int64		capacity;		/* the most quota that is ever free */
+	int64		count;			/* quota per period: GCRA's rate, the refill */
+	int64		period;
+	int64		interval_ns;	/* throttle: what one quota takes to leak */
+	int64		step;			/* sliding_window: length of a sub-window */
+	int64		ban;			/* 0: none */
+	int64		ban_after;		/* refusals in a period that bring the ban */
+	bool		from_first;
+	bool		count_denied;
+	bool		refund_on_abort;
+} RlLimit;
+
+typedef struct RlLimits
+{
+	int			n;
+	RlLimit		limit[RL_MAX_LIMITS];
+} RlLimits;
+
+typedef enum RlSource
+{
+	RL_FROM_REDIS,
+	RL_FROM_BAN,
+	RL_FAIL_OPEN,
+	RL_FAIL_CLOSED
+} RlSource;
+
+#define RL_NEVER	(-1)		/* of a wait: no wait will help */
+#define RL_UNKNOWN	(-1)		/* of remaining and reset_after */
+
+typedef struct RlDecision
+{
+	bool		allowed;
+	int64		capacity;
+	int64		remaining;		/* or RL_UNKNOWN */
+	int64		retry_after;	/* 0 when allowed, or RL_NEVER */
+	int64		reset_after;	/* or RL_UNKNOWN */
+	RlSource	source;
+} RlDecision;
+
+/* A key in UTF-8, of 1 to RL_MAX_KEY bytes, not terminated. */
+typedef struct RlKey
+{
+	const char *data;
+	int			len;
+} RlKey;
+
+typedef enum RlOnError
+{
+	RL_ON_ERROR_ERROR,
+	RL_ON_ERROR_ALLOW,
+	RL_ON_ERROR_DENY
+} RlOnError;
+
+/* ratelimit.c: settings */
+extern char *rl_redis_url;
+extern char *rl_redis_passfile;
+extern char *rl_key_prefix;
+extern int	rl_connect_timeout;
+extern int	rl_command_timeout;
+extern int	rl_on_error;
+extern char *rl_debug_now;
+
+/* Not pg_attribute_printf: of a server built by gcc, clang does not know it. */
+#define rl_attribute_printf(f, a) __attribute__((format(printf, f, a)))
+
+extern void rl_error_set(RlError *error, int sqlstate, const char *fmt,...) rl_attribute_printf(3, 4);
+extern void rl_error_detail(RlError *error, const char *fmt,...) rl_attribute_printf(2, 3);
+extern void rl_raise(const RlError *error) pg_attribute_noreturn();
+
+/* limits.c: the type rl_limits, and the rules for a limit's numbers */
+extern bool rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error);
+extern bool rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error);
+extern char *rl_limit_text(const RlLimit *limit);
+extern char *rl_limits_text(const RlLimits *limits);
+
+/* algorithm.c: what the algorithms mean, without I/O and without the backend */
+extern int64 rl_throttle_cost(const RlLimit *limit, int64 quota);
+extern void rl_throttle_decide(const RlLimit *limit, int64 backlog_ns, int64 quota, RlDecision *decision);
+extern void rl_throttle_charge(const RlLimit *limit, int64 backlog_ns, RlDecision *decision);
+extern int	rl_binding(const RlDecision *decisions, int n);
+
+/* redis_store.c: limits to scripts */
+extern bool rl_store_take(const RlKey *key, const RlLimits *limits, int64 quota, bool peek,
+						  RlDecision *decisions, RlError *error);
+extern bool rl_store_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *error);
+extern bool rl_store_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *error);
+extern bool rl_store_ban(const RlKey *key, int64 duration, RlError *error);
+extern bool rl_store_unban(const RlKey *key, bool *found, RlError *error);
+
+/* decide.c: from SQL values to a decision */
+extern int64 rl_quota_checked(int64 quota);
+extern RlKey rl_key_checked(const char *data, int len);
+extern void rl_decide(const RlKey *key, const RlLimits *limits, int64 quota,
+					  RlDecision *decision, int *binding, RlError *error);
+extern void rl_raise_refused(const RlKey *key, const RlLimit *limit, int64 quota,
+							 const RlDecision *decision, const RlError *error) pg_attribute_noreturn();
+
+/* key.c: values to keys */
+struct StringInfoData;
+typedef struct RlKeyPart
+{
+	Oid			type;			/* its base type, for the exceptions */
+	FmgrInfo	output;
+} RlKeyPart;
+
+extern bool rl_key_part_init(RlKeyPart *part, Oid type, MemoryContext context);
+extern void rl_key_part_append(struct StringInfoData *key, RlKeyPart *part, Datum value);
+
+#endif							/* RATELIMIT_H */

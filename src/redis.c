@@ -1,0 +1,774 @@
+/*
+ * redis.c
+ *		The backend's connection to Redis: the only file that knows hiredis.
+ *
+ * hiredis is used in non-blocking mode and driven by the backend's latch, so
+ * that cancel, timeouts, termination and barriers work while Redis is silent.
+ * An ERROR may jump out of any wait: in_flight is up from before the first
+ * byte until the last reply is read, and whoever wants the connection next
+ * drops it if the flag is up.  So no reply is ever read by the wrong call.
+ *
+ * Failures are returned, not raised; the only errors raised here are the
+ * core's own, and those of settings that cannot mean what was wanted.
+ *
+ * hiredis 0.14 ends the process when memory ends, and any version believes
+ * the lengths it is told.  So replies are read by object functions of our own
+ * into a bounded struct, and no more than MAX_REPLY_BYTES of them.
+ */
+#include "postgres.h"
+
+#include <hiredis/hiredis.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "common/cryptohash.h"
+#include "common/sha1.h"
+#include "miscadmin.h"
+#include "storage/fd.h"
+#include "storage/latch.h"
+#include "utils/builtins.h"
+#include "utils/memutils.h"
+#include "utils/wait_event.h"
+#if PG_VERSION_NUM >= 180000
+#include "storage/waiteventset.h"
+#endif
+
+#include "address.h"
+#include "redis.h"
+
+#if PG_VERSION_NUM < 170000
+#define CreateWaitEventSet(owner, n) CreateWaitEventSet(TopMemoryContext, (n))
+#endif
+
+/* hiredis 1.0 has more reply types, and counts elements by size_t. */
+#if HIREDIS_MAJOR >= 1
+typedef size_t ElementCount;
+#else
+typedef int ElementCount;
+#endif
+
+#define MAX_REPLY_BYTES		65536
+#define MAX_PASSWORD		512
+
+/* Positions in the WaitEventSet. */
+#define EVENT_SOCKET		2
+
+typedef enum Outcome
+{
+	DONE,
+	FAILED,
+	NOT_SENT					/* failed, and Redis cannot have seen a byte */
+} Outcome;
+
+static struct
+{
+	redisContext *ctx;			/* NULL: not connected */
+	WaitEventSet *events;
+	bool		fd_acquired;
+	bool		in_flight;		/* bytes out or replies due, or not set up */
+	uint32		waiting_for;	/* what events has the socket for */
+	char	   *url;			/* settings it was made with, malloc'd */
+	char	   *passfile;
+	char		server[300];	/* for error details */
+	RlReply    *reply;			/* where the object functions put values */
+	size_t		reply_bytes;	/* read since the last complete reply */
+}			conn;
+
+static uint32 wait_event = 0;
+
+/*
+ * Replies
+ */
+
+static void *
+got_value(const redisReadTask *task, bool valid, int64 value)
+{
+	RlReply    *reply = conn.reply;
+	bool		top = task->parent == NULL;
+
+	if (!valid || (!top && task->parent->parent != NULL) || reply->nvalues == RL_MAX_VALUES)
+		reply->kind = RL_REPLY_OTHER;
+	else
+		reply->values[reply->nvalues++] = value;
+	return reply;
+}
+
+/* Reads all of the string as a decimal int64. */
+static bool
+read_int64(const char *str, size_t len, int64 *value)
+{
+	char		copy[21];
+	char	   *end;
+
+	if (len == 0 || len >= sizeof(copy) || strspn(str, "-0123456789") < len)
+		return false;
+	memcpy(copy, str, len);
+	copy[len] = '\0';
+	errno = 0;
+	*value = strtoll(copy, &end, 10);
+	return errno == 0 && end == copy + len;
+}
+
+static void *
+got_string(const redisReadTask *task, char *str, size_t len)
+{
+	RlReply    *reply = conn.reply;
+
+	if (task->type == REDIS_REPLY_STRING)
+	{
+		int64		value = 0;
+		bool		valid = read_int64(str, len, &value);
+
+		return got_value(task, valid, value);
+	}
+
+	if (task->parent != NULL ||
+		(task->type != REDIS_REPLY_ERROR && task->type != REDIS_REPLY_STATUS))
+	{
+		reply->kind = RL_REPLY_OTHER;
+		return reply;
+	}
+	reply->kind = task->type == REDIS_REPLY_ERROR ? RL_REPLY_ERROR : RL_REPLY_STATUS;
+	len = Min(len, sizeof(reply->text) - 1);
+	for (size_t i = 0; i < len; i++)
+		reply->text[i] = (str[i] >= ' ' && str[i] <= '~') ? str[i] : '?';
+	reply->text[len] = '\0';
+	return reply;
+}
+
+static void *
+got_array(const redisReadTask *task, ElementCount n)
+{
+	if (task->parent != NULL || n > RL_MAX_VALUES)
+		conn.reply->kind = RL_REPLY_OTHER;
+	conn.reply->is_array = true;
+	return conn.reply;
+}
+
+static void *
+got_integer(const redisReadTask *task, long long value)
+{
+	return got_value(task, true, value);
+}
+
+static void *
+got_nil(const redisReadTask *task)
+{
+	return got_value(task, false, 0);
+}
+
+#if HIREDIS_MAJOR >= 1
+static void *
+got_double(const redisReadTask *task, double value, char *str, size_t len)
+{
+	return got_value(task, false, 0);
+}
+
+static void *
+got_bool(const redisReadTask *task, int value)
+{
+	return got_value(task, false, 0);
+}
+#endif
+
+static void
+free_nothing(void *object pg_attribute_unused())
+{
+}
+
+static redisReplyObjectFunctions object_functions = {
+	.createString = got_string,
+	.createArray = got_array,
+	.createInteger = got_integer,
+	.createNil = got_nil,
+#if HIREDIS_MAJOR >= 1
+	.createDouble = got_double,
+	.createBool = got_bool,
+#endif
+	.freeObject = free_nothing
+};
+
+/*
+ * Waiting
+ */
+
+/* Microseconds on a clock that nobody sets. */
+static int64
+monotonic_now(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (int64) t.tv_sec * 1000000 + t.tv_nsec / 1000;
+}
+
+/*
+ * Waits until the socket is ready for what (WL_SOCKET_READABLE or
+ * _WRITEABLE).  Returns false once the deadline has passed.  May raise what
+ * CHECK_FOR_INTERRUPTS raises.
+ */
+static bool
+wait_for_socket(uint32 what, int64 deadline)
+{
+	if (conn.waiting_for != what)
+	{
+		ModifyWaitEvent(conn.events, EVENT_SOCKET, what, NULL);
+		conn.waiting_for = what;
+	}
+	for (;;)
+	{
+		int64		left = deadline - monotonic_now();
+		WaitEvent	event;
+
+		if (left <= 0)
+			return false;
+		if (WaitEventSetWait(conn.events, (left + 999) / 1000, &event, 1, wait_event) == 0)
+			continue;
+		if (event.events & WL_LATCH_SET)
+		{
+			ResetLatch(MyLatch);
+			CHECK_FOR_INTERRUPTS();
+		}
+		else
+			return true;
+	}
+}
+
+/*
+ * Connecting
+ */
+
+static void
+disconnect(void)
+{
+	if (conn.events != NULL)
+		FreeWaitEventSet(conn.events);
+	if (conn.ctx != NULL)
+		redisFree(conn.ctx);
+	if (conn.fd_acquired)
+		ReleaseExternalFD();
+	free(conn.url);
+	free(conn.passfile);
+	memset(&conn, 0, sizeof(conn));
+}
+
+static bool
+cannot_connect(RlError *error, const char *why)
+{
+	rl_error_set(error, ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION,
+				 "could not connect to Redis: %s", why);
+	rl_error_detail(error, "The server is %s.", conn.server);
+	return false;
+}
+
+static bool
+connection_lost(RlError *error, const char *why)
+{
+	rl_error_set(error, ERRCODE_CONNECTION_FAILURE,
+				 "lost the connection to Redis: %s", why);
+	rl_error_detail(error, "The server is %s.", conn.server);
+	return false;
+}
+
+static bool
+protocol_violation(RlError *error, const char *what)
+{
+	rl_error_set(error, ERRCODE_PROTOCOL_VIOLATION,
+				 "unexpected reply from Redis: %s", what);
+	rl_error_detail(error, "The server is %s.", conn.server);
+	return false;
+}
+
+/* What hiredis has to say, or the system if hiredis leaves it to errno. */
+static const char *
+context_error(int saved_errno)
+{
+	if (conn.ctx->err == REDIS_ERR_IO)
+		return strerror(saved_errno);
+	return conn.ctx->errstr;
+}
+
+/*
+ * Reads the password, the first line of ratelimit.redis_passfile, into a
+ * buffer of MAX_PASSWORD bytes.  Raises an error if the file cannot be trusted.
+ */
+static void
+read_password(char *password)
+{
+	FILE	   *file;
+	struct stat st;
+
+	/* Before it is opened, because opening a pipe would wait for its writer. */
+	if (stat(rl_redis_passfile, &st) != 0)
+		ereport(ERROR,
+				(errcode_for_file_access(),
+				 errmsg("could not stat file \"%s\": %m", rl_redis_passfile)));
+	if (!S_ISREG(st.st_mode))
+		ereport(ERROR,
+				(errcode(ERRCODE_WRONG_OBJECT_TYPE),
+				 errmsg("Redis password file \"%s\" is not a plain file", rl_redis_passfile)));
+	if (st.st_mode & (S_IRWXG | S_IRWXO))
+		ereport(ERROR,
+				(errcode(ERRCODE_INSUFFICIENT_PRIVILEGE),
+				 errmsg("Redis password file \"%s\" has group or world access", rl_redis_passfile),
+				 errdetail("Permissions should be u=rw (0600) or less.")));
+	file = AllocateFile(rl_redis_passfile, "r");
+	if (file == NULL)
+		ereport(ERROR,
+				(errcode_for_file_access(),
+				 errmsg("could not open file \"%s\": %m", rl_redis_passfile)));
+	if (fgets(password, MAX_PASSWORD, file) == NULL)
+		password[0] = '\0';
+	if (ferror(file))
+		ereport(ERROR,
+				(errcode_for_file_access(),
+				 errmsg("could not read file \"%s\": %m", rl_redis_passfile)));
+	if (strlen(password) == MAX_PASSWORD - 1)
+		ereport(ERROR,
+				(errcode(ERRCODE_CONFIG_FILE_ERROR),
+				 errmsg("Redis password file \"%s\" has too long a line", rl_redis_passfile)));
+	password[strcspn(password, "\r\n")] = '\0';
+	if (password[0] == '\0')
+		ereport(ERROR,
+				(errcode(ERRCODE_CONFIG_FILE_ERROR),
+				 errmsg("Redis password file \"%s\" holds no password", rl_redis_passfile)));
+	FreeFile(file);
+}
+
+/* Appends one argument in Redis's protocol. */
+static void
+append_arg(StringInfo out, const char *data, int len)
+{
+	char		header[16];
+	int			n;
+
+	header[0] = '$';
+	n = 1 + pg_ultoa_n(len, header + 1);
+	header[n++] = '\r';
+	header[n++] = '\n';
+	enlargeStringInfo(out, n + len + 3);
+	appendBinaryStringInfo(out, header, n);
+	appendBinaryStringInfo(out, data, len);
+	appendBinaryStringInfo(out, "\r\n", 2);
+}
+
+/* Appends the start of a command: how many arguments, its name included. */
+static void
+append_start(StringInfo out, int nargs)
+{
+	char		header[16];
+	int			n;
+
+	header[0] = '*';
+	n = 1 + pg_ultoa_n(nargs, header + 1);
+	header[n++] = '\r';
+	header[n++] = '\n';
+	appendBinaryStringInfo(out, header, n);
+}
+
+/*
+ * Opens a socket to the server and waits until it is up.  On failure returns
+ * false with the error set, and leaves what is to be dropped.
+ */
+static bool
+open_socket(const RlAddress *address, RlError *error)
+{
+	int64		deadline = monotonic_now() + (int64) rl_connect_timeout * 1000;
+	int			socket_error = 0;
+	socklen_t	len = sizeof(socket_error);
+
+	if (!AcquireExternalFD())
+		return cannot_connect(error, "too many files are open in this server process");
+	conn.fd_acquired = true;
+
+	conn.ctx = address->is_path ? redisConnectUnixNonBlock(address->host)
+		: redisConnectNonBlock(address->host, address->port);
+	if (conn.ctx == NULL)
+		return cannot_connect(error, "out of memory");
+	if (conn.ctx->err)
+		return cannot_connect(error, context_error(errno));
+	if (conn.ctx->reader == NULL)
+		return cannot_connect(error, "out of memory");
+	conn.ctx->reader->fn = &object_functions;
+
+	conn.events = CreateWaitEventSet(NULL, 3);
+	AddWaitEventToSet(conn.events, WL_LATCH_SET, PGINVALID_SOCKET, MyLatch, NULL);
+	AddWaitEventToSet(conn.events, WL_EXIT_ON_PM_DEATH, PGINVALID_SOCKET, NULL, NULL);
+	AddWaitEventToSet(conn.events, WL_SOCKET_WRITEABLE, conn.ctx->fd, NULL, NULL);
+	conn.waiting_for = WL_SOCKET_WRITEABLE;
+
+	if (!wait_for_socket(WL_SOCKET_WRITEABLE, deadline))
+		return cannot_connect(error, "ratelimit.connect_timeout has passed");
+	if (getsockopt(conn.ctx->fd, SOL_SOCKET, SO_ERROR, &socket_error, &len) != 0)
+		socket_error = errno;
+	if (socket_error != 0)
+		return cannot_connect(error, strerror(socket_error));
+	return true;
+}
+
+/*
+ * Connects, and appends to out the commands (AUTH, SELECT) that have to go
+ * ahead of the first one; *nauth and *nsetup tell how many they are.  Returns
+ * false with the error set; raises an error if a setting is wrong.
+ */
+static bool
+connect_to_server(StringInfo out, int *nauth, int *nsetup, RlError *error)
+{
+	RlAddress	address;
+	char		password[MAX_PASSWORD] = "";
+
+	if (!rl_address_parse(rl_redis_url, &address, error))
+		rl_raise(error);
+	if (address.tls)
+		ereport(ERROR,
+				(errcode(ERRCODE_FEATURE_NOT_SUPPORTED),
+				 errmsg("rediss:// is not supported because ratelimit was built without TLS")));
+	if (rl_redis_passfile[0] != '\0')
+		read_password(password);
+	else if (address.user[0] != '\0')
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("ratelimit.redis_url names a user, but ratelimit.redis_passfile is empty")));
+
+#if PG_VERSION_NUM >= 170000
+	if (wait_event == 0)
+		wait_event = WaitEventExtensionNew("RatelimitRedis");
+#else
+	wait_event = PG_WAIT_EXTENSION;
+#endif
+
+	if (address.is_path)
+		snprintf(conn.server, sizeof(conn.server), "\"%s\"", address.host);
+	else
+		snprintf(conn.server, sizeof(conn.server),
+				 strchr(address.host, ':') ? "\"[%s]:%d\"" : "\"%s:%d\"",
+				 address.host, address.port);
+	conn.in_flight = true;
+	conn.url = strdup(rl_redis_url);
+	conn.passfile = strdup(rl_redis_passfile);
+	if (conn.url == NULL || conn.passfile == NULL)
+		return cannot_connect(error, "out of memory");
+	if (!open_socket(&address, error))
+		return false;
+
+	*nauth = *nsetup = 0;
+	if (password[0] != '\0')
+	{
+		append_start(out, address.user[0] ? 3 : 2);
+		append_arg(out, "AUTH", 4);
+		if (address.user[0])
+			append_arg(out, address.user, strlen(address.user));
+		append_arg(out, password, strlen(password));
+		(*nauth)++;
+		(*nsetup)++;
+		explicit_bzero(password, sizeof(password));
+	}
+	if (address.db != 0)
+	{
+		char		db[12];
+
+		append_start(out, 2);
+		append_arg(out, "SELECT", 6);
+		append_arg(out, db, pg_ltoa(address.db, db));
+		(*nsetup)++;
+	}
+	return true;
+}
+
+/* True if the connection can carry the next command. */
+static bool
+is_usable(void)
+{
+	char		byte;
+
+	if (conn.ctx == NULL || conn.in_flight || conn.ctx->err ||
+		strcmp(conn.url, rl_redis_url) != 0 ||
+		strcmp(conn.passfile, rl_redis_passfile) != 0)
+		return false;
+	/* An idle socket must be silent: no end, no error, no stray bytes. */
+	return recv(conn.ctx->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 &&
+		(errno == EAGAIN || errno == EWOULDBLOCK);
+}
+
+/*
+ * Sending and receiving
+ */
+
+/* Reads the next reply.  Returns false with the error set. */
+static bool
+read_reply(RlReply *reply, int64 deadline, RlError *error)
+{
+	void	   *object = NULL;
+
+	reply->kind = RL_REPLY_NUMBERS;
+	reply->is_array = false;
+	reply->nvalues = 0;
+	conn.reply = reply;
+	conn.reply_bytes = 0;
+
+	for (;;)
+	{
+		size_t		had;
+
+		if (redisGetReplyFromReader(conn.ctx, &object) != REDIS_OK)
+			return protocol_violation(error, conn.ctx->errstr);
+		if (object != NULL)
+			return true;
+		if (conn.reply_bytes > MAX_REPLY_BYTES)
+			return protocol_violation(error, "it is too long");
+		if (!wait_for_socket(WL_SOCKET_READABLE, deadline))
+			return connection_lost(error, "ratelimit.command_timeout has passed");
+		had = conn.ctx->reader->len;
+		if (redisBufferRead(conn.ctx) != REDIS_OK)
+			return connection_lost(error, context_error(errno));
+		conn.reply_bytes += conn.ctx->reader->len - had;
+	}
+}
+
+/*
+ * Sends what out holds and reads nsetup replies that must be "OK", then the
+ * one that is asked for.
+ */
+static Outcome
+exchange(StringInfo out, int nauth, int nsetup, RlReply *reply, RlError *error)
+{
+	int64		deadline = monotonic_now() + (int64) rl_command_timeout * 1000;
+	bool		sent_some = false;
+	int			done = 0;
+
+	conn.in_flight = true;
+	if (redisAppendFormattedCommand(conn.ctx, out->data, out->len) != REDIS_OK)
+	{
+		cannot_connect(error, "out of memory");
+		return FAILED;
+	}
+	for (;;)
+	{
+		if (redisBufferWrite(conn.ctx, &done) != REDIS_OK)
+		{
+			connection_lost(error, context_error(errno));
+			return sent_some ? FAILED : NOT_SENT;
+		}
+		if (done)
+			break;
+		sent_some = true;
+		if (!wait_for_socket(WL_SOCKET_WRITEABLE, deadline))
+		{
+			connection_lost(error, "ratelimit.command_timeout has passed");
+			return FAILED;
+		}
+	}
+
+	for (int i = 0; i <= nsetup; i++)
+	{
+		if (!read_reply(reply, deadline, error))
+			return FAILED;
+		if (reply->kind == RL_REPLY_ERROR && i < nsetup)
+		{
+			rl_error_set(error, i < nauth ? ERRCODE_INVALID_PASSWORD : ERRCODE_PROTOCOL_VIOLATION,
+						 "Redis refused %s: %s",
+						 i < nauth ? "the password" : "the database", reply->text);
+			rl_error_detail(error, "The server is %s.", conn.server);
+			return FAILED;
+		}
+		if (i < nsetup && reply->kind != RL_REPLY_STATUS)
+		{
+			protocol_violation(error, "it is not a status");
+			return FAILED;
+		}
+	}
+	if (reply->kind == RL_REPLY_OTHER)
+	{
+		protocol_violation(error, "it does not answer the command");
+		return FAILED;
+	}
+	conn.in_flight = false;
+	return DONE;
+}
+
+/*
+ * Sends a command and reads its reply, connecting first if need be.  A
+ * connection that turns out to be dead before a byte was sent is made anew,
+ * once.  Returns false with the error set, and drops the connection.
+ */
+static bool
+call(void (*append_command) (StringInfo out, const void *arg), const void *arg,
+	 RlReply *reply, RlError *error)
+{
+	static StringInfoData out;
+	Outcome		outcome;
+
+	if (out.data == NULL)
+	{
+		MemoryContext old = MemoryContextSwitchTo(TopMemoryContext);
+
+		initStringInfo(&out);
+		MemoryContextSwitchTo(old);
+	}
+
+	do
+	{
+		int			nauth = 0;
+		int			nsetup = 0;
+		bool		reused = is_usable();
+
+		resetStringInfo(&out);
+		if (!reused)
+		{
+			disconnect();
+			if (!connect_to_server(&out, &nauth, &nsetup, error))
+			{
+				disconnect();
+				return false;
+			}
+		}
+		append_command(&out, arg);
+		outcome = exchange(&out, nauth, nsetup, reply, error);
+		if (outcome != DONE)
+			disconnect();
+		if (!reused && outcome == NOT_SENT)
+			outcome = FAILED;
+	} while (outcome == NOT_SENT);
+	return outcome == DONE;
+}
+
+/*
+ * Commands
+ */
+
+/* Starts a command in the one buffer there is; append its arguments next. */
+RlCommand *
+rl_command_start(void)
+{
+	static RlCommand command;
+
+	if (command.args.data == NULL)
+	{
+		MemoryContext old = MemoryContextSwitchTo(TopMemoryContext);
+
+		initStringInfo(&command.args);
+		MemoryContextSwitchTo(old);
+	}
+	resetStringInfo(&command.args);
+	command.nargs = 0;
+	return &command;
+}
+
+/* Appends an argument of the given bytes. */
+void
+rl_command_arg(RlCommand *command, const char *data, int len)
+{
+	append_arg(&command->args, data, len);
+	command->nargs++;
+}
+
+/* Appends a number as an argument. */
+void
+rl_command_number(RlCommand *command, int64 number)
+{
+	char		text[32];
+
+	rl_command_arg(command, text, pg_lltoa(number, text));
+}
+
+static void
+append_plain(StringInfo out, const void *arg)
+{
+	const RlCommand *command = arg;
+
+	append_start(out, command->nargs);
+	appendBinaryStringInfo(out, command->args.data, command->args.len);
+}
+
+typedef struct ScriptCall
+{
+	const RlScript *script;
+	const RlCommand *command;
+	bool		by_source;
+} ScriptCall;
+
+static void
+append_script(StringInfo out, const void *arg)
+{
+	const ScriptCall *sc = arg;
+
+	append_start(out, sc->command->nargs + 2);
+	if (sc->by_source)
+	{
+		append_arg(out, "EVAL", 4);
+		append_arg(out, sc->script->source, strlen(sc->script->source));
+	}
+	else
+	{
+		append_arg(out, "EVALSHA", 7);
+		append_arg(out, sc->script->sha1, 40);
+	}
+	appendBinaryStringInfo(out, sc->command->args.data, sc->command->args.len);
+}
+
+static void
+compute_sha1(RlScript *script)
+{
+	pg_cryptohash_ctx *ctx = pg_cryptohash_create(PG_SHA1);
+	uint8		digest[SHA1_DIGEST_LENGTH];
+
+	if (pg_cryptohash_init(ctx) < 0 ||
+		pg_cryptohash_update(ctx, (const uint8 *) script->source, strlen(script->source)) < 0 ||
+		pg_cryptohash_final(ctx, digest, sizeof(digest)) < 0)
+	{
+		pg_cryptohash_free(ctx);
+		elog(ERROR, "could not compute the SHA1 of a script");
+	}
+	pg_cryptohash_free(ctx);
+	for (int i = 0; i < SHA1_DIGEST_LENGTH; i++)
+		snprintf(script->sha1 + 2 * i, 3, "%02x", digest[i]);
+}
+
+/* An error reply is the store failing, never a verdict. */
+static bool
+check_reply(const RlReply *reply, RlError *error)
+{
+	if (reply->kind != RL_REPLY_ERROR)
+		return true;
+	if (strncmp(reply->text, "NOAUTH", 6) == 0)
+		rl_error_set(error, ERRCODE_INVALID_PASSWORD, "Redis asks for a password: %s", reply->text);
+	else
+		rl_error_set(error, ERRCODE_PROTOCOL_VIOLATION, "Redis answered with an error: %s", reply->text);
+	rl_error_detail(error, "The server is %s.", conn.server);
+	return false;
+}
+
+/*
+ * Runs a plain command.  Returns true with a reply that is not an error, or
+ * false with the error set.
+ */
+bool
+rl_redis_command(RlCommand *command, RlReply *reply, RlError *error)
+{
+	return call(append_plain, command, reply, error) && check_reply(reply, error);
+}
+
+/*
+ * Runs a script; the command holds what follows its name: the number of keys,
+ * the keys, the arguments.  Like rl_redis_command otherwise.
+ */
+bool
+rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error)
+{
+	ScriptCall	sc = {script, command, false};
+
+	if (script->sha1[0] == '\0')
+		compute_sha1(script);
+	if (!call(append_script, &sc, reply, error))
+		return false;
+	/* NOSCRIPT means that nothing was run. */
+	if (reply->kind == RL_REPLY_ERROR && strncmp(reply->text, "NOSCRIPT", 8) == 0)
+	{
+		sc.by_source = true;
+		if (!call(append_script, &sc, reply, error))
+			return false;
+	}
+	return check_reply(reply, error);
+}

@@ -1,0 +1,55 @@
+/*
+ * redis.h
+ *		One connection to Redis per backend: bytes out, a small reply in.
+ */
+#ifndef REDIS_H
+#define REDIS_H
+
+#include "lib/stringinfo.h"
+#include "ratelimit.h"
+
+#define RL_MAX_VALUES		16
+
+typedef enum RlReplyKind
+{
+	RL_REPLY_NUMBERS,			/* an integer, a string that is one, or an
+								 * array of these */
+	RL_REPLY_STATUS,
+	RL_REPLY_ERROR,
+	RL_REPLY_OTHER				/* anything that no command of ours answers */
+} RlReplyKind;
+
+/* A reply, bounded: what does not fit makes it RL_REPLY_OTHER. */
+typedef struct RlReply
+{
+	RlReplyKind kind;
+	bool		is_array;
+	int			nvalues;
+	int64		values[RL_MAX_VALUES];
+	char		text[256];		/* of an error: its line, in ASCII */
+} RlReply;
+
+typedef struct RlScript
+{
+	const char *source;
+	char		sha1[41];		/* computed at first use */
+} RlScript;
+
+/*
+ * A command under construction.  The buffer is kept from call to call; what
+ * comes before the arguments of a script is written when it is sent.
+ */
+typedef struct RlCommand
+{
+	StringInfoData args;
+	int			nargs;
+} RlCommand;
+
+extern RlCommand *rl_command_start(void);
+extern void rl_command_arg(RlCommand *command, const char *data, int len);
+extern void rl_command_number(RlCommand *command, int64 number);
+
+extern bool rl_redis_command(RlCommand *command, RlReply *reply, RlError *error);
+extern bool rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error);
+
+#endif							/* REDIS_H */
