@@ -1,0 +1,79 @@
+-- A NULL never reads as "allowed".
+SELECT q, f.* FROM (VALUES
+	(1, $$rl_throttle(NULL, 1, 1, 1)$$), (2, $$rl_throttle('k', NULL, 1, 1)$$), (3, $$rl_throttle('k', 1, NULL, 1)$$),
+	(4, $$rl_throttle('k', 1, 1, NULL)$$), (5, $$rl_throttle('k', 1, 1, 1, NULL)$$),
+	(6, $$rl_check(NULL, '1/1s')$$), (7, $$rl_check('k', NULL)$$), (8, $$rl_check('k', '1/1s', NULL)$$),
+	(9, $$rl_allow(NULL, '1/1s')$$), (10, $$rl_allow('k', NULL)$$), (11, $$rl_allow('k', '1/1s', NULL)$$),
+	(12, $$rl_enforce(NULL, '1/1s')$$), (13, $$rl_enforce('k', NULL)$$), (14, $$rl_enforce('k', '1/1s', NULL)$$),
+	(15, $$rl_peek(NULL, '1/1s')$$), (16, $$rl_peek('k', NULL)$$), (17, $$rl_peek('k', '1/1s', NULL)$$),
+	(18, $$rl_refund(NULL, '1/1s', 1)$$), (19, $$rl_refund('k', NULL, 1)$$), (20, $$rl_refund('k', '1/1s', NULL)$$),
+	(21, $$rl_reset(NULL)$$), (22, $$rl_reset(NULL, '1/1s')$$), (23, $$rl_reset('k', NULL)$$),
+	(24, $$rl_ban(NULL, 1)$$), (25, $$rl_ban('k', NULL)$$), (26, $$rl_unban(NULL)$$)
+) v (id, q), LATERAL failure('SELECT ' || q) f ORDER BY id;
+
+-- Out of range.
+SELECT q, f.* FROM (VALUES
+	(1, $$rl_throttle('', 1, 1, 1)$$), (2, $$rl_throttle(repeat('k', 513), 1, 1, 1)$$), (3, $$rl_throttle(repeat('é', 257), 1, 1, 1)$$),
+	(4, $$rl_throttle('k', 0, 1, 1)$$), (5, $$rl_throttle('k', -1, 1, 1)$$), (6, $$rl_throttle('k', 1000000000000001, 1, 1)$$),
+	(7, $$rl_throttle('k', 1, 0, 1)$$), (8, $$rl_throttle('k', 1, -1, 1)$$), (9, $$rl_throttle('k', 1, 1000000000000001, 1)$$),
+	(10, $$rl_throttle('k', 1, 1, 0)$$), (11, $$rl_throttle('k', 1, 1, -1)$$), (12, $$rl_throttle('k', 1, 1, 'NaN')$$),
+	(13, $$rl_throttle('k', 1, 1, 'infinity')$$), (14, $$rl_throttle('k', 1, 1, '-infinity')$$), (15, $$rl_throttle('k', 1, 1, 315576001)$$),
+	(16, $$rl_throttle('k', 1, 1, 0.0000004)$$), (17, $$rl_throttle('k', 1, 1, 1, -1)$$), (18, $$rl_throttle('k', 1, 1, 1, 1000000000000001)$$),
+	(19, $$rl_throttle('k', 1, 1000000001, 1)$$), (20, $$rl_throttle('k', 11, 1, 315576000)$$),
+	(21, $$rl_throttle('k', 1000000000000000, 1, 1)$$), (22, $$rl_throttle('k', 1, 1, 1, 9223372036854775807)$$),
+	(23, $$rl_ban('k', 0)$$), (24, $$rl_ban('k', -1)$$), (25, $$rl_ban('k', 'NaN')$$), (26, $$rl_ban('k', 'infinity')$$), (27, $$rl_ban('k', 1e9)$$),
+	(28, $$rl_refund('k', '1/1s', -1)$$), (29, $$rl_check('k', '1/1s', -1)$$), (30, $$rl_peek('k', '1/1s', -1)$$)
+) v (id, q), LATERAL failure('SELECT ' || q) f ORDER BY id;
+-- None of that has reached Redis; the extremes that may do.
+SELECT rl_reset('k');
+SELECT allowed FROM rl_throttle('k', 10, 1, 315576000);
+SELECT allowed FROM rl_throttle('k', 1, 1000000000, 1);
+SELECT allowed, retry_after FROM rl_throttle('k', 1, 1, 1, 1000000000000000);
+
+-- What this version does not do yet, but understands.
+SELECT q, f.* FROM (VALUES
+	(1, $$rl_check('k', 'token_bucket 1/1s')$$), (2, $$rl_check('k', 'fixed_window 1/1s')$$), (3, $$rl_check('k', 'sliding_window 1/1s')$$),
+	(4, $$rl_check('k', 'sliding_log 1/1s')$$), (5, $$rl_check('k', '1/1s ban 1h after 3')$$), (6, $$rl_check('k', '1/1s refund_on_abort')$$),
+	(7, $$rl_peek('k', 'sliding_log 1/1s')$$), (8, $$rl_refund('k', 'sliding_log 1/1s', 1)$$), (9, $$rl_reset('k', 'sliding_log 1/1s')$$)
+) v (id, q), LATERAL failure('SELECT ' || q) f ORDER BY id;
+
+-- When Redis cannot be reached: on_error is for taking, and only for that.
+SET ratelimit.redis_url = 'unix:///nonexistent/socket';
+SELECT failure($$SELECT rl_throttle('k', 1, 1, 1)$$);
+SELECT failure($$SELECT rl_check('k', '1/1s')$$);
+SET ratelimit.on_error = allow;
+SELECT * FROM rl_throttle('k', 5, 1, 1);
+SELECT rl_allow('k', '1/1s'), (rl_enforce('k', '1/1s')).source;
+SET ratelimit.on_error = deny;
+SELECT * FROM rl_throttle('k', 5, 1, 1);
+SELECT rl_allow('k', '1/1s');
+SELECT failure($$SELECT rl_enforce('k', '1/1s')$$);
+SELECT failure($$SELECT rl_peek('k', '1/1s')$$);
+SELECT failure($$SELECT rl_refund('k', '1/1s', 1)$$);
+SELECT failure($$SELECT rl_reset('k')$$);
+SELECT failure($$SELECT rl_ban('k', 1)$$);
+SELECT failure($$SELECT rl_unban('k')$$);
+-- Bad input and bad settings are errors whatever on_error says.
+SET ratelimit.on_error = allow;
+SELECT failure($$SELECT rl_throttle(NULL, 1, 1, 1)$$);
+SELECT failure($$SELECT rl_check('k', 'sliding_log 1/1s')$$);
+SELECT left(u, 30) AS url, f.* FROM (VALUES
+	(1, ''), (2, 'localhost'), (3, 'http://localhost'), (4, 'redis://'), (5, 'redis://:6379'), (6, 'redis://h:0'), (7, 'redis://h:65536'),
+	(8, 'redis://h:'), (9, 'redis://h:12x'), (10, 'redis://h/x'), (11, 'redis://h/0/1'), (12, 'redis://h/-1'), (13, 'redis://:secret@h'),
+	(14, 'redis://user:secret@h'), (15, 'redis://user:se@cret@h'), (16, 'redis://@h'), (17, 'redis://[::1'), (18, 'redis://[::1]x'),
+	(19, 'redis://h?db=1'), (20, 'unix://'), (21, 'unix://relative'), (22, 'unix:///s?db='), (23, 'unix:///s?x=1'), (24, 'unix:///s?db=1?db=2'),
+	(25, 'unix:///' || repeat('x', 120)), (26, 'unix://user:secret@/s'), (27, 'redis://user@h'), (28, 'rediss://h'), (29, 'redis://' || repeat('h', 300)),
+	(30, 'REDIS://h'), (31, 'redis://a b')
+) v (id, u), LATERAL failure(format($$SET ratelimit.redis_url = %L; SELECT rl_throttle('k', 1, 1, 1)$$, u)) f ORDER BY id;
+SET ratelimit.redis_url = 'redis://127.0.0.1';
+SET ratelimit.redis_passfile = '/nonexistent/file';
+SELECT failure($$SELECT rl_throttle('k', 1, 1, 1)$$);
+SET ratelimit.redis_passfile = '/dev/null';
+SELECT failure($$SELECT rl_throttle('k', 1, 1, 1)$$);
+RESET ratelimit.redis_passfile;
+RESET ratelimit.redis_url;
+RESET ratelimit.on_error;
+SELECT allowed, source FROM rl_throttle('again', 1, 1, 1);
+
+-- The trigger's function is no function.
+SELECT rl_enforce();

@@ -1,0 +1,49 @@
+-- Only the type's functions and rl_key are for everybody.
+SELECT p.oid::regprocedure AS everybody_may
+FROM pg_proc p JOIN pg_depend d ON d.objid = p.oid AND d.classid = 'pg_proc'::regclass AND d.deptype = 'e'
+WHERE d.refobjid = (SELECT oid FROM pg_extension WHERE extname = 'ratelimit')
+	AND (p.proacl IS NULL OR EXISTS (SELECT FROM aclexplode(p.proacl) WHERE grantee = 0))
+ORDER BY 1;
+CREATE ROLE rl_test_plain;
+GRANT CREATE, USAGE ON SCHEMA public TO rl_test_plain;
+CREATE TABLE limited (who int);
+CREATE TRIGGER t BEFORE INSERT ON limited FOR EACH ROW EXECUTE FUNCTION rl_enforce('limited:{who}', '1/1h');
+GRANT INSERT ON limited TO rl_test_plain;
+
+SET ROLE rl_test_plain;
+SELECT q, f.code FROM (VALUES
+	(1, $$SELECT rl_throttle('k', 1, 1, 1)$$), (2, $$SELECT rl_check('k', '1/1s')$$), (3, $$SELECT rl_allow('k', '1/1s')$$),
+	(4, $$SELECT rl_enforce('k', '1/1s')$$), (5, $$SELECT rl_peek('k', '1/1s')$$), (6, $$SELECT rl_refund('k', '1/1s', 1)$$),
+	(7, $$SELECT rl_reset('k')$$), (8, $$SELECT rl_reset('k', '1/1s')$$), (9, $$SELECT rl_ban('k', 1)$$), (10, $$SELECT rl_unban('k')$$),
+	(11, $$SELECT * FROM rl_triggers$$), (12, $$SET ratelimit.on_error = 'allow'$$), (13, $$SET ratelimit.redis_url = 'redis://x'$$),
+	(14, $$SET ratelimit.redis_passfile = '/x'$$), (15, $$SET ratelimit.key_prefix = 'mine:'$$), (16, $$SET ratelimit.connect_timeout = 1$$),
+	(17, $$SET ratelimit.command_timeout = 1$$), (18, $$SET ratelimit.debug_now = '1'$$), (19, $$SHOW ratelimit.redis_passfile$$),
+	(20, $$SET ratelimit.unknown = 1$$), (21, $$ALTER ROLE rl_test_plain SET ratelimit.on_error = 'allow'$$)
+) v (id, q), LATERAL failure(q) f ORDER BY id;
+SELECT rl_key('everybody', 1), '5/10s'::rl_limits;
+-- The trigger fires without a grant, and a trigger of one's own needs it.
+INSERT INTO limited VALUES (1);
+-- Terse, because how long to wait differs from run to run.
+\set VERBOSITY terse
+INSERT INTO limited VALUES (1);
+\set VERBOSITY default
+CREATE TABLE own (who int);
+CREATE TRIGGER t BEFORE INSERT ON own FOR EACH ROW EXECUTE FUNCTION rl_enforce('limited:{who}', '1/1h', 'quota=0');
+RESET ROLE;
+
+-- The wrapper that README shows: key and limits are fixed, the caller is not asked for more.
+CREATE FUNCTION may_post(author name) RETURNS boolean LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = public, pg_temp
+	AS $$ SELECT rl_allow(rl_key('post', author), '2/1h') $$;
+CREATE TABLE posts (author name DEFAULT current_user, body text);
+ALTER TABLE posts ENABLE ROW LEVEL SECURITY;
+CREATE POLICY paced ON posts FOR INSERT TO rl_test_plain WITH CHECK (author = current_user AND may_post(author));
+GRANT INSERT ON posts TO rl_test_plain;
+SET ROLE rl_test_plain;
+INSERT INTO posts (body) VALUES ('one');
+INSERT INTO posts (body) VALUES ('two');
+INSERT INTO posts (body) VALUES ('three');
+RESET ROLE;
+DROP TABLE posts, limited, own;
+DROP FUNCTION may_post(name);
+REVOKE ALL ON SCHEMA public FROM rl_test_plain;
+DROP ROLE rl_test_plain;

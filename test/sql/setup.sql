@@ -1,0 +1,59 @@
+-- Where Redis is comes from the environment. The prefix is a new one each
+-- time, so that no earlier run is seen and nothing has to be flushed.
+\getenv redis_url RATELIMIT_REDIS_URL
+\if :{?redis_url}
+\else
+\set redis_url redis://127.0.0.1:6379/0
+\endif
+CREATE EXTENSION ratelimit;
+SELECT 'rl_test_' || gen_random_uuid() || ':' AS prefix \gset
+ALTER DATABASE :"DBNAME" SET ratelimit.redis_url = :'redis_url';
+ALTER DATABASE :"DBNAME" SET ratelimit.key_prefix = :'prefix';
+ALTER DATABASE :"DBNAME" SET ratelimit.connect_timeout = '10s';
+ALTER DATABASE :"DBNAME" SET ratelimit.command_timeout = '10s';
+
+-- Virtual time, in seconds after the first of January 2024.
+CREATE FUNCTION at(seconds numeric) RETURNS text LANGUAGE sql AS
+$$ SELECT set_config('ratelimit.debug_now', (1704067200000000 + seconds * 1000000)::bigint::text, false) $$;
+
+-- One call of rl_check for each step of {time, quota}, in order.
+CREATE FUNCTION play(key text, limits rl_limits, steps numeric[],
+		OUT t numeric, OUT quota bigint, OUT decision rl_decision)
+	RETURNS SETOF record LANGUAGE plpgsql AS
+$$
+BEGIN
+	FOR i IN 1 .. array_length(steps, 1) LOOP
+		t := steps[i][1];
+		quota := steps[i][2];
+		PERFORM at(t);
+		decision := rl_check(key, limits, quota);
+		RETURN NEXT;
+	END LOOP;
+	PERFORM set_config('ratelimit.debug_now', '', false);
+END
+$$;
+
+-- The SQLSTATE and message of a statement that must fail, without what
+-- differs from one server or version to another.
+CREATE FUNCTION failure(statement text, OUT code text, OUT message text, OUT detail text)
+	LANGUAGE plpgsql AS
+$$
+BEGIN
+	EXECUTE statement;
+	message := 'no error';
+EXCEPTION WHEN OTHERS THEN
+	GET STACKED DIAGNOSTICS code = RETURNED_SQLSTATE, message = MESSAGE_TEXT, detail = PG_EXCEPTION_DETAIL;
+END
+$$;
+
+\c
+SELECT rl_reset('setup');
+-- Every object has a comment.
+SELECT pg_describe_object(classid, objid, objsubid) AS uncommented
+FROM pg_depend d
+WHERE refclassid = 'pg_extension'::regclass AND deptype = 'e'
+	AND refobjid = (SELECT oid FROM pg_extension WHERE extname = 'ratelimit')
+	AND obj_description(objid, classid::regclass::name) IS NULL
+	AND NOT (classid = 'pg_type'::regclass AND (SELECT typcategory = 'A' OR typname = 'rl_triggers' FROM pg_type WHERE oid = objid))
+	AND classid <> 'pg_opfamily'::regclass
+ORDER BY 1;

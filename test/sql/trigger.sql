@@ -1,0 +1,137 @@
+SELECT at(0);
+CREATE TABLE orders (id int GENERATED ALWAYS AS IDENTITY, customer bigint, kind varchar, items int DEFAULT 1, at timestamptz,
+	total numeric, label text GENERATED ALWAYS AS ('o' || customer) STORED);
+CREATE TRIGGER limit_orders BEFORE INSERT ON orders
+	FOR EACH ROW EXECUTE FUNCTION rl_enforce('create_order:{customer}', '5/10s');
+INSERT INTO orders (customer) SELECT 42 FROM generate_series(1, 5);
+INSERT INTO orders (customer) VALUES (42);
+INSERT INTO orders (customer) VALUES (43);
+SELECT failure($$INSERT INTO orders (customer) VALUES (42)$$);
+-- The key is the one that rl_key makes.
+SELECT allowed, retry_after FROM rl_peek(rl_key('create_order', 42), '5/10s');
+SELECT at(2);
+INSERT INTO orders (customer) VALUES (42);
+INSERT INTO orders (customer) VALUES (42);
+-- A multi-row statement is all or nothing to the table, not to the limit.
+INSERT INTO orders (customer) SELECT 44 FROM generate_series(1, 6);
+SELECT count(*) FROM orders WHERE customer = 44;
+SELECT remaining FROM rl_peek('create_order:44', '5/10s', 0);
+-- NULL is never a free pass.
+INSERT INTO orders (customer) VALUES (NULL);
+-- A ban binds the trigger.
+SELECT rl_ban('create_order:45', 60);
+INSERT INTO orders (customer) VALUES (45);
+
+-- CREATE OR REPLACE keeps the OID; the arguments are new.
+CREATE OR REPLACE TRIGGER limit_orders BEFORE INSERT ON orders
+	FOR EACH ROW EXECUTE FUNCTION rl_enforce('create_order:{customer}:{kind}', '10/10s', 'quota={items}', 'on_deny=skip');
+INSERT INTO orders (customer, kind, items) VALUES (50, 'a:b', 4), (50, 'a:b', 7), (50, 'a:b', 6), (50, 'a', 10) RETURNING kind, items;
+SELECT remaining FROM rl_peek('create_order:50:a%3Ab', '10/10s', 0);
+INSERT INTO orders (customer, kind, items) VALUES (51, 'x', 11) RETURNING items;
+INSERT INTO orders (customer, kind, items) VALUES (51, 'x', -1);
+INSERT INTO orders (customer, kind, items) VALUES (51, 'x', NULL);
+INSERT INTO orders (customer, kind, items) VALUES (51, '', 1) RETURNING items;
+-- Columns move and change their type.
+ALTER TABLE orders DROP COLUMN id;
+ALTER TABLE orders ALTER COLUMN items TYPE smallint;
+INSERT INTO orders (customer, kind, items) VALUES (52, 'x', 3) RETURNING items;
+SELECT remaining FROM rl_peek('create_order:52:x', '10/10s', 0);
+ALTER TABLE orders RENAME COLUMN kind TO sort;
+INSERT INTO orders (customer, sort) VALUES (52, 'x');
+ALTER TABLE orders RENAME COLUMN sort TO kind;
+INSERT INTO orders (customer, kind) VALUES (52, 'x') RETURNING items;
+DROP TRIGGER limit_orders ON orders;
+
+-- UPDATE looks at the new row, DELETE at the old one; AFTER triggers.
+CREATE TRIGGER limit_change AFTER UPDATE OR DELETE ON orders
+	FOR EACH ROW EXECUTE FUNCTION rl_enforce('change:{customer}:{label}', '2/1h', 'quota=1');
+UPDATE orders SET customer = 60 WHERE customer = 43;
+SELECT remaining FROM rl_peek('change:60:o60', '2/1h', 0);
+DELETE FROM orders WHERE customer = 60;
+SELECT remaining FROM rl_peek('change:60:o60', '2/1h', 0);
+DROP TRIGGER limit_change ON orders;
+
+-- A deferred constraint trigger charges at commit.
+CREATE CONSTRAINT TRIGGER limit_late AFTER INSERT ON orders DEFERRABLE INITIALLY DEFERRED
+	FOR EACH ROW EXECUTE FUNCTION rl_enforce('late:{customer}', '2/1h');
+BEGIN;
+INSERT INTO orders (customer) VALUES (70), (70);
+SELECT remaining FROM rl_peek('late:70', '2/1h', 0);
+COMMIT;
+SELECT remaining FROM rl_peek('late:70', '2/1h', 0);
+BEGIN;
+INSERT INTO orders (customer) VALUES (70);
+COMMIT;
+SELECT count(*) FROM orders WHERE customer = 70;
+BEGIN;
+INSERT INTO orders (customer) VALUES (71);
+ROLLBACK;
+SELECT remaining FROM rl_peek('late:71', '2/1h', 0);
+DROP TRIGGER limit_late ON orders;
+-- Otherwise what was charged stays charged when the transaction rolls back.
+CREATE TRIGGER limit_orders BEFORE INSERT ON orders
+	FOR EACH ROW EXECUTE FUNCTION rl_enforce('stays:{customer}', '2/1h');
+BEGIN;
+INSERT INTO orders (customer) VALUES (72);
+ROLLBACK;
+SELECT remaining FROM rl_peek('stays:72', '2/1h', 0);
+DROP TRIGGER limit_orders ON orders;
+
+-- Types: those whose text no setting changes, and equal values make one key.
+CREATE TYPE plan AS ENUM ('free', 'paid');
+CREATE DOMAIN customer_number AS int;
+CREATE TABLE typed (a smallint, b int, c bigint, d numeric, e text, f varchar(9), g char(5), h uuid, i boolean, j inet, k plan, l customer_number);
+CREATE TRIGGER limit_typed BEFORE INSERT ON typed
+	FOR EACH ROW EXECUTE FUNCTION rl_enforce('{{{a}:{b}:{c}:{d}:{e}:{f}:{g}:{h}:{i}:{j}:{k}:{l}}}', '3/1h');
+INSERT INTO typed VALUES (1, 2, 3, 4.50, 'e', 'f', 'g', '00000000-0000-0000-0000-000000000001', true, '10.0.0.1', 'free', 5);
+INSERT INTO typed VALUES (1, 2, 3, 4.500, 'e', 'f', 'g  ', '00000000-0000-0000-0000-000000000001', true, '10.0.0.1/32', 'free', 5);
+SELECT remaining FROM rl_peek('{1:2:3:4.5:e:f:g:00000000-0000-0000-0000-000000000001:t:10.0.0.1:free:5}', '3/1h', 0);
+
+-- rl_triggers finds what would block each write.
+CREATE TABLE broken (a int, b float8, c int GENERATED ALWAYS AS (a + 1) STORED, d date);
+CREATE TRIGGER t01 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce();
+CREATE TRIGGER t02 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}');
+CREATE TRIGGER t03 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{x}', '5/10s');
+CREATE TRIGGER t04 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}', '5/10x');
+CREATE TRIGGER t05 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{b}', '5/10s');
+CREATE TRIGGER t06 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{c}', '5/10s');
+CREATE TRIGGER t07 AFTER INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{c}', '5/10s');
+CREATE TRIGGER t08 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a', '5/10s');
+CREATE TRIGGER t09 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('a}', '5/10s');
+CREATE TRIGGER t10 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('', '5/10s');
+CREATE TRIGGER t11 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{}', '5/10s');
+CREATE TRIGGER t12 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}', '5/10s', 'quota={b}');
+CREATE TRIGGER t13 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}', '5/10s', 'quota={y}');
+CREATE TRIGGER t14 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}', '5/10s', 'quota=-1');
+CREATE TRIGGER t15 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}', '5/10s', 'quota=');
+CREATE TRIGGER t16 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}', '5/10s', 'quota=2', 'quota=3');
+CREATE TRIGGER t17 AFTER INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}', '5/10s', 'on_deny=skip');
+CREATE TRIGGER t18 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}', '5/10s', 'on_deny=skipp');
+CREATE TRIGGER t19 AFTER INSERT ON broken FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('all', '5/10s');
+CREATE TRIGGER t20 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('all', '5/10s', 'quota={a}');
+CREATE TRIGGER t21 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{ctid}', '5/10s');
+CREATE TRIGGER t22 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{d}', '5/10s');
+ALTER TABLE broken DISABLE TRIGGER t20;
+SELECT * FROM rl_triggers WHERE relation = 'broken'::regclass ORDER BY trigger;
+SELECT failure('INSERT INTO broken VALUES (1)');
+SELECT * FROM rl_triggers WHERE relation <> 'broken'::regclass;
+-- An AFTER trigger for statements, a view: said, never let through.
+DROP TABLE broken;
+CREATE VIEW order_view AS SELECT customer FROM orders;
+CREATE TRIGGER t INSTEAD OF INSERT ON order_view FOR EACH ROW EXECUTE FUNCTION rl_enforce('{customer}', '5/10s');
+INSERT INTO order_view VALUES (1);
+DROP VIEW order_view;
+
+-- Partitions: the trigger is cloned, columns are found in each.
+CREATE TABLE events (day int, customer bigint) PARTITION BY LIST (day);
+CREATE TABLE events_1 PARTITION OF events FOR VALUES IN (1);
+CREATE TABLE events_2 (customer bigint, junk int, day int);
+ALTER TABLE events_2 DROP COLUMN junk;
+ALTER TABLE events ATTACH PARTITION events_2 FOR VALUES IN (2);
+CREATE TRIGGER limit_events BEFORE INSERT ON events FOR EACH ROW EXECUTE FUNCTION rl_enforce('event:{customer}', '3/1h');
+INSERT INTO events VALUES (1, 80), (2, 80);
+SELECT remaining FROM rl_peek('event:80', '3/1h', 0);
+INSERT INTO events VALUES (1, 80), (2, 80);
+DROP TABLE events, typed, orders;
+DROP TYPE plan;
+DROP DOMAIN customer_number;

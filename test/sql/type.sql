@@ -1,0 +1,88 @@
+-- The canonical text: a fixed point, whatever was written.
+CREATE TABLE written (id int GENERATED ALWAYS AS IDENTITY, w text);
+INSERT INTO written (w) VALUES
+	('5/10s'),
+	('throttle 5/10s'),
+	('  THROTTLE   5 / 10 s  Burst 5 '),
+	('5/10s burst 7'),
+	('30/60s burst 15'),
+	('1/1.5h'),
+	('1/0.25ms'),
+	('1/1us'),
+	('1/36h'),
+	('1/48h'),
+	('1/90s'),
+	('1/1.000000s'),
+	('1/0.000001s'),
+	('1/86400000ms'),
+	('1/.5s'),
+	('token_bucket 1/1s burst 10'),
+	('fixed_window 5/1min from_first count_denied'),
+	('sliding_window 240/1h'),
+	('sliding_window 240/1h step 1min'),
+	('sliding_window 10/1s'),
+	('sliding_window 10/7us'),
+	('sliding_window 10/61us'),
+	('sliding_window 10/10s step 100ms'),
+	('sliding_log 5/10s, 1000/1d'),
+	('sliding_log 100000/1d count_denied ban 1h after 3 refund_on_abort'),
+	('5/10s refund_on_abort ban 90min after 10'),
+	('1/3650d'),
+	('1000000000000000/1000000s burst 1000000'),
+	('1/1s,2/2s,3/3s,4/4s,5/5s,6/6s,7/7s,8/8s');
+SELECT id, w::rl_limits, w::rl_limits::text::rl_limits = w::rl_limits AS same FROM written ORDER BY id;
+DROP TABLE written;
+
+-- What is wrong is pointed at.
+SELECT w, f.* FROM (VALUES
+	(1, ''), (2, ' '), (3, ','), (4, '5'), (5, '5/'), (6, '/10s'), (7, '5/10'), (8, '5/10x'),
+	(9, '5/10 sec'), (10, 'trottle 5/10s'), (11, '5/10s,'), (12, ', 5/10s'), (13, '5/10s 6/10s'),
+	(14, '5/10s burst'), (15, '5/10s burst x'), (16, '5/10s burst 5 burst 6'), (17, '5.5/10s'),
+	(18, '-5/10s'), (19, '5/-10s'), (20, '5/1.2.3s'), (21, '5/.s'), (22, '5/0.1us'),
+	(23, 'sliding_log 5/10s burst 6'), (24, '5/10s from_first'), (25, '5/10s count_denied'),
+	(26, '5/10s step 1s'), (27, 'sliding_window 5/10s step 0s'), (28, '5/10s ban 1h'),
+	(29, '5/10s ban 1h after'), (30, '5/10s ban 1h after 0'), (31, '5/10s ban 0s after 1'),
+	(32, '5/10s, 6/10s'), (33, 'fixed_window 5/10s, fixed_window 5/10s from_first'),
+	(34, 'fixed_window 5/10s, fixed_window 6/10s count_denied'),
+	(35, '1/1s,2/2s,3/3s,4/4s,5/5s,6/6s,7/7s,8/8s,9/9s'),
+	(36, '5/10s'' OR 1'), (37, 'fünf/10s'), (38, '5/10µs'), (39, '5/99999999999999999999999999s'),
+	(40, '5/0.00000000000000000000000000000001s'), (41, '5/10s ban 11000d after 1'), (42, '5x/10s')
+) v (id, w), LATERAL failure(format('SELECT %L::rl_limits', w)) f ORDER BY id;
+
+-- Numbers out of range.
+SELECT w, f.code, f.message FROM (VALUES
+	(1, '0/10s'), (2, '5/0s'), (3, '5/10s burst 0'), (4, '1000000000000001/10s'),
+	(5, '99999999999999999999/10s'), (6, '1/3653d'), (7, 'sliding_log 100001/1d'),
+	(8, '1001/1us'), (9, '1/1d burst 36526'), (10, 'token_bucket 1/1d burst 36526'),
+	(11, 'sliding_window 5/10s step 3s'), (12, 'sliding_window 5/101s step 1s'),
+	(13, 'sliding_window 5/10s step 20s')
+) v (id, w), LATERAL failure(format('SELECT %L::rl_limits', w)) f ORDER BY id;
+-- The last that are in range.
+SELECT '1000000000000000/1000000s'::rl_limits;
+SELECT '1000/1us'::rl_limits, '1/1d burst 36525'::rl_limits, 'token_bucket 1/1d burst 36525'::rl_limits,
+	'sliding_window 5/100s step 1s'::rl_limits, '5/10s ban 3652d after 1000000000000000'::rl_limits;
+
+-- Casts, comparison, hashing, sorting, indexes.
+SELECT '5/10s'::text::rl_limits, '5/10s'::varchar::rl_limits;
+SELECT '5/10s'::rl_limits = 'throttle 5/10000ms' AS equal, '5/10s'::rl_limits <> '5/11s' AS different,
+	'5/10s'::rl_limits < '6/10s' AS less, NULL::rl_limits IS NULL AS is_null;
+CREATE TABLE plans (name text PRIMARY KEY, limits rl_limits NOT NULL, note varchar DEFAULT '7/1h');
+INSERT INTO plans VALUES ('free', '5/10s'), ('paid', '50/10s'), ('again', 'throttle 5/10s burst 5');
+CREATE INDEX ON plans (limits);
+CREATE INDEX ON plans USING hash (limits);
+SELECT limits, count(*) FROM plans GROUP BY limits ORDER BY limits;
+SELECT DISTINCT limits FROM plans ORDER BY limits DESC;
+SELECT a.name, b.name FROM plans a JOIN plans b USING (limits) WHERE a.name < b.name;
+CREATE TABLE copied (LIKE plans);
+COPY plans TO '/dev/null' (FORMAT binary);
+INSERT INTO copied SELECT name, limits::text, note FROM plans;
+SELECT count(*) FROM copied JOIN plans USING (name, limits);
+-- A column of either kind resolves the function.
+SELECT name, (rl_peek('column:' || name, limits)).allowed, (rl_peek('column:' || name, note)).capacity FROM plans ORDER BY name;
+DROP TABLE plans, copied;
+PREPARE p (text, text) AS SELECT allowed, capacity FROM rl_check($1, $2);
+EXECUTE p ('prepared', '5/10s');
+PREPARE q (text, varchar) AS SELECT allowed, capacity FROM rl_check($1, $2);
+EXECUTE q ('prepared', '5/10s');
+PREPARE r AS SELECT allowed, capacity FROM rl_check($1, $2);
+EXECUTE r ('prepared', '5/10s');
