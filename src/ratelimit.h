@@ -12,6 +12,10 @@
 
 #include "fmgr.h"
 
+#if PG_VERSION_NUM < 180000
+#define pg_noreturn pg_attribute_noreturn()
+#endif
+
 #define RL_MAX_LIMITS		8
 #define RL_MAX_COUNT		INT64CONST(1000000000000000)	/* also of quotas */
 #define RL_MAX_LOG			100000	/* entries of a sliding_log */
@@ -115,7 +119,7 @@ extern char *rl_debug_now;
 
 extern void rl_error_set(RlError *error, int sqlstate, const char *fmt,...) rl_attribute_printf(3, 4);
 extern void rl_error_detail(RlError *error, const char *fmt,...) rl_attribute_printf(2, 3);
-extern void rl_raise(const RlError *error) pg_attribute_noreturn();
+pg_noreturn extern void rl_raise(const RlError *error);
 
 /* limits.c: the type rl_limits, and the rules for a limit's numbers */
 extern bool rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error);
@@ -142,8 +146,8 @@ extern int64 rl_quota_checked(int64 quota);
 extern RlKey rl_key_checked(const char *data, int len);
 extern void rl_decide(const RlKey *key, const RlLimits *limits, int64 quota,
 					  RlDecision *decision, int *binding, RlError *error);
-extern void rl_raise_refused(const RlKey *key, const RlLimit *limit, int64 quota,
-							 const RlDecision *decision, const RlError *error) pg_attribute_noreturn();
+pg_noreturn extern void rl_raise_refused(const RlKey *key, const RlLimit *limit, int64 quota,
+										 const RlDecision *decision, const RlError *error);
 
 /* key.c: values to keys */
 struct StringInfoData;

@@ -161,13 +161,14 @@ got_nil(const redisReadTask *task)
 
 #if HIREDIS_MAJOR >= 1
 static void *
-got_double(const redisReadTask *task, double value, char *str, size_t len)
+got_double(const redisReadTask *task, double value pg_attribute_unused(),
+		   char *str pg_attribute_unused(), size_t len pg_attribute_unused())
 {
 	return got_value(task, false, 0);
 }
 
 static void *
-got_bool(const redisReadTask *task, int value)
+got_bool(const redisReadTask *task, int value pg_attribute_unused())
 {
 	return got_value(task, false, 0);
 }
