@@ -21,8 +21,11 @@ PG_CONFIG ?= pg_config
 PGXS := $(shell $(PG_CONFIG) --pgxs)
 include $(PGXS)
 
-# A script is sent as it reads, with what all scripts share in front.
-src/%.lua.h: src/common.lua src/%.lua
+# A script is sent as it reads, with what it shares with others in front.
+src/throttle.lua.h: src/clock.lua src/throttle.lua
+src/check.lua.h src/refund.lua.h src/ban.lua.h: src/%.lua.h: src/clock.lua src/state.lua src/%.lua
+
+src/%.lua.h:
 	sed -e 's/\\/\\\\/g' -e 's/"/\\"/g' -e 's/^/"/' -e 's/$$/\\n"/' $^ > $@
 
 $(OBJS): src/ratelimit.h src/redis.h src/address.h

@@ -8,11 +8,22 @@
 -- the backlog.
 
 local state = redis.call('HMGET', hash, ARGV[2], 'ban')
-local us, ns = backlog(state[1])
+local tat, ban = state[1], state[2]
+local us, ns = 0, 0
+if tat then
+  us = tonumber(string.sub(tat, 1, -4)) - now
+  if us >= 0 then
+    ns = tonumber(string.sub(tat, -3))
+  else
+    us = 0
+  end
+end
 
-local ban = state[2] and tonumber(state[2]) - now or 0
-if ban > 0 then
-  return {string.format('%.0f', ban), string.format('%.0f%03.0f', us, ns)}
+if ban then
+  ban = tonumber(ban) - now
+  if ban > 0 then
+    return {string.format('%.0f', ban), string.format('%.0f%03.0f', us, ns)}
+  end
 end
 
 local sign = 1
@@ -20,9 +31,21 @@ local room = tonumber(ARGV[5])
 if us > room or us == room and ns > tonumber(ARGV[6]) then
   sign = -1
 else
-  local cost_us, cost_ns = tonumber(ARGV[3]), tonumber(ARGV[4])
-  if cost_us > 0 or cost_ns > 0 then
-    put(ARGV[2], us + cost_us, ns + cost_ns)
+  local tat_us, tat_ns = us + tonumber(ARGV[3]), ns + tonumber(ARGV[4])
+  if tat_us > us or tat_ns > ns then
+    if tat_ns >= 1000 then
+      tat_us, tat_ns = tat_us + 1, tat_ns - 1000
+    end
+    redis.call('HSET', hash, ARGV[2], string.format('%.0f%03.0f', now + tat_us, tat_ns))
+    -- GT serves a hash that has an expiry, NX one that has none: the likely first.
+    local ms = string.format('%.0f', math.max(tat_us / 1000, least_ttl) + 1)
+    local first, second = 'NX', 'GT'
+    if tat then
+      first, second = second, first
+    end
+    if redis.call('PEXPIRE', hash, ms, first) == 0 then
+      redis.call('PEXPIRE', hash, ms, second)
+    end
   end
 end
 
