@@ -2,9 +2,9 @@
  * key.c
  *		Values to keys: what rl_key and the trigger's {column} take, and how.
  *
- * Only types whose text no session setting can change, and of equal values
- * only one text: otherwise who turns the setting, or writes 1.0 as 1.00, gets
- * a new key.
+ * Only types whose text no session setting can change, and one text for each
+ * number: otherwise who turns the setting, or writes 1.0 as 1.00, gets a new
+ * key.
  */
 #include "postgres.h"
 

@@ -17,6 +17,7 @@
  */
 #include "postgres.h"
 
+#include <fcntl.h>
 #include <hiredis/hiredis.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -51,6 +52,7 @@ typedef int ElementCount;
 
 #define MAX_REPLY_BYTES		65536
 #define MAX_PASSWORD		512
+#define BACKLOG_RETRY_MS	5
 
 /* Positions in the WaitEventSet. */
 #define EVENT_SOCKET		2
@@ -220,14 +222,16 @@ wait_for_socket(uint32 what, int64 deadline)
 	}
 	for (;;)
 	{
-		int64		left = deadline - monotonic_now();
+		int64		left = Max(deadline - monotonic_now(), 0);
 		WaitEvent	event;
 
-		if (left <= 0)
-			return false;
+		/* Late, look once more: this process may have been what was slow. */
 		if (WaitEventSetWait(conn.events, (left + 999) / 1000, &event, 1, wait_event) == 0)
-			continue;
-		if (event.events & WL_LATCH_SET)
+		{
+			if (left == 0)
+				return false;
+		}
+		else if (event.events & WL_LATCH_SET)
 		{
 			ResetLatch(MyLatch);
 			CHECK_FOR_INTERRUPTS();
@@ -282,13 +286,19 @@ protocol_violation(RlError *error, const char *what)
 	return false;
 }
 
-/* What hiredis has to say, or the system if hiredis leaves it to errno. */
-static const char *
-context_error(int saved_errno)
+/* An error reply, to AUTH or to any other command. */
+static bool
+refused_by_server(RlError *error, bool to_auth, const char *line)
 {
-	if (conn.ctx->err == REDIS_ERR_IO)
-		return strerror(saved_errno);
-	return conn.ctx->errstr;
+	int			sqlstate = ERRCODE_PROTOCOL_VIOLATION;
+
+	if (strstr(line, "max number of clients") != NULL)
+		sqlstate = ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION;
+	else if (to_auth || strncmp(line, "NOAUTH", 6) == 0)
+		sqlstate = ERRCODE_INVALID_PASSWORD;
+	rl_error_set(error, sqlstate, "Redis answered with an error: %s", line);
+	rl_error_detail(error, "The server is %s.", conn.server);
+	return false;
 }
 
 /*
@@ -349,7 +359,6 @@ append_arg(StringInfo out, const char *data, int len)
 	n = 1 + pg_ultoa_n(len, header + 1);
 	header[n++] = '\r';
 	header[n++] = '\n';
-	enlargeStringInfo(out, n + len + 3);
 	appendBinaryStringInfo(out, header, n);
 	appendBinaryStringInfo(out, data, len);
 	appendBinaryStringInfo(out, "\r\n", 2);
@@ -370,6 +379,23 @@ append_start(StringInfo out, int nargs)
 }
 
 /*
+ * True if the server's socket file has a full backlog.  hiredis 0.14 takes
+ * this for an error, later ones for a connection in progress, which it is not.
+ */
+static bool
+backlog_is_full(const RlAddress *address)
+{
+	struct sockaddr_storage peer;
+	socklen_t	len = sizeof(peer);
+
+	if (!address->is_path)
+		return false;
+	if (conn.ctx->err)
+		return conn.ctx->err == REDIS_ERR_IO && errno == EAGAIN;
+	return getpeername(conn.ctx->fd, (struct sockaddr *) &peer, &len) != 0;
+}
+
+/*
  * Opens a socket to the server and waits until it is up.  On failure returns
  * false with the error set, and leaves what is to be dropped.
  */
@@ -380,19 +406,38 @@ open_socket(const RlAddress *address, RlError *error)
 	int			socket_error = 0;
 	socklen_t	len = sizeof(socket_error);
 
+	/* Room for the second is what creating the WaitEventSet needs. */
 	if (!AcquireExternalFD())
 		return cannot_connect(error, "too many files are open in this server process");
 	conn.fd_acquired = true;
+	if (!AcquireExternalFD())
+		return cannot_connect(error, "too many files are open in this server process");
+	ReleaseExternalFD();
 
-	conn.ctx = address->is_path ? redisConnectUnixNonBlock(address->host)
-		: redisConnectNonBlock(address->host, address->port);
-	if (conn.ctx == NULL)
-		return cannot_connect(error, "out of memory");
+	for (;;)
+	{
+		conn.ctx = address->is_path ? redisConnectUnixNonBlock(address->host)
+			: redisConnectNonBlock(address->host, address->port);
+		if (conn.ctx == NULL)
+			return cannot_connect(error, "out of memory");
+		if (!backlog_is_full(address))
+			break;
+		if (monotonic_now() >= deadline)
+			return cannot_connect(error, "ratelimit.connect_timeout has passed");
+		redisFree(conn.ctx);
+		conn.ctx = NULL;
+		(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT | WL_EXIT_ON_PM_DEATH,
+						 BACKLOG_RETRY_MS, wait_event);
+		ResetLatch(MyLatch);
+		CHECK_FOR_INTERRUPTS();
+	}
 	if (conn.ctx->err)
-		return cannot_connect(error, context_error(errno));
+		return cannot_connect(error, conn.ctx->errstr);
 	if (conn.ctx->reader == NULL)
 		return cannot_connect(error, "out of memory");
 	conn.ctx->reader->fn = &object_functions;
+	/* Programs that the server starts must not inherit it. */
+	(void) fcntl(conn.ctx->fd, F_SETFD, FD_CLOEXEC);
 
 	conn.events = CreateWaitEventSet(NULL, 3);
 	AddWaitEventToSet(conn.events, WL_LATCH_SET, PGINVALID_SOCKET, MyLatch, NULL);
@@ -464,7 +509,6 @@ connect_to_server(StringInfo out, int *nauth, int *nsetup, RlError *error)
 		append_arg(out, password, strlen(password));
 		(*nauth)++;
 		(*nsetup)++;
-		explicit_bzero(password, sizeof(password));
 	}
 	if (address.db != 0)
 	{
@@ -509,7 +553,7 @@ read_reply(RlReply *reply, int64 deadline, RlError *error)
 	conn.reply = reply;
 	conn.reply_bytes = 0;
 
-	for (;;)
+	for (bool late = false;; late = monotonic_now() > deadline)
 	{
 		size_t		had;
 
@@ -519,11 +563,11 @@ read_reply(RlReply *reply, int64 deadline, RlError *error)
 			return true;
 		if (conn.reply_bytes > MAX_REPLY_BYTES)
 			return protocol_violation(error, "it is too long");
-		if (!wait_for_socket(WL_SOCKET_READABLE, deadline))
+		if (late || !wait_for_socket(WL_SOCKET_READABLE, deadline))
 			return connection_lost(error, "ratelimit.command_timeout has passed");
 		had = conn.ctx->reader->len;
 		if (redisBufferRead(conn.ctx) != REDIS_OK)
-			return connection_lost(error, context_error(errno));
+			return connection_lost(error, conn.ctx->errstr);
 		conn.reply_bytes += conn.ctx->reader->len - had;
 	}
 }
@@ -533,9 +577,8 @@ read_reply(RlReply *reply, int64 deadline, RlError *error)
  * one that is asked for.
  */
 static Outcome
-exchange(StringInfo out, int nauth, int nsetup, RlReply *reply, RlError *error)
+exchange(StringInfo out, int nauth, int nsetup, int64 deadline, RlReply *reply, RlError *error)
 {
-	int64		deadline = monotonic_now() + (int64) rl_command_timeout * 1000;
 	bool		sent_some = false;
 	int			done = 0;
 
@@ -549,7 +592,10 @@ exchange(StringInfo out, int nauth, int nsetup, RlReply *reply, RlError *error)
 	{
 		if (redisBufferWrite(conn.ctx, &done) != REDIS_OK)
 		{
-			connection_lost(error, context_error(errno));
+			if (nsetup > 0 || !sent_some)
+				cannot_connect(error, conn.ctx->errstr);
+			else
+				connection_lost(error, conn.ctx->errstr);
 			return sent_some ? FAILED : NOT_SENT;
 		}
 		if (done)
@@ -568,10 +614,7 @@ exchange(StringInfo out, int nauth, int nsetup, RlReply *reply, RlError *error)
 			return FAILED;
 		if (reply->kind == RL_REPLY_ERROR && i < nsetup)
 		{
-			rl_error_set(error, i < nauth ? ERRCODE_INVALID_PASSWORD : ERRCODE_PROTOCOL_VIOLATION,
-						 "Redis refused %s: %s",
-						 i < nauth ? "the password" : "the database", reply->text);
-			rl_error_detail(error, "The server is %s.", conn.server);
+			refused_by_server(error, i < nauth, reply->text);
 			return FAILED;
 		}
 		if (i < nsetup && reply->kind != RL_REPLY_STATUS)
@@ -585,6 +628,12 @@ exchange(StringInfo out, int nauth, int nsetup, RlReply *reply, RlError *error)
 		protocol_violation(error, "it does not answer the command");
 		return FAILED;
 	}
+	/* What is left over would be taken for the next call's reply. */
+	if (conn.ctx->reader->pos < conn.ctx->reader->len)
+	{
+		protocol_violation(error, "it is followed by another");
+		return FAILED;
+	}
 	conn.in_flight = false;
 	return DONE;
 }
@@ -592,11 +641,12 @@ exchange(StringInfo out, int nauth, int nsetup, RlReply *reply, RlError *error)
 /*
  * Sends a command and reads its reply, connecting first if need be.  A
  * connection that turns out to be dead before a byte was sent is made anew,
- * once.  Returns false with the error set, and drops the connection.
+ * once.  *deadline is set if it is 0.  Returns false with the error set, and
+ * drops the connection.
  */
 static bool
 call(void (*append_command) (StringInfo out, const void *arg), const void *arg,
-	 RlReply *reply, RlError *error)
+	 int64 *deadline, RlReply *reply, RlError *error)
 {
 	static StringInfoData out;
 	Outcome		outcome;
@@ -626,13 +676,22 @@ call(void (*append_command) (StringInfo out, const void *arg), const void *arg,
 			}
 		}
 		append_command(&out, arg);
-		outcome = exchange(&out, nauth, nsetup, reply, error);
+		if (*deadline == 0)
+			*deadline = monotonic_now() + (int64) rl_command_timeout * 1000;
+		outcome = exchange(&out, nauth, nsetup, *deadline, reply, error);
 		if (outcome != DONE)
 			disconnect();
 		if (!reused && outcome == NOT_SENT)
 			outcome = FAILED;
 	} while (outcome == NOT_SENT);
 	return outcome == DONE;
+}
+
+/* Drops the connection, of which a reply made no sense. */
+void
+rl_redis_distrust(void)
+{
+	disconnect();
 }
 
 /*
@@ -733,12 +792,7 @@ check_reply(const RlReply *reply, RlError *error)
 {
 	if (reply->kind != RL_REPLY_ERROR)
 		return true;
-	if (strncmp(reply->text, "NOAUTH", 6) == 0)
-		rl_error_set(error, ERRCODE_INVALID_PASSWORD, "Redis asks for a password: %s", reply->text);
-	else
-		rl_error_set(error, ERRCODE_PROTOCOL_VIOLATION, "Redis answered with an error: %s", reply->text);
-	rl_error_detail(error, "The server is %s.", conn.server);
-	return false;
+	return refused_by_server(error, false, reply->text);
 }
 
 /*
@@ -748,7 +802,9 @@ check_reply(const RlReply *reply, RlError *error)
 bool
 rl_redis_command(RlCommand *command, RlReply *reply, RlError *error)
 {
-	return call(append_plain, command, reply, error) && check_reply(reply, error);
+	int64		deadline = 0;
+
+	return call(append_plain, command, &deadline, reply, error) && check_reply(reply, error);
 }
 
 /*
@@ -759,16 +815,17 @@ bool
 rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error)
 {
 	ScriptCall	sc = {script, command, false};
+	int64		deadline = 0;
 
 	if (script->sha1[0] == '\0')
 		compute_sha1(script);
-	if (!call(append_script, &sc, reply, error))
+	if (!call(append_script, &sc, &deadline, reply, error))
 		return false;
 	/* NOSCRIPT means that nothing was run. */
 	if (reply->kind == RL_REPLY_ERROR && strncmp(reply->text, "NOSCRIPT", 8) == 0)
 	{
 		sc.by_source = true;
-		if (!call(append_script, &sc, reply, error))
+		if (!call(append_script, &sc, &deadline, reply, error))
 			return false;
 	}
 	return check_reply(reply, error);

@@ -8,7 +8,7 @@
 #include "lib/stringinfo.h"
 #include "ratelimit.h"
 
-#define RL_MAX_VALUES		16
+#define RL_MAX_VALUES		(2 + 4 * RL_MAX_LIMITS)
 
 typedef enum RlReplyKind
 {
@@ -50,6 +50,7 @@ extern void rl_command_arg(RlCommand *command, const char *data, int len);
 extern void rl_command_number(RlCommand *command, int64 number);
 
 extern bool rl_redis_command(RlCommand *command, RlReply *reply, RlError *error);
+extern void rl_redis_distrust(void);
 extern bool rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error);
 
 #endif							/* REDIS_H */
