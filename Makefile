@@ -1,18 +1,19 @@
 MODULE_big = ratelimit
 OBJS = src/ratelimit.o src/limits.o src/algorithm.o src/address.o src/redis.o \
-	src/redis_store.o src/key.o src/decide.o src/enforce.o
+	src/redis_store.o src/key.o src/values.o src/decide.o src/simulate.o src/enforce.o
 
 EXTENSION = ratelimit
 DATA = $(wildcard sql/ratelimit--*.sql)
 PGFILEDESC = "ratelimit - rate limits enforced in the database, counted in Redis"
 
-REGRESS = setup type throttle functions trigger errors privileges settings
+REGRESS = setup type throttle algorithms functions trigger simulate errors privileges settings
 REGRESS_OPTS = --inputdir=test --encoding=UTF8
 TAP_TESTS = 1
 PROVE_TESTS = test/t/*.pl
 PROVE_FLAGS += -I test/t
 
-SCRIPTS_H = $(patsubst %,src/%.lua.h,throttle check refund ban)
+ALGORITHMS = throttle token_bucket fixed_window sliding_window sliding_log
+SCRIPTS_H = $(patsubst %,src/%.lua.h,throttle $(ALGORITHMS:%=check_%) check_mixed refund reset ban)
 EXTRA_CLEAN = $(SCRIPTS_H)
 
 SHLIB_LINK += -lhiredis
@@ -22,11 +23,20 @@ PGXS := $(shell $(PG_CONFIG) --pgxs)
 include $(PGXS)
 
 # A script is sent as it reads, with what it shares with others in front.
-src/throttle.lua.h: src/clock.lua src/throttle.lua
-src/check.lua.h src/refund.lua.h src/ban.lua.h: src/%.lua.h: src/clock.lua src/state.lua src/%.lua
+ALGORITHMS_LUA = $(patsubst %,src/%.lua,gcra $(filter-out throttle,$(ALGORITHMS)))
 
-src/%.lua.h:
+src/throttle.lua.h: src/clock.lua src/throttle.lua
+src/reset.lua.h: src/clock.lua src/reset.lua
+src/ban.lua.h: src/clock.lua src/state.lua src/ban.lua
+src/refund.lua.h: src/clock.lua src/state.lua $(ALGORITHMS_LUA) src/refund.lua
+src/check_mixed.lua.h: src/clock.lua src/state.lua $(ALGORITHMS_LUA) src/check.lua
+src/check_throttle.lua.h: src/clock.lua src/state.lua src/gcra.lua src/check.lua
+$(patsubst %,src/check_%.lua.h,$(filter-out throttle,$(ALGORITHMS))): \
+	src/check_%.lua.h: src/clock.lua src/state.lua src/%.lua src/check.lua
+
+.DELETE_ON_ERROR:
+%.lua.h:
 	sed -e 's/\\/\\\\/g' -e 's/"/\\"/g' -e 's/^/"/' -e 's/$$/\\n"/' $^ > $@
 
-$(OBJS): src/ratelimit.h src/redis.h src/address.h
+$(OBJS): src/ratelimit.h src/redis.h src/address.h src/algorithm.h src/values.h
 src/redis_store.o src/redis_store.bc: $(SCRIPTS_H)

@@ -22,7 +22,7 @@ COMMENT ON COLUMN rl_decision.capacity IS 'the binding limit''s size';
 COMMENT ON COLUMN rl_decision.remaining IS 'quota still free now, after this action if it was allowed; NULL when the store could not be asked';
 COMMENT ON COLUMN rl_decision.retry_after IS 'seconds until the same call can succeed if nobody else takes quota; NULL when allowed, when no wait will help, and when the store could not be asked';
 COMMENT ON COLUMN rl_decision.reset_after IS 'seconds until the limit is as if never used; NULL when the store could not be asked';
-COMMENT ON COLUMN rl_decision.source IS 'who decided: redis, ban, fail_open or fail_closed';
+COMMENT ON COLUMN rl_decision.source IS 'who decided: redis, ban, fail_open, fail_closed, or local (rl_simulate)';
 
 --
 -- The type rl_limits, stored as its canonical text: so output, send,
@@ -145,11 +145,43 @@ CREATE FUNCTION rl_throttle(key text, capacity bigint, rate bigint, period doubl
 COMMENT ON FUNCTION rl_throttle(text, bigint, bigint, double precision, bigint) IS
 	'GCRA: takes quota if "rate" per "period" seconds after a burst of "capacity" admits it; NULL raises 22004, numbers out of range 22023 or 22003, and a failing store what ratelimit.on_error says';
 
+CREATE FUNCTION rl_token_bucket(key text, capacity bigint, refill bigint, period double precision, quota bigint DEFAULT 1)
+	RETURNS rl_decision
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_token_bucket(text, bigint, bigint, double precision, bigint) IS
+	'token bucket: takes quota from a bucket of "capacity", into which "refill" tokens arrive together each "period" seconds; errors as for rl_throttle';
+
+CREATE FUNCTION rl_fixed_window(key text, capacity bigint, period double precision, quota bigint DEFAULT 1)
+	RETURNS rl_decision
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_fixed_window(text, bigint, double precision, bigint) IS
+	'fixed window: takes quota, at most "capacity" in each window of "period" seconds by the clock (UTC); errors as for rl_throttle';
+
+CREATE FUNCTION rl_sliding_window(key text, capacity bigint, period double precision, step double precision, quota bigint DEFAULT 1)
+	RETURNS rl_decision
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_sliding_window(text, bigint, double precision, double precision, bigint) IS
+	'sliding window of counters: takes quota, at most "capacity" in any span of "period" seconds, counted in steps of "step" seconds; errors as for rl_throttle';
+
+CREATE FUNCTION rl_sliding_log(key text, capacity bigint, period double precision, quota bigint DEFAULT 1)
+	RETURNS rl_decision
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_sliding_log(text, bigint, double precision, bigint) IS
+	'sliding log: takes quota, at most "capacity" (100000 or less) in any span of "period" seconds, exactly; errors as for rl_throttle';
+
 CREATE FUNCTION rl_check(key text, limits rl_limits, quota bigint DEFAULT 1)
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_check(text, rl_limits, bigint) IS
 	'takes quota from all the limits or from none; NULL raises 22004, and a failing store what ratelimit.on_error says';
+
+CREATE FUNCTION rl_check_each(key text, limits rl_limits, quota bigint DEFAULT 1,
+		OUT rule text, OUT allowed boolean, OUT capacity bigint, OUT remaining bigint,
+		OUT retry_after double precision, OUT reset_after double precision, OUT source text)
+	RETURNS SETOF record
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 1;
+COMMENT ON FUNCTION rl_check_each(text, rl_limits, bigint) IS
+	'the same act as rl_check, a row per limit: its text and its own decision; the act happened if all are allowed';
 
 CREATE FUNCTION rl_allow(key text, limits rl_limits, quota bigint DEFAULT 1)
 	RETURNS boolean
@@ -162,6 +194,12 @@ CREATE FUNCTION rl_enforce(key text, limits rl_limits, quota bigint DEFAULT 1)
 	AS 'MODULE_PATHNAME', 'rl_enforce_check' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_enforce(text, rl_limits, bigint) IS
 	'rl_check that raises PT429 when the action is refused';
+
+CREATE FUNCTION rl_wait(key text, limits rl_limits, quota bigint DEFAULT 1, max_wait double precision DEFAULT NULL)
+	RETURNS rl_decision
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_wait(text, rl_limits, bigint, double precision) IS
+	'waits until the limits allow the action, and takes quota then; refuses at once if that would take longer than "max_wait" seconds; waiting never counts as a refusal';
 
 --
 -- Functions that look or repair.  They always raise when the store fails.
@@ -231,7 +269,7 @@ COMMENT ON FUNCTION rl_trigger_rule(oid) IS
 CREATE VIEW rl_triggers AS
 	SELECT t.tgrelid::regclass AS relation,
 		t.tgname AS trigger,
-		t.tgenabled <> 'D' AS enabled,
+		t.tgenabled IN ('O', 'A') AS enabled,
 		r.key, r.limits, r.quota, r.on_deny, r.problem
 	FROM pg_catalog.pg_trigger t
 		CROSS JOIN LATERAL rl_trigger_rule(t.oid) r
@@ -239,16 +277,32 @@ CREATE VIEW rl_triggers AS
 COMMENT ON VIEW rl_triggers IS 'every table''s limits that a trigger enforces';
 COMMENT ON COLUMN rl_triggers.relation IS 'the table';
 COMMENT ON COLUMN rl_triggers.trigger IS 'the trigger''s name';
-COMMENT ON COLUMN rl_triggers.enabled IS 'false after ALTER TABLE ... DISABLE TRIGGER';
+COMMENT ON COLUMN rl_triggers.enabled IS 'whether it fires in an ordinary session';
 COMMENT ON COLUMN rl_triggers.key IS 'the key''s template; {column} takes that column of the row';
 COMMENT ON COLUMN rl_triggers.limits IS 'the limits, in canonical text unless they do not parse';
 COMMENT ON COLUMN rl_triggers.quota IS 'what a row costs: a number, or {column}';
 COMMENT ON COLUMN rl_triggers.on_deny IS 'error: a refused row raises PT429; skip: it is left out';
 COMMENT ON COLUMN rl_triggers.problem IS 'NULL, or the error that each write to the table raises';
 
+--
+-- History
+--
+
+CREATE FUNCTION rl_simulate(limits rl_limits, at timestamptz, quota bigint DEFAULT 1)
+	RETURNS rl_decision
+	AS 'MODULE_PATHNAME' LANGUAGE C WINDOW IMMUTABLE PARALLEL SAFE COST 10;
+COMMENT ON FUNCTION rl_simulate(rl_limits, timestamptz, bigint) IS
+	'window function: would this row''s action have been allowed, had the limits been in force for its partition; rows must come in the order of "at"';
+
 -- Whoever may call these can fill Redis, and read or use up anyone's quota.
 REVOKE ALL ON FUNCTION rl_throttle(text, bigint, bigint, double precision, bigint),
+	rl_token_bucket(text, bigint, bigint, double precision, bigint),
+	rl_fixed_window(text, bigint, double precision, bigint),
+	rl_sliding_window(text, bigint, double precision, double precision, bigint),
+	rl_sliding_log(text, bigint, double precision, bigint),
 	rl_check(text, rl_limits, bigint),
+	rl_check_each(text, rl_limits, bigint),
+	rl_wait(text, rl_limits, bigint, double precision),
 	rl_allow(text, rl_limits, bigint),
 	rl_enforce(text, rl_limits, bigint),
 	rl_peek(text, rl_limits, bigint),

@@ -1,16 +1,20 @@
 /*
  * algorithm.c
- *		What the algorithms mean: pure functions of a limit, its state and a
- *		quota, with no I/O and no backend calls.
+ *		What the algorithms mean: pure functions of limits, their state, a time
+ *		and a quota, with no I/O, no allocation and no backend calls.
  *
- * GCRA's state is the backlog: how far the theoretical arrival time (TAT) lies
- * after now, in nanoseconds, at least 0.  A full limit has a backlog of
+ * GCRA's state is the theoretical arrival time (TAT) in nanoseconds; how far
+ * it lies after now is the backlog.  A full limit has a backlog of
  * capacity * interval, at most RL_MAX_SPAN, so that sums of two such terms fit
  * an int64.
+ *
+ * All others count units of quota in use, of which the oldest becomes free
+ * first; "the n-th unit" is the n-th oldest.  A time in the future, left by a
+ * clock that was set back, counts as it stands and never lets more through.
  */
 #include "postgres.h"
 
-#include "ratelimit.h"
+#include "algorithm.h"
 
 #define NS_PER_US		1000
 #define NS_PER_MS		1000000
@@ -20,6 +24,16 @@ us_rounded_up(int64 ns)
 {
 	return (ns + NS_PER_US - 1) / NS_PER_US;
 }
+
+static int64
+divide_up(int64 a, int64 b)
+{
+	return a / b + (a % b > 0);
+}
+
+/*
+ * GCRA
+ */
 
 /* What the quota adds to the backlog; the quota is at most the capacity. */
 int64
@@ -37,7 +51,6 @@ rl_throttle_decide(const RlLimit *limit, int64 backlog_ns, int64 quota,
 				   RlDecision *decision)
 {
 	decision->capacity = limit->capacity;
-	decision->source = RL_FROM_REDIS;
 	if (quota > limit->capacity)
 	{
 		decision->allowed = false;
@@ -50,7 +63,7 @@ rl_throttle_decide(const RlLimit *limit, int64 backlog_ns, int64 quota,
 		decision->allowed = (backlog_ns <= room);
 		decision->retry_after = decision->allowed ? 0 : us_rounded_up(backlog_ns - room);
 	}
-	rl_throttle_charge(limit, backlog_ns, decision);
+	rl_throttle_figures(limit, backlog_ns, decision);
 }
 
 /*
@@ -59,7 +72,7 @@ rl_throttle_decide(const RlLimit *limit, int64 backlog_ns, int64 quota,
  * unless the interval is so short that the rounding would show.
  */
 void
-rl_throttle_charge(const RlLimit *limit, int64 backlog_ns, RlDecision *decision)
+rl_throttle_figures(const RlLimit *limit, int64 backlog_ns, RlDecision *decision)
 {
 	int64		room = rl_throttle_cost(limit, limit->capacity) - backlog_ns;
 	int64		unit = limit->interval_ns >= NS_PER_MS ? NS_PER_US : 1;
@@ -71,6 +84,164 @@ rl_throttle_charge(const RlLimit *limit, int64 backlog_ns, RlDecision *decision)
 	decision->reset_after = us_rounded_up(backlog_ns);
 }
 
+static int64
+backlog(const RlState *state, int64 now)
+{
+	return Max(state->start - now * NS_PER_US, 0);
+}
+
+/*
+ * Units in use
+ */
+
+static RlEntry *
+entry(const RlState *state, int i)
+{
+	return &state->entries[(state->first + i) % state->size];
+}
+
+/* When an entry's quota becomes free. */
+static int64
+entry_expiry(const RlLimit *limit, int64 time)
+{
+	if (limit->algorithm == RL_SLIDING_WINDOW)
+		return (time + 1) * limit->step + limit->period;
+	return time + limit->period;
+}
+
+/* The time of an entry that is made now; entries' times never decrease. */
+static int64
+entry_time(const RlLimit *limit, const RlState *state, int64 now)
+{
+	int64		time = limit->algorithm == RL_SLIDING_WINDOW ? now / limit->step : now;
+
+	if (state->n > 0)
+		time = Max(time, entry(state, state->n - 1)->time);
+	return time;
+}
+
+/* Frees the oldest units of a state with entries. */
+static void
+free_units(RlState *state, int64 units)
+{
+	state->used -= units;
+	while (units > 0)
+	{
+		RlEntry    *oldest = entry(state, 0);
+		int64		part = Min(units, oldest->quota);
+
+		oldest->quota -= part;
+		units -= part;
+		if (oldest->quota == 0)
+		{
+			state->first = (state->first + 1) % state->size;
+			state->n--;
+		}
+	}
+}
+
+/* Brings the state to now: what has become free until now is free. */
+static void
+load(const RlLimit *limit, RlState *state, int64 now)
+{
+	int64		lumps;
+
+	switch (limit->algorithm)
+	{
+		case RL_THROTTLE:
+			break;
+		case RL_TOKEN_BUCKET:
+			lumps = now > state->start ? (now - state->start) / limit->period : 0;
+			if (state->used > 0 && lumps < divide_up(state->used, limit->count))
+			{
+				state->start += lumps * limit->period;
+				state->used -= lumps * limit->count;
+			}
+			else
+				state->used = 0;
+			break;
+		case RL_FIXED_WINDOW:
+			if (state->start >= 0 && state->start + limit->period <= now)
+			{
+				state->start = -1;
+				state->used = 0;
+			}
+			break;
+		case RL_SLIDING_WINDOW:
+		case RL_SLIDING_LOG:
+			while (state->n > 0 && entry_expiry(limit, entry(state, 0)->time) <= now)
+				free_units(state, entry(state, 0)->quota);
+			break;
+	}
+}
+
+/* The anchor or the window's start, if something were taken now. */
+static int64
+start_if_taken(const RlLimit *limit, const RlState *state, int64 now)
+{
+	if (limit->algorithm == RL_TOKEN_BUCKET ? state->used > 0 : state->start >= 0)
+		return state->start;
+	if (limit->algorithm == RL_TOKEN_BUCKET || limit->from_first)
+		return now;
+	return now - now % limit->period;
+}
+
+/* When the n-th unit becomes free; units past those in use are taken now. */
+static int64
+unit_expiry(const RlLimit *limit, const RlState *state, int64 now, int64 n)
+{
+	int64		lumps;
+
+	switch (limit->algorithm)
+	{
+		case RL_TOKEN_BUCKET:
+			lumps = divide_up(n, limit->count);
+			return start_if_taken(limit, state, now) +
+				(lumps > RL_MAX_SPAN / limit->period ? RL_MAX_SPAN : lumps * limit->period);
+		case RL_FIXED_WINDOW:
+			return start_if_taken(limit, state, now) + limit->period;
+		default:
+			if (n > state->used)
+				return entry_expiry(limit, entry_time(limit, state, now));
+			if (n == state->used)
+				return entry_expiry(limit, entry(state, state->n - 1)->time);
+			for (int i = 0;; i++)
+			{
+				if (n <= entry(state, i)->quota)
+					return entry_expiry(limit, entry(state, i)->time);
+				n -= entry(state, i)->quota;
+			}
+	}
+}
+
+/* Puts units in use from now on; then frees the oldest so that many. */
+static void
+take_units(const RlLimit *limit, RlState *state, int64 now, int64 units, int64 freed)
+{
+	int64		time;
+
+	if (limit->algorithm == RL_TOKEN_BUCKET || limit->algorithm == RL_FIXED_WINDOW)
+	{
+		state->start = start_if_taken(limit, state, now);
+		state->used += units - freed;
+		return;
+	}
+	time = entry_time(limit, state, now);
+	if (limit->algorithm == RL_SLIDING_LOG || state->n == 0 ||
+		entry(state, state->n - 1)->time != time)
+	{
+		Assert(state->n < state->size);
+		*entry(state, state->n++) = (RlEntry) {time, 0};
+	}
+	entry(state, state->n - 1)->quota += units;
+	state->used += units;
+	free_units(state, freed);
+}
+
+/*
+ * Acting
+ */
+
 /* True if a wait is longer than another; RL_NEVER is the longest. */
 static bool
 longer_wait(int64 a, int64 b)
@@ -80,29 +251,191 @@ longer_wait(int64 a, int64 b)
 	return a == RL_NEVER || a > b;
 }
 
-/*
- * The index of the binding limit: of the refusing ones the one with the
- * longest wait, otherwise the one with the least remaining; the first of
- * equals.  n is at least 1.
- */
-int
-rl_binding(const RlDecision *decisions, int n)
+static bool
+all_allowed(const RlDecision *decisions, int n)
 {
-	int			binding = 0;
+	for (int i = 0; i < n; i++)
+		if (!decisions[i].allowed)
+			return false;
+	return true;
+}
 
-	for (int i = 1; i < n; i++)
+/*
+ * One decision of many: that of the binding limit, whose index is returned in
+ * *binding.  Refused, it is the one with the longest wait, otherwise the one
+ * with the least remaining; the first of equals.  A limit that allowed the
+ * action can have a wait too, if it was charged for the refusal.
+ */
+RlDecision
+rl_combine(const RlDecision *decisions, int n, int *binding)
+{
+	bool		allowed = all_allowed(decisions, n);
+	RlDecision	combined;
+
+	*binding = -1;
+	for (int i = 0; i < n; i++)
 	{
-		const RlDecision *best = &decisions[binding];
 		const RlDecision *d = &decisions[i];
+		const RlDecision *best = &decisions[Max(*binding, 0)];
 
-		if (d->allowed != best->allowed)
-		{
-			if (!d->allowed)
-				binding = i;
-		}
-		else if (d->allowed ? d->remaining < best->remaining
-				 : longer_wait(d->retry_after, best->retry_after))
-			binding = i;
+		if (*binding < 0 ||
+			(allowed ? d->remaining < best->remaining :
+			 longer_wait(d->retry_after, best->retry_after) ||
+			 (d->retry_after == best->retry_after && !d->allowed && best->allowed)))
+			*binding = i;
 	}
-	return binding;
+	combined = decisions[*binding];
+	combined.allowed = allowed;
+	return combined;
+}
+
+/*
+ * Makes decisions account for a ban of the key that is in force for so long,
+ * or that this refusal has brought.
+ */
+void
+rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force)
+{
+	for (int i = 0; i < n; i++)
+	{
+		RlDecision *d = &decisions[i];
+
+		if (d->retry_after != RL_NEVER)
+			d->retry_after = Max(d->retry_after, left);
+		d->reset_after = Max(d->reset_after, left);
+		if (in_force)
+		{
+			d->allowed = false;
+			d->remaining = 0;
+			d->source = RL_FROM_BAN;
+		}
+	}
+}
+
+/* Counts a refusal, in a window of one period from the first. */
+static int64
+count_refusal(const RlLimit *limit, RlState *state, int64 now, bool commit)
+{
+	int64		since = now;
+	int64		count = 1;
+
+	if (state->refused > 0 && now < state->refused_since + limit->period)
+	{
+		since = state->refused_since;
+		count = state->refused + 1;
+	}
+	if (commit)
+	{
+		state->refused_since = since;
+		state->refused = count >= limit->ban_after ? 0 : count;
+	}
+	return count >= limit->ban_after ? limit->ban : 0;
+}
+
+/* How many entries the state's ring must hold for the next act; 0: no ring. */
+int
+rl_entries_wanted(const RlLimit *limit, const RlState *state)
+{
+	if (limit->algorithm == RL_SLIDING_WINDOW)
+		return RL_MAX_STEPS + 2;
+	return limit->algorithm == RL_SLIDING_LOG ? state->n + 1 : 0;
+}
+
+/*
+ * One action: takes the quota from all the limits, or leaves what traces a
+ * refusal leaves, and sets a decision for each limit.  Without commit only
+ * decides what would be.  states has one for each limit, with its ring large
+ * enough; *banned_until is the key's.
+ */
+void
+rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
+	   int64 now, int64 quota, bool commit, RlDecision *decisions)
+{
+	bool		banned = *banned_until > now;
+	bool		allowed;
+	int64		ban = 0;
+
+	for (int i = 0; i < limits->n; i++)
+	{
+		const RlLimit *limit = &limits->limit[i];
+		RlDecision *d = &decisions[i];
+
+		load(limit, &states[i], now);
+		if (limit->algorithm == RL_THROTTLE)
+			rl_throttle_decide(limit, backlog(&states[i], now), quota, d);
+		else
+			d->allowed = states[i].used + quota <= limit->capacity;
+		d->source = RL_FROM_LOCAL;
+	}
+	allowed = !banned && all_allowed(decisions, limits->n);
+
+	for (int i = 0; i < limits->n; i++)
+	{
+		const RlLimit *limit = &limits->limit[i];
+		RlState    *state = &states[i];
+		RlDecision *d = &decisions[i];
+		bool		possible = quota <= limit->capacity;
+		bool		denied = !allowed && !banned && limit->count_denied && possible;
+		int64		taken = allowed || denied ? quota : 0;
+		int64		freed = 0;
+		int64		used;
+
+		if (!d->allowed && !banned && possible && quota > 0 && limit->ban > 0)
+			ban = Max(ban, count_refusal(limit, state, now, commit));
+
+		if (limit->algorithm == RL_THROTTLE)
+		{
+			if (allowed)
+			{
+				int64		after = backlog(state, now) + rl_throttle_cost(limit, quota);
+
+				rl_throttle_figures(limit, after, d);
+				if (commit && quota > 0)
+					state->start = now * NS_PER_US + after;
+			}
+			continue;
+		}
+
+		/* Of denied quota the newest units up to capacity decide everything. */
+		used = state->used + taken;
+		if (denied && taken > 0)
+			freed = Max(used - limit->capacity, 0);
+		used -= freed;
+		d->capacity = limit->capacity;
+		d->remaining = Max(limit->capacity - used, 0);
+		d->retry_after = possible ? 0 : RL_NEVER;
+		if (!allowed && possible && used + quota > limit->capacity)
+			d->retry_after = unit_expiry(limit, state, now,
+										 freed + used + quota - limit->capacity) - now;
+		d->reset_after = used > 0 ? unit_expiry(limit, state, now, freed + used) - now : 0;
+		if (commit && taken > 0)
+			take_units(limit, state, now, taken, freed);
+	}
+
+	if (ban > 0 && commit)
+		*banned_until = now + ban;
+	if (banned)
+		rl_apply_ban(decisions, limits->n, *banned_until - now, true);
+	else if (ban > 0)
+		rl_apply_ban(decisions, limits->n, ban, false);
+}
+
+/* Gives quota back to each of the limits, never above full. */
+void
+rl_give_back(const RlLimits *limits, RlState *states, int64 now, int64 quota)
+{
+	for (int i = 0; i < limits->n; i++)
+	{
+		const RlLimit *limit = &limits->limit[i];
+		RlState    *state = &states[i];
+
+		load(limit, state, now);
+		if (limit->algorithm == RL_THROTTLE)
+			state->start = now * NS_PER_US +
+				Max(backlog(state, now) - rl_throttle_cost(limit, Min(quota, limit->capacity)), 0);
+		else if (limit->algorithm == RL_TOKEN_BUCKET || limit->algorithm == RL_FIXED_WINDOW)
+			state->used -= Min(quota, state->used);
+		else
+			free_units(state, Min(quota, state->used));
+	}
 }

@@ -1,6 +1,5 @@
--- Bans the key for ARGV[2] microseconds.
+-- Bans the key for ARGV[3] microseconds. ARGV[2] is not used.
 
-local us = tonumber(ARGV[2])
-redis.call('HSET', hash, 'ban', string.format('%.0f', now + us))
-keep(us)
+put('ban', text(now + quota), quota)
+write()
 return 1

@@ -1,37 +1,85 @@
--- Several limits at once: takes quota from all of them, or from none.
+-- Takes quota from all limits or from none. ARGV[2] is 1 if it is to be done,
+-- 0 if it is only asked what would be.
 --
--- For each limit ARGV has what throttle.lua takes from ARGV[2] on. Returns
--- the verdict (0: allowed, -1: refused, or what is left of a ban in
--- microseconds), then each limit's backlog before the action in nanoseconds.
+-- Returns the verdict (0: allowed, -1: refused, else what is left of a ban in
+-- microseconds), and the length of a ban that this refusal brings. Then for a
+-- throttle the backlog before the action in nanoseconds; for any other limit
+-- four: 1 if it allows the action, the quota in use after it, and in how many
+-- microseconds the same call can succeed and nothing will be in use.
 
-local fields = {'ban'}
-for i = 2, #ARGV, 5 do
-  fields[#fields + 1] = ARGV[i]
+-- Counts a refusal, in a window of one period from the first; returns the ban
+-- that it brings, or 0.
+local function count_refusal(l)
+  local start, count = now, 0
+  if l.refused then
+    local s, c = pair(l.refused)
+    if now < s + l.period then
+      start, count = s, c
+    end
+  end
+  count = count + 1
+  if count >= l.after then
+    drop(l.tag .. ':refused')
+    return l.ban
+  end
+  put(l.tag .. ':refused', text(start) .. ' ' .. text(count), start + l.period - now)
+  return 0
 end
-local state = redis.call('HMGET', hash, unpack(fields))
 
-local us, ns = {}, {}
+local limits, ban = load_limits()
 local verdict = 0
-for l = 1, #fields - 1 do
-  local a = 5 * l - 3
-  local room = tonumber(ARGV[a + 3])
-  us[l], ns[l] = backlog(state[l + 1])
-  if us[l] > room or us[l] == room and ns[l] > tonumber(ARGV[a + 4]) then
+for _, l in ipairs(limits) do
+  if l.fits then
+    l.allowed = l:fits()
+  else
+    l.allowed = l.used + quota <= l.capacity
+  end
+  if not l.allowed then
     verdict = -1
   end
 end
-local ban = state[1] and tonumber(state[1]) - now or 0
+ban = ban and tonumber(ban) - now or 0
 if ban > 0 then
   verdict = ban
 end
 
-local reply = {string.format('%.0f', verdict)}
-for l = 1, #fields - 1 do
-  local a = 5 * l - 3
-  local cost_us, cost_ns = tonumber(ARGV[a + 1]), tonumber(ARGV[a + 2])
-  if verdict == 0 and (cost_us > 0 or cost_ns > 0) then
-    put(ARGV[a], us[l] + cost_us, ns[l] + cost_ns)
+local brought = 0
+local reply = {text(verdict), '0'}
+for _, l in ipairs(limits) do
+  if l.fits then
+    reply[#reply + 1] = string.format('%.0f%03.0f', l.us, l.ns)
   end
-  reply[l + 1] = string.format('%.0f%03.0f', us[l], ns[l])
+  if quota > 0 and verdict == 0 then
+    l:take()
+    l.changed = true
+  elseif quota > 0 and verdict == -1 then
+    if l.count_denied then
+      l:deny()
+      l.changed = true
+    end
+    if not l.allowed and l.ban > 0 then
+      brought = math.max(brought, count_refusal(l))
+    end
+  end
+  if not l.fits then
+    local needed = l.used + quota - l.capacity
+    reply[#reply + 1] = l.allowed and '1' or '0'
+    reply[#reply + 1] = text(l.used)
+    reply[#reply + 1] = text(verdict ~= 0 and needed > 0 and quota <= l.capacity and l:wait(needed) or 0)
+    reply[#reply + 1] = text(l.used > 0 and l:reset() or 0)
+  end
 end
+
+if ARGV[2] == '1' then
+  for _, l in ipairs(limits) do
+    if l.changed then
+      l:save()
+    end
+  end
+  if brought > 0 then
+    put('ban', text(now + brought), brought)
+  end
+  write()
+end
+reply[2] = text(brought)
 return reply

@@ -17,6 +17,7 @@
 #include "commands/trigger.h"
 #include "funcapi.h"
 #include "lib/stringinfo.h"
+#include "storage/lmgr.h"
 #include "utils/builtins.h"
 #include "utils/fmgroids.h"
 #include "utils/hsearch.h"
@@ -115,9 +116,13 @@ static bool
 parse_template(Rule *rule, Relation rel, const Trigger *trigger, const char *template, RlError *error)
 {
 	StringInfoData text;
+	int			npieces;
 
-	/* No more pieces than characters. */
-	rule->pieces = palloc0((strlen(template) + 1) * sizeof(Piece));
+	/* At most a text before each column, and one after the last. */
+	npieces = 1;
+	for (const char *p = template; *p; p++)
+		npieces += (*p == '{') ? 2 : 0;
+	rule->pieces = palloc0(npieces * sizeof(Piece));
 	initStringInfo(&text);
 	for (const char *p = template; *p; p++)
 	{
@@ -166,12 +171,29 @@ parse_template(Rule *rule, Relation rel, const Trigger *trigger, const char *tem
 	return true;
 }
 
+/* A quota that no row could get would refuse each write. */
+static bool
+check_quota_fits(const Rule *rule, RlError *error)
+{
+	for (int i = 0; i < rule->limits.n; i++)
+	{
+		const RlLimit *limit = &rule->limits.limit[i];
+
+		if (rule->quota <= limit->capacity)
+			continue;
+		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+					 "quota %lld is more than limit \"%s\" ever allows",
+					 (long long) rule->quota, rl_limit_text(limit));
+		return false;
+	}
+	return true;
+}
+
 /* Reads "{column}" or a whole number. */
 static bool
 parse_quota(Rule *rule, Relation rel, const Trigger *trigger, const char *value, RlError *error)
 {
 	size_t		len = strlen(value);
-	char	   *end;
 
 	rule->quota_text = pstrdup(value);
 	if (len > 2 && value[0] == '{' && value[len - 1] == '}')
@@ -188,10 +210,12 @@ parse_quota(Rule *rule, Relation rel, const Trigger *trigger, const char *value,
 		rl_error_detail(error, "A quota is a smallint, integer or bigint.");
 		return false;
 	}
-	errno = 0;
-	rule->quota = strtoll(value, &end, 10);
-	if (len > 0 && *end == '\0' && errno == 0 && rule->quota >= 0 && rule->quota <= RL_MAX_COUNT)
-		return true;
+	if (len > 0 && len <= 16 && strspn(value, "0123456789") == len)
+	{
+		rule->quota = strtoll(value, NULL, 10);
+		if (rule->quota <= RL_MAX_COUNT)
+			return check_quota_fits(rule, error);
+	}
 	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
 				 "invalid quota \"%s\" of a rate-limit trigger", value);
 	rl_error_detail(error, "It must be {column}, or a whole number from 0 to %lld.",
@@ -255,6 +279,8 @@ parse_rule(Rule *rule, Relation rel, const Trigger *trigger, RlError *error)
 		rule->limits.n = 0;
 		return false;
 	}
+	if (!rl_store_supports(&rule->limits, error))
+		return false;
 	if (!parse_template(rule, rel, trigger, rule->args[0], error))
 		return false;
 	for (int i = 2; i < rule->nargs; i++)
@@ -304,6 +330,24 @@ init_rules(void)
 	CacheRegisterRelcacheCallback(mark_stale, (Datum) 0);
 }
 
+/* Forgets stale rules: those of dropped triggers would stay for ever. */
+static void
+sweep_rules(void)
+{
+	HASH_SEQ_STATUS seq;
+	RuleEntry  *entry;
+
+	hash_seq_init(&seq, rules);
+	while ((entry = hash_seq_search(&seq)) != NULL)
+	{
+		if (!entry->stale)
+			continue;
+		if (entry->rule != NULL)
+			MemoryContextDelete(entry->rule->context);
+		hash_search(rules, &entry->trigger, HASH_REMOVE, NULL);
+	}
+}
+
 static bool
 same_arguments(const Rule *rule, const Trigger *trigger)
 {
@@ -327,18 +371,18 @@ find_rule(Relation rel, const Trigger *trigger)
 
 	if (rules == NULL)
 		init_rules();
-	entry = hash_search(rules, &trigger->tgoid, HASH_ENTER, &found);
-	if (!found)
-		entry->rule = NULL;
-	else if (entry->rule != NULL && !entry->stale &&
-			 entry->relation == RelationGetRelid(rel) && same_arguments(entry->rule, trigger))
+	entry = hash_search(rules, &trigger->tgoid, HASH_FIND, NULL);
+	if (entry != NULL && !entry->stale && entry->rule != NULL &&
+		entry->relation == RelationGetRelid(rel) && same_arguments(entry->rule, trigger))
 		return entry->rule;
 
-	/* Set first: parsing may find the table invalidated again. */
+	/* No rule is in use now.  Entered first: parsing may find it stale again. */
+	if (entry != NULL)
+		entry->stale = true;
+	sweep_rules();
+	entry = hash_search(rules, &trigger->tgoid, HASH_ENTER, &found);
 	entry->relation = RelationGetRelid(rel);
 	entry->stale = false;
-	if (entry->rule != NULL)
-		MemoryContextDelete(entry->rule->context);
 	entry->rule = NULL;
 	rule = make_rule(rel, trigger, &valid, &error);
 	if (!valid)
@@ -429,7 +473,7 @@ rl_enforce_trigger(PG_FUNCTION_ARGS)
 	row = TRIGGER_FIRED_BY_UPDATE(data->tg_event) ? data->tg_newtuple : data->tg_trigtuple;
 	key = row_key(rule, data->tg_relation, row);
 	quota = row_quota(rule, data->tg_relation, row);
-	rl_decide(&key, &rule->limits, quota, &decision, &binding, &error);
+	rl_decide(&key, &rule->limits, quota, RL_TAKE, &decision, &binding, &error);
 	if (decision.allowed)
 		return PointerGetDatum(row);
 	if (rule->skip)
@@ -504,11 +548,22 @@ rl_trigger_rule(PG_FUNCTION_ARGS)
 {
 	Oid			oid = PG_GETARG_OID(0);
 	Oid			relation = trigger_relation(oid);
-	Relation	rel = OidIsValid(relation) ? try_relation_open(relation, AccessShareLock) : NULL;
+	Relation	rel = NULL;
 	Datum		values[5] = {0};
 	bool		nulls[5] = {true, true, true, true, true};
 	TupleDesc	tupdesc;
 
+	/* One table that is being altered must not hold up the view. */
+	if (OidIsValid(relation))
+	{
+		if (ConditionalLockRelationOid(relation, AccessShareLock))
+			rel = try_relation_open(relation, NoLock);
+		else
+		{
+			values[4] = CStringGetTextDatum("the table is locked");
+			nulls[4] = false;
+		}
+	}
 	if (rel != NULL)
 	{
 		TriggerDesc *triggers = rel->trigdesc;

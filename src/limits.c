@@ -11,8 +11,6 @@
  */
 #include "postgres.h"
 
-#include <ctype.h>
-
 #include "common/int.h"
 #include "lib/stringinfo.h"
 #include "libpq/pqformat.h"
@@ -153,10 +151,23 @@ same_state(const RlLimit *a, const RlLimit *b)
  * Scanning
  */
 
+/* Of ASCII only, so that no locale changes what the text means. */
+static bool
+is_digit(char c)
+{
+	return c >= '0' && c <= '9';
+}
+
+static bool
+is_letter(char c)
+{
+	return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
+}
+
 static void
 skip_space(Scan *scan)
 {
-	while (scan->at < scan->end && isspace((unsigned char) *scan->at))
+	while (scan->at < scan->end && strchr(" \t\n\r\f\v", *scan->at) != NULL && *scan->at != '\0')
 		scan->at++;
 }
 
@@ -166,10 +177,10 @@ word_length(const Scan *scan)
 {
 	const char *p = scan->at;
 
-	while (p < scan->end && (isalnum((unsigned char) *p) || *p == '_' || *p == '.'))
+	while (p < scan->end && (is_letter(*p) || is_digit(*p) || *p == '_' || *p == '.' || IS_HIGHBIT_SET(*p)))
 		p++;
 	if (p == scan->at && p < scan->end)
-		p += Min(pg_mblen(p), scan->end - p);
+		p++;
 	return p - scan->at;
 }
 
@@ -211,7 +222,7 @@ scan_count(Scan *scan, int64 *count)
 
 	skip_space(scan);
 	*count = 0;
-	for (p = scan->at; p < scan->end && isdigit((unsigned char) *p); p++)
+	for (p = scan->at; p < scan->end && is_digit(*p); p++)
 	{
 		/* Saturates above every range; the limit's rules refuse it. */
 		if (*count <= RL_MAX_COUNT)
@@ -219,7 +230,7 @@ scan_count(Scan *scan, int64 *count)
 	}
 	if (p == scan->at)
 		return wrong_word(scan, "A whole number is expected");
-	if (p < scan->end && (isalpha((unsigned char) *p) || *p == '_' || *p == '.'))
+	if (p < scan->end && (is_letter(*p) || *p == '_' || *p == '.'))
 		return wrong_word(scan, "A whole number is expected");
 	scan->at = p;
 	return true;
@@ -242,7 +253,7 @@ scan_period(Scan *scan, int64 *period)
 
 		if (c == '.' && !fraction)
 			fraction = true;
-		else if (isdigit((unsigned char) c))
+		else if (is_digit(c))
 		{
 			digits = true;
 			if (pg_mul_s64_overflow(number, 10, &number) ||
@@ -368,7 +379,7 @@ scan_limit(Scan *scan, RlLimit *limit)
 	limit->capacity = -1;
 
 	skip_space(scan);
-	if (scan->at < scan->end && !isdigit((unsigned char) *scan->at))
+	if (scan->at < scan->end && !is_digit(*scan->at))
 	{
 		size_t		a;
 
@@ -427,6 +438,13 @@ rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error)
 /*
  * Printing
  */
+
+/* The algorithm's name, as the text has it. */
+const char *
+rl_algorithm_name(RlAlgorithm algorithm)
+{
+	return algorithm_names[algorithm];
+}
 
 static void
 append_period(StringInfo text, int64 period)

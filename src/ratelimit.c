@@ -34,16 +34,20 @@ static const struct config_enum_entry on_error_options[] = {
 
 void		_PG_init(void);
 
-/* Braces delimit the key, and choose the slot in Redis Cluster. */
+/*
+ * Braces delimit the key, and choose the slot in Redis Cluster.  Only ASCII is
+ * the same in every database's encoding.
+ */
 static bool
 check_key_prefix(char **newval, void **extra pg_attribute_unused(),
 				 GucSource source pg_attribute_unused())
 {
-	if (strpbrk(*newval, "{}") != NULL)
-	{
-		GUC_check_errdetail("The prefix must not hold braces.");
-		return false;
-	}
+	for (const char *p = *newval; *p; p++)
+		if (*p <= ' ' || *p > '~' || *p == '{' || *p == '}')
+		{
+			GUC_check_errdetail("The prefix must be printable ASCII without spaces and braces.");
+			return false;
+		}
 	if (strlen(*newval) > RL_MAX_PREFIX)
 	{
 		GUC_check_errdetail("The prefix must not be longer than %d bytes.", RL_MAX_PREFIX);
@@ -52,7 +56,7 @@ check_key_prefix(char **newval, void **extra pg_attribute_unused(),
 	return true;
 }
 
-/* Fifteen digits of microseconds reach the year 2001 + 30 and stay exact in Lua. */
+/* With the longest limit added it stays exact in Lua, and in ns in an int64. */
 static bool
 check_debug_now(char **newval, void **extra pg_attribute_unused(),
 				 GucSource source pg_attribute_unused())
@@ -60,9 +64,9 @@ check_debug_now(char **newval, void **extra pg_attribute_unused(),
 	size_t		len = strlen(*newval);
 
 	if (strspn(*newval, "0123456789") == len && len <= 16 &&
-		strtoll(*newval, NULL, 10) <= INT64CONST(8000000000000000))
+		strtoll(*newval, NULL, 10) <= INT64CONST(4000000000000000))
 		return true;
-	GUC_check_errdetail("The value must be empty, or microseconds since 1970 as a whole number up to 8000000000000000.");
+	GUC_check_errdetail("The value must be empty, or microseconds since 1970 as a whole number up to 4000000000000000.");
 	return false;
 }
 
@@ -186,5 +190,4 @@ rl_raise(const RlError *error)
 			(errcode(error->sqlstate),
 			 errmsg_internal("%s", error->message),
 			 error->detail[0] ? errdetail_internal("%s", error->detail) : 0));
-	pg_unreachable();
 }

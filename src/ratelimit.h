@@ -29,6 +29,9 @@
 #define RL_MAX_PERIOD		(10 * RL_YEAR)
 #define RL_MAX_SPAN			(100 * RL_YEAR) /* to fill an empty limit */
 
+/* ns; longer than any limit makes it, and short enough to be added to */
+#define RL_MAX_BACKLOG		(2 * RL_MAX_SPAN * 1000)
+
 /* PostgREST answers this SQLSTATE with HTTP status 429. */
 #define ERRCODE_RATE_LIMITED MAKE_SQLSTATE('P', 'T', '4', '2', '9')
 
@@ -73,6 +76,7 @@ typedef struct RlLimits
 typedef enum RlSource
 {
 	RL_FROM_REDIS,
+	RL_FROM_LOCAL,
 	RL_FROM_BAN,
 	RL_FAIL_OPEN,
 	RL_FAIL_CLOSED
@@ -97,6 +101,14 @@ typedef struct RlKey
 	const char *data;
 	int			len;
 } RlKey;
+
+/* How to take quota. */
+typedef enum RlTake
+{
+	RL_TAKE,
+	RL_TAKE_QUIETLY,			/* a refusal leaves no trace */
+	RL_PEEK						/* decide what would be, and do nothing */
+} RlTake;
 
 typedef enum RlOnError
 {
@@ -124,18 +136,21 @@ pg_noreturn extern void rl_raise(const RlError *error);
 /* limits.c: the type rl_limits, and the rules for a limit's numbers */
 extern bool rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error);
 extern bool rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error);
+extern const char *rl_algorithm_name(RlAlgorithm algorithm);
 extern char *rl_limit_text(const RlLimit *limit);
 extern char *rl_limits_text(const RlLimits *limits);
 
 /* algorithm.c: what the algorithms mean, without I/O and without the backend */
 extern int64 rl_throttle_cost(const RlLimit *limit, int64 quota);
 extern void rl_throttle_decide(const RlLimit *limit, int64 backlog_ns, int64 quota, RlDecision *decision);
-extern void rl_throttle_charge(const RlLimit *limit, int64 backlog_ns, RlDecision *decision);
-extern int	rl_binding(const RlDecision *decisions, int n);
+extern void rl_throttle_figures(const RlLimit *limit, int64 backlog_ns, RlDecision *decision);
+extern RlDecision rl_combine(const RlDecision *decisions, int n, int *binding);
+extern void rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force);
 
 /* redis_store.c: limits to scripts */
-extern bool rl_store_take(const RlKey *key, const RlLimits *limits, int64 quota, bool peek,
+extern bool rl_store_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 						  RlDecision *decisions, RlError *error);
+extern bool rl_store_supports(const RlLimits *limits, RlError *error);
 extern bool rl_store_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *error);
 extern bool rl_store_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *error);
 extern bool rl_store_ban(const RlKey *key, int64 duration, RlError *error);
@@ -144,7 +159,7 @@ extern bool rl_store_unban(const RlKey *key, bool *found, RlError *error);
 /* decide.c: from SQL values to a decision */
 extern int64 rl_quota_checked(int64 quota);
 extern RlKey rl_key_checked(const char *data, int len);
-extern void rl_decide(const RlKey *key, const RlLimits *limits, int64 quota,
+extern void rl_decide(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 					  RlDecision *decision, int *binding, RlError *error);
 pg_noreturn extern void rl_raise_refused(const RlKey *key, const RlLimit *limit, int64 quota,
 										 const RlDecision *decision, const RlError *error);

@@ -2,10 +2,10 @@
  * redis_store.c
  *		Limits to scripts: what is asked of Redis, and what its numbers mean.
  *
- * All that is known of a key lives in one hash, "<prefix>{<key>}": the field
- * "throttle:<period>" of each limit, named after what tells limits' states
- * apart, and the field "ban".  So every act is one key, atomic and one round
- * trip.
+ * All that is known of a key lives in one hash, "<prefix>{<key>}": for each
+ * limit a field named by what tells limits' states apart, the limit's tag, and
+ * the field "ban".  So every act is one key, atomic and one round trip.  Only
+ * a sliding_log has a sorted set of its own, "<prefix>{<key>}:log:<period>".
  */
 #include "postgres.h"
 
@@ -13,29 +13,53 @@
 
 #include "redis.h"
 
+/* The fast way of the commonest case: one throttle, without a ban of its own. */
 static RlScript throttle_script = {.source =
 #include "throttle.lua.h"
 };
-static RlScript check_script = {.source =
-#include "check.lua.h"
+
+/* One for limits of one algorithm each, so that no other's code is run. */
+static RlScript check_scripts[] = {
+	[RL_THROTTLE] = {.source =
+#include "check_throttle.lua.h"
+	},
+	[RL_TOKEN_BUCKET] = {.source =
+#include "check_token_bucket.lua.h"
+	},
+	[RL_FIXED_WINDOW] = {.source =
+#include "check_fixed_window.lua.h"
+	},
+	[RL_SLIDING_WINDOW] = {.source =
+#include "check_sliding_window.lua.h"
+	},
+	[RL_SLIDING_LOG] = {.source =
+#include "check_sliding_log.lua.h"
+	}
+};
+static RlScript check_mixed_script = {.source =
+#include "check_mixed.lua.h"
 };
 static RlScript refund_script = {.source =
 #include "refund.lua.h"
+};
+static RlScript reset_script = {.source =
+#include "reset.lua.h"
 };
 static RlScript ban_script = {.source =
 #include "ban.lua.h"
 };
 
-#define MAX_FIELD			32
+#define MAX_TAG				64
 
-/* Far longer than any limit makes it, and short enough to be added to. */
-#define MAX_BACKLOG			(2 * RL_MAX_SPAN * 1000)
+/* Longer than any wait is, unless clocks or numbers have changed. */
+#define MAX_WAIT			(2 * RL_MAX_SPAN)
 
-/* Appends "<prefix>{<key>}", with what would confuse the braces escaped. */
-static void
-append_hash(RlCommand *command, const RlKey *key)
+#define MAX_HASH			(RL_MAX_PREFIX + 3 * RL_MAX_KEY + 2)
+
+/* Writes "<prefix>{<key>}", with what would confuse the braces escaped. */
+static int
+hash_name(const RlKey *key, char *name)
 {
-	char		name[RL_MAX_PREFIX + 3 * RL_MAX_KEY + 2];
 	int			n = strlen(rl_key_prefix);
 
 	memcpy(name, rl_key_prefix, n);
@@ -53,35 +77,72 @@ append_hash(RlCommand *command, const RlKey *key)
 			name[n++] = c;
 	}
 	name[n++] = '}';
-	rl_command_arg(command, name, n);
-}
-
-/* Starts a script's arguments: the one key, and the time if a test sets it. */
-static RlCommand *
-start_script(const RlKey *key)
-{
-	RlCommand  *command = rl_command_start();
-
-	rl_command_arg(command, "1", 1);
-	append_hash(command, key);
-	rl_command_arg(command, rl_debug_now, strlen(rl_debug_now));
-	return command;
-}
-
-/* Writes the name of the limit's field, and returns its length. */
-static int
-state_field(const RlLimit *limit, char *field)
-{
-	memcpy(field, "throttle:", 9);
-	return 9 + pg_lltoa(limit->period, field + 9);
+	return n;
 }
 
 static void
-append_field(RlCommand *command, const RlLimit *limit)
+append_text(RlCommand *command, const char *text)
 {
-	char		field[MAX_FIELD];
+	rl_command_arg(command, text, strlen(text));
+}
 
-	rl_command_arg(command, field, state_field(limit, field));
+/*
+ * Starts a script's arguments: the keys, which are the hash and the logs that
+ * the limits have, and the time if a test sets it.
+ */
+static RlCommand *
+start_script(const RlKey *key, const RlLimits *limits)
+{
+	RlCommand  *command = rl_command_start();
+	char		name[MAX_HASH + sizeof(":log:") + 20];
+	int			len = hash_name(key, name);
+	int			keys = 1;
+
+	for (int i = 0; limits && i < limits->n; i++)
+		if (limits->limit[i].algorithm == RL_SLIDING_LOG)
+			keys++;
+	rl_command_number(command, keys);
+	rl_command_arg(command, name, len);
+	for (int i = 0; keys > 1 && i < limits->n; i++)
+	{
+		if (limits->limit[i].algorithm != RL_SLIDING_LOG)
+			continue;
+		memcpy(name + len, ":log:", 5);
+		rl_command_arg(command, name, len + 5 + pg_lltoa(limits->limit[i].period, name + len + 5));
+	}
+	append_text(command, rl_debug_now);
+	return command;
+}
+
+/* Writes the limit's tag, and returns its length. */
+static int
+limit_tag(const RlLimit *limit, char *tag)
+{
+	const char *name = rl_algorithm_name(limit->algorithm);
+	int			n = strlen(name);
+
+	memcpy(tag, name, n);
+	tag[n++] = ':';
+	n += pg_lltoa(limit->period, tag + n);
+	if (limit->algorithm == RL_SLIDING_WINDOW)
+	{
+		tag[n++] = ':';
+		n += pg_lltoa(limit->step, tag + n);
+	}
+	if (limit->from_first)
+	{
+		memcpy(tag + n, ":first", 6);
+		n += 6;
+	}
+	return n;
+}
+
+static void
+append_tag(RlCommand *command, const RlLimit *limit)
+{
+	char		tag[MAX_TAG];
+
+	rl_command_arg(command, tag, limit_tag(limit, tag));
 }
 
 /* Appends nanoseconds as microseconds and the rest. */
@@ -92,119 +153,226 @@ append_ns(RlCommand *command, int64 ns)
 	rl_command_number(command, ns % 1000);
 }
 
-/* True if the script takes quota; otherwise it only looks. */
-static bool
-takes(const RlLimits *limits, int64 quota, bool peek)
+/*
+ * Appends one limit as state.lua reads it.  Without trace a refusal is not
+ * counted, neither as quota nor for a ban.
+ */
+static void
+append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace)
 {
-	if (peek || quota == 0)
-		return false;
-	for (int i = 0; i < limits->n; i++)
-		if (quota > limits->limit[i].capacity)
-			return false;
-	return true;
+	bool		possible = quota <= limit->capacity;
+	bool		ban = trace && possible && limit->ban > 0;
+
+	append_text(command, rl_algorithm_name(limit->algorithm));
+	append_tag(command, limit);
+	rl_command_number(command, limit->period);
+	if (limit->algorithm == RL_THROTTLE)
+	{
+		append_ns(command, possible ? rl_throttle_cost(limit, quota) : 0);
+		append_ns(command, possible ? rl_throttle_cost(limit, limit->capacity - quota) : -1000);
+	}
+	else
+	{
+		rl_command_number(command, limit->capacity);
+		rl_command_number(command,
+						  limit->algorithm == RL_TOKEN_BUCKET ? limit->count :
+						  limit->algorithm == RL_SLIDING_WINDOW ? limit->step :
+						  limit->from_first);
+		append_text(command, "");
+		append_text(command, "");
+	}
+	append_text(command, trace && possible && limit->count_denied ? "1" : "");
+	rl_command_number(command, ban ? limit->ban : 0);
+	rl_command_number(command, ban ? limit->ban_after : 0);
 }
 
-/* Raises an error if a limit needs what this version does not do. */
-static void
-check_supported(const RlLimits *limits)
+/* Returns false with the error set if a limit needs what this version has not. */
+bool
+rl_store_supports(const RlLimits *limits, RlError *error)
 {
 	for (int i = 0; i < limits->n; i++)
 	{
-		const RlLimit *limit = &limits->limit[i];
-
-		if (limit->algorithm != RL_THROTTLE || limit->ban != 0 || limit->refund_on_abort)
-			ereport(ERROR,
-					(errcode(ERRCODE_FEATURE_NOT_SUPPORTED),
-					 errmsg("limit \"%s\" is not supported yet", rl_limit_text(limit)),
-					 errdetail("This version enforces the algorithm throttle, without the options ban and refund_on_abort.")));
+		if (!limits->limit[i].refund_on_abort)
+			continue;
+		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+					 "limit \"%s\" is not supported yet", rl_limit_text(&limits->limit[i]));
+		rl_error_detail(error, "This version has no refund_on_abort.");
+		return false;
 	}
+	return true;
+}
+
+static void
+check_supported(const RlLimits *limits)
+{
+	RlError		error;
+
+	if (!rl_store_supports(limits, &error))
+		rl_raise(&error);
 }
 
 static bool
 wrong_reply(RlError *error)
 {
+	rl_redis_distrust();
 	rl_error_set(error, ERRCODE_PROTOCOL_VIOLATION,
 				 "unexpected reply from Redis: it does not answer the script");
 	return false;
 }
 
 /*
- * Decides one action and charges it if every limit allows it, unless it is
- * only to be looked at.  Sets a decision for each limit.  Returns false with
- * the error set when the store fails; raises an error for limits that are not
- * supported.
+ * Sets a decision for each limit from the numbers of a check, and for each
+ * throttle, whose figures are not charged yet, the backlog.  Returns false if
+ * the numbers cannot be a check's.
  */
-bool
-rl_store_take(const RlKey *key, const RlLimits *limits, int64 quota, bool peek,
-			  RlDecision *decisions, RlError *error)
+static bool
+read_decisions(const RlLimits *limits, int64 quota, const RlReply *reply,
+			   RlDecision *decisions, int64 *backlog)
 {
-	bool		single = limits->n == 1;
-	bool		charge = takes(limits, quota, peek);
-	bool		allowed = true;
-	int64		ban = 0;
-	int64		backlog[RL_MAX_LIMITS];
-	bool		refused = false;
-	RlCommand  *command;
-	RlReply		reply;
+	int			v = 2;
 
-	check_supported(limits);
-	command = start_script(key);
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
+		RlDecision *d = &decisions[i];
+		const int64 *values = &reply->values[v];
 
-		append_field(command, limit);
-		append_ns(command, charge ? rl_throttle_cost(limit, quota) : 0);
-		append_ns(command, charge ? rl_throttle_cost(limit, limit->capacity - quota) : 0);
+		v += limit->algorithm == RL_THROTTLE ? 1 : 4;
+		if (v > reply->nvalues)
+			return false;
+		for (const int64 *value = values; value < &reply->values[v]; value++)
+			if (*value < 0)
+				return false;
+		d->source = RL_FROM_REDIS;
+		if (limit->algorithm == RL_THROTTLE)
+		{
+			backlog[i] = Min(values[0], RL_MAX_BACKLOG);
+			rl_throttle_decide(limit, backlog[i], quota, d);
+			continue;
+		}
+		d->allowed = values[0] == 1;
+		d->capacity = limit->capacity;
+		d->remaining = Max(limit->capacity - values[1], 0);
+		d->retry_after = quota > limit->capacity ? RL_NEVER : Min(values[2], MAX_WAIT);
+		d->reset_after = Min(values[3], MAX_WAIT);
 	}
-	if (!rl_redis_script(single ? &throttle_script : &check_script, command, &reply, error))
+	return v == reply->nvalues;
+}
+
+/* rl_store_take for one throttle without a ban of its own. */
+static bool
+take_throttle(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
+			  RlReply *reply, RlError *error)
+{
+	const RlLimit *limit = &limits->limit[0];
+	bool		charge = how != RL_PEEK && quota <= limit->capacity;
+	RlCommand  *command = start_script(key, limits);
+	RlDecision	decision;
+	bool		refused;
+
+	append_tag(command, limit);
+	append_ns(command, charge ? rl_throttle_cost(limit, quota) : 0);
+	append_ns(command, charge ? rl_throttle_cost(limit, limit->capacity - quota) : 0);
+	if (!rl_redis_script(&throttle_script, command, reply, error))
 		return false;
-
-	if (reply.kind != RL_REPLY_NUMBERS)
+	if (reply->kind != RL_REPLY_NUMBERS || reply->nvalues != (reply->is_array ? 2 : 1))
 		return wrong_reply(error);
-	if (single && !reply.is_array && reply.nvalues == 1)
+
+	/* Bring it to the form in which a check answers. */
+	if (reply->is_array)
 	{
-		refused = reply.values[0] < 0;
-		backlog[0] = refused ? -Max(reply.values[0], -MAX_BACKLOG) : reply.values[0];
-	}
-	else if (reply.is_array && reply.nvalues == limits->n + 1)
-	{
-		refused = reply.values[0] < 0;
-		ban = Max(reply.values[0], 0);
-		memcpy(backlog, reply.values + 1, limits->n * sizeof(int64));
+		reply->values[2] = reply->values[1];
+		reply->values[1] = 0;
 	}
 	else
-		return wrong_reply(error);
-
-	for (int i = 0; i < limits->n; i++)
 	{
-		if (backlog[i] < 0)
-			return wrong_reply(error);
-		backlog[i] = Min(backlog[i], MAX_BACKLOG);
-		rl_throttle_decide(&limits->limit[i], backlog[i], quota, &decisions[i]);
-		allowed &= decisions[i].allowed;
-	}
-	/* What was charged is what the script said; both count alike, or it lies. */
-	if (charge && ban == 0 && allowed == refused)
-		return wrong_reply(error);
-
-	for (int i = 0; i < limits->n; i++)
-	{
-		RlDecision *d = &decisions[i];
-
-		if (ban > 0)
+		refused = reply->values[0] < 0;
+		reply->values[2] = refused ? -Max(reply->values[0], -RL_MAX_BACKLOG) :
+			Min(reply->values[0], RL_MAX_BACKLOG);
+		reply->values[1] = 0;
+		/* A script that was only to look does not know the verdict. */
+		if (!charge)
 		{
-			d->allowed = false;
-			d->remaining = 0;
-			d->reset_after = Max(d->reset_after, ban);
-			if (d->retry_after != RL_NEVER)
-				d->retry_after = Max(d->retry_after, ban);
-			d->source = RL_FROM_BAN;
+			rl_throttle_decide(limit, reply->values[2], quota, &decision);
+			refused = !decision.allowed;
 		}
-		else if (allowed)
-			rl_throttle_charge(&limits->limit[i],
-							   backlog[i] + rl_throttle_cost(&limits->limit[i], quota), d);
+		reply->values[0] = refused ? -1 : 0;
 	}
+	reply->nvalues = 3;
+	return true;
+}
+
+/* rl_store_take for any limits. */
+static bool
+take_any(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
+		 RlReply *reply, RlError *error)
+{
+	RlCommand  *command = start_script(key, limits);
+	RlScript   *script = &check_scripts[limits->limit[0].algorithm];
+
+	append_text(command, how == RL_PEEK ? "0" : "1");
+	rl_command_number(command, quota);
+	for (int i = 0; i < limits->n; i++)
+	{
+		append_limit(command, &limits->limit[i], quota, how != RL_TAKE_QUIETLY);
+		if (limits->limit[i].algorithm != limits->limit[0].algorithm)
+			script = &check_mixed_script;
+	}
+	if (!rl_redis_script(script, command, reply, error))
+		return false;
+	if (reply->kind != RL_REPLY_NUMBERS || !reply->is_array || reply->nvalues < 2 ||
+		reply->values[1] < 0)
+		return wrong_reply(error);
+	return true;
+}
+
+/*
+ * Decides one action and charges it if every limit allows it, or as "how"
+ * says.  Sets a decision for each limit.  Returns false with the error set
+ * when the store fails; raises an error for limits that are not supported.
+ */
+bool
+rl_store_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
+			  RlDecision *decisions, RlError *error)
+{
+	bool		fast = limits->n == 1 && limits->limit[0].algorithm == RL_THROTTLE &&
+		limits->limit[0].ban == 0;
+	bool		allowed = true;
+	int64		backlog[RL_MAX_LIMITS];
+	RlReply		reply;
+
+	check_supported(limits);
+	if (!(fast ? take_throttle : take_any) (key, limits, quota, how, &reply, error))
+		return false;
+	if (!read_decisions(limits, quota, &reply, decisions, backlog))
+		return wrong_reply(error);
+
+	/* What was charged is what the script said; both count alike, or it lies. */
+	for (int i = 0; i < limits->n; i++)
+		allowed &= decisions[i].allowed;
+	if (reply.values[0] <= 0 && allowed != (reply.values[0] == 0))
+		return wrong_reply(error);
+
+	if (reply.values[0] > 0)
+		rl_apply_ban(decisions, limits->n, Min(reply.values[0], MAX_WAIT), true);
+	else if (reply.values[1] > 0)
+		rl_apply_ban(decisions, limits->n, Min(reply.values[1], MAX_WAIT), false);
+	else if (allowed)
+		for (int i = 0; i < limits->n; i++)
+			if (limits->limit[i].algorithm == RL_THROTTLE)
+				rl_throttle_figures(&limits->limit[i],
+									backlog[i] + rl_throttle_cost(&limits->limit[i], quota),
+									&decisions[i]);
+	return true;
+}
+
+/* Reads the one number that all but checks answer. */
+static bool
+read_count(const RlReply *reply, int64 *count, RlError *error)
+{
+	if (reply->kind != RL_REPLY_NUMBERS || reply->is_array || reply->nvalues != 1)
+		return wrong_reply(error);
+	*count = reply->values[0];
 	return true;
 }
 
@@ -218,30 +386,27 @@ rl_store_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *
 {
 	RlCommand  *command;
 	RlReply		reply;
+	int64		count;
 
 	check_supported(limits);
-	command = start_script(key);
+	command = start_script(key, limits);
+	append_text(command, "");
+	rl_command_number(command, quota);
 	for (int i = 0; i < limits->n; i++)
-	{
-		const RlLimit *limit = &limits->limit[i];
-
-		append_field(command, limit);
-		append_ns(command, rl_throttle_cost(limit, Min(quota, limit->capacity)));
-	}
-	return rl_redis_script(&refund_script, command, &reply, error);
+		append_limit(command, &limits->limit[i], Min(quota, limits->limit[i].capacity), false);
+	return rl_redis_script(&refund_script, command, &reply, error) &&
+		read_count(&reply, &count, error);
 }
 
-/* Runs a command that answers how many things it removed. */
+/* Reads whether anything was removed. */
 static bool
-remove_things(RlCommand *command, bool *found, RlError *error)
+read_found(const RlReply *reply, bool *found, RlError *error)
 {
-	RlReply		reply;
+	int64		count;
 
-	if (!rl_redis_command(command, &reply, error))
+	if (!read_count(reply, &count, error))
 		return false;
-	if (reply.kind != RL_REPLY_NUMBERS || reply.is_array || reply.nvalues != 1)
-		return wrong_reply(error);
-	*found = reply.values[0] > 0;
+	*found = count > 0;
 	return true;
 }
 
@@ -253,16 +418,20 @@ remove_things(RlCommand *command, bool *found, RlError *error)
 bool
 rl_store_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *error)
 {
-	RlCommand  *command;
+	RlCommand  *command = start_script(key, limits);
+	RlReply		reply;
 
-	if (limits != NULL)
-		check_supported(limits);
-	command = rl_command_start();
-	rl_command_arg(command, limits ? "HDEL" : "DEL", limits ? 4 : 3);
-	append_hash(command, key);
 	for (int i = 0; limits && i < limits->n; i++)
-		append_field(command, &limits->limit[i]);
-	return remove_things(command, found, error);
+	{
+		char		tag[MAX_TAG + sizeof(":refused")];
+		int			n = limit_tag(&limits->limit[i], tag);
+
+		rl_command_arg(command, tag, n);
+		memcpy(tag + n, ":refused", 8);
+		rl_command_arg(command, tag, n + 8);
+	}
+	return rl_redis_script(&reset_script, command, &reply, error) &&
+		read_found(&reply, found, error);
 }
 
 /*
@@ -272,11 +441,14 @@ rl_store_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *e
 bool
 rl_store_ban(const RlKey *key, int64 duration, RlError *error)
 {
-	RlCommand  *command = start_script(key);
+	RlCommand  *command = start_script(key, NULL);
 	RlReply		reply;
+	int64		count;
 
+	append_text(command, "");
 	rl_command_number(command, duration);
-	return rl_redis_script(&ban_script, command, &reply, error);
+	return rl_redis_script(&ban_script, command, &reply, error) &&
+		read_count(&reply, &count, error);
 }
 
 /*
@@ -287,9 +459,11 @@ bool
 rl_store_unban(const RlKey *key, bool *found, RlError *error)
 {
 	RlCommand  *command = rl_command_start();
+	char		name[MAX_HASH];
+	RlReply		reply;
 
-	rl_command_arg(command, "HDEL", 4);
-	append_hash(command, key);
-	rl_command_arg(command, "ban", 3);
-	return remove_things(command, found, error);
+	append_text(command, "HDEL");
+	rl_command_arg(command, name, hash_name(key, name));
+	append_text(command, "ban");
+	return rl_redis_command(command, &reply, error) && read_found(&reply, found, error);
 }

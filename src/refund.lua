@@ -1,13 +1,11 @@
--- Gives quota back to throttle limits, never above full.
---
--- For each limit ARGV has the field of its TAT and the cost of the quota in
--- microseconds and nanoseconds. An absent key stays absent.
+-- Gives quota back to each of the limits, never above full. An absent key
+-- stays absent. ARGV[2] is not used.
 
-for i = 2, #ARGV, 3 do
-  local tat = redis.call('HGET', hash, ARGV[i])
-  if tat then
-    local us, ns = backlog(tat)
-    put(ARGV[i], us - tonumber(ARGV[i + 1]), ns - tonumber(ARGV[i + 2]))
+for _, l in ipairs((load_limits())) do
+  if l.used > 0 then
+    l:give()
+    l:save()
   end
 end
+write()
 return 1

@@ -1,37 +1,78 @@
--- What all scripts but throttle.lua share: there it is written out, because
--- making functions would take a tenth of its time.
+-- What scripts share that take a list of limits.
+--
+-- ARGV[3] is the quota. From ARGV[4] on come ten for each limit: algorithm,
+-- tag (the name of its field), period, four numbers that the algorithm reads,
+-- then 1 if it counts denied quota, and of its ban the length (0: none) and
+-- the number of refusals that bring it. KEYS[2] and on are the logs' keys.
+--
+-- An algorithm's "read" takes its numbers, "load" its state: l.used is then
+-- the quota in use. "take", "deny" and "give" change l and not Redis; "save"
+-- queues l for write().
 
--- How far a TAT, if there is one, lies after now.
-local function backlog(tat)
-  if tat then
-    local us = tonumber(string.sub(tat, 1, -4)) - now
-    if us >= 0 then
-      return us, tonumber(string.sub(tat, -3))
+local quota = tonumber(ARGV[3])
+local algorithms = {}
+local logs = 0
+local set, gone, longest = {}, {}, 0
+
+local function text(number)
+  return string.format('%.0f', number)
+end
+
+-- Two whole numbers, as fields keep them.
+local function pair(value)
+  local a, b = string.match(value, '^(%d+) (%d+)$')
+  return tonumber(a), tonumber(b)
+end
+
+-- Keeps a key for at least so many microseconds; returns 1 if it had no expiry.
+local function keep(key, us)
+  local ms = text(math.max(us / 1000, least_ttl) + 1)
+  if redis.call('PEXPIRE', key, ms, 'GT') == 0 then
+    return redis.call('PEXPIRE', key, ms, 'NX')
+  end
+end
+
+-- Queues a field that is of use for so many microseconds.
+local function put(field, value, us)
+  set[#set + 1] = field
+  set[#set + 1] = value
+  longest = math.max(longest, us)
+end
+
+local function drop(field)
+  gone[#gone + 1] = field
+end
+
+local function write()
+  if #gone > 0 then
+    redis.call('HDEL', hash, unpack(gone))
+  end
+  if #set > 0 then
+    redis.call('HSET', hash, unpack(set))
+    if keep(hash, longest) == 1 and redis.call('HLEN', hash) > #set / 2 then
+      redis.call('PEXPIRE', hash, lost_ttl)
     end
   end
-  return 0, 0
 end
 
--- Keeps the hash for at least so many microseconds. GT serves a hash that has
--- an expiry, NX one that has none.
-local function keep(us)
-  local ms = string.format('%.0f', math.max(us / 1000, least_ttl) + 1)
-  if redis.call('PEXPIRE', hash, ms, 'GT') == 0 then
-    redis.call('PEXPIRE', hash, ms, 'NX')
+-- Reads and loads the limits; returns them and the field "ban".
+local function load_limits()
+  local limits, names = {}, {'ban'}
+  for a = 4, #ARGV, 10 do
+    local l = setmetatable({tag = ARGV[a + 1], period = tonumber(ARGV[a + 2])}, {__index = algorithms[ARGV[a]]})
+    l:read(a + 3)
+    l.count_denied, l.ban, l.after = ARGV[a + 7] == '1', tonumber(ARGV[a + 8]), tonumber(ARGV[a + 9])
+    limits[#limits + 1] = l
+    names[#names + 1] = l.tag
+    l.at = #names
+    if l.ban > 0 then
+      names[#names + 1] = l.tag .. ':refused'
+    end
   end
-end
-
--- Sets a TAT to so much after now; parts of the nanoseconds may be out of
--- range by less than 1000 either way.
-local function put(field, us, ns)
-  if ns >= 1000 then
-    us, ns = us + 1, ns - 1000
-  elseif ns < 0 then
-    us, ns = us - 1, ns + 1000
+  local values = redis.call('HMGET', hash, unpack(names))
+  for _, l in ipairs(limits) do
+    l:load(values[l.at])
+    l.refused = l.ban > 0 and values[l.at + 1]
   end
-  if us < 0 then
-    us, ns = 0, 0
-  end
-  redis.call('HSET', hash, field, string.format('%.0f%03.0f', now + us, ns))
-  keep(us)
+  return limits, values[1]
 end

@@ -37,14 +37,20 @@ else
       tat_us, tat_ns = tat_us + 1, tat_ns - 1000
     end
     redis.call('HSET', hash, ARGV[2], string.format('%.0f%03.0f', now + tat_us, tat_ns))
-    -- GT serves a hash that has an expiry, NX one that has none: the likely first.
     local ms = string.format('%.0f', math.max(tat_us / 1000, least_ttl) + 1)
-    local first, second = 'NX', 'GT'
+    -- GT serves a hash that has an expiry, NX one that has none: a new one, or
+    -- one that has lost it. The likely comes first.
+    local had_none
     if tat then
-      first, second = second, first
+      had_none = redis.call('PEXPIRE', hash, ms, 'GT') == 0 and redis.call('PEXPIRE', hash, ms, 'NX') == 1
+    else
+      had_none = redis.call('PEXPIRE', hash, ms, 'NX') == 1
+      if not had_none then
+        redis.call('PEXPIRE', hash, ms, 'GT')
+      end
     end
-    if redis.call('PEXPIRE', hash, ms, first) == 0 then
-      redis.call('PEXPIRE', hash, ms, second)
+    if had_none and redis.call('HLEN', hash) > 1 then
+      redis.call('PEXPIRE', hash, lost_ttl)
     end
   end
 end

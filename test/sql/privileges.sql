@@ -18,6 +18,8 @@ SELECT q, f.code FROM (VALUES
 	(11, $$SELECT * FROM rl_triggers$$), (12, $$SET ratelimit.on_error = 'allow'$$), (13, $$SET ratelimit.redis_url = 'redis://x'$$),
 	(14, $$SET ratelimit.redis_passfile = '/x'$$), (15, $$SET ratelimit.key_prefix = 'mine:'$$), (16, $$SET ratelimit.connect_timeout = 1$$),
 	(17, $$SET ratelimit.command_timeout = 1$$), (18, $$SET ratelimit.debug_now = '1'$$), (19, $$SHOW ratelimit.redis_passfile$$),
+	(22, $$SELECT rl_token_bucket('k', 1, 1, 1)$$), (23, $$SELECT rl_fixed_window('k', 1, 1)$$), (24, $$SELECT rl_sliding_window('k', 1, 1, 1)$$),
+	(25, $$SELECT rl_sliding_log('k', 1, 1)$$), (26, $$SELECT rl_check_each('k', '1/1s')$$), (27, $$SELECT rl_wait('k', '1/1s')$$),
 	(20, $$SET ratelimit.unknown = 1$$), (21, $$ALTER ROLE rl_test_plain SET ratelimit.on_error = 'allow'$$)
 ) v (id, q), LATERAL failure(q) f ORDER BY id;
 SELECT rl_key('everybody', 1), '5/10s'::rl_limits;
@@ -31,19 +33,21 @@ CREATE TABLE own (who int);
 CREATE TRIGGER t BEFORE INSERT ON own FOR EACH ROW EXECUTE FUNCTION rl_enforce('limited:{who}', '1/1h', 'quota=0');
 RESET ROLE;
 
--- The wrapper that README shows: key and limits are fixed, the caller is not asked for more.
-CREATE FUNCTION may_post(author name) RETURNS boolean LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = public, pg_temp
-	AS $$ SELECT rl_allow(rl_key('post', author), '2/1h') $$;
+-- The wrapper that README shows: it takes no argument, so nobody can use up
+-- another's quota with it, and no setting of the caller's changes the key.
+CREATE FUNCTION may_post() RETURNS boolean LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = public, pg_temp
+	AS $$ SELECT rl_allow(rl_key('post', coalesce(nullif(current_setting('role'), 'none'), session_user)), '2/1h') $$;
 CREATE TABLE posts (author name DEFAULT current_user, body text);
 ALTER TABLE posts ENABLE ROW LEVEL SECURITY;
-CREATE POLICY paced ON posts FOR INSERT TO rl_test_plain WITH CHECK (author = current_user AND may_post(author));
+CREATE POLICY paced ON posts FOR INSERT TO rl_test_plain WITH CHECK (author = current_user AND may_post());
 GRANT INSERT ON posts TO rl_test_plain;
 SET ROLE rl_test_plain;
 INSERT INTO posts (body) VALUES ('one');
 INSERT INTO posts (body) VALUES ('two');
 INSERT INTO posts (body) VALUES ('three');
 RESET ROLE;
+SELECT remaining FROM rl_peek(rl_key('post', 'rl_test_plain'), '2/1h', 0);
 DROP TABLE posts, limited, own;
-DROP FUNCTION may_post(name);
+DROP FUNCTION may_post();
 REVOKE ALL ON SCHEMA public FROM rl_test_plain;
 DROP ROLE rl_test_plain;

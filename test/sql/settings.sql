@@ -5,7 +5,7 @@ SELECT name, short_desc, extra_desc FROM pg_settings WHERE name LIKE 'ratelimit.
 SELECT q, f.code, f.detail FROM (VALUES
 	(1, $$SET ratelimit.on_error = 'maybe'$$), (2, $$SET ratelimit.key_prefix = 'a{b'$$), (3, $$SET ratelimit.key_prefix = 'a}b'$$),
 	(4, format('SET ratelimit.key_prefix = %L', repeat('x', 65))), (5, $$SET ratelimit.connect_timeout = 0$$), (6, $$SET ratelimit.command_timeout = -1$$),
-	(7, $$SET ratelimit.debug_now = 'now'$$), (8, $$SET ratelimit.debug_now = '-1'$$), (9, $$SET ratelimit.debug_now = '8000000000000001'$$),
+	(7, $$SET ratelimit.debug_now = 'now'$$), (8, $$SET ratelimit.debug_now = '-1'$$), (9, $$SET ratelimit.debug_now = '4000000000000001'$$),
 	(10, $$SET ratelimit.nonsense = 1$$)
 ) v (id, q), LATERAL failure(q) f ORDER BY id;
 -- A prefix of its own is a set of limits of its own; the key in Redis stays bounded.
@@ -28,6 +28,6 @@ SET ratelimit.debug_now = '0';
 SELECT * FROM rl_throttle('epoch', 2, 1, 1);
 SET ratelimit.debug_now = '999';
 SELECT * FROM rl_throttle('epoch', 2, 1, 1);
-SET ratelimit.debug_now = '8000000000000000';
+SET ratelimit.debug_now = '4000000000000000';
 SELECT * FROM rl_throttle('epoch', 2, 1, 1);
 RESET ratelimit.debug_now;

@@ -1,0 +1,41 @@
+/*
+ * algorithm.h
+ *		The algorithms as pure functions, for whoever keeps state himself.
+ */
+#ifndef ALGORITHM_H
+#define ALGORITHM_H
+
+#include "ratelimit.h"
+
+/* Quota that is in use since a time: an action, or a sub-window's number. */
+typedef struct RlEntry
+{
+	int64		time;
+	int64		quota;
+} RlEntry;
+
+/*
+ * The state of one limit on one key.  What start and used mean is the
+ * algorithm's business; entries is a ring, used by sliding_window and
+ * sliding_log, which the keeper of the state enlarges.
+ */
+typedef struct RlState
+{
+	int64		start;			/* TAT in ns, anchor, or the window's start */
+	int64		used;			/* not of throttle */
+	int64		refused_since;	/* first refusal that counts for a ban */
+	int64		refused;		/* refusals since then */
+	RlEntry    *entries;
+	int			size;			/* of the ring */
+	int			first;			/* index of the oldest entry */
+	int			n;				/* entries in use */
+} RlState;
+
+#define RL_NO_STATE {.start = -1}
+
+extern int	rl_entries_wanted(const RlLimit *limit, const RlState *state);
+extern void rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
+				   int64 now, int64 quota, bool commit, RlDecision *decisions);
+extern void rl_give_back(const RlLimits *limits, RlState *states, int64 now, int64 quota);
+
+#endif							/* ALGORITHM_H */

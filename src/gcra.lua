@@ -1,0 +1,54 @@
+-- throttle: GCRA, for the scripts that take a list of limits.
+--
+-- The field is the theoretical arrival time (TAT) in decimal nanoseconds since
+-- 1970, too long for a Lua number, so it is read as microseconds and
+-- nanoseconds. ARGV has the cost of the quota and the longest backlog that
+-- leaves room for it, in two parts each. l.us, l.ns: the backlog; l.used is only
+-- more than 0 if that is.
+
+algorithms.throttle = {
+  read = function(l, a)
+    l.cost_us, l.cost_ns = tonumber(ARGV[a]), tonumber(ARGV[a + 1])
+    l.room_us, l.room_ns = tonumber(ARGV[a + 2]), tonumber(ARGV[a + 3])
+  end,
+
+  load = function(l, value)
+    l.us, l.ns, l.used = 0, 0, 0
+    if value then
+      local us = tonumber(string.sub(value, 1, -4)) - now
+      if us >= 0 then
+        l.us, l.ns = us, tonumber(string.sub(value, -3))
+        l.used = l.us + l.ns
+      end
+    end
+  end,
+
+  fits = function(l)
+    return l.us < l.room_us or l.us == l.room_us and l.ns <= l.room_ns
+  end,
+
+  take = function(l)
+    l.us, l.ns = l.us + l.cost_us, l.ns + l.cost_ns
+    if l.ns >= 1000 then
+      l.us, l.ns = l.us + 1, l.ns - 1000
+    end
+  end,
+
+  give = function(l)
+    l.us, l.ns = l.us - l.cost_us, l.ns - l.cost_ns
+    if l.ns < 0 then
+      l.us, l.ns = l.us - 1, l.ns + 1000
+    end
+    if l.us < 0 then
+      l.us, l.ns = 0, 0
+    end
+  end,
+
+  save = function(l)
+    if l.us > 0 or l.ns > 0 then
+      put(l.tag, string.format('%.0f%03.0f', now + l.us, l.ns), l.us)
+    else
+      drop(l.tag)
+    end
+  end
+}

@@ -1,0 +1,43 @@
+-- token_bucket: refill tokens arrive together each period.
+--
+-- The field is "anchor missing": how many tokens are missing, and since when
+-- the period runs that brings the next ones. A full bucket has no field; the
+-- next take sets the anchor. ARGV has capacity, refill.
+
+algorithms.token_bucket = {
+  read = function(l, a)
+    l.capacity, l.refill = tonumber(ARGV[a]), tonumber(ARGV[a + 1])
+  end,
+
+  load = function(l, value)
+    l.anchor, l.used = now, 0
+    if value then
+      local anchor, missing = pair(value)
+      local lumps = math.max(math.floor((now - anchor) / l.period), 0)
+      if lumps < math.ceil(missing / l.refill) then
+        l.anchor, l.used = anchor + lumps * l.period, missing - lumps * l.refill
+      end
+    end
+  end,
+
+  take = function(l)
+    l.used = l.used + quota
+  end,
+
+  give = function(l)
+    l.used = math.max(l.used - quota, 0)
+  end,
+
+  -- At most a hundred years, which a limit needs only if its numbers changed.
+  wait = function(l, needed)
+    return l.anchor + math.min(math.ceil(needed / l.refill) * l.period, 3155760000000000) - now
+  end,
+
+  reset = function(l)
+    return l:wait(l.used)
+  end,
+
+  save = function(l)
+    put(l.tag, text(l.anchor) .. ' ' .. text(l.used), l:reset())
+  end
+}

@@ -1,0 +1,164 @@
+-- Every algorithm in virtual time, answers derived by hand. A row of play() is
+-- (allowed, capacity, remaining, retry_after, reset_after, source).
+
+-- The scenarios of the literature.
+-- Two in 3 s from the first action: t t f, 3 s later t t, 2 s after that f.
+SELECT * FROM play('book window', 'fixed_window 2/3s from_first', ARRAY[[0.5,1], [0.5,1], [1,1], [3.5,1], [4.5,1], [5.5,1]]);
+-- One a second and five a minute: t f t t t t f t.
+SELECT t, (decision).allowed, (decision).capacity, (decision).retry_after
+FROM play('book log', 'sliding_log 1/1s, sliding_log 5/1min', ARRAY[[0,1], [0,1], [1,1], [2,1], [3,1], [4,1], [5,1], [66,1]]);
+-- Refused attempts count: t t t f f t t. At 14 s the log holds 10.5 and the
+-- attempt at 3 s has gone; at 10.5 s it held 1, 2, 3 s.
+SELECT * FROM play('book denied', 'sliding_log 3/10s count_denied', ARRAY[[0,1], [1,1], [2,1], [3,1], [10.5,1], [14,1], [24.1,1]]);
+-- 240 at 6:59 and 240 at 7:00 against 240 an hour: 480 pass a fixed window, 240 a sliding one.
+CREATE FUNCTION burst(key text, limits rl_limits) RETURNS TABLE (t numeric, passed bigint) LANGUAGE sql AS
+$$
+	SELECT t, count(*) FILTER (WHERE (decision).allowed)
+	FROM play(key, limits, (SELECT array_agg(ARRAY[t, 1]) FROM unnest(ARRAY[25140, 25200]) t, generate_series(1, 240)))
+	GROUP BY t ORDER BY t
+$$;
+SELECT * FROM burst('book fixed', 'fixed_window 240/1h');
+SELECT * FROM burst('book sliding', 'sliding_window 240/1h step 1min');
+-- A bucket of 10 with one token a second never refuses one take a second.
+SELECT count(*), count(*) FILTER (WHERE (decision).allowed) AS allowed, min((decision).remaining)
+FROM play('book bucket', 'token_bucket 1/1s burst 10', (SELECT array_agg(ARRAY[t, 1] ORDER BY t) FROM generate_series(0, 99) t));
+
+-- token_bucket: 3 tokens each 10 s into a bucket of 5.
+SELECT * FROM play('bucket', 'token_bucket 3/10s burst 5', ARRAY[
+	[3,2],								-- anchor 3; 3 remain; full at 13
+	[5,3],								-- 0 remain; 5 missing: two lumps, full at 23
+	[5,1],								-- refused: the next lump at 13, 8 s
+	[5,4],								-- refused: 4 need two lumps, 18 s
+	[12.999999,1],						-- not yet
+	[13,1],								-- 3 have come: 2 remain; 3 missing: one lump, 23
+	[13,0],								-- looks
+	[13,6],								-- impossible
+	[22.5,2],							-- 0 remain; 5 missing: 23 and 33
+	[33,1],								-- two lumps have come, full at 33: a new anchor; 4 remain
+	[34,4], [42.999999,3], [43,3]]);
+
+-- fixed_window: by the clock, whole multiples of 10 s.
+SELECT * FROM play('fixed', 'fixed_window 3/10s', ARRAY[
+	[4,2],								-- 1 remains, till 10
+	[9,2],								-- refused for 1 s
+	[9.999999,1],						-- 0 remain
+	[9.999999,1],
+	[10,3],								-- a new window
+	[10,4],								-- impossible
+	[12,0],								-- looks: not over capacity
+	[20,0]]);							-- nothing is in use
+
+-- from_first: the window starts with an action that is allowed, not with a look.
+SELECT * FROM play('first', 'fixed_window 3/10s from_first', ARRAY[
+	[4,0], [6,2], [15.999999,2], [16,2], [16,2], [26,0]]);
+
+-- sliding_window: capacity 4 in 10 s, steps of 5 s. A sub-window counts until
+-- a period after its end.
+SELECT * FROM play('sliding', 'sliding_window 4/10s step 5s', ARRAY[
+	[1,2],								-- sub-window 0 counts until 15
+	[6,1],								-- sub-window 1 counts until 20
+	[9,2],								-- refused: 1 is free, 2 more at 15
+	[9,1],								-- 0 remain
+	[14.999999,1],
+	[15,2],								-- sub-window 3 counts until 30
+	[15,3],								-- refused: 2+2 in use; 1 more needed than 20 frees: 30
+	[20,2],								-- sub-window 1 has gone: 0 remain
+	[20,5]]);
+-- The default step is the shortest that divides the period and is at least a 60th of it.
+SELECT at(59);
+SELECT * FROM rl_sliding_window('default', 5, 3600, 60);
+SELECT at(60);
+SELECT rule FROM rl_peek('default', 'sliding_window 5/1h');
+
+-- sliding_log: an entry exactly one period old is gone.
+SELECT * FROM play('log', 'sliding_log 4/10s', ARRAY[
+	[1,2], [3,1], [3,2],				-- refused: 1 is free, one more at 11
+	[3,1],								-- 0 remain
+	[10.999999,1], [11,1],				-- the first two have gone
+	[11,4],								-- refused: 3 in use; the last of them goes at 21
+	[11,5], [13,3], [30,4], [30,0]]);
+
+-- count_denied: the two windows.
+SELECT * FROM play('denied fixed', 'fixed_window 2/10s count_denied', ARRAY[[0,1], [1,2], [2,1], [2,3], [9,0], [10,2]]);
+SELECT * FROM play('denied sliding', 'sliding_window 2/10s step 5s count_denied', ARRAY[
+	[0,2],								-- counts until 15
+	[6,1],								-- refused, and counted until 20: the newest two are 1 of each
+	[15,1],								-- 1 is free
+	[15,2],								-- refused, counted: sub-window 3 now holds both, until 30
+	[20,1], [40,2]]);
+-- Whichever limit refused, those that count denied quota are charged, and the
+-- wait takes it into account.
+SELECT * FROM play('denied other', '1/1min, sliding_log 2/10min count_denied', ARRAY[[0,1], [1,1], [2,1], [61,1]]);
+-- Never for more than there ever is.
+SELECT * FROM play('denied impossible', 'sliding_log 2/10s count_denied', ARRAY[[0,3], [0,2]]);
+
+-- ban: the third refusal within a period from the first brings it.
+SELECT * FROM play('banned', '1/10s ban 1h after 3', ARRAY[
+	[0,1], [1,1], [2,1],				-- two refusals, since 1
+	[2,2],								-- impossible: no refusal that counts
+	[11.5,1],							-- allowed; the window of refusals ended at 11
+	[12,1], [13,1],						-- two again, since 12
+	[14,1],								-- the third: an hour, and the answer is still redis's
+	[15,1], [15,0], [3613.999999,1],	-- in force; attempts do not count
+	[3614,1],							-- over
+	[3614,1], [3614,1]]);				-- and counted anew
+SELECT * FROM play('banned by two', 'fixed_window 1/10s ban 1min after 1, sliding_log 1/1min ban 2min after 2', ARRAY[[0,1], [1,1], [61,1], [61.5,1], [62,1]]);
+-- Peek shows what would be, and does nothing.
+SELECT at(0);
+SELECT allowed FROM rl_check('peeked ban', 'sliding_log 1/10s count_denied ban 1h after 1');
+SELECT * FROM rl_peek('peeked ban', 'sliding_log 1/10s count_denied ban 1h after 1');
+SELECT * FROM rl_peek('peeked ban', 'sliding_log 1/10s count_denied ban 1h after 1');
+SELECT * FROM rl_check('peeked ban', 'sliding_log 1/10s');
+
+-- Each limit's own decision.
+SELECT at(0);
+SELECT * FROM rl_check_each('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min, 6/1min', 2);
+SELECT * FROM rl_check_each('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min, 6/1min', 2);
+SELECT at(1);
+SELECT * FROM rl_check_each('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min, 6/1min', 1);
+SELECT * FROM rl_peek('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min, 6/1min', 0);
+-- The functions of one algorithm share the state of the text.
+SELECT at(1);
+SELECT remaining FROM rl_token_bucket('each', 2, 2, 1);
+SELECT remaining FROM rl_fixed_window('each', 3, 60, 0);
+SELECT remaining FROM rl_sliding_window('each', 4, 60, 1);
+SELECT remaining FROM rl_sliding_log('each', 5, 60);
+SELECT rule, remaining FROM rl_peek('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min', 0);
+
+-- Giving back: the current window, the oldest entries first, an entry split.
+SELECT at(0);
+SELECT allowed FROM rl_check('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 4);
+SELECT at(20);
+SELECT allowed FROM rl_check('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 3);
+SELECT rl_refund('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 3);
+SELECT rule, remaining, reset_after FROM rl_peek('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 0);
+SELECT at(60);		-- the unit that was left of the entry at 0 goes here
+SELECT rule, remaining, reset_after FROM rl_peek('back', 'sliding_log 9/1min, sliding_window 9/1min step 10s', 0);
+SELECT rl_refund('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 100);
+SELECT rule, remaining, reset_after FROM rl_peek('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 0);
+SELECT rl_refund('gone', 'token_bucket 1/10s, fixed_window 9/1min, sliding_window 9/1min, sliding_log 9/1min', 1);
+SELECT rl_reset('gone');
+
+-- Forgetting one, and all with the log.
+SELECT allowed FROM rl_check('forget', 'sliding_log 1/1h, fixed_window 5/1h');
+SELECT allowed FROM rl_check('forget', 'sliding_log 1/1h');
+SELECT rl_reset('forget', 'sliding_log 1/1h'), rl_reset('forget', 'sliding_log 1/1h');
+SELECT rule, allowed, remaining FROM rl_check_each('forget', 'sliding_log 1/1h, fixed_window 5/1h');
+SELECT rl_reset('forget'), rl_reset('forget');
+SELECT rule, allowed, remaining FROM rl_check_each('forget', 'sliding_log 1/1h, fixed_window 5/1h');
+
+-- rl_wait answers once in virtual time; in real time it waits.
+SELECT allowed, retry_after FROM rl_wait('waited', '1/1h');
+SELECT allowed, retry_after FROM rl_wait('waited', '1/1h ban 1h after 1');
+SELECT set_config('ratelimit.debug_now', '', false);
+SELECT count(*) FILTER (WHERE (rl_wait('waiting', '1/20ms')).allowed) FROM generate_series(1, 5);
+SELECT allowed FROM rl_wait('waiting', '1/20ms, 1/1h', 1, 60);
+SELECT allowed, retry_after > 3500 AS an_hour FROM rl_wait('waiting', '1/20ms, 1/1h', 1, 60);
+SELECT allowed FROM rl_wait('waiting', '1/20ms', 2);
+SELECT q, f.code, f.message FROM (VALUES
+	(1, $$rl_wait(NULL, '1/1s')$$), (2, $$rl_wait('k', NULL)$$), (3, $$rl_wait('k', '1/1s', NULL)$$), (4, $$rl_wait('k', '1/1s', 1, -1)$$), (5, $$rl_wait('k', '1/1s', 1, 'NaN')$$),
+	(6, $$rl_token_bucket('k', 1, NULL, 1)$$), (7, $$rl_token_bucket('k', 1, 0, 1)$$), (8, $$rl_fixed_window('k', NULL, 1)$$), (9, $$rl_fixed_window('k', 0, 1)$$),
+	(10, $$rl_sliding_window('k', 1, 1, NULL)$$), (11, $$rl_sliding_window('k', 1, 1, 0)$$), (12, $$rl_sliding_window('k', 1, 1, 0.3)$$), (13, $$rl_sliding_window('k', 1, 1, 2)$$),
+	(14, $$rl_sliding_window('k', 1, 10.1, 0.1)$$), (15, $$rl_sliding_log('k', 100001, 1)$$), (16, $$rl_sliding_log('k', 1, NULL)$$), (17, $$rl_check_each(NULL, '1/1s')$$), (18, $$rl_check_each('k', NULL)$$)
+) v (id, q), LATERAL failure('SELECT ' || q) f ORDER BY id;
+DROP FUNCTION burst(text, rl_limits);

@@ -1,0 +1,24 @@
+-- Which of these orders would have been refused?
+CREATE TABLE past (customer int, at timestamptz, items bigint DEFAULT 1);
+INSERT INTO past SELECT 1, '2024-01-01 00:00:00+00'::timestamptz + i * interval '1 s' FROM generate_series(0, 11) i;
+INSERT INTO past SELECT 2, '2024-01-01 00:00:00+00'::timestamptz + i * interval '5 s' FROM generate_series(0, 3) i;
+SELECT customer, extract(second FROM at)::int AS second, (r).allowed, (r).remaining, (r).retry_after, (r).reset_after, (r).source
+FROM (SELECT customer, at, rl_simulate('sliding_log 5/10s, sliding_log 1000/1d', at) OVER (PARTITION BY customer ORDER BY at) AS r FROM past) s
+ORDER BY customer, at;
+-- A ban, refusals that count, quotas.
+SELECT customer, extract(second FROM at)::int AS second, r
+FROM (SELECT customer, at, rl_simulate('fixed_window 2/1min count_denied ban 5s after 2', at, items) OVER (PARTITION BY customer ORDER BY at) AS r FROM past) s
+ORDER BY customer, at;
+SELECT count(*) FILTER (WHERE (r).allowed)
+FROM (SELECT rl_simulate('10/10s', at, 3) OVER (PARTITION BY customer ORDER BY at) AS r FROM past) s;
+-- Many entries in one partition.
+SELECT count(*) FILTER (WHERE (r).allowed)
+FROM (SELECT rl_simulate('sliding_log 1000/1min', '2024-01-01'::timestamptz + i * interval '1 ms') OVER (ORDER BY i) AS r FROM generate_series(1, 100000) i) s;
+SELECT failure(q) FROM (VALUES
+	($$SELECT rl_simulate('1/1s', NULL) OVER ()$$), ($$SELECT rl_simulate(NULL, now()) OVER ()$$), ($$SELECT rl_simulate('1/1s', now(), NULL) OVER ()$$),
+	($$SELECT rl_simulate('1/1s', 'infinity') OVER ()$$), ($$SELECT rl_simulate('1/1s', '-infinity') OVER ()$$), ($$SELECT rl_simulate('1/1s', '1969-12-31') OVER ()$$),
+	($$SELECT rl_simulate('1/1s', '2100-01-01') OVER ()$$), ($$SELECT rl_simulate('1/1s', now(), -1) OVER ()$$),
+	($$SELECT rl_simulate('1/1s', at) OVER (ORDER BY at DESC) FROM past$$), ($$SELECT rl_simulate(((extract(second FROM at) + 1)::int || '/1s')::rl_limits, at) OVER (ORDER BY at) FROM past$$),
+	($$SELECT rl_simulate('1/1s', now())$$)
+) v (q);
+DROP TABLE past;
