@@ -22,7 +22,7 @@ local function count_refusal(l)
     drop(l.tag .. ':refused')
     return l.ban
   end
-  put(l.tag .. ':refused', text(start) .. ' ' .. text(count), start + l.period - now)
+  put(l.tag .. ':refused', pair_text(start, count), start + l.period - now)
   return 0
 end
 
@@ -44,7 +44,7 @@ if ban > 0 then
 end
 
 local brought = 0
-local reply = {text(verdict), '0'}
+local reply = {verdict, 0}
 for _, l in ipairs(limits) do
   if l.fits then
     reply[#reply + 1] = string.format('%.0f%03.0f', l.us, l.ns)
@@ -63,10 +63,10 @@ for _, l in ipairs(limits) do
   end
   if not l.fits then
     local needed = l.used + quota - l.capacity
-    reply[#reply + 1] = l.allowed and '1' or '0'
-    reply[#reply + 1] = text(l.used)
-    reply[#reply + 1] = text(verdict ~= 0 and needed > 0 and quota <= l.capacity and l:wait(needed) or 0)
-    reply[#reply + 1] = text(l.used > 0 and l:reset() or 0)
+    reply[#reply + 1] = l.allowed and 1 or 0
+    reply[#reply + 1] = l.used
+    reply[#reply + 1] = verdict ~= 0 and needed > 0 and quota <= l.capacity and l:wait(needed) or 0
+    reply[#reply + 1] = l.used > 0 and l:reset() or 0
   end
 end
 
@@ -77,9 +77,9 @@ if ARGV[2] == '1' then
     end
   end
   if brought > 0 then
-    put('ban', text(now + brought), brought)
+    put('ban', string.format('%.0f', now + brought), brought)
   end
   write()
 end
-reply[2] = text(brought)
+reply[2] = brought
 return reply

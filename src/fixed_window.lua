@@ -40,6 +40,7 @@ algorithms.fixed_window = {
   end,
 
   save = function(l)
-    put(l.tag, text(l.start) .. ' ' .. text(l.used), l:reset())
+    put(l.tag, pair_text(l.start, l.used), l:reset())
   end
 }
+algorithms.fixed_window.__index = algorithms.fixed_window

@@ -52,3 +52,4 @@ algorithms.throttle = {
     end
   end
 }
+algorithms.throttle.__index = algorithms.throttle

@@ -27,7 +27,7 @@ algorithms.sliding_log = {
 
   load = function(l)
     l.used, l.drop = 0, 0
-    l.gone = text(now - l.period)
+    l.gone = string.format('%.0f', now - l.period)
     l.first = entry(redis.call('ZRANGEBYSCORE', l.log, '(' .. l.gone, '+inf', 'WITHSCORES', 'LIMIT', 0, 1))
     if l.first then
       l.last = entry(redis.call('ZRANGE', l.log, -1, -1, 'WITHSCORES'))
@@ -93,14 +93,15 @@ algorithms.sliding_log = {
       local oldest = entry(redis.call('ZPOPMIN', l.log))
       local part = math.min(l.drop, oldest.quota)
       if part < oldest.quota then
-        redis.call('ZADD', l.log, text(oldest.time), member(oldest.before + part, oldest.quota - part))
+        redis.call('ZADD', l.log, string.format('%.0f', oldest.time), member(oldest.before + part, oldest.quota - part))
       end
       l.drop = l.drop - part
     end
     if l.new then
-      redis.call('ZADD', l.log, text(l.new.time), member(l.new.before, l.new.quota))
+      redis.call('ZADD', l.log, string.format('%.0f', l.new.time), member(l.new.before, l.new.quota))
     end
     keep(l.log, l:reset())
     put(l.tag, '1', l:reset())
   end
 }
+algorithms.sliding_log.__index = algorithms.sliding_log

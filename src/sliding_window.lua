@@ -1,75 +1,100 @@
 -- sliding_window: counters of sub-windows, of which number k counts while
 -- (k + 1) * step > now - period.
 --
--- The field is "k:count k:count ...", oldest first, without empty ones. ARGV
--- has capacity, step. l.k, l.count: the counters that count; those
--- before l.first are used up.
+-- The field is "used k:count k:count ...": the quota in use, the newest
+-- counter, then the others, oldest first. Most calls touch only the first of
+-- these, so the others stay text. ARGV has capacity, step. l.k, l.count: the
+-- newest; l.others from l.at on: the others that count.
 
 algorithms.sliding_window = {
   read = function(l, a)
     l.capacity, l.step = tonumber(ARGV[a]), tonumber(ARGV[a + 1])
   end,
 
+  -- The counter in l.others at a position: k, count, where the next one is.
+  other = function(l, at)
+    local k, count, next = string.match(l.others, '^ (%d+):(%d+)()', at)
+    return tonumber(k), tonumber(count), next
+  end,
+
   load = function(l, value)
-    l.k, l.count, l.used, l.first = {}, {}, 0, 1
-    for k, count in string.gmatch(value or '', '(%d+):(%d+)') do
-      k, count = tonumber(k), tonumber(count)
-      if (k + 1) * l.step > now - l.period then
-        l.k[#l.k + 1], l.count[#l.count + 1] = k, count
-        l.used = l.used + count
-      end
+    l.used, l.others, l.at = 0, '', 1
+    if not value then
+      return
+    end
+    local used, k, count, others = string.match(value, '^(%d+) (%d+):(%d+)(.*)$')
+    if l:free_at(tonumber(k)) <= now then
+      return
+    end
+    l.used, l.k, l.count, l.others = tonumber(used), tonumber(k), tonumber(count), others
+    local oldest, part, next = l:other(1)
+    while oldest and l:free_at(oldest) <= now do
+      l.used, l.at = l.used - part, next
+      oldest, part, next = l:other(next)
     end
   end,
 
+  free_at = function(l, k)
+    return (k + 1) * l.step + l.period
+  end,
+
   take = function(l)
-    local n, k = #l.k, math.floor(now / l.step)
-    if n < l.first or l.k[n] < k then
-      n = n + 1
-      l.k[n], l.count[n] = k, 0
+    local k = math.floor(now / l.step)
+    if not l.k or l.k < k then
+      if l.k then
+        l.others = string.format('%s %.0f:%.0f', l.others, l.k, l.count)
+      end
+      l.k, l.count = k, 0
     end
-    l.count[n] = l.count[n] + quota
-    l.used = l.used + quota
+    l.count, l.used = l.count + quota, l.used + quota
   end,
 
   -- The newest units up to capacity decide everything.
   deny = function(l)
     l:take()
-    l:give_units(l.used - l.capacity)
+    l:free(l.used - l.capacity)
   end,
 
   give = function(l)
-    l:give_units(quota)
+    l:free(math.min(quota, l.used))
   end,
 
-  give_units = function(l, units)
-    while units > 0 and l.first <= #l.k do
-      local part = math.min(units, l.count[l.first])
-      l.count[l.first] = l.count[l.first] - part
+  -- Frees the oldest units.
+  free = function(l, units)
+    while units > 0 do
+      local k, count, next = l:other(l.at)
+      local part = math.min(units, count or l.count)
       l.used, units = l.used - part, units - part
-      if l.count[l.first] == 0 then
-        l.first = l.first + 1
+      if not k then
+        l.count = l.count - part
+      elseif part == count then
+        l.at = next
+      else
+        l.others = string.format(' %.0f:%.0f', k, count - part) .. string.sub(l.others, next)
+        l.at = 1
       end
     end
   end,
 
   wait = function(l, needed)
-    local i = l.first
-    while needed > l.count[i] do
-      needed = needed - l.count[i]
-      i = i + 1
+    local k, count, next = l:other(l.at)
+    while k and needed > count do
+      needed = needed - count
+      k, count, next = l:other(next)
     end
-    return (l.k[i] + 1) * l.step + l.period - now
+    return l:free_at(k or l.k) - now
   end,
 
   reset = function(l)
-    return (l.k[#l.k] + 1) * l.step + l.period - now
+    return l:free_at(l.k) - now
   end,
 
   save = function(l)
-    local parts = {}
-    for i = l.first, #l.k do
-      parts[#parts + 1] = text(l.k[i]) .. ':' .. text(l.count[i])
+    if l.used > 0 then
+      put(l.tag, string.format('%.0f %.0f:%.0f%s', l.used, l.k, l.count, string.sub(l.others, l.at)), l:reset())
+    else
+      drop(l.tag)
     end
-    put(l.tag, table.concat(parts, ' '), l:reset())
   end
 }
+algorithms.sliding_window.__index = algorithms.sliding_window

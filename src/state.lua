@@ -14,11 +14,11 @@ local algorithms = {}
 local logs = 0
 local set, gone, longest = {}, {}, 0
 
-local function text(number)
-  return string.format('%.0f', number)
+-- Two whole numbers, as fields keep them.
+local function pair_text(a, b)
+  return string.format('%.0f %.0f', a, b)
 end
 
--- Two whole numbers, as fields keep them.
 local function pair(value)
   local a, b = string.match(value, '^(%d+) (%d+)$')
   return tonumber(a), tonumber(b)
@@ -26,7 +26,7 @@ end
 
 -- Keeps a key for at least so many microseconds; returns 1 if it had no expiry.
 local function keep(key, us)
-  local ms = text(math.max(us / 1000, least_ttl) + 1)
+  local ms = string.format('%.0f', math.max(us / 1000, least_ttl) + 1)
   if redis.call('PEXPIRE', key, ms, 'GT') == 0 then
     return redis.call('PEXPIRE', key, ms, 'NX')
   end
@@ -59,7 +59,7 @@ end
 local function load_limits()
   local limits, names = {}, {'ban'}
   for a = 4, #ARGV, 10 do
-    local l = setmetatable({tag = ARGV[a + 1], period = tonumber(ARGV[a + 2])}, {__index = algorithms[ARGV[a]]})
+    local l = setmetatable({tag = ARGV[a + 1], period = tonumber(ARGV[a + 2])}, algorithms[ARGV[a]])
     l:read(a + 3)
     l.count_denied, l.ban, l.after = ARGV[a + 7] == '1', tonumber(ARGV[a + 8]), tonumber(ARGV[a + 9])
     limits[#limits + 1] = l

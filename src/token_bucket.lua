@@ -38,6 +38,7 @@ algorithms.token_bucket = {
   end,
 
   save = function(l)
-    put(l.tag, text(l.anchor) .. ' ' .. text(l.used), l:reset())
+    put(l.tag, pair_text(l.anchor, l.used), l:reset())
   end
 }
+algorithms.token_bucket.__index = algorithms.token_bucket
