@@ -3,8 +3,9 @@
  *		Settings, and errors that travel as values.
  *
  * Every setting is PGC_SUSET or stronger: whoever can choose the server, the
- * prefix or what happens on failure can lift every limit.  A value set before
- * the library is loaded is checked again by core when the setting is defined.
+ * prefix or what happens on failure can lift every limit.  A value that was SET
+ * before the library is loaded is checked again by core when the setting is
+ * defined.
  */
 #include "postgres.h"
 
@@ -12,6 +13,7 @@
 
 #include "mb/pg_wchar.h"
 #include "utils/guc.h"
+#include "utils/guc_tables.h"
 
 #include "ratelimit.h"
 
@@ -70,9 +72,55 @@ check_debug_now(char **newval, void **extra pg_attribute_unused(),
 	return false;
 }
 
+/* The setting as it is known before it is defined, or NULL. */
+static struct config_generic *
+find_setting(const char *name)
+{
+#if PG_VERSION_NUM >= 160000
+	return find_option(name, false, true, 0);
+#else
+	struct config_generic **settings = get_guc_variables();
+
+	for (int i = 0; i < GetNumConfigOptions(); i++)
+		if (strcmp(settings[i]->name, name) == 0)
+			return settings[i];
+	return NULL;
+#endif
+}
+
+/*
+ * Before the library is loaded any role may give a setting a value in its
+ * connection's options.  Core takes that away when the setting is defined, but
+ * has forgotten the administrator's value by then, so that the default would
+ * hold: another Redis, another prefix.  Refuse to load instead.
+ */
+static void
+refuse_client_options(void)
+{
+	static const char *const names[] = {
+		"ratelimit.redis_url", "ratelimit.redis_passfile", "ratelimit.key_prefix",
+		"ratelimit.connect_timeout", "ratelimit.command_timeout",
+		"ratelimit.on_error", "ratelimit.debug_now"
+	};
+
+	for (size_t i = 0; i < lengthof(names); i++)
+	{
+		struct config_generic *setting = find_setting(names[i]);
+
+		if (setting != NULL && (setting->flags & GUC_CUSTOM_PLACEHOLDER) &&
+			setting->reset_source == PGC_S_CLIENT && setting->reset_scontext != PGC_SU_BACKEND)
+			ereport(ERROR,
+					(errcode(ERRCODE_INSUFFICIENT_PRIVILEGE),
+					 errmsg("permission denied to set parameter \"%s\"", names[i]),
+					 errdetail("The connection's options set it, which only a superuser may.")));
+	}
+}
+
 void
 _PG_init(void)
 {
+	refuse_client_options();
+
 	/*
 	 * Superuser only: it says whom this server trusts with its limits.  Read
 	 * at the next connection, so that a wrong value is an error there and

@@ -286,15 +286,16 @@ protocol_violation(RlError *error, const char *what)
 	return false;
 }
 
-/* An error reply, to AUTH or to any other command. */
+/* An error reply, when setting the connection up or to a command. */
 static bool
-refused_by_server(RlError *error, bool to_auth, const char *line)
+refused_by_server(RlError *error, bool set_up, const char *line)
 {
 	int			sqlstate = ERRCODE_PROTOCOL_VIOLATION;
 
 	if (strstr(line, "max number of clients") != NULL)
 		sqlstate = ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION;
-	else if (to_auth || strncmp(line, "NOAUTH", 6) == 0)
+	else if (strncmp(line, "NOAUTH", 6) == 0 ||
+			 (set_up && (strstr(line, "AUTH") || strstr(line, "PASS") || strstr(line, "password"))))
 		sqlstate = ERRCODE_INVALID_PASSWORD;
 	rl_error_set(error, sqlstate, "Redis answered with an error: %s", line);
 	rl_error_detail(error, "The server is %s.", conn.server);
@@ -455,12 +456,12 @@ open_socket(const RlAddress *address, RlError *error)
 }
 
 /*
- * Connects, and appends to out the commands (AUTH, SELECT) that have to go
- * ahead of the first one; *nauth and *nsetup tell how many they are.  Returns
- * false with the error set; raises an error if a setting is wrong.
+ * Opens a socket, and appends to out the commands that set the connection up
+ * (AUTH, SELECT).  Returns false with the error set; raises an error if a
+ * setting is wrong.
  */
 static bool
-connect_to_server(StringInfo out, int *nauth, int *nsetup, RlError *error)
+connect_to_server(StringInfo out, int *nsetup, RlError *error)
 {
 	RlAddress	address;
 	char		password[MAX_PASSWORD] = "";
@@ -499,7 +500,7 @@ connect_to_server(StringInfo out, int *nauth, int *nsetup, RlError *error)
 	if (!open_socket(&address, error))
 		return false;
 
-	*nauth = *nsetup = 0;
+	*nsetup = 0;
 	if (password[0] != '\0')
 	{
 		append_start(out, address.user[0] ? 3 : 2);
@@ -507,7 +508,6 @@ connect_to_server(StringInfo out, int *nauth, int *nsetup, RlError *error)
 		if (address.user[0])
 			append_arg(out, address.user, strlen(address.user));
 		append_arg(out, password, strlen(password));
-		(*nauth)++;
 		(*nsetup)++;
 	}
 	if (address.db != 0)
@@ -573,11 +573,11 @@ read_reply(RlReply *reply, int64 deadline, RlError *error)
 }
 
 /*
- * Sends what out holds and reads nsetup replies that must be "OK", then the
- * one that is asked for.
+ * Sends what out holds, n commands, and reads their replies up to the first
+ * error; the last one read is in *reply.
  */
 static Outcome
-exchange(StringInfo out, int nauth, int nsetup, int64 deadline, RlReply *reply, RlError *error)
+exchange(StringInfo out, int n, int64 deadline, RlReply *reply, RlError *error)
 {
 	bool		sent_some = false;
 	int			done = 0;
@@ -592,10 +592,7 @@ exchange(StringInfo out, int nauth, int nsetup, int64 deadline, RlReply *reply, 
 	{
 		if (redisBufferWrite(conn.ctx, &done) != REDIS_OK)
 		{
-			if (nsetup > 0 || !sent_some)
-				cannot_connect(error, conn.ctx->errstr);
-			else
-				connection_lost(error, conn.ctx->errstr);
+			connection_lost(error, conn.ctx->errstr);
 			return sent_some ? FAILED : NOT_SENT;
 		}
 		if (done)
@@ -608,25 +605,17 @@ exchange(StringInfo out, int nauth, int nsetup, int64 deadline, RlReply *reply, 
 		}
 	}
 
-	for (int i = 0; i <= nsetup; i++)
+	for (int i = 0; i < n; i++)
 	{
 		if (!read_reply(reply, deadline, error))
 			return FAILED;
-		if (reply->kind == RL_REPLY_ERROR && i < nsetup)
+		if (reply->kind == RL_REPLY_OTHER)
 		{
-			refused_by_server(error, i < nauth, reply->text);
+			protocol_violation(error, "it does not answer the command");
 			return FAILED;
 		}
-		if (i < nsetup && reply->kind != RL_REPLY_STATUS)
-		{
-			protocol_violation(error, "it is not a status");
-			return FAILED;
-		}
-	}
-	if (reply->kind == RL_REPLY_OTHER)
-	{
-		protocol_violation(error, "it does not answer the command");
-		return FAILED;
+		if (reply->kind == RL_REPLY_ERROR && i < n - 1)
+			return DONE;
 	}
 	/* What is left over would be taken for the next call's reply. */
 	if (conn.ctx->reader->pos < conn.ctx->reader->len)
@@ -636,6 +625,33 @@ exchange(StringInfo out, int nauth, int nsetup, int64 deadline, RlReply *reply, 
 	}
 	conn.in_flight = false;
 	return DONE;
+}
+
+/*
+ * Connects and sets the connection up.  That is a round trip of its own: a
+ * command sent with it would be run although the password or the database was
+ * refused, as another user or in another database.
+ */
+static bool
+set_up(StringInfo out, int64 *deadline, RlError *error)
+{
+	int			nsetup;
+	RlReply		reply;
+
+	resetStringInfo(out);
+	if (!connect_to_server(out, &nsetup, error))
+		return false;
+	if (*deadline == 0)
+		*deadline = monotonic_now() + (int64) rl_command_timeout * 1000;
+	if (nsetup == 0)
+		return true;
+	if (exchange(out, nsetup, *deadline, &reply, error) != DONE)
+		return false;
+	if (reply.kind == RL_REPLY_ERROR)
+		return refused_by_server(error, true, reply.text);
+	if (reply.kind != RL_REPLY_STATUS)
+		return protocol_violation(error, "it is not a status");
+	return true;
 }
 
 /*
@@ -661,24 +677,22 @@ call(void (*append_command) (StringInfo out, const void *arg), const void *arg,
 
 	do
 	{
-		int			nauth = 0;
-		int			nsetup = 0;
 		bool		reused = is_usable();
 
-		resetStringInfo(&out);
 		if (!reused)
 		{
 			disconnect();
-			if (!connect_to_server(&out, &nauth, &nsetup, error))
+			if (!set_up(&out, deadline, error))
 			{
 				disconnect();
 				return false;
 			}
 		}
+		resetStringInfo(&out);
 		append_command(&out, arg);
 		if (*deadline == 0)
 			*deadline = monotonic_now() + (int64) rl_command_timeout * 1000;
-		outcome = exchange(&out, nauth, nsetup, *deadline, reply, error);
+		outcome = exchange(&out, 1, *deadline, reply, error);
 		if (outcome != DONE)
 			disconnect();
 		if (!reused && outcome == NOT_SENT)
