@@ -1,0 +1,416 @@
+# shellcheck shell=bash
+#
+# What script/demo, script/test and script/bench share: packages, a temporary
+# folder with a private copy of the sources and of PostgreSQL, and private
+# servers in it.  Source it under "set -euo pipefail", then call set_up once.
+# All of it ends and is removed when the script does, however it ends.
+#
+#   say TEXT...              a line of progress
+#   die TEXT...              an error line; ends the script with status 2
+#   set_up [PACKAGE...]      installs what is missing (the basic packages and
+#                            these; % in a name is PostgreSQL's version), makes
+#                            $T and in it $SRC, the PostgreSQL tree and $REDIS_SERVER
+#   build [MAKE_ARG...]      make and make install into the private tree
+#   run COMMAND...           as the unprivileged user in $T, with its own process
+#                            group that ends with the script; returns its status.
+#                            Not for pipes and $( ): a subshell cannot clean up.
+#   start COMMAND..., finish the two halves of it, as the caller's user; one at a time
+#   "${AS[@]}" COMMAND...    the same in the foreground, stdin kept; also in pipes
+#   start_redis              starts Redis, or starts it again, at the same addresses
+#   stop_redis               ends it; what it knew is gone
+#   redis ARG...             redis-cli
+#   start_postgres [NAME=VALUE...]  starts a cluster with these settings, or starts it again
+#   stop_postgres            ends it (fast shutdown)
+#   sql [PSQL_ARG...]        psql, quiet, stops at the first error
+#
+# After set_up:  T (temporary folder, owned by the unprivileged user), SRC,
+# BIN (PostgreSQL's programs), PG_CONFIG, PG_MAJOR, REDIS_SERVER, REDIS_CLI,
+# REDIS_BENCHMARK.  After start_redis:  REDIS_PID, REDIS_PORT, REDIS_SOCKET,
+# REDIS_TCP_URL, REDIS_UNIX_URL.  After start_postgres:  PGHOST (a folder),
+# PGPORT, PGUSER=postgres, PGDATABASE are exported.  POSTGRES_ENV may hold
+# NAME=VALUE pairs for the server's environment.
+#
+# From the environment: REDIS_SERVER (a program such as valkey-server) and
+# PG_CONFIG (of the PostgreSQL to use) override what is found.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+T='' AS=() POSTGRES_ENV=()
+CHILD='' REDIS_PID='' REDIS_PORT='' POSTGRES_UP='' HELD=()
+
+PG_CONFIG=${PG_CONFIG:-}
+REDIS_SERVER=${REDIS_SERVER:-}
+for name in "${!PG@}"; do
+	# libpq's have no underscore.
+	[[ $name == PG_* ]] || unset "$name"
+done
+unset MAKEFLAGS MAKELEVEL CDPATH
+export LC_ALL=C.UTF-8
+umask 022
+
+if [[ -t 1 ]]; then BOLD=$'\e[1m' PLAIN=$'\e[0m'; else BOLD='' PLAIN=''; fi
+
+say() { printf '%s==> %s%s\n' "$BOLD" "$*" "$PLAIN"; }
+die() { printf '%s: %s\n' "${0##*/}" "$*" >&2; exit 2; }
+
+#
+# The end
+#
+
+clean_up() {
+	local status=$?
+	trap - EXIT
+	trap '' INT TERM HUP
+	set +e
+	release_services
+	if [[ -n $CHILD ]]; then
+		kill -TERM -- "-$CHILD" 2>/dev/null
+		wait "$CHILD" 2>/dev/null
+	fi
+	if [[ -n $T ]]; then
+		end_servers TERM QUIT
+		rm -rf "$T"
+	fi
+	exit "$status"
+}
+trap clean_up EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+trap 'exit 129' HUP
+
+# The servers that live in $T, those started by a test that was killed too.
+servers() {
+	local pid name
+	for pid in /proc/[0-9]*; do
+		[[ $(readlink "$pid/cwd" 2>/dev/null)/ == "$T"/* ]] || continue
+		name=$(cat "$pid/comm" 2>/dev/null) || continue
+		case $name in
+			postgres | redis-* | valkey-*) echo "${pid#/proc/} $name" ;;
+		esac
+	done
+}
+
+end_servers() {
+	local deadline=$((SECONDS + 10)) pid name list
+	list=$(servers)
+	while read -r pid name; do
+		[[ -n $pid ]] || continue
+		# A paused server hears nothing but KILL until it goes on.
+		kill -CONT "$pid" 2>/dev/null
+		if [[ $name == postgres ]]; then kill "-$2" "$pid"; else kill "-$1" "$pid"; fi 2>/dev/null
+	done <<<"$list"
+	while list=$(servers) && [[ -n $list ]]; do
+		if ((SECONDS >= deadline)); then
+			while read -r pid name; do kill -KILL "$pid" 2>/dev/null; done <<<"$list"
+		fi
+		sleep 0.05
+	done
+	[[ -z $REDIS_PID ]] || wait "$REDIS_PID" 2>/dev/null
+}
+
+#
+# Packages
+#
+
+as_root() { if ((EUID == 0)); then "$@"; else sudo "$@"; fi; }
+
+# Installing a server must neither start it nor make a cluster.
+hold_services() {
+	if [[ ! -e /usr/sbin/policy-rc.d ]]; then
+		HELD+=(/usr/sbin/policy-rc.d)
+		printf '#!/bin/sh\nexit 101\n' | as_root tee /usr/sbin/policy-rc.d >/dev/null
+		as_root chmod 755 /usr/sbin/policy-rc.d
+	fi
+}
+
+hold_cluster() {
+	local file=/etc/postgresql-common/createcluster.d/ratelimit-setup.conf
+	HELD+=("$file")
+	as_root mkdir -p "${file%/*}"
+	echo 'create_main_cluster = false' | as_root tee "$file" >/dev/null
+}
+
+release_services() {
+	((${#HELD[@]})) || return 0
+	as_root rm -f "${HELD[@]}"
+	HELD=()
+}
+
+installed() {
+	[[ $(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null) == installed ]]
+}
+
+apt() {
+	# shellcheck disable=SC2024 # the log is ours, not root's
+	as_root env DEBIAN_FRONTEND=noninteractive NEEDRESTART_SUSPEND=1 \
+		apt-get -q -y -o DPkg::Lock::Timeout=120 -o Dpkg::Use-Pty=0 "$@" >"$T/apt.log" 2>&1 </dev/null || {
+		cat "$T/apt.log" >&2
+		die "apt-get $1 failed"
+	}
+}
+
+# The highest version of 15 and later that is installed, with what an extension is built with if any has it.
+installed_version() {
+	local folder n best=0 complete=0
+	for folder in /usr/lib/postgresql/*; do
+		n=${folder##*/}
+		if [[ ! -x $folder/bin/postgres || ! $n =~ ^[0-9]+$ || $n -lt 15 ]]; then continue; fi
+		((n <= best)) || best=$n
+		if ((n > complete)) && installed "postgresql-server-dev-$n"; then complete=$n; fi
+	done
+	if ((complete)); then echo "$complete"; elif ((best)); then echo "$best"; fi
+}
+
+packages() {
+	local updated='' package wanted missing=()
+	if ! command -v dpkg-query >/dev/null; then
+		[[ -n $PG_CONFIG ]] || PG_CONFIG=$(command -v pg_config) || die 'install PostgreSQL with its server headers, or set PG_CONFIG'
+		return
+	fi
+	if [[ -n $PG_CONFIG ]]; then
+		PG_MAJOR=$("$PG_CONFIG" --version | sed -E 's/^[^0-9]*([0-9]+).*/\1/')
+		wanted=()
+	else
+		PG_MAJOR=$(installed_version)
+		if [[ -z $PG_MAJOR ]]; then
+			((EUID == 0)) || command -v sudo >/dev/null || die 'no PostgreSQL 15 or later is installed, and only root can install one'
+			say 'apt-get update'
+			apt update
+			updated=yes
+			PG_MAJOR=$(apt-cache show postgresql | sed -nE 's/^Depends:.*postgresql-([0-9]+).*/\1/p' | sort -n | tail -n 1)
+			[[ -n $PG_MAJOR ]] || die 'apt knows no package postgresql'
+		fi
+		PG_CONFIG=/usr/lib/postgresql/$PG_MAJOR/bin/pg_config
+		wanted=("postgresql-$PG_MAJOR" "postgresql-server-dev-$PG_MAJOR")
+	fi
+	wanted+=(libhiredis-dev gcc libc6-dev make)
+	# The -tools package has the server's program too, and enables no service.
+	if [[ -z $REDIS_SERVER ]]; then
+		REDIS_SERVER=$(command -v redis-server || command -v valkey-server || echo redis-server)
+	fi
+	if ! command -v "$REDIS_SERVER" >/dev/null; then
+		package=${REDIS_SERVER##*/}
+		wanted+=("${package%-server}-tools")
+	fi
+	wanted+=("${@//%/$PG_MAJOR}")
+
+	for package in "${wanted[@]}"; do
+		installed "$package" || missing+=("$package")
+	done
+	((${#missing[@]})) || return 0
+	((EUID == 0)) || command -v sudo >/dev/null || die "missing packages, which only root can install: ${missing[*]}"
+	if [[ -z $updated ]]; then
+		say 'apt-get update'
+		apt update
+	fi
+	say "apt-get install ${missing[*]}"
+	hold_services
+	if ! installed "postgresql-$PG_MAJOR"; then
+		apt install --no-install-recommends postgresql-common
+		hold_cluster
+	fi
+	apt install --no-install-recommends "${missing[@]}"
+	release_services
+}
+
+#
+# The temporary folder
+#
+
+# PostgreSQL refuses to run as root.
+choose_user() {
+	local user=nobody
+	if ((EUID == 0)); then
+		AS=(setpriv "--reuid=$user" "--regid=$(id -g "$user")" --clear-groups)
+		chown "$user:$(id -g "$user")" "$T"
+	fi
+	AS+=(env -C "$T" "HOME=$T/home" "TMPDIR=$T/tmp")
+	"${AS[@]}" mkdir home tmp bin run redis
+}
+
+copy_sources() {
+	SRC=$T/src
+	"${AS[@]}" mkdir src
+	{
+		git -c safe.directory='*' -C "$ROOT" ls-files -z --cached --others --exclude-standard 2>/dev/null ||
+			(cd "$ROOT" && find . -path ./.git -prune -o -type f -print0)
+	} | (cd "$ROOT" && while IFS= read -r -d '' file; do
+		if [[ -e $file ]]; then printf '%s\0' "$file"; fi
+	done) | tar -C "$ROOT" --null --no-recursion -T - -cf - | "${AS[@]}" tar -C src -xf - --no-same-owner
+}
+
+# Links to each of a folder's entries.
+link_entries() {
+	local to=$T/pg$1
+	"${AS[@]}" mkdir -p "$to"
+	"${AS[@]}" ln -s -t "$to" "$1"/*
+}
+
+# Replaces a link to a folder by a folder of links, in which files can be installed.
+unfold() {
+	[[ -L $T/pg$1 ]] || return 0
+	"${AS[@]}" rm "$T/pg$1"
+	link_entries "$1"
+}
+
+# PostgreSQL finds its files relative to its programs.  So programs are copied,
+# the rest is linked, and "make install" writes here and not into the system.
+private_tree() {
+	local pkglib share folder
+	[[ -x $PG_CONFIG ]] || die "$PG_CONFIG is no program"
+	[[ -f $("$PG_CONFIG" --pgxs) ]] || die "PostgreSQL's server headers are not installed"
+	BIN=$("$PG_CONFIG" --bindir)
+	pkglib=$("$PG_CONFIG" --pkglibdir)
+	share=$("$PG_CONFIG" --sharedir)
+	"${AS[@]}" mkdir -p "$T/pg$BIN"
+	"${AS[@]}" cp -L -t "$T/pg$BIN" "$BIN"/*
+	link_entries "$pkglib"
+	unfold "$pkglib/bitcode"
+	link_entries "$share"
+	unfold "$share/extension"
+	for folder in "$("$PG_CONFIG" --includedir)" "$("$PG_CONFIG" --includedir-server)" "$("$PG_CONFIG" --libdir)"; do
+		[[ -d $folder && ! -e $T/pg$folder ]] || continue
+		"${AS[@]}" mkdir -p "$T/pg${folder%/*}"
+		"${AS[@]}" ln -s "$folder" "$T/pg$folder"
+	done
+	BIN=$T/pg$BIN
+	PG_CONFIG=$BIN/pg_config
+	[[ $("$PG_CONFIG" --pkglibdir) == "$T/pg$pkglib" ]] || die 'this PostgreSQL cannot be moved'
+	export PG_CONFIG
+}
+
+find_redis() {
+	local kind=${REDIS_SERVER##*/} check
+	kind=${kind%-server}
+	if ! command -v "$REDIS_SERVER" >/dev/null; then
+		# One program serves and checks, as its name says; the package with the name only adds a service.
+		check=$(command -v "$kind-check-rdb") || die "no $REDIS_SERVER"
+		"${AS[@]}" ln -s "$check" "$T/bin/$kind-server"
+	fi
+	export PATH=$T/bin:$PATH
+	REDIS_SERVER=$(command -v "${REDIS_SERVER}")
+	REDIS_CLI=$(command -v "$kind-cli" || command -v redis-cli || command -v valkey-cli) || die 'no redis-cli'
+	# shellcheck disable=SC2034 # script/bench's
+	REDIS_BENCHMARK=$(command -v "$kind-benchmark" || command -v redis-benchmark || command -v valkey-benchmark || true)
+	export REDIS_SERVER
+}
+
+set_up() {
+	T=$(mktemp -d /tmp/ratelimit.XXXXXX)
+	packages "$@"
+	choose_user
+	copy_sources
+	private_tree
+	PG_MAJOR=$("$PG_CONFIG" --version | sed -E 's/^[^0-9]*([0-9]+).*/\1/')
+	find_redis
+	say "$("$PG_CONFIG" --version), $("${AS[@]}" "$REDIS_SERVER" --version | sed -E 's/^([A-Za-z]+) server v=([^ ]+).*/\1 \2/'), in $T"
+}
+
+# Job control gives it a process group of its own.
+start() {
+	set -m
+	"$@" </dev/null &
+	CHILD=$!
+	set +m
+}
+
+finish() {
+	local status=0
+	wait "$CHILD" || status=$?
+	CHILD=''
+	return "$status"
+}
+
+run() {
+	start "${AS[@]}" "$@"
+	finish
+}
+
+build() {
+	local log=$T/build.log
+	run make -C "$SRC" -j"$(nproc)" PG_CONFIG="$PG_CONFIG" "$@" >"$log" 2>&1 &&
+		run make -C "$SRC" PG_CONFIG="$PG_CONFIG" "$@" install >>"$log" 2>&1 && return
+	cat "$log" >&2
+	return 1
+}
+
+#
+# The servers
+#
+
+# await SECONDS COMMAND...
+await() {
+	local deadline=$((SECONDS + $1))
+	shift
+	until "$@"; do
+		((SECONDS < deadline)) || return 1
+		sleep 0.02
+	done
+}
+
+redis() { "${AS[@]}" "$REDIS_CLI" -s "$REDIS_SOCKET" "$@"; }
+redis_alive() { kill -0 "$REDIS_PID" 2>/dev/null; }
+redis_answers() { ! redis_alive || [[ $(redis PING 2>/dev/null) == PONG ]]; }
+
+free_port() {
+	local port
+	while port=$((20000 + RANDOM % 10000)); do
+		(: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null || break
+	done
+	echo "$port"
+}
+
+start_redis() {
+	local attempt port=${REDIS_PORT:-}
+	REDIS_SOCKET=$T/redis/socket
+	for attempt in 1 2 3 4 5; do
+		REDIS_PORT=${port:-$(free_port)}
+		set -m
+		"${AS[@]}" "$REDIS_SERVER" --bind 127.0.0.1 --port "$REDIS_PORT" \
+			--unixsocket "$REDIS_SOCKET" --unixsocketperm 700 \
+			--dir "$T/redis" --save '' --appendonly no --daemonize no >"$T/redis/log" 2>&1 </dev/null &
+		REDIS_PID=$!
+		set +m
+		await 10 redis_answers || break
+		if redis_alive; then
+			# shellcheck disable=SC2034 # for the scripts
+			REDIS_TCP_URL=redis://127.0.0.1:$REDIS_PORT/0 REDIS_UNIX_URL=unix://$REDIS_SOCKET
+			return 0
+		fi
+	done
+	cat "$T/redis/log" >&2
+	die "$REDIS_SERVER does not start (attempt $attempt)"
+}
+
+stop_redis() {
+	[[ -n $REDIS_PID ]] || return 0
+	kill -TERM "$REDIS_PID" 2>/dev/null || true
+	wait "$REDIS_PID" 2>/dev/null || true
+	REDIS_PID=''
+}
+
+start_postgres() {
+	export PGHOST=$T/run PGPORT=5432 PGUSER=postgres PGDATABASE=postgres
+	local setting
+	if [[ ! -e $T/data/PG_VERSION ]]; then
+		run "$BIN/initdb" -D "$T/data" -U postgres -A trust -E UTF8 --no-locale -N >"$T/initdb.log" 2>&1 || {
+			cat "$T/initdb.log" >&2
+			die 'initdb failed'
+		}
+	fi
+	for setting in listen_addresses= "unix_socket_directories=$T/run" port=5432 "$@"; do
+		printf "%s = '%s'\n" "${setting%%=*}" "${setting#*=}"
+	done | "${AS[@]}" tee -a "$T/data/postgresql.conf" >/dev/null
+	run env "${POSTGRES_ENV[@]}" "$BIN/pg_ctl" -D "$T/data" -l "$T/postgres.log" -s -w start || {
+		cat "$T/postgres.log" >&2
+		die 'PostgreSQL does not start'
+	}
+	POSTGRES_UP=yes
+}
+
+stop_postgres() {
+	[[ -n $POSTGRES_UP ]] || return 0
+	POSTGRES_UP=''
+	run "$BIN/pg_ctl" -D "$T/data" -s -w -m fast stop
+}
+
+sql() { "${AS[@]}" "$BIN/psql" -X -q -P pager=off -v ON_ERROR_STOP=1 "$@"; }
