@@ -11,6 +11,9 @@
 #define RATELIMIT_H
 
 #include "fmgr.h"
+#if PG_VERSION_NUM >= 160000
+#include "varatt.h"
+#endif
 
 #if PG_VERSION_NUM < 180000
 #define pg_noreturn pg_attribute_noreturn()

@@ -1,0 +1,160 @@
+# Eight backends at once: on one key exactly the capacity is allowed, and while
+# Redis forgets its scripts ten times a second the promise is kept and reached.
+use strict;
+use warnings FATAL => 'all';
+
+use IPC::Run;
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+use Time::HiRes qw(sleep time);
+
+my $redis = RedisServer->new->start;
+my $node = new_node($redis, 'ratelimit.command_timeout = 10s',
+	'ratelimit.connect_timeout = 10s');
+my $scripts = PostgreSQL::Test::Utils::tempdir;
+
+# Runs pgbench with eight clients and one script; returns a handle, which
+# finish() ends and checks.
+sub bench_start
+{
+	my ($name, $sql, @options) = @_;
+	my %run = (name => $name, out => '', err => '');
+
+	append_to_file("$scripts/$name.sql", $sql);
+	$run{handle} = IPC::Run::start(
+		[ $node->installed_command('pgbench'), '-n', '-c', '8', '-j', '2',
+			'-f', "$scripts/$name.sql", @options, $node->connstr('postgres') ],
+		'<', \'', '>', \$run{out}, '2>', \$run{err});
+	return \%run;
+}
+
+sub finish
+{
+	my ($run) = @_;
+
+	$run->{handle}->finish;
+	is($run->{handle}->result(0), 0, "$run->{name}: no client failed")
+	  or diag $run->{err};
+	unlike($run->{err}, qr/error/i, "$run->{name}: no error");
+	return;
+}
+
+$node->safe_psql('postgres', q{
+	CREATE UNLOGGED TABLE taken (run text, quota bigint, allowed boolean,
+		remaining bigint, retry_after double precision, source text);
+});
+
+# One key, one a day: nothing leaks back while the test runs.
+my $capacity = 137;
+finish(bench_start('burst', qq{
+	INSERT INTO taken SELECT 'burst', 1, allowed, remaining, retry_after, source
+	FROM rl_throttle('burst', $capacity, 1, 86400);
+}, '-t', '50'));
+is($node->safe_psql('postgres', q{
+		SELECT count(*), count(*) FILTER (WHERE allowed), string_agg(DISTINCT source, ',')
+		FROM taken WHERE run = 'burst'}),
+	"400|$capacity|redis", 'of 400 calls in a burst exactly the capacity is allowed');
+is($node->safe_psql('postgres', q{
+		SELECT count(DISTINCT remaining), min(remaining), max(remaining)
+		FROM taken WHERE run = 'burst' AND allowed}),
+	"$capacity|0|" . ($capacity - 1), 'each allowed call took a unit of its own');
+is($node->safe_psql('postgres', q{
+		SELECT count(*) FROM taken WHERE run = 'burst' AND NOT allowed
+			AND (remaining <> 0 OR retry_after IS NULL
+				OR retry_after NOT BETWEEN 86400 - 3600 AND 86400)}),
+	'0', 'each refused call says that a day must pass');
+
+# Quotas of one to seven: what was granted is what is missing.
+finish(bench_start('quotas', q{
+	\set quota random(1, 7)
+	INSERT INTO taken SELECT 'quotas', :quota, allowed, remaining, retry_after, source
+	FROM rl_throttle('quotas', 500, 1, 86400, :quota);
+}, '-t', '60'));
+my ($granted, $least_refused) = split /\|/, $node->safe_psql('postgres', q{
+	SELECT coalesce(sum(quota) FILTER (WHERE allowed), 0), coalesce(min(quota) FILTER (WHERE NOT allowed), 0)
+	FROM taken WHERE run = 'quotas'});
+my $left = $node->safe_psql('postgres',
+	q{SELECT remaining FROM rl_peek('quotas', '1/1d burst 500', 0)});
+is($granted + $left, 500, "granted $granted and $left left make the capacity");
+cmp_ok($least_refused, '>', $left, 'nothing was refused that still fits');
+
+# Two limits decide together: all charged, or none.
+finish(bench_start('both', q{
+	INSERT INTO taken SELECT 'both', 1, allowed, remaining, retry_after, source
+	FROM rl_check('both', '1/1d burst 50, 1/2d burst 80');
+}, '-t', '20'));
+is($node->safe_psql('postgres',
+		q{SELECT count(*) FILTER (WHERE allowed), count(*) FROM taken WHERE run = 'both'}),
+	'50|160', 'two limits allow what the smaller one allows');
+is($node->safe_psql('postgres',
+		q{SELECT string_agg(remaining::text, ',' ORDER BY capacity)
+			FROM rl_peek('both', '1/1d burst 50, 1/2d burst 80', 0)}),
+	'0,30', 'a refusal by one limit charges neither');
+
+# Ten seconds at 1,000 a second after a burst of 2,000.  The first refusal says
+# that the burst is used up; a backend goes on until it was refused, so at the
+# last refusal less than one unit was free.  Before the first one the bucket may
+# have been full for moments, while the backends started.
+my ($burst, $rate, $seconds) = (2000, 1000, 10);
+$node->safe_psql('postgres', qq{
+	CREATE UNLOGGED TABLE hammered (calls bigint, allowed bigint, other bigint,
+		first_refusal timestamptz, last_refusal timestamptz);
+	CREATE FUNCTION hammer() RETURNS void LANGUAGE plpgsql AS \$\$
+	DECLARE
+		d rl_decision;
+		calls bigint := 0;
+		allowed bigint := 0;
+		other bigint := 0;
+		first_refusal timestamptz;
+		began timestamptz := clock_timestamp();
+		asked timestamptz;
+	BEGIN
+		LOOP
+			asked := clock_timestamp();
+			d := rl_throttle('hammer', $burst, $rate, 1);
+			IF NOT d.allowed THEN
+				first_refusal := coalesce(first_refusal, clock_timestamp());
+			END IF;
+			calls := calls + 1;
+			allowed := allowed + d.allowed::int;
+			other := other + (d.source <> 'redis')::int;
+			EXIT WHEN NOT d.allowed AND asked > began + interval '$seconds s';
+		END LOOP;
+		INSERT INTO hammered VALUES (calls, allowed, other, first_refusal, asked);
+	END \$\$;
+});
+
+my $began = time;
+my $run = bench_start('hammer', 'SELECT hammer();', '-t', '1');
+my ($flushes, @ttl_problems) = (0);
+while ($run->{handle}->pumpable)
+{
+	$run->{handle}->pump_nb;
+	$redis->cli('SCRIPT', 'FLUSH');
+	$flushes++;
+	push @ttl_problems, ttl_problems($redis);
+	die 'the clients do not end' if time > $began + 120;
+	sleep 0.1;
+}
+finish($run);
+my $took = time - $began;
+
+my ($clients, $calls, $allowed, $other, $span) = split /\|/, $node->safe_psql('postgres', q{
+	SELECT count(*), sum(calls), sum(allowed), sum(other),
+		extract(epoch FROM max(last_refusal) - min(first_refusal)) FROM hammered});
+my %errors = $redis->info('errorstats');
+note "$calls calls, $allowed allowed in $span s, $flushes times SCRIPT FLUSH, ",
+  "NOSCRIPT: ", $errors{errorstat_NOSCRIPT} || 'none';
+is($clients, 8, 'eight backends ran to the end');
+is($other, 0, 'Redis made every decision');
+cmp_ok($flushes, '>=', $seconds * 5, 'scripts were flushed all the time');
+like($errors{errorstat_NOSCRIPT} || '', qr/count=[1-9]/, 'and were missed');
+cmp_ok($calls, '>', $burst + $rate * $took, 'more was asked for than the limit gives');
+cmp_ok($allowed, '<=', $burst + $rate * $took, 'the promise was kept');
+cmp_ok($allowed, '>=', $burst + $rate * $span - 2, 'the promise was reached');
+is_deeply(\@ttl_problems, [], 'each key had the right time to live at all times');
+
+done_testing();

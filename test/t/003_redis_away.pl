@@ -1,0 +1,466 @@
+# Redis stands still, dies, comes back, forgets or refuses: the failure policy
+# answers in time, interrupts work, and no reply reaches another call.
+use strict;
+use warnings FATAL => 'all';
+
+use IO::Socket::INET;
+use IPC::Run;
+use List::Util qw(min);
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+
+my $redis = RedisServer->new->start;
+my $node = new_node($redis);
+my $session = session($node);
+my $watcher = session($node);
+my $take = q{SELECT rl_throttle('away', 7, 1, 86400, 0)};
+
+# How an action of capacity 7 ends under each policy while Redis fails.
+sub policy_is
+{
+	my ($how, $sqlstate, $message) = @_;
+	my %expected = (
+		error => [ $sqlstate, '' ],
+		allow => [ '00000', '(t,7,,,,fail_open)' ],
+		deny  => [ '00000', '(f,7,,,,fail_closed)' ]);
+
+	foreach my $policy (qw(error allow deny))
+	{
+		$session->ask("SET ratelimit.on_error = $policy");
+		my $got = $session->attempt(q{SELECT rl_throttle('away', 7, 1, 86400)});
+		is_deeply([ @$got{qw(state answer)} ], $expected{$policy}, "$how: on_error = $policy");
+		like($got->{message}, $message, "$how: the message") if $policy eq 'error';
+	}
+	$session->ask('RESET ratelimit.on_error');
+	return;
+}
+
+sub works
+{
+	my ($how) = @_;
+	my $got = $session->attempt($take);
+
+	is($got->{state}, '00000', "$how: the next call works") or diag $got->{message};
+	like($got->{answer}, qr/redis\)$/, "$how: and is Redis's answer");
+	return;
+}
+
+# Until the session's backend waits for Redis.
+sub await_waiting
+{
+	my ($pid) = @_;
+
+	await('the backend to wait for Redis', sub {
+		return $watcher->ask(qq{SELECT 1 FROM pg_stat_activity
+			WHERE pid = $pid AND state = 'active' AND wait_event_type = 'Extension'}) eq '1';
+	});
+	return;
+}
+
+#
+# Standing still: an answer within command_timeout + 50 ms
+#
+
+my $pid = $session->pid;
+$session->ask($take);
+foreach my $policy (qw(error allow deny))
+{
+	my @ms;
+
+	# The first try finds a connection; the others make one that is accepted by
+	# nobody.  The machine may be busy: the best of the tries counts.
+	works("before standing still ($policy)");
+	$session->ask("SET ratelimit.on_error = $policy");
+	$redis->pause;
+	foreach my $try (1 .. 4)
+	{
+		push @ms, $session->attempt($take)->{ms};
+	}
+	$redis->resume;
+	$session->ask('RESET ratelimit.on_error');
+	note "standing still, $policy: @ms ms";
+	cmp_ok($_, '>=', 99, "standing still, $policy: waits for command_timeout") foreach @ms;
+	cmp_ok($ms[0], '<=', 10_000, "standing still, $policy: a known connection is given up");
+	cmp_ok(min(@ms), '<=', 150, "standing still, $policy: within command_timeout + 50 ms");
+}
+$redis->pause;
+policy_is('standing still', '08006', qr/^lost the connection to Redis: ratelimit\.command_timeout has passed$/);
+$redis->resume;
+works('after standing still');
+
+# A server whose queue is full takes no connection: connect_timeout.
+{
+	my $full = IO::Socket::INET->new(LocalAddr => '127.0.0.1', Listen => 1) or die "no socket: $!";
+	listen($full, 0) or die "could not shorten the queue: $!";
+	my @queue = map { IO::Socket::INET->new(
+			PeerAddr => '127.0.0.1', PeerPort => $full->sockport, Blocking => 0) } 1 .. 5;
+	$session->ask("SET ratelimit.redis_url = 'redis://127.0.0.1:" . $full->sockport . "'");
+	my @tries = map { $session->attempt($take) } 1 .. 4;
+	is($tries[0]{state}, '08001', 'no connection: the SQLSTATE');
+	like($tries[0]{message}, qr/connect_timeout has passed$/, 'no connection: the message');
+	like($tries[0]{detail}, qr/127\.0\.0\.1:\d+/, 'no connection: the detail names the server');
+	cmp_ok(min(map { $_->{ms} } @tries), '<=', 250, 'no connection: within connect_timeout + 50 ms');
+
+	# And it is interruptible.
+	$session->ask("SET ratelimit.connect_timeout = '10min'");
+	$session->ask("SET statement_timeout = '50ms'");
+	is($session->attempt($take)->{state}, '57014', 'no connection: statement_timeout works');
+	$session->ask('RESET statement_timeout; RESET ratelimit.connect_timeout; RESET ratelimit.redis_url');
+	works('no connection');
+}
+
+#
+# Interrupts while Redis stands still and command_timeout is 10 s
+#
+
+$session->ask("SET ratelimit.command_timeout = '10s'");
+my (@cancel, @timeout, @terminate);
+foreach my $try (1 .. 3)
+{
+	works("before cancel $try");
+	$redis->pause;
+	$session->send("SELECT state || ',' || extract(epoch FROM ended) FROM attempt(\$\$$take\$\$)\n;");
+	await_waiting($pid);
+	my ($asked) = split /\|/, $watcher->ask(
+		"SELECT extract(epoch FROM clock_timestamp()), pg_cancel_backend($pid)");
+	my ($state, $ended) = split /,/, $session->ask('');
+	$redis->resume;
+	is($state, '57014', "pg_cancel_backend, try $try");
+	push @cancel, ($ended - $asked) * 1000;
+
+	works("before statement_timeout $try");
+	$redis->pause;
+	$session->ask("SET statement_timeout = '200ms'");
+	($state, my $late) = split /\|/, $session->ask(
+		"SELECT state, extract(epoch FROM ended - statement_timestamp()) * 1000 - 200 FROM attempt(\$\$$take\$\$)");
+	$session->ask('RESET statement_timeout');
+	$redis->resume;
+	is($state, '57014', "statement_timeout, try $try");
+	push @timeout, $late;
+
+	# A backend that ends is seen from the outside.
+	my ($out, $err) = ('', '');
+	my $victim = IPC::Run::start(
+		[ $node->installed_command('psql'), '-XAtq', '-v', 'VERBOSITY=verbose',
+			'-d', $node->connstr('postgres'),
+			'-c', q{SET application_name = 'victim'; SET ratelimit.command_timeout = '10s'},
+			'-c', 'SELECT pg_backend_pid()', '-c', $take, '-c', $take ],
+		'<', \'', '>', \$out, '2>', \$err);
+	$redis->pause;
+	my $victim_pid = await('the victim', sub {
+		return $watcher->ask(q{SELECT pid FROM pg_stat_activity
+			WHERE application_name = 'victim' AND wait_event_type = 'Extension'});
+	});
+	push @terminate, $watcher->ask(qq{
+		SELECT clock_timestamp() AS began, pg_terminate_backend($victim_pid) \\gset
+		DO \$\$ BEGIN
+			WHILE EXISTS (SELECT 1 FROM pg_stat_activity WHERE pid = $victim_pid) LOOP
+				PERFORM pg_stat_clear_snapshot();
+			END LOOP;
+		END \$\$;
+		SELECT extract(epoch FROM clock_timestamp() - :'began') * 1000});
+	$victim->finish;
+	$redis->resume;
+	like($err, qr/FATAL:  57P01/, "pg_terminate_backend, try $try");
+}
+note "cancel after @cancel ms, statement_timeout after @timeout ms, termination after @terminate ms";
+cmp_ok(min(@cancel), '<=', 50, 'pg_cancel_backend acts within 50 ms');
+cmp_ok(min(@timeout), '<=', 50, 'statement_timeout acts within 50 ms');
+cmp_ok(min(@terminate), '<=', 50, 'pg_terminate_backend acts within 50 ms');
+
+# DROP DATABASE waits until each backend has let go of its files.
+$session->ask("SET ratelimit.command_timeout = '10min'");
+$redis->pause;
+$session->send("SELECT state FROM attempt(\$\$$take\$\$)\n;");
+await_waiting($pid);
+$watcher->ask("SET statement_timeout = '60s'; CREATE DATABASE short_lived; DROP DATABASE short_lived");
+is($watcher->error, '', 'a backend that waits for Redis holds nobody up');
+is($watcher->ask(qq{SELECT state, wait_event_type FROM pg_stat_activity WHERE pid = $pid}),
+	'active|Extension', 'and goes on waiting');
+$redis->resume;
+is($session->ask(''), '00000', 'until the answer comes');
+$watcher->ask('RESET statement_timeout');
+$session->ask('RESET ratelimit.command_timeout');
+
+#
+# No reply is taken by another call
+#
+
+# Of 1,000 units key n has n less, so that each key has an answer of its own.
+$session->ask("SET ratelimit.command_timeout = '10s'");
+$session->ask(q{SELECT count(rl_throttle('tag:' || n, 1000, 1, 86400, n)) FROM generate_series(0, 60) n});
+my @calls = (
+	q{SELECT (rl_throttle('tag:%d', 1000, 1, 86400, 0)).remaining},
+	q{SELECT (rl_check('tag:%d', '1/1d burst 1000, 5/1s', 0)).capacity
+		- (SELECT min(capacity - remaining) FROM rl_peek('tag:%1$d', '1/1d burst 1000', 0)) + 995},
+	q{SELECT remaining FROM rl_peek('tag:%d', '1/1d burst 1000', 0)});
+my @wrong;
+foreach my $round (0 .. 29)
+{
+	my ($first, $second) = ($round, $round + 1);
+	my $by = (qw(command_timeout statement_timeout cancel))[ $round % 3 ];
+	my $lost = sprintf $calls[ int($round / 3) % 3 ], $first;
+	my $state;
+
+	$session->ask($take);
+	$redis->pause;
+	$session->ask("SET ratelimit.command_timeout = '20ms'") if $by eq 'command_timeout';
+	$session->ask("SET statement_timeout = '20ms'") if $by eq 'statement_timeout';
+	if ($by eq 'cancel')
+	{
+		$session->send("SELECT state FROM attempt(\$\$$lost\$\$)\n;");
+		await_waiting($pid);
+		$watcher->ask("SELECT pg_cancel_backend($pid)");
+		$state = $session->ask('');
+	}
+	else
+	{
+		$state = $session->attempt($lost)->{state};
+	}
+	push @wrong, "round $round: $by gave $state"
+	  unless $state eq ($by eq 'command_timeout' ? '08006' : '57014');
+	$session->ask("RESET statement_timeout; SET ratelimit.command_timeout = '10s'");
+
+	# The lost answer is there before the next call, or comes while that waits.
+	my @answers;
+	if ($round % 2)
+	{
+		$redis->resume;
+		$redis->cli('PING');
+	}
+	else
+	{
+		$session->send(sprintf "SELECT answer FROM attempt(\$\$$calls[0]\$\$)\n;", $second);
+		await_waiting($pid);
+		$redis->resume;
+		push @answers, $session->ask('');
+	}
+	push @answers, map { $session->attempt(sprintf $_, $second)->{answer} } @calls;
+	push @wrong, map { "round $round: key $second answers $_" } grep { $_ ne 1000 - $second } @answers;
+}
+is_deeply(\@wrong, [], 'after an interrupted call each call gets its own answer');
+
+#
+# Dying
+#
+
+# In the middle of a call.
+works('before dying');
+$redis->pause;
+$session->send("SELECT state || message FROM attempt(\$\$$take\$\$)\n;");
+await_waiting($pid);
+$redis->stop;
+like($session->ask(''), qr/^08006lost the connection to Redis: /, 'dying in the middle of a call');
+
+foreach my $tcp (0, 1)
+{
+	my $way = $tcp ? 'TCP' : 'a socket';
+
+	$redis->start unless $redis->pid;
+	$session->ask("SET ratelimit.redis_url = '" . $redis->url(tcp => $tcp) . "'");
+	works("over $way");
+	$redis->stop;
+	policy_is("killed, over $way", '08001', qr/^could not connect to Redis: /);
+	$redis->start;
+	is($session->attempt(q{SELECT rl_throttle('away', 7, 1, 86400)})->{answer},
+		'(t,7,6,,86400,redis)', "restarted, over $way: the next call works, the state is gone");
+
+	my @errors;
+	foreach my $round (1 .. 20)
+	{
+		$redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
+		my $got = $session->attempt($take);
+		push @errors, $got->{message} if $got->{state} ne '00000';
+	}
+	is_deeply(\@errors, [], "killed while idle, over $way: the next call works");
+	my %stats = $redis->info('stats');
+	cmp_ok($stats{total_connections_received}, '>=', 20, "killed while idle, over $way: it was");
+}
+$session->ask('RESET ratelimit.redis_url');
+
+#
+# Forgetting the scripts
+#
+
+foreach my $call ($take, q{SELECT rl_check('s', '5/10s, 100/1d')}, q{SELECT rl_peek('s', '5/10s')},
+	q{SELECT rl_refund('s', '5/10s', 1)}, q{SELECT rl_ban('s', 10)}, q{SELECT rl_unban('s')},
+	q{SELECT rl_reset('s', '5/10s')}, q{SELECT rl_reset('s')})
+{
+	$redis->cli('SCRIPT', 'FLUSH');
+	my $got = $session->attempt($call);
+	is($got->{state}, '00000', "after SCRIPT FLUSH: $call") or diag $got->{message};
+}
+
+#
+# Refusing: the store failing, never a verdict
+#
+
+$redis->cli('DEL', 'rl:{away}');
+$redis->cli('CONFIG', 'SET', 'maxmemory', '1');
+policy_is('out of memory', '08P01', qr/OOM/);
+$redis->cli('CONFIG', 'SET', 'maxmemory', '0');
+works('out of memory');
+
+$redis->cli('REPLICAOF', '127.0.0.1', '1');
+policy_is('a replica', '08P01', qr/READONLY/);
+$redis->cli('REPLICAOF', 'NO', 'ONE');
+works('a replica');
+
+$redis->cli('SET', 'rl:{away}', 'somebody else\'s');
+policy_is('a string at the key', '08P01', qr/WRONGTYPE/);
+is($redis->cli('GET', 'rl:{away}'), 'somebody else\'s', 'a string at the key: it is left alone');
+$redis->cli('DEL', 'rl:{away}');
+works('a string at the key');
+
+$redis->cli('HSET', 'rl:{away}', 'throttle:86400000000', 'no number');
+policy_is('no number in the state', '08P01', qr/^Redis answered with an error/);
+$redis->cli('DEL', 'rl:{away}');
+works('no number in the state');
+
+# A server that reads 20 s at its snapshot, with one event loop a kilobyte.
+{
+	my $slow = RedisServer->new(args => [ '--loading-process-events-interval-bytes', '1024' ]);
+	$slow->start;
+	$slow->cli('EVAL', q{for i = 1, 2000 do redis.call('SET', 'filler:' .. i, string.rep('x', 100)) end}, 0);
+	$slow->cli('SAVE');
+	$slow->stop;
+	push @{ $slow->{args} }, '--key-load-delay', '10000';
+	$slow->{loading} = 1;
+	$slow->start;
+	$session->ask("SET ratelimit.redis_url = '" . $slow->url . "'");
+	$session->ask("SET ratelimit.command_timeout = '10s'");
+	policy_is('loading', '08P01', qr/LOADING/);
+	$session->ask('RESET ratelimit.redis_url');
+	works('loading');
+}
+
+#
+# What looks and repairs always raises; the trigger follows the policy
+#
+
+$session->ask(q{
+	CREATE TABLE orders (customer text);
+	CREATE TRIGGER enforce BEFORE INSERT ON orders
+		FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{customer}', '5/10s');
+	CREATE FUNCTION enforce() RETURNS text LANGUAGE sql VOLATILE
+		RETURN (SELECT source FROM rl_enforce('away', '7/1d'))});
+$redis->stop;
+my %expected = (
+	error => [ [ '08001', '' ], [ '08001', '' ], [ '08001', '' ] ],
+	allow => [ [ '00000', 'true' ], [ '00000', 'fail_open' ], [ '00000', 'ann' ] ],
+	deny  => [ [ '00000', 'false' ], [ 'PT429', '' ], [ 'PT429', '' ] ]);
+foreach my $policy (qw(error allow deny))
+{
+	$session->ask("SET ratelimit.on_error = $policy");
+	foreach my $call (q{rl_peek('away', '7/1d')}, q{rl_refund('away', '7/1d', 1)},
+		q{rl_reset('away')}, q{rl_reset('away', '7/1d')}, q{rl_ban('away', 1)}, q{rl_unban('away')})
+	{
+		is($session->attempt("SELECT $call")->{state}, '08001', "on_error = $policy: $call raises");
+	}
+	my @got = map { $session->attempt($_) } q{SELECT rl_allow('away', '7/1d')},
+	  'SELECT enforce()', q{INSERT INTO orders VALUES ('ann') RETURNING customer};
+	is_deeply([ map { [ @$_{qw(state answer)} ] } @got ], $expected{$policy},
+		"on_error = $policy: rl_allow, rl_enforce and the trigger");
+	like($got[2]{message}, qr/^rate limit "throttle 5\/10s" cannot be checked for key "order:ann"$/,
+		'the trigger does not call a failure a refusal') if $policy eq 'deny';
+}
+$session->ask('RESET ratelimit.on_error');
+
+#
+# A thousand failed calls: no descriptor, no memory
+#
+
+sub descriptors
+{
+	my @fds = glob("/proc/$pid/fd/*");
+
+	return scalar @fds;
+}
+
+# So often in a row; returns how often with this SQLSTATE.
+sub failures
+{
+	my ($n, $state) = @_;
+
+	return $session->ask(qq{SELECT count(*) FILTER (WHERE state = '$state')
+		FROM generate_series(1, $n), attempt(\$\$$take\$\$)});
+}
+
+$redis->start;
+works('before a thousand failures');
+my $descriptors = descriptors();
+is(failures(10, '00000'), 10, 'ten calls succeed');
+is(descriptors(), $descriptors, "and need $descriptors descriptors like the first");
+$redis->stop;
+is(failures(300, '08001'), 300, '300 calls find no server at the socket');
+$session->ask("SET ratelimit.redis_url = '" . $redis->url(tcp => 1) . "'");
+is(failures(300, '08001'), 300, '300 calls find no server at the port');
+$redis->start;
+$redis->pause;
+$session->ask("SET ratelimit.command_timeout = '1ms'");
+is(failures(200, '08006'), 200, '200 calls time out over TCP');
+$session->ask('RESET ratelimit.redis_url');
+is(failures(200, '08006'), 200, '200 calls time out over the socket');
+$session->ask("SET ratelimit.command_timeout = '10s'; SET statement_timeout = '2ms'");
+my $canceled = 0;
+foreach (1 .. 50)
+{
+	$session->ask($take);
+	$canceled++ if $session->state eq '57014';
+}
+is($canceled, 50, '50 calls are canceled');
+$session->ask('RESET statement_timeout');
+$redis->resume;
+works('after a thousand failures');
+is(descriptors(), $descriptors, 'a thousand failures cost no descriptor');
+
+#
+# A million calls: no memory
+#
+
+sub private_kb
+{
+	return slurp_file("/proc/$pid/status") =~ /^RssAnon:\s+(\d+)/m ? $1 : die 'no RssAnon';
+}
+
+$redis->cli('SET', 'rl:{broken}', 'a string');
+$session->ask(q{
+	SET ratelimit.on_error = deny;
+	CREATE FUNCTION call(n int, OUT allowed int, OUT refused int, OUT failed int)
+		LANGUAGE plpgsql AS $$
+	DECLARE
+		d rl_decision;
+	BEGIN
+		allowed := 0; refused := 0; failed := 0;
+		FOR i IN 1 .. n LOOP
+			CASE i % 8
+				WHEN 0, 4 THEN d := rl_check('million', '20000/1s, 1000000/1min burst 5');
+				WHEN 1 THEN d.allowed := rl_allow('million:' || i % 1000, '100/1s');
+				WHEN 2 THEN d := rl_throttle('broken', 10, 10, 1);
+				ELSE d := rl_throttle('million', 10, 20000, 1);
+			END CASE;
+			IF d.source = 'fail_closed' THEN
+				failed := failed + 1;
+			ELSIF d.allowed THEN
+				allowed := allowed + 1;
+			ELSE
+				refused := refused + 1;
+			END IF;
+		END LOOP;
+	END $$});
+$session->ask('SELECT call(50000)');
+my $before = private_kb();
+my $million = $session->ask('SELECT call(1000000)');
+my $growth = private_kb() - $before;
+note "a million calls: $million (allowed, refused, failed), $growth kB more than $before kB";
+is($session->error, '', 'a million calls, no error');
+my ($allowed, $refused, $failed) = $million =~ /(\d+)/g;
+cmp_ok($failed, '>=', 125_000, 'of which many failed');
+cmp_ok($_, '>', 0, 'and some were decided') foreach $allowed, $refused;
+cmp_ok($growth, '<', 512, 'a million calls need no more memory');
+is(descriptors(), $descriptors, 'nor descriptors');
+
+done_testing();

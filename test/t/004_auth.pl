@@ -1,0 +1,268 @@
+# Passwords, users, databases and URLs: what reaches Redis, what is refused, and
+# that no password is ever shown.
+use strict;
+use warnings FATAL => 'all';
+
+use POSIX ();
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+
+my $password = 'sesame:@/?#%41{} "\'$x';
+my $redis = RedisServer->new(password => $password)->start;
+my $open = RedisServer->new->start;
+my $node = new_node($redis, 'ratelimit.command_timeout = 10s');
+my $session = session($node);
+my $dir = PostgreSQL::Test::Utils::tempdir;
+my $take = q{SELECT rl_throttle('auth', 7, 1, 86400)};
+my $look = q{SELECT rl_throttle('auth', 7, 1, 86400, 0)};
+my $passfile = "$dir/password";
+
+sub write_file
+{
+	my ($file, $content, $mode) = @_;
+
+	unlink $file;
+	append_to_file($file, $content);
+	chmod $mode, $file;
+	return $file;
+}
+
+# Settings for the session; the next call uses them.
+sub with
+{
+	my (%settings) = @_;
+
+	foreach my $name (sort keys %settings)
+	{
+		$session->ask("SET ratelimit.$name = '$settings{$name}'");
+		is($session->error, '', "SET ratelimit.$name");
+	}
+	return;
+}
+
+sub fails
+{
+	my ($what, $state, $message) = @_;
+	my $got = $session->attempt($take);
+
+	is($got->{state}, $state, "$what: SQLSTATE");
+	like("$got->{message} $got->{detail}", $message, "$what: message");
+	unlike("$got->{message} $got->{detail}", qr/sesame|s3cr3t/, "$what: no password in it");
+	return;
+}
+
+sub works
+{
+	my ($what) = @_;
+	my $got = $session->attempt($look);
+
+	like($got->{answer}, qr/^\(t,7,\d,,.*,redis\)$/, "$what: works") or diag $got->{message};
+	return;
+}
+
+# Who the server says is connected.
+sub clients
+{
+	return $_[0]->cli('CLIENT', 'LIST', 'TYPE', 'normal');
+}
+
+#
+# A password
+#
+
+fails('no password', '28P01', qr/NOAUTH/);
+with(redis_url => $redis->url(db => 2));
+fails('no password and a database', '28P01', qr/NOAUTH/);
+with(redis_url => $redis->url);
+
+write_file($passfile, "$password\n", 0600);
+with(redis_passfile => $passfile);
+works('a password');
+write_file($passfile, $password, 0400);
+with(redis_passfile => "$dir/./password");
+works('a password without an end of line, in a file nobody writes to');
+write_file($passfile, "$password\r\nanother line\n", 0600);
+with(redis_passfile => $passfile);
+works('a password, a carriage return, another line');
+
+# Each policy: a store that does not let us in is a store that fails.
+write_file("$dir/wrong", "s3cr3t\n", 0600);
+with(redis_passfile => "$dir/wrong");
+fails('a wrong password', '28P01', qr/WRONGPASS/);
+with(on_error => 'allow');
+is($session->attempt($take)->{answer}, '(t,7,,,,fail_open)', 'a wrong password: on_error = allow');
+with(on_error => 'deny');
+is($session->attempt($take)->{answer}, '(f,7,,,,fail_closed)', 'a wrong password: on_error = deny');
+is($session->attempt(q{SELECT rl_peek('auth', '7/1d')})->{state}, '28P01', 'a wrong password: rl_peek raises');
+with(on_error => 'error');
+
+# A password for a server that asks for none.
+with(redis_url => $open->url, redis_passfile => $passfile);
+fails('a password that nobody asked for', '28P01', qr/AUTH/);
+with(redis_passfile => '');
+works('no password where none is asked for');
+
+#
+# A user
+#
+
+$redis->cli('ACL', 'SETUSER', 'limiter', 'on', '>s3cr3t user', '~rl:*', '+@all');
+write_file("$dir/user", "s3cr3t user\n", 0600);
+with(redis_url => $redis->url(user => 'limiter'), redis_passfile => "$dir/user");
+works('a user');
+like(clients($redis), qr/user=limiter/, 'a user: it is that user');
+with(redis_url => $redis->url(user => 'nobody'));
+fails('an unknown user', '28P01', qr/WRONGPASS/);
+with(redis_url => $redis->url(user => 'limiter', tcp => 1));
+works('a user over TCP');
+with(redis_passfile => $passfile);
+fails('another\'s password', '28P01', qr/WRONGPASS/);
+
+# A user who may not run scripts: refused, no verdict.
+$redis->cli('ACL', 'SETUSER', 'reader', 'on', '>s3cr3t user', '~*', '+@read');
+with(redis_url => $redis->url(user => 'reader'), redis_passfile => "$dir/user");
+fails('a user without rights', '08P01', qr/NOPERM/);
+with(redis_passfile => '');
+is($session->attempt($take)->{state}, '22023', 'a user without a password is refused');
+
+#
+# The file
+#
+
+with(redis_url => $redis->url);
+foreach my $mode (0644, 0640, 0604, 0660, 0620, 0610)
+{
+	my $name = sprintf '%s/mode%04o', $dir, $mode;
+
+	write_file($name, "$password\n", $mode);
+	with(redis_passfile => $name);
+	fails((sprintf 'a file of mode %04o', $mode), '42501', qr/has group or world access/);
+}
+with(redis_passfile => "$dir/missing");
+fails('no file', '58P01', qr/could not \w+ file .*missing/);
+with(redis_passfile => $dir);
+is($session->attempt($take)->{state}, '42809', 'a directory');
+POSIX::mkfifo("$dir/pipe", 0600) or die "no pipe: $!";
+with(redis_passfile => "$dir/pipe");
+is($session->attempt($take)->{state}, '42809', 'a pipe that nobody writes to');
+with(redis_passfile => write_file("$dir/empty", '', 0600));
+fails('an empty file', 'F0000', qr/holds no password/);
+with(redis_passfile => write_file("$dir/long", ('x' x 100_000) . "\n", 0600));
+fails('an endless password', 'F0000', qr/too long/);
+with(redis_passfile => $passfile);
+works('after wrong files');
+
+#
+# The database
+#
+
+foreach my $tcp (0, 1)
+{
+	my $way = $tcp ? 'TCP' : 'a socket';
+
+	with(redis_url => $redis->url(db => 5, tcp => $tcp));
+	$redis->cli('SELECT', 5);
+	$redis->cli('DEL', 'rl:{auth}');
+	is($session->attempt($take)->{answer}, '(t,7,6,,86400,redis)', "database 5 over $way: a state of its own");
+	is_deeply($redis->cli('KEYS', '*'), ['rl:{auth}'], "database 5 over $way: it is there");
+	$redis->cli('SELECT', 0);
+	is_deeply($redis->cli('KEYS', '*'), [], "database 5 over $way: and nowhere else");
+}
+with(redis_url => $redis->url(db => 16));
+fails('no such database', '08P01', qr/DB index is out of range/);
+is_deeply($redis->cli('KEYS', '*'), [], 'no such database: nothing is charged in another one');
+$redis->cli('FLUSHDB');
+
+# A connection made anew selects again.
+with(redis_url => $redis->url(db => 5));
+works('database 5 again');
+$redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
+works('database 5 after the connection was killed');
+is_deeply($redis->cli('KEYS', '*'), [], 'database 5 after the connection was killed: not database 0');
+
+#
+# A changed setting counts at the next call, with no connection left behind
+#
+
+my $before = count_of(qr/^id=/m, clients($redis));
+foreach my $round (1 .. 5)
+{
+	with(redis_url => $open->url, redis_passfile => '');
+	works('the open server');
+	with(redis_url => $redis->url(tcp => $round % 2), redis_passfile => $passfile);
+	works('the closed server');
+}
+await('connections to be gone', sub { return count_of(qr/^id=/m, clients($redis)) <= $before });
+pass('connections that are given up are closed');
+
+# A new password in the same file counts at the next connection.
+$redis->cli('CONFIG', 'SET', 'requirepass', 'changed');
+write_file($passfile, "changed\n", 0600);
+$redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
+works('a changed password');
+
+#
+# URLs
+#
+
+with(redis_passfile => '');
+my $port = $open->port;
+foreach my $url ("redis://127.0.0.1:$port", "redis://127.0.0.1:$port/", "redis://127.0.0.1:$port/0",
+	"redis://localhost:$port/15", 'unix://' . $open->socket, 'unix://' . $open->socket . '?db=3')
+{
+	with(redis_url => $url);
+	works($url);
+}
+
+with(redis_url => "rediss://127.0.0.1:$port");
+fails('rediss://', '0A000', qr/built without TLS/);
+with(on_error => 'allow');
+fails('rediss:// under on_error = allow', '0A000', qr/built without TLS/);
+with(on_error => 'error');
+
+# None of them may fall back to the default, nor to the connection there was.
+foreach my $url ('', ' ', 'localhost', '127.0.0.1:6379', 'http://127.0.0.1', 'REDIS', 'redis:/127.0.0.1',
+	'redis://', 'redis://:6379', 'redis://@127.0.0.1', 'redis://127.0.0.1:', "redis://127.0.0.1:$port/x",
+	"redis://127.0.0.1:$port/1/2", "redis://127.0.0.1:$port/-1", "redis://127.0.0.1:$port?db=1",
+	'redis://127.0.0.1:0', 'redis://127.0.0.1:65536', 'redis://127.0.0.1:99999999999', 'redis://127.0.0.1:6e3',
+	"redis://127.0.0.1 :$port", 'redis://[::1', 'redis://[]:6379', "redis://127.0.0.1:$port/65536",
+	'redis://' . ('h' x 1000), 'unix://', 'unix:///', 'unix://relative', 'unix://' . $open->socket . '?x=1',
+	'unix://' . $open->socket . '?db=', 'unix://' . $open->socket . '?db=1x', 'unix:///' . ('x' x 200),
+	" redis://127.0.0.1:$port", "redis://127.0.0.1:$port ", 'redis://a@b@127.0.0.1')
+{
+	with(redis_url => $open->url);
+	works('a good URL');
+	with(redis_url => $url);
+	is($session->attempt($take)->{state}, $url eq 'unix:///' ? '08001' : '22023',
+		'bad URL "' . substr($url, 0, 60) . '"');
+}
+
+# A password in the URL is refused, and never shown: not to the client, not in
+# the log, where statements appear only if they fail.
+my @with_password = ("redis://:s3cr3t\@127.0.0.1:$port", "redis://user:s3cr3t\@127.0.0.1:$port/1",
+	"redis://user:s3cr3t\@\@127.0.0.1:$port", "redis://user:s3\@cr3t\@127.0.0.1:$port",
+	"redis://user:s3cr3t/x\@127.0.0.1:$port", 'redis://:s3cr3t@' . ('h' x 1000),
+	'unix://user:s3cr3t@' . $open->socket, 'unix://:s3cr3t@relative', 'redis://:s3cr3t@',
+	"rediss://:s3cr3t\@127.0.0.1:$port", "REDIS://:s3cr3t\@127.0.0.1:$port");
+$session->ask("DO 'BEGIN RAISE LOG \$\$the log works\$\$; END'");
+foreach my $url (@with_password)
+{
+	(my $shown = substr $url, 0, 60) =~ s/s3\@?cr3t/****/;
+	foreach my $policy (qw(error allow deny))
+	{
+		with(redis_url => $url, on_error => $policy);
+		fails("a password in $shown, on_error = $policy", '22023', qr/redis_url/);
+	}
+	$session->ask($take);
+	like($session->error, qr/22023/, 'the error with its context');
+	unlike($session->error, qr/cr3t/, 'has no password either');
+}
+
+# Nor is the one in the file, whatever went wrong.
+like(slurp_file($node->logfile), qr/the log works/, 'the log tells what happened');
+unlike(slurp_file($node->logfile), qr/sesame|s3\@?cr3t/, 'and no password');
+
+done_testing();

@@ -1,0 +1,253 @@
+# A role without privileges: it can call nothing, set nothing, and stays limited
+# by the trigger whatever it sets; no setting of its own makes a new key.
+use strict;
+use warnings FATAL => 'all';
+
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+
+# Each setting has another value than its default, so that losing it shows.
+my $redis = RedisServer->new(password => 'sesame')->start;
+my $other = RedisServer->new->start;
+my $passfile = PostgreSQL::Test::Utils::tempdir . '/password';
+append_to_file($passfile, "sesame\n");
+chmod 0600, $passfile;
+my $node = new_node($redis, "ratelimit.redis_passfile = '$passfile'", "ratelimit.key_prefix = 'app:'",
+	'ratelimit.connect_timeout = 10s', 'ratelimit.command_timeout = 10s', 'ratelimit.on_error = deny');
+my $other_url = $other->url;
+
+# Customer 42 has used up the limit.
+$node->safe_psql('postgres', q{
+	CREATE ROLE plain LOGIN;
+	CREATE SCHEMA plain AUTHORIZATION plain;
+	GRANT EXECUTE ON FUNCTION attempt TO plain;
+	CREATE TABLE orders (customer bigint);
+	CREATE TRIGGER enforce BEFORE INSERT ON orders
+		FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{customer}', '3/1d');
+	GRANT INSERT, SELECT ON orders TO plain;
+	INSERT INTO orders VALUES (42), (42), (42);
+});
+my $order = 'INSERT INTO orders VALUES (42)';
+
+#
+# Calling
+#
+
+my $plain = session($node, 'postgres', 'plain');
+foreach my $call (q{rl_throttle('k', 1, 1, 1)}, q{rl_check('k', '1/1s')}, q{rl_allow('k', '1/1s')},
+	q{rl_enforce('k', '1/1s')}, q{rl_peek('k', '1/1s')}, q{rl_refund('k', '1/1s', 1)},
+	q{rl_reset('k')}, q{rl_reset('k', '1/1s')}, q{rl_ban('k', 1)}, q{rl_unban('k')},
+	q{rl_trigger_rule(1)})
+{
+	is($plain->attempt("SELECT $call")->{state}, '42501', "without privileges: $call");
+}
+is($plain->attempt('SELECT * FROM rl_triggers')->{state}, '42501', 'without privileges: rl_triggers');
+is($plain->attempt(q{SELECT rl_key('order', 42)})->{answer}, 'order:42', 'rl_key is for everyone');
+is($plain->attempt(q{SELECT '5/10s'::rl_limits})->{answer}, 'throttle 5/10s', 'the type is for everyone');
+is($node->safe_psql('postgres', q{
+		SELECT string_agg(p.oid::regprocedure::text, ', ' ORDER BY p.oid)
+		FROM pg_proc p JOIN pg_depend d ON d.classid = 'pg_proc'::regclass AND d.objid = p.oid
+			JOIN pg_extension e ON d.refclassid = 'pg_extension'::regclass AND d.refobjid = e.oid
+		WHERE e.extname = 'ratelimit' AND has_function_privilege('public', p.oid, 'EXECUTE')
+			AND p.proname NOT LIKE 'rl\_limits\_%' AND p.proname NOT IN ('rl_key', 'rl_simulate')}),
+	'', 'PUBLIC has nothing else');
+$plain->ask('CREATE TABLE plain.mine (customer bigint)');
+is($plain->attempt(q{CREATE TRIGGER mine BEFORE INSERT ON plain.mine
+		FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{customer}', '1000/1s')})->{state},
+	'42501', 'no trigger of its own with other limits on the same key');
+is_deeply($redis->cli('KEYS', '*'), ['app:{order:42}'], 'nothing but the orders reached Redis');
+
+#
+# Setting
+#
+
+# What would help: another Redis, another prefix, another time, a failure that
+# lets the row through.
+my %helpful = (
+	redis_url       => $other_url,
+	redis_passfile  => '/nonexistent',
+	key_prefix      => 'mine:',
+	connect_timeout => '1ms',
+	command_timeout => '1ms',
+	on_error        => 'allow',
+	debug_now       => '4000000000000000');
+
+sub still_limited
+{
+	my ($session, $how, $command) = @_;
+	my $got = $session->attempt($command || $order);
+
+	is($got->{state}, 'PT429', "$how: still limited");
+	like($got->{message}, qr/^rate limit "throttle 3\/1d" exceeded for key "order:42"$/, "$how: refused, not failed");
+	is($session->ask(q{SELECT string_agg(name || '=' || setting, ',' ORDER BY name) FROM pg_settings
+			WHERE name LIKE 'ratelimit.%' AND source NOT IN ('default', 'configuration file')}),
+		'', "$how: each setting is the administrator's");
+	return;
+}
+
+my @each = ((map { [$_] } sort keys %helpful), [ sort keys %helpful ]);
+foreach my $names (@each)
+{
+	my $which = @$names > 1 ? 'all' : $names->[0];
+	my @set = map { "ratelimit.$_ = '$helpful{$_}'" } @$names;
+
+	# Before the library is loaded anybody may set anything; loading it undoes that.
+	{
+		my $session = session($node, 'postgres', 'plain');
+		$session->ask("SET $_") foreach @set;
+		still_limited($session, "SET $which before loading");
+
+		# And from then on it is refused.
+		foreach my $name (@$names)
+		{
+			is($session->attempt("SET ratelimit.$name = '$helpful{$name}'")->{state}, '42501',
+				"SET $name after loading");
+			is($session->attempt("SELECT set_config('ratelimit.$name', '$helpful{$name}', false)")->{state},
+				'42501', "set_config $name after loading");
+			is($session->attempt("ALTER ROLE plain SET ratelimit.$name = '$helpful{$name}'")->{state},
+				'42501', "ALTER ROLE SET $name after loading");
+		}
+		$session->ask("RESET ratelimit.$_") foreach @$names;
+		still_limited($session, "RESET $which");
+		$session->ask('DISCARD ALL');
+		still_limited($session, "DISCARD ALL after $which");
+		$session->quit;
+	}
+	{
+		my $session = session($node, 'postgres', 'plain');
+		$session->ask('BEGIN');
+		$session->ask("SET LOCAL $_") foreach @set;
+		$session->ask('SAVEPOINT s');
+		$session->ask("SET $_") foreach @set;
+		still_limited($session, "SET LOCAL $which before loading");
+		$session->ask('ROLLBACK TO s');
+		still_limited($session, "ROLLBACK TO after SET $which");
+		$session->ask('COMMIT');
+		still_limited($session, "COMMIT after SET $which");
+		$session->quit;
+	}
+	{
+		my $session = session($node, 'postgres', 'plain');
+		$session->ask("SELECT set_config('ratelimit.$_', '$helpful{$_}', false)") foreach @$names;
+		still_limited($session, "set_config $which before loading");
+		$session->quit;
+	}
+	{
+		local $ENV{PGOPTIONS} = join ' ', map { "-c ratelimit.$_=$helpful{$_}" } @$names;
+		my $session = session($node, 'postgres', 'plain');
+		is($session->ask("SHOW ratelimit.$names->[0]"), $helpful{ $names->[0] }, "PGOPTIONS $which is heard");
+
+		# Core forgets what the administrator has set when the user's value is
+		# taken away again.  So the limit must hold, or the library not load.
+		foreach my $try (1, 2)
+		{
+			my $got = $session->attempt($order);
+			like($got->{state}, qr/^(PT429|42501)$/, "PGOPTIONS $which: limited or refused, try $try")
+			  or diag $got->{message};
+		}
+		$session->quit;
+	}
+
+	# For itself, at its next login; a function with SET; a database of its own.
+	{
+		my $session = session($node, 'postgres', 'plain');
+		foreach my $name (@$names)
+		{
+			is($session->attempt("ALTER ROLE plain SET ratelimit.$name = '$helpful{$name}'")->{state},
+				'42501', "ALTER ROLE SET $name before loading");
+		}
+		$session->ask("CREATE FUNCTION plain.order_$which() RETURNS void LANGUAGE plpgsql "
+			  . join(' ', map { "SET $_" } @set) . " AS 'BEGIN $order; END'");
+		$session->ask("CREATE OR REPLACE FUNCTION plain.set_and_order() RETURNS void LANGUAGE plpgsql AS 'BEGIN "
+			  . join(' ', map { "SET LOCAL $_;" =~ s/'/''/gr } @set) . " $order; END'");
+		my $exists = $session->ask("SELECT to_regprocedure('plain.order_$which()') IS NOT NULL");
+		$session->quit;
+
+		$session = session($node, 'postgres', 'plain');
+		still_limited($session, "a function with SET $which", "SELECT plain.order_$which()") if $exists eq 't';
+		$session->quit;
+
+		$session = session($node, 'postgres', 'plain');
+		still_limited($session, "a function that sets $which", 'SELECT plain.set_and_order()');
+		$session->quit;
+	}
+	my $session = session($node, 'postgres', 'plain');
+	still_limited($session, "the next login after $which");
+	$session->quit;
+}
+is($redis->cli('EVAL', q{return #redis.call('KEYS', '*')}, 0), 1, 'one key in Redis');
+is_deeply($other->cli('KEYS', '*'), [], 'and none in the other one');
+is($node->safe_psql('postgres', 'SELECT count(*) FROM orders'), '3', 'three orders, as allowed');
+
+# The owner of a database cannot set it for the database either.
+$node->safe_psql('postgres', 'CREATE ROLE owner LOGIN; CREATE DATABASE owned OWNER owner');
+$node->safe_psql('owned', 'CREATE EXTENSION ratelimit');
+my $owner = session($node, 'owned', 'owner');
+foreach my $name (sort keys %helpful)
+{
+	$owner->ask("ALTER DATABASE owned SET ratelimit.$name = '$helpful{$name}'");
+	is($owner->state, '42501', "ALTER DATABASE SET $name before loading");
+}
+$owner->ask(q{SELECT rl_key('load')});
+foreach my $name (sort keys %helpful)
+{
+	$owner->ask("ALTER DATABASE owned SET ratelimit.$name = '$helpful{$name}'");
+	is($owner->state, '42501', "ALTER DATABASE SET $name after loading");
+}
+
+# A superuser's setting counts, or the tests above would show nothing.
+$node->safe_psql('postgres', "SET ratelimit.key_prefix = 'mine:'; $order");
+is(scalar @{ $redis->cli('KEYS', '*') }, 2, 'another prefix is another key, for who may set it');
+$redis->cli('DEL', 'mine:{order:42}');
+
+#
+# No setting of a user makes a new key
+#
+
+$node->safe_psql('postgres', q{
+	CREATE TYPE colour AS ENUM ('red', 'green');
+	CREATE DOMAIN amount AS numeric;
+	CREATE TABLE parts (i bigint, n amount, u uuid, b boolean, a inet, e colour, t text, c char(8), s smallint);
+	CREATE TRIGGER enforce BEFORE INSERT ON parts FOR EACH ROW
+		EXECUTE FUNCTION rl_enforce('{i}/{n}/{u}/{b}/{a}/{e}/{t}/{c}/{s}', '2/1d');
+	GRANT INSERT ON parts TO plain;
+});
+my $part = q{INSERT INTO public.parts VALUES (1234567, 1234.50, 'a0eebc99-9c0b-4ef8-bb6d-6bb9bd380a11',
+	true, '10.1.2.3', 'red', U&'M\00FCller', 'x', 7)};
+my $session = session($node, 'postgres', 'plain');
+is($session->attempt($part)->{state}, '00000', 'the first row of two');
+is($session->attempt($part)->{state}, '00000', 'the second row of two');
+is($session->attempt($part)->{state}, 'PT429', 'the third row is refused');
+
+# The same values written in another way.
+is($session->attempt(q{INSERT INTO public.parts VALUES ('+01234567', 1234.5000, '{A0EEBC999C0B4EF8BB6D6BB9BD380A11}',
+		'on', '10.1.2.3/32', 'red', E'M\u00FCller', 'x   ', ' 7 ')})->{state},
+	'PT429', 'other spellings of the same values');
+
+$session->ask(q{
+	CREATE FUNCTION plain.rl_enforce() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END';
+	CREATE FUNCTION plain.numeric_out(numeric) RETURNS text LANGUAGE sql AS $$SELECT random()::text$$;
+	CREATE FUNCTION plain.lower(text) RETURNS text LANGUAGE sql AS $$SELECT random()::text$$;
+	CREATE TYPE plain.rl_decision AS (allowed boolean);
+	CREATE DOMAIN plain.rl_limits AS text});
+foreach my $set (q{timezone = 'Asia/Tokyo'}, q{datestyle = 'German, DMY'}, q{intervalstyle = 'iso_8601'},
+	q{extra_float_digits = -15}, q{extra_float_digits = 3}, q{bytea_output = 'escape'},
+	q{lc_monetary = 'POSIX'}, q{lc_numeric = 'POSIX'}, q{lc_time = 'POSIX'},
+	q{search_path = 'plain', 'public', 'pg_catalog'}, q{search_path = ''}, q{client_encoding = 'LATIN1'},
+	q{client_encoding = 'SQL_ASCII'}, q{standard_conforming_strings = off}, q{quote_all_identifiers = on},
+	q{xmlbinary = 'hex'}, q{array_nulls = off}, q{transform_null_equals = on}, q{plan_cache_mode = 'force_generic_plan'},
+	q{application_name = 'another'}, q{row_security = off}, q{default_transaction_isolation = 'serializable'},
+	q{session_replication_role = 'replica'})
+{
+	$session->ask("SET $set");
+	is($session->state, $set =~ /^session_replication_role/ ? '42501' : '00000', "SET $set");
+	$session->ask($part =~ s/U&'M\\00FCller'/convert_from(decode('4dc3bc6c6c6572', 'hex'), 'UTF8')/r);
+	is($session->state, 'PT429', "SET $set: the same key");
+	$session->ask('RESET ' . ($set =~ /^(\w+)/)[0]);
+}
+is(scalar @{ $redis->cli('KEYS', '*') }, 2, 'one key for all of them');
+
+done_testing();

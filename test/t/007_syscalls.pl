@@ -1,0 +1,105 @@
+# One round trip and at most four system calls for each decision.
+use strict;
+use warnings FATAL => 'all';
+
+use IPC::Run;
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+
+my $redis = RedisServer->new->start;
+my $node = new_node($redis, 'ratelimit.command_timeout = 10s');
+my $session = session($node);
+my $n = 2000;
+
+# Half allowed, half refused.
+$session->ask(qq{
+	CREATE FUNCTION decide(form text, n int) RETURNS bigint LANGUAGE plpgsql AS \$\$
+	DECLARE
+		d rl_decision;
+		allowed bigint := 0;
+	BEGIN
+		FOR i IN 1 .. n LOOP
+			IF form = 'throttle' THEN
+				d := rl_throttle('k', $n / 2, 1, 86400);
+			ELSE
+				d := rl_check('k', '1/1d burst $n, 1/2d burst ' || $n / 2);
+			END IF;
+			allowed := allowed + d.allowed::int;
+		END LOOP;
+		RETURN allowed;
+	END \$\$;
+});
+
+#
+# What Redis sees
+#
+
+foreach my $form (qw(throttle check))
+{
+	$session->ask(q{SELECT rl_reset('k'), rl_throttle('k', 1, 1, 1, 0), rl_check('k', '1/1h, 1/1min', 0)});
+	$redis->cli('CONFIG', 'RESETSTAT');
+	is($session->ask("SELECT decide('$form', $n)"), $n / 2, "rl_$form: half are allowed");
+	my %info = ($redis->info('stats'), $redis->info('commandstats'));
+	my ($scripts) = ($info{cmdstat_evalsha} // '') =~ /calls=(\d+)/;
+
+	# A few reads are this test's own.
+	is($scripts, $n, "rl_$form: one script a decision");
+	cmp_ok($info{total_reads_processed}, '>=', $n, "rl_$form: Redis reads $info{total_reads_processed} times");
+	cmp_ok($info{total_reads_processed}, '<=', $n + 5, "rl_$form: one round trip a decision");
+}
+
+#
+# What the kernel sees
+#
+
+my $trace = PostgreSQL::Test::Utils::tempdir . '/trace';
+my ($out, $err) = ('', '');
+my $strace = eval {
+	IPC::Run::start([ 'strace', '-f', '-qq', '-o', $trace, '-p', $session->pid ],
+		'<', \'', '>', \$out, '2>', \$err);
+};
+
+SKIP:
+{
+	skip 'strace is not there', 1 unless $strace;
+
+	# It has attached when it writes what a statement does.
+	my $attached = await('strace to attach', sub {
+		$strace->pump_nb;
+		return 'no' unless $strace->pumpable;
+		$session->ask('SELECT 1');
+		return -s $trace ? 'yes' : 0;
+	});
+	skip "strace may not trace: $err", 1 unless $attached eq 'yes';
+
+	foreach my $form (qw(throttle check))
+	{
+		$session->ask(q{SELECT rl_reset('k')});
+		my $from = -s $trace;
+		is($session->ask("SELECT decide('$form', $n)"), $n / 2, "rl_$form under strace: half are allowed");
+		$session->ask("SELECT 'end of $form'");
+		await('the trace', sub { return slurp_file($trace, $from) =~ /end of $form/ });
+
+		# Between the statement's arrival and the next one's.
+		my ($part) = slurp_file($trace, $from) =~ /^(.*decide\('$form'.*)^.*end of $form/ms;
+		my @calls = $part =~ /^\d+ +(\w+)\(/mg;
+		my %count;
+		$count{$_}++ foreach @calls;
+		note "rl_$form, $n decisions: ", join ', ', map { "$_ $count{$_}" } sort keys %count;
+
+		# The statement itself needs a few, and the machine may interrupt a wait.
+		cmp_ok(scalar @calls, '<=', 4 * $n + 100, "rl_$form: at most four system calls a decision");
+		my $sends = 0;
+		$sends += $count{$_} || 0 foreach qw(write writev sendto sendmsg);
+		cmp_ok($sends, '>=', $n, "rl_$form: each is sent");
+		cmp_ok($sends, '<=', $n + 20, "rl_$form: in one piece");
+		cmp_ok($count{epoll_wait} || 0, '<=', $n + 20, "rl_$form: and waited for once");
+	}
+	$strace->signal('INT');
+	$strace->finish;
+}
+
+done_testing();

@@ -1,0 +1,163 @@
+# The trigger where one session is not enough: replaced by somebody else,
+# deferred to the commit, fired by many at once.
+use strict;
+use warnings FATAL => 'all';
+
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+
+my $redis = RedisServer->new->start;
+my $node = new_node($redis, 'ratelimit.command_timeout = 10s');
+my $session = session($node);
+my $admin = session($node);
+
+# How many units of a key are free.
+sub left
+{
+	my ($key, $limits) = @_;
+
+	return $admin->ask("SELECT remaining FROM rl_peek('$key', '$limits', 0)");
+}
+
+#
+# Replaced while a session has the rule cached
+#
+
+$admin->ask(q{CREATE TABLE orders (customer text, branch text, items int)});
+
+sub trigger
+{
+	my ($arguments, $replace) = @_;
+
+	$admin->ask('CREATE ' . ($replace // 'OR REPLACE') . " TRIGGER enforce BEFORE INSERT ON orders
+		FOR EACH ROW EXECUTE FUNCTION rl_enforce($arguments)");
+	is($admin->error, '', "the trigger ($arguments)");
+	return;
+}
+
+# The session's next orders end so.
+sub orders_end
+{
+	my ($what, @states) = @_;
+
+	foreach my $state (@states)
+	{
+		$session->ask(q{INSERT INTO orders VALUES ('ann', 'north', 2)});
+		is($session->state, $state, $what);
+	}
+	return;
+}
+
+trigger(q{'a:{customer}', '1/1d burst 2'}, '');
+my $oid = $admin->ask(q{SELECT oid FROM pg_trigger WHERE tgname = 'enforce'});
+orders_end('a burst of two', '00000', '00000', 'PT429');
+trigger(q{'a:{customer}', '1/1d burst 4'});
+is($admin->ask(q{SELECT oid FROM pg_trigger WHERE tgname = 'enforce'}), $oid, 'a replaced trigger keeps its OID');
+orders_end('a burst of four: other limits', '00000', '00000', 'PT429');
+trigger(q{'b:{branch}', '4/1d'});
+orders_end('another key', '00000');
+is(left('b:north', '4/1d'), 3, 'another key: charged');
+trigger(q{'b:{branch}', '4/1d', 'quota={items}'});
+orders_end('a quota', '00000', 'PT429');
+is(left('b:north', '4/1d'), 1, 'a quota: charged');
+trigger(q{'b:{branch}', '4/1d', 'quota={items}', 'on_deny=skip'});
+my $before = $admin->ask('SELECT count(*) FROM orders');
+orders_end('skipping', '00000');
+is($admin->ask('SELECT count(*) FROM orders'), $before, 'skipping: the row is left out');
+trigger(q{'b:{misspelt}', '4/1d'});
+orders_end('a misspelt column', '42703', '42703');
+trigger(q{'c:{customer}', '1/1d'});
+orders_end('put right', '00000', 'PT429');
+
+# The columns change under a cached rule.
+$admin->ask('ALTER TABLE orders RENAME customer TO client');
+orders_end('a column renamed', '42703');
+$admin->ask('ALTER TABLE orders RENAME client TO customer');
+orders_end('a column renamed back', 'PT429');
+$admin->ask('ALTER TABLE orders DROP COLUMN branch; ALTER TABLE orders ADD COLUMN branch text');
+trigger(q{'d:{branch}', '1/1d'});
+$session->ask(q{INSERT INTO orders (customer, branch) VALUES ('ann', 'south')});
+is(left('d:south', '1/1d'), 0, 'a column dropped and added again is read where it is now');
+$admin->ask('ALTER TABLE orders DISABLE TRIGGER enforce');
+$session->ask(q{INSERT INTO orders (customer, branch) VALUES ('ann', 'south')});
+is($session->state, '00000', 'disabled');
+$admin->ask('ALTER TABLE orders ENABLE TRIGGER enforce');
+$session->ask(q{INSERT INTO orders (customer, branch) VALUES ('ann', 'south')});
+is($session->state, 'PT429', 'enabled');
+
+# In the middle of a transaction of its own, and rolled back.
+$session->ask('BEGIN');
+$session->ask(q{CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON orders
+	FOR EACH ROW EXECUTE FUNCTION rl_enforce('e:{branch}', '1/1d')});
+$session->ask(q{INSERT INTO orders (branch) VALUES ('south')});
+is($session->state, '00000', 'replaced in this transaction');
+$session->ask('ROLLBACK');
+$session->ask(q{INSERT INTO orders (branch) VALUES ('south')});
+is($session->state, 'PT429', 'and rolled back');
+is(left('e:south', '1/1d'), 0, 'what was charged stays charged');
+
+#
+# Deferred: charged at the commit, after everything that can fail earlier
+#
+
+$admin->ask(q{
+	CREATE TABLE deferred (customer text, amount int CHECK (amount > 0));
+	CREATE CONSTRAINT TRIGGER enforce AFTER INSERT ON deferred DEFERRABLE INITIALLY DEFERRED
+		FOR EACH ROW EXECUTE FUNCTION rl_enforce('deferred:{customer}', '5/1d')});
+$session->ask(q{BEGIN; INSERT INTO deferred VALUES ('bob', 1), ('bob', 2)});
+is(left('deferred:bob', '5/1d'), 5, 'deferred: nothing is charged before the commit');
+$session->ask('COMMIT');
+is($session->error, '', 'deferred: the commit');
+is(left('deferred:bob', '5/1d'), 3, 'deferred: charges');
+$session->ask(q{BEGIN; INSERT INTO deferred VALUES ('bob', 3); ROLLBACK});
+is(left('deferred:bob', '5/1d'), 3, 'deferred: a rollback costs nothing');
+$session->ask(q{BEGIN; INSERT INTO deferred VALUES ('bob', 4)});
+$session->ask(q{INSERT INTO deferred VALUES ('bob', 0)});
+is($session->state, '23514', 'deferred: another constraint fails first');
+$session->ask('ROLLBACK');
+is(left('deferred:bob', '5/1d'), 3, 'deferred: and nothing was charged');
+$session->ask(q{BEGIN; INSERT INTO deferred SELECT 'bob', n FROM generate_series(5, 8) n});
+is($session->error, '', 'deferred: too many, not noticed yet');
+$session->ask('COMMIT');
+is($session->state, 'PT429', 'deferred: the commit fails');
+like($session->error, qr/ERROR:  PT429: rate limit "throttle 5\/1d" exceeded for key "deferred:bob"/, 'deferred: the message');
+is($admin->ask('SELECT count(*) FROM deferred'), 2, 'deferred: no row is there');
+is(left('deferred:bob', '5/1d'), 0, 'deferred: what was granted before stays charged');
+$session->ask(q{BEGIN; SET CONSTRAINTS ALL IMMEDIATE; INSERT INTO deferred VALUES ('eve', 1)});
+is(left('deferred:eve', '5/1d'), 4, 'made immediate: charged at once');
+$session->ask('ROLLBACK');
+is(left('deferred:eve', '5/1d'), 4, 'made immediate: and not given back');
+
+#
+# Eight clients at once: exactly the capacity
+#
+
+my $capacity = 100;
+$admin->ask(qq{
+	CREATE TABLE crowded (customer text, client int);
+	CREATE TRIGGER enforce BEFORE INSERT ON crowded
+		FOR EACH ROW EXECUTE FUNCTION rl_enforce('crowded:{customer}', '1/1d burst $capacity', 'on_deny=skip');
+	CREATE TABLE crowded_error (customer text);
+	CREATE TRIGGER enforce AFTER INSERT ON crowded_error
+		FOR EACH ROW EXECUTE FUNCTION rl_enforce('crowded_error:{customer}', '1/1d burst $capacity');
+	CREATE TABLE refused (state text);
+	CREATE FUNCTION order_one() RETURNS void LANGUAGE plpgsql AS \$\$
+	BEGIN
+		INSERT INTO crowded_error VALUES ('carl');
+	EXCEPTION WHEN SQLSTATE 'PT429' THEN
+		INSERT INTO refused VALUES (SQLSTATE);
+	END \$\$});
+$node->pgbench('-n -c 8 -j 2 -t 25', 0, [qr/processed: 200\/200/], [qr/^(?!.*error)/s],
+	'eight clients insert', { '008_skip' => q{INSERT INTO crowded VALUES ('carl', :client_id);} });
+is($admin->ask('SELECT count(*) FROM crowded'), $capacity, 'exactly the capacity of rows is there');
+$node->pgbench('-n -c 8 -j 2 -t 25', 0, [qr/processed: 200\/200/], [qr/^(?!.*error)/s],
+	'eight clients insert and are refused', { '008_error' => q{SELECT order_one();} });
+is($admin->ask('SELECT count(*) FROM crowded_error'), $capacity, 'exactly the capacity of rows is there');
+is($admin->ask('SELECT count(*) FROM refused'), 200 - $capacity, 'the others were refused');
+
+is_deeply([ ttl_problems($redis) ], [], 'each key has the right time to live');
+
+done_testing();

@@ -1,0 +1,166 @@
+# A server that is no Redis, or lies: an error in time and no crash, whatever it
+# answers; and the failure policy counts.
+use strict;
+use warnings FATAL => 'all';
+
+use IO::Select;
+use IO::Socket::UNIX;
+use POSIX ();
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+
+my $redis = RedisServer->new->start;
+my $node = new_node($redis);
+my $session = session($node);
+my $pid = $session->pid;
+my $dir = PostgreSQL::Test::Utils::tempdir_short;
+my $take = q{SELECT rl_throttle('k', 7, 1, 86400)};
+
+# A server of its own process that answers each request with the same bytes; it
+# may wait for a while between them, and end the connection after them.
+my @liars;
+
+sub liar
+{
+	my ($name, $answer, %how) = @_;
+	my $path = "$dir/$name";
+	my $listener = IO::Socket::UNIX->new(Local => $path, Listen => 10) or die "no socket: $!";
+	my $parent = $$;
+	my $child = fork;
+
+	die "could not fork: $!" unless defined $child;
+	if ($child == 0)
+	{
+		my $select = IO::Select->new($listener);
+
+		$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
+		$SIG{PIPE} = 'IGNORE';
+		while (getppid == $parent)
+		{
+			foreach my $socket ($select->can_read(1))
+			{
+				if ($socket == $listener)
+				{
+					$select->add(scalar $listener->accept);
+					next;
+				}
+				my $n = sysread $socket, my $request, 65536;
+				if ($n)
+				{
+					my $rest = $answer;
+					while (length $rest)
+					{
+						my $sent = syswrite $socket, $rest, $how{piece} || length $rest;
+						last unless $sent;
+						$rest = substr $rest, $sent;
+						select undef, undef, undef, 0.002 if $how{piece};
+					}
+				}
+				if (!$n || $how{close})
+				{
+					$select->remove($socket);
+					close $socket;
+				}
+			}
+		}
+		POSIX::_exit(0);
+	}
+	push @liars, $child;
+	close $listener;
+	return "unix://$path";
+}
+
+END
+{
+	foreach my $child (@liars)
+	{
+		local $?;
+		kill 'KILL', $child;
+		waitpid $child, 0;
+	}
+}
+
+my $n = 0;
+foreach my $case (
+	# what, bytes, SQLSTATE
+	[ 'loading', "-LOADING Redis is loading the dataset in memory\r\n", '08P01' ],
+	[ 'busy', "-BUSY Redis is busy running a script\r\n", '08P01' ],
+	[ 'no quorum', "-CLUSTERDOWN The cluster is down\r\n", '08P01' ],
+	[ 'no snapshot', "-MISCONF Redis is configured to save RDB snapshots\r\n", '08P01' ],
+	[ 'no password', "-NOAUTH Authentication required.\r\n", '28P01' ],
+	[ 'an empty error', "-\r\n", '08P01' ],
+	[ 'an error of 60 kB', '-' . ('E' x 60_000) . "\r\n", '08P01' ],
+	[ 'an error with control bytes', "-ERR \x01\x1b[2J\xff\r\n", '08P01' ],
+	[ 'no script, for ever', "-NOSCRIPT No matching script\r\n", '08P01' ],
+	[ 'another protocol', "HTTP/1.1 400 Bad Request\r\n\r\n", '08P01' ],
+	[ 'bytes', join('', map { chr } 0 .. 255), '08P01' ],
+	[ 'nothing but an end', '', '08006', close => 1 ],
+	[ 'silence', '', '08006' ],
+	[ 'half an answer', ':12', '08006' ],
+	[ 'half an answer and an end', ':12', '08006', close => 1 ],
+	[ 'a status', "+OK\r\n", '08P01' ],
+	[ 'nil', "\$-1\r\n", '08P01' ],
+	[ 'a nil array', "*-1\r\n", '08P01' ],
+	[ 'an empty array', "*0\r\n", '08P01' ],
+	[ 'an empty string', "\$0\r\n\r\n", '08P01' ],
+	[ 'text', "\$5\r\nhello\r\n", '08P01' ],
+	[ 'a number and text', "\$2\r\n1x\r\n", '08P01' ],
+	[ 'too long a number', "\$20\r\n99999999999999999999\r\n", '08P01' ],
+	[ 'one number in an array', "*1\r\n:1\r\n", '08P01' ],
+	[ 'three numbers', "*3\r\n:1\r\n:2\r\n:3\r\n", '08P01' ],
+	[ 'a thousand numbers', "*1000\r\n" . (":1\r\n" x 1000), '08P01' ],
+	[ 'nested arrays', "*1\r\n" x 6 . ":1\r\n", '08P01' ],
+	[ 'deeply nested arrays', "*1\r\n" x 5000 . ":1\r\n", '08P01' ],
+	[ 'an array of nil', "*2\r\n\$-1\r\n:1\r\n", '08P01' ],
+	[ 'an array of errors', "*2\r\n-ERR\r\n-ERR\r\n", '08P01' ],
+	[ 'a negative backlog', "*2\r\n:5\r\n:-5\r\n", '08P01' ],
+	[ 'an allowance over the limit', ":9000000000000000000\r\n", '08P01' ],
+	[ 'a refusal with nothing taken', ":-1\r\n", '08P01' ],
+	[ 'the least number', ":-9223372036854775808\r\n", '00000' ],
+	[ 'an endless string', "\$2000000000\r\n" . ('x' x 300_000), '08P01' ],
+	[ 'a string without an end', "\$2147483647\r\n", '08006' ],
+	[ 'an array without an end', "*2147483647\r\n", '08006' ],
+	[ 'an array of too many', "*2147483647\r\n" . (":1\r\n" x 30_000), '08P01' ],
+	[ 'a lying length', "\$99999999999999999999\r\nx\r\n", '08P01' ],
+	[ 'a negative length', "\$-7\r\nx\r\n", '08P01' ],
+	[ 'an endless line', ':' . ('1' x 300_000), '08P01' ],
+	[ 'a drop at a time for ever', ':' . ('1' x 10_000), '08006', piece => 1 ])
+{
+	my ($what, $answer, $state, %how) = @$case;
+	my $url = liar($n++, $answer, %how);
+
+	$session->ask("SET ratelimit.redis_url = '$url'; SET ratelimit.on_error = error");
+	my $got = $session->attempt($take);
+	is($got->{state}, $state, "$what: SQLSTATE") or diag "$got->{message} $got->{answer}";
+	unlike("$got->{message}$got->{detail}", qr/[^ -~]/, "$what: nothing strange in the message");
+	next if $state eq '00000';
+	foreach my $policy ([ allow => '(t,7,,,,fail_open)' ], [ deny => '(f,7,,,,fail_closed)' ])
+	{
+		$session->ask("SET ratelimit.on_error = $policy->[0]");
+		is($session->attempt($take)->{answer}, $policy->[1], "$what: on_error = $policy->[0]");
+	}
+
+	# Numbers and silence apart, that is no answer to anything.
+	next if $state eq '08006' || $answer =~ /^[:*]/ || $what eq 'a status';
+	like($session->attempt("SELECT $_")->{state}, qr/^(08P01|28P01)$/, "$what: $_ raises")
+	  foreach q{rl_peek('k', '7/1d')}, q{rl_reset('k')}, q{rl_unban('k')};
+}
+
+# An answer that comes in pieces is an answer.
+$session->ask("SET ratelimit.redis_url = '" . liar('slow', "*2\r\n\$4\r\n5000\r\n:0\r\n", piece => 1) . "'");
+is($session->attempt($take)->{answer}, '(f,7,0,0.005,0.005,ban)', 'an answer in pieces');
+
+# More than was asked for is not kept for the next call.
+$session->ask("SET ratelimit.on_error = error");
+$session->ask("SET ratelimit.redis_url = '" . liar('talker', ":0\r\n:86400000000000\r\n:86400000000000\r\n") . "'");
+is($session->attempt($take)->{state}, '08P01', "too many answers, call $_") foreach 1 .. 4;
+
+# All this in one backend, which has survived it.
+$session->ask('RESET ratelimit.redis_url');
+is($session->ask('SELECT pg_backend_pid()'), $pid, 'the backend lives');
+is($session->attempt($take)->{answer}, '(t,7,6,,86400,redis)', 'and Redis is asked again');
+
+done_testing();

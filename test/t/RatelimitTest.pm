@@ -1,0 +1,179 @@
+# What the tests share: a PostgreSQL server with the extension in it, sessions
+# that keep their errors, and the rule for the time to live of keys in Redis.
+package RatelimitTest;
+
+use strict;
+use warnings FATAL => 'all';
+
+use Exporter 'import';
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RedisServer qw(await);
+use Test::More;
+
+our @EXPORT = qw(await new_node session count_of ttl_problems);
+
+# So that the servers go too when a test is interrupted.
+$SIG{$_} = sub { die "interrupted by a signal" } foreach qw(INT TERM HUP);
+
+# A running server whose default database has the extension and the function
+# attempt(), which runs a command and tells how it ended and how long it took.
+# Further arguments are lines of postgresql.conf.
+sub new_node
+{
+	my ($redis, @conf) = @_;
+	my $node = PostgreSQL::Test::Cluster->new('main');
+
+	$node->init(extra => [ '--no-locale', '--encoding=UTF8' ]);
+	$node->append_conf('postgresql.conf', join "\n", 'log_statement = none',
+		"ratelimit.redis_url = '" . $redis->url . "'", @conf);
+	$node->start;
+	$node->safe_psql('postgres', q{
+		CREATE EXTENSION ratelimit;
+		CREATE FUNCTION attempt(command text, OUT state text, OUT answer text,
+				OUT message text, OUT detail text, OUT ms double precision, OUT ended timestamptz)
+			LANGUAGE plpgsql AS $$
+		DECLARE
+			began timestamptz := clock_timestamp();
+		BEGIN
+			IF command ~* '^\s*select|returning' THEN
+				EXECUTE command INTO answer;
+			ELSE
+				EXECUTE command;
+			END IF;
+			ended := clock_timestamp();
+			ms := extract(epoch FROM ended - began) * 1000;
+			state := '00000';
+		EXCEPTION WHEN query_canceled OR others THEN
+			ended := clock_timestamp();
+			ms := extract(epoch FROM ended - began) * 1000;
+			GET STACKED DIAGNOSTICS state = RETURNED_SQLSTATE,
+				message = MESSAGE_TEXT, detail = PG_EXCEPTION_DETAIL;
+		END $$;
+	});
+	return $node;
+}
+
+# A psql that stays connected and goes on after errors.
+sub session
+{
+	my ($node, $database, $user) = @_;
+	my $psql = $node->background_psql($database || 'postgres',
+		on_error_stop => 0,
+		extra_params => [ '-v', 'VERBOSITY=verbose', defined $user ? ('-U', $user) : () ]);
+
+	return bless { psql => $psql, error => '' }, 'RatelimitTest::Session';
+}
+
+# How many times the pattern matches.
+sub count_of
+{
+	my ($pattern, $text) = @_;
+	my @found = $text =~ /$pattern/g;
+
+	return scalar @found;
+}
+
+# What is wrong with the times to live in Redis: each key must have one, long
+# enough for the longest-lived thing in it and at most an hour longer.
+sub ttl_problems
+{
+	my ($redis) = @_;
+	my @problems;
+
+	foreach my $key (@{ $redis->cli('KEYS', '*') })
+	{
+		# In one script, so that the three belong together.
+		my ($ttl, $fields, $time) = @{ $redis->cli('EVAL', q{return {
+			redis.call('PTTL', KEYS[1]), redis.call('HGETALL', KEYS[1]), redis.call('TIME')}},
+			1, $key) };
+		next if $ttl == -2;
+		if ($ttl == -1)
+		{
+			push @problems, "$key has no time to live";
+			next;
+		}
+
+		my %state = @$fields;
+		my $needed = 0;
+		foreach my $field (keys %state)
+		{
+			my $until = $field eq 'ban' ? $state{$field}
+			  : $field =~ /^throttle:\d+$/ ? $state{$field} / 1000 : undef;
+
+			if (!defined $until)
+			{
+				push @problems, "$key has the unknown field $field";
+				next;
+			}
+			my $ms = ($until - $time->[0] * 1_000_000 - $time->[1]) / 1000;
+			$needed = $ms if $ms > $needed;
+		}
+		push @problems, "$key lives $ttl ms, its state $needed ms"
+		  if $ttl < $needed - 1 || $ttl > $needed + 3_600_000;
+	}
+	return @problems;
+}
+
+package RatelimitTest::Session;
+
+use Test::More;
+
+# The output of the commands; what went wrong is then in error().
+sub ask
+{
+	my ($self, $sql) = @_;
+
+	$self->{psql}{stderr} = '';
+	my ($output) = $self->{psql}->query($sql);
+	$self->{error} = $self->{psql}{stderr};
+	return $output;
+}
+
+# Runs one command and tells how it ended: SQLSTATE, answer, message, detail,
+# milliseconds, whatever is not there as an empty string.
+sub attempt
+{
+	my ($self, $command) = @_;
+	my %attempt;
+
+	@attempt{qw(state answer message detail ms)} = split /\|/, $self->ask(
+		"SELECT state, answer, message, detail, ms FROM attempt(\$command\$$command\$command\$)"), -1;
+	return \%attempt;
+}
+
+sub error { my ($self) = @_; return $self->{error}; }
+
+# The SQLSTATE of the first error of the last ask, or 00000.
+sub state
+{
+	my ($self) = @_;
+
+	return $self->{error} =~ /(?:ERROR|FATAL):  (\w{5}):/ ? $1 : '00000';
+}
+
+# Sends commands without waiting; the answer comes with the next ask.
+sub send
+{
+	my ($self, $sql) = @_;
+
+	$self->{psql}{stdin} .= "$sql\n";
+	$self->{psql}{run}->pump_nb;
+	return;
+}
+
+sub pid
+{
+	my ($self) = @_;
+
+	return $self->{pid} ||= $self->ask('SELECT pg_backend_pid()');
+}
+
+sub quit
+{
+	my ($self) = @_;
+
+	return $self->{psql}->quit;
+}
+
+1;

@@ -1,0 +1,283 @@
+# A private Redis or Valkey server for one test: on a free port of 127.0.0.1
+# and on a Unix socket, with a directory of its own, gone with the object.
+#
+#   my $redis = RedisServer->new(password => 'secret', args => ['--maxmemory', '1mb']);
+#   $redis->start;
+#   $redis->cli('SET', 'key', 'value');
+#
+# The binary is $ENV{REDIS_SERVER}, else redis-server, else valkey-server.
+package RedisServer;
+
+use strict;
+use warnings FATAL => 'all';
+
+use Exporter 'import';
+use File::Spec;
+use File::Temp ();
+use IO::Socket::INET;
+use IO::Socket::UNIX;
+use POSIX ();
+use Time::HiRes qw(sleep time);
+
+our @EXPORT_OK = qw(await);
+
+my $DEADLINE = $ENV{PG_TEST_TIMEOUT_DEFAULT} || 180;
+
+# Calls the condition until it is true and returns what it said; dies of the
+# deadline with the name of what was awaited.
+sub await
+{
+	my ($what, $condition) = @_;
+	my $end = time + $DEADLINE;
+
+	while (1)
+	{
+		my $result = $condition->();
+		return $result if $result;
+		die "timed out waiting for $what" if time > $end;
+		sleep 0.005;
+	}
+}
+
+sub new
+{
+	my ($class, %options) = @_;
+	my $dir = File::Temp->newdir('redis-XXXXXX', DIR => File::Spec->tmpdir);
+
+	chmod 0700, "$dir";
+	return bless {
+		dir      => $dir,
+		owner    => $$,
+		password => $options{password},
+		args     => $options{args} || [],
+		loading  => $options{loading},
+	}, $class;
+}
+
+sub socket { my ($self) = @_; return "$self->{dir}/redis.sock"; }
+sub port   { my ($self) = @_; return $self->{port}; }
+sub pid    { my ($self) = @_; return $self->{pid}; }
+sub logfile { my ($self) = @_; return "$self->{dir}/redis.log"; }
+
+# The value for ratelimit.redis_url, over the socket or over TCP; user and
+# database are put in if given.
+sub url
+{
+	my ($self, %part) = @_;
+	my $user = defined $part{user} ? "$part{user}\@" : '';
+	my $db = $part{db};
+
+	return "redis://${user}127.0.0.1:$self->{port}" . (defined $db ? "/$db" : '')
+	  if $part{tcp};
+	return "unix://$user" . $self->socket . (defined $db ? "?db=$db" : '');
+}
+
+sub _binary
+{
+	return $ENV{REDIS_SERVER} if $ENV{REDIS_SERVER};
+	foreach my $name (qw(redis-server valkey-server))
+	{
+		foreach my $dir (split /:/, $ENV{PATH})
+		{
+			return "$dir/$name" if -x "$dir/$name";
+		}
+	}
+	die "neither redis-server nor valkey-server is on PATH";
+}
+
+# Below the range that systems hand out themselves, so that the port is free
+# again for a restart.
+sub _free_port
+{
+	foreach (1 .. 200)
+	{
+		my $port = 10200 + int(rand(22000));
+		my $socket = IO::Socket::INET->new(
+			LocalAddr => '127.0.0.1', LocalPort => $port, Listen => 1, ReuseAddr => 1);
+
+		return $port if $socket;
+	}
+	die "no free port found";
+}
+
+# Starts the server and waits until it answers; with the option "loading",
+# only until it accepts connections.
+sub start
+{
+	my ($self) = @_;
+	my $binary = _binary();
+	my $fixed = defined $self->{port};
+
+	die "already started" if $self->{pid};
+	foreach my $try (1 .. 5)
+	{
+		$self->{port} = _free_port() unless $fixed;
+		my @command = ($binary,
+			'--port', $self->{port}, '--bind', '127.0.0.1',
+			'--unixsocket', $self->socket, '--unixsocketperm', '700',
+			'--dir', "$self->{dir}", '--logfile', $self->logfile,
+			'--daemonize', 'no', '--save', '', '--appendonly', 'no',
+			(defined $self->{password} ? ('--requirepass', $self->{password}) : ()),
+			@{ $self->{args} });
+
+		unlink $self->socket;
+		my $pid = fork;
+		die "could not fork: $!" unless defined $pid;
+		if ($pid == 0)
+		{
+			open STDIN, '<', '/dev/null';
+			open STDOUT, '>>', $self->logfile;
+			open STDERR, '>&', \*STDOUT;
+			{ no warnings; exec { $command[0] } @command; }
+			POSIX::_exit(127);
+		}
+		$self->{pid} = $pid;
+
+		my $up = await("$binary to start", sub {
+			return 'ended' if waitpid($pid, POSIX::WNOHANG()) == $pid;
+			return 0 unless -S $self->socket;
+			my $answer = eval { $self->cli('PING') };
+			return 'up' if defined $answer && $answer eq 'PONG';
+			return 'up' if $self->{loading} && $@ =~ /LOADING/;
+			return 0;
+		});
+		return $self if $up eq 'up';
+
+		# Somebody may have taken the port in the meantime.
+		$self->{pid} = undef;
+	}
+	die "$binary does not start: " . _tail($self->logfile);
+}
+
+sub _tail
+{
+	my ($file) = @_;
+
+	open my $fh, '<', $file or return '';
+	my @lines = <$fh>;
+	return join '', @lines[ ($#lines > 5 ? $#lines - 5 : 0) .. $#lines ];
+}
+
+# Kills the server as a crash would; what it holds is lost.
+sub stop
+{
+	my ($self) = @_;
+
+	delete $self->{client};
+	return unless $self->{pid};
+	kill 'KILL', $self->{pid};
+	waitpid($self->{pid}, 0);
+	$self->{pid} = undef;
+	return;
+}
+
+# Stops and starts the server, with the same port, socket and options.
+sub restart
+{
+	my ($self) = @_;
+
+	$self->stop;
+	return $self->start;
+}
+
+# Stops the process without ending it; returns when it stands still.
+sub pause
+{
+	my ($self) = @_;
+
+	kill 'STOP', $self->{pid};
+	await('the server to stand still', sub {
+		open my $fh, '<', "/proc/$self->{pid}/stat" or die "no /proc: $!";
+		return <$fh> =~ /^\d+ \(.*\) T/;
+	});
+	return;
+}
+
+sub resume
+{
+	my ($self) = @_;
+
+	kill 'CONT', $self->{pid};
+	return;
+}
+
+# Sends one command and returns the reply: a string, a number, undef, or a
+# reference to an array.  Dies of an error reply.  The connection is kept.
+sub cli
+{
+	my ($self, @command) = @_;
+	my $client = $self->{client};
+
+	if (!$client)
+	{
+		$client = IO::Socket::UNIX->new(Peer => $self->socket)
+		  or die "could not connect to " . $self->socket . ": $!";
+		$self->{client} = $client;
+		$self->cli('AUTH', $self->{password}) if defined $self->{password};
+	}
+
+	my $reply = eval {
+		local $SIG{ALRM} = sub { die "no reply to $command[0]\n" };
+		alarm $DEADLINE;
+		print $client '*' . @command . "\r\n",
+		  map { '$' . length($_) . "\r\n$_\r\n" } @command;
+		my $answer = _read_reply($client);
+		alarm 0;
+		$answer;
+	};
+	if ($@)
+	{
+		my $error = $@;
+		alarm 0;
+		delete $self->{client};
+		die $error;
+	}
+	die "$$reply\n" if ref $reply eq 'SCALAR';
+	return $reply;
+}
+
+# An error reply is a reference to its text.
+sub _read_reply
+{
+	my ($client) = @_;
+	my $line = $client->getline;
+
+	die "connection closed\n" unless defined $line;
+	$line =~ s/\r\n$//;
+	my ($type, $rest) = (substr($line, 0, 1), substr($line, 1));
+	return $rest if $type eq '+' || $type eq ':';
+	return \$rest if $type eq '-';
+	return undef if $rest eq '-1';
+	if ($type eq '$')
+	{
+		my $data = '';
+		while (length($data) < $rest + 2)
+		{
+			my $n = $client->read($data, $rest + 2 - length($data), length($data));
+			die "connection closed\n" unless $n;
+		}
+		return substr($data, 0, $rest);
+	}
+	return [ map { _read_reply($client) } 1 .. $rest ] if $type eq '*';
+	die "unexpected reply \"$line\"\n";
+}
+
+# The fields of an INFO section.
+sub info
+{
+	my ($self, $section) = @_;
+
+	return map { /^([^:#]+):(.*?)\r?$/ ? ($1, $2) : () }
+	  split /\n/, $self->cli('INFO', $section);
+}
+
+sub DESTROY
+{
+	my ($self) = @_;
+	local ($?, $@, $!);
+
+	$self->stop if $self->{owner} == $$;
+	return;
+}
+
+1;
