@@ -10,7 +10,6 @@ REGRESS = setup type throttle algorithms functions trigger simulate errors privi
 REGRESS_OPTS = --inputdir=test --encoding=UTF8
 TAP_TESTS = 1
 PROVE_TESTS = test/t/*.pl
-PROVE_FLAGS += -I test/t
 
 ALGORITHMS = throttle token_bucket fixed_window sliding_window sliding_log
 SCRIPTS_H = $(patsubst %,src/%.lua.h,throttle $(ALGORITHMS:%=check_%) check_mixed refund reset ban)
@@ -21,6 +20,9 @@ SHLIB_LINK += -lhiredis
 PG_CONFIG ?= pg_config
 PGXS := $(shell $(PG_CONFIG) --pgxs)
 include $(PGXS)
+
+# Below the include, which sets it anew.
+PROVE_FLAGS += -I $(srcdir)/test/t
 
 # A script is sent as it reads, with what it shares with others in front.
 ALGORITHMS_LUA = $(patsubst %,src/%.lua,gcra $(filter-out throttle,$(ALGORITHMS)))

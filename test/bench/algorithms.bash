@@ -1,0 +1,106 @@
+# shellcheck shell=bash disable=SC2154 # rounds, seconds, SRC, T and BIN are script/bench's
+#
+# For script/bench: a row per algorithm, and rl_simulate.  All are allowed.
+
+algorithms=(throttle token_bucket fixed_window sliding_window sliding_log several)
+declare -A CALL=(
+	[throttle]="rl_throttle('a throttle', 1000000000, 1000, 1)"
+	[token_bucket]="rl_token_bucket('a bucket', 1000000000, 1000, 1)"
+	[fixed_window]="rl_fixed_window('a window', 1000000000, 60)"
+	[sliding_window]="rl_sliding_window('a sliding window', 1000000000, 6, 0.1)"
+	[sliding_log]="rl_sliding_log('a log', 100000, 1)"
+	[several]="rl_check('several', 'sliding_log 100000/1s, fixed_window 1000000/1min, 1000000/1s')"
+)
+declare -A KEYS=(
+	[throttle]='a throttle' [token_bucket]='a bucket' [fixed_window]='a window'
+	[sliding_window]='a sliding window' [sliding_log]='a log' [several]='several'
+)
+simulations=(count throttle sliding_log)
+declare -A SIMULATION=(
+	[count]='count(*)'
+	[throttle]="rl_simulate('5/10s', at)"
+	[sliding_log]="rl_simulate('sliding_log 5/10s, sliding_log 1000/1d', at)"
+)
+
+declare -A SIMULATED=(
+	[count]='count(*) OVER'
+	[throttle]='rl_simulate OVER, a throttle'
+	[sliding_log]='rl_simulate OVER, two sliding logs'
+)
+
+# One round of all, with everything on one core.
+measure_algorithms() {
+	local name rate
+	for name in "${algorithms[@]}"; do
+		echo "SELECT * FROM ${CALL[$name]};" | "${AS[@]}" tee "$T/call.sql" >/dev/null
+		redis CONFIG RESETSTAT >/dev/null
+		run_on "$BIN/pgbench" -U postgres -n -M prepared -T "$seconds" -f "$T/call.sql"
+		rate=$(sed -nE 's/^tps = ([0-9.]+).*/\1/p' "$T/out")
+		awk -v r="$rate" 'BEGIN { printf "%.3f\n", 1e6 / r }' >>"$T/results/algorithm.$name"
+		redis INFO commandstats | sed -nE 's/^cmdstat_evalsha:.*usec_per_call=([0-9.]+).*/\1/p' \
+			>>"$T/results/algorithm.$name.server"
+	done
+	for name in "${simulations[@]}"; do
+		sql -At -c "EXPLAIN (ANALYZE, TIMING OFF)
+				SELECT ${SIMULATION[$name]} OVER (PARTITION BY customer ORDER BY at) FROM bench_past" |
+			sed -nE 's/^Execution Time: ([0-9.]+) ms/\1/p' >>"$T/results/simulation.$name"
+	done
+}
+
+# What is kept for one key: its hash, and its log if it has one.
+memory_of() {
+	local hash="rl:{$1}" log bytes=0 part
+	for log in "$hash" $(redis --raw KEYS "rl:{$1}:log:*" | tr ' ' '?'); do
+		part=$(redis --raw MEMORY USAGE "${log//\?/ }" SAMPLES 0)
+		bytes=$((bytes + ${part:-0}))
+	done
+	echo "$bytes"
+}
+
+# The sizes of full states: 61 sub-windows, a log of 1,000.
+measure_memory() {
+	sql -o /dev/null <<-'END'
+		SELECT rl_reset(k) FROM unnest(ARRAY['a throttle', 'a bucket', 'a window', 'a sliding window', 'a log', 'several']) k;
+		SELECT rl_throttle('a throttle', 1000, 1, 1), rl_token_bucket('a bucket', 1000, 1, 1), rl_fixed_window('a window', 1000, 60);
+		SELECT set_config('ratelimit.debug_now', (1700000000000000 + i * 100000)::text, false),
+			rl_sliding_window('a sliding window', 1000, 6, 0.1) FROM generate_series(0, 60) i;
+		SELECT set_config('ratelimit.debug_now', (1700000000000000 + i * 1000)::text, false),
+			rl_sliding_log('a log', 1000, 60) FROM generate_series(1, 1000) i;
+		SELECT rl_check('several', 'sliding_log 100000/1s, fixed_window 1000000/1min, 1000000/1s');
+	END
+}
+
+prepare_algorithms() {
+	sql <<-'END'
+		CREATE TABLE bench_past AS
+			SELECT i % 1000 AS customer, timestamptz '2024-01-01' + i * interval '10 ms' AS at
+			FROM generate_series(1, 1000000) i ORDER BY hashint4(i);
+		VACUUM ANALYZE bench_past;
+		ALTER SYSTEM SET work_mem = '256MB';
+		ALTER SYSTEM SET max_parallel_workers_per_gather = 0;
+		ALTER SYSTEM SET jit = off;
+		SELECT pg_reload_conf() \g /dev/null
+	END
+}
+
+report_algorithms() {
+	local name base
+	measure_memory
+	printf '| %-46s | %9s | %10s | %10s |\n' '1 client, everything on one core, one key' us 'in Redis' bytes
+	printf '|:%s-|%s:|%s:|%s:|\n' ---------------------------------------------- ---------- ----------- -----------
+	for name in "${algorithms[@]}"; do
+		printf '| %-46s | %9.1f | %10.1f | %10d |\n' "${CALL[$name]%%(*}$([[ $name != several ]] || echo ', three limits at once')" \
+			"$(median "$T/results/algorithm.$name")" "$(median "$T/results/algorithm.$name.server")" "$(memory_of "${KEYS[$name]}")"
+	done
+	echo
+	echo 'Bytes are MEMORY USAGE of a key: the window with 61 counters, the log with 1,000 entries.'
+	echo
+	base=$(median "$T/results/simulation.count")
+	printf '| %-46s | %9s | %10s | %10s |\n' '1,000,000 rows, 1,000 partitions' ms 'x count(*)' 'rows/s'
+	printf '|:%s-|%s:|%s:|%s:|\n' ---------------------------------------------- ---------- ----------- -----------
+	for name in "${simulations[@]}"; do
+		awk -v n="${SIMULATED[$name]}" -v ms="$(median "$T/results/simulation.$name")" -v b="$base" \
+			'BEGIN { printf "| %-46s | %9.0f | %10.2f | %10.0f |\n", n, ms, ms / b, 1e9 / ms }'
+	done
+	echo
+}

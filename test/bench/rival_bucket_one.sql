@@ -1,0 +1,1 @@
+SELECT bench_bucket('one', 1e9, 1000);
