@@ -280,7 +280,8 @@ sleep_for(int64 us)
 			pg_usleep(left);
 			continue;
 		}
-		(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT | WL_EXIT_ON_PM_DEATH,
+		(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT |
+						 (IsUnderPostmaster ? WL_EXIT_ON_PM_DEATH : 0),
 						 Min(left / 1000, 60000), PG_WAIT_EXTENSION);
 		ResetLatch(MyLatch);
 	}

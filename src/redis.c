@@ -54,9 +54,6 @@ typedef int ElementCount;
 #define MAX_PASSWORD		512
 #define BACKLOG_RETRY_MS	5
 
-/* Positions in the WaitEventSet. */
-#define EVENT_SOCKET		2
-
 typedef enum Outcome
 {
 	DONE,
@@ -68,6 +65,7 @@ static struct
 {
 	redisContext *ctx;			/* NULL: not connected */
 	WaitEventSet *events;
+	int			socket_event;	/* the socket's position in events */
 	bool		fd_acquired;
 	bool		in_flight;		/* bytes out or replies due, or not set up */
 	uint32		waiting_for;	/* what events has the socket for */
@@ -217,7 +215,7 @@ wait_for_socket(uint32 what, int64 deadline)
 {
 	if (conn.waiting_for != what)
 	{
-		ModifyWaitEvent(conn.events, EVENT_SOCKET, what, NULL);
+		ModifyWaitEvent(conn.events, conn.socket_event, what, NULL);
 		conn.waiting_for = what;
 	}
 	for (;;)
@@ -353,16 +351,20 @@ read_password(char *password)
 static void
 append_arg(StringInfo out, const char *data, int len)
 {
-	char		header[16];
-	int			n;
+	char	   *p;
 
-	header[0] = '$';
-	n = 1 + pg_ultoa_n(len, header + 1);
-	header[n++] = '\r';
-	header[n++] = '\n';
-	appendBinaryStringInfo(out, header, n);
-	appendBinaryStringInfo(out, data, len);
-	appendBinaryStringInfo(out, "\r\n", 2);
+	/* Room for "$", the length, two ends of line, and a terminator. */
+	enlargeStringInfo(out, len + 16);
+	p = out->data + out->len;
+	*p++ = '$';
+	p += pg_ultoa_n(len, p);
+	*p++ = '\r';
+	*p++ = '\n';
+	memcpy(p, data, len);
+	p += len;
+	*p++ = '\r';
+	*p++ = '\n';
+	out->len = p - out->data;
 }
 
 /* Appends the start of a command: how many arguments, its name included. */
@@ -427,7 +429,8 @@ open_socket(const RlAddress *address, RlError *error)
 			return cannot_connect(error, "ratelimit.connect_timeout has passed");
 		redisFree(conn.ctx);
 		conn.ctx = NULL;
-		(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT | WL_EXIT_ON_PM_DEATH,
+		(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT |
+						 (IsUnderPostmaster ? WL_EXIT_ON_PM_DEATH : 0),
 						 BACKLOG_RETRY_MS, wait_event);
 		ResetLatch(MyLatch);
 		CHECK_FOR_INTERRUPTS();
@@ -442,8 +445,10 @@ open_socket(const RlAddress *address, RlError *error)
 
 	conn.events = CreateWaitEventSet(NULL, 3);
 	AddWaitEventToSet(conn.events, WL_LATCH_SET, PGINVALID_SOCKET, MyLatch, NULL);
-	AddWaitEventToSet(conn.events, WL_EXIT_ON_PM_DEATH, PGINVALID_SOCKET, NULL, NULL);
-	AddWaitEventToSet(conn.events, WL_SOCKET_WRITEABLE, conn.ctx->fd, NULL, NULL);
+	if (IsUnderPostmaster)
+		AddWaitEventToSet(conn.events, WL_EXIT_ON_PM_DEATH, PGINVALID_SOCKET, NULL, NULL);
+	conn.socket_event = AddWaitEventToSet(conn.events, WL_SOCKET_WRITEABLE,
+										  conn.ctx->fd, NULL, NULL);
 	conn.waiting_for = WL_SOCKET_WRITEABLE;
 
 	if (!wait_for_socket(WL_SOCKET_WRITEABLE, deadline))

@@ -6,16 +6,21 @@
 
 #include <math.h>
 
+#include "access/htup_details.h"
 #include "funcapi.h"
 #include "mb/pg_wchar.h"
 #include "utils/builtins.h"
+#include "utils/lsyscache.h"
+#include "utils/typcache.h"
 
 #include "values.h"
+
+/* Columns that rl_decision may ever have. */
+#define MAX_COLUMNS			16
 
 /* What a call site keeps between calls, in fn_extra. */
 typedef struct CallSite
 {
-	TupleDesc	tupdesc;		/* of the result, blessed; NULL at first */
 	text	   *limits_text;	/* what limits was parsed from, or NULL */
 	RlLimits	limits;
 } CallSite;
@@ -185,29 +190,34 @@ rl_decision_values(const RlDecision *d, Datum *values, bool *nulls)
 
 /*
  * Makes the result row.  The declared type tells how many columns there are,
- * so that a later version of it may have more than this code knows.
+ * so that a later version of it may have more than this code knows.  Where the
+ * type is found is kept for the backend, because a call site's memory ends
+ * with its statement; the type cache sees to changes of the type.
  */
 Datum
 rl_decision_row(FunctionCallInfo fcinfo, const RlDecision *decision)
 {
-	CallSite   *site = call_site(fcinfo);
-	Datum	   *values;
-	bool	   *nulls;
+	static Oid	function = InvalidOid;
+	static TypeCacheEntry *type = NULL;
+	Datum		values[MAX_COLUMNS];
+	bool		nulls[MAX_COLUMNS];
+	int			natts;
 
-	if (site->tupdesc == NULL)
+	if (function != fcinfo->flinfo->fn_oid || type->tupDesc == NULL)
 	{
-		MemoryContext old = MemoryContextSwitchTo(fcinfo->flinfo->fn_mcxt);
-		TupleDesc	tupdesc;
-
-		if (get_call_result_type(fcinfo, NULL, &tupdesc) != TYPEFUNC_COMPOSITE ||
-			tupdesc->natts < RL_DECISION_COLUMNS)
+		function = InvalidOid;
+		type = lookup_type_cache(get_func_rettype(fcinfo->flinfo->fn_oid), TYPECACHE_TUPDESC);
+		if (type->tupDesc == NULL || type->tupDesc->natts < RL_DECISION_COLUMNS ||
+			type->tupDesc->natts > MAX_COLUMNS)
 			elog(ERROR, "return type must be rl_decision");
-		site->tupdesc = BlessTupleDesc(CreateTupleDescCopy(tupdesc));
-		MemoryContextSwitchTo(old);
+		function = fcinfo->flinfo->fn_oid;
 	}
-	values = palloc0(site->tupdesc->natts * sizeof(Datum));
-	nulls = palloc(site->tupdesc->natts * sizeof(bool));
-	memset(nulls, true, site->tupdesc->natts * sizeof(bool));
+	natts = type->tupDesc->natts;
 	rl_decision_values(decision, values, nulls);
-	return HeapTupleGetDatum(heap_form_tuple(site->tupdesc, values, nulls));
+	for (int i = RL_DECISION_COLUMNS; i < natts; i++)
+	{
+		values[i] = (Datum) 0;
+		nulls[i] = true;
+	}
+	return HeapTupleGetDatum(heap_form_tuple(type->tupDesc, values, nulls));
 }
