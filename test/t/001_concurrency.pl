@@ -12,8 +12,7 @@ use Test::More;
 use Time::HiRes qw(sleep time);
 
 my $redis = RedisServer->new->start;
-my $node = new_node($redis, 'ratelimit.command_timeout = 10s',
-	'ratelimit.connect_timeout = 10s');
+my $node = new_node($redis);
 my $scripts = PostgreSQL::Test::Utils::tempdir;
 
 # Runs pgbench with eight clients and one script; returns a handle, which

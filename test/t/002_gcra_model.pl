@@ -18,7 +18,7 @@ srand($seed);
 note "RATELIMIT_SEED=$seed";
 
 my $redis = RedisServer->new->start;
-my $node = new_node($redis, 'ratelimit.command_timeout = 10s');
+my $node = new_node($redis);
 my $dir = PostgreSQL::Test::Utils::tempdir;
 
 # Runs steps in order, each at its own time, and keeps what was answered: a row

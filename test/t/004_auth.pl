@@ -13,7 +13,7 @@ use Test::More;
 my $password = 'sesame:@/?#%41{} "\'$x';
 my $redis = RedisServer->new(password => $password)->start;
 my $open = RedisServer->new->start;
-my $node = new_node($redis, 'ratelimit.command_timeout = 10s');
+my $node = new_node($redis);
 my $session = session($node);
 my $dir = PostgreSQL::Test::Utils::tempdir;
 my $take = q{SELECT rl_throttle('auth', 7, 1, 86400)};

@@ -16,7 +16,7 @@ my $passfile = PostgreSQL::Test::Utils::tempdir . '/password';
 append_to_file($passfile, "sesame\n");
 chmod 0600, $passfile;
 my $node = new_node($redis, "ratelimit.redis_passfile = '$passfile'", "ratelimit.key_prefix = 'app:'",
-	'ratelimit.connect_timeout = 10s', 'ratelimit.command_timeout = 10s', 'ratelimit.on_error = deny');
+	'ratelimit.on_error = deny');
 my $other_url = $other->url;
 
 # Customer 42 has used up the limit.

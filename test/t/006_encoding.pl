@@ -10,7 +10,7 @@ use RedisServer;
 use Test::More;
 
 my $redis = RedisServer->new->start;
-my $node = new_node($redis, 'ratelimit.command_timeout = 10s', "ratelimit.key_prefix = 'enc:'");
+my $node = new_node($redis, "ratelimit.key_prefix = 'enc:'");
 my %encoding = (utf8 => 'UTF8', latin1 => 'LATIN1', latin9 => 'LATIN9', eucjp => 'EUC_JP', ascii => 'SQL_ASCII');
 my %session;
 

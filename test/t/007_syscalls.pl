@@ -10,7 +10,7 @@ use RedisServer;
 use Test::More;
 
 my $redis = RedisServer->new->start;
-my $node = new_node($redis, 'ratelimit.command_timeout = 10s');
+my $node = new_node($redis);
 my $session = session($node);
 my $n = 2000;
 

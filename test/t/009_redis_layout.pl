@@ -14,7 +14,7 @@ srand($seed);
 note "RATELIMIT_SEED=$seed";
 
 my $redis = RedisServer->new->start;
-my $node = new_node($redis, 'ratelimit.command_timeout = 10s');
+my $node = new_node($redis);
 my $session = session($node);
 
 # The documented layout, for other programs that read it.

@@ -18,6 +18,7 @@ $SIG{$_} = sub { die "interrupted by a signal" } foreach qw(INT TERM HUP);
 
 # A running server whose default database has the extension and the function
 # attempt(), which runs a command and tells how it ended and how long it took.
+# Timeouts are generous, or a busy machine would look like a failing Redis.
 # Further arguments are lines of postgresql.conf.
 sub new_node
 {
@@ -26,7 +27,8 @@ sub new_node
 
 	$node->init(extra => [ '--no-locale', '--encoding=UTF8' ]);
 	$node->append_conf('postgresql.conf', join "\n", 'log_statement = none',
-		"ratelimit.redis_url = '" . $redis->url . "'", @conf);
+		"ratelimit.redis_url = '" . $redis->url . "'",
+		'ratelimit.command_timeout = 10s', 'ratelimit.connect_timeout = 10s', @conf);
 	$node->start;
 	$node->safe_psql('postgres', q{
 		CREATE EXTENSION ratelimit;
@@ -62,6 +64,8 @@ sub session
 		on_error_stop => 0,
 		extra_params => [ '-v', 'VERBOSITY=verbose', defined $user ? ('-U', $user) : () ]);
 
+	# The time limit is each query's, not the session's.
+	$psql->set_query_timer_restart;
 	return bless { psql => $psql, error => '' }, 'RatelimitTest::Session';
 }
 
