@@ -4,7 +4,7 @@
 -- The field is "used k:count k:count ...": the quota in use, the newest
 -- counter, then the others, oldest first. Most calls touch only the first of
 -- these, so the others stay text. ARGV has capacity, step. l.k, l.count: the
--- newest; l.others from l.at on: the others that count.
+-- newest; l.others from l.from on: the others that count.
 
 algorithms.sliding_window = {
   read = function(l, a)
@@ -18,7 +18,7 @@ algorithms.sliding_window = {
   end,
 
   load = function(l, value)
-    l.used, l.others, l.at = 0, '', 1
+    l.used, l.others, l.from = 0, '', 1
     if not value then
       return
     end
@@ -29,7 +29,7 @@ algorithms.sliding_window = {
     l.used, l.k, l.count, l.others = tonumber(used), tonumber(k), tonumber(count), others
     local oldest, part, next = l:other(1)
     while oldest and l:free_at(oldest) <= now do
-      l.used, l.at = l.used - part, next
+      l.used, l.from = l.used - part, next
       oldest, part, next = l:other(next)
     end
   end,
@@ -62,22 +62,22 @@ algorithms.sliding_window = {
   -- Frees the oldest units.
   free = function(l, units)
     while units > 0 do
-      local k, count, next = l:other(l.at)
+      local k, count, next = l:other(l.from)
       local part = math.min(units, count or l.count)
       l.used, units = l.used - part, units - part
       if not k then
         l.count = l.count - part
       elseif part == count then
-        l.at = next
+        l.from = next
       else
         l.others = string.format(' %.0f:%.0f', k, count - part) .. string.sub(l.others, next)
-        l.at = 1
+        l.from = 1
       end
     end
   end,
 
   wait = function(l, needed)
-    local k, count, next = l:other(l.at)
+    local k, count, next = l:other(l.from)
     while k and needed > count do
       needed = needed - count
       k, count, next = l:other(next)
@@ -91,7 +91,7 @@ algorithms.sliding_window = {
 
   save = function(l)
     if l.used > 0 then
-      put(l.tag, string.format('%.0f %.0f:%.0f%s', l.used, l.k, l.count, string.sub(l.others, l.at)), l:reset())
+      put(l.tag, string.format('%.0f %.0f:%.0f%s', l.used, l.k, l.count, string.sub(l.others, l.from)), l:reset())
     else
       drop(l.tag)
     end
