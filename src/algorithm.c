@@ -381,7 +381,11 @@ rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
 		int64		used;
 
 		if (!d->allowed && !banned && possible && quota > 0 && limit->ban > 0)
-			ban = Max(ban, count_refusal(limit, state, now, commit));
+		{
+			int64		brought = count_refusal(limit, state, now, commit);
+
+			ban = Max(ban, brought);
+		}
 
 		if (limit->algorithm == RL_THROTTLE)
 		{
@@ -431,8 +435,12 @@ rl_give_back(const RlLimits *limits, RlState *states, int64 now, int64 quota)
 
 		load(limit, state, now);
 		if (limit->algorithm == RL_THROTTLE)
-			state->start = now * NS_PER_US +
-				Max(backlog(state, now) - rl_throttle_cost(limit, Min(quota, limit->capacity)), 0);
+		{
+			int64		left = backlog(state, now) - rl_throttle_cost(limit, Min(quota, limit->capacity));
+
+			/* An empty one is forgotten, also for a clock that is set back. */
+			state->start = left > 0 ? now * NS_PER_US + left : -1;
+		}
 		else if (limit->algorithm == RL_TOKEN_BUCKET || limit->algorithm == RL_FIXED_WINDOW)
 			state->used -= Min(quota, state->used);
 		else
