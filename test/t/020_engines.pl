@@ -1,0 +1,397 @@
+# Random limits and random histories in virtual time: the Lua scripts, through
+# SQL, and the C functions answer alike in every column of every step.  And what
+# they say is true: at retry_after the same call succeeds and a microsecond
+# before it does not, what remains can be taken and not one more, and after
+# reset_after nothing is in use.
+#
+# RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
+use strict;
+use warnings FATAL => 'all';
+
+use Engines;
+use List::Util qw(min max sum0);
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+
+my $wanted = $ENV{RATELIMIT_STEPS} || 212_000;
+my $batch = 30_000;
+my $seed = seed();
+my $redis = RedisServer->new->start;
+my $node = new_node($redis);
+my $engine = c_engine($node);
+redis_engine($node);
+
+my @algorithms = qw(throttle token_bucket fixed_window sliding_window sliding_log);
+my %count = map { $_ => 0 } @algorithms;
+
+#
+# What is true of an answer whoever gave it
+#
+
+# The decision of the binding limit, as section 3 of the design chooses it.
+sub binding
+{
+	my @each = @_;
+	my $best;
+
+	if (!grep { !$_->[0] } @each)
+	{
+		foreach my $d (@each)
+		{
+			$best = $d if !$best || $d->[2] < $best->[2];
+		}
+		return $best;
+	}
+	my $wait = sub { return $_[0][6] == -1 ? 9e18 : $_[0][6] };
+	foreach my $d (@each)
+	{
+		$best = $d if !$best || $wait->($d) > $wait->($best)
+		  || ($wait->($d) == $wait->($best) && !$d->[0] && $best->[0]);
+	}
+	return $best;
+}
+
+# What is wrong with an answer in itself, or undef.
+sub contradiction
+{
+	my ($step, $answer) = @_;
+	my ($all, @each) = @$answer;
+	my $binding = binding(@each);
+	my $quota = $step->{argument};
+
+	return 'the whole is not the binding limit\'s'
+	  if join(' ', $all->[0], @$all[ 1, 2, 4 .. 6 ]) ne
+	  join(' ', (grep { !$_->[0] } @each) ? 0 : 1, @$binding[ 1, 2, 4 .. 6 ]);
+	foreach my $i (0 .. $#each)
+	{
+		my ($allowed, $capacity, $remaining, $retry, $reset, $source) = @{ $each[$i] };
+
+		return "capacity is another's" if $capacity != $step->{limits}[$i]{capacity};
+		return 'remaining is out of range' if $remaining < 0 || $remaining > $capacity;
+		return 'more than the capacity is allowed' if $allowed && $quota > $capacity;
+		return 'retry_after is not there as it should'
+		  if !$allowed && defined $retry != ($quota <= $capacity);
+		return 'a refusal without a wait' if defined $retry && $retry <= 0;
+		return 'one is in use and resets at once' if $remaining < $capacity && $reset <= 0 && $source ne 'ban';
+		return 'resets before it can succeed' if defined $retry && $retry > $reset;
+	}
+	return undef;
+}
+
+#
+# Histories
+#
+
+my @steps;        # of the batch
+my @expected;     # C's answers to them
+my $failed = 0;
+
+sub show_step
+{
+	my ($step, $zero) = @_;
+	return sprintf '%s at %s us, argument %s, %s', $step->{form}, $step->{now} - $zero, $step->{argument} || 0,
+	  limits_text(@{ $step->{limits} || [] }) || 'no limits';
+}
+
+# One history of a new key: appends to the steps and the answers expected.
+sub history
+{
+	my ($key, $length) = @_;
+	my ($rarest) = sort { $count{$a} <=> $count{$b} } @algorithms;
+	my @tags = random_tags($rarest);
+	my @base = map { random_limit($_) } @tags;
+	my $now = chance(5) ? 1 + below(10**9) : 10**9 + below(5 * 10**9) * 1_000_000 + below(1_000_000);
+	my $first = @steps;
+	my ($last, $answer);      # the last step that decided something
+
+	foreach (1 .. $length)
+	{
+		my (%step, $claim, $kind);
+		my $limits = $last ? $last->{limits} : undef;
+		my $took = $last && $last->{form} ne 'peek';
+		my $traces = $limits && grep { $_->{count_denied} || $_->{ban} } @$limits;
+		my $bans = $limits && grep { $_->{ban} } @$limits;
+		my ($all, @each) = $answer ? @$answer : ();
+
+		if ($answer && defined $all->[3] && chance(60))
+		{
+			# The same call when it has waited, or a microsecond too early.
+			my $early = chance(50);
+
+			$kind = $early ? 'early' : 'on_time';
+			$now += $all->[3] - ($early ? 1 : 0);
+			%step = (limits => $limits, argument => $last->{argument});
+			$claim = sub { return $_[0][0][0] == ($early ? 0 : 1) } if $took || !$traces;
+		}
+		elsif ($answer && $took && !$bans && $all->[5] ne 'ban' && chance(12)
+			&& !grep { $_->{algorithm} eq 'throttle' } @$limits)
+		{
+			# What remains, or one more.
+			my $remaining = min(map { $_->[2] } @each);
+			my $more = chance(50);
+
+			$kind = 'what_remains';
+			%step = (limits => $limits, argument => $remaining + ($more ? 1 : 0));
+			$claim = sub { return $_[0][0][0] == ($more ? 0 : 1) } if $more || $remaining > 0;
+		}
+		elsif ($answer && $took && !$bans && $all->[5] ne 'ban' && chance(8))
+		{
+			# When one of the limits is as if never used, or a microsecond before.
+			my $i = below(scalar @each);
+			my $reset = $each[$i][4];
+			my $early = $reset > 0 && chance(50) ? 1 : 0;
+
+			$kind = 'at_reset';
+			$now += $reset - $early;
+			%step = (form => 'peek', limits => $limits, argument => 0);
+			$claim = sub {
+				my $d = $_[0][ $i + 1 ];
+				return $d->[4] == $early && ($early || $d->[2] == $d->[1]);
+			};
+		}
+		else
+		{
+			my @some = chance(75) ? (0 .. $#tags) : grep { chance(60) } 0 .. $#tags;
+
+			@some = sort { rand() <=> 0.5 } @some if chance(20);
+			@some = (below(scalar @tags)) unless @some;
+			my @now = map { chance(85) ? $base[$_] : random_limit($tags[$_], $base[$_]) } @some;
+			$count{changed}++ if grep { my $l = $_; !grep { $_ == $l } @base } @now;
+			my $l = pick(@now);
+			my $turn = $l->{algorithm} eq 'sliding_window' && chance(70) ? $l->{step} : $l->{period};
+
+			$step{limits} = \@now;
+			$step{argument} = chance(45) ? 1
+			  : chance(15) ? 0
+			  : chance(15) ? $l->{capacity}
+			  : chance(12) ? $l->{capacity} + 1
+			  : chance(4)  ? 10**15 - below(1000)
+			  :              1 + below(min(2**40, $l->{capacity}));
+			$step{argument} = min(10**15, $step{argument});
+			$now += chance(40) ? 0
+			  : chance(10) ? 1
+			  : chance(40) ? below(int(($l->{interval_ns} ? $l->{interval_ns} / 1000 : $turn / $l->{capacity})) + 2)
+			  : chance(35) ? below($turn + 1)
+			  : chance(40) ? $turn - $now % $turn + below(3) - 1
+			  : chance(25) ? below(3 * $l->{period})
+			  : chance(12) ? -below(min($now, $l->{period} + 2))
+			  :              below(1 + int($turn / 10));
+		}
+		# The latest time that can be set.
+		last if $now > 4_000_000_000_000_000 || $now < 1;
+
+		$step{form} ||= chance(6) && !$kind ? pick(qw(refund refund refund refund ban unban reset))
+		  : chance(14) ? 'peek'
+		  : chance(8)  ? 'allow'
+		  : chance(8)  ? 'wait'
+		  : @{ $step{limits} } == 1 && $step{limits}[0]{plain} ? pick(qw(check one one each))
+		  :              pick(qw(check each));
+		@step{qw(key now)} = ($key, $now);
+		if ($step{form} eq 'ban')
+		{
+			$step{argument} = min(MAX_PERIOD, 1 + below(2 * $step{limits}[0]{period}));
+			$step{limits} = undef;
+		}
+		$step{limits} = undef if $step{form} eq 'unban' || ($step{form} eq 'reset' && chance(40));
+
+		push @steps, \%step;
+		$answer = c_step($engine, \%step);
+		push @expected, $answer;
+		$count{ $step{form} }++;
+		if (!$answer)
+		{
+			$last = undef;
+			next;
+		}
+		$last = \%step;
+
+		my $wrong = contradiction(\%step, $answer);
+		$wrong = 'what the answer before said is not true' if !$wrong && $claim && !$claim->($answer);
+		if ($wrong && $failed++ < 3)
+		{
+			diag "C: $wrong: ", decision_text($answer->[0]), '; each: ',
+			  join '; ', map { decision_text($_) } @$answer[ 1 .. $#$answer ];
+			diag '  ', show_step($_, $steps[$first]{now}), foreach @steps[ max($first, $#steps - 15) .. $#steps ];
+		}
+
+		$count{answers}++;
+		$count{$kind}++ if $kind;
+		$count{claims}++ if $claim;
+		$count{refused}++ unless $answer->[0][0];
+		$count{banned}++ if $answer->[0][5] eq 'ban';
+		$count{quota_0}++ if $step{argument} == 0;
+		$count{impossible}++ if grep { $step{argument} > $_->{capacity} } @{ $step{limits} };
+		$count{several}++ if @{ $step{limits} } > 1;
+		$count{mixed}++ if grep { $_->{algorithm} ne $step{limits}[0]{algorithm} } @{ $step{limits} };
+		$count{denied_counts}++ if !$answer->[0][0] && grep { $_->{count_denied} } @{ $step{limits} };
+		$count{set_back}++ if @steps > $first + 1 && $steps[-2]{now} > $now;
+		my %seen = map { $_->{algorithm} => 1 } @{ $step{limits} };
+		$count{$_}++ foreach keys %seen;
+	}
+	return;
+}
+
+#
+# Comparing
+#
+
+# How SQL's answer differs from C's, or undef.
+sub difference
+{
+	my ($step, $c, $sql) = @_;
+	my $form = $step->{form};
+
+	return keys %$sql ? 'an answer to what decides nothing' : undef unless $c;
+	my @rows = $form eq 'each' || $form eq 'peek' ? (1 .. $#$c) : (0);
+	return 'the number of rows' if keys %$sql != @rows;
+	foreach my $n (@rows)
+	{
+		my ($got, $want) = ($sql->{$n}, $c->[$n]);
+
+		return "row $n" unless $got;
+		return "row $n: allowed" if $got->[0] != $want->[0];
+		next if $form eq 'allow';
+		return "row $n: capacity" if $got->[1] != $want->[1];
+		return "row $n: remaining" if $got->[2] != $want->[2];
+		foreach my $column (3, 4)
+		{
+			my ($g, $w) = ($got->[$column], $want->[$column]);
+
+			# Seconds are what the server divides microseconds to.
+			return "row $n: " . ('retry_after', 'reset_after')[ $column - 3 ]
+			  if defined $g != defined $w || (defined $g && $g != $w / 1e6);
+		}
+		return "row $n: source" if $got->[5] ne ($want->[5] eq 'local' ? 'redis' : $want->[5]);
+	}
+	return undef;
+}
+
+my $tries = 0;
+
+# Takes the steps on both engines anew; returns the index of the first
+# difference and what it is, or nothing, and the answers.
+sub compare
+{
+	my (@steps) = @_;
+	my $key = 'again:' . $tries++;
+
+	@steps = map { { %$_, key => $key } } @steps;
+	my @c = map { c_step($engine, $_) } @steps;
+	my $sql = redis_steps($node, @steps);
+	foreach my $i (0 .. $#steps)
+	{
+		my $how = difference($steps[$i], $c[$i], $sql->[$i]);
+
+		return ($i, $how, \@c, $sql) if defined $how;
+	}
+	return;
+}
+
+# Leaves out of a history whose last step differs what does not matter.
+sub shrunk
+{
+	my @history = @_;
+
+	for (my $size = int(@history / 2); $size >= 1; $size = int($size / 2))
+	{
+		for (my $at = 0; $at + $size < @history && $tries < 150;)
+		{
+			my @rest = @history;
+			splice @rest, $at, $size;
+			my ($i) = compare(@rest);
+
+			if (defined $i)
+			{
+				@history = @rest[ 0 .. $i ];
+			}
+			else
+			{
+				$at += $size;
+			}
+		}
+	}
+	return @history;
+}
+
+sub report
+{
+	my ($batch_index, $how) = @_;
+	my $key = $steps[$batch_index]{key};
+	my @history = grep { $_->{key} eq $key } @steps[ 0 .. $batch_index ];
+
+	diag "the engines differ at step ", scalar @history, " of $key: $how";
+	my ($i, $again, $c, $sql) = compare(@history);
+	if (!defined $i)
+	{
+		diag 'but not when the history is repeated';
+		return;
+	}
+	@history = shrunk(@history[ 0 .. $i ]);
+	($i, $again, $c, $sql) = compare(@history);
+	diag "the least history found, $again, from $history[0]{now}:";
+	foreach my $n (0 .. $#history)
+	{
+		diag '  ', show_step($history[$n], $history[0]{now});
+		next unless $c->[$n];
+		diag '      C:   ', join '; ', map { decision_text($_) } @{ $c->[$n] };
+		diag '      SQL: ', join '; ',
+		  map { "($_) " . join ', ', map { defined $_ ? $_ : 'NULL' } @{ $sql->[$n]{$_} } } sort keys %{ $sql->[$n] };
+	}
+	return;
+}
+
+my ($histories, $compared, $rows, $differ) = (0, 0, 0, 0);
+while ($compared < $wanted && $failed == 0 && $differ == 0)
+{
+	(@steps, @expected) = ();
+	my $size = min($batch, $wanted - $compared);
+	history('h:' . $histories++, 20 + below(220)) while @steps < $size;
+
+	my $sql = redis_steps($node, @steps);
+	foreach my $i (0 .. $#steps)
+	{
+		my $how = difference($steps[$i], $expected[$i], $sql->[$i]);
+
+		$rows += keys %{ $sql->[$i] };
+		next unless defined $how;
+		report($i, $how) if $differ++ == 0;
+	}
+	$compared += @steps;
+}
+note "$compared steps in $histories histories, $rows decisions compared: ",
+  join ', ', map { "$_ $count{$_}" } sort keys %count;
+
+is($failed, 0, 'no answer contradicts itself or another');
+is($differ, 0, "in $compared steps the engines agree in every column")
+  or diag "repeat with RATELIMIT_SEED=$seed RATELIMIT_STEPS=$wanted";
+
+# The shares that the issue asks for, of 200,000 steps.
+if ($failed == 0 && $differ == 0)
+{
+	my $share = $wanted / 212_000;
+
+	cmp_ok($count{answers}, '>=', 200_000 * $share, "answers: $count{answers}");
+	cmp_ok($count{$_}, '>=', 30_000 * $share, "$_: $count{$_}") foreach @algorithms;
+	cmp_ok($count{refused}, '>=', 0.3 * $count{answers}, "refused: $count{refused}");
+	cmp_ok($count{on_time}, '>=', 5_000 * $share, "exactly at retry_after: $count{on_time}");
+	cmp_ok($count{early}, '>=', 5_000 * $share, "a microsecond before: $count{early}");
+	cmp_ok($count{$_} || 0, '>=', 2_000 * $share, "$_: $count{$_}")
+	  foreach qw(quota_0 impossible changed several mixed denied_counts banned what_remains at_reset
+		check each one allow wait peek refund);
+	cmp_ok($count{$_} || 0, '>=', 500 * $share, "$_: $count{$_}") foreach qw(ban unban reset set_back);
+	cmp_ok($count{claims}, '>=', 20_000 * $share, "claims of an answer put to the test: $count{claims}");
+}
+
+# What was written in virtual time outlives the test, and nothing lives forever.
+is($redis->cli('EVAL', q{
+		local short = 0
+		for _, key in ipairs(redis.call('KEYS', '*')) do
+			if redis.call('PTTL', key) < 3600000 - 600000 then short = short + 1 end
+		end
+		return short}, 0), 0, 'each key lives for about an hour at least');
+cmp_ok($redis->cli('DBSIZE'), '>=', $histories / 2, 'and there are keys');
+
+done_testing();

@@ -1,0 +1,613 @@
+# What each algorithm promises (section 4 of the design) holds and is reached,
+# on histories of the C engine and through SQL.  Nothing here knows how an
+# algorithm works: all is computed from the list of what was asked and allowed,
+# over all spans of each history.
+#
+# RATELIMIT_SEED repeats a run.
+use strict;
+use warnings FATAL => 'all';
+
+use Engines;
+use List::Util qw(max min sum0);
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+
+my $seed = seed();
+my $redis = RedisServer->new->start;
+my $node = new_node($redis);
+my $engine = c_engine($node);
+redis_engine($node);
+
+my $second = 1_000_000;
+my $t0 = 1_700_000_000_000_000;
+my @kinds = qw(throttle token_bucket fixed_window from_first sliding_window sliding_log);
+my @denying = qw(fixed_window from_first sliding_window sliding_log);
+my %count;
+
+#
+# Histories: lists of events, each with now, quota (negative if given back),
+# allowed, and the limit's own decision.
+#
+
+my $keys = 0;
+
+# Takes on both engines what "next" says, given the events until now, as
+# {now, quota} or nothing; a quota below 0 is given back.  Returns C's events
+# and the steps.
+sub play
+{
+	my ($limits, $next) = @_;
+	my $key = 'p:' . $keys++;
+	my (@steps, @events);
+
+	while (my $event = $next->(\@events))
+	{
+		my $step = { form => $event->{quota} < 0 ? 'refund' : 'each', key => $key, now => $event->{now},
+			argument => abs $event->{quota}, limits => $limits };
+
+		push @steps, $step;
+		push @events, with_answer($event, c_step($engine, $step));
+	}
+	return (\@events, \@steps);
+}
+
+sub with_answer
+{
+	my ($event, $answer) = @_;
+
+	return $event unless $answer;
+	return { %$event, d => $answer->[1], allowed => $answer->[1][0], done => !grep { !$_->[0] } @$answer[ 1 .. $#$answer ] };
+}
+
+# The same events with the answers of SQL, in microseconds.
+sub sql_events
+{
+	my ($events, $answers) = @_;
+	my @sql;
+
+	foreach my $i (0 .. $#$events)
+	{
+		my %rows = %{ $answers->[$i] };
+
+		foreach my $d (values %rows)
+		{
+			defined and $_ = sprintf '%.0f', $_ * 1e6 foreach @$d[ 3, 4 ];
+			$d->[5] =~ s/redis/local/;
+		}
+		push @sql, with_answer({ now => $events->[$i]{now}, quota => $events->[$i]{quota} },
+			%rows ? [ undef, map { $rows{$_} } sort keys %rows ] : undef);
+	}
+	return \@sql;
+}
+
+sub limit_of
+{
+	my ($kind, %more) = @_;
+	my $period = pick(10, 1000, 250_000, $second, 60 * $second, 86_400 * $second);
+	my $capacity = log_uniform(15);
+
+	return limit(
+		algorithm => $kind eq 'from_first' ? 'fixed_window' : $kind,
+		from_first => $kind eq 'from_first' ? 1 : 0,
+		capacity => $capacity,
+		count => $kind =~ /throttle|token/ ? log_uniform(10) : $capacity,
+		period => $period,
+		$kind eq 'sliding_window' ? (step => $period / pick(grep { $period % $_ == 0 } 1, 2, 5, 10, 100)) : (),
+		%more);
+}
+
+# Attempts at random moments, many of them when something becomes free.  With
+# refunds, gives back what was allowed, all or a part, each at most once.
+sub attempts
+{
+	my ($limit, $n, $refunds) = @_;
+	my $now = $t0 + below(10**12);
+	my @refundable;
+	my $unit = max(1, int($limit->{period} / ($limit->{algorithm} =~ /throttle/ ? $limit->{count} : $limit->{capacity})));
+
+	return sub {
+		my ($events) = @_;
+		my $last = @$events ? $events->[-1] : undef;
+
+		return undef if $n-- <= 0;
+		if ($last && $last->{done})
+		{
+			push @refundable, $last->{quota};
+		}
+		if ($refunds && @refundable && chance(15))
+		{
+			my $most = splice @refundable, below(scalar @refundable), 1;
+
+			$now += below($unit) if chance(50);
+			return { now => $now, quota => -(1 + below($most)) };
+		}
+		if ($last && $last->{d} && defined $last->{d}[3] && chance(70))
+		{
+			$now += $last->{d}[3] - (chance(20) ? 1 : 0);
+			return { now => $now, quota => $last->{quota} } if chance(80);
+		}
+		else
+		{
+			$now += chance(40) ? 0 : chance(60) ? below($unit + 2) : chance(80) ? below($limit->{period} + 2)
+			  : $limit->{period} - $now % $limit->{period} - below(2);
+		}
+		return { now => $now, quota => chance(60) ? 1 : 1 + below($limit->{capacity}) };
+	};
+}
+
+#
+# Promises
+#
+
+# Which window the events' times are in, for windows from the first action.
+sub first_windows
+{
+	my ($limit, $counts, @events) = @_;
+	my ($window, $end) = (0, 0);
+	my @of;
+
+	foreach my $event (@events)
+	{
+		if ($event->{now} >= $end)
+		{
+			# A window begins with what is charged.
+			if ($counts->($event))
+			{
+				$window++;
+				$end = $event->{now} + $limit->{period};
+			}
+			push @of, $counts->($event) ? $window : -1;
+			next;
+		}
+		push @of, $window;
+	}
+	return @of;
+}
+
+# How much more than S a span may hold, by the promise.  T is the time from its
+# first to its last action, which are in those windows.
+sub room
+{
+	my ($limit, $kind, $s, $t, $same_window) = @_;
+	use integer;
+
+	return ($limit->{capacity} * $limit->{interval_ns} + $t * 1000 - $s * $limit->{interval_ns}) if $kind eq 'throttle';
+	return $limit->{capacity} + $limit->{count} * (1 + $t / $limit->{period}) - $s if $kind eq 'token_bucket';
+	return $limit->{capacity} - $s if $kind =~ /fixed|first/ ? $same_window : $t < $limit->{period};
+	return undef;
+}
+
+# The same for a refusal to be right: as tight as the algorithm may be, over a
+# span from an action to this refusal.
+sub tight_room
+{
+	my ($limit, $kind, $s, $t, $same_window) = @_;
+	use integer;
+
+	return $limit->{capacity} + $limit->{count} * ($t / $limit->{period}) - $s if $kind eq 'token_bucket';
+	return $t < $limit->{period} + $limit->{step} ? $limit->{capacity} - $s : undef if $kind eq 'sliding_window';
+	return room(@_);
+}
+
+# Looks at every span that ends with an allowed action for the promise, and if
+# nothing was given back at every refusal for whether it was needed.  Returns
+# what is wrong, and how near to the promise it came.
+sub check_promise
+{
+	my ($limit, $kind, $events, $refunds) = @_;
+	my @events = grep { $_->{quota} < 0 || !defined $_->{d} || $_->{quota} <= $limit->{capacity} } @$events;
+	my @windows = $kind eq 'from_first'
+	  ? first_windows($limit, sub { $_[0]{quota} > 0 && $_[0]{done} }, @events)
+	  : map { int($_->{now} / $limit->{period}) } @events;
+	my $least;
+
+	foreach my $j (0 .. $#events)
+	{
+		my $event = $events[$j];
+		next if $event->{quota} < 0;
+		next if !$event->{allowed} && $refunds;
+
+		my ($s, $needed) = ($event->{quota}, 0);
+		for (my $i = $j; $i >= 0; $i--)
+		{
+			my $from = $events[$i];
+
+			if ($i < $j)
+			{
+				next unless $from->{quota} < 0 || $from->{done};
+				$s += $from->{quota};
+				next if $from->{quota} < 0;
+			}
+			my $t = $event->{now} - $from->{now};
+			my $same = $windows[$i] == $windows[$j];
+
+			if ($event->{allowed})
+			{
+				my $room = room($limit, $kind, $s, $t, $same);
+
+				last unless defined $room;
+				$least = $room if !defined $least || $room < $least;
+				return ("$s within $t us of event $j is more than promised", $least) if $room < 0;
+			}
+			else
+			{
+				my $room = tight_room($limit, $kind, $s, $t, $same);
+
+				last unless defined $room;
+				$needed = 1 if $room < 0;
+				last if $needed;
+			}
+		}
+		return ("event $j was refused without need", $least) if !$event->{allowed} && !$needed;
+	}
+	return (undef, $least);
+}
+
+sub show
+{
+	my ($limits, $events) = @_;
+
+	diag limits_text(@$limits), ', from ', $events->[0]{now};
+	diag join '; ', map { sprintf '%d us: %d %s', $_->{now} - $events->[0]{now}, $_->{quota},
+		$_->{quota} < 0 ? 'given back' : $_->{d} ? decision_text($_->{d}) : '?' } @$events;
+	return;
+}
+
+foreach my $kind (@kinds)
+{
+	my (@sql_steps, @sql_histories);
+	my %reached = (C => 0, SQL => 0);
+	my %bad = (C => 0, SQL => 0);
+	my %events = (C => 0, SQL => 0, refused => 0);
+
+	foreach my $n (1 .. 160)
+	{
+		my $refunds = $n % 3 == 0;
+		my $limit = limit_of($kind);
+		my ($events, $steps) = play([$limit], attempts($limit, 120, $refunds));
+
+		if ($n <= 24)
+		{
+			push @sql_steps, @$steps;
+			push @sql_histories, [ $limit, $events, $refunds ];
+		}
+		my ($wrong, $least) = check_promise($limit, $kind, $events, $refunds);
+		$events{C} += @$events;
+		$events{refused} += grep { $_->{d} && !$_->{allowed} } @$events;
+		$reached{C}++ if defined $least && $least == 0;
+		next unless defined $wrong;
+		next if $bad{C}++ > 1;
+		diag "C, $kind: $wrong";
+		show([$limit], $events);
+	}
+
+	my $answers = redis_steps($node, @sql_steps);
+	foreach my $history (@sql_histories)
+	{
+		my ($limit, $c, $refunds) = @$history;
+		my $events = sql_events($c, [ splice @$answers, 0, scalar @$c ]);
+		my ($wrong, $least) = check_promise($limit, $kind, $events, $refunds);
+
+		$events{SQL} += @$events;
+		$reached{SQL}++ if defined $least && $least == 0;
+		next unless defined $wrong;
+		next if $bad{SQL}++ > 1;
+		diag "SQL, $kind: $wrong";
+		show([$limit], $events);
+	}
+	note "$kind: events $events{C} (C), $events{SQL} (SQL), refused $events{refused}, ",
+	  "promise reached in $reached{C} of 160 and $reached{SQL} of 24";
+	is($bad{$_}, 0, "$kind: the promise holds in every span, and no refusal is without need ($_)") foreach qw(C SQL);
+	cmp_ok($events{refused}, '>', 0.25 * $events{C}, "$kind: and there were refusals");
+
+	# The bucket's promise has room for one more than any history can have.
+	next if $kind eq 'token_bucket';
+	cmp_ok($reached{C}, '>', 80, "$kind: the promise is reached (C)");
+	cmp_ok($reached{SQL}, '>', 10, "$kind: the promise is reached (SQL)");
+}
+
+#
+# The most that a greedy client gets, exactly
+#
+
+# One take after another of one, each as soon as the engine says; until the
+# time is over.
+sub greedy
+{
+	my ($limit, $start, $end) = @_;
+	my $now = $start;
+
+	return play([$limit], sub {
+		my ($events) = @_;
+
+		$now += $events->[-1]{d}[3] if @$events && defined $events->[-1]{d}[3];
+		return $now > $end ? undef : { now => $now, quota => 1 };
+	});
+}
+
+my (@greedy_steps, @greedy);
+foreach my $case (
+	# limit, start after t0, time in us, how much is allowed
+	[ limit(algorithm => 'throttle', capacity => 4, count => 3, period => $second), 0, 20 * $second, 4 + 60 ],
+	[ limit(algorithm => 'throttle', capacity => 1, count => 1, period => 10), 3, 999, 1 + 99 ],
+	[ limit(algorithm => 'token_bucket', capacity => 4, count => 3, period => $second), 123, 20 * $second, 4 + 3 * 20 ],
+	[ limit(algorithm => 'token_bucket', capacity => 2, count => 5, period => 10), 7, 99, 2 + 2 * 9 ],
+	# 1,700,000,000 s is a multiple of 10 s.
+	[ limit(algorithm => 'fixed_window', capacity => 3, period => 10 * $second), 9 * $second, 21 * $second, 3 * 4 ],
+	[ limit(algorithm => 'fixed_window', capacity => 3, period => 10 * $second, from_first => 1), 9 * $second, 30 * $second, 3 * 4 ],
+	# At t0 + 9 s sub-window 4 of 2 s; it and all in it are free 12 s after its end.
+	[ limit(algorithm => 'sliding_window', capacity => 3, period => 12 * $second, step => 2 * $second), 9 * $second, 26 * $second, 3 * 2 ],
+	[ limit(algorithm => 'sliding_window', capacity => 3, period => 12 * $second, step => 2 * $second), 9 * $second, 27 * $second, 3 * 3 ],
+	[ limit(algorithm => 'sliding_log', capacity => 3, period => 7), 5, 7 * 10 - 1, 3 * 10 ],
+	[ limit(algorithm => 'sliding_log', capacity => 3, period => 7), 5, 7 * 10, 3 * 11 ])
+{
+	my ($limit, $start, $time, $most) = @$case;
+	my ($events, $steps) = greedy($limit, $t0 + $start, $t0 + $start + $time);
+
+	is(sum0(map { $_->{quota} } grep { $_->{done} } @$events), $most,
+		"a greedy client gets $most in $time us of $limit->{text} (C)");
+	push @greedy_steps, @$steps;
+	push @greedy, [ $limit, $time, $most, $events ];
+}
+my $answers = redis_steps($node, @greedy_steps);
+foreach my $case (@greedy)
+{
+	my ($limit, $time, $most, $c) = @$case;
+	my $events = sql_events($c, [ splice @$answers, 0, scalar @$c ]);
+
+	is(sum0(map { $_->{quota} } grep { $_->{done} } @$events), $most, "and through SQL");
+}
+
+# The nearest that a bucket comes to its promise: one missing, the rest taken
+# just before the tokens arrive, and those at once.
+{
+	my $limit = limit(algorithm => 'token_bucket', capacity => 10, count => 4, period => $second);
+	my @wanted = ([ 0, 1, 1 ], [ $second - 1, 9, 1 ], [ $second - 1, 1, 0 ], [ $second, 4, 1 ], [ $second, 1, 0 ]);
+	my @ask = @wanted;
+	my ($events, $steps) = play([$limit], sub { my $a = shift @ask; return $a && { now => $t0 + $a->[0], quota => $a->[1] } });
+	my $sql = sql_events($events, redis_steps($node, @$steps));
+
+	is_deeply([ map { $_->{allowed} } @$events ], [ map { $_->[2] } @wanted ], 'a bucket gives capacity - 1 + refill at once (C)');
+	is_deeply([ map { $_->{allowed} } @$sql ], [ map { $_->[2] } @wanted ], 'and through SQL');
+}
+
+# The bucket that charges twice refuses the eleventh of these.
+foreach my $phase (0, 1, 499_999)
+{
+	my $limit = limit(algorithm => 'token_bucket', capacity => 10, count => 1, period => $second);
+	my $n = 0;
+	my ($events, $steps) = play([$limit], sub { return $n < 300 ? { now => $t0 + $phase + $n++ * $second, quota => 1 } : undef });
+	my $sql = sql_events($events, redis_steps($node, @$steps));
+
+	is(scalar(grep { !$_->{allowed} } @$events), 0, 'a bucket of 10 with a token a second never refuses one a second (C)');
+	is(scalar(grep { !$_->{allowed} } @$sql), 0, 'and through SQL');
+}
+
+#
+# What a refusal leaves
+#
+
+# The quota that counts against the limit at an event, of all those before it
+# that were charged.
+sub in_use
+{
+	my ($limit, $kind, $events, $j, $windows, $charged) = @_;
+	my $now = $events->[$j]{now};
+	my $used = 0;
+	use integer;
+
+	foreach my $i (0 .. $j - 1)
+	{
+		my $event = $events->[$i];
+		next unless $charged->($event);
+		my $counts = $kind eq 'sliding_log' ? $event->{now} > $now - $limit->{period}
+		  : $kind eq 'sliding_window' ? ($event->{now} / $limit->{step} + 1) * $limit->{step} > $now - $limit->{period}
+		  : $windows->[$i] == $windows->[$j];
+
+		$used += $event->{quota} if $counts;
+	}
+	return $used;
+}
+
+# With count_denied each attempt counts, whichever limit refused it, as if it
+# had been allowed: the first limit allows an action exactly if all attempts
+# that still count and this one are within the capacity.
+sub check_denied
+{
+	my ($limit, $kind, $events) = @_;
+	my $charged = sub { return $_[0]{quota} <= $limit->{capacity} };
+	my @windows = $kind eq 'from_first' ? first_windows($limit, $charged, @$events)
+	  : map { int($_->{now} / $limit->{period}) } @$events;
+
+	foreach my $j (0 .. $#$events)
+	{
+		my $event = $events->[$j];
+		my $used = in_use($limit, $kind, $events, $j, \@windows, $charged);
+		my $right = $used + $event->{quota} <= $limit->{capacity} ? 1 : 0;
+		my $after = max(0, $limit->{capacity} - $used - ($charged->($event) ? $event->{quota} : 0));
+
+		return "event $j: $used were in use" if $event->{allowed} != $right;
+		return "event $j: $after remain" if $event->{d}[2] != $after;
+	}
+	return undef;
+}
+
+foreach my $kind (@denying)
+{
+	my (@sql_steps, @sql_histories);
+	my %bad = (C => 0, SQL => 0);
+	my %seen = (allowed => 0, refused => 0, by_other => 0);
+
+	foreach my $n (1 .. 60)
+	{
+		my $limit = limit_of($kind, count_denied => 1);
+		my @limits = ($limit);
+		push @limits, limit(algorithm => 'throttle', capacity => 2, count => 1 + below(5), period => $limit->{period}) if $n % 2;
+		my $next = attempts($limit, 100, 0);
+		my ($events, $steps) = play(\@limits, sub {
+			my $event = $next->(@_) or return undef;
+
+			$event->{quota} = $limit->{capacity} + 1 if chance(4);
+			return $event;
+		});
+		my $wrong = check_denied($limit, $kind, $events);
+
+		$seen{allowed} += grep { $_->{allowed} } @$events;
+		$seen{refused} += grep { !$_->{allowed} } @$events;
+		$seen{by_other} += grep { $_->{allowed} && !$_->{done} } @$events;
+		push @sql_histories, [ \@limits, $events ] if $n <= 12;
+		push @sql_steps, @$steps if $n <= 12;
+		next unless defined $wrong;
+		next if $bad{C}++ > 1;
+		diag "C, $kind: $wrong";
+		show(\@limits, $events);
+	}
+	my $answers = redis_steps($node, @sql_steps);
+	foreach my $history (@sql_histories)
+	{
+		my ($limits, $c) = @$history;
+		my $events = sql_events($c, [ splice @$answers, 0, scalar @$c ]);
+		my $wrong = check_denied($limits->[0], $kind, $events);
+
+		next unless defined $wrong;
+		next if $bad{SQL}++ > 1;
+		diag "SQL, $kind: $wrong";
+		show($limits, $events);
+	}
+	is($bad{$_}, 0, "$kind count_denied: each attempt counts ($_)") foreach qw(C SQL);
+	cmp_ok($seen{$_}, '>', 100, "$kind count_denied: $_ $seen{$_}") foreach sort keys %seen;
+}
+
+# The Nth refusal within one period of the first bans; during the ban all is
+# refused and nothing counts.  Of a sliding_log the wait is known too.
+sub check_ban
+{
+	my ($limit, $events, $seen) = @_;
+	my ($refusals, $since, $ban_end) = (0, 0, 0);
+	my $charged = sub { return $_[0]{done} && $_[0]{quota} > 0 };
+
+	foreach my $j (0 .. $#$events)
+	{
+		my $event = $events->[$j];
+		my ($now, $quota) = @$event{qw(now quota)};
+		my ($allowed, undef, $remaining, $retry, $reset, $source) = @{ $event->{d} };
+		my $banned = $ban_end > $now;
+		my $used = in_use($limit, 'sliding_log', $events, $j, undef, $charged);
+		my $possible = $quota <= $limit->{capacity};
+		my $right = !$banned && $used + $quota <= $limit->{capacity} ? 1 : 0;
+		my @taken = grep { $charged->($_) && $_->{now} > $now - $limit->{period} } @$events[ 0 .. $j ];
+		my $wait = 0;
+
+		$seen->{banned}++ if $banned;
+		return "event $j: source" if ($source eq 'ban') != $banned;
+		return "event $j: allowed" if $allowed != $right;
+
+		# When the oldest that must go have gone.
+		my $too_much = $right ? 0 : $used + $quota - $limit->{capacity};
+		foreach my $action (@taken)
+		{
+			last if $too_much <= 0;
+			$too_much -= $action->{quota};
+			$wait = $action->{now} + $limit->{period} - $now;
+		}
+		my $rest = max($ban_end - $now, 0);
+		if (!$right && !$banned && $possible && $quota > 0)
+		{
+			($refusals, $since) = (0, $now) if $refusals == 0 || $now >= $since + $limit->{period};
+			if (++$refusals == $limit->{ban_after})
+			{
+				($refusals, $ban_end, $rest) = (0, $now + $limit->{ban}, $limit->{ban});
+				$seen->{bans}++;
+			}
+		}
+		$seen->{longer}++ if $banned && $rest > $wait;
+		$seen->{shorter}++ if $banned && $rest < $wait && $possible;
+		return "event $j: retry_after"
+		  if (defined $retry ? $retry : -1) != ($right || !$possible ? -1 : max($wait, $rest));
+		return "event $j: remaining"
+		  if $remaining != ($banned ? 0 : $limit->{capacity} - $used - ($right ? $quota : 0));
+		return "event $j: reset_after"
+		  if $reset != max($rest, @taken ? $taken[-1]{now} + $limit->{period} - $now : 0);
+	}
+	return undef;
+}
+
+{
+	my (@sql_steps, @sql_histories);
+	my %bad = (C => 0, SQL => 0);
+	my %seen = (bans => 0, banned => 0, longer => 0, shorter => 0);
+
+	foreach my $n (1 .. 120)
+	{
+		my $limit = limit_of('sliding_log', ban => 1, ban_after => 1 + below(4));
+		$limit = limit(%$limit, ban => 1 + below(2 * $limit->{period}));
+		my ($left, $now) = (150, $t0);
+		my ($events, $steps) = play([$limit], sub {
+			my ($events) = @_;
+			my $retry = @$events ? $events->[-1]{d}[3] : undef;
+
+			$now += chance(25) && $retry ? $retry - below(2)
+			  : chance(60) ? below(2 + int($limit->{period} / (2 * $limit->{capacity}))) : below($limit->{period});
+			return $left-- > 0 ? { now => $now,
+				quota => chance(70) ? 1 : chance(20) ? 0 : 1 + below($limit->{capacity} + 1) } : undef;
+		});
+		my $wrong = check_ban($limit, $events, \%seen);
+
+		push @sql_histories, [ $limit, $events ] if $n <= 25;
+		push @sql_steps, @$steps if $n <= 25;
+		next unless defined $wrong;
+		next if $bad{C}++ > 1;
+		diag "C: $wrong";
+		show([$limit], $events);
+	}
+	my $answers = redis_steps($node, @sql_steps);
+	foreach my $history (@sql_histories)
+	{
+		my ($limit, $c) = @$history;
+		my $events = sql_events($c, [ splice @$answers, 0, scalar @$c ]);
+		my $wrong = check_ban($limit, $events, {});
+
+		next unless defined $wrong;
+		next if $bad{SQL}++ > 1;
+		diag "SQL: $wrong";
+		show([$limit], $events);
+	}
+	is($bad{$_}, 0, "ban: the Nth refusal within a period bans, and a ban is kept to ($_)") foreach qw(C SQL);
+	cmp_ok($seen{$_}, '>', 50, "ban: $_ $seen{$_}") foreach sort keys %seen;
+}
+
+# A ban is on the key: all algorithms and functions keep to it, and to its end.
+{
+	my $end = $t0 + 5 * $second;
+	my @limits = map { limit_of($_) } @kinds;
+	my @steps = ({ form => 'ban', key => 'banned', now => $t0, argument => 5 * $second });
+
+	foreach my $now ($t0, $end - 1, $end)
+	{
+		foreach my $limit (@limits)
+		{
+			push @steps, map { { form => $_, key => 'banned', now => $now, argument => 1, limits => [$limit] } }
+			  ($limit->{plain} ? 'one' : 'check'), 'each', 'wait', 'peek', 'allow';
+		}
+	}
+	my $c = [ map { c_step($engine, $_) } @steps ];
+	my $sql = redis_steps($node, @steps);
+	my %wrong;
+	foreach my $i (1 .. $#steps)
+	{
+		my $left = $end - $steps[$i]{now};
+		my ($row) = values %{ $sql->[$i] };
+
+		next if $left == 0;
+		$wrong{C} .= " $i" if decision_text($c->[$i][0]) ne "0, $steps[$i]{limits}[0]{capacity}, 0, $left, $left, ban";
+		$wrong{SQL} .= " $i" if $row->[0] || ($steps[$i]{form} ne 'allow' && ($row->[5] ne 'ban' || $row->[3] != $left / 1e6));
+	}
+	is_deeply(\%wrong, {}, 'a ban refuses every function and limit until its end');
+	is(scalar(grep { my ($row) = values %{ $sql->[$_] }; $steps[$_]{now} == $end && $row->[5] && $row->[5] eq 'ban' } 1 .. $#steps),
+		0, 'and no longer');
+}
+
+done_testing();

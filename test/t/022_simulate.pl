@@ -1,0 +1,226 @@
+# rl_simulate over random histories gives what the C engine and rl_check give;
+# it refuses what it cannot replay; and it costs neither disk nor memory.
+#
+# RATELIMIT_SEED repeats a run.
+use strict;
+use warnings FATAL => 'all';
+
+use Engines;
+use JSON::PP;
+use List::Util qw(max min);
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+
+my $seed = seed();
+my $redis = RedisServer->new->start;
+my $node = new_node($redis, 'max_parallel_workers_per_gather = 0', 'jit = off');
+my $engine = c_engine($node);
+my $session = session($node);
+my $dir = PostgreSQL::Test::Utils::tempdir;
+redis_engine($node);
+
+#
+# The same answers
+#
+
+my (@steps, @expected);
+my %count = (refused => 0, banned => 0, several => 0, same_time => 0);
+
+foreach my $n (1 .. 250)
+{
+	my @limits = map { random_limit($_) } random_tags();
+	my $now = $n % 20 ? 10**9 + below(2 * 10**9) * 1_000_000 + below(1_000_000) : 0;
+	my $answer;
+
+	foreach (1 .. 100)
+	{
+		my $l = pick(@limits);
+
+		$now += $answer && defined $answer->[0][3] && chance(50) ? max(0, $answer->[0][3] - below(2))
+		  : chance(40) ? 0
+		  : chance(60) ? below(2 + int(($l->{interval_ns} ? $l->{interval_ns} / 1000 : $l->{period} / $l->{capacity})))
+		  :              below(2 * $l->{period});
+		last if $now > 4_000_000_000_000_000;
+		$count{same_time}++ if $answer && $now == $steps[-1]{now};
+		push @steps, { form => 'check', key => $n, now => $now, limits => \@limits,
+			argument => min(10**15, chance(50) ? 1 : chance(15) ? 0 : 1 + below(min(2**40, $l->{capacity} + 1))) };
+		$answer = c_step($engine, $steps[-1]);
+		push @expected, $answer->[0];
+		$count{refused}++ unless $answer->[0][0];
+		$count{banned}++ if $answer->[0][5] eq 'ban';
+		$count{several}++ if @limits > 1;
+	}
+}
+cmp_ok(scalar @steps, '>', 20_000, 'actions: ' . @steps);
+cmp_ok($count{$_}, '>', $_ eq 'banned' ? 100 : 1_000, "$_: $count{$_}") foreach sort keys %count;
+
+open my $out, '>', "$dir/history" or die "$dir/history: $!";
+foreach my $i (0 .. $#steps)
+{
+	my $step = $steps[$i];
+	print $out join("\t", $i, @$step{qw(key now argument)}, limits_text(@{ $step->{limits} })), "\n";
+}
+close $out or die "$dir/history: $!";
+
+# With the first rows last in the table, and partitions mixed.
+$node->safe_psql('postgres', qq{
+	CREATE TABLE history (id int, key int, us bigint, quota bigint, limits rl_limits);
+	\\copy history FROM '$dir/history'
+	CREATE TABLE mixed AS SELECT * FROM history ORDER BY hashint4(id);
+	\\copy (SELECT id, (d).* FROM (SELECT id, rl_simulate(limits, 'epoch'::timestamptz + us * interval '1 us', quota) OVER (PARTITION BY key ORDER BY us, id) AS d FROM mixed) s ORDER BY id) TO '$dir/simulated'
+});
+my @simulated = map { [ split /\t/ ] } split /\n/, slurp_file("$dir/simulated");
+is(scalar @simulated, scalar @steps, 'rl_simulate answers each row');
+my $checked = redis_steps($node, @steps[ 0 .. 5_999 ]);
+
+# A decision as COPY writes it, with seconds as the server divides them.
+my ($wrong, $wrong_check) = (0, 0);
+foreach my $i (0 .. $#steps)
+{
+	my ($id, @got) = @{ $simulated[$i] };
+	my @c = @{ $expected[$i] };
+	my $same = sub {
+		my ($sure, @d) = @_;
+
+		return (grep { $d[$_] ne $c[$_] } 1, 2) == 0 && $d[0] == $c[0] && $d[5] eq $sure
+		  && !grep { defined $c[$_] ? !defined $d[$_] || $d[$_] != $c[$_] / 1e6 : defined $d[$_] } 3, 4;
+	};
+
+	@got = map { $_ eq '\N' ? undef : $_ } @got;
+	$got[0] = $got[0] eq 't' ? 1 : 0;
+	if (!$same->($c[5], @got) && $wrong++ < 3)
+	{
+		diag "row $i, $steps[$i]{now} us, ", limits_text(@{ $steps[$i]{limits} }), "\n rl_simulate ",
+		  decision_text(\@got), "\n C ", decision_text(\@c);
+	}
+	next unless $i < @$checked;
+	my @check = @{ $checked->[$i]{0} };
+	$wrong_check++ unless $same->($c[5] eq 'local' ? 'redis' : $c[5], @check);
+}
+is($wrong, 0, "rl_simulate is the C engine's") or diag "repeat with RATELIMIT_SEED=$seed";
+is($wrong_check, 0, 'and rl_check\'s');
+
+# Partitions do not see each other, nor does the next query.
+is($session->ask(q{SELECT string_agg((d).allowed::text, ' ' ORDER BY id) FROM (
+		SELECT id, rl_simulate('sliding_log 1/1d', 'epoch'::timestamptz + id * interval '1 s') OVER (PARTITION BY id % 2 ORDER BY id) AS d
+		FROM generate_series(1, 4) id) s}), 'true true false false', 'each partition has a state of its own') foreach 1, 2;
+
+#
+# What it refuses
+#
+
+my @rows = ('1970-01-01 00:00:01+00', '2024-05-06 07:08:09+00');
+foreach my $case (
+	[ 'changing limits', q{('1/1s'), ('2/1s')}, undef, '22023', qr/limits must be the same in all rows/ ],
+	[ 'NULL limits', q{('1/1s'), (NULL)}, undef, '22004', qr/limits must not be null/ ],
+	[ 'NULL limits at first', q{(NULL), ('1/1s')}, undef, '22004', qr/limits must not be null/ ],
+	[ 'a NULL time', undef, q{NULL}, '22004', qr/time of an action must not be null/ ],
+	[ 'infinity', undef, q{'infinity'}, '22008', qr/must be finite/ ],
+	[ '-infinity', undef, q{'-infinity'}, '22008', qr/must be finite/ ],
+	[ 'before 1970', undef, q{'1969-12-31 23:59:59.999999+00'}, '22008', qr/from 1970 to 2096/ ],
+	[ 'after 2096', undef, q{'2097-01-01'}, '22008', qr/from 1970 to 2096/ ],
+	[ 'a time before the last', undef, q{'2024-05-06 07:08:08.999999+00'}, '22023', qr/times must not decrease/ ])
+{
+	my ($what, $limits, $time, $state, $message) = @$case;
+	my $sql = defined $limits
+	  ? qq{SELECT count(d) FROM (SELECT rl_simulate(l::rl_limits, '$rows[0]') OVER () AS d FROM (VALUES $limits) v(l)) s}
+	  : qq{SELECT count(d) FROM (SELECT rl_simulate('1/1s', t) OVER (ORDER BY n) AS d
+			FROM (VALUES (1, '$rows[1]'::timestamptz), (2, $time)) v(n, t)) s};
+	my $got = $session->attempt($sql);
+
+	is($got->{state}, $state, "$what is refused") or diag $got->{message};
+	like($got->{message}, $message, "$what: the message");
+}
+foreach my $quota ('NULL', -1, '1000000000000001')
+{
+	my $got = $session->attempt(qq{SELECT rl_simulate('1/1s', '$rows[0]', $quota) OVER ()});
+
+	is($got->{state}, $quota eq 'NULL' ? '22004' : '22023', "a quota of $quota is refused");
+}
+is($session->attempt(qq{SELECT count(d) FROM (SELECT rl_simulate(l::rl_limits, t) OVER (PARTITION BY l) AS d
+		FROM (VALUES ('1/1s', '$rows[1]'::timestamptz), ('2/1s', '$rows[0]'::timestamptz), ('1/1s', '$rows[1]')) v(l, t)) s})->{state},
+	'00000', 'another partition may have other limits and earlier times, and a time may repeat');
+
+#
+# What it costs
+#
+
+# A million rows of 1,000 partitions, and one partition in its order.
+$node->safe_psql('postgres', q{
+	CREATE UNLOGGED TABLE million AS
+		SELECT g AS id, g % 1000 AS k, '2024-01-01'::timestamptz + g * interval '10 ms' AS at
+		FROM generate_series(1, 1000000) g;
+	CREATE INDEX ON million (at);
+	VACUUM ANALYZE million;
+	CREATE FUNCTION memory() RETURNS bigint LANGUAGE sql VOLATILE AS
+		'SELECT sum(total_bytes)::bigint FROM pg_backend_memory_contexts';
+});
+
+# Runs a query; returns its execution time in ms and of each node of its plan,
+# from the top, the type and the blocks that it and what is below it wrote to
+# temporary files.
+sub explained
+{
+	my ($settings, $query) = @_;
+	my $plan = decode_json($node->safe_psql('postgres',
+		"$settings; EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, FORMAT JSON) $query"))->[0];
+	my %run = (ms => $plan->{'Execution Time'}, nodes => [], written => []);
+
+	for (my $at = $plan->{Plan}; $at; $at = $at->{Plans}[0])
+	{
+		push @{ $run{nodes} }, $at->{'Node Type'};
+		push @{ $run{written} }, $at->{'Temp Written Blocks'};
+	}
+	return \%run;
+}
+
+my $window = 'OVER (PARTITION BY k ORDER BY at)';
+my %query = (
+	rl_simulate => "SELECT rl_simulate('sliding_log 5/10s, 1000/1d', at) $window FROM million",
+	count => "SELECT count(*) $window FROM million");
+
+my %best;
+foreach my $round (1 .. 3)
+{
+	foreach my $name (sort keys %query)
+	{
+		my $run = explained(q{SET work_mem = '256MB'}, $query{$name});
+
+		is_deeply([ @{ $run->{nodes} }[ 0, 1 ], @{ $run->{written} }[ 0, 1 ] ], [ 'WindowAgg', 'Sort', 0, 0 ],
+			"$name: a million rows, sorted in memory, write no temporary file");
+		$best{$name} = min($run->{ms}, $best{$name} || $run->{ms});
+	}
+}
+note sprintf 'a million rows in 1,000 partitions: rl_simulate %.0f ms, count(*) %.0f ms, ratio %.2f',
+  $best{rl_simulate}, $best{count}, $best{rl_simulate} / $best{count};
+cmp_ok($best{rl_simulate}, '<=', 2 * $best{count}, 'and take at most twice as long as count(*)');
+
+foreach my $name (sort keys %query)
+{
+	my $run = explained(q{SET work_mem = '8MB'}, $query{$name});
+
+	cmp_ok($run->{written}[1], '>', 0, "$name: a larger sort writes a temporary file");
+	is($run->{written}[0], $run->{written}[1], "$name: and the window adds nothing");
+}
+
+# Without the mark, all of a partition would be kept.
+my $ordered = q{SET work_mem = '64kB'; SET enable_seqscan = off; SET enable_sort = off};
+my $run = explained($ordered, q{SELECT rl_simulate('sliding_log 5/10s, 1000/1d', at) OVER (ORDER BY at) FROM million});
+is_deeply([ $run->{nodes}[0], $run->{written}[0] ], [ 'WindowAgg', 0 ], 'a million rows in one partition write no temporary file');
+$run = explained($ordered, q{SELECT count(*) OVER () FROM million});
+cmp_ok($run->{written}[0], '>', 0, 'as one does that keeps them');
+
+# 100,000 partitions, of which each needs some kB while it lasts.
+my @memory = split /\n/, $node->safe_psql('postgres', q{
+	SET work_mem = '256MB';
+	SELECT memory() FROM (SELECT id,
+			rl_simulate('sliding_window 5/1h, sliding_log 100/1h, sliding_window 100/1d', at) OVER (PARTITION BY id / 10 ORDER BY at) AS d
+		FROM million) s
+	WHERE id % 50000 = 0 AND (d).capacity > 0});
+is(scalar @memory, 20, 'memory was looked at all along');
+cmp_ok(max(@memory) - $memory[0], '<', 500_000, 'memory does not grow with partitions: ' . join(' ', @memory[ 0, -1 ]));
+
+done_testing();

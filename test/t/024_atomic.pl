@@ -1,0 +1,239 @@
+# All limits or none, also between eight clients; and no span of a log's period
+# ever holds more than its capacity.
+#
+# RATELIMIT_SEED repeats the steps of a run.
+use strict;
+use warnings FATAL => 'all';
+
+use Engines;
+use IPC::Run;
+use List::Util qw(max min sum0);
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisMonitor;
+use RedisServer;
+use Test::More;
+
+my $seed = seed();
+my $redis = RedisServer->new->start;
+my $node = new_node($redis, 'ratelimit.command_timeout = 10s', 'ratelimit.connect_timeout = 10s');
+my $session = session($node);
+my $engine = c_engine($node);
+my $scripts = PostgreSQL::Test::Utils::tempdir;
+redis_engine($node);
+
+# Eight clients that run a script.
+sub clients
+{
+	my ($name, $sql, @options) = @_;
+	my ($out, $err) = ('', '');
+
+	append_to_file("$scripts/$name.sql", $sql);
+	my $ok = IPC::Run::run([ $node->installed_command('pgbench'), '-n', '-c', 8, '-j', 2,
+			'-f', "$scripts/$name.sql", @options, $node->connstr('postgres') ],
+		'>', \$out, '2>', \$err);
+	ok($ok, "$name: no client failed") or diag $err;
+	return;
+}
+
+# All that Redis has of a key, as it stands there.
+sub kept
+{
+	my ($name) = @_;
+	my %kept = map { $_ => $redis->cli('DUMP', $_) }
+	  grep { index($_, "{$name}") >= 0 } @{ $redis->cli('KEYS', '*') };
+
+	return \%kept;
+}
+
+#
+# A refusal leaves limits as they were
+#
+
+# Each act with a look before and after it, in virtual time.
+my @steps;
+foreach my $n (1 .. 120)
+{
+	my @tags;
+	@tags = random_tags() until @tags > 1;
+	my @limits = map { random_limit($_) } @tags;
+	my ($now, $answer) = (10**9 + below(3 * 10**9) * 1_000_000);
+
+	foreach (1 .. 25)
+	{
+		my $l = pick(@limits);
+		my %act = (key => "atomic:$n", limits => \@limits, form => pick(qw(each each check wait)),
+			argument => chance(60) ? 1 : 1 + below(min(2**40, $l->{capacity})));
+
+		$now += defined $answer && defined $answer->[0][3] && chance(30) ? $answer->[0][3] - below(2)
+		  : chance(50) ? 0 : below(2 + int($l->{period} / $l->{capacity}));
+		last if $now > 4_000_000_000_000_000;
+		foreach my $step ({ %act, form => 'peek', argument => 0 }, \%act, { %act, form => 'peek', argument => 0 })
+		{
+			push @steps, { %$step, now => $now };
+			my $got = c_step($engine, $steps[-1]);
+
+			$answer = $got if $step == \%act;
+		}
+	}
+}
+my $answers = redis_steps($node, @steps);
+my %seen = (allowed => 0, refused => 0, untouched => 0);
+my @wrong;
+for (my $i = 0; $i < @steps; $i += 3)
+{
+	my ($before, $act, $after) = @$answers[ $i .. $i + 2 ];
+	my ($any) = values %$act;
+	my $refused = grep { !$_->[0] } values %$act;
+	my $step = $steps[ $i + 1 ];
+	my $new_ban = $after->{1}[5] eq 'ban' && $before->{1}[5] ne 'ban';
+
+	$seen{ $refused ? 'refused' : 'allowed' }++;
+	foreach my $n (1 .. @{ $step->{limits} })
+	{
+		my $limit = $step->{limits}[ $n - 1 ];
+		my $same = decision_text($before->{$n}) eq decision_text($after->{$n});
+
+		next if $new_ban;
+		if (!$refused)
+		{
+			push @wrong, "$i: $limit->{text} was not charged" if $same && $limit->{algorithm} ne 'throttle';
+		}
+		elsif ($step->{form} eq 'wait' || (!$limit->{count_denied} && !$limit->{ban}))
+		{
+			$seen{untouched}++;
+			push @wrong, "$i: $limit->{text} was touched: " . decision_text($before->{$n}) . ' to ' . decision_text($after->{$n})
+			  unless $same;
+		}
+	}
+}
+is_deeply([ @wrong[ 0 .. min(4, $#wrong) ] ], [], 'a refused call leaves every limit without count_denied or ban untouched');
+cmp_ok($seen{$_}, '>', 300, "$_: $seen{$_}") foreach sort keys %seen;
+
+# Down to the last byte and expiry, in real time.
+foreach my $limits ('1/1h, token_bucket 5/1h, sliding_log 5/1h, sliding_window 5/1h, fixed_window 5/1h from_first, fixed_window 5/1d',
+	'fixed_window 1/1h from_first, 5/1h, sliding_log 5/1h, sliding_log 5/2h', 'sliding_log 1/1h, sliding_log 3/2h, 4/1h',
+	'sliding_window 1/1h, token_bucket 3/1h, 9/1h', 'token_bucket 1/1h, fixed_window 9/1h, sliding_log 2/1h')
+{
+	my $key = "byte " . length $limits;
+
+	is($session->ask("SELECT rl_allow('$key', '$limits')"), 't', "$limits: one is allowed");
+	my $before = kept($key);
+	my $monitor = RedisMonitor->new($redis);
+	is($session->ask("SELECT bool_or(rl_allow('$key', '$limits', 1 + g % 2)) FROM generate_series(1, 10) g"), 'f', 'ten more are refused');
+	my %ran = map { uc $_->[0] => 1 } $monitor->commands;
+	is_deeply([ grep { /SET|ADD|REM|DEL|POP|EXPIRE/ } sort keys %ran ], [], 'and write nothing');
+	is_deeply(kept($key), $before, 'so that all is as before');
+}
+
+# Eight clients, subsets of five limits: what a limit has lost is what calls
+# took that were allowed.
+$session->ask(q{
+	CREATE TABLE five (i int, rule text, capacity int);
+	INSERT INTO five VALUES (1, 'fixed_window 150/3650d', 150), (2, 'sliding_log 200/3650d', 200),
+		(3, 'token_bucket 250/3650d', 250), (4, 'sliding_window 300/3650d step 73d', 300), (5, '400/3650d burst 350', 350);
+	CREATE UNLOGGED TABLE act (phase int, used int[], quota int, allowed boolean);
+	CREATE FUNCTION act(phase int, needed int) RETURNS void LANGUAGE plpgsql AS $$
+	DECLARE
+		used int[];
+		limits text;
+		quota int := 1 + random() * 2;
+	BEGIN
+		SELECT array_agg(i), string_agg(rule, ', ') INTO used, limits
+			FROM (SELECT * FROM five WHERE random() < 0.5 OR i = needed ORDER BY random()) s;
+		IF used IS NOT NULL THEN
+			INSERT INTO act VALUES (phase, used, quota, rl_allow('shared', limits, quota));
+		END IF;
+	END $$;
+});
+clients('subsets', 'SELECT act(1, 0);', '-t', 150);
+note 'calls of subsets: ', $session->ask(q{SELECT count(*) || ', allowed ' || count(*) FILTER (WHERE allowed) FROM act});
+is($session->ask(q{SELECT count(*) FILTER (WHERE allowed) > 50, count(*) FILTER (WHERE NOT allowed) > 100 FROM act}), 't|t', 'many were allowed and refused');
+my $balance = q{
+	SELECT count(*), sum(abs(f.capacity - p.remaining - taken))
+	FROM (SELECT five.*, coalesce(sum(quota), 0) AS taken FROM five LEFT JOIN act ON allowed AND i = ANY (used) GROUP BY 1, 2, 3) f,
+		LATERAL rl_peek('shared', f.rule, 0) p};
+is($session->ask($balance), '5|0', 'each limit lacks what was allowed');
+
+# With the first limit used up all is refused that needs it, and none of the
+# others notices.
+$session->ask(q{INSERT INTO act SELECT 2, '{1}', remaining, rl_allow('shared', 'fixed_window 150/3650d', remaining)
+	FROM rl_peek('shared', 'fixed_window 150/3650d', 0) WHERE remaining > 0});
+my $before = kept('shared');
+is(scalar keys %$before, 2, 'a hash and a log');
+clients('refused', 'SELECT act(3, 1);', '-t', 150);
+is($session->ask('SELECT count(*), bool_or(allowed) FROM act WHERE phase = 3'), '1200|f', 'eight clients are refused');
+is_deeply(kept('shared'), $before, 'and leave every limit as it was');
+is($session->ask($balance), '5|0', 'which is what was allowed');
+
+#
+# A log and eight clients
+#
+
+my ($capacity, $period) = (60, 200_000);
+$session->ask(qq{
+	CREATE UNLOGGED TABLE logged (began bigint, ended bigint, quota int, allowed boolean);
+	CREATE FUNCTION us() RETURNS bigint LANGUAGE sql VOLATILE AS
+		'SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint';
+	CREATE FUNCTION act_logged() RETURNS void LANGUAGE plpgsql AS \$\$
+	DECLARE
+		began bigint := us();
+		quota int := 1 + random() * 2;
+		allowed boolean := rl_allow('log', 'sliding_log $capacity/${period}us', quota);
+	BEGIN
+		INSERT INTO logged VALUES (began, us(), quota, allowed);
+	END \$\$;
+});
+my $monitor = RedisMonitor->new($redis);
+clients('log', 'SELECT act_logged();', '-T', 4);
+my @entries = sort { $a->[0] <=> $b->[0] } map { [ $_->[2], $_->[3] =~ /^\d+:(\d+)$/ ] }
+  grep { uc $_->[0] eq 'ZADD' && $_->[1] eq "rl:{log}:log:$period" } $monitor->commands;
+my @logged = map { [ split /\|/ ] } split /\n/,
+  $node->safe_psql('postgres', 'SELECT began, ended, quota FROM logged WHERE allowed ORDER BY began');
+my ($calls, $span) = split /\|/, $session->ask('SELECT count(*), max(ended) - min(began) FROM logged');
+note "$calls calls in $span us, ", scalar @logged, ' allowed';
+cmp_ok($calls, '>', 5 * @logged, 'much more was asked for than allowed');
+is(scalar @entries, scalar @logged, 'the log got an entry for each that was allowed');
+is(sum0(map { $_->[1] } @entries), sum0(map { $_->[2] } @logged), 'of its quota');
+
+# By Redis's time: every span of a period that begins or ends with an action.
+my ($most, $sum, $from) = (0, 0, 0);
+foreach my $entry (@entries)
+{
+	$sum += $entry->[1];
+	$sum -= $entries[ $from++ ][1] while $entries[$from][0] <= $entry->[0] - $period;
+	$most = max($most, $sum);
+}
+is($most, $capacity, 'no span of a period has more than the capacity, and one has it');
+my $total = sum0(map { $_->[1] } @entries);
+cmp_ok($total, '>=', 0.8 * $capacity * $span / $period, "what the limit gives is taken: $total");
+
+# By the clients' time: what was sent after a span's start and answered before
+# its end.
+$most = 0;
+foreach my $i (0 .. $#logged)
+{
+	my $end = $logged[$i][0] + $period;
+	my $sum = 0;
+
+	for (my $j = $i; $j < @logged && $logged[$j][0] < $end; $j++)
+	{
+		$sum += $logged[$j][2] if $logged[$j][1] < $end;
+	}
+	$most = max($most, $sum);
+}
+cmp_ok($most, '<=', $capacity, "nor has one by the clients' clock: $most");
+cmp_ok($most, '>', $capacity / 2, 'which sees most of it');
+
+# What is left in Redis is the newest of them.
+my @left = @{ $redis->cli('ZRANGE', "rl:{log}:log:$period", 0, -1, 'WITHSCORES') };
+if (@left)
+{
+	my @times = map { $left[ 2 * $_ + 1 ] } 0 .. @left / 2 - 1;
+
+	is_deeply(\@times, [ map { $_->[0] } @entries[ -@times .. -1 ] ], 'the log holds the newest entries');
+	cmp_ok($times[-1] - $times[0], '<', $period, 'of one period');
+}
+
+done_testing();

@@ -1,0 +1,215 @@
+# What Redis keeps of each algorithm, and how long: each key always has a time to
+# live, long enough for all that is in it and not much longer.
+#
+# RATELIMIT_SEED repeats a run.
+use strict;
+use warnings FATAL => 'all';
+
+use Engines;
+use List::Util qw(max min shuffle);
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+
+my $seed = seed();
+my $redis = RedisServer->new->start;
+my $node = new_node($redis, 'ratelimit.command_timeout = 10s', 'ratelimit.connect_timeout = 10s');
+my $session = session($node);
+
+# The keys of Redis that belong to a key.
+sub kept
+{
+	my ($name) = @_;
+	return [ sort grep { index($_, "{$name}") >= 0 } @{ $redis->cli('KEYS', '*') } ];
+}
+
+#
+# Random steps
+#
+
+my @limits = map { limit(%$_) } (
+	{ algorithm => 'throttle', count => 10, period => 1_000_000 },
+	{ algorithm => 'throttle', count => 100, period => 60_000_000, capacity => 500, ban => 700_000, ban_after => 2 },
+	{ algorithm => 'throttle', count => 1, period => 300_000, capacity => 4, ban => 5_000_000, ban_after => 3 },
+	{ algorithm => 'token_bucket', count => 3, period => 50_000, capacity => 10 },
+	{ algorithm => 'token_bucket', count => 2, period => 3_600_000_000, capacity => 5, ban => 5_000, ban_after => 1 },
+	{ algorithm => 'fixed_window', capacity => 5, period => 20_000, from_first => 1, count_denied => 1 },
+	{ algorithm => 'fixed_window', capacity => 50, period => 86_400_000_000 },
+	{ algorithm => 'sliding_window', capacity => 5, period => 10_000, step => 100, count_denied => 1 },
+	{ algorithm => 'sliding_window', capacity => 12, period => 7_200_000_000, step => 120_000_000, ban => 90_000_000, ban_after => 8 },
+	{ algorithm => 'sliding_log', capacity => 6, period => 30_000, count_denied => 1 },
+	{ algorithm => 'sliding_log', capacity => 4, period => 600_000_000 },
+	{ algorithm => 'sliding_log', capacity => 4, period => 1 });
+my %refill = map { ($_->{period} => $_->{count}) } grep { $_->{algorithm} eq 'token_bucket' } @limits;
+
+# Until when a field is of use, in microseconds.
+sub useful_until
+{
+	my ($field, $value, $last) = @_;
+	use integer;
+
+	return $value if $field eq 'ban';
+	return (split / /, $value)[0] + $1 if $field =~ /^[a-z_]+:(\d+)(?::first|:\d+)?:refused$/;
+	return $value / 1000 if $field =~ /^throttle:\d+$/;
+	if ($field =~ /^token_bucket:(\d+)$/)
+	{
+		my ($anchor, $missing) = split / /, $value;
+		return $anchor + ($missing + $refill{$1} - 1) / $refill{$1} * $1;
+	}
+	return (split / /, $value)[0] + $1 if $field =~ /^fixed_window:(\d+)(?::first)?$/;
+	if ($field =~ /^sliding_window:(\d+):(\d+)$/)
+	{
+		my ($period, $step) = ($1, $2);
+		return $value =~ /^\d+ (\d+):/ ? ($1 + 1) * $step + $period : 0;
+	}
+	return $last->{$1} + $1 if $field =~ /^sliding_log:(\d+)$/;
+	die "unknown field $field";
+}
+
+# What is wrong with a key's contents and times to live, if these limits must be
+# there.  Until when things may live at most is kept in bound, in milliseconds
+# of real time.
+sub kept_wrong
+{
+	my ($hash, $bound, $virtual, @expected) = @_;
+	my @wrong;
+
+	# In one script, so that all belongs together; the time last, or what passes
+	# in between would be missing from the times to live.
+	my ($ttl, $fields, $time, @logs) = @{ $redis->cli('EVAL', q{
+		local answer = {redis.call('PTTL', KEYS[1]), redis.call('HGETALL', KEYS[1])}
+		for i, log in ipairs(ARGV) do
+			answer[i + 3] = {log, redis.call('PTTL', KEYS[1] .. ':log:' .. log),
+				redis.call('ZRANGE', KEYS[1] .. ':log:' .. log, 0, -1, 'WITHSCORES')}
+		end
+		answer[3] = redis.call('TIME')
+		return answer}, 1, $hash, map { $_->{period} } grep { $_->{algorithm} eq 'sliding_log' } @limits) };
+	my $real = $time->[0] * 1000 + $time->[1] / 1000;
+	my $now = $virtual || $time->[0] * 1_000_000 + $time->[1];
+	my %state = @$fields;
+	my %last = map { $_->[0] => $_->[2][-1] || 0 } @logs;
+	foreach my $limit (@expected)
+	{
+		my $tag = join ':', @$limit{qw(algorithm period)}, $limit->{step} || (), $limit->{from_first} ? 'first' : ();
+
+		push @wrong, "$hash has no $tag" unless exists $state{$tag};
+		push @wrong, "$hash has no log for $tag" if $limit->{algorithm} eq 'sliding_log' && !$last{ $limit->{period} };
+	}
+	my $judge = sub {
+		my ($key, $ttl, $until) = @_;
+		my $need = ($until - $now) / 1000;
+
+		# Virtual time makes it an hour at least, and then passes faster.
+		$need = max($need, 3_600_000) if $virtual;
+		$bound->{$key} = max($bound->{$key} || 0, $real + $need);
+		my $most = $bound->{$key} - $real + 1000;
+		push @wrong, "$key lives for ever" if $ttl == -1;
+		push @wrong, "$key lives $ttl ms, and is of use for $need" if $ttl < $need - ($virtual ? 120_000 : 0.6);
+		push @wrong, "$key lives $ttl ms, and was of use for $most at most" if $ttl > $most;
+	};
+
+	$judge->($hash, $ttl, max(map { useful_until($_, $state{$_}, \%last) } keys %state)) if %state;
+	foreach my $log (@logs)
+	{
+		my ($period, $ttl, $entries) = @$log;
+		my ($end, $time);
+
+		# Each entry says how much there was before it.
+		$judge->("$hash:log:$period", $ttl, $last{$period} + $period) if @$entries;
+		for (my $i = 0; $i < @$entries; $i += 2)
+		{
+			my ($entry_before, $quota) = $entries->[$i] =~ /^(\d{16}):([1-9]\d*)$/;
+
+			push @wrong, "$hash:log:$period has the entry $entries->[$i]"
+			  if !defined $quota || (defined $end && ($entry_before != $end || $entries->[ $i + 1 ] < $time));
+			($end, $time) = (($entry_before || 0) + ($quota || 0), $entries->[ $i + 1 ]);
+		}
+	}
+
+	# The sum, the newest counter, then the others from the oldest on; one for a
+	# sub-window, and none that is empty.
+	foreach my $field (grep { /^sliding_window:\d+:\d+$/ } keys %state)
+	{
+		my ($used, $newest, @others) = split / /, $state{$field};
+		my ($last, $sum) = (-1, 0);
+
+		foreach my $counter (@others, $newest)
+		{
+			push @wrong, "$hash has the counters $state{$field}"
+			  unless $counter =~ /^(\d+):([1-9]\d*)$/ && $1 > $last;
+			($last, $sum) = ($1, $sum + $2);
+		}
+		push @wrong, "$hash has the sum of $state{$field}" if $used != $sum;
+	}
+	return @wrong;
+}
+
+foreach my $virtual (0, 1)
+{
+	my $now = 1_800_000_000_000_000;
+	my (%bound, @wrong, %fields);
+
+	foreach my $n (1 .. 2000)
+	{
+		# Half of the keys have one limit, so that nothing else keeps them alive.
+		my $i = below(2 * @limits);
+		my $key = ($virtual ? 'virtual:' : 'real:') . $i;
+		my @some = $i < @limits ? $limits[$i] : (shuffle(@limits[ $i - @limits, $i - @limits - 1, $i - @limits - 4 ]))[ 0 .. below(3) ];
+		my $form = pick(qw(check check check check refund peek reset ban));
+		my $quota = 1 + below(4);
+		my $limits = limits_text(@some);
+		my $sql = $form eq 'check' || $form eq 'peek' ? "SELECT * FROM rl_$form('$key', '$limits', $quota)"
+		  : $form eq 'refund' ? "SELECT rl_refund('$key', '$limits', $quota)"
+		  : $form eq 'reset' ? (chance(90) ? 'SELECT 1' : "SELECT rl_reset('$key', '$limits')")
+		  : chance(80) ? 'SELECT 1' : "SELECT rl_ban('$key', " . 0.001 * $n . ')';
+
+		if ($virtual)
+		{
+			$now += below(100_000_000) if chance(20);
+			$sql = "SET ratelimit.debug_now = '$now'; $sql";
+		}
+		my $got = $session->ask($sql);
+
+		# What was charged is there, if it lasts at least until it is looked at.
+		my @expected = $form eq 'check' && $got =~ /^t/ ? grep { $virtual || $_->{period} > 90_000_000 } @some : ();
+		push @wrong, "$sql: " . $session->error if $session->error;
+		push @wrong, map { "after $sql: $_" } kept_wrong("rl:{$key}", \%bound, $virtual && $now, @expected);
+		$fields{ s/:\d+//gr }++ foreach @{ $redis->cli('HKEYS', "rl:{$key}") };
+	}
+	is_deeply([ @wrong[ 0 .. min(4, $#wrong) ] ], [], ($virtual ? 'virtual' : 'real') . ' time: each key lives as long as it is of use, and hardly longer')
+	  or diag "repeat with RATELIMIT_SEED=$seed";
+	note join ', ', map { "$_ $fields{$_}" } sort keys %fields;
+	cmp_ok($fields{$_} || 0, '>', 10, "among them $_")
+	  foreach qw(throttle token_bucket fixed_window fixed_window:first sliding_window sliding_log ban throttle:refused sliding_window:refused);
+	$session->ask('RESET ratelimit.debug_now');
+}
+
+#
+# A time to live that was lost
+#
+
+foreach my $limits ('1/10s', 'token_bucket 1/10s', 'fixed_window 1/10s', 'sliding_window 1/10s', 'sliding_log 1/10s', '1/10s, sliding_log 1/20s')
+{
+	is($session->ask("SELECT rl_allow('$limits', 'sliding_window 9/2h')"), 't', "$limits: a long-lived state");
+	$redis->cli('PERSIST', "rl:{$limits}");
+	is($session->ask("SELECT rl_allow('$limits', '$limits')"), 't', 'and a short-lived one');
+	cmp_ok($redis->cli('PTTL', "rl:{$limits}"), '>=', 7_200_000, 'live as long as the former');
+}
+
+#
+# Forgetting
+#
+
+my $all = 'sliding_log 1/1h, sliding_log 1/2h ban 1h after 9, sliding_window 1/1h, 1/1h';
+$session->ask("SELECT rl_check('gone', '$all'), rl_check('gone', '$all')");
+is($session->ask(q{SELECT rl_reset('gone', 'sliding_log 9/2h, 5/1h')}), 't', 'limits are forgotten');
+is_deeply(kept('gone'), [ 'rl:{gone}', 'rl:{gone}:log:3600000000' ], 'with their logs');
+is_deeply([ sort @{ $redis->cli('HKEYS', 'rl:{gone}') } ], [ 'sliding_log:3600000000', 'sliding_window:3600000000:60000000' ], 'and their refusals, and no others');
+is($session->ask(q{SELECT rl_reset('gone', 'sliding_log 9/2h, 5/1h')}), 'f', 'once');
+is($session->ask(q{SELECT rl_reset('gone')}), 't', 'a key is forgotten');
+is_deeply(kept('gone'), [], 'with its logs');
+is($session->ask(q{SELECT rl_reset('gone')}), 'f', 'once');
+
+done_testing();

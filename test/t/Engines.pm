@@ -1,0 +1,354 @@
+# Limits and acts on both engines: on C's by test/engine.c, a step at a time,
+# and on Redis's through SQL, a batch at a time in virtual time.
+#
+# A limit is a hash: algorithm, capacity, count, period, and if it has them
+# step, from_first, count_denied, ban, ban_after.  A step is a hash too: form,
+# key, now, argument (the quota, or a ban's length) and limits.  Durations are
+# in microseconds.  An answer is the combined decision and then each limit's;
+# a decision is [allowed, capacity, remaining, retry_after, reset_after,
+# source], with a retry_after of undef as SQL has it; of C's engine comes after
+# them the wait, which a limit can have that would have allowed a refused
+# action: -1 if no wait will help, else 0 or more.
+package Engines;
+
+use strict;
+use warnings FATAL => 'all';
+
+use Exporter 'import';
+use FindBin;
+use IPC::Open2;
+use IPC::Run;
+use List::Util qw(max min);
+use PostgreSQL::Test::Utils;
+
+our @EXPORT = qw(MAX_PERIOD seed below log_uniform chance pick limit limits_text random_tags random_limit
+	decision_text c_engine c_step redis_engine redis_steps);
+
+# Ten years.
+use constant MAX_PERIOD => 315_576_000_000_000;
+
+# From here on random numbers repeat with RATELIMIT_SEED.
+sub seed
+{
+	my $seed = $ENV{RATELIMIT_SEED} || int(rand(2**31));
+
+	srand($seed);
+	Test::More::note("RATELIMIT_SEED=$seed");
+	return $seed;
+}
+
+# A whole number from 0 to n - 1; log_uniform: from 1 to n, small ones as
+# likely as large ones.
+sub below { my ($n) = @_; return $n < 2 ? 0 : int(rand($n)); }
+sub log_uniform { my ($n) = @_; return 1 + int(exp(rand(log($n + 1))) - 1); }
+sub chance { my ($percent) = @_; return rand(100) < $percent; }
+sub pick { return $_[ rand @_ ]; }
+
+#
+# Limits
+#
+
+my %algorithm_number = (throttle => 0, token_bucket => 1, fixed_window => 2,
+	sliding_window => 3, sliding_log => 4);
+
+# Derives what the engines want to know.
+sub limit
+{
+	my (%limit) = @_;
+	use integer;
+
+	$limit{capacity} ||= $limit{count};
+	$limit{count} ||= $limit{capacity};
+	$limit{step} = 0 unless $limit{algorithm} eq 'sliding_window';
+	$limit{$_} ||= 0 foreach qw(from_first count_denied ban ban_after);
+	$limit{interval_ns} = $limit{algorithm} eq 'throttle' ? $limit{period} * 1000 / $limit{count} : 0;
+	$limit{numbers} = join ' ', $algorithm_number{ $limit{algorithm} },
+	  @limit{qw(capacity count period interval_ns step from_first count_denied ban ban_after)};
+	$limit{text} = "$limit{algorithm} $limit{count}/$limit{period}us"
+	  . ($limit{capacity} != $limit{count} ? " burst $limit{capacity}" : '')
+	  . ($limit{step} ? " step $limit{step}us" : '')
+	  . ($limit{from_first} ? ' from_first' : '')
+	  . ($limit{count_denied} ? ' count_denied' : '')
+	  . ($limit{ban} ? " ban $limit{ban}us after $limit{ban_after}" : '');
+	$limit{plain} = !$limit{from_first} && !$limit{count_denied} && !$limit{ban};
+	return \%limit;
+}
+
+sub limits_text { return join ', ', map { $_->{text} } @_; }
+
+# What a random limit's state is told apart by, and options of its own.
+my @periods = (1, 7, 1_000, 250_000, 1_000_000, 10_000_000, 12_345_678, 60_000_000,
+	3_600_000_000, 86_400_000_000, 2_592_000_000_000, MAX_PERIOD);
+
+sub random_tag
+{
+	my ($algorithm, $period) = @_;
+	my %tag = (algorithm => $algorithm, period => $period);
+
+	$tag{step} = $period / pick(grep { $period % $_ == 0 } 1, 2, 3, 4, 5, 6, 7, 10, 60, 100)
+	  if $algorithm eq 'sliding_window';
+	$tag{from_first} = 1 if $algorithm eq 'fixed_window' && chance(50);
+	$tag{count_denied} = 1 if $algorithm =~ /window|log/ && chance(30);
+	if (chance(20))
+	{
+		$tag{ban} = min(MAX_PERIOD, chance(20) ? log_uniform(MAX_PERIOD) : 1 + below(2 * $period));
+		$tag{ban_after} = 1 + below(4);
+	}
+	return \%tag;
+}
+
+sub same_tag
+{
+	my ($a, $b) = @_;
+	return join('|', map { $_ || 0 } @$a{qw(algorithm period step from_first)}) eq
+	  join('|', map { $_ || 0 } @$b{qw(algorithm period step from_first)});
+}
+
+# One to eight tags that can stand together, many with the wanted algorithm.
+sub random_tags
+{
+	my ($wanted) = @_;
+	my $n = chance(62) ? 1 : chance(70) ? 2 : chance(60) ? 3 : 4 + below(5);
+	my $base = pick(@periods);
+	my @tags;
+
+	while (@tags < $n)
+	{
+		my $period = @tags == 0 || chance(25) ? $base
+		  : chance(50) ? min($base * (1 + below(20)), MAX_PERIOD)
+		  :              max(1, int($base / (1 + below(20))));
+		my $tag = random_tag($wanted && chance(40) ? $wanted : pick(keys %algorithm_number), $period);
+
+		push @tags, $tag unless grep { same_tag($_, $tag) } @tags;
+	}
+	return @tags;
+}
+
+# A limit with random numbers for the tag, or some that are near the base's.
+sub random_limit
+{
+	my ($tag, $base) = @_;
+	my $most = $tag->{algorithm} eq 'sliding_log' ? 100_000 : 10**15;
+	my $near = sub { return min($most, max(1, chance(50) ? $_[0] + below(5) - 2 : int($_[0] * (0.3 + rand(1.7))))) };
+
+	while (1)
+	{
+		my %limit = %$tag;
+
+		$limit{capacity} = $base ? $near->($base->{capacity})
+		  : min($most, log_uniform(chance(10) ? $most : 25));
+		$limit{count} = $limit{algorithm} !~ /throttle|token/ ? $limit{capacity}
+		  : $base ? $near->($base->{count}) : log_uniform(chance(10) ? 10**12 : 30);
+
+		# An interval of few nanoseconds, of which each shows.
+		if ($limit{algorithm} eq 'throttle' && ($base ? $base->{interval_ns} < 3000 && chance(50) : chance(25)))
+		{
+			$limit{count} = min(10**15, max(1, int($limit{period} * 1000 / (1 + below(pick(5, 3000))))));
+			$limit{capacity} = log_uniform(10**5);
+		}
+		if ($base && chance(20))
+		{
+			$limit{count_denied} = !$limit{count_denied} if $limit{algorithm} =~ /window|log/;
+			$limit{ban} = 0 if chance(30);
+		}
+		my $limit = limit(%limit);
+
+		# No more than a hundred years to become free.
+		return $limit
+		  if $limit{algorithm} eq 'throttle'
+		  ? $limit->{interval_ns} > 0 && $limit->{capacity} <= 10 * MAX_PERIOD * 1000 / $limit->{interval_ns}
+		  : $limit{algorithm} ne 'token_bucket'
+		  || ($limit->{capacity} / $limit->{count} + 1) * $limit->{period} <= 10 * MAX_PERIOD;
+	}
+}
+
+# A decision for people to read.
+sub decision_text
+{
+	return defined $_[0] ? join ', ', map { defined $_ ? $_ : 'NULL' } @{ $_[0] }[ 0 .. 5 ] : 'none';
+}
+
+#
+# C
+#
+
+# Compiles the engine as the extension was compiled and starts it.
+sub c_engine
+{
+	my ($node) = @_;
+	my $program = PostgreSQL::Test::Utils::tempdir . '/engine';
+	my %flags;
+
+	foreach my $name (qw(cc cppflags cflags includedir-server))
+	{
+		$flags{$name} = $node->config_data("--$name");
+	}
+	my @command = ($flags{cc}, split(' ', "$flags{cppflags} $flags{cflags}"),
+		"-I$flags{'includedir-server'}", '-o', $program,
+		"$FindBin::RealBin/../engine.c", "$FindBin::RealBin/../../src/algorithm.c");
+	my $output = '';
+	IPC::Run::run(\@command, '>', \$output, '2>&1') or die "@command\n$output";
+
+	my $pid = open2(my $from, my $to, $program);
+	return { pid => $pid, from => $from, to => $to };
+}
+
+my %op = (check => 'take', each => 'take', one => 'take', allow => 'take', wait => 'quiet');
+
+# Takes one step, and returns the answer, or undef for what decides nothing.
+sub c_step
+{
+	my ($engine, $step) = @_;
+	my $limits = $step->{limits} || [];
+
+	print { $engine->{to} } join(' ', $op{ $step->{form} } || $step->{form}, $step->{key}, $step->{now},
+		$step->{argument} || 0, scalar @$limits, map { $_->{numbers} } @$limits), "\n";
+	$engine->{to}->flush;
+	my $line = readline $engine->{from};
+	die "the engine ended at: $step->{form} $step->{key} $step->{now}" unless defined $line;
+	return undef if $line eq "done\n";
+	my @words = split ' ', $line;
+	die "the engine says: $line" unless @words == 6 * (@$limits + 1);
+
+	my @answer;
+	while (@words)
+	{
+		my @decision = splice @words, 0, 6;
+
+		$decision[6] = $decision[3];
+		$decision[3] = undef if $decision[0] || $decision[3] == -1;
+		push @answer, \@decision;
+	}
+	return \@answer;
+}
+
+#
+# Redis
+#
+
+# Makes what redis_steps uses.
+sub redis_engine
+{
+	my ($node) = @_;
+
+	$node->safe_psql('postgres', q{
+		CREATE UNLOGGED TABLE step (id int PRIMARY KEY, form text, key text, now text,
+			argument bigint, limits rl_limits, algorithm text, capacity bigint, count bigint,
+			period float8, step float8);
+		CREATE UNLOGGED TABLE answer (id int, n int, allowed boolean, capacity bigint, remaining bigint,
+			retry_after float8, reset_after float8, source text);
+		CREATE FUNCTION take_steps() RETURNS void LANGUAGE plpgsql AS $$
+		DECLARE
+			s step;
+			d rl_decision;
+			done boolean;
+		BEGIN
+			FOR s IN SELECT * FROM step ORDER BY id LOOP
+				PERFORM set_config('ratelimit.debug_now', s.now, true);
+				CASE s.form
+					WHEN 'each' THEN
+						INSERT INTO answer
+							SELECT s.id, e.ordinality, e.allowed, e.capacity, e.remaining, e.retry_after, e.reset_after, e.source
+							FROM rl_check_each(s.key, s.limits, s.argument) WITH ORDINALITY e;
+						CONTINUE;
+					WHEN 'peek' THEN
+						INSERT INTO answer
+							SELECT s.id, p.ordinality, p.allowed, p.capacity, p.remaining, p.retry_after, p.reset_after, p.source
+							FROM rl_peek(s.key, s.limits, s.argument) WITH ORDINALITY p;
+						CONTINUE;
+					WHEN 'check' THEN
+						d := rl_check(s.key, s.limits, s.argument);
+					WHEN 'one' THEN
+						CASE s.algorithm
+							WHEN 'throttle' THEN d := rl_throttle(s.key, s.capacity, s.count, s.period, s.argument);
+							WHEN 'token_bucket' THEN d := rl_token_bucket(s.key, s.capacity, s.count, s.period, s.argument);
+							WHEN 'fixed_window' THEN d := rl_fixed_window(s.key, s.capacity, s.period, s.argument);
+							WHEN 'sliding_window' THEN d := rl_sliding_window(s.key, s.capacity, s.period, s.step, s.argument);
+							WHEN 'sliding_log' THEN d := rl_sliding_log(s.key, s.capacity, s.period, s.argument);
+						END CASE;
+					WHEN 'wait' THEN
+						d := rl_wait(s.key, s.limits, s.argument);
+					WHEN 'allow' THEN
+						done := rl_allow(s.key, s.limits, s.argument);
+						INSERT INTO answer (id, n, allowed) VALUES (s.id, 0, done);
+						CONTINUE;
+					WHEN 'refund' THEN
+						PERFORM rl_refund(s.key, s.limits, s.argument);
+						CONTINUE;
+					WHEN 'ban' THEN
+						PERFORM rl_ban(s.key, s.argument / 1e6::float8);
+						CONTINUE;
+					WHEN 'unban' THEN
+						PERFORM rl_unban(s.key);
+						CONTINUE;
+					WHEN 'reset' THEN
+						IF s.limits IS NULL THEN
+							PERFORM rl_reset(s.key);
+						ELSE
+							PERFORM rl_reset(s.key, s.limits);
+						END IF;
+						CONTINUE;
+				END CASE;
+				INSERT INTO answer
+					VALUES (s.id, 0, d.allowed, d.capacity, d.remaining, d.retry_after, d.reset_after, d.source);
+			END LOOP;
+		END $$;
+	});
+	return;
+}
+
+sub step_line
+{
+	my ($id, $step) = @_;
+	my $limits = $step->{limits} || [];
+	my @one = ('\N') x 5;
+
+	if ($step->{form} eq 'one')
+	{
+		my $limit = $limits->[0];
+
+		@one = (@$limit{qw(algorithm capacity count)}, map { $_ / 1e6 } @$limit{qw(period step)});
+	}
+	return join("\t", $id, @$step{qw(form key now)}, $step->{argument} || 0,
+		@$limits ? limits_text(@$limits) : '\N', @one) . "\n";
+}
+
+# Takes the steps in order, on keys that no earlier call has used, and returns
+# for each the decisions that SQL shows: a hash from 0 (combined), 1, 2, ... to
+# the decision, whose durations are in seconds.  Of rl_allow it is cut short.
+my $prefixes = 0;
+
+sub redis_steps
+{
+	my ($node, @steps) = @_;
+	my $dir = PostgreSQL::Test::Utils::tempdir;
+	my $id = 0;
+	my @answers = map { {} } @steps;
+
+	open my $out, '>', "$dir/steps" or die "$dir/steps: $!";
+	print $out step_line($id++, $_) foreach @steps;
+	close $out or die "$dir/steps: $!";
+	$prefixes++;
+	$node->safe_psql('postgres', qq{
+		SET ratelimit.key_prefix = 'rl$prefixes:';
+		SET ratelimit.command_timeout = '60s';
+		TRUNCATE step, answer;
+		\\copy step FROM '$dir/steps'
+		SELECT take_steps();
+		\\copy (SELECT * FROM answer) TO '$dir/answers'
+	});
+	open my $in, '<', "$dir/answers" or die "$dir/answers: $!";
+	while (my $line = <$in>)
+	{
+		chomp $line;
+		my ($step, $n, @decision) = map { $_ eq '\N' ? undef : $_ } split /\t/, $line;
+
+		$decision[0] = $decision[0] eq 't' ? 1 : 0;
+		$answers[$step]{$n} = \@decision;
+	}
+	close $in;
+	unlink "$dir/steps", "$dir/answers";
+	return \@answers;
+}
+
+1;
