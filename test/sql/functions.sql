@@ -68,3 +68,9 @@ SELECT allowed FROM rl_throttle(repeat('é', 256), 1, 1, 3600);
 -- Twice per call: the trap that README names.
 SELECT (rl_throttle('trap', 100, 1, 3600)).*;
 SELECT * FROM rl_throttle('trap', 100, 1, 3600);
+
+-- A read-only transaction takes quota, and rolling it back gives none back.
+BEGIN READ ONLY;
+SELECT allowed, remaining FROM rl_check('read only', '2/1h, sliding_log 2/1d');
+ROLLBACK;
+SELECT rule, remaining FROM rl_peek('read only', '2/1h, sliding_log 2/1d', 0);
