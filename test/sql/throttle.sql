@@ -92,3 +92,9 @@ SELECT set_config('ratelimit.debug_now', '', false);
 SELECT allowed, capacity, remaining, retry_after, reset_after, source FROM rl_throttle('clock', 15, 30, 60);
 SELECT bool_and((rl_throttle('clock', 15, 30, 60)).allowed) FROM generate_series(1, 14);
 SELECT allowed, remaining, retry_after > 1 AND retry_after < 2 AS nearly_two FROM rl_throttle('clock', 15, 30, 60);
+
+-- Giving back borrows nanoseconds: an interval of 333333 ns less one of 142857 ns.
+SELECT at(0);
+SELECT reset_after FROM rl_throttle('borrow', 3, 3, 0.001);
+SELECT rl_refund('borrow', '7/1ms', 1);
+SELECT remaining FROM rl_peek('borrow', '1000000/1ms burst 190477', 0);	-- 190476 ns are left

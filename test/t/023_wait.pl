@@ -156,7 +156,7 @@ my ($allowed, $refused, $early) = split /\|/, $session->ask(q{
 		count(*) FILTER (WHERE NOT allowed AND extract(epoch FROM ended - began) + retry_after <= 2.5)
 	FROM waited WHERE run = 'queue'});
 is($allowed + $refused, 8, 'all were answered');
-ok($allowed >= 2 && $allowed <= 3, "in 2.5 s $allowed passed");
+ok($allowed >= 2 && $refused >= 3, "in 2.5 s $allowed passed");
 is($early, 0, 'nobody was refused who had time');
 
 #
