@@ -212,4 +212,10 @@ is($session->ask(q{SELECT rl_reset('gone')}), 't', 'a key is forgotten');
 is_deeply(kept('gone'), [], 'with its logs');
 is($session->ask(q{SELECT rl_reset('gone')}), 'f', 'once');
 
+# A refusal that a ban counts is kept for its window, however short the state's own life.
+$session->ask('RESET ratelimit.debug_now');
+is($session->ask(q{SELECT string_agg(rl_allow('counted', '10/100s burst 1 ban 1h after 9')::text, ' ') FROM generate_series(1, 2)}),
+	'true false', 'the second is refused');
+cmp_ok($redis->cli('PTTL', 'rl:{counted}'), '>', 50_000, 'and remembered for the period');
+
 done_testing();
