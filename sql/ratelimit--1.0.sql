@@ -22,7 +22,7 @@ COMMENT ON COLUMN rl_decision.capacity IS 'the binding limit''s size';
 COMMENT ON COLUMN rl_decision.remaining IS 'quota still free now, after this action if it was allowed; NULL when the store could not be asked';
 COMMENT ON COLUMN rl_decision.retry_after IS 'seconds until the same call can succeed if nobody else takes quota; NULL when allowed, when no wait will help, and when the store could not be asked';
 COMMENT ON COLUMN rl_decision.reset_after IS 'seconds until the limit is as if never used; NULL when the store could not be asked';
-COMMENT ON COLUMN rl_decision.source IS 'who decided: redis, ban, fail_open, fail_closed, or local (rl_simulate)';
+COMMENT ON COLUMN rl_decision.source IS 'who decided: redis, local, denial_cache, ban, fail_open, fail_closed, shadow (refused, but let through) or off';
 
 --
 -- The type rl_limits, stored as its canonical text: so output, send,
@@ -294,6 +294,62 @@ CREATE FUNCTION rl_simulate(limits rl_limits, at timestamptz, quota bigint DEFAU
 COMMENT ON FUNCTION rl_simulate(rl_limits, timestamptz, bigint) IS
 	'window function: would this row''s action have been allowed, had the limits been in force for its partition; rows must come in the order of "at"';
 
+--
+-- Operation.  All but rl_status need shared memory: ratelimit in
+-- shared_preload_libraries.
+--
+
+CREATE FUNCTION rl_stat(OUT limits text, OUT allowed bigint, OUT denied bigint, OUT shadow_denied bigint,
+		OUT failed_open bigint, OUT failed_closed bigint, OUT errors bigint,
+		OUT from_cache bigint, OUT from_local bigint, OUT round_trips bigint, OUT redis_time double precision)
+	RETURNS SETOF record
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED ROWS 20;
+COMMENT ON FUNCTION rl_stat() IS
+	'serves the view rl_stat; raises 55000 unless ratelimit is in shared_preload_libraries';
+CREATE VIEW rl_stat AS SELECT * FROM rl_stat();
+COMMENT ON VIEW rl_stat IS 'what became of the actions since rl_stat_reset() or the server''s start, by limits; each action is in one of the columns from allowed to errors';
+COMMENT ON COLUMN rl_stat.limits IS 'the limits; NULL: all those that found no room';
+COMMENT ON COLUMN rl_stat.allowed IS 'actions that were allowed';
+COMMENT ON COLUMN rl_stat.denied IS 'actions that were refused';
+COMMENT ON COLUMN rl_stat.shadow_denied IS 'actions that would have been refused, but ratelimit.mode was shadow';
+COMMENT ON COLUMN rl_stat.failed_open IS 'actions that were allowed because the store failed';
+COMMENT ON COLUMN rl_stat.failed_closed IS 'actions that were refused because the store failed';
+COMMENT ON COLUMN rl_stat.errors IS 'actions that ended in an error: of the store, or a cancel while it was asked';
+COMMENT ON COLUMN rl_stat.from_cache IS 'of all these, decided by the denial cache';
+COMMENT ON COLUMN rl_stat.from_local IS 'of all these, decided by this server''s shared memory';
+COMMENT ON COLUMN rl_stat.round_trips IS 'commands that were sent to Redis for them';
+COMMENT ON COLUMN rl_stat.redis_time IS 'seconds that were spent waiting for Redis, connecting included';
+
+CREATE FUNCTION rl_stat_reset()
+	RETURNS void
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED;
+COMMENT ON FUNCTION rl_stat_reset() IS
+	'sets all counters of rl_stat to zero; raises 55000 unless ratelimit is in shared_preload_libraries';
+
+CREATE FUNCTION rl_denied(OUT key text, OUT limits text, OUT quota bigint, OUT banned boolean,
+		OUT since timestamptz, OUT retry_after double precision)
+	RETURNS SETOF record
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED ROWS 20;
+COMMENT ON FUNCTION rl_denied() IS
+	'serves the view rl_denied; raises 55000 unless ratelimit is in shared_preload_libraries';
+CREATE VIEW rl_denied AS SELECT * FROM rl_denied();
+COMMENT ON VIEW rl_denied IS 'whom this server is refusing now; when there are very many, those that it refuses longest';
+COMMENT ON COLUMN rl_denied.key IS 'the key';
+COMMENT ON COLUMN rl_denied.limits IS 'the limits that refused';
+COMMENT ON COLUMN rl_denied.quota IS 'the quota of the action that was refused last';
+COMMENT ON COLUMN rl_denied.banned IS 'whether that was because of a ban';
+COMMENT ON COLUMN rl_denied.since IS 'the first refusal without a gap';
+COMMENT ON COLUMN rl_denied.retry_after IS 'seconds until the same action can succeed';
+
+CREATE FUNCTION rl_status(OUT store text, OUT mode text, OUT on_error text,
+		OUT redis text, OUT connected boolean, OUT version text, OUT error text,
+		OUT breaker text, OUT breaker_left double precision,
+		OUT local_keys bigint, OUT local_max_keys bigint, OUT stat_since timestamptz)
+	RETURNS record
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_status() IS
+	'how limits are kept, and whether Redis is well: its address, whether this session is connected, the server''s version or the error that asking for it gave, the breaker (closed; open for so many seconds more; half-open: the next call tries; trying), the states in shared memory, and since when rl_stat counts; never raises for a failing Redis';
+
 -- Whoever may call these can fill Redis, and read or use up anyone's quota.
 REVOKE ALL ON FUNCTION rl_throttle(text, bigint, bigint, double precision, bigint),
 	rl_token_bucket(text, bigint, bigint, double precision, bigint),
@@ -312,5 +368,12 @@ REVOKE ALL ON FUNCTION rl_throttle(text, bigint, bigint, double precision, bigin
 	rl_ban(text, double precision),
 	rl_unban(text),
 	rl_enforce(),
-	rl_trigger_rule(oid)
+	rl_trigger_rule(oid),
+	rl_stat(),
+	rl_stat_reset(),
+	rl_denied(),
+	rl_status()
 	FROM PUBLIC;
+
+GRANT EXECUTE ON FUNCTION rl_stat(), rl_denied(), rl_status() TO pg_monitor;
+GRANT SELECT ON rl_stat, rl_denied TO pg_monitor;

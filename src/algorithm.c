@@ -120,7 +120,10 @@ entry_time(const RlLimit *limit, const RlState *state, int64 now)
 	return time;
 }
 
-/* Frees the oldest units of a state with entries. */
+/*
+ * Frees the oldest units of a state with entries.  An entry that goes whole is
+ * left as it is in the ring: whoever drops this state can keep the old one.
+ */
 static void
 free_units(RlState *state, int64 units)
 {
@@ -128,15 +131,15 @@ free_units(RlState *state, int64 units)
 	while (units > 0)
 	{
 		RlEntry    *oldest = entry(state, 0);
-		int64		part = Min(units, oldest->quota);
 
-		oldest->quota -= part;
-		units -= part;
-		if (oldest->quota == 0)
+		if (units < oldest->quota)
 		{
-			state->first = (state->first + 1) % state->size;
-			state->n--;
+			oldest->quota -= units;
+			return;
 		}
+		units -= oldest->quota;
+		state->first = (state->first + 1) % state->size;
+		state->n--;
 	}
 }
 
@@ -220,6 +223,7 @@ take_units(const RlLimit *limit, RlState *state, int64 now, int64 units, int64 f
 {
 	int64		time;
 
+	state->changed = true;
 	if (limit->algorithm == RL_TOKEN_BUCKET || limit->algorithm == RL_FIXED_WINDOW)
 	{
 		state->start = start_if_taken(limit, state, now);
@@ -307,6 +311,7 @@ rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force)
 		{
 			d->allowed = false;
 			d->remaining = 0;
+			d->ban_left = left;
 			d->source = RL_FROM_BAN;
 		}
 	}
@@ -336,16 +341,45 @@ count_refusal(const RlLimit *limit, RlState *state, int64 now, bool commit)
 int
 rl_entries_wanted(const RlLimit *limit, const RlState *state)
 {
-	if (limit->algorithm == RL_SLIDING_WINDOW)
-		return RL_MAX_STEPS + 2;
-	return limit->algorithm == RL_SLIDING_LOG ? state->n + 1 : 0;
+	bool		has_ring = limit->algorithm == RL_SLIDING_WINDOW || limit->algorithm == RL_SLIDING_LOG;
+
+	return has_ring ? state->n + 1 : 0;
+}
+
+/* Copies the entries into a ring of that size, and makes it the state's. */
+void
+rl_move_entries(RlState *state, RlEntry *entries, int size)
+{
+	for (int i = 0; i < state->n; i++)
+		entries[i] = *entry(state, i);
+	state->entries = entries;
+	state->size = size;
+	state->first = 0;
+}
+
+/*
+ * The time from which on a state that is kept is of no use: the limit is as if
+ * never used, and no refusal counts.
+ */
+int64
+rl_state_end(const RlLimit *limit, const RlState *state)
+{
+	int64		end = 0;
+
+	if (limit->algorithm == RL_THROTTLE)
+		end = us_rounded_up(Max(state->start, 0));
+	else if (state->used > 0)
+		end = unit_expiry(limit, state, 0, state->used);
+	if (state->refused > 0)
+		end = Max(end, state->refused_since + limit->period);
+	return end;
 }
 
 /*
  * One action: takes the quota from all the limits, or leaves what traces a
  * refusal leaves, and sets a decision for each limit.  Without commit only
  * decides what would be.  states has one for each limit, with its ring large
- * enough; *banned_until is the key's.
+ * enough and not marked as changed; *banned_until is the key's.
  */
 void
 rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
@@ -366,6 +400,7 @@ rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
 		else
 			d->allowed = states[i].used + quota <= limit->capacity;
 		d->source = RL_FROM_LOCAL;
+		d->ban_left = 0;
 	}
 	allowed = !banned && all_allowed(decisions, limits->n);
 
@@ -395,7 +430,10 @@ rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
 
 				rl_throttle_figures(limit, after, d);
 				if (commit && quota > 0)
+				{
 					state->start = now * NS_PER_US + after;
+					state->changed = true;
+				}
 			}
 			continue;
 		}
@@ -424,7 +462,10 @@ rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
 		rl_apply_ban(decisions, limits->n, ban, false);
 }
 
-/* Gives quota back to each of the limits, never above full. */
+/*
+ * Gives quota back to each of the limits, never above full.  Changes only
+ * states of which some quota is in use.
+ */
 void
 rl_give_back(const RlLimits *limits, RlState *states, int64 now, int64 quota)
 {
@@ -436,12 +477,16 @@ rl_give_back(const RlLimits *limits, RlState *states, int64 now, int64 quota)
 		load(limit, state, now);
 		if (limit->algorithm == RL_THROTTLE)
 		{
-			int64		left = backlog(state, now) - rl_throttle_cost(limit, Min(quota, limit->capacity));
+			int64		left = backlog(state, now);
 
+			state->changed = left > 0;
+			left -= rl_throttle_cost(limit, Min(quota, limit->capacity));
 			/* An empty one is forgotten, also for a clock that is set back. */
 			state->start = left > 0 ? now * NS_PER_US + left : -1;
+			continue;
 		}
-		else if (limit->algorithm == RL_TOKEN_BUCKET || limit->algorithm == RL_FIXED_WINDOW)
+		state->changed = state->used > 0;
+		if (limit->algorithm == RL_TOKEN_BUCKET || limit->algorithm == RL_FIXED_WINDOW)
 			state->used -= Min(quota, state->used);
 		else
 			free_units(state, Min(quota, state->used));

@@ -25,6 +25,8 @@ typedef struct RlState
 	int64		used;			/* not of throttle */
 	int64		refused_since;	/* first refusal that counts for a ban */
 	int64		refused;		/* refusals since then */
+	bool		changed;		/* set when all of it, not only the refusals, is to
+								 * be kept; else only the refusals may be */
 	RlEntry    *entries;
 	int			size;			/* of the ring */
 	int			first;			/* index of the oldest entry */
@@ -34,6 +36,8 @@ typedef struct RlState
 #define RL_NO_STATE {.start = -1}
 
 extern int	rl_entries_wanted(const RlLimit *limit, const RlState *state);
+extern void rl_move_entries(RlState *state, RlEntry *entries, int size);
+extern int64 rl_state_end(const RlLimit *limit, const RlState *state);
 extern void rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
 				   int64 now, int64 quota, bool commit, RlDecision *decisions);
 extern void rl_give_back(const RlLimits *limits, RlState *states, int64 now, int64 quota);

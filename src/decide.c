@@ -1,28 +1,130 @@
 /*
  * decide.c
- *		The SQL functions that ask the store, and what happens when it fails.
+ *		What the limits say to an action: by the denial cache, the store, or
+ *		when that fails by what ratelimit.on_error says; counted, and in shadow
+ *		mode let through.
  */
 #include "postgres.h"
 
-#include <math.h>
-
-#include "funcapi.h"
 #include "mb/pg_wchar.h"
-#include "miscadmin.h"
-#include "storage/latch.h"
-#include "utils/builtins.h"
 #include "utils/timestamp.h"
-#include "utils/wait_event.h"
 
-#include "values.h"
+#include "redis.h"
+#include "shared.h"
+
+/* One action, and how the answer came about. */
+typedef struct Action
+{
+	const RlKey *key;
+	const RlLimits *limits;
+	int64		quota;
+	RlTake		how;
+	RlName		name;			/* only with shared memory, as the next three */
+	uint64		hash;			/* of the limits */
+	int64		asked;
+	uint64		generation;
+	bool		from_local;
+	RlError    *error;			/* why the store failed */
+} Action;
+
+/* The store that the settings name. */
+const RlStore *
+rl_store(void)
+{
+	if (!rl_store_is_local)
+		return &rl_redis_store;
+	rl_require_shared("ratelimit.store = local");
+	return &rl_local_store;
+}
 
 /*
- * Deciding
+ * Beginning and counting
  */
+
+static uint64
+limits_hash(const RlLimits *limits)
+{
+	static RlLimits last;
+	static uint64 hash;
+
+	if (!rl_limits_same(&last, limits))
+	{
+		hash = rl_limits_hash(limits);
+		last = *limits;
+	}
+	return hash;
+}
+
+static Action
+begin(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how, RlError *error)
+{
+	Action		action = {key, limits, quota, how,.error = error};
+
+	if (!rl_limits_supported(limits, error))
+		rl_raise(error);
+	/* Not those of a wait: its attempts are one action. */
+	if (how != RL_TAKE_QUIETLY)
+		rl_redis_usage.round_trips = rl_redis_usage.us = 0;
+	if (rl_on_error == RL_ON_ERROR_LOCAL)
+		rl_require_shared("ratelimit.on_error = local");
+	if (rl_shared_available())
+	{
+		action.name = rl_name(key);
+		action.hash = limits_hash(limits);
+		action.generation = RL_ANY_GENERATION;
+	}
+	return action;
+}
+
+static void
+count(const Action *action, RlOutcome outcome, bool from_cache)
+{
+	rl_stat_count(action->limits, action->hash, outcome, from_cache, action->from_local,
+				  rl_redis_usage.round_trips, rl_redis_usage.us);
+	rl_redis_usage.round_trips = rl_redis_usage.us = 0;
+}
+
+static RlOutcome
+outcome_of(const RlDecision *decision)
+{
+	switch (decision->source)
+	{
+		case RL_FAIL_OPEN:
+			return RL_WAS_FAILED_OPEN;
+		case RL_FAIL_CLOSED:
+			return RL_WAS_FAILED_CLOSED;
+		case RL_SHADOW:
+			return RL_WAS_SHADOW_DENIED;
+		default:
+			return decision->allowed ? RL_WAS_ALLOWED : RL_WAS_DENIED;
+	}
+}
+
+/*
+ * Asking
+ */
+
+/* A decision that no store made. */
+static void
+decide_unasked(const RlLimits *limits, bool allowed, RlSource source, RlDecision *decisions)
+{
+	for (int i = 0; i < limits->n; i++)
+	{
+		RlDecision *d = &decisions[i];
+
+		memset(d, 0, sizeof(*d));
+		d->allowed = allowed;
+		d->capacity = limits->limit[i].capacity;
+		d->remaining = RL_UNKNOWN;
+		d->retry_after = allowed ? 0 : RL_NEVER;
+		d->reset_after = RL_UNKNOWN;
+		d->source = source;
+	}
+}
 
 /* Tells the server's log, once a second at most, what on_error hides. */
 static void
-log_failure(const RlError *error)
+log_failure(const RlError *error, const char *hint)
 {
 	static TimestampTz last = 0;
 	TimestampTz now = GetCurrentTimestamp();
@@ -34,23 +136,135 @@ log_failure(const RlError *error)
 			(errcode(error->sqlstate),
 			 errmsg_internal("%s", error->message),
 			 error->detail[0] ? errdetail_internal("%s", error->detail) : 0,
-			 errhint("Actions are %s without asking Redis, as ratelimit.on_error says.",
-					 rl_on_error == RL_ON_ERROR_ALLOW ? "allowed" : "refused")));
+			 errhint("%s", hint)));
 }
 
-/* Decides for a limit without its store, as on_error says. */
+/* Decides without the store, which has failed. */
 static void
-fail_decision(const RlLimit *limit, RlDecision *decision, const RlError *error)
+fail(Action *action, RlDecision *decisions)
 {
-	if (rl_on_error == RL_ON_ERROR_ERROR)
-		rl_raise(error);
-	log_failure(error);
-	decision->allowed = (rl_on_error == RL_ON_ERROR_ALLOW);
-	decision->capacity = limit->capacity;
-	decision->remaining = RL_UNKNOWN;
-	decision->retry_after = decision->allowed ? 0 : RL_NEVER;
-	decision->reset_after = RL_UNKNOWN;
-	decision->source = decision->allowed ? RL_FAIL_OPEN : RL_FAIL_CLOSED;
+	RlOnError	on_error = rl_on_error;
+
+	if (on_error == RL_ON_ERROR_LOCAL && !rl_store_is_local)
+	{
+		log_failure(action->error, "Actions are decided by this server alone, as ratelimit.on_error says.");
+		action->from_local = true;
+		if (rl_local_store.take(action->key, action->limits, action->quota, action->how,
+								decisions, action->error))
+			return;
+	}
+	/* Who only watches what limits would do must not be stopped by them. */
+	if (rl_mode == RL_MODE_SHADOW)
+		on_error = RL_ON_ERROR_ALLOW;
+	if (on_error == RL_ON_ERROR_ERROR || on_error == RL_ON_ERROR_LOCAL)
+	{
+		count(action, RL_WAS_ERROR, false);
+		rl_raise(action->error);
+	}
+	if (on_error == RL_ON_ERROR_ALLOW)
+		log_failure(action->error, "Actions are allowed unasked, as ratelimit.on_error or ratelimit.mode says.");
+	else
+		log_failure(action->error, "Actions are refused unasked, as ratelimit.on_error says.");
+	action->from_local = false;
+	decide_unasked(action->limits, on_error == RL_ON_ERROR_ALLOW,
+				   on_error == RL_ON_ERROR_ALLOW ? RL_FAIL_OPEN : RL_FAIL_CLOSED, decisions);
+}
+
+/* Asks the store, and sets a decision for each limit in any case. */
+static void
+ask(Action *action, RlDecision *decisions)
+{
+	bool		answered;
+
+	if (rl_store_is_local)
+	{
+		/* What it refuses is not answered from the cache: it is as fast. */
+		action->from_local = true;
+		answered = rl_store()->take(action->key, action->limits, action->quota, action->how,
+									decisions, action->error);
+	}
+	else
+	{
+		if (rl_shared_available())
+		{
+			action->asked = rl_denied_now();
+			action->generation = rl_denied_generation(action->name);
+		}
+		PG_TRY();
+		{
+			answered = rl_redis_store.take(action->key, action->limits, action->quota,
+										   action->how, decisions, action->error);
+		}
+		PG_CATCH();
+		{
+			count(action, RL_WAS_ERROR, false);
+			PG_RE_THROW();
+		}
+		PG_END_TRY();
+	}
+	if (!answered)
+		fail(action, decisions);
+}
+
+/*
+ * Shadow mode
+ */
+
+/* Says in the server's log, once a second at most for each key, what would be. */
+static void
+log_shadow(const Action *action, const RlLimit *limit, const RlDecision *decision)
+{
+	static TimestampTz last = 0;
+	TimestampTz now = GetCurrentTimestamp();
+
+	if (action->quota == 0)
+		return;
+	/* What no wait helps is not noted for others. */
+	if (rl_shared_available() && decision->retry_after != RL_NEVER)
+	{
+		if (!rl_denied_may_log(action->name, action->hash))
+			return;
+	}
+	else if (!TimestampDifferenceExceeds(last, now, 1000))
+		return;
+	last = now;
+	ereport(LOG,
+			(errmsg("rate limit \"%s\" would refuse key \"%s\"", rl_limit_text(limit),
+					pg_any_to_server(pnstrdup(action->key->data, action->key->len),
+									 action->key->len, PG_UTF8)),
+			 errdetail("The action takes %lld.", (long long) action->quota),
+			 errhint("It is let through because ratelimit.mode is \"shadow\".")));
+}
+
+static void
+let_through(RlDecision *decision)
+{
+	decision->allowed = true;
+	decision->source = RL_SHADOW;
+}
+
+/*
+ * Notes a refusal for others to see, and in shadow mode lets the action
+ * through.
+ */
+static void
+refused(Action *action, RlDecision *decision, int binding, bool cache)
+{
+	if (rl_shared_available() && decision->source != RL_FROM_DENIAL_CACHE &&
+		decision->source != RL_FAIL_CLOSED &&
+		(action->how == RL_TAKE || rl_mode == RL_MODE_SHADOW))
+	{
+		if (action->from_local)
+			action->asked = rl_denied_now();
+		rl_denied_note(action->name, action->key, action->limits, action->hash, action->quota,
+					   decision, binding, action->asked, action->generation,
+					   cache && !action->from_local);
+	}
+	if (rl_mode == RL_MODE_SHADOW)
+	{
+		log_shadow(action, &action->limits->limit[binding], decision);
+		let_through(decision);
+	}
 }
 
 /*
@@ -63,14 +277,73 @@ rl_decide(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 		  RlDecision *decision, int *binding, RlError *error)
 {
 	RlDecision	decisions[RL_MAX_LIMITS];
+	Action		action;
+	bool		cache;
 
-	if (rl_store_take(key, limits, quota, how, decisions, error))
+	*binding = 0;
+	if (rl_mode == RL_MODE_OFF)
 	{
-		*decision = rl_combine(decisions, limits->n, binding);
+		decide_unasked(limits, true, RL_OFF, decisions);
+		*decision = decisions[0];
 		return;
 	}
-	*binding = 0;
-	fail_decision(&limits->limit[0], decision, error);
+	action = begin(key, limits, quota, how, error);
+	cache = rl_denial_cache && how == RL_TAKE && !rl_store_is_local && rl_shared_available();
+	if (cache && rl_denied_lookup(action.name, limits, action.hash, quota, decision, binding))
+	{
+		if (rl_mode == RL_MODE_SHADOW)
+			refused(&action, decision, *binding, true);
+		count(&action, outcome_of(decision), true);
+		return;
+	}
+	ask(&action, decisions);
+	*decision = rl_combine(decisions, limits->n, binding);
+	if (!decision->allowed)
+		refused(&action, decision, *binding, cache);
+	/* A refused attempt of a wait is not its end; rl_wait knows. */
+	if (how != RL_TAKE_QUIETLY || decision->allowed)
+		count(&action, outcome_of(decision), false);
+}
+
+/* Counts a wait that ended without quota; decision is its last attempt's. */
+void
+rl_count_wait(const RlLimits *limits, const RlDecision *decision, bool error)
+{
+	Action		action = {.limits = limits};
+
+	if (rl_mode == RL_MODE_OFF)
+		return;
+	action.hash = limits_hash(limits);
+	action.from_local = rl_store_is_local || decision->source == RL_FROM_LOCAL;
+	count(&action, error ? RL_WAS_ERROR : outcome_of(decision), false);
+}
+
+/*
+ * Takes quota if the limits allow it, past the denial cache, and sets a
+ * decision for each limit; otherwise like rl_decide.
+ */
+void
+rl_decide_each(const RlKey *key, const RlLimits *limits, int64 quota, RlDecision *decisions)
+{
+	Action		action;
+	RlDecision	combined;
+	RlError		error;
+	int			binding;
+
+	if (rl_mode == RL_MODE_OFF)
+	{
+		decide_unasked(limits, true, RL_OFF, decisions);
+		return;
+	}
+	action = begin(key, limits, quota, RL_TAKE, &error);
+	ask(&action, decisions);
+	combined = rl_combine(decisions, limits->n, &binding);
+	if (!combined.allowed)
+		refused(&action, &combined, binding, false);
+	for (int i = 0; i < limits->n; i++)
+		if (rl_mode == RL_MODE_SHADOW && !decisions[i].allowed)
+			let_through(&decisions[i]);
+	count(&action, outcome_of(&combined), false);
 }
 
 /*
@@ -99,7 +372,7 @@ rl_raise_refused(const RlKey *key, const RlLimit *limit, int64 quota,
 				 errdetail("The action takes %lld, and the limit never has more than %lld: no wait will help.",
 						   (long long) quota, (long long) limit->capacity),
 				 errhint("Split the action into smaller ones.")));
-	if (decision->source == RL_FROM_BAN)
+	if (decision->ban_left > 0)
 		ereport(ERROR,
 				(errcode(ERRCODE_RATE_LIMITED),
 				 errmsg("key \"%s\" is banned", key_text),
@@ -113,323 +386,4 @@ rl_raise_refused(const RlKey *key, const RlLimit *limit, int64 quota,
 			 errhint("The action takes %lld, and %lld of %lld are free now.",
 					 (long long) quota, (long long) decision->remaining,
 					 (long long) limit->capacity)));
-}
-
-/*
- * SQL functions
- */
-
-/*
- * What the functions of one algorithm have in common: the limit has its
- * algorithm and what the function's own arguments say, the key is argument 0,
- * the capacity 1, and the quota the last.
- */
-static Datum
-decide_one(FunctionCallInfo fcinfo, RlLimit limit, const char *count_name)
-{
-	RlKey		key = rl_key_argument(fcinfo, 0);
-	RlLimits	limits = {.n = 1};
-	int64		quota;
-	RlDecision	decision;
-	int			binding;
-	RlError		error;
-
-	if (!rl_limit_complete(&limit, count_name, &error))
-		rl_raise(&error);
-	quota = rl_quota_argument(fcinfo, PG_NARGS() - 1);
-	limits.limit[0] = limit;
-	rl_decide(&key, &limits, quota, RL_TAKE, &decision, &binding, &error);
-	return rl_decision_row(fcinfo, &decision);
-}
-
-PG_FUNCTION_INFO_V1(rl_throttle);
-Datum
-rl_throttle(PG_FUNCTION_ARGS)
-{
-	RlLimit		limit = {.algorithm = RL_THROTTLE};
-
-	limit.capacity = rl_count_argument(fcinfo, 1, "capacity");
-	limit.count = rl_count_argument(fcinfo, 2, "rate");
-	limit.period = rl_duration_argument(fcinfo, 3, "period");
-	return decide_one(fcinfo, limit, "rate");
-}
-
-PG_FUNCTION_INFO_V1(rl_token_bucket);
-Datum
-rl_token_bucket(PG_FUNCTION_ARGS)
-{
-	RlLimit		limit = {.algorithm = RL_TOKEN_BUCKET};
-
-	limit.capacity = rl_count_argument(fcinfo, 1, "capacity");
-	limit.count = rl_count_argument(fcinfo, 2, "refill");
-	limit.period = rl_duration_argument(fcinfo, 3, "period");
-	return decide_one(fcinfo, limit, "refill");
-}
-
-PG_FUNCTION_INFO_V1(rl_fixed_window);
-Datum
-rl_fixed_window(PG_FUNCTION_ARGS)
-{
-	RlLimit		limit = {.algorithm = RL_FIXED_WINDOW};
-
-	limit.capacity = limit.count = rl_count_argument(fcinfo, 1, "capacity");
-	limit.period = rl_duration_argument(fcinfo, 2, "period");
-	return decide_one(fcinfo, limit, "capacity");
-}
-
-PG_FUNCTION_INFO_V1(rl_sliding_window);
-Datum
-rl_sliding_window(PG_FUNCTION_ARGS)
-{
-	RlLimit		limit = {.algorithm = RL_SLIDING_WINDOW};
-
-	limit.capacity = limit.count = rl_count_argument(fcinfo, 1, "capacity");
-	limit.period = rl_duration_argument(fcinfo, 2, "period");
-	limit.step = rl_duration_argument(fcinfo, 3, "step");
-	return decide_one(fcinfo, limit, "capacity");
-}
-
-PG_FUNCTION_INFO_V1(rl_sliding_log);
-Datum
-rl_sliding_log(PG_FUNCTION_ARGS)
-{
-	RlLimit		limit = {.algorithm = RL_SLIDING_LOG};
-
-	limit.capacity = limit.count = rl_count_argument(fcinfo, 1, "capacity");
-	limit.period = rl_duration_argument(fcinfo, 2, "period");
-	return decide_one(fcinfo, limit, "capacity");
-}
-
-/* What rl_check, rl_allow and rl_enforce have in common. */
-static void
-check(FunctionCallInfo fcinfo, bool enforce, RlDecision *decision)
-{
-	RlKey		key = rl_key_argument(fcinfo, 0);
-	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
-	int64		quota = rl_quota_argument(fcinfo, 2);
-	int			binding;
-	RlError		error;
-
-	rl_decide(&key, limits, quota, RL_TAKE, decision, &binding, &error);
-	if (enforce && !decision->allowed)
-		rl_raise_refused(&key, &limits->limit[binding], quota, decision, &error);
-}
-
-PG_FUNCTION_INFO_V1(rl_check);
-Datum
-rl_check(PG_FUNCTION_ARGS)
-{
-	RlDecision	decision;
-
-	check(fcinfo, false, &decision);
-	return rl_decision_row(fcinfo, &decision);
-}
-
-PG_FUNCTION_INFO_V1(rl_allow);
-Datum
-rl_allow(PG_FUNCTION_ARGS)
-{
-	RlDecision	decision;
-
-	check(fcinfo, false, &decision);
-	PG_RETURN_BOOL(decision.allowed);
-}
-
-PG_FUNCTION_INFO_V1(rl_enforce_check);
-Datum
-rl_enforce_check(PG_FUNCTION_ARGS)
-{
-	RlDecision	decision;
-
-	check(fcinfo, true, &decision);
-	return rl_decision_row(fcinfo, &decision);
-}
-
-/* The most that rl_wait may wait, in microseconds. */
-static int64
-max_wait_argument(FunctionCallInfo fcinfo, int n)
-{
-	double		seconds;
-
-	if (PG_ARGISNULL(n))
-		return PG_INT64_MAX;
-	seconds = PG_GETARG_FLOAT8(n);
-	/* Written so that NaN is refused. */
-	if (!(seconds >= 0))
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("max_wait must not be negative")));
-	return (int64) rint(Min(seconds * RL_SECOND, (double) RL_MAX_SPAN));
-}
-
-/* Sleeps, interruptibly but for the last millisecond. */
-static void
-sleep_for(int64 us)
-{
-	TimestampTz end = GetCurrentTimestamp() + us;
-
-	for (;;)
-	{
-		int64		left = end - GetCurrentTimestamp();
-
-		CHECK_FOR_INTERRUPTS();
-		if (left <= 0)
-			return;
-		if (left < 1000)
-		{
-			pg_usleep(left);
-			continue;
-		}
-		(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT |
-						 (IsUnderPostmaster ? WL_EXIT_ON_PM_DEATH : 0),
-						 Min(left / 1000, 60000), PG_WAIT_EXTENSION);
-		ResetLatch(MyLatch);
-	}
-}
-
-PG_FUNCTION_INFO_V1(rl_wait);
-Datum
-rl_wait(PG_FUNCTION_ARGS)
-{
-	RlKey		key = rl_key_argument(fcinfo, 0);
-	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
-	int64		quota = rl_quota_argument(fcinfo, 2);
-	int64		left = max_wait_argument(fcinfo, 3);
-	RlDecision	decision;
-	int			binding;
-	RlError		error;
-
-	/* Quota is only ever taken when its turn has come: others may be faster. */
-	for (;;)
-	{
-		TimestampTz start = GetCurrentTimestamp();
-
-		rl_decide(&key, limits, quota, RL_TAKE_QUIETLY, &decision, &binding, &error);
-		if (decision.allowed || decision.retry_after == RL_NEVER ||
-			decision.retry_after > left || rl_debug_now[0] != '\0')
-			return rl_decision_row(fcinfo, &decision);
-		sleep_for(decision.retry_after);
-		left -= Max(GetCurrentTimestamp() - start, 0);
-	}
-}
-
-/* Returns a row for each limit: its text and its decision. */
-static void
-return_decisions(FunctionCallInfo fcinfo, const RlLimits *limits, const RlDecision *decisions)
-{
-	ReturnSetInfo *result = (ReturnSetInfo *) fcinfo->resultinfo;
-
-	InitMaterializedSRF(fcinfo, 0);
-	for (int i = 0; i < limits->n; i++)
-	{
-		Datum		values[1 + RL_DECISION_COLUMNS];
-		bool		nulls[1 + RL_DECISION_COLUMNS];
-
-		values[0] = CStringGetTextDatum(rl_limit_text(&limits->limit[i]));
-		nulls[0] = false;
-		rl_decision_values(&decisions[i], values + 1, nulls + 1);
-		tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
-	}
-}
-
-PG_FUNCTION_INFO_V1(rl_check_each);
-Datum
-rl_check_each(PG_FUNCTION_ARGS)
-{
-	RlKey		key = rl_key_argument(fcinfo, 0);
-	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
-	int64		quota = rl_quota_argument(fcinfo, 2);
-	RlDecision	decisions[RL_MAX_LIMITS];
-	RlError		error;
-
-	if (!rl_store_take(&key, limits, quota, RL_TAKE, decisions, &error))
-		for (int i = 0; i < limits->n; i++)
-			fail_decision(&limits->limit[i], &decisions[i], &error);
-	return_decisions(fcinfo, limits, decisions);
-	return (Datum) 0;
-}
-
-PG_FUNCTION_INFO_V1(rl_peek);
-Datum
-rl_peek(PG_FUNCTION_ARGS)
-{
-	RlKey		key = rl_key_argument(fcinfo, 0);
-	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
-	int64		quota = rl_quota_argument(fcinfo, 2);
-	RlDecision	decisions[RL_MAX_LIMITS];
-	RlError		error;
-
-	if (!rl_store_take(&key, limits, quota, RL_PEEK, decisions, &error))
-		rl_raise(&error);
-	return_decisions(fcinfo, limits, decisions);
-	return (Datum) 0;
-}
-
-PG_FUNCTION_INFO_V1(rl_refund);
-Datum
-rl_refund(PG_FUNCTION_ARGS)
-{
-	RlKey		key = rl_key_argument(fcinfo, 0);
-	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
-	int64		quota = rl_quota_argument(fcinfo, 2);
-	RlError		error;
-
-	if (!rl_store_refund(&key, limits, quota, &error))
-		rl_raise(&error);
-	PG_RETURN_VOID();
-}
-
-static Datum
-reset(const RlKey *key, const RlLimits *limits)
-{
-	bool		found;
-	RlError		error;
-
-	if (!rl_store_reset(key, limits, &found, &error))
-		rl_raise(&error);
-	PG_RETURN_BOOL(found);
-}
-
-PG_FUNCTION_INFO_V1(rl_reset);
-Datum
-rl_reset(PG_FUNCTION_ARGS)
-{
-	RlKey		key = rl_key_argument(fcinfo, 0);
-
-	return reset(&key, NULL);
-}
-
-PG_FUNCTION_INFO_V1(rl_reset_limits);
-Datum
-rl_reset_limits(PG_FUNCTION_ARGS)
-{
-	RlKey		key = rl_key_argument(fcinfo, 0);
-
-	return reset(&key, rl_limits_argument(fcinfo, 1));
-}
-
-PG_FUNCTION_INFO_V1(rl_ban);
-Datum
-rl_ban(PG_FUNCTION_ARGS)
-{
-	RlKey		key = rl_key_argument(fcinfo, 0);
-	int64		duration = rl_duration_argument(fcinfo, 1, "seconds");
-	RlError		error;
-
-	if (!rl_store_ban(&key, duration, &error))
-		rl_raise(&error);
-	PG_RETURN_VOID();
-}
-
-PG_FUNCTION_INFO_V1(rl_unban);
-Datum
-rl_unban(PG_FUNCTION_ARGS)
-{
-	RlKey		key = rl_key_argument(fcinfo, 0);
-	bool		found;
-	RlError		error;
-
-	if (!rl_store_unban(&key, &found, &error))
-		rl_raise(&error);
-	PG_RETURN_BOOL(found);
 }

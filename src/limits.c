@@ -11,6 +11,7 @@
  */
 #include "postgres.h"
 
+#include "common/hashfn.h"
 #include "common/int.h"
 #include "lib/stringinfo.h"
 #include "libpq/pqformat.h"
@@ -512,6 +513,67 @@ rl_limits_text(const RlLimits *limits)
 /*
  * SQL
  */
+
+/* What makes a limit, in numbers. */
+#define LIMIT_NUMBERS		7
+
+static void
+limit_numbers(const RlLimit *limit, int64 *numbers)
+{
+	numbers[0] = limit->algorithm | limit->from_first << 8 | limit->count_denied << 9 |
+		limit->refund_on_abort << 10;
+	numbers[1] = limit->capacity;
+	numbers[2] = limit->count;
+	numbers[3] = limit->period;
+	numbers[4] = limit->step;
+	numbers[5] = limit->ban;
+	numbers[6] = limit->ban_after;
+}
+
+/* True if the two have the same canonical text. */
+bool
+rl_limits_same(const RlLimits *a, const RlLimits *b)
+{
+	int64		x[LIMIT_NUMBERS];
+	int64		y[LIMIT_NUMBERS];
+
+	if (a->n != b->n)
+		return false;
+	for (int i = 0; i < a->n; i++)
+	{
+		limit_numbers(&a->limit[i], x);
+		limit_numbers(&b->limit[i], y);
+		if (memcmp(x, y, sizeof(x)) != 0)
+			return false;
+	}
+	return true;
+}
+
+uint64
+rl_limits_hash(const RlLimits *limits)
+{
+	int64		numbers[RL_MAX_LIMITS][LIMIT_NUMBERS];
+
+	for (int i = 0; i < limits->n; i++)
+		limit_numbers(&limits->limit[i], numbers[i]);
+	return hash_bytes_extended((const unsigned char *) numbers, limits->n * sizeof(numbers[0]), 0);
+}
+
+/* Returns false with the error set if a limit needs what this version has not. */
+bool
+rl_limits_supported(const RlLimits *limits, RlError *error)
+{
+	for (int i = 0; i < limits->n; i++)
+	{
+		if (!limits->limit[i].refund_on_abort)
+			continue;
+		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+					 "limit \"%s\" is not supported yet", rl_limit_text(&limits->limit[i]));
+		rl_error_detail(error, "This version has no refund_on_abort.");
+		return false;
+	}
+	return true;
+}
 
 PG_FUNCTION_INFO_V1(rl_limits_in);
 Datum

@@ -12,10 +12,12 @@
 #include <limits.h>
 
 #include "mb/pg_wchar.h"
+#include "miscadmin.h"
 #include "utils/guc.h"
 #include "utils/guc_tables.h"
 
 #include "ratelimit.h"
+#include "shared.h"
 
 PG_MODULE_MAGIC;
 
@@ -24,13 +26,32 @@ char	   *rl_redis_passfile;
 char	   *rl_key_prefix;
 int			rl_connect_timeout;
 int			rl_command_timeout;
+int			rl_retry_interval;
 int			rl_on_error;
+int			rl_store_is_local;
+int			rl_mode;
+bool		rl_denial_cache;
+int			rl_local_max_keys;
 char	   *rl_debug_now;
 
 static const struct config_enum_entry on_error_options[] = {
 	{"error", RL_ON_ERROR_ERROR, false},
 	{"allow", RL_ON_ERROR_ALLOW, false},
 	{"deny", RL_ON_ERROR_DENY, false},
+	{"local", RL_ON_ERROR_LOCAL, false},
+	{NULL, 0, false}
+};
+
+static const struct config_enum_entry store_options[] = {
+	{"redis", false, false},
+	{"local", true, false},
+	{NULL, 0, false}
+};
+
+static const struct config_enum_entry mode_options[] = {
+	{"enforce", RL_MODE_ENFORCE, false},
+	{"shadow", RL_MODE_SHADOW, false},
+	{"off", RL_MODE_OFF, false},
 	{NULL, 0, false}
 };
 
@@ -99,8 +120,9 @@ refuse_client_options(void)
 {
 	static const char *const names[] = {
 		"ratelimit.redis_url", "ratelimit.redis_passfile", "ratelimit.key_prefix",
-		"ratelimit.connect_timeout", "ratelimit.command_timeout",
-		"ratelimit.on_error", "ratelimit.debug_now"
+		"ratelimit.connect_timeout", "ratelimit.command_timeout", "ratelimit.retry_interval",
+		"ratelimit.on_error", "ratelimit.store", "ratelimit.mode", "ratelimit.denial_cache",
+		"ratelimit.debug_now"
 	};
 
 	for (size_t i = 0; i < lengthof(names); i++)
@@ -174,15 +196,63 @@ _PG_init(void)
 							PGC_SUSET, GUC_UNIT_MS,
 							NULL, NULL, NULL);
 
+	/* Superuser only: for so long a failure turns on_error on for others. */
+	DefineCustomIntVariable("ratelimit.retry_interval",
+							"How long a Redis server is left alone after it could not be reached.",
+							"Shared by all sessions if the library is preloaded; one of them tries then. 0: each call tries.",
+							&rl_retry_interval,
+							1000, 0, INT_MAX / 2,
+							PGC_SUSET, GUC_UNIT_MS,
+							NULL, NULL, NULL);
+
 	/* Superuser only: "allow" lets everything through while Redis is away. */
 	DefineCustomEnumVariable("ratelimit.on_error",
 							 "What functions that take quota do when Redis fails.",
-							 "error: raise the failure; allow: let the action happen; deny: refuse it.",
+							 "error: raise the failure; allow: let the action happen; deny: refuse it; local: let this server decide alone.",
 							 &rl_on_error,
 							 RL_ON_ERROR_ERROR,
 							 on_error_options,
 							 PGC_SUSET, 0,
 							 NULL, NULL, NULL);
+
+	/* Superuser only: another store is a fresh set of limits. */
+	DefineCustomEnumVariable("ratelimit.store",
+							 "Where the limits' state is kept.",
+							 "redis: in Redis, for all servers that share it; local: in this server's shared memory.",
+							 &rl_store_is_local,
+							 false,
+							 store_options,
+							 PGC_SUSET, 0,
+							 NULL, NULL, NULL);
+
+	/* Superuser only: all modes but "enforce" let everything through. */
+	DefineCustomEnumVariable("ratelimit.mode",
+							 "Whether limits are enforced.",
+							 "enforce: refuse what they refuse; shadow: decide, count and log, but allow; off: allow unasked.",
+							 &rl_mode,
+							 RL_MODE_ENFORCE,
+							 mode_options,
+							 PGC_SUSET, 0,
+							 NULL, NULL, NULL);
+
+	/* Superuser only: without it a flood of refused calls reaches Redis. */
+	DefineCustomBoolVariable("ratelimit.denial_cache",
+							 "Refuse without asking Redis what it has just refused.",
+							 "Needs shared memory, and is of no effect without.",
+							 &rl_denial_cache,
+							 true,
+							 PGC_SUSET, 0,
+							 NULL, NULL, NULL);
+
+	/* At server start, because it says how much memory there is. */
+	if (process_shared_preload_libraries_in_progress)
+		DefineCustomIntVariable("ratelimit.local_max_keys",
+								"How many limits' states this server's shared memory holds.",
+								"When it is full, the state nearest to its end is forgotten.",
+								&rl_local_max_keys,
+								100000, 100, 100000000,
+								PGC_POSTMASTER, 0,
+								NULL, NULL, NULL);
 
 	/* Superuser only: who sets the clock forward is never limited. */
 	DefineCustomStringVariable("ratelimit.debug_now",
@@ -194,6 +264,9 @@ _PG_init(void)
 							   check_debug_now, NULL, NULL);
 
 	MarkGUCPrefixReserved("ratelimit");
+
+	if (process_shared_preload_libraries_in_progress)
+		rl_shared_request();
 }
 
 /* Cuts text that filled its buffer where a character ends. */
@@ -211,6 +284,7 @@ rl_error_set(RlError *error, int sqlstate, const char *fmt,...)
 	va_list		args;
 
 	error->sqlstate = sqlstate;
+	error->unreachable = false;
 	error->detail[0] = '\0';
 	va_start(args, fmt);
 	vsnprintf(error->message, sizeof(error->message), fmt, args);

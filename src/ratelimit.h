@@ -32,6 +32,9 @@
 #define RL_MAX_PERIOD		(10 * RL_YEAR)
 #define RL_MAX_SPAN			(100 * RL_YEAR) /* to fill an empty limit */
 
+/* PostgreSQL's epoch, in microseconds of Unix time */
+#define RL_UNIX_EPOCH		INT64CONST(946684800000000)
+
 /* ns; longer than any limit makes it, and short enough to be added to */
 #define RL_MAX_BACKLOG		(2 * RL_MAX_SPAN * 1000)
 
@@ -42,6 +45,7 @@
 typedef struct RlError
 {
 	int			sqlstate;
+	bool		unreachable;	/* the server, also for others */
 	char		message[256];
 	char		detail[256];	/* empty: none */
 } RlError;
@@ -80,9 +84,12 @@ typedef enum RlSource
 {
 	RL_FROM_REDIS,
 	RL_FROM_LOCAL,
+	RL_FROM_DENIAL_CACHE,
 	RL_FROM_BAN,
 	RL_FAIL_OPEN,
-	RL_FAIL_CLOSED
+	RL_FAIL_CLOSED,
+	RL_SHADOW,					/* refused, but let through */
+	RL_OFF
 } RlSource;
 
 #define RL_NEVER	(-1)		/* of a wait: no wait will help */
@@ -95,6 +102,7 @@ typedef struct RlDecision
 	int64		remaining;		/* or RL_UNKNOWN */
 	int64		retry_after;	/* 0 when allowed, or RL_NEVER */
 	int64		reset_after;	/* or RL_UNKNOWN */
+	int64		ban_left;		/* 0: no ban was in force */
 	RlSource	source;
 } RlDecision;
 
@@ -117,8 +125,34 @@ typedef enum RlOnError
 {
 	RL_ON_ERROR_ERROR,
 	RL_ON_ERROR_ALLOW,
-	RL_ON_ERROR_DENY
+	RL_ON_ERROR_DENY,
+	RL_ON_ERROR_LOCAL
 } RlOnError;
+
+typedef enum RlMode
+{
+	RL_MODE_ENFORCE,
+	RL_MODE_SHADOW,
+	RL_MODE_OFF
+} RlMode;
+
+/*
+ * Where state lives.  Each function returns false with the error set when the
+ * store fails.  take decides one action and charges it if every limit allows
+ * it, or as "how" says, and sets a decision for each limit.  refund gives quota
+ * back to each of the limits, as far as it is not free already.  reset forgets
+ * the key, or of it what the limits counted if they are not NULL; *found tells,
+ * as of unban, whether there was anything.
+ */
+typedef struct RlStore
+{
+	bool		(*take) (const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
+						 RlDecision *decisions, RlError *error);
+	bool		(*refund) (const RlKey *key, const RlLimits *limits, int64 quota, RlError *error);
+	bool		(*reset) (const RlKey *key, const RlLimits *limits, bool *found, RlError *error);
+	bool		(*ban) (const RlKey *key, int64 duration, RlError *error);
+	bool		(*unban) (const RlKey *key, bool *found, RlError *error);
+} RlStore;
 
 /* ratelimit.c: settings */
 extern char *rl_redis_url;
@@ -126,7 +160,12 @@ extern char *rl_redis_passfile;
 extern char *rl_key_prefix;
 extern int	rl_connect_timeout;
 extern int	rl_command_timeout;
+extern int	rl_retry_interval;
 extern int	rl_on_error;
+extern int	rl_store_is_local;
+extern int	rl_mode;
+extern bool rl_denial_cache;
+extern int	rl_local_max_keys;
 extern char *rl_debug_now;
 
 /* Not pg_attribute_printf: of a server built by gcc, clang does not know it. */
@@ -142,6 +181,8 @@ extern bool rl_limit_complete(RlLimit *limit, const char *count_name, RlError *e
 extern const char *rl_algorithm_name(RlAlgorithm algorithm);
 extern char *rl_limit_text(const RlLimit *limit);
 extern char *rl_limits_text(const RlLimits *limits);
+extern bool rl_limits_same(const RlLimits *a, const RlLimits *b);
+extern uint64 rl_limits_hash(const RlLimits *limits);
 
 /* algorithm.c: what the algorithms mean, without I/O and without the backend */
 extern int64 rl_throttle_cost(const RlLimit *limit, int64 quota);
@@ -150,22 +191,25 @@ extern void rl_throttle_figures(const RlLimit *limit, int64 backlog_ns, RlDecisi
 extern RlDecision rl_combine(const RlDecision *decisions, int n, int *binding);
 extern void rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force);
 
-/* redis_store.c: limits to scripts */
-extern bool rl_store_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
-						  RlDecision *decisions, RlError *error);
-extern bool rl_store_supports(const RlLimits *limits, RlError *error);
-extern bool rl_store_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *error);
-extern bool rl_store_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *error);
-extern bool rl_store_ban(const RlKey *key, int64 duration, RlError *error);
-extern bool rl_store_unban(const RlKey *key, bool *found, RlError *error);
+/* redis_store.c, local_store.c */
+extern const RlStore rl_redis_store;
+extern const RlStore rl_local_store;
+extern bool rl_limits_supported(const RlLimits *limits, RlError *error);
+extern bool rl_redis_version(char *version, Size size, RlError *error);
 
-/* decide.c: from SQL values to a decision */
-extern int64 rl_quota_checked(int64 quota);
-extern RlKey rl_key_checked(const char *data, int len);
+/* decide.c: what the limits say, and what happens when they cannot be asked */
+extern const RlStore *rl_store(void);
 extern void rl_decide(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 					  RlDecision *decision, int *binding, RlError *error);
+extern void rl_count_wait(const RlLimits *limits, const RlDecision *decision, bool error);
+extern void rl_decide_each(const RlKey *key, const RlLimits *limits, int64 quota,
+						   RlDecision *decisions);
 pg_noreturn extern void rl_raise_refused(const RlKey *key, const RlLimit *limit, int64 quota,
 										 const RlDecision *decision, const RlError *error);
+
+/* values.c: SQL values, checked */
+extern int64 rl_quota_checked(int64 quota);
+extern RlKey rl_key_checked(const char *data, int len);
 
 /* key.c: values to keys */
 struct StringInfoData;

@@ -38,6 +38,7 @@
 
 #include "address.h"
 #include "redis.h"
+#include "shared.h"
 
 #if PG_VERSION_NUM < 170000
 #define CreateWaitEventSet(owner, n) CreateWaitEventSet(TopMemoryContext, (n))
@@ -77,6 +78,8 @@ static struct
 }			conn;
 
 static uint32 wait_event = 0;
+
+RlRedisUsage rl_redis_usage;
 
 /*
  * Replies
@@ -195,16 +198,6 @@ static redisReplyObjectFunctions object_functions = {
  * Waiting
  */
 
-/* Microseconds on a clock that nobody sets. */
-static int64
-monotonic_now(void)
-{
-	struct timespec t;
-
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return (int64) t.tv_sec * 1000000 + t.tv_nsec / 1000;
-}
-
 /*
  * Waits until the socket is ready for what (WL_SOCKET_READABLE or
  * _WRITEABLE).  Returns false once the deadline has passed.  May raise what
@@ -220,7 +213,7 @@ wait_for_socket(uint32 what, int64 deadline)
 	}
 	for (;;)
 	{
-		int64		left = Max(deadline - monotonic_now(), 0);
+		int64		left = Max(deadline - rl_monotonic_now(), 0);
 		WaitEvent	event;
 
 		/* Late, look once more: this process may have been what was slow. */
@@ -263,6 +256,16 @@ cannot_connect(RlError *error, const char *why)
 	rl_error_set(error, ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION,
 				 "could not connect to Redis: %s", why);
 	rl_error_detail(error, "The server is %s.", conn.server);
+	error->unreachable = true;
+	return false;
+}
+
+/* The same for a reason that is this process's own. */
+static bool
+lack_of(RlError *error, const char *why)
+{
+	cannot_connect(error, why);
+	error->unreachable = false;
 	return false;
 }
 
@@ -272,6 +275,7 @@ connection_lost(RlError *error, const char *why)
 	rl_error_set(error, ERRCODE_CONNECTION_FAILURE,
 				 "lost the connection to Redis: %s", why);
 	rl_error_detail(error, "The server is %s.", conn.server);
+	error->unreachable = true;
 	return false;
 }
 
@@ -405,16 +409,16 @@ backlog_is_full(const RlAddress *address)
 static bool
 open_socket(const RlAddress *address, RlError *error)
 {
-	int64		deadline = monotonic_now() + (int64) rl_connect_timeout * 1000;
+	int64		deadline = rl_monotonic_now() + (int64) rl_connect_timeout * 1000;
 	int			socket_error = 0;
 	socklen_t	len = sizeof(socket_error);
 
 	/* Room for the second is what creating the WaitEventSet needs. */
 	if (!AcquireExternalFD())
-		return cannot_connect(error, "too many files are open in this server process");
+		return lack_of(error, "too many files are open in this server process");
 	conn.fd_acquired = true;
 	if (!AcquireExternalFD())
-		return cannot_connect(error, "too many files are open in this server process");
+		return lack_of(error, "too many files are open in this server process");
 	ReleaseExternalFD();
 
 	for (;;)
@@ -422,10 +426,10 @@ open_socket(const RlAddress *address, RlError *error)
 		conn.ctx = address->is_path ? redisConnectUnixNonBlock(address->host)
 			: redisConnectNonBlock(address->host, address->port);
 		if (conn.ctx == NULL)
-			return cannot_connect(error, "out of memory");
+			return lack_of(error, "out of memory");
 		if (!backlog_is_full(address))
 			break;
-		if (monotonic_now() >= deadline)
+		if (rl_monotonic_now() >= deadline)
 			return cannot_connect(error, "ratelimit.connect_timeout has passed");
 		redisFree(conn.ctx);
 		conn.ctx = NULL;
@@ -438,7 +442,7 @@ open_socket(const RlAddress *address, RlError *error)
 	if (conn.ctx->err)
 		return cannot_connect(error, conn.ctx->errstr);
 	if (conn.ctx->reader == NULL)
-		return cannot_connect(error, "out of memory");
+		return lack_of(error, "out of memory");
 	conn.ctx->reader->fn = &object_functions;
 	/* Programs that the server starts must not inherit it. */
 	(void) fcntl(conn.ctx->fd, F_SETFD, FD_CLOEXEC);
@@ -458,6 +462,17 @@ open_socket(const RlAddress *address, RlError *error)
 	if (socket_error != 0)
 		return cannot_connect(error, strerror(socket_error));
 	return true;
+}
+
+/* What people call the server. */
+static void
+name_server(const RlAddress *address, char *name, size_t size)
+{
+	if (address->is_path)
+		snprintf(name, size, "\"%s\"", address->host);
+	else
+		snprintf(name, size, strchr(address->host, ':') ? "\"[%s]:%d\"" : "\"%s:%d\"",
+				 address->host, address->port);
 }
 
 /*
@@ -491,17 +506,12 @@ connect_to_server(StringInfo out, int *nsetup, RlError *error)
 	wait_event = PG_WAIT_EXTENSION;
 #endif
 
-	if (address.is_path)
-		snprintf(conn.server, sizeof(conn.server), "\"%s\"", address.host);
-	else
-		snprintf(conn.server, sizeof(conn.server),
-				 strchr(address.host, ':') ? "\"[%s]:%d\"" : "\"%s:%d\"",
-				 address.host, address.port);
+	name_server(&address, conn.server, sizeof(conn.server));
 	conn.in_flight = true;
 	conn.url = strdup(rl_redis_url);
 	conn.passfile = strdup(rl_redis_passfile);
 	if (conn.url == NULL || conn.passfile == NULL)
-		return cannot_connect(error, "out of memory");
+		return lack_of(error, "out of memory");
 	if (!open_socket(&address, error))
 		return false;
 
@@ -558,7 +568,7 @@ read_reply(RlReply *reply, int64 deadline, RlError *error)
 	conn.reply = reply;
 	conn.reply_bytes = 0;
 
-	for (bool late = false;; late = monotonic_now() > deadline)
+	for (bool late = false;; late = rl_monotonic_now() > deadline)
 	{
 		size_t		had;
 
@@ -590,7 +600,7 @@ exchange(StringInfo out, int n, int64 deadline, RlReply *reply, RlError *error)
 	conn.in_flight = true;
 	if (redisAppendFormattedCommand(conn.ctx, out->data, out->len) != REDIS_OK)
 	{
-		cannot_connect(error, "out of memory");
+		lack_of(error, "out of memory");
 		return FAILED;
 	}
 	for (;;)
@@ -647,7 +657,7 @@ set_up(StringInfo out, int64 *deadline, RlError *error)
 	if (!connect_to_server(out, &nsetup, error))
 		return false;
 	if (*deadline == 0)
-		*deadline = monotonic_now() + (int64) rl_command_timeout * 1000;
+		*deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
 	if (nsetup == 0)
 		return true;
 	if (exchange(out, nsetup, *deadline, &reply, error) != DONE)
@@ -659,6 +669,31 @@ set_up(StringInfo out, int64 *deadline, RlError *error)
 	return true;
 }
 
+/* The breaker of the server that the settings name; NULL: there is none. */
+static RlBreaker *
+server_breaker(void)
+{
+	static char *url = NULL;
+	static RlBreaker *breaker = NULL;
+	RlAddress	address;
+	RlError		error;
+	char		name[sizeof(conn.server)];
+
+	if (url != NULL && strcmp(url, rl_redis_url) == 0)
+		return breaker;
+	if (url != NULL)
+		pfree(url);
+	url = NULL;
+	breaker = NULL;
+	if (rl_address_parse(rl_redis_url, &address, &error))
+	{
+		name_server(&address, name, sizeof(name));
+		breaker = rl_breaker_find(name);
+	}
+	url = MemoryContextStrdup(TopMemoryContext, rl_redis_url);
+	return breaker;
+}
+
 /*
  * Sends a command and reads its reply, connecting first if need be.  A
  * connection that turns out to be dead before a byte was sent is made anew,
@@ -666,8 +701,8 @@ set_up(StringInfo out, int64 *deadline, RlError *error)
  * drops the connection.
  */
 static bool
-call(void (*append_command) (StringInfo out, const void *arg), const void *arg,
-	 int64 *deadline, RlReply *reply, RlError *error)
+call_server(void (*append_command) (StringInfo out, const void *arg), const void *arg,
+			int64 *deadline, RlReply *reply, RlError *error)
 {
 	static StringInfoData out;
 	Outcome		outcome;
@@ -696,7 +731,8 @@ call(void (*append_command) (StringInfo out, const void *arg), const void *arg,
 		resetStringInfo(&out);
 		append_command(&out, arg);
 		if (*deadline == 0)
-			*deadline = monotonic_now() + (int64) rl_command_timeout * 1000;
+			*deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
+		rl_redis_usage.round_trips++;
 		outcome = exchange(&out, 1, *deadline, reply, error);
 		if (outcome != DONE)
 			disconnect();
@@ -706,11 +742,50 @@ call(void (*append_command) (StringInfo out, const void *arg), const void *arg,
 	return outcome == DONE;
 }
 
+/* call_server, unless others have found that the server cannot be reached. */
+static bool
+call(void (*append_command) (StringInfo out, const void *arg), const void *arg,
+	 int64 *deadline, RlReply *reply, RlError *error)
+{
+	RlBreaker  *breaker = server_breaker();
+	int64		start = rl_monotonic_now();
+	bool		answered;
+
+	if (!rl_breaker_admits(breaker, error))
+		return false;
+	answered = call_server(append_command, arg, deadline, reply, error);
+	rl_redis_usage.us += rl_monotonic_now() - start;
+	if (answered)
+		rl_breaker_succeeded(breaker);
+	else if (error->unreachable)
+		rl_breaker_failed(breaker, error);
+	return answered;
+}
+
 /* Drops the connection, of which a reply made no sense. */
 void
 rl_redis_distrust(void)
 {
 	disconnect();
+}
+
+/*
+ * What people call the server that the settings name, NULL if they name none;
+ * whether this backend is connected to it; and how its breaker stands.
+ */
+const char *
+rl_redis_server(bool *connected, const char **breaker, int64 *breaker_left)
+{
+	static char name[sizeof(conn.server)];
+	RlAddress	address;
+	RlError		error;
+
+	*connected = is_usable();
+	*breaker = rl_breaker_state(server_breaker(), breaker_left);
+	if (!rl_address_parse(rl_redis_url, &address, &error))
+		return NULL;
+	name_server(&address, name, sizeof(name));
+	return name;
 }
 
 /*

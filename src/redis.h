@@ -45,12 +45,22 @@ typedef struct RlCommand
 	int			nargs;
 } RlCommand;
 
+/* What Redis has cost since somebody set it to 0. */
+typedef struct RlRedisUsage
+{
+	int64		round_trips;
+	int64		us;				/* waiting and connecting */
+} RlRedisUsage;
+
+extern RlRedisUsage rl_redis_usage;
+
 extern RlCommand *rl_command_start(void);
 extern void rl_command_arg(RlCommand *command, const char *data, int len);
 extern void rl_command_number(RlCommand *command, int64 number);
 
 extern bool rl_redis_command(RlCommand *command, RlReply *reply, RlError *error);
 extern void rl_redis_distrust(void);
+extern const char *rl_redis_server(bool *connected, const char **breaker, int64 *breaker_left);
 extern bool rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error);
 
 #endif							/* REDIS_H */

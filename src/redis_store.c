@@ -48,6 +48,9 @@ static RlScript reset_script = {.source =
 static RlScript ban_script = {.source =
 #include "ban.lua.h"
 };
+static RlScript version_script = {.source =
+#include "version.lua.h"
+};
 
 #define MAX_TAG				64
 
@@ -186,31 +189,6 @@ append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace)
 	rl_command_number(command, ban ? limit->ban_after : 0);
 }
 
-/* Returns false with the error set if a limit needs what this version has not. */
-bool
-rl_store_supports(const RlLimits *limits, RlError *error)
-{
-	for (int i = 0; i < limits->n; i++)
-	{
-		if (!limits->limit[i].refund_on_abort)
-			continue;
-		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-					 "limit \"%s\" is not supported yet", rl_limit_text(&limits->limit[i]));
-		rl_error_detail(error, "This version has no refund_on_abort.");
-		return false;
-	}
-	return true;
-}
-
-static void
-check_supported(const RlLimits *limits)
-{
-	RlError		error;
-
-	if (!rl_store_supports(limits, &error))
-		rl_raise(&error);
-}
-
 static bool
 wrong_reply(RlError *error)
 {
@@ -244,6 +222,7 @@ read_decisions(const RlLimits *limits, int64 quota, const RlReply *reply,
 			if (*value < 0)
 				return false;
 		d->source = RL_FROM_REDIS;
+		d->ban_left = 0;
 		if (limit->algorithm == RL_THROTTLE)
 		{
 			backlog[i] = Min(values[0], RL_MAX_BACKLOG);
@@ -326,14 +305,9 @@ take_any(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 	return true;
 }
 
-/*
- * Decides one action and charges it if every limit allows it, or as "how"
- * says.  Sets a decision for each limit.  Returns false with the error set
- * when the store fails; raises an error for limits that are not supported.
- */
-bool
-rl_store_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
-			  RlDecision *decisions, RlError *error)
+static bool
+redis_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
+		   RlDecision *decisions, RlError *error)
 {
 	bool		fast = limits->n == 1 && limits->limit[0].algorithm == RL_THROTTLE &&
 		limits->limit[0].ban == 0;
@@ -341,7 +315,6 @@ rl_store_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 	int64		backlog[RL_MAX_LIMITS];
 	RlReply		reply;
 
-	check_supported(limits);
 	if (!(fast ? take_throttle : take_any) (key, limits, quota, how, &reply, error))
 		return false;
 	if (!read_decisions(limits, quota, &reply, decisions, backlog))
@@ -376,19 +349,14 @@ read_count(const RlReply *reply, int64 *count, RlError *error)
 	return true;
 }
 
-/*
- * Gives quota back to each of the limits, as far as it is not free already.
- * A quota over a limit's capacity fills it.  Returns false with the error set
- * when the store fails.
- */
-bool
-rl_store_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *error)
+/* A quota over a limit's capacity fills it. */
+static bool
+redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *error)
 {
 	RlCommand  *command;
 	RlReply		reply;
 	int64		count;
 
-	check_supported(limits);
 	command = start_script(key, limits);
 	append_text(command, "");
 	rl_command_number(command, quota);
@@ -410,13 +378,8 @@ read_found(const RlReply *reply, bool *found, RlError *error)
 	return true;
 }
 
-/*
- * Forgets the key, or of it what the limits counted if they are not NULL;
- * *found tells whether there was anything.  Returns false with the error set
- * when the store fails.
- */
-bool
-rl_store_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *error)
+static bool
+redis_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *error)
 {
 	RlCommand  *command = start_script(key, limits);
 	RlReply		reply;
@@ -434,12 +397,8 @@ rl_store_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *e
 		read_found(&reply, found, error);
 }
 
-/*
- * Bans the key for the duration from now on.  Returns false with the error
- * set when the store fails.
- */
-bool
-rl_store_ban(const RlKey *key, int64 duration, RlError *error)
+static bool
+redis_ban(const RlKey *key, int64 duration, RlError *error)
 {
 	RlCommand  *command = start_script(key, NULL);
 	RlReply		reply;
@@ -451,12 +410,8 @@ rl_store_ban(const RlKey *key, int64 duration, RlError *error)
 		read_count(&reply, &count, error);
 }
 
-/*
- * Lifts the key's ban; *found tells whether one was stored.  Returns false
- * with the error set when the store fails.
- */
-bool
-rl_store_unban(const RlKey *key, bool *found, RlError *error)
+static bool
+redis_unban(const RlKey *key, bool *found, RlError *error)
 {
 	RlCommand  *command = rl_command_start();
 	char		name[MAX_HASH];
@@ -466,4 +421,31 @@ rl_store_unban(const RlKey *key, bool *found, RlError *error)
 	rl_command_arg(command, name, hash_name(key, name));
 	append_text(command, "ban");
 	return rl_redis_command(command, &reply, error) && read_found(&reply, found, error);
+}
+
+const RlStore rl_redis_store = {
+	.take = redis_take,
+	.refund = redis_refund,
+	.reset = redis_reset,
+	.ban = redis_ban,
+	.unban = redis_unban
+};
+
+/* Asks which server it is, and of which version, for people. */
+bool
+rl_redis_version(char *version, Size size, RlError *error)
+{
+	RlCommand  *command = rl_command_start();
+	RlReply		reply;
+	int			number;
+
+	rl_command_number(command, 0);
+	if (!rl_redis_script(&version_script, command, &reply, error))
+		return false;
+	if (reply.kind != RL_REPLY_NUMBERS || reply.nvalues != 2)
+		return wrong_reply(error);
+	number = reply.values[1] & 0xffffff;
+	snprintf(version, size, "%s %d.%d.%d", reply.values[0] == 1 ? "Valkey" : "Redis",
+			 number >> 16, (number >> 8) & 0xff, number & 0xff);
+	return true;
 }

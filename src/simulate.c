@@ -7,7 +7,6 @@
  */
 #include "postgres.h"
 
-#include "datatype/timestamp.h"
 #include "utils/builtins.h"
 #include "utils/memutils.h"
 #include "utils/timestamp.h"
@@ -15,8 +14,6 @@
 
 #include "algorithm.h"
 #include "values.h"
-
-#define UNIX_EPOCH			((POSTGRES_EPOCH_JDATE - UNIX_EPOCH_JDATE) * USECS_PER_DAY)
 
 /* The latest time that leaves room for the longest limit, in 2096. */
 #define LATEST				INT64CONST(4000000000000000)
@@ -72,11 +69,11 @@ set_limits(Partition *partition, text *limits)
 static int64
 row_time(Partition *partition, TimestampTz at)
 {
-	if (at < -UNIX_EPOCH || at > LATEST - UNIX_EPOCH)
+	if (at < -RL_UNIX_EPOCH || at > LATEST - RL_UNIX_EPOCH)
 		ereport(ERROR,
 				(errcode(ERRCODE_DATETIME_VALUE_OUT_OF_RANGE),
 				 errmsg("time of an action must be finite, and from 1970 to 2096")));
-	at += UNIX_EPOCH;
+	at += RL_UNIX_EPOCH;
 	if (at < partition->at)
 		ereport(ERROR,
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
@@ -90,21 +87,14 @@ row_time(Partition *partition, TimestampTz at)
 static void
 make_room(const RlLimit *limit, RlState *state, MemoryContext context)
 {
-	int			wanted = rl_entries_wanted(limit, state);
-	RlEntry    *entries;
-	int			size;
+	RlEntry    *old = state->entries;
+	int			size = Max(8, 2 * state->size);
 
-	if (state->size >= wanted)
+	if (state->size >= rl_entries_wanted(limit, state))
 		return;
-	size = Max(wanted, Max(8, 2 * state->size));
-	entries = MemoryContextAlloc(context, size * sizeof(RlEntry));
-	for (int i = 0; i < state->n; i++)
-		entries[i] = state->entries[(state->first + i) % state->size];
-	if (state->entries != NULL)
-		pfree(state->entries);
-	state->entries = entries;
-	state->size = size;
-	state->first = 0;
+	rl_move_entries(state, MemoryContextAlloc(context, size * sizeof(RlEntry)), size);
+	if (old != NULL)
+		pfree(old);
 }
 
 PG_FUNCTION_INFO_V1(rl_simulate);

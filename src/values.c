@@ -172,9 +172,12 @@ rl_decision_values(const RlDecision *d, Datum *values, bool *nulls)
 	static const char *const source_names[] = {
 		[RL_FROM_REDIS] = "redis",
 		[RL_FROM_LOCAL] = "local",
+		[RL_FROM_DENIAL_CACHE] = "denial_cache",
 		[RL_FROM_BAN] = "ban",
 		[RL_FAIL_OPEN] = "fail_open",
-		[RL_FAIL_CLOSED] = "fail_closed"
+		[RL_FAIL_CLOSED] = "fail_closed",
+		[RL_SHADOW] = "shadow",
+		[RL_OFF] = "off"
 	};
 
 	memset(nulls, false, RL_DECISION_COLUMNS * sizeof(bool));

@@ -108,23 +108,21 @@ static RlState
 copy_state(const RlState *state, const RlLimit *limit)
 {
 	RlState		copy = *state;
+	int			size = rl_entries_wanted(limit, state);
 
-	copy.size = rl_entries_wanted(limit, state);
-	copy.first = 0;
-	copy.entries = copy.size > 0 ? allocate(copy.size * sizeof(RlEntry)) : NULL;
-	for (int i = 0; i < state->n; i++)
-		copy.entries[i] = state->entries[(state->first + i) % state->size];
+	copy.changed = false;
+	rl_move_entries(&copy, size > 0 ? allocate(size * sizeof(RlEntry)) : NULL, size);
 	return copy;
 }
 
-/* Puts a state in another's place; without keep, only what counts refusals. */
+/* Puts a state in another's place, or only what counts refusals. */
 static void
-put_state(RlState *state, RlState copy, bool keep)
+put_state(RlState *state, RlState copy)
 {
 	RlState		old = *state;
 
-	free(keep ? old.entries : copy.entries);
-	*state = keep ? copy : old;
+	free(copy.changed ? old.entries : copy.entries);
+	*state = copy.changed ? copy : old;
 	state->refused = copy.refused;
 	state->refused_since = copy.refused_since;
 }
@@ -151,8 +149,6 @@ take(Key *key, RlLimits *limits, int64 now, int64 quota, bool quietly, bool comm
 	RlState		states[RL_MAX_LIMITS];
 	RlDecision	decisions[RL_MAX_LIMITS];
 	RlDecision	combined;
-	bool		banned = key->banned_until > now;
-	bool		allowed = true;
 	int			binding;
 
 	for (int i = 0; i < limits->n; i++)
@@ -167,14 +163,7 @@ take(Key *key, RlLimits *limits, int64 now, int64 quota, bool quietly, bool comm
 	}
 	rl_act(limits, states, &key->banned_until, now, quota, commit, decisions);
 	for (int i = 0; i < limits->n; i++)
-		allowed &= decisions[i].allowed;
-	for (int i = 0; i < limits->n; i++)
-	{
-		const RlLimit *limit = &limits->limit[i];
-
-		put_state(kept[i], states[i], commit && quota > 0 && !banned &&
-				  (allowed || (limit->count_denied && quota <= limit->capacity)));
-	}
+		put_state(kept[i], states[i]);
 	combined = rl_combine(decisions, limits->n, &binding);
 	print_decision(&combined);
 	for (int i = 0; i < limits->n; i++)
@@ -185,20 +174,17 @@ take(Key *key, RlLimits *limits, int64 now, int64 quota, bool quietly, bool comm
 static void
 refund(Key *key, const RlLimits *limits, int64 now, int64 quota)
 {
+	RlState    *kept[RL_MAX_LIMITS];
+	RlState		states[RL_MAX_LIMITS];
+
 	for (int i = 0; i < limits->n; i++)
 	{
-		RlLimits	one = {.n = 1, .limit = {limits->limit[i]}};
-		RlState    *kept = find_state(key, &one.limit[0]);
-		RlState		state = copy_state(kept, &one.limit[0]);
-		int64		no_ban = 0;
-		RlDecision	decision;
-		bool		in_use;
-
-		rl_act(&one, &state, &no_ban, now, 0, false, &decision);
-		in_use = decision.reset_after > 0;
-		rl_give_back(&one, &state, now, quota);
-		put_state(kept, state, in_use);
+		kept[i] = find_state(key, &limits->limit[i]);
+		states[i] = copy_state(kept[i], &limits->limit[i]);
 	}
+	rl_give_back(limits, states, now, quota);
+	for (int i = 0; i < limits->n; i++)
+		put_state(kept[i], states[i]);
 }
 
 int

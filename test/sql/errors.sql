@@ -37,6 +37,7 @@ SELECT q, f.* FROM (VALUES
 ) v (id, q), LATERAL failure('SELECT ' || q) f ORDER BY id;
 
 -- When Redis cannot be reached: on_error is for taking, and only for that.
+SET ratelimit.store = redis;
 SET ratelimit.redis_url = 'unix:///nonexistent/socket';
 SELECT failure($$SELECT rl_throttle('k', 1, 1, 1)$$);
 SELECT failure($$SELECT rl_check('k', '1/1s')$$);

@@ -1,6 +1,6 @@
 SELECT rl_reset('settings');
-SELECT name, context, vartype, unit, boot_val, min_val FROM pg_settings WHERE name LIKE 'ratelimit.%' ORDER BY name;
-SELECT name, short_desc, extra_desc FROM pg_settings WHERE name LIKE 'ratelimit.%' ORDER BY name;
+SELECT name, context, vartype, unit, boot_val, min_val FROM pg_settings WHERE name LIKE 'ratelimit.%' AND name <> 'ratelimit.local_max_keys' ORDER BY name;
+SELECT name, short_desc, extra_desc FROM pg_settings WHERE name LIKE 'ratelimit.%' AND name <> 'ratelimit.local_max_keys' ORDER BY name;
 -- Wrong values.
 SELECT q, f.code, f.detail FROM (VALUES
 	(1, $$SET ratelimit.on_error = 'maybe'$$), (2, $$SET ratelimit.key_prefix = 'a{b'$$), (3, $$SET ratelimit.key_prefix = 'a}b'$$),
@@ -18,6 +18,7 @@ ROLLBACK;
 SELECT allowed FROM rl_throttle('prefixed', 1, 1, 3600);
 -- A changed URL is used by the next call, and the old one again after it.
 BEGIN;
+SET LOCAL ratelimit.store = redis;
 SET LOCAL ratelimit.redis_url = 'unix:///nonexistent/socket';
 SET LOCAL ratelimit.on_error = 'deny';
 SELECT source FROM rl_throttle('elsewhere', 1, 1, 3600);

@@ -11,6 +11,9 @@ ALTER DATABASE :"DBNAME" SET ratelimit.redis_url = :'redis_url';
 ALTER DATABASE :"DBNAME" SET ratelimit.key_prefix = :'prefix';
 ALTER DATABASE :"DBNAME" SET ratelimit.connect_timeout = '10s';
 ALTER DATABASE :"DBNAME" SET ratelimit.command_timeout = '10s';
+-- Of effect only where the library is preloaded: each call is to ask.
+ALTER DATABASE :"DBNAME" SET ratelimit.denial_cache = off;
+ALTER DATABASE :"DBNAME" SET ratelimit.retry_interval = 0;
 
 -- Virtual time, in seconds after the first of January 2024.
 CREATE FUNCTION at(seconds numeric) RETURNS text LANGUAGE sql AS
@@ -54,6 +57,6 @@ FROM pg_depend d
 WHERE refclassid = 'pg_extension'::regclass AND deptype = 'e'
 	AND refobjid = (SELECT oid FROM pg_extension WHERE extname = 'ratelimit')
 	AND obj_description(objid, classid::regclass::name) IS NULL
-	AND NOT (classid = 'pg_type'::regclass AND (SELECT typcategory = 'A' OR typname = 'rl_triggers' FROM pg_type WHERE oid = objid))
+	AND NOT (classid = 'pg_type'::regclass AND (SELECT typcategory = 'A' OR typname IN ('rl_triggers', 'rl_stat', 'rl_denied') FROM pg_type WHERE oid = objid))
 	AND classid <> 'pg_opfamily'::regclass
 ORDER BY 1;

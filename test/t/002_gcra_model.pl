@@ -146,7 +146,7 @@ foreach my $i (0 .. $#table)
 	my ($key, $at, @rest) = @{ $table[$i] };
 	my $expected = pop @rest;
 
-	is(text(@{ $answers[$i][0] }), "$expected, redis",
+	is(text(@{ $answers[$i][0] }), "$expected, " . store(),
 		sprintf 'by hand: %s at %s us, %d, %d/%d us, quota %d', $key, $at, @rest);
 }
 
@@ -228,7 +228,7 @@ sub decide
 		push @rows, [
 			$one->{allowed} && !$ban ? 1 : 0, $one->{capacity}, $ban ? 0 : $remaining,
 			$one->{never} || $one->{allowed} && !$ban ? undef : $wait,
-			$reset > $ban ? $reset : $ban, $ban ? 'ban' : 'redis' ];
+			$reset > $ban ? $reset : $ban, $ban ? 'ban' : store() ];
 
 		# Refused: the longest wait, an impossible one first; allowed: the least left.
 		my $weight = $allowed ? -$remaining : $rows[-1][0] ? -1 : $one->{never} ? 9e18 : $wait;
@@ -420,12 +420,19 @@ is($wrong, 0, 'every answer is the model\'s')
   or diag "repeat with RATELIMIT_SEED=$seed RATELIMIT_STEPS=$wanted";
 
 # What was written in virtual time outlives the test, and nothing lives forever.
-is($redis->cli('EVAL', q{
+if (store() eq 'redis')
+{
+	is($redis->cli('EVAL', q{
 		local short = 0
 		for _, key in ipairs(redis.call('KEYS', '*')) do
 			if redis.call('PTTL', key) < 3600000 - 600000 then short = short + 1 end
 		end
 		return short}, 0), 0, 'each key lives for about an hour at least');
-cmp_ok($redis->cli('DBSIZE'), '>=', $histories, 'and each history had a key');
+	cmp_ok($redis->cli('DBSIZE'), '>=', $histories, 'and each history had a key');
+}
+else
+{
+	is($redis->cli('DBSIZE'), 0, 'Redis was not asked');
+}
 
 done_testing();

@@ -11,7 +11,7 @@ use PostgreSQL::Test::Utils;
 use RedisServer qw(await);
 use Test::More;
 
-our @EXPORT = qw(await new_node session count_of ttl_problems);
+our @EXPORT = qw(await new_node store session count_of ttl_problems);
 
 # So that the servers go too when a test is interrupted.
 $SIG{$_} = sub { die "interrupted by a signal" } foreach qw(INT TERM HUP);
@@ -24,6 +24,9 @@ sub new_node
 {
 	my ($redis, @conf) = @_;
 	my $node = PostgreSQL::Test::Cluster->new('main');
+
+	push @conf, 'shared_preload_libraries = ratelimit', 'ratelimit.store = local'
+	  if store() eq 'local';
 
 	$node->init(extra => [ '--no-locale', '--encoding=UTF8' ]);
 	$node->append_conf('postgresql.conf', join "\n", 'log_statement = none',
@@ -55,6 +58,10 @@ sub new_node
 	});
 	return $node;
 }
+
+# The store that a test is about, redis or local, for tests that serve for both;
+# it is the source of their decisions.
+sub store { return $ENV{RATELIMIT_STORE} || 'redis'; }
 
 # A psql that stays connected and goes on after errors.
 sub session

@@ -1,0 +1,363 @@
+/*
+ * denied.c
+ *		Whom the limits refuse now: the view rl_denied, and the denial cache,
+ *		which answers from it without asking Redis again.
+ *
+ * A refusal of cost c says that every cost of c or more is refused until the
+ * wait is over: time only frees quota, and others only take it.  What gives
+ * quota back on this server forgets the key here, and moves its set's
+ * generation on, so that a refusal asked for before that is not kept.  For what
+ * other servers give back a refusal is believed for MAX_TRUST at most.
+ *
+ * Entries lie in sets that one lock protects; a name's are in the same set.
+ * Where a set is full, the entry nearest to its end goes.
+ */
+#include "postgres.h"
+
+#include "funcapi.h"
+#include "mb/pg_wchar.h"
+#include "port/atomics.h"
+#include "storage/lwlock.h"
+#include "utils/builtins.h"
+#include "utils/timestamp.h"
+
+#include "shared.h"
+
+#define SETS				256
+#define WAYS				8
+#define LOCKS				32
+
+/* Microseconds that a refusal is believed for, and until somebody asks anew. */
+#define MAX_TRUST			RL_SECOND
+#define ASK_ANEW			(MAX_TRUST * 6 / 10)
+
+/* Between two notes of the same refusal by a backend, and a key's log lines. */
+#define NOTE_INTERVAL		(RL_SECOND / 10)
+#define LOG_INTERVAL		RL_SECOND
+
+#define COLUMNS				6
+
+typedef struct Entry
+{
+	RlName		name;
+	uint64		hash;			/* of the limits; 0 and n = 0: free */
+	RlLimits	limits;
+	int64		quota;
+	int64		asked;			/* on the cache's clock, also the next two */
+	int64		trusted_until;	/* answers until then; 0: never */
+	int64		refused_until;
+	pg_atomic_uint32 asking;	/* somebody asks anew */
+	int			binding;
+	RlDecision	decision;
+	TimestampTz since;			/* of the first refusal without a gap */
+	int64		logged;
+	int			key_len;
+	char		key[RL_MAX_KEY];
+} Entry;
+
+typedef struct Set
+{
+	uint64		generation;
+	Entry		entries[WAYS];
+} Set;
+
+static Set *sets = NULL;
+static LWLockPadded *locks;
+
+Size
+rl_denied_size(void)
+{
+	return SETS * sizeof(Set);
+}
+
+int
+rl_denied_locks(void)
+{
+	return LOCKS;
+}
+
+void
+rl_denied_attach(void *memory, LWLockPadded *my_locks, bool found)
+{
+	sets = memory;
+	locks = my_locks;
+	if (found)
+		return;
+	memset(sets, 0, rl_denied_size());
+	for (int i = 0; i < SETS; i++)
+		for (int j = 0; j < WAYS; j++)
+			pg_atomic_init_u32(&sets[i].entries[j].asking, 0);
+}
+
+static Set *
+lock_set(RlName name, LWLockMode mode)
+{
+	int			number = name.a % SETS;
+
+	LWLockAcquire(&locks[number % LOCKS].lock, mode);
+	return &sets[number];
+}
+
+static void
+unlock_set(const Set *set)
+{
+	LWLockRelease(&locks[(set - sets) % LOCKS].lock);
+}
+
+/* The cache's clock: monotonic, or the time that a test has set. */
+int64
+rl_denied_now(void)
+{
+	return rl_debug_now[0] != '\0' ? rl_local_now() : rl_monotonic_now();
+}
+
+/* Times by a test's clock and by the other must not meet. */
+static uint64
+entry_hash(uint64 hash)
+{
+	return rl_debug_now[0] != '\0' ? ~hash : hash;
+}
+
+static Entry *
+find_entry(Set *set, RlName name, uint64 hash)
+{
+	for (int i = 0; i < WAYS; i++)
+		if (rl_same_name(set->entries[i].name, name) && set->entries[i].hash == hash &&
+			set->entries[i].limits.n > 0)
+			return &set->entries[i];
+	return NULL;
+}
+
+/*
+ * True if it is known that the limits refuse the quota; sets the decision as
+ * it is now.  Now and then it says false to one caller, who is to ask.
+ */
+bool
+rl_denied_lookup(RlName name, const RlLimits *limits, uint64 hash, int64 quota,
+				 RlDecision *decision, int *binding)
+{
+	Set		   *set = lock_set(name, LW_SHARED);
+	Entry	   *entry = find_entry(set, name, entry_hash(hash));
+	bool		known = false;
+	int64		now;
+	int64		passed;
+
+	if (entry != NULL && quota >= entry->quota && entry->trusted_until > 0)
+	{
+		uint32		nobody = 0;
+
+		now = rl_denied_now();
+		passed = now - entry->asked;
+		known = passed >= 0 && now < entry->trusted_until;
+		for (int i = 0; i < limits->n; i++)
+			known &= quota <= limits->limit[i].capacity;
+		if (known && passed >= ASK_ANEW && entry->trusted_until < entry->refused_until &&
+			pg_atomic_compare_exchange_u32(&entry->asking, &nobody, 1))
+			known = false;
+		if (known)
+		{
+			*decision = entry->decision;
+			*binding = entry->binding;
+			decision->source = RL_FROM_DENIAL_CACHE;
+			decision->retry_after -= passed;
+			decision->reset_after = Max(decision->reset_after - passed, 0);
+			if (decision->ban_left > 0)
+				decision->ban_left = Max(decision->ban_left - passed, 1);
+		}
+	}
+	unlock_set(set);
+	return known;
+}
+
+/* To be read before asking, and handed to rl_denied_note after it. */
+uint64
+rl_denied_generation(RlName name)
+{
+	Set		   *set = lock_set(name, LW_SHARED);
+	uint64		generation = set->generation;
+
+	unlock_set(set);
+	return generation;
+}
+
+/* Until when the refusal holds, whatever this server's actions are. */
+static int64
+trusted_for(const RlLimits *limits, const RlDecision *decision)
+{
+	int64		wait = Min(decision->retry_after, MAX_TRUST);
+
+	/* While a ban is in force attempts leave no trace that would be missed. */
+	for (int i = 0; i < limits->n; i++)
+		if (limits->limit[i].count_denied || limits->limit[i].ban > 0)
+			wait = Min(wait, decision->ban_left);
+	return wait;
+}
+
+/* The entry to put a refusal in: the one it has, a free one, or the first to end. */
+static Entry *
+choose_entry(Set *set, RlName name, uint64 hash)
+{
+	Entry	   *entry = find_entry(set, name, hash);
+
+	for (int i = 0; i < WAYS && entry == NULL; i++)
+		if (set->entries[i].limits.n == 0)
+			entry = &set->entries[i];
+	if (entry != NULL)
+		return entry;
+	entry = &set->entries[0];
+	for (int i = 1; i < WAYS; i++)
+		if (set->entries[i].refused_until < entry->refused_until)
+			entry = &set->entries[i];
+	return entry;
+}
+
+/*
+ * Notes a refusal that was asked for at that time and generation; cache says
+ * whether it may serve as an answer.
+ */
+void
+rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits, uint64 hash,
+			   int64 quota, const RlDecision *decision, int binding,
+			   int64 asked, uint64 generation, bool cache)
+{
+	static RlName last_name;
+	static uint64 last_hash = 0;
+	static int64 last_asked;
+	static int64 last_until;
+	int64		until = asked + decision->retry_after;
+	Set		   *set;
+	Entry	   *entry;
+
+	/* Impossible is not refused for now, and a look is no action. */
+	if (decision->retry_after == RL_NEVER || quota == 0)
+		return;
+	hash = entry_hash(hash);
+	if (!cache && hash == last_hash && rl_same_name(name, last_name) &&
+		asked - last_asked < NOTE_INTERVAL && asked >= last_asked &&
+		Abs(until - last_until) < NOTE_INTERVAL)
+		return;
+	last_name = name;
+	last_hash = hash;
+	last_asked = asked;
+	last_until = until;
+
+	set = lock_set(name, LW_EXCLUSIVE);
+	if (generation == RL_ANY_GENERATION || set->generation == generation)
+	{
+		entry = choose_entry(set, name, hash);
+		if (!rl_same_name(entry->name, name) || entry->hash != hash || entry->limits.n == 0)
+		{
+			entry->name = name;
+			entry->hash = hash;
+			entry->limits = *limits;
+			entry->since = GetCurrentTimestamp();
+			entry->logged = 0;
+			entry->key_len = key->len;
+			memcpy(entry->key, key->data, key->len);
+		}
+		else if (entry->refused_until < asked)
+			entry->since = GetCurrentTimestamp();
+		entry->quota = quota;
+		entry->asked = asked;
+		entry->trusted_until = cache ? asked + trusted_for(limits, decision) : 0;
+		entry->refused_until = until;
+		entry->decision = *decision;
+		entry->binding = binding;
+		pg_atomic_write_u32(&entry->asking, 0);
+	}
+	unlock_set(set);
+}
+
+/*
+ * Forgets the key, to which quota is or may have been given back.  Does
+ * nothing without shared memory.
+ */
+void
+rl_denied_forget(const RlKey *key)
+{
+	RlName		name;
+	Set		   *set;
+
+	if (sets == NULL)
+		return;
+	name = rl_name(key);
+	set = lock_set(name, LW_EXCLUSIVE);
+	set->generation++;
+	for (int i = 0; i < WAYS; i++)
+		if (rl_same_name(set->entries[i].name, name))
+			set->entries[i].limits.n = 0;
+	unlock_set(set);
+}
+
+/* True if the refusal that was just noted may be logged: once a second. */
+bool
+rl_denied_may_log(RlName name, uint64 hash)
+{
+	Set		   *set = lock_set(name, LW_EXCLUSIVE);
+	Entry	   *entry = find_entry(set, name, entry_hash(hash));
+	int64		now = rl_monotonic_now();
+	bool		may = entry != NULL && (entry->logged == 0 || now - entry->logged >= LOG_INTERVAL);
+
+	if (may)
+		entry->logged = now;
+	unlock_set(set);
+	return may;
+}
+
+/* A key as text; where the encoding may lack a character it is escaped. */
+static text *
+key_text(const char *key, int len)
+{
+	StringInfoData text;
+
+	if (GetDatabaseEncoding() == PG_UTF8)
+		return cstring_to_text_with_len(key, len);
+	initStringInfo(&text);
+	for (int i = 0; i < len; i++)
+	{
+		if (IS_HIGHBIT_SET(key[i]))
+			appendStringInfo(&text, "\\x%02x", (unsigned char) key[i]);
+		else
+			appendStringInfoChar(&text, key[i]);
+	}
+	return cstring_to_text_with_len(text.data, text.len);
+}
+
+PG_FUNCTION_INFO_V1(rl_denied);
+Datum
+rl_denied(PG_FUNCTION_ARGS)
+{
+	ReturnSetInfo *result = (ReturnSetInfo *) fcinfo->resultinfo;
+	Set		   *copy;
+	int64		now;
+
+	rl_require_shared("rl_denied");
+	InitMaterializedSRF(fcinfo, 0);
+	copy = palloc(sizeof(Set));
+	now = rl_denied_now();
+	for (int i = 0; i < SETS; i++)
+	{
+		LWLockAcquire(&locks[i % LOCKS].lock, LW_SHARED);
+		memcpy(copy, &sets[i], sizeof(Set));
+		LWLockRelease(&locks[i % LOCKS].lock);
+		for (int j = 0; j < WAYS; j++)
+		{
+			const Entry *entry = &copy->entries[j];
+			const RlDecision *d = &entry->decision;
+			Datum		values[COLUMNS];
+			bool		nulls[COLUMNS] = {false};
+
+			if (entry->limits.n == 0 || entry->refused_until <= now ||
+				entry->hash != entry_hash(rl_limits_hash(&entry->limits)))
+				continue;
+			values[0] = PointerGetDatum(key_text(entry->key, entry->key_len));
+			values[1] = CStringGetTextDatum(rl_limits_text(&entry->limits));
+			values[2] = Int64GetDatum(entry->quota);
+			values[3] = BoolGetDatum(d->ban_left > 0);
+			values[4] = TimestampTzGetDatum(entry->since);
+			values[5] = Float8GetDatum((double) (entry->refused_until - now) / RL_SECOND);
+			tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
+		}
+	}
+	return (Datum) 0;
+}

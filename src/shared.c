@@ -1,0 +1,185 @@
+/*
+ * shared.c
+ *		Memory that all backends share: asked for when the library is
+ *		preloaded, and dealt out to its parts.
+ */
+#include "postgres.h"
+
+#include <time.h>
+
+#include "common/hashfn.h"
+#include "miscadmin.h"
+#include "storage/ipc.h"
+#include "storage/shmem.h"
+#include "utils/memutils.h"
+#include "utils/timestamp.h"
+
+#include "shared.h"
+
+#define TRANCHE				"ratelimit"
+
+typedef struct Header
+{
+	int64		wall_at_start;	/* microseconds since 1970 */
+	int64		monotonic_at_start;
+	uint64		seeds[2];
+} Header;
+
+typedef struct Part
+{
+	Size		(*size) (void);
+	int			(*locks) (void);
+	void		(*attach) (void *memory, LWLockPadded *locks, bool found);
+} Part;
+
+static const Part parts[] = {
+	{rl_local_size, rl_local_locks, rl_local_attach},
+	{rl_denied_size, rl_denied_locks, rl_denied_attach},
+	{rl_stat_size, rl_stat_locks, rl_stat_attach},
+	{rl_breaker_size, rl_breaker_locks, rl_breaker_attach}
+};
+
+static Header *header = NULL;
+static shmem_request_hook_type prev_shmem_request_hook = NULL;
+static shmem_startup_hook_type prev_shmem_startup_hook = NULL;
+
+/* Microseconds on a clock that nobody sets. */
+int64
+rl_monotonic_now(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (int64) t.tv_sec * 1000000 + t.tv_nsec / 1000;
+}
+
+static Size
+total_size(void)
+{
+	Size		size = CACHELINEALIGN(sizeof(Header));
+
+	for (size_t i = 0; i < lengthof(parts); i++)
+		size = add_size(size, CACHELINEALIGN(parts[i].size()));
+	return size;
+}
+
+static void
+request(void)
+{
+	int			locks = 0;
+
+	if (prev_shmem_request_hook)
+		prev_shmem_request_hook();
+	for (size_t i = 0; i < lengthof(parts); i++)
+		locks += parts[i].locks();
+	RequestAddinShmemSpace(total_size());
+	RequestNamedLWLockTranche(TRANCHE, locks);
+}
+
+static void
+startup(void)
+{
+	bool		found;
+	char	   *memory;
+	LWLockPadded *locks;
+
+	if (prev_shmem_startup_hook)
+		prev_shmem_startup_hook();
+	LWLockAcquire(AddinShmemInitLock, LW_EXCLUSIVE);
+	memory = ShmemInitStruct("ratelimit", total_size(), &found);
+	locks = GetNamedLWLockTranche(TRANCHE);
+	header = (Header *) memory;
+	if (!found)
+	{
+		header->wall_at_start = GetCurrentTimestamp() + RL_UNIX_EPOCH;
+		header->monotonic_at_start = rl_monotonic_now();
+		if (!pg_strong_random(header->seeds, sizeof(header->seeds)))
+			elog(ERROR, "could not generate random seeds");
+	}
+	memory += CACHELINEALIGN(sizeof(Header));
+	for (size_t i = 0; i < lengthof(parts); i++)
+	{
+		parts[i].attach(memory, locks, found);
+		memory += CACHELINEALIGN(parts[i].size());
+		locks += parts[i].locks();
+	}
+	LWLockRelease(AddinShmemInitLock);
+}
+
+/* Asks for the memory; to be called while the library is preloaded. */
+void
+rl_shared_request(void)
+{
+	prev_shmem_request_hook = shmem_request_hook;
+	shmem_request_hook = request;
+	prev_shmem_startup_hook = shmem_startup_hook;
+	shmem_startup_hook = startup;
+}
+
+bool
+rl_shared_available(void)
+{
+	return header != NULL;
+}
+
+/* Raises an error if there is no shared memory for what needs it. */
+void
+rl_require_shared(const char *what)
+{
+	if (header == NULL)
+		ereport(ERROR,
+				(errcode(ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE),
+				 errmsg("%s needs shared memory", what),
+				 errhint("Add ratelimit to shared_preload_libraries, and restart the server.")));
+}
+
+/*
+ * The store's clock of this server in microseconds since 1970: the wall clock
+ * when the server started, advanced by a clock that nobody sets.  Or the time
+ * that a test has set.
+ */
+int64
+rl_local_now(void)
+{
+	if (rl_debug_now[0] != '\0')
+		return strtoll(rl_debug_now, NULL, 10);
+	return header->wall_at_start + (rl_monotonic_now() - header->monotonic_at_start);
+}
+
+/*
+ * Names a key of the server and with the prefix that the settings say.  The
+ * hash is as long as needs be for no two names ever to meet, and starts from
+ * what nobody outside the server knows.
+ */
+RlName
+rl_name(const RlKey *key)
+{
+	static char *url = NULL;
+	static char *prefix = NULL;
+	static RlName start;
+	RlName		name;
+
+	if (url == NULL || prefix == NULL || strcmp(url, rl_redis_url) != 0 ||
+		strcmp(prefix, rl_key_prefix) != 0)
+	{
+		const unsigned char *text;
+
+		if (url != NULL)
+			pfree(url);
+		if (prefix != NULL)
+			pfree(prefix);
+		url = prefix = NULL;
+		url = MemoryContextStrdup(TopMemoryContext, rl_redis_url);
+		prefix = MemoryContextStrdup(TopMemoryContext, rl_key_prefix);
+		/* With its end, so that it cannot run into the prefix. */
+		text = (const unsigned char *) url;
+		start.a = hash_bytes_extended(text, strlen(url) + 1, header->seeds[0]);
+		start.b = hash_bytes_extended(text, strlen(url) + 1, header->seeds[1]);
+		text = (const unsigned char *) prefix;
+		start.a = hash_bytes_extended(text, strlen(prefix), start.a);
+		start.b = hash_bytes_extended(text, strlen(prefix), start.b);
+	}
+	name.a = hash_bytes_extended((const unsigned char *) key->data, key->len, start.a);
+	name.b = hash_bytes_extended((const unsigned char *) key->data, key->len, start.b);
+	return name;
+}

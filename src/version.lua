@@ -1,0 +1,8 @@
+-- Which server this is: 1 for Valkey, else 0, and its version, a byte each for
+-- the major, minor and patch number. Redis before 7 does not tell.
+
+local valkey = rawget(_G, 'server')
+if valkey and valkey.SERVER_NAME == 'valkey' and valkey.SERVER_VERSION_NUM then
+  return {1, valkey.SERVER_VERSION_NUM}
+end
+return {0, redis.REDIS_VERSION_NUM or 0}
