@@ -42,13 +42,9 @@ rl_throttle_cost(const RlLimit *limit, int64 quota)
 	return quota * limit->interval_ns;
 }
 
-/*
- * Decides whether the quota fits, and the wait, for a backlog as it is before
- * the action.  Leaves the figures of an action that is not charged.
- */
-void
-rl_throttle_decide(const RlLimit *limit, int64 backlog_ns, int64 quota,
-				   RlDecision *decision)
+/* Decides whether the quota fits, and the wait, for the backlog before the action. */
+static void
+throttle_verdict(const RlLimit *limit, int64 backlog_ns, int64 quota, RlDecision *decision)
 {
 	decision->capacity = limit->capacity;
 	if (quota > limit->capacity)
@@ -63,6 +59,14 @@ rl_throttle_decide(const RlLimit *limit, int64 backlog_ns, int64 quota,
 		decision->allowed = (backlog_ns <= room);
 		decision->retry_after = decision->allowed ? 0 : us_rounded_up(backlog_ns - room);
 	}
+}
+
+/* The same, with the figures of an action that is not charged. */
+void
+rl_throttle_decide(const RlLimit *limit, int64 backlog_ns, int64 quota,
+				   RlDecision *decision)
+{
+	throttle_verdict(limit, backlog_ns, quota, decision);
 	rl_throttle_figures(limit, backlog_ns, decision);
 }
 
@@ -396,7 +400,7 @@ rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
 
 		load(limit, &states[i], now);
 		if (limit->algorithm == RL_THROTTLE)
-			rl_throttle_decide(limit, backlog(&states[i], now), quota, d);
+			throttle_verdict(limit, backlog(&states[i], now), quota, d);
 		else
 			d->allowed = states[i].used + quota <= limit->capacity;
 		d->source = RL_FROM_LOCAL;
@@ -424,16 +428,13 @@ rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
 
 		if (limit->algorithm == RL_THROTTLE)
 		{
-			if (allowed)
-			{
-				int64		after = backlog(state, now) + rl_throttle_cost(limit, quota);
+			int64		after = backlog(state, now) + (allowed ? rl_throttle_cost(limit, quota) : 0);
 
-				rl_throttle_figures(limit, after, d);
-				if (commit && quota > 0)
-				{
-					state->start = now * NS_PER_US + after;
-					state->changed = true;
-				}
+			rl_throttle_figures(limit, after, d);
+			if (allowed && commit && quota > 0)
+			{
+				state->start = now * NS_PER_US + after;
+				state->changed = true;
 			}
 			continue;
 		}

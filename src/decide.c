@@ -19,9 +19,8 @@ typedef struct Action
 	const RlLimits *limits;
 	int64		quota;
 	RlTake		how;
-	RlName		name;			/* only with shared memory, as the next three */
-	uint64		hash;			/* of the limits */
-	int64		asked;
+	RlName		name;			/* only with shared memory, as the next two */
+	int64		asked;			/* before sending, on this server's clock */
 	uint64		generation;
 	bool		from_local;
 	RlError    *error;			/* why the store failed */
@@ -41,25 +40,16 @@ rl_store(void)
  * Beginning and counting
  */
 
-static uint64
-limits_hash(const RlLimits *limits)
+static void
+begin(Action *action, const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
+	  RlError *error)
 {
-	static RlLimits last;
-	static uint64 hash;
-
-	if (!rl_limits_same(&last, limits))
-	{
-		hash = rl_limits_hash(limits);
-		last = *limits;
-	}
-	return hash;
-}
-
-static Action
-begin(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how, RlError *error)
-{
-	Action		action = {key, limits, quota, how,.error = error};
-
+	action->key = key;
+	action->limits = limits;
+	action->quota = quota;
+	action->how = how;
+	action->from_local = false;
+	action->error = error;
 	if (!rl_limits_supported(limits, error))
 		rl_raise(error);
 	/* Not those of a wait: its attempts are one action. */
@@ -69,17 +59,15 @@ begin(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how, RlError
 		rl_require_shared("ratelimit.on_error = local");
 	if (rl_shared_available())
 	{
-		action.name = rl_name(key);
-		action.hash = limits_hash(limits);
-		action.generation = RL_ANY_GENERATION;
+		action->name = rl_name(key);
+		action->generation = RL_ANY_GENERATION;
 	}
-	return action;
 }
 
 static void
 count(const Action *action, RlOutcome outcome, bool from_cache)
 {
-	rl_stat_count(action->limits, action->hash, outcome, from_cache, action->from_local,
+	rl_stat_count(action->limits, outcome, from_cache, action->from_local,
 				  rl_redis_usage.round_trips, rl_redis_usage.us);
 	rl_redis_usage.round_trips = rl_redis_usage.us = 0;
 }
@@ -150,7 +138,7 @@ fail(Action *action, RlDecision *decisions)
 		log_failure(action->error, "Actions are decided by this server alone, as ratelimit.on_error says.");
 		action->from_local = true;
 		if (rl_local_store.take(action->key, action->limits, action->quota, action->how,
-								decisions, action->error))
+								decisions, &action->asked, action->error))
 			return;
 	}
 	/* Who only watches what limits would do must not be stopped by them. */
@@ -175,25 +163,26 @@ static void
 ask(Action *action, RlDecision *decisions)
 {
 	bool		answered;
+	int64		at;
 
 	if (rl_store_is_local)
 	{
 		/* What it refuses is not answered from the cache: it is as fast. */
 		action->from_local = true;
 		answered = rl_store()->take(action->key, action->limits, action->quota, action->how,
-									decisions, action->error);
+									decisions, &action->asked, action->error);
 	}
 	else
 	{
 		if (rl_shared_available())
 		{
-			action->asked = rl_denied_now();
+			action->asked = rl_local_now();
 			action->generation = rl_denied_generation(action->name);
 		}
 		PG_TRY();
 		{
 			answered = rl_redis_store.take(action->key, action->limits, action->quota,
-										   action->how, decisions, action->error);
+										   action->how, decisions, &at, action->error);
 		}
 		PG_CATCH();
 		{
@@ -222,7 +211,7 @@ log_shadow(const Action *action, const RlLimit *limit, const RlDecision *decisio
 	/* What no wait helps is not noted for others. */
 	if (rl_shared_available() && decision->retry_after != RL_NEVER)
 	{
-		if (!rl_denied_may_log(action->name, action->hash))
+		if (!rl_denied_may_log(action->name, action->limits))
 			return;
 	}
 	else if (!TimestampDifferenceExceeds(last, now, 1000))
@@ -254,10 +243,8 @@ refused(Action *action, RlDecision *decision, int binding, bool cache)
 		decision->source != RL_FAIL_CLOSED &&
 		(action->how == RL_TAKE || rl_mode == RL_MODE_SHADOW))
 	{
-		if (action->from_local)
-			action->asked = rl_denied_now();
-		rl_denied_note(action->name, action->key, action->limits, action->hash, action->quota,
-					   decision, binding, action->asked, action->generation,
+		rl_denied_note(action->name, action->key, action->limits, action->quota, decision,
+					   binding, action->asked, action->generation,
 					   cache && !action->from_local);
 	}
 	if (rl_mode == RL_MODE_SHADOW)
@@ -287,17 +274,22 @@ rl_decide(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 		*decision = decisions[0];
 		return;
 	}
-	action = begin(key, limits, quota, how, error);
+	begin(&action, key, limits, quota, how, error);
 	cache = rl_denial_cache && how == RL_TAKE && !rl_store_is_local && rl_shared_available();
-	if (cache && rl_denied_lookup(action.name, limits, action.hash, quota, decision, binding))
+	if (cache && rl_denied_lookup(action.name, limits, quota, decision, binding))
 	{
 		if (rl_mode == RL_MODE_SHADOW)
 			refused(&action, decision, *binding, true);
 		count(&action, outcome_of(decision), true);
 		return;
 	}
-	ask(&action, decisions);
-	*decision = rl_combine(decisions, limits->n, binding);
+	if (limits->n == 1)
+		ask(&action, decision);
+	else
+	{
+		ask(&action, decisions);
+		*decision = rl_combine(decisions, limits->n, binding);
+	}
 	if (!decision->allowed)
 		refused(&action, decision, *binding, cache);
 	/* A refused attempt of a wait is not its end; rl_wait knows. */
@@ -313,7 +305,6 @@ rl_count_wait(const RlLimits *limits, const RlDecision *decision, bool error)
 
 	if (rl_mode == RL_MODE_OFF)
 		return;
-	action.hash = limits_hash(limits);
 	action.from_local = rl_store_is_local || decision->source == RL_FROM_LOCAL;
 	count(&action, error ? RL_WAS_ERROR : outcome_of(decision), false);
 }
@@ -335,7 +326,7 @@ rl_decide_each(const RlKey *key, const RlLimits *limits, int64 quota, RlDecision
 		decide_unasked(limits, true, RL_OFF, decisions);
 		return;
 	}
-	action = begin(key, limits, quota, RL_TAKE, &error);
+	begin(&action, key, limits, quota, RL_TAKE, &error);
 	ask(&action, decisions);
 	combined = rl_combine(decisions, limits->n, &binding);
 	if (!combined.allowed)

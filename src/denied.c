@@ -43,7 +43,7 @@ typedef struct Entry
 	uint64		hash;			/* of the limits; 0 and n = 0: free */
 	RlLimits	limits;
 	int64		quota;
-	int64		asked;			/* on the cache's clock, also the next two */
+	int64		asked;			/* on this server's clock, also the next two */
 	int64		trusted_until;	/* answers until then; 0: never */
 	int64		refused_until;
 	pg_atomic_uint32 asking;	/* somebody asks anew */
@@ -104,18 +104,11 @@ unlock_set(const Set *set)
 	LWLockRelease(&locks[(set - sets) % LOCKS].lock);
 }
 
-/* The cache's clock: monotonic, or the time that a test has set. */
-int64
-rl_denied_now(void)
-{
-	return rl_debug_now[0] != '\0' ? rl_local_now() : rl_monotonic_now();
-}
-
 /* Times by a test's clock and by the other must not meet. */
 static uint64
-entry_hash(uint64 hash)
+entry_hash(const RlLimits *limits)
 {
-	return rl_debug_now[0] != '\0' ? ~hash : hash;
+	return rl_debug_now[0] != '\0' ? ~limits->hash : limits->hash;
 }
 
 static Entry *
@@ -133,11 +126,11 @@ find_entry(Set *set, RlName name, uint64 hash)
  * it is now.  Now and then it says false to one caller, who is to ask.
  */
 bool
-rl_denied_lookup(RlName name, const RlLimits *limits, uint64 hash, int64 quota,
+rl_denied_lookup(RlName name, const RlLimits *limits, int64 quota,
 				 RlDecision *decision, int *binding)
 {
 	Set		   *set = lock_set(name, LW_SHARED);
-	Entry	   *entry = find_entry(set, name, entry_hash(hash));
+	Entry	   *entry = find_entry(set, name, entry_hash(limits));
 	bool		known = false;
 	int64		now;
 	int64		passed;
@@ -146,7 +139,7 @@ rl_denied_lookup(RlName name, const RlLimits *limits, uint64 hash, int64 quota,
 	{
 		uint32		nobody = 0;
 
-		now = rl_denied_now();
+		now = rl_local_now();
 		passed = now - entry->asked;
 		known = passed >= 0 && now < entry->trusted_until;
 		for (int i = 0; i < limits->n; i++)
@@ -216,22 +209,22 @@ choose_entry(Set *set, RlName name, uint64 hash)
  * whether it may serve as an answer.
  */
 void
-rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits, uint64 hash,
-			   int64 quota, const RlDecision *decision, int binding,
-			   int64 asked, uint64 generation, bool cache)
+rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits, int64 quota,
+			   const RlDecision *decision, int binding, int64 asked,
+			   uint64 generation, bool cache)
 {
 	static RlName last_name;
 	static uint64 last_hash = 0;
 	static int64 last_asked;
 	static int64 last_until;
 	int64		until = asked + decision->retry_after;
+	uint64		hash = entry_hash(limits);
 	Set		   *set;
 	Entry	   *entry;
 
 	/* Impossible is not refused for now, and a look is no action. */
 	if (decision->retry_after == RL_NEVER || quota == 0)
 		return;
-	hash = entry_hash(hash);
 	if (!cache && hash == last_hash && rl_same_name(name, last_name) &&
 		asked - last_asked < NOTE_INTERVAL && asked >= last_asked &&
 		Abs(until - last_until) < NOTE_INTERVAL)
@@ -291,10 +284,10 @@ rl_denied_forget(const RlKey *key)
 
 /* True if the refusal that was just noted may be logged: once a second. */
 bool
-rl_denied_may_log(RlName name, uint64 hash)
+rl_denied_may_log(RlName name, const RlLimits *limits)
 {
 	Set		   *set = lock_set(name, LW_EXCLUSIVE);
-	Entry	   *entry = find_entry(set, name, entry_hash(hash));
+	Entry	   *entry = find_entry(set, name, entry_hash(limits));
 	int64		now = rl_monotonic_now();
 	bool		may = entry != NULL && (entry->logged == 0 || now - entry->logged >= LOG_INTERVAL);
 
@@ -334,7 +327,7 @@ rl_denied(PG_FUNCTION_ARGS)
 	rl_require_shared("rl_denied");
 	InitMaterializedSRF(fcinfo, 0);
 	copy = palloc(sizeof(Set));
-	now = rl_denied_now();
+	now = rl_local_now();
 	for (int i = 0; i < SETS; i++)
 	{
 		LWLockAcquire(&locks[i % LOCKS].lock, LW_SHARED);
@@ -348,7 +341,7 @@ rl_denied(PG_FUNCTION_ARGS)
 			bool		nulls[COLUMNS] = {false};
 
 			if (entry->limits.n == 0 || entry->refused_until <= now ||
-				entry->hash != entry_hash(rl_limits_hash(&entry->limits)))
+				entry->hash != entry_hash(&entry->limits))
 				continue;
 			values[0] = PointerGetDatum(key_text(entry->key, entry->key_len));
 			values[1] = CStringGetTextDatum(rl_limits_text(&entry->limits));

@@ -17,25 +17,43 @@
 #include "values.h"
 
 /*
- * What the functions of one algorithm have in common: the limit has its
- * algorithm and what the function's own arguments say, the key is argument 0,
- * the capacity 1, and the quota the last.
+ * The limits of one limit that has its algorithm, capacity, count, period and
+ * step; until the next call.  Raises an error if the numbers are wrong.
+ */
+static const RlLimits *
+one_limit(const RlLimit *limit, const char *count_name)
+{
+	static RlLimits limits;
+	RlLimit    *last = &limits.limit[0];
+	RlError		error;
+
+	if (limits.n == 1 && last->algorithm == limit->algorithm && last->capacity == limit->capacity &&
+		last->count == limit->count && last->period == limit->period && last->step == limit->step)
+		return &limits;
+	limits.n = 0;
+	*last = *limit;
+	if (!rl_limit_complete(last, count_name, &error))
+		rl_raise(&error);
+	limits.n = 1;
+	rl_limits_set_hash(&limits);
+	return &limits;
+}
+
+/*
+ * What the functions of one algorithm have in common: the limit has what their
+ * own arguments say, the key is argument 0, and the quota the last.
  */
 static Datum
-decide_one(FunctionCallInfo fcinfo, RlLimit limit, const char *count_name)
+decide_one(FunctionCallInfo fcinfo, const RlLimit *limit, const char *count_name)
 {
 	RlKey		key = rl_key_argument(fcinfo, 0);
-	RlLimits	limits = {.n = 1};
-	int64		quota;
+	const RlLimits *limits = one_limit(limit, count_name);
+	int64		quota = rl_quota_argument(fcinfo, PG_NARGS() - 1);
 	RlDecision	decision;
 	int			binding;
 	RlError		error;
 
-	if (!rl_limit_complete(&limit, count_name, &error))
-		rl_raise(&error);
-	quota = rl_quota_argument(fcinfo, PG_NARGS() - 1);
-	limits.limit[0] = limit;
-	rl_decide(&key, &limits, quota, RL_TAKE, &decision, &binding, &error);
+	rl_decide(&key, limits, quota, RL_TAKE, &decision, &binding, &error);
 	return rl_decision_row(fcinfo, &decision);
 }
 
@@ -48,7 +66,7 @@ rl_throttle(PG_FUNCTION_ARGS)
 	limit.capacity = rl_count_argument(fcinfo, 1, "capacity");
 	limit.count = rl_count_argument(fcinfo, 2, "rate");
 	limit.period = rl_duration_argument(fcinfo, 3, "period");
-	return decide_one(fcinfo, limit, "rate");
+	return decide_one(fcinfo, &limit, "rate");
 }
 
 PG_FUNCTION_INFO_V1(rl_token_bucket);
@@ -60,7 +78,7 @@ rl_token_bucket(PG_FUNCTION_ARGS)
 	limit.capacity = rl_count_argument(fcinfo, 1, "capacity");
 	limit.count = rl_count_argument(fcinfo, 2, "refill");
 	limit.period = rl_duration_argument(fcinfo, 3, "period");
-	return decide_one(fcinfo, limit, "refill");
+	return decide_one(fcinfo, &limit, "refill");
 }
 
 PG_FUNCTION_INFO_V1(rl_fixed_window);
@@ -71,7 +89,7 @@ rl_fixed_window(PG_FUNCTION_ARGS)
 
 	limit.capacity = limit.count = rl_count_argument(fcinfo, 1, "capacity");
 	limit.period = rl_duration_argument(fcinfo, 2, "period");
-	return decide_one(fcinfo, limit, "capacity");
+	return decide_one(fcinfo, &limit, "capacity");
 }
 
 PG_FUNCTION_INFO_V1(rl_sliding_window);
@@ -83,7 +101,7 @@ rl_sliding_window(PG_FUNCTION_ARGS)
 	limit.capacity = limit.count = rl_count_argument(fcinfo, 1, "capacity");
 	limit.period = rl_duration_argument(fcinfo, 2, "period");
 	limit.step = rl_duration_argument(fcinfo, 3, "step");
-	return decide_one(fcinfo, limit, "capacity");
+	return decide_one(fcinfo, &limit, "capacity");
 }
 
 PG_FUNCTION_INFO_V1(rl_sliding_log);
@@ -94,7 +112,7 @@ rl_sliding_log(PG_FUNCTION_ARGS)
 
 	limit.capacity = limit.count = rl_count_argument(fcinfo, 1, "capacity");
 	limit.period = rl_duration_argument(fcinfo, 2, "period");
-	return decide_one(fcinfo, limit, "capacity");
+	return decide_one(fcinfo, &limit, "capacity");
 }
 
 /* What rl_check, rl_allow and rl_enforce have in common. */
@@ -266,10 +284,11 @@ rl_peek(PG_FUNCTION_ARGS)
 	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
 	int64		quota = rl_quota_argument(fcinfo, 2);
 	RlDecision	decisions[RL_MAX_LIMITS];
+	int64		at;
 	RlError		error;
 
 	if (!rl_limits_supported(limits, &error) ||
-		!rl_store()->take(&key, limits, quota, RL_PEEK, decisions, &error))
+		!rl_store()->take(&key, limits, quota, RL_PEEK, decisions, &at, &error))
 		rl_raise(&error);
 	return_decisions(fcinfo, limits, decisions);
 	return (Datum) 0;

@@ -433,6 +433,7 @@ rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error)
 		limits->n++;
 	} while (take_word(&scan, ","));
 	Assert(scan.at == scan.end);
+	rl_limits_set_hash(limits);
 	return true;
 }
 
@@ -549,14 +550,16 @@ rl_limits_same(const RlLimits *a, const RlLimits *b)
 	return true;
 }
 
-uint64
-rl_limits_hash(const RlLimits *limits)
+/* To be called when all of the limits' numbers are set. */
+void
+rl_limits_set_hash(RlLimits *limits)
 {
 	int64		numbers[RL_MAX_LIMITS][LIMIT_NUMBERS];
 
 	for (int i = 0; i < limits->n; i++)
 		limit_numbers(&limits->limit[i], numbers[i]);
-	return hash_bytes_extended((const unsigned char *) numbers, limits->n * sizeof(numbers[0]), 0);
+	limits->hash = hash_bytes_extended((const unsigned char *) numbers,
+									   limits->n * sizeof(numbers[0]), 0);
 }
 
 /* Returns false with the error set if a limit needs what this version has not. */

@@ -452,26 +452,28 @@ make_ring(View *view, RlState *state)
  * States
  */
 
-static RlState
-load_state(const View *view, uint32 c)
+/* What a cell keeps, as a state; of no cell, that of a limit never used. */
+static void
+load_state(const View *view, uint32 c, RlState *state)
 {
-	const Cell *cell = cell_at(view, c);
-	RlState		state = RL_NO_STATE;
+	const Cell *cell;
 
+	memset(state, 0, sizeof(*state));
+	state->start = -1;
 	if (c == NO_CELL)
-		return state;
-	state.start = cell->start;
-	state.used = cell->used;
-	state.refused_since = cell->refused_since;
-	state.refused = cell->refused;
+		return;
+	cell = cell_at(view, c);
+	state->start = cell->start;
+	state->used = cell->used;
+	state->refused_since = cell->refused_since;
+	state->refused = cell->refused;
 	if (DsaPointerIsValid(cell->entries))
 	{
-		state.entries = dsa_get_address(ring_area(), cell->entries);
-		state.size = cell->size;
-		state.first = cell->first;
-		state.n = cell->n;
+		state->entries = dsa_get_address(ring_area(), cell->entries);
+		state->size = cell->size;
+		state->first = cell->first;
+		state->n = cell->n;
 	}
-	return state;
 }
 
 /* True if a state that was changed is one that Redis would have no field for. */
@@ -528,8 +530,12 @@ save_state(View *view, uint32 c, const RlLimit *limit, const RlState *state, dsa
 			return;
 		}
 	}
-	kept = load_state(view, c);
-	set_end(view, c, rl_state_end(limit, &kept));
+	if (!state->changed)
+	{
+		load_state(view, c, &kept);
+		state = &kept;
+	}
+	set_end(view, c, rl_state_end(limit, state));
 }
 
 static void
@@ -548,16 +554,16 @@ load_states(const View *view, const RlLimits *limits, uint32 *found, RlState *st
 	for (int i = 0; i < limits->n; i++)
 	{
 		found[i] = find_cell(view, &limits->limit[i]);
-		states[i] = load_state(view, found[i]);
+		load_state(view, found[i], &states[i]);
 	}
 }
 
 /*
- * Makes room for whatever an act may write: for cells, one of a ban with it,
- * and for entries.  Returns false with the error set.
+ * Makes room for whatever an act may write: for cells, one of a ban among
+ * them, and for entries.  Returns false with the error set.
  */
 static bool
-prepare(View *view, const RlLimits *limits, bool ban, const uint32 *found, RlState *states,
+prepare(View *view, const RlLimits *limits, const uint32 *found, uint32 ban, RlState *states,
 		dsa_pointer *rings, RlError *error)
 {
 	uint32		stay[MAX_WANTED];
@@ -571,10 +577,14 @@ prepare(View *view, const RlLimits *limits, bool ban, const uint32 *found, RlSta
 		else
 			missing++;
 	}
-	if (find_cell(view, NULL) != NO_CELL)
-		stay[n++] = find_cell(view, NULL);
-	else if (ban)
-		missing++;
+	for (int i = 0; i < limits->n && ban == NO_CELL; i++)
+		if (limits->limit[i].ban > 0)
+		{
+			missing++;
+			break;
+		}
+	if (ban != NO_CELL)
+		stay[n++] = ban;
 	reserve(view, missing, stay, n);
 
 	for (int i = 0; i < limits->n; i++)
@@ -600,16 +610,15 @@ prepare(View *view, const RlLimits *limits, bool ban, const uint32 *found, RlSta
 
 static bool
 local_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
-		   RlDecision *decisions, RlError *error)
+		   RlDecision *decisions, int64 *at, RlError *error)
 {
 	RlLimits	quiet;
 	RlState		states[RL_MAX_LIMITS];
 	uint32		found[RL_MAX_LIMITS];
-	dsa_pointer rings[RL_MAX_LIMITS] = {InvalidDsaPointer};
+	dsa_pointer rings[RL_MAX_LIMITS];
 	uint32		ban;
 	int64		old_ban;
 	int64		banned_until;
-	bool		may_ban = false;
 	View		view;
 
 	if (how == RL_TAKE_QUIETLY)
@@ -622,17 +631,18 @@ local_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 		}
 		limits = &quiet;
 	}
-	for (int i = 0; i < limits->n; i++)
-		may_ban |= limits->limit[i].ban > 0;
 
 	lock_key(&view, key, how == RL_PEEK ? LW_SHARED : LW_EXCLUSIVE);
 	load_states(&view, limits, found, states);
-	if (how != RL_PEEK && quota > 0 && !prepare(&view, limits, may_ban, found, states, rings, error))
+	for (int i = 0; i < limits->n; i++)
+		rings[i] = InvalidDsaPointer;
+	ban = find_cell(&view, NULL);
+	if (how != RL_PEEK && quota > 0 && !prepare(&view, limits, found, ban, states, rings, error))
 	{
 		unlock(&view);
 		return false;
 	}
-	ban = find_cell(&view, NULL);
+	*at = view.now;
 	banned_until = old_ban = ban == NO_CELL ? 0 : cell_at(&view, ban)->start;
 	rl_act(limits, states, &banned_until, view.now, quota, how != RL_PEEK, decisions);
 	for (int i = 0; how != RL_PEEK && i < limits->n; i++)

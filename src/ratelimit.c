@@ -21,6 +21,7 @@
 
 PG_MODULE_MAGIC;
 
+uint64		rl_settings_version = 0;
 char	   *rl_redis_url;
 char	   *rl_redis_passfile;
 char	   *rl_key_prefix;
@@ -77,6 +78,13 @@ check_key_prefix(char **newval, void **extra pg_attribute_unused(),
 		return false;
 	}
 	return true;
+}
+
+/* Only says that what was made of the settings is to be made anew. */
+static void
+count_change(const char *newval pg_attribute_unused(), void *extra pg_attribute_unused())
+{
+	rl_settings_version++;
 }
 
 /* With the longest limit added it stays exact in Lua, and in ns in an int64. */
@@ -154,7 +162,7 @@ _PG_init(void)
 							   &rl_redis_url,
 							   "redis://127.0.0.1:6379/0",
 							   PGC_SUSET, 0,
-							   NULL, NULL, NULL);
+							   NULL, count_change, NULL);
 
 	/*
 	 * Superuser only, also to read: it names a file on the server.  The
@@ -176,7 +184,7 @@ _PG_init(void)
 							   &rl_key_prefix,
 							   "rl:",
 							   PGC_SUSET, 0,
-							   check_key_prefix, NULL, NULL);
+							   check_key_prefix, count_change, NULL);
 
 	/* Superuser only: a timeout too short to meet turns on_error on. */
 	DefineCustomIntVariable("ratelimit.connect_timeout",

@@ -77,6 +77,7 @@ typedef struct RlLimit
 typedef struct RlLimits
 {
 	int			n;
+	uint64		hash;			/* of the canonical text's meaning */
 	RlLimit		limit[RL_MAX_LIMITS];
 } RlLimits;
 
@@ -139,7 +140,8 @@ typedef enum RlMode
 /*
  * Where state lives.  Each function returns false with the error set when the
  * store fails.  take decides one action and charges it if every limit allows
- * it, or as "how" says, and sets a decision for each limit.  refund gives quota
+ * it, or as "how" says, and sets a decision for each limit and the store's time
+ * of it (0: not known).  refund gives quota
  * back to each of the limits, as far as it is not free already.  reset forgets
  * the key, or of it what the limits counted if they are not NULL; *found tells,
  * as of unban, whether there was anything.
@@ -147,14 +149,15 @@ typedef enum RlMode
 typedef struct RlStore
 {
 	bool		(*take) (const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
-						 RlDecision *decisions, RlError *error);
+						 RlDecision *decisions, int64 *at, RlError *error);
 	bool		(*refund) (const RlKey *key, const RlLimits *limits, int64 quota, RlError *error);
 	bool		(*reset) (const RlKey *key, const RlLimits *limits, bool *found, RlError *error);
 	bool		(*ban) (const RlKey *key, int64 duration, RlError *error);
 	bool		(*unban) (const RlKey *key, bool *found, RlError *error);
 } RlStore;
 
-/* ratelimit.c: settings */
+/* ratelimit.c: settings, and a number that grows when the URL or the prefix is set */
+extern uint64 rl_settings_version;
 extern char *rl_redis_url;
 extern char *rl_redis_passfile;
 extern char *rl_key_prefix;
@@ -182,7 +185,7 @@ extern const char *rl_algorithm_name(RlAlgorithm algorithm);
 extern char *rl_limit_text(const RlLimit *limit);
 extern char *rl_limits_text(const RlLimits *limits);
 extern bool rl_limits_same(const RlLimits *a, const RlLimits *b);
-extern uint64 rl_limits_hash(const RlLimits *limits);
+extern void rl_limits_set_hash(RlLimits *limits);
 
 /* algorithm.c: what the algorithms mean, without I/O and without the backend */
 extern int64 rl_throttle_cost(const RlLimit *limit, int64 quota);

@@ -673,24 +673,21 @@ set_up(StringInfo out, int64 *deadline, RlError *error)
 static RlBreaker *
 server_breaker(void)
 {
-	static char *url = NULL;
+	static uint64 version = 0;
 	static RlBreaker *breaker = NULL;
 	RlAddress	address;
 	RlError		error;
 	char		name[sizeof(conn.server)];
 
-	if (url != NULL && strcmp(url, rl_redis_url) == 0)
+	if (version == rl_settings_version)
 		return breaker;
-	if (url != NULL)
-		pfree(url);
-	url = NULL;
 	breaker = NULL;
 	if (rl_address_parse(rl_redis_url, &address, &error))
 	{
 		name_server(&address, name, sizeof(name));
 		breaker = rl_breaker_find(name);
 	}
-	url = MemoryContextStrdup(TopMemoryContext, rl_redis_url);
+	version = rl_settings_version;
 	return breaker;
 }
 

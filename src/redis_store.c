@@ -307,7 +307,7 @@ take_any(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 
 static bool
 redis_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
-		   RlDecision *decisions, RlError *error)
+		   RlDecision *decisions, int64 *at, RlError *error)
 {
 	bool		fast = limits->n == 1 && limits->limit[0].algorithm == RL_THROTTLE &&
 		limits->limit[0].ban == 0;
@@ -315,6 +315,7 @@ redis_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 	int64		backlog[RL_MAX_LIMITS];
 	RlReply		reply;
 
+	*at = 0;
 	if (!(fast ? take_throttle : take_any) (key, limits, quota, how, &reply, error))
 		return false;
 	if (!read_decisions(limits, quota, &reply, decisions, backlog))

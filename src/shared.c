@@ -11,7 +11,6 @@
 #include "miscadmin.h"
 #include "storage/ipc.h"
 #include "storage/shmem.h"
-#include "utils/memutils.h"
 #include "utils/timestamp.h"
 
 #include "shared.h"
@@ -154,30 +153,21 @@ rl_local_now(void)
 RlName
 rl_name(const RlKey *key)
 {
-	static char *url = NULL;
-	static char *prefix = NULL;
+	static uint64 version = 0;
 	static RlName start;
 	RlName		name;
 
-	if (url == NULL || prefix == NULL || strcmp(url, rl_redis_url) != 0 ||
-		strcmp(prefix, rl_key_prefix) != 0)
+	if (version != rl_settings_version)
 	{
-		const unsigned char *text;
+		const unsigned char *url = (const unsigned char *) rl_redis_url;
+		const unsigned char *prefix = (const unsigned char *) rl_key_prefix;
 
-		if (url != NULL)
-			pfree(url);
-		if (prefix != NULL)
-			pfree(prefix);
-		url = prefix = NULL;
-		url = MemoryContextStrdup(TopMemoryContext, rl_redis_url);
-		prefix = MemoryContextStrdup(TopMemoryContext, rl_key_prefix);
 		/* With its end, so that it cannot run into the prefix. */
-		text = (const unsigned char *) url;
-		start.a = hash_bytes_extended(text, strlen(url) + 1, header->seeds[0]);
-		start.b = hash_bytes_extended(text, strlen(url) + 1, header->seeds[1]);
-		text = (const unsigned char *) prefix;
-		start.a = hash_bytes_extended(text, strlen(prefix), start.a);
-		start.b = hash_bytes_extended(text, strlen(prefix), start.b);
+		start.a = hash_bytes_extended(url, strlen(rl_redis_url) + 1, header->seeds[0]);
+		start.b = hash_bytes_extended(url, strlen(rl_redis_url) + 1, header->seeds[1]);
+		start.a = hash_bytes_extended(prefix, strlen(rl_key_prefix), start.a);
+		start.b = hash_bytes_extended(prefix, strlen(rl_key_prefix), start.b);
+		version = rl_settings_version;
 	}
 	name.a = hash_bytes_extended((const unsigned char *) key->data, key->len, start.a);
 	name.b = hash_bytes_extended((const unsigned char *) key->data, key->len, start.b);

@@ -55,15 +55,14 @@ extern void rl_breaker_attach(void *memory, LWLockPadded *locks, bool found);
 /* denied.c: whom the limits refuse */
 #define RL_ANY_GENERATION	PG_UINT64_MAX
 
-extern bool rl_denied_lookup(RlName name, const RlLimits *limits, uint64 hash, int64 quota,
+extern bool rl_denied_lookup(RlName name, const RlLimits *limits, int64 quota,
 							 RlDecision *decision, int *binding);
 extern uint64 rl_denied_generation(RlName name);
-extern int64 rl_denied_now(void);
-extern void rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits, uint64 hash,
-						   int64 quota, const RlDecision *decision, int binding,
-						   int64 asked, uint64 generation, bool cache);
+extern void rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits, int64 quota,
+						   const RlDecision *decision, int binding, int64 asked,
+						   uint64 generation, bool cache);
 extern void rl_denied_forget(const RlKey *key);
-extern bool rl_denied_may_log(RlName name, uint64 hash);
+extern bool rl_denied_may_log(RlName name, const RlLimits *limits);
 
 /* stat.c: counters by limits */
 typedef enum RlOutcome
@@ -78,8 +77,8 @@ typedef enum RlOutcome
 
 #define RL_OUTCOMES			(RL_WAS_ERROR + 1)
 
-extern void rl_stat_count(const RlLimits *limits, uint64 hash, RlOutcome outcome, bool from_cache,
-						  bool from_local, int64 round_trips, int64 redis_us);
+extern void rl_stat_count(const RlLimits *limits, RlOutcome outcome, bool from_cache, bool from_local,
+						  int64 round_trips, int64 redis_us);
 extern TimestampTz rl_stat_since(void);
 
 /* breaker.c: servers that are left alone for a while */

@@ -24,7 +24,6 @@ typedef struct Slot
 	slock_t		mutex;			/* protects the counters, and with the lock
 								 * held exclusively all */
 	bool		used;
-	uint64		hash;
 	RlLimits	limits;
 	int64		outcomes[RL_OUTCOMES];
 	int64		from_cache;
@@ -59,7 +58,7 @@ static void
 empty(Slot *slot)
 {
 	slot->used = false;
-	slot->hash = 0;
+	slot->limits.hash = 0;
 	slot->limits.n = 0;
 	memset(slot->outcomes, 0, sizeof(slot->outcomes));
 	slot->from_cache = slot->from_local = slot->round_trips = slot->redis_us = 0;
@@ -82,13 +81,13 @@ rl_stat_attach(void *memory, LWLockPadded *locks, bool found)
 
 /* The slot of the limits, or a free one for them, or NULL. */
 static Slot *
-probe(const RlLimits *limits, uint64 hash)
+probe(const RlLimits *limits)
 {
 	for (int i = 0; i < SLOTS; i++)
 	{
-		Slot	   *slot = &stat->slots[(hash + i) % SLOTS];
+		Slot	   *slot = &stat->slots[(limits->hash + i) % SLOTS];
 
-		if (!slot->used || (slot->hash == hash && rl_limits_same(&slot->limits, limits)))
+		if (!slot->used || (slot->limits.hash == limits->hash && rl_limits_same(&slot->limits, limits)))
 			return slot;
 	}
 	return NULL;
@@ -96,21 +95,20 @@ probe(const RlLimits *limits, uint64 hash)
 
 /* The slot that counts for the limits, taken if need be. */
 static Slot *
-find_slot(const RlLimits *limits, uint64 hash)
+find_slot(const RlLimits *limits)
 {
 	Slot	   *slot;
 
 	LWLockAcquire(lock, LW_SHARED);
-	slot = probe(limits, hash);
+	slot = probe(limits);
 	LWLockRelease(lock);
 	if (slot != NULL && !slot->used)
 	{
 		LWLockAcquire(lock, LW_EXCLUSIVE);
-		slot = probe(limits, hash);
+		slot = probe(limits);
 		if (slot != NULL && !slot->used)
 		{
 			SpinLockAcquire(&slot->mutex);
-			slot->hash = hash;
 			slot->limits = *limits;
 			slot->used = true;
 			SpinLockRelease(&slot->mutex);
@@ -122,24 +120,24 @@ find_slot(const RlLimits *limits, uint64 hash)
 
 /* Counts one action.  Does nothing without shared memory. */
 void
-rl_stat_count(const RlLimits *limits, uint64 hash, RlOutcome outcome, bool from_cache,
-			  bool from_local, int64 round_trips, int64 redis_us)
+rl_stat_count(const RlLimits *limits, RlOutcome outcome, bool from_cache, bool from_local,
+			  int64 round_trips, int64 redis_us)
 {
 	static Slot *slot = NULL;
-	static uint64 slot_hash;
+	static uint64 hash;
 
 	if (stat == NULL)
 		return;
 	for (;;)
 	{
-		if (slot == NULL || slot_hash != hash)
+		if (slot == NULL || hash != limits->hash)
 		{
-			slot = find_slot(limits, hash);
-			slot_hash = hash;
+			slot = find_slot(limits);
+			hash = limits->hash;
 		}
 		SpinLockAcquire(&slot->mutex);
 		/* After a reset it is nobody's, or others'. */
-		if (slot == &stat->slots[OTHERS] || (slot->used && slot->hash == hash))
+		if (slot == &stat->slots[OTHERS] || (slot->used && slot->limits.hash == hash))
 			break;
 		SpinLockRelease(&slot->mutex);
 		slot = NULL;

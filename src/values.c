@@ -98,12 +98,11 @@ RlKey
 rl_key_checked(const char *data, int len)
 {
 	RlKey		key;
+	char		bits = 0;
 
-	bool		ascii = true;
-
-	for (int i = 0; i < len && ascii; i++)
-		ascii = !IS_HIGHBIT_SET(data[i]);
-	key.data = ascii ? data : pg_server_to_any(data, len, PG_UTF8);
+	for (int i = 0; i < len; i++)
+		bits |= data[i];
+	key.data = !IS_HIGHBIT_SET(bits) ? data : pg_server_to_any(data, len, PG_UTF8);
 	key.len = key.data == data ? len : (int) strlen(key.data);
 	if (key.len == 0)
 		ereport(ERROR,
