@@ -1,6 +1,8 @@
 /*
  * address.c
- *		Reads ratelimit.redis_url:
+ *		Reads ratelimit.redis_url and ratelimit.redis_passfile.
+ *
+ * The URL is
  *
  *	redis://[user@]host[:port][/db]		rediss:// is the same with TLS
  *	unix://[user@]/path[?db=n]
@@ -10,7 +12,10 @@
  */
 #include "postgres.h"
 
+#include <sys/stat.h>
 #include <sys/un.h>
+
+#include "storage/fd.h"
 
 #include "address.h"
 
@@ -143,4 +148,51 @@ rl_address_parse(const char *url, RlAddress *address, RlError *error)
 		!read_number(end + 1, strchr(end, '\0'), 0, 65535, &address->db))
 		return wrong_url(error, "The database must be a number from 0 to 65535.");
 	return true;
+}
+
+/*
+ * Reads the password, the first line of ratelimit.redis_passfile, into a
+ * buffer of RL_MAX_PASSWORD bytes.  Raises an error if the file cannot be trusted.
+ */
+void
+rl_password_read(char *password)
+{
+	FILE	   *file;
+	struct stat st;
+
+	/* Before it is opened, because opening a pipe would wait for its writer. */
+	if (stat(rl_redis_passfile, &st) != 0)
+		ereport(ERROR,
+				(errcode_for_file_access(),
+				 errmsg("could not stat file \"%s\": %m", rl_redis_passfile)));
+	if (!S_ISREG(st.st_mode))
+		ereport(ERROR,
+				(errcode(ERRCODE_WRONG_OBJECT_TYPE),
+				 errmsg("Redis password file \"%s\" is not a plain file", rl_redis_passfile)));
+	if (st.st_mode & (S_IRWXG | S_IRWXO))
+		ereport(ERROR,
+				(errcode(ERRCODE_INSUFFICIENT_PRIVILEGE),
+				 errmsg("Redis password file \"%s\" has group or world access", rl_redis_passfile),
+				 errdetail("Permissions should be u=rw (0600) or less.")));
+	file = AllocateFile(rl_redis_passfile, "r");
+	if (file == NULL)
+		ereport(ERROR,
+				(errcode_for_file_access(),
+				 errmsg("could not open file \"%s\": %m", rl_redis_passfile)));
+	if (fgets(password, RL_MAX_PASSWORD, file) == NULL)
+		password[0] = '\0';
+	if (ferror(file))
+		ereport(ERROR,
+				(errcode_for_file_access(),
+				 errmsg("could not read file \"%s\": %m", rl_redis_passfile)));
+	if (strlen(password) == RL_MAX_PASSWORD - 1)
+		ereport(ERROR,
+				(errcode(ERRCODE_CONFIG_FILE_ERROR),
+				 errmsg("Redis password file \"%s\" has too long a line", rl_redis_passfile)));
+	password[strcspn(password, "\r\n")] = '\0';
+	if (password[0] == '\0')
+		ereport(ERROR,
+				(errcode(ERRCODE_CONFIG_FILE_ERROR),
+				 errmsg("Redis password file \"%s\" holds no password", rl_redis_passfile)));
+	FreeFile(file);
 }

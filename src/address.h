@@ -1,11 +1,13 @@
 /*
  * address.h
- *		Where Redis is: what ratelimit.redis_url says, taken apart.
+ *		Where Redis is, as ratelimit.redis_url says, and the password to it.
  */
 #ifndef ADDRESS_H
 #define ADDRESS_H
 
 #include "ratelimit.h"
+
+#define RL_MAX_PASSWORD		512
 
 typedef struct RlAddress
 {
@@ -18,5 +20,6 @@ typedef struct RlAddress
 } RlAddress;
 
 extern bool rl_address_parse(const char *url, RlAddress *address, RlError *error);
+extern void rl_password_read(char *password);
 
 #endif							/* ADDRESS_H */

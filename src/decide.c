@@ -65,14 +65,14 @@ begin(Action *action, const RlKey *key, const RlLimits *limits, int64 quota, RlT
 }
 
 static void
-count(const Action *action, RlOutcome outcome, bool from_cache)
+count(const Action *action, RlStatOutcome outcome, bool from_cache)
 {
 	rl_stat_count(action->limits, outcome, from_cache, action->from_local,
 				  rl_redis_usage.round_trips, rl_redis_usage.us);
 	rl_redis_usage.round_trips = rl_redis_usage.us = 0;
 }
 
-static RlOutcome
+static RlStatOutcome
 outcome_of(const RlDecision *decision)
 {
 	switch (decision->source)

@@ -178,6 +178,9 @@ extern void rl_error_set(RlError *error, int sqlstate, const char *fmt,...) rl_a
 extern void rl_error_detail(RlError *error, const char *fmt,...) rl_attribute_printf(2, 3);
 pg_noreturn extern void rl_raise(const RlError *error);
 
+/* shared.c: microseconds on a clock that nobody sets */
+extern int64 rl_monotonic_now(void);
+
 /* limits.c: the type rl_limits, and the rules for a limit's numbers */
 extern bool rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error);
 extern bool rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error);

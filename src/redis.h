@@ -1,33 +1,11 @@
 /*
  * redis.h
- *		One connection to Redis per backend: bytes out, a small reply in.
+ *		Commands and scripts for Redis.
  */
 #ifndef REDIS_H
 #define REDIS_H
 
-#include "lib/stringinfo.h"
-#include "ratelimit.h"
-
-#define RL_MAX_VALUES		(2 + 4 * RL_MAX_LIMITS)
-
-typedef enum RlReplyKind
-{
-	RL_REPLY_NUMBERS,			/* an integer, a string that is one, or an
-								 * array of these */
-	RL_REPLY_STATUS,
-	RL_REPLY_ERROR,
-	RL_REPLY_OTHER				/* anything that no command of ours answers */
-} RlReplyKind;
-
-/* A reply, bounded: what does not fit makes it RL_REPLY_OTHER. */
-typedef struct RlReply
-{
-	RlReplyKind kind;
-	bool		is_array;
-	int			nvalues;
-	int64		values[RL_MAX_VALUES];
-	char		text[256];		/* of an error: its line, in ASCII */
-} RlReply;
+#include "resp.h"
 
 typedef struct RlScript
 {

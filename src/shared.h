@@ -28,7 +28,6 @@ extern void rl_shared_request(void);
 extern bool rl_shared_available(void);
 extern void rl_require_shared(const char *what);
 extern RlName rl_name(const RlKey *key);
-extern int64 rl_monotonic_now(void);
 extern int64 rl_local_now(void);
 
 /*
@@ -65,7 +64,7 @@ extern void rl_denied_forget(const RlKey *key);
 extern bool rl_denied_may_log(RlName name, const RlLimits *limits);
 
 /* stat.c: counters by limits */
-typedef enum RlOutcome
+typedef enum RlStatOutcome
 {
 	RL_WAS_ALLOWED,
 	RL_WAS_DENIED,
@@ -73,11 +72,11 @@ typedef enum RlOutcome
 	RL_WAS_FAILED_OPEN,
 	RL_WAS_FAILED_CLOSED,
 	RL_WAS_ERROR
-} RlOutcome;
+} RlStatOutcome;
 
 #define RL_OUTCOMES			(RL_WAS_ERROR + 1)
 
-extern void rl_stat_count(const RlLimits *limits, RlOutcome outcome, bool from_cache, bool from_local,
+extern void rl_stat_count(const RlLimits *limits, RlStatOutcome outcome, bool from_cache, bool from_local,
 						  int64 round_trips, int64 redis_us);
 extern TimestampTz rl_stat_since(void);
 

@@ -120,7 +120,7 @@ find_slot(const RlLimits *limits)
 
 /* Counts one action.  Does nothing without shared memory. */
 void
-rl_stat_count(const RlLimits *limits, RlOutcome outcome, bool from_cache, bool from_local,
+rl_stat_count(const RlLimits *limits, RlStatOutcome outcome, bool from_cache, bool from_local,
 			  int64 round_trips, int64 redis_us)
 {
 	static Slot *slot = NULL;

@@ -1,0 +1,408 @@
+/*
+ * connection.c
+ *		A connection to a Redis server: socket, waiting, set-up.
+ *
+ * hiredis is used in non-blocking mode and driven by the backend's latch, so
+ * that cancel, timeouts, termination and barriers work while Redis is silent.
+ * An ERROR may jump out of any wait: in_flight is up from before the first
+ * byte until the last reply is read, and whoever wants the connection next
+ * drops it if the flag is up.  So no reply is ever read by the wrong call.
+ *
+ * Failures are returned, not raised; the only errors raised here are the
+ * core's own.  Nobody but this file and resp.c knows hiredis.
+ */
+#include "postgres.h"
+
+#include <fcntl.h>
+#include <hiredis/hiredis.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include "miscadmin.h"
+#include "storage/fd.h"
+#include "storage/latch.h"
+#include "utils/builtins.h"
+#include "utils/memutils.h"
+#include "utils/wait_event.h"
+#if PG_VERSION_NUM >= 180000
+#include "storage/waiteventset.h"
+#endif
+
+#include "connection.h"
+
+#if PG_VERSION_NUM < 170000
+#define CreateWaitEventSet(owner, n) CreateWaitEventSet(TopMemoryContext, (n))
+#endif
+
+#define MAX_REPLY_BYTES		65536
+#define BACKLOG_RETRY_MS	5
+
+static uint32 wait_event = 0;
+
+/*
+ * Waiting
+ */
+
+/*
+ * Waits until the socket is ready for what (WL_SOCKET_READABLE or
+ * _WRITEABLE).  Returns false once the deadline has passed.  May raise what
+ * CHECK_FOR_INTERRUPTS raises.
+ */
+static bool
+wait_for_socket(RlConnection *conn, uint32 what, int64 deadline)
+{
+	if (conn->waiting_for != what)
+	{
+		ModifyWaitEvent(conn->events, conn->socket_event, what, NULL);
+		conn->waiting_for = what;
+	}
+	for (;;)
+	{
+		int64		left = Max(deadline - rl_monotonic_now(), 0);
+		WaitEvent	event;
+
+		/* Late, look once more: this process may have been what was slow. */
+		if (WaitEventSetWait(conn->events, (left + 999) / 1000, &event, 1, wait_event) == 0)
+		{
+			if (left == 0)
+				return false;
+		}
+		else if (event.events & WL_LATCH_SET)
+		{
+			ResetLatch(MyLatch);
+			CHECK_FOR_INTERRUPTS();
+		}
+		else
+			return true;
+	}
+}
+
+/*
+ * Errors
+ */
+
+static bool
+cannot_connect(const RlConnection *conn, RlError *error, const char *why)
+{
+	rl_error_set(error, ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION,
+				 "could not connect to Redis: %s", why);
+	rl_error_detail(error, "The server is %s.", conn->server);
+	error->unreachable = true;
+	return false;
+}
+
+/* The same for a reason that is this process's own. */
+static bool
+lack_of(const RlConnection *conn, RlError *error, const char *why)
+{
+	cannot_connect(conn, error, why);
+	error->unreachable = false;
+	return false;
+}
+
+static bool
+connection_lost(const RlConnection *conn, RlError *error, const char *why)
+{
+	rl_error_set(error, ERRCODE_CONNECTION_FAILURE,
+				 "lost the connection to Redis: %s", why);
+	rl_error_detail(error, "The server is %s.", conn->server);
+	error->unreachable = true;
+	return false;
+}
+
+static bool
+protocol_violation(const RlConnection *conn, RlError *error, const char *what)
+{
+	rl_error_set(error, ERRCODE_PROTOCOL_VIOLATION,
+				 "unexpected reply from Redis: %s", what);
+	rl_error_detail(error, "The server is %s.", conn->server);
+	return false;
+}
+
+/* An error reply, when setting the connection up or to a command. */
+bool
+rl_connection_refused(const RlConnection *conn, bool set_up, const char *line,
+					  RlError *error)
+{
+	int			sqlstate = ERRCODE_PROTOCOL_VIOLATION;
+
+	if (strstr(line, "max number of clients") != NULL)
+		sqlstate = ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION;
+	else if (strncmp(line, "NOAUTH", 6) == 0 ||
+			 (set_up && (strstr(line, "AUTH") || strstr(line, "PASS") || strstr(line, "password"))))
+		sqlstate = ERRCODE_INVALID_PASSWORD;
+	rl_error_set(error, sqlstate, "Redis answered with an error: %s", line);
+	rl_error_detail(error, "The server is %s.", conn->server);
+	return false;
+}
+
+/*
+ * Sending and receiving
+ */
+
+/* Reads the next reply.  Returns false with the error set. */
+static bool
+read_reply(RlConnection *conn, RlReply *reply, int64 deadline, RlError *error)
+{
+	void	   *object = NULL;
+
+	rl_resp_attach(conn->ctx->reader, reply);
+	conn->reply_bytes = 0;
+
+	for (bool late = false;; late = rl_monotonic_now() > deadline)
+	{
+		size_t		had;
+
+		if (redisGetReplyFromReader(conn->ctx, &object) != REDIS_OK)
+			return protocol_violation(conn, error, conn->ctx->errstr);
+		if (object != NULL)
+			return true;
+		if (conn->reply_bytes > MAX_REPLY_BYTES)
+			return protocol_violation(conn, error, "it is too long");
+		if (late || !wait_for_socket(conn, WL_SOCKET_READABLE, deadline))
+			return connection_lost(conn, error, "ratelimit.command_timeout has passed");
+		had = conn->ctx->reader->len;
+		if (redisBufferRead(conn->ctx) != REDIS_OK)
+			return connection_lost(conn, error, conn->ctx->errstr);
+		conn->reply_bytes += conn->ctx->reader->len - had;
+	}
+}
+
+/*
+ * Sends what out holds, n commands, and reads their replies up to the first
+ * error; the last one read is in *reply.
+ */
+RlOutcome
+rl_connection_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline,
+					   RlReply *reply, RlError *error)
+{
+	bool		sent_some = false;
+	int			done = 0;
+
+	conn->in_flight = true;
+	if (redisAppendFormattedCommand(conn->ctx, out->data, out->len) != REDIS_OK)
+	{
+		lack_of(conn, error, "out of memory");
+		return RL_FAILED;
+	}
+	for (;;)
+	{
+		if (redisBufferWrite(conn->ctx, &done) != REDIS_OK)
+		{
+			connection_lost(conn, error, conn->ctx->errstr);
+			return sent_some ? RL_FAILED : RL_NOT_SENT;
+		}
+		if (done)
+			break;
+		sent_some = true;
+		if (!wait_for_socket(conn, WL_SOCKET_WRITEABLE, deadline))
+		{
+			connection_lost(conn, error, "ratelimit.command_timeout has passed");
+			return RL_FAILED;
+		}
+	}
+
+	for (int i = 0; i < n; i++)
+	{
+		if (!read_reply(conn, reply, deadline, error))
+			return RL_FAILED;
+		if (reply->kind == RL_REPLY_OTHER)
+		{
+			protocol_violation(conn, error, "it does not answer the command");
+			return RL_FAILED;
+		}
+		if (reply->kind == RL_REPLY_ERROR && i < n - 1)
+			return RL_DONE;
+	}
+	/* What is left over would be taken for the next call's reply. */
+	if (conn->ctx->reader->pos < conn->ctx->reader->len)
+	{
+		protocol_violation(conn, error, "it is followed by another");
+		return RL_FAILED;
+	}
+	conn->in_flight = false;
+	return RL_DONE;
+}
+
+/*
+ * Connecting
+ */
+
+/* Drops the connection, if there is one. */
+void
+rl_connection_close(RlConnection *conn)
+{
+	if (conn->events != NULL)
+		FreeWaitEventSet(conn->events);
+	if (conn->ctx != NULL)
+		redisFree(conn->ctx);
+	if (conn->fd_acquired)
+		ReleaseExternalFD();
+	memset(conn, 0, sizeof(*conn));
+}
+
+/*
+ * True if the server's socket file has a full backlog.  hiredis 0.14 takes
+ * this for an error, later ones for a connection in progress, which it is not.
+ */
+static bool
+backlog_is_full(const RlConnection *conn, const RlAddress *address)
+{
+	struct sockaddr_storage peer;
+	socklen_t	len = sizeof(peer);
+
+	if (!address->is_path)
+		return false;
+	if (conn->ctx->err)
+		return conn->ctx->err == REDIS_ERR_IO && errno == EAGAIN;
+	return getpeername(conn->ctx->fd, (struct sockaddr *) &peer, &len) != 0;
+}
+
+/*
+ * Opens a socket to the server and waits until it is up.  On failure returns
+ * false with the error set, and leaves what is to be dropped.
+ */
+static bool
+open_socket(RlConnection *conn, const RlAddress *address, RlError *error)
+{
+	int64		deadline = rl_monotonic_now() + (int64) rl_connect_timeout * 1000;
+	int			socket_error = 0;
+	socklen_t	len = sizeof(socket_error);
+
+	/* Room for the second is what creating the WaitEventSet needs. */
+	if (!AcquireExternalFD())
+		return lack_of(conn, error, "too many files are open in this server process");
+	conn->fd_acquired = true;
+	if (!AcquireExternalFD())
+		return lack_of(conn, error, "too many files are open in this server process");
+	ReleaseExternalFD();
+
+	for (;;)
+	{
+		conn->ctx = address->is_path ? redisConnectUnixNonBlock(address->host)
+			: redisConnectNonBlock(address->host, address->port);
+		if (conn->ctx == NULL)
+			return lack_of(conn, error, "out of memory");
+		if (!backlog_is_full(conn, address))
+			break;
+		if (rl_monotonic_now() >= deadline)
+			return cannot_connect(conn, error, "ratelimit.connect_timeout has passed");
+		redisFree(conn->ctx);
+		conn->ctx = NULL;
+		(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT |
+						 (IsUnderPostmaster ? WL_EXIT_ON_PM_DEATH : 0),
+						 BACKLOG_RETRY_MS, wait_event);
+		ResetLatch(MyLatch);
+		CHECK_FOR_INTERRUPTS();
+	}
+	if (conn->ctx->err)
+		return cannot_connect(conn, error, conn->ctx->errstr);
+	if (conn->ctx->reader == NULL)
+		return lack_of(conn, error, "out of memory");
+	/* Programs that the server starts must not inherit it. */
+	(void) fcntl(conn->ctx->fd, F_SETFD, FD_CLOEXEC);
+
+	conn->events = CreateWaitEventSet(NULL, 3);
+	AddWaitEventToSet(conn->events, WL_LATCH_SET, PGINVALID_SOCKET, MyLatch, NULL);
+	if (IsUnderPostmaster)
+		AddWaitEventToSet(conn->events, WL_EXIT_ON_PM_DEATH, PGINVALID_SOCKET, NULL, NULL);
+	conn->socket_event = AddWaitEventToSet(conn->events, WL_SOCKET_WRITEABLE,
+										  conn->ctx->fd, NULL, NULL);
+	conn->waiting_for = WL_SOCKET_WRITEABLE;
+
+	if (!wait_for_socket(conn, WL_SOCKET_WRITEABLE, deadline))
+		return cannot_connect(conn, error, "ratelimit.connect_timeout has passed");
+	if (getsockopt(conn->ctx->fd, SOL_SOCKET, SO_ERROR, &socket_error, &len) != 0)
+		socket_error = errno;
+	if (socket_error != 0)
+		return cannot_connect(conn, error, strerror(socket_error));
+	return true;
+}
+
+/* Writes what people call the server. */
+void
+rl_connection_name(const RlAddress *address, char *name, size_t size)
+{
+	if (address->is_path)
+		snprintf(name, size, "\"%s\"", address->host);
+	else
+		snprintf(name, size, strchr(address->host, ':') ? "\"[%s]:%d\"" : "\"%s:%d\"",
+				 address->host, address->port);
+}
+
+/*
+ * Connects and sets the connection up (AUTH, SELECT); the password may be
+ * empty.  That is a round trip of its own: a command sent with it would be run
+ * although the password or the database was refused, as another user or in
+ * another database.  *deadline, which is the set-up's, is set if it is 0.
+ * Returns false with the error set, and leaves what is to be closed.
+ */
+bool
+rl_connection_open(RlConnection *conn, const RlAddress *address, const char *password,
+				   int64 *deadline, RlError *error)
+{
+	StringInfoData out;
+	RlReply		reply;
+	int			n = 0;
+
+#if PG_VERSION_NUM >= 170000
+	if (wait_event == 0)
+		wait_event = WaitEventExtensionNew("RatelimitRedis");
+#else
+	wait_event = PG_WAIT_EXTENSION;
+#endif
+
+	rl_connection_name(address, conn->server, sizeof(conn->server));
+	conn->in_flight = true;
+	if (!open_socket(conn, address, error))
+		return false;
+	if (*deadline == 0)
+		*deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
+
+	initStringInfo(&out);
+	if (password[0] != '\0')
+	{
+		rl_resp_start(&out, address->user[0] ? 3 : 2);
+		rl_resp_arg(&out, "AUTH", 4);
+		if (address->user[0])
+			rl_resp_arg(&out, address->user, strlen(address->user));
+		rl_resp_arg(&out, password, strlen(password));
+		n++;
+	}
+	if (address->db != 0)
+	{
+		char		db[12];
+
+		rl_resp_start(&out, 2);
+		rl_resp_arg(&out, "SELECT", 6);
+		rl_resp_arg(&out, db, pg_ltoa(address->db, db));
+		n++;
+	}
+	if (n > 0)
+	{
+		RlOutcome	outcome = rl_connection_exchange(conn, &out, n, *deadline, &reply, error);
+
+		pfree(out.data);
+		if (outcome != RL_DONE)
+			return false;
+		if (reply.kind == RL_REPLY_ERROR)
+			return rl_connection_refused(conn, true, reply.text, error);
+		if (reply.kind != RL_REPLY_STATUS)
+			return protocol_violation(conn, error, "it is not a status");
+	}
+	conn->in_flight = false;
+	return true;
+}
+
+/* True if the connection can carry the next command. */
+bool
+rl_connection_is_usable(const RlConnection *conn)
+{
+	char		byte;
+
+	if (conn->ctx == NULL || conn->in_flight || conn->ctx->err)
+		return false;
+	/* An idle socket must be silent: no end, no error, no stray bytes. */
+	return recv(conn->ctx->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 &&
+		(errno == EAGAIN || errno == EWOULDBLOCK);
+}

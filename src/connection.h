@@ -1,0 +1,43 @@
+/*
+ * connection.h
+ *		A connection to a Redis server: bytes out, replies in.
+ */
+#ifndef CONNECTION_H
+#define CONNECTION_H
+
+#include "address.h"
+#include "resp.h"
+
+#define RL_MAX_SERVER		300 /* bytes of a server's name */
+
+/* All zero: not connected. */
+typedef struct RlConnection
+{
+	struct redisContext *ctx;	/* NULL: not connected */
+	struct WaitEventSet *events;
+	int			socket_event;	/* the socket's position in events */
+	bool		fd_acquired;
+	bool		in_flight;		/* bytes out or replies due, or not set up */
+	uint32		waiting_for;	/* what events has the socket for */
+	char		server[RL_MAX_SERVER];	/* for error details */
+	size_t		reply_bytes;	/* read since the last complete reply */
+} RlConnection;
+
+typedef enum RlOutcome
+{
+	RL_DONE,
+	RL_FAILED,
+	RL_NOT_SENT					/* failed, and Redis cannot have seen a byte */
+} RlOutcome;
+
+extern void rl_connection_name(const RlAddress *address, char *name, size_t size);
+extern bool rl_connection_open(RlConnection *conn, const RlAddress *address,
+							   const char *password, int64 *deadline, RlError *error);
+extern bool rl_connection_is_usable(const RlConnection *conn);
+extern RlOutcome rl_connection_exchange(RlConnection *conn, StringInfo out, int n,
+										int64 deadline, RlReply *reply, RlError *error);
+extern bool rl_connection_refused(const RlConnection *conn, bool set_up, const char *line,
+								  RlError *error);
+extern void rl_connection_close(RlConnection *conn);
+
+#endif							/* CONNECTION_H */

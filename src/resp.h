@@ -1,0 +1,38 @@
+/*
+ * resp.h
+ *		Redis's protocol: a command's bytes, and a reply as a small struct.
+ */
+#ifndef RESP_H
+#define RESP_H
+
+#include "lib/stringinfo.h"
+#include "ratelimit.h"
+
+#define RL_MAX_VALUES		(2 + 4 * RL_MAX_LIMITS)
+
+typedef enum RlReplyKind
+{
+	RL_REPLY_NUMBERS,			/* an integer, a string that is one, or an
+								 * array of these */
+	RL_REPLY_STATUS,
+	RL_REPLY_ERROR,
+	RL_REPLY_OTHER				/* anything that no command of ours answers */
+} RlReplyKind;
+
+/* A reply, bounded: what does not fit makes it RL_REPLY_OTHER. */
+typedef struct RlReply
+{
+	RlReplyKind kind;
+	bool		is_array;
+	int			nvalues;
+	int64		values[RL_MAX_VALUES];
+	char		text[256];		/* of an error: its line, in ASCII */
+} RlReply;
+
+struct redisReader;
+
+extern void rl_resp_start(StringInfo out, int nargs);
+extern void rl_resp_arg(StringInfo out, const char *data, int len);
+extern void rl_resp_attach(struct redisReader *reader, RlReply *reply);
+
+#endif							/* RESP_H */
