@@ -35,6 +35,8 @@
 #endif
 
 #define MAX_REPLY_BYTES		65536
+#define MAX_DUE				512
+#define MAX_UNSENT			65536
 #define BACKLOG_RETRY_MS	5
 
 static uint32 wait_event = 0;
@@ -140,31 +142,91 @@ rl_connection_refused(const RlConnection *conn, bool set_up, const char *line,
  * Sending and receiving
  */
 
+/*
+ * Sends what the socket takes of out, from *sent on.  Returns false with the
+ * error set.
+ */
+static bool
+send_some(RlConnection *conn, StringInfo out, int *sent, RlError *error)
+{
+	ssize_t		n = send(conn->ctx->fd, out->data + *sent, out->len - *sent, 0);
+
+	if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
+		return connection_lost(conn, error, strerror(errno));
+	*sent += Max(n, 0);
+	return true;
+}
+
+/* Reads what has come, up to a limit.  Returns false with the error set. */
+static bool
+receive_some(RlConnection *conn, RlError *error)
+{
+	char		buffer[16384];
+	ssize_t		n = recv(conn->ctx->fd, buffer, sizeof(buffer), 0);
+
+	if (n == 0)
+		return connection_lost(conn, error, "Server closed the connection");
+	if (n < 0)
+	{
+		if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)
+			return true;
+		return connection_lost(conn, error, strerror(errno));
+	}
+	conn->reply_bytes += n;
+	if (redisReaderFeed(conn->ctx->reader, buffer, n) != REDIS_OK)
+		return protocol_violation(conn, error, conn->ctx->reader->errstr);
+	return true;
+}
+
+/*
+ * Finds the next reply, to which the reader is attached, in what was read.
+ * Returns false with the error set; *found is false if more must be read.
+ */
+static bool
+find_reply(RlConnection *conn, const RlReply *reply, bool *found, RlError *error)
+{
+	void	   *object = NULL;
+
+	if (redisReaderGetReply(conn->ctx->reader, &object) != REDIS_OK)
+		return protocol_violation(conn, error, conn->ctx->reader->errstr);
+	*found = object != NULL;
+	if (!*found && conn->reply_bytes > MAX_REPLY_BYTES)
+		return protocol_violation(conn, error, "it is too long");
+	if (!*found)
+		return true;
+	conn->reply_bytes = 0;
+	if (reply->kind == RL_REPLY_OTHER)
+		return protocol_violation(conn, error, "it does not answer the command");
+	return true;
+}
+
+/* After the last reply: what is left over would be taken for the next call's. */
+static bool
+nothing_left(RlConnection *conn, RlError *error)
+{
+	if (conn->ctx->reader->pos < conn->ctx->reader->len)
+		return protocol_violation(conn, error, "it is followed by another");
+	conn->in_flight = false;
+	return true;
+}
+
 /* Reads the next reply.  Returns false with the error set. */
 static bool
 read_reply(RlConnection *conn, RlReply *reply, int64 deadline, RlError *error)
 {
-	void	   *object = NULL;
-
 	rl_resp_attach(conn->ctx->reader, reply);
-	conn->reply_bytes = 0;
-
 	for (bool late = false;; late = rl_monotonic_now() > deadline)
 	{
-		size_t		had;
+		bool		found;
 
-		if (redisGetReplyFromReader(conn->ctx, &object) != REDIS_OK)
-			return protocol_violation(conn, error, conn->ctx->errstr);
-		if (object != NULL)
+		if (!find_reply(conn, reply, &found, error))
+			return false;
+		if (found)
 			return true;
-		if (conn->reply_bytes > MAX_REPLY_BYTES)
-			return protocol_violation(conn, error, "it is too long");
 		if (late || !wait_for_socket(conn, WL_SOCKET_READABLE, deadline))
 			return connection_lost(conn, error, "ratelimit.command_timeout has passed");
-		had = conn->ctx->reader->len;
-		if (redisBufferRead(conn->ctx) != REDIS_OK)
-			return connection_lost(conn, error, conn->ctx->errstr);
-		conn->reply_bytes += conn->ctx->reader->len - had;
+		if (!receive_some(conn, error))
+			return false;
 	}
 }
 
@@ -176,52 +238,104 @@ RlOutcome
 rl_connection_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline,
 					   RlReply *reply, RlError *error)
 {
-	bool		sent_some = false;
-	int			done = 0;
+	int			sent = 0;
 
 	conn->in_flight = true;
-	if (redisAppendFormattedCommand(conn->ctx, out->data, out->len) != REDIS_OK)
-	{
-		lack_of(conn, error, "out of memory");
-		return RL_FAILED;
-	}
 	for (;;)
 	{
-		if (redisBufferWrite(conn->ctx, &done) != REDIS_OK)
-		{
-			connection_lost(conn, error, conn->ctx->errstr);
-			return sent_some ? RL_FAILED : RL_NOT_SENT;
-		}
-		if (done)
+		if (!send_some(conn, out, &sent, error))
+			return sent > 0 ? RL_FAILED : RL_NOT_SENT;
+		if (sent == out->len)
 			break;
-		sent_some = true;
 		if (!wait_for_socket(conn, WL_SOCKET_WRITEABLE, deadline))
 		{
 			connection_lost(conn, error, "ratelimit.command_timeout has passed");
 			return RL_FAILED;
 		}
 	}
-
 	for (int i = 0; i < n; i++)
 	{
 		if (!read_reply(conn, reply, deadline, error))
 			return RL_FAILED;
-		if (reply->kind == RL_REPLY_OTHER)
-		{
-			protocol_violation(conn, error, "it does not answer the command");
-			return RL_FAILED;
-		}
 		if (reply->kind == RL_REPLY_ERROR && i < n - 1)
 			return RL_DONE;
 	}
-	/* What is left over would be taken for the next call's reply. */
-	if (conn->ctx->reader->pos < conn->ctx->reader->len)
+	return nothing_left(conn, error) ? RL_DONE : RL_FAILED;
+}
+
+/*
+ * Sends commands and reads their replies with the pipe kept full: next()
+ * appends one command, or returns false if there is none left; take() gets
+ * each reply in order, error replies too, and returns false with the error set
+ * to give up.  Neither side ever holds more than MAX_DUE replies, nor this one
+ * more than MAX_UNSENT bytes and a command.  ratelimit.command_timeout is for
+ * each step forward.
+ */
+RlOutcome
+rl_connection_stream(RlConnection *conn, bool (*next) (StringInfo out, void *arg),
+					 bool (*take) (const RlReply *reply, void *arg, RlError *error),
+					 void *arg, RlError *error)
+{
+	StringInfoData out;
+	RlReply		reply;
+	bool		more = true;
+	bool		wrote = false;
+	int			sent = 0;
+	int			due = 0;
+	int64		deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
+
+	initStringInfo(&out);
+	conn->in_flight = true;
+	rl_resp_attach(conn->ctx->reader, &reply);
+	for (;;)
 	{
-		protocol_violation(conn, error, "it is followed by another");
-		return RL_FAILED;
+		bool		found;
+		bool		progress = false;
+
+		/* Many at a time, so that a write is many commands' too. */
+		if (more && sent == out.len && due <= MAX_DUE / 2)
+		{
+			resetStringInfo(&out);
+			sent = 0;
+			while (due < MAX_DUE && out.len < MAX_UNSENT && (more = next(&out, arg)))
+				due++;
+		}
+		if (due == 0)
+			break;
+		if (sent < out.len && !send_some(conn, &out, &sent, error))
+			return wrote || sent > 0 ? RL_FAILED : RL_NOT_SENT;
+		wrote = true;
+
+		if (!wait_for_socket(conn, WL_SOCKET_READABLE | (sent < out.len ? WL_SOCKET_WRITEABLE : 0),
+							 deadline))
+		{
+			connection_lost(conn, error, "ratelimit.command_timeout has passed");
+			return RL_FAILED;
+		}
+		if (!receive_some(conn, error))
+			return RL_FAILED;
+		while (due > 0)
+		{
+			if (!find_reply(conn, &reply, &found, error))
+				return RL_FAILED;
+			if (!found)
+				break;
+			due--;
+			progress = true;
+			if (!take(&reply, arg, error))
+				return RL_FAILED;
+			rl_resp_attach(conn->ctx->reader, &reply);
+		}
+		if (progress)
+			deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
+		else if (rl_monotonic_now() > deadline)
+		{
+			connection_lost(conn, error, "ratelimit.command_timeout has passed");
+			return RL_FAILED;
+		}
 	}
-	conn->in_flight = false;
-	return RL_DONE;
+	pfree(out.data);
+	return nothing_left(conn, error) ? RL_DONE : RL_FAILED;
 }
 
 /*
@@ -400,7 +514,7 @@ rl_connection_is_usable(const RlConnection *conn)
 {
 	char		byte;
 
-	if (conn->ctx == NULL || conn->in_flight || conn->ctx->err)
+	if (conn->ctx == NULL || conn->in_flight)
 		return false;
 	/* An idle socket must be silent: no end, no error, no stray bytes. */
 	return recv(conn->ctx->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 &&

@@ -36,6 +36,10 @@ extern bool rl_connection_open(RlConnection *conn, const RlAddress *address,
 extern bool rl_connection_is_usable(const RlConnection *conn);
 extern RlOutcome rl_connection_exchange(RlConnection *conn, StringInfo out, int n,
 										int64 deadline, RlReply *reply, RlError *error);
+extern RlOutcome rl_connection_stream(RlConnection *conn,
+									  bool (*next) (StringInfo out, void *arg),
+									  bool (*take) (const RlReply *reply, void *arg, RlError *error),
+									  void *arg, RlError *error);
 extern bool rl_connection_refused(const RlConnection *conn, bool set_up, const char *line,
 								  RlError *error);
 extern void rl_connection_close(RlConnection *conn);

@@ -99,6 +99,23 @@ server_breaker(void)
 }
 
 /*
+ * Sees to a connection; *reused tells whether it was there before.  Returns
+ * false with the error set.
+ */
+static bool
+ensure_connected(bool *reused, int64 *deadline, RlError *error)
+{
+	*reused = is_usable();
+	if (*reused)
+		return true;
+	disconnect();
+	if (set_up(deadline, error))
+		return true;
+	disconnect();
+	return false;
+}
+
+/*
  * Sends a command and reads its reply, connecting first if need be.  A
  * connection that turns out to be dead before a byte was sent is made anew,
  * once.  *deadline is set if it is 0.  Returns false with the error set, and
@@ -121,17 +138,10 @@ call_server(void (*append_command) (StringInfo out, const void *arg), const void
 
 	do
 	{
-		bool		reused = is_usable();
+		bool		reused;
 
-		if (!reused)
-		{
-			disconnect();
-			if (!set_up(deadline, error))
-			{
-				disconnect();
-				return false;
-			}
-		}
+		if (!ensure_connected(&reused, deadline, error))
+			return false;
 		resetStringInfo(&out);
 		append_command(&out, arg);
 		if (*deadline == 0)
@@ -305,14 +315,16 @@ rl_redis_command(RlCommand *command, RlReply *reply, RlError *error)
 	return call(append_plain, command, &deadline, reply, error) && check_reply(reply, error);
 }
 
-/*
- * Runs a script; the command holds what follows its name: the number of keys,
- * the keys, the arguments.  Like rl_redis_command otherwise.
- */
-bool
-rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error)
+static bool
+is_noscript(const RlReply *reply)
 {
-	ScriptCall	sc = {script, command, false};
+	return reply->kind == RL_REPLY_ERROR && strncmp(reply->text, "NOSCRIPT", 8) == 0;
+}
+
+static bool
+run_script(RlScript *script, RlCommand *command, bool by_source, RlReply *reply, RlError *error)
+{
+	ScriptCall	sc = {script, command, by_source};
 	int64		deadline = 0;
 
 	if (script->sha1[0] == '\0')
@@ -320,11 +332,160 @@ rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *e
 	if (!call(append_script, &sc, &deadline, reply, error))
 		return false;
 	/* NOSCRIPT means that nothing was run. */
-	if (reply->kind == RL_REPLY_ERROR && strncmp(reply->text, "NOSCRIPT", 8) == 0)
+	if (is_noscript(reply) && !by_source)
 	{
 		sc.by_source = true;
 		if (!call(append_script, &sc, &deadline, reply, error))
 			return false;
 	}
 	return check_reply(reply, error);
+}
+
+/*
+ * Runs a script; the command holds what follows its name: the number of keys,
+ * the keys, the arguments.  Like rl_redis_command otherwise.
+ */
+bool
+rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error)
+{
+	return run_script(script, command, false, reply, error);
+}
+
+/*
+ * Pipelines
+ */
+
+typedef struct Pipeline
+{
+	RlScript   *script;
+	int			n;
+	RlPipelineAppend append;
+	RlPipelineReply reply;
+	void	   *arg;
+	int			next;			/* the call to be sent next */
+	int			answered;		/* calls before it were answered */
+	RlReply    *held;			/* once one was answered NOSCRIPT, the replies
+								 * from it on */
+	int			nheld;
+} Pipeline;
+
+static bool
+append_next(StringInfo out, void *arg)
+{
+	Pipeline   *p = arg;
+	RlCommand  *command = rl_command_start();
+	ScriptCall	sc = {p->script, command, false};
+
+	if (p->held != NULL || p->next == p->n)
+		return false;
+	p->append(command, p->next++, p->arg);
+	append_script(out, &sc);
+	return true;
+}
+
+static bool
+answer(Pipeline *p, const RlReply *reply, RlError *error)
+{
+	if (!check_reply(reply, error) || !p->reply(p->answered, reply, p->arg, error))
+		return false;
+	p->answered++;
+	return true;
+}
+
+static bool
+take_reply(const RlReply *reply, void *arg, RlError *error)
+{
+	Pipeline   *p = arg;
+
+	if (p->held == NULL && !is_noscript(reply))
+		return answer(p, reply, error);
+	if (p->held == NULL)
+		p->held = palloc((p->next - p->answered) * sizeof(RlReply));
+	p->held[p->nheld++] = *reply;
+	return true;
+}
+
+/*
+ * Goes on where the script was not known.  The first call runs by its source,
+ * after which the rest can be sent again; only if somebody else made the
+ * script known meanwhile, so that later ones have run, those between go one
+ * by one, to be answered in order.
+ */
+static bool
+load_and_catch_up(Pipeline *p, RlError *error)
+{
+	int			n = p->nheld;
+
+	while (n > 1 && is_noscript(&p->held[n - 1]))
+		n--;
+	for (int i = 0; i < n; i++)
+	{
+		RlReply    *reply = &p->held[i];
+
+		if (is_noscript(reply))
+		{
+			RlCommand  *command = rl_command_start();
+
+			p->append(command, p->answered, p->arg);
+			if (!run_script(p->script, command, i == 0, reply, error))
+				return false;
+		}
+		if (!answer(p, reply, error))
+			return false;
+	}
+	pfree(p->held);
+	p->held = NULL;
+	p->nheld = 0;
+	return true;
+}
+
+/*
+ * Runs a script n times in as few round trips as bounded memory allows.
+ * append() writes the arguments of call i, and may be asked for them again;
+ * reply() gets the replies in order, and returns false with the error set if
+ * one makes no sense.  Returns false with the error set when one call fails;
+ * of those from *answered on it is not known whether they ran.
+ */
+bool
+rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply,
+				  void *arg, int *answered, RlError *error)
+{
+	Pipeline	p = {script, n, append, reply, arg, 0, 0, NULL, 0};
+	RlOutcome	outcome = RL_DONE;
+	RlBreaker  *breaker = server_breaker();
+	int64		start = rl_monotonic_now();
+
+	*answered = 0;
+	if (!rl_breaker_admits(breaker, error))
+		return false;
+	error->unreachable = false;
+	if (script->sha1[0] == '\0')
+		compute_sha1(script);
+	while (outcome != RL_FAILED && p.answered < n)
+	{
+		bool		reused;
+		int64		deadline = 0;
+
+		if (!ensure_connected(&reused, &deadline, error))
+			break;
+		p.next = p.answered;
+		outcome = rl_connection_stream(&conn, append_next, take_reply, &p, error);
+		if (outcome != RL_DONE)
+			disconnect();
+		if (!reused && outcome == RL_NOT_SENT)
+			outcome = RL_FAILED;
+		if (outcome == RL_DONE && p.held != NULL && !load_and_catch_up(&p, error))
+			break;
+	}
+	*answered = p.answered;
+	rl_redis_usage.round_trips += p.answered;
+	rl_redis_usage.us += rl_monotonic_now() - start;
+	if (outcome == RL_DONE && p.answered == n)
+	{
+		rl_breaker_succeeded(breaker);
+		return true;
+	}
+	if (error->unreachable)
+		rl_breaker_failed(breaker, error);
+	return false;
 }

@@ -32,6 +32,9 @@ typedef struct RlRedisUsage
 
 extern RlRedisUsage rl_redis_usage;
 
+typedef void (*RlPipelineAppend) (RlCommand *command, int i, void *arg);
+typedef bool (*RlPipelineReply) (int i, const RlReply *reply, void *arg, RlError *error);
+
 extern RlCommand *rl_command_start(void);
 extern void rl_command_arg(RlCommand *command, const char *data, int len);
 extern void rl_command_number(RlCommand *command, int64 number);
@@ -40,5 +43,7 @@ extern bool rl_redis_command(RlCommand *command, RlReply *reply, RlError *error)
 extern void rl_redis_distrust(void);
 extern const char *rl_redis_server(bool *connected, const char **breaker, int64 *breaker_left);
 extern bool rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error);
+extern bool rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply,
+							  void *arg, int *answered, RlError *error);
 
 #endif							/* REDIS_H */
