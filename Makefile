@@ -1,8 +1,8 @@
 MODULE_big = ratelimit
-OBJS = src/ratelimit.o src/limits.o src/algorithm.o src/address.o src/resp.o src/connection.o \
-	src/redis.o src/redis_store.o src/shared.o src/local_store.o src/denied.o src/breaker.o \
-	src/stat.o src/status.o src/key.o src/values.o src/decide.o src/functions.o src/simulate.o \
-	src/enforce.o
+OBJS = src/ratelimit.o src/limits.o src/algorithm.o src/address.o src/resp.o src/tls.o \
+	src/connection.o src/redis.o src/redis_store.o src/shared.o src/local_store.o src/denied.o \
+	src/breaker.o src/stat.o src/status.o src/key.o src/values.o src/decide.o src/functions.o \
+	src/simulate.o src/enforce.o
 
 EXTENSION = ratelimit
 DATA = $(wildcard sql/ratelimit--*.sql)
@@ -18,6 +18,13 @@ SCRIPTS_H = $(patsubst %,src/%.lua.h,throttle $(ALGORITHMS:%=check_%) check_mixe
 EXTRA_CLEAN = $(SCRIPTS_H)
 
 SHLIB_LINK += -lhiredis
+
+# With TLS where OpenSSL's headers are; "make with_tls=no" does without.
+with_tls ?= $(shell $(CC) -E -include openssl/ssl.h -x c /dev/null >/dev/null 2>&1 && echo yes || echo no)
+ifeq ($(with_tls),yes)
+PG_CPPFLAGS += -DUSE_TLS
+SHLIB_LINK += -lssl -lcrypto
+endif
 
 PG_CONFIG ?= pg_config
 PGXS := $(shell $(PG_CONFIG) --pgxs)
@@ -43,6 +50,6 @@ $(patsubst %,src/check_%.lua.h,$(filter-out throttle,$(ALGORITHMS))): \
 %.lua.h:
 	sed -e 's/\\/\\\\/g' -e 's/"/\\"/g' -e 's/^/"/' -e 's/$$/\\n"/' $^ > $@
 
-$(OBJS): src/ratelimit.h src/redis.h src/connection.h src/resp.h src/address.h src/algorithm.h \
-	src/shared.h src/values.h
+$(OBJS): src/ratelimit.h src/redis.h src/connection.h src/tls.h src/resp.h src/address.h \
+	src/algorithm.h src/shared.h src/values.h
 src/redis_store.o src/redis_store.bc: $(SCRIPTS_H)

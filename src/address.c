@@ -151,6 +151,31 @@ rl_address_parse(const char *url, RlAddress *address, RlError *error)
 }
 
 /*
+ * Raises an error if the file is no plain file, or if it must be private and
+ * others have access to it.  It is not to be opened before, because opening a
+ * pipe would wait for its writer.
+ */
+void
+rl_check_file(const char *kind, const char *path, bool must_be_private)
+{
+	struct stat st;
+
+	if (stat(path, &st) != 0)
+		ereport(ERROR,
+				(errcode_for_file_access(),
+				 errmsg("could not stat file \"%s\": %m", path)));
+	if (!S_ISREG(st.st_mode))
+		ereport(ERROR,
+				(errcode(ERRCODE_WRONG_OBJECT_TYPE),
+				 errmsg("%s \"%s\" is not a plain file", kind, path)));
+	if (must_be_private && (st.st_mode & (S_IRWXG | S_IRWXO)))
+		ereport(ERROR,
+				(errcode(ERRCODE_INSUFFICIENT_PRIVILEGE),
+				 errmsg("%s \"%s\" has group or world access", kind, path),
+				 errdetail("Permissions should be u=rw (0600) or less.")));
+}
+
+/*
  * Reads the password, the first line of ratelimit.redis_passfile, into a
  * buffer of RL_MAX_PASSWORD bytes.  Raises an error if the file cannot be trusted.
  */
@@ -158,22 +183,8 @@ void
 rl_password_read(char *password)
 {
 	FILE	   *file;
-	struct stat st;
 
-	/* Before it is opened, because opening a pipe would wait for its writer. */
-	if (stat(rl_redis_passfile, &st) != 0)
-		ereport(ERROR,
-				(errcode_for_file_access(),
-				 errmsg("could not stat file \"%s\": %m", rl_redis_passfile)));
-	if (!S_ISREG(st.st_mode))
-		ereport(ERROR,
-				(errcode(ERRCODE_WRONG_OBJECT_TYPE),
-				 errmsg("Redis password file \"%s\" is not a plain file", rl_redis_passfile)));
-	if (st.st_mode & (S_IRWXG | S_IRWXO))
-		ereport(ERROR,
-				(errcode(ERRCODE_INSUFFICIENT_PRIVILEGE),
-				 errmsg("Redis password file \"%s\" has group or world access", rl_redis_passfile),
-				 errdetail("Permissions should be u=rw (0600) or less.")));
+	rl_check_file("Redis password file", rl_redis_passfile, true);
 	file = AllocateFile(rl_redis_passfile, "r");
 	if (file == NULL)
 		ereport(ERROR,

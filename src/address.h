@@ -20,6 +20,7 @@ typedef struct RlAddress
 } RlAddress;
 
 extern bool rl_address_parse(const char *url, RlAddress *address, RlError *error);
+extern void rl_check_file(const char *kind, const char *path, bool must_be_private);
 extern void rl_password_read(char *password);
 
 #endif							/* ADDRESS_H */

@@ -29,6 +29,7 @@
 #endif
 
 #include "connection.h"
+#include "tls.h"
 
 #if PG_VERSION_NUM < 170000
 #define CreateWaitEventSet(owner, n) CreateWaitEventSet(TopMemoryContext, (n))
@@ -112,6 +113,21 @@ connection_lost(const RlConnection *conn, RlError *error, const char *why)
 	return false;
 }
 
+/*
+ * The server judges a client's certificate when the client's part of the
+ * handshake is over already, and what it says then may get lost.
+ */
+static bool
+tls_failed(const RlConnection *conn, RlError *error, const char *why)
+{
+	if (conn->heard)
+		return connection_lost(conn, error, why);
+	cannot_connect(conn, error, why);
+	rl_error_detail(error, "The server is %s. It may want another certificate than that of ratelimit.tls_cert_file.",
+					conn->server);
+	return false;
+}
+
 static bool
 protocol_violation(const RlConnection *conn, RlError *error, const char *what)
 {
@@ -149,10 +165,23 @@ rl_connection_refused(const RlConnection *conn, bool set_up, const char *line,
 static bool
 send_some(RlConnection *conn, StringInfo out, int *sent, RlError *error)
 {
-	ssize_t		n = send(conn->ctx->fd, out->data + *sent, out->len - *sent, 0);
+	char	   *data = out->data + *sent;
+	int			len = out->len - *sent;
+	char		why[RL_TLS_WHY];
+	int			n;
 
-	if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
-		return connection_lost(conn, error, strerror(errno));
+	if (conn->tls != NULL)
+	{
+		n = rl_tls_step(conn->tls, RL_TLS_SEND, data, len, &conn->send_wants, why);
+		if (n < 0)
+			return tls_failed(conn, error, why);
+	}
+	else
+	{
+		n = send(conn->ctx->fd, data, len, 0);
+		if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
+			return connection_lost(conn, error, strerror(errno));
+	}
 	*sent += Max(n, 0);
 	return true;
 }
@@ -161,17 +190,28 @@ send_some(RlConnection *conn, StringInfo out, int *sent, RlError *error)
 static bool
 receive_some(RlConnection *conn, RlError *error)
 {
-	char		buffer[16384];
-	ssize_t		n = recv(conn->ctx->fd, buffer, sizeof(buffer), 0);
+	char		buffer[16384];	/* as much as TLS may hold back */
+	char		why[RL_TLS_WHY];
+	int			n;
 
-	if (n == 0)
-		return connection_lost(conn, error, "Server closed the connection");
-	if (n < 0)
+	if (conn->tls != NULL)
 	{
-		if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)
+		n = rl_tls_step(conn->tls, RL_TLS_RECEIVE, buffer, sizeof(buffer),
+						&conn->receive_wants, why);
+		if (n == 0)
 			return true;
-		return connection_lost(conn, error, strerror(errno));
+		if (n < 0)
+			return tls_failed(conn, error, why);
 	}
+	else
+	{
+		n = recv(conn->ctx->fd, buffer, sizeof(buffer), 0);
+		if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
+			return true;
+		if (n <= 0)
+			return connection_lost(conn, error, n < 0 ? strerror(errno) : "Server closed the connection");
+	}
+	conn->heard = true;
 	conn->reply_bytes += n;
 	if (redisReaderFeed(conn->ctx->reader, buffer, n) != REDIS_OK)
 		return protocol_violation(conn, error, conn->ctx->reader->errstr);
@@ -223,7 +263,7 @@ read_reply(RlConnection *conn, RlReply *reply, int64 deadline, RlError *error)
 			return false;
 		if (found)
 			return true;
-		if (late || !wait_for_socket(conn, WL_SOCKET_READABLE, deadline))
+		if (late || !wait_for_socket(conn, conn->receive_wants, deadline))
 			return connection_lost(conn, error, "ratelimit.command_timeout has passed");
 		if (!receive_some(conn, error))
 			return false;
@@ -247,7 +287,7 @@ rl_connection_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline
 			return sent > 0 ? RL_FAILED : RL_NOT_SENT;
 		if (sent == out->len)
 			break;
-		if (!wait_for_socket(conn, WL_SOCKET_WRITEABLE, deadline))
+		if (!wait_for_socket(conn, conn->send_wants, deadline))
 		{
 			connection_lost(conn, error, "ratelimit.command_timeout has passed");
 			return RL_FAILED;
@@ -306,7 +346,7 @@ rl_connection_stream(RlConnection *conn, bool (*next) (StringInfo out, void *arg
 			return wrote || sent > 0 ? RL_FAILED : RL_NOT_SENT;
 		wrote = true;
 
-		if (!wait_for_socket(conn, WL_SOCKET_READABLE | (sent < out.len ? WL_SOCKET_WRITEABLE : 0),
+		if (!wait_for_socket(conn, conn->receive_wants | (sent < out.len ? conn->send_wants : 0),
 							 deadline))
 		{
 			connection_lost(conn, error, "ratelimit.command_timeout has passed");
@@ -348,6 +388,8 @@ rl_connection_close(RlConnection *conn)
 {
 	if (conn->events != NULL)
 		FreeWaitEventSet(conn->events);
+	if (conn->tls != NULL)
+		rl_tls_free(conn->tls);
 	if (conn->ctx != NULL)
 		redisFree(conn->ctx);
 	if (conn->fd_acquired)
@@ -372,9 +414,32 @@ backlog_is_full(const RlConnection *conn, const RlAddress *address)
 	return getpeername(conn->ctx->fd, (struct sockaddr *) &peer, &len) != 0;
 }
 
+/* Shakes hands.  Returns false with the error set. */
+static bool
+start_tls(RlConnection *conn, const char *host, int64 deadline, RlError *error)
+{
+	conn->tls = rl_tls_new(conn->ctx->fd, host);
+	if (conn->tls == NULL)
+		return lack_of(conn, error, "out of memory");
+	for (bool late = false;; late = rl_monotonic_now() > deadline)
+	{
+		uint32		wants;
+		char		why[RL_TLS_WHY];
+		int			done = rl_tls_step(conn->tls, RL_TLS_HANDSHAKE, NULL, 0, &wants, why);
+
+		if (done > 0)
+			return true;
+		if (done < 0)
+			return cannot_connect(conn, error, why);
+		if (late || !wait_for_socket(conn, wants, deadline))
+			return cannot_connect(conn, error, "ratelimit.connect_timeout has passed");
+	}
+}
+
 /*
- * Opens a socket to the server and waits until it is up.  On failure returns
- * false with the error set, and leaves what is to be dropped.
+ * Opens a socket to the server and waits until it is up, with TLS if there is
+ * to be.  On failure returns false with the error set, and leaves what is to
+ * be dropped.  Raises an error if a setting for TLS is wrong.
  */
 static bool
 open_socket(RlConnection *conn, const RlAddress *address, RlError *error)
@@ -430,7 +495,9 @@ open_socket(RlConnection *conn, const RlAddress *address, RlError *error)
 		socket_error = errno;
 	if (socket_error != 0)
 		return cannot_connect(conn, error, strerror(socket_error));
-	return true;
+	conn->send_wants = WL_SOCKET_WRITEABLE;
+	conn->receive_wants = WL_SOCKET_READABLE;
+	return !address->tls || start_tls(conn, address->host, deadline, error);
 }
 
 /* Writes what people call the server. */
@@ -457,6 +524,7 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, const char *pas
 {
 	StringInfoData out;
 	RlReply		reply;
+	bool		ping;
 	int			n = 0;
 
 #if PG_VERSION_NUM >= 170000
@@ -492,6 +560,14 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, const char *pas
 		rl_resp_arg(&out, db, pg_ltoa(address->db, db));
 		n++;
 	}
+	/* The connection is up when the server has said something. */
+	ping = n == 0 && conn->tls != NULL;
+	if (ping)
+	{
+		rl_resp_start(&out, 1);
+		rl_resp_arg(&out, "PING", 4);
+		n++;
+	}
 	if (n > 0)
 	{
 		RlOutcome	outcome = rl_connection_exchange(conn, &out, n, *deadline, &reply, error);
@@ -499,6 +575,8 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, const char *pas
 		pfree(out.data);
 		if (outcome != RL_DONE)
 			return false;
+		if (reply.kind == RL_REPLY_ERROR && ping && strncmp(reply.text, "NOPERM", 6) == 0)
+			reply.kind = RL_REPLY_STATUS;
 		if (reply.kind == RL_REPLY_ERROR)
 			return rl_connection_refused(conn, true, reply.text, error);
 		if (reply.kind != RL_REPLY_STATUS)
@@ -510,13 +588,16 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, const char *pas
 
 /* True if the connection can carry the next command. */
 bool
-rl_connection_is_usable(const RlConnection *conn)
+rl_connection_is_usable(RlConnection *conn)
 {
 	char		byte;
+	char		why[RL_TLS_WHY];
 
 	if (conn->ctx == NULL || conn->in_flight)
 		return false;
-	/* An idle socket must be silent: no end, no error, no stray bytes. */
+	/* An idle connection must be silent: no end, no error, no stray bytes. */
+	if (conn->tls != NULL)
+		return rl_tls_step(conn->tls, RL_TLS_PEEK, &byte, 1, &conn->receive_wants, why) == 0;
 	return recv(conn->ctx->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 &&
 		(errno == EAGAIN || errno == EWOULDBLOCK);
 }

@@ -16,9 +16,13 @@ typedef struct RlConnection
 	struct redisContext *ctx;	/* NULL: not connected */
 	struct WaitEventSet *events;
 	int			socket_event;	/* the socket's position in events */
+	struct ssl_st *tls;			/* NULL: in the clear */
 	bool		fd_acquired;
 	bool		in_flight;		/* bytes out or replies due, or not set up */
+	bool		heard;			/* something has come from the server */
 	uint32		waiting_for;	/* what events has the socket for */
+	uint32		send_wants;		/* what sending more must wait for */
+	uint32		receive_wants;	/* what receiving more must wait for */
 	char		server[RL_MAX_SERVER];	/* for error details */
 	size_t		reply_bytes;	/* read since the last complete reply */
 } RlConnection;
@@ -33,7 +37,7 @@ typedef enum RlOutcome
 extern void rl_connection_name(const RlAddress *address, char *name, size_t size);
 extern bool rl_connection_open(RlConnection *conn, const RlAddress *address,
 							   const char *password, int64 *deadline, RlError *error);
-extern bool rl_connection_is_usable(const RlConnection *conn);
+extern bool rl_connection_is_usable(RlConnection *conn);
 extern RlOutcome rl_connection_exchange(RlConnection *conn, StringInfo out, int n,
 										int64 deadline, RlReply *reply, RlError *error);
 extern RlOutcome rl_connection_stream(RlConnection *conn,

@@ -24,6 +24,9 @@ PG_MODULE_MAGIC;
 uint64		rl_settings_version = 0;
 char	   *rl_redis_url;
 char	   *rl_redis_passfile;
+char	   *rl_tls_ca_file;
+char	   *rl_tls_cert_file;
+char	   *rl_tls_key_file;
 char	   *rl_key_prefix;
 int			rl_connect_timeout;
 int			rl_command_timeout;
@@ -127,7 +130,8 @@ static void
 refuse_client_options(void)
 {
 	static const char *const names[] = {
-		"ratelimit.redis_url", "ratelimit.redis_passfile", "ratelimit.key_prefix",
+		"ratelimit.redis_url", "ratelimit.redis_passfile", "ratelimit.tls_ca_file",
+		"ratelimit.tls_cert_file", "ratelimit.tls_key_file", "ratelimit.key_prefix",
 		"ratelimit.connect_timeout", "ratelimit.command_timeout", "ratelimit.retry_interval",
 		"ratelimit.on_error", "ratelimit.store", "ratelimit.mode", "ratelimit.denial_cache",
 		"ratelimit.debug_now"
@@ -158,7 +162,7 @@ _PG_init(void)
 	 */
 	DefineCustomStringVariable("ratelimit.redis_url",
 							   "The Redis server that keeps the limits' state.",
-							   "redis://[user@]host[:port][/db] or unix://[user@]/path[?db=n]. A password belongs in ratelimit.redis_passfile.",
+							   "redis://[user@]host[:port][/db], rediss:// for TLS, or unix://[user@]/path[?db=n]. A password belongs in ratelimit.redis_passfile.",
 							   &rl_redis_url,
 							   "redis://127.0.0.1:6379/0",
 							   PGC_SUSET, 0,
@@ -173,6 +177,33 @@ _PG_init(void)
 							   "The file that holds the Redis password.",
 							   "Its first line is the password. No other user than the server's may have access to it. Empty: no password.",
 							   &rl_redis_passfile,
+							   "",
+							   PGC_SUSET, GUC_SUPERUSER_ONLY,
+							   NULL, NULL, NULL);
+
+	/*
+	 * Superuser only: who chooses whom to trust can put a Redis of his own in
+	 * the way, and who chooses another client can be refused by Redis, which
+	 * turns on_error on.  Also to read, for they name files on the server.
+	 */
+	DefineCustomStringVariable("ratelimit.tls_ca_file",
+							   "The file with the certificates of the authorities that may vouch for Redis.",
+							   "For rediss://. Empty: the authorities that the system trusts.",
+							   &rl_tls_ca_file,
+							   "",
+							   PGC_SUSET, GUC_SUPERUSER_ONLY,
+							   NULL, NULL, NULL);
+	DefineCustomStringVariable("ratelimit.tls_cert_file",
+							   "The file with the certificate that is shown to Redis.",
+							   "For rediss://. Empty: none.",
+							   &rl_tls_cert_file,
+							   "",
+							   PGC_SUSET, GUC_SUPERUSER_ONLY,
+							   NULL, NULL, NULL);
+	DefineCustomStringVariable("ratelimit.tls_key_file",
+							   "The file with the private key of ratelimit.tls_cert_file.",
+							   "No other user than the server's may have access to it.",
+							   &rl_tls_key_file,
 							   "",
 							   PGC_SUSET, GUC_SUPERUSER_ONLY,
 							   NULL, NULL, NULL);

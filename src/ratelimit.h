@@ -160,6 +160,9 @@ typedef struct RlStore
 extern uint64 rl_settings_version;
 extern char *rl_redis_url;
 extern char *rl_redis_passfile;
+extern char *rl_tls_ca_file;
+extern char *rl_tls_cert_file;
+extern char *rl_tls_key_file;
 extern char *rl_key_prefix;
 extern int	rl_connect_timeout;
 extern int	rl_command_timeout;

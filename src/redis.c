@@ -18,9 +18,11 @@
 
 static RlConnection conn;
 
-/* The settings it was made with, malloc'd. */
-static char *conn_url;
-static char *conn_passfile;
+/* What says where and how to connect, and what it said then, malloc'd. */
+static char **const settings[] = {
+	&rl_redis_url, &rl_redis_passfile, &rl_tls_ca_file, &rl_tls_cert_file, &rl_tls_key_file
+};
+static char *conn_settings[lengthof(settings)];
 
 RlRedisUsage rl_redis_usage;
 
@@ -28,9 +30,11 @@ static void
 disconnect(void)
 {
 	rl_connection_close(&conn);
-	free(conn_url);
-	free(conn_passfile);
-	conn_url = conn_passfile = NULL;
+	for (size_t i = 0; i < lengthof(settings); i++)
+	{
+		free(conn_settings[i]);
+		conn_settings[i] = NULL;
+	}
 }
 
 /*
@@ -45,10 +49,6 @@ set_up(int64 *deadline, RlError *error)
 
 	if (!rl_address_parse(rl_redis_url, &address, error))
 		rl_raise(error);
-	if (address.tls)
-		ereport(ERROR,
-				(errcode(ERRCODE_FEATURE_NOT_SUPPORTED),
-				 errmsg("rediss:// is not supported because ratelimit was built without TLS")));
 	if (rl_redis_passfile[0] != '\0')
 		rl_password_read(password);
 	else if (address.user[0] != '\0')
@@ -56,13 +56,15 @@ set_up(int64 *deadline, RlError *error)
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("ratelimit.redis_url names a user, but ratelimit.redis_passfile is empty")));
 
-	conn_url = strdup(rl_redis_url);
-	conn_passfile = strdup(rl_redis_passfile);
-	if (conn_url == NULL || conn_passfile == NULL)
+	for (size_t i = 0; i < lengthof(settings); i++)
 	{
-		rl_error_set(error, ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION,
-					 "could not connect to Redis: out of memory");
-		return false;
+		conn_settings[i] = strdup(*settings[i]);
+		if (conn_settings[i] == NULL)
+		{
+			rl_error_set(error, ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION,
+						 "could not connect to Redis: out of memory");
+			return false;
+		}
 	}
 	return rl_connection_open(&conn, &address, password, deadline, error);
 }
@@ -71,9 +73,12 @@ set_up(int64 *deadline, RlError *error)
 static bool
 is_usable(void)
 {
-	return rl_connection_is_usable(&conn) &&
-		strcmp(conn_url, rl_redis_url) == 0 &&
-		strcmp(conn_passfile, rl_redis_passfile) == 0;
+	if (!rl_connection_is_usable(&conn))
+		return false;
+	for (size_t i = 0; i < lengthof(settings); i++)
+		if (strcmp(conn_settings[i], *settings[i]) != 0)
+			return false;
+	return true;
 }
 
 /* The breaker of the server that the settings name; NULL: there is none. */

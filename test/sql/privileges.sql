@@ -20,6 +20,8 @@ SELECT q, f.code FROM (VALUES
 	(17, $$SET ratelimit.command_timeout = 1$$), (18, $$SET ratelimit.debug_now = '1'$$), (19, $$SHOW ratelimit.redis_passfile$$),
 	(22, $$SELECT rl_token_bucket('k', 1, 1, 1)$$), (23, $$SELECT rl_fixed_window('k', 1, 1)$$), (24, $$SELECT rl_sliding_window('k', 1, 1, 1)$$),
 	(25, $$SELECT rl_sliding_log('k', 1, 1)$$), (26, $$SELECT rl_check_each('k', '1/1s')$$), (27, $$SELECT rl_wait('k', '1/1s')$$),
+	(28, $$SET ratelimit.tls_ca_file = '/x'$$), (29, $$SET ratelimit.tls_cert_file = '/x'$$), (30, $$SET ratelimit.tls_key_file = '/x'$$),
+	(31, $$SHOW ratelimit.tls_ca_file$$), (32, $$SHOW ratelimit.tls_cert_file$$), (33, $$SHOW ratelimit.tls_key_file$$),
 	(20, $$SET ratelimit.unknown = 1$$), (21, $$ALTER ROLE rl_test_plain SET ratelimit.on_error = 'allow'$$)
 ) v (id, q), LATERAL failure(q) f ORDER BY id;
 SELECT rl_key('everybody', 1), '5/10s'::rl_limits;

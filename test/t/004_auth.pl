@@ -217,12 +217,6 @@ foreach my $url ("redis://127.0.0.1:$port", "redis://127.0.0.1:$port/", "redis:/
 	works($url);
 }
 
-with(redis_url => "rediss://127.0.0.1:$port");
-fails('rediss://', '0A000', qr/built without TLS/);
-with(on_error => 'allow');
-fails('rediss:// under on_error = allow', '0A000', qr/built without TLS/);
-with(on_error => 'error');
-
 # None of them may fall back to the default, nor to the connection there was.
 foreach my $url ('', ' ', 'localhost', '127.0.0.1:6379', 'http://127.0.0.1', 'REDIS', 'redis:/127.0.0.1',
 	'redis://', 'redis://:6379', 'redis://@127.0.0.1', 'redis://127.0.0.1:', "redis://127.0.0.1:$port/x",

@@ -69,6 +69,9 @@ is_deeply($redis->cli('KEYS', '*'), ['app:{order:42}'], 'nothing but the orders 
 my %helpful = (
 	redis_url       => $other_url,
 	redis_passfile  => '/nonexistent',
+	tls_ca_file     => '/nonexistent',
+	tls_cert_file   => '/nonexistent',
+	tls_key_file    => '/nonexistent',
 	key_prefix      => 'mine:',
 	connect_timeout => '1ms',
 	command_timeout => '1ms',

@@ -1,0 +1,27 @@
+/*
+ * tls.h
+ *		TLS over a socket that does not block.
+ */
+#ifndef TLS_H
+#define TLS_H
+
+#include "ratelimit.h"
+
+typedef enum RlTlsStep
+{
+	RL_TLS_HANDSHAKE,
+	RL_TLS_SEND,
+	RL_TLS_RECEIVE,
+	RL_TLS_PEEK
+} RlTlsStep;
+
+#define RL_TLS_WHY			192
+
+struct ssl_st;
+
+extern struct ssl_st *rl_tls_new(int fd, const char *host);
+extern int	rl_tls_step(struct ssl_st *tls, RlTlsStep step, void *data, int len,
+						uint32 *wants, char *why);
+extern void rl_tls_free(struct ssl_st *tls);
+
+#endif							/* TLS_H */

@@ -1,0 +1,341 @@
+# rediss://: the server must prove who it is, a client can, and TLS waits, ends
+# and fails like the rest.
+use strict;
+use warnings FATAL => 'all';
+
+use IO::Socket::INET;
+use List::Util qw(min);
+use POSIX ();
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+
+my $dir = PostgreSQL::Test::Utils::tempdir_short;
+my $take = q{SELECT rl_throttle('tls', 7, 1, 86400)};
+my $look = q{SELECT rl_throttle('tls', 7, 1, 86400, 0)};
+
+sub openssl
+{
+	my (@args) = @_;
+
+	system_or_bail('openssl', @args);
+	return;
+}
+
+# A key and a certificate for names such as "IP:127.0.0.1", valid until the end
+# of the year; signed by the authority, or its own.
+sub certificate
+{
+	my ($name, $subject_names, $authority, $year) = @_;
+	my @key = (qw(-newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -keyout), "$dir/$name.key");
+
+	if (!$authority)
+	{
+		openssl('req', '-x509', @key, '-out', "$dir/$name.crt", '-days', 30, '-subj', "/CN=$name");
+		return;
+	}
+	append_to_file("$dir/$name.ext", "subjectAltName = $subject_names\n");
+	openssl('req', '-new', @key, '-out', "$dir/$name.csr", '-subj', "/CN=$name");
+	openssl('ca', '-batch', '-config', "$dir/ca.conf", '-in', "$dir/$name.csr", '-out', "$dir/$name.crt",
+		'-cert', "$dir/$authority.crt", '-keyfile', "$dir/$authority.key", '-extfile', "$dir/$name.ext",
+		'-notext', '-startdate', '20200101000000Z', '-enddate', ($year || 2099) . '1231235959Z');
+	return;
+}
+
+append_to_file("$dir/index", '');
+append_to_file("$dir/ca.conf", <<"END");
+[ca]
+default_ca = any
+[any]
+database = $dir/index
+new_certs_dir = $dir
+rand_serial = yes
+default_md = sha256
+policy = any_name
+[any_name]
+commonName = supplied
+END
+certificate('ca');
+certificate('other_ca');
+certificate('server', 'DNS:localhost, IP:127.0.0.1', 'ca');
+certificate('expired', 'DNS:localhost, IP:127.0.0.1', 'ca', 2020);
+certificate('elsewhere', 'DNS:redis.example, IP:192.0.2.1', 'ca');
+certificate('stranger', 'DNS:localhost, IP:127.0.0.1', 'other_ca');
+certificate('client', 'DNS:client.example', 'ca');
+
+my $tls_port = PostgreSQL::Test::Cluster::get_free_port();
+my $redis = RedisServer->new(args => [
+	'--tls-port', $tls_port, '--tls-auth-clients', 'no', '--tls-ca-cert-file', "$dir/ca.crt",
+	'--tls-cert-file', "$dir/server.crt", '--tls-key-file', "$dir/server.key" ])->start;
+my $node = new_node($redis);
+my $session = session($node);
+my $watcher = session($node);
+
+sub with
+{
+	my (%settings) = @_;
+
+	foreach my $name (sort keys %settings)
+	{
+		$session->ask("SET ratelimit.$name = '$settings{$name}'");
+		is($session->error, '', "SET ratelimit.$name");
+	}
+	return;
+}
+
+sub fails
+{
+	my ($what, $state, $message, $detail) = @_;
+	my $got = $session->attempt($take);
+
+	is($got->{state}, $state, "$what: SQLSTATE");
+	like($got->{message}, $message, "$what: message");
+	like($got->{detail}, $detail, "$what: detail") if $detail;
+	return;
+}
+
+sub works
+{
+	my ($what) = @_;
+	my $got = $session->attempt($look);
+
+	like($got->{answer}, qr/^\(t,7,\d,,.*,redis\)$/, "$what: works") or diag $got->{message};
+	return;
+}
+
+# What the server shows from the next connection on.
+sub show
+{
+	my ($name) = @_;
+
+	$redis->cli('CONFIG', 'SET', 'tls-cert-file', "$dir/$name.crt", 'tls-key-file', "$dir/$name.key");
+	$redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
+	return;
+}
+
+my $url = "rediss://127.0.0.1:$tls_port";
+my $by_name = "rediss://localhost:$tls_port";
+with(redis_url => $url, tls_ca_file => "$dir/ca.crt");
+if ($session->attempt($take)->{state} eq '0A000')
+{
+	foreach my $policy (qw(error allow deny))
+	{
+		with(on_error => $policy);
+		fails("without TLS, on_error = $policy", '0A000', qr/^rediss:\/\/ is not supported because ratelimit was built without TLS$/);
+	}
+	note 'ratelimit was built without TLS, so there is nothing else to test';
+	done_testing();
+	exit;
+}
+
+#
+# Good certificates
+#
+
+works('an address');
+with(redis_url => $by_name);
+works('a name');
+with(redis_url => "$by_name/3");
+is($session->attempt($take)->{answer}, '(t,7,6,,86400,redis)', 'a database');
+$redis->cli('SELECT', 3);
+is_deeply($redis->cli('KEYS', '*'), ['rl:{tls}'], 'a database: it is that one');
+$redis->cli('SELECT', 0);
+$redis->cli('ACL', 'SETUSER', 'limiter', 'on', '>s3cr3t', '~rl:*', '+@all');
+append_to_file("$dir/password", "s3cr3t\n");
+chmod 0600, "$dir/password";
+with(redis_url => "rediss://limiter\@127.0.0.1:$tls_port/3", redis_passfile => "$dir/password");
+works('a user');
+like($redis->cli('CLIENT', 'LIST', 'TYPE', 'normal'), qr/user=limiter/, 'a user: it is that one');
+with(redis_passfile => '');
+
+# PING, with which the connection is tried, need not be allowed.
+$redis->cli('ACL', 'SETUSER', 'default', '-ping');
+with(redis_url => $url);
+works('no right to PING');
+$redis->cli('ACL', 'SETUSER', 'default', '+ping');
+
+foreach my $version ('TLSv1.2', 'TLSv1.3')
+{
+	$redis->cli('CONFIG', 'SET', 'tls-protocols', $version);
+	with(redis_url => $by_name);
+	with(redis_url => $url);
+	works($version);
+
+	# What the server sends of its own accord, tickets, is no reason to reconnect.
+	my %before = $redis->info('stats');
+	is($session->ask("SELECT count(*) FROM (SELECT rl_throttle('many$version', 5000, 1, 86400) d
+			FROM generate_series(1, 5000) OFFSET 0) s WHERE (d).allowed"), 5000, "$version: 5,000 calls");
+	like($session->attempt("SELECT rl_throttle('many$version', 5000, 1, 86400)")->{answer}, qr/^\(f,5000,0,/,
+		"$version: each was counted");
+	my %after = $redis->info('stats');
+	is($after{total_connections_received}, $before{total_connections_received}, "$version: over one connection");
+}
+$redis->cli('CONFIG', 'SET', 'tls-protocols', '');
+
+#
+# Bad certificates: no verdict of theirs counts, and nothing is charged
+#
+
+$redis->cli('FLUSHALL');
+foreach my $case (
+	[ 'an expired certificate', 'expired', $url, 'ca', qr/certificate has expired/ ],
+	[ 'another address', 'elsewhere', $url, 'ca', qr/IP address mismatch/i ],
+	[ 'another name', 'elsewhere', $by_name, 'ca', qr/hostname mismatch/i ],
+	[ 'an untrusted authority', 'stranger', $url, 'ca', qr/unable to get local issuer certificate/ ],
+	[ 'trust in another authority', 'server', $url, 'other_ca', qr/self.signed certificate in certificate chain/ ],
+	[ 'a certificate of its own', 'other_ca', $url, 'ca', qr/self.signed certificate/ ],
+	[ 'trust in nobody but whom the system trusts', 'server', $url, '', qr/self.signed certificate in certificate chain/ ])
+{
+	my ($what, $shown, $from, $trusted, $message) = @$case;
+
+	show($shown);
+	with(redis_url => $from, tls_ca_file => $trusted && "$dir/$trusted.crt");
+	fails($what, '08001', qr/^could not connect to Redis: the server's certificate is not trusted: $message$/);
+	with(on_error => 'allow');
+	is($session->attempt($take)->{answer}, '(t,7,,,,fail_open)', "$what: on_error = allow");
+	with(on_error => 'deny');
+	is($session->attempt($take)->{answer}, '(f,7,,,,fail_closed)', "$what: on_error = deny");
+	with(on_error => 'error');
+}
+is_deeply($redis->cli('KEYS', '*'), [], 'nothing was charged');
+show('server');
+with(redis_url => $url, tls_ca_file => "$dir/ca.crt");
+works('a good certificate again');
+
+#
+# A changed setting counts at the next call
+#
+
+with(tls_ca_file => "$dir/other_ca.crt");
+fails('another authority', '08001', qr/not trusted: self.signed certificate in certificate chain/);
+with(tls_ca_file => "$dir/ca.crt");
+works('the first authority');
+
+#
+# The client's certificate
+#
+
+$redis->cli('CONFIG', 'SET', 'tls-auth-clients', 'yes');
+$redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
+my $refused = qr/^could not connect to Redis: /;
+my $reason = qr/ratelimit\.tls_cert_file\.$/;
+fails('no certificate where one is asked for', '08001', $refused, $reason);
+$redis->cli('CONFIG', 'SET', 'tls-protocols', 'TLSv1.2');
+fails('the same with TLS 1.2', '08001', qr/^could not connect to Redis: TLS failed: .*alert/);
+$redis->cli('CONFIG', 'SET', 'tls-protocols', '');
+with(tls_cert_file => "$dir/client.crt", tls_key_file => "$dir/client.key");
+works('a certificate');
+with(tls_cert_file => "$dir/stranger.crt", tls_key_file => "$dir/stranger.key");
+fails('a certificate that the server does not trust', '08001', $refused, $reason);
+is_deeply($redis->cli('KEYS', '*'), [], 'nothing was charged');
+with(tls_cert_file => "$dir/client.crt", tls_key_file => "$dir/client.key");
+works('the first certificate again');
+
+#
+# Files: an error whatever on_error says, and nothing is waited for
+#
+
+append_to_file("$dir/nonsense", "nonsense\n");
+openssl('ec', '-in', "$dir/client.key", '-aes256', '-passout', 'pass:s3cr3t', '-out', "$dir/locked.key");
+chmod 0600, "$dir/locked.key", "$dir/nonsense";
+system_or_bail('cp', "$dir/client.key", "$dir/open.key");
+chmod 0640, "$dir/open.key";
+POSIX::mkfifo("$dir/pipe", 0600) or die "no pipe: $!";
+with(on_error => 'allow');
+foreach my $case (
+	[ 'no such authority', 'tls_ca_file', 'missing', '58P01', qr/could not stat file/ ],
+	[ 'an authority in a folder', 'tls_ca_file', '.', '42809', qr/is not a plain file/ ],
+	[ 'an authority in a pipe', 'tls_ca_file', 'pipe', '42809', qr/is not a plain file/ ],
+	[ 'a nonsensical authority', 'tls_ca_file', 'nonsense', 'F0000', qr/could not load .*"ratelimit\.tls_ca_file"/ ],
+	[ 'no such certificate', 'tls_cert_file', 'missing', '58P01', qr/could not stat file/ ],
+	[ 'a nonsensical certificate', 'tls_cert_file', 'nonsense', 'F0000', qr/could not load .*"ratelimit\.tls_cert_file"/ ],
+	[ 'a certificate without its key', 'tls_key_file', undef, '22023', qr/must be set together/ ],
+	[ 'a key without its certificate', 'tls_cert_file', undef, '22023', qr/must be set together/ ],
+	[ 'no such key', 'tls_key_file', 'missing', '58P01', qr/could not stat file/ ],
+	[ 'a key in a pipe', 'tls_key_file', 'pipe', '42809', qr/is not a plain file/ ],
+	[ 'a nonsensical key', 'tls_key_file', 'nonsense', 'F0000', qr/could not load .*"ratelimit\.tls_key_file"/ ],
+	[ "another certificate's key", 'tls_key_file', 'server.key', 'F0000', qr/"ratelimit\.tls_key_file": .*mismatch/ ],
+	[ 'a key with a pass phrase', 'tls_key_file', 'locked.key', 'F0000', qr/could not load .*"ratelimit\.tls_key_file"/ ],
+	[ 'a key that others may read', 'tls_key_file', 'open.key', '42501', qr/has group or world access/ ])
+{
+	my ($what, $setting, $file, $state, $message) = @$case;
+	my $before = $session->ask("SHOW ratelimit.$setting");
+
+	with($setting => defined $file ? "$dir/$file" : '');
+	fails($what, $state, $message);
+	with($setting => $before);
+}
+with(on_error => 'error');
+works('good files');
+$redis->cli('CONFIG', 'SET', 'tls-auth-clients', 'no');
+with(tls_cert_file => '', tls_key_file => '');
+works('no certificate where none is asked for');
+
+#
+# The wrong port, and a server that says nothing
+#
+
+with(redis_url => "redis://127.0.0.1:$tls_port");
+fails('no TLS to a server that wants it', '08006', qr/^lost the connection/);
+with(redis_url => 'rediss://127.0.0.1:' . $redis->port, connect_timeout => '200ms');
+fails('TLS to a server that has none', '08001', qr/^could not connect/);
+{
+	my $silent = IO::Socket::INET->new(LocalAddr => '127.0.0.1', Listen => 100) or die "no socket: $!";
+
+	with(redis_url => 'rediss://127.0.0.1:' . $silent->sockport);
+	my @tries = map { $session->attempt($take) } 1 .. 4;
+	is($tries[0]{state}, '08001', 'no handshake: SQLSTATE');
+	like($tries[0]{message}, qr/connect_timeout has passed$/, 'no handshake: message');
+	cmp_ok(min(map { $_->{ms} } @tries), '<=', 250, 'no handshake: within connect_timeout + 50 ms');
+	with(connect_timeout => '10min');
+	$session->ask("SET statement_timeout = '50ms'");
+	is($session->attempt($take)->{state}, '57014', 'no handshake: statement_timeout works');
+	$session->ask('RESET statement_timeout; RESET ratelimit.connect_timeout');
+}
+with(redis_url => $url);
+works('the right port');
+
+#
+# A server that stands still, dies and comes back
+#
+
+my $pid = $session->pid;
+foreach my $round (0 .. 9)
+{
+	$session->ask("SELECT rl_reset('tag:' || $round), rl_throttle('tag:' || $round, 100, 1, 86400, $round)");
+	works("round $round");
+	$redis->pause;
+	if ($round % 2)
+	{
+		with(command_timeout => '100ms');
+		my $got = $session->attempt($take);
+		is($got->{state}, '08006', 'standing still: SQLSTATE');
+		cmp_ok($got->{ms}, '>=', 99, 'standing still: waits for command_timeout');
+		with(command_timeout => '10s');
+	}
+	else
+	{
+		$session->send("SELECT state FROM attempt(\$\$$take\$\$)\n;");
+		await('the backend to wait for Redis', sub {
+			return $watcher->ask(qq{SELECT 1 FROM pg_stat_activity
+				WHERE pid = $pid AND state = 'active' AND wait_event_type = 'Extension'}) eq '1';
+		});
+		$watcher->ask("SELECT pg_cancel_backend($pid)");
+		is($session->ask(''), '57014', 'standing still: cancel works');
+	}
+	$redis->resume;
+	is($session->ask("SELECT remaining FROM rl_throttle('tag:' || $round, 100, 1, 86400, 0)"),
+		100 - $round, 'and the next call gets its own answer');
+}
+$redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
+works('after the connection was ended');
+$redis->stop;
+fails('a dead server', '08001', qr/Connection refused/);
+$redis->start;
+show('server');
+works('after a restart');
+is($session->pid, $pid, 'all in one backend');
+
+done_testing();
