@@ -2,7 +2,7 @@ MODULE_big = ratelimit
 OBJS = src/ratelimit.o src/limits.o src/algorithm.o src/address.o src/resp.o src/tls.o \
 	src/connection.o src/redis.o src/redis_store.o src/shared.o src/local_store.o src/denied.o \
 	src/breaker.o src/stat.o src/status.o src/key.o src/values.o src/decide.o src/functions.o \
-	src/simulate.o src/enforce.o
+	src/charges.o src/simulate.o src/enforce.o
 
 EXTENSION = ratelimit
 DATA = $(wildcard sql/ratelimit--*.sql)
@@ -14,7 +14,7 @@ TAP_TESTS = 1
 PROVE_TESTS = test/t/*.pl
 
 ALGORITHMS = throttle token_bucket fixed_window sliding_window sliding_log
-SCRIPTS_H = $(patsubst %,src/%.lua.h,throttle $(ALGORITHMS:%=check_%) check_mixed refund reset ban version)
+SCRIPTS_H = $(patsubst %,src/%.lua.h,throttle $(ALGORITHMS:%=check_%) check_mixed refund undo reset ban version)
 EXTRA_CLEAN = $(SCRIPTS_H)
 
 SHLIB_LINK += -lhiredis
@@ -41,6 +41,7 @@ src/reset.lua.h: src/clock.lua src/reset.lua
 src/ban.lua.h: src/clock.lua src/state.lua src/ban.lua
 src/version.lua.h: src/version.lua
 src/refund.lua.h: src/clock.lua src/state.lua $(ALGORITHMS_LUA) src/refund.lua
+src/undo.lua.h: src/clock.lua src/state.lua $(ALGORITHMS_LUA) src/undo.lua
 src/check_mixed.lua.h: src/clock.lua src/state.lua $(ALGORITHMS_LUA) src/check.lua
 src/check_throttle.lua.h: src/clock.lua src/state.lua src/gcra.lua src/check.lua
 $(patsubst %,src/check_%.lua.h,$(filter-out throttle,$(ALGORITHMS))): \
@@ -51,5 +52,5 @@ $(patsubst %,src/check_%.lua.h,$(filter-out throttle,$(ALGORITHMS))): \
 	sed -e 's/\\/\\\\/g' -e 's/"/\\"/g' -e 's/^/"/' -e 's/$$/\\n"/' $^ > $@
 
 $(OBJS): src/ratelimit.h src/redis.h src/connection.h src/tls.h src/resp.h src/address.h \
-	src/algorithm.h src/shared.h src/values.h
+	src/algorithm.h src/shared.h src/charges.h src/values.h
 src/redis_store.o src/redis_store.bc: $(SCRIPTS_H)

@@ -493,3 +493,137 @@ rl_give_back(const RlLimits *limits, RlState *states, int64 now, int64 quota)
 			free_units(state, Min(quota, state->used));
 	}
 }
+
+/*
+ * Taking a charge back
+ *
+ * As much of it as has not leaked since, or other actions could have more than
+ * the limit promises.  An estimate never exceeds that.
+ */
+
+/* How many of the bucket's lumps have arrived since its anchor. */
+static int64
+lumps_since(const RlLimit *limit, int64 anchor, int64 now)
+{
+	return now > anchor ? (now - anchor) / limit->period : 0;
+}
+
+/* What is left of units after so many lumps. */
+static int64
+less_lumps(const RlLimit *limit, int64 units, int64 lumps)
+{
+	return lumps < divide_up(units, limit->count) ? units - lumps * limit->count : 0;
+}
+
+/* True if two anchors are of one series: the bucket was never full between. */
+static bool
+same_series(const RlLimit *limit, int64 a, int64 b)
+{
+	return (a - b) % limit->period == 0;
+}
+
+/*
+ * The charge of an action that was allowed at the store's time "at", after
+ * which the limit's reset_after was so long.
+ */
+RlCharge
+rl_charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
+{
+	RlCharge	charge = {quota, at, 0};
+	int64		reset = at + reset_after;
+
+	switch (limit->algorithm)
+	{
+		case RL_THROTTLE:
+			charge.amount = rl_throttle_cost(limit, quota);
+			break;
+		case RL_TOKEN_BUCKET:
+			/* The last one that is not after the action. */
+			charge.mark = reset - divide_up(reset_after, limit->period) * limit->period;
+			break;
+		case RL_FIXED_WINDOW:
+		case RL_SLIDING_LOG:
+			charge.mark = reset - limit->period;
+			break;
+		case RL_SLIDING_WINDOW:
+			charge.mark = (reset - limit->period) / limit->step - 1;
+			break;
+	}
+	return charge;
+}
+
+/* Adds a later charge, which for windows and logs has the same mark. */
+void
+rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlCharge *later)
+{
+	int64		left = charge->amount;
+
+	if (limit->algorithm == RL_THROTTLE)
+		left = Max(left - Max(later->at - charge->at, 0) * NS_PER_US, 0);
+	else if (limit->algorithm == RL_TOKEN_BUCKET)
+		left = same_series(limit, charge->mark, later->mark) ?
+			less_lumps(limit, left, lumps_since(limit, charge->mark, later->at)) : 0;
+	*charge = *later;
+	charge->amount = Min(left + later->amount, RL_MAX_BACKLOG);
+}
+
+/* Takes units out of an entry, and the entry out of the ring when it is empty. */
+static void
+free_units_of(RlState *state, int i, int64 units)
+{
+	state->used -= units;
+	entry(state, i)->quota -= units;
+	if (entry(state, i)->quota > 0)
+		return;
+	for (; i > 0; i--)
+		*entry(state, i) = *entry(state, i - 1);
+	state->first = (state->first + 1) % state->size;
+	state->n--;
+}
+
+/* Takes the charge back, as far as it has not leaked. */
+void
+rl_undo(const RlLimit *limit, RlState *state, int64 now, const RlCharge *charge)
+{
+	int64		left = charge->amount;
+
+	load(limit, state, now);
+	switch (limit->algorithm)
+	{
+		case RL_THROTTLE:
+			left -= Max(now - charge->at, 0) * NS_PER_US;
+			if (left <= 0 || backlog(state, now) == 0)
+				return;
+			left = backlog(state, now) - left;
+			state->start = left > 0 ? now * NS_PER_US + left : -1;
+			break;
+		case RL_TOKEN_BUCKET:
+			left = less_lumps(limit, left, lumps_since(limit, charge->mark, now));
+			if (left == 0 || state->used == 0 || !same_series(limit, state->start, charge->mark))
+				return;
+			state->used -= Min(left, state->used);
+			break;
+		case RL_FIXED_WINDOW:
+			if (state->used == 0 || state->start != charge->mark)
+				return;
+			state->used -= Min(left, state->used);
+			break;
+		case RL_SLIDING_WINDOW:
+		case RL_SLIDING_LOG:
+			for (int i = state->n - 1; i >= 0 && left > 0; i--)
+			{
+				RlEntry    *e = entry(state, i);
+				int64		part = Min(left, e->quota);
+
+				if (e->time < charge->mark)
+					break;
+				if (e->time > charge->mark)
+					continue;
+				left -= part;
+				free_units_of(state, i, part);
+				state->changed = true;
+			}
+			return;
+	}
+	state->changed = true;
+}

@@ -35,11 +35,28 @@ typedef struct RlState
 
 #define RL_NO_STATE {.start = -1}
 
+/*
+ * What one action charged to one limit, and where: what is needed to take it
+ * back after others have acted.
+ */
+typedef struct RlCharge
+{
+	int64		amount;			/* throttle: ns of backlog, else quota */
+	int64		at;				/* the store's time */
+	int64		mark;			/* its place: an anchor of the bucket, the
+								 * window's start, the sub-window's number or
+								 * the entry's time; throttle: 0 */
+} RlCharge;
+
 extern int	rl_entries_wanted(const RlLimit *limit, const RlState *state);
 extern void rl_move_entries(RlState *state, RlEntry *entries, int size);
 extern int64 rl_state_end(const RlLimit *limit, const RlState *state);
 extern void rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
 				   int64 now, int64 quota, bool commit, RlDecision *decisions);
 extern void rl_give_back(const RlLimits *limits, RlState *states, int64 now, int64 quota);
+
+extern RlCharge rl_charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after);
+extern void rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlCharge *later);
+extern void rl_undo(const RlLimit *limit, RlState *state, int64 now, const RlCharge *charge);
 
 #endif							/* ALGORITHM_H */

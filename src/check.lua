@@ -2,10 +2,10 @@
 -- 0 if it is only asked what would be.
 --
 -- Returns the verdict (0: allowed, -1: refused, else what is left of a ban in
--- microseconds), and the length of a ban that this refusal brings. Then for a
--- throttle the backlog before the action in nanoseconds; for any other limit
--- four: 1 if it allows the action, the quota in use after it, and in how many
--- microseconds the same call can succeed and nothing will be in use.
+-- microseconds), the length of a ban that this refusal brings, and the time.
+-- Then for a throttle the backlog before the action in nanoseconds; for any
+-- other limit four: 1 if it allows the action, the quota in use after it, and in
+-- how many microseconds the same call can succeed and nothing will be in use.
 
 -- Counts a refusal, in a window of one period from the first; returns the ban
 -- that it brings, or 0.
@@ -26,7 +26,7 @@ local function count_refusal(l)
   return 0
 end
 
-local limits, ban = load_limits()
+local limits, ban = load_limits(10)
 local verdict = 0
 for _, l in ipairs(limits) do
   if l.fits then
@@ -44,7 +44,7 @@ if ban > 0 then
 end
 
 local brought = 0
-local reply = {verdict, 0}
+local reply = {verdict, 0, now}
 for _, l in ipairs(limits) do
   if l.fits then
     reply[#reply + 1] = string.format('%.0f%03.0f', l.us, l.ns)

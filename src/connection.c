@@ -15,6 +15,7 @@
 
 #include <fcntl.h>
 #include <hiredis/hiredis.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -46,6 +47,24 @@ static uint32 wait_event = 0;
  * Waiting
  */
 
+/* wait_for_socket where nothing may throw. */
+static bool
+poll_socket(const RlConnection *conn, uint32 what, int64 deadline)
+{
+	struct pollfd fd = {.fd = conn->ctx->fd};
+
+	fd.events = ((what & WL_SOCKET_READABLE) ? POLLIN : 0) | ((what & WL_SOCKET_WRITEABLE) ? POLLOUT : 0);
+	for (;;)
+	{
+		int64		left = Max(deadline - rl_monotonic_now(), 0);
+
+		if (poll(&fd, 1, (left + 999) / 1000) > 0)
+			return true;
+		if (left == 0)
+			return false;
+	}
+}
+
 /*
  * Waits until the socket is ready for what (WL_SOCKET_READABLE or
  * _WRITEABLE).  Returns false once the deadline has passed.  May raise what
@@ -54,6 +73,8 @@ static uint32 wait_event = 0;
 static bool
 wait_for_socket(RlConnection *conn, uint32 what, int64 deadline)
 {
+	if (conn->quiet_until != 0)
+		return poll_socket(conn, what, Min(deadline, conn->quiet_until));
 	if (conn->waiting_for != what)
 	{
 		ModifyWaitEvent(conn->events, conn->socket_event, what, NULL);
@@ -281,6 +302,7 @@ rl_connection_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline
 	int			sent = 0;
 
 	conn->in_flight = true;
+	conn->due = -1;
 	for (;;)
 	{
 		if (!send_some(conn, out, &sent, error))
@@ -295,12 +317,29 @@ rl_connection_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline
 	}
 	for (int i = 0; i < n; i++)
 	{
+		conn->due = n - i;
 		if (!read_reply(conn, reply, deadline, error))
 			return RL_FAILED;
 		if (reply->kind == RL_REPLY_ERROR && i < n - 1)
 			return RL_DONE;
 	}
 	return nothing_left(conn, error) ? RL_DONE : RL_FAILED;
+}
+
+/* The bytes of a stream that are not sent yet; kept, as streams do not nest. */
+static StringInfo
+stream_buffer(void)
+{
+	static StringInfo buffer = NULL;
+
+	if (buffer == NULL)
+	{
+		MemoryContext old = MemoryContextSwitchTo(TopMemoryContext);
+
+		buffer = makeStringInfo();
+		MemoryContextSwitchTo(old);
+	}
+	return buffer;
 }
 
 /*
@@ -316,7 +355,7 @@ rl_connection_stream(RlConnection *conn, bool (*next) (StringInfo out, void *arg
 					 bool (*take) (const RlReply *reply, void *arg, RlError *error),
 					 void *arg, RlError *error)
 {
-	StringInfoData out;
+	StringInfo	out = stream_buffer();
 	RlReply		reply;
 	bool		more = true;
 	bool		wrote = false;
@@ -324,7 +363,7 @@ rl_connection_stream(RlConnection *conn, bool (*next) (StringInfo out, void *arg
 	int			due = 0;
 	int64		deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
 
-	initStringInfo(&out);
+	resetStringInfo(out);
 	conn->in_flight = true;
 	rl_resp_attach(conn->ctx->reader, &reply);
 	for (;;)
@@ -333,20 +372,21 @@ rl_connection_stream(RlConnection *conn, bool (*next) (StringInfo out, void *arg
 		bool		progress = false;
 
 		/* Many at a time, so that a write is many commands' too. */
-		if (more && sent == out.len && due <= MAX_DUE / 2)
+		if (more && sent == out->len && due <= MAX_DUE / 2)
 		{
-			resetStringInfo(&out);
+			resetStringInfo(out);
 			sent = 0;
-			while (due < MAX_DUE && out.len < MAX_UNSENT && (more = next(&out, arg)))
+			while (due < MAX_DUE && out->len < MAX_UNSENT && (more = next(out, arg)))
 				due++;
 		}
 		if (due == 0)
 			break;
-		if (sent < out.len && !send_some(conn, &out, &sent, error))
+		if (sent < out->len && !send_some(conn, out, &sent, error))
 			return wrote || sent > 0 ? RL_FAILED : RL_NOT_SENT;
 		wrote = true;
+		conn->due = sent == out->len ? due : -1;
 
-		if (!wait_for_socket(conn, conn->receive_wants | (sent < out.len ? conn->send_wants : 0),
+		if (!wait_for_socket(conn, conn->receive_wants | (sent < out->len ? conn->send_wants : 0),
 							 deadline))
 		{
 			connection_lost(conn, error, "ratelimit.command_timeout has passed");
@@ -361,6 +401,7 @@ rl_connection_stream(RlConnection *conn, bool (*next) (StringInfo out, void *arg
 			if (!found)
 				break;
 			due--;
+			conn->due -= (conn->due > 0);
 			progress = true;
 			if (!take(&reply, arg, error))
 				return RL_FAILED;
@@ -374,9 +415,37 @@ rl_connection_stream(RlConnection *conn, bool (*next) (StringInfo out, void *arg
 			return RL_FAILED;
 		}
 	}
-	pfree(out.data);
 	return nothing_left(conn, error) ? RL_DONE : RL_FAILED;
 }
+
+/* Makes sure that a stream of commands of so many bytes each needs no memory. */
+void
+rl_connection_reserve(int bytes)
+{
+	enlargeStringInfo(stream_buffer(), MAX_UNSENT + bytes);
+}
+
+/*
+ * Makes the connection usable again by reading what an interrupted call has
+ * left due.  Does not throw if quiet_until is set.  Returns false with the
+ * error set.
+ */
+bool
+rl_connection_settle(RlConnection *conn, RlError *error)
+{
+	RlReply		reply;
+
+	if (!conn->in_flight)
+		return rl_connection_is_usable(conn) || connection_lost(conn, error, "it is not usable");
+	/* The reader must not be within a reply: that goes to memory long gone. */
+	if (conn->ctx == NULL || conn->due < 0 || conn->ctx->reader->ridx != -1)
+		return connection_lost(conn, error, "a call was interrupted");
+	for (; conn->due > 0; conn->due--)
+		if (!read_reply(conn, &reply, conn->quiet_until, error))
+			return false;
+	return nothing_left(conn, error);
+}
+
 
 /*
  * Connecting
@@ -536,6 +605,7 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, const char *pas
 
 	rl_connection_name(address, conn->server, sizeof(conn->server));
 	conn->in_flight = true;
+	conn->due = -1;
 	if (!open_socket(conn, address, error))
 		return false;
 	if (*deadline == 0)

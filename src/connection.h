@@ -25,6 +25,8 @@ typedef struct RlConnection
 	uint32		receive_wants;	/* what receiving more must wait for */
 	char		server[RL_MAX_SERVER];	/* for error details */
 	size_t		reply_bytes;	/* read since the last complete reply */
+	int			due;			/* replies to come; -1: not known */
+	int64		quiet_until;	/* not 0: nothing may throw, and waits end then */
 } RlConnection;
 
 typedef enum RlOutcome
@@ -44,6 +46,8 @@ extern RlOutcome rl_connection_stream(RlConnection *conn,
 									  bool (*next) (StringInfo out, void *arg),
 									  bool (*take) (const RlReply *reply, void *arg, RlError *error),
 									  void *arg, RlError *error);
+extern void rl_connection_reserve(int bytes);
+extern bool rl_connection_settle(RlConnection *conn, RlError *error);
 extern bool rl_connection_refused(const RlConnection *conn, bool set_up, const char *line,
 								  RlError *error);
 extern void rl_connection_close(RlConnection *conn);

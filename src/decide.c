@@ -9,8 +9,8 @@
 #include "mb/pg_wchar.h"
 #include "utils/timestamp.h"
 
+#include "charges.h"
 #include "redis.h"
-#include "shared.h"
 
 /* One action, and how the answer came about. */
 typedef struct Action
@@ -22,6 +22,7 @@ typedef struct Action
 	RlName		name;			/* only with shared memory, as the next two */
 	int64		asked;			/* before sending, on this server's clock */
 	uint64		generation;
+	int64		at;				/* the store's time of the answer */
 	bool		from_local;
 	RlError    *error;			/* why the store failed */
 } Action;
@@ -50,8 +51,8 @@ begin(Action *action, const RlKey *key, const RlLimits *limits, int64 quota, RlT
 	action->how = how;
 	action->from_local = false;
 	action->error = error;
-	if (!rl_limits_supported(limits, error))
-		rl_raise(error);
+	if (limits->refunds)
+		rl_charges_prepare();
 	/* Not those of a wait: its attempts are one action. */
 	if (how != RL_TAKE_QUIETLY)
 		rl_redis_usage.round_trips = rl_redis_usage.us = 0;
@@ -138,8 +139,11 @@ fail(Action *action, RlDecision *decisions)
 		log_failure(action->error, "Actions are decided by this server alone, as ratelimit.on_error says.");
 		action->from_local = true;
 		if (rl_local_store.take(action->key, action->limits, action->quota, action->how,
-								decisions, &action->asked, action->error))
+								decisions, &action->at, action->error))
+		{
+			action->asked = action->at;
 			return;
+		}
 	}
 	/* Who only watches what limits would do must not be stopped by them. */
 	if (rl_mode == RL_MODE_SHADOW)
@@ -163,14 +167,15 @@ static void
 ask(Action *action, RlDecision *decisions)
 {
 	bool		answered;
-	int64		at;
 
 	if (rl_store_is_local)
 	{
 		/* What it refuses is not answered from the cache: it is as fast. */
 		action->from_local = true;
-		answered = rl_store()->take(action->key, action->limits, action->quota, action->how,
-									decisions, &action->asked, action->error);
+		answered = rl_charges_flush(action->error) &&
+			rl_store()->take(action->key, action->limits, action->quota, action->how,
+							 decisions, &action->at, action->error);
+		action->asked = action->at;
 	}
 	else
 	{
@@ -181,8 +186,9 @@ ask(Action *action, RlDecision *decisions)
 		}
 		PG_TRY();
 		{
-			answered = rl_redis_store.take(action->key, action->limits, action->quota,
-										   action->how, decisions, &at, action->error);
+			answered = rl_charges_flush(action->error) &&
+				rl_store()->take(action->key, action->limits, action->quota, action->how,
+								 decisions, &action->at, action->error);
 		}
 		PG_CATCH();
 		{
@@ -254,6 +260,17 @@ refused(Action *action, RlDecision *decision, int binding, bool cache)
 	}
 }
 
+/* What follows from an answer that has a decision for each limit. */
+static void
+conclude(Action *action, RlDecision *combined, int binding, const RlDecision *each, bool cache)
+{
+	if (!combined->allowed)
+		refused(action, combined, binding, cache);
+	else if (combined->source == RL_FROM_REDIS || combined->source == RL_FROM_LOCAL)
+		rl_charges_note(action->key, action->limits, action->quota, each, action->at,
+						action->from_local);
+}
+
 /*
  * Takes quota if the limits allow it.  *binding is the index of the limit
  * that the decision is about.  When the store fails, does what on_error says;
@@ -275,7 +292,8 @@ rl_decide(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 		return;
 	}
 	begin(&action, key, limits, quota, how, error);
-	cache = rl_denial_cache && how == RL_TAKE && !rl_store_is_local && rl_shared_available();
+	cache = rl_denial_cache && how == RL_TAKE && !rl_store_is_local && rl_shared_available() &&
+		!rl_charges_pending();
 	if (cache && rl_denied_lookup(action.name, limits, quota, decision, binding))
 	{
 		if (rl_mode == RL_MODE_SHADOW)
@@ -284,14 +302,16 @@ rl_decide(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 		return;
 	}
 	if (limits->n == 1)
+	{
 		ask(&action, decision);
+		conclude(&action, decision, 0, decision, cache);
+	}
 	else
 	{
 		ask(&action, decisions);
 		*decision = rl_combine(decisions, limits->n, binding);
+		conclude(&action, decision, *binding, decisions, cache);
 	}
-	if (!decision->allowed)
-		refused(&action, decision, *binding, cache);
 	/* A refused attempt of a wait is not its end; rl_wait knows. */
 	if (how != RL_TAKE_QUIETLY || decision->allowed)
 		count(&action, outcome_of(decision), false);
@@ -329,8 +349,7 @@ rl_decide_each(const RlKey *key, const RlLimits *limits, int64 quota, RlDecision
 	begin(&action, key, limits, quota, RL_TAKE, &error);
 	ask(&action, decisions);
 	combined = rl_combine(decisions, limits->n, &binding);
-	if (!combined.allowed)
-		refused(&action, &combined, binding, false);
+	conclude(&action, &combined, binding, decisions, false);
 	for (int i = 0; i < limits->n; i++)
 		if (rl_mode == RL_MODE_SHADOW && !decisions[i].allowed)
 			let_through(&decisions[i]);

@@ -227,7 +227,7 @@ rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits, int64 quot
 		return;
 	if (!cache && hash == last_hash && rl_same_name(name, last_name) &&
 		asked - last_asked < NOTE_INTERVAL && asked >= last_asked &&
-		Abs(until - last_until) < NOTE_INTERVAL)
+		until - last_until < NOTE_INTERVAL && last_until - until < NOTE_INTERVAL)
 		return;
 	last_name = name;
 	last_hash = hash;
@@ -261,25 +261,25 @@ rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits, int64 quot
 	unlock_set(set);
 }
 
-/*
- * Forgets the key, to which quota is or may have been given back.  Does
- * nothing without shared memory.
- */
+/* Forgets the key, to which quota is or may have been given back. */
 void
-rl_denied_forget(const RlKey *key)
+rl_denied_forget_name(RlName name)
 {
-	RlName		name;
-	Set		   *set;
+	Set		   *set = lock_set(name, LW_EXCLUSIVE);
 
-	if (sets == NULL)
-		return;
-	name = rl_name(key);
-	set = lock_set(name, LW_EXCLUSIVE);
 	set->generation++;
 	for (int i = 0; i < WAYS; i++)
 		if (rl_same_name(set->entries[i].name, name))
 			set->entries[i].limits.n = 0;
 	unlock_set(set);
+}
+
+/* The same; does nothing without shared memory. */
+void
+rl_denied_forget(const RlKey *key)
+{
+	if (sets != NULL)
+		rl_denied_forget_name(rl_name(key));
 }
 
 /* True if the refusal that was just noted may be logged: once a second. */

@@ -279,8 +279,6 @@ parse_rule(Rule *rule, Relation rel, const Trigger *trigger, RlError *error)
 		rule->limits.n = 0;
 		return false;
 	}
-	if (!rl_limits_supported(&rule->limits, error))
-		return false;
 	if (!parse_template(rule, rel, trigger, rule->args[0], error))
 		return false;
 	for (int i = 2; i < rule->nargs; i++)

@@ -31,6 +31,12 @@ algorithms.fixed_window = {
     l.used = math.max(l.used - quota, 0)
   end,
 
+  undo = function(l, _, start, amount)
+    if l.start == start then
+      l.used = math.max(l.used - amount, 0)
+    end
+  end,
+
   wait = function(l)
     return l.start + l.period - now
   end,

@@ -13,8 +13,19 @@
 #include "utils/timestamp.h"
 #include "utils/wait_event.h"
 
-#include "shared.h"
+#include "charges.h"
 #include "values.h"
+
+/* The store to look or repair in, when what is due to it is done. */
+static const RlStore *
+asked_store(void)
+{
+	RlError		error;
+
+	if (!rl_charges_flush(&error))
+		rl_raise(&error);
+	return rl_store();
+}
 
 /*
  * The limits of one limit that has its algorithm, capacity, count, period and
@@ -35,7 +46,7 @@ one_limit(const RlLimit *limit, const char *count_name)
 	if (!rl_limit_complete(last, count_name, &error))
 		rl_raise(&error);
 	limits.n = 1;
-	rl_limits_set_hash(&limits);
+	rl_limits_complete(&limits);
 	return &limits;
 }
 
@@ -287,8 +298,7 @@ rl_peek(PG_FUNCTION_ARGS)
 	int64		at;
 	RlError		error;
 
-	if (!rl_limits_supported(limits, &error) ||
-		!rl_store()->take(&key, limits, quota, RL_PEEK, decisions, &at, &error))
+	if (!asked_store()->take(&key, limits, quota, RL_PEEK, decisions, &at, &error))
 		rl_raise(&error);
 	return_decisions(fcinfo, limits, decisions);
 	return (Datum) 0;
@@ -316,10 +326,8 @@ rl_refund(PG_FUNCTION_ARGS)
 	int64		quota = rl_quota_argument(fcinfo, 2);
 	RlError		error;
 
-	if (!rl_limits_supported(limits, &error))
-		rl_raise(&error);
 	rl_denied_forget(&key);
-	repaired(&key, rl_store()->refund(&key, limits, quota, &error), &error);
+	repaired(&key, asked_store()->refund(&key, limits, quota, &error), &error);
 	PG_RETURN_VOID();
 }
 
@@ -330,7 +338,7 @@ reset(const RlKey *key, const RlLimits *limits)
 	RlError		error;
 
 	rl_denied_forget(key);
-	repaired(key, rl_store()->reset(key, limits, &found, &error), &error);
+	repaired(key, asked_store()->reset(key, limits, &found, &error), &error);
 	PG_RETURN_BOOL(found);
 }
 
@@ -362,7 +370,7 @@ rl_ban(PG_FUNCTION_ARGS)
 	RlError		error;
 
 	rl_denied_forget(&key);
-	repaired(&key, rl_store()->ban(&key, duration, &error), &error);
+	repaired(&key, asked_store()->ban(&key, duration, &error), &error);
 	PG_RETURN_VOID();
 }
 
@@ -375,6 +383,6 @@ rl_unban(PG_FUNCTION_ARGS)
 	RlError		error;
 
 	rl_denied_forget(&key);
-	repaired(&key, rl_store()->unban(&key, &found, &error), &error);
+	repaired(&key, asked_store()->unban(&key, &found, &error), &error);
 	PG_RETURN_BOOL(found);
 }

@@ -44,6 +44,14 @@ algorithms.throttle = {
     end
   end,
 
+  undo = function(l, at, _, us, ns)
+    us = us - math.max(now - at, 0)
+    if us >= 0 then
+      l.cost_us, l.cost_ns = us, ns
+      l:give()
+    end
+  end,
+
   save = function(l)
     if l.us > 0 or l.ns > 0 then
       put(l.tag, string.format('%.0f%03.0f', now + l.us, l.ns), l.us)

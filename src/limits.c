@@ -433,7 +433,7 @@ rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error)
 		limits->n++;
 	} while (take_word(&scan, ","));
 	Assert(scan.at == scan.end);
-	rl_limits_set_hash(limits);
+	rl_limits_complete(limits);
 	return true;
 }
 
@@ -552,30 +552,18 @@ rl_limits_same(const RlLimits *a, const RlLimits *b)
 
 /* To be called when all of the limits' numbers are set. */
 void
-rl_limits_set_hash(RlLimits *limits)
+rl_limits_complete(RlLimits *limits)
 {
 	int64		numbers[RL_MAX_LIMITS][LIMIT_NUMBERS];
 
-	for (int i = 0; i < limits->n; i++)
-		limit_numbers(&limits->limit[i], numbers[i]);
-	limits->hash = hash_bytes_extended((const unsigned char *) numbers,
-									   limits->n * sizeof(numbers[0]), 0);
-}
-
-/* Returns false with the error set if a limit needs what this version has not. */
-bool
-rl_limits_supported(const RlLimits *limits, RlError *error)
-{
+	limits->refunds = false;
 	for (int i = 0; i < limits->n; i++)
 	{
-		if (!limits->limit[i].refund_on_abort)
-			continue;
-		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-					 "limit \"%s\" is not supported yet", rl_limit_text(&limits->limit[i]));
-		rl_error_detail(error, "This version has no refund_on_abort.");
-		return false;
+		limit_numbers(&limits->limit[i], numbers[i]);
+		limits->refunds |= limits->limit[i].refund_on_abort;
 	}
-	return true;
+	limits->hash = hash_bytes_extended((const unsigned char *) numbers,
+									   limits->n * sizeof(numbers[0]), 0);
 }
 
 PG_FUNCTION_INFO_V1(rl_limits_in);

@@ -22,8 +22,7 @@
 #include "utils/dsa.h"
 #include "utils/memutils.h"
 
-#include "algorithm.h"
-#include "shared.h"
+#include "charges.h"
 
 #define CELLS_PER_PARTITION	2048
 #define MAX_PARTITIONS		1024
@@ -206,15 +205,21 @@ bucket_of(const View *view, RlName name)
 }
 
 static void
-lock_key(View *view, const RlKey *key, LWLockMode mode)
+lock_name(View *view, RlName name, LWLockMode mode)
 {
-	view->name = rl_name(key);
+	view->name = name;
 	partition_view(view, view->name.a & (npartitions - 1));
 	view->bucket = bucket_of(view, view->name);
 	(void) ring_area();
 	LWLockAcquire(&locks[view->number].lock, mode);
 	/* Under the lock, so that acts on a key come in the order of their times. */
 	view->now = rl_local_now();
+}
+
+static void
+lock_key(View *view, const RlKey *key, LWLockMode mode)
+{
+	lock_name(view, rl_name(key), mode);
 }
 
 static void
@@ -731,6 +736,25 @@ local_unban(const RlKey *key, bool *found, RlError *error pg_attribute_unused())
 	*found = forget(&view, NULL);
 	unlock(&view);
 	return true;
+}
+
+/* Takes a charge back, as far as it has not leaked; does not throw. */
+void
+rl_local_undo(RlName name, const RlLimit *limit, const RlCharge *charge)
+{
+	RlState		state;
+	uint32		found;
+	View		view;
+
+	lock_name(&view, name, LW_EXCLUSIVE);
+	found = find_cell(&view, limit);
+	if (found != NO_CELL)
+	{
+		load_state(&view, found, &state);
+		rl_undo(limit, &state, view.now, charge);
+		save_state(&view, found, limit, &state, InvalidDsaPointer);
+	}
+	unlock(&view);
 }
 
 const RlStore rl_local_store = {

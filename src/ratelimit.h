@@ -77,6 +77,7 @@ typedef struct RlLimit
 typedef struct RlLimits
 {
 	int			n;
+	bool		refunds;		/* one of them has refund_on_abort */
 	uint64		hash;			/* of the canonical text's meaning */
 	RlLimit		limit[RL_MAX_LIMITS];
 } RlLimits;
@@ -191,7 +192,7 @@ extern const char *rl_algorithm_name(RlAlgorithm algorithm);
 extern char *rl_limit_text(const RlLimit *limit);
 extern char *rl_limits_text(const RlLimits *limits);
 extern bool rl_limits_same(const RlLimits *a, const RlLimits *b);
-extern void rl_limits_set_hash(RlLimits *limits);
+extern void rl_limits_complete(RlLimits *limits);
 
 /* algorithm.c: what the algorithms mean, without I/O and without the backend */
 extern int64 rl_throttle_cost(const RlLimit *limit, int64 quota);
@@ -203,7 +204,6 @@ extern void rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force
 /* redis_store.c, local_store.c */
 extern const RlStore rl_redis_store;
 extern const RlStore rl_local_store;
-extern bool rl_limits_supported(const RlLimits *limits, RlError *error);
 extern bool rl_redis_version(char *version, Size size, RlError *error);
 
 /* decide.c: what the limits say, and what happens when they cannot be asked */

@@ -69,16 +69,21 @@ set_up(int64 *deadline, RlError *error)
 	return rl_connection_open(&conn, &address, password, deadline, error);
 }
 
-/* True if there is a connection that can carry the next command. */
+/* True if the connection was made with the settings as they are. */
 static bool
-is_usable(void)
+has_settings(void)
 {
-	if (!rl_connection_is_usable(&conn))
-		return false;
 	for (size_t i = 0; i < lengthof(settings); i++)
 		if (strcmp(conn_settings[i], *settings[i]) != 0)
 			return false;
 	return true;
+}
+
+/* True if there is a connection that can carry the next command. */
+static bool
+is_usable(void)
+{
+	return rl_connection_is_usable(&conn) && has_settings();
 }
 
 /* The breaker of the server that the settings name; NULL: there is none. */
@@ -369,6 +374,7 @@ typedef struct Pipeline
 	void	   *arg;
 	int			next;			/* the call to be sent next */
 	int			answered;		/* calls before it were answered */
+	bool		quiet;
 	RlReply    *held;			/* once one was answered NOSCRIPT, the replies
 								 * from it on */
 	int			nheld;
@@ -383,7 +389,10 @@ append_next(StringInfo out, void *arg)
 
 	if (p->held != NULL || p->next == p->n)
 		return false;
+	/* A script that is not known could not be sent again quietly. */
+	sc.by_source = p->quiet && p->next == 0;
 	p->append(command, p->next++, p->arg);
+	rl_redis_usage.round_trips++;
 	append_script(out, &sc);
 	return true;
 }
@@ -402,7 +411,7 @@ take_reply(const RlReply *reply, void *arg, RlError *error)
 {
 	Pipeline   *p = arg;
 
-	if (p->held == NULL && !is_noscript(reply))
+	if (p->quiet || (p->held == NULL && !is_noscript(reply)))
 		return answer(p, reply, error);
 	if (p->held == NULL)
 		p->held = palloc((p->next - p->answered) * sizeof(RlReply));
@@ -455,10 +464,11 @@ bool
 rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply,
 				  void *arg, int *answered, RlError *error)
 {
-	Pipeline	p = {script, n, append, reply, arg, 0, 0, NULL, 0};
+	Pipeline	p = {.script = script,.n = n,.append = append,.reply = reply,.arg = arg};
 	RlOutcome	outcome = RL_DONE;
 	RlBreaker  *breaker = server_breaker();
 	int64		start = rl_monotonic_now();
+	int64		us = rl_redis_usage.us;
 
 	*answered = 0;
 	if (!rl_breaker_admits(breaker, error))
@@ -479,18 +489,52 @@ rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineRe
 			disconnect();
 		if (!reused && outcome == RL_NOT_SENT)
 			outcome = RL_FAILED;
+		if (outcome == RL_DONE)
+			rl_breaker_succeeded(breaker);
 		if (outcome == RL_DONE && p.held != NULL && !load_and_catch_up(&p, error))
 			break;
 	}
 	*answered = p.answered;
-	rl_redis_usage.round_trips += p.answered;
-	rl_redis_usage.us += rl_monotonic_now() - start;
+	rl_redis_usage.us = us + rl_monotonic_now() - start;
 	if (outcome == RL_DONE && p.answered == n)
-	{
-		rl_breaker_succeeded(breaker);
 		return true;
-	}
 	if (error->unreachable)
 		rl_breaker_failed(breaker, error);
 	return false;
+}
+
+/* Makes sure that the script can be run quietly later. */
+void
+rl_redis_reserve(RlScript *script)
+{
+	rl_connection_reserve(RL_MAX_QUIET_ARGS + strlen(script->source) + 128);
+	enlargeStringInfo(&rl_command_start()->args, RL_MAX_QUIET_ARGS);
+	if (script->sha1[0] == '\0')
+		compute_sha1(script);
+}
+
+/*
+ * rl_redis_pipeline for the end of a transaction, after rl_redis_reserve: it
+ * does not throw, needs no memory, connects to nobody, and all of it ends
+ * within ratelimit.command_timeout.
+ */
+bool
+rl_redis_pipeline_quietly(RlScript *script, int n, RlPipelineAppend append,
+						  RlPipelineReply reply, void *arg, RlError *error)
+{
+	Pipeline	p = {.script = script,.n = n,.append = append,.reply = reply,.arg = arg,.quiet = true};
+	bool		done;
+
+	if (conn.ctx == NULL || !has_settings())
+	{
+		rl_error_set(error, ERRCODE_CONNECTION_DOES_NOT_EXIST, "there is no connection to Redis");
+		return false;
+	}
+	conn.quiet_until = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
+	done = rl_connection_settle(&conn, error) &&
+		rl_connection_stream(&conn, append_next, take_reply, &p, error) == RL_DONE;
+	conn.quiet_until = 0;
+	if (!done)
+		disconnect();
+	return done;
 }

@@ -35,6 +35,8 @@ extern RlRedisUsage rl_redis_usage;
 typedef void (*RlPipelineAppend) (RlCommand *command, int i, void *arg);
 typedef bool (*RlPipelineReply) (int i, const RlReply *reply, void *arg, RlError *error);
 
+#define RL_MAX_QUIET_ARGS	49152	/* bytes of a call that is run quietly */
+
 extern RlCommand *rl_command_start(void);
 extern void rl_command_arg(RlCommand *command, const char *data, int len);
 extern void rl_command_number(RlCommand *command, int64 number);
@@ -45,5 +47,8 @@ extern const char *rl_redis_server(bool *connected, const char **breaker, int64 
 extern bool rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error);
 extern bool rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply,
 							  void *arg, int *answered, RlError *error);
+extern void rl_redis_reserve(RlScript *script);
+extern bool rl_redis_pipeline_quietly(RlScript *script, int n, RlPipelineAppend append,
+									  RlPipelineReply reply, void *arg, RlError *error);
 
 #endif							/* REDIS_H */

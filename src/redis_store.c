@@ -11,6 +11,7 @@
 
 #include "utils/builtins.h"
 
+#include "charges.h"
 #include "redis.h"
 
 /* The fast way of the commonest case: one throttle, without a ban of its own. */
@@ -47,6 +48,9 @@ static RlScript reset_script = {.source =
 };
 static RlScript ban_script = {.source =
 #include "ban.lua.h"
+};
+static RlScript undo_script = {.source =
+#include "undo.lua.h"
 };
 static RlScript version_script = {.source =
 #include "version.lua.h"
@@ -89,6 +93,16 @@ append_text(RlCommand *command, const char *text)
 	rl_command_arg(command, text, strlen(text));
 }
 
+/* Appends the name of the limit's log, if it has one, after len bytes of name. */
+static void
+append_log_name(RlCommand *command, const RlLimit *limit, char *name, int len)
+{
+	if (limit->algorithm != RL_SLIDING_LOG)
+		return;
+	memcpy(name + len, ":log:", 5);
+	rl_command_arg(command, name, len + 5 + pg_lltoa(limit->period, name + len + 5));
+}
+
 /*
  * Starts a script's arguments: the keys, which are the hash and the logs that
  * the limits have, and the time if a test sets it.
@@ -107,12 +121,7 @@ start_script(const RlKey *key, const RlLimits *limits)
 	rl_command_number(command, keys);
 	rl_command_arg(command, name, len);
 	for (int i = 0; keys > 1 && i < limits->n; i++)
-	{
-		if (limits->limit[i].algorithm != RL_SLIDING_LOG)
-			continue;
-		memcpy(name + len, ":log:", 5);
-		rl_command_arg(command, name, len + 5 + pg_lltoa(limits->limit[i].period, name + len + 5));
-	}
+		append_log_name(command, &limits->limit[i], name, len);
 	append_text(command, rl_debug_now);
 	return command;
 }
@@ -207,7 +216,7 @@ static bool
 read_decisions(const RlLimits *limits, int64 quota, const RlReply *reply,
 			   RlDecision *decisions, int64 *backlog)
 {
-	int			v = 2;
+	int			v = 3;
 
 	for (int i = 0; i < limits->n; i++)
 	{
@@ -238,7 +247,7 @@ read_decisions(const RlLimits *limits, int64 quota, const RlReply *reply,
 	return v == reply->nvalues;
 }
 
-/* rl_store_take for one throttle without a ban of its own. */
+/* Takes from one throttle without options. */
 static bool
 take_throttle(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 			  RlReply *reply, RlError *error)
@@ -257,31 +266,28 @@ take_throttle(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 	if (reply->kind != RL_REPLY_NUMBERS || reply->nvalues != (reply->is_array ? 2 : 1))
 		return wrong_reply(error);
 
-	/* Bring it to the form in which a check answers. */
+	/* Bring it to the form in which a check answers, but for the time. */
 	if (reply->is_array)
-	{
-		reply->values[2] = reply->values[1];
-		reply->values[1] = 0;
-	}
+		reply->values[3] = reply->values[1];
 	else
 	{
 		refused = reply->values[0] < 0;
-		reply->values[2] = refused ? -Max(reply->values[0], -RL_MAX_BACKLOG) :
+		reply->values[3] = refused ? -Max(reply->values[0], -RL_MAX_BACKLOG) :
 			Min(reply->values[0], RL_MAX_BACKLOG);
-		reply->values[1] = 0;
 		/* A script that was only to look does not know the verdict. */
 		if (!charge)
 		{
-			rl_throttle_decide(limit, reply->values[2], quota, &decision);
+			rl_throttle_decide(limit, reply->values[3], quota, &decision);
 			refused = !decision.allowed;
 		}
 		reply->values[0] = refused ? -1 : 0;
 	}
-	reply->nvalues = 3;
+	reply->values[1] = reply->values[2] = 0;
+	reply->nvalues = 4;
 	return true;
 }
 
-/* rl_store_take for any limits. */
+/* Takes from any limits. */
 static bool
 take_any(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 		 RlReply *reply, RlError *error)
@@ -299,8 +305,8 @@ take_any(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 	}
 	if (!rl_redis_script(script, command, reply, error))
 		return false;
-	if (reply->kind != RL_REPLY_NUMBERS || !reply->is_array || reply->nvalues < 2 ||
-		reply->values[1] < 0)
+	if (reply->kind != RL_REPLY_NUMBERS || !reply->is_array || reply->nvalues < 3 ||
+		reply->values[1] < 0 || reply->values[2] < 0)
 		return wrong_reply(error);
 	return true;
 }
@@ -310,14 +316,14 @@ redis_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 		   RlDecision *decisions, int64 *at, RlError *error)
 {
 	bool		fast = limits->n == 1 && limits->limit[0].algorithm == RL_THROTTLE &&
-		limits->limit[0].ban == 0;
+		limits->limit[0].ban == 0 && !limits->refunds;
 	bool		allowed = true;
 	int64		backlog[RL_MAX_LIMITS];
 	RlReply		reply;
 
-	*at = 0;
 	if (!(fast ? take_throttle : take_any) (key, limits, quota, how, &reply, error))
 		return false;
+	*at = reply.values[2];
 	if (!read_decisions(limits, quota, &reply, decisions, backlog))
 		return wrong_reply(error);
 
@@ -431,6 +437,94 @@ const RlStore rl_redis_store = {
 	.ban = redis_ban,
 	.unban = redis_unban
 };
+
+/*
+ * Taking charges back
+ */
+
+/* Writes what the key is called in Redis, in RL_MAX_PLACE bytes at most. */
+int
+rl_redis_place(const RlKey *key, char *place)
+{
+	StaticAssertStmt(MAX_HASH <= RL_MAX_PLACE, "a hash's name has no room");
+	return hash_name(key, place);
+}
+
+typedef struct Undo
+{
+	RlUndoNext	next;
+	RlUndoDone	done;
+} Undo;
+
+static void
+append_undo(RlCommand *command, int i, void *arg)
+{
+	const Undo *undo = arg;
+	const char *place;
+	int			len;
+	const RlLimit *limits[RL_MAX_UNDO];
+	const RlCharge *charges[RL_MAX_UNDO];
+	int			n = undo->next(i, &place, &len, limits, charges);
+	int			keys = 1;
+	char		name[RL_MAX_PLACE + sizeof(":log:") + 20];
+
+	for (int j = 0; j < n; j++)
+		keys += (limits[j]->algorithm == RL_SLIDING_LOG);
+	rl_command_number(command, keys);
+	rl_command_arg(command, place, len);
+	memcpy(name, place, len);
+	for (int j = 0; j < n; j++)
+		append_log_name(command, limits[j], name, len);
+	append_text(command, rl_debug_now);
+	append_text(command, "");
+	rl_command_number(command, 0);
+	for (int j = 0; j < n; j++)
+	{
+		bool		ns = limits[j]->algorithm == RL_THROTTLE;
+
+		append_limit(command, limits[j], 0, false);
+		rl_command_number(command, ns ? charges[j]->amount / 1000 : charges[j]->amount);
+		rl_command_number(command, ns ? charges[j]->amount % 1000 : 0);
+		rl_command_number(command, charges[j]->at);
+		rl_command_number(command, charges[j]->mark);
+	}
+}
+
+static bool
+read_undo(int i, const RlReply *reply, void *arg, RlError *error)
+{
+	const Undo *undo = arg;
+	int64		count;
+
+	if (!read_count(reply, &count, error))
+		return false;
+	undo->done(i);
+	return true;
+}
+
+/*
+ * Takes charges back in n calls of the script: next() tells what call i takes
+ * back, at most RL_MAX_UNDO charges of one place, and how many they are, and
+ * done() is told when it is done.  Returns false with the error set when the
+ * store fails; quietly, it does not throw.
+ */
+bool
+rl_redis_undo(int n, RlUndoNext next, RlUndoDone done, bool quietly, RlError *error)
+{
+	Undo		undo = {next, done};
+	int			answered;
+
+	if (quietly)
+		return rl_redis_pipeline_quietly(&undo_script, n, append_undo, read_undo, &undo, error);
+	return rl_redis_pipeline(&undo_script, n, append_undo, read_undo, &undo, &answered, error);
+}
+
+/* Makes sure that charges can be taken back quietly. */
+void
+rl_redis_reserve_undo(void)
+{
+	rl_redis_reserve(&undo_script);
+}
 
 /* Asks which server it is, and of which version, for people. */
 bool

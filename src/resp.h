@@ -8,7 +8,7 @@
 #include "lib/stringinfo.h"
 #include "ratelimit.h"
 
-#define RL_MAX_VALUES		(2 + 4 * RL_MAX_LIMITS)
+#define RL_MAX_VALUES		(3 + 4 * RL_MAX_LIMITS)
 
 typedef enum RlReplyKind
 {

@@ -61,6 +61,7 @@ extern void rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits
 						   const RlDecision *decision, int binding, int64 asked,
 						   uint64 generation, bool cache);
 extern void rl_denied_forget(const RlKey *key);
+extern void rl_denied_forget_name(RlName name);
 extern bool rl_denied_may_log(RlName name, const RlLimits *limits);
 
 /* stat.c: counters by limits */

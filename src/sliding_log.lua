@@ -57,6 +57,46 @@ algorithms.sliding_log = {
     l.used = l.used - l.drop
   end,
 
+  -- What an entry loses, all that are newer have less before them, or all that
+  -- are older more: whichever are fewer.
+  undo = function(l, _, mark, amount)
+    if mark <= now - l.period then
+      return
+    end
+    local score = string.format('%.0f', mark)
+    while amount > 0 do
+      local found = redis.call('ZRANGEBYSCORE', l.log, score, score, 'WITHSCORES')
+      if #found == 0 then
+        break
+      end
+      local e = entry({found[#found - 1], found[#found]})
+      local part = math.min(amount, e.quota)
+      local older = redis.call('ZRANK', l.log, e.member)
+      local low, high, shift = older + 1, redis.call('ZCARD', l.log) - 1, -part
+      if older < high - older then
+        low, high, shift = 0, older - 1, part
+      end
+      local others = low <= high and redis.call('ZRANGE', l.log, low, high, 'WITHSCORES') or {}
+      redis.call('ZREM', l.log, e.member)
+      if part < e.quota then
+        redis.call('ZADD', l.log, score, member(e.before + math.max(shift, 0), e.quota - part))
+      end
+      -- In the order in which no two are ever alike.
+      local first, last, step = 1, #others - 1, 2
+      if shift > 0 then
+        first, last, step = last, first, -2
+      end
+      for i = first, last, step do
+        local o = entry({others[i], others[i + 1]})
+        redis.call('ZREM', l.log, o.member)
+        redis.call('ZADD', l.log, string.format('%.0f', o.time), member(o.before + shift, o.quota))
+      end
+      amount = amount - part
+    end
+    l.first, l.last = nil, nil
+    l:load()
+  end,
+
   -- The entry that holds the n-th oldest unit of those that count.
   unit = function(l, n)
     if not l.first or l.last.before + l.last.quota - l.first.before < n then
@@ -89,6 +129,10 @@ algorithms.sliding_log = {
 
   save = function(l)
     redis.call('ZREMRANGEBYSCORE', l.log, '-inf', l.gone)
+    if not l.new and not l.last then
+      drop(l.tag)
+      return
+    end
     while l.drop > 0 do
       local oldest = entry(redis.call('ZPOPMIN', l.log))
       local part = math.min(l.drop, oldest.quota)

@@ -76,6 +76,27 @@ algorithms.sliding_window = {
     end
   end,
 
+  undo = function(l, _, mark, amount)
+    l.others, l.from = string.sub(l.others, l.from), 1
+    if l.k == mark then
+      local part = math.min(amount, l.count)
+      l.used, l.count = l.used - part, l.count - part
+      -- The newest of the others takes its place.
+      if l.count == 0 and l.used > 0 then
+        local rest, k, count = string.match(l.others, '^(.*) (%d+):(%d+)$')
+        l.others, l.k, l.count = rest, tonumber(k), tonumber(count)
+      end
+    else
+      local from, to, count = string.find(l.others, string.format(' %.0f:(%%d+)', mark))
+      if from then
+        local part = math.min(amount, tonumber(count))
+        local left = part < tonumber(count) and string.format(' %.0f:%.0f', mark, count - part) or ''
+        l.used = l.used - part
+        l.others = string.sub(l.others, 1, from - 1) .. left .. string.sub(l.others, to + 1)
+      end
+    end
+  end,
+
   wait = function(l, needed)
     local k, count, next = l:other(l.from)
     while k and needed > count do

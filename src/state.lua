@@ -55,11 +55,13 @@ local function write()
   end
 end
 
--- Reads and loads the limits; returns them and the field "ban".
-local function load_limits()
+-- Reads and loads the limits, which come so many arguments apart; returns them
+-- and the field "ban".
+local function load_limits(apart)
   local limits, names = {}, {'ban'}
-  for a = 4, #ARGV, 10 do
+  for a = 4, #ARGV, apart do
     local l = setmetatable({tag = ARGV[a + 1], period = tonumber(ARGV[a + 2])}, algorithms[ARGV[a]])
+    l.a = a
     l:read(a + 3)
     l.count_denied, l.ban, l.after = ARGV[a + 7] == '1', tonumber(ARGV[a + 8]), tonumber(ARGV[a + 9])
     limits[#limits + 1] = l

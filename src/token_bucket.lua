@@ -28,6 +28,16 @@ algorithms.token_bucket = {
     l.used = math.max(l.used - quota, 0)
   end,
 
+  -- The anchors are of one series unless the bucket was full in between.
+  undo = function(l, _, anchor, amount)
+    if (l.anchor - anchor) % l.period == 0 then
+      local lumps = math.max(math.floor((now - anchor) / l.period), 0)
+      if lumps < math.ceil(amount / l.refill) then
+        l.used = math.max(l.used - (amount - lumps * l.refill), 0)
+      end
+    end
+  end,
+
   -- At most a hundred years, which a limit needs only if its numbers changed.
   wait = function(l, needed)
     return l.anchor + math.min(math.ceil(needed / l.refill) * l.period, 3155760000000000) - now

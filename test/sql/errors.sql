@@ -30,12 +30,6 @@ SELECT allowed FROM rl_throttle('k', 10, 1, 315576000);
 SELECT allowed FROM rl_throttle('k', 1, 1000000000, 1);
 SELECT allowed, retry_after FROM rl_throttle('k', 1, 1, 1, 1000000000000000);
 
--- What this version does not do yet, but understands.
-SELECT q, f.* FROM (VALUES
-	(1, $$rl_check('k', '1/1s refund_on_abort')$$), (2, $$rl_peek('k', '1/1s, sliding_log 1/1s refund_on_abort')$$),
-	(3, $$rl_refund('k', '1/1s refund_on_abort', 1)$$)
-) v (id, q), LATERAL failure('SELECT ' || q) f ORDER BY id;
-
 -- When Redis cannot be reached: on_error is for taking, and only for that.
 SET ratelimit.store = redis;
 SET ratelimit.redis_url = 'unix:///nonexistent/socket';
@@ -56,7 +50,6 @@ SELECT failure($$SELECT rl_unban('k')$$);
 -- Bad input and bad settings are errors whatever on_error says.
 SET ratelimit.on_error = allow;
 SELECT failure($$SELECT rl_throttle(NULL, 1, 1, 1)$$);
-SELECT failure($$SELECT rl_check('k', '1/1s refund_on_abort')$$);
 SELECT failure($$SELECT rl_wait('k', '1/1s')$$);
 SELECT left(u, 30) AS url, f.* FROM (VALUES
 	(1, ''), (2, 'localhost'), (3, 'http://localhost'), (4, 'redis://'), (5, 'redis://:6379'), (6, 'redis://h:0'), (7, 'redis://h:65536'),

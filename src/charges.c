@@ -1,0 +1,433 @@
+/*
+ * charges.c
+ *		Gives back what a transaction or savepoint that rolls back was granted
+ *		under limits with refund_on_abort.
+ *
+ * A grant is what one (sub)transaction took of one limit on one key, in one
+ * sum where that can be taken back as one.  When a subtransaction commits its
+ * grants become the parent's; when it aborts they are queued, and the queue
+ * goes out ahead of the next command, or when the transaction ends: by
+ * callbacks, in which nothing may throw, and no memory is to be had.  What
+ * could not be given back is logged.  A prepared transaction counts as
+ * committed.
+ */
+#include "postgres.h"
+
+#include "access/xact.h"
+#include "common/hashfn.h"
+#include "lib/ilist.h"
+#include "utils/hsearch.h"
+#include "utils/memutils.h"
+
+#include "charges.h"
+
+/* More than this of a transaction is not given back, and logged. */
+#define MAX_GRANTS			65536
+
+/* What tells grants apart; padding is zero. */
+typedef struct GrantId
+{
+	uint64		place[2];		/* a hash of server, prefix and key */
+	int64		period;
+	int64		step;
+	int64		mark;			/* of charges that do not merge */
+	int			level;			/* of the transaction nest */
+	uint8		algorithm;
+	bool		from_first;
+	bool		local;
+} GrantId;
+
+typedef struct Grant
+{
+	dlist_node	node;
+	GrantId		id;
+	RlLimit		limit;
+	RlCharge	charge;
+	RlName		name;			/* only with shared memory */
+	uint64		server;
+	bool		sent;			/* in the queue: perhaps taken back */
+	int			call;			/* in the queue: which call takes it back */
+	int			place_len;
+	char		place[FLEXIBLE_ARRAY_MEMBER];	/* its name in Redis */
+} Grant;
+
+typedef struct GrantEntry
+{
+	GrantId		id;				/* hash key */
+	Grant	   *grant;
+} GrantEntry;
+
+static MemoryContext context = NULL;	/* of the transaction's grants */
+static HTAB *entries = NULL;	/* of those that may yet be kept */
+static dlist_head grants = DLIST_STATIC_INIT(grants);	/* the same, by level */
+static dlist_head queue = DLIST_STATIC_INIT(queue);
+static int	ngrants = 0;		/* in both lists */
+static bool overflowed = false;
+
+/*
+ * Flushing the queue
+ */
+
+/* Which server the settings name. */
+static uint64
+server_hash(void)
+{
+	return hash_bytes_extended((const unsigned char *) rl_redis_url, strlen(rl_redis_url), 0);
+}
+
+static void
+drop(Grant *grant)
+{
+	dlist_delete(&grant->node);
+	pfree(grant);
+	ngrants--;
+}
+
+static bool
+same_place(const Grant *a, const Grant *b)
+{
+	return a->place_len == b->place_len && memcmp(a->place, b->place, a->place_len) == 0;
+}
+
+/* Numbers the queue's grants by the calls that take them back; returns their number. */
+static int
+number_calls(void)
+{
+	Grant	   *last = NULL;
+	int			together = 0;
+	int			calls = 0;
+	dlist_iter	iter;
+
+	dlist_foreach(iter, &queue)
+	{
+		Grant	   *grant = dlist_container(Grant, node, iter.cur);
+
+		if (last == NULL || together == RL_MAX_UNDO || !same_place(last, grant))
+		{
+			calls++;
+			together = 0;
+		}
+		grant->call = calls - 1;
+		together++;
+		last = grant;
+	}
+	return calls;
+}
+
+static int
+next_call(int i, const char **place, int *place_len, const RlLimit **limits, const RlCharge **charges)
+{
+	int			n = 0;
+	dlist_iter	iter;
+
+	/* Those before it are gone, or are few: they wait for their replies. */
+	dlist_foreach(iter, &queue)
+	{
+		Grant	   *grant = dlist_container(Grant, node, iter.cur);
+
+		if (grant->call < i)
+			continue;
+		if (grant->call > i)
+			break;
+		*place = grant->place;
+		*place_len = grant->place_len;
+		limits[n] = &grant->limit;
+		charges[n++] = &grant->charge;
+		grant->sent = true;
+	}
+	return n;
+}
+
+static void
+call_done(int i)
+{
+	while (!dlist_is_empty(&queue))
+	{
+		Grant	   *grant = dlist_head_element(Grant, node, &queue);
+
+		if (grant->call > i)
+			return;
+		drop(grant);
+	}
+}
+
+/* Takes the grants that pass out of the queue, and logs why. */
+static void
+give_up(bool (*passes) (const Grant *), const RlError *error)
+{
+	int			lost = 0;
+	dlist_mutable_iter iter;
+
+	dlist_foreach_modify(iter, &queue)
+	{
+		Grant	   *grant = dlist_container(Grant, node, iter.cur);
+
+		if (!passes(grant))
+			continue;
+		drop(grant);
+		lost++;
+	}
+	if (lost > 0)
+		ereport(LOG,
+				(errcode(error->sqlstate),
+				 errmsg("could not give back what %d rate-limit charges of an aborted transaction took", lost),
+				 errdetail_internal("%s", error->message)));
+}
+
+static bool
+was_sent(const Grant *grant)
+{
+	return grant->sent;
+}
+
+static bool
+is_elsewhere(const Grant *grant)
+{
+	return grant->server != server_hash();
+}
+
+static bool
+is_any(const Grant *grant pg_attribute_unused())
+{
+	return true;
+}
+
+/*
+ * Sends out the queue's grants.  Returns false with the error set when the
+ * store fails; what was not sent is then still in the queue.
+ */
+static bool
+flush(bool quietly, RlError *error)
+{
+	dlist_mutable_iter iter;
+
+	rl_error_set(error, ERRCODE_CONNECTION_FAILURE, "the call that gave it back was interrupted");
+	give_up(was_sent, error);
+	dlist_foreach_modify(iter, &queue)
+	{
+		Grant	   *grant = dlist_container(Grant, node, iter.cur);
+
+		if (rl_shared_available())
+			rl_denied_forget_name(grant->name);
+		if (!grant->id.local)
+			continue;
+		rl_local_undo(grant->name, &grant->limit, &grant->charge);
+		drop(grant);
+	}
+	rl_error_set(error, ERRCODE_CONNECTION_DOES_NOT_EXIST, "ratelimit.redis_url was changed meanwhile");
+	give_up(is_elsewhere, error);
+	if (dlist_is_empty(&queue) ||
+		rl_redis_undo(number_calls(), next_call, call_done, quietly, error))
+		return true;
+	give_up(was_sent, error);
+	return false;
+}
+
+/* True if savepoints were rolled back whose charges are not given back yet. */
+bool
+rl_charges_pending(void)
+{
+	return !dlist_is_empty(&queue);
+}
+
+/* Gives these back.  Returns false with the error set when the store fails. */
+bool
+rl_charges_flush(RlError *error)
+{
+	return dlist_is_empty(&queue) || flush(false, error);
+}
+
+/*
+ * The transaction
+ */
+
+/* Puts a grant in the queue instead of among those that may be kept. */
+static void
+give_back(Grant *grant)
+{
+	hash_search(entries, &grant->id, HASH_REMOVE, NULL);
+	dlist_delete(&grant->node);
+	dlist_push_tail(&queue, &grant->node);
+}
+
+/* Makes a grant the parent's, together with one that it has. */
+static void
+hand_up(Grant *grant)
+{
+	GrantEntry *entry = hash_search(entries, &grant->id, HASH_FIND, NULL);
+	GrantEntry *parents;
+	GrantId		id = grant->id;
+
+	id.level--;
+	parents = hash_search(entries, &id, HASH_FIND, NULL);
+	if (parents == NULL)
+	{
+		hash_update_hash_key(entries, entry, &id);
+		grant->id = id;
+		return;
+	}
+	rl_charge_merge(&grant->limit, &parents->grant->charge, &grant->charge);
+	parents->grant->limit = grant->limit;
+	hash_search(entries, &grant->id, HASH_REMOVE, NULL);
+	drop(grant);
+}
+
+static void
+subtransaction_ends(SubXactEvent event, SubTransactionId mine pg_attribute_unused(),
+					SubTransactionId parent pg_attribute_unused(),
+					void *arg pg_attribute_unused())
+{
+	int			level = GetCurrentTransactionNestLevel();
+	dlist_node *node;
+	dlist_node *previous;
+
+	if (event != SUBXACT_EVENT_COMMIT_SUB && event != SUBXACT_EVENT_ABORT_SUB)
+		return;
+	/* The lists' ends: no parent was granted anything while a child runs. */
+	for (node = grants.head.prev; node && node != &grants.head; node = previous)
+	{
+		Grant	   *grant = dlist_container(Grant, node, node);
+
+		previous = node->prev;
+		if (grant->id.level < level)
+			break;
+		if (event == SUBXACT_EVENT_ABORT_SUB)
+			give_back(grant);
+		else
+			hand_up(grant);
+	}
+}
+
+static void
+transaction_ends(XactEvent event, void *arg pg_attribute_unused())
+{
+	RlError		error;
+	dlist_mutable_iter iter;
+
+	if (context == NULL || event == XACT_EVENT_PRE_COMMIT ||
+		event == XACT_EVENT_PARALLEL_PRE_COMMIT || event == XACT_EVENT_PRE_PREPARE)
+		return;
+	if (event == XACT_EVENT_ABORT || event == XACT_EVENT_PARALLEL_ABORT)
+		dlist_foreach_modify(iter, &grants)
+			give_back(dlist_container(Grant, node, iter.cur));
+	if (!dlist_is_empty(&queue) && !flush(true, &error))
+		give_up(is_any, &error);
+	dlist_init(&grants);
+	dlist_init(&queue);
+	ngrants = 0;
+	overflowed = false;
+	entries = NULL;
+	MemoryContextDelete(context);
+	context = NULL;
+}
+
+/* Prepares for the transaction's first grant. */
+static void
+begin(void)
+{
+	static bool registered = false;
+	HASHCTL		ctl = {.keysize = sizeof(GrantId),.entrysize = sizeof(GrantEntry)};
+	MemoryContext new;
+
+	rl_redis_reserve_undo();
+	if (!registered)
+	{
+		RegisterXactCallback(transaction_ends, NULL);
+		RegisterSubXactCallback(subtransaction_ends, NULL);
+		registered = true;
+	}
+	new = AllocSetContextCreate(TopMemoryContext, "rate-limit charges", ALLOCSET_DEFAULT_SIZES);
+	ctl.hcxt = new;
+	entries = hash_create("rate-limit charges", 64, &ctl, HASH_ELEM | HASH_BLOBS | HASH_CONTEXT);
+	context = new;
+}
+
+/* Adds a charge to the grant that it belongs to; a new one is at the list's end. */
+static bool
+note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
+{
+	GrantId		id;
+	GrantEntry *entry;
+	Grant	   *grant;
+	char		place[RL_MAX_PLACE];
+	int			len = rl_redis_place(key, place);
+	uint64		server = server_hash();
+	bool		found;
+
+	memset(&id, 0, sizeof(id));
+	id.place[0] = hash_bytes_extended((unsigned char *) place, len, server);
+	id.place[1] = hash_bytes_extended((unsigned char *) place, len, id.place[0]);
+	id.period = limit->period;
+	id.step = limit->step;
+	if (limit->algorithm != RL_THROTTLE && limit->algorithm != RL_TOKEN_BUCKET)
+		id.mark = charge.mark;
+	id.level = GetCurrentTransactionNestLevel();
+	id.algorithm = limit->algorithm;
+	id.from_first = limit->from_first;
+	id.local = local;
+
+	if (ngrants >= MAX_GRANTS && hash_search(entries, &id, HASH_FIND, NULL) == NULL)
+		return false;
+	entry = hash_search(entries, &id, HASH_ENTER_NULL, &found);
+	if (entry == NULL)
+		return false;
+	if (found)
+	{
+		rl_charge_merge(limit, &entry->grant->charge, &charge);
+		entry->grant->limit = *limit;
+		return true;
+	}
+	grant = MemoryContextAllocExtended(context, offsetof(Grant, place) + len,
+									   MCXT_ALLOC_NO_OOM | MCXT_ALLOC_ZERO);
+	if (grant == NULL)
+	{
+		hash_search(entries, &id, HASH_REMOVE, NULL);
+		return false;
+	}
+	entry->grant = grant;
+	grant->id = id;
+	grant->limit = *limit;
+	grant->charge = charge;
+	if (rl_shared_available())
+		grant->name = rl_name(key);
+	grant->server = server;
+	grant->place_len = len;
+	memcpy(grant->place, place, len);
+	dlist_push_tail(&grants, &grant->node);
+	ngrants++;
+	return true;
+}
+
+/*
+ * Notes an action that was allowed at the store's time "at": decisions has one
+ * for each limit.  What has no room is not given back, and logged.
+ */
+void
+rl_charges_note(const RlKey *key, const RlLimits *limits, int64 quota,
+				const RlDecision *decisions, int64 at, bool local)
+{
+	if (!limits->refunds || quota == 0)
+		return;
+	for (int i = 0; i < limits->n; i++)
+	{
+		const RlLimit *limit = &limits->limit[i];
+
+		if (!limit->refund_on_abort ||
+			note(key, limit, rl_charge(limit, quota, at, decisions[i].reset_after), local) ||
+			overflowed)
+			continue;
+		overflowed = true;
+		ereport(LOG,
+				(errcode(ERRCODE_PROGRAM_LIMIT_EXCEEDED),
+				 errmsg("too many rate-limit charges in one transaction to give all of them back"),
+				 errdetail("Room is for %d.", MAX_GRANTS)));
+	}
+}
+
+/* To be called before limits that have refund_on_abort are asked. */
+void
+rl_charges_prepare(void)
+{
+	if (context == NULL)
+		begin();
+}

@@ -1,0 +1,23 @@
+-- Takes charges of one key back, as far as they have not leaked since; see
+-- rl_undo in algorithm.c. ARGV[2] and ARGV[3] are not used. Each charge is a
+-- limit's ten arguments and four more: the amount, of a throttle in
+-- microseconds and the nanoseconds that are left, the time of the charge, and
+-- its mark.
+
+local kept = {}
+for _, l in ipairs((load_limits(14))) do
+  -- Charges to the same limit change the same state.
+  local state = kept[l.tag] or l
+  kept[l.tag] = state
+  if state.used > 0 then
+    state:undo(tonumber(ARGV[l.a + 12]), tonumber(ARGV[l.a + 13]), tonumber(ARGV[l.a + 10]), tonumber(ARGV[l.a + 11]))
+    state.changed = true
+  end
+end
+for _, l in pairs(kept) do
+  if l.changed then
+    l:save()
+  end
+end
+write()
+return 1
