@@ -485,10 +485,9 @@ backlog_is_full(const RlConnection *conn, const RlAddress *address)
 
 /* Shakes hands.  Returns false with the error set. */
 static bool
-start_tls(RlConnection *conn, const char *host, int64 deadline, RlError *error)
+start_tls(RlConnection *conn, int64 deadline, RlError *error)
 {
-	conn->tls = rl_tls_new(conn->ctx->fd, host);
-	if (conn->tls == NULL)
+	if (!rl_tls_attach(conn->tls, conn->ctx->fd))
 		return lack_of(conn, error, "out of memory");
 	for (bool late = false;; late = rl_monotonic_now() > deadline)
 	{
@@ -508,7 +507,7 @@ start_tls(RlConnection *conn, const char *host, int64 deadline, RlError *error)
 /*
  * Opens a socket to the server and waits until it is up, with TLS if there is
  * to be.  On failure returns false with the error set, and leaves what is to
- * be dropped.  Raises an error if a setting for TLS is wrong.
+ * be dropped.
  */
 static bool
 open_socket(RlConnection *conn, const RlAddress *address, RlError *error)
@@ -566,7 +565,7 @@ open_socket(RlConnection *conn, const RlAddress *address, RlError *error)
 		return cannot_connect(conn, error, strerror(socket_error));
 	conn->send_wants = WL_SOCKET_WRITEABLE;
 	conn->receive_wants = WL_SOCKET_READABLE;
-	return !address->tls || start_tls(conn, address->host, deadline, error);
+	return conn->tls == NULL || start_tls(conn, deadline, error);
 }
 
 /* Writes what people call the server. */
@@ -585,7 +584,8 @@ rl_connection_name(const RlAddress *address, char *name, size_t size)
  * empty.  That is a round trip of its own: a command sent with it would be run
  * although the password or the database was refused, as another user or in
  * another database.  *deadline, which is the set-up's, is set if it is 0.
- * Returns false with the error set, and leaves what is to be closed.
+ * Returns false with the error set, and leaves what is to be closed.  Raises an
+ * error if a setting for TLS is wrong.
  */
 bool
 rl_connection_open(RlConnection *conn, const RlAddress *address, const char *password,
@@ -606,6 +606,12 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, const char *pas
 	rl_connection_name(address, conn->server, sizeof(conn->server));
 	conn->in_flight = true;
 	conn->due = -1;
+	if (address->tls)
+	{
+		conn->tls = rl_tls_new(address->host);
+		if (conn->tls == NULL)
+			return lack_of(conn, error, "out of memory");
+	}
 	if (!open_socket(conn, address, error))
 		return false;
 	if (*deadline == 0)

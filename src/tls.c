@@ -68,7 +68,7 @@ load_files(SSL_CTX *context)
  * error if a setting is wrong.
  */
 struct ssl_st *
-rl_tls_new(int fd, const char *host)
+rl_tls_new(const char *host)
 {
 	SSL_CTX    *context;
 	SSL		   *tls;
@@ -113,7 +113,6 @@ rl_tls_new(int fd, const char *host)
 
 	tls = SSL_new(context);
 	if (tls != NULL &&
-		SSL_set_fd(tls, fd) == 1 &&
 		(X509_VERIFY_PARAM_set1_ip_asc(SSL_get0_param(tls), host) == 1 ||
 		 (SSL_set1_host(tls, host) == 1 && SSL_set_tlsext_host_name(tls, host) == 1)))
 		SSL_set_connect_state(tls);
@@ -125,6 +124,16 @@ rl_tls_new(int fd, const char *host)
 	ERR_clear_error();
 	SSL_CTX_free(context);
 	return tls;
+}
+
+/* Puts TLS over the socket, which stays its owner's.  False if memory ended. */
+bool
+rl_tls_attach(struct ssl_st *tls, int fd)
+{
+	bool		done = SSL_set_fd(tls, fd) == 1;
+
+	ERR_clear_error();
+	return done;
 }
 
 /*
@@ -184,11 +193,17 @@ rl_tls_free(struct ssl_st *tls)
 #else							/* !USE_TLS */
 
 struct ssl_st *
-rl_tls_new(int fd pg_attribute_unused(), const char *host pg_attribute_unused())
+rl_tls_new(const char *host pg_attribute_unused())
 {
 	ereport(ERROR,
 			(errcode(ERRCODE_FEATURE_NOT_SUPPORTED),
 			 errmsg("rediss:// is not supported because ratelimit was built without TLS")));
+}
+
+bool
+rl_tls_attach(struct ssl_st *tls pg_attribute_unused(), int fd pg_attribute_unused())
+{
+	pg_unreachable();
 }
 
 int

@@ -19,7 +19,8 @@ typedef enum RlTlsStep
 
 struct ssl_st;
 
-extern struct ssl_st *rl_tls_new(int fd, const char *host);
+extern struct ssl_st *rl_tls_new(const char *host);
+extern bool rl_tls_attach(struct ssl_st *tls, int fd);
 extern int	rl_tls_step(struct ssl_st *tls, RlTlsStep step, void *data, int len,
 						uint32 *wants, char *why);
 extern void rl_tls_free(struct ssl_st *tls);

@@ -56,7 +56,7 @@ SELECT left(u, 30) AS url, f.* FROM (VALUES
 	(8, 'redis://h:'), (9, 'redis://h:12x'), (10, 'redis://h/x'), (11, 'redis://h/0/1'), (12, 'redis://h/-1'), (13, 'redis://:secret@h'),
 	(14, 'redis://user:secret@h'), (15, 'redis://user:se@cret@h'), (16, 'redis://@h'), (17, 'redis://[::1'), (18, 'redis://[::1]x'),
 	(19, 'redis://h?db=1'), (20, 'unix://'), (21, 'unix://relative'), (22, 'unix:///s?db='), (23, 'unix:///s?x=1'), (24, 'unix:///s?db=1?db=2'),
-	(25, 'unix:///' || repeat('x', 120)), (26, 'unix://user:secret@/s'), (27, 'redis://user@h'), (28, 'rediss://h'), (29, 'redis://' || repeat('h', 300)),
+	(25, 'unix:///' || repeat('x', 120)), (26, 'unix://user:secret@/s'), (27, 'redis://user@h'), (29, 'redis://' || repeat('h', 300)),
 	(30, 'REDIS://h'), (31, 'redis://a b')
 ) v (id, u), LATERAL failure(format($$SET ratelimit.redis_url = %L; SELECT rl_throttle('k', 1, 1, 1)$$, u)) f ORDER BY id;
 SET ratelimit.redis_url = 'redis://127.0.0.1';

@@ -122,8 +122,10 @@ if ($session->attempt($take)->{state} eq '0A000')
 {
 	foreach my $policy (qw(error allow deny))
 	{
-		with(on_error => $policy);
+		with(on_error => $policy, redis_url => $url);
 		fails("without TLS, on_error = $policy", '0A000', qr/^rediss:\/\/ is not supported because ratelimit was built without TLS$/);
+		with(redis_url => 'rediss://127.0.0.1:1');
+		fails("without TLS and a server, on_error = $policy", '0A000', qr/built without TLS$/);
 	}
 	note 'ratelimit was built without TLS, so there is nothing else to test';
 	done_testing();
@@ -267,7 +269,9 @@ foreach my $case (
 	fails($what, $state, $message);
 	with($setting => $before);
 }
-with(on_error => 'error');
+with(redis_url => 'rediss://127.0.0.1:1', tls_key_file => "$dir/nonsense");
+fails('a nonsensical key and no server', 'F0000', qr/"ratelimit\.tls_key_file"/);
+with(on_error => 'error', redis_url => $url, tls_key_file => "$dir/client.key");
 works('good files');
 $redis->cli('CONFIG', 'SET', 'tls-auth-clients', 'no');
 with(tls_cert_file => '', tls_key_file => '');
