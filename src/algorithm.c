@@ -341,13 +341,21 @@ count_refusal(const RlLimit *limit, RlState *state, int64 now, bool commit)
 	return count >= limit->ban_after ? limit->ban : 0;
 }
 
-/* How many entries the state's ring must hold for the next act; 0: no ring. */
+/*
+ * How many entries the state's ring must hold for an action; 0: no ring.
+ * Brings the state to now.
+ */
 int
-rl_entries_wanted(const RlLimit *limit, const RlState *state)
+rl_entries_wanted(const RlLimit *limit, RlState *state, int64 now, int64 quota)
 {
-	bool		has_ring = limit->algorithm == RL_SLIDING_WINDOW || limit->algorithm == RL_SLIDING_LOG;
+	bool		writes;
 
-	return has_ring ? state->n + 1 : 0;
+	if (limit->algorithm != RL_SLIDING_WINDOW && limit->algorithm != RL_SLIDING_LOG)
+		return 0;
+	load(limit, state, now);
+	writes = quota > 0 && quota <= limit->capacity &&
+		(limit->count_denied || state->used + quota <= limit->capacity);
+	return state->n + (writes ? 1 : 0);
 }
 
 /* Copies the entries into a ring of that size, and makes it the state's. */

@@ -48,7 +48,7 @@ typedef struct RlCharge
 								 * the entry's time; throttle: 0 */
 } RlCharge;
 
-extern int	rl_entries_wanted(const RlLimit *limit, const RlState *state);
+extern int	rl_entries_wanted(const RlLimit *limit, RlState *state, int64 now, int64 quota);
 extern void rl_move_entries(RlState *state, RlEntry *entries, int size);
 extern int64 rl_state_end(const RlLimit *limit, const RlState *state);
 extern void rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,

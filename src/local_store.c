@@ -102,7 +102,7 @@ set_sizes(void)
 	while (npartitions < MAX_PARTITIONS && npartitions * CELLS_PER_PARTITION < rl_local_max_keys)
 		npartitions *= 2;
 	/* More than one act may need. */
-	ncells = Max((rl_local_max_keys + npartitions - 1) / npartitions, 2 * MAX_WANTED);
+	ncells = Max(rl_local_max_keys / npartitions, 2 * MAX_WANTED);
 	nbuckets = pg_nextpower2_32(ncells);
 }
 
@@ -568,8 +568,8 @@ load_states(const View *view, const RlLimits *limits, uint32 *found, RlState *st
  * them, and for entries.  Returns false with the error set.
  */
 static bool
-prepare(View *view, const RlLimits *limits, const uint32 *found, uint32 ban, RlState *states,
-		dsa_pointer *rings, RlError *error)
+prepare(View *view, const RlLimits *limits, int64 quota, const uint32 *found, uint32 ban,
+		RlState *states, dsa_pointer *rings, RlError *error)
 {
 	uint32		stay[MAX_WANTED];
 	int			n = 0;
@@ -594,7 +594,7 @@ prepare(View *view, const RlLimits *limits, const uint32 *found, uint32 ban, RlS
 
 	for (int i = 0; i < limits->n; i++)
 	{
-		if (rl_entries_wanted(&limits->limit[i], &states[i]) <= states[i].size)
+		if (rl_entries_wanted(&limits->limit[i], &states[i], view->now, quota) <= states[i].size)
 			continue;
 		rings[i] = make_ring(view, &states[i]);
 		if (DsaPointerIsValid(rings[i]))
@@ -642,13 +642,14 @@ local_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 	for (int i = 0; i < limits->n; i++)
 		rings[i] = InvalidDsaPointer;
 	ban = find_cell(&view, NULL);
-	if (how != RL_PEEK && quota > 0 && !prepare(&view, limits, found, ban, states, rings, error))
+	banned_until = old_ban = ban == NO_CELL ? 0 : cell_at(&view, ban)->start;
+	if (how != RL_PEEK && quota > 0 && banned_until <= view.now &&
+		!prepare(&view, limits, quota, found, ban, states, rings, error))
 	{
 		unlock(&view);
 		return false;
 	}
 	*at = view.now;
-	banned_until = old_ban = ban == NO_CELL ? 0 : cell_at(&view, ban)->start;
 	rl_act(limits, states, &banned_until, view.now, quota, how != RL_PEEK, decisions);
 	for (int i = 0; how != RL_PEEK && i < limits->n; i++)
 		save_state(&view, found[i], &limits->limit[i], &states[i], rings[i]);
@@ -719,10 +720,13 @@ static bool
 local_ban(const RlKey *key, int64 duration, RlError *error pg_attribute_unused())
 {
 	View		view;
+	uint32		ban;
 
 	lock_key(&view, key, LW_EXCLUSIVE);
-	reserve(&view, 1, NULL, 0);
-	set_ban(&view, find_cell(&view, NULL), view.now + duration);
+	ban = find_cell(&view, NULL);
+	if (ban == NO_CELL)
+		reserve(&view, 1, NULL, 0);
+	set_ban(&view, ban, view.now + duration);
 	unlock(&view);
 	return true;
 }

@@ -83,14 +83,14 @@ row_time(Partition *partition, TimestampTz at)
 	return at;
 }
 
-/* Makes the state's ring large enough for one more action. */
+/* Makes the state's ring large enough for the action. */
 static void
-make_room(const RlLimit *limit, RlState *state, MemoryContext context)
+make_room(const RlLimit *limit, RlState *state, int64 now, int64 quota, MemoryContext context)
 {
 	RlEntry    *old = state->entries;
 	int			size = Max(8, 2 * state->size);
 
-	if (state->size >= rl_entries_wanted(limit, state))
+	if (state->size >= rl_entries_wanted(limit, state, now, quota))
 		return;
 	rl_move_entries(state, MemoryContextAlloc(context, size * sizeof(RlEntry)), size);
 	if (old != NULL)
@@ -116,7 +116,7 @@ rl_simulate(PG_FUNCTION_ARGS)
 	now = row_time(partition, DatumGetTimestampTz(argument(window, 1, "time of an action")));
 	quota = rl_quota_checked(DatumGetInt64(argument(window, 2, "quota")));
 	for (int i = 0; i < partition->limits.n; i++)
-		make_room(&partition->limits.limit[i], &partition->states[i],
+		make_room(&partition->limits.limit[i], &partition->states[i], now, quota,
 				  GetMemoryChunkContext(partition));
 	rl_act(&partition->limits, partition->states, &partition->banned_until,
 		   now, quota, true, decisions);

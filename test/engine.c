@@ -103,12 +103,12 @@ find_state(Key *key, const RlLimit *limit)
 	return &kept->state;
 }
 
-/* A state of its own, with room for one more act. */
+/* A state of its own, with room for the act and not for more. */
 static RlState
-copy_state(const RlState *state, const RlLimit *limit)
+copy_state(const RlState *state, const RlLimit *limit, int64 now, int64 quota)
 {
 	RlState		copy = *state;
-	int			size = rl_entries_wanted(limit, state);
+	int			size = rl_entries_wanted(limit, &copy, now, quota);
 
 	copy.changed = false;
 	rl_move_entries(&copy, size > 0 ? allocate(size * sizeof(RlEntry)) : NULL, size);
@@ -159,7 +159,7 @@ take(Key *key, RlLimits *limits, int64 now, int64 quota, bool quietly, bool comm
 			limits->limit[i].ban = 0;
 		}
 		kept[i] = find_state(key, &limits->limit[i]);
-		states[i] = copy_state(kept[i], &limits->limit[i]);
+		states[i] = copy_state(kept[i], &limits->limit[i], now, quota);
 	}
 	rl_act(limits, states, &key->banned_until, now, quota, commit, decisions);
 	for (int i = 0; i < limits->n; i++)
@@ -180,7 +180,7 @@ refund(Key *key, const RlLimits *limits, int64 now, int64 quota)
 	for (int i = 0; i < limits->n; i++)
 	{
 		kept[i] = find_state(key, &limits->limit[i]);
-		states[i] = copy_state(kept[i], &limits->limit[i]);
+		states[i] = copy_state(kept[i], &limits->limit[i], now, 0);
 	}
 	rl_give_back(limits, states, now, quota);
 	for (int i = 0; i < limits->n; i++)
