@@ -14,6 +14,7 @@
 #include "utils/wait_event.h"
 
 #include "charges.h"
+#include "redis.h"
 #include "values.h"
 
 /* The store to look or repair in, when what is due to it is done. */
@@ -224,6 +225,9 @@ rl_wait(PG_FUNCTION_ARGS)
 	RlDecision	decision;
 	int			binding;
 	RlError		error;
+
+	/* Its attempts are counted as one action. */
+	rl_redis_usage.round_trips = rl_redis_usage.us = 0;
 
 	/* Quota is only ever taken when its turn has come: others may be faster. */
 	for (;;)
