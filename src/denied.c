@@ -50,7 +50,8 @@ typedef struct Entry
 	int			binding;
 	RlDecision	decision;
 	TimestampTz since;			/* of the first refusal without a gap */
-	int64		logged;
+	int64		logged;			/* stays when the entry is another's: so a flood of
+								 * keys is no flood of lines */
 	int			key_len;
 	char		key[RL_MAX_KEY];
 } Entry;
@@ -63,6 +64,16 @@ typedef struct Set
 
 static Set *sets = NULL;
 static LWLockPadded *locks;
+
+/* What this backend noted last, unless it has forgotten a key since. */
+static struct
+{
+	bool		valid;
+	RlName		name;
+	uint64		hash;
+	int64		asked;
+	int64		until;
+}			last;
 
 Size
 rl_denied_size(void)
@@ -213,10 +224,6 @@ rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits, int64 quot
 			   const RlDecision *decision, int binding, int64 asked,
 			   uint64 generation, bool cache)
 {
-	static RlName last_name;
-	static uint64 last_hash = 0;
-	static int64 last_asked;
-	static int64 last_until;
 	int64		until = asked + decision->retry_after;
 	uint64		hash = entry_hash(limits);
 	Set		   *set;
@@ -225,14 +232,15 @@ rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits, int64 quot
 	/* Impossible is not refused for now, and a look is no action. */
 	if (decision->retry_after == RL_NEVER || quota == 0)
 		return;
-	if (!cache && hash == last_hash && rl_same_name(name, last_name) &&
-		asked - last_asked < NOTE_INTERVAL && asked >= last_asked &&
-		until - last_until < NOTE_INTERVAL && last_until - until < NOTE_INTERVAL)
+	if (!cache && last.valid && hash == last.hash && rl_same_name(name, last.name) &&
+		asked - last.asked < NOTE_INTERVAL && asked >= last.asked &&
+		until - last.until < NOTE_INTERVAL && last.until - until < NOTE_INTERVAL)
 		return;
-	last_name = name;
-	last_hash = hash;
-	last_asked = asked;
-	last_until = until;
+	last.valid = true;
+	last.name = name;
+	last.hash = hash;
+	last.asked = asked;
+	last.until = until;
 
 	set = lock_set(name, LW_EXCLUSIVE);
 	if (generation == RL_ANY_GENERATION || set->generation == generation)
@@ -244,7 +252,6 @@ rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits, int64 quot
 			entry->hash = hash;
 			entry->limits = *limits;
 			entry->since = GetCurrentTimestamp();
-			entry->logged = 0;
 			entry->key_len = key->len;
 			memcpy(entry->key, key->data, key->len);
 		}
@@ -267,6 +274,7 @@ rl_denied_forget_name(RlName name)
 {
 	Set		   *set = lock_set(name, LW_EXCLUSIVE);
 
+	last.valid = false;
 	set->generation++;
 	for (int i = 0; i < WAYS; i++)
 		if (rl_same_name(set->entries[i].name, name))
