@@ -3,9 +3,7 @@
 use strict;
 use warnings FATAL => 'all';
 
-use IO::Select;
-use IO::Socket::UNIX;
-use POSIX ();
+use LyingServer;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
@@ -16,74 +14,19 @@ my $redis = RedisServer->new->start;
 my $node = new_node($redis);
 my $session = session($node);
 my $pid = $session->pid;
-my $dir = PostgreSQL::Test::Utils::tempdir_short;
 my $take = q{SELECT rl_throttle('k', 7, 1, 86400)};
 
-# A server of its own process that answers each request with the same bytes; it
-# may wait for a while between them, and end the connection after them.
-my @liars;
-
+# A server that answers each request with the same bytes, in one piece or one by
+# one, and may end the connection after them.
 sub liar
 {
-	my ($name, $answer, %how) = @_;
-	my $path = "$dir/$name";
-	my $listener = IO::Socket::UNIX->new(Local => $path, Listen => 10) or die "no socket: $!";
-	my $parent = $$;
-	my $child = fork;
+	my ($answer, %how) = @_;
 
-	die "could not fork: $!" unless defined $child;
-	if ($child == 0)
-	{
-		my $select = IO::Select->new($listener);
-
-		$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
-		$SIG{PIPE} = 'IGNORE';
-		while (getppid == $parent)
-		{
-			foreach my $socket ($select->can_read(1))
-			{
-				if ($socket == $listener)
-				{
-					$select->add(scalar $listener->accept);
-					next;
-				}
-				my $n = sysread $socket, my $request, 65536;
-				if ($n)
-				{
-					my $rest = $answer;
-					while (length $rest)
-					{
-						my $sent = syswrite $socket, $rest, $how{piece} || length $rest;
-						last unless $sent;
-						$rest = substr $rest, $sent;
-						select undef, undef, undef, 0.002 if $how{piece};
-					}
-				}
-				if (!$n || $how{close})
-				{
-					$select->remove($socket);
-					close $socket;
-				}
-			}
-		}
-		POSIX::_exit(0);
-	}
-	push @liars, $child;
-	close $listener;
-	return "unix://$path";
+	return LyingServer->new(sub {
+		return ($how{slowly} ? map { ($_, \0.002) } split //, $answer : $answer, $how{close} ? undef : ());
+	});
 }
 
-END
-{
-	foreach my $child (@liars)
-	{
-		local $?;
-		kill 'KILL', $child;
-		waitpid $child, 0;
-	}
-}
-
-my $n = 0;
 foreach my $case (
 	# what, bytes, SQLSTATE
 	[ 'loading', "-LOADING Redis is loading the dataset in memory\r\n", '08P01' ],
@@ -127,10 +70,11 @@ foreach my $case (
 	[ 'a lying length', "\$99999999999999999999\r\nx\r\n", '08P01' ],
 	[ 'a negative length', "\$-7\r\nx\r\n", '08P01' ],
 	[ 'an endless line', ':' . ('1' x 300_000), '08P01' ],
-	[ 'a drop at a time for ever', ':' . ('1' x 10_000), '08006', piece => 1 ])
+	[ 'a drop at a time for ever', ':' . ('1' x 10_000), '08006', slowly => 1 ])
 {
 	my ($what, $answer, $state, %how) = @$case;
-	my $url = liar($n++, $answer, %how);
+	my $liar = liar($answer, %how);
+	my $url = $liar->url;
 
 	# Only what never ends needs to be cut short.
 	$session->ask("SET ratelimit.redis_url = '$url'; SET ratelimit.on_error = error; SET ratelimit.command_timeout = "
@@ -153,12 +97,14 @@ foreach my $case (
 
 # An answer that comes in pieces is an answer.
 $session->ask("SET ratelimit.command_timeout = '60s'");
-$session->ask("SET ratelimit.redis_url = '" . liar('slow', "*2\r\n\$4\r\n5000\r\n:0\r\n", piece => 1) . "'");
+my $slow = liar("*2\r\n\$4\r\n5000\r\n:0\r\n", slowly => 1);
+$session->ask("SET ratelimit.redis_url = '" . $slow->url . "'");
 is($session->attempt($take)->{answer}, '(f,7,0,0.005,0.005,ban)', 'an answer in pieces');
 
 # More than was asked for is not kept for the next call.
 $session->ask("SET ratelimit.on_error = error");
-$session->ask("SET ratelimit.redis_url = '" . liar('talker', ":0\r\n:86400000000000\r\n:86400000000000\r\n") . "'");
+my $talker = liar(":0\r\n:86400000000000\r\n:86400000000000\r\n");
+$session->ask("SET ratelimit.redis_url = '" . $talker->url . "'");
 is($session->attempt($take)->{state}, '08P01', "too many answers, call $_") foreach 1 .. 4;
 
 # All this in one backend, which has survived it.

@@ -1,0 +1,167 @@
+# A server that says what it is told to, in a process of its own and on a Unix
+# socket, gone with the object.
+#
+#   my $liar = LyingServer->new(sub { return (":1\r\n", undef) });
+#   $session->ask("SET ratelimit.redis_url = '" . $liar->url . "'");
+#
+# The function is called in that process with each request's words, the
+# command's name first, and returns the answer as a list of steps:
+#
+#   a string   is sent; what comes after it is only sent when it has been read
+#   \seconds   is a pause
+#   undef      ends the connection
+package LyingServer;
+
+use strict;
+use warnings FATAL => 'all';
+
+use IO::Select;
+use IO::Socket::UNIX;
+use POSIX ();
+use PostgreSQL::Test::Utils;
+
+# How many bytes sent are not read yet.
+use constant SIOCOUTQ => 0x5411;
+
+sub new
+{
+	my ($class, $answer) = @_;
+	my $path = PostgreSQL::Test::Utils::tempdir_short . '/liar';
+	my $listener = IO::Socket::UNIX->new(Local => $path, Listen => 10) or die "no socket: $!";
+	my $parent = $$;
+	my $child = fork;
+
+	die "could not fork: $!" unless defined $child;
+	if ($child == 0)
+	{
+		$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
+		$SIG{PIPE} = 'IGNORE';
+		eval { _serve($listener, $answer, $parent) };
+		print STDERR "the lying server: $@" if $@;
+		POSIX::_exit(1);
+	}
+	return bless { path => $path, pid => $child, owner => $parent }, $class;
+}
+
+sub path { my ($self) = @_; return $self->{path}; }
+
+# The value for ratelimit.redis_url, with a user and a database if given.
+sub url
+{
+	my ($self, %part) = @_;
+
+	return 'unix://' . (defined $part{user} ? "$part{user}\@" : '') . $self->{path}
+	  . (defined $part{db} ? "?db=$part{db}" : '');
+}
+
+sub _serve
+{
+	my ($listener, $answer, $parent) = @_;
+	my $select = IO::Select->new($listener);
+	my %received;
+
+	while (getppid == $parent)
+	{
+		foreach my $socket ($select->can_read(1))
+		{
+			if ($socket == $listener)
+			{
+				$select->add(scalar $listener->accept);
+				next;
+			}
+			my $goes_on = sysread $socket, $received{$socket}, 65536, length($received{$socket} // '');
+			while ($goes_on && (my @request = _request(\$received{$socket})))
+			{
+				$goes_on = _send($socket, $answer->(@request));
+			}
+			next if $goes_on;
+			delete $received{$socket};
+			$select->remove($socket);
+			close $socket;
+		}
+	}
+	return;
+}
+
+# Takes the first request off the buffer, if it is complete.
+sub _request
+{
+	my ($buffer) = @_;
+	my @words;
+
+	return unless $$buffer =~ /\G\*(\d+)\r\n/gc;
+	foreach (1 .. $1)
+	{
+		my $length;
+
+		if ($$buffer =~ /\G\$(\d+)\r\n/gc)
+		{
+			$length = $1;
+			push @words, substr $$buffer, pos $$buffer, $length;
+		}
+		if (!defined $length || pos($$buffer) + $length + 2 > length $$buffer)
+		{
+			pos($$buffer) = 0;
+			return;
+		}
+		pos($$buffer) += $length + 2;
+	}
+	substr $$buffer, 0, pos $$buffer, '';
+	pos($$buffer) = 0;
+	return @words;
+}
+
+# False if the connection has ended, by us or by the other side.
+sub _send
+{
+	my ($socket, @steps) = @_;
+
+	while (@steps)
+	{
+		my $step = shift @steps;
+
+		return 0 unless defined $step;
+		if (ref $step)
+		{
+			select undef, undef, undef, $$step;
+			next;
+		}
+		while (length $step)
+		{
+			my $sent = syswrite $socket, $step or return 0;
+
+			substr $step, 0, $sent, '';
+		}
+		await_read($socket) if grep { defined && !ref } @steps;
+	}
+	return 1;
+}
+
+# Until all that was sent has been read, or the other side has ended the
+# connection or asks for something else.
+sub await_read
+{
+	my ($socket) = @_;
+	my $unread = pack 'i', 0;
+	my $read = '';
+
+	vec($read, fileno $socket, 1) = 1;
+	while (ioctl($socket, SIOCOUTQ, $unread) && unpack('i', $unread) > 0)
+	{
+		return if select my $ready = $read, undef, undef, 0.00002;
+	}
+	return;
+}
+
+sub DESTROY
+{
+	my ($self) = @_;
+	local ($?, $@, $!);
+
+	return unless $self->{owner} == $$;
+	kill 'KILL', $self->{pid};
+	waitpid $self->{pid}, 0;
+	return;
+}
+
+1;
