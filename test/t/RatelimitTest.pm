@@ -32,7 +32,12 @@ sub new_node
 	$node->append_conf('postgresql.conf', join "\n", 'log_statement = none',
 		"ratelimit.redis_url = '" . $redis->url . "'",
 		'ratelimit.command_timeout = 10s', 'ratelimit.connect_timeout = 10s', @conf);
-	$node->start;
+	{
+		# Into the server alone: script/test's way to have AddressSanitizer there.
+		local $ENV{LD_PRELOAD} = $ENV{RATELIMIT_PRELOAD} || '';
+
+		$node->start;
+	}
 	$node->safe_psql('postgres', q{
 		CREATE EXTENSION ratelimit;
 		CREATE FUNCTION attempt(command text, OUT state text, OUT answer text,
