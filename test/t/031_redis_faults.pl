@@ -1,0 +1,429 @@
+# Redis at its worst, and this server short of descriptors or killed: each call
+# ends with an answer of its own or an error in time, and all works afterwards.
+use strict;
+use warnings FATAL => 'all';
+
+use IO::Socket::INET;
+use IO::Socket::UNIX;
+use IPC::Run;
+use POSIX ();
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+
+my $dir = PostgreSQL::Test::Utils::tempdir;
+my $redis = RedisServer->new->start;
+my $node = new_node($redis, 'restart_after_crash = on', 'max_files_per_process = 64');
+my $session = session($node);
+my $watcher = session($node);
+my $look = q{SELECT rl_throttle('fault', 7, 1, 86400, 0)};
+my $take = q{SELECT rl_throttle('fault', 7, 1, 86400)};
+
+# How an action of capacity 7 ends under each policy while Redis fails.
+sub policy_is
+{
+	my ($how, $sqlstate, $message) = @_;
+	my %expected = (
+		error => [ $sqlstate, '' ],
+		allow => [ '00000', '(t,7,,,,fail_open)' ],
+		deny  => [ '00000', '(f,7,,,,fail_closed)' ]);
+
+	foreach my $policy (qw(error allow deny))
+	{
+		$session->ask("SET ratelimit.on_error = $policy");
+		my $got = $session->attempt($take);
+		is_deeply([ @$got{qw(state answer)} ], $expected{$policy}, "$how: on_error = $policy") or diag $got->{message};
+		like($got->{message}, $message, "$how: the message") if $policy eq 'error';
+	}
+	$session->ask('RESET ratelimit.on_error');
+	return;
+}
+
+sub works
+{
+	my ($how) = @_;
+	my $got = $session->attempt($look);
+
+	like($got->{answer}, qr/^\(t,7,.*,redis\)$/, "$how: calls work again") or diag "$got->{state} $got->{message}";
+	return;
+}
+
+# Until so many backends wait for Redis.
+sub await_waiting
+{
+	my ($n) = @_;
+
+	await("$n backends to wait for Redis", sub {
+		return $watcher->ask(q{SELECT count(*) FROM pg_stat_activity
+			WHERE state = 'active' AND wait_event_type = 'Extension'}) >= $n;
+	});
+	return;
+}
+
+# Eight clients that run a script once; a handle, which finish_clients() ends.
+sub clients
+{
+	my ($name, $sql) = @_;
+	my %run = (name => $name, out => '', err => '');
+
+	append_to_file("$dir/$name.sql", $sql);
+	$run{handle} = IPC::Run::start([ $node->installed_command('pgbench'), '-n', '-c', 8, '-j', 2, '-t', 1,
+			'-f', "$dir/$name.sql", $node->connstr('postgres') ],
+		'<', \'', '>', \$run{out}, '2>', \$run{err});
+	return \%run;
+}
+
+sub finish_clients
+{
+	my ($run) = @_;
+
+	$run->{handle}->finish;
+	is($run->{handle}->result(0), 0, "$run->{name}: each client ran to its end") or diag $run->{err};
+	return;
+}
+
+#
+# Eight clients, while Redis is stopped, killed, restarted
+#
+
+# Of 1,000 units key n has n less, or none if Redis has lost it.
+my $tags = q{SELECT count(rl_throttle('tag:' || n, 1000, 1, 86400, n)) FROM generate_series(1, 50) n};
+$node->safe_psql('postgres', q{
+	CREATE TABLE the_end ();
+	CREATE SEQUENCE failures;
+	CREATE UNLOGGED TABLE stormed (state text, calls bigint, wrong bigint, allowed bigint, longest float8);
+	CREATE FUNCTION storm() RETURNS void LANGUAGE plpgsql AS $$
+	DECLARE
+		n int;
+		d rl_decision;
+		began timestamptz;
+		code text;
+		calls jsonb := '{}';
+		wrong bigint := 0;
+		allowed bigint := 0;
+		longest float8 := 0;
+	BEGIN
+		SET ratelimit.connect_timeout = '200ms';
+		SET ratelimit.command_timeout = '100ms';
+		LOOP
+			EXIT WHEN EXISTS (SELECT FROM the_end);
+			FOR i IN 1 .. 20 LOOP
+				n := 1 + random() * 49;
+				began := clock_timestamp();
+				code := '00000';
+				BEGIN
+					IF i % 4 = 0 THEN
+						allowed := allowed + rl_allow('few', '1/1d burst 50')::int;
+					ELSE
+						d := rl_throttle('tag:' || n, 1000, 1, 86400, 0);
+						wrong := wrong + (d.remaining NOT IN (1000 - n, 1000) OR d.source <> 'redis' OR NOT d.allowed)::int;
+					END IF;
+				EXCEPTION WHEN others THEN
+					code := sqlstate;
+					PERFORM nextval('failures');
+				END;
+				calls := calls || jsonb_build_object(code, coalesce((calls->>code)::bigint, 0) + 1);
+				longest := greatest(longest, extract(epoch FROM clock_timestamp() - began) * 1000);
+			END LOOP;
+		END LOOP;
+		INSERT INTO stormed SELECT key, value::bigint, 0, 0, 0 FROM jsonb_each_text(calls);
+		INSERT INTO stormed VALUES ('all', 0, wrong, allowed, longest);
+	END $$;
+});
+$session->ask($tags);
+my $run = clients('storm', 'SELECT storm();');
+
+# Until the clients have had answers from this very server.
+sub await_answers
+{
+	my ($n) = @_;
+	my $commands = sub { my %stats = $redis->info('commandstats'); return ($stats{cmdstat_evalsha} // '') =~ /calls=(\d+)/ ? $1 : 0 };
+	my $from = $commands->();
+
+	await("$n answers", sub { return $commands->() >= $from + $n });
+	return;
+}
+
+# Until so many more calls have failed.
+sub await_failures
+{
+	my ($n) = @_;
+	my $from = $watcher->ask('SELECT last_value FROM failures');
+
+	await("$n failures", sub { return $watcher->ask('SELECT last_value FROM failures') >= $from + $n });
+	return;
+}
+
+my $lives = 1;
+foreach my $round (1 .. 4)
+{
+	await_answers(1000);
+	foreach (1 .. 5)
+	{
+		$redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
+		$redis->cli('SCRIPT', 'FLUSH');
+		await_answers(20);
+	}
+	$redis->pause;
+	await_failures(20);
+	if ($round % 2)
+	{
+		$redis->resume;
+	}
+	else
+	{
+		$redis->stop;
+		await_failures(100);
+		$redis->start;
+		$lives++;
+		$session->ask($tags);
+	}
+}
+await_answers(1000);
+$watcher->ask('INSERT INTO the_end DEFAULT VALUES');
+finish_clients($run);
+my %calls = map { split /\|/ } split /\n/, $session->ask(q{SELECT state, sum(calls) FROM stormed WHERE state <> 'all' GROUP BY 1});
+my ($ended, $wrong, $allowed, $longest) = split /\|/, $session->ask(q{
+	SELECT count(*), sum(wrong), sum(allowed), max(longest) FROM stormed WHERE state = 'all'});
+note 'calls: ', join(', ', map { "$_ $calls{$_}" } sort keys %calls), "; the longest took $longest ms";
+is($ended, 8, 'eight backends have survived');
+is($wrong, 0, 'no reply was taken by another call');
+is_deeply([ grep { !/^(?:00000|08001|08006)$/ } keys %calls ], [], 'the errors are those of a server that is away');
+cmp_ok($calls{$_} || 0, '>', 0, "$_ was among them: " . ($calls{$_} || 0)) foreach qw(00000 08001 08006);
+cmp_ok($allowed, '<=', 50 * $lives, "$lives lives of Redis allow $allowed");
+cmp_ok($allowed, '>', 0, 'and not nothing');
+cmp_ok($longest, '<', 20_000, 'no call hangs');
+
+#
+# Busy, and paused
+#
+
+$redis->cli('CONFIG', 'SET', 'busy-reply-threshold', '10');
+my $slow = IO::Socket::UNIX->new(Peer => $redis->socket) or die "could not connect: $!";
+print $slow "*3\r\n\$4\r\nEVAL\r\n\$19\r\nwhile true do end  \r\n\$1\r\n0\r\n";
+$slow->flush;
+await('Redis to be busy', sub { return !eval { $redis->cli('PING') } && $@ =~ /^BUSY/ });
+policy_is('a script that does not end', '08P01', qr/BUSY/);
+$redis->cli('SCRIPT', 'KILL');
+await('Redis to be idle', sub { return eval { $redis->cli('PING') } });
+works('a script that does not end');
+
+# The clients stand still, but what they sent is carried out later.
+$redis->cli('DEL', 'rl:{fault}');
+$redis->cli('CLIENT', 'PAUSE', '600000', 'WRITE');
+$session->ask("SET ratelimit.command_timeout = '50ms'");
+policy_is('a pause', '08006', qr/command_timeout has passed$/);
+$session->ask('RESET ratelimit.command_timeout');
+my $waiting = clients('pause', $take);
+await_waiting(8);
+$redis->cli('CLIENT', 'UNPAUSE');
+finish_clients($waiting);
+works('a pause');
+cmp_ok($session->ask(q{SELECT remaining FROM rl_throttle('fault', 7, 1, 86400, 0)}), '<=', 0, 'after a pause what was sent was charged');
+
+#
+# No password, no snapshot, no room
+#
+
+works('before a password');
+$redis->cli('CONFIG', 'SET', 'requirepass', 'new');
+works('a password that came later is not asked of the connection there is');
+$redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
+policy_is('a password that came later', '28P01', qr/NOAUTH/);
+$redis->cli('AUTH', 'new');
+$redis->cli('CONFIG', 'SET', 'requirepass', '');
+works('a password that went');
+
+# A folder stands where the snapshot belongs.
+{
+	my $broken = RedisServer->new(args => [ '--save', '3600 1000000', '--dbfilename', 'folder' ])->start;
+
+	(my $folder = $broken->socket) =~ s{[^/]*$}{folder};
+	mkdir $folder;
+	$session->ask("SET ratelimit.redis_url = '" . $broken->url . "'");
+	works('before the snapshot');
+	$broken->cli('BGSAVE');
+	await('the snapshot to fail', sub { return { $broken->info('persistence') }->{rdb_last_bgsave_status} eq 'err' });
+	policy_is('no snapshot', '08P01', qr/MISCONF/);
+	works('no snapshot, but a call that writes nothing');
+	$broken->cli('CONFIG', 'SET', 'stop-writes-on-bgsave-error', 'no');
+	is($session->attempt($take)->{state}, '00000', 'no snapshot, and none wanted');
+	$session->ask('RESET ratelimit.redis_url');
+}
+
+# Four may connect, of which one is this test's.
+foreach my $tcp (0, 1)
+{
+	my $way = $tcp ? 'TCP' : 'a socket';
+	my $small = RedisServer->new(args => [ '--maxclients', '4' ])->start;
+	my @others = map { IO::Socket::UNIX->new(Peer => $small->socket) or die "could not connect: $!" } 1 .. 3;
+
+	await('the clients', sub { return { $small->info('clients') }->{connected_clients} == 4 });
+	$session->ask("SET ratelimit.redis_url = '" . $small->url(tcp => $tcp) . "'");
+
+	# Redis tells why and ends the connection, and the request may cross that.
+	policy_is("too many clients over $way", '08001', qr/max number of clients/) if !$tcp;
+	like($session->attempt($take)->{state}, qr/^080(?:01|06)$/, "too many clients over $way: an error, try $_") foreach 1 .. 20;
+	@others = ();
+	await('the clients to go', sub { return { $small->info('clients') }->{connected_clients} == 1 });
+	works("too many clients over $way");
+	$session->ask('RESET ratelimit.redis_url');
+}
+
+#
+# Connections that come to nothing
+#
+
+# A proxy without a server: it takes a connection and ends it.
+{
+	my $proxy = IO::Socket::INET->new(LocalAddr => '127.0.0.1', Listen => 50) or die "no socket: $!";
+	my $parent = $$;
+	my $child = fork // die "could not fork: $!";
+
+	if ($child == 0)
+	{
+		$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
+		while (getppid == $parent)
+		{
+			$proxy->timeout(1);
+			my $client = $proxy->accept or next;
+			close $client;
+		}
+		POSIX::_exit(0);
+	}
+	$session->ask("SET ratelimit.redis_url = 'redis://127.0.0.1:" . $proxy->sockport . "'");
+	like($session->attempt($take)->{state}, qr/^080(?:01|06)$/, "a connection that is ended at once, try $_") foreach 1 .. 20;
+	kill 'KILL', $child;
+	waitpid $child, 0;
+	$session->ask('RESET ratelimit.redis_url');
+	works('a connection that is ended at once');
+}
+
+# A socket file with a full queue.
+{
+	my $path = PostgreSQL::Test::Utils::tempdir_short . '/full';
+	my $full = IO::Socket::UNIX->new(Local => $path, Listen => 1) or die "no socket: $!";
+	my @queue;
+
+	while (1)
+	{
+		my $client = IO::Socket::UNIX->new(Type => SOCK_STREAM) or die "no socket: $!";
+		$client->blocking(0);
+		last unless connect $client, Socket::pack_sockaddr_un($path);
+		push @queue, $client;
+	}
+	$session->ask("SET ratelimit.connect_timeout = '50ms'; SET ratelimit.redis_url = 'unix://$path'");
+	policy_is('a full queue', '08001', qr/connect_timeout has passed$/);
+	$session->ask("SET ratelimit.connect_timeout = '10min'; SET statement_timeout = '50ms'");
+	is($session->attempt($take)->{state}, '57014', 'a full queue: statement_timeout works');
+	$session->ask('RESET ratelimit.connect_timeout; RESET statement_timeout; RESET ratelimit.redis_url');
+	works('a full queue');
+}
+
+# A queue that is full, and then moves on: all get their turn.
+{
+	my $short = RedisServer->new(args => [ '--tcp-backlog', '1' ])->start;
+
+	$short->pause;
+	$watcher->ask('CREATE TABLE turn (state text)');
+	my $queue = clients('queue', "SET ratelimit.redis_url = '" . $short->url . "';
+		INSERT INTO turn SELECT state FROM attempt(\$\$$take\$\$);");
+	await_waiting(8);
+	$short->resume;
+	finish_clients($queue);
+	is($session->ask('SELECT state, count(*) FROM turn GROUP BY 1'), '00000|8', 'a queue that moves on: all connect');
+}
+
+#
+# No descriptor
+#
+
+my $pid = $session->pid;
+
+sub descriptors { my @fds = glob("/proc/$pid/fd/*"); return scalar @fds; }
+
+# A call that goes nowhere ends the session's connection.
+sub disconnect
+{
+	$session->ask(q{SET ratelimit.redis_url = 'redis://'});
+	is($session->attempt($take)->{state}, '22023', 'disconnected');
+	$session->ask('RESET ratelimit.redis_url');
+	return;
+}
+
+SKIP:
+{
+	my ($out, $err) = ('', '');
+	skip 'prlimit is not there', 1 unless eval { IPC::Run::run([ 'prlimit', '--version' ], '>', \$out, '2>', \$err) };
+	my ($limit) = slurp_file("/proc/$pid/limits") =~ /^Max open files\s+(\d+)/m;
+
+	# From none to all that a connection needs.
+	my %states;
+	foreach my $more (0 .. 4)
+	{
+		disconnect();
+		my %open = map { m{/(\d+)$} ? ($1 => 1) : () } glob("/proc/$pid/fd/*");
+		my $end = 0;
+
+		# A new descriptor is one that is below the limit and not in use.
+		for (my $room = 0; $room < $more || $open{$end}; $end++) { $room++ unless $open{$end} }
+		IPC::Run::run([ 'prlimit', '--pid', $pid, "--nofile=$end:$limit" ]) or die 'prlimit failed';
+		my $got = $session->attempt($look);
+		IPC::Run::run([ 'prlimit', '--pid', $pid, "--nofile=$limit:$limit" ]) or die 'prlimit failed';
+		$states{ $got->{state} }++;
+		note "room for $more: $got->{state} $got->{message}";
+		like($got->{message}, qr/[Tt]oo many (?:open )?files|epoll_create1 failed/, "room for $more descriptors: a clear error")
+		  if $got->{state} ne '00000';
+		works("after room for $more descriptors");
+	}
+	is($session->pid, $pid, 'the backend lives');
+	cmp_ok($states{'08001'} || 0, '>', 0, 'a connection was refused for lack of descriptors');
+	cmp_ok($states{'00000'} || 0, '>', 0, 'and worked when there were enough');
+}
+
+SKIP:
+{
+	$session->ask('CREATE EXTENSION dblink');
+	skip 'dblink is not there', 1 if $session->error ne '';
+	my $connstr = $node->connstr('postgres');
+
+	# Others have taken all that this process may have.
+	disconnect();
+	my $n = 0;
+	$n++ while $session->attempt("SELECT dblink_connect('c$n', \$\$$connstr\$\$)")->{state} eq '00000';
+	cmp_ok($n, '>', 3, "dblink has taken $n descriptors");
+	my $before = descriptors();
+	policy_is('no external descriptor', '08001', qr/too many files are open in this server process/);
+	$n--;
+	$session->ask("SELECT dblink_disconnect('c$n')");
+	policy_is('one external descriptor', '08001', qr/too many files are open in this server process/);
+	$n--;
+	$session->ask("SELECT dblink_disconnect('c$n')");
+	works('two external descriptors');
+	cmp_ok(descriptors(), '<=', $before, 'and none was lost');
+	$session->ask("SELECT dblink_disconnect('c$_')") foreach 0 .. $n - 1;
+	works('all external descriptors');
+}
+
+#
+# Killed
+#
+
+$redis->cli('DEL', 'rl:{fault}');
+$redis->pause;
+my $victims = clients('victims', $take);
+await_waiting(8);
+my ($victim) = split /\n/, $watcher->ask(q{SELECT pid FROM pg_stat_activity WHERE state = 'active' AND wait_event_type = 'Extension'});
+kill 'KILL', $victim;
+$victims->{handle}->finish;
+isnt($victims->{handle}->result(0), 0, 'a backend that is killed in a call takes the others with it');
+$redis->resume;
+await('the server to be back', sub { return $node->psql('postgres', 'SELECT 1', on_error_stop => 0) == 0 });
+like(slurp_file($node->logfile), qr/server process \(PID $victim\) was terminated by signal 9/, 'it was killed');
+$session = session($node);
+works('a killed backend');
+is(count_of(qr/was terminated by signal/, slurp_file($node->logfile)), 1, 'nothing else has crashed');
+
+done_testing();
