@@ -100,6 +100,19 @@ sub _free_port
 	die "no free port found";
 }
 
+# The password alone: as an argument Valkey 8 does not take every character.
+sub _config_file
+{
+	my ($self) = @_;
+	my $file = "$self->{dir}/redis.conf";
+
+	open my $fh, '>', $file or die "$file: $!";
+	print $fh 'requirepass "', map({ sprintf '\x%02x', ord } split //, $self->{password}), "\"\n"
+	  if defined $self->{password};
+	close $fh or die "$file: $!";
+	return $file;
+}
+
 # Starts the server and waits until it answers; with the option "loading",
 # only until it accepts connections.
 sub start
@@ -112,12 +125,10 @@ sub start
 	foreach my $try (1 .. 5)
 	{
 		$self->{port} = _free_port() unless $fixed;
-		my @command = ($binary,
-			'--port', $self->{port}, '--bind', '127.0.0.1',
+		my @command = ($binary, $self->_config_file, '--port', $self->{port}, '--bind', '127.0.0.1',
 			'--unixsocket', $self->socket, '--unixsocketperm', '700',
 			'--dir', "$self->{dir}", '--logfile', $self->logfile,
 			'--daemonize', 'no', '--save', '', '--appendonly', 'no',
-			(defined $self->{password} ? ('--requirepass', $self->{password}) : ()),
 			@{ $self->{args} });
 
 		unlink $self->socket;
