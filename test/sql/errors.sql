@@ -66,6 +66,7 @@ SET ratelimit.redis_passfile = '/dev/null';
 SELECT failure($$SELECT rl_throttle('k', 1, 1, 1)$$);
 RESET ratelimit.redis_passfile;
 RESET ratelimit.redis_url;
+RESET ratelimit.store;
 RESET ratelimit.on_error;
 SELECT allowed, source FROM rl_throttle('again', 1, 1, 1);
 
