@@ -10,6 +10,7 @@
 #   set_up [PACKAGE...]      installs what is missing (the basic packages and
 #                            these; % in a name is PostgreSQL's version), makes
 #                            $T and in it $SRC, the PostgreSQL tree and $REDIS_SERVER
+#   sources                  writes the sources to standard output, as tar does
 #   build [MAKE_ARG...]      make and make install into the private tree
 #   run COMMAND...           as the unprivileged user in $T, with its own process
 #                            group that ends with the script; returns its status.
@@ -22,16 +23,21 @@
 #   start_postgres [NAME=VALUE...]  starts a cluster with these settings, or starts it again
 #   stop_postgres            ends it (fast shutdown)
 #   sql [PSQL_ARG...]        psql, quiet, stops at the first error
+#   at_end                   what a script that defines it wants done first when it ends
 #
 # After set_up:  T (temporary folder, owned by the unprivileged user), SRC,
 # BIN (PostgreSQL's programs), PG_CONFIG, PG_MAJOR, REDIS_SERVER, REDIS_CLI,
-# REDIS_BENCHMARK.  After start_redis:  REDIS_PID, REDIS_PORT, REDIS_SOCKET,
+# REDIS_BENCHMARK, VERSIONS (in words).  After start_redis:  REDIS_PID, REDIS_PORT, REDIS_SOCKET,
 # REDIS_TCP_URL, REDIS_UNIX_URL.  After start_postgres:  PGHOST (a folder),
 # PGPORT, PGUSER=postgres, PGDATABASE are exported.  POSTGRES_ENV may hold
 # NAME=VALUE pairs for the server's environment.
 #
 # From the environment: REDIS_SERVER (a program such as valkey-server) and
 # PG_CONFIG (of the PostgreSQL to use) override what is found.
+
+# What the tests use besides.
+# shellcheck disable=SC2034 # for the scripts
+TEST_PACKAGES=(libipc-run-perl strace libssl-dev openssl)
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 T='' AS=() POSTGRES_ENV=()
@@ -56,11 +62,14 @@ die() { printf '%s: %s\n' "${0##*/}" "$*" >&2; exit 2; }
 # The end
 #
 
+at_end() { :; }
+
 clean_up() {
 	local status=$?
 	trap - EXIT
 	trap '' INT TERM HUP
 	set +e
+	at_end
 	release_services
 	if [[ -n $CHILD ]]; then
 		kill -TERM -- "-$CHILD" 2>/dev/null
@@ -227,15 +236,19 @@ choose_user() {
 	"${AS[@]}" mkdir home tmp bin run redis
 }
 
-copy_sources() {
-	SRC=$T/src
-	"${AS[@]}" mkdir src
+sources() {
 	{
 		git -c safe.directory='*' -C "$ROOT" ls-files -z --cached --others --exclude-standard 2>/dev/null ||
 			(cd "$ROOT" && find . -path ./.git -prune -o -type f -print0)
 	} | (cd "$ROOT" && while IFS= read -r -d '' file; do
 		if [[ -e $file ]]; then printf '%s\0' "$file"; fi
-	done) | tar -C "$ROOT" --null --no-recursion -T - -cf - | "${AS[@]}" tar -C src -xf - --no-same-owner
+	done) | tar -C "$ROOT" --null --no-recursion -T - -cf -
+}
+
+copy_sources() {
+	SRC=$T/src
+	"${AS[@]}" mkdir src
+	sources | "${AS[@]}" tar -C src -xf - --no-same-owner
 }
 
 # Links to each of a folder's entries.
@@ -294,6 +307,11 @@ find_redis() {
 	export REDIS_SERVER
 }
 
+hiredis_version() {
+	printf '%s\n' '#include <hiredis/hiredis.h>' 'version HIREDIS_MAJOR HIREDIS_MINOR HIREDIS_PATCH' |
+		gcc -E -P - | sed -n 's/^version //p' | tr ' ' .
+}
+
 set_up() {
 	T=$(mktemp -d /tmp/ratelimit.XXXXXX)
 	packages "$@"
@@ -302,7 +320,10 @@ set_up() {
 	private_tree
 	PG_MAJOR=$("$PG_CONFIG" --version | sed -E 's/^[^0-9]*([0-9]+).*/\1/')
 	find_redis
-	say "$("$PG_CONFIG" --version), $("${AS[@]}" "$REDIS_SERVER" --version | sed -E 's/^([A-Za-z]+) server v=([^ ]+).*/\1 \2/'), in $T"
+	VERSIONS=$("$PG_CONFIG" --version | sed 's/ (.*//')
+	VERSIONS+=", $("${AS[@]}" "$REDIS_SERVER" --version | sed -E 's/^([A-Za-z]+) server v=([^ ]+).*/\1 \2/')"
+	VERSIONS+=", hiredis $(hiredis_version)"
+	say "$VERSIONS, in $T"
 }
 
 # Job control gives it a process group of its own.
