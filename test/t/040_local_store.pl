@@ -1,0 +1,459 @@
+# The store in shared memory: what it forgets when it is full, and nothing else;
+# what two databases share; what eight clients get; and that no Redis is asked.
+#
+# RATELIMIT_SEED repeats the random acts of a run.
+use strict;
+use warnings FATAL => 'all';
+
+use Engines;
+use IPC::Run;
+use List::Util qw(max min sum0);
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+use Time::HiRes qw(time);
+
+seed();
+
+# There is no server behind the URL.
+my $node = new_node(RedisServer->new, 'shared_preload_libraries = ratelimit', 'ratelimit.store = local',
+	'ratelimit.local_max_keys = 100', 'max_wal_senders = 2', 'wal_level = replica');
+my $session = session($node);
+my $watcher = session($node);
+my $pid = $session->pid;
+my $scripts = PostgreSQL::Test::Utils::tempdir;
+
+sub states_kept { return $session->ask('SELECT local_keys FROM rl_status()'); }
+
+# Eight clients that run a script.
+sub clients
+{
+	my ($name, $sql, @options) = @_;
+	my ($out, $err) = ('', '');
+
+	append_to_file("$scripts/$name.sql", $sql);
+	my $ok = IPC::Run::run([ $node->installed_command('pgbench'), '-n', '-c', 8, '-j', 2,
+			'-f', "$scripts/$name.sql", @options, $node->connstr('postgres') ],
+		'>', \$out, '2>', \$err);
+	ok($ok && $err !~ /error/i, "$name: no client failed") or diag $err;
+	return;
+}
+
+#
+# The bound
+#
+
+# In virtual time, with a model: which states there are, and when they end.
+my (%end, @forgotten, @wrong);
+my $now = 10**15;
+my %seen = (new => 0, known => 0, ban => 0, ended => 0, reset => 0);
+
+# Makes room for one more, as the store should.
+sub make_room
+{
+	my ($name) = @_;
+
+	return if exists $end{$name} || keys %end < 100;
+	my ($first) = sort { $end{$a} <=> $end{$b} } keys %end;
+	$seen{ended}++ if $end{$first} < $now;
+	push @forgotten, $first;
+	delete $end{$first};
+	return;
+}
+
+# No two periods are alike, so that no two ends are.
+my @commands;
+foreach my $step (1 .. 3000)
+{
+	my $n = below(140);
+	my $period = 1_000_000 * (100 + $n) + $step;
+	my $what = pick(qw(throttle throttle throttle log ban reset));
+	my $name = "$what $n";
+
+	$now += below(3_000_000) + 1;
+	push @commands, "SET ratelimit.debug_now = '$now'";
+	if ($what eq 'reset')
+	{
+		$name = pick("throttle $n", "log $n", "ban $n");
+		push @commands, "SELECT rl_reset('$name')";
+		$seen{reset}++ if delete $end{$name};
+	}
+	else
+	{
+		make_room($name);
+		$seen{ $what eq 'ban' ? 'ban' : exists $end{$name} ? 'known' : 'new' }++;
+		if ($what eq 'throttle')
+		{
+			# Of one period for each key; else they would be states of their own.
+			$period = 1_000_000 * (100 + $n);
+			push @commands, "SELECT rl_throttle('$name', 1000000, 1, " . (100 + $n) . ')';
+			$end{$name} = max($end{$name} || 0, $now) + $period;
+		}
+		elsif ($what eq 'log')
+		{
+			push @commands, "SELECT rl_sliding_log('$name', 100000, " . (100 + $n) . ')';
+			$end{$name} = $now + 1_000_000 * (100 + $n);
+		}
+		else
+		{
+			push @commands, "SELECT rl_ban('$name', " . $period / 1e6 . ')';
+			$end{$name} = $now + $period;
+		}
+	}
+	next unless $step % 50 == 0;
+
+	# What is kept shows before it was made, where nothing has ended yet.
+	my $there = $session->ask(join(";\n", "\\o /dev/null\n" . shift @commands, @commands) . q{;
+		\o
+		SET ratelimit.debug_now = '0';
+		SELECT string_agg(name, ',' ORDER BY name COLLATE "C") FROM (
+			SELECT format('%s %s', what, n) AS name FROM unnest('{throttle,log,ban}'::text[]) what, generate_series(0, 139) n
+			WHERE (SELECT source = 'ban' OR remaining < capacity FROM rl_peek(format('%s %s', what, n),
+				CASE what WHEN 'log' THEN format('sliding_log 100000/%ss', 100 + n) ELSE format('1/%ss burst 1000000', 100 + n) END::rl_limits, 0))) k});
+	@commands = ();
+	push @wrong, "step $step: $there" if $there ne join ',', sort keys %end;
+	push @wrong, "step $step: " . states_kept() . ' are kept' if states_kept() != keys %end;
+}
+is($session->error, '', 'no error');
+is_deeply(\@wrong, [], 'the states that are kept are those that the rule says');
+cmp_ok($seen{$_}, '>', 100, "$_: $seen{$_}") foreach sort keys %seen;
+cmp_ok(scalar @forgotten, '>', 500, 'forgotten: ' . @forgotten);
+is(states_kept(), 100, 'all of the memory is used');
+
+# An action never forgets what it needs itself, near as that is to its end.
+$session->ask(q{RESET ratelimit.debug_now;
+	\o /dev/null
+	SELECT rl_reset(format('%s %s', what, n)) FROM unnest('{throttle,log,ban}'::text[]) what, generate_series(0, 139) n;
+	SELECT rl_throttle('other ' || n, 1, 1, 1000 + n) FROM generate_series(1, 96) n;
+	SELECT rl_check('used', '9/100s, 9/101s, sliding_log 9/102s, token_bucket 9/103s');
+	\o});
+is(states_kept(), 100, 'full again');
+is($session->ask(q{SELECT count(*) FILTER (WHERE allowed) FROM rl_check_each('used', 'sliding_log 9/1d, 9/100s,
+		fixed_window 9/1d from_first, 9/101s, sliding_log 9/102s, sliding_window 9/1d, token_bucket 9/103s, 9/1d ban 1h after 1')}),
+	'8', 'an action that needs five more states is allowed');
+is($session->ask(q{SELECT string_agg(remaining::text, ' ') FROM rl_peek('used', 'sliding_log 9/1d, 9/100s,
+		fixed_window 9/1d from_first, 9/101s, sliding_log 9/102s, sliding_window 9/1d, token_bucket 9/103s, 9/1d', 0)}),
+	'8 7 8 7 7 8 7 8', 'and finds those that were there');
+is($session->ask(q{SELECT string_agg(n::text, ' ' ORDER BY n) FROM generate_series(1, 96) n
+		WHERE (SELECT remaining > 0 FROM rl_peek('other ' || n, format('1/%ss', 1000 + n)::rl_limits, 0))}),
+	'1 2 3 4 5', 'for which those nearest to their end made room, one for a ban among them');
+cmp_ok(states_kept(), '<=', 100, 'within the bound');
+
+# What only looks, is refused for a ban, or repairs makes nobody forgotten.
+$session->ask(q{\o /dev/null
+	SELECT rl_throttle('filler ' || n, 1, 1, 5000) FROM generate_series(1, 20) n;
+	SELECT rl_ban('banned', 9000);
+	\o});
+is(states_kept(), 100, 'full');
+my $kept = q{SELECT string_agg(n::text, ' ' ORDER BY n) FROM generate_series(1, 96) n
+	WHERE (SELECT remaining = 0 FROM rl_peek('other ' || n, format('1/%ss', 1000 + n)::rl_limits, 0))};
+my $before = $session->ask($kept);
+$session->ask(q{\o /dev/null
+	SELECT rl_check('new', '5/1h, sliding_log 3/1h', 0), rl_peek('new', '5/1h, sliding_log 3/1h'), rl_check('banned', '5/1h, sliding_log 3/1h');
+	SELECT rl_ban('banned', 8000), rl_refund('new', '5/1h', 1), rl_reset('new', '5/1h'), rl_unban('new');
+	\o});
+is($session->ask($kept), $before, 'looking, being banned, a second ban and repairs forget nothing');
+is(states_kept(), 100, 'and make nothing');
+
+#
+# Entries
+#
+
+# Eight MB of them at least: a few full logs.  The end is told by the number.
+$session->ask(q{\o /dev/null
+	CREATE FUNCTION fill(name text, n bigint, seconds float8, capacity bigint) RETURNS bigint LANGUAGE sql
+		AS $$ SELECT count(*) FILTER (WHERE (d).allowed)
+			FROM (SELECT rl_sliding_log(name, capacity, seconds) AS d FROM generate_series(1, n) OFFSET 0) calls $$;
+	\o});
+my (%log, @out_of_order);
+foreach my $n (5, 2, 8, 1, 9, 3, 7, 4, 6, 12, 10, 11)
+{
+	is($session->ask("SELECT fill('log $n', 100000, 10000 + 1000 * $n, 100000)"), 100000, "log $n is filled");
+	my ($there) = $session->ask(q{SELECT string_agg(n::text, ' ') FROM generate_series(1, 12) n
+		WHERE (SELECT remaining = 0 FROM rl_peek('log ' || n, format('sliding_log 100000/%ss', 10000 + 1000 * n)::rl_limits, 0))});
+	my %there = map { $_ => 1 } split / /, $there;
+	my @gone = grep { !$there{$_} } keys %log;
+
+	ok(delete $there{$n}, "log $n is there to the last entry");
+	push @out_of_order, "after $n: $there" if @gone && grep { $_ < max(@gone) } keys %there;
+	%log = (%there, $n => 1);
+}
+is_deeply(\@out_of_order, [], 'the logs nearest to their end made room');
+cmp_ok(scalar keys %log, '>=', 2, 'and not more than need be: ' . join ' ', sort keys %log);
+is($session->ask(q{SELECT count(*) FROM generate_series(1, 20) n
+		WHERE (SELECT remaining = 0 FROM rl_peek('filler ' || n, '1/5000s', 0))}), '20', 'no state without entries did');
+is($session->ask("SELECT fill('log 11', 1000, 21000, 100000)"), '0', 'a full log refuses');
+is($session->ask(q{SELECT count(*) FROM generate_series(1, 12) n
+		WHERE (SELECT remaining = 0 FROM rl_peek('log ' || n, format('sliding_log 100000/%ss', 10000 + 1000 * n)::rl_limits, 0))}),
+	scalar keys %log, 'which costs no other log its place');
+
+# A key of so many logs that all the memory is not enough.
+my $logs = join ', ', map { "sliding_log 100000/${_}h" } 1 .. 8;
+$session->ask(qq{CREATE FUNCTION fill_all() RETURNS bigint LANGUAGE plpgsql AS \$\$
+	DECLARE
+		n bigint := 0;
+	BEGIN
+		WHILE rl_allow('greedy', '$logs') LOOP
+			n := n + 1;
+		END LOOP;
+		RAISE 'it ends with a refusal';
+	EXCEPTION WHEN out_of_memory THEN
+		RETURN n;
+	END \$\$});
+my $most = $session->ask('SELECT fill_all()');
+cmp_ok($most, '>', 1000, "the memory ends after $most actions");
+my $attempt = $session->attempt("SELECT rl_check('greedy', '$logs')");
+is_deeply([ @$attempt{qw(state message detail)} ],
+	[ '53200', 'out of shared memory for rate limits', 'ratelimit.local_max_keys says how much there is.' ], 'with a clear error');
+is($session->ask("SELECT string_agg(DISTINCT remaining::text, ',') FROM rl_peek('greedy', '$logs', 0)"),
+	100000 - $most, 'all limits were charged the same');
+is($session->ask("SET ratelimit.on_error = allow; SELECT (source, allowed) FROM rl_check('greedy', '$logs')"), '(fail_open,t)', 'on_error = allow');
+is($session->ask("SET ratelimit.on_error = deny; SELECT (source, allowed) FROM rl_check('greedy', '$logs')"), '(fail_closed,f)', 'on_error = deny');
+is($session->attempt("SET ratelimit.on_error = local; SELECT rl_check('greedy', '$logs')")->{state}, '53200', 'on_error = local has nowhere else to go');
+$session->ask('RESET ratelimit.on_error');
+is($session->ask(q{SELECT (allowed, remaining) FROM rl_sliding_log('modest', 5, 60)}), '(t,4)', 'others go on');
+
+# Logs of all sizes come and go, and all the memory is there again.
+my @again;
+foreach my $round (1 .. 5)
+{
+	$session->ask(q{\o /dev/null
+		SELECT rl_reset('greedy');
+		SELECT fill('mixed ' || n % 60, 1 + n * 37 % 700, 1000 + n % 60, 1 + n * 53 % 900) FROM generate_series(1, 600) n;
+		SELECT rl_sliding_window('mixed ' || n % 60, 100, 0.000061, 0.000001) FROM generate_series(1, 5000) n;
+		SELECT rl_refund('mixed ' || n % 60, format('sliding_log 900/%ss', 1000 + n % 60)::rl_limits, 1 + n % 30) FROM generate_series(1, 1000) n;
+		SELECT rl_check('mixed ' || n % 60, 'sliding_log 3/1h count_denied ban 1us after 2, sliding_window 5/1h', 1 + n % 5) FROM generate_series(1, 3000) n;
+		\o});
+	is($session->error, '', "round $round: no error");
+	$session->ask(q{\o /dev/null
+		SELECT rl_reset('mixed ' || n) FROM generate_series(0, 59) n;
+		\o});
+	push @again, $session->ask('SELECT fill_all()');
+}
+is_deeply([ @again[ 1 .. 4 ] ], [ ($again[0]) x 4 ], "nothing leaks: @again");
+$session->ask(q{SELECT rl_reset('greedy')});
+
+#
+# Whose states they are
+#
+
+$node->safe_psql('postgres', 'CREATE DATABASE other');
+$node->safe_psql('other', 'CREATE EXTENSION ratelimit');
+my $other = session($node, 'other');
+my $take = q{SELECT remaining FROM rl_throttle('shared', 100, 1, 86400)};
+is($session->ask($take), 99, 'one database');
+is($other->ask($take), 98, 'another has the same state');
+is($other->ask("SET ratelimit.key_prefix = 'another:'; $take"), 99, 'another prefix has its own');
+is($session->ask($take), 97, 'which is no other\'s');
+is($other->ask("SET ratelimit.redis_url = 'redis://127.0.0.1/7'; $take"), 99, 'another URL too');
+is($other->ask("SET ratelimit.key_prefix = 'rl:'; $take"), 99, 'and the prefix of the first with it');
+is($other->ask("RESET ratelimit.redis_url; $take"), 96, 'back again');
+is($other->ask("BEGIN; SET LOCAL ratelimit.key_prefix = 'another:'; $take; ROLLBACK; $take"), "98\n95", 'a prefix that is rolled back');
+
+#
+# All functions
+#
+
+sub answers
+{
+	my ($sql, $expected, $name) = @_;
+
+	is($session->ask($sql), $expected, $name) or diag $session->error;
+	return;
+}
+
+answers(q{SELECT (allowed, remaining, source) FROM rl_check('all', 'fixed_window 5/10d from_first, sliding_log 3/1d', 2)}, '(t,1,local)', 'rl_check');
+answers(q{SELECT string_agg(format('%s %s %s', rule, allowed, remaining), ', ') FROM rl_check_each('all', 'fixed_window 5/10d from_first, sliding_log 3/1d', 2)},
+	'fixed_window 5/10d from_first t 3, sliding_log 3/1d f 1', 'rl_check_each that one limit refuses charges none');
+answers(q{SELECT string_agg(format('%s %s %s', allowed, remaining, source), ', ') FROM rl_peek('all', 'fixed_window 5/10d from_first, sliding_log 3/1d')},
+	't 2 local, t 0 local', 'rl_peek');
+answers(q{SELECT rl_refund('all', 'fixed_window 5/10d from_first, sliding_log 3/1d', 1)}, '', 'rl_refund');
+answers(q{SELECT string_agg(remaining::text, ',') FROM rl_peek('all', 'fixed_window 5/10d from_first, sliding_log 3/1d', 0)}, '4,2', 'gives back to both');
+answers(q{SELECT rl_refund('all', 'sliding_log 3/1d', 100)}, '', 'rl_refund of more than was taken');
+answers(q{SELECT string_agg(remaining::text, ',') FROM rl_peek('all', 'fixed_window 5/10d from_first, sliding_log 3/1d', 0)}, '4,3', 'fills it and no more');
+answers(q{SELECT rl_ban('all', 3600)}, '', 'rl_ban');
+answers(q{SELECT (allowed, source, retry_after > 3590) FROM rl_throttle('all', 5, 1, 1)}, '(f,ban,t)', 'binds another limit');
+answers(q{SELECT rl_unban('all')}, 't', 'rl_unban');
+answers(q{SELECT rl_unban('all')}, 'f', 'rl_unban of nothing');
+answers(q{SELECT rl_allow('all', '5/1s')}, 't', 'after it the key may act');
+answers(q{SELECT rl_allow('all', 'sliding_log 3/1d')}, 't', 'and under another limit');
+answers(q{SELECT rl_reset('all', 'sliding_log 3/1d'), rl_reset('all', 'sliding_log 3/1d')}, 't|f', 'rl_reset of one limit');
+answers(q{SELECT remaining FROM rl_peek('all', 'fixed_window 5/10d from_first', 0)}, '4', 'leaves the others');
+answers(q{SELECT rl_reset('all'), rl_reset('all')}, 't|f', 'rl_reset of the key');
+answers(q{SELECT count(*) FILTER (WHERE allowed) FROM generate_series(1, 5) n, LATERAL rl_check('ban ' || n * 0, '1/1h ban 1h after 3')}, '1', 'refusals');
+answers(q{SELECT source FROM rl_check('ban 0', '5/1s')}, 'ban', 'that bring a ban');
+is($session->attempt(q{SELECT rl_enforce('ban 0', '1/1h')})->{state}, 'PT429', 'rl_enforce raises');
+
+# What has ended is no longer there, without anybody having removed it.
+answers(q{SELECT rl_ban('brief', 0.001)}, '', 'a brief ban');
+answers(q{SELECT pg_sleep(0.002)}, '', 'which ends');
+answers(q{SELECT rl_unban('brief'), rl_reset('brief')}, 'f|f', 'is none');
+answers(q{SELECT allowed FROM rl_check('brief', '1/1ms')}, 't', 'a brief limit');
+answers(q{SELECT pg_sleep(0.002)}, '', 'which ends too');
+answers(q{SELECT rl_reset('brief')}, 'f', 'is as if never used');
+
+# A wait takes its turn, and holds nobody up.
+answers(q{SELECT rl_allow('wait', '1/500ms')}, 't', 'the first passes');
+answers(q{SELECT (allowed, source) FROM rl_wait('wait', '1/500ms', 1, 60)}, '(t,local)', 'the second waits for its turn');
+answers(q{SELECT (allowed, source) FROM rl_wait('wait', '1/500ms', 1, 0.001)}, '(f,local)', 'a third is refused who has no time');
+$session->send(q{SELECT rl_allow('long', '1/1h');
+	SELECT state FROM attempt($$SELECT rl_wait('long', '1/1h')$$);});
+await('the wait', sub {
+	return $watcher->ask("SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Extension' AND pid = $pid AND query LIKE '%attempt%'") eq '1';
+});
+is($watcher->ask(q{SELECT (allowed, source) FROM rl_check('long', '9/1d')}), '(t,local)', 'meanwhile others act on the key');
+is($watcher->ask("SELECT pg_cancel_backend($pid)"), 't', 'a cancel');
+like($session->ask(''), qr/^t\n57014$/, 'ends the wait');
+
+#
+# Transactions
+#
+
+$session->ask(q{BEGIN READ ONLY; SELECT rl_throttle('read only', 5, 1, 86400); SELECT rl_ban('x', 1);});
+is($session->error, '', 'in a read-only transaction');
+answers('SELECT pg_current_xact_id_if_assigned() IS NULL', 't', 'no transaction is written');
+answers(q{ROLLBACK; SELECT remaining FROM rl_throttle('read only', 5, 1, 86400)}, '3', 'and what was taken stays taken');
+
+$node->backup('copy');
+my $standby = PostgreSQL::Test::Cluster->new('standby');
+$standby->init_from_backup($node, 'copy', has_streaming => 1);
+$standby->start;
+is($standby->safe_psql('postgres', q{SELECT pg_is_in_recovery(), remaining, source FROM rl_throttle('read only', 5, 1, 86400)}),
+	't|4|local', 'a hot standby has a store of its own');
+$standby->stop;
+
+#
+# Parallel queries
+#
+
+$session->ask(q{CREATE TABLE many AS SELECT n FROM generate_series(1, 50000) n;
+	ANALYZE many;
+	SET parallel_setup_cost = 0; SET parallel_tuple_cost = 0; SET min_parallel_table_scan_size = 0; SET max_parallel_workers_per_gather = 2;});
+my $parallel = q{SELECT count(*) FILTER (WHERE allowed) FROM (SELECT rl_allow('parallel', 'sliding_log 12345/1h') AS allowed FROM many WHERE n % 2 = 0 OFFSET 0) s};
+like($session->ask("EXPLAIN (COSTS OFF, VERBOSE) $parallel"), qr/Gather\n.*Output: rl_allow.*Parallel Seq Scan(?!.*rl_allow)/s, 'in a parallel query the leader decides');
+answers($parallel, '12345', 'each row once');
+my $forced = $node->pg_version >= 16 ? 'debug_parallel_query' : 'force_parallel_mode';
+answers("SET $forced = on; SELECT remaining FROM rl_throttle('forced', 5, 1, 86400); RESET $forced", '4', 'where parallelism is forced too');
+$session->ask('RESET ALL');
+
+#
+# An end in the middle
+#
+
+my $endless = q{SELECT count(rl_throttle('endless', 1000000000, 1000, 1)) FROM generate_series(1, 100000) a, generate_series(1, 100000) b};
+my $looping = q{DO $d$ BEGIN LOOP PERFORM rl_check('endless', '1/1s, sliding_log 5/1s'); END LOOP; END $d$};
+foreach my $query ($endless, $looping)
+{
+	foreach my $how (qw(cancel statement_timeout))
+	{
+		my $calls = $watcher->ask('SELECT sum(allowed + denied) FROM rl_stat');
+
+		$session->ask("SET statement_timeout = '300ms'") if $how eq 'statement_timeout';
+		$session->send("$query;");
+		if ($how eq 'cancel')
+		{
+			await('the calls', sub { return $watcher->ask('SELECT sum(allowed + denied) FROM rl_stat') > $calls + 1000 });
+			$watcher->ask("SELECT pg_cancel_backend($pid)");
+		}
+		$session->ask('RESET statement_timeout');
+		is($session->state, '57014', "$how ends calls in their millions");
+		is($watcher->ask(q{SELECT source FROM rl_throttle('endless', 1000000000, 1000, 1)}), 'local', 'and leaves nothing locked');
+	}
+}
+
+#
+# Eight clients
+#
+
+$node->safe_psql('postgres', 'CREATE UNLOGGED TABLE taken (run text, quota bigint, allowed boolean, source text)');
+my %call = (
+	throttle => q{rl_throttle('run throttle', 137, 1, 86400, :quota)},
+	token_bucket => q{rl_token_bucket('run bucket', 137, 1, 86400, :quota)},
+	fixed_window => q{rl_fixed_window('run window', 137, 315576000, :quota)},
+	sliding_window => q{rl_sliding_window('run sliding', 137, 86400, 8640, :quota)},
+	sliding_log => q{rl_sliding_log('run log', 137, 86400, :quota)},
+	several => q{rl_check('run several', '1/1d burst 200, sliding_log 137/1d, fixed_window 300/1d from_first, token_bucket 1/1d burst 150', :quota)});
+clients('exactly', join("\n", '\set quota 1',
+		map { "INSERT INTO taken SELECT '$_', :quota, allowed, source FROM $call{$_};" } sort keys %call), '-t', 40);
+is($node->safe_psql('postgres', "SELECT count(*), sum(quota) FILTER (WHERE allowed), string_agg(DISTINCT source, ',') FROM taken WHERE run = '$_'"),
+	'320|137|local', "$_: of 320 actions exactly the capacity is allowed") foreach sort keys %call;
+is($node->safe_psql('postgres', q{SELECT string_agg(remaining::text, ',') FROM rl_peek('run several',
+		'1/1d burst 200, sliding_log 137/1d, fixed_window 300/1d from_first, token_bucket 1/1d burst 150', 0)}),
+	'63,0,163,13', 'several: all were charged, or none');
+
+# '1000/1s' for five seconds and a half, by each algorithm.  Who goes on until
+# refused sees when it was used up; between the first and the last such moment
+# all was taken.
+my %limit = (map({ $_ => "$_ 1000/1s" } qw(throttle token_bucket fixed_window sliding_log)), sliding_window => 'sliding_window 1000/1s step 20ms');
+$node->safe_psql('postgres', q{
+	CREATE UNLOGGED TABLE hammered (run text, calls bigint, allowed bigint, first_refusal timestamptz, last_refusal timestamptz);
+	CREATE FUNCTION hammer(limits rl_limits[]) RETURNS void LANGUAGE plpgsql AS $$
+	DECLARE
+		until timestamptz := clock_timestamp() + interval '5.5 s';
+		run hammered[];
+		going boolean := true;
+		asked timestamptz;
+	BEGIN
+		FOR i IN 1 .. array_length(limits, 1) LOOP
+			run[i] := (limits[i], 0, 0, NULL, NULL);
+		END LOOP;
+		WHILE going LOOP
+			going := false;
+			FOR i IN 1 .. array_length(limits, 1) LOOP
+				CONTINUE WHEN run[i].last_refusal > until;
+				going := true;
+				asked := clock_timestamp();
+				run[i].calls := run[i].calls + 1;
+				IF rl_allow('hammer ' || limits[i], limits[i]) THEN
+					run[i].allowed := run[i].allowed + 1;
+				ELSE
+					run[i].first_refusal := coalesce(run[i].first_refusal, clock_timestamp());
+					run[i].last_refusal := asked;
+				END IF;
+			END LOOP;
+		END LOOP;
+		INSERT INTO hammered SELECT * FROM unnest(run);
+	END $$});
+my $began = time;
+clients('hammer', "SELECT hammer('{" . join(',', map { qq{"$_"} } values %limit) . "}');", '-t', 1);
+my $took = time - $began;
+foreach my $run (sort keys %limit)
+{
+	my ($clients, $calls, $allowed, $span) = split /\|/, $node->safe_psql('postgres', qq{
+		SELECT count(*), sum(calls), sum(allowed), extract(epoch FROM max(last_refusal) - min(first_refusal))
+		FROM hammered WHERE run = '$limit{$run}'});
+	my $promised = $run eq 'throttle' ? 1000 + 1000 * $took
+	  : $run =~ /^(token_bucket|fixed_window)$/ ? 1000 * (2 + int($took)) : 1000 * (1 + int($took));
+	my $least = $run eq 'throttle' ? 1000 * $span - 2 : 1000 * int($span / ($run eq 'sliding_window' ? 1.02 : 1));
+
+	note "$run: $calls calls, $allowed allowed, $span s of $took s";
+	is($clients, 8, "$run: eight clients");
+	cmp_ok($calls, '>', 2 * $promised, "$run: more was asked for than the limit gives");
+	cmp_ok($allowed, '<=', $promised, "$run: the promise was kept");
+	cmp_ok($allowed, '>=', $least, "$run: and reached");
+}
+
+#
+# More partitions, and an end
+#
+
+cmp_ok(states_kept(), '>', 0, 'before a restart there are states');
+$_->quit foreach $session, $watcher, $other;
+$node->append_conf('postgresql.conf', "ratelimit.local_max_keys = 5001");
+$node->restart;
+$session = session($node);
+answers('SELECT local_keys, local_max_keys FROM rl_status()', '0|5001', 'a restart forgets all');
+answers($take, 99, 'and limits begin anew');
+answers(q{SELECT rl_reset('shared')}, 't', 'reset');
+$session->ask(q{\o /dev/null
+	SELECT rl_throttle('spread ' || n, 10, 1, 1000 + n) FROM generate_series(1, 20000) n;
+	\o});
+cmp_ok(states_kept(), '<=', 5001, 'not more than the bound are kept: ' . states_kept());
+cmp_ok(states_kept(), '>=', 4990, 'and not many fewer');
+answers(q{SELECT bool_or(there) FILTER (WHERE n <= 12000), bool_and(there) FILTER (WHERE n > 16000) FROM (
+		SELECT n, (SELECT remaining < 10 FROM rl_peek('spread ' || n, format('1/%ss burst 10', 1000 + n)::rl_limits, 0)) AS there
+		FROM generate_series(1, 20000) n) s}, 'f|t', 'of 20,000 those that end last');
+
+done_testing();
