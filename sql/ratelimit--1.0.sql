@@ -183,6 +183,14 @@ CREATE FUNCTION rl_check_each(key text, limits rl_limits, quota bigint DEFAULT 1
 COMMENT ON FUNCTION rl_check_each(text, rl_limits, bigint) IS
 	'the same act as rl_check, a row per limit: its text and its own decision; the act happened if all are allowed';
 
+CREATE FUNCTION rl_check_many(keys text[], limits rl_limits, quotas bigint[] DEFAULT NULL,
+		OUT key text, OUT allowed boolean, OUT capacity bigint, OUT remaining bigint,
+		OUT retry_after double precision, OUT reset_after double precision, OUT source text)
+	RETURNS SETOF record
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_check_many(text[], rl_limits, bigint[]) IS
+	'rl_check for each of many keys, in few round trips; rows in the order of keys; NULL quotas: one each; a NULL in an array raises 22004';
+
 CREATE FUNCTION rl_allow(key text, limits rl_limits, quota bigint DEFAULT 1)
 	RETURNS boolean
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
@@ -358,6 +366,7 @@ REVOKE ALL ON FUNCTION rl_throttle(text, bigint, bigint, double precision, bigin
 	rl_sliding_log(text, bigint, double precision, bigint),
 	rl_check(text, rl_limits, bigint),
 	rl_check_each(text, rl_limits, bigint),
+	rl_check_many(text[], rl_limits, bigint[]),
 	rl_wait(text, rl_limits, bigint, double precision),
 	rl_allow(text, rl_limits, bigint),
 	rl_enforce(text, rl_limits, bigint),

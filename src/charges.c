@@ -115,7 +115,8 @@ number_calls(void)
 }
 
 static int
-next_call(int i, const char **place, int *place_len, const RlLimit **limits, const RlCharge **charges)
+next_call(int i, const char **place, int *place_len, const RlLimit **limits, const RlCharge **charges,
+		  void *arg pg_attribute_unused())
 {
 	int			n = 0;
 	dlist_iter	iter;
@@ -217,7 +218,7 @@ flush(bool quietly, RlError *error)
 	rl_error_set(error, ERRCODE_CONNECTION_DOES_NOT_EXIST, "ratelimit.redis_url was changed meanwhile");
 	give_up(is_elsewhere, error);
 	if (dlist_is_empty(&queue) ||
-		rl_redis_undo(number_calls(), next_call, call_done, quietly, error))
+		rl_redis_undo(number_calls(), next_call, call_done, quietly, NULL, error))
 		return true;
 	give_up(was_sent, error);
 	return false;

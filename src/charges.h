@@ -12,7 +12,7 @@
 #define RL_MAX_UNDO			16	/* charges that one call takes back */
 
 typedef int (*RlUndoNext) (int i, const char **place, int *place_len,
-						   const RlLimit **limits, const RlCharge **charges);
+						   const RlLimit **limits, const RlCharge **charges, void *arg);
 typedef void (*RlUndoDone) (int i);
 
 /* charges.c */
@@ -22,10 +22,24 @@ extern void rl_charges_note(const RlKey *key, const RlLimits *limits, int64 quot
 extern bool rl_charges_pending(void);
 extern bool rl_charges_flush(RlError *error);
 
+/* decide.c */
+#define RL_MAX_MANY			4096
+
+typedef struct RlAnswer
+{
+	RlDecision	decision;
+	int			binding;		/* index of the limit that it is about */
+	bool		local;			/* who decided */
+	RlCharge   *charges;		/* NULL, or room for each limit's */
+} RlAnswer;
+
+extern void rl_decide_many(const RlLimits *limits, const RlWanted *wanted, int n,
+						   RlAnswer *answers, RlError *error);
+
 /* redis_store.c, local_store.c */
 extern int	rl_redis_place(const RlKey *key, char *place);
 extern void rl_redis_reserve_undo(void);
-extern bool rl_redis_undo(int n, RlUndoNext next, RlUndoDone done, bool quietly, RlError *error);
+extern bool rl_redis_undo(int n, RlUndoNext next, RlUndoDone done, bool quietly, void *arg, RlError *error);
 extern void rl_local_undo(RlName name, const RlLimit *limit, const RlCharge *charge);
 
 #endif							/* CHARGES_H */

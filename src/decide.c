@@ -7,6 +7,7 @@
 #include "postgres.h"
 
 #include "mb/pg_wchar.h"
+#include "miscadmin.h"
 #include "utils/timestamp.h"
 
 #include "charges.h"
@@ -128,13 +129,23 @@ log_failure(const RlError *error, const char *hint)
 			 errhint("%s", hint)));
 }
 
+/* What is done with actions that no store has decided. */
+static RlOnError
+last_resort(void)
+{
+	/* Who only watches what limits would do must not be stopped by them. */
+	if (rl_mode == RL_MODE_SHADOW)
+		return RL_ON_ERROR_ALLOW;
+	return rl_on_error == RL_ON_ERROR_LOCAL ? RL_ON_ERROR_ERROR : rl_on_error;
+}
+
 /* Decides without the store, which has failed. */
 static void
 fail(Action *action, RlDecision *decisions)
 {
-	RlOnError	on_error = rl_on_error;
+	RlOnError	on_error = last_resort();
 
-	if (on_error == RL_ON_ERROR_LOCAL && !rl_store_is_local)
+	if (rl_on_error == RL_ON_ERROR_LOCAL && !rl_store_is_local)
 	{
 		log_failure(action->error, "Actions are decided by this server alone, as ratelimit.on_error says.");
 		action->from_local = true;
@@ -145,10 +156,7 @@ fail(Action *action, RlDecision *decisions)
 			return;
 		}
 	}
-	/* Who only watches what limits would do must not be stopped by them. */
-	if (rl_mode == RL_MODE_SHADOW)
-		on_error = RL_ON_ERROR_ALLOW;
-	if (on_error == RL_ON_ERROR_ERROR || on_error == RL_ON_ERROR_LOCAL)
+	if (on_error == RL_ON_ERROR_ERROR)
 	{
 		count(action, RL_WAS_ERROR, false);
 		rl_raise(action->error);
@@ -260,15 +268,30 @@ refused(Action *action, RlDecision *decision, int binding, bool cache)
 	}
 }
 
+/* True if the action took quota from the store, and not only with its blessing. */
+static bool
+is_charged(const RlDecision *decision)
+{
+	return decision->allowed &&
+		(decision->source == RL_FROM_REDIS || decision->source == RL_FROM_LOCAL);
+}
+
 /* What follows from an answer that has a decision for each limit. */
 static void
 conclude(Action *action, RlDecision *combined, int binding, const RlDecision *each, bool cache)
 {
 	if (!combined->allowed)
 		refused(action, combined, binding, cache);
-	else if (combined->source == RL_FROM_REDIS || combined->source == RL_FROM_LOCAL)
+	else if (is_charged(combined))
 		rl_charges_note(action->key, action->limits, action->quota, each, action->at,
 						action->from_local);
+}
+
+/* What is due to the store may be what the cache does not know of yet. */
+static bool
+may_use_cache(void)
+{
+	return rl_denial_cache && !rl_store_is_local && rl_shared_available() && !rl_charges_pending();
 }
 
 /*
@@ -292,8 +315,7 @@ rl_decide(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 		return;
 	}
 	begin(&action, key, limits, quota, how, error);
-	cache = rl_denial_cache && how == RL_TAKE && !rl_store_is_local && rl_shared_available() &&
-		!rl_charges_pending();
+	cache = how == RL_TAKE && may_use_cache();
 	if (cache && rl_denied_lookup(action.name, limits, quota, decision, binding))
 	{
 		if (rl_mode == RL_MODE_SHADOW)
@@ -357,42 +379,204 @@ rl_decide_each(const RlKey *key, const RlLimits *limits, int64 quota, RlDecision
 }
 
 /*
+ * Many actions
+ */
+
+typedef struct Many
+{
+	Action	   *actions;		/* those that the store is asked */
+	int		   *which;			/* their answers */
+	RlAnswer   *answers;
+	bool	   *answered;
+} Many;
+
+/* Sets an answer from the decisions of each limit. */
+static void
+set_answer(const Action *action, const RlDecision *each, RlAnswer *answer)
+{
+	answer->decision = rl_combine(each, action->limits->n, &answer->binding);
+	answer->local = action->from_local;
+	for (int i = 0; answer->charges != NULL && i < action->limits->n; i++)
+	{
+		answer->charges[i].amount = 0;
+		if (is_charged(&answer->decision))
+			answer->charges[i] = rl_charge(&action->limits->limit[i], action->quota, action->at,
+										   each[i].reset_after);
+	}
+}
+
+/* Keeps an answer of many; more may come, so that nothing here may throw. */
+static void
+took_one(int i, const RlDecision *each, int64 at, void *arg)
+{
+	Many	   *many = arg;
+	Action	   *action = &many->actions[i];
+	RlAnswer   *answer = &many->answers[many->which[i]];
+
+	action->at = at;
+	set_answer(action, each, answer);
+	if (is_charged(&answer->decision))
+		rl_charges_note(action->key, action->limits, action->quota, each, at, false);
+	many->answered[i] = true;
+}
+
+/* Asks Redis for n actions, and counts those that end in an error. */
+static void
+ask_many(Many *many, int n, RlError *error)
+{
+	RlWanted   *wanted = palloc(n * sizeof(RlWanted));
+	bool		done;
+
+	for (int i = 0; i < n; i++)
+	{
+		wanted[i].key = *many->actions[i].key;
+		wanted[i].quota = many->actions[i].quota;
+		many->answered[i] = false;
+	}
+	PG_TRY();
+	{
+		done = rl_charges_flush(error) &&
+			rl_redis_take_many(many->actions[0].limits, wanted, n, took_one, many, error);
+	}
+	PG_CATCH();
+	{
+		for (int i = 0; i < n; i++)
+			if (!many->answered[i])
+				count(&many->actions[i], RL_WAS_ERROR, false);
+		PG_RE_THROW();
+	}
+	PG_END_TRY();
+	pfree(wanted);
+	if (done || last_resort() != RL_ON_ERROR_ERROR || rl_on_error == RL_ON_ERROR_LOCAL)
+		return;
+	for (int i = 0; i < n; i++)
+		count(&many->actions[i], many->answered[i] ? outcome_of(&many->answers[many->which[i]].decision) :
+			  RL_WAS_ERROR, false);
+	rl_raise(error);
+}
+
+/*
+ * Takes quota for up to RL_MAX_MANY actions under the same limits, each for
+ * itself, like rl_decide.  answers has room for n, each with room for what it
+ * charged to the limits, or NULL; an amount of 0 was not charged.
+ */
+void
+rl_decide_many(const RlLimits *limits, const RlWanted *wanted, int n, RlAnswer *answers,
+			   RlError *error)
+{
+	Many		many = {.answers = answers};
+	RlDecision	each[RL_MAX_LIMITS];
+	bool		cache;
+	int			asked = 0;
+
+	Assert(n <= RL_MAX_MANY);
+	many.actions = palloc(n * sizeof(Action));
+	many.which = palloc(n * sizeof(int));
+	many.answered = palloc(n * sizeof(bool));
+	for (int i = 0; i < n; i++)
+	{
+		Action	   *action = &many.actions[asked];
+		RlDecision *decision = &answers[i].decision;
+
+		if (rl_mode == RL_MODE_OFF)
+		{
+			decide_unasked(limits, true, RL_OFF, each);
+			set_answer(&(Action) {.limits = limits}, each, &answers[i]);
+			continue;
+		}
+		begin(action, &wanted[i].key, limits, wanted[i].quota, RL_TAKE, error);
+		cache = may_use_cache();
+		if (rl_store_is_local)
+		{
+			CHECK_FOR_INTERRUPTS();
+			ask(action, each);
+			set_answer(action, each, &answers[i]);
+			conclude(action, decision, answers[i].binding, each, false);
+			count(action, outcome_of(decision), false);
+		}
+		else if (cache && rl_denied_lookup(action->name, limits, action->quota, decision,
+										   &answers[i].binding))
+		{
+			for (int j = 0; answers[i].charges != NULL && j < limits->n; j++)
+				answers[i].charges[j].amount = 0;
+			if (rl_mode == RL_MODE_SHADOW)
+				refused(action, decision, answers[i].binding, true);
+			count(action, outcome_of(decision), true);
+		}
+		else
+		{
+			if (rl_shared_available())
+			{
+				action->asked = rl_local_now();
+				action->generation = rl_denied_generation(action->name);
+			}
+			many.which[asked++] = i;
+		}
+	}
+	if (asked > 0)
+		ask_many(&many, asked, error);
+	for (int i = 0; i < asked; i++)
+	{
+		Action	   *action = &many.actions[i];
+		RlAnswer   *answer = &answers[many.which[i]];
+
+		if (!many.answered[i])
+		{
+			RlError		why = *error;
+
+			action->error = &why;
+			fail(action, each);
+			set_answer(action, each, answer);
+			conclude(action, &answer->decision, answer->binding, each, false);
+		}
+		else if (!answer->decision.allowed)
+			refused(action, &answer->decision, answer->binding, may_use_cache());
+		count(action, outcome_of(&answer->decision), false);
+	}
+	pfree(many.actions);
+	pfree(many.which);
+	pfree(many.answered);
+}
+
+/*
  * Raises the error of an action that was refused; error tells why when the
- * store failed.
+ * store failed, and also, if not NULL, what else there is to say.
  */
 void
 rl_raise_refused(const RlKey *key, const RlLimit *limit, int64 quota,
-				 const RlDecision *decision, const RlError *error)
+				 const RlDecision *decision, const RlError *error, const char *also)
 {
 	const char *key_text = pg_any_to_server(pnstrdup(key->data, key->len), key->len, PG_UTF8);
 	long long	wait_ms = (decision->retry_after + 999) / 1000;
+
+	also = also ? psprintf(" %s", also) : "";
 
 	if (decision->source == RL_FAIL_CLOSED)
 		ereport(ERROR,
 				(errcode(ERRCODE_RATE_LIMITED),
 				 errmsg("rate limit \"%s\" cannot be checked for key \"%s\"",
 						rl_limit_text(limit), key_text),
-				 errdetail_internal("%s", error->message),
+				 errdetail_internal("%s%s", error->message, also),
 				 errhint("Actions are refused because ratelimit.on_error is \"deny\".")));
 	if (decision->retry_after == RL_NEVER)
 		ereport(ERROR,
 				(errcode(ERRCODE_RATE_LIMITED),
 				 errmsg("rate limit \"%s\" exceeded for key \"%s\"",
 						rl_limit_text(limit), key_text),
-				 errdetail("The action takes %lld, and the limit never has more than %lld: no wait will help.",
-						   (long long) quota, (long long) limit->capacity),
+				 errdetail("The action takes %lld, and the limit never has more than %lld: no wait will help.%s",
+						   (long long) quota, (long long) limit->capacity, also),
 				 errhint("Split the action into smaller ones.")));
 	if (decision->ban_left > 0)
 		ereport(ERROR,
 				(errcode(ERRCODE_RATE_LIMITED),
 				 errmsg("key \"%s\" is banned", key_text),
-				 errdetail("Retry after %lld.%03lld seconds.", wait_ms / 1000, wait_ms % 1000),
+				 errdetail("Retry after %lld.%03lld seconds.%s", wait_ms / 1000, wait_ms % 1000, also),
 				 errhint("rl_unban lifts a ban.")));
 	ereport(ERROR,
 			(errcode(ERRCODE_RATE_LIMITED),
 			 errmsg("rate limit \"%s\" exceeded for key \"%s\"",
 					rl_limit_text(limit), key_text),
-			 errdetail("Retry after %lld.%03lld seconds.", wait_ms / 1000, wait_ms % 1000),
+			 errdetail("Retry after %lld.%03lld seconds.%s", wait_ms / 1000, wait_ms % 1000, also),
 			 errhint("The action takes %lld, and %lld of %lld are free now.",
 					 (long long) quota, (long long) decision->remaining,
 					 (long long) limit->capacity)));

@@ -1,10 +1,7 @@
 /*
  * enforce.c
- *		The trigger rl_enforce(key template, limits [, option ...]).
- *
- * A rule is what a trigger's arguments say, parsed for its table.  Rules are
- * kept by the trigger's OID, together with the arguments they were made from;
- * an invalidation of the table's relcache entry makes its rules stale.
+ *		The trigger rl_enforce(): for each row, or for each statement with the
+ *		rows that it has written, and what rl_triggers shows of it.
  */
 #include "postgres.h"
 
@@ -15,404 +12,44 @@
 #include "catalog/pg_trigger.h"
 #include "catalog/pg_type.h"
 #include "commands/trigger.h"
+#include "common/int.h"
+#include "executor/executor.h"
+#include "executor/tuptable.h"
 #include "funcapi.h"
 #include "lib/stringinfo.h"
+#include "miscadmin.h"
 #include "storage/lmgr.h"
 #include "utils/builtins.h"
 #include "utils/fmgroids.h"
 #include "utils/hsearch.h"
-#include "utils/inval.h"
-#include "utils/lsyscache.h"
 #include "utils/memutils.h"
-#include "utils/rel.h"
+#include "utils/tuplestore.h"
 
-#include "ratelimit.h"
-
-/* A piece of the key: text, or if it is NULL a column. */
-typedef struct Piece
-{
-	char	   *text;
-	AttrNumber	attnum;
-	RlKeyPart	column;
-} Piece;
-
-typedef struct Rule
-{
-	MemoryContext context;
-	int			nargs;			/* what it was made from */
-	char	  **args;
-	int			npieces;
-	Piece	   *pieces;
-	RlLimits	limits;
-	int64		quota;			/* unless quota_attnum is set */
-	AttrNumber	quota_attnum;
-	Oid			quota_type;
-	bool		skip;			/* leave a refused row out */
-	char	   *quota_text;		/* for rl_triggers; NULL: the default */
-} Rule;
-
-typedef struct RuleEntry
-{
-	Oid			trigger;		/* hash key */
-	Oid			relation;
-	bool		stale;
-	Rule	   *rule;			/* or NULL */
-} RuleEntry;
-
-static HTAB *rules = NULL;
+#include "charges.h"
+#include "rule.h"
 
 /*
- * Parsing
- */
-
-/* The trigger fires with a row that is not written yet. */
-static bool
-sees_unwritten_row(const Trigger *trigger)
-{
-	return TRIGGER_FOR_BEFORE(trigger->tgtype) &&
-		(TRIGGER_FOR_INSERT(trigger->tgtype) || TRIGGER_FOR_UPDATE(trigger->tgtype));
-}
-
-/* Finds a column by name[0..len); returns 0 with the error set. */
-static AttrNumber
-find_column(Relation rel, const Trigger *trigger, const char *name, int len, RlError *error)
-{
-	TupleDesc	desc = RelationGetDescr(rel);
-
-	for (int i = 0; i < desc->natts; i++)
-	{
-		Form_pg_attribute att = TupleDescAttr(desc, i);
-
-		if (att->attisdropped || strlen(NameStr(att->attname)) != (size_t) len ||
-			memcmp(NameStr(att->attname), name, len) != 0)
-			continue;
-		if (att->attgenerated != '\0' &&
-			(att->attgenerated != ATTRIBUTE_GENERATED_STORED || sees_unwritten_row(trigger)))
-		{
-			rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-						 "generated column \"%.*s\" has no value yet when a rate limit is enforced",
-						 len, name);
-			return 0;
-		}
-		return att->attnum;
-	}
-	rl_error_set(error, ERRCODE_UNDEFINED_COLUMN,
-				 "column \"%.*s\" of relation \"%s\" does not exist",
-				 len, name, RelationGetRelationName(rel));
-	return 0;
-}
-
-/* Adds the text gathered so far as a piece, and starts anew. */
-static void
-flush_text(Rule *rule, StringInfo text)
-{
-	if (text->len == 0)
-		return;
-	rule->pieces[rule->npieces++].text = pstrdup(text->data);
-	resetStringInfo(text);
-}
-
-static bool
-parse_template(Rule *rule, Relation rel, const Trigger *trigger, const char *template, RlError *error)
-{
-	StringInfoData text;
-	int			npieces;
-
-	/* At most a text before each column, and one after the last. */
-	npieces = 1;
-	for (const char *p = template; *p; p++)
-		npieces += (*p == '{') ? 2 : 0;
-	rule->pieces = palloc0(npieces * sizeof(Piece));
-	initStringInfo(&text);
-	for (const char *p = template; *p; p++)
-	{
-		const char *close;
-		Piece	   *piece;
-		Oid			type;
-
-		if ((*p == '{' || *p == '}') && p[1] == *p)
-			p++;
-		else if (*p == '}' || (*p == '{' && strchr(p, '}') == NULL))
-		{
-			rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
-						 "unmatched \"%c\" in rate-limit key \"%s\"", *p, template);
-			rl_error_detail(error, "A brace that is meant as itself is written twice.");
-			return false;
-		}
-		else if (*p == '{')
-		{
-			close = strchr(p, '}');
-			flush_text(rule, &text);
-			piece = &rule->pieces[rule->npieces];
-			piece->attnum = find_column(rel, trigger, p + 1, close - p - 1, error);
-			if (piece->attnum == 0)
-				return false;
-			type = TupleDescAttr(RelationGetDescr(rel), piece->attnum - 1)->atttypid;
-			if (!rl_key_part_init(&piece->column, type, rule->context))
-			{
-				rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-							 "column \"%.*s\" of type %s cannot be part of a rate-limit key",
-							 (int) (close - p - 1), p + 1, format_type_be(type));
-				rl_error_detail(error, "A session setting could change its text, and so the key.");
-				return false;
-			}
-			rule->npieces++;
-			p = close;
-			continue;
-		}
-		appendStringInfoChar(&text, *p);
-	}
-	flush_text(rule, &text);
-	if (rule->npieces == 0)
-	{
-		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be empty");
-		return false;
-	}
-	return true;
-}
-
-/* A quota that no row could get would refuse each write. */
-static bool
-check_quota_fits(const Rule *rule, RlError *error)
-{
-	for (int i = 0; i < rule->limits.n; i++)
-	{
-		const RlLimit *limit = &rule->limits.limit[i];
-
-		if (rule->quota <= limit->capacity)
-			continue;
-		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
-					 "quota %lld is more than limit \"%s\" ever allows",
-					 (long long) rule->quota, rl_limit_text(limit));
-		return false;
-	}
-	return true;
-}
-
-/* Reads "{column}" or a whole number. */
-static bool
-parse_quota(Rule *rule, Relation rel, const Trigger *trigger, const char *value, RlError *error)
-{
-	size_t		len = strlen(value);
-
-	rule->quota_text = pstrdup(value);
-	if (len > 2 && value[0] == '{' && value[len - 1] == '}')
-	{
-		rule->quota_attnum = find_column(rel, trigger, value + 1, len - 2, error);
-		if (rule->quota_attnum == 0)
-			return false;
-		rule->quota_type = getBaseType(TupleDescAttr(RelationGetDescr(rel), rule->quota_attnum - 1)->atttypid);
-		if (rule->quota_type == INT2OID || rule->quota_type == INT4OID || rule->quota_type == INT8OID)
-			return true;
-		rl_error_set(error, ERRCODE_DATATYPE_MISMATCH,
-					 "column \"%.*s\" of type %s cannot be a quota",
-					 (int) len - 2, value + 1, format_type_be(rule->quota_type));
-		rl_error_detail(error, "A quota is a smallint, integer or bigint.");
-		return false;
-	}
-	if (len > 0 && len <= 16 && strspn(value, "0123456789") == len)
-	{
-		rule->quota = strtoll(value, NULL, 10);
-		if (rule->quota <= RL_MAX_COUNT)
-			return check_quota_fits(rule, error);
-	}
-	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
-				 "invalid quota \"%s\" of a rate-limit trigger", value);
-	rl_error_detail(error, "It must be {column}, or a whole number from 0 to %lld.",
-					(long long) RL_MAX_COUNT);
-	return false;
-}
-
-static bool
-parse_option(Rule *rule, Relation rel, const Trigger *trigger, const char *option, RlError *error)
-{
-	if (strncmp(option, "quota=", 6) == 0 && rule->quota_text == NULL)
-		return parse_quota(rule, rel, trigger, option + 6, error);
-	if (strcmp(option, "on_deny=skip") == 0 && !rule->skip)
-	{
-		rule->skip = true;
-		if (TRIGGER_FOR_BEFORE(trigger->tgtype))
-			return true;
-		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-					 "only a BEFORE trigger can skip a row");
-		return false;
-	}
-	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
-				 "invalid option \"%s\" of a rate-limit trigger", option);
-	rl_error_detail(error, "Options are quota={column} and on_deny=skip, each once.");
-	return false;
-}
-
-/*
- * Fills the rule, which has its context, from the trigger's arguments.
- * Returns false with the error set; the rule then holds what was understood.
- */
-static bool
-parse_rule(Rule *rule, Relation rel, const Trigger *trigger, RlError *error)
-{
-	rule->quota = 1;
-	if (!TRIGGER_FOR_ROW(trigger->tgtype))
-	{
-		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-					 "rl_enforce must be fired for each row");
-		return false;
-	}
-	if (!TRIGGER_FOR_BEFORE(trigger->tgtype) && !TRIGGER_FOR_AFTER(trigger->tgtype))
-	{
-		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-					 "rl_enforce must be fired before or after the row is written");
-		return false;
-	}
-	if (trigger->tgnargs < 2)
-	{
-		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
-					 "rl_enforce takes a key and limits");
-		return false;
-	}
-
-	rule->args = palloc(trigger->tgnargs * sizeof(char *));
-	for (int i = 0; i < trigger->tgnargs; i++)
-		rule->args[rule->nargs++] = pstrdup(trigger->tgargs[i]);
-
-	if (!rl_limits_parse(rule->args[1], strlen(rule->args[1]), &rule->limits, error))
-	{
-		rule->limits.n = 0;
-		return false;
-	}
-	if (!parse_template(rule, rel, trigger, rule->args[0], error))
-		return false;
-	for (int i = 2; i < rule->nargs; i++)
-		if (!parse_option(rule, rel, trigger, rule->args[i], error))
-			return false;
-	return true;
-}
-
-/* parse_rule into a new context below the current one. */
-static Rule *
-make_rule(Relation rel, const Trigger *trigger, bool *valid, RlError *error)
-{
-	MemoryContext context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit rule",
-												  ALLOCSET_SMALL_SIZES);
-	MemoryContext old = MemoryContextSwitchTo(context);
-	Rule	   *rule = palloc0(sizeof(Rule));
-
-	rule->context = context;
-	*valid = parse_rule(rule, rel, trigger, error);
-	MemoryContextSwitchTo(old);
-	return rule;
-}
-
-/*
- * The cache
- */
-
-/* Only marks: the rule may be in use. */
-static void
-mark_stale(Datum arg pg_attribute_unused(), Oid relation)
-{
-	HASH_SEQ_STATUS seq;
-	RuleEntry  *entry;
-
-	hash_seq_init(&seq, rules);
-	while ((entry = hash_seq_search(&seq)) != NULL)
-		if (relation == InvalidOid || entry->relation == relation)
-			entry->stale = true;
-}
-
-static void
-init_rules(void)
-{
-	HASHCTL		ctl = {.keysize = sizeof(Oid),.entrysize = sizeof(RuleEntry)};
-
-	rules = hash_create("rate-limit rules", 16, &ctl, HASH_ELEM | HASH_BLOBS);
-	CacheRegisterRelcacheCallback(mark_stale, (Datum) 0);
-}
-
-/* Forgets stale rules: those of dropped triggers would stay for ever. */
-static void
-sweep_rules(void)
-{
-	HASH_SEQ_STATUS seq;
-	RuleEntry  *entry;
-
-	hash_seq_init(&seq, rules);
-	while ((entry = hash_seq_search(&seq)) != NULL)
-	{
-		if (!entry->stale)
-			continue;
-		if (entry->rule != NULL)
-			MemoryContextDelete(entry->rule->context);
-		hash_search(rules, &entry->trigger, HASH_REMOVE, NULL);
-	}
-}
-
-static bool
-same_arguments(const Rule *rule, const Trigger *trigger)
-{
-	if (rule->nargs != trigger->tgnargs)
-		return false;
-	for (int i = 0; i < rule->nargs; i++)
-		if (strcmp(rule->args[i], trigger->tgargs[i]) != 0)
-			return false;
-	return true;
-}
-
-/* The trigger's rule.  Raises an error if its arguments are wrong. */
-static Rule *
-find_rule(Relation rel, const Trigger *trigger)
-{
-	RuleEntry  *entry;
-	Rule	   *rule;
-	bool		found;
-	bool		valid;
-	RlError		error;
-
-	if (rules == NULL)
-		init_rules();
-	entry = hash_search(rules, &trigger->tgoid, HASH_FIND, NULL);
-	if (entry != NULL && !entry->stale && entry->rule != NULL &&
-		entry->relation == RelationGetRelid(rel) && same_arguments(entry->rule, trigger))
-		return entry->rule;
-
-	/* No rule is in use now.  Entered first: parsing may find it stale again. */
-	if (entry != NULL)
-		entry->stale = true;
-	sweep_rules();
-	entry = hash_search(rules, &trigger->tgoid, HASH_ENTER, &found);
-	entry->relation = RelationGetRelid(rel);
-	entry->stale = false;
-	entry->rule = NULL;
-	rule = make_rule(rel, trigger, &valid, &error);
-	if (!valid)
-		rl_raise(&error);
-	MemoryContextSetParent(rule->context, TopMemoryContext);
-	entry->rule = rule;
-	return rule;
-}
-
-/*
- * Firing
+ * A row
  */
 
 /* A column of the row.  Raises an error if it is NULL. */
 static Datum
-row_value(Relation rel, HeapTuple row, AttrNumber attnum, const char *use)
+row_value(TupleTableSlot *row, Relation rel, AttrNumber attnum, const char *use)
 {
-	TupleDesc	desc = RelationGetDescr(rel);
 	bool		isnull;
-	Datum		value = heap_getattr(row, attnum, desc, &isnull);
+	Datum		value = slot_getattr(row, attnum, &isnull);
 
 	if (isnull)
 		ereport(ERROR,
 				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
 				 errmsg("null value in column \"%s\" of relation \"%s\" cannot be %s",
-						NameStr(TupleDescAttr(desc, attnum - 1)->attname),
+						NameStr(TupleDescAttr(RelationGetDescr(rel), attnum - 1)->attname),
 						RelationGetRelationName(rel), use)));
 	return value;
 }
 
 static RlKey
-row_key(Rule *rule, Relation rel, HeapTuple row)
+row_key(Rule *rule, Relation rel, TupleTableSlot *row)
 {
 	StringInfoData key;
 
@@ -425,19 +62,19 @@ row_key(Rule *rule, Relation rel, HeapTuple row)
 			appendStringInfoString(&key, piece->text);
 		else
 			rl_key_part_append(&key, &piece->column,
-							   row_value(rel, row, piece->attnum, "part of a rate-limit key"));
+							   row_value(row, rel, piece->attnum, "part of a rate-limit key"));
 	}
 	return rl_key_checked(key.data, key.len);
 }
 
 static int64
-row_quota(Rule *rule, Relation rel, HeapTuple row)
+row_quota(Rule *rule, Relation rel, TupleTableSlot *row)
 {
 	Datum		value;
 
 	if (rule->quota_attnum == 0)
 		return rule->quota;
-	value = row_value(rel, row, rule->quota_attnum, "a quota");
+	value = row_value(row, rel, rule->quota_attnum, "a quota");
 	switch (rule->quota_type)
 	{
 		case INT2OID:
@@ -449,34 +86,325 @@ row_quota(Rule *rule, Relation rel, HeapTuple row)
 	}
 }
 
+static Datum
+enforce_row(TriggerData *data, Rule *rule)
+{
+	bool		updated = TRIGGER_FIRED_BY_UPDATE(data->tg_event);
+	TupleTableSlot *row = updated ? data->tg_newslot : data->tg_trigslot;
+	RlKey		key = row_key(rule, data->tg_relation, row);
+	int64		quota = row_quota(rule, data->tg_relation, row);
+	RlDecision	decision;
+	int			binding;
+	RlError		error;
+
+	rl_decide(&key, &rule->limits, quota, RL_TAKE, &decision, &binding, &error);
+	if (!decision.allowed && !rule->skip)
+		rl_raise_refused(&key, &rule->limits.limit[binding], quota, &decision, &error, NULL);
+	if (!decision.allowed)
+		return PointerGetDatum(NULL);
+	return PointerGetDatum(updated ? data->tg_newtuple : data->tg_trigtuple);
+}
+
+/*
+ * A statement
+ *
+ * Its rows' quotas are summed by key, and as many keys as fit are asked at
+ * once.  If any is refused, what the others were charged is given back.
+ */
+
+typedef struct Statement
+{
+	Rule	   *rule;
+	MemoryContext context;		/* of the keys that are asked together */
+	MemoryContext row_context;
+	HTAB	   *by_key;			/* index into wanted */
+	RlWanted   *wanted;			/* in the order of the rows */
+	int			n;
+	int64		asked;			/* keys before these */
+	int64		refused;
+	RlKey		refused_key;	/* the first one, and what was said to it */
+	int64		refused_quota;
+	RlAnswer	refusal;
+	RlError		error;
+	Tuplestorestate *charged;	/* what has to be given back then */
+	TupleTableSlot *slot;
+} Statement;
+
+typedef struct KeyEntry
+{
+	char		key[RL_MAX_KEY];	/* hash key, padded with zeros */
+	int			i;
+} KeyEntry;
+
+/* What one key was charged, as it lies in the tuplestore. */
+typedef struct Charged
+{
+	int32		vl_len_;		/* a bytea */
+	bool		local;
+	RlName		name;			/* only with shared memory */
+	RlCharge	charges[RL_MAX_LIMITS];
+	int			place_len;
+	char		place[RL_MAX_PLACE];
+} Charged;
+
+static void
+start_keys(Statement *statement)
+{
+	HASHCTL		ctl = {.keysize = RL_MAX_KEY,.entrysize = sizeof(KeyEntry)};
+
+	MemoryContextReset(statement->context);
+	ctl.hcxt = statement->context;
+	statement->by_key = hash_create("rate-limit keys", 256, &ctl, HASH_ELEM | HASH_BLOBS | HASH_CONTEXT);
+	statement->wanted = MemoryContextAlloc(statement->context, RL_MAX_MANY * sizeof(RlWanted));
+	statement->n = 0;
+}
+
+/* Remembers what the key was charged, but for what an error gives back anyway. */
+static void
+remember(Statement *statement, const RlKey *key, const RlAnswer *answer)
+{
+	Charged		charged;
+	Datum		value = PointerGetDatum(&charged);
+	bool		isnull = false;
+	bool		any = false;
+
+	for (int i = 0; i < statement->rule->limits.n; i++)
+	{
+		charged.charges[i] = answer->charges[i];
+		if (statement->rule->limits.limit[i].refund_on_abort)
+			charged.charges[i].amount = 0;
+		any |= charged.charges[i].amount > 0;
+	}
+	if (!any)
+		return;
+	charged.local = answer->local;
+	if (rl_shared_available())
+		charged.name = rl_name(key);
+	charged.place_len = rl_redis_place(key, charged.place);
+	SET_VARSIZE(&charged, offsetof(Charged, place) + charged.place_len);
+	if (statement->charged == NULL)
+	{
+		TupleDesc	desc = CreateTemplateTupleDesc(1);
+
+		TupleDescInitEntry(desc, 1, "charged", BYTEAOID, -1, 0);
+		statement->charged = tuplestore_begin_heap(false, false, work_mem);
+		statement->slot = MakeSingleTupleTableSlot(desc, &TTSOpsMinimalTuple);
+	}
+	tuplestore_putvalues(statement->charged, statement->slot->tts_tupleDescriptor, &value, &isnull);
+}
+
+/* Asks for the keys gathered so far. */
+static void
+ask_keys(Statement *statement)
+{
+	MemoryContext old = MemoryContextSwitchTo(statement->context);
+	int			nlimits = statement->rule->limits.n;
+	RlAnswer   *answers = palloc(statement->n * sizeof(RlAnswer));
+	RlCharge   *charges = palloc(statement->n * nlimits * sizeof(RlCharge));
+
+	for (int i = 0; i < statement->n; i++)
+		answers[i].charges = charges + i * nlimits;
+	rl_decide_many(&statement->rule->limits, statement->wanted, statement->n, answers, &statement->error);
+	MemoryContextSwitchTo(old);
+	for (int i = 0; i < statement->n; i++)
+	{
+		const RlWanted *wanted = &statement->wanted[i];
+
+		if (answers[i].decision.allowed)
+			remember(statement, &wanted->key, &answers[i]);
+		else if (statement->refused++ == 0)
+		{
+			statement->refused_key.data = pnstrdup(wanted->key.data, wanted->key.len);
+			statement->refused_key.len = wanted->key.len;
+			statement->refused_quota = wanted->quota;
+			statement->refusal = answers[i];
+		}
+	}
+	statement->asked += statement->n;
+	start_keys(statement);
+}
+
+/* Adds a row's quota to its key's. */
+static void
+add_row(Statement *statement, Relation rel, TupleTableSlot *row)
+{
+	MemoryContext old = MemoryContextSwitchTo(statement->row_context);
+	RlKey		key = row_key(statement->rule, rel, row);
+	int64		quota = row_quota(statement->rule, rel, row);
+	char		padded[RL_MAX_KEY];
+	KeyEntry   *entry;
+	bool		found;
+	RlWanted   *wanted;
+
+	MemoryContextSwitchTo(old);
+	if (statement->n == RL_MAX_MANY)
+		ask_keys(statement);
+	memset(padded, 0, sizeof(padded));
+	memcpy(padded, key.data, key.len);
+	entry = hash_search(statement->by_key, padded, HASH_ENTER, &found);
+	if (!found)
+	{
+		entry->i = statement->n++;
+		statement->wanted[entry->i] = (RlWanted) {{entry->key, key.len}, 0};
+	}
+	wanted = &statement->wanted[entry->i];
+	/* Neither is more than 10^15. */
+	wanted->quota = rl_quota_checked(wanted->quota + quota);
+	MemoryContextReset(statement->row_context);
+}
+
+/* Those of a batch that Redis has charged. */
+typedef struct Batch
+{
+	const RlLimits *limits;
+	int			n;
+	const Charged *charged[RL_MAX_MANY];
+} Batch;
+
+static int
+next_of_batch(int i, const char **place, int *place_len, const RlLimit **limits,
+			  const RlCharge **charges, void *arg)
+{
+	const Batch *batch = arg;
+	const Charged *charged = batch->charged[i];
+	int			n = 0;
+
+	*place = charged->place;
+	*place_len = charged->place_len;
+	for (int l = 0; l < batch->limits->n; l++)
+	{
+		if (charged->charges[l].amount == 0)
+			continue;
+		limits[n] = &batch->limits->limit[l];
+		charges[n++] = &charged->charges[l];
+	}
+	return n;
+}
+
+/* Gives back what a key was charged, or puts it off into the batch. */
+static void
+give_back_one(Batch *batch, const Charged *charged)
+{
+	if (rl_shared_available())
+		rl_denied_forget_name(charged->name);
+	if (!charged->local)
+	{
+		batch->charged[batch->n++] = charged;
+		return;
+	}
+	for (int l = 0; l < batch->limits->n; l++)
+		if (charged->charges[l].amount > 0)
+			rl_local_undo(charged->name, &batch->limits->limit[l], &charged->charges[l]);
+}
+
+/* What the slot holds, in the statement's context and aligned. */
+static const Charged *
+charged_copy(Statement *statement)
+{
+	bool		isnull;
+	Pointer		value = DatumGetPointer(slot_getattr(statement->slot, 1, &isnull));
+	Size		len = VARSIZE_ANY(value);
+
+	Assert(!isnull && !VARATT_IS_SHORT(value));
+	return memcpy(MemoryContextAlloc(statement->context, len), value, len);
+}
+
+/* Gives back what the keys were charged, as far as that is possible. */
+static void
+give_back(Statement *statement)
+{
+	Batch	   *batch = palloc(sizeof(Batch));
+	bool		more = true;
+	RlError		error;
+
+	batch->limits = &statement->rule->limits;
+	while (more)
+	{
+		MemoryContextReset(statement->context);
+		batch->n = 0;
+		for (int i = 0; i < RL_MAX_MANY && more; i++)
+		{
+			more = tuplestore_gettupleslot(statement->charged, true, false, statement->slot);
+			if (more)
+				give_back_one(batch, charged_copy(statement));
+		}
+		/* The error to come is of more use than one about this. */
+		if (batch->n > 0 && !rl_redis_undo(batch->n, next_of_batch, NULL, false, batch, &error))
+			ereport(LOG,
+					(errcode(error.sqlstate),
+					 errmsg("could not give back what up to %d keys of a refused statement were charged",
+							batch->n),
+					 errdetail_internal("%s", error.message)));
+	}
+}
+
+/* Raises the error of a statement of which some keys were refused. */
+static void
+refuse_statement(Statement *statement)
+{
+	if (statement->charged != NULL)
+		give_back(statement);
+	rl_raise_refused(&statement->refused_key,
+					 &statement->rule->limits.limit[statement->refusal.binding],
+					 statement->refused_quota, &statement->refusal.decision, &statement->error,
+					 statement->asked == 1 ? NULL :
+					 psprintf("Of the statement's %lld keys %lld were refused.",
+							  (long long) statement->asked, (long long) statement->refused));
+}
+
+static void
+enforce_statement(TriggerData *data, Rule *rule)
+{
+	Tuplestorestate *rows = TRIGGER_FIRED_BY_DELETE(data->tg_event) ? data->tg_oldtable : data->tg_newtable;
+	TupleTableSlot *row = MakeSingleTupleTableSlot(RelationGetDescr(data->tg_relation),
+												   &TTSOpsMinimalTuple);
+	Statement	statement = {.rule = rule};
+	int			pointer = tuplestore_alloc_read_pointer(rows, EXEC_FLAG_REWIND);
+
+	statement.context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit statement",
+											  ALLOCSET_DEFAULT_SIZES);
+	statement.row_context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit row",
+												  ALLOCSET_SMALL_SIZES);
+	start_keys(&statement);
+	/* Other triggers read the same rows. */
+	tuplestore_select_read_pointer(rows, pointer);
+	tuplestore_rescan(rows);
+	while (tuplestore_gettupleslot(rows, true, false, row))
+	{
+		CHECK_FOR_INTERRUPTS();
+		add_row(&statement, data->tg_relation, row);
+		tuplestore_select_read_pointer(rows, pointer);
+	}
+	if (statement.n > 0)
+		ask_keys(&statement);
+	if (statement.refused > 0)
+		refuse_statement(&statement);
+	ExecDropSingleTupleTableSlot(row);
+	if (statement.charged != NULL)
+	{
+		tuplestore_end(statement.charged);
+		ExecDropSingleTupleTableSlot(statement.slot);
+	}
+	MemoryContextDelete(statement.row_context);
+	MemoryContextDelete(statement.context);
+}
+
 PG_FUNCTION_INFO_V1(rl_enforce_trigger);
 Datum
 rl_enforce_trigger(PG_FUNCTION_ARGS)
 {
 	TriggerData *data = (TriggerData *) fcinfo->context;
-	HeapTuple	row;
 	Rule	   *rule;
-	RlKey		key;
-	int64		quota;
-	RlDecision	decision;
-	int			binding;
-	RlError		error;
 
 	if (!CALLED_AS_TRIGGER(fcinfo))
 		ereport(ERROR,
 				(errcode(ERRCODE_E_R_I_E_TRIGGER_PROTOCOL_VIOLATED),
 				 errmsg("rl_enforce without arguments can only be called as a trigger")));
-
-	rule = find_rule(data->tg_relation, data->tg_trigger);
-	row = TRIGGER_FIRED_BY_UPDATE(data->tg_event) ? data->tg_newtuple : data->tg_trigtuple;
-	key = row_key(rule, data->tg_relation, row);
-	quota = row_quota(rule, data->tg_relation, row);
-	rl_decide(&key, &rule->limits, quota, RL_TAKE, &decision, &binding, &error);
-	if (decision.allowed)
-		return PointerGetDatum(row);
-	if (rule->skip)
-		return PointerGetDatum(NULL);
-	rl_raise_refused(&key, &rule->limits.limit[binding], quota, &decision, &error);
+	rule = rl_rule_find(data->tg_relation, data->tg_trigger);
+	if (TRIGGER_FIRED_FOR_ROW(data->tg_event))
+		return enforce_row(data, rule);
+	enforce_statement(data, rule);
+	return PointerGetDatum(NULL);
 }
 
 /*
@@ -510,7 +438,7 @@ describe_rule(Relation rel, const Trigger *trigger, Datum *values, bool *nulls)
 {
 	bool		valid;
 	RlError		error;
-	Rule	   *rule = make_rule(rel, trigger, &valid, &error);
+	Rule	   *rule = rl_rule_make(rel, trigger, &valid, &error);
 	const char *limits = NULL;
 
 	if (rule->limits.n > 0)

@@ -139,7 +139,7 @@ check(FunctionCallInfo fcinfo, bool enforce, RlDecision *decision)
 
 	rl_decide(&key, limits, quota, RL_TAKE, decision, &binding, &error);
 	if (enforce && !decision->allowed)
-		rl_raise_refused(&key, &limits->limit[binding], quota, decision, &error);
+		rl_raise_refused(&key, &limits->limit[binding], quota, decision, &error, NULL);
 }
 
 PG_FUNCTION_INFO_V1(rl_check);

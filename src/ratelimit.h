@@ -201,7 +201,18 @@ extern void rl_throttle_figures(const RlLimit *limit, int64 backlog_ns, RlDecisi
 extern RlDecision rl_combine(const RlDecision *decisions, int n, int *binding);
 extern void rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force);
 
+/* One action of many. */
+typedef struct RlWanted
+{
+	RlKey		key;
+	int64		quota;
+} RlWanted;
+
+typedef void (*RlTookOne) (int i, const RlDecision *decisions, int64 at, void *arg);
+
 /* redis_store.c, local_store.c */
+extern bool rl_redis_take_many(const RlLimits *limits, RlWanted *wanted, int n, RlTookOne took,
+							   void *arg, RlError *error);
 extern const RlStore rl_redis_store;
 extern const RlStore rl_local_store;
 extern bool rl_redis_version(char *version, Size size, RlError *error);
@@ -214,7 +225,8 @@ extern void rl_count_wait(const RlLimits *limits, const RlDecision *decision, bo
 extern void rl_decide_each(const RlKey *key, const RlLimits *limits, int64 quota,
 						   RlDecision *decisions);
 pg_noreturn extern void rl_raise_refused(const RlKey *key, const RlLimit *limit, int64 quota,
-										 const RlDecision *decision, const RlError *error);
+										 const RlDecision *decision, const RlError *error,
+										 const char *also);
 
 /* values.c: SQL values, checked */
 extern int64 rl_quota_checked(int64 quota);

@@ -104,13 +104,12 @@ append_log_name(RlCommand *command, const RlLimit *limit, char *name, int len)
 }
 
 /*
- * Starts a script's arguments: the keys, which are the hash and the logs that
- * the limits have, and the time if a test sets it.
+ * Appends what a script's arguments begin with: the keys, which are the hash
+ * and the logs that the limits have, and the time if a test sets it.
  */
-static RlCommand *
-start_script(const RlKey *key, const RlLimits *limits)
+static void
+append_keys(RlCommand *command, const RlKey *key, const RlLimits *limits)
 {
-	RlCommand  *command = rl_command_start();
 	char		name[MAX_HASH + sizeof(":log:") + 20];
 	int			len = hash_name(key, name);
 	int			keys = 1;
@@ -123,7 +122,6 @@ start_script(const RlKey *key, const RlLimits *limits)
 	for (int i = 0; keys > 1 && i < limits->n; i++)
 		append_log_name(command, &limits->limit[i], name, len);
 	append_text(command, rl_debug_now);
-	return command;
 }
 
 /* Writes the limit's tag, and returns its length. */
@@ -247,96 +245,116 @@ read_decisions(const RlLimits *limits, int64 quota, const RlReply *reply,
 	return v == reply->nvalues;
 }
 
-/* Takes from one throttle without options. */
+/* The fast script does for one throttle without options. */
 static bool
-take_throttle(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
-			  RlReply *reply, RlError *error)
+is_plain_throttle(const RlLimits *limits)
 {
-	const RlLimit *limit = &limits->limit[0];
-	bool		charge = how != RL_PEEK && quota <= limit->capacity;
-	RlCommand  *command = start_script(key, limits);
-	RlDecision	decision;
-	bool		refused;
-
-	append_tag(command, limit);
-	append_ns(command, charge ? rl_throttle_cost(limit, quota) : 0);
-	append_ns(command, charge ? rl_throttle_cost(limit, limit->capacity - quota) : 0);
-	if (!rl_redis_script(&throttle_script, command, reply, error))
-		return false;
-	if (reply->kind != RL_REPLY_NUMBERS || reply->nvalues != (reply->is_array ? 2 : 1))
-		return wrong_reply(error);
-
-	/* Bring it to the form in which a check answers, but for the time. */
-	if (reply->is_array)
-		reply->values[3] = reply->values[1];
-	else
-	{
-		refused = reply->values[0] < 0;
-		reply->values[3] = refused ? -Max(reply->values[0], -RL_MAX_BACKLOG) :
-			Min(reply->values[0], RL_MAX_BACKLOG);
-		/* A script that was only to look does not know the verdict. */
-		if (!charge)
-		{
-			rl_throttle_decide(limit, reply->values[3], quota, &decision);
-			refused = !decision.allowed;
-		}
-		reply->values[0] = refused ? -1 : 0;
-	}
-	reply->values[1] = reply->values[2] = 0;
-	reply->nvalues = 4;
-	return true;
+	return limits->n == 1 && limits->limit[0].algorithm == RL_THROTTLE &&
+		limits->limit[0].ban == 0 && !limits->refunds;
 }
 
-/* Takes from any limits. */
-static bool
-take_any(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
-		 RlReply *reply, RlError *error)
+static RlScript *
+take_script(const RlLimits *limits)
 {
-	RlCommand  *command = start_script(key, limits);
-	RlScript   *script = &check_scripts[limits->limit[0].algorithm];
+	if (is_plain_throttle(limits))
+		return &throttle_script;
+	for (int i = 1; i < limits->n; i++)
+		if (limits->limit[i].algorithm != limits->limit[0].algorithm)
+			return &check_mixed_script;
+	return &check_scripts[limits->limit[0].algorithm];
+}
 
+/* True if the throttle's script is to charge, and not only to look. */
+static bool
+charges(const RlLimit *limit, int64 quota, RlTake how)
+{
+	return how != RL_PEEK && quota <= limit->capacity;
+}
+
+/* Appends the arguments of take_script. */
+static void
+append_take(RlCommand *command, const RlKey *key, const RlLimits *limits, int64 quota, RlTake how)
+{
+	append_keys(command, key, limits);
+	if (is_plain_throttle(limits))
+	{
+		const RlLimit *limit = &limits->limit[0];
+		bool		charge = charges(limit, quota, how);
+
+		append_tag(command, limit);
+		append_ns(command, charge ? rl_throttle_cost(limit, quota) : 0);
+		append_ns(command, charge ? rl_throttle_cost(limit, limit->capacity - quota) : 0);
+		return;
+	}
 	append_text(command, how == RL_PEEK ? "0" : "1");
 	rl_command_number(command, quota);
 	for (int i = 0; i < limits->n; i++)
-	{
 		append_limit(command, &limits->limit[i], quota, how != RL_TAKE_QUIETLY);
-		if (limits->limit[i].algorithm != limits->limit[0].algorithm)
-			script = &check_mixed_script;
-	}
-	if (!rl_redis_script(script, command, reply, error))
+}
+
+/* Brings the throttle's reply to the form in which a check answers, but for the time. */
+static bool
+read_throttle(const RlLimit *limit, int64 quota, RlTake how, const RlReply *reply, RlReply *check)
+{
+	int64		backlog = reply->values[0];
+	RlDecision	decision;
+
+	if (reply->kind != RL_REPLY_NUMBERS || reply->nvalues != (reply->is_array ? 2 : 1))
 		return false;
-	if (reply->kind != RL_REPLY_NUMBERS || !reply->is_array || reply->nvalues < 3 ||
-		reply->values[1] < 0 || reply->values[2] < 0)
-		return wrong_reply(error);
+	check->values[0] = backlog < 0 ? -1 : 0;
+	if (reply->is_array)
+	{
+		check->values[0] = reply->values[0];
+		backlog = reply->values[1];
+	}
+	else
+	{
+		backlog = backlog < 0 ? -Max(backlog, -RL_MAX_BACKLOG) : Min(backlog, RL_MAX_BACKLOG);
+		/* A script that was only to look does not know the verdict. */
+		if (!charges(limit, quota, how))
+		{
+			rl_throttle_decide(limit, backlog, quota, &decision);
+			check->values[0] = decision.allowed ? 0 : -1;
+		}
+	}
+	check->values[1] = check->values[2] = 0;
+	check->values[3] = backlog;
+	check->nvalues = 4;
 	return true;
 }
 
+/* Sets the decisions that a reply of take_script means, and the store's time. */
 static bool
-redis_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
-		   RlDecision *decisions, int64 *at, RlError *error)
+read_take(const RlLimits *limits, int64 quota, RlTake how, const RlReply *reply,
+		  RlDecision *decisions, int64 *at, RlError *error)
 {
-	bool		fast = limits->n == 1 && limits->limit[0].algorithm == RL_THROTTLE &&
-		limits->limit[0].ban == 0 && !limits->refunds;
 	bool		allowed = true;
 	int64		backlog[RL_MAX_LIMITS];
-	RlReply		reply;
+	RlReply		throttles;
 
-	if (!(fast ? take_throttle : take_any) (key, limits, quota, how, &reply, error))
-		return false;
-	*at = reply.values[2];
-	if (!read_decisions(limits, quota, &reply, decisions, backlog))
+	if (is_plain_throttle(limits))
+	{
+		if (!read_throttle(&limits->limit[0], quota, how, reply, &throttles))
+			return wrong_reply(error);
+		reply = &throttles;
+	}
+	else if (reply->kind != RL_REPLY_NUMBERS || !reply->is_array || reply->nvalues < 3 ||
+			 reply->values[1] < 0 || reply->values[2] < 0)
+		return wrong_reply(error);
+	*at = reply->values[2];
+	if (!read_decisions(limits, quota, reply, decisions, backlog))
 		return wrong_reply(error);
 
 	/* What was charged is what the script said; both count alike, or it lies. */
 	for (int i = 0; i < limits->n; i++)
 		allowed &= decisions[i].allowed;
-	if (reply.values[0] <= 0 && allowed != (reply.values[0] == 0))
+	if (reply->values[0] <= 0 && allowed != (reply->values[0] == 0))
 		return wrong_reply(error);
 
-	if (reply.values[0] > 0)
-		rl_apply_ban(decisions, limits->n, Min(reply.values[0], MAX_WAIT), true);
-	else if (reply.values[1] > 0)
-		rl_apply_ban(decisions, limits->n, Min(reply.values[1], MAX_WAIT), false);
+	if (reply->values[0] > 0)
+		rl_apply_ban(decisions, limits->n, Min(reply->values[0], MAX_WAIT), true);
+	else if (reply->values[1] > 0)
+		rl_apply_ban(decisions, limits->n, Min(reply->values[1], MAX_WAIT), false);
 	else if (allowed)
 		for (int i = 0; i < limits->n; i++)
 			if (limits->limit[i].algorithm == RL_THROTTLE)
@@ -344,6 +362,62 @@ redis_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 									backlog[i] + rl_throttle_cost(&limits->limit[i], quota),
 									&decisions[i]);
 	return true;
+}
+
+static bool
+redis_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
+		   RlDecision *decisions, int64 *at, RlError *error)
+{
+	RlCommand  *command = rl_command_start();
+	RlReply		reply;
+
+	append_take(command, key, limits, quota, how);
+	return rl_redis_script(take_script(limits), command, &reply, error) &&
+		read_take(limits, quota, how, &reply, decisions, at, error);
+}
+
+typedef struct Many
+{
+	const RlLimits *limits;
+	RlWanted   *wanted;
+	RlTookOne	took;
+	void	   *arg;
+} Many;
+
+static void
+append_one(RlCommand *command, int i, void *arg)
+{
+	const Many *many = arg;
+
+	append_take(command, &many->wanted[i].key, many->limits, many->wanted[i].quota, RL_TAKE);
+}
+
+static bool
+read_one(int i, const RlReply *reply, void *arg, RlError *error)
+{
+	const Many *many = arg;
+	RlDecision	decisions[RL_MAX_LIMITS];
+	int64		at;
+
+	if (!read_take(many->limits, many->wanted[i].quota, RL_TAKE, reply, decisions, &at, error))
+		return false;
+	many->took(i, decisions, at, many->arg);
+	return true;
+}
+
+/*
+ * Takes from many keys, each for itself; took() is told of each that was
+ * answered.  Returns false with the error set when the store fails; of those
+ * that were not answered it is not known what they did.
+ */
+bool
+rl_redis_take_many(const RlLimits *limits, RlWanted *wanted, int n, RlTookOne took, void *arg,
+				   RlError *error)
+{
+	Many		many = {limits, wanted, took, arg};
+	int			answered;
+
+	return rl_redis_pipeline(take_script(limits), n, append_one, read_one, &many, &answered, error);
 }
 
 /* Reads the one number that all but checks answer. */
@@ -360,11 +434,11 @@ read_count(const RlReply *reply, int64 *count, RlError *error)
 static bool
 redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *error)
 {
-	RlCommand  *command;
+	RlCommand  *command = rl_command_start();
 	RlReply		reply;
 	int64		count;
 
-	command = start_script(key, limits);
+	append_keys(command, key, limits);
 	append_text(command, "");
 	rl_command_number(command, quota);
 	for (int i = 0; i < limits->n; i++)
@@ -388,9 +462,10 @@ read_found(const RlReply *reply, bool *found, RlError *error)
 static bool
 redis_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *error)
 {
-	RlCommand  *command = start_script(key, limits);
+	RlCommand  *command = rl_command_start();
 	RlReply		reply;
 
+	append_keys(command, key, limits);
 	for (int i = 0; limits && i < limits->n; i++)
 	{
 		char		tag[MAX_TAG + sizeof(":refused")];
@@ -407,10 +482,11 @@ redis_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *erro
 static bool
 redis_ban(const RlKey *key, int64 duration, RlError *error)
 {
-	RlCommand  *command = start_script(key, NULL);
+	RlCommand  *command = rl_command_start();
 	RlReply		reply;
 	int64		count;
 
+	append_keys(command, key, NULL);
 	append_text(command, "");
 	rl_command_number(command, duration);
 	return rl_redis_script(&ban_script, command, &reply, error) &&
@@ -454,6 +530,7 @@ typedef struct Undo
 {
 	RlUndoNext	next;
 	RlUndoDone	done;
+	void	   *arg;
 } Undo;
 
 static void
@@ -464,7 +541,7 @@ append_undo(RlCommand *command, int i, void *arg)
 	int			len;
 	const RlLimit *limits[RL_MAX_UNDO];
 	const RlCharge *charges[RL_MAX_UNDO];
-	int			n = undo->next(i, &place, &len, limits, charges);
+	int			n = undo->next(i, &place, &len, limits, charges, undo->arg);
 	int			keys = 1;
 	char		name[RL_MAX_PLACE + sizeof(":log:") + 20];
 
@@ -498,20 +575,21 @@ read_undo(int i, const RlReply *reply, void *arg, RlError *error)
 
 	if (!read_count(reply, &count, error))
 		return false;
-	undo->done(i);
+	if (undo->done != NULL)
+		undo->done(i);
 	return true;
 }
 
 /*
  * Takes charges back in n calls of the script: next() tells what call i takes
  * back, at most RL_MAX_UNDO charges of one place, and how many they are, and
- * done() is told when it is done.  Returns false with the error set when the
+ * done(), if not NULL, is told when it is done.  Returns false with the error set when the
  * store fails; quietly, it does not throw.
  */
 bool
-rl_redis_undo(int n, RlUndoNext next, RlUndoDone done, bool quietly, RlError *error)
+rl_redis_undo(int n, RlUndoNext next, RlUndoDone done, bool quietly, void *arg, RlError *error)
 {
-	Undo		undo = {next, done};
+	Undo		undo = {next, done, arg};
 	int			answered;
 
 	if (quietly)

@@ -133,7 +133,7 @@ sub right_numbers
 	}
 	my $brought = !$allowed && !$impossible && $quota > 0 && $limits->[$refuses]{ban}
 	  && $call->{form} ne 'wait' && chance(30) ? 1 + below(MAX_PERIOD) : 0;
-	return ($ban || ($allowed ? 0 : -1), $ban ? 0 : $brought, @figures);
+	return ($ban || ($allowed ? 0 : -1), $ban ? 0 : $brought, 1 + below(4 * 10**15), @figures);
 }
 
 sub encode_number
@@ -385,9 +385,9 @@ sub check_meaning
 	my ($call, @numbers) = @_;
 	my ($limits, $quota) = @$call{qw(limits quota)};
 
-	return 'wrong' if @numbers < 2 || @numbers != 2 + @$limits + 3 * grep { $_->{algorithm} ne 'throttle' } @$limits;
-	my ($verdict, $brought, @figures) = @numbers;
-	return 'wrong' if grep { $_ < 0 } $brought, @figures;
+	return 'wrong' if @numbers < 3 || @numbers != 3 + @$limits + 3 * grep { $_->{algorithm} ne 'throttle' } @$limits;
+	my ($verdict, $brought, $time, @figures) = @numbers;
+	return 'wrong' if grep { $_ < 0 } $brought, $time, @figures;
 	my $odd = $verdict < -1 || $brought && ($verdict != -1 || $call->{form} eq 'wait' || !grep { $_->{ban} } @$limits);
 	my $refused = 0;
 	foreach my $limit (@$limits)
