@@ -292,8 +292,9 @@ read_reply(RlConnection *conn, RlReply *reply, int64 deadline, RlError *error)
 }
 
 /*
- * Sends what out holds, n commands, and reads their replies up to the first
- * error; the last one read is in *reply.
+ * Sends what out holds, n commands of which all but the last must answer with a
+ * status, and reads their replies up to the first that does not; the last one
+ * read is in *reply.
  */
 RlOutcome
 rl_connection_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline,
@@ -320,7 +321,7 @@ rl_connection_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline
 		conn->due = n - i;
 		if (!read_reply(conn, reply, deadline, error))
 			return RL_FAILED;
-		if (reply->kind == RL_REPLY_ERROR && i < n - 1)
+		if (reply->kind != RL_REPLY_STATUS && i < n - 1)
 			return RL_DONE;
 	}
 	return nothing_left(conn, error) ? RL_DONE : RL_FAILED;

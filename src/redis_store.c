@@ -205,15 +205,39 @@ wrong_reply(RlError *error)
 	return false;
 }
 
+/* True if a limit that is no throttle can have these four numbers. */
+static bool
+is_plausible(const RlLimit *limit, int64 quota, RlTake how, int64 verdict, const int64 *values)
+{
+	int64		allowed = values[0];
+	int64		used = values[1];
+	int64		wait = values[2];
+	int64		reset = values[3];
+	bool		possible = quota <= limit->capacity;
+	bool		lacks = used > limit->capacity - quota;
+
+	if (allowed > 1 || (allowed && !possible) || (used > 0) != (reset > 0))
+		return false;
+	if (verdict == 0)
+		return allowed && used >= quota && used <= limit->capacity && wait == 0;
+	if ((wait > 0) != (possible && lacks))
+		return false;
+	/* Denied quota is in use when the verdict is long made. */
+	if (verdict == -1 && limit->count_denied && how != RL_TAKE_QUIETLY && possible && quota > 0)
+		return allowed || used == limit->capacity;
+	return allowed != lacks;
+}
+
 /*
  * Sets a decision for each limit from the numbers of a check, and for each
  * throttle, whose figures are not charged yet, the backlog.  Returns false if
  * the numbers cannot be a check's.
  */
 static bool
-read_decisions(const RlLimits *limits, int64 quota, const RlReply *reply,
+read_decisions(const RlLimits *limits, int64 quota, RlTake how, const RlReply *reply,
 			   RlDecision *decisions, int64 *backlog)
 {
+	int64		verdict = reply->values[0];
 	int			v = 3;
 
 	for (int i = 0; i < limits->n; i++)
@@ -236,6 +260,8 @@ read_decisions(const RlLimits *limits, int64 quota, const RlReply *reply,
 			rl_throttle_decide(limit, backlog[i], quota, d);
 			continue;
 		}
+		if (!is_plausible(limit, quota, how, verdict, values))
+			return false;
 		d->allowed = values[0] == 1;
 		d->capacity = limit->capacity;
 		d->remaining = Max(limit->capacity - values[1], 0);
@@ -243,6 +269,16 @@ read_decisions(const RlLimits *limits, int64 quota, const RlReply *reply,
 		d->reset_after = Min(values[3], MAX_WAIT);
 	}
 	return v == reply->nvalues;
+}
+
+/* True if a refusal can bring a ban. */
+static bool
+may_ban(const RlLimits *limits, RlTake how)
+{
+	for (int i = 0; i < limits->n; i++)
+		if (limits->limit[i].ban > 0)
+			return how != RL_TAKE_QUIETLY;
+	return false;
 }
 
 /* The fast script does for one throttle without options. */
@@ -304,6 +340,8 @@ read_throttle(const RlLimit *limit, int64 quota, RlTake how, const RlReply *repl
 	check->values[0] = backlog < 0 ? -1 : 0;
 	if (reply->is_array)
 	{
+		if (reply->values[0] <= 0)
+			return false;
 		check->values[0] = reply->values[0];
 		backlog = reply->values[1];
 	}
@@ -313,6 +351,8 @@ read_throttle(const RlLimit *limit, int64 quota, RlTake how, const RlReply *repl
 		/* A script that was only to look does not know the verdict. */
 		if (!charges(limit, quota, how))
 		{
+			if (reply->values[0] < 0)
+				return false;
 			rl_throttle_decide(limit, backlog, quota, &decision);
 			check->values[0] = decision.allowed ? 0 : -1;
 		}
@@ -339,10 +379,11 @@ read_take(const RlLimits *limits, int64 quota, RlTake how, const RlReply *reply,
 		reply = &throttles;
 	}
 	else if (reply->kind != RL_REPLY_NUMBERS || !reply->is_array || reply->nvalues < 3 ||
-			 reply->values[1] < 0 || reply->values[2] < 0)
+			 reply->values[0] < -1 || reply->values[1] < 0 || reply->values[2] < 0 ||
+			 (reply->values[1] > 0 && (reply->values[0] != -1 || !may_ban(limits, how))))
 		return wrong_reply(error);
 	*at = reply->values[2];
-	if (!read_decisions(limits, quota, reply, decisions, backlog))
+	if (!read_decisions(limits, quota, how, reply, decisions, backlog))
 		return wrong_reply(error);
 
 	/* What was charged is what the script said; both count alike, or it lies. */
@@ -420,14 +461,24 @@ rl_redis_take_many(const RlLimits *limits, RlWanted *wanted, int n, RlTookOne to
 	return rl_redis_pipeline(take_script(limits), n, append_one, read_one, &many, &answered, error);
 }
 
-/* Reads the one number that all but checks answer. */
+/* Reads the one number that all but checks answer: how many things were done. */
 static bool
 read_count(const RlReply *reply, int64 *count, RlError *error)
 {
-	if (reply->kind != RL_REPLY_NUMBERS || reply->is_array || reply->nvalues != 1)
+	if (reply->kind != RL_REPLY_NUMBERS || reply->is_array || reply->nvalues != 1 ||
+		reply->values[0] < 0)
 		return wrong_reply(error);
 	*count = reply->values[0];
 	return true;
+}
+
+/* Reads the 1 of a script that always does what it is for. */
+static bool
+read_done(const RlReply *reply, RlError *error)
+{
+	int64		count;
+
+	return read_count(reply, &count, error) && (count == 1 || wrong_reply(error));
 }
 
 /* A quota over a limit's capacity fills it. */
@@ -436,15 +487,13 @@ redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *err
 {
 	RlCommand  *command = rl_command_start();
 	RlReply		reply;
-	int64		count;
 
 	append_keys(command, key, limits);
 	append_text(command, "");
 	rl_command_number(command, quota);
 	for (int i = 0; i < limits->n; i++)
 		append_limit(command, &limits->limit[i], Min(quota, limits->limit[i].capacity), false);
-	return rl_redis_script(&refund_script, command, &reply, error) &&
-		read_count(&reply, &count, error);
+	return rl_redis_script(&refund_script, command, &reply, error) && read_done(&reply, error);
 }
 
 /* Reads whether anything was removed. */
@@ -484,13 +533,11 @@ redis_ban(const RlKey *key, int64 duration, RlError *error)
 {
 	RlCommand  *command = rl_command_start();
 	RlReply		reply;
-	int64		count;
 
 	append_keys(command, key, NULL);
 	append_text(command, "");
 	rl_command_number(command, duration);
-	return rl_redis_script(&ban_script, command, &reply, error) &&
-		read_count(&reply, &count, error);
+	return rl_redis_script(&ban_script, command, &reply, error) && read_done(&reply, error);
 }
 
 static bool
@@ -571,9 +618,8 @@ static bool
 read_undo(int i, const RlReply *reply, void *arg, RlError *error)
 {
 	const Undo *undo = arg;
-	int64		count;
 
-	if (!read_count(reply, &count, error))
+	if (!read_done(reply, error))
 		return false;
 	if (undo->done != NULL)
 		undo->done(i);

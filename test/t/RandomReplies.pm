@@ -307,14 +307,13 @@ sub is_int64
 	return length $digits < 19 || length $digits == 19 && $digits le ($sign ? '9223372036854775808' : '9223372036854775807');
 }
 
-# The numbers of a reply that is nothing but these, or nothing.  A string of
-# which the end is not where it should be is let pass with its flag lowered:
-# hiredis steps over it without a look.
+# Whether a reply is an array, and its numbers, or nothing if it has others.  What
+# ends a string may be any two bytes: hiredis steps over them without a look.
 sub numbers
 {
 	my ($reply) = @_;
 	my ($array, $n) = $reply =~ /\G(\*)(0|[1-9]\d{0,3})\r\n/gc ? (1, $2) : (0, 1);
-	my ($exact, @numbers) = (1);
+	my @numbers;
 
 	foreach (1 .. $n)
 	{
@@ -326,14 +325,13 @@ sub numbers
 		{
 			return unless $reply =~ /\G\$([1-9]|1\d|20)\r\n/gc && pos($reply) + $1 + 2 <= length $reply;
 			push @numbers, substr $reply, pos $reply, $1;
-			$exact = 0 if substr($reply, pos($reply) + $1, 2) ne "\r\n";
 			pos($reply) += $1 + 2;
 		}
 		return unless is_int64($numbers[-1]);
 		$numbers[-1] = 0 + $numbers[-1];
 	}
 	return unless (pos $reply || 0) == length $reply;
-	return ($array, $exact, @numbers);
+	return ($array, @numbers);
 }
 
 # What a reply may be taken for: "right" is a decision, "wrong" is none, and
@@ -343,12 +341,12 @@ sub numbers
 sub meaning
 {
 	my ($call, $reply) = @_;
-	my ($array, $exact, @numbers) = numbers($reply) or return 'wrong';
+	my ($array, @numbers) = numbers($reply) or return 'wrong';
 
 	return 'wrong' if $array != ($call->{shape} eq 'check' || $call->{shape} eq 'fast' && @numbers == 2);
 	my ($meaning, $verdict) = $call->{shape} eq 'count' ? count_meaning($call, @numbers)
 	  : $call->{shape} eq 'fast' ? fast_meaning($call, @numbers) : check_meaning($call, @numbers);
-	return $meaning eq 'right' && !$exact ? 'odd' : ($meaning, $verdict);
+	return ($meaning, $verdict);
 }
 
 sub count_meaning
