@@ -1,0 +1,310 @@
+# The denial cache: a flood of refused calls hardly reaches Redis, and its
+# verdicts are those of asking, whatever is given back meanwhile.
+#
+# RATELIMIT_SEED repeats the steps of a run in virtual time.
+use strict;
+use warnings FATAL => 'all';
+
+use Engines;
+use IPC::Run;
+use List::Util qw(max min);
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+use Time::HiRes qw(time);
+
+my $seed = seed();
+my $dir = PostgreSQL::Test::Utils::tempdir;
+my $redis = RedisServer->new->start;
+my $node = new_node($redis, 'shared_preload_libraries = ratelimit');
+my $session = session($node);
+my $watcher = session($node);
+my $engine = c_engine($node);
+redis_engine($node);
+
+# Clients that run a script until finish_clients() ends them.
+sub clients
+{
+	my ($n, $name, $sql, @options) = @_;
+	my %run = (name => $name, out => '', err => '');
+
+	append_to_file("$dir/$name.sql", $sql);
+	$run{handle} = IPC::Run::start([ $node->installed_command('pgbench'), '-n', '-c', $n, '-j', 2,
+			'-f', "$dir/$name.sql", @options, $node->connstr('postgres') ],
+		'<', \'', '>', \$run{out}, '2>', \$run{err});
+	return \%run;
+}
+
+sub finish_clients
+{
+	my ($run) = @_;
+
+	$run->{handle}->finish;
+	is($run->{handle}->result(0), 0, "$run->{name}: each client ran to its end") or diag $run->{err};
+	return;
+}
+
+# How many scripts Redis has run.
+sub scripts
+{
+	my %stats = $redis->info('commandstats');
+	my $n = 0;
+
+	foreach my $command (qw(eval evalsha))
+	{
+		$n += $1 if ($stats{"cmdstat_$command"} // '') =~ /calls=(\d+)/;
+	}
+	return $n;
+}
+
+#
+# A flood
+#
+
+$watcher->ask(q{CREATE TABLE the_end (); CREATE UNLOGGED TABLE flood (calls bigint, allowed bigint, cached bigint);
+	CREATE FUNCTION flood(key text, limits rl_limits, costs int) RETURNS void LANGUAGE plpgsql AS $$
+	DECLARE
+		d rl_decision;
+		calls bigint := 0;
+		allowed bigint := 0;
+		cached bigint := 0;
+	BEGIN
+		WHILE NOT EXISTS (SELECT FROM the_end) LOOP
+			FOR i IN 1 .. 100 LOOP
+				d := rl_check(key, limits, 1 + i % costs);
+				calls := calls + 1;
+				allowed := allowed + d.allowed::int;
+				cached := cached + (d.source = 'denial_cache')::int;
+			END LOOP;
+		END LOOP;
+		INSERT INTO flood VALUES (calls, allowed, cached);
+	END $$});
+my $floods = 0;
+
+sub flood
+{
+	my ($limits, $costs) = @_;
+	my $key = 'flood ' . ++$floods;
+	my $what = "$limits, " . ($costs > 1 ? "costs of 1 to $costs" : 'one cost');
+
+	$session->ask("TRUNCATE the_end, flood; SELECT count(rl_check('$key', '$limits', g / g)) FROM generate_series(1, 30) g");
+	my $run = clients(8, $key, "SELECT flood('$key', '$limits', $costs);", '-t', 1);
+	await('eight clients', sub { return $watcher->ask(q{SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'SELECT flood(%'}) == 8 });
+	my ($began, $from) = (time, scripts());
+	$watcher->ask('SELECT pg_sleep(5)');
+	my ($n, $seconds) = (scripts() - $from, time - $began);
+	$watcher->ask('INSERT INTO the_end DEFAULT VALUES');
+	finish_clients($run);
+	my ($calls, $allowed, $cached) = split /\|/, $session->ask('SELECT sum(calls), sum(allowed), sum(cached) FROM flood');
+	note sprintf '%s: %d calls, of which %d reached Redis in %.1f s', $what, $calls, $n, $seconds;
+	is($allowed, 0, "$what: nothing is allowed");
+	cmp_ok($calls, '>', 1000 * $seconds, "$what: it was a flood, of $calls calls");
+	cmp_ok($n, '>=', $seconds - 1, "$what: Redis is asked once a second");
+	local $TODO = $costs > 1 ? 'a refusal of a larger cost takes the place of that of a smaller one' : undef;
+	cmp_ok($n, '<=', 2 * $seconds, "$what: and at most twice");
+	return;
+}
+
+flood($_, 1) foreach '1/1d burst 10', 'sliding_log 10/1d', '100/1s, fixed_window 10/1d from_first, token_bucket 10/1d';
+flood('1/1d burst 10', 3);
+
+#
+# The same verdicts, in virtual time
+#
+
+# Random histories whose steps are a second or less apart, refused ones often
+# repeated with the same, a smaller or a larger cost.
+sub history
+{
+	my ($key) = @_;
+	my @tags = random_tags();
+	my @limits = map { random_limit($_) } @tags;
+	my @near = map { random_limit($tags[$_], $limits[$_]) } 0 .. $#tags;
+	my ($now, $quota, $answer) = (10**9 + below(3 * 10**9) * 1_000_000, 1);
+	my @steps;
+
+	foreach (1 .. 50)
+	{
+		my $l = pick(@limits);
+		my $form = chance(75) ? pick(qw(check check check allow)) : pick(qw(each peek wait refund refund reset ban unban one));
+		my %step = (key => $key, form => $form, limits => chance(85) ? \@limits : [ pick(@limits) ], argument => 0);
+
+		$quota = max(0, $quota + pick(-1, 0, 0, 0, 1)) if chance(70);
+		$quota = 1 + below(chance(50) ? 3 : min(2**40, $l->{capacity} + 1)) if chance(20);
+		$step{argument} = $form eq 'ban' ? 1 + below(3_000_000) : $quota;
+		if ($form eq 'reset' && chance(50)) { $step{limits} = undef }
+		if ($form eq 'one') { $step{limits} = [ grep { $_->{plain} } $l ]; next unless @{ $step{limits} } }
+
+		# Often to the very end of a wait, and a bit before it.
+		my $wait = defined $answer ? $answer->[0][3] : undef;
+		$now += defined $wait && $wait > 0 && chance(30) ? min($wait, 1_200_000) - pick(0, 0, 1, 2)
+		  : chance(50) ? 0 : chance(50) ? below(1000) : below(300_000);
+		last if $now > 3_900_000_000_000_000;
+		$step{now} = $now;
+		push @steps, \%step;
+		my $got = c_step($engine, \%step);
+		$answer = $got if $got;
+		$step{want} = $got;
+	}
+	return @steps;
+}
+
+my @steps = map { history("cached:$_") } 1 .. 300;
+my %answers;
+foreach my $cache (qw(on off))
+{
+	$watcher->ask("ALTER DATABASE postgres SET ratelimit.denial_cache = $cache; SELECT rl_stat_reset()");
+	$answers{$cache} = redis_steps($node, @steps);
+	my ($cached) = split /\|/, $watcher->ask('SELECT sum(from_cache) FROM rl_stat');
+	note "denial_cache = $cache: $cached answers of ", scalar @steps, ' came from it';
+	cmp_ok($cached, $cache eq 'on' ? '>' : '==', $cache eq 'on' ? @steps / 20 : 0, "denial_cache = $cache");
+}
+my (%seen, @wrong);
+foreach my $i (0 .. $#steps)
+{
+	my $step = $steps[$i];
+
+	next unless $step->{want};
+	foreach my $n (0 .. @{ $step->{limits} })
+	{
+		my ($with, $without, $want) = ($answers{on}[$i]{$n}, $answers{off}[$i]{$n}, $step->{want}[$n]);
+
+		next unless $with || $without;
+		my $from = $with->[5] || 'bare';
+		$seen{ $from . ($with->[0] ? ' allowed' : ' refused') . ($step->{argument} ? '' : ' look') }++;
+		push @wrong, "step $i, $step->{form} $step->{argument} of $step->{key} under " . limits_text(@{ $step->{limits} })
+		  . ": with the cache " . decision_text($with) . ', without it ' . decision_text($without) . ", C says " . decision_text($want)
+		  if $with->[0] != $without->[0] || $with->[0] != $want->[0]
+
+		  # Of the same cost the wait is the same, too; of a larger one it may be longer.
+		  || $from eq 'denial_cache' && (!defined $with->[3] || !defined $without->[3] || $with->[3] <= 0 || $with->[3] > $without->[3] + 1e-6
+			|| $with->[1] != $without->[1] && @{ $step->{limits} } == 1);
+	}
+}
+note 'seen: ', join ', ', map { "$_ $seen{$_}" } sort keys %seen;
+is_deeply([ @wrong[ 0 .. min(4, $#wrong) ] ], [], 'with and without the cache the verdicts are the same') or diag "RATELIMIT_SEED=$seed";
+cmp_ok($seen{$_} || 0, '>', 100, "$_: " . ($seen{$_} || 0)) foreach 'denial_cache refused', 'redis refused', 'redis allowed', 'ban refused';
+
+#
+# The same verdicts, in real time and between eight clients
+#
+
+# What the cache refuses, Redis refuses as well: asked right after it, past the
+# cache, it may only allow once the wait that was told is over.
+$watcher->ask(q{
+	ALTER DATABASE postgres SET ratelimit.denial_cache = on;
+	CREATE UNLOGGED TABLE refusal (limits text, quota bigint, told float8, passed float8, still boolean);
+	CREATE UNLOGGED TABLE tried (cached bigint, asked bigint, allowed bigint);
+	CREATE FUNCTION try(alone boolean) RETURNS void LANGUAGE plpgsql AS $$
+	DECLARE
+		rules rl_limits[] := ARRAY['3/100ms', 'sliding_log 4/50ms', '20/1s burst 4, sliding_log 5/100ms', 'token_bucket 2/20ms burst 5',
+			'fixed_window 5/70ms from_first, 100/1s', 'sliding_window 6/60ms step 6ms', 'throttle 1000/1s ban 40ms after 3, token_bucket 3/30ms'];
+		l rl_limits;
+		d rl_decision;
+		q bigint;
+		key text;
+		began timestamptz;
+		still boolean;
+		cached bigint := 0;
+		asked bigint := 0;
+		allowed bigint := 0;
+	BEGIN
+		FOR i IN 1 .. 400 LOOP
+			l := rules[1 + floor(random() * array_length(rules, 1))::int];
+			q := 1 + floor(random() * 3)::int;
+			-- Limits with one name for their state have a key each.
+			key := 'try:' || l::text || CASE WHEN alone THEN pg_backend_pid()::text ELSE floor(random() * 3)::text END;
+			began := clock_timestamp();
+			d := rl_check(key, l, q);
+			asked := asked + 1;
+			allowed := allowed + d.allowed::int;
+			IF d.source = 'denial_cache' THEN
+				cached := cached + 1;
+				-- With others about, somebody may have given back since.
+				IF alone THEN
+					SELECT NOT bool_and(p.allowed) INTO still FROM rl_peek(key, l, q) p;
+					INSERT INTO refusal VALUES (l::text, q, d.retry_after, extract(epoch FROM clock_timestamp() - began), still);
+				END IF;
+			END IF;
+			IF random() < 0.03 THEN
+				-- Given back here: no refusal from before may outlive that.
+				CASE floor(random() * 4)::int
+					WHEN 0 THEN PERFORM rl_reset(key);
+					WHEN 1 THEN PERFORM rl_refund(key, l, 100);
+					WHEN 2 THEN
+						PERFORM rl_ban(key, 0.03);
+						PERFORM rl_unban(key);
+					ELSE PERFORM rl_reset(key, l);
+				END CASE;
+			END IF;
+		END LOOP;
+		INSERT INTO tried VALUES (cached, asked, allowed);
+	END $$});
+my $run = clients(8, 'alone', 'SELECT try(true);', '-t', 10);
+finish_clients($run);
+my ($cached, $asked, $allowed) = split /\|/, $session->ask('SELECT sum(cached), sum(asked), sum(allowed) FROM tried');
+note "in real time: $asked asked, $allowed allowed, $cached refused by the cache";
+cmp_ok($cached, '>', $asked / 10, 'in real time the cache answers');
+cmp_ok($allowed, '>', $asked / 100, 'and some are allowed');
+is($session->ask(q{SELECT coalesce(string_agg(limits || ' ' || quota || ' told ' || told || ' passed ' || passed, '; '), 'none') FROM (
+		SELECT * FROM refusal WHERE NOT still AND passed < told - 0.001 LIMIT 5) s}), 'none', 'what the cache refuses, Redis does');
+cmp_ok($session->ask('SELECT count(*) FROM refusal WHERE still'), '>', 100, 'mostly at once');
+
+# One gives back what the others wait for: after that, a unit that is free is
+# refused to nobody.
+$watcher->ask(q{
+	TRUNCATE the_end;
+	CREATE UNLOGGED TABLE given (given bigint, stale bigint);
+	CREATE FUNCTION grab(key text, limits rl_limits) RETURNS void LANGUAGE plpgsql AS $$
+	DECLARE
+		allowed bigint := 0;
+		calls bigint := 0;
+	BEGIN
+		WHILE NOT EXISTS (SELECT FROM the_end) LOOP
+			FOR i IN 1 .. 50 LOOP
+				allowed := allowed + rl_allow(key, limits)::int;
+				calls := calls + 1;
+			END LOOP;
+		END LOOP;
+		INSERT INTO tried VALUES (NULL, calls, allowed);
+	END $$;
+	CREATE FUNCTION give(key text, limits rl_limits, n int) RETURNS void LANGUAGE plpgsql AS $$
+	DECLARE
+		d rl_decision;
+		stale bigint := 0;
+		taken bigint := 0;
+	BEGIN
+		FOR i IN 1 .. n LOOP
+			PERFORM rl_refund(key, limits, 1);
+			d := rl_check(key, limits);
+			taken := taken + d.allowed::int;
+			IF d.source = 'denial_cache' AND (SELECT bool_and(p.allowed) FROM rl_peek(key, limits) p) THEN
+				stale := stale + 1;
+			END IF;
+		END LOOP;
+		INSERT INTO given VALUES (n, stale);
+		INSERT INTO tried VALUES (NULL, n, taken);
+	END $$});
+foreach my $limits ('1/3650d burst 5', 'sliding_log 5/3650d', 'fixed_window 5/3650d, token_bucket 5/3650d')
+{
+	(my $name = "grab $limits") =~ s/\W+/_/g;
+
+	$session->ask("TRUNCATE the_end, given, tried; SELECT rl_check('given', '$limits', 5)");
+	my $run = clients(7, $name, "SELECT grab('given', '$limits');", '-t', 1);
+	await('seven clients', sub { return $watcher->ask(q{SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'SELECT grab(%'}) == 7 });
+	$session->ask("SELECT give('given', '$limits', 3000)");
+	is($session->error, '', "$limits: given back");
+	$watcher->ask('INSERT INTO the_end DEFAULT VALUES');
+	finish_clients($run);
+	my ($stale, $given) = split /\|/, $session->ask('SELECT stale, given FROM given');
+	my ($taken, $calls) = split /\|/, $session->ask('SELECT sum(allowed), sum(asked) FROM tried');
+	my $left = $session->ask("SELECT min(remaining) FROM rl_peek('given', '$limits', 0)");
+	note "$limits: $given given back, $taken taken by $calls calls, $left left";
+	is($stale, 0, "$limits: no refusal outlives what was given back");
+	is($taken + $left, $given, "$limits: what was given back was taken once, or is there");
+	$session->ask("SELECT rl_reset('given')");
+}
+
+done_testing();

@@ -1,0 +1,94 @@
+# Without shared_preload_libraries: what needs shared memory says so, and all
+# else works.
+use strict;
+use warnings FATAL => 'all';
+
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+
+my $redis = RedisServer->new->start;
+my $node = new_node($redis);
+my $session = session($node);
+my @taking = (q{rl_throttle('k', 10, 10, 60)}, q{rl_token_bucket('k', 10, 10, 60)}, q{rl_fixed_window('k', 10, 60)},
+	q{rl_sliding_window('k', 10, 60, 1)}, q{rl_sliding_log('k', 10, 60)}, q{rl_check('k', '10/1min, 100/1h')},
+	q{rl_check_each('k', '10/1min, 100/1h')}, q{rl_allow('k', '10/1min')}, q{rl_enforce('k', '10/1min')}, q{rl_wait('k', '10/1min')});
+my @others = (q{rl_peek('k', '10/1min')}, q{rl_refund('k', '10/1min', 1)}, q{rl_reset('k', '10/1min')}, q{rl_ban('k', 1)},
+	q{rl_unban('k')}, q{rl_reset('k')});
+$session->ask(q{
+	CREATE TABLE orders (customer text);
+	CREATE TRIGGER enforce BEFORE INSERT ON orders
+		FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{customer}', '5/10s')});
+my $insert = q{INSERT INTO orders VALUES ('ann') RETURNING customer};
+is($session->ask('SHOW shared_preload_libraries'), '', 'the library is not preloaded');
+
+# An error that says what is lacking, and what to do.
+sub needs_shared_memory
+{
+	my ($command, $what) = @_;
+
+	$session->ask($command);
+	like($session->error, qr/^.*ERROR:  55000: \Q$what\E needs shared memory$/m, "$command: the error");
+	like($session->error, qr/^HINT:  Add ratelimit to shared_preload_libraries, and restart the server\.$/m, "$command: the hint");
+	return;
+}
+
+needs_shared_memory('SELECT * FROM rl_stat', 'rl_stat');
+needs_shared_memory('SELECT rl_stat()', 'rl_stat');
+needs_shared_memory('SELECT rl_stat_reset()', 'rl_stat_reset');
+needs_shared_memory('SELECT * FROM rl_denied', 'rl_denied');
+needs_shared_memory('SELECT rl_denied()', 'rl_denied');
+$session->ask('SET ratelimit.store = local');
+needs_shared_memory($_, 'ratelimit.store = local') foreach (map { "SELECT $_" } @taking, @others), $insert;
+$session->ask('RESET ratelimit.store; SET ratelimit.on_error = local');
+needs_shared_memory($_, 'ratelimit.on_error = local') foreach (map { "SELECT $_" } @taking), $insert;
+
+# What looks and repairs does not depend on on_error.
+is($session->attempt("SELECT $_")->{state}, '00000', "on_error = local: $_ works") foreach @others;
+is($redis->cli('DBSIZE'), 0, 'nothing was taken meanwhile');
+$session->ask('RESET ratelimit.on_error');
+
+# All else.
+foreach my $command ((map { "SELECT $_" } @taking, @others), $insert, q{SELECT * FROM rl_triggers}, q{SELECT rl_key('a', 1)},
+	q{SELECT rl_simulate('5/10s', now()) OVER ()})
+{
+	my $got = $session->attempt($command);
+
+	is($got->{state}, '00000', "$command works") or diag $got->{message};
+}
+is($session->ask('SELECT store, mode, on_error, redis, connected, error, breaker, local_keys, local_max_keys, stat_since FROM rl_status()'),
+	'redis|enforce|error|"' . $redis->socket . '"|t|||||', 'rl_status tells what there is');
+like($session->ask('SELECT version FROM rl_status()'), qr/^(?:Redis|Valkey) \d+\.\d+\.\d+$/, 'and the version');
+
+# The other settings do what they can.
+foreach my $cache (qw(on off))
+{
+	my $key = "cache $cache";
+
+	$session->ask("SET ratelimit.denial_cache = $cache; SELECT rl_allow('$key', '1/1h')");
+	is($session->ask("SELECT allowed, source FROM rl_check('$key', '1/1h')"), 'f|redis', "denial_cache = $cache: Redis refuses");
+}
+$session->ask('RESET ratelimit.denial_cache; SET ratelimit.mode = shadow');
+is($session->ask(q{SELECT allowed, source FROM rl_check('cache on', '1/1h')}), 't|shadow', 'mode = shadow: it is let through');
+is($session->ask($insert), 'ann', 'by the trigger, too');
+like(slurp_file($node->logfile), qr/rate limit "throttle 1\/1h" would refuse key "cache on"/, 'and logged');
+$session->ask('SET ratelimit.mode = off');
+is($session->ask(q{SELECT allowed, source FROM rl_check('cache on', '1/1h')}), 't|off', 'mode = off: nobody is asked');
+$session->ask('RESET ratelimit.mode');
+
+# Redis away: no breaker, each call finds out for itself, and when it is back it
+# is used at once.
+$redis->stop;
+is($session->attempt(q{SELECT rl_throttle('k', 10, 10, 60)})->{state}, '08001', "Redis away: try $_") foreach 1 .. 3;
+is($session->ask(q{SELECT connected, error LIKE 'could not connect to Redis%', breaker FROM rl_status()}), 'f|t|', 'rl_status tells why');
+$redis->start;
+is($session->ask(q{SELECT source FROM rl_throttle('k', 10, 10, 60)}), 'redis', 'Redis back: it is used at once');
+
+# Loading the library into one session brings no shared memory.
+$session = session($node);
+$session->ask(q{LOAD 'ratelimit'; SET ratelimit.store = local});
+needs_shared_memory(q{SELECT rl_throttle('k', 10, 10, 60)}, 'ratelimit.store = local');
+
+done_testing();
