@@ -228,9 +228,12 @@ log_shadow(const Action *action, const RlLimit *limit, const RlDecision *decisio
 		if (!rl_denied_may_log(action->name, action->limits))
 			return;
 	}
-	else if (!TimestampDifferenceExceeds(last, now, 1000))
-		return;
-	last = now;
+	else
+	{
+		if (!TimestampDifferenceExceeds(last, now, 1000))
+			return;
+		last = now;
+	}
 	ereport(LOG,
 			(errmsg("rate limit \"%s\" would refuse key \"%s\"", rl_limit_text(limit),
 					pg_any_to_server(pnstrdup(action->key->data, action->key->len),
