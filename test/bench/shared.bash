@@ -1,0 +1,85 @@
+# shellcheck shell=bash disable=SC2154 # cores, round, T and results are script/bench's
+#
+# For script/bench: what shared memory decides, by the million in one query, next
+# to a C function that returns the same row and does nothing, of the same keys.
+
+ONE="'one', 1000000000, 1000, 1"
+MANY="'many:' || i, 1000000000, 1000, 1"
+REFUSED="'refused', 1, 1, 31536000"
+
+# Those of a kind follow their floor.
+millions=(floor hot refused cached floor_many new known)
+declare -A MILLION=(
+	[floor]='C function that does nothing'
+	[hot]='local store, one key, allowed'
+	[refused]='local store, one key, refused'
+	[cached]='denial cache, one key, refused'
+	[floor_many]='C function that does nothing, 1,000,000 keys'
+	[new]='local store, 1,000,000 keys, new'
+	[known]='local store, 1,000,000 keys, known'
+)
+declare -A MILLION_CALL=(
+	[floor]="bench_nothing($ONE)" [hot]="rl_throttle($ONE)" [refused]="rl_throttle($REFUSED)" [cached]="rl_throttle($REFUSED)"
+	[floor_many]="bench_nothing($MANY)" [new]="rl_throttle($MANY)" [known]="rl_throttle($MANY)"
+)
+declare -A MILLION_TARGET=([hot]=2 [refused]=2 [cached]=2 [new]=4 [known]=4)
+
+# One round of all.  What counts is the time of the processor that a query takes;
+# it is less the machine's than the time until it ends.
+measure_shared() {
+	local name store calls
+	for name in "${millions[@]}"; do
+		if [[ $name == cached ]]; then store=redis; else store=local; fi
+		redis CONFIG RESETSTAT >/dev/null
+		sql -At -c 'SET jit = off' -c "SET work_mem = '256MB'" -c "SET ratelimit.store = $store" \
+			-c "SET ratelimit.key_prefix = 'round$round:'" -c "SELECT FROM rl_throttle($REFUSED)" \
+			-c 'SET client_min_messages = log' -c 'SET log_executor_stats = on' \
+			-c "SELECT count(${MILLION_CALL[$name]}) FROM generate_series(1, 1000000) i" 2>&1 |
+			sed -nE 's/^!\s+([0-9.]+) s user, ([0-9.]+) s system, [0-9.]+ s elapsed$/\1 \2/p' |
+			awk '{ print ($1 + $2) * 1000 }' >>"$T/results/million.$name"
+		calls=$(redis INFO commandstats | sed -nE 's/^cmdstat_evalsha:calls=([0-9]+).*/\1/p')
+		((${calls:-0} <= 20)) || die "Redis was asked $calls times: ${MILLION[$name]} is not what was measured"
+	done
+	[[ $(sql -At -c "SET ratelimit.store = local" -c "SET ratelimit.key_prefix = 'round$round:'" -c "SELECT (rl_throttle($ONE, 0)).allowed, (rl_throttle($REFUSED)).allowed") == 't|f' ]] ||
+		die 'the local store has not decided as was measured'
+}
+
+# shared_line TITLE FIGURE RATIO TARGET: a target that begins with > is a least one.
+shared_line() {
+	awk -v n="$1" -v figure="$2" -v ratio="$3" -v target="$4" 'BEGIN {
+		least = sub(/^>/, "", target)
+		verdict = target == "" ? "" : (least ? ratio >= target : ratio <= target) ? "met" : "missed"
+		printf "| %-46s | %9.0f | %6.2f | %8s | %-6s |\n", n, figure, ratio,
+			target == "" ? "" : (least ? ">= " : "<= ") target, verdict }'
+}
+
+# shared_head TITLE UNIT
+shared_head() {
+	printf '| %-46s | %9s | %6s | %8s | %-6s |\n' "$1" "$2" ratio target ''
+	printf '|:%s-|%s:|%s:|%s:|:%s-|\n' ---------------------------------------------- ---------- ------- --------- ------
+}
+
+# rate ROW: transactions per second of 8 clients.
+rate() { awk -v us="$(median "$T/results/eight.$1")" 'BEGIN { print 8e6 / us }'; }
+ratio() { awk -v a="$1" -v b="$2" 'BEGIN { print a / b }'; }
+
+report_shared() {
+	local name ms base local_rate
+	shared_head '1,000,000 calls in one query, processor time' ms
+	for name in "${millions[@]}"; do
+		ms=$(median "$T/results/million.$name")
+		[[ $name != floor* ]] || base=$ms
+		shared_line "${MILLION[$name]}" "$ms" "$(ratio "$ms" "$base")" "${MILLION_TARGET[$name]:-}"
+	done
+	echo
+	echo 'A ratio is to the C function above it. New keys take the places of those of the round before.'
+	echo
+	local_rate=$(rate throttle_local)
+	shared_head '8 clients, one key: rates' 'per s'
+	shared_line "${ROW[throttle_local]}" "$local_rate" 1 ''
+	shared_line "${ROW[nothing]}" "$(rate nothing)" "$(ratio "$local_rate" "$(rate nothing)")" '>0.9'
+	shared_line "${ROW[gcra_one]}" "$(rate gcra_one)" "$(ratio "$local_rate" "$(rate gcra_one)")" '>2.2'
+	echo
+	echo "A ratio is the local store's rate to this one's."
+	echo
+}
