@@ -27,6 +27,9 @@ struct RlBreaker
 static RlBreaker *breakers = NULL;
 static LWLock *lock;
 
+/* The one that this backend tries, while others wait for the outcome. */
+static RlBreaker *trying = NULL;
+
 Size
 rl_breaker_size(void)
 {
@@ -99,7 +102,10 @@ rl_breaker_admits(RlBreaker *breaker, RlError *error)
 	memcpy(message, breaker->message, sizeof(message));
 	SpinLockRelease(&breaker->mutex);
 	if (admits)
+	{
+		trying = breaker;
 		return true;
+	}
 	rl_error_set(error, error->sqlstate, "Redis is left alone after a failure");
 	rl_error_detail(error, "The failure was: %s.", message);
 	return false;
@@ -115,6 +121,19 @@ rl_breaker_succeeded(RlBreaker *breaker)
 	pg_atomic_write_u64(&breaker->open_until, 0);
 	breaker->trying_until = 0;
 	SpinLockRelease(&breaker->mutex);
+	trying = NULL;
+}
+
+/* A call was interrupted: if it was to try a server, the next one may. */
+void
+rl_breaker_interrupted(void)
+{
+	if (trying == NULL)
+		return;
+	SpinLockAcquire(&trying->mutex);
+	trying->trying_until = 0;
+	SpinLockRelease(&trying->mutex);
+	trying = NULL;
 }
 
 /* The server could not be reached, or did not answer in time. */
@@ -131,6 +150,7 @@ rl_breaker_failed(RlBreaker *breaker, const RlError *error)
 	breaker->sqlstate = error->sqlstate;
 	memcpy(breaker->message, error->message, sizeof(breaker->message));
 	SpinLockRelease(&breaker->mutex);
+	trying = NULL;
 }
 
 /*

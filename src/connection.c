@@ -543,6 +543,8 @@ open_socket(RlConnection *conn, const RlAddress *address, RlError *error)
 		ResetLatch(MyLatch);
 		CHECK_FOR_INTERRUPTS();
 	}
+	if (conn->ctx->err && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM))
+		return lack_of(conn, error, conn->ctx->errstr);
 	if (conn->ctx->err)
 		return cannot_connect(conn, error, conn->ctx->errstr);
 	if (conn->ctx->reader == NULL)

@@ -200,6 +200,7 @@ ask(Action *action, RlDecision *decisions)
 		}
 		PG_CATCH();
 		{
+			rl_breaker_interrupted();
 			count(action, RL_WAS_ERROR, false);
 			PG_RE_THROW();
 		}
@@ -443,6 +444,7 @@ ask_many(Many *many, int n, RlError *error)
 	}
 	PG_CATCH();
 	{
+		rl_breaker_interrupted();
 		for (int i = 0; i < n; i++)
 			if (!many->answered[i])
 				count(&many->actions[i], RL_WAS_ERROR, false);

@@ -155,7 +155,9 @@ rl_denied_lookup(RlName name, const RlLimits *limits, int64 quota,
 		known = passed >= 0 && now < entry->trusted_until;
 		for (int i = 0; i < limits->n; i++)
 			known &= quota <= limits->limit[i].capacity;
+		/* Who wants more than was refused would learn nothing of the rest. */
 		if (known && passed >= ASK_ANEW && entry->trusted_until < entry->refused_until &&
+			quota == entry->quota &&
 			pg_atomic_compare_exchange_u32(&entry->asking, &nobody, 1))
 			known = false;
 		if (known)
@@ -245,6 +247,12 @@ rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits, int64 quot
 	set = lock_set(name, LW_EXCLUSIVE);
 	if (generation == RL_ANY_GENERATION || set->generation == generation)
 	{
+		entry = find_entry(set, name, hash);
+		if (entry != NULL && entry->quota < quota && entry->trusted_until > asked)
+		{
+			unlock_set(set);
+			return;
+		}
 		entry = choose_entry(set, name, hash);
 		if (!rl_same_name(entry->name, name) || entry->hash != hash || entry->limits.n == 0)
 		{

@@ -351,8 +351,6 @@ read_throttle(const RlLimit *limit, int64 quota, RlTake how, const RlReply *repl
 		/* A script that was only to look does not know the verdict. */
 		if (!charges(limit, quota, how))
 		{
-			if (reply->values[0] < 0)
-				return false;
 			rl_throttle_decide(limit, backlog, quota, &decision);
 			check->values[0] = decision.allowed ? 0 : -1;
 		}

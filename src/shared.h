@@ -87,6 +87,7 @@ typedef struct RlBreaker RlBreaker;
 extern RlBreaker *rl_breaker_find(const char *address);
 extern bool rl_breaker_admits(RlBreaker *breaker, RlError *error);
 extern void rl_breaker_succeeded(RlBreaker *breaker);
+extern void rl_breaker_interrupted(void);
 extern void rl_breaker_failed(RlBreaker *breaker, const RlError *error);
 extern const char *rl_breaker_state(RlBreaker *breaker, int64 *left);
 

@@ -34,6 +34,16 @@ $node->safe_psql('postgres', q{
 	CREATE TABLE orders (customer bigint);
 	CREATE TRIGGER enforce BEFORE INSERT ON orders
 		FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{customer}', '3/1d, sliding_log 5/1h');
+	CREATE FUNCTION take_back() RETURNS text LANGUAGE plpgsql AS $$
+	BEGIN
+		PERFORM rl_check('back', 'sliding_log 9/1h refund_on_abort');
+		BEGIN
+			PERFORM rl_check('back', 'sliding_log 9/1h refund_on_abort', 2);
+			RAISE 'back';
+		EXCEPTION WHEN raise_exception THEN
+			RETURN rl_peek('back', 'sliding_log 9/1h');
+		END;
+	END $$;
 });
 my $session = session($node);
 
@@ -53,6 +63,7 @@ my @calls = (
 	"SELECT rl_refund('log', '$log', 2)", "SELECT rl_check('log', '$log', 2)",
 	"SELECT rl_refund('log', '$log', 3)", "SELECT rl_refund('five', '$five', 1)",
 	(map { "SELECT $_('$_', '$five')" } qw(rl_check_each rl_allow rl_enforce rl_wait rl_peek)),
+	"SELECT count(*) FROM rl_check_many('{a,b,a}', '$five')", 'SELECT take_back()',
 	'INSERT INTO orders VALUES (42), (42)', q{SELECT problem FROM rl_triggers},
 	q{SELECT rl_ban(rl_key('k', 1), 3600)}, q{SELECT rl_unban('k:1')}, q{SELECT rl_unban('k:1')},
 	"SELECT rl_reset('five', '$five')", q{SELECT rl_reset('log')}, q{SELECT rl_reset('log')},

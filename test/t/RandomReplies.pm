@@ -371,10 +371,8 @@ sub fast_meaning
 	# Of the least number there is no opposite.
 	my $backlog = $numbers[0] < 0 ? -max($numbers[0], -9223372036854775807) : $numbers[0];
 	my $verdict = $possible && $backlog <= room($limit, $call->{quota}) ? 'allowed' : 'refused';
-	if ($call->{form} eq 'peek' || !$possible)
-	{
-		return $numbers[0] < 0 ? 'odd' : ('right', $verdict);
-	}
+	# What is only to look has no room, and refuses.
+	return ('right', $verdict) if $call->{form} eq 'peek' || !$possible;
 	return ($numbers[0] < 0) == ($verdict eq 'refused') ? ('right', $verdict) : 'wrong';
 }
 
