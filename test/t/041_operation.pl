@@ -395,7 +395,7 @@ foreach my $setting (split /\n/, $session->ask(q{SELECT name || ' = ' || quote_l
 		is($user{plain}->state, $expected, "a plain role may not $sql");
 	}
 }
-is($session->ask(q{SELECT count(*) FROM pg_settings WHERE name LIKE 'ratelimit.%'}), 12, 'these are all settings');
+is($session->ask(q{SELECT count(*) FROM pg_settings WHERE name LIKE 'ratelimit.%'}), 15, 'these are all settings');
 $session->ask('SET ratelimit.local_max_keys = 500');
 is($session->state, '55P02', 'nobody changes the size of shared memory while the server runs');
 
