@@ -562,6 +562,7 @@ rl_limits_complete(RlLimits *limits)
 		limit_numbers(&limits->limit[i], numbers[i]);
 		limits->refunds |= limits->limit[i].refund_on_abort;
 	}
+	limits->timed = limits->refunds;
 	limits->hash = hash_bytes_extended((const unsigned char *) numbers,
 									   limits->n * sizeof(numbers[0]), 0);
 }

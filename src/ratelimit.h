@@ -78,6 +78,7 @@ typedef struct RlLimits
 {
 	int			n;
 	bool		refunds;		/* one of them has refund_on_abort */
+	bool		timed;			/* charges may be taken back: their time is wanted */
 	uint64		hash;			/* of the canonical text's meaning */
 	RlLimit		limit[RL_MAX_LIMITS];
 } RlLimits;

@@ -281,12 +281,12 @@ may_ban(const RlLimits *limits, RlTake how)
 	return false;
 }
 
-/* The fast script does for one throttle without options. */
+/* The fast script, which does not tell the time, does for one throttle without options. */
 static bool
 is_plain_throttle(const RlLimits *limits)
 {
 	return limits->n == 1 && limits->limit[0].algorithm == RL_THROTTLE &&
-		limits->limit[0].ban == 0 && !limits->refunds;
+		limits->limit[0].ban == 0 && !limits->timed;
 }
 
 static RlScript *

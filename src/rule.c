@@ -256,6 +256,7 @@ parse_rule(Rule *rule, Relation rel, const Trigger *trigger, RlError *error)
 		rule->limits.n = 0;
 		return false;
 	}
+	rule->limits.timed |= !TRIGGER_FOR_ROW(trigger->tgtype);
 	if (!parse_template(rule, rel, trigger, rule->args[0], error))
 		return false;
 	for (int i = 2; i < rule->nargs; i++)
