@@ -424,7 +424,16 @@ took_one(int i, const RlDecision *each, int64 at, void *arg)
 	many->answered[i] = true;
 }
 
-/* Asks Redis for n actions, and counts those that end in an error. */
+/* Counts actions that an error ends, of which some were answered before. */
+static void
+count_ended(const Many *many, int n)
+{
+	for (int i = 0; i < n; i++)
+		count(&many->actions[i], many->answered[i] ? outcome_of(&many->answers[many->which[i]].decision) :
+			  RL_WAS_ERROR, false);
+}
+
+/* Asks Redis for n actions; counts them if that ends in an error. */
 static void
 ask_many(Many *many, int n, RlError *error)
 {
@@ -445,18 +454,14 @@ ask_many(Many *many, int n, RlError *error)
 	PG_CATCH();
 	{
 		rl_breaker_interrupted();
-		for (int i = 0; i < n; i++)
-			if (!many->answered[i])
-				count(&many->actions[i], RL_WAS_ERROR, false);
+		count_ended(many, n);
 		PG_RE_THROW();
 	}
 	PG_END_TRY();
 	pfree(wanted);
 	if (done || last_resort() != RL_ON_ERROR_ERROR || rl_on_error == RL_ON_ERROR_LOCAL)
 		return;
-	for (int i = 0; i < n; i++)
-		count(&many->actions[i], many->answered[i] ? outcome_of(&many->answers[many->which[i]].decision) :
-			  RL_WAS_ERROR, false);
+	count_ended(many, n);
 	rl_raise(error);
 }
 
