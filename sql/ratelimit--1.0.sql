@@ -265,7 +265,7 @@ CREATE FUNCTION rl_enforce()
 	RETURNS trigger
 	AS 'MODULE_PATHNAME', 'rl_enforce_trigger' LANGUAGE C COST 1000;
 COMMENT ON FUNCTION rl_enforce() IS
-	'row trigger that takes quota for each row: rl_enforce(key template, limits [, ''quota={column}''] [, ''on_deny=skip'']); a refusal raises PT429';
+	'trigger that takes quota for each row, or AFTER ... FOR EACH STATEMENT for all its rows at once, by key: rl_enforce(key template, limits [, ''quota={column}''] [, ''on_deny=skip'']); a refusal raises PT429';
 
 CREATE FUNCTION rl_trigger_rule(trigger oid,
 		OUT key text, OUT limits text, OUT quota text, OUT on_deny text, OUT problem text)

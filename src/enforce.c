@@ -9,6 +9,7 @@
 #include "access/htup_details.h"
 #include "access/relation.h"
 #include "access/table.h"
+#include "catalog/pg_operator.h"
 #include "catalog/pg_trigger.h"
 #include "catalog/pg_type.h"
 #include "commands/trigger.h"
@@ -23,6 +24,7 @@
 #include "utils/fmgroids.h"
 #include "utils/hsearch.h"
 #include "utils/memutils.h"
+#include "utils/tuplesort.h"
 #include "utils/tuplestore.h"
 
 #include "charges.h"
@@ -108,8 +110,9 @@ enforce_row(TriggerData *data, Rule *rule)
 /*
  * A statement
  *
- * Its rows' quotas are summed by key, and as many keys as fit are asked at
- * once.  If any is refused, what the others were charged is given back.
+ * Its rows' quotas are summed by key, in a table or, past RL_MAX_MANY keys, by
+ * sorting; then so many keys are asked at once.  If any is refused, what the
+ * others were charged is given back.
  */
 
 typedef struct Statement
@@ -118,9 +121,10 @@ typedef struct Statement
 	MemoryContext context;		/* of the keys that are asked together */
 	MemoryContext row_context;
 	HTAB	   *by_key;			/* index into wanted */
-	RlWanted   *wanted;			/* in the order of the rows */
+	RlWanted   *wanted;			/* in the order of the rows, or sorted */
 	int			n;
-	int64		asked;			/* keys before these */
+	Tuplesortstate *sort;		/* keys and quotas put aside, or NULL */
+	int64		asked;			/* keys so far */
 	int64		refused;
 	RlKey		refused_key;	/* the first one, and what was said to it */
 	int64		refused_quota;
@@ -224,6 +228,79 @@ ask_keys(Statement *statement)
 	start_keys(statement);
 }
 
+/* A slot for a key and its quota, as they are sorted. */
+static TupleTableSlot *
+sort_slot(const TupleTableSlotOps *ops)
+{
+	TupleDesc	desc = CreateTemplateTupleDesc(2);
+
+	TupleDescInitEntry(desc, 1, "key", BYTEAOID, -1, 0);
+	TupleDescInitEntry(desc, 2, "quota", INT8OID, -1, 0);
+	return MakeSingleTupleTableSlot(desc, ops);
+}
+
+/* Puts the keys gathered so far aside: sorted, a key's quotas will meet. */
+static void
+put_aside(Statement *statement)
+{
+	TupleTableSlot *slot = sort_slot(&TTSOpsVirtual);
+
+	if (statement->sort == NULL)
+	{
+		AttrNumber	column = 1;
+		Oid			less = ByteaLessOperator;
+		Oid			collation = InvalidOid;
+		bool		nulls_first = false;
+
+		statement->sort = tuplesort_begin_heap(slot->tts_tupleDescriptor, 1, &column, &less, &collation, &nulls_first,
+											   work_mem, NULL, TUPLESORT_NONE);
+	}
+	for (int i = 0; i < statement->n; i++)
+	{
+		const RlWanted *wanted = &statement->wanted[i];
+
+		ExecClearTuple(slot);
+		slot->tts_values[0] = PointerGetDatum(cstring_to_text_with_len(wanted->key.data, wanted->key.len));
+		slot->tts_values[1] = Int64GetDatum(wanted->quota);
+		slot->tts_isnull[0] = slot->tts_isnull[1] = false;
+		ExecStoreVirtualTuple(slot);
+		tuplesort_puttupleslot(statement->sort, slot);
+		pfree(DatumGetPointer(slot->tts_values[0]));
+	}
+	ExecDropSingleTupleTableSlot(slot);
+	start_keys(statement);
+}
+
+/* Asks for the keys that were put aside, summed. */
+static void
+ask_sorted(Statement *statement)
+{
+	TupleTableSlot *slot = sort_slot(&TTSOpsMinimalTuple);
+
+	tuplesort_performsort(statement->sort);
+	while (tuplesort_gettupleslot(statement->sort, true, false, slot, NULL))
+	{
+		bool		isnull;
+		bytea	   *key = DatumGetByteaPP(slot_getattr(slot, 1, &isnull));
+		int			len = VARSIZE_ANY_EXHDR(key);
+		RlWanted   *wanted = statement->n > 0 ? &statement->wanted[statement->n - 1] : NULL;
+
+		if (wanted == NULL || wanted->key.len != len ||
+			memcmp(wanted->key.data, VARDATA_ANY(key), len) != 0)
+		{
+			if (statement->n == RL_MAX_MANY)
+				ask_keys(statement);
+			wanted = &statement->wanted[statement->n++];
+			wanted->key.data = memcpy(MemoryContextAlloc(statement->context, len), VARDATA_ANY(key), len);
+			wanted->key.len = len;
+			wanted->quota = 0;
+		}
+		wanted->quota = rl_quota_checked(wanted->quota + DatumGetInt64(slot_getattr(slot, 2, &isnull)));
+	}
+	ExecDropSingleTupleTableSlot(slot);
+	tuplesort_end(statement->sort);
+}
+
 /* Adds a row's quota to its key's. */
 static void
 add_row(Statement *statement, Relation rel, TupleTableSlot *row)
@@ -238,7 +315,7 @@ add_row(Statement *statement, Relation rel, TupleTableSlot *row)
 
 	MemoryContextSwitchTo(old);
 	if (statement->n == RL_MAX_MANY)
-		ask_keys(statement);
+		put_aside(statement);
 	memset(padded, 0, sizeof(padded));
 	memcpy(padded, key.data, key.len);
 	entry = hash_search(statement->by_key, padded, HASH_ENTER, &found);
@@ -315,6 +392,7 @@ give_back(Statement *statement)
 {
 	Batch	   *batch = palloc(sizeof(Batch));
 	bool		more = true;
+	int64		lost = 0;
 	RlError		error;
 
 	batch->limits = &statement->rule->limits;
@@ -328,14 +406,22 @@ give_back(Statement *statement)
 			if (more)
 				give_back_one(batch, charged_copy(statement));
 		}
-		/* The error to come is of more use than one about this. */
-		if (batch->n > 0 && !rl_redis_undo(batch->n, next_of_batch, NULL, false, batch, &error))
-			ereport(LOG,
-					(errcode(error.sqlstate),
-					 errmsg("could not give back what up to %d keys of a refused statement were charged",
-							batch->n),
-					 errdetail_internal("%s", error.message)));
+		if (batch->n == 0)
+			continue;
+		/* A store that has failed is not waited for again. */
+		if (lost > 0 || !rl_redis_undo(batch->n, next_of_batch, NULL, false, batch, &error))
+			lost += batch->n;
+		/* Again, for a refusal that was on its way. */
+		for (int i = 0; i < batch->n && rl_shared_available(); i++)
+			rl_denied_forget_name(batch->charged[i]->name);
 	}
+	/* The error to come is of more use than one about this. */
+	if (lost > 0)
+		ereport(LOG,
+				(errcode(error.sqlstate),
+				 errmsg("could not give back what up to %lld keys of a refused statement were charged",
+						(long long) lost),
+				 errdetail_internal("%s", error.message)));
 }
 
 /* Raises the error of a statement of which some keys were refused. */
@@ -348,8 +434,8 @@ refuse_statement(Statement *statement)
 					 &statement->rule->limits.limit[statement->refusal.binding],
 					 statement->refused_quota, &statement->refusal.decision, &statement->error,
 					 statement->asked == 1 ? NULL :
-					 psprintf("Of the statement's %lld keys %lld were refused.",
-							  (long long) statement->asked, (long long) statement->refused));
+					 psprintf("Keys of the statement that were refused: %lld of %lld.",
+							  (long long) statement->refused, (long long) statement->asked));
 }
 
 static void
@@ -374,6 +460,11 @@ enforce_statement(TriggerData *data, Rule *rule)
 		CHECK_FOR_INTERRUPTS();
 		add_row(&statement, data->tg_relation, row);
 		tuplestore_select_read_pointer(rows, pointer);
+	}
+	if (statement.sort != NULL)
+	{
+		put_aside(&statement);
+		ask_sorted(&statement);
 	}
 	if (statement.n > 0)
 		ask_keys(&statement);
