@@ -61,6 +61,7 @@ my %taking = (
 	rl_sliding_log => q{SELECT allowed, source FROM rl_sliding_log('%s', 1, 3600)},
 	rl_check => q{SELECT allowed, source FROM rl_check('%s', '1/1h, sliding_log 5/1h')},
 	rl_check_each => q{SELECT bool_and(allowed), string_agg(source, ' ') FROM rl_check_each('%s', '1/1h, sliding_log 5/1h')},
+	rl_check_many => q{SELECT allowed, source FROM rl_check_many(ARRAY['%s'], '1/1h')},
 	rl_enforce => q{SELECT allowed, source FROM rl_enforce('%s', '1/1h')},
 	rl_wait => q{SELECT allowed, source FROM rl_wait('%s', '1/1h')});
 
@@ -77,7 +78,7 @@ foreach my $name (sort keys %taking)
 	answers($sql, $several ? 't|redis redis' : 't|redis', "$name: what is allowed is as ever");
 	answers($sql, $several ? 't|shadow redis' : 't|shadow', "$name: what would be refused passes") foreach 1 .. 2;
 }
-answers(q{SELECT sum(allowed), sum(denied), sum(shadow_denied) FROM rl_stat}, '9|0|18', 'and is counted');
+answers(q{SELECT sum(allowed), sum(denied), sum(shadow_denied) FROM rl_stat}, '10|0|20', 'and is counted');
 answers(q{SELECT rl_allow('shadow rl_check', '1/1h, sliding_log 5/1h')}, 't', 'rl_allow');
 answers(q{SELECT remaining FROM rl_peek('shadow rl_check', 'sliding_log 5/1h', 0)}, '4', 'what would be refused is not charged');
 answers(q{SELECT capacity, remaining, retry_after, reset_after BETWEEN 3500 AND 3600 FROM rl_throttle('shadow rl_throttle', 1, 1, 3600)},
