@@ -31,6 +31,11 @@ PG_CONFIG ?= pg_config
 PGXS := $(shell $(PG_CONFIG) --pgxs)
 include $(PGXS)
 
+# Our own functions and settings are called directly, not by way of a table.
+ifeq ($(PORTNAME), linux)
+SHLIB_LINK += -Wl,-Bsymbolic
+endif
+
 # Below the include, which sets it anew.
 PROVE_FLAGS += -I $(srcdir)/test/t
 

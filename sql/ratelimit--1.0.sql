@@ -344,7 +344,7 @@ CREATE VIEW rl_denied AS SELECT * FROM rl_denied();
 COMMENT ON VIEW rl_denied IS 'whom this server is refusing now; when there are very many, those that it refuses longest';
 COMMENT ON COLUMN rl_denied.key IS 'the key';
 COMMENT ON COLUMN rl_denied.limits IS 'the limits that refused';
-COMMENT ON COLUMN rl_denied.quota IS 'the quota of the action that was refused last';
+COMMENT ON COLUMN rl_denied.quota IS 'the quota that a store refused: as much or more is refused now';
 COMMENT ON COLUMN rl_denied.banned IS 'whether that was because of a ban';
 COMMENT ON COLUMN rl_denied.since IS 'the first refusal without a gap';
 COMMENT ON COLUMN rl_denied.retry_after IS 'seconds until the same action can succeed';

@@ -61,7 +61,23 @@ throttle_verdict(const RlLimit *limit, int64 backlog_ns, int64 quota, RlDecision
 	}
 }
 
-/* The same, with the figures of an action that is not charged. */
+/*
+ * All of an action under one throttle alone: sets the decision and returns the
+ * backlog after it.
+ */
+int64
+rl_throttle_act(const RlLimit *limit, int64 backlog_ns, int64 quota, RlDecision *decision)
+{
+	throttle_verdict(limit, backlog_ns, quota, decision);
+	if (decision->allowed)
+		backlog_ns += rl_throttle_cost(limit, quota);
+	rl_throttle_figures(limit, backlog_ns, decision);
+	decision->ban_left = 0;
+	decision->source = RL_FROM_LOCAL;
+	return backlog_ns;
+}
+
+/* The verdict, with the figures of an action that is not charged. */
 void
 rl_throttle_decide(const RlLimit *limit, int64 backlog_ns, int64 quota,
 				   RlDecision *decision)

@@ -51,6 +51,8 @@ typedef struct RlCharge
 extern int	rl_entries_wanted(const RlLimit *limit, RlState *state, int64 now, int64 quota);
 extern void rl_move_entries(RlState *state, RlEntry *entries, int size);
 extern int64 rl_state_end(const RlLimit *limit, const RlState *state);
+extern int64 rl_throttle_act(const RlLimit *limit, int64 backlog_ns, int64 quota,
+							 RlDecision *decision);
 extern void rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
 				   int64 now, int64 quota, bool commit, RlDecision *decisions);
 extern void rl_give_back(const RlLimits *limits, RlState *states, int64 now, int64 quota);

@@ -91,7 +91,7 @@ rl_breaker_admits(RlBreaker *breaker, RlError *error)
 	bool		admits;
 	char		message[sizeof(breaker->message)];
 
-	if (breaker == NULL || pg_atomic_read_u64(&breaker->open_until) == 0)
+	if (breaker == NULL || rl_retry_interval == 0 || pg_atomic_read_u64(&breaker->open_until) == 0)
 		return true;
 	now = rl_monotonic_now();
 	SpinLockAcquire(&breaker->mutex);

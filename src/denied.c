@@ -103,7 +103,7 @@ rl_denied_attach(void *memory, LWLockPadded *my_locks, bool found)
 static Set *
 lock_set(RlName name, LWLockMode mode)
 {
-	int			number = name.a % SETS;
+	int			number = (name.hash >> 32) % SETS;
 
 	LWLockAcquire(&locks[number % LOCKS].lock, mode);
 	return &sets[number];

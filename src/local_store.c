@@ -201,14 +201,14 @@ cell_at(const View *view, uint32 c)
 static uint32 *
 bucket_of(const View *view, RlName name)
 {
-	return &buckets[(Size) view->number * nbuckets + (name.b & (nbuckets - 1))];
+	return &buckets[(Size) view->number * nbuckets + (name.hash & (nbuckets - 1))];
 }
 
 static void
 lock_name(View *view, RlName name, LWLockMode mode)
 {
 	view->name = name;
-	partition_view(view, view->name.a & (npartitions - 1));
+	partition_view(view, (view->name.hash >> 32) & (npartitions - 1));
 	view->bucket = bucket_of(view, view->name);
 	(void) ring_area();
 	LWLockAcquire(&locks[view->number].lock, mode);
@@ -613,6 +613,42 @@ prepare(View *view, const RlLimits *limits, int64 quota, const uint32 *found, ui
  * The store
  */
 
+/*
+ * The fast way of the commonest case, one throttle without a ban of its own.
+ * Returns false, with nothing done, if it is not that simple.
+ */
+static bool
+take_throttle(View *view, const RlLimit *limit, int64 quota, RlDecision *decision)
+{
+	uint32		c = NO_CELL;
+	int64		now = view->now * 1000;
+	int64		backlog = 0;
+
+	for (uint32 i = *view->bucket; i != NO_CELL; i = cell_at(view, i)->next)
+	{
+		if (!rl_same_name(cell_at(view, i)->name, view->name))
+			continue;
+		if (is_of(cell_at(view, i), limit))
+			c = i;
+		else if (is_of(cell_at(view, i), NULL))
+			return false;
+	}
+	if (c != NO_CELL && cell_at(view, c)->refused > 0)
+		return false;
+	if (c != NO_CELL)
+		backlog = Max(cell_at(view, c)->start - now, 0);
+	else if (free_cells(view) == 0)
+		return false;
+	backlog = rl_throttle_act(limit, backlog, quota, decision);
+	if (!decision->allowed || quota == 0)
+		return true;
+	if (c == NO_CELL)
+		c = make_cell(view, limit);
+	cell_at(view, c)->start = now + backlog;
+	set_end(view, c, view->now + backlog / 1000 + 1);
+	return true;
+}
+
 static bool
 local_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 		   RlDecision *decisions, int64 *at, RlError *error)
@@ -638,6 +674,13 @@ local_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 	}
 
 	lock_key(&view, key, how == RL_PEEK ? LW_SHARED : LW_EXCLUSIVE);
+	*at = view.now;
+	if (how != RL_PEEK && limits->n == 1 && limits->limit[0].algorithm == RL_THROTTLE &&
+		limits->limit[0].ban == 0 && take_throttle(&view, &limits->limit[0], quota, decisions))
+	{
+		unlock(&view);
+		return true;
+	}
 	load_states(&view, limits, found, states);
 	for (int i = 0; i < limits->n; i++)
 		rings[i] = InvalidDsaPointer;
@@ -649,7 +692,6 @@ local_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 		unlock(&view);
 		return false;
 	}
-	*at = view.now;
 	rl_act(limits, states, &banned_until, view.now, quota, how != RL_PEEK, decisions);
 	for (int i = 0; how != RL_PEEK && i < limits->n; i++)
 		save_state(&view, found[i], &limits->limit[i], &states[i], rings[i]);

@@ -21,7 +21,7 @@ typedef struct Header
 {
 	int64		wall_at_start;	/* microseconds since 1970 */
 	int64		monotonic_at_start;
-	uint64		seeds[2];
+	uint64		seed;
 } Header;
 
 typedef struct Part
@@ -92,8 +92,8 @@ startup(void)
 	{
 		header->wall_at_start = GetCurrentTimestamp() + RL_UNIX_EPOCH;
 		header->monotonic_at_start = rl_monotonic_now();
-		if (!pg_strong_random(header->seeds, sizeof(header->seeds)))
-			elog(ERROR, "could not generate random seeds");
+		if (!pg_strong_random(&header->seed, sizeof(header->seed)))
+			elog(ERROR, "could not generate a random seed");
 	}
 	memory += CACHELINEALIGN(sizeof(Header));
 	for (size_t i = 0; i < lengthof(parts); i++)
@@ -147,29 +147,28 @@ rl_local_now(void)
 
 /*
  * Names a key of the server and with the prefix that the settings say.  The
- * hash is as long as needs be for no two names ever to meet, and starts from
- * what nobody outside the server knows.
+ * hash starts from what nobody outside the server knows.
  */
 RlName
 rl_name(const RlKey *key)
 {
 	static uint64 version = 0;
-	static RlName start;
-	RlName		name;
+	static uint64 start;
+	RlName		name = {0};
 
 	if (version != rl_settings_version)
 	{
-		const unsigned char *url = (const unsigned char *) rl_redis_url;
-		const unsigned char *prefix = (const unsigned char *) rl_key_prefix;
-
-		/* With its end, so that it cannot run into the prefix. */
-		start.a = hash_bytes_extended(url, strlen(rl_redis_url) + 1, header->seeds[0]);
-		start.b = hash_bytes_extended(url, strlen(rl_redis_url) + 1, header->seeds[1]);
-		start.a = hash_bytes_extended(prefix, strlen(rl_key_prefix), start.a);
-		start.b = hash_bytes_extended(prefix, strlen(rl_key_prefix), start.b);
+		/* The URL with its end, so that it cannot run into the prefix. */
+		start = hash_bytes_extended((const unsigned char *) rl_redis_url,
+									strlen(rl_redis_url) + 1, header->seed);
+		start = hash_bytes_extended((const unsigned char *) rl_key_prefix,
+									strlen(rl_key_prefix), start);
 		version = rl_settings_version;
 	}
-	name.a = hash_bytes_extended((const unsigned char *) key->data, key->len, start.a);
-	name.b = hash_bytes_extended((const unsigned char *) key->data, key->len, start.b);
+	name.hash = hash_bytes_extended((const unsigned char *) key->data, key->len, start);
+	if (key->len >= (int) sizeof(name.tail))
+		memcpy(&name.tail, key->data + key->len - sizeof(name.tail), sizeof(name.tail));
+	else
+		memcpy(&name.tail, key->data, key->len);
 	return name;
 }

@@ -11,17 +11,20 @@
 
 #include "ratelimit.h"
 
-/* What stands for (server, prefix, key): a hash that nobody can aim at. */
+/*
+ * What stands for (server, prefix, key): a hash that nobody can aim at, and
+ * the bytes in which keys that are alike differ most.
+ */
 typedef struct RlName
 {
-	uint64		a;
-	uint64		b;
+	uint64		hash;
+	uint64		tail;
 } RlName;
 
 static inline bool
 rl_same_name(RlName x, RlName y)
 {
-	return x.a == y.a && x.b == y.b;
+	return x.hash == y.hash && x.tail == y.tail;
 }
 
 extern void rl_shared_request(void);

@@ -98,11 +98,19 @@ RlKey
 rl_key_checked(const char *data, int len)
 {
 	RlKey		key;
-	char		bits = 0;
+	uint64		bits = 0;
+	int			i = 0;
 
-	for (int i = 0; i < len; i++)
-		bits |= data[i];
-	key.data = !IS_HIGHBIT_SET(bits) ? data : pg_server_to_any(data, len, PG_UTF8);
+	for (; i + (int) sizeof(bits) <= len; i += sizeof(bits))
+	{
+		uint64		some;
+
+		memcpy(&some, data + i, sizeof(some));
+		bits |= some;
+	}
+	for (; i < len; i++)
+		bits |= (unsigned char) data[i];
+	key.data = (bits & UINT64CONST(0x8080808080808080)) == 0 ? data : pg_server_to_any(data, len, PG_UTF8);
 	key.len = key.data == data ? len : (int) strlen(key.data);
 	if (key.len == 0)
 		ereport(ERROR,
