@@ -129,9 +129,8 @@ $node->safe_psql('postgres', qq{
 my $began = time;
 my $run = bench_start('hammer', 'SELECT hammer();', '-t', '1');
 my ($flushes, @ttl_problems) = (0);
-while ($run->{handle}->pumpable)
+while (still_runs($run->{handle}))
 {
-	$run->{handle}->pump_nb;
 	if (store() eq 'redis')
 	{
 		$redis->cli('SCRIPT', 'FLUSH');

@@ -178,7 +178,7 @@ foreach my $case ([ 'cancel', 'pg_cancel_backend', '57014' ], [ 'termination', '
 
 	my $told = time;
 	is($watcher->ask("SELECT $function($pid)"), 't', "$what of a wait of an hour");
-	await("the end by $what", sub { $psql->pump_nb if $psql->pumpable; return !$psql->pumpable });
+	await("the end by $what", sub { return !still_runs($psql) });
 	cmp_ok(time - $told, '<', 5, "$what works at once");
 	$psql->finish;
 	like($err, qr/(?:ERROR|FATAL):  $state:/, "$what ends it");

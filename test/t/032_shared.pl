@@ -295,17 +295,15 @@ my $run = clients('observe', 'SELECT observe();', '-T', 6);
 my $count = sub {
 	return $watcher->ask("SELECT coalesce(sum($_[0]), 0) FROM rl_stat");
 };
-while ($run->{handle}->pumpable)
+while (still_runs($run->{handle}))
 {
 	my ($failed, $decided) = map { $count->($_) } 'failed_open + failed_closed + errors', 'allowed + denied';
 
 	# Until some have given up, and until some have been answered again.
 	$redis->pause;
-	await('failures', sub { $run->{handle}->pump_nb;
-		return !$run->{handle}->pumpable || $count->('failed_open + failed_closed + errors') > $failed + 20 });
+	await('failures', sub { return !still_runs($run->{handle}) || $count->('failed_open + failed_closed + errors') > $failed + 20 });
 	$redis->resume;
-	await('decisions', sub { $run->{handle}->pump_nb;
-		return !$run->{handle}->pumpable || $count->('allowed + denied') > $decided + 200 });
+	await('decisions', sub { return !still_runs($run->{handle}) || $count->('allowed + denied') > $decided + 200 });
 }
 finish_clients($run);
 

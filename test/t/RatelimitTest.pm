@@ -11,7 +11,7 @@ use PostgreSQL::Test::Utils;
 use RedisServer qw(await);
 use Test::More;
 
-our @EXPORT = qw(await new_node store session count_of ttl_problems);
+our @EXPORT = qw(await new_node store still_runs session count_of ttl_problems);
 
 # So that the servers go too when a test is interrupted.
 $SIG{$_} = sub { die "interrupted by a signal" } foreach qw(INT TERM HUP);
@@ -79,6 +79,15 @@ sub session
 	# The time limit is each query's, not the session's.
 	$psql->set_query_timer_restart;
 	return bless { psql => $psql, error => '' }, 'RatelimitTest::Session';
+}
+
+# Passes on what an IPC::Run harness has said; false once its processes have
+# ended, for which pump_nb dies if they do so after pumpable was asked.
+sub still_runs
+{
+	my ($harness) = @_;
+
+	return $harness->pumpable && eval { $harness->pump_nb; 1 } && $harness->pumpable;
 }
 
 # How many times the pattern matches.
