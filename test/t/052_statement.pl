@@ -1,0 +1,494 @@
+# The trigger for each statement: rows are summed by key and all keys asked at
+# once; if one is refused the others get back what they were charged.
+#
+# RATELIMIT_SEED repeats the random statements of a run.
+use strict;
+use warnings FATAL => 'all';
+
+use Engines;
+use List::Util qw(max);
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisMonitor;
+use RedisServer;
+use Test::More;
+
+my $seed = seed();
+my $on_redis = store() eq 'redis';
+my $redis = RedisServer->new;
+$redis->start if $on_redis;
+my $node = new_node($redis, 'shared_preload_libraries = ratelimit', 'ratelimit.denial_cache = off',
+	'ratelimit.retry_interval = 0', 'ratelimit.local_max_keys = 100000');
+my $session = session($node);
+my $pid = $session->pid;
+
+# Makes a table of keys and quotas whose inserts the limits count.
+sub table
+{
+	my ($name, $limits, @options) = @_;
+
+	$session->ask("CREATE UNLOGGED TABLE $name (key text, quota bigint);
+		CREATE TRIGGER enforce AFTER INSERT ON $name REFERENCING NEW TABLE AS new FOR EACH STATEMENT
+			EXECUTE FUNCTION rl_enforce('$name:{key}', '$limits', " . join(', ', "'quota={quota}'", @options) . ')');
+	is($session->error, '', "a table for $limits");
+	return;
+}
+
+# How much of the limits of each key is left.
+sub left
+{
+	my ($limits, @keys) = @_;
+
+	my $list = join ',', @keys;
+
+	return $session->ask("SELECT string_agg(remaining::text, ' ' ORDER BY n, o)
+		FROM unnest('{$list}'::text[]) WITH ORDINALITY k (key, n),
+			rl_peek(key, '$limits', 0) WITH ORDINALITY p (rule, a, c, remaining, r, s, t, o)");
+}
+
+# Inserts and tells how that ended: SQLSTATE, message, detail.
+sub insert
+{
+	my ($table, $values) = @_;
+	my $got = $session->attempt("INSERT INTO $table VALUES $values");
+
+	return [ @$got{qw(state message detail)} ];
+}
+
+#
+# Random statements agree with what rl_peek says of each key's sum
+#
+
+# Plays so many statements, and tells of those that did not do to the keys of
+# the table what rl_check does to their twins: all are charged, or only those
+# refused leave their trace.
+$session->ask(q{
+	CREATE FUNCTION play(name text, limits rl_limits, statements int, most int,
+			OUT allowed int, OUT refused int, OUT wrong text) LANGUAGE plpgsql AS $$
+	DECLARE
+		now bigint := 1700000000000000;
+		keys text[];
+		quotas bigint[];
+		denied text[];
+		n int;
+		outcome text;
+		what text;
+		why text;
+		how record;
+	BEGIN
+		allowed := 0;
+		refused := 0;
+		FOR statement IN 1 .. statements LOOP
+			now := now + (random() * 400000)::bigint;
+			PERFORM set_config('ratelimit.debug_now', now::text, false);
+			SELECT array_agg('k' || (random() * 3)::int), array_agg(floor(random() * (most + 1))::bigint)
+				INTO keys, quotas FROM generate_series(1, 1 + (random() * 5)::int);
+			denied := NULL;
+			n := 0;
+			FOR how IN SELECT key, sum(quota)::bigint AS quota, bool_and(p.allowed) AS fits
+				FROM (SELECT key, sum(quota)::bigint AS quota, min(o) AS o
+					FROM unnest(keys, quotas) WITH ORDINALITY u (key, quota, o) GROUP BY key) sums,
+					rl_peek('twin:' || name || key, limits, quota) p
+				GROUP BY key, o ORDER BY o
+			LOOP
+				n := n + 1;
+				IF NOT how.fits THEN
+					denied := denied || how.key;
+				END IF;
+			END LOOP;
+			FOR how IN SELECT key, sum(quota)::bigint AS quota FROM unnest(keys, quotas) u (key, quota)
+				WHERE denied IS NULL OR key = ANY (denied) GROUP BY key
+			LOOP
+				PERFORM rl_check('twin:' || name || how.key, limits, how.quota);
+			END LOOP;
+
+			BEGIN
+				EXECUTE format('INSERT INTO %I SELECT * FROM unnest($1, $2)', name) USING keys, quotas;
+				outcome := 'allowed';
+				allowed := allowed + 1;
+			EXCEPTION WHEN SQLSTATE 'PT429' THEN
+				GET STACKED DIAGNOSTICS what = MESSAGE_TEXT, why = PG_EXCEPTION_DETAIL;
+				outcome := substring(what FROM 'key "(.*)"') || coalesce(substring(why FROM ' Keys of .*'), '');
+				refused := refused + 1;
+			END;
+			IF outcome <> coalesce(name || ':' || denied[1] || CASE WHEN n > 1 THEN
+				format(' Keys of the statement that were refused: %s of %s.', cardinality(denied), n) ELSE '' END, 'allowed')
+			THEN
+				wrong := format('statement %s: %s (%s) of %s %s: %s', statement, outcome, denied, keys, quotas, why);
+				RETURN;
+			END IF;
+			FOR how IN SELECT key, a::text AS a, b::text AS b
+				FROM unnest('{k0,k1,k2,k3}'::text[]) key,
+					LATERAL (SELECT array_agg(p) FROM rl_peek(name || ':' || key, limits) p) a (a),
+					LATERAL (SELECT array_agg(p) FROM rl_peek('twin:' || name || key, limits) p) b (b)
+				WHERE a.a::text <> b.b::text
+			LOOP
+				wrong := format('statement %s, %s of %s %s: %s has %s, its twin %s', statement, outcome, keys, quotas, how.key, how.a, how.b);
+				RETURN;
+			END LOOP;
+		END LOOP;
+		PERFORM set_config('ratelimit.debug_now', '', false);
+	END $$});
+$session->ask("SELECT setseed(" . $seed % 1000 / 1000 . ')');
+my $n = 0;
+foreach my $limits (
+	'10/1s', '7/1s burst 9', 'token_bucket 6/1s burst 10', 'fixed_window 10/1s', 'sliding_window 10/1s step 250ms', 'sliding_log 10/1s', 'fixed_window 10/1s count_denied',
+	'sliding_log 10/1s count_denied, 40/1min', '10/1s ban 1s after 3', 'token_bucket 5/1s ban 700ms after 2, fixed_window 30/10s, 30/20s')
+{
+	my $name = 'play' . $n++;
+
+	table($name, $limits);
+	my ($allowed, $refused, $wrong) = split /\|/, $session->ask("SELECT * FROM play('$name', '$limits', 50, 4)"), -1;
+	is($session->error, '', "$limits: no other error");
+	is($wrong, '', "$limits: each statement takes from all keys or from none");
+	ok($allowed > 3 && $refused > 3, "$limits: $allowed were allowed and $refused refused");
+}
+$session->ask('SET ratelimit.debug_now = 1700000000000000');
+
+#
+# Rows that no limit can count
+#
+
+table('bad', '5/1h');
+is_deeply(insert('bad', q{('a', 1), (NULL, 1)}),
+	[ '22004', 'null value in column "key" of relation "bad" cannot be part of a rate-limit key', '' ], 'a NULL in the key');
+is_deeply(insert('bad', q{('a', 1), ('b', NULL)}),
+	[ '22004', 'null value in column "quota" of relation "bad" cannot be a quota', '' ], 'a NULL quota');
+is(insert('bad', q{('a', 1), ('a', -1)})->[0], '22023', 'a quota below 0, in a sum that is none');
+is(insert('bad', q{('a', 600000000000000), ('a', 600000000000000)})->[0], '22023', 'a sum over 10^15');
+is(insert('bad', q{('a', 1), (repeat('k', 600), 1)})->[0], '22023', 'a key that is too long');
+is(left('5/1h', 'bad:a'), 5, 'and nothing was taken before');
+is_deeply(insert('bad', q{('a', 2), ('b', 0), ('a', 4), ('c', 3)}),
+	[ 'PT429', 'rate limit "throttle 5/1h" exceeded for key "bad:a"',
+		'The action takes 6, and the limit never has more than 5: no wait will help. Keys of the statement that were refused: 1 of 3.' ],
+	'a sum over the capacity');
+is(left('5/1h', map { "bad:$_" } qw(a b c)), '5 5 5', 'and nothing stays taken');
+is(insert('bad', q{('a', 5), ('b', 0), ('b', 0)})->[0], '00000', 'quota 0 takes nothing');
+is(left('5/1h', map { "bad:$_" } qw(a b)), '0 5', 'but the others do');
+is(insert('bad', q{('a', 0)})->[0], '00000', 'quota 0 of a key that has none left');
+$session->ask(q{SELECT rl_ban('bad:a', 60)});
+is(insert('bad', q{('a', 0), ('b', 1)})->[1], 'key "bad:a" is banned', 'and of one that is banned');
+is(left('5/1h', 'bad:b'), 5, 'takes nothing of others');
+
+#
+# Other statements
+#
+
+$session->ask(q{
+	CREATE TABLE orders (customer int, items int);
+	CREATE TRIGGER i AFTER INSERT ON orders REFERENCING NEW TABLE AS new FOR EACH STATEMENT
+		EXECUTE FUNCTION rl_enforce('i:{customer}', '100/1h', 'quota={items}');
+	CREATE TRIGGER u AFTER UPDATE ON orders REFERENCING NEW TABLE AS new OLD TABLE AS old FOR EACH STATEMENT
+		EXECUTE FUNCTION rl_enforce('u:{customer}', '100/1h', 'quota={items}');
+	CREATE TRIGGER d AFTER DELETE ON orders REFERENCING OLD TABLE AS old FOR EACH STATEMENT
+		EXECUTE FUNCTION rl_enforce('d:{customer}', '100/1h', 'quota=10');
+	INSERT INTO orders VALUES (1, 1), (2, 2), (1, 4), (3, 0)});
+is($session->error, '', 'INSERT');
+is(left('100/1h', map { "i:$_" } 1 .. 3), '95 98 100', 'counts what is there then');
+$session->ask('UPDATE orders SET customer = 2, items = items + 1 WHERE customer = 1');
+is(left('100/1h', map { "u:$_" } 1 .. 3), '100 93 100', 'UPDATE: the new rows');
+$session->ask('DELETE FROM orders WHERE customer = 2');
+is(left('100/1h', map { "d:$_" } 1 .. 3), '100 70 100', 'DELETE: the old ones, each the fixed quota');
+$session->ask('UPDATE orders SET customer = 3 WHERE customer = 4; DELETE FROM orders WHERE customer = 4; INSERT INTO orders SELECT 1, 1 WHERE false');
+is($session->error, '', 'statements without rows');
+is(left('100/1h', 'i:1', 'u:3', 'd:3'), '95 100 100', 'count nothing');
+$session->ask('TRUNCATE orders');
+is($session->error, '', 'TRUNCATE counts nothing');
+
+#
+# Several triggers read the same rows, in the order of their names
+#
+
+$session->ask(q{
+	CREATE TABLE several (a int, b int);
+	CREATE TABLE seen (who text, n bigint);
+	CREATE FUNCTION see() RETURNS trigger LANGUAGE plpgsql AS $$
+	BEGIN
+		INSERT INTO seen SELECT TG_NAME, count(*) FROM new;
+		RETURN NULL;
+	END $$;
+	CREATE TRIGGER t1 AFTER INSERT ON several REFERENCING NEW TABLE AS new FOR EACH STATEMENT EXECUTE FUNCTION see();
+	CREATE TRIGGER t2 AFTER INSERT ON several REFERENCING NEW TABLE AS other FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('a:{a}', '5/1h');
+	CREATE TRIGGER t3 AFTER INSERT ON several REFERENCING NEW TABLE AS new FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('b:{b}', '3/1h');
+	CREATE TRIGGER t4 AFTER INSERT ON several REFERENCING NEW TABLE AS new FOR EACH STATEMENT EXECUTE FUNCTION see();
+	INSERT INTO several VALUES (1, 1), (1, 2), (2, 1)});
+is($session->error, '', 'four triggers');
+is(left('5/1h', 'a:1', 'a:2') . ', ' . left('3/1h', 'b:1', 'b:2'), '3 4, 1 2', 'two of them count');
+is($session->ask(q{SELECT string_agg(who || n, ' ' ORDER BY who) FROM seen}), 't13 t43', 'and none keeps the rows from another');
+$session->ask('INSERT INTO several VALUES (1, 1), (2, 1)');
+is($session->state, 'PT429', 'the second refuses');
+is(left('5/1h', 'a:1', 'a:2'), '2 3', 'what the first has taken stays taken');
+$session->ask('INSERT INTO several VALUES (1, 2), (1, 2), (1, 3)');
+is($session->state, 'PT429', 'the first refuses');
+is(left('3/1h', 'b:2', 'b:3'), '2 3', 'then the second is not asked');
+
+#
+# Partitions and inheritance: the parent's trigger sees the rows as the parent has them
+#
+
+$session->ask(q{
+	CREATE TABLE parts (day int, customer int, items int) PARTITION BY LIST (day);
+	CREATE TABLE parts_1 PARTITION OF parts FOR VALUES IN (1);
+	CREATE TABLE parts_2 (gone text, items int, customer int, day int);
+	ALTER TABLE parts_2 DROP COLUMN gone;
+	ALTER TABLE parts ATTACH PARTITION parts_2 FOR VALUES IN (2);
+	CREATE TRIGGER i AFTER INSERT ON parts REFERENCING NEW TABLE AS new FOR EACH STATEMENT
+		EXECUTE FUNCTION rl_enforce('p:{customer}', '10/1h', 'quota={items}');
+	CREATE TRIGGER u AFTER UPDATE ON parts REFERENCING NEW TABLE AS new FOR EACH STATEMENT
+		EXECUTE FUNCTION rl_enforce('pu:{customer}', '10/1h', 'quota={items}');
+	CREATE TRIGGER d AFTER DELETE ON parts REFERENCING OLD TABLE AS old FOR EACH STATEMENT
+		EXECUTE FUNCTION rl_enforce('pd:{customer}', '10/1h', 'quota={items}');
+	INSERT INTO parts VALUES (1, 1, 2), (2, 1, 3), (2, 2, 4)});
+is($session->error, '', 'partitions');
+is(left('10/1h', 'p:1', 'p:2'), '5 6', 'one sum over all partitions');
+$session->ask('UPDATE parts SET items = items + 1 WHERE day = 2');
+is(left('10/1h', 'pu:1', 'pu:2'), '6 5', 'UPDATE in a partition of another layout');
+$session->ask('DELETE FROM parts');
+is(left('10/1h', 'pd:1', 'pd:2'), '4 5', 'DELETE of both');
+
+#
+# refund_on_abort: what a rollback gives back is not given back before
+#
+
+foreach my $limits ('10/1h refund_on_abort', '10/1h refund_on_abort, fixed_window 10/1d',
+	'fixed_window 10/1h refund_on_abort, token_bucket 10/1h, sliding_log 10/1d refund_on_abort')
+{
+	my $name = 'abort' . $n++;
+	my $as_it_was = join ' ', (7, 6) x (1 + ($limits =~ tr/,//));
+	my $plain = join ' ', map { ($_) x (1 + ($limits =~ tr/,//)) } 7, 6, 0;
+
+	table($name, $limits);
+	$session->ask("INSERT INTO $name VALUES ('a', 3), ('b', 4), ('full', 10)");
+	is($session->error, '', "$limits: taken");
+	foreach my $before ('', 'BEGIN; SAVEPOINT s', "BEGIN; INSERT INTO $name VALUES ('c', 1); SAVEPOINT s")
+	{
+		$session->ask($before);
+		$session->ask("INSERT INTO $name VALUES ('a', 2), ('full', 1), ('b', 1)");
+		is($session->state, 'PT429', "$limits: refused" . ($before && " after $before"));
+		$session->ask('ROLLBACK TO s; COMMIT') if $before;
+		is(left($limits, "$name:a", "$name:b", "$name:full"), $plain, "$limits: given back once");
+	}
+	$session->ask("BEGIN; INSERT INTO $name VALUES ('a', 2), ('b', 1); ROLLBACK");
+	like(left($limits, "$name:a", "$name:b"), qr/^7 .*6/, "$limits: a rollback without a refusal gives back too") if $limits !~ /,/;
+}
+
+#
+# More than 4,096 keys
+#
+
+my ($calls, $reads);
+
+# How many scripts Redis has run and how often it has read, since the last time.
+sub asked
+{
+	my %info = ($redis->info('stats'), $redis->info('commandstats'));
+
+	$calls = 0;
+	foreach my $command (qw(evalsha eval))
+	{
+		$calls += $1 if ($info{"cmdstat_$command"} // '') =~ /calls=(\d+)/;
+	}
+	$reads = $info{total_reads_processed};
+	$redis->cli('CONFIG', 'RESETSTAT');
+	return $calls;
+}
+
+table('many', 'fixed_window 6/1d');
+table('many2', '6/1d');
+asked() if $on_redis;
+$session->ask(q{INSERT INTO many SELECT i % 9000, 1 FROM generate_series(0, 17999) i});
+is($session->error, '', '9,000 keys, two rows each, far from each other');
+is(asked(), 9000, 'each was asked once') if $on_redis;
+is($session->ask(q{SELECT count(*) || ' ' || sum(capacity - remaining) FROM rl_check_many(
+	(SELECT array_agg('many:' || i) FROM generate_series(0, 8999) i), 'fixed_window 6/1d', array_fill(0::bigint, '{9000}'))}),
+	'9000 18000', 'and took the sum');
+asked() if $on_redis;
+foreach my $case ([ q{SELECT (i % 9000)::text, 1 FROM generate_series(0, 17999) i UNION ALL SELECT NULL, 1}, '22004', 'a NULL in the last row' ],
+	[ q{SELECT (i % 9000)::text, 1 FROM generate_series(0, 17999) i UNION ALL SELECT 'x', -1}, '22023', 'a bad quota in the last row' ])
+{
+	my ($query, $state, $what) = @$case;
+
+	$session->ask("INSERT INTO many $query");
+	is($session->state, $state, $what);
+	is(asked(), 0, 'is seen before anything is asked') if $on_redis;
+}
+foreach my $table (qw(many many2))
+{
+	my $limits = $table eq 'many' ? 'fixed_window 6/1d' : '6/1d';
+	my $used = $table eq 'many' ? 2 : 0;
+
+	my $got = $session->attempt("INSERT INTO $table SELECT CASE WHEN i % 9000 IN (77, 4500, 8999) THEN 'full' || i % 9000 ELSE (i % 9000)::text END,
+		CASE WHEN i % 9000 IN (77, 4500, 8999) THEN 4 ELSE 1 END FROM generate_series(0, 17999) i");
+	is($got->{state}, 'PT429', 'three of 9,000 keys are refused');
+	like($got->{message}, qr/key "$table:full4500"$/, 'the error names the first in order');
+	like($got->{detail}, qr/never has more than 6.*Keys of the statement that were refused: 3 of 9000\.$/, 'and their number');
+	is($session->ask(qq{SELECT count(*) FROM rl_check_many(
+		(SELECT array_agg('$table:' || i) FROM generate_series(0, 8999) i), '$limits', array_fill(0::bigint, '{9000}'))
+		WHERE remaining = 6 - $used}), 9000, 'all others have what they had');
+}
+
+#
+# A million rows take no more memory than a few
+#
+
+# The most private memory that the server process has while it does this, in kB.
+sub memory_of
+{
+	my ($sql) = @_;
+	my $most = 0;
+
+	$session->send("$sql;\n\\echo done");
+	my $ended = 0;
+	while (!$ended)
+	{
+		my ($now) = slurp_file("/proc/$pid/status") =~ /^RssAnon:\s+(\d+)/m;
+		$most = max($most, $now);
+		$session->{psql}{run}->pump_nb;
+		$ended = $session->{psql}{stdout} =~ /^done$/m;
+		select undef, undef, undef, 0.005;
+	}
+	$session->{psql}{stdout} = '';
+	return $most;
+}
+
+table('million', 'fixed_window 1000/1d');
+$session->ask(q{SET work_mem = '4MB'; ALTER TABLE million DISABLE TRIGGER enforce;
+	INSERT INTO million SELECT i % 20000, 1 FROM generate_series(1, 1000) i});
+my $rows = 'SELECT i % 20000, 1 FROM generate_series(1, 1000000) i';
+my $without = memory_of("INSERT INTO million $rows");
+$session->ask('TRUNCATE million; ALTER TABLE million ENABLE TRIGGER enforce');
+my $with = memory_of("INSERT INTO million $rows");
+is($session->ask('SELECT count(*) FROM million'), 1_000_000, 'a million rows of 20,000 keys');
+is(left('fixed_window 1000/1d', 'million:7'), 950, 'are counted');
+cmp_ok($with - $without, '<', 30_000, "with no more than 30 MB besides ($without kB without the trigger, $with kB with it)");
+my $refused = memory_of(q{INSERT INTO million SELECT * FROM (SELECT (i % 20000)::text, 1 FROM generate_series(1, 200000) i UNION ALL SELECT 'zzz', 1001) u});
+like($session->{psql}{stderr}, qr/key "million:zzz"/, 'and refused');
+is(left('fixed_window 1000/1d', 'million:7'), 950, 'are given back');
+cmp_ok($refused - $without, '<', 40_000, "with no more than 40 MB besides ($refused kB)");
+is($session->ask(q{SELECT count(*) FROM pg_backend_memory_contexts WHERE name IN ('rate-limit statement', 'rate-limit row', 'rate-limit keys', 'rate-limit charges')}),
+	0, 'and nothing stays');
+
+#
+# shadow and off
+#
+
+table('modes', '5/1h');
+$session->ask(q{SELECT rl_stat_reset(); SET ratelimit.mode = shadow});
+is_deeply(insert('modes', q{('a', 2), ('b', 6), ('c', 1)}), [ '00000', '', '' ], 'shadow: let through');
+is(left('5/1h', map { "modes:$_" } qw(a b c)), '3 5 4', 'what is allowed is taken, and stays so');
+is($session->ask('SELECT allowed, denied, shadow_denied FROM rl_stat'), '2|0|1', 'and counted by key');
+$session->ask('SET ratelimit.mode = off');
+is(insert('modes', q{('a', 2), ('b', 6)})->[0], '00000', 'off: let through');
+$session->ask('RESET ratelimit.mode');
+is(left('5/1h', map { "modes:$_" } qw(a b)), '3 5', 'and not asked');
+is(insert('modes', q{('a', 2), ('b', 6)})->[0], 'PT429', 'enforced again');
+is(left('5/1h', map { "modes:$_" } qw(a b)), '3 5', 'and given back');
+is($session->ask('SELECT allowed, denied, shadow_denied FROM rl_stat'), '3|1|1', 'what is given back was allowed');
+
+if (!$on_redis)
+{
+	done_testing();
+	exit;
+}
+
+#
+# What Redis sees
+#
+
+my $monitor = RedisMonitor->new($redis);
+sub scripts { return scalar grep { lc $_->[0] eq 'evalsha' || lc $_->[0] eq 'eval' } $monitor->commands; }
+
+table('seen_by', '5/1h');
+scripts();
+asked();
+$session->ask(q{INSERT INTO seen_by SELECT i % 50, 1 FROM generate_series(1, 100) i});
+is(scripts(), 50, '100 rows of 50 keys: 50 scripts');
+asked();
+cmp_ok($reads, '<=', 10, "in one go: Redis reads $reads times");
+$session->ask(q{INSERT INTO seen_by SELECT i::text, 1 FROM generate_series(1, 50) i UNION ALL SELECT 'x', 6});
+is($session->state, 'PT429', 'one of 51 is refused');
+is(scripts(), 51 + 50, '51 scripts, and 50 that give back');
+asked();
+cmp_ok($reads, '<=', 16, "in two goes: Redis reads $reads times");
+$session->ask(q{INSERT INTO seen_by VALUES ('x', 6), ('y', 6), ('x', 1)});
+is(scripts(), 2, 'if none was granted nothing is given back');
+$session->ask('INSERT INTO seen_by SELECT 1, 1 WHERE false');
+is(scripts(), 0, 'no rows: nothing is asked');
+undef $monitor;
+
+#
+# The denial cache
+#
+
+$session->ask('RESET ratelimit.debug_now; SET ratelimit.denial_cache = on');
+table('cache', '5/1h');
+is(insert('cache', q{('a', 1), ('b', 5)})->[0], '00000', 'with the denial cache');
+$session->ask('SELECT rl_stat_reset()');
+my @first = @{ insert('cache', q{('a', 1), ('b', 1)}) };
+my @second = @{ insert('cache', q{('a', 1), ('b', 1)}) };
+is($session->ask('SELECT allowed, denied, from_cache FROM rl_stat'), '2|2|1', 'the second refusal comes out of it');
+s/Retry after [0-9.]+/Retry after some/ foreach $first[2], $second[2];
+is_deeply(\@first, \@second, 'and reads like the first');
+is(left('5/1h', 'cache:a'), 4, 'what was granted beside it is given back');
+is(insert('cache', q{('a', 4)})->[0], '00000', 'and can be had at once');
+$session->ask('SET ratelimit.denial_cache = off');
+
+#
+# Redis fails
+#
+
+table('away', '5/1h');
+is(insert('away', q{('a', 2)})->[0], '00000', 'Redis is there');
+$redis->stop;
+is(insert('away', q{('a', 2), ('b', 6)})->[0], '08001', 'Redis is away: error');
+$session->ask('SET ratelimit.on_error = allow');
+is(insert('away', q{('a', 2), ('b', 6)})->[0], '00000', 'allow');
+$session->ask('SET ratelimit.on_error = deny');
+my $got = insert('away', q{('a', 2), ('b', 6)});
+is_deeply([ @$got[ 0, 1 ] ], [ 'PT429', 'rate limit "throttle 5/1h" cannot be checked for key "away:a"' ], 'deny');
+like($got->[2], qr/connect.* Keys of the statement that were refused: 2 of 2\.$/, 'says why');
+$session->ask('SET ratelimit.on_error = local');
+is(insert('away', q{('a', 2), ('b', 3)})->[0], '00000', 'local: allowed');
+is(insert('away', q{('a', 1), ('b', 3)})->[1], 'rate limit "throttle 5/1h" exceeded for key "away:b"', 'local: refused');
+$session->ask('SET ratelimit.store = local');
+is(left('5/1h', 'away:a', 'away:b'), '3 2', 'and given back there');
+$session->ask('RESET ratelimit.store; RESET ratelimit.on_error');
+$redis->start;
+is(insert('away', q{('a', 2), ('b', 5)})->[0], '00000', 'Redis is there again');
+
+# Each key is one that may take, of a user that may not give back.
+$redis->cli('ACL', 'SETUSER', 'taker', 'on', '>secret', '~*', '+@all', '-hdel');
+my $passfile = PostgreSQL::Test::Utils::tempdir . '/secret';
+append_to_file($passfile, "secret\n");
+chmod 0600, $passfile;
+table('kept', '5/1h');
+$session->ask("SET ratelimit.redis_passfile = '$passfile'; SET ratelimit.redis_url = '" . $redis->url(user => 'taker') . "'");
+my $log = -s $node->logfile;
+$session->ask(q{INSERT INTO kept SELECT i::text, 1 FROM generate_series(1, 6000) i UNION ALL SELECT 'x', 6});
+is($session->state, 'PT429', 'what cannot be given back does not hide the refusal');
+like($session->error, qr/key "kept:x"/, 'which names the key');
+my @lines = slurp_file($node->logfile, $log) =~ /could not give back what up to (\d+) keys of a refused statement were charged/g;
+is_deeply(\@lines, [6000], 'and the log says once how much it is');
+$session->ask('RESET ratelimit.redis_url; RESET ratelimit.redis_passfile');
+is(left('5/1h', 'kept:6000'), 4, 'it stays taken');
+
+#
+# Interrupted
+#
+
+$redis->pause;
+$session->ask(q{SET ratelimit.command_timeout = '10min'; SET statement_timeout = '50ms'});
+$session->ask(q{INSERT INTO away SELECT i, 1 FROM generate_series(1, 10000) i});
+is($session->state, '57014', 'a cancel while Redis is silent');
+$redis->resume;
+$session->ask(q{SET statement_timeout = 0; SET ratelimit.command_timeout = '50ms'});
+is(insert('away', q{('c', 2), ('d', 2)})->[0], '00000', 'and the next statement is answered');
+is(left('5/1h', 'away:c', 'away:d'), '3 3', 'and counted');
+$redis->pause;
+is(insert('away', q{('c', 2), ('d', 2)})->[0], '08006', 'silence');
+$redis->resume;
+$session->ask('RESET ratelimit.command_timeout');
+is(insert('away', q{('c', 0)})->[0], '00000', 'and it goes on');
+
+done_testing();
