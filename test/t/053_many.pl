@@ -1,0 +1,435 @@
+# Many keys in one call: each is asked once and answered in order, whatever
+# happens to the script, to Redis and to the connection meanwhile.
+use strict;
+use warnings FATAL => 'all';
+
+use IO::Socket::UNIX;
+use POSIX ();
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+
+my $store = store();
+my $on_redis = $store eq 'redis';
+my $redis = RedisServer->new;
+$redis->start if $on_redis;
+my $node = new_node($redis, 'shared_preload_libraries = ratelimit', 'ratelimit.denial_cache = off',
+	'ratelimit.retry_interval = 0', 'ratelimit.local_max_keys = 100000');
+my $session = session($node);
+my $now = 1_700_000_000_000_000;
+
+$session->ask(q{
+	-- How much of each key was taken before, in the order of the keys: n keys
+	-- whose names return every "cycle", of a limit that never refuses and in a
+	-- time that stands still.
+	CREATE FUNCTION taken(name text, n int, cycle int) RETURNS bigint[] LANGUAGE sql AS $$
+		SELECT array_agg(1000000 - 1 - remaining ORDER BY ordinality)
+		FROM rl_check_many((SELECT array_agg(name || i % cycle ORDER BY i) FROM generate_series(0, n - 1) i),
+			'1/1s burst 1000000') WITH ORDINALITY
+	$$;
+	-- The first item that is not what it should be if each key had been taken so many times before.
+	CREATE FUNCTION wrong(answers bigint[], n int, cycle int, before int = 0) RETURNS text LANGUAGE sql AS $$
+		SELECT coalesce((SELECT format('%s is %s', i, taken) FROM unnest(answers) WITH ORDINALITY u(taken, i)
+			WHERE taken <> before + (i - 1) / cycle ORDER BY i LIMIT 1),
+			CASE WHEN cardinality(answers) <> n THEN cardinality(answers) || ' answers' ELSE 'nothing' END)
+	$$;
+	-- The same by rl_check, one key after the other.
+	CREATE FUNCTION one_by_one(keys text[], limits rl_limits, quotas bigint[])
+		RETURNS TABLE (key text, allowed boolean, capacity bigint, remaining bigint,
+			retry_after float8, reset_after float8, source text) LANGUAGE plpgsql AS $$
+	BEGIN
+		FOR i IN 1 .. cardinality(keys) LOOP
+			RETURN QUERY SELECT keys[i], c.* FROM rl_check(keys[i], limits, coalesce(quotas[i], 1)) c;
+		END LOOP;
+	END $$;
+	-- Whether both agree, on keys that differ in their prefix: so many calls, of
+	-- which each has the keys' names more than once.
+	CREATE FUNCTION agree(limits rl_limits, calls int, OUT refused int, OUT wrong text) LANGUAGE plpgsql AS $$
+	DECLARE
+		now bigint := 1700000000000000;
+		name text := md5(limits::text) || ':';
+		keys text[];
+		quotas bigint[];
+		a text;
+		b text;
+	BEGIN
+		refused := 0;
+		FOR turn IN 1 .. calls LOOP
+			now := now + (random() * 500000)::bigint;
+			PERFORM set_config('ratelimit.debug_now', now::text, false);
+			SELECT array_agg('k' || (random() * 4)::int),
+				CASE WHEN random() > 0.2 THEN array_agg((random() * 4)::bigint) END
+				INTO keys, quotas FROM generate_series(1, (random() * 12)::int);
+			SELECT string_agg(r::text, ' ' ORDER BY o), refused + count(*) FILTER (WHERE NOT r.allowed) INTO a, refused
+				FROM (SELECT substr(key, 36) AS key, allowed, capacity, remaining, retry_after, reset_after, source, ordinality AS o
+					FROM rl_check_many((SELECT coalesce(array_agg('a:' || name || k ORDER BY o), '{}')
+						FROM unnest(keys) WITH ORDINALITY u (k, o)), limits, quotas) WITH ORDINALITY) r;
+			SELECT string_agg(r::text, ' ' ORDER BY o) INTO b
+				FROM (SELECT substr(key, 36) AS key, allowed, capacity, remaining, retry_after, reset_after, source, ordinality AS o
+					FROM one_by_one((SELECT coalesce(array_agg('b:' || name || k ORDER BY o), '{}')
+						FROM unnest(keys) WITH ORDINALITY u (k, o)), limits, quotas) WITH ORDINALITY) r;
+			IF a IS DISTINCT FROM b THEN
+				wrong := format('%s %s: %s and not %s', keys, quotas, a, b);
+				RETURN;
+			END IF;
+		END LOOP;
+		PERFORM set_config('ratelimit.debug_now', '', false);
+	END $$;
+});
+is($session->error, '', 'the functions are there');
+
+#
+# Each algorithm says to many keys what it says to each
+#
+
+foreach my $limits (
+	'5/1s', '3/1s burst 9', 'token_bucket 4/1s burst 9', 'fixed_window 9/1s', 'fixed_window 9/1s from_first',
+	'sliding_window 9/1s step 100ms', 'sliding_log 9/1s', 'sliding_log 5/1s count_denied', '5/1s ban 800ms after 3',
+	'5/1s refund_on_abort', '9/1s, fixed_window 15/10s count_denied', '5/1s, 8/2s, token_bucket 8/1s, sliding_log 10/3s')
+{
+	my ($refused, $wrong) = split /\|/, $session->ask("SELECT * FROM agree('$limits', 40)"), -1;
+	is($session->error . ($wrong // ''), '', "$limits: as key by key");
+	cmp_ok($refused // 0, '>', 0, "$limits: $refused were refused");
+}
+$session->ask("SET ratelimit.debug_now = $now");
+
+#
+# Arguments
+#
+
+sub answers { return $session->ask("SELECT string_agg(key || '=' || remaining, ' ' ORDER BY ordinality) FROM rl_check_many($_[0]) WITH ORDINALITY"); }
+sub fails
+{
+	my ($arguments, $state, $message) = @_;
+	my $got = $session->attempt("SELECT count(*) FROM rl_check_many($arguments)");
+
+	is($got->{state}, $state, "rl_check_many($arguments)");
+	is($got->{message}, $message, 'says why');
+	return;
+}
+
+is(answers(q{'{z,a,m,a,z,a}', '5/1h'}), 'z=4 a=4 m=4 a=3 z=3 a=2', 'rows come in the order of keys, and a key may come again');
+is(answers(q{'{z,a,m}', '5/1h', '{0,2,6}'}), 'z=3 a=0 m=4', 'each has its quota');
+is(answers(q{'[5:6]={z,a}'::text[], '5/1h', '[-3:-2]={1,0}'::bigint[]}), 'z=2 a=0', 'whatever the bounds of the arrays are');
+is(answers(q{'{}', '5/1h'}) . answers(q{'{}', '5/1h', '{}'}), '', 'no keys: no rows');
+is($session->ask(q{SELECT rl_check_many('{r,s}', '5/1h')}), "(r,t,5,4,,720,$store)\n(s,t,5,4,,720,$store)",
+	'in the list of columns too');
+fails(q{NULL, '5/1h'}, '22004', 'keys must not be null');
+fails(q{'{a}', NULL}, '22004', 'limits must not be null');
+fails(q{'{a,NULL}', '5/1h'}, '22004', 'keys must not contain nulls');
+fails(q{'{a,b}', '5/1h', '{1,NULL}'}, '22004', 'quotas must not contain nulls');
+fails(q{'{a,b}', '5/1h', '{1}'}, '2202E', 'keys and quotas must have the same number of elements');
+fails(q{'{a,b}', '5/1h', '{}'}, '2202E', 'keys and quotas must have the same number of elements');
+fails(q{'{{a,b}}', '5/1h'}, '2202E', 'keys must be a one-dimensional array');
+fails(q{'{a,b}', '5/1h', '{{1,2}}'}, '2202E', 'quotas must be a one-dimensional array');
+fails(q{'{new,""}', '5/1h'}, '22023', 'key must not be empty');
+fails(q{'{new,b}', '5/1h', '{1,-1}'}, '22023', 'quota must be between 0 and 1000000000000000');
+fails(q{array_fill('new'::text, '{5000}') || repeat('k', 513), '5/1h'}, '22023', 'key must not be longer than 512 bytes');
+is(answers(q{'{new}', '5/1h', '{0}'}), 'new=5', 'what is wrong is seen before anything is asked');
+
+#
+# shadow, off, statistics
+#
+
+my $stat = q{SELECT allowed, denied, shadow_denied, failed_open, failed_closed, errors, from_cache, from_local FROM rl_stat};
+my $local = $on_redis ? 0 : 1;
+sub stat_is
+{
+	my ($expected, $what) = @_;
+
+	$expected .= '|' . $local * eval join '+', split /\|/, $expected if $expected !~ /(\|.*){7}/;
+	is($session->ask("$stat; SELECT rl_stat_reset()"), "$expected\n", "rl_stat: $what");
+	return;
+}
+
+$session->ask(q{SELECT rl_stat_reset(); SELECT count(*) FROM rl_check_many('{s1,s2,s1,s3,s3}', '2/1h', '{2,2,1,1,2}')});
+stat_is('3|2|0|0|0|0|0', 'five keys, two refused');
+$session->ask(q{SET ratelimit.mode = shadow});
+is($session->ask(q{SELECT string_agg(allowed || source, ' ' ORDER BY ordinality) FROM rl_check_many('{s1,s4}', '2/1h') WITH ORDINALITY}),
+	'trueshadow true' . store(), 'shadow');
+stat_is('1|0|1|0|0|0|0', 'shadow');
+$session->ask('SET ratelimit.mode = off');
+is($session->ask(q{SELECT string_agg(allowed || source || coalesce(remaining::text, '?'), ' ') FROM rl_check_many('{s1,s4}', '2/1h')}),
+	'trueoff? trueoff?', 'off');
+is($session->ask('SELECT count(*) FROM rl_stat WHERE allowed > 0'), 0, 'rl_stat: nothing was asked');
+$session->ask('RESET ratelimit.mode');
+is(answers(q{'{s1,s4}', '2/1h', '{0,0}'}), 's1=0 s4=1', 'shadow has taken what could be had, off nothing');
+
+#
+# A savepoint gives many back
+#
+
+$session->ask(q{BEGIN; SAVEPOINT s; SELECT count(*) FROM rl_check_many((SELECT array_agg('back' || i % 1500) FROM generate_series(1, 3000) i), 'fixed_window 9/1h refund_on_abort');
+	ROLLBACK TO s; SELECT count(*) FROM rl_check_many((SELECT array_agg('back' || i) FROM generate_series(0, 9) i), 'fixed_window 9/1h refund_on_abort')});
+is($session->ask(q{SELECT sum(remaining) FROM rl_check_many((SELECT array_agg('back' || i) FROM generate_series(0, 1499) i),
+	'fixed_window 9/1h', array_fill(0::bigint, '{1500}'))}), 1500 * 9 - 10, 'refund_on_abort');
+$session->ask('COMMIT');
+
+#
+# A million keys in bounded memory
+#
+
+# What is allocated when all rows have come but none is forgotten.
+$session->ask(q{
+	CREATE FUNCTION million(OUT rows bigint, OUT kb bigint) LANGUAGE plpgsql AS $$
+	DECLARE
+		keys text[] := (SELECT array_agg('million' || i % 1000) FROM generate_series(1, 1000000) i);
+		before bigint := sum(total_bytes) FROM pg_backend_memory_contexts;
+	BEGIN
+		SELECT count(*), max(m) / 1024 INTO rows, kb
+		FROM rl_check_many(keys, '1/1s burst 1000000') WITH ORDINALITY,
+			LATERAL (SELECT sum(total_bytes) - before FROM pg_backend_memory_contexts WHERE ordinality = 1000000) c (m);
+	END $$;
+	SET work_mem = '4MB'});
+$session->ask(q{SET jit = off});
+my ($rows, $kb) = split /\|/, $session->ask('SELECT * FROM million()');
+is($rows, 1_000_000, 'a million keys');
+# The array copied, and decoded, is 16 MB and 9.
+cmp_ok($kb // 1e9, '<', 45_000, "in $kb kB more than the array itself");
+is($session->ask(q{SELECT count(*) FROM pg_backend_memory_contexts WHERE name = 'rl_check_many'}), 0, 'and nothing stays');
+
+if (!$on_redis)
+{
+	done_testing();
+	exit;
+}
+
+#
+# What Redis sees
+#
+
+foreach my $n (1, 2, 513, 10_000)
+{
+	$redis->cli('SCRIPT', 'FLUSH');
+	is($session->ask("SELECT wrong(taken('first$n:', $n, 300), $n, 300)"), 'nothing', "$n keys, an unknown script");
+	$redis->cli('CONFIG', 'RESETSTAT');
+	is($session->ask("SELECT wrong(taken('again$n:', $n, 300), $n, 300)"), 'nothing', "$n keys, a known script");
+	my %info = ($redis->info('stats'), $redis->info('commandstats'));
+	my ($scripts) = ($info{cmdstat_evalsha} // '') =~ /calls=(\d+)/;
+	is($scripts, $n, "$n keys: one script each");
+	cmp_ok($info{total_reads_processed}, '<=', 5 + $n / 20, "$n keys: Redis reads $info{total_reads_processed} times");
+}
+
+# Keys of 500 bytes need bounds in bytes.
+my $long = 'x' x 500;
+$redis->cli('CONFIG', 'SET', 'client-output-buffer-limit', 'normal 100000 0 0');
+is($session->ask("SELECT wrong(taken('$long', 50000, 1000), 50000, 1000)"), 'nothing',
+	'50,000 long keys: no more than 100 kB of replies wait in Redis');
+$redis->cli('CONFIG', 'SET', 'client-output-buffer-limit', 'normal 0 0 0');
+
+#
+# A script that is forgotten all the while, and known again by others' doing
+#
+
+my $text = join '', map { slurp_file($_) } map { "$ENV{PWD}/src/$_.lua" } qw(clock throttle);
+foreach my $others (0, 1)
+{
+	my $parent = $$;
+	my $flusher = fork;
+	die "could not fork: $!" unless defined $flusher;
+	if ($flusher == 0)
+	{
+		$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
+		$redis->{client} = undef;
+		while (getppid == $parent)
+		{
+			$redis->cli('SCRIPT', 'FLUSH');
+			$redis->cli('SCRIPT', 'LOAD', $text) if $others;
+		}
+		POSIX::_exit(0);
+	}
+	$redis->cli('CONFIG', 'RESETSTAT');
+	my @wrong = grep { $_ ne 'nothing' }
+	  map { $session->ask("SELECT wrong(taken('flush$others:', 10000, 1000), 10000, 1000, " . 10 * $_ . ")") } 0 .. 2;
+	kill 'KILL', $flusher;
+	waitpid $flusher, 0;
+	is_deeply(\@wrong, [], 'a script that is forgotten all the while' . ($others ? ' and loaded again' : ''));
+	is($session->error, '', 'without an error');
+	my %info = $redis->info('errorstats');
+	my ($missing) = ($info{errorstat_NOSCRIPT} // '') =~ /count=(\d+)/;
+	cmp_ok($missing // 0, '>', 0, 'it was missing ' . ($missing // 0) . ' times');
+}
+
+#
+# Interrupts and silence
+#
+
+$session->ask(q{SET ratelimit.command_timeout = '10min'; SELECT rl_stat_reset()});
+foreach my $round (1 .. 5)
+{
+	my $ms = 20 * $round;
+	$session->ask("SET statement_timeout = '${ms}ms'");
+	is($session->attempt("SELECT taken('stop', 1000000, 1000)")->{state}, '57014', "statement_timeout after $ms ms");
+	$session->ask('RESET statement_timeout');
+	is($session->attempt("SELECT taken('after$round', 3, 1)")->{answer}, '{0,1,2}', 'and the next call gets its own answers');
+}
+my ($allowed, $errors) = split /\|/, $session->ask('SELECT allowed, errors FROM rl_stat');
+my $taken = $session->ask(q{SELECT sum(1000000 - remaining) FROM rl_check_many((SELECT array_agg('stop' || i) FROM generate_series(0, 999) i),
+	'1/1s burst 1000000', array_fill(0::bigint, '{1000}'))}) + 15;
+cmp_ok($allowed, '<=', $taken, "rl_stat: of $taken taken $allowed are known");
+cmp_ok($allowed + $errors, '>=', $taken, "and $errors more may be");
+$redis->pause;
+$session->ask("SET ratelimit.command_timeout = '100ms'");
+my $got = $session->attempt(q{SELECT taken('silent', 100000, 1000)});
+is($got->{state}, '08006', 'silence');
+cmp_ok($got->{ms}, '>=', 99, 'silence: after command_timeout');
+$redis->resume;
+$session->ask("SET ratelimit.command_timeout = '10s'");
+is($session->attempt(q{SELECT taken('after silence', 2, 2)})->{answer}, '{0,0}', 'and it works again');
+
+# The pipe may take longer than command_timeout if it moves.
+$session->ask("SET ratelimit.command_timeout = '1s'");
+my $many = 50_000;
+do
+{
+	$many *= 2;
+	$got = $session->attempt("SELECT wrong(taken('long$many:', $many, 1000), $many, 1000)");
+	is_deeply([ @$got{qw(state answer)} ], [ '00000', 'nothing' ], "$many keys in $got->{ms} ms");
+} until $got->{ms} > 1000 || $got->{state} ne '00000';
+$session->ask("SET ratelimit.command_timeout = '10s'");
+
+#
+# One that fails
+#
+
+$redis->cli('SET', 'rl:{bad700}', 'no hash');
+$got = $session->attempt(q{SELECT taken('bad', 1000, 1000)});
+is($got->{state}, '08P01', 'one key of a wrong type fails the call');
+like($got->{message}, qr/WRONGTYPE/, 'and says so');
+is($session->attempt(q{SELECT taken('bad', 3, 3)})->{answer}, '{1,1,1}', 'those before it were charged once');
+$redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
+is($session->attempt(q{SELECT taken('bad', 3, 3)})->{answer}, '{2,2,2}', 'a connection found dead is made anew');
+
+#
+# Redis dies in the middle
+#
+
+# How many were answered by whom: a run of Redis's answers, and from there on
+# the other's.
+my $sources = q{SELECT string_agg(source || ':' || allowed || ':' || n, ' ' ORDER BY first) FROM (
+	SELECT source, allowed, count(*) AS n, min(ordinality) AS first, max(ordinality) AS last
+	FROM rl_check_many((SELECT array_agg('dies' || i % 1000) FROM generate_series(1, 200000) i), '1/1s burst 1000000') WITH ORDINALITY
+	GROUP BY 1, 2) s};
+foreach my $case ([ 'allow', 'fail_open:true' ], [ 'deny', 'fail_closed:false' ], [ 'local', 'local:true' ], [ 'error', '' ])
+{
+	my ($on_error, $last) = @$case;
+
+	# Before the call ends; if not, once more.
+	foreach my $try (1 .. 20)
+	{
+		$session->ask("SET ratelimit.on_error = $on_error; SELECT rl_stat_reset()");
+		$session->send("$sources;");
+		await('the call to begin', sub { $redis->cli('EXISTS', 'rl:{dies999}') });
+		$redis->stop;
+		my $answer = $session->ask('');
+		my $counted = $session->ask('SELECT allowed, denied, failed_open, failed_closed, errors, from_local FROM rl_stat');
+		$redis->start;
+		next if $answer =~ /^redis:true:200000$/;
+		my ($of_redis, $of_other) = $answer =~ /^redis:true:(\d+) \Q$last\E:(\d+)$/;
+		if ($last eq '')
+		{
+			my ($allowed, $errors) = $counted =~ /^(\d+)\|0\|0\|0\|(\d+)\|0$/;
+			is($answer, '', 'error: no rows');
+			ok($allowed > 0 && $errors > 0 && $allowed + $errors <= 200000, "error: counted as $allowed allowed and $errors errors");
+			last;
+		}
+		ok($of_redis && $of_redis + $of_other == 200000, "$on_error: $answer") or diag $answer;
+		is($counted, { allow => "$of_redis|0|$of_other|0|0|0", deny => "$of_redis|0|0|$of_other|0|0",
+			local => "200000|0|0|0|0|$of_other" }->{$on_error}, "$on_error: and counted so");
+		last;
+	}
+}
+$session->ask('RESET ratelimit.on_error');
+
+#
+# The denial cache
+#
+
+$session->ask(q{SET ratelimit.denial_cache = on; SELECT rl_stat_reset();
+	SELECT count(*) FROM rl_check_many('{c1,c2,c3}', '1/1h'); SELECT count(*) FROM rl_check_many('{c1,c2,c3}', '1/1h')});
+my $cached = $session->ask(q{SELECT string_agg(key || source || allowed, ' ' ORDER BY ordinality)
+	FROM rl_check_many('{c2,c4,c1}', '1/1h', '{1,1,0}') WITH ORDINALITY});
+is($cached, 'c2denial_cachefalse c4redistrue c1redistrue', 'the denial cache answers for whom it can');
+$local = 0;
+stat_is('5|4|0|0|0|0|1', 'the denial cache');
+
+#
+# Servers that stop in the middle
+#
+
+my $dir = PostgreSQL::Test::Utils::tempdir_short;
+my @liars;
+
+# Answers so many commands with :0, then says its last words and ends, or waits.
+sub liar
+{
+	my ($name, $answers, $last, $end) = @_;
+	my $path = "$dir/$name";
+	my $listener = IO::Socket::UNIX->new(Local => $path, Listen => 10) or die "no socket: $!";
+	my $child = fork;
+
+	die "could not fork: $!" unless defined $child;
+	if ($child == 0)
+	{
+		$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
+		$SIG{PIPE} = 'IGNORE';
+		while (my $socket = $listener->accept)
+		{
+			my ($left, $tail) = ($answers, '');
+			while (sysread $socket, my $request, 65536)
+			{
+				$tail .= $request;
+				my $n = () = $tail =~ /EVALSHA\r\n/g;
+				$tail = substr $tail, -8;
+				$n = $left if $n > $left;
+				$left -= $n;
+				syswrite $socket, ":0\r\n" x $n . ($left ? '' : $last);
+				last if !$left && $end;
+			}
+			close $socket;
+		}
+		POSIX::_exit(0);
+	}
+	push @liars, $child;
+	close $listener;
+	return "unix://$path";
+}
+
+END
+{
+	foreach my $child (@liars)
+	{
+		local $?;
+		kill 'KILL', $child;
+		waitpid $child, 0;
+	}
+}
+
+$session->ask(q{SET ratelimit.denial_cache = off});
+my $n = 0;
+foreach my $case (
+	[ 'an end', 700, '', 1, '08006' ],
+	[ 'an end at once', 0, '', 1, '08006' ],
+	[ 'silence', 700, '', 0, '08006' ],
+	[ 'half an answer', 700, ":1", 0, '08006' ],
+	[ 'half an answer and an end', 700, ":1", 1, '08006' ],
+	[ 'an error', 700, "-OOM command not allowed\r\n", 0, '08P01' ],
+	[ 'a status', 700, "+OK\r\n", 0, '08P01' ],
+	[ 'nonsense', 700, "what?\r\n", 0, '08P01' ],
+	[ 'an endless line', 700, ':' . '1' x 300_000, 0, '08P01' ],
+	[ 'no script', 700, "-NOSCRIPT No matching script\r\n" x 2000, 0, '08P01' ],
+	[ 'one answer too many', 1000, ":0\r\n", 0, '08P01' ])
+{
+	my ($what, $answers, $last, $end, $state) = @$case;
+
+	$session->ask("SET ratelimit.redis_url = '" . liar($n++, $answers, $last, $end) . "'");
+	$session->ask('SET ratelimit.command_timeout = ' . ($state eq '08006' ? "'100ms'" : "'10s'"));
+	$got = $session->attempt(q{SELECT taken('liar', 1000, 1000)});
+	is($got->{state}, $state, "$what after $answers answers") or diag $got->{message}, substr $got->{answer}, 0, 50;
+}
+$session->ask('RESET ratelimit.redis_url; RESET ratelimit.command_timeout');
+is($session->attempt(q{SELECT taken('at last', 3, 1)})->{answer}, '{0,1,2}', 'and Redis is asked again');
+
+done_testing();
