@@ -588,7 +588,7 @@ rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlCharge *later)
 		left = same_series(limit, charge->mark, later->mark) ?
 			less_lumps(limit, left, lumps_since(limit, charge->mark, later->at)) : 0;
 	*charge = *later;
-	charge->amount = Min(left + later->amount, RL_MAX_BACKLOG);
+	charge->amount = Min(left, RL_MAX_BACKLOG - later->amount) + later->amount;
 }
 
 /* Takes units out of an entry, and the entry out of the ring when it is empty. */
@@ -605,32 +605,34 @@ free_units_of(RlState *state, int i, int64 units)
 	state->n--;
 }
 
-/* Takes the charge back, as far as it has not leaked. */
+/*
+ * Takes the charge back, as far as it has not leaked.  Changes only a state of
+ * which some quota is in use.
+ */
 void
 rl_undo(const RlLimit *limit, RlState *state, int64 now, const RlCharge *charge)
 {
 	int64		left = charge->amount;
 
 	load(limit, state, now);
+	state->changed = limit->algorithm == RL_THROTTLE ? backlog(state, now) > 0 : state->used > 0;
+	if (!state->changed)
+		return;
 	switch (limit->algorithm)
 	{
 		case RL_THROTTLE:
 			left -= Max(now - charge->at, 0) * NS_PER_US;
-			if (left <= 0 || backlog(state, now) == 0)
-				return;
-			left = backlog(state, now) - left;
+			left = backlog(state, now) - Max(left, 0);
 			state->start = left > 0 ? now * NS_PER_US + left : -1;
 			break;
 		case RL_TOKEN_BUCKET:
 			left = less_lumps(limit, left, lumps_since(limit, charge->mark, now));
-			if (left == 0 || state->used == 0 || !same_series(limit, state->start, charge->mark))
-				return;
-			state->used -= Min(left, state->used);
+			if (same_series(limit, state->start, charge->mark))
+				state->used -= Min(left, state->used);
 			break;
 		case RL_FIXED_WINDOW:
-			if (state->used == 0 || state->start != charge->mark)
-				return;
-			state->used -= Min(left, state->used);
+			if (state->start == charge->mark)
+				state->used -= Min(left, state->used);
 			break;
 		case RL_SLIDING_WINDOW:
 		case RL_SLIDING_LOG:
@@ -645,9 +647,7 @@ rl_undo(const RlLimit *limit, RlState *state, int64 now, const RlCharge *charge)
 					continue;
 				left -= part;
 				free_units_of(state, i, part);
-				state->changed = true;
 			}
-			return;
+			break;
 	}
-	state->changed = true;
 }
