@@ -65,11 +65,10 @@ algorithms.sliding_log = {
     end
     local score = string.format('%.0f', mark)
     while amount > 0 do
-      local found = redis.call('ZRANGEBYSCORE', l.log, score, score, 'WITHSCORES')
-      if #found == 0 then
+      local e = entry(redis.call('ZRANGE', l.log, score, score, 'BYSCORE', 'REV', 'LIMIT', 0, 1, 'WITHSCORES'))
+      if not e then
         break
       end
-      local e = entry({found[#found - 1], found[#found]})
       local part = math.min(amount, e.quota)
       local older = redis.call('ZRANK', l.log, e.member)
       local low, high, shift = older + 1, redis.call('ZCARD', l.log) - 1, -part
