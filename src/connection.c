@@ -382,6 +382,12 @@ rl_connection_stream(RlConnection *conn, bool (*next) (StringInfo out, void *arg
 		}
 		if (due == 0)
 			break;
+		/* However steadily replies come. */
+		if (conn->quiet_until != 0 && rl_monotonic_now() > conn->quiet_until)
+		{
+			connection_lost(conn, error, "ratelimit.command_timeout has passed");
+			return RL_FAILED;
+		}
 		if (sent < out->len && !send_some(conn, out, &sent, error))
 			return wrote || sent > 0 ? RL_FAILED : RL_NOT_SENT;
 		wrote = true;
@@ -439,7 +445,7 @@ rl_connection_settle(RlConnection *conn, RlError *error)
 	if (!conn->in_flight)
 		return rl_connection_is_usable(conn) || connection_lost(conn, error, "it is not usable");
 	/* The reader must not be within a reply: that goes to memory long gone. */
-	if (conn->ctx == NULL || conn->due < 0 || conn->ctx->reader->ridx != -1)
+	if (conn->ctx == NULL || !conn->is_set_up || conn->due < 0 || conn->ctx->reader->ridx != -1)
 		return connection_lost(conn, error, "a call was interrupted");
 	for (; conn->due > 0; conn->due--)
 		if (!read_reply(conn, &reply, conn->quiet_until, error))
@@ -661,6 +667,7 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, const char *pas
 		if (reply.kind != RL_REPLY_STATUS)
 			return protocol_violation(conn, error, "it is not a status");
 	}
+	conn->is_set_up = true;
 	conn->in_flight = false;
 	return true;
 }

@@ -19,6 +19,7 @@ typedef struct RlConnection
 	struct ssl_st *tls;			/* NULL: in the clear */
 	bool		fd_acquired;
 	bool		in_flight;		/* bytes out or replies due, or not set up */
+	bool		is_set_up;		/* what is due is no AUTH's or SELECT's */
 	bool		heard;			/* something has come from the server */
 	uint32		waiting_for;	/* what events has the socket for */
 	uint32		send_wants;		/* what sending more must wait for */
