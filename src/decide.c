@@ -180,9 +180,10 @@ ask(Action *action, RlDecision *decisions)
 	{
 		/* What it refuses is not answered from the cache: it is as fast. */
 		action->from_local = true;
-		answered = rl_charges_flush(action->error) &&
-			rl_store()->take(action->key, action->limits, action->quota, action->how,
-							 decisions, &action->at, action->error);
+		/* What is due to Redis does not keep this server from deciding. */
+		(void) rl_charges_flush(action->error);
+		answered = rl_store()->take(action->key, action->limits, action->quota, action->how,
+									decisions, &action->at, action->error);
 		action->asked = action->at;
 	}
 	else

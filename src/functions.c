@@ -23,7 +23,7 @@ asked_store(void)
 {
 	RlError		error;
 
-	if (!rl_charges_flush(&error))
+	if (!rl_charges_flush(&error) && !rl_store_is_local)
 		rl_raise(&error);
 	return rl_store();
 }
