@@ -139,6 +139,15 @@ next_call(int i, const char **place, int *place_len, const RlLimit **limits, con
 	return n;
 }
 
+/* Ends a queued grant, which others may have been refused for until now. */
+static void
+drop_queued(Grant *grant)
+{
+	if (rl_shared_available())
+		rl_denied_forget_name(grant->name);
+	drop(grant);
+}
+
 static void
 call_done(int i)
 {
@@ -148,7 +157,7 @@ call_done(int i)
 
 		if (grant->call > i)
 			return;
-		drop(grant);
+		drop_queued(grant);
 	}
 }
 
@@ -165,7 +174,7 @@ give_up(bool (*passes) (const Grant *), const RlError *error)
 
 		if (!passes(grant))
 			continue;
-		drop(grant);
+		drop_queued(grant);
 		lost++;
 	}
 	if (lost > 0)
@@ -208,12 +217,10 @@ flush(bool quietly, RlError *error)
 	{
 		Grant	   *grant = dlist_container(Grant, node, iter.cur);
 
-		if (rl_shared_available())
-			rl_denied_forget_name(grant->name);
 		if (!grant->id.local)
 			continue;
 		rl_local_undo(grant->name, &grant->limit, &grant->charge);
-		drop(grant);
+		drop_queued(grant);
 	}
 	rl_error_set(error, ERRCODE_CONNECTION_DOES_NOT_EXIST, "ratelimit.redis_url was changed meanwhile");
 	give_up(is_elsewhere, error);
@@ -303,14 +310,14 @@ static void
 transaction_ends(XactEvent event, void *arg pg_attribute_unused())
 {
 	RlError		error;
-	dlist_mutable_iter iter;
 
 	if (context == NULL || event == XACT_EVENT_PRE_COMMIT ||
 		event == XACT_EVENT_PARALLEL_PRE_COMMIT || event == XACT_EVENT_PRE_PREPARE)
 		return;
+	/* The newest first, which are nearest to the end of a log. */
 	if (event == XACT_EVENT_ABORT || event == XACT_EVENT_PARALLEL_ABORT)
-		dlist_foreach_modify(iter, &grants)
-			give_back(dlist_container(Grant, node, iter.cur));
+		while (!dlist_is_empty(&grants))
+			give_back(dlist_tail_element(Grant, node, &grants));
 	if (!dlist_is_empty(&queue) && !flush(true, &error))
 		give_up(is_any, &error);
 	dlist_init(&grants);
