@@ -246,9 +246,11 @@ receive_some(RlConnection *conn, RlError *error)
 static bool
 find_reply(RlConnection *conn, const RlReply *reply, bool *found, RlError *error)
 {
+	redisReader *reader = conn->ctx->reader;
 	void	   *object = NULL;
 
-	if (redisReaderGetReply(conn->ctx->reader, &object) != REDIS_OK)
+	/* The reader would begin a reply with nothing, and could not be left then. */
+	if (reader->pos < reader->len && redisReaderGetReply(reader, &object) != REDIS_OK)
 		return protocol_violation(conn, error, conn->ctx->reader->errstr);
 	*found = object != NULL;
 	if (!*found && conn->reply_bytes > MAX_REPLY_BYTES)
