@@ -63,6 +63,8 @@ static dlist_head grants = DLIST_STATIC_INIT(grants);	/* the same, by level */
 static dlist_head queue = DLIST_STATIC_INIT(queue);
 static int	ngrants = 0;		/* in both lists */
 static bool overflowed = false;
+static int	nrefused = 0;		/* that were to be given back */
+static RlError refusal;			/* of the last of these */
 
 /*
  * Flushing the queue
@@ -149,16 +151,29 @@ drop_queued(Grant *grant)
 }
 
 static void
-call_done(int i)
+call_done(int i, const RlError *why)
 {
+	if (why != NULL)
+		refusal = *why;
 	while (!dlist_is_empty(&queue))
 	{
 		Grant	   *grant = dlist_head_element(Grant, node, &queue);
 
 		if (grant->call > i)
 			return;
+		nrefused += (why != NULL);
 		drop_queued(grant);
 	}
+}
+
+static void
+log_lost(int n, const RlError *error)
+{
+	if (n > 0)
+		ereport(LOG,
+				(errcode(error->sqlstate),
+				 errmsg("could not give back what %d rate-limit charges of an aborted transaction took", n),
+				 errdetail_internal("%s", error->message)));
 }
 
 /* Takes the grants that pass out of the queue, and logs why. */
@@ -177,11 +192,7 @@ give_up(bool (*passes) (const Grant *), const RlError *error)
 		drop_queued(grant);
 		lost++;
 	}
-	if (lost > 0)
-		ereport(LOG,
-				(errcode(error->sqlstate),
-				 errmsg("could not give back what %d rate-limit charges of an aborted transaction took", lost),
-				 errdetail_internal("%s", error->message)));
+	log_lost(lost, error);
 }
 
 static bool
@@ -210,6 +221,7 @@ static bool
 flush(bool quietly, RlError *error)
 {
 	dlist_mutable_iter iter;
+	bool		done;
 
 	rl_error_set(error, ERRCODE_CONNECTION_FAILURE, "the call that gave it back was interrupted");
 	give_up(was_sent, error);
@@ -224,11 +236,13 @@ flush(bool quietly, RlError *error)
 	}
 	rl_error_set(error, ERRCODE_CONNECTION_DOES_NOT_EXIST, "ratelimit.redis_url was changed meanwhile");
 	give_up(is_elsewhere, error);
-	if (dlist_is_empty(&queue) ||
-		rl_redis_undo(number_calls(), next_call, call_done, quietly, NULL, error))
-		return true;
-	give_up(was_sent, error);
-	return false;
+	done = dlist_is_empty(&queue) ||
+		rl_redis_undo(number_calls(), next_call, call_done, quietly, NULL, error);
+	log_lost(nrefused, &refusal);
+	nrefused = 0;
+	if (!done)
+		give_up(was_sent, error);
+	return done;
 }
 
 /* True if savepoints were rolled back whose charges are not given back yet. */

@@ -13,7 +13,7 @@
 
 typedef int (*RlUndoNext) (int i, const char **place, int *place_len,
 						   const RlLimit **limits, const RlCharge **charges, void *arg);
-typedef void (*RlUndoDone) (int i);
+typedef void (*RlUndoDone) (int i, const RlError *refusal);
 
 /* charges.c */
 extern void rl_charges_prepare(void);

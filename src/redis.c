@@ -304,9 +304,9 @@ compute_sha1(RlScript *script)
 		snprintf(script->sha1 + 2 * i, 3, "%02x", digest[i]);
 }
 
-/* An error reply is the store failing, never a verdict. */
-static bool
-check_reply(const RlReply *reply, RlError *error)
+/* An error reply is the store failing, never a verdict: returns false with the error set. */
+bool
+rl_redis_accepted(const RlReply *reply, RlError *error)
 {
 	if (reply->kind != RL_REPLY_ERROR)
 		return true;
@@ -322,7 +322,7 @@ rl_redis_command(RlCommand *command, RlReply *reply, RlError *error)
 {
 	int64		deadline = 0;
 
-	return call(append_plain, command, &deadline, reply, error) && check_reply(reply, error);
+	return call(append_plain, command, &deadline, reply, error) && rl_redis_accepted(reply, error);
 }
 
 static bool
@@ -331,8 +331,9 @@ is_noscript(const RlReply *reply)
 	return reply->kind == RL_REPLY_ERROR && strncmp(reply->text, "NOSCRIPT", 8) == 0;
 }
 
+/* rl_redis_script, but a reply can be an error. */
 static bool
-run_script(RlScript *script, RlCommand *command, bool by_source, RlReply *reply, RlError *error)
+call_script(RlScript *script, RlCommand *command, bool by_source, RlReply *reply, RlError *error)
 {
 	ScriptCall	sc = {script, command, by_source};
 	int64		deadline = 0;
@@ -345,10 +346,9 @@ run_script(RlScript *script, RlCommand *command, bool by_source, RlReply *reply,
 	if (is_noscript(reply) && !by_source)
 	{
 		sc.by_source = true;
-		if (!call(append_script, &sc, &deadline, reply, error))
-			return false;
+		return call(append_script, &sc, &deadline, reply, error);
 	}
-	return check_reply(reply, error);
+	return true;
 }
 
 /*
@@ -358,7 +358,7 @@ run_script(RlScript *script, RlCommand *command, bool by_source, RlReply *reply,
 bool
 rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error)
 {
-	return run_script(script, command, false, reply, error);
+	return call_script(script, command, false, reply, error) && rl_redis_accepted(reply, error);
 }
 
 /*
@@ -375,6 +375,7 @@ typedef struct Pipeline
 	int			next;			/* the call to be sent next */
 	int			answered;		/* calls before it were answered */
 	bool		quiet;
+	bool		all;			/* reply() is for error replies too */
 	RlReply    *held;			/* once one was answered NOSCRIPT, the replies
 								 * from it on */
 	int			nheld;
@@ -400,7 +401,7 @@ append_next(StringInfo out, void *arg)
 static bool
 answer(Pipeline *p, const RlReply *reply, RlError *error)
 {
-	if (!check_reply(reply, error) || !p->reply(p->answered, reply, p->arg, error))
+	if ((!p->all && !rl_redis_accepted(reply, error)) || !p->reply(p->answered, reply, p->arg, error))
 		return false;
 	p->answered++;
 	return true;
@@ -441,7 +442,7 @@ load_and_catch_up(Pipeline *p, RlError *error)
 			RlCommand  *command = rl_command_start();
 
 			p->append(command, p->answered, p->arg);
-			if (!run_script(p->script, command, i == 0, reply, error))
+			if (!call_script(p->script, command, i == 0, reply, error))
 				return false;
 		}
 		if (!answer(p, reply, error))
@@ -451,6 +452,45 @@ load_and_catch_up(Pipeline *p, RlError *error)
 	p->held = NULL;
 	p->nheld = 0;
 	return true;
+}
+
+static bool
+run_pipeline(Pipeline *p, RlError *error)
+{
+	RlOutcome	outcome = RL_DONE;
+	RlBreaker  *breaker = server_breaker();
+	int64		start = rl_monotonic_now();
+	int64		us = rl_redis_usage.us;
+
+	if (!rl_breaker_admits(breaker, error))
+		return false;
+	error->unreachable = false;
+	if (p->script->sha1[0] == '\0')
+		compute_sha1(p->script);
+	while (outcome != RL_FAILED && p->answered < p->n)
+	{
+		bool		reused;
+		int64		deadline = 0;
+
+		if (!ensure_connected(&reused, &deadline, error))
+			break;
+		p->next = p->answered;
+		outcome = rl_connection_stream(&conn, append_next, take_reply, p, error);
+		if (outcome != RL_DONE)
+			disconnect();
+		if (!reused && outcome == RL_NOT_SENT)
+			outcome = RL_FAILED;
+		if (outcome == RL_DONE)
+			rl_breaker_succeeded(breaker);
+		if (outcome == RL_DONE && p->held != NULL && !load_and_catch_up(p, error))
+			break;
+	}
+	rl_redis_usage.us = us + rl_monotonic_now() - start;
+	if (outcome == RL_DONE && p->answered == p->n)
+		return true;
+	if (error->unreachable)
+		rl_breaker_failed(breaker, error);
+	return false;
 }
 
 /*
@@ -465,42 +505,10 @@ rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineRe
 				  void *arg, int *answered, RlError *error)
 {
 	Pipeline	p = {.script = script,.n = n,.append = append,.reply = reply,.arg = arg};
-	RlOutcome	outcome = RL_DONE;
-	RlBreaker  *breaker = server_breaker();
-	int64		start = rl_monotonic_now();
-	int64		us = rl_redis_usage.us;
+	bool		done = run_pipeline(&p, error);
 
-	*answered = 0;
-	if (!rl_breaker_admits(breaker, error))
-		return false;
-	error->unreachable = false;
-	if (script->sha1[0] == '\0')
-		compute_sha1(script);
-	while (outcome != RL_FAILED && p.answered < n)
-	{
-		bool		reused;
-		int64		deadline = 0;
-
-		if (!ensure_connected(&reused, &deadline, error))
-			break;
-		p.next = p.answered;
-		outcome = rl_connection_stream(&conn, append_next, take_reply, &p, error);
-		if (outcome != RL_DONE)
-			disconnect();
-		if (!reused && outcome == RL_NOT_SENT)
-			outcome = RL_FAILED;
-		if (outcome == RL_DONE)
-			rl_breaker_succeeded(breaker);
-		if (outcome == RL_DONE && p.held != NULL && !load_and_catch_up(&p, error))
-			break;
-	}
 	*answered = p.answered;
-	rl_redis_usage.us = us + rl_monotonic_now() - start;
-	if (outcome == RL_DONE && p.answered == n)
-		return true;
-	if (error->unreachable)
-		rl_breaker_failed(breaker, error);
-	return false;
+	return done;
 }
 
 /* Makes sure that the script can be run quietly later. */
@@ -514,17 +522,21 @@ rl_redis_reserve(RlScript *script)
 }
 
 /*
- * rl_redis_pipeline for the end of a transaction, after rl_redis_reserve: it
- * does not throw, needs no memory, connects to nobody, and all of it ends
- * within ratelimit.command_timeout.
+ * rl_redis_pipeline that goes on after a call that Redis refuses: reply() gets
+ * error replies too.  Quietly, which is for the end of a transaction and after
+ * rl_redis_reserve, it does not throw, needs no memory, connects to nobody, and
+ * all of it ends within ratelimit.command_timeout.
  */
 bool
-rl_redis_pipeline_quietly(RlScript *script, int n, RlPipelineAppend append,
-						  RlPipelineReply reply, void *arg, RlError *error)
+rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply,
+					  void *arg, bool quietly, RlError *error)
 {
-	Pipeline	p = {.script = script,.n = n,.append = append,.reply = reply,.arg = arg,.quiet = true};
+	Pipeline	p = {.script = script,.n = n,.append = append,.reply = reply,.arg = arg,
+	.quiet = quietly,.all = true};
 	bool		done;
 
+	if (!quietly)
+		return run_pipeline(&p, error);
 	if (conn.ctx == NULL || !has_settings())
 	{
 		rl_error_set(error, ERRCODE_CONNECTION_DOES_NOT_EXIST, "there is no connection to Redis");

@@ -48,7 +48,8 @@ extern bool rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply
 extern bool rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply,
 							  void *arg, int *answered, RlError *error);
 extern void rl_redis_reserve(RlScript *script);
-extern bool rl_redis_pipeline_quietly(RlScript *script, int n, RlPipelineAppend append,
-									  RlPipelineReply reply, void *arg, RlError *error);
+extern bool rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append,
+								  RlPipelineReply reply, void *arg, bool quietly, RlError *error);
+extern bool rl_redis_accepted(const RlReply *reply, RlError *error);
 
 #endif							/* REDIS_H */

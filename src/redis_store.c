@@ -616,29 +616,29 @@ static bool
 read_undo(int i, const RlReply *reply, void *arg, RlError *error)
 {
 	const Undo *undo = arg;
+	RlError		why;
+	bool		accepted = rl_redis_accepted(reply, &why);
 
-	if (!read_done(reply, error))
+	if (accepted && !read_done(reply, error))
 		return false;
 	if (undo->done != NULL)
-		undo->done(i);
+		undo->done(i, accepted ? NULL : &why);
 	return true;
 }
 
 /*
  * Takes charges back in n calls of the script: next() tells what call i takes
  * back, at most RL_MAX_UNDO charges of one place, and how many they are, and
- * done(), if not NULL, is told when it is done.  Returns false with the error set when the
- * store fails; quietly, it does not throw.
+ * done(), if not NULL, is told when it is done, or why Redis refused it.
+ * Returns false with the error set when the store fails; quietly, it does not
+ * throw.
  */
 bool
 rl_redis_undo(int n, RlUndoNext next, RlUndoDone done, bool quietly, void *arg, RlError *error)
 {
 	Undo		undo = {next, done, arg};
-	int			answered;
 
-	if (quietly)
-		return rl_redis_pipeline_quietly(&undo_script, n, append_undo, read_undo, &undo, error);
-	return rl_redis_pipeline(&undo_script, n, append_undo, read_undo, &undo, &answered, error);
+	return rl_redis_pipeline_all(&undo_script, n, append_undo, read_undo, &undo, quietly, error);
 }
 
 /* Makes sure that charges can be taken back quietly. */
