@@ -151,7 +151,7 @@ drop_queued(Grant *grant)
 }
 
 static void
-call_done(int i, const RlError *why)
+call_done(int i, const RlError *why, void *arg pg_attribute_unused())
 {
 	if (why != NULL)
 		refusal = *why;

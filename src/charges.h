@@ -13,7 +13,7 @@
 
 typedef int (*RlUndoNext) (int i, const char **place, int *place_len,
 						   const RlLimit **limits, const RlCharge **charges, void *arg);
-typedef void (*RlUndoDone) (int i, const RlError *refusal);
+typedef void (*RlUndoDone) (int i, const RlError *refusal, void *arg);
 
 /* charges.c */
 extern void rl_charges_prepare(void);

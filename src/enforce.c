@@ -336,6 +336,8 @@ typedef struct Batch
 	const RlLimits *limits;
 	int			n;
 	const Charged *charged[RL_MAX_MANY];
+	int64		lost;			/* of all batches: what was not given back */
+	RlError		error;			/* why */
 } Batch;
 
 static int
@@ -356,6 +358,17 @@ next_of_batch(int i, const char **place, int *place_len, const RlLimit **limits,
 		charges[n++] = &charged->charges[l];
 	}
 	return n;
+}
+
+static void
+done_of_batch(int i pg_attribute_unused(), const RlError *refusal, void *arg)
+{
+	Batch	   *batch = arg;
+
+	if (refusal == NULL)
+		return;
+	batch->lost++;
+	batch->error = *refusal;
 }
 
 /* Gives back what a key was charged, or puts it off into the batch. */
@@ -392,10 +405,10 @@ give_back(Statement *statement)
 {
 	Batch	   *batch = palloc(sizeof(Batch));
 	bool		more = true;
-	int64		lost = 0;
-	RlError		error;
+	bool		failed = false;
 
 	batch->limits = &statement->rule->limits;
+	batch->lost = 0;
 	while (more)
 	{
 		MemoryContextReset(statement->context);
@@ -409,19 +422,20 @@ give_back(Statement *statement)
 		if (batch->n == 0)
 			continue;
 		/* A store that has failed is not waited for again. */
-		if (lost > 0 || !rl_redis_undo(batch->n, next_of_batch, NULL, false, batch, &error))
-			lost += batch->n;
+		failed = failed || !rl_redis_undo(batch->n, next_of_batch, done_of_batch, false, batch, &batch->error);
+		if (failed)
+			batch->lost += batch->n;
 		/* Again, for a refusal that was on its way. */
 		for (int i = 0; i < batch->n && rl_shared_available(); i++)
 			rl_denied_forget_name(batch->charged[i]->name);
 	}
 	/* The error to come is of more use than one about this. */
-	if (lost > 0)
+	if (batch->lost > 0)
 		ereport(LOG,
-				(errcode(error.sqlstate),
+				(errcode(batch->error.sqlstate),
 				 errmsg("could not give back what up to %lld keys of a refused statement were charged",
-						(long long) lost),
-				 errdetail_internal("%s", error.message)));
+						(long long) batch->lost),
+				 errdetail_internal("%s", batch->error.message)));
 }
 
 /* Raises the error of a statement of which some keys were refused. */

@@ -621,17 +621,15 @@ read_undo(int i, const RlReply *reply, void *arg, RlError *error)
 
 	if (accepted && !read_done(reply, error))
 		return false;
-	if (undo->done != NULL)
-		undo->done(i, accepted ? NULL : &why);
+	undo->done(i, accepted ? NULL : &why, undo->arg);
 	return true;
 }
 
 /*
  * Takes charges back in n calls of the script: next() tells what call i takes
  * back, at most RL_MAX_UNDO charges of one place, and how many they are, and
- * done(), if not NULL, is told when it is done, or why Redis refused it.
- * Returns false with the error set when the store fails; quietly, it does not
- * throw.
+ * done() is told when it is done, or why Redis refused it.  Returns false with
+ * the error set when the store fails; quietly, it does not throw.
  */
 bool
 rl_redis_undo(int n, RlUndoNext next, RlUndoDone done, bool quietly, void *arg, RlError *error)
