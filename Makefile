@@ -3,7 +3,7 @@ OBJS = src/ratelimit.o src/limits.o src/algorithm.o src/address.o src/resp.o src
 	src/connection.o src/redis.o src/redis_store.o src/shared.o src/cells.o src/local_store.o src/denied.o \
 	src/breaker.o src/stat.o src/status.o src/key.o src/values.o src/decide.o src/functions.o src/many.o \
 	src/charges.o src/simulate.o src/rule.o \
-	src/enforce.o
+	src/statement.o src/enforce.o
 
 EXTENSION = ratelimit
 DATA = $(wildcard sql/ratelimit--*.sql)

@@ -11,6 +11,7 @@
 
 #include "catalog/pg_trigger.h"
 #include "catalog/pg_type.h"
+#include "executor/tuptable.h"
 #include "lib/stringinfo.h"
 #include "utils/builtins.h"
 #include "utils/hsearch.h"
@@ -373,4 +374,64 @@ rl_rule_find(Relation rel, const Trigger *trigger)
 	MemoryContextSetParent(rule->context, TopMemoryContext);
 	entry->rule = rule;
 	return rule;
+}
+
+/*
+ * Rows
+ */
+
+/* A column of the row.  Raises an error if it is NULL. */
+static Datum
+row_value(TupleTableSlot *row, Relation rel, AttrNumber attnum, const char *use)
+{
+	bool		isnull;
+	Datum		value = slot_getattr(row, attnum, &isnull);
+
+	if (isnull)
+		ereport(ERROR,
+				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				 errmsg("null value in column \"%s\" of relation \"%s\" cannot be %s",
+						NameStr(TupleDescAttr(RelationGetDescr(rel), attnum - 1)->attname),
+						RelationGetRelationName(rel), use)));
+	return value;
+}
+
+/* The row's key, in the current memory context.  Raises an error if it has none. */
+RlKey
+rl_rule_key(Rule *rule, Relation rel, TupleTableSlot *row)
+{
+	StringInfoData key;
+
+	initStringInfo(&key);
+	for (int i = 0; i < rule->npieces; i++)
+	{
+		Piece	   *piece = &rule->pieces[i];
+
+		if (piece->text != NULL)
+			appendStringInfoString(&key, piece->text);
+		else
+			rl_key_part_append(&key, &piece->column,
+							   row_value(row, rel, piece->attnum, "part of a rate-limit key"));
+	}
+	return rl_key_checked(key.data, key.len);
+}
+
+/* What the row costs.  Raises an error if that is out of range. */
+int64
+rl_rule_quota(Rule *rule, Relation rel, TupleTableSlot *row)
+{
+	Datum		value;
+
+	if (rule->quota_attnum == 0)
+		return rule->quota;
+	value = row_value(row, rel, rule->quota_attnum, "a quota");
+	switch (rule->quota_type)
+	{
+		case INT2OID:
+			return rl_quota_checked(DatumGetInt16(value));
+		case INT4OID:
+			return rl_quota_checked(DatumGetInt32(value));
+		default:
+			return rl_quota_checked(DatumGetInt64(value));
+	}
 }

@@ -33,6 +33,15 @@ typedef struct Rule
 } Rule;
 
 extern Rule *rl_rule_find(Relation rel, const Trigger *trigger);
+struct TupleTableSlot;
+
+extern RlKey rl_rule_key(Rule *rule, Relation rel, struct TupleTableSlot *row);
+extern int64 rl_rule_quota(Rule *rule, Relation rel, struct TupleTableSlot *row);
 extern Rule *rl_rule_make(Relation rel, const Trigger *trigger, bool *valid, RlError *error);
+
+/* statement.c */
+struct TriggerData;
+
+extern void rl_enforce_statement(struct TriggerData *data, Rule *rule);
 
 #endif							/* RULE_H */
