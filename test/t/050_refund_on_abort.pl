@@ -767,6 +767,43 @@ if (@differ)
 	}
 }
 
+# What Redis keeps is as if it had been written so: each entry of a log tells
+# what is before it, each window the sum of its sub-windows in their order.
+if (store() eq 'redis')
+{
+	my $kept = $redis->cli('EVAL', q{
+		local wrong, logs, windows = '', 0, 0
+		for _, key in ipairs(redis.call('KEYS', '*')) do
+			if redis.call('PTTL', key) < 0 then wrong = key .. ' lives for ever' end
+			if string.find(key, ':log:%d+$') then
+				local sum
+				logs = logs + 1
+				for _, e in ipairs(redis.call('ZRANGE', key, 0, -1)) do
+					local before, quota = string.match(e, '^(%d+):([1-9]%d*)$')
+					if not before or sum and sum ~= tonumber(before) then wrong = key .. ' has ' .. e end
+					sum = tonumber(before) + tonumber(quota)
+				end
+			else
+				local all = redis.call('HGETALL', key)
+				for i = 1, #all, 2 do
+					if string.find(all[i], '^sliding_window:%d+:%d+$') then
+						local used, newest, others = string.match(all[i + 1], '^(%d+) (%d+:%d+)(.*)$')
+						local sum, last = 0, -1
+						windows = windows + 1
+						for k, count in string.gmatch(others .. ' ' .. newest, '(%d+):(%d+)') do
+							if tonumber(k) <= last or count == '0' then wrong = key .. ' has ' .. all[i + 1] end
+							sum, last = sum + tonumber(count), tonumber(k)
+						end
+						if sum ~= tonumber(used) then wrong = key .. ' has ' .. all[i + 1] end
+					end
+				end
+			end
+		end
+		return {wrong, logs, windows}}, 0);
+	is($kept->[0], '', "Redis keeps $kept->[1] logs and $kept->[2] windows as they should be");
+	cmp_ok(min(@$kept[ 1, 2 ]), '>=', $programs / 10, 'which are many');
+}
+
 #
 # The history alone: who asked for what when, what SQL answered, and what was
 # rolled back.

@@ -50,14 +50,15 @@ sub lost
 	return map { [ @words[ 2 * $_, 2 * $_ + 1 ] ] } 0 .. @words / 2 - 1;
 }
 
-# Until the backend waits for this, or for nothing that the server knows of.
+# Until the backend waits for this, or no more.
 sub await_event
 {
-	my ($event, $of) = @_;
+	my ($event, $of, $no_more) = @_;
 
 	await("the backend to wait for $event", sub {
-		return $watcher->ask("SELECT coalesce(wait_event_type, 'nothing') FROM pg_stat_activity
+		my $waits = $watcher->ask("SELECT wait_event_type FROM pg_stat_activity
 			WHERE state = 'active' AND pid = " . ($of || $pid)) eq $event;
+		return $no_more ? !$waits : $waits;
 	});
 	return;
 }
@@ -210,16 +211,13 @@ foreach my $how ('statement_timeout', 'pg_cancel_backend', 'pg_terminate_backend
 	my $victim_pid = $victim->pid;
 
 	$victim->ask("BEGIN; SELECT take('$key', 5)");
-	$victim->ask("SET LOCAL statement_timeout = '50ms'") if $how eq 'statement_timeout';
+	$victim->ask("SET LOCAL statement_timeout = '500ms'") if $how eq 'statement_timeout';
 	$redis->pause;
 	$victim->send("SELECT take('$key', 1)\n;");
-	if ($how ne 'statement_timeout')
-	{
-		await_event('Extension', $victim_pid);
-		$watcher->ask("SELECT $how($victim_pid)");
-	}
+	await_event('Extension', $victim_pid);
+	$watcher->ask("SELECT $how($victim_pid)") if $how ne 'statement_timeout';
 	# Then it waits where nothing can interrupt it.
-	await_event('nothing', $victim_pid);
+	await_event('Extension', $victim_pid, 1);
 	$redis->resume;
 	if ($how eq 'pg_terminate_backend')
 	{
@@ -333,6 +331,7 @@ is_deeply([ lost() ], [], 'and nothing lost');
 	$victim->send("SELECT take('db', 1)\n;");
 	await_event('Extension', $victim_pid);
 	$watcher->ask("SELECT pg_cancel_backend($victim_pid)");
+	await_event('Extension', $victim_pid, 1);
 	$redis->resume;
 	$victim->ask('');
 	is($victim->state, '57014', 'canceled while connecting');
@@ -432,7 +431,7 @@ foreach my $end ('ROLLBACK', 'COMMIT', 'SAVEPOINTS')
 # The denial cache
 #
 
-# While quota of thousands of keys is given back, another asks for the last.
+# While quota of hundreds of keys is given back, another asks for the last.
 {
 	my $asker = session($node);
 	my $limit = 'fixed_window 5/1h refund_on_abort';
@@ -452,7 +451,7 @@ foreach my $end ('ROLLBACK', 'COMMIT', 'SAVEPOINTS')
 
 		# The newest goes back first.
 		$session->ask("BEGIN; SELECT rl_allow('$oldest', '$limit', 5);
-			SELECT count(take('cached:' || n, 1)) FROM generate_series(1, 2500) n; SELECT rl_allow('$newest', '$limit', 5)");
+			SELECT count(take('cached:' || n, 1)) FROM generate_series(1, 600) n; SELECT rl_allow('$newest', '$limit', 5)");
 		$asker->send("SELECT ask_when('$newest', '$oldest')\n;");
 		$session->ask('ROLLBACK');
 		next if $asker->ask('') eq 't';
