@@ -37,6 +37,16 @@ SELECT failure($$SELECT rl_enforce('enforce', '1/1h')$$);
 SELECT failure($$SELECT rl_enforce('enforce', '1/1h', 2)$$);
 DO $$ BEGIN PERFORM rl_enforce('enforce', '1/1h, 2/1d'); EXCEPTION WHEN SQLSTATE 'PT429' THEN RAISE NOTICE 'caught %', SQLERRM; END $$;
 
+-- Many keys, each for itself, in the order of the array.
+SELECT * FROM rl_check_many('{m2,m1,m2,m3}', '2/1h', '{1,2,2,3}');
+SELECT * FROM rl_check_many('{m1,m4}', '2/1h');
+SELECT count(*) FROM rl_check_many('{}', '2/1h');
+SELECT failure($$SELECT rl_check_many('{m5,NULL}', '2/1h')$$);
+SELECT failure($$SELECT rl_check_many('{m5}', '2/1h', '{1,1}')$$);
+SELECT failure($$SELECT rl_check_many('{m5}', '2/1h', '{NULL}')$$);
+SELECT failure($$SELECT rl_check_many('{{m5}}', '2/1h')$$);
+SELECT failure($$SELECT rl_check_many(NULL, '2/1h')$$);
+
 -- Peek writes nothing.
 SELECT * FROM rl_peek('peeked', '5/10s, 7/1h', 2);
 SELECT rl_reset('peeked');

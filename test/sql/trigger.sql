@@ -124,6 +124,39 @@ CREATE TRIGGER t INSTEAD OF INSERT ON order_view FOR EACH ROW EXECUTE FUNCTION r
 INSERT INTO order_view VALUES (1);
 DROP VIEW order_view;
 
+-- For each statement: rows are summed by key, and if one is refused nothing is taken.
+CREATE TABLE lines (customer bigint, items int);
+CREATE TRIGGER limit_lines AFTER INSERT ON lines REFERENCING NEW TABLE AS added
+	FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('line:{customer}', '5/10s', 'quota={items}');
+SELECT at(0);
+INSERT INTO lines VALUES (1, 2), (2, 1), (1, 1);
+SELECT remaining FROM rl_check_many('{line:1,line:2}', '5/10s', '{0,0}');
+INSERT INTO lines VALUES (2, 1), (3, 1), (1, 3), (4, 6);
+INSERT INTO lines VALUES (4, 6);
+SELECT remaining FROM rl_check_many('{line:1,line:2,line:3}', '5/10s', '{0,0,0}');
+INSERT INTO lines VALUES (3, 1), (NULL, 1);
+INSERT INTO lines VALUES (3, 1), (1, NULL);
+INSERT INTO lines SELECT 3, 1 WHERE false;
+SELECT remaining FROM rl_peek('line:3', '5/10s', 0);
+-- UPDATE sees the new rows, DELETE the old ones.
+CREATE TRIGGER limit_changes AFTER UPDATE ON lines REFERENCING OLD TABLE AS old NEW TABLE AS new
+	FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('changed:{customer}', '5/10s');
+CREATE TRIGGER limit_deletes AFTER DELETE ON lines REFERENCING OLD TABLE AS gone
+	FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('gone:{customer}', '2/10s');
+UPDATE lines SET customer = 3 - customer;
+SELECT remaining FROM rl_check_many('{changed:1,changed:2}', '5/10s', '{0,0}');
+DELETE FROM lines WHERE customer = 2;
+SELECT remaining FROM rl_check_many('{gone:1,gone:2}', '2/10s', '{0,0}');
+-- What it cannot do is said.
+CREATE TRIGGER t1 AFTER TRUNCATE ON lines FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('all', '5/10s');
+CREATE TRIGGER t2 AFTER UPDATE ON lines REFERENCING OLD TABLE AS old FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('all', '5/10s');
+CREATE TRIGGER t3 BEFORE DELETE ON lines FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('all', '5/10s');
+CREATE TRIGGER t4 AFTER INSERT ON lines REFERENCING NEW TABLE AS added FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('all', '5/10s', 'on_deny=skip');
+CREATE TRIGGER t5 AFTER INSERT ON lines REFERENCING NEW TABLE AS added FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('{nobody}', '5/10s');
+SELECT trigger, problem FROM rl_triggers WHERE relation = 'lines'::regclass ORDER BY trigger;
+TRUNCATE lines;
+DROP TABLE lines;
+
 -- Partitions: the trigger is cloned, columns are found in each.
 CREATE TABLE events (day int, customer bigint) PARTITION BY LIST (day);
 CREATE TABLE events_1 PARTITION OF events FOR VALUES IN (1);
