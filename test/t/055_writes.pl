@@ -141,7 +141,13 @@ $session->ask(q{
 	SELECT forget('orders')});
 counts('UPDATE customers SET id = 9 WHERE id = 1', 'update 3/3/3', 'ON UPDATE CASCADE');
 counts('DELETE FROM customers', 'delete 6/6/6', 'ON DELETE CASCADE of two customers');
-$session->ask('ALTER TABLE orders DROP CONSTRAINT orders_customer_fkey');
+$session->ask(q{
+	ALTER TABLE orders DROP CONSTRAINT orders_customer_fkey, ADD FOREIGN KEY (customer) REFERENCES customers ON DELETE SET NULL;
+	INSERT INTO customers VALUES (1);
+	INSERT INTO orders SELECT i, 1 FROM generate_series(1, 4) i;
+	SELECT forget('orders')});
+counts('DELETE FROM customers', 'update 4/4/4', 'ON DELETE SET NULL');
+$session->ask('ALTER TABLE orders DROP CONSTRAINT orders_customer_fkey; TRUNCATE orders');
 
 #
 # Partitions

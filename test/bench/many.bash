@@ -1,0 +1,99 @@
+# shellcheck shell=bash disable=SC2153,SC2154 # words, cores, round, T and others are script/bench's
+#
+# For script/bench: many keys at once, by rl_check_many next to redis-benchmark
+# with the same script in a pipeline of 16, and by the trigger for each statement
+# next to the one for each row.
+
+CHECKED=10000
+pipelines=(check_many clients_1 clients_50)
+declare -A PIPELINE=(
+	[check_many]='rl_check_many'
+	[clients_1]='redis-benchmark -P 16 -c 1'
+	[clients_50]='redis-benchmark -P 16 (50 clients)'
+)
+PIPELINE_TARGET=1.2
+triggers=(none row statement)
+declare -A TRIGGER=(
+	[none]='no trigger'
+	[row]='trigger for each row'
+	[statement]='trigger for each statement'
+)
+TRIGGER_TARGET=0.1
+
+prepare_many() {
+	sql <<-END
+		CREATE UNLOGGED TABLE bench_keys AS SELECT array_agg('many:' || i) AS keys FROM generate_series(1, $CHECKED) i;
+		CREATE UNLOGGED TABLE bench_none (customer int, at timestamptz);
+		CREATE UNLOGGED TABLE bench_row (LIKE bench_none);
+		CREATE UNLOGGED TABLE bench_statement (LIKE bench_none);
+		CREATE TRIGGER row AFTER INSERT ON bench_row FOR EACH ROW
+			EXECUTE FUNCTION rl_enforce('order:{customer}', '1000/1s burst 1000000000');
+		CREATE TRIGGER statement AFTER INSERT ON bench_statement REFERENCING NEW TABLE AS added FOR EACH STATEMENT
+			EXECUTE FUNCTION rl_enforce('order:{customer}', '1000/1s burst 1000000000');
+	END
+}
+
+# execution_time SQL: in milliseconds, of the third time.
+execution_time() {
+	for _ in 1 2 3; do printf 'EXPLAIN (ANALYZE, TIMING OFF) %s;\n' "$1"; done |
+		sql -At | sed -nE 's/^Execution Time: ([0-9.]+) ms/\1/p' | tail -n 1
+}
+
+# measure_many MODE: appends the microseconds of a key, and the milliseconds of a statement.
+measure_many() {
+	local name rate call=("${words[@]/rl:\{one\}/rl:\{bench:__rand_int__\}}")
+	[[ ${call[*]} == *__rand_int__* ]] || die 'the recorded call has no key to vary'
+	for name in "${pipelines[@]}"; do
+		if [[ $name == check_many ]]; then
+			execution_time "SELECT count(*) FROM bench_keys, rl_check_many(keys, '1000/1s burst 1000000000')" |
+				awk -v n="$CHECKED" '{ print $1 * 1000 / n }' >>"$T/results/$1.$name"
+			continue
+		fi
+		# Once for keys that are known, as those of rl_check_many are.
+		for _ in 1 2; do
+			run_on "$REDIS_BENCHMARK" -s "$REDIS_SOCKET" -P 16 -c "${name#clients_}" -n "$CHECKED" -r "$CHECKED" -q "${call[@]}"
+		done
+		rate=$(tr '\r' '\n' <"$T/out" | sed -nE 's/.* ([0-9.]+) requests per second.*/\1/p' | tail -n 1)
+		awk -v r="$rate" 'BEGIN { print 1e6 / r }' >>"$T/results/$1.$name"
+	done
+	for name in "${triggers[@]}"; do
+		sql -c "TRUNCATE bench_$name"
+		execution_time "INSERT INTO bench_$name SELECT i % 100, now() FROM generate_series(1, 10000) i" >>"$T/results/$1.trigger_$name"
+	done
+}
+
+# many_line TITLE FIGURE RATIO TARGET
+many_line() {
+	awk -v n="$1" -v figure="$2" -v ratio="$3" -v target="$4" 'BEGIN {
+		printf "| %-46s | %9.2f | %6s | %8s | %-6s |\n", n, figure, ratio == "" ? "" : sprintf("%.2f", ratio),
+			target == "" ? "" : "<= " target, target == "" ? "" : ratio <= target ? "met" : "missed" }'
+}
+
+many_head() {
+	printf '| %-46s | %9s | %6s | %8s | %-6s |\n' "$1" "$2" ratio target ''
+	printf '|:%s-|%s:|%s:|%s:|:%s-|\n' ---------------------------------------------- ---------- ------- --------- ------
+}
+
+# In ratios, the medians are those of the rounds' own.
+report_many() {
+	local mode name
+	for mode in "${modes[@]}"; do
+		[[ -s $T/results/$mode.check_many ]] || continue
+		many_head "$CHECKED keys; ${MODE[$mode]}" 'us a key'
+		many_line "${PIPELINE[check_many]}" "$(median "$T/results/$mode.check_many")" '' ''
+		for name in clients_1 clients_50; do
+			many_line "${PIPELINE[$name]}" "$(median "$T/results/$mode.$name")" \
+				"$(paste "$T/results/$mode.check_many" "$T/results/$mode.$name" | awk '{ print $1 / $2 }' | median)" "$PIPELINE_TARGET"
+		done
+		echo
+		many_head 'the same; INSERT of 10,000 rows of 100 keys' ms
+		for name in "${triggers[@]}"; do
+			many_line "${TRIGGER[$name]}" "$(median "$T/results/$mode.trigger_$name")" \
+				"$([[ $name != statement ]] || paste "$T/results/$mode.trigger_"{none,row,statement} | awk '{ print ($3 - $1) / ($2 - $1) }' | median)" \
+				"$([[ $name != statement ]] || echo "$TRIGGER_TARGET")"
+		done
+		echo
+	done
+	echo "Ratios are of rl_check_many's time to redis-benchmark's, and of what the trigger for each statement adds to what that for each row adds."
+	echo
+}
