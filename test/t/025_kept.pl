@@ -181,7 +181,7 @@ foreach my $virtual (0, 1)
 	is_deeply([ @wrong[ 0 .. min(4, $#wrong) ] ], [], ($virtual ? 'virtual' : 'real') . ' time: each key lives as long as it is of use, and hardly longer')
 	  or diag "repeat with RATELIMIT_SEED=$seed";
 	note join ', ', map { "$_ $fields{$_}" } sort keys %fields;
-	cmp_ok($fields{$_} || 0, '>', 10, "among them $_")
+	cmp_ok($fields{$_} || 0, '>', 0, "among them $_")
 	  foreach qw(throttle token_bucket fixed_window fixed_window:first sliding_window sliding_log ban throttle:refused sliding_window:refused);
 	$session->ask('RESET ratelimit.debug_now');
 }
