@@ -39,8 +39,9 @@ sub lie
 	my ($meaning, $verdict) = meaning($call, $reply);
 	my @steps = ($reply);
 
-	# What is right already when more is to come would be believed.
-	if (delete $lie{split} && length $reply > 1 && length $reply < 500
+	# What is right already when more is to come would be believed, and an error
+	# leaves the connection as it is.
+	if (delete $lie{split} && length $reply > 1 && length $reply < 500 && $reply !~ /^-.*?\r\n./s
 		&& ($meaning eq 'right' || !grep { (meaning($call, substr $reply, 0, $_))[0] ne 'wrong' } 1 .. length($reply) - 1))
 	{
 		my $at = 1 + below(length($reply) - 1);
@@ -48,8 +49,8 @@ sub lie
 		@steps = chance(70) ? (substr($reply, 0, $at), substr $reply, $at) : split //, $reply;
 	}
 
-	# Who lacks bytes would wait for them.  An error leaves the connection as it
-	# is, and its end would be the next call's affair.
+	# Who lacks bytes would wait for them.  After an error the end would be the
+	# next call's affair.
 	push @steps, undef if $meaning eq 'wrong' && (!is_complete($reply) || chance(20) && $reply !~ /^-/);
 	push @lies, { name => $name, call => $call, reply => $reply, steps => \@steps, meaning => $meaning, verdict => $verdict,
 		also => qr/^$/, %lie };

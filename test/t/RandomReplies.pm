@@ -128,8 +128,7 @@ sub right_numbers
 	if ($call->{shape} eq 'fast')
 	{
 		return ($ban, @figures) if $ban;
-		return $figures[0] if $call->{form} eq 'peek' || $impossible;
-		return $allowed ? $figures[0] : -$figures[0];
+		return $allowed && $call->{form} ne 'peek' ? $figures[0] : -$figures[0];
 	}
 	my $brought = !$allowed && !$impossible && $quota > 0 && $limits->[$refuses]{ban}
 	  && $call->{form} ne 'wait' && chance(30) ? 1 + below(MAX_PERIOD) : 0;
