@@ -117,7 +117,7 @@ sub random_tags
 		my $period = @tags == 0 || chance(25) ? $base
 		  : chance(50) ? min($base * (1 + below(20)), MAX_PERIOD)
 		  :              max(1, int($base / (1 + below(20))));
-		my $tag = random_tag($wanted && chance(40) ? $wanted : pick(keys %algorithm_number), $period);
+		my $tag = random_tag($wanted && chance(40) ? $wanted : pick(sort keys %algorithm_number), $period);
 
 		push @tags, $tag unless grep { same_tag($_, $tag) } @tags;
 	}
