@@ -27,6 +27,7 @@
 #define ENTRY_BYTES_PER_KEY	128
 #define LEAST_ENTRY_BYTES	(8 * 1024 * 1024)
 #define LEAST_RING			4
+#define CHILDREN			8	/* in the heap: each move touches another cell */
 
 typedef struct HeapItem
 {
@@ -198,21 +199,23 @@ sift(RlCells *view, uint32 at, HeapItem item)
 	HeapItem   *heap = view->heap;
 	uint32		n = view->partition->n;
 
-	while (at > 0 && heap[(at - 1) / 2].end > item.end)
+	while (at > 0 && heap[(at - 1) / CHILDREN].end > item.end)
 	{
-		put_in_heap(view, at, heap[(at - 1) / 2]);
-		at = (at - 1) / 2;
+		put_in_heap(view, at, heap[(at - 1) / CHILDREN]);
+		at = (at - 1) / CHILDREN;
 	}
 	for (;;)
 	{
-		uint32		child = 2 * at + 1;
+		uint32		first = CHILDREN * at + 1;
+		uint32		least = first;
 
-		if (child + 1 < n && heap[child + 1].end < heap[child].end)
-			child++;
-		if (child >= n || heap[child].end >= item.end)
+		for (uint32 child = first + 1; child < Min(first + CHILDREN, n); child++)
+			if (heap[child].end < heap[least].end)
+				least = child;
+		if (least >= n || heap[least].end >= item.end)
 			break;
-		put_in_heap(view, at, heap[child]);
-		at = child;
+		put_in_heap(view, at, heap[least]);
+		at = least;
 	}
 	put_in_heap(view, at, item);
 }

@@ -147,14 +147,17 @@ rl_local_now(void)
 
 /*
  * Names a key of the server and with the prefix that the settings say.  The
- * hash starts from what nobody outside the server knows.
+ * hash starts from what nobody outside the server knows.  The last name is
+ * kept, because a call asks for it more than once.
  */
 RlName
 rl_name(const RlKey *key)
 {
 	static uint64 version = 0;
 	static uint64 start;
-	RlName		name = {0};
+	static RlName name;
+	static int	last_len = 0;
+	static char last[RL_MAX_KEY];
 
 	if (version != rl_settings_version)
 	{
@@ -164,11 +167,17 @@ rl_name(const RlKey *key)
 		start = hash_bytes_extended((const unsigned char *) rl_key_prefix,
 									strlen(rl_key_prefix), start);
 		version = rl_settings_version;
+		last_len = 0;
 	}
+	if (key->len == last_len && memcmp(key->data, last, last_len) == 0)
+		return name;
 	name.hash = hash_bytes_extended((const unsigned char *) key->data, key->len, start);
+	name.tail = 0;
 	if (key->len >= (int) sizeof(name.tail))
 		memcpy(&name.tail, key->data + key->len - sizeof(name.tail), sizeof(name.tail));
 	else
 		memcpy(&name.tail, key->data, key->len);
+	last_len = key->len;
+	memcpy(last, key->data, last_len);
 	return name;
 }

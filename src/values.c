@@ -59,18 +59,23 @@ rl_count_argument(FunctionCallInfo fcinfo, int n, const char *name)
 int64
 rl_duration_argument(FunctionCallInfo fcinfo, int n, const char *name)
 {
+	static double last = 0;
+	static int64 last_us = 0;
 	double		seconds;
 	double		us;
 
 	require_argument(fcinfo, n, name);
 	seconds = PG_GETARG_FLOAT8(n);
+	if (seconds == last && last_us > 0)
+		return last_us;
 	us = rint(seconds * RL_SECOND);
 	/* Written so that NaN is refused. */
 	if (!(us >= 1 && us <= RL_MAX_PERIOD))
 		ereport(ERROR,
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("%s must be at least a microsecond and at most 10 years", name)));
-	return (int64) us;
+	last = seconds;
+	return last_us = (int64) us;
 }
 
 /* Checks a quota, and returns it. */
