@@ -89,6 +89,9 @@ $node->safe_psql('postgres', q{
 
 my %states;      # by key: ban, and by tag a state
 
+# The history: what was asked for, and when something was given back.
+my (@events, %given_back);
+
 sub divide_up { my ($a, $b) = @_; use integer; return $a / $b + ($a % $b > 0 ? 1 : 0); }
 
 # When an entry of a sliding window or log becomes free.
@@ -321,8 +324,8 @@ sub give_back
 	my $k = $states{ $c->{key} };
 	my $s = state_at($l, $k->{of}{ $l->{tag} }, $now);
 	my $left = left($l, $c, $now);
-	my $before = $s->{used};
 
+	push @{ $given_back{"$c->{key} $l->{tag}"} }, { now => $now, before => scalar @events };
 	$count{ $left == $c->{amount} ? 'all' : $left ? 'part' : 'nothing' }++;
 	return unless $s->{used};
 	if ($l->{algorithm} eq 'throttle')
@@ -433,7 +436,7 @@ sub fail_level
 # Programs
 #
 
-my (@sql, %expected, @events, @looks, %program_of);
+my (@sql, %expected, @looks, %program_of);
 my ($id, $clock, $program, @pool, $last);
 
 # A random limit; a program's acts may have it with the option or without.
@@ -554,7 +557,7 @@ sub do_act
 	}
 	foreach my $l (@{ $a->{rules} })
 	{
-		push @events, { %$a, limit => $l, program => $program };
+		push @events, { %$a, limit => $l, program => $program, order => scalar @events };
 		push @{ $levels[-1]{events} }, $events[-1];
 	}
 	$program_of{ $a->{act} } = $program;
@@ -844,7 +847,7 @@ foreach my $event (@events)
 {
 	my $got = $got{ $event->{act} } // 'false';
 
-	next if $event->{program}{changes} || $event->{program}{steps_back} || $got =~ /f,|false/;
+	next if !$event->{quota} || $event->{program}{changes} || $event->{program}{steps_back} || $got =~ /f,|false/;
 	push @{ $history{"$event->{key} $event->{limit}{tag}"} }, $event;
 }
 foreach my $name (sort keys %history)
@@ -854,6 +857,10 @@ foreach my $name (sort keys %history)
 
 	# There a refusal can begin a window.
 	next if $l->{from_first} && $l->{count_denied};
+	# A savepoint takes its time along when it is rolled back: the clock is set
+	# back behind what others did, and promises are for clocks that are not.
+	next if grep { my $g = $_; grep { kept($_) && $_->{order} < $g->{before} && $_->{now} > $g->{now} } @h }
+	  @{ $given_back{$name} || [] };
 	my @window = windows($l, @h);
 	foreach my $to (0 .. $#h)
 	{
@@ -903,7 +910,7 @@ foreach my $look (@looks)
 		my $l = $limits[$i];
 		my @h = @{ $history{"$look->{key} $l->{tag}"} || [] };
 
-		next if !@h || (grep { $_->{limit}{refunds} } @h) || $l->{algorithm} eq 'token_bucket' || $l->{from_first} || $l->{count_denied};
+		next if !@h || $given_back{"$look->{key} $l->{tag}"} || (grep { $_->{limit}{refunds} } @h) || $l->{algorithm} eq 'token_bucket' || $l->{from_first} || $l->{count_denied};
 		foreach my $t (0 .. $#{ $look->{times} })
 		{
 			my $d = $rows[ $t * $look->{quotas} * @limits + $i ];
