@@ -72,7 +72,7 @@ report_shared() {
 		shared_line "${MILLION[$name]}" "$ms" "$(ratio "$ms" "$base")" "${MILLION_TARGET[$name]:-}"
 	done
 	echo
-	echo 'A ratio is to the C function above it. New keys take the places of those of the round before.'
+	echo 'A ratio is to the C function above it. The store has room for all new keys.'
 	echo
 	local_rate=$(rate throttle_local)
 	shared_head '8 clients, one key: rates' 'per s'
