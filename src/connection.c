@@ -521,6 +521,7 @@ start_tls(RlConnection *conn, int64 deadline, RlError *error)
 static bool
 open_socket(RlConnection *conn, const RlAddress *address, RlError *error)
 {
+	int			spare;
 	int64		deadline = rl_monotonic_now() + (int64) rl_connect_timeout * 1000;
 	int			socket_error = 0;
 	socklen_t	len = sizeof(socket_error);
@@ -560,6 +561,11 @@ open_socket(RlConnection *conn, const RlAddress *address, RlError *error)
 	/* Programs that the server starts must not inherit it. */
 	(void) fcntl(conn->ctx->fd, F_SETFD, FD_CLOEXEC);
 
+	/* Creating the WaitEventSet would raise an error of its own. */
+	spare = dup(conn->ctx->fd);
+	if (spare < 0)
+		return lack_of(conn, error, strerror(errno));
+	(void) close(spare);
 	conn->events = CreateWaitEventSet(NULL, 3);
 	AddWaitEventToSet(conn->events, WL_LATCH_SET, PGINVALID_SOCKET, MyLatch, NULL);
 	if (IsUnderPostmaster)
