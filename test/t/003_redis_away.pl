@@ -470,6 +470,8 @@ is($allowed + $refused + $failed, 1_000_000, 'all of them were made');
 cmp_ok($failed, '>=', 125_000, 'of which many failed');
 cmp_ok($_, '>', 0, 'and some were decided') foreach $allowed, $refused;
 cmp_ok($growth, '<', 512, 'a million calls need no more memory');
-is(descriptors(), $descriptors, 'nor descriptors');
+works('after a million calls');
+# Those of tables may have been closed meanwhile.
+cmp_ok(descriptors(), '<=', $descriptors, 'nor descriptors');
 
 done_testing();
