@@ -82,7 +82,8 @@ got_array(const redisReadTask *task, ElementCount n)
 {
 	RlReply    *reply = task->privdata;
 
-	if (task->parent != NULL || n > RL_MAX_VALUES)
+	/* Maps, sets and their like come here too. */
+	if (task->parent != NULL || task->type != REDIS_REPLY_ARRAY || n > RL_MAX_VALUES)
 		reply->kind = RL_REPLY_OTHER;
 	reply->is_array = true;
 	return reply;

@@ -2,7 +2,7 @@
 -- the major, minor and patch number. Redis before 7 does not tell.
 
 local valkey = rawget(_G, 'server')
-if valkey and valkey.SERVER_NAME == 'valkey' and valkey.SERVER_VERSION_NUM then
-  return {1, valkey.SERVER_VERSION_NUM}
+if valkey and valkey.VALKEY_VERSION_NUM then
+  return {1, valkey.VALKEY_VERSION_NUM}
 end
 return {0, redis.REDIS_VERSION_NUM or 0}
