@@ -393,10 +393,11 @@ SKIP:
 	disconnect();
 	my ($n, $last) = (0);
 	$n++ while ($last = $session->attempt("SELECT dblink_connect('c$n', \$\$$connstr\$\$)"))->{state} eq '00000';
-	if ("$last->{message} $last->{detail}" !~ /\bfiles?\b|descriptor/)
+	# From PostgreSQL 17 on it needs one more for a moment, which is left then.
+	if ($last->{message} =~ /epoll_create1/)
 	{
 		$session->ask("SELECT dblink_disconnect('c$_')") foreach 0 .. $n - 1;
-		skip "dblink was stopped by something else: $last->{message} $last->{detail}", 1;
+		skip 'dblink leaves two descriptors', 1;
 	}
 	cmp_ok($n, '>', 3, "dblink has taken $n descriptors");
 	my $before = descriptors();
