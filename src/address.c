@@ -4,8 +4,10 @@
  *
  * The URL is
  *
- *	redis://[user@]host[:port][/db]		rediss:// is the same with TLS
+ *	redis://[user@]host[:port][,host[:port] ...][/db]
  *	unix://[user@]/path[?db=n]
+ *
+ * rediss:// is redis:// with TLS.
  *
  * Nothing is taken for granted: what does not parse is an error, and an error
  * never repeats the URL if it may hold a password.
@@ -71,56 +73,13 @@ read_number(const char *from, const char *to, int least, int most, int *number)
 	return value >= least && value <= most;
 }
 
-/*
- * Parses the URL.  Returns false with the error set; the address is then
- * undefined.
- */
-bool
-rl_address_parse(const char *url, RlAddress *address, RlError *error)
+/* Reads [url, end) as a host with or without a port. */
+static bool
+parse_host(const char *url, const char *end, RlAddress *address, RlError *error)
 {
-	const char *at;
-	const char *end;
 	const char *host_end;
 
-	memset(address, 0, sizeof(*address));
-	address->port = 6379;
-	if (take_scheme(&url, "unix://"))
-		address->is_path = true;
-	else if (take_scheme(&url, "rediss://"))
-		address->tls = true;
-	else if (!take_scheme(&url, "redis://"))
-		return wrong_url(error, "The URL must start with redis://, rediss:// or unix://.");
-
-	/* The last @, so that no part of a password is taken for a host. */
-	at = address->is_path && url[0] == '/' ? NULL : strrchr(url, '@');
-	if (at != NULL)
-	{
-		if (memchr(url, ':', at - url) != NULL)
-			return wrong_url(error, "The URL must not hold a password; put it into the file that ratelimit.redis_passfile names.");
-		if (!copy_part(address->user, sizeof(address->user), url, at))
-			return wrong_url(error, "The user is empty or too long.");
-		url = at + 1;
-	}
-
-	if (address->is_path)
-	{
-		end = strstr(url, "?db=");
-		if (end != NULL && !read_number(end + 4, strchr(end, '\0'), 0, 65535, &address->db))
-			return wrong_url(error, "The database must be a number from 0 to 65535.");
-		if (end == NULL)
-			end = strchr(url, '\0');
-		if (url[0] != '/')
-			return wrong_url(error, "The socket's path must be absolute.");
-		if (memchr(url, '?', end - url) != NULL)
-			return wrong_url(error, "The only option is ?db=.");
-		if ((size_t) (end - url) >= sizeof(((struct sockaddr_un *) 0)->sun_path) ||
-			!copy_part(address->host, sizeof(address->host), url, end))
-			return wrong_url(error, "The socket's path is too long.");
-		return true;
-	}
-
 	/* An address of IP version 6 stands in brackets. */
-	end = url + strcspn(url, "/");
 	if (url[0] == '[')
 	{
 		host_end = memchr(url, ']', end - url);
@@ -144,10 +103,97 @@ rl_address_parse(const char *url, RlAddress *address, RlError *error)
 		(*host_end != ':' ||
 		 !read_number(host_end + 1, end, 1, 65535, &address->port)))
 		return wrong_url(error, "The port must be a number from 1 to 65535.");
-	if (*end == '/' && end[1] != '\0' &&
-		!read_number(end + 1, strchr(end, '\0'), 0, 65535, &address->db))
-		return wrong_url(error, "The database must be a number from 0 to 65535.");
 	return true;
+}
+
+/*
+ * Parses the URL.  Returns false with the error set; the target is then
+ * undefined.
+ */
+bool
+rl_target_parse(const char *url, RlTarget *target, RlError *error)
+{
+	RlAddress	address = {.port = 6379};
+	const char *at;
+	const char *end;
+
+	target->n = 1;
+	if (take_scheme(&url, "unix://"))
+		address.is_path = true;
+	else if (take_scheme(&url, "rediss://"))
+		address.tls = true;
+	else if (!take_scheme(&url, "redis://"))
+		return wrong_url(error, "The URL must start with redis://, rediss:// or unix://.");
+
+	/* The last @, so that no part of a password is taken for a host. */
+	at = address.is_path && url[0] == '/' ? NULL : strrchr(url, '@');
+	if (at != NULL)
+	{
+		if (memchr(url, ':', at - url) != NULL)
+			return wrong_url(error, "The URL must not hold a password; put it into the file that ratelimit.redis_passfile names.");
+		if (!copy_part(address.user, sizeof(address.user), url, at))
+			return wrong_url(error, "The user is empty or too long.");
+		url = at + 1;
+	}
+
+	if (address.is_path)
+	{
+		end = strstr(url, "?db=");
+		if (end != NULL && !read_number(end + 4, strchr(end, '\0'), 0, 65535, &address.db))
+			return wrong_url(error, "The database must be a number from 0 to 65535.");
+		if (end == NULL)
+			end = strchr(url, '\0');
+		if (url[0] != '/')
+			return wrong_url(error, "The socket's path must be absolute.");
+		if (memchr(url, '?', end - url) != NULL)
+			return wrong_url(error, "The only option is ?db=.");
+		if ((size_t) (end - url) >= sizeof(((struct sockaddr_un *) 0)->sun_path) ||
+			!copy_part(address.host, sizeof(address.host), url, end))
+			return wrong_url(error, "The socket's path is too long.");
+		target->seeds[0] = address;
+		return true;
+	}
+
+	end = url + strcspn(url, "/");
+	for (int i = 0;; i++)
+	{
+		const char *comma = memchr(url, ',', end - url);
+
+		if (i == RL_MAX_SEEDS)
+			return wrong_url(error, "The URL names too many hosts.");
+		target->seeds[i] = address;
+		if (!parse_host(url, comma ? comma : end, &target->seeds[i], error))
+			return false;
+		target->n = i + 1;
+		if (comma == NULL)
+			break;
+		url = comma + 1;
+	}
+	if (*end == '/' && end[1] != '\0' &&
+		!read_number(end + 1, strchr(end, '\0'), 0, 65535, &address.db))
+		return wrong_url(error, "The database must be a number from 0 to 65535.");
+	for (int i = 0; i < target->n; i++)
+		target->seeds[i].db = address.db;
+	return true;
+}
+
+/*
+ * Reads where a server sends one to, "host:port"; without a host it is the
+ * host that the address has already.  Returns false if it is no address.
+ */
+bool
+rl_address_redirect(const char *text, RlAddress *address)
+{
+	const char *colon = strrchr(text, ':');
+
+	if (colon == NULL || strpbrk(text, " /") != NULL ||
+		!read_number(colon + 1, strchr(colon, '\0'), 1, 65535, &address->port))
+		return false;
+	if (address->is_path)
+		strcpy(address->host, "127.0.0.1");
+	address->is_path = false;
+	return colon == text || (colon == text + 1 && text[0] == '?') ||
+		copy_part(address->host, sizeof(address->host), text, colon);
 }
 
 /*

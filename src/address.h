@@ -19,7 +19,17 @@ typedef struct RlAddress
 	char		user[64];		/* empty: none */
 } RlAddress;
 
-extern bool rl_address_parse(const char *url, RlAddress *address, RlError *error);
+#define RL_MAX_SEEDS		16
+
+/* What the URL names: one server, or some of a cluster's nodes. */
+typedef struct RlTarget
+{
+	int			n;
+	RlAddress	seeds[RL_MAX_SEEDS];
+} RlTarget;
+
+extern bool rl_target_parse(const char *url, RlTarget *target, RlError *error);
+extern bool rl_address_redirect(const char *text, RlAddress *address);
 extern void rl_check_file(const char *kind, const char *path, bool must_be_private);
 extern void rl_password_read(char *password);
 

@@ -77,9 +77,17 @@ server_hash(void)
 	return hash_bytes_extended((const unsigned char *) rl_redis_url, strlen(rl_redis_url), 0);
 }
 
+/* Where in the queue the next call to be sent is, and where the last one answered was. */
+static dlist_node *sending = NULL;
+static dlist_node *answered = NULL;
+
 static void
 drop(Grant *grant)
 {
+	if (sending == &grant->node)
+		sending = grant->node.prev;
+	if (answered == &grant->node)
+		answered = grant->node.prev;
 	dlist_delete(&grant->node);
 	pfree(grant);
 	ngrants--;
@@ -113,7 +121,24 @@ number_calls(void)
 		together++;
 		last = grant;
 	}
+	sending = answered = NULL;
 	return calls;
+}
+
+/*
+ * The queue's first grant of the call or of a later one, or the list's head.
+ * The search starts from where the last one ended, if that is not past it.
+ */
+static dlist_node *
+find_call(dlist_node **last, int i)
+{
+	dlist_node *node = *last;
+
+	if (node == NULL || node == &queue.head || dlist_container(Grant, node, node)->call >= i)
+		node = queue.head.next;
+	while (node != &queue.head && dlist_container(Grant, node, node)->call < i)
+		node = node->next;
+	return *last = node;
 }
 
 static int
@@ -121,15 +146,11 @@ next_call(int i, const char **place, int *place_len, const RlLimit **limits, con
 		  void *arg pg_attribute_unused())
 {
 	int			n = 0;
-	dlist_iter	iter;
 
-	/* Those before it are gone, or are few: they wait for their replies. */
-	dlist_foreach(iter, &queue)
+	for (dlist_node *node = find_call(&sending, i); node != &queue.head; node = node->next)
 	{
-		Grant	   *grant = dlist_container(Grant, node, iter.cur);
+		Grant	   *grant = dlist_container(Grant, node, node);
 
-		if (grant->call < i)
-			continue;
 		if (grant->call > i)
 			break;
 		*place = grant->place;
@@ -153,16 +174,16 @@ drop_queued(Grant *grant)
 static void
 call_done(int i, const RlError *why, void *arg pg_attribute_unused())
 {
+	dlist_node *node;
+
 	if (why != NULL)
 		refusal = *why;
-	while (!dlist_is_empty(&queue))
+	node = find_call(&answered, i);
+	while (node != &queue.head && dlist_container(Grant, node, node)->call == i)
 	{
-		Grant	   *grant = dlist_head_element(Grant, node, &queue);
-
-		if (grant->call > i)
-			return;
+		node = node->next;
 		nrefused += (why != NULL);
-		drop_queued(grant);
+		drop_queued(dlist_container(Grant, node, node->prev));
 	}
 }
 

@@ -37,9 +37,7 @@
 #endif
 
 #define MAX_REPLY_BYTES		65536
-#define MAX_DUE				512
-#define MAX_UNSENT			65536
-#define BACKLOG_RETRY_MS	5
+
 
 static uint32 wait_event = 0;
 
@@ -99,6 +97,19 @@ wait_for_socket(RlConnection *conn, uint32 what, int64 deadline)
 		else
 			return true;
 	}
+}
+
+/* Waits for a moment, until then at most.  May raise what interrupts raise. */
+void
+rl_connection_pause(int64 until)
+{
+	int64		left = Max(until - rl_monotonic_now(), 0);
+
+	(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT |
+					 (IsUnderPostmaster ? WL_EXIT_ON_PM_DEATH : 0),
+					 Min((left + 999) / 1000, RL_PAUSE_MS), wait_event);
+	ResetLatch(MyLatch);
+	CHECK_FOR_INTERRUPTS();
 }
 
 /*
@@ -329,109 +340,204 @@ rl_connection_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline
 	return nothing_left(conn, error) ? RL_DONE : RL_FAILED;
 }
 
-/* The bytes of a stream that are not sent yet; kept, as streams do not nest. */
-static StringInfo
-stream_buffer(void)
+/*
+ * Streams: many commands under way on a connection.  Neither side ever holds
+ * more than RL_MAX_DUE replies, nor this one more than RL_MAX_UNSENT bytes and a
+ * command.
+ */
+
+/* Begins a stream; out is for what is not sent yet. */
+void
+rl_stream_begin(RlStream *stream, RlConnection *conn, StringInfo out)
 {
-	static StringInfo buffer = NULL;
+	resetStringInfo(out);
+	stream->conn = conn;
+	stream->out = out;
+	stream->sent = 0;
+	stream->due = 0;
+	stream->wrote = false;
+	stream->ready = false;
+	conn->in_flight = true;
+	conn->due = 0;
+	rl_resp_attach(conn->ctx->reader, &stream->reply);
+}
 
-	if (buffer == NULL)
+/* True if commands may be appended to out, each followed by rl_stream_appended. */
+bool
+rl_stream_has_room(RlStream *stream)
+{
+	if (stream->sent == stream->out->len)
 	{
-		MemoryContext old = MemoryContextSwitchTo(TopMemoryContext);
-
-		buffer = makeStringInfo();
-		MemoryContextSwitchTo(old);
+		resetStringInfo(stream->out);
+		stream->sent = 0;
 	}
-	return buffer;
+	/* A command may have another ahead of it. */
+	return stream->due < RL_MAX_DUE - 1 && stream->out->len < RL_MAX_UNSENT;
+}
+
+void
+rl_stream_appended(RlStream *stream)
+{
+	if (stream->due++ == 0)
+		stream->deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
+	stream->conn->due = -1;
+}
+
+bool
+rl_stream_is_sent(const RlStream *stream)
+{
+	return stream->sent == stream->out->len;
+}
+
+/* Sends what the socket takes. */
+RlOutcome
+rl_stream_send(RlStream *stream, RlError *error)
+{
+	if (rl_stream_is_sent(stream))
+		return RL_DONE;
+	if (!send_some(stream->conn, stream->out, &stream->sent, error))
+		return stream->wrote || stream->sent > 0 ? RL_FAILED : RL_NOT_SENT;
+	stream->wrote = true;
+	if (rl_stream_is_sent(stream))
+		stream->conn->due = stream->due;
+	return RL_DONE;
+}
+
+/* What the stream's socket must be waited for. */
+static uint32
+stream_wants(const RlStream *stream)
+{
+	return stream->conn->receive_wants |
+		(rl_stream_is_sent(stream) ? 0 : stream->conn->send_wants);
+}
+
+static WaitEventSet *joint_events = NULL;	/* of the streams that are waited for together */
+static int	joint_members = 0;
+
+/* To be called before streams are waited for, and when they change. */
+void
+rl_streams_changed(void)
+{
+	WaitEventSet *events = joint_events;
+
+	joint_events = NULL;
+	joint_members = 0;
+	if (events != NULL)
+		FreeWaitEventSet(events);
+}
+
+static void
+watch_streams(RlStream **streams, int n)
+{
+	if (joint_events == NULL)
+	{
+		joint_events = CreateWaitEventSet(NULL, n + 2);
+		AddWaitEventToSet(joint_events, WL_LATCH_SET, PGINVALID_SOCKET, MyLatch, NULL);
+		if (IsUnderPostmaster)
+			AddWaitEventToSet(joint_events, WL_EXIT_ON_PM_DEATH, PGINVALID_SOCKET, NULL, NULL);
+	}
+	for (int i = 0; i < n; i++)
+	{
+		RlStream   *stream = streams[i];
+		uint32		wants = stream_wants(stream);
+
+		if (i >= joint_members)
+		{
+			stream->joint_event = AddWaitEventToSet(joint_events, wants, stream->conn->ctx->fd,
+													NULL, stream);
+			joint_members = i + 1;
+		}
+		else if (stream->joint_wants != wants)
+			ModifyWaitEvent(joint_events, stream->joint_event, wants, NULL);
+		stream->joint_wants = wants;
+	}
 }
 
 /*
- * Sends commands and reads their replies with the pipe kept full: next()
- * appends one command, or returns false if there is none left; take() gets
- * each reply in order, error replies too, and returns false with the error set
- * to give up.  Neither side ever holds more than MAX_DUE replies, nor this one
- * more than MAX_UNSENT bytes and a command.  ratelimit.command_timeout is for
- * each step forward.
+ * Waits until one of the streams is ready to go on, or until then; those that
+ * are get their flag set.  May raise what CHECK_FOR_INTERRUPTS raises, and the
+ * lack of a descriptor if there are several.
  */
-RlOutcome
-rl_connection_stream(RlConnection *conn, bool (*next) (StringInfo out, void *arg),
-					 bool (*take) (const RlReply *reply, void *arg, RlError *error),
-					 void *arg, RlError *error)
+void
+rl_streams_wait(RlStream **streams, int n, int64 until)
 {
-	StringInfo	out = stream_buffer();
-	RlReply		reply;
-	bool		more = true;
-	bool		wrote = false;
-	int			sent = 0;
-	int			due = 0;
-	int64		deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
+	WaitEvent	events[RL_MAX_STREAMS];
+	int			nevents;
+	int64		left = Max(until - rl_monotonic_now(), 0);
 
-	resetStringInfo(out);
-	conn->in_flight = true;
-	rl_resp_attach(conn->ctx->reader, &reply);
-	for (;;)
+	if (n == 1)
 	{
-		bool		found;
-		bool		progress = false;
-
-		/* Many at a time, so that a write is many commands' too. */
-		if (more && sent == out->len && due <= MAX_DUE / 2)
-		{
-			resetStringInfo(out);
-			sent = 0;
-			while (due < MAX_DUE && out->len < MAX_UNSENT && (more = next(out, arg)))
-				due++;
-		}
-		if (due == 0)
-			break;
-		/* However steadily replies come. */
-		if (conn->quiet_until != 0 && rl_monotonic_now() > conn->quiet_until)
-		{
-			connection_lost(conn, error, "ratelimit.command_timeout has passed");
-			return RL_FAILED;
-		}
-		if (sent < out->len && !send_some(conn, out, &sent, error))
-			return wrote || sent > 0 ? RL_FAILED : RL_NOT_SENT;
-		wrote = true;
-		conn->due = sent == out->len ? due : -1;
-
-		if (!wait_for_socket(conn, conn->receive_wants | (sent < out->len ? conn->send_wants : 0),
-							 deadline))
-		{
-			connection_lost(conn, error, "ratelimit.command_timeout has passed");
-			return RL_FAILED;
-		}
-		if (!receive_some(conn, error))
-			return RL_FAILED;
-		while (due > 0)
-		{
-			if (!find_reply(conn, &reply, &found, error))
-				return RL_FAILED;
-			if (!found)
-				break;
-			due--;
-			conn->due -= (conn->due > 0);
-			progress = true;
-			if (!take(&reply, arg, error))
-				return RL_FAILED;
-			rl_resp_attach(conn->ctx->reader, &reply);
-		}
-		if (progress)
-			deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
-		else if (rl_monotonic_now() > deadline)
-		{
-			connection_lost(conn, error, "ratelimit.command_timeout has passed");
-			return RL_FAILED;
-		}
+		streams[0]->ready = wait_for_socket(streams[0]->conn, stream_wants(streams[0]), until);
+		return;
 	}
-	return nothing_left(conn, error) ? RL_DONE : RL_FAILED;
+	watch_streams(streams, n);
+	nevents = WaitEventSetWait(joint_events, (left + 999) / 1000, events, lengthof(events), wait_event);
+	for (int i = 0; i < nevents; i++)
+	{
+		if (events[i].events & WL_LATCH_SET)
+		{
+			ResetLatch(MyLatch);
+			CHECK_FOR_INTERRUPTS();
+		}
+		else
+			((RlStream *) events[i].user_data)->ready = true;
+	}
 }
 
-/* Makes sure that a stream of commands of so many bytes each needs no memory. */
-void
-rl_connection_reserve(int bytes)
+/* Reads what has come, if something has.  Returns false with the error set. */
+bool
+rl_stream_receive(RlStream *stream, RlError *error)
 {
-	enlargeStringInfo(stream_buffer(), MAX_UNSENT + bytes);
+	int64		quiet_until = stream->conn->quiet_until;
+
+	/* However steadily replies come. */
+	if (quiet_until != 0 && rl_monotonic_now() > quiet_until)
+		return connection_lost(stream->conn, error, "ratelimit.command_timeout has passed");
+	if (stream->ready && !receive_some(stream->conn, error))
+		return false;
+	stream->ready = false;
+	return true;
+}
+
+/*
+ * Finds the next reply, which is then in reply.  Returns false with the error
+ * set; *found is false if none is there.
+ */
+bool
+rl_stream_next(RlStream *stream, bool *found, RlError *error)
+{
+	*found = false;
+	if (stream->due == 0)
+		return true;
+	if (!find_reply(stream->conn, &stream->reply, found, error))
+		return false;
+	if (!*found)
+	{
+		int64		now = rl_monotonic_now();
+
+		if (now <= stream->deadline && (stream->conn->quiet_until == 0 || now <= stream->conn->quiet_until))
+			return true;
+		return connection_lost(stream->conn, error, "ratelimit.command_timeout has passed");
+	}
+	stream->due--;
+	if (stream->conn->due > 0)
+		stream->conn->due--;
+	stream->deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
+	return true;
+}
+
+/* The reply was taken: makes room for the next one. */
+void
+rl_stream_taken(RlStream *stream)
+{
+	rl_resp_attach(stream->conn->ctx->reader, &stream->reply);
+}
+
+/* After the last reply.  Returns false with the error set. */
+bool
+rl_stream_end(RlStream *stream, RlError *error)
+{
+	return nothing_left(stream->conn, error);
 }
 
 /*
@@ -514,6 +620,24 @@ start_tls(RlConnection *conn, int64 deadline, RlError *error)
 }
 
 /*
+ * True if there may be one more connection: a descriptor for it, and one that
+ * creating its WaitEventSet needs.
+ */
+bool
+rl_connection_has_room(void)
+{
+	bool		has_room;
+
+	if (!AcquireExternalFD())
+		return false;
+	has_room = AcquireExternalFD();
+	if (has_room)
+		ReleaseExternalFD();
+	ReleaseExternalFD();
+	return has_room;
+}
+
+/*
  * Opens a socket to the server and waits until it is up, with TLS if there is
  * to be.  On failure returns false with the error set, and leaves what is to
  * be dropped.
@@ -526,13 +650,9 @@ open_socket(RlConnection *conn, const RlAddress *address, RlError *error)
 	int			socket_error = 0;
 	socklen_t	len = sizeof(socket_error);
 
-	/* Room for the second is what creating the WaitEventSet needs. */
-	if (!AcquireExternalFD())
+	if (!rl_connection_has_room())
 		return lack_of(conn, error, "too many files are open in this server process");
-	conn->fd_acquired = true;
-	if (!AcquireExternalFD())
-		return lack_of(conn, error, "too many files are open in this server process");
-	ReleaseExternalFD();
+	conn->fd_acquired = AcquireExternalFD();
 
 	for (;;)
 	{
@@ -546,11 +666,7 @@ open_socket(RlConnection *conn, const RlAddress *address, RlError *error)
 			return cannot_connect(conn, error, "ratelimit.connect_timeout has passed");
 		redisFree(conn->ctx);
 		conn->ctx = NULL;
-		(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT |
-						 (IsUnderPostmaster ? WL_EXIT_ON_PM_DEATH : 0),
-						 BACKLOG_RETRY_MS, wait_event);
-		ResetLatch(MyLatch);
-		CHECK_FOR_INTERRUPTS();
+		rl_connection_pause(deadline);
 	}
 	if (conn->ctx->err && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM))
 		return lack_of(conn, error, conn->ctx->errstr);
@@ -600,9 +716,9 @@ rl_connection_name(const RlAddress *address, char *name, size_t size)
  * Connects and sets the connection up (AUTH, SELECT); the password may be
  * empty.  That is a round trip of its own: a command sent with it would be run
  * although the password or the database was refused, as another user or in
- * another database.  *deadline, which is the set-up's, is set if it is 0.
- * Returns false with the error set, and leaves what is to be closed.  Raises an
- * error if a setting for TLS is wrong.
+ * another database.  *deadline, which is the set-up's, is set if it is 0, and
+ * else moved by the time that it takes until the socket is up.  Returns false with the error set, and leaves what is to be closed.  Raises an error if a
+ * setting for TLS is wrong.
  */
 bool
 rl_connection_open(RlConnection *conn, const RlAddress *address, const char *password,
@@ -610,6 +726,7 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, const char *pas
 {
 	StringInfoData out;
 	RlReply		reply;
+	int64		start = rl_monotonic_now();
 	bool		ping;
 	int			n = 0;
 
@@ -632,7 +749,8 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, const char *pas
 	if (!open_socket(conn, address, error))
 		return false;
 	if (*deadline == 0)
-		*deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
+		*deadline = start + (int64) rl_command_timeout * 1000;
+	*deadline += rl_monotonic_now() - start;
 
 	initStringInfo(&out);
 	if (password[0] != '\0')

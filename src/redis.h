@@ -21,6 +21,8 @@ typedef struct RlCommand
 {
 	StringInfoData args;
 	int			nargs;
+	int			key;			/* where in args the second argument is: the key */
+	int			key_len;
 } RlCommand;
 
 /* What Redis has cost since somebody set it to 0. */
@@ -41,12 +43,20 @@ extern RlCommand *rl_command_start(void);
 extern void rl_command_arg(RlCommand *command, const char *data, int len);
 extern void rl_command_number(RlCommand *command, int64 number);
 
+extern const char *rl_command_key(const RlCommand *command);
+extern void rl_command_append(StringInfo out, const RlCommand *command, const RlScript *script,
+							  bool by_source);
+extern void rl_script_prepare(RlScript *script);
+extern bool rl_is_noscript(const RlReply *reply);
+
 extern bool rl_redis_command(RlCommand *command, RlReply *reply, RlError *error);
 extern void rl_redis_distrust(void);
 extern const char *rl_redis_server(bool *connected, const char **breaker, int64 *breaker_left);
 extern bool rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error);
+
+/* pipeline.c */
 extern bool rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply,
-							  void *arg, int *answered, RlError *error);
+							  void *arg, RlError *error);
 extern void rl_redis_reserve(RlScript *script);
 extern bool rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append,
 								  RlPipelineReply reply, void *arg, bool quietly, RlError *error);

@@ -454,9 +454,8 @@ rl_redis_take_many(const RlLimits *limits, RlWanted *wanted, int n, RlTookOne to
 				   RlError *error)
 {
 	Many		many = {limits, wanted, took, arg};
-	int			answered;
 
-	return rl_redis_pipeline(take_script(limits), n, append_one, read_one, &many, &answered, error);
+	return rl_redis_pipeline(take_script(limits), n, append_one, read_one, &many, error);
 }
 
 /* Reads the one number that all but checks answer: how many things were done. */

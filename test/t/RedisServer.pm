@@ -56,6 +56,7 @@ sub new
 
 sub socket { my ($self) = @_; return "$self->{dir}/redis.sock"; }
 sub port   { my ($self) = @_; return $self->{port}; }
+sub cluster_port { my ($self) = @_; my %args = @{ $self->{args} }; return $args{'--cluster-port'}; }
 sub pid    { my ($self) = @_; return $self->{pid}; }
 sub logfile { my ($self) = @_; return "$self->{dir}/redis.log"; }
 
@@ -87,7 +88,7 @@ sub _binary
 
 # Below the range that systems hand out themselves, so that the port is free
 # again for a restart.
-sub _free_port
+sub free_port
 {
 	foreach (1 .. 200)
 	{
@@ -124,7 +125,7 @@ sub start
 	die "already started" if $self->{pid};
 	foreach my $try (1 .. 5)
 	{
-		$self->{port} = _free_port() unless $fixed;
+		$self->{port} = free_port() unless $fixed;
 		my @command = ($binary, $self->_config_file, '--port', $self->{port}, '--bind', '127.0.0.1',
 			'--unixsocket', $self->socket, '--unixsocketperm', '700',
 			'--dir', "$self->{dir}", '--logfile', $self->logfile,

@@ -1,0 +1,577 @@
+/*
+ * pipeline.c
+ *		A script run many times in as few round trips as bounded memory
+ *		allows, at each of the servers that have the keys.
+ *
+ * Each server has a line of calls under way.  A call that was not run, because
+ * the script is not known there or the key is elsewhere, goes on to who can.
+ * When a server is lost the calls on its line have failed; all others go on.
+ */
+#include "postgres.h"
+
+#include "utils/memutils.h"
+
+#include "route.h"
+#include "redis.h"
+
+/* A call and how to send it. */
+typedef struct Call
+{
+	int			i;				/* -1: an ASKING, ahead of its call */
+	int16		slot;			/* -1: not known */
+	uint8		node;			/* that a reply named; 0: none */
+	bool		asking;
+	bool		by_source;
+	bool		again;			/* it was sent before */
+	uint8		turns;
+} Call;
+
+/* The calls under way to a node. */
+typedef struct Line
+{
+	RlNode	   *node;
+	RlStream	stream;
+	StringInfoData out;
+	bool		reused;			/* the connection was there before */
+	bool		load;			/* the script is not known there */
+	int			loads;			/* calls under way that bring it */
+	int			first;			/* of the ring, the oldest; stream.due are in it */
+	Call		calls[RL_MAX_DUE];
+} Line;
+
+/* One pipeline; pipelines do not nest. */
+typedef struct Pipeline
+{
+	RlScript   *script;
+	int			n;
+	RlPipelineAppend append;
+	RlPipelineReply reply;
+	void	   *arg;
+	bool		quiet;
+	bool		all;			/* reply() is for error replies too */
+	int			next;			/* the call to be sent next */
+	int			answered;
+	bool		failed;			/* error tells why the first one did */
+	RlError    *error;
+	RlRoute		route;			/* of the call that is looked at */
+	RlCommand  *command;		/* of that call; NULL: not written yet */
+	bool		nobody;			/* no server is left to ask */
+	int64		progress;		/* when the last call was answered */
+	int64		pause_until;	/* before that nothing is sent again */
+	Line	   *blocked;		/* the line that the next call must wait for */
+	int			resent;			/* calls under way for not the first time */
+	Call	   *again;			/* calls to be sent again, a queue */
+	int			again_first;
+	int			again_end;
+	int			again_size;
+	int			nlines;
+	Line	   *lines[RL_MAX_STREAMS];
+} Pipeline;
+
+/* The first line there is; as it is kept it needs no memory in a quiet pipeline. */
+static Line *
+kept_line(void)
+{
+	static Line line;
+
+	if (line.out.data == NULL)
+	{
+		MemoryContext old = MemoryContextSwitchTo(TopMemoryContext);
+
+		initStringInfo(&line.out);
+		MemoryContextSwitchTo(old);
+	}
+	return &line;
+}
+
+static Line *
+line_to(const Pipeline *p, const RlNode *node)
+{
+	for (int i = 0; i < p->nlines; i++)
+		if (p->lines[i]->node == node)
+			return p->lines[i];
+	return NULL;
+}
+
+/* Begins a line to a node that is connected. */
+static Line *
+add_line(Pipeline *p, RlNode *node, bool reused)
+{
+	Line	   *line = kept_line();
+
+	for (int i = 0; i < p->nlines; i++)
+		if (p->lines[i] == line)
+		{
+			line = palloc(sizeof(Line));
+			initStringInfo(&line->out);
+			break;
+		}
+	line->node = node;
+	line->reused = reused;
+	line->load = false;
+	line->loads = 0;
+	line->first = 0;
+	rl_stream_begin(&line->stream, &node->conn, &line->out);
+	p->lines[p->nlines++] = line;
+	rl_streams_changed();
+	return line;
+}
+
+static void
+remove_line(Pipeline *p, Line *line)
+{
+	int			i = 0;
+
+	while (p->lines[i] != line)
+		i++;
+	p->lines[i] = p->lines[--p->nlines];
+	rl_streams_changed();
+	if (p->blocked == line)
+		p->blocked = NULL;
+	if (line != kept_line())
+	{
+		pfree(line->out.data);
+		pfree(line);
+	}
+}
+
+static void
+note_failure(Pipeline *p, const RlError *error)
+{
+	if (!p->failed)
+		*p->error = *error;
+	p->failed = true;
+}
+
+/* The i-th call that a line waits for. */
+static Call *
+due_call(Line *line, int i)
+{
+	return &line->calls[(line->first + i) % RL_MAX_DUE];
+}
+
+/* Drops a line whose connection is of no use any more. */
+static void
+break_line(Pipeline *p, Line *line, const RlError *error)
+{
+	for (int i = 0; i < line->stream.due; i++)
+		p->resent -= due_call(line, i)->again;
+	p->route.node = line->node;
+	remove_line(p, line);
+	rl_route_broken(&p->route, error);
+}
+
+/*
+ * The queue of calls to be sent again
+ */
+
+static bool
+any_again(const Pipeline *p)
+{
+	return p->again_first < p->again_end;
+}
+
+static void
+send_again(Pipeline *p, Call call)
+{
+	if (!any_again(p))
+		p->again_first = p->again_end = 0;
+	if (p->again_end == p->again_size)
+	{
+		int			n = p->again_end - p->again_first;
+
+		if (p->again == NULL)
+			p->again = palloc((p->again_size = RL_MAX_DUE) * sizeof(Call));
+		else if (n > p->again_size / 2)
+			p->again = repalloc(p->again, (p->again_size *= 2) * sizeof(Call));
+		else
+		{
+			memmove(p->again, p->again + p->again_first, n * sizeof(Call));
+			p->again_first = 0;
+			p->again_end = n;
+		}
+	}
+	call.again = true;
+	p->again[p->again_end++] = call;
+}
+
+/*
+ * Sending
+ */
+
+/* Writes the call's command, which from then on counts as sent. */
+static void
+write_command(Pipeline *p, const Call *call)
+{
+	p->command = rl_command_start();
+	p->append(p->command, call->i, p->arg);
+}
+
+/*
+ * The line of the call; NULL: the call has failed.  If only its key tells, this
+ * writes its command.
+ */
+static Line *
+find_line(Pipeline *p, Call *call)
+{
+	RlRoute    *route = &p->route;
+	RlError		error;
+	bool		others = true;
+
+	p->command = NULL;
+	if (p->quiet || rl_slots_known())
+		write_command(p, call);
+	/* Quietly, calls that are for another node have their turn or have failed. */
+	if (p->quiet)
+		return p->nlines == 0 ? NULL :
+			line_to(p, rl_node_that_has(rl_command_key(p->command), p->command->key_len));
+
+	call->slot = p->command ? rl_slot(rl_command_key(p->command), p->command->key_len) : -1;
+	route->slot = call->slot;
+	route->node = call->node ? rl_node_numbered(call->node) : NULL;
+	route->asking = call->asking;
+	route->turns = call->turns;
+	while (others)
+	{
+		Line	   *line;
+
+		if (!rl_route_choose(route, &error))
+		{
+			p->nobody = p->nlines == 0 && route->node == NULL;
+			break;
+		}
+		line = line_to(p, route->node);
+		route->deadline = 0;
+		if (line == NULL && rl_route_try(route, &others, &error))
+			line = add_line(p, route->node, route->reused);
+		if (line != NULL)
+		{
+			call->asking = route->asking;
+			return line;
+		}
+	}
+	note_failure(p, &error);
+	return NULL;
+}
+
+static void
+append_call(Pipeline *p, Line *line, Call call)
+{
+	Call		asking = {.i = -1};
+
+	if (call.asking)
+	{
+		rl_resp_start(&line->out, 1);
+		rl_resp_arg(&line->out, "ASKING", 6);
+		*due_call(line, line->stream.due) = asking;
+		rl_stream_appended(&line->stream);
+	}
+	call.by_source = line->load;
+	line->loads += line->load;
+	line->load = false;
+	p->resent += call.again;
+	rl_command_append(&line->out, p->command, p->script, call.by_source);
+	*due_call(line, line->stream.due) = call;
+	rl_stream_appended(&line->stream);
+	rl_redis_usage.round_trips++;
+}
+
+/*
+ * Puts calls on their lines, until one has no room; then many at a time, so
+ * that a write is many commands' too.  While some must be sent again no new
+ * ones are: what is asked of one key more than once is asked in order, but for
+ * calls that were under way together.
+ */
+static void
+fill_lines(Pipeline *p)
+{
+	if (p->blocked != NULL && p->blocked->stream.due <= RL_MAX_DUE / 2 &&
+		rl_stream_is_sent(&p->blocked->stream))
+		p->blocked = NULL;
+	while (p->blocked == NULL && !p->nobody)
+	{
+		bool		again = any_again(p) && rl_monotonic_now() >= p->pause_until;
+		Call		call = {.i = p->next};
+		Line	   *line;
+
+		if (again)
+			call = p->again[p->again_first];
+		else if (p->next == p->n || any_again(p) || p->resent > 0)
+			return;
+		line = find_line(p, &call);
+		if (line != NULL && !rl_stream_has_room(&line->stream))
+		{
+			p->blocked = line;
+			return;
+		}
+		if (again)
+			p->again_first++;
+		else
+			p->next++;
+		if (line == NULL)
+			continue;
+		if (p->command == NULL)
+			write_command(p, &call);
+		append_call(p, line, call);
+	}
+}
+
+static void
+send_line(Pipeline *p, Line *line)
+{
+	RlError		error;
+	RlOutcome	outcome = rl_stream_send(&line->stream, &error);
+
+	if (outcome == RL_DONE)
+		return;
+	if (outcome == RL_NOT_SENT && line->reused && !p->quiet)
+	{
+		/* It was dead before; nobody can have run anything. */
+		for (int i = 0; i < line->stream.due; i++)
+		{
+			Call		call = *due_call(line, i);
+
+			p->resent -= call.again;
+			if (call.i >= 0)
+				send_again(p, call);
+		}
+		rl_connection_close(&line->node->conn);
+		remove_line(p, line);
+		return;
+	}
+	note_failure(p, &error);
+	break_line(p, line, &error);
+}
+
+/*
+ * Receiving
+ */
+
+/* Takes a call's reply.  Returns false with the error set if it makes no sense. */
+static bool
+take_reply(Pipeline *p, Line *line, Call call, const RlReply *reply, RlError *error)
+{
+	RlRoute    *route = &p->route;
+	RlError		refused;
+
+	route->node = line->node;
+	route->slot = call.slot;
+	route->asking = call.asking;
+	route->turns = call.turns;
+	if (p->quiet && reply->kind == RL_REPLY_ERROR)
+		rl_node_answers(line->node);
+	else if (rl_route_answered(route, reply))
+	{
+		int64		now = rl_monotonic_now();
+
+		if (rl_route_should_pause(route))
+			p->pause_until = now + RL_PAUSE_MS * 1000;
+		if (!rl_route_should_pause(route) || now < p->progress + (int64) rl_command_timeout * 1000)
+		{
+			call.slot = route->slot;
+			call.node = route->node ? rl_node_number(route->node) : 0;
+			call.asking = route->asking;
+			call.turns = Min(route->turns, 100);
+			send_again(p, call);
+			return true;
+		}
+	}
+	else if (rl_is_noscript(reply) && !call.by_source)
+	{
+		/* Those sent before the script came there say so too. */
+		line->load = line->loads == 0;
+		call.node = call.asking ? rl_node_number(line->node) : 0;
+		send_again(p, call);
+		return true;
+	}
+	/* Who does not know what he was told will not know it the next time. */
+	else if (rl_is_noscript(reply))
+		return rl_redis_accepted(reply, error);
+	if (reply->kind == RL_REPLY_ERROR && !p->all)
+	{
+		rl_connection_refused(&line->node->conn, false, reply->text, &refused);
+		note_failure(p, &refused);
+		return true;
+	}
+	if (!p->reply(call.i, reply, p->arg, error))
+		return false;
+	p->answered++;
+	p->progress = rl_monotonic_now();
+	return true;
+}
+
+/* Takes what has come on a line.  Returns false with the error set to give it up. */
+static bool
+take_replies(Pipeline *p, Line *line, RlError *error)
+{
+	bool		found;
+
+	if (!rl_stream_receive(&line->stream, error))
+		return false;
+	for (;;)
+	{
+		Call		call = line->calls[line->first];
+
+		if (!rl_stream_next(&line->stream, &found, error))
+			return false;
+		if (!found)
+			return true;
+		line->first = (line->first + 1) % RL_MAX_DUE;
+		line->loads -= call.by_source;
+		p->resent -= call.again;
+		if (call.i >= 0 && !take_reply(p, line, call, &line->stream.reply, error))
+			return false;
+		rl_stream_taken(&line->stream);
+	}
+}
+
+/* Waits until a line can go on, or a call may be sent again.  False if no line has calls. */
+static bool
+wait_for_lines(Pipeline *p)
+{
+	RlStream   *streams[RL_MAX_STREAMS];
+	int64		until = PG_INT64_MAX;
+
+	for (int i = 0; i < p->nlines; i++)
+	{
+		streams[i] = &p->lines[i]->stream;
+		if (streams[i]->due > 0)
+			until = Min(until, streams[i]->deadline);
+	}
+	if (until == PG_INT64_MAX)
+		return false;
+	if (any_again(p) && p->blocked == NULL)
+		until = Min(until, p->pause_until);
+	rl_streams_wait(streams, p->nlines, until);
+	return true;
+}
+
+/* Runs all calls that can be. */
+static void
+run(Pipeline *p)
+{
+	RlError		error;
+
+	for (;;)
+	{
+		fill_lines(p);
+		/* From the end, as lines may go. */
+		for (int i = p->nlines - 1; i >= 0; i--)
+			send_line(p, p->lines[i]);
+		if (wait_for_lines(p))
+		{
+			for (int i = p->nlines - 1; i >= 0; i--)
+			{
+				bool		due = p->lines[i]->stream.due > 0;
+
+				if (take_replies(p, p->lines[i], &error))
+					continue;
+				if (due)
+					note_failure(p, &error);
+				break_line(p, p->lines[i], &error);
+			}
+		}
+		else if (p->nobody || (p->next == p->n && !any_again(p)))
+			break;
+		else if (any_again(p))
+			rl_connection_pause(p->pause_until);
+	}
+	while (p->nlines > 0)
+	{
+		Line	   *line = p->lines[p->nlines - 1];
+
+		if (rl_stream_end(&line->stream, &error))
+			remove_line(p, line);
+		else
+		{
+			note_failure(p, &error);
+			break_line(p, line, &error);
+		}
+	}
+}
+
+static bool
+run_pipeline(Pipeline *p)
+{
+	int64		start = rl_monotonic_now();
+
+	rl_script_prepare(p->script);
+	rl_route_begin(&p->route, NULL, 0);
+	rl_streams_changed();
+	p->progress = start;
+	run(p);
+	if (p->again != NULL)
+		pfree(p->again);
+	rl_redis_usage.us += rl_monotonic_now() - start;
+	return !p->failed;
+}
+
+/*
+ * Runs a script n times.  append() writes the arguments of call i, and may be
+ * asked for them again; reply() gets the replies, in the order in which they
+ * come, and returns false with the error set if one makes no sense.  Returns
+ * false with the first call's error set when calls fail: those of which
+ * reply() was not told, and of which it is not known whether they ran.
+ */
+bool
+rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply,
+				  void *arg, RlError *error)
+{
+	Pipeline	p = {.script = script,.n = n,.append = append,.reply = reply,.arg = arg,.error = error};
+
+	return run_pipeline(&p);
+}
+
+/* Makes sure that the script can be run quietly later. */
+void
+rl_redis_reserve(RlScript *script)
+{
+	enlargeStringInfo(&kept_line()->out,
+					  RL_MAX_UNSENT + RL_MAX_QUIET_ARGS + strlen(script->source) + 128);
+	enlargeStringInfo(&rl_command_start()->args, RL_MAX_QUIET_ARGS);
+	rl_script_prepare(script);
+}
+
+/*
+ * rl_redis_pipeline whose reply() gets error replies too.  Quietly, which is for
+ * the end of a transaction and after rl_redis_reserve, it does not throw, needs
+ * no memory, connects to nobody, and all of it ends within
+ * ratelimit.command_timeout; one server after the other is told, and what is
+ * for one that is not connected fails.
+ */
+bool
+rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply,
+					  void *arg, bool quietly, RlError *error)
+{
+	Pipeline	p = {.script = script,.n = n,.append = append,.reply = reply,.arg = arg,.error = error,
+	.quiet = quietly,.all = true};
+	int64		until = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
+
+	if (!quietly)
+		return run_pipeline(&p);
+	rl_error_set(error, ERRCODE_CONNECTION_DOES_NOT_EXIST, "there is no connection to Redis");
+	rl_streams_changed();
+	for (int i = 1; i <= RL_MAX_NODES && p.answered < n && rl_nodes_are_current(); i++)
+	{
+		RlNode	   *node = rl_node_numbered(i);
+		RlError		why;
+
+		if (node->conn.ctx == NULL)
+			continue;
+		node->conn.quiet_until = until;
+		if (rl_connection_settle(&node->conn, &why))
+		{
+			/* A script that is not known could not be sent again. */
+			add_line(&p, node, true)->load = true;
+			p.next = 0;
+			run(&p);
+			node->conn.quiet_until = 0;
+		}
+		else
+		{
+			note_failure(&p, &why);
+			rl_connection_close(&node->conn);
+		}
+	}
+	return p.answered == n;
+}

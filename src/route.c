@@ -1,0 +1,414 @@
+/*
+ * route.c
+ *		Which server a call goes to, and this backend's connections: one to
+ *		each server that it has talked to.
+ *
+ * The URL names seeds.  The one that answers is home: all calls go there until
+ * a server answers that another has the key's slot, which tells that this is a
+ * cluster; then each slot's owner is remembered.  A call that nobody can have
+ * run, because it was not sent or was sent elsewhere, may look for another
+ * server; one that was sent and not answered never does.
+ */
+#include "postgres.h"
+
+#include "utils/memutils.h"
+
+#include "route.h"
+
+#define FREE_TURNS			3	/* after which it pays to wait for a while */
+
+static RlNode nodes[RL_MAX_NODES];
+static RlNode *home = NULL;
+static RlNode *in_use = NULL;	/* whose answer was the last */
+static RlTarget target;
+static int	first_seed = 0;		/* that is asked when there is no home */
+static uint64 routes = 0;
+
+/* What says where and how to connect, and what it said when it was read. */
+static char **const settings[] = {
+	&rl_redis_url, &rl_redis_passfile, &rl_tls_ca_file, &rl_tls_cert_file, &rl_tls_key_file
+};
+static char *known_settings[lengthof(settings)];
+
+/* True if the connections were made with the settings as they are. */
+bool
+rl_nodes_are_current(void)
+{
+	for (size_t i = 0; i < lengthof(settings); i++)
+		if (known_settings[i] == NULL || strcmp(known_settings[i], *settings[i]) != 0)
+			return false;
+	return true;
+}
+
+/*
+ * Nodes
+ */
+
+/* From 1 to RL_MAX_NODES. */
+int
+rl_node_number(const RlNode *node)
+{
+	return node - nodes + 1;
+}
+
+static void
+forget(RlNode *node)
+{
+	if (node->used != 0)
+		rl_slots_forget(rl_node_number(node));
+	rl_connection_close(&node->conn);
+	memset(node, 0, sizeof(*node));
+	if (home == node)
+		home = NULL;
+	if (in_use == node)
+		in_use = NULL;
+}
+
+/* Drops all connections and reads the settings.  Raises an error if one is wrong. */
+static void
+read_settings(void)
+{
+	RlError		error;
+
+	for (size_t i = 0; i < lengthof(settings); i++)
+	{
+		if (known_settings[i])
+			pfree(known_settings[i]);
+		known_settings[i] = NULL;
+	}
+	rl_slots_reset();
+	for (int i = 0; i < RL_MAX_NODES; i++)
+		forget(&nodes[i]);
+	first_seed = 0;
+
+	if (!rl_target_parse(rl_redis_url, &target, &error))
+		rl_raise(&error);
+	if (rl_redis_passfile[0] == '\0' && target.seeds[0].user[0] != '\0')
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("ratelimit.redis_url names a user, but ratelimit.redis_passfile is empty")));
+	for (size_t i = 0; i < lengthof(settings); i++)
+		known_settings[i] = MemoryContextStrdup(TopMemoryContext, *settings[i]);
+}
+
+static bool
+same_address(const RlAddress *a, const RlAddress *b)
+{
+	return a->port == b->port && a->is_path == b->is_path && strcmp(a->host, b->host) == 0;
+}
+
+/*
+ * The node at the address.  If it is new it takes the place of the one that
+ * was not used for longest; NULL if the route uses all.
+ */
+static RlNode *
+find_node(const RlAddress *address, const RlRoute *route)
+{
+	RlNode	   *oldest = &nodes[0];
+	char		name[RL_MAX_SERVER];
+
+	for (RlNode *node = nodes; node < nodes + RL_MAX_NODES; node++)
+	{
+		if (node->used != 0 && same_address(&node->address, address))
+		{
+			node->used = route->number;
+			return node;
+		}
+		if (node->used < oldest->used)
+			oldest = node;
+	}
+	if (oldest->used >= route->number)
+		return NULL;
+	forget(oldest);
+	oldest->address = *address;
+	oldest->used = route->number;
+	rl_connection_name(address, name, sizeof(name));
+	oldest->breaker = rl_breaker_find(name);
+	return oldest;
+}
+
+/* Closes the connections not used for longest until there is room for one more. */
+static void
+make_room(const RlRoute *route)
+{
+	while (!rl_connection_has_room())
+	{
+		RlNode	   *oldest = NULL;
+
+		for (RlNode *node = nodes; node < nodes + RL_MAX_NODES; node++)
+			if (node->conn.ctx != NULL && (oldest == NULL || node->used < oldest->used))
+				oldest = node;
+		if (oldest == NULL || oldest->used >= route->number)
+			return;
+		rl_connection_close(&oldest->conn);
+	}
+}
+
+/* Connects.  Returns false with the error set; raises an error if a setting is wrong. */
+static bool
+connect_node(RlNode *node, RlRoute *route, RlError *error)
+{
+	char		password[RL_MAX_PASSWORD] = "";
+
+	rl_connection_close(&node->conn);
+	if (rl_redis_passfile[0] != '\0')
+		rl_password_read(password);
+	make_room(route);
+	if (rl_connection_open(&node->conn, &node->address, password, &route->deadline, error))
+		return true;
+	rl_connection_close(&node->conn);
+	return false;
+}
+
+/*
+ * Routes
+ */
+
+/* Begins a call that is about the key, or about none.  Raises an error if a setting is wrong. */
+void
+rl_route_begin(RlRoute *route, const char *key, int len)
+{
+	if (!rl_nodes_are_current())
+		read_settings();
+	route->number = ++routes;
+	route->slot = key != NULL && rl_slots_known() ? rl_slot(key, len) : -1;
+	route->node = route->admitted = NULL;
+	route->reused = route->asking = route->lost = false;
+	route->turns = 0;
+	route->deadline = 0;
+}
+
+/* The node to ask first, or after others were lost; NULL if none is left. */
+static RlNode *
+choose_node(const RlRoute *route)
+{
+	RlNode	   *node;
+	bool		guess;
+	int			owner = route->slot >= 0 ? rl_slot_owner(route->slot, &guess) : 0;
+
+	if (owner != 0)
+	{
+		node = &nodes[owner - 1];
+		/* A guess must not make the call wait for who has nothing to do with it. */
+		if (node->lost != route->number && (!guess || node->conn.ctx != NULL))
+			return node;
+	}
+	if (home != NULL && home->lost != route->number)
+		return home;
+	for (int i = 0; i < target.n; i++)
+	{
+		node = find_node(&target.seeds[(first_seed + i) % target.n], route);
+		if (node != NULL && node->lost != route->number)
+			return home = node;
+	}
+	for (node = nodes; rl_slots_known() && node < nodes + RL_MAX_NODES; node++)
+		if (node->used != 0 && node->lost != route->number)
+			return home = node;
+	return NULL;
+}
+
+/* Notes that the route's node is of no use, so that others are asked for what it had. */
+static void
+lose(RlRoute *route, const RlError *error)
+{
+	RlNode	   *node = route->node;
+
+	node->lost = route->number;
+	rl_slots_forget(rl_node_number(node));
+	for (int i = 0; i < target.n; i++)
+		if (same_address(&node->address, &target.seeds[i]))
+			first_seed = (i + 1) % target.n;
+	if (home == node)
+		home = NULL;
+	route->node = NULL;
+	route->asking = false;
+	if (!route->lost)
+		route->why = *error;
+	route->lost = true;
+}
+
+/*
+ * Chooses the node for the call's next attempt, if a reply has not done so.
+ * Returns false with the error set if that was lost, or none is left.
+ */
+bool
+rl_route_choose(RlRoute *route, RlError *error)
+{
+	if (route->node == NULL)
+		route->node = choose_node(route);
+	if (route->node != NULL && route->node->lost != route->number)
+		return true;
+	rl_error_set(error, ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION,
+				 "could not connect to Redis: too many nodes");
+	if (route->lost)
+		*error = route->why;
+	return false;
+}
+
+/*
+ * Sees to a connection to the node that was chosen.  Returns false with the
+ * error set if there is none; *others tells whether another may be chosen.
+ */
+bool
+rl_route_try(RlRoute *route, bool *others, RlError *error)
+{
+	RlNode	   *node = route->node;
+
+	*others = true;
+	node->used = route->number;
+	if (node == route->admitted || rl_breaker_admits(node->breaker, error))
+	{
+		route->admitted = node;
+		route->reused = rl_connection_is_usable(&node->conn);
+		if (route->reused || connect_node(node, route, error))
+		{
+			if (route->deadline == 0)
+				route->deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
+			return true;
+		}
+		*others = error->unreachable;
+		if (error->unreachable)
+			rl_breaker_failed(node->breaker, error);
+	}
+	lose(route, error);
+	/* Who was sent here by one that knows need not ask another. */
+	*others &= route->turns == 0;
+	return false;
+}
+
+/* Both: sees to a connection to a node for the call's next attempt. */
+bool
+rl_route_connect(RlRoute *route, RlError *error)
+{
+	bool		others = true;
+
+	while (others)
+	{
+		if (!rl_route_choose(route, error))
+			return false;
+		if (rl_route_try(route, &others, error))
+			return true;
+	}
+	return false;
+}
+
+/* The call was sent, at least in part, and failed. */
+void
+rl_route_broken(RlRoute *route, const RlError *error)
+{
+	rl_connection_close(&route->node->conn);
+	if (error->unreachable)
+		rl_breaker_failed(route->node->breaker, error);
+	lose(route, error);
+}
+
+/* True if the reply is an error of this kind. */
+static bool
+is_error(const RlReply *reply, const char *code)
+{
+	return reply->kind == RL_REPLY_ERROR && strncmp(reply->text, code, strlen(code)) == 0;
+}
+
+/* Reads "slot host:port".  Returns the node there, or NULL. */
+static RlNode *
+read_redirect(const char *text, RlRoute *route)
+{
+	RlAddress	address = route->node->address;
+	char	   *end;
+	long		slot = strtol(text, &end, 10);
+
+	if (end == text || *end != ' ' || slot < 0 || slot >= RL_SLOTS ||
+		!rl_address_redirect(end + 1, &address))
+		return NULL;
+	route->slot = slot;
+	return find_node(&address, route);
+}
+
+/* The node has answered. */
+void
+rl_node_answers(RlNode *node)
+{
+	in_use = node;
+	rl_breaker_succeeded(node->breaker);
+}
+
+/*
+ * The call was answered.  Returns true if it may be sent again: it was not
+ * run, because another server has the key's slot, or none has all of it yet.
+ */
+bool
+rl_route_answered(RlRoute *route, const RlReply *reply)
+{
+	RlNode	   *next = NULL;
+
+	rl_node_answers(route->node);
+	if (reply->kind != RL_REPLY_ERROR)
+	{
+		if (route->slot >= 0 && !route->asking)
+			rl_slot_learn(route->slot, rl_node_number(in_use));
+		return false;
+	}
+	if (is_error(reply, "MOVED "))
+	{
+		next = read_redirect(reply->text + 6, route);
+		if (next == NULL)
+			return false;
+		rl_slot_learn(route->slot, rl_node_number(next));
+	}
+	else if (is_error(reply, "ASK "))
+	{
+		next = read_redirect(reply->text + 4, route);
+		if (next == NULL)
+			return false;
+	}
+	else if (is_error(reply, "TRYAGAIN"))
+		route->turns += FREE_TURNS;
+	else
+		return false;
+	route->turns++;
+	route->node = next;
+	route->asking = is_error(reply, "ASK ");
+	return true;
+}
+
+/* True if it is better to wait for a moment before the next attempt. */
+bool
+rl_route_should_pause(const RlRoute *route)
+{
+	return route->turns > FREE_TURNS;
+}
+
+/*
+ * For others
+ */
+
+/* The node that answered last, or that would be asked first; NULL: none yet. */
+RlNode *
+rl_node_in_use(void)
+{
+	return in_use ? in_use : home;
+}
+
+RlNode *
+rl_node_numbered(int number)
+{
+	return &nodes[number - 1];
+}
+
+/*
+ * The connected node that a call about the key goes to, or NULL; it does not
+ * throw.
+ */
+RlNode *
+rl_node_that_has(const char *key, int len)
+{
+	bool		guess;
+	int			owner;
+
+	if (!rl_slots_known())
+		return home != NULL && home->conn.ctx != NULL ? home : NULL;
+	owner = rl_slot_owner(rl_slot(key, len), &guess);
+	if (owner == 0 || guess || nodes[owner - 1].conn.ctx == NULL)
+		return NULL;
+	return &nodes[owner - 1];
+}

@@ -1,0 +1,330 @@
+# A Redis Cluster: every function works on it as on one server; while slots move
+# nobody notices, and when a master dies only who needs it does.
+use strict;
+use warnings FATAL => 'all';
+
+use IPC::Run;
+use List::Util qw(max min);
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisCluster;
+use RedisServer;
+use Test::More;
+
+my $cluster = RedisCluster->new(masters => 3, replicas => 1);
+my $single = RedisServer->new->start;
+my $node = new_node($single, 'shared_preload_libraries = ratelimit', 'ratelimit.denial_cache = off',
+	"ratelimit.redis_url = '" . $cluster->url . "'");
+my $session = session($node);
+
+sub calls_of
+{
+	my ($server, $command) = @_;
+	my %info = $server->info('commandstats');
+
+	return ($info{"cmdstat_$command"} || '') =~ /calls=(\d+)/ ? $1 : 0;
+}
+
+sub errors_of
+{
+	my ($server, $error) = @_;
+	my %info = $server->info('errorstats');
+
+	return ($info{"errorstat_$error"} || '') =~ /count=(\d+)/ ? $1 : 0;
+}
+
+#
+# Every function, as on one server
+#
+
+$node->safe_psql('postgres', q{
+	CREATE TABLE orders (customer bigint);
+	CREATE TRIGGER enforce BEFORE INSERT ON orders
+		FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{customer}', '3/1d, sliding_log 5/1h');
+});
+my $five = '3/1h, token_bucket 3/1h, fixed_window 3/1h, sliding_window 3/1h, sliding_log 3/1h';
+my $alone = session($node);
+$alone->ask("SET ratelimit.redis_url = '" . $single->url . "'");
+$_->ask('SET ratelimit.debug_now = 1700000000000000') foreach $session, $alone;
+my @wrong;
+foreach my $key (map { "k$_" } 1 .. 6)
+{
+	foreach my $call ((map { ("rl_$_", "rl_$_") } "throttle('$key', 1, 1, 3600)", "token_bucket('$key', 1, 1, 3600)",
+			"fixed_window('$key', 1, 3600)", "sliding_window('$key', 1, 3600, 60)", "sliding_log('$key', 1, 3600)"),
+		"rl_check('five $key', '$five', 2)", "rl_check('five $key', '$five', 2)",
+		(map { "rl_$_('five $key', '$five')" } qw(check_each allow enforce wait peek)),
+		"rl_refund('five $key', '$five', 1)", "rl_peek('five $key', '$five')",
+		(map { "rl_check('ban $key', '1/1h ban 1h after 2')" } 1 .. 4), "rl_ban('$key', 3600)",
+		"rl_allow('$key', '10/1s')", "rl_unban('$key')", "rl_unban('$key')",
+		"rl_reset('five $key', '$five')", "rl_reset('$key')", "rl_reset('$key')")
+	{
+		my ($here, $there) = map { $_->attempt("SELECT $call") } $session, $alone;
+
+		my ($got, $expected) = map { "$_->{state} $_->{answer} $_->{message} $_->{detail}" } $here, $there;
+
+		push @wrong, "$call: $got, and not $expected" if $got ne $expected || $got !~ /^(?:00000|PT429) /;
+	}
+}
+is_deeply(\@wrong, [], 'every function answers as on one server');
+is($session->attempt('INSERT INTO orders VALUES (42), (43), (44)')->{state}, '00000', 'the trigger');
+is($session->attempt('INSERT INTO orders VALUES (42), (43), (44), (44), (44)')->{state}, 'PT429', 'the trigger refuses');
+$_->ask('RESET ratelimit.debug_now') foreach $session, $alone;
+my $masters = join '|', map { '127\.0\.0\.1:' . $_->port } $cluster->masters;
+like($session->ask('SELECT redis, connected, error IS NULL FROM rl_status()'), qr/^"(?:$masters)"\|t\|t$/, 'rl_status');
+cmp_ok(calls_of($_, 'evalsha'), '>', 0, 'each master was asked') foreach $cluster->masters;
+
+# What was learned is not asked again.
+my @keys = map { "key:$_" } 1 .. 200;
+my $ask_all = 'SELECT count(rl_throttle(k, 1000, 1, 3600)) FROM unnest(ARRAY[' . join(',', map { "'$_'" } @keys) . ']) k';
+is($session->ask($ask_all), '200', 'many keys');
+$_->cli('CONFIG', 'RESETSTAT') foreach $cluster->masters;
+is($session->ask($ask_all), '200', 'many keys again');
+is(errors_of($_, 'MOVED'), 0, 'none is asked for in vain') foreach $cluster->masters;
+
+#
+# One slot on its way
+#
+
+my ($key, $limits) = ('traveller', 'sliding_log 3/1h, fixed_window 100/3650d');
+my $slot = $cluster->slot($key);
+my $from = $cluster->first_owner($slot);
+my $to = ($from + 1) % 3;
+is($session->ask("SELECT allowed FROM rl_check('$key', '$limits')"), 't', 'before it moves');
+$cluster->begin_move($slot, $from, $to);
+is($session->ask("SELECT allowed FROM rl_check('$key', '$limits')"), 't', 'the key is still at the source');
+my $asks = errors_of($cluster->master($from), 'ASK');
+is($session->ask(q{SELECT allowed FROM rl_throttle('new {traveller}', 1, 1, 3600)}), 't', 'braces in a key are not the cluster\'s');
+is($session->ask("SELECT rl_reset('$key')"), 't', 'forgotten');
+foreach (1 .. 3)
+{
+	is($session->ask("SELECT remaining FROM rl_throttle('$key', 3, 1, 3600)"), 3 - $_, "then it is at the target, call $_");
+}
+cmp_ok(errors_of($cluster->master($from), 'ASK'), '>=', $asks + 3, 'the source said so each time');
+
+# Of a log's two keys one is here and one is there: it is tried again until the
+# move is over, or until its time is.
+$session->ask("SET ratelimit.command_timeout = '50ms'");
+my $torn = $session->attempt("SELECT rl_check('$key', '$limits')");
+is($torn->{state}, '08P01', 'a torn log, until the deadline');
+like($torn->{message}, qr/TRYAGAIN|ASK/, 'the reason');
+$session->ask("SET ratelimit.on_error = deny");
+is($session->ask("SELECT source FROM rl_check('$key', '$limits')"), 'fail_closed', 'which is on_error\'s');
+$session->ask('RESET ratelimit.on_error; RESET ratelimit.command_timeout');
+$session->send("SELECT allowed FROM rl_check('$key', '$limits')\n;");
+my $tries = errors_of($cluster->master($to), 'TRYAGAIN');
+await('it to be tried', sub { errors_of($cluster->master($to), 'TRYAGAIN') > $tries + 3 });
+$cluster->end_move($slot, $from, $to);
+is($session->ask(''), 't', 'a torn log, until the move is over');
+is($session->ask("SELECT remaining FROM rl_throttle('$key', 3, 1, 3600, 0)"), '0', 'nothing was lost');
+my $pid = $session->pid;
+$cluster->begin_move($slot, $to, $from);
+$session->ask("SELECT rl_reset('$key')");
+$session->send("SELECT state FROM attempt(\$\$SELECT rl_check('$key', '$limits')\$\$)\n;");
+$tries = errors_of($cluster->master($from), 'TRYAGAIN');
+await('it to be tried', sub { errors_of($cluster->master($from), 'TRYAGAIN') > $tries + 3 });
+my $watcher = session($node);
+$watcher->ask("SELECT pg_cancel_backend($pid)");
+is($session->ask(''), '57014', 'and it can be canceled');
+$cluster->end_move($slot, $to, $from);
+is($session->ask("SELECT allowed FROM rl_check('$key', '$limits')"), 't', 'after which it goes on');
+
+#
+# Slots on their way all the while, eight clients, a thousand keys
+#
+
+# Nothing leaks back meanwhile: of 5 a key may have 5.
+my @rules = ('1/1d burst 5', 'token_bucket 1/1d burst 5', 'fixed_window 5/3650d', 'sliding_window 5/3650d',
+	'sliding_log 5/3650d');
+$node->safe_psql('postgres', q{
+	CREATE UNLOGGED TABLE taken (key int, allowed boolean, source text);
+	CREATE FUNCTION rule(key int) RETURNS rl_limits LANGUAGE sql IMMUTABLE RETURN
+		((ARRAY[} . join(',', map { "'$_'" } @rules) . q{])[1 + key % } . @rules . q{])::rl_limits;
+});
+my $script = PostgreSQL::Test::Utils::tempdir . '/take.sql';
+append_to_file($script, q{
+	\\set key random(0, 999)
+	INSERT INTO taken SELECT :key, allowed, source FROM rl_check('moving:' || :key, rule(:key));
+});
+my ($out, $err) = ('', '');
+my $clients = IPC::Run::start(
+	[ $node->installed_command('pgbench'), '-n', '-c', '8', '-j', '2', '-t', '1000', '-f', $script, $node->connstr('postgres') ],
+	'<', \'', '>', \$out, '2>', \$err);
+my %owner;
+my $moves = 0;
+$_->cli('CONFIG', 'RESETSTAT') foreach $cluster->masters;
+while ($clients->pumpable)
+{
+	my $slot = $cluster->slot('moving:' . int rand 1000);
+	my $from = $owner{$slot} // $cluster->first_owner($slot);
+	my $to = ($from + 1 + int rand 2) % 3;
+
+	$cluster->move_slot($slot, $from, $to);
+	$owner{$slot} = $to;
+	$moves++;
+	$clients->pump_nb;
+}
+$clients->finish;
+is($clients->result(0), 0, 'no error reached SQL') or diag $err;
+my %redirected = map { my $error = $_; ($error => eval { my $n = 0; $n += errors_of($_, $error) foreach $cluster->masters; $n }) }
+  qw(MOVED ASK TRYAGAIN);
+note "$moves slots moved, ", join ', ', map { "$_ $redirected{$_}" } sort keys %redirected;
+cmp_ok($moves, '>=', 50, 'slots moved');
+cmp_ok($redirected{$_}, '>', 0, "$_ was answered") foreach qw(MOVED ASK);
+is($node->safe_psql('postgres', q{SELECT count(*), string_agg(DISTINCT source, ',') FROM taken}), '8000|redis',
+	'Redis made every decision');
+is($node->safe_psql('postgres', q{
+		SELECT string_agg(key || ': ' || allowed || ' of ' || calls, ', ')
+		FROM (SELECT key, count(*) AS calls, count(*) FILTER (WHERE allowed) AS allowed FROM taken GROUP BY key) k
+		WHERE allowed <> least(calls, 5)}), '', 'each key was allowed what its limit says');
+
+#
+# Many keys in one call
+#
+
+# So many times, of which the first half is sent while a slot moves.
+my $many = q{SELECT count(*) FILTER (WHERE allowed), count(*) FILTER (WHERE source = 'redis'), array_agg(key) = ks
+	FROM (SELECT array_agg('many:' || n ORDER BY n) AS ks FROM generate_series(1, 3000) n) k,
+		rl_check_many(ks, '%s') GROUP BY ks};
+foreach my $rule ('1/1d burst 5', 'fixed_window 5/3650d', 'sliding_log 5/3650d')
+{
+	my @answers;
+	my $fresh = session($node);
+
+	foreach my $n (1 .. 7)
+	{
+		my $slot = $cluster->slot("many:$n");
+		my $from = $owner{$slot} // $cluster->first_owner($slot);
+		my $to = ($from + 1) % 3;
+
+		$cluster->begin_move($slot, $from, $to) if $n <= 5;
+		$fresh->send(sprintf "$many\n;", $rule);
+		$cluster->end_move($slot, $from, $to) if $n <= 5;
+		$owner{$slot} = $to if $n <= 5;
+		push @answers, $fresh->ask('');
+		diag $fresh->error if $fresh->error ne '';
+	}
+	is_deeply(\@answers, [ ('3000|3000|t') x 5, ('0|3000|t') x 2 ], "rl_check_many of 3,000 keys, $rule: each is charged once, in order");
+	$_->cli('CONFIG', 'RESETSTAT') foreach $cluster->masters;
+	$_->cli('SCRIPT', 'FLUSH') foreach $cluster->masters;
+	is($fresh->ask(sprintf $many, $rule), '0|3000|t', 'the script is not known any more');
+	is(errors_of($_, 'MOVED'), 0, 'none is asked for in vain') foreach $cluster->masters;
+	cmp_ok(calls_of($_, 'eval'), '<=', 2, 'it is sent once') foreach $cluster->masters;
+	$fresh->quit;
+}
+
+# A savepoint's and a transaction's charges go back to where they were made.
+my $refunds = 'fixed_window 5/3650d refund_on_abort';
+$session->ask("BEGIN; SELECT count(rl_check('undo:' || n, '$refunds')) FROM generate_series(1, 300) n; SAVEPOINT s;
+	SELECT count(rl_check('undo:' || n, '$refunds', 3)) FROM generate_series(1, 300) n; ROLLBACK TO s;
+	SELECT count(rl_check('undo:' || n, '$refunds', 2)) FROM generate_series(1, 300) n;");
+is($session->ask("SELECT DISTINCT remaining FROM generate_series(1, 300) n, rl_peek('undo:' || n, '$refunds', 0)"), '2',
+	'a savepoint gives back, on all nodes');
+$session->ask('ROLLBACK');
+is($session->ask("SELECT DISTINCT remaining FROM generate_series(1, 300) n, rl_peek('undo:' || n, '$refunds', 0)"), '5',
+	'a transaction gives back, on all nodes');
+
+# On a master that is gone some fail, and the others are answered.
+sub outcomes
+{
+	return join ',', map { "$_->[0] $_->[1]" } map { [ split /\|/ ] } split /\n/, $session->ask(
+		q{SELECT source, count(*) FROM (SELECT array_agg('many:' || n) AS ks FROM generate_series(1, 3000) n) k,
+			rl_check_many(ks, '1/1d burst 5') GROUP BY source ORDER BY source});
+}
+
+#
+# A master with a replica dies, or stands still, under load
+#
+
+# Each client asks for all keys, so that it knows their nodes, and then goes on
+# until it is told to stop.
+$node->safe_psql('postgres', q{
+	CREATE TABLE stop ();
+	CREATE UNLOGGED TABLE asked (key int, source text, began timestamptz, ms double precision);
+	CREATE FUNCTION load() RETURNS void LANGUAGE plpgsql AS $$
+	DECLARE
+		k int;
+		began timestamptz;
+		answer text;
+	BEGIN
+		PERFORM rl_throttle('loaded:' || n, 1000000, 1000000, 86400) FROM generate_series(0, 99) n;
+		PERFORM pg_advisory_xact_lock_shared(42);
+		LOOP
+			k := random() * 99;
+			began := clock_timestamp();
+			SELECT source INTO answer FROM rl_throttle('loaded:' || k, 1000000, 1000000, 86400);
+			INSERT INTO asked VALUES (k, answer, began, extract(epoch FROM clock_timestamp() - began) * 1000);
+			EXIT WHEN EXISTS (SELECT FROM stop);
+			IF answer <> 'redis' THEN
+				PERFORM pg_sleep(0.005);
+			END IF;
+		END LOOP;
+	END $$;
+	ALTER SYSTEM SET ratelimit.on_error = deny;
+	ALTER SYSTEM SET ratelimit.command_timeout = '2s';
+	ALTER SYSTEM SET ratelimit.connect_timeout = '2s';
+	SELECT pg_reload_conf();
+});
+$script = PostgreSQL::Test::Utils::tempdir . '/load.sql';
+append_to_file($script, 'SELECT load();');
+
+foreach my $how (qw(dies stands_still))
+{
+	my $i = $how eq 'dies' ? 0 : 1;
+	my ($victim, $heir) = ($cluster->master($i), $cluster->replica($i));
+	my @others = grep { $_ != $victim } $cluster->masters;
+
+	# The load waits for nobody, and its seeds begin with the victim.
+	$node->safe_psql('postgres', "TRUNCATE stop, asked; ALTER SYSTEM SET ratelimit.redis_url = '" . $cluster->url($i) . "';
+		SELECT pg_reload_conf()");
+	$out = $err = '';
+	$clients = IPC::Run::start(
+		[ $node->installed_command('pgbench'), '-n', '-c', '8', '-j', '2', '-t', '1', '-f', $script, $node->connstr('postgres') ],
+		'<', \'', '>', \$out, '2>', \$err);
+	await('the load', sub {
+		die "the load has ended: $err" unless $clients->pumpable;
+		$clients->pump_nb;
+		return $watcher->ask(q{SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 42}) eq '8';
+	});
+	my %victims = map { $_ => 1 } grep { $victim->cli('CLUSTER', 'COUNTKEYSINSLOT', $cluster->slot("loaded:$_")) } 0 .. 99;
+	my $of_many = grep { $victim->cli('CLUSTER', 'COUNTKEYSINSLOT', $cluster->slot("many:$_")) } 1 .. 3000;
+	is(outcomes(), 'redis 3000', "before a master $how: rl_check_many");
+	my $lost = $watcher->ask('SELECT clock_timestamp()');
+	$how eq 'dies' ? $victim->stop : $victim->pause;
+	is(outcomes(), "fail_closed $of_many,redis " . (3000 - $of_many), "a master $how: rl_check_many fails for its keys only");
+
+	# It has taken over when the others say so.
+	await('the replica to take over', sub {
+		return !grep { $_->cli('CLUSTER', 'NODES') !~ /^$heir->{id} \S+ \S*master - \d+ \d+ \d+ connected \d/m } $heir, @others;
+	});
+	my $taken_over = $watcher->ask('SELECT clock_timestamp()');
+	my $calls = calls_of($heir, 'evalsha');
+	await('calls of the replica', sub { calls_of($heir, 'evalsha') > $calls + 100 });
+	my $end = $watcher->ask("SELECT clock_timestamp() + interval '0.5 s'");
+	await('more calls', sub { $watcher->ask("SELECT clock_timestamp() > '$end'") eq 't' });
+	$watcher->ask('INSERT INTO stop DEFAULT VALUES');
+	$clients->finish;
+	is($clients->result(0), 0, "a master $how: no error reached SQL") or diag $err;
+
+	my $of_victim = 'key IN (' . join(',', sort keys %victims) . ')';
+	my ($failed, $answered) = split /\|/, $watcher->ask(qq{
+		SELECT count(*) FILTER (WHERE source = 'fail_closed'), count(*) FILTER (WHERE source = 'redis') FROM asked});
+	note "a master $how: $answered calls answered, $failed not; ", $watcher->ask(qq{
+		SELECT format('the replica took over after %s s, the last failure was %s s after that, calls on other nodes took at most %s ms',
+			extract(epoch FROM '$taken_over'::timestamptz - '$lost'), extract(epoch FROM max(began) FILTER (WHERE source <> 'redis') - '$taken_over'),
+			max(ms) FILTER (WHERE NOT $of_victim)) FROM asked});
+	cmp_ok($failed, '>', 0, "a master $how: some calls failed");
+	is($watcher->ask("SELECT count(*) FROM asked WHERE source <> 'redis' AND NOT $of_victim"), 0,
+		"a master $how: those for its slots only");
+	is($watcher->ask("SELECT count(*) FROM asked WHERE source <> 'redis' AND began > '$taken_over'"), 0,
+		"a master $how: until the replica took over only");
+	is($watcher->ask("SELECT count(*) FROM asked WHERE NOT $of_victim AND ms >= 2000"), 0,
+		"a master $how: no call on another node has waited for it");
+	is($watcher->ask("SELECT count(*) > 0 FROM asked WHERE $of_victim AND source = 'redis' AND began > '$taken_over'"), 't',
+		"a master $how: after which its slots are the replica's");
+	is(outcomes(), 'redis 3000', "a master $how: rl_check_many goes on");
+	$how eq 'dies' ? $victim->start : $victim->resume;
+	await('it to be the replica', sub { my %info = $victim->info('replication'); ($info{master_link_status} || '') eq 'up' });
+}
+
+done_testing();

@@ -1,0 +1,171 @@
+# A private Redis Cluster for one test: masters of as many slots each, each with
+# as many replicas as asked for; gone with the object.
+#
+#   my $cluster = RedisCluster->new(masters => 3, replicas => 1);
+#   $cluster->url;                       # all masters as seeds
+#   $cluster->move_slot(42, 0, 2);       # with its keys, from the first master to the third
+package RedisCluster;
+
+use strict;
+use warnings FATAL => 'all';
+
+use RedisServer qw(await);
+
+my $SLOTS = 16384;
+
+sub new
+{
+	my ($class, %options) = @_;
+	my $n = $options{masters};
+	my $self = bless { masters => [], replicas => [] }, $class;
+	my @all;
+
+	foreach my $i (0 .. $n * (1 + ($options{replicas} || 0)) - 1)
+	{
+		push @all, RedisServer->new(args => [
+				'--cluster-enabled', 'yes', '--cluster-port', RedisServer::free_port(),
+				'--cluster-node-timeout', '1500', '--cluster-require-full-coverage', 'no',
+				'--repl-diskless-sync-delay', '0', @{ $options{args} || [] } ]);
+		push @{ $self->{ $i < $n ? 'masters' : 'replicas' } }, $all[-1];
+		$all[-1]->start;
+		$all[-1]{id} = $all[-1]->cli('CLUSTER', 'MYID');
+		$all[-1]->cli('CLUSTER', 'SET-CONFIG-EPOCH', $i + 1);
+	}
+	foreach my $i (0 .. $n - 1)
+	{
+		$all[$i]->cli('CLUSTER', 'ADDSLOTSRANGE', int($SLOTS * $i / $n), int($SLOTS * ($i + 1) / $n) - 1);
+	}
+	foreach my $server (@all[ 1 .. $#all ])
+	{
+		$server->cli('CLUSTER', 'MEET', '127.0.0.1', $all[0]->port, $all[0]->cluster_port);
+	}
+	$self->await_agreement(scalar @all);
+	foreach my $i (0 .. $#{ $self->{replicas} })
+	{
+		$self->{replicas}[$i]->cli('CLUSTER', 'REPLICATE', $all[ $i % $n ]{id});
+	}
+	await('the replicas', sub {
+		return !grep { my %info = $_->info('replication'); ($info{master_link_status} || '') ne 'up' }
+		  @{ $self->{replicas} };
+	});
+	await('all to know the replicas', sub {
+		return !grep { my $nodes = $_->cli('CLUSTER', 'NODES');
+			(() = $nodes =~ /\bslave\b/g) < @{ $self->{replicas} } } @all;
+	});
+	return $self;
+}
+
+sub master { my ($self, $i) = @_; return $self->{masters}[$i]; }
+sub masters { my ($self) = @_; return @{ $self->{masters} }; }
+sub replica { my ($self, $i) = @_; return $self->{replicas}[$i]; }
+
+# The value for ratelimit.redis_url: the masters, from this one on.
+sub url
+{
+	my ($self, $first) = @_;
+	my @masters = $self->masters;
+
+	return 'redis://' . join ',', map { '127.0.0.1:' . $masters[ ($_ + ($first || 0)) % @masters ]->port } 0 .. $#masters;
+}
+
+# Waits until each server that runs sees so many, and that all is well.
+sub await_agreement
+{
+	my ($self, $n) = @_;
+
+	await('the cluster to be well', sub {
+		foreach my $server (grep { $_->pid } @{ $self->{masters} }, @{ $self->{replicas} })
+		{
+			my $info = $server->cli('CLUSTER', 'INFO');
+			return 0 unless $info =~ /^cluster_state:ok/m && $info =~ /^cluster_known_nodes:$n\r?$/m
+			  && $info =~ /^cluster_slots_ok:$SLOTS\r?$/m;
+		}
+		return 1;
+	});
+	return;
+}
+
+# The slot of a key of the extension.
+sub slot
+{
+	my ($self, $key) = @_;
+	my $slot = $self->{slots}{$key} //= $self->master(0)->cli('CLUSTER', 'KEYSLOT', "{$key}");
+
+	$self->{keys}{$slot} = "{$key}";
+	return $slot;
+}
+
+# The port of the server that this one takes for the slot's owner; the slot is
+# one that slot() has told.
+sub _owner
+{
+	my ($self, $server, $slot) = @_;
+
+	return $server->port if eval { $server->cli('EXISTS', $self->{keys}{$slot}); 1 };
+	return $@ =~ /^MOVED \d+ \S+:(\d+)$/ ? $1 : die $@;
+}
+
+# The number of the master that had the slot when the cluster was made.
+sub first_owner
+{
+	my ($self, $slot) = @_;
+	my $n = @{ $self->{masters} };
+
+	foreach my $i (0 .. $n - 1)
+	{
+		return $i if $slot < int($SLOTS * ($i + 1) / $n);
+	}
+	die "no slot $slot";
+}
+
+sub _epoch
+{
+	my ($server) = @_;
+
+	return $server->cli('CLUSTER', 'INFO') =~ /^cluster_my_epoch:(\d+)/m ? $1 : die 'no epoch';
+}
+
+# Opens a slot's move, in which each key is asked for where it is.
+sub begin_move
+{
+	my ($self, $slot, $from, $to) = @_;
+	my ($source, $target) = ($self->master($from), $self->master($to));
+
+	$target->cli('CLUSTER', 'SETSLOT', $slot, 'IMPORTING', $source->{id});
+	$source->cli('CLUSTER', 'SETSLOT', $slot, 'MIGRATING', $target->{id});
+	return;
+}
+
+# Moves the slot's keys, and closes the move.
+sub end_move
+{
+	my ($self, $slot, $from, $to) = @_;
+	my ($source, $target) = ($self->master($from), $self->master($to));
+
+	while (my @keys = @{ $source->cli('CLUSTER', 'GETKEYSINSLOT', $slot, 10) })
+	{
+		$source->cli('MIGRATE', '127.0.0.1', $target->port, '', 0, 60_000, 'KEYS', @keys);
+	}
+	# Who claims a slot with an epoch that is not the highest may be told that it
+	# is another's, and then nobody has it.
+	await('the target to have the highest epoch', sub {
+		$target->cli('CLUSTER', 'BUMPEPOCH');
+		return !grep { $_ != $target && _epoch($_) >= _epoch($target) } $self->masters;
+	});
+	$_->cli('CLUSTER', 'SETSLOT', $slot, 'NODE', $target->{id}) foreach $target, $source,
+	  grep { $_ != $target && $_ != $source } $self->masters;
+	await('all to know of the move', sub {
+		return !grep { $self->_owner($_, $slot) != $target->port } $self->masters, @{ $self->{replicas} };
+	});
+	return;
+}
+
+sub move_slot
+{
+	my ($self, @move) = @_;
+
+	$self->begin_move(@move);
+	return $self->end_move(@move);
+}
+
+1;
