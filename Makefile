@@ -1,6 +1,6 @@
 MODULE_big = ratelimit
 OBJS = src/ratelimit.o src/limits.o src/algorithm.o src/address.o src/resp.o src/tls.o \
-	src/connection.o src/slots.o src/route.o src/redis.o src/pipeline.o src/redis_store.o \
+	src/connection.o src/slots.o src/sentinel.o src/route.o src/redis.o src/pipeline.o src/redis_store.o \
 	src/shared.o src/cells.o src/local_store.o src/denied.o \
 	src/breaker.o src/stat.o src/status.o src/key.o src/values.o src/decide.o src/functions.o src/many.o \
 	src/charges.o src/simulate.o src/rule.o \

@@ -5,9 +5,10 @@
  * The URL is
  *
  *	redis://[user@]host[:port][,host[:port] ...][/db]
+ *	redis+sentinel://[user@]host[:port][,host[:port] ...]/service[/db]
  *	unix://[user@]/path[?db=n]
  *
- * rediss:// is redis:// with TLS.
+ * With rediss instead of redis it is TLS.
  *
  * Nothing is taken for granted: what does not parse is an error, and an error
  * never repeats the URL if it may hold a password.
@@ -113,17 +114,23 @@ parse_host(const char *url, const char *end, RlAddress *address, RlError *error)
 bool
 rl_target_parse(const char *url, RlTarget *target, RlError *error)
 {
-	RlAddress	address = {.port = 6379};
+	RlAddress	address = {0};
+	bool		sentinels = false;
 	const char *at;
 	const char *end;
 
 	target->n = 1;
+	target->service[0] = '\0';
 	if (take_scheme(&url, "unix://"))
 		address.is_path = true;
 	else if (take_scheme(&url, "rediss://"))
 		address.tls = true;
+	else if (take_scheme(&url, "redis+sentinel://"))
+		sentinels = true;
+	else if (take_scheme(&url, "rediss+sentinel://"))
+		sentinels = address.tls = true;
 	else if (!take_scheme(&url, "redis://"))
-		return wrong_url(error, "The URL must start with redis://, rediss:// or unix://.");
+		return wrong_url(error, "The URL must start with redis://, rediss://, redis+sentinel://, rediss+sentinel:// or unix://.");
 
 	/* The last @, so that no part of a password is taken for a host. */
 	at = address.is_path && url[0] == '/' ? NULL : strrchr(url, '@');
@@ -154,6 +161,7 @@ rl_target_parse(const char *url, RlTarget *target, RlError *error)
 		return true;
 	}
 
+	address.port = sentinels ? 26379 : 6379;
 	end = url + strcspn(url, "/");
 	for (int i = 0;; i++)
 	{
@@ -168,6 +176,13 @@ rl_target_parse(const char *url, RlTarget *target, RlError *error)
 		if (comma == NULL)
 			break;
 		url = comma + 1;
+	}
+	if (sentinels)
+	{
+		url = *end == '/' ? end + 1 : end;
+		end = url + strcspn(url, "/");
+		if (!copy_part(target->service, sizeof(target->service), url, end))
+			return wrong_url(error, "The name of the Sentinels' service is missing or too long.");
 	}
 	if (*end == '/' && end[1] != '\0' &&
 		!read_number(end + 1, strchr(end, '\0'), 0, 65535, &address.db))

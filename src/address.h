@@ -21,9 +21,10 @@ typedef struct RlAddress
 
 #define RL_MAX_SEEDS		16
 
-/* What the URL names: one server, or some of a cluster's nodes. */
+/* What the URL names: one server, or some of a cluster's nodes, or Sentinels. */
 typedef struct RlTarget
 {
+	char		service[128];	/* not empty: of which Sentinels know the master */
 	int			n;
 	RlAddress	seeds[RL_MAX_SEEDS];
 } RlTarget;

@@ -162,7 +162,7 @@ _PG_init(void)
 	 */
 	DefineCustomStringVariable("ratelimit.redis_url",
 							   "The Redis server that keeps the limits' state.",
-							   "redis://[user@]host[:port][/db], rediss:// for TLS, or unix://[user@]/path[?db=n]. A password belongs in ratelimit.redis_passfile.",
+							   "redis://[user@]host[:port][,host[:port] ...][/db], redis+sentinel://[user@]host[:port][,...]/service[/db], with rediss for TLS, or unix://[user@]/path[?db=n]. A password belongs in ratelimit.redis_passfile.",
 							   &rl_redis_url,
 							   "redis://127.0.0.1:6379/0",
 							   PGC_SUSET, 0,

@@ -25,7 +25,7 @@ RlRedisUsage rl_redis_usage;
 const char *
 rl_redis_server(bool *connected, const char **breaker, int64 *breaker_left)
 {
-	static char name[RL_MAX_SERVER];
+	static char name[RL_MAX_SERVER + 128];
 	RlNode	   *node = rl_nodes_are_current() ? rl_node_in_use() : NULL;
 	RlTarget	target;
 	RlError		error;
@@ -34,11 +34,17 @@ rl_redis_server(bool *connected, const char **breaker, int64 *breaker_left)
 	*breaker = NULL;
 	*breaker_left = 0;
 	if (node != NULL)
-		target.seeds[0] = node->address;
-	else if (!rl_target_parse(rl_redis_url, &target, &error))
+	{
+		rl_connection_name(&node->address, name, sizeof(name));
+		*breaker = rl_breaker_state(node->breaker, breaker_left);
+	}
+	else if (rl_target_parse(rl_redis_url, &target, &error))
+	{
+		rl_target_name(&target, name, sizeof(name));
+		*breaker = rl_breaker_state(rl_breaker_find(name), breaker_left);
+	}
+	else
 		return NULL;
-	rl_connection_name(&target.seeds[0], name, sizeof(name));
-	*breaker = rl_breaker_state(rl_breaker_find(name), breaker_left);
 	return name;
 }
 

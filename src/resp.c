@@ -60,6 +60,17 @@ got_string(const redisReadTask *task, char *str, size_t len)
 		int64		value = 0;
 		bool		valid = read_int64(str, len, &value);
 
+		if (!valid && task->parent != NULL && task->parent->parent == NULL && task->idx == 0 &&
+			len < sizeof(reply->text) && reply->kind == RL_REPLY_NUMBERS)
+		{
+			for (size_t i = 0; i < len; i++)
+				if (str[i] <= ' ' || str[i] > '~')
+					return got_value(task, false, 0);
+			reply->kind = RL_REPLY_ADDRESS;
+			memcpy(reply->text, str, len);
+			reply->text[len] = '\0';
+			return reply;
+		}
 		return got_value(task, valid, value);
 	}
 
@@ -98,6 +109,13 @@ got_integer(const redisReadTask *task, long long value)
 static void *
 got_nil(const redisReadTask *task)
 {
+	RlReply    *reply = task->privdata;
+
+	if (task->parent == NULL)
+	{
+		reply->kind = RL_REPLY_NIL;
+		return reply;
+	}
 	return got_value(task, false, 0);
 }
 

@@ -16,6 +16,8 @@ typedef enum RlReplyKind
 								 * array of these */
 	RL_REPLY_STATUS,
 	RL_REPLY_ERROR,
+	RL_REPLY_NIL,
+	RL_REPLY_ADDRESS,			/* an array of a host and a port */
 	RL_REPLY_OTHER				/* anything that no command of ours answers */
 } RlReplyKind;
 
@@ -26,7 +28,7 @@ typedef struct RlReply
 	bool		is_array;
 	int			nvalues;
 	int64		values[RL_MAX_VALUES];
-	char		text[256];		/* of an error: its line, in ASCII */
+	char		text[320];		/* of an error: its line, in ASCII; or a host */
 } RlReply;
 
 struct redisReader;

@@ -8,6 +8,9 @@
  * cluster; then each slot's owner is remembered.  A call that nobody can have
  * run, because it was not sent or was sent elsewhere, may look for another
  * server; one that was sent and not answered never does.
+ *
+ * Or it names Sentinels.  Then home is the master that they know, and they are
+ * asked again whenever the connection to it is gone, or it is none any more.
  */
 #include "postgres.h"
 
@@ -23,6 +26,7 @@ static RlNode *in_use = NULL;	/* whose answer was the last */
 static RlTarget target;
 static int	first_seed = 0;		/* that is asked when there is no home */
 static uint64 routes = 0;
+static RlBreaker *service_breaker = NULL;	/* of a service that Sentinels know */
 
 /* What says where and how to connect, and what it said when it was read. */
 static char **const settings[] = {
@@ -64,11 +68,21 @@ forget(RlNode *node)
 		in_use = NULL;
 }
 
+/* Writes what people call what the URL names, or its first server. */
+void
+rl_target_name(const RlTarget *target, char *name, size_t size)
+{
+	rl_connection_name(&target->seeds[0], name, size);
+	if (target->service[0] != '\0')
+		snprintf(name + strlen(name), size - strlen(name), "/%s", target->service);
+}
+
 /* Drops all connections and reads the settings.  Raises an error if one is wrong. */
 static void
 read_settings(void)
 {
 	RlError		error;
+	char		name[RL_MAX_SERVER + sizeof(target.service)];
 
 	for (size_t i = 0; i < lengthof(settings); i++)
 	{
@@ -87,6 +101,11 @@ read_settings(void)
 		ereport(ERROR,
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("ratelimit.redis_url names a user, but ratelimit.redis_passfile is empty")));
+	if (target.service[0] != '\0')
+	{
+		rl_target_name(&target, name, sizeof(name));
+		service_breaker = rl_breaker_find(name);
+	}
 	for (size_t i = 0; i < lengthof(settings); i++)
 		known_settings[i] = MemoryContextStrdup(TopMemoryContext, *settings[i]);
 }
@@ -123,7 +142,7 @@ find_node(const RlAddress *address, const RlRoute *route)
 	oldest->address = *address;
 	oldest->used = route->number;
 	rl_connection_name(address, name, sizeof(name));
-	oldest->breaker = rl_breaker_find(name);
+	oldest->breaker = target.service[0] ? service_breaker : rl_breaker_find(name);
 	return oldest;
 }
 
@@ -172,7 +191,8 @@ rl_route_begin(RlRoute *route, const char *key, int len)
 		read_settings();
 	route->number = ++routes;
 	route->slot = key != NULL && rl_slots_known() ? rl_slot(key, len) : -1;
-	route->node = route->admitted = NULL;
+	route->node = route->told = NULL;
+	route->admitted = NULL;
 	route->reused = route->asking = route->lost = false;
 	route->turns = 0;
 	route->deadline = 0;
@@ -195,7 +215,7 @@ choose_node(const RlRoute *route)
 	}
 	if (home != NULL && home->lost != route->number)
 		return home;
-	for (int i = 0; i < target.n; i++)
+	for (int i = 0; i < target.n && target.service[0] == '\0'; i++)
 	{
 		node = find_node(&target.seeds[(first_seed + i) % target.n], route);
 		if (node != NULL && node->lost != route->number)
@@ -215,7 +235,7 @@ lose(RlRoute *route, const RlError *error)
 
 	node->lost = route->number;
 	rl_slots_forget(rl_node_number(node));
-	for (int i = 0; i < target.n; i++)
+	for (int i = 0; i < target.n && target.service[0] == '\0'; i++)
 		if (same_address(&node->address, &target.seeds[i]))
 			first_seed = (i + 1) % target.n;
 	if (home == node)
@@ -227,6 +247,38 @@ lose(RlRoute *route, const RlError *error)
 	route->lost = true;
 }
 
+/* True if the breaker lets the call through; it is asked only once for a call. */
+static bool
+is_admitted(RlRoute *route, RlBreaker *breaker, RlError *error)
+{
+	if (breaker != route->admitted && !rl_breaker_admits(breaker, error))
+		return false;
+	route->admitted = breaker;
+	return true;
+}
+
+/* Asks the Sentinels for home.  Returns false with the error set. */
+static bool
+ask_sentinels(RlRoute *route, RlError *error)
+{
+	char		password[RL_MAX_PASSWORD] = "";
+	RlAddress	master;
+
+	if (!is_admitted(route, service_breaker, error))
+		return false;
+	if (rl_redis_passfile[0] != '\0')
+		rl_password_read(password);
+	make_room(route);
+	if (!rl_sentinel_find(&target, &first_seed, password, &master, error))
+	{
+		if (error->unreachable)
+			rl_breaker_failed(service_breaker, error);
+		return false;
+	}
+	home = route->node = route->told = find_node(&master, route);
+	return true;
+}
+
 /*
  * Chooses the node for the call's next attempt, if a reply has not done so.
  * Returns false with the error set if that was lost, or none is left.
@@ -236,6 +288,8 @@ rl_route_choose(RlRoute *route, RlError *error)
 {
 	if (route->node == NULL)
 		route->node = choose_node(route);
+	if (route->node == NULL && target.service[0] != '\0' && !ask_sentinels(route, error))
+		return false;
 	if (route->node != NULL && route->node->lost != route->number)
 		return true;
 	rl_error_set(error, ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION,
@@ -256,10 +310,14 @@ rl_route_try(RlRoute *route, bool *others, RlError *error)
 
 	*others = true;
 	node->used = route->number;
-	if (node == route->admitted || rl_breaker_admits(node->breaker, error))
+	if (is_admitted(route, node->breaker, error))
 	{
-		route->admitted = node;
 		route->reused = rl_connection_is_usable(&node->conn);
+		if (!route->reused && target.service[0] != '\0' && route->told != node)
+		{
+			home = route->node = NULL;
+			return false;
+		}
 		if (route->reused || connect_node(node, route, error))
 		{
 			if (route->deadline == 0)
@@ -334,7 +392,8 @@ rl_node_answers(RlNode *node)
 
 /*
  * The call was answered.  Returns true if it may be sent again: it was not
- * run, because another server has the key's slot, or none has all of it yet.
+ * run, because another server has the key's slot, or none has all of it yet,
+ * or another one is the master now.
  */
 bool
 rl_route_answered(RlRoute *route, const RlReply *reply)
@@ -353,13 +412,20 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 		next = read_redirect(reply->text + 6, route);
 		if (next == NULL)
 			return false;
-		rl_slot_learn(route->slot, rl_node_number(next));
+		/* Who was lost may have an heir by the next call. */
+		if (next->lost != route->number)
+			rl_slot_learn(route->slot, rl_node_number(next));
 	}
 	else if (is_error(reply, "ASK "))
 	{
 		next = read_redirect(reply->text + 4, route);
 		if (next == NULL)
 			return false;
+	}
+	else if (is_error(reply, "READONLY") && target.service[0] != '\0' && route->turns == 0)
+	{
+		if (home == in_use)
+			home = NULL;
 	}
 	else if (is_error(reply, "TRYAGAIN"))
 		route->turns += FREE_TURNS;

@@ -26,7 +26,8 @@ typedef struct RlRoute
 	uint64		number;
 	int			slot;			/* -1: not known */
 	RlNode	   *node;			/* that is asked; NULL: not chosen yet */
-	RlNode	   *admitted;		/* its breaker has let this call through */
+	RlBreaker  *admitted;		/* has let this call through */
+	RlNode	   *told;			/* by a Sentinel, as the master */
 	bool		reused;			/* its connection was there before */
 	bool		asking;			/* it has the slot only for who insists */
 	int			turns;			/* how often the call was sent elsewhere */
@@ -44,11 +45,16 @@ extern void rl_route_broken(RlRoute *route, const RlError *error);
 extern bool rl_route_answered(RlRoute *route, const RlReply *reply);
 extern bool rl_route_should_pause(const RlRoute *route);
 extern bool rl_nodes_are_current(void);
+extern void rl_target_name(const RlTarget *target, char *name, size_t size);
 extern RlNode *rl_node_in_use(void);
 extern void rl_node_answers(RlNode *node);
 extern int	rl_node_number(const RlNode *node);
 extern RlNode *rl_node_numbered(int number);
 extern RlNode *rl_node_that_has(const char *key, int len);
+
+/* sentinel.c */
+extern bool rl_sentinel_find(const RlTarget *target, int *first, const char *password,
+							 RlAddress *master, RlError *error);
 
 /* slots.c */
 #define RL_SLOTS			16384

@@ -57,7 +57,10 @@ SELECT left(u, 30) AS url, f.* FROM (VALUES
 	(14, 'redis://user:secret@h'), (15, 'redis://user:se@cret@h'), (16, 'redis://@h'), (17, 'redis://[::1'), (18, 'redis://[::1]x'),
 	(19, 'redis://h?db=1'), (20, 'unix://'), (21, 'unix://relative'), (22, 'unix:///s?db='), (23, 'unix:///s?x=1'), (24, 'unix:///s?db=1?db=2'),
 	(25, 'unix:///' || repeat('x', 120)), (26, 'unix://user:secret@/s'), (27, 'redis://user@h'), (29, 'redis://' || repeat('h', 300)),
-	(30, 'REDIS://h'), (31, 'redis://a b')
+	(30, 'REDIS://h'), (31, 'redis://a b'), (32, 'redis://h,'), (33, 'redis://h,,i'), (34, 'redis://h:1,i:x'), (35, 'redis://h,u@i'),
+	(36, 'redis://h' || repeat(',h', 16)), (37, 'unix+sentinel://h/s'), (38, 'redis+sentinel://h'), (39, 'redis+sentinel://h/'),
+	(40, 'redis+sentinel:///s'), (41, 'redis+sentinel://h/s/x'), (42, 'redis+sentinel://h,/s'), (43, 'redis+sentinel://u:secret@h/s'),
+	(44, 'redis+sentinel://h/' || repeat('s', 200))
 ) v (id, u), LATERAL failure(format($$SET ratelimit.redis_url = %L; SELECT rl_throttle('k', 1, 1, 1)$$, u)) f ORDER BY id;
 SET ratelimit.redis_url = 'redis://127.0.0.1';
 SET ratelimit.redis_passfile = '/nonexistent/file';

@@ -50,6 +50,7 @@ sub new
 		owner    => $$,
 		password => $options{password},
 		args     => $options{args} || [],
+		config   => $options{config} || [],
 		loading  => $options{loading},
 	}, $class;
 }
@@ -101,7 +102,8 @@ sub free_port
 	die "no free port found";
 }
 
-# The password alone: as an argument Valkey 8 does not take every character.
+# The password: as an argument Valkey 8 does not take every character.  And what
+# is no argument.
 sub _config_file
 {
 	my ($self) = @_;
@@ -110,6 +112,7 @@ sub _config_file
 	open my $fh, '>', $file or die "$file: $!";
 	print $fh 'requirepass "', map({ sprintf '\x%02x', ord } split //, $self->{password}), "\"\n"
 	  if defined $self->{password};
+	print $fh "$_\n" foreach @{ $self->{config} };
 	close $fh or die "$file: $!";
 	return $file;
 }
