@@ -20,6 +20,7 @@
 #include "utils/memutils.h"
 
 #include "charges.h"
+#include "redis.h"
 
 /* More than this of a transaction is not given back, and logged. */
 #define MAX_GRANTS			65536
@@ -263,6 +264,12 @@ flush(bool quietly, RlError *error)
 	nrefused = 0;
 	if (!done)
 		give_up(was_sent, error);
+	/* Of a cluster only a part has failed, which other keys do not wait for. */
+	if (!done && rl_redis_is_cluster())
+	{
+		give_up(is_any, error);
+		return true;
+	}
 	return done;
 }
 

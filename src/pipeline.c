@@ -219,14 +219,15 @@ find_line(Pipeline *p, Call *call)
 	bool		others = true;
 
 	p->command = NULL;
+	call->slot = -1;
 	if (p->quiet || rl_slots_known())
 		write_command(p, call);
+	if (rl_slots_known())
+		call->slot = rl_slot(rl_command_key(p->command), p->command->key_len);
 	/* Quietly, calls that are for another node have their turn or have failed. */
 	if (p->quiet)
-		return p->nlines == 0 ? NULL :
-			line_to(p, rl_node_that_has(rl_command_key(p->command), p->command->key_len));
+		return p->nlines == 0 ? NULL : line_to(p, rl_node_that_has(call->slot));
 
-	call->slot = p->command ? rl_slot(rl_command_key(p->command), p->command->key_len) : -1;
 	route->slot = call->slot;
 	route->node = call->node ? rl_node_numbered(call->node) : NULL;
 	route->asking = call->asking;

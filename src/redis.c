@@ -48,6 +48,13 @@ rl_redis_server(bool *connected, const char **breaker, int64 *breaker_left)
 	return name;
 }
 
+/* True if answers have told that the server is a cluster's. */
+bool
+rl_redis_is_cluster(void)
+{
+	return rl_slots_known();
+}
+
 /* Drops the connection of which a reply made no sense. */
 void
 rl_redis_distrust(void)

@@ -51,6 +51,7 @@ extern bool rl_is_noscript(const RlReply *reply);
 
 extern bool rl_redis_command(RlCommand *command, RlReply *reply, RlError *error);
 extern void rl_redis_distrust(void);
+extern bool rl_redis_is_cluster(void);
 extern const char *rl_redis_server(bool *connected, const char **breaker, int64 *breaker_left);
 extern bool rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error);
 

@@ -462,18 +462,18 @@ rl_node_numbered(int number)
 }
 
 /*
- * The connected node that a call about the key goes to, or NULL; it does not
- * throw.
+ * The connected node that has the slot, or all if that is -1; NULL if there is
+ * none or it is not known.
  */
 RlNode *
-rl_node_that_has(const char *key, int len)
+rl_node_that_has(int slot)
 {
 	bool		guess;
 	int			owner;
 
-	if (!rl_slots_known())
+	if (slot < 0)
 		return home != NULL && home->conn.ctx != NULL ? home : NULL;
-	owner = rl_slot_owner(rl_slot(key, len), &guess);
+	owner = rl_slot_owner(slot, &guess);
 	if (owner == 0 || guess || nodes[owner - 1].conn.ctx == NULL)
 		return NULL;
 	return &nodes[owner - 1];

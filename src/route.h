@@ -50,7 +50,7 @@ extern RlNode *rl_node_in_use(void);
 extern void rl_node_answers(RlNode *node);
 extern int	rl_node_number(const RlNode *node);
 extern RlNode *rl_node_numbered(int number);
-extern RlNode *rl_node_that_has(const char *key, int len);
+extern RlNode *rl_node_that_has(int slot);
 
 /* sentinel.c */
 extern bool rl_sentinel_find(const RlTarget *target, int *first, const char *password,
