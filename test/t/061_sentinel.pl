@@ -187,6 +187,8 @@ my $lost = $watcher->ask('SELECT clock_timestamp()');
 $a->stop;
 # Which ends the connections that there are.
 await('the promotion', sub { (eval { $b->cli('ROLE') } || [''])->[0] eq 'master' });
+my $is_master = $watcher->ask('SELECT clock_timestamp()');
+await('the Sentinels to tell of it', sub { !grep { master_of($_) != $b->port } @sentinels });
 my $promoted = $watcher->ask('SELECT clock_timestamp()');
 my $end = $watcher->ask("SELECT clock_timestamp() + interval '3 s'");
 await('more calls', sub { $watcher->ask("SELECT clock_timestamp() > '$end'") eq 't' });
@@ -196,9 +198,10 @@ await('all keys to be used up', sub {
 $watcher->ask('INSERT INTO stop DEFAULT VALUES');
 $clients->finish;
 is($clients->result(0), 0, 'a fail-over: no session ended, no error reached SQL') or diag $err;
-note $watcher->ask(qq{SELECT format('promoted after %s s, calls went on after %s to %s s more, %s calls failed',
-		extract(epoch FROM '$promoted'::timestamptz - '$lost'), min(again), max(again), sum(failed))
-	FROM (SELECT extract(epoch FROM min(ended) FILTER (WHERE source = 'redis' AND ended > '$promoted') - '$promoted') AS again,
+note $watcher->ask(qq{SELECT format('a master after %s s, which the Sentinels told after %s s more, calls went on after %s to %s s, %s calls failed',
+		extract(epoch FROM '$is_master'::timestamptz - '$lost'), extract(epoch FROM '$promoted'::timestamptz - '$is_master'),
+		min(again), max(again), sum(failed))
+	FROM (SELECT extract(epoch FROM min(ended) FILTER (WHERE source = 'redis' AND ended > '$is_master') - '$is_master') AS again,
 			count(*) FILTER (WHERE source <> 'redis') AS failed FROM asked GROUP BY pid) c});
 is($watcher->ask(qq{SELECT count(DISTINCT pid) FROM asked WHERE source = 'redis'
 		AND ended BETWEEN '$promoted' AND '$promoted'::timestamptz + interval '2 s'}), 8,

@@ -105,6 +105,14 @@ sub _owner
 	return $@ =~ /^MOVED \d+ \S+:(\d+)$/ ? $1 : die $@;
 }
 
+# True if the server takes itself for the owner of the slot of a key of the extension.
+sub has
+{
+	my ($self, $server, $key) = @_;
+
+	return $self->_owner($server, $self->slot($key)) == $server->port;
+}
+
 # The number of the master that had the slot when the cluster was made.
 sub first_owner
 {
