@@ -57,17 +57,23 @@ typedef enum RlOutcome
 	RL_NOT_SENT					/* failed, and Redis cannot have seen a byte */
 } RlOutcome;
 
+/* connection.c */
 extern void rl_connection_name(const RlAddress *address, char *name, size_t size);
 extern bool rl_connection_open(RlConnection *conn, const RlAddress *address,
 							   const char *password, int64 *deadline, RlError *error);
 extern bool rl_connection_is_usable(RlConnection *conn);
 extern bool rl_connection_has_room(void);
+extern void rl_connection_close(RlConnection *conn);
+
+/* socket.c */
 extern void rl_connection_pause(int64 until);
+extern bool rl_connection_refused(const RlConnection *conn, bool set_up, const char *line,
+								  RlError *error);
+
+/* stream.c */
 extern RlOutcome rl_connection_exchange(RlConnection *conn, StringInfo out, int n,
 										int64 deadline, RlReply *reply, RlError *error);
 extern bool rl_connection_settle(RlConnection *conn, RlError *error);
-extern bool rl_connection_refused(const RlConnection *conn, bool set_up, const char *line,
-								  RlError *error);
 extern void rl_stream_begin(RlStream *stream, RlConnection *conn, StringInfo out);
 extern bool rl_stream_has_room(RlStream *stream);
 extern void rl_stream_appended(RlStream *stream);
@@ -79,6 +85,5 @@ extern bool rl_stream_receive(RlStream *stream, RlError *error);
 extern bool rl_stream_next(RlStream *stream, bool *found, RlError *error);
 extern void rl_stream_taken(RlStream *stream);
 extern bool rl_stream_end(RlStream *stream, RlError *error);
-extern void rl_connection_close(RlConnection *conn);
 
 #endif							/* CONNECTION_H */

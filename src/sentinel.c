@@ -43,8 +43,8 @@ ask(RlConnection *conn, const RlAddress *sentinel, const char *service, const ch
 /*
  * Finds the service's master.  The Sentinels are asked in order, from *first,
  * which is then the one that answered, and without the password unless they
- * want one.  Returns false with the error of the first
- * set; raises an error if a setting for TLS is wrong.
+ * want one.  Returns false with the error of the first set; raises an error if
+ * a setting for TLS is wrong.
  */
 bool
 rl_sentinel_find(const RlTarget *target, int *first, const char *password, RlAddress *master,
