@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2153,SC2154 # words, cores, round, T and others are script/bench's
 #
 # For script/bench: many keys at once, by rl_check_many next to redis-benchmark
-# with the same script in a pipeline of 16, and by the trigger for each statement
-# next to the one for each row.
+# with the same script in a pipeline of 16, and on a cluster next to one server;
+# and by the trigger for each statement next to the one for each row.
 
 CHECKED=10000
 pipelines=(check_many clients_1 clients_50)
@@ -12,6 +12,12 @@ declare -A PIPELINE=(
 	[clients_50]='redis-benchmark -P 16 (50 clients)'
 )
 PIPELINE_TARGET=1.2
+wheres=(tcp cluster)
+declare -A WHERE=(
+	[tcp]='rl_check_many, TCP'
+	[cluster]='rl_check_many, cluster of three masters'
+)
+CLUSTER_TARGET=2
 triggers=(none row statement)
 declare -A TRIGGER=(
 	[none]='no trigger'
@@ -20,7 +26,36 @@ declare -A TRIGGER=(
 )
 TRIGGER_TARGET=0.1
 
+node() { "${AS[@]}" "$REDIS_CLI" -p "$@"; }
+node_answers() { [[ $(node "$1" PING 2>/dev/null) == PONG ]]; }
+node_is_well() { [[ $(node "$1" CLUSTER INFO) == *cluster_state:ok*cluster_known_nodes:3* ]]; }
+
+# Starts a cluster, and sets seeds to what ratelimit.redis_url calls it.
+start_cluster() {
+	local i port bus ports=() buses=()
+	for i in 0 1 2; do
+		port=$(free_port) bus=$(free_port)
+		"${AS[@]}" mkdir "$T/redis/$i"
+		run "$REDIS_SERVER" --bind 127.0.0.1 --port "$port" --cluster-enabled yes --cluster-port "$bus" \
+			--dir "$T/redis/$i" --logfile log --save '' --appendonly no --daemonize yes >"$T/out"
+		await 10 node_answers "$port" || die "$REDIS_SERVER does not start as a cluster's node"
+		node "$port" CLUSTER SET-CONFIG-EPOCH $((i + 1)) >"$T/out"
+		node "$port" CLUSTER ADDSLOTSRANGE $((16384 * i / 3)) $((16384 * (i + 1) / 3 - 1)) >"$T/out"
+		ports+=("$port") buses+=("$bus")
+	done
+	for i in 1 2; do
+		node "${ports[0]}" CLUSTER MEET 127.0.0.1 "${ports[i]}" "${buses[i]}" >"$T/out"
+	done
+	for port in "${ports[@]}"; do
+		await 30 node_is_well "$port" || die 'the cluster does not come about'
+	done
+	seeds=redis://127.0.0.1:${ports[0]},127.0.0.1:${ports[1]},127.0.0.1:${ports[2]}
+}
+
 prepare_many() {
+	local seeds
+	start_cluster
+	sql -c 'CREATE ROLE cluster SUPERUSER LOGIN' -c "ALTER ROLE cluster SET ratelimit.redis_url = '$seeds'"
 	sql <<-END
 		CREATE UNLOGGED TABLE bench_keys AS SELECT array_agg('many:' || i) AS keys FROM generate_series(1, $CHECKED) i;
 		CREATE UNLOGGED TABLE bench_none (customer int, at timestamptz);
@@ -33,20 +68,20 @@ prepare_many() {
 	END
 }
 
-# execution_time SQL: in milliseconds, of the third time.
+# execution_time SQL [ROLE]: in milliseconds, of the third time.
 execution_time() {
 	for _ in 1 2 3; do printf 'EXPLAIN (ANALYZE, TIMING OFF) %s;\n' "$1"; done |
-		sql -At | sed -nE 's/^Execution Time: ([0-9.]+) ms/\1/p' | tail -n 1
+		sql -At -U "${2:-$PGUSER}" | sed -nE 's/^Execution Time: ([0-9.]+) ms/\1/p' | tail -n 1
 }
 
 # measure_many MODE: appends the microseconds of a key, and the milliseconds of a statement.
 measure_many() {
 	local name rate call=("${words[@]/rl:\{one\}/rl:\{bench:__rand_int__\}}")
 	[[ ${call[*]} == *__rand_int__* ]] || die 'the recorded call has no key to vary'
-	for name in "${pipelines[@]}"; do
-		if [[ $name == check_many ]]; then
-			execution_time "SELECT count(*) FROM bench_keys, rl_check_many(keys, '1000/1s burst 1000000000')" |
-				awk -v n="$CHECKED" '{ print $1 * 1000 / n }' >>"$T/results/$1.$name"
+	for name in "${pipelines[@]}" "${wheres[@]}"; do
+		if [[ $name != clients_* ]]; then
+			execution_time "SELECT count(*) FROM bench_keys, rl_check_many(keys, '1000/1s burst 1000000000')" \
+				"$([[ $name == check_many ]] || echo "$name")" | awk -v n="$CHECKED" '{ print $1 * 1000 / n }' >>"$T/results/$1.$name"
 			continue
 		fi
 		# Once for keys that are known, as those of rl_check_many are.
@@ -85,6 +120,9 @@ report_many() {
 			many_line "${PIPELINE[$name]}" "$(median "$T/results/$mode.$name")" \
 				"$(paste "$T/results/$mode.check_many" "$T/results/$mode.$name" | awk '{ print $1 / $2 }' | median)" "$PIPELINE_TARGET"
 		done
+		many_line "${WHERE[tcp]}" "$(median "$T/results/$mode.tcp")" '' ''
+		many_line "${WHERE[cluster]}" "$(median "$T/results/$mode.cluster")" \
+			"$(paste "$T/results/$mode.cluster" "$T/results/$mode.tcp" | awk '{ print $1 / $2 }' | median)" "$CLUSTER_TARGET"
 		echo
 		many_head 'the same; INSERT of 10,000 rows of 100 keys' ms
 		for name in "${triggers[@]}"; do
@@ -94,6 +132,6 @@ report_many() {
 		done
 		echo
 	done
-	echo "Ratios are of rl_check_many's time to redis-benchmark's, and of what the trigger for each statement adds to what that for each row adds."
+	echo "Ratios are of rl_check_many's time to redis-benchmark's, of a cluster's to one server's, and of what the trigger for each statement adds to what that for each row adds."
 	echo
 }
