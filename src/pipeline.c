@@ -199,17 +199,17 @@ send_again(Pipeline *p, Call call)
  * Sending
  */
 
-/* Writes the call's command, which from then on counts as sent. */
-static void
+/* Writes the call's command, which from then on counts as sent; false if it is done. */
+static bool
 write_command(Pipeline *p, const Call *call)
 {
 	p->command = rl_command_start();
-	p->append(p->command, call->i, p->arg);
+	return p->append(p->command, call->i, p->arg);
 }
 
 /*
- * The line of the call; NULL: the call has failed.  If only its key tells, this
- * writes its command.
+ * The line of the call; NULL: the call has failed, or is done.  If only its key
+ * tells, this writes its command.
  */
 static Line *
 find_line(Pipeline *p, Call *call)
@@ -220,8 +220,8 @@ find_line(Pipeline *p, Call *call)
 
 	p->command = NULL;
 	call->slot = -1;
-	if (p->quiet || rl_slots_known())
-		write_command(p, call);
+	if ((p->quiet || rl_slots_known()) && !write_command(p, call))
+		return NULL;
 	if (rl_slots_known())
 		call->slot = rl_slot(rl_command_key(p->command), p->command->key_len);
 	/* Quietly, calls that are for another node have their turn or have failed. */
@@ -309,11 +309,8 @@ fill_lines(Pipeline *p)
 			p->again_first++;
 		else
 			p->next++;
-		if (line == NULL)
-			continue;
-		if (p->command == NULL)
-			write_command(p, &call);
-		append_call(p, line, call);
+		if (line != NULL && (p->command != NULL || write_command(p, &call)))
+			append_call(p, line, call);
 	}
 }
 
@@ -509,10 +506,11 @@ run_pipeline(Pipeline *p)
 
 /*
  * Runs a script n times.  append() writes the arguments of call i, and may be
- * asked for them again; reply() gets the replies, in the order in which they
- * come, and returns false with the error set if one makes no sense.  Returns
- * false with the first call's error set when calls fail: those of which
- * reply() was not told, and of which it is not known whether they ran.
+ * asked for them again, or returns false when that call is done; reply() gets
+ * the replies, in the order in which they come, and returns false with the error
+ * set if one makes no sense.  Returns false with the first call's error set when
+ * calls fail: those of which reply() was not told, and of which it is not known
+ * whether they ran.
  */
 bool
 rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply,

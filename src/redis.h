@@ -34,7 +34,7 @@ typedef struct RlRedisUsage
 
 extern RlRedisUsage rl_redis_usage;
 
-typedef void (*RlPipelineAppend) (RlCommand *command, int i, void *arg);
+typedef bool (*RlPipelineAppend) (RlCommand *command, int i, void *arg);
 typedef bool (*RlPipelineReply) (int i, const RlReply *reply, void *arg, RlError *error);
 
 #define RL_MAX_QUIET_ARGS	49152	/* bytes of a call that is run quietly */

@@ -423,12 +423,13 @@ typedef struct Many
 	void	   *arg;
 } Many;
 
-static void
+static bool
 append_one(RlCommand *command, int i, void *arg)
 {
 	const Many *many = arg;
 
 	append_take(command, &many->wanted[i].key, many->limits, many->wanted[i].quota, RL_TAKE);
+	return true;
 }
 
 static bool
@@ -577,7 +578,7 @@ typedef struct Undo
 	void	   *arg;
 } Undo;
 
-static void
+static bool
 append_undo(RlCommand *command, int i, void *arg)
 {
 	const Undo *undo = arg;
@@ -589,6 +590,8 @@ append_undo(RlCommand *command, int i, void *arg)
 	int			keys = 1;
 	char		name[RL_MAX_PLACE + sizeof(":log:") + 20];
 
+	if (n == 0)
+		return false;
 	for (int j = 0; j < n; j++)
 		keys += (limits[j]->algorithm == RL_SLIDING_LOG);
 	rl_command_number(command, keys);
@@ -609,6 +612,7 @@ append_undo(RlCommand *command, int i, void *arg)
 		rl_command_number(command, charges[j]->at);
 		rl_command_number(command, charges[j]->mark);
 	}
+	return true;
 }
 
 static bool
@@ -626,8 +630,8 @@ read_undo(int i, const RlReply *reply, void *arg, RlError *error)
 
 /*
  * Takes charges back in n calls of the script: next() tells what call i takes
- * back, at most RL_MAX_UNDO charges of one place, and how many they are, and
- * done() is told when it is done, or why Redis refused it.  Returns false with
+ * back, at most RL_MAX_UNDO charges of one place, and how many they are, 0 when
+ * it is done, and done() is told when it is done, or why Redis refused it.  Returns false with
  * the error set when the store fails; quietly, it does not throw.
  */
 bool
