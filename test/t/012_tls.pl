@@ -9,6 +9,7 @@ use POSIX ();
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
+use RedisCluster;
 use RedisServer;
 use Test::More;
 
@@ -66,9 +67,9 @@ certificate('stranger', 'DNS:localhost, IP:127.0.0.1', 'other_ca');
 certificate('client', 'DNS:client.example', 'ca');
 
 my $tls_port = PostgreSQL::Test::Cluster::get_free_port();
-my $redis = RedisServer->new(args => [
-	'--tls-port', $tls_port, '--tls-auth-clients', 'no', '--tls-ca-cert-file', "$dir/ca.crt",
-	'--tls-cert-file', "$dir/server.crt", '--tls-key-file', "$dir/server.key" ])->start;
+my @tls = ('--tls-auth-clients', 'no', '--tls-ca-cert-file', "$dir/ca.crt",
+	'--tls-cert-file', "$dir/server.crt", '--tls-key-file', "$dir/server.key");
+my $redis = RedisServer->new(args => [ '--tls-port', $tls_port, @tls ])->start;
 my $node = new_node($redis);
 my $session = session($node);
 my $watcher = session($node);
@@ -341,5 +342,26 @@ $redis->start;
 show('server');
 works('after a restart');
 is($session->pid, $pid, 'all in one backend');
+
+# Where a node of a cluster sends one to, one goes by TLS too.
+{
+	my @ports;
+	my $cluster = RedisCluster->new(masters => 2, args => sub {
+		push @ports, PostgreSQL::Test::Cluster::get_free_port();
+		return ('--tls-port', $ports[-1], '--tls-cluster', 'yes', @tls);
+	});
+
+	with(redis_url => "rediss://127.0.0.1:$ports[0]", tls_ca_file => "$dir/ca.crt");
+	is($session->ask(q{SELECT count(*) FROM generate_series(1, 50) n, rl_throttle('tls:' || n, 1, 1, 86400) WHERE source = 'redis'}),
+		50, 'a cluster by TLS');
+	foreach my $i (0, 1)
+	{
+		cmp_ok($cluster->master($i)->cli('DBSIZE'), '>', 0, "node $i has some of the keys");
+		like($cluster->master($i)->cli('CLIENT', 'LIST'), qr/ laddr=127\.0\.0\.1:$ports[$i] .* cmd=evalsha /, 'and heard of them by TLS');
+	}
+	with(redis_url => "rediss://localhost:$ports[1]");
+	is($session->ask(q{SELECT count(*) FROM generate_series(1, 50) n, rl_throttle('tls:' || n, 1, 1, 86400) WHERE NOT allowed}),
+		50, 'from another node on');
+}
 
 done_testing();

@@ -2,6 +2,7 @@
 # as many replicas as asked for; gone with the object.
 #
 #   my $cluster = RedisCluster->new(masters => 3, replicas => 1);
+#                                        # args => sub { more arguments of a server }
 #   $cluster->url;                       # all masters as seeds
 #   $cluster->move_slot(42, 0, 2);       # with its keys, from the first master to the third
 package RedisCluster;
@@ -25,7 +26,7 @@ sub new
 		push @all, RedisServer->new(args => [
 				'--cluster-enabled', 'yes', '--cluster-port', RedisServer::free_port(),
 				'--cluster-node-timeout', '1500', '--cluster-require-full-coverage', 'no',
-				'--repl-diskless-sync-delay', '0', @{ $options{args} || [] } ]);
+				'--repl-diskless-sync-delay', '0', $options{args} ? $options{args}->() : () ]);
 		push @{ $self->{ $i < $n ? 'masters' : 'replicas' } }, $all[-1];
 		$all[-1]->start;
 		$all[-1]{id} = $all[-1]->cli('CLUSTER', 'MYID');
