@@ -8,16 +8,10 @@ use FindBin;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
+use RedisServer qw(readme_user);
 use Test::More;
-use Text::ParseWords;
 
-my $readme = slurp_file("$FindBin::RealBin/../../README.md");
-my ($line) = $readme =~ /^redis-cli ACL SETUSER ((?:.*\\\n)*.*)$/m
-  or die 'README has no ACL SETUSER';
-$line =~ s/\\\n//g;
-my ($user, @rule) = shellwords($line);
-my ($password) = map { /^>(.+)/ } @rule;
+my ($user, $password, @rule) = readme_user();
 my @commands = grep { /^\+/ } @rule;
 is_deeply([ grep { !/^\+[a-z]+$/ } @rule ], [ 'on', ">$password", '~rl:*' ],
 	'README: one prefix, and single commands');
@@ -138,7 +132,7 @@ $session->ask('RESET ratelimit.key_prefix');
 is($session->attempt($calls[0])->{state}, '00000', 'with its own prefix it goes on');
 
 # README says when one more is needed.
-like($readme, qr/`\+select`/, 'README names +select');
+like(slurp_file("$FindBin::RealBin/../../README.md"), qr/`\+select`/, 'README names +select');
 $session->ask("SET ratelimit.redis_url = '" . $redis->url(user => $user, db => 1) . "'");
 is($session->attempt($calls[0])->{state}, '08P01', 'another database than 0 needs +select');
 with_rule(@rule, '+select');

@@ -1,5 +1,6 @@
-# A Redis Cluster: every function works on it as on one server; while slots move
-# nobody notices, and when a master dies only who needs it does.
+# A Redis Cluster: every function works on it as on one server, for a user with
+# the rule that README gives; while slots move nobody notices, and when a master
+# dies only who needs it does.
 use strict;
 use warnings FATAL => 'all';
 
@@ -9,13 +10,18 @@ use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
 use RedisCluster;
-use RedisServer;
+use RedisServer qw(readme_user);
 use Test::More;
 
 my $cluster = RedisCluster->new(masters => 3, replicas => 1);
 my $single = RedisServer->new->start;
+my ($user, $password, @rule) = readme_user();
+$_->cli('ACL', 'SETUSER', $user, @rule, '+asking') foreach $cluster->servers, $single;
+my $passfile = PostgreSQL::Test::Utils::tempdir . '/password';
+append_to_file($passfile, "$password\n");
+chmod 0600, $passfile;
 my $node = new_node($single, 'shared_preload_libraries = ratelimit', 'ratelimit.denial_cache = off',
-	"ratelimit.redis_url = '" . $cluster->url . "'");
+	"ratelimit.redis_passfile = '$passfile'", "ratelimit.redis_url = '" . $cluster->url(user => $user) . "'");
 my $session = session($node);
 
 sub calls_of
@@ -45,7 +51,7 @@ $node->safe_psql('postgres', q{
 });
 my $five = '3/1h, token_bucket 3/1h, fixed_window 3/1h, sliding_window 3/1h, sliding_log 3/1h';
 my $alone = session($node);
-$alone->ask("SET ratelimit.redis_url = '" . $single->url . "'");
+$alone->ask("SET ratelimit.redis_url = '" . $single->url(user => $user) . "'");
 $_->ask('SET ratelimit.debug_now = 1700000000000000') foreach $session, $alone;
 my @wrong;
 foreach my $key (map { "k$_" } 1 .. 6)
@@ -280,7 +286,7 @@ foreach my $how (qw(dies stands_still))
 	my @others = grep { $_ != $victim } $cluster->masters;
 
 	# The load waits for nobody, and its seeds begin with the victim.
-	$node->safe_psql('postgres', "TRUNCATE stop, asked; ALTER SYSTEM SET ratelimit.redis_url = '" . $cluster->url($i) . "';
+	$node->safe_psql('postgres', "TRUNCATE stop, asked; ALTER SYSTEM SET ratelimit.redis_url = '" . $cluster->url(first => $i, user => $user) . "';
 		SELECT pg_reload_conf()");
 	$out = $err = '';
 	$clients = IPC::Run::start(

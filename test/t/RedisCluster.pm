@@ -60,13 +60,16 @@ sub master { my ($self, $i) = @_; return $self->{masters}[$i]; }
 sub masters { my ($self) = @_; return @{ $self->{masters} }; }
 sub replica { my ($self, $i) = @_; return $self->{replicas}[$i]; }
 
+sub servers { my ($self) = @_; return (@{ $self->{masters} }, @{ $self->{replicas} }); }
+
 # The value for ratelimit.redis_url: the masters, from this one on.
 sub url
 {
-	my ($self, $first) = @_;
+	my ($self, %options) = @_;
+	my $first = $options{first} || 0;
 	my @masters = $self->masters;
 
-	return 'redis://' . join ',', map { '127.0.0.1:' . $masters[ ($_ + ($first || 0)) % @masters ]->port } 0 .. $#masters;
+	return 'redis://' . (defined $options{user} ? "$options{user}@" : '') . join ',', map { '127.0.0.1:' . $masters[ ($_ + $first) % @masters ]->port } 0 .. $#masters;
 }
 
 # Waits until each server that runs sees so many, and that all is well.
@@ -75,7 +78,7 @@ sub await_agreement
 	my ($self, $n) = @_;
 
 	await('the cluster to be well', sub {
-		foreach my $server (grep { $_->pid } @{ $self->{masters} }, @{ $self->{replicas} })
+		foreach my $server (grep { $_->pid } $self->servers)
 		{
 			my $info = $server->cli('CLUSTER', 'INFO');
 			return 0 unless $info =~ /^cluster_state:ok/m && $info =~ /^cluster_known_nodes:$n\r?$/m
@@ -164,7 +167,7 @@ sub end_move
 	$_->cli('CLUSTER', 'SETSLOT', $slot, 'NODE', $target->{id}) foreach $target, $source,
 	  grep { $_ != $target && $_ != $source } $self->masters;
 	await('all to know of the move', sub {
-		return !grep { $self->_owner($_, $slot) != $target->port } $self->masters, @{ $self->{replicas} };
+		return !grep { $self->_owner($_, $slot) != $target->port } $self->servers;
 	});
 	return;
 }

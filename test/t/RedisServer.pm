@@ -14,12 +14,15 @@ use warnings FATAL => 'all';
 use Exporter 'import';
 use File::Spec;
 use File::Temp ();
+use FindBin;
 use IO::Socket::INET;
 use IO::Socket::UNIX;
 use POSIX ();
+use PostgreSQL::Test::Utils;
+use Text::ParseWords;
 use Time::HiRes qw(sleep time);
 
-our @EXPORT_OK = qw(await);
+our @EXPORT_OK = qw(await readme_user);
 
 my $DEADLINE = $ENV{PG_TEST_TIMEOUT_DEFAULT} || 180;
 
@@ -37,6 +40,17 @@ sub await
 		die "timed out waiting for $what" if time > $end;
 		sleep 0.005;
 	}
+}
+
+# The user that README tells to make in Redis: name, password and rule.
+sub readme_user
+{
+	my ($line) = slurp_file("$FindBin::RealBin/../../README.md") =~ /^redis-cli ACL SETUSER ((?:.*\\\n)*.*)$/m
+	  or die 'README has no ACL SETUSER';
+	$line =~ s/\\\n//g;
+	my ($user, @rule) = shellwords($line);
+
+	return ($user, (map { /^>(.+)/ } @rule), @rule);
 }
 
 sub new
