@@ -11,10 +11,6 @@ declare -A CALL=(
 	[sliding_log]="rl_sliding_log('a log', 100000, 1)"
 	[several]="rl_check('several', 'sliding_log 100000/1s, fixed_window 1000000/1min, 1000000/1s')"
 )
-declare -A KEYS=(
-	[throttle]='a throttle' [token_bucket]='a bucket' [fixed_window]='a window'
-	[sliding_window]='a sliding window' [sliding_log]='a log' [several]='several'
-)
 simulations=(count throttle sliding_log)
 declare -A SIMULATION=(
 	[count]='count(*)'
@@ -47,29 +43,6 @@ measure_algorithms() {
 	done
 }
 
-# What is kept for one key: its hash, and its log if it has one.
-memory_of() {
-	local hash="rl:{$1}" log bytes=0 part
-	for log in "$hash" $(redis --raw KEYS "rl:{$1}:log:*" | tr ' ' '?'); do
-		part=$(redis --raw MEMORY USAGE "${log//\?/ }" SAMPLES 0)
-		bytes=$((bytes + ${part:-0}))
-	done
-	echo "$bytes"
-}
-
-# The sizes of full states: 61 sub-windows, a log of 1,000.
-measure_memory() {
-	sql -o /dev/null <<-'END'
-		SELECT rl_reset(k) FROM unnest(ARRAY['a throttle', 'a bucket', 'a window', 'a sliding window', 'a log', 'several']) k;
-		SELECT rl_throttle('a throttle', 1000, 1, 1), rl_token_bucket('a bucket', 1000, 1, 1), rl_fixed_window('a window', 1000, 60);
-		SELECT set_config('ratelimit.debug_now', (1700000000000000 + i * 100000)::text, false),
-			rl_sliding_window('a sliding window', 1000, 6, 0.1) FROM generate_series(0, 60) i;
-		SELECT set_config('ratelimit.debug_now', (1700000000000000 + i * 1000)::text, false),
-			rl_sliding_log('a log', 1000, 60) FROM generate_series(1, 1000) i;
-		SELECT rl_check('several', 'sliding_log 100000/1s, fixed_window 1000000/1min, 1000000/1s');
-	END
-}
-
 prepare_algorithms() {
 	sql <<-'END'
 		CREATE TABLE bench_past AS
@@ -85,15 +58,12 @@ prepare_algorithms() {
 
 report_algorithms() {
 	local name base
-	measure_memory
-	printf '| %-46s | %9s | %10s | %10s |\n' '1 client, everything on one core, one key' us 'in Redis' bytes
-	printf '|:%s-|%s:|%s:|%s:|\n' ---------------------------------------------- ---------- ----------- -----------
+	printf '| %-46s | %9s | %10s |\n' '1 client, everything on one core, one key' us 'in Redis'
+	printf '|:%s-|%s:|%s:|\n' ---------------------------------------------- ---------- -----------
 	for name in "${algorithms[@]}"; do
-		printf '| %-46s | %9.1f | %10.1f | %10d |\n' "${CALL[$name]%%(*}$([[ $name != several ]] || echo ', three limits at once')" \
-			"$(median "$T/results/algorithm.$name")" "$(median "$T/results/algorithm.$name.server")" "$(memory_of "${KEYS[$name]}")"
+		printf '| %-46s | %9.1f | %10.1f |\n' "${CALL[$name]%%(*}$([[ $name != several ]] || echo ', three limits at once')" \
+			"$(median "$T/results/algorithm.$name")" "$(median "$T/results/algorithm.$name.server")"
 	done
-	echo
-	echo 'Bytes are MEMORY USAGE of a key: the window with 61 counters, the log with 1,000 entries.'
 	echo
 	base=$(median "$T/results/simulation.count")
 	printf '| %-46s | %9s | %10s | %10s |\n' '1,000,000 rows, 1,000 partitions' ms 'x count(*)' 'rows/s'

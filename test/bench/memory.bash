@@ -1,0 +1,103 @@
+# shellcheck shell=bash disable=SC2154 # SRC, T and notes are script/bench's
+#
+# For script/bench: what a key costs in Redis and on the way there, by what the
+# extension itself leaves there; and what a state costs in shared memory.
+
+# A row: its keys, how many calls each of them gets, limits, title.  Nothing ends meanwhile.
+kinds=(
+	'100000  1 1000/1d|throttle'
+	'100000  1 token_bucket 1000/1d|token_bucket'
+	'100000  1 fixed_window 1000/1d|fixed_window'
+	'100000  1 sliding_window 1000/1d|sliding_window, 1 counter'
+	'2000   61 sliding_window 1000/1d|sliding_window, all 61 counters'
+	'100000  1 sliding_log 1000/1d|sliding_log, 1 action'
+	'10000  10 sliding_log 1000/1d|sliding_log, 10 actions'
+	'2000  100 sliding_log 1000/1d|sliding_log, 100 actions'
+	'100  1000 sliding_log 1000/1d|sliding_log, 1,000 actions'
+	'100000  1 1000/1h, 1000/1d|throttle, two of them'
+	'100000  1 1000/1d, fixed_window 1000/1d, sliding_log 1000/1d|throttle, fixed_window and sliding_log'
+	'100000  2 1/1d ban 1d after 1000|throttle, refusals counted for a ban'
+	'100000  2 1/1d ban 1d after 1|throttle, banned'
+)
+KEY=create_order:1000000	# as long as all of them
+
+# memory_field NAME [SECTION]
+memory_field() { redis INFO "${2:-memory}" | sed -nE "s/^$1:([0-9]+).*/\1/p"; }
+
+# The figure when it no longer moves by more than Redis's own buffers do.
+settled_memory() {
+	local before=0 now
+	while
+		now=$(memory_field used_memory)
+		((now - before > 4096 || before - now > 4096))
+	do
+		before=$now
+		sleep 0.2
+	done
+	echo "$now"
+}
+
+# fill KEYS CALLS LIMITS: 24 minutes pass between the calls, or 1 s where each has an entry.
+fill() {
+	local step=1440 i
+	[[ $3 != *sliding_log* ]] || step=1
+	{
+		echo "CREATE TEMP TABLE filled AS SELECT array_agg('create_order:' || 1000000 + i) AS keys FROM generate_series(1, $1) i;"
+		for ((i = 1; i <= $2; i++)); do
+			echo "SET ratelimit.debug_now = '$(((1700000000 + i * step) * 1000000))';"
+			echo "SELECT count(*) FROM filled, rl_check_many(keys, '$3');"
+		done
+	} | sql -o /dev/null
+}
+
+# MEMORY USAGE of a key, its hash and its logs, over a hundred keys.
+mean_usage() {
+	redis --raw EVAL "
+		local bytes, n = 0, 0
+		for i = 1000001, 1000100 do
+			local hash = 'rl:{create_order:' .. i .. '}'
+			bytes, n = bytes + redis.call('MEMORY', 'USAGE', hash, 'SAMPLES', 0), n + 1
+			for _, field in ipairs(redis.call('HKEYS', hash)) do
+				local period = string.match(field, '^sliding_log:(%d+)$')
+				if period then
+					bytes = bytes + redis.call('MEMORY', 'USAGE', hash .. ':log:' .. period, 'SAMPLES', 0)
+				end
+			end
+		end
+		return math.floor(bytes / n + 0.5)" 0
+}
+
+memory_row() { printf '| %-46s | %7s | %12s | %11s | %7s | %8s |\n' "$@"; }
+
+report_memory() {
+	local kind title limits keys calls base bytes in out first second
+	memory_row "the key of the limit: $KEY" keys 'MEMORY USAGE' used_memory sent received
+	printf '|:%s-|%s:|%s:|%s:|%s:|%s:|\n' ---------------------------------------------- -------- ------------- ------------ -------- ---------
+	for kind in "${kinds[@]}"; do
+		title=${kind#*|}
+		read -r keys calls limits <<<"${kind%|*}"
+		# Buffers, scripts and tables of an empty database are no key's.
+		redis FLUSHALL >/dev/null
+		fill 1 1 "$limits"
+		redis FLUSHALL >/dev/null
+		base=$(settled_memory)
+		redis CONFIG RESETSTAT >/dev/null
+		fill "$keys" "$calls" "$limits"
+		in=$(memory_field total_net_input_bytes stats) out=$(memory_field total_net_output_bytes stats)
+		bytes=$(($(settled_memory) - base))
+		[[ $(redis --raw EVAL "return #redis.call('KEYS', '*}')" 0) == "$keys" ]] || die "Redis has not the keys of $title"
+		memory_row "$title" "$keys" "$(mean_usage)" "$((bytes / keys))" "$((in / keys / calls))" "$((out / keys / calls))"
+	done
+	redis FLUSHALL >/dev/null
+	echo
+	echo 'Bytes a key; sent and received: bytes a call. used_memory is what Redis has grown by, tables of keys included.'
+	first=$(shared_memory)
+	stop_postgres
+	start_postgres ratelimit.local_max_keys=100000
+	second=$(shared_memory)
+	echo "Shared memory: $(awk -v a="$first" -v b="$second" -v n="$((LOCAL_MAX_KEYS - 100000))" 'BEGIN { printf "%.0f", (a - b) / n }')" \
+		"bytes for each of local_max_keys; $((second / 1000000)) MB for 100,000, of pg_shmem_allocations."
+	echo
+}
+
+shared_memory() { sql -At -c "SELECT allocated_size FROM pg_shmem_allocations WHERE name = 'ratelimit'"; }
