@@ -1,0 +1,293 @@
+# What README's chapter "Running it" says of memory that is full, restarts,
+# connections, monitoring and dumps, with real servers.
+use strict;
+use warnings FATAL => 'all';
+
+use File::Basename;
+use FindBin;
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisMonitor;
+use RedisServer;
+use Test::More;
+use Time::HiRes qw(time);
+
+my $redis = RedisServer->new->start;
+my $node = new_node($redis, 'shared_preload_libraries = ratelimit', 'ratelimit.denial_cache = off',
+	'ratelimit.retry_interval = 0');
+my $session = session($node);
+
+sub answers
+{
+	my ($sql, $expected, $name) = @_;
+
+	is($session->ask($sql), $expected, $name) or diag $session->error;
+	return;
+}
+
+# Leaves so many bytes besides what is in use.
+sub leave
+{
+	my ($bytes) = @_;
+	my %memory = $redis->info('memory');
+
+	$redis->cli('CONFIG', 'SET', 'maxmemory', $memory{used_memory} + $bytes);
+	return;
+}
+
+sub evicted { my %stats = $redis->info('stats'); return $stats{evicted_keys}; }
+
+# Of n keys that were taken from, by their names: how many are still known.
+sub known
+{
+	my ($name, $n, $limits) = @_;
+
+	return $session->ask("SELECT count(*) FROM rl_check_many(ARRAY(SELECT '$name ' || n FROM generate_series(1, $n) n),
+		'$limits', array_fill(0, ARRAY[$n])) WHERE remaining < capacity");
+}
+
+#
+# maxmemory, noeviction
+#
+
+my %limits = map { ($_ => "$_ 5/1d") } qw(throttle token_bucket fixed_window sliding_window);
+answers(q{SELECT allowed FROM rl_check('spent', '5/1d', 5); SELECT allowed FROM rl_check('half', '5/1d', 2);
+	SELECT rl_ban('banned', 3600)}, "t\nt\n", 'keys before');
+leave(500_000);
+my $charged = $session->ask(q{SET ratelimit.on_error = allow;
+	SELECT count(*) FROM rl_check_many(ARRAY(SELECT 'fill ' || n FROM generate_series(1, 20000) n), '5/1d') WHERE source = 'redis';
+	SET ratelimit.on_error = error});
+cmp_ok($charged, '>', 500, "there was room for $charged keys");
+cmp_ok($charged, '<', 20_000, 'and no more');
+
+# A pipeline's buffers are gone again.
+$session->ask(q{SELECT count(rl_check('more ' || n, '5/1d')) FROM generate_series(1, 100000) n});
+is($session->state, '08P01', 'noeviction, memory is full: an error');
+like($session->error, qr/Redis answered with an error: OOM/, 'of Redis');
+foreach my $name (sort keys %limits)
+{
+	foreach my $case ([ 'error', '08P01', '' ], [ 'allow', '00000', '(t,5,,,,fail_open)' ],
+		[ 'deny', '00000', '(f,5,,,,fail_closed)' ], [ 'local', '00000', '(t,5,4,' ])
+	{
+		my ($on_error, $state, $answer) = @$case;
+
+		$session->ask("SET ratelimit.on_error = $on_error");
+		my $got = $session->attempt("SELECT rl_check('new $name $on_error', '$limits{$name}')");
+		is($got->{state} . ' ' . substr($got->{answer}, 0, length $answer), "$state $answer", "$name: on_error = $on_error weighs it");
+	}
+	$session->ask('RESET ratelimit.on_error');
+}
+answers(q{SELECT breaker FROM rl_status()}, 'closed', 'which leaves nobody alone');
+is($session->attempt(q{SELECT rl_check('half', '5/1d')})->{state}, '08P01', 'a key that is known can take no more');
+answers(q{SELECT remaining FROM rl_peek('half', '5/1d', 0)}, '3', 'it was not charged');
+answers(q{SELECT allowed, source FROM rl_check('spent', '5/1d')}, 'f|redis', 'who has no quota left is refused as ever');
+answers(q{SELECT allowed, source FROM rl_check('banned', '5/1d')}, 'f|ban', 'and who is banned');
+is(known('fill', 20_000, '5/1d'), $charged, 'no key is forgotten');
+is(evicted(), 0, 'none was evicted');
+is($session->attempt(q{SELECT rl_ban('other', 60)})->{state}, '08P01', 'a ban needs memory');
+answers(q{SELECT rl_unban('banned'); SELECT count(*) FROM generate_series(1, 20000) n WHERE rl_reset('fill ' || n)}, "t\n$charged", 'what makes room works');
+answers(q{SELECT allowed FROM rl_check('half', '5/1d')}, 't', 'then there is room again');
+
+#
+# maxmemory, volatile-ttl
+#
+
+$redis->cli('CONFIG', 'SET', 'maxmemory', 0);
+$redis->cli('FLUSHALL');
+$redis->cli('CONFIG', 'SET', 'maxmemory-policy', 'volatile-ttl');
+my $fill = q{SELECT count(*) FROM rl_check_many(ARRAY(SELECT '%s ' || n FROM generate_series(1, %d) n), '%s', array_fill(%d, ARRAY[%2$d]))
+	WHERE allowed AND source = 'redis'};
+answers(sprintf($fill, 'day', 500, '5/1d', 5), '500', '500 keys for a day');
+leave(500_000);
+answers(sprintf($fill, 'hour', 20_000, '5/1h', 5), '20000', 'volatile-ttl: there is room for all that come');
+my %left = (day => known('day', 500, '5/1d'), hour => known('hour', 20_000, '5/1h'));
+note "of 500 that end in a day $left{day} are left, of 20000 that end in an hour $left{hour}, evicted " . evicted();
+cmp_ok(evicted(), '>', 10_000, 'at the cost of others');
+cmp_ok($left{day}, '>=', 495, 'those that are nearest to their end go first');
+my ($forgotten) = $session->ask(q{SELECT n FROM generate_series(1, 20000) n, LATERAL rl_peek('hour ' || n, '5/1h', 0) p WHERE p.remaining = 5 LIMIT 1});
+answers("SELECT allowed, remaining FROM rl_check('hour $forgotten', '5/1h', 5)", 't|0', 'an evicted key is a forgotten limit');
+
+# A log that has lost one of its two keys.
+$redis->cli('CONFIG', 'SET', 'maxmemory', 0);
+$redis->cli('FLUSHALL');
+my $log = 'sliding_log 2/1d';
+answers(q{SELECT rl_check('both', '} . $log . q{') IS NULL}, 'f', 'a log');
+is($redis->cli('PEXPIRETIME', 'rl:{both}'), $redis->cli('PEXPIRETIME', 'rl:{both}:log:86400000000'), 'its two keys end at the same time');
+leave(500_000);
+answers(sprintf($fill, 'log', 5000, $log, 2), '5000', '5000 logs');
+my @half = map { [] } 0 .. 1;
+foreach my $n (1 .. 5000)
+{
+	my @there = map { $redis->cli('EXISTS', "rl:{log $n}$_") } '', ':log:86400000000';
+
+	push @{ $half[ $there[0] ] }, $n if $there[0] != $there[1];
+}
+note sprintf '%d logs without their hash, %d hashes without their log', map { scalar @$_ } @half;
+my ($no_hash, $no_log) = map { $_->[-1] } @half;
+ok($no_hash && $no_log, 'some have lost the one, some the other');
+$redis->cli('CONFIG', 'SET', 'maxmemory', 0);
+answers("SELECT remaining FROM rl_peek('log $no_log', '$log', 0)", '2', 'without the log it is a limit that was never used');
+answers("SELECT allowed, remaining FROM rl_check('log $no_log', '$log')", 't|1', 'and counts from there');
+answers("SELECT allowed, remaining FROM rl_check('log $no_hash', '$log')", 'f|0', 'without the hash it still counts');
+answers("SELECT rl_reset('log $no_hash'), rl_reset('log $no_hash', '$log'), rl_allow('log $no_hash', '$log')", 'f|t|t',
+	'only rl_reset with the limits finds it');
+$redis->cli('CONFIG', 'SET', 'maxmemory-policy', 'noeviction');
+
+#
+# Restarts
+#
+
+my $five = join ', ', map { "$_ 5/1h" } qw(throttle token_bucket fixed_window sliding_window sliding_log);
+
+# use_server SERVER: for the session.
+sub use_server
+{
+	my ($server) = @_;
+
+	$session->ask("SET ratelimit.redis_url = '" . $server->url . "'");
+	return;
+}
+
+sub remaining { return $session->ask("SELECT string_agg(remaining::text, ' ') FROM rl_peek('k', '$five', 0)"); }
+
+# The windows of an hour must not end meanwhile.
+sub take { $session->ask("SELECT rl_check('k', '$five')"); return; }
+await('an hour that is not about to end', sub { return time % 3600 < 3540 });
+
+take();
+is(remaining(), '4 4 4 4 4', 'an action');
+$redis->restart;
+is(remaining(), '5 5 5 5 5', 'a restart without persistence forgets it');
+
+my $aof = RedisServer->new(args => [ '--appendonly', 'yes', '--appendfsync', 'everysec' ])->start;
+use_server($aof);
+take() foreach 1 .. 2;
+$session->ask(q{SELECT rl_ban('banned', 3600); SELECT rl_throttle('short', 1, 1, 1)});
+my $taken = time;
+$aof->stop;
+await('the short limit to be over', sub { return time > $taken + 1 });
+$aof->start;
+is(remaining(), '3 3 3 3 3', 'with appendonly it is as before, after a kill');
+answers(q{SELECT source FROM rl_check('banned', '5/1h')}, 'ban', 'bans too');
+answers(q{SELECT allowed FROM rl_throttle('short', 1, 1, 1)}, 't', 'time has passed meanwhile');
+is_deeply([ grep { $aof->cli('PTTL', $_) <= 0 } @{ $aof->cli('KEYS', '*') } ], [], 'each key has a time to live');
+
+my $rdb = RedisServer->new->start;
+use_server($rdb);
+take();
+$rdb->cli('SAVE');
+take() foreach 1 .. 2;
+$rdb->restart;
+is(remaining(), '4 4 4 4 4', 'with snapshots it is as in the last one');
+
+my $failing = RedisServer->new(args => [ '--save', '3600 1000000' ])->start;
+use_server($failing);
+take();
+chmod 0500, dirname($failing->logfile);
+$failing->cli('BGSAVE');
+await('the snapshot to fail', sub { my %info = $failing->info('persistence'); return $info{rdb_last_bgsave_status} eq 'err' });
+my $misconf = $session->attempt("SELECT rl_check('k', '$five')");
+is($misconf->{state}, '08P01', 'a snapshot that fails: calls do');
+like($misconf->{message}, qr/MISCONF/, 'and say it');
+chmod 0700, dirname($failing->logfile);
+$failing->cli('BGSAVE');
+await('the snapshot', sub { my %info = $failing->info('persistence'); return $info{rdb_last_bgsave_status} eq 'ok' });
+is($session->attempt("SELECT rl_check('k', '$five')")->{state}, '00000', 'until one succeeds');
+$session->ask('RESET ratelimit.redis_url');
+
+#
+# Connections
+#
+
+# How many connections Redis has besides the test's own.
+sub sessions_of { my ($server) = @_; return scalar grep { !/cmd=client/ } split /\n/, $server->cli('CLIENT', 'LIST'); }
+
+is($session->attempt(q{SELECT rl_check('k', '5/1s', 0)})->{state}, '00000', 'a call');
+is(sessions_of($redis), 1, 'one connection for a session');
+$redis->cli('CONFIG', 'SET', 'timeout', 1);
+await('Redis to close what is idle', sub { return sessions_of($redis) == 0 });
+is($session->attempt(q{SELECT rl_check('k', '5/1s', 0)})->{state}, '00000', 'the next call knows');
+$redis->cli('CONFIG', 'SET', 'timeout', 0);
+
+my %clients = $redis->info('clients');
+my $late = session($node);
+$redis->cli('CONFIG', 'SET', 'maxclients', $clients{connected_clients});
+is($late->ask(q{SET ratelimit.on_error = allow; SELECT source FROM rl_check('k', '5/1s', 0)}), 'fail_open', 'beyond maxclients: on_error');
+is($session->attempt(q{SELECT rl_check('k', '5/1s', 0)})->{state}, '00000', 'who is connected stays so');
+$redis->cli('CONFIG', 'SET', 'maxclients', 10_000);
+is($late->ask(q{SELECT source FROM rl_check('k', '5/1s', 0)}), 'redis', 'when there is room again all is well');
+
+#
+# README's queries
+#
+
+my $readme = slurp_file("$FindBin::RealBin/../../README.md");
+my (%query, $queries);
+foreach my $chapter ('Monitoring', 'Running it')
+{
+	my ($text) = $readme =~ /^## \Q$chapter\E\n(.*?)(?=^## |\z)/ms or die "README has no chapter $chapter";
+	$query{$1} = $2 while $text =~ /([^\n]+)\n```sql\n(.*?)```/gs;
+	$queries += count_of('```sql', $text);
+	if (my ($fields) = $text =~ /^redis-cli INFO \| grep -E '\^\((.*?)\):'/m)
+	{
+		my %info = $redis->info('everything');
+
+		is_deeply([ grep { !defined $info{$_} } split /\|/, $fields ], [], 'INFO has the fields that README names');
+	}
+}
+cmp_ok($queries, '>', 0, 'README has queries');
+is(scalar keys %query, $queries, 'each with a line that says what it shows');
+$session->ask(q{CREATE TABLE orders (customer int);
+	CREATE TRIGGER misspelt BEFORE INSERT ON orders FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{client}', '2/1h');
+	SELECT rl_check('watched', '1/1h') FROM generate_series(1, 3)});
+$redis->pause;
+$late->send(q{SELECT rl_check('waits', '1/1h');});
+await('a session that waits', sub { return $session->ask(q{SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Extension'}) eq '1' });
+foreach my $lead (sort keys %query)
+{
+	my $asks = $query{$lead} =~ /rl_status/;
+
+	$redis->resume if $asks;
+	my $got = $session->ask($query{$lead});
+	$redis->pause if $asks;
+	is($session->state, '00000', "README's query: $lead") or diag $session->error;
+	isnt($got, '', 'shows something') or diag $query{$lead};
+}
+$redis->resume;
+$late->ask('');
+is($late->state, '00000', 'who waited has an answer');
+
+#
+# Dumps
+#
+
+my $dump = PostgreSQL::Test::Utils::tempdir . '/dump';
+$session->ask(q{DROP TABLE orders;
+	CREATE TABLE plans (name text PRIMARY KEY, limits rl_limits UNIQUE);
+	INSERT INTO plans VALUES ('free', '5/10s, sliding_log 1000/1d'), ('paid', '1000/1h burst 5 ban 1d after 3'), ('none', NULL);
+	CREATE TABLE orders (customer int);
+	CREATE TRIGGER enforce BEFORE INSERT ON orders FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{customer}', '100/1h');
+	INSERT INTO orders SELECT 1 FROM generate_series(1, 9)});
+my $contents = q{SELECT * FROM plans ORDER BY name; SELECT count(*) FROM orders; SELECT key, limits, problem FROM rl_triggers};
+my $before = $session->ask($contents);
+my $monitor = RedisMonitor->new($redis);
+my $scripts = sub { return scalar grep { uc $_->[0] =~ /^EVAL/ } $monitor->commands };
+foreach my $case ([ 'restored' => 0 ], [ 'filled' => 9, '--data-only' ])
+{
+	my ($database, $asked, @options) = @$case;
+
+	$node->safe_psql('postgres', "CREATE DATABASE $database" . (@options ? ' TEMPLATE restored' : ''));
+	$node->safe_psql($database, 'TRUNCATE plans, orders') if @options;
+	$node->command_ok([ 'pg_dump', '-d', $node->connstr('postgres'), '-f', $dump, @options ], "pg_dump @options");
+	$scripts->();
+	$node->command_ok([ 'psql', '-X', '-q', '-v', 'ON_ERROR_STOP=1', '-d', $node->connstr($database), '-f', $dump, '-o', '/dev/null' ], "$database");
+	is($node->safe_psql($database, $contents), $before, "$database: as it was");
+	is($scripts->(), $asked, "$database: Redis was asked $asked times");
+}
+$node->command_ok([ 'pg_dump', '-d', $node->connstr('postgres'), '-f', $dump, '--data-only', '--disable-triggers', '-t', 'orders' ], 'pg_dump --disable-triggers');
+$scripts->();
+$node->command_ok([ 'psql', '-X', '-q', '-v', 'ON_ERROR_STOP=1', '-d', $node->connstr('filled'), '-f', $dump, '-o', '/dev/null' ], 'restored');
+is($scripts->(), 0, 'asks nobody');
+
+done_testing();
