@@ -126,7 +126,12 @@ algorithms.sliding_log = {
     return (l.new or l.last).time + l.period - now
   end,
 
+  -- First what Redis may refuse because its memory is full: once a script has
+  -- written, it refuses nothing.
   save = function(l)
+    if l.new then
+      redis.call('ZADD', l.log, string.format('%.0f', l.new.time), member(l.new.before, l.new.quota))
+    end
     redis.call('ZREMRANGEBYSCORE', l.log, '-inf', l.gone)
     if not l.new and not l.last then
       drop(l.tag)
@@ -139,9 +144,6 @@ algorithms.sliding_log = {
         redis.call('ZADD', l.log, string.format('%.0f', oldest.time), member(oldest.before + part, oldest.quota - part))
       end
       l.drop = l.drop - part
-    end
-    if l.new then
-      redis.call('ZADD', l.log, string.format('%.0f', l.new.time), member(l.new.before, l.new.quota))
     end
     keep(l.log, l:reset())
     put(l.tag, '1', l:reset())

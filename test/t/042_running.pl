@@ -51,7 +51,7 @@ sub known
 # maxmemory, noeviction
 #
 
-my %limits = map { ($_ => "$_ 5/1d") } qw(throttle token_bucket fixed_window sliding_window);
+my %limits = map { ($_ => "$_ 5/1d") } qw(throttle token_bucket fixed_window sliding_window sliding_log);
 answers(q{SELECT allowed FROM rl_check('spent', '5/1d', 5); SELECT allowed FROM rl_check('half', '5/1d', 2);
 	SELECT rl_ban('banned', 3600)}, "t\nt\n", 'keys before');
 leave(500_000);
