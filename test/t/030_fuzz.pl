@@ -109,7 +109,7 @@ my @greetings = map {
 	my $call = random_call();
 	my $right = right_reply($call);
 	my @replies = map { chance(50) ? pick("+OK\r\n", "+\r\n", "+fine\r\n") : (wrong_reply($call, $right))[1] } 1 .. 2;
-	my ($first, $last) = map { /^\+[^\r]*\r\n\z/ ? 'right' : (() = RandomReplies::numbers($_)) ? 'odd' : 'wrong' } @replies;
+	my ($first, $last) = map { /^\+(?:(?!\r\n).)*\r\n\z/s ? 'right' : (() = RandomReplies::numbers($_)) ? 'odd' : 'wrong' } @replies;
 
 	lie('greeting', $call, $right, greeting => \@replies, meaning => $last eq 'right' ? $first : 'wrong');
 	\@replies

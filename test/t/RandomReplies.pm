@@ -261,7 +261,7 @@ my %wrong = (
 	long => sub {
 		my ($call, $right) = @_;
 
-		return pick(':' . '1' x 70_000, '$70000' . "\r\n" . '1' x 70_000 . "\r\n", "*30000\r\n" . ":1\r\n" x 30_000, '-' . 'E' x 70_000 . "\r\n", '*' . '0' x 70_000);
+		return pick(':' . '1' x 70_000, '$70000' . "\r\n" . '1' x 70_000 . "\r\n", "*9000\r\n" . ":1234567\r\n" x 9_000, '-' . 'E' x 70_000 . "\r\n", '*' . '0' x 70_000);
 	});
 
 # A name of what is wrong, and the reply, which may happen to be right still.
