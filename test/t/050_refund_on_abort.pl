@@ -10,7 +10,6 @@ use warnings FATAL => 'all';
 
 use Engines;
 use IPC::Run;
-use JSON::PP;
 use List::Util qw(all max min sum0);
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
@@ -22,7 +21,6 @@ my $programs = $ENV{RATELIMIT_PROGRAMS} || 2000;
 my $seed = seed();
 my $redis = RedisServer->new->start;
 my $node = new_node($redis, 'shared_preload_libraries = ratelimit', 'log_min_messages = log');
-my $json = JSON::PP->new->canonical;
 my %count;
 
 $node->safe_psql('postgres', q{
@@ -506,14 +504,14 @@ sub new_act
 		limits => join(', ', map { $_->{text} } @limits), rules => \@limits };
 }
 
-# For run() and act(): without what only the model knows.
+# JSON for run() and act(), without what only the model knows.
 sub as_json
 {
 	my ($node) = @_;
 
-	return [ map { as_json($_) } @$node ] if ref $node eq 'ARRAY';
-	return $node unless ref $node eq 'HASH';
-	return { map { $_ eq 'rules' ? () : ($_ => as_json($node->{$_})) } keys %$node };
+	return '[' . join(',', map { as_json($_) } @$node) . ']' if ref $node eq 'ARRAY';
+	return qq{"$node"} unless ref $node;
+	return '{' . join(',', map { qq{"$_":} . as_json($node->{$_}) } grep { $_ ne 'rules' } sort keys %$node) . '}';
 }
 
 # Nodes for run(), so deep at most.
@@ -605,14 +603,14 @@ sub acting_statement
 	{
 		my $a = new_act();
 
-		$sql = "SELECT act('" . $json->encode(as_json($a)) . "');";
+		$sql = "SELECT act('" . as_json($a) . "');";
 		$done = $failed || do_act($a);
 	}
 	else
 	{
 		my $nodes = new_nodes(3);
 
-		$sql = "SELECT run('" . $json->encode(as_json($nodes)) . "');";
+		$sql = "SELECT run('" . as_json($nodes) . "');";
 		$done = $failed || do_nodes($nodes);
 	}
 	push @{ $program->{sql} }, $sql;
@@ -864,7 +862,7 @@ foreach my $name (sort keys %history)
 	my @window = windows($l, @h);
 	foreach my $to (0 .. $#h)
 	{
-		my ($s, $all) = (0, 0);
+		my ($s, $all, $gave_back) = (0, 0, 0);
 
 		foreach my $from (reverse 0 .. $to)
 		{
@@ -875,8 +873,9 @@ foreach my $name (sort keys %history)
 			next unless defined $room;
 			push @broken, "$name: S is $s from act $h[$from]{act} to act $h[$to]{act}" if $room < 0;
 			$count{full}++ if $room == 0;
-			$count{only_by_giving_back}++ if $room >= 0 && room($l, $all, $h[$to]{now} - $h[$from]{now}, 1) < 0;
+			$gave_back ||= $room >= 0 && room($l, $all, $h[$to]{now} - $h[$from]{now}, 1) < 0;
 		}
+		$count{only_by_giving_back}++ if $gave_back;
 	}
 	$count{spans} += @h * (@h + 1) / 2;
 }
@@ -929,6 +928,6 @@ is_deeply([ @given[ 0 .. min(4, $#given) ] ], [], 'a limit without the option gi
 note join ', ', map { "$_ $count{$_}" } sort keys %count;
 my %least = (all => 2000, part => 200, nothing => 100, merged => 1000, queued => 500, caught => 500, failed => 500, released => 300,
 	rolled_back_to => 500, committed => 300, rolled_back => 500, refused => 2000, bans => 50, full => 500,
-	only_by_giving_back => 500, without_option => 500, rolled_back_without_option => 50);
+	only_by_giving_back => 200, without_option => 500, rolled_back_without_option => 50);
 cmp_ok($count{$_} || 0, '>=', $least{$_} * $programs / 2000, "$_: " . ($count{$_} || 0)) foreach sort keys %least;
 done_testing();
