@@ -263,7 +263,7 @@ foreach my $kind (@kinds)
 	my %bad = (C => 0, SQL => 0);
 	my %events = (C => 0, SQL => 0, refused => 0);
 
-	foreach my $n (1 .. 160)
+	foreach my $n (1 .. 100)
 	{
 		my $refunds = $n % 3 == 0;
 		my $limit = limit_of($kind);
@@ -299,13 +299,13 @@ foreach my $kind (@kinds)
 		show([$limit], $events);
 	}
 	note "$kind: events $events{C} (C), $events{SQL} (SQL), refused $events{refused}, ",
-	  "promise reached in $reached{C} of 160 and $reached{SQL} of 24";
+	  "promise reached in $reached{C} of 100 and $reached{SQL} of 24";
 	is($bad{$_}, 0, "$kind: the promise holds in every span, and no refusal is without need ($_)") foreach qw(C SQL);
 	cmp_ok($events{refused}, '>', 0.25 * $events{C}, "$kind: and there were refusals");
 
 	# The bucket's promise has room for one more than any history can have.
 	next if $kind eq 'token_bucket';
-	cmp_ok($reached{C}, '>', 80, "$kind: the promise is reached (C)");
+	cmp_ok($reached{C}, '>', 50, "$kind: the promise is reached (C)");
 	cmp_ok($reached{SQL}, '>', 10, "$kind: the promise is reached (SQL)");
 }
 
@@ -441,7 +441,7 @@ foreach my $kind (@denying)
 	my %bad = (C => 0, SQL => 0);
 	my %seen = (allowed => 0, refused => 0, by_other => 0);
 
-	foreach my $n (1 .. 60)
+	for (my $n = 1; $n <= 40 || ($n <= 1000 && min(values %seen) <= 100); $n++)
 	{
 		my $limit = limit_of($kind, count_denied => 1);
 		my @limits = ($limit);
@@ -540,7 +540,7 @@ sub check_ban
 	my %bad = (C => 0, SQL => 0);
 	my %seen = (bans => 0, banned => 0, longer => 0, shorter => 0);
 
-	foreach my $n (1 .. 120)
+	for (my $n = 1; $n <= 80 || ($n <= 1000 && min(values %seen) <= 50); $n++)
 	{
 		my $limit = limit_of('sliding_log', ban => 1, ban_after => 1 + below(4));
 		$limit = limit(%$limit, ban => 1 + below(2 * $limit->{period}));

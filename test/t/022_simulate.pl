@@ -29,7 +29,7 @@ redis_engine($node);
 my (@steps, @expected);
 my %count = (refused => 0, banned => 0, several => 0, same_time => 0);
 
-foreach my $n (1 .. 250)
+for (my $n = 1; $n <= 250 || ($n <= 2500 && $count{banned} <= 100); $n++)
 {
 	my @limits = map { random_limit($_) } random_tags();
 	my $now = $n % 20 ? 10**9 + below(2 * 10**9) * 1_000_000 + below(1_000_000) : 0;
@@ -183,8 +183,9 @@ my %query = (
 	count => "SELECT count(*) $window FROM million");
 
 my %best;
-foreach my $round (1 .. 3)
+foreach my $round (1 .. 5)
 {
+	last if %best && $best{rl_simulate} <= 2 * $best{count};
 	foreach my $name (sort keys %query)
 	{
 		my $run = explained(q{SET work_mem = '256MB'}, $query{$name});
