@@ -318,9 +318,9 @@ sub shrunk
 
 sub report
 {
-	my ($batch_index, $how) = @_;
-	my $key = $steps[$batch_index]{key};
-	my @history = grep { $_->{key} eq $key } @steps[ 0 .. $batch_index ];
+	my ($how, @until) = @_;
+	my $key = $until[-1]{key};
+	my @history = grep { $_->{key} eq $key } @until;
 
 	diag "the engines differ at step ", scalar @history, " of $key: $how";
 	my ($i, $again, $c, $sql) = compare(@history);
@@ -343,23 +343,39 @@ sub report
 	return;
 }
 
-my ($histories, $compared, $rows, $differ) = (0, 0, 0, 0);
-while ($compared < $wanted && $failed == 0 && $differ == 0)
+# While two sessions take the steps of a batch, a half each, C takes those of the
+# next batch.
+my ($histories, $taken, $compared, $rows, $differ) = (0, 0, 0, 0, 0);
+my @begun;
+while (1)
 {
-	(@steps, @expected) = ();
-	my $size = min($batch, $wanted - $compared);
-	history('h:' . $histories++, 20 + below(220)) while @steps < $size;
+	my $size = min($batch, $wanted - $taken);
+	my @next;
 
-	my $sql = redis_steps($node, @steps);
-	foreach my $i (0 .. $#steps)
+	foreach my $half (1, 2)
 	{
-		my $how = difference($steps[$i], $expected[$i], $sql->[$i]);
-
-		$rows += keys %{ $sql->[$i] };
-		next unless defined $how;
-		report($i, $how) if $differ++ == 0;
+		(@steps, @expected) = ();
+		history('h:' . $histories++, 20 + below(220)) while @steps < $size / 2 && $failed == 0;
+		push @next, [ [@steps], [@expected] ] if @steps;
+		$taken += @steps;
 	}
-	$compared += @steps;
+	foreach my $half (@begun)
+	{
+		my ($took, $want, $redis) = @$half;
+		my $sql = redis_answers($redis);
+
+		foreach my $i (0 .. $#$took)
+		{
+			my $how = difference($took->[$i], $want->[$i], $sql->[$i]);
+
+			$rows += keys %{ $sql->[$i] };
+			next unless defined $how;
+			report($how, @$took[ 0 .. $i ]) if $differ++ == 0;
+		}
+		$compared += @$took;
+	}
+	last if !@next || $failed || $differ;
+	@begun = map { [ @$_, redis_begin($node, @{ $_->[0] }) ] } @next;
 }
 note "$compared steps in $histories histories, $rows decisions compared: ",
   join ', ', map { "$_ $count{$_}" } sort keys %count;

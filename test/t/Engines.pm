@@ -22,7 +22,7 @@ use List::Util qw(max min);
 use PostgreSQL::Test::Utils;
 
 our @EXPORT = qw(MAX_PERIOD seed below log_uniform chance pick limit limits_text random_tags random_limit
-	decision_text c_engine c_step redis_engine redis_steps);
+	decision_text c_engine c_step redis_engine redis_steps redis_begin redis_answers);
 
 # Ten years.
 use constant MAX_PERIOD => 315_576_000_000_000;
@@ -232,10 +232,10 @@ sub redis_engine
 	my ($node) = @_;
 
 	$node->safe_psql('postgres', q{
-		CREATE UNLOGGED TABLE step (id int PRIMARY KEY, form text, key text, now text,
+		CREATE TABLE step (id int PRIMARY KEY, form text, key text, now text,
 			argument bigint, limits rl_limits, algorithm text, capacity bigint, count bigint,
 			period float8, step float8);
-		CREATE UNLOGGED TABLE answer (id int, n int, allowed boolean, capacity bigint, remaining bigint,
+		CREATE TABLE answer (id int, n int, allowed boolean, capacity bigint, remaining bigint,
 			retry_after float8, reset_after float8, source text);
 		CREATE FUNCTION take_steps() RETURNS void LANGUAGE plpgsql AS $$
 		DECLARE
@@ -316,27 +316,44 @@ sub step_line
 # Takes the steps in order, on keys that no earlier call has used, and returns
 # for each the decisions that SQL shows: a hash from 0 (combined), 1, 2, ... to
 # the decision, whose durations are in seconds.  Of rl_allow it is cut short.
+sub redis_steps { return redis_answers(redis_begin(@_)); }
+
+# The same in two halves, between which there is time for something else, also
+# for other steps.
 my $prefixes = 0;
 
-sub redis_steps
+sub redis_begin
 {
 	my ($node, @steps) = @_;
 	my $dir = PostgreSQL::Test::Utils::tempdir;
 	my $id = 0;
-	my @answers = map { {} } @steps;
 
 	open my $out, '>', "$dir/steps" or die "$dir/steps: $!";
 	print $out step_line($id++, $_) foreach @steps;
 	close $out or die "$dir/steps: $!";
 	$prefixes++;
-	$node->safe_psql('postgres', qq{
+	append_to_file("$dir/script", qq{
 		SET ratelimit.key_prefix = 'rl$prefixes:';
 		SET ratelimit.command_timeout = '60s';
-		TRUNCATE step, answer;
+		CREATE TEMP TABLE step (LIKE step INCLUDING ALL);
+		CREATE TEMP TABLE answer (LIKE answer);
 		\\copy step FROM '$dir/steps'
 		SELECT take_steps();
 		\\copy (SELECT * FROM answer) TO '$dir/answers'
 	});
+	my %begun = (dir => $dir, steps => $id, output => '');
+	$begun{run} = IPC::Run::start([ $node->installed_command('psql'), '-XAtq', '-v', 'ON_ERROR_STOP=1',
+			'-d', $node->connstr('postgres'), '-f', "$dir/script" ], '<', \'', '>', \$begun{output}, '2>&1');
+	return \%begun;
+}
+
+sub redis_answers
+{
+	my ($begun) = @_;
+	my $dir = $begun->{dir};
+	my @answers = map { {} } 1 .. $begun->{steps};
+
+	$begun->{run}->finish or die "the steps failed: $begun->{output}";
 	open my $in, '<', "$dir/answers" or die "$dir/answers: $!";
 	while (my $line = <$in>)
 	{
@@ -347,7 +364,7 @@ sub redis_steps
 		$answers[$step]{$n} = \@decision;
 	}
 	close $in;
-	unlink "$dir/steps", "$dir/answers";
+	unlink "$dir/steps", "$dir/script", "$dir/answers";
 	return \@answers;
 }
 
