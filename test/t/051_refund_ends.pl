@@ -167,8 +167,9 @@ is($session->ask(q{SELECT count(*) FROM orders}), 3, 'which are not there');
 #
 
 my (@ms, @commit_ms, @error_ms);
-foreach my $try (1 .. 4)
+foreach my $try (1 .. 20)
 {
+	last if $try > 2 && max(map { min(@$_) } \@ms, \@commit_ms, \@error_ms) <= 150;
 	my $key = new_key();
 
 	$session->ask("BEGIN; SELECT take('$key', 5); SET LOCAL ratelimit.command_timeout = '100ms'");
@@ -211,7 +212,7 @@ foreach my $how ('statement_timeout', 'pg_cancel_backend', 'pg_terminate_backend
 	my $victim_pid = $victim->pid;
 
 	$victim->ask("BEGIN; SELECT take('$key', 5)");
-	$victim->ask("SET LOCAL statement_timeout = '500ms'") if $how eq 'statement_timeout';
+	$victim->ask("SET LOCAL statement_timeout = '2s'") if $how eq 'statement_timeout';
 	$redis->pause;
 	$victim->send("SELECT take('$key', 1)\n;");
 	await_event('Extension', $victim_pid);
@@ -251,16 +252,14 @@ is_deeply([ lost() ], [], 'and nothing lost');
 
 # It answers, but there is more to say than time.
 {
-	my @ms;
-
-	foreach my $try (1 .. 4)
-	{
+	my @ms = measures(55, sub {
 		$session->ask("BEGIN; SELECT count(rl_allow('slow:' || n, '5/1h refund_on_abort, fixed_window 5/1h refund_on_abort, sliding_log 5/1h refund_on_abort'))
 			FROM generate_series(1, 3000) n; SET LOCAL ratelimit.command_timeout = '5ms'");
-		push @ms, timed('ROLLBACK;');
+		my $ms = timed('ROLLBACK;');
 		my ($lost) = map { $_->[0] } lost();
 		cmp_ok($lost || 0, '>', 0, 'of too much to give back the rest is lost: ' . ($lost || 0));
-	}
+		return $ms;
+	});
 	note "9000 charges take @ms ms";
 	cmp_ok(min(@ms), '<=', 55, 'and the transaction ends within command_timeout + 50 ms');
 	$redis->cli('FLUSHALL');
@@ -445,8 +444,9 @@ foreach my $end ('ROLLBACK', 'COMMIT', 'SAVEPOINTS')
 			END LOOP;
 			RETURN rl_allow(key, '$limit', 5);
 		END \$\$});
-	foreach my $try (1 .. 5)
+	foreach my $try (1 .. 100)
 	{
+		last if $try > 5 && $meanwhile;
 		my ($oldest, $newest) = (new_key(), new_key());
 
 		# The newest goes back first.
@@ -458,7 +458,7 @@ foreach my $end ('ROLLBACK', 'COMMIT', 'SAVEPOINTS')
 		$meanwhile++;
 		$wrong++ if $session->ask("SELECT rl_allow('$oldest', '$limit', 5)") ne 't';
 	}
-	cmp_ok($meanwhile, '>', 0, "one is refused while others' quota is given back: $meanwhile of 5 times");
+	cmp_ok($meanwhile, '>', 0, "one is refused while others' quota is given back: $meanwhile times");
 	is($wrong, 0, 'and nobody is any more when his is');
 	$asker->quit;
 	$redis->cli('FLUSHALL');
@@ -488,23 +488,23 @@ foreach my $end ('ROLLBACK', 'COMMIT', 'SAVEPOINTS')
 	is_deeply([ lost() ], [], 'and nothing else was lost');
 }
 
-# Ten thousand entries of a log that has others before them.
+# Five thousand entries of a log that has others before them.
 foreach my $how ('ROLLBACK', "ROLLBACK TO s; SELECT take('another', 0); COMMIT")
 {
 	my $key = new_key();
 	my $limit = 'sliding_log 100000/1d refund_on_abort';
 	my $left = "SELECT remaining FROM rl_peek('$key', '$limit', 0)";
 
-	$session->ask("SELECT count(rl_allow('$key', '$limit', 2)) FROM generate_series(1, 5000)");
-	my $take = timed("BEGIN; SAVEPOINT s; SELECT count(rl_allow('$key', '$limit')) FROM generate_series(1, 10000);");
+	$session->ask("SELECT count(rl_allow('$key', '$limit', 2)) FROM generate_series(1, 2500)");
+	my $take = timed("BEGIN; SAVEPOINT s; SELECT count(rl_allow('$key', '$limit')) FROM generate_series(1, 5000);");
 	my $end = timed("$how;");
-	is($watcher->ask($left), 90_000, 'ten thousand entries of a log are given back');
+	is($watcher->ask($left), 95_000, 'five thousand entries of a log are given back');
 	note "$how: taken in $take ms, given back in $end ms";
 	cmp_ok($end, '<', 2 * $take, 'and that takes no longer than to take them');
 }
 is_deeply([ lost() ], [], 'with nothing lost');
 
-# A hundred thousand transactions.
+# Many transactions.
 sub private_kb
 {
 	return slurp_file("/proc/$pid/status") =~ /^RssAnon:\s+(\d+)/m ? $1 : die 'no RssAnon';
@@ -533,13 +533,14 @@ $session->ask(qq{
 	END \$\$});
 foreach my $store (qw(local redis))
 {
-	my $n = $store eq 'local' ? 100_000 : 10_000;
+	my ($n, $kb) = $store eq 'local' ? (50_000, 256) : (4000, 200);
 
-	$session->ask("SET ratelimit.store = $store; CALL churn(2000)");
+	$session->ask("SET ratelimit.store = $store; CALL churn(1000)");
 	my $before = private_kb();
 	$session->ask("CALL churn($n)");
 	is($session->error, '', "$n transactions ($store)");
-	cmp_ok(private_kb() - $before, '<', 512, 'need no more memory');
+	my $more = private_kb() - $before;
+	cmp_ok($more, '<', $kb, "need no more memory than before ($more kB)");
 	$session->ask('RESET ratelimit.store');
 }
 is_deeply([ lost() ], [], 'and lose nothing');
