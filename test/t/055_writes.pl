@@ -8,8 +8,7 @@ use RatelimitTest;
 use RedisServer;
 use Test::More;
 
-my $redis = RedisServer->new;
-$redis->start if store() eq 'redis';
+my $redis = RedisServer->new->start;
 my $node = new_node($redis, 'shared_preload_libraries = ratelimit', 'wal_level = logical', 'max_wal_senders = 4',
 	'max_replication_slots = 4', 'ratelimit.denial_cache = off');
 my $session = session($node);
