@@ -151,7 +151,7 @@ foreach my $virtual (0, 1)
 	my $now = 1_800_000_000_000_000;
 	my (%bound, @wrong, %fields);
 
-	foreach my $n (1 .. 2000)
+	foreach my $n (1 .. 1200)
 	{
 		# Half of the keys have one limit, so that nothing else keeps them alive.
 		my $i = below(2 * @limits);
@@ -163,7 +163,7 @@ foreach my $virtual (0, 1)
 		my $sql = $form eq 'check' || $form eq 'peek' ? "SELECT * FROM rl_$form('$key', '$limits', $quota)"
 		  : $form eq 'refund' ? "SELECT rl_refund('$key', '$limits', $quota)"
 		  : $form eq 'reset' ? (chance(90) ? 'SELECT 1' : "SELECT rl_reset('$key', '$limits')")
-		  : chance(80) ? 'SELECT 1' : "SELECT rl_ban('$key', " . 0.001 * $n . ')';
+		  : chance(80) ? 'SELECT 1' : "SELECT rl_ban('$key', " . 0.002 * $n . ')';
 
 		if ($virtual)
 		{
