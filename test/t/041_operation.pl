@@ -214,8 +214,9 @@ counts('rl_simulate', q{SELECT rl_simulate('2/1h', now()) OVER ()});
 counts('an argument that is wrong', q{SELECT rl_check(NULL, '2/1h')});
 counts('shadow mode', q{SET ratelimit.mode = shadow; SELECT rl_check('stat 1', '2/1h'); RESET ratelimit.mode}, shadow_denied => 1, round_trips => 1);
 counts('the local store', q{SET ratelimit.store = local; SELECT rl_check('stat 5', '2/1h'), rl_check('stat 5', '2/1h', 2); RESET ratelimit.store}, allowed => 1, denied => 1, from_local => 2);
-counts('the denial cache', q{RESET ratelimit.denial_cache; SELECT rl_check('stat 1', '2/1h'); SELECT rl_check('stat 1', '2/1h'); SET ratelimit.denial_cache = off},
-	denied => 2, from_cache => 1, round_trips => 1);
+counts('the denial cache', q{RESET ratelimit.denial_cache; SET ratelimit.debug_now = 1700000000000000; SELECT rl_check('stat 7', '2/1h', 2);
+		SELECT rl_check('stat 7', '2/1h'); SELECT rl_check('stat 7', '2/1h'); SET ratelimit.denial_cache = off; RESET ratelimit.debug_now},
+	allowed => 1, denied => 2, from_cache => 1, round_trips => 2);
 $redis->pause;
 $session->send(q{SELECT state FROM attempt($$SELECT rl_check('stat 6', '2/1h')$$);});
 await('the call', sub { return $watcher->ask("SELECT 1 FROM pg_stat_activity WHERE pid = $pid AND wait_event_type = 'Extension'") eq '1' });
@@ -237,9 +238,17 @@ counts('on_error = local', q{SET ratelimit.on_error = local; SELECT rl_check('st
 $redis->start;
 
 # A wait is one action, however often it asks.
-answers(q{SELECT rl_allow('turn', '1/500ms')}, 't', 'a first action');
-answers(q{SELECT rl_stat_reset(); SELECT allowed FROM rl_wait('turn', '1/500ms'); SELECT allowed, denied, round_trips >= 2, redis_time > 0 FROM rl_stat}, "\nt\n1|0|t|t", 'a second that waits is one action');
-answers(q{SELECT redis_time < 0.4 FROM rl_stat}, 't', 'of which only asking is time in Redis');
+foreach my $try (1 .. 10)
+{
+	answers(q{SELECT rl_reset('turn') IS NOT NULL, rl_allow('turn', '1/500ms')}, 't|t', 'a first action');
+	my $waited = $session->ask(q{SELECT rl_stat_reset(); SELECT allowed FROM rl_wait('turn', '1/500ms');
+		SELECT allowed, denied, round_trips >= 2, redis_time > 0, redis_time < 0.4 FROM rl_stat});
+
+	# On a busy machine its turn may have come before it asks.
+	next if $try < 10 && $waited =~ /f$|f\|t\|t$/;
+	is($waited, "\nt\n1|0|t|t|t", 'a second that waits is one action, of which only asking is time in Redis');
+	last;
+}
 
 # More limits than are told apart: the rest is in one row.
 answers(q{SET ratelimit.store = local; SELECT rl_stat_reset();
@@ -284,16 +293,15 @@ foreach my $store (qw(local redis))
 		"f|t|f\nf\nthrottle 1/1h\n0", "$store: impossible, looking and waiting are no refusals");
 
 	# Until the wait is over, and no longer.
-	answers(q{SELECT rl_allow('short', '1/700ms'), rl_allow('short', '1/700ms')}, 't|f', "$store: refused for a short time");
 	my $seen = 0;
-	await('the end of the wait', sub {
+	ok(await('the end of the wait', sub {
+		$session->ask(q{SELECT rl_allow('short', '1/700ms'), rl_allow('short', '1/700ms')}) unless $seen;
 		my ($left, $allowed) = split /\|/, $session->ask(q{SELECT (SELECT retry_after FROM rl_denied WHERE key = 'short'),
 			(SELECT allowed FROM rl_peek('short', '1/700ms'))});
 
 		$seen++ if $left ne '';
-		return $left eq '' && $allowed eq 't';
-	});
-	cmp_ok($seen, '>', 0, "$store: it was there for that time");
+		return $seen && $left eq '' && $allowed eq 't';
+	}), "$store: it is there until the wait is over, and no longer");
 	$session->ask(q{SELECT rl_reset('looked'), rl_reset('short')});
 }
 
@@ -334,7 +342,7 @@ answers(qq{SET ratelimit.redis_url = '@{[ $redis->url(tcp => 1) ]}'; SELECT redi
 # The watcher looks without asking, and so without closing the breaker.
 my $breaker = 'SELECT breaker, breaker_left > 0, breaker_left <= 0.5 FROM rl_status()';
 $watcher->ask("SET ratelimit.store = local; SET ratelimit.mode = enforce; SET ratelimit.retry_interval = '500ms'");
-$session->ask("SET ratelimit.retry_interval = '500ms'; SET ratelimit.command_timeout = '100ms'; SELECT rl_check('warm', '7/1s')");
+$session->ask("SET ratelimit.retry_interval = '500ms'; SELECT rl_check('warm', '7/1s'); SET ratelimit.command_timeout = '100ms'");
 is($watcher->ask($breaker), 'closed||', 'the breaker is closed');
 $redis->pause;
 my ($error, @rest) = split /\|/, $session->ask(q{SELECT error, connected, version IS NULL, breaker, breaker_left > 0 AND breaker_left <= 0.5 FROM rl_status()});

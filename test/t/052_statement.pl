@@ -421,18 +421,17 @@ undef $monitor;
 # The denial cache
 #
 
-$session->ask('RESET ratelimit.debug_now; SET ratelimit.denial_cache = on');
+$session->ask('SET ratelimit.denial_cache = on');
 table('cache', '5/1h');
 is(insert('cache', q{('a', 1), ('b', 5)})->[0], '00000', 'with the denial cache');
 $session->ask('SELECT rl_stat_reset()');
 my @first = @{ insert('cache', q{('a', 1), ('b', 1)}) };
 my @second = @{ insert('cache', q{('a', 1), ('b', 1)}) };
 is($session->ask('SELECT allowed, denied, from_cache FROM rl_stat'), '2|2|1', 'the second refusal comes out of it');
-s/Retry after [0-9.]+/Retry after some/ foreach $first[2], $second[2];
 is_deeply(\@first, \@second, 'and reads like the first');
 is(left('5/1h', 'cache:a'), 4, 'what was granted beside it is given back');
 is(insert('cache', q{('a', 4)})->[0], '00000', 'and can be had at once');
-$session->ask('SET ratelimit.denial_cache = off');
+$session->ask('SET ratelimit.denial_cache = off; RESET ratelimit.debug_now');
 
 #
 # Redis fails
@@ -482,9 +481,10 @@ $session->ask(q{SET ratelimit.command_timeout = '10min'; SET statement_timeout =
 $session->ask(q{INSERT INTO away SELECT i, 1 FROM generate_series(1, 10000) i});
 is($session->state, '57014', 'a cancel while Redis is silent');
 $redis->resume;
-$session->ask(q{SET statement_timeout = 0; SET ratelimit.command_timeout = '50ms'});
+$session->ask(q{SET statement_timeout = 0});
 is(insert('away', q{('c', 2), ('d', 2)})->[0], '00000', 'and the next statement is answered');
 is(left('5/1h', 'away:c', 'away:d'), '3 3', 'and counted');
+$session->ask(q{SET ratelimit.command_timeout = '50ms'});
 $redis->pause;
 is(insert('away', q{('c', 2), ('d', 2)})->[0], '08006', 'silence');
 $redis->resume;
