@@ -72,6 +72,29 @@ read_reply(RlConnection *conn, RlReply *reply, int64 deadline, RlError *error)
 }
 
 /*
+ * How sending failed.  If the server hung up on us at once it may have said why,
+ * and is there.
+ */
+static RlOutcome
+cannot_send(RlConnection *conn, bool sent, RlError *error)
+{
+	RlReply		reply;
+	RlError		why;
+	bool		found;
+
+	if (sent)
+		return RL_FAILED;
+	if (!conn->heard && conn->tls == NULL)
+	{
+		rl_resp_attach(conn->ctx->reader, &reply);
+		if (rl_socket_receive(conn, &why) && find_reply(conn, &reply, &found, &why) && found &&
+			reply.kind == RL_REPLY_ERROR)
+			rl_connection_refused(conn, false, reply.text, error);
+	}
+	return RL_NOT_SENT;
+}
+
+/*
  * Sends what out holds, n commands of which all but the last must answer with a
  * status, and reads their replies up to the first that does not; the last one
  * read is in *reply.
@@ -87,7 +110,7 @@ rl_connection_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline
 	for (;;)
 	{
 		if (!rl_socket_send(conn, out, &sent, error))
-			return sent > 0 ? RL_FAILED : RL_NOT_SENT;
+			return cannot_send(conn, sent > 0, error);
 		if (sent == out->len)
 			break;
 		if (!rl_socket_wait(conn, conn->send_wants, deadline))
@@ -163,7 +186,7 @@ rl_stream_send(RlStream *stream, RlError *error)
 	if (rl_stream_is_sent(stream))
 		return RL_DONE;
 	if (!rl_socket_send(stream->conn, stream->out, &stream->sent, error))
-		return stream->wrote || stream->sent > 0 ? RL_FAILED : RL_NOT_SENT;
+		return cannot_send(stream->conn, stream->wrote || stream->sent > 0, error);
 	stream->wrote = true;
 	if (rl_stream_is_sent(stream))
 		stream->conn->due = stream->due;

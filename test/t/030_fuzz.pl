@@ -91,8 +91,9 @@ sub random_lie
 random_lie() while @lies < 99_000;
 my $random = @lies;
 
-# A backend waits as long as it may for what does not come.
-while (@lies < $random + 100)
+# A backend waits as long as it may for what does not come, and for a cluster.
+lie('try again', random_call(), "-TRYAGAIN Multiple keys request during rehashing of slot\r\n") foreach 1 .. 20;
+while (@lies < $random + 120)
 {
 	my $call = random_call();
 	my $right = right_reply($call);
