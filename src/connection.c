@@ -253,7 +253,7 @@ rl_connection_is_usable(RlConnection *conn)
 	char		byte;
 	char		why[RL_TLS_WHY];
 
-	if (conn->ctx == NULL || conn->in_flight)
+	if (conn->ctx == NULL || conn->in_flight || conn->retired)
 		return false;
 	/* An idle connection must be silent: no end, no error, no stray bytes. */
 	if (conn->tls != NULL)

@@ -21,6 +21,7 @@ typedef struct RlConnection
 	bool		in_flight;		/* bytes out or replies due, or not set up */
 	bool		is_set_up;		/* what is due is no AUTH's or SELECT's */
 	bool		heard;			/* something has come from the server */
+	bool		retired;		/* to be made anew before the next command */
 	uint32		waiting_for;	/* what events has the socket for */
 	uint32		send_wants;		/* what sending more must wait for */
 	uint32		receive_wants;	/* what receiving more must wait for */

@@ -7,7 +7,9 @@
  * a server answers that another has the key's slot, which tells that this is a
  * cluster; then each slot's owner is remembered.  A call that nobody can have
  * run, because it was not sent or was sent elsewhere, may look for another
- * server; one that was sent and not answered never does.
+ * server; one that was sent and not answered never does.  Without a cluster a
+ * server that may not write is left for the next seed, and its name, if it is
+ * the only one, looked up anew.
  *
  * Or it names Sentinels.  Then home is the master that they know, and they are
  * asked again whenever the connection to it is gone, or it is none any more.
@@ -227,6 +229,17 @@ choose_node(const RlRoute *route)
 	return NULL;
 }
 
+/* The node is home no more, and of the seeds the one after it is asked first. */
+static void
+leave(const RlNode *node)
+{
+	for (int i = 0; i < target.n && target.service[0] == '\0'; i++)
+		if (same_address(&node->address, &target.seeds[i]))
+			first_seed = (i + 1) % target.n;
+	if (home == node)
+		home = NULL;
+}
+
 /* Notes that the route's node is of no use, so that others are asked for what it had. */
 static void
 lose(RlRoute *route, const RlError *error)
@@ -235,11 +248,7 @@ lose(RlRoute *route, const RlError *error)
 
 	node->lost = route->number;
 	rl_slots_forget(rl_node_number(node));
-	for (int i = 0; i < target.n && target.service[0] == '\0'; i++)
-		if (same_address(&node->address, &target.seeds[i]))
-			first_seed = (i + 1) % target.n;
-	if (home == node)
-		home = NULL;
+	leave(node);
 	route->node = NULL;
 	route->asking = false;
 	if (!route->lost)
@@ -422,10 +431,13 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 		if (next == NULL)
 			return false;
 	}
-	else if (is_error(reply, "READONLY") && target.service[0] != '\0' && route->turns == 0)
+	else if (is_error(reply, "READONLY") && !rl_slots_known())
 	{
-		if (home == in_use)
-			home = NULL;
+		/* By now its name, the next seed or a Sentinel may lead to the master. */
+		in_use->conn.retired = true;
+		leave(in_use);
+		if (route->turns >= (target.service[0] ? 1 : target.n - 1))
+			return false;
 	}
 	else if (is_error(reply, "TRYAGAIN"))
 		route->turns += FREE_TURNS;

@@ -111,6 +111,23 @@ is($session->attempt($take)->{state}, '00000', 'none at all');
 # A master that has become a replica, and keeps its connections
 #
 
+# Without Sentinels too, of several servers the next is asked, and one is at
+# least looked for anew.
+my $both = 'redis://127.0.0.1:' . $b->port . ',127.0.0.1:' . $a->port;
+$session->ask("SET ratelimit.redis_url = '$both'");
+is($session->attempt($take)->{state}, '00000', 'a replica ahead of its master');
+is($session->ask('SELECT redis FROM rl_status()'), '"127.0.0.1:' . $a->port . '"', 'is passed over');
+is($session->ask(q{SELECT count(*) FROM rl_check_many('{a,b,c}', '1/1d') WHERE source = 'redis'}), 3, 'by many calls too');
+$session->ask("SET ratelimit.redis_url = '" . $b->url . "'");
+foreach my $try (1, 2)
+{
+	my %before = $b->info('stats');
+
+	is($session->attempt($take)->{state}, '08P01', "a replica alone, try $try");
+	my %after = $b->info('stats');
+	is($after{total_connections_received} - $before{total_connections_received}, 1, 'by a connection of its own');
+}
+
 my $alone = sentinel(9);
 $session->ask("SET ratelimit.redis_url = '" . url([$alone]) . "'");
 is($session->attempt($take)->{state}, '00000', 'a master');
