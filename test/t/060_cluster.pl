@@ -181,7 +181,7 @@ while ($moves < 50 || !$redirected{MOVED} || !$redirected{ASK})
 		$redirected{$error} = sum(map { errors_of($_, $error) } $cluster->masters);
 	}
 }
-note "$moves slots moved, ", join ', ', map { "$_ $redirected{$_}" } sort keys %redirected;
+note "measured: $moves slots moved, ", join ', ', map { "$_ $redirected{$_}" } sort keys %redirected;
 is($node->safe_psql('postgres', q{SELECT count(*), string_agg(DISTINCT source, ',') FROM taken}), 8000 * $runs . '|redis',
 	'Redis made every decision');
 is($node->safe_psql('postgres', q{
@@ -320,10 +320,11 @@ foreach my $how (qw(dies stands_still))
 	my $of_victim = 'key IN (' . join(',', sort keys %victims) . ')';
 	my ($failed, $answered) = split /\|/, $watcher->ask(qq{
 		SELECT count(*) FILTER (WHERE source = 'fail_closed'), count(*) FILTER (WHERE source = 'redis') FROM asked});
-	note "a master $how: $answered calls answered, $failed not; ", $watcher->ask(qq{
+	note "measured: a master $how: $answered calls answered, $failed not; ", $watcher->ask(qq{
 		SELECT format('the replica took over after %s s, the last failure was %s s after that, calls on other nodes took at most %s ms',
-			extract(epoch FROM '$taken_over'::timestamptz - '$lost'), extract(epoch FROM max(began) FILTER (WHERE source <> 'redis') - '$taken_over'),
-			max(ms) FILTER (WHERE NOT $of_victim)) FROM asked});
+			round(extract(epoch FROM '$taken_over'::timestamptz - '$lost'), 1),
+			round(extract(epoch FROM max(began) FILTER (WHERE source <> 'redis') - '$taken_over'), 1),
+			round(max(ms) FILTER (WHERE NOT $of_victim))) FROM asked});
 	cmp_ok($failed, '>', 0, "a master $how: some calls failed");
 	is($watcher->ask("SELECT count(*) FROM asked WHERE source <> 'redis' AND NOT $of_victim"), 0,
 		"a master $how: those for its slots only");

@@ -215,9 +215,9 @@ await('all keys to be used up', sub {
 $watcher->ask('INSERT INTO stop DEFAULT VALUES');
 $clients->finish;
 is($clients->result(0), 0, 'a fail-over: no session ended, no error reached SQL') or diag $err;
-note $watcher->ask(qq{SELECT format('a master after %s s, which the Sentinels told after %s s more, calls went on after %s to %s s, %s calls failed',
-		extract(epoch FROM '$is_master'::timestamptz - '$lost'), extract(epoch FROM '$promoted'::timestamptz - '$is_master'),
-		min(again), max(again), sum(failed))
+note 'measured: ', $watcher->ask(qq{SELECT format('promoted after %s s, which the Sentinels told after %s s more; calls succeeded %s to %s s after the promotion, %s failed',
+		round(extract(epoch FROM '$is_master'::timestamptz - '$lost'), 1), round(extract(epoch FROM '$promoted'::timestamptz - '$is_master'), 1),
+		round(min(again), 1), round(max(again), 1), sum(failed))
 	FROM (SELECT extract(epoch FROM min(ended) FILTER (WHERE source = 'redis' AND ended > '$is_master') - '$is_master') AS again,
 			count(*) FILTER (WHERE source <> 'redis') AS failed FROM asked GROUP BY pid) c});
 is($watcher->ask(qq{SELECT count(DISTINCT pid) FROM asked WHERE source = 'redis'
@@ -226,7 +226,7 @@ is($watcher->ask(qq{SELECT count(DISTINCT pid) FROM asked WHERE source = 'redis'
 is($watcher->ask(qq{SELECT count(*) FROM asked WHERE source <> 'redis' AND ended > '$promoted'::timestamptz + interval '2 s'}), 0,
 	'and go on to');
 my ($allowed, $more) = split /\|/, $watcher->ask(q{SELECT count(*) FILTER (WHERE allowed), count(*) FILTER (WHERE allowed) - } . $keys * $capacity . ' FROM asked');
-note "$allowed actions were allowed, $more more than the limits say: what the replica had not been told";
+note "measured: $allowed actions were allowed, $more more than the limits say: what the replica had not been told";
 # Each session may have had a call under way that was counted, but not answered.
 cmp_ok($more, '>=', -8, 'each limit was reached');
 cmp_ok($more, '<', $keys * $capacity, 'and the replica knew of most that was taken');
