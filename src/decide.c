@@ -129,6 +129,13 @@ log_failure(const RlError *error, const char *hint)
 			 errhint("%s", hint)));
 }
 
+/* True if this server decides what Redis has not. */
+static bool
+local_decides(void)
+{
+	return rl_on_error == RL_ON_ERROR_LOCAL && !rl_store_is_local;
+}
+
 /* What is done with actions that no store has decided. */
 static RlOnError
 last_resort(void)
@@ -145,7 +152,7 @@ fail(Action *action, RlDecision *decisions)
 {
 	RlOnError	on_error = last_resort();
 
-	if (rl_on_error == RL_ON_ERROR_LOCAL && !rl_store_is_local)
+	if (local_decides())
 	{
 		log_failure(action->error, "Actions are decided by this server alone, as ratelimit.on_error says.");
 		action->from_local = true;
@@ -170,6 +177,16 @@ fail(Action *action, RlDecision *decisions)
 				   on_error == RL_ON_ERROR_ALLOW ? RL_FAIL_OPEN : RL_FAIL_CLOSED, decisions);
 }
 
+/* To be called before Redis is asked. */
+static void
+note_asking(Action *action)
+{
+	if (!rl_shared_available())
+		return;
+	action->asked = rl_local_now();
+	action->generation = rl_denied_generation(action->name);
+}
+
 /* Asks the store, and sets a decision for each limit in any case. */
 static void
 ask(Action *action, RlDecision *decisions)
@@ -188,11 +205,7 @@ ask(Action *action, RlDecision *decisions)
 	}
 	else
 	{
-		if (rl_shared_available())
-		{
-			action->asked = rl_local_now();
-			action->generation = rl_denied_generation(action->name);
-		}
+		note_asking(action);
 		PG_TRY();
 		{
 			answered = rl_charges_flush(action->error) &&
@@ -261,11 +274,9 @@ refused(Action *action, RlDecision *decision, int binding, bool cache)
 	if (rl_shared_available() && decision->source != RL_FROM_DENIAL_CACHE &&
 		decision->source != RL_FAIL_CLOSED &&
 		(action->how == RL_TAKE || rl_mode == RL_MODE_SHADOW))
-	{
 		rl_denied_note(action->name, action->key, action->limits, action->quota, decision,
 					   binding, action->asked, action->generation,
 					   cache && !action->from_local);
-	}
 	if (rl_mode == RL_MODE_SHADOW)
 	{
 		log_shadow(action, &action->limits->limit[binding], decision);
@@ -460,7 +471,7 @@ ask_many(Many *many, int n, RlError *error)
 	}
 	PG_END_TRY();
 	pfree(wanted);
-	if (done || last_resort() != RL_ON_ERROR_ERROR || rl_on_error == RL_ON_ERROR_LOCAL)
+	if (done || local_decides() || last_resort() != RL_ON_ERROR_ERROR)
 		return;
 	count_ended(many, n);
 	rl_raise(error);
@@ -516,11 +527,7 @@ rl_decide_many(const RlLimits *limits, const RlWanted *wanted, int n, RlAnswer *
 		}
 		else
 		{
-			if (rl_shared_available())
-			{
-				action->asked = rl_local_now();
-				action->generation = rl_denied_generation(action->name);
-			}
+			note_asking(action);
 			many.which[asked++] = i;
 		}
 	}

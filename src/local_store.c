@@ -96,7 +96,7 @@ save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state, 
 			return;
 		}
 	}
-	if (!state->changed)
+	else
 	{
 		load_state(view, c, &kept);
 		state = &kept;
