@@ -18,25 +18,7 @@ my $session = session($node);
 my $watcher = session($node);
 my $take = q{SELECT rl_throttle('away', 7, 1, 86400, 0)};
 
-# How an action of capacity 7 ends under each policy while Redis fails.
-sub policy_is
-{
-	my ($how, $sqlstate, $message) = @_;
-	my %expected = (
-		error => [ $sqlstate, '' ],
-		allow => [ '00000', '(t,7,,,,fail_open)' ],
-		deny  => [ '00000', '(f,7,,,,fail_closed)' ]);
-
-	foreach my $policy (qw(error allow deny))
-	{
-		$session->ask("SET ratelimit.on_error = $policy");
-		my $got = $session->attempt(q{SELECT rl_throttle('away', 7, 1, 86400)});
-		is_deeply([ @$got{qw(state answer)} ], $expected{$policy}, "$how: on_error = $policy");
-		like($got->{message}, $message, "$how: the message") if $policy eq 'error';
-	}
-	$session->ask('RESET ratelimit.on_error');
-	return;
-}
+sub policy_is { $session->policy_is(q{SELECT rl_throttle('away', 7, 1, 86400)}, @_); return; }
 
 sub works
 {

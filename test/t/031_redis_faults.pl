@@ -21,25 +21,7 @@ my $watcher = session($node);
 my $look = q{SELECT rl_throttle('fault', 7, 1, 86400, 0)};
 my $take = q{SELECT rl_throttle('fault', 7, 1, 86400)};
 
-# How an action of capacity 7 ends under each policy while Redis fails.
-sub policy_is
-{
-	my ($how, $sqlstate, $message) = @_;
-	my %expected = (
-		error => [ $sqlstate, '' ],
-		allow => [ '00000', '(t,7,,,,fail_open)' ],
-		deny  => [ '00000', '(f,7,,,,fail_closed)' ]);
-
-	foreach my $policy (qw(error allow deny))
-	{
-		$session->ask("SET ratelimit.on_error = $policy");
-		my $got = $session->attempt($take);
-		is_deeply([ @$got{qw(state answer)} ], $expected{$policy}, "$how: on_error = $policy") or diag $got->{message};
-		like($got->{message}, $message, "$how: the message") if $policy eq 'error';
-	}
-	$session->ask('RESET ratelimit.on_error');
-	return;
-}
+sub policy_is { $session->policy_is($take, @_); return; }
 
 sub works
 {

@@ -179,6 +179,26 @@ sub attempt
 	return \%attempt;
 }
 
+# How an action of capacity 7 ends under each policy while Redis fails.
+sub policy_is
+{
+	my ($self, $take, $how, $sqlstate, $message) = @_;
+	my %expected = (
+		error => [ $sqlstate, '' ],
+		allow => [ '00000', '(t,7,,,,fail_open)' ],
+		deny  => [ '00000', '(f,7,,,,fail_closed)' ]);
+
+	foreach my $policy (qw(error allow deny))
+	{
+		$self->ask("SET ratelimit.on_error = $policy");
+		my $got = $self->attempt($take);
+		is_deeply([ @$got{qw(state answer)} ], $expected{$policy}, "$how: on_error = $policy") or diag $got->{message};
+		like($got->{message}, $message, "$how: the message") if $policy eq 'error';
+	}
+	$self->ask('RESET ratelimit.on_error');
+	return;
+}
+
 sub error { my ($self) = @_; return $self->{error}; }
 
 # The SQLSTATE of the first error of the last ask, or 00000.
