@@ -475,18 +475,16 @@ rl_node_numbered(int number)
 
 /*
  * The connected node that has the slot, or all if that is -1; NULL if there is
- * none or it is not known.
+ * none.  What was asked before it was known that this is a cluster, home has.
  */
 RlNode *
 rl_node_that_has(int slot)
 {
-	bool		guess;
-	int			owner;
+	RlNode	   *node = home;
+	bool		guess = true;
+	int			owner = slot < 0 ? 0 : rl_slot_owner(slot, &guess);
 
-	if (slot < 0)
-		return home != NULL && home->conn.ctx != NULL ? home : NULL;
-	owner = rl_slot_owner(slot, &guess);
-	if (owner == 0 || guess || nodes[owner - 1].conn.ctx == NULL)
-		return NULL;
-	return &nodes[owner - 1];
+	if (!guess)
+		node = &nodes[owner - 1];
+	return node != NULL && node->conn.ctx != NULL ? node : NULL;
 }

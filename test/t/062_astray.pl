@@ -1,0 +1,53 @@
+# What one server that is lost, or sends calls astray, must not cost the others:
+# neither their calls nor what is given back there, nor the backend.
+use strict;
+use warnings FATAL => 'all';
+
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisCluster;
+use RedisServer qw(readme_user);
+use Test::More;
+
+my $take = q{SELECT source FROM rl_throttle('k', 1000000, 1000000, 86400)};
+my $single = RedisServer->new->start;
+my ($user, $password, @rule) = readme_user();
+my $passfile = PostgreSQL::Test::Utils::tempdir . '/password';
+append_to_file($passfile, "$password\n");
+chmod 0600, $passfile;
+# Who is left alone is so to the end, or until the test says otherwise.
+my $node = new_node($single, 'shared_preload_libraries = ratelimit', 'ratelimit.denial_cache = off',
+	'ratelimit.retry_interval = 1h');
+my $session = session($node);
+my $pid = $session->pid;
+
+#
+# A cluster
+#
+
+my $cluster = RedisCluster->new(masters => 3);
+$_->cli('ACL', 'SETUSER', $user, @rule, '+asking') foreach $cluster->masters;
+my $url = $cluster->url(user => $user);
+my $watcher = session($node);
+$_->ask("SET ratelimit.redis_passfile = '$passfile'; SET ratelimit.redis_url = '$url'") foreach $session, $watcher;
+
+# A key of each master's, which it has from the start.
+my @key = map { my $i = $_; (grep { $cluster->first_owner($cluster->slot($_)) == $i } map { "key:$_" } 1 .. 100)[0] } 0 .. 2;
+my $limit = 'fixed_window 5/3650d refund_on_abort';
+
+sub take { my ($key) = @_; return "SELECT source FROM rl_check('$key', '$limit', 2)"; }
+
+sub remaining { return join ',', map { $watcher->ask("SELECT remaining FROM rl_peek('$_', '$limit', 0)") } @key; }
+
+# Of the first key's slot nobody has said where it is: it was where it was asked for.
+$session->ask('BEGIN; ' . join '; ', map { take($_) } @key);
+is(remaining(), '3,3,3', 'a new session takes quota on all nodes');
+$session->ask('ROLLBACK');
+is(remaining(), '5,5,5', 'and gives it back');
+
+$session->ask('RESET ratelimit.redis_url');
+is($session->ask('SELECT pg_backend_pid()'), $pid, 'the backend lives');
+is($session->ask($take), 'redis', 'and Redis is asked');
+
+done_testing();
