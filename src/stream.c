@@ -124,6 +124,7 @@ rl_connection_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline
 		conn->due = n - i;
 		if (!read_reply(conn, reply, deadline, error))
 			return RL_FAILED;
+		conn->due--;
 		if (reply->kind != RL_REPLY_STATUS && i < n - 1)
 			return RL_DONE;
 	}

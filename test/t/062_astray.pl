@@ -46,6 +46,19 @@ is(remaining(), '3,3,3', 'a new session takes quota on all nodes');
 $session->ask('ROLLBACK');
 is(remaining(), '5,5,5', 'and gives it back');
 
+# A user who may not ask where a slot is on its way to keeps his connection there.
+my ($traveller) = grep { $cluster->first_owner($cluster->slot($_)) == 1 && $cluster->slot($_) != $cluster->slot($key[1]) } map { "key:$_" } 1 .. 100;
+my $slot = $cluster->slot($traveller);
+$_->cli('ACL', 'SETUSER', $user, '-asking') foreach $cluster->masters;
+$cluster->begin_move($slot, 1, 2);
+$session->ask('BEGIN; ' . take($key[2]));
+my $got = $session->attempt(take($traveller));
+like("$got->{state} $got->{message}", qr/^08P01 .*NOPERM/, 'ASKING is refused');
+$session->ask('ROLLBACK');
+is(remaining(), '5,5,5', 'what was taken there is given back');
+$_->cli('ACL', 'SETUSER', $user, '+asking') foreach $cluster->masters;
+$cluster->end_move($slot, 1, 2);
+
 $session->ask('RESET ratelimit.redis_url');
 is($session->ask('SELECT pg_backend_pid()'), $pid, 'the backend lives');
 is($session->ask($take), 'redis', 'and Redis is asked');
