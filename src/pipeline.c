@@ -158,7 +158,11 @@ break_line(Pipeline *p, Line *line, const RlError *error)
 		p->resent -= due_call(line, i)->again;
 	p->route.node = line->node;
 	remove_line(p, line);
-	rl_route_broken(&p->route, error);
+	/* Quietly the time is all servers', and not having it no fault of this one's. */
+	if (p->quiet)
+		rl_connection_close(&p->route.node->conn);
+	else
+		rl_route_broken(&p->route, error);
 }
 
 /*
@@ -555,7 +559,7 @@ rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append, RlPipeli
 		RlNode	   *node = rl_node_numbered(i);
 		RlError		why;
 
-		if (node->conn.ctx == NULL)
+		if (node->conn.ctx == NULL || rl_monotonic_now() > until)
 			continue;
 		node->conn.quiet_until = until;
 		if (rl_connection_settle(&node->conn, &why))

@@ -252,14 +252,17 @@ is_deeply([ lost() ], [], 'and nothing lost');
 
 # It answers, but there is more to say than time.
 {
+	$session->ask("SET ratelimit.retry_interval = '1h'");
 	my @ms = measures(55, sub {
 		$session->ask("BEGIN; SELECT count(rl_allow('slow:' || n, '5/1h refund_on_abort, fixed_window 5/1h refund_on_abort, sliding_log 5/1h refund_on_abort'))
 			FROM generate_series(1, 3000) n; SET LOCAL ratelimit.command_timeout = '5ms'");
 		my $ms = timed('ROLLBACK;');
 		my ($lost) = map { $_->[0] } lost();
 		cmp_ok($lost || 0, '>', 0, 'of too much to give back the rest is lost: ' . ($lost || 0));
+		is($session->ask("SELECT take('another', 0)"), 'redis', 'and Redis is not left alone for it');
 		return $ms;
 	});
+	$session->ask('RESET ratelimit.retry_interval');
 	note "9000 charges take @ms ms";
 	cmp_ok(min(@ms), '<=', 55, 'and the transaction ends within command_timeout + 50 ms');
 	$redis->cli('FLUSHALL');

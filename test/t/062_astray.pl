@@ -59,6 +59,17 @@ is(remaining(), '5,5,5', 'what was taken there is given back');
 $_->cli('ACL', 'SETUSER', $user, '+asking') foreach $cluster->masters;
 $cluster->end_move($slot, 1, 2);
 
+# One stands still while a transaction ends.
+$session->ask("SET ratelimit.on_error = deny; SET ratelimit.command_timeout = '300ms'");
+$session->ask('BEGIN; ' . join '; ', map { take($_) } @key);
+$cluster->master(0)->pause;
+$session->ask('ROLLBACK');
+is($session->error, '', 'one stands still while a transaction ends');
+is(join(',', map { $session->ask(take($_)) } @key[ 1, 2 ]), 'redis,redis', 'the others are not left alone for it');
+$cluster->master(0)->resume;
+is($session->ask(take($key[0])), 'redis', 'nor it itself, as nobody knows what was slow');
+$watcher->ask("SELECT rl_reset('$_')") foreach @key;
+
 $session->ask('RESET ratelimit.redis_url');
 is($session->ask('SELECT pg_backend_pid()'), $pid, 'the backend lives');
 is($session->ask($take), 'redis', 'and Redis is asked');
