@@ -70,6 +70,21 @@ $cluster->master(0)->resume;
 is($session->ask(take($key[0])), 'redis', 'nor it itself, as nobody knows what was slow');
 $watcher->ask("SELECT rl_reset('$_')") foreach @key;
 
+# One stands still while many are asked, who were not connected to it.
+my $fresh = session($node);
+$fresh->ask("SET ratelimit.redis_passfile = '$passfile'; SET ratelimit.redis_url = '" . $cluster->url(user => $user, first => 2) . "';
+	SET ratelimit.on_error = deny; SET ratelimit.command_timeout = '300ms'");
+# Those of another come ahead of its own.
+my @of = map { my $i = $_; [ grep { $cluster->has($cluster->master($i), $_) } map { "many:$_" } 1 .. 200 ] } 0 .. 2;
+my $of_lost = @{ $of[0] };
+my $many = "SELECT source, count(*) FROM rl_check_many('{" . join(',', map { @$_ } @of[ 1, 0, 2 ]) . "}', '1/1d burst 5') GROUP BY source ORDER BY source";
+$cluster->master(0)->pause;
+is($fresh->ask($many), "fail_closed|$of_lost\nredis|" . (200 - $of_lost), 'one stands still: of many calls its own fail');
+$cluster->master(0)->resume;
+is(join(',', map { $watcher->ask(take($_)) } @key[ 1, 2 ]), 'redis,redis', 'and the others are not left alone');
+$fresh->quit;
+$session->ask('RESET ratelimit.on_error; RESET ratelimit.command_timeout; RESET ratelimit.redis_url');
+
 $session->ask('RESET ratelimit.redis_url');
 is($session->ask('SELECT pg_backend_pid()'), $pid, 'the backend lives');
 is($session->ask($take), 'redis', 'and Redis is asked');
