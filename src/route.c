@@ -316,6 +316,7 @@ bool
 rl_route_try(RlRoute *route, bool *others, RlError *error)
 {
 	RlNode	   *node = route->node;
+	int64		left = route->deadline == 0 ? PG_INT64_MAX : route->deadline - rl_monotonic_now();
 
 	*others = true;
 	node->used = route->number;
@@ -334,7 +335,8 @@ rl_route_try(RlRoute *route, bool *others, RlError *error)
 			return true;
 		}
 		*others = error->unreachable;
-		if (error->unreachable)
+		/* Who had little time is not to be left alone for it. */
+		if (error->unreachable && left >= (int64) rl_command_timeout * 500)
 			rl_breaker_failed(node->breaker, error);
 	}
 	lose(route, error);

@@ -3,6 +3,7 @@
 use strict;
 use warnings FATAL => 'all';
 
+use LyingServer;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
@@ -21,6 +22,20 @@ my $node = new_node($single, 'shared_preload_libraries = ratelimit', 'ratelimit.
 	'ratelimit.retry_interval = 1h');
 my $session = session($node);
 my $pid = $session->pid;
+
+# A liar on a port, and how many requests there were for it.
+sub liar
+{
+	my ($answer) = @_;
+	my $log = PostgreSQL::Test::Utils::tempdir . '/requests';
+	my $liar = LyingServer->new(sub {
+		append_to_file($log, "$_[0]\n");
+		return $answer->(scalar split(/\n/, slurp_file($log)), @_);
+	}, tcp => 1);
+
+	append_to_file($log, '');
+	return ($liar, sub { return scalar split /\n/, slurp_file($log) });
+}
 
 #
 # A cluster
@@ -84,6 +99,25 @@ $cluster->master(0)->resume;
 is(join(',', map { $watcher->ask(take($_)) } @key[ 1, 2 ]), 'redis,redis', 'and the others are not left alone');
 $fresh->quit;
 $session->ask('RESET ratelimit.on_error; RESET ratelimit.command_timeout; RESET ratelimit.redis_url');
+
+#
+# Whom one is sent to late
+#
+
+{
+	my $lost = RedisServer->new->start;
+
+	$lost->cli('ACL', 'SETUSER', $user, @rule);
+	# What is asked first is AUTH.
+	my ($late) = liar(sub { my ($n, $command) = @_; return $command eq 'AUTH' ? "+OK\r\n" : (\0.7, "-MOVED 1 127.0.0.1:${\ $lost->port }\r\n") });
+	$session->ask("SET ratelimit.command_timeout = '1s'; SET ratelimit.redis_url = 'redis://$user\@127.0.0.1:${\ $late->port }'");
+	$lost->pause;
+	is($session->attempt($take)->{state}, '08006', 'who is asked when there is little time may not answer in time');
+	$lost->resume;
+	$session->ask("RESET ratelimit.command_timeout; SET ratelimit.redis_url = '" . $lost->url(tcp => 1, user => $user) . "'");
+	is($session->ask($take), 'redis', 'and is not left alone for it');
+	$session->ask('RESET ratelimit.redis_passfile; RESET ratelimit.redis_url');
+}
 
 $session->ask('RESET ratelimit.redis_url');
 is($session->ask('SELECT pg_backend_pid()'), $pid, 'the backend lives');

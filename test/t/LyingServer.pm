@@ -1,7 +1,8 @@
 # A server that says what it is told to, in a process of its own and on a Unix
-# socket, gone with the object.
+# socket or, where only a host will do, a port of 127.0.0.1; gone with the object.
 #
 #   my $liar = LyingServer->new(sub { return (":1\r\n", undef) });
+#                                        # , tcp => 1
 #   $session->ask("SET ratelimit.redis_url = '" . $liar->url . "'");
 #
 # The function is called in that process with each request's words, the
@@ -16,6 +17,7 @@ use strict;
 use warnings FATAL => 'all';
 
 use IO::Select;
+use IO::Socket::INET;
 use IO::Socket::UNIX;
 use POSIX ();
 use PostgreSQL::Test::Utils;
@@ -25,9 +27,11 @@ use constant SIOCOUTQ => 0x5411;
 
 sub new
 {
-	my ($class, $answer) = @_;
+	my ($class, $answer, %how) = @_;
 	my $path = PostgreSQL::Test::Utils::tempdir_short . '/liar';
-	my $listener = IO::Socket::UNIX->new(Local => $path, Listen => 10) or die "no socket: $!";
+	my $listener = ($how{tcp} ? IO::Socket::INET->new(LocalAddr => '127.0.0.1', Listen => 10)
+		: IO::Socket::UNIX->new(Local => $path, Listen => 10)) or die "no socket: $!";
+	my $port = $how{tcp} && $listener->sockport;
 	my $parent = $$;
 	my $child = fork;
 
@@ -40,8 +44,10 @@ sub new
 		print STDERR "the lying server: $@" if $@;
 		POSIX::_exit(1);
 	}
-	return bless { path => $path, pid => $child, owner => $parent }, $class;
+	return bless { path => $path, port => $port, pid => $child, owner => $parent }, $class;
 }
+
+sub port { my ($self) = @_; return $self->{port}; }
 
 sub path { my ($self) = @_; return $self->{path}; }
 
