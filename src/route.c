@@ -441,6 +441,14 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 		if (route->turns >= (target.service[0] ? 1 : target.n - 1))
 			return false;
 	}
+	else if (target.service[0] == '\0' &&
+			 (is_error(reply, "CLUSTERDOWN The cluster is down") || is_error(reply, "LOADING")))
+	{
+		/* What holds for it may not for the others, of whom one is asked the next time. */
+		rl_slots_forget(rl_node_number(in_use));
+		leave(in_use);
+		return false;
+	}
 	else if (is_error(reply, "TRYAGAIN"))
 		route->turns += FREE_TURNS;
 	else

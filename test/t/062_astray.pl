@@ -119,6 +119,19 @@ $session->ask('RESET ratelimit.on_error; RESET ratelimit.command_timeout; RESET 
 	$session->ask('RESET ratelimit.redis_passfile; RESET ratelimit.redis_url');
 }
 
+#
+# A node that is cut off from the others, or not there yet
+#
+
+foreach my $error ('CLUSTERDOWN The cluster is down', 'LOADING Redis is loading the dataset in memory')
+{
+	my ($apart) = liar(sub { return "-$error\r\n" });
+
+	$session->ask("SET ratelimit.redis_url = 'redis://127.0.0.1:${\ $apart->port },127.0.0.1:${\ $single->port }'");
+	is($session->attempt($take)->{state}, '08P01', $error);
+	is($session->ask($take), 'redis', 'the next time another is asked');
+}
+
 $session->ask('RESET ratelimit.redis_url');
 is($session->ask('SELECT pg_backend_pid()'), $pid, 'the backend lives');
 is($session->ask($take), 'redis', 'and Redis is asked');
