@@ -266,12 +266,16 @@ is_admitted(RlRoute *route, RlBreaker *breaker, RlError *error)
 	return true;
 }
 
-/* Asks the Sentinels for home.  Returns false with the error set. */
+/*
+ * Asks the Sentinels for home, in no time of the call's.  Returns false with the
+ * error set.
+ */
 static bool
 ask_sentinels(RlRoute *route, RlError *error)
 {
 	char		password[RL_MAX_PASSWORD] = "";
 	RlAddress	master;
+	int64		start = rl_monotonic_now();
 
 	if (!is_admitted(route, service_breaker, error))
 		return false;
@@ -284,6 +288,8 @@ ask_sentinels(RlRoute *route, RlError *error)
 			rl_breaker_failed(service_breaker, error);
 		return false;
 	}
+	if (route->deadline != 0)
+		route->deadline += rl_monotonic_now() - start;
 	home = route->node = route->told = find_node(&master, route);
 	return true;
 }

@@ -37,6 +37,11 @@ sub liar
 	return ($liar, sub { return scalar split /\n/, slurp_file($log) });
 }
 
+# What a Sentinel says of the service's master.
+sub address { my ($server) = @_; return "*2\r\n\$9\r\n127.0.0.1\r\n\$" . length($server->port) . "\r\n" . $server->port . "\r\n"; }
+
+sub sentinels { return 'redis+sentinel://' . join(',', map { '127.0.0.1:' . $_->port } @_) . '/service'; }
+
 #
 # A cluster
 #
@@ -130,6 +135,21 @@ foreach my $error ('CLUSTERDOWN The cluster is down', 'LOADING Redis is loading 
 	$session->ask("SET ratelimit.redis_url = 'redis://127.0.0.1:${\ $apart->port },127.0.0.1:${\ $single->port }'");
 	is($session->attempt($take)->{state}, '08P01', $error);
 	is($session->ask($take), 'redis', 'the next time another is asked');
+}
+
+#
+# Sentinels
+#
+
+# The first tells of a server that turns out to be a replica, and then nothing.
+{
+	my ($replica) = liar(sub { return "-READONLY You can't write against a read only replica.\r\n" });
+	my ($silent) = liar(sub { my ($n) = @_; return $n == 1 ? address($replica) : () });
+	my ($other) = liar(sub { return address($single) });
+
+	$session->ask("SET ratelimit.command_timeout = '500ms'; SET ratelimit.redis_url = '" . sentinels($silent, $other) . "'");
+	is($session->ask($take), 'redis', 'the new master has its time, however long it took to find it');
+	$session->ask('RESET ratelimit.command_timeout');
 }
 
 $session->ask('RESET ratelimit.redis_url');
