@@ -277,6 +277,12 @@ ask_sentinels(RlRoute *route, RlError *error)
 	RlAddress	master;
 	int64		start = rl_monotonic_now();
 
+	/* Of whom they told last they would tell again. */
+	if (route->told != NULL && route->told->lost == route->number)
+	{
+		*error = route->why;
+		return false;
+	}
 	if (!is_admitted(route, service_breaker, error))
 		return false;
 	if (rl_redis_passfile[0] != '\0')

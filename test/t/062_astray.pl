@@ -152,6 +152,17 @@ foreach my $error ('CLUSTERDOWN The cluster is down', 'LOADING Redis is loading 
 	$session->ask('RESET ratelimit.command_timeout');
 }
 
+# A master that hangs up on many calls.
+{
+	my ($master) = liar(sub { return undef });
+	my ($sentinel, $asked) = liar(sub { return address($master) });
+
+	$session->ask("SET ratelimit.redis_url = '" . sentinels($sentinel) . "'");
+	is($session->attempt(q{SELECT count(*) FROM (SELECT array_agg('k' || n) AS ks FROM generate_series(1, 2000) n) k, rl_check_many(ks, '1/1d')})->{state},
+		'08006', 'a master that hangs up on many calls');
+	is($asked->(), 1, 'for whom the Sentinels are not asked by each');
+}
+
 $session->ask('RESET ratelimit.redis_url');
 is($session->ask('SELECT pg_backend_pid()'), $pid, 'the backend lives');
 is($session->ask($take), 'redis', 'and Redis is asked');
