@@ -390,7 +390,10 @@ is_error(const RlReply *reply, const char *code)
 	return reply->kind == RL_REPLY_ERROR && strncmp(reply->text, code, strlen(code)) == 0;
 }
 
-/* Reads "slot host:port".  Returns the node there, or NULL. */
+/*
+ * Reads "slot host:port".  Returns the node there, or NULL: where Sentinels say
+ * whom to ask, nobody else does.
+ */
 static RlNode *
 read_redirect(const char *text, RlRoute *route)
 {
@@ -398,7 +401,7 @@ read_redirect(const char *text, RlRoute *route)
 	char	   *end;
 	long		slot = strtol(text, &end, 10);
 
-	if (end == text || *end != ' ' || slot < 0 || slot >= RL_SLOTS ||
+	if (target.service[0] != '\0' || end == text || *end != ' ' || slot < 0 || slot >= RL_SLOTS ||
 		!rl_address_redirect(end + 1, &address))
 		return NULL;
 	route->slot = slot;

@@ -163,6 +163,21 @@ foreach my $error ('CLUSTERDOWN The cluster is down', 'LOADING Redis is loading 
 	is($asked->(), 1, 'for whom the Sentinels are not asked by each');
 }
 
+# A master that takes itself for a cluster's.
+{
+	my ($master) = liar(sub { return "-MOVED 1 127.0.0.1:${\ $single->port }\r\n" });
+	my ($sentinel) = liar(sub { return address($master) });
+
+	$session->ask("SET ratelimit.redis_url = '" . sentinels($sentinel) . "'");
+	foreach my $call ($take, q{SELECT count(*) FROM rl_check_many('{a,b,c}', '1/1d')})
+	{
+		my $got = $session->attempt($call);
+
+		is($got->{state}, '08P01', 'who follows Sentinels follows nobody else');
+		like($got->{message}, qr/MOVED/, 'the message');
+	}
+}
+
 $session->ask('RESET ratelimit.redis_url');
 is($session->ask('SELECT pg_backend_pid()'), $pid, 'the backend lives');
 is($session->ask($take), 'redis', 'and Redis is asked');
