@@ -138,6 +138,31 @@ foreach my $error ('CLUSTERDOWN The cluster is down', 'LOADING Redis is loading 
 }
 
 #
+# Nodes that send calls to each other
+#
+
+{
+	my $file = PostgreSQL::Test::Utils::tempdir . '/port';
+	my ($one) = liar(sub { return '-MOVED 1 127.0.0.1:' . slurp_file($file) . "\r\n" });
+	my ($other) = liar(sub { return "-ASK 1 127.0.0.1:${\ $one->port }\r\n" });
+
+	foreach my $server ($one, $other)
+	{
+		unlink $file;
+		append_to_file($file, $server->port);
+		$session->ask("SET ratelimit.command_timeout = '200ms'; SET ratelimit.redis_url = 'redis://127.0.0.1:${\ $one->port }'");
+		foreach my $call ($take, q{SELECT count(*) FROM rl_check_many('{a,b,c}', '1/1d')})
+		{
+			my $got = $session->attempt($call);
+
+			is($got->{state}, '08P01', 'a call that is sent to and fro ends');
+			like($got->{message}, qr/MOVED|ASK/, 'the message');
+		}
+		$session->ask('RESET ratelimit.command_timeout; RESET ratelimit.redis_url');
+	}
+}
+
+#
 # Sentinels
 #
 
