@@ -229,10 +229,15 @@ choose_node(const RlRoute *route)
 	return NULL;
 }
 
-/* The node is home no more, and of the seeds the one after it is asked first. */
+/*
+ * The node is home no more, and of the seeds the one after it is asked first, or
+ * the one after the Sentinel that named it, which may be the last to know.
+ */
 static void
 leave(const RlNode *node)
 {
+	if (target.service[0] != '\0' && home == node)
+		first_seed = (first_seed + 1) % target.n;
 	for (int i = 0; i < target.n && target.service[0] == '\0'; i++)
 		if (same_address(&node->address, &target.seeds[i]))
 			first_seed = (i + 1) % target.n;

@@ -166,15 +166,29 @@ foreach my $error ('CLUSTERDOWN The cluster is down', 'LOADING Redis is loading 
 # Sentinels
 #
 
-# The first tells of a server that turns out to be a replica, and then nothing.
+# The first tells of a server that turns out to be a replica, the next nothing.
 {
 	my ($replica) = liar(sub { return "-READONLY You can't write against a read only replica.\r\n" });
-	my ($silent) = liar(sub { my ($n) = @_; return $n == 1 ? address($replica) : () });
-	my ($other) = liar(sub { return address($single) });
+	my ($wrong) = liar(sub { return address($replica) });
+	my ($silent) = liar(sub { return () });
+	my ($right) = liar(sub { return address($single) });
 
-	$session->ask("SET ratelimit.command_timeout = '500ms'; SET ratelimit.redis_url = '" . sentinels($silent, $other) . "'");
+	$session->ask("SET ratelimit.command_timeout = '500ms'; SET ratelimit.redis_url = '" . sentinels($wrong, $silent, $right) . "'");
 	is($session->ask($take), 'redis', 'the new master has its time, however long it took to find it');
 	$session->ask('RESET ratelimit.command_timeout');
+}
+
+# The first tells of a server that is lost.
+{
+	my ($lost) = liar(sub { return undef });
+	my ($wrong) = liar(sub { return address($lost) });
+	my ($right) = liar(sub { return address($single) });
+
+	$session->ask("SET ratelimit.retry_interval = 0; SET ratelimit.redis_url = '" . sentinels($wrong, $right) . "'");
+	is($session->attempt($take)->{state}, '08006', 'a Sentinel that does not know of the new master');
+	is($session->ask($take), 'redis', 'the next time another is asked');
+	is($session->ask($take), 'redis', 'and listened to');
+	$session->ask('RESET ratelimit.retry_interval');
 }
 
 # A master that hangs up on many calls.
