@@ -554,8 +554,8 @@ rl_redis_reserve(RlScript *script)
  * rl_redis_pipeline whose reply() gets error replies too.  Quietly, which is for
  * the end of a transaction and after rl_redis_reserve, it does not throw, needs
  * no memory, connects to nobody, and all of it ends within
- * ratelimit.command_timeout; one server after the other is told, and what is
- * for one that is not connected fails.
+ * ratelimit.command_timeout; one server after the other is told, each in its
+ * share of the time, and what is for one that is not connected fails.
  */
 bool
 rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply,
@@ -563,20 +563,24 @@ rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append, RlPipeli
 {
 	Pipeline	p = {.script = script,.n = n,.append = append,.reply = reply,.arg = arg,.error = error,
 	.quiet = quietly,.all = true};
-	int64		until = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
+	int64		end = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
+	int			connected = 0;
 
 	if (!quietly)
 		return run_pipeline(&p);
 	rl_error_set(error, ERRCODE_CONNECTION_DOES_NOT_EXIST, "there is no connection to Redis");
 	rl_streams_changed();
+	for (int i = 1; i <= RL_MAX_NODES; i++)
+		connected += (rl_node_numbered(i)->conn.ctx != NULL);
 	for (int i = 1; i <= RL_MAX_NODES && p.answered < n && rl_nodes_are_current(); i++)
 	{
 		RlNode	   *node = rl_node_numbered(i);
+		int64		left = end - rl_monotonic_now();
 		RlError		why;
 
-		if (node->conn.ctx == NULL || rl_monotonic_now() > until)
+		if (node->conn.ctx == NULL || left < 0)
 			continue;
-		node->conn.quiet_until = until;
+		node->conn.quiet_until = end - left + left / connected--;
 		if (rl_connection_settle(&node->conn, &why))
 		{
 			/* A script that is not known could not be sent again. */
