@@ -216,7 +216,10 @@ foreach my $round (1 .. 5)
 	my $run = clients('work', 'SELECT work();', '-T', 600);
 
 	await('states in shared memory', sub { return $watcher->ask('SELECT local_keys FROM rl_status()') >= 1000 });
-	my @pids = split /\n/, $watcher->ask(q{SELECT pid FROM pg_stat_activity WHERE query = 'SELECT work();' AND state = 'active'});
+	my @pids;
+	await('one at work', sub {
+		@pids = split /\n/, $watcher->ask(q{SELECT pid FROM pg_stat_activity WHERE query = 'SELECT work();' AND state = 'active'});
+	});
 	kill 'KILL', $pids[ rand @pids ];
 	$run->{handle}->finish;
 	await('the server to be back', sub { return $starts->() > $crashes && $node->psql('postgres', 'SELECT 1') == 0 });
