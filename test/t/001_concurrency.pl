@@ -3,7 +3,6 @@
 use strict;
 use warnings FATAL => 'all';
 
-use IPC::Run;
 use List::Util qw(max);
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
@@ -14,33 +13,6 @@ use Time::HiRes qw(sleep time);
 
 my $redis = RedisServer->new->start;
 my $node = new_node($redis);
-my $scripts = PostgreSQL::Test::Utils::tempdir;
-
-# Runs pgbench with eight clients and one script; returns a handle, which
-# finish() ends and checks.
-sub bench_start
-{
-	my ($name, $sql, @options) = @_;
-	my %run = (name => $name, out => '', err => '');
-
-	append_to_file("$scripts/$name.sql", $sql);
-	$run{handle} = IPC::Run::start(
-		[ $node->installed_command('pgbench'), '-n', '-c', '8', '-j', '2',
-			'-f', "$scripts/$name.sql", @options, $node->connstr('postgres') ],
-		'<', \'', '>', \$run{out}, '2>', \$run{err});
-	return \%run;
-}
-
-sub finish
-{
-	my ($run) = @_;
-
-	$run->{handle}->finish;
-	is($run->{handle}->result(0), 0, "$run->{name}: no client failed")
-	  or diag $run->{err};
-	unlike($run->{err}, qr/error/i, "$run->{name}: no error");
-	return;
-}
 
 $node->safe_psql('postgres', q{
 	CREATE UNLOGGED TABLE taken (run text, quota bigint, allowed boolean,
@@ -49,7 +21,7 @@ $node->safe_psql('postgres', q{
 
 # One key, one a day: nothing leaks back while the test runs.
 my $capacity = 137;
-finish(bench_start('burst', qq{
+finish_clients(start_clients($node, 'burst', qq{
 	INSERT INTO taken SELECT 'burst', 1, allowed, remaining, retry_after, source
 	FROM rl_throttle('burst', $capacity, 1, 86400);
 }, '-t', '50'));
@@ -68,7 +40,7 @@ is($node->safe_psql('postgres', q{
 	'0', 'each refused call says that a day must pass');
 
 # Quotas of one to seven: what was granted is what is missing.
-finish(bench_start('quotas', q{
+finish_clients(start_clients($node, 'quotas', q{
 	\set quota random(1, 7)
 	INSERT INTO taken SELECT 'quotas', :quota, allowed, remaining, retry_after, source
 	FROM rl_throttle('quotas', 500, 1, 86400, :quota);
@@ -82,7 +54,7 @@ is($granted + $left, 500, "granted $granted and $left left make the capacity");
 cmp_ok($least_refused, '>', $left, 'nothing was refused that still fits');
 
 # Two limits decide together: all charged, or none.
-finish(bench_start('both', q{
+finish_clients(start_clients($node, 'both', q{
 	INSERT INTO taken SELECT 'both', 1, allowed, remaining, retry_after, source
 	FROM rl_check('both', '1/1d burst 50, 1/2d burst 80');
 }, '-t', '20'));
@@ -128,7 +100,7 @@ $node->safe_psql('postgres', qq{
 });
 
 my $began = time;
-my $run = bench_start('hammer', 'SELECT hammer();', '-t', '1');
+my $run = start_clients($node, 'hammer', 'SELECT hammer();', '-t', '1');
 my ($flushes, @ttl_problems) = (0);
 while (still_runs($run->{handle}))
 {
@@ -138,7 +110,7 @@ while (still_runs($run->{handle}))
 	die 'the clients do not end' if time > $began + 120;
 	sleep max(0, $began + 0.1 * $flushes - time);
 }
-finish($run);
+finish_clients($run);
 my $took = time - $began;
 
 my ($clients, $calls, $allowed, $other, $span) = split /\|/, $node->safe_psql('postgres', q{

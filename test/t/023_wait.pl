@@ -18,7 +18,6 @@ my $redis = RedisServer->new->start;
 my $node = new_node($redis, 'ratelimit.command_timeout = 10s', 'ratelimit.connect_timeout = 10s');
 my $session = session($node);
 my $watcher = session($node);
-my $scripts = PostgreSQL::Test::Utils::tempdir;
 
 $node->safe_psql('postgres', q{
 	CREATE UNLOGGED TABLE waited (run text, began timestamptz, ended timestamptz,
@@ -36,14 +35,8 @@ $node->safe_psql('postgres', q{
 sub clients
 {
 	my ($run, $limits, $max_wait, @options) = @_;
-	my ($out, $err) = ('', '');
 
-	append_to_file("$scripts/$run.sql", "SELECT waits('$run', '$limits', $max_wait);");
-	my $ok = IPC::Run::run([ $node->installed_command('pgbench'), '-n', '-c', 8, '-j', 2,
-			'-f', "$scripts/$run.sql", @options, $node->connstr('postgres') ],
-		'>', \$out, '2>', \$err);
-	ok($ok, "$run: no client failed") or diag $err;
-	return;
+	return finish_clients(start_clients($node, $run, "SELECT waits('$run', '$limits', $max_wait);", @options));
 }
 
 # The values that a hash's field had, one after another.

@@ -6,7 +6,6 @@ use strict;
 use warnings FATAL => 'all';
 
 use Engines;
-use IPC::Run;
 use List::Util qw(max min sum0);
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
@@ -20,22 +19,7 @@ my $redis = RedisServer->new->start;
 my $node = new_node($redis, 'ratelimit.command_timeout = 10s', 'ratelimit.connect_timeout = 10s');
 my $session = session($node);
 my $engine = c_engine($node);
-my $scripts = PostgreSQL::Test::Utils::tempdir;
 redis_engine($node);
-
-# Eight clients that run a script.
-sub clients
-{
-	my ($name, $sql, @options) = @_;
-	my ($out, $err) = ('', '');
-
-	append_to_file("$scripts/$name.sql", $sql);
-	my $ok = IPC::Run::run([ $node->installed_command('pgbench'), '-n', '-c', 8, '-j', 2,
-			'-f', "$scripts/$name.sql", @options, $node->connstr('postgres') ],
-		'>', \$out, '2>', \$err);
-	ok($ok, "$name: no client failed") or diag $err;
-	return;
-}
 
 # All that Redis has of a key, as it stands there.
 sub kept
@@ -147,7 +131,7 @@ $session->ask(q{
 		END IF;
 	END $$;
 });
-clients('subsets', 'SELECT act(1, 0);', '-t', 150);
+finish_clients(start_clients($node, 'subsets', 'SELECT act(1, 0);', '-t', 150));
 note 'calls of subsets: ', $session->ask(q{SELECT count(*) || ', allowed ' || count(*) FILTER (WHERE allowed) FROM act});
 is($session->ask(q{SELECT count(*) FILTER (WHERE allowed) > 50, count(*) FILTER (WHERE NOT allowed) > 100 FROM act}), 't|t', 'many were allowed and refused');
 my $balance = q{
@@ -162,7 +146,7 @@ $session->ask(q{INSERT INTO act SELECT 2, '{1}', remaining, rl_allow('shared', '
 	FROM rl_peek('shared', 'fixed_window 150/3650d', 0) WHERE remaining > 0});
 my $before = kept('shared');
 is(scalar keys %$before, 2, 'a hash and a log');
-clients('refused', 'SELECT act(3, 1);', '-t', 150);
+finish_clients(start_clients($node, 'refused', 'SELECT act(3, 1);', '-t', 150));
 is($session->ask('SELECT count(*), bool_or(allowed) FROM act WHERE phase = 3'), '1200|f', 'eight clients are refused');
 is_deeply(kept('shared'), $before, 'and leave every limit as it was');
 is($session->ask($balance), '5|0', 'which is what was allowed');
@@ -186,7 +170,7 @@ $session->ask(qq{
 	END \$\$;
 });
 my $monitor = RedisMonitor->new($redis);
-clients('log', 'SELECT act_logged();', '-T', 2);
+finish_clients(start_clients($node, 'log', 'SELECT act_logged();', '-T', 2));
 my @entries = sort { $a->[0] <=> $b->[0] } map { [ $_->[2], $_->[3] =~ /^\d+:(\d+)$/ ] }
   grep { uc $_->[0] eq 'ZADD' && $_->[1] eq "rl:{log}:log:$period" } $monitor->commands;
 my @logged = map { [ split /\|/ ] } split /\n/,

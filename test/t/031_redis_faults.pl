@@ -13,7 +13,6 @@ use RatelimitTest;
 use RedisServer;
 use Test::More;
 
-my $dir = PostgreSQL::Test::Utils::tempdir;
 my $redis = RedisServer->new->start;
 my $node = new_node($redis, 'restart_after_crash = on', 'max_files_per_process = 64');
 my $session = session($node);
@@ -41,28 +40,6 @@ sub await_waiting
 		return $watcher->ask(q{SELECT count(*) FROM pg_stat_activity
 			WHERE state = 'active' AND wait_event_type = 'Extension'}) >= $n;
 	});
-	return;
-}
-
-# Eight clients that run a script once; a handle, which finish_clients() ends.
-sub clients
-{
-	my ($name, $sql) = @_;
-	my %run = (name => $name, out => '', err => '');
-
-	append_to_file("$dir/$name.sql", $sql);
-	$run{handle} = IPC::Run::start([ $node->installed_command('pgbench'), '-n', '-c', 8, '-j', 2, '-t', 1,
-			'-f', "$dir/$name.sql", $node->connstr('postgres') ],
-		'<', \'', '>', \$run{out}, '2>', \$run{err});
-	return \%run;
-}
-
-sub finish_clients
-{
-	my ($run) = @_;
-
-	$run->{handle}->finish;
-	is($run->{handle}->result(0), 0, "$run->{name}: each client ran to its end") or diag $run->{err};
 	return;
 }
 
@@ -115,7 +92,7 @@ $node->safe_psql('postgres', q{
 	END $$;
 });
 $session->ask($tags);
-my $run = clients('storm', 'SELECT storm();');
+my $run = start_clients($node, 'storm', 'SELECT storm();', '-t', 1);
 
 # Until the clients have had answers from this very server.
 sub await_answers
@@ -198,7 +175,7 @@ $redis->cli('CLIENT', 'PAUSE', '600000', 'WRITE');
 $session->ask("SET ratelimit.command_timeout = '50ms'");
 policy_is('a pause', '08006', qr/command_timeout has passed$/);
 $session->ask('RESET ratelimit.command_timeout');
-my $waiting = clients('pause', $take);
+my $waiting = start_clients($node, 'pause', $take, '-t', 1);
 await_waiting(8);
 $redis->cli('CLIENT', 'UNPAUSE');
 finish_clients($waiting);
@@ -317,8 +294,8 @@ foreach my $tcp (0, 1)
 
 	$short->pause;
 	$watcher->ask('CREATE TABLE turn (state text)');
-	my $queue = clients('queue', "SET ratelimit.redis_url = '" . $short->url . "';
-		INSERT INTO turn SELECT state FROM attempt(\$\$$take\$\$);");
+	my $queue = start_clients($node, 'queue', "SET ratelimit.redis_url = '" . $short->url . "';
+		INSERT INTO turn SELECT state FROM attempt(\$\$$take\$\$);", '-t', 1);
 	await_waiting(8);
 	$short->resume;
 	finish_clients($queue);
@@ -408,7 +385,7 @@ SKIP:
 
 $redis->cli('DEL', 'rl:{fault}');
 $redis->pause;
-my $victims = clients('victims', $take);
+my $victims = start_clients($node, 'victims', $take, '-t', 1);
 await_waiting(8);
 my ($victim) = split /\n/, $watcher->ask(q{SELECT pid FROM pg_stat_activity WHERE state = 'active' AND wait_event_type = 'Extension'});
 kill 'KILL', $victim;

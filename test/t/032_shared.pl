@@ -13,33 +13,10 @@ use RedisServer;
 use Test::More;
 use Time::HiRes qw(time);
 
-my $dir = PostgreSQL::Test::Utils::tempdir;
 my $redis = RedisServer->new->start;
 my $node = new_node($redis, 'shared_preload_libraries = ratelimit', 'restart_after_crash = on', 'autovacuum = off');
 my $session = session($node);
 my $watcher = session($node);
-
-# Eight clients that run a script; a handle, which finish_clients() ends.
-sub clients
-{
-	my ($name, $sql, @options) = @_;
-	my %run = (name => $name, out => '', err => '');
-
-	append_to_file("$dir/$name.sql", $sql) unless -e "$dir/$name.sql";
-	$run{handle} = IPC::Run::start([ $node->installed_command('pgbench'), '-n', '-c', 8, '-j', 2,
-			'-f', "$dir/$name.sql", @options, $node->connstr('postgres') ],
-		'<', \'', '>', \$run{out}, '2>', \$run{err});
-	return \%run;
-}
-
-sub finish_clients
-{
-	my ($run) = @_;
-
-	$run->{handle}->finish;
-	is($run->{handle}->result(0), 0, "$run->{name}: each client ran to its end") or diag $run->{err};
-	return;
-}
 
 # Settings for all new sessions.
 sub with
@@ -107,7 +84,7 @@ foreach my $case (map { my $how = $_; map { [ $how, $_ ] } 1 .. 3 } 'stopped', '
 
 	# At such a rate the calls last for some intervals.
 	my $began = time;
-	my $run = clients("act $how $try", "SELECT act('$how $try', $capacity);", '-t', $calls / 8, '-R', 2500);
+	my $run = start_clients($node, "act $how $try", "SELECT act('$how $try', $capacity);", '-t', $calls / 8, '-R', 2500);
 	if ($load)
 	{
 		await('answers of Redis', sub { return $watcher->ask(q{SELECT count(*) FROM made WHERE source = 'redis'}) >= 500 });
@@ -142,7 +119,7 @@ foreach my $case (map { my $how = $_; map { [ $how, $_ ] } 1 .. 3 } 'stopped', '
 	  $back < 2 * $retry_interval ? () : "not used again for $back s";
 	is($late{$how}, '', "$how: waiting for Redis is within the bound, and it is used again within two intervals") if !$late{$how} || $try == 3;
 	with(connect_timeout => '10s', command_timeout => '10s');
-	$run = clients('all', q{SELECT 1 / (source = 'redis')::int FROM rl_throttle('all', 1000000, 1000000, 1)}, '-t', 10);
+	$run = start_clients($node, 'all', q{SELECT 1 / (source = 'redis')::int FROM rl_throttle('all', 1000000, 1000000, 1)}, '-t', 10);
 	finish_clients($run);
 	is($session->ask(q{SELECT breaker FROM rl_status()}), 'closed', "$how: the breaker is closed");
 }
@@ -213,7 +190,7 @@ my $starts = sub { return count_of(qr/database system is ready to accept connect
 my $crashes = $starts->();
 foreach my $round (1 .. 5)
 {
-	my $run = clients('work', 'SELECT work();', '-T', 600);
+	my $run = start_clients($node, 'work', 'SELECT work();', '-T', 600);
 
 	await('states in shared memory', sub { return $watcher->ask('SELECT local_keys FROM rl_status()') >= 1000 });
 	my @pids;
@@ -304,7 +281,7 @@ $watcher->ask(q{
 is($watcher->error, '', 'the observer is there');
 $redis->cli('SET', 'rl:{wrong}', 'no hash');
 $watcher->ask('SELECT rl_stat_reset()');
-my $run = clients('observe', 'SELECT observe();', '-T', 3);
+my $run = start_clients($node, 'observe', 'SELECT observe();', '-T', 3);
 my $count = sub {
 	return $watcher->ask("SELECT coalesce(sum($_[0]), 0) FROM rl_stat");
 };

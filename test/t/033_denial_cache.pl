@@ -6,7 +6,6 @@ use strict;
 use warnings FATAL => 'all';
 
 use Engines;
-use IPC::Run;
 use List::Util qw(max min);
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
@@ -17,35 +16,12 @@ use Test::More;
 use Time::HiRes qw(time);
 
 my $seed = seed();
-my $dir = PostgreSQL::Test::Utils::tempdir;
 my $redis = RedisServer->new->start;
 my $node = new_node($redis, 'shared_preload_libraries = ratelimit');
 my $session = session($node);
 my $watcher = session($node);
 my $engine = c_engine($node);
 redis_engine($node);
-
-# Clients that run a script until finish_clients() ends them.
-sub clients
-{
-	my ($n, $name, $sql, @options) = @_;
-	my %run = (name => $name, out => '', err => '');
-
-	append_to_file("$dir/$name.sql", $sql);
-	$run{handle} = IPC::Run::start([ $node->installed_command('pgbench'), '-n', '-c', $n, '-j', 2,
-			'-f', "$dir/$name.sql", @options, $node->connstr('postgres') ],
-		'<', \'', '>', \$run{out}, '2>', \$run{err});
-	return \%run;
-}
-
-sub finish_clients
-{
-	my ($run) = @_;
-
-	$run->{handle}->finish;
-	is($run->{handle}->result(0), 0, "$run->{name}: each client ran to its end") or diag $run->{err};
-	return;
-}
 
 #
 # A flood
@@ -81,7 +57,7 @@ foreach my $n (1 .. @floods)
 		SELECT count(rl_check('flood $n', '$limits', g / g)) FROM generate_series(1, 30) g");
 }
 {
-	my $run = clients(8, 'flood', 'SELECT flood();', '-t', 1);
+	my $run = start_clients($node, 'flood', 'SELECT flood();', '-t', 1);
 	await('eight clients', sub { return $watcher->ask(q{SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'SELECT flood(%'}) == 8 });
 	my $monitor = RedisMonitor->new($redis);
 	my $began = time;
@@ -237,7 +213,7 @@ $watcher->ask(q{
 		END LOOP;
 		INSERT INTO tried VALUES (cached, asked, allowed);
 	END $$});
-my $run = clients(8, 'alone', 'SELECT try(true);', '-t', 10);
+my $run = start_clients($node, 'alone', 'SELECT try(true);', '-t', 10);
 finish_clients($run);
 my ($cached, $asked, $allowed) = split /\|/, $session->ask('SELECT sum(cached), sum(asked), sum(allowed) FROM tried');
 note "in real time: $asked asked, $allowed allowed, $cached refused by the cache";
@@ -287,7 +263,7 @@ foreach my $limits ('1/3650d burst 5', 'sliding_log 5/3650d', 'fixed_window 5/36
 	(my $name = "grab $limits") =~ s/\W+/_/g;
 
 	$session->ask("TRUNCATE the_end, given, tried; SELECT rl_check('given', '$limits', 5)");
-	my $run = clients(7, $name, "SELECT grab('given', '$limits');", '-t', 1);
+	my $run = start_clients($node, $name, "SELECT grab('given', '$limits');", '-t', 1, '-c', 7);
 	await('seven clients', sub { return $watcher->ask(q{SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'SELECT grab(%'}) == 7 });
 	$session->ask("SELECT give('given', '$limits', 1000)");
 	is($session->error, '', "$limits: given back");

@@ -6,7 +6,6 @@ use strict;
 use warnings FATAL => 'all';
 
 use Engines;
-use IPC::Run;
 use List::Util qw(max min sum0);
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
@@ -23,23 +22,8 @@ my $node = new_node(RedisServer->new, 'shared_preload_libraries = ratelimit', 'r
 my $session = session($node);
 my $watcher = session($node);
 my $pid = $session->pid;
-my $scripts = PostgreSQL::Test::Utils::tempdir;
 
 sub states_kept { return $session->ask('SELECT local_keys FROM rl_status()'); }
-
-# Eight clients that run a script.
-sub clients
-{
-	my ($name, $sql, @options) = @_;
-	my ($out, $err) = ('', '');
-
-	append_to_file("$scripts/$name.sql", $sql);
-	my $ok = IPC::Run::run([ $node->installed_command('pgbench'), '-n', '-c', 8, '-j', 2,
-			'-f', "$scripts/$name.sql", @options, $node->connstr('postgres') ],
-		'>', \$out, '2>', \$err);
-	ok($ok && $err !~ /error/i, "$name: no client failed") or diag $err;
-	return;
-}
 
 #
 # The bound
@@ -375,8 +359,8 @@ my %call = (
 	sliding_window => q{rl_sliding_window('run sliding', 137, 86400, 8640, :quota)},
 	sliding_log => q{rl_sliding_log('run log', 137, 86400, :quota)},
 	several => q{rl_check('run several', '1/1d burst 200, sliding_log 137/1d, fixed_window 300/1d from_first, token_bucket 1/1d burst 150', :quota)});
-clients('exactly', join("\n", '\set quota 1',
-		map { "INSERT INTO taken SELECT '$_', :quota, allowed, source FROM $call{$_};" } sort keys %call), '-t', 40);
+finish_clients(start_clients($node, 'exactly', join("\n", '\set quota 1',
+		map { "INSERT INTO taken SELECT '$_', :quota, allowed, source FROM $call{$_};" } sort keys %call), '-t', 40));
 is($node->safe_psql('postgres', "SELECT count(*), sum(quota) FILTER (WHERE allowed), string_agg(DISTINCT source, ',') FROM taken WHERE run = '$_'"),
 	'320|137|local', "$_: of 320 actions exactly the capacity is allowed") foreach sort keys %call;
 is($node->safe_psql('postgres', q{SELECT string_agg(remaining::text, ',') FROM rl_peek('run several',
@@ -425,7 +409,7 @@ foreach my $try (1 .. 3)
 	%short = ();
 	$node->safe_psql('postgres', 'TRUNCATE hammered');
 	my $began = time;
-	clients("hammer $try", "SELECT hammer('hammer $try ', '{" . join(',', map { qq{"$_"} } values %limit) . "}');", '-t', 1);
+	finish_clients(start_clients($node, "hammer $try", "SELECT hammer('hammer $try ', '{" . join(',', map { qq{"$_"} } values %limit) . "}');", '-t', 1));
 	my $took = time - $began;
 	foreach my $run (sort keys %limit)
 	{

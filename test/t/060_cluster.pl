@@ -4,7 +4,6 @@
 use strict;
 use warnings FATAL => 'all';
 
-use IPC::Run;
 use List::Util qw(sum);
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
@@ -147,12 +146,6 @@ $node->safe_psql('postgres', q{
 	CREATE FUNCTION rule(key int) RETURNS rl_limits LANGUAGE sql IMMUTABLE RETURN
 		((ARRAY[} . join(',', map { "'$_'" } @rules) . q{])[1 + key % } . @rules . q{])::rl_limits;
 });
-my $script = PostgreSQL::Test::Utils::tempdir . '/take.sql';
-append_to_file($script, q{
-	\\set key random(0, 999)
-	INSERT INTO taken SELECT :key, allowed, source FROM rl_check('moving:' || :key, rule(:key));
-});
-my ($out, $err, $clients) = ('', '');
 my (%owner, %redirected);
 my ($moves, $runs) = (0, 0);
 $_->cli('CONFIG', 'RESETSTAT') foreach $cluster->masters;
@@ -160,10 +153,11 @@ $_->cli('CONFIG', 'RESETSTAT') foreach $cluster->masters;
 while ($moves < 50 || !$redirected{MOVED} || !$redirected{ASK})
 {
 	$runs++;
-	$clients = IPC::Run::start(
-		[ $node->installed_command('pgbench'), '-n', '-c', '8', '-j', '2', '-t', '1000', '-f', $script, $node->connstr('postgres') ],
-		'<', \'', '>', \$out, '2>', \$err);
-	while ($clients->pumpable)
+	my $clients = start_clients($node, 'while slots move', q{
+		\\set key random(0, 999)
+		INSERT INTO taken SELECT :key, allowed, source FROM rl_check('moving:' || :key, rule(:key));
+	}, '-t', 1000);
+	while ($clients->{handle}->pumpable)
 	{
 		my $slot = $cluster->slot('moving:' . int rand 1000);
 		my $from = $owner{$slot} // $cluster->first_owner($slot);
@@ -172,10 +166,9 @@ while ($moves < 50 || !$redirected{MOVED} || !$redirected{ASK})
 		$cluster->move_slot($slot, $from, $to);
 		$owner{$slot} = $to;
 		$moves++;
-		$clients->pump_nb;
+		$clients->{handle}->pump_nb;
 	}
-	$clients->finish;
-	is($clients->result(0), 0, 'no error reached SQL') or diag $err;
+	finish_clients($clients);
 	foreach my $error (qw(MOVED ASK TRYAGAIN))
 	{
 		$redirected{$error} = sum(map { errors_of($_, $error) } $cluster->masters);
@@ -285,8 +278,6 @@ $node->safe_psql('postgres', q{
 	ALTER SYSTEM SET ratelimit.connect_timeout = '2s';
 	SELECT pg_reload_conf();
 });
-$script = PostgreSQL::Test::Utils::tempdir . '/load.sql';
-append_to_file($script, 'SELECT load();');
 
 foreach my $how (qw(dies stands_still))
 {
@@ -297,13 +288,10 @@ foreach my $how (qw(dies stands_still))
 	# The load waits for nobody, and its seeds begin with the victim.
 	$node->safe_psql('postgres', "TRUNCATE stop, asked; ALTER SYSTEM SET ratelimit.redis_url = '" . $cluster->url(first => $i, user => $user) . "';
 		SELECT pg_reload_conf()");
-	$out = $err = '';
-	$clients = IPC::Run::start(
-		[ $node->installed_command('pgbench'), '-n', '-c', '8', '-j', '2', '-t', '1', '-f', $script, $node->connstr('postgres') ],
-		'<', \'', '>', \$out, '2>', \$err);
+	my $clients = start_clients($node, "a master $how", 'SELECT load();', '-t', 1);
 	await('the load', sub {
-		die "the load has ended: $err" unless $clients->pumpable;
-		$clients->pump_nb;
+		die "the load has ended: $clients->{err}" unless $clients->{handle}->pumpable;
+		$clients->{handle}->pump_nb;
 		return $watcher->ask(q{SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 42}) eq '8';
 	});
 	my %victims = map { $_ => 1 } grep { $cluster->has($victim, "loaded:$_") } 0 .. 99;
@@ -323,8 +311,7 @@ foreach my $how (qw(dies stands_still))
 	my $end = $watcher->ask("SELECT clock_timestamp() + interval '0.5 s'");
 	await('more calls', sub { $watcher->ask("SELECT clock_timestamp() > '$end'") eq 't' });
 	$watcher->ask('INSERT INTO stop DEFAULT VALUES');
-	$clients->finish;
-	is($clients->result(0), 0, "a master $how: no error reached SQL") or diag $err;
+	finish_clients($clients);
 
 	my $of_victim = 'key IN (' . join(',', sort keys %victims) . ')';
 	my ($failed, $answered) = split /\|/, $watcher->ask(qq{

@@ -3,7 +3,6 @@
 use strict;
 use warnings FATAL => 'all';
 
-use IPC::Run;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
@@ -185,16 +184,11 @@ $node->safe_psql('postgres', qq{
 	ALTER SYSTEM SET ratelimit.redis_url = '${\ url(\@sentinels) }';
 	SELECT pg_reload_conf();
 });
-my $script = PostgreSQL::Test::Utils::tempdir . '/load.sql';
-append_to_file($script, 'SELECT load();');
-my ($out, $err) = ('', '');
-my $clients = IPC::Run::start(
-	[ $node->installed_command('pgbench'), '-n', '-c', '8', '-j', '2', '-t', '1', '-f', $script, $node->connstr('postgres') ],
-	'<', \'', '>', \$out, '2>', \$err);
+my $clients = start_clients($node, 'a fail-over', 'SELECT load();', '-t', 1);
 my $watcher = session($node);
 await('the load', sub {
-	die "the load has ended: $err" unless $clients->pumpable;
-	$clients->pump_nb;
+	die "the load has ended: $clients->{err}" unless $clients->{handle}->pumpable;
+	$clients->{handle}->pump_nb;
 	return $watcher->ask(q{SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 42}) eq '8';
 });
 my %stats = $a->info('stats');
@@ -213,8 +207,7 @@ await('all keys to be used up', sub {
 	return $watcher->ask("SELECT bool_or(allowed) FROM generate_series(0, $keys - 1) k, rl_peek('loaded:' || k, '1/1d burst $capacity')") eq 'f';
 });
 $watcher->ask('INSERT INTO stop DEFAULT VALUES');
-$clients->finish;
-is($clients->result(0), 0, 'a fail-over: no session ended, no error reached SQL') or diag $err;
+finish_clients($clients);
 note 'measured: ', $watcher->ask(qq{SELECT format('promoted after %s s, which the Sentinels told after %s s more; calls succeeded %s to %s s after the promotion, %s failed',
 		round(extract(epoch FROM '$is_master'::timestamptz - '$lost'), 1), round(extract(epoch FROM '$promoted'::timestamptz - '$is_master'), 1),
 		round(min(again), 1), round(max(again), 1), sum(failed))

@@ -6,13 +6,15 @@ use strict;
 use warnings FATAL => 'all';
 
 use Exporter 'import';
+use IPC::Run;
 use List::Util qw(min);
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RedisServer qw(await);
 use Test::More;
 
-our @EXPORT = qw(await new_node store still_runs session count_of measures ttl_problems);
+our @EXPORT = qw(await new_node store still_runs session start_clients finish_clients count_of measures
+	ttl_problems);
 
 # So that the servers go too when a test is interrupted.
 $SIG{$_} = sub { die "interrupted by a signal" } foreach qw(INT TERM HUP);
@@ -80,6 +82,30 @@ sub session
 	# The time limit is each query's, not the session's.
 	$psql->set_query_timer_restart;
 	return bless { psql => $psql, error => '' }, 'RatelimitTest::Session';
+}
+
+# Starts pgbench with eight clients that run a script; returns a handle, which
+# finish_clients() waits for and checks.  Further arguments are pgbench's.
+sub start_clients
+{
+	my ($node, $name, $sql, @options) = @_;
+	my $script = PostgreSQL::Test::Utils::tempdir . '/script.sql';
+	my %run = (name => $name, out => '', err => '');
+
+	append_to_file($script, $sql);
+	$run{handle} = IPC::Run::start([ $node->installed_command('pgbench'), '-n', '-c', 8, '-j', 2,
+			'-f', $script, @options, $node->connstr('postgres') ],
+		'<', \'', '>', \$run{out}, '2>', \$run{err});
+	return \%run;
+}
+
+sub finish_clients
+{
+	my ($run) = @_;
+
+	$run->{handle}->finish;
+	ok($run->{handle}->result(0) == 0 && $run->{err} !~ /error/i, "$run->{name}: no client failed") or diag $run->{err};
+	return;
 }
 
 # Passes on what an IPC::Run harness has said; false once its processes have
