@@ -302,6 +302,11 @@ $got = $session->attempt(q{SELECT taken('bad', 1000, 1000)});
 is($got->{state}, '08P01', 'one key of a wrong type fails the call');
 like($got->{message}, qr/WRONGTYPE/, 'and says so');
 is($session->attempt(q{SELECT taken('bad', 3, 3)})->{answer}, '{1,1,1}', 'those before it were charged once');
+$session->ask('SET ratelimit.on_error = deny');
+is($session->ask(q{SELECT string_agg(source || ' ' || n, ',' ORDER BY source) FROM (SELECT source, count(*) AS n
+	FROM rl_check_many((SELECT array_agg('bad' || i) FROM generate_series(301, 1300) i), '1/1s burst 1000') GROUP BY source) c}),
+	'fail_closed 1,redis 999', 'or is on_error\'s, and the other keys have their answers');
+$session->ask('RESET ratelimit.on_error');
 $redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
 is($session->attempt(q{SELECT taken('bad', 3, 3)})->{answer}, '{2,2,2}', 'a connection found dead is made anew');
 
