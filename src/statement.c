@@ -75,7 +75,7 @@ static void
 remember(Statement *statement, const RlKey *key, const RlAnswer *answer)
 {
 	Charged		charged;
-	Datum		value = PointerGetDatum(&charged);
+	Datum		value;
 	bool		isnull = false;
 	bool		any = false;
 
@@ -101,6 +101,7 @@ remember(Statement *statement, const RlKey *key, const RlAnswer *answer)
 		statement->charged = tuplestore_begin_heap(false, false, work_mem);
 		statement->slot = MakeSingleTupleTableSlot(desc, &TTSOpsMinimalTuple);
 	}
+	value = PointerGetDatum(&charged);
 	tuplestore_putvalues(statement->charged, statement->slot->tts_tupleDescriptor, &value, &isnull);
 }
 

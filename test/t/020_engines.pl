@@ -131,7 +131,7 @@ sub history
 		{
 			# What remains, or one more.
 			my $remaining = min(map { $_->[2] } @each);
-			my $more = chance(50);
+			my $more = $remaining < 10**15 && chance(50);
 
 			$kind = 'what_remains';
 			%step = (limits => $limits, argument => $remaining + ($more ? 1 : 0));
