@@ -9,8 +9,6 @@
  */
 #include "postgres.h"
 
-#include "utils/memutils.h"
-
 #include "route.h"
 #include "redis.h"
 
@@ -75,12 +73,7 @@ kept_line(void)
 	static Line line;
 
 	if (line.out.data == NULL)
-	{
-		MemoryContext old = MemoryContextSwitchTo(TopMemoryContext);
-
-		initStringInfo(&line.out);
-		MemoryContextSwitchTo(old);
-	}
+		rl_resp_keep(&line.out);
 	return &line;
 }
 
@@ -281,8 +274,7 @@ append_call(Pipeline *p, Line *line, Call call)
 
 	if (call.asking)
 	{
-		rl_resp_start(&line->out, 1);
-		rl_resp_arg(&line->out, "ASKING", 6);
+		rl_command_append_asking(&line->out);
 		*due_call(line, line->stream.due) = asking;
 		rl_stream_appended(&line->stream);
 	}
@@ -393,7 +385,7 @@ take_reply(Pipeline *p, Line *line, Call call, const RlReply *reply, RlError *er
 			return true;
 		}
 	}
-	else if (rl_is_noscript(reply) && !call.by_source)
+	else if (rl_reply_is(reply, "NOSCRIPT") && !call.by_source)
 	{
 		/* Those sent before the script came there say so too. */
 		line->load = line->loads == 0;
@@ -402,7 +394,7 @@ take_reply(Pipeline *p, Line *line, Call call, const RlReply *reply, RlError *er
 		return true;
 	}
 	/* Who does not know what he was told will not know it the next time. */
-	else if (rl_is_noscript(reply))
+	else if (rl_reply_is(reply, "NOSCRIPT"))
 		return rl_redis_accepted(reply, error);
 	if (reply->kind == RL_REPLY_ERROR && !p->all)
 	{

@@ -10,7 +10,6 @@
 #include "common/cryptohash.h"
 #include "common/sha1.h"
 #include "utils/builtins.h"
-#include "utils/memutils.h"
 
 #include "route.h"
 #include "redis.h"
@@ -75,14 +74,7 @@ rl_command_start(void)
 {
 	static RlCommand command;
 
-	if (command.args.data == NULL)
-	{
-		MemoryContext old = MemoryContextSwitchTo(TopMemoryContext);
-
-		initStringInfo(&command.args);
-		MemoryContextSwitchTo(old);
-	}
-	resetStringInfo(&command.args);
+	rl_resp_keep(&command.args);
 	command.nargs = 0;
 	command.key_len = 0;
 	return &command;
@@ -134,6 +126,14 @@ rl_command_append(StringInfo out, const RlCommand *command, const RlScript *scri
 	appendBinaryStringInfo(out, command->args.data, command->args.len);
 }
 
+/* Appends what makes a node run the next command although the slot is on its way. */
+void
+rl_command_append_asking(StringInfo out)
+{
+	rl_resp_start(out, 1);
+	rl_resp_arg(out, "ASKING", 6);
+}
+
 /* To be called before the script is appended. */
 void
 rl_script_prepare(RlScript *script)
@@ -165,12 +165,6 @@ rl_redis_accepted(const RlReply *reply, RlError *error)
 	return rl_connection_refused(&rl_node_in_use()->conn, false, reply->text, error);
 }
 
-bool
-rl_is_noscript(const RlReply *reply)
-{
-	return reply->kind == RL_REPLY_ERROR && strncmp(reply->text, "NOSCRIPT", 8) == 0;
-}
-
 /*
  * Sends a command and reads its reply, connecting first if need be.  A
  * connection that turns out to be dead before a byte was sent is made anew,
@@ -178,19 +172,11 @@ rl_is_noscript(const RlReply *reply)
  * Returns false with the error set.
  */
 static bool
-send_command(const RlCommand *command, const RlScript *script, bool by_source,
-			 RlReply *reply, RlError *error)
+send_command(const RlCommand *command, const RlScript *script, RlReply *reply, RlError *error)
 {
 	static StringInfoData out;
 	RlRoute		route;
-
-	if (out.data == NULL)
-	{
-		MemoryContext old = MemoryContextSwitchTo(TopMemoryContext);
-
-		initStringInfo(&out);
-		MemoryContextSwitchTo(old);
-	}
+	bool		by_source = false;
 
 	rl_route_begin(&route, rl_command_key(command), command->key_len);
 	for (;;)
@@ -201,12 +187,9 @@ send_command(const RlCommand *command, const RlScript *script, bool by_source,
 
 		if (!rl_route_connect(&route, error))
 			return false;
-		resetStringInfo(&out);
+		rl_resp_keep(&out);
 		if (route.asking)
-		{
-			rl_resp_start(&out, 1);
-			rl_resp_arg(&out, "ASKING", 6);
-		}
+			rl_command_append_asking(&out);
 		rl_command_append(&out, command, script, by_source);
 		rl_redis_usage.round_trips++;
 		left = route.deadline - rl_monotonic_now();
@@ -231,7 +214,7 @@ send_command(const RlCommand *command, const RlScript *script, bool by_source,
 			}
 		}
 		/* NOSCRIPT means that nothing was run. */
-		else if (script != NULL && !by_source && rl_is_noscript(reply))
+		else if (script != NULL && !by_source && rl_reply_is(reply, "NOSCRIPT"))
 			by_source = true;
 		else
 			return true;
@@ -239,11 +222,10 @@ send_command(const RlCommand *command, const RlScript *script, bool by_source,
 }
 
 static bool
-call(const RlCommand *command, const RlScript *script, bool by_source,
-	 RlReply *reply, RlError *error)
+call(const RlCommand *command, const RlScript *script, RlReply *reply, RlError *error)
 {
 	int64		start = rl_monotonic_now();
-	bool		answered = send_command(command, script, by_source, reply, error);
+	bool		answered = send_command(command, script, reply, error);
 
 	rl_redis_usage.us += rl_monotonic_now() - start;
 	return answered && rl_redis_accepted(reply, error);
@@ -256,7 +238,7 @@ call(const RlCommand *command, const RlScript *script, bool by_source,
 bool
 rl_redis_command(RlCommand *command, RlReply *reply, RlError *error)
 {
-	return call(command, NULL, false, reply, error);
+	return call(command, NULL, reply, error);
 }
 
 /*
@@ -267,5 +249,5 @@ bool
 rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error)
 {
 	rl_script_prepare(script);
-	return call(command, script, false, reply, error);
+	return call(command, script, reply, error);
 }

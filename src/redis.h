@@ -46,8 +46,8 @@ extern void rl_command_number(RlCommand *command, int64 number);
 extern const char *rl_command_key(const RlCommand *command);
 extern void rl_command_append(StringInfo out, const RlCommand *command, const RlScript *script,
 							  bool by_source);
+extern void rl_command_append_asking(StringInfo out);
 extern void rl_script_prepare(RlScript *script);
-extern bool rl_is_noscript(const RlReply *reply);
 
 extern bool rl_redis_command(RlCommand *command, RlReply *reply, RlError *error);
 extern void rl_redis_distrust(void);

@@ -631,8 +631,9 @@ read_undo(int i, const RlReply *reply, void *arg, RlError *error)
 /*
  * Takes charges back in n calls of the script: next() tells what call i takes
  * back, at most RL_MAX_UNDO charges of one place, and how many they are, 0 when
- * it is done, and done() is told when it is done, or why Redis refused it.  Returns false with
- * the error set when the store fails; quietly, it does not throw.
+ * it is done, and done() is told when it is done, or why Redis refused it.
+ * Returns false with the error set when the store fails; quietly, it does not
+ * throw.
  */
 bool
 rl_redis_undo(int n, RlUndoNext next, RlUndoDone done, bool quietly, void *arg, RlError *error)

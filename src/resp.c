@@ -11,6 +11,7 @@
 #include <hiredis/hiredis.h>
 
 #include "utils/builtins.h"
+#include "utils/memutils.h"
 
 #include "resp.h"
 
@@ -180,6 +181,27 @@ rl_resp_arg(StringInfo out, const char *data, int len)
 	*p++ = '\r';
 	*p++ = '\n';
 	out->len = p - out->data;
+}
+
+/* True if the reply is an error of this kind. */
+bool
+rl_reply_is(const RlReply *reply, const char *code)
+{
+	return reply->kind == RL_REPLY_ERROR && strncmp(reply->text, code, strlen(code)) == 0;
+}
+
+/* Empties a buffer that is all zero at first and lives as long as the backend. */
+void
+rl_resp_keep(StringInfo out)
+{
+	if (out->data == NULL)
+	{
+		MemoryContext old = MemoryContextSwitchTo(TopMemoryContext);
+
+		initStringInfo(out);
+		MemoryContextSwitchTo(old);
+	}
+	resetStringInfo(out);
 }
 
 /* Appends the start of a command: how many arguments, its name included. */

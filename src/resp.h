@@ -33,6 +33,8 @@ typedef struct RlReply
 
 struct redisReader;
 
+extern bool rl_reply_is(const RlReply *reply, const char *code);
+extern void rl_resp_keep(StringInfo out);
 extern void rl_resp_start(StringInfo out, int nargs);
 extern void rl_resp_arg(StringInfo out, const char *data, int len);
 extern void rl_resp_attach(struct redisReader *reader, RlReply *reply);

@@ -388,13 +388,6 @@ rl_route_broken(RlRoute *route, const RlError *error)
 	lose(route, error);
 }
 
-/* True if the reply is an error of this kind. */
-static bool
-is_error(const RlReply *reply, const char *code)
-{
-	return reply->kind == RL_REPLY_ERROR && strncmp(reply->text, code, strlen(code)) == 0;
-}
-
 /*
  * Reads "slot host:port".  Returns the node there, or NULL: where Sentinels say
  * whom to ask, nobody else does.
@@ -438,7 +431,7 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 			rl_slot_learn(route->slot, rl_node_number(in_use));
 		return false;
 	}
-	if (is_error(reply, "MOVED "))
+	if (rl_reply_is(reply, "MOVED "))
 	{
 		next = read_redirect(reply->text + 6, route);
 		if (next == NULL)
@@ -447,13 +440,13 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 		if (next->lost != route->number)
 			rl_slot_learn(route->slot, rl_node_number(next));
 	}
-	else if (is_error(reply, "ASK "))
+	else if (rl_reply_is(reply, "ASK "))
 	{
 		next = read_redirect(reply->text + 4, route);
 		if (next == NULL)
 			return false;
 	}
-	else if (is_error(reply, "READONLY") && !rl_slots_known())
+	else if (rl_reply_is(reply, "READONLY") && !rl_slots_known())
 	{
 		/* By now its name, the next seed or a Sentinel may lead to the master. */
 		in_use->conn.retired = true;
@@ -462,20 +455,20 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 			return false;
 	}
 	else if (target.service[0] == '\0' &&
-			 (is_error(reply, "CLUSTERDOWN The cluster is down") || is_error(reply, "LOADING")))
+			 (rl_reply_is(reply, "CLUSTERDOWN The cluster is down") || rl_reply_is(reply, "LOADING")))
 	{
 		/* What holds for it may not for the others, of whom one is asked the next time. */
 		rl_slots_forget(rl_node_number(in_use));
 		leave(in_use);
 		return false;
 	}
-	else if (is_error(reply, "TRYAGAIN"))
+	else if (rl_reply_is(reply, "TRYAGAIN"))
 		route->turns += FREE_TURNS;
 	else
 		return false;
 	route->turns++;
 	route->node = next;
-	route->asking = is_error(reply, "ASK ");
+	route->asking = rl_reply_is(reply, "ASK ");
 	return true;
 }
 

@@ -107,12 +107,19 @@ rl_connection_pause(int64 until)
  * Errors
  */
 
+static bool
+set_error(const RlConnection *conn, RlError *error, int sqlstate, const char *what, const char *why)
+{
+	rl_error_set(error, sqlstate, "%s: %s", what, why);
+	rl_error_detail(error, "The server is %s.", conn->server);
+	return false;
+}
+
 bool
 rl_cannot_connect(const RlConnection *conn, RlError *error, const char *why)
 {
-	rl_error_set(error, ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION,
-				 "could not connect to Redis: %s", why);
-	rl_error_detail(error, "The server is %s.", conn->server);
+	set_error(conn, error, ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION,
+			  "could not connect to Redis", why);
 	error->unreachable = true;
 	return false;
 }
@@ -121,17 +128,14 @@ rl_cannot_connect(const RlConnection *conn, RlError *error, const char *why)
 bool
 rl_lack_of(const RlConnection *conn, RlError *error, const char *why)
 {
-	rl_cannot_connect(conn, error, why);
-	error->unreachable = false;
-	return false;
+	return set_error(conn, error, ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION,
+					 "could not connect to Redis", why);
 }
 
 bool
 rl_connection_lost(const RlConnection *conn, RlError *error, const char *why)
 {
-	rl_error_set(error, ERRCODE_CONNECTION_FAILURE,
-				 "lost the connection to Redis: %s", why);
-	rl_error_detail(error, "The server is %s.", conn->server);
+	set_error(conn, error, ERRCODE_CONNECTION_FAILURE, "lost the connection to Redis", why);
 	error->unreachable = true;
 	return false;
 }
@@ -154,10 +158,7 @@ tls_failed(const RlConnection *conn, RlError *error, const char *why)
 bool
 rl_protocol_violation(const RlConnection *conn, RlError *error, const char *what)
 {
-	rl_error_set(error, ERRCODE_PROTOCOL_VIOLATION,
-				 "unexpected reply from Redis: %s", what);
-	rl_error_detail(error, "The server is %s.", conn->server);
-	return false;
+	return set_error(conn, error, ERRCODE_PROTOCOL_VIOLATION, "unexpected reply from Redis", what);
 }
 
 /* An error reply, when setting the connection up or to a command. */
@@ -172,9 +173,7 @@ rl_connection_refused(const RlConnection *conn, bool set_up, const char *line,
 	else if (strncmp(line, "NOAUTH", 6) == 0 ||
 			 (set_up && (strstr(line, "AUTH") || strstr(line, "PASS") || strstr(line, "password"))))
 		sqlstate = ERRCODE_INVALID_PASSWORD;
-	rl_error_set(error, sqlstate, "Redis answered with an error: %s", line);
-	rl_error_detail(error, "The server is %s.", conn->server);
-	return false;
+	return set_error(conn, error, sqlstate, "Redis answered with an error", line);
 }
 
 /*
