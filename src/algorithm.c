@@ -314,8 +314,8 @@ rl_combine(const RlDecision *decisions, int n, int *binding)
 }
 
 /*
- * Makes decisions account for a ban of the key that is in force for so long,
- * or that this refusal has brought.
+ * Makes decisions account for a ban of the key, which ends after "left".  It is
+ * in force, or this refusal has started it: nothing is free in either case.
  */
 void
 rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force)
@@ -327,10 +327,10 @@ rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force)
 		if (d->retry_after != RL_NEVER)
 			d->retry_after = Max(d->retry_after, left);
 		d->reset_after = Max(d->reset_after, left);
+		d->remaining = 0;
 		if (in_force)
 		{
 			d->allowed = false;
-			d->remaining = 0;
 			d->ban_left = left;
 			d->source = RL_FROM_BAN;
 		}

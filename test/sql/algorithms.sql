@@ -103,6 +103,13 @@ SELECT * FROM play('banned', '1/10s ban 1h after 3', ARRAY[
 	[3614,1],							-- over
 	[3614,1], [3614,1]]);				-- and counted anew
 SELECT * FROM play('banned by two', 'fixed_window 1/10s ban 1min after 1, sliding_log 1/1min ban 2min after 2', ARRAY[[0,1], [1,1], [61,1], [61.5,1], [62,1]]);
+-- The refusal that starts a ban leaves nothing free under any limit.
+SELECT * FROM play('ban with room', '5/10s ban 1min after 1', ARRAY[[0,3], [0,3], [0,1]]);
+SELECT * FROM play('window ban with room', 'fixed_window 5/10s ban 1min after 1', ARRAY[[0,3], [0,3], [0,1]]);
+SELECT at(0);
+SELECT allowed FROM rl_check('each ban with room', 'sliding_log 5/10s ban 1min after 1, 9/1d', 3);
+SELECT * FROM rl_peek('each ban with room', 'sliding_log 5/10s ban 1min after 1, 9/1d', 3);
+SELECT * FROM rl_check_each('each ban with room', 'sliding_log 5/10s ban 1min after 1, 9/1d', 3);
 -- Peek shows what would be, and does nothing.
 SELECT at(0);
 SELECT allowed FROM rl_check('peeked ban', 'sliding_log 1/10s count_denied ban 1h after 1');

@@ -9,6 +9,9 @@ ORDER BY customer, at;
 SELECT customer, extract(second FROM at)::int AS second, r
 FROM (SELECT customer, at, rl_simulate('fixed_window 2/1min count_denied ban 5s after 2', at, items) OVER (PARTITION BY customer ORDER BY at) AS r FROM past) s
 ORDER BY customer, at;
+-- The refusal that starts a ban leaves nothing free.
+SELECT rl_simulate('sliding_window 5/10s step 1s ban 1min after 1, 9/1d', '2024-01-01 00:00:00+00', quota) OVER (ORDER BY quota) AS r
+FROM (VALUES (2), (4), (5)) v (quota);
 SELECT count(*) FILTER (WHERE (r).allowed)
 FROM (SELECT rl_simulate('10/10s', at, 3) OVER (PARTITION BY customer ORDER BY at) AS r FROM past) s;
 -- Many entries in one partition.

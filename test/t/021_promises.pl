@@ -528,7 +528,7 @@ sub check_ban
 		return "event $j: retry_after"
 		  if (defined $retry ? $retry : -1) != ($right || !$possible ? -1 : max($wait, $rest));
 		return "event $j: remaining"
-		  if $remaining != ($banned ? 0 : $limit->{capacity} - $used - ($right ? $quota : 0));
+		  if $remaining != ($ban_end > $now ? 0 : $limit->{capacity} - $used - ($right ? $quota : 0));
 		return "event $j: reset_after"
 		  if $reset != max($rest, @taken ? $taken[-1]{now} + $limit->{period} - $now : 0);
 	}

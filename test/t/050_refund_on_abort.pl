@@ -261,7 +261,8 @@ sub act
 		if (my $left = $banned || $ban)
 		{
 			$d->[$_] = max($d->[$_], $left) foreach 2, 3;
-			@$d[ 0, 1, 4 ] = (0, 0, 'ban') if $banned;
+			$d->[1] = 0;
+			@$d[ 0, 4 ] = (0, 'ban') if $banned;
 		}
 		$d->[2] = undef if $d->[0] || $quota > $limits->[$i]{capacity};
 	}
