@@ -42,6 +42,15 @@ rl_throttle_cost(const RlLimit *limit, int64 quota)
 	return quota * limit->interval_ns;
 }
 
+/* What the refund of any quota takes off the backlog: RL_MAX_BACKLOG at most. */
+int64
+rl_throttle_refund(const RlLimit *limit, int64 quota)
+{
+	if (quota > RL_MAX_BACKLOG / limit->interval_ns)
+		return RL_MAX_BACKLOG;
+	return rl_throttle_cost(limit, quota);
+}
+
 /* Decides whether the quota fits, and the wait, for the backlog before the action. */
 static void
 throttle_verdict(const RlLimit *limit, int64 backlog_ns, int64 quota, RlDecision *decision)
@@ -505,7 +514,7 @@ rl_give_back(const RlLimits *limits, RlState *states, int64 now, int64 quota)
 			int64		left = backlog(state, now);
 
 			state->changed = left > 0;
-			left -= rl_throttle_cost(limit, Min(quota, limit->capacity));
+			left -= rl_throttle_refund(limit, quota);
 			/* An empty one is forgotten, also for a clock that is set back. */
 			state->start = left > 0 ? now * NS_PER_US + left : -1;
 			continue;

@@ -197,6 +197,7 @@ extern void rl_limits_complete(RlLimits *limits);
 
 /* algorithm.c: what the algorithms mean, without I/O and without the backend */
 extern int64 rl_throttle_cost(const RlLimit *limit, int64 quota);
+extern int64 rl_throttle_refund(const RlLimit *limit, int64 quota);
 extern void rl_throttle_decide(const RlLimit *limit, int64 backlog_ns, int64 quota, RlDecision *decision);
 extern void rl_throttle_figures(const RlLimit *limit, int64 backlog_ns, RlDecision *decision);
 extern RlDecision rl_combine(const RlDecision *decisions, int n, int *binding);

@@ -165,7 +165,8 @@ append_ns(RlCommand *command, int64 ns)
 
 /*
  * Appends one limit as state.lua reads it.  Without trace a refusal is not
- * counted, neither as quota nor for a ban.
+ * counted, neither as quota nor for a ban.  The quota may exceed the capacity: no
+ * take succeeds then, and a refund is of the whole quota.
  */
 static void
 append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace)
@@ -178,7 +179,7 @@ append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace)
 	rl_command_number(command, limit->period);
 	if (limit->algorithm == RL_THROTTLE)
 	{
-		append_ns(command, possible ? rl_throttle_cost(limit, quota) : 0);
+		append_ns(command, rl_throttle_refund(limit, quota));
 		append_ns(command, possible ? rl_throttle_cost(limit, limit->capacity - quota) : -1000);
 	}
 	else
@@ -479,7 +480,6 @@ read_done(const RlReply *reply, RlError *error)
 	return read_count(reply, &count, error) && (count == 1 || wrong_reply(error));
 }
 
-/* A quota over a limit's capacity fills it. */
 static bool
 redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *error)
 {
@@ -490,7 +490,7 @@ redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *err
 	append_text(command, "");
 	rl_command_number(command, quota);
 	for (int i = 0; i < limits->n; i++)
-		append_limit(command, &limits->limit[i], Min(quota, limits->limit[i].capacity), false);
+		append_limit(command, &limits->limit[i], quota, false);
 	return rl_redis_script(&refund_script, command, &reply, error) && read_done(&reply, error);
 }
 

@@ -146,6 +146,26 @@ SELECT rule, remaining, reset_after FROM rl_peek('back', 'token_bucket 1/10s bur
 SELECT rl_refund('gone', 'token_bucket 1/10s, fixed_window 9/1min, sliding_window 9/1min, sliding_log 9/1min', 1);
 SELECT rl_reset('gone');
 
+-- A throttle refunds the quota of the call, whatever capacity the call names.
+SELECT at(0);
+SELECT allowed, remaining FROM rl_check('back throttle', '5/10s', 5);
+SELECT rl_refund('back throttle', '5/10s burst 2', 3);
+SELECT rule, remaining, reset_after FROM rl_peek('back throttle', '5/10s', 0);
+SELECT rl_refund('back throttle', '5/10s burst 1', 1000000000000000);
+SELECT rule, remaining, reset_after FROM rl_peek('back throttle', '5/10s', 0);
+SELECT rl_reset('back throttle');
+-- By the rate that the call names.  A refund of more nanoseconds than 64 bits hold refunds all.
+SELECT allowed FROM rl_check('back long', '10/3650d burst 100', 100);
+SELECT rl_refund('back long', '1/3650d burst 1', 9);
+SELECT rule, remaining FROM rl_peek('back long', '10/3650d burst 100', 0);
+SELECT q, rl_allow('back long', '10/3650d burst 100', 90), rl_refund('back long', '1/3650d', q),
+	(SELECT remaining FROM rl_peek('back long', '10/3650d burst 100', q * 0))
+FROM unnest('{8,1,10,19,20,21,29,30,59,1000000000000000}'::bigint[]) q;
+-- Beside other limits each is refunded by its own rules.
+SELECT allowed FROM rl_check('back both', '5/10s, fixed_window 9/1min', 4);
+SELECT rl_refund('back both', '5/10s burst 1, fixed_window 1/1min', 3);
+SELECT rule, remaining, reset_after FROM rl_peek('back both', '5/10s, fixed_window 9/1min', 0);
+
 -- Forgetting one, and all with the log.
 SELECT allowed FROM rl_check('forget', 'sliding_log 1/1h, fixed_window 5/1h');
 SELECT allowed FROM rl_check('forget', 'sliding_log 1/1h');
