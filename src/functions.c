@@ -10,7 +10,6 @@
 #include "miscadmin.h"
 #include "storage/latch.h"
 #include "utils/builtins.h"
-#include "utils/timestamp.h"
 #include "utils/wait_event.h"
 
 #include "charges.h"
@@ -189,15 +188,18 @@ max_wait_argument(FunctionCallInfo fcinfo, int n)
 	return (int64) rint(Min(seconds * RL_SECOND, (double) RL_MAX_SPAN));
 }
 
-/* Sleeps, interruptibly but for the last millisecond. */
+/*
+ * Sleeps, interruptibly but for the last millisecond, and however the wall clock
+ * is set meanwhile.
+ */
 static void
 sleep_for(int64 us)
 {
-	TimestampTz end = GetCurrentTimestamp() + us;
+	int64		end = rl_monotonic_now() + us;
 
 	for (;;)
 	{
-		int64		left = end - GetCurrentTimestamp();
+		int64		left = end - rl_monotonic_now();
 
 		CHECK_FOR_INTERRUPTS();
 		if (left <= 0)
@@ -232,7 +234,7 @@ rl_wait(PG_FUNCTION_ARGS)
 	/* Quota is only ever taken when its turn has come: others may be faster. */
 	for (;;)
 	{
-		TimestampTz start = GetCurrentTimestamp();
+		int64		start = rl_monotonic_now();
 
 		rl_decide(&key, limits, quota, RL_TAKE_QUIETLY, &decision, &binding, &error);
 		if (decision.allowed)
@@ -253,7 +255,7 @@ rl_wait(PG_FUNCTION_ARGS)
 			PG_RE_THROW();
 		}
 		PG_END_TRY();
-		left -= Max(GetCurrentTimestamp() - start, 0);
+		left -= rl_monotonic_now() - start;
 	}
 	return rl_decision_row(fcinfo, &decision);
 }

@@ -15,7 +15,8 @@ use Test::More;
 use Time::HiRes qw(time);
 
 my $redis = RedisServer->new->start;
-my $node = new_node($redis, 'ratelimit.command_timeout = 10s', 'ratelimit.connect_timeout = 10s');
+my $wall_clock = PostgreSQL::Test::Utils::tempdir . '/wall_clock';
+my $node = node_with_wall_clock($wall_clock);
 my $session = session($node);
 my $watcher = session($node);
 
@@ -30,6 +31,80 @@ $node->safe_psql('postgres', q{
 		INSERT INTO waited VALUES (run, began, clock_timestamp(), d.allowed, d.retry_after, d.source);
 	END $$;
 });
+
+# A node whose wall clock differs from the machine's by the seconds that set_clock()
+# writes to the file.  The other clocks, and Redis's, are the machine's.
+sub node_with_wall_clock
+{
+	my ($file) = @_;
+	my $library = PostgreSQL::Test::Utils::tempdir . '/wall_clock.so';
+	my $source = PostgreSQL::Test::Utils::tempdir . '/wall_clock.c';
+	my $output = '';
+
+	append_to_file($source, q{
+		#define _GNU_SOURCE
+		#include <fcntl.h>
+		#include <stdint.h>
+		#include <stdlib.h>
+		#include <sys/mman.h>
+		#include <sys/syscall.h>
+		#include <sys/time.h>
+		#include <time.h>
+		#include <unistd.h>
+
+		static volatile int64_t *step;
+
+		__attribute__((constructor)) static void
+		attach(void)
+		{
+			int fd = open(FILE_NAME, O_RDONLY);
+
+			step = mmap(NULL, sizeof(*step), PROT_READ, MAP_SHARED, fd, 0);
+			if (step == MAP_FAILED)
+				abort();
+			close(fd);
+		}
+
+		int
+		clock_gettime(clockid_t id, struct timespec *t)
+		{
+			int result = syscall(SYS_clock_gettime, id, t);
+
+			if (id == CLOCK_REALTIME && step)
+				t->tv_sec += *step;
+			return result;
+		}
+
+		int
+		gettimeofday(struct timeval *restrict t, void *restrict zone)
+		{
+			struct timespec now;
+			int result = clock_gettime(CLOCK_REALTIME, &now);
+
+			t->tv_sec = now.tv_sec;
+			t->tv_usec = now.tv_nsec / 1000;
+			return result;
+		}
+	});
+	append_to_file($file, '');
+	set_clock(0);
+	chomp(my $compiler = `pg_config --cc`);
+	my @command = ($compiler, '-shared', '-fPIC', '-O1', qq{-DFILE_NAME="$file"}, '-o', $library, $source);
+	IPC::Run::run(\@command, '>', \$output, '2>&1') or die "@command\n$output";
+	local $ENV{RATELIMIT_PRELOAD} = join ' ', $ENV{RATELIMIT_PRELOAD} || (), $library;
+	return new_node($redis, 'ratelimit.command_timeout = 10s', 'ratelimit.connect_timeout = 10s');
+}
+
+sub set_clock
+{
+	my ($seconds) = @_;
+
+	# Not truncated: the servers have mapped it.
+	open my $out, '+<', $wall_clock or die "$wall_clock: $!";
+	syswrite $out, pack('q', $seconds) or die "$wall_clock: $!";
+	close $out or die "$wall_clock: $!";
+	return;
+}
 
 # Eight clients that wait for their turns; returns when all have ended.
 sub clients
@@ -151,6 +226,32 @@ my ($allowed, $refused, $early) = split /\|/, $session->ask(q{
 is($allowed + $refused, 8, 'all were answered');
 ok($allowed >= 2 && $refused >= 3, "in 2.5 s $allowed passed");
 is($early, 0, 'nobody was refused who had time');
+
+#
+# A step of the wall clock
+#
+
+foreach my $step (-3600, 3600)
+{
+	my $key = "step $step";
+	my ($out, $err) = ('', '');
+
+	$session->ask("SELECT rl_check('$key', '1/2s')");
+	my $psql = IPC::Run::start([ $node->installed_command('psql'), '-XAtq', '-d', $node->connstr('postgres'),
+			'-c', "SELECT allowed, source FROM rl_wait('$key', '1/2s', 1, 60)" ], '<', \'', '>', \$out, '2>', \$err);
+	my $pid = await('the wait', sub {
+		return $watcher->ask(qq{SELECT pid FROM pg_stat_activity WHERE query LIKE '%rl_wait(''$key''%'
+			AND pid <> pg_backend_pid() AND state = 'active' AND wait_event_type = 'Extension'
+			AND query_start < clock_timestamp() - interval '100 ms'});
+	});
+	set_clock($step);
+	# So that it has to wait again.
+	$watcher->ask("SELECT rl_ban('$key', 3)");
+	await('the end of a wait of three seconds', sub { return !still_runs($psql) });
+	$psql->finish;
+	is("$out$err", "t|redis\n", "a step of the clock by $step s does not change how long a wait lasts");
+	set_clock(0);
+}
 
 #
 # The end of a wait
