@@ -7,6 +7,7 @@
 #include <math.h>
 
 #include "access/htup_details.h"
+#include "catalog/pg_type.h"
 #include "funcapi.h"
 #include "mb/pg_wchar.h"
 #include "utils/builtins.h"
@@ -204,27 +205,56 @@ rl_decision_values(const RlDecision *d, Datum *values, bool *nulls)
 }
 
 /*
+ * Loads the result type of the function again.  Raises an error unless the
+ * type begins with the columns that rl_decision_values sets, because its
+ * owner can alter it.
+ */
+static TypeCacheEntry *
+decision_type(Oid function)
+{
+	static const Oid column_types[RL_DECISION_COLUMNS] = {
+		BOOLOID, INT8OID, INT8OID, FLOAT8OID, FLOAT8OID, TEXTOID
+	};
+	Oid			oid = get_func_rettype(function);
+	TypeCacheEntry *type = lookup_type_cache(oid, TYPECACHE_TUPDESC);
+	TupleDesc	desc = type->tupDesc;
+	bool		fits = desc != NULL && desc->natts >= RL_DECISION_COLUMNS && desc->natts <= MAX_COLUMNS;
+
+	/* A dropped column has no type. */
+	for (int i = 0; fits && i < RL_DECISION_COLUMNS; i++)
+		fits = TupleDescAttr(desc, i)->atttypid == column_types[i];
+	if (!fits)
+		ereport(ERROR,
+				(errcode(ERRCODE_DATATYPE_MISMATCH),
+				 errmsg("type %s has been altered", format_type_be(oid)),
+				 errdetail("It must begin with the columns of the extension's rl_decision, and have at most %d columns.",
+						   MAX_COLUMNS)));
+	return type;
+}
+
+/*
  * Makes the result row.  The declared type tells how many columns there are,
  * so that a later version of it may have more than this code knows.  Where the
  * type is found is kept for the backend, because a call site's memory ends
- * with its statement; the type cache sees to changes of the type.
+ * with its statement.  The type cache may load the type again between two
+ * calls, and then gives it another identifier.
  */
 Datum
 rl_decision_row(FunctionCallInfo fcinfo, const RlDecision *decision)
 {
 	static Oid	function = InvalidOid;
 	static TypeCacheEntry *type = NULL;
+	static uint64 checked = 0;
 	Datum		values[MAX_COLUMNS];
 	bool		nulls[MAX_COLUMNS];
 	int			natts;
 
-	if (function != fcinfo->flinfo->fn_oid || type->tupDesc == NULL)
+	if (function != fcinfo->flinfo->fn_oid || type->tupDesc == NULL ||
+		type->tupDesc_identifier != checked)
 	{
 		function = InvalidOid;
-		type = lookup_type_cache(get_func_rettype(fcinfo->flinfo->fn_oid), TYPECACHE_TUPDESC);
-		if (type->tupDesc == NULL || type->tupDesc->natts < RL_DECISION_COLUMNS ||
-			type->tupDesc->natts > MAX_COLUMNS)
-			elog(ERROR, "return type must be rl_decision");
+		type = decision_type(fcinfo->flinfo->fn_oid);
+		checked = type->tupDesc_identifier;
 		function = fcinfo->flinfo->fn_oid;
 	}
 	natts = type->tupDesc->natts;

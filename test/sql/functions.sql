@@ -84,3 +84,32 @@ BEGIN READ ONLY;
 SELECT allowed, remaining FROM rl_check('read only', '2/1h, sliding_log 2/1d');
 ROLLBACK;
 SELECT rule, remaining FROM rl_peek('read only', '2/1h, sliding_log 2/1d', 0);
+
+-- Changes of the type rl_decision. Each query that names the type loads it
+-- again, before the next call of the function.
+SELECT 'ADD ATTRIBUTE extra1 int' AS one_column,
+	string_agg('ADD ATTRIBUTE extra' || i || ' int', ', ' ORDER BY i) AS forty_columns
+FROM generate_series(1, 40) i \gset
+SELECT rl_reset('altered');
+SELECT (rl_throttle('altered', 15, 30, 60)).remaining;
+BEGIN;
+ALTER TYPE rl_decision :one_column;
+SELECT NULL::rl_decision IS NULL AS loaded, (NULL::rl_decision).extra1;
+SELECT (rl_throttle('altered', 15, 30, 60, 0)).*;
+ROLLBACK;
+BEGIN;
+ALTER TYPE rl_decision :forty_columns;
+SELECT (NULL::rl_decision).allowed;
+SELECT (rl_throttle('altered', 15, 30, 60)).remaining;
+ROLLBACK;
+BEGIN;
+ALTER TYPE rl_decision DROP ATTRIBUTE reset_after;
+SELECT (NULL::rl_decision).allowed;
+SELECT (rl_throttle('altered', 15, 30, 60)).remaining;
+ROLLBACK;
+BEGIN;
+ALTER TYPE rl_decision ALTER ATTRIBUTE capacity TYPE text;
+SELECT (NULL::rl_decision).allowed;
+SELECT (rl_throttle('altered', 15, 30, 60)).capacity;
+ROLLBACK;
+SELECT (rl_throttle('altered', 15, 30, 60, 0)).remaining > 0 AS works_again;
