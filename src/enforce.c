@@ -140,7 +140,8 @@ rl_trigger_rule(PG_FUNCTION_ARGS)
 	}
 	if (rel != NULL)
 	{
-		TriggerDesc *triggers = rel->trigdesc;
+		/* Another backend may replace triggers meanwhile; this lock allows it. */
+		TriggerDesc *triggers = CopyTriggerDesc(rel->trigdesc);
 
 		for (int i = 0; triggers && i < triggers->numtriggers; i++)
 			if (triggers->triggers[i].tgoid == oid)

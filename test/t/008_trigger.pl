@@ -100,6 +100,57 @@ is($session->state, 'PT429', 'and rolled back');
 is(left('e:south', '1/1d'), 0, 'what was charged stays charged');
 
 #
+# Replaced while another session looks at it in rl_triggers
+#
+
+# A new session that looks at a trigger waits for a lock at the first column of
+# a type that it has not met yet.  Meanwhile all triggers of the table are
+# replaced, so the session loads them again when it has the lock.  The types of
+# the other columns then take the memory that this has freed.  How many triggers
+# make the freed memory fit depends on the version, so several numbers are tried.
+my @columns = map { "c$_" } 1 .. 20;
+my $template = join ':', map { "{$_}" } @columns;
+
+sub create_triggers
+{
+	my ($replace, $table, $count) = @_;
+
+	return join ';', map {
+		"CREATE $replace TRIGGER ${table}_$_ BEFORE INSERT ON $table
+			FOR EACH ROW EXECUTE FUNCTION rl_enforce('$template', '1/1d', 'on_deny=skip')" } 1 .. $count;
+}
+
+sub look
+{
+	my ($name) = @_;
+
+	return "SELECT key, limits, quota, on_deny, problem FROM pg_trigger t, rl_trigger_rule(t.oid) r WHERE t.tgname = '$name'";
+}
+
+$admin->ask(join ';', map { "CREATE TYPE type_of_$_ AS ENUM ('a')" } @columns);
+foreach my $count (1 .. 4)
+{
+	my $table = "watched_$count";
+
+	$admin->ask("CREATE TABLE $table (" . join(', ', map { "$_ type_of_$_" } @columns) . ')');
+	$admin->ask(create_triggers('', $table, $count));
+	is($admin->error, '', "$table: created");
+
+	my $watcher = session($node);
+	my $pid = $watcher->pid;
+
+	$watcher->ask(look('enforce'));
+	$admin->ask('BEGIN; LOCK TABLE pg_catalog.pg_type IN ACCESS EXCLUSIVE MODE');
+	$watcher->send(look("${table}_$count") . ';');
+	await("$table: the look to wait for a type", sub { $admin->ask("SELECT count(*) FROM pg_locks
+		WHERE pid = $pid AND NOT granted AND relation = 'pg_type'::regclass") });
+	$admin->ask(create_triggers('OR REPLACE', $table, $count) . '; COMMIT');
+	is($admin->error, '', "$table: replaced meanwhile");
+	is($watcher->ask('SELECT 1'), "$template|throttle 1/1d|1|skip|\n1", "$table: the trigger is shown as it was");
+	$watcher->quit;
+}
+
+#
 # Deferred: charged at the commit, after everything that can fail earlier
 #
 
