@@ -268,17 +268,17 @@ COMMENT ON FUNCTION rl_enforce() IS
 	'trigger that takes quota for each row, or AFTER ... FOR EACH STATEMENT for all its rows at once, by key: rl_enforce(key template, limits [, ''quota={column}''] [, ''on_deny=skip'']); a refusal raises PT429';
 
 CREATE FUNCTION rl_trigger_rule(trigger oid,
-		OUT key text, OUT limits text, OUT quota text, OUT on_deny text, OUT problem text)
+		OUT key text, OUT limits text, OUT quota text, OUT on_deny text, OUT problem text, OUT warning text)
 	RETURNS record
 	AS 'MODULE_PATHNAME' LANGUAGE C STABLE STRICT;
 COMMENT ON FUNCTION rl_trigger_rule(oid) IS
-	'the arguments of one rl_enforce trigger, and what is wrong with them; serves the view rl_triggers';
+	'the arguments of one rl_enforce trigger, and what is wrong with them or dangerous; serves the view rl_triggers';
 
 CREATE VIEW rl_triggers AS
 	SELECT t.tgrelid::regclass AS relation,
 		t.tgname AS trigger,
 		t.tgenabled IN ('O', 'A') AS enabled,
-		r.key, r.limits, r.quota, r.on_deny, r.problem
+		r.key, r.limits, r.quota, r.on_deny, r.problem, r.warning
 	FROM pg_catalog.pg_trigger t
 		CROSS JOIN LATERAL rl_trigger_rule(t.oid) r
 	WHERE t.tgfoid = 'rl_enforce()'::regprocedure;
@@ -291,6 +291,7 @@ COMMENT ON COLUMN rl_triggers.limits IS 'the limits, in canonical text unless th
 COMMENT ON COLUMN rl_triggers.quota IS 'what a row costs: a number, or {column}';
 COMMENT ON COLUMN rl_triggers.on_deny IS 'error: a refused row raises PT429; skip: it is left out';
 COMMENT ON COLUMN rl_triggers.problem IS 'NULL, or the error that each write to the table raises';
+COMMENT ON COLUMN rl_triggers.warning IS 'NULL, or how users can get around row security with this trigger, and which kind of trigger prevents that';
 
 --
 -- History

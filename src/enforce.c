@@ -9,12 +9,15 @@
 #include "access/htup_details.h"
 #include "access/relation.h"
 #include "access/table.h"
+#include "catalog/partition.h"
+#include "catalog/pg_class.h"
 #include "catalog/pg_trigger.h"
 #include "commands/trigger.h"
 #include "funcapi.h"
 #include "storage/lmgr.h"
 #include "utils/builtins.h"
 #include "utils/fmgroids.h"
+#include "utils/syscache.h"
 
 #include "rule.h"
 
@@ -80,6 +83,52 @@ trigger_relation(Oid trigger)
 	return relation;
 }
 
+/*
+ * Returns true if row security applies to the table, or to a partitioned table
+ * above it: a row that is inserted there is routed to this table, and then
+ * checked by the policies of the other.
+ */
+static bool
+has_row_security(Relation rel)
+{
+	ListCell   *cell;
+
+	if (rel->rd_rel->relrowsecurity)
+		return true;
+	if (!rel->rd_rel->relispartition)
+		return false;
+	foreach(cell, get_partition_ancestors(RelationGetRelid(rel)))
+	{
+		HeapTuple	tuple = SearchSysCache1(RELOID, ObjectIdGetDatum(lfirst_oid(cell)));
+		bool		secured;
+
+		if (!HeapTupleIsValid(tuple))
+			continue;
+		secured = ((Form_pg_class) GETSTRUCT(tuple))->relrowsecurity;
+		ReleaseSysCache(tuple);
+		if (secured)
+			return true;
+	}
+	return false;
+}
+
+/*
+ * Returns what is dangerous about the trigger, or NULL.  The executor checks
+ * WITH CHECK after BEFORE ROW triggers.  A DELETE has no such check.
+ */
+static const char *
+trigger_warning(Relation rel, const Trigger *trigger)
+{
+	if (!TRIGGER_FOR_BEFORE(trigger->tgtype) || !TRIGGER_FOR_ROW(trigger->tgtype))
+		return NULL;
+	if (!TRIGGER_FOR_INSERT(trigger->tgtype) && !TRIGGER_FOR_UPDATE(trigger->tgtype))
+		return NULL;
+	if (!has_row_security(rel))
+		return NULL;
+	return "the trigger charges a row before row security checks it, so a user can use up another user's quota; "
+		"an AFTER trigger charges only rows that the policies allow";
+}
+
 /* Sets the columns of rl_trigger_rule. */
 static void
 describe_rule(Relation rel, const Trigger *trigger, Datum *values, bool *nulls)
@@ -88,6 +137,7 @@ describe_rule(Relation rel, const Trigger *trigger, Datum *values, bool *nulls)
 	RlError		error;
 	Rule	   *rule = rl_rule_make(rel, trigger, &valid, &error);
 	const char *limits = NULL;
+	const char *warning = trigger_warning(rel, trigger);
 
 	if (rule->limits.n > 0)
 		limits = rl_limits_text(&rule->limits);
@@ -114,6 +164,11 @@ describe_rule(Relation rel, const Trigger *trigger, Datum *values, bool *nulls)
 										error.message);
 		nulls[4] = false;
 	}
+	if (warning != NULL)
+	{
+		values[5] = CStringGetTextDatum(warning);
+		nulls[5] = false;
+	}
 }
 
 PG_FUNCTION_INFO_V1(rl_trigger_rule);
@@ -123,8 +178,8 @@ rl_trigger_rule(PG_FUNCTION_ARGS)
 	Oid			oid = PG_GETARG_OID(0);
 	Oid			relation = trigger_relation(oid);
 	Relation	rel = NULL;
-	Datum		values[5] = {0};
-	bool		nulls[5] = {true, true, true, true, true};
+	Datum		values[6] = {0};
+	bool		nulls[6] = {true, true, true, true, true, true};
 	TupleDesc	tupdesc;
 
 	/* One table that is being altered must not hold up the view. */

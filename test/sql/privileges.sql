@@ -49,6 +49,53 @@ INSERT INTO posts (body) VALUES ('two');
 INSERT INTO posts (body) VALUES ('three');
 RESET ROLE;
 SELECT remaining FROM rl_peek(rl_key('post', 'rl_test_plain'), '2/1h', 0);
+
+-- Row security and triggers: a user must not use up another user's quota. A
+-- BEFORE trigger charges a row before WITH CHECK rejects it, as rl_triggers warns.
+CREATE TABLE secured (owner name, note text);
+CREATE TRIGGER a1 BEFORE INSERT ON secured FOR EACH ROW EXECUTE FUNCTION rl_enforce('before:{owner}', '5/1h');
+CREATE TRIGGER a2 BEFORE UPDATE OR DELETE ON secured FOR EACH ROW EXECUTE FUNCTION rl_enforce('update:{owner}', '5/1h');
+CREATE TRIGGER a3 BEFORE DELETE ON secured FOR EACH ROW EXECUTE FUNCTION rl_enforce('delete:{owner}', '5/1h');
+CREATE TRIGGER a4 AFTER INSERT OR UPDATE ON secured FOR EACH ROW EXECUTE FUNCTION rl_enforce('after:{owner}', '5/1h');
+CREATE CONSTRAINT TRIGGER a5 AFTER INSERT OR UPDATE ON secured DEFERRABLE INITIALLY DEFERRED
+	FOR EACH ROW EXECUTE FUNCTION rl_enforce('deferred:{owner}', '5/1h');
+CREATE TRIGGER a6 AFTER INSERT ON secured REFERENCING NEW TABLE AS added
+	FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('statement:{owner}', '5/1h');
+CREATE TRIGGER a7 BEFORE INSERT ON secured FOR EACH ROW EXECUTE FUNCTION rl_enforce('misspelt:{owne}', '5/1h');
+ALTER TABLE secured DISABLE TRIGGER a7;
+SELECT trigger, problem, warning FROM rl_triggers WHERE relation = 'secured'::regclass AND warning IS NOT NULL;
+ALTER TABLE secured ENABLE ROW LEVEL SECURITY;
+CREATE POLICY own ON secured USING (owner = current_user) WITH CHECK (owner = current_user);
+SELECT trigger, problem, warning FROM rl_triggers WHERE relation = 'secured'::regclass ORDER BY trigger;
+GRANT ALL ON secured TO rl_test_plain;
+INSERT INTO secured VALUES ('another', 'not to be seen');
+CREATE FUNCTION left_of(who name, OUT before bigint, OUT update bigint, OUT delete bigint, OUT after bigint, OUT deferred bigint, OUT statement bigint)
+	LANGUAGE sql BEGIN ATOMIC
+	SELECT (SELECT remaining FROM rl_peek('before:' || who, '5/1h', 0)), (SELECT remaining FROM rl_peek('update:' || who, '5/1h', 0)),
+		(SELECT remaining FROM rl_peek('delete:' || who, '5/1h', 0)), (SELECT remaining FROM rl_peek('after:' || who, '5/1h', 0)),
+		(SELECT remaining FROM rl_peek('deferred:' || who, '5/1h', 0)), (SELECT remaining FROM rl_peek('statement:' || who, '5/1h', 0));
+END;
+SELECT * FROM left_of('another');
+SET ROLE rl_test_plain;
+INSERT INTO secured VALUES ('rl_test_plain', 'one'), ('another', 'two');
+INSERT INTO secured VALUES ('rl_test_plain', 'one');
+UPDATE secured SET owner = 'another';
+UPDATE secured SET note = 'changed' WHERE owner = 'another';
+DELETE FROM secured WHERE owner = 'another';
+RESET ROLE;
+-- Only the BEFORE triggers that the view warns of have charged again.
+SELECT * FROM left_of('another');
+SELECT * FROM left_of('rl_test_plain');
+-- A partition's triggers fire before the policies of the table above it.
+CREATE TABLE parted (owner name, part int) PARTITION BY LIST (part);
+CREATE TABLE parted_1 PARTITION OF parted FOR VALUES IN (1) PARTITION BY LIST (part);
+CREATE TABLE parted_11 PARTITION OF parted_1 FOR VALUES IN (1);
+CREATE TRIGGER b1 BEFORE INSERT ON parted_11 FOR EACH ROW EXECUTE FUNCTION rl_enforce('part:{owner}', '5/1h');
+SELECT relation, trigger, problem, warning FROM rl_triggers WHERE relation = 'parted_11'::regclass;
+ALTER TABLE parted ENABLE ROW LEVEL SECURITY;
+SELECT relation, trigger, problem, warning FROM rl_triggers WHERE relation = 'parted_11'::regclass;
+DROP FUNCTION left_of(name);
+DROP TABLE secured, parted;
 DROP TABLE posts, limited, own;
 DROP FUNCTION may_post();
 REVOKE ALL ON SCHEMA public FROM rl_test_plain;

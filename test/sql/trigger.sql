@@ -114,9 +114,9 @@ CREATE TRIGGER t23 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enfo
 CREATE TRIGGER t24 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}', '5/10s', 'quota= 3');
 CREATE TRIGGER t22 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{d}', '5/10s');
 ALTER TABLE broken DISABLE TRIGGER t20;
-SELECT * FROM rl_triggers WHERE relation = 'broken'::regclass ORDER BY trigger;
+SELECT relation, trigger, enabled, key, limits, quota, on_deny, problem FROM rl_triggers WHERE relation = 'broken'::regclass ORDER BY trigger;
 SELECT failure('INSERT INTO broken VALUES (1)');
-SELECT * FROM rl_triggers WHERE relation <> 'broken'::regclass;
+SELECT relation, trigger, enabled, key, limits, quota, on_deny, problem FROM rl_triggers WHERE relation <> 'broken'::regclass;
 -- An AFTER trigger for statements, a view: said, never let through.
 DROP TABLE broken;
 CREATE VIEW order_view AS SELECT customer FROM orders;
