@@ -4,6 +4,14 @@
 -- costs; a limit is one rule, an algorithm with its numbers; limits are one to
 -- eight rules that an action must all satisfy; a decision is the answer.
 
+-- While this script runs, search_path is pg_catalog, the schema of the extension,
+-- and pg_temp, in this order.  So the names of types and relations find those of
+-- PostgreSQL.  But of operators and functions, PostgreSQL chooses the one whose
+-- arguments fit best, and another role may have made that one in the schema of
+-- the extension.  So each operator, function and cast is qualified with
+-- pg_catalog.  The functions that this script makes are called with exactly the
+-- types that they declare.
+
 --
 -- The decision
 --
@@ -94,27 +102,27 @@ COMMENT ON FUNCTION rl_limits_hash_extended(rl_limits, bigint) IS 'hash of the c
 
 CREATE OPERATOR < (
 	LEFTARG = rl_limits, RIGHTARG = rl_limits, PROCEDURE = rl_limits_lt,
-	COMMUTATOR = >, NEGATOR = >=, RESTRICT = scalarltsel, JOIN = scalarltjoinsel
+	COMMUTATOR = >, NEGATOR = >=, RESTRICT = pg_catalog.scalarltsel, JOIN = pg_catalog.scalarltjoinsel
 );
 CREATE OPERATOR <= (
 	LEFTARG = rl_limits, RIGHTARG = rl_limits, PROCEDURE = rl_limits_le,
-	COMMUTATOR = >=, NEGATOR = >, RESTRICT = scalarlesel, JOIN = scalarlejoinsel
+	COMMUTATOR = >=, NEGATOR = >, RESTRICT = pg_catalog.scalarlesel, JOIN = pg_catalog.scalarlejoinsel
 );
 CREATE OPERATOR = (
 	LEFTARG = rl_limits, RIGHTARG = rl_limits, PROCEDURE = rl_limits_eq,
-	COMMUTATOR = =, NEGATOR = <>, RESTRICT = eqsel, JOIN = eqjoinsel, HASHES, MERGES
+	COMMUTATOR = =, NEGATOR = <>, RESTRICT = pg_catalog.eqsel, JOIN = pg_catalog.eqjoinsel, HASHES, MERGES
 );
 CREATE OPERATOR <> (
 	LEFTARG = rl_limits, RIGHTARG = rl_limits, PROCEDURE = rl_limits_ne,
-	COMMUTATOR = <>, NEGATOR = =, RESTRICT = neqsel, JOIN = neqjoinsel
+	COMMUTATOR = <>, NEGATOR = =, RESTRICT = pg_catalog.neqsel, JOIN = pg_catalog.neqjoinsel
 );
 CREATE OPERATOR >= (
 	LEFTARG = rl_limits, RIGHTARG = rl_limits, PROCEDURE = rl_limits_ge,
-	COMMUTATOR = <=, NEGATOR = <, RESTRICT = scalargesel, JOIN = scalargejoinsel
+	COMMUTATOR = <=, NEGATOR = <, RESTRICT = pg_catalog.scalargesel, JOIN = pg_catalog.scalargejoinsel
 );
 CREATE OPERATOR > (
 	LEFTARG = rl_limits, RIGHTARG = rl_limits, PROCEDURE = rl_limits_gt,
-	COMMUTATOR = <, NEGATOR = <=, RESTRICT = scalargtsel, JOIN = scalargtjoinsel
+	COMMUTATOR = <, NEGATOR = <=, RESTRICT = pg_catalog.scalargtsel, JOIN = pg_catalog.scalargtjoinsel
 );
 
 COMMENT ON OPERATOR < (rl_limits, rl_limits) IS 'less than, by canonical text';
@@ -275,13 +283,13 @@ COMMENT ON FUNCTION rl_trigger_rule(oid) IS
 	'the arguments of one rl_enforce trigger, and what is wrong with them or dangerous; serves the view rl_triggers';
 
 CREATE VIEW rl_triggers AS
-	SELECT t.tgrelid::regclass AS relation,
+	SELECT t.tgrelid::pg_catalog.regclass AS relation,
 		t.tgname AS trigger,
-		t.tgenabled IN ('O', 'A') AS enabled,
+		t.tgenabled OPERATOR(pg_catalog.=) ANY ('{O,A}'::pg_catalog."char"[]) AS enabled,
 		r.key, r.limits, r.quota, r.on_deny, r.problem, r.warning
 	FROM pg_catalog.pg_trigger t
 		CROSS JOIN LATERAL rl_trigger_rule(t.oid) r
-	WHERE t.tgfoid = 'rl_enforce()'::regprocedure;
+	WHERE t.tgfoid OPERATOR(pg_catalog.=) 'rl_enforce()'::pg_catalog.regprocedure;
 COMMENT ON VIEW rl_triggers IS 'every table''s limits that a trigger enforces';
 COMMENT ON COLUMN rl_triggers.relation IS 'the table';
 COMMENT ON COLUMN rl_triggers.trigger IS 'the trigger''s name';

@@ -1,0 +1,138 @@
+# The extension in a schema of another role, who has filled it with functions
+# and operators that have the names which the install script uses: none of them
+# is ever called, and nothing of the extension depends on one.
+use strict;
+use warnings FATAL => 'all';
+
+use FindBin;
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+
+my $redis = RedisServer->new->start;
+my $node = new_node($redis, 'shared_preload_libraries = ratelimit');
+
+# The names that the scripts use: words, and operators.
+my $script = join '', map { slurp_file($_) } glob "$FindBin::RealBin/../../sql/*.sql";
+$script =~ s/--.*//g;
+$script =~ s/^COMMENT ON .*?;$//gms;
+
+sub names
+{
+	my (%seen) = map { $_ => 1 } @_;
+
+	return '{' . join(',', map { "\"$_\"" } sort keys %seen) . '}';
+}
+
+my $words = names($script =~ /\b([a-z]\w*)\b/g);
+my $called = names($script =~ /\b([a-z]\w*)\s*\(/g);
+# IN and LIKE stand for operators too.
+my $operators = names($script =~ m{([-+*/<>=~!@#%^&|`?]+)}g, "=", "~~");
+
+# The functions that the extension declares itself, which nobody can declare
+# before it without making the installation fail.
+my $declared = $node->safe_psql('postgres', q{
+	SELECT array_agg(proname || '(' || oidvectortypes(proargtypes) || ')')
+	FROM pg_proc p JOIN pg_depend d ON d.objid = p.oid AND d.classid = 'pg_proc'::regclass AND d.deptype = 'e'
+		JOIN pg_extension e ON d.refclassid = 'pg_extension'::regclass AND d.refobjid = e.oid
+	WHERE e.extname = 'ratelimit'});
+like($declared, qr/rl_trigger_rule\(oid\)/, 'what the extension declares itself');
+
+#
+# The look-alikes
+#
+
+# Each records that it was called.  They take each type, and operators and the
+# functions that have the name of one of PostgreSQL's each pair of types, of:
+# the columns of the relations that the scripts name, the types that they name,
+# the arguments of the functions that they name, and the usual literals.
+$node->safe_psql('postgres', 'CREATE ROLE mallory; CREATE DATABASE attacked');
+my $made = $node->safe_psql('attacked', qq{
+	CREATE SCHEMA app AUTHORIZATION mallory;
+	SET ROLE mallory;
+	SET check_function_bodies = off;
+	CREATE TABLE app.called (what text);
+	CREATE TEMP TABLE singles AS
+		SELECT format_type(oid, NULL) AS list FROM pg_type
+		WHERE typtype = 'b' AND oid IN (
+			SELECT atttypid FROM pg_attribute WHERE attrelid IN (
+				SELECT oid FROM pg_class WHERE relname = ANY ('$words') AND relnamespace = 'pg_catalog'::regnamespace)
+			UNION SELECT oid FROM pg_type WHERE typname = ANY ('$words') AND typnamespace = 'pg_catalog'::regnamespace
+			UNION SELECT unnest(proargtypes) FROM pg_proc WHERE proname = ANY ('$called') AND pronamespace = 'pg_catalog'::regnamespace
+			UNION SELECT unnest('{text,varchar,name,int4,int8,bool,oid,regclass,regproc,regprocedure,regrole}'::regtype[]))
+		UNION SELECT unnest('{anyelement,anyarray}'::text[]);
+	CREATE TEMP TABLE pairs AS
+		SELECT a.list AS l, b.list AS r, a.list || ', ' || b.list AS list FROM singles a, singles b;
+	CREATE TEMP TABLE functions AS
+		SELECT 'operator' AS name, list FROM pairs
+		UNION SELECT proname, list FROM pg_proc, (SELECT list FROM singles UNION SELECT list FROM pairs) l
+		WHERE proname = ANY ('$called') AND pronamespace = 'pg_catalog'::regnamespace
+		UNION SELECT substring(d FROM '^[a-z_]+'), list
+		FROM unnest('$declared'::text[]) d, singles;
+	CREATE FUNCTION pg_temp.create_all(statements text) RETURNS bigint LANGUAGE plpgsql AS \$\$
+	DECLARE
+		n bigint := 0;
+		s text;
+	BEGIN
+		FOR s IN EXECUTE statements LOOP
+			EXECUTE s;
+			n := n + 1;
+		END LOOP;
+		RETURN n;
+	END \$\$;
+	SELECT pg_temp.create_all(\$\$
+		SELECT format('CREATE FUNCTION app.%I(%s) RETURNS %s LANGUAGE plpgsql AS %L', name, list,
+			CASE name WHEN 'operator' THEN 'bool' ELSE 'text' END,
+			format('BEGIN INSERT INTO app.called VALUES (%L); RETURN NULL; END', format('%s(%s)', name, list)))
+		FROM functions WHERE format('%s(%s)', name, list) <> ALL ('$declared')\$\$);
+	SELECT pg_temp.create_all(\$\$
+		SELECT format('CREATE OPERATOR app.%s (LEFTARG = %s, RIGHTARG = %s, FUNCTION = app.operator)', oprname, l, r)
+		FROM (SELECT DISTINCT oprname FROM pg_operator WHERE oprname = ANY ('$operators') AND oprresult = 'bool'::regtype) o, pairs\$\$);
+});
+note("made: $made");
+like($made, qr/^\d{4,}\n\d{4,}$/, 'thousands of functions and operators');
+
+
+# They would be called.
+my $admin = session($node, 'attacked');
+$admin->ask(q{SET search_path = app, pg_catalog; SELECT 1::oid = 'int4in(cstring)'::regprocedure; RESET search_path});
+is($admin->ask('SELECT what FROM app.called'), 'operator(oid, regprocedure)', 'a bare operator calls a look-alike');
+$admin->ask('TRUNCATE app.called');
+
+#
+# The extension beside them
+#
+
+# A call without arguments also fits a function whose arguments have defaults.
+# That is an error; PostgreSQL does not choose the look-alike.
+$admin->ask(q{CREATE FUNCTION app.rl_stat(int DEFAULT 1, int DEFAULT 1) RETURNS int LANGUAGE sql AS 'SELECT 1'});
+$admin->ask('CREATE EXTENSION ratelimit SCHEMA app');
+is($admin->state, '42725', 'a look-alike with defaults prevents the installation');
+$admin->ask('DROP FUNCTION app.rl_stat(int, int)');
+$admin->ask('CREATE EXTENSION ratelimit SCHEMA app');
+is($admin->error, '', 'the extension is installed');
+$admin->ask(q{CREATE TABLE orders (customer int);
+	CREATE TRIGGER enforce BEFORE INSERT ON orders FOR EACH ROW EXECUTE FUNCTION app.rl_enforce('order:{customer}', '5/10s')});
+foreach my $path ('public', 'app, pg_catalog')
+{
+	$admin->ask("SET search_path = $path");
+	is($admin->ask('SELECT key, enabled, problem, warning FROM app.rl_triggers'), 'order:{customer}|t||', "rl_triggers, search_path = $path");
+	foreach my $query ('TABLE app.rl_stat', 'TABLE app.rl_denied', 'SELECT app.rl_status()', 'INSERT INTO public.orders VALUES (42)')
+	{
+		$admin->ask($query);
+		is($admin->error, '', "$query, search_path = $path");
+	}
+}
+$admin->ask('RESET search_path');
+is($admin->ask('SELECT DISTINCT what FROM app.called'), '', 'no look-alike was called');
+is($admin->ask(q{
+	SELECT pg_describe_object(classid, objid, objsubid) || ' needs ' || pg_describe_object(refclassid, refobjid, refobjsubid)
+	FROM pg_depend d
+	WHERE (refclassid = 'pg_proc'::regclass AND EXISTS (SELECT FROM pg_proc WHERE oid = refobjid AND proowner = 'mallory'::regrole)
+			OR refclassid = 'pg_operator'::regclass AND EXISTS (SELECT FROM pg_operator WHERE oid = refobjid AND oprowner = 'mallory'::regrole))
+		AND NOT (classid = 'pg_operator'::regclass AND EXISTS (SELECT FROM pg_operator WHERE oid = objid AND oprowner = 'mallory'::regrole))}),
+	'', 'nothing of the extension depends on one');
+
+done_testing();
