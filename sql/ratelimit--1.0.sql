@@ -367,31 +367,59 @@ CREATE FUNCTION rl_status(OUT store text, OUT mode text, OUT on_error text,
 COMMENT ON FUNCTION rl_status() IS
 	'how limits are kept, and whether Redis is well: its address, whether this session is connected, the server''s version or the error that asking for it gave, the breaker (closed; open for so many seconds more; half-open: the next call tries; trying), the states in shared memory, and since when rl_stat counts; never raises for a failing Redis';
 
--- Whoever may call these can fill Redis, and read or use up anyone's quota.
-REVOKE ALL ON FUNCTION rl_throttle(text, bigint, bigint, double precision, bigint),
-	rl_token_bucket(text, bigint, bigint, double precision, bigint),
-	rl_fixed_window(text, bigint, double precision, bigint),
-	rl_sliding_window(text, bigint, double precision, double precision, bigint),
-	rl_sliding_log(text, bigint, double precision, bigint),
-	rl_check(text, rl_limits, bigint),
-	rl_check_each(text, rl_limits, bigint),
-	rl_check_many(text[], rl_limits, bigint[]),
-	rl_wait(text, rl_limits, bigint, double precision),
-	rl_allow(text, rl_limits, bigint),
-	rl_enforce(text, rl_limits, bigint),
-	rl_peek(text, rl_limits, bigint),
-	rl_refund(text, rl_limits, bigint),
-	rl_reset(text),
-	rl_reset(text, rl_limits),
-	rl_ban(text, double precision),
-	rl_unban(text),
-	rl_enforce(),
-	rl_trigger_rule(oid),
-	rl_stat(),
-	rl_stat_reset(),
-	rl_denied(),
-	rl_status()
-	FROM PUBLIC;
+--
+-- Privileges
+--
+
+-- Revokes all privileges on what this script has made from every role but the
+-- owner, except on the functions that are for everybody.  A role that may call
+-- the others can fill Redis, and can read or use up the quota of other users.
+-- ALTER DEFAULT PRIVILEGES may have granted them to any role.
+--
+-- An upgrade script repeats this block unchanged, behind what it creates.  The
+-- REVOKE adds each object to pg_init_privs, and the block leaves objects that are
+-- there as they are, with the privileges that an administrator has granted.
+DO $$
+DECLARE
+	command pg_catalog.text;
+BEGIN
+	FOR command IN
+		SELECT pg_catalog.format('REVOKE ALL ON %s %s FROM %s', made.kind, object.identity,
+				CASE WHEN role.grantee OPERATOR(pg_catalog.=) '0'::pg_catalog.oid THEN 'PUBLIC'
+					ELSE pg_catalog.quote_ident(pg_catalog.pg_get_userbyid(role.grantee)::pg_catalog.text) END)
+		FROM (
+				SELECT 'FUNCTION' AS kind, p.tableoid AS class, p.oid, p.proowner AS owner, p.proacl AS acl
+				FROM pg_catalog.pg_proc p
+				WHERE p.proname OPERATOR(pg_catalog.<>) ALL ('{rl_key, rl_simulate,
+					rl_limits_in, rl_limits_recv, rl_limits_out, rl_limits_send,
+					rl_limits_lt, rl_limits_le, rl_limits_eq, rl_limits_ne, rl_limits_ge, rl_limits_gt,
+					rl_limits_cmp, rl_limits_hash, rl_limits_hash_extended}'::pg_catalog.name[])
+				UNION ALL
+				SELECT 'TABLE', c.tableoid, c.oid, c.relowner, c.relacl
+				FROM pg_catalog.pg_class c
+			) made
+			JOIN pg_catalog.pg_depend d ON d.classid OPERATOR(pg_catalog.=) made.class
+				AND d.objid OPERATOR(pg_catalog.=) made.oid
+				AND d.deptype OPERATOR(pg_catalog.=) 'e'::pg_catalog."char"
+				AND d.refclassid OPERATOR(pg_catalog.=) 'pg_catalog.pg_extension'::pg_catalog.regclass
+			JOIN pg_catalog.pg_extension e ON e.oid OPERATOR(pg_catalog.=) d.refobjid
+				AND e.extname OPERATOR(pg_catalog.=) 'ratelimit'::pg_catalog.name
+			-- PUBLIC always, because each object must get into pg_init_privs.
+			CROSS JOIN LATERAL (
+				SELECT '0'::pg_catalog.oid
+				UNION
+				SELECT a.grantee FROM pg_catalog.aclexplode(made.acl) a
+			) role (grantee)
+			CROSS JOIN LATERAL pg_catalog.pg_identify_object(made.class, made.oid, 0) object
+		WHERE role.grantee OPERATOR(pg_catalog.<>) made.owner
+			AND NOT EXISTS (
+				SELECT FROM pg_catalog.pg_init_privs i
+				WHERE i.classoid OPERATOR(pg_catalog.=) made.class AND i.objoid OPERATOR(pg_catalog.=) made.oid)
+	LOOP
+		EXECUTE command;
+	END LOOP;
+END
+$$;
 
 GRANT EXECUTE ON FUNCTION rl_stat(), rl_denied(), rl_status() TO pg_monitor;
 GRANT SELECT ON rl_stat, rl_denied TO pg_monitor;

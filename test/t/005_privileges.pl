@@ -3,6 +3,7 @@
 use strict;
 use warnings FATAL => 'all';
 
+use FindBin;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
@@ -252,5 +253,76 @@ foreach my $set (q{timezone = 'Asia/Tokyo'}, q{datestyle = 'German, DMY'}, q{int
 	$session->ask('RESET ' . ($set =~ /^(\w+)/)[0]);
 }
 is(scalar @{ $redis->cli('KEYS', '*') }, 2, 'one key for all of them');
+
+#
+# Default privileges
+#
+
+# Which roles but the owner have privileges on the extension's objects.
+my $granted = q{
+	SELECT string_agg(format('%s %s: %s', privilege_type, i.identity,
+			CASE grantee WHEN 0 THEN 'PUBLIC' ELSE grantee::regrole::text END), E'\n' ORDER BY i.identity, grantee)
+	FROM (SELECT 'pg_proc'::regclass AS class, oid, proowner AS owner, coalesce(proacl, acldefault('f', proowner)) AS acl FROM pg_proc
+			UNION ALL SELECT 'pg_class'::regclass, oid, relowner, relacl FROM pg_class) o
+		JOIN pg_depend d ON d.classid = o.class AND d.objid = o.oid AND d.deptype = 'e'
+		JOIN pg_extension e ON d.refclassid = 'pg_extension'::regclass AND d.refobjid = e.oid,
+		pg_identify_object(o.class, o.oid, 0) i, aclexplode(o.acl) a
+	WHERE e.extname = 'ratelimit' AND a.grantee <> o.owner
+		AND i.identity !~ '^public\.rl_(key|simulate|limits_\w+)\('};
+my $monitored = join "\n", 'EXECUTE public.rl_denied(): pg_monitor', 'SELECT public.rl_denied: pg_monitor',
+	'EXECUTE public.rl_stat(): pg_monitor', 'SELECT public.rl_stat: pg_monitor', 'EXECUTE public.rl_status(): pg_monitor';
+
+sub granted
+{
+	my ($database) = @_;
+
+	return join "\n", sort split /\n/, $node->safe_psql($database, $granted);
+}
+$monitored = join "\n", sort split /\n/, $monitored;
+
+is(granted('postgres'), $monitored, 'without default privileges: pg_monitor may read the statistics');
+$node->safe_psql('postgres', 'CREATE DATABASE generous; CREATE DATABASE strict; CREATE ROLE web_anon LOGIN; CREATE ROLE "Odd; name" LOGIN');
+$node->safe_psql('generous', q{
+	ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT EXECUTE ON FUNCTIONS TO web_anon, "Odd; name" WITH GRANT OPTION;
+	ALTER DEFAULT PRIVILEGES IN SCHEMA public GRANT ALL ON TABLES TO PUBLIC, web_anon;
+	ALTER DEFAULT PRIVILEGES GRANT ALL ON FUNCTIONS TO pg_monitor;
+	ALTER DEFAULT PRIVILEGES GRANT ALL ON TABLES TO "Odd; name";
+	CREATE EXTENSION ratelimit});
+is(granted('generous'), $monitored, 'generous default privileges: the same');
+my $anonymous = session($node, 'generous', 'web_anon');
+foreach my $call (q{rl_ban('k', 1)}, q{rl_reset('k')}, q{rl_check('k', '1/1s')})
+{
+	$anonymous->ask("SELECT $call");
+	is($anonymous->state, '42501', "generous default privileges: $call");
+}
+is($anonymous->ask(q{SELECT rl_key('order', 42)}), 'order:42', 'generous default privileges: rl_key');
+$node->safe_psql('strict', q{
+	ALTER DEFAULT PRIVILEGES REVOKE EXECUTE ON FUNCTIONS FROM PUBLIC;
+	CREATE EXTENSION ratelimit});
+is(granted('strict'), $monitored, 'strict default privileges: the same');
+
+# In an upgrade script the same block finds what this script has made, and
+# leaves what an administrator granted before.  What an upgrade script makes has
+# no entry in pg_init_privs yet.
+my ($block) = slurp_file("$FindBin::RealBin/../../sql/ratelimit--1.0.sql") =~ /^(DO \$\$\n.*?^\$\$;)$/ms;
+foreach my $database ('generous', 'strict')
+{
+	$node->safe_psql($database, q{
+		GRANT EXECUTE ON FUNCTION rl_check(text, rl_limits, bigint) TO web_anon;
+		GRANT SELECT ON rl_triggers TO PUBLIC;
+		CREATE FUNCTION rl_new(int) RETURNS int LANGUAGE sql AS 'SELECT 1';
+		CREATE VIEW rl_new AS SELECT 1 AS one;
+		GRANT ALL ON FUNCTION rl_new(int) TO PUBLIC, web_anon;
+		GRANT ALL ON rl_new TO web_anon;
+		ALTER EXTENSION ratelimit ADD FUNCTION rl_new(int);
+		ALTER EXTENSION ratelimit ADD VIEW rl_new;
+		DELETE FROM pg_init_privs WHERE classoid = 'pg_proc'::regclass AND objoid = 'rl_new(int)'::regprocedure
+			OR classoid = 'pg_class'::regclass AND objoid = 'rl_new'::regclass});
+	like(granted($database), qr/rl_new/, "upgrade, $database: others may use the new function");
+	$node->safe_psql($database, $block // '');
+	is(granted($database), join("\n", sort split(/\n/, $monitored),
+			'EXECUTE public.rl_check(pg_catalog.text,public.rl_limits,bigint): web_anon', 'SELECT public.rl_triggers: PUBLIC'),
+		"upgrade, $database: the block revokes that, and nothing that was granted later");
+}
 
 done_testing();
