@@ -1,7 +1,7 @@
 MODULE_big = ratelimit
 OBJS = src/ratelimit.o src/limits.o src/algorithm.o src/address.o src/resp.o src/tls.o \
 	src/socket.o src/stream.o src/connection.o src/slots.o src/sentinel.o src/route.o src/redis.o src/pipeline.o src/redis_store.o \
-	src/shared.o src/cells.o src/local_store.o src/denied.o \
+	src/shared.o src/siphash.o src/cells.o src/local_store.o src/denied.o \
 	src/breaker.o src/stat.o src/status.o src/key.o src/values.o src/decide.o src/functions.o src/many.o \
 	src/charges.o src/simulate.o src/rule.o \
 	src/statement.o src/enforce.o
@@ -59,5 +59,5 @@ $(patsubst %,src/check_%.lua.h,$(filter-out throttle,$(ALGORITHMS))): \
 	sed -e 's/\\/\\\\/g' -e 's/"/\\"/g' -e 's/^/"/' -e 's/$$/\\n"/' $^ > $@
 
 $(OBJS): src/ratelimit.h src/redis.h src/route.h src/socket.h src/connection.h src/tls.h src/resp.h src/address.h \
-	src/algorithm.h src/shared.h src/cells.h src/charges.h src/rule.h src/values.h
+	src/algorithm.h src/shared.h src/siphash.h src/cells.h src/charges.h src/rule.h src/values.h
 src/redis_store.o src/redis_store.bc: $(SCRIPTS_H)

@@ -7,13 +7,13 @@
 
 #include <time.h>
 
-#include "common/hashfn.h"
 #include "miscadmin.h"
 #include "storage/ipc.h"
 #include "storage/shmem.h"
 #include "utils/timestamp.h"
 
 #include "shared.h"
+#include "siphash.h"
 
 #define TRANCHE				"ratelimit"
 
@@ -21,7 +21,7 @@ typedef struct Header
 {
 	int64		wall_at_start;	/* microseconds since 1970 */
 	int64		monotonic_at_start;
-	uint64		seed;
+	RlHash		name_key;		/* of names, random */
 } Header;
 
 typedef struct Part
@@ -92,8 +92,8 @@ startup(void)
 	{
 		header->wall_at_start = GetCurrentTimestamp() + RL_UNIX_EPOCH;
 		header->monotonic_at_start = rl_monotonic_now();
-		if (!pg_strong_random(&header->seed, sizeof(header->seed)))
-			elog(ERROR, "could not generate a random seed");
+		if (!pg_strong_random(&header->name_key, sizeof(header->name_key)))
+			elog(ERROR, "could not generate a random key");
 	}
 	memory += CACHELINEALIGN(sizeof(Header));
 	for (size_t i = 0; i < lengthof(parts); i++)
@@ -146,37 +146,32 @@ rl_local_now(void)
 }
 
 /*
- * Names a key of the server and with the prefix that the settings say.  The
- * hash starts from what nobody outside the server knows.  The last name is
- * kept, because a call asks for it more than once.
+ * Returns the name of a key at the server and with the prefix that the settings
+ * say.  The last name is kept, because a call asks for it more than once.
  */
 RlName
 rl_name(const RlKey *key)
 {
 	static uint64 version = 0;
-	static uint64 start;
+	static RlHash place;		/* the hash of the server and the prefix */
 	static RlName name;
 	static int	last_len = 0;
 	static char last[RL_MAX_KEY];
+	RlHash		hash;
 
 	if (version != rl_settings_version)
 	{
-		/* The URL with its end, so that it cannot run into the prefix. */
-		start = hash_bytes_extended((const unsigned char *) rl_redis_url,
-									strlen(rl_redis_url) + 1, header->seed);
-		start = hash_bytes_extended((const unsigned char *) rl_key_prefix,
-									strlen(rl_key_prefix), start);
+		/* Each hash is the key of the next, so that the parts cannot run together. */
+		place = rl_siphash(header->name_key, rl_redis_url, strlen(rl_redis_url));
+		place = rl_siphash(place, rl_key_prefix, strlen(rl_key_prefix));
 		version = rl_settings_version;
 		last_len = 0;
 	}
 	if (key->len == last_len && memcmp(key->data, last, last_len) == 0)
 		return name;
-	name.hash = hash_bytes_extended((const unsigned char *) key->data, key->len, start);
-	name.tail = 0;
-	if (key->len >= (int) sizeof(name.tail))
-		memcpy(&name.tail, key->data + key->len - sizeof(name.tail), sizeof(name.tail));
-	else
-		memcpy(&name.tail, key->data, key->len);
+	hash = rl_siphash(place, key->data, key->len);
+	name.hash = hash.low;
+	name.rest = hash.high;
 	last_len = key->len;
 	memcpy(last, key->data, last_len);
 	return name;

@@ -12,19 +12,19 @@
 #include "ratelimit.h"
 
 /*
- * What stands for (server, prefix, key): a hash that nobody can aim at, and
- * the bytes in which keys that are alike differ most.
+ * The name of (server, prefix, key) in shared memory: a hash with a key that
+ * only this server knows, so that no user can construct two keys with one name.
  */
 typedef struct RlName
 {
 	uint64		hash;
-	uint64		tail;
+	uint64		rest;
 } RlName;
 
 static inline bool
 rl_same_name(RlName x, RlName y)
 {
-	return x.hash == y.hash && x.tail == y.tail;
+	return x.hash == y.hash && x.rest == y.rest;
 }
 
 extern void rl_shared_request(void);

@@ -22,7 +22,7 @@ use List::Util qw(max min);
 use PostgreSQL::Test::Utils;
 
 our @EXPORT = qw(MAX_PERIOD seed below log_uniform chance pick limit limits_text random_tags random_limit
-	decision_text c_engine c_step redis_engine redis_steps redis_begin redis_answers);
+	decision_text c_program c_engine c_step redis_engine redis_steps redis_begin redis_answers);
 
 # Ten years.
 use constant MAX_PERIOD => 315_576_000_000_000;
@@ -172,11 +172,13 @@ sub decision_text
 # C
 #
 
-# Compiles the engine as the extension was compiled and starts it.
-sub c_engine
+# Compiles a C program as the extension was compiled, from files of this source
+# tree, the first of which names it; returns its path.
+sub c_program
 {
-	my ($node) = @_;
-	my $program = PostgreSQL::Test::Utils::tempdir . '/engine';
+	my ($node, @sources) = @_;
+	my ($name) = $sources[0] =~ /(\w+)\.c$/;
+	my $program = PostgreSQL::Test::Utils::tempdir . "/$name";
 	my %flags;
 
 	foreach my $name (qw(cc cppflags cflags includedir-server))
@@ -184,10 +186,17 @@ sub c_engine
 		$flags{$name} = $node->config_data("--$name");
 	}
 	my @command = ($flags{cc}, split(' ', "$flags{cppflags} $flags{cflags}"),
-		"-I$flags{'includedir-server'}", '-o', $program,
-		"$FindBin::RealBin/../engine.c", "$FindBin::RealBin/../../src/algorithm.c");
+		"-I$flags{'includedir-server'}", '-o', $program, map { "$FindBin::RealBin/../../$_" } @sources);
 	my $output = '';
 	IPC::Run::run(\@command, '>', \$output, '2>&1') or die "@command\n$output";
+	return $program;
+}
+
+# Starts the engine.
+sub c_engine
+{
+	my ($node) = @_;
+	my $program = c_program($node, 'test/engine.c', 'src/algorithm.c');
 
 	my $pid = open2(my $from, my $to, $program);
 	return { pid => $pid, from => $from, to => $to };
