@@ -40,8 +40,8 @@
 typedef struct Entry
 {
 	RlName		name;
-	uint64		hash;			/* of the limits; 0 and n = 0: free */
-	RlLimits	limits;
+	RlLimits	limits;			/* n = 0: free */
+	bool		debug;			/* the times are by ratelimit.debug_now */
 	int64		quota;
 	int64		asked;			/* on this server's clock, also the next two */
 	int64		trusted_until;	/* answers until then; 0: never */
@@ -70,7 +70,8 @@ static struct
 {
 	bool		valid;
 	RlName		name;
-	uint64		hash;
+	RlLimits	limits;
+	bool		debug;
 	int64		asked;
 	int64		until;
 }			last;
@@ -115,19 +116,26 @@ unlock_set(const Set *set)
 	LWLockRelease(&locks[(set - sets) % LOCKS].lock);
 }
 
-/* Times by a test's clock and by the other must not meet. */
-static uint64
-entry_hash(const RlLimits *limits)
+/* Returns true while ratelimit.debug_now is the clock. */
+static bool
+clock_is_debug(void)
 {
-	return rl_debug_now[0] != '\0' ? ~limits->hash : limits->hash;
+	return rl_debug_now[0] != '\0';
+}
+
+/* Returns true if the entry is in use, for these limits and times by this clock. */
+static bool
+is_entry_of(const Entry *entry, RlName name, const RlLimits *limits)
+{
+	return rl_same_name(entry->name, name) && entry->debug == clock_is_debug() &&
+		rl_limits_same(&entry->limits, limits);
 }
 
 static Entry *
-find_entry(Set *set, RlName name, uint64 hash)
+find_entry(Set *set, RlName name, const RlLimits *limits)
 {
 	for (int i = 0; i < WAYS; i++)
-		if (rl_same_name(set->entries[i].name, name) && set->entries[i].hash == hash &&
-			set->entries[i].limits.n > 0)
+		if (is_entry_of(&set->entries[i], name, limits))
 			return &set->entries[i];
 	return NULL;
 }
@@ -141,7 +149,7 @@ rl_denied_lookup(RlName name, const RlLimits *limits, int64 quota,
 				 RlDecision *decision, int *binding)
 {
 	Set		   *set = lock_set(name, LW_SHARED);
-	Entry	   *entry = find_entry(set, name, entry_hash(limits));
+	Entry	   *entry = find_entry(set, name, limits);
 	bool		known = false;
 	int64		now;
 	int64		passed;
@@ -201,9 +209,9 @@ trusted_for(const RlLimits *limits, const RlDecision *decision)
 
 /* The entry to put a refusal in: the one it has, a free one, or the first to end. */
 static Entry *
-choose_entry(Set *set, RlName name, uint64 hash)
+choose_entry(Set *set, RlName name, const RlLimits *limits)
 {
-	Entry	   *entry = find_entry(set, name, hash);
+	Entry	   *entry = find_entry(set, name, limits);
 
 	for (int i = 0; i < WAYS && entry == NULL; i++)
 		if (set->entries[i].limits.n == 0)
@@ -227,38 +235,39 @@ rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits, int64 quot
 			   uint64 generation, bool cache)
 {
 	int64		until = asked + decision->retry_after;
-	uint64		hash = entry_hash(limits);
 	Set		   *set;
 	Entry	   *entry;
 
 	/* Impossible is not refused for now, and a look is no action. */
 	if (decision->retry_after == RL_NEVER || quota == 0)
 		return;
-	if (!cache && last.valid && hash == last.hash && rl_same_name(name, last.name) &&
+	if (!cache && last.valid && rl_same_name(name, last.name) && last.debug == clock_is_debug() &&
+		rl_limits_same(&last.limits, limits) &&
 		asked - last.asked < NOTE_INTERVAL && asked >= last.asked &&
 		until - last.until < NOTE_INTERVAL && last.until - until < NOTE_INTERVAL)
 		return;
 	last.valid = true;
 	last.name = name;
-	last.hash = hash;
+	last.limits = *limits;
+	last.debug = clock_is_debug();
 	last.asked = asked;
 	last.until = until;
 
 	set = lock_set(name, LW_EXCLUSIVE);
 	if (generation == RL_ANY_GENERATION || set->generation == generation)
 	{
-		entry = find_entry(set, name, hash);
+		entry = find_entry(set, name, limits);
 		if (entry != NULL && entry->quota < quota && entry->trusted_until > asked)
 		{
 			unlock_set(set);
 			return;
 		}
-		entry = choose_entry(set, name, hash);
-		if (!rl_same_name(entry->name, name) || entry->hash != hash || entry->limits.n == 0)
+		entry = choose_entry(set, name, limits);
+		if (!is_entry_of(entry, name, limits))
 		{
 			entry->name = name;
-			entry->hash = hash;
 			entry->limits = *limits;
+			entry->debug = clock_is_debug();
 			entry->since = GetCurrentTimestamp();
 			entry->key_len = key->len;
 			memcpy(entry->key, key->data, key->len);
@@ -303,7 +312,7 @@ bool
 rl_denied_may_log(RlName name, const RlLimits *limits)
 {
 	Set		   *set = lock_set(name, LW_EXCLUSIVE);
-	Entry	   *entry = find_entry(set, name, entry_hash(limits));
+	Entry	   *entry = find_entry(set, name, limits);
 	int64		now = rl_monotonic_now();
 	bool		may = entry != NULL && (entry->logged == 0 || now - entry->logged >= LOG_INTERVAL);
 
@@ -357,7 +366,7 @@ rl_denied(PG_FUNCTION_ARGS)
 			bool		nulls[COLUMNS] = {false};
 
 			if (entry->limits.n == 0 || entry->refused_until <= now ||
-				entry->hash != entry_hash(&entry->limits))
+				entry->debug != clock_is_debug())
 				continue;
 			values[0] = PointerGetDatum(key_text(entry->key, entry->key_len));
 			values[1] = CStringGetTextDatum(rl_limits_text(&entry->limits));

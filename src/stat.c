@@ -35,6 +35,9 @@ typedef struct Slot
 typedef struct Stat
 {
 	TimestampTz since;
+	uint32		resets;			/* how often all slots were emptied; raised
+								 * before a slot is, under the lock held
+								 * exclusively, read under it or a slot's mutex */
 	Slot		slots[SLOTS + 1];
 } Stat;
 
@@ -72,6 +75,7 @@ rl_stat_attach(void *memory, LWLockPadded *locks, bool found)
 	if (found)
 		return;
 	stat->since = GetCurrentTimestamp();
+	stat->resets = 0;
 	for (int i = 0; i <= SLOTS; i++)
 	{
 		SpinLockInit(&stat->slots[i].mutex);
@@ -93,19 +97,24 @@ probe(const RlLimits *limits)
 	return NULL;
 }
 
-/* The slot that counts for the limits, taken if need be. */
+/*
+ * Returns the slot that counts for the limits, and takes a free one if there is
+ * none yet.  The slot is theirs until *resets is out of date.
+ */
 static Slot *
-find_slot(const RlLimits *limits)
+find_slot(const RlLimits *limits, uint32 *resets)
 {
 	Slot	   *slot;
 
 	LWLockAcquire(lock, LW_SHARED);
 	slot = probe(limits);
+	*resets = stat->resets;
 	LWLockRelease(lock);
 	if (slot != NULL && !slot->used)
 	{
 		LWLockAcquire(lock, LW_EXCLUSIVE);
 		slot = probe(limits);
+		*resets = stat->resets;
 		if (slot != NULL && !slot->used)
 		{
 			SpinLockAcquire(&slot->mutex);
@@ -123,21 +132,22 @@ void
 rl_stat_count(const RlLimits *limits, RlStatOutcome outcome, bool from_cache, bool from_local,
 			  int64 round_trips, int64 redis_us)
 {
-	static Slot *slot = NULL;
-	static uint64 hash;
+	static Slot *slot = NULL;	/* of the last call's limits */
+	static RlLimits last;
+	static uint32 resets;
 
 	if (stat == NULL)
 		return;
 	for (;;)
 	{
-		if (slot == NULL || hash != limits->hash)
+		if (slot == NULL || !rl_limits_same(&last, limits))
 		{
-			slot = find_slot(limits);
-			hash = limits->hash;
+			slot = find_slot(limits, &resets);
+			last = *limits;
 		}
 		SpinLockAcquire(&slot->mutex);
-		/* After a reset it is nobody's, or others'. */
-		if (slot == &stat->slots[OTHERS] || (slot->used && slot->limits.hash == hash))
+		/* After a reset the slot is free, or has other limits. */
+		if (stat->resets == resets)
 			break;
 		SpinLockRelease(&slot->mutex);
 		slot = NULL;
@@ -206,6 +216,7 @@ rl_stat_reset(PG_FUNCTION_ARGS pg_attribute_unused())
 	rl_require_shared("rl_stat_reset");
 	LWLockAcquire(lock, LW_EXCLUSIVE);
 	stat->since = GetCurrentTimestamp();
+	stat->resets++;
 	for (int i = 0; i <= SLOTS; i++)
 	{
 		SpinLockAcquire(&stat->slots[i].mutex);

@@ -1,5 +1,5 @@
-# Names in shared memory: no two keys are taken for one, also if they were
-# constructed for that.
+# Names in shared memory: no two keys, and no two lists of limits, are taken for
+# one, also if they were constructed for that.
 use strict;
 use warnings FATAL => 'all';
 
@@ -53,6 +53,29 @@ sub output_of
 	is($session->ask('SELECT share_a_name()'), 0, 'a ban of one key of a pair is no ban of the other');
 	is($session->ask('SELECT local_keys FROM rl_status()'), 0, 'and the key itself was banned');
 	$session->ask('RESET ratelimit.store');
+}
+
+#
+# Limits
+#
+
+# hash_bytes_extended() gives these the same hash on a little-endian machine.
+{
+	my @limits = ('fixed_window 1546365531/428828349us', 'fixed_window 2086024919/445939782us');
+	my $check = sub {
+		my ($limits, $quota) = @_;
+
+		return $session->ask("SELECT allowed, source FROM rl_check('one key', '$limits', $quota)");
+	};
+
+	$session->ask(q{SELECT rl_stat_reset(); SET ratelimit.debug_now = '1000000000000000'});
+	is($check->($limits[0], 1546365531), 't|redis', 'a limit is used up');
+	is($check->($limits[0], 1), 'f|redis', 'and refuses');
+	is($check->($limits[0], 1), 'f|denial_cache', 'also from the denial cache');
+	is($check->($limits[1], 1), 't|redis', 'another limit with the same hash is not refused');
+	is($session->ask('SELECT limits, allowed, denied, from_cache FROM rl_stat ORDER BY 1'),
+		"$limits[0]|1|2|1\n$limits[1]|1|0|0", 'the statistics tell them apart');
+	$session->ask('RESET ratelimit.debug_now');
 }
 
 #
