@@ -292,10 +292,30 @@ is_charged(const RlDecision *decision)
 		(decision->source == RL_FROM_REDIS || decision->source == RL_FROM_LOCAL);
 }
 
+/* Tells the denial cache if Redis has changed the key's state for this answer. */
+static void
+note_change(Action *action, const RlDecision *decision)
+{
+	bool		changed = decision->allowed;
+	bool		may_ban = false;
+
+	if (!rl_shared_available() || action->quota == 0 || decision->source != RL_FROM_REDIS)
+		return;
+	for (int i = 0; i < action->limits->n && !decision->allowed && action->how == RL_TAKE; i++)
+	{
+		changed |= action->limits->limit[i].count_denied;
+		may_ban |= action->limits->limit[i].ban > 0;
+	}
+	/* A ban is in force under all limits. */
+	if (changed || may_ban)
+		rl_denied_outdate(action->name, may_ban ? NULL : action->limits, &action->generation);
+}
+
 /* What follows from an answer that has a decision for each limit. */
 static void
 conclude(Action *action, RlDecision *combined, int binding, const RlDecision *each, bool cache)
 {
+	note_change(action, combined);
 	if (!combined->allowed)
 		refused(action, combined, binding, cache);
 	else if (is_charged(combined))
@@ -431,6 +451,7 @@ took_one(int i, const RlDecision *each, int64 at, void *arg)
 
 	action->at = at;
 	set_answer(action, each, answer);
+	note_change(action, &answer->decision);
 	if (is_charged(&answer->decision))
 		rl_charges_note(action->key, action->limits, action->quota, each, at, false);
 	many->answered[i] = true;

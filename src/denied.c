@@ -5,9 +5,11 @@
  *
  * A refusal of cost c says that every cost of c or more is refused until the
  * wait is over: time only frees quota, and others only take it.  What gives
- * quota back on this server forgets the key here, and moves its set's
- * generation on, so that a refusal asked for before that is not kept.  For what
- * other servers give back a refusal is believed for MAX_TRUST at most.
+ * quota back on this server forgets the key here.  For what other servers give
+ * back a refusal is believed for MAX_TRUST at most.  When an action on this
+ * server takes quota, the figures of the refusals before it are out of date, and
+ * they are not believed any more.  Both change the key's generation number, so
+ * that a refusal that was asked for before is not kept.
  *
  * Entries lie in sets that one lock protects; a name's are in the same set.
  * Where a set is full, the entry nearest to its end goes.
@@ -26,6 +28,7 @@
 #define SETS				256
 #define WAYS				8
 #define LOCKS				32
+#define GENERATIONS			4096
 
 /* Microseconds that a refusal is believed for, and until somebody asks anew. */
 #define MAX_TRUST			RL_SECOND
@@ -44,7 +47,7 @@ typedef struct Entry
 	bool		debug;			/* the times are by ratelimit.debug_now */
 	int64		quota;
 	int64		asked;			/* on this server's clock, also the next two */
-	int64		trusted_until;	/* answers until then; 0: never */
+	int64		trusted_until;	/* answers until then; 0: not at all */
 	int64		refused_until;
 	pg_atomic_uint32 asking;	/* somebody asks anew */
 	int			binding;
@@ -58,11 +61,18 @@ typedef struct Entry
 
 typedef struct Set
 {
-	uint64		generation;
 	Entry		entries[WAYS];
 } Set;
 
-static Set *sets = NULL;
+typedef struct Cache
+{
+	/* Of keys, several of which share a number; raised before entries change. */
+	pg_atomic_uint64 generations[GENERATIONS];
+	Set			sets[SETS];		/* each is protected by a lock */
+} Cache;
+
+static Cache *cache = NULL;
+static Set *sets = NULL;		/* the cache's */
 static LWLockPadded *locks;
 
 /* What this backend noted last, unless it has forgotten a key since. */
@@ -79,7 +89,7 @@ static struct
 Size
 rl_denied_size(void)
 {
-	return SETS * sizeof(Set);
+	return sizeof(Cache);
 }
 
 int
@@ -91,11 +101,14 @@ rl_denied_locks(void)
 void
 rl_denied_attach(void *memory, LWLockPadded *my_locks, bool found)
 {
-	sets = memory;
+	cache = memory;
+	sets = cache->sets;
 	locks = my_locks;
 	if (found)
 		return;
-	memset(sets, 0, rl_denied_size());
+	memset(cache, 0, sizeof(Cache));
+	for (int i = 0; i < GENERATIONS; i++)
+		pg_atomic_init_u64(&cache->generations[i], 0);
 	for (int i = 0; i < SETS; i++)
 		for (int j = 0; j < WAYS; j++)
 			pg_atomic_init_u32(&sets[i].entries[j].asking, 0);
@@ -183,14 +196,20 @@ rl_denied_lookup(RlName name, const RlLimits *limits, int64 quota,
 	return known;
 }
 
+static pg_atomic_uint64 *
+generation_of(RlName name)
+{
+	return &cache->generations[name.rest % GENERATIONS];
+}
+
 /* To be read before asking, and handed to rl_denied_note after it. */
 uint64
 rl_denied_generation(RlName name)
 {
-	Set		   *set = lock_set(name, LW_SHARED);
-	uint64		generation = set->generation;
+	uint64		generation = pg_atomic_read_u64(generation_of(name));
 
-	unlock_set(set);
+	/* Before the request is sent. */
+	pg_memory_barrier();
 	return generation;
 }
 
@@ -254,7 +273,8 @@ rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits, int64 quot
 	last.until = until;
 
 	set = lock_set(name, LW_EXCLUSIVE);
-	if (generation == RL_ANY_GENERATION || set->generation == generation)
+	if (generation == RL_ANY_GENERATION ||
+		generation == pg_atomic_read_u64(generation_of(name)))
 	{
 		entry = find_entry(set, name, limits);
 		if (entry != NULL && entry->quota < quota && entry->trusted_until > asked)
@@ -289,10 +309,11 @@ rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits, int64 quot
 void
 rl_denied_forget_name(RlName name)
 {
-	Set		   *set = lock_set(name, LW_EXCLUSIVE);
+	Set		   *set;
 
 	last.valid = false;
-	set->generation++;
+	pg_atomic_fetch_add_u64(generation_of(name), 1);
+	set = lock_set(name, LW_EXCLUSIVE);
 	for (int i = 0; i < WAYS; i++)
 		if (rl_same_name(set->entries[i].name, name))
 			set->entries[i].limits.n = 0;
@@ -305,6 +326,45 @@ rl_denied_forget(const RlKey *key)
 {
 	if (sets != NULL)
 		rl_denied_forget_name(rl_name(key));
+}
+
+/* Returns true if the entry would answer for limits that share a state with these. */
+static bool
+is_concerned(const Entry *entry, RlName name, const RlLimits *limits)
+{
+	if (entry->trusted_until == 0 || !rl_same_name(entry->name, name))
+		return false;
+	for (int i = 0; limits != NULL && i < limits->n; i++)
+		for (int j = 0; j < entry->limits.n; j++)
+			if (rl_same_state(&limits->limit[i], &entry->limits.limit[j]))
+				return true;
+	return limits == NULL;
+}
+
+/*
+ * Ends answers from refusals whose figures an action under these limits has
+ * changed; NULL: under any limits.  A refusal of the same action may be noted
+ * after that, for which *generation is corrected.  Does not throw.
+ */
+void
+rl_denied_outdate(RlName name, const RlLimits *limits, uint64 *generation)
+{
+	uint64		before = pg_atomic_fetch_add_u64(generation_of(name), 1);
+	Set		   *set = lock_set(name, LW_SHARED);
+	bool		any = false;
+
+	if (*generation == before)
+		(*generation)++;
+	for (int i = 0; i < WAYS; i++)
+		any |= is_concerned(&set->entries[i], name, limits);
+	unlock_set(set);
+	if (!any)
+		return;
+	set = lock_set(name, LW_EXCLUSIVE);
+	for (int i = 0; i < WAYS; i++)
+		if (is_concerned(&set->entries[i], name, limits))
+			set->entries[i].trusted_until = 0;
+	unlock_set(set);
 }
 
 /* True if the refusal that was just noted may be logged: once a second. */

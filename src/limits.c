@@ -141,8 +141,8 @@ rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error)
 }
 
 /* True if the two limits would keep one state on one key. */
-static bool
-same_state(const RlLimit *a, const RlLimit *b)
+bool
+rl_same_state(const RlLimit *a, const RlLimit *b)
 {
 	return a->algorithm == b->algorithm && a->period == b->period &&
 		a->step == b->step && a->from_first == b->from_first;
@@ -428,7 +428,7 @@ rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error)
 		if (!scan_limit(&scan, &limits->limit[limits->n]))
 			return false;
 		for (int i = 0; i < limits->n; i++)
-			if (same_state(&limits->limit[i], &limits->limit[limits->n]))
+			if (rl_same_state(&limits->limit[i], &limits->limit[limits->n]))
 				return wrong_word(&limit_start, "A limit that shares its state with an earlier one begins");
 		limits->n++;
 	} while (take_word(&scan, ","));

@@ -192,6 +192,7 @@ extern bool rl_limit_complete(RlLimit *limit, const char *count_name, RlError *e
 extern const char *rl_algorithm_name(RlAlgorithm algorithm);
 extern char *rl_limit_text(const RlLimit *limit);
 extern char *rl_limits_text(const RlLimits *limits);
+extern bool rl_same_state(const RlLimit *a, const RlLimit *b);
 extern bool rl_limits_same(const RlLimits *a, const RlLimits *b);
 extern void rl_limits_complete(RlLimits *limits);
 

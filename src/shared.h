@@ -63,6 +63,7 @@ extern uint64 rl_denied_generation(RlName name);
 extern void rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits, int64 quota,
 						   const RlDecision *decision, int binding, int64 asked,
 						   uint64 generation, bool cache);
+extern void rl_denied_outdate(RlName name, const RlLimits *limits, uint64 *generation);
 extern void rl_denied_forget(const RlKey *key);
 extern void rl_denied_forget_name(RlName name);
 extern bool rl_denied_may_log(RlName name, const RlLimits *limits);

@@ -159,6 +159,52 @@ is_deeply([ @wrong[ 0 .. min(4, $#wrong) ] ], [], 'with and without the cache th
 cmp_ok($seen{$_} || 0, '>', 100, "$_: " . ($seen{$_} || 0)) foreach 'denial_cache refused', 'redis refused', 'redis allowed', 'ban refused';
 
 #
+# The same figures, when this server has taken quota since
+#
+
+# Each case: a call that takes quota, a call that is refused, and a call between
+# two of these that changes the figures of the second.
+my @takes = (
+	[ 'the same function', q{rl_throttle('%s', 20, 2, 1, 18)}, q{rl_throttle('%s', 20, 2, 1, 3)}, q{rl_throttle('%s', 20, 2, 1, 1)} ],
+	map({ [ $_->[0], q{rl_check('%s', '2/1s burst 20', 18)}, q{rl_check('%s', '2/1s burst 20', 3)}, $_->[1] ] }
+		[ 'another capacity', q{rl_throttle('%s', 30, 2, 1, 1)} ],
+		[ 'a list with the limit', q{rl_check('%s', 'sliding_log 100/1s, 2/1s burst 20', 1)} ],
+		[ 'rl_check_each', q{rl_check_each('%s', '2/1s burst 20', 1)} ],
+		[ 'rl_check_many', q{rl_check_many(ARRAY['%s'], '2/1s burst 20')} ],
+		[ 'rl_wait', q{rl_wait('%s', '2/1s burst 20', 1)} ]),
+	[ 'a refusal that is counted', q{rl_check('%s', 'sliding_log 20/1s', 18)}, q{rl_check('%s', 'sliding_log 20/1s', 3)},
+		q{rl_check('%s', 'sliding_log 20/1s count_denied', 4)} ],
+	[ 'a ban', q{rl_check('%s', 'sliding_log 20/1s', 18)}, q{rl_check('%s', 'sliding_log 20/1s', 3)},
+		q{rl_check('%s', 'sliding_log 1/5s ban 1min after 1', 1)}, 2 ]);
+foreach my $take (@takes)
+{
+	my ($what, $first, $refused, $other, $times) = @$take;
+	my %figures;
+
+	foreach my $cache (qw(on off))
+	{
+		my @rows;
+		my $now = 10**15;
+
+		$session->ask("SET ratelimit.denial_cache = $cache");
+		foreach my $step ($first, $refused, $refused, ($other, $refused) x ($times || 2))
+		{
+			my $call = sprintf $step, "$what $cache";
+
+			$session->ask("SET ratelimit.debug_now = '$now'");
+			push @rows, $session->ask("SELECT allowed, remaining, retry_after, reset_after, source FROM $call");
+			is($session->error, '', $call) if $session->error;
+			$now += 1000;
+		}
+		$figures{$cache} = [@rows];
+	}
+	is((split /\|/, $figures{on}[2])[4], 'denial_cache', "$what: before, the cache answers");
+	is_deeply([ map { s/\|\w+$//r } @{ $figures{on} } ], [ map { s/\|\w+$//r } @{ $figures{off} } ],
+		"$what: the figures are those of Redis");
+}
+$session->ask('RESET ratelimit.denial_cache; RESET ratelimit.debug_now');
+
+#
 # The same verdicts, in real time and between eight clients
 #
 
