@@ -10,6 +10,7 @@
 
 #include <fcntl.h>
 #include <hiredis/hiredis.h>
+#include <netdb.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -20,16 +21,28 @@
 #include "socket.h"
 #include "tls.h"
 
+#define MAX_HOST_ADDRESSES	16
+#define MAX_ADDRESS_TEXT	64	/* an address of IP version 6 with its scope */
+
+/* Closes the socket, if there is one. */
+static void
+close_socket(RlConnection *conn)
+{
+	if (conn->events != NULL)
+		FreeWaitEventSet(conn->events);
+	conn->events = NULL;
+	if (conn->ctx != NULL)
+		redisFree(conn->ctx);
+	conn->ctx = NULL;
+}
+
 /* Drops the connection, if there is one. */
 void
 rl_connection_close(RlConnection *conn)
 {
-	if (conn->events != NULL)
-		FreeWaitEventSet(conn->events);
 	if (conn->tls != NULL)
 		rl_tls_free(conn->tls);
-	if (conn->ctx != NULL)
-		redisFree(conn->ctx);
+	close_socket(conn);
 	if (conn->fd_acquired)
 		ReleaseExternalFD();
 	memset(conn, 0, sizeof(*conn));
@@ -91,43 +104,85 @@ rl_connection_has_room(void)
 	return has_room;
 }
 
-/*
- * Opens a socket to the server and waits until it is up, with TLS if there is
- * to be.  On failure returns false with the error set, and leaves what is to
- * be dropped.
- */
+/* True if the error is a lack of this process or machine, and says nothing of the server. */
 static bool
-open_socket(RlConnection *conn, const RlAddress *address, RlError *error)
+is_lack(int error)
 {
-	int			spare;
-	int64		deadline = rl_monotonic_now() + (int64) rl_connect_timeout * 1000;
-	int			socket_error = 0;
-	socklen_t	len = sizeof(socket_error);
+	return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
+}
 
-	if (!rl_connection_has_room())
-		return rl_lack_of(conn, error, "too many files are open in this server process");
-	conn->fd_acquired = AcquireExternalFD();
+/*
+ * Writes the host's addresses as text, those of IP version 4 first, as
+ * redis-cli has it.  Returns how many there are, or 0 with the error set.
+ */
+static int
+look_up(const RlConnection *conn, const char *host, char (*found)[MAX_ADDRESS_TEXT],
+		RlError *error)
+{
+	struct addrinfo hints = {.ai_family = AF_UNSPEC,.ai_socktype = SOCK_STREAM};
+	struct addrinfo *list;
+	int			status = getaddrinfo(host, NULL, &hints, &list);
+	int			n = 0;
 
+	if (status == EAI_MEMORY || (status == EAI_SYSTEM && is_lack(errno)))
+		rl_lack_of(conn, error, status == EAI_MEMORY ? "out of memory" : strerror(errno));
+	else if (status != 0)
+		rl_cannot_connect(conn, error, status == EAI_SYSTEM ? strerror(errno) : gai_strerror(status));
+	if (status != 0)
+		return 0;
+	for (int pass = 0; pass < 2; pass++)
+		for (struct addrinfo *info = list; info != NULL && n < MAX_HOST_ADDRESSES; info = info->ai_next)
+			if ((info->ai_family == AF_INET) == (pass == 0) &&
+				getnameinfo(info->ai_addr, info->ai_addrlen, found[n], MAX_ADDRESS_TEXT,
+							NULL, 0, NI_NUMERICHOST) == 0)
+				n++;
+	freeaddrinfo(list);
+	if (n == 0)
+		rl_cannot_connect(conn, error, "the host has no address");
+	return n;
+}
+
+/* Begins to connect the socket to a path, or to a host's address. */
+static bool
+begin_socket(RlConnection *conn, const RlAddress *address, const char *host, int64 deadline,
+			 RlError *error)
+{
 	for (;;)
 	{
-		conn->ctx = address->is_path ? redisConnectUnixNonBlock(address->host)
-			: redisConnectNonBlock(address->host, address->port);
+		conn->ctx = address->is_path ? redisConnectUnixNonBlock(host)
+			: redisConnectNonBlock(host, address->port);
 		if (conn->ctx == NULL)
 			return rl_lack_of(conn, error, "out of memory");
 		if (!backlog_is_full(conn, address))
 			break;
 		if (rl_monotonic_now() >= deadline)
 			return rl_cannot_connect(conn, error, "ratelimit.connect_timeout has passed");
-		redisFree(conn->ctx);
-		conn->ctx = NULL;
+		close_socket(conn);
 		rl_connection_pause(deadline);
 	}
-	if (conn->ctx->err && (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM))
+	if (conn->ctx->err && is_lack(errno))
 		return rl_lack_of(conn, error, conn->ctx->errstr);
 	if (conn->ctx->err)
 		return rl_cannot_connect(conn, error, conn->ctx->errstr);
 	if (conn->ctx->reader == NULL)
 		return rl_lack_of(conn, error, "out of memory");
+	return true;
+}
+
+/*
+ * Opens a socket to a path, or to a host's address, and waits until it is up.
+ * On failure returns false with the error set, and leaves what is to be closed.
+ */
+static bool
+open_socket(RlConnection *conn, const RlAddress *address, const char *host, int64 deadline,
+			RlError *error)
+{
+	int			spare;
+	int			socket_error = 0;
+	socklen_t	len = sizeof(socket_error);
+
+	if (!begin_socket(conn, address, host, deadline, error))
+		return false;
 	/* Programs that the server starts must not inherit it. */
 	(void) fcntl(conn->ctx->fd, F_SETFD, FD_CLOEXEC);
 
@@ -150,6 +205,43 @@ open_socket(RlConnection *conn, const RlAddress *address, RlError *error)
 		socket_error = errno;
 	if (socket_error != 0)
 		return rl_cannot_connect(conn, error, strerror(socket_error));
+	return true;
+}
+
+/*
+ * Connects to the first of the server's addresses that accepts, with TLS if
+ * there is to be.  Each has an equal share of the time that is left, so that
+ * the last is tried too.  On failure returns false with the first address's
+ * error set, and leaves what is to be dropped.
+ */
+static bool
+connect_server(RlConnection *conn, const RlAddress *address, int64 deadline, RlError *error)
+{
+	char		hosts[MAX_HOST_ADDRESSES][MAX_ADDRESS_TEXT];
+	int			n = 1;
+	bool		up = false;
+	RlError		why;
+
+	if (!rl_connection_has_room())
+		return rl_lack_of(conn, error, "too many files are open in this server process");
+	conn->fd_acquired = AcquireExternalFD();
+	if (!address->is_path)
+		n = look_up(conn, address->host, hosts, error);
+
+	for (int i = 0; i < n && !up; i++)
+	{
+		int64		now = rl_monotonic_now();
+
+		close_socket(conn);
+		up = open_socket(conn, address, address->is_path ? address->host : hosts[i],
+						 now + (deadline - now) / (n - i), &why);
+		if (!up && (i == 0 || !why.unreachable))
+			*error = why;
+		if (!up && !why.unreachable)
+			break;
+	}
+	if (!up)
+		return false;
 	conn->send_wants = WL_SOCKET_WRITEABLE;
 	conn->receive_wants = WL_SOCKET_READABLE;
 	return conn->tls == NULL || start_tls(conn, deadline, error);
@@ -171,13 +263,13 @@ rl_connection_name(const RlAddress *address, char *name, size_t size)
  * empty.  That is a round trip of its own: a command sent with it would be run
  * although the password or the database was refused, as another user or in
  * another database.  *deadline, which is the set-up's, is set if it is 0, and
- * else moved by the time that it takes until the socket is up.  Returns false
- * with the error set, and leaves what is to be closed.  Raises an error if a
- * setting for TLS is wrong.
+ * else moved by the time that it takes until the socket is up; nothing is
+ * waited for past until.  Returns false with the error set, and leaves what is
+ * to be closed.  Raises an error if a setting for TLS is wrong.
  */
 bool
 rl_connection_open(RlConnection *conn, const RlAddress *address, const char *password,
-				   int64 *deadline, RlError *error)
+				   int64 *deadline, int64 until, RlError *error)
 {
 	StringInfoData out;
 	RlReply		reply;
@@ -194,11 +286,11 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, const char *pas
 		if (conn->tls == NULL)
 			return rl_lack_of(conn, error, "out of memory");
 	}
-	if (!open_socket(conn, address, error))
+	if (!connect_server(conn, address, Min(start + (int64) rl_connect_timeout * 1000, until), error))
 		return false;
 	if (*deadline == 0)
 		*deadline = start + (int64) rl_command_timeout * 1000;
-	*deadline += rl_monotonic_now() - start;
+	*deadline = Min(*deadline + rl_monotonic_now() - start, until);
 
 	initStringInfo(&out);
 	if (password[0] != '\0')

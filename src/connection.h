@@ -61,7 +61,7 @@ typedef enum RlOutcome
 /* connection.c */
 extern void rl_connection_name(const RlAddress *address, char *name, size_t size);
 extern bool rl_connection_open(RlConnection *conn, const RlAddress *address,
-							   const char *password, int64 *deadline, RlError *error);
+							   const char *password, int64 *deadline, int64 until, RlError *error);
 extern bool rl_connection_is_usable(RlConnection *conn);
 extern bool rl_connection_has_room(void);
 extern void rl_connection_close(RlConnection *conn);

@@ -175,7 +175,8 @@ connect_node(RlNode *node, RlRoute *route, RlError *error)
 	if (rl_redis_passfile[0] != '\0')
 		rl_password_read(password);
 	make_room(route);
-	if (rl_connection_open(&node->conn, &node->address, password, &route->deadline, error))
+	if (rl_connection_open(&node->conn, &node->address, password, &route->deadline, PG_INT64_MAX,
+						   error))
 		return true;
 	rl_connection_close(&node->conn);
 	return false;

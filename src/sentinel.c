@@ -14,7 +14,7 @@ ask(RlConnection *conn, const RlAddress *sentinel, const char *service, const ch
 	int64		deadline = 0;
 	bool		answered;
 
-	if (!rl_connection_open(conn, sentinel, password, &deadline, error))
+	if (!rl_connection_open(conn, sentinel, password, &deadline, PG_INT64_MAX, error))
 		return false;
 	initStringInfo(&out);
 	rl_resp_start(&out, 3);

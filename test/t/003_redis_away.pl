@@ -3,7 +3,9 @@
 use strict;
 use warnings FATAL => 'all';
 
+use FindBin;
 use IO::Socket::INET;
+use IO::Socket::IP;
 use IPC::Run;
 use List::Util qw(max min);
 use PostgreSQL::Test::Cluster;
@@ -13,6 +15,14 @@ use RedisServer;
 use Test::More;
 
 my $redis = RedisServer->new->start;
+
+# "localhost" with an address of each version, whatever the machine's files say,
+# and a host with two addresses of one version.
+my $library = PostgreSQL::Test::Utils::tempdir . '/addresses.so';
+my $has_library = eval {
+	system($ENV{CC} || 'cc', '-shared', '-fPIC', '-o', $library, "$FindBin::RealBin/../addresses.c", '-ldl') == 0 };
+local $ENV{RATELIMIT_HOSTS} = 'localhost=::1,127.0.0.1 two.test=127.0.0.1,127.0.0.2';
+local $ENV{RATELIMIT_PRELOAD} = join ':', grep { $_ } $ENV{RATELIMIT_PRELOAD}, $has_library && $library;
 my $node = new_node($redis);
 my $session = session($node);
 my $watcher = session($node);
@@ -40,6 +50,18 @@ sub await_waiting
 			WHERE pid = $pid AND state = 'active' AND wait_event_type = 'Extension'}) eq '1';
 	});
 	return;
+}
+
+# A socket that listens, and those that fill its queue.
+sub full_queue
+{
+	my ($address, $port) = @_;
+	my $full = IO::Socket::INET->new(LocalAddr => $address, LocalPort => $port || 0, Listen => 1)
+	  or die "no socket: $!";
+
+	listen($full, 0) or die "could not shorten the queue: $!";
+	return [ $full, map { IO::Socket::INET->new(
+			PeerAddr => $address, PeerPort => $full->sockport, Blocking => 0) } 1 .. 5 ];
 }
 
 #
@@ -72,12 +94,9 @@ works('after standing still');
 
 # A server whose queue is full takes no connection: connect_timeout.
 {
-	my $full = IO::Socket::INET->new(LocalAddr => '127.0.0.1', Listen => 1) or die "no socket: $!";
-	listen($full, 0) or die "could not shorten the queue: $!";
-	my @queue = map { IO::Socket::INET->new(
-			PeerAddr => '127.0.0.1', PeerPort => $full->sockport, Blocking => 0) } 1 .. 5;
+	my $full = full_queue('127.0.0.1');
 	$session->ask("SET ratelimit.connect_timeout = '200ms';
-		SET ratelimit.redis_url = 'redis://127.0.0.1:" . $full->sockport . "'");
+		SET ratelimit.redis_url = 'redis://127.0.0.1:" . $full->[0]->sockport . "'");
 	my $got;
 	my @ms = measures(250, sub { return ($got = $session->attempt($take))->{ms} });
 	is($got->{state}, '08001', 'no connection: the SQLSTATE');
@@ -91,6 +110,37 @@ works('after standing still');
 	is($session->attempt($take)->{state}, '57014', 'no connection: statement_timeout works');
 	$session->ask('RESET statement_timeout; RESET ratelimit.connect_timeout; RESET ratelimit.redis_url');
 	works('no connection');
+}
+
+#
+# A host with more than one address
+#
+
+SKIP: {
+	my $v6 = IO::Socket::IP->new(LocalHost => '::1', Listen => 1);
+	skip 'no compiler to make addresses.so', 7 unless $has_library;
+	skip 'the machine has no address ::1', 7 unless $v6;
+	my $on_v6 = RedisServer->new(args => [ '--bind', '::1' ])->start;
+	my $on_v4 = RedisServer->new->start;
+
+	$session->ask("SET ratelimit.redis_url = 'redis://localhost:" . $on_v6->port . "'");
+	works('localhost, where Redis listens on ::1 only');
+	$session->ask("SET ratelimit.redis_url = 'redis://localhost:" . $on_v4->port . "'");
+	works('localhost, where Redis listens on 127.0.0.1 only');
+
+	# The first address hangs: it has half of the time.
+	my $full = full_queue('127.0.0.1', $on_v6->port);
+	$session->ask("SET ratelimit.connect_timeout = '2s'; SET ratelimit.redis_url = 'redis://localhost:" . $on_v6->port . "'");
+	works('the first address accepts no connection');
+	undef $full;
+
+	my $first = full_queue('127.0.0.1');
+	my $second = full_queue('127.0.0.2', $first->[0]->sockport);
+	$session->ask("SET ratelimit.connect_timeout = '200ms'; SET ratelimit.redis_url = 'redis://two.test:" . $first->[0]->sockport . "'");
+	my @ms = measures(250, sub { return $session->attempt($take)->{ms} });
+	note "two addresses that accept no connection: @ms ms";
+	cmp_ok(min(@ms), '<=', 250, 'two addresses that accept no connection: within connect_timeout + 50 ms');
+	$session->ask('RESET ratelimit.connect_timeout; RESET ratelimit.redis_url');
 }
 
 #
