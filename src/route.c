@@ -273,17 +273,20 @@ is_admitted(RlRoute *route, RlBreaker *breaker, RlError *error)
 }
 
 /*
- * Asks the Sentinels for home, in no time of the call's.  Returns false with the
+ * Asks the Sentinels for home, until one names a server that this call has not
+ * left; the call's own time does not run meanwhile.  Returns false with the
  * error set.
  */
 static bool
 ask_sentinels(RlRoute *route, RlError *error)
 {
 	char		password[RL_MAX_PASSWORD] = "";
+	RlSentinelSearch search;
 	RlAddress	master;
+	int			which;
 	int64		start = rl_monotonic_now();
 
-	/* Of whom they told last they would tell again. */
+	/* They were asked since this one was found to be lost. */
 	if (route->told != NULL && route->told->lost == route->number)
 	{
 		*error = route->why;
@@ -294,15 +297,23 @@ ask_sentinels(RlRoute *route, RlError *error)
 	if (rl_redis_passfile[0] != '\0')
 		rl_password_read(password);
 	make_room(route);
-	if (!rl_sentinel_find(&target, &first_seed, password, &master, error))
+	rl_sentinel_begin(&search, &target, first_seed, password);
+	do
 	{
-		if (error->unreachable)
-			rl_breaker_failed(service_breaker, error);
-		return false;
-	}
+		if (!rl_sentinel_next(&search, &master, &which, error))
+		{
+			if (route->told != NULL)
+				*error = route->why;
+			else if (error->unreachable)
+				rl_breaker_failed(service_breaker, error);
+			return false;
+		}
+		first_seed = which;
+		route->told = find_node(&master, route);
+	} while (route->told != NULL && route->told->lost == route->number);
 	if (route->deadline != 0)
 		route->deadline += rl_monotonic_now() - start;
-	home = route->node = route->told = find_node(&master, route);
+	home = route->node = route->told;
 	return true;
 }
 

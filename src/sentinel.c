@@ -6,15 +6,17 @@
 
 #include "route.h"
 
+/* Asks one Sentinel, until then at most.  Returns false with the error set. */
 static bool
 ask(RlConnection *conn, const RlAddress *sentinel, const char *service, const char *password,
-	RlReply *reply, RlError *error)
+	int64 until, RlReply *reply, RlError *error)
 {
 	StringInfoData out;
 	int64		deadline = 0;
 	bool		answered;
 
-	if (!rl_connection_open(conn, sentinel, password, &deadline, PG_INT64_MAX, error))
+	rl_connection_close(conn);
+	if (!rl_connection_open(conn, sentinel, password, &deadline, until, error))
 		return false;
 	initStringInfo(&out);
 	rl_resp_start(&out, 3);
@@ -41,47 +43,87 @@ ask(RlConnection *conn, const RlAddress *sentinel, const char *service, const ch
 }
 
 /*
- * Finds the service's master.  The Sentinels are asked in order, from *first,
- * which is then the one that answered, and without the password unless they
- * want one.  Returns false with the error of the first set; raises an error if
- * a setting for TLS is wrong.
+ * Asks one Sentinel if its breaker admits the call, without the password
+ * unless it wants one.  Returns false with the error set.
  */
-bool
-rl_sentinel_find(const RlTarget *target, int *first, const char *password, RlAddress *master,
-				 RlError *error)
+static bool
+ask_admitted(const RlSentinelSearch *search, int which, int64 until, RlAddress *master,
+			 RlError *error)
 {
 	static RlConnection conn;
+	RlAddress	sentinel = search->target->seeds[which];
+	const char *service = search->target->service;
+	char		name[RL_MAX_SERVER];
+	RlBreaker  *breaker;
+	RlReply		reply;
+	bool		found;
+	bool		in_haste = until - rl_monotonic_now() < (int64) rl_command_timeout * 500;
+
+	rl_connection_name(&sentinel, name, sizeof(name));
+	breaker = rl_breaker_find(name);
+	if (!rl_breaker_admits(breaker, error))
+		return false;
+	sentinel.db = 0;
+	found = ask(&conn, &sentinel, service, "", until, &reply, error);
+	if (!found && error->sqlstate == ERRCODE_INVALID_PASSWORD && search->password[0] != '\0')
+		found = ask(&conn, &sentinel, service, search->password, until, &reply, error);
+	rl_connection_close(&conn);
+	if (found || !error->unreachable)
+		rl_breaker_succeeded(breaker);
+	/* A Sentinel that had little time may be well. */
+	else if (!in_haste)
+		rl_breaker_failed(breaker, error);
+	if (!found)
+		return false;
+	*master = search->target->seeds[which];
+	master->port = reply.values[0];
+	strlcpy(master->host, reply.text, sizeof(master->host));
+	return true;
+}
+
+/*
+ * Begins a search for the service's master: all of it ends within
+ * ratelimit.connect_timeout and ratelimit.command_timeout together.
+ */
+void
+rl_sentinel_begin(RlSentinelSearch *search, const RlTarget *target, int first,
+				  const char *password)
+{
+	search->target = target;
+	search->password = password;
+	search->first = first;
+	search->passed = 0;
+	search->failed = search->unreachable = false;
+	search->deadline = rl_monotonic_now() +
+		((int64) rl_connect_timeout + rl_command_timeout) * 1000;
+}
+
+/*
+ * Asks the Sentinels that were not asked yet, in order, until one names a
+ * master; *which is then that Sentinel.  Each has an equal share of the time
+ * that is left.  Returns false with the error of the first that failed set, if
+ * no Sentinel is left.  Raises an error if a setting for TLS is wrong.
+ */
+bool
+rl_sentinel_next(RlSentinelSearch *search, RlAddress *master, int *which, RlError *error)
+{
+	int			n = search->target->n;
 	RlError		why;
-	bool		unreachable = false;
 
-	for (int i = 0; i < target->n; i++)
+	while (search->passed < n)
 	{
-		int			asked = (*first + i) % target->n;
-		RlAddress	sentinel = target->seeds[asked];
-		RlReply		reply;
-		bool		found;
+		int64		now = rl_monotonic_now();
+		int64		until = now + (search->deadline - now) / (n - search->passed);
 
-		sentinel.db = 0;
-		rl_connection_close(&conn);
-		found = ask(&conn, &sentinel, target->service, "", &reply, &why);
-		if (!found && why.sqlstate == ERRCODE_INVALID_PASSWORD && password[0] != '\0')
-		{
-			rl_connection_close(&conn);
-			found = ask(&conn, &sentinel, target->service, password, &reply, &why);
-		}
-		rl_connection_close(&conn);
-		if (found)
-		{
-			*first = asked;
-			*master = target->seeds[asked];
-			master->port = reply.values[0];
-			strlcpy(master->host, reply.text, sizeof(master->host));
+		*which = (search->first + search->passed++) % n;
+		if (ask_admitted(search, *which, until, master, &why))
 			return true;
-		}
-		unreachable |= why.unreachable;
-		if (i == 0)
-			*error = why;
+		search->unreachable |= why.unreachable;
+		if (!search->failed)
+			search->why = why;
+		search->failed = true;
 	}
-	error->unreachable = unreachable;
+	*error = search->why;
+	error->unreachable = search->unreachable;
 	return false;
 }

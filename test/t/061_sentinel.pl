@@ -81,6 +81,8 @@ my $got = $session->attempt($take);
 is($got->{state}, '08001', 'a service that nobody knows');
 is($got->{message}, 'could not connect to Redis: the Sentinel knows no service "nothing"', 'the message');
 is($got->{detail}, 'The server is "127.0.0.1:' . $sentinels[0]->port . '".', 'the detail');
+# Another one, as the breaker of the first is open.
+$silent = RedisServer::free_port();
 $session->ask("SET ratelimit.redis_url = 'redis+sentinel://127.0.0.1:$silent/service'");
 $got = $session->attempt($take);
 is($got->{state}, '08001', 'no Sentinel');

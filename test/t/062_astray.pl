@@ -3,6 +3,7 @@
 use strict;
 use warnings FATAL => 'all';
 
+use List::Util qw(min);
 use LyingServer;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
@@ -189,6 +190,40 @@ foreach my $error ('CLUSTERDOWN The cluster is down', 'LOADING Redis is loading 
 	is($session->ask($take), 'redis', 'the next time another is asked');
 	is($session->ask($take), 'redis', 'and listened to');
 	$session->ask('RESET ratelimit.retry_interval');
+}
+
+# Sentinels that accept connections and never answer.
+{
+	my @silent = map { (liar(sub { return () }))[0] } 1 .. 4;
+	my ($right) = liar(sub { return address($single) });
+
+	$session->ask("SET ratelimit.connect_timeout = '200ms'; SET ratelimit.command_timeout = '100ms'; SET ratelimit.retry_interval = 0");
+	$session->ask("SET ratelimit.redis_url = '" . sentinels(@silent) . "'");
+	my $got;
+	my @ms = measures(350, sub { return ($got = $session->attempt($take))->{ms} });
+	is($got->{state}, '08006', 'four silent Sentinels');
+	note "four silent Sentinels: @ms ms";
+	cmp_ok(min(@ms), '<=', 350, 'the search ends within connect_timeout + command_timeout + 50 ms');
+	$session->ask("SET ratelimit.command_timeout = '2s'; SET ratelimit.redis_url = '" . sentinels(@silent, $right) . "'");
+	is($session->ask($take), 'redis', 'time is left for the fifth, which answers');
+	$session->ask('RESET ratelimit.connect_timeout; RESET ratelimit.command_timeout; RESET ratelimit.retry_interval');
+}
+
+# The breaker of one Sentinel.
+{
+	my ($silent, $asked) = liar(sub { return () });
+	my ($right, $right_asked) = liar(sub { return address($single) });
+
+	foreach my $n (1 .. 3)
+	{
+		my $new = session($node);
+
+		$new->ask("SET ratelimit.command_timeout = '500ms'; SET ratelimit.redis_url = '" . sentinels($silent, $right) . "'");
+		is($new->ask($take), 'redis', "session $n finds the master although a Sentinel is silent");
+		is($right_asked->(), $n, 'by asking the other');
+		$new->quit;
+	}
+	is($asked->(), 1, 'the silent Sentinel is asked by the first session only');
 }
 
 # A master that hangs up on many calls.
