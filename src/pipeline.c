@@ -385,7 +385,7 @@ take_reply(Pipeline *p, Line *line, Call call, const RlReply *reply, RlError *er
 			return true;
 		}
 	}
-	else if (rl_reply_is(reply, "NOSCRIPT") && !call.by_source)
+	else if (rl_reply_next_step(reply) == RL_STEP_SEND_SOURCE && !call.by_source)
 	{
 		/* Those sent before the script came there say so too. */
 		line->load = line->loads == 0;
@@ -394,7 +394,7 @@ take_reply(Pipeline *p, Line *line, Call call, const RlReply *reply, RlError *er
 		return true;
 	}
 	/* Who does not know what he was told will not know it the next time. */
-	else if (rl_reply_is(reply, "NOSCRIPT"))
+	else if (rl_reply_next_step(reply) == RL_STEP_SEND_SOURCE)
 		return rl_redis_accepted(reply, error);
 	if (reply->kind == RL_REPLY_ERROR && !p->all)
 	{

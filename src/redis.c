@@ -214,7 +214,7 @@ send_command(const RlCommand *command, const RlScript *script, RlReply *reply, R
 			}
 		}
 		/* NOSCRIPT means that nothing was run. */
-		else if (script != NULL && !by_source && rl_reply_is(reply, "NOSCRIPT"))
+		else if (script != NULL && !by_source && rl_reply_next_step(reply) == RL_STEP_SEND_SOURCE)
 			by_source = true;
 		else
 			return true;

@@ -183,11 +183,55 @@ rl_resp_arg(StringInfo out, const char *data, int len)
 	out->len = p - out->data;
 }
 
-/* True if the reply is an error of this kind. */
-bool
-rl_reply_is(const RlReply *reply, const char *code)
+/*
+ * The one place that tells the error codes apart.  Of a call that got one of
+ * these, the server has run nothing, unless the step is RL_STEP_FAIL.  The
+ * first code that the reply begins with counts; any other code fails.
+ */
+static const struct
 {
-	return reply->kind == RL_REPLY_ERROR && strncmp(reply->text, code, strlen(code)) == 0;
+	const char *code;
+	RlNextStep	step;
+}			error_codes[] = {
+	{"MOVED ", RL_STEP_MOVED},
+	{"ASK ", RL_STEP_ASK},
+	{"NOSCRIPT", RL_STEP_SEND_SOURCE},
+
+	/* The keys of the call are on two nodes while their slot moves. */
+	{"TRYAGAIN", RL_STEP_WAIT},
+
+	/* A replica; its master may be known by now. */
+	{"READONLY", RL_STEP_LEAVE},
+	/* A replica that lost its master. */
+	{"MASTERDOWN", RL_STEP_LEAVE},
+	/* A master that lost its replicas, one of which may be the new master. */
+	{"NOREPLICAS", RL_STEP_LEAVE},
+	/* It has just been started; its replica may be the new master. */
+	{"LOADING", RL_STEP_LEAVE},
+	/* A node that is cut off from the others. */
+	{"CLUSTERDOWN The cluster is down", RL_STEP_LEAVE},
+	/* The nodes agree that no node has the slot. */
+	{"CLUSTERDOWN", RL_STEP_FAIL},
+
+	/* Only an operator can help. */
+	{"OOM", RL_STEP_FAIL},
+	{"MISCONF", RL_STEP_FAIL},
+	{"NOAUTH", RL_STEP_FAIL},
+	{"NOPERM", RL_STEP_FAIL},
+	/* A script has run for seconds, so waiting takes more than a call has. */
+	{"BUSY", RL_STEP_FAIL}
+};
+
+/* Says what to do about the reply; RL_STEP_FAIL also if it is no error reply. */
+RlNextStep
+rl_reply_next_step(const RlReply *reply)
+{
+	if (reply->kind != RL_REPLY_ERROR)
+		return RL_STEP_FAIL;
+	for (size_t i = 0; i < lengthof(error_codes); i++)
+		if (strncmp(reply->text, error_codes[i].code, strlen(error_codes[i].code)) == 0)
+			return error_codes[i].step;
+	return RL_STEP_FAIL;
 }
 
 /* Empties a buffer that is all zero at first and lives as long as the backend. */

@@ -31,9 +31,20 @@ typedef struct RlReply
 	char		text[320];		/* of an error: its line, in ASCII; or a host */
 } RlReply;
 
+/* What an error reply means for the call that got it. */
+typedef enum RlNextStep
+{
+	RL_STEP_FAIL,				/* the call fails; the server stays in use */
+	RL_STEP_WAIT,				/* the server can run it a moment later */
+	RL_STEP_SEND_SOURCE,		/* the server needs the script's source */
+	RL_STEP_LEAVE,				/* another server may be able to run it */
+	RL_STEP_MOVED,				/* the server that the reply names has the slot */
+	RL_STEP_ASK					/* that server has the slot for this call only */
+} RlNextStep;
+
 struct redisReader;
 
-extern bool rl_reply_is(const RlReply *reply, const char *code);
+extern RlNextStep rl_reply_next_step(const RlReply *reply);
 extern void rl_resp_keep(StringInfo out);
 extern void rl_resp_start(StringInfo out, int nargs);
 extern void rl_resp_arg(StringInfo out, const char *data, int len);

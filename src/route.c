@@ -7,9 +7,9 @@
  * a server answers that another has the key's slot, which tells that this is a
  * cluster; then each slot's owner is remembered.  A call that nobody can have
  * run, because it was not sent or was sent elsewhere, may look for another
- * server; one that was sent and not answered never does.  Without a cluster a
- * server that may not write is left for the next seed, and its name, if it is
- * the only one, looked up anew.
+ * server; one that was sent and not answered never does.  A server whose error
+ * reply says that it cannot run calls (resp.c) is left for the next seed, and
+ * its name is looked up again before the next call to it.
  *
  * Or it names Sentinels.  Then home is the master that they know, and they are
  * asked again whenever the connection to it is gone, or it is none any more.
@@ -118,6 +118,16 @@ same_address(const RlAddress *a, const RlAddress *b)
 	return a->port == b->port && a->is_path == b->is_path && strcmp(a->host, b->host) == 0;
 }
 
+/* The node at the address, or NULL. */
+static RlNode *
+node_at(const RlAddress *address)
+{
+	for (RlNode *node = nodes; node < nodes + RL_MAX_NODES; node++)
+		if (node->used != 0 && same_address(&node->address, address))
+			return node;
+	return NULL;
+}
+
 /*
  * The node at the address.  If it is new it takes the place of the one that
  * was not used for longest; NULL if the route uses all.
@@ -125,19 +135,18 @@ same_address(const RlAddress *a, const RlAddress *b)
 static RlNode *
 find_node(const RlAddress *address, const RlRoute *route)
 {
+	RlNode	   *node = node_at(address);
 	RlNode	   *oldest = &nodes[0];
 	char		name[RL_MAX_SERVER];
 
-	for (RlNode *node = nodes; node < nodes + RL_MAX_NODES; node++)
+	if (node != NULL)
 	{
-		if (node->used != 0 && same_address(&node->address, address))
-		{
-			node->used = route->number;
-			return node;
-		}
+		node->used = route->number;
+		return node;
+	}
+	for (node = nodes; node < nodes + RL_MAX_NODES; node++)
 		if (node->used < oldest->used)
 			oldest = node;
-	}
 	if (oldest->used >= route->number)
 		return NULL;
 	forget(oldest);
@@ -426,61 +435,89 @@ rl_node_answers(RlNode *node)
 	rl_breaker_succeeded(node->breaker);
 }
 
+/* True if there is a server that this call has not lost, or the Sentinels may name one. */
+static bool
+has_others(const RlRoute *route)
+{
+	if (target.service[0] != '\0')
+		return route->told == NULL || route->told->lost != route->number;
+	for (int i = 0; i < target.n; i++)
+	{
+		const RlNode *node = node_at(&target.seeds[i]);
+
+		if (node == NULL || node->lost != route->number)
+			return true;
+	}
+	for (int i = 0; rl_slots_known() && i < RL_MAX_NODES; i++)
+		if (nodes[i].used != 0 && nodes[i].lost != route->number)
+			return true;
+	return false;
+}
+
+/*
+ * The route's node cannot run calls now.  Returns true if another server may
+ * run this one.  By the next call the node's name may lead to another server,
+ * so there it is connected to again, but for a cluster's.
+ */
+static bool
+leave_for_another(RlRoute *route, const RlReply *reply)
+{
+	RlNode	   *node = route->node;
+	RlError		error;
+
+	if (node->lost != route->number)
+	{
+		(void) rl_connection_refused(&node->conn, false, reply->text, &error);
+		node->conn.retired = !rl_slots_known();
+		/* Another Sentinel may know better than the one that named it. */
+		if (route->told == node)
+			route->told = NULL;
+		lose(route, &error);
+	}
+	return has_others(route);
+}
+
 /*
  * The call was answered.  Returns true if it may be sent again: it was not
  * run, because another server has the key's slot, or none has all of it yet,
- * or another one is the master now.
+ * or another one may be able to.
  */
 bool
 rl_route_answered(RlRoute *route, const RlReply *reply)
 {
 	RlNode	   *next = NULL;
+	RlNextStep	step = rl_reply_next_step(reply);
 
 	rl_node_answers(route->node);
-	if (reply->kind != RL_REPLY_ERROR)
+	if (reply->kind != RL_REPLY_ERROR && route->slot >= 0 && !route->asking)
+		rl_slot_learn(route->slot, rl_node_number(in_use));
+	switch (step)
 	{
-		if (route->slot >= 0 && !route->asking)
-			rl_slot_learn(route->slot, rl_node_number(in_use));
-		return false;
-	}
-	if (rl_reply_is(reply, "MOVED "))
-	{
-		next = read_redirect(reply->text + 6, route);
-		if (next == NULL)
-			return false;
-		/* Who was lost may have an heir by the next call. */
-		if (next->lost != route->number)
-			rl_slot_learn(route->slot, rl_node_number(next));
-	}
-	else if (rl_reply_is(reply, "ASK "))
-	{
-		next = read_redirect(reply->text + 4, route);
-		if (next == NULL)
-			return false;
-	}
-	else if (rl_reply_is(reply, "READONLY") && !rl_slots_known())
-	{
-		/* By now its name, the next seed or a Sentinel may lead to the master. */
-		in_use->conn.retired = true;
-		leave(in_use);
-		if (route->turns >= (target.service[0] ? 1 : target.n - 1))
+		case RL_STEP_MOVED:
+		case RL_STEP_ASK:
+			next = read_redirect(strchr(reply->text, ' ') + 1, route);
+			if (next == NULL)
+				return false;
+			/* The replica of a lost node may own the slot by the next call. */
+			if (step == RL_STEP_MOVED && next->lost != route->number)
+				rl_slot_learn(route->slot, rl_node_number(next));
+			break;
+		case RL_STEP_LEAVE:
+			if (!leave_for_another(route, reply))
+				return false;
+			route->node = NULL;
+			route->asking = false;
+			return true;
+		case RL_STEP_WAIT:
+			route->turns += FREE_TURNS;
+			break;
+		case RL_STEP_SEND_SOURCE:
+		case RL_STEP_FAIL:
 			return false;
 	}
-	else if (target.service[0] == '\0' &&
-			 (rl_reply_is(reply, "CLUSTERDOWN The cluster is down") || rl_reply_is(reply, "LOADING")))
-	{
-		/* What holds for it may not for the others, of whom one is asked the next time. */
-		rl_slots_forget(rl_node_number(in_use));
-		leave(in_use);
-		return false;
-	}
-	else if (rl_reply_is(reply, "TRYAGAIN"))
-		route->turns += FREE_TURNS;
-	else
-		return false;
 	route->turns++;
 	route->node = next;
-	route->asking = rl_reply_is(reply, "ASK ");
+	route->asking = step == RL_STEP_ASK;
 	return true;
 }
 

@@ -126,16 +126,80 @@ $session->ask('RESET ratelimit.on_error; RESET ratelimit.command_timeout; RESET 
 }
 
 #
-# A node that is cut off from the others, or not there yet
+# Servers that cannot run a call now: another one of the list, or the one that
+# the Sentinels name, runs it
 #
 
-foreach my $error ('CLUSTERDOWN The cluster is down', 'LOADING Redis is loading the dataset in memory')
-{
-	my ($apart) = liar(sub { return "-$error\r\n" });
+my $batch = q{SELECT string_agg(DISTINCT source, ',') FROM rl_check_many((SELECT array_agg('many:' || n) FROM generate_series(1, 700) n), '1/1d burst 5')};
+my $masterdown = "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.";
+my $noreplicas = 'NOREPLICAS Not enough good replicas to write.';
 
-	$session->ask("SET ratelimit.redis_url = 'redis://127.0.0.1:${\ $apart->port },127.0.0.1:${\ $single->port }'");
-	is($session->attempt($take)->{state}, '08P01', $error);
-	is($session->ask($take), 'redis', 'the next time another is asked');
+foreach my $error ($masterdown, $noreplicas, 'CLUSTERDOWN The cluster is down',
+	'LOADING Redis is loading the dataset in memory', "READONLY You can't write against a read only replica.")
+{
+	my ($bad, $asked) = liar(sub { return "-$error\r\n" });
+	my ($code) = $error =~ /^(\w+)/;
+
+	foreach my $call ($take, $batch)
+	{
+		my $what = $call eq $batch ? 'many calls' : 'a call';
+
+		# A session of its own, or it would know already.
+		my $first = session($node);
+		$first->ask("SET ratelimit.redis_url = 'redis://127.0.0.1:${\ $bad->port },127.0.0.1:${\ $single->port }'");
+		is($first->ask($call), 'redis', "$code: the next server of the list runs $what") or diag $first->error;
+		my $before = $asked->();
+		is($first->ask($call), 'redis', 'the next time too');
+		is($asked->(), $before, 'without asking the server that was left');
+
+		my ($old) = liar(sub { return address($bad) });
+		my ($new) = liar(sub { return address($single) });
+		$first->ask("SET ratelimit.redis_url = '" . sentinels($old, $old, $new) . "'");
+		is($first->ask($call), 'redis', "$code: the server that another Sentinel names runs $what") or diag $first->error;
+		$first->quit;
+	}
+	$session->ask("SET ratelimit.redis_url = 'redis://127.0.0.1:${\ $bad->port }'");
+	my $got = $session->attempt($take);
+	is($got->{state}, '08P01', "$code: with no other server the call fails");
+	like($got->{message}, qr/\Q$error\E$/, 'the message is that of the server');
+	my $before = $asked->();
+	my ($only) = liar(sub { return address($bad) });
+	$session->ask("SET ratelimit.redis_url = '" . sentinels($only) . "'");
+	is($session->attempt($take)->{state}, '08P01', "$code: so it does when the Sentinel names no other");
+	is($asked->(), $before + 1, 'and the server is asked once');
+	$session->ask('RESET ratelimit.redis_url');
+}
+
+# What fails at one server would fail at another, or does not stay there.
+foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a script', 'MISCONF Errors writing to the AOF file',
+	'NOAUTH Authentication required.', 'NOPERM this user has no permissions', 'CLUSTERDOWN Hash slot not served')
+{
+	my ($bad, $asked) = liar(sub { return "-$error\r\n" });
+
+	$session->ask("SET ratelimit.redis_url = 'redis://127.0.0.1:${\ $bad->port },127.0.0.1:${\ $single->port }'");
+	like($session->attempt($take)->{state}, qr/^(08P01|28P01)$/, "$error: the call fails") foreach 1, 2;
+	is($asked->(), 2, 'and the server stays in use');
+	$session->ask('RESET ratelimit.redis_url');
+}
+
+# What Redis itself answers.
+{
+	my $cut_off = RedisServer->new->start;
+	my $replica = RedisServer->new->start;
+
+	$cut_off->cli('CONFIG', 'SET', 'min-replicas-to-write', 1);
+	$replica->cli('CONFIG', 'SET', 'replica-serve-stale-data', 'no');
+	$replica->cli('REPLICAOF', '127.0.0.1', RedisServer::free_port());
+	foreach my $case ([ NOREPLICAS => $cut_off ], [ MASTERDOWN => $replica ])
+	{
+		my ($code, $server) = @$case;
+
+		$session->ask("SET ratelimit.redis_url = 'redis://127.0.0.1:${\ $server->port }'");
+		like($session->attempt($take)->{message}, qr/answered with an error: $code /, "Redis answers $code");
+		$session->ask("SET ratelimit.redis_url = 'redis://127.0.0.1:${\ $server->port },127.0.0.1:${\ $single->port }'");
+		is($session->ask($_), 'redis', 'and is left for the next server') foreach $take, $batch;
+		$session->ask('RESET ratelimit.redis_url');
+	}
 }
 
 #
