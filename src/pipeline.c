@@ -6,11 +6,19 @@
  * Each server has a line of calls under way.  A call that was not run, because
  * the script is not known there or the key is elsewhere, goes on to who can.
  * When a server is lost the calls on its line have failed; all others go on.
+ * Each reply must come within ratelimit.command_timeout of the one before, and
+ * all within that time once and again for every CALLS_PER_TIMEOUT calls.
  */
 #include "postgres.h"
 
 #include "route.h"
 #include "redis.h"
+
+/*
+ * A server in health answers 100 calls in some ms; and fewer than these, one
+ * call among them, have the time of one.
+ */
+#define CALLS_PER_TIMEOUT	100
 
 /* A call and how to send it. */
 typedef struct Call
@@ -31,6 +39,7 @@ typedef struct Line
 	RlStream	stream;
 	StringInfoData out;
 	bool		reused;			/* the connection was there before */
+	bool		answered;		/* a call of this pipeline */
 	bool		load;			/* the script is not known there */
 	int			loads;			/* calls under way that bring it */
 	int			first;			/* of the ring, the oldest; stream.due are in it */
@@ -54,6 +63,7 @@ typedef struct Pipeline
 	RlRoute		route;			/* of the call that is looked at */
 	RlCommand  *command;		/* of that call; NULL: not written yet */
 	bool		nobody;			/* no server is left to ask */
+	int64		end;			/* when all calls must be, if no time is spent on the way to servers */
 	int64		progress;		/* when the last call was answered */
 	int64		pause_until;	/* before that nothing is sent again */
 	Line	   *blocked;		/* the line that the next call must wait for */
@@ -101,6 +111,7 @@ add_line(Pipeline *p, RlNode *node, bool reused)
 		}
 	line->node = node;
 	line->reused = reused;
+	line->answered = false;
 	line->load = false;
 	line->loads = 0;
 	line->first = 0;
@@ -372,10 +383,12 @@ take_reply(Pipeline *p, Line *line, Call call, const RlReply *reply, RlError *er
 	else if (rl_route_answered(route, reply))
 	{
 		int64		now = rl_monotonic_now();
+		int64		whole = (int64) rl_command_timeout * 1000;
 
 		if (rl_route_should_pause(route))
 			p->pause_until = now + RL_PAUSE_MS * 1000;
-		if (!rl_route_should_pause(route) || now < p->progress + (int64) rl_command_timeout * 1000)
+		if (!rl_route_should_pause(route) ||
+			(now < p->progress + whole && now < p->end + route->spent - whole / 4))
 		{
 			call.slot = route->slot;
 			call.node = route->node ? rl_node_number(route->node) : 0;
@@ -405,6 +418,7 @@ take_reply(Pipeline *p, Line *line, Call call, const RlReply *reply, RlError *er
 	if (!p->reply(call.i, reply, p->arg, error))
 		return false;
 	p->answered++;
+	line->answered = true;
 	p->progress = rl_monotonic_now();
 	return true;
 }
@@ -451,8 +465,55 @@ wait_for_lines(Pipeline *p)
 		return false;
 	if (any_again(p) && p->blocked == NULL)
 		until = Min(until, p->pause_until);
+	until = Min(until, p->end + p->route.spent);
 	rl_streams_wait(streams, p->nlines, until);
 	return true;
+}
+
+/* Takes the replies that have come on all lines, and drops the lines that fail. */
+static void
+take_all_replies(Pipeline *p)
+{
+	RlError		error;
+
+	/* From the end, as lines may go. */
+	for (int i = p->nlines - 1; i >= 0; i--)
+	{
+		bool		due = p->lines[i]->stream.due > 0;
+
+		if (take_replies(p, p->lines[i], &error))
+			continue;
+		if (due)
+			note_failure(p, &error);
+		break_line(p, p->lines[i], &error);
+	}
+}
+
+/* The time of all calls is over: those that are not answered have failed. */
+static void
+give_up(Pipeline *p)
+{
+	RlError		error;
+	bool		unsent = p->next < p->n || any_again(p);
+
+	rl_error_set(&error, ERRCODE_CONNECTION_FAILURE,
+				 "lost the connection to Redis: %d calls took longer than ratelimit.command_timeout allows", p->n);
+	for (int i = p->nlines - 1; i >= 0; i--)
+	{
+		Line	   *line = p->lines[i];
+
+		if (line->stream.due == 0)
+			continue;
+		rl_error_detail(&error, "The server is %s.", line->node->conn.server);
+		/* A server that answers is slow, but a single call may have time enough there. */
+		error.unreachable = !line->answered &&
+			rl_monotonic_now() >= line->stream.deadline - (int64) rl_command_timeout * 500;
+		note_failure(p, &error);
+		break_line(p, line, &error);
+	}
+	if (unsent)
+		note_failure(p, &error);
+	p->nobody = true;
 }
 
 /* Runs all calls that can be. */
@@ -463,27 +524,22 @@ run(Pipeline *p)
 
 	for (;;)
 	{
-		fill_lines(p);
+		/* Late, look once more: this process may have been what was slow. */
+		bool		late = rl_monotonic_now() > p->end + p->route.spent;
+
+		if (!late)
+			fill_lines(p);
 		/* From the end, as lines may go. */
 		for (int i = p->nlines - 1; i >= 0; i--)
 			send_line(p, p->lines[i]);
 		if (wait_for_lines(p))
-		{
-			for (int i = p->nlines - 1; i >= 0; i--)
-			{
-				bool		due = p->lines[i]->stream.due > 0;
-
-				if (take_replies(p, p->lines[i], &error))
-					continue;
-				if (due)
-					note_failure(p, &error);
-				break_line(p, p->lines[i], &error);
-			}
-		}
+			take_all_replies(p);
 		else if (p->nobody || (p->next == p->n && !any_again(p)))
 			break;
-		else if (any_again(p))
+		else if (any_again(p) && !late)
 			rl_connection_pause(p->pause_until);
+		if (late)
+			give_up(p);
 	}
 	while (p->nlines > 0)
 	{
@@ -508,6 +564,7 @@ run_pipeline(Pipeline *p)
 	rl_route_begin(&p->route, NULL, 0);
 	rl_streams_changed();
 	p->progress = start;
+	p->end = start + (int64) rl_command_timeout * 1000 * (1 + p->n / CALLS_PER_TIMEOUT);
 	run(p);
 	if (p->again != NULL)
 		pfree(p->again);
@@ -554,7 +611,7 @@ rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append, RlPipeli
 					  void *arg, bool quietly, RlError *error)
 {
 	Pipeline	p = {.script = script,.n = n,.append = append,.reply = reply,.arg = arg,.error = error,
-	.quiet = quietly,.all = true};
+	.quiet = quietly,.all = true,.end = PG_INT64_MAX};
 	int64		end = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
 	int			connected = 0;
 

@@ -179,16 +179,19 @@ static bool
 connect_node(RlNode *node, RlRoute *route, RlError *error)
 {
 	char		password[RL_MAX_PASSWORD] = "";
+	int64		start = rl_monotonic_now();
+	bool		connected;
 
 	rl_connection_close(&node->conn);
 	if (rl_redis_passfile[0] != '\0')
 		rl_password_read(password);
 	make_room(route);
-	if (rl_connection_open(&node->conn, &node->address, password, &route->deadline, PG_INT64_MAX,
-						   error))
-		return true;
-	rl_connection_close(&node->conn);
-	return false;
+	connected = rl_connection_open(&node->conn, &node->address, password, &route->deadline,
+								   PG_INT64_MAX, error);
+	if (!connected)
+		rl_connection_close(&node->conn);
+	route->spent += rl_monotonic_now() - start;
+	return connected;
 }
 
 /*
@@ -208,6 +211,7 @@ rl_route_begin(RlRoute *route, const char *key, int len)
 	route->reused = route->asking = route->lost = false;
 	route->turns = 0;
 	route->deadline = 0;
+	route->spent = 0;
 }
 
 /* The node to ask first, or after others were lost; NULL if none is left. */
@@ -294,6 +298,8 @@ ask_sentinels(RlRoute *route, RlError *error)
 	RlAddress	master;
 	int			which;
 	int64		start = rl_monotonic_now();
+	int64		us;
+	bool		found;
 
 	/* They were asked since this one was found to be lost. */
 	if (route->told != NULL && route->told->lost == route->number)
@@ -309,19 +315,25 @@ ask_sentinels(RlRoute *route, RlError *error)
 	rl_sentinel_begin(&search, &target, first_seed, password);
 	do
 	{
-		if (!rl_sentinel_next(&search, &master, &which, error))
+		found = rl_sentinel_next(&search, &master, &which, error);
+		if (found)
 		{
-			if (route->told != NULL)
-				*error = route->why;
-			else if (error->unreachable)
-				rl_breaker_failed(service_breaker, error);
-			return false;
+			first_seed = which;
+			route->told = find_node(&master, route);
 		}
-		first_seed = which;
-		route->told = find_node(&master, route);
-	} while (route->told != NULL && route->told->lost == route->number);
+	} while (found && route->told != NULL && route->told->lost == route->number);
+	us = rl_monotonic_now() - start;
+	route->spent += us;
 	if (route->deadline != 0)
-		route->deadline += rl_monotonic_now() - start;
+		route->deadline += us;
+	if (!found)
+	{
+		if (route->told != NULL)
+			*error = route->why;
+		else if (error->unreachable)
+			rl_breaker_failed(service_breaker, error);
+		return false;
+	}
 	home = route->node = route->told;
 	return true;
 }

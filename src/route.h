@@ -32,6 +32,7 @@ typedef struct RlRoute
 	bool		asking;			/* it has the slot only for who insists */
 	int			turns;			/* how often the call was sent elsewhere */
 	int64		deadline;		/* 0: nothing was sent yet */
+	int64		spent;			/* on connecting and on asking Sentinels */
 	RlError		why;			/* of the first node that was lost */
 	bool		lost;			/* there was one */
 } RlRoute;

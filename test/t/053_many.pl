@@ -4,6 +4,8 @@ use strict;
 use warnings FATAL => 'all';
 
 use IO::Socket::UNIX;
+use List::Util qw(min);
+use LyingServer;
 use POSIX ();
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
@@ -437,6 +439,47 @@ foreach my $case (
 	$got = $session->attempt(q{SELECT taken('liar', 1000, 1000)});
 	is($got->{state}, $state, "$what after $answers answers") or diag $got->{message}, substr $got->{answer}, 0, 50;
 }
+
+#
+# The bound of a batch: command_timeout, and once more for every 100 keys
+#
+
+# A server that answers each call after so many seconds.
+sub slow
+{
+	my ($seconds) = @_;
+
+	return LyingServer->new(sub { return (\$seconds, ":0\r\n") });
+}
+
+my @slow;
+my @ms = measures(150, sub {
+	push @slow, slow(0.09);
+	$session->ask("SET ratelimit.command_timeout = '100ms'; SET ratelimit.redis_url = '" . $slow[-1]->url . "'");
+	$got = $session->attempt(q{SELECT taken('slow', 50, 50)});
+	return $got->{ms};
+});
+note "50 keys, each answered after 90 ms: @ms ms";
+is($got->{state}, '08006', '50 keys, each answered after 90 ms');
+is($got->{message}, 'lost the connection to Redis: 50 calls took longer than ratelimit.command_timeout allows', 'the message');
+cmp_ok(min(@ms), '<=', 150, 'fail within command_timeout + 50 ms');
+
+push @slow, slow(0.01);
+$session->ask("SET ratelimit.retry_interval = '1h'; SET ratelimit.on_error = deny; SET ratelimit.command_timeout = '300ms';
+	SET ratelimit.redis_url = '" . $slow[-1]->url . "'");
+like($session->ask(q{SELECT string_agg(DISTINCT source, ' ' ORDER BY source) FROM rl_check_many((SELECT array_agg('slow' || i) FROM generate_series(1, 99) i), '1/1s burst 1000')}),
+	qr/^fail_closed redis$/, 'calls that were answered in time have their answers');
+is($session->ask('SELECT breaker FROM rl_status()'), 'closed', 'and the breaker of a server that answers stays closed');
+$session->ask('RESET ratelimit.retry_interval; RESET ratelimit.on_error');
+
+push @slow, slow(0.003);
+$session->ask("SET ratelimit.command_timeout = '1s'; SET ratelimit.redis_url = '" . $slow[-1]->url . "'");
+$got = $session->attempt(q{SELECT cardinality(taken('slow', 500, 500))});
+note "500 keys, each answered after 3 ms: $got->{ms} ms";
+is($got->{answer}, 500, '500 keys have more time') or diag $got->{message};
+cmp_ok($got->{ms}, '>=', 1000, 'than command_timeout');
+@slow = ();
+
 $session->ask('RESET ratelimit.redis_url; RESET ratelimit.command_timeout');
 is($session->attempt(q{SELECT taken('at last', 3, 1)})->{answer}, '{0,1,2}', 'and Redis is asked again');
 
