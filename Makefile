@@ -58,6 +58,6 @@ $(patsubst %,src/check_%.lua.h,$(filter-out throttle,$(ALGORITHMS))): \
 %.lua.h:
 	sed -e 's/\\/\\\\/g' -e 's/"/\\"/g' -e 's/^/"/' -e 's/$$/\\n"/' $^ > $@
 
-$(OBJS): src/ratelimit.h src/redis.h src/route.h src/socket.h src/connection.h src/tls.h src/resp.h src/address.h \
+$(OBJS): src/ratelimit.h src/redis.h src/callqueue.h src/route.h src/socket.h src/connection.h src/tls.h src/resp.h src/address.h \
 	src/algorithm.h src/shared.h src/siphash.h src/cells.h src/charges.h src/rule.h src/values.h
 src/redis_store.o src/redis_store.bc: $(SCRIPTS_H)

@@ -11,6 +11,7 @@
  */
 #include "postgres.h"
 
+#include "callqueue.h"
 #include "route.h"
 #include "redis.h"
 
@@ -19,18 +20,6 @@
  * call among them, have the time of one.
  */
 #define CALLS_PER_TIMEOUT	100
-
-/* A call and how to send it. */
-typedef struct Call
-{
-	int			i;				/* -1: an ASKING, ahead of its call */
-	int16		slot;			/* -1: not known */
-	uint8		node;			/* that a reply named; 0: none */
-	bool		asking;
-	bool		by_source;
-	bool		again;			/* it was sent before */
-	uint8		turns;
-} Call;
 
 /* The calls under way to a node. */
 typedef struct Line
@@ -68,10 +57,7 @@ typedef struct Pipeline
 	int64		pause_until;	/* before that nothing is sent again */
 	Line	   *blocked;		/* the line that the next call must wait for */
 	int			resent;			/* calls under way for not the first time */
-	Call	   *again;			/* calls to be sent again, a queue */
-	int			again_first;
-	int			again_end;
-	int			again_size;
+	CallQueue	again;			/* calls to be sent again */
 	int			nlines;
 	Line	   *lines[RL_MAX_STREAMS];
 } Pipeline;
@@ -167,40 +153,6 @@ break_line(Pipeline *p, Line *line, const RlError *error)
 		rl_connection_close(&p->route.node->conn);
 	else
 		rl_route_broken(&p->route, error);
-}
-
-/*
- * The queue of calls to be sent again
- */
-
-static bool
-any_again(const Pipeline *p)
-{
-	return p->again_first < p->again_end;
-}
-
-static void
-send_again(Pipeline *p, Call call)
-{
-	if (!any_again(p))
-		p->again_first = p->again_end = 0;
-	if (p->again_end == p->again_size)
-	{
-		int			n = p->again_end - p->again_first;
-
-		if (p->again == NULL)
-			p->again = palloc((p->again_size = RL_MAX_DUE) * sizeof(Call));
-		else if (n > p->again_size / 2)
-			p->again = repalloc(p->again, (p->again_size *= 2) * sizeof(Call));
-		else
-		{
-			memmove(p->again, p->again + p->again_first, n * sizeof(Call));
-			p->again_first = 0;
-			p->again_end = n;
-		}
-	}
-	call.again = true;
-	p->again[p->again_end++] = call;
 }
 
 /*
@@ -313,13 +265,13 @@ fill_lines(Pipeline *p)
 		p->blocked = NULL;
 	while (p->blocked == NULL && !p->nobody)
 	{
-		bool		again = any_again(p) && rl_monotonic_now() >= p->pause_until;
+		bool		again = callqueue_is_filled(&p->again) && rl_monotonic_now() >= p->pause_until;
 		Call		call = {.i = p->next};
 		Line	   *line;
 
 		if (again)
-			call = p->again[p->again_first];
-		else if (p->next == p->n || any_again(p) || p->resent > 0)
+			call = callqueue_first(&p->again);
+		else if (p->next == p->n || callqueue_is_filled(&p->again) || p->resent > 0)
 			return;
 		line = find_line(p, &call);
 		if (line != NULL && !rl_stream_has_room(&line->stream))
@@ -328,7 +280,7 @@ fill_lines(Pipeline *p)
 			return;
 		}
 		if (again)
-			p->again_first++;
+			callqueue_pop(&p->again);
 		else
 			p->next++;
 		if (line != NULL && (p->command != NULL || write_command(p, &call)))
@@ -353,7 +305,7 @@ send_line(Pipeline *p, Line *line)
 
 			p->resent -= call.again;
 			if (call.i >= 0)
-				send_again(p, call);
+				callqueue_push(&p->again, call);
 		}
 		rl_connection_close(&line->node->conn);
 		remove_line(p, line);
@@ -394,7 +346,7 @@ take_reply(Pipeline *p, Line *line, Call call, const RlReply *reply, RlError *er
 			call.node = route->node ? rl_node_number(route->node) : 0;
 			call.asking = route->asking;
 			call.turns = Min(route->turns, 100);
-			send_again(p, call);
+			callqueue_push(&p->again, call);
 			return true;
 		}
 	}
@@ -403,7 +355,7 @@ take_reply(Pipeline *p, Line *line, Call call, const RlReply *reply, RlError *er
 		/* Those sent before the script came there say so too. */
 		line->load = line->loads == 0;
 		call.node = call.asking ? rl_node_number(line->node) : 0;
-		send_again(p, call);
+		callqueue_push(&p->again, call);
 		return true;
 	}
 	/* Who does not know what he was told will not know it the next time. */
@@ -463,7 +415,7 @@ wait_for_lines(Pipeline *p)
 	}
 	if (until == PG_INT64_MAX)
 		return false;
-	if (any_again(p) && p->blocked == NULL)
+	if (callqueue_is_filled(&p->again) && p->blocked == NULL)
 		until = Min(until, p->pause_until);
 	until = Min(until, p->end + p->route.spent);
 	rl_streams_wait(streams, p->nlines, until);
@@ -494,7 +446,7 @@ static void
 give_up(Pipeline *p)
 {
 	RlError		error;
-	bool		unsent = p->next < p->n || any_again(p);
+	bool		unsent = p->next < p->n || callqueue_is_filled(&p->again);
 
 	rl_error_set(&error, ERRCODE_CONNECTION_FAILURE,
 				 "lost the connection to Redis: %d calls took longer than ratelimit.command_timeout allows", p->n);
@@ -534,9 +486,9 @@ run(Pipeline *p)
 			send_line(p, p->lines[i]);
 		if (wait_for_lines(p))
 			take_all_replies(p);
-		else if (p->nobody || (p->next == p->n && !any_again(p)))
+		else if (p->nobody || (p->next == p->n && !callqueue_is_filled(&p->again)))
 			break;
-		else if (any_again(p) && !late)
+		else if (callqueue_is_filled(&p->again) && !late)
 			rl_connection_pause(p->pause_until);
 		if (late)
 			give_up(p);
@@ -566,8 +518,7 @@ run_pipeline(Pipeline *p)
 	p->progress = start;
 	p->end = start + (int64) rl_command_timeout * 1000 * (1 + p->n / CALLS_PER_TIMEOUT);
 	run(p);
-	if (p->again != NULL)
-		pfree(p->again);
+	callqueue_free(&p->again);
 	rl_redis_usage.us += rl_monotonic_now() - start;
 	return !p->failed;
 }
