@@ -44,6 +44,7 @@ typedef struct Pipeline
 	RlPipelineReply reply;
 	void	   *arg;
 	bool		quiet;
+	bool		forgotten;		/* quietly: calls were not run for want of the script */
 	bool		all;			/* reply() is for error replies too */
 	int			next;			/* the call to be sent next */
 	int			answered;
@@ -131,6 +132,14 @@ note_failure(Pipeline *p, const RlError *error)
 	if (!p->failed)
 		*p->error = *error;
 	p->failed = true;
+}
+
+/* The node's bit in a script's set of nodes. */
+static uint64
+node_bit(const RlNode *node)
+{
+	StaticAssertStmt(RL_MAX_NODES <= 64, "a set of nodes has too few bits");
+	return UINT64CONST(1) << (rl_node_number(node) - 1);
 }
 
 /* The i-th call that a line waits for. */
@@ -330,6 +339,13 @@ take_reply(Pipeline *p, Line *line, Call call, const RlReply *reply, RlError *er
 	route->slot = call.slot;
 	route->asking = call.asking;
 	route->turns = call.turns;
+	if (p->quiet && rl_reply_next_step(reply) == RL_STEP_SEND_SOURCE && !call.by_source)
+	{
+		/* The calls that are not sent yet, and then this one, bring the source. */
+		line->load = line->loads == 0;
+		p->forgotten = true;
+		return true;
+	}
 	if (p->quiet && reply->kind == RL_REPLY_ERROR)
 		rl_node_answers(line->node);
 	else if (rl_route_answered(route, reply))
@@ -369,6 +385,8 @@ take_reply(Pipeline *p, Line *line, Call call, const RlReply *reply, RlError *er
 	}
 	if (!p->reply(call.i, reply, p->arg, error))
 		return false;
+	if (reply->kind != RL_REPLY_ERROR)
+		p->script->nodes |= node_bit(line->node);
 	p->answered++;
 	line->answered = true;
 	p->progress = rl_monotonic_now();
@@ -551,6 +569,27 @@ rl_redis_reserve(RlScript *script)
 }
 
 /*
+ * Runs at one node what the no-throw pipeline has for it.  A node that has run
+ * the script needs only its SHA1.  If it has forgotten the script meanwhile, the
+ * calls that it did not run are sent again behind the source; each round runs
+ * one at least.
+ */
+static void
+run_at(Pipeline *p, RlNode *node)
+{
+	bool		load = (p->script->nodes & node_bit(node)) == 0;
+
+	do
+	{
+		p->forgotten = false;
+		add_line(p, node, true)->load = load;
+		p->next = 0;
+		run(p);
+		load = true;
+	} while (p->forgotten && node->conn.ctx != NULL);
+}
+
+/*
  * rl_redis_pipeline whose reply() gets error replies too.  Quietly, which is for
  * the end of a transaction and after rl_redis_reserve, it does not throw, needs
  * no memory, connects to nobody, and all of it ends within
@@ -583,10 +622,7 @@ rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append, RlPipeli
 		node->conn.quiet_until = end - left + left / connected--;
 		if (rl_connection_settle(&node->conn, &why))
 		{
-			/* A script that is not known could not be sent again. */
-			add_line(&p, node, true)->load = true;
-			p.next = 0;
-			run(&p);
+			run_at(&p, node);
 			node->conn.quiet_until = 0;
 		}
 		else

@@ -11,6 +11,7 @@ typedef struct RlScript
 {
 	const char *source;
 	char		sha1[41];		/* computed at first use */
+	uint64		nodes;			/* a bit for each node that a pipeline ran it at */
 } RlScript;
 
 /*

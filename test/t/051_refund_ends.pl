@@ -5,6 +5,7 @@ use strict;
 use warnings FATAL => 'all';
 
 use List::Util qw(max min);
+use POSIX ();
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
@@ -295,6 +296,50 @@ is_deeply([ lost() ], [], 'and nothing lost');
 	$session->ask("SELECT take('another', 0)");
 	is($watcher->ask("SELECT string_agg(DISTINCT free('$key:' || n), ',') FROM generate_series(1, 700) n"), 10, 'ROLLBACK TO after SCRIPT FLUSH');
 	$session->ask('COMMIT');
+	is_deeply([ lost() ], [], 'loses nothing');
+}
+
+# The script's source is sent only to a server that does not have it.
+{
+	my $calls = sub {
+		my ($command) = @_;
+		my %info = $redis->info('commandstats');
+		return ($info{"cmdstat_$command"} // '') =~ /calls=(\d+)/ ? $1 : 0;
+	};
+	my $rolled_back = sub {
+		my ($n, @more) = @_;
+		my $key = new_key();
+
+		$session->ask("BEGIN; SELECT count(take('$key:' || n, 5)) FROM generate_series(1, $n) n");
+		$_->() foreach @more;
+		$session->ask('ROLLBACK');
+		return $watcher->ask("SELECT string_agg(DISTINCT free('$key:' || n), ',') FROM generate_series(1, $n) n");
+	};
+	my $reset = sub { $redis->cli('CONFIG', 'RESETSTAT') };
+
+	$watcher->ask("SELECT free('another')");
+	is($rolled_back->(1), 10, 'a first ROLLBACK');
+	is($rolled_back->(3, $reset), 10, 'another');
+	is($calls->('eval'), 0, 'sends no source');
+	cmp_ok($calls->('evalsha'), '>=', 3, 'but the name of the script');
+	is($rolled_back->(700, $reset, sub { $redis->cli('SCRIPT', 'FLUSH') }), 10, 'ROLLBACK after SCRIPT FLUSH, with a script that was known');
+	cmp_ok($calls->('eval'), '>=', 1, 'sends the source');
+
+	# Again and again, while the transaction ends.
+	my $parent = $$;
+	my $flusher = fork;
+	die "could not fork: $!" unless defined $flusher;
+	if ($flusher == 0)
+	{
+		$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
+		$redis->{client} = undef;
+		$redis->cli('SCRIPT', 'FLUSH') while getppid == $parent;
+		POSIX::_exit(0);
+	}
+	my @free = map { $rolled_back->(700) } 1 .. 3;
+	kill 'KILL', $flusher;
+	waitpid $flusher, 0;
+	is_deeply(\@free, [ 10, 10, 10 ], 'ROLLBACK while scripts are forgotten all the time');
 	is_deeply([ lost() ], [], 'loses nothing');
 }
 

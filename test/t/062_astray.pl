@@ -67,6 +67,12 @@ is(remaining(), '3,3,3', 'a new session takes quota on all nodes');
 $session->ask('ROLLBACK');
 is(remaining(), '5,5,5', 'and gives it back');
 
+# A node that has forgotten the script that gives back, while the others have it.
+$session->ask('BEGIN; ' . join '; ', map { take($_) } @key);
+$cluster->master(1)->cli('SCRIPT', 'FLUSH');
+$session->ask('ROLLBACK');
+is(remaining(), '5,5,5', 'a node that has forgotten the script gives back too');
+
 # A user who may not ask where a slot is on its way to keeps his connection there.
 my ($traveller) = grep { $cluster->first_owner($cluster->slot($_)) == 1 && $cluster->slot($_) != $cluster->slot($key[1]) } map { "key:$_" } 1 .. 100;
 my $slot = $cluster->slot($traveller);
