@@ -15,8 +15,10 @@
  */
 #include "postgres.h"
 
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 #include "storage/fd.h"
 
@@ -237,34 +239,69 @@ rl_check_file(const char *kind, const char *path, bool must_be_private)
 }
 
 /*
+ * Reads what the file holds, up to RL_MAX_PASSWORD - 1 bytes, into the buffer.
+ * Returns the number of bytes, or -1 with errno set.  Plain read() leaves no
+ * copy in a buffer that somebody else owns.
+ */
+static int
+read_start(int fd, char *password)
+{
+	int			len = 0;
+
+	while (len < RL_MAX_PASSWORD - 1)
+	{
+		int			n = read(fd, password + len, RL_MAX_PASSWORD - 1 - len);
+
+		if (n < 0 && errno != EINTR)
+			return -1;
+		if (n == 0)
+			break;
+		len += Max(n, 0);
+	}
+	return len;
+}
+
+/*
  * Reads the password, the first line of ratelimit.redis_passfile, into a
- * buffer of RL_MAX_PASSWORD bytes.  Raises an error if the file cannot be trusted.
+ * buffer of RL_MAX_PASSWORD bytes, which the caller has to wipe.  Raises an
+ * error if the file cannot be trusted; the buffer is wiped then.
  */
 void
 rl_password_read(char *password)
 {
-	FILE	   *file;
+	int			fd;
+	int			len;
+	int			saved_errno;
 
 	rl_check_file("Redis password file", rl_redis_passfile, true);
-	file = AllocateFile(rl_redis_passfile, "r");
-	if (file == NULL)
+	fd = OpenTransientFile(rl_redis_passfile, O_RDONLY | PG_BINARY);
+	if (fd < 0)
 		ereport(ERROR,
 				(errcode_for_file_access(),
 				 errmsg("could not open file \"%s\": %m", rl_redis_passfile)));
-	if (fgets(password, RL_MAX_PASSWORD, file) == NULL)
-		password[0] = '\0';
-	if (ferror(file))
+	len = read_start(fd, password);
+	saved_errno = errno;
+	CloseTransientFile(fd);
+	if (len < 0)
+	{
+		explicit_bzero(password, RL_MAX_PASSWORD);
+		errno = saved_errno;
 		ereport(ERROR,
 				(errcode_for_file_access(),
 				 errmsg("could not read file \"%s\": %m", rl_redis_passfile)));
-	if (strlen(password) == RL_MAX_PASSWORD - 1)
+	}
+	password[len] = '\0';
+	len = strcspn(password, "\r\n");
+	explicit_bzero(password + len, RL_MAX_PASSWORD - len);
+	if (len == RL_MAX_PASSWORD - 1)
+	{
+		explicit_bzero(password, RL_MAX_PASSWORD);
 		ereport(ERROR,
 				(errcode(ERRCODE_CONFIG_FILE_ERROR),
 				 errmsg("Redis password file \"%s\" has too long a line", rl_redis_passfile)));
-	password[strcspn(password, "\r\n")] = '\0';
-	if (password[0] == '\0')
+	}
+	if (len == 0)
 		ereport(ERROR,
 				(errcode(ERRCODE_CONFIG_FILE_ERROR),
 				 errmsg("Redis password file \"%s\" holds no password", rl_redis_passfile)));
-	FreeFile(file);
 }

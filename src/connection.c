@@ -259,6 +259,30 @@ rl_connection_name(const RlAddress *address, char *name, size_t size)
 }
 
 /*
+ * rl_connection_exchange, which wipes what was to be sent also when an ERROR is
+ * raised.  Not inlined, because of gcc's -Wclobbered.
+ */
+static pg_noinline RlOutcome
+exchange_and_wipe(RlConnection *conn, StringInfo out, int n, int64 deadline, RlReply *reply,
+				  RlError *error)
+{
+	RlOutcome	outcome;
+
+	PG_TRY();
+	{
+		outcome = rl_connection_exchange(conn, out, n, deadline, reply, error);
+	}
+	PG_CATCH();
+	{
+		explicit_bzero(out->data, out->len);
+		PG_RE_THROW();
+	}
+	PG_END_TRY();
+	explicit_bzero(out->data, out->len);
+	return outcome;
+}
+
+/*
  * Connects and sets the connection up (AUTH, SELECT); the password may be
  * empty.  That is a round trip of its own: a command sent with it would be run
  * although the password or the database was refused, as another user or in
@@ -293,6 +317,8 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, const char *pas
 	*deadline = Min(*deadline + rl_monotonic_now() - start, until);
 
 	initStringInfo(&out);
+	/* The buffer must not move later: that would leave a copy of the password. */
+	enlargeStringInfo(&out, RL_MAX_PASSWORD + sizeof(address->user) + 128);
 	if (password[0] != '\0')
 	{
 		rl_resp_start(&out, address->user[0] ? 3 : 2);
@@ -321,7 +347,7 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, const char *pas
 	}
 	if (n > 0)
 	{
-		RlOutcome	outcome = rl_connection_exchange(conn, &out, n, *deadline, &reply, error);
+		RlOutcome	outcome = exchange_and_wipe(conn, &out, n, *deadline, &reply, error);
 
 		pfree(out.data);
 		if (outcome != RL_DONE)

@@ -183,11 +183,19 @@ connect_node(RlNode *node, RlRoute *route, RlError *error)
 	bool		connected;
 
 	rl_connection_close(&node->conn);
-	if (rl_redis_passfile[0] != '\0')
-		rl_password_read(password);
 	make_room(route);
-	connected = rl_connection_open(&node->conn, &node->address, password, &route->deadline,
-								   PG_INT64_MAX, error);
+	PG_TRY();
+	{
+		if (rl_redis_passfile[0] != '\0')
+			rl_password_read(password);
+		connected = rl_connection_open(&node->conn, &node->address, password, &route->deadline,
+									   PG_INT64_MAX, error);
+	}
+	PG_FINALLY();
+	{
+		explicit_bzero(password, sizeof(password));
+	}
+	PG_END_TRY();
 	if (!connected)
 		rl_connection_close(&node->conn);
 	route->spent += rl_monotonic_now() - start;
@@ -309,19 +317,27 @@ ask_sentinels(RlRoute *route, RlError *error)
 	}
 	if (!is_admitted(route, service_breaker, error))
 		return false;
-	if (rl_redis_passfile[0] != '\0')
-		rl_password_read(password);
 	make_room(route);
-	rl_sentinel_begin(&search, &target, first_seed, password);
-	do
+	PG_TRY();
 	{
-		found = rl_sentinel_next(&search, &master, &which, error);
-		if (found)
+		if (rl_redis_passfile[0] != '\0')
+			rl_password_read(password);
+		rl_sentinel_begin(&search, &target, first_seed, password);
+		do
 		{
-			first_seed = which;
-			route->told = find_node(&master, route);
-		}
-	} while (found && route->told != NULL && route->told->lost == route->number);
+			found = rl_sentinel_next(&search, &master, &which, error);
+			if (found)
+			{
+				first_seed = which;
+				route->told = find_node(&master, route);
+			}
+		} while (found && route->told != NULL && route->told->lost == route->number);
+	}
+	PG_FINALLY();
+	{
+		explicit_bzero(password, sizeof(password));
+	}
+	PG_END_TRY();
 	us = rl_monotonic_now() - start;
 	route->spent += us;
 	if (route->deadline != 0)

@@ -3,6 +3,7 @@
 use strict;
 use warnings FATAL => 'all';
 
+use LyingServer;
 use POSIX ();
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
@@ -203,6 +204,90 @@ $redis->cli('CONFIG', 'SET', 'requirepass', 'changed');
 write_file($passfile, "changed\n", 0600);
 $redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
 works('a changed password');
+
+#
+# No copy of a password stays in the backend's memory
+#
+
+# How many times the bytes are in the memory that only this process has, but for
+# the stack if told so; undef if nobody may look.
+sub found_in_memory
+{
+	my ($pid, $bytes, $no_stack) = @_;
+	my $found = 0;
+
+	no warnings 'portable';
+	open my $memory, '<:raw', "/proc/$pid/mem" or return undef;
+	foreach my $line (split /\n/, slurp_file("/proc/$pid/maps"))
+	{
+		my ($from, $to) = $line =~ /^(\w+)-(\w+) rw.p/ or next;
+		next if $no_stack && $line =~ /\[stack\]/;
+		my $part = '';
+
+		sysseek $memory, hex $from, 0 or next;
+		while (length $part < hex($to) - hex($from))
+		{
+			last if !sysread $memory, $part, hex($to) - hex($from) - length $part, length $part;
+		}
+		$found += count_of(qr/\Q$bytes\E/, $part);
+	}
+	return $found;
+}
+
+# Such that a part of it tells that it was there.
+my $part = 'xyzzy-plugh-';
+my $long = $part x 40;
+
+$redis->cli('CONFIG', 'SET', 'requirepass', $long);
+with(redis_url => $redis->url(tcp => 1));
+SKIP:
+{
+	my $pid = $session->pid;
+	my $authenticated = 0;
+	my $sentinel = LyingServer->new(sub {
+			my ($command) = @_;
+
+			$authenticated = 1 if $command eq 'AUTH';
+			return ("+OK\r\n") if $command eq 'AUTH';
+			return ("-NOAUTH Authentication required.\r\n") if !$authenticated;
+			return ("*2\r\n\$9\r\n127.0.0.1\r\n\$" . length($redis->port) . "\r\n" . $redis->port . "\r\n");
+		}, tcp => 1);
+	my $silent = LyingServer->new(sub { return (\1000) });
+	my $without = sub {
+		my ($what, $no_stack) = @_;
+
+		is(found_in_memory($pid, $part, $no_stack), 0, "$what: the password is in memory no more");
+	};
+
+	skip 'the memory of another process cannot be read', 7 unless defined found_in_memory($pid, $part);
+	with(redis_passfile => write_file("$dir/long-password", "$long\n", 0600));
+	cmp_ok(found_in_memory($pid, 'long-password'), '>', 0, 'what a backend knows is found in its memory');
+	works('a long password');
+	$without->('connected');
+	with(redis_passfile => write_file("$dir/no-password", "$part$long\nthe second line has $part, too\n", 0600));
+	fails('a wrong long password', '28P01', qr/WRONGPASS/);
+	$without->('refused');
+	with(redis_passfile => write_file("$dir/endless-password", $long x 10, 0600));
+	fails('an endless password again', 'F0000', qr/too long/);
+	$without->('too long');
+	with(redis_passfile => "$dir/long-password", redis_url => "redis+sentinel://127.0.0.1:" . $sentinel->port . '/service');
+	works('a Sentinel that wants a password');
+	$without->('a Sentinel');
+	with(redis_url => "rediss://localhost:1", tls_cert_file => '/nowhere');
+	is($session->attempt($take)->{state}, '22023', 'a wrong setting for TLS');
+	$without->('an error');
+	with(redis_url => $silent->url, tls_cert_file => '');
+	$session->ask("SET ratelimit.command_timeout = '100ms'");
+	fails('no answer to AUTH', '08006', qr/timeout has passed/);
+	$without->('no answer');
+
+	# The kernel saves the registers on the stack for a signal's handler, and with
+	# them what memcpy() has left there.
+	$session->ask("RESET ratelimit.command_timeout; SET statement_timeout = '100ms'");
+	is($session->attempt($take)->{state}, '57014', 'a call is canceled during AUTH');
+	$session->ask('RESET statement_timeout');
+	$without->('canceled', 1);
+}
 
 #
 # URLs
