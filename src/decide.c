@@ -214,7 +214,6 @@ ask(Action *action, RlDecision *decisions)
 		}
 		PG_CATCH();
 		{
-			rl_breaker_interrupted();
 			count(action, RL_WAS_ERROR, false);
 			PG_RE_THROW();
 		}
@@ -486,7 +485,6 @@ ask_many(Many *many, int n, RlError *error)
 	}
 	PG_CATCH();
 	{
-		rl_breaker_interrupted();
 		count_ended(many, n);
 		PG_RE_THROW();
 	}

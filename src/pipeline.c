@@ -536,6 +536,7 @@ run_pipeline(Pipeline *p)
 	p->progress = start;
 	p->end = start + (int64) rl_command_timeout * 1000 * (1 + p->n / CALLS_PER_TIMEOUT);
 	run(p);
+	rl_breakers_release();
 	callqueue_free(&p->again);
 	rl_redis_usage.us += rl_monotonic_now() - start;
 	return !p->failed;

@@ -227,6 +227,7 @@ call(const RlCommand *command, const RlScript *script, RlReply *reply, RlError *
 	int64		start = rl_monotonic_now();
 	bool		answered = send_command(command, script, reply, error);
 
+	rl_breakers_release();
 	rl_redis_usage.us += rl_monotonic_now() - start;
 	return answered && rl_redis_accepted(reply, error);
 }

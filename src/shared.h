@@ -85,13 +85,13 @@ extern void rl_stat_count(const RlLimits *limits, RlStatOutcome outcome, bool fr
 						  int64 round_trips, int64 redis_us);
 extern TimestampTz rl_stat_since(void);
 
-/* breaker.c: servers that are left alone for a while */
+/* breaker.c: circuit breakers of servers */
 typedef struct RlBreaker RlBreaker;
 
 extern RlBreaker *rl_breaker_find(const char *address);
 extern bool rl_breaker_admits(RlBreaker *breaker, RlError *error);
 extern void rl_breaker_succeeded(RlBreaker *breaker);
-extern void rl_breaker_interrupted(void);
+extern void rl_breakers_release(void);
 extern void rl_breaker_failed(RlBreaker *breaker, const RlError *error);
 extern const char *rl_breaker_state(RlBreaker *breaker, int64 *left);
 

@@ -149,17 +149,80 @@ $session = session($node);
 my $other = session($node);
 my $call = q{SELECT rl_throttle('all', 1000000, 1000000, 1)};
 my $pid = $session->pid;
-await('Redis to be asked', sub { return $session->attempt($call)->{state} eq '00000' });
-$redis->pause;
-$session->ask("SET ratelimit.command_timeout = '20ms'");
-is($session->attempt($call)->{state}, '08006', 'it does not answer');
-$session->ask('RESET ratelimit.command_timeout; SELECT pg_sleep(0.1)');
-$session->send("SELECT state FROM attempt(\$\$$call\$\$)\n;");
-await_waiting(1);
-$watcher->ask("SELECT pg_cancel_backend($pid)");
-is($session->ask(''), '57014', 'the one that tries after the interval is canceled');
+
+# In a session that asks this server only, which shows the breaker and leaves it as it is.
+$watcher->ask('SET ratelimit.store = local');
+my $breaker = sub { return $watcher->ask('SELECT breaker FROM rl_status()') };
+my $half_open = sub {
+	await('Redis to be asked', sub { return $session->attempt($call)->{state} eq '00000' });
+	$redis->pause;
+	$session->ask("SET ratelimit.command_timeout = '20ms'");
+	is($session->attempt($call)->{state}, '08006', 'it does not answer');
+	$session->ask('RESET ratelimit.command_timeout');
+	await('the breaker to be half-open', sub { return $breaker->() eq 'half-open' });
+};
+
+foreach my $interrupted (q{rl_throttle('all', 1000000, 1000000, 1)}, q{rl_check_each('k', '5/1s')}, q{rl_wait('k', '5/1s')},
+	q{rl_check_many(ARRAY['k', 'l'], '5/1s')}, q{rl_peek('k', '5/1s')}, q{rl_refund('k', '5/1s', 1)}, q{rl_reset('k')},
+	q{rl_reset('k', '5/1s')}, q{rl_ban('k', 1)}, q{rl_unban('k')}, 'rl_status()')
+{
+	$half_open->();
+	$session->send("SELECT state FROM attempt(\$\$SELECT $interrupted\$\$)\n;");
+	await("$interrupted to try", sub { return $breaker->() eq 'trying' });
+	await_waiting(1);
+	$watcher->ask("SELECT pg_cancel_backend($pid)");
+	is($session->ask(''), '57014', "$interrupted, which tries after the interval, is canceled");
+	is($breaker->(), 'half-open', 'and another one may try');
+	$redis->resume;
+	is($other->attempt($call)->{state}, '00000', 'which it does');
+}
+
+# One that ends as a session also lets others try, and so does one that was to
+# try and could not, for a reason of its own.
+$half_open->();
+my $ended = session($node);
+my $ended_pid = $ended->pid;
+$ended->send("$call\n;");
+await('it to try', sub { return $breaker->() eq 'trying' });
+$watcher->ask("SELECT pg_terminate_backend($ended_pid, 180000)");
+is($breaker->(), 'half-open', 'a session that is terminated while it tries lets others try');
 $redis->resume;
-is($other->attempt($call)->{state}, '00000', 'and another one tries');
+SKIP:
+{
+	skip 'prlimit is not there', 2 unless eval { IPC::Run::run([ 'prlimit', '--version' ], '>', \my $out, '2>', \my $err) };
+	my ($limit) = slurp_file("/proc/$pid/limits") =~ /^Max open files\s+(\d+)/m;
+
+	$half_open->();
+	$session->ask('SET ratelimit.on_error = allow');
+	IPC::Run::run([ 'prlimit', '--pid', $pid, "--nofile=0:$limit" ]) or die 'prlimit failed';
+	my $got = $session->attempt(q{SELECT source FROM rl_throttle('k', 1, 1, 1)});
+	IPC::Run::run([ 'prlimit', '--pid', $pid, "--nofile=$limit:$limit" ]) or die 'prlimit failed';
+	is($got->{answer}, 'fail_open', 'a process without descriptors was to try');
+	is($breaker->(), 'half-open', 'and lets others try');
+	$session->ask('RESET ratelimit.on_error');
+	$redis->resume;
+}
+
+#
+# More servers than there is room for
+#
+
+$session->ask(q{
+	SET ratelimit.retry_interval = '1h';
+	CREATE FUNCTION breaker_of(n int, ask boolean) RETURNS text LANGUAGE plpgsql AS $$
+	BEGIN
+		PERFORM set_config('ratelimit.store', CASE WHEN ask THEN 'redis' ELSE 'local' END, true);
+		PERFORM set_config('ratelimit.redis_url', 'unix:///nowhere/' || n, true);
+		-- The first one asks.
+		PERFORM rl_status() WHERE ask;
+		RETURN breaker FROM rl_status();
+	END $$});
+is($session->ask('SELECT breaker, count(*) FROM (SELECT breaker_of(n, true) AS breaker FROM generate_series(1, 1000) n) s GROUP BY 1'),
+	'open|1000', 'of each of 1,000 servers the breaker opens');
+is($other->ask('SELECT breaker_of(n, false) FROM unnest(ARRAY[1, 800, 1000]) n'), "closed\nopen\nopen",
+	'also for others, until the newest need the room');
+$session->ask('RESET ratelimit.retry_interval');
+$watcher->ask('RESET ratelimit.store');
 with(connect_timeout => '200ms', command_timeout => '100ms');
 
 #
