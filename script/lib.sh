@@ -267,6 +267,7 @@ unfold() {
 
 # PostgreSQL finds its files relative to its programs.  So programs are copied,
 # the rest is linked, and "make install" writes here and not into the system.
+# What an earlier "make install" wrote into the system is left out.
 private_tree() {
 	local pkglib share folder
 	[[ -x $PG_CONFIG ]] || die "$PG_CONFIG is no program"
@@ -280,6 +281,8 @@ private_tree() {
 	unfold "$pkglib/bitcode"
 	link_entries "$share"
 	unfold "$share/extension"
+	"${AS[@]}" rm -f "$T/pg$pkglib"/{ratelimit.so,bitcode/ratelimit,bitcode/ratelimit.index.bc} \
+		"$T/pg$share"/extension/ratelimit{.control,--*.sql}
 	for folder in "$("$PG_CONFIG" --includedir)" "$("$PG_CONFIG" --includedir-server)" "$("$PG_CONFIG" --libdir)"; do
 		[[ -d $folder && ! -e $T/pg$folder ]] || continue
 		"${AS[@]}" mkdir -p "$T/pg${folder%/*}"
