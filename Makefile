@@ -12,7 +12,9 @@ PGFILEDESC = "ratelimit - rate limits enforced in the database, counted in Redis
 
 REGRESS = setup type throttle algorithms functions trigger simulate errors privileges settings
 REGRESS_OPTS = --inputdir=test --encoding=UTF8
+ifneq ($(shell id -u),0)
 TAP_TESTS = 1
+endif
 PROVE_TESTS = test/t/*.pl
 
 ALGORITHMS = throttle token_bucket fixed_window sliding_window sliding_log
@@ -35,6 +37,16 @@ include $(PGXS)
 # Our own functions and settings are called directly, not by way of a table.
 ifeq ($(PORTNAME), linux)
 SHLIB_LINK += -Wl,-Bsymbolic
+endif
+
+# The TAP tests start servers, which PostgreSQL does not do as root.
+ifeq ($(shell id -u),0)
+installcheck: say_without_tap
+.PHONY: say_without_tap
+say_without_tap:
+	@echo "The TAP tests are left out, because PostgreSQL does not run as root." >&2
+	@echo "To run them, run make installcheck as another user, or script/test." >&2
+	@test -n "$(strip $(REGRESS))"
 endif
 
 # Below the include, which sets it anew.

@@ -1,4 +1,4 @@
-# The scripts, where "make install" was run before.
+# The scripts and the Makefile: where "make install" was run before, and as root.
 use strict;
 use warnings FATAL => 'all';
 
@@ -10,6 +10,9 @@ use Test::More;
 
 my $root = "$FindBin::RealBin/../..";
 my $bin = output_of('pg_config', '--bindir');
+
+# Those of the make that runs this.
+delete @ENV{qw(MAKEFLAGS MAKELEVEL MAKEOVERRIDES MFLAGS)};
 
 # What a program prints, its errors too.
 sub output_of
@@ -54,6 +57,27 @@ END
 	like($output, qr/^built$/m, 'a script builds and installs') or diag $output;
 	unlike($output, qr/^left over/m, 'its own PostgreSQL has nothing of what is installed');
 	is_deeply(installed_files(), $before, 'which stays as it is');
+}
+
+#
+# make installcheck
+#
+
+# Only shows what it would do.
+my @check = ('make', '-n', '-C', $root, "PG_CONFIG=$bin/pg_config", 'installcheck');
+my $as_user = output_of(@check);
+like($as_user, qr/pg_regress.*^.*\bprove\b/ms, 'both kinds of tests are run');
+unlike($as_user, qr/root/, 'and nothing is said');
+{
+	my $dir = PostgreSQL::Test::Utils::tempdir;
+
+	append_to_file("$dir/id", "#!/bin/sh\necho 0\n");
+	chmod 0755, "$dir/id";
+	local $ENV{PATH} = "$dir:$ENV{PATH}";
+	my $as_root = output_of(@check);
+
+	like($as_root, qr/TAP tests.*root.*pg_regress/s, 'as root it says first that TAP tests are left out');
+	unlike($as_root, qr/\bprove\b/, 'and leaves them out');
 }
 
 done_testing();
