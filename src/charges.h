@@ -34,7 +34,7 @@ typedef struct RlAnswer
 } RlAnswer;
 
 extern void rl_decide_many(const RlLimits *limits, const RlWanted *wanted, int n,
-						   RlAnswer *answers, RlError *error);
+						   RlAnswer *answers, int64 *unanswered, RlError *error);
 
 /* redis_store.c, local_store.c */
 extern int	rl_redis_place(const RlKey *key, char *place);

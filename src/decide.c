@@ -423,6 +423,7 @@ typedef struct Many
 	int		   *which;			/* their answers */
 	RlAnswer   *answers;
 	bool	   *answered;
+	int64	   *unanswered;
 } Many;
 
 /* Sets an answer from the decisions of each limit. */
@@ -481,7 +482,8 @@ ask_many(Many *many, int n, RlError *error)
 	PG_TRY();
 	{
 		done = rl_charges_flush(error) &&
-			rl_redis_take_many(many->actions[0].limits, wanted, n, took_one, many, error);
+			rl_redis_take_many(many->actions[0].limits, wanted, n, many->unanswered, took_one, many,
+							   error);
 	}
 	PG_CATCH();
 	{
@@ -499,13 +501,16 @@ ask_many(Many *many, int n, RlError *error)
 /*
  * Takes quota for up to RL_MAX_MANY actions under the same limits, each for
  * itself, like rl_decide.  answers has room for n, each with room for what it
- * charged to the limits, or NULL; an amount of 0 was not charged.
+ * charged to the limits, or NULL; an amount of 0 was not charged.  When this
+ * throws, the answers that were not given are as they were before.  *unanswered
+ * is increased by the number of actions that were perhaps charged without an
+ * answer, also when this throws or the backend ends.
  */
 void
 rl_decide_many(const RlLimits *limits, const RlWanted *wanted, int n, RlAnswer *answers,
-			   RlError *error)
+			   int64 *unanswered, RlError *error)
 {
-	Many		many = {.answers = answers};
+	Many		many = {.answers = answers,.unanswered = unanswered};
 	RlDecision	each[RL_MAX_LIMITS];
 	bool		cache;
 	int			asked = 0;

@@ -94,6 +94,7 @@ rl_check_many(PG_FUNCTION_ARGS)
 		int			some = Min(n - first, RL_MAX_MANY);
 		RlWanted   *wanted;
 		RlAnswer   *answers;
+		int64		unanswered = 0;
 		RlError		error;
 
 		MemoryContextReset(context);
@@ -104,7 +105,7 @@ rl_check_many(PG_FUNCTION_ARGS)
 			wanted[i].key = element_key(keys[first + i]);
 			wanted[i].quota = quotas ? DatumGetInt64(quotas[first + i]) : 1;
 		}
-		rl_decide_many(limits, wanted, some, answers, &error);
+		rl_decide_many(limits, wanted, some, answers, &unanswered, &error);
 		for (int i = 0; i < some; i++)
 		{
 			Datum		values[COLUMNS];

@@ -41,11 +41,12 @@ typedef struct Pipeline
 	RlScript   *script;
 	int			n;
 	RlPipelineAppend append;
+	RlPipelineSent sent;		/* or NULL */
 	RlPipelineReply reply;
 	void	   *arg;
 	bool		quiet;
 	bool		forgotten;		/* quietly: calls were not run for want of the script */
-	bool		all;			/* reply() is for error replies too */
+	bool		all;			/* an error reply is no failure */
 	int			next;			/* the call to be sent next */
 	int			answered;
 	bool		failed;			/* error tells why the first one did */
@@ -168,6 +169,15 @@ break_line(Pipeline *p, Line *line, const RlError *error)
  * Sending
  */
 
+/* Queues a call that was not run, to be sent again. */
+static void
+send_again(Pipeline *p, Call call)
+{
+	callqueue_push(&p->again, call);
+	if (p->sent != NULL)
+		p->sent(call.i, false, p->arg);
+}
+
 /* Writes the call's command, which from then on counts as sent; false if it is done. */
 static bool
 write_command(Pipeline *p, const Call *call)
@@ -258,6 +268,8 @@ append_call(Pipeline *p, Line *line, Call call)
 	*due_call(line, line->stream.due) = call;
 	rl_stream_appended(&line->stream);
 	rl_redis_usage.round_trips++;
+	if (p->sent != NULL)
+		p->sent(call.i, true, p->arg);
 }
 
 /*
@@ -314,7 +326,7 @@ send_line(Pipeline *p, Line *line)
 
 			p->resent -= call.again;
 			if (call.i >= 0)
-				callqueue_push(&p->again, call);
+				send_again(p, call);
 		}
 		rl_connection_close(&line->node->conn);
 		remove_line(p, line);
@@ -362,7 +374,7 @@ take_reply(Pipeline *p, Line *line, Call call, const RlReply *reply, RlError *er
 			call.node = route->node ? rl_node_number(route->node) : 0;
 			call.asking = route->asking;
 			call.turns = Min(route->turns, 100);
-			callqueue_push(&p->again, call);
+			send_again(p, call);
 			return true;
 		}
 	}
@@ -371,7 +383,7 @@ take_reply(Pipeline *p, Line *line, Call call, const RlReply *reply, RlError *er
 		/* Those sent before the script came there say so too. */
 		line->load = line->loads == 0;
 		call.node = call.asking ? rl_node_number(line->node) : 0;
-		callqueue_push(&p->again, call);
+		send_again(p, call);
 		return true;
 	}
 	/* Who does not know what he was told will not know it the next time. */
@@ -381,7 +393,7 @@ take_reply(Pipeline *p, Line *line, Call call, const RlReply *reply, RlError *er
 	{
 		rl_connection_refused(&line->node->conn, false, reply->text, &refused);
 		note_failure(p, &refused);
-		return true;
+		return p->reply(call.i, reply, p->arg, error);
 	}
 	if (!p->reply(call.i, reply, p->arg, error))
 		return false;
@@ -544,17 +556,19 @@ run_pipeline(Pipeline *p)
 
 /*
  * Runs a script n times.  append() writes the arguments of call i, and may be
- * asked for them again, or returns false when that call is done; reply() gets
- * the replies, in the order in which they come, and returns false with the error
- * set if one makes no sense.  Returns false with the first call's error set when
- * calls fail: those of which reply() was not told, and of which it is not known
- * whether they ran.
+ * asked for them again, or returns false when that call is done; sent() is told
+ * before call i is sent, or that it was not run and has to be sent again; reply()
+ * gets the replies, in the order in which they come, and returns false with the
+ * error set if one makes no sense.  Returns false with the first call's error set
+ * when calls fail: those with an error reply, and those that were sent and have no
+ * reply, of which it is not known whether they ran.
  */
 bool
-rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply,
-				  void *arg, RlError *error)
+rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineSent sent,
+				  RlPipelineReply reply, void *arg, RlError *error)
 {
-	Pipeline	p = {.script = script,.n = n,.append = append,.reply = reply,.arg = arg,.error = error};
+	Pipeline	p = {.script = script,.n = n,.append = append,.sent = sent,.reply = reply,.arg = arg,
+	.error = error};
 
 	return run_pipeline(&p);
 }
@@ -591,7 +605,7 @@ run_at(Pipeline *p, RlNode *node)
 }
 
 /*
- * rl_redis_pipeline whose reply() gets error replies too.  Quietly, which is for
+ * rl_redis_pipeline that leaves error replies to reply().  Quietly, which is for
  * the end of a transaction and after rl_redis_reserve, it does not throw, needs
  * no memory, connects to nobody, and all of it ends within
  * ratelimit.command_timeout; one server after the other is told, each in its

@@ -214,8 +214,8 @@ typedef struct RlWanted
 typedef void (*RlTookOne) (int i, const RlDecision *decisions, int64 at, void *arg);
 
 /* redis_store.c, local_store.c */
-extern bool rl_redis_take_many(const RlLimits *limits, RlWanted *wanted, int n, RlTookOne took,
-							   void *arg, RlError *error);
+extern bool rl_redis_take_many(const RlLimits *limits, RlWanted *wanted, int n, int64 *unanswered,
+							   RlTookOne took, void *arg, RlError *error);
 extern const RlStore rl_redis_store;
 extern const RlStore rl_local_store;
 extern bool rl_redis_version(char *version, Size size, RlError *error);

@@ -36,6 +36,7 @@ typedef struct RlRedisUsage
 extern RlRedisUsage rl_redis_usage;
 
 typedef bool (*RlPipelineAppend) (RlCommand *command, int i, void *arg);
+typedef void (*RlPipelineSent) (int i, bool sent, void *arg);
 typedef bool (*RlPipelineReply) (int i, const RlReply *reply, void *arg, RlError *error);
 
 #define RL_MAX_QUIET_ARGS	49152	/* bytes of a call that is run quietly */
@@ -57,8 +58,8 @@ extern const char *rl_redis_server(bool *connected, const char **breaker, int64 
 extern bool rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error);
 
 /* pipeline.c */
-extern bool rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply,
-							  void *arg, RlError *error);
+extern bool rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineSent sent,
+							  RlPipelineReply reply, void *arg, RlError *error);
 extern void rl_redis_reserve(RlScript *script);
 extern bool rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append,
 								  RlPipelineReply reply, void *arg, bool quietly, RlError *error);

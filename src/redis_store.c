@@ -420,6 +420,7 @@ typedef struct Many
 {
 	const RlLimits *limits;
 	RlWanted   *wanted;
+	int64	   *unanswered;
 	RlTookOne	took;
 	void	   *arg;
 } Many;
@@ -433,6 +434,14 @@ append_one(RlCommand *command, int i, void *arg)
 	return true;
 }
 
+static void
+sent_one(int i pg_attribute_unused(), bool sent, void *arg)
+{
+	const Many *many = arg;
+
+	*many->unanswered += sent ? 1 : -1;
+}
+
 static bool
 read_one(int i, const RlReply *reply, void *arg, RlError *error)
 {
@@ -440,24 +449,29 @@ read_one(int i, const RlReply *reply, void *arg, RlError *error)
 	RlDecision	decisions[RL_MAX_LIMITS];
 	int64		at;
 
-	if (!read_take(many->limits, many->wanted[i].quota, RL_TAKE, reply, decisions, &at, error))
-		return false;
-	many->took(i, decisions, at, many->arg);
+	if (reply->kind != RL_REPLY_ERROR)
+	{
+		if (!read_take(many->limits, many->wanted[i].quota, RL_TAKE, reply, decisions, &at, error))
+			return false;
+		many->took(i, decisions, at, many->arg);
+	}
+	--*many->unanswered;
 	return true;
 }
 
 /*
  * Takes from many keys, each for itself; took() is told of each that was
- * answered.  Returns false with the error set when the store fails; of those
- * that were not answered it is not known what they did.
+ * answered.  *unanswered is increased while calls are under way; by those that
+ * never get an answer, of which it is not known what they did, it stays so.
+ * Returns false with the error set when the store fails.
  */
 bool
-rl_redis_take_many(const RlLimits *limits, RlWanted *wanted, int n, RlTookOne took, void *arg,
-				   RlError *error)
+rl_redis_take_many(const RlLimits *limits, RlWanted *wanted, int n, int64 *unanswered,
+				   RlTookOne took, void *arg, RlError *error)
 {
-	Many		many = {limits, wanted, took, arg};
+	Many		many = {limits, wanted, unanswered, took, arg};
 
-	return rl_redis_pipeline(take_script(limits), n, append_one, read_one, &many, error);
+	return rl_redis_pipeline(take_script(limits), n, append_one, sent_one, read_one, &many, error);
 }
 
 /* Reads the one number that all but checks answer: how many things were done. */

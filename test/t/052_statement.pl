@@ -329,6 +329,128 @@ foreach my $table (qw(many many2))
 }
 
 #
+# A statement that fails half-way keeps nothing either
+#
+
+my $log_seen = -s $node->logfile;
+
+# What the log says since the last time could not be refunded: numbers of keys.
+sub lost
+{
+	my $log = slurp_file($node->logfile, $log_seen);
+
+	$log_seen += length $log;
+	return $log =~ /could not refund what up to (\d+) keys of a failed statement were charged/g;
+}
+
+# How many of the table's keys, from 0 on, have been charged.
+sub charged
+{
+	my ($table, $n, $limits) = @_;
+
+	return $session->ask(qq{SELECT count(*) FROM rl_check_many((SELECT array_agg('$table:' || i) FROM generate_series(0, $n - 1) i),
+		'$limits', array_fill(0::bigint, '{$n}')) WHERE remaining < capacity});
+}
+
+my $most = 10**15;
+table('sums', "fixed_window $most/100d");
+asked() if $on_redis;
+is($session->attempt(qq{INSERT INTO sums SELECT 8999, $most UNION ALL SELECT i % 9000, 1 FROM generate_series(0, 17999) i})->{state},
+	'22023', "the last key's sum, of rows far from each other, is over 10^15");
+is(asked(), 0, 'which is seen before anything is asked') if $on_redis;
+is(charged('sums', 9000, "fixed_window $most/100d"), 0, 'and nothing is charged');
+is($session->attempt(qq{INSERT INTO sums SELECT 8999, $most - 1 UNION ALL SELECT i, CASE WHEN i < 8999 THEN $most ELSE 1 END
+	FROM generate_series(0, 8999) i})->{state}, '00000', 'sums of just 10^15');
+is(charged('sums', 9000, "fixed_window $most/100d"), 9000, 'are charged');
+
+foreach my $case ($on_redis ? ([ 3, 'fixed_window 6/1d' ], [ 9000, '6/1d' ], [ 9000, 'sliding_log 6/1d, token_bucket 6/1d' ]) : ())
+{
+	my ($keys, $limits) = @$case;
+	my $name = 'half' . $n++;
+
+	table($name, $limits);
+	$redis->cli('SET', "rl:{$name:1}", 'a string');
+	my $got = $session->attempt("INSERT INTO $name SELECT i, 1 FROM generate_series(0, $keys - 1) i");
+	like($got->{message}, qr/WRONGTYPE/, "an error reply for one of $keys keys, $limits");
+	$redis->cli('DEL', "rl:{$name:1}");
+	is(charged($name, $keys, $limits), 0, 'after it no key is charged');
+	is_deeply([ lost() ], [], 'and nothing is lost');
+}
+
+# Starts a statement of many keys; returns when 8,192 of them have been charged.
+# It may end before that is seen: then another is started.
+sub half_way
+{
+	my ($name, $keys, $victim, $then) = @_;
+
+	foreach my $try (1 .. 20)
+	{
+		table("$name$try", 'fixed_window 6/1d');
+		$victim->send("INSERT INTO $name$try SELECT lpad(i::text, 6, '0'), 1 FROM generate_series(0, $keys - 1) i\n;");
+		await('the charges', sub { return left('fixed_window 6/1d', "$name$try:008192") == 5; });
+		$then->();
+		return "$name$try" if $session->ask("SELECT 1 FROM pg_stat_activity WHERE pid = " . $victim->pid . " AND state = 'active'");
+		$redis->resume if $on_redis;
+		$victim->ask('');
+	}
+	die 'each statement ended too early';
+}
+
+sub charged_of
+{
+	my ($table, $n) = @_;
+
+	return $session->ask(qq{SELECT count(*) FROM rl_check_many((SELECT array_agg('$table:' || lpad(i::text, 6, '0'))
+		FROM generate_series(0, $n - 1) i), 'fixed_window 6/1d', array_fill(0::bigint, '{$n}')) WHERE remaining < capacity});
+}
+
+foreach my $how ('pg_cancel_backend', 'pg_terminate_backend', $on_redis ? 'silence' : ())
+{
+	my $keys = 60_000;
+	my $victim = session($node);
+	my $victim_pid = $victim->pid;
+
+	$victim->ask("SET ratelimit.debug_now = 1700000000000000");
+	$victim->ask("SET ratelimit.command_timeout = '200ms'") if $how eq 'silence';
+	my $name = half_way(($how =~ /_(\w+)_/ ? $1 : $how) . '_', $keys, $victim, sub {
+		$redis->pause if $on_redis;
+		$session->ask("SELECT $how($victim_pid)") if $how ne 'silence';
+	});
+	if ($how eq 'silence')
+	{
+		$victim->ask('');
+		is($victim->state, '08006', "$how in the middle of a statement");
+		$redis->resume;
+	}
+	elsif ($how eq 'pg_cancel_backend')
+	{
+		$redis->resume if $on_redis;
+		$victim->ask('');
+		is($victim->state, '57014', "$how in the middle of a statement");
+	}
+	else
+	{
+		$redis->resume if $on_redis;
+		await('the backend to end', sub { return $session->ask("SELECT 1 FROM pg_stat_activity WHERE pid = $victim_pid") eq '' });
+		eval { $victim->quit };
+	}
+	my @lost = lost();
+	my $charged = charged_of($name, $keys);
+	if ($on_redis)
+	{
+		is(scalar @lost, 1, "$how: the log tells once what is lost");
+		cmp_ok($charged, '<=', $lost[0] // 0, "$how: at least the $charged keys that are charged");
+		cmp_ok($lost[0] // 0, '<=', 1024, "$how: which were asked last") if $how ne 'silence';
+	}
+	else
+	{
+		is($charged, 0, "$how: no key is charged");
+		is_deeply(\@lost, [], "$how: and nothing lost");
+	}
+	$session->ask("SELECT count(rl_reset('$name:' || lpad(i::text, 6, '0'))) FROM generate_series(0, $keys - 1) i");
+}
+
+#
 # A million rows take no more memory than a few
 #
 
@@ -440,7 +562,9 @@ $session->ask('SET ratelimit.denial_cache = off; RESET ratelimit.debug_now');
 table('away', '5/1h');
 is(insert('away', q{('a', 2)})->[0], '00000', 'Redis is there');
 $redis->stop;
+lost();
 is(insert('away', q{('a', 2), ('b', 6)})->[0], '08001', 'Redis is away: error');
+is_deeply([ lost() ], [], 'and what was not sent is not lost');
 $session->ask('SET ratelimit.on_error = allow');
 is(insert('away', q{('a', 2), ('b', 6)})->[0], '00000', 'allow');
 $session->ask('SET ratelimit.on_error = deny');
@@ -467,7 +591,7 @@ my $log = -s $node->logfile;
 $session->ask(q{INSERT INTO kept SELECT i::text, 1 FROM generate_series(1, 6000) i UNION ALL SELECT 'x', 6});
 is($session->state, 'PT429', 'what cannot be given back does not hide the refusal');
 like($session->error, qr/key "kept:x"/, 'which names the key');
-my @lines = slurp_file($node->logfile, $log) =~ /could not give back what up to (\d+) keys of a refused statement were charged/g;
+my @lines = slurp_file($node->logfile, $log) =~ /could not refund what up to (\d+) keys of a failed statement were charged/g;
 is_deeply(\@lines, [6000], 'and the log says once how much it is');
 $session->ask('RESET ratelimit.redis_url; RESET ratelimit.redis_passfile');
 is(left('5/1h', 'kept:6000'), 4, 'it stays taken');
