@@ -10,6 +10,9 @@
  * callbacks, in which nothing may throw, and no memory is to be had.  What
  * could not be given back is logged.  A prepared transaction counts as
  * committed.
+ *
+ * What rl_refund refunds is first of all what the transaction was granted, and
+ * what rl_reset resets it holds no longer: no rollback refunds it again.
  */
 #include "postgres.h"
 
@@ -392,6 +395,16 @@ begin(void)
 	context = new;
 }
 
+/* Sets where a key's grants are, and what else tells them apart to 0. */
+static void
+set_place(GrantId *id, const char *place, int len, uint64 server, bool local)
+{
+	memset(id, 0, sizeof(*id));
+	id->place[0] = hash_bytes_extended((const unsigned char *) place, len, server);
+	id->place[1] = hash_bytes_extended((const unsigned char *) place, len, id->place[0]);
+	id->local = local;
+}
+
 /* Adds a charge to the grant that it belongs to; a new one is at the list's end. */
 static bool
 note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
@@ -404,9 +417,7 @@ note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
 	uint64		server = server_hash();
 	bool		found;
 
-	memset(&id, 0, sizeof(id));
-	id.place[0] = hash_bytes_extended((unsigned char *) place, len, server);
-	id.place[1] = hash_bytes_extended((unsigned char *) place, len, id.place[0]);
+	set_place(&id, place, len, server, local);
 	id.period = limit->period;
 	id.step = limit->step;
 	if (limit->algorithm != RL_THROTTLE && limit->algorithm != RL_TOKEN_BUCKET)
@@ -414,7 +425,6 @@ note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
 	id.level = GetCurrentTransactionNestLevel();
 	id.algorithm = limit->algorithm;
 	id.from_first = limit->from_first;
-	id.local = local;
 
 	if (ngrants >= MAX_GRANTS && hash_search(entries, &id, HASH_FIND, NULL) == NULL)
 		return false;
@@ -480,4 +490,123 @@ rl_charges_prepare(void)
 {
 	if (context == NULL)
 		begin();
+}
+
+/*
+ * Refunding and resetting within the transaction
+ *
+ * Both search all grants, from the newest on: the search ends at once in a
+ * transaction without grants, and soon in one that refunds what it took last.
+ */
+
+/* The key of the search, without what limits tell apart. */
+static GrantId
+searched_place(const RlKey *key, bool local)
+{
+	GrantId		id;
+	char		place[RL_MAX_PLACE];
+
+	set_place(&id, place, rl_redis_place(key, place), server_hash(), local);
+	return id;
+}
+
+/* True if the grant is of the key, and of the limit's state unless that is NULL. */
+static bool
+is_of(const Grant *grant, const GrantId *place, const RlLimit *limit)
+{
+	const GrantId *id = &grant->id;
+
+	return id->place[0] == place->place[0] && id->place[1] == place->place[1] &&
+		id->local == place->local &&
+		(limit == NULL ||
+		 (id->algorithm == limit->algorithm && id->period == limit->period &&
+		  id->step == limit->step && id->from_first == limit->from_first));
+}
+
+/* Deletes a grant that is not in the queue. */
+static void
+forget(Grant *grant)
+{
+	hash_search(entries, &grant->id, HASH_REMOVE, NULL);
+	drop(grant);
+}
+
+/* Puts a part of a grant in the queue. */
+static void
+give_back_part(const Grant *grant, int64 amount)
+{
+	Size		size = offsetof(Grant, place) + grant->place_len;
+	Grant	   *part = MemoryContextAlloc(context, size);
+
+	memcpy(part, grant, size);
+	part->charge.amount = amount;
+	dlist_push_tail(&queue, &part->node);
+	ngrants++;
+}
+
+/*
+ * Takes the quota from what the transaction was granted of the limit's state,
+ * from the newest grant first, so that no rollback refunds it, even if the store
+ * then fails and it is not known whether it was refunded.  Of an algorithm with
+ * entries it is queued, because it has its place in the state, and the quota that
+ * is left is returned.  Of any other all quota is returned: the store refunds it
+ * in the same way, whoever took it.
+ */
+int64
+rl_charges_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local)
+{
+	bool		has_entries = limit->algorithm == RL_SLIDING_WINDOW || limit->algorithm == RL_SLIDING_LOG;
+	int64		left = limit->algorithm == RL_THROTTLE ? rl_throttle_refund(limit, quota) : quota;
+	GrantId		place;
+	dlist_node *previous;
+
+	if (context == NULL || dlist_is_empty(&grants))
+		return quota;
+	place = searched_place(key, local);
+	for (dlist_node *node = grants.head.prev; node != &grants.head && left > 0; node = previous)
+	{
+		Grant	   *grant = dlist_container(Grant, node, node);
+		int64		part = Min(left, grant->charge.amount);
+
+		previous = node->prev;
+		if (!is_of(grant, &place, limit))
+			continue;
+		left -= part;
+		if (part < grant->charge.amount)
+		{
+			if (has_entries)
+				give_back_part(grant, part);
+			grant->charge.amount -= part;
+		}
+		else if (has_entries)
+			give_back(grant);
+		else
+			forget(grant);
+	}
+	return has_entries ? left : quota;
+}
+
+/*
+ * Deletes the grants of the key under these limits' states, or if they are NULL
+ * all of the key's: what others take after a reset must not be refunded.
+ */
+void
+rl_charges_forget(const RlKey *key, const RlLimits *limits, bool local)
+{
+	GrantId		place;
+	dlist_mutable_iter iter;
+
+	if (context == NULL || dlist_is_empty(&grants))
+		return;
+	place = searched_place(key, local);
+	dlist_foreach_modify(iter, &grants)
+	{
+		Grant	   *grant = dlist_container(Grant, node, iter.cur);
+		bool		found = limits == NULL && is_of(grant, &place, NULL);
+
+		for (int i = 0; limits != NULL && i < limits->n; i++)
+			found |= is_of(grant, &place, &limits->limit[i]);
+		if (found)
+			forget(grant);
+	}
 }

@@ -323,6 +323,10 @@ repaired(const RlKey *key, bool done, const RlError *error)
 		rl_raise(error);
 }
 
+/*
+ * Refunds what this transaction was granted first.  The limits for which the same
+ * quota is left then are refunded together; usually these are all.
+ */
 PG_FUNCTION_INFO_V1(rl_refund);
 Datum
 rl_refund(PG_FUNCTION_ARGS)
@@ -330,10 +334,28 @@ rl_refund(PG_FUNCTION_ARGS)
 	RlKey		key = rl_key_argument(fcinfo, 0);
 	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
 	int64		quota = rl_quota_argument(fcinfo, 2);
+	int64		left[RL_MAX_LIMITS];
+	const RlStore *store;
 	RlError		error;
 
 	rl_denied_forget(&key);
-	repaired(&key, asked_store()->refund(&key, limits, quota, &error), &error);
+	for (int i = 0; i < limits->n; i++)
+		left[i] = rl_charges_refund(&key, &limits->limit[i], quota, rl_store_is_local);
+	store = asked_store();
+	for (int i = 0; i < limits->n; i++)
+	{
+		RlLimits	same = {.n = 0};
+		bool		done = false;
+
+		for (int j = 0; j < i; j++)
+			done |= left[j] == left[i];
+		for (int j = i; j < limits->n && !done; j++)
+			if (left[j] == left[i])
+				same.limit[same.n++] = limits->limit[j];
+		/* Also if nothing is left, for the error of a store that fails. */
+		if (!done)
+			repaired(&key, store->refund(&key, &same, left[i], &error), &error);
+	}
 	PG_RETURN_VOID();
 }
 
@@ -344,6 +366,7 @@ reset(const RlKey *key, const RlLimits *limits)
 	RlError		error;
 
 	rl_denied_forget(key);
+	rl_charges_forget(key, limits, rl_store_is_local);
 	repaired(key, asked_store()->reset(key, limits, &found, &error), &error);
 	PG_RETURN_BOOL(found);
 }

@@ -113,3 +113,113 @@ SELECT (NULL::rl_decision).allowed;
 SELECT (rl_throttle('altered', 15, 30, 60)).capacity;
 ROLLBACK;
 SELECT (rl_throttle('altered', 15, 30, 60, 0)).remaining > 0 AS works_again;
+-- Refunds in the transaction that was granted the quota: no rollback refunds it
+-- again.  What remains of 10, after others took 4: of each algorithm.
+SELECT string_agg(l, ', ') AS plain, string_agg(l || ' refund_on_abort', ', ') AS held FROM unnest('{10/20s,token_bucket 10/20s,fixed_window 10/20s,
+	fixed_window 10/20s from_first,sliding_window 10/20s step 1s,sliding_log 10/20s}'::text[]) l \gset
+CREATE FUNCTION remaining(key text, limits rl_limits) RETURNS text LANGUAGE sql AS
+$$ SELECT string_agg(remaining::text, ' ' ORDER BY o) FROM rl_peek(key, limits, 0) WITH ORDINALITY p (rule, a, c, remaining, r, s, t, o) $$;
+SELECT at(0);
+SELECT count(rl_allow('grant ' || n, :'plain', 4)) FROM generate_series(1, 20) n;
+BEGIN;
+SELECT rl_allow('grant 1', :'held', 5), rl_refund('grant 1', :'plain', 5), remaining('grant 1', :'plain');
+ROLLBACK;
+SELECT remaining('grant 1', :'plain') AS all_of_it;
+BEGIN;
+SELECT rl_allow('grant 2', :'held', 5), rl_refund('grant 2', :'held', 2), remaining('grant 2', :'plain');
+ROLLBACK;
+SELECT remaining('grant 2', :'plain') AS a_part;
+BEGIN;
+SELECT rl_allow('grant 3', :'held', 2), rl_refund('grant 3', :'held', 3), remaining('grant 3', :'plain');
+ROLLBACK;
+SELECT remaining('grant 3', :'plain') AS more_than_that;
+BEGIN;
+SELECT rl_allow('grant 4', :'held', 2), rl_refund('grant 4', '10/1h, sliding_log 10/1h', 2), rl_refund('grant', :'held', 2);
+ROLLBACK;
+SELECT remaining('grant 4', :'plain') AS others_states;
+-- The newest first, through savepoints.
+BEGIN;
+SELECT rl_allow('grant 5', :'held');
+SAVEPOINT a;
+SELECT rl_allow('grant 5', :'held', 2);
+SAVEPOINT b;
+SELECT rl_allow('grant 5', :'held', 3), rl_refund('grant 5', :'held', 4), remaining('grant 5', :'plain');
+ROLLBACK TO a;
+SELECT rl_allow('grant 5', :'held', 0), remaining('grant 5', :'plain');
+COMMIT;
+SELECT remaining('grant 5', :'plain') AS the_first_stays;
+BEGIN;
+SELECT rl_allow('grant 6', :'held', 5);
+SAVEPOINT a;
+SELECT rl_refund('grant 6', :'held', 5);
+ROLLBACK TO a;
+ROLLBACK;
+SELECT remaining('grant 6', :'plain') AS a_refund_stays;
+BEGIN;
+SAVEPOINT a;
+SELECT rl_allow('grant 7', :'held', 2);
+RELEASE a;
+SELECT rl_allow('grant 7', :'held'), rl_refund('grant 7', :'held', 3);
+ROLLBACK;
+SELECT remaining('grant 7', :'plain') AS released;
+BEGIN;
+SAVEPOINT a;
+SELECT rl_allow('grant 8', :'held', 2);
+ROLLBACK TO a;
+SELECT rl_refund('grant 8', :'held', 1), remaining('grant 8', :'plain');		-- of others: the 2 are refunded already
+ROLLBACK;
+SELECT remaining('grant 8', :'plain') AS queued;
+DO $$
+BEGIN
+	BEGIN
+		PERFORM rl_allow('grant 9', 'sliding_log 10/20s refund_on_abort, 10/20s refund_on_abort', 5);
+		PERFORM rl_refund('grant 9', 'sliding_log 10/20s, 10/20s', 3);
+		RAISE EXCEPTION 'x';
+	EXCEPTION WHEN raise_exception THEN
+		PERFORM rl_refund('grant 9', 'sliding_log 10/20s, 10/20s', 0);
+	END;
+END $$;
+SELECT remaining('grant 9', :'plain') AS caught;
+-- Its own units, not older ones: those of others are free at 20.
+SELECT at(5);
+BEGIN;
+SELECT rl_allow('grant 10', :'held', 3), rl_refund('grant 10', :'held', 2);
+COMMIT;
+SELECT at(21);
+SELECT rule, remaining FROM rl_peek('grant 10', 'sliding_window 10/20s step 1s, sliding_log 10/20s', 0);
+-- What a committed transaction took is any other's.
+SELECT at(0);
+BEGIN;
+SELECT rl_allow('grant 11', :'held', 3);
+COMMIT;
+BEGIN;
+SELECT rl_allow('grant 11', :'held', 2), rl_refund('grant 11', :'held', 4);
+ROLLBACK;
+SELECT remaining('grant 11', :'plain') AS committed;
+-- A reset state is new: what was granted before is not refunded, and what others
+-- take afterwards stays.
+BEGIN;
+SELECT rl_allow('grant 12', :'held', 5), rl_reset('grant 12'), rl_allow('grant 12', :'plain', 4);
+ROLLBACK;
+SELECT remaining('grant 12', :'plain') AS reset;
+BEGIN;
+SELECT rl_allow('grant 13', :'held', 5), rl_reset('grant 13', :'plain'), rl_allow('grant 13', :'plain', 4);
+SAVEPOINT a;
+SELECT rl_allow('grant 13', :'held', 2);
+ROLLBACK TO a;
+SELECT rl_allow('grant 13', :'held', 1), remaining('grant 13', :'plain');
+ROLLBACK;
+SELECT remaining('grant 13', :'plain') AS reset_of_states;
+BEGIN;
+SELECT rl_allow('grant 14', :'held', 5), rl_reset('grant 14', '10/20s, sliding_log 10/20s'), rl_reset('grant 1');
+ROLLBACK;
+SELECT remaining('grant 14', :'plain') AS reset_of_some;
+BEGIN;
+SELECT rl_allow('grant 15', :'held', 5);
+SAVEPOINT a;
+SELECT rl_reset('grant 15');
+ROLLBACK TO a;
+SELECT rl_allow('grant 15', :'plain', 4);
+ROLLBACK;
+SELECT remaining('grant 15', :'plain') AS a_reset_stays;
+DROP FUNCTION remaining;
