@@ -3,6 +3,7 @@
 # the state that is left, is what a model says that keeps to section 9 of the
 # design.  And from the history alone: what is allowed and not rolled back stays
 # within each limit's promise, and a limit without the option gives nothing back.
+# A program may refund and reset too: what it was granted is refunded once.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_PROGRAMS makes it longer or shorter.
 use strict;
@@ -41,6 +42,9 @@ $node->safe_psql('postgres', q{
 			WHEN 'allow' THEN answer := rl_allow(key, limits, quota);
 			WHEN 'wait' THEN answer := (rl_wait(key, limits, quota)).allowed;
 			WHEN 'enforce' THEN answer := (rl_enforce(key, limits, quota)).allowed;
+			WHEN 'refund' THEN answer := 'done'; PERFORM rl_refund(key, limits, quota);
+			WHEN 'reset' THEN answer := 'done'; PERFORM rl_reset(key, limits);
+			WHEN 'reset key' THEN answer := 'done'; PERFORM rl_reset(key);
 		END CASE;
 		RAISE INFO '@% %', a->>'act', answer;
 	END $$;
@@ -500,7 +504,8 @@ sub new_act
 	pass_time();
 	my $least = min(map { $_->{capacity} } @limits);
 
-	return { act => $id++, now => "$clock", key => pick(@{ $program->{keys} }), form => pick(qw(each each check allow wait enforce)),
+	return { act => $id++, now => "$clock", key => pick(@{ $program->{keys} }),
+		form => $program->{repairs} && chance(30) ? pick(qw(refund refund refund reset), 'reset key') : pick(qw(each each check allow wait enforce)),
 		quota => chance(55) ? 1 : chance(10) ? 0 : chance(8) ? $least + 1 : 1 + below($least),
 		limits => join(', ', map { $_->{text} } @limits), rules => \@limits };
 }
@@ -536,6 +541,76 @@ sub decisions_text
 	return join ' ', map { join ',', $_->[0] ? 't' : 'f', $_->[1], defined $_->[2] ? $_->[2] : '-', @$_[ 3, 4 ] } @_;
 }
 
+# A refund: first of what the transaction was granted, the newest first; its units
+# of a sliding window or log are refunded themselves, then the oldest.
+sub do_refund
+{
+	my ($a) = @_;
+	my $now = $a->{now};
+	my $k = $states{ $a->{key} } ||= { ban => 0, of => {} };
+	my @left;
+
+	foreach my $l (@{ $a->{rules} })
+	{
+		my $total = $a->{quota} * ($l->{interval_ns} || 1);
+		my $left = $total;
+
+		foreach my $level (reverse @levels)
+		{
+			foreach my $c (reverse @{ $level->{grants} })
+			{
+				next if $c->{key} ne $a->{key} || $c->{limit}{tag} ne $l->{tag};
+				my $part = min($left, $c->{amount});
+
+				$left -= $part;
+				$c->{amount} -= $part;
+				push @queue, { %$c, amount => $part } if $part && $l->{algorithm} =~ /^sliding/;
+				$count{own}++ if $part;
+			}
+			$level->{grants} = [ grep { $_->{amount} } @{ $level->{grants} } ];
+		}
+		push @left, $l->{algorithm} =~ /^sliding/ ? $left : $total;
+	}
+	flush($now);
+	foreach my $l (@{ $a->{rules} })
+	{
+		my $left = shift @left;
+		my $s = state_at($l, $k->{of}{ $l->{tag} }, $now);
+
+		next unless $s->{used};
+		$s->{used} -= min($left, $s->{used});
+		$s->{tat} = $s->{used} ? $now * 1000 + $s->{used} : undef if $l->{algorithm} eq 'throttle';
+		while ($left > 0 && @{ $s->{entries} })
+		{
+			my $part = min($left, $s->{entries}[0][1]);
+
+			$left -= $part;
+			shift @{ $s->{entries} } unless $s->{entries}[0][1] -= $part;
+		}
+		$k->{of}{ $l->{tag} } = $s;
+	}
+	$count{refunded}++;
+	return;
+}
+
+# A reset, of the limits' states or of the key: nothing granted before is refunded.
+sub do_reset
+{
+	my ($a) = @_;
+	my $key = $a->{form} eq 'reset key';
+	my %tags = map { $_->{tag} => 1 } @{ $a->{rules} };
+
+	foreach my $level (@levels)
+	{
+		$level->{grants} = [ grep { $_->{key} ne $a->{key} || !($key || $tags{ $_->{limit}{tag} }) } @{ $level->{grants} } ];
+	}
+	flush($a->{now});
+	$states{ $a->{key} } = { ban => 0, of => {} } if $key;
+	delete @{ $states{ $a->{key} }{of} }{ keys %tags } if $states{ $a->{key} };
+	$count{reset}++;
+	return;
+}
+
 # Does what act() does; false if it raised.
 sub do_act
 {
@@ -543,6 +618,13 @@ sub do_act
 	my $how = $a->{form} eq 'wait' ? 'wait' : 'take';
 
 	$levels[-1]{now} = $a->{now};
+	if ($a->{form} =~ /^re/)
+	{
+		$a->{form} eq 'refund' ? do_refund($a) : do_reset($a);
+		$program_of{ $a->{act} } = $program;
+		$expected{ $a->{act} } = 'done';
+		return 1;
+	}
 	flush($a->{now});
 	my ($decisions, $charges) = act($a->{key}, $a->{rules}, $a->{now}, $a->{quota}, $how);
 	my $allowed = all { $_->[0] } @$decisions;
@@ -699,7 +781,7 @@ sub new_program
 	my %tags;
 
 	$program = { number => $number, sql => [], keys => [ map { "p$number:$_" } 1 .. 1 + below(2) ],
-		changes => chance(20), steps_back => chance(12) };
+		changes => chance(20), steps_back => chance(12), repairs => chance(25) };
 	@pool = ();
 	foreach (1 .. 1 + below(5))
 	{
@@ -846,7 +928,7 @@ foreach my $event (@events)
 {
 	my $got = $got{ $event->{act} } // 'false';
 
-	next if !$event->{quota} || $event->{program}{changes} || $event->{program}{steps_back} || $got =~ /f,|false/;
+	next if !$event->{quota} || $event->{program}{changes} || $event->{program}{steps_back} || $event->{program}{repairs} || $got =~ /f,|false/;
 	push @{ $history{"$event->{key} $event->{limit}{tag}"} }, $event;
 }
 foreach my $name (sort keys %history)
@@ -927,7 +1009,7 @@ foreach my $look (@looks)
 is_deeply([ @given[ 0 .. min(4, $#given) ] ], [], 'a limit without the option gives nothing back');
 
 note join ', ', map { "$_ $count{$_}" } sort keys %count;
-my %least = (all => 2000, part => 200, nothing => 100, merged => 1000, queued => 500, caught => 500, failed => 500, released => 300,
+my %least = (refunded => 300, own => 200, reset => 200, all => 2000, part => 200, nothing => 100, merged => 1000, queued => 500, caught => 500, failed => 500, released => 300,
 	rolled_back_to => 500, committed => 300, rolled_back => 500, refused => 2000, bans => 50, full => 500,
 	only_by_giving_back => 200, without_option => 500, rolled_back_without_option => 50);
 cmp_ok($count{$_} || 0, '>=', $least{$_} * $programs / 2000, "$_: " . ($count{$_} || 0)) foreach sort keys %least;
