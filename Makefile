@@ -1,5 +1,5 @@
 MODULE_big = ratelimit
-OBJS = src/ratelimit.o src/limits.o src/algorithm.o src/address.o src/resp.o src/tls.o \
+OBJS = src/ratelimit.o src/limits.o src/log.o src/algorithm.o src/address.o src/resp.o src/tls.o \
 	src/socket.o src/stream.o src/connection.o src/slots.o src/sentinel.o src/route.o src/redis.o src/pipeline.o src/redis_store.o \
 	src/shared.o src/siphash.o src/cells.o src/local_store.o src/denied.o \
 	src/breaker.o src/stat.o src/status.o src/key.o src/values.o src/decide.o src/functions.o src/many.o \
@@ -53,17 +53,18 @@ endif
 PROVE_FLAGS += -I $(srcdir)/test/t
 
 # A script is sent as it reads, with what it shares with others in front.
-ALGORITHMS_LUA = $(patsubst %,src/%.lua,gcra $(filter-out throttle,$(ALGORITHMS)))
+ALGORITHMS_LUA = $(patsubst %,src/%.lua,gcra token_bucket fixed_window sliding_window log sliding_log)
 
 src/throttle.lua.h: src/clock.lua src/throttle.lua
-src/reset.lua.h: src/clock.lua src/reset.lua
+src/reset.lua.h: src/clock.lua src/state.lua src/log.lua src/reset.lua
 src/ban.lua.h: src/clock.lua src/state.lua src/ban.lua
 src/version.lua.h: src/version.lua
 src/refund.lua.h: src/clock.lua src/state.lua $(ALGORITHMS_LUA) src/refund.lua
-src/undo.lua.h: src/clock.lua src/state.lua $(ALGORITHMS_LUA) src/undo.lua
+src/undo.lua.h: src/clock.lua src/state.lua $(ALGORITHMS_LUA) src/log_undo.lua src/undo.lua
 src/check_mixed.lua.h: src/clock.lua src/state.lua $(ALGORITHMS_LUA) src/check.lua
 src/check_throttle.lua.h: src/clock.lua src/state.lua src/gcra.lua src/check.lua
-$(patsubst %,src/check_%.lua.h,$(filter-out throttle,$(ALGORITHMS))): \
+src/check_sliding_log.lua.h: src/clock.lua src/state.lua src/log.lua src/sliding_log.lua src/check.lua
+$(patsubst %,src/check_%.lua.h,token_bucket fixed_window sliding_window): \
 	src/check_%.lua.h: src/clock.lua src/state.lua src/%.lua src/check.lua
 
 .DELETE_ON_ERROR:
@@ -71,5 +72,5 @@ $(patsubst %,src/check_%.lua.h,$(filter-out throttle,$(ALGORITHMS))): \
 	sed -e 's/\\/\\\\/g' -e 's/"/\\"/g' -e 's/^/"/' -e 's/$$/\\n"/' $^ > $@
 
 $(OBJS): src/ratelimit.h src/redis.h src/callqueue.h src/route.h src/socket.h src/connection.h src/tls.h src/resp.h src/address.h \
-	src/algorithm.h src/shared.h src/siphash.h src/cells.h src/charges.h src/rule.h src/values.h
+	src/algorithm.h src/log.h src/shared.h src/siphash.h src/cells.h src/charges.h src/rule.h src/values.h
 src/redis_store.o src/redis_store.bc: $(SCRIPTS_H)

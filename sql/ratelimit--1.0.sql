@@ -361,11 +361,12 @@ COMMENT ON COLUMN rl_denied.retry_after IS 'seconds until the same action can su
 CREATE FUNCTION rl_status(OUT store text, OUT mode text, OUT on_error text,
 		OUT redis text, OUT connected boolean, OUT version text, OUT error text,
 		OUT breaker text, OUT breaker_left double precision,
-		OUT local_keys bigint, OUT local_max_keys bigint, OUT stat_since timestamptz)
+		OUT local_keys bigint, OUT local_max_keys bigint,
+		OUT local_entries bigint, OUT local_max_entries bigint, OUT stat_since timestamptz)
 	RETURNS record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_status() IS
-	'how limits are kept, and whether Redis is well: its address, whether this session is connected, the server''s version or the error that asking for it gave, the breaker (closed; open for so many seconds more; half-open: the next call tries; trying), the states in shared memory, and since when rl_stat counts; never raises for a failing Redis';
+	'how limits are kept, and whether Redis is well: its address, whether this session is connected, the server''s version or the error that asking for it gave, the breaker (closed; open for so many seconds more; half-open: the next call tries; trying), how many states and entries shared memory has and can hold, and since when rl_stat counts; never raises for a failing Redis';
 
 --
 -- Privileges

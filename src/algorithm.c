@@ -8,9 +8,10 @@
  * capacity * interval, at most RL_MAX_SPAN, so that sums of two such terms fit
  * an int64.
  *
- * All others count units of quota in use, of which the oldest becomes free
- * first; "the n-th unit" is the n-th oldest.  A time in the future, left by a
- * clock that was set back, counts as it stands and never lets more through.
+ * All others count units in use, charged ones and refused ones together, of
+ * which the oldest becomes free first; "the n-th unit" is the n-th oldest.  A
+ * time in the future, left by a clock that was set back, counts as it stands and
+ * never lets more through.
  */
 #include "postgres.h"
 
@@ -123,13 +124,23 @@ backlog(const RlState *state, int64 now)
  * Units in use
  */
 
-static RlEntry *
-entry(const RlState *state, int i)
+/* A state as it is now: without what has become free, and with nothing changed. */
+typedef struct View
 {
-	return &state->entries[(state->first + i) % state->size];
+	int64		start;
+	int64		charged;
+	int64		refused;
+	int64		newest;			/* time of the newest entry that counts, or -1 */
+	RlCursor	oldest[2];		/* each log's first entry that counts */
+} View;
+
+static bool
+has_entries(const RlLimit *limit)
+{
+	return limit->algorithm == RL_SLIDING_WINDOW || limit->algorithm == RL_SLIDING_LOG;
 }
 
-/* When an entry's quota becomes free. */
+/* When an entry's units become free. */
 static int64
 entry_expiry(const RlLimit *limit, int64 time)
 {
@@ -138,81 +149,75 @@ entry_expiry(const RlLimit *limit, int64 time)
 	return time + limit->period;
 }
 
-/* The time of an entry that is made now; entries' times never decrease. */
+/* The latest time of an entry whose units are free; below 0 if there is none. */
 static int64
-entry_time(const RlLimit *limit, const RlState *state, int64 now)
+gone_until(const RlLimit *limit, int64 now)
 {
-	int64		time = limit->algorithm == RL_SLIDING_WINDOW ? now / limit->step : now;
-
-	if (state->n > 0)
-		time = Max(time, entry(state, state->n - 1)->time);
-	return time;
+	if (limit->algorithm == RL_SLIDING_LOG)
+		return now - limit->period;
+	return now < limit->period ? -1 : (now - limit->period) / limit->step - 1;
 }
 
-/*
- * Frees the oldest units of a state with entries.  An entry that goes whole is
- * left as it is in the ring: whoever drops this state can keep the old one.
- */
-static void
-free_units(RlState *state, int64 units)
+static View
+view_entries(const RlLimit *limit, const RlState *state, const RlPool *pool, int64 now)
 {
-	state->used -= units;
-	while (units > 0)
+	View		view = {.newest = -1};
+	int64		gone = gone_until(limit, now);
+	int64		sums[2] = {state->charged, state->refused};
+
+	for (int i = 0; i < 2; i++)
 	{
-		RlEntry    *oldest = entry(state, 0);
+		int64		newest;
 
-		if (units < oldest->quota)
-		{
-			oldest->quota -= units;
-			return;
-		}
-		units -= oldest->quota;
-		state->first = (state->first + 1) % state->size;
-		state->n--;
+		sums[i] -= rl_log_seek(pool, &state->log[i], gone, &view.oldest[i]);
+		newest = sums[i] > 0 ? rl_log_newest(pool, &state->log[i]) : -1;
+		view.newest = Max(view.newest, newest);
 	}
+	view.charged = sums[RL_CHARGED];
+	view.refused = sums[RL_REFUSED];
+	return view;
 }
 
-/* Brings the state to now: what has become free until now is free. */
-static void
-load(const RlLimit *limit, RlState *state, int64 now)
+/* What a state of units is now. */
+static View
+view_state(const RlLimit *limit, const RlState *state, const RlPool *pool, int64 now)
 {
+	View		view = {.start = -1};
 	int64		lumps;
 
-	switch (limit->algorithm)
+	if (has_entries(limit))
+		return view_entries(limit, state, pool, now);
+	if (limit->algorithm == RL_TOKEN_BUCKET)
 	{
-		case RL_THROTTLE:
-			break;
-		case RL_TOKEN_BUCKET:
-			lumps = now > state->start ? (now - state->start) / limit->period : 0;
-			if (state->used > 0 && lumps < divide_up(state->used, limit->count))
-			{
-				state->start += lumps * limit->period;
-				state->used -= lumps * limit->count;
-			}
-			else
-				state->used = 0;
-			break;
-		case RL_FIXED_WINDOW:
-			if (state->start >= 0 && state->start + limit->period <= now)
-			{
-				state->start = -1;
-				state->used = 0;
-			}
-			break;
-		case RL_SLIDING_WINDOW:
-		case RL_SLIDING_LOG:
-			while (state->n > 0 && entry_expiry(limit, entry(state, 0)->time) <= now)
-				free_units(state, entry(state, 0)->quota);
-			break;
+		lumps = now > state->start ? (now - state->start) / limit->period : 0;
+		if (state->charged > 0 && lumps < divide_up(state->charged, limit->count))
+		{
+			view.start = state->start + lumps * limit->period;
+			view.charged = state->charged - lumps * limit->count;
+		}
 	}
+	else if (state->start >= 0 && state->start + limit->period > now)
+	{
+		view.start = state->start;
+		view.charged = state->charged;
+		view.refused = state->refused;
+	}
+	return view;
+}
+
+/* Of an entry that is made now; entries' times never decrease. */
+static int64
+entry_time(const RlLimit *limit, const View *view, int64 now)
+{
+	return Max(limit->algorithm == RL_SLIDING_WINDOW ? now / limit->step : now, view->newest);
 }
 
 /* The anchor or the window's start, if something were taken now. */
 static int64
-start_if_taken(const RlLimit *limit, const RlState *state, int64 now)
+start_if_taken(const RlLimit *limit, const View *view, int64 now)
 {
-	if (limit->algorithm == RL_TOKEN_BUCKET ? state->used > 0 : state->start >= 0)
-		return state->start;
+	if (view->start >= 0)
+		return view->start;
 	if (limit->algorithm == RL_TOKEN_BUCKET || limit->from_first)
 		return now;
 	return now - now % limit->period;
@@ -220,55 +225,59 @@ start_if_taken(const RlLimit *limit, const RlState *state, int64 now)
 
 /* When the n-th unit becomes free; units past those in use are taken now. */
 static int64
-unit_expiry(const RlLimit *limit, const RlState *state, int64 now, int64 n)
+unit_expiry(const RlLimit *limit, const RlState *state, const RlPool *pool, const View *view,
+			int64 now, int64 n)
 {
+	const RlLog *logs[2] = {&state->log[0], &state->log[1]};
+	RlCursor	cursors[2] = {view->oldest[0], view->oldest[1]};
+	int64		newest = 0;
 	int64		lumps;
 
-	switch (limit->algorithm)
+	if (limit->algorithm == RL_TOKEN_BUCKET)
 	{
-		case RL_TOKEN_BUCKET:
-			lumps = divide_up(n, limit->count);
-			return start_if_taken(limit, state, now) +
-				(lumps > RL_MAX_SPAN / limit->period ? RL_MAX_SPAN : lumps * limit->period);
-		case RL_FIXED_WINDOW:
-			return start_if_taken(limit, state, now) + limit->period;
-		default:
-			if (n > state->used)
-				return entry_expiry(limit, entry_time(limit, state, now));
-			if (n == state->used)
-				return entry_expiry(limit, entry(state, state->n - 1)->time);
-			for (int i = 0;; i++)
-			{
-				if (n <= entry(state, i)->quota)
-					return entry_expiry(limit, entry(state, i)->time);
-				n -= entry(state, i)->quota;
-			}
+		lumps = divide_up(n, limit->count);
+		return start_if_taken(limit, view, now) +
+			(lumps > RL_MAX_SPAN / limit->period ? RL_MAX_SPAN : lumps * limit->period);
 	}
+	if (limit->algorithm == RL_FIXED_WINDOW)
+		return start_if_taken(limit, view, now) + limit->period;
+	if (n > view->charged + view->refused)
+		return entry_expiry(limit, entry_time(limit, view, now));
+	if (n < view->charged + view->refused)
+		return entry_expiry(limit, rl_log_unit(pool, logs, cursors, n));
+	if (view->charged > 0)
+		newest = rl_log_newest(pool, logs[RL_CHARGED]);
+	if (view->refused > 0)
+		newest = Max(newest, rl_log_newest(pool, logs[RL_REFUSED]));
+	return entry_expiry(limit, newest);
 }
 
-/* Puts units in use from now on; then frees the oldest so that many. */
+/*
+ * Makes the state what the view is, with so many units more that are charged or
+ * refused from now on.
+ */
 static void
-take_units(const RlLimit *limit, RlState *state, int64 now, int64 units, int64 freed)
+keep_view(const RlLimit *limit, RlState *state, RlPool *pool, const View *view, int64 now,
+		  int64 charged, int64 refused)
 {
-	int64		time;
-
 	state->changed = true;
-	if (limit->algorithm == RL_TOKEN_BUCKET || limit->algorithm == RL_FIXED_WINDOW)
+	state->charged = view->charged + charged;
+	state->refused = view->refused + refused;
+	if (has_entries(limit))
 	{
-		state->start = start_if_taken(limit, state, now);
-		state->used += units - freed;
-		return;
+		int64		time = entry_time(limit, view, now);
+
+		for (int i = 0; i < 2; i++)
+			rl_log_cut(pool, &state->log[i], &view->oldest[i]);
+		if (charged > 0)
+			rl_log_append(pool, &state->log[RL_CHARGED], time, charged);
+		if (refused > 0)
+			rl_log_append(pool, &state->log[RL_REFUSED], time, refused);
 	}
-	time = entry_time(limit, state, now);
-	if (limit->algorithm == RL_SLIDING_LOG || state->n == 0 ||
-		entry(state, state->n - 1)->time != time)
-	{
-		Assert(state->n < state->size);
-		*entry(state, state->n++) = (RlEntry) {time, 0};
-	}
-	entry(state, state->n - 1)->quota += units;
-	state->used += units;
-	free_units(state, freed);
+	else if (state->charged + state->refused > 0)
+		state->start = start_if_taken(limit, view, now);
+	else
+		state->start = -1;
 }
 
 /*
@@ -353,45 +362,48 @@ count_refusal(const RlLimit *limit, RlState *state, int64 now, bool commit)
 	int64		since = now;
 	int64		count = 1;
 
-	if (state->refused > 0 && now < state->refused_since + limit->period)
+	if (state->ban_count > 0 && now < state->ban_since + limit->period)
 	{
-		since = state->refused_since;
-		count = state->refused + 1;
+		since = state->ban_since;
+		count = state->ban_count + 1;
 	}
 	if (commit)
 	{
-		state->refused_since = since;
-		state->refused = count >= limit->ban_after ? 0 : count;
+		state->ban_since = since;
+		state->ban_count = count >= limit->ban_after ? 0 : count;
+		state->ban_changed = true;
 	}
 	return count >= limit->ban_after ? limit->ban : 0;
 }
 
 /*
- * How many entries the state's ring must hold for an action; 0: no ring.
- * Brings the state to now.
+ * Returns how many spare chunks the pool must have for an action, if nothing
+ * but this state needs them.
  */
 int
-rl_entries_wanted(const RlLimit *limit, RlState *state, int64 now, int64 quota)
+rl_chunks_wanted(const RlLimit *limit, const RlState *state, const RlPool *pool, int64 now, int64 quota)
 {
-	bool		writes;
+	View		view;
+	int			charge;
+	int			refusal;
 
-	if (limit->algorithm != RL_SLIDING_WINDOW && limit->algorithm != RL_SLIDING_LOG)
+	if (!has_entries(limit) || quota == 0 || quota > limit->capacity)
 		return 0;
-	load(limit, state, now);
-	writes = quota > 0 && quota <= limit->capacity &&
-		(limit->count_denied || state->used + quota <= limit->capacity);
-	return state->n + (writes ? 1 : 0);
+	charge = rl_log_chunks_wanted(pool, &state->log[RL_CHARGED]);
+	refusal = limit->count_denied ? rl_log_chunks_wanted(pool, &state->log[RL_REFUSED]) : 0;
+	if (charge <= refusal)
+		return refusal;
+	view = view_entries(limit, state, pool, now);
+	return view.charged + view.refused + quota <= limit->capacity ? charge : refusal;
 }
 
-/* Copies the entries into a ring of that size, and makes it the state's. */
-void
-rl_move_entries(RlState *state, RlEntry *entries, int size)
+/* True if the state, but for what a ban counts, is as if never used. */
+bool
+rl_state_is_empty(const RlLimit *limit, const RlState *state)
 {
-	for (int i = 0; i < state->n; i++)
-		entries[i] = *entry(state, i);
-	state->entries = entries;
-	state->size = size;
-	state->first = 0;
+	if (limit->algorithm == RL_THROTTLE)
+		return state->start < 0;
+	return state->charged == 0 && state->refused == 0;
 }
 
 /*
@@ -399,29 +411,65 @@ rl_move_entries(RlState *state, RlEntry *entries, int size)
  * never used, and no refusal counts.
  */
 int64
-rl_state_end(const RlLimit *limit, const RlState *state)
+rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
 {
 	int64		end = 0;
+	View		view;
 
 	if (limit->algorithm == RL_THROTTLE)
 		end = us_rounded_up(Max(state->start, 0));
-	else if (state->used > 0)
-		end = unit_expiry(limit, state, 0, state->used);
-	if (state->refused > 0)
-		end = Max(end, state->refused_since + limit->period);
+	else if (!rl_state_is_empty(limit, state))
+	{
+		view = view_state(limit, state, pool, 0);
+		end = unit_expiry(limit, state, pool, &view, 0, view.charged + view.refused);
+	}
+	if (state->ban_count > 0)
+		end = Max(end, state->ban_since + limit->period);
 	return end;
+}
+
+/*
+ * Sets the figures of a limit that is no throttle, for an action that is
+ * charged, or counted as refused, or neither; and with commit does it.
+ */
+static void
+act_on_units(const RlLimit *limit, RlState *state, RlPool *pool, View *view, int64 now,
+			 int64 quota, bool allowed, bool counted, bool waits, bool commit, RlDecision *d)
+{
+	int64		charge = allowed ? quota : 0;
+	int64		refusal = counted ? quota : 0;
+	int64		most = limit->algorithm == RL_SLIDING_LOG ? limit->capacity : RL_MAX_COUNT;
+	int64		dropped = refusal > 0 ? Max(view->refused + refusal - most, 0) : 0;
+	int64		used;
+
+	/* The oldest refusals go: no more than these can ever matter. */
+	view->refused -= dropped;
+	if (has_entries(limit))
+		rl_log_skip(pool, &state->log[RL_REFUSED], &view->oldest[RL_REFUSED], dropped);
+	used = view->charged + view->refused + charge + refusal;
+
+	d->capacity = limit->capacity;
+	d->remaining = Max(limit->capacity - used, 0);
+	d->retry_after = quota <= limit->capacity ? 0 : RL_NEVER;
+	if (waits && quota <= limit->capacity && used + quota > limit->capacity)
+		d->retry_after = unit_expiry(limit, state, pool, view, now, used + quota - limit->capacity) - now;
+	d->reset_after = used > 0 ? unit_expiry(limit, state, pool, view, now, used) - now : 0;
+	if (commit && charge + refusal > 0)
+		keep_view(limit, state, pool, view, now, charge, refusal);
 }
 
 /*
  * One action: takes the quota from all the limits, or leaves what traces a
  * refusal leaves, and sets a decision for each limit.  Without commit only
- * decides what would be.  states has one for each limit, with its ring large
- * enough and not marked as changed; *banned_until is the key's.
+ * decides what would be.  states has one for each limit, not marked as changed,
+ * and the pool as many spare chunks as they want together; *banned_until is the
+ * key's.
  */
 void
-rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
+rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,
 	   int64 now, int64 quota, bool commit, RlDecision *decisions)
 {
+	View		views[RL_MAX_LIMITS];
 	bool		banned = *banned_until > now;
 	bool		allowed;
 	int64		ban = 0;
@@ -431,11 +479,13 @@ rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
 		const RlLimit *limit = &limits->limit[i];
 		RlDecision *d = &decisions[i];
 
-		load(limit, &states[i], now);
 		if (limit->algorithm == RL_THROTTLE)
 			throttle_verdict(limit, backlog(&states[i], now), quota, d);
 		else
-			d->allowed = states[i].used + quota <= limit->capacity;
+		{
+			views[i] = view_state(limit, &states[i], pool, now);
+			d->allowed = views[i].charged + views[i].refused + quota <= limit->capacity;
+		}
 		d->source = RL_FROM_LOCAL;
 		d->ban_left = 0;
 	}
@@ -447,10 +497,6 @@ rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
 		RlState    *state = &states[i];
 		RlDecision *d = &decisions[i];
 		bool		possible = quota <= limit->capacity;
-		bool		denied = !allowed && !banned && limit->count_denied && possible;
-		int64		taken = allowed || denied ? quota : 0;
-		int64		freed = 0;
-		int64		used;
 
 		if (!d->allowed && !banned && possible && quota > 0 && limit->ban > 0)
 		{
@@ -458,8 +504,10 @@ rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
 
 			ban = Max(ban, brought);
 		}
-
-		if (limit->algorithm == RL_THROTTLE)
+		if (limit->algorithm != RL_THROTTLE)
+			act_on_units(limit, state, pool, &views[i], now, quota, allowed,
+						 !allowed && !banned && limit->count_denied && possible, !allowed, commit, d);
+		else
 		{
 			int64		after = backlog(state, now) + (allowed ? rl_throttle_cost(limit, quota) : 0);
 
@@ -469,23 +517,7 @@ rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
 				state->start = now * NS_PER_US + after;
 				state->changed = true;
 			}
-			continue;
 		}
-
-		/* Of denied quota the newest units up to capacity decide everything. */
-		used = state->used + taken;
-		if (denied && taken > 0)
-			freed = Max(used - limit->capacity, 0);
-		used -= freed;
-		d->capacity = limit->capacity;
-		d->remaining = Max(limit->capacity - used, 0);
-		d->retry_after = possible ? 0 : RL_NEVER;
-		if (!allowed && possible && used + quota > limit->capacity)
-			d->retry_after = unit_expiry(limit, state, now,
-										 freed + used + quota - limit->capacity) - now;
-		d->reset_after = used > 0 ? unit_expiry(limit, state, now, freed + used) - now : 0;
-		if (commit && taken > 0)
-			take_units(limit, state, now, taken, freed);
 	}
 
 	if (ban > 0 && commit)
@@ -497,33 +529,39 @@ rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
 }
 
 /*
- * Gives quota back to each of the limits, never above full.  Changes only
- * states of which some quota is in use.
+ * Gives quota back to each of the limits, never above full: the oldest units
+ * that were charged.  Changes only states in which some quota is charged.
  */
 void
-rl_give_back(const RlLimits *limits, RlState *states, int64 now, int64 quota)
+rl_give_back(const RlLimits *limits, RlState *states, RlPool *pool, int64 now, int64 quota)
 {
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
 		RlState    *state = &states[i];
+		View		view;
+		int64		units;
 
-		load(limit, state, now);
 		if (limit->algorithm == RL_THROTTLE)
 		{
 			int64		left = backlog(state, now);
 
-			state->changed = left > 0;
+			if (left == 0)
+				continue;
+			state->changed = true;
 			left -= rl_throttle_refund(limit, quota);
 			/* An empty one is forgotten, also for a clock that is set back. */
 			state->start = left > 0 ? now * NS_PER_US + left : -1;
 			continue;
 		}
-		state->changed = state->used > 0;
-		if (limit->algorithm == RL_TOKEN_BUCKET || limit->algorithm == RL_FIXED_WINDOW)
-			state->used -= Min(quota, state->used);
-		else
-			free_units(state, Min(quota, state->used));
+		view = view_state(limit, state, pool, now);
+		units = Min(quota, view.charged);
+		if (view.charged == 0)
+			continue;
+		if (has_entries(limit))
+			rl_log_skip(pool, &state->log[RL_CHARGED], &view.oldest[RL_CHARGED], units);
+		view.charged -= units;
+		keep_view(limit, state, pool, &view, now, 0, 0);
 	}
 }
 
@@ -600,63 +638,41 @@ rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlCharge *later)
 	charge->amount = Min(left, RL_MAX_BACKLOG - later->amount) + later->amount;
 }
 
-/* Takes units out of an entry, and the entry out of the ring when it is empty. */
-static void
-free_units_of(RlState *state, int i, int64 units)
-{
-	state->used -= units;
-	entry(state, i)->quota -= units;
-	if (entry(state, i)->quota > 0)
-		return;
-	for (; i > 0; i--)
-		*entry(state, i) = *entry(state, i - 1);
-	state->first = (state->first + 1) % state->size;
-	state->n--;
-}
-
 /*
- * Takes the charge back, as far as it has not leaked.  Changes only a state of
- * which some quota is in use.
+ * Takes the charge back, as far as it has not leaked.  Changes only a state in
+ * which some quota is charged.
  */
 void
-rl_undo(const RlLimit *limit, RlState *state, int64 now, const RlCharge *charge)
+rl_undo(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, const RlCharge *charge)
 {
 	int64		left = charge->amount;
+	View		view;
 
-	load(limit, state, now);
-	state->changed = limit->algorithm == RL_THROTTLE ? backlog(state, now) > 0 : state->used > 0;
-	if (!state->changed)
-		return;
-	switch (limit->algorithm)
+	if (limit->algorithm == RL_THROTTLE)
 	{
-		case RL_THROTTLE:
-			left -= Max(now - charge->at, 0) * NS_PER_US;
-			left = backlog(state, now) - Max(left, 0);
-			state->start = left > 0 ? now * NS_PER_US + left : -1;
-			break;
-		case RL_TOKEN_BUCKET:
-			left = less_lumps(limit, left, lumps_since(limit, charge->mark, now));
-			if (same_series(limit, state->start, charge->mark))
-				state->used -= Min(left, state->used);
-			break;
-		case RL_FIXED_WINDOW:
-			if (state->start == charge->mark)
-				state->used -= Min(left, state->used);
-			break;
-		case RL_SLIDING_WINDOW:
-		case RL_SLIDING_LOG:
-			for (int i = state->n - 1; i >= 0 && left > 0; i--)
-			{
-				RlEntry    *e = entry(state, i);
-				int64		part = Min(left, e->quota);
-
-				if (e->time < charge->mark)
-					break;
-				if (e->time > charge->mark)
-					continue;
-				left -= part;
-				free_units_of(state, i, part);
-			}
-			break;
+		if (backlog(state, now) == 0)
+			return;
+		state->changed = true;
+		left -= Max(now - charge->at, 0) * NS_PER_US;
+		left = backlog(state, now) - Max(left, 0);
+		state->start = left > 0 ? now * NS_PER_US + left : -1;
+		return;
 	}
+	view = view_state(limit, state, pool, now);
+	if (view.charged == 0)
+		return;
+	if (limit->algorithm == RL_TOKEN_BUCKET)
+	{
+		left = less_lumps(limit, left, lumps_since(limit, charge->mark, now));
+		if (!same_series(limit, view.start, charge->mark))
+			left = 0;
+	}
+	else if (limit->algorithm == RL_FIXED_WINDOW && view.start != charge->mark)
+		left = 0;
+	if (!has_entries(limit))
+		view.charged -= Min(left, view.charged);
+	keep_view(limit, state, pool, &view, now, 0, 0);
+	/* Entries that no longer count are cut already. */
+	if (has_entries(limit))
+		state->charged -= rl_log_remove(pool, &state->log[RL_CHARGED], charge->mark, left);
 }

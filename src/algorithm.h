@@ -5,32 +5,29 @@
 #ifndef ALGORITHM_H
 #define ALGORITHM_H
 
+#include "log.h"
 #include "ratelimit.h"
 
-/* Quota that is in use since a time: an action, or a sub-window's number. */
-typedef struct RlEntry
-{
-	int64		time;
-	int64		quota;
-} RlEntry;
+/* A state's logs. */
+#define RL_CHARGED			0
+#define RL_REFUSED			1
 
 /*
- * The state of one limit on one key.  What start and used mean is the
- * algorithm's business; entries is a ring, used by sliding_window and
- * sliding_log, which the keeper of the state enlarges.
+ * The state of one limit on one key.  Units that were charged and units that
+ * count_denied counted for refusals are kept apart.  Sliding windows and logs
+ * keep them as entries, whose chunks are in the pool of the state's keeper;
+ * charged and refused are then their sums.
  */
 typedef struct RlState
 {
-	int64		start;			/* TAT in ns, anchor, or the window's start */
-	int64		used;			/* not of throttle */
-	int64		refused_since;	/* first refusal that counts for a ban */
-	int64		refused;		/* refusals since then */
-	bool		changed;		/* set when all of it, not only the refusals, is to
-								 * be kept; else only the refusals may be */
-	RlEntry    *entries;
-	int			size;			/* of the ring */
-	int			first;			/* index of the oldest entry */
-	int			n;				/* entries in use */
+	int64		start;			/* TAT in ns, anchor, or the window's start; -1: none */
+	int64		charged;		/* not of throttle; of a token bucket, missing tokens */
+	int64		refused;
+	RlLog		log[2];
+	int64		ban_since;		/* first refusal that counts for a ban */
+	int64		ban_count;		/* refusals since then */
+	bool		changed;		/* an act has changed the first four */
+	bool		ban_changed;	/* and the last two */
 } RlState;
 
 #define RL_NO_STATE {.start = -1}
@@ -48,17 +45,20 @@ typedef struct RlCharge
 								 * the entry's time; throttle: 0 */
 } RlCharge;
 
-extern int	rl_entries_wanted(const RlLimit *limit, RlState *state, int64 now, int64 quota);
-extern void rl_move_entries(RlState *state, RlEntry *entries, int size);
-extern int64 rl_state_end(const RlLimit *limit, const RlState *state);
+extern int	rl_chunks_wanted(const RlLimit *limit, const RlState *state, const RlPool *pool,
+							 int64 now, int64 quota);
+extern int64 rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
+extern bool rl_state_is_empty(const RlLimit *limit, const RlState *state);
 extern int64 rl_throttle_act(const RlLimit *limit, int64 backlog_ns, int64 quota,
 							 RlDecision *decision);
-extern void rl_act(const RlLimits *limits, RlState *states, int64 *banned_until,
+extern void rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,
 				   int64 now, int64 quota, bool commit, RlDecision *decisions);
-extern void rl_give_back(const RlLimits *limits, RlState *states, int64 now, int64 quota);
+extern void rl_give_back(const RlLimits *limits, RlState *states, RlPool *pool, int64 now,
+						 int64 quota);
 
 extern RlCharge rl_charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after);
 extern void rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlCharge *later);
-extern void rl_undo(const RlLimit *limit, RlState *state, int64 now, const RlCharge *charge);
+extern void rl_undo(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
+					const RlCharge *charge);
 
 #endif							/* ALGORITHM_H */

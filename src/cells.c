@@ -2,32 +2,46 @@
  * cells.c
  *		The local store's memory, which is bounded.
  *
- * A cell is one state of one key: of a limit, or the key's ban.  Cells lie in
- * partitions, all of one key in the same, each with a lock, a hash table and a
- * heap by the time from which a cell is of no use.  When a partition is full
- * the cell nearest to its end makes room, an ended one before all.
+ * A cell is one state of one key: of a limit, or the key's ban.  A key belongs
+ * to one of the partitions, each of which has a lock, a hash table, and two heaps
+ * by the time from which a cell is of no use: one of cells with chunks of entries
+ * and one of the others.  Free cells and free chunks are for all partitions; a
+ * spinlock protects these two lists.
  *
  * Most acts move a cell's end away.  The heap does not follow them: its times
  * are never later than the cells' own, and are put right when such a cell comes
  * to the top.  So an act on a key that is there touches no other cell.
  *
- * The entries of windows and logs are rings in an area of their own, of fixed
- * size too.
+ * When the memory is full, the cell nearest to its end is evicted, an ended one
+ * before all; for chunks, the nearest of those that have some.  Which partition
+ * has it is read without locks, so among cells that end at nearly the same time
+ * the choice is not exact.  An act that needs room lets go of its partition's
+ * lock first, and locks one partition at a time for one eviction; what is evicted
+ * is in its hand until it has what it needs.
  */
 #include "postgres.h"
 
+#include <math.h>
+
+#include "miscadmin.h"
 #include "port/pg_bitutils.h"
-#include "storage/ipc.h"
-#include "utils/memutils.h"
+#include "storage/spin.h"
 
 #include "cells.h"
 
 #define CELLS_PER_PARTITION	2048
 #define MAX_PARTITIONS		1024
-#define ENTRY_BYTES_PER_KEY	128
-#define LEAST_ENTRY_BYTES	(8 * 1024 * 1024)
-#define LEAST_RING			4
-#define CHILDREN			8	/* in the heap: each move touches another cell */
+#define LEAST_CHUNKS		65536	/* 8 MB */
+#define CHILDREN			8	/* in a heap: each move touches another cell */
+
+/* What one act may do to get room. */
+#define MAX_EVICTIONS		64
+#define MAX_CORRECTIONS		4096	/* of heaps, some 2 ms */
+#define CORRECTIONS_AT_ONCE	256 /* under a lock */
+
+/* The two heaps of a partition. */
+#define WITHOUT_CHUNKS		0
+#define WITH_CHUNKS			1
 
 typedef struct HeapItem
 {
@@ -35,43 +49,60 @@ typedef struct HeapItem
 	uint32		cell;
 } HeapItem;
 
+/* Protected by the partition's lock; but soonest is also read without. */
 typedef struct Partition
 {
-	uint32		untouched;		/* cells from here on were never used */
-	uint32		free;			/* the first of those that are free again */
-	uint32		n;				/* cells in use, and in the heap */
+	uint32		n[2];			/* cells in the heaps */
+	volatile int64 soonest[2];	/* the first item's end, or PG_INT64_MAX */
 } Partition;
+
+/* What is free; protected by the mutex. */
+typedef struct Free
+{
+	slock_t		mutex;
+	uint32		cells;			/* a list */
+	uint32		untouched_cells;	/* from here on they were never used */
+	uint32		untouched_chunks;
+	RlPool		pool;			/* without its chunks' address */
+} Free;
 
 /* Where the memory is, and each partition's share of it. */
 static int	npartitions;
 static uint32 ncells;
+static uint32 nchunks;
+static uint32 heap_size;		/* of both heaps together */
 static uint32 nbuckets;
 static LWLockPadded *locks;
+static Free *free_memory;
 static Partition *partitions;
 static uint32 *buckets;
 static HeapItem *heaps;
 static RlCell *cells;
-static void *entry_area;
+static RlChunk *chunks;
 
 /*
  * Size
  */
 
+/*
+ * Keys are spread over the partitions by chance.  So that each has room for its
+ * share when all cells are in use, it has six standard deviations more than the
+ * mean.
+ */
 static void
 set_sizes(void)
 {
+	double		mean;
+
 	npartitions = 1;
 	while (npartitions < MAX_PARTITIONS && npartitions * CELLS_PER_PARTITION < rl_local_max_keys)
 		npartitions *= 2;
 	/* More than one act may need. */
-	ncells = Max(rl_local_max_keys / npartitions, 2 * RL_MAX_WANTED);
-	nbuckets = pg_nextpower2_32(ncells);
-}
-
-static Size
-entry_bytes(void)
-{
-	return MAXALIGN(Max((Size) rl_local_max_keys * ENTRY_BYTES_PER_KEY, LEAST_ENTRY_BYTES));
+	ncells = Max(rl_local_max_keys, 2 * RL_MAX_WANTED);
+	mean = (double) ncells / npartitions;
+	heap_size = npartitions == 1 ? ncells : (uint32) ceil(mean + 6 * sqrt(mean)) + 2 * RL_MAX_WANTED;
+	nbuckets = pg_nextpower2_32(heap_size);
+	nchunks = Max(rl_local_max_keys, LEAST_CHUNKS);
 }
 
 static Size
@@ -83,13 +114,14 @@ all_partitions(Size bytes)
 Size
 rl_local_size(void)
 {
-	Size		size = entry_bytes();
+	Size		size = CACHELINEALIGN(sizeof(Free));
 
 	set_sizes();
 	size = add_size(size, all_partitions(sizeof(Partition)));
 	size = add_size(size, all_partitions(nbuckets * sizeof(uint32)));
-	size = add_size(size, all_partitions(ncells * sizeof(HeapItem)));
-	return add_size(size, all_partitions(ncells * sizeof(RlCell)));
+	size = add_size(size, all_partitions(heap_size * sizeof(HeapItem)));
+	size = add_size(size, CACHELINEALIGN(mul_size(ncells, sizeof(RlCell))));
+	return add_size(size, mul_size(nchunks, sizeof(RlChunk)));
 }
 
 int
@@ -103,55 +135,61 @@ void
 rl_local_attach(void *memory, LWLockPadded *my_locks, bool found)
 {
 	char	   *p = memory;
-	dsa_area   *area;
 
 	set_sizes();
 	locks = my_locks;
-	entry_area = p;
-	p += entry_bytes();
+	free_memory = (Free *) p;
+	p += CACHELINEALIGN(sizeof(Free));
 	partitions = (Partition *) p;
 	p += all_partitions(sizeof(Partition));
 	buckets = (uint32 *) p;
 	p += all_partitions(nbuckets * sizeof(uint32));
 	heaps = (HeapItem *) p;
-	p += all_partitions(ncells * sizeof(HeapItem));
+	p += all_partitions(heap_size * sizeof(HeapItem));
 	cells = (RlCell *) p;
+	p += CACHELINEALIGN(mul_size(ncells, sizeof(RlCell)));
+	chunks = (RlChunk *) p;
 	if (found)
 		return;
-	memset(partitions, 0, all_partitions(sizeof(Partition)));
+	memset(free_memory, 0, sizeof(Free));
+	SpinLockInit(&free_memory->mutex);
 	memset(buckets, 0, all_partitions(nbuckets * sizeof(uint32)));
-	area = dsa_create_in_place(entry_area, entry_bytes(), locks->lock.tranche, NULL);
-	dsa_pin(area);
-	/* Of this size and no more. */
-	dsa_set_size_limit(area, entry_bytes());
-	dsa_detach(area);
+	for (int i = 0; i < npartitions; i++)
+		partitions[i] = (Partition) {{0, 0}, {PG_INT64_MAX, PG_INT64_MAX}};
 }
 
-/* The area that rings are in, which each process attaches to at first use. */
-dsa_area *
-rl_ring_area(void)
+/* How many states are kept, and room for how many entries is in use and there. */
+void
+rl_local_fill(int64 *keys, int64 *entries, int64 *max_entries)
 {
-	static dsa_area *area = NULL;
+	int64		used;
 
-	if (area == NULL)
+	*keys = 0;
+	for (int i = 0; i < npartitions; i++)
 	{
-		MemoryContext old = MemoryContextSwitchTo(TopMemoryContext);
-
-		area = dsa_attach_in_place(entry_area, NULL);
-		dsa_pin_mapping(area);
-		on_shmem_exit(dsa_on_shmem_exit_release_in_place, PointerGetDatum(entry_area));
-		MemoryContextSwitchTo(old);
+		LWLockAcquire(&locks[i].lock, LW_SHARED);
+		*keys += partitions[i].n[WITHOUT_CHUNKS] + partitions[i].n[WITH_CHUNKS];
+		LWLockRelease(&locks[i].lock);
 	}
-	return area;
+	SpinLockAcquire(&free_memory->mutex);
+	used = (int64) free_memory->untouched_chunks - free_memory->pool.nspare;
+	SpinLockRelease(&free_memory->mutex);
+	*entries = used * RL_CHUNK_ENTRIES;
+	*max_entries = (int64) nchunks * RL_CHUNK_ENTRIES;
 }
+
+/*
+ * Locking
+ */
 
 static void
-partition_view(RlCells *view, int number)
+view_partition(RlCells *view, int number)
 {
 	view->number = number;
 	view->partition = &partitions[number];
-	view->heap = heaps + (Size) number * ncells;
-	view->cells = cells + (Size) number * ncells;
+	view->heap = heaps + (Size) number * heap_size;
+	view->cells = cells;
+	view->pool.chunks = chunks;
 }
 
 /* The chain of a name within its partition. */
@@ -161,47 +199,75 @@ bucket_of(const RlCells *view, RlName name)
 	return &buckets[(Size) view->number * nbuckets + (name.hash & (nbuckets - 1))];
 }
 
-/* Locks the partition of a name, and views it at the time that is then. */
+/* Locks the partition of the view's name, and views it at the time that is then. */
 void
-rl_cells_lock(RlCells *view, RlName name, LWLockMode mode)
+rl_cells_lock(RlCells *view, LWLockMode mode)
 {
-	view->name = name;
-	partition_view(view, (view->name.hash >> 32) & (npartitions - 1));
+	view_partition(view, (view->name.hash >> 32) & (npartitions - 1));
 	view->bucket = bucket_of(view, view->name);
-	(void) rl_ring_area();
 	LWLockAcquire(&locks[view->number].lock, mode);
 	/* Under the lock, so that acts on a key come in the order of their times. */
 	view->now = rl_local_now();
 }
 
-/* Ends what rl_cells_lock began. */
+/* Ends what rl_cells_lock began; what is at hand stays there. */
 void
-rl_cells_unlock(const RlCells *view)
+rl_cells_unlock(RlCells *view)
 {
 	LWLockRelease(&locks[view->number].lock);
 }
 
+/* Makes what is at hand free for all.  Must follow the last unlock. */
+void
+rl_cells_release(RlCells *view)
+{
+	if (view->nspare == 0 && view->pool.nspare == 0)
+		return;
+	SpinLockAcquire(&free_memory->mutex);
+	if (view->nspare > 0)
+	{
+		rl_cell_at(view, view->spare_last)->next = free_memory->cells;
+		free_memory->cells = view->spare;
+	}
+	if (view->pool.nspare > 0)
+	{
+		free_memory->pool.chunks = chunks;
+		rl_pool_put(&free_memory->pool, view->pool.spare, view->pool.spare_last, view->pool.nspare);
+	}
+	SpinLockRelease(&free_memory->mutex);
+	view->nspare = 0;
+	view->pool.spare = view->pool.spare_last = RL_NO_CHUNK;
+	view->pool.nspare = 0;
+}
+
 /*
- * The heap
+ * The heaps, which share an array: one grows from its front, one from its end.
  */
 
-static void
-put_in_heap(RlCells *view, uint32 at, HeapItem item)
+static HeapItem *
+item_at(const RlCells *view, int heap, uint32 at)
 {
-	view->heap[at] = item;
+	return &view->heap[heap == WITHOUT_CHUNKS ? at : heap_size - 1 - at];
+}
+
+static void
+put_in_heap(RlCells *view, int heap, uint32 at, HeapItem item)
+{
+	*item_at(view, heap, at) = item;
 	rl_cell_at(view, item.cell)->heap_at = at;
+	if (at == 0)
+		view->partition->soonest[heap] = item.end;
 }
 
 /* Puts the item where it belongs, starting from a place that is free. */
 static void
-sift(RlCells *view, uint32 at, HeapItem item)
+sift(RlCells *view, int heap, uint32 at, HeapItem item)
 {
-	HeapItem   *heap = view->heap;
-	uint32		n = view->partition->n;
+	uint32		n = view->partition->n[heap];
 
-	while (at > 0 && heap[(at - 1) / CHILDREN].end > item.end)
+	while (at > 0 && item_at(view, heap, (at - 1) / CHILDREN)->end > item.end)
 	{
-		put_in_heap(view, at, heap[(at - 1) / CHILDREN]);
+		put_in_heap(view, heap, at, *item_at(view, heap, (at - 1) / CHILDREN));
 		at = (at - 1) / CHILDREN;
 	}
 	for (;;)
@@ -210,73 +276,72 @@ sift(RlCells *view, uint32 at, HeapItem item)
 		uint32		least = first;
 
 		for (uint32 child = first + 1; child < Min(first + CHILDREN, n); child++)
-			if (heap[child].end < heap[least].end)
+			if (item_at(view, heap, child)->end < item_at(view, heap, least)->end)
 				least = child;
-		if (least >= n || heap[least].end >= item.end)
+		if (least >= n || item_at(view, heap, least)->end >= item.end)
 			break;
-		put_in_heap(view, at, heap[least]);
+		put_in_heap(view, heap, at, *item_at(view, heap, least));
 		at = least;
 	}
-	put_in_heap(view, at, item);
+	put_in_heap(view, heap, at, item);
 }
 
-/* Sets a cell's end; the heap only has to know of an earlier one. */
+static void
+add_to_heap(RlCells *view, int heap, uint32 c)
+{
+	RlCell	   *cell = rl_cell_at(view, c);
+
+	cell->heap = heap;
+	view->partition->n[heap]++;
+	sift(view, heap, view->partition->n[heap] - 1, (HeapItem) {cell->end, c});
+}
+
+static void
+remove_from_heap(RlCells *view, uint32 c)
+{
+	RlCell	   *cell = rl_cell_at(view, c);
+	int			heap = cell->heap;
+	uint32		n = --view->partition->n[heap];
+	HeapItem	last = *item_at(view, heap, n);
+
+	if (last.cell != c)
+		sift(view, heap, cell->heap_at, last);
+	else if (n == 0)
+		view->partition->soonest[heap] = PG_INT64_MAX;
+}
+
+static int
+heap_of(const RlCell *cell)
+{
+	for (int i = 0; i < 2; i++)
+		if (cell->log[i].last != RL_NO_CHUNK || cell->log[i].index_last != RL_NO_CHUNK)
+			return WITH_CHUNKS;
+	return WITHOUT_CHUNKS;
+}
+
+/*
+ * Sets a cell's end, after its logs were set.  Its heap only has to know of an
+ * earlier one.
+ */
 void
 rl_cell_set_end(RlCells *view, uint32 c, int64 end)
 {
-	uint32		at = rl_cell_at(view, c)->heap_at;
+	RlCell	   *cell = rl_cell_at(view, c);
+	int			heap = heap_of(cell);
 
-	rl_cell_at(view, c)->end = end;
-	if (end < view->heap[at].end)
-		sift(view, at, (HeapItem) {end, c});
+	cell->end = end;
+	if (heap != cell->heap)
+	{
+		remove_from_heap(view, c);
+		add_to_heap(view, heap, c);
+	}
+	else if (end < item_at(view, heap, cell->heap_at)->end)
+		sift(view, heap, cell->heap_at, (HeapItem) {end, c});
 }
 
 /*
  * Cells
  */
-
-/* Forgets a cell. */
-void
-rl_cell_remove(RlCells *view, uint32 c)
-{
-	RlCell	   *cell = rl_cell_at(view, c);
-	uint32	   *link = bucket_of(view, cell->name);
-	uint32		at = cell->heap_at;
-	HeapItem	last;
-
-	while (*link != c)
-		link = &rl_cell_at(view, *link)->next;
-	*link = cell->next;
-	if (DsaPointerIsValid(cell->entries))
-		dsa_free(rl_ring_area(), cell->entries);
-	cell->next = view->partition->free;
-	view->partition->free = c;
-	last = view->heap[--view->partition->n];
-	if (last.cell != c)
-		sift(view, at, last);
-}
-
-/* The cell nearest to its end, of which the heap then knows the true one. */
-static uint32
-nearest_to_end(RlCells *view)
-{
-	for (;;)
-	{
-		HeapItem	top = view->heap[0];
-
-		if (rl_cell_at(view, top.cell)->end <= top.end)
-			return top.cell;
-		top.end = rl_cell_at(view, top.cell)->end;
-		sift(view, 0, top);
-	}
-}
-
-/* How many cells can be made before one must go. */
-uint32
-rl_cells_free(const RlCells *view)
-{
-	return ncells - view->partition->n;
-}
 
 /* The name's cell of the limit, or without one of the ban, or RL_NO_CELL. */
 uint32
@@ -288,42 +353,40 @@ rl_cell_find(const RlCells *view, const RlLimit *limit)
 	return RL_NO_CELL;
 }
 
-/* Makes sure that so many cells are free, besides n that are to stay. */
+/* Removes a cell of the view's partition; it and its chunks are then at hand. */
 void
-rl_cells_reserve(RlCells *view, uint32 wanted, const uint32 *stay, int n)
+rl_cell_remove(RlCells *view, uint32 c)
 {
-	int64		ends[RL_MAX_WANTED];
+	RlCell	   *cell = rl_cell_at(view, c);
+	uint32	   *link = bucket_of(view, cell->name);
+	RlCursor	end = {0};
 
-	if (rl_cells_free(view) >= wanted)
-		return;
-	for (int i = 0; i < n; i++)
-	{
-		ends[i] = rl_cell_at(view, stay[i])->end;
-		rl_cell_at(view, stay[i])->end = PG_INT64_MAX;
-	}
-	while (rl_cells_free(view) < wanted)
-		rl_cell_remove(view, nearest_to_end(view));
-	for (int i = 0; i < n; i++)
-		rl_cell_set_end(view, stay[i], ends[i]);
+	while (*link != c)
+		link = &rl_cell_at(view, *link)->next;
+	*link = cell->next;
+	for (int i = 0; i < 2; i++)
+		rl_log_cut(&view->pool, &cell->log[i], &end);
+	remove_from_heap(view, c);
+	cell->next = view->spare;
+	if (view->nspare++ == 0)
+		view->spare_last = c;
+	view->spare = c;
 }
 
-/* Makes a cell of the key, for which there is room. */
+/* Makes a cell of the key out of one at hand. */
 uint32
 rl_cell_make(RlCells *view, const RlLimit *limit)
 {
-	uint32		c = view->partition->free;
-	RlCell	   *cell;
+	uint32		c = view->spare;
+	RlCell	   *cell = rl_cell_at(view, c);
 
-	if (c != RL_NO_CELL)
-		view->partition->free = rl_cell_at(view, c)->next;
-	else
-		c = ++view->partition->untouched;
-	cell = rl_cell_at(view, c);
+	Assert(view->nspare > 0);
+	view->spare = cell->next;
+	view->nspare--;
 	memset(cell, 0, sizeof(RlCell));
 	cell->name = view->name;
 	cell->algorithm = RL_BAN_CELL;
 	cell->start = -1;
-	cell->entries = InvalidDsaPointer;
 	cell->end = PG_INT64_MAX;
 	if (limit != NULL)
 	{
@@ -334,83 +397,198 @@ rl_cell_make(RlCells *view, const RlLimit *limit)
 	}
 	cell->next = *view->bucket;
 	*view->bucket = c;
-	sift(view, view->partition->n++, (HeapItem) {cell->end, c});
+	add_to_heap(view, WITHOUT_CHUNKS, c);
 	return c;
 }
 
 /*
- * Rings
+ * Room
  */
 
-/* Forgets the cell with a ring that is nearest to its end, but none of the key. */
+/* True if the view's partition has no room for so many cells more. */
 static bool
-evict_ring(RlCells *view)
+is_crowded(const RlCells *view, uint32 more)
 {
-	uint32		best = RL_NO_CELL;
-
-	for (uint32 i = 0; i < view->partition->n; i++)
-	{
-		uint32		c = view->heap[i].cell;
-
-		if (DsaPointerIsValid(rl_cell_at(view, c)->entries) &&
-			!rl_same_name(rl_cell_at(view, c)->name, view->name) &&
-			(best == RL_NO_CELL || rl_cell_at(view, c)->end < rl_cell_at(view, best)->end))
-			best = c;
-	}
-	if (best != RL_NO_CELL)
-		rl_cell_remove(view, best);
-	return best != RL_NO_CELL;
-}
-
-/* The same in another partition that nobody uses now. */
-static bool
-evict_ring_elsewhere(const RlCells *view)
-{
-	for (int i = 1; i < npartitions; i++)
-	{
-		RlCells		other = *view;
-		bool		evicted;
-
-		partition_view(&other, (view->number + i) & (npartitions - 1));
-		if (!LWLockConditionalAcquire(&locks[other.number].lock, LW_EXCLUSIVE))
-			continue;
-		evicted = evict_ring(&other);
-		rl_cells_unlock(&other);
-		if (evicted)
-			return true;
-	}
-	return false;
+	return view->partition->n[WITHOUT_CHUNKS] + view->partition->n[WITH_CHUNKS] + more > heap_size;
 }
 
 /*
- * Gives the state a ring with room for one more entry, a copy of the cell's.
- * Returns it, or an invalid pointer if there is no memory.
+ * Takes what is free until so many cells and chunks are at hand.  Returns false
+ * if there are not enough, or no room for cells in the locked partition: then
+ * the caller unlocks it, calls rl_cells_evict, and begins again.
  */
-dsa_pointer
-rl_ring_make(RlCells *view, RlState *state)
+bool
+rl_cells_reserve(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 {
-	int			size = Max(LEAST_RING, 2 * state->size);
-	dsa_pointer ring;
+	RlPool	   *pool = &free_memory->pool;
 
-	do
-		ring = dsa_allocate_extended(rl_ring_area(), size * sizeof(RlEntry), DSA_ALLOC_NO_OOM);
-	while (!DsaPointerIsValid(ring) && (evict_ring(view) || evict_ring_elsewhere(view)));
-	if (DsaPointerIsValid(ring))
-		rl_move_entries(state, dsa_get_address(rl_ring_area(), ring), size);
-	return ring;
+	if (view->nspare >= cells_wanted && view->pool.nspare >= chunks_wanted)
+		return !is_crowded(view, cells_wanted);
+	SpinLockAcquire(&free_memory->mutex);
+	while (view->nspare < cells_wanted)
+	{
+		uint32		c = free_memory->cells;
+
+		if (c != RL_NO_CELL)
+			free_memory->cells = rl_cell_at(view, c)->next;
+		else if (free_memory->untouched_cells < ncells)
+			c = ++free_memory->untouched_cells;
+		else
+			break;
+		rl_cell_at(view, c)->next = view->spare;
+		if (view->nspare++ == 0)
+			view->spare_last = c;
+		view->spare = c;
+	}
+	pool->chunks = chunks;
+	while (view->pool.nspare < chunks_wanted)
+	{
+		uint32		c;
+
+		if (pool->nspare > 0)
+			c = rl_pool_get(pool);
+		else if (free_memory->untouched_chunks < nchunks)
+			c = ++free_memory->untouched_chunks;
+		else
+			break;
+		rl_pool_put(&view->pool, c, c, 1);
+	}
+	SpinLockRelease(&free_memory->mutex);
+	return view->nspare >= cells_wanted && view->pool.nspare >= chunks_wanted &&
+		!is_crowded(view, cells_wanted);
 }
 
-/* How many states are kept now. */
-int64
-rl_local_keys(void)
+/*
+ * Evicts the first cell of a heap that is not of the spared name, from the
+ * view's partition, which is locked; unless its end turns out to be later than
+ * "latest", or only after CORRECTIONS_AT_ONCE.  *progress tells whether the heap
+ * has changed, so that another call may succeed.  *corrections, which is reduced,
+ * is how many the act may still make; without any, the heap's order counts.
+ */
+static bool
+evict_first(RlCells *view, int heap, RlName spared, int64 latest, int *corrections, bool *progress)
 {
-	int64		n = 0;
+	uint32		victim = RL_NO_CELL;
+	bool		deferred = false;
+	int			n = 0;
 
-	for (int i = 0; i < npartitions; i++)
+	while (n < CORRECTIONS_AT_ONCE && victim == RL_NO_CELL && view->partition->n[heap] > 0)
 	{
-		LWLockAcquire(&locks[i].lock, LW_SHARED);
-		n += partitions[i].n;
-		LWLockRelease(&locks[i].lock);
+		HeapItem	top = *item_at(view, heap, 0);
+		RlCell	   *cell = rl_cell_at(view, top.cell);
+
+		/* All are spared, or another heap's come first. */
+		if (top.end == PG_INT64_MAX || (n > 0 && top.end > latest))
+			break;
+		if (rl_same_name(cell->name, spared))
+		{
+			top.end = PG_INT64_MAX;
+			deferred = true;
+		}
+		else if (cell->end > top.end && *corrections > 0)
+		{
+			top.end = cell->end;
+			(*corrections)--;
+			n++;
+		}
+		else
+		{
+			victim = top.cell;
+			break;
+		}
+		sift(view, heap, 0, top);
 	}
-	return n;
+	if (victim != RL_NO_CELL)
+		rl_cell_remove(view, victim);
+	if (deferred)
+		for (uint32 c = *bucket_of(view, spared); c != RL_NO_CELL; c = rl_cell_at(view, c)->next)
+		{
+			RlCell	   *cell = rl_cell_at(view, c);
+
+			if (cell->heap == heap && rl_same_name(cell->name, spared))
+				sift(view, heap, cell->heap_at, (HeapItem) {cell->end, c});
+		}
+	*progress = victim != RL_NO_CELL || n > 0;
+	return victim != RL_NO_CELL;
+}
+
+/*
+ * Returns the partition, of n from first on, that has the cell nearest to its
+ * end, and sets the heap, and the end of the nearest in any other heap; -1 if
+ * there is none.  The heaps of the own partition that have cells of the own key
+ * only do not count.
+ */
+static int
+choose_partition(int first, int n, bool with_chunks, int own, const bool *only_own, int *heap,
+				 int64 *others)
+{
+	int			best = -1;
+	int64		soonest = PG_INT64_MAX;
+
+	*others = PG_INT64_MAX;
+	for (int i = first; i < first + n; i++)
+		for (int h = with_chunks ? WITH_CHUNKS : WITHOUT_CHUNKS; h <= WITH_CHUNKS; h++)
+		{
+			int64		end = partitions[i].soonest[h];
+
+			if (end >= *others || (i == own && only_own[h]))
+				continue;
+			if (end >= soonest)
+			{
+				*others = end;
+				continue;
+			}
+			*others = soonest;
+			soonest = end;
+			best = i;
+			*heap = h;
+		}
+	return best;
+}
+
+/*
+ * Evicts cells of other keys until so many cells and chunks are at hand, and
+ * where they are to go there is room; no lock is held before and after.  Returns
+ * false if that takes too much, or if there are none of other keys.
+ */
+bool
+rl_cells_evict(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
+{
+	int			own = (view->name.hash >> 32) & (npartitions - 1);
+	bool		only_own[2] = {false, false};
+	int			evictions = 0;
+	int			corrections = MAX_CORRECTIONS;
+
+	while (evictions < MAX_EVICTIONS)
+	{
+		bool		lacks_chunks = view->pool.nspare < chunks_wanted;
+		bool		crowded;
+		bool		progress;
+		int			heap = WITHOUT_CHUNKS;
+		int			number;
+		int64		latest;
+
+		view_partition(view, own);
+		crowded = is_crowded(view, cells_wanted);
+		if (!lacks_chunks && !crowded && view->nspare >= cells_wanted)
+			return true;
+		if (InterruptPending)
+		{
+			rl_cells_release(view);
+			CHECK_FOR_INTERRUPTS();
+		}
+		if (crowded)
+			number = choose_partition(own, 1, false, own, only_own, &heap, &latest);
+		else
+			number = choose_partition(0, npartitions, lacks_chunks, own, only_own, &heap, &latest);
+		if (number < 0)
+			return false;
+		view_partition(view, number);
+		LWLockAcquire(&locks[number].lock, LW_EXCLUSIVE);
+		evictions += evict_first(view, heap, view->name, latest, &corrections, &progress);
+		LWLockRelease(&locks[number].lock);
+		if (!progress && number == own)
+			only_own[heap] = true;
+	}
+	return false;
 }

@@ -11,8 +11,8 @@
 -- that it brings, or 0.
 local function count_refusal(l)
   local start, count = now, 0
-  if l.refused then
-    local s, c = pair(l.refused)
+  if l.refusals then
+    local s, c = pair(l.refusals)
     if now < s + l.period then
       start, count = s, c
     end

@@ -163,6 +163,9 @@ fail(Action *action, RlDecision *decisions)
 			return;
 		}
 	}
+	/* on_error is about a store that is away, not about this server's memory. */
+	if (action->error->sqlstate == ERRCODE_OUT_OF_MEMORY && rl_mode != RL_MODE_SHADOW)
+		on_error = RL_ON_ERROR_ERROR;
 	if (on_error == RL_ON_ERROR_ERROR)
 	{
 		count(action, RL_WAS_ERROR, false);

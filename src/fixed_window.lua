@@ -1,7 +1,8 @@
 -- fixed_window: a counter per window of the clock, or from the first action.
 --
--- The field is "start used" of the latest window. ARGV has capacity, and 1 if
--- the window starts with the key's first action.
+-- The field is "start charged" of the latest window, or "start charged refused"
+-- if quota of refused actions was counted. ARGV has capacity, and 1 if the
+-- window starts with the key's first action.
 
 algorithms.fixed_window = {
   read = function(l, a)
@@ -10,30 +11,35 @@ algorithms.fixed_window = {
 
   -- A window that lies ahead, after a step back of the clock, still counts.
   load = function(l, value)
-    l.start, l.used = l.from_first and now or now - now % l.period, 0
+    l.start, l.charged, l.refused = l.from_first and now or now - now % l.period, 0, 0
     if value then
-      local start, used = pair(value)
+      local start, charged, refused = string.match(value, '^(%d+) (%d+) ?(%d*)$')
+      start = tonumber(start)
       if start + l.period > now then
-        l.start, l.used = start, used
+        l.start, l.charged, l.refused = start, tonumber(charged), tonumber(refused) or 0
       end
     end
+    l.used = l.charged + l.refused
   end,
 
   take = function(l)
-    l.used = l.used + quota
+    l.charged, l.used = l.charged + quota, l.used + quota
   end,
 
   deny = function(l)
-    l.used = math.min(l.used + quota, l.capacity)
+    l.refused = math.min(l.refused + quota, MOST)
+    l.used = l.charged + l.refused
   end,
 
   give = function(l)
-    l.used = math.max(l.used - quota, 0)
+    l.charged = math.max(l.charged - quota, 0)
+    l.used = l.charged + l.refused
   end,
 
   undo = function(l, _, start, amount)
     if l.start == start then
-      l.used = math.max(l.used - amount, 0)
+      l.charged = math.max(l.charged - amount, 0)
+      l.used = l.charged + l.refused
     end
   end,
 
@@ -46,7 +52,15 @@ algorithms.fixed_window = {
   end,
 
   save = function(l)
-    put(l.tag, pair_text(l.start, l.used), l:reset())
+    if l.used == 0 then
+      drop(l.tag)
+      return
+    end
+    local value = pair_text(l.start, l.charged)
+    if l.refused > 0 then
+      value = value .. string.format(' %.0f', l.refused)
+    end
+    put(l.tag, value, l:reset())
   end
 }
 algorithms.fixed_window.__index = algorithms.fixed_window

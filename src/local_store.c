@@ -8,12 +8,6 @@
 #include "cells.h"
 #include "charges.h"
 
-static void
-lock_key(RlCells *view, const RlKey *key, LWLockMode mode)
-{
-	rl_cells_lock(view, rl_name(key), mode);
-}
-
 /*
  * States
  */
@@ -24,84 +18,42 @@ load_state(const RlCells *view, uint32 c, RlState *state)
 {
 	const RlCell *cell;
 
-	memset(state, 0, sizeof(*state));
-	state->start = -1;
+	*state = (RlState) RL_NO_STATE;
 	if (c == RL_NO_CELL)
 		return;
 	cell = rl_cell_at(view, c);
 	state->start = cell->start;
-	state->used = cell->used;
-	state->refused_since = cell->refused_since;
+	state->charged = cell->charged;
 	state->refused = cell->refused;
-	if (DsaPointerIsValid(cell->entries))
-	{
-		state->entries = dsa_get_address(rl_ring_area(), cell->entries);
-		state->size = cell->size;
-		state->first = cell->first;
-		state->n = cell->n;
-	}
+	state->log[0] = cell->log[0];
+	state->log[1] = cell->log[1];
+	state->ban_since = cell->ban_since;
+	state->ban_count = cell->ban_count;
 }
 
-/* True if a state that was changed is one that Redis would have no field for. */
-static bool
-is_empty(const RlLimit *limit, const RlCell *cell)
-{
-	if (cell->refused > 0)
-		return false;
-	return (limit->algorithm == RL_THROTTLE && cell->start < 0) ||
-		(limit->algorithm == RL_SLIDING_WINDOW && cell->used == 0);
-}
-
-/*
- * Keeps what an act has changed of the state in cell c, if it has one, and the
- * ring if that is a new one.
- */
+/* Keeps what an act has changed of the state, in cell c if it has one. */
 static void
-save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state, dsa_pointer ring)
+save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state)
 {
-	RlCell	   *cell = c == RL_NO_CELL ? NULL : rl_cell_at(view, c);
-	RlState		kept;
+	RlCell	   *cell;
 
-	if (!state->changed)
-	{
-		if (DsaPointerIsValid(ring))
-			dsa_free(rl_ring_area(), ring);
-		if (state->refused == (cell ? cell->refused : 0) &&
-			state->refused_since == (cell ? cell->refused_since : 0))
-			return;
-	}
-	if (cell == NULL)
-	{
+	if (!state->changed && !state->ban_changed)
+		return;
+	if (c == RL_NO_CELL)
 		c = rl_cell_make(view, limit);
-		cell = rl_cell_at(view, c);
-	}
-	cell->refused_since = state->refused_since;
+	cell = rl_cell_at(view, c);
+	cell->start = state->start;
+	cell->charged = state->charged;
 	cell->refused = state->refused;
-	if (state->changed)
-	{
-		cell->start = state->start;
-		cell->used = state->used;
-		if (DsaPointerIsValid(ring))
-		{
-			if (DsaPointerIsValid(cell->entries))
-				dsa_free(rl_ring_area(), cell->entries);
-			cell->entries = ring;
-		}
-		cell->size = state->size;
-		cell->first = state->first;
-		cell->n = state->n;
-		if (is_empty(limit, cell))
-		{
-			rl_cell_remove(view, c);
-			return;
-		}
-	}
+	cell->log[0] = state->log[0];
+	cell->log[1] = state->log[1];
+	cell->ban_since = state->ban_since;
+	cell->ban_count = state->ban_count;
+	/* Redis would have no field for it. */
+	if (rl_state_is_empty(limit, state) && state->ban_count == 0 && limit->algorithm != RL_TOKEN_BUCKET)
+		rl_cell_remove(view, c);
 	else
-	{
-		load_state(view, c, &kept);
-		state = &kept;
-	}
-	rl_cell_set_end(view, c, rl_state_end(limit, state));
+		rl_cell_set_end(view, c, rl_state_end(limit, state, &view->pool));
 }
 
 static void
@@ -124,50 +76,39 @@ load_states(const RlCells *view, const RlLimits *limits, uint32 *found, RlState 
 	}
 }
 
-/*
- * Makes room for whatever an act may write: for cells, one of a ban among
- * them, and for entries.  Returns false with the error set.
- */
-static bool
-prepare(RlCells *view, const RlLimits *limits, int64 quota, const uint32 *found, uint32 ban,
-		RlState *states, dsa_pointer *rings, RlError *error)
+/* Counts what an act may need more: cells, one of a ban among them, and chunks. */
+static void
+count_wanted(const RlCells *view, const RlLimits *limits, int64 quota, const uint32 *found,
+			 uint32 ban, const RlState *states, uint32 *cells, uint32 *chunks)
 {
-	uint32		stay[RL_MAX_WANTED];
-	int			n = 0;
-	int			missing = 0;
+	bool		may_ban = false;
 
+	*cells = *chunks = 0;
 	for (int i = 0; i < limits->n; i++)
 	{
-		if (found[i] != RL_NO_CELL)
-			stay[n++] = found[i];
-		else
-			missing++;
+		*cells += found[i] == RL_NO_CELL;
+		*chunks += rl_chunks_wanted(&limits->limit[i], &states[i], &view->pool, view->now, quota);
+		may_ban |= limits->limit[i].ban > 0;
 	}
-	for (int i = 0; i < limits->n && ban == RL_NO_CELL; i++)
-		if (limits->limit[i].ban > 0)
-		{
-			missing++;
-			break;
-		}
-	if (ban != RL_NO_CELL)
-		stay[n++] = ban;
-	rl_cells_reserve(view, missing, stay, n);
+	*cells += may_ban && ban == RL_NO_CELL;
+}
 
-	for (int i = 0; i < limits->n; i++)
-	{
-		if (rl_entries_wanted(&limits->limit[i], &states[i], view->now, quota) <= states[i].size)
-			continue;
-		rings[i] = rl_ring_make(view, &states[i]);
-		if (DsaPointerIsValid(rings[i]))
-			continue;
-		while (i-- > 0)
-			if (DsaPointerIsValid(rings[i]))
-				dsa_free(rl_ring_area(), rings[i]);
-		rl_error_set(error, ERRCODE_OUT_OF_MEMORY, "out of shared memory for rate limits");
-		rl_error_detail(error, "ratelimit.local_max_keys says how much there is.");
-		return false;
-	}
-	return true;
+/* Ends an act. */
+static void
+finish(RlCells *view)
+{
+	rl_cells_unlock(view);
+	rl_cells_release(view);
+}
+
+/* Sets the error of an act that other keys cannot make room for. */
+static bool
+no_room(RlCells *view, RlError *error)
+{
+	rl_cells_release(view);
+	rl_error_set(error, ERRCODE_OUT_OF_MEMORY, "out of shared memory for rate limits");
+	rl_error_detail(error, "ratelimit.local_max_keys says how much there is.");
+	return false;
 }
 
 /*
@@ -194,11 +135,11 @@ take_throttle(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *deci
 		else if (rl_cell_is_of(rl_cell_at(view, i), NULL))
 			return false;
 	}
-	if (c != RL_NO_CELL && rl_cell_at(view, c)->refused > 0)
+	if (c != RL_NO_CELL && rl_cell_at(view, c)->ban_count > 0)
 		return false;
 	if (c != RL_NO_CELL)
 		backlog = Max(rl_cell_at(view, c)->start - now, 0);
-	else if (rl_cells_free(view) == 0)
+	else if (quota > 0 && quota <= limit->capacity && !rl_cells_reserve(view, 1, 0))
 		return false;
 	backlog = rl_throttle_act(limit, backlog, quota, decision);
 	if (!decision->allowed || quota == 0)
@@ -210,6 +151,36 @@ take_throttle(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *deci
 	return true;
 }
 
+/*
+ * Looks up what an act needs, under the lock of the key's partition, and makes
+ * sure of the room for what it may write.  Returns false, with the lock released,
+ * if there is no room.
+ */
+static bool
+begin_act(RlCells *view, const RlLimits *limits, int64 quota, RlTake how,
+		  uint32 *found, RlState *states, uint32 *ban, RlError *error)
+{
+	uint32		cells;
+	uint32		chunks;
+
+	for (;;)
+	{
+		load_states(view, limits, found, states);
+		*ban = rl_cell_find(view, NULL);
+		if (how == RL_PEEK || quota == 0 ||
+			(*ban != RL_NO_CELL && rl_cell_at(view, *ban)->start > view->now))
+			return true;
+		count_wanted(view, limits, quota, found, *ban, states, &cells, &chunks);
+		if (rl_cells_reserve(view, cells, chunks))
+			return true;
+		/* Others may act on the key meanwhile, so all is looked up anew. */
+		rl_cells_unlock(view);
+		if (!rl_cells_evict(view, cells, chunks))
+			return no_room(view, error);
+		rl_cells_lock(view, LW_EXCLUSIVE);
+	}
+}
+
 static bool
 local_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 		   RlDecision *decisions, int64 *at, RlError *error)
@@ -217,11 +188,10 @@ local_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 	RlLimits	quiet;
 	RlState		states[RL_MAX_LIMITS];
 	uint32		found[RL_MAX_LIMITS];
-	dsa_pointer rings[RL_MAX_LIMITS];
 	uint32		ban;
 	int64		old_ban;
 	int64		banned_until;
-	RlCells		view;
+	RlCells		view = {.name = rl_name(key)};
 
 	if (how == RL_TAKE_QUIETLY)
 	{
@@ -234,31 +204,24 @@ local_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 		limits = &quiet;
 	}
 
-	lock_key(&view, key, how == RL_PEEK ? LW_SHARED : LW_EXCLUSIVE);
-	*at = view.now;
+	rl_cells_lock(&view, how == RL_PEEK ? LW_SHARED : LW_EXCLUSIVE);
 	if (how != RL_PEEK && limits->n == 1 && limits->limit[0].algorithm == RL_THROTTLE &&
 		limits->limit[0].ban == 0 && take_throttle(&view, &limits->limit[0], quota, decisions))
 	{
-		rl_cells_unlock(&view);
+		*at = view.now;
+		finish(&view);
 		return true;
 	}
-	load_states(&view, limits, found, states);
-	for (int i = 0; i < limits->n; i++)
-		rings[i] = InvalidDsaPointer;
-	ban = rl_cell_find(&view, NULL);
-	banned_until = old_ban = ban == RL_NO_CELL ? 0 : rl_cell_at(&view, ban)->start;
-	if (how != RL_PEEK && quota > 0 && banned_until <= view.now &&
-		!prepare(&view, limits, quota, found, ban, states, rings, error))
-	{
-		rl_cells_unlock(&view);
+	if (!begin_act(&view, limits, quota, how, found, states, &ban, error))
 		return false;
-	}
-	rl_act(limits, states, &banned_until, view.now, quota, how != RL_PEEK, decisions);
+	*at = view.now;
+	banned_until = old_ban = ban == RL_NO_CELL ? 0 : rl_cell_at(&view, ban)->start;
+	rl_act(limits, states, &view.pool, &banned_until, view.now, quota, how != RL_PEEK, decisions);
 	for (int i = 0; how != RL_PEEK && i < limits->n; i++)
-		save_state(&view, found[i], &limits->limit[i], &states[i], rings[i]);
+		save_state(&view, found[i], &limits->limit[i], &states[i]);
 	if (banned_until != old_ban)
 		set_ban(&view, ban, banned_until);
-	rl_cells_unlock(&view);
+	finish(&view);
 	return true;
 }
 
@@ -267,14 +230,14 @@ local_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *err
 {
 	RlState		states[RL_MAX_LIMITS];
 	uint32		found[RL_MAX_LIMITS];
-	RlCells		view;
+	RlCells		view = {.name = rl_name(key)};
 
-	lock_key(&view, key, LW_EXCLUSIVE);
+	rl_cells_lock(&view, LW_EXCLUSIVE);
 	load_states(&view, limits, found, states);
-	rl_give_back(limits, states, view.now, quota);
+	rl_give_back(limits, states, &view.pool, view.now, quota);
 	for (int i = 0; i < limits->n; i++)
-		save_state(&view, found[i], &limits->limit[i], &states[i], InvalidDsaPointer);
-	rl_cells_unlock(&view);
+		save_state(&view, found[i], &limits->limit[i], &states[i]);
+	finish(&view);
 	return true;
 }
 
@@ -300,11 +263,11 @@ forget(RlCells *view, const RlLimit *limit)
 static bool
 local_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *error pg_attribute_unused())
 {
-	RlCells		view;
+	RlCells		view = {.name = rl_name(key)};
 	uint32		next;
 
 	*found = false;
-	lock_key(&view, key, LW_EXCLUSIVE);
+	rl_cells_lock(&view, LW_EXCLUSIVE);
 	for (int i = 0; limits && i < limits->n; i++)
 		*found |= forget(&view, &limits->limit[i]);
 	for (uint32 c = limits ? RL_NO_CELL : *view.bucket; c != RL_NO_CELL; c = next)
@@ -315,33 +278,39 @@ local_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *erro
 		*found |= is_there(&view, c);
 		rl_cell_remove(&view, c);
 	}
-	rl_cells_unlock(&view);
+	finish(&view);
 	return true;
 }
 
 static bool
-local_ban(const RlKey *key, int64 duration, RlError *error pg_attribute_unused())
+local_ban(const RlKey *key, int64 duration, RlError *error)
 {
-	RlCells		view;
+	RlCells		view = {.name = rl_name(key)};
 	uint32		ban;
 
-	lock_key(&view, key, LW_EXCLUSIVE);
-	ban = rl_cell_find(&view, NULL);
-	if (ban == RL_NO_CELL)
-		rl_cells_reserve(&view, 1, NULL, 0);
+	for (;;)
+	{
+		rl_cells_lock(&view, LW_EXCLUSIVE);
+		ban = rl_cell_find(&view, NULL);
+		if (ban != RL_NO_CELL || rl_cells_reserve(&view, 1, 0))
+			break;
+		rl_cells_unlock(&view);
+		if (!rl_cells_evict(&view, 1, 0))
+			return no_room(&view, error);
+	}
 	set_ban(&view, ban, view.now + duration);
-	rl_cells_unlock(&view);
+	finish(&view);
 	return true;
 }
 
 static bool
 local_unban(const RlKey *key, bool *found, RlError *error pg_attribute_unused())
 {
-	RlCells		view;
+	RlCells		view = {.name = rl_name(key)};
 
-	lock_key(&view, key, LW_EXCLUSIVE);
+	rl_cells_lock(&view, LW_EXCLUSIVE);
 	*found = forget(&view, NULL);
-	rl_cells_unlock(&view);
+	finish(&view);
 	return true;
 }
 
@@ -351,17 +320,17 @@ rl_local_undo(RlName name, const RlLimit *limit, const RlCharge *charge)
 {
 	RlState		state;
 	uint32		found;
-	RlCells		view;
+	RlCells		view = {.name = name};
 
-	rl_cells_lock(&view, name, LW_EXCLUSIVE);
+	rl_cells_lock(&view, LW_EXCLUSIVE);
 	found = rl_cell_find(&view, limit);
 	if (found != RL_NO_CELL)
 	{
 		load_state(&view, found, &state);
-		rl_undo(limit, &state, view.now, charge);
-		save_state(&view, found, limit, &state, InvalidDsaPointer);
+		rl_undo(limit, &state, &view.pool, view.now, charge);
+		save_state(&view, found, limit, &state);
 	}
-	rl_cells_unlock(&view);
+	finish(&view);
 }
 
 const RlStore rl_local_store = {

@@ -3,9 +3,9 @@
  *		Limits to scripts: what is asked of Redis, and what its numbers mean.
  *
  * All that is known of a key lives in one hash, "<prefix>{<key>}": for each
- * limit a field named by what tells limits' states apart, the limit's tag, and
- * the field "ban".  So every act is one key, atomic and one round trip.  Only
- * a sliding_log has a sorted set of its own, "<prefix>{<key>}:log:<period>".
+ * limit a field named by what tells limits' states apart, the limit's tag (for
+ * a sliding_log several, see log.lua), and the field "ban".  So every act is
+ * one key, atomic and one round trip.
  */
 #include "postgres.h"
 
@@ -93,34 +93,14 @@ append_text(RlCommand *command, const char *text)
 	rl_command_arg(command, text, strlen(text));
 }
 
-/* Appends the name of the limit's log, if it has one, after len bytes of name. */
+/* Appends what a script's arguments begin with: the hash, and the time if a test sets it. */
 static void
-append_log_name(RlCommand *command, const RlLimit *limit, char *name, int len)
+append_key(RlCommand *command, const RlKey *key)
 {
-	if (limit->algorithm != RL_SLIDING_LOG)
-		return;
-	memcpy(name + len, ":log:", 5);
-	rl_command_arg(command, name, len + 5 + pg_lltoa(limit->period, name + len + 5));
-}
+	char		name[MAX_HASH];
 
-/*
- * Appends what a script's arguments begin with: the keys, which are the hash
- * and the logs that the limits have, and the time if a test sets it.
- */
-static void
-append_keys(RlCommand *command, const RlKey *key, const RlLimits *limits)
-{
-	char		name[MAX_HASH + sizeof(":log:") + 20];
-	int			len = hash_name(key, name);
-	int			keys = 1;
-
-	for (int i = 0; limits && i < limits->n; i++)
-		if (limits->limit[i].algorithm == RL_SLIDING_LOG)
-			keys++;
-	rl_command_number(command, keys);
-	rl_command_arg(command, name, len);
-	for (int i = 0; keys > 1 && i < limits->n; i++)
-		append_log_name(command, &limits->limit[i], name, len);
+	rl_command_number(command, 1);
+	rl_command_arg(command, name, hash_name(key, name));
 	append_text(command, rl_debug_now);
 }
 
@@ -217,15 +197,16 @@ is_plausible(const RlLimit *limit, int64 quota, RlTake how, int64 verdict, const
 	bool		possible = quota <= limit->capacity;
 	bool		lacks = used > limit->capacity - quota;
 
-	if (allowed > 1 || (allowed && !possible) || (used > 0) != (reset > 0))
+	if (allowed > 1 || (allowed && !possible) || (used > 0) != (reset > 0) ||
+		used > 2 * RL_MAX_COUNT)
 		return false;
 	if (verdict == 0)
 		return allowed && used >= quota && used <= limit->capacity && wait == 0;
 	if ((wait > 0) != (possible && lacks))
 		return false;
-	/* Denied quota is in use when the verdict is long made. */
+	/* Of an action that was counted as refused the quota is in use. */
 	if (verdict == -1 && limit->count_denied && how != RL_TAKE_QUIETLY && possible && quota > 0)
-		return allowed || used == limit->capacity;
+		return used >= quota && (allowed ? used <= limit->capacity : used >= limit->capacity);
 	return allowed != lacks;
 }
 
@@ -312,7 +293,7 @@ charges(const RlLimit *limit, int64 quota, RlTake how)
 static void
 append_take(RlCommand *command, const RlKey *key, const RlLimits *limits, int64 quota, RlTake how)
 {
-	append_keys(command, key, limits);
+	append_key(command, key);
 	if (is_plain_throttle(limits))
 	{
 		const RlLimit *limit = &limits->limit[0];
@@ -500,7 +481,7 @@ redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *err
 	RlCommand  *command = rl_command_start();
 	RlReply		reply;
 
-	append_keys(command, key, limits);
+	append_key(command, key);
 	append_text(command, "");
 	rl_command_number(command, quota);
 	for (int i = 0; i < limits->n; i++)
@@ -524,18 +505,18 @@ static bool
 redis_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *error)
 {
 	RlCommand  *command = rl_command_start();
+	char		name[MAX_HASH];
 	RlReply		reply;
 
-	append_keys(command, key, limits);
-	for (int i = 0; limits && i < limits->n; i++)
+	if (limits == NULL)
 	{
-		char		tag[MAX_TAG + sizeof(":refused")];
-		int			n = limit_tag(&limits->limit[i], tag);
-
-		rl_command_arg(command, tag, n);
-		memcpy(tag + n, ":refused", 8);
-		rl_command_arg(command, tag, n + 8);
+		append_text(command, "UNLINK");
+		rl_command_arg(command, name, hash_name(key, name));
+		return rl_redis_command(command, &reply, error) && read_found(&reply, found, error);
 	}
+	append_key(command, key);
+	for (int i = 0; i < limits->n; i++)
+		append_tag(command, &limits->limit[i]);
 	return rl_redis_script(&reset_script, command, &reply, error) &&
 		read_found(&reply, found, error);
 }
@@ -546,7 +527,7 @@ redis_ban(const RlKey *key, int64 duration, RlError *error)
 	RlCommand  *command = rl_command_start();
 	RlReply		reply;
 
-	append_keys(command, key, NULL);
+	append_key(command, key);
 	append_text(command, "");
 	rl_command_number(command, duration);
 	return rl_redis_script(&ban_script, command, &reply, error) && read_done(&reply, error);
@@ -601,18 +582,11 @@ append_undo(RlCommand *command, int i, void *arg)
 	const RlLimit *limits[RL_MAX_UNDO];
 	const RlCharge *charges[RL_MAX_UNDO];
 	int			n = undo->next(i, &place, &len, limits, charges, undo->arg);
-	int			keys = 1;
-	char		name[RL_MAX_PLACE + sizeof(":log:") + 20];
 
 	if (n == 0)
 		return false;
-	for (int j = 0; j < n; j++)
-		keys += (limits[j]->algorithm == RL_SLIDING_LOG);
-	rl_command_number(command, keys);
+	rl_command_number(command, 1);
 	rl_command_arg(command, place, len);
-	memcpy(name, place, len);
-	for (int j = 0; j < n; j++)
-		append_log_name(command, limits[j], name, len);
 	append_text(command, rl_debug_now);
 	append_text(command, "");
 	rl_command_number(command, 0);

@@ -2,7 +2,7 @@
 -- stays absent. ARGV[2] is not used.
 
 for _, l in ipairs((load_limits(10))) do
-  if l.used > 0 then
+  if (l.charged or l.used) > 0 then
     l:give()
     l:save()
   end

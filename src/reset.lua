@@ -1,20 +1,25 @@
--- Forgets of the key the fields from ARGV[2] on and the logs from KEYS[2] on,
--- or if there is no ARGV[2] all of it. Returns how many things that were.
+-- Forgets of the key the limits whose tags come from ARGV[2] on. Returns how
+-- many things that were; chunks that were cut off before do not count.
 
-if #ARGV > 1 then
-  local n = redis.call('HDEL', hash, unpack(ARGV, 2))
-  for i = 2, #KEYS do
-    n = n + redis.call('DEL', KEYS[i])
-  end
-  return n
-end
-
--- A log's field names its key: "sliding_log:<period>" that of "<hash>:log:<period>".
-local keys = {hash}
-for _, field in ipairs(redis.call('HKEYS', hash)) do
-  local period = string.match(field, '^sliding_log:(%d+)$')
-  if period then
-    keys[#keys + 1] = hash .. ':log:' .. period
+local names, logs = {}, {}
+for i = 2, #ARGV do
+  names[#names + 1] = ARGV[i] .. ':refused'
+  if string.find(ARGV[i], '^sliding_log:') then
+    logs[#logs + 1] = ARGV[i]
+    logs[#logs + 1] = ARGV[i] .. ':denied'
+  else
+    names[#names + 1] = ARGV[i]
   end
 end
-return redis.call('DEL', unpack(keys))
+-- First what needs no memory, so that a full Redis refuses nothing.
+local found = redis.call('HDEL', hash, unpack(names))
+if #logs > 0 then
+  for i, value in ipairs(redis.call('HMGET', hash, unpack(logs))) do
+    -- As if all of it were free.
+    local log = open_log(logs[i], value, math.huge)
+    found = found + (log.changed and 1 or 0)
+    save_log(log, 0)
+  end
+  write()
+end
+return found

@@ -40,7 +40,7 @@ extern int64 rl_local_now(void);
 extern Size rl_local_size(void);
 extern int	rl_local_locks(void);
 extern void rl_local_attach(void *memory, LWLockPadded *locks, bool found);
-extern int64 rl_local_keys(void);
+extern void rl_local_fill(int64 *keys, int64 *entries, int64 *max_entries);
 
 extern Size rl_denied_size(void);
 extern int	rl_denied_locks(void);

@@ -23,6 +23,8 @@ typedef struct Partition
 	text	   *limits_text;	/* NULL before the first row */
 	RlLimits	limits;
 	RlState		states[RL_MAX_LIMITS];
+	RlPool		pool;			/* of the states' entries */
+	uint32		nchunks;		/* that are allocated */
 	int64		banned_until;
 	int64		at;
 } Partition;
@@ -83,18 +85,23 @@ row_time(Partition *partition, TimestampTz at)
 	return at;
 }
 
-/* Makes the state's ring large enough for the action. */
+/* Makes sure that the pool has so many spare chunks. */
 static void
-make_room(const RlLimit *limit, RlState *state, int64 now, int64 quota, MemoryContext context)
+reserve_chunks(Partition *partition, uint32 wanted)
 {
-	RlEntry    *old = state->entries;
-	int			size = Max(8, 2 * state->size);
+	RlPool	   *pool = &partition->pool;
+	Size		n = Max(16, 2 * (Size) partition->nchunks);
 
-	if (state->size >= rl_entries_wanted(limit, state, now, quota))
+	if (pool->nspare >= wanted)
 		return;
-	rl_move_entries(state, MemoryContextAlloc(context, size * sizeof(RlEntry)), size);
-	if (old != NULL)
-		pfree(old);
+	pool->chunks = pool->chunks == NULL ?
+		MemoryContextAllocHuge(GetMemoryChunkContext(partition), n * sizeof(RlChunk)) :
+		repalloc_huge(pool->chunks, n * sizeof(RlChunk));
+	while (partition->nchunks < n)
+	{
+		partition->nchunks++;
+		rl_pool_put(pool, partition->nchunks, partition->nchunks, 1);
+	}
 }
 
 PG_FUNCTION_INFO_V1(rl_simulate);
@@ -106,6 +113,7 @@ rl_simulate(PG_FUNCTION_ARGS)
 	int64		now;
 	int64		quota;
 	int			binding;
+	int			wanted = 0;
 	RlDecision	decisions[RL_MAX_LIMITS];
 	RlDecision	decision;
 
@@ -116,9 +124,10 @@ rl_simulate(PG_FUNCTION_ARGS)
 	now = row_time(partition, DatumGetTimestampTz(argument(window, 1, "time of an action")));
 	quota = rl_quota_checked(DatumGetInt64(argument(window, 2, "quota")));
 	for (int i = 0; i < partition->limits.n; i++)
-		make_room(&partition->limits.limit[i], &partition->states[i], now, quota,
-				  GetMemoryChunkContext(partition));
-	rl_act(&partition->limits, partition->states, &partition->banned_until,
+		wanted += rl_chunks_wanted(&partition->limits.limit[i], &partition->states[i],
+								   &partition->pool, now, quota);
+	reserve_chunks(partition, wanted);
+	rl_act(&partition->limits, partition->states, &partition->pool, &partition->banned_until,
 		   now, quota, true, decisions);
 	decision = rl_combine(decisions, partition->limits.n, &binding);
 	return rl_decision_row(fcinfo, &decision);

@@ -1,152 +1,137 @@
 -- sliding_log: every action's time; an entry exactly one period old is gone.
 --
--- The log is a sorted set of its own, KEYS[l.log]; the hash's field only says
--- that it exists. An entry's score is its time, its member "before:quota",
--- where before is the sum of all quotas before it, so that the quota in use is
--- known from the first and the last entry. ARGV has capacity.
--- l.first, l.last: entries that count, or nil; l.drop: how much of the oldest
--- is to be removed; l.new: the entry to be added.
+-- l.log has what was charged, l.denied what was refused; see log.lua. ARGV has
+-- capacity.
 
-local function entry(reply)
-  if reply[1] then
-    local before, quota = string.match(reply[1], '^(%d+):(%d+)$')
-    return {before = tonumber(before), quota = tonumber(quota), time = tonumber(reply[2]), member = reply[1]}
+-- A cursor is in the index or in the records of a chunk or of the tail; c.time
+-- and c.units are of the record there. c.back is where in the index it goes on
+-- after a chunk. Past the log's end c.time is infinite.
+local function look(c)
+  if c.at > #c.text and c.back then
+    c.text, c.size, c.at, c.back = c.log.index, INDEX, c.back, nil
+  end
+  if c.at > #c.text and c.size == INDEX then
+    c.text, c.size, c.at = c.log.tail, RECORD, 1
+  end
+  if c.at > #c.text then
+    c.time, c.units = math.huge, 0
+  else
+    c.time, c.units = time_at(c.text, c.at), units_at(c.text, c.at)
   end
 end
 
-local function member(before, quota)
-  return string.format('%016.0f:%.0f', before, quota)
+local function cursor(log)
+  local c = {log = log, text = log.index, size = INDEX, at = 1}
+  look(c)
+  c.units = c.units - log.cut
+  return c
+end
+
+-- Goes from a chunk's record in the index to the chunk's oldest record.
+local function descend(c)
+  local text = chunk(c.log, number_at(c.text, c.at))
+  c.back, c.at = c.at + INDEX, c.at == 1 and c.log.skip * RECORD + 1 or 1
+  c.text, c.size = text, RECORD
+  look(c)
+end
+
+-- Returns the time of the n-th oldest unit of two logs. A chunk is passed over
+-- whole while the two cursors' units are less than n: then the n-th unit is
+-- later than the newest of one of them. The inner loop, which may have a
+-- thousand turns, has all in local variables.
+local function time_of_unit(log_a, log_b, n)
+  local a, b = cursor(log_a), cursor(log_b)
+  while true do
+    local text_a, size_a, at_a, time_a, units_a = a.text, a.size, a.at, a.time, a.units
+    local text_b, size_b, at_b, time_b, units_b = b.text, b.size, b.at, b.time, b.units
+    local records = size_a == RECORD and size_b == RECORD
+    while (records or units_a + units_b < n) do
+      if time_a <= time_b then
+        if units_a >= n then
+          return time_a
+        end
+        n, at_a = n - units_a, at_a + size_a
+        if at_a > #text_a then
+          break
+        end
+        time_a = sub(text_a, at_a, at_a + 15) + 0
+        units_a = sub(text_a, at_a + 16, at_a + 21) + 0
+      else
+        if units_b >= n then
+          return time_b
+        end
+        n, at_b = n - units_b, at_b + size_b
+        if at_b > #text_b then
+          break
+        end
+        time_b = sub(text_b, at_b, at_b + 15) + 0
+        units_b = sub(text_b, at_b + 16, at_b + 21) + 0
+      end
+    end
+    a.at, a.time, a.units = at_a, time_a, units_a
+    b.at, b.time, b.units = at_b, time_b, units_b
+    if time_a < math.huge and at_a > #text_a then
+      look(a)
+    elseif time_b < math.huge and at_b > #text_b then
+      look(b)
+    else
+      descend(size_a == INDEX and a or b)
+    end
+  end
 end
 
 algorithms.sliding_log = {
+  denied_field = ':denied',
+
   read = function(l, a)
     l.capacity = tonumber(ARGV[a])
-    logs = logs + 1
-    l.log = KEYS[logs + 1]
   end,
 
-  load = function(l)
-    l.used, l.drop = 0, 0
-    l.gone = string.format('%.0f', now - l.period)
-    l.first = entry(redis.call('ZRANGEBYSCORE', l.log, '(' .. l.gone, '+inf', 'WITHSCORES', 'LIMIT', 0, 1))
-    if l.first then
-      l.last = entry(redis.call('ZRANGE', l.log, -1, -1, 'WITHSCORES'))
-      l.used = l.last.before + l.last.quota - l.first.before
-    end
+  load = function(l, value, denied)
+    l.log = open_log(l.tag, value, now - l.period)
+    l.denied = open_log(l.tag .. ':denied', denied, now - l.period)
+    l:count()
+  end,
+
+  count = function(l)
+    l.charged = l.log.units
+    l.used = l.charged + l.denied.units
+  end,
+
+  newest = function(l)
+    return math.max(newest(l.log), newest(l.denied))
   end,
 
   -- Times never decrease, even if the clock does.
   take = function(l)
-    l.new = {before = 0, quota = quota, time = now}
-    if l.last then
-      l.new.before = l.last.before + l.last.quota
-      l.new.time = math.max(now, l.last.time)
-    end
-    l.used = l.used + quota
+    add(l.log, math.max(now, l:newest()), quota)
+    l:count()
   end,
 
-  -- The newest units up to capacity decide everything.
   deny = function(l)
-    l:take()
-    l.drop = math.max(l.used - l.capacity, 0)
-    l.used = l.used - l.drop
+    add(l.denied, math.max(now, l:newest()), quota)
+    if l.denied.units > l.capacity then
+      cut_units(l.denied, l.denied.units - l.capacity)
+    end
+    l:count()
   end,
 
   give = function(l)
-    l.drop = math.min(quota, l.used)
-    l.used = l.used - l.drop
-  end,
-
-  -- What an entry loses, all that are newer have less before them, or all that
-  -- are older more: whichever are fewer.
-  undo = function(l, _, mark, amount)
-    if mark <= now - l.period then
-      return
-    end
-    local score = string.format('%.0f', mark)
-    while amount > 0 do
-      local e = entry(redis.call('ZRANGE', l.log, score, score, 'BYSCORE', 'REV', 'LIMIT', 0, 1, 'WITHSCORES'))
-      if not e then
-        break
-      end
-      local part = math.min(amount, e.quota)
-      local older = redis.call('ZRANK', l.log, e.member)
-      local low, high, shift = older + 1, redis.call('ZCARD', l.log) - 1, -part
-      if older < high - older then
-        low, high, shift = 0, older - 1, part
-      end
-      local others = low <= high and redis.call('ZRANGE', l.log, low, high, 'WITHSCORES') or {}
-      redis.call('ZREM', l.log, e.member)
-      if part < e.quota then
-        redis.call('ZADD', l.log, score, member(e.before + math.max(shift, 0), e.quota - part))
-      end
-      -- In the order in which no two are ever alike.
-      local first, last, step = 1, #others - 1, 2
-      if shift > 0 then
-        first, last, step = last, first, -2
-      end
-      for i = first, last, step do
-        local o = entry({others[i], others[i + 1]})
-        redis.call('ZREM', l.log, o.member)
-        redis.call('ZADD', l.log, string.format('%.0f', o.time), member(o.before + shift, o.quota))
-      end
-      amount = amount - part
-    end
-    l.first, l.last = nil, nil
-    l:load()
-  end,
-
-  -- The entry that holds the n-th oldest unit of those that count.
-  unit = function(l, n)
-    if not l.first or l.last.before + l.last.quota - l.first.before < n then
-      return l.new
-    end
-    if l.first.quota >= n then
-      return l.first
-    end
-    local low = redis.call('ZRANK', l.log, l.first.member) + 1
-    local high = redis.call('ZCARD', l.log) - 1
-    while low < high do
-      local middle = math.floor((low + high) / 2)
-      local e = entry(redis.call('ZRANGE', l.log, middle, middle, 'WITHSCORES'))
-      if e.before + e.quota - l.first.before >= n then
-        high = middle
-      else
-        low = middle + 1
-      end
-    end
-    return entry(redis.call('ZRANGE', l.log, low, low, 'WITHSCORES'))
+    cut_units(l.log, math.min(quota, l.charged))
+    l:count()
   end,
 
   wait = function(l, needed)
-    return l:unit(l.drop + needed).time + l.period - now
+    return time_of_unit(l.log, l.denied, needed) + l.period - now
   end,
 
   reset = function(l)
-    return (l.new or l.last).time + l.period - now
+    return l:newest() + l.period - now
   end,
 
-  -- First what Redis may refuse because its memory is full: once a script has
-  -- written, it refuses nothing.
   save = function(l)
-    if l.new then
-      redis.call('ZADD', l.log, string.format('%.0f', l.new.time), member(l.new.before, l.new.quota))
-    end
-    redis.call('ZREMRANGEBYSCORE', l.log, '-inf', l.gone)
-    if not l.new and not l.last then
-      drop(l.tag)
-      return
-    end
-    while l.drop > 0 do
-      local oldest = entry(redis.call('ZPOPMIN', l.log))
-      local part = math.min(l.drop, oldest.quota)
-      if part < oldest.quota then
-        redis.call('ZADD', l.log, string.format('%.0f', oldest.time), member(oldest.before + part, oldest.quota - part))
-      end
-      l.drop = l.drop - part
-    end
-    keep(l.log, l:reset())
-    put(l.tag, '1', l:reset())
+    save_log(l.log, newest(l.log) + l.period - now)
+    save_log(l.denied, newest(l.denied) + l.period - now)
   end
 }
 algorithms.sliding_log.__index = algorithms.sliding_log

@@ -2,105 +2,125 @@
 -- (k + 1) * step > now - period.
 --
 -- The field is "used k:count k:count ...": the quota in use, the newest
--- counter, then the others, oldest first. Most calls touch only the first of
--- these, so the others stay text. ARGV has capacity, step. l.k, l.count: the
--- newest; l.others from l.from on: the others that count.
+-- counter, then the others, oldest first. "used" and each "count" is "charged",
+-- or "charged:refused" if quota of refused actions was counted. Most calls
+-- touch only the first of the counters, so the others stay text. ARGV has
+-- capacity, step. l.k, l.new: the newest counter's number and what it counts;
+-- l.others from l.from on: the others that count.
+
+-- What a counter counts, and all of them: quota by its kind.
+local function count_text(count)
+  if count.refused > 0 then
+    return string.format('%.0f:%.0f', count.charged, count.refused)
+  end
+  return string.format('%.0f', count.charged)
+end
+
+local function counter_text(k, count)
+  return string.format(' %.0f:%s', k, count_text(count))
+end
 
 algorithms.sliding_window = {
   read = function(l, a)
     l.capacity, l.step = tonumber(ARGV[a]), tonumber(ARGV[a + 1])
   end,
 
-  -- The counter in l.others at a position: k, count, where the next one is.
+  -- The counter in l.others at a position: k, what it counts, where the next is.
   other = function(l, at)
-    local k, count, next = string.match(l.others, '^ (%d+):(%d+)()', at)
-    return tonumber(k), tonumber(count), next
+    local k, charged, refused, next = string.match(l.others, '^ (%d+):(%d+):?(%d*)()', at)
+    if k then
+      return tonumber(k), {charged = tonumber(charged), refused = tonumber(refused) or 0}, next
+    end
   end,
 
   load = function(l, value)
-    l.used, l.others, l.from = 0, '', 1
+    l.charged, l.refused, l.used, l.others, l.from = 0, 0, 0, '', 1
     if not value then
       return
     end
-    local used, k, count, others = string.match(value, '^(%d+) (%d+):(%d+)(.*)$')
+    local charged, refused, k, new, new_refused, at = string.match(value, '^(%d+):?(%d*) (%d+):(%d+):?(%d*)()')
     if l:free_at(tonumber(k)) <= now then
       return
     end
-    l.used, l.k, l.count, l.others = tonumber(used), tonumber(k), tonumber(count), others
-    local oldest, part, next = l:other(1)
+    l.charged, l.refused = tonumber(charged), tonumber(refused) or 0
+    l.k, l.new = tonumber(k), {charged = tonumber(new), refused = tonumber(new_refused) or 0}
+    l.others = string.sub(value, at)
+    local oldest, count, next = l:other(1)
     while oldest and l:free_at(oldest) <= now do
-      l.used, l.from = l.used - part, next
-      oldest, part, next = l:other(next)
+      l.charged, l.refused, l.from = l.charged - count.charged, l.refused - count.refused, next
+      oldest, count, next = l:other(next)
     end
+    l.used = l.charged + l.refused
   end,
 
   free_at = function(l, k)
     return (k + 1) * l.step + l.period
   end,
 
-  take = function(l)
+  -- Adds the quota, as "charged" or as "refused".
+  add = function(l, kind)
     local k = math.floor(now / l.step)
     if not l.k or l.k < k then
       if l.k then
-        l.others = string.format('%s %.0f:%.0f', l.others, l.k, l.count)
+        l.others = l.others .. counter_text(l.k, l.new)
       end
-      l.k, l.count = k, 0
+      l.k, l.new = k, {charged = 0, refused = 0}
     end
-    l.count, l.used = l.count + quota, l.used + quota
+    l.new[kind] = l.new[kind] + quota
+    l[kind], l.used = l[kind] + quota, l.used + quota
   end,
 
-  -- The newest units up to capacity decide everything.
+  take = function(l)
+    l:add('charged')
+  end,
+
   deny = function(l)
-    l:take()
-    l:free(l.used - l.capacity)
+    l:add('refused')
+    l:free('refused', l.refused - MOST)
   end,
 
   give = function(l)
-    l:free(math.min(quota, l.used))
+    l:free('charged', math.min(quota, l.charged))
   end,
 
-  -- Frees the oldest units.
-  free = function(l, units)
+  -- Frees the oldest units of a kind; if k is given, only those of that counter.
+  free = function(l, kind, units, k)
+    local kept, at, total = '', l.from, l[kind]
     while units > 0 do
-      local k, count, next = l:other(l.from)
-      local part = math.min(units, count or l.count)
-      l.used, units = l.used - part, units - part
-      if not k then
-        l.count = l.count - part
-      elseif part == count then
-        l.from = next
-      else
-        l.others = string.format(' %.0f:%.0f', k, count - part) .. string.sub(l.others, next)
-        l.from = 1
+      local other, count, next = l:other(at)
+      local k_here = other or l.k
+      count = count or l.new
+      local part = (not k or k == k_here) and math.min(units, count[kind]) or 0
+      count[kind], l[kind], units = count[kind] - part, l[kind] - part, units - part
+      if not other then
+        break
       end
+      if count.charged + count.refused > 0 then
+        kept = kept .. counter_text(other, count)
+      end
+      at = next
+    end
+    l.used = l.charged + l.refused
+    if l[kind] == total then
+      return
+    end
+    l.others, l.from = kept .. string.sub(l.others, at), 1
+    if l.new.charged + l.new.refused == 0 and l.used > 0 then
+      -- The newest of the others takes its place.
+      local last = string.match(l.others, '.*() ')
+      l.k, l.new = l:other(last)
+      l.others = string.sub(l.others, 1, last - 1)
     end
   end,
 
   undo = function(l, _, mark, amount)
-    l.others, l.from = string.sub(l.others, l.from), 1
-    if l.k == mark then
-      local part = math.min(amount, l.count)
-      l.used, l.count = l.used - part, l.count - part
-      -- The newest of the others takes its place.
-      if l.count == 0 and l.used > 0 then
-        local rest, k, count = string.match(l.others, '^(.*) (%d+):(%d+)$')
-        l.others, l.k, l.count = rest, tonumber(k), tonumber(count)
-      end
-    else
-      local from, to, count = string.find(l.others, string.format(' %.0f:(%%d+)', mark))
-      if from then
-        local part = math.min(amount, tonumber(count))
-        local left = part < tonumber(count) and string.format(' %.0f:%.0f', mark, count - part) or ''
-        l.used = l.used - part
-        l.others = string.sub(l.others, 1, from - 1) .. left .. string.sub(l.others, to + 1)
-      end
-    end
+    l:free('charged', amount, mark)
   end,
 
   wait = function(l, needed)
     local k, count, next = l:other(l.from)
-    while k and needed > count do
-      needed = needed - count
+    while k and needed > count.charged + count.refused do
+      needed = needed - count.charged - count.refused
       k, count, next = l:other(next)
     end
     return l:free_at(k or l.k) - now
@@ -112,7 +132,7 @@ algorithms.sliding_window = {
 
   save = function(l)
     if l.used > 0 then
-      put(l.tag, string.format('%.0f %.0f:%.0f%s', l.used, l.k, l.count, string.sub(l.others, l.from)), l:reset())
+      put(l.tag, count_text(l) .. counter_text(l.k, l.new) .. string.sub(l.others, l.from), l:reset())
     else
       drop(l.tag)
     end

@@ -3,15 +3,17 @@
 -- ARGV[3] is the quota. From ARGV[4] on come ten for each limit: algorithm,
 -- tag (the name of its field), period, four numbers that the algorithm reads,
 -- then 1 if it counts denied quota, and of its ban the length (0: none) and
--- the number of refusals that bring it. KEYS[2] and on are the logs' keys.
+-- the number of refusals that bring it.
 --
 -- An algorithm's "read" takes its numbers, "load" its state: l.used is then
--- the quota in use. "take", "deny" and "give" change l and not Redis; "save"
--- queues l for write().
+-- the quota in use, and l.charged, if the limit can count refused quota too,
+-- that part of it which was charged. "take", "deny", "give" and "undo" change l
+-- and not Redis; "save" queues l for write().
 
 local quota = tonumber(ARGV[3])
 local algorithms = {}
-local logs = 0
+-- Refused quota is counted up to this.
+local MOST = 1e15
 local set, gone, longest = {}, {}, 0
 
 -- Two whole numbers, as fields keep them.
@@ -43,12 +45,16 @@ local function drop(field)
   gone[#gone + 1] = field
 end
 
+-- A full Redis refuses only what comes first of a script's writes, so that is
+-- the one that needs memory.
 local function write()
+  if #set > 0 then
+    redis.call('HSET', hash, unpack(set))
+  end
   if #gone > 0 then
     redis.call('HDEL', hash, unpack(gone))
   end
   if #set > 0 then
-    redis.call('HSET', hash, unpack(set))
     if keep(hash, longest) == 1 and redis.call('HLEN', hash) > #set / 2 then
       redis.call('PEXPIRE', hash, lost_ttl)
     end
@@ -67,14 +73,18 @@ local function load_limits(apart)
     limits[#limits + 1] = l
     names[#names + 1] = l.tag
     l.at = #names
+    if l.denied_field then
+      names[#names + 1] = l.tag .. l.denied_field
+    end
     if l.ban > 0 then
       names[#names + 1] = l.tag .. ':refused'
+      l.refusals = #names
     end
   end
   local values = redis.call('HMGET', hash, unpack(names))
   for _, l in ipairs(limits) do
-    l:load(values[l.at])
-    l.refused = l.ban > 0 and values[l.at + 1]
+    l:load(values[l.at], values[l.at + 1])
+    l.refusals = l.refusals and values[l.refusals]
   end
   return limits, values[1]
 end

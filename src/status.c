@@ -13,7 +13,7 @@
 #include "redis.h"
 #include "shared.h"
 
-#define COLUMNS				12
+#define COLUMNS				14
 
 static void
 set_text(Datum *values, bool *nulls, int n, const char *text)
@@ -53,10 +53,18 @@ rl_status(PG_FUNCTION_ARGS)
 	nulls[n++] = (breaker == NULL || left == 0);
 	if (rl_shared_available())
 	{
-		values[n] = Int64GetDatum(rl_local_keys());
+		int64		keys;
+		int64		entries;
+		int64		max_entries;
+
+		rl_local_fill(&keys, &entries, &max_entries);
+		values[n] = Int64GetDatum(keys);
 		values[n + 1] = Int64GetDatum(rl_local_max_keys);
-		values[n + 2] = TimestampTzGetDatum(rl_stat_since());
-		nulls[n] = nulls[n + 1] = nulls[n + 2] = false;
+		values[n + 2] = Int64GetDatum(entries);
+		values[n + 3] = Int64GetDatum(max_entries);
+		values[n + 4] = TimestampTzGetDatum(rl_stat_since());
+		for (int i = 0; i < 5; i++)
+			nulls[n + i] = false;
 	}
 	if (get_call_result_type(fcinfo, NULL, &tupdesc) != TYPEFUNC_COMPOSITE)
 		elog(ERROR, "return type must be a row type");

@@ -10,7 +10,7 @@ for _, l in ipairs((load_limits(14))) do
   local state = kept[l.tag] or l
   kept[l.tag] = state
   state.refill = l.refill
-  if state.used > 0 then
+  if (state.charged or state.used) > 0 then
     state:undo(tonumber(ARGV[l.a + 12]), tonumber(ARGV[l.a + 13]), tonumber(ARGV[l.a + 10]), tonumber(ARGV[l.a + 11]))
     state.changed = true
   end

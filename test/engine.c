@@ -4,12 +4,13 @@
  *		in memory, reads an act a line and prints what was decided.
  *
  *	act    := op key now argument n { limit }
- *	op     := take | quiet | peek | refund | ban | unban | reset
+ *	op     := take | quiet | peek | refund | undo | ban | unban | reset
  *	limit  := algorithm capacity count period interval_ns step from_first
  *			  count_denied ban ban_after
  *
- * The argument is the quota, or the ban's length.  A reset without limits
- * forgets the key.  The answer to the first three is a line of decisions, the
+ * The argument is the quota, or the ban's length.  An undo refunds, for each
+ * limit, what it was charged so many takes before its last one, 0 being that
+ * one; each once.  A reset without limits forgets the key.  The answer to the first three is a line of decisions, the
  * combined one and then each limit's, else it is "done":
  *
  *	decision := allowed capacity remaining retry_after reset_after source
@@ -26,12 +27,15 @@
 #include "../src/algorithm.h"
 
 #define BUCKETS				65536
+#define CHARGES				1024
 
 typedef struct Kept
 {
 	struct Kept *next;
 	RlLimit		limit;			/* its tag is what counts */
 	RlState		state;
+	RlCharge	charges[CHARGES];	/* of the last takes; amount 0: undone */
+	int			ncharges;
 } Kept;
 
 typedef struct Key
@@ -43,6 +47,13 @@ typedef struct Key
 } Key;
 
 static Key *keys[BUCKETS];
+
+/* All chunks: an act gets as many as it wants, and the rest waits. */
+#define MAX_CHUNKS			4000000
+
+static RlPool pool;
+static RlPool rest;
+static uint32 nchunks = 0;
 
 #ifdef USE_ASSERT_CHECKING
 #if PG_VERSION_NUM >= 160000
@@ -86,52 +97,51 @@ find_key(const char *name)
 	return keys[hash % BUCKETS] = key;
 }
 
-static RlState *
-find_state(Key *key, const RlLimit *limit)
+static Kept *
+find_kept(Key *key, const RlLimit *limit)
 {
 	Kept	   *kept;
 
 	for (kept = key->kept; kept; kept = kept->next)
 		if (kept->limit.algorithm == limit->algorithm && kept->limit.period == limit->period &&
 			kept->limit.step == limit->step && kept->limit.from_first == limit->from_first)
-			return &kept->state;
+			return kept;
 	kept = allocate(sizeof(Kept));
 	kept->limit = *limit;
 	kept->state = (RlState) RL_NO_STATE;
 	kept->next = key->kept;
 	key->kept = kept;
-	return &kept->state;
+	return kept;
 }
 
-/* A state of its own, with room for the act and not for more. */
-static RlState
-copy_state(const RlState *state, const RlLimit *limit, int64 now, int64 quota)
-{
-	RlState		copy = *state;
-	int			size = rl_entries_wanted(limit, &copy, now, quota);
-
-	copy.changed = false;
-	rl_move_entries(&copy, size > 0 ? allocate(size * sizeof(RlEntry)) : NULL, size);
-	return copy;
-}
-
-/* Puts a state in another's place, or only what counts refusals. */
+/* Gives the pool so many spare chunks and not one more. */
 static void
-put_state(RlState *state, RlState copy)
+give_chunks(int wanted)
 {
-	RlState		old = *state;
+	if (pool.chunks == NULL)
+		pool.chunks = rest.chunks = allocate(MAX_CHUNKS * sizeof(RlChunk));
+	if (pool.nspare > 0)
+		rl_pool_put(&rest, pool.spare, pool.spare_last, pool.nspare);
+	pool.spare = pool.spare_last = pool.nspare = 0;
+	while (wanted-- > 0)
+	{
+		uint32		number = rest.nspare > 0 ? rl_pool_get(&rest) : ++nchunks;
 
-	free(copy.changed ? old.entries : copy.entries);
-	*state = copy.changed ? copy : old;
-	state->refused = copy.refused;
-	state->refused_since = copy.refused_since;
+		if (nchunks > MAX_CHUNKS)
+			abort();
+		rl_pool_put(&pool, number, number, 1);
+	}
 }
 
 static void
-forget(RlState *state)
+forget(Kept *kept)
 {
-	free(state->entries);
-	*state = (RlState) RL_NO_STATE;
+	RlCursor	end = {0};
+
+	for (int i = 0; i < 2; i++)
+		rl_log_cut(&pool, &kept->state.log[i], &end);
+	kept->state = (RlState) RL_NO_STATE;
+	memset(kept->charges, 0, sizeof(kept->charges));
 }
 
 static void
@@ -145,11 +155,12 @@ print_decision(const RlDecision *d)
 static void
 take(Key *key, RlLimits *limits, int64 now, int64 quota, bool quietly, bool commit)
 {
-	RlState    *kept[RL_MAX_LIMITS];
+	Kept	   *kept[RL_MAX_LIMITS];
 	RlState		states[RL_MAX_LIMITS];
 	RlDecision	decisions[RL_MAX_LIMITS];
 	RlDecision	combined;
 	int			binding;
+	int			wanted = 0;
 
 	for (int i = 0; i < limits->n; i++)
 	{
@@ -158,13 +169,21 @@ take(Key *key, RlLimits *limits, int64 now, int64 quota, bool quietly, bool comm
 			limits->limit[i].count_denied = false;
 			limits->limit[i].ban = 0;
 		}
-		kept[i] = find_state(key, &limits->limit[i]);
-		states[i] = copy_state(kept[i], &limits->limit[i], now, quota);
+		kept[i] = find_kept(key, &limits->limit[i]);
+		states[i] = kept[i]->state;
+		wanted += rl_chunks_wanted(&limits->limit[i], &states[i], &pool, now, quota);
 	}
-	rl_act(limits, states, &key->banned_until, now, quota, commit, decisions);
-	for (int i = 0; i < limits->n; i++)
-		put_state(kept[i], states[i]);
+	give_chunks(commit ? wanted : 0);
+	rl_act(limits, states, &pool, &key->banned_until, now, quota, commit, decisions);
 	combined = rl_combine(decisions, limits->n, &binding);
+	for (int i = 0; i < limits->n; i++)
+	{
+		kept[i]->state = states[i];
+		kept[i]->state.changed = kept[i]->state.ban_changed = false;
+		if (commit && combined.allowed && quota > 0)
+			kept[i]->charges[kept[i]->ncharges++ % CHARGES] =
+				rl_charge(&limits->limit[i], quota, now, decisions[i].reset_after);
+	}
 	print_decision(&combined);
 	for (int i = 0; i < limits->n; i++)
 		print_decision(&decisions[i]);
@@ -174,17 +193,31 @@ take(Key *key, RlLimits *limits, int64 now, int64 quota, bool quietly, bool comm
 static void
 refund(Key *key, const RlLimits *limits, int64 now, int64 quota)
 {
-	RlState    *kept[RL_MAX_LIMITS];
 	RlState		states[RL_MAX_LIMITS];
 
 	for (int i = 0; i < limits->n; i++)
-	{
-		kept[i] = find_state(key, &limits->limit[i]);
-		states[i] = copy_state(kept[i], &limits->limit[i], now, 0);
-	}
-	rl_give_back(limits, states, now, quota);
+		states[i] = find_kept(key, &limits->limit[i])->state;
+	rl_give_back(limits, states, &pool, now, quota);
 	for (int i = 0; i < limits->n; i++)
-		put_state(kept[i], states[i]);
+		find_kept(key, &limits->limit[i])->state = states[i];
+}
+
+static void
+undo(Key *key, const RlLimits *limits, int64 now, int64 back)
+{
+	for (int i = 0; i < limits->n; i++)
+	{
+		Kept	   *kept = find_kept(key, &limits->limit[i]);
+		RlCharge   *charge;
+
+		if (back < 0 || back >= CHARGES || back >= kept->ncharges)
+			continue;
+		charge = &kept->charges[(kept->ncharges - 1 - back) % CHARGES];
+		if (charge->amount == 0)
+			continue;
+		rl_undo(&limits->limit[i], &kept->state, &pool, now, charge);
+		charge->amount = 0;
+	}
 }
 
 int
@@ -227,6 +260,8 @@ main(void)
 		{
 			if (strcmp(op, "refund") == 0)
 				refund(key, &limits, now, argument);
+			else if (strcmp(op, "undo") == 0)
+				undo(key, &limits, now, argument);
 			else if (strcmp(op, "ban") == 0)
 				key->banned_until = now + argument;
 			else if (strcmp(op, "unban") == 0)
@@ -234,12 +269,12 @@ main(void)
 			else if (strcmp(op, "reset") == 0)
 			{
 				for (int i = 0; i < limits.n; i++)
-					forget(find_state(key, &limits.limit[i]));
+					forget(find_kept(key, &limits.limit[i]));
 				if (limits.n == 0)
 				{
 					key->banned_until = 0;
 					for (Kept *kept = key->kept; kept; kept = kept->next)
-						forget(&kept->state);
+						forget(kept);
 				}
 			}
 			else

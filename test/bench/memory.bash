@@ -50,19 +50,13 @@ fill() {
 	} | sql -o /dev/null
 }
 
-# MEMORY USAGE of a key, its hash and its logs, over a hundred keys.
+# MEMORY USAGE of a key's hash, over a hundred keys.
 mean_usage() {
 	redis --raw EVAL "
 		local bytes, n = 0, 0
 		for i = 1000001, 1000100 do
 			local hash = 'rl:{create_order:' .. i .. '}'
 			bytes, n = bytes + redis.call('MEMORY', 'USAGE', hash, 'SAMPLES', 0), n + 1
-			for _, field in ipairs(redis.call('HKEYS', hash)) do
-				local period = string.match(field, '^sliding_log:(%d+)$')
-				if period then
-					bytes = bytes + redis.call('MEMORY', 'USAGE', hash .. ':log:' .. period, 'SAMPLES', 0)
-				end
-			end
 		end
 		return math.floor(bytes / n + 0.5)" 0
 }

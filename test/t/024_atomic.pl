@@ -145,7 +145,7 @@ is($session->ask($balance), '5|0', 'each limit lacks what was allowed');
 $session->ask(q{INSERT INTO act SELECT 2, '{1}', remaining, rl_allow('shared', 'fixed_window 150/3650d', remaining)
 	FROM rl_peek('shared', 'fixed_window 150/3650d', 0) WHERE remaining > 0});
 my $before = kept('shared');
-is(scalar keys %$before, 2, 'a hash and a log');
+is(scalar keys %$before, 1, 'in one key');
 finish_clients(start_clients($node, 'refused', 'SELECT act(3, 1);', '-t', 150));
 is($session->ask('SELECT count(*), bool_or(allowed) FROM act WHERE phase = 3'), '1200|f', 'eight clients are refused');
 is_deeply(kept('shared'), $before, 'and leave every limit as it was');
@@ -171,8 +171,16 @@ $session->ask(qq{
 });
 my $monitor = RedisMonitor->new($redis);
 finish_clients(start_clients($node, 'log', 'SELECT act_logged();', '-T', 2));
-my @entries = sort { $a->[0] <=> $b->[0] } map { [ $_->[2], $_->[3] =~ /^\d+:(\d+)$/ ] }
-  grep { uc $_->[0] eq 'ZADD' && $_->[1] eq "rl:{log}:log:$period" } $monitor->commands;
+my @entries;
+# Two actions of one microsecond are one entry.
+my ($time, $units) = (0, 0);
+foreach my $command (grep { uc $_->[0] eq 'HSET' && $_->[1] eq 'rl:{log}' && $_->[2] eq "sliding_log:$period" } $monitor->commands)
+{
+	my ($newest, $has) = $command->[3] =~ /(\d{16})(\d{6})$/;
+
+	push @entries, [ 0 + $newest, $has - ($newest == $time ? $units : 0) ];
+	($time, $units) = ($newest, $has);
+}
 my @logged = map { [ split /\|/ ] } split /\n/,
   $node->safe_psql('postgres', 'SELECT began, ended, quota FROM logged WHERE allowed ORDER BY began');
 my ($calls, $span) = split /\|/, $session->ask('SELECT count(*), max(ended) - min(began) FROM logged');
@@ -211,13 +219,15 @@ cmp_ok($most, '<=', $capacity, "nor has one by the clients' clock: $most");
 cmp_ok($most, '>', $capacity / 2, 'which sees most of it');
 
 # What is left in Redis is the newest of them.
-my @left = @{ $redis->cli('ZRANGE', "rl:{log}:log:$period", 0, -1, 'WITHSCORES') };
-if (@left)
+my ($left, @wrong_fields) = log_entries({ @{ $redis->cli('HGETALL', 'rl:{log}') } }, "sliding_log:$period");
+is_deeply(\@wrong_fields, [], 'the log is as documented');
+if (@$left)
 {
-	my @times = map { $left[ 2 * $_ + 1 ] } 0 .. @left / 2 - 1;
+	my %seen;
+	my @times = grep { !$seen{$_}++ } map { $_->[0] } @entries;
 
-	is_deeply(\@times, [ map { $_->[0] } @entries[ -@times .. -1 ] ], 'the log holds the newest entries');
-	cmp_ok($times[-1] - $times[0], '<', $period, 'of one period');
+	is_deeply([ map { $_->[0] } @$left ], [ @times[ -@$left .. -1 ] ], 'the log holds the newest entries');
+	cmp_ok($left->[-1][0] - $left->[0][0], '<', $period, 'of one period');
 }
 
 done_testing();

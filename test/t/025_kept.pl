@@ -47,7 +47,7 @@ my %refill = map { ($_->{period} => $_->{count}) } grep { $_->{algorithm} eq 'to
 # Until when a field is of use, in microseconds.
 sub useful_until
 {
-	my ($field, $value, $last) = @_;
+	my ($field, $value, $entries) = @_;
 	use integer;
 
 	return $value if $field eq 'ban';
@@ -64,7 +64,7 @@ sub useful_until
 		my ($period, $step) = ($1, $2);
 		return $value =~ /^\d+ (\d+):/ ? ($1 + 1) * $step + $period : 0;
 	}
-	return $last->{$1} + $1 if $field =~ /^sliding_log:(\d+)$/;
+	return $entries->{$field}[-1][0] + $1 if $field =~ /^sliding_log:(\d+)(?::denied)?$/;
 	die "unknown field $field";
 }
 
@@ -78,24 +78,24 @@ sub kept_wrong
 
 	# In one script, so that all belongs together; the time last, or what passes
 	# in between would be missing from the times to live.
-	my ($ttl, $fields, $time, @logs) = @{ $redis->cli('EVAL', q{
-		local answer = {redis.call('PTTL', KEYS[1]), redis.call('HGETALL', KEYS[1])}
-		for i, log in ipairs(ARGV) do
-			answer[i + 3] = {log, redis.call('PTTL', KEYS[1] .. ':log:' .. log),
-				redis.call('ZRANGE', KEYS[1] .. ':log:' .. log, 0, -1, 'WITHSCORES')}
-		end
-		answer[3] = redis.call('TIME')
-		return answer}, 1, $hash, map { $_->{period} } grep { $_->{algorithm} eq 'sliding_log' } @limits) };
+	my ($ttl, $fields, $time) = @{ $redis->cli('EVAL', q{
+		return {redis.call('PTTL', KEYS[1]), redis.call('HGETALL', KEYS[1]), redis.call('TIME')}}, 1, $hash) };
 	my $real = $time->[0] * 1000 + $time->[1] / 1000;
 	my $now = $virtual || $time->[0] * 1_000_000 + $time->[1];
 	my %state = @$fields;
-	my %last = map { $_->[0] => $_->[2][-1] || 0 } @logs;
+	my %entries;
+	foreach my $log (grep { /^sliding_log:\d+(?::denied)?$/ } keys %state)
+	{
+		my ($entries, @bad) = log_entries(\%state, $log);
+
+		push @wrong, map { "$hash: $_" } @bad;
+		$entries{$log} = $entries;
+	}
 	foreach my $limit (@expected)
 	{
 		my $tag = join ':', @$limit{qw(algorithm period)}, $limit->{step} || (), $limit->{from_first} ? 'first' : ();
 
 		push @wrong, "$hash has no $tag" unless exists $state{$tag};
-		push @wrong, "$hash has no log for $tag" if $limit->{algorithm} eq 'sliding_log' && !$last{ $limit->{period} };
 	}
 	my $judge = sub {
 		my ($key, $ttl, $until) = @_;
@@ -110,38 +110,25 @@ sub kept_wrong
 		push @wrong, "$key lives $ttl ms, and was of use for $most at most" if $ttl > $most;
 	};
 
-	$judge->($hash, $ttl, max(map { useful_until($_, $state{$_}, \%last) } keys %state)) if %state;
-	foreach my $log (@logs)
-	{
-		my ($period, $ttl, $entries) = @$log;
-		my ($end, $time);
-
-		# Each entry says how much there was before it.
-		$judge->("$hash:log:$period", $ttl, $last{$period} + $period) if @$entries;
-		for (my $i = 0; $i < @$entries; $i += 2)
-		{
-			my ($entry_before, $quota) = $entries->[$i] =~ /^(\d{16}):([1-9]\d*)$/;
-
-			push @wrong, "$hash:log:$period has the entry $entries->[$i]"
-			  if !defined $quota || (defined $end && ($entry_before != $end || $entries->[ $i + 1 ] < $time));
-			($end, $time) = (($entry_before || 0) + ($quota || 0), $entries->[ $i + 1 ]);
-		}
-	}
+	$judge->($hash, $ttl, max(map { useful_until($_, $state{$_}, \%entries) } keys %state)) if %state;
 
 	# The sum, the newest counter, then the others from the oldest on; one for a
 	# sub-window, and none that is empty.
 	foreach my $field (grep { /^sliding_window:\d+:\d+$/ } keys %state)
 	{
 		my ($used, $newest, @others) = split / /, $state{$field};
-		my ($last, $sum) = (-1, 0);
+		my ($last, %sum) = (-1, charged => 0, refused => 0);
 
 		foreach my $counter (@others, $newest)
 		{
 			push @wrong, "$hash has the counters $state{$field}"
-			  unless $counter =~ /^(\d+):([1-9]\d*)$/ && $1 > $last;
-			($last, $sum) = ($1, $sum + $2);
+			  unless $counter =~ /^(\d+):(\d+)(?::([1-9]\d*))?$/ && $1 > $last && ($2 > 0 || $3);
+			$last = $1;
+			$sum{charged} += $2;
+			$sum{refused} += $3 || 0;
 		}
-		push @wrong, "$hash has the sum of $state{$field}" if $used != $sum;
+		push @wrong, "$hash has the sum of $state{$field}"
+		  if $used ne $sum{charged} . ($sum{refused} ? ":$sum{refused}" : '');
 	}
 	return @wrong;
 }
@@ -182,7 +169,7 @@ foreach my $virtual (0, 1)
 	  or diag "repeat with RATELIMIT_SEED=$seed";
 	note join ', ', map { "$_ $fields{$_}" } sort keys %fields;
 	cmp_ok($fields{$_} || 0, '>', 0, "among them $_")
-	  foreach qw(throttle token_bucket fixed_window fixed_window:first sliding_window sliding_log ban throttle:refused sliding_window:refused);
+	  foreach qw(throttle token_bucket fixed_window fixed_window:first sliding_window sliding_log sliding_log:denied ban throttle:refused sliding_window:refused);
 	$session->ask('RESET ratelimit.debug_now');
 }
 
@@ -205,11 +192,10 @@ foreach my $limits ('1/10s', 'token_bucket 1/10s', 'fixed_window 1/10s', 'slidin
 my $all = 'sliding_log 1/1h, sliding_log 1/2h ban 1h after 9, sliding_window 1/1h, 1/1h';
 $session->ask("SELECT rl_check('gone', '$all'), rl_check('gone', '$all')");
 is($session->ask(q{SELECT rl_reset('gone', 'sliding_log 9/2h, 5/1h')}), 't', 'limits are forgotten');
-is_deeply(kept('gone'), [ 'rl:{gone}', 'rl:{gone}:log:3600000000' ], 'with their logs');
-is_deeply([ sort @{ $redis->cli('HKEYS', 'rl:{gone}') } ], [ 'sliding_log:3600000000', 'sliding_window:3600000000:60000000' ], 'and their refusals, and no others');
+is_deeply([ sort @{ $redis->cli('HKEYS', 'rl:{gone}') } ], [ 'sliding_log:3600000000', 'sliding_window:3600000000:60000000' ], 'with their logs and their refusals, and no others');
 is($session->ask(q{SELECT rl_reset('gone', 'sliding_log 9/2h, 5/1h')}), 'f', 'once');
 is($session->ask(q{SELECT rl_reset('gone')}), 't', 'a key is forgotten');
-is_deeply(kept('gone'), [], 'with its logs');
+is_deeply(kept('gone'), [], 'all of it');
 is($session->ask(q{SELECT rl_reset('gone')}), 'f', 'once');
 
 # A refusal that a ban counts is kept for its window, however short the state's own life.

@@ -108,30 +108,7 @@ cmp_ok($left{day}, '>=', 495, 'those that are nearest to their end go first');
 my ($forgotten) = $session->ask(q{SELECT n FROM generate_series(1, 20000) n, LATERAL rl_peek('hour ' || n, '5/1h', 0) p WHERE p.remaining = 5 LIMIT 1});
 answers("SELECT allowed, remaining FROM rl_check('hour $forgotten', '5/1h', 5)", 't|0', 'an evicted key is a forgotten limit');
 
-# A log that has lost one of its two keys.
 $redis->cli('CONFIG', 'SET', 'maxmemory', 0);
-$redis->cli('FLUSHALL');
-my $log = 'sliding_log 2/1d';
-answers(q{SELECT rl_check('both', '} . $log . q{') IS NULL}, 'f', 'a log');
-is($redis->cli('PEXPIRETIME', 'rl:{both}'), $redis->cli('PEXPIRETIME', 'rl:{both}:log:86400000000'), 'its two keys end at the same time');
-leave(500_000);
-answers(sprintf($fill, 'log', 5000, $log, 2), '5000', '5000 logs');
-my @half = map { [] } 0 .. 1;
-foreach my $n (1 .. 5000)
-{
-	my @there = map { $redis->cli('EXISTS', "rl:{log $n}$_") } '', ':log:86400000000';
-
-	push @{ $half[ $there[0] ] }, $n if $there[0] != $there[1];
-}
-note sprintf '%d logs without their hash, %d hashes without their log', map { scalar @$_ } @half;
-my ($no_hash, $no_log) = map { $_->[-1] } @half;
-ok($no_hash && $no_log, 'some have lost the one, some the other');
-$redis->cli('CONFIG', 'SET', 'maxmemory', 0);
-answers("SELECT remaining FROM rl_peek('log $no_log', '$log', 0)", '2', 'without the log it is a limit that was never used');
-answers("SELECT allowed, remaining FROM rl_check('log $no_log', '$log')", 't|1', 'and counts from there');
-answers("SELECT allowed, remaining FROM rl_check('log $no_hash', '$log')", 'f|0', 'without the hash it still counts');
-answers("SELECT rl_reset('log $no_hash'), rl_reset('log $no_hash', '$log'), rl_allow('log $no_hash', '$log')", 'f|t|t',
-	'only rl_reset with the limits finds it');
 $redis->cli('CONFIG', 'SET', 'maxmemory-policy', 'noeviction');
 
 #

@@ -851,41 +851,43 @@ if (@differ)
 	}
 }
 
-# What Redis keeps is as if it had been written so: each entry of a log tells
-# what is before it, each window the sum of its sub-windows in their order.
+# What Redis keeps is as if it had been written so: a log has what its chunks
+# have, each window the sum of its sub-windows in their order.
 if (store() eq 'redis')
 {
-	my $kept = $redis->cli('EVAL', q{
-		local wrong, logs, windows = '', 0, 0
-		for _, key in ipairs(redis.call('KEYS', '*')) do
-			if redis.call('PTTL', key) < 0 then wrong = key .. ' lives for ever' end
-			if string.find(key, ':log:%d+$') then
-				local sum
-				logs = logs + 1
-				for _, e in ipairs(redis.call('ZRANGE', key, 0, -1)) do
-					local before, quota = string.match(e, '^(%d+):([1-9]%d*)$')
-					if not before or sum and sum ~= tonumber(before) then wrong = key .. ' has ' .. e end
-					sum = tonumber(before) + tonumber(quota)
-				end
-			else
-				local all = redis.call('HGETALL', key)
-				for i = 1, #all, 2 do
-					if string.find(all[i], '^sliding_window:%d+:%d+$') then
-						local used, newest, others = string.match(all[i + 1], '^(%d+) (%d+:%d+)(.*)$')
-						local sum, last = 0, -1
-						windows = windows + 1
-						for k, count in string.gmatch(others .. ' ' .. newest, '(%d+):(%d+)') do
-							if tonumber(k) <= last or count == '0' then wrong = key .. ' has ' .. all[i + 1] end
-							sum, last = sum + tonumber(count), tonumber(k)
-						end
-						if sum ~= tonumber(used) then wrong = key .. ' has ' .. all[i + 1] end
-					end
-				end
-			end
-		end
-		return {wrong, logs, windows}}, 0);
-	is($kept->[0], '', "Redis keeps $kept->[1] logs and $kept->[2] windows as they should be");
-	cmp_ok(min(@$kept[ 1, 2 ]), '>=', $programs / 10, 'which are many');
+	my ($logs, $windows, @wrong) = (0, 0);
+
+	foreach my $key (@{ $redis->cli('KEYS', '*') })
+	{
+		my %state = @{ $redis->cli('HGETALL', $key) };
+
+		push @wrong, "$key lives for ever" if $redis->cli('PTTL', $key) < 0;
+		foreach my $field (keys %state)
+		{
+			if ($field =~ /^sliding_log:\d+(?::denied)?$/)
+			{
+				my ($entries, @bad) = log_entries(\%state, $field);
+
+				push @wrong, map { "$key: $_" } @bad;
+				$logs++;
+			}
+			next unless $field =~ /^sliding_window:\d+:\d+$/;
+			my ($used, $newest, @others) = split / /, $state{$field};
+			my ($last, $charged, $refused) = (-1, 0, 0);
+
+			$windows++;
+			foreach my $counter (@others, $newest)
+			{
+				my ($k, $c, $r) = $counter =~ /^(\d+):(\d+)(?::([1-9]\d*))?$/;
+
+				push @wrong, "$key has $state{$field}" if $k <= $last || !($c || $r);
+				($last, $charged, $refused) = ($k, $charged + $c, $refused + ($r || 0));
+			}
+			push @wrong, "$key has $state{$field}" if $used ne $charged . ($refused ? ":$refused" : '');
+		}
+	}
+	is_deeply([ @wrong[ 0 .. min(4, $#wrong) ] ], [], "Redis keeps $logs logs and $windows windows as they should be");
+	cmp_ok(min($logs, $windows), '>=', $programs / 10, 'which are many');
 }
 
 #

@@ -196,7 +196,7 @@ sub c_program
 sub c_engine
 {
 	my ($node) = @_;
-	my $program = c_program($node, 'test/engine.c', 'src/algorithm.c');
+	my $program = c_program($node, 'test/engine.c', 'src/algorithm.c', 'src/log.c');
 
 	my $pid = open2(my $from, my $to, $program);
 	return { pid => $pid, from => $from, to => $to };

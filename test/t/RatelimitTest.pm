@@ -7,14 +7,14 @@ use warnings FATAL => 'all';
 
 use Exporter 'import';
 use IPC::Run;
-use List::Util qw(min);
+use List::Util qw(min sum0);
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RedisServer qw(await);
 use Test::More;
 
 our @EXPORT = qw(await new_node store still_runs session start_clients finish_clients count_of measures
-	ttl_problems);
+	ttl_problems log_entries);
 
 # So that the servers go too when a test is interrupted.
 $SIG{$_} = sub { die "interrupted by a signal" } foreach qw(INT TERM HUP);
@@ -176,6 +176,51 @@ sub ttl_problems
 		  if $ttl < $needed - 1 || $ttl > $needed + 3_600_000;
 	}
 	return @problems;
+}
+
+# The entries of a log, oldest first, each with its time and its units, by the
+# fields of a key's hash; and what is wrong with these fields.
+sub log_entries
+{
+	my ($fields, $name) = @_;
+	my @left = grep { /^\Q$name\E:(?:\d+|chunks)$/ } keys %$fields;
+	my (@entries, @wrong);
+
+	if (!defined $fields->{$name})
+	{
+		push @wrong, "$name is not there, and @left are" if @left;
+		return (\@entries, @wrong);
+	}
+	my ($units, $dead, $first, $skip, $cut, $next, $tail) = $fields->{$name} =~ /^(\d+)(?: (\d+) (\d+) (\d+) (\d+) (\d+))? (\d*)$/
+	  or return (\@entries, "$name is $fields->{$name}");
+	my %index;
+	foreach my $record (($fields->{"$name:chunks"} // '') =~ /(\d{32})/g)
+	{
+		my ($time, $sum, $n) = map { 0 + $_ } unpack 'A16A6A10', $record;
+		my @records = map { [ map { 0 + $_ } unpack 'A16A6', $_ ] } ($fields->{"$name:$n"} // '') =~ /(\d{22})/g;
+
+		$index{$n} = 1;
+		push @wrong, "$name:chunks is wrong of chunk $n"
+		  if !@records || @records > 256 || $records[-1][0] != $time || $sum != sum0(map { $_->[1] } @records);
+		if (!@entries)
+		{
+			push @wrong, "$name is cut wrongly"
+			  if $n != $first || $skip >= @records || $cut != sum0(map { $_->[1] } splice @records, 0, $skip);
+		}
+		push @entries, @records;
+	}
+	foreach my $n (map { /:(\d+)$/ } @left)
+	{
+		push @wrong, "$name:$n is no chunk" unless $index{$n} || (defined $dead && $n >= $dead && $n < $first);
+	}
+	my @tail = map { [ map { 0 + $_ } unpack 'A16A6', $_ ] } $tail =~ /(\d{22})/g;
+	push @wrong, "$name is $fields->{$name}" if length $tail != 22 * @tail || @tail > 64;
+	push @entries, @tail;
+	push @wrong, "$name has not $units units" if $units != sum0(map { $_->[1] } @entries);
+	push @wrong, "$name is not in order" if grep { $entries[ $_ - 1 ][0] > $entries[$_][0] } 1 .. $#entries;
+	push @wrong, "$name has an empty entry" if grep { $_->[1] == 0 } @entries;
+	push @wrong, "$name is there for nothing" if !@entries && !(defined $dead && $dead < $next);
+	return (\@entries, @wrong);
 }
 
 package RatelimitTest::Session;

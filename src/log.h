@@ -1,0 +1,93 @@
+/*
+ * log.h
+ *		Entries in chunks of one size: the counters of a sliding window, and the
+ *		actions of a sliding log.
+ */
+#ifndef LOG_H
+#define LOG_H
+
+#define RL_CHUNK_ENTRIES	7
+#define RL_CHUNK_BLOCKS		4
+#define RL_BLOCK_CHUNKS		64
+#define RL_NO_CHUNK			0	/* chunks are numbered from 1 */
+
+/* Units that count since a time; of a sliding window, since a sub-window's number. */
+typedef struct RlEntry
+{
+	int64		time;
+	int64		units;
+} RlEntry;
+
+/* A list of chunks of entries, none of them empty, with their sum. */
+typedef struct RlBlock
+{
+	int64		newest;			/* time of the last entry */
+	uint32		units;			/* at most those of a sliding log */
+	uint32		first;
+	uint32		last;
+	uint32		nchunks;
+} RlBlock;
+
+/* The chunk that makes up every log, and also the lists of spare chunks. */
+typedef struct RlChunk
+{
+	uint32		next;			/* the next of its list, or RL_NO_CHUNK */
+	uint32		n;				/* entries, or blocks, in use */
+	union
+	{
+		RlEntry		entry[RL_CHUNK_ENTRIES];
+		RlBlock		block[RL_CHUNK_BLOCKS];
+		char		size[120];
+	};
+} RlChunk;
+
+/*
+ * A log, oldest entry first, of which no entry is older than the one before it.
+ * A full block is closed: it is listed in the index, so that a long log can be
+ * searched and cut without visiting each chunk.  A log of zeros is empty.
+ */
+typedef struct RlLog
+{
+	uint32		first;			/* the open block */
+	uint32		last;
+	uint32		nchunks;
+	uint32		index_first;	/* chunks of the closed blocks */
+	uint32		index_last;
+} RlLog;
+
+/*
+ * Where logs get chunks from and put them: the chunk with number n is
+ * chunks[n - 1].  The owner puts enough spare chunks here before an act, and
+ * takes what is left after it.
+ */
+typedef struct RlPool
+{
+	RlChunk    *chunks;
+	uint32		spare;			/* a list */
+	uint32		spare_last;
+	uint32		nspare;
+} RlPool;
+
+/* A place in a log: before an entry or, if whole is set, before a closed block. */
+typedef struct RlCursor
+{
+	uint32		index;			/* the closed block's chunk; RL_NO_CHUNK: the open block */
+	uint32		block;			/* and its place there */
+	uint32		chunk;			/* RL_NO_CHUNK: at the end */
+	uint32		i;				/* entry in the chunk */
+	int64		skipped;		/* units of the entry that are passed already */
+	bool		whole;
+} RlCursor;
+
+extern int	rl_log_chunks_wanted(const RlPool *pool, const RlLog *log);
+extern int64 rl_log_newest(const RlPool *pool, const RlLog *log);
+extern int64 rl_log_seek(const RlPool *pool, const RlLog *log, int64 gone, RlCursor *cursor);
+extern void rl_log_skip(const RlPool *pool, const RlLog *log, RlCursor *cursor, int64 units);
+extern int64 rl_log_unit(const RlPool *pool, const RlLog *const logs[2], RlCursor cursors[2], int64 n);
+extern void rl_log_cut(RlPool *pool, RlLog *log, const RlCursor *cursor);
+extern void rl_log_append(RlPool *pool, RlLog *log, int64 time, int64 units);
+extern int64 rl_log_remove(RlPool *pool, RlLog *log, int64 time, int64 units);
+extern void rl_pool_put(RlPool *pool, uint32 first, uint32 last, uint32 n);
+extern uint32 rl_pool_get(RlPool *pool);
+
+#endif							/* LOG_H */

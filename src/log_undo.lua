@@ -1,0 +1,76 @@
+-- sliding_log: the refund of one charge, which may lie in the middle of the log.
+
+-- Writes the oldest chunk without what was cut off.
+local function tidy(log)
+  if log.skip > 0 then
+    set_chunk(log, log.first, string.sub(chunk(log, log.first), log.skip * RECORD + 1))
+    set_index(log, 1, INDEX + 1, time_at(log.index, 1), units_at(log.index, 1) - log.cut, log.first)
+    log.skip, log.cut = 0, 0
+  end
+end
+
+-- Joins the chunk at a position of the index to its neighbour, if the two have
+-- no more records than one may have.
+local function join(log, at)
+  for _, i in ipairs({at, at - INDEX}) do
+    local j = i + INDEX
+    if i > 0 and j < #log.index then
+      local a, b = number_at(log.index, i), number_at(log.index, j)
+      local text = chunk(log, a) .. chunk(log, b)
+      if #text <= CHUNK then
+        set_chunk(log, a, text)
+        delete_chunk(log, b)
+        set_index(log, i, j + INDEX, time_at(log.index, j), units_at(log.index, i) + units_at(log.index, j), a)
+        return
+      end
+    end
+  end
+end
+
+-- Gives the chunk at a position of the index a text that has so many units less.
+local function shrink_chunk(log, i, text, part)
+  local n, units = number_at(log.index, i), units_at(log.index, i) - part
+  if text == '' then
+    delete_chunk(log, n)
+    set_index(log, i, i + INDEX)
+    return
+  end
+  set_chunk(log, n, text)
+  set_index(log, i, i + INDEX, time_at(text, #text - RECORD + 1), units, n)
+  if #text <= CHUNK / 2 then
+    join(log, i)
+  end
+end
+
+-- Takes out up to n units of a time.
+local function remove(log, time, n)
+  while n > 0 and log.units > 0 do
+    local text, i = log.tail
+    if text == '' or time_at(text, 1) > time then
+      tidy(log)
+      i = after(log.index, INDEX, time - 1)
+      if i > #log.index then
+        return
+      end
+      text = chunk(log, number_at(log.index, i))
+    end
+    local at = after(text, RECORD, time - 1)
+    if at > #text or time_at(text, at) ~= time then
+      return
+    end
+    local part = math.min(n, units_at(text, at))
+    log.units, n = log.units - part, n - part
+    text = without(text, at, part)
+    if i then
+      shrink_chunk(log, i, text, part)
+    else
+      log.tail = text
+    end
+  end
+end
+
+algorithms.sliding_log.undo = function(l, _, mark, amount)
+  l.log.changed = true
+  remove(l.log, mark, amount)
+  l:count()
+end

@@ -1,0 +1,280 @@
+# A log of thousands of entries and a model of it in virtual time: every answer
+# is the model's, whatever refunds, rollbacks, refusals that count, and steps of
+# the clock came before it; and what Redis keeps of it is as README says.
+#
+# RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
+use strict;
+use warnings FATAL => 'all';
+
+use Engines;
+use List::Util qw(max min sum0);
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+
+my $steps = $ENV{RATELIMIT_STEPS} || 12_000;
+my $seed = seed();
+my $redis = RedisServer->new->start;
+my $node = new_node($redis, 'ratelimit.command_timeout = 10s');
+my $session = session($node);
+my $period = 1_000_000;
+
+#
+# The model: entries of [time, units] as they are kept, oldest first
+#
+
+my (@charged, @refused, $now);
+
+sub units { return sum0(map { $_->[1] } @_); }
+sub live { return grep { $_->[0] + $period > $now } @_; }
+
+# Leaves out what has become free, which only an act that counts does.
+sub purge { @$_ = live(@$_) foreach \@charged, \@refused; return; }
+
+sub newest { return max($now, map { $_->[0] } live(@charged), live(@refused)); }
+
+# Takes the oldest units off a list; an entry can be split.
+sub take_off
+{
+	my ($list, $units) = @_;
+
+	while ($units > 0 && @$list)
+	{
+		my $part = min($units, $list->[0][1]);
+
+		$units -= $part;
+		$list->[0][1] -= $part;
+		shift @$list if $list->[0][1] == 0;
+	}
+	return;
+}
+
+# The answer to an act: allowed, remaining, retry_after and reset_after.
+sub act
+{
+	my ($quota, $capacity, $count_denied, $peek) = @_;
+	my $allowed = units(live(@charged), live(@refused)) + $quota <= $capacity;
+	my @before = ([ map { [@$_] } @charged ], [ map { [@$_] } @refused ]);
+	my ($wait, $reset) = ('', 0);
+
+	if ($quota > 0 && ($allowed || ($count_denied && $quota <= $capacity)))
+	{
+		my $time = newest();
+
+		purge();
+		push @{ $allowed ? \@charged : \@refused }, [ $time, $quota ];
+		take_off(\@refused, units(@refused) - $capacity);
+	}
+	my @all = sort { $a->[0] <=> $b->[0] } live(@charged), live(@refused);
+	my $used = units(@all);
+	if (!$allowed && $quota <= $capacity)
+	{
+		my $needed = $used + $quota - $capacity;
+
+		foreach my $entry (@all)
+		{
+			$wait = $entry->[0] + $period - $now;
+			last if ($needed -= $entry->[1]) <= 0;
+		}
+	}
+	$reset = $all[-1][0] + $period - $now if @all;
+	@charged = @{ $before[0] } if $peek;
+	@refused = @{ $before[1] } if $peek;
+	return join '|', $allowed ? 't' : 'f', max($capacity - $used, 0), $wait, $reset;
+}
+
+sub give
+{
+	my ($quota) = @_;
+
+	return unless live(@charged);
+	purge();
+	take_off(\@charged, $quota);
+	return;
+}
+
+# A rolled-back charge: its entry's units, if they still count.
+sub undo
+{
+	my ($time, $units) = @_;
+
+	return unless live(@charged);
+	purge();
+	foreach my $entry (grep { $_->[0] == $time } @charged)
+	{
+		my $part = min($units, $entry->[1]);
+
+		$entry->[1] -= $part;
+		$units -= $part;
+	}
+	@charged = grep { $_->[1] > 0 } @charged;
+	return;
+}
+
+#
+# Histories
+#
+
+$session->ask(q{
+	CREATE FUNCTION answer(allowed boolean, remaining bigint, retry_after float8, reset_after float8) RETURNS text LANGUAGE sql AS
+		$$ SELECT concat_ws('|', CASE WHEN allowed THEN 't' ELSE 'f' END, remaining,
+			coalesce((retry_after * 1000000)::bigint::text, ''), (reset_after * 1000000)::bigint) $$;
+});
+
+my %seen = map { $_ => 0 } qw(allowed refused counted peek refund rollback back most chunks reset);
+my (@differ, @wrong);
+
+# What is in Redis is the model, for the act that came last.
+sub look_at_fields
+{
+	my ($name) = @_;
+	my %fields = @{ $redis->cli('HGETALL', "rl:{$name}") };
+
+	foreach my $kind ([ "sliding_log:$period", \@charged ], [ "sliding_log:$period:denied", \@refused ])
+	{
+		my ($entries, @bad) = log_entries(\%fields, $kind->[0]);
+		my (@kept, @model);
+
+		# Entries of one time can be one or several.
+		foreach my $pair ([ \@kept, $entries ], [ \@model, $kind->[1] ])
+		{
+			my ($to, $from) = @$pair;
+			foreach my $entry (@$from)
+			{
+				if (@$to && $to->[-1][0] == $entry->[0]) { $to->[-1][1] += $entry->[1] }
+				else { push @$to, [@$entry] }
+			}
+		}
+		push @wrong, map { "$name: $_" } @bad;
+		push @wrong, "$name: $kind->[0] has not the model's entries"
+		  if join(',', map { "@$_" } @kept) ne join(',', map { "@$_" } @model);
+		$seen{most} = max($seen{most}, scalar @kept);
+	}
+	$seen{chunks} += grep { /:\d+:\d+$/ } keys %fields;
+	my @keys = grep { index($_, "{$name}") >= 0 } @{ $redis->cli('KEYS', '*') };
+	push @wrong, "$name has the keys @keys" if @keys > 1;
+	push @wrong, "$name has no time to live" if @keys && $redis->cli('PTTL', $keys[0]) < 0;
+	return;
+}
+
+# Takes so many steps with a key: in batches, in which blocks are rolled back, so
+# that charges with other charges after them are refunded.
+sub history
+{
+	my ($name, $length, %how) = @_;
+	my $base = $how{capacity};
+
+	(@charged, @refused) = ();
+	$now = 1_700_000_000_000_000;
+	for (; $length > 0; $length -= 400)
+	{
+		my (@want, @open);
+		my $sql = '';
+
+		foreach (1 .. min($length, 400))
+		{
+			my $capacity = chance(95) ? $base : 1 + below(int(1.5 * $base));
+			my $quota = chance($how{single}) ? 1 : chance(20) ? 0 : 1 + below(chance(20) ? $capacity + 2 : 8);
+			my $limit = "sliding_log $capacity/${period}us";
+
+			my $before = $now;
+			$now += chance(15) ? 0
+			  : chance($how{calm}) ? below(2 * int($how{pace} * $period / $base) + 2)
+			  : chance(60) ? below(int($period / 2))
+			  : chance(60) ? -below(int($period / 4))
+			  :              2 * $period;
+			$seen{back}++ if $now < $before;
+			if (@open && chance(4))
+			{
+				# The next call takes the refund with it.
+				$sql .= "RAISE 'back'; EXCEPTION WHEN raise_exception THEN NULL; END;\n"
+				  . "PERFORM set_config('ratelimit.debug_now', '$now', false), rl_peek('$name', '$limit', 0);\n";
+				undo(@$_) foreach @{ $open[-1] };
+				$seen{rollback} += @{ pop @open };
+				next;
+			}
+			if (@open < 2 && chance(4))
+			{
+				push @open, [];
+				$sql .= "BEGIN\n";
+			}
+			$sql .= "PERFORM set_config('ratelimit.debug_now', '$now', false);\n";
+			# In a block it would first be of the block's own charges.
+			if (!@open && chance(4))
+			{
+				my $units = 1 + below(chance($how{refunds}) ? $base : 8);
+
+				give($units);
+				$sql .= "PERFORM rl_refund('$name', '$limit', $units);\n";
+				$seen{refund}++;
+			}
+			elsif (!@open && chance(0.1))
+			{
+				(@charged, @refused) = ();
+				$sql .= "PERFORM rl_reset('$name', '$limit');\n";
+				$seen{reset}++;
+			}
+			else
+			{
+				my $act = chance(8) ? 'peek' : 'check';
+				my $option = $act eq 'peek' ? '' : chance($how{denied}) ? ' count_denied' : @open && chance(40) ? ' refund_on_abort' : '';
+				my $time = newest();
+				my $answer = act($quota, $capacity, $option eq ' count_denied', $act eq 'peek');
+
+				push @{ $open[-1] }, [ $time, $quota ] if $option eq ' refund_on_abort' && $answer =~ /^t/ && $quota > 0;
+				push @want, $answer;
+				$sql .= "SELECT answers || answer(d.allowed, d.remaining, d.retry_after, d.reset_after) INTO answers FROM rl_$act('$name', '$limit$option', $quota) d;\n";
+				$seen{ $answer =~ /^t/ ? 'allowed' : 'refused' }++;
+				$seen{counted}++ if $option eq ' count_denied' && $answer =~ /^f/;
+				$seen{peek}++ if $act eq 'peek';
+			}
+		}
+		$sql .= "EXCEPTION WHEN raise_exception THEN NULL; END;\n" foreach @open;
+		my $got = $session->ask("DO \$do\$ DECLARE answers text[] := '{}'; BEGIN\n$sql"
+			  . "PERFORM set_config('test.answers', array_to_string(answers, ' '), false); END \$do\$; SELECT current_setting('test.answers')");
+		my @got = split / /, $got;
+		push @wrong, $session->error if $session->error ne '';
+		foreach my $n (0 .. max($#want, $#got))
+		{
+			push @differ, "$name, answer $n of the last $length: " . ($got[$n] // 'none') . ', the model has ' . ($want[$n] // 'none')
+			  if ($got[$n] // '') ne ($want[$n] // '');
+		}
+		look_at_fields($name) if store() eq 'redis';
+		return if @differ || @wrong;
+	}
+	return;
+}
+
+# Long logs, and some whose capacity is about a tail's.
+foreach my $n (1 .. 6)
+{
+	my $long = $n <= 3;
+	my %how = (
+		capacity => $long ? 3000 : pick(5, 64, 70, 700),
+		single   => $long ? 99.9 : pick(90, 99),
+		pace     => $long ? 0.3 : pick(0.2, 0.5, 1.1),
+		denied   => $n == 1 ? 0 : pick(0, 30, 70),
+		calm     => $long ? 99.9 : 99.5,
+		refunds  => $long ? 0.5 : pick(2, 20));
+
+	history("log $n", $long ? $steps / 4 : $steps / 12, %how);
+	if (@differ || @wrong)
+	{
+		diag "repeat with RATELIMIT_SEED=$seed RATELIMIT_STEPS=$steps; ", join ', ', map { "$_ $how{$_}" } sort keys %how;
+		last;
+	}
+}
+note join ', ', map { "$_ $seen{$_}" } sort keys %seen;
+is_deeply([ @differ[ 0 .. min(4, $#differ) ] ], [], 'every answer is the model\'s');
+is_deeply([ @wrong[ 0 .. min(4, $#wrong) ] ], [], 'no call fails, and what Redis keeps is as documented');
+cmp_ok($seen{$_}, '>', $steps / 200, "$_: $seen{$_}") foreach qw(allowed refused counted peek refund rollback);
+cmp_ok($seen{back}, '>', 5, "steps back of the clock: $seen{back}");
+if (store() eq 'redis')
+{
+	cmp_ok($seen{most}, '>', 300, "entries of the longest log: $seen{most}");
+	cmp_ok($seen{chunks}, '>', 10, "chunks: $seen{chunks}");
+}
+
+done_testing();
