@@ -28,6 +28,8 @@
 /* More than this of a transaction is not given back, and logged. */
 #define MAX_GRANTS			65536
 
+#define QUEUED				0
+
 /* What tells grants apart; padding is zero. */
 typedef struct GrantId
 {
@@ -35,7 +37,7 @@ typedef struct GrantId
 	int64		period;
 	int64		step;
 	int64		mark;			/* of charges that do not merge */
-	int			level;			/* of the transaction nest */
+	int			level;			/* of the transaction nest, or QUEUED */
 	uint8		algorithm;
 	bool		from_first;
 	bool		local;
@@ -62,7 +64,7 @@ typedef struct GrantEntry
 } GrantEntry;
 
 static MemoryContext context = NULL;	/* of the transaction's grants */
-static HTAB *entries = NULL;	/* of those that may yet be kept */
+static HTAB *entries = NULL;	/* of those that were not sent */
 static dlist_head grants = DLIST_STATIC_INIT(grants);	/* the same, by level */
 static dlist_head queue = DLIST_STATIC_INIT(queue);
 static int	ngrants = 0;		/* in both lists */
@@ -95,6 +97,16 @@ drop(Grant *grant)
 	dlist_delete(&grant->node);
 	pfree(grant);
 	ngrants--;
+}
+
+/* Makes sure that a queued grant is not found any more. */
+static void
+leave_entries(const Grant *grant)
+{
+	const GrantEntry *entry = hash_search(entries, &grant->id, HASH_FIND, NULL);
+
+	if (entry != NULL && entry->grant == grant)
+		hash_search(entries, &grant->id, HASH_REMOVE, NULL);
 }
 
 static bool
@@ -145,6 +157,14 @@ find_call(dlist_node **last, int i)
 	return *last = node;
 }
 
+/* From now on no other grant can be put together with this one. */
+static void
+set_sent(Grant *grant)
+{
+	leave_entries(grant);
+	grant->sent = true;
+}
+
 static int
 next_call(int i, const char **place, int *place_len, const RlLimit **limits, const RlCharge **charges,
 		  void *arg pg_attribute_unused())
@@ -161,7 +181,7 @@ next_call(int i, const char **place, int *place_len, const RlLimit **limits, con
 		*place_len = grant->place_len;
 		limits[n] = &grant->limit;
 		charges[n++] = &grant->charge;
-		grant->sent = true;
+		set_sent(grant);
 	}
 	return n;
 }
@@ -170,6 +190,7 @@ next_call(int i, const char **place, int *place_len, const RlLimit **limits, con
 static void
 drop_queued(Grant *grant)
 {
+	leave_entries(grant);
 	if (rl_shared_available())
 		rl_denied_forget_name(grant->name);
 	drop(grant);
@@ -294,13 +315,41 @@ rl_charges_flush(RlError *error)
  * The transaction
  */
 
-/* Puts a grant in the queue instead of among those that may be kept. */
+/*
+ * Puts a grant in the queue instead of among those that may be kept, together
+ * with one of the same state that waits there: time that has passed since both is
+ * subtracted from both together, and not from each.
+ */
 static void
 give_back(Grant *grant)
 {
+	GrantEntry *entry = hash_search(entries, &grant->id, HASH_FIND, NULL);
+	GrantEntry *queued;
+	GrantId		id = grant->id;
+
+	id.level = QUEUED;
+	queued = hash_search(entries, &id, HASH_FIND, NULL);
+	if (queued == NULL)
+	{
+		hash_update_hash_key(entries, entry, &id);
+		grant->id = id;
+		dlist_delete(&grant->node);
+		dlist_push_tail(&queue, &grant->node);
+		return;
+	}
+	/* The numbers of the later call apply, as in hand_up. */
+	if (queued->grant->charge.at <= grant->charge.at)
+	{
+		rl_charge_merge(&grant->limit, &queued->grant->charge, &grant->charge);
+		queued->grant->limit = grant->limit;
+	}
+	else
+	{
+		rl_charge_merge(&queued->grant->limit, &grant->charge, &queued->grant->charge);
+		queued->grant->charge = grant->charge;
+	}
 	hash_search(entries, &grant->id, HASH_REMOVE, NULL);
-	dlist_delete(&grant->node);
-	dlist_push_tail(&queue, &grant->node);
+	drop(grant);
 }
 
 /* Makes a grant the parent's, together with one that it has. */
@@ -539,6 +588,7 @@ give_back_part(const Grant *grant, int64 amount)
 	Grant	   *part = MemoryContextAlloc(context, size);
 
 	memcpy(part, grant, size);
+	part->id.level = QUEUED;
 	part->charge.amount = amount;
 	dlist_push_tail(&queue, &part->node);
 	ngrants++;

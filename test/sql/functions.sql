@@ -222,4 +222,18 @@ ROLLBACK TO a;
 SELECT rl_allow('grant 15', :'plain', 4);
 ROLLBACK;
 SELECT remaining('grant 15', :'plain') AS a_reset_stays;
+-- The time that has passed since several charges is subtracted once: by 3 s after
+-- the first of them, 3 of 6 units are replenished, and 3 are refunded.
+SET ratelimit.debug_now = '1000000000000000';
+BEGIN;
+SAVEPOINT a;
+SELECT rl_allow('grant 16', '10/10s refund_on_abort', 5), rl_allow('grant 16', 'token_bucket 10/10s refund_on_abort', 5);
+SAVEPOINT b;
+SET ratelimit.debug_now = '1000000001000000';
+SELECT rl_allow('grant 16', '10/10s refund_on_abort', 1), rl_allow('grant 16', 'token_bucket 10/10s refund_on_abort', 1);
+ROLLBACK TO a;
+SET ratelimit.debug_now = '1000000003000000';
+SELECT rule, remaining, reset_after FROM rl_peek('grant 16', '10/10s, token_bucket 10/10s', 0);
+ROLLBACK;
+RESET ratelimit.debug_now;
 DROP FUNCTION remaining;
