@@ -1,0 +1,150 @@
+# shellcheck shell=bash disable=SC2154 # rounds, SRC and T are script/bench's
+#
+# For script/bench: how long one call can hold Redis up.  The state is the largest
+# that there is, written as README's layout has it: in each limit 100,000 charged
+# and 100,000 refused entries of one unit, at times that alternate.
+
+WORST_TARGET=5
+WORST_BEGIN=1700000000000000
+WORST_PERIOD=864000000000
+
+# A row: what Redis is to run, when (in entries' places from the oldest on, or as a
+# sum of them and a period), the SQL, title.  LIMITS are the limits, all of which
+# count refusals.
+worsts=(
+	"EVAL|100010|SELECT FROM rl_peek('worst', 'LIMITS', 99999)|rl_peek of 99,999, refused"
+	"EVAL|100010|SELECT FROM rl_peek('worst', 'LIMITS', 1)|rl_peek of 1, refused"
+	"EVAL|100010|SELECT FROM rl_check('worst', 'LIMITS', 1)|rl_check of 1, refused and counted"
+	"EVAL|100010|SELECT FROM rl_check('worst', 'LIMITS', 50000)|rl_check of 50,000, refused and counted"
+	"EVAL|100010|SELECT FROM rl_check('worst', 'LIMITS', 100000)|rl_check of 100,000, refused and counted"
+	"EVAL|P+50000|SELECT FROM rl_check('worst', 'LIMITS', 1)|rl_check when half of it has become free"
+	"EVAL|P+99000|SELECT FROM rl_check('worst', 'LIMITS', 1)|rl_check when nearly all has become free"
+	"EVAL|P+200000|SELECT FROM rl_check('worst', 'LIMITS', 1)|rl_check when all has become free"
+	"EVAL|100010|SELECT rl_refund('worst', 'LIMITS', 50000)|rl_refund of 50,000"
+	"EVAL|100010|SELECT rl_refund('worst', 'LIMITS', 100000)|rl_refund of 100,000"
+	"EVAL|100010|1|rollback of a charge in the middle"
+	"EVAL|100010|16|rollback of 16 charges"
+	"EVAL|100010|SELECT rl_reset('worst', 'LIMITS')|rl_reset of the limits"
+	"UNLINK|100010|SELECT rl_reset('worst')|rl_reset of the key"
+	"EXISTS|100010||expiry"
+)
+
+# worst_limits N
+worst_limits() {
+	local i text=''
+	for ((i = 0; i < $1; i++)); do text+=", sliding_log 100000/$((WORST_PERIOD + i))us count_denied"; done
+	echo "${text#, }"
+}
+
+# Fills the key: ARGV has how many limits, the oldest entry's time, the first period.
+fill_worst() {
+	redis --raw EVAL "
+		local function fill(log, from)
+			local index, chunks, tail = {}, 0
+			for first = 0, 99999, 256 do
+				local records = {}
+				for i = first, math.min(first + 255, 99999) do
+					records[#records + 1] = string.format('%016.0f000001', from + 10 * i)
+				end
+				if #records < 256 then
+					-- What is too much for the tail is a chunk of its own.
+					tail = table.concat(records, '', #records - 31)
+					for i = 1, 32 do records[#records] = nil end
+				end
+				redis.call('HSET', KEYS[1], log .. ':' .. chunks, table.concat(records))
+				index[#index + 1] = string.sub(records[#records], 1, 16) .. string.format('%06.0f%010.0f', #records, chunks)
+				chunks = chunks + 1
+			end
+			redis.call('HSET', KEYS[1], log .. ':chunks', table.concat(index),
+				log, string.format('100000 0 0 0 0 %.0f %s', chunks, tail))
+		end
+		redis.call('DEL', KEYS[1])
+		for limit = 0, ARGV[1] - 1 do
+			local log = string.format('sliding_log:%.0f', ARGV[3] + limit)
+			fill(log, tonumber(ARGV[2]))
+			fill(log .. ':denied', ARGV[2] + 5)
+		end
+		return redis.call('PEXPIRE', KEYS[1], 3600000)" 1 'rl:{worst}' "$1" "$WORST_BEGIN" "$WORST_PERIOD" >/dev/null
+}
+
+# longest COMMAND: the most microseconds that a command took since slow_log whose name
+# begins so: a session's first rollback sends EVAL, others EVALSHA.  At a threshold
+# of 0 commands that scripts run are there too.
+slow_log() { redis SLOWLOG RESET >/dev/null; }
+longest() {
+	redis --no-raw SLOWLOG GET 1000 | awk -v name="\"$1" '
+		/^ +3\) \(integer\)/ { us = $3 }
+		/^ +4\) +1\)/ && index(toupper($3), name) == 1 && us > most { most = us }
+		END { print most + 0 }'
+}
+
+# worst_time WHEN: in microseconds.
+worst_time() {
+	local period=0
+	[[ $1 != P+* ]] || period=$WORST_PERIOD
+	echo $((WORST_BEGIN + period + 10 * ${1#P+}))
+}
+
+# measure_worst LIMITS COMMAND WHEN SQL: prints microseconds.
+measure_worst() {
+	local limits when i charges=''
+	limits=$(worst_limits "$1")
+	when="SET ratelimit.debug_now = '$(worst_time "$3")';"
+	if [[ $4 =~ ^[0-9]+$ ]]; then
+		# Charges of the times of entries that are there afterwards.
+		for ((i = 0; i < $4; i++)); do
+			charges+="SET LOCAL ratelimit.debug_now = '$((WORST_BEGIN + 10 * (50000 + i * 3001)))';"
+			charges+="SELECT FROM rl_check('worst', '${limits//count_denied/refund_on_abort}');"
+		done
+		redis DEL 'rl:{worst}' >/dev/null
+		{
+			echo "BEGIN; $charges $when"
+			# The server waits for this, and so does the rollback.
+			printf '\\! touch %q; until test -e %q; do sleep 0.01; done\n' "$T/tmp/charged" "$T/tmp/filled"
+			echo 'ROLLBACK;'
+		} | sql -o /dev/null 2>/dev/null &
+		await 10 test -e "$T/tmp/charged" || die 'the charges were not made'
+		fill_worst "$1"
+		slow_log
+		"${AS[@]}" touch "$T/tmp/filled"
+		wait $!
+		"${AS[@]}" rm "$T/tmp/charged" "$T/tmp/filled"
+	elif [[ -z $4 ]]; then
+		fill_worst "$1"
+		redis PEXPIRE 'rl:{worst}' 1 >/dev/null
+		slow_log
+		redis EXISTS 'rl:{worst}' >/dev/null
+	else
+		fill_worst "$1"
+		slow_log
+		sql -o /dev/null -c "$when" -c "${4//LIMITS/$limits}"
+	fi
+	longest "$2"
+}
+
+report_worst() {
+	local row command when sql title limits round one eight
+	printf '| %-46s | %9s | %9s | %8s | %-6s |\n' 'a call: ms in Redis' '1 limit' '8 limits' target ''
+	printf '|:%s-|%s:|%s:|%s:|:%s-|\n' ---------------------------------------------- ---------- ---------- --------- ------
+	redis CONFIG SET slowlog-log-slower-than 0 slowlog-max-len 1000 >/dev/null
+	# Redis shall know the scripts.
+	sql -o /dev/null -c "SELECT rl_check('worst', 'sliding_log 5/1d refund_on_abort'), rl_refund('worst', 'sliding_log 5/1d', 1),
+		rl_reset('worst', 'sliding_log 5/1d')" -c 'BEGIN' -c "SELECT rl_check('worst', 'sliding_log 5/1d refund_on_abort')" -c 'ROLLBACK'
+	for row in "${worsts[@]}"; do
+		IFS='|' read -r command when sql title <<<"$row"
+		for limits in 1 8; do
+			for ((round = 1; round <= rounds; round++)); do
+				measure_worst "$limits" "$command" "$when" "$sql"
+			done >"$T/worst.$limits"
+		done
+		one=$(median "$T/worst.1") eight=$(median "$T/worst.8")
+		awk -v n="$title" -v one="$one" -v eight="$eight" -v target="$WORST_TARGET" 'BEGIN {
+			printf "| %-46s | %9.2f | %9.2f | %8s | %-6s |\n", n, one / 1000, eight / 1000, "<= " target,
+				one <= target * 1000 && eight <= target * 1000 ? "met" : "missed" }'
+	done
+	redis CONFIG SET slowlog-log-slower-than 10000 slowlog-max-len 128 >/dev/null
+	redis DEL 'rl:{worst}' >/dev/null
+	echo
+	echo "Of each limit 100,000 entries are charged and 100,000 refused. By SLOWLOG, the call's longest script; medians of $rounds rounds."
+	echo
+}
