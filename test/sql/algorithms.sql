@@ -78,7 +78,7 @@ SELECT * FROM play('log', 'sliding_log 4/10s', ARRAY[
 	[11,4],								-- refused: 3 in use; the last of them goes at 21
 	[11,5], [13,3], [30,4], [30,0]]);
 
--- count_denied: the two windows.
+-- count_denied: the two windows. At 9 s 1 charged and 3 refused are in use.
 SELECT * FROM play('denied fixed', 'fixed_window 2/10s count_denied', ARRAY[[0,1], [1,2], [2,1], [2,3], [9,0], [10,2]]);
 SELECT * FROM play('denied sliding', 'sliding_window 2/10s step 5s count_denied', ARRAY[
 	[0,2],								-- counts until 15
@@ -91,6 +91,77 @@ SELECT * FROM play('denied sliding', 'sliding_window 2/10s step 5s count_denied'
 SELECT * FROM play('denied other', '1/1min, sliding_log 2/10min count_denied', ARRAY[[0,1], [1,1], [2,1], [61,1]]);
 -- Never for more than there ever is.
 SELECT * FROM play('denied impossible', 'sliding_log 2/10s count_denied', ARRAY[[0,3], [0,2]]);
+-- Charged and refused quota are counted together, and the wait is that for the
+-- oldest of both.
+SELECT * FROM play('denied wait', 'sliding_log 3/10s count_denied', ARRAY[
+	[0,2],								-- 1 remains
+	[1,2],								-- refused: 2 + 2 are in use; 3 of them must go: 11
+	[10,2],								-- refused: the charge has gone; the newest 3 refused are in use, 2 must go: 20
+	[11,1],								-- 2 refused are in use: 0 remain
+	[11,1],								-- refused: 4 are in use; 2 must go, those of 10: 20
+	[20,1]]);							-- 1 charged and 1 refused of 11 are in use
+
+-- A refund erases no refusal. A statement of six rows is rolled back each time
+-- and is refused once: after three times three refusals are in use.
+CREATE TABLE guess (n int);
+CREATE TRIGGER fixed BEFORE INSERT ON guess FOR EACH ROW WHEN (NEW.n < 10)
+	EXECUTE FUNCTION rl_enforce('guess', 'fixed_window 5/1h count_denied refund_on_abort');
+CREATE TRIGGER sliding BEFORE INSERT ON guess FOR EACH ROW WHEN (NEW.n BETWEEN 11 AND 20)
+	EXECUTE FUNCTION rl_enforce('guess', 'sliding_window 5/1h count_denied refund_on_abort');
+CREATE TRIGGER log BEFORE INSERT ON guess FOR EACH ROW WHEN (NEW.n > 20)
+	EXECUTE FUNCTION rl_enforce('guess', 'sliding_log 5/1h count_denied refund_on_abort');
+SELECT at(0);
+SELECT (failure(format('INSERT INTO guess SELECT generate_series(%s, %s)', first, first + 5))).code
+FROM generate_series(1, 3), unnest('{1,11,21}'::int[]) first;
+SELECT rule, remaining FROM rl_peek('guess', 'fixed_window 5/1h, sliding_window 5/1h, sliding_log 5/1h', 0);
+DROP TABLE guess;
+-- The same with rl_refund: of 5 charged and 1 refused the refund leaves the refused one.
+CREATE FUNCTION take_and_refund(key text, limits rl_limits, OUT allowed bigint, OUT remaining bigint) LANGUAGE plpgsql AS
+$$
+BEGIN
+	SELECT count(*) FILTER (WHERE rl_allow(key, limits)) INTO allowed FROM generate_series(1, 6);
+	PERFORM rl_refund(key, limits, allowed);
+	remaining := (rl_check(key, limits, 0)).remaining;
+END
+$$;
+SELECT at(0);
+SELECT algorithm, t.*
+FROM unnest('{fixed_window,sliding_window,sliding_log}'::text[]) algorithm, generate_series(1, 3) n,
+	take_and_refund('refund' || n * 0, format('%s 5/1h count_denied', algorithm)::rl_limits) t;
+DROP FUNCTION take_and_refund(text, rl_limits);
+-- A refusal counted under a smaller count frees nothing of what was charged
+-- under a larger one: 10 charged and 2 refused are in use.
+SELECT at(0);
+SELECT algorithm, count, quota, c.allowed, c.remaining, c.retry_after
+FROM (VALUES (1, 10, 10), (2, 2, 2), (3, 10, 8), (4, 20, 8)) act (n, count, quota),
+	unnest('{fixed_window,sliding_window,sliding_log}'::text[]) algorithm,
+	rl_check('smaller', format('%s %s/10s%s', algorithm, count, CASE n WHEN 2 THEN ' count_denied' ELSE '' END)::rl_limits, quota) c
+ORDER BY algorithm, n;
+-- A log keeps the newest refusals, as many units as the count; the windows keep
+-- all, up to 10^15.
+SELECT at(0);
+SELECT count(*) FILTER (WHERE c.allowed) FROM generate_series(1, 4) n,
+	rl_check('many refused', 'sliding_log 3/10s count_denied, sliding_window 3/10s count_denied, fixed_window 3/10s count_denied', 2 + n * 0) c;
+SELECT rule, remaining FROM rl_peek('many refused', 'sliding_log 100/10s, sliding_window 100/10s, fixed_window 100/10s', 0);
+SELECT count(*) FILTER (WHERE c.allowed) FROM generate_series(1, 4) n,
+	rl_check('most refused', 'sliding_window 1000000000000000/10s count_denied, fixed_window 1000000000000000/10s count_denied', 1000000000000000 - n % 2) c;
+SELECT rl_refund('most refused', 'sliding_window 1/10s, fixed_window 1/10s', 1000000000000000);
+SELECT rule, allowed, remaining, retry_after FROM rl_peek('most refused', 'sliding_window 1000000000000000/10s, fixed_window 1000000000000000/10s');
+-- A window from the first action of which everything was refunded is as if it
+-- had never been used; one with refusals goes on.
+SELECT at(3);
+SELECT allowed, reset_after FROM rl_check('first refunded', 'fixed_window 2/10s from_first', 2);
+SELECT at(5);
+SELECT rl_refund('first refunded', 'fixed_window 2/10s from_first', 2);
+SELECT remaining, reset_after FROM rl_peek('first refunded', 'fixed_window 2/10s from_first', 0);
+SELECT allowed, remaining, reset_after FROM rl_check('first refunded', 'fixed_window 2/10s from_first');
+SELECT allowed, remaining, reset_after FROM rl_check('first refunded', 'fixed_window 2/10s from_first count_denied', 2);
+SELECT at(9);
+SELECT rl_refund('first refunded', 'fixed_window 2/10s from_first', 2);
+SELECT remaining, reset_after FROM rl_peek('first refunded', 'fixed_window 2/10s from_first', 0);
+SELECT allowed FROM rl_check('all refunded', 'fixed_window 2/10s from_first, fixed_window 2/10s, sliding_window 2/10s, sliding_log 2/10s', 2);
+SELECT rl_refund('all refunded', 'fixed_window 2/10s from_first, fixed_window 2/10s, sliding_window 2/10s, sliding_log 2/10s', 2);
+SELECT rl_reset('all refunded');
 
 -- ban: the third refusal within a period from the first brings it.
 SELECT * FROM play('banned', '1/10s ban 1h after 3', ARRAY[

@@ -9,6 +9,13 @@ ORDER BY customer, at;
 SELECT customer, extract(second FROM at)::int AS second, r
 FROM (SELECT customer, at, rl_simulate('fixed_window 2/1min count_denied ban 5s after 2', at, items) OVER (PARTITION BY customer ORDER BY at) AS r FROM past) s
 ORDER BY customer, at;
+-- Refusals that count stay in use for a period each; of them a log keeps as many
+-- units as its count.
+SELECT n, r
+FROM (SELECT n, rl_simulate('sliding_log 3/10s count_denied, sliding_window 3/10s step 1s count_denied',
+		'2024-01-01 00:00:00+00'::timestamptz + t * interval '1 s', quota) OVER (ORDER BY n) AS r
+	FROM (VALUES (1, 0, 2), (2, 1, 2), (3, 9, 3), (4, 10, 1), (5, 12, 3), (6, 23, 3)) act (n, t, quota)) s
+ORDER BY n;
 -- The refusal that starts a ban leaves nothing free.
 SELECT rl_simulate('sliding_window 5/10s step 1s ban 1min after 1, 9/1d', '2024-01-01 00:00:00+00', quota) OVER (ORDER BY quota) AS r
 FROM (VALUES (2), (4), (5)) v (quota);
