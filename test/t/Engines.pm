@@ -3,8 +3,10 @@
 #
 # A limit is a hash: algorithm, capacity, count, period, and if it has them
 # step, from_first, count_denied, ban, ban_after.  A step is a hash too: form,
-# key, now, argument (the quota, or a ban's length) and limits.  Durations are
-# in microseconds.  An answer is the combined decision and then each limit's;
+# key, now, argument (the quota, or a ban's length), limits, and if some of
+# these have refund_on_abort, refunds: a true value in the place of each.  What
+# they are charged is refunded by the key's next step "abort" unless a step
+# "begin" comes before it.  Durations are in microseconds.  An answer is the combined decision and then each limit's;
 # a decision is [allowed, capacity, remaining, retry_after, reset_after,
 # source], with a retry_after of undef as SQL has it; of C's engine comes after
 # them the wait, which a limit can have that would have allowed a refused
@@ -22,7 +24,7 @@ use List::Util qw(max min);
 use PostgreSQL::Test::Utils;
 
 our @EXPORT = qw(MAX_PERIOD seed below log_uniform chance pick limit limits_text random_tags random_limit
-	decision_text c_program c_engine c_step redis_engine redis_steps redis_begin redis_answers);
+	decision_text state_name c_program c_engine c_step redis_engine redis_steps redis_begin redis_answers);
 
 # Ten years.
 use constant MAX_PERIOD => 315_576_000_000_000;
@@ -162,6 +164,13 @@ sub random_limit
 	}
 }
 
+# Which of a key's states is the limit's.
+sub state_name
+{
+	my ($key, $limit) = @_;
+	return join ' ', $key, @$limit{qw(algorithm period step from_first)};
+}
+
 # A decision for people to read.
 sub decision_text
 {
@@ -199,22 +208,44 @@ sub c_engine
 	my $program = c_program($node, 'test/engine.c', 'src/algorithm.c', 'src/log.c');
 
 	my $pid = open2(my $from, my $to, $program);
-	return { pid => $pid, from => $from, to => $to };
+	return { pid => $pid, from => $from, to => $to, takes => {}, grants => {} };
 }
 
 my %op = (check => 'take', each => 'take', one => 'take', allow => 'take', wait => 'quiet');
+
+# Has the engine act; returns its line.
+sub c_act
+{
+	my ($engine, $op, $step, $argument, @limits) = @_;
+
+	print { $engine->{to} } join(' ', $op, $step->{key}, $step->{now}, $argument, scalar @limits,
+		map { $_->{numbers} } @limits), "\n";
+	$engine->{to}->flush;
+	my $line = readline $engine->{from};
+	die "the engine ended at: $op $step->{key} $step->{now}" unless defined $line;
+	return $line;
+}
 
 # Takes one step, and returns the answer, or undef for what decides nothing.
 sub c_step
 {
 	my ($engine, $step) = @_;
 	my $limits = $step->{limits} || [];
+	my $grants = $engine->{grants}{ $step->{key} } ||= [];
+	my $takes = $engine->{takes};
 
-	print { $engine->{to} } join(' ', $op{ $step->{form} } || $step->{form}, $step->{key}, $step->{now},
-		$step->{argument} || 0, scalar @$limits, map { $_->{numbers} } @$limits), "\n";
-	$engine->{to}->flush;
-	my $line = readline $engine->{from};
-	die "the engine ended at: $step->{form} $step->{key} $step->{now}" unless defined $line;
+	if ($step->{form} =~ /^(begin|abort)$/)
+	{
+		foreach my $grant ($1 eq 'abort' ? reverse @$grants : ())
+		{
+			my ($limit, $state, $take) = @$grant;
+
+			c_act($engine, 'undo', $step, $takes->{$state} - $take, $limit);
+		}
+		@$grants = ();
+		return undef;
+	}
+	my $line = c_act($engine, $op{ $step->{form} } || $step->{form}, $step, $step->{argument} || 0, @$limits);
 	return undef if $line eq "done\n";
 	my @words = split ' ', $line;
 	die "the engine says: $line" unless @words == 6 * (@$limits + 1);
@@ -227,6 +258,15 @@ sub c_step
 		$decision[6] = $decision[3];
 		$decision[3] = undef if $decision[0] || $decision[3] == -1;
 		push @answer, \@decision;
+	}
+
+	# What was charged, as the engine counts it for an undo.
+	foreach my $i ($answer[0][0] && $op{ $step->{form} } && $step->{argument} ? 0 .. $#$limits : ())
+	{
+		my $state = state_name($step->{key}, $limits->[$i]);
+		my $take = ++$takes->{$state};
+
+		push @$grants, [ $limits->[$i], $state, $take ] if $step->{refunds} && $step->{refunds}[$i];
 	}
 	return \@answer;
 }
@@ -241,65 +281,85 @@ sub redis_engine
 	my ($node) = @_;
 
 	$node->safe_psql('postgres', q{
-		CREATE TABLE step (id int PRIMARY KEY, form text, key text, now text,
+		CREATE TABLE step (id int, part int, form text, key text, now text,
 			argument bigint, limits rl_limits, algorithm text, capacity bigint, count bigint,
-			period float8, step float8);
+			period float8, step float8, PRIMARY KEY (part, id));
 		CREATE TABLE answer (id int, n int, allowed boolean, capacity bigint, remaining bigint,
 			retry_after float8, reset_after float8, source text);
+		CREATE FUNCTION take_step(s step) RETURNS SETOF answer LANGUAGE plpgsql AS $$
+		DECLARE
+			d rl_decision;
+		BEGIN
+			CASE s.form
+				WHEN 'each' THEN
+					RETURN QUERY
+						SELECT s.id, e.ordinality::int, e.allowed, e.capacity, e.remaining, e.retry_after, e.reset_after, e.source
+						FROM rl_check_each(s.key, s.limits, s.argument) WITH ORDINALITY e;
+					RETURN;
+				WHEN 'peek' THEN
+					RETURN QUERY
+						SELECT s.id, p.ordinality::int, p.allowed, p.capacity, p.remaining, p.retry_after, p.reset_after, p.source
+						FROM rl_peek(s.key, s.limits, s.argument) WITH ORDINALITY p;
+					RETURN;
+				WHEN 'check' THEN
+					d := rl_check(s.key, s.limits, s.argument);
+				WHEN 'one' THEN
+					CASE s.algorithm
+						WHEN 'throttle' THEN d := rl_throttle(s.key, s.capacity, s.count, s.period, s.argument);
+						WHEN 'token_bucket' THEN d := rl_token_bucket(s.key, s.capacity, s.count, s.period, s.argument);
+						WHEN 'fixed_window' THEN d := rl_fixed_window(s.key, s.capacity, s.period, s.argument);
+						WHEN 'sliding_window' THEN d := rl_sliding_window(s.key, s.capacity, s.period, s.step, s.argument);
+						WHEN 'sliding_log' THEN d := rl_sliding_log(s.key, s.capacity, s.period, s.argument);
+					END CASE;
+				WHEN 'wait' THEN
+					d := rl_wait(s.key, s.limits, s.argument);
+				WHEN 'allow' THEN
+					d.allowed := rl_allow(s.key, s.limits, s.argument);
+				WHEN 'refund' THEN
+					PERFORM rl_refund(s.key, s.limits, s.argument);
+					RETURN;
+				WHEN 'ban' THEN
+					PERFORM rl_ban(s.key, s.argument / 1e6::float8);
+					RETURN;
+				WHEN 'unban' THEN
+					PERFORM rl_unban(s.key);
+					RETURN;
+				WHEN 'reset' THEN
+					IF s.limits IS NULL THEN
+						PERFORM rl_reset(s.key);
+					ELSE
+						PERFORM rl_reset(s.key, s.limits);
+					END IF;
+					RETURN;
+				WHEN 'begin' THEN
+					RETURN;
+			END CASE;
+			RETURN NEXT (s.id, 0, d.allowed, d.capacity, d.remaining, d.retry_after, d.reset_after, d.source);
+		END $$;
+		-- A part is a subtransaction, which its last step may roll back.  The tables
+		-- are temporary ones with the names of those above.
 		CREATE FUNCTION take_steps() RETURNS void LANGUAGE plpgsql AS $$
 		DECLARE
-			s step;
-			d rl_decision;
-			done boolean;
+			p int;
+			s public.step;
+			answers public.answer[];
 		BEGIN
-			FOR s IN SELECT * FROM step ORDER BY id LOOP
-				PERFORM set_config('ratelimit.debug_now', s.now, true);
-				CASE s.form
-					WHEN 'each' THEN
-						INSERT INTO answer
-							SELECT s.id, e.ordinality, e.allowed, e.capacity, e.remaining, e.retry_after, e.reset_after, e.source
-							FROM rl_check_each(s.key, s.limits, s.argument) WITH ORDINALITY e;
-						CONTINUE;
-					WHEN 'peek' THEN
-						INSERT INTO answer
-							SELECT s.id, p.ordinality, p.allowed, p.capacity, p.remaining, p.retry_after, p.reset_after, p.source
-							FROM rl_peek(s.key, s.limits, s.argument) WITH ORDINALITY p;
-						CONTINUE;
-					WHEN 'check' THEN
-						d := rl_check(s.key, s.limits, s.argument);
-					WHEN 'one' THEN
-						CASE s.algorithm
-							WHEN 'throttle' THEN d := rl_throttle(s.key, s.capacity, s.count, s.period, s.argument);
-							WHEN 'token_bucket' THEN d := rl_token_bucket(s.key, s.capacity, s.count, s.period, s.argument);
-							WHEN 'fixed_window' THEN d := rl_fixed_window(s.key, s.capacity, s.period, s.argument);
-							WHEN 'sliding_window' THEN d := rl_sliding_window(s.key, s.capacity, s.period, s.step, s.argument);
-							WHEN 'sliding_log' THEN d := rl_sliding_log(s.key, s.capacity, s.period, s.argument);
-						END CASE;
-					WHEN 'wait' THEN
-						d := rl_wait(s.key, s.limits, s.argument);
-					WHEN 'allow' THEN
-						done := rl_allow(s.key, s.limits, s.argument);
-						INSERT INTO answer (id, n, allowed) VALUES (s.id, 0, done);
-						CONTINUE;
-					WHEN 'refund' THEN
-						PERFORM rl_refund(s.key, s.limits, s.argument);
-						CONTINUE;
-					WHEN 'ban' THEN
-						PERFORM rl_ban(s.key, s.argument / 1e6::float8);
-						CONTINUE;
-					WHEN 'unban' THEN
-						PERFORM rl_unban(s.key);
-						CONTINUE;
-					WHEN 'reset' THEN
-						IF s.limits IS NULL THEN
-							PERFORM rl_reset(s.key);
-						ELSE
-							PERFORM rl_reset(s.key, s.limits);
+			FOR p IN SELECT part FROM step GROUP BY part ORDER BY part LOOP
+				answers := '{}';
+				BEGIN
+					FOR s IN SELECT * FROM step WHERE part = p ORDER BY id LOOP
+						PERFORM set_config('ratelimit.debug_now', s.now, true);
+						IF s.form = 'abort' THEN
+							RAISE 'abort';
 						END IF;
-						CONTINUE;
-				END CASE;
-				INSERT INTO answer
-					VALUES (s.id, 0, d.allowed, d.capacity, d.remaining, d.retry_after, d.reset_after, d.source);
+						answers := answers || ARRAY(SELECT t FROM take_step(s) t);
+					END LOOP;
+				EXCEPTION WHEN raise_exception THEN
+					-- The refunds are sent ahead of the next command.
+					PERFORM set_config('ratelimit.debug_now', s.now, true);
+					PERFORM rl_peek(s.key, s.limits, 0);
+				END;
+				INSERT INTO answer SELECT * FROM unnest(answers);
 			END LOOP;
 		END $$;
 	});
@@ -308,8 +368,10 @@ sub redis_engine
 
 sub step_line
 {
-	my ($id, $step) = @_;
+	my ($id, $part, $step) = @_;
 	my $limits = $step->{limits} || [];
+	my $refunds = $step->{refunds} || [];
+	my @texts = map { $limits->[$_]{text} . ($refunds->[$_] ? ' refund_on_abort' : '') } 0 .. $#$limits;
 	my @one = ('\N') x 5;
 
 	if ($step->{form} eq 'one')
@@ -318,8 +380,8 @@ sub step_line
 
 		@one = (@$limit{qw(algorithm capacity count)}, map { $_ / 1e6 } @$limit{qw(period step)});
 	}
-	return join("\t", $id, @$step{qw(form key now)}, $step->{argument} || 0,
-		@$limits ? limits_text(@$limits) : '\N', @one) . "\n";
+	return join("\t", $id, $part, @$step{qw(form key now)}, $step->{argument} || 0,
+		@texts ? join(', ', @texts) : '\N', @one) . "\n";
 }
 
 # Takes the steps in order, on keys that no earlier call has used, and returns
@@ -335,10 +397,15 @@ sub redis_begin
 {
 	my ($node, @steps) = @_;
 	my $dir = PostgreSQL::Test::Utils::tempdir;
-	my $id = 0;
+	my ($id, $part, $key, $aborted) = (0, 0, '', 0);
 
 	open my $out, '>', "$dir/steps" or die "$dir/steps: $!";
-	print $out step_line($id++, $_) foreach @steps;
+	foreach my $step (@steps)
+	{
+		$part++ if $aborted || $step->{form} eq 'begin' || $step->{key} ne $key;
+		print $out step_line($id++, $part, $step);
+		($key, $aborted) = ($step->{key}, $step->{form} eq 'abort');
+	}
 	close $out or die "$dir/steps: $!";
 	$prefixes++;
 	append_to_file("$dir/script", qq{
