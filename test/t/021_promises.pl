@@ -28,15 +28,15 @@ my @denying = qw(fixed_window from_first sliding_window sliding_log);
 my %count;
 
 #
-# Histories: lists of events, each with now, quota (negative if given back),
-# allowed, and the limit's own decision.
+# Histories: lists of events, each with now, quota (negative if refunded), limit
+# (the first of the action's limits), allowed, and this limit's own decision.
 #
 
 my $keys = 0;
 
 # Takes on both engines what "next" says, given the events until now, as
-# {now, quota} or nothing; a quota below 0 is given back.  Returns C's events
-# and the steps.
+# {now, quota} or nothing; a quota below 0 is refunded.  An event may name other
+# limits.  Returns C's events and the steps.
 sub play
 {
 	my ($limits, $next) = @_;
@@ -46,8 +46,9 @@ sub play
 	while (my $event = $next->(\@events))
 	{
 		my $step = { form => $event->{quota} < 0 ? 'refund' : 'each', key => $key, now => $event->{now},
-			argument => abs $event->{quota}, limits => $limits };
+			argument => abs $event->{quota}, limits => $event->{limits} || $limits };
 
+		$event->{limit} = $step->{limits}[0];
 		push @steps, $step;
 		push @events, with_answer($event, c_step($engine, $step));
 	}
@@ -77,7 +78,7 @@ sub sql_events
 			defined and $_ = sprintf '%.0f', $_ * 1e6 foreach @$d[ 3, 4 ];
 			$d->[5] =~ s/redis/local/;
 		}
-		push @sql, with_answer({ now => $events->[$i]{now}, quota => $events->[$i]{quota} },
+		push @sql, with_answer({ map { ($_ => $events->[$i]{$_}) } qw(now quota limit) },
 			%rows ? [ undef, map { $rows{$_} } sort keys %rows ] : undef);
 	}
 	return \@sql;
@@ -100,10 +101,11 @@ sub limit_of
 }
 
 # Attempts at random moments, many of them when something becomes free.  With
-# refunds, gives back what was allowed, all or a part, each at most once.
+# refunds, refunds what was allowed, all or a part, each at most once.  With
+# "other", which returns limits, attempts are made under changing limits.
 sub attempts
 {
-	my ($limit, $n, $refunds) = @_;
+	my ($limit, $n, $refunds, $other) = @_;
 	my $now = $t0 + below(10**12);
 	my @refundable;
 	my $unit = max(1, int($limit->{period} / ($limit->{algorithm} =~ /throttle/ ? $limit->{count} : $limit->{capacity})));
@@ -127,14 +129,14 @@ sub attempts
 		if ($last && $last->{d} && defined $last->{d}[3] && chance(70))
 		{
 			$now += $last->{d}[3] - (chance(20) ? 1 : 0);
-			return { now => $now, quota => $last->{quota} } if chance(80);
+			return { now => $now, quota => $last->{quota}, limits => $last->{limits} } if chance(80);
 		}
 		else
 		{
 			$now += chance(40) ? 0 : chance(60) ? below($unit + 2) : chance(80) ? below($limit->{period} + 2)
 			  : $limit->{period} - $now % $limit->{period} - below(2);
 		}
-		return { now => $now, quota => chance(60) ? 1 : 1 + below($limit->{capacity}) };
+		return { now => $now, quota => chance(60) ? 1 : 1 + below($limit->{capacity}), $other ? (limits => $other->()) : () };
 	};
 }
 
@@ -142,29 +144,65 @@ sub attempts
 # Promises
 #
 
-# Which window the events' times are in, for windows from the first action.
-sub first_windows
+# Until when units count that were charged or refused at a place: the window's
+# start, the sub-window's number, or the time.
+sub counts_until
 {
-	my ($limit, $counts, @events) = @_;
-	my ($window, $end) = (0, 0);
-	my @of;
+	my ($limit, $kind, $place) = @_;
 
-	foreach my $event (@events)
-	{
-		if ($event->{now} >= $end)
+	return $kind eq 'sliding_window' ? ($place + 1) * $limit->{step} + $limit->{period} : $place + $limit->{period};
+}
+
+# Tells of each event what was in use before and after it, and its window, by the
+# rules of section 4: a refund takes the oldest units that are charged, and none
+# that are refused; of these a log keeps as many as the capacity.
+sub account
+{
+	my ($kind, $events) = @_;
+	my %units = (charged => [], refused => []);      # of [place, units], the oldest first
+	my $take_oldest = sub {
+		my ($list, $left) = @_;
+
+		while ($left > 0 && @$list)
 		{
-			# A window begins with what is charged.
-			if ($counts->($event))
-			{
-				$window++;
-				$end = $event->{now} + $limit->{period};
-			}
-			push @of, $counts->($event) ? $window : -1;
-			next;
+			my $part = min($left, $list->[0][1]);
+
+			$left -= $part;
+			shift @$list unless $list->[0][1] -= $part;
 		}
-		push @of, $window;
+	};
+
+	foreach my $event (@$events)
+	{
+		my ($limit, $now, $quota) = @$event{qw(limit now quota)};
+		use integer;
+
+		foreach my $list (values %units)
+		{
+			@$list = grep { counts_until($limit, $kind, $_->[0]) > $now } @$list;
+		}
+		my @all = map { @$_ } values %units;
+		my $place = $kind eq 'sliding_log' ? $now : $kind eq 'sliding_window' ? $now / $limit->{step}
+		  : $kind eq 'fixed_window' ? $now / $limit->{period} * $limit->{period} : @all ? $all[0][0] : $now;
+
+		@$event{qw(place used)} = ($place, sum0(map { $_->[1] } @all));
+		if ($quota < 0)
+		{
+			$take_oldest->($units{charged}, -$quota);
+		}
+		elsif ($event->{done})
+		{
+			push @{ $units{charged} }, [ $place, $quota ];
+		}
+		elsif ($limit->{count_denied} && $quota <= $limit->{capacity})
+		{
+			push @{ $units{refused} }, [ $place, $quota ];
+			$take_oldest->($units{refused}, sum0(map { $_->[1] } @{ $units{refused} }) - $limit->{capacity})
+			  if $kind eq 'sliding_log';
+		}
+		$event->{after} = sum0(map { $_->[1] } map { @$_ } values %units);
 	}
-	return @of;
+	return;
 }
 
 # How much more than S a span may hold, by the promise.  T is the time from its
@@ -193,20 +231,20 @@ sub tight_room
 }
 
 # Looks at every span that ends with an allowed action for the promise, and if
-# nothing was given back at every refusal for whether it was needed.  Returns
+# nothing was refunded at every refusal for whether it was needed.  Returns
 # what is wrong, and how near to the promise it came.
 sub check_promise
 {
-	my ($limit, $kind, $events, $refunds) = @_;
-	my @events = grep { $_->{quota} < 0 || !defined $_->{d} || $_->{quota} <= $limit->{capacity} } @$events;
-	my @windows = $kind eq 'from_first'
-	  ? first_windows($limit, sub { $_[0]{quota} > 0 && $_[0]{done} }, @events)
-	  : map { int($_->{now} / $limit->{period}) } @events;
+	my ($kind, $events, $refunds) = @_;
+	my @events = grep { $_->{quota} < 0 || !defined $_->{d} || $_->{quota} <= $_->{limit}{capacity} } @$events;
 	my $least;
+
+	account($kind, $events) if $kind =~ /fixed|first/;
 
 	foreach my $j (0 .. $#events)
 	{
 		my $event = $events[$j];
+		my $limit = $event->{limit};
 		next if $event->{quota} < 0;
 		next if !$event->{allowed} && $refunds;
 
@@ -222,7 +260,7 @@ sub check_promise
 				next if $from->{quota} < 0;
 			}
 			my $t = $event->{now} - $from->{now};
-			my $same = $windows[$i] == $windows[$j];
+			my $same = $kind =~ /fixed|first/ && $from->{place} == $event->{place};
 
 			if ($event->{allowed})
 			{
@@ -252,7 +290,7 @@ sub show
 
 	diag limits_text(@$limits), ', from ', $events->[0]{now};
 	diag join '; ', map { sprintf '%d us: %d %s', $_->{now} - $events->[0]{now}, $_->{quota},
-		$_->{quota} < 0 ? 'given back' : $_->{d} ? decision_text($_->{d}) : '?' } @$events;
+		$_->{quota} < 0 ? 'refunded' : $_->{d} ? decision_text($_->{d}) : '?' } @$events;
 	return;
 }
 
@@ -274,7 +312,7 @@ foreach my $kind (@kinds)
 			push @sql_steps, @$steps;
 			push @sql_histories, [ $limit, $events, $refunds ];
 		}
-		my ($wrong, $least) = check_promise($limit, $kind, $events, $refunds);
+		my ($wrong, $least) = check_promise($kind, $events, $refunds);
 		$events{C} += @$events;
 		$events{refused} += grep { $_->{d} && !$_->{allowed} } @$events;
 		$reached{C}++ if defined $least && $least == 0;
@@ -289,7 +327,7 @@ foreach my $kind (@kinds)
 	{
 		my ($limit, $c, $refunds) = @$history;
 		my $events = sql_events($c, [ splice @$answers, 0, scalar @$c ]);
-		my ($wrong, $least) = check_promise($limit, $kind, $events, $refunds);
+		my ($wrong, $least) = check_promise($kind, $events, $refunds);
 
 		$events{SQL} += @$events;
 		$reached{SQL}++ if defined $least && $least == 0;
@@ -390,94 +428,80 @@ foreach my $phase (0, 1, 499_999)
 # What a refusal leaves
 #
 
-# The quota that counts against the limit at an event, of all those before it
-# that were charged.
-sub in_use
-{
-	my ($limit, $kind, $events, $j, $windows, $charged) = @_;
-	my $now = $events->[$j]{now};
-	my $used = 0;
-	use integer;
-
-	foreach my $i (0 .. $j - 1)
-	{
-		my $event = $events->[$i];
-		next unless $charged->($event);
-		my $counts = $kind eq 'sliding_log' ? $event->{now} > $now - $limit->{period}
-		  : $kind eq 'sliding_window' ? ($event->{now} / $limit->{step} + 1) * $limit->{step} > $now - $limit->{period}
-		  : $windows->[$i] == $windows->[$j];
-
-		$used += $event->{quota} if $counts;
-	}
-	return $used;
-}
-
-# With count_denied each attempt counts, whichever limit refused it, as if it
-# had been allowed: the first limit allows an action exactly if all attempts
-# that still count and this one are within the capacity.
+# With count_denied attempts count, whichever limit refused them: the limit
+# allows an action exactly if it and all that is charged or refused and still
+# counts are within the capacity.
 sub check_denied
 {
-	my ($limit, $kind, $events) = @_;
-	my $charged = sub { return $_[0]{quota} <= $limit->{capacity} };
-	my @windows = $kind eq 'from_first' ? first_windows($limit, $charged, @$events)
-	  : map { int($_->{now} / $limit->{period}) } @$events;
+	my ($kind, $events) = @_;
 
+	account($kind, $events);
 	foreach my $j (0 .. $#$events)
 	{
-		my $event = $events->[$j];
-		my $used = in_use($limit, $kind, $events, $j, \@windows, $charged);
-		my $right = $used + $event->{quota} <= $limit->{capacity} ? 1 : 0;
-		my $after = max(0, $limit->{capacity} - $used - ($charged->($event) ? $event->{quota} : 0));
+		my ($event, $capacity) = ($events->[$j], $events->[$j]{limit}{capacity});
+		next if $event->{quota} < 0;
 
-		return "event $j: $used were in use" if $event->{allowed} != $right;
-		return "event $j: $after remain" if $event->{d}[2] != $after;
+		return "event $j: $event->{used} were in use" if $event->{allowed} != ($event->{used} + $event->{quota} <= $capacity ? 1 : 0);
+		return "event $j: $event->{after} are in use" if $event->{d}[2] != max(0, $capacity - $event->{after});
 	}
 	return undef;
 }
 
+# Under one count, and under counts that change from call to call, of which some
+# count refusals; with refunds in two of three histories.
 foreach my $kind (@denying)
 {
 	my (@sql_steps, @sql_histories);
 	my %bad = (C => 0, SQL => 0);
-	my %seen = (allowed => 0, refused => 0, by_other => 0);
+	my %seen = (allowed => 0, refused => 0, by_other => 0, refunded => 0, smaller => 0, reached => 0);
+	my $check = sub {
+		my ($engine, $events) = @_;
+		my ($broken, $least) = check_promise($kind, $events, 1);
+		my $wrong = check_denied($kind, $events) // $broken;
 
-	for (my $n = 1; $n <= 40 || ($n <= 1000 && min(values %seen) <= 100); $n++)
+		$seen{reached}++ if $engine eq 'C' && defined $least && $least == 0;
+		return if !defined $wrong || $bad{$engine}++ > 1;
+		diag "$engine, $kind: $wrong";
+		show([ $events->[0]{limit} ], $events);
+	};
+
+	for (my $n = 1; $n <= 60 || ($n <= 1000 && min(values %seen) <= 100); $n++)
 	{
 		my $limit = limit_of($kind, count_denied => 1);
-		my @limits = ($limit);
-		push @limits, limit(algorithm => 'throttle', capacity => 2, count => 1 + below(5), period => $limit->{period}) if $n % 2;
-		my $next = attempts($limit, 100, 0);
-		my ($events, $steps) = play(\@limits, sub {
+		my @others = $n % 2 ? limit(algorithm => 'throttle', capacity => 2, count => 1 + below(5), period => $limit->{period}) : ();
+		my $changing = $n % 4 < 2 && sub {
+			my $capacity = chance(50) ? $limit->{capacity} : 1 + below(2 * $limit->{capacity});
+
+			return [ limit(%$limit, capacity => $capacity, count => $capacity, count_denied => chance(60) ? 1 : 0), @others ];
+		};
+		my $next = attempts($limit, 100, $n % 3, $changing);
+		my ($events, $steps) = play([ $limit, @others ], sub {
 			my $event = $next->(@_) or return undef;
 
-			$event->{quota} = $limit->{capacity} + 1 if chance(4);
+			$event->{quota} = $limit->{capacity} + 1 if $event->{quota} > 0 && chance(4);
 			return $event;
 		});
-		my $wrong = check_denied($limit, $kind, $events);
 
-		$seen{allowed} += grep { $_->{allowed} } @$events;
-		$seen{refused} += grep { !$_->{allowed} } @$events;
-		$seen{by_other} += grep { $_->{allowed} && !$_->{done} } @$events;
-		push @sql_histories, [ \@limits, $events ] if $n <= 12;
-		push @sql_steps, @$steps if $n <= 12;
-		next unless defined $wrong;
-		next if $bad{C}++ > 1;
-		diag "C, $kind: $wrong";
-		show(\@limits, $events);
+		$check->('C', $events);
+		my $most = 0;
+		foreach my $event (@$events)
+		{
+			my $allowed = $event->{allowed};
+
+			$most = max($most, $event->{limit}{capacity}) if $event->{done};
+			$seen{ $event->{quota} < 0 ? 'refunded' : $allowed ? 'allowed' : 'refused' }++;
+			$seen{by_other}++ if $allowed && !$event->{done};
+			$seen{smaller}++ if $event->{quota} > 0 && !$allowed && $event->{limit}{count_denied} && $event->{limit}{capacity} < $most;
+		}
+		push @sql_histories, $events if $n <= 24;
+		push @sql_steps, @$steps if $n <= 24;
 	}
 	my $answers = redis_steps($node, @sql_steps);
-	foreach my $history (@sql_histories)
+	foreach my $c (@sql_histories)
 	{
-		my ($limits, $c) = @$history;
-		my $events = sql_events($c, [ splice @$answers, 0, scalar @$c ]);
-		my $wrong = check_denied($limits->[0], $kind, $events);
-
-		next unless defined $wrong;
-		next if $bad{SQL}++ > 1;
-		diag "SQL, $kind: $wrong";
-		show($limits, $events);
+		$check->('SQL', sql_events($c, [ splice @$answers, 0, scalar @$c ]));
 	}
-	is($bad{$_}, 0, "$kind count_denied: each attempt counts ($_)") foreach qw(C SQL);
+	is($bad{$_}, 0, "$kind count_denied: attempts count, and the promise holds ($_)") foreach qw(C SQL);
 	cmp_ok($seen{$_}, '>', 100, "$kind count_denied: $_ $seen{$_}") foreach sort keys %seen;
 }
 
@@ -487,7 +511,6 @@ sub check_ban
 {
 	my ($limit, $events, $seen) = @_;
 	my ($refusals, $since, $ban_end) = (0, 0, 0);
-	my $charged = sub { return $_[0]{done} && $_[0]{quota} > 0 };
 
 	foreach my $j (0 .. $#$events)
 	{
@@ -495,10 +518,11 @@ sub check_ban
 		my ($now, $quota) = @$event{qw(now quota)};
 		my ($allowed, undef, $remaining, $retry, $reset, $source) = @{ $event->{d} };
 		my $banned = $ban_end > $now;
-		my $used = in_use($limit, 'sliding_log', $events, $j, undef, $charged);
+		my @before = grep { $_->{done} && $_->{quota} > 0 && $_->{now} > $now - $limit->{period} } @$events[ 0 .. $j - 1 ];
+		my $used = sum0(map { $_->{quota} } @before);
 		my $possible = $quota <= $limit->{capacity};
 		my $right = !$banned && $used + $quota <= $limit->{capacity} ? 1 : 0;
-		my @taken = grep { $charged->($_) && $_->{now} > $now - $limit->{period} } @$events[ 0 .. $j ];
+		my @taken = (@before, grep { $_->{done} && $quota > 0 } $event);
 		my $wait = 0;
 
 		$seen->{banned}++ if $banned;
