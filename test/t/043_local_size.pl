@@ -1,0 +1,179 @@
+# The store in shared memory at the sizes that matter: what is exhausted stays
+# refused beside logs that grow, a store of so many keys holds so many, and no
+# call keeps others waiting.
+use strict;
+use warnings FATAL => 'all';
+
+use List::Util qw(max);
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+use Time::HiRes qw(clock_gettime);
+
+# There is no server behind the URL.
+my $node = new_node(RedisServer->new, 'shared_preload_libraries = ratelimit', 'ratelimit.store = local', 'jit = off');
+my ($session, $pid);
+
+sub restart
+{
+	my ($max_keys) = @_;
+
+	$session->quit if $session;
+	$node->append_conf('postgresql.conf', "ratelimit.local_max_keys = $max_keys");
+	$node->restart;
+	$session = session($node);
+	$pid = $session->pid;
+	$session->ask("SET ratelimit.debug_now = '1700000000000000'");
+	is($session->ask('SELECT local_keys, local_max_keys, local_entries FROM rl_status()'), "0|$max_keys|0", "a store of $max_keys keys");
+	return;
+}
+
+sub answer_is
+{
+	my ($sql, $expected, $name) = @_;
+
+	is($session->ask($sql), $expected, $name) or diag $session->error;
+	return;
+}
+
+$node->safe_psql('postgres', q{
+	-- Calls n times, a microsecond after each other, so that each makes an entry;
+	-- returns how many calls were allowed.
+	CREATE FUNCTION take(key text, limits rl_limits, n bigint) RETURNS bigint LANGUAGE plpgsql AS $$
+	DECLARE
+		now bigint := current_setting('ratelimit.debug_now');
+		allowed bigint := 0;
+	BEGIN
+		FOR i IN 1 .. n LOOP
+			PERFORM set_config('ratelimit.debug_now', (now + i)::text, false);
+			allowed := allowed + rl_allow(key, limits)::int;
+		END LOOP;
+		RETURN allowed;
+	END $$;
+	-- Exhausts 20,000 customers, and tells how many of them are still refused.
+	CREATE FUNCTION exhaust() RETURNS bigint LANGUAGE sql
+		RETURN (SELECT sum(take('customer:' || n, 'sliding_log 20/1d', 1 + i * 0)) FROM generate_series(1, 20) i, generate_series(1, 20000) n);
+	CREATE FUNCTION exhausted() RETURNS bigint LANGUAGE sql
+		RETURN (SELECT count(*) FILTER (WHERE NOT p.allowed)
+			FROM generate_series(1, 20000) n, LATERAL rl_peek('customer:' || n, 'sliding_log 20/1d') p);
+});
+
+#
+# Beside logs that grow
+#
+
+restart(100_000);
+answer_is('SELECT exhaust()', 400_000, '20,000 customers use up all they have');
+answer_is('SELECT exhausted()', 20_000, 'and are refused');
+my ($entries, $most) = split /\|/, $session->ask('SELECT local_entries, local_max_entries FROM rl_status()');
+ok($entries >= 400_000 && $entries <= $most, "rl_status: $entries of $most entries");
+answer_is(q{SELECT take('big', 'sliding_log 100000/1d', 70000)}, 70_000, 'one log grows to 70,000');
+cmp_ok($session->ask('SELECT exhausted()'), '>=', 19_900, 'the customers are still refused');
+answer_is(q{SELECT rl_reset('big')}, 't', 'the log goes');
+answer_is('SELECT exhaust() < 2000', 't', 'they use up what they may have again');
+my $seven = join ', ', map { "sliding_log 100000/${_}h" } 25 .. 31;
+answer_is("SELECT take('big', '$seven', 10000)", 10_000, 'seven logs grow to 10,000');
+cmp_ok($session->ask('SELECT exhausted()'), '>=', 19_900, 'the customers are still refused');
+
+#
+# As many as there is room for
+#
+
+restart(100_000);
+answer_is(q{SELECT count(*) FILTER (WHERE rl_allow('key:' || n, '1/1d')) FROM generate_series(1, 100000) n}, 100_000, '100,000 keys');
+answer_is(q{SELECT count(*) FILTER (WHERE rl_allow('key:' || n, '1/1d')) FROM generate_series(1, 100000) n}, 0, 'of which none is forgotten');
+answer_is('SELECT local_keys FROM rl_status()', 100_000, 'are kept');
+
+#
+# No call takes long
+#
+
+# Milliseconds of processor time that the backend uses for a statement.  That
+# bounds the time that a call in it has a lock, and no other process adds to it.
+sub processor_ms
+{
+	my ($sql) = @_;
+	my $clock = -8 * ($pid + 1) + 2;      # clock_getcpuclockid()
+	my $began = clock_gettime($clock);
+
+	$session->ask($sql);
+	my $ms = 1000 * (clock_gettime($clock) - $began);
+	die "$sql: " . $session->error if $session->error ne '';
+	return $ms;
+}
+
+# The longest of some statements.
+sub longest
+{
+	my (@sql) = @_;
+	return max(map { processor_ms($_) } @sql);
+}
+
+# The bound, with what is near to it measured again: the processor has other
+# work too, which costs it its caches.
+sub is_short
+{
+	my ($name, $measure) = @_;
+	my @ms = map { sprintf '%.2f', $_ } measures(5, $measure);
+
+	cmp_ok($ms[-1], '<=', 5, "$name: a call takes no 5 ms of processor time (@ms)");
+	return;
+}
+
+# A store that is full of states with an entry each: eight of each key, which
+# end one after the other.
+restart(2_000_000);
+my $eight = join ', ', map { "sliding_log 20/${_}h" } 101 .. 108;
+my $ends_first = q{SELECT count(*) FROM generate_series(1, 250000) n, LATERAL rl_peek('full:' || n, 'sliding_log 20/101h', 0) p WHERE p.remaining < 20};
+my $ends_last = $ends_first =~ s/101h/108h/r;
+answer_is("SELECT count(*) FILTER (WHERE rl_allow('full:' || n, '$eight')) FROM generate_series(1, 250000) n", 250_000, 'two million states');
+# The states of a key are in one partition, so a few of these can be crowded.
+cmp_ok($session->ask('SELECT local_keys FROM rl_status()'), '>=', 1_990_000, 'nearly all are kept');
+my $first = $session->ask($ends_first);
+my $last = $session->ask($ends_last);
+
+# In full statements of fifty calls; each time with a log of its own.
+my $number = 0;
+is_short('a log that grows to 100,000', sub {
+	$number++;
+	return longest(("SELECT take('grows:$number', 'sliding_log 100000/200h', 50)") x 2000);
+});
+answer_is("SELECT remaining FROM rl_peek('grows:$number', 'sliding_log 100000/200h', 0)", 0, 'it is there to the last entry');
+my $gone = $first - $session->ask($ends_first);
+cmp_ok($gone, '>', 0, "$gone states have made room");
+cmp_ok($gone, '<=', $number * 100_000 / 4, 'and not more than need be');
+answer_is($ends_last, $last, 'none of those that end last');
+is_short('eight new states', sub {
+	$number++;
+	return longest(map { "SELECT rl_allow('new:$number:' || n, '$eight') FROM generate_series(1, 5) n" } 1 .. 200);
+});
+
+# A log that is as large as can be, of charges and of refusals.
+my $limit = 'sliding_log 100000/200h count_denied refund_on_abort';
+my %call = (
+	'a peek at half of the log' => [ "SELECT rl_peek('large', '$limit', 50000)" ],
+	'a refusal of half of it' => [ "SELECT rl_check('large', '$limit', 50000)" ],
+	'a refusal of all of it' => [ "SELECT rl_check('large', '$limit', 100000)" ],
+	'a refund of half of it' => [ "SELECT rl_refund('large', '$limit', 50000)" ],
+	'a rollback in the middle of it' => [ 'BEGIN', "SELECT rl_check('large', '$limit')", "SELECT take('large', 'sliding_log 100000/200h', 50000)", 'ROLLBACK' ],
+	'a reset' => [ "SELECT rl_reset('large')" ],
+	'rl_status' => [ 'SELECT rl_status()' ],
+	# The last by its name, as it ends the others too.
+	'the first call after the log has ended' => [ q{SELECT set_config('ratelimit.debug_now', (current_setting('ratelimit.debug_now')::bigint + 800000000000)::text, false)},
+		"SELECT rl_check('large', '$limit')" ]);
+foreach my $name (sort keys %call)
+{
+	is_short($name, sub {
+		my $half = $name =~ /rollback/;
+
+		$session->ask(qq{SELECT rl_reset('large');
+			SELECT take('large', 'sliding_log 100000/200h', } . ($half ? 49_999 : 100_000) . qq{);
+			SELECT take('large', '$limit', } . ($half ? 0 : 100_000) . ')');
+		# What makes the log larger takes long, and is no single call.
+		return max(map { my $ms = processor_ms($_); /take/ ? 0 : $ms } @{ $call{$name} });
+	});
+}
+
+done_testing();
