@@ -215,6 +215,12 @@ sub history
 		{
 			$open--;
 		}
+		# rl_refund would refund what this part was charged first.
+		if ($open && $step{form} eq 'refund')
+		{
+			$step{limits} = [ grep { !$granted{ state_name($key, $_) } } @{ $step{limits} } ];
+			$step{form} = 'peek', $step{limits} = [ $base[0] ] unless @{ $step{limits} };
+		}
 		# Two charges of a throttle or a bucket would be refunded as one.
 		$step{refunds} = [ map { $_->{algorithm} =~ /throttle|token/ && $granted{ state_name($key, $_) } ? 0 : chance(60) } @{ $step{limits} } ]
 		  if $open && $step{form} =~ /^(check|each|allow|wait)$/;

@@ -336,9 +336,9 @@ sub redis_engine
 			END CASE;
 			RETURN NEXT (s.id, 0, d.allowed, d.capacity, d.remaining, d.retry_after, d.reset_after, d.source);
 		END $$;
-		-- A part is a subtransaction, which its last step may roll back.  The tables
-		-- are temporary ones with the names of those above.
-		CREATE FUNCTION take_steps() RETURNS void LANGUAGE plpgsql AS $$
+		-- A part is a subtransaction, which its last step may roll back, and else
+		-- commits.  The tables are temporary ones with the names of those above.
+		CREATE PROCEDURE take_steps() LANGUAGE plpgsql AS $$
 		DECLARE
 			p int;
 			s public.step;
@@ -360,6 +360,7 @@ sub redis_engine
 					PERFORM rl_peek(s.key, s.limits, 0);
 				END;
 				INSERT INTO answer SELECT * FROM unnest(answers);
+				COMMIT;
 			END LOOP;
 		END $$;
 	});
@@ -414,7 +415,7 @@ sub redis_begin
 		CREATE TEMP TABLE step (LIKE step INCLUDING ALL);
 		CREATE TEMP TABLE answer (LIKE answer);
 		\\copy step FROM '$dir/steps'
-		SELECT take_steps();
+		CALL take_steps();
 		\\copy (SELECT * FROM answer) TO '$dir/answers'
 	});
 	my %begun = (dir => $dir, steps => $id, output => '');
