@@ -180,7 +180,8 @@ sub history
 			my $limit = "sliding_log $capacity/${period}us";
 
 			my $before = $now;
-			$now += chance(15) ? 0
+			# Some steps back at least, whatever chance says.
+			$now += $_ == 200 ? -below(int($period / 4)) - 1 : chance(15) ? 0
 			  : chance($how{calm}) ? below(2 * int($how{pace} * $period / $base) + 2)
 			  : chance(60) ? below(int($period / 2))
 			  : chance(60) ? -below(int($period / 4))

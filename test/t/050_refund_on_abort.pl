@@ -381,6 +381,29 @@ sub grant_id
 	return join ' ', $c->{key}, $c->{limit}{tag}, $c->{limit}{algorithm} =~ /throttle|token/ ? () : $c->{mark};
 }
 
+# Adds a grant to the queue, together with one of the same state, as if one level
+# had both.
+sub enqueue
+{
+	my ($c) = @_;
+	my ($same) = grep { grant_id($_) eq grant_id($c) } @queue;
+
+	if (!$same)
+	{
+		push @queue, $c;
+	}
+	elsif ($same->{at} <= $c->{at})
+	{
+		merge($same, $c);
+	}
+	else
+	{
+		merge($c, {%$same});
+		%$same = %$c;
+	}
+	return;
+}
+
 # Adds a grant to a level's.
 sub grant
 {
@@ -421,7 +444,7 @@ sub abort_level
 {
 	my $level = pop @levels;
 
-	push @queue, reverse @{ $level->{grants} };
+	enqueue($_) foreach reverse @{ $level->{grants} };
 	$_->{rolled_back} = 1 foreach @{ $level->{events} };
 	flush($level->{now}) unless @levels;
 	return;
