@@ -35,7 +35,7 @@ CREATE TABLE own (who int);
 CREATE TRIGGER t BEFORE INSERT ON own FOR EACH ROW EXECUTE FUNCTION rl_enforce('limited:{who}', '1/1h', 'quota=0');
 RESET ROLE;
 
--- The wrapper that README shows: it takes no argument, so nobody can use up
+-- The wrapper that docs/recipes.md shows: it takes no argument, so nobody can use up
 -- another's quota with it, and no setting of the caller's changes the key.
 CREATE FUNCTION may_post() RETURNS boolean LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = public, pg_temp
 	AS $$ SELECT rl_allow(rl_key('post', coalesce(nullif(current_setting('role'), 'none'), session_user)), '2/1h') $$;

@@ -22,7 +22,7 @@ $primary->safe_psql('postgres', q{
 	CREATE ROLE ann LOGIN;
 	CREATE ROLE bob LOGIN;
 	GRANT SELECT, INSERT ON notes TO ann, bob;
-	-- As README has it: key and limits are fixed, and who calls is the session's matter.
+	-- As docs/recipes.md has it: key and limits are fixed, and who calls is the session's matter.
 	CREATE FUNCTION may_read() RETURNS boolean LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = public, pg_temp
 		AS $$ SELECT rl_allow(rl_key('read', session_user), '100/1h') $$;
 	CREATE FUNCTION may_post() RETURNS boolean LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = public, pg_temp

@@ -1,4 +1,4 @@
-# What the triggers count of each way to write: README's table says it.
+# What the triggers count of each way to write: the table in docs/triggers.md says it.
 use strict;
 use warnings FATAL => 'all';
 
