@@ -1,4 +1,4 @@
-# The smallest rule for a user of Redis, as README gives it: every function
+# The smallest rule for a user of Redis, as docs/operations.md gives it: every function
 # works under it, none of its words can be left out, and keys with another
 # prefix are out of its reach.
 use strict;
@@ -8,13 +8,13 @@ use FindBin;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer qw(readme_user);
+use RedisServer qw(documented_user);
 use Test::More;
 
-my ($user, $password, @rule) = readme_user();
+my ($user, $password, @rule) = documented_user();
 my @commands = grep { /^\+/ } @rule;
 is_deeply([ grep { !/^\+[a-z]+$/ } @rule ], [ 'on', ">$password", '~rl:*' ],
-	'README: one prefix, and single commands');
+	'the documented rule: one prefix, and single commands');
 
 my $redis = RedisServer->new(password => 'sesame')->start;
 my $passfile = PostgreSQL::Test::Utils::tempdir . '/password';
@@ -131,8 +131,8 @@ is_deeply($redis->cli('KEYS', '*'), [], 'nothing was written');
 $session->ask('RESET ratelimit.key_prefix');
 is($session->attempt($calls[0])->{state}, '00000', 'with its own prefix it goes on');
 
-# README says when one more is needed.
-like(slurp_file("$FindBin::RealBin/../../README.md"), qr/`\+select`/, 'README names +select');
+# The page says when one more is needed.
+like(slurp_file("$FindBin::RealBin/../../docs/operations.md"), qr/`\+select`/, 'the page names +select');
 $session->ask("SET ratelimit.redis_url = '" . $redis->url(user => $user, db => 1) . "'");
 is($session->attempt($calls[0])->{state}, '08P01', 'another database than 0 needs +select');
 with_rule(@rule, '+select');

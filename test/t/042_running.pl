@@ -1,4 +1,4 @@
-# What README's chapter "Running it" says of memory that is full, restarts,
+# What docs/operations.md, chapter "Running it", says of memory that is full, restarts,
 # connections, monitoring and dumps, with real servers.
 use strict;
 use warnings FATAL => 'all';
@@ -196,24 +196,19 @@ $redis->cli('CONFIG', 'SET', 'maxclients', 10_000);
 is($late->ask(q{SELECT source FROM rl_check('k', '5/1s', 0)}), 'redis', 'when there is room again all is well');
 
 #
-# README's queries
+# The queries of docs/operations.md
 #
 
-my $readme = slurp_file("$FindBin::RealBin/../../README.md");
-my (%query, $queries);
-foreach my $chapter ('Monitoring', 'Running it')
-{
-	my ($text) = $readme =~ /^## \Q$chapter\E\n(.*?)(?=^## |\z)/ms or die "README has no chapter $chapter";
-	$query{$1} = $2 while $text =~ /([^\n]+)\n```sql\n(.*?)```/gs;
-	$queries += count_of('```sql', $text);
-	if (my ($fields) = $text =~ /^redis-cli INFO \| grep -E '\^\((.*?)\):'/m)
-	{
-		my %info = $redis->info('everything');
+my $page = slurp_file("$FindBin::RealBin/../../docs/operations.md");
+my ($monitoring) = $page =~ /^## Monitoring\n(.*?)(?=^## |\z)/ms or die 'docs/operations.md has no chapter Monitoring';
+my ($fields) = $monitoring =~ /^redis-cli INFO \| grep -E '\^\((.*?)\):'/m or die 'the chapter has no redis-cli INFO';
+my %info = $redis->info('everything');
+my %query;
 
-		is_deeply([ grep { !defined $info{$_} } split /\|/, $fields ], [], 'INFO has the fields that README names');
-	}
-}
-cmp_ok($queries, '>', 0, 'README has queries');
+is_deeply([ grep { !defined $info{$_} } split /\|/, $fields ], [], 'INFO has the fields that the page names');
+$query{$1} = $2 while $monitoring =~ /([^\n]+)\n```sql\n(.*?)```/gs;
+my $queries = count_of('```sql', $monitoring);
+cmp_ok($queries, '>', 0, 'the page has queries');
 is(scalar keys %query, $queries, 'each with a line that says what it shows');
 $session->ask(q{CREATE TABLE orders (customer int);
 	CREATE TRIGGER misspelt BEFORE INSERT ON orders FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{client}', '2/1h');
@@ -228,7 +223,7 @@ foreach my $lead (sort keys %query)
 	$redis->resume if $asks;
 	my $got = $session->ask($query{$lead});
 	$redis->pause if $asks;
-	is($session->state, '00000', "README's query: $lead") or diag $session->error;
+	is($session->state, '00000', "the page's query: $lead") or diag $session->error;
 	isnt($got, '', 'shows something') or diag $query{$lead};
 }
 $redis->resume;

@@ -1,5 +1,5 @@
 # A Redis Cluster: every function works on it as on one server, for a user with
-# the rule that README gives; while slots move nobody notices, and when a master
+# the rule that docs/operations.md gives; while slots move nobody notices, and when a master
 # dies only who needs it does.
 use strict;
 use warnings FATAL => 'all';
@@ -9,12 +9,12 @@ use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
 use RedisCluster;
-use RedisServer qw(readme_user);
+use RedisServer qw(documented_user);
 use Test::More;
 
 my $cluster = RedisCluster->new(masters => 3, replicas => 1);
 my $single = RedisServer->new->start;
-my ($user, $password, @rule) = readme_user();
+my ($user, $password, @rule) = documented_user();
 $_->cli('ACL', 'SETUSER', $user, @rule, '+asking') foreach $cluster->servers, $single;
 my $passfile = PostgreSQL::Test::Utils::tempdir . '/password';
 append_to_file($passfile, "$password\n");

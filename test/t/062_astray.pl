@@ -9,12 +9,12 @@ use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
 use RedisCluster;
-use RedisServer qw(readme_user);
+use RedisServer qw(documented_user);
 use Test::More;
 
 my $take = q{SELECT source FROM rl_throttle('k', 1000000, 1000000, 86400)};
 my $single = RedisServer->new->start;
-my ($user, $password, @rule) = readme_user();
+my ($user, $password, @rule) = documented_user();
 my $passfile = PostgreSQL::Test::Utils::tempdir . '/password';
 append_to_file($passfile, "$password\n");
 chmod 0600, $passfile;

@@ -22,7 +22,7 @@ use PostgreSQL::Test::Utils;
 use Text::ParseWords;
 use Time::HiRes qw(sleep time);
 
-our @EXPORT_OK = qw(await readme_user);
+our @EXPORT_OK = qw(await documented_user);
 
 my $DEADLINE = $ENV{PG_TEST_TIMEOUT_DEFAULT} || 180;
 
@@ -42,11 +42,12 @@ sub await
 	}
 }
 
-# The user that README tells to make in Redis: name, password and rule.
-sub readme_user
+# The user that the documentation tells to make in Redis: name, password and rule.
+sub documented_user
 {
-	my ($line) = slurp_file("$FindBin::RealBin/../../README.md") =~ /^redis-cli ACL SETUSER ((?:.*\\\n)*.*)$/m
-	  or die 'README has no ACL SETUSER';
+	my $text = join '', map { slurp_file("$FindBin::RealBin/../../$_") } qw(README.md docs/operations.md);
+	my ($line) = $text =~ /^redis-cli ACL SETUSER ((?:.*\\\n)*.*)$/m
+	  or die 'the documentation has no ACL SETUSER';
 	$line =~ s/\\\n//g;
 	my ($user, @rule) = shellwords($line);
 
