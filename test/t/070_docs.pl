@@ -1,0 +1,231 @@
+# The pages: README.md and docs/*.md.  Every SQL block runs and prints what the
+# page shows, every link has a target, the pictures are what script/plots draws,
+# and docs/reference.md names all that the code and the catalogs have, and nothing
+# else.  DocPage.pm has the convention of the blocks.
+#
+# With RATELIMIT_PAGES='README.md docs/faq.md', only the blocks of these pages run.
+# RATELIMIT_PAGES_TO names a folder to which the pages are written with the
+# outputs that psql printed.  Every user must have the right to write there.
+use strict;
+use warnings FATAL => 'all';
+
+use DocPage;
+use File::Basename;
+use FindBin;
+use IPC::Run;
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+
+my $root = "$FindBin::RealBin/../..";
+my %page = map { (substr($_, length("$root/")) => DocPage->new($_)) } "$root/README.md", glob "$root/docs/*.md";
+my $redis = RedisServer->new->start;
+my $node = new_node($redis, "ratelimit.redis_url = '" . $redis->url(tcp => 1, db => 0) . "'",
+	'shared_preload_libraries = ratelimit', 'timezone = UTC');
+my @roles = split /\n/, $node->safe_psql('postgres', 'SELECT rolname FROM pg_roles');
+
+#
+# The blocks
+#
+
+# Makes the server as it was: a new database, no other roles, nothing counted.
+sub prepare
+{
+	my ($page) = @_;
+	my %known = map { ($_ => 1) } @roles;
+
+	$node->safe_psql('postgres', 'DROP DATABASE IF EXISTS shop');
+	foreach my $role (split /\n/, $node->safe_psql('postgres', 'SELECT rolname FROM pg_roles'))
+	{
+		$node->safe_psql('postgres', $known{$role} ? "ALTER ROLE \"$role\" RESET ALL" : "DROP ROLE \"$role\"")
+		  if $role !~ /^pg_/;
+	}
+	$node->safe_psql('postgres', 'ALTER SYSTEM RESET ALL');
+	$node->safe_psql('postgres', 'CREATE DATABASE shop');
+	{
+		# Into the server alone, as new_node does.
+		local $ENV{LD_PRELOAD} = $ENV{RATELIMIT_PRELOAD} || '';
+
+		$node->restart;
+	}
+	$redis->cli('FLUSHALL');
+	$node->safe_psql('shop', 'CREATE EXTENSION ratelimit')
+	  unless grep { $_->{text} =~ /CREATE EXTENSION (IF NOT EXISTS )?ratelimit\b/ } $page->commands;
+	return;
+}
+
+# Runs the page's blocks in one psql and returns what each has printed.
+sub outputs
+{
+	my ($page) = @_;
+	my $border = '=== the next block ===';
+	my $address = '127.0.0.1:' . $redis->port;
+	my $script = join '', map { "$_->{text}\n\\echo '$border'\n" } $page->commands;
+	my $printed = '';
+
+	$script =~ s/127\.0\.0\.1:6379/$address/g;
+	IPC::Run::run([ $node->installed_command('psql'), '-X', '-q', '-P', 'pager=off', '-d', $node->connstr('shop') ],
+		'<', \$script, '>&', \$printed);
+	$printed =~ s/\Q$address\E/127.0.0.1:6379/g;
+	return split /^\Q$border\E\n/m, $printed, -1;
+}
+
+my @wanted = split ' ', $ENV{RATELIMIT_PAGES} || join ' ', sort keys %page;
+
+foreach my $name (@wanted)
+{
+	my $page = $page{$name} or BAIL_OUT("there is no page $name");
+	my @blocks = $page->commands or next;
+
+	prepare($page);
+	my @printed = outputs($page);
+	is(@printed, @blocks + 1, "$name: psql came to the end") or diag $printed[-1];
+	foreach my $i (0 .. $#blocks)
+	{
+		my $shown = $page->shown($blocks[$i]);
+		my $printed = $printed[$i] // next;
+		my $where = "$name, line $blocks[$i]{line}";
+
+		if (defined $shown) { ok(DocPage::matches($shown, $printed), "$where: prints what the page shows") or diag $printed; }
+		else { unlike($printed, qr/^(?:ERROR|FATAL|PANIC):|^\\|invalid command/m, "$where: succeeds"); }
+	}
+	next unless $ENV{RATELIMIT_PAGES_TO};
+	unlink "$ENV{RATELIMIT_PAGES_TO}/" . basename($name);
+	append_to_file("$ENV{RATELIMIT_PAGES_TO}/" . basename($name), $page->with_outputs(@printed[ 0 .. $#blocks ]));
+}
+
+#
+# The links
+#
+
+foreach my $name (sort keys %page)
+{
+	my $folder = dirname($name);
+	my @dead;
+
+	foreach my $link ($page{$name}->links)
+	{
+		next if $link =~ /^\w+:/;
+		my ($path, $anchor) = $link =~ /^([^#]*)(?:#(.*))?$/;
+		my $target = $path eq '' ? $name : "$folder/$path" =~ s{^\./}{}r;
+
+		$target =~ s{[^/]+/\.\./}{};
+		push @dead, $link
+		  if !-e "$root/$target"
+		  || defined $anchor && !($page{$target} && grep { $_ eq $anchor } $page{$target}->anchors);
+	}
+	is_deeply(\@dead, [], "$name: no link is dead");
+}
+
+#
+# docs/reference.md
+#
+
+my $reference = slurp_file("$root/docs/reference.md");
+my %section = $reference =~ /^### ([^\n]*)\n(.*?)(?=^##|\z)/gms;
+my $code = join '', map { slurp_file($_) } split /\n/, qx(find "$root/src" -name '*.[ch]');
+
+# Returns a query's rows.
+sub rows { my ($sql) = @_; return [ split /\n/, $node->safe_psql('postgres', $sql) ]; }
+
+# Returns what stands first in the rows of the text's tables with this header.
+sub cells
+{
+	my ($header, $text) = @_;
+	my @cells;
+
+	push @cells, map { /^\| ([^|]*) \|/ ? $1 =~ /`(\w+)`/g : () } split /\n/, $1
+	  while $text =~ /^\| \Q$header\E \|.*\n\|[ -|]*\n((?:\|.*\n)*)/gm;
+	return [ sort @cells ];
+}
+
+# Compares two lists of names, in any order.
+sub same
+{
+	my ($shown, $there, $name) = @_;
+	my %shown = map { ($_ => 1) } @$shown;
+	my %there = map { ($_ => 1) } @$there;
+
+	is(join(', ', grep { !$shown{$_} } sort keys %there), '', "$name: all");
+	is(join(', ', grep { !$there{$_} } sort keys %shown), '', "$name: no others");
+	return;
+}
+
+$node->safe_psql('postgres', 'ALTER SYSTEM RESET ALL');
+my $members = q{pg_depend WHERE deptype = 'e' AND refclassid = 'pg_extension'::regclass
+	AND refobjid = (SELECT oid FROM pg_extension WHERE extname = 'ratelimit')};
+my $functions = rows(qq{SELECT proname || '(' || regexp_replace(regexp_replace(regexp_replace(pg_get_function_arguments(p.oid),
+		',? ?OUT [^,]*', '', 'g'), ' DEFAULT (\\w+)(::[^,]*)?', '=\\1', 'g'), '(\\w+) (?!"any")[^=,]+(,|=|\$)', '\\1\\2', 'g') || ')'
+	FROM pg_proc p WHERE proname !~ '^rl_limits_' AND prorettype <> 'trigger'::regtype
+		AND to_regclass(proname) IS NULL AND oid IN (SELECT objid FROM $members AND classid = 'pg_proc'::regclass)});
+same([ map { /^(rl_\w+\(.*\))$/ ? $1 =~ s/ = /=/gr : () } keys %section ], $functions, 'reference.md: functions and their arguments');
+
+my $types = rows(qq{SELECT relname FROM pg_class WHERE oid IN (SELECT objid FROM $members AND classid = 'pg_class'::regclass)
+	UNION SELECT typname FROM pg_type WHERE oid IN (SELECT objid FROM $members AND classid = 'pg_type'::regclass)
+		AND typname !~ '^_' AND typtype <> 'p'});
+same([ grep { /^rl_\w+$/ } keys %section ], $types, 'reference.md: types and views');
+foreach my $name (grep { /^rl_\w+(?:\(\))?$/ && $section{$_} =~ /^\| column /m } keys %section)
+{
+	my $relation = $name =~ s/\(\)$//r;
+
+	same(cells('column', $section{$name}), rows(qq{SELECT attname FROM pg_attribute
+			WHERE attrelid = to_regclass('$relation') AND attnum > 0
+		UNION SELECT unnest(proargnames) FROM pg_proc WHERE proname = '$relation'}), "reference.md: columns of $relation");
+}
+my @columns = map { /^rl_/ ? @{ cells('column', $section{$_}) } : () } keys %section;
+my %column = map { ($_ => 1) } @columns, qw(rule);
+is_deeply([ grep { !$column{$_} } @{ rows(qq{SELECT DISTINCT name FROM pg_proc, unnest(proargnames, proargmodes) AS a (name, mode)
+	WHERE mode IN ('o', 't') AND oid IN (SELECT objid FROM $members AND classid = 'pg_proc'::regclass)}) } ], [],
+	'reference.md: no other column is returned');
+
+same([ grep { /^ratelimit\./ } keys %section ], rows(q{LOAD 'ratelimit'; SELECT name FROM pg_settings WHERE name LIKE 'ratelimit.%'}),
+	'reference.md: settings');
+foreach my $setting (sort grep { /^ratelimit\./ } keys %section)
+{
+	my ($default) = $section{$setting} =~ /Default:\s(?:`([^`\n]*)`|empty)/ or fail("$setting has a default"), next;
+
+	my $fixed = $setting eq 'ratelimit.local_max_keys';
+	my $value = "'" . ($default // '') . "'";
+	my (undef, $same) = $node->psql('postgres', "LOAD 'ratelimit'; " . ($fixed ? '' : "SET $setting = $value; ")
+		. 'SELECT boot_val = ' . ($fixed ? $value : 'setting') . " FROM pg_settings WHERE name = '$setting'");
+
+	is($same, 't', "reference.md: the default of $setting");
+}
+
+my %sqlstate = reverse slurp_file($node->config_data('--sharedir') . '/errcodes.txt') =~ /^(\w{5})\s+\w\s+(ERRCODE_\w+)/gm;
+%sqlstate = (%sqlstate, map { s/[',\s]//gr } $code =~ /#define (ERRCODE_\w+) +MAKE_SQLSTATE\((.*?)\)/g);
+my %raised = map { ($sqlstate{$_} || $_ => 1) } $code =~ /\b(ERRCODE_\w+)/g;
+same(cells('SQLSTATE', $reference), [ keys %raised ], 'reference.md: SQLSTATEs');
+
+my ($sources) = $code =~ /source_names\[\] = \{(.*?)\}/s or die 'no names of sources in the code';
+same(cells('source', $reference), [ $sources =~ /"(\w+)"/g ], 'reference.md: sources');
+
+# What a page names exists.
+my %exists = map { ($_ => 1) } @$types, (map { /(\w+)/ } @$functions), qw(rl_enforce), grep { /^ratelimit\./ } keys %section;
+foreach my $name (sort keys %page)
+{
+	my $text = slurp_file("$root/$name") =~ s/\]\([^)]*\)//gr;
+	my %named = map { ($_ => 1) }
+	  $text =~ m{(?<![\w/])(rl_[a-z_]+[a-z]|ratelimit\.(?!so\b|control\b)[a-z_]+[a-z])\b(?!\.md)}g;
+
+	is_deeply([ grep { !$exists{$_} } sort keys %named ], [], "$name: names what exists");
+}
+
+#
+# The pictures
+#
+
+my @pictures = map { basename($_, '.svg') } glob "$root/docs/*.svg";
+isnt(scalar @pictures, 0, 'docs/ has pictures');
+foreach my $name (@pictures)
+{
+	my ($drawn, $errors) = ('', '');
+
+	IPC::Run::run([ $node->installed_command('psql'), '-XqAt', '-v', 'ON_ERROR_STOP=1', '-d', $node->connstr('postgres'),
+			'-f', "$root/script/plots.sql", '-c', "SELECT pg_temp.picture('$name')" ], '>', \$drawn, '2>', \$errors);
+	ok($drawn eq slurp_file("$root/docs/$name.svg"), "docs/$name.svg is what script/plots draws") or diag $errors;
+}
+
+done_testing();

@@ -1,0 +1,139 @@
+# A page of the documentation: its headings, links and fenced blocks.
+#
+# The convention of the pages (070_docs.pl checks it):
+#
+# - A ```sql block runs in psql, one session for a page, blocks in the order of
+#   the page, in a new database named shop, on a server that preloads the
+#   library, as superuser.  The database has the extension, unless the page
+#   itself creates it.  127.0.0.1:6379 in a block means the test's Redis.
+# - A block without a language that follows a ```sql block, with only blank lines
+#   between, is the output: all that psql -q prints, errors included.
+#   Without such a block the statements must succeed; their output is not
+#   compared.
+# - In the output, each of the following matches any other of its kind: a time
+#   stamp, an address with a port, a number with a decimal point (so a duration
+#   or a version).  Write 1.998 where a duration varies, and 2 where it does
+#   not.  Runs of blanks and of dashes match runs of any length.
+# - A block of any other language (text, sh, ...) is not run and not compared.
+package DocPage;
+
+use strict;
+use warnings FATAL => 'all';
+
+use PostgreSQL::Test::Utils;
+
+# Reads a page.  A block is a hash: language, text, line (of its first line),
+# and output, the index of the block that shows its output, if there is one.
+sub new
+{
+	my ($class, $file) = @_;
+	my (@blocks, @headings, $block, $prose, $gap);
+	my $n = 0;
+
+	foreach my $line (split /\n/, slurp_file($file))
+	{
+		$n++;
+		if ($block)
+		{
+			if ($line eq '```') { push @blocks, $block; $block = undef; $gap = ''; }
+			else { $block->{text} .= "$line\n"; }
+		}
+		elsif ($line =~ /^```(\w*)$/)
+		{
+			$block = { language => $1, text => '', line => $n + 1 };
+			$blocks[-1]{output} = @blocks
+			  if $1 eq '' && @blocks && $blocks[-1]{language} eq 'sql' && $gap !~ /\S/;
+		}
+		else
+		{
+			die "$file, line $n: a block that is not at the line's start, or with options\n" if $line =~ /^\s*```/;
+			push @headings, $2 if $line =~ /^(#+) +(.*?) *$/;
+			$prose .= "$line\n";
+			$gap .= $line;
+		}
+	}
+	die "$file: a block does not end\n" if $block;
+	return bless { file => $file, blocks => \@blocks, headings => \@headings, prose => $prose }, $class;
+}
+
+# Returns the blocks that run.
+sub commands { my ($self) = @_; return grep { $_->{language} eq 'sql' } @{ $self->{blocks} }; }
+
+# Returns the output that the page shows for a block, or undef.
+sub shown
+{
+	my ($self, $block) = @_;
+
+	return defined $block->{output} ? $self->{blocks}[ $block->{output} ]{text} : undef;
+}
+
+# Returns the targets of all links and pictures.
+sub links
+{
+	my ($self) = @_;
+	my $text = $self->{prose} =~ s/`[^`\n]*`//gr;
+
+	return $text =~ /\]\(([^()\s]+)\)/g, $text =~ /(?:src|href)="([^"]+)"/g;
+}
+
+# Returns the anchors that GitHub makes of the headings.
+sub anchors
+{
+	my ($self) = @_;
+	my (%seen, @anchors);
+
+	foreach my $heading (@{ $self->{headings} })
+	{
+		my $anchor = lc $heading =~ s/\[([^\]]*)\]\([^)]*\)/$1/gr;
+
+		$anchor =~ s/[^\w\- ]//g;
+		$anchor =~ tr/ /-/;
+		my $again = $seen{$anchor}++;
+		push @anchors, $again ? "$anchor-$again" : $anchor;
+	}
+	return @anchors;
+}
+
+# Returns the page's text with the outputs, in the order of commands(), put in
+# where the page shows another one.
+sub with_outputs
+{
+	my ($self, @outputs) = @_;
+	my @lines = split /\n/, slurp_file($self->{file});
+
+	foreach my $block (reverse $self->commands)
+	{
+		my $output = pop @outputs;
+		my $old = defined $block->{output} ? $self->{blocks}[ $block->{output} ] : next;
+
+		splice @lines, $old->{line} - 1, $old->{text} =~ tr/\n//, split /\n/, $output =~ s/ +$//gmr
+		  unless matches($old->{text}, $output);
+	}
+	return join "\n", @lines, '';
+}
+
+# Replaces what varies in an output by the name of its kind.
+sub plain
+{
+	my ($text) = @_;
+
+	$text =~ s/\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?(?:[+-]\d\d(?::\d\d)?)?/<time>/g;
+	$text =~ s/\b\d+(?:\.\d+){3}:\d+\b/<address>/g;
+	$text =~ s/\b\d+(?:\.\d+)+(?:e-\d+)?\b/<number>/g;
+	$text =~ s/-{2,}/--/g;
+	$text =~ s/[ \t]+/ /g;
+	$text =~ s/ *\n/\n/g;
+	$text =~ s/^ //gm;
+	$text =~ s/\A\n+|\n+\z//g;
+	return $text;
+}
+
+# Returns true if what psql printed is what the page shows.
+sub matches
+{
+	my ($shown, $printed) = @_;
+
+	return plain($shown) eq plain($printed);
+}
+
+1;
