@@ -1,5 +1,5 @@
 MODULE_big = ratelimit
-OBJS = src/ratelimit.o src/limits.o src/log.o src/algorithm.o src/address.o src/resp.o src/tls.o \
+OBJS = src/ratelimit.o src/limits.o src/log.o src/algorithm.o src/gcra.o src/token_bucket.o src/fixed_window.o src/sliding.o src/address.o src/resp.o src/tls.o \
 	src/socket.o src/stream.o src/connection.o src/slots.o src/sentinel.o src/route.o src/redis.o src/pipeline.o src/redis_store.o \
 	src/shared.o src/siphash.o src/cells.o src/local_store.o src/denied.o \
 	src/breaker.o src/stat.o src/status.o src/key.o src/values.o src/decide.o src/functions.o src/many.o \

@@ -1,14 +1,9 @@
 /*
  * algorithm.c
- *		What the algorithms mean: pure functions of limits, their state, a time
- *		and a quota, with no I/O, no allocation and no backend calls.
+ *		What the algorithms have in common: pure functions of limits, their
+ *		states, a time and a quota, with no I/O, no allocation and no backend calls.
  *
- * GCRA's state is the theoretical arrival time (TAT) in nanoseconds; how far
- * it lies after now is the backlog.  A full limit has a backlog of
- * capacity * interval, at most RL_MAX_SPAN, so that sums of two such terms fit
- * an int64.
- *
- * All others count units in use, charged ones and refused ones together, of
+ * All but GCRA count units in use, charged ones and refused ones together, of
  * which the oldest becomes free first; "the n-th unit" is the n-th oldest.  A
  * time in the future, left by a clock that was set back, counts as it stands and
  * never lets more through.
@@ -17,267 +12,93 @@
 
 #include "algorithm.h"
 
-#define NS_PER_US		1000
-#define NS_PER_MS		1000000
-
-static int64
-us_rounded_up(int64 ns)
-{
-	return (ns + NS_PER_US - 1) / NS_PER_US;
-}
-
-static int64
-divide_up(int64 a, int64 b)
-{
-	return a / b + (a % b > 0);
-}
+const RlAlgorithm *const rl_algorithms[RL_ALGORITHMS] = {
+	[RL_THROTTLE] = &rl_algorithm_gcra,
+	[RL_TOKEN_BUCKET] = &rl_algorithm_token_bucket,
+	[RL_FIXED_WINDOW] = &rl_algorithm_fixed_window,
+	[RL_SLIDING_WINDOW] = &rl_algorithm_sliding_window,
+	[RL_SLIDING_LOG] = &rl_algorithm_sliding_log
+};
 
 /*
- * GCRA
+ * Units
  */
 
-/* What the quota adds to the backlog; the quota is at most the capacity. */
-int64
-rl_throttle_cost(const RlLimit *limit, int64 quota)
+/* For RlAlgorithm.fits. */
+bool
+rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota)
 {
-	return quota * limit->interval_ns;
-}
-
-/* What the refund of any quota takes off the backlog: RL_MAX_BACKLOG at most. */
-int64
-rl_throttle_refund(const RlLimit *limit, int64 quota)
-{
-	if (quota > RL_MAX_BACKLOG / limit->interval_ns)
-		return RL_MAX_BACKLOG;
-	return rl_throttle_cost(limit, quota);
-}
-
-/* Decides whether the quota fits, and the wait, for the backlog before the action. */
-static void
-throttle_verdict(const RlLimit *limit, int64 backlog_ns, int64 quota, RlDecision *decision)
-{
-	decision->capacity = limit->capacity;
-	if (quota > limit->capacity)
-	{
-		decision->allowed = false;
-		decision->retry_after = RL_NEVER;
-	}
-	else
-	{
-		int64		room = rl_throttle_cost(limit, limit->capacity - quota);
-
-		decision->allowed = (backlog_ns <= room);
-		decision->retry_after = decision->allowed ? 0 : us_rounded_up(backlog_ns - room);
-	}
+	return view->charged + view->refused + quota <= limit->capacity;
 }
 
 /*
- * All of an action under one throttle alone: sets the decision and returns the
- * backlog after it.
- */
-int64
-rl_throttle_act(const RlLimit *limit, int64 backlog_ns, int64 quota, RlDecision *decision)
-{
-	throttle_verdict(limit, backlog_ns, quota, decision);
-	if (decision->allowed)
-		backlog_ns += rl_throttle_cost(limit, quota);
-	rl_throttle_figures(limit, backlog_ns, decision);
-	decision->ban_left = 0;
-	decision->source = RL_FROM_LOCAL;
-	return backlog_ns;
-}
-
-/* The verdict, with the figures of an action that is not charged. */
-void
-rl_throttle_decide(const RlLimit *limit, int64 backlog_ns, int64 quota,
-				   RlDecision *decision)
-{
-	throttle_verdict(limit, backlog_ns, quota, decision);
-	rl_throttle_figures(limit, backlog_ns, decision);
-}
-
-/*
- * Sets remaining and reset_after for a backlog as it is after the action.
- * Room and interval are compared in whole microseconds, as redis-cell does,
- * unless the interval is so short that the rounding would show.
+ * For RlAlgorithm.act.  Of refused units a limit keeps at most as many as its
+ * largest count can be; the oldest of them go, and no charged ones.
  */
 void
-rl_throttle_figures(const RlLimit *limit, int64 backlog_ns, RlDecision *decision)
+rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, const RlAct *act,
+			 RlDecision *d)
 {
-	int64		room = rl_throttle_cost(limit, limit->capacity) - backlog_ns;
-	int64		unit = limit->interval_ns >= NS_PER_MS ? NS_PER_US : 1;
-	int64		remaining = 0;
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
+	int64		quota = act->quota;
+	bool		possible = quota <= limit->capacity;
+	int64		charge = act->allowed ? quota : 0;
+	int64		refusal = !act->allowed && !act->banned && limit->count_denied && possible ? quota : 0;
+	int64		most = algorithm->most < RL_MAX_COUNT ? limit->capacity : RL_MAX_COUNT;
+	int64		dropped = refusal > 0 ? Max(view->refused + refusal - most, 0) : 0;
+	int64		used;
 
-	if (room > 0)
-		remaining = (room / unit) / (limit->interval_ns / unit);
-	decision->remaining = Min(remaining, limit->capacity);
-	decision->reset_after = us_rounded_up(backlog_ns);
-}
+	if (algorithm->skip != NULL)
+		algorithm->skip(state, pool, view, RL_REFUSED, dropped);
+	view->refused -= dropped;
+	used = view->charged + view->refused + charge + refusal;
 
-static int64
-backlog(const RlState *state, int64 now)
-{
-	return Max(state->start - now * NS_PER_US, 0);
-}
-
-/*
- * Units in use
- */
-
-/* A state as it is now: without what has become free, and with nothing changed. */
-typedef struct View
-{
-	int64		start;
-	int64		charged;
-	int64		refused;
-	int64		newest;			/* time of the newest entry that counts, or -1 */
-	RlCursor	oldest[2];		/* each log's first entry that counts */
-} View;
-
-static bool
-has_entries(const RlLimit *limit)
-{
-	return limit->algorithm == RL_SLIDING_WINDOW || limit->algorithm == RL_SLIDING_LOG;
-}
-
-/* When an entry's units become free. */
-static int64
-entry_expiry(const RlLimit *limit, int64 time)
-{
-	if (limit->algorithm == RL_SLIDING_WINDOW)
-		return (time + 1) * limit->step + limit->period;
-	return time + limit->period;
-}
-
-/* The latest time of an entry whose units are free; below 0 if there is none. */
-static int64
-gone_until(const RlLimit *limit, int64 now)
-{
-	if (limit->algorithm == RL_SLIDING_LOG)
-		return now - limit->period;
-	return now < limit->period ? -1 : (now - limit->period) / limit->step - 1;
-}
-
-static View
-view_entries(const RlLimit *limit, const RlState *state, const RlPool *pool, int64 now)
-{
-	View		view = {.newest = -1};
-	int64		gone = gone_until(limit, now);
-	int64		sums[2] = {state->charged, state->refused};
-
-	for (int i = 0; i < 2; i++)
+	d->capacity = limit->capacity;
+	d->remaining = Max(limit->capacity - used, 0);
+	d->retry_after = possible ? 0 : RL_NEVER;
+	if (!act->allowed && possible && used + quota > limit->capacity)
+		d->retry_after = algorithm->next_free(limit, state, pool, view, act->now,
+											  used + quota - limit->capacity) - act->now;
+	d->reset_after = used > 0 ?
+		algorithm->next_free(limit, state, pool, view, act->now, used) - act->now : 0;
+	if (act->commit && charge + refusal > 0)
 	{
-		int64		newest;
-
-		sums[i] -= rl_log_seek(pool, &state->log[i], gone, &view.oldest[i]);
-		newest = sums[i] > 0 ? rl_log_newest(pool, &state->log[i]) : -1;
-		view.newest = Max(view.newest, newest);
+		algorithm->keep(limit, state, pool, view, act->now, charge, refusal);
+		state->changed = true;
 	}
-	view.charged = sums[RL_CHARGED];
-	view.refused = sums[RL_REFUSED];
-	return view;
 }
 
-/* What a state of units is now. */
-static View
-view_state(const RlLimit *limit, const RlState *state, const RlPool *pool, int64 now)
+/* For RlAlgorithm.give: the oldest units that were charged. */
+void
+rl_units_give(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, int64 quota)
 {
-	View		view = {.start = -1};
-	int64		lumps;
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
+	int64		units = Min(quota, view->charged);
 
-	if (has_entries(limit))
-		return view_entries(limit, state, pool, now);
-	if (limit->algorithm == RL_TOKEN_BUCKET)
-	{
-		lumps = now > state->start ? (now - state->start) / limit->period : 0;
-		if (state->charged > 0 && lumps < divide_up(state->charged, limit->count))
-		{
-			view.start = state->start + lumps * limit->period;
-			view.charged = state->charged - lumps * limit->count;
-		}
-	}
-	else if (state->start >= 0 && state->start + limit->period > now)
-	{
-		view.start = state->start;
-		view.charged = state->charged;
-		view.refused = state->refused;
-	}
-	return view;
-}
-
-/* Of an entry that is made now; entries' times never decrease. */
-static int64
-entry_time(const RlLimit *limit, const View *view, int64 now)
-{
-	return Max(limit->algorithm == RL_SLIDING_WINDOW ? now / limit->step : now, view->newest);
-}
-
-/* The anchor or the window's start, if something were taken now. */
-static int64
-start_if_taken(const RlLimit *limit, const View *view, int64 now)
-{
-	if (view->start >= 0)
-		return view->start;
-	if (limit->algorithm == RL_TOKEN_BUCKET || limit->from_first)
-		return now;
-	return now - now % limit->period;
-}
-
-/* When the n-th unit becomes free; units past those in use are taken now. */
-static int64
-unit_expiry(const RlLimit *limit, const RlState *state, const RlPool *pool, const View *view,
-			int64 now, int64 n)
-{
-	const RlLog *logs[2] = {&state->log[0], &state->log[1]};
-	RlCursor	cursors[2] = {view->oldest[0], view->oldest[1]};
-	int64		newest = 0;
-	int64		lumps;
-
-	if (limit->algorithm == RL_TOKEN_BUCKET)
-	{
-		lumps = divide_up(n, limit->count);
-		return start_if_taken(limit, view, now) +
-			(lumps > RL_MAX_SPAN / limit->period ? RL_MAX_SPAN : lumps * limit->period);
-	}
-	if (limit->algorithm == RL_FIXED_WINDOW)
-		return start_if_taken(limit, view, now) + limit->period;
-	if (n > view->charged + view->refused)
-		return entry_expiry(limit, entry_time(limit, view, now));
-	if (n < view->charged + view->refused)
-		return entry_expiry(limit, rl_log_unit(pool, logs, cursors, n));
-	if (view->charged > 0)
-		newest = rl_log_newest(pool, logs[RL_CHARGED]);
-	if (view->refused > 0)
-		newest = Max(newest, rl_log_newest(pool, logs[RL_REFUSED]));
-	return entry_expiry(limit, newest);
-}
-
-/*
- * Makes the state what the view is, with so many units more that are charged or
- * refused from now on.
- */
-static void
-keep_view(const RlLimit *limit, RlState *state, RlPool *pool, const View *view, int64 now,
-		  int64 charged, int64 refused)
-{
+	if (view->charged == 0)
+		return;
+	if (algorithm->skip != NULL)
+		algorithm->skip(state, pool, view, RL_CHARGED, units);
+	view->charged -= units;
+	algorithm->keep(limit, state, pool, view, now, 0, 0);
 	state->changed = true;
-	state->charged = view->charged + charged;
-	state->refused = view->refused + refused;
-	if (has_entries(limit))
-	{
-		int64		time = entry_time(limit, view, now);
+}
 
-		for (int i = 0; i < 2; i++)
-			rl_log_cut(pool, &state->log[i], &view->oldest[i]);
-		if (charged > 0)
-			rl_log_append(pool, &state->log[RL_CHARGED], time, charged);
-		if (refused > 0)
-			rl_log_append(pool, &state->log[RL_REFUSED], time, refused);
-	}
-	else if (state->charged + state->refused > 0)
-		state->start = start_if_taken(limit, view, now);
-	else
-		state->start = -1;
+/* For RlAlgorithm.end. */
+int64
+rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
+{
+	RlView		view;
+
+	rl_algorithm(limit)->load(limit, state, pool, 0, &view);
+	return rl_algorithm(limit)->next_free(limit, state, pool, &view, 0, view.charged + view.refused);
+}
+
+/* For RlAlgorithm.is_empty. */
+bool
+rl_units_are_empty(const RlState *state)
+{
+	return state->charged == 0 && state->refused == 0;
 }
 
 /*
@@ -383,27 +204,18 @@ count_refusal(const RlLimit *limit, RlState *state, int64 now, bool commit)
 int
 rl_chunks_wanted(const RlLimit *limit, const RlState *state, const RlPool *pool, int64 now, int64 quota)
 {
-	View		view;
-	int			charge;
-	int			refusal;
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
 
-	if (!has_entries(limit) || quota == 0 || quota > limit->capacity)
+	if (algorithm->chunks_wanted == NULL || quota == 0 || quota > limit->capacity)
 		return 0;
-	charge = rl_log_chunks_wanted(pool, &state->log[RL_CHARGED]);
-	refusal = limit->count_denied ? rl_log_chunks_wanted(pool, &state->log[RL_REFUSED]) : 0;
-	if (charge <= refusal)
-		return refusal;
-	view = view_entries(limit, state, pool, now);
-	return view.charged + view.refused + quota <= limit->capacity ? charge : refusal;
+	return algorithm->chunks_wanted(limit, state, pool, now, quota);
 }
 
 /* True if the state, but for what a ban counts, is as if never used. */
 bool
 rl_state_is_empty(const RlLimit *limit, const RlState *state)
 {
-	if (limit->algorithm == RL_THROTTLE)
-		return state->start < 0;
-	return state->charged == 0 && state->refused == 0;
+	return rl_algorithm(limit)->is_empty(state);
 }
 
 /*
@@ -414,48 +226,12 @@ int64
 rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
 {
 	int64		end = 0;
-	View		view;
 
-	if (limit->algorithm == RL_THROTTLE)
-		end = us_rounded_up(Max(state->start, 0));
-	else if (!rl_state_is_empty(limit, state))
-	{
-		view = view_state(limit, state, pool, 0);
-		end = unit_expiry(limit, state, pool, &view, 0, view.charged + view.refused);
-	}
+	if (!rl_state_is_empty(limit, state))
+		end = rl_algorithm(limit)->end(limit, state, pool);
 	if (state->ban_count > 0)
 		end = Max(end, state->ban_since + limit->period);
 	return end;
-}
-
-/*
- * Sets the figures of a limit that is no throttle, for an action that is
- * charged, or counted as refused, or neither; and with commit does it.
- */
-static void
-act_on_units(const RlLimit *limit, RlState *state, RlPool *pool, View *view, int64 now,
-			 int64 quota, bool allowed, bool counted, bool waits, bool commit, RlDecision *d)
-{
-	int64		charge = allowed ? quota : 0;
-	int64		refusal = counted ? quota : 0;
-	int64		most = limit->algorithm == RL_SLIDING_LOG ? limit->capacity : RL_MAX_COUNT;
-	int64		dropped = refusal > 0 ? Max(view->refused + refusal - most, 0) : 0;
-	int64		used;
-
-	/* The oldest refusals go: no more than these can ever matter. */
-	view->refused -= dropped;
-	if (has_entries(limit))
-		rl_log_skip(pool, &state->log[RL_REFUSED], &view->oldest[RL_REFUSED], dropped);
-	used = view->charged + view->refused + charge + refusal;
-
-	d->capacity = limit->capacity;
-	d->remaining = Max(limit->capacity - used, 0);
-	d->retry_after = quota <= limit->capacity ? 0 : RL_NEVER;
-	if (waits && quota <= limit->capacity && used + quota > limit->capacity)
-		d->retry_after = unit_expiry(limit, state, pool, view, now, used + quota - limit->capacity) - now;
-	d->reset_after = used > 0 ? unit_expiry(limit, state, pool, view, now, used) - now : 0;
-	if (commit && charge + refusal > 0)
-		keep_view(limit, state, pool, view, now, charge, refusal);
 }
 
 /*
@@ -469,68 +245,45 @@ void
 rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,
 	   int64 now, int64 quota, bool commit, RlDecision *decisions)
 {
-	View		views[RL_MAX_LIMITS];
-	bool		banned = *banned_until > now;
-	bool		allowed;
+	RlView		views[RL_MAX_LIMITS];
+	RlAct		act = {now, quota, .banned = *banned_until > now,.commit = commit};
 	int64		ban = 0;
 
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
-		RlDecision *d = &decisions[i];
 
-		if (limit->algorithm == RL_THROTTLE)
-			throttle_verdict(limit, backlog(&states[i], now), quota, d);
-		else
-		{
-			views[i] = view_state(limit, &states[i], pool, now);
-			d->allowed = views[i].charged + views[i].refused + quota <= limit->capacity;
-		}
-		d->source = RL_FROM_LOCAL;
-		d->ban_left = 0;
+		rl_algorithm(limit)->load(limit, &states[i], pool, now, &views[i]);
+		decisions[i].allowed = quota <= limit->capacity && rl_algorithm(limit)->fits(limit, &views[i], quota);
+		decisions[i].source = RL_FROM_LOCAL;
+		decisions[i].ban_left = 0;
 	}
-	allowed = !banned && all_allowed(decisions, limits->n);
+	act.allowed = !act.banned && all_allowed(decisions, limits->n);
 
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
-		RlState    *state = &states[i];
-		RlDecision *d = &decisions[i];
-		bool		possible = quota <= limit->capacity;
 
-		if (!d->allowed && !banned && possible && quota > 0 && limit->ban > 0)
+		if (!decisions[i].allowed && !act.banned && quota <= limit->capacity && quota > 0 && limit->ban > 0)
 		{
-			int64		brought = count_refusal(limit, state, now, commit);
+			int64		brought = count_refusal(limit, &states[i], now, commit);
 
 			ban = Max(ban, brought);
 		}
-		if (limit->algorithm != RL_THROTTLE)
-			act_on_units(limit, state, pool, &views[i], now, quota, allowed,
-						 !allowed && !banned && limit->count_denied && possible, !allowed, commit, d);
-		else
-		{
-			int64		after = backlog(state, now) + (allowed ? rl_throttle_cost(limit, quota) : 0);
-
-			rl_throttle_figures(limit, after, d);
-			if (allowed && commit && quota > 0)
-			{
-				state->start = now * NS_PER_US + after;
-				state->changed = true;
-			}
-		}
+		rl_algorithm(limit)->act(limit, &states[i], pool, &views[i], &act, &decisions[i]);
 	}
 
 	if (ban > 0 && commit)
 		*banned_until = now + ban;
-	if (banned)
+	if (act.banned)
 		rl_apply_ban(decisions, limits->n, *banned_until - now, true);
 	else if (ban > 0)
 		rl_apply_ban(decisions, limits->n, ban, false);
 }
 
 /*
- * Gives quota back to each of the limits, never above full: the oldest units
- * that were charged.  Changes only states in which some quota is charged.
+ * Gives quota back to each of the limits, never above full.  Changes only states
+ * in which some quota is charged.
  */
 void
 rl_give_back(const RlLimits *limits, RlState *states, RlPool *pool, int64 now, int64 quota)
@@ -538,60 +291,19 @@ rl_give_back(const RlLimits *limits, RlState *states, RlPool *pool, int64 now, i
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
-		RlState    *state = &states[i];
-		View		view;
-		int64		units;
+		RlView		view;
 
-		if (limit->algorithm == RL_THROTTLE)
-		{
-			int64		left = backlog(state, now);
-
-			if (left == 0)
-				continue;
-			state->changed = true;
-			left -= rl_throttle_refund(limit, quota);
-			/* An empty one is forgotten, also for a clock that is set back. */
-			state->start = left > 0 ? now * NS_PER_US + left : -1;
-			continue;
-		}
-		view = view_state(limit, state, pool, now);
-		units = Min(quota, view.charged);
-		if (view.charged == 0)
-			continue;
-		if (has_entries(limit))
-			rl_log_skip(pool, &state->log[RL_CHARGED], &view.oldest[RL_CHARGED], units);
-		view.charged -= units;
-		keep_view(limit, state, pool, &view, now, 0, 0);
+		rl_algorithm(limit)->load(limit, &states[i], pool, now, &view);
+		rl_algorithm(limit)->give(limit, &states[i], pool, &view, now, quota);
 	}
 }
 
 /*
- * Taking a charge back
+ * Charges
  *
- * As much of it as has not leaked since, or other actions could have more than
- * the limit promises.  An estimate never exceeds that.
+ * What of a charge has been replenished since is not given back, or other actions
+ * could have more than the limit promises.  An estimate never exceeds that.
  */
-
-/* How many of the bucket's lumps have arrived since its anchor. */
-static int64
-lumps_since(const RlLimit *limit, int64 anchor, int64 now)
-{
-	return now > anchor ? (now - anchor) / limit->period : 0;
-}
-
-/* What is left of units after so many lumps. */
-static int64
-less_lumps(const RlLimit *limit, int64 units, int64 lumps)
-{
-	return lumps < divide_up(units, limit->count) ? units - lumps * limit->count : 0;
-}
-
-/* True if two anchors are of one series: the bucket was never full between. */
-static bool
-same_series(const RlLimit *limit, int64 a, int64 b)
-{
-	return (a - b) % limit->period == 0;
-}
 
 /*
  * The charge of an action that was allowed at the store's time "at", after
@@ -600,79 +312,34 @@ same_series(const RlLimit *limit, int64 a, int64 b)
 RlCharge
 rl_charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
 {
-	RlCharge	charge = {quota, at, 0};
-	int64		reset = at + reset_after;
-
-	switch (limit->algorithm)
-	{
-		case RL_THROTTLE:
-			charge.amount = rl_throttle_cost(limit, quota);
-			break;
-		case RL_TOKEN_BUCKET:
-			/* The last one that is not after the action. */
-			charge.mark = reset - divide_up(reset_after, limit->period) * limit->period;
-			break;
-		case RL_FIXED_WINDOW:
-		case RL_SLIDING_LOG:
-			charge.mark = reset - limit->period;
-			break;
-		case RL_SLIDING_WINDOW:
-			charge.mark = (reset - limit->period) / limit->step - 1;
-			break;
-	}
-	return charge;
+	return rl_algorithm(limit)->charge(limit, quota, at, reset_after);
 }
 
-/* Adds a later charge, which for windows and logs has the same mark. */
+/* True if any two charges to the limit can be merged, not only those with one mark. */
+bool
+rl_charges_merge(const RlLimit *limit)
+{
+	return rl_algorithm(limit)->left != NULL;
+}
+
+/* Adds a later charge that can be merged. */
 void
 rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlCharge *later)
 {
 	int64		left = charge->amount;
 
-	if (limit->algorithm == RL_THROTTLE)
-		left = Max(left - Max(later->at - charge->at, 0) * NS_PER_US, 0);
-	else if (limit->algorithm == RL_TOKEN_BUCKET)
-		left = same_series(limit, charge->mark, later->mark) ?
-			less_lumps(limit, left, lumps_since(limit, charge->mark, later->at)) : 0;
+	if (rl_charges_merge(limit))
+		left = rl_algorithm(limit)->left(limit, charge, later);
 	*charge = *later;
 	charge->amount = Min(left, RL_MAX_BACKLOG - later->amount) + later->amount;
 }
 
-/*
- * Takes the charge back, as far as it has not leaked.  Changes only a state in
- * which some quota is charged.
- */
+/* Gives a charge back.  Changes only a state in which some quota is charged. */
 void
 rl_undo(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, const RlCharge *charge)
 {
-	int64		left = charge->amount;
-	View		view;
+	RlView		view;
 
-	if (limit->algorithm == RL_THROTTLE)
-	{
-		if (backlog(state, now) == 0)
-			return;
-		state->changed = true;
-		left -= Max(now - charge->at, 0) * NS_PER_US;
-		left = backlog(state, now) - Max(left, 0);
-		state->start = left > 0 ? now * NS_PER_US + left : -1;
-		return;
-	}
-	view = view_state(limit, state, pool, now);
-	if (view.charged == 0)
-		return;
-	if (limit->algorithm == RL_TOKEN_BUCKET)
-	{
-		left = less_lumps(limit, left, lumps_since(limit, charge->mark, now));
-		if (!same_series(limit, view.start, charge->mark))
-			left = 0;
-	}
-	else if (limit->algorithm == RL_FIXED_WINDOW && view.start != charge->mark)
-		left = 0;
-	if (!has_entries(limit))
-		view.charged -= Min(left, view.charged);
-	keep_view(limit, state, pool, &view, now, 0, 0);
-	/* Entries that no longer count are cut already. */
-	if (has_entries(limit))
-		state->charged -= rl_log_remove(pool, &state->log[RL_CHARGED], charge->mark, left);
+	rl_algorithm(limit)->load(limit, state, pool, now, &view);
+	rl_algorithm(limit)->undo(limit, state, pool, &view, now, charge);
 }

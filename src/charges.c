@@ -469,7 +469,7 @@ note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
 	set_place(&id, place, len, server, local);
 	id.period = limit->period;
 	id.step = limit->step;
-	if (limit->algorithm != RL_THROTTLE && limit->algorithm != RL_TOKEN_BUCKET)
+	if (!rl_charges_merge(limit))
 		id.mark = charge.mark;
 	id.level = GetCurrentTransactionNestLevel();
 	id.algorithm = limit->algorithm;
@@ -605,7 +605,7 @@ give_back_part(const Grant *grant, int64 amount)
 int64
 rl_charges_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local)
 {
-	bool		has_entries = limit->algorithm == RL_SLIDING_WINDOW || limit->algorithm == RL_SLIDING_LOG;
+	bool		has_entries = rl_algorithm(limit)->skip != NULL;
 	int64		left = limit->algorithm == RL_THROTTLE ? rl_throttle_refund(limit, quota) : quota;
 	GrantId		place;
 	dlist_node *previous;

@@ -18,7 +18,7 @@
 #include "mb/pg_wchar.h"
 #include "utils/builtins.h"
 
-#include "ratelimit.h"
+#include "algorithm.h"
 
 typedef struct Scan
 {
@@ -27,14 +27,6 @@ typedef struct Scan
 	const char *end;
 	RlError    *error;
 } Scan;
-
-static const char *const algorithm_names[] = {
-	[RL_THROTTLE] = "throttle",
-	[RL_TOKEN_BUCKET] = "token_bucket",
-	[RL_FIXED_WINDOW] = "fixed_window",
-	[RL_SLIDING_WINDOW] = "sliding_window",
-	[RL_SLIDING_LOG] = "sliding_log"
-};
 
 /* Largest first, so that the canonical text takes the largest that fits. */
 static const struct
@@ -64,25 +56,12 @@ check_range(int64 value, int64 most, const char *name, RlError *error)
 	return false;
 }
 
-/* The shortest step that divides the period and is at least a 60th of it. */
-static int64
-default_step(int64 period)
+/* Sets the error of a limit that takes too long to become free; returns false. */
+bool
+rl_limit_is_too_long(RlError *error)
 {
-	int			n = 60;
-
-	while (period % n != 0)
-		n--;
-	return period / n;
-}
-
-static bool
-check_step(RlLimit *limit, RlError *error)
-{
-	if (limit->step >= 1 && limit->period % limit->step == 0 &&
-		limit->period / limit->step <= RL_MAX_STEPS)
-		return true;
-	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
-				 "step must divide the period into at most %d equal parts", RL_MAX_STEPS);
+	rl_error_set(error, ERRCODE_NUMERIC_VALUE_OUT_OF_RANGE,
+				 "the limit must not take more than 100 years to become free");
 	return false;
 }
 
@@ -94,8 +73,7 @@ check_step(RlLimit *limit, RlError *error)
 bool
 rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error)
 {
-	int64		most = limit->algorithm == RL_SLIDING_LOG ? RL_MAX_LOG : RL_MAX_COUNT;
-	int64		span;
+	int64		most = rl_algorithm(limit)->most;
 
 	if (!check_range(limit->capacity, most, "capacity", error) ||
 		!check_range(limit->count, most, count_name, error))
@@ -106,38 +84,7 @@ rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error)
 					 "period must be more than 0 and at most 10 years");
 		return false;
 	}
-
-	switch (limit->algorithm)
-	{
-		case RL_THROTTLE:
-			limit->interval_ns = limit->period * 1000 / limit->count;
-			if (limit->interval_ns == 0)
-			{
-				rl_error_set(error, ERRCODE_NUMERIC_VALUE_OUT_OF_RANGE,
-							 "%s must not be more than one a nanosecond", count_name);
-				return false;
-			}
-			if (!pg_mul_s64_overflow(limit->interval_ns, limit->capacity, &span) &&
-				span <= RL_MAX_SPAN * 1000)
-				return true;
-			break;
-		case RL_TOKEN_BUCKET:
-			if (!pg_mul_s64_overflow((limit->capacity - 1) / limit->count + 1,
-									 limit->period, &span) &&
-				span <= RL_MAX_SPAN)
-				return true;
-			break;
-		case RL_SLIDING_WINDOW:
-			if (limit->step == 0)
-				limit->step = default_step(limit->period);
-			return check_step(limit, error);
-		case RL_FIXED_WINDOW:
-		case RL_SLIDING_LOG:
-			return true;
-	}
-	rl_error_set(error, ERRCODE_NUMERIC_VALUE_OUT_OF_RANGE,
-				 "the limit must not take more than 100 years to become free");
-	return false;
+	return rl_algorithm(limit)->complete(limit, count_name, error);
 }
 
 /* True if the two limits would keep one state on one key. */
@@ -301,7 +248,7 @@ scan_period(Scan *scan, int64 *period)
 static bool
 scan_option(Scan *scan, RlLimit *limit, bool *found)
 {
-	RlAlgorithm algorithm = limit->algorithm;
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
 	Scan		word;
 	bool		applies;
 	bool		again;
@@ -314,14 +261,14 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 
 	if (take_word(scan, "burst"))
 	{
-		applies = algorithm == RL_THROTTLE || algorithm == RL_TOKEN_BUCKET;
+		applies = algorithm->has_burst;
 		again = limit->capacity != -1;
 		if (!scan_count(scan, &limit->capacity))
 			return false;
 	}
 	else if (take_word(scan, "step"))
 	{
-		applies = algorithm == RL_SLIDING_WINDOW;
+		applies = algorithm->has_step;
 		again = limit->step != 0;
 		if (!scan_period(scan, &limit->step))
 			return false;
@@ -330,13 +277,13 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 	}
 	else if (take_word(scan, "from_first"))
 	{
-		applies = algorithm == RL_FIXED_WINDOW;
+		applies = algorithm->has_from_first;
 		again = limit->from_first;
 		limit->from_first = true;
 	}
 	else if (take_word(scan, "count_denied"))
 	{
-		applies = algorithm != RL_THROTTLE && algorithm != RL_TOKEN_BUCKET;
+		applies = algorithm->has_count_denied;
 		again = limit->count_denied;
 		limit->count_denied = true;
 	}
@@ -382,12 +329,12 @@ scan_limit(Scan *scan, RlLimit *limit)
 	skip_space(scan);
 	if (scan->at < scan->end && !is_digit(*scan->at))
 	{
-		size_t		a;
+		int			a;
 
-		for (a = 0; a < lengthof(algorithm_names); a++)
-			if (take_word(scan, algorithm_names[a]))
+		for (a = 0; a < RL_ALGORITHMS; a++)
+			if (take_word(scan, rl_algorithms[a]->name))
 				break;
-		if (a == lengthof(algorithm_names))
+		if (a == RL_ALGORITHMS)
 			return wrong_word(scan, "An algorithm or a count is expected");
 		limit->algorithm = a;
 	}
@@ -441,13 +388,6 @@ rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error)
  * Printing
  */
 
-/* The algorithm's name, as the text has it. */
-const char *
-rl_algorithm_name(RlAlgorithm algorithm)
-{
-	return algorithm_names[algorithm];
-}
-
 static void
 append_period(StringInfo text, int64 period)
 {
@@ -461,7 +401,7 @@ append_period(StringInfo text, int64 period)
 static void
 append_limit(StringInfo text, const RlLimit *limit)
 {
-	appendStringInfo(text, "%s %lld/", algorithm_names[limit->algorithm], (long long) limit->count);
+	appendStringInfo(text, "%s %lld/", rl_algorithm(limit)->name, (long long) limit->count);
 	append_period(text, limit->period);
 	if (limit->capacity != limit->count)
 		appendStringInfo(text, " burst %lld", (long long) limit->capacity);

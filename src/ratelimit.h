@@ -50,18 +50,20 @@ typedef struct RlError
 	char		detail[256];	/* empty: none */
 } RlError;
 
-typedef enum RlAlgorithm
+typedef enum RlAlgorithmId
 {
 	RL_THROTTLE,
 	RL_TOKEN_BUCKET,
 	RL_FIXED_WINDOW,
 	RL_SLIDING_WINDOW,
 	RL_SLIDING_LOG
-} RlAlgorithm;
+} RlAlgorithmId;
+
+#define RL_ALGORITHMS		(RL_SLIDING_LOG + 1)
 
 typedef struct RlLimit
 {
-	RlAlgorithm algorithm;
+	RlAlgorithmId algorithm;
 	int64		capacity;		/* the most quota that is ever free */
 	int64		count;			/* quota per period: GCRA's rate, the refill */
 	int64		period;
@@ -189,7 +191,7 @@ extern int64 rl_monotonic_now(void);
 /* limits.c: the type rl_limits, and the rules for a limit's numbers */
 extern bool rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error);
 extern bool rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error);
-extern const char *rl_algorithm_name(RlAlgorithm algorithm);
+extern bool rl_limit_is_too_long(RlError *error);
 extern char *rl_limit_text(const RlLimit *limit);
 extern char *rl_limits_text(const RlLimits *limits);
 extern bool rl_same_state(const RlLimit *a, const RlLimit *b);

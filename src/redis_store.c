@@ -108,7 +108,7 @@ append_key(RlCommand *command, const RlKey *key)
 static int
 limit_tag(const RlLimit *limit, char *tag)
 {
-	const char *name = rl_algorithm_name(limit->algorithm);
+	const char *name = rl_algorithm(limit)->name;
 	int			n = strlen(name);
 
 	memcpy(tag, name, n);
@@ -154,7 +154,7 @@ append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace)
 	bool		possible = quota <= limit->capacity;
 	bool		ban = trace && possible && limit->ban > 0;
 
-	append_text(command, rl_algorithm_name(limit->algorithm));
+	append_text(command, rl_algorithm(limit)->name);
 	append_tag(command, limit);
 	rl_command_number(command, limit->period);
 	if (limit->algorithm == RL_THROTTLE)

@@ -70,6 +70,20 @@ ExceptionalCondition(const char *condition, const char *type, const char *file, 
 }
 #endif
 
+/* Limits come with all their numbers, so that no rule is asked. */
+void
+rl_error_set(RlError *error pg_attribute_unused(), int sqlstate pg_attribute_unused(),
+			 const char *fmt pg_attribute_unused(),...)
+{
+	abort();
+}
+
+bool
+rl_limit_is_too_long(RlError *error pg_attribute_unused())
+{
+	abort();
+}
+
 static void *
 allocate(size_t size)
 {
