@@ -104,50 +104,41 @@ check_debug_now(char **newval, void **extra pg_attribute_unused(),
 	return false;
 }
 
-/* The setting as it is known before it is defined, or NULL. */
-static struct config_generic *
-find_setting(const char *name)
-{
-#if PG_VERSION_NUM >= 160000
-	return find_option(name, false, true, 0);
-#else
-	struct config_generic **settings = get_guc_variables();
-
-	for (int i = 0; i < GetNumConfigOptions(); i++)
-		if (strcmp(settings[i]->name, name) == 0)
-			return settings[i];
-	return NULL;
-#endif
-}
-
 /*
- * Before the library is loaded any role may give a setting a value in its
- * connection's options.  Core takes that away when the setting is defined, but
- * has forgotten the administrator's value by then, so that the default would
- * hold: another Redis, another prefix.  Refuse to load instead.
+ * Raises an error if the connection's options have set one of the settings.
+ *
+ * Before the library is loaded any role may do that.  Core takes the value away
+ * when the setting is defined, but has forgotten the administrator's value by
+ * then, so that the default would apply: another Redis, another prefix.
  */
 static void
 refuse_client_options(void)
 {
-	static const char *const names[] = {
-		"ratelimit.redis_url", "ratelimit.redis_passfile", "ratelimit.tls_ca_file",
-		"ratelimit.tls_cert_file", "ratelimit.tls_key_file", "ratelimit.key_prefix",
-		"ratelimit.connect_timeout", "ratelimit.command_timeout", "ratelimit.retry_interval",
-		"ratelimit.on_error", "ratelimit.store", "ratelimit.mode", "ratelimit.denial_cache",
-		"ratelimit.debug_now"
-	};
+	static const char prefix[] = "ratelimit.";
+	int			n;
+#if PG_VERSION_NUM >= 160000
+	struct config_generic **settings = get_guc_variables(&n);
+#else
+	struct config_generic **settings = get_guc_variables();
 
-	for (size_t i = 0; i < lengthof(names); i++)
+	n = GetNumConfigOptions();
+#endif
+
+	for (int i = 0; i < n; i++)
 	{
-		struct config_generic *setting = find_setting(names[i]);
+		const struct config_generic *setting = settings[i];
 
-		if (setting != NULL && (setting->flags & GUC_CUSTOM_PLACEHOLDER) &&
+		if (pg_strncasecmp(setting->name, prefix, strlen(prefix)) == 0 &&
+			(setting->flags & GUC_CUSTOM_PLACEHOLDER) &&
 			setting->reset_source == PGC_S_CLIENT && setting->reset_scontext != PGC_SU_BACKEND)
 			ereport(ERROR,
 					(errcode(ERRCODE_INSUFFICIENT_PRIVILEGE),
-					 errmsg("permission denied to set parameter \"%s\"", names[i]),
+					 errmsg("permission denied to set parameter \"%s\"", setting->name),
 					 errdetail("The connection's options set it, which only a superuser may.")));
 	}
+#if PG_VERSION_NUM >= 160000
+	pfree(settings);
+#endif
 }
 
 void
