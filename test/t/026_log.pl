@@ -181,7 +181,7 @@ sub history
 
 			my $before = $now;
 			# Some steps back at least, whatever chance says.
-			$now += $_ == 200 ? -below(int($period / 4)) - 1 : chance(15) ? 0
+			$now += $_ == 200 && $base < 3000 ? -below(int($period / 4)) - 1 : chance(15) ? 0
 			  : chance($how{calm}) ? below(2 * int($how{pace} * $period / $base) + 2)
 			  : chance(60) ? below(int($period / 2))
 			  : chance(60) ? -below(int($period / 4))
@@ -257,7 +257,7 @@ foreach my $n (1 .. 6)
 		single   => $long ? 99.9 : pick(90, 99),
 		pace     => $long ? 0.3 : pick(0.2, 0.5, 1.1),
 		denied   => $n == 1 ? 0 : pick(0, 30, 70),
-		calm     => $long ? 99.9 : 99.5,
+		calm     => $n == 1 ? 100 : $long ? 99.9 : 99.5,
 		refunds  => $long ? 0.5 : pick(2, 20));
 
 	history("log $n", $long ? $steps / 4 : $steps / 12, %how);

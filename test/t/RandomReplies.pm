@@ -101,7 +101,7 @@ sub figures
 	}
 	my $used = $allow ? up_to($capacity - $quota)
 	  : $possible ? $capacity - $quota + 1 + up_to($quota) : up_to($capacity);
-	$used = min($used + $quota, $capacity) if $verdict eq 'allowed' || $verdict eq 'refused' && counts_denied($call, $limit);
+	$used += $quota if $verdict eq 'allowed' || $verdict eq 'refused' && counts_denied($call, $limit);
 	return ($allow ? 1 : 0, $used,
 		$verdict ne 'allowed' && $possible && $used + $quota > $capacity ? 1 + below($limit->{period}) : 0,
 		$used > 0 ? 1 + below(MAX_PERIOD) : 0);
@@ -401,10 +401,11 @@ sub check_meaning
 		my $denied = $verdict == -1 && counts_denied($call, $limit);
 
 		$refused++ if $allowed != 1;
-		$odd ||= $allowed > 1 || $allowed && !$possible || ($used > 0) != ($reset > 0)
+		$odd ||= $allowed > 1 || $allowed && !$possible || ($used > 0) != ($reset > 0) || $used > 2 * 10**15
 		  || ($verdict == 0 ? $used < $quota || $used > $limit->{capacity} || $wait
 			: ($wait > 0) != ($possible && $lacks)
-			|| ($denied ? !$allowed && $used != $limit->{capacity} : $allowed == $lacks));
+			|| ($denied ? $used < $quota || ($allowed ? $used > $limit->{capacity} : $used < $limit->{capacity})
+				: $allowed == $lacks));
 	}
 	return 'wrong' if $verdict <= 0 && ($refused > 0) != ($verdict < 0);
 	return $odd ? 'odd' : ('right', $verdict == 0 ? 'allowed' : $verdict < 0 ? 'refused' : 'banned');
