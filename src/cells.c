@@ -85,9 +85,9 @@ static RlChunk *chunks;
  */
 
 /*
- * Keys are spread over the partitions by chance.  So that each has room for its
- * share when all cells are in use, it has six standard deviations more than the
- * mean.
+ * Keys are spread over the partitions by chance, each with all its states.  So
+ * that each partition has room for its share when all cells are in use, it has
+ * six standard deviations more than the mean, for keys with RL_MAX_WANTED states.
  */
 static void
 set_sizes(void)
@@ -100,7 +100,7 @@ set_sizes(void)
 	/* More than one act may need. */
 	ncells = Max(rl_local_max_keys, 2 * RL_MAX_WANTED);
 	mean = (double) ncells / npartitions;
-	heap_size = npartitions == 1 ? ncells : (uint32) ceil(mean + 6 * sqrt(mean)) + 2 * RL_MAX_WANTED;
+	heap_size = npartitions == 1 ? ncells : (uint32) ceil(mean + 6 * sqrt(mean * RL_MAX_WANTED));
 	nbuckets = pg_nextpower2_32(heap_size);
 	nchunks = Max(rl_local_max_keys, LEAST_CHUNKS);
 }
