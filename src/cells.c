@@ -36,7 +36,7 @@
 
 /* What one act may do to get room. */
 #define MAX_EVICTIONS		64
-#define MAX_CORRECTIONS		4096	/* of heaps, some 2 ms */
+#define MAX_CORRECTIONS		1024	/* of heaps */
 #define CORRECTIONS_AT_ONCE	256 /* under a lock */
 
 /* The two heaps of a partition. */
