@@ -53,7 +53,7 @@ endif
 PROVE_FLAGS += -I $(srcdir)/test/t
 
 # A script is sent as it reads, with what it shares with others in front.
-ALGORITHMS_LUA = $(patsubst %,src/%.lua,gcra token_bucket fixed_window sliding_window log sliding_log)
+ALGORITHMS_LUA = $(patsubst %,src/%.lua,gcra token_bucket fixed_window sliding_window log log_change sliding_log)
 
 src/throttle.lua.h: src/clock.lua src/throttle.lua
 src/reset.lua.h: src/clock.lua src/state.lua src/log.lua src/reset.lua
@@ -63,7 +63,7 @@ src/refund.lua.h: src/clock.lua src/state.lua $(ALGORITHMS_LUA) src/refund.lua
 src/undo.lua.h: src/clock.lua src/state.lua $(ALGORITHMS_LUA) src/log_undo.lua src/undo.lua
 src/check_mixed.lua.h: src/clock.lua src/state.lua $(ALGORITHMS_LUA) src/check.lua
 src/check_throttle.lua.h: src/clock.lua src/state.lua src/gcra.lua src/check.lua
-src/check_sliding_log.lua.h: src/clock.lua src/state.lua src/log.lua src/sliding_log.lua src/check.lua
+src/check_sliding_log.lua.h: src/clock.lua src/state.lua src/log.lua src/log_change.lua src/sliding_log.lua src/check.lua
 $(patsubst %,src/check_%.lua.h,token_bucket fixed_window sliding_window): \
 	src/check_%.lua.h: src/clock.lua src/state.lua src/%.lua src/check.lua
 

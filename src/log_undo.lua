@@ -9,6 +9,11 @@ local function tidy(log)
   end
 end
 
+local function delete_chunk(log, n)
+  log.texts[n], log.written[n] = nil, nil
+  drop(field_of(log, n))
+end
+
 -- Joins the chunk at a position of the index to its neighbour, if the two have
 -- no more records than one may have.
 local function join(log, at)
@@ -45,16 +50,19 @@ end
 -- Takes out up to n units of a time.
 local function remove(log, time, n)
   while n > 0 and log.units > 0 do
-    local text, i = log.tail
+    local text, i = sub(log.text, log.at)
     if text == '' or time_at(text, 1) > time then
+      if log.index == '' then
+        return
+      end
       tidy(log)
-      i = after(log.index, INDEX, time - 1)
+      i = after(log.index, INDEX, 1, time - 1)
       if i > #log.index then
         return
       end
       text = chunk(log, number_at(log.index, i))
     end
-    local at = after(text, RECORD, time - 1)
+    local at = after(text, RECORD, 1, time - 1)
     if at > #text or time_at(text, at) ~= time then
       return
     end
@@ -64,7 +72,7 @@ local function remove(log, time, n)
     if i then
       shrink_chunk(log, i, text, part)
     else
-      log.tail = text
+      log.text, log.at = text, 1
     end
   end
 end
@@ -72,5 +80,6 @@ end
 algorithms.sliding_log.undo = function(l, _, mark, amount)
   l.log.changed = true
   remove(l.log, mark, amount)
+  find_newest(l.log)
   l:count()
 end

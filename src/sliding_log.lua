@@ -3,49 +3,37 @@
 -- l.log has what was charged, l.denied what was refused; see log.lua. ARGV has
 -- capacity.
 
--- A cursor is in the index or in the records of a chunk or of the tail; c.time
--- and c.units are of the record there. c.back is where in the index it goes on
--- after a chunk. Past the log's end c.time is infinite.
-local function look(c)
-  if c.at > #c.text and c.back then
-    c.text, c.size, c.at, c.back = c.log.index, INDEX, c.back, nil
-  end
-  if c.at > #c.text and c.size == INDEX then
-    c.text, c.size, c.at = c.log.tail, RECORD, 1
-  end
-  if c.at > #c.text then
-    c.time, c.units = math.huge, 0
-  else
-    c.time, c.units = time_at(c.text, c.at), units_at(c.text, c.at)
-  end
-end
-
-local function cursor(log)
-  local c = {log = log, text = log.index, size = INDEX, at = 1}
-  look(c)
-  c.units = c.units - log.cut
-  return c
-end
-
--- Goes from a chunk's record in the index to the chunk's oldest record.
-local function descend(c)
-  local text = chunk(c.log, number_at(c.text, c.at))
-  c.back, c.at = c.at + INDEX, c.at == 1 and c.log.skip * RECORD + 1 or 1
-  c.text, c.size = text, RECORD
-  look(c)
-end
-
 -- Returns the time of the n-th oldest unit of two logs. A chunk is passed over
 -- whole while the two cursors' units are less than n: then the n-th unit is
 -- later than the newest of one of them. The inner loop, which may have a
 -- thousand turns, has all in local variables.
 local function time_of_unit(log_a, log_b, n)
-  local a, b = cursor(log_a), cursor(log_b)
+  -- A cursor is in the index or in the records of a chunk or of the tail; c.time
+  -- and c.units are of the record there. c.back is where in the index it goes on
+  -- after a chunk. Past the log's end c.time is infinite.
+  local function look(c)
+    if c.at > #c.text and c.back then
+      c.text, c.size, c.at, c.back = c.log.index, INDEX, c.back, nil
+    end
+    if c.at > #c.text and c.size == INDEX then
+      c.text, c.size, c.at = c.log.text, RECORD, c.log.at
+    end
+    if c.at > #c.text then
+      c.time, c.units = math.huge, 0
+    else
+      c.time, c.units = time_at(c.text, c.at), units_at(c.text, c.at)
+    end
+    return c
+  end
+
+  local a = look({log = log_a, text = log_a.index, size = INDEX, at = 1})
+  local b = look({log = log_b, text = log_b.index, size = INDEX, at = 1})
+  a.units, b.units = a.units - (log_a.cut or 0), b.units - (log_b.cut or 0)
   while true do
     local text_a, size_a, at_a, time_a, units_a = a.text, a.size, a.at, a.time, a.units
     local text_b, size_b, at_b, time_b, units_b = b.text, b.size, b.at, b.time, b.units
     local records = size_a == RECORD and size_b == RECORD
-    while (records or units_a + units_b < n) do
+    while records or units_a + units_b < n do
       if time_a <= time_b then
         if units_a >= n then
           return time_a
@@ -75,7 +63,12 @@ local function time_of_unit(log_a, log_b, n)
     elseif time_b < math.huge and at_b > #text_b then
       look(b)
     else
-      descend(size_a == INDEX and a or b)
+      -- From a chunk's record in the index to the chunk's oldest record.
+      local c = size_a == INDEX and a or b
+      local text = chunk(c.log, number_at(c.text, c.at))
+      c.back, c.at = c.at + INDEX, c.at == 1 and c.log.skip * RECORD + 1 or 1
+      c.text, c.size = text, RECORD
+      look(c)
     end
   end
 end
@@ -89,29 +82,33 @@ algorithms.sliding_log = {
 
   load = function(l, value, denied)
     l.log = open_log(l.tag, value, now - l.period)
-    l.denied = open_log(l.tag .. ':denied', denied, now - l.period)
+    l.newest = l.log.newest
+    if denied then
+      l.denied = open_log(l.tag .. ':denied', denied, now - l.period)
+      l.newest = math.max(l.newest, l.denied.newest)
+    end
     l:count()
   end,
 
   count = function(l)
     l.charged = l.log.units
-    l.used = l.charged + l.denied.units
-  end,
-
-  newest = function(l)
-    return math.max(newest(l.log), newest(l.denied))
+    l.used = l.charged + (l.denied and l.denied.units or 0)
   end,
 
   -- Times never decrease, even if the clock does.
   take = function(l)
-    add(l.log, math.max(now, l:newest()), quota)
+    l.newest = math.max(now, l.newest)
+    add(l.log, l.newest, quota)
     l:count()
   end,
 
   deny = function(l)
-    add(l.denied, math.max(now, l:newest()), quota)
-    if l.denied.units > l.capacity then
-      cut_units(l.denied, l.denied.units - l.capacity)
+    local log = l.denied or open_log(l.tag .. ':denied')
+    l.newest, l.denied = math.max(now, l.newest), log
+    add(log, l.newest, quota)
+    log.text, log.at, log.added = sub(log.text, log.at) .. log.added, 1, ''
+    if log.units > l.capacity then
+      cut_units(log, log.units - l.capacity)
     end
     l:count()
   end,
@@ -122,16 +119,24 @@ algorithms.sliding_log = {
   end,
 
   wait = function(l, needed)
-    return time_of_unit(l.log, l.denied, needed) + l.period - now
+    local log, time = l.log
+    if log.index == '' and l.used == l.charged then
+      time = time_at(log.text, (pass(log.text, RECORD, log.at, needed - 1)))
+    else
+      time = time_of_unit(log, l.denied or open_log(), needed)
+    end
+    return time + l.period - now
   end,
 
   reset = function(l)
-    return l:newest() + l.period - now
+    return l.newest + l.period - now
   end,
 
   save = function(l)
-    save_log(l.log, newest(l.log) + l.period - now)
-    save_log(l.denied, newest(l.denied) + l.period - now)
+    save_log(l.log, l.period)
+    if l.denied then
+      save_log(l.denied, l.period)
+    end
   end
 }
 algorithms.sliding_log.__index = algorithms.sliding_log

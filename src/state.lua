@@ -62,29 +62,36 @@ local function write()
 end
 
 -- Reads and loads the limits, which come so many arguments apart; returns them
--- and the field "ban".
+-- and the field "ban". Of limits that have the same tag only the first is
+-- loaded; it is l.state of all of them.
 local function load_limits(apart)
-  local limits, names = {}, {'ban'}
+  local limits, names, states = {}, {'ban'}, {}
   for a = 4, #ARGV, apart do
     local l = setmetatable({tag = ARGV[a + 1], period = tonumber(ARGV[a + 2])}, algorithms[ARGV[a]])
     l.a = a
     l:read(a + 3)
     l.count_denied, l.ban, l.after = ARGV[a + 7] == '1', tonumber(ARGV[a + 8]), tonumber(ARGV[a + 9])
     limits[#limits + 1] = l
-    names[#names + 1] = l.tag
-    l.at = #names
-    if l.denied_field then
-      names[#names + 1] = l.tag .. l.denied_field
-    end
-    if l.ban > 0 then
-      names[#names + 1] = l.tag .. ':refused'
-      l.refusals = #names
+    l.state = states[l.tag] or l
+    if l.state == l then
+      states[l.tag] = l
+      names[#names + 1] = l.tag
+      l.at = #names
+      if l.denied_field then
+        names[#names + 1] = l.tag .. l.denied_field
+      end
+      if l.ban > 0 then
+        names[#names + 1] = l.tag .. ':refused'
+        l.refusals = #names
+      end
     end
   end
   local values = redis.call('HMGET', hash, unpack(names))
   for _, l in ipairs(limits) do
-    l:load(values[l.at], values[l.at + 1])
-    l.refusals = l.refusals and values[l.refusals]
+    if l.state == l then
+      l:load(values[l.at], values[l.at + 1])
+      l.refusals = l.refusals and values[l.refusals]
+    end
   end
   return limits, values[1]
 end

@@ -4,18 +4,17 @@
 -- microseconds and the nanoseconds that are left, the time of the charge, and
 -- its mark.
 
-local kept = {}
-for _, l in ipairs((load_limits(14))) do
+local limits = load_limits(14)
+for _, l in ipairs(limits) do
   -- Charges to the same limit change the same state, each by its own numbers.
-  local state = kept[l.tag] or l
-  kept[l.tag] = state
+  local state = l.state
   state.refill = l.refill
   if (state.charged or state.used) > 0 then
     state:undo(tonumber(ARGV[l.a + 12]), tonumber(ARGV[l.a + 13]), tonumber(ARGV[l.a + 10]), tonumber(ARGV[l.a + 11]))
     state.changed = true
   end
 end
-for _, l in pairs(kept) do
+for _, l in ipairs(limits) do
   if l.changed then
     l:save()
   end
