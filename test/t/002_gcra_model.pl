@@ -196,9 +196,8 @@ foreach my $i (0 .. $#table)
 		my $now = $now_us * 1000;
 
 		return undef unless defined $tat;
-		$quota = $limit->{capacity} if $quota > $limit->{capacity};
-		my $left = ($tat > $now ? $tat - $now : 0) - $quota * $limit->{interval};
-		return $now + ($left > 0 ? $left : 0);
+		my $backlog = $tat > $now ? $tat - $now : 0;
+		return $quota > $backlog / $limit->{interval} ? $now : $tat - $quota * $limit->{interval};
 	}
 
 	sub fits
