@@ -43,7 +43,7 @@ struct HeapItem;
 
 /*
  * An act's view of its partition, which is locked, and what it has at hand:
- * cells and chunks that nobody else can use.  Starts with all zeros but the
+ * cells and chunks that no other backend can use.  Starts with all zeros but the
  * name.
  */
 typedef struct RlCells

@@ -173,7 +173,7 @@ begin_act(RlCells *view, const RlLimits *limits, int64 quota, RlTake how,
 		count_wanted(view, limits, quota, found, *ban, states, &cells, &chunks);
 		if (rl_cells_reserve(view, cells, chunks))
 			return true;
-		/* Others may act on the key meanwhile, so all is looked up anew. */
+		/* Others may act on the key meanwhile, so all is looked up again. */
 		rl_cells_unlock(view);
 		if (!rl_cells_evict(view, cells, chunks))
 			return no_room(view, error);

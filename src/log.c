@@ -30,7 +30,7 @@ rl_pool_put(RlPool *pool, uint32 first, uint32 last, uint32 n)
 	pool->nspare += n;
 }
 
-/* Takes one of the spare chunks, of which there must be one, and empties it. */
+/* Takes a spare chunk, which must be there, and empties it. */
 uint32
 rl_pool_get(RlPool *pool)
 {

@@ -42,7 +42,7 @@ typedef struct RlChunk
 } RlChunk;
 
 /*
- * A log, oldest entry first, of which no entry is older than the one before it.
+ * A log, oldest entry first: no entry is older than the entry before it.
  * A full block is closed: it is listed in the index, so that a long log can be
  * searched and cut without visiting each chunk.  A log of zeros is empty.
  */
