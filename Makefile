@@ -1,10 +1,9 @@
 MODULE_big = ratelimit
-OBJS = src/ratelimit.o src/limits.o src/log.o src/algorithm.o src/gcra.o src/token_bucket.o src/fixed_window.o src/sliding.o src/address.o src/resp.o src/tls.o \
-	src/socket.o src/stream.o src/connection.o src/slots.o src/sentinel.o src/route.o src/redis.o src/pipeline.o src/redis_store.o \
-	src/shared.o src/siphash.o src/cells.o src/local_store.o src/denied.o \
-	src/breaker.o src/stat.o src/status.o src/key.o src/values.o src/decide.o src/functions.o src/many.o \
-	src/charges.o src/simulate.o src/rule.o \
-	src/statement.o src/enforce.o
+OBJS = $(patsubst %,src/%.o,ratelimit decide charges \
+	$(patsubst %,sql/%,functions check_many trigger trigger_statement trigger_rule arguments key simulate status) \
+	$(patsubst %,algorithm/%,limits algorithm gcra token_bucket fixed_window sliding log) \
+	$(patsubst %,redis/%,store command pipeline route cluster sentinel address connection stream socket tls resp) \
+	$(patsubst %,shared/%,shared local_store cells denial_cache counters breaker siphash))
 
 EXTENSION = ratelimit
 DATA = $(wildcard sql/ratelimit--*.sql)
@@ -18,8 +17,10 @@ endif
 PROVE_TESTS = test/t/*.pl
 
 ALGORITHMS = throttle token_bucket fixed_window sliding_window sliding_log
-SCRIPTS_H = $(patsubst %,src/%.lua.h,throttle $(ALGORITHMS:%=check_%) check_mixed refund undo reset ban version)
-EXTRA_CLEAN = $(SCRIPTS_H)
+SCRIPTS_H = $(patsubst %,src/redis/%.lua.h,throttle $(ALGORITHMS:%=check_%) check_mixed refund undo reset ban version)
+EXTRA_CLEAN = $(SCRIPTS_H) $(OBJS:.o=.d)
+
+PG_CPPFLAGS = -I$(srcdir)/src
 
 SHLIB_LINK += -lhiredis
 
@@ -53,24 +54,30 @@ endif
 PROVE_FLAGS += -I $(srcdir)/test/t
 
 # A script is sent as it reads, with what it shares with others in front.
-ALGORITHMS_LUA = $(patsubst %,src/%.lua,gcra token_bucket fixed_window sliding_window log log_change sliding_log)
+lua = $(patsubst %,src/%.lua,$(1))
+STATE_LUA = $(call lua,redis/clock redis/state)
+ALGORITHMS_LUA = $(call lua,$(patsubst %,algorithm/%,gcra token_bucket fixed_window sliding_window log log_change sliding_log))
 
-src/throttle.lua.h: src/clock.lua src/throttle.lua
-src/reset.lua.h: src/clock.lua src/state.lua src/log.lua src/reset.lua
-src/ban.lua.h: src/clock.lua src/state.lua src/ban.lua
-src/version.lua.h: src/version.lua
-src/refund.lua.h: src/clock.lua src/state.lua $(ALGORITHMS_LUA) src/refund.lua
-src/undo.lua.h: src/clock.lua src/state.lua $(ALGORITHMS_LUA) src/log_undo.lua src/undo.lua
-src/check_mixed.lua.h: src/clock.lua src/state.lua $(ALGORITHMS_LUA) src/check.lua
-src/check_throttle.lua.h: src/clock.lua src/state.lua src/gcra.lua src/check.lua
-src/check_sliding_log.lua.h: src/clock.lua src/state.lua src/log.lua src/log_change.lua src/sliding_log.lua src/check.lua
-$(patsubst %,src/check_%.lua.h,token_bucket fixed_window sliding_window): \
-	src/check_%.lua.h: src/clock.lua src/state.lua src/%.lua src/check.lua
+src/redis/throttle.lua.h: $(call lua,redis/clock algorithm/throttle)
+src/redis/reset.lua.h: $(STATE_LUA) $(call lua,algorithm/log redis/reset)
+src/redis/ban.lua.h: $(STATE_LUA) $(call lua,redis/ban)
+src/redis/version.lua.h: $(call lua,redis/version)
+src/redis/refund.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/refund)
+src/redis/undo.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,algorithm/log_undo redis/undo)
+src/redis/check_mixed.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/check)
+src/redis/check_throttle.lua.h: $(STATE_LUA) $(call lua,algorithm/gcra redis/check)
+src/redis/check_sliding_log.lua.h: $(STATE_LUA) $(call lua,$(patsubst %,algorithm/%,log log_change sliding_log) redis/check)
+$(patsubst %,src/redis/check_%.lua.h,token_bucket fixed_window sliding_window): \
+	src/redis/check_%.lua.h: $(STATE_LUA) src/algorithm/%.lua src/redis/check.lua
 
 .DELETE_ON_ERROR:
 %.lua.h:
 	sed -e 's/\\/\\\\/g' -e 's/"/\\"/g' -e 's/^/"/' -e 's/$$/\\n"/' $^ > $@
 
-$(OBJS): src/ratelimit.h src/redis.h src/callqueue.h src/route.h src/socket.h src/connection.h src/tls.h src/resp.h src/address.h \
-	src/algorithm.h src/log.h src/shared.h src/siphash.h src/cells.h src/charges.h src/rule.h src/values.h
-src/redis_store.o src/redis_store.bc: $(SCRIPTS_H)
+# An object depends on the headers that it includes.
+ifneq ($(autodepend),yes)
+override CFLAGS += -MMD -MP
+-include $(OBJS:.o=.d)
+endif
+$(OBJS:.o=.bc): %.bc: %.o
+src/redis/store.o: $(SCRIPTS_H)

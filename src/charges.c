@@ -23,7 +23,7 @@
 #include "utils/memutils.h"
 
 #include "charges.h"
-#include "redis.h"
+#include "redis/redis.h"
 
 /* More than this of a transaction is not given back, and logged. */
 #define MAX_GRANTS			65536

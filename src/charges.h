@@ -5,8 +5,8 @@
 #ifndef CHARGES_H
 #define CHARGES_H
 
-#include "algorithm.h"
-#include "shared.h"
+#include "algorithm/algorithm.h"
+#include "shared/shared.h"
 
 #define RL_MAX_PLACE		(RL_MAX_PREFIX + 3 * RL_MAX_KEY + 2)
 #define RL_MAX_UNDO			16	/* charges that one call takes back */

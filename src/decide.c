@@ -11,7 +11,7 @@
 #include "utils/timestamp.h"
 
 #include "charges.h"
-#include "redis.h"
+#include "redis/redis.h"
 
 /* One action, and how the answer came about. */
 typedef struct Action

@@ -17,7 +17,7 @@
 #include "utils/guc_tables.h"
 
 #include "ratelimit.h"
-#include "shared.h"
+#include "shared/shared.h"
 
 PG_MODULE_MAGIC;
 

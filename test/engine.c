@@ -1,6 +1,6 @@
 /*
  * engine.c
- *		src/algorithm.c as a program, linked with nothing else: it keeps states
+ *		src/algorithm/algorithm.c as a program, linked with nothing else: it keeps states
  *		in memory, reads an act a line and prints what was decided.
  *
  *	act    := op key now argument n { limit }
@@ -24,7 +24,7 @@
 
 #include <inttypes.h>
 
-#include "../src/algorithm.h"
+#include "algorithm/algorithm.h"
 
 #define BUCKETS				65536
 #define CHARGES				1024

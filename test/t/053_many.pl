@@ -225,7 +225,7 @@ $redis->cli('CONFIG', 'SET', 'client-output-buffer-limit', 'normal 0 0 0');
 # A script that is forgotten all the while, and known again by others' doing
 #
 
-my $text = join '', map { slurp_file($_) } map { "$ENV{PWD}/src/$_.lua" } qw(clock throttle);
+my $text = join '', map { slurp_file($_) } map { "$ENV{PWD}/src/$_.lua" } qw(redis/clock algorithm/throttle);
 foreach my $others (0, 1)
 {
 	my $parent = $$;

@@ -195,6 +195,7 @@ sub c_program
 		$flags{$name} = $node->config_data("--$name");
 	}
 	my @command = ($flags{cc}, split(' ', "$flags{cppflags} $flags{cflags}"),
+		"-I$FindBin::RealBin/../../src",
 		"-I$flags{'includedir-server'}", '-o', $program, map { "$FindBin::RealBin/../../$_" } @sources);
 	my $output = '';
 	IPC::Run::run(\@command, '>', \$output, '2>&1') or die "@command\n$output";
@@ -205,7 +206,7 @@ sub c_program
 sub c_engine
 {
 	my ($node) = @_;
-	my $program = c_program($node, 'test/engine.c', map { "src/$_.c" } qw(log algorithm gcra token_bucket fixed_window sliding));
+	my $program = c_program($node, 'test/engine.c', map { "src/algorithm/$_.c" } qw(log algorithm gcra token_bucket fixed_window sliding));
 
 	my $pid = open2(my $from, my $to, $program);
 	return { pid => $pid, from => $from, to => $to, takes => {}, grants => {} };

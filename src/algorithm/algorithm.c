@@ -1,0 +1,345 @@
+/*
+ * algorithm.c
+ *		What the algorithms have in common: pure functions of limits, their
+ *		states, a time and a quota, with no I/O, no allocation and no backend calls.
+ *
+ * All but GCRA count units in use, charged ones and refused ones together, of
+ * which the oldest becomes free first; "the n-th unit" is the n-th oldest.  A
+ * time in the future, left by a clock that was set back, counts as it stands and
+ * never lets more through.
+ */
+#include "postgres.h"
+
+#include "algorithm/algorithm.h"
+
+const RlAlgorithm *const rl_algorithms[RL_ALGORITHMS] = {
+	[RL_THROTTLE] = &rl_algorithm_gcra,
+	[RL_TOKEN_BUCKET] = &rl_algorithm_token_bucket,
+	[RL_FIXED_WINDOW] = &rl_algorithm_fixed_window,
+	[RL_SLIDING_WINDOW] = &rl_algorithm_sliding_window,
+	[RL_SLIDING_LOG] = &rl_algorithm_sliding_log
+};
+
+/*
+ * Units
+ */
+
+/* For RlAlgorithm.fits. */
+bool
+rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota)
+{
+	return view->charged + view->refused + quota <= limit->capacity;
+}
+
+/*
+ * For RlAlgorithm.act.  Of refused units a limit keeps at most as many as its
+ * largest count can be; the oldest of them go, and no charged ones.
+ */
+void
+rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, const RlAct *act,
+			 RlDecision *d)
+{
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
+	int64		quota = act->quota;
+	bool		possible = quota <= limit->capacity;
+	int64		charge = act->allowed ? quota : 0;
+	int64		refusal = !act->allowed && !act->banned && limit->count_denied && possible ? quota : 0;
+	int64		most = algorithm->most < RL_MAX_COUNT ? limit->capacity : RL_MAX_COUNT;
+	int64		dropped = refusal > 0 ? Max(view->refused + refusal - most, 0) : 0;
+	int64		used;
+
+	if (algorithm->skip != NULL)
+		algorithm->skip(state, pool, view, RL_REFUSED, dropped);
+	view->refused -= dropped;
+	used = view->charged + view->refused + charge + refusal;
+
+	d->capacity = limit->capacity;
+	d->remaining = Max(limit->capacity - used, 0);
+	d->retry_after = possible ? 0 : RL_NEVER;
+	if (!act->allowed && possible && used + quota > limit->capacity)
+		d->retry_after = algorithm->next_free(limit, state, pool, view, act->now,
+											  used + quota - limit->capacity) - act->now;
+	d->reset_after = used > 0 ?
+		algorithm->next_free(limit, state, pool, view, act->now, used) - act->now : 0;
+	if (act->commit && charge + refusal > 0)
+	{
+		algorithm->keep(limit, state, pool, view, act->now, charge, refusal);
+		state->changed = true;
+	}
+}
+
+/* For RlAlgorithm.give: the oldest units that were charged. */
+void
+rl_units_give(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, int64 quota)
+{
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
+	int64		units = Min(quota, view->charged);
+
+	if (view->charged == 0)
+		return;
+	if (algorithm->skip != NULL)
+		algorithm->skip(state, pool, view, RL_CHARGED, units);
+	view->charged -= units;
+	algorithm->keep(limit, state, pool, view, now, 0, 0);
+	state->changed = true;
+}
+
+/* For RlAlgorithm.end. */
+int64
+rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
+{
+	RlView		view;
+
+	rl_algorithm(limit)->load(limit, state, pool, 0, &view);
+	return rl_algorithm(limit)->next_free(limit, state, pool, &view, 0, view.charged + view.refused);
+}
+
+/* For RlAlgorithm.is_empty. */
+bool
+rl_units_are_empty(const RlState *state)
+{
+	return state->charged == 0 && state->refused == 0;
+}
+
+/*
+ * Acting
+ */
+
+/* True if a wait is longer than another; RL_NEVER is the longest. */
+static bool
+longer_wait(int64 a, int64 b)
+{
+	if (b == RL_NEVER)
+		return false;
+	return a == RL_NEVER || a > b;
+}
+
+static bool
+all_allowed(const RlDecision *decisions, int n)
+{
+	for (int i = 0; i < n; i++)
+		if (!decisions[i].allowed)
+			return false;
+	return true;
+}
+
+/*
+ * One decision of many: that of the binding limit, whose index is returned in
+ * *binding.  Refused, it is the one with the longest wait, otherwise the one
+ * with the least remaining; the first of equals.  A limit that allowed the
+ * action can have a wait too, if it was charged for the refusal.
+ */
+RlDecision
+rl_combine(const RlDecision *decisions, int n, int *binding)
+{
+	bool		allowed = all_allowed(decisions, n);
+	RlDecision	combined;
+
+	*binding = -1;
+	for (int i = 0; i < n; i++)
+	{
+		const RlDecision *d = &decisions[i];
+		const RlDecision *best = &decisions[Max(*binding, 0)];
+
+		if (*binding < 0 ||
+			(allowed ? d->remaining < best->remaining :
+			 longer_wait(d->retry_after, best->retry_after) ||
+			 (d->retry_after == best->retry_after && !d->allowed && best->allowed)))
+			*binding = i;
+	}
+	combined = decisions[*binding];
+	combined.allowed = allowed;
+	return combined;
+}
+
+/*
+ * Makes decisions account for a ban of the key, which ends after "left".  It is
+ * in force, or this refusal has started it: nothing is free in either case.
+ */
+void
+rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force)
+{
+	for (int i = 0; i < n; i++)
+	{
+		RlDecision *d = &decisions[i];
+
+		if (d->retry_after != RL_NEVER)
+			d->retry_after = Max(d->retry_after, left);
+		d->reset_after = Max(d->reset_after, left);
+		d->remaining = 0;
+		if (in_force)
+		{
+			d->allowed = false;
+			d->ban_left = left;
+			d->source = RL_FROM_BAN;
+		}
+	}
+}
+
+/* Counts a refusal, in a window of one period from the first. */
+static int64
+count_refusal(const RlLimit *limit, RlState *state, int64 now, bool commit)
+{
+	int64		since = now;
+	int64		count = 1;
+
+	if (state->ban_count > 0 && now < state->ban_since + limit->period)
+	{
+		since = state->ban_since;
+		count = state->ban_count + 1;
+	}
+	if (commit)
+	{
+		state->ban_since = since;
+		state->ban_count = count >= limit->ban_after ? 0 : count;
+		state->ban_changed = true;
+	}
+	return count >= limit->ban_after ? limit->ban : 0;
+}
+
+/*
+ * Returns how many spare chunks the pool must have for an action, if nothing
+ * but this state needs them.
+ */
+int
+rl_chunks_wanted(const RlLimit *limit, const RlState *state, const RlPool *pool, int64 now, int64 quota)
+{
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
+
+	if (algorithm->chunks_wanted == NULL || quota == 0 || quota > limit->capacity)
+		return 0;
+	return algorithm->chunks_wanted(limit, state, pool, now, quota);
+}
+
+/* True if the state, but for what a ban counts, is as if never used. */
+bool
+rl_state_is_empty(const RlLimit *limit, const RlState *state)
+{
+	return rl_algorithm(limit)->is_empty(state);
+}
+
+/*
+ * The time from which on a state that is kept is of no use: the limit is as if
+ * never used, and no refusal counts.
+ */
+int64
+rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
+{
+	int64		end = 0;
+
+	if (!rl_state_is_empty(limit, state))
+		end = rl_algorithm(limit)->end(limit, state, pool);
+	if (state->ban_count > 0)
+		end = Max(end, state->ban_since + limit->period);
+	return end;
+}
+
+/*
+ * One action: takes the quota from all the limits, or leaves what traces a
+ * refusal leaves, and sets a decision for each limit.  Without commit only
+ * decides what would be.  states has one for each limit, not marked as changed,
+ * and the pool as many spare chunks as they want together; *banned_until is the
+ * key's.
+ */
+void
+rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,
+	   int64 now, int64 quota, bool commit, RlDecision *decisions)
+{
+	RlView		views[RL_MAX_LIMITS];
+	RlAct		act = {now, quota, .banned = *banned_until > now,.commit = commit};
+	int64		ban = 0;
+
+	for (int i = 0; i < limits->n; i++)
+	{
+		const RlLimit *limit = &limits->limit[i];
+
+		rl_algorithm(limit)->load(limit, &states[i], pool, now, &views[i]);
+		decisions[i].allowed = quota <= limit->capacity && rl_algorithm(limit)->fits(limit, &views[i], quota);
+		decisions[i].source = RL_FROM_LOCAL;
+		decisions[i].ban_left = 0;
+	}
+	act.allowed = !act.banned && all_allowed(decisions, limits->n);
+
+	for (int i = 0; i < limits->n; i++)
+	{
+		const RlLimit *limit = &limits->limit[i];
+
+		if (!decisions[i].allowed && !act.banned && quota <= limit->capacity && quota > 0 && limit->ban > 0)
+		{
+			int64		brought = count_refusal(limit, &states[i], now, commit);
+
+			ban = Max(ban, brought);
+		}
+		rl_algorithm(limit)->act(limit, &states[i], pool, &views[i], &act, &decisions[i]);
+	}
+
+	if (ban > 0 && commit)
+		*banned_until = now + ban;
+	if (act.banned)
+		rl_apply_ban(decisions, limits->n, *banned_until - now, true);
+	else if (ban > 0)
+		rl_apply_ban(decisions, limits->n, ban, false);
+}
+
+/*
+ * Gives quota back to each of the limits, never above full.  Changes only states
+ * in which some quota is charged.
+ */
+void
+rl_give_back(const RlLimits *limits, RlState *states, RlPool *pool, int64 now, int64 quota)
+{
+	for (int i = 0; i < limits->n; i++)
+	{
+		const RlLimit *limit = &limits->limit[i];
+		RlView		view;
+
+		rl_algorithm(limit)->load(limit, &states[i], pool, now, &view);
+		rl_algorithm(limit)->give(limit, &states[i], pool, &view, now, quota);
+	}
+}
+
+/*
+ * Charges
+ *
+ * What of a charge has been replenished since is not given back, or other actions
+ * could have more than the limit promises.  An estimate never exceeds that.
+ */
+
+/*
+ * The charge of an action that was allowed at the store's time "at", after
+ * which the limit's reset_after was so long.
+ */
+RlCharge
+rl_charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
+{
+	return rl_algorithm(limit)->charge(limit, quota, at, reset_after);
+}
+
+/* True if any two charges to the limit can be merged, not only those with one mark. */
+bool
+rl_charges_merge(const RlLimit *limit)
+{
+	return rl_algorithm(limit)->left != NULL;
+}
+
+/* Adds a later charge that can be merged. */
+void
+rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlCharge *later)
+{
+	int64		left = charge->amount;
+
+	if (rl_charges_merge(limit))
+		left = rl_algorithm(limit)->left(limit, charge, later);
+	*charge = *later;
+	charge->amount = Min(left, RL_MAX_BACKLOG - later->amount) + later->amount;
+}
+
+/* Gives a charge back.  Changes only a state in which some quota is charged. */
+void
+rl_undo(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, const RlCharge *charge)
+{
+	RlView		view;
+
+	rl_algorithm(limit)->load(limit, state, pool, now, &view);
+	rl_algorithm(limit)->undo(limit, state, pool, &view, now, charge);
+}

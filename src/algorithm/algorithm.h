@@ -1,0 +1,174 @@
+/*
+ * algorithm.h
+ *		The algorithms as pure functions, for each module that keeps states.
+ */
+#ifndef ALGORITHM_H
+#define ALGORITHM_H
+
+#include "algorithm/log.h"
+#include "ratelimit.h"
+
+/* A state's logs. */
+#define RL_CHARGED			0
+#define RL_REFUSED			1
+
+/*
+ * The state of one limit on one key.  Units that were charged and units that
+ * count_denied counted for refusals are kept apart.  Sliding windows and logs
+ * keep them as entries, whose chunks are in the pool of the state's keeper;
+ * charged and refused are then their sums.
+ */
+typedef struct RlState
+{
+	int64		start;			/* TAT in ns, anchor, or the window's start; -1: none */
+	int64		charged;		/* not of throttle; of a token bucket, missing tokens */
+	int64		refused;
+	RlLog		log[2];
+	int64		ban_since;		/* first refusal that counts for a ban */
+	int64		ban_count;		/* refusals since then */
+	bool		changed;		/* an act has changed the first four */
+	bool		ban_changed;	/* and the last two */
+} RlState;
+
+#define RL_NO_STATE {.start = -1}
+
+/* A state as it is now: without what has become free, and with nothing changed. */
+typedef struct RlView
+{
+	int64		start;			/* as in RlState; of a throttle, the backlog in ns */
+	int64		charged;
+	int64		refused;
+	int64		newest;			/* time of the newest entry that counts, or -1 */
+	RlCursor	oldest[2];		/* each log's first entry that counts */
+} RlView;
+
+/* An action, as each of its limits has to account for it. */
+typedef struct RlAct
+{
+	int64		now;
+	int64		quota;
+	bool		allowed;		/* by all limits */
+	bool		banned;			/* the key, before the action */
+	bool		commit;			/* else only decide what would be */
+} RlAct;
+
+/*
+ * What one action charged to one limit, and where: what is needed to refund it
+ * after others have acted.
+ */
+typedef struct RlCharge
+{
+	int64		amount;			/* throttle: ns of backlog, else quota */
+	int64		at;				/* the store's time */
+	int64		mark;			/* its place: an anchor of the bucket, the
+								 * window's start, the sub-window's number or
+								 * the entry's time; throttle: 0 */
+} RlCharge;
+
+/*
+ * An algorithm.  No function of it does I/O, allocates memory or throws.  The
+ * functions from next_free on are for algorithms that count units; they use
+ * rl_units_fit and so on.
+ */
+typedef struct RlAlgorithm
+{
+	const char *name;
+
+	/* What the text of a limit may say */
+	int64		most;			/* largest count and capacity */
+	bool		has_burst;
+	bool		has_step;
+	bool		has_from_first;
+	bool		has_count_denied;
+
+	/*
+	 * Checks the numbers and derives the rest of the limit; false with the error
+	 * set.
+	 */
+	bool		(*complete) (RlLimit *limit, const char *count_name, RlError *error);
+	/* Sets the view of a state at a time */
+	void		(*load) (const RlLimit *limit, const RlState *state, const RlPool *pool,
+						 int64 now, RlView *view);
+	/* True if the limit allows the quota */
+	bool		(*fits) (const RlLimit *limit, const RlView *view, int64 quota);
+	/* Sets the figures of the decision, whose "allowed" is set, and with commit acts */
+	void		(*act) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
+						const RlAct *act, RlDecision *decision);
+	/* Gives quota back, never above full */
+	void		(*give) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
+						 int64 now, int64 quota);
+	/* Gives one earlier charge back, as far as it has not been replenished */
+	void		(*undo) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
+						 int64 now, const RlCharge *charge);
+	/* The time from which on a state that is not empty is of no use */
+	int64		(*end) (const RlLimit *limit, const RlState *state, const RlPool *pool);
+	/* True if the state is as if never used */
+	bool		(*is_empty) (const RlState *state);
+	/* Spare chunks that an act may need; NULL: none */
+	int			(*chunks_wanted) (const RlLimit *limit, const RlState *state, const RlPool *pool,
+								  int64 now, int64 quota);
+	/* The charge of an action that was allowed, after which reset_after was so long */
+	RlCharge	(*charge) (const RlLimit *limit, int64 quota, int64 at, int64 reset_after);
+	/* What is left of a charge when a later one comes; NULL: all, if they have one mark */
+	int64		(*left) (const RlLimit *limit, const RlCharge *charge, const RlCharge *later);
+
+	/* When the n-th oldest unit becomes free; units past those in use are taken now */
+	int64		(*next_free) (const RlLimit *limit, const RlState *state, const RlPool *pool,
+							  const RlView *view, int64 now, int64 n);
+	/* Makes the state what the view is, with so many units more from now on */
+	void		(*keep) (const RlLimit *limit, RlState *state, RlPool *pool, const RlView *view,
+						 int64 now, int64 charged, int64 refused);
+	/* Leaves out the oldest units of a log; NULL: there is none */
+	void		(*skip) (const RlState *state, const RlPool *pool, RlView *view, int log,
+						 int64 units);
+} RlAlgorithm;
+
+extern const RlAlgorithm rl_algorithm_gcra;
+extern const RlAlgorithm rl_algorithm_token_bucket;
+extern const RlAlgorithm rl_algorithm_fixed_window;
+extern const RlAlgorithm rl_algorithm_sliding_window;
+extern const RlAlgorithm rl_algorithm_sliding_log;
+
+extern const RlAlgorithm *const rl_algorithms[RL_ALGORITHMS];
+
+static inline const RlAlgorithm *
+rl_algorithm(const RlLimit *limit)
+{
+	return rl_algorithms[limit->algorithm];
+}
+
+/* algorithm.c: what a store does with states */
+extern int	rl_chunks_wanted(const RlLimit *limit, const RlState *state, const RlPool *pool,
+							 int64 now, int64 quota);
+extern int64 rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
+extern bool rl_state_is_empty(const RlLimit *limit, const RlState *state);
+extern void rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,
+				   int64 now, int64 quota, bool commit, RlDecision *decisions);
+extern void rl_give_back(const RlLimits *limits, RlState *states, RlPool *pool, int64 now,
+						 int64 quota);
+extern RlCharge rl_charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after);
+extern bool rl_charges_merge(const RlLimit *limit);
+extern void rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlCharge *later);
+extern void rl_undo(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
+					const RlCharge *charge);
+
+/* algorithm.c: for algorithms that count units */
+extern bool rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota);
+extern void rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
+						 const RlAct *act, RlDecision *decision);
+extern void rl_units_give(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
+						  int64 now, int64 quota);
+extern int64 rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
+extern bool rl_units_are_empty(const RlState *state);
+
+/* gcra.c: the shortest way, and what answers of Redis mean */
+extern int64 rl_throttle_act(const RlLimit *limit, int64 backlog_ns, int64 quota,
+							 RlDecision *decision);
+
+static inline int64
+rl_divide_up(int64 a, int64 b)
+{
+	return a / b + (a % b > 0);
+}
+
+#endif							/* ALGORITHM_H */

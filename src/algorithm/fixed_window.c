@@ -1,0 +1,84 @@
+/*
+ * fixed_window.c
+ *		fixed_window: a counter per window of the clock, or from the first action.
+ *
+ * The state is the latest window's start and its units.  A window that lies
+ * ahead, after a step back of the clock, still counts.
+ */
+#include "postgres.h"
+
+#include "algorithm/algorithm.h"
+
+static bool
+complete(RlLimit *limit pg_attribute_unused(), const char *count_name pg_attribute_unused(),
+		 RlError *error pg_attribute_unused())
+{
+	return true;
+}
+
+static void
+load(const RlLimit *limit, const RlState *state, const RlPool *pool pg_attribute_unused(),
+	 int64 now, RlView *view)
+{
+	*view = (RlView) {.start = -1};
+	if (state->start < 0 || state->start + limit->period <= now)
+		return;
+	view->start = state->start;
+	view->charged = state->charged;
+	view->refused = state->refused;
+}
+
+static int64
+window(const RlLimit *limit, const RlView *view, int64 now)
+{
+	if (view->start >= 0)
+		return view->start;
+	return limit->from_first ? now : now - now % limit->period;
+}
+
+static int64
+next_free(const RlLimit *limit, const RlState *state pg_attribute_unused(),
+		  const RlPool *pool pg_attribute_unused(), const RlView *view, int64 now,
+		  int64 n pg_attribute_unused())
+{
+	return window(limit, view, now) + limit->period;
+}
+
+static void
+keep(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), const RlView *view,
+	 int64 now, int64 charged, int64 refused)
+{
+	state->charged = view->charged + charged;
+	state->refused = view->refused + refused;
+	state->start = rl_units_are_empty(state) ? -1 : window(limit, view, now);
+}
+
+static void
+undo(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, const RlCharge *charge)
+{
+	rl_units_give(limit, state, pool, view, now, view->start == charge->mark ? charge->amount : 0);
+}
+
+static RlCharge
+charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
+{
+	return (RlCharge) {quota, at, at + reset_after - limit->period};
+}
+
+const RlAlgorithm rl_algorithm_fixed_window = {
+	.name = "fixed_window",
+	.most = RL_MAX_COUNT,
+	.has_from_first = true,
+	.has_count_denied = true,
+	.complete = complete,
+	.load = load,
+	.fits = rl_units_fit,
+	.act = rl_units_act,
+	.give = rl_units_give,
+	.undo = undo,
+	.end = rl_units_end,
+	.is_empty = rl_units_are_empty,
+	.charge = charge,
+	.next_free = next_free,
+	.keep = keep
+};

@@ -1,0 +1,545 @@
+/*
+ * limits.c
+ *		The type rl_limits: its grammar, its canonical text, and the rules that
+ *		a limit's numbers keep.
+ *
+ *	limits    := limit { ',' limit }
+ *	limit     := [ algorithm ] count '/' period { option }
+ *	period    := number unit
+ *	option    := burst N | step PERIOD | from_first | count_denied
+ *			   | ban PERIOD after N | refund_on_abort
+ */
+#include "postgres.h"
+
+#include "common/hashfn.h"
+#include "common/int.h"
+#include "lib/stringinfo.h"
+#include "libpq/pqformat.h"
+#include "mb/pg_wchar.h"
+#include "utils/builtins.h"
+
+#include "algorithm/algorithm.h"
+
+typedef struct Scan
+{
+	const char *start;
+	const char *at;
+	const char *end;
+	RlError    *error;
+} Scan;
+
+/* Largest first, so that the canonical text takes the largest that fits. */
+static const struct
+{
+	const char *name;
+	int64		duration;
+}			units[] = {
+	{"d", RL_DAY},
+	{"h", 3600 * RL_SECOND},
+	{"min", 60 * RL_SECOND},
+	{"s", RL_SECOND},
+	{"ms", RL_SECOND / 1000},
+	{"us", 1}
+};
+
+/*
+ * Numbers
+ */
+
+static bool
+check_range(int64 value, int64 most, const char *name, RlError *error)
+{
+	if (value >= 1 && value <= most)
+		return true;
+	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+				 "%s must be between 1 and %lld", name, (long long) most);
+	return false;
+}
+
+/* Sets the error of a limit that takes too long to become free; returns false. */
+bool
+rl_limit_is_too_long(RlError *error)
+{
+	rl_error_set(error, ERRCODE_NUMERIC_VALUE_OUT_OF_RANGE,
+				 "the limit must not take more than 100 years to become free");
+	return false;
+}
+
+/*
+ * Checks a limit whose algorithm, capacity, count, period, step (0: the
+ * default) and options are set, and derives the rest.  count_name is what the
+ * caller calls the count.  Returns false with the error set.
+ */
+bool
+rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error)
+{
+	int64		most = rl_algorithm(limit)->most;
+
+	if (!check_range(limit->capacity, most, "capacity", error) ||
+		!check_range(limit->count, most, count_name, error))
+		return false;
+	if (limit->period < 1 || limit->period > RL_MAX_PERIOD)
+	{
+		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+					 "period must be more than 0 and at most 10 years");
+		return false;
+	}
+	return rl_algorithm(limit)->complete(limit, count_name, error);
+}
+
+/* True if the two limits would keep one state on one key. */
+bool
+rl_same_state(const RlLimit *a, const RlLimit *b)
+{
+	return a->algorithm == b->algorithm && a->period == b->period &&
+		a->step == b->step && a->from_first == b->from_first;
+}
+
+/*
+ * Scanning
+ */
+
+/* Of ASCII only, so that no locale changes what the text means. */
+static bool
+is_digit(char c)
+{
+	return c >= '0' && c <= '9';
+}
+
+static bool
+is_letter(char c)
+{
+	return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
+}
+
+static void
+skip_space(Scan *scan)
+{
+	while (scan->at < scan->end && strchr(" \t\n\r\f\v", *scan->at) != NULL && *scan->at != '\0')
+		scan->at++;
+}
+
+/* How long the word is that starts here; any other character is a word too. */
+static int
+word_length(const Scan *scan)
+{
+	const char *p = scan->at;
+
+	while (p < scan->end && (is_letter(*p) || is_digit(*p) || *p == '_' || *p == '.' || IS_HIGHBIT_SET(*p)))
+		p++;
+	if (p == scan->at && p < scan->end)
+		p++;
+	return p - scan->at;
+}
+
+/* Fails, pointing at the word that starts here. */
+static bool
+wrong_word(Scan *scan, const char *complaint)
+{
+	int			len = word_length(scan);
+
+	rl_error_set(scan->error, ERRCODE_INVALID_TEXT_REPRESENTATION,
+				 "invalid input syntax for type rl_limits: \"%.*s\"",
+				 pg_mbcliplen(scan->start, scan->end - scan->start, 150), scan->start);
+	if (len == 0)
+		rl_error_detail(scan->error, "%s at the end.", complaint);
+	else
+		rl_error_detail(scan->error, "%s at character %d, \"%.*s\".", complaint,
+						pg_mbstrlen_with_len(scan->start, scan->at - scan->start) + 1,
+						pg_mbcliplen(scan->at, len, 64), scan->at);
+	return false;
+}
+
+/* Takes the word if it comes next. */
+static bool
+take_word(Scan *scan, const char *word)
+{
+	int			len = strlen(word);
+
+	skip_space(scan);
+	if (word_length(scan) != len || pg_strncasecmp(scan->at, word, len) != 0)
+		return false;
+	scan->at += len;
+	return true;
+}
+
+static bool
+scan_count(Scan *scan, int64 *count)
+{
+	const char *p;
+
+	skip_space(scan);
+	*count = 0;
+	for (p = scan->at; p < scan->end && is_digit(*p); p++)
+	{
+		/* Saturates above every range; the limit's rules refuse it. */
+		if (*count <= RL_MAX_COUNT)
+			*count = *count * 10 + (*p - '0');
+	}
+	if (p == scan->at)
+		return wrong_word(scan, "A whole number is expected");
+	if (p < scan->end && (is_letter(*p) || *p == '_' || *p == '.'))
+		return wrong_word(scan, "A whole number is expected");
+	scan->at = p;
+	return true;
+}
+
+/* A number with a unit; what is left of a microsecond is an error. */
+static bool
+scan_period(Scan *scan, int64 *period)
+{
+	Scan		unit = *scan;
+	int64		number = 0;
+	int64		divisor = 1;
+	bool		digits = false;
+	bool		fraction = false;
+
+	skip_space(scan);
+	for (unit.at = scan->at; unit.at < unit.end; unit.at++)
+	{
+		char		c = *unit.at;
+
+		if (c == '.' && !fraction)
+			fraction = true;
+		else if (is_digit(c))
+		{
+			digits = true;
+			if (pg_mul_s64_overflow(number, 10, &number) ||
+				pg_add_s64_overflow(number, c - '0', &number) ||
+				(fraction && pg_mul_s64_overflow(divisor, 10, &divisor)))
+				return wrong_word(scan, "A period has too many digits");
+		}
+		else
+			break;
+	}
+	if (!digits)
+		return wrong_word(scan, "A period is expected");
+
+	for (size_t i = 0; i < lengthof(units); i++)
+	{
+		if (!take_word(&unit, units[i].name))
+			continue;
+		while (divisor > 1 && number % 10 == 0)
+		{
+			number /= 10;
+			divisor /= 10;
+		}
+		if (units[i].duration % divisor != 0)
+		{
+			/* The unit may still cancel what the digits do not. */
+			if (pg_mul_s64_overflow(number, units[i].duration, &number) ||
+				number % divisor != 0)
+				return wrong_word(scan, "A period is not a whole number of microseconds");
+			*period = number / divisor;
+		}
+		else if (pg_mul_s64_overflow(number, units[i].duration / divisor, period))
+			return wrong_word(scan, "A period is too long");
+		scan->at = unit.at;
+		return true;
+	}
+	skip_space(&unit);
+	return wrong_word(&unit, "A unit is expected (us, ms, s, min, h, d)");
+}
+
+/*
+ * Takes one option if one comes next, and says so.  An option twice, or one
+ * that the algorithm has not, is wrong.
+ */
+static bool
+scan_option(Scan *scan, RlLimit *limit, bool *found)
+{
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
+	Scan		word;
+	bool		applies;
+	bool		again;
+
+	skip_space(scan);
+	word = *scan;
+	*found = scan->at < scan->end && *scan->at != ',';
+	if (!*found)
+		return true;
+
+	if (take_word(scan, "burst"))
+	{
+		applies = algorithm->has_burst;
+		again = limit->capacity != -1;
+		if (!scan_count(scan, &limit->capacity))
+			return false;
+	}
+	else if (take_word(scan, "step"))
+	{
+		applies = algorithm->has_step;
+		again = limit->step != 0;
+		if (!scan_period(scan, &limit->step))
+			return false;
+		if (limit->step == 0)
+			return wrong_word(&word, "A step must be more than 0");
+	}
+	else if (take_word(scan, "from_first"))
+	{
+		applies = algorithm->has_from_first;
+		again = limit->from_first;
+		limit->from_first = true;
+	}
+	else if (take_word(scan, "count_denied"))
+	{
+		applies = algorithm->has_count_denied;
+		again = limit->count_denied;
+		limit->count_denied = true;
+	}
+	else if (take_word(scan, "refund_on_abort"))
+	{
+		applies = true;
+		again = limit->refund_on_abort;
+		limit->refund_on_abort = true;
+	}
+	else if (take_word(scan, "ban"))
+	{
+		applies = true;
+		again = limit->ban != 0;
+		if (!scan_period(scan, &limit->ban))
+			return false;
+		if (!take_word(scan, "after"))
+			return wrong_word(scan, "\"after\" is expected");
+		if (!scan_count(scan, &limit->ban_after))
+			return false;
+		if (limit->ban < 1 || limit->ban > RL_MAX_PERIOD || limit->ban_after < 1 ||
+			limit->ban_after > RL_MAX_COUNT)
+			return wrong_word(&word, "A ban is out of range");
+	}
+	else
+		return wrong_word(scan, "An option or a comma is expected");
+
+	if (!applies)
+		return wrong_word(&word, "The algorithm has no such option");
+	if (again)
+		return wrong_word(&word, "The option is given twice");
+	return true;
+}
+
+static bool
+scan_limit(Scan *scan, RlLimit *limit)
+{
+	bool		more = true;
+
+	memset(limit, 0, sizeof(*limit));
+	limit->algorithm = RL_THROTTLE;
+	limit->capacity = -1;
+
+	skip_space(scan);
+	if (scan->at < scan->end && !is_digit(*scan->at))
+	{
+		int			a;
+
+		for (a = 0; a < RL_ALGORITHMS; a++)
+			if (take_word(scan, rl_algorithms[a]->name))
+				break;
+		if (a == RL_ALGORITHMS)
+			return wrong_word(scan, "An algorithm or a count is expected");
+		limit->algorithm = a;
+	}
+
+	if (!scan_count(scan, &limit->count))
+		return false;
+	if (!take_word(scan, "/"))
+		return wrong_word(scan, "\"/\" is expected");
+	if (!scan_period(scan, &limit->period))
+		return false;
+	while (more)
+		if (!scan_option(scan, limit, &more))
+			return false;
+
+	if (limit->capacity == -1)
+		limit->capacity = limit->count;
+	return rl_limit_complete(limit, "count", scan->error);
+}
+
+/*
+ * Parses text of the given length, which need not be terminated.  Returns
+ * false with the error set.
+ */
+bool
+rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error)
+{
+	Scan		scan = {text, text, text + len, error};
+
+	limits->n = 0;
+	do
+	{
+		Scan		limit_start;
+
+		skip_space(&scan);
+		limit_start = scan;
+		if (limits->n == RL_MAX_LIMITS)
+			return wrong_word(&scan, "More than eight limits begin");
+		if (!scan_limit(&scan, &limits->limit[limits->n]))
+			return false;
+		for (int i = 0; i < limits->n; i++)
+			if (rl_same_state(&limits->limit[i], &limits->limit[limits->n]))
+				return wrong_word(&limit_start, "A limit that shares its state with an earlier one begins");
+		limits->n++;
+	} while (take_word(&scan, ","));
+	Assert(scan.at == scan.end);
+	rl_limits_complete(limits);
+	return true;
+}
+
+/*
+ * Printing
+ */
+
+static void
+append_period(StringInfo text, int64 period)
+{
+	int			i = 0;
+
+	while (period % units[i].duration != 0)
+		i++;
+	appendStringInfo(text, "%lld%s", (long long) (period / units[i].duration), units[i].name);
+}
+
+static void
+append_limit(StringInfo text, const RlLimit *limit)
+{
+	appendStringInfo(text, "%s %lld/", rl_algorithm(limit)->name, (long long) limit->count);
+	append_period(text, limit->period);
+	if (limit->capacity != limit->count)
+		appendStringInfo(text, " burst %lld", (long long) limit->capacity);
+	if (limit->step != 0)
+	{
+		appendStringInfoString(text, " step ");
+		append_period(text, limit->step);
+	}
+	if (limit->from_first)
+		appendStringInfoString(text, " from_first");
+	if (limit->count_denied)
+		appendStringInfoString(text, " count_denied");
+	if (limit->ban != 0)
+	{
+		appendStringInfoString(text, " ban ");
+		append_period(text, limit->ban);
+		appendStringInfo(text, " after %lld", (long long) limit->ban_after);
+	}
+	if (limit->refund_on_abort)
+		appendStringInfoString(text, " refund_on_abort");
+}
+
+/* The canonical text of one limit, palloc'd. */
+char *
+rl_limit_text(const RlLimit *limit)
+{
+	StringInfoData text;
+
+	initStringInfo(&text);
+	append_limit(&text, limit);
+	return text.data;
+}
+
+/* The canonical text of limits, palloc'd. */
+char *
+rl_limits_text(const RlLimits *limits)
+{
+	StringInfoData text;
+
+	initStringInfo(&text);
+	for (int i = 0; i < limits->n; i++)
+	{
+		if (i > 0)
+			appendStringInfoString(&text, ", ");
+		append_limit(&text, &limits->limit[i]);
+	}
+	return text.data;
+}
+
+/*
+ * SQL
+ */
+
+/* What makes a limit, in numbers. */
+#define LIMIT_NUMBERS		7
+
+static void
+limit_numbers(const RlLimit *limit, int64 *numbers)
+{
+	numbers[0] = limit->algorithm | limit->from_first << 8 | limit->count_denied << 9 |
+		limit->refund_on_abort << 10;
+	numbers[1] = limit->capacity;
+	numbers[2] = limit->count;
+	numbers[3] = limit->period;
+	numbers[4] = limit->step;
+	numbers[5] = limit->ban;
+	numbers[6] = limit->ban_after;
+}
+
+/* True if the two have the same canonical text. */
+bool
+rl_limits_same(const RlLimits *a, const RlLimits *b)
+{
+	int64		x[LIMIT_NUMBERS];
+	int64		y[LIMIT_NUMBERS];
+
+	if (a->n != b->n)
+		return false;
+	for (int i = 0; i < a->n; i++)
+	{
+		limit_numbers(&a->limit[i], x);
+		limit_numbers(&b->limit[i], y);
+		if (memcmp(x, y, sizeof(x)) != 0)
+			return false;
+	}
+	return true;
+}
+
+/* To be called when all of the limits' numbers are set. */
+void
+rl_limits_complete(RlLimits *limits)
+{
+	int64		numbers[RL_MAX_LIMITS][LIMIT_NUMBERS];
+
+	limits->refunds = false;
+	for (int i = 0; i < limits->n; i++)
+	{
+		limit_numbers(&limits->limit[i], numbers[i]);
+		limits->refunds |= limits->limit[i].refund_on_abort;
+	}
+	limits->timed = limits->refunds;
+	limits->hash = hash_bytes_extended((const unsigned char *) numbers,
+									   limits->n * sizeof(numbers[0]), 0);
+}
+
+PG_FUNCTION_INFO_V1(rl_limits_in);
+Datum
+rl_limits_in(PG_FUNCTION_ARGS)
+{
+	char	   *input = PG_GETARG_CSTRING(0);
+	RlLimits	limits;
+	RlError		error;
+
+	if (!rl_limits_parse(input, strlen(input), &limits, &error))
+	{
+#if PG_VERSION_NUM >= 160000
+		ereturn(fcinfo->context, (Datum) 0,
+				(errcode(error.sqlstate),
+				 errmsg_internal("%s", error.message),
+				 error.detail[0] ? errdetail_internal("%s", error.detail) : 0));
+#else
+		rl_raise(&error);
+#endif
+	}
+	PG_RETURN_TEXT_P(cstring_to_text(rl_limits_text(&limits)));
+}
+
+PG_FUNCTION_INFO_V1(rl_limits_recv);
+Datum
+rl_limits_recv(PG_FUNCTION_ARGS)
+{
+	StringInfo	message = (StringInfo) PG_GETARG_POINTER(0);
+	int			len;
+	char	   *input = pq_getmsgtext(message, message->len - message->cursor, &len);
+	RlLimits	limits;
+	RlError		error;
+
+	if (!rl_limits_parse(input, len, &limits, &error))
+		rl_raise(&error);
+	PG_RETURN_TEXT_P(cstring_to_text(rl_limits_text(&limits)));
+}

@@ -1,0 +1,594 @@
+/*
+ * log.c
+ *		Entries in chunks of one size: pure functions of logs and of the pool
+ *		that their chunks come from, with no I/O, no allocation and no backend
+ *		calls.
+ *
+ * A log of n entries has at most n / 4 chunks and n / 128 blocks, whatever was
+ * removed from the middle, as neighbours that fit into one are merged.  So each
+ * function visits at most 64 chunks and the index, which is some 300 chunks for
+ * a log of 100,000 entries.
+ */
+#include "postgres.h"
+
+#include "algorithm/log.h"
+
+static inline RlChunk *
+chunk_at(const RlPool *pool, uint32 number)
+{
+	return &pool->chunks[number - 1];
+}
+
+/* Puts a list of n chunks among the spare ones. */
+void
+rl_pool_put(RlPool *pool, uint32 first, uint32 last, uint32 n)
+{
+	chunk_at(pool, last)->next = pool->spare;
+	if (pool->spare == RL_NO_CHUNK)
+		pool->spare_last = last;
+	pool->spare = first;
+	pool->nspare += n;
+}
+
+/* Takes a spare chunk, which must be there, and empties it. */
+uint32
+rl_pool_get(RlPool *pool)
+{
+	uint32		number = pool->spare;
+	RlChunk    *chunk = chunk_at(pool, number);
+
+	Assert(pool->nspare > 0);
+	pool->spare = chunk->next;
+	pool->nspare--;
+	if (pool->nspare == 0)
+		pool->spare = pool->spare_last = RL_NO_CHUNK;
+	chunk->next = RL_NO_CHUNK;
+	chunk->n = 0;
+	return number;
+}
+
+/*
+ * Blocks
+ */
+
+static RlBlock *
+closed_block(const RlPool *pool, const RlCursor *cursor)
+{
+	return &chunk_at(pool, cursor->index)->block[cursor->block];
+}
+
+static uint32
+first_chunk(const RlPool *pool, const RlLog *log, const RlCursor *cursor)
+{
+	return cursor->index == RL_NO_CHUNK ? log->first : closed_block(pool, cursor)->first;
+}
+
+/* Moves the cursor to the start of the block that it names. */
+static void
+enter_block(const RlPool *pool, const RlLog *log, RlCursor *cursor)
+{
+	cursor->chunk = first_chunk(pool, log, cursor);
+	cursor->i = 0;
+	cursor->skipped = 0;
+	cursor->whole = cursor->index != RL_NO_CHUNK;
+}
+
+static void
+first_block(const RlPool *pool, const RlLog *log, RlCursor *cursor)
+{
+	cursor->index = log->index_first;
+	cursor->block = 0;
+	enter_block(pool, log, cursor);
+}
+
+/* Moves the cursor from a closed block to the next block. */
+static void
+next_block(const RlPool *pool, const RlLog *log, RlCursor *cursor)
+{
+	if (++cursor->block >= chunk_at(pool, cursor->index)->n)
+	{
+		cursor->index = chunk_at(pool, cursor->index)->next;
+		cursor->block = 0;
+	}
+	enter_block(pool, log, cursor);
+}
+
+static int64
+chunk_units(const RlChunk *chunk)
+{
+	int64		units = 0;
+
+	for (uint32 i = 0; i < chunk->n; i++)
+		units += chunk->entry[i].units;
+	return units;
+}
+
+/* Closes the open block, for which the index may need a chunk. */
+static void
+close_block(RlPool *pool, RlLog *log)
+{
+	RlChunk    *last = chunk_at(pool, log->last);
+	RlBlock		block = {last->entry[last->n - 1].time, 0, log->first, log->last, log->nchunks};
+	RlChunk    *index;
+
+	for (uint32 c = log->first; c != RL_NO_CHUNK; c = chunk_at(pool, c)->next)
+		block.units += chunk_units(chunk_at(pool, c));
+	if (log->index_last == RL_NO_CHUNK || chunk_at(pool, log->index_last)->n == RL_CHUNK_BLOCKS)
+	{
+		uint32		number = rl_pool_get(pool);
+
+		if (log->index_last == RL_NO_CHUNK)
+			log->index_first = number;
+		else
+			chunk_at(pool, log->index_last)->next = number;
+		log->index_last = number;
+	}
+	index = chunk_at(pool, log->index_last);
+	index->block[index->n++] = block;
+	log->first = log->last = RL_NO_CHUNK;
+	log->nchunks = 0;
+}
+
+/* Removes the first closed block from the index; its chunks are the caller's. */
+static void
+remove_first_block(RlPool *pool, RlLog *log)
+{
+	uint32		number = log->index_first;
+	RlChunk    *index = chunk_at(pool, number);
+
+	index->n--;
+	memmove(index->block, index->block + 1, index->n * sizeof(RlBlock));
+	if (index->n > 0)
+		return;
+	log->index_first = index->next;
+	if (log->index_first == RL_NO_CHUNK)
+		log->index_last = RL_NO_CHUNK;
+	rl_pool_put(pool, number, number, 1);
+}
+
+/*
+ * Reading
+ */
+
+/* Returns how many spare chunks rl_log_append may need. */
+int
+rl_log_chunks_wanted(const RlPool *pool, const RlLog *log)
+{
+	if (log->last != RL_NO_CHUNK && chunk_at(pool, log->last)->n < RL_CHUNK_ENTRIES)
+		return 0;
+	if (log->nchunks == RL_BLOCK_CHUNKS &&
+		(log->index_last == RL_NO_CHUNK || chunk_at(pool, log->index_last)->n == RL_CHUNK_BLOCKS))
+		return 2;
+	return 1;
+}
+
+/* Returns the time of the newest entry, or -1 if there is none. */
+int64
+rl_log_newest(const RlPool *pool, const RlLog *log)
+{
+	const RlChunk *chunk;
+
+	if (log->last != RL_NO_CHUNK)
+	{
+		chunk = chunk_at(pool, log->last);
+		return chunk->entry[chunk->n - 1].time;
+	}
+	if (log->index_last == RL_NO_CHUNK)
+		return -1;
+	chunk = chunk_at(pool, log->index_last);
+	return chunk->block[chunk->n - 1].newest;
+}
+
+/*
+ * Sets the cursor before the first entry that is later than gone, and returns
+ * the units of those that are not.
+ */
+int64
+rl_log_seek(const RlPool *pool, const RlLog *log, int64 gone, RlCursor *cursor)
+{
+	int64		units = 0;
+
+	first_block(pool, log, cursor);
+	while (cursor->whole && closed_block(pool, cursor)->newest <= gone)
+	{
+		units += closed_block(pool, cursor)->units;
+		next_block(pool, log, cursor);
+	}
+	while (cursor->chunk != RL_NO_CHUNK)
+	{
+		const RlChunk *chunk = chunk_at(pool, cursor->chunk);
+
+		if (chunk->entry[chunk->n - 1].time > gone)
+			break;
+		cursor->whole = false;
+		units += chunk_units(chunk);
+		cursor->chunk = chunk->next;
+	}
+	if (cursor->chunk != RL_NO_CHUNK)
+		for (const RlEntry *entry = chunk_at(pool, cursor->chunk)->entry; entry->time <= gone; entry++)
+		{
+			cursor->whole = false;
+			units += entry->units;
+			cursor->i++;
+		}
+	return units;
+}
+
+/* What a cursor is before: a block, an entry, or nothing. */
+static RlEntry
+piece_at(const RlPool *pool, const RlCursor *cursor)
+{
+	RlEntry		piece = {PG_INT64_MAX, 0};
+
+	if (cursor->chunk == RL_NO_CHUNK)
+		return piece;
+	if (cursor->whole)
+		return (RlEntry) {closed_block(pool, cursor)->newest, closed_block(pool, cursor)->units};
+	piece = chunk_at(pool, cursor->chunk)->entry[cursor->i];
+	piece.units -= cursor->skipped;
+	return piece;
+}
+
+/* Moves a cursor, which is not at the end, past what it is before. */
+static void
+advance(const RlPool *pool, const RlLog *log, RlCursor *cursor)
+{
+	const RlChunk *chunk = chunk_at(pool, cursor->chunk);
+
+	cursor->skipped = 0;
+	if (!cursor->whole && ++cursor->i < chunk->n)
+		return;
+	if (!cursor->whole && chunk->next != RL_NO_CHUNK)
+	{
+		cursor->chunk = chunk->next;
+		cursor->i = 0;
+	}
+	else if (cursor->index != RL_NO_CHUNK)
+		next_block(pool, log, cursor);
+	else
+		cursor->chunk = RL_NO_CHUNK;
+}
+
+/* Moves the cursor past so many units. */
+void
+rl_log_skip(const RlPool *pool, const RlLog *log, RlCursor *cursor, int64 units)
+{
+	while (units > 0 && cursor->chunk != RL_NO_CHUNK)
+	{
+		int64		here = piece_at(pool, cursor).units;
+
+		if (here <= units)
+		{
+			units -= here;
+			advance(pool, log, cursor);
+		}
+		else if (cursor->whole)
+			cursor->whole = false;
+		else
+		{
+			cursor->skipped += units;
+			units = 0;
+		}
+	}
+}
+
+/*
+ * Returns the time of the n-th oldest unit of two logs together, from the
+ * cursors on; there must be as many.
+ */
+int64
+rl_log_unit(const RlPool *pool, const RlLog *const logs[2], RlCursor cursors[2], int64 n)
+{
+	for (;;)
+	{
+		RlEntry		pieces[2] = {piece_at(pool, &cursors[0]), piece_at(pool, &cursors[1])};
+		int			older = pieces[0].time <= pieces[1].time ? 0 : 1;
+
+		/*
+		 * All units up to the older piece's time are in these two pieces.  If
+		 * those are fewer than n, the piece is passed without a look into it.
+		 */
+		if (pieces[0].units + pieces[1].units >= n)
+		{
+			if (cursors[0].whole || cursors[1].whole)
+			{
+				cursors[cursors[0].whole ? 0 : 1].whole = false;
+				continue;
+			}
+			if (pieces[older].units >= n)
+				return pieces[older].time;
+		}
+		n -= pieces[older].units;
+		advance(pool, logs[older], &cursors[older]);
+	}
+}
+
+/*
+ * Changing
+ */
+
+/* Removes the first n chunks of the block that begins with *first. */
+static void
+drop_chunks(RlPool *pool, uint32 *first, uint32 last, uint32 n)
+{
+	uint32		next = chunk_at(pool, last)->next;
+
+	rl_pool_put(pool, *first, last, n);
+	*first = next;
+}
+
+/* Removes what is ahead of the cursor. */
+void
+rl_log_cut(RlPool *pool, RlLog *log, const RlCursor *cursor)
+{
+	RlBlock    *block = NULL;
+	uint32	   *first = &log->first;
+	RlChunk    *chunk;
+	int64		units = 0;
+	uint32		before = RL_NO_CHUNK;
+	uint32		n = 0;
+	uint32		place = cursor->block;
+
+	while (log->index_first != cursor->index || place > 0)
+	{
+		RlBlock    *gone = &chunk_at(pool, log->index_first)->block[0];
+
+		place -= (log->index_first == cursor->index);
+		rl_pool_put(pool, gone->first, gone->last, gone->nchunks);
+		remove_first_block(pool, log);
+	}
+	if (cursor->whole)
+		return;
+	if (cursor->index != RL_NO_CHUNK)
+	{
+		block = &chunk_at(pool, cursor->index)->block[0];
+		first = &block->first;
+	}
+	for (uint32 c = *first; c != cursor->chunk; c = chunk_at(pool, c)->next)
+	{
+		units += chunk_units(chunk_at(pool, c));
+		before = c;
+		n++;
+	}
+	if (n > 0)
+		drop_chunks(pool, first, before, n);
+	if (cursor->chunk != RL_NO_CHUNK)
+	{
+		chunk = chunk_at(pool, cursor->chunk);
+		for (uint32 i = 0; i < cursor->i; i++)
+			units += chunk->entry[i].units;
+		chunk->n -= cursor->i;
+		memmove(chunk->entry, chunk->entry + cursor->i, chunk->n * sizeof(RlEntry));
+		chunk->entry[0].units -= cursor->skipped;
+		units += cursor->skipped;
+	}
+	if (block != NULL)
+	{
+		block->units -= units;
+		block->nchunks -= n;
+		return;
+	}
+	log->nchunks -= n;
+	if (log->first == RL_NO_CHUNK)
+		log->last = RL_NO_CHUNK;
+}
+
+/*
+ * Appends units at a time that is not before the newest entry's.  As many spare
+ * chunks must be there as rl_log_chunks_wanted says.
+ */
+void
+rl_log_append(RlPool *pool, RlLog *log, int64 time, int64 units)
+{
+	RlChunk    *last = log->last == RL_NO_CHUNK ? NULL : chunk_at(pool, log->last);
+	uint32		number;
+
+	if (last != NULL && last->entry[last->n - 1].time == time)
+	{
+		last->entry[last->n - 1].units += units;
+		return;
+	}
+	if (last == NULL || last->n == RL_CHUNK_ENTRIES)
+	{
+		if (log->nchunks == RL_BLOCK_CHUNKS)
+			close_block(pool, log);
+		number = rl_pool_get(pool);
+		if (log->last == RL_NO_CHUNK)
+			log->first = number;
+		else
+			chunk_at(pool, log->last)->next = number;
+		log->last = number;
+		log->nchunks++;
+		last = chunk_at(pool, number);
+	}
+	last->entry[last->n++] = (RlEntry) {time, units};
+}
+
+/* Moves the next chunk's entries into the chunk if it has room; true if it had. */
+static bool
+merge_chunks(RlPool *pool, RlBlock *block, uint32 number)
+{
+	RlChunk    *chunk = chunk_at(pool, number);
+	uint32		next_number = chunk->next;
+	RlChunk    *next;
+
+	if (next_number == RL_NO_CHUNK)
+		return false;
+	next = chunk_at(pool, next_number);
+	if (chunk->n + next->n > RL_CHUNK_ENTRIES)
+		return false;
+	memcpy(chunk->entry + chunk->n, next->entry, next->n * sizeof(RlEntry));
+	chunk->n += next->n;
+	chunk->next = next->next;
+	if (block->last == next_number)
+		block->last = number;
+	block->nchunks--;
+	rl_pool_put(pool, next_number, next_number, 1);
+	return true;
+}
+
+/* Removes at most so many units with that time from a chunk; returns how many. */
+static int64
+remove_from_chunk(RlChunk *chunk, int64 time, int64 units)
+{
+	int64		left = units;
+	uint32		i = 0;
+
+	while (i < chunk->n && left > 0)
+	{
+		RlEntry    *entry = &chunk->entry[i];
+		int64		part = Min(left, entry->units);
+
+		if (entry->time != time)
+		{
+			i++;
+			continue;
+		}
+		left -= part;
+		entry->units -= part;
+		if (entry->units == 0)
+		{
+			chunk->n--;
+			memmove(entry, entry + 1, (chunk->n - i) * sizeof(RlEntry));
+		}
+	}
+	return units - left;
+}
+
+/* The same for a block; it may be empty then. */
+static int64
+remove_from_block(RlPool *pool, RlBlock *block, int64 time, int64 units)
+{
+	uint32		before = RL_NO_CHUNK;
+	uint32		number = block->first;
+	int64		left = units;
+
+	while (number != RL_NO_CHUNK && left > 0 && chunk_at(pool, number)->entry[0].time <= time)
+	{
+		RlChunk    *chunk = chunk_at(pool, number);
+		int64		removed = remove_from_chunk(chunk, time, left);
+
+		left -= removed;
+		if (chunk->n == 0)
+		{
+			uint32		emptied = number;
+
+			if (before == RL_NO_CHUNK)
+				block->first = chunk->next;
+			else
+				chunk_at(pool, before)->next = chunk->next;
+			if (block->last == number)
+				block->last = before;
+			block->nchunks--;
+			number = chunk->next;
+			rl_pool_put(pool, emptied, emptied, 1);
+			continue;
+		}
+		if (removed == 0 || before == RL_NO_CHUNK || !merge_chunks(pool, block, before))
+			before = number;
+		number = chunk_at(pool, before)->next;
+	}
+	if (left < units && before != RL_NO_CHUNK)
+		merge_chunks(pool, block, before);
+	if (block->last != RL_NO_CHUNK)
+	{
+		const RlChunk *last = chunk_at(pool, block->last);
+
+		block->newest = last->entry[last->n - 1].time;
+	}
+	return units - left;
+}
+
+/* Drops empty blocks from the index, and makes one of neighbours that fit into one. */
+static void
+compact_index(RlPool *pool, RlLog *log)
+{
+	RlBlock    *kept = NULL;	/* the last block so far */
+	uint32		to = log->index_first;	/* where the next one is kept */
+	uint32		to_i = 0;
+	uint32		last = RL_NO_CHUNK; /* the chunk of the last one */
+
+	for (uint32 from = log->index_first; from != RL_NO_CHUNK; from = chunk_at(pool, from)->next)
+	{
+		uint32		n = chunk_at(pool, from)->n;
+
+		for (uint32 i = 0; i < n; i++)
+		{
+			RlBlock		block = chunk_at(pool, from)->block[i];
+
+			if (block.nchunks == 0)
+				continue;
+			if (kept != NULL && kept->nchunks + block.nchunks <= RL_BLOCK_CHUNKS)
+			{
+				chunk_at(pool, kept->last)->next = block.first;
+				kept->last = block.last;
+				kept->newest = block.newest;
+				kept->units += block.units;
+				kept->nchunks += block.nchunks;
+				continue;
+			}
+			kept = &chunk_at(pool, to)->block[to_i];
+			*kept = block;
+			last = to;
+			chunk_at(pool, to)->n = ++to_i;
+			if (to_i == RL_CHUNK_BLOCKS)
+			{
+				to = chunk_at(pool, to)->next;
+				to_i = 0;
+			}
+		}
+	}
+	/* What comes after the last one is spare. */
+	to = last == RL_NO_CHUNK ? log->index_first : chunk_at(pool, last)->next;
+	while (to != RL_NO_CHUNK)
+	{
+		uint32		next = chunk_at(pool, to)->next;
+
+		rl_pool_put(pool, to, to, 1);
+		to = next;
+	}
+	if (last == RL_NO_CHUNK)
+		log->index_first = RL_NO_CHUNK;
+	else
+		chunk_at(pool, last)->next = RL_NO_CHUNK;
+	log->index_last = last;
+}
+
+/*
+ * Removes at most so many units of the entries with that time, and returns how
+ * many these were.
+ */
+int64
+rl_log_remove(RlPool *pool, RlLog *log, int64 time, int64 units)
+{
+	RlCursor	at;
+	RlBlock		open;
+	int64		left = units;
+	bool		sparse = false;
+
+	for (first_block(pool, log, &at); at.whole && left > 0; next_block(pool, log, &at))
+	{
+		RlBlock    *block = closed_block(pool, &at);
+		int64		removed;
+
+		if (block->newest < time)
+			continue;
+		removed = remove_from_block(pool, block, time, left);
+		if (removed == 0 && block->newest > time)
+			break;
+		left -= removed;
+		block->units -= removed;
+		sparse |= block->nchunks <= RL_BLOCK_CHUNKS / 2;
+	}
+	if (sparse)
+		compact_index(pool, log);
+	if (left > 0 && log->first != RL_NO_CHUNK)
+	{
+		open = (RlBlock) {0, 0, log->first, log->last, log->nchunks};
+		left -= remove_from_block(pool, &open, time, left);
+		log->first = open.first;
+		log->last = open.last;
+		log->nchunks = open.nchunks;
+	}
+	return units - left;
+}

@@ -1,0 +1,206 @@
+/*
+ * sliding.c
+ *		sliding_window and sliding_log: entries, each with its time and its units.
+ *
+ * The time of a sliding_window's entry is the number of a sub-window: number k
+ * counts while (k + 1) * step > now - period.
+ */
+#include "postgres.h"
+
+#include "algorithm/algorithm.h"
+
+/* The shortest step that divides the period and is at least a 60th of it. */
+static int64
+default_step(int64 period)
+{
+	int			n = 60;
+
+	while (period % n != 0)
+		n--;
+	return period / n;
+}
+
+static bool
+complete_window(RlLimit *limit, const char *count_name pg_attribute_unused(), RlError *error)
+{
+	if (limit->step == 0)
+		limit->step = default_step(limit->period);
+	if (limit->step >= 1 && limit->period % limit->step == 0 &&
+		limit->period / limit->step <= RL_MAX_STEPS)
+		return true;
+	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+				 "step must divide the period into at most %d equal parts", RL_MAX_STEPS);
+	return false;
+}
+
+static bool
+complete_log(RlLimit *limit pg_attribute_unused(), const char *count_name pg_attribute_unused(),
+			 RlError *error pg_attribute_unused())
+{
+	return true;
+}
+
+/*
+ * Times
+ */
+
+/* When an entry's units become free. */
+static int64
+entry_expiry(const RlLimit *limit, int64 time)
+{
+	if (limit->step > 0)
+		return (time + 1) * limit->step + limit->period;
+	return time + limit->period;
+}
+
+/* The latest time of an entry whose units are free; below 0 if there is none. */
+static int64
+gone_until(const RlLimit *limit, int64 now)
+{
+	if (limit->step == 0)
+		return now - limit->period;
+	return now < limit->period ? -1 : (now - limit->period) / limit->step - 1;
+}
+
+/* Of an entry that is made now; entries' times never decrease. */
+static int64
+entry_time(const RlLimit *limit, const RlView *view, int64 now)
+{
+	return Max(limit->step > 0 ? now / limit->step : now, view->newest);
+}
+
+/*
+ * The algorithms
+ */
+
+static void
+load(const RlLimit *limit, const RlState *state, const RlPool *pool, int64 now, RlView *view)
+{
+	int64		gone = gone_until(limit, now);
+	int64		sums[2] = {state->charged, state->refused};
+
+	view->newest = -1;
+	for (int i = 0; i < 2; i++)
+	{
+		int64		newest;
+
+		sums[i] -= rl_log_seek(pool, &state->log[i], gone, &view->oldest[i]);
+		newest = sums[i] > 0 ? rl_log_newest(pool, &state->log[i]) : -1;
+		view->newest = Max(view->newest, newest);
+	}
+	view->start = -1;
+	view->charged = sums[RL_CHARGED];
+	view->refused = sums[RL_REFUSED];
+}
+
+static int
+chunks_wanted(const RlLimit *limit, const RlState *state, const RlPool *pool, int64 now, int64 quota)
+{
+	RlView		view;
+	int			charge = rl_log_chunks_wanted(pool, &state->log[RL_CHARGED]);
+	int			refusal = limit->count_denied ? rl_log_chunks_wanted(pool, &state->log[RL_REFUSED]) : 0;
+
+	if (charge <= refusal)
+		return refusal;
+	load(limit, state, pool, now, &view);
+	return rl_units_fit(limit, &view, quota) ? charge : refusal;
+}
+
+static int64
+next_free(const RlLimit *limit, const RlState *state, const RlPool *pool, const RlView *view,
+		  int64 now, int64 n)
+{
+	const RlLog *logs[2] = {&state->log[0], &state->log[1]};
+	RlCursor	cursors[2] = {view->oldest[0], view->oldest[1]};
+	int64		newest = 0;
+
+	if (n > view->charged + view->refused)
+		return entry_expiry(limit, entry_time(limit, view, now));
+	if (n < view->charged + view->refused)
+		return entry_expiry(limit, rl_log_unit(pool, logs, cursors, n));
+	if (view->charged > 0)
+		newest = rl_log_newest(pool, logs[RL_CHARGED]);
+	if (view->refused > 0)
+		newest = Max(newest, rl_log_newest(pool, logs[RL_REFUSED]));
+	return entry_expiry(limit, newest);
+}
+
+static void
+skip(const RlState *state, const RlPool *pool, RlView *view, int log, int64 units)
+{
+	rl_log_skip(pool, &state->log[log], &view->oldest[log], units);
+}
+
+static void
+keep(const RlLimit *limit, RlState *state, RlPool *pool, const RlView *view, int64 now,
+	 int64 charged, int64 refused)
+{
+	int64		time = entry_time(limit, view, now);
+
+	state->charged = view->charged + charged;
+	state->refused = view->refused + refused;
+	for (int i = 0; i < 2; i++)
+		rl_log_cut(pool, &state->log[i], &view->oldest[i]);
+	if (charged > 0)
+		rl_log_append(pool, &state->log[RL_CHARGED], time, charged);
+	if (refused > 0)
+		rl_log_append(pool, &state->log[RL_REFUSED], time, refused);
+}
+
+static void
+undo(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, const RlCharge *charge)
+{
+	if (view->charged == 0)
+		return;
+	/* Only entries that count are left then. */
+	keep(limit, state, pool, view, now, 0, 0);
+	state->charged -= rl_log_remove(pool, &state->log[RL_CHARGED], charge->mark, charge->amount);
+	state->changed = true;
+}
+
+static RlCharge
+charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
+{
+	int64		mark = at + reset_after - limit->period;
+
+	return (RlCharge) {quota, at, limit->step > 0 ? mark / limit->step - 1 : mark};
+}
+
+const RlAlgorithm rl_algorithm_sliding_window = {
+	.name = "sliding_window",
+	.most = RL_MAX_COUNT,
+	.has_step = true,
+	.has_count_denied = true,
+	.complete = complete_window,
+	.load = load,
+	.fits = rl_units_fit,
+	.act = rl_units_act,
+	.give = rl_units_give,
+	.undo = undo,
+	.end = rl_units_end,
+	.is_empty = rl_units_are_empty,
+	.chunks_wanted = chunks_wanted,
+	.charge = charge,
+	.next_free = next_free,
+	.keep = keep,
+	.skip = skip
+};
+
+const RlAlgorithm rl_algorithm_sliding_log = {
+	.name = "sliding_log",
+	.most = RL_MAX_LOG,
+	.has_count_denied = true,
+	.complete = complete_log,
+	.load = load,
+	.fits = rl_units_fit,
+	.act = rl_units_act,
+	.give = rl_units_give,
+	.undo = undo,
+	.end = rl_units_end,
+	.is_empty = rl_units_are_empty,
+	.chunks_wanted = chunks_wanted,
+	.charge = charge,
+	.next_free = next_free,
+	.keep = keep,
+	.skip = skip
+};

@@ -1,0 +1,118 @@
+/*
+ * token_bucket.c
+ *		token_bucket: count tokens arrive together each period.
+ *
+ * The state is how many tokens are missing, and the anchor: since when the
+ * period runs that brings the next ones.  A full bucket has no state; the next
+ * take sets the anchor.
+ */
+#include "postgres.h"
+
+#include "common/int.h"
+
+#include "algorithm/algorithm.h"
+
+static bool
+complete(RlLimit *limit, const char *count_name pg_attribute_unused(), RlError *error)
+{
+	int64		span;
+
+	if (!pg_mul_s64_overflow((limit->capacity - 1) / limit->count + 1, limit->period, &span) &&
+		span <= RL_MAX_SPAN)
+		return true;
+	return rl_limit_is_too_long(error);
+}
+
+/* How many lumps of tokens have arrived since an anchor. */
+static int64
+lumps_since(const RlLimit *limit, int64 anchor, int64 now)
+{
+	return now > anchor ? (now - anchor) / limit->period : 0;
+}
+
+/* What is left of missing tokens after so many lumps. */
+static int64
+less_lumps(const RlLimit *limit, int64 units, int64 lumps)
+{
+	return lumps < rl_divide_up(units, limit->count) ? units - lumps * limit->count : 0;
+}
+
+static void
+load(const RlLimit *limit, const RlState *state, const RlPool *pool pg_attribute_unused(),
+	 int64 now, RlView *view)
+{
+	int64		lumps = lumps_since(limit, state->start, now);
+
+	*view = (RlView) {.start = -1};
+	view->charged = less_lumps(limit, state->charged, lumps);
+	if (view->charged > 0)
+		view->start = state->start + lumps * limit->period;
+}
+
+static int64
+next_free(const RlLimit *limit, const RlState *state pg_attribute_unused(),
+		  const RlPool *pool pg_attribute_unused(), const RlView *view, int64 now, int64 n)
+{
+	int64		lumps = rl_divide_up(n, limit->count);
+
+	return (view->start >= 0 ? view->start : now) +
+		(lumps > RL_MAX_SPAN / limit->period ? RL_MAX_SPAN : lumps * limit->period);
+}
+
+static void
+keep(const RlLimit *limit pg_attribute_unused(), RlState *state, RlPool *pool pg_attribute_unused(),
+	 const RlView *view, int64 now, int64 charged, int64 refused pg_attribute_unused())
+{
+	state->charged = view->charged + charged;
+	state->start = state->charged == 0 ? -1 : view->start >= 0 ? view->start : now;
+}
+
+/* True if two anchors are of one series: the bucket was never full between. */
+static bool
+same_series(const RlLimit *limit, int64 a, int64 b)
+{
+	return (a - b) % limit->period == 0;
+}
+
+static int64
+left(const RlLimit *limit, const RlCharge *charge, const RlCharge *later)
+{
+	if (!same_series(limit, charge->mark, later->mark))
+		return 0;
+	return less_lumps(limit, charge->amount, lumps_since(limit, charge->mark, later->at));
+}
+
+static void
+undo(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, const RlCharge *charge)
+{
+	RlCharge	here = {.at = now,.mark = view->start};
+
+	if (view->charged > 0)
+		rl_units_give(limit, state, pool, view, now, left(limit, charge, &here));
+}
+
+static RlCharge
+charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
+{
+	/* The last anchor that is not after the action. */
+	return (RlCharge) {quota, at,
+		at + reset_after - rl_divide_up(reset_after, limit->period) * limit->period};
+}
+
+const RlAlgorithm rl_algorithm_token_bucket = {
+	.name = "token_bucket",
+	.most = RL_MAX_COUNT,
+	.has_burst = true,
+	.complete = complete,
+	.load = load,
+	.fits = rl_units_fit,
+	.act = rl_units_act,
+	.give = rl_units_give,
+	.undo = undo,
+	.end = rl_units_end,
+	.is_empty = rl_units_are_empty,
+	.charge = charge,
+	.left = left,
+	.next_free = next_free,
+	.keep = keep
+};

@@ -1,0 +1,307 @@
+/*
+ * address.c
+ *		Reads ratelimit.redis_url and ratelimit.redis_passfile.
+ *
+ * The URL is
+ *
+ *	redis://[user@]host[:port][,host[:port] ...][/db]
+ *	redis+sentinel://[user@]host[:port][,host[:port] ...]/service[/db]
+ *	unix://[user@]/path[?db=n]
+ *
+ * With rediss instead of redis it is TLS.
+ *
+ * Nothing is taken for granted: what does not parse is an error, and an error
+ * never repeats the URL if it may hold a password.
+ */
+#include "postgres.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include "storage/fd.h"
+
+#include "redis/address.h"
+
+static bool
+wrong_url(RlError *error, const char *detail)
+{
+	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+				 "invalid value for parameter \"ratelimit.redis_url\"");
+	rl_error_detail(error, "%s", detail);
+	return false;
+}
+
+/* Takes the scheme off the front of the URL if it is this one. */
+static bool
+take_scheme(const char **url, const char *scheme)
+{
+	size_t		len = strlen(scheme);
+
+	if (strncmp(*url, scheme, len) != 0)
+		return false;
+	*url += len;
+	return true;
+}
+
+/* Copies [from, to) as a string; false if it is empty or does not fit. */
+static bool
+copy_part(char *dest, size_t size, const char *from, const char *to)
+{
+	size_t		len = to - from;
+
+	if (len == 0 || len >= size)
+		return false;
+	memcpy(dest, from, len);
+	dest[len] = '\0';
+	return true;
+}
+
+/* Reads all of [from, to) as a number from least to most. */
+static bool
+read_number(const char *from, const char *to, int least, int most, int *number)
+{
+	int			value = 0;
+
+	if (from == to || to - from > 5)
+		return false;
+	for (; from < to; from++)
+	{
+		if (*from < '0' || *from > '9')
+			return false;
+		value = value * 10 + (*from - '0');
+	}
+	*number = value;
+	return value >= least && value <= most;
+}
+
+/* Reads [url, end) as a host with or without a port. */
+static bool
+parse_host(const char *url, const char *end, RlAddress *address, RlError *error)
+{
+	const char *host_end;
+
+	/* An address of IP version 6 stands in brackets. */
+	if (url[0] == '[')
+	{
+		host_end = memchr(url, ']', end - url);
+		if (host_end == NULL)
+			return wrong_url(error, "The host's bracket is not closed.");
+		if (!copy_part(address->host, sizeof(address->host), url + 1, host_end))
+			return wrong_url(error, "The host is empty or too long.");
+		host_end++;
+	}
+	else
+	{
+		host_end = memchr(url, ':', end - url);
+		if (host_end == NULL)
+			host_end = end;
+		if (!copy_part(address->host, sizeof(address->host), url, host_end))
+			return wrong_url(error, "The host is empty or too long.");
+	}
+	if (strpbrk(address->host, "?#, \t") != NULL)
+		return wrong_url(error, "The host holds a character that no host has.");
+	if (host_end < end &&
+		(*host_end != ':' ||
+		 !read_number(host_end + 1, end, 1, 65535, &address->port)))
+		return wrong_url(error, "The port must be a number from 1 to 65535.");
+	return true;
+}
+
+/*
+ * Parses the URL.  Returns false with the error set; the target is then
+ * undefined.
+ */
+bool
+rl_target_parse(const char *url, RlTarget *target, RlError *error)
+{
+	RlAddress	address = {0};
+	bool		sentinels = false;
+	const char *at;
+	const char *end;
+
+	target->n = 1;
+	target->service[0] = '\0';
+	if (take_scheme(&url, "unix://"))
+		address.is_path = true;
+	else if (take_scheme(&url, "rediss://"))
+		address.tls = true;
+	else if (take_scheme(&url, "redis+sentinel://"))
+		sentinels = true;
+	else if (take_scheme(&url, "rediss+sentinel://"))
+		sentinels = address.tls = true;
+	else if (!take_scheme(&url, "redis://"))
+		return wrong_url(error, "The URL must start with redis://, rediss://, redis+sentinel://, rediss+sentinel:// or unix://.");
+
+	/* The last @, so that no part of a password is taken for a host. */
+	at = address.is_path && url[0] == '/' ? NULL : strrchr(url, '@');
+	if (at != NULL)
+	{
+		if (memchr(url, ':', at - url) != NULL)
+			return wrong_url(error, "The URL must not hold a password; put it into the file that ratelimit.redis_passfile names.");
+		if (!copy_part(address.user, sizeof(address.user), url, at))
+			return wrong_url(error, "The user is empty or too long.");
+		url = at + 1;
+	}
+
+	if (address.is_path)
+	{
+		end = strstr(url, "?db=");
+		if (end != NULL && !read_number(end + 4, strchr(end, '\0'), 0, 65535, &address.db))
+			return wrong_url(error, "The database must be a number from 0 to 65535.");
+		if (end == NULL)
+			end = strchr(url, '\0');
+		if (url[0] != '/')
+			return wrong_url(error, "The socket's path must be absolute.");
+		if (memchr(url, '?', end - url) != NULL)
+			return wrong_url(error, "The only option is ?db=.");
+		if ((size_t) (end - url) >= sizeof(((struct sockaddr_un *) 0)->sun_path) ||
+			!copy_part(address.host, sizeof(address.host), url, end))
+			return wrong_url(error, "The socket's path is too long.");
+		target->seeds[0] = address;
+		return true;
+	}
+
+	address.port = sentinels ? 26379 : 6379;
+	end = url + strcspn(url, "/");
+	for (int i = 0;; i++)
+	{
+		const char *comma = memchr(url, ',', end - url);
+
+		if (i == RL_MAX_SEEDS)
+			return wrong_url(error, "The URL names too many hosts.");
+		target->seeds[i] = address;
+		if (!parse_host(url, comma ? comma : end, &target->seeds[i], error))
+			return false;
+		target->n = i + 1;
+		if (comma == NULL)
+			break;
+		url = comma + 1;
+	}
+	if (sentinels)
+	{
+		url = *end == '/' ? end + 1 : end;
+		end = url + strcspn(url, "/");
+		if (!copy_part(target->service, sizeof(target->service), url, end))
+			return wrong_url(error, "The name of the Sentinels' service is missing or too long.");
+	}
+	if (*end == '/' && end[1] != '\0' &&
+		!read_number(end + 1, strchr(end, '\0'), 0, 65535, &address.db))
+		return wrong_url(error, "The database must be a number from 0 to 65535.");
+	for (int i = 0; i < target->n; i++)
+		target->seeds[i].db = address.db;
+	return true;
+}
+
+/*
+ * Reads where a server sends one to, "host:port"; without a host it is the
+ * host that the address has already.  Returns false if it is no address.
+ */
+bool
+rl_address_redirect(const char *text, RlAddress *address)
+{
+	const char *colon = strrchr(text, ':');
+
+	if (colon == NULL || strpbrk(text, " /") != NULL ||
+		!read_number(colon + 1, strchr(colon, '\0'), 1, 65535, &address->port))
+		return false;
+	if (address->is_path)
+		strcpy(address->host, "127.0.0.1");
+	address->is_path = false;
+	return colon == text || (colon == text + 1 && text[0] == '?') ||
+		copy_part(address->host, sizeof(address->host), text, colon);
+}
+
+/*
+ * Raises an error if the file is no plain file, or if it must be private and
+ * others have access to it.  It is not to be opened before, because opening a
+ * pipe would wait for its writer.
+ */
+void
+rl_check_file(const char *kind, const char *path, bool must_be_private)
+{
+	struct stat st;
+
+	if (stat(path, &st) != 0)
+		ereport(ERROR,
+				(errcode_for_file_access(),
+				 errmsg("could not stat file \"%s\": %m", path)));
+	if (!S_ISREG(st.st_mode))
+		ereport(ERROR,
+				(errcode(ERRCODE_WRONG_OBJECT_TYPE),
+				 errmsg("%s \"%s\" is not a plain file", kind, path)));
+	if (must_be_private && (st.st_mode & (S_IRWXG | S_IRWXO)))
+		ereport(ERROR,
+				(errcode(ERRCODE_INSUFFICIENT_PRIVILEGE),
+				 errmsg("%s \"%s\" has group or world access", kind, path),
+				 errdetail("Permissions should be u=rw (0600) or less.")));
+}
+
+/*
+ * Reads what the file holds, up to RL_MAX_PASSWORD - 1 bytes, into the buffer.
+ * Returns the number of bytes, or -1 with errno set.  Plain read() leaves no
+ * copy in a buffer that somebody else owns.
+ */
+static int
+read_start(int fd, char *password)
+{
+	int			len = 0;
+
+	while (len < RL_MAX_PASSWORD - 1)
+	{
+		int			n = read(fd, password + len, RL_MAX_PASSWORD - 1 - len);
+
+		if (n < 0 && errno != EINTR)
+			return -1;
+		if (n == 0)
+			break;
+		len += Max(n, 0);
+	}
+	return len;
+}
+
+/*
+ * Reads the password, the first line of ratelimit.redis_passfile, into a
+ * buffer of RL_MAX_PASSWORD bytes, which the caller has to wipe.  Raises an
+ * error if the file cannot be trusted; the buffer is wiped then.
+ */
+void
+rl_password_read(char *password)
+{
+	int			fd;
+	int			len;
+	int			saved_errno;
+
+	rl_check_file("Redis password file", rl_redis_passfile, true);
+	fd = OpenTransientFile(rl_redis_passfile, O_RDONLY | PG_BINARY);
+	if (fd < 0)
+		ereport(ERROR,
+				(errcode_for_file_access(),
+				 errmsg("could not open file \"%s\": %m", rl_redis_passfile)));
+	len = read_start(fd, password);
+	saved_errno = errno;
+	CloseTransientFile(fd);
+	if (len < 0)
+	{
+		explicit_bzero(password, RL_MAX_PASSWORD);
+		errno = saved_errno;
+		ereport(ERROR,
+				(errcode_for_file_access(),
+				 errmsg("could not read file \"%s\": %m", rl_redis_passfile)));
+	}
+	password[len] = '\0';
+	len = strcspn(password, "\r\n");
+	explicit_bzero(password + len, RL_MAX_PASSWORD - len);
+	if (len == RL_MAX_PASSWORD - 1)
+	{
+		explicit_bzero(password, RL_MAX_PASSWORD);
+		ereport(ERROR,
+				(errcode(ERRCODE_CONFIG_FILE_ERROR),
+				 errmsg("Redis password file \"%s\" has too long a line", rl_redis_passfile)));
+	}
+	if (len == 0)
+		ereport(ERROR,
+				(errcode(ERRCODE_CONFIG_FILE_ERROR),
+				 errmsg("Redis password file \"%s\" holds no password", rl_redis_passfile)));
+}

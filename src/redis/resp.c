@@ -1,0 +1,263 @@
+/*
+ * resp.c
+ *		Redis's protocol: commands into bytes, and bytes into a bounded reply.
+ *
+ * The parser is hiredis's.  Version 0.14 ends the process when memory ends,
+ * and any version believes the lengths it is told.  So it calls functions of
+ * our own, which put what it finds into a struct.
+ */
+#include "postgres.h"
+
+#include <hiredis/hiredis.h>
+
+#include "utils/builtins.h"
+#include "utils/memutils.h"
+
+#include "redis/resp.h"
+
+/* hiredis 1.0 has more reply types, and counts elements by size_t. */
+#if HIREDIS_MAJOR >= 1
+typedef size_t ElementCount;
+#else
+typedef int ElementCount;
+#endif
+
+static void *
+got_value(const redisReadTask *task, bool valid, int64 value)
+{
+	RlReply    *reply = task->privdata;
+	bool		top = task->parent == NULL;
+
+	if (!valid || (!top && task->parent->parent != NULL) || reply->nvalues == RL_MAX_VALUES)
+		reply->kind = RL_REPLY_OTHER;
+	else
+		reply->values[reply->nvalues++] = value;
+	return reply;
+}
+
+/* Reads all of the string as a decimal int64. */
+static bool
+read_int64(const char *str, size_t len, int64 *value)
+{
+	char		copy[21];
+	char	   *end;
+
+	if (len == 0 || len >= sizeof(copy) || strspn(str, "-0123456789") < len)
+		return false;
+	memcpy(copy, str, len);
+	copy[len] = '\0';
+	errno = 0;
+	*value = strtoll(copy, &end, 10);
+	return errno == 0 && end == copy + len;
+}
+
+static void *
+got_string(const redisReadTask *task, char *str, size_t len)
+{
+	RlReply    *reply = task->privdata;
+
+	if (task->type == REDIS_REPLY_STRING)
+	{
+		int64		value = 0;
+		bool		valid = read_int64(str, len, &value);
+
+		if (!valid && task->parent != NULL && task->parent->parent == NULL && task->idx == 0 &&
+			len < sizeof(reply->text) && reply->kind == RL_REPLY_NUMBERS)
+		{
+			for (size_t i = 0; i < len; i++)
+				if (str[i] <= ' ' || str[i] > '~')
+					return got_value(task, false, 0);
+			reply->kind = RL_REPLY_ADDRESS;
+			memcpy(reply->text, str, len);
+			reply->text[len] = '\0';
+			return reply;
+		}
+		return got_value(task, valid, value);
+	}
+
+	if (task->parent != NULL ||
+		(task->type != REDIS_REPLY_ERROR && task->type != REDIS_REPLY_STATUS))
+	{
+		reply->kind = RL_REPLY_OTHER;
+		return reply;
+	}
+	reply->kind = task->type == REDIS_REPLY_ERROR ? RL_REPLY_ERROR : RL_REPLY_STATUS;
+	len = Min(len, sizeof(reply->text) - 1);
+	for (size_t i = 0; i < len; i++)
+		reply->text[i] = (str[i] >= ' ' && str[i] <= '~') ? str[i] : '?';
+	reply->text[len] = '\0';
+	return reply;
+}
+
+static void *
+got_array(const redisReadTask *task, ElementCount n)
+{
+	RlReply    *reply = task->privdata;
+
+	/* Maps, sets and their like come here too. */
+	if (task->parent != NULL || task->type != REDIS_REPLY_ARRAY || n > RL_MAX_VALUES)
+		reply->kind = RL_REPLY_OTHER;
+	reply->is_array = true;
+	return reply;
+}
+
+static void *
+got_integer(const redisReadTask *task, long long value)
+{
+	return got_value(task, true, value);
+}
+
+static void *
+got_nil(const redisReadTask *task)
+{
+	RlReply    *reply = task->privdata;
+
+	if (task->parent == NULL)
+	{
+		reply->kind = RL_REPLY_NIL;
+		return reply;
+	}
+	return got_value(task, false, 0);
+}
+
+#if HIREDIS_MAJOR >= 1
+static void *
+got_double(const redisReadTask *task, double value pg_attribute_unused(),
+		   char *str pg_attribute_unused(), size_t len pg_attribute_unused())
+{
+	return got_value(task, false, 0);
+}
+
+static void *
+got_bool(const redisReadTask *task, int value pg_attribute_unused())
+{
+	return got_value(task, false, 0);
+}
+#endif
+
+static void
+free_nothing(void *object pg_attribute_unused())
+{
+}
+
+static redisReplyObjectFunctions object_functions = {
+	.createString = got_string,
+	.createArray = got_array,
+	.createInteger = got_integer,
+	.createNil = got_nil,
+#if HIREDIS_MAJOR >= 1
+	.createDouble = got_double,
+	.createBool = got_bool,
+#endif
+	.freeObject = free_nothing
+};
+
+/* Makes the reader put the next reply into *reply. */
+void
+rl_resp_attach(struct redisReader *reader, RlReply *reply)
+{
+	reply->kind = RL_REPLY_NUMBERS;
+	reply->is_array = false;
+	reply->nvalues = 0;
+	reader->fn = &object_functions;
+	reader->privdata = reply;
+}
+
+/* Appends one argument in Redis's protocol. */
+void
+rl_resp_arg(StringInfo out, const char *data, int len)
+{
+	char	   *p;
+
+	/* Room for "$", the length, two ends of line, and a terminator. */
+	enlargeStringInfo(out, len + 16);
+	p = out->data + out->len;
+	*p++ = '$';
+	p += pg_ultoa_n(len, p);
+	*p++ = '\r';
+	*p++ = '\n';
+	memcpy(p, data, len);
+	p += len;
+	*p++ = '\r';
+	*p++ = '\n';
+	out->len = p - out->data;
+}
+
+/*
+ * The one place that tells the error codes apart.  Of a call that got one of
+ * these, the server has run nothing, unless the step is RL_STEP_FAIL.  The
+ * first code that the reply begins with counts; any other code fails.
+ */
+static const struct
+{
+	const char *code;
+	RlNextStep	step;
+}			error_codes[] = {
+	{"MOVED ", RL_STEP_MOVED},
+	{"ASK ", RL_STEP_ASK},
+	{"NOSCRIPT", RL_STEP_SEND_SOURCE},
+
+	/* The keys of the call are on two nodes while their slot moves. */
+	{"TRYAGAIN", RL_STEP_WAIT},
+
+	/* A replica; its master may be known by now. */
+	{"READONLY", RL_STEP_LEAVE},
+	/* A replica that lost its master. */
+	{"MASTERDOWN", RL_STEP_LEAVE},
+	/* A master that lost its replicas, one of which may be the new master. */
+	{"NOREPLICAS", RL_STEP_LEAVE},
+	/* It has just been started; its replica may be the new master. */
+	{"LOADING", RL_STEP_LEAVE},
+	/* A node that is cut off from the others. */
+	{"CLUSTERDOWN The cluster is down", RL_STEP_LEAVE},
+	/* The nodes agree that no node has the slot. */
+	{"CLUSTERDOWN", RL_STEP_FAIL},
+
+	/* Only an operator can help. */
+	{"OOM", RL_STEP_FAIL},
+	{"MISCONF", RL_STEP_FAIL},
+	{"NOAUTH", RL_STEP_FAIL},
+	{"NOPERM", RL_STEP_FAIL},
+	/* A script has run for seconds, so waiting takes more than a call has. */
+	{"BUSY", RL_STEP_FAIL}
+};
+
+/* Says what to do about the reply; RL_STEP_FAIL also if it is no error reply. */
+RlNextStep
+rl_reply_next_step(const RlReply *reply)
+{
+	if (reply->kind != RL_REPLY_ERROR)
+		return RL_STEP_FAIL;
+	for (size_t i = 0; i < lengthof(error_codes); i++)
+		if (strncmp(reply->text, error_codes[i].code, strlen(error_codes[i].code)) == 0)
+			return error_codes[i].step;
+	return RL_STEP_FAIL;
+}
+
+/* Empties a buffer that is all zero at first and lives as long as the backend. */
+void
+rl_resp_keep(StringInfo out)
+{
+	if (out->data == NULL)
+	{
+		MemoryContext old = MemoryContextSwitchTo(TopMemoryContext);
+
+		initStringInfo(out);
+		MemoryContextSwitchTo(old);
+	}
+	resetStringInfo(out);
+}
+
+/* Appends the start of a command: how many arguments, its name included. */
+void
+rl_resp_start(StringInfo out, int nargs)
+{
+	char		header[16];
+	int			n;
+
+	header[0] = '*';
+	n = 1 + pg_ultoa_n(nargs, header + 1);
+	header[n++] = '\r';
+	header[n++] = '\n';
+	appendBinaryStringInfo(out, header, n);
+}

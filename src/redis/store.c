@@ -1,0 +1,658 @@
+/*
+ * store.c
+ *		Limits to scripts: what is asked of Redis, and what its numbers mean.
+ *
+ * All that is known of a key lives in one hash, "<prefix>{<key>}": for each
+ * limit a field named by what tells limits' states apart, the limit's tag (for
+ * a sliding_log several, see log.lua), and the field "ban".  So every act is
+ * one key, atomic and one round trip.
+ */
+#include "postgres.h"
+
+#include "utils/builtins.h"
+
+#include "charges.h"
+#include "redis/redis.h"
+
+/* The fast way of the commonest case: one throttle, without a ban of its own. */
+static RlScript throttle_script = {.source =
+#include "redis/throttle.lua.h"
+};
+
+/* One for limits of one algorithm each, so that no other's code is run. */
+static RlScript check_scripts[] = {
+	[RL_THROTTLE] = {.source =
+#include "redis/check_throttle.lua.h"
+	},
+	[RL_TOKEN_BUCKET] = {.source =
+#include "redis/check_token_bucket.lua.h"
+	},
+	[RL_FIXED_WINDOW] = {.source =
+#include "redis/check_fixed_window.lua.h"
+	},
+	[RL_SLIDING_WINDOW] = {.source =
+#include "redis/check_sliding_window.lua.h"
+	},
+	[RL_SLIDING_LOG] = {.source =
+#include "redis/check_sliding_log.lua.h"
+	}
+};
+static RlScript check_mixed_script = {.source =
+#include "redis/check_mixed.lua.h"
+};
+static RlScript refund_script = {.source =
+#include "redis/refund.lua.h"
+};
+static RlScript reset_script = {.source =
+#include "redis/reset.lua.h"
+};
+static RlScript ban_script = {.source =
+#include "redis/ban.lua.h"
+};
+static RlScript undo_script = {.source =
+#include "redis/undo.lua.h"
+};
+static RlScript version_script = {.source =
+#include "redis/version.lua.h"
+};
+
+#define MAX_TAG				64
+
+/* Longer than any wait is, unless clocks or numbers have changed. */
+#define MAX_WAIT			(2 * RL_MAX_SPAN)
+
+#define MAX_HASH			(RL_MAX_PREFIX + 3 * RL_MAX_KEY + 2)
+
+/* Writes "<prefix>{<key>}", with what would confuse the braces escaped. */
+static int
+hash_name(const RlKey *key, char *name)
+{
+	int			n = strlen(rl_key_prefix);
+
+	memcpy(name, rl_key_prefix, n);
+	name[n++] = '{';
+	for (int i = 0; i < key->len; i++)
+	{
+		char		c = key->data[i];
+
+		if (c == '%' || c == '{' || c == '}')
+		{
+			memcpy(name + n, c == '%' ? "%25" : c == '{' ? "%7B" : "%7D", 3);
+			n += 3;
+		}
+		else
+			name[n++] = c;
+	}
+	name[n++] = '}';
+	return n;
+}
+
+static void
+append_text(RlCommand *command, const char *text)
+{
+	rl_command_arg(command, text, strlen(text));
+}
+
+/* Appends what a script's arguments begin with: the hash, and the time if a test sets it. */
+static void
+append_key(RlCommand *command, const RlKey *key)
+{
+	char		name[MAX_HASH];
+
+	rl_command_number(command, 1);
+	rl_command_arg(command, name, hash_name(key, name));
+	append_text(command, rl_debug_now);
+}
+
+/* Writes the limit's tag, and returns its length. */
+static int
+limit_tag(const RlLimit *limit, char *tag)
+{
+	const char *name = rl_algorithm(limit)->name;
+	int			n = strlen(name);
+
+	memcpy(tag, name, n);
+	tag[n++] = ':';
+	n += pg_lltoa(limit->period, tag + n);
+	if (limit->algorithm == RL_SLIDING_WINDOW)
+	{
+		tag[n++] = ':';
+		n += pg_lltoa(limit->step, tag + n);
+	}
+	if (limit->from_first)
+	{
+		memcpy(tag + n, ":first", 6);
+		n += 6;
+	}
+	return n;
+}
+
+static void
+append_tag(RlCommand *command, const RlLimit *limit)
+{
+	char		tag[MAX_TAG];
+
+	rl_command_arg(command, tag, limit_tag(limit, tag));
+}
+
+/* Appends nanoseconds as microseconds and the rest. */
+static void
+append_ns(RlCommand *command, int64 ns)
+{
+	rl_command_number(command, ns / 1000);
+	rl_command_number(command, ns % 1000);
+}
+
+/*
+ * Appends one limit as state.lua reads it.  Without trace a refusal is not
+ * counted, neither as quota nor for a ban.  The quota may exceed the capacity: no
+ * take succeeds then, and a refund is of the whole quota.
+ */
+static void
+append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace)
+{
+	bool		possible = quota <= limit->capacity;
+	bool		ban = trace && possible && limit->ban > 0;
+
+	append_text(command, rl_algorithm(limit)->name);
+	append_tag(command, limit);
+	rl_command_number(command, limit->period);
+	if (limit->algorithm == RL_THROTTLE)
+	{
+		append_ns(command, rl_throttle_refund(limit, quota));
+		append_ns(command, possible ? rl_throttle_cost(limit, limit->capacity - quota) : -1000);
+	}
+	else
+	{
+		rl_command_number(command, limit->capacity);
+		rl_command_number(command,
+						  limit->algorithm == RL_TOKEN_BUCKET ? limit->count :
+						  limit->algorithm == RL_SLIDING_WINDOW ? limit->step :
+						  limit->from_first);
+		append_text(command, "");
+		append_text(command, "");
+	}
+	append_text(command, trace && possible && limit->count_denied ? "1" : "");
+	rl_command_number(command, ban ? limit->ban : 0);
+	rl_command_number(command, ban ? limit->ban_after : 0);
+}
+
+static bool
+wrong_reply(RlError *error)
+{
+	rl_redis_distrust();
+	rl_error_set(error, ERRCODE_PROTOCOL_VIOLATION,
+				 "unexpected reply from Redis: it does not answer the script");
+	return false;
+}
+
+/* True if a limit that is no throttle can have these four numbers. */
+static bool
+is_plausible(const RlLimit *limit, int64 quota, RlTake how, int64 verdict, const int64 *values)
+{
+	int64		allowed = values[0];
+	int64		used = values[1];
+	int64		wait = values[2];
+	int64		reset = values[3];
+	bool		possible = quota <= limit->capacity;
+	bool		lacks = used > limit->capacity - quota;
+
+	if (allowed > 1 || (allowed && !possible) || (used > 0) != (reset > 0) ||
+		used > 2 * RL_MAX_COUNT)
+		return false;
+	if (verdict == 0)
+		return allowed && used >= quota && used <= limit->capacity && wait == 0;
+	if ((wait > 0) != (possible && lacks))
+		return false;
+	/* Of an action that was counted as refused the quota is in use. */
+	if (verdict == -1 && limit->count_denied && how != RL_TAKE_QUIETLY && possible && quota > 0)
+		return used >= quota && (allowed ? used <= limit->capacity : used >= limit->capacity);
+	return allowed != lacks;
+}
+
+/*
+ * Sets a decision for each limit from the numbers of a check, and for each
+ * throttle, whose figures are not charged yet, the backlog.  Returns false if
+ * the numbers cannot be a check's.
+ */
+static bool
+read_decisions(const RlLimits *limits, int64 quota, RlTake how, const RlReply *reply,
+			   RlDecision *decisions, int64 *backlog)
+{
+	int64		verdict = reply->values[0];
+	int			v = 3;
+
+	for (int i = 0; i < limits->n; i++)
+	{
+		const RlLimit *limit = &limits->limit[i];
+		RlDecision *d = &decisions[i];
+		const int64 *values = &reply->values[v];
+
+		v += limit->algorithm == RL_THROTTLE ? 1 : 4;
+		if (v > reply->nvalues)
+			return false;
+		for (const int64 *value = values; value < &reply->values[v]; value++)
+			if (*value < 0)
+				return false;
+		d->source = RL_FROM_REDIS;
+		d->ban_left = 0;
+		if (limit->algorithm == RL_THROTTLE)
+		{
+			backlog[i] = Min(values[0], RL_MAX_BACKLOG);
+			rl_throttle_decide(limit, backlog[i], quota, d);
+			continue;
+		}
+		if (!is_plausible(limit, quota, how, verdict, values))
+			return false;
+		d->allowed = values[0] == 1;
+		d->capacity = limit->capacity;
+		d->remaining = Max(limit->capacity - values[1], 0);
+		d->retry_after = quota > limit->capacity ? RL_NEVER : Min(values[2], MAX_WAIT);
+		d->reset_after = Min(values[3], MAX_WAIT);
+	}
+	return v == reply->nvalues;
+}
+
+/* True if a refusal can bring a ban. */
+static bool
+may_ban(const RlLimits *limits, RlTake how)
+{
+	for (int i = 0; i < limits->n; i++)
+		if (limits->limit[i].ban > 0)
+			return how != RL_TAKE_QUIETLY;
+	return false;
+}
+
+/* The fast script, which does not tell the time, does for one throttle without options. */
+static bool
+is_plain_throttle(const RlLimits *limits)
+{
+	return limits->n == 1 && limits->limit[0].algorithm == RL_THROTTLE &&
+		limits->limit[0].ban == 0 && !limits->timed;
+}
+
+static RlScript *
+take_script(const RlLimits *limits)
+{
+	if (is_plain_throttle(limits))
+		return &throttle_script;
+	for (int i = 1; i < limits->n; i++)
+		if (limits->limit[i].algorithm != limits->limit[0].algorithm)
+			return &check_mixed_script;
+	return &check_scripts[limits->limit[0].algorithm];
+}
+
+/* True if the throttle's script is to charge, and not only to look. */
+static bool
+charges(const RlLimit *limit, int64 quota, RlTake how)
+{
+	return how != RL_PEEK && quota <= limit->capacity;
+}
+
+/* Appends the arguments of take_script. */
+static void
+append_take(RlCommand *command, const RlKey *key, const RlLimits *limits, int64 quota, RlTake how)
+{
+	append_key(command, key);
+	if (is_plain_throttle(limits))
+	{
+		const RlLimit *limit = &limits->limit[0];
+		bool		charge = charges(limit, quota, how);
+
+		append_tag(command, limit);
+		append_ns(command, charge ? rl_throttle_cost(limit, quota) : 0);
+		append_ns(command, charge ? rl_throttle_cost(limit, limit->capacity - quota) : 0);
+		return;
+	}
+	append_text(command, how == RL_PEEK ? "0" : "1");
+	rl_command_number(command, quota);
+	for (int i = 0; i < limits->n; i++)
+		append_limit(command, &limits->limit[i], quota, how != RL_TAKE_QUIETLY);
+}
+
+/* Brings the throttle's reply to the form in which a check answers, but for the time. */
+static bool
+read_throttle(const RlLimit *limit, int64 quota, RlTake how, const RlReply *reply, RlReply *check)
+{
+	int64		backlog = reply->values[0];
+	RlDecision	decision;
+
+	if (reply->kind != RL_REPLY_NUMBERS || reply->nvalues != (reply->is_array ? 2 : 1))
+		return false;
+	check->values[0] = backlog < 0 ? -1 : 0;
+	if (reply->is_array)
+	{
+		if (reply->values[0] <= 0)
+			return false;
+		check->values[0] = reply->values[0];
+		backlog = reply->values[1];
+	}
+	else
+	{
+		backlog = backlog < 0 ? -Max(backlog, -RL_MAX_BACKLOG) : Min(backlog, RL_MAX_BACKLOG);
+		/* A script that was only to look does not know the verdict. */
+		if (!charges(limit, quota, how))
+		{
+			rl_throttle_decide(limit, backlog, quota, &decision);
+			check->values[0] = decision.allowed ? 0 : -1;
+		}
+	}
+	check->values[1] = check->values[2] = 0;
+	check->values[3] = backlog;
+	check->nvalues = 4;
+	return true;
+}
+
+/* Sets the decisions that a reply of take_script means, and the store's time. */
+static bool
+read_take(const RlLimits *limits, int64 quota, RlTake how, const RlReply *reply,
+		  RlDecision *decisions, int64 *at, RlError *error)
+{
+	bool		allowed = true;
+	int64		backlog[RL_MAX_LIMITS];
+	RlReply		throttles;
+
+	if (is_plain_throttle(limits))
+	{
+		if (!read_throttle(&limits->limit[0], quota, how, reply, &throttles))
+			return wrong_reply(error);
+		reply = &throttles;
+	}
+	else if (reply->kind != RL_REPLY_NUMBERS || !reply->is_array || reply->nvalues < 3 ||
+			 reply->values[0] < -1 || reply->values[1] < 0 || reply->values[2] < 0 ||
+			 (reply->values[1] > 0 && (reply->values[0] != -1 || !may_ban(limits, how))))
+		return wrong_reply(error);
+	*at = reply->values[2];
+	if (!read_decisions(limits, quota, how, reply, decisions, backlog))
+		return wrong_reply(error);
+
+	/* What was charged is what the script said; both count alike, or it lies. */
+	for (int i = 0; i < limits->n; i++)
+		allowed &= decisions[i].allowed;
+	if (reply->values[0] <= 0 && allowed != (reply->values[0] == 0))
+		return wrong_reply(error);
+
+	if (reply->values[0] > 0)
+		rl_apply_ban(decisions, limits->n, Min(reply->values[0], MAX_WAIT), true);
+	else if (reply->values[1] > 0)
+		rl_apply_ban(decisions, limits->n, Min(reply->values[1], MAX_WAIT), false);
+	else if (allowed)
+		for (int i = 0; i < limits->n; i++)
+			if (limits->limit[i].algorithm == RL_THROTTLE)
+				rl_throttle_figures(&limits->limit[i],
+									backlog[i] + rl_throttle_cost(&limits->limit[i], quota),
+									&decisions[i]);
+	return true;
+}
+
+static bool
+redis_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
+		   RlDecision *decisions, int64 *at, RlError *error)
+{
+	RlCommand  *command = rl_command_start();
+	RlReply		reply;
+
+	append_take(command, key, limits, quota, how);
+	return rl_redis_script(take_script(limits), command, &reply, error) &&
+		read_take(limits, quota, how, &reply, decisions, at, error);
+}
+
+typedef struct Many
+{
+	const RlLimits *limits;
+	RlWanted   *wanted;
+	int64	   *unanswered;
+	RlTookOne	took;
+	void	   *arg;
+} Many;
+
+static bool
+append_one(RlCommand *command, int i, void *arg)
+{
+	const Many *many = arg;
+
+	append_take(command, &many->wanted[i].key, many->limits, many->wanted[i].quota, RL_TAKE);
+	return true;
+}
+
+static void
+sent_one(int i pg_attribute_unused(), bool sent, void *arg)
+{
+	const Many *many = arg;
+
+	*many->unanswered += sent ? 1 : -1;
+}
+
+static bool
+read_one(int i, const RlReply *reply, void *arg, RlError *error)
+{
+	const Many *many = arg;
+	RlDecision	decisions[RL_MAX_LIMITS];
+	int64		at;
+
+	if (reply->kind != RL_REPLY_ERROR)
+	{
+		if (!read_take(many->limits, many->wanted[i].quota, RL_TAKE, reply, decisions, &at, error))
+			return false;
+		many->took(i, decisions, at, many->arg);
+	}
+	--*many->unanswered;
+	return true;
+}
+
+/*
+ * Takes from many keys, each for itself; took() is told of each that was
+ * answered.  *unanswered is increased while calls are under way; by those that
+ * never get an answer, of which it is not known what they did, it stays so.
+ * Returns false with the error set when the store fails.
+ */
+bool
+rl_redis_take_many(const RlLimits *limits, RlWanted *wanted, int n, int64 *unanswered,
+				   RlTookOne took, void *arg, RlError *error)
+{
+	Many		many = {limits, wanted, unanswered, took, arg};
+
+	return rl_redis_pipeline(take_script(limits), n, append_one, sent_one, read_one, &many, error);
+}
+
+/* Reads the one number that all but checks answer: how many things were done. */
+static bool
+read_count(const RlReply *reply, int64 *count, RlError *error)
+{
+	if (reply->kind != RL_REPLY_NUMBERS || reply->is_array || reply->nvalues != 1 ||
+		reply->values[0] < 0)
+		return wrong_reply(error);
+	*count = reply->values[0];
+	return true;
+}
+
+/* Reads the 1 of a script that always does what it is for. */
+static bool
+read_done(const RlReply *reply, RlError *error)
+{
+	int64		count;
+
+	return read_count(reply, &count, error) && (count == 1 || wrong_reply(error));
+}
+
+static bool
+redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *error)
+{
+	RlCommand  *command = rl_command_start();
+	RlReply		reply;
+
+	append_key(command, key);
+	append_text(command, "");
+	rl_command_number(command, quota);
+	for (int i = 0; i < limits->n; i++)
+		append_limit(command, &limits->limit[i], quota, false);
+	return rl_redis_script(&refund_script, command, &reply, error) && read_done(&reply, error);
+}
+
+/* Reads whether anything was removed. */
+static bool
+read_found(const RlReply *reply, bool *found, RlError *error)
+{
+	int64		count;
+
+	if (!read_count(reply, &count, error))
+		return false;
+	*found = count > 0;
+	return true;
+}
+
+static bool
+redis_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *error)
+{
+	RlCommand  *command = rl_command_start();
+	char		name[MAX_HASH];
+	RlReply		reply;
+
+	if (limits == NULL)
+	{
+		append_text(command, "UNLINK");
+		rl_command_arg(command, name, hash_name(key, name));
+		return rl_redis_command(command, &reply, error) && read_found(&reply, found, error);
+	}
+	append_key(command, key);
+	for (int i = 0; i < limits->n; i++)
+		append_tag(command, &limits->limit[i]);
+	return rl_redis_script(&reset_script, command, &reply, error) &&
+		read_found(&reply, found, error);
+}
+
+static bool
+redis_ban(const RlKey *key, int64 duration, RlError *error)
+{
+	RlCommand  *command = rl_command_start();
+	RlReply		reply;
+
+	append_key(command, key);
+	append_text(command, "");
+	rl_command_number(command, duration);
+	return rl_redis_script(&ban_script, command, &reply, error) && read_done(&reply, error);
+}
+
+static bool
+redis_unban(const RlKey *key, bool *found, RlError *error)
+{
+	RlCommand  *command = rl_command_start();
+	char		name[MAX_HASH];
+	RlReply		reply;
+
+	append_text(command, "HDEL");
+	rl_command_arg(command, name, hash_name(key, name));
+	append_text(command, "ban");
+	return rl_redis_command(command, &reply, error) && read_found(&reply, found, error);
+}
+
+const RlStore rl_redis_store = {
+	.take = redis_take,
+	.refund = redis_refund,
+	.reset = redis_reset,
+	.ban = redis_ban,
+	.unban = redis_unban
+};
+
+/*
+ * Taking charges back
+ */
+
+/* Writes what the key is called in Redis, in RL_MAX_PLACE bytes at most. */
+int
+rl_redis_place(const RlKey *key, char *place)
+{
+	StaticAssertStmt(MAX_HASH <= RL_MAX_PLACE, "a hash's name has no room");
+	return hash_name(key, place);
+}
+
+typedef struct Undo
+{
+	RlUndoNext	next;
+	RlUndoDone	done;
+	void	   *arg;
+} Undo;
+
+static bool
+append_undo(RlCommand *command, int i, void *arg)
+{
+	const Undo *undo = arg;
+	const char *place;
+	int			len;
+	const RlLimit *limits[RL_MAX_UNDO];
+	const RlCharge *charges[RL_MAX_UNDO];
+	int			n = undo->next(i, &place, &len, limits, charges, undo->arg);
+
+	if (n == 0)
+		return false;
+	rl_command_number(command, 1);
+	rl_command_arg(command, place, len);
+	append_text(command, rl_debug_now);
+	append_text(command, "");
+	rl_command_number(command, 0);
+	for (int j = 0; j < n; j++)
+	{
+		bool		ns = limits[j]->algorithm == RL_THROTTLE;
+
+		append_limit(command, limits[j], 0, false);
+		rl_command_number(command, ns ? charges[j]->amount / 1000 : charges[j]->amount);
+		rl_command_number(command, ns ? charges[j]->amount % 1000 : 0);
+		rl_command_number(command, charges[j]->at);
+		rl_command_number(command, charges[j]->mark);
+	}
+	return true;
+}
+
+static bool
+read_undo(int i, const RlReply *reply, void *arg, RlError *error)
+{
+	const Undo *undo = arg;
+	RlError		why;
+	bool		accepted = rl_redis_accepted(reply, &why);
+
+	if (accepted && !read_done(reply, error))
+		return false;
+	undo->done(i, accepted ? NULL : &why, undo->arg);
+	return true;
+}
+
+/*
+ * Takes charges back in n calls of the script: next() tells what call i takes
+ * back, at most RL_MAX_UNDO charges of one place, and how many they are, 0 when
+ * it is done, and done() is told when it is done, or why Redis refused it.
+ * Returns false with the error set when the store fails; quietly, it does not
+ * throw.
+ */
+bool
+rl_redis_undo(int n, RlUndoNext next, RlUndoDone done, bool quietly, void *arg, RlError *error)
+{
+	Undo		undo = {next, done, arg};
+
+	return rl_redis_pipeline_all(&undo_script, n, append_undo, read_undo, &undo, quietly, error);
+}
+
+/* Makes sure that charges can be taken back quietly. */
+void
+rl_redis_reserve_undo(void)
+{
+	rl_redis_reserve(&undo_script);
+}
+
+/* Asks which server it is, and of which version, for people. */
+bool
+rl_redis_version(char *version, Size size, RlError *error)
+{
+	RlCommand  *command = rl_command_start();
+	RlReply		reply;
+	int			number;
+
+	rl_command_number(command, 0);
+	if (!rl_redis_script(&version_script, command, &reply, error))
+		return false;
+	if (reply.kind != RL_REPLY_NUMBERS || reply.nvalues != 2)
+		return wrong_reply(error);
+	number = reply.values[1] & 0xffffff;
+	snprintf(version, size, "%s %d.%d.%d", reply.values[0] == 1 ? "Valkey" : "Redis",
+			 number >> 16, (number >> 8) & 0xff, number & 0xff);
+	return true;
+}

@@ -1,0 +1,91 @@
+/*
+ * cells.h
+ *		The local store's memory: a cell for each state of a key, and chunks of
+ *		entries.
+ */
+#ifndef CELLS_H
+#define CELLS_H
+
+#include "algorithm/algorithm.h"
+#include "shared/shared.h"
+
+#define RL_BAN_CELL			15	/* in place of an algorithm */
+#define RL_NO_CELL			0	/* cells are numbered from 1 */
+
+/* The cells that one act may need: its limits' and the ban. */
+#define RL_MAX_WANTED		(RL_MAX_LIMITS + 1)
+
+/*
+ * One state of one key; the lock of its partition protects it.  With 128 bytes
+ * it is in two lines of the processor's cache.
+ */
+typedef struct RlCell
+{
+	RlName		name;
+	int64		period;			/* what tells limits' states apart */
+	int64		step;
+	int64		start;			/* as in RlState, also the next five */
+	int64		charged;		/* of a ban, start is its end */
+	int64		refused;
+	int64		ban_since;
+	int64		ban_count;
+	RlLog		log[2];
+	int64		end;			/* when it is of no use any more */
+	uint32		next;			/* in its hash chain, or among the free */
+	uint32		heap_at:26;		/* its place in the heap, */
+	uint32		heap:1;			/* and which one that is */
+	uint32		algorithm:4;
+	uint32		from_first:1;
+} RlCell;
+
+struct Partition;
+struct HeapItem;
+
+/*
+ * An act's view of its partition, which is locked, and what it has at hand:
+ * cells and chunks that no other backend can use.  Starts with all zeros but the
+ * name.
+ */
+typedef struct RlCells
+{
+	RlName		name;
+	int64		now;
+	int			number;
+	struct Partition *partition;
+	uint32	   *bucket;			/* of the key */
+	struct HeapItem *heap;
+	RlCell	   *cells;
+	RlPool		pool;
+	uint32		spare;			/* a list of cells */
+	uint32		spare_last;
+	uint32		nspare;
+} RlCells;
+
+static inline RlCell *
+rl_cell_at(const RlCells *view, uint32 c)
+{
+	return &view->cells[c - 1];
+}
+
+/* True if the cell is the limit's; without a limit, the ban. */
+static inline bool
+rl_cell_is_of(const RlCell *cell, const RlLimit *limit)
+{
+	if (limit == NULL)
+		return cell->algorithm == RL_BAN_CELL;
+	return cell->algorithm == limit->algorithm && cell->period == limit->period &&
+		cell->step == limit->step && cell->from_first == limit->from_first;
+}
+
+extern void rl_cells_lock(RlCells *view, LWLockMode mode);
+extern void rl_cells_unlock(RlCells *view);
+extern void rl_cells_release(RlCells *view);
+extern bool rl_cells_reserve(RlCells *view, uint32 cells, uint32 chunks);
+extern bool rl_cells_evict(RlCells *view, uint32 cells, uint32 chunks);
+
+extern uint32 rl_cell_find(const RlCells *view, const RlLimit *limit);
+extern uint32 rl_cell_make(RlCells *view, const RlLimit *limit);
+extern void rl_cell_set_end(RlCells *view, uint32 c, int64 end);
+extern void rl_cell_remove(RlCells *view, uint32 c);
+
+#endif							/* CELLS_H */

@@ -1,0 +1,342 @@
+/*
+ * local_store.c
+ *		The store in this server's shared memory: states by the same algorithms
+ *		as in Redis.
+ */
+#include "postgres.h"
+
+#include "shared/cells.h"
+#include "charges.h"
+
+/*
+ * States
+ */
+
+/* What a cell keeps, as a state; of no cell, that of a limit never used. */
+static void
+load_state(const RlCells *view, uint32 c, RlState *state)
+{
+	const RlCell *cell;
+
+	*state = (RlState) RL_NO_STATE;
+	if (c == RL_NO_CELL)
+		return;
+	cell = rl_cell_at(view, c);
+	state->start = cell->start;
+	state->charged = cell->charged;
+	state->refused = cell->refused;
+	state->log[0] = cell->log[0];
+	state->log[1] = cell->log[1];
+	state->ban_since = cell->ban_since;
+	state->ban_count = cell->ban_count;
+}
+
+/* Keeps what an act has changed of the state, in cell c if it has one. */
+static void
+save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state)
+{
+	RlCell	   *cell;
+
+	if (!state->changed && !state->ban_changed)
+		return;
+	if (c == RL_NO_CELL)
+		c = rl_cell_make(view, limit);
+	cell = rl_cell_at(view, c);
+	cell->start = state->start;
+	cell->charged = state->charged;
+	cell->refused = state->refused;
+	cell->log[0] = state->log[0];
+	cell->log[1] = state->log[1];
+	cell->ban_since = state->ban_since;
+	cell->ban_count = state->ban_count;
+	/* Redis would have no field for it. */
+	if (rl_state_is_empty(limit, state) && state->ban_count == 0 && limit->algorithm != RL_TOKEN_BUCKET)
+		rl_cell_remove(view, c);
+	else
+		rl_cell_set_end(view, c, rl_state_end(limit, state, &view->pool));
+}
+
+static void
+set_ban(RlCells *view, uint32 c, int64 until)
+{
+	if (c == RL_NO_CELL)
+		c = rl_cell_make(view, NULL);
+	rl_cell_at(view, c)->start = until;
+	rl_cell_set_end(view, c, until);
+}
+
+/* The key's cells of the limits, and their states. */
+static void
+load_states(const RlCells *view, const RlLimits *limits, uint32 *found, RlState *states)
+{
+	for (int i = 0; i < limits->n; i++)
+	{
+		found[i] = rl_cell_find(view, &limits->limit[i]);
+		load_state(view, found[i], &states[i]);
+	}
+}
+
+/* Counts what an act may need more: cells, one of a ban among them, and chunks. */
+static void
+count_wanted(const RlCells *view, const RlLimits *limits, int64 quota, const uint32 *found,
+			 uint32 ban, const RlState *states, uint32 *cells, uint32 *chunks)
+{
+	bool		may_ban = false;
+
+	*cells = *chunks = 0;
+	for (int i = 0; i < limits->n; i++)
+	{
+		*cells += found[i] == RL_NO_CELL;
+		*chunks += rl_chunks_wanted(&limits->limit[i], &states[i], &view->pool, view->now, quota);
+		may_ban |= limits->limit[i].ban > 0;
+	}
+	*cells += may_ban && ban == RL_NO_CELL;
+}
+
+/* Ends an act. */
+static void
+finish(RlCells *view)
+{
+	rl_cells_unlock(view);
+	rl_cells_release(view);
+}
+
+/* Sets the error of an act that other keys cannot make room for. */
+static bool
+no_room(RlCells *view, RlError *error)
+{
+	rl_cells_release(view);
+	rl_error_set(error, ERRCODE_OUT_OF_MEMORY, "out of shared memory for rate limits");
+	rl_error_detail(error, "ratelimit.local_max_keys says how much there is.");
+	return false;
+}
+
+/*
+ * The store
+ */
+
+/*
+ * The fast way of the commonest case, one throttle without a ban of its own.
+ * Returns false, with nothing done, if it is not that simple.
+ */
+static bool
+take_throttle(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decision)
+{
+	uint32		c = RL_NO_CELL;
+	int64		now = view->now * 1000;
+	int64		backlog = 0;
+
+	for (uint32 i = *view->bucket; i != RL_NO_CELL; i = rl_cell_at(view, i)->next)
+	{
+		if (!rl_same_name(rl_cell_at(view, i)->name, view->name))
+			continue;
+		if (rl_cell_is_of(rl_cell_at(view, i), limit))
+			c = i;
+		else if (rl_cell_is_of(rl_cell_at(view, i), NULL))
+			return false;
+	}
+	if (c != RL_NO_CELL && rl_cell_at(view, c)->ban_count > 0)
+		return false;
+	if (c != RL_NO_CELL)
+		backlog = Max(rl_cell_at(view, c)->start - now, 0);
+	else if (quota > 0 && quota <= limit->capacity && !rl_cells_reserve(view, 1, 0))
+		return false;
+	backlog = rl_throttle_act(limit, backlog, quota, decision);
+	if (!decision->allowed || quota == 0)
+		return true;
+	if (c == RL_NO_CELL)
+		c = rl_cell_make(view, limit);
+	rl_cell_at(view, c)->start = now + backlog;
+	rl_cell_set_end(view, c, view->now + backlog / 1000 + 1);
+	return true;
+}
+
+/*
+ * Looks up what an act needs, under the lock of the key's partition, and makes
+ * sure of the room for what it may write.  Returns false, with the lock released,
+ * if there is no room.
+ */
+static bool
+begin_act(RlCells *view, const RlLimits *limits, int64 quota, RlTake how,
+		  uint32 *found, RlState *states, uint32 *ban, RlError *error)
+{
+	uint32		cells;
+	uint32		chunks;
+
+	for (;;)
+	{
+		load_states(view, limits, found, states);
+		*ban = rl_cell_find(view, NULL);
+		if (how == RL_PEEK || quota == 0 ||
+			(*ban != RL_NO_CELL && rl_cell_at(view, *ban)->start > view->now))
+			return true;
+		count_wanted(view, limits, quota, found, *ban, states, &cells, &chunks);
+		if (rl_cells_reserve(view, cells, chunks))
+			return true;
+		/* Others may act on the key meanwhile, so all is looked up again. */
+		rl_cells_unlock(view);
+		if (!rl_cells_evict(view, cells, chunks))
+			return no_room(view, error);
+		rl_cells_lock(view, LW_EXCLUSIVE);
+	}
+}
+
+static bool
+local_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
+		   RlDecision *decisions, int64 *at, RlError *error)
+{
+	RlLimits	quiet;
+	RlState		states[RL_MAX_LIMITS];
+	uint32		found[RL_MAX_LIMITS];
+	uint32		ban;
+	int64		old_ban;
+	int64		banned_until;
+	RlCells		view = {.name = rl_name(key)};
+
+	if (how == RL_TAKE_QUIETLY)
+	{
+		quiet = *limits;
+		for (int i = 0; i < quiet.n; i++)
+		{
+			quiet.limit[i].count_denied = false;
+			quiet.limit[i].ban = 0;
+		}
+		limits = &quiet;
+	}
+
+	rl_cells_lock(&view, how == RL_PEEK ? LW_SHARED : LW_EXCLUSIVE);
+	if (how != RL_PEEK && limits->n == 1 && limits->limit[0].algorithm == RL_THROTTLE &&
+		limits->limit[0].ban == 0 && take_throttle(&view, &limits->limit[0], quota, decisions))
+	{
+		*at = view.now;
+		finish(&view);
+		return true;
+	}
+	if (!begin_act(&view, limits, quota, how, found, states, &ban, error))
+		return false;
+	*at = view.now;
+	banned_until = old_ban = ban == RL_NO_CELL ? 0 : rl_cell_at(&view, ban)->start;
+	rl_act(limits, states, &view.pool, &banned_until, view.now, quota, how != RL_PEEK, decisions);
+	for (int i = 0; how != RL_PEEK && i < limits->n; i++)
+		save_state(&view, found[i], &limits->limit[i], &states[i]);
+	if (banned_until != old_ban)
+		set_ban(&view, ban, banned_until);
+	finish(&view);
+	return true;
+}
+
+static bool
+local_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *error pg_attribute_unused())
+{
+	RlState		states[RL_MAX_LIMITS];
+	uint32		found[RL_MAX_LIMITS];
+	RlCells		view = {.name = rl_name(key)};
+
+	rl_cells_lock(&view, LW_EXCLUSIVE);
+	load_states(&view, limits, found, states);
+	rl_give_back(limits, states, &view.pool, view.now, quota);
+	for (int i = 0; i < limits->n; i++)
+		save_state(&view, found[i], &limits->limit[i], &states[i]);
+	finish(&view);
+	return true;
+}
+
+/* A cell that has ended counts as gone, but not for a test's clock. */
+static bool
+is_there(const RlCells *view, uint32 c)
+{
+	return rl_debug_now[0] != '\0' || rl_cell_at(view, c)->end > view->now;
+}
+
+/* Forgets the key's cell of the limit, or its ban; tells whether it was there. */
+static bool
+forget(RlCells *view, const RlLimit *limit)
+{
+	uint32		c = rl_cell_find(view, limit);
+	bool		found = c != RL_NO_CELL && is_there(view, c);
+
+	if (c != RL_NO_CELL)
+		rl_cell_remove(view, c);
+	return found;
+}
+
+static bool
+local_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *error pg_attribute_unused())
+{
+	RlCells		view = {.name = rl_name(key)};
+	uint32		next;
+
+	*found = false;
+	rl_cells_lock(&view, LW_EXCLUSIVE);
+	for (int i = 0; limits && i < limits->n; i++)
+		*found |= forget(&view, &limits->limit[i]);
+	for (uint32 c = limits ? RL_NO_CELL : *view.bucket; c != RL_NO_CELL; c = next)
+	{
+		next = rl_cell_at(&view, c)->next;
+		if (!rl_same_name(rl_cell_at(&view, c)->name, view.name))
+			continue;
+		*found |= is_there(&view, c);
+		rl_cell_remove(&view, c);
+	}
+	finish(&view);
+	return true;
+}
+
+static bool
+local_ban(const RlKey *key, int64 duration, RlError *error)
+{
+	RlCells		view = {.name = rl_name(key)};
+	uint32		ban;
+
+	for (;;)
+	{
+		rl_cells_lock(&view, LW_EXCLUSIVE);
+		ban = rl_cell_find(&view, NULL);
+		if (ban != RL_NO_CELL || rl_cells_reserve(&view, 1, 0))
+			break;
+		rl_cells_unlock(&view);
+		if (!rl_cells_evict(&view, 1, 0))
+			return no_room(&view, error);
+	}
+	set_ban(&view, ban, view.now + duration);
+	finish(&view);
+	return true;
+}
+
+static bool
+local_unban(const RlKey *key, bool *found, RlError *error pg_attribute_unused())
+{
+	RlCells		view = {.name = rl_name(key)};
+
+	rl_cells_lock(&view, LW_EXCLUSIVE);
+	*found = forget(&view, NULL);
+	finish(&view);
+	return true;
+}
+
+/* Takes a charge back, as far as it has not leaked; does not throw. */
+void
+rl_local_undo(RlName name, const RlLimit *limit, const RlCharge *charge)
+{
+	RlState		state;
+	uint32		found;
+	RlCells		view = {.name = name};
+
+	rl_cells_lock(&view, LW_EXCLUSIVE);
+	found = rl_cell_find(&view, limit);
+	if (found != RL_NO_CELL)
+	{
+		load_state(&view, found, &state);
+		rl_undo(limit, &state, &view.pool, view.now, charge);
+		save_state(&view, found, limit, &state);
+	}
+	finish(&view);
+}
+
+const RlStore rl_local_store = {
+	.take = local_take,
+	.refund = local_refund,
+	.reset = local_reset,
+	.ban = local_ban,
+	.unban = local_unban
+};

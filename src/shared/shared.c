@@ -1,0 +1,178 @@
+/*
+ * shared.c
+ *		Memory that all backends share: asked for when the library is
+ *		preloaded, and dealt out to its parts.
+ */
+#include "postgres.h"
+
+#include <time.h>
+
+#include "miscadmin.h"
+#include "storage/ipc.h"
+#include "storage/shmem.h"
+#include "utils/timestamp.h"
+
+#include "shared/shared.h"
+#include "shared/siphash.h"
+
+#define TRANCHE				"ratelimit"
+
+typedef struct Header
+{
+	int64		wall_at_start;	/* microseconds since 1970 */
+	int64		monotonic_at_start;
+	RlHash		name_key;		/* of names, random */
+} Header;
+
+typedef struct Part
+{
+	Size		(*size) (void);
+	int			(*locks) (void);
+	void		(*attach) (void *memory, LWLockPadded *locks, bool found);
+} Part;
+
+static const Part parts[] = {
+	{rl_local_size, rl_local_locks, rl_local_attach},
+	{rl_denied_size, rl_denied_locks, rl_denied_attach},
+	{rl_stat_size, rl_stat_locks, rl_stat_attach},
+	{rl_breaker_size, rl_breaker_locks, rl_breaker_attach}
+};
+
+static Header *header = NULL;
+static shmem_request_hook_type prev_shmem_request_hook = NULL;
+static shmem_startup_hook_type prev_shmem_startup_hook = NULL;
+
+/* Microseconds on a clock that nobody sets. */
+int64
+rl_monotonic_now(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_MONOTONIC, &t);
+	return (int64) t.tv_sec * 1000000 + t.tv_nsec / 1000;
+}
+
+static Size
+total_size(void)
+{
+	Size		size = CACHELINEALIGN(sizeof(Header));
+
+	for (size_t i = 0; i < lengthof(parts); i++)
+		size = add_size(size, CACHELINEALIGN(parts[i].size()));
+	return size;
+}
+
+static void
+request(void)
+{
+	int			locks = 0;
+
+	if (prev_shmem_request_hook)
+		prev_shmem_request_hook();
+	for (size_t i = 0; i < lengthof(parts); i++)
+		locks += parts[i].locks();
+	RequestAddinShmemSpace(total_size());
+	RequestNamedLWLockTranche(TRANCHE, locks);
+}
+
+static void
+startup(void)
+{
+	bool		found;
+	char	   *memory;
+	LWLockPadded *locks;
+
+	if (prev_shmem_startup_hook)
+		prev_shmem_startup_hook();
+	LWLockAcquire(AddinShmemInitLock, LW_EXCLUSIVE);
+	memory = ShmemInitStruct("ratelimit", total_size(), &found);
+	locks = GetNamedLWLockTranche(TRANCHE);
+	header = (Header *) memory;
+	if (!found)
+	{
+		header->wall_at_start = GetCurrentTimestamp() + RL_UNIX_EPOCH;
+		header->monotonic_at_start = rl_monotonic_now();
+		if (!pg_strong_random(&header->name_key, sizeof(header->name_key)))
+			elog(ERROR, "could not generate a random key");
+	}
+	memory += CACHELINEALIGN(sizeof(Header));
+	for (size_t i = 0; i < lengthof(parts); i++)
+	{
+		parts[i].attach(memory, locks, found);
+		memory += CACHELINEALIGN(parts[i].size());
+		locks += parts[i].locks();
+	}
+	LWLockRelease(AddinShmemInitLock);
+}
+
+/* Asks for the memory; to be called while the library is preloaded. */
+void
+rl_shared_request(void)
+{
+	prev_shmem_request_hook = shmem_request_hook;
+	shmem_request_hook = request;
+	prev_shmem_startup_hook = shmem_startup_hook;
+	shmem_startup_hook = startup;
+}
+
+bool
+rl_shared_available(void)
+{
+	return header != NULL;
+}
+
+/* Raises an error if there is no shared memory for what needs it. */
+void
+rl_require_shared(const char *what)
+{
+	if (header == NULL)
+		ereport(ERROR,
+				(errcode(ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE),
+				 errmsg("%s needs shared memory", what),
+				 errhint("Add ratelimit to shared_preload_libraries, and restart the server.")));
+}
+
+/*
+ * The store's clock of this server in microseconds since 1970: the wall clock
+ * when the server started, advanced by a clock that nobody sets.  Or the time
+ * that a test has set.
+ */
+int64
+rl_local_now(void)
+{
+	if (rl_debug_now[0] != '\0')
+		return strtoll(rl_debug_now, NULL, 10);
+	return header->wall_at_start + (rl_monotonic_now() - header->monotonic_at_start);
+}
+
+/*
+ * Returns the name of a key at the server and with the prefix that the settings
+ * say.  The last name is kept, because a call asks for it more than once.
+ */
+RlName
+rl_name(const RlKey *key)
+{
+	static uint64 version = 0;
+	static RlHash place;		/* the hash of the server and the prefix */
+	static RlName name;
+	static int	last_len = 0;
+	static char last[RL_MAX_KEY];
+	RlHash		hash;
+
+	if (version != rl_settings_version)
+	{
+		/* Each hash is the key of the next, so that the parts cannot run together. */
+		place = rl_siphash(header->name_key, rl_redis_url, strlen(rl_redis_url));
+		place = rl_siphash(place, rl_key_prefix, strlen(rl_key_prefix));
+		version = rl_settings_version;
+		last_len = 0;
+	}
+	if (key->len == last_len && memcmp(key->data, last, last_len) == 0)
+		return name;
+	hash = rl_siphash(place, key->data, key->len);
+	name.hash = hash.low;
+	name.rest = hash.high;
+	last_len = key->len;
+	memcpy(last, key->data, last_len);
+	return name;
+}

@@ -1,0 +1,268 @@
+/*
+ * arguments.c
+ *		SQL values to what the code works with, and decisions to rows.
+ */
+#include "postgres.h"
+
+#include <math.h>
+
+#include "access/htup_details.h"
+#include "catalog/pg_type.h"
+#include "funcapi.h"
+#include "mb/pg_wchar.h"
+#include "utils/builtins.h"
+#include "utils/lsyscache.h"
+#include "utils/typcache.h"
+
+#include "sql/arguments.h"
+
+/* Columns that rl_decision may ever have. */
+#define MAX_COLUMNS			16
+
+/* What a call site keeps between calls, in fn_extra. */
+typedef struct CallSite
+{
+	text	   *limits_text;	/* what limits was parsed from, or NULL */
+	RlLimits	limits;
+} CallSite;
+
+static CallSite *
+call_site(FunctionCallInfo fcinfo)
+{
+	FmgrInfo   *flinfo = fcinfo->flinfo;
+
+	if (flinfo->fn_extra == NULL)
+		flinfo->fn_extra = MemoryContextAllocZero(flinfo->fn_mcxt, sizeof(CallSite));
+	return flinfo->fn_extra;
+}
+
+/*
+ * Arguments.  Each raises an error for a NULL or a value out of range.
+ */
+
+static void
+require_argument(FunctionCallInfo fcinfo, int n, const char *name)
+{
+	if (PG_ARGISNULL(n))
+		ereport(ERROR,
+				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				 errmsg("%s must not be null", name)));
+}
+
+int64
+rl_count_argument(FunctionCallInfo fcinfo, int n, const char *name)
+{
+	require_argument(fcinfo, n, name);
+	return PG_GETARG_INT64(n);
+}
+
+/* Seconds to microseconds, at least one and at most 10 years of them. */
+int64
+rl_duration_argument(FunctionCallInfo fcinfo, int n, const char *name)
+{
+	static double last = 0;
+	static int64 last_us = 0;
+	double		seconds;
+	double		us;
+
+	require_argument(fcinfo, n, name);
+	seconds = PG_GETARG_FLOAT8(n);
+	if (seconds == last && last_us > 0)
+		return last_us;
+	us = rint(seconds * RL_SECOND);
+	/* Written so that NaN is refused. */
+	if (!(us >= 1 && us <= RL_MAX_PERIOD))
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("%s must be at least a microsecond and at most 10 years", name)));
+	last = seconds;
+	return last_us = (int64) us;
+}
+
+/* Checks a quota, and returns it. */
+int64
+rl_quota_checked(int64 quota)
+{
+	if (quota < 0 || quota > RL_MAX_COUNT)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("quota must be between 0 and %lld", (long long) RL_MAX_COUNT)));
+	return quota;
+}
+
+int64
+rl_quota_argument(FunctionCallInfo fcinfo, int n)
+{
+	return rl_quota_checked(rl_count_argument(fcinfo, n, "quota"));
+}
+
+/*
+ * Makes a key of text in the server's encoding.  Raises an error if it is
+ * empty, too long, or no text in UTF-8.
+ */
+RlKey
+rl_key_checked(const char *data, int len)
+{
+	RlKey		key;
+	uint64		bits = 0;
+	int			i = 0;
+
+	for (; i + (int) sizeof(bits) <= len; i += sizeof(bits))
+	{
+		uint64		some;
+
+		memcpy(&some, data + i, sizeof(some));
+		bits |= some;
+	}
+	for (; i < len; i++)
+		bits |= (unsigned char) data[i];
+	key.data = (bits & UINT64CONST(0x8080808080808080)) == 0 ? data : pg_server_to_any(data, len, PG_UTF8);
+	key.len = key.data == data ? len : (int) strlen(key.data);
+	if (key.len == 0)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("key must not be empty")));
+	if (key.len > RL_MAX_KEY)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("key must not be longer than %d bytes", RL_MAX_KEY),
+				 errdetail("It has %d bytes in UTF-8.", key.len)));
+	return key;
+}
+
+RlKey
+rl_key_argument(FunctionCallInfo fcinfo, int n)
+{
+	text	   *value;
+
+	require_argument(fcinfo, n, "key");
+	value = PG_GETARG_TEXT_PP(n);
+	return rl_key_checked(VARDATA_ANY(value), VARSIZE_ANY_EXHDR(value));
+}
+
+/* The parsed limits; they live until the call site's next call. */
+const RlLimits *
+rl_limits_argument(FunctionCallInfo fcinfo, int n)
+{
+	CallSite   *site = call_site(fcinfo);
+	text	   *value;
+	int			len;
+	RlError		error;
+
+	require_argument(fcinfo, n, "limits");
+	value = PG_GETARG_TEXT_PP(n);
+	len = VARSIZE_ANY_EXHDR(value);
+	if (site->limits_text != NULL && (int) VARSIZE_ANY_EXHDR(site->limits_text) == len &&
+		memcmp(VARDATA_ANY(site->limits_text), VARDATA_ANY(value), len) == 0)
+		return &site->limits;
+
+	if (site->limits_text != NULL)
+		pfree(site->limits_text);
+	site->limits_text = NULL;
+	if (!rl_limits_parse(VARDATA_ANY(value), len, &site->limits, &error))
+		rl_raise(&error);
+	site->limits_text = MemoryContextAlloc(fcinfo->flinfo->fn_mcxt, VARHDRSZ + len);
+	SET_VARSIZE(site->limits_text, VARHDRSZ + len);
+	memcpy(VARDATA(site->limits_text), VARDATA_ANY(value), len);
+	return &site->limits;
+}
+
+/*
+ * Rows
+ */
+
+static void
+set_seconds(Datum *value, bool *isnull, int64 us, bool known)
+{
+	*isnull = !known;
+	*value = known ? Float8GetDatum((double) us / RL_SECOND) : (Datum) 0;
+}
+
+/* Sets RL_DECISION_COLUMNS values, in the order of rl_decision. */
+void
+rl_decision_values(const RlDecision *d, Datum *values, bool *nulls)
+{
+	static const char *const source_names[] = {
+		[RL_FROM_REDIS] = "redis",
+		[RL_FROM_LOCAL] = "local",
+		[RL_FROM_DENIAL_CACHE] = "denial_cache",
+		[RL_FROM_BAN] = "ban",
+		[RL_FAIL_OPEN] = "fail_open",
+		[RL_FAIL_CLOSED] = "fail_closed",
+		[RL_SHADOW] = "shadow",
+		[RL_OFF] = "off"
+	};
+
+	memset(nulls, false, RL_DECISION_COLUMNS * sizeof(bool));
+	values[0] = BoolGetDatum(d->allowed);
+	values[1] = Int64GetDatum(d->capacity);
+	values[2] = Int64GetDatum(d->remaining);
+	nulls[2] = d->remaining == RL_UNKNOWN;
+	set_seconds(&values[3], &nulls[3], d->retry_after,
+				!d->allowed && d->retry_after != RL_NEVER);
+	set_seconds(&values[4], &nulls[4], d->reset_after, d->reset_after != RL_UNKNOWN);
+	values[5] = CStringGetTextDatum(source_names[d->source]);
+}
+
+/*
+ * Loads the result type of the function again.  Raises an error unless the
+ * type begins with the columns that rl_decision_values sets, because its
+ * owner can alter it.
+ */
+static TypeCacheEntry *
+decision_type(Oid function)
+{
+	static const Oid column_types[RL_DECISION_COLUMNS] = {
+		BOOLOID, INT8OID, INT8OID, FLOAT8OID, FLOAT8OID, TEXTOID
+	};
+	Oid			oid = get_func_rettype(function);
+	TypeCacheEntry *type = lookup_type_cache(oid, TYPECACHE_TUPDESC);
+	TupleDesc	desc = type->tupDesc;
+	bool		fits = desc != NULL && desc->natts >= RL_DECISION_COLUMNS && desc->natts <= MAX_COLUMNS;
+
+	/* A dropped column has no type. */
+	for (int i = 0; fits && i < RL_DECISION_COLUMNS; i++)
+		fits = TupleDescAttr(desc, i)->atttypid == column_types[i];
+	if (!fits)
+		ereport(ERROR,
+				(errcode(ERRCODE_DATATYPE_MISMATCH),
+				 errmsg("type %s has been altered", format_type_be(oid)),
+				 errdetail("It must begin with the columns of the extension's rl_decision, and have at most %d columns.",
+						   MAX_COLUMNS)));
+	return type;
+}
+
+/*
+ * Makes the result row.  The declared type tells how many columns there are,
+ * so that a later version of it may have more than this code knows.  Where the
+ * type is found is kept for the backend, because a call site's memory ends
+ * with its statement.  The type cache may load the type again between two
+ * calls, and then gives it another identifier.
+ */
+Datum
+rl_decision_row(FunctionCallInfo fcinfo, const RlDecision *decision)
+{
+	static Oid	function = InvalidOid;
+	static TypeCacheEntry *type = NULL;
+	static uint64 checked = 0;
+	Datum		values[MAX_COLUMNS];
+	bool		nulls[MAX_COLUMNS];
+	int			natts;
+
+	if (function != fcinfo->flinfo->fn_oid || type->tupDesc == NULL ||
+		type->tupDesc_identifier != checked)
+	{
+		function = InvalidOid;
+		type = decision_type(fcinfo->flinfo->fn_oid);
+		checked = type->tupDesc_identifier;
+		function = fcinfo->flinfo->fn_oid;
+	}
+	natts = type->tupDesc->natts;
+	rl_decision_values(decision, values, nulls);
+	for (int i = RL_DECISION_COLUMNS; i < natts; i++)
+	{
+		values[i] = (Datum) 0;
+		nulls[i] = true;
+	}
+	return HeapTupleGetDatum(heap_form_tuple(type->tupDesc, values, nulls));
+}

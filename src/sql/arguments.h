@@ -1,0 +1,22 @@
+/*
+ * arguments.h
+ *		SQL values to what the code works with, and decisions to rows.
+ */
+#ifndef VALUES_H
+#define VALUES_H
+
+#include "ratelimit.h"
+
+#define RL_DECISION_COLUMNS	6
+
+/* Each raises an error for a NULL or a value out of range. */
+extern int64 rl_count_argument(FunctionCallInfo fcinfo, int n, const char *name);
+extern int64 rl_duration_argument(FunctionCallInfo fcinfo, int n, const char *name);
+extern int64 rl_quota_argument(FunctionCallInfo fcinfo, int n);
+extern RlKey rl_key_argument(FunctionCallInfo fcinfo, int n);
+extern const RlLimits *rl_limits_argument(FunctionCallInfo fcinfo, int n);
+
+extern void rl_decision_values(const RlDecision *d, Datum *values, bool *nulls);
+extern Datum rl_decision_row(FunctionCallInfo fcinfo, const RlDecision *decision);
+
+#endif							/* VALUES_H */

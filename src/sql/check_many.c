@@ -1,0 +1,123 @@
+/*
+ * check_many.c
+ *		rl_check_many(): many keys, each for itself, in few round trips.
+ */
+#include "postgres.h"
+
+#include "catalog/pg_type.h"
+#include "funcapi.h"
+#include "utils/array.h"
+#include "utils/builtins.h"
+#include "utils/memutils.h"
+
+#include "charges.h"
+#include "sql/arguments.h"
+
+#define COLUMNS				(1 + RL_DECISION_COLUMNS)
+
+/* The elements of a one-dimensional array without NULLs. */
+static Datum *
+elements(FunctionCallInfo fcinfo, int n, const char *name, Oid type, int *count)
+{
+	ArrayType  *array = PG_GETARG_ARRAYTYPE_P(n);
+	Datum	   *values;
+	bool	   *nulls;
+
+	if (ARR_NDIM(array) > 1)
+		ereport(ERROR,
+				(errcode(ERRCODE_ARRAY_SUBSCRIPT_ERROR),
+				 errmsg("%s must be a one-dimensional array", name)));
+	if (type == TEXTOID)
+		deconstruct_array(array, TEXTOID, -1, false, TYPALIGN_INT, &values, &nulls, count);
+	else
+		deconstruct_array(array, INT8OID, sizeof(int64), FLOAT8PASSBYVAL, TYPALIGN_DOUBLE,
+						  &values, &nulls, count);
+	for (int i = 0; i < *count; i++)
+		if (nulls[i])
+			ereport(ERROR,
+					(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+					 errmsg("%s must not contain nulls", name)));
+	pfree(nulls);
+	return values;
+}
+
+static RlKey
+element_key(Datum value)
+{
+	text	   *key = DatumGetTextPP(value);
+
+	return rl_key_checked(VARDATA_ANY(key), VARSIZE_ANY_EXHDR(key));
+}
+
+PG_FUNCTION_INFO_V1(rl_check_many);
+Datum
+rl_check_many(PG_FUNCTION_ARGS)
+{
+	ReturnSetInfo *result = (ReturnSetInfo *) fcinfo->resultinfo;
+	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
+	MemoryContext context;
+	MemoryContext caller;
+	Datum	   *keys;
+	Datum	   *quotas = NULL;
+	int			n;
+	int			nquotas;
+
+	if (PG_ARGISNULL(0))
+		ereport(ERROR,
+				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				 errmsg("keys must not be null")));
+	keys = elements(fcinfo, 0, "keys", TEXTOID, &n);
+	if (!PG_ARGISNULL(2))
+	{
+		quotas = elements(fcinfo, 2, "quotas", INT8OID, &nquotas);
+		if (nquotas != n)
+			ereport(ERROR,
+					(errcode(ERRCODE_ARRAY_SUBSCRIPT_ERROR),
+					 errmsg("keys and quotas must have the same number of elements")));
+	}
+	InitMaterializedSRF(fcinfo, 0);
+
+	/* Bad input is an error before anything is asked. */
+	context = AllocSetContextCreate(CurrentMemoryContext, "rl_check_many", ALLOCSET_DEFAULT_SIZES);
+	caller = MemoryContextSwitchTo(context);
+	for (int i = 0; i < n; i++)
+	{
+		(void) element_key(keys[i]);
+		if (quotas)
+			(void) rl_quota_checked(DatumGetInt64(quotas[i]));
+		if (i % RL_MAX_MANY == 0)
+			MemoryContextReset(context);
+	}
+
+	for (int first = 0; first < n; first += RL_MAX_MANY)
+	{
+		int			some = Min(n - first, RL_MAX_MANY);
+		RlWanted   *wanted;
+		RlAnswer   *answers;
+		int64		unanswered = 0;
+		RlError		error;
+
+		MemoryContextReset(context);
+		wanted = palloc(some * sizeof(RlWanted));
+		answers = palloc0(some * sizeof(RlAnswer));
+		for (int i = 0; i < some; i++)
+		{
+			wanted[i].key = element_key(keys[first + i]);
+			wanted[i].quota = quotas ? DatumGetInt64(quotas[first + i]) : 1;
+		}
+		rl_decide_many(limits, wanted, some, answers, &unanswered, &error);
+		for (int i = 0; i < some; i++)
+		{
+			Datum		values[COLUMNS];
+			bool		nulls[COLUMNS];
+
+			values[0] = keys[first + i];
+			nulls[0] = false;
+			rl_decision_values(&answers[i].decision, values + 1, nulls + 1);
+			tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
+		}
+	}
+	MemoryContextSwitchTo(caller);
+	MemoryContextDelete(context);
+	return (Datum) 0;
+}

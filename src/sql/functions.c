@@ -1,0 +1,417 @@
+/*
+ * functions.c
+ *		The SQL functions that take quota, look, or repair.
+ */
+#include "postgres.h"
+
+#include <math.h>
+
+#include "funcapi.h"
+#include "miscadmin.h"
+#include "storage/latch.h"
+#include "utils/builtins.h"
+#include "utils/wait_event.h"
+
+#include "charges.h"
+#include "redis/redis.h"
+#include "sql/arguments.h"
+
+/* The store to look or repair in, when what is due to it is done. */
+static const RlStore *
+asked_store(void)
+{
+	RlError		error;
+
+	if (!rl_charges_flush(&error) && !rl_store_is_local)
+		rl_raise(&error);
+	return rl_store();
+}
+
+/*
+ * The limits of one limit that has its algorithm, capacity, count, period and
+ * step; until the next call.  Raises an error if the numbers are wrong.
+ */
+static const RlLimits *
+one_limit(const RlLimit *limit, const char *count_name)
+{
+	static RlLimits limits;
+	RlLimit    *last = &limits.limit[0];
+	RlError		error;
+
+	if (limits.n == 1 && last->algorithm == limit->algorithm && last->capacity == limit->capacity &&
+		last->count == limit->count && last->period == limit->period && last->step == limit->step)
+		return &limits;
+	limits.n = 0;
+	*last = *limit;
+	if (!rl_limit_complete(last, count_name, &error))
+		rl_raise(&error);
+	limits.n = 1;
+	rl_limits_complete(&limits);
+	return &limits;
+}
+
+/*
+ * What the functions of one algorithm have in common: the limit has what their
+ * own arguments say, the key is argument 0, and the quota the last.
+ */
+static Datum
+decide_one(FunctionCallInfo fcinfo, const RlLimit *limit, const char *count_name)
+{
+	RlKey		key = rl_key_argument(fcinfo, 0);
+	const RlLimits *limits = one_limit(limit, count_name);
+	int64		quota = rl_quota_argument(fcinfo, PG_NARGS() - 1);
+	RlDecision	decision;
+	int			binding;
+	RlError		error;
+
+	rl_decide(&key, limits, quota, RL_TAKE, &decision, &binding, &error);
+	return rl_decision_row(fcinfo, &decision);
+}
+
+PG_FUNCTION_INFO_V1(rl_throttle);
+Datum
+rl_throttle(PG_FUNCTION_ARGS)
+{
+	RlLimit		limit = {.algorithm = RL_THROTTLE};
+
+	limit.capacity = rl_count_argument(fcinfo, 1, "capacity");
+	limit.count = rl_count_argument(fcinfo, 2, "rate");
+	limit.period = rl_duration_argument(fcinfo, 3, "period");
+	return decide_one(fcinfo, &limit, "rate");
+}
+
+PG_FUNCTION_INFO_V1(rl_token_bucket);
+Datum
+rl_token_bucket(PG_FUNCTION_ARGS)
+{
+	RlLimit		limit = {.algorithm = RL_TOKEN_BUCKET};
+
+	limit.capacity = rl_count_argument(fcinfo, 1, "capacity");
+	limit.count = rl_count_argument(fcinfo, 2, "refill");
+	limit.period = rl_duration_argument(fcinfo, 3, "period");
+	return decide_one(fcinfo, &limit, "refill");
+}
+
+PG_FUNCTION_INFO_V1(rl_fixed_window);
+Datum
+rl_fixed_window(PG_FUNCTION_ARGS)
+{
+	RlLimit		limit = {.algorithm = RL_FIXED_WINDOW};
+
+	limit.capacity = limit.count = rl_count_argument(fcinfo, 1, "capacity");
+	limit.period = rl_duration_argument(fcinfo, 2, "period");
+	return decide_one(fcinfo, &limit, "capacity");
+}
+
+PG_FUNCTION_INFO_V1(rl_sliding_window);
+Datum
+rl_sliding_window(PG_FUNCTION_ARGS)
+{
+	RlLimit		limit = {.algorithm = RL_SLIDING_WINDOW};
+
+	limit.capacity = limit.count = rl_count_argument(fcinfo, 1, "capacity");
+	limit.period = rl_duration_argument(fcinfo, 2, "period");
+	limit.step = rl_duration_argument(fcinfo, 3, "step");
+	return decide_one(fcinfo, &limit, "capacity");
+}
+
+PG_FUNCTION_INFO_V1(rl_sliding_log);
+Datum
+rl_sliding_log(PG_FUNCTION_ARGS)
+{
+	RlLimit		limit = {.algorithm = RL_SLIDING_LOG};
+
+	limit.capacity = limit.count = rl_count_argument(fcinfo, 1, "capacity");
+	limit.period = rl_duration_argument(fcinfo, 2, "period");
+	return decide_one(fcinfo, &limit, "capacity");
+}
+
+/* What rl_check, rl_allow and rl_enforce have in common. */
+static void
+check(FunctionCallInfo fcinfo, bool enforce, RlDecision *decision)
+{
+	RlKey		key = rl_key_argument(fcinfo, 0);
+	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
+	int64		quota = rl_quota_argument(fcinfo, 2);
+	int			binding;
+	RlError		error;
+
+	rl_decide(&key, limits, quota, RL_TAKE, decision, &binding, &error);
+	if (enforce && !decision->allowed)
+		rl_raise_refused(&key, &limits->limit[binding], quota, decision, &error, NULL);
+}
+
+PG_FUNCTION_INFO_V1(rl_check);
+Datum
+rl_check(PG_FUNCTION_ARGS)
+{
+	RlDecision	decision;
+
+	check(fcinfo, false, &decision);
+	return rl_decision_row(fcinfo, &decision);
+}
+
+PG_FUNCTION_INFO_V1(rl_allow);
+Datum
+rl_allow(PG_FUNCTION_ARGS)
+{
+	RlDecision	decision;
+
+	check(fcinfo, false, &decision);
+	PG_RETURN_BOOL(decision.allowed);
+}
+
+PG_FUNCTION_INFO_V1(rl_enforce_check);
+Datum
+rl_enforce_check(PG_FUNCTION_ARGS)
+{
+	RlDecision	decision;
+
+	check(fcinfo, true, &decision);
+	return rl_decision_row(fcinfo, &decision);
+}
+
+/* The most that rl_wait may wait, in microseconds. */
+static int64
+max_wait_argument(FunctionCallInfo fcinfo, int n)
+{
+	double		seconds;
+
+	if (PG_ARGISNULL(n))
+		return PG_INT64_MAX;
+	seconds = PG_GETARG_FLOAT8(n);
+	/* Written so that NaN is refused. */
+	if (!(seconds >= 0))
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("max_wait must not be negative")));
+	return (int64) rint(Min(seconds * RL_SECOND, (double) RL_MAX_SPAN));
+}
+
+/*
+ * Sleeps, interruptibly but for the last millisecond, and however the wall clock
+ * is set meanwhile.
+ */
+static void
+sleep_for(int64 us)
+{
+	int64		end = rl_monotonic_now() + us;
+
+	for (;;)
+	{
+		int64		left = end - rl_monotonic_now();
+
+		CHECK_FOR_INTERRUPTS();
+		if (left <= 0)
+			return;
+		if (left < 1000)
+		{
+			pg_usleep(left);
+			continue;
+		}
+		(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT |
+						 (IsUnderPostmaster ? WL_EXIT_ON_PM_DEATH : 0),
+						 Min(left / 1000, 60000), PG_WAIT_EXTENSION);
+		ResetLatch(MyLatch);
+	}
+}
+
+PG_FUNCTION_INFO_V1(rl_wait);
+Datum
+rl_wait(PG_FUNCTION_ARGS)
+{
+	RlKey		key = rl_key_argument(fcinfo, 0);
+	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
+	int64		quota = rl_quota_argument(fcinfo, 2);
+	int64		left = max_wait_argument(fcinfo, 3);
+	RlDecision	decision;
+	int			binding;
+	RlError		error;
+
+	/* Its attempts are counted as one action. */
+	rl_redis_usage.round_trips = rl_redis_usage.us = 0;
+
+	/* Quota is only ever taken when its turn has come: others may be faster. */
+	for (;;)
+	{
+		int64		start = rl_monotonic_now();
+
+		rl_decide(&key, limits, quota, RL_TAKE_QUIETLY, &decision, &binding, &error);
+		if (decision.allowed)
+			break;
+		if (decision.retry_after == RL_NEVER || decision.retry_after > left ||
+			rl_debug_now[0] != '\0')
+		{
+			rl_count_wait(limits, &decision, false);
+			break;
+		}
+		PG_TRY();
+		{
+			sleep_for(decision.retry_after);
+		}
+		PG_CATCH();
+		{
+			rl_count_wait(limits, &decision, true);
+			PG_RE_THROW();
+		}
+		PG_END_TRY();
+		left -= rl_monotonic_now() - start;
+	}
+	return rl_decision_row(fcinfo, &decision);
+}
+
+/* Returns a row for each limit: its text and its decision. */
+static void
+return_decisions(FunctionCallInfo fcinfo, const RlLimits *limits, const RlDecision *decisions)
+{
+	ReturnSetInfo *result = (ReturnSetInfo *) fcinfo->resultinfo;
+
+	InitMaterializedSRF(fcinfo, 0);
+	for (int i = 0; i < limits->n; i++)
+	{
+		Datum		values[1 + RL_DECISION_COLUMNS];
+		bool		nulls[1 + RL_DECISION_COLUMNS];
+
+		values[0] = CStringGetTextDatum(rl_limit_text(&limits->limit[i]));
+		nulls[0] = false;
+		rl_decision_values(&decisions[i], values + 1, nulls + 1);
+		tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
+	}
+}
+
+PG_FUNCTION_INFO_V1(rl_check_each);
+Datum
+rl_check_each(PG_FUNCTION_ARGS)
+{
+	RlKey		key = rl_key_argument(fcinfo, 0);
+	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
+	int64		quota = rl_quota_argument(fcinfo, 2);
+	RlDecision	decisions[RL_MAX_LIMITS];
+
+	rl_decide_each(&key, limits, quota, decisions);
+	return_decisions(fcinfo, limits, decisions);
+	return (Datum) 0;
+}
+
+PG_FUNCTION_INFO_V1(rl_peek);
+Datum
+rl_peek(PG_FUNCTION_ARGS)
+{
+	RlKey		key = rl_key_argument(fcinfo, 0);
+	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
+	int64		quota = rl_quota_argument(fcinfo, 2);
+	RlDecision	decisions[RL_MAX_LIMITS];
+	int64		at;
+	RlError		error;
+
+	if (!asked_store()->take(&key, limits, quota, RL_PEEK, decisions, &at, &error))
+		rl_raise(&error);
+	return_decisions(fcinfo, limits, decisions);
+	return (Datum) 0;
+}
+
+/*
+ * What gives quota back, or may have done so when it failed, ends what the
+ * denial cache knows of the key: before, for what is cached, and after, for a
+ * refusal that is on its way.
+ */
+static void
+repaired(const RlKey *key, bool done, const RlError *error)
+{
+	rl_denied_forget(key);
+	if (!done)
+		rl_raise(error);
+}
+
+/*
+ * Refunds what this transaction was granted first.  The limits for which the same
+ * quota is left then are refunded together; usually these are all.
+ */
+PG_FUNCTION_INFO_V1(rl_refund);
+Datum
+rl_refund(PG_FUNCTION_ARGS)
+{
+	RlKey		key = rl_key_argument(fcinfo, 0);
+	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
+	int64		quota = rl_quota_argument(fcinfo, 2);
+	int64		left[RL_MAX_LIMITS];
+	const RlStore *store;
+	RlError		error;
+
+	rl_denied_forget(&key);
+	for (int i = 0; i < limits->n; i++)
+		left[i] = rl_charges_refund(&key, &limits->limit[i], quota, rl_store_is_local);
+	store = asked_store();
+	for (int i = 0; i < limits->n; i++)
+	{
+		RlLimits	same = {.n = 0};
+		bool		done = false;
+
+		for (int j = 0; j < i; j++)
+			done |= left[j] == left[i];
+		for (int j = i; j < limits->n && !done; j++)
+			if (left[j] == left[i])
+				same.limit[same.n++] = limits->limit[j];
+		/* Also if nothing is left, for the error of a store that fails. */
+		if (!done)
+			repaired(&key, store->refund(&key, &same, left[i], &error), &error);
+	}
+	PG_RETURN_VOID();
+}
+
+static Datum
+reset(const RlKey *key, const RlLimits *limits)
+{
+	bool		found;
+	RlError		error;
+
+	rl_denied_forget(key);
+	rl_charges_forget(key, limits, rl_store_is_local);
+	repaired(key, asked_store()->reset(key, limits, &found, &error), &error);
+	PG_RETURN_BOOL(found);
+}
+
+PG_FUNCTION_INFO_V1(rl_reset);
+Datum
+rl_reset(PG_FUNCTION_ARGS)
+{
+	RlKey		key = rl_key_argument(fcinfo, 0);
+
+	return reset(&key, NULL);
+}
+
+PG_FUNCTION_INFO_V1(rl_reset_limits);
+Datum
+rl_reset_limits(PG_FUNCTION_ARGS)
+{
+	RlKey		key = rl_key_argument(fcinfo, 0);
+
+	return reset(&key, rl_limits_argument(fcinfo, 1));
+}
+
+/* A shorter ban than the one before gives something back too. */
+PG_FUNCTION_INFO_V1(rl_ban);
+Datum
+rl_ban(PG_FUNCTION_ARGS)
+{
+	RlKey		key = rl_key_argument(fcinfo, 0);
+	int64		duration = rl_duration_argument(fcinfo, 1, "seconds");
+	RlError		error;
+
+	rl_denied_forget(&key);
+	repaired(&key, asked_store()->ban(&key, duration, &error), &error);
+	PG_RETURN_VOID();
+}
+
+PG_FUNCTION_INFO_V1(rl_unban);
+Datum
+rl_unban(PG_FUNCTION_ARGS)
+{
+	RlKey		key = rl_key_argument(fcinfo, 0);
+	bool		found;
+	RlError		error;
+
+	rl_denied_forget(&key);
+	repaired(&key, asked_store()->unban(&key, &found, &error), &error);
+	PG_RETURN_BOOL(found);
+}

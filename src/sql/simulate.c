@@ -1,0 +1,134 @@
+/*
+ * simulate.c
+ *		rl_simulate: had these limits been in force, which rows of the window's
+ *		partition would they have allowed?
+ *
+ * The state lives in the partition's memory and goes with it.
+ */
+#include "postgres.h"
+
+#include "utils/builtins.h"
+#include "utils/memutils.h"
+#include "utils/timestamp.h"
+#include "windowapi.h"
+
+#include "algorithm/algorithm.h"
+#include "sql/arguments.h"
+
+/* The latest time that leaves room for the longest limit, in 2096. */
+#define LATEST				INT64CONST(4000000000000000)
+
+typedef struct Partition
+{
+	text	   *limits_text;	/* NULL before the first row */
+	RlLimits	limits;
+	RlState		states[RL_MAX_LIMITS];
+	RlPool		pool;			/* of the states' entries */
+	uint32		nchunks;		/* that are allocated */
+	int64		banned_until;
+	int64		at;
+} Partition;
+
+static Datum
+argument(WindowObject window, int n, const char *name)
+{
+	bool		isnull;
+	Datum		value = WinGetFuncArgCurrent(window, n, &isnull);
+
+	if (isnull)
+		ereport(ERROR,
+				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				 errmsg("%s must not be null", name)));
+	return value;
+}
+
+/* Parses the limits at the partition's first row, and compares them later. */
+static void
+set_limits(Partition *partition, text *limits)
+{
+	int			len = VARSIZE_ANY_EXHDR(limits);
+	RlError		error;
+
+	if (partition->limits_text != NULL)
+	{
+		if ((int) VARSIZE_ANY_EXHDR(partition->limits_text) == len &&
+			memcmp(VARDATA_ANY(partition->limits_text), VARDATA_ANY(limits), len) == 0)
+			return;
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("limits must be the same in all rows of a partition")));
+	}
+	if (!rl_limits_parse(VARDATA_ANY(limits), len, &partition->limits, &error))
+		rl_raise(&error);
+	partition->limits_text = MemoryContextAlloc(GetMemoryChunkContext(partition), VARHDRSZ + len);
+	SET_VARSIZE(partition->limits_text, VARHDRSZ + len);
+	memcpy(VARDATA(partition->limits_text), VARDATA_ANY(limits), len);
+	for (int i = 0; i < partition->limits.n; i++)
+		partition->states[i] = (RlState) RL_NO_STATE;
+}
+
+/* The row's time in microseconds since 1970, not before the last row's. */
+static int64
+row_time(Partition *partition, TimestampTz at)
+{
+	if (at < -RL_UNIX_EPOCH || at > LATEST - RL_UNIX_EPOCH)
+		ereport(ERROR,
+				(errcode(ERRCODE_DATETIME_VALUE_OUT_OF_RANGE),
+				 errmsg("time of an action must be finite, and from 1970 to 2096")));
+	at += RL_UNIX_EPOCH;
+	if (at < partition->at)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("times must not decrease within a partition"),
+				 errhint("Write OVER (PARTITION BY ... ORDER BY ...) with the time that is the function's argument.")));
+	partition->at = at;
+	return at;
+}
+
+/* Makes sure that the pool has so many spare chunks. */
+static void
+reserve_chunks(Partition *partition, uint32 wanted)
+{
+	RlPool	   *pool = &partition->pool;
+	Size		n = Max(16, 2 * (Size) partition->nchunks);
+
+	if (pool->nspare >= wanted)
+		return;
+	pool->chunks = pool->chunks == NULL ?
+		MemoryContextAllocHuge(GetMemoryChunkContext(partition), n * sizeof(RlChunk)) :
+		repalloc_huge(pool->chunks, n * sizeof(RlChunk));
+	while (partition->nchunks < n)
+	{
+		partition->nchunks++;
+		rl_pool_put(pool, partition->nchunks, partition->nchunks, 1);
+	}
+}
+
+PG_FUNCTION_INFO_V1(rl_simulate);
+Datum
+rl_simulate(PG_FUNCTION_ARGS)
+{
+	WindowObject window = PG_WINDOW_OBJECT();
+	Partition  *partition = WinGetPartitionLocalMemory(window, sizeof(Partition));
+	int64		now;
+	int64		quota;
+	int			binding;
+	int			wanted = 0;
+	RlDecision	decisions[RL_MAX_LIMITS];
+	RlDecision	decision;
+
+	/* Rows before this one are not asked for again; else they would be kept. */
+	WinSetMarkPosition(window, WinGetCurrentPosition(window));
+
+	set_limits(partition, DatumGetTextPP(argument(window, 0, "limits")));
+	now = row_time(partition, DatumGetTimestampTz(argument(window, 1, "time of an action")));
+	quota = rl_quota_checked(DatumGetInt64(argument(window, 2, "quota")));
+	for (int i = 0; i < partition->limits.n; i++)
+		wanted += rl_chunks_wanted(&partition->limits.limit[i], &partition->states[i],
+								   &partition->pool, now, quota);
+	reserve_chunks(partition, wanted);
+	rl_act(&partition->limits, partition->states, &partition->pool, &partition->banned_until,
+		   now, quota, true, decisions);
+	decision = rl_combine(decisions, partition->limits.n, &binding);
+	return rl_decision_row(fcinfo, &decision);
+}

@@ -1,0 +1,72 @@
+/*
+ * status.c
+ *		rl_status(): how the limits are kept, and whether Redis is well.
+ */
+#include "postgres.h"
+
+#include "access/htup_details.h"
+#include "funcapi.h"
+#include "utils/builtins.h"
+#include "utils/guc.h"
+#include "utils/timestamp.h"
+
+#include "redis/redis.h"
+#include "shared/shared.h"
+
+#define COLUMNS				14
+
+static void
+set_text(Datum *values, bool *nulls, int n, const char *text)
+{
+	nulls[n] = (text == NULL);
+	values[n] = text ? CStringGetTextDatum(text) : (Datum) 0;
+}
+
+PG_FUNCTION_INFO_V1(rl_status);
+Datum
+rl_status(PG_FUNCTION_ARGS)
+{
+	Datum		values[COLUMNS] = {0};
+	bool		nulls[COLUMNS];
+	TupleDesc	tupdesc;
+	char		version[64];
+	RlError		error;
+	bool		asked = !rl_store_is_local;
+	bool		answered = asked && rl_redis_version(version, sizeof(version), &error);
+	bool		connected;
+	const char *breaker;
+	int64		left;
+	int			n = 0;
+
+	memset(nulls, true, sizeof(nulls));
+	set_text(values, nulls, n++, GetConfigOption("ratelimit.store", false, false));
+	set_text(values, nulls, n++, GetConfigOption("ratelimit.mode", false, false));
+	set_text(values, nulls, n++, GetConfigOption("ratelimit.on_error", false, false));
+	set_text(values, nulls, n++, rl_redis_server(&connected, &breaker, &left));
+	values[n] = BoolGetDatum(connected);
+	nulls[n++] = false;
+	set_text(values, nulls, n++, answered ? version : NULL);
+	set_text(values, nulls, n++, !asked || answered ? NULL : error.detail[0] ?
+			 psprintf("%s: %s", error.message, error.detail) : error.message);
+	set_text(values, nulls, n++, breaker);
+	values[n] = Float8GetDatum((double) left / RL_SECOND);
+	nulls[n++] = (breaker == NULL || left == 0);
+	if (rl_shared_available())
+	{
+		int64		keys;
+		int64		entries;
+		int64		max_entries;
+
+		rl_local_fill(&keys, &entries, &max_entries);
+		values[n] = Int64GetDatum(keys);
+		values[n + 1] = Int64GetDatum(rl_local_max_keys);
+		values[n + 2] = Int64GetDatum(entries);
+		values[n + 3] = Int64GetDatum(max_entries);
+		values[n + 4] = TimestampTzGetDatum(rl_stat_since());
+		for (int i = 0; i < 5; i++)
+			nulls[n + i] = false;
+	}
+	if (get_call_result_type(fcinfo, NULL, &tupdesc) != TYPEFUNC_COMPOSITE)
+		elog(ERROR, "return type must be a row type");
+	return HeapTupleGetDatum(heap_form_tuple(BlessTupleDesc(tupdesc), values, nulls));
+}

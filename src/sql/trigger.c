@@ -1,0 +1,209 @@
+/*
+ * trigger.c
+ *		The trigger rl_enforce(), here for each row, and what rl_triggers shows
+ *		of it.
+ */
+#include "postgres.h"
+
+#include "access/genam.h"
+#include "access/htup_details.h"
+#include "access/relation.h"
+#include "access/table.h"
+#include "catalog/partition.h"
+#include "catalog/pg_class.h"
+#include "catalog/pg_trigger.h"
+#include "commands/trigger.h"
+#include "funcapi.h"
+#include "storage/lmgr.h"
+#include "utils/builtins.h"
+#include "utils/fmgroids.h"
+#include "utils/syscache.h"
+
+#include "sql/trigger_rule.h"
+
+static Datum
+enforce_row(TriggerData *data, Rule *rule)
+{
+	bool		updated = TRIGGER_FIRED_BY_UPDATE(data->tg_event);
+	TupleTableSlot *row = updated ? data->tg_newslot : data->tg_trigslot;
+	RlKey		key = rl_rule_key(rule, data->tg_relation, row);
+	int64		quota = rl_rule_quota(rule, data->tg_relation, row);
+	RlDecision	decision;
+	int			binding;
+	RlError		error;
+
+	rl_decide(&key, &rule->limits, quota, RL_TAKE, &decision, &binding, &error);
+	if (!decision.allowed && !rule->skip)
+		rl_raise_refused(&key, &rule->limits.limit[binding], quota, &decision, &error, NULL);
+	if (!decision.allowed)
+		return PointerGetDatum(NULL);
+	return PointerGetDatum(updated ? data->tg_newtuple : data->tg_trigtuple);
+}
+
+PG_FUNCTION_INFO_V1(rl_enforce_trigger);
+Datum
+rl_enforce_trigger(PG_FUNCTION_ARGS)
+{
+	TriggerData *data = (TriggerData *) fcinfo->context;
+	Rule	   *rule;
+
+	if (!CALLED_AS_TRIGGER(fcinfo))
+		ereport(ERROR,
+				(errcode(ERRCODE_E_R_I_E_TRIGGER_PROTOCOL_VIOLATED),
+				 errmsg("rl_enforce without arguments can only be called as a trigger")));
+	rule = rl_rule_find(data->tg_relation, data->tg_trigger);
+	if (TRIGGER_FIRED_FOR_ROW(data->tg_event))
+		return enforce_row(data, rule);
+	rl_enforce_statement(data, rule);
+	return PointerGetDatum(NULL);
+}
+
+/*
+ * Looking
+ */
+
+/* The table of a trigger, or InvalidOid if there is no such trigger. */
+static Oid
+trigger_relation(Oid trigger)
+{
+	Relation	catalog = table_open(TriggerRelationId, AccessShareLock);
+	Oid			relation = InvalidOid;
+	ScanKeyData key;
+	SysScanDesc scan;
+	HeapTuple	tuple;
+
+	ScanKeyInit(&key, Anum_pg_trigger_oid, BTEqualStrategyNumber, F_OIDEQ,
+				ObjectIdGetDatum(trigger));
+	scan = systable_beginscan(catalog, TriggerOidIndexId, true, NULL, 1, &key);
+	tuple = systable_getnext(scan);
+	if (HeapTupleIsValid(tuple))
+		relation = ((Form_pg_trigger) GETSTRUCT(tuple))->tgrelid;
+	systable_endscan(scan);
+	table_close(catalog, AccessShareLock);
+	return relation;
+}
+
+/*
+ * Returns true if row security applies to the table, or to a partitioned table
+ * above it: a row that is inserted there is routed to this table, and then
+ * checked by the policies of the other.
+ */
+static bool
+has_row_security(Relation rel)
+{
+	ListCell   *cell;
+
+	if (rel->rd_rel->relrowsecurity)
+		return true;
+	if (!rel->rd_rel->relispartition)
+		return false;
+	foreach(cell, get_partition_ancestors(RelationGetRelid(rel)))
+	{
+		HeapTuple	tuple = SearchSysCache1(RELOID, ObjectIdGetDatum(lfirst_oid(cell)));
+		bool		secured;
+
+		if (!HeapTupleIsValid(tuple))
+			continue;
+		secured = ((Form_pg_class) GETSTRUCT(tuple))->relrowsecurity;
+		ReleaseSysCache(tuple);
+		if (secured)
+			return true;
+	}
+	return false;
+}
+
+/*
+ * Returns what is dangerous about the trigger, or NULL.  The executor checks
+ * WITH CHECK after BEFORE ROW triggers.  A DELETE has no such check.
+ */
+static const char *
+trigger_warning(Relation rel, const Trigger *trigger)
+{
+	if (!TRIGGER_FOR_BEFORE(trigger->tgtype) || !TRIGGER_FOR_ROW(trigger->tgtype))
+		return NULL;
+	if (!TRIGGER_FOR_INSERT(trigger->tgtype) && !TRIGGER_FOR_UPDATE(trigger->tgtype))
+		return NULL;
+	if (!has_row_security(rel))
+		return NULL;
+	return "the trigger charges a row before row security checks it, so a user can use up another user's quota; "
+		"an AFTER trigger charges only rows that the policies allow";
+}
+
+/* Sets the columns of rl_trigger_rule. */
+static void
+describe_rule(Relation rel, const Trigger *trigger, Datum *values, bool *nulls)
+{
+	bool		valid;
+	RlError		error;
+	Rule	   *rule = rl_rule_make(rel, trigger, &valid, &error);
+	const char *limits = NULL;
+	const char *warning = trigger_warning(rel, trigger);
+
+	if (rule->limits.n > 0)
+		limits = rl_limits_text(&rule->limits);
+	else if (rule->nargs > 1)
+		limits = rule->args[1];
+
+	if (rule->nargs > 0)
+	{
+		values[0] = CStringGetTextDatum(rule->args[0]);
+		nulls[0] = false;
+	}
+	if (limits != NULL)
+	{
+		values[1] = CStringGetTextDatum(limits);
+		nulls[1] = false;
+	}
+	values[2] = CStringGetTextDatum(rule->quota_text ? rule->quota_text : "1");
+	values[3] = CStringGetTextDatum(rule->skip ? "skip" : "error");
+	nulls[2] = nulls[3] = false;
+	if (!valid)
+	{
+		values[4] = CStringGetTextDatum(error.detail[0] ?
+										psprintf("%s: %s", error.message, error.detail) :
+										error.message);
+		nulls[4] = false;
+	}
+	if (warning != NULL)
+	{
+		values[5] = CStringGetTextDatum(warning);
+		nulls[5] = false;
+	}
+}
+
+PG_FUNCTION_INFO_V1(rl_trigger_rule);
+Datum
+rl_trigger_rule(PG_FUNCTION_ARGS)
+{
+	Oid			oid = PG_GETARG_OID(0);
+	Oid			relation = trigger_relation(oid);
+	Relation	rel = NULL;
+	Datum		values[6] = {0};
+	bool		nulls[6] = {true, true, true, true, true, true};
+	TupleDesc	tupdesc;
+
+	/* One table that is being altered must not hold up the view. */
+	if (OidIsValid(relation))
+	{
+		if (ConditionalLockRelationOid(relation, AccessShareLock))
+			rel = try_relation_open(relation, NoLock);
+		else
+		{
+			values[4] = CStringGetTextDatum("the table is locked");
+			nulls[4] = false;
+		}
+	}
+	if (rel != NULL)
+	{
+		/* Another backend may replace triggers meanwhile; this lock allows it. */
+		TriggerDesc *triggers = CopyTriggerDesc(rel->trigdesc);
+
+		for (int i = 0; triggers && i < triggers->numtriggers; i++)
+			if (triggers->triggers[i].tgoid == oid)
+				describe_rule(rel, &triggers->triggers[i], values, nulls);
+		relation_close(rel, AccessShareLock);
+	}
+	if (get_call_result_type(fcinfo, NULL, &tupdesc) != TYPEFUNC_COMPOSITE)
+		elog(ERROR, "return type must be a row type");
+	return HeapTupleGetDatum(heap_form_tuple(BlessTupleDesc(tupdesc), values, nulls));
+}

@@ -1,0 +1,437 @@
+/*
+ * trigger_rule.c
+ *		What the arguments of a trigger rl_enforce(key template, limits
+ *		[, option ...]) say.
+ *
+ * Rules are kept by the trigger's OID, together with the arguments they were
+ * made from; an invalidation of the table's relcache entry makes its rules
+ * stale.
+ */
+#include "postgres.h"
+
+#include "catalog/pg_trigger.h"
+#include "catalog/pg_type.h"
+#include "executor/tuptable.h"
+#include "lib/stringinfo.h"
+#include "utils/builtins.h"
+#include "utils/hsearch.h"
+#include "utils/inval.h"
+#include "utils/lsyscache.h"
+#include "utils/memutils.h"
+
+#include "sql/trigger_rule.h"
+
+typedef struct RuleEntry
+{
+	Oid			trigger;		/* hash key */
+	Oid			relation;
+	bool		stale;
+	Rule	   *rule;			/* or NULL */
+} RuleEntry;
+
+static HTAB *rules = NULL;
+
+/*
+ * Parsing
+ */
+
+/* The trigger fires with a row that is not written yet. */
+static bool
+sees_unwritten_row(const Trigger *trigger)
+{
+	return TRIGGER_FOR_BEFORE(trigger->tgtype) &&
+		(TRIGGER_FOR_INSERT(trigger->tgtype) || TRIGGER_FOR_UPDATE(trigger->tgtype));
+}
+
+/* The trigger fires for each statement, with the rows that rl_enforce counts. */
+static bool
+sees_statement(const Trigger *trigger)
+{
+	return TRIGGER_FOR_DELETE(trigger->tgtype) ? trigger->tgoldtable != NULL : trigger->tgnewtable != NULL;
+}
+
+/* Finds a column by name[0..len); returns 0 with the error set. */
+static AttrNumber
+find_column(Relation rel, const Trigger *trigger, const char *name, int len, RlError *error)
+{
+	TupleDesc	desc = RelationGetDescr(rel);
+
+	for (int i = 0; i < desc->natts; i++)
+	{
+		Form_pg_attribute att = TupleDescAttr(desc, i);
+
+		if (att->attisdropped || strlen(NameStr(att->attname)) != (size_t) len ||
+			memcmp(NameStr(att->attname), name, len) != 0)
+			continue;
+		if (att->attgenerated != '\0' &&
+			(att->attgenerated != ATTRIBUTE_GENERATED_STORED || sees_unwritten_row(trigger)))
+		{
+			rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+						 "generated column \"%.*s\" has no value yet when a rate limit is enforced",
+						 len, name);
+			return 0;
+		}
+		return att->attnum;
+	}
+	rl_error_set(error, ERRCODE_UNDEFINED_COLUMN,
+				 "column \"%.*s\" of relation \"%s\" does not exist",
+				 len, name, RelationGetRelationName(rel));
+	return 0;
+}
+
+/* Adds the text gathered so far as a piece, and starts anew. */
+static void
+flush_text(Rule *rule, StringInfo text)
+{
+	if (text->len == 0)
+		return;
+	rule->pieces[rule->npieces++].text = pstrdup(text->data);
+	resetStringInfo(text);
+}
+
+static bool
+parse_template(Rule *rule, Relation rel, const Trigger *trigger, const char *template, RlError *error)
+{
+	StringInfoData text;
+	int			npieces;
+
+	/* At most a text before each column, and one after the last. */
+	npieces = 1;
+	for (const char *p = template; *p; p++)
+		npieces += (*p == '{') ? 2 : 0;
+	rule->pieces = palloc0(npieces * sizeof(Piece));
+	initStringInfo(&text);
+	for (const char *p = template; *p; p++)
+	{
+		const char *close;
+		Piece	   *piece;
+		Oid			type;
+
+		if ((*p == '{' || *p == '}') && p[1] == *p)
+			p++;
+		else if (*p == '}' || (*p == '{' && strchr(p, '}') == NULL))
+		{
+			rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+						 "unmatched \"%c\" in rate-limit key \"%s\"", *p, template);
+			rl_error_detail(error, "A brace that is meant as itself is written twice.");
+			return false;
+		}
+		else if (*p == '{')
+		{
+			close = strchr(p, '}');
+			flush_text(rule, &text);
+			piece = &rule->pieces[rule->npieces];
+			piece->attnum = find_column(rel, trigger, p + 1, close - p - 1, error);
+			if (piece->attnum == 0)
+				return false;
+			type = TupleDescAttr(RelationGetDescr(rel), piece->attnum - 1)->atttypid;
+			if (!rl_key_part_init(&piece->column, type, rule->context))
+			{
+				rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+							 "column \"%.*s\" of type %s cannot be part of a rate-limit key",
+							 (int) (close - p - 1), p + 1, format_type_be(type));
+				rl_error_detail(error, "A session setting could change its text, and so the key.");
+				return false;
+			}
+			rule->npieces++;
+			p = close;
+			continue;
+		}
+		appendStringInfoChar(&text, *p);
+	}
+	flush_text(rule, &text);
+	if (rule->npieces == 0)
+	{
+		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be empty");
+		return false;
+	}
+	return true;
+}
+
+/* A quota that no row could get would refuse each write. */
+static bool
+check_quota_fits(const Rule *rule, RlError *error)
+{
+	for (int i = 0; i < rule->limits.n; i++)
+	{
+		const RlLimit *limit = &rule->limits.limit[i];
+
+		if (rule->quota <= limit->capacity)
+			continue;
+		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+					 "quota %lld is more than limit \"%s\" ever allows",
+					 (long long) rule->quota, rl_limit_text(limit));
+		return false;
+	}
+	return true;
+}
+
+/* Reads "{column}" or a whole number. */
+static bool
+parse_quota(Rule *rule, Relation rel, const Trigger *trigger, const char *value, RlError *error)
+{
+	size_t		len = strlen(value);
+
+	rule->quota_text = pstrdup(value);
+	if (len > 2 && value[0] == '{' && value[len - 1] == '}')
+	{
+		rule->quota_attnum = find_column(rel, trigger, value + 1, len - 2, error);
+		if (rule->quota_attnum == 0)
+			return false;
+		rule->quota_type = getBaseType(TupleDescAttr(RelationGetDescr(rel), rule->quota_attnum - 1)->atttypid);
+		if (rule->quota_type == INT2OID || rule->quota_type == INT4OID || rule->quota_type == INT8OID)
+			return true;
+		rl_error_set(error, ERRCODE_DATATYPE_MISMATCH,
+					 "column \"%.*s\" of type %s cannot be a quota",
+					 (int) len - 2, value + 1, format_type_be(rule->quota_type));
+		rl_error_detail(error, "A quota is a smallint, integer or bigint.");
+		return false;
+	}
+	if (len > 0 && len <= 16 && strspn(value, "0123456789") == len)
+	{
+		rule->quota = strtoll(value, NULL, 10);
+		if (rule->quota <= RL_MAX_COUNT)
+			return check_quota_fits(rule, error);
+	}
+	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+				 "invalid quota \"%s\" of a rate-limit trigger", value);
+	rl_error_detail(error, "It must be {column}, or a whole number from 0 to %lld.",
+					(long long) RL_MAX_COUNT);
+	return false;
+}
+
+static bool
+parse_option(Rule *rule, Relation rel, const Trigger *trigger, const char *option, RlError *error)
+{
+	if (strncmp(option, "quota=", 6) == 0 && rule->quota_text == NULL)
+		return parse_quota(rule, rel, trigger, option + 6, error);
+	if (strcmp(option, "on_deny=skip") == 0 && !rule->skip)
+	{
+		rule->skip = true;
+		if (TRIGGER_FOR_BEFORE(trigger->tgtype) && TRIGGER_FOR_ROW(trigger->tgtype))
+			return true;
+		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+					 "only a BEFORE trigger for each row can skip a row");
+		return false;
+	}
+	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+				 "invalid option \"%s\" of a rate-limit trigger", option);
+	rl_error_detail(error, "Options are quota={column} and on_deny=skip, each once.");
+	return false;
+}
+
+/*
+ * Fills the rule, which has its context, from the trigger's arguments.
+ * Returns false with the error set; the rule then holds what was understood.
+ */
+static bool
+parse_rule(Rule *rule, Relation rel, const Trigger *trigger, RlError *error)
+{
+	rule->quota = 1;
+	if (!TRIGGER_FOR_BEFORE(trigger->tgtype) && !TRIGGER_FOR_AFTER(trigger->tgtype))
+	{
+		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+					 "rl_enforce must be fired before or after the row is written");
+		return false;
+	}
+	if (!TRIGGER_FOR_ROW(trigger->tgtype) && !sees_statement(trigger))
+	{
+		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+					 "rl_enforce must be fired for each row, or see the statement's rows");
+		rl_error_detail(error, "A trigger for each statement needs REFERENCING NEW TABLE, or for DELETE OLD TABLE.");
+		return false;
+	}
+	if (trigger->tgnargs < 2)
+	{
+		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+					 "rl_enforce takes a key and limits");
+		return false;
+	}
+
+	rule->args = palloc(trigger->tgnargs * sizeof(char *));
+	for (int i = 0; i < trigger->tgnargs; i++)
+		rule->args[rule->nargs++] = pstrdup(trigger->tgargs[i]);
+
+	if (!rl_limits_parse(rule->args[1], strlen(rule->args[1]), &rule->limits, error))
+	{
+		rule->limits.n = 0;
+		return false;
+	}
+	rule->limits.timed |= !TRIGGER_FOR_ROW(trigger->tgtype);
+	if (!parse_template(rule, rel, trigger, rule->args[0], error))
+		return false;
+	for (int i = 2; i < rule->nargs; i++)
+		if (!parse_option(rule, rel, trigger, rule->args[i], error))
+			return false;
+	return true;
+}
+
+/*
+ * Parses a trigger's arguments into a new context below the current one.
+ * *valid is false, with the error set, if they are wrong; the rule then holds
+ * what was understood.
+ */
+Rule *
+rl_rule_make(Relation rel, const Trigger *trigger, bool *valid, RlError *error)
+{
+	MemoryContext context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit rule",
+												  ALLOCSET_SMALL_SIZES);
+	MemoryContext old = MemoryContextSwitchTo(context);
+	Rule	   *rule = palloc0(sizeof(Rule));
+
+	rule->context = context;
+	*valid = parse_rule(rule, rel, trigger, error);
+	MemoryContextSwitchTo(old);
+	return rule;
+}
+
+/*
+ * The cache
+ */
+
+/* Only marks: the rule may be in use. */
+static void
+mark_stale(Datum arg pg_attribute_unused(), Oid relation)
+{
+	HASH_SEQ_STATUS seq;
+	RuleEntry  *entry;
+
+	hash_seq_init(&seq, rules);
+	while ((entry = hash_seq_search(&seq)) != NULL)
+		if (relation == InvalidOid || entry->relation == relation)
+			entry->stale = true;
+}
+
+static void
+init_rules(void)
+{
+	HASHCTL		ctl = {.keysize = sizeof(Oid),.entrysize = sizeof(RuleEntry)};
+
+	rules = hash_create("rate-limit rules", 16, &ctl, HASH_ELEM | HASH_BLOBS);
+	CacheRegisterRelcacheCallback(mark_stale, (Datum) 0);
+}
+
+/* Forgets stale rules: those of dropped triggers would stay for ever. */
+static void
+sweep_rules(void)
+{
+	HASH_SEQ_STATUS seq;
+	RuleEntry  *entry;
+
+	hash_seq_init(&seq, rules);
+	while ((entry = hash_seq_search(&seq)) != NULL)
+	{
+		if (!entry->stale)
+			continue;
+		if (entry->rule != NULL)
+			MemoryContextDelete(entry->rule->context);
+		hash_search(rules, &entry->trigger, HASH_REMOVE, NULL);
+	}
+}
+
+static bool
+same_arguments(const Rule *rule, const Trigger *trigger)
+{
+	if (rule->nargs != trigger->tgnargs)
+		return false;
+	for (int i = 0; i < rule->nargs; i++)
+		if (strcmp(rule->args[i], trigger->tgargs[i]) != 0)
+			return false;
+	return true;
+}
+
+/*
+ * The trigger's rule, which lives until this is called again.  Raises an error
+ * if its arguments are wrong.
+ */
+Rule *
+rl_rule_find(Relation rel, const Trigger *trigger)
+{
+	RuleEntry  *entry;
+	Rule	   *rule;
+	bool		found;
+	bool		valid;
+	RlError		error;
+
+	if (rules == NULL)
+		init_rules();
+	entry = hash_search(rules, &trigger->tgoid, HASH_FIND, NULL);
+	if (entry != NULL && !entry->stale && entry->rule != NULL &&
+		entry->relation == RelationGetRelid(rel) && same_arguments(entry->rule, trigger))
+		return entry->rule;
+
+	/* No rule is in use now.  Entered first: parsing may find it stale again. */
+	if (entry != NULL)
+		entry->stale = true;
+	sweep_rules();
+	entry = hash_search(rules, &trigger->tgoid, HASH_ENTER, &found);
+	entry->relation = RelationGetRelid(rel);
+	entry->stale = false;
+	entry->rule = NULL;
+	rule = rl_rule_make(rel, trigger, &valid, &error);
+	if (!valid)
+		rl_raise(&error);
+	MemoryContextSetParent(rule->context, TopMemoryContext);
+	entry->rule = rule;
+	return rule;
+}
+
+/*
+ * Rows
+ */
+
+/* A column of the row.  Raises an error if it is NULL. */
+static Datum
+row_value(TupleTableSlot *row, Relation rel, AttrNumber attnum, const char *use)
+{
+	bool		isnull;
+	Datum		value = slot_getattr(row, attnum, &isnull);
+
+	if (isnull)
+		ereport(ERROR,
+				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				 errmsg("null value in column \"%s\" of relation \"%s\" cannot be %s",
+						NameStr(TupleDescAttr(RelationGetDescr(rel), attnum - 1)->attname),
+						RelationGetRelationName(rel), use)));
+	return value;
+}
+
+/* The row's key, in the current memory context.  Raises an error if it has none. */
+RlKey
+rl_rule_key(Rule *rule, Relation rel, TupleTableSlot *row)
+{
+	StringInfoData key;
+
+	initStringInfo(&key);
+	for (int i = 0; i < rule->npieces; i++)
+	{
+		Piece	   *piece = &rule->pieces[i];
+
+		if (piece->text != NULL)
+			appendStringInfoString(&key, piece->text);
+		else
+			rl_key_part_append(&key, &piece->column,
+							   row_value(row, rel, piece->attnum, "part of a rate-limit key"));
+	}
+	return rl_key_checked(key.data, key.len);
+}
+
+/* What the row costs.  Raises an error if that is out of range. */
+int64
+rl_rule_quota(Rule *rule, Relation rel, TupleTableSlot *row)
+{
+	Datum		value;
+
+	if (rule->quota_attnum == 0)
+		return rule->quota;
+	value = row_value(row, rel, rule->quota_attnum, "a quota");
+	switch (rule->quota_type)
+	{
+		case INT2OID:
+			return rl_quota_checked(DatumGetInt16(value));
+		case INT4OID:
+			return rl_quota_checked(DatumGetInt32(value));
+		default:
+			return rl_quota_checked(DatumGetInt64(value));
+	}
+}

@@ -1,0 +1,577 @@
+/*
+ * trigger_statement.c
+ *		rl_enforce() for each statement, with the rows that it has written.
+ *
+ * Its rows' quotas are summed by key, in a table or, past RL_MAX_MANY keys, by
+ * sorting; then so many keys are asked at once.  If any is refused, or the
+ * statement ends in an error while keys are asked, what the others were charged is
+ * refunded; what cannot be refunded is logged.
+ */
+#include "postgres.h"
+
+#include "catalog/pg_operator.h"
+#include "catalog/pg_type.h"
+#include "commands/trigger.h"
+#include "executor/executor.h"
+#include "miscadmin.h"
+#include "storage/ipc.h"
+#include "utils/builtins.h"
+#include "utils/hsearch.h"
+#include "utils/memutils.h"
+#include "utils/tuplesort.h"
+#include "utils/tuplestore.h"
+
+#include "charges.h"
+#include "sql/trigger_rule.h"
+
+typedef struct Statement
+{
+	Rule	   *rule;
+	MemoryContext context;		/* of the keys that are asked together */
+	MemoryContext row_context;
+	HTAB	   *by_key;			/* index into wanted */
+	RlWanted   *wanted;			/* in the order of the rows, or sorted */
+	int			n;
+	int64		total;			/* of all rows' quotas, or more than RL_MAX_COUNT */
+	Tuplesortstate *sort;		/* keys and quotas put aside, or NULL */
+	RlAnswer   *answers;		/* to wanted, while keys are asked, or NULL */
+	int			remembered;		/* answers whose charges are in "charged" */
+	int64		asked;			/* keys so far */
+	int64		refused;
+	RlKey		refused_key;	/* the first one, and what was said to it */
+	int64		refused_quota;
+	RlAnswer	refusal;
+	RlError		error;
+	Tuplestorestate *charged;	/* what has to be refunded then */
+	TupleTableSlot *slot;
+	int64		owed;			/* keys that have to be refunded, less those that were */
+	int64		unanswered;		/* keys that were perhaps charged */
+	bool		refunding;		/* a refund has begun, and is never begun again */
+	RlError		why;			/* what owed and unanswered keys were not refunded for */
+} Statement;
+
+typedef struct KeyEntry
+{
+	char		key[RL_MAX_KEY];	/* hash key, padded with zeros */
+	int			i;
+} KeyEntry;
+
+/* What one key was charged, as it lies in the tuplestore. */
+typedef struct Charged
+{
+	int32		vl_len_;		/* a bytea */
+	bool		local;
+	RlName		name;			/* only with shared memory */
+	RlCharge	charges[RL_MAX_LIMITS];
+	int			place_len;
+	char		place[RL_MAX_PLACE];
+} Charged;
+
+static void
+start_keys(Statement *statement)
+{
+	HASHCTL		ctl = {.keysize = RL_MAX_KEY,.entrysize = sizeof(KeyEntry)};
+
+	MemoryContextReset(statement->context);
+	ctl.hcxt = statement->context;
+	statement->by_key = hash_create("rate-limit keys", 256, &ctl, HASH_ELEM | HASH_BLOBS | HASH_CONTEXT);
+	statement->wanted = MemoryContextAlloc(statement->context, RL_MAX_MANY * sizeof(RlWanted));
+	statement->n = 0;
+}
+
+/*
+ * Sets what key i of those asked was charged, but for what an error refunds
+ * anyway.  Returns false if that is nothing.
+ */
+static bool
+get_charged(const Statement *statement, int i, Charged *charged)
+{
+	const RlKey *key = &statement->wanted[i].key;
+	const RlAnswer *answer = &statement->answers[i];
+	bool		any = false;
+
+	if (!answer->decision.allowed)
+		return false;
+	for (int l = 0; l < statement->rule->limits.n; l++)
+	{
+		charged->charges[l] = answer->charges[l];
+		if (statement->rule->limits.limit[l].refund_on_abort)
+			charged->charges[l].amount = 0;
+		any |= charged->charges[l].amount > 0;
+	}
+	if (!any)
+		return false;
+	charged->local = answer->local;
+	if (rl_shared_available())
+		charged->name = rl_name(key);
+	charged->place_len = rl_redis_place(key, charged->place);
+	SET_VARSIZE(charged, offsetof(Charged, place) + charged->place_len);
+	return true;
+}
+
+/* Remembers what the next of the keys asked was charged. */
+static void
+remember_next(Statement *statement)
+{
+	Charged		charged;
+	Datum		value;
+	bool		isnull = false;
+
+	if (!get_charged(statement, statement->remembered++, &charged))
+		return;
+	statement->owed++;
+	if (statement->charged == NULL)
+	{
+		TupleDesc	desc = CreateTemplateTupleDesc(1);
+
+		TupleDescInitEntry(desc, 1, "charged", BYTEAOID, -1, 0);
+		statement->charged = tuplestore_begin_heap(false, false, work_mem);
+		statement->slot = MakeSingleTupleTableSlot(desc, &TTSOpsMinimalTuple);
+	}
+	value = PointerGetDatum(&charged);
+	tuplestore_putvalues(statement->charged, statement->slot->tts_tupleDescriptor, &value, &isnull);
+}
+
+/* Asks for the keys gathered so far. */
+static void
+ask_keys(Statement *statement)
+{
+	MemoryContext old = MemoryContextSwitchTo(statement->context);
+	int			nlimits = statement->rule->limits.n;
+	RlAnswer   *answers = palloc0(statement->n * sizeof(RlAnswer));
+	RlCharge   *charges = palloc(statement->n * nlimits * sizeof(RlCharge));
+
+	for (int i = 0; i < statement->n; i++)
+		answers[i].charges = charges + i * nlimits;
+	statement->answers = answers;
+	statement->remembered = 0;
+	rl_decide_many(&statement->rule->limits, statement->wanted, statement->n, answers,
+				   &statement->unanswered, &statement->error);
+	MemoryContextSwitchTo(old);
+	for (int i = 0; i < statement->n; i++)
+	{
+		const RlWanted *wanted = &statement->wanted[i];
+
+		remember_next(statement);
+		if (!answers[i].decision.allowed && statement->refused++ == 0)
+		{
+			statement->refused_key.data = pnstrdup(wanted->key.data, wanted->key.len);
+			statement->refused_key.len = wanted->key.len;
+			statement->refused_quota = wanted->quota;
+			statement->refusal = answers[i];
+		}
+	}
+	statement->asked += statement->n;
+	statement->answers = NULL;
+	start_keys(statement);
+}
+
+/* A slot for a key and its quota, as they are sorted. */
+static TupleTableSlot *
+sort_slot(const TupleTableSlotOps *ops)
+{
+	TupleDesc	desc = CreateTemplateTupleDesc(2);
+
+	TupleDescInitEntry(desc, 1, "key", BYTEAOID, -1, 0);
+	TupleDescInitEntry(desc, 2, "quota", INT8OID, -1, 0);
+	return MakeSingleTupleTableSlot(desc, ops);
+}
+
+/* Puts the keys gathered so far aside: sorted, a key's quotas will meet. */
+static void
+put_aside(Statement *statement)
+{
+	TupleTableSlot *slot = sort_slot(&TTSOpsVirtual);
+
+	if (statement->sort == NULL)
+	{
+		AttrNumber	column = 1;
+		Oid			less = ByteaLessOperator;
+		Oid			collation = InvalidOid;
+		bool		nulls_first = false;
+
+		statement->sort = tuplesort_begin_heap(slot->tts_tupleDescriptor, 1, &column, &less, &collation, &nulls_first,
+											   work_mem, NULL, TUPLESORT_RANDOMACCESS);
+	}
+	for (int i = 0; i < statement->n; i++)
+	{
+		const RlWanted *wanted = &statement->wanted[i];
+
+		ExecClearTuple(slot);
+		slot->tts_values[0] = PointerGetDatum(cstring_to_text_with_len(wanted->key.data, wanted->key.len));
+		slot->tts_values[1] = Int64GetDatum(wanted->quota);
+		slot->tts_isnull[0] = slot->tts_isnull[1] = false;
+		ExecStoreVirtualTuple(slot);
+		tuplesort_puttupleslot(statement->sort, slot);
+		pfree(DatumGetPointer(slot->tts_values[0]));
+	}
+	ExecDropSingleTupleTableSlot(slot);
+	start_keys(statement);
+}
+
+/* Sets row to what the slot holds, in the slot's memory. */
+static void
+read_sort_slot(TupleTableSlot *slot, RlWanted *row)
+{
+	bool		isnull;
+	bytea	   *key = DatumGetByteaPP(slot_getattr(slot, 1, &isnull));
+
+	row->key.data = VARDATA_ANY(key);
+	row->key.len = VARSIZE_ANY_EXHDR(key);
+	row->quota = DatumGetInt64(slot_getattr(slot, 2, &isnull));
+}
+
+static bool
+same_key(const RlKey *a, const RlKey *b)
+{
+	return a->len == b->len && memcmp(a->data, b->data, a->len) == 0;
+}
+
+/* Raises an error if a key's sum is no quota, before any key is asked. */
+static void
+check_sums(Statement *statement, TupleTableSlot *slot)
+{
+	char		data[RL_MAX_KEY];
+	RlWanted	sum = {{data, 0}, 0};
+	RlWanted	row;
+
+	if (statement->total <= RL_MAX_COUNT)
+		return;
+	while (tuplesort_gettupleslot(statement->sort, true, false, slot, NULL))
+	{
+		CHECK_FOR_INTERRUPTS();
+		read_sort_slot(slot, &row);
+		if (!same_key(&sum.key, &row.key))
+		{
+			memcpy(data, row.key.data, row.key.len);
+			sum.key.len = row.key.len;
+			sum.quota = 0;
+		}
+		sum.quota = rl_quota_checked(sum.quota + row.quota);
+	}
+	tuplesort_rescan(statement->sort);
+}
+
+/* Asks for the keys that were put aside, summed. */
+static void
+ask_sorted(Statement *statement)
+{
+	TupleTableSlot *slot = sort_slot(&TTSOpsMinimalTuple);
+	RlWanted	row;
+
+	tuplesort_performsort(statement->sort);
+	check_sums(statement, slot);
+	while (tuplesort_gettupleslot(statement->sort, true, false, slot, NULL))
+	{
+		RlWanted   *wanted = statement->n > 0 ? &statement->wanted[statement->n - 1] : NULL;
+
+		read_sort_slot(slot, &row);
+		if (wanted == NULL || !same_key(&wanted->key, &row.key))
+		{
+			if (statement->n == RL_MAX_MANY)
+				ask_keys(statement);
+			wanted = &statement->wanted[statement->n++];
+			wanted->key.data = memcpy(MemoryContextAlloc(statement->context, row.key.len),
+									  row.key.data, row.key.len);
+			wanted->key.len = row.key.len;
+			wanted->quota = 0;
+		}
+		wanted->quota += row.quota;
+	}
+	ExecDropSingleTupleTableSlot(slot);
+	tuplesort_end(statement->sort);
+}
+
+/* Adds a row's quota to its key's. */
+static void
+add_row(Statement *statement, Relation rel, TupleTableSlot *row)
+{
+	MemoryContext old = MemoryContextSwitchTo(statement->row_context);
+	RlKey		key = rl_rule_key(statement->rule, rel, row);
+	int64		quota = rl_rule_quota(statement->rule, rel, row);
+	char		padded[RL_MAX_KEY];
+	KeyEntry   *entry;
+	bool		found;
+	RlWanted   *wanted;
+
+	MemoryContextSwitchTo(old);
+	if (statement->n == RL_MAX_MANY)
+		put_aside(statement);
+	memset(padded, 0, sizeof(padded));
+	memcpy(padded, key.data, key.len);
+	entry = hash_search(statement->by_key, padded, HASH_ENTER, &found);
+	if (!found)
+	{
+		entry->i = statement->n++;
+		statement->wanted[entry->i] = (RlWanted) {{entry->key, key.len}, 0};
+	}
+	wanted = &statement->wanted[entry->i];
+	/* Neither is more than 10^15. */
+	wanted->quota = rl_quota_checked(wanted->quota + quota);
+	if (statement->total <= RL_MAX_COUNT)
+		statement->total += quota;
+	MemoryContextReset(statement->row_context);
+}
+
+/* Those of a batch that Redis has charged. */
+typedef struct Batch
+{
+	Statement  *statement;
+	int			n;
+	const Charged *charged[RL_MAX_MANY];
+} Batch;
+
+static int
+next_of_batch(int i, const char **place, int *place_len, const RlLimit **limits,
+			  const RlCharge **charges, void *arg)
+{
+	const Batch *batch = arg;
+	const RlLimits *all = &batch->statement->rule->limits;
+	const Charged *charged = batch->charged[i];
+	int			n = 0;
+
+	*place = charged->place;
+	*place_len = charged->place_len;
+	for (int l = 0; l < all->n; l++)
+	{
+		if (charged->charges[l].amount == 0)
+			continue;
+		limits[n] = &all->limit[l];
+		charges[n++] = &charged->charges[l];
+	}
+	return n;
+}
+
+static void
+done_of_batch(int i pg_attribute_unused(), const RlError *refusal, void *arg)
+{
+	const Batch *batch = arg;
+
+	if (refusal == NULL)
+		batch->statement->owed--;
+	else
+		batch->statement->why = *refusal;
+}
+
+/* Refunds what a key was charged, or puts it off into the batch. */
+static void
+refund_one(Batch *batch, const Charged *charged)
+{
+	const RlLimits *limits = &batch->statement->rule->limits;
+
+	if (rl_shared_available())
+		rl_denied_forget_name(charged->name);
+	if (!charged->local)
+	{
+		batch->charged[batch->n++] = charged;
+		return;
+	}
+	for (int l = 0; l < limits->n; l++)
+		if (charged->charges[l].amount > 0)
+			rl_local_undo(charged->name, &limits->limit[l], &charged->charges[l]);
+	batch->statement->owed--;
+}
+
+/* Returns what the next key was charged, allocated in the context, or NULL after the last one. */
+static const Charged *
+next_charged(Statement *statement, MemoryContext context)
+{
+	Charged		charged;
+	bool		isnull;
+	Pointer		value = (Pointer) &charged;
+	Size		len;
+
+	while (statement->answers != NULL && statement->remembered < statement->n)
+	{
+		if (!get_charged(statement, statement->remembered++, &charged))
+			continue;
+		len = VARSIZE_ANY(value);
+		return memcpy(MemoryContextAlloc(context, len), value, len);
+	}
+	if (statement->charged == NULL ||
+		!tuplestore_gettupleslot(statement->charged, true, false, statement->slot))
+		return NULL;
+	value = DatumGetPointer(slot_getattr(statement->slot, 1, &isnull));
+	len = VARSIZE_ANY(value);
+	/* A copy is aligned. */
+	Assert(!isnull && !VARATT_IS_SHORT(value));
+	return memcpy(MemoryContextAlloc(context, len), value, len);
+}
+
+/*
+ * Refunds what the keys were charged, as far as that is possible.  With quietly,
+ * which is for the end of the backend, no call to Redis throws, and all of them
+ * end within twice ratelimit.command_timeout.
+ */
+static void
+refund(Statement *statement, bool quietly)
+{
+	MemoryContext context = AllocSetContextCreate(statement->context, "rate-limit refund",
+												  ALLOCSET_DEFAULT_SIZES);
+	int64		end = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
+	Batch	   *batch = palloc(sizeof(Batch));
+	const Charged *charged;
+	bool		failed = false;
+
+	statement->refunding = true;
+	batch->statement = statement;
+	do
+	{
+		MemoryContextReset(context);
+		batch->n = 0;
+		charged = NULL;
+		for (int i = 0; i < RL_MAX_MANY && (charged = next_charged(statement, context)) != NULL; i++)
+			refund_one(batch, charged);
+		if (batch->n == 0)
+			continue;
+		if (quietly && !failed && rl_monotonic_now() >= end)
+		{
+			failed = true;
+			rl_error_set(&statement->why, ERRCODE_CONNECTION_FAILURE, "there was no time left");
+		}
+		/* A store that has failed is not waited for again. */
+		failed = failed || !rl_redis_undo(batch->n, next_of_batch, done_of_batch, quietly, batch,
+										  &statement->why);
+		/* Again, for a refusal that was on its way. */
+		for (int i = 0; i < batch->n && rl_shared_available(); i++)
+			rl_denied_forget_name(batch->charged[i]->name);
+	} while (charged != NULL);
+	pfree(batch);
+	MemoryContextDelete(context);
+}
+
+/* The error to come is of more use than one about this. */
+static void
+log_lost(const Statement *statement)
+{
+	int64		lost = statement->owed + statement->unanswered;
+
+	if (lost > 0)
+		ereport(LOG,
+				(errcode(statement->why.sqlstate),
+				 errmsg("could not refund what up to %lld keys of a failed statement were charged",
+						(long long) lost),
+				 errdetail_internal("%s", statement->why.message)));
+}
+
+/* Refunds after an error that is being handled, and throws it again. */
+pg_noreturn static void
+refund_after_error(Statement *statement)
+{
+	ErrorData  *error;
+
+	MemoryContextSwitchTo(statement->context);
+	error = CopyErrorData();
+	FlushErrorState();
+	PG_TRY();
+	{
+		refund(statement, false);
+	}
+	PG_CATCH();
+	{
+		ErrorData  *second;
+
+		MemoryContextSwitchTo(statement->context);
+		second = CopyErrorData();
+		FlushErrorState();
+		rl_error_set(&statement->why, second->sqlerrcode, "%s", second->message);
+	}
+	PG_END_TRY();
+	log_lost(statement);
+	ReThrowError(error);
+}
+
+/*
+ * Ends a statement that has failed: refunds what the keys were charged, if that was
+ * not tried before, and logs what could not be refunded.  It is called at the end of
+ * the backend too, then with interrupts held off.
+ */
+static void
+fail_statement(int code pg_attribute_unused(), Datum arg)
+{
+	Statement  *statement = (Statement *) DatumGetPointer(arg);
+	Charged		charged;
+
+	if (!statement->refunding)
+	{
+		for (int i = statement->remembered; statement->answers != NULL && i < statement->n; i++)
+			statement->owed += get_charged(statement, i, &charged);
+		if (statement->owed > 0 && !proc_exit_inprogress)
+			refund_after_error(statement);
+		else if (statement->owed > 0)
+		{
+			rl_redis_reserve_undo();
+			refund(statement, true);
+		}
+	}
+	log_lost(statement);
+}
+
+/* Raises the error of a statement of which some keys were refused. */
+static void
+refuse_statement(Statement *statement)
+{
+	refund(statement, false);
+	rl_raise_refused(&statement->refused_key,
+					 &statement->rule->limits.limit[statement->refusal.binding],
+					 statement->refused_quota, &statement->refusal.decision, &statement->error,
+					 statement->asked == 1 ? NULL :
+					 psprintf("Keys of the statement that were refused: %lld of %lld.",
+							  (long long) statement->refused, (long long) statement->asked));
+}
+
+/* Sums the quotas of the rows that the statement has written, and asks for all keys. */
+static void
+ask_rows(Statement *statement, const TriggerData *data)
+{
+	Tuplestorestate *rows = TRIGGER_FIRED_BY_DELETE(data->tg_event) ? data->tg_oldtable : data->tg_newtable;
+	TupleTableSlot *row = MakeSingleTupleTableSlot(RelationGetDescr(data->tg_relation),
+												   &TTSOpsMinimalTuple);
+	int			pointer = tuplestore_alloc_read_pointer(rows, EXEC_FLAG_REWIND);
+
+	start_keys(statement);
+	/* Other triggers read the same rows. */
+	tuplestore_select_read_pointer(rows, pointer);
+	tuplestore_rescan(rows);
+	while (tuplestore_gettupleslot(rows, true, false, row))
+	{
+		CHECK_FOR_INTERRUPTS();
+		add_row(statement, data->tg_relation, row);
+		tuplestore_select_read_pointer(rows, pointer);
+	}
+	if (statement->sort != NULL)
+	{
+		put_aside(statement);
+		ask_sorted(statement);
+	}
+	if (statement->n > 0)
+		ask_keys(statement);
+	ExecDropSingleTupleTableSlot(row);
+}
+
+/* Takes the quota of all rows that the statement has written, or raises an error. */
+void
+rl_enforce_statement(TriggerData *data, Rule *rule)
+{
+	Statement	statement = {.rule = rule};
+
+	rl_error_set(&statement.why, ERRCODE_CONNECTION_FAILURE, "there was no answer to some calls");
+	statement.context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit statement",
+											  ALLOCSET_DEFAULT_SIZES);
+	statement.row_context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit row",
+												  ALLOCSET_SMALL_SIZES);
+	PG_ENSURE_ERROR_CLEANUP(fail_statement, PointerGetDatum(&statement));
+	{
+		ask_rows(&statement, data);
+		if (statement.refused > 0)
+			refuse_statement(&statement);
+	}
+	PG_END_ENSURE_ERROR_CLEANUP(fail_statement, PointerGetDatum(&statement));
+	if (statement.charged != NULL)
+	{
+		tuplestore_end(statement.charged);
+		ExecDropSingleTupleTableSlot(statement.slot);
+	}
+	MemoryContextDelete(statement.row_context);
+	MemoryContextDelete(statement.context);
+}
