@@ -22,8 +22,12 @@
 #include "utils/hsearch.h"
 #include "utils/memutils.h"
 
+#include "algorithm/gcra.h"
 #include "charges.h"
+#include "error.h"
 #include "redis/redis.h"
+#include "shared/denial_cache.h"
+#include "shared/local_store.h"
 
 /* More than this of a transaction is not given back, and logged. */
 #define MAX_GRANTS			65536
@@ -49,7 +53,7 @@ typedef struct Grant
 	GrantId		id;
 	RlLimit		limit;
 	RlCharge	charge;
-	RlName		name;			/* only with shared memory */
+	RlKeyHash		name;			/* only with shared memory */
 	uint64		server;
 	bool		sent;			/* in the queue: perhaps taken back */
 	int			call;			/* in the queue: which call takes it back */
@@ -498,7 +502,7 @@ note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
 	grant->limit = *limit;
 	grant->charge = charge;
 	if (rl_shared_available())
-		grant->name = rl_name(key);
+		grant->name = rl_key_hash(key);
 	grant->server = server;
 	grant->place_len = len;
 	memcpy(grant->place, place, len);

@@ -10,8 +10,14 @@
 #include "miscadmin.h"
 #include "utils/timestamp.h"
 
+#include "algorithm/limits.h"
 #include "charges.h"
+#include "decide.h"
+#include "error.h"
 #include "redis/redis.h"
+#include "shared/counters.h"
+#include "shared/denial_cache.h"
+#include "shared/local_store.h"
 
 /* One action, and how the answer came about. */
 typedef struct Action
@@ -20,7 +26,7 @@ typedef struct Action
 	const RlLimits *limits;
 	int64		quota;
 	RlTake		how;
-	RlName		name;			/* only with shared memory, as the next two */
+	RlKeyHash		name;			/* only with shared memory, as the next two */
 	int64		asked;			/* before sending, on this server's clock */
 	uint64		generation;
 	int64		at;				/* the store's time of the answer */
@@ -61,7 +67,7 @@ begin(Action *action, const RlKey *key, const RlLimits *limits, int64 quota, RlT
 		rl_require_shared("ratelimit.on_error = local");
 	if (rl_shared_available())
 	{
-		action->name = rl_name(key);
+		action->name = rl_key_hash(key);
 		action->generation = RL_ANY_GENERATION;
 	}
 }
@@ -581,48 +587,4 @@ rl_decide_many(const RlLimits *limits, const RlWanted *wanted, int n, RlAnswer *
 	pfree(many.actions);
 	pfree(many.which);
 	pfree(many.answered);
-}
-
-/*
- * Raises the error of an action that was refused; error tells why when the
- * store failed, and also, if not NULL, what else there is to say.
- */
-void
-rl_raise_refused(const RlKey *key, const RlLimit *limit, int64 quota,
-				 const RlDecision *decision, const RlError *error, const char *also)
-{
-	const char *key_text = pg_any_to_server(pnstrdup(key->data, key->len), key->len, PG_UTF8);
-	long long	wait_ms = (decision->retry_after + 999) / 1000;
-
-	also = also ? psprintf(" %s", also) : "";
-
-	if (decision->source == RL_FAIL_CLOSED)
-		ereport(ERROR,
-				(errcode(ERRCODE_RATE_LIMITED),
-				 errmsg("rate limit \"%s\" cannot be checked for key \"%s\"",
-						rl_limit_text(limit), key_text),
-				 errdetail_internal("%s%s", error->message, also),
-				 errhint("Actions are refused because ratelimit.on_error is \"deny\".")));
-	if (decision->retry_after == RL_NEVER)
-		ereport(ERROR,
-				(errcode(ERRCODE_RATE_LIMITED),
-				 errmsg("rate limit \"%s\" exceeded for key \"%s\"",
-						rl_limit_text(limit), key_text),
-				 errdetail("The action takes %lld, and the limit never has more than %lld: no wait will help.%s",
-						   (long long) quota, (long long) limit->capacity, also),
-				 errhint("Split the action into smaller ones.")));
-	if (decision->ban_left > 0)
-		ereport(ERROR,
-				(errcode(ERRCODE_RATE_LIMITED),
-				 errmsg("key \"%s\" is banned", key_text),
-				 errdetail("Retry after %lld.%03lld seconds.%s", wait_ms / 1000, wait_ms % 1000, also),
-				 errhint("rl_unban lifts a ban.")));
-	ereport(ERROR,
-			(errcode(ERRCODE_RATE_LIMITED),
-			 errmsg("rate limit \"%s\" exceeded for key \"%s\"",
-					rl_limit_text(limit), key_text),
-			 errdetail("Retry after %lld.%03lld seconds.%s", wait_ms / 1000, wait_ms % 1000, also),
-			 errhint("The action takes %lld, and %lld of %lld are free now.",
-					 (long long) quota, (long long) decision->remaining,
-					 (long long) limit->capacity)));
 }

@@ -1,6 +1,6 @@
 /*
  * ratelimit.c
- *		Settings, and errors that travel as values.
+ *		Settings, and the start of the library.
  *
  * Every setting is PGC_SUSET or stronger: whoever can choose the server, the
  * prefix or what happens on failure can lift every limit.  A value that was SET
@@ -11,7 +11,6 @@
 
 #include <limits.h>
 
-#include "mb/pg_wchar.h"
 #include "miscadmin.h"
 #include "utils/guc.h"
 #include "utils/guc_tables.h"
@@ -297,49 +296,4 @@ _PG_init(void)
 
 	if (process_shared_preload_libraries_in_progress)
 		rl_shared_request();
-}
-
-/* Cuts text that filled its buffer where a character ends. */
-static void
-clip(char *text, size_t size)
-{
-	if (strlen(text) == size - 1)
-		text[pg_mbcliplen(text, size - 1, size - 2)] = '\0';
-}
-
-/* Sets the error's SQLSTATE and message, and no detail. */
-void
-rl_error_set(RlError *error, int sqlstate, const char *fmt,...)
-{
-	va_list		args;
-
-	error->sqlstate = sqlstate;
-	error->unreachable = false;
-	error->detail[0] = '\0';
-	va_start(args, fmt);
-	vsnprintf(error->message, sizeof(error->message), fmt, args);
-	va_end(args);
-	clip(error->message, sizeof(error->message));
-}
-
-/* Adds a detail, one sentence, to an error that is set. */
-void
-rl_error_detail(RlError *error, const char *fmt,...)
-{
-	va_list		args;
-
-	va_start(args, fmt);
-	vsnprintf(error->detail, sizeof(error->detail), fmt, args);
-	va_end(args);
-	clip(error->detail, sizeof(error->detail));
-}
-
-/* Raises the error. */
-void
-rl_raise(const RlError *error)
-{
-	ereport(ERROR,
-			(errcode(error->sqlstate),
-			 errmsg_internal("%s", error->message),
-			 error->detail[0] ? errdetail_internal("%s", error->detail) : 0));
 }

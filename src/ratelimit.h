@@ -118,6 +118,13 @@ typedef struct RlKey
 	int			len;
 } RlKey;
 
+/* One action of many. */
+typedef struct RlWanted
+{
+	RlKey		key;
+	int64		quota;
+} RlWanted;
+
 /* How to take quota. */
 typedef enum RlTake
 {
@@ -177,75 +184,5 @@ extern int	rl_mode;
 extern bool rl_denial_cache;
 extern int	rl_local_max_keys;
 extern char *rl_debug_now;
-
-/* Not pg_attribute_printf: of a server built by gcc, clang does not know it. */
-#define rl_attribute_printf(f, a) __attribute__((format(printf, f, a)))
-
-extern void rl_error_set(RlError *error, int sqlstate, const char *fmt,...) rl_attribute_printf(3, 4);
-extern void rl_error_detail(RlError *error, const char *fmt,...) rl_attribute_printf(2, 3);
-pg_noreturn extern void rl_raise(const RlError *error);
-
-/* shared.c: microseconds on a clock that nobody sets */
-extern int64 rl_monotonic_now(void);
-
-/* limits.c: the type rl_limits, and the rules for a limit's numbers */
-extern bool rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error);
-extern bool rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error);
-extern bool rl_limit_is_too_long(RlError *error);
-extern char *rl_limit_text(const RlLimit *limit);
-extern char *rl_limits_text(const RlLimits *limits);
-extern bool rl_same_state(const RlLimit *a, const RlLimit *b);
-extern bool rl_limits_same(const RlLimits *a, const RlLimits *b);
-extern void rl_limits_complete(RlLimits *limits);
-
-/* algorithm.c: what the algorithms mean, without I/O and without the backend */
-extern int64 rl_throttle_cost(const RlLimit *limit, int64 quota);
-extern int64 rl_throttle_refund(const RlLimit *limit, int64 quota);
-extern void rl_throttle_decide(const RlLimit *limit, int64 backlog_ns, int64 quota, RlDecision *decision);
-extern void rl_throttle_figures(const RlLimit *limit, int64 backlog_ns, RlDecision *decision);
-extern RlDecision rl_combine(const RlDecision *decisions, int n, int *binding);
-extern void rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force);
-
-/* One action of many. */
-typedef struct RlWanted
-{
-	RlKey		key;
-	int64		quota;
-} RlWanted;
-
-typedef void (*RlTookOne) (int i, const RlDecision *decisions, int64 at, void *arg);
-
-/* redis_store.c, local_store.c */
-extern bool rl_redis_take_many(const RlLimits *limits, RlWanted *wanted, int n, int64 *unanswered,
-							   RlTookOne took, void *arg, RlError *error);
-extern const RlStore rl_redis_store;
-extern const RlStore rl_local_store;
-extern bool rl_redis_version(char *version, Size size, RlError *error);
-
-/* decide.c: what the limits say, and what happens when they cannot be asked */
-extern const RlStore *rl_store(void);
-extern void rl_decide(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
-					  RlDecision *decision, int *binding, RlError *error);
-extern void rl_count_wait(const RlLimits *limits, const RlDecision *decision, bool error);
-extern void rl_decide_each(const RlKey *key, const RlLimits *limits, int64 quota,
-						   RlDecision *decisions);
-pg_noreturn extern void rl_raise_refused(const RlKey *key, const RlLimit *limit, int64 quota,
-										 const RlDecision *decision, const RlError *error,
-										 const char *also);
-
-/* values.c: SQL values, checked */
-extern int64 rl_quota_checked(int64 quota);
-extern RlKey rl_key_checked(const char *data, int len);
-
-/* key.c: values to keys */
-struct StringInfoData;
-typedef struct RlKeyPart
-{
-	Oid			type;			/* its base type, for the exceptions */
-	FmgrInfo	output;
-} RlKeyPart;
-
-extern bool rl_key_part_init(RlKeyPart *part, Oid type, MemoryContext context);
-extern void rl_key_part_append(struct StringInfoData *key, RlKeyPart *part, Datum value);
 
 #endif							/* RATELIMIT_H */

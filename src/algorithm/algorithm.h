@@ -137,7 +137,10 @@ rl_algorithm(const RlLimit *limit)
 	return rl_algorithms[limit->algorithm];
 }
 
-/* algorithm.c: what a store does with states */
+extern RlDecision rl_combine(const RlDecision *decisions, int n, int *binding);
+extern void rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force);
+
+/* What a store does with states */
 extern int	rl_chunks_wanted(const RlLimit *limit, const RlState *state, const RlPool *pool,
 							 int64 now, int64 quota);
 extern int64 rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
@@ -152,7 +155,7 @@ extern void rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlChar
 extern void rl_undo(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
 					const RlCharge *charge);
 
-/* algorithm.c: for algorithms that count units */
+/* For algorithms that count units */
 extern bool rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota);
 extern void rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 						 const RlAct *act, RlDecision *decision);
@@ -160,10 +163,6 @@ extern void rl_units_give(const RlLimit *limit, RlState *state, RlPool *pool, Rl
 						  int64 now, int64 quota);
 extern int64 rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
 extern bool rl_units_are_empty(const RlState *state);
-
-/* gcra.c: the shortest way, and what answers of Redis mean */
-extern int64 rl_throttle_act(const RlLimit *limit, int64 backlog_ns, int64 quota,
-							 RlDecision *decision);
 
 static inline int64
 rl_divide_up(int64 a, int64 b)

@@ -12,6 +12,9 @@
 #include "common/int.h"
 
 #include "algorithm/algorithm.h"
+#include "algorithm/gcra.h"
+#include "algorithm/limits.h"
+#include "error.h"
 
 #define NS_PER_US		1000
 #define NS_PER_MS		1000000

@@ -19,6 +19,8 @@
 #include "utils/builtins.h"
 
 #include "algorithm/algorithm.h"
+#include "algorithm/limits.h"
+#include "error.h"
 
 typedef struct Scan
 {

@@ -8,6 +8,7 @@
 #include "postgres.h"
 
 #include "algorithm/algorithm.h"
+#include "error.h"
 
 /* The shortest step that divides the period and is at least a 60th of it. */
 static int64

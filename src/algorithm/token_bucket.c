@@ -11,6 +11,7 @@
 #include "common/int.h"
 
 #include "algorithm/algorithm.h"
+#include "algorithm/limits.h"
 
 static bool
 complete(RlLimit *limit, const char *count_name pg_attribute_unused(), RlError *error)

@@ -22,6 +22,7 @@
 
 #include "storage/fd.h"
 
+#include "error.h"
 #include "redis/address.h"
 
 static bool

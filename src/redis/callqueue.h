@@ -5,7 +5,7 @@
 #ifndef CALLQUEUE_H
 #define CALLQUEUE_H
 
-#include "redis/connection.h"
+#include "redis/stream.h"
 
 /* A call and how to send it. */
 typedef struct Call

@@ -10,7 +10,8 @@
 
 #include "utils/memutils.h"
 
-#include "redis/route.h"
+#include "ratelimit.h"
+#include "redis/cluster.h"
 
 static uint8 *owners = NULL;
 

@@ -11,8 +11,11 @@
 #include "common/sha1.h"
 #include "utils/builtins.h"
 
-#include "redis/route.h"
+#include "redis/cluster.h"
+#include "redis/command.h"
 #include "redis/redis.h"
+#include "redis/route.h"
+#include "redis/socket.h"
 
 RlRedisUsage rl_redis_usage;
 

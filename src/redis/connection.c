@@ -18,8 +18,11 @@
 #include "storage/fd.h"
 #include "utils/builtins.h"
 
+#include "error.h"
 #include "redis/socket.h"
+#include "redis/stream.h"
 #include "redis/tls.h"
+#include "shared/shared.h"
 
 #define MAX_HOST_ADDRESSES	16
 #define MAX_ADDRESS_TEXT	64	/* an address of IP version 6 with its scope */

@@ -11,9 +11,13 @@
  */
 #include "postgres.h"
 
+#include "error.h"
 #include "redis/callqueue.h"
-#include "redis/route.h"
+#include "redis/cluster.h"
+#include "redis/pipeline.h"
 #include "redis/redis.h"
+#include "redis/route.h"
+#include "redis/socket.h"
 
 /*
  * A server in health answers 100 calls in some ms; and fewer than these, one

@@ -1,30 +1,18 @@
 /*
  * redis.h
- *		Commands and scripts for Redis.
+ *		What other modules use of the store in Redis.
  */
 #ifndef REDIS_H
 #define REDIS_H
 
-#include "redis/resp.h"
+#include "algorithm/algorithm.h"
 
-typedef struct RlScript
-{
-	const char *source;
-	char		sha1[41];		/* computed at first use */
-	uint64		nodes;			/* a bit for each node that a pipeline ran it at */
-} RlScript;
+#define RL_MAX_PLACE		(RL_MAX_PREFIX + 3 * RL_MAX_KEY + 2)
+#define RL_MAX_UNDO			16	/* charges that one call takes back */
 
-/*
- * A command under construction.  The buffer is kept from call to call; what
- * comes before the arguments of a script is written when it is sent.
- */
-typedef struct RlCommand
-{
-	StringInfoData args;
-	int			nargs;
-	int			key;			/* where in args the second argument is: the key */
-	int			key_len;
-} RlCommand;
+typedef int (*RlUndoNext) (int i, const char **place, int *place_len,
+						   const RlLimit **limits, const RlCharge **charges, void *arg);
+typedef void (*RlUndoDone) (int i, const RlError *refusal, void *arg);
 
 /* What Redis has cost since somebody set it to 0. */
 typedef struct RlRedisUsage
@@ -35,34 +23,19 @@ typedef struct RlRedisUsage
 
 extern RlRedisUsage rl_redis_usage;
 
-typedef bool (*RlPipelineAppend) (RlCommand *command, int i, void *arg);
-typedef void (*RlPipelineSent) (int i, bool sent, void *arg);
-typedef bool (*RlPipelineReply) (int i, const RlReply *reply, void *arg, RlError *error);
+typedef void (*RlTookOne) (int i, const RlDecision *decisions, int64 at, void *arg);
 
-#define RL_MAX_QUIET_ARGS	49152	/* bytes of a call that is run quietly */
+/* store.c */
+extern const RlStore rl_redis_store;
+extern bool rl_redis_take_many(const RlLimits *limits, RlWanted *wanted, int n, int64 *unanswered,
+							   RlTookOne took, void *arg, RlError *error);
+extern bool rl_redis_version(char *version, Size size, RlError *error);
+extern int	rl_redis_place(const RlKey *key, char *place);
+extern void rl_redis_reserve_undo(void);
+extern bool rl_redis_undo(int n, RlUndoNext next, RlUndoDone done, bool quietly, void *arg, RlError *error);
 
-extern RlCommand *rl_command_start(void);
-extern void rl_command_arg(RlCommand *command, const char *data, int len);
-extern void rl_command_number(RlCommand *command, int64 number);
-
-extern const char *rl_command_key(const RlCommand *command);
-extern void rl_command_append(StringInfo out, const RlCommand *command, const RlScript *script,
-							  bool by_source);
-extern void rl_command_append_asking(StringInfo out);
-extern void rl_script_prepare(RlScript *script);
-
-extern bool rl_redis_command(RlCommand *command, RlReply *reply, RlError *error);
-extern void rl_redis_distrust(void);
+/* command.c */
 extern bool rl_redis_is_cluster(void);
 extern const char *rl_redis_server(bool *connected, const char **breaker, int64 *breaker_left);
-extern bool rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error);
-
-/* pipeline.c */
-extern bool rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineSent sent,
-							  RlPipelineReply reply, void *arg, RlError *error);
-extern void rl_redis_reserve(RlScript *script);
-extern bool rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append,
-								  RlPipelineReply reply, void *arg, bool quietly, RlError *error);
-extern bool rl_redis_accepted(const RlReply *reply, RlError *error);
 
 #endif							/* REDIS_H */

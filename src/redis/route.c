@@ -18,7 +18,11 @@
 
 #include "utils/memutils.h"
 
+#include "error.h"
+#include "redis/cluster.h"
 #include "redis/route.h"
+#include "redis/sentinel.h"
+#include "redis/socket.h"
 
 #define FREE_TURNS			3	/* after which it pays to wait for a while */
 

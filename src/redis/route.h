@@ -5,8 +5,8 @@
 #ifndef ROUTE_H
 #define ROUTE_H
 
-#include "redis/connection.h"
-#include "shared/shared.h"
+#include "redis/stream.h"
+#include "shared/breaker.h"
 
 #define RL_MAX_NODES		RL_MAX_STREAMS	/* an owner of a slot is a number below 256 */
 
@@ -37,7 +37,6 @@ typedef struct RlRoute
 	bool		lost;			/* there was one */
 } RlRoute;
 
-/* route.c */
 extern void rl_route_begin(RlRoute *route, const char *key, int len);
 extern bool rl_route_choose(RlRoute *route, RlError *error);
 extern bool rl_route_try(RlRoute *route, bool *others, RlError *error);
@@ -52,35 +51,5 @@ extern void rl_node_answers(RlNode *node);
 extern int	rl_node_number(const RlNode *node);
 extern RlNode *rl_node_numbered(int number);
 extern RlNode *rl_node_that_has(int slot);
-
-/* sentinel.c */
-
-/* A search for a service's master, in which each Sentinel is asked at most once. */
-typedef struct RlSentinelSearch
-{
-	const RlTarget *target;
-	const char *password;		/* empty: none */
-	int			first;			/* the Sentinel to be asked first */
-	int			passed;			/* how many were asked, or not admitted */
-	int64		deadline;
-	bool		failed;			/* a Sentinel did, and why tells why the first one did */
-	bool		unreachable;	/* one of them was */
-	RlError		why;
-} RlSentinelSearch;
-
-extern void rl_sentinel_begin(RlSentinelSearch *search, const RlTarget *target, int first,
-							  const char *password);
-extern bool rl_sentinel_next(RlSentinelSearch *search, RlAddress *master, int *which,
-							 RlError *error);
-
-/* slots.c */
-#define RL_SLOTS			16384
-
-extern bool rl_slots_known(void);
-extern int	rl_slot(const char *key, int len);
-extern int	rl_slot_owner(int slot, bool *guess);
-extern void rl_slot_learn(int slot, int owner);
-extern void rl_slots_forget(int owner);
-extern void rl_slots_reset(void);
 
 #endif							/* ROUTE_H */

@@ -4,7 +4,10 @@
  */
 #include "postgres.h"
 
+#include "error.h"
 #include "redis/route.h"
+#include "redis/sentinel.h"
+#include "redis/socket.h"
 
 /* Asks one Sentinel, until then at most.  Returns false with the error set. */
 static bool

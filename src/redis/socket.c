@@ -14,8 +14,10 @@
 
 #include "miscadmin.h"
 
+#include "error.h"
 #include "redis/socket.h"
 #include "redis/tls.h"
+#include "shared/shared.h"
 
 /*
  * Waiting

@@ -1,6 +1,6 @@
 /*
  * socket.h
- *		What connection.c and stream.c share; nobody else needs it.
+ *		A connection's socket.
  */
 #ifndef SOCKET_H
 #define SOCKET_H
@@ -18,6 +18,8 @@
 #define CreateWaitEventSet(owner, n) CreateWaitEventSet(TopMemoryContext, (n))
 #endif
 
+#define RL_PAUSE_MS			5
+
 /* Each of those that take an error returns false with it set. */
 extern uint32 rl_wait_event(void);
 extern bool rl_socket_wait(RlConnection *conn, uint32 what, int64 deadline);
@@ -27,5 +29,9 @@ extern bool rl_cannot_connect(const RlConnection *conn, RlError *error, const ch
 extern bool rl_lack_of(const RlConnection *conn, RlError *error, const char *why);
 extern bool rl_connection_lost(const RlConnection *conn, RlError *error, const char *why);
 extern bool rl_protocol_violation(const RlConnection *conn, RlError *error, const char *what);
+
+extern void rl_connection_pause(int64 until);
+extern bool rl_connection_refused(const RlConnection *conn, bool set_up, const char *line,
+								  RlError *error);
 
 #endif							/* SOCKET_H */

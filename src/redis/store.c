@@ -11,7 +11,10 @@
 
 #include "utils/builtins.h"
 
-#include "charges.h"
+#include "algorithm/gcra.h"
+#include "algorithm/limits.h"
+#include "error.h"
+#include "redis/pipeline.h"
 #include "redis/redis.h"
 
 /* The fast way of the commonest case: one throttle, without a ban of its own. */

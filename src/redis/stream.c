@@ -14,6 +14,8 @@
 #include "miscadmin.h"
 
 #include "redis/socket.h"
+#include "redis/stream.h"
+#include "shared/shared.h"
 
 #define MAX_REPLY_BYTES		65536
 

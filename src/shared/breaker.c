@@ -13,7 +13,8 @@
 #include "access/xact.h"
 #include "port/atomics.h"
 
-#include "shared/shared.h"
+#include "error.h"
+#include "shared/breaker.h"
 
 #define ENTRIES				256
 #define MAX_ADDRESS			300

@@ -194,7 +194,7 @@ view_partition(RlCells *view, int number)
 
 /* The chain of a name within its partition. */
 static uint32 *
-bucket_of(const RlCells *view, RlName name)
+bucket_of(const RlCells *view, RlKeyHash name)
 {
 	return &buckets[(Size) view->number * nbuckets + (name.hash & (nbuckets - 1))];
 }
@@ -348,7 +348,7 @@ uint32
 rl_cell_find(const RlCells *view, const RlLimit *limit)
 {
 	for (uint32 c = *view->bucket; c != RL_NO_CELL; c = rl_cell_at(view, c)->next)
-		if (rl_same_name(rl_cell_at(view, c)->name, view->name) && rl_cell_is_of(rl_cell_at(view, c), limit))
+		if (rl_same_key_hash(rl_cell_at(view, c)->name, view->name) && rl_cell_is_of(rl_cell_at(view, c), limit))
 			return c;
 	return RL_NO_CELL;
 }
@@ -466,7 +466,7 @@ rl_cells_reserve(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
  * is how many the act may still make; without any, the heap's order counts.
  */
 static bool
-evict_first(RlCells *view, int heap, RlName spared, int64 latest, int *corrections, bool *progress)
+evict_first(RlCells *view, int heap, RlKeyHash spared, int64 latest, int *corrections, bool *progress)
 {
 	uint32		victim = RL_NO_CELL;
 	bool		deferred = false;
@@ -480,7 +480,7 @@ evict_first(RlCells *view, int heap, RlName spared, int64 latest, int *correctio
 		/* All are spared, or another heap's come first. */
 		if (top.end == PG_INT64_MAX || (n > 0 && top.end > latest))
 			break;
-		if (rl_same_name(cell->name, spared))
+		if (rl_same_key_hash(cell->name, spared))
 		{
 			top.end = PG_INT64_MAX;
 			deferred = true;
@@ -505,7 +505,7 @@ evict_first(RlCells *view, int heap, RlName spared, int64 latest, int *correctio
 		{
 			RlCell	   *cell = rl_cell_at(view, c);
 
-			if (cell->heap == heap && rl_same_name(cell->name, spared))
+			if (cell->heap == heap && rl_same_key_hash(cell->name, spared))
 				sift(view, heap, cell->heap_at, (HeapItem) {cell->end, c});
 		}
 	*progress = victim != RL_NO_CELL || n > 0;

@@ -21,7 +21,7 @@
  */
 typedef struct RlCell
 {
-	RlName		name;
+	RlKeyHash		name;
 	int64		period;			/* what tells limits' states apart */
 	int64		step;
 	int64		start;			/* as in RlState, also the next five */
@@ -48,7 +48,7 @@ struct HeapItem;
  */
 typedef struct RlCells
 {
-	RlName		name;
+	RlKeyHash		name;
 	int64		now;
 	int			number;
 	struct Partition *partition;
@@ -76,6 +76,12 @@ rl_cell_is_of(const RlCell *cell, const RlLimit *limit)
 	return cell->algorithm == limit->algorithm && cell->period == limit->period &&
 		cell->step == limit->step && cell->from_first == limit->from_first;
 }
+
+/* The part of shared memory: its size, its number of locks, and its start. */
+extern Size rl_local_size(void);
+extern int	rl_local_locks(void);
+extern void rl_local_attach(void *memory, LWLockPadded *locks, bool found);
+extern void rl_local_fill(int64 *keys, int64 *entries, int64 *max_entries);
 
 extern void rl_cells_lock(RlCells *view, LWLockMode mode);
 extern void rl_cells_unlock(RlCells *view);

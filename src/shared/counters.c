@@ -13,7 +13,8 @@
 #include "utils/builtins.h"
 #include "utils/timestamp.h"
 
-#include "shared/shared.h"
+#include "algorithm/limits.h"
+#include "shared/counters.h"
 
 #define SLOTS				1024
 #define OTHERS				SLOTS	/* the slot of those that have none */

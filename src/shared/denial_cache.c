@@ -23,7 +23,9 @@
 #include "utils/builtins.h"
 #include "utils/timestamp.h"
 
-#include "shared/shared.h"
+#include "algorithm/algorithm.h"
+#include "algorithm/limits.h"
+#include "shared/denial_cache.h"
 
 #define SETS				256
 #define WAYS				8
@@ -42,7 +44,7 @@
 
 typedef struct Entry
 {
-	RlName		name;
+	RlKeyHash		name;
 	RlLimits	limits;			/* n = 0: free */
 	bool		debug;			/* the times are by ratelimit.debug_now */
 	int64		quota;
@@ -79,7 +81,7 @@ static LWLockPadded *locks;
 static struct
 {
 	bool		valid;
-	RlName		name;
+	RlKeyHash		name;
 	RlLimits	limits;
 	bool		debug;
 	int64		asked;
@@ -115,7 +117,7 @@ rl_denied_attach(void *memory, LWLockPadded *my_locks, bool found)
 }
 
 static Set *
-lock_set(RlName name, LWLockMode mode)
+lock_set(RlKeyHash name, LWLockMode mode)
 {
 	int			number = (name.hash >> 32) % SETS;
 
@@ -138,14 +140,14 @@ clock_is_debug(void)
 
 /* Returns true if the entry is in use, for these limits and times by this clock. */
 static bool
-is_entry_of(const Entry *entry, RlName name, const RlLimits *limits)
+is_entry_of(const Entry *entry, RlKeyHash name, const RlLimits *limits)
 {
-	return rl_same_name(entry->name, name) && entry->debug == clock_is_debug() &&
+	return rl_same_key_hash(entry->name, name) && entry->debug == clock_is_debug() &&
 		rl_limits_same(&entry->limits, limits);
 }
 
 static Entry *
-find_entry(Set *set, RlName name, const RlLimits *limits)
+find_entry(Set *set, RlKeyHash name, const RlLimits *limits)
 {
 	for (int i = 0; i < WAYS; i++)
 		if (is_entry_of(&set->entries[i], name, limits))
@@ -158,7 +160,7 @@ find_entry(Set *set, RlName name, const RlLimits *limits)
  * it is now.  Now and then it says false to one caller, who is to ask.
  */
 bool
-rl_denied_lookup(RlName name, const RlLimits *limits, int64 quota,
+rl_denied_lookup(RlKeyHash name, const RlLimits *limits, int64 quota,
 				 RlDecision *decision, int *binding)
 {
 	Set		   *set = lock_set(name, LW_SHARED);
@@ -197,14 +199,14 @@ rl_denied_lookup(RlName name, const RlLimits *limits, int64 quota,
 }
 
 static pg_atomic_uint64 *
-generation_of(RlName name)
+generation_of(RlKeyHash name)
 {
 	return &cache->generations[name.rest % GENERATIONS];
 }
 
 /* To be read before asking, and handed to rl_denied_note after it. */
 uint64
-rl_denied_generation(RlName name)
+rl_denied_generation(RlKeyHash name)
 {
 	uint64		generation = pg_atomic_read_u64(generation_of(name));
 
@@ -228,7 +230,7 @@ trusted_for(const RlLimits *limits, const RlDecision *decision)
 
 /* The entry to put a refusal in: the one it has, a free one, or the first to end. */
 static Entry *
-choose_entry(Set *set, RlName name, const RlLimits *limits)
+choose_entry(Set *set, RlKeyHash name, const RlLimits *limits)
 {
 	Entry	   *entry = find_entry(set, name, limits);
 
@@ -249,7 +251,7 @@ choose_entry(Set *set, RlName name, const RlLimits *limits)
  * whether it may serve as an answer.
  */
 void
-rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits, int64 quota,
+rl_denied_note(RlKeyHash name, const RlKey *key, const RlLimits *limits, int64 quota,
 			   const RlDecision *decision, int binding, int64 asked,
 			   uint64 generation, bool cache)
 {
@@ -260,7 +262,7 @@ rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits, int64 quot
 	/* Impossible is not refused for now, and a look is no action. */
 	if (decision->retry_after == RL_NEVER || quota == 0)
 		return;
-	if (!cache && last.valid && rl_same_name(name, last.name) && last.debug == clock_is_debug() &&
+	if (!cache && last.valid && rl_same_key_hash(name, last.name) && last.debug == clock_is_debug() &&
 		rl_limits_same(&last.limits, limits) &&
 		asked - last.asked < NOTE_INTERVAL && asked >= last.asked &&
 		until - last.until < NOTE_INTERVAL && last.until - until < NOTE_INTERVAL)
@@ -307,7 +309,7 @@ rl_denied_note(RlName name, const RlKey *key, const RlLimits *limits, int64 quot
 
 /* Forgets the key, to which quota is or may have been given back. */
 void
-rl_denied_forget_name(RlName name)
+rl_denied_forget_name(RlKeyHash name)
 {
 	Set		   *set;
 
@@ -315,7 +317,7 @@ rl_denied_forget_name(RlName name)
 	pg_atomic_fetch_add_u64(generation_of(name), 1);
 	set = lock_set(name, LW_EXCLUSIVE);
 	for (int i = 0; i < WAYS; i++)
-		if (rl_same_name(set->entries[i].name, name))
+		if (rl_same_key_hash(set->entries[i].name, name))
 			set->entries[i].limits.n = 0;
 	unlock_set(set);
 }
@@ -325,14 +327,14 @@ void
 rl_denied_forget(const RlKey *key)
 {
 	if (sets != NULL)
-		rl_denied_forget_name(rl_name(key));
+		rl_denied_forget_name(rl_key_hash(key));
 }
 
 /* Returns true if the entry would answer for limits that share a state with these. */
 static bool
-is_concerned(const Entry *entry, RlName name, const RlLimits *limits)
+is_concerned(const Entry *entry, RlKeyHash name, const RlLimits *limits)
 {
-	if (entry->trusted_until == 0 || !rl_same_name(entry->name, name))
+	if (entry->trusted_until == 0 || !rl_same_key_hash(entry->name, name))
 		return false;
 	for (int i = 0; limits != NULL && i < limits->n; i++)
 		for (int j = 0; j < entry->limits.n; j++)
@@ -347,7 +349,7 @@ is_concerned(const Entry *entry, RlName name, const RlLimits *limits)
  * after that, for which *generation is corrected.  Does not throw.
  */
 void
-rl_denied_outdate(RlName name, const RlLimits *limits, uint64 *generation)
+rl_denied_outdate(RlKeyHash name, const RlLimits *limits, uint64 *generation)
 {
 	uint64		before = pg_atomic_fetch_add_u64(generation_of(name), 1);
 	Set		   *set = lock_set(name, LW_SHARED);
@@ -369,7 +371,7 @@ rl_denied_outdate(RlName name, const RlLimits *limits, uint64 *generation)
 
 /* True if the refusal that was just noted may be logged: once a second. */
 bool
-rl_denied_may_log(RlName name, const RlLimits *limits)
+rl_denied_may_log(RlKeyHash name, const RlLimits *limits)
 {
 	Set		   *set = lock_set(name, LW_EXCLUSIVE);
 	Entry	   *entry = find_entry(set, name, limits);

@@ -5,8 +5,10 @@
  */
 #include "postgres.h"
 
+#include "algorithm/gcra.h"
+#include "error.h"
 #include "shared/cells.h"
-#include "charges.h"
+#include "shared/local_store.h"
 
 /*
  * States
@@ -128,7 +130,7 @@ take_throttle(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *deci
 
 	for (uint32 i = *view->bucket; i != RL_NO_CELL; i = rl_cell_at(view, i)->next)
 	{
-		if (!rl_same_name(rl_cell_at(view, i)->name, view->name))
+		if (!rl_same_key_hash(rl_cell_at(view, i)->name, view->name))
 			continue;
 		if (rl_cell_is_of(rl_cell_at(view, i), limit))
 			c = i;
@@ -191,7 +193,7 @@ local_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 	uint32		ban;
 	int64		old_ban;
 	int64		banned_until;
-	RlCells		view = {.name = rl_name(key)};
+	RlCells		view = {.name = rl_key_hash(key)};
 
 	if (how == RL_TAKE_QUIETLY)
 	{
@@ -230,7 +232,7 @@ local_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *err
 {
 	RlState		states[RL_MAX_LIMITS];
 	uint32		found[RL_MAX_LIMITS];
-	RlCells		view = {.name = rl_name(key)};
+	RlCells		view = {.name = rl_key_hash(key)};
 
 	rl_cells_lock(&view, LW_EXCLUSIVE);
 	load_states(&view, limits, found, states);
@@ -263,7 +265,7 @@ forget(RlCells *view, const RlLimit *limit)
 static bool
 local_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *error pg_attribute_unused())
 {
-	RlCells		view = {.name = rl_name(key)};
+	RlCells		view = {.name = rl_key_hash(key)};
 	uint32		next;
 
 	*found = false;
@@ -273,7 +275,7 @@ local_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *erro
 	for (uint32 c = limits ? RL_NO_CELL : *view.bucket; c != RL_NO_CELL; c = next)
 	{
 		next = rl_cell_at(&view, c)->next;
-		if (!rl_same_name(rl_cell_at(&view, c)->name, view.name))
+		if (!rl_same_key_hash(rl_cell_at(&view, c)->name, view.name))
 			continue;
 		*found |= is_there(&view, c);
 		rl_cell_remove(&view, c);
@@ -285,7 +287,7 @@ local_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *erro
 static bool
 local_ban(const RlKey *key, int64 duration, RlError *error)
 {
-	RlCells		view = {.name = rl_name(key)};
+	RlCells		view = {.name = rl_key_hash(key)};
 	uint32		ban;
 
 	for (;;)
@@ -306,7 +308,7 @@ local_ban(const RlKey *key, int64 duration, RlError *error)
 static bool
 local_unban(const RlKey *key, bool *found, RlError *error pg_attribute_unused())
 {
-	RlCells		view = {.name = rl_name(key)};
+	RlCells		view = {.name = rl_key_hash(key)};
 
 	rl_cells_lock(&view, LW_EXCLUSIVE);
 	*found = forget(&view, NULL);
@@ -316,7 +318,7 @@ local_unban(const RlKey *key, bool *found, RlError *error pg_attribute_unused())
 
 /* Takes a charge back, as far as it has not leaked; does not throw. */
 void
-rl_local_undo(RlName name, const RlLimit *limit, const RlCharge *charge)
+rl_local_undo(RlKeyHash name, const RlLimit *limit, const RlCharge *charge)
 {
 	RlState		state;
 	uint32		found;

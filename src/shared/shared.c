@@ -12,7 +12,10 @@
 #include "storage/shmem.h"
 #include "utils/timestamp.h"
 
-#include "shared/shared.h"
+#include "shared/breaker.h"
+#include "shared/cells.h"
+#include "shared/counters.h"
+#include "shared/denial_cache.h"
 #include "shared/siphash.h"
 
 #define TRANCHE				"ratelimit"
@@ -149,12 +152,12 @@ rl_local_now(void)
  * Returns the name of a key at the server and with the prefix that the settings
  * say.  The last name is kept, because a call asks for it more than once.
  */
-RlName
-rl_name(const RlKey *key)
+RlKeyHash
+rl_key_hash(const RlKey *key)
 {
 	static uint64 version = 0;
 	static RlHash place;		/* the hash of the server and the prefix */
-	static RlName name;
+	static RlKeyHash name;
 	static int	last_len = 0;
 	static char last[RL_MAX_KEY];
 	RlHash		hash;

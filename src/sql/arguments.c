@@ -14,6 +14,8 @@
 #include "utils/lsyscache.h"
 #include "utils/typcache.h"
 
+#include "algorithm/limits.h"
+#include "error.h"
 #include "sql/arguments.h"
 
 /* Columns that rl_decision may ever have. */

@@ -2,8 +2,8 @@
  * arguments.h
  *		SQL values to what the code works with, and decisions to rows.
  */
-#ifndef VALUES_H
-#define VALUES_H
+#ifndef ARGUMENTS_H
+#define ARGUMENTS_H
 
 #include "ratelimit.h"
 
@@ -16,7 +16,10 @@ extern int64 rl_quota_argument(FunctionCallInfo fcinfo, int n);
 extern RlKey rl_key_argument(FunctionCallInfo fcinfo, int n);
 extern const RlLimits *rl_limits_argument(FunctionCallInfo fcinfo, int n);
 
+extern int64 rl_quota_checked(int64 quota);
+extern RlKey rl_key_checked(const char *data, int len);
+
 extern void rl_decision_values(const RlDecision *d, Datum *values, bool *nulls);
 extern Datum rl_decision_row(FunctionCallInfo fcinfo, const RlDecision *decision);
 
-#endif							/* VALUES_H */
+#endif							/* ARGUMENTS_H */

@@ -10,7 +10,7 @@
 #include "utils/builtins.h"
 #include "utils/memutils.h"
 
-#include "charges.h"
+#include "decide.h"
 #include "sql/arguments.h"
 
 #define COLUMNS				(1 + RL_DECISION_COLUMNS)

@@ -12,8 +12,13 @@
 #include "utils/builtins.h"
 #include "utils/wait_event.h"
 
+#include "algorithm/limits.h"
 #include "charges.h"
+#include "decide.h"
+#include "error.h"
 #include "redis/redis.h"
+#include "refusal.h"
+#include "shared/denial_cache.h"
 #include "sql/arguments.h"
 
 /* The store to look or repair in, when what is due to it is done. */

@@ -15,7 +15,7 @@
 #include "utils/lsyscache.h"
 #include "utils/numeric.h"
 
-#include "ratelimit.h"
+#include "sql/key.h"
 
 /*
  * Prepares to make text of a type's values; what that needs lives in the

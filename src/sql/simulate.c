@@ -13,6 +13,8 @@
 #include "windowapi.h"
 
 #include "algorithm/algorithm.h"
+#include "algorithm/limits.h"
+#include "error.h"
 #include "sql/arguments.h"
 
 /* The latest time that leaves room for the longest limit, in 2096. */

@@ -11,7 +11,8 @@
 #include "utils/timestamp.h"
 
 #include "redis/redis.h"
-#include "shared/shared.h"
+#include "shared/cells.h"
+#include "shared/counters.h"
 
 #define COLUMNS				14
 

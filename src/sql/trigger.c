@@ -19,7 +19,12 @@
 #include "utils/fmgroids.h"
 #include "utils/syscache.h"
 
+#include "algorithm/limits.h"
+#include "decide.h"
+#include "error.h"
+#include "refusal.h"
 #include "sql/trigger_rule.h"
+#include "sql/trigger_statement.h"
 
 static Datum
 enforce_row(TriggerData *data, Rule *rule)

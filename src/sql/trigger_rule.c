@@ -19,6 +19,9 @@
 #include "utils/lsyscache.h"
 #include "utils/memutils.h"
 
+#include "algorithm/limits.h"
+#include "error.h"
+#include "sql/arguments.h"
 #include "sql/trigger_rule.h"
 
 typedef struct RuleEntry

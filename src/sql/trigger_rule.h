@@ -2,12 +2,12 @@
  * trigger_rule.h
  *		What a trigger's arguments say, parsed for its table.
  */
-#ifndef RULE_H
-#define RULE_H
+#ifndef TRIGGER_RULE_H
+#define TRIGGER_RULE_H
 
 #include "utils/rel.h"
 
-#include "ratelimit.h"
+#include "sql/key.h"
 
 /* A piece of the key: text, or if it is NULL a column. */
 typedef struct Piece
@@ -39,9 +39,4 @@ extern RlKey rl_rule_key(Rule *rule, Relation rel, struct TupleTableSlot *row);
 extern int64 rl_rule_quota(Rule *rule, Relation rel, struct TupleTableSlot *row);
 extern Rule *rl_rule_make(Relation rel, const Trigger *trigger, bool *valid, RlError *error);
 
-/* statement.c */
-struct TriggerData;
-
-extern void rl_enforce_statement(struct TriggerData *data, Rule *rule);
-
-#endif							/* RULE_H */
+#endif							/* TRIGGER_RULE_H */

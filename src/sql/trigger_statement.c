@@ -21,8 +21,14 @@
 #include "utils/tuplesort.h"
 #include "utils/tuplestore.h"
 
-#include "charges.h"
-#include "sql/trigger_rule.h"
+#include "decide.h"
+#include "error.h"
+#include "redis/redis.h"
+#include "refusal.h"
+#include "shared/denial_cache.h"
+#include "shared/local_store.h"
+#include "sql/arguments.h"
+#include "sql/trigger_statement.h"
 
 typedef struct Statement
 {
@@ -61,7 +67,7 @@ typedef struct Charged
 {
 	int32		vl_len_;		/* a bytea */
 	bool		local;
-	RlName		name;			/* only with shared memory */
+	RlKeyHash		name;			/* only with shared memory */
 	RlCharge	charges[RL_MAX_LIMITS];
 	int			place_len;
 	char		place[RL_MAX_PLACE];
@@ -103,7 +109,7 @@ get_charged(const Statement *statement, int i, Charged *charged)
 		return false;
 	charged->local = answer->local;
 	if (rl_shared_available())
-		charged->name = rl_name(key);
+		charged->name = rl_key_hash(key);
 	charged->place_len = rl_redis_place(key, charged->place);
 	SET_VARSIZE(charged, offsetof(Charged, place) + charged->place_len);
 	return true;

@@ -1,0 +1,19 @@
+/*
+ * limits.h
+ *		The type rl_limits, and the rules for a limit's numbers.
+ */
+#ifndef LIMITS_H
+#define LIMITS_H
+
+#include "ratelimit.h"
+
+extern bool rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error);
+extern bool rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error);
+extern bool rl_limit_is_too_long(RlError *error);
+extern char *rl_limit_text(const RlLimit *limit);
+extern char *rl_limits_text(const RlLimits *limits);
+extern bool rl_same_state(const RlLimit *a, const RlLimit *b);
+extern bool rl_limits_same(const RlLimits *a, const RlLimits *b);
+extern void rl_limits_complete(RlLimits *limits);
+
+#endif							/* LIMITS_H */

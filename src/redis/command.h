@@ -1,0 +1,44 @@
+/*
+ * command.h
+ *		Commands and scripts for Redis, one at a time.
+ */
+#ifndef COMMAND_H
+#define COMMAND_H
+
+#include "redis/resp.h"
+
+typedef struct RlScript
+{
+	const char *source;
+	char		sha1[41];		/* computed at first use */
+	uint64		nodes;			/* a bit for each node that a pipeline ran it at */
+} RlScript;
+
+/*
+ * A command under construction.  The buffer is kept from call to call; what
+ * comes before the arguments of a script is written when it is sent.
+ */
+typedef struct RlCommand
+{
+	StringInfoData args;
+	int			nargs;
+	int			key;			/* where in args the second argument is: the key */
+	int			key_len;
+} RlCommand;
+
+extern RlCommand *rl_command_start(void);
+extern void rl_command_arg(RlCommand *command, const char *data, int len);
+extern void rl_command_number(RlCommand *command, int64 number);
+
+extern const char *rl_command_key(const RlCommand *command);
+extern void rl_command_append(StringInfo out, const RlCommand *command, const RlScript *script,
+							  bool by_source);
+extern void rl_command_append_asking(StringInfo out);
+extern void rl_script_prepare(RlScript *script);
+
+extern bool rl_redis_command(RlCommand *command, RlReply *reply, RlError *error);
+extern void rl_redis_distrust(void);
+extern bool rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error);
+extern bool rl_redis_accepted(const RlReply *reply, RlError *error);
+
+#endif							/* COMMAND_H */

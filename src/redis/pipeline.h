@@ -1,0 +1,22 @@
+/*
+ * pipeline.h
+ *		A script run many times in few round trips.
+ */
+#ifndef PIPELINE_H
+#define PIPELINE_H
+
+#include "redis/command.h"
+
+typedef bool (*RlPipelineAppend) (RlCommand *command, int i, void *arg);
+typedef void (*RlPipelineSent) (int i, bool sent, void *arg);
+typedef bool (*RlPipelineReply) (int i, const RlReply *reply, void *arg, RlError *error);
+
+#define RL_MAX_QUIET_ARGS	49152	/* bytes of a call that is run quietly */
+
+extern bool rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineSent sent,
+							  RlPipelineReply reply, void *arg, RlError *error);
+extern void rl_redis_reserve(RlScript *script);
+extern bool rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append,
+								  RlPipelineReply reply, void *arg, bool quietly, RlError *error);
+
+#endif							/* PIPELINE_H */

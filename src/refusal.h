@@ -1,0 +1,14 @@
+/*
+ * refusal.h
+ *		The error that a refused client gets.
+ */
+#ifndef REFUSAL_H
+#define REFUSAL_H
+
+#include "ratelimit.h"
+
+pg_noreturn extern void rl_raise_refused(const RlKey *key, const RlLimit *limit, int64 quota,
+										 const RlDecision *decision, const RlError *error,
+										 const char *also);
+
+#endif							/* REFUSAL_H */

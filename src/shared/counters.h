@@ -1,0 +1,32 @@
+/*
+ * counters.h
+ *		Counters by limits, for rl_stat.
+ */
+#ifndef COUNTERS_H
+#define COUNTERS_H
+
+#include "datatype/timestamp.h"
+#include "shared/shared.h"
+
+/* The part of shared memory: its size, its number of locks, and its start. */
+extern Size rl_stat_size(void);
+extern int	rl_stat_locks(void);
+extern void rl_stat_attach(void *memory, LWLockPadded *locks, bool found);
+
+typedef enum RlStatOutcome
+{
+	RL_WAS_ALLOWED,
+	RL_WAS_DENIED,
+	RL_WAS_SHADOW_DENIED,
+	RL_WAS_FAILED_OPEN,
+	RL_WAS_FAILED_CLOSED,
+	RL_WAS_ERROR
+} RlStatOutcome;
+
+#define RL_OUTCOMES			(RL_WAS_ERROR + 1)
+
+extern void rl_stat_count(const RlLimits *limits, RlStatOutcome outcome, bool from_cache, bool from_local,
+						  int64 round_trips, int64 redis_us);
+extern TimestampTz rl_stat_since(void);
+
+#endif							/* COUNTERS_H */

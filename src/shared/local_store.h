@@ -1,0 +1,15 @@
+/*
+ * local_store.h
+ *		The store in this server's shared memory.
+ */
+#ifndef LOCAL_STORE_H
+#define LOCAL_STORE_H
+
+#include "algorithm/algorithm.h"
+#include "shared/shared.h"
+
+extern const RlStore rl_local_store;
+
+extern void rl_local_undo(RlKeyHash name, const RlLimit *limit, const RlCharge *charge);
+
+#endif							/* LOCAL_STORE_H */
