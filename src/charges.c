@@ -196,7 +196,7 @@ drop_queued(Grant *grant)
 {
 	leave_entries(grant);
 	if (rl_shared_available())
-		rl_denied_forget_name(grant->name);
+		rl_denial_delete_hash(grant->name);
 	drop(grant);
 }
 

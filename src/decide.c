@@ -75,7 +75,7 @@ begin(Action *action, const RlKey *key, const RlLimits *limits, int64 quota, RlT
 static void
 count(const Action *action, RlStatOutcome outcome, bool from_cache)
 {
-	rl_stat_count(action->limits, outcome, from_cache, action->from_local,
+	rl_counters_add(action->limits, outcome, from_cache, action->from_local,
 				  rl_redis_usage.round_trips, rl_redis_usage.us);
 	rl_redis_usage.round_trips = rl_redis_usage.us = 0;
 }
@@ -193,7 +193,7 @@ note_asking(Action *action)
 	if (!rl_shared_available())
 		return;
 	action->asked = rl_local_now();
-	action->generation = rl_denied_generation(action->name);
+	action->generation = rl_denial_generation(action->name);
 }
 
 /* Asks the store, and sets a decision for each limit in any case. */
@@ -248,7 +248,7 @@ log_shadow(const Action *action, const RlLimit *limit, const RlDecision *decisio
 	/* What no wait helps is not noted for others. */
 	if (rl_shared_available() && decision->retry_after != RL_NEVER)
 	{
-		if (!rl_denied_may_log(action->name, action->limits))
+		if (!rl_denial_may_log(action->name, action->limits))
 			return;
 	}
 	else
@@ -282,7 +282,7 @@ refused(Action *action, RlDecision *decision, int binding, bool cache)
 	if (rl_shared_available() && decision->source != RL_FROM_DENIAL_CACHE &&
 		decision->source != RL_FAIL_CLOSED &&
 		(action->how == RL_TAKE || rl_mode == RL_MODE_SHADOW))
-		rl_denied_note(action->name, action->key, action->limits, action->quota, decision,
+		rl_denial_note(action->name, action->key, action->limits, action->quota, decision,
 					   binding, action->asked, action->generation,
 					   cache && !action->from_local);
 	if (rl_mode == RL_MODE_SHADOW)
@@ -316,7 +316,7 @@ note_change(Action *action, const RlDecision *decision)
 	}
 	/* A ban is in force under all limits. */
 	if (changed || may_ban)
-		rl_denied_outdate(action->name, may_ban ? NULL : action->limits, &action->generation);
+		rl_denial_outdate(action->name, may_ban ? NULL : action->limits, &action->generation);
 }
 
 /* What follows from an answer that has a decision for each limit. */
@@ -360,7 +360,7 @@ rl_decide(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 	}
 	begin(&action, key, limits, quota, how, error);
 	cache = how == RL_TAKE && may_use_cache();
-	if (cache && rl_denied_lookup(action.name, limits, quota, decision, binding))
+	if (cache && rl_denial_lookup(action.name, limits, quota, decision, binding))
 	{
 		if (rl_mode == RL_MODE_SHADOW)
 			refused(&action, decision, *binding, true);
@@ -549,7 +549,7 @@ rl_decide_many(const RlLimits *limits, const RlWanted *wanted, int n, RlAnswer *
 			conclude(action, decision, answers[i].binding, each, false);
 			count(action, outcome_of(decision), false);
 		}
-		else if (cache && rl_denied_lookup(action->name, limits, action->quota, decision,
+		else if (cache && rl_denial_lookup(action->name, limits, action->quota, decision,
 										   &answers[i].binding))
 		{
 			for (int j = 0; answers[i].charges != NULL && j < limits->n; j++)

@@ -112,7 +112,7 @@ all_partitions(Size bytes)
 }
 
 Size
-rl_local_size(void)
+rl_cells_size(void)
 {
 	Size		size = CACHELINEALIGN(sizeof(Free));
 
@@ -125,14 +125,14 @@ rl_local_size(void)
 }
 
 int
-rl_local_locks(void)
+rl_cells_locks(void)
 {
 	set_sizes();
 	return npartitions;
 }
 
 void
-rl_local_attach(void *memory, LWLockPadded *my_locks, bool found)
+rl_cells_attach(void *memory, LWLockPadded *my_locks, bool found)
 {
 	char	   *p = memory;
 
@@ -160,7 +160,7 @@ rl_local_attach(void *memory, LWLockPadded *my_locks, bool found)
 
 /* How many states are kept, and room for how many entries is in use and there. */
 void
-rl_local_fill(int64 *keys, int64 *entries, int64 *max_entries)
+rl_cells_fill(int64 *keys, int64 *entries, int64 *max_entries)
 {
 	int64		used;
 

@@ -46,13 +46,13 @@ static Stat *stat = NULL;
 static LWLock *lock;			/* who has which slot */
 
 Size
-rl_stat_size(void)
+rl_counters_size(void)
 {
 	return sizeof(Stat);
 }
 
 int
-rl_stat_locks(void)
+rl_counters_locks(void)
 {
 	return 1;
 }
@@ -69,7 +69,7 @@ empty(Slot *slot)
 }
 
 void
-rl_stat_attach(void *memory, LWLockPadded *locks, bool found)
+rl_counters_attach(void *memory, LWLockPadded *locks, bool found)
 {
 	stat = memory;
 	lock = &locks->lock;
@@ -130,7 +130,7 @@ find_slot(const RlLimits *limits, uint32 *resets)
 
 /* Counts one action.  Does nothing without shared memory. */
 void
-rl_stat_count(const RlLimits *limits, RlStatOutcome outcome, bool from_cache, bool from_local,
+rl_counters_add(const RlLimits *limits, RlStatOutcome outcome, bool from_cache, bool from_local,
 			  int64 round_trips, int64 redis_us)
 {
 	static Slot *slot = NULL;	/* of the last call's limits */
@@ -166,7 +166,7 @@ rl_stat_count(const RlLimits *limits, RlStatOutcome outcome, bool from_cache, bo
 
 /* When counting began; only with shared memory. */
 TimestampTz
-rl_stat_since(void)
+rl_counters_since(void)
 {
 	return stat->since;
 }

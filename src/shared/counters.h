@@ -9,9 +9,9 @@
 #include "shared/shared.h"
 
 /* The part of shared memory: its size, its number of locks, and its start. */
-extern Size rl_stat_size(void);
-extern int	rl_stat_locks(void);
-extern void rl_stat_attach(void *memory, LWLockPadded *locks, bool found);
+extern Size rl_counters_size(void);
+extern int	rl_counters_locks(void);
+extern void rl_counters_attach(void *memory, LWLockPadded *locks, bool found);
 
 typedef enum RlStatOutcome
 {
@@ -25,8 +25,8 @@ typedef enum RlStatOutcome
 
 #define RL_OUTCOMES			(RL_WAS_ERROR + 1)
 
-extern void rl_stat_count(const RlLimits *limits, RlStatOutcome outcome, bool from_cache, bool from_local,
+extern void rl_counters_add(const RlLimits *limits, RlStatOutcome outcome, bool from_cache, bool from_local,
 						  int64 round_trips, int64 redis_us);
-extern TimestampTz rl_stat_since(void);
+extern TimestampTz rl_counters_since(void);
 
 #endif							/* COUNTERS_H */

@@ -89,19 +89,19 @@ static struct
 }			last;
 
 Size
-rl_denied_size(void)
+rl_denial_size(void)
 {
 	return sizeof(Cache);
 }
 
 int
-rl_denied_locks(void)
+rl_denial_locks(void)
 {
 	return LOCKS;
 }
 
 void
-rl_denied_attach(void *memory, LWLockPadded *my_locks, bool found)
+rl_denial_attach(void *memory, LWLockPadded *my_locks, bool found)
 {
 	cache = memory;
 	sets = cache->sets;
@@ -160,7 +160,7 @@ find_entry(Set *set, RlKeyHash name, const RlLimits *limits)
  * it is now.  Now and then it says false to one caller, who is to ask.
  */
 bool
-rl_denied_lookup(RlKeyHash name, const RlLimits *limits, int64 quota,
+rl_denial_lookup(RlKeyHash name, const RlLimits *limits, int64 quota,
 				 RlDecision *decision, int *binding)
 {
 	Set		   *set = lock_set(name, LW_SHARED);
@@ -204,9 +204,9 @@ generation_of(RlKeyHash name)
 	return &cache->generations[name.rest % GENERATIONS];
 }
 
-/* To be read before asking, and handed to rl_denied_note after it. */
+/* To be read before asking, and handed to rl_denial_note after it. */
 uint64
-rl_denied_generation(RlKeyHash name)
+rl_denial_generation(RlKeyHash name)
 {
 	uint64		generation = pg_atomic_read_u64(generation_of(name));
 
@@ -251,7 +251,7 @@ choose_entry(Set *set, RlKeyHash name, const RlLimits *limits)
  * whether it may serve as an answer.
  */
 void
-rl_denied_note(RlKeyHash name, const RlKey *key, const RlLimits *limits, int64 quota,
+rl_denial_note(RlKeyHash name, const RlKey *key, const RlLimits *limits, int64 quota,
 			   const RlDecision *decision, int binding, int64 asked,
 			   uint64 generation, bool cache)
 {
@@ -309,7 +309,7 @@ rl_denied_note(RlKeyHash name, const RlKey *key, const RlLimits *limits, int64 q
 
 /* Forgets the key, to which quota is or may have been given back. */
 void
-rl_denied_forget_name(RlKeyHash name)
+rl_denial_delete_hash(RlKeyHash name)
 {
 	Set		   *set;
 
@@ -324,10 +324,10 @@ rl_denied_forget_name(RlKeyHash name)
 
 /* The same; does nothing without shared memory. */
 void
-rl_denied_forget(const RlKey *key)
+rl_denial_delete(const RlKey *key)
 {
 	if (sets != NULL)
-		rl_denied_forget_name(rl_key_hash(key));
+		rl_denial_delete_hash(rl_key_hash(key));
 }
 
 /* Returns true if the entry would answer for limits that share a state with these. */
@@ -349,7 +349,7 @@ is_concerned(const Entry *entry, RlKeyHash name, const RlLimits *limits)
  * after that, for which *generation is corrected.  Does not throw.
  */
 void
-rl_denied_outdate(RlKeyHash name, const RlLimits *limits, uint64 *generation)
+rl_denial_outdate(RlKeyHash name, const RlLimits *limits, uint64 *generation)
 {
 	uint64		before = pg_atomic_fetch_add_u64(generation_of(name), 1);
 	Set		   *set = lock_set(name, LW_SHARED);
@@ -371,7 +371,7 @@ rl_denied_outdate(RlKeyHash name, const RlLimits *limits, uint64 *generation)
 
 /* True if the refusal that was just noted may be logged: once a second. */
 bool
-rl_denied_may_log(RlKeyHash name, const RlLimits *limits)
+rl_denial_may_log(RlKeyHash name, const RlLimits *limits)
 {
 	Set		   *set = lock_set(name, LW_EXCLUSIVE);
 	Entry	   *entry = find_entry(set, name, limits);

@@ -35,9 +35,9 @@ typedef struct Part
 } Part;
 
 static const Part parts[] = {
-	{rl_local_size, rl_local_locks, rl_local_attach},
-	{rl_denied_size, rl_denied_locks, rl_denied_attach},
-	{rl_stat_size, rl_stat_locks, rl_stat_attach},
+	{rl_cells_size, rl_cells_locks, rl_cells_attach},
+	{rl_denial_size, rl_denial_locks, rl_denial_attach},
+	{rl_counters_size, rl_counters_locks, rl_counters_attach},
 	{rl_breaker_size, rl_breaker_locks, rl_breaker_attach}
 };
 

@@ -323,7 +323,7 @@ rl_peek(PG_FUNCTION_ARGS)
 static void
 repaired(const RlKey *key, bool done, const RlError *error)
 {
-	rl_denied_forget(key);
+	rl_denial_delete(key);
 	if (!done)
 		rl_raise(error);
 }
@@ -343,7 +343,7 @@ rl_refund(PG_FUNCTION_ARGS)
 	const RlStore *store;
 	RlError		error;
 
-	rl_denied_forget(&key);
+	rl_denial_delete(&key);
 	for (int i = 0; i < limits->n; i++)
 		left[i] = rl_charges_refund(&key, &limits->limit[i], quota, rl_store_is_local);
 	store = asked_store();
@@ -370,7 +370,7 @@ reset(const RlKey *key, const RlLimits *limits)
 	bool		found;
 	RlError		error;
 
-	rl_denied_forget(key);
+	rl_denial_delete(key);
 	rl_charges_forget(key, limits, rl_store_is_local);
 	repaired(key, asked_store()->reset(key, limits, &found, &error), &error);
 	PG_RETURN_BOOL(found);
@@ -403,7 +403,7 @@ rl_ban(PG_FUNCTION_ARGS)
 	int64		duration = rl_duration_argument(fcinfo, 1, "seconds");
 	RlError		error;
 
-	rl_denied_forget(&key);
+	rl_denial_delete(&key);
 	repaired(&key, asked_store()->ban(&key, duration, &error), &error);
 	PG_RETURN_VOID();
 }
@@ -416,7 +416,7 @@ rl_unban(PG_FUNCTION_ARGS)
 	bool		found;
 	RlError		error;
 
-	rl_denied_forget(&key);
+	rl_denial_delete(&key);
 	repaired(&key, asked_store()->unban(&key, &found, &error), &error);
 	PG_RETURN_BOOL(found);
 }

@@ -58,12 +58,12 @@ rl_status(PG_FUNCTION_ARGS)
 		int64		entries;
 		int64		max_entries;
 
-		rl_local_fill(&keys, &entries, &max_entries);
+		rl_cells_fill(&keys, &entries, &max_entries);
 		values[n] = Int64GetDatum(keys);
 		values[n + 1] = Int64GetDatum(rl_local_max_keys);
 		values[n + 2] = Int64GetDatum(entries);
 		values[n + 3] = Int64GetDatum(max_entries);
-		values[n + 4] = TimestampTzGetDatum(rl_stat_since());
+		values[n + 4] = TimestampTzGetDatum(rl_counters_since());
 		for (int i = 0; i < 5; i++)
 			nulls[n + i] = false;
 	}

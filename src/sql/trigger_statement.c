@@ -366,7 +366,7 @@ refund_one(Batch *batch, const Charged *charged)
 	const RlLimits *limits = &batch->statement->rule->limits;
 
 	if (rl_shared_available())
-		rl_denied_forget_name(charged->name);
+		rl_denial_delete_hash(charged->name);
 	if (!charged->local)
 	{
 		batch->charged[batch->n++] = charged;
@@ -440,7 +440,7 @@ refund(Statement *statement, bool quietly)
 										  &statement->why);
 		/* Again, for a refusal that was on its way. */
 		for (int i = 0; i < batch->n && rl_shared_available(); i++)
-			rl_denied_forget_name(batch->charged[i]->name);
+			rl_denial_delete_hash(batch->charged[i]->name);
 	} while (charged != NULL);
 	pfree(batch);
 	MemoryContextDelete(context);
