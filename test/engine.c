@@ -150,10 +150,8 @@ give_chunks(int wanted)
 static void
 forget(Kept *kept)
 {
-	RlCursor	end = {0};
-
 	for (int i = 0; i < 2; i++)
-		rl_log_cut(&pool, &kept->state.log[i], &end);
+		rl_log_clear(&pool, &kept->state.log[i]);
 	kept->state = (RlState) RL_NO_STATE;
 	memset(kept->charges, 0, sizeof(kept->charges));
 }

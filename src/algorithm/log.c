@@ -373,6 +373,15 @@ rl_log_cut(RlPool *pool, RlLog *log, const RlCursor *cursor)
 		log->last = RL_NO_CHUNK;
 }
 
+/* Removes all entries. */
+void
+rl_log_clear(RlPool *pool, RlLog *log)
+{
+	RlCursor	end = {0};
+
+	rl_log_cut(pool, log, &end);
+}
+
 /*
  * Appends units at a time that is not before the newest entry's.  As many spare
  * chunks must be there as rl_log_chunks_wanted says.

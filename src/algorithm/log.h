@@ -85,6 +85,7 @@ extern int64 rl_log_seek(const RlPool *pool, const RlLog *log, int64 gone, RlCur
 extern void rl_log_skip(const RlPool *pool, const RlLog *log, RlCursor *cursor, int64 units);
 extern int64 rl_log_unit(const RlPool *pool, const RlLog *const logs[2], RlCursor cursors[2], int64 n);
 extern void rl_log_cut(RlPool *pool, RlLog *log, const RlCursor *cursor);
+extern void rl_log_clear(RlPool *pool, RlLog *log);
 extern void rl_log_append(RlPool *pool, RlLog *log, int64 time, int64 units);
 extern int64 rl_log_remove(RlPool *pool, RlLog *log, int64 time, int64 units);
 extern void rl_pool_put(RlPool *pool, uint32 first, uint32 last, uint32 n);
