@@ -1,12 +1,17 @@
 /*
  * breaker.c
  *		Circuit breakers: after one backend failed to reach a server, no backend
- *		tries it for ratelimit.retry_interval; then one of them tries.
+ *		tries it until ratelimit.retry_interval has passed.  Then one of them
+ *		tries.
  *
- * Shared memory has an entry for each server whose breaker is not closed: the
- * entry is made by a failure, and removed by an answer.  When there is no room
- * the entry that opened first goes, so that the number of servers that were ever
+ * Shared memory has an entry for each server whose breaker is not closed.  A
+ * failure makes the entry, and an answer removes it.  When there is no room, the
+ * entry that opened first is evicted, so the number of servers that were ever
  * asked does not matter.
+ *
+ * Locks: one LWLock protects the entries.  Their number is an atomic, which is
+ * changed under the lock held exclusively, and also read without it: while it is
+ * 0, a call takes no lock.  The handles are local to the backend.
  */
 #include "postgres.h"
 
@@ -19,27 +24,30 @@
 #define ENTRIES				256
 #define MAX_ADDRESS			300
 
-/* Several times what a backend has of nodes and Sentinels. */
+/* Several times the nodes and Sentinels that a backend has. */
 #define HANDLES				256
 
-/* A server that failed; the lock protects all of it. */
+/* A server that failed.  The lock protects all members. */
 typedef struct Entry
 {
 	char		address[MAX_ADDRESS];
 	int64		open_until;		/* monotonic, as the next one */
-	int64		trying_until;	/* the backend that tries has until then; 0: none */
-	int			sqlstate;		/* of the failure */
+	int64		trying_until;	/* when the time of the backend that tries ends;
+								 * 0: none tries */
+	int			sqlstate;		/* of the failure, as the next one */
 	char		message[256];
 } Entry;
 
 typedef struct Breakers
 {
-	pg_atomic_uint32 n;			/* of entries; changed under the lock held
-								 * exclusively, read also without */
-	Entry		entries[ENTRIES];
+	pg_atomic_uint32 n;			/* of entries */
+	Entry		entries[ENTRIES];	/* protected by the lock */
 } Breakers;
 
-/* This backend's handle of a server's breaker. */
+/*
+ * This backend's handle of a server's breaker: no cache of the entry, but the
+ * record of what this backend tries.
+ */
 struct RlBreaker
 {
 	char		address[MAX_ADDRESS];	/* empty: free */
@@ -88,10 +96,10 @@ touch(RlBreaker *breaker)
 }
 
 /*
- * Returns the handle of an address's breaker.  When all are in use it takes the
- * one that was not used for longest, which no node has any more: nodes are
- * replaced in the same order, and there are fewer of them.  Returns NULL if there
- * is no shared memory: then each backend finds out for itself.
+ * Returns the handle of the breaker of an address.  When all are in use it takes
+ * the least recently used one, which belongs to no node: nodes are replaced in the
+ * same order, and there are fewer of them.  Returns NULL without shared memory;
+ * the functions below then let every call try the server.
  */
 RlBreaker *
 rl_breaker_find(const char *address)
@@ -117,7 +125,7 @@ rl_breaker_find(const char *address)
 	return oldest;
 }
 
-/* Notes that this backend tries the server until then; 0: does so no more. */
+/* Notes that this backend tries the server until then; 0: it has ended that. */
 static void
 set_trying(RlBreaker *breaker, int64 until)
 {
@@ -139,6 +147,20 @@ find_entry(const RlBreaker *breaker)
 		if (strcmp(breakers->entries[i].address, breaker->address) == 0)
 			return &breakers->entries[i];
 	return NULL;
+}
+
+/* Copies the entry of the breaker.  Returns false if it is closed. */
+static bool
+copy_entry(const RlBreaker *breaker, Entry *copy)
+{
+	const Entry *entry;
+
+	LWLockAcquire(lock, LW_SHARED);
+	entry = find_entry(breaker);
+	if (entry != NULL)
+		*copy = *entry;
+	LWLockRelease(lock);
+	return entry != NULL;
 }
 
 /* Makes an entry for the breaker. */
@@ -183,7 +205,7 @@ is_half_open(const Entry *entry, int64 now)
  * Trying
  */
 
-/* An aborted call tries no server any more. */
+/* An aborted call ends what it tried. */
 static void
 transaction_aborts(XactEvent event, void *arg pg_attribute_unused())
 {
@@ -212,31 +234,28 @@ register_callbacks(void)
 	RegisterSubXactCallback(subtransaction_aborts, NULL);
 }
 
-/* Makes this backend the one that tries the server.  Returns false if another was faster. */
-static bool
+/* Makes this backend try the server, unless another backend was faster. */
+static void
 begin_trying(RlBreaker *breaker)
 {
 	int64		now = rl_monotonic_now();
 	Entry	   *entry;
-	bool		begun;
 
 	register_callbacks();
 	LWLockAcquire(lock, LW_EXCLUSIVE);
 	entry = find_entry(breaker);
-	begun = entry != NULL && is_half_open(entry, now);
-	if (begun)
+	if (entry != NULL && is_half_open(entry, now))
 	{
 		entry->trying_until = now + (int64) (rl_connect_timeout + rl_command_timeout) * 1000;
 		set_trying(breaker, entry->trying_until);
 	}
 	LWLockRelease(lock);
-	return begun;
 }
 
 /*
- * Returns true if the caller may talk to the server, and then has to tell how
- * that went, or to call rl_breakers_release.  Returns false, with the error set,
- * while the breaker is open.
+ * Returns true if the caller may call the server.  It then must call
+ * rl_breaker_succeeded, rl_breaker_failed or rl_breakers_release.  Returns false,
+ * with the error set, if the breaker is open.
  */
 bool
 rl_breaker_admits(RlBreaker *breaker, RlError *error)
@@ -247,40 +266,32 @@ rl_breaker_admits(RlBreaker *breaker, RlError *error)
 	while (pg_atomic_read_u32(&breakers->n) > 0 && breaker->trying_until == 0)
 	{
 		int64		now = rl_monotonic_now();
-		const Entry *entry;
-		Entry		copy;
+		Entry		entry;
 
-		LWLockAcquire(lock, LW_SHARED);
-		entry = find_entry(breaker);
-		if (entry != NULL)
-			copy = *entry;
-		LWLockRelease(lock);
-		if (entry == NULL)
+		if (!copy_entry(breaker, &entry))
 			break;
-		if (!is_half_open(&copy, now))
+		if (!is_half_open(&entry, now))
 		{
-			rl_error_set(error, copy.sqlstate, "Redis is left alone after a failure");
-			rl_error_detail(error, "The failure was: %s.", copy.message);
+			rl_error_set(error, entry.sqlstate, "Redis is left alone after a failure");
+			rl_error_detail(error, "The failure was: %s.", entry.message);
 			return false;
 		}
-		(void) begin_trying(breaker);
+		begin_trying(breaker);
 	}
 	return true;
 }
 
-/* The server has answered: closes the breaker. */
+/* Closes the breaker.  To be called when the server has answered.  Does not throw. */
 void
 rl_breaker_succeeded(RlBreaker *breaker)
 {
 	Entry	   *entry;
+	Entry		copy;
 
 	if (breaker == NULL || pg_atomic_read_u32(&breakers->n) == 0)
 		return;
 	set_trying(breaker, 0);
-	LWLockAcquire(lock, LW_SHARED);
-	entry = find_entry(breaker);
-	LWLockRelease(lock);
-	if (entry == NULL)
+	if (!copy_entry(breaker, &copy))
 		return;
 	LWLockAcquire(lock, LW_EXCLUSIVE);
 	entry = find_entry(breaker);
@@ -289,7 +300,10 @@ rl_breaker_succeeded(RlBreaker *breaker)
 	LWLockRelease(lock);
 }
 
-/* The server could not be reached, or did not answer in time: opens the breaker. */
+/*
+ * Opens the breaker.  To be called when the server could not be reached, or did
+ * not answer in time.  Does not throw.
+ */
 void
 rl_breaker_failed(RlBreaker *breaker, const RlError *error)
 {
@@ -310,9 +324,9 @@ rl_breaker_failed(RlBreaker *breaker, const RlError *error)
 }
 
 /*
- * Lets others try the servers that this backend was to try and has learned
- * nothing of.  To be called at the end of each call; the end of a transaction
- * does so for a call that an ERROR has ended.
+ * Lets other backends try the servers that this backend was trying, if it learned
+ * nothing about them.  To be called at the end of each call; the abort of the
+ * (sub)transaction does it for a call that an ERROR has ended.  Does not throw.
  */
 void
 rl_breakers_release(void)
@@ -325,7 +339,7 @@ rl_breakers_release(void)
 			continue;
 		LWLockAcquire(lock, LW_EXCLUSIVE);
 		entry = find_entry(breaker);
-		/* If this took too long another backend may be trying. */
+		/* After trying_until another backend may be trying. */
 		if (entry != NULL && entry->trying_until == breaker->trying_until)
 			entry->trying_until = 0;
 		LWLockRelease(lock);
@@ -334,26 +348,22 @@ rl_breakers_release(void)
 }
 
 /*
- * Returns the breaker's state, for people; *left is how long it stays open, in
- * microseconds.  NULL without a breaker.
+ * Returns the breaker's state for rl_status, or NULL without a breaker, and sets
+ * for how many microseconds it stays open.
  */
 const char *
 rl_breaker_state(RlBreaker *breaker, int64 *left)
 {
 	int64		now = rl_monotonic_now();
-	const Entry *entry;
-	const char *state = "closed";
+	Entry		entry;
 
 	*left = 0;
 	if (breaker == NULL)
 		return NULL;
-	LWLockAcquire(lock, LW_SHARED);
-	entry = find_entry(breaker);
-	if (entry != NULL)
-	{
-		state = is_half_open(entry, now) ? "half-open" : now < entry->open_until ? "open" : "trying";
-		*left = Max(entry->open_until - now, 0);
-	}
-	LWLockRelease(lock);
-	return state;
+	if (!copy_entry(breaker, &entry))
+		return "closed";
+	*left = Max(entry.open_until - now, 0);
+	if (is_half_open(&entry, now))
+		return "half-open";
+	return now < entry.open_until ? "open" : "trying";
 }

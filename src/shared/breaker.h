@@ -1,6 +1,6 @@
 /*
  * breaker.h
- *		Circuit breakers of servers.
+ *		Circuit breakers of Redis servers.
  */
 #ifndef BREAKER_H
 #define BREAKER_H
