@@ -1,10 +1,16 @@
 /*
  * counters.c
- *		Counters by limits: what became of the actions, and what Redis cost.
+ *		Counters by limits, for the view rl_stat: the outcomes of actions, and
+ *		what they cost in Redis.
  *
- * A slot is found by the limits, and once taken it keeps them until all are
- * reset.  When there are more limits than slots, the last one counts for all
- * the others, so that the sums are always right.
+ * An entry is found by the limits, and keeps them until all entries are reset.
+ * When there are more limits than entries, the last entry counts for all the
+ * others, so that the sums are always right.
+ *
+ * Locks, as in pg_stat_statements: to find an entry, hold the lock shared; to
+ * give an entry to limits or to reset, hold it exclusively.  An entry's mutex
+ * protects its counters.  A backend that found an entry earlier counts in it
+ * under the mutex alone, after it has checked there that "resets" is unchanged.
  */
 #include "postgres.h"
 
@@ -16,39 +22,38 @@
 #include "algorithm/limits.h"
 #include "shared/counters.h"
 
-#define SLOTS				1024
-#define OTHERS				SLOTS	/* the slot of those that have none */
+#define ENTRIES				1024
+#define OTHERS				ENTRIES	/* the entry that counts for the others */
 #define COLUMNS				11
 
-typedef struct Slot
+typedef struct Entry
 {
-	slock_t		mutex;			/* protects the counters, and with the lock
-								 * held exclusively all */
-	bool		used;
-	RlLimits	limits;
-	int64		outcomes[RL_OUTCOMES];
+	slock_t		mutex;
+	RlLimits	limits;			/* n = 0: free; protected by the lock */
+	int64		outcomes[RL_OUTCOMES];	/* protected by the mutex, as the rest */
 	int64		from_cache;
 	int64		from_local;
 	int64		round_trips;
 	int64		redis_us;
-} Slot;
+} Entry;
 
-typedef struct Stat
+typedef struct Counters
 {
-	TimestampTz since;
-	uint32		resets;			/* how often all slots were emptied; raised
-								 * before a slot is, under the lock held
-								 * exclusively, read under it or a slot's mutex */
-	Slot		slots[SLOTS + 1];
-} Stat;
+	TimestampTz since;			/* set under the lock held exclusively, read
+								 * without it */
+	uint32		resets;			/* increased under the lock held exclusively,
+								 * before the entries are emptied; read under it
+								 * or under an entry's mutex */
+	Entry		entries[ENTRIES + 1];
+} Counters;
 
-static Stat *stat = NULL;
-static LWLock *lock;			/* who has which slot */
+static Counters *counters = NULL;
+static LWLock *lock;
 
 Size
 rl_counters_size(void)
 {
-	return sizeof(Stat);
+	return sizeof(Counters);
 }
 
 int
@@ -57,118 +62,117 @@ rl_counters_locks(void)
 	return 1;
 }
 
-/* Empties a slot, which the caller has locked or alone knows. */
+/* Empties an entry, which is locked or not shared yet. */
 static void
-empty(Slot *slot)
+empty(Entry *entry)
 {
-	slot->used = false;
-	slot->limits.hash = 0;
-	slot->limits.n = 0;
-	memset(slot->outcomes, 0, sizeof(slot->outcomes));
-	slot->from_cache = slot->from_local = slot->round_trips = slot->redis_us = 0;
+	entry->limits.n = 0;
+	memset(entry->outcomes, 0, sizeof(entry->outcomes));
+	entry->from_cache = entry->from_local = entry->round_trips = entry->redis_us = 0;
 }
 
 void
 rl_counters_attach(void *memory, LWLockPadded *locks, bool found)
 {
-	stat = memory;
+	counters = memory;
 	lock = &locks->lock;
 	if (found)
 		return;
-	stat->since = GetCurrentTimestamp();
-	stat->resets = 0;
-	for (int i = 0; i <= SLOTS; i++)
+	counters->since = GetCurrentTimestamp();
+	counters->resets = 0;
+	for (int i = 0; i <= ENTRIES; i++)
 	{
-		SpinLockInit(&stat->slots[i].mutex);
-		empty(&stat->slots[i]);
+		SpinLockInit(&counters->entries[i].mutex);
+		empty(&counters->entries[i]);
 	}
 }
 
-/* The slot of the limits, or a free one for them, or NULL. */
-static Slot *
+/* Returns the entry of the limits, or a free one for them, or NULL. */
+static Entry *
 probe(const RlLimits *limits)
 {
-	for (int i = 0; i < SLOTS; i++)
+	for (int i = 0; i < ENTRIES; i++)
 	{
-		Slot	   *slot = &stat->slots[(limits->hash + i) % SLOTS];
+		Entry	   *entry = &counters->entries[(limits->hash + i) % ENTRIES];
 
-		if (!slot->used || (slot->limits.hash == limits->hash && rl_limits_same(&slot->limits, limits)))
-			return slot;
+		if (entry->limits.n == 0 ||
+			(entry->limits.hash == limits->hash && rl_limits_same(&entry->limits, limits)))
+			return entry;
 	}
 	return NULL;
 }
 
 /*
- * Returns the slot that counts for the limits, and takes a free one if there is
- * none yet.  The slot is theirs until *resets is out of date.
+ * Returns the entry that counts for the limits; gives them a free one if they have
+ * none.  It counts for them while counters->resets is *resets.
  */
-static Slot *
-find_slot(const RlLimits *limits, uint32 *resets)
+static Entry *
+find_entry(const RlLimits *limits, uint32 *resets)
 {
-	Slot	   *slot;
+	Entry	   *entry;
 
 	LWLockAcquire(lock, LW_SHARED);
-	slot = probe(limits);
-	*resets = stat->resets;
-	LWLockRelease(lock);
-	if (slot != NULL && !slot->used)
+	entry = probe(limits);
+	if (entry != NULL && entry->limits.n == 0)
 	{
-		LWLockAcquire(lock, LW_EXCLUSIVE);
-		slot = probe(limits);
-		*resets = stat->resets;
-		if (slot != NULL && !slot->used)
-		{
-			SpinLockAcquire(&slot->mutex);
-			slot->limits = *limits;
-			slot->used = true;
-			SpinLockRelease(&slot->mutex);
-		}
 		LWLockRelease(lock);
+		LWLockAcquire(lock, LW_EXCLUSIVE);
+		/* Another backend may have taken it meanwhile. */
+		entry = probe(limits);
+		if (entry != NULL && entry->limits.n == 0)
+			entry->limits = *limits;
 	}
-	return slot != NULL ? slot : &stat->slots[OTHERS];
+	*resets = counters->resets;
+	LWLockRelease(lock);
+	return entry != NULL ? entry : &counters->entries[OTHERS];
 }
 
-/* Counts one action.  Does nothing without shared memory. */
+/*
+ * Counts an action.  Does nothing without shared memory.  Does not throw.
+ *
+ * A cache (README.md): the entry of the last call.  Without it a call of the
+ * local store takes 6 % longer.
+ */
 void
 rl_counters_add(const RlLimits *limits, RlStatOutcome outcome, bool from_cache, bool from_local,
 			  int64 round_trips, int64 redis_us)
 {
-	static Slot *slot = NULL;	/* of the last call's limits */
-	static RlLimits last;
-	static uint32 resets;
+	static Entry *entry = NULL;
+	static RlLimits last;		/* its limits */
+	static uint32 resets;		/* when it was found */
 
-	if (stat == NULL)
+	if (counters == NULL)
 		return;
 	for (;;)
 	{
-		if (slot == NULL || !rl_limits_same(&last, limits))
+		if (entry == NULL || !rl_limits_same(&last, limits))
 		{
-			slot = find_slot(limits, &resets);
+			entry = find_entry(limits, &resets);
 			last = *limits;
 		}
-		SpinLockAcquire(&slot->mutex);
-		/* After a reset the slot is free, or has other limits. */
-		if (stat->resets == resets)
+		SpinLockAcquire(&entry->mutex);
+		/* After a reset the entry is free or has other limits. */
+		if (counters->resets == resets)
 			break;
-		SpinLockRelease(&slot->mutex);
-		slot = NULL;
+		SpinLockRelease(&entry->mutex);
+		entry = NULL;
 	}
-	slot->outcomes[outcome]++;
-	slot->from_cache += from_cache;
-	slot->from_local += from_local;
-	slot->round_trips += round_trips;
-	slot->redis_us += redis_us;
-	SpinLockRelease(&slot->mutex);
-	/* There may be room again, after a reset. */
-	if (slot == &stat->slots[OTHERS])
-		slot = NULL;
+	entry->outcomes[outcome]++;
+	entry->from_cache += from_cache;
+	entry->from_local += from_local;
+	entry->round_trips += round_trips;
+	entry->redis_us += redis_us;
+	SpinLockRelease(&entry->mutex);
+	/* After a reset there may be room. */
+	if (entry == &counters->entries[OTHERS])
+		entry = NULL;
 }
 
-/* When counting began; only with shared memory. */
+/* Returns the time of the last reset.  Needs shared memory. */
 TimestampTz
 rl_counters_since(void)
 {
-	return stat->since;
+	return counters->since;
 }
 
 PG_FUNCTION_INFO_V1(rl_stat);
@@ -180,30 +184,30 @@ rl_stat(PG_FUNCTION_ARGS)
 	rl_require_shared("rl_stat");
 	InitMaterializedSRF(fcinfo, 0);
 	LWLockAcquire(lock, LW_SHARED);
-	for (int i = 0; i <= SLOTS; i++)
+	for (int i = 0; i <= ENTRIES; i++)
 	{
-		Slot		slot;
+		Entry		entry;
 		int64		calls = 0;
 		Datum		values[COLUMNS];
 		bool		nulls[COLUMNS] = {false};
 		int			n = 0;
 
-		SpinLockAcquire(&stat->slots[i].mutex);
-		slot = stat->slots[i];
-		SpinLockRelease(&stat->slots[i].mutex);
+		SpinLockAcquire(&counters->entries[i].mutex);
+		entry = counters->entries[i];
+		SpinLockRelease(&counters->entries[i].mutex);
 		for (int o = 0; o < RL_OUTCOMES; o++)
-			calls += slot.outcomes[o];
+			calls += entry.outcomes[o];
 		if (calls == 0)
 			continue;
 
 		nulls[n] = (i == OTHERS);
-		values[n++] = i == OTHERS ? (Datum) 0 : CStringGetTextDatum(rl_limits_text(&slot.limits));
+		values[n++] = i == OTHERS ? (Datum) 0 : CStringGetTextDatum(rl_limits_text(&entry.limits));
 		for (int o = 0; o < RL_OUTCOMES; o++)
-			values[n++] = Int64GetDatum(slot.outcomes[o]);
-		values[n++] = Int64GetDatum(slot.from_cache);
-		values[n++] = Int64GetDatum(slot.from_local);
-		values[n++] = Int64GetDatum(slot.round_trips);
-		values[n++] = Float8GetDatum((double) slot.redis_us / RL_SECOND);
+			values[n++] = Int64GetDatum(entry.outcomes[o]);
+		values[n++] = Int64GetDatum(entry.from_cache);
+		values[n++] = Int64GetDatum(entry.from_local);
+		values[n++] = Int64GetDatum(entry.round_trips);
+		values[n++] = Float8GetDatum((double) entry.redis_us / RL_SECOND);
 		tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
 	}
 	LWLockRelease(lock);
@@ -216,13 +220,13 @@ rl_stat_reset(PG_FUNCTION_ARGS pg_attribute_unused())
 {
 	rl_require_shared("rl_stat_reset");
 	LWLockAcquire(lock, LW_EXCLUSIVE);
-	stat->since = GetCurrentTimestamp();
-	stat->resets++;
-	for (int i = 0; i <= SLOTS; i++)
+	counters->since = GetCurrentTimestamp();
+	counters->resets++;
+	for (int i = 0; i <= ENTRIES; i++)
 	{
-		SpinLockAcquire(&stat->slots[i].mutex);
-		empty(&stat->slots[i]);
-		SpinLockRelease(&stat->slots[i].mutex);
+		SpinLockAcquire(&counters->entries[i].mutex);
+		empty(&counters->entries[i]);
+		SpinLockRelease(&counters->entries[i].mutex);
 	}
 	LWLockRelease(lock);
 	PG_RETURN_VOID();

@@ -13,6 +13,7 @@ extern Size rl_counters_size(void);
 extern int	rl_counters_locks(void);
 extern void rl_counters_attach(void *memory, LWLockPadded *locks, bool found);
 
+/* How an action ended: the columns of rl_stat from allowed to errors, in their order. */
 typedef enum RlStatOutcome
 {
 	RL_WAS_ALLOWED,
