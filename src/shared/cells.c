@@ -2,22 +2,27 @@
  * cells.c
  *		The local store's memory, which is bounded.
  *
- * A cell is one state of one key: of a limit, or the key's ban.  A key belongs
- * to one of the partitions, each of which has a lock, a hash table, and two heaps
- * by the time from which a cell is of no use: one of cells with chunks of entries
- * and one of the others.  Free cells and free chunks are for all partitions; a
- * spinlock protects these two lists.
+ * A cell is one state of one key: the state of a limit, or the key's ban.  A key
+ * belongs to one partition.  A partition has a hash table and two heaps, ordered
+ * by the cells' ends: one heap for cells that have chunks of entries, and one for
+ * the other cells.  Free cells and free chunks serve all partitions.
  *
- * Most acts move a cell's end away.  The heap does not follow them: its times
- * are never later than the cells' own, and are put right when such a cell comes
- * to the top.  So an act on a key that is there touches no other cell.
+ * Locks: each partition has an LWLock.  It protects the Partition, its buckets,
+ * its heaps, its cells and the chunks of their logs; only "soonest" is also read
+ * without it.  The mutex of Free protects Free, and the links between free cells
+ * and between free chunks.  It may be taken while a partition is locked.  Spare
+ * cells and chunks belong to the backend that reserved them.  A backend locks
+ * one partition at a time.
  *
- * When the memory is full, the cell nearest to its end is evicted, an ended one
- * before all; for chunks, the nearest of those that have some.  Which partition
- * has it is read without locks, so among cells that end at nearly the same time
- * the choice is not exact.  An act that needs room lets go of its partition's
- * lock first, and locks one partition at a time for one eviction; what is evicted
- * is in its hand until it has what it needs.
+ * Most acts set a cell's end to a later time.  The heap does not follow at once:
+ * the time in a heap is never later than the cell's end, and is corrected when
+ * the cell comes to the top.  So an act on an existing cell touches no other cell.
+ *
+ * When the memory is full, the cell with the earliest end is evicted; for chunks,
+ * the cell with the earliest end that has chunks.  Its partition is found without
+ * locks, so the choice is not exact among cells that end at nearly the same time.
+ * An act that needs room unlocks its partition, and then locks one partition for
+ * each eviction.  What it evicts is its own spare until it has enough.
  */
 #include "postgres.h"
 
@@ -32,41 +37,43 @@
 #define CELLS_PER_PARTITION	2048
 #define MAX_PARTITIONS		1024
 #define LEAST_CHUNKS		65536	/* 8 MB */
-#define CHILDREN			8	/* in a heap: each move touches another cell */
+#define CHILDREN			8	/* of a heap's item: each move touches a cell */
 
-/* What one act may do to get room. */
+/* The most that one act does in order to get room. */
 #define MAX_EVICTIONS		64
-#define MAX_CORRECTIONS		1024	/* of heaps */
-#define CORRECTIONS_AT_ONCE	256 /* under a lock */
+#define MAX_CORRECTIONS		1024	/* of times in heaps */
+#define CORRECTIONS_AT_ONCE	256 /* while a partition is locked */
 
 /* The two heaps of a partition. */
 #define WITHOUT_CHUNKS		0
 #define WITH_CHUNKS			1
 
+/* Protected by the partition's lock. */
 typedef struct HeapItem
 {
 	int64		end;			/* never later than the cell's */
 	uint32		cell;
 } HeapItem;
 
-/* Protected by the partition's lock; but soonest is also read without. */
+/* Protected by the partition's lock. */
 typedef struct Partition
 {
 	uint32		n[2];			/* cells in the heaps */
-	volatile int64 soonest[2];	/* the first item's end, or PG_INT64_MAX */
+	volatile int64 soonest[2];	/* the first item's end, or PG_INT64_MAX; also
+								 * read without the lock, as a hint */
 } Partition;
 
-/* What is free; protected by the mutex. */
+/* Free cells and chunks.  The mutex protects all members. */
 typedef struct Free
 {
 	slock_t		mutex;
 	uint32		cells;			/* a list */
-	uint32		untouched_cells;	/* from here on they were never used */
-	uint32		untouched_chunks;
-	RlPool		pool;			/* without its chunks' address */
+	uint32		used_cells;		/* cells with higher numbers were never used */
+	uint32		used_chunks;
+	RlPool		pool;			/* its "chunks" is set by lock_free */
 } Free;
 
-/* Where the memory is, and each partition's share of it. */
+/* Sizes and addresses; set once, at start. */
 static int	npartitions;
 static uint32 ncells;
 static uint32 nchunks;
@@ -85,9 +92,9 @@ static RlChunk *chunks;
  */
 
 /*
- * Keys are spread over the partitions by chance, each with all its states.  So
- * that each partition has room for its share when all cells are in use, it has
- * six standard deviations more than the mean, for keys with RL_MAX_WANTED states.
+ * Keys are spread over the partitions by chance, each with all its states.  A
+ * partition has room for the mean and six standard deviations, for keys with
+ * RL_MAX_WANTED states, so that all cells can be in use.
  */
 static void
 set_sizes(void)
@@ -97,7 +104,7 @@ set_sizes(void)
 	npartitions = 1;
 	while (npartitions < MAX_PARTITIONS && npartitions * CELLS_PER_PARTITION < rl_local_max_keys)
 		npartitions *= 2;
-	/* More than one act may need. */
+	/* At least as many as two acts may need. */
 	ncells = Max(rl_local_max_keys, 2 * RL_MAX_WANTED);
 	mean = (double) ncells / npartitions;
 	heap_size = npartitions == 1 ? ncells : (uint32) ceil(mean + 6 * sqrt(mean * RL_MAX_WANTED));
@@ -105,6 +112,7 @@ set_sizes(void)
 	nchunks = Max(rl_local_max_keys, LEAST_CHUNKS);
 }
 
+/* Returns the size of an array that has so many bytes for each partition. */
 static Size
 all_partitions(Size bytes)
 {
@@ -158,7 +166,10 @@ rl_cells_attach(void *memory, LWLockPadded *my_locks, bool found)
 		partitions[i] = (Partition) {{0, 0}, {PG_INT64_MAX, PG_INT64_MAX}};
 }
 
-/* How many states are kept, and room for how many entries is in use and there. */
+/*
+ * Sets the number of states that are kept, of entries that their chunks have room
+ * for, and of entries that all chunks have room for.  Needs shared memory.
+ */
 void
 rl_cells_fill(int64 *keys, int64 *entries, int64 *max_entries)
 {
@@ -172,7 +183,7 @@ rl_cells_fill(int64 *keys, int64 *entries, int64 *max_entries)
 		LWLockRelease(&locks[i].lock);
 	}
 	SpinLockAcquire(&free_memory->mutex);
-	used = (int64) free_memory->untouched_chunks - free_memory->pool.nspare;
+	used = (int64) free_memory->used_chunks - free_memory->pool.nspare;
 	SpinLockRelease(&free_memory->mutex);
 	*entries = used * RL_CHUNK_ENTRIES;
 	*max_entries = (int64) nchunks * RL_CHUNK_ENTRIES;
@@ -192,48 +203,72 @@ view_partition(RlCells *view, int number)
 	view->pool.chunks = chunks;
 }
 
-/* The chain of a name within its partition. */
-static uint32 *
-bucket_of(const RlCells *view, RlKeyHash name)
+static int
+partition_of(RlKeyHash key_hash)
 {
-	return &buckets[(Size) view->number * nbuckets + (name.hash & (nbuckets - 1))];
+	return (key_hash.low >> 32) & (npartitions - 1);
 }
 
-/* Locks the partition of the view's name, and views it at the time that is then. */
+/* Returns the head of the hash chain of a key of the view's partition. */
+static uint32 *
+bucket_of(const RlCells *view, RlKeyHash key_hash)
+{
+	return &buckets[(Size) view->number * nbuckets + (key_hash.low & (nbuckets - 1))];
+}
+
+/* Locks the partition of the view's key, and sets view->now. */
 void
 rl_cells_lock(RlCells *view, LWLockMode mode)
 {
-	view_partition(view, (view->name.hash >> 32) & (npartitions - 1));
-	view->bucket = bucket_of(view, view->name);
+	view_partition(view, partition_of(view->key_hash));
+	view->bucket = bucket_of(view, view->key_hash);
 	LWLockAcquire(&locks[view->number].lock, mode);
 	/* Under the lock, so that acts on a key come in the order of their times. */
 	view->now = rl_local_now();
 }
 
-/* Ends what rl_cells_lock began; what is at hand stays there. */
+/* Unlocks the partition.  The spares stay. */
 void
 rl_cells_unlock(RlCells *view)
 {
 	LWLockRelease(&locks[view->number].lock);
 }
 
-/* Makes what is at hand free for all.  Must follow the last unlock. */
+/* Locks the free memory, and returns its pool, with this backend's address of the chunks. */
+static RlPool *
+lock_free(void)
+{
+	SpinLockAcquire(&free_memory->mutex);
+	free_memory->pool.chunks = chunks;
+	return &free_memory->pool;
+}
+
+/* Adds a cell to the spares. */
+static void
+add_spare(RlCells *view, uint32 c)
+{
+	rl_cell_at(view, c)->next = view->spare;
+	if (view->nspare++ == 0)
+		view->spare_last = c;
+	view->spare = c;
+}
+
+/* Frees the spares.  Must be called after the last unlock of an act. */
 void
 rl_cells_release(RlCells *view)
 {
+	RlPool	   *pool;
+
 	if (view->nspare == 0 && view->pool.nspare == 0)
 		return;
-	SpinLockAcquire(&free_memory->mutex);
+	pool = lock_free();
 	if (view->nspare > 0)
 	{
 		rl_cell_at(view, view->spare_last)->next = free_memory->cells;
 		free_memory->cells = view->spare;
 	}
 	if (view->pool.nspare > 0)
-	{
-		free_memory->pool.chunks = chunks;
-		rl_pool_put(&free_memory->pool, view->pool.spare, view->pool.spare_last, view->pool.nspare);
-	}
+		rl_pool_put(pool, view->pool.spare, view->pool.spare_last, view->pool.nspare);
 	SpinLockRelease(&free_memory->mutex);
 	view->nspare = 0;
 	view->pool.spare = view->pool.spare_last = RL_NO_CHUNK;
@@ -241,7 +276,8 @@ rl_cells_release(RlCells *view)
 }
 
 /*
- * The heaps, which share an array: one grows from its front, one from its end.
+ * The two heaps of a partition share an array: one grows from its front, the
+ * other from its end.
  */
 
 static HeapItem *
@@ -259,7 +295,7 @@ put_in_heap(RlCells *view, int heap, uint32 at, HeapItem item)
 		view->partition->soonest[heap] = item.end;
 }
 
-/* Puts the item where it belongs, starting from a place that is free. */
+/* Puts an item into the heap, at a free position or where it belongs from there. */
 static void
 sift(RlCells *view, int heap, uint32 at, HeapItem item)
 {
@@ -320,8 +356,8 @@ heap_of(const RlCell *cell)
 }
 
 /*
- * Sets a cell's end, after its logs were set.  Its heap only has to know of an
- * earlier one.
+ * Sets the end of a cell of the view's partition, after its logs were set.  The
+ * heap is changed only if the end is earlier, or if it is another heap now.
  */
 void
 rl_cell_set_end(RlCells *view, uint32 c, int64 end)
@@ -343,37 +379,34 @@ rl_cell_set_end(RlCells *view, uint32 c, int64 end)
  * Cells
  */
 
-/* The name's cell of the limit, or without one of the ban, or RL_NO_CELL. */
+/* Returns the key's cell of the limit, or of the ban if limit is NULL; or RL_NO_CELL. */
 uint32
 rl_cell_find(const RlCells *view, const RlLimit *limit)
 {
 	for (uint32 c = *view->bucket; c != RL_NO_CELL; c = rl_cell_at(view, c)->next)
-		if (rl_same_key_hash(rl_cell_at(view, c)->name, view->name) && rl_cell_is_of(rl_cell_at(view, c), limit))
+		if (rl_same_key_hash(rl_cell_at(view, c)->key_hash, view->key_hash) &&
+			rl_cell_is_of(rl_cell_at(view, c), limit))
 			return c;
 	return RL_NO_CELL;
 }
 
-/* Removes a cell of the view's partition; it and its chunks are then at hand. */
+/* Removes a cell from the view's partition.  It and its chunks become spares. */
 void
 rl_cell_remove(RlCells *view, uint32 c)
 {
 	RlCell	   *cell = rl_cell_at(view, c);
-	uint32	   *link = bucket_of(view, cell->name);
-	RlCursor	end = {0};
+	uint32	   *link = bucket_of(view, cell->key_hash);
 
 	while (*link != c)
 		link = &rl_cell_at(view, *link)->next;
 	*link = cell->next;
 	for (int i = 0; i < 2; i++)
-		rl_log_cut(&view->pool, &cell->log[i], &end);
+		rl_log_clear(&view->pool, &cell->log[i]);
 	remove_from_heap(view, c);
-	cell->next = view->spare;
-	if (view->nspare++ == 0)
-		view->spare_last = c;
-	view->spare = c;
+	add_spare(view, c);
 }
 
-/* Makes a cell of the key out of one at hand. */
+/* Makes a spare cell, which must exist, the key's cell of the limit or, if it is NULL, of the ban. */
 uint32
 rl_cell_make(RlCells *view, const RlLimit *limit)
 {
@@ -384,7 +417,7 @@ rl_cell_make(RlCells *view, const RlLimit *limit)
 	view->spare = cell->next;
 	view->nspare--;
 	memset(cell, 0, sizeof(RlCell));
-	cell->name = view->name;
+	cell->key_hash = view->key_hash;
 	cell->algorithm = RL_BAN_CELL;
 	cell->start = -1;
 	cell->end = PG_INT64_MAX;
@@ -405,65 +438,72 @@ rl_cell_make(RlCells *view, const RlLimit *limit)
  * Room
  */
 
-/* True if the view's partition has no room for so many cells more. */
+/* Returns true if the view's partition has no room for so many more cells. */
 static bool
 is_crowded(const RlCells *view, uint32 more)
 {
 	return view->partition->n[WITHOUT_CHUNKS] + view->partition->n[WITH_CHUNKS] + more > heap_size;
 }
 
-/*
- * Takes what is free until so many cells and chunks are at hand.  Returns false
- * if there are not enough, or no room for cells in the locked partition: then
- * the caller unlocks it, calls rl_cells_evict, and begins again.
- */
-bool
-rl_cells_reserve(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
+static bool
+has_spares(const RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 {
-	RlPool	   *pool = &free_memory->pool;
+	return view->nspare >= cells_wanted && view->pool.nspare >= chunks_wanted;
+}
 
-	if (view->nspare >= cells_wanted && view->pool.nspare >= chunks_wanted)
-		return !is_crowded(view, cells_wanted);
-	SpinLockAcquire(&free_memory->mutex);
+/* Makes free cells and chunks spares, as far as there are free ones. */
+static void
+take_free(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
+{
+	RlPool	   *pool = lock_free();
+
 	while (view->nspare < cells_wanted)
 	{
 		uint32		c = free_memory->cells;
 
 		if (c != RL_NO_CELL)
 			free_memory->cells = rl_cell_at(view, c)->next;
-		else if (free_memory->untouched_cells < ncells)
-			c = ++free_memory->untouched_cells;
+		else if (free_memory->used_cells < ncells)
+			c = ++free_memory->used_cells;
 		else
 			break;
-		rl_cell_at(view, c)->next = view->spare;
-		if (view->nspare++ == 0)
-			view->spare_last = c;
-		view->spare = c;
+		add_spare(view, c);
 	}
-	pool->chunks = chunks;
 	while (view->pool.nspare < chunks_wanted)
 	{
 		uint32		c;
 
 		if (pool->nspare > 0)
 			c = rl_pool_get(pool);
-		else if (free_memory->untouched_chunks < nchunks)
-			c = ++free_memory->untouched_chunks;
+		else if (free_memory->used_chunks < nchunks)
+			c = ++free_memory->used_chunks;
 		else
 			break;
 		rl_pool_put(&view->pool, c, c, 1);
 	}
 	SpinLockRelease(&free_memory->mutex);
-	return view->nspare >= cells_wanted && view->pool.nspare >= chunks_wanted &&
-		!is_crowded(view, cells_wanted);
 }
 
 /*
- * Evicts the first cell of a heap that is not of the spared name, from the
- * view's partition, which is locked; unless its end turns out to be later than
- * "latest", or only after CORRECTIONS_AT_ONCE.  *progress tells whether the heap
- * has changed, so that another call may succeed.  *corrections, which is reduced,
- * is how many the act may still make; without any, the heap's order counts.
+ * Makes sure that the view has so many spare cells and chunks.  Returns false if
+ * there are too few, or no room for the cells in the partition, which is locked.
+ * The caller then unlocks it, calls rl_cells_evict, and starts again.
+ */
+bool
+rl_cells_reserve(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
+{
+	if (!has_spares(view, cells_wanted, chunks_wanted))
+		take_free(view, cells_wanted, chunks_wanted);
+	return has_spares(view, cells_wanted, chunks_wanted) && !is_crowded(view, cells_wanted);
+}
+
+/*
+ * Evicts the cell with the earliest end from a heap of the view's partition,
+ * which is locked.  It never evicts a cell of the spared key.  Returns true if it
+ * evicted one.  It stops if the earliest end is later than "latest", or after
+ * CORRECTIONS_AT_ONCE; *progress is true if the heap has changed, so that another
+ * call may succeed.  It reduces *corrections by those that it made; at 0 it
+ * evicts by the times in the heap.
  */
 static bool
 evict_first(RlCells *view, int heap, RlKeyHash spared, int64 latest, int *corrections, bool *progress)
@@ -472,15 +512,15 @@ evict_first(RlCells *view, int heap, RlKeyHash spared, int64 latest, int *correc
 	bool		deferred = false;
 	int			n = 0;
 
-	while (n < CORRECTIONS_AT_ONCE && victim == RL_NO_CELL && view->partition->n[heap] > 0)
+	while (n < CORRECTIONS_AT_ONCE && view->partition->n[heap] > 0)
 	{
 		HeapItem	top = *item_at(view, heap, 0);
 		RlCell	   *cell = rl_cell_at(view, top.cell);
 
-		/* All are spared, or another heap's come first. */
+		/* All cells are spared, or the earliest is in another heap. */
 		if (top.end == PG_INT64_MAX || (n > 0 && top.end > latest))
 			break;
-		if (rl_same_key_hash(cell->name, spared))
+		if (rl_same_key_hash(cell->key_hash, spared))
 		{
 			top.end = PG_INT64_MAX;
 			deferred = true;
@@ -505,7 +545,7 @@ evict_first(RlCells *view, int heap, RlKeyHash spared, int64 latest, int *correc
 		{
 			RlCell	   *cell = rl_cell_at(view, c);
 
-			if (cell->heap == heap && rl_same_key_hash(cell->name, spared))
+			if (cell->heap == heap && rl_same_key_hash(cell->key_hash, spared))
 				sift(view, heap, cell->heap_at, (HeapItem) {cell->end, c});
 		}
 	*progress = victim != RL_NO_CELL || n > 0;
@@ -513,10 +553,11 @@ evict_first(RlCells *view, int heap, RlKeyHash spared, int64 latest, int *correc
 }
 
 /*
- * Returns the partition, of n from first on, that has the cell nearest to its
- * end, and sets the heap, and the end of the nearest in any other heap; -1 if
- * there is none.  The heaps of the own partition that have cells of the own key
- * only do not count.
+ * Returns which of n partitions, from first on, has the cell with the earliest
+ * end, or -1 if all are empty; with_chunks: of the cells with chunks only.  Sets
+ * its heap, and the earliest end in the other heaps.  Does not look at the heaps
+ * of partition "own" for which only_own is true: they have cells of the own key
+ * only.
  */
 static int
 choose_partition(int first, int n, bool with_chunks, int own, const bool *only_own, int *heap,
@@ -547,21 +588,21 @@ choose_partition(int first, int n, bool with_chunks, int own, const bool *only_o
 }
 
 /*
- * Evicts cells of other keys until so many cells and chunks are at hand, and
- * where they are to go there is room; no lock is held before and after.  Returns
- * false if that takes too much, or if there are none of other keys.
+ * Evicts cells of other keys until the view has so many spare cells and chunks,
+ * and its partition has room for the cells.  The caller must hold no lock.
+ * Returns false after MAX_EVICTIONS, or if there are no cells of other keys.
+ * Raises an error if the call is cancelled.
  */
 bool
 rl_cells_evict(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 {
-	int			own = (view->name.hash >> 32) & (npartitions - 1);
+	int			own = partition_of(view->key_hash);
 	bool		only_own[2] = {false, false};
 	int			evictions = 0;
 	int			corrections = MAX_CORRECTIONS;
 
 	while (evictions < MAX_EVICTIONS)
 	{
-		bool		lacks_chunks = view->pool.nspare < chunks_wanted;
 		bool		crowded;
 		bool		progress;
 		int			heap = WITHOUT_CHUNKS;
@@ -570,22 +611,21 @@ rl_cells_evict(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 
 		view_partition(view, own);
 		crowded = is_crowded(view, cells_wanted);
-		if (!lacks_chunks && !crowded && view->nspare >= cells_wanted)
+		if (!crowded && has_spares(view, cells_wanted, chunks_wanted))
 			return true;
 		if (InterruptPending)
 		{
 			rl_cells_release(view);
 			CHECK_FOR_INTERRUPTS();
 		}
-		if (crowded)
-			number = choose_partition(own, 1, false, own, only_own, &heap, &latest);
-		else
-			number = choose_partition(0, npartitions, lacks_chunks, own, only_own, &heap, &latest);
+		number = choose_partition(crowded ? own : 0, crowded ? 1 : npartitions,
+								  !crowded && view->pool.nspare < chunks_wanted,
+								  own, only_own, &heap, &latest);
 		if (number < 0)
 			return false;
 		view_partition(view, number);
 		LWLockAcquire(&locks[number].lock, LW_EXCLUSIVE);
-		evictions += evict_first(view, heap, view->name, latest, &corrections, &progress);
+		evictions += evict_first(view, heap, view->key_hash, latest, &corrections, &progress);
 		LWLockRelease(&locks[number].lock);
 		if (!progress && number == own)
 			only_own[heap] = true;

@@ -12,16 +12,17 @@
 #define RL_BAN_CELL			15	/* in place of an algorithm */
 #define RL_NO_CELL			0	/* cells are numbered from 1 */
 
-/* The cells that one act may need: its limits' and the ban. */
+/* The most cells that an act may need: one for each limit, and the ban. */
 #define RL_MAX_WANTED		(RL_MAX_LIMITS + 1)
 
 /*
- * One state of one key; the lock of its partition protects it.  With 128 bytes
- * it is in two lines of the processor's cache.
+ * One state of one key.  The lock of the key's partition protects all members
+ * while the cell is in use.  While it is free, the mutex of the free memory
+ * protects "next".  With 128 bytes it fills two cache lines.
  */
 typedef struct RlCell
 {
-	RlKeyHash		name;
+	RlKeyHash	key_hash;
 	int64		period;			/* what tells limits' states apart */
 	int64		step;
 	int64		start;			/* as in RlState, also the next five */
@@ -30,10 +31,10 @@ typedef struct RlCell
 	int64		ban_since;
 	int64		ban_count;
 	RlLog		log[2];
-	int64		end;			/* when it is of no use any more */
-	uint32		next;			/* in its hash chain, or among the free */
-	uint32		heap_at:26;		/* its place in the heap, */
-	uint32		heap:1;			/* and which one that is */
+	int64		end;			/* from then on it is as if it did not exist */
+	uint32		next;			/* in its hash chain or list of free cells */
+	uint32		heap_at:26;		/* its position in its heap */
+	uint32		heap:1;			/* which of the partition's heaps that is */
 	uint32		algorithm:4;
 	uint32		from_first:1;
 } RlCell;
@@ -42,25 +43,26 @@ struct Partition;
 struct HeapItem;
 
 /*
- * An act's view of its partition, which is locked, and what it has at hand:
- * cells and chunks that no other backend can use.  Starts with all zeros but the
- * name.
+ * An act's access to the partition of its key, and the spare cells and chunks
+ * that it has reserved.  It is local to the backend, and so are the spares: no
+ * other backend can reach them.  Starts with key_hash set and all else zero.
  */
 typedef struct RlCells
 {
-	RlKeyHash		name;
-	int64		now;
+	RlKeyHash	key_hash;
+	int64		now;			/* when the partition was locked */
 	int			number;
 	struct Partition *partition;
 	uint32	   *bucket;			/* of the key */
 	struct HeapItem *heap;
 	RlCell	   *cells;
-	RlPool		pool;
-	uint32		spare;			/* a list of cells */
+	RlPool		pool;			/* spare chunks */
+	uint32		spare;			/* list of spare cells */
 	uint32		spare_last;
 	uint32		nspare;
 } RlCells;
 
+/* Returns the cell with that number. */
 static inline RlCell *
 rl_cell_at(const RlCells *view, uint32 c)
 {

@@ -1,18 +1,22 @@
 /*
  * denial_cache.c
- *		Whom the limits refuse now: the view rl_denied, and the denial cache,
- *		which answers from it without asking Redis again.
+ *		The refusals in force: the view rl_denied, and the denial cache, which
+ *		refuses calls without asking Redis.
  *
- * A refusal of cost c says that every cost of c or more is refused until the
- * wait is over: time only frees quota, and others only take it.  What gives
- * quota back on this server forgets the key here.  For what other servers give
- * back a refusal is believed for MAX_TRUST at most.  When an action on this
- * server takes quota, the figures of the refusals before it are out of date, and
- * they are not believed any more.  Both change the key's generation number, so
- * that a refusal that was asked for before is not kept.
+ * If quota c was refused, every quota of c or more is refused until the wait is
+ * over, because time only frees quota and other calls only take it.  A refund or
+ * reset on this server deletes the key's entries.  Those of other servers are not
+ * known here, so an entry answers for MAX_TRUST at most.  When an action on this
+ * server takes quota, the figures of earlier refusals are out of date, and their
+ * entries answer no more.  Both increase the key's generation number, so that a
+ * refusal that was asked for before is not stored.
  *
- * Entries lie in sets that one lock protects; a name's are in the same set.
- * Where a set is full, the entry nearest to its end goes.
+ * A key's entries are in one set.  When it is full, the entry with the earliest
+ * end is evicted.
+ *
+ * Locks: the LWLock of a set protects its entries; it serves several sets.  Only
+ * "asking" is also changed under the shared lock, as an atomic.  The generation
+ * numbers are atomics, and are increased before the entries change.
  */
 #include "postgres.h"
 
@@ -32,31 +36,32 @@
 #define LOCKS				32
 #define GENERATIONS			4096
 
-/* Microseconds that a refusal is believed for, and until somebody asks anew. */
+/* How long an entry answers, and when a backend asks Redis again meanwhile. */
 #define MAX_TRUST			RL_SECOND
-#define ASK_ANEW			(MAX_TRUST * 6 / 10)
+#define ASK_AGAIN			(MAX_TRUST * 6 / 10)
 
-/* Between two notes of the same refusal by a backend, and a key's log lines. */
+/* Between two notes of the same refusal by a backend, and two log lines of a key. */
 #define NOTE_INTERVAL		(RL_SECOND / 10)
 #define LOG_INTERVAL		RL_SECOND
 
 #define COLUMNS				6
 
+/* A refusal.  The lock of its set protects all members; "asking" is atomic. */
 typedef struct Entry
 {
-	RlKeyHash		name;
+	RlKeyHash	key_hash;
 	RlLimits	limits;			/* n = 0: free */
 	bool		debug;			/* the times are by ratelimit.debug_now */
 	int64		quota;
 	int64		asked;			/* on this server's clock, also the next two */
-	int64		trusted_until;	/* answers until then; 0: not at all */
+	int64		trusted_until;	/* it answers until then; 0: never */
 	int64		refused_until;
-	pg_atomic_uint32 asking;	/* somebody asks anew */
+	pg_atomic_uint32 asking;	/* 1: a backend asks Redis again */
 	int			binding;
 	RlDecision	decision;
-	TimestampTz since;			/* of the first refusal without a gap */
-	int64		logged;			/* stays when the entry is another's: so a flood of
-								 * keys is no flood of lines */
+	TimestampTz since;			/* first of the refusals without a gap */
+	int64		logged;			/* when; kept when the entry is evicted, so that a
+								 * flood of keys does not flood the log */
 	int			key_len;
 	char		key[RL_MAX_KEY];
 } Entry;
@@ -68,21 +73,21 @@ typedef struct Set
 
 typedef struct Cache
 {
-	/* Of keys, several of which share a number; raised before entries change. */
-	pg_atomic_uint64 generations[GENERATIONS];
-	Set			sets[SETS];		/* each is protected by a lock */
+	pg_atomic_uint64 generations[GENERATIONS];	/* several keys share one */
+	Set			sets[SETS];		/* locks[i % LOCKS] protects set i */
 } Cache;
 
 static Cache *cache = NULL;
-static Set *sets = NULL;		/* the cache's */
 static LWLockPadded *locks;
 
-/* What this backend noted last, unless it has forgotten a key since. */
+/*
+ * A cache (README.md): the last refusal that this backend noted.  Without it a
+ * refused call of the local store takes 4 % longer, and locks a set exclusively.
+ */
 static struct
 {
-	bool		valid;
-	RlKeyHash		name;
-	RlLimits	limits;
+	RlKeyHash	key_hash;
+	RlLimits	limits;			/* n = 0: none */
 	bool		debug;
 	int64		asked;
 	int64		until;
@@ -104,7 +109,6 @@ void
 rl_denial_attach(void *memory, LWLockPadded *my_locks, bool found)
 {
 	cache = memory;
-	sets = cache->sets;
 	locks = my_locks;
 	if (found)
 		return;
@@ -113,22 +117,22 @@ rl_denial_attach(void *memory, LWLockPadded *my_locks, bool found)
 		pg_atomic_init_u64(&cache->generations[i], 0);
 	for (int i = 0; i < SETS; i++)
 		for (int j = 0; j < WAYS; j++)
-			pg_atomic_init_u32(&sets[i].entries[j].asking, 0);
+			pg_atomic_init_u32(&cache->sets[i].entries[j].asking, 0);
 }
 
 static Set *
-lock_set(RlKeyHash name, LWLockMode mode)
+lock_set(RlKeyHash key_hash, LWLockMode mode)
 {
-	int			number = (name.hash >> 32) % SETS;
+	int			number = (key_hash.low >> 32) % SETS;
 
 	LWLockAcquire(&locks[number % LOCKS].lock, mode);
-	return &sets[number];
+	return &cache->sets[number];
 }
 
 static void
 unlock_set(const Set *set)
 {
-	LWLockRelease(&locks[(set - sets) % LOCKS].lock);
+	LWLockRelease(&locks[(set - cache->sets) % LOCKS].lock);
 }
 
 /* Returns true while ratelimit.debug_now is the clock. */
@@ -138,50 +142,51 @@ clock_is_debug(void)
 	return rl_debug_now[0] != '\0';
 }
 
-/* Returns true if the entry is in use, for these limits and times by this clock. */
+/* Returns true if the entry is the key's under these limits, on the present clock. */
 static bool
-is_entry_of(const Entry *entry, RlKeyHash name, const RlLimits *limits)
+is_entry_of(const Entry *entry, RlKeyHash key_hash, const RlLimits *limits)
 {
-	return rl_same_key_hash(entry->name, name) && entry->debug == clock_is_debug() &&
+	return rl_same_key_hash(entry->key_hash, key_hash) && entry->debug == clock_is_debug() &&
 		rl_limits_same(&entry->limits, limits);
 }
 
 static Entry *
-find_entry(Set *set, RlKeyHash name, const RlLimits *limits)
+find_entry(Set *set, RlKeyHash key_hash, const RlLimits *limits)
 {
 	for (int i = 0; i < WAYS; i++)
-		if (is_entry_of(&set->entries[i], name, limits))
+		if (is_entry_of(&set->entries[i], key_hash, limits))
 			return &set->entries[i];
 	return NULL;
 }
 
 /*
- * True if it is known that the limits refuse the quota; sets the decision as
- * it is now.  Now and then it says false to one caller, who is to ask.
+ * Returns true if the limits are known to refuse the quota, and sets the decision
+ * and the index of the binding limit, as they are now.  After ASK_AGAIN it returns
+ * false to one caller, whose call renews the entry.  Needs shared memory.
  */
 bool
-rl_denial_lookup(RlKeyHash name, const RlLimits *limits, int64 quota,
+rl_denial_lookup(RlKeyHash key_hash, const RlLimits *limits, int64 quota,
 				 RlDecision *decision, int *binding)
 {
-	Set		   *set = lock_set(name, LW_SHARED);
-	Entry	   *entry = find_entry(set, name, limits);
+	Set		   *set = lock_set(key_hash, LW_SHARED);
+	Entry	   *entry = find_entry(set, key_hash, limits);
 	bool		known = false;
 	int64		now;
 	int64		passed;
 
 	if (entry != NULL && quota >= entry->quota && entry->trusted_until > 0)
 	{
-		uint32		nobody = 0;
+		uint32		none = 0;
 
 		now = rl_local_now();
 		passed = now - entry->asked;
 		known = passed >= 0 && now < entry->trusted_until;
 		for (int i = 0; i < limits->n; i++)
 			known &= quota <= limits->limit[i].capacity;
-		/* Who wants more than was refused would learn nothing of the rest. */
-		if (known && passed >= ASK_ANEW && entry->trusted_until < entry->refused_until &&
+		/* A refusal of more quota would tell nothing about this quota. */
+		if (known && passed >= ASK_AGAIN && entry->trusted_until < entry->refused_until &&
 			quota == entry->quota &&
-			pg_atomic_compare_exchange_u32(&entry->asking, &nobody, 1))
+			pg_atomic_compare_exchange_u32(&entry->asking, &none, 1))
 			known = false;
 		if (known)
 		{
@@ -199,40 +204,43 @@ rl_denial_lookup(RlKeyHash name, const RlLimits *limits, int64 quota,
 }
 
 static pg_atomic_uint64 *
-generation_of(RlKeyHash name)
+generation_of(RlKeyHash key_hash)
 {
-	return &cache->generations[name.rest % GENERATIONS];
+	return &cache->generations[key_hash.high % GENERATIONS];
 }
 
-/* To be read before asking, and handed to rl_denial_note after it. */
+/*
+ * Returns the key's generation number, for rl_denial_note.  Must be called before
+ * the request is sent.  Needs shared memory.
+ */
 uint64
-rl_denial_generation(RlKeyHash name)
+rl_denial_generation(RlKeyHash key_hash)
 {
-	uint64		generation = pg_atomic_read_u64(generation_of(name));
+	uint64		generation = pg_atomic_read_u64(generation_of(key_hash));
 
-	/* Before the request is sent. */
+	/* The request must not be sent before the read. */
 	pg_memory_barrier();
 	return generation;
 }
 
-/* Until when the refusal holds, whatever this server's actions are. */
+/* Returns for how long the refusal holds, whatever the actions of this server are. */
 static int64
 trusted_for(const RlLimits *limits, const RlDecision *decision)
 {
 	int64		wait = Min(decision->retry_after, MAX_TRUST);
 
-	/* While a ban is in force attempts leave no trace that would be missed. */
+	/* Each refusal must reach Redis to be counted, except during a ban. */
 	for (int i = 0; i < limits->n; i++)
 		if (limits->limit[i].count_denied || limits->limit[i].ban > 0)
 			wait = Min(wait, decision->ban_left);
 	return wait;
 }
 
-/* The entry to put a refusal in: the one it has, a free one, or the first to end. */
+/* Returns the entry for a refusal: its own, a free one, or the one with the earliest end. */
 static Entry *
-choose_entry(Set *set, RlKeyHash name, const RlLimits *limits)
+choose_entry(Set *set, RlKeyHash key_hash, const RlLimits *limits)
 {
-	Entry	   *entry = find_entry(set, name, limits);
+	Entry	   *entry = find_entry(set, key_hash, limits);
 
 	for (int i = 0; i < WAYS && entry == NULL; i++)
 		if (set->entries[i].limits.n == 0)
@@ -247,47 +255,45 @@ choose_entry(Set *set, RlKeyHash name, const RlLimits *limits)
 }
 
 /*
- * Notes a refusal that was asked for at that time and generation; cache says
- * whether it may serve as an answer.
+ * Stores a refusal that was asked for at that time (rl_local_now) and generation;
+ * with may_answer it can answer calls.  Does nothing if it is the last one that
+ * was noted, or the generation has changed.  Needs shared memory.
  */
 void
-rl_denial_note(RlKeyHash name, const RlKey *key, const RlLimits *limits, int64 quota,
+rl_denial_note(RlKeyHash key_hash, const RlKey *key, const RlLimits *limits, int64 quota,
 			   const RlDecision *decision, int binding, int64 asked,
-			   uint64 generation, bool cache)
+			   uint64 generation, bool may_answer)
 {
 	int64		until = asked + decision->retry_after;
 	Set		   *set;
 	Entry	   *entry;
+	bool		is_new;
 
-	/* Impossible is not refused for now, and a look is no action. */
+	/* Skip requests above capacity, and quota 0. */
 	if (decision->retry_after == RL_NEVER || quota == 0)
 		return;
-	if (!cache && last.valid && rl_same_key_hash(name, last.name) && last.debug == clock_is_debug() &&
+	if (!may_answer && rl_same_key_hash(key_hash, last.key_hash) && last.debug == clock_is_debug() &&
 		rl_limits_same(&last.limits, limits) &&
 		asked - last.asked < NOTE_INTERVAL && asked >= last.asked &&
 		until - last.until < NOTE_INTERVAL && last.until - until < NOTE_INTERVAL)
 		return;
-	last.valid = true;
-	last.name = name;
+	last.key_hash = key_hash;
 	last.limits = *limits;
 	last.debug = clock_is_debug();
 	last.asked = asked;
 	last.until = until;
 
-	set = lock_set(name, LW_EXCLUSIVE);
-	if (generation == RL_ANY_GENERATION ||
-		generation == pg_atomic_read_u64(generation_of(name)))
+	set = lock_set(key_hash, LW_EXCLUSIVE);
+	entry = choose_entry(set, key_hash, limits);
+	is_new = !is_entry_of(entry, key_hash, limits);
+	/* An entry that answers for a smaller quota stays. */
+	if ((generation == RL_ANY_GENERATION ||
+		 generation == pg_atomic_read_u64(generation_of(key_hash))) &&
+		(is_new || entry->quota >= quota || entry->trusted_until <= asked))
 	{
-		entry = find_entry(set, name, limits);
-		if (entry != NULL && entry->quota < quota && entry->trusted_until > asked)
+		if (is_new)
 		{
-			unlock_set(set);
-			return;
-		}
-		entry = choose_entry(set, name, limits);
-		if (!is_entry_of(entry, name, limits))
-		{
-			entry->name = name;
+			entry->key_hash = key_hash;
 			entry->limits = *limits;
 			entry->debug = clock_is_debug();
 			entry->since = GetCurrentTimestamp();
@@ -298,7 +304,7 @@ rl_denial_note(RlKeyHash name, const RlKey *key, const RlLimits *limits, int64 q
 			entry->since = GetCurrentTimestamp();
 		entry->quota = quota;
 		entry->asked = asked;
-		entry->trusted_until = cache ? asked + trusted_for(limits, decision) : 0;
+		entry->trusted_until = may_answer ? asked + trusted_for(limits, decision) : 0;
 		entry->refused_until = until;
 		entry->decision = *decision;
 		entry->binding = binding;
@@ -307,34 +313,37 @@ rl_denial_note(RlKeyHash name, const RlKey *key, const RlLimits *limits, int64 q
 	unlock_set(set);
 }
 
-/* Forgets the key, to which quota is or may have been given back. */
+/*
+ * Deletes the key's entries.  To be called before and after quota is refunded to
+ * it, or may have been.  Needs shared memory.  Does not throw.
+ */
 void
-rl_denial_delete_hash(RlKeyHash name)
+rl_denial_delete_hash(RlKeyHash key_hash)
 {
 	Set		   *set;
 
-	last.valid = false;
-	pg_atomic_fetch_add_u64(generation_of(name), 1);
-	set = lock_set(name, LW_EXCLUSIVE);
+	last.limits.n = 0;
+	pg_atomic_fetch_add_u64(generation_of(key_hash), 1);
+	set = lock_set(key_hash, LW_EXCLUSIVE);
 	for (int i = 0; i < WAYS; i++)
-		if (rl_same_key_hash(set->entries[i].name, name))
+		if (rl_same_key_hash(set->entries[i].key_hash, key_hash))
 			set->entries[i].limits.n = 0;
 	unlock_set(set);
 }
 
-/* The same; does nothing without shared memory. */
+/* The same by the key; does nothing without shared memory. */
 void
 rl_denial_delete(const RlKey *key)
 {
-	if (sets != NULL)
+	if (cache != NULL)
 		rl_denial_delete_hash(rl_key_hash(key));
 }
 
-/* Returns true if the entry would answer for limits that share a state with these. */
+/* Returns true if the entry answers for the key under limits that share a state with these. */
 static bool
-is_concerned(const Entry *entry, RlKeyHash name, const RlLimits *limits)
+is_concerned(const Entry *entry, RlKeyHash key_hash, const RlLimits *limits)
 {
-	if (entry->trusted_until == 0 || !rl_same_key_hash(entry->name, name))
+	if (entry->trusted_until == 0 || !rl_same_key_hash(entry->key_hash, key_hash))
 		return false;
 	for (int i = 0; limits != NULL && i < limits->n; i++)
 		for (int j = 0; j < entry->limits.n; j++)
@@ -345,36 +354,39 @@ is_concerned(const Entry *entry, RlKeyHash name, const RlLimits *limits)
 
 /*
  * Ends answers from refusals whose figures an action under these limits has
- * changed; NULL: under any limits.  A refusal of the same action may be noted
- * after that, for which *generation is corrected.  Does not throw.
+ * changed; NULL: all of the key's.  Corrects *generation, so that a refusal of the
+ * same action can still be noted.  Needs shared memory.  Does not throw.
  */
 void
-rl_denial_outdate(RlKeyHash name, const RlLimits *limits, uint64 *generation)
+rl_denial_outdate(RlKeyHash key_hash, const RlLimits *limits, uint64 *generation)
 {
-	uint64		before = pg_atomic_fetch_add_u64(generation_of(name), 1);
-	Set		   *set = lock_set(name, LW_SHARED);
+	uint64		before = pg_atomic_fetch_add_u64(generation_of(key_hash), 1);
+	Set		   *set = lock_set(key_hash, LW_SHARED);
 	bool		any = false;
 
 	if (*generation == before)
 		(*generation)++;
 	for (int i = 0; i < WAYS; i++)
-		any |= is_concerned(&set->entries[i], name, limits);
+		any |= is_concerned(&set->entries[i], key_hash, limits);
 	unlock_set(set);
 	if (!any)
 		return;
-	set = lock_set(name, LW_EXCLUSIVE);
+	set = lock_set(key_hash, LW_EXCLUSIVE);
 	for (int i = 0; i < WAYS; i++)
-		if (is_concerned(&set->entries[i], name, limits))
+		if (is_concerned(&set->entries[i], key_hash, limits))
 			set->entries[i].trusted_until = 0;
 	unlock_set(set);
 }
 
-/* True if the refusal that was just noted may be logged: once a second. */
+/*
+ * Returns true if the refusal, which has just been noted, may be logged now: once
+ * in LOG_INTERVAL.  Needs shared memory.
+ */
 bool
-rl_denial_may_log(RlKeyHash name, const RlLimits *limits)
+rl_denial_may_log(RlKeyHash key_hash, const RlLimits *limits)
 {
-	Set		   *set = lock_set(name, LW_EXCLUSIVE);
-	Entry	   *entry = find_entry(set, name, limits);
+	Set		   *set = lock_set(key_hash, LW_EXCLUSIVE);
+	Entry	   *entry = find_entry(set, key_hash, limits);
 	int64		now = rl_monotonic_now();
 	bool		may = entry != NULL && (entry->logged == 0 || now - entry->logged >= LOG_INTERVAL);
 
@@ -384,7 +396,7 @@ rl_denial_may_log(RlKeyHash name, const RlLimits *limits)
 	return may;
 }
 
-/* A key as text; where the encoding may lack a character it is escaped. */
+/* Returns the key as text.  Escapes bytes that the database's encoding may lack. */
 static text *
 key_text(const char *key, int len)
 {
@@ -418,7 +430,7 @@ rl_denied(PG_FUNCTION_ARGS)
 	for (int i = 0; i < SETS; i++)
 	{
 		LWLockAcquire(&locks[i % LOCKS].lock, LW_SHARED);
-		memcpy(copy, &sets[i], sizeof(Set));
+		memcpy(copy, &cache->sets[i], sizeof(Set));
 		LWLockRelease(&locks[i % LOCKS].lock);
 		for (int j = 0; j < WAYS; j++)
 		{

@@ -1,6 +1,6 @@
 /*
  * denial_cache.h
- *		The keys that are refused now.
+ *		The refusals in force.
  */
 #ifndef DENIAL_CACHE_H
 #define DENIAL_CACHE_H
@@ -14,15 +14,15 @@ extern void rl_denial_attach(void *memory, LWLockPadded *locks, bool found);
 
 #define RL_ANY_GENERATION	PG_UINT64_MAX
 
-extern bool rl_denial_lookup(RlKeyHash name, const RlLimits *limits, int64 quota,
+extern bool rl_denial_lookup(RlKeyHash key_hash, const RlLimits *limits, int64 quota,
 							 RlDecision *decision, int *binding);
-extern uint64 rl_denial_generation(RlKeyHash name);
-extern void rl_denial_note(RlKeyHash name, const RlKey *key, const RlLimits *limits, int64 quota,
+extern uint64 rl_denial_generation(RlKeyHash key_hash);
+extern void rl_denial_note(RlKeyHash key_hash, const RlKey *key, const RlLimits *limits, int64 quota,
 						   const RlDecision *decision, int binding, int64 asked,
-						   uint64 generation, bool cache);
-extern void rl_denial_outdate(RlKeyHash name, const RlLimits *limits, uint64 *generation);
+						   uint64 generation, bool may_answer);
+extern void rl_denial_outdate(RlKeyHash key_hash, const RlLimits *limits, uint64 *generation);
 extern void rl_denial_delete(const RlKey *key);
-extern void rl_denial_delete_hash(RlKeyHash name);
-extern bool rl_denial_may_log(RlKeyHash name, const RlLimits *limits);
+extern void rl_denial_delete_hash(RlKeyHash key_hash);
+extern bool rl_denial_may_log(RlKeyHash key_hash, const RlLimits *limits);
 
 #endif							/* DENIAL_CACHE_H */

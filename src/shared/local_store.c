@@ -1,7 +1,10 @@
 /*
  * local_store.c
- *		The store in this server's shared memory: states by the same algorithms
- *		as in Redis.
+ *		The store in this server's shared memory, with the same algorithms as in
+ *		Redis.
+ *
+ * Each function locks the partition of the key (cells.c) while it reads and
+ * writes the key's cells.
  */
 #include "postgres.h"
 
@@ -14,7 +17,7 @@
  * States
  */
 
-/* What a cell keeps, as a state; of no cell, that of a limit never used. */
+/* Sets the state from a cell, or for RL_NO_CELL to that of a limit never used. */
 static void
 load_state(const RlCells *view, uint32 c, RlState *state)
 {
@@ -33,7 +36,7 @@ load_state(const RlCells *view, uint32 c, RlState *state)
 	state->ban_count = cell->ban_count;
 }
 
-/* Keeps what an act has changed of the state, in cell c if it has one. */
+/* Stores a state that an act has changed, in cell c or for RL_NO_CELL in a new one. */
 static void
 save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state)
 {
@@ -51,13 +54,14 @@ save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state)
 	cell->log[1] = state->log[1];
 	cell->ban_since = state->ban_since;
 	cell->ban_count = state->ban_count;
-	/* Redis would have no field for it. */
+	/* As in Redis, an empty state is deleted, except a token bucket's. */
 	if (rl_state_is_empty(limit, state) && state->ban_count == 0 && limit->algorithm != RL_TOKEN_BUCKET)
 		rl_cell_remove(view, c);
 	else
 		rl_cell_set_end(view, c, rl_state_end(limit, state, &view->pool));
 }
 
+/* Sets the end of the key's ban, in cell c or for RL_NO_CELL in a new one. */
 static void
 set_ban(RlCells *view, uint32 c, int64 until)
 {
@@ -67,7 +71,7 @@ set_ban(RlCells *view, uint32 c, int64 until)
 	rl_cell_set_end(view, c, until);
 }
 
-/* The key's cells of the limits, and their states. */
+/* Finds the key's cells of the limits, and sets their states. */
 static void
 load_states(const RlCells *view, const RlLimits *limits, uint32 *found, RlState *states)
 {
@@ -78,7 +82,7 @@ load_states(const RlCells *view, const RlLimits *limits, uint32 *found, RlState 
 	}
 }
 
-/* Counts what an act may need more: cells, one of a ban among them, and chunks. */
+/* Sets how many new cells (one of them for a ban) and chunks an act may need. */
 static void
 count_wanted(const RlCells *view, const RlLimits *limits, int64 quota, const uint32 *found,
 			 uint32 ban, const RlState *states, uint32 *cells, uint32 *chunks)
@@ -95,7 +99,7 @@ count_wanted(const RlCells *view, const RlLimits *limits, int64 quota, const uin
 	*cells += may_ban && ban == RL_NO_CELL;
 }
 
-/* Ends an act. */
+/* Ends an act: unlocks the partition and frees the spares. */
 static void
 finish(RlCells *view)
 {
@@ -103,7 +107,7 @@ finish(RlCells *view)
 	rl_cells_release(view);
 }
 
-/* Sets the error of an act that other keys cannot make room for. */
+/* Ends an act for which eviction made no room: sets the error and returns false. */
 static bool
 no_room(RlCells *view, RlError *error)
 {
@@ -118,8 +122,8 @@ no_room(RlCells *view, RlError *error)
  */
 
 /*
- * The fast way of the commonest case, one throttle without a ban of its own.
- * Returns false, with nothing done, if it is not that simple.
+ * The straight path for one throttle without a ban option.  Returns false, with
+ * nothing done, if the key has a ban or counted refusals, or there is no room.
  */
 static bool
 take_throttle(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decision)
@@ -130,7 +134,7 @@ take_throttle(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *deci
 
 	for (uint32 i = *view->bucket; i != RL_NO_CELL; i = rl_cell_at(view, i)->next)
 	{
-		if (!rl_same_key_hash(rl_cell_at(view, i)->name, view->name))
+		if (!rl_same_key_hash(rl_cell_at(view, i)->key_hash, view->key_hash))
 			continue;
 		if (rl_cell_is_of(rl_cell_at(view, i), limit))
 			c = i;
@@ -154,9 +158,9 @@ take_throttle(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *deci
 }
 
 /*
- * Looks up what an act needs, under the lock of the key's partition, and makes
- * sure of the room for what it may write.  Returns false, with the lock released,
- * if there is no room.
+ * Finds the cells of an act, whose partition is locked, and reserves what it may
+ * need.  Returns false with the error set, and the partition unlocked, if there is
+ * no room.
  */
 static bool
 begin_act(RlCells *view, const RlLimits *limits, int64 quota, RlTake how,
@@ -175,7 +179,7 @@ begin_act(RlCells *view, const RlLimits *limits, int64 quota, RlTake how,
 		count_wanted(view, limits, quota, found, *ban, states, &cells, &chunks);
 		if (rl_cells_reserve(view, cells, chunks))
 			return true;
-		/* Others may act on the key meanwhile, so all is looked up again. */
+		/* Other backends may act on the key meanwhile, so start again. */
 		rl_cells_unlock(view);
 		if (!rl_cells_evict(view, cells, chunks))
 			return no_room(view, error);
@@ -187,23 +191,23 @@ static bool
 local_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 		   RlDecision *decisions, int64 *at, RlError *error)
 {
-	RlLimits	quiet;
+	RlLimits	uncounted;
 	RlState		states[RL_MAX_LIMITS];
 	uint32		found[RL_MAX_LIMITS];
 	uint32		ban;
 	int64		old_ban;
 	int64		banned_until;
-	RlCells		view = {.name = rl_key_hash(key)};
+	RlCells		view = {.key_hash = rl_key_hash(key)};
 
 	if (how == RL_TAKE_QUIETLY)
 	{
-		quiet = *limits;
-		for (int i = 0; i < quiet.n; i++)
+		uncounted = *limits;
+		for (int i = 0; i < uncounted.n; i++)
 		{
-			quiet.limit[i].count_denied = false;
-			quiet.limit[i].ban = 0;
+			uncounted.limit[i].count_denied = false;
+			uncounted.limit[i].ban = 0;
 		}
-		limits = &quiet;
+		limits = &uncounted;
 	}
 
 	rl_cells_lock(&view, how == RL_PEEK ? LW_SHARED : LW_EXCLUSIVE);
@@ -232,7 +236,7 @@ local_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *err
 {
 	RlState		states[RL_MAX_LIMITS];
 	uint32		found[RL_MAX_LIMITS];
-	RlCells		view = {.name = rl_key_hash(key)};
+	RlCells		view = {.key_hash = rl_key_hash(key)};
 
 	rl_cells_lock(&view, LW_EXCLUSIVE);
 	load_states(&view, limits, found, states);
@@ -243,19 +247,15 @@ local_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *err
 	return true;
 }
 
-/* A cell that has ended counts as gone, but not for a test's clock. */
+/*
+ * Deletes a cell.  Returns false if it is RL_NO_CELL or has ended.  With
+ * ratelimit.debug_now no cell has ended, as Redis then keeps its keys.
+ */
 static bool
-is_there(const RlCells *view, uint32 c)
+delete_cell(RlCells *view, uint32 c)
 {
-	return rl_debug_now[0] != '\0' || rl_cell_at(view, c)->end > view->now;
-}
-
-/* Forgets the key's cell of the limit, or its ban; tells whether it was there. */
-static bool
-forget(RlCells *view, const RlLimit *limit)
-{
-	uint32		c = rl_cell_find(view, limit);
-	bool		found = c != RL_NO_CELL && is_there(view, c);
+	bool		found = c != RL_NO_CELL &&
+		(rl_debug_now[0] != '\0' || rl_cell_at(view, c)->end > view->now);
 
 	if (c != RL_NO_CELL)
 		rl_cell_remove(view, c);
@@ -265,20 +265,18 @@ forget(RlCells *view, const RlLimit *limit)
 static bool
 local_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *error pg_attribute_unused())
 {
-	RlCells		view = {.name = rl_key_hash(key)};
+	RlCells		view = {.key_hash = rl_key_hash(key)};
 	uint32		next;
 
 	*found = false;
 	rl_cells_lock(&view, LW_EXCLUSIVE);
 	for (int i = 0; limits && i < limits->n; i++)
-		*found |= forget(&view, &limits->limit[i]);
+		*found |= delete_cell(&view, rl_cell_find(&view, &limits->limit[i]));
 	for (uint32 c = limits ? RL_NO_CELL : *view.bucket; c != RL_NO_CELL; c = next)
 	{
 		next = rl_cell_at(&view, c)->next;
-		if (!rl_same_key_hash(rl_cell_at(&view, c)->name, view.name))
-			continue;
-		*found |= is_there(&view, c);
-		rl_cell_remove(&view, c);
+		if (rl_same_key_hash(rl_cell_at(&view, c)->key_hash, view.key_hash))
+			*found |= delete_cell(&view, c);
 	}
 	finish(&view);
 	return true;
@@ -287,7 +285,7 @@ local_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *erro
 static bool
 local_ban(const RlKey *key, int64 duration, RlError *error)
 {
-	RlCells		view = {.name = rl_key_hash(key)};
+	RlCells		view = {.key_hash = rl_key_hash(key)};
 	uint32		ban;
 
 	for (;;)
@@ -308,21 +306,24 @@ local_ban(const RlKey *key, int64 duration, RlError *error)
 static bool
 local_unban(const RlKey *key, bool *found, RlError *error pg_attribute_unused())
 {
-	RlCells		view = {.name = rl_key_hash(key)};
+	RlCells		view = {.key_hash = rl_key_hash(key)};
 
 	rl_cells_lock(&view, LW_EXCLUSIVE);
-	*found = forget(&view, NULL);
+	*found = delete_cell(&view, rl_cell_find(&view, NULL));
 	finish(&view);
 	return true;
 }
 
-/* Takes a charge back, as far as it has not leaked; does not throw. */
+/*
+ * Refunds a charge, less what has been replenished since, to the key's state of
+ * the limit.  Needs shared memory.  Does not throw.
+ */
 void
-rl_local_undo(RlKeyHash name, const RlLimit *limit, const RlCharge *charge)
+rl_local_undo(RlKeyHash key_hash, const RlLimit *limit, const RlCharge *charge)
 {
 	RlState		state;
 	uint32		found;
-	RlCells		view = {.name = name};
+	RlCells		view = {.key_hash = key_hash};
 
 	rl_cells_lock(&view, LW_EXCLUSIVE);
 	found = rl_cell_find(&view, limit);

@@ -1,6 +1,6 @@
 /*
  * shared.h
- *		Memory that all backends share; there is none unless the library is
+ *		Memory that all backends share.  There is none unless the library is
  *		preloaded.
  */
 #ifndef SHARED_H
@@ -9,26 +9,22 @@
 #include "storage/lwlock.h"
 
 #include "ratelimit.h"
+#include "shared/siphash.h"
 
 /*
- * The name of (server, prefix, key) in shared memory: a hash with a key that
- * only this server knows, so that no user can construct two keys with one name.
+ * What identifies a key in shared memory: a hash of redis_url, key_prefix and the
+ * key.  It is made with a secret of this server, so no user can construct two
+ * keys that have the same hash.
  */
-typedef struct RlKeyHash
-{
-	uint64		hash;
-	uint64		rest;
-} RlKeyHash;
+typedef RlHash RlKeyHash;
 
 static inline bool
 rl_same_key_hash(RlKeyHash x, RlKeyHash y)
 {
-	return x.hash == y.hash && x.rest == y.rest;
+	return x.low == y.low && x.high == y.high;
 }
 
-/* Returns microseconds on a clock that is never set. */
 extern int64 rl_monotonic_now(void);
-
 extern void rl_shared_request(void);
 extern bool rl_shared_available(void);
 extern void rl_require_shared(const char *what);

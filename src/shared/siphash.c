@@ -2,9 +2,9 @@
  * siphash.c
  *		SipHash-2-4 with 128 bits of output.
  *
- * Without the key, nobody can construct two inputs that have the same hash.
- * hash_bytes_extended() is faster, but it does not have this property: its
- * collisions can be constructed without knowing the seed.
+ * Nobody can construct two inputs that have the same hash without knowing the
+ * secret.  hash_bytes_extended() is faster, but collisions of it can be
+ * constructed without knowing the seed.
  */
 #include "postgres.h"
 
@@ -58,15 +58,15 @@ add_word(State *s, uint64 word)
 	s->v0 ^= word;
 }
 
-/* Returns the hash of the data under the key. */
+/* Returns the hash of the data, made with the secret. */
 RlHash
-rl_siphash(RlHash key, const void *data, size_t len)
+rl_siphash(RlHash secret, const void *data, size_t len)
 {
 	State		s = {
-		.v0 = UINT64CONST(0x736f6d6570736575) ^ key.low,
-		.v1 = UINT64CONST(0x646f72616e646f6d) ^ key.high ^ 0xee,
-		.v2 = UINT64CONST(0x6c7967656e657261) ^ key.low,
-		.v3 = UINT64CONST(0x7465646279746573) ^ key.high
+		.v0 = UINT64CONST(0x736f6d6570736575) ^ secret.low,
+		.v1 = UINT64CONST(0x646f72616e646f6d) ^ secret.high ^ 0xee,
+		.v2 = UINT64CONST(0x6c7967656e657261) ^ secret.low,
+		.v3 = UINT64CONST(0x7465646279746573) ^ secret.high
 	};
 	const char *p = data;
 	size_t		left = len;
