@@ -1,10 +1,10 @@
 /*
  * key.c
- *		Values to keys: what rl_key and the trigger's {column} take, and how.
+ *		Makes keys from values, for rl_key and the trigger's {column}.
  *
- * Only types whose text no session setting can change, and one text for each
- * number: otherwise who turns the setting, or writes 1.0 as 1.00, gets a new
- * key.
+ * A type is accepted only if no session setting can change its text, and equal
+ * numbers have one text.  Otherwise a user could get a new key by changing a
+ * setting, or by writing 1.0 as 1.00.
  */
 #include "postgres.h"
 
@@ -18,8 +18,8 @@
 #include "sql/key.h"
 
 /*
- * Prepares to make text of a type's values; what that needs lives in the
- * context.  Returns false if the type is not one for keys.
+ * Prepares the part for values of a type; allocates in the context what that
+ * needs.  Returns false if the type is not accepted in keys.
  */
 bool
 rl_key_part_init(RlKeyPart *part, Oid type, MemoryContext context)
@@ -52,7 +52,7 @@ rl_key_part_init(RlKeyPart *part, Oid type, MemoryContext context)
 	return true;
 }
 
-/* Appends the value's text, in which ':' and '%' are escaped. */
+/* Appends the text of a value, with ':' and '%' escaped. */
 void
 rl_key_part_append(StringInfo key, RlKeyPart *part, Datum value)
 {
@@ -71,7 +71,7 @@ rl_key_part_append(StringInfo key, RlKeyPart *part, Datum value)
 
 	for (size_t i = 0; i < len; i++)
 	{
-		/* Server encodings keep ASCII bytes to ASCII characters. */
+		/* In server encodings an ASCII byte is always an ASCII character. */
 		if (text[i] == ':')
 			appendStringInfoString(key, "%3A");
 		else if (text[i] == '%')

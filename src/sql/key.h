@@ -1,6 +1,6 @@
 /*
  * key.h
- *		Values to keys.
+ *		Makes keys from values.
  */
 #ifndef KEY_H
 #define KEY_H
@@ -8,9 +8,10 @@
 #include "lib/stringinfo.h"
 #include "ratelimit.h"
 
+/* How values of one type become part of a key. */
 typedef struct RlKeyPart
 {
-	Oid			type;			/* its base type, for the exceptions */
+	Oid			type;			/* base type: some types are special */
 	FmgrInfo	output;
 } RlKeyPart;
 

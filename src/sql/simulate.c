@@ -1,9 +1,9 @@
 /*
  * simulate.c
- *		rl_simulate: had these limits been in force, which rows of the window's
- *		partition would they have allowed?
+ *		rl_simulate: decides the rows of a window's partition as if the limits
+ *		had been in force.
  *
- * The state lives in the partition's memory and goes with it.
+ * The states and their chunks are allocated in the partition's memory context.
  */
 #include "postgres.h"
 
@@ -31,6 +31,7 @@ typedef struct Partition
 	int64		at;
 } Partition;
 
+/* Returns an argument of the current row.  Raises an error if it is NULL. */
 static Datum
 argument(WindowObject window, int n, const char *name)
 {
@@ -44,7 +45,10 @@ argument(WindowObject window, int n, const char *name)
 	return value;
 }
 
-/* Parses the limits at the partition's first row, and compares them later. */
+/*
+ * Parses the limits at the partition's first row.  Raises an error if they are
+ * invalid, or differ from those of the first row.
+ */
 static void
 set_limits(Partition *partition, text *limits)
 {
@@ -69,7 +73,10 @@ set_limits(Partition *partition, text *limits)
 		partition->states[i] = (RlState) RL_NO_STATE;
 }
 
-/* The row's time in microseconds since 1970, not before the last row's. */
+/*
+ * Returns the row's time in microseconds since 1970.  Raises an error if it is out
+ * of range, or earlier than the last row's.
+ */
 static int64
 row_time(Partition *partition, TimestampTz at)
 {
@@ -87,7 +94,7 @@ row_time(Partition *partition, TimestampTz at)
 	return at;
 }
 
-/* Makes sure that the pool has so many spare chunks. */
+/* Makes sure that the pool has so many spare chunks; it grows to twice its size. */
 static void
 reserve_chunks(Partition *partition, uint32 wanted)
 {
@@ -119,7 +126,7 @@ rl_simulate(PG_FUNCTION_ARGS)
 	RlDecision	decisions[RL_MAX_LIMITS];
 	RlDecision	decision;
 
-	/* Rows before this one are not asked for again; else they would be kept. */
+	/* Otherwise all rows of the partition would be kept. */
 	WinSetMarkPosition(window, WinGetCurrentPosition(window));
 
 	set_limits(partition, DatumGetTextPP(argument(window, 0, "limits")));

@@ -1,6 +1,7 @@
 /*
  * status.c
- *		rl_status(): how the limits are kept, and whether Redis is well.
+ *		rl_status(): the settings of the store, the state of Redis, and the fill
+ *		level of shared memory.
  */
 #include "postgres.h"
 

@@ -1,6 +1,6 @@
 /*
  * trigger_rule.h
- *		What a trigger's arguments say, parsed for its table.
+ *		The parsed arguments of a trigger.
  */
 #ifndef TRIGGER_RULE_H
 #define TRIGGER_RULE_H
@@ -9,32 +9,33 @@
 
 #include "sql/key.h"
 
-/* A piece of the key: text, or if it is NULL a column. */
+/* A piece of the key's template. */
 typedef struct Piece
 {
-	char	   *text;
+	char	   *text;			/* NULL: a column */
 	AttrNumber	attnum;
 	RlKeyPart	column;
 } Piece;
 
+/* Rules and what they point to are allocated in their own context. */
 typedef struct Rule
 {
 	MemoryContext context;
-	int			nargs;			/* what it was made from */
+	int			nargs;			/* the trigger's arguments */
 	char	  **args;
 	int			npieces;
 	Piece	   *pieces;
 	RlLimits	limits;
-	int64		quota;			/* unless quota_attnum is set */
+	int64		quota;			/* if quota_attnum is 0 */
 	AttrNumber	quota_attnum;
 	Oid			quota_type;
-	bool		skip;			/* leave a refused row out */
+	bool		skip;			/* on_deny=skip */
 	char	   *quota_text;		/* for rl_triggers; NULL: the default */
 } Rule;
 
-extern Rule *rl_rule_find(Relation rel, const Trigger *trigger);
 struct TupleTableSlot;
 
+extern Rule *rl_rule_find(Relation rel, const Trigger *trigger);
 extern RlKey rl_rule_key(Rule *rule, Relation rel, struct TupleTableSlot *row);
 extern int64 rl_rule_quota(Rule *rule, Relation rel, struct TupleTableSlot *row);
 extern Rule *rl_rule_make(Relation rel, const Trigger *trigger, bool *valid, RlError *error);
