@@ -272,7 +272,7 @@ rl_breaker_admits(RlBreaker *breaker, RlError *error)
 			break;
 		if (!is_half_open(&entry, now))
 		{
-			rl_error_set(error, entry.sqlstate, "Redis is left alone after a failure");
+			rl_error_set(error, entry.sqlstate, "not retrying Redis until ratelimit.retry_interval has passed");
 			rl_error_detail(error, "The failure was: %s.", entry.message);
 			return false;
 		}

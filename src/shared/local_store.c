@@ -113,7 +113,7 @@ no_room(RlCells *view, RlError *error)
 {
 	rl_cells_release(view);
 	rl_error_set(error, ERRCODE_OUT_OF_MEMORY, "out of shared memory for rate limits");
-	rl_error_detail(error, "ratelimit.local_max_keys says how much there is.");
+	rl_error_detail(error, "ratelimit.local_max_keys sets its size.");
 	return false;
 }
 

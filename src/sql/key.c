@@ -105,7 +105,7 @@ init_element(RlKeyPart *part, Oid type, MemoryContext context)
 		ereport(ERROR,
 				(errcode(ERRCODE_FEATURE_NOT_SUPPORTED),
 				 errmsg("type %s cannot be part of a rate-limit key", format_type_be(type)),
-				 errhint("Cast the value to a type whose text no setting changes, such as text or bigint.")));
+				 errhint("Cast the value to a type whose text does not depend on settings, such as text or bigint.")));
 }
 
 PG_FUNCTION_INFO_V1(rl_key);

@@ -118,7 +118,7 @@ parse_template(Rule *rule, Relation rel, const Trigger *trigger, const char *tem
 		{
 			rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
 						 "unmatched \"%c\" in rate-limit key \"%s\"", *p, template);
-			rl_error_detail(error, "A brace that is meant as itself is written twice.");
+			rl_error_detail(error, "A literal brace is written twice.");
 			return false;
 		}
 		else if (*p == '{')
@@ -135,7 +135,7 @@ parse_template(Rule *rule, Relation rel, const Trigger *trigger, const char *tem
 				rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
 							 "column \"%.*s\" of type %s cannot be part of a rate-limit key",
 							 (int) (close - p - 1), p + 1, format_type_be(type));
-				rl_error_detail(error, "A session setting could change its text, and so the key.");
+				rl_error_detail(error, "A session setting can change the text of its values.");
 				return false;
 			}
 			rule->npieces++;

@@ -193,7 +193,7 @@ my $most = $session->ask('SELECT fill_all()');
 cmp_ok($most, '>', 1000, "the memory ends after $most actions");
 my $attempt = $session->attempt("SELECT rl_check('greedy', '$logs')");
 is_deeply([ @$attempt{qw(state message detail)} ],
-	[ '53200', 'out of shared memory for rate limits', 'ratelimit.local_max_keys says how much there is.' ], 'with a clear error');
+	[ '53200', 'out of shared memory for rate limits', 'ratelimit.local_max_keys sets its size.' ], 'with a clear error');
 is($session->ask("SELECT string_agg(DISTINCT remaining::text, ',') FROM rl_peek('greedy', '$logs', 0)"),
 	100000 - $most, 'all limits were charged the same');
 # It is this server's own memory that is full, not a store that failed.

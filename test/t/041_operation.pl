@@ -356,7 +356,7 @@ $session->ask("SET ratelimit.command_timeout = '10s'");
 $session->send(q{SELECT rl_allow('tried', '1/1h');});
 await('the try', sub { return $watcher->ask($breaker) eq 'trying||' });
 is($watcher->ask(q{SET ratelimit.store = redis; SELECT error, breaker FROM rl_status(); SET ratelimit.store = local}),
-	'Redis is left alone after a failure: The failure was: lost the connection to Redis: ratelimit.command_timeout has passed.|trying', 'one tries, others are told');
+	'not retrying Redis until ratelimit.retry_interval has passed: The failure was: lost the connection to Redis: ratelimit.command_timeout has passed.|trying', 'one tries, others are told');
 $redis->resume;
 is($session->ask(''), 't', 'who tries has an answer');
 is($watcher->ask($breaker), 'closed||', 'and closes it for all');
