@@ -23,6 +23,7 @@
 #include "utils/memutils.h"
 
 #include "algorithm/gcra.h"
+#include "algorithm/limits.h"
 #include "charges.h"
 #include "error.h"
 #include "redis/redis.h"
@@ -38,12 +39,9 @@
 typedef struct GrantId
 {
 	uint64		place[2];		/* a hash of server, prefix and key */
-	int64		period;
-	int64		step;
+	RlStateTag	tag;
 	int64		mark;			/* of charges that do not merge */
 	int			level;			/* of the transaction nest, or QUEUED */
-	uint8		algorithm;
-	bool		from_first;
 	bool		local;
 } GrantId;
 
@@ -471,13 +469,10 @@ note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
 	bool		found;
 
 	set_place(&id, place, len, server, local);
-	id.period = limit->period;
-	id.step = limit->step;
+	id.tag = rl_state_tag(limit);
 	if (!rl_charges_merge(limit))
 		id.mark = charge.mark;
 	id.level = GetCurrentTransactionNestLevel();
-	id.algorithm = limit->algorithm;
-	id.from_first = limit->from_first;
 
 	if (ngrants >= MAX_GRANTS && hash_search(entries, &id, HASH_FIND, NULL) == NULL)
 		return false;
@@ -571,9 +566,7 @@ is_of(const Grant *grant, const GrantId *place, const RlLimit *limit)
 
 	return id->place[0] == place->place[0] && id->place[1] == place->place[1] &&
 		id->local == place->local &&
-		(limit == NULL ||
-		 (id->algorithm == limit->algorithm && id->period == limit->period &&
-		  id->step == limit->step && id->from_first == limit->from_first));
+		(limit == NULL || rl_same_tag(id->tag, rl_state_tag(limit)));
 }
 
 /* Deletes a grant that is not in the queue. */

@@ -76,6 +76,21 @@ typedef struct RlLimit
 	bool		refund_on_abort;
 } RlLimit;
 
+/*
+ * The state tag: the values that distinguish the states of two limits on one
+ * key.  It has no padding, so that its bytes can be compared and hashed.
+ */
+typedef struct RlStateTag
+{
+	uint64		period:56;
+	uint64		algorithm:6;
+	uint64		from_first:1;
+	uint64		unused:1;		/* 0 */
+	int64		step;
+} RlStateTag;
+
+StaticAssertDecl(sizeof(RlStateTag) == 16, "a state tag has padding");
+
 typedef struct RlLimits
 {
 	int			n;

@@ -25,6 +25,7 @@
 #include <inttypes.h>
 
 #include "algorithm/algorithm.h"
+#include "algorithm/limits.h"
 
 #define BUCKETS				65536
 #define CHARGES				1024
@@ -117,8 +118,7 @@ find_kept(Key *key, const RlLimit *limit)
 	Kept	   *kept;
 
 	for (kept = key->kept; kept; kept = kept->next)
-		if (kept->limit.algorithm == limit->algorithm && kept->limit.period == limit->period &&
-			kept->limit.step == limit->step && kept->limit.from_first == limit->from_first)
+		if (rl_same_state(&kept->limit, limit))
 			return kept;
 	kept = allocate(sizeof(Kept));
 	kept->limit = *limit;

@@ -89,14 +89,6 @@ rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error)
 	return rl_algorithm(limit)->complete(limit, count_name, error);
 }
 
-/* True if the two limits would keep one state on one key. */
-bool
-rl_same_state(const RlLimit *a, const RlLimit *b)
-{
-	return a->algorithm == b->algorithm && a->period == b->period &&
-		a->step == b->step && a->from_first == b->from_first;
-}
-
 /*
  * Scanning
  */

@@ -7,12 +7,35 @@
 
 #include "ratelimit.h"
 
+static inline RlStateTag
+rl_state_tag(const RlLimit *limit)
+{
+	return (RlStateTag) {
+		.period = limit->period,
+		.algorithm = limit->algorithm,
+		.from_first = limit->from_first,
+		.step = limit->step
+	};
+}
+
+static inline bool
+rl_same_tag(RlStateTag a, RlStateTag b)
+{
+	return memcmp(&a, &b, sizeof(RlStateTag)) == 0;
+}
+
+/* True if the two limits would keep one state on one key. */
+static inline bool
+rl_same_state(const RlLimit *a, const RlLimit *b)
+{
+	return rl_same_tag(rl_state_tag(a), rl_state_tag(b));
+}
+
 extern bool rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error);
 extern bool rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error);
 extern bool rl_limit_is_too_long(RlError *error);
 extern char *rl_limit_text(const RlLimit *limit);
 extern char *rl_limits_text(const RlLimits *limits);
-extern bool rl_same_state(const RlLimit *a, const RlLimit *b);
 extern bool rl_limits_same(const RlLimits *a, const RlLimits *b);
 extern void rl_limits_complete(RlLimits *limits);
 

@@ -117,7 +117,7 @@ limit_tag(const RlLimit *limit, char *tag)
 	memcpy(tag, name, n);
 	tag[n++] = ':';
 	n += pg_lltoa(limit->period, tag + n);
-	if (limit->algorithm == RL_SLIDING_WINDOW)
+	if (limit->step > 0)
 	{
 		tag[n++] = ':';
 		n += pg_lltoa(limit->step, tag + n);

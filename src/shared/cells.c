@@ -418,16 +418,9 @@ rl_cell_make(RlCells *view, const RlLimit *limit)
 	view->nspare--;
 	memset(cell, 0, sizeof(RlCell));
 	cell->key_hash = view->key_hash;
-	cell->algorithm = RL_BAN_CELL;
+	cell->tag = limit != NULL ? rl_state_tag(limit) : (RlStateTag) {.algorithm = RL_BAN_CELL};
 	cell->start = -1;
 	cell->end = PG_INT64_MAX;
-	if (limit != NULL)
-	{
-		cell->algorithm = limit->algorithm;
-		cell->period = limit->period;
-		cell->step = limit->step;
-		cell->from_first = limit->from_first;
-	}
 	cell->next = *view->bucket;
 	*view->bucket = c;
 	add_to_heap(view, WITHOUT_CHUNKS, c);

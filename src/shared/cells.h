@@ -7,9 +7,10 @@
 #define CELLS_H
 
 #include "algorithm/algorithm.h"
+#include "algorithm/limits.h"
 #include "shared/shared.h"
 
-#define RL_BAN_CELL			15	/* in place of an algorithm */
+#define RL_BAN_CELL			63	/* in place of an algorithm */
 #define RL_NO_CELL			0	/* cells are numbered from 1 */
 
 /* The most cells that an act may need: one for each limit, and the ban. */
@@ -23,8 +24,7 @@
 typedef struct RlCell
 {
 	RlKeyHash	key_hash;
-	int64		period;			/* what tells limits' states apart */
-	int64		step;
+	RlStateTag	tag;			/* of the ban, only the algorithm is set */
 	int64		start;			/* as in RlState, also the next five */
 	int64		charged;		/* of a ban, start is its end */
 	int64		refused;
@@ -35,9 +35,9 @@ typedef struct RlCell
 	uint32		next;			/* in its hash chain or list of free cells */
 	uint32		heap_at:26;		/* its position in its heap */
 	uint32		heap:1;			/* which of the partition's heaps that is */
-	uint32		algorithm:4;
-	uint32		from_first:1;
 } RlCell;
+
+StaticAssertDecl(sizeof(RlCell) == 128, "a cell is in more than two cache lines");
 
 struct Partition;
 struct HeapItem;
@@ -74,9 +74,8 @@ static inline bool
 rl_cell_is_of(const RlCell *cell, const RlLimit *limit)
 {
 	if (limit == NULL)
-		return cell->algorithm == RL_BAN_CELL;
-	return cell->algorithm == limit->algorithm && cell->period == limit->period &&
-		cell->step == limit->step && cell->from_first == limit->from_first;
+		return cell->tag.algorithm == RL_BAN_CELL;
+	return rl_same_tag(cell->tag, rl_state_tag(limit));
 }
 
 /* The part of shared memory: its size, its number of locks, and its start. */
