@@ -191,7 +191,7 @@ take(Key *key, RlLimits *limits, int64 now, int64 quota, bool quietly, bool comm
 	for (int i = 0; i < limits->n; i++)
 	{
 		kept[i]->state = states[i];
-		kept[i]->state.changed = kept[i]->state.ban_changed = false;
+		kept[i]->state.state_changed = kept[i]->state.refusals_changed = false;
 		if (commit && combined.allowed && quota > 0)
 			kept[i]->charges[kept[i]->ncharges++ % CHARGES] =
 				rl_charge(&limits->limit[i], quota, now, decisions[i].reset_after);

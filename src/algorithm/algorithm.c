@@ -64,7 +64,7 @@ rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, c
 	if (act->commit && charge + refusal > 0)
 	{
 		algorithm->keep(limit, state, pool, view, act->now, charge, refusal);
-		state->changed = true;
+		state->state_changed = true;
 	}
 }
 
@@ -81,7 +81,7 @@ rl_units_give(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, 
 		algorithm->skip(state, pool, view, RL_CHARGED, units);
 	view->charged -= units;
 	algorithm->keep(limit, state, pool, view, now, 0, 0);
-	state->changed = true;
+	state->state_changed = true;
 }
 
 /* For RlAlgorithm.end. */
@@ -192,7 +192,7 @@ count_refusal(const RlLimit *limit, RlState *state, int64 now, bool commit)
 	{
 		state->ban_since = since;
 		state->ban_count = count >= limit->ban_after ? 0 : count;
-		state->ban_changed = true;
+		state->refusals_changed = true;
 	}
 	return count >= limit->ban_after ? limit->ban : 0;
 }

@@ -13,10 +13,14 @@
 #define RL_REFUSED			1
 
 /*
- * The state of one limit on one key.  Units that were charged and units that
- * count_denied counted for refusals are kept apart.  Sliding windows and logs
- * keep them as entries, whose chunks are in the pool of the state's keeper;
- * charged and refused are then their sums.
+ * The state of one limit on one key.  It keeps the units that were charged apart
+ * from those that count_denied counted for refusals.  Sliding windows and logs
+ * keep them as entries; charged and refused are then the sums.
+ *
+ * The chunks of the entries belong to the RlPool that the functions below get
+ * together with the state.  A copy of a state names the same chunks, so after an
+ * act only the state that was passed may be used.  A store that deletes a state
+ * first puts its chunks back with rl_log_cut.
  */
 typedef struct RlState
 {
@@ -26,8 +30,8 @@ typedef struct RlState
 	RlLog		log[2];
 	int64		ban_since;		/* first refusal that counts for a ban */
 	int64		ban_count;		/* refusals since then */
-	bool		changed;		/* an act has changed the first four */
-	bool		ban_changed;	/* and the last two */
+	bool		state_changed;	/* an act has changed start, charged, refused or log */
+	bool		refusals_changed;	/* an act has changed ban_since or ban_count */
 } RlState;
 
 #define RL_NO_STATE {.start = -1}

@@ -147,7 +147,7 @@ static void
 keep_backlog(RlState *state, int64 now, int64 backlog_ns)
 {
 	state->start = backlog_ns > 0 ? now * NS_PER_US + backlog_ns : -1;
-	state->changed = true;
+	state->state_changed = true;
 }
 
 static void

@@ -156,7 +156,7 @@ undo(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now
 	/* Only entries that count are left then. */
 	keep(limit, state, pool, view, now, 0, 0);
 	state->charged -= rl_log_remove(pool, &state->log[RL_CHARGED], charge->mark, charge->amount);
-	state->changed = true;
+	state->state_changed = true;
 }
 
 static RlCharge

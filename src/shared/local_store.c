@@ -42,7 +42,7 @@ save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state)
 {
 	RlCell	   *cell;
 
-	if (!state->changed && !state->ban_changed)
+	if (!state->state_changed && !state->refusals_changed)
 		return;
 	if (c == RL_NO_CELL)
 		c = rl_cell_make(view, limit);
