@@ -17,7 +17,7 @@ endif
 PROVE_TESTS = test/t/*.pl
 
 ALGORITHMS = throttle token_bucket fixed_window sliding_window sliding_log
-SCRIPTS_H = $(patsubst %,src/redis/%.lua.h,throttle $(ALGORITHMS:%=check_%) check_mixed refund undo reset ban version)
+SCRIPTS_H = $(patsubst %,src/redis/%.lua.h,throttle $(ALGORITHMS:%=check_%) check_mixed refund refund_charges reset ban version)
 EXTRA_CLEAN = $(SCRIPTS_H) $(OBJS:.o=.d)
 
 PG_CPPFLAGS = -I$(srcdir)/src
@@ -63,7 +63,7 @@ src/redis/reset.lua.h: $(STATE_LUA) $(call lua,algorithm/log redis/reset)
 src/redis/ban.lua.h: $(STATE_LUA) $(call lua,redis/ban)
 src/redis/version.lua.h: $(call lua,redis/version)
 src/redis/refund.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/refund)
-src/redis/undo.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,algorithm/log_undo redis/undo)
+src/redis/refund_charges.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,algorithm/log_refund redis/refund_charges)
 src/redis/check_mixed.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/check)
 src/redis/check_throttle.lua.h: $(STATE_LUA) $(call lua,algorithm/gcra redis/check)
 src/redis/check_sliding_log.lua.h: $(STATE_LUA) $(call lua,$(patsubst %,algorithm/%,log log_change sliding_log) redis/check)

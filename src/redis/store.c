@@ -53,7 +53,7 @@ static RlScript ban_script = {.source =
 #include "redis/ban.lua.h"
 };
 static RlScript undo_script = {.source =
-#include "redis/undo.lua.h"
+#include "redis/refund_charges.lua.h"
 };
 static RlScript version_script = {.source =
 #include "redis/version.lua.h"
