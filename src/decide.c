@@ -61,7 +61,7 @@ begin(Action *action, const RlKey *key, const RlLimits *limits, int64 quota, RlT
 	if (limits->refunds)
 		rl_charges_prepare();
 	/* Not those of a wait: its attempts are one action. */
-	if (how != RL_TAKE_QUIETLY)
+	if (how != RL_TRY)
 		rl_redis_usage.round_trips = rl_redis_usage.us = 0;
 	if (rl_on_error == RL_ON_ERROR_LOCAL)
 		rl_require_shared("ratelimit.on_error = local");
@@ -379,7 +379,7 @@ rl_decide(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 		conclude(&action, decision, *binding, decisions, cache);
 	}
 	/* A refused attempt of a wait is not its end; rl_wait knows. */
-	if (how != RL_TAKE_QUIETLY || decision->allowed)
+	if (how != RL_TRY || decision->allowed)
 		count(&action, outcome_of(decision), false);
 }
 

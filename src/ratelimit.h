@@ -144,8 +144,8 @@ typedef struct RlWanted
 typedef enum RlTake
 {
 	RL_TAKE,
-	RL_TAKE_QUIETLY,			/* a refusal leaves no trace */
-	RL_PEEK						/* decide what would be, and do nothing */
+	RL_TRY,						/* a refusal is not counted, and brings no ban */
+	RL_PEEK						/* decide only, and change nothing */
 } RlTake;
 
 typedef enum RlOnError

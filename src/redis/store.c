@@ -208,7 +208,7 @@ is_plausible(const RlLimit *limit, int64 quota, RlTake how, int64 verdict, const
 	if ((wait > 0) != (possible && lacks))
 		return false;
 	/* Of an action that was counted as refused the quota is in use. */
-	if (verdict == -1 && limit->count_denied && how != RL_TAKE_QUIETLY && possible && quota > 0)
+	if (verdict == -1 && limit->count_denied && how != RL_TRY && possible && quota > 0)
 		return used >= quota && (allowed ? used <= limit->capacity : used >= limit->capacity);
 	return allowed != lacks;
 }
@@ -262,7 +262,7 @@ may_ban(const RlLimits *limits, RlTake how)
 {
 	for (int i = 0; i < limits->n; i++)
 		if (limits->limit[i].ban > 0)
-			return how != RL_TAKE_QUIETLY;
+			return how != RL_TRY;
 	return false;
 }
 
@@ -310,7 +310,7 @@ append_take(RlCommand *command, const RlKey *key, const RlLimits *limits, int64 
 	append_text(command, how == RL_PEEK ? "0" : "1");
 	rl_command_number(command, quota);
 	for (int i = 0; i < limits->n; i++)
-		append_limit(command, &limits->limit[i], quota, how != RL_TAKE_QUIETLY);
+		append_limit(command, &limits->limit[i], quota, how != RL_TRY);
 }
 
 /* Brings the throttle's reply to the form in which a check answers, but for the time. */

@@ -199,7 +199,7 @@ local_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 	int64		banned_until;
 	RlCells		view = {.key_hash = rl_key_hash(key)};
 
-	if (how == RL_TAKE_QUIETLY)
+	if (how == RL_TRY)
 	{
 		uncounted = *limits;
 		for (int i = 0; i < uncounted.n; i++)

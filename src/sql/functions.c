@@ -241,7 +241,7 @@ rl_wait(PG_FUNCTION_ARGS)
 	{
 		int64		start = rl_monotonic_now();
 
-		rl_decide(&key, limits, quota, RL_TAKE_QUIETLY, &decision, &binding, &error);
+		rl_decide(&key, limits, quota, RL_TRY, &decision, &binding, &error);
 		if (decision.allowed)
 			break;
 		if (decision.retry_after == RL_NEVER || decision.retry_after > left ||
