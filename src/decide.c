@@ -22,10 +22,7 @@
 /* One action, and how the answer came about. */
 typedef struct Action
 {
-	const RlKey *key;
-	const RlLimits *limits;
-	int64		quota;
-	RlTake		how;
+	RlAction	wanted;
 	RlKeyHash		name;			/* only with shared memory, as the next two */
 	int64		asked;			/* before sending, on this server's clock */
 	uint64		generation;
@@ -52,10 +49,7 @@ static void
 begin(Action *action, const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 	  RlError *error)
 {
-	action->key = key;
-	action->limits = limits;
-	action->quota = quota;
-	action->how = how;
+	action->wanted = (RlAction) {*key, limits, quota, how};
 	action->from_local = false;
 	action->error = error;
 	if (limits->refunds)
@@ -75,7 +69,7 @@ begin(Action *action, const RlKey *key, const RlLimits *limits, int64 quota, RlT
 static void
 count(const Action *action, RlStatOutcome outcome, bool from_cache)
 {
-	rl_counters_add(action->limits, outcome, from_cache, action->from_local,
+	rl_counters_add(action->wanted.limits, outcome, from_cache, action->from_local,
 				  rl_redis_usage.round_trips, rl_redis_usage.us);
 	rl_redis_usage.round_trips = rl_redis_usage.us = 0;
 }
@@ -162,8 +156,7 @@ fail(Action *action, RlDecision *decisions)
 	{
 		log_failure(action->error, "Actions are decided by this server alone, as ratelimit.on_error says.");
 		action->from_local = true;
-		if (rl_local_store.take(action->key, action->limits, action->quota, action->how,
-								decisions, &action->at, action->error))
+		if (rl_local_store.take(&action->wanted, decisions, &action->at, action->error))
 		{
 			action->asked = action->at;
 			return;
@@ -182,7 +175,7 @@ fail(Action *action, RlDecision *decisions)
 	else
 		log_failure(action->error, "Actions are refused unasked, as ratelimit.on_error says.");
 	action->from_local = false;
-	decide_unasked(action->limits, on_error == RL_ON_ERROR_ALLOW,
+	decide_unasked(action->wanted.limits, on_error == RL_ON_ERROR_ALLOW,
 				   on_error == RL_ON_ERROR_ALLOW ? RL_FAIL_OPEN : RL_FAIL_CLOSED, decisions);
 }
 
@@ -208,8 +201,7 @@ ask(Action *action, RlDecision *decisions)
 		action->from_local = true;
 		/* What is due to Redis does not keep this server from deciding. */
 		(void) rl_charges_flush(action->error);
-		answered = rl_store()->take(action->key, action->limits, action->quota, action->how,
-									decisions, &action->at, action->error);
+		answered = rl_store()->take(&action->wanted, decisions, &action->at, action->error);
 		action->asked = action->at;
 	}
 	else
@@ -218,8 +210,7 @@ ask(Action *action, RlDecision *decisions)
 		PG_TRY();
 		{
 			answered = rl_charges_flush(action->error) &&
-				rl_store()->take(action->key, action->limits, action->quota, action->how,
-								 decisions, &action->at, action->error);
+				rl_store()->take(&action->wanted, decisions, &action->at, action->error);
 		}
 		PG_CATCH();
 		{
@@ -243,12 +234,12 @@ log_shadow(const Action *action, const RlLimit *limit, const RlDecision *decisio
 	static TimestampTz last = 0;
 	TimestampTz now = GetCurrentTimestamp();
 
-	if (action->quota == 0)
+	if (action->wanted.quota == 0)
 		return;
 	/* What no wait helps is not noted for others. */
 	if (rl_shared_available() && decision->retry_after != RL_NEVER)
 	{
-		if (!rl_denial_may_log(action->name, action->limits))
+		if (!rl_denial_may_log(action->name, action->wanted.limits))
 			return;
 	}
 	else
@@ -259,9 +250,9 @@ log_shadow(const Action *action, const RlLimit *limit, const RlDecision *decisio
 	}
 	ereport(LOG,
 			(errmsg("rate limit \"%s\" would refuse key \"%s\"", rl_limit_text(limit),
-					pg_any_to_server(pnstrdup(action->key->data, action->key->len),
-									 action->key->len, PG_UTF8)),
-			 errdetail("The action takes %lld.", (long long) action->quota),
+					pg_any_to_server(pnstrdup(action->wanted.key.data, action->wanted.key.len),
+									 action->wanted.key.len, PG_UTF8)),
+			 errdetail("The action takes %lld.", (long long) action->wanted.quota),
 			 errhint("It is let through because ratelimit.mode is \"shadow\".")));
 }
 
@@ -281,13 +272,13 @@ refused(Action *action, RlDecision *decision, int binding, bool cache)
 {
 	if (rl_shared_available() && decision->source != RL_FROM_DENIAL_CACHE &&
 		decision->source != RL_FAIL_CLOSED &&
-		(action->how == RL_TAKE || rl_mode == RL_MODE_SHADOW))
-		rl_denial_note(action->name, action->key, action->limits, action->quota, decision,
+		(action->wanted.how == RL_TAKE || rl_mode == RL_MODE_SHADOW))
+		rl_denial_note(action->name, &action->wanted.key, action->wanted.limits, action->wanted.quota, decision,
 					   binding, action->asked, action->generation,
 					   cache && !action->from_local);
 	if (rl_mode == RL_MODE_SHADOW)
 	{
-		log_shadow(action, &action->limits->limit[binding], decision);
+		log_shadow(action, &action->wanted.limits->limit[binding], decision);
 		let_through(decision);
 	}
 }
@@ -307,16 +298,16 @@ note_change(Action *action, const RlDecision *decision)
 	bool		changed = decision->allowed;
 	bool		may_ban = false;
 
-	if (!rl_shared_available() || action->quota == 0 || decision->source != RL_FROM_REDIS)
+	if (!rl_shared_available() || action->wanted.quota == 0 || decision->source != RL_FROM_REDIS)
 		return;
-	for (int i = 0; i < action->limits->n && !decision->allowed && action->how == RL_TAKE; i++)
+	for (int i = 0; i < action->wanted.limits->n && !decision->allowed && action->wanted.how == RL_TAKE; i++)
 	{
-		changed |= action->limits->limit[i].count_denied;
-		may_ban |= action->limits->limit[i].ban > 0;
+		changed |= action->wanted.limits->limit[i].count_denied;
+		may_ban |= action->wanted.limits->limit[i].ban > 0;
 	}
 	/* A ban is in force under all limits. */
 	if (changed || may_ban)
-		rl_denial_outdate(action->name, may_ban ? NULL : action->limits, &action->generation);
+		rl_denial_outdate(action->name, may_ban ? NULL : action->wanted.limits, &action->generation);
 }
 
 /* What follows from an answer that has a decision for each limit. */
@@ -327,7 +318,7 @@ conclude(Action *action, RlDecision *combined, int binding, const RlDecision *ea
 	if (!combined->allowed)
 		refused(action, combined, binding, cache);
 	else if (is_charged(combined))
-		rl_charges_note(action->key, action->limits, action->quota, each, action->at,
+		rl_charges_note(&action->wanted.key, action->wanted.limits, action->wanted.quota, each, action->at,
 						action->from_local);
 }
 
@@ -387,7 +378,7 @@ rl_decide(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 void
 rl_count_wait(const RlLimits *limits, const RlDecision *decision, bool error)
 {
-	Action		action = {.limits = limits};
+	Action		action = {.wanted.limits = limits};
 
 	if (rl_mode == RL_MODE_OFF)
 		return;
@@ -439,13 +430,13 @@ typedef struct Many
 static void
 set_answer(const Action *action, const RlDecision *each, RlAnswer *answer)
 {
-	answer->decision = rl_combine(each, action->limits->n, &answer->binding);
+	answer->decision = rl_combine(each, action->wanted.limits->n, &answer->binding);
 	answer->local = action->from_local;
-	for (int i = 0; answer->charges != NULL && i < action->limits->n; i++)
+	for (int i = 0; answer->charges != NULL && i < action->wanted.limits->n; i++)
 	{
 		answer->charges[i].amount = 0;
 		if (is_charged(&answer->decision))
-			answer->charges[i] = rl_charge(&action->limits->limit[i], action->quota, action->at,
+			answer->charges[i] = rl_charge(&action->wanted.limits->limit[i], action->wanted.quota, action->at,
 										   each[i].reset_after);
 	}
 }
@@ -462,7 +453,7 @@ took_one(int i, const RlDecision *each, int64 at, void *arg)
 	set_answer(action, each, answer);
 	note_change(action, &answer->decision);
 	if (is_charged(&answer->decision))
-		rl_charges_note(action->key, action->limits, action->quota, each, at, false);
+		rl_charges_note(&action->wanted.key, action->wanted.limits, action->wanted.quota, each, at, false);
 	many->answered[i] = true;
 }
 
@@ -479,19 +470,18 @@ count_ended(const Many *many, int n)
 static void
 ask_many(Many *many, int n, RlError *error)
 {
-	RlWanted   *wanted = palloc(n * sizeof(RlWanted));
+	const RlAction **wanted = palloc(n * sizeof(RlAction *));
 	bool		done;
 
 	for (int i = 0; i < n; i++)
 	{
-		wanted[i].key = *many->actions[i].key;
-		wanted[i].quota = many->actions[i].quota;
+		wanted[i] = &many->actions[i].wanted;
 		many->answered[i] = false;
 	}
 	PG_TRY();
 	{
 		done = rl_charges_flush(error) &&
-			rl_redis_take_many(many->actions[0].limits, wanted, n, many->unanswered, took_one, many,
+			rl_redis_take_many(wanted, n, many->unanswered, took_one, many,
 							   error);
 	}
 	PG_CATCH();
@@ -516,9 +506,10 @@ ask_many(Many *many, int n, RlError *error)
  * answer, also when this throws or the backend ends.
  */
 void
-rl_decide_many(const RlLimits *limits, const RlWanted *wanted, int n, RlAnswer *answers,
-			   int64 *unanswered, RlError *error)
+rl_decide_many(const RlAction *wanted, int n, RlAnswer *answers, int64 *unanswered,
+			   RlError *error)
 {
+	const RlLimits *limits = wanted[0].limits;
 	Many		many = {.answers = answers,.unanswered = unanswered};
 	RlDecision	each[RL_MAX_LIMITS];
 	bool		cache;
@@ -536,7 +527,7 @@ rl_decide_many(const RlLimits *limits, const RlWanted *wanted, int n, RlAnswer *
 		if (rl_mode == RL_MODE_OFF)
 		{
 			decide_unasked(limits, true, RL_OFF, each);
-			set_answer(&(Action) {.limits = limits}, each, &answers[i]);
+			set_answer(&(Action) {.wanted.limits = limits}, each, &answers[i]);
 			continue;
 		}
 		begin(action, &wanted[i].key, limits, wanted[i].quota, RL_TAKE, error);
@@ -549,7 +540,7 @@ rl_decide_many(const RlLimits *limits, const RlWanted *wanted, int n, RlAnswer *
 			conclude(action, decision, answers[i].binding, each, false);
 			count(action, outcome_of(decision), false);
 		}
-		else if (cache && rl_denial_lookup(action->name, limits, action->quota, decision,
+		else if (cache && rl_denial_lookup(action->name, limits, action->wanted.quota, decision,
 										   &answers[i].binding))
 		{
 			for (int j = 0; answers[i].charges != NULL && j < limits->n; j++)

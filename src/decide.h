@@ -24,7 +24,7 @@ typedef struct RlAnswer
 	RlCharge   *charges;		/* NULL, or room for each limit's */
 } RlAnswer;
 
-extern void rl_decide_many(const RlLimits *limits, const RlWanted *wanted, int n,
-						   RlAnswer *answers, int64 *unanswered, RlError *error);
+extern void rl_decide_many(const RlAction *wanted, int n, RlAnswer *answers, int64 *unanswered,
+						   RlError *error);
 
 #endif							/* DECIDE_H */

@@ -133,13 +133,6 @@ typedef struct RlKey
 	int			len;
 } RlKey;
 
-/* One action of many. */
-typedef struct RlWanted
-{
-	RlKey		key;
-	int64		quota;
-} RlWanted;
-
 /* How to take quota. */
 typedef enum RlTake
 {
@@ -147,6 +140,15 @@ typedef enum RlTake
 	RL_TRY,						/* a refusal is not counted, and brings no ban */
 	RL_PEEK						/* decide only, and change nothing */
 } RlTake;
+
+/* One request. */
+typedef struct RlAction
+{
+	RlKey		key;
+	const RlLimits *limits;
+	int64		quota;
+	RlTake		how;
+} RlAction;
 
 typedef enum RlOnError
 {
@@ -174,8 +176,7 @@ typedef enum RlMode
  */
 typedef struct RlStore
 {
-	bool		(*take) (const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
-						 RlDecision *decisions, int64 *at, RlError *error);
+	bool		(*take) (const RlAction *action, RlDecision *decisions, int64 *at, RlError *error);
 	bool		(*refund) (const RlKey *key, const RlLimits *limits, int64 quota, RlError *error);
 	bool		(*reset) (const RlKey *key, const RlLimits *limits, bool *found, RlError *error);
 	bool		(*ban) (const RlKey *key, int64 duration, RlError *error);

@@ -27,7 +27,7 @@ typedef void (*RlTookOne) (int i, const RlDecision *decisions, int64 at, void *a
 
 /* store.c */
 extern const RlStore rl_redis_store;
-extern bool rl_redis_take_many(const RlLimits *limits, RlWanted *wanted, int n, int64 *unanswered,
+extern bool rl_redis_take_many(const RlAction *const *actions, int n, int64 *unanswered,
 							   RlTookOne took, void *arg, RlError *error);
 extern bool rl_redis_version(char *version, Size size, RlError *error);
 extern int	rl_redis_place(const RlKey *key, char *place);

@@ -294,9 +294,13 @@ charges(const RlLimit *limit, int64 quota, RlTake how)
 
 /* Appends the arguments of take_script. */
 static void
-append_take(RlCommand *command, const RlKey *key, const RlLimits *limits, int64 quota, RlTake how)
+append_take(RlCommand *command, const RlAction *action)
 {
-	append_key(command, key);
+	const RlLimits *limits = action->limits;
+	int64		quota = action->quota;
+	RlTake		how = action->how;
+
+	append_key(command, &action->key);
 	if (is_plain_throttle(limits))
 	{
 		const RlLimit *limit = &limits->limit[0];
@@ -348,9 +352,12 @@ read_throttle(const RlLimit *limit, int64 quota, RlTake how, const RlReply *repl
 
 /* Sets the decisions that a reply of take_script means, and the store's time. */
 static bool
-read_take(const RlLimits *limits, int64 quota, RlTake how, const RlReply *reply,
-		  RlDecision *decisions, int64 *at, RlError *error)
+read_take(const RlAction *action, const RlReply *reply, RlDecision *decisions, int64 *at,
+		  RlError *error)
 {
+	const RlLimits *limits = action->limits;
+	int64		quota = action->quota;
+	RlTake		how = action->how;
 	bool		allowed = true;
 	int64		backlog[RL_MAX_LIMITS];
 	RlReply		throttles;
@@ -389,73 +396,72 @@ read_take(const RlLimits *limits, int64 quota, RlTake how, const RlReply *reply,
 }
 
 static bool
-redis_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
-		   RlDecision *decisions, int64 *at, RlError *error)
+redis_take(const RlAction *action, RlDecision *decisions, int64 *at, RlError *error)
 {
 	RlCommand  *command = rl_command_start();
 	RlReply		reply;
 
-	append_take(command, key, limits, quota, how);
-	return rl_redis_script(take_script(limits), command, &reply, error) &&
-		read_take(limits, quota, how, &reply, decisions, at, error);
+	append_take(command, action);
+	return rl_redis_script(take_script(action->limits), command, &reply, error) &&
+		read_take(action, &reply, decisions, at, error);
 }
 
-typedef struct Many
+typedef struct Taking
 {
-	const RlLimits *limits;
-	RlWanted   *wanted;
+	const RlAction *const *actions;
 	int64	   *unanswered;
 	RlTookOne	took;
 	void	   *arg;
-} Many;
+} Taking;
 
 static bool
 append_one(RlCommand *command, int i, void *arg)
 {
-	const Many *many = arg;
+	const Taking *taking = arg;
 
-	append_take(command, &many->wanted[i].key, many->limits, many->wanted[i].quota, RL_TAKE);
+	append_take(command, taking->actions[i]);
 	return true;
 }
 
 static void
 sent_one(int i pg_attribute_unused(), bool sent, void *arg)
 {
-	const Many *many = arg;
+	const Taking *taking = arg;
 
-	*many->unanswered += sent ? 1 : -1;
+	*taking->unanswered += sent ? 1 : -1;
 }
 
 static bool
 read_one(int i, const RlReply *reply, void *arg, RlError *error)
 {
-	const Many *many = arg;
+	const Taking *taking = arg;
 	RlDecision	decisions[RL_MAX_LIMITS];
 	int64		at;
 
 	if (reply->kind != RL_REPLY_ERROR)
 	{
-		if (!read_take(many->limits, many->wanted[i].quota, RL_TAKE, reply, decisions, &at, error))
+		if (!read_take(taking->actions[i], reply, decisions, &at, error))
 			return false;
-		many->took(i, decisions, at, many->arg);
+		taking->took(i, decisions, at, taking->arg);
 	}
-	--*many->unanswered;
+	--*taking->unanswered;
 	return true;
 }
 
 /*
- * Takes from many keys, each for itself; took() is told of each that was
- * answered.  *unanswered is increased while calls are under way; by those that
- * never get an answer, of which it is not known what they did, it stays so.
- * Returns false with the error set when the store fails.
+ * Takes for many actions under the same limits, each for itself; took() is told of
+ * each that was answered.  *unanswered is increased while calls are under way; by
+ * those that never get an answer, of which it is not known what they did, it stays
+ * so.  Returns false with the error set when the store fails.
  */
 bool
-rl_redis_take_many(const RlLimits *limits, RlWanted *wanted, int n, int64 *unanswered,
+rl_redis_take_many(const RlAction *const *actions, int n, int64 *unanswered,
 				   RlTookOne took, void *arg, RlError *error)
 {
-	Many		many = {limits, wanted, unanswered, took, arg};
+	Taking		taking = {actions, unanswered, took, arg};
 
-	return rl_redis_pipeline(take_script(limits), n, append_one, sent_one, read_one, &many, error);
+	return rl_redis_pipeline(take_script(actions[0]->limits), n, append_one, sent_one, read_one,
+							 &taking, error);
 }
 
 /* Reads the one number that all but checks answer: how many things were done. */

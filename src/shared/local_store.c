@@ -188,16 +188,18 @@ begin_act(RlCells *view, const RlLimits *limits, int64 quota, RlTake how,
 }
 
 static bool
-local_take(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
-		   RlDecision *decisions, int64 *at, RlError *error)
+local_take(const RlAction *action, RlDecision *decisions, int64 *at, RlError *error)
 {
+	const RlLimits *limits = action->limits;
+	int64		quota = action->quota;
+	RlTake		how = action->how;
 	RlLimits	uncounted;
 	RlState		states[RL_MAX_LIMITS];
 	uint32		found[RL_MAX_LIMITS];
 	uint32		ban;
 	int64		old_ban;
 	int64		banned_until;
-	RlCells		view = {.key_hash = rl_key_hash(key)};
+	RlCells		view = {.key_hash = rl_key_hash(&action->key)};
 
 	if (how == RL_TRY)
 	{

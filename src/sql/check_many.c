@@ -92,20 +92,22 @@ rl_check_many(PG_FUNCTION_ARGS)
 	for (int first = 0; first < n; first += RL_MAX_MANY)
 	{
 		int			some = Min(n - first, RL_MAX_MANY);
-		RlWanted   *wanted;
+		RlAction   *wanted;
 		RlAnswer   *answers;
 		int64		unanswered = 0;
 		RlError		error;
 
 		MemoryContextReset(context);
-		wanted = palloc(some * sizeof(RlWanted));
+		wanted = palloc(some * sizeof(RlAction));
 		answers = palloc0(some * sizeof(RlAnswer));
 		for (int i = 0; i < some; i++)
 		{
 			wanted[i].key = element_key(keys[first + i]);
+			wanted[i].limits = limits;
 			wanted[i].quota = quotas ? DatumGetInt64(quotas[first + i]) : 1;
+			wanted[i].how = RL_TAKE;
 		}
-		rl_decide_many(limits, wanted, some, answers, &unanswered, &error);
+		rl_decide_many(wanted, some, answers, &unanswered, &error);
 		for (int i = 0; i < some; i++)
 		{
 			Datum		values[COLUMNS];

@@ -305,11 +305,12 @@ rl_peek(PG_FUNCTION_ARGS)
 	RlKey		key = rl_key_argument(fcinfo, 0);
 	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
 	int64		quota = rl_quota_argument(fcinfo, 2);
+	RlAction	action = {key, limits, quota, RL_PEEK};
 	RlDecision	decisions[RL_MAX_LIMITS];
 	int64		at;
 	RlError		error;
 
-	if (!asked_store()->take(&key, limits, quota, RL_PEEK, decisions, &at, &error))
+	if (!asked_store()->take(&action, decisions, &at, &error))
 		rl_raise(&error);
 	return_decisions(fcinfo, limits, decisions);
 	return (Datum) 0;

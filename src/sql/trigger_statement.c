@@ -36,7 +36,7 @@ typedef struct Statement
 	MemoryContext context;		/* of the keys that are asked together */
 	MemoryContext row_context;
 	HTAB	   *by_key;			/* index into wanted */
-	RlWanted   *wanted;			/* in the order of the rows, or sorted */
+	RlAction   *wanted;			/* in the order of the rows, or sorted */
 	int			n;
 	int64		total;			/* of all rows' quotas, or more than RL_MAX_COUNT */
 	Tuplesortstate *sort;		/* keys and quotas put aside, or NULL */
@@ -81,7 +81,7 @@ start_keys(Statement *statement)
 	MemoryContextReset(statement->context);
 	ctl.hcxt = statement->context;
 	statement->by_key = hash_create("rate-limit keys", 256, &ctl, HASH_ELEM | HASH_BLOBS | HASH_CONTEXT);
-	statement->wanted = MemoryContextAlloc(statement->context, RL_MAX_MANY * sizeof(RlWanted));
+	statement->wanted = MemoryContextAlloc(statement->context, RL_MAX_MANY * sizeof(RlAction));
 	statement->n = 0;
 }
 
@@ -151,12 +151,12 @@ ask_keys(Statement *statement)
 		answers[i].charges = charges + i * nlimits;
 	statement->answers = answers;
 	statement->remembered = 0;
-	rl_decide_many(&statement->rule->limits, statement->wanted, statement->n, answers,
-				   &statement->unanswered, &statement->error);
+	rl_decide_many(statement->wanted, statement->n, answers, &statement->unanswered,
+				   &statement->error);
 	MemoryContextSwitchTo(old);
 	for (int i = 0; i < statement->n; i++)
 	{
-		const RlWanted *wanted = &statement->wanted[i];
+		const RlAction *wanted = &statement->wanted[i];
 
 		remember_next(statement);
 		if (!answers[i].decision.allowed && statement->refused++ == 0)
@@ -201,7 +201,7 @@ put_aside(Statement *statement)
 	}
 	for (int i = 0; i < statement->n; i++)
 	{
-		const RlWanted *wanted = &statement->wanted[i];
+		const RlAction *wanted = &statement->wanted[i];
 
 		ExecClearTuple(slot);
 		slot->tts_values[0] = PointerGetDatum(cstring_to_text_with_len(wanted->key.data, wanted->key.len));
@@ -217,7 +217,7 @@ put_aside(Statement *statement)
 
 /* Sets row to what the slot holds, in the slot's memory. */
 static void
-read_sort_slot(TupleTableSlot *slot, RlWanted *row)
+read_sort_slot(TupleTableSlot *slot, RlAction *row)
 {
 	bool		isnull;
 	bytea	   *key = DatumGetByteaPP(slot_getattr(slot, 1, &isnull));
@@ -238,8 +238,8 @@ static void
 check_sums(Statement *statement, TupleTableSlot *slot)
 {
 	char		data[RL_MAX_KEY];
-	RlWanted	sum = {{data, 0}, 0};
-	RlWanted	row;
+	RlAction	sum = {.key = {data, 0}};
+	RlAction	row;
 
 	if (statement->total <= RL_MAX_COUNT)
 		return;
@@ -263,13 +263,13 @@ static void
 ask_sorted(Statement *statement)
 {
 	TupleTableSlot *slot = sort_slot(&TTSOpsMinimalTuple);
-	RlWanted	row;
+	RlAction	row;
 
 	tuplesort_performsort(statement->sort);
 	check_sums(statement, slot);
 	while (tuplesort_gettupleslot(statement->sort, true, false, slot, NULL))
 	{
-		RlWanted   *wanted = statement->n > 0 ? &statement->wanted[statement->n - 1] : NULL;
+		RlAction   *wanted = statement->n > 0 ? &statement->wanted[statement->n - 1] : NULL;
 
 		read_sort_slot(slot, &row);
 		if (wanted == NULL || !same_key(&wanted->key, &row.key))
@@ -277,10 +277,9 @@ ask_sorted(Statement *statement)
 			if (statement->n == RL_MAX_MANY)
 				ask_keys(statement);
 			wanted = &statement->wanted[statement->n++];
+			*wanted = (RlAction) {row.key, &statement->rule->limits, 0, RL_TAKE};
 			wanted->key.data = memcpy(MemoryContextAlloc(statement->context, row.key.len),
 									  row.key.data, row.key.len);
-			wanted->key.len = row.key.len;
-			wanted->quota = 0;
 		}
 		wanted->quota += row.quota;
 	}
@@ -298,7 +297,7 @@ add_row(Statement *statement, Relation rel, TupleTableSlot *row)
 	char		padded[RL_MAX_KEY];
 	KeyEntry   *entry;
 	bool		found;
-	RlWanted   *wanted;
+	RlAction   *wanted;
 
 	MemoryContextSwitchTo(old);
 	if (statement->n == RL_MAX_MANY)
@@ -309,7 +308,7 @@ add_row(Statement *statement, Relation rel, TupleTableSlot *row)
 	if (!found)
 	{
 		entry->i = statement->n++;
-		statement->wanted[entry->i] = (RlWanted) {{entry->key, key.len}, 0};
+		statement->wanted[entry->i] = (RlAction) {{entry->key, key.len}, &statement->rule->limits, 0, RL_TAKE};
 	}
 	wanted = &statement->wanted[entry->i];
 	/* Neither is more than 10^15. */
