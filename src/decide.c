@@ -31,14 +31,22 @@ typedef struct Action
 	RlError    *error;			/* why the store failed */
 } Action;
 
-/* The store that the settings name. */
+/* Returns the store that ratelimit.store names; it may lack shared memory. */
 const RlStore *
 rl_store(void)
 {
-	if (!rl_store_is_local)
-		return &rl_redis_store;
-	rl_require_shared("ratelimit.store = local");
-	return &rl_local_store;
+	return rl_store_is_local ? &rl_local_store : &rl_redis_store;
+}
+
+/* Returns that store.  Raises an error if it needs shared memory, and there is none. */
+const RlStore *
+rl_require_store(void)
+{
+	const RlStore *store = rl_store();
+
+	if (store->is_local)
+		rl_require_shared("ratelimit.store = local");
+	return store;
 }
 
 /*
@@ -133,7 +141,7 @@ log_failure(const RlError *error, const char *hint)
 static bool
 local_decides(void)
 {
-	return rl_on_error == RL_ON_ERROR_LOCAL && !rl_store_is_local;
+	return rl_on_error == RL_ON_ERROR_LOCAL && !rl_store()->is_local;
 }
 
 /* What is done with actions that no store has decided. */
@@ -195,13 +203,13 @@ ask(Action *action, RlDecision *decisions)
 {
 	bool		answered;
 
-	if (rl_store_is_local)
+	if (rl_store()->is_local)
 	{
 		/* What it refuses is not answered from the cache: it is as fast. */
 		action->from_local = true;
 		/* What is due to Redis does not keep this server from deciding. */
 		(void) rl_charges_flush(action->error);
-		answered = rl_store()->take(&action->wanted, decisions, &action->at, action->error);
+		answered = rl_require_store()->take(&action->wanted, decisions, &action->at, action->error);
 		action->asked = action->at;
 	}
 	else
@@ -210,7 +218,7 @@ ask(Action *action, RlDecision *decisions)
 		PG_TRY();
 		{
 			answered = rl_charges_flush(action->error) &&
-				rl_store()->take(&action->wanted, decisions, &action->at, action->error);
+				rl_require_store()->take(&action->wanted, decisions, &action->at, action->error);
 		}
 		PG_CATCH();
 		{
@@ -326,7 +334,7 @@ conclude(Action *action, RlDecision *combined, int binding, const RlDecision *ea
 static bool
 may_use_cache(void)
 {
-	return rl_denial_cache && !rl_store_is_local && rl_shared_available() && !rl_charges_pending();
+	return rl_denial_cache && rl_store()->may_cache && rl_shared_available() && !rl_charges_pending();
 }
 
 /*
@@ -382,7 +390,7 @@ rl_count_wait(const RlLimits *limits, const RlDecision *decision, bool error)
 
 	if (rl_mode == RL_MODE_OFF)
 		return;
-	action.from_local = rl_store_is_local || decision->source == RL_FROM_LOCAL;
+	action.from_local = rl_store()->is_local || decision->source == RL_FROM_LOCAL;
 	count(&action, error ? RL_WAS_ERROR : outcome_of(decision), false);
 }
 
@@ -532,7 +540,7 @@ rl_decide_many(const RlAction *wanted, int n, RlAnswer *answers, int64 *unanswer
 		}
 		begin(action, &wanted[i].key, limits, wanted[i].quota, RL_TAKE, error);
 		cache = may_use_cache();
-		if (rl_store_is_local)
+		if (rl_store()->is_local)
 		{
 			CHECK_FOR_INTERRUPTS();
 			ask(action, each);

@@ -8,6 +8,7 @@
 #include "algorithm/algorithm.h"
 
 extern const RlStore *rl_store(void);
+extern const RlStore *rl_require_store(void);
 extern void rl_decide(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 					  RlDecision *decision, int *binding, RlError *error);
 extern void rl_count_wait(const RlLimits *limits, const RlDecision *decision, bool error);

@@ -176,6 +176,9 @@ typedef enum RlMode
  */
 typedef struct RlStore
 {
+	const char *name;			/* as ratelimit.store says it */
+	bool		is_local;		/* the store is this server's shared memory */
+	bool		may_cache;		/* the denial cache may answer for it */
 	bool		(*take) (const RlAction *action, RlDecision *decisions, int64 *at, RlError *error);
 	bool		(*refund) (const RlKey *key, const RlLimits *limits, int64 quota, RlError *error);
 	bool		(*reset) (const RlKey *key, const RlLimits *limits, bool *found, RlError *error);

@@ -556,6 +556,8 @@ redis_unban(const RlKey *key, bool *found, RlError *error)
 }
 
 const RlStore rl_redis_store = {
+	.name = "redis",
+	.may_cache = true,
 	.take = redis_take,
 	.refund = redis_refund,
 	.reset = redis_reset,

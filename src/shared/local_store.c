@@ -339,6 +339,8 @@ rl_local_undo(RlKeyHash key_hash, const RlLimit *limit, const RlCharge *charge)
 }
 
 const RlStore rl_local_store = {
+	.name = "local",
+	.is_local = true,
 	.take = local_take,
 	.refund = local_refund,
 	.reset = local_reset,

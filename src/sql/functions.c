@@ -21,15 +21,16 @@
 #include "shared/denial_cache.h"
 #include "sql/arguments.h"
 
-/* The store to look or repair in, when what is due to it is done. */
+/* Returns the store to look or repair in, after the refunds that are due to it. */
 static const RlStore *
 asked_store(void)
 {
+	const RlStore *store = rl_require_store();
 	RlError		error;
 
-	if (!rl_charges_flush(&error) && !rl_store_is_local)
+	if (!rl_charges_flush(&error) && !store->is_local)
 		rl_raise(&error);
-	return rl_store();
+	return store;
 }
 
 /*
@@ -346,7 +347,7 @@ rl_refund(PG_FUNCTION_ARGS)
 
 	rl_denial_delete(&key);
 	for (int i = 0; i < limits->n; i++)
-		left[i] = rl_charges_refund(&key, &limits->limit[i], quota, rl_store_is_local);
+		left[i] = rl_charges_refund(&key, &limits->limit[i], quota, rl_store()->is_local);
 	store = asked_store();
 	for (int i = 0; i < limits->n; i++)
 	{
@@ -372,7 +373,7 @@ reset(const RlKey *key, const RlLimits *limits)
 	RlError		error;
 
 	rl_denial_delete(key);
-	rl_charges_forget(key, limits, rl_store_is_local);
+	rl_charges_forget(key, limits, rl_store()->is_local);
 	repaired(key, asked_store()->reset(key, limits, &found, &error), &error);
 	PG_RETURN_BOOL(found);
 }

@@ -11,6 +11,7 @@
 #include "utils/guc.h"
 #include "utils/timestamp.h"
 
+#include "decide.h"
 #include "redis/redis.h"
 #include "shared/cells.h"
 #include "shared/counters.h"
@@ -33,7 +34,7 @@ rl_status(PG_FUNCTION_ARGS)
 	TupleDesc	tupdesc;
 	char		version[64];
 	RlError		error;
-	bool		asked = !rl_store_is_local;
+	bool		asked = !rl_store()->is_local;
 	bool		answered = asked && rl_redis_version(version, sizeof(version), &error);
 	bool		connected;
 	const char *breaker;
@@ -41,7 +42,7 @@ rl_status(PG_FUNCTION_ARGS)
 	int			n = 0;
 
 	memset(nulls, true, sizeof(nulls));
-	set_text(values, nulls, n++, GetConfigOption("ratelimit.store", false, false));
+	set_text(values, nulls, n++, rl_store()->name);
 	set_text(values, nulls, n++, GetConfigOption("ratelimit.mode", false, false));
 	set_text(values, nulls, n++, GetConfigOption("ratelimit.on_error", false, false));
 	set_text(values, nulls, n++, rl_redis_server(&connected, &breaker, &left));
