@@ -213,7 +213,7 @@ send_command(const RlCommand *command, const RlScript *script, RlReply *reply, R
 			{
 				if (rl_monotonic_now() + whole / 4 >= route.deadline)
 					return true;
-				rl_connection_pause(route.deadline);
+				rl_pause(route.deadline);
 			}
 		}
 		/* NOSCRIPT means that nothing was run. */

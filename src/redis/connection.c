@@ -161,7 +161,7 @@ begin_socket(RlConnection *conn, const RlAddress *address, const char *host, int
 		if (rl_monotonic_now() >= deadline)
 			return rl_cannot_connect(conn, error, "ratelimit.connect_timeout has passed");
 		close_socket(conn);
-		rl_connection_pause(deadline);
+		rl_pause(deadline);
 	}
 	if (conn->ctx->err && is_lack(errno))
 		return rl_lack_of(conn, error, conn->ctx->errstr);

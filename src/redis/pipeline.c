@@ -523,7 +523,7 @@ run(Pipeline *p)
 		else if (p->nobody || (p->next == p->n && !callqueue_is_filled(&p->again)))
 			break;
 		else if (callqueue_is_filled(&p->again) && !late)
-			rl_connection_pause(p->pause_until);
+			rl_pause(p->pause_until);
 		if (late)
 			give_up(p);
 	}

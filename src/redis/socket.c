@@ -92,17 +92,14 @@ rl_socket_wait(RlConnection *conn, uint32 what, int64 deadline)
 	}
 }
 
-/* Waits for a moment, until then at most.  May raise what interrupts raise. */
+/*
+ * Sleeps for RL_PAUSE_MS, until the deadline at most.  May raise what
+ * CHECK_FOR_INTERRUPTS raises.
+ */
 void
-rl_connection_pause(int64 until)
+rl_pause(int64 deadline)
 {
-	int64		left = Max(until - rl_monotonic_now(), 0);
-
-	(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT |
-					 (IsUnderPostmaster ? WL_EXIT_ON_PM_DEATH : 0),
-					 Min((left + 999) / 1000, RL_PAUSE_MS), rl_wait_event());
-	ResetLatch(MyLatch);
-	CHECK_FOR_INTERRUPTS();
+	rl_sleep_until(Min(deadline, rl_monotonic_now() + RL_PAUSE_MS * 1000), rl_wait_event());
 }
 
 /*

@@ -30,7 +30,7 @@ extern bool rl_lack_of(const RlConnection *conn, RlError *error, const char *why
 extern bool rl_connection_lost(const RlConnection *conn, RlError *error, const char *why);
 extern bool rl_protocol_violation(const RlConnection *conn, RlError *error, const char *what);
 
-extern void rl_connection_pause(int64 until);
+extern void rl_pause(int64 deadline);
 extern bool rl_connection_refused(const RlConnection *conn, bool set_up, const char *line,
 								  RlError *error);
 

@@ -9,6 +9,7 @@
 
 #include "miscadmin.h"
 #include "storage/ipc.h"
+#include "storage/latch.h"
 #include "storage/shmem.h"
 #include "utils/timestamp.h"
 
@@ -54,6 +55,32 @@ rl_monotonic_now(void)
 
 	clock_gettime(CLOCK_MONOTONIC, &t);
 	return (int64) t.tv_sec * 1000000 + t.tv_nsec / 1000;
+}
+
+/*
+ * Sleeps until a time on that clock.  May raise what CHECK_FOR_INTERRUPTS
+ * raises, but not in the last millisecond.
+ */
+void
+rl_sleep_until(int64 until, uint32 wait_event)
+{
+	for (;;)
+	{
+		int64		left = until - rl_monotonic_now();
+
+		CHECK_FOR_INTERRUPTS();
+		if (left <= 0)
+			return;
+		if (left < 1000)
+		{
+			pg_usleep(left);
+			continue;
+		}
+		(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT |
+						 (IsUnderPostmaster ? WL_EXIT_ON_PM_DEATH : 0),
+						 Min(left / 1000, 60000), wait_event);
+		ResetLatch(MyLatch);
+	}
 }
 
 static Size

@@ -25,6 +25,8 @@ rl_same_key_hash(RlKeyHash x, RlKeyHash y)
 }
 
 extern int64 rl_monotonic_now(void);
+extern void rl_sleep_until(int64 until, uint32 wait_event);
+
 extern void rl_shared_request(void);
 extern bool rl_shared_available(void);
 extern void rl_require_shared(const char *what);

@@ -7,8 +7,6 @@
 #include <math.h>
 
 #include "funcapi.h"
-#include "miscadmin.h"
-#include "storage/latch.h"
 #include "utils/builtins.h"
 #include "utils/wait_event.h"
 
@@ -194,34 +192,6 @@ max_wait_argument(FunctionCallInfo fcinfo, int n)
 	return (int64) rint(Min(seconds * RL_SECOND, (double) RL_MAX_SPAN));
 }
 
-/*
- * Sleeps, interruptibly but for the last millisecond, and however the wall clock
- * is set meanwhile.
- */
-static void
-sleep_for(int64 us)
-{
-	int64		end = rl_monotonic_now() + us;
-
-	for (;;)
-	{
-		int64		left = end - rl_monotonic_now();
-
-		CHECK_FOR_INTERRUPTS();
-		if (left <= 0)
-			return;
-		if (left < 1000)
-		{
-			pg_usleep(left);
-			continue;
-		}
-		(void) WaitLatch(MyLatch, WL_LATCH_SET | WL_TIMEOUT |
-						 (IsUnderPostmaster ? WL_EXIT_ON_PM_DEATH : 0),
-						 Min(left / 1000, 60000), PG_WAIT_EXTENSION);
-		ResetLatch(MyLatch);
-	}
-}
-
 PG_FUNCTION_INFO_V1(rl_wait);
 Datum
 rl_wait(PG_FUNCTION_ARGS)
@@ -253,7 +223,7 @@ rl_wait(PG_FUNCTION_ARGS)
 		}
 		PG_TRY();
 		{
-			sleep_for(decision.retry_after);
+			rl_sleep_until(rl_monotonic_now() + decision.retry_after, PG_WAIT_EXTENSION);
 		}
 		PG_CATCH();
 		{
