@@ -11,13 +11,13 @@
 #include "utils/timestamp.h"
 
 #include "algorithm/limits.h"
-#include "charges.h"
 #include "decide.h"
 #include "error.h"
 #include "redis/redis.h"
 #include "shared/counters.h"
 #include "shared/denial_cache.h"
 #include "shared/local_store.h"
+#include "transaction.h"
 
 /* One action, and how the answer came about. */
 typedef struct Action

@@ -11,13 +11,13 @@
 #include "utils/wait_event.h"
 
 #include "algorithm/limits.h"
-#include "charges.h"
 #include "decide.h"
 #include "error.h"
 #include "redis/redis.h"
 #include "refusal.h"
 #include "shared/denial_cache.h"
 #include "sql/arguments.h"
+#include "transaction.h"
 
 /* Returns the store to look or repair in, after the refunds that are due to it. */
 static const RlStore *

@@ -1,9 +1,9 @@
 /*
- * charges.h
+ * transaction.h
  *		What a transaction was granted under limits with refund_on_abort.
  */
-#ifndef CHARGES_H
-#define CHARGES_H
+#ifndef TRANSACTION_H
+#define TRANSACTION_H
 
 #include "algorithm/algorithm.h"
 
@@ -15,4 +15,4 @@ extern void rl_charges_forget(const RlKey *key, const RlLimits *limits, bool loc
 extern bool rl_charges_pending(void);
 extern bool rl_charges_flush(RlError *error);
 
-#endif							/* CHARGES_H */
+#endif							/* TRANSACTION_H */

@@ -1,5 +1,5 @@
 /*
- * charges.c
+ * transaction.c
  *		Gives back what a transaction or savepoint that rolls back was granted
  *		under limits with refund_on_abort.
  *
@@ -24,11 +24,11 @@
 
 #include "algorithm/gcra.h"
 #include "algorithm/limits.h"
-#include "charges.h"
 #include "error.h"
 #include "redis/redis.h"
 #include "shared/denial_cache.h"
 #include "shared/local_store.h"
+#include "transaction.h"
 
 /* More than this of a transaction is not given back, and logged. */
 #define MAX_GRANTS			65536
