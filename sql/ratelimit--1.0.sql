@@ -1,16 +1,17 @@
 \echo Use "CREATE EXTENSION ratelimit" to load this file. \quit
 
--- The words: a key is whom or what a limit counts; a quota is what one action
--- costs; a limit is one rule, an algorithm with its numbers; limits are one to
--- eight rules that an action must all satisfy; a decision is the answer.
+-- Terms: a key is text that names the user or object that a limit counts.  The
+-- quota is how much one action costs.  A limit is one rule: an algorithm with
+-- its numbers.  Limits are one to eight rules that one action must all satisfy.
+-- A decision is the answer.
 
 -- While this script runs, search_path is pg_catalog, the schema of the extension,
 -- and pg_temp, in this order.  So the names of types and relations find those of
--- PostgreSQL.  But of operators and functions, PostgreSQL chooses the one whose
--- arguments fit best, and another role may have made that one in the schema of
--- the extension.  So each operator, function and cast is qualified with
--- pg_catalog.  The functions that this script makes are called with exactly the
--- types that they declare.
+-- PostgreSQL.  For an operator or a function, PostgreSQL chooses the candidate
+-- whose arguments fit best, and another role may have created such a candidate in
+-- the schema of the extension.  So each operator, function and cast is qualified
+-- with pg_catalog.  The functions that this script creates are called with
+-- exactly the types that they declare.
 
 --
 -- The decision
@@ -24,13 +25,13 @@ CREATE TYPE rl_decision AS (
 	reset_after double precision,
 	source text
 );
-COMMENT ON TYPE rl_decision IS 'the answer to one action: may it happen, and how the binding limit stands';
+COMMENT ON TYPE rl_decision IS 'the answer to one action: whether it may happen, and the figures of the binding limit';
 COMMENT ON COLUMN rl_decision.allowed IS 'whether the action may happen; never NULL';
-COMMENT ON COLUMN rl_decision.capacity IS 'the binding limit''s size';
-COMMENT ON COLUMN rl_decision.remaining IS 'quota still free now, after this action if it was allowed; NULL when the store could not be asked';
-COMMENT ON COLUMN rl_decision.retry_after IS 'seconds until the same call can succeed if nobody else takes quota; NULL when allowed, when no wait will help, and when the store could not be asked';
-COMMENT ON COLUMN rl_decision.reset_after IS 'seconds until the limit is as if never used; NULL when the store could not be asked';
-COMMENT ON COLUMN rl_decision.source IS 'who decided: redis, local, denial_cache, ban, fail_open, fail_closed, shadow (refused, but let through) or off';
+COMMENT ON COLUMN rl_decision.capacity IS 'the size of the binding limit, in units of quota';
+COMMENT ON COLUMN rl_decision.remaining IS 'units of quota that are still free now, after this action if it was allowed; NULL if no store decided';
+COMMENT ON COLUMN rl_decision.retry_after IS 'seconds until the same call can succeed if no other call takes quota; NULL when allowed, when no wait helps, and if no store decided';
+COMMENT ON COLUMN rl_decision.reset_after IS 'seconds until the limit is as if it had never been used; NULL if no store decided';
+COMMENT ON COLUMN rl_decision.source IS 'the part that decided: redis, local, denial_cache, ban, fail_open, fail_closed, shadow (refused, but allowed because of ratelimit.mode) or off';
 
 --
 -- The type rl_limits, stored as its canonical text: so output, send,
@@ -48,8 +49,8 @@ CREATE FUNCTION rl_limits_out(rl_limits) RETURNS cstring
 CREATE FUNCTION rl_limits_send(rl_limits) RETURNS bytea
 	AS 'textsend' LANGUAGE internal STABLE STRICT PARALLEL SAFE;
 
-COMMENT ON FUNCTION rl_limits_in(cstring) IS 'input of rl_limits; wrong text raises 22P02 and points at the word';
-COMMENT ON FUNCTION rl_limits_recv(internal) IS 'binary input of rl_limits: its text';
+COMMENT ON FUNCTION rl_limits_in(cstring) IS 'input of rl_limits; errors: 22P02 for invalid text, with the position of the word, 22023 or 22003 for a number out of range';
+COMMENT ON FUNCTION rl_limits_recv(internal) IS 'binary input of rl_limits: its text; errors as for rl_limits_in';
 COMMENT ON FUNCTION rl_limits_out(rl_limits) IS 'output of rl_limits: the canonical text';
 COMMENT ON FUNCTION rl_limits_send(rl_limits) IS 'binary output of rl_limits: the canonical text';
 
@@ -63,12 +64,13 @@ CREATE TYPE rl_limits (
 );
 COMMENT ON TYPE rl_limits IS 'one to eight limits that an action must all satisfy, such as ''throttle 30/1min burst 15, sliding_log 1000/1d''';
 
--- Implicit, or a bound parameter of type text or varchar would find no function.
+-- The casts are implicit, so that a call with a bound parameter of type text or
+-- varchar finds the function.
 CREATE CAST (text AS rl_limits) WITH INOUT AS IMPLICIT;
 CREATE CAST (varchar AS rl_limits) WITH INOUT AS IMPLICIT;
 CREATE CAST (rl_limits AS text) WITHOUT FUNCTION AS ASSIGNMENT;
-COMMENT ON CAST (text AS rl_limits) IS 'parses the text';
-COMMENT ON CAST (varchar AS rl_limits) IS 'parses the text';
+COMMENT ON CAST (text AS rl_limits) IS 'parses the text; errors as for rl_limits_in';
+COMMENT ON CAST (varchar AS rl_limits) IS 'parses the text; errors as for rl_limits_in';
 COMMENT ON CAST (rl_limits AS text) IS 'the canonical text';
 
 CREATE FUNCTION rl_limits_lt(rl_limits, rl_limits) RETURNS boolean
@@ -144,44 +146,44 @@ COMMENT ON OPERATOR CLASS rl_limits_ops USING hash IS 'hash of canonical texts';
 
 --
 -- Functions that take quota.  None is STRICT: a NULL argument raises 22004,
--- because a NULL answer must never pass for "allowed".
+-- because a NULL result must never read as "allowed".
 --
 
 CREATE FUNCTION rl_throttle(key text, capacity bigint, rate bigint, period double precision, quota bigint DEFAULT 1)
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_throttle(text, bigint, bigint, double precision, bigint) IS
-	'GCRA: takes quota if "rate" per "period" seconds after a burst of "capacity" admits it; NULL raises 22004, numbers out of range 22023 or 22003, and a failing store what ratelimit.on_error says';
+	'GCRA: allows "rate" units per "period" seconds after a burst of "capacity" units, and takes "quota" units if it allows the action; errors: 22004 for NULL, 22023 or 22003 for a number out of range; ratelimit.on_error selects what happens if the store fails';
 
 CREATE FUNCTION rl_token_bucket(key text, capacity bigint, refill bigint, period double precision, quota bigint DEFAULT 1)
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_token_bucket(text, bigint, bigint, double precision, bigint) IS
-	'token bucket: takes quota from a bucket of "capacity", into which "refill" tokens arrive together each "period" seconds; errors as for rl_throttle';
+	'token bucket: takes "quota" tokens from a bucket of "capacity" tokens, into which "refill" tokens arrive together each "period" seconds; errors as for rl_throttle';
 
 CREATE FUNCTION rl_fixed_window(key text, capacity bigint, period double precision, quota bigint DEFAULT 1)
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_fixed_window(text, bigint, double precision, bigint) IS
-	'fixed window: takes quota, at most "capacity" in each window of "period" seconds by the clock (UTC); errors as for rl_throttle';
+	'fixed window: takes "quota" units, at most "capacity" in each window of "period" seconds by the clock (UTC); errors as for rl_throttle';
 
 CREATE FUNCTION rl_sliding_window(key text, capacity bigint, period double precision, step double precision, quota bigint DEFAULT 1)
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_sliding_window(text, bigint, double precision, double precision, bigint) IS
-	'sliding window of counters: takes quota, at most "capacity" in any span of "period" seconds, counted in steps of "step" seconds; errors as for rl_throttle';
+	'sliding window of counters: takes "quota" units, at most "capacity" in any span of "period" seconds, counted in steps of "step" seconds; errors as for rl_throttle';
 
 CREATE FUNCTION rl_sliding_log(key text, capacity bigint, period double precision, quota bigint DEFAULT 1)
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_sliding_log(text, bigint, double precision, bigint) IS
-	'sliding log: takes quota, at most "capacity" (100000 or less) in any span of "period" seconds, exactly; errors as for rl_throttle';
+	'sliding log: takes "quota" units, at most "capacity" (100000 or less) in any span of "period" seconds, exactly; errors as for rl_throttle';
 
 CREATE FUNCTION rl_check(key text, limits rl_limits, quota bigint DEFAULT 1)
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_check(text, rl_limits, bigint) IS
-	'takes quota from all the limits or from none; NULL raises 22004, and a failing store what ratelimit.on_error says';
+	'takes "quota" units from each of the limits if all of them allow the action, and otherwise from none; errors: 22004 for NULL, 22023 for a key or quota out of range; ratelimit.on_error selects what happens if the store fails';
 
 CREATE FUNCTION rl_check_each(key text, limits rl_limits, quota bigint DEFAULT 1,
 		OUT rule text, OUT allowed boolean, OUT capacity bigint, OUT remaining bigint,
@@ -189,7 +191,7 @@ CREATE FUNCTION rl_check_each(key text, limits rl_limits, quota bigint DEFAULT 1
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 1;
 COMMENT ON FUNCTION rl_check_each(text, rl_limits, bigint) IS
-	'the same act as rl_check, a row per limit: its text and its own decision; the act happened if all are allowed';
+	'does the same as rl_check, and returns a row for each limit: its text and its own decision; the quota was taken if all rows are allowed; errors as for rl_check';
 
 CREATE FUNCTION rl_check_many(keys text[], limits rl_limits, quotas bigint[] DEFAULT NULL,
 		OUT key text, OUT allowed boolean, OUT capacity bigint, OUT remaining bigint,
@@ -197,28 +199,28 @@ CREATE FUNCTION rl_check_many(keys text[], limits rl_limits, quotas bigint[] DEF
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_check_many(text[], rl_limits, bigint[]) IS
-	'rl_check for each of many keys, in few round trips; rows in the order of keys; NULL quotas: one each; a NULL in an array raises 22004';
+	'does rl_check for each of many keys, in few round trips, and returns rows in the order of "keys"; if "quotas" is NULL, each key is charged 1 unit; errors: 2202E for arrays of different lengths or more than one dimension, 22004 for a NULL in an array, and those of rl_check';
 
 CREATE FUNCTION rl_allow(key text, limits rl_limits, quota bigint DEFAULT 1)
 	RETURNS boolean
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_allow(text, rl_limits, bigint) IS
-	'rl_check(...).allowed, for IF; never NULL';
+	'returns the column "allowed" of rl_check, for use in IF; never NULL; errors as for rl_check';
 
 CREATE FUNCTION rl_enforce(key text, limits rl_limits, quota bigint DEFAULT 1)
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME', 'rl_enforce_check' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_enforce(text, rl_limits, bigint) IS
-	'rl_check that raises PT429 when the action is refused';
+	'does the same as rl_check, and raises PT429 when the action is refused; other errors as for rl_check';
 
 CREATE FUNCTION rl_wait(key text, limits rl_limits, quota bigint DEFAULT 1, max_wait double precision DEFAULT NULL)
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_wait(text, rl_limits, bigint, double precision) IS
-	'waits until the limits allow the action, and takes quota then; refuses at once if that would take longer than "max_wait" seconds; waiting never counts as a refusal';
+	'waits until the limits allow the action, and takes "quota" units then; if the wait would be longer than "max_wait" seconds, it refuses immediately (NULL: no bound); waiting never counts as a refusal; errors: 22023 for a negative "max_wait", and those of rl_check';
 
 --
--- Functions that look or repair.  They always raise when the store fails.
+-- Functions that look or repair.  They always raise an error when the store fails.
 --
 
 CREATE FUNCTION rl_peek(key text, limits rl_limits, quota bigint DEFAULT 1,
@@ -227,43 +229,43 @@ CREATE FUNCTION rl_peek(key text, limits rl_limits, quota bigint DEFAULT 1,
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 1;
 COMMENT ON FUNCTION rl_peek(text, rl_limits, bigint) IS
-	'a row per limit: its text and the decision that rl_check would give now, in seconds; writes nothing';
+	'returns a row for each limit: its text and the decision that rl_check would return now, with waits in seconds; writes nothing; errors: 22004 for NULL, 22023 for a key or quota out of range, and 08001, 08006, 08P01 or 28P01 if the store fails';
 
 CREATE FUNCTION rl_refund(key text, limits rl_limits, quota bigint)
 	RETURNS void
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_refund(text, rl_limits, bigint) IS
-	'gives quota back to each of the limits, never above full; an absent key stays absent';
+	'refunds "quota" units to each of the limits, but never above full; an absent key stays absent; errors as for rl_peek';
 
 CREATE FUNCTION rl_reset(key text)
 	RETURNS boolean
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_reset(text) IS
-	'forgets everything about the key, a ban too; true if there was something';
+	'deletes everything that is stored for the key, including a ban; returns true if there was something; errors as for rl_peek';
 
 CREATE FUNCTION rl_reset(key text, limits rl_limits)
 	RETURNS boolean
 	AS 'MODULE_PATHNAME', 'rl_reset_limits' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_reset(text, rl_limits) IS
-	'forgets what these limits counted for the key; true if there was something';
+	'deletes the state of these limits for the key; returns true if there was something; errors as for rl_peek';
 
 CREATE FUNCTION rl_ban(key text, seconds double precision)
 	RETURNS void
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_ban(text, double precision) IS
-	'refuses every action of the key, under any limit, for so many seconds from now; replaces an earlier ban';
+	'bans the key: every action of it is refused, under any limit, for this number of seconds from now; replaces an earlier ban; errors: 22023 for less than a microsecond or more than 10 years, and those of rl_peek';
 
 CREATE FUNCTION rl_unban(key text)
 	RETURNS boolean
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_unban(text) IS
-	'lifts the key''s ban; true if one was stored';
+	'ends the ban of the key; returns true if there was a ban; errors as for rl_peek';
 
 CREATE FUNCTION rl_key(VARIADIC "any")
 	RETURNS text
 	AS 'MODULE_PATHNAME' LANGUAGE C STABLE PARALLEL SAFE;
 COMMENT ON FUNCTION rl_key("any") IS
-	'joins values to a key with ":" and escapes them, so that two different lists never make one key; NULL raises 22004, a type whose text depends on settings 0A000';
+	'joins values to a key with ":" and escapes them, so that two different lists never make the same key; errors: 22004 for NULL, 0A000 for a type whose text depends on a setting, 42P18 for a value of unknown type';
 
 --
 -- The trigger
@@ -273,14 +275,14 @@ CREATE FUNCTION rl_enforce()
 	RETURNS trigger
 	AS 'MODULE_PATHNAME', 'rl_enforce_trigger' LANGUAGE C COST 1000;
 COMMENT ON FUNCTION rl_enforce() IS
-	'trigger that takes quota for each row, or AFTER ... FOR EACH STATEMENT for all its rows at once, by key: rl_enforce(key template, limits [, ''quota={column}''] [, ''on_deny=skip'']); a refusal raises PT429';
+	'trigger that takes quota for each row, or, AFTER ... FOR EACH STATEMENT, for all rows of the statement together, by key: rl_enforce(key template, limits [, ''quota={column}''] [, ''on_deny=skip'']); errors: PT429 for a refused action, 22004 for a NULL column, 22023, 22P02, 42703, 42804 or 0A000 for invalid arguments (see rl_triggers.problem); ratelimit.on_error selects what happens if the store fails';
 
 CREATE FUNCTION rl_trigger_rule(trigger oid,
 		OUT key text, OUT limits text, OUT quota text, OUT on_deny text, OUT problem text, OUT warning text)
 	RETURNS record
 	AS 'MODULE_PATHNAME' LANGUAGE C STABLE STRICT;
 COMMENT ON FUNCTION rl_trigger_rule(oid) IS
-	'the arguments of one rl_enforce trigger, and what is wrong with them or dangerous; serves the view rl_triggers';
+	'returns the arguments of one rl_enforce trigger, and its columns "problem" and "warning"; the view rl_triggers calls it';
 
 CREATE VIEW rl_triggers AS
 	SELECT t.tgrelid::pg_catalog.regclass AS relation,
@@ -290,14 +292,14 @@ CREATE VIEW rl_triggers AS
 	FROM pg_catalog.pg_trigger t
 		CROSS JOIN LATERAL rl_trigger_rule(t.oid) r
 	WHERE t.tgfoid OPERATOR(pg_catalog.=) 'rl_enforce()'::pg_catalog.regprocedure;
-COMMENT ON VIEW rl_triggers IS 'every table''s limits that a trigger enforces';
+COMMENT ON VIEW rl_triggers IS 'the rl_enforce triggers of all tables: their limits, and the problems of each trigger';
 COMMENT ON COLUMN rl_triggers.relation IS 'the table';
 COMMENT ON COLUMN rl_triggers.trigger IS 'the trigger''s name';
 COMMENT ON COLUMN rl_triggers.enabled IS 'whether it fires in an ordinary session';
-COMMENT ON COLUMN rl_triggers.key IS 'the key''s template; {column} takes that column of the row';
-COMMENT ON COLUMN rl_triggers.limits IS 'the limits, in canonical text unless they do not parse';
-COMMENT ON COLUMN rl_triggers.quota IS 'what a row costs: a number, or {column}';
-COMMENT ON COLUMN rl_triggers.on_deny IS 'error: a refused row raises PT429; skip: it is left out';
+COMMENT ON COLUMN rl_triggers.key IS 'the template of the key; {column} stands for that column of the row';
+COMMENT ON COLUMN rl_triggers.limits IS 'the limits, as canonical text if they are valid';
+COMMENT ON COLUMN rl_triggers.quota IS 'how much a row costs, in units of quota: a number, or {column}';
+COMMENT ON COLUMN rl_triggers.on_deny IS 'error: a refused row raises PT429; skip: a refused row is left out';
 COMMENT ON COLUMN rl_triggers.problem IS 'NULL, or the error that each write to the table raises';
 COMMENT ON COLUMN rl_triggers.warning IS 'NULL, or how users can get around row security with this trigger, and which kind of trigger prevents that';
 
@@ -309,10 +311,10 @@ CREATE FUNCTION rl_simulate(limits rl_limits, at timestamptz, quota bigint DEFAU
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME' LANGUAGE C WINDOW IMMUTABLE PARALLEL SAFE COST 10;
 COMMENT ON FUNCTION rl_simulate(rl_limits, timestamptz, bigint) IS
-	'window function: would this row''s action have been allowed, had the limits been in force for its partition; rows must come in the order of "at"';
+	'window function: returns the decision that this row''s action would have got if the limits had been in force for its partition; asks no store; errors: 22004 for NULL, 22008 for a time that is not finite or not from 1970 to 2096, 22023 for rows that are not in the order of "at", for limits that change within the partition, and for a quota out of range';
 
 --
--- Operation.  All but rl_status need shared memory: ratelimit in
+-- Operation.  All of these except rl_status need shared memory: ratelimit in
 -- shared_preload_libraries.
 --
 
@@ -322,40 +324,40 @@ CREATE FUNCTION rl_stat(OUT limits text, OUT allowed bigint, OUT denied bigint, 
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED ROWS 20;
 COMMENT ON FUNCTION rl_stat() IS
-	'serves the view rl_stat; raises 55000 unless ratelimit is in shared_preload_libraries';
+	'returns the rows of the view rl_stat; errors: 55000 unless ratelimit is in shared_preload_libraries';
 CREATE VIEW rl_stat AS SELECT * FROM rl_stat();
-COMMENT ON VIEW rl_stat IS 'what became of the actions since rl_stat_reset() or the server''s start, by limits; each action is in one of the columns from allowed to errors';
-COMMENT ON COLUMN rl_stat.limits IS 'the limits; NULL: all those that found no room';
-COMMENT ON COLUMN rl_stat.allowed IS 'actions that were allowed';
-COMMENT ON COLUMN rl_stat.denied IS 'actions that were refused';
-COMMENT ON COLUMN rl_stat.shadow_denied IS 'actions that would have been refused, but ratelimit.mode was shadow';
-COMMENT ON COLUMN rl_stat.failed_open IS 'actions that were allowed because the store failed';
-COMMENT ON COLUMN rl_stat.failed_closed IS 'actions that were refused because the store failed';
-COMMENT ON COLUMN rl_stat.errors IS 'actions that ended in an error: of the store, or a cancel while it was asked';
-COMMENT ON COLUMN rl_stat.from_cache IS 'of all these, decided by the denial cache';
-COMMENT ON COLUMN rl_stat.from_local IS 'of all these, decided by this server''s shared memory';
-COMMENT ON COLUMN rl_stat.round_trips IS 'commands that were sent to Redis for them';
-COMMENT ON COLUMN rl_stat.redis_time IS 'seconds that were spent waiting for Redis, connecting included';
+COMMENT ON VIEW rl_stat IS 'the results of actions on this server, by limits, since rl_stat_reset() or the server''s start; each action is counted in one of the columns from allowed to errors; errors: 55000 unless ratelimit is in shared_preload_libraries';
+COMMENT ON COLUMN rl_stat.limits IS 'the limits; NULL: all further limits after the first 1,024';
+COMMENT ON COLUMN rl_stat.allowed IS 'number of actions that were allowed';
+COMMENT ON COLUMN rl_stat.denied IS 'number of actions that were refused';
+COMMENT ON COLUMN rl_stat.shadow_denied IS 'number of actions that were allowed only because ratelimit.mode was shadow';
+COMMENT ON COLUMN rl_stat.failed_open IS 'number of actions that were allowed because the store failed';
+COMMENT ON COLUMN rl_stat.failed_closed IS 'number of actions that were refused because the store failed';
+COMMENT ON COLUMN rl_stat.errors IS 'number of actions that ended in an error of the store, or were cancelled while it was asked';
+COMMENT ON COLUMN rl_stat.from_cache IS 'number of all these actions that the denial cache decided';
+COMMENT ON COLUMN rl_stat.from_local IS 'number of all these actions that this server''s shared memory decided';
+COMMENT ON COLUMN rl_stat.round_trips IS 'number of commands that were sent to Redis for all these actions';
+COMMENT ON COLUMN rl_stat.redis_time IS 'seconds that all these actions waited for Redis, including the time to connect';
 
 CREATE FUNCTION rl_stat_reset()
 	RETURNS void
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED;
 COMMENT ON FUNCTION rl_stat_reset() IS
-	'sets all counters of rl_stat to zero; raises 55000 unless ratelimit is in shared_preload_libraries';
+	'sets all counters of rl_stat to zero; errors: 55000 unless ratelimit is in shared_preload_libraries';
 
 CREATE FUNCTION rl_denied(OUT key text, OUT limits text, OUT quota bigint, OUT banned boolean,
 		OUT since timestamptz, OUT retry_after double precision)
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED ROWS 20;
 COMMENT ON FUNCTION rl_denied() IS
-	'serves the view rl_denied; raises 55000 unless ratelimit is in shared_preload_libraries';
+	'returns the rows of the view rl_denied; errors: 55000 unless ratelimit is in shared_preload_libraries';
 CREATE VIEW rl_denied AS SELECT * FROM rl_denied();
-COMMENT ON VIEW rl_denied IS 'whom this server is refusing now; when there are very many, those that it refuses longest';
+COMMENT ON VIEW rl_denied IS 'the keys that this server refuses now; if there are very many, the keys that are refused longest; errors: 55000 unless ratelimit is in shared_preload_libraries';
 COMMENT ON COLUMN rl_denied.key IS 'the key';
 COMMENT ON COLUMN rl_denied.limits IS 'the limits that refused';
-COMMENT ON COLUMN rl_denied.quota IS 'the quota that a store refused: as much or more is refused now';
-COMMENT ON COLUMN rl_denied.banned IS 'whether that was because of a ban';
-COMMENT ON COLUMN rl_denied.since IS 'the first refusal without a gap';
+COMMENT ON COLUMN rl_denied.quota IS 'units of quota of the refused action: this or more is refused now';
+COMMENT ON COLUMN rl_denied.banned IS 'whether a ban refused';
+COMMENT ON COLUMN rl_denied.since IS 'the time of the first refusal since which the key has been refused without a gap';
 COMMENT ON COLUMN rl_denied.retry_after IS 'seconds until the same action can succeed';
 
 CREATE FUNCTION rl_status(OUT store text, OUT mode text, OUT on_error text,
@@ -366,20 +368,21 @@ CREATE FUNCTION rl_status(OUT store text, OUT mode text, OUT on_error text,
 	RETURNS record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_status() IS
-	'how limits are kept, and whether Redis is well: its address, whether this session is connected, the server''s version or the error that asking for it gave, the breaker (closed; open for so many seconds more; half-open: the next call tries; trying), how many states and entries shared memory has and can hold, and since when rl_stat counts; never raises for a failing Redis';
+	'returns one row: the settings store, mode and on_error; the address of Redis, whether this session is connected, and its version or the error that it reported; the breaker (closed, open, half-open, trying) and the seconds that it stays open; the number of states and of entries in shared memory, and the most that it can hold; and when the counters of rl_stat began; raises no error if Redis fails';
 
 --
 -- Privileges
 --
 
--- Revokes all privileges on what this script has made from every role but the
--- owner, except on the functions that are for everybody.  A role that may call
--- the others can fill Redis, and can read or use up the quota of other users.
--- ALTER DEFAULT PRIVILEGES may have granted them to any role.
+-- Revokes all privileges on the objects of this script from every role but the
+-- owner, except on the functions that every role may call.  A role that may call
+-- the other functions can fill Redis, and can read or use up the quota of other
+-- users.  ALTER DEFAULT PRIVILEGES may have granted the privileges to any role.
 --
--- An upgrade script repeats this block unchanged, behind what it creates.  The
--- REVOKE adds each object to pg_init_privs, and the block leaves objects that are
--- there as they are, with the privileges that an administrator has granted.
+-- An upgrade script repeats this block unchanged, after the statements that
+-- create objects.  The REVOKE adds each object to pg_init_privs.  The block does
+-- not change objects that are in pg_init_privs already, so they keep the
+-- privileges that an administrator has granted.
 DO $$
 DECLARE
 	command pg_catalog.text;
@@ -405,7 +408,7 @@ BEGIN
 				AND d.refclassid OPERATOR(pg_catalog.=) 'pg_catalog.pg_extension'::pg_catalog.regclass
 			JOIN pg_catalog.pg_extension e ON e.oid OPERATOR(pg_catalog.=) d.refobjid
 				AND e.extname OPERATOR(pg_catalog.=) 'ratelimit'::pg_catalog.name
-			-- PUBLIC always, because each object must get into pg_init_privs.
+			-- PUBLIC is always in the list, because each object must get into pg_init_privs.
 			CROSS JOIN LATERAL (
 				SELECT '0'::pg_catalog.oid
 				UNION
