@@ -24,7 +24,7 @@ PG_CPPFLAGS = -I$(srcdir)/src
 
 SHLIB_LINK += -lhiredis
 
-# With TLS where OpenSSL's headers are; "make with_tls=no" does without.
+# TLS is built in if OpenSSL's headers are installed, unless with_tls=no is given.
 with_tls ?= $(shell $(CC) -E -include openssl/ssl.h -x c /dev/null >/dev/null 2>&1 && echo yes || echo no)
 ifeq ($(with_tls),yes)
 PG_CPPFLAGS += -DUSE_TLS
@@ -35,7 +35,7 @@ PG_CONFIG ?= pg_config
 PGXS := $(shell $(PG_CONFIG) --pgxs)
 include $(PGXS)
 
-# Our own functions and settings are called directly, not by way of a table.
+# The library uses its own functions and settings directly, not through a table.
 ifeq ($(PORTNAME), linux)
 SHLIB_LINK += -Wl,-Bsymbolic
 endif
@@ -50,10 +50,10 @@ say_without_tap:
 	@test -n "$(strip $(REGRESS))"
 endif
 
-# Below the include, which sets it anew.
+# This is below the include, because PGXS sets PROVE_FLAGS.
 PROVE_FLAGS += -I $(srcdir)/test/t
 
-# A script is sent as it reads, with what it shares with others in front.
+# The source of a script is its file, after the files that it shares with other scripts.
 lua = $(patsubst %,src/%.lua,$(1))
 STATE_LUA = $(call lua,redis/clock redis/state)
 ALGORITHMS_LUA = $(call lua,$(patsubst %,algorithm/%,gcra token_bucket fixed_window sliding_window log log_change sliding_log))

@@ -1,4 +1,4 @@
--- A shop, and one rule: a customer may order five times at once, and then once in two seconds.
+-- A shop with one rule: a customer may place a burst of five orders, and then one order every two seconds.
 CREATE EXTENSION ratelimit;
 CREATE TABLE orders (
 	id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -9,6 +9,6 @@ CREATE TRIGGER slow_down
 	BEFORE INSERT ON orders
 	FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{customer}', 'throttle 5/10s');
 
--- What is in force, and in which Redis it is counted.
+-- The limits in force, and the Redis that counts.
 SELECT relation, key, limits, problem FROM rl_triggers;
 SHOW ratelimit.redis_url;

@@ -1,28 +1,28 @@
--- The orders that got through.
+-- The orders that were inserted.
 SELECT customer, count(*) AS orders FROM orders GROUP BY customer ORDER BY customer;
 
--- The trigger's answer to the one who does not stop, and how the limit stands for the others.
+-- The error for a customer that orders too fast, and the state of the limit for all four customers.
 INSERT INTO orders (customer) SELECT 'cy' FROM generate_series(1, 6);
 SELECT c AS customer, p.allowed, p.remaining, round(p.retry_after::numeric, 1) AS retry_after
 	FROM unnest(ARRAY['ada', 'bo', 'cy', 'di']) AS c
 	CROSS JOIN LATERAL rl_peek('order:' || c, 'throttle 5/10s') AS p;
 
--- Enough: a ban holds whatever the limit says. Then it is lifted, and all is forgotten.
+-- A ban refuses the customer under any limit. Then the ban is ended, and the state of the key is deleted.
 SELECT rl_ban('order:cy', 3600);
 INSERT INTO orders (customer) VALUES ('cy');
 
 SELECT rl_unban('order:cy'), rl_reset('order:cy');
 INSERT INTO orders (customer) VALUES ('cy');
 
--- The same without a trigger. Fifteen replies at once, then thirty a minute:
+-- A function instead of a trigger: a burst of fifteen replies, then thirty replies a minute.
 SELECT * FROM rl_throttle('reply:laoqian', 15, 30, 60);
 
--- In a query: which of the first orders may be mailed a receipt now, at most two a customer and minute?
+-- A function in a query: which orders get a receipt now, if a customer gets at most two receipts a minute?
 SELECT o.id, o.customer, d.allowed, d.remaining, round(d.retry_after::numeric, 1) AS retry_after
 	FROM (SELECT id, customer FROM orders ORDER BY id LIMIT 8) AS o
 	CROSS JOIN LATERAL rl_throttle('receipt:' || o.customer, 2, 2, 60) AS d;
 
--- In a procedure: a code by SMS, three times, then one a minute.
+-- A function in a procedure: a burst of three codes by SMS, then one code a minute.
 CREATE PROCEDURE send_code(phone text) LANGUAGE plpgsql AS $$
 DECLARE
 	d rl_decision;

@@ -1,29 +1,31 @@
 # shellcheck shell=bash
 #
-# What script/demo, script/test and script/bench share: packages, a temporary
-# folder with a private copy of the sources and of PostgreSQL, and private
-# servers in it.  Source it under "set -euo pipefail", then call set_up once.
-# All of it ends and is removed when the script does, however it ends.
+# The parts that script/demo, script/test and script/bench share: packages, a
+# temporary folder with a private copy of the sources and of PostgreSQL, and
+# private servers in it.  Source this file under "set -euo pipefail", then call
+# set_up once.  When the script ends, in whatever way, the servers are stopped and
+# the folder is removed.
 #
-#   say TEXT...              a line of progress
-#   die TEXT...              an error line; ends the script with status 2
-#   set_up [PACKAGE...]      installs what is missing (the basic packages and
-#                            these; % in a name is PostgreSQL's version), makes
-#                            $T and in it $SRC, the PostgreSQL tree and $REDIS_SERVER
+#   say TEXT...              prints a line of progress
+#   die TEXT...              prints an error line, and ends the script with status 2
+#   set_up [PACKAGE...]      installs the basic packages and these, if they are missing
+#                            (% in a name is PostgreSQL's version); makes $T, and
+#                            in it $SRC, the PostgreSQL tree and $REDIS_SERVER
 #   sources                  writes the sources to standard output, as tar does
-#   build [MAKE_ARG...]      make and make install into the private tree
-#   run COMMAND...           as the unprivileged user in $T, with its own process
-#                            group that ends with the script; returns its status.
-#                            Not for pipes and $( ): a subshell cannot clean up.
-#   start COMMAND..., finish the two halves of it, as the caller's user; one at a time
-#   "${AS[@]}" COMMAND...    the same in the foreground, stdin kept; also in pipes
+#   build [MAKE_ARG...]      runs make and make install into the private tree
+#   run COMMAND...           runs COMMAND as the unprivileged user in $T, in a process
+#                            group of its own that ends with the script; returns its
+#                            status.  Not for pipes and $( ): a subshell cannot clean up.
+#   start COMMAND..., finish the two halves of run, as the caller's user; one at a time
+#   "${AS[@]}" COMMAND...    runs COMMAND as the unprivileged user in the foreground,
+#                            and keeps its standard input; also in pipes
 #   start_redis              starts Redis, or starts it again, at the same addresses
-#   stop_redis               ends it; what it knew is gone
-#   redis ARG...             redis-cli
+#   stop_redis               stops Redis; its data is lost
+#   redis ARG...             runs redis-cli
 #   start_postgres [NAME=VALUE...]  starts a cluster with these settings, or starts it again
-#   stop_postgres            ends it (fast shutdown)
-#   sql [PSQL_ARG...]        psql, quiet, stops at the first error
-#   at_end                   what a script that defines it wants done first when it ends
+#   stop_postgres            stops the cluster (fast shutdown)
+#   sql [PSQL_ARG...]        runs psql: quiet, and it stops at the first error
+#   at_end                   a script may define it; it runs first when the script ends
 #
 # After set_up:  T (temporary folder, owned by the unprivileged user), SRC,
 # BIN (PostgreSQL's programs), PG_CONFIG, PG_MAJOR, REDIS_SERVER, REDIS_CLI,
@@ -32,10 +34,11 @@
 # PGPORT, PGUSER=postgres, PGDATABASE are exported.  POSTGRES_ENV may hold
 # NAME=VALUE pairs for the server's environment.
 #
-# From the environment: REDIS_SERVER (a program such as valkey-server) and
-# PG_CONFIG (of the PostgreSQL to use) override what is found.
+# Two variables of the environment have precedence over the programs that are
+# found: REDIS_SERVER (a program such as valkey-server), and PG_CONFIG (of the
+# PostgreSQL to use).
 
-# What the tests use besides.
+# Further packages that the tests use.
 # shellcheck disable=SC2034 # for the scripts
 TEST_PACKAGES=(libipc-run-perl strace libssl-dev openssl)
 
@@ -46,7 +49,7 @@ CHILD='' REDIS_PID='' REDIS_PORT='' POSTGRES_UP='' HELD=()
 PG_CONFIG=${PG_CONFIG:-}
 REDIS_SERVER=${REDIS_SERVER:-}
 for name in "${!PG@}"; do
-	# libpq's have no underscore.
+	# The names of libpq's variables have no underscore after PG.
 	[[ $name == PG_* ]] || unset "$name"
 done
 unset MAKEFLAGS MAKELEVEL CDPATH
@@ -86,7 +89,7 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 trap 'exit 129' HUP
 
-# The servers that live in $T, those started by a test that was killed too.
+# Lists the servers whose working directory is in $T, also those of a killed test.
 servers() {
 	local pid name
 	for pid in /proc/[0-9]*; do
@@ -103,7 +106,7 @@ end_servers() {
 	list=$(servers)
 	while read -r pid name; do
 		[[ -n $pid ]] || continue
-		# A paused server hears nothing but KILL until it goes on.
+		# A paused server handles no signal except KILL until it continues.
 		kill -CONT "$pid" 2>/dev/null
 		if [[ $name == postgres ]]; then kill "-$2" "$pid"; else kill "-$1" "$pid"; fi 2>/dev/null
 	done <<<"$list"
@@ -122,7 +125,7 @@ end_servers() {
 
 as_root() { if ((EUID == 0)); then "$@"; else sudo "$@"; fi; }
 
-# Installing a server must neither start it nor make a cluster.
+# The installation of a server must neither start it nor make a cluster.
 hold_services() {
 	if [[ ! -e /usr/sbin/policy-rc.d ]]; then
 		HELD+=(/usr/sbin/policy-rc.d)
@@ -149,7 +152,7 @@ installed() {
 }
 
 apt() {
-	# shellcheck disable=SC2024 # the log is ours, not root's
+	# shellcheck disable=SC2024 # the log belongs to the caller, not to root
 	as_root env DEBIAN_FRONTEND=noninteractive NEEDRESTART_SUSPEND=1 \
 		apt-get -q -y -o DPkg::Lock::Timeout=120 -o Dpkg::Use-Pty=0 "$@" >"$T/apt.log" 2>&1 </dev/null || {
 		cat "$T/apt.log" >&2
@@ -157,7 +160,8 @@ apt() {
 	}
 }
 
-# The highest version of 15 and later that is installed, with what an extension is built with if any has it.
+# Prints the highest installed version from 15 on.  A version with its server
+# headers comes before all versions without.
 installed_version() {
 	local folder n best=0 complete=0
 	for folder in /usr/lib/postgresql/*; do
@@ -192,7 +196,7 @@ packages() {
 		wanted=("postgresql-$PG_MAJOR" "postgresql-server-dev-$PG_MAJOR")
 	fi
 	wanted+=(libhiredis-dev gcc libc6-dev make)
-	# The -tools package has the server's program too, and enables no service.
+	# The -tools package also has the server's program, and enables no service.
 	if [[ -z $REDIS_SERVER ]]; then
 		REDIS_SERVER=$(command -v redis-server || command -v valkey-server || echo redis-server)
 	fi
@@ -225,7 +229,7 @@ packages() {
 # The temporary folder
 #
 
-# PostgreSQL refuses to run as root.
+# PostgreSQL does not run as root.
 choose_user() {
 	local user=nobody
 	if ((EUID == 0)); then
@@ -251,7 +255,7 @@ copy_sources() {
 	sources | "${AS[@]}" tar -C src -xf - --no-same-owner
 }
 
-# Links to each of a folder's entries.
+# Makes a link in the private tree to each entry of a folder.
 link_entries() {
 	local to=$T/pg$1
 	"${AS[@]}" mkdir -p "$to"
@@ -265,9 +269,10 @@ unfold() {
 	link_entries "$1"
 }
 
-# PostgreSQL finds its files relative to its programs.  So programs are copied,
-# the rest is linked, and "make install" writes here and not into the system.
-# What an earlier "make install" wrote into the system is left out.
+# Makes the private tree of PostgreSQL, without files that an earlier "make install"
+# wrote into the system.  PostgreSQL finds its files relative to its programs.  So
+# the programs are copied, the rest is linked, and "make install" writes here and
+# not into the system.
 private_tree() {
 	local pkglib share folder
 	[[ -x $PG_CONFIG ]] || die "$PG_CONFIG is no program"
@@ -298,7 +303,8 @@ find_redis() {
 	local kind=${REDIS_SERVER##*/} check
 	kind=${kind%-server}
 	if ! command -v "$REDIS_SERVER" >/dev/null; then
-		# One program serves and checks, as its name says; the package with the name only adds a service.
+		# The same program is the server and the check tool, by the name that it is
+		# called by.  The package of the server adds only that name and a service.
 		check=$(command -v "$kind-check-rdb") || die "no $REDIS_SERVER"
 		"${AS[@]}" ln -s "$check" "$T/bin/$kind-server"
 	fi
@@ -329,7 +335,7 @@ set_up() {
 	say "$VERSIONS, in $T"
 }
 
-# Job control gives it a process group of its own.
+# Starts COMMAND.  Job control gives it a process group of its own.
 start() {
 	set -m
 	"$@" </dev/null &

@@ -1,6 +1,6 @@
--- The pictures of docs/, as SVG: what passes and what is refused when the same
--- actions are replayed under several limits.  "SELECT pg_temp.picture(name)"
--- returns one; script/plots writes all of them.
+-- The pictures of docs/, as SVG.  A picture replays the same actions under several
+-- limits, and shows which actions pass and which are refused.
+-- "SELECT pg_temp.picture(name)" returns a picture.  script/plots writes all pictures.
 SET timezone = 'UTC';
 SET client_min_messages = warning;
 
@@ -19,7 +19,7 @@ INSERT INTO lane
 		('border', '{fixed_window 5/10s,fixed_window 5/10s from_first,sliding_window 5/10s step 1s}')
 	) AS v (picture, texts), unnest(texts) WITH ORDINALITY AS u (limits, n);
 
--- When the actions come, in seconds.
+-- The times of the actions, in seconds.
 CREATE TEMP TABLE action (picture text, at numeric);
 INSERT INTO action
 	SELECT 'algorithms', 1 + i * 0.4 FROM generate_series(0, 7) i
@@ -32,7 +32,7 @@ INSERT INTO action
 	UNION ALL SELECT 'border', 10.2 + i * 0.6 FROM generate_series(0, 4) i
 	UNION ALL SELECT 'border', 17 + i FROM generate_series(0, 5) i;
 
--- Coordinates in pixels: of a time, and of a lane's middle.
+-- Coordinates in pixels: x of a time, and y of a lane's middle.
 CREATE FUNCTION pg_temp.x(at numeric, seconds int) RETURNS numeric LANGUAGE sql AS
 	$$ SELECT round(230 + at * 600 / seconds, 1) $$;
 CREATE FUNCTION pg_temp.y(n int) RETURNS int LANGUAGE sql AS $$ SELECT 46 + n * 30 $$;
@@ -40,7 +40,7 @@ CREATE FUNCTION pg_temp.y(n int) RETURNS int LANGUAGE sql AS $$ SELECT 46 + n * 
 CREATE FUNCTION pg_temp.text_at(x numeric, y int, anchor text, words text) RETURNS text LANGUAGE sql AS
 	$$ SELECT format('<text x="%s" y="%s" text-anchor="%s">%s</text>', x, y, anchor, words) $$;
 
--- A dot is an action that passes, a cross one that is refused.
+-- A dot is an action that passes.  A cross is an action that is refused.
 CREATE FUNCTION pg_temp.mark(x numeric, y int, allowed boolean) RETURNS text LANGUAGE sql AS $$
 	SELECT CASE WHEN allowed THEN format('<circle cx="%s" cy="%s" r="4.5" fill="#1a7f37"/>', x, y)
 		ELSE format('<path d="M%s %sl8 8m0 -8l-8 8" stroke="#cf222e" stroke-width="2"/>', x - 4, y - 4) END
