@@ -1,6 +1,6 @@
 # shellcheck shell=bash disable=SC2154 # rounds, seconds, SRC, T and BIN are script/bench's
 #
-# For script/bench: a row per algorithm, and rl_simulate.  All are allowed.
+# For script/bench: a row for each algorithm, and rl_simulate.  All calls are allowed.
 
 algorithms=(throttle token_bucket fixed_window sliding_window sliding_log several)
 declare -A CALL=(
@@ -24,7 +24,7 @@ declare -A SIMULATED=(
 	[sliding_log]='rl_simulate OVER, two sliding logs'
 )
 
-# One round of all, with everything on one core.
+# Measures one round of all rows, with everything on one core.
 measure_algorithms() {
 	local name rate
 	for name in "${algorithms[@]}"; do

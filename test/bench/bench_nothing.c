@@ -1,7 +1,7 @@
 /*
  * bench_nothing.c
- *		What calling any C function that answers with an rl_decision costs:
- *		the arguments' way in and the row's way out, and nothing between.
+ *		A C function that takes the arguments of rl_throttle, returns an
+ *		rl_decision, and does nothing else: the least that such a call costs.
  */
 #include "postgres.h"
 

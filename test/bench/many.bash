@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2153,SC2154 # words, cores, round, T and others are script/bench's
 #
-# For script/bench: many keys at once, by rl_check_many next to redis-benchmark
-# with the same script in a pipeline of 16, and on a cluster next to one server;
-# and by the trigger for each statement next to the one for each row.
+# For script/bench: calls for many keys together.  rl_check_many is compared with
+# redis-benchmark, which runs the same script in a pipeline of 16; a cluster with
+# one server; and a trigger FOR EACH STATEMENT with a trigger FOR EACH ROW.
 
 CHECKED=10000
 pipelines=(check_many clients_1 clients_50)
@@ -21,8 +21,8 @@ CLUSTER_TARGET=2
 triggers=(none row statement)
 declare -A TRIGGER=(
 	[none]='no trigger'
-	[row]='trigger for each row'
-	[statement]='trigger for each statement'
+	[row]='trigger FOR EACH ROW'
+	[statement]='trigger FOR EACH STATEMENT'
 )
 TRIGGER_TARGET=0.1
 
@@ -30,7 +30,7 @@ node() { "${AS[@]}" "$REDIS_CLI" -p "$@"; }
 node_answers() { [[ $(node "$1" PING 2>/dev/null) == PONG ]]; }
 node_is_well() { [[ $(node "$1" CLUSTER INFO) == *cluster_state:ok*cluster_known_nodes:3* ]]; }
 
-# Starts a cluster, and sets seeds to what ratelimit.redis_url calls it.
+# Starts a cluster, and sets "seeds" to its URL.
 start_cluster() {
 	local i port bus ports=() buses=()
 	for i in 0 1 2; do
@@ -47,7 +47,7 @@ start_cluster() {
 		node "${ports[0]}" CLUSTER MEET 127.0.0.1 "${ports[i]}" "${buses[i]}" >"$T/out"
 	done
 	for port in "${ports[@]}"; do
-		await 30 node_is_well "$port" || die 'the cluster does not come about'
+		await 30 node_is_well "$port" || die 'the cluster does not start'
 	done
 	seeds=redis://127.0.0.1:${ports[0]},127.0.0.1:${ports[1]},127.0.0.1:${ports[2]}
 }
@@ -68,13 +68,13 @@ prepare_many() {
 	END
 }
 
-# execution_time SQL [ROLE]: in milliseconds, of the third time.
+# execution_time SQL [ROLE]: prints the milliseconds of the third execution.
 execution_time() {
 	for _ in 1 2 3; do printf 'EXPLAIN (ANALYZE, TIMING OFF) %s;\n' "$1"; done |
 		sql -At -U "${2:-$PGUSER}" | sed -nE 's/^Execution Time: ([0-9.]+) ms/\1/p' | tail -n 1
 }
 
-# measure_many MODE: appends the microseconds of a key, and the milliseconds of a statement.
+# measure_many MODE: appends the microseconds per key, and the milliseconds per statement, to the results.
 measure_many() {
 	local name rate call=("${words[@]/rl:\{one\}/rl:\{bench:__rand_int__\}}")
 	[[ ${call[*]} == *__rand_int__* ]] || die 'the recorded call has no key to vary'
@@ -84,7 +84,7 @@ measure_many() {
 				"$([[ $name == check_many ]] || echo "$name")" | awk -v n="$CHECKED" '{ print $1 * 1000 / n }' >>"$T/results/$1.$name"
 			continue
 		fi
-		# Once for keys that are known, as those of rl_check_many are.
+		# The first run makes the keys, because those of rl_check_many exist already.
 		for _ in 1 2; do
 			run_on "$REDIS_BENCHMARK" -s "$REDIS_SOCKET" -P 16 -c "${name#clients_}" -n "$CHECKED" -r "$CHECKED" -q "${call[@]}"
 		done
@@ -97,7 +97,7 @@ measure_many() {
 	done
 }
 
-# many_line TITLE FIGURE RATIO TARGET
+# many_line TITLE FIGURE RATIO TARGET: prints a row.
 many_line() {
 	awk -v n="$1" -v figure="$2" -v ratio="$3" -v target="$4" 'BEGIN {
 		printf "| %-46s | %9.2f | %6s | %8s | %-6s |\n", n, figure, ratio == "" ? "" : sprintf("%.2f", ratio),
@@ -109,7 +109,7 @@ many_head() {
 	printf '|:%s-|%s:|%s:|%s:|:%s-|\n' ---------------------------------------------- ---------- ------- --------- ------
 }
 
-# In ratios, the medians are those of the rounds' own.
+# Prints the tables.  A ratio is the median of the ratios of the rounds.
 report_many() {
 	local mode name
 	for mode in "${modes[@]}"; do
@@ -124,7 +124,7 @@ report_many() {
 		many_line "${WHERE[cluster]}" "$(median "$T/results/$mode.cluster")" \
 			"$(paste "$T/results/$mode.cluster" "$T/results/$mode.tcp" | awk '{ print $1 / $2 }' | median)" "$CLUSTER_TARGET"
 		echo
-		many_head 'the same; INSERT of 10,000 rows of 100 keys' ms
+		many_head 'the same; INSERT of 10,000 rows with 100 keys' ms
 		for name in "${triggers[@]}"; do
 			many_line "${TRIGGER[$name]}" "$(median "$T/results/$mode.trigger_$name")" \
 				"$([[ $name != statement ]] || paste "$T/results/$mode.trigger_"{none,row,statement} | awk '{ print ($3 - $1) / ($2 - $1) }' | median)" \
@@ -132,6 +132,6 @@ report_many() {
 		done
 		echo
 	done
-	echo "Ratios are of rl_check_many's time to redis-benchmark's, of a cluster's to one server's, and of what the trigger for each statement adds to what that for each row adds."
+	echo "Ratios: rl_check_many to redis-benchmark; a cluster to one server; the time that the trigger FOR EACH STATEMENT adds to the time that the trigger FOR EACH ROW adds."
 	echo
 }

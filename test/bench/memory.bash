@@ -1,9 +1,9 @@
 # shellcheck shell=bash disable=SC2154 # SRC, T and notes are script/bench's
 #
-# For script/bench: what a key costs in Redis and on the way there, by what the
-# extension itself leaves there; and what a state costs in shared memory.
+# For script/bench: the memory of a key in Redis, the bytes of a call, and the
+# memory of a state in shared memory.  The extension itself makes the keys.
 
-# A row: its keys, how many calls each of them gets, limits, title.  Nothing ends meanwhile.
+# A row: number of keys, calls for each key, limits, title.  No state ends while a row is filled.
 kinds=(
 	'100000  1 1000/1d|throttle'
 	'100000  1 token_bucket 1000/1d|token_bucket'
@@ -14,17 +14,17 @@ kinds=(
 	'10000  10 sliding_log 1000/1d|sliding_log, 10 actions'
 	'2000  100 sliding_log 1000/1d|sliding_log, 100 actions'
 	'100  1000 sliding_log 1000/1d|sliding_log, 1,000 actions'
-	'100000  1 1000/1h, 1000/1d|throttle, two of them'
+	'100000  1 1000/1h, 1000/1d|two throttles'
 	'100000  1 1000/1d, fixed_window 1000/1d, sliding_log 1000/1d|throttle, fixed_window and sliding_log'
 	'100000  2 1/1d ban 1d after 1000|throttle, refusals counted for a ban'
 	'100000  2 1/1d ban 1d after 1|throttle, banned'
 )
-KEY=create_order:1000000	# as long as all of them
+KEY=create_order:1000000	# all keys have this length
 
-# memory_field NAME [SECTION]
+# memory_field NAME [SECTION]: prints a number of INFO.
 memory_field() { redis INFO "${2:-memory}" | sed -nE "s/^$1:([0-9]+).*/\1/p"; }
 
-# The figure when it no longer moves by more than Redis's own buffers do.
+# Prints used_memory when it changes only by the size of Redis's own buffers.
 settled_memory() {
 	local before=0 now
 	while
@@ -37,7 +37,7 @@ settled_memory() {
 	echo "$now"
 }
 
-# fill KEYS CALLS LIMITS: 24 minutes pass between the calls, or 1 s where each has an entry.
+# fill KEYS CALLS LIMITS: makes the keys.  24 minutes pass between the calls for a key, or 1 s with a log.
 fill() {
 	local step=1440 i
 	[[ $3 != *sliding_log* ]] || step=1
@@ -50,7 +50,7 @@ fill() {
 	} | sql -o /dev/null
 }
 
-# MEMORY USAGE of a key's hash, over a hundred keys.
+# Prints the mean MEMORY USAGE of a key's hash, over a hundred keys.
 mean_usage() {
 	redis --raw EVAL "
 		local bytes, n = 0, 0
@@ -70,7 +70,7 @@ report_memory() {
 	for kind in "${kinds[@]}"; do
 		title=${kind#*|}
 		read -r keys calls limits <<<"${kind%|*}"
-		# Buffers, scripts and tables of an empty database are no key's.
+		# Buffers, scripts and the tables of an empty database do not count for the keys.
 		redis FLUSHALL >/dev/null
 		fill 1 1 "$limits"
 		redis FLUSHALL >/dev/null
@@ -79,12 +79,12 @@ report_memory() {
 		fill "$keys" "$calls" "$limits"
 		in=$(memory_field total_net_input_bytes stats) out=$(memory_field total_net_output_bytes stats)
 		bytes=$(($(settled_memory) - base))
-		[[ $(redis --raw EVAL "return #redis.call('KEYS', '*}')" 0) == "$keys" ]] || die "Redis has not the keys of $title"
+		[[ $(redis --raw EVAL "return #redis.call('KEYS', '*}')" 0) == "$keys" ]] || die "Redis does not have the keys of $title"
 		memory_row "$title" "$keys" "$(mean_usage)" "$((bytes / keys))" "$((in / keys / calls))" "$((out / keys / calls))"
 	done
 	redis FLUSHALL >/dev/null
 	echo
-	echo 'Bytes a key; sent and received: bytes a call. used_memory is what Redis has grown by, tables of keys included.'
+	echo 'Bytes per key; sent and received: bytes per call. used_memory is the growth of Redis, including the tables of keys.'
 	first=$(shared_memory)
 	stop_postgres
 	start_postgres ratelimit.local_max_keys=100000

@@ -1,17 +1,18 @@
--- What script/bench measures besides rl_throttle.  A burst of 10^9 at 1,000 a
--- second, everywhere: no call is refused, and there is always state to weigh.
+-- The functions and tables that script/bench compares with rl_throttle.  Each has a
+-- burst of 10^9 at 1,000 a second: no call is refused, and each call finds a state.
 
 CREATE FUNCTION bench_nothing(key text, capacity bigint, rate bigint, period double precision, quota bigint DEFAULT 1)
 	RETURNS rl_decision AS '$libdir/bench_nothing' LANGUAGE C VOLATILE COST 1000;
 
--- GCRA in one statement (rival_gcra_*.sql): no index holds tat and the page has
--- room, so each update is HOT; no WAL, so a commit waits for no disk.
+-- GCRA in one statement (rival_gcra_*.sql).  No index has tat, and the page has room,
+-- so that each update is HOT.  There is no WAL, so that a commit does not wait for the
+-- disk.
 CREATE UNLOGGED TABLE bench_gcra (
 	key text PRIMARY KEY,
 	tat bigint NOT NULL			-- microseconds since 1970
 ) WITH (fillfactor = 50);
 
--- The token bucket as it is usually written, on a table that survives a crash.
+-- The token bucket as many applications write it, on a table that survives a crash.
 CREATE TABLE bench_bucket (
 	key text PRIMARY KEY,
 	tokens double precision NOT NULL,

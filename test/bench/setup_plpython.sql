@@ -1,5 +1,5 @@
--- The call that rl_throttle makes, word for word, through redis-py: the first
--- call of a session looks up what script/bench recorded, and connects.
+-- Makes the same call to Redis as rl_throttle, through redis-py.  The first call of
+-- a session reads the command that script/bench recorded, and connects.
 CREATE EXTENSION plpython3u;
 CREATE TABLE bench_call (socket text NOT NULL, words text[] NOT NULL);
 CREATE FUNCTION bench_plpython() RETURNS bigint LANGUAGE plpython3u AS $$

@@ -1,13 +1,14 @@
 # shellcheck shell=bash disable=SC2154 # cores, round, T and results are script/bench's
 #
-# For script/bench: what shared memory decides, by the million in one query, next
-# to a C function that returns the same row and does nothing, of the same keys.
+# For script/bench: a million calls in one query that shared memory decides,
+# compared with a C function that takes the same keys, returns the same row and
+# does nothing else.
 
 ONE="'one', 1000000000, 1000, 1"
 MANY="'many:' || i, 1000000000, 1000, 1"
 REFUSED="'refused', 1, 1, 31536000"
 
-# Those of a kind follow their floor.
+# The rows after a floor are compared with it.
 millions=(floor hot refused cached floor_many new known)
 declare -A MILLION=(
 	[floor]='C function that does nothing'
@@ -24,8 +25,8 @@ declare -A MILLION_CALL=(
 )
 declare -A MILLION_TARGET=([hot]=2 [refused]=2 [cached]=2 [new]=4 [known]=4)
 
-# One round of all.  What counts is the time of the processor that a query takes;
-# it is less the machine's than the time until it ends.
+# Measures one round of all rows.  The figure is the processor time of a query,
+# because it depends less on other processes than the elapsed time.
 measure_shared() {
 	local name store calls
 	for name in "${millions[@]}"; do
@@ -38,13 +39,13 @@ measure_shared() {
 			sed -nE 's/^!\s+([0-9.]+) s user, ([0-9.]+) s system, [0-9.]+ s elapsed$/\1 \2/p' |
 			awk '{ print ($1 + $2) * 1000 }' >>"$T/results/million.$name"
 		calls=$(redis INFO commandstats | sed -nE 's/^cmdstat_evalsha:calls=([0-9]+).*/\1/p')
-		((${calls:-0} <= 20)) || die "Redis was asked $calls times: ${MILLION[$name]} is not what was measured"
+		((${calls:-0} <= 20)) || die "Redis was asked $calls times, so shared memory did not decide: ${MILLION[$name]}"
 	done
 	[[ $(sql -At -c "SET ratelimit.store = local" -c "SET ratelimit.key_prefix = 'round$round:'" -c "SELECT (rl_throttle($ONE, 0)).allowed, (rl_throttle($REFUSED)).allowed") == 't|f' ]] ||
-		die 'the local store has not decided as was measured'
+		die 'the decisions of the local store are wrong'
 }
 
-# shared_line TITLE FIGURE RATIO TARGET: a target that begins with > is a least one.
+# shared_line TITLE FIGURE RATIO TARGET: prints a row.  A target that begins with > is a minimum.
 shared_line() {
 	awk -v n="$1" -v figure="$2" -v ratio="$3" -v target="$4" 'BEGIN {
 		least = sub(/^>/, "", target)
@@ -53,13 +54,13 @@ shared_line() {
 			target == "" ? "" : (least ? ">= " : "<= ") target, verdict }'
 }
 
-# shared_head TITLE UNIT
+# shared_head TITLE UNIT: prints the head of a table.
 shared_head() {
 	printf '| %-46s | %9s | %6s | %8s | %-6s |\n' "$1" "$2" ratio target ''
 	printf '|:%s-|%s:|%s:|%s:|:%s-|\n' ---------------------------------------------- ---------- ------- --------- ------
 }
 
-# rate ROW: transactions per second of 8 clients.
+# rate ROW: prints the transactions per second of 8 clients.
 rate() { awk -v us="$(median "$T/results/eight.$1")" 'BEGIN { print 8e6 / us }'; }
 ratio() { awk -v a="$1" -v b="$2" 'BEGIN { print a / b }'; }
 
@@ -72,7 +73,7 @@ report_shared() {
 		shared_line "${MILLION[$name]}" "$ms" "$(ratio "$ms" "$base")" "${MILLION_TARGET[$name]:-}"
 	done
 	echo
-	echo 'A ratio is to the C function above it. The store has room for all new keys.'
+	echo 'A ratio is to the C function above the row. The store has room for all new keys.'
 	echo
 	local_rate=$(rate throttle_local)
 	shared_head '8 clients, one key: rates' 'per s'
@@ -80,6 +81,6 @@ report_shared() {
 	shared_line "${ROW[nothing]}" "$(rate nothing)" "$(ratio "$local_rate" "$(rate nothing)")" '>0.9'
 	shared_line "${ROW[gcra_one]}" "$(rate gcra_one)" "$(ratio "$local_rate" "$(rate gcra_one)")" '>2.2'
 	echo
-	echo "A ratio is the local store's rate to this one's."
+	echo "A ratio is the rate of the local store divided by the rate of the row."
 	echo
 }

@@ -1,16 +1,17 @@
 # shellcheck shell=bash disable=SC2154 # rounds, SRC and T are script/bench's
 #
-# For script/bench: how long one call can hold Redis up.  The state is the largest
-# that there is, written as README's layout has it: in each limit 100,000 charged
-# and 100,000 refused entries of one unit, at times that alternate.
+# For script/bench: the longest time that one call can occupy Redis.  The state is
+# the largest that exists, in the layout of docs/internals.md: in each limit 100,000
+# charged and 100,000 refused entries of one unit, at times that alternate.
 
 WORST_TARGET=5
 WORST_BEGIN=1700000000000000
 WORST_PERIOD=864000000000
 
-# A row: what Redis is to run, when (in entries' places from the oldest on, or as a
-# sum of them and a period), the SQL, title.  LIMITS are the limits, all of which
-# count refusals.
+# A row: the command of Redis that is measured; the time of the call (a number of
+# entries after the oldest, or P+ this number, which is a period later); the SQL, or
+# the number of charges to roll back; the title.  LIMITS stands for the limits, which
+# all have count_denied.
 worsts=(
 	"EVAL|100010|SELECT FROM rl_peek('worst', 'LIMITS', 99999)|rl_peek of 99,999, refused"
 	"EVAL|100010|SELECT FROM rl_peek('worst', 'LIMITS', 1)|rl_peek of 1, refused"
@@ -29,14 +30,14 @@ worsts=(
 	"EXISTS|100010||expiry"
 )
 
-# worst_limits N
+# worst_limits N: prints the text of N limits.
 worst_limits() {
 	local i text=''
 	for ((i = 0; i < $1; i++)); do text+=", sliding_log 100000/$((WORST_PERIOD + i))us count_denied"; done
 	echo "${text#, }"
 }
 
-# Fills the key: ARGV has how many limits, the oldest entry's time, the first period.
+# fill_worst N: writes the state of N limits.  ARGV is N, the time of the oldest entry, and the first period.
 fill_worst() {
 	redis --raw EVAL "
 		local function fill(log, from)
@@ -47,7 +48,7 @@ fill_worst() {
 					records[#records + 1] = string.format('%016.0f000001', from + 10 * i)
 				end
 				if #records < 256 then
-					-- What is too much for the tail is a chunk of its own.
+					-- The tail has the newest 32 records, and the other records are a chunk.
 					tail = table.concat(records, '', #records - 31)
 					for i = 1, 32 do records[#records] = nil end
 				end
@@ -67,9 +68,9 @@ fill_worst() {
 		return redis.call('PEXPIRE', KEYS[1], 3600000)" 1 'rl:{worst}' "$1" "$WORST_BEGIN" "$WORST_PERIOD" >/dev/null
 }
 
-# longest COMMAND: the most microseconds that a command took since slow_log whose name
-# begins so: a session's first rollback sends EVAL, others EVALSHA.  At a threshold
-# of 0 commands that scripts run are there too.
+# longest COMMAND: prints the most microseconds of a command since slow_log.  COMMAND
+# is the start of its name, because a session's first rollback sends EVAL, and later
+# ones send EVALSHA.  With a threshold of 0, the log also has commands of scripts.
 slow_log() { redis SLOWLOG RESET >/dev/null; }
 longest() {
 	redis --no-raw SLOWLOG GET 1000 | awk -v name="\"$1" '
@@ -78,7 +79,7 @@ longest() {
 		END { print most + 0 }'
 }
 
-# worst_time WHEN: in microseconds.
+# worst_time WHEN: prints the time of a row in microseconds.
 worst_time() {
 	local period=0
 	[[ $1 != P+* ]] || period=$WORST_PERIOD
@@ -91,7 +92,7 @@ measure_worst() {
 	limits=$(worst_limits "$1")
 	when="SET ratelimit.debug_now = '$(worst_time "$3")';"
 	if [[ $4 =~ ^[0-9]+$ ]]; then
-		# Charges of the times of entries that are there afterwards.
+		# The charges have times of entries that fill_worst writes afterwards.
 		for ((i = 0; i < $4; i++)); do
 			charges+="SET LOCAL ratelimit.debug_now = '$((WORST_BEGIN + 10 * (50000 + i * 3001)))';"
 			charges+="SELECT FROM rl_check('worst', '${limits//count_denied/refund_on_abort}');"
@@ -127,7 +128,7 @@ report_worst() {
 	printf '| %-46s | %9s | %9s | %8s | %-6s |\n' 'a call: ms in Redis' '1 limit' '8 limits' target ''
 	printf '|:%s-|%s:|%s:|%s:|:%s-|\n' ---------------------------------------------- ---------- ---------- --------- ------
 	redis CONFIG SET slowlog-log-slower-than 0 slowlog-max-len 1000 >/dev/null
-	# Redis shall know the scripts.
+	# Makes the scripts known to Redis.
 	sql -o /dev/null -c "SELECT rl_check('worst', 'sliding_log 5/1d refund_on_abort'), rl_refund('worst', 'sliding_log 5/1d', 1),
 		rl_reset('worst', 'sliding_log 5/1d')" -c 'BEGIN' -c "SELECT rl_check('worst', 'sliding_log 5/1d refund_on_abort')" -c 'ROLLBACK'
 	for row in "${worsts[@]}"; do
@@ -145,6 +146,6 @@ report_worst() {
 	redis CONFIG SET slowlog-log-slower-than 10000 slowlog-max-len 128 >/dev/null
 	redis DEL 'rl:{worst}' >/dev/null
 	echo
-	echo "Of each limit 100,000 entries are charged and 100,000 refused. By SLOWLOG, the call's longest script; medians of $rounds rounds."
+	echo "Each limit has 100,000 charged and 100,000 refused entries. The figure is the call's longest script in SLOWLOG; medians of $rounds rounds."
 	echo
 }
