@@ -357,7 +357,7 @@ COMMENT ON COLUMN rl_denied.key IS 'the key';
 COMMENT ON COLUMN rl_denied.limits IS 'the limits that refused';
 COMMENT ON COLUMN rl_denied.quota IS 'units of quota of the refused action: this or more is refused now';
 COMMENT ON COLUMN rl_denied.banned IS 'whether a ban refused';
-COMMENT ON COLUMN rl_denied.since IS 'the time of the first refusal since which the key has been refused without a gap';
+COMMENT ON COLUMN rl_denied.since IS 'the time since which the key has been refused without a gap';
 COMMENT ON COLUMN rl_denied.retry_after IS 'seconds until the same action can succeed';
 
 CREATE FUNCTION rl_status(OUT store text, OUT mode text, OUT on_error text,
@@ -368,7 +368,7 @@ CREATE FUNCTION rl_status(OUT store text, OUT mode text, OUT on_error text,
 	RETURNS record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_status() IS
-	'returns one row: the settings store, mode and on_error; the address of Redis, whether this session is connected, and its version or the error that it reported; the breaker (closed, open, half-open, trying) and the seconds that it stays open; the number of states and of entries in shared memory, and the most that it can hold; and when the counters of rl_stat began; raises no error if Redis fails';
+	'returns one row: the settings store, mode and on_error; the address of Redis, whether this session is connected, and its version or the reason why it is not known; the breaker (closed, open, half-open, trying) and the seconds that it stays open; the number of states and of entries in shared memory, and the most that it can hold; and when the counters of rl_stat began; raises no error if Redis fails';
 
 --
 -- Privileges

@@ -61,7 +61,7 @@ report_algorithms() {
 	printf '| %-46s | %9s | %10s |\n' '1 client, everything on one core, one key' us 'in Redis'
 	printf '|:%s-|%s:|%s:|\n' ---------------------------------------------- ---------- -----------
 	for name in "${algorithms[@]}"; do
-		printf '| %-46s | %9.1f | %10.1f |\n' "${CALL[$name]%%(*}$([[ $name != several ]] || echo ', three limits at once')" \
+		printf '| %-46s | %9.1f | %10.1f |\n' "${CALL[$name]%%(*}$([[ $name != several ]] || echo ', three limits together')" \
 			"$(median "$T/results/algorithm.$name")" "$(median "$T/results/algorithm.$name.server")"
 	done
 	echo
