@@ -1,16 +1,18 @@
-# A server that says what it is told to, in a process of its own and on a Unix
-# socket or, where only a host will do, a port of 127.0.0.1; gone with the object.
+# A server that gives the answers that a test wants.  It is a process of its own and
+# listens on a Unix socket or, with tcp => 1, on a port of 127.0.0.1.  It ends with
+# the object.
 #
 #   my $liar = LyingServer->new(sub { return (":1\r\n", undef) });
-#                                        # , tcp => 1
-#   $session->ask("SET ratelimit.redis_url = '" . $liar->url . "'");
+#   $session->set(redis_url => $liar->url);
 #
-# The function is called in that process with each request's words, the
+# The function is called in that process with the words of each request, the
 # command's name first, and returns the answer as a list of steps:
 #
-#   a string   is sent; what comes after it is only sent when it has been read
+#   a string   is sent; the next step begins when the client has read it
 #   \seconds   is a pause
 #   undef      ends the connection
+#
+# Without a function, the server ends each connection at once.
 package LyingServer;
 
 use strict;
@@ -22,7 +24,7 @@ use IO::Socket::UNIX;
 use POSIX ();
 use PostgreSQL::Test::Utils;
 
-# How many bytes sent are not read yet.
+# An ioctl that returns how many bytes sent are not read yet.
 use constant SIOCOUTQ => 0x5411;
 
 sub new
@@ -33,14 +35,14 @@ sub new
 		: IO::Socket::UNIX->new(Local => $path, Listen => 10)) or die "no socket: $!";
 	my $port = $how{tcp} && $listener->sockport;
 	my $parent = $$;
-	my $child = fork;
 
-	die "could not fork: $!" unless defined $child;
+	append_to_file("$path.requests", '');
+	my $child = fork // die "could not fork: $!";
 	if ($child == 0)
 	{
 		$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
 		$SIG{PIPE} = 'IGNORE';
-		eval { _serve($listener, $answer, $parent) };
+		eval { _serve($listener, $answer, $parent, "$path.requests") };
 		print STDERR "the lying server: $@" if $@;
 		POSIX::_exit(1);
 	}
@@ -51,33 +53,41 @@ sub port { my ($self) = @_; return $self->{port}; }
 
 sub path { my ($self) = @_; return $self->{path}; }
 
-# The value for ratelimit.redis_url, with a user and a database if given.
+# Returns how many requests the server has received.
+sub requests { my ($self) = @_; return -s "$self->{path}.requests"; }
+
+# Returns the value for ratelimit.redis_url, with a user and a database if given.
 sub url
 {
 	my ($self, %part) = @_;
 
+	return 'redis://' . (defined $part{user} ? "$part{user}\@" : '') . "127.0.0.1:$self->{port}" if $self->{port};
 	return 'unix://' . (defined $part{user} ? "$part{user}\@" : '') . $self->{path}
 	  . (defined $part{db} ? "?db=$part{db}" : '');
 }
 
 sub _serve
 {
-	my ($listener, $answer, $parent) = @_;
+	my ($listener, $answer, $parent, $file) = @_;
 	my $select = IO::Select->new($listener);
 	my %received;
 
+	open my $requests, '>>', $file or die "$file: $!";
 	while (getppid == $parent)
 	{
 		foreach my $socket ($select->can_read(1))
 		{
 			if ($socket == $listener)
 			{
-				$select->add(scalar $listener->accept);
+				my $client = $listener->accept;
+
+				$select->add($client) if $answer;
 				next;
 			}
 			my $goes_on = sysread $socket, $received{$socket}, 65536, length($received{$socket} // '');
 			while ($goes_on && (my @request = _request(\$received{$socket})))
 			{
+				syswrite $requests, '.';
 				$goes_on = _send($socket, $answer->(@request));
 			}
 			next if $goes_on;
@@ -89,7 +99,7 @@ sub _serve
 	return;
 }
 
-# Takes the first request off the buffer, if it is complete.
+# Removes the first request from the buffer and returns it, if it is complete.
 sub _request
 {
 	my ($buffer) = @_;
@@ -117,7 +127,7 @@ sub _request
 	return @words;
 }
 
-# False if the connection has ended, by us or by the other side.
+# Takes the steps; returns false if either side has ended the connection.
 sub _send
 {
 	my ($socket, @steps) = @_;
@@ -143,8 +153,8 @@ sub _send
 	return 1;
 }
 
-# Until all that was sent has been read, or the other side has ended the
-# connection or asks for something else.
+# Waits until the other side has read all that was sent, has ended the connection,
+# or sends another request.
 sub await_read
 {
 	my ($socket) = @_;

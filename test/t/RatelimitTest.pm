@@ -1,5 +1,5 @@
-# What the tests share: a PostgreSQL server with the extension in it, sessions
-# that keep their errors, and the rule for the time to live of keys in Redis.
+# Functions that most tests use: a PostgreSQL server with the extension in it,
+# sessions that keep their errors, and checks of what Redis stores.
 package RatelimitTest;
 
 use strict;
@@ -13,15 +13,16 @@ use PostgreSQL::Test::Utils;
 use RedisServer qw(await);
 use Test::More;
 
-our @EXPORT = qw(await new_node store still_runs session start_clients finish_clients count_of measures
-	ttl_problems log_entries);
+our @EXPORT = qw(await new_node preloaded_node start_node store has_program preload password_file new_log members
+	still_runs session start_clients finish_clients await_load count_of measures
+	none ttl_problems keys_in_virtual_time log_entries);
 
-# So that the servers go too when a test is interrupted.
+# Objects must be destroyed, and so their servers stopped, when a test is interrupted.
 $SIG{$_} = sub { die "interrupted by a signal" } foreach qw(INT TERM HUP);
 
-# A running server whose default database has the extension and the function
-# attempt(), which runs a command and tells how it ended and how long it took.
-# Timeouts are generous, or a busy machine would look like a failing Redis.
+# Returns a running server whose default database has the extension and the function
+# attempt(), which runs a command and returns its outcome and its duration.
+# Timeouts are long, so that a call on a busy machine does not fail.
 # Further arguments are lines of postgresql.conf.
 sub new_node
 {
@@ -35,12 +36,7 @@ sub new_node
 	$node->append_conf('postgresql.conf', join "\n", 'log_statement = none',
 		"ratelimit.redis_url = '" . $redis->url . "'",
 		'ratelimit.command_timeout = 10s', 'ratelimit.connect_timeout = 10s', @conf);
-	{
-		# Into the server alone: script/test's way to have AddressSanitizer there.
-		local $ENV{LD_PRELOAD} = $ENV{RATELIMIT_PRELOAD} || '';
-
-		$node->start;
-	}
+	start_node($node);
 	$node->safe_psql('postgres', q{
 		CREATE EXTENSION ratelimit;
 		CREATE FUNCTION attempt(command text, OUT state text, OUT answer text,
@@ -67,11 +63,85 @@ sub new_node
 	return $node;
 }
 
-# The store that a test is about, redis or local, for tests that serve for both;
-# it is the source of their decisions.
+# Returns new_node() with the library in shared_preload_libraries.
+sub preloaded_node
+{
+	my ($redis, @conf) = @_;
+
+	return new_node($redis, 'shared_preload_libraries = ratelimit', @conf);
+}
+
+# Starts or restarts the server with the libraries in RATELIMIT_PRELOAD, which
+# only the server must load.  script/test loads AddressSanitizer in this way.
+sub start_node
+{
+	my ($node, $how) = @_;
+	local $ENV{LD_PRELOAD} = $ENV{RATELIMIT_PRELOAD} || '';
+
+	$how ||= 'start';
+	$node->$how;
+	return;
+}
+
+# Returns true if the program is installed.
+sub has_program
+{
+	my ($name) = @_;
+	my $output;
+
+	return eval { IPC::Run::run([ $name, '--version' ], '>', \$output, '2>&1') };
+}
+
+# Compiles a C file to a library and returns what RATELIMIT_PRELOAD must be for a
+# server to load it, or undef if there is no compiler.
+sub preload
+{
+	my ($source, @options) = @_;
+	my $library = PostgreSQL::Test::Utils::tempdir . '/preloaded.so';
+	my $output;
+
+	chomp(my $compiler = qx(pg_config --cc));
+	eval { IPC::Run::run([ $compiler, '-shared', '-fPIC', @options, '-o', $library, $source, '-ldl' ], '>', \$output, '2>&1') }
+	  or return undef;
+	return join ' ', grep { $_ } $ENV{RATELIMIT_PRELOAD}, $library;
+}
+
+# Writes a password to a file that only its owner may read; returns its path.
+sub password_file
+{
+	my ($password) = @_;
+	my $file = PostgreSQL::Test::Utils::tempdir . '/password';
+
+	append_to_file($file, "$password\n");
+	chmod 0600, $file;
+	return $file;
+}
+
+# Returns the text that the server has logged since the last call.
+sub new_log
+{
+	my ($node) = @_;
+	my $text = slurp_file($node->logfile, $node->{ratelimit_log_seen} || 0);
+
+	$node->{ratelimit_log_seen} += length $text;
+	return $text;
+}
+
+# Returns a query of the OIDs of the extension's objects in a system catalog.
+sub members
+{
+	my ($catalog) = @_;
+
+	return qq{SELECT objid FROM pg_depend WHERE classid = '$catalog'::regclass AND deptype = 'e'
+		AND refclassid = 'pg_extension'::regclass
+		AND refobjid = (SELECT oid FROM pg_extension WHERE extname = 'ratelimit')};
+}
+
+# Returns the store that a test is about, redis or local, which is the source of
+# its decisions.  A test that calls it runs with both stores.
 sub store { return $ENV{RATELIMIT_STORE} || 'redis'; }
 
-# A psql that stays connected and goes on after errors.
+# Returns a psql that stays connected and continues after errors.
 sub session
 {
 	my ($node, $database, $user) = @_;
@@ -79,13 +149,13 @@ sub session
 		on_error_stop => 0,
 		extra_params => [ '-v', 'VERBOSITY=verbose', defined $user ? ('-U', $user) : () ]);
 
-	# The time limit is each query's, not the session's.
+	# The time limit is for each query, not for the session.
 	$psql->set_query_timer_restart;
 	return bless { psql => $psql, error => '' }, 'RatelimitTest::Session';
 }
 
-# Starts pgbench with eight clients that run a script; returns a handle, which
-# finish_clients() waits for and checks.  Further arguments are pgbench's.
+# Starts pgbench with eight clients that run a script; returns a handle.
+# finish_clients() waits for it and checks it.  Further arguments are pgbench's.
 sub start_clients
 {
 	my ($node, $name, $sql, @options) = @_;
@@ -108,8 +178,20 @@ sub finish_clients
 	return;
 }
 
-# Passes on what an IPC::Run harness has said; false once its processes have
-# ended, for which pump_nb dies if they do so after pumpable was asked.
+# Waits until all eight clients of a load have the advisory lock 42.
+sub await_load
+{
+	my ($run, $watcher) = @_;
+
+	await('the load', sub {
+		die "the load has ended: $run->{err}" unless still_runs($run->{handle});
+		return $watcher->ask(q{SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 42}) eq '8';
+	});
+	return;
+}
+
+# Reads the output of an IPC::Run harness; returns false if its processes have
+# ended.  pump_nb dies if they end after pumpable was called.
 sub still_runs
 {
 	my ($harness) = @_;
@@ -117,7 +199,7 @@ sub still_runs
 	return $harness->pumpable && eval { $harness->pump_nb; 1 } && $harness->pumpable;
 }
 
-# How many times the pattern matches.
+# Returns how many times the pattern matches.
 sub count_of
 {
 	my ($pattern, $text) = @_;
@@ -126,8 +208,8 @@ sub count_of
 	return scalar @found;
 }
 
-# What is measured until it is within the bound once, for the machine may be
-# busy: from two to twenty times.
+# Measures from two to twenty times, until one value is within the bound, because
+# the machine may be busy.  Returns all values.
 sub measures
 {
 	my ($bound, $measure) = @_;
@@ -137,8 +219,16 @@ sub measures
 	return @all;
 }
 
-# What is wrong with the times to live in Redis: each key must have one, long
-# enough for the longest-lived thing in it and at most an hour longer.
+# Checks that there are no problems; shows the first five.
+sub none
+{
+	my ($problems, $name) = @_;
+
+	return is_deeply([ grep { defined } @$problems[ 0 .. 4 ] ], [], $name);
+}
+
+# Returns the problems of the times to live in Redis: each key must have one, long
+# enough for the longest-lived state of the key and at most an hour longer.
 sub ttl_problems
 {
 	my ($redis) = @_;
@@ -146,7 +236,7 @@ sub ttl_problems
 
 	foreach my $key (@{ $redis->cli('KEYS', '*') })
 	{
-		# In one script, so that the three belong together.
+		# One script, so that the three values are of the same moment.
 		my ($ttl, $fields, $time) = @{ $redis->cli('EVAL', q{return {
 			redis.call('PTTL', KEYS[1]), redis.call('HGETALL', KEYS[1]), redis.call('TIME')}},
 			1, $key) };
@@ -178,8 +268,25 @@ sub ttl_problems
 	return @problems;
 }
 
-# The entries of a log, oldest first, each with its time and its units, by the
-# fields of a key's hash; and what is wrong with these fields.
+# Checks the keys that were written in virtual time: each outlives the test and
+# has a time to live, and there are at least this many.
+sub keys_in_virtual_time
+{
+	my ($redis, $least) = @_;
+
+	return is($redis->cli('DBSIZE'), 0, 'Redis was not asked') if store() eq 'local';
+	is($redis->cli('EVAL', q{
+		local short = 0
+		for _, key in ipairs(redis.call('KEYS', '*')) do
+			if redis.call('PTTL', key) < 3600000 - 600000 then short = short + 1 end
+		end
+		return short}, 0), 0, 'each key lives for about an hour at least');
+	cmp_ok($redis->cli('DBSIZE'), '>=', $least, 'and there are keys');
+	return;
+}
+
+# Reads a log from the fields of a key's hash.  Returns its entries, oldest first,
+# each with its time and its units; then the problems of these fields.
 sub log_entries
 {
 	my ($fields, $name) = @_;
@@ -225,9 +332,12 @@ sub log_entries
 
 package RatelimitTest::Session;
 
+use IPC::Run;
+use PostgreSQL::Test::Utils;
+use RedisServer qw(await);
 use Test::More;
 
-# The output of the commands; what went wrong is then in error().
+# Returns the output of the commands; error() returns their errors.
 sub ask
 {
 	my ($self, $sql) = @_;
@@ -238,8 +348,8 @@ sub ask
 	return $output;
 }
 
-# Runs one command and tells how it ended: SQLSTATE, answer, message, detail,
-# milliseconds, whatever is not there as an empty string.
+# Runs one command and returns its outcome: SQLSTATE, answer, message, detail and
+# milliseconds.  A value that is missing is an empty string.
 sub attempt
 {
 	my ($self, $command) = @_;
@@ -250,7 +360,86 @@ sub attempt
 	return \%attempt;
 }
 
-# How an action of capacity 7 ends under each policy while Redis fails.
+# Runs one command as attempt() does, while the backend can open only the
+# descriptors below a number.
+sub attempt_below
+{
+	my ($self, $end, $command) = @_;
+	my $pid = $self->pid;
+	my ($most) = slurp_file("/proc/$pid/limits") =~ /^Max open files\s+(\d+)/m;
+	my $bound = sub { IPC::Run::run([ 'prlimit', '--pid', $pid, "--nofile=$_[0]:$most" ]) or die 'prlimit failed' };
+
+	$bound->($end);
+	my $got = $self->attempt($command);
+	$bound->($most);
+	return $got;
+}
+
+# Checks the output of the commands.
+sub answers
+{
+	my ($self, $sql, $expected, $name) = @_;
+
+	return is($self->ask($sql), $expected, $name) || diag $self->error;
+}
+
+# Sets settings of the extension, or resets those whose value is undef; checks
+# that this succeeds.
+sub set { my ($self, %settings) = @_; return $self->_set('', %settings); }
+
+# Sets settings for all new sessions of the database.
+sub set_for_new { my ($self, %settings) = @_; return $self->_set('ALTER DATABASE postgres ', %settings); }
+
+sub _set
+{
+	my ($self, $where, %settings) = @_;
+
+	foreach my $name (sort keys %settings)
+	{
+		my $command = $where . (defined $settings{$name} ? 'SET' : 'RESET') . " ratelimit.$name";
+
+		$self->ask($command . (defined $settings{$name} ? " = '$settings{$name}'" : ''));
+		is($self->error, '', $command);
+	}
+	return;
+}
+
+# Runs the code with these settings of the extension, and then resets them.
+sub with
+{
+	my ($self, $settings, $code) = @_;
+
+	$self->set(%$settings);
+	$code->();
+	$self->set(map { ($_ => undef) } keys %$settings);
+	return;
+}
+
+# Checks that Redis allows an action of capacity 7.
+sub works
+{
+	my ($self, $take, $how) = @_;
+	my $got = $self->attempt($take);
+
+	is($got->{state}, '00000', "$how: the call succeeds") or diag $got->{message};
+	like($got->{answer}, qr/^\(t,7,\d,,.*,redis\)$/, "$how: Redis decides");
+	return;
+}
+
+# Checks that a command fails with this SQLSTATE, and that its message and, if
+# given, its detail match these patterns.  Returns what attempt() returned.
+sub fails
+{
+	my ($self, $command, $what, $state, $message, $detail) = @_;
+	my $got = $self->attempt($command);
+
+	is($got->{state}, $state, "$what: SQLSTATE");
+	like($got->{message}, $message, "$what: message");
+	like($got->{detail}, $detail, "$what: detail") if $detail;
+	return $got;
+}
+
+# Checks the outcome of an action of capacity 7 under each policy while Redis fails.
 sub policy_is
 {
 	my ($self, $take, $how, $sqlstate, $message) = @_;
@@ -270,9 +459,21 @@ sub policy_is
 	return;
 }
 
+# Returns the remaining quota of each limit of each key.
+sub left
+{
+	my ($self, $limits, @keys) = @_;
+	my $keys = join ',', @keys;
+
+	return $self->ask("SELECT string_agg(remaining::text, ' ' ORDER BY n, o)
+		FROM unnest('{$keys}'::text[]) WITH ORDINALITY k (key, n),
+			rl_peek(key, '$limits', 0) WITH ORDINALITY p (rule, a, c, remaining, r, s, t, o)");
+}
+
+# Returns the errors of the last ask.
 sub error { my ($self) = @_; return $self->{error}; }
 
-# The SQLSTATE of the first error of the last ask, or 00000.
+# Returns the SQLSTATE of the first error of the last ask, or 00000.
 sub state
 {
 	my ($self) = @_;
@@ -280,7 +481,7 @@ sub state
 	return $self->{error} =~ /(?:ERROR|FATAL):  (\w{5}):/ ? $1 : '00000';
 }
 
-# Sends commands without waiting; the answer comes with the next ask.
+# Sends commands without waiting; the next ask returns their output.
 sub send
 {
 	my ($self, $sql) = @_;
@@ -295,6 +496,63 @@ sub pid
 	my ($self) = @_;
 
 	return $self->{pid} ||= $self->ask('SELECT pg_backend_pid()');
+}
+
+# Waits until a backend waits for Redis, or for events of another type.
+sub await_waiting
+{
+	my ($self, $pid, $type) = @_;
+
+	$type ||= 'Extension';
+	await("backend $pid to wait", sub { return $self->waits_for($pid) eq $type });
+	return;
+}
+
+# Returns the type of the events that an active backend waits for.
+sub waits_for
+{
+	my ($self, $pid) = @_;
+
+	return $self->ask("SELECT wait_event_type FROM pg_stat_activity WHERE state = 'active' AND pid = $pid");
+}
+
+# Waits until so many clients wait for Redis.
+sub await_waiting_clients
+{
+	my ($self, $n) = @_;
+
+	await("$n backends to wait for Redis", sub {
+		return $self->ask(q{SELECT count(*) FROM pg_stat_activity
+			WHERE state = 'active' AND wait_event_type = 'Extension' AND backend_type = 'client backend'}) >= $n;
+	});
+	return;
+}
+
+# Waits until a backend has ended.
+sub await_end
+{
+	my ($self, $pid) = @_;
+
+	await("the end of backend $pid", sub {
+		return $self->ask("SELECT 1 FROM pg_stat_activity WHERE pid = $pid") eq '' });
+	return;
+}
+
+# Returns how many descriptors the backend has.
+sub descriptors
+{
+	my ($self) = @_;
+	my @descriptors = glob '/proc/' . $self->pid . '/fd/*';
+
+	return scalar @descriptors;
+}
+
+# Returns how much memory of its own the backend has, in kB.
+sub private_kb
+{
+	my ($self) = @_;
+
+	return slurp_file('/proc/' . $self->pid . '/status') =~ /^RssAnon:\s+(\d+)/m ? $1 : die 'no RssAnon';
 }
 
 sub quit

@@ -1,5 +1,5 @@
-# A private Redis Cluster for one test: masters of as many slots each, each with
-# as many replicas as asked for; gone with the object.
+# A private Redis Cluster for one test: masters with an equal number of slots, and
+# the wanted number of replicas of each.  It ends with the object.
 #
 #   my $cluster = RedisCluster->new(masters => 3, replicas => 1);
 #                                        # args => sub { more arguments of a server }
@@ -45,10 +45,7 @@ sub new
 	{
 		$self->{replicas}[$i]->cli('CLUSTER', 'REPLICATE', $all[ $i % $n ]{id});
 	}
-	await('the replicas', sub {
-		return !grep { my %info = $_->info('replication'); ($info{master_link_status} || '') ne 'up' }
-		  @{ $self->{replicas} };
-	});
+	await('the replicas', sub { return !grep { !$_->follows } @{ $self->{replicas} } });
 	await('all to know the replicas', sub {
 		return !grep { my $nodes = $_->cli('CLUSTER', 'NODES');
 			(() = $nodes =~ /\bslave\b/g) < @{ $self->{replicas} } } @all;
@@ -62,17 +59,18 @@ sub replica { my ($self, $i) = @_; return $self->{replicas}[$i]; }
 
 sub servers { my ($self) = @_; return (@{ $self->{masters} }, @{ $self->{replicas} }); }
 
-# The value for ratelimit.redis_url: the masters, from this one on.
+# Returns the value for ratelimit.redis_url: the masters, from the given one on.
 sub url
 {
 	my ($self, %options) = @_;
 	my $first = $options{first} || 0;
 	my @masters = $self->masters;
 
-	return 'redis://' . (defined $options{user} ? "$options{user}@" : '') . join ',', map { '127.0.0.1:' . $masters[ ($_ + $first) % @masters ]->port } 0 .. $#masters;
+	return 'redis://' . (defined $options{user} ? "$options{user}@" : '')
+	  . join ',', map { '127.0.0.1:' . $masters[ ($_ + $first) % @masters ]->port } 0 .. $#masters;
 }
 
-# Waits until each server that runs sees so many, and that all is well.
+# Waits until each server that runs knows n servers and an owner of each slot.
 sub await_agreement
 {
 	my ($self, $n) = @_;
@@ -89,7 +87,7 @@ sub await_agreement
 	return;
 }
 
-# The slot of a key of the extension.
+# Returns the slot of a key of the extension.
 sub slot
 {
 	my ($self, $key) = @_;
@@ -99,8 +97,8 @@ sub slot
 	return $slot;
 }
 
-# The port of the server that this one takes for the slot's owner; the slot is
-# one that slot() has told.
+# Returns the port of the server that this server names as the slot's owner; slot()
+# must have returned the slot before.
 sub _owner
 {
 	my ($self, $server, $slot) = @_;
@@ -109,7 +107,7 @@ sub _owner
 	return $@ =~ /^MOVED \d+ \S+:(\d+)$/ ? $1 : die $@;
 }
 
-# True if the server takes itself for the owner of the slot of a key of the extension.
+# Returns true if the server says that it owns the slot of a key of the extension.
 sub has
 {
 	my ($self, $server, $key) = @_;
@@ -117,7 +115,7 @@ sub has
 	return $self->_owner($server, $self->slot($key)) == $server->port;
 }
 
-# The number of the master that had the slot when the cluster was made.
+# Returns the number of the master that had the slot when the cluster was made.
 sub first_owner
 {
 	my ($self, $slot) = @_;
@@ -137,7 +135,7 @@ sub _epoch
 	return $server->cli('CLUSTER', 'INFO') =~ /^cluster_my_epoch:(\d+)/m ? $1 : die 'no epoch';
 }
 
-# Opens a slot's move, in which each key is asked for where it is.
+# Begins to move a slot.  Each key is then found at the node where it is stored.
 sub begin_move
 {
 	my ($self, $slot, $from, $to) = @_;
@@ -148,7 +146,7 @@ sub begin_move
 	return;
 }
 
-# Moves the slot's keys, and closes the move.
+# Moves the slot's keys, and ends the move.
 sub end_move
 {
 	my ($self, $slot, $from, $to) = @_;
@@ -158,8 +156,8 @@ sub end_move
 	{
 		$source->cli('MIGRATE', '127.0.0.1', $target->port, '', 0, 60_000, 'KEYS', @keys);
 	}
-	# Who claims a slot with an epoch that is not the highest may be told that it
-	# is another's, and then nobody has it.
+	# If a node claims a slot with an epoch that is not the highest, another node may
+	# contradict it, and then no node has the slot.
 	await('the target to have the highest epoch', sub {
 		$target->cli('CLUSTER', 'BUMPEPOCH');
 		return !grep { $_ != $target && _epoch($_) >= _epoch($target) } $self->masters;

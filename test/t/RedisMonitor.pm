@@ -1,5 +1,4 @@
-# What a server runs, as it runs it: each command that MONITOR tells of, those
-# of scripts too.
+# The commands that a server runs, as MONITOR shows them, those of scripts too.
 package RedisMonitor;
 
 use strict;
@@ -7,7 +6,7 @@ use warnings FATAL => 'all';
 
 use IO::Socket::UNIX;
 
-# Watches from now on.
+# Begins to watch.
 sub new
 {
 	my ($class, $redis) = @_;
@@ -20,7 +19,7 @@ sub new
 	return bless { redis => $redis, socket => $socket, read => 0 }, $class;
 }
 
-# The commands since the last time, each a list of name and arguments.
+# Returns the commands since the last time, each a list of name and arguments.
 sub commands
 {
 	my ($self) = @_;
@@ -37,5 +36,8 @@ sub commands
 	}
 	die "MONITOR ended";
 }
+
+# Returns how many scripts were called since the last time.
+sub scripts { my ($self) = @_; return scalar grep { uc $_->[0] =~ /^EVAL/ } $self->commands; }
 
 1;

@@ -1,5 +1,5 @@
 # A private Redis or Valkey server for one test: on a free port of 127.0.0.1
-# and on a Unix socket, with a directory of its own, gone with the object.
+# and on a Unix socket, with a directory of its own.  It ends with the object.
 #
 #   my $redis = RedisServer->new(password => 'secret', args => ['--maxmemory', '1mb']);
 #   $redis->start;
@@ -26,8 +26,8 @@ our @EXPORT_OK = qw(await documented_user);
 
 my $DEADLINE = $ENV{PG_TEST_TIMEOUT_DEFAULT} || 180;
 
-# Calls the condition until it is true and returns what it said; dies of the
-# deadline with the name of what was awaited.
+# Calls the condition until it is true and returns its value; dies at the deadline
+# with the name of the condition.
 sub await
 {
 	my ($what, $condition) = @_;
@@ -42,7 +42,7 @@ sub await
 	}
 }
 
-# The user that the documentation tells to make in Redis: name, password and rule.
+# Returns the Redis user of the documentation: name, password and rule.
 sub documented_user
 {
 	my $text = join '', map { slurp_file("$FindBin::RealBin/../../$_") } qw(README.md docs/operations.md);
@@ -76,8 +76,8 @@ sub cluster_port { my ($self) = @_; my %args = @{ $self->{args} }; return $args{
 sub pid    { my ($self) = @_; return $self->{pid}; }
 sub logfile { my ($self) = @_; return "$self->{dir}/redis.log"; }
 
-# The value for ratelimit.redis_url, over the socket or over TCP; user and
-# database are put in if given.
+# Returns the value for ratelimit.redis_url, over the socket or over TCP, with the
+# user and the database if given.
 sub url
 {
 	my ($self, %part) = @_;
@@ -102,8 +102,8 @@ sub _binary
 	die "neither redis-server nor valkey-server is on PATH";
 }
 
-# Below the range that systems hand out themselves, so that the port is free
-# again for a restart.
+# Returns a port below the range from which systems choose ports, so that it is
+# still free at a restart.
 sub free_port
 {
 	foreach (1 .. 200)
@@ -117,8 +117,8 @@ sub free_port
 	die "no free port found";
 }
 
-# The password: as an argument Valkey 8 does not take every character.  And what
-# is no argument.
+# Writes the file with the settings that cannot be arguments: some of them, and the
+# password, because Valkey 8 does not accept every character in an argument.
 sub _config_file
 {
 	my ($self) = @_;
@@ -173,7 +173,7 @@ sub start
 		});
 		return $self if $up eq 'up';
 
-		# Somebody may have taken the port in the meantime.
+		# Another process may have taken the port in the meantime.
 		$self->{pid} = undef;
 	}
 	die "$binary does not start: " . _tail($self->logfile);
@@ -188,7 +188,7 @@ sub _tail
 	return join '', @lines[ ($#lines > 5 ? $#lines - 5 : 0) .. $#lines ];
 }
 
-# Kills the server as a crash would; what it holds is lost.
+# Kills the server as a crash would; its data is lost.
 sub stop
 {
 	my ($self) = @_;
@@ -210,13 +210,13 @@ sub restart
 	return $self->start;
 }
 
-# Stops the process without ending it; returns when it stands still.
+# Stops the process without ending it; returns when it has stopped.
 sub pause
 {
 	my ($self) = @_;
 
 	kill 'STOP', $self->{pid};
-	await('the server to stand still', sub {
+	await('the server to stop', sub {
 		open my $fh, '<', "/proc/$self->{pid}/stat" or die "no /proc: $!";
 		return <$fh> =~ /^\d+ \(.*\) T/;
 	});
@@ -232,7 +232,7 @@ sub resume
 }
 
 # Sends one command and returns the reply: a string, a number, undef, or a
-# reference to an array.  Dies of an error reply.  The connection is kept.
+# reference to an array.  Dies at an error reply.  Keeps the connection.
 sub cli
 {
 	my ($self, @command) = @_;
@@ -266,7 +266,7 @@ sub cli
 	return $reply;
 }
 
-# An error reply is a reference to its text.
+# Returns a reply; an error reply is a reference to its text.
 sub _read_reply
 {
 	my ($client) = @_;
@@ -292,13 +292,72 @@ sub _read_reply
 	die "unexpected reply \"$line\"\n";
 }
 
-# The fields of an INFO section.
+# Returns the fields of an INFO section.
 sub info
 {
 	my ($self, $section) = @_;
 
 	return map { /^([^:#]+):(.*?)\r?$/ ? ($1, $2) : () }
 	  split /\n/, $self->cli('INFO', $section);
+}
+
+# Returns one field of an INFO section, or an empty string.
+sub field
+{
+	my ($self, $section, $name) = @_;
+	my %info = $self->info($section);
+
+	return $info{$name} // '';
+}
+
+# Returns how many times a command has run since CONFIG RESETSTAT.
+sub calls
+{
+	my ($self, $command) = @_;
+
+	return $self->field('commandstats', "cmdstat_$command") =~ /calls=(\d+)/ ? $1 : 0;
+}
+
+# Returns how many error replies had this code since CONFIG RESETSTAT.
+sub errors
+{
+	my ($self, $code) = @_;
+
+	return $self->field('errorstats', "errorstat_$code") =~ /count=(\d+)/ ? $1 : 0;
+}
+
+# Returns true if the server is a replica that is connected to its master.
+sub follows
+{
+	my ($self) = @_;
+
+	return (eval { $self->field('replication', 'master_link_status') } || '') eq 'up';
+}
+
+# Runs the code while another process flushes the scripts all the time, and loads
+# this script again if given; returns what the code returns.
+sub while_flushing
+{
+	my ($self, $code, $script) = @_;
+	my $parent = $$;
+	my $flusher = fork;
+
+	die "could not fork: $!" unless defined $flusher;
+	if ($flusher == 0)
+	{
+		$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
+		$self->{client} = undef;
+		while (getppid == $parent)
+		{
+			$self->cli('SCRIPT', 'FLUSH');
+			$self->cli('SCRIPT', 'LOAD', $script) if defined $script;
+		}
+		POSIX::_exit(0);
+	}
+	my @results = $code->();
+	kill 'KILL', $flusher;
+	waitpid $flusher, 0;
+	return @results;
 }
 
 sub DESTROY
