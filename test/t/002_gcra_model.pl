@@ -6,17 +6,15 @@
 use strict;
 use warnings FATAL => 'all';
 
+use Engines qw(seed below log_uniform chance);
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
 use RedisServer;
 use Test::More;
 
-my $seed = $ENV{RATELIMIT_SEED} || int(rand(2**31));
+my $seed = seed();
 my $wanted = $ENV{RATELIMIT_STEPS} || 24_000;
-srand($seed);
-note "RATELIMIT_SEED=$seed";
-
 my $redis = RedisServer->new->start;
 my $node = new_node($redis);
 my $dir = PostgreSQL::Test::Utils::tempdir;
@@ -240,11 +238,6 @@ sub decide
 	return ($binding->[1], @rows);
 }
 
-# A whole number from 0 to n - 1; log_uniform: from 1 to n, small ones as
-# likely as large ones.
-sub below { my ($n) = @_; return $n < 2 ? 0 : int(rand($n)); }
-sub log_uniform { my ($n) = @_; return 1 + int(exp(rand(log($n + 1))) - 1); }
-sub chance { my ($percent) = @_; return rand(100) < $percent; }
 sub clamp { my ($x, $most) = @_; return $x < 1 ? 1 : $x > $most ? $most : $x; }
 
 # A history of one key.  Appends to the steps and to what the model expects,
@@ -418,20 +411,6 @@ foreach my $i (0 .. $#steps)
 is($wrong, 0, 'every answer is the model\'s')
   or diag "repeat with RATELIMIT_SEED=$seed RATELIMIT_STEPS=$wanted";
 
-# What was written in virtual time outlives the test, and nothing lives forever.
-if (store() eq 'redis')
-{
-	is($redis->cli('EVAL', q{
-		local short = 0
-		for _, key in ipairs(redis.call('KEYS', '*')) do
-			if redis.call('PTTL', key) < 3600000 - 600000 then short = short + 1 end
-		end
-		return short}, 0), 0, 'each key lives for about an hour at least');
-	cmp_ok($redis->cli('DBSIZE'), '>=', $histories / 2, 'and there are keys');
-}
-else
-{
-	is($redis->cli('DBSIZE'), 0, 'Redis was not asked');
-}
+keys_in_virtual_time($redis, $histories / 2);
 
 done_testing();

@@ -18,11 +18,9 @@ my $redis = RedisServer->new->start;
 
 # "localhost" with an address of each version, whatever the machine's files say,
 # and a host with two addresses of one version.
-my $library = PostgreSQL::Test::Utils::tempdir . '/addresses.so';
-my $has_library = eval {
-	system($ENV{CC} || 'cc', '-shared', '-fPIC', '-o', $library, "$FindBin::RealBin/../addresses.c", '-ldl') == 0 };
+my $library = preload("$FindBin::RealBin/../addresses.c");
 local $ENV{RATELIMIT_HOSTS} = 'localhost=::1,127.0.0.1 two.test=127.0.0.1,127.0.0.2';
-local $ENV{RATELIMIT_PRELOAD} = join ':', grep { $_ } $ENV{RATELIMIT_PRELOAD}, $has_library && $library;
+local $ENV{RATELIMIT_PRELOAD} = $library // $ENV{RATELIMIT_PRELOAD} // '';
 my $node = new_node($redis);
 my $session = session($node);
 my $watcher = session($node);
@@ -30,27 +28,7 @@ my $take = q{SELECT rl_throttle('away', 7, 1, 86400, 0)};
 
 sub policy_is { $session->policy_is(q{SELECT rl_throttle('away', 7, 1, 86400)}, @_); return; }
 
-sub works
-{
-	my ($how) = @_;
-	my $got = $session->attempt($take);
-
-	is($got->{state}, '00000', "$how: the next call works") or diag $got->{message};
-	like($got->{answer}, qr/redis\)$/, "$how: and is Redis's answer");
-	return;
-}
-
-# Until the session's backend waits for Redis.
-sub await_waiting
-{
-	my ($pid) = @_;
-
-	await('the backend to wait for Redis', sub {
-		return $watcher->ask(qq{SELECT 1 FROM pg_stat_activity
-			WHERE pid = $pid AND state = 'active' AND wait_event_type = 'Extension'}) eq '1';
-	});
-	return;
-}
+sub works { $session->works($take, @_); return; }
 
 # A socket that listens, and those that fill its queue.
 sub full_queue
@@ -75,28 +53,27 @@ foreach my $policy (qw(error allow deny))
 	# The first try finds a connection; the others make one that is accepted by
 	# nobody.
 	works("before standing still ($policy)");
-	$session->ask("SET ratelimit.on_error = $policy; SET ratelimit.command_timeout = '100ms'");
+	$session->set(on_error => $policy, command_timeout => '100ms');
 	$redis->pause;
 	my @ms = measures(150, sub { return $session->attempt($take)->{ms} });
 	$redis->resume;
-	$session->ask('RESET ratelimit.on_error; RESET ratelimit.command_timeout');
+	$session->set(on_error => undef, command_timeout => undef);
 	note "standing still, $policy: @ms ms";
 	cmp_ok($_, '>=', 99, "standing still, $policy: waits for command_timeout") foreach @ms;
 	cmp_ok($ms[0], '<=', 10_000, "standing still, $policy: a known connection is given up");
 	cmp_ok(min(@ms), '<=', 150, "standing still, $policy: within command_timeout + 50 ms");
 }
 $redis->pause;
-$session->ask("SET ratelimit.command_timeout = '100ms'");
-policy_is('standing still', '08006', qr/^lost the connection to Redis: ratelimit\.command_timeout has passed$/);
-$session->ask('RESET ratelimit.command_timeout');
+$session->with({ command_timeout => '100ms' }, sub {
+	policy_is('standing still', '08006', qr/^lost the connection to Redis: ratelimit\.command_timeout has passed$/);
+});
 $redis->resume;
 works('after standing still');
 
 # A server whose queue is full takes no connection: connect_timeout.
 {
 	my $full = full_queue('127.0.0.1');
-	$session->ask("SET ratelimit.connect_timeout = '200ms';
-		SET ratelimit.redis_url = 'redis://127.0.0.1:" . $full->[0]->sockport . "'");
+	$session->set(connect_timeout => '200ms', redis_url => 'redis://127.0.0.1:' . $full->[0]->sockport);
 	my $got;
 	my @ms = measures(250, sub { return ($got = $session->attempt($take))->{ms} });
 	is($got->{state}, '08001', 'no connection: the SQLSTATE');
@@ -105,8 +82,7 @@ works('after standing still');
 	cmp_ok(min(@ms), '<=', 250, 'no connection: within connect_timeout + 50 ms');
 
 	# And it is interruptible.
-	$session->ask("SET ratelimit.connect_timeout = '10min'");
-	$session->ask("SET statement_timeout = '50ms'");
+	$session->ask("SET ratelimit.connect_timeout = '10min'; SET statement_timeout = '50ms'");
 	is($session->attempt($take)->{state}, '57014', 'no connection: statement_timeout works');
 	$session->ask('RESET statement_timeout; RESET ratelimit.connect_timeout; RESET ratelimit.redis_url');
 	works('no connection');
@@ -118,29 +94,29 @@ works('after standing still');
 
 SKIP: {
 	my $v6 = IO::Socket::IP->new(LocalHost => '::1', Listen => 1);
-	skip 'no compiler to make addresses.so', 7 unless $has_library;
-	skip 'the machine has no address ::1', 7 unless $v6;
+	skip 'no compiler for addresses.c', 8 unless $library;
+	skip 'the machine has no address ::1', 8 unless $v6;
 	my $on_v6 = RedisServer->new(args => [ '--bind', '::1' ])->start;
 	my $on_v4 = RedisServer->new->start;
 
-	$session->ask("SET ratelimit.redis_url = 'redis://localhost:" . $on_v6->port . "'");
+	$session->set(redis_url => 'redis://localhost:' . $on_v6->port);
 	works('localhost, where Redis listens on ::1 only');
-	$session->ask("SET ratelimit.redis_url = 'redis://localhost:" . $on_v4->port . "'");
+	$session->set(redis_url => 'redis://localhost:' . $on_v4->port);
 	works('localhost, where Redis listens on 127.0.0.1 only');
 
 	# The first address hangs: it has half of the time.
 	my $full = full_queue('127.0.0.1', $on_v6->port);
-	$session->ask("SET ratelimit.connect_timeout = '2s'; SET ratelimit.redis_url = 'redis://localhost:" . $on_v6->port . "'");
+	$session->set(connect_timeout => '2s', redis_url => 'redis://localhost:' . $on_v6->port);
 	works('the first address accepts no connection');
 	undef $full;
 
 	my $first = full_queue('127.0.0.1');
 	my $second = full_queue('127.0.0.2', $first->[0]->sockport);
-	$session->ask("SET ratelimit.connect_timeout = '200ms'; SET ratelimit.redis_url = 'redis://two.test:" . $first->[0]->sockport . "'");
+	$session->set(connect_timeout => '200ms', redis_url => 'redis://two.test:' . $first->[0]->sockport);
 	my @ms = measures(250, sub { return $session->attempt($take)->{ms} });
 	note "two addresses that accept no connection: @ms ms";
 	cmp_ok(min(@ms), '<=', 250, 'two addresses that accept no connection: within connect_timeout + 50 ms');
-	$session->ask('RESET ratelimit.connect_timeout; RESET ratelimit.redis_url');
+	$session->set(connect_timeout => undef, redis_url => undef);
 }
 
 #
@@ -154,7 +130,7 @@ foreach my $try (1 .. 20)
 	works("before cancel $try");
 	$redis->pause;
 	$session->send("SELECT state || ',' || extract(epoch FROM ended) FROM attempt(\$\$$take\$\$)\n;");
-	await_waiting($pid);
+	$watcher->await_waiting($pid);
 	my ($asked) = split /\|/, $watcher->ask(
 		"SELECT extract(epoch FROM clock_timestamp()), pg_cancel_backend($pid)");
 	my ($state, $ended) = split /,/, $session->ask('');
@@ -206,7 +182,7 @@ cmp_ok(min(@terminate), '<=', 50, 'pg_terminate_backend acts within 50 ms');
 $session->ask("SET ratelimit.command_timeout = '10min'");
 $redis->pause;
 $session->send("SELECT state FROM attempt(\$\$$take\$\$)\n;");
-await_waiting($pid);
+$watcher->await_waiting($pid);
 $watcher->ask("SET statement_timeout = '60s'; CREATE DATABASE short_lived; DROP DATABASE short_lived");
 is($watcher->error, '', 'a backend that waits for Redis holds nobody up');
 is($watcher->ask(qq{SELECT state, wait_event_type FROM pg_stat_activity WHERE pid = $pid}),
@@ -242,7 +218,7 @@ foreach my $round (0 .. 29)
 	if ($by eq 'cancel')
 	{
 		$session->send("SELECT state FROM attempt(\$\$$lost\$\$)\n;");
-		await_waiting($pid);
+		$watcher->await_waiting($pid);
 		$watcher->ask("SELECT pg_cancel_backend($pid)");
 		$state = $session->ask('');
 	}
@@ -264,7 +240,7 @@ foreach my $round (0 .. 29)
 	else
 	{
 		$session->send(sprintf "SELECT answer FROM attempt(\$\$$calls[0]\$\$)\n;", $second);
-		await_waiting($pid);
+		$watcher->await_waiting($pid);
 		$redis->resume;
 		push @answers, $session->ask('');
 	}
@@ -281,7 +257,7 @@ is_deeply(\@wrong, [], 'after an interrupted call each call gets its own answer'
 works('before dying');
 $redis->pause;
 $session->send("SELECT state || message FROM attempt(\$\$$take\$\$)\n;");
-await_waiting($pid);
+$watcher->await_waiting($pid);
 $redis->stop;
 like($session->ask(''), qr/^08006lost the connection to Redis: /, 'dying in the middle of a call');
 
@@ -290,7 +266,7 @@ foreach my $tcp (0, 1)
 	my $way = $tcp ? 'TCP' : 'a socket';
 
 	$redis->start unless $redis->pid;
-	$session->ask("SET ratelimit.redis_url = '" . $redis->url(tcp => $tcp) . "'");
+	$session->set(redis_url => $redis->url(tcp => $tcp));
 	works("over $way");
 	$redis->stop;
 	policy_is("killed, over $way", '08001', qr/^could not connect to Redis: /);
@@ -306,8 +282,7 @@ foreach my $tcp (0, 1)
 		push @errors, $got->{message} if $got->{state} ne '00000';
 	}
 	is_deeply(\@errors, [], "killed while idle, over $way: the next call works");
-	my %stats = $redis->info('stats');
-	cmp_ok($stats{total_connections_received}, '>=', 20, "killed while idle, over $way: it was");
+	cmp_ok($redis->field('stats', 'total_connections_received'), '>=', 20, "killed while idle, over $way: it was");
 }
 $session->ask('RESET ratelimit.redis_url');
 
@@ -360,9 +335,7 @@ works('no number in the state');
 	push @{ $slow->{args} }, '--key-load-delay', '10000';
 	$slow->{loading} = 1;
 	$slow->start;
-	$session->ask("SET ratelimit.redis_url = '" . $slow->url . "'");
-	policy_is('loading', '08P01', qr/LOADING/);
-	$session->ask('RESET ratelimit.redis_url');
+	$session->with({ redis_url => $slow->url }, sub { policy_is('loading', '08P01', qr/LOADING/) });
 	works('loading');
 }
 
@@ -402,13 +375,6 @@ $session->ask('RESET ratelimit.on_error');
 # A thousand failed calls: no descriptor, no memory
 #
 
-sub descriptors
-{
-	my @fds = glob("/proc/$pid/fd/*");
-
-	return scalar @fds;
-}
-
 # So often in a row; returns how often with this SQLSTATE.
 sub failures
 {
@@ -420,9 +386,9 @@ sub failures
 
 $redis->start;
 works('before a thousand failures');
-my $descriptors = descriptors();
+my $descriptors = $session->descriptors;
 is(failures(10, '00000'), 10, 'ten calls succeed');
-is(descriptors(), $descriptors, "and need $descriptors descriptors like the first");
+is($session->descriptors, $descriptors, "and need $descriptors descriptors like the first");
 $redis->stop;
 is(failures(300, '08001'), 300, '300 calls find no server at the socket');
 $session->ask("SET ratelimit.redis_url = '" . $redis->url(tcp => 1) . "'");
@@ -444,17 +410,11 @@ is($canceled, 50, '50 calls are canceled');
 $session->ask('RESET statement_timeout');
 $redis->resume;
 works('after a thousand failures');
-is(descriptors(), $descriptors, 'a thousand failures cost no descriptor');
+is($session->descriptors, $descriptors, 'a thousand failures cost no descriptor');
 
 #
 # A million calls: no memory
 #
-
-sub private_kb
-{
-	my ($of) = @_;
-	return slurp_file('/proc/' . $of->pid . '/status') =~ /^RssAnon:\s+(\d+)/m ? $1 : die 'no RssAnon';
-}
 
 $redis->cli('SET', 'rl:{broken}', 'a string');
 $session->ask(q{
@@ -483,7 +443,7 @@ $session->ask(q{
 # By four backends, or most of the time would go into waking each other.
 my @callers = ($session, map { session($node) } 1 .. 3);
 $_->ask('SET ratelimit.on_error = deny; SELECT call(10000)') foreach @callers;
-my @before = map { private_kb($_) } @callers;
+my @before = map { $_->private_kb } @callers;
 my ($allowed, $refused, $failed, @errors) = (0, 0, 0);
 $_->send("SELECT * FROM call(250000)\n;") foreach @callers;
 foreach my $caller (@callers)
@@ -495,7 +455,7 @@ foreach my $caller (@callers)
 	$refused += $n[1];
 	$failed += $n[2];
 }
-my @growth = map { private_kb($callers[$_]) - $before[$_] } 0 .. $#callers;
+my @growth = map { $callers[$_]->private_kb - $before[$_] } 0 .. $#callers;
 note "a million calls: $allowed allowed, $refused refused, $failed failed, @growth kB more than @before kB";
 is_deeply(\@errors, [], 'a million calls, no error');
 is($allowed + $refused + $failed, 1_000_000, 'all of them were made');
@@ -504,6 +464,6 @@ cmp_ok($_, '>', 0, 'and some were decided') foreach $allowed, $refused;
 cmp_ok(max(@growth), '<', 128, 'a million calls need no more memory');
 works('after a million calls');
 # Those of tables may have been closed meanwhile.
-cmp_ok(descriptors(), '<=', $descriptors, 'nor descriptors');
+cmp_ok($session->descriptors, '<=', $descriptors, 'nor descriptors');
 
 done_testing();

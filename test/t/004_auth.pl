@@ -31,38 +31,17 @@ sub write_file
 	return $file;
 }
 
-# Settings for the session; the next call uses them.
-sub with
-{
-	my (%settings) = @_;
-
-	foreach my $name (sort keys %settings)
-	{
-		$session->ask("SET ratelimit.$name = '$settings{$name}'");
-		is($session->error, '', "SET ratelimit.$name");
-	}
-	return;
-}
+sub with { $session->set(@_); return; }
 
 sub fails
 {
-	my ($what, $state, $message) = @_;
-	my $got = $session->attempt($take);
+	my $got = $session->fails($take, @_);
 
-	is($got->{state}, $state, "$what: SQLSTATE");
-	like("$got->{message} $got->{detail}", $message, "$what: message");
-	unlike("$got->{message} $got->{detail}", qr/sesame|s3cr3t/, "$what: no password in it");
+	unlike("$got->{message} $got->{detail}", qr/sesame|s3cr3t/, "$_[0]: no password in it");
 	return;
 }
 
-sub works
-{
-	my ($what) = @_;
-	my $got = $session->attempt($look);
-
-	like($got->{answer}, qr/^\(t,7,\d,,.*,redis\)$/, "$what: works") or diag $got->{message};
-	return;
-}
+sub works { $session->works($look, @_); return; }
 
 # Who the server says is connected.
 sub clients

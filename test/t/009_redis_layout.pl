@@ -3,16 +3,14 @@
 use strict;
 use warnings FATAL => 'all';
 
+use Engines qw(seed);
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
 use RedisServer;
 use Test::More;
 
-my $seed = $ENV{RATELIMIT_SEED} || int(rand(2**31));
-srand($seed);
-note "RATELIMIT_SEED=$seed";
-
+my $seed = seed();
 my $redis = RedisServer->new->start;
 my $node = new_node($redis);
 my $session = session($node);

@@ -74,11 +74,9 @@ foreach my $case (
 {
 	my ($what, $answer, $state, %how) = @$case;
 	my $liar = liar($answer, %how);
-	my $url = $liar->url;
 
 	# Only what never ends needs to be cut short.
-	$session->ask("SET ratelimit.redis_url = '$url'; SET ratelimit.on_error = error; SET ratelimit.command_timeout = "
-		  . ($state eq '08006' ? "'100ms'" : "'60s'"));
+	$session->set(redis_url => $liar->url, on_error => 'error', command_timeout => $state eq '08006' ? '100ms' : '60s');
 	my $got = $session->attempt($take);
 	is($got->{state}, $state, "$what: SQLSTATE") or diag "$got->{message} $got->{answer}";
 	unlike("$got->{message}$got->{detail}", qr/[^ -~]/, "$what: nothing strange in the message");
@@ -96,19 +94,17 @@ foreach my $case (
 }
 
 # An answer that comes in pieces is an answer.
-$session->ask("SET ratelimit.command_timeout = '60s'");
 my $slow = liar("*2\r\n\$4\r\n5000\r\n:0\r\n", slowly => 1);
-$session->ask("SET ratelimit.redis_url = '" . $slow->url . "'");
+$session->set(command_timeout => '60s', redis_url => $slow->url);
 is($session->attempt($take)->{answer}, '(f,7,0,0.005,0.005,ban)', 'an answer in pieces');
 
 # More than was asked for is not kept for the next call.
-$session->ask("SET ratelimit.on_error = error");
 my $talker = liar(":0\r\n:86400000000000\r\n:86400000000000\r\n");
-$session->ask("SET ratelimit.redis_url = '" . $talker->url . "'");
+$session->set(on_error => 'error', redis_url => $talker->url);
 is($session->attempt($take)->{state}, '08P01', "too many answers, call $_") foreach 1 .. 4;
 
 # All this in one backend, which has survived it.
-$session->ask('RESET ratelimit.redis_url');
+$session->set(redis_url => undef);
 is($session->ask('SELECT pg_backend_pid()'), $pid, 'the backend lives');
 is($session->attempt($take)->{answer}, '(t,7,6,,86400,redis)', 'and Redis is asked again');
 

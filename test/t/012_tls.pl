@@ -74,37 +74,9 @@ my $node = new_node($redis);
 my $session = session($node);
 my $watcher = session($node);
 
-sub with
-{
-	my (%settings) = @_;
-
-	foreach my $name (sort keys %settings)
-	{
-		$session->ask("SET ratelimit.$name = '$settings{$name}'");
-		is($session->error, '', "SET ratelimit.$name");
-	}
-	return;
-}
-
-sub fails
-{
-	my ($what, $state, $message, $detail) = @_;
-	my $got = $session->attempt($take);
-
-	is($got->{state}, $state, "$what: SQLSTATE");
-	like($got->{message}, $message, "$what: message");
-	like($got->{detail}, $detail, "$what: detail") if $detail;
-	return;
-}
-
-sub works
-{
-	my ($what) = @_;
-	my $got = $session->attempt($look);
-
-	like($got->{answer}, qr/^\(t,7,\d,,.*,redis\)$/, "$what: works") or diag $got->{message};
-	return;
-}
+sub with { $session->set(@_); return; }
+sub fails { $session->fails($take, @_); return; }
+sub works { $session->works($look, @_); return; }
 
 # What the server shows from the next connection on.
 sub show
@@ -146,9 +118,7 @@ $redis->cli('SELECT', 3);
 is_deeply($redis->cli('KEYS', '*'), ['rl:{tls}'], 'a database: it is that one');
 $redis->cli('SELECT', 0);
 $redis->cli('ACL', 'SETUSER', 'limiter', 'on', '>s3cr3t', '~rl:*', '+@all');
-append_to_file("$dir/password", "s3cr3t\n");
-chmod 0600, "$dir/password";
-with(redis_url => "rediss://limiter\@127.0.0.1:$tls_port/3", redis_passfile => "$dir/password");
+with(redis_url => "rediss://limiter\@127.0.0.1:$tls_port/3", redis_passfile => password_file('s3cr3t'));
 works('a user');
 like($redis->cli('CLIENT', 'LIST', 'TYPE', 'normal'), qr/user=limiter/, 'a user: it is that one');
 with(redis_passfile => '');
@@ -167,13 +137,12 @@ foreach my $version ('TLSv1.2', 'TLSv1.3')
 	works($version);
 
 	# What the server sends of its own accord, tickets, is no reason to reconnect.
-	my %before = $redis->info('stats');
+	my $before = $redis->field('stats', 'total_connections_received');
 	is($session->ask("SELECT count(*) FROM (SELECT rl_throttle('many$version', 5000, 1, 86400) d
 			FROM generate_series(1, 5000) OFFSET 0) s WHERE (d).allowed"), 5000, "$version: 5,000 calls");
 	like($session->attempt("SELECT rl_throttle('many$version', 5000, 1, 86400)")->{answer}, qr/^\(f,5000,0,/,
 		"$version: each was counted");
-	my %after = $redis->info('stats');
-	is($after{total_connections_received}, $before{total_connections_received}, "$version: over one connection");
+	is($redis->field('stats', 'total_connections_received'), $before, "$version: over one connection");
 }
 $redis->cli('CONFIG', 'SET', 'tls-protocols', '');
 
@@ -324,10 +293,7 @@ foreach my $round (0 .. 9)
 	else
 	{
 		$session->send("SELECT state FROM attempt(\$\$$take\$\$)\n;");
-		await('the backend to wait for Redis', sub {
-			return $watcher->ask(qq{SELECT 1 FROM pg_stat_activity
-				WHERE pid = $pid AND state = 'active' AND wait_event_type = 'Extension'}) eq '1';
-		});
+		$watcher->await_waiting($pid);
 		$watcher->ask("SELECT pg_cancel_backend($pid)");
 		is($session->ask(''), '57014', 'standing still: cancel works');
 	}

@@ -445,20 +445,6 @@ if ($failed == 0 && $differ == 0)
 	cmp_ok($count{claims}, '>=', 20_000 * $share, "claims of an answer put to the test: $count{claims}");
 }
 
-# What was written in virtual time outlives the test, and nothing lives forever.
-if (store() eq 'redis')
-{
-	is($redis->cli('EVAL', q{
-		local short = 0
-		for _, key in ipairs(redis.call('KEYS', '*')) do
-			if redis.call('PTTL', key) < 3600000 - 600000 then short = short + 1 end
-		end
-		return short}, 0), 0, 'each key lives for about an hour at least');
-	cmp_ok($redis->cli('DBSIZE'), '>=', $histories / 2, 'and there are keys');
-}
-else
-{
-	is($redis->cli('DBSIZE'), 0, 'Redis was not asked');
-}
+keys_in_virtual_time($redis, $histories / 2);
 
 done_testing();
