@@ -11,6 +11,7 @@ use Engines;
 use List::Util qw(max min sum0);
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
+use Promises;
 use RatelimitTest;
 use RedisServer;
 use Test::More;
@@ -144,89 +145,50 @@ sub attempts
 # Promises
 #
 
-# Until when units count that were charged or refused at a place: the window's
-# start, the sub-window's number, or the time.
-sub counts_until
-{
-	my ($limit, $kind, $place) = @_;
-
-	return $kind eq 'sliding_window' ? ($place + 1) * $limit->{step} + $limit->{period} : $place + $limit->{period};
-}
-
-# Tells of each event what was in use before and after it, and its window, by the
-# rules of section 4: a refund takes the oldest units that are charged, and none
-# that are refused; of these a log keeps as many as the capacity.
+# Sets the units in use before and after each event, and its place, by the rules
+# of section 4: a refund takes the oldest units that are charged, and none that are
+# refused.  Of refused units a log keeps as many as the capacity.
 sub account
 {
-	my ($kind, $events) = @_;
-	my %units = (charged => [], refused => []);      # of [place, units], the oldest first
-	my $take_oldest = sub {
-		my ($list, $left) = @_;
-
-		while ($left > 0 && @$list)
-		{
-			my $part = min($left, $list->[0][1]);
-
-			$left -= $part;
-			shift @$list unless $list->[0][1] -= $part;
-		}
-	};
+	my ($events) = @_;
+	my (@charged, @refused);
 
 	foreach my $event (@$events)
 	{
 		my ($limit, $now, $quota) = @$event{qw(limit now quota)};
-		use integer;
 
-		foreach my $list (values %units)
-		{
-			@$list = grep { counts_until($limit, $kind, $_->[0]) > $now } @$list;
-		}
-		my @all = map { @$_ } values %units;
-		my $place = $kind eq 'sliding_log' ? $now : $kind eq 'sliding_window' ? $now / $limit->{step}
-		  : $kind eq 'fixed_window' ? $now / $limit->{period} * $limit->{period} : @all ? $all[0][0] : $now;
+		@charged = live($limit, $now, @charged);
+		@refused = live($limit, $now, @refused);
+		my $place = place($limit, $now, @charged, @refused);
 
-		@$event{qw(place used)} = ($place, sum0(map { $_->[1] } @all));
+		@$event{qw(place used)} = ($place, units(@charged, @refused));
 		if ($quota < 0)
 		{
-			$take_oldest->($units{charged}, -$quota);
+			take_oldest(-$quota, @charged);
 		}
 		elsif ($event->{done})
 		{
-			push @{ $units{charged} }, [ $place, $quota ];
+			push @charged, [ $place, $quota ];
 		}
 		elsif ($limit->{count_denied} && $quota <= $limit->{capacity})
 		{
-			push @{ $units{refused} }, [ $place, $quota ];
-			$take_oldest->($units{refused}, sum0(map { $_->[1] } @{ $units{refused} }) - $limit->{capacity})
-			  if $kind eq 'sliding_log';
+			push @refused, [ $place, $quota ];
+			take_oldest(units(@refused) - $limit->{capacity}, @refused) if $limit->{algorithm} eq 'sliding_log';
 		}
-		$event->{after} = sum0(map { $_->[1] } map { @$_ } values %units);
+		$event->{after} = units(@charged, @refused);
 	}
 	return;
 }
 
-# How much more than S a span may hold, by the promise.  T is the time from its
-# first to its last action, which are in those windows.
-sub room
-{
-	my ($limit, $kind, $s, $t, $same_window) = @_;
-	use integer;
-
-	return ($limit->{capacity} * $limit->{interval_ns} + $t * 1000 - $s * $limit->{interval_ns}) if $kind eq 'throttle';
-	return $limit->{capacity} + $limit->{count} * (1 + $t / $limit->{period}) - $s if $kind eq 'token_bucket';
-	return $limit->{capacity} - $s if $kind =~ /fixed|first/ ? $same_window : $t < $limit->{period};
-	return undef;
-}
-
-# The same for a refusal to be right: as tight as the algorithm may be, over a
-# span from an action to this refusal.
+# Returns the same as room() for a refusal: as little as the algorithm can allow,
+# over a span from an action to this refusal.
 sub tight_room
 {
-	my ($limit, $kind, $s, $t, $same_window) = @_;
+	my ($limit, $s, $t, $same_window) = @_;
 	use integer;
 
-	return $limit->{capacity} + $limit->{count} * ($t / $limit->{period}) - $s if $kind eq 'token_bucket';
-	return $t < $limit->{period} + $limit->{step} ? $limit->{capacity} - $s : undef if $kind eq 'sliding_window';
+	return $limit->{capacity} + $limit->{count} * ($t / $limit->{period}) - $s if $limit->{algorithm} eq 'token_bucket';
+	return $t < $limit->{period} + $limit->{step} ? $limit->{capacity} - $s : undef if $limit->{step};
 	return room(@_);
 }
 
@@ -235,12 +197,11 @@ sub tight_room
 # what is wrong, and how near to the promise it came.
 sub check_promise
 {
-	my ($kind, $events, $refunds) = @_;
+	my ($events, $refunds) = @_;
 	my @events = grep { $_->{quota} < 0 || !defined $_->{d} || $_->{quota} <= $_->{limit}{capacity} } @$events;
 	my $least;
 
-	account($kind, $events) if $kind =~ /fixed|first/;
-
+	account($events) if $events->[0]{limit}{algorithm} eq 'fixed_window';
 	foreach my $j (0 .. $#events)
 	{
 		my $event = $events[$j];
@@ -260,11 +221,11 @@ sub check_promise
 				next if $from->{quota} < 0;
 			}
 			my $t = $event->{now} - $from->{now};
-			my $same = $kind =~ /fixed|first/ && $from->{place} == $event->{place};
+			my $same = defined $event->{place} && $from->{place} == $event->{place};
 
 			if ($event->{allowed})
 			{
-				my $room = room($limit, $kind, $s, $t, $same);
+				my $room = room($limit, $s, $t, $same);
 
 				last unless defined $room;
 				$least = $room if !defined $least || $room < $least;
@@ -272,7 +233,7 @@ sub check_promise
 			}
 			else
 			{
-				my $room = tight_room($limit, $kind, $s, $t, $same);
+				my $room = tight_room($limit, $s, $t, $same);
 
 				last unless defined $room;
 				$needed = 1 if $room < 0;
@@ -312,7 +273,7 @@ foreach my $kind (@kinds)
 			push @sql_steps, @$steps;
 			push @sql_histories, [ $limit, $events, $refunds ];
 		}
-		my ($wrong, $least) = check_promise($kind, $events, $refunds);
+		my ($wrong, $least) = check_promise($events, $refunds);
 		$events{C} += @$events;
 		$events{refused} += grep { $_->{d} && !$_->{allowed} } @$events;
 		$reached{C}++ if defined $least && $least == 0;
@@ -327,7 +288,7 @@ foreach my $kind (@kinds)
 	{
 		my ($limit, $c, $refunds) = @$history;
 		my $events = sql_events($c, [ splice @$answers, 0, scalar @$c ]);
-		my ($wrong, $least) = check_promise($kind, $events, $refunds);
+		my ($wrong, $least) = check_promise($events, $refunds);
 
 		$events{SQL} += @$events;
 		$reached{SQL}++ if defined $least && $least == 0;
@@ -433,9 +394,9 @@ foreach my $phase (0, 1, 499_999)
 # counts are within the capacity.
 sub check_denied
 {
-	my ($kind, $events) = @_;
+	my ($events) = @_;
 
-	account($kind, $events);
+	account($events);
 	foreach my $j (0 .. $#$events)
 	{
 		my ($event, $capacity) = ($events->[$j], $events->[$j]{limit}{capacity});
@@ -456,8 +417,8 @@ foreach my $kind (@denying)
 	my %seen = (allowed => 0, refused => 0, by_other => 0, refunded => 0, smaller => 0, reached => 0);
 	my $check = sub {
 		my ($engine, $events) = @_;
-		my ($broken, $least) = check_promise($kind, $events, 1);
-		my $wrong = check_denied($kind, $events) // $broken;
+		my ($broken, $least) = check_promise($events, 1);
+		my $wrong = check_denied($events) // $broken;
 
 		$seen{reached}++ if $engine eq 'C' && defined $least && $least == 0;
 		return if !defined $wrong || $bad{$engine}++ > 1;

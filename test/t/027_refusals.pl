@@ -11,9 +11,10 @@ use strict;
 use warnings FATAL => 'all';
 
 use Engines;
-use List::Util qw(max min sum0);
+use List::Util qw(max);
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
+use Promises;
 use RatelimitTest;
 use RedisServer;
 use Test::More;
@@ -31,59 +32,19 @@ my %count;
 # The model
 #
 
-# A history is about one state of one key: kind, period, step; charged and
-# refused are lists of [place, units], the oldest first.  The place is the
-# start of the window, the number of the sub-window, or the time.
-sub counts_until
-{
-	my ($h, $place) = @_;
-
-	return ($place + 1) * $h->{step} + $h->{period} if $h->{kind} eq 'sliding_window';
-	return $place + $h->{period};
-}
-
-# Drops what no longer counts.
+# A history is about one state of one key: the state tag; charged and refused are
+# lists of entries.  Removes the entries that no longer count.
 sub expire
 {
 	my ($h) = @_;
 
-	foreach my $list (qw(charged refused))
-	{
-		$h->{$list} = [ grep { $_->[1] > 0 && counts_until($h, $_->[0]) > $h->{now} } @{ $h->{$list} } ];
-	}
+	$h->{$_} = [ live($h, $h->{now}, @{ $h->{$_} }) ] foreach qw(charged refused);
 	return;
 }
 
-sub place
-{
-	my ($h) = @_;
-	my $now = $h->{now};
-	my @all = map { @{ $h->{$_} } } qw(charged refused);
-	use integer;
+sub place_of { my ($h) = @_; return place($h, $h->{now}, map { @{ $h->{$_} } } qw(charged refused)); }
 
-	return $now / $h->{step} if $h->{kind} eq 'sliding_window';
-	return $now if $h->{kind} eq 'sliding_log';
-	return $now / $h->{period} * $h->{period} if $h->{kind} eq 'fixed_window';
-	return @all ? $all[0][0] : $now;
-}
-
-sub units { my ($h, @lists) = @_; return sum0(map { $_->[1] } map { @{ $h->{$_} } } @lists); }
-
-# Takes units from the front of a list; returns how many there were.
-sub take_oldest
-{
-	my ($list, $units) = @_;
-	my $taken = 0;
-
-	foreach my $entry (@$list)
-	{
-		my $part = min($units - $taken, $entry->[1]);
-
-		$entry->[1] -= $part;
-		$taken += $part;
-	}
-	return $taken;
-}
+sub used { my ($h, @lists) = @_; return units(map { @{ $h->{$_} } } @lists); }
 
 # What the answer to a call changes, and what is wrong with the answer.
 sub called
@@ -95,14 +56,14 @@ sub called
 	my @wrong;
 
 	expire($h);
-	my $used = units($h, qw(charged refused));
+	my $used = used($h, qw(charged refused));
 	my $fits = $used + $quota <= $count;
-	my $before = units($h, 'refused');
+	my $before = used($h, 'refused');
 	push @wrong, "allowed $quota of $count while $used are in use" if $allowed eq 't' && !$fits;
 	push @wrong, "refused $quota of $count while only $used are in use" if $allowed eq 'f' && $fits;
 	if ($done)
 	{
-		my $place = place($h);
+		my $place = place_of($h);
 
 		push @{ $h->{charged} }, [ $place, $quota ];
 		push @{ $h->{grants} }, [ $place, $quota ] if $call->{grants};
@@ -110,13 +71,13 @@ sub called
 	}
 	elsif ($call->{denied} && $quota > 0 && $quota <= $count)
 	{
-		push @{ $h->{refused} }, [ place($h), $quota ];
+		push @{ $h->{refused} }, [ place_of($h), $quota ];
 		# A log keeps the newest refusals.
-		if ($h->{kind} eq 'sliding_log')
+		if ($h->{algorithm} eq 'sliding_log')
 		{
-			my $gone = max(units($h, 'refused') - $count, 0);
+			my $gone = max(used($h, 'refused') - $count, 0);
 
-			take_oldest($h->{refused}, $gone);
+			take_oldest($gone, @{ $h->{refused} });
 			$count{saturated}++ if $gone;
 		}
 		$count{counted}++;
@@ -125,9 +86,9 @@ sub called
 	}
 	expire($h);
 	$h->{greatest} = @{ $h->{charged} } ? max($h->{greatest}, $count) : 0;
-	$used = units($h, qw(charged refused));
+	$used = used($h, qw(charged refused));
 	my $free = max($count - $used, 0);
-	push @wrong, "$remaining of $count remain while $used are in use, " . units($h, 'refused') . ' of them refused'
+	push @wrong, "$remaining of $count remain while $used are in use, " . used($h, 'refused') . ' of them refused'
 	  if $remaining != $free;
 	return @wrong;
 }
@@ -137,7 +98,7 @@ sub refunded
 	my ($h, $quota) = @_;
 
 	expire($h);
-	$count{refund_keeps}++ if take_oldest($h->{charged}, $quota) && units($h, 'refused');
+	$count{refund_keeps}++ if take_oldest($quota, @{ $h->{charged} }) && used($h, 'refused');
 	expire($h);
 	return;
 }
@@ -153,7 +114,7 @@ sub rolled_back
 		my ($place, $quota) = @$grant;
 
 		$count{undo_keeps}++
-		  if take_oldest([ grep { $_->[0] == $place } @{ $h->{charged} } ], $quota) && units($h, 'refused');
+		  if take_oldest($quota, grep { $_->[0] == $place } @{ $h->{charged} }) && used($h, 'refused');
 	}
 	$h->{grants} = [];
 	expire($h);
@@ -167,10 +128,9 @@ sub rolled_back
 sub limit_text
 {
 	my ($h, $call) = @_;
-	my ($algorithm, $first) = split / /, $h->{kind};
 
-	return "$algorithm $call->{count}/$h->{period}us" . ($first ? " $first" : '')
-	  . ($algorithm eq 'sliding_window' ? " step $h->{step}us" : '')
+	return "$h->{algorithm} $call->{count}/$h->{period}us" . ($h->{from_first} ? ' from_first' : '')
+	  . ($h->{step} ? " step $h->{step}us" : '')
 	  . ($call->{denied} ? ' count_denied' : '') . ($call->{grants} ? ' refund_on_abort' : '')
 	  . ($call->{other} ? ', throttle 2/1000d' : '');
 }
@@ -247,8 +207,10 @@ sub history
 	my ($kind, $number) = @_;
 	my $period = pick(20, 1_000, 60_000_000, 86_400_000_000);
 	my $from = 1_700_000_000_000_000 + below(10**12);
-	my $h = { kind => $kind, key => "$kind $number", period => $period, step => $period / pick(1, 2, 5, 10), now => $from,
-		from => $from, typical => 2 + below(9), greatest => 0, charged => [], refused => [], grants => [], log => [] };
+	my ($algorithm, $first) = split / /, $kind;
+	my $step = $algorithm eq 'sliding_window' ? $period / pick(1, 2, 5, 10) : 0;
+	my $h = { algorithm => $algorithm, from_first => $first, period => $period, step => $step, key => "$kind $number",
+		now => $from, from => $from, typical => 2 + below(9), greatest => 0, charged => [], refused => [], grants => [], log => [] };
 	my @wrong;
 
 	foreach my $round (1 .. 6)
@@ -278,7 +240,7 @@ sub history
 			"SET ratelimit.debug_now = '$h->{now}'; SELECT rl_refund('$h->{key}', '$most', 100000);",
 			"SELECT remaining FROM rl_peek('$h->{key}', '$most', 0);");
 		refunded($h, 100_000);
-		my $refused = units($h, 'refused');
+		my $refused = used($h, 'refused');
 
 		$count{refused_at_end}++ if $refused;
 		push @wrong, "after a refund of everything $left->[0][0] of 100000 remain, not 100000 - $refused"
