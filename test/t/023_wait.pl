@@ -12,7 +12,7 @@ use RatelimitTest;
 use RedisMonitor;
 use RedisServer;
 use Test::More;
-use Time::HiRes qw(time);
+use Time::HiRes qw(sleep time);
 
 my $redis = RedisServer->new->start;
 my $wall_clock = PostgreSQL::Test::Utils::tempdir . '/wall_clock';
@@ -37,9 +37,7 @@ $node->safe_psql('postgres', q{
 sub node_with_wall_clock
 {
 	my ($file) = @_;
-	my $library = PostgreSQL::Test::Utils::tempdir . '/wall_clock.so';
 	my $source = PostgreSQL::Test::Utils::tempdir . '/wall_clock.c';
-	my $output = '';
 
 	append_to_file($source, q{
 		#define _GNU_SOURCE
@@ -88,11 +86,8 @@ sub node_with_wall_clock
 	});
 	append_to_file($file, '');
 	set_clock(0);
-	chomp(my $compiler = `pg_config --cc`);
-	my @command = ($compiler, '-shared', '-fPIC', '-O1', qq{-DFILE_NAME="$file"}, '-o', $library, $source);
-	IPC::Run::run(\@command, '>', \$output, '2>&1') or die "@command\n$output";
-	local $ENV{RATELIMIT_PRELOAD} = join ' ', $ENV{RATELIMIT_PRELOAD} || (), $library;
-	return new_node($redis, 'ratelimit.command_timeout = 10s', 'ratelimit.connect_timeout = 10s');
+	local $ENV{RATELIMIT_PRELOAD} = preload($source, '-O1', qq{-DFILE_NAME="$file"}) // die "no library of $source";
+	return new_node($redis);
 }
 
 sub set_clock
@@ -209,7 +204,7 @@ foreach my $case ([ '0', 'f' ], [ '1', 'f' ], [ '3500', 'f' ])
 	is($got->{answer}, '(f,t,redis)', "a wait of an hour is refused at once if the longest is $max_wait s") or diag $got->{message};
 }
 is($session->attempt(q{SELECT (allowed, retry_after, source) FROM rl_wait('long', '1/1h', 2)})->{answer}, '(f,,redis)', 'so is one that no wait will help');
-is(scalar(grep { uc $_->[0] =~ /^EVAL/ } $monitor->commands), 4, 'each asked once');
+is($monitor->scripts, 4, 'each asked once');
 is($session->attempt(q{SELECT rl_wait('long', '1/1h', 1, -1)})->{state}, '22023', 'a negative longest wait is an error');
 is($session->attempt(q{SELECT rl_wait('long', '1/1h', 1, 'NaN')})->{state}, '22023', 'so is NaN');
 
@@ -234,22 +229,18 @@ is($early, 0, 'nobody was refused who had time');
 foreach my $step (-3600, 3600)
 {
 	my $key = "step $step";
-	my ($out, $err) = ('', '');
+	my $waiter = session($node);
+	my $pid = $waiter->pid;
 
 	$session->ask("SELECT rl_check('$key', '1/2s')");
-	my $psql = IPC::Run::start([ $node->installed_command('psql'), '-XAtq', '-d', $node->connstr('postgres'),
-			'-c', "SELECT allowed, source FROM rl_wait('$key', '1/2s', 1, 60)" ], '<', \'', '>', \$out, '2>', \$err);
-	my $pid = await('the wait', sub {
-		return $watcher->ask(qq{SELECT pid FROM pg_stat_activity WHERE query LIKE '%rl_wait(''$key''%'
-			AND pid <> pg_backend_pid() AND state = 'active' AND wait_event_type = 'Extension'
-			AND query_start < clock_timestamp() - interval '100 ms'});
-	});
+	$waiter->send("SELECT allowed, source FROM rl_wait('$key', '1/2s', 1, 60);");
+	# By then it has asked Redis, and sleeps.
+	sleep 0.1;
+	$watcher->await_waiting($pid);
 	set_clock($step);
 	# So that it has to wait again.
 	$watcher->ask("SELECT rl_ban('$key', 3)");
-	await('the end of a wait of three seconds', sub { return !still_runs($psql) });
-	$psql->finish;
-	is("$out$err", "t|redis\n", "a step of the clock by $step s does not change how long a wait lasts");
+	is($waiter->ask('') . $waiter->error, 't|redis', "a step of the clock by $step s does not change how long a wait lasts");
 	set_clock(0);
 }
 

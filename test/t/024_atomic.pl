@@ -16,7 +16,7 @@ use Test::More;
 
 my $seed = seed();
 my $redis = RedisServer->new->start;
-my $node = new_node($redis, 'ratelimit.command_timeout = 10s', 'ratelimit.connect_timeout = 10s');
+my $node = new_node($redis);
 my $session = session($node);
 my $engine = c_engine($node);
 redis_engine($node);
@@ -92,7 +92,7 @@ for (my $i = 0; $i < @steps; $i += 3)
 		}
 	}
 }
-is_deeply([ @wrong[ 0 .. min(4, $#wrong) ] ], [], 'a refused call leaves every limit without count_denied or ban untouched');
+none(\@wrong, 'a refused call leaves every limit without count_denied or ban untouched');
 cmp_ok($seen{$_}, '>', 300, "$_: $seen{$_}") foreach sort keys %seen;
 
 # Down to the last byte and expiry, in real time.

@@ -6,7 +6,7 @@ use strict;
 use warnings FATAL => 'all';
 
 use Engines;
-use List::Util qw(max min shuffle);
+use List::Util qw(max shuffle);
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
@@ -15,7 +15,7 @@ use Test::More;
 
 my $seed = seed();
 my $redis = RedisServer->new->start;
-my $node = new_node($redis, 'ratelimit.command_timeout = 10s', 'ratelimit.connect_timeout = 10s');
+my $node = new_node($redis);
 my $session = session($node);
 
 # The keys of Redis that belong to a key.
@@ -165,7 +165,7 @@ foreach my $virtual (0, 1)
 		push @wrong, map { "after $sql: $_" } kept_wrong("rl:{$key}", \%bound, $virtual && $now, @expected);
 		$fields{ s/:\d+//gr }++ foreach @{ $redis->cli('HKEYS', "rl:{$key}") };
 	}
-	is_deeply([ @wrong[ 0 .. min(4, $#wrong) ] ], [], ($virtual ? 'virtual' : 'real') . ' time: each key lives as long as it is of use, and hardly longer')
+	none(\@wrong, ($virtual ? 'virtual' : 'real') . ' time: each key lives as long as it is of use, and hardly longer')
 	  or diag "repeat with RATELIMIT_SEED=$seed";
 	note join ', ', map { "$_ $fields{$_}" } sort keys %fields;
 	cmp_ok($fields{$_} || 0, '>', 0, "among them $_")

@@ -227,15 +227,12 @@ sub hear
 sub possessions
 {
 	my ($of) = @_;
-	my $pid = $of->pid;
-	my ($rss) = slurp_file("/proc/$pid/status") =~ /^RssAnon:\s+(\d+)/m;
-	my @descriptors = glob("/proc/$pid/fd/*");
 
-	return [ $of->ask('SELECT sum(total_bytes) FROM pg_backend_memory_contexts'), 1024 * $rss, scalar @descriptors ];
+	return [ $of->ask('SELECT sum(total_bytes) FROM pg_backend_memory_contexts'), 1024 * $of->private_kb, $of->descriptors ];
 }
 
 my $part = $random / @sessions;
-$sessions[$_]->ask("SET ratelimit.redis_url = '" . $liars[$_]->url . "'; SET ratelimit.command_timeout = '60s'") foreach 0 .. $#sessions;
+$sessions[$_]->set(redis_url => $liars[$_]->url, command_timeout => '60s') foreach 0 .. $#sessions;
 my $began = time;
 hear(10_000, map { $_ => $_ * $part } 0 .. $#sessions);
 my @before = map { possessions($_) } @sessions;
@@ -251,14 +248,10 @@ SKIP:
 	cmp_ok(max(map { $_->[1] } @growth), '<', 1_048_576, 'nor the memory, by 24 bytes a call');
 }
 
-$session->ask("SET ratelimit.command_timeout = '20ms'");
+$session->set(command_timeout => '20ms');
 hear($silent - $random, 0 => $random);
-$session->ask("SET ratelimit.command_timeout = '60s'");
-append_to_file("$dir/password", "secret\n");
-chmod 0600, "$dir/password";
-$session->ask("SET ratelimit.redis_passfile = '$dir/password'");
-hear(@lies - $silent, 0 => $silent);
-$session->ask('RESET ratelimit.redis_passfile');
+$session->set(command_timeout => '60s');
+$session->with({ redis_passfile => password_file('secret') }, sub { hear(@lies - $silent, 0 => $silent) });
 is($session->ask('SELECT pg_backend_pid()'), $session->pid, 'the backend lives');
 
 #

@@ -3,10 +3,8 @@
 use strict;
 use warnings FATAL => 'all';
 
-use IO::Socket::INET;
 use IO::Socket::UNIX;
-use IPC::Run;
-use POSIX ();
+use LyingServer;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
@@ -21,27 +19,7 @@ my $look = q{SELECT rl_throttle('fault', 7, 1, 86400, 0)};
 my $take = q{SELECT rl_throttle('fault', 7, 1, 86400)};
 
 sub policy_is { $session->policy_is($take, @_); return; }
-
-sub works
-{
-	my ($how) = @_;
-	my $got = $session->attempt($look);
-
-	like($got->{answer}, qr/^\(t,7,.*,redis\)$/, "$how: calls work again") or diag "$got->{state} $got->{message}";
-	return;
-}
-
-# Until so many backends wait for Redis.
-sub await_waiting
-{
-	my ($n) = @_;
-
-	await("$n backends to wait for Redis", sub {
-		return $watcher->ask(q{SELECT count(*) FROM pg_stat_activity
-			WHERE state = 'active' AND wait_event_type = 'Extension'}) >= $n;
-	});
-	return;
-}
+sub works { $session->works($look, @_); return; }
 
 #
 # Eight clients, while Redis is stopped, killed, restarted
@@ -98,10 +76,9 @@ my $run = start_clients($node, 'storm', 'SELECT storm();', '-t', 1);
 sub await_answers
 {
 	my ($n) = @_;
-	my $commands = sub { my %stats = $redis->info('commandstats'); return ($stats{cmdstat_evalsha} // '') =~ /calls=(\d+)/ ? $1 : 0 };
-	my $from = $commands->();
+	my $from = $redis->calls('evalsha');
 
-	await("$n answers", sub { return $commands->() >= $from + $n });
+	await("$n answers", sub { return $redis->calls('evalsha') >= $from + $n });
 	return;
 }
 
@@ -172,11 +149,9 @@ works('a script that does not end');
 # The clients stand still, but what they sent is carried out later.
 $redis->cli('DEL', 'rl:{fault}');
 $redis->cli('CLIENT', 'PAUSE', '600000', 'WRITE');
-$session->ask("SET ratelimit.command_timeout = '50ms'");
-policy_is('a pause', '08006', qr/command_timeout has passed$/);
-$session->ask('RESET ratelimit.command_timeout');
+$session->with({ command_timeout => '50ms' }, sub { policy_is('a pause', '08006', qr/command_timeout has passed$/) });
 my $waiting = start_clients($node, 'pause', $take, '-t', 1);
-await_waiting(8);
+$watcher->await_waiting_clients(8);
 $redis->cli('CLIENT', 'UNPAUSE');
 finish_clients($waiting);
 works('a pause');
@@ -201,15 +176,15 @@ works('a password that went');
 
 	(my $folder = $broken->socket) =~ s{[^/]*$}{folder};
 	mkdir $folder;
-	$session->ask("SET ratelimit.redis_url = '" . $broken->url . "'");
+	$session->set(redis_url => $broken->url);
 	works('before the snapshot');
 	$broken->cli('BGSAVE');
-	await('the snapshot to fail', sub { return { $broken->info('persistence') }->{rdb_last_bgsave_status} eq 'err' });
+	await('the snapshot to fail', sub { return $broken->field('persistence', 'rdb_last_bgsave_status') eq 'err' });
 	policy_is('no snapshot', '08P01', qr/MISCONF/);
 	works('no snapshot, but a call that writes nothing');
 	$broken->cli('CONFIG', 'SET', 'stop-writes-on-bgsave-error', 'no');
 	is($session->attempt($take)->{state}, '00000', 'no snapshot, and none wanted');
-	$session->ask('RESET ratelimit.redis_url');
+	$session->set(redis_url => undef);
 }
 
 # Four may connect, of which one is this test's.
@@ -219,8 +194,8 @@ foreach my $tcp (0, 1)
 	my $small = RedisServer->new(args => [ '--maxclients', '4' ])->start;
 	my @others = map { IO::Socket::UNIX->new(Peer => $small->socket) or die "could not connect: $!" } 1 .. 3;
 
-	await('the clients', sub { return { $small->info('clients') }->{connected_clients} == 4 });
-	$session->ask("SET ratelimit.redis_url = '" . $small->url(tcp => $tcp) . "'");
+	await('the clients', sub { return $small->field('clients', 'connected_clients') == 4 });
+	$session->set(redis_url => $small->url(tcp => $tcp));
 
 	# Redis tells why and ends the connection.  The request may cross that, and
 	# TCP then forgets what was told.
@@ -233,37 +208,22 @@ foreach my $tcp (0, 1)
 			"too many clients over $way: an error, try $try");
 	}
 	@others = ();
-	await('the clients to go', sub { return { $small->info('clients') }->{connected_clients} == 1 });
+	await('the clients to go', sub { return $small->field('clients', 'connected_clients') == 1 });
 	works("too many clients over $way");
-	$session->ask('RESET ratelimit.redis_url');
+	$session->set(redis_url => undef);
 }
 
 #
 # Connections that come to nothing
 #
 
-# A proxy without a server: it takes a connection and ends it.
+# A proxy without a server ends each connection at once.
 {
-	my $proxy = IO::Socket::INET->new(LocalAddr => '127.0.0.1', Listen => 50) or die "no socket: $!";
-	my $parent = $$;
-	my $child = fork // die "could not fork: $!";
+	my $proxy = LyingServer->new(undef, tcp => 1);
 
-	if ($child == 0)
-	{
-		$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
-		while (getppid == $parent)
-		{
-			$proxy->timeout(1);
-			my $client = $proxy->accept or next;
-			close $client;
-		}
-		POSIX::_exit(0);
-	}
-	$session->ask("SET ratelimit.redis_url = 'redis://127.0.0.1:" . $proxy->sockport . "'");
-	like($session->attempt($take)->{state}, qr/^080(?:01|06)$/, "a connection that is ended at once, try $_") foreach 1 .. 20;
-	kill 'KILL', $child;
-	waitpid $child, 0;
-	$session->ask('RESET ratelimit.redis_url');
+	$session->with({ redis_url => $proxy->url }, sub {
+		like($session->attempt($take)->{state}, qr/^080(?:01|06)$/, "a connection that is ended at once, try $_") foreach 1 .. 20;
+	});
 	works('a connection that is ended at once');
 }
 
@@ -280,7 +240,7 @@ foreach my $tcp (0, 1)
 		last unless connect $client, Socket::pack_sockaddr_un($path);
 		push @queue, $client;
 	}
-	$session->ask("SET ratelimit.connect_timeout = '50ms'; SET ratelimit.redis_url = 'unix://$path'");
+	$session->set(connect_timeout => '50ms', redis_url => "unix://$path");
 	policy_is('a full queue', '08001', qr/connect_timeout has passed$/);
 	$session->ask("SET ratelimit.connect_timeout = '10min'; SET statement_timeout = '50ms'");
 	is($session->attempt($take)->{state}, '57014', 'a full queue: statement_timeout works');
@@ -296,7 +256,7 @@ foreach my $tcp (0, 1)
 	$watcher->ask('CREATE TABLE turn (state text)');
 	my $queue = start_clients($node, 'queue', "SET ratelimit.redis_url = '" . $short->url . "';
 		INSERT INTO turn SELECT state FROM attempt(\$\$$take\$\$);", '-t', 1);
-	await_waiting(8);
+	$watcher->await_waiting_clients(8);
 	$short->resume;
 	finish_clients($queue);
 	is($session->ask('SELECT state, count(*) FROM turn GROUP BY 1'), '00000|8', 'a queue that moves on: all connect');
@@ -308,22 +268,16 @@ foreach my $tcp (0, 1)
 
 my $pid = $session->pid;
 
-sub descriptors { my @fds = glob("/proc/$pid/fd/*"); return scalar @fds; }
-
 # A call that goes nowhere ends the session's connection.
 sub disconnect
 {
-	$session->ask(q{SET ratelimit.redis_url = 'redis://'});
-	is($session->attempt($take)->{state}, '22023', 'disconnected');
-	$session->ask('RESET ratelimit.redis_url');
+	$session->with({ redis_url => 'redis://' }, sub { is($session->attempt($take)->{state}, '22023', 'disconnected') });
 	return;
 }
 
 SKIP:
 {
-	my ($out, $err) = ('', '');
-	skip 'prlimit is not there', 1 unless eval { IPC::Run::run([ 'prlimit', '--version' ], '>', \$out, '2>', \$err) };
-	my ($limit) = slurp_file("/proc/$pid/limits") =~ /^Max open files\s+(\d+)/m;
+	skip 'prlimit is not there', 1 unless has_program('prlimit');
 
 	# From none to all that a connection needs.
 	my %states;
@@ -335,9 +289,7 @@ SKIP:
 
 		# A new descriptor is one that is below the limit and not in use.
 		for (my $room = 0; $room < $more || $open{$end}; $end++) { $room++ unless $open{$end} }
-		IPC::Run::run([ 'prlimit', '--pid', $pid, "--nofile=$end:$limit" ]) or die 'prlimit failed';
-		my $got = $session->attempt($look);
-		IPC::Run::run([ 'prlimit', '--pid', $pid, "--nofile=$limit:$limit" ]) or die 'prlimit failed';
+		my $got = $session->attempt_below($end, $look);
 		$states{ $got->{state} }++;
 		note "room for $more: $got->{state} $got->{message}";
 		like($got->{message}, qr/[Tt]oo many (?:open )?files/, "room for $more descriptors: a clear error")
@@ -366,7 +318,7 @@ SKIP:
 		skip 'dblink leaves two descriptors', 1;
 	}
 	cmp_ok($n, '>', 3, "dblink has taken $n descriptors");
-	my $before = descriptors();
+	my $before = $session->descriptors;
 	policy_is('no external descriptor', '08001', qr/too many files are open in this server process/);
 	$n--;
 	$session->ask("SELECT dblink_disconnect('c$n')");
@@ -374,7 +326,7 @@ SKIP:
 	$n--;
 	$session->ask("SELECT dblink_disconnect('c$n')");
 	works('two external descriptors');
-	cmp_ok(descriptors(), '<=', $before, 'and none was lost');
+	cmp_ok($session->descriptors, '<=', $before, 'and none was lost');
 	$session->ask("SELECT dblink_disconnect('c$_')") foreach 0 .. $n - 1;
 	works('all external descriptors');
 }
@@ -386,7 +338,7 @@ SKIP:
 $redis->cli('DEL', 'rl:{fault}');
 $redis->pause;
 my $victims = start_clients($node, 'victims', $take, '-t', 1);
-await_waiting(8);
+$watcher->await_waiting_clients(8);
 my ($victim) = split /\n/, $watcher->ask(q{SELECT pid FROM pg_stat_activity WHERE state = 'active' AND wait_event_type = 'Extension'});
 kill 'KILL', $victim;
 $victims->{handle}->finish;

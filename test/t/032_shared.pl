@@ -4,8 +4,6 @@
 use strict;
 use warnings FATAL => 'all';
 
-use IPC::Run;
-use List::Util qw(max);
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
@@ -14,33 +12,9 @@ use Test::More;
 use Time::HiRes qw(time);
 
 my $redis = RedisServer->new->start;
-my $node = new_node($redis, 'shared_preload_libraries = ratelimit', 'restart_after_crash = on', 'autovacuum = off');
+my $node = preloaded_node($redis, 'restart_after_crash = on', 'autovacuum = off');
 my $session = session($node);
 my $watcher = session($node);
-
-# Settings for all new sessions.
-sub with
-{
-	my (%settings) = @_;
-
-	foreach my $name (sort keys %settings)
-	{
-		$watcher->ask("ALTER DATABASE postgres SET ratelimit.$name = '$settings{$name}'");
-		is($watcher->error, '', "$name = $settings{$name}");
-	}
-	return;
-}
-
-sub await_waiting
-{
-	my ($n) = @_;
-
-	await("$n backends to wait for Redis", sub {
-		return $watcher->ask(q{SELECT count(*) FROM pg_stat_activity
-			WHERE state = 'active' AND wait_event_type = 'Extension' AND backend_type = 'client backend'}) >= $n;
-	});
-	return;
-}
 
 #
 # Away, and on_error = local
@@ -49,7 +23,7 @@ sub await_waiting
 # The defaults of users.
 my ($connect_timeout, $command_timeout, $retry_interval) = (0.2, 0.1, 1);
 my @timeouts = (connect_timeout => $connect_timeout . 's', command_timeout => $command_timeout . 's');
-with(on_error => 'local', @timeouts, retry_interval => $retry_interval . 's');
+$watcher->set_for_new(on_error => 'local', @timeouts, retry_interval => $retry_interval . 's');
 $session->ask(q{
 	CREATE UNLOGGED TABLE made (allowed boolean, source text, ms float8, ended timestamptz);
 	CREATE FUNCTION act(key text, capacity int) RETURNS void LANGUAGE plpgsql AS $$
@@ -75,7 +49,7 @@ foreach my $case (map { my $how = $_; map { [ $how, $_ ] } 1 .. 3 } 'stopped', '
 	my $calls = $load ? 6000 : 10_000;
 
 	next if $try > 1 && !$late{$how};
-	with(@timeouts);
+	$watcher->set_for_new(@timeouts);
 	await("calls to use Redis before it is $how", \&uses_redis);
 	$session->ask('TRUNCATE made; SELECT rl_stat_reset()');
 	$redis->cli('CONFIG', 'RESETSTAT');
@@ -118,7 +92,7 @@ foreach my $case (map { my $how = $_; map { [ $how, $_ ] } 1 .. 3 } 'stopped', '
 	  $load && $how =~ /stopped/ || $long < $bound ? () : "long calls took $long s",
 	  $back < 2 * $retry_interval ? () : "not used again for $back s";
 	is($late{$how}, '', "$how: waiting for Redis is within the bound, and it is used again within two intervals") if !$late{$how} || $try == 3;
-	with(connect_timeout => '10s', command_timeout => '10s');
+	$watcher->set_for_new(connect_timeout => '10s', command_timeout => '10s');
 	$run = start_clients($node, 'all', q{SELECT 1 / (source = 'redis')::int FROM rl_throttle('all', 1000000, 1000000, 1)}, '-t', 10);
 	finish_clients($run);
 	is($session->ask(q{SELECT breaker FROM rl_status()}), 'closed', "$how: the breaker is closed");
@@ -127,24 +101,18 @@ foreach my $case (map { my $how = $_; map { [ $how, $_ ] } 1 .. 3 } 'stopped', '
 # One that cannot connect for a reason of its own speaks for itself alone.
 SKIP:
 {
-	my ($out, $err) = ('', '');
-	my $pid = $session->pid;
-	skip 'prlimit is not there', 1 unless eval { IPC::Run::run([ 'prlimit', '--version' ], '>', \$out, '2>', \$err) };
-	my ($limit) = slurp_file("/proc/$pid/limits") =~ /^Max open files\s+(\d+)/m;
+	my $call = q{SELECT rl_throttle('k', 1, 1, 1)};
 
-	$session->ask(q{SET ratelimit.on_error = error; SET ratelimit.redis_url = 'redis://'});
-	$session->attempt(q{SELECT rl_throttle('k', 1, 1, 1)});
-	$session->ask('RESET ratelimit.redis_url');
-	IPC::Run::run([ 'prlimit', '--pid', $pid, "--nofile=0:$limit" ]) or die 'prlimit failed';
-	my $got = $session->attempt(q{SELECT rl_throttle('k', 1, 1, 1)});
-	IPC::Run::run([ 'prlimit', '--pid', $pid, "--nofile=$limit:$limit" ]) or die 'prlimit failed';
-	is($got->{state}, '08001', 'a process without descriptors cannot connect');
+	skip 'prlimit is not there', 4 unless has_program('prlimit');
+	$session->ask('SET ratelimit.on_error = error');
+	$session->with({ redis_url => 'redis://' }, sub { $session->attempt($call) });
+	is($session->attempt_below(0, $call)->{state}, '08001', 'a process without descriptors cannot connect');
 	is($session->ask(q{SELECT breaker FROM rl_status()}), 'closed', 'which the others do not have to bear');
 	$session->ask('RESET ratelimit.on_error');
 }
 
 # Nor does one that was interrupted while it tried, for all.
-with(on_error => 'error', connect_timeout => '100s', command_timeout => '100s', retry_interval => '50ms');
+$watcher->set_for_new(on_error => 'error', connect_timeout => '100s', command_timeout => '100s', retry_interval => '50ms');
 $session = session($node);
 my $other = session($node);
 my $call = q{SELECT rl_throttle('all', 1000000, 1000000, 1)};
@@ -169,7 +137,7 @@ foreach my $interrupted (q{rl_throttle('all', 1000000, 1000000, 1)}, q{rl_check_
 	$half_open->();
 	$session->send("SELECT state FROM attempt(\$\$SELECT $interrupted\$\$)\n;");
 	await("$interrupted to try", sub { return $breaker->() eq 'trying' });
-	await_waiting(1);
+	$watcher->await_waiting($pid);
 	$watcher->ask("SELECT pg_cancel_backend($pid)");
 	is($session->ask(''), '57014', "$interrupted, which tries after the interval, is canceled");
 	is($breaker->(), 'half-open', 'and another one may try');
@@ -189,15 +157,11 @@ is($breaker->(), 'half-open', 'a session that is terminated while it tries lets 
 $redis->resume;
 SKIP:
 {
-	skip 'prlimit is not there', 2 unless eval { IPC::Run::run([ 'prlimit', '--version' ], '>', \my $out, '2>', \my $err) };
-	my ($limit) = slurp_file("/proc/$pid/limits") =~ /^Max open files\s+(\d+)/m;
-
+	skip 'prlimit is not there', 2 unless has_program('prlimit');
 	$half_open->();
 	$session->ask('SET ratelimit.on_error = allow');
-	IPC::Run::run([ 'prlimit', '--pid', $pid, "--nofile=0:$limit" ]) or die 'prlimit failed';
-	my $got = $session->attempt(q{SELECT source FROM rl_throttle('k', 1, 1, 1)});
-	IPC::Run::run([ 'prlimit', '--pid', $pid, "--nofile=$limit:$limit" ]) or die 'prlimit failed';
-	is($got->{answer}, 'fail_open', 'a process without descriptors was to try');
+	is($session->attempt_below(0, q{SELECT source FROM rl_throttle('k', 1, 1, 1)})->{answer}, 'fail_open',
+		'a process without descriptors was to try');
 	is($breaker->(), 'half-open', 'and lets others try');
 	$session->ask('RESET ratelimit.on_error');
 	$redis->resume;
@@ -223,13 +187,13 @@ is($other->ask('SELECT breaker_of(n, false) FROM unnest(ARRAY[1, 800, 1000]) n')
 	'also for others, until the newest need the room');
 $session->ask('RESET ratelimit.retry_interval');
 $watcher->ask('RESET ratelimit.store');
-with(connect_timeout => '200ms', command_timeout => '100ms');
+$watcher->set_for_new(connect_timeout => '200ms', command_timeout => '100ms');
 
 #
 # Killed in the middle of calls
 #
 
-with(store => 'local');
+$watcher->set_for_new(store => 'local');
 $session->ask(q{
 	CREATE FUNCTION work() RETURNS void LANGUAGE plpgsql AS $$
 	DECLARE
@@ -279,7 +243,7 @@ is(count_of(qr/PANIC|TRAP/, slurp_file($node->logfile)), 0, 'nor panicked');
 #
 
 # A call's outcome as a client sees it, under random settings.
-with(store => 'redis', on_error => 'error', connect_timeout => '10s', command_timeout => '10s', retry_interval => '50ms');
+$watcher->set_for_new(store => 'redis', on_error => 'error', connect_timeout => '10s', command_timeout => '10s', retry_interval => '50ms');
 $session = session($node);
 my @columns = qw(allowed denied shadow_denied failed_open failed_closed errors from_cache from_local);
 $watcher->ask(q{
@@ -370,7 +334,7 @@ foreach my $taking (q{rl_check('cancel', 'fixed_window 5/3650d')}, q{rl_check_ea
 	await('Redis to be asked', sub { return $session->attempt($call)->{state} eq '00000' });
 	$redis->pause;
 	$session->send("SELECT state FROM attempt(\$\$SELECT $taking\$\$)\n;");
-	await_waiting(1);
+	$watcher->await_waiting($pid);
 	$watcher->ask("SELECT pg_cancel_backend($pid)");
 	is($session->ask(''), '57014', "$taking is canceled");
 	$redis->resume;

@@ -17,7 +17,7 @@ use Time::HiRes qw(time);
 
 my $seed = seed();
 my $redis = RedisServer->new->start;
-my $node = new_node($redis, 'shared_preload_libraries = ratelimit');
+my $node = preloaded_node($redis);
 my $session = session($node);
 my $watcher = session($node);
 my $engine = c_engine($node);
@@ -155,7 +155,7 @@ foreach my $i (0 .. $#steps)
 	}
 }
 note 'seen: ', join ', ', map { "$_ $seen{$_}" } sort keys %seen;
-is_deeply([ @wrong[ 0 .. min(4, $#wrong) ] ], [], 'with and without the cache the verdicts are the same') or diag "RATELIMIT_SEED=$seed";
+none(\@wrong, 'with and without the cache the verdicts are the same') or diag "RATELIMIT_SEED=$seed";
 cmp_ok($seen{$_} || 0, '>', 100, "$_: " . ($seen{$_} || 0)) foreach 'denial_cache refused', 'redis refused', 'redis allowed', 'ban refused';
 
 #

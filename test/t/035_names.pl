@@ -12,7 +12,7 @@ use RedisServer;
 use Test::More;
 
 my $redis = RedisServer->new->start;
-my $node = new_node($redis, 'shared_preload_libraries = ratelimit');
+my $node = preloaded_node($redis);
 my $session = session($node);
 
 # What a program prints.

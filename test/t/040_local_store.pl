@@ -17,7 +17,7 @@ use Time::HiRes qw(time);
 seed();
 
 # There is no server behind the URL.
-my $node = new_node(RedisServer->new, 'shared_preload_libraries = ratelimit', 'ratelimit.store = local',
+my $node = preloaded_node(RedisServer->new, 'ratelimit.store = local',
 	'ratelimit.local_max_keys = 100', 'max_wal_senders = 2', 'wal_level = replica');
 my $session = session($node);
 my $watcher = session($node);
@@ -297,13 +297,7 @@ is($other->ask("BEGIN; SET LOCAL ratelimit.key_prefix = 'another:'; $take; ROLLB
 # All functions
 #
 
-sub answers
-{
-	my ($sql, $expected, $name) = @_;
-
-	is($session->ask($sql), $expected, $name) or diag $session->error;
-	return;
-}
+sub answers { return $session->answers(@_); }
 
 answers(q{SELECT (allowed, remaining, source) FROM rl_check('all', 'fixed_window 5/10d from_first, sliding_log 3/1d', 2)}, '(t,1,local)', 'rl_check');
 answers(q{SELECT string_agg(format('%s %s %s', rule, allowed, remaining), ', ') FROM rl_check_each('all', 'fixed_window 5/10d from_first, sliding_log 3/1d', 2)},
@@ -341,9 +335,7 @@ answers(q{SELECT (allowed, source) FROM rl_wait('wait', '1/500ms', 1, 60)}, '(t,
 answers(q{SELECT rl_allow('wait', '1/1h'); SELECT (allowed, source) FROM rl_wait('wait', '1/1h', 1, 0.001)}, "t\n(f,local)", 'another is refused who has no time');
 $session->send(q{SELECT rl_allow('long', '1/1h');
 	SELECT state FROM attempt($$SELECT rl_wait('long', '1/1h')$$);});
-await('the wait', sub {
-	return $watcher->ask("SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Extension' AND pid = $pid AND query LIKE '%attempt%'") eq '1';
-});
+$watcher->await_waiting($pid);
 is($watcher->ask(q{SELECT (allowed, source) FROM rl_check('long', '9/1d')}), '(t,local)', 'meanwhile others act on the key');
 is($watcher->ask("SELECT pg_cancel_backend($pid)"), 't', 'a cancel');
 like($session->ask(''), qr/^t\n57014$/, 'ends the wait');
@@ -493,7 +485,7 @@ is_deeply(\%short, {}, 'and reached');
 cmp_ok(states_kept(), '>', 0, 'before a restart there are states');
 $_->quit foreach $session, $watcher, $other;
 $node->append_conf('postgresql.conf', "ratelimit.local_max_keys = 5001");
-$node->restart;
+start_node($node, 'restart');
 $session = session($node);
 answers('SELECT local_keys, local_max_keys FROM rl_status()', '0|5001', 'a restart forgets all');
 answers($take, 99, 'and limits begin anew');

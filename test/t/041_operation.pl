@@ -12,35 +12,16 @@ use Test::More;
 use Time::HiRes qw(time);
 
 my $redis = RedisServer->new->start;
-my $node = new_node($redis, 'shared_preload_libraries = ratelimit', 'ratelimit.store = redis',
-	q{log_line_prefix = '%m '});
+my $node = preloaded_node($redis, 'ratelimit.store = redis', q{log_line_prefix = '%m '});
 my $session = session($node);
 my $watcher = session($node);
 my $monitor = RedisMonitor->new($redis);
 my $pid = $session->pid;
 
-sub answers
-{
-	my ($sql, $expected, $name) = @_;
+sub answers { return $session->answers(@_); }
 
-	is($session->ask($sql), $expected, $name) or diag $session->error;
-	return;
-}
-
-# How many scripts Redis was asked for since the last time.
-sub scripts_run { return scalar grep { uc $_->[0] =~ /^EVAL/ } $monitor->commands; }
-
-# What the server's log has got since the last time that matches.
-my $log_read = 0;
-
-sub logged
-{
-	my ($pattern) = @_;
-	my $log = substr(slurp_file($node->logfile), $log_read);
-
-	$log_read += length $log;
-	return grep { /$pattern/ } split /\n/, $log;
-}
+# Returns the new lines of the server's log that match.
+sub logged { my ($pattern) = @_; return grep { /$pattern/ } split /\n/, new_log($node); }
 
 $node->safe_psql('postgres', q{
 	CREATE TABLE orders (customer int);
@@ -93,10 +74,10 @@ answers(q{SELECT rl_ban('shadow banned', 3600); SELECT allowed, source FROM rl_c
 # A call of a refused key in the same second asks nobody.
 answers(q{SELECT source FROM rl_check('cached', '1/1h')}, 'redis', 'a key');
 answers(q{SELECT source FROM rl_check('cached', '1/1h')}, 'shadow', 'that would be refused');
-scripts_run();
+$monitor->scripts;
 answers(q{SELECT rl_stat_reset(); SELECT count(*) FILTER (WHERE (d).source = 'shadow') FROM (SELECT rl_check('cached', '1/1h') d FROM generate_series(1, 200) OFFSET 0) s;
 	SELECT shadow_denied, from_cache = 200 - round_trips FROM rl_stat}, "\n200\n200|t", 'the denial cache works in shadow mode');
-cmp_ok(scripts_run(), '<=', 20, 'and spares Redis');
+cmp_ok($monitor->scripts, '<=', 20, 'and spares Redis');
 
 # Once a second at most for each key, whoever calls.
 logged('');
@@ -219,7 +200,7 @@ counts('the denial cache', q{RESET ratelimit.denial_cache; SET ratelimit.debug_n
 	allowed => 1, denied => 2, from_cache => 1, round_trips => 2);
 $redis->pause;
 $session->send(q{SELECT state FROM attempt($$SELECT rl_check('stat 6', '2/1h')$$);});
-await('the call', sub { return $watcher->ask("SELECT 1 FROM pg_stat_activity WHERE pid = $pid AND wait_event_type = 'Extension'") eq '1' });
+$watcher->await_waiting($pid);
 SKIP:
 {
 	skip 'wait events have names from PostgreSQL 17 on', 1 if $node->pg_version < 17;

@@ -14,29 +14,21 @@ use Test::More;
 use Time::HiRes qw(time);
 
 my $redis = RedisServer->new->start;
-my $node = new_node($redis, 'shared_preload_libraries = ratelimit', 'ratelimit.denial_cache = off',
-	'ratelimit.retry_interval = 0');
+my $node = preloaded_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');
 my $session = session($node);
 
-sub answers
-{
-	my ($sql, $expected, $name) = @_;
-
-	is($session->ask($sql), $expected, $name) or diag $session->error;
-	return;
-}
+sub answers { return $session->answers(@_); }
 
 # Leaves so many bytes besides what is in use.
 sub leave
 {
 	my ($bytes) = @_;
-	my %memory = $redis->info('memory');
 
-	$redis->cli('CONFIG', 'SET', 'maxmemory', $memory{used_memory} + $bytes);
+	$redis->cli('CONFIG', 'SET', 'maxmemory', $redis->field('memory', 'used_memory') + $bytes);
 	return;
 }
 
-sub evicted { my %stats = $redis->info('stats'); return $stats{evicted_keys}; }
+sub evicted { return $redis->field('stats', 'evicted_keys'); }
 
 # Of n keys that were taken from, by their names: how many are still known.
 sub known
@@ -117,16 +109,7 @@ $redis->cli('CONFIG', 'SET', 'maxmemory-policy', 'noeviction');
 
 my $five = join ', ', map { "$_ 5/1h" } qw(throttle token_bucket fixed_window sliding_window sliding_log);
 
-# use_server SERVER: for the session.
-sub use_server
-{
-	my ($server) = @_;
-
-	$session->ask("SET ratelimit.redis_url = '" . $server->url . "'");
-	return;
-}
-
-sub remaining { return $session->ask("SELECT string_agg(remaining::text, ' ') FROM rl_peek('k', '$five', 0)"); }
+sub remaining { return $session->left($five, 'k'); }
 
 # The windows of an hour must not end meanwhile.
 sub take { $session->ask("SELECT rl_check('k', '$five')"); return; }
@@ -138,7 +121,7 @@ $redis->restart;
 is(remaining(), '5 5 5 5 5', 'a restart without persistence forgets it');
 
 my $aof = RedisServer->new(args => [ '--appendonly', 'yes', '--appendfsync', 'everysec' ])->start;
-use_server($aof);
+$session->set(redis_url => $aof->url);
 take() foreach 1 .. 2;
 $session->ask(q{SELECT rl_ban('banned', 3600); SELECT rl_throttle('short', 1, 1, 1)});
 my $taken = time;
@@ -151,7 +134,7 @@ answers(q{SELECT allowed FROM rl_throttle('short', 1, 1, 1)}, 't', 'time has pas
 is_deeply([ grep { $aof->cli('PTTL', $_) <= 0 } @{ $aof->cli('KEYS', '*') } ], [], 'each key has a time to live');
 
 my $rdb = RedisServer->new->start;
-use_server($rdb);
+$session->set(redis_url => $rdb->url);
 take();
 $rdb->cli('SAVE');
 take() foreach 1 .. 2;
@@ -159,19 +142,17 @@ $rdb->restart;
 is(remaining(), '4 4 4 4 4', 'with snapshots it is as in the last one');
 
 my $failing = RedisServer->new(args => [ '--save', '3600 1000000' ])->start;
-use_server($failing);
+$session->set(redis_url => $failing->url);
 take();
 chmod 0500, dirname($failing->logfile);
 $failing->cli('BGSAVE');
-await('the snapshot to fail', sub { my %info = $failing->info('persistence'); return $info{rdb_last_bgsave_status} eq 'err' });
-my $misconf = $session->attempt("SELECT rl_check('k', '$five')");
-is($misconf->{state}, '08P01', 'a snapshot that fails: calls do');
-like($misconf->{message}, qr/MISCONF/, 'and say it');
+await('the snapshot to fail', sub { return $failing->field('persistence', 'rdb_last_bgsave_status') eq 'err' });
+$session->fails("SELECT rl_check('k', '$five')", 'a snapshot that fails', '08P01', qr/MISCONF/);
 chmod 0700, dirname($failing->logfile);
 $failing->cli('BGSAVE');
-await('the snapshot', sub { my %info = $failing->info('persistence'); return $info{rdb_last_bgsave_status} eq 'ok' });
+await('the snapshot', sub { return $failing->field('persistence', 'rdb_last_bgsave_status') eq 'ok' });
 is($session->attempt("SELECT rl_check('k', '$five')")->{state}, '00000', 'until one succeeds');
-$session->ask('RESET ratelimit.redis_url');
+$session->set(redis_url => undef);
 
 #
 # Connections
@@ -187,9 +168,8 @@ await('Redis to close what is idle', sub { return sessions_of($redis) == 0 });
 is($session->attempt(q{SELECT rl_check('k', '5/1s', 0)})->{state}, '00000', 'the next call knows');
 $redis->cli('CONFIG', 'SET', 'timeout', 0);
 
-my %clients = $redis->info('clients');
 my $late = session($node);
-$redis->cli('CONFIG', 'SET', 'maxclients', $clients{connected_clients});
+$redis->cli('CONFIG', 'SET', 'maxclients', $redis->field('clients', 'connected_clients'));
 is($late->ask(q{SET ratelimit.on_error = allow; SELECT source FROM rl_check('k', '5/1s', 0)}), 'fail_open', 'beyond maxclients: on_error');
 is($session->attempt(q{SELECT rl_check('k', '5/1s', 0)})->{state}, '00000', 'who is connected stays so');
 $redis->cli('CONFIG', 'SET', 'maxclients', 10_000);
@@ -215,7 +195,7 @@ $session->ask(q{CREATE TABLE orders (customer int);
 	SELECT rl_check('watched', '1/1h') FROM generate_series(1, 3)});
 $redis->pause;
 $late->send(q{SELECT rl_check('waits', '1/1h');});
-await('a session that waits', sub { return $session->ask(q{SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Extension'}) eq '1' });
+$session->await_waiting_clients(1);
 foreach my $lead (sort keys %query)
 {
 	my $asks = $query{$lead} =~ /rl_status/;
@@ -244,7 +224,6 @@ $session->ask(q{DROP TABLE orders;
 my $contents = q{SELECT * FROM plans ORDER BY name; SELECT count(*) FROM orders; SELECT key, limits, problem FROM rl_triggers};
 my $before = $session->ask($contents);
 my $monitor = RedisMonitor->new($redis);
-my $scripts = sub { return scalar grep { uc $_->[0] =~ /^EVAL/ } $monitor->commands };
 foreach my $case ([ 'restored' => 0 ], [ 'filled' => 9, '--data-only' ])
 {
 	my ($database, $asked, @options) = @$case;
@@ -252,14 +231,14 @@ foreach my $case ([ 'restored' => 0 ], [ 'filled' => 9, '--data-only' ])
 	$node->safe_psql('postgres', "CREATE DATABASE $database" . (@options ? ' TEMPLATE restored' : ''));
 	$node->safe_psql($database, 'TRUNCATE plans, orders') if @options;
 	$node->command_ok([ 'pg_dump', '-d', $node->connstr('postgres'), '-f', $dump, @options ], "pg_dump @options");
-	$scripts->();
+	$monitor->scripts;
 	$node->command_ok([ 'psql', '-X', '-q', '-v', 'ON_ERROR_STOP=1', '-d', $node->connstr($database), '-f', $dump, '-o', '/dev/null' ], "$database");
 	is($node->safe_psql($database, $contents), $before, "$database: as it was");
-	is($scripts->(), $asked, "$database: Redis was asked $asked times");
+	is($monitor->scripts, $asked, "$database: Redis was asked $asked times");
 }
 $node->command_ok([ 'pg_dump', '-d', $node->connstr('postgres'), '-f', $dump, '--data-only', '--disable-triggers', '-t', 'orders' ], 'pg_dump --disable-triggers');
-$scripts->();
+$monitor->scripts;
 $node->command_ok([ 'psql', '-X', '-q', '-v', 'ON_ERROR_STOP=1', '-d', $node->connstr('filled'), '-f', $dump, '-o', '/dev/null' ], 'restored');
-is($scripts->(), 0, 'asks nobody');
+is($monitor->scripts, 0, 'asks nobody');
 
 done_testing();

@@ -13,7 +13,7 @@ use Test::More;
 use Time::HiRes qw(clock_gettime);
 
 # There is no server behind the URL.
-my $node = new_node(RedisServer->new, 'shared_preload_libraries = ratelimit', 'ratelimit.store = local', 'jit = off');
+my $node = preloaded_node(RedisServer->new, 'ratelimit.store = local', 'jit = off');
 my ($session, $pid);
 
 sub restart
@@ -22,7 +22,7 @@ sub restart
 
 	$session->quit if $session;
 	$node->append_conf('postgresql.conf', "ratelimit.local_max_keys = $max_keys");
-	$node->restart;
+	start_node($node, 'restart');
 	$session = session($node);
 	$pid = $session->pid;
 	$session->ask("SET ratelimit.debug_now = '1700000000000000'");
@@ -30,13 +30,7 @@ sub restart
 	return;
 }
 
-sub answer_is
-{
-	my ($sql, $expected, $name) = @_;
-
-	is($session->ask($sql), $expected, $name) or diag $session->error;
-	return;
-}
+sub answers { return $session->answers(@_); }
 
 $node->safe_psql('postgres', q{
 	-- Calls n times, a microsecond after each other, so that each makes an entry;
@@ -65,16 +59,16 @@ $node->safe_psql('postgres', q{
 #
 
 restart(100_000);
-answer_is('SELECT exhaust()', 400_000, '20,000 customers use up all they have');
-answer_is('SELECT exhausted()', 20_000, 'and are refused');
+answers('SELECT exhaust()', 400_000, '20,000 customers use up all they have');
+answers('SELECT exhausted()', 20_000, 'and are refused');
 my ($entries, $most) = split /\|/, $session->ask('SELECT local_entries, local_max_entries FROM rl_status()');
 ok($entries >= 400_000 && $entries <= $most, "rl_status: $entries of $most entries");
-answer_is(q{SELECT take('big', 'sliding_log 100000/1d', 70000)}, 70_000, 'one log grows to 70,000');
+answers(q{SELECT take('big', 'sliding_log 100000/1d', 70000)}, 70_000, 'one log grows to 70,000');
 cmp_ok($session->ask('SELECT exhausted()'), '>=', 19_900, 'the customers are still refused');
-answer_is(q{SELECT rl_reset('big')}, 't', 'the log goes');
-answer_is('SELECT exhaust() < 2000', 't', 'they use up what they may have again');
+answers(q{SELECT rl_reset('big')}, 't', 'the log goes');
+answers('SELECT exhaust() < 2000', 't', 'they use up what they may have again');
 my $seven = join ', ', map { "sliding_log 100000/${_}h" } 25 .. 31;
-answer_is("SELECT take('big', '$seven', 10000)", 10_000, 'seven logs grow to 10,000');
+answers("SELECT take('big', '$seven', 10000)", 10_000, 'seven logs grow to 10,000');
 cmp_ok($session->ask('SELECT exhausted()'), '>=', 19_900, 'the customers are still refused');
 
 #
@@ -82,9 +76,9 @@ cmp_ok($session->ask('SELECT exhausted()'), '>=', 19_900, 'the customers are sti
 #
 
 restart(100_000);
-answer_is(q{SELECT count(*) FILTER (WHERE rl_allow('key:' || n, '1/1d')) FROM generate_series(1, 100000) n}, 100_000, '100,000 keys');
-answer_is(q{SELECT count(*) FILTER (WHERE rl_allow('key:' || n, '1/1d')) FROM generate_series(1, 100000) n}, 0, 'of which none is forgotten');
-answer_is('SELECT local_keys FROM rl_status()', 100_000, 'are kept');
+answers(q{SELECT count(*) FILTER (WHERE rl_allow('key:' || n, '1/1d')) FROM generate_series(1, 100000) n}, 100_000, '100,000 keys');
+answers(q{SELECT count(*) FILTER (WHERE rl_allow('key:' || n, '1/1d')) FROM generate_series(1, 100000) n}, 0, 'of which none is forgotten');
+answers('SELECT local_keys FROM rl_status()', 100_000, 'are kept');
 
 #
 # No call takes long
@@ -130,7 +124,7 @@ my $ends_last = $ends_first =~ s/101h/108h/r;
 sub fill_up
 {
 	restart(2_000_000);
-	answer_is("SELECT count(*) FILTER (WHERE rl_allow('full:' || n, '$eight')) FROM generate_series(1, 250000) n", 250_000, 'two million states');
+	answers("SELECT count(*) FILTER (WHERE rl_allow('full:' || n, '$eight')) FROM generate_series(1, 250000) n", 250_000, 'two million states');
 	is($session->ask('SELECT local_keys FROM rl_status()'), 2_000_000, 'all are kept');
 	return map { $session->ask($_) } $ends_first, $ends_last;
 }
@@ -142,11 +136,11 @@ is_short('a log that grows to 100,000', sub {
 	($first, $last) = fill_up();
 	return longest(("SELECT take('grows', 'sliding_log 100000/200h', 50)") x 2000);
 });
-answer_is("SELECT remaining FROM rl_peek('grows', 'sliding_log 100000/200h', 0)", 0, 'it is there to the last entry');
+answers("SELECT remaining FROM rl_peek('grows', 'sliding_log 100000/200h', 0)", 0, 'it is there to the last entry');
 my $gone = $first - $session->ask($ends_first);
 cmp_ok($gone, '>', 0, "$gone states have made room");
 cmp_ok($gone, '<=', 100_000 / 4, 'and not more than need be');
-answer_is($ends_last, $last, 'none of those that end last');
+answers($ends_last, $last, 'none of those that end last');
 my $number = 0;
 is_short('eight new states', sub {
 	$number++;
