@@ -5,7 +5,6 @@ use strict;
 use warnings FATAL => 'all';
 
 use List::Util qw(max min);
-use POSIX ();
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
@@ -14,8 +13,7 @@ use RedisServer;
 use Test::More;
 
 my $redis = RedisServer->new->start;
-my $node = new_node($redis, 'shared_preload_libraries = ratelimit', 'max_prepared_transactions = 2',
-	'ratelimit.retry_interval = 0');
+my $node = preloaded_node($redis, 'max_prepared_transactions = 2', 'ratelimit.retry_interval = 0');
 my $session = session($node);
 my $watcher = session($node);
 my $pid = $session->pid;
@@ -30,7 +28,6 @@ $session->ask(qq{
 		RETURN (SELECT string_agg(DISTINCT remaining::text, ' ') FROM rl_peek(key, '$all', 0))});
 
 my $keys = 0;
-my $log_seen = 0;
 
 sub new_key { return 'key:' . ++$keys; }
 
@@ -44,24 +41,8 @@ sub free
 # What the log says could not be given back since the last time, and why.
 sub lost
 {
-	my $log = slurp_file($node->logfile, $log_seen);
-
-	$log_seen += length $log;
-	my @words = $log =~ /could not give back what (\d+) rate-limit charges.*\n.*DETAIL:  (.*)/g;
+	my @words = new_log($node) =~ /could not give back what (\d+) rate-limit charges.*\n.*DETAIL:  (.*)/g;
 	return map { [ @words[ 2 * $_, 2 * $_ + 1 ] ] } 0 .. @words / 2 - 1;
-}
-
-# Until the backend waits for this, or no more.
-sub await_event
-{
-	my ($event, $of, $no_more) = @_;
-
-	await("the backend to wait for $event", sub {
-		my $waits = $watcher->ask("SELECT wait_event_type FROM pg_stat_activity
-			WHERE state = 'active' AND pid = " . ($of || $pid)) eq $event;
-		return $no_more ? !$waits : $waits;
-	});
-	return;
 }
 
 # Runs a command that ends a transaction; returns the milliseconds it took.
@@ -114,7 +95,7 @@ foreach my $end (
 
 	$session->ask("BEGIN; SELECT take('$key', 5)");
 	$session->send("SELECT pg_sleep(600)\n;");
-	await_event('Timeout');
+	$watcher->await_waiting($pid, 'Timeout');
 	$watcher->ask("SELECT pg_cancel_backend($pid)");
 	$session->ask('');
 	is(free($key), 10, 'pg_cancel_backend: what was taken before is given back at once');
@@ -128,8 +109,7 @@ foreach my $end (
 		$key = new_key();
 		is($victim->ask("BEGIN; SELECT take('$key', 5)"), 'redis', 'one takes quota');
 		$how eq 'leaves' ? $victim->quit : $watcher->ask("SELECT pg_terminate_backend($victim_pid)");
-		await('the backend to end', sub {
-			return $watcher->ask("SELECT 1 FROM pg_stat_activity WHERE pid = $victim_pid") eq '' });
+		$watcher->await_end($victim_pid);
 		is(free($key), 10, "who $how in a transaction gives back");
 		eval { $victim->quit };
 	}
@@ -216,15 +196,14 @@ foreach my $how ('statement_timeout', 'pg_cancel_backend', 'pg_terminate_backend
 	$victim->ask("SET LOCAL statement_timeout = '2s'") if $how eq 'statement_timeout';
 	$redis->pause;
 	$victim->send("SELECT take('$key', 1)\n;");
-	await_event('Extension', $victim_pid);
+	$watcher->await_waiting($victim_pid);
 	$watcher->ask("SELECT $how($victim_pid)") if $how ne 'statement_timeout';
 	# Then it waits where nothing can interrupt it.
-	await_event('Extension', $victim_pid, 1);
+	await('it to wait no longer', sub { return $watcher->waits_for($victim_pid) ne 'Extension' });
 	$redis->resume;
 	if ($how eq 'pg_terminate_backend')
 	{
-		await('the backend to end', sub {
-			return $watcher->ask("SELECT 1 FROM pg_stat_activity WHERE pid = $victim_pid") eq '' });
+		$watcher->await_end($victim_pid);
 		eval { $victim->quit };
 	}
 	else
@@ -301,11 +280,6 @@ is_deeply([ lost() ], [], 'and nothing lost');
 
 # The script's source is sent only to a server that does not have it.
 {
-	my $calls = sub {
-		my ($command) = @_;
-		my %info = $redis->info('commandstats');
-		return ($info{"cmdstat_$command"} // '') =~ /calls=(\d+)/ ? $1 : 0;
-	};
 	my $rolled_back = sub {
 		my ($n, @more) = @_;
 		my $key = new_key();
@@ -320,25 +294,13 @@ is_deeply([ lost() ], [], 'and nothing lost');
 	$watcher->ask("SELECT free('another')");
 	is($rolled_back->(1), 10, 'a first ROLLBACK');
 	is($rolled_back->(3, $reset), 10, 'another');
-	is($calls->('eval'), 0, 'sends no source');
-	cmp_ok($calls->('evalsha'), '>=', 3, 'but the name of the script');
+	is($redis->calls('eval'), 0, 'sends no source');
+	cmp_ok($redis->calls('evalsha'), '>=', 3, 'but the name of the script');
 	is($rolled_back->(700, $reset, sub { $redis->cli('SCRIPT', 'FLUSH') }), 10, 'ROLLBACK after SCRIPT FLUSH, with a script that was known');
-	cmp_ok($calls->('eval'), '>=', 1, 'sends the source');
+	cmp_ok($redis->calls('eval'), '>=', 1, 'sends the source');
 
 	# Again and again, while the transaction ends.
-	my $parent = $$;
-	my $flusher = fork;
-	die "could not fork: $!" unless defined $flusher;
-	if ($flusher == 0)
-	{
-		$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
-		$redis->{client} = undef;
-		$redis->cli('SCRIPT', 'FLUSH') while getppid == $parent;
-		POSIX::_exit(0);
-	}
-	my @free = map { $rolled_back->(700) } 1 .. 3;
-	kill 'KILL', $flusher;
-	waitpid $flusher, 0;
+	my @free = $redis->while_flushing(sub { return map { $rolled_back->(700) } 1 .. 3 });
 	is_deeply(\@free, [ 10, 10, 10 ], 'ROLLBACK while scripts are forgotten all the time');
 	is_deeply([ lost() ], [], 'loses nothing');
 }
@@ -376,9 +338,9 @@ is_deeply([ lost() ], [], 'and nothing lost');
 	$redis->cli('CLIENT', 'KILL', 'TYPE', 'normal', 'SKIPME', 'yes');
 	$redis->pause;
 	$victim->send("SELECT take('db', 1)\n;");
-	await_event('Extension', $victim_pid);
+	$watcher->await_waiting($victim_pid);
 	$watcher->ask("SELECT pg_cancel_backend($victim_pid)");
-	await_event('Extension', $victim_pid, 1);
+	await('it to wait no longer', sub { return $watcher->waits_for($victim_pid) ne 'Extension' });
 	$redis->resume;
 	$victim->ask('');
 	is($victim->state, '57014', 'canceled while connecting');
@@ -531,9 +493,9 @@ foreach my $end ('ROLLBACK', 'COMMIT', 'SAVEPOINTS')
 	is($session->error, '', 'more than can be given back raises nothing');
 	is($session->ask($used), 8, 'all that had room is given back');
 	is($session->ask($bytes), 0, 'and the memory too');
-	my @logged = slurp_file($node->logfile, $log_seen) =~ /too many rate-limit charges in one transaction to give all of them back/g;
-	is(scalar @logged, 1, 'the log tells once');
-	is_deeply([ lost() ], [], 'and nothing else was lost');
+	my $log = new_log($node);
+	is(count_of(qr/too many rate-limit charges in one transaction to give all of them back/, $log), 1, 'the log tells once');
+	unlike($log, qr/could not give back/, 'and nothing else was lost');
 }
 
 # Five thousand entries of a log that has others before them.
@@ -553,11 +515,6 @@ foreach my $how ('ROLLBACK', "ROLLBACK TO s; SELECT take('another', 0); COMMIT")
 is_deeply([ lost() ], [], 'with nothing lost');
 
 # Many transactions.
-sub private_kb
-{
-	return slurp_file("/proc/$pid/status") =~ /^RssAnon:\s+(\d+)/m ? $1 : die 'no RssAnon';
-}
-
 $session->ask(qq{
 	CREATE PROCEDURE churn(n int) LANGUAGE plpgsql AS \$\$
 	BEGIN
@@ -584,10 +541,10 @@ foreach my $store (qw(local redis))
 	my ($n, $kb) = $store eq 'local' ? (50_000, 256) : (4000, 200);
 
 	$session->ask("SET ratelimit.store = $store; CALL churn(1000)");
-	my $before = private_kb();
+	my $before = $session->private_kb;
 	$session->ask("CALL churn($n)");
 	is($session->error, '', "$n transactions ($store)");
-	my $more = private_kb() - $before;
+	my $more = $session->private_kb - $before;
 	cmp_ok($more, '<', $kb, "need no more memory than before ($more kB)");
 	$session->ask('RESET ratelimit.store');
 }

@@ -18,8 +18,8 @@ my $seed = seed();
 my $on_redis = store() eq 'redis';
 my $redis = RedisServer->new;
 $redis->start if $on_redis;
-my $node = new_node($redis, 'shared_preload_libraries = ratelimit', 'ratelimit.denial_cache = off',
-	'ratelimit.retry_interval = 0', 'ratelimit.local_max_keys = 100000');
+my $node = preloaded_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0',
+	'ratelimit.local_max_keys = 100000');
 my $session = session($node);
 my $pid = $session->pid;
 
@@ -35,17 +35,7 @@ sub table
 	return;
 }
 
-# How much of the limits of each key is left.
-sub left
-{
-	my ($limits, @keys) = @_;
-
-	my $list = join ',', @keys;
-
-	return $session->ask("SELECT string_agg(remaining::text, ' ' ORDER BY n, o)
-		FROM unnest('{$list}'::text[]) WITH ORDINALITY k (key, n),
-			rl_peek(key, '$limits', 0) WITH ORDINALITY p (rule, a, c, remaining, r, s, t, o)");
-}
+sub left { return $session->left(@_); }
 
 # Inserts and tells how that ended: SQLSTATE, message, detail.
 sub insert
@@ -277,19 +267,14 @@ foreach my $limits ('10/1h refund_on_abort', '10/1h refund_on_abort, fixed_windo
 # More than 4,096 keys
 #
 
-my ($calls, $reads);
+my $reads;
 
 # How many scripts Redis has run and how often it has read, since the last time.
 sub asked
 {
-	my %info = ($redis->info('stats'), $redis->info('commandstats'));
+	my $calls = $redis->calls('evalsha') + $redis->calls('eval');
 
-	$calls = 0;
-	foreach my $command (qw(evalsha eval))
-	{
-		$calls += $1 if ($info{"cmdstat_$command"} // '') =~ /calls=(\d+)/;
-	}
-	$reads = $info{total_reads_processed};
+	$reads = $redis->field('stats', 'total_reads_processed');
 	$redis->cli('CONFIG', 'RESETSTAT');
 	return $calls;
 }
@@ -332,16 +317,10 @@ foreach my $table (qw(many many2))
 # A statement that fails half-way keeps nothing either
 #
 
-my $log_seen = -s $node->logfile;
+new_log($node);
 
 # What the log says since the last time could not be refunded: numbers of keys.
-sub lost
-{
-	my $log = slurp_file($node->logfile, $log_seen);
-
-	$log_seen += length $log;
-	return $log =~ /could not refund what up to (\d+) keys of a failed statement were charged/g;
-}
+sub lost { return new_log($node) =~ /could not refund what up to (\d+) keys of a failed statement were charged/g; }
 
 # How many of the table's keys, from 0 on, have been charged.
 sub charged
@@ -431,7 +410,7 @@ foreach my $how ('pg_cancel_backend', 'pg_terminate_backend', $on_redis ? 'silen
 	else
 	{
 		$redis->resume if $on_redis;
-		await('the backend to end', sub { return $session->ask("SELECT 1 FROM pg_stat_activity WHERE pid = $victim_pid") eq '' });
+		$session->await_end($victim_pid);
 		eval { $victim->quit };
 	}
 	my @lost = lost();
@@ -464,8 +443,7 @@ sub memory_of
 	my $ended = 0;
 	while (!$ended)
 	{
-		my ($now) = slurp_file("/proc/$pid/status") =~ /^RssAnon:\s+(\d+)/m;
-		$most = max($most, $now);
+		$most = max($most, $session->private_kb);
 		$session->{psql}{run}->pump_nb;
 		$ended = $session->{psql}{stdout} =~ /^done$/m;
 		select undef, undef, undef, 0.005;
@@ -519,24 +497,23 @@ if (!$on_redis)
 #
 
 my $monitor = RedisMonitor->new($redis);
-sub scripts { return scalar grep { lc $_->[0] eq 'evalsha' || lc $_->[0] eq 'eval' } $monitor->commands; }
 
 table('seen_by', '5/1h');
-scripts();
+$monitor->scripts;
 asked();
 $session->ask(q{INSERT INTO seen_by SELECT i % 50, 1 FROM generate_series(1, 100) i});
-is(scripts(), 50, '100 rows of 50 keys: 50 scripts');
+is($monitor->scripts, 50, '100 rows of 50 keys: 50 scripts');
 asked();
 cmp_ok($reads, '<=', 10, "in one go: Redis reads $reads times");
 $session->ask(q{INSERT INTO seen_by SELECT i::text, 1 FROM generate_series(1, 50) i UNION ALL SELECT 'x', 6});
 is($session->state, 'PT429', 'one of 51 is refused');
-is(scripts(), 51 + 50, '51 scripts, and 50 that give back');
+is($monitor->scripts, 51 + 50, '51 scripts, and 50 that give back');
 asked();
 cmp_ok($reads, '<=', 16, "in two goes: Redis reads $reads times");
 $session->ask(q{INSERT INTO seen_by VALUES ('x', 6), ('y', 6), ('x', 1)});
-is(scripts(), 2, 'if none was granted nothing is given back');
+is($monitor->scripts, 2, 'if none was granted nothing is given back');
 $session->ask('INSERT INTO seen_by SELECT 1, 1 WHERE false');
-is(scripts(), 0, 'no rows: nothing is asked');
+is($monitor->scripts, 0, 'no rows: nothing is asked');
 undef $monitor;
 
 #
@@ -582,18 +559,14 @@ is(insert('away', q{('a', 2), ('b', 5)})->[0], '00000', 'Redis is there again');
 
 # Each key is one that may take, of a user that may not give back.
 $redis->cli('ACL', 'SETUSER', 'taker', 'on', '>secret', '~*', '+@all', '-hdel');
-my $passfile = PostgreSQL::Test::Utils::tempdir . '/secret';
-append_to_file($passfile, "secret\n");
-chmod 0600, $passfile;
 table('kept', '5/1h');
-$session->ask("SET ratelimit.redis_passfile = '$passfile'; SET ratelimit.redis_url = '" . $redis->url(user => 'taker') . "'");
-my $log = -s $node->logfile;
+$session->set(redis_passfile => password_file('secret'), redis_url => $redis->url(user => 'taker'));
+lost();
 $session->ask(q{INSERT INTO kept SELECT i::text, 1 FROM generate_series(1, 6000) i UNION ALL SELECT 'x', 6});
 is($session->state, 'PT429', 'what cannot be given back does not hide the refusal');
 like($session->error, qr/key "kept:x"/, 'which names the key');
-my @lines = slurp_file($node->logfile, $log) =~ /could not refund what up to (\d+) keys of a failed statement were charged/g;
-is_deeply(\@lines, [6000], 'and the log says once how much it is');
-$session->ask('RESET ratelimit.redis_url; RESET ratelimit.redis_passfile');
+is_deeply([ lost() ], [6000], 'and the log says once how much it is');
+$session->set(redis_url => undef, redis_passfile => undef);
 is(left('5/1h', 'kept:6000'), 4, 'it stays taken');
 
 #

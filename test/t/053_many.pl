@@ -3,10 +3,8 @@
 use strict;
 use warnings FATAL => 'all';
 
-use IO::Socket::UNIX;
-use List::Util qw(min);
+use List::Util qw(max min);
 use LyingServer;
-use POSIX ();
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
@@ -17,8 +15,8 @@ my $store = store();
 my $on_redis = $store eq 'redis';
 my $redis = RedisServer->new;
 $redis->start if $on_redis;
-my $node = new_node($redis, 'shared_preload_libraries = ratelimit', 'ratelimit.denial_cache = off',
-	'ratelimit.retry_interval = 0', 'ratelimit.local_max_keys = 100000');
+my $node = preloaded_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0',
+	'ratelimit.local_max_keys = 100000');
 my $session = session($node);
 my $now = 1_700_000_000_000_000;
 
@@ -105,11 +103,8 @@ sub answers { return $session->ask("SELECT string_agg(key || '=' || remaining, '
 sub fails
 {
 	my ($arguments, $state, $message) = @_;
-	my $got = $session->attempt("SELECT count(*) FROM rl_check_many($arguments)");
 
-	is($got->{state}, $state, "rl_check_many($arguments)");
-	is($got->{message}, $message, 'says why');
-	return;
+	return $session->fails("SELECT count(*) FROM rl_check_many($arguments)", "rl_check_many($arguments)", $state, qr/^$message$/);
 }
 
 is(answers(q{'{z,a,m,a,z,a}', '5/1h'}), 'z=4 a=4 m=4 a=3 z=3 a=2', 'rows come in the order of keys, and a key may come again');
@@ -208,10 +203,9 @@ foreach my $n (1, 2, 513, 10_000)
 	is($session->ask("SELECT wrong(taken('first$n:', $n, 300), $n, 300)"), 'nothing', "$n keys, an unknown script");
 	$redis->cli('CONFIG', 'RESETSTAT');
 	is($session->ask("SELECT wrong(taken('again$n:', $n, 300), $n, 300)"), 'nothing', "$n keys, a known script");
-	my %info = ($redis->info('stats'), $redis->info('commandstats'));
-	my ($scripts) = ($info{cmdstat_evalsha} // '') =~ /calls=(\d+)/;
-	is($scripts, $n, "$n keys: one script each");
-	cmp_ok($info{total_reads_processed}, '<=', 5 + $n / 20, "$n keys: Redis reads $info{total_reads_processed} times");
+	my $reads = $redis->field('stats', 'total_reads_processed');
+	is($redis->calls('evalsha'), $n, "$n keys: one script each");
+	cmp_ok($reads, '<=', 5 + $n / 20, "$n keys: Redis reads $reads times");
 }
 
 # Keys of 500 bytes need bounds in bytes.
@@ -228,30 +222,14 @@ $redis->cli('CONFIG', 'SET', 'client-output-buffer-limit', 'normal 0 0 0');
 my $text = join '', map { slurp_file($_) } map { "$ENV{PWD}/src/$_.lua" } qw(redis/clock algorithm/throttle);
 foreach my $others (0, 1)
 {
-	my $parent = $$;
-	my $flusher = fork;
-	die "could not fork: $!" unless defined $flusher;
-	if ($flusher == 0)
-	{
-		$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
-		$redis->{client} = undef;
-		while (getppid == $parent)
-		{
-			$redis->cli('SCRIPT', 'FLUSH');
-			$redis->cli('SCRIPT', 'LOAD', $text) if $others;
-		}
-		POSIX::_exit(0);
-	}
 	$redis->cli('CONFIG', 'RESETSTAT');
-	my @wrong = grep { $_ ne 'nothing' }
-	  map { $session->ask("SELECT wrong(taken('flush$others:', 3000, 1000), 3000, 1000, " . 3 * $_ . ")") } 0 .. 2;
-	kill 'KILL', $flusher;
-	waitpid $flusher, 0;
+	my @wrong = grep { $_ ne 'nothing' } $redis->while_flushing(sub {
+		return map { $session->ask("SELECT wrong(taken('flush$others:', 3000, 1000), 3000, 1000, " . 3 * $_ . ')') } 0 .. 2;
+	}, $others ? $text : undef);
 	is_deeply(\@wrong, [], 'a script that is forgotten all the while' . ($others ? ' and loaded again' : ''));
 	is($session->error, '', 'without an error');
-	my %info = $redis->info('errorstats');
-	my ($missing) = ($info{errorstat_NOSCRIPT} // '') =~ /count=(\d+)/;
-	cmp_ok($missing // 0, '>', 0, 'it was missing ' . ($missing // 0) . ' times');
+	my $missing = $redis->errors('NOSCRIPT');
+	cmp_ok($missing, '>', 0, "it was missing $missing times");
 }
 
 #
@@ -273,12 +251,12 @@ my $taken = $session->ask(q{SELECT sum(1000000 - remaining) FROM rl_check_many((
 cmp_ok($allowed, '<=', $taken, "rl_stat: of $taken taken $allowed are known");
 cmp_ok($allowed + $errors, '>=', $taken, "and $errors more may be");
 $redis->pause;
-$session->ask("SET ratelimit.command_timeout = '100ms'");
+$session->set(command_timeout => '100ms');
 my $got = $session->attempt(q{SELECT taken('silent', 100000, 1000)});
 is($got->{state}, '08006', 'silence');
 cmp_ok($got->{ms}, '>=', 99, 'silence: after command_timeout');
 $redis->resume;
-$session->ask("SET ratelimit.command_timeout = '10s'");
+$session->set(command_timeout => '10s');
 is($session->attempt(q{SELECT taken('after silence', 2, 2)})->{answer}, '{0,0}', 'and it works again');
 
 # The pipe may take longer than command_timeout if it moves; on a busy machine it
@@ -369,56 +347,21 @@ stat_is('5|4|0|0|0|0|1', 'the denial cache');
 # Servers that stop in the middle
 #
 
-my $dir = PostgreSQL::Test::Utils::tempdir_short;
-my @liars;
-
-# Answers so many commands with :0, then says its last words and ends, or waits.
+# Answers so many commands with :0, then sends its last words, and ends the
+# connection or sends nothing more.
 sub liar
 {
-	my ($name, $answers, $last, $end) = @_;
-	my $path = "$dir/$name";
-	my $listener = IO::Socket::UNIX->new(Local => $path, Listen => 10) or die "no socket: $!";
-	my $child = fork;
+	my ($answers, $last, $end) = @_;
+	my $n = 0;
 
-	die "could not fork: $!" unless defined $child;
-	if ($child == 0)
-	{
-		$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
-		$SIG{PIPE} = 'IGNORE';
-		while (my $socket = $listener->accept)
-		{
-			my ($left, $tail) = ($answers, '');
-			while (sysread $socket, my $request, 65536)
-			{
-				$tail .= $request;
-				my $n = () = $tail =~ /EVALSHA\r\n/g;
-				$tail = substr $tail, -8;
-				$n = $left if $n > $left;
-				$left -= $n;
-				syswrite $socket, ":0\r\n" x $n . ($left ? '' : $last);
-				last if !$left && $end;
-			}
-			close $socket;
-		}
-		POSIX::_exit(0);
-	}
-	push @liars, $child;
-	close $listener;
-	return "unix://$path";
+	return LyingServer->new(sub {
+		return ":0\r\n" if ++$n < $answers;
+		return () if $n > max($answers, 1);
+		return (($answers ? ":0\r\n" : '') . $last, $end ? undef : ());
+	});
 }
 
-END
-{
-	foreach my $child (@liars)
-	{
-		local $?;
-		kill 'KILL', $child;
-		waitpid $child, 0;
-	}
-}
-
-$session->ask(q{SET ratelimit.denial_cache = off});
-my $n = 0;
+$session->set(denial_cache => 'off');
 foreach my $case (
 	[ 'an end', 700, '', 1, '08006' ],
 	[ 'an end at once', 0, '', 1, '08006' ],
@@ -433,9 +376,9 @@ foreach my $case (
 	[ 'one answer too many', 1000, ":0\r\n", 0, '08P01' ])
 {
 	my ($what, $answers, $last, $end, $state) = @$case;
+	my $liar = liar($answers, $last, $end);
 
-	$session->ask("SET ratelimit.redis_url = '" . liar($n++, $answers, $last, $end) . "'");
-	$session->ask('SET ratelimit.command_timeout = ' . ($state eq '08006' ? "'100ms'" : "'10s'"));
+	$session->set(redis_url => $liar->url, command_timeout => $state eq '08006' ? '100ms' : '10s');
 	$got = $session->attempt(q{SELECT taken('liar', 1000, 1000)});
 	is($got->{state}, $state, "$what after $answers answers") or diag $got->{message}, substr $got->{answer}, 0, 50;
 }
@@ -455,7 +398,7 @@ sub slow
 my @slow;
 my @ms = measures(150, sub {
 	push @slow, slow(0.09);
-	$session->ask("SET ratelimit.command_timeout = '100ms'; SET ratelimit.redis_url = '" . $slow[-1]->url . "'");
+	$session->set(command_timeout => '100ms', redis_url => $slow[-1]->url);
 	$got = $session->attempt(q{SELECT taken('slow', 50, 50)});
 	return $got->{ms};
 });
@@ -465,22 +408,21 @@ is($got->{message}, 'lost the connection to Redis: 50 calls took longer than rat
 cmp_ok(min(@ms), '<=', 150, 'fail within command_timeout + 50 ms');
 
 push @slow, slow(0.01);
-$session->ask("SET ratelimit.retry_interval = '1h'; SET ratelimit.on_error = deny; SET ratelimit.command_timeout = '300ms';
-	SET ratelimit.redis_url = '" . $slow[-1]->url . "'");
+$session->set(retry_interval => '1h', on_error => 'deny', command_timeout => '300ms', redis_url => $slow[-1]->url);
 like($session->ask(q{SELECT string_agg(DISTINCT source, ' ' ORDER BY source) FROM rl_check_many((SELECT array_agg('slow' || i) FROM generate_series(1, 99) i), '1/1s burst 1000')}),
 	qr/^fail_closed redis$/, 'calls that were answered in time have their answers');
 is($session->ask('SELECT breaker FROM rl_status()'), 'closed', 'and the breaker of a server that answers stays closed');
-$session->ask('RESET ratelimit.retry_interval; RESET ratelimit.on_error');
+$session->set(retry_interval => undef, on_error => undef);
 
 push @slow, slow(0.003);
-$session->ask("SET ratelimit.command_timeout = '1s'; SET ratelimit.redis_url = '" . $slow[-1]->url . "'");
+$session->set(command_timeout => '1s', redis_url => $slow[-1]->url);
 $got = $session->attempt(q{SELECT cardinality(taken('slow', 500, 500))});
 note "500 keys, each answered after 3 ms: $got->{ms} ms";
 is($got->{answer}, 500, '500 keys have more time') or diag $got->{message};
 cmp_ok($got->{ms}, '>=', 1000, 'than command_timeout');
 @slow = ();
 
-$session->ask('RESET ratelimit.redis_url; RESET ratelimit.command_timeout');
+$session->set(redis_url => undef, command_timeout => undef);
 is($session->attempt(q{SELECT taken('at last', 3, 1)})->{answer}, '{0,1,2}', 'and Redis is asked again');
 
 done_testing();

@@ -9,8 +9,8 @@ use RedisServer;
 use Test::More;
 
 my $redis = RedisServer->new->start;
-my $node = new_node($redis, 'shared_preload_libraries = ratelimit', 'wal_level = logical', 'max_wal_senders = 4',
-	'max_replication_slots = 4', 'ratelimit.denial_cache = off');
+my $node = preloaded_node($redis, 'wal_level = logical', 'max_wal_senders = 4', 'max_replication_slots = 4',
+	'ratelimit.denial_cache = off');
 my $session = session($node);
 
 # Three triggers for each event: before and after the row, and after the

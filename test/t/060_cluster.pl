@@ -16,28 +16,9 @@ my $cluster = RedisCluster->new(masters => 3, replicas => 1);
 my $single = RedisServer->new->start;
 my ($user, $password, @rule) = documented_user();
 $_->cli('ACL', 'SETUSER', $user, @rule, '+asking') foreach $cluster->servers, $single;
-my $passfile = PostgreSQL::Test::Utils::tempdir . '/password';
-append_to_file($passfile, "$password\n");
-chmod 0600, $passfile;
-my $node = new_node($single, 'shared_preload_libraries = ratelimit', 'ratelimit.denial_cache = off',
-	"ratelimit.redis_passfile = '$passfile'", "ratelimit.redis_url = '" . $cluster->url(user => $user) . "'");
+my $node = preloaded_node($single, 'ratelimit.denial_cache = off',
+	"ratelimit.redis_passfile = '" . password_file($password) . "'", "ratelimit.redis_url = '" . $cluster->url(user => $user) . "'");
 my $session = session($node);
-
-sub calls_of
-{
-	my ($server, $command) = @_;
-	my %info = $server->info('commandstats');
-
-	return ($info{"cmdstat_$command"} || '') =~ /calls=(\d+)/ ? $1 : 0;
-}
-
-sub errors_of
-{
-	my ($server, $error) = @_;
-	my %info = $server->info('errorstats');
-
-	return ($info{"errorstat_$error"} || '') =~ /count=(\d+)/ ? $1 : 0;
-}
 
 #
 # Every function, as on one server
@@ -50,7 +31,7 @@ $node->safe_psql('postgres', q{
 });
 my $five = '3/1h, token_bucket 3/1h, fixed_window 3/1h, sliding_window 3/1h, sliding_log 3/1h';
 my $alone = session($node);
-$alone->ask("SET ratelimit.redis_url = '" . $single->url(user => $user) . "'");
+$alone->set(redis_url => $single->url(user => $user));
 $_->ask('SET ratelimit.debug_now = 1700000000000000') foreach $session, $alone;
 my @wrong;
 foreach my $key (map { "k$_" } 1 .. 6)
@@ -77,7 +58,7 @@ is($session->attempt('INSERT INTO orders VALUES (42), (43), (44), (44), (44)')->
 $_->ask('RESET ratelimit.debug_now') foreach $session, $alone;
 my $masters = join '|', map { '127\.0\.0\.1:' . $_->port } $cluster->masters;
 like($session->ask('SELECT redis, connected, error IS NULL FROM rl_status()'), qr/^"(?:$masters)"\|t\|t$/, 'rl_status');
-cmp_ok(calls_of($_, 'evalsha'), '>', 0, 'each master was asked') foreach $cluster->masters;
+cmp_ok($_->calls('evalsha'), '>', 0, 'each master was asked') foreach $cluster->masters;
 
 # What was learned is not asked again.
 my @keys = map { "key:$_" } 1 .. 200;
@@ -85,7 +66,7 @@ my $ask_all = 'SELECT count(rl_throttle(k, 1000, 1, 3600)) FROM unnest(ARRAY[' .
 is($session->ask($ask_all), '200', 'many keys');
 $_->cli('CONFIG', 'RESETSTAT') foreach $cluster->masters;
 is($session->ask($ask_all), '200', 'many keys again');
-is(errors_of($_, 'MOVED'), 0, 'none is asked for in vain') foreach $cluster->masters;
+is($_->errors('MOVED'), 0, 'none is asked for in vain') foreach $cluster->masters;
 
 #
 # One slot on its way
@@ -98,7 +79,7 @@ my $to = ($from + 1) % 3;
 is($session->ask("SELECT allowed FROM rl_check('$key', '$limits')"), 't', 'before it moves');
 $cluster->begin_move($slot, $from, $to);
 is($session->ask("SELECT allowed FROM rl_check('$key', '$limits')"), 't', 'the key is still at the source');
-my $asks = errors_of($cluster->master($from), 'ASK');
+my $asks = $cluster->master($from)->errors('ASK');
 is($session->ask(q{SELECT allowed FROM rl_throttle('new {traveller}', 1, 1, 3600)}), 't', 'braces in a key are not the cluster\'s');
 is($session->ask("SELECT rl_reset('$key')"), 't', 'forgotten');
 foreach (1 .. 3)
@@ -106,11 +87,11 @@ foreach (1 .. 3)
 	is($session->ask("SELECT string_agg(remaining::text, ' ') FROM rl_check_each('$key', '$limits')"), 3 - $_ . ' ' . (100 - $_),
 		"then it is at the target, call $_");
 }
-cmp_ok(errors_of($cluster->master($from), 'ASK'), '>=', $asks + 3, 'the source said so each time');
+cmp_ok($cluster->master($from)->errors('ASK'), '>=', $asks + 3, 'the source said so each time');
 is($session->ask("SELECT allowed, source FROM rl_check('$key', '$limits')"), 'f|redis', 'a log there refuses');
 $cluster->end_move($slot, $from, $to);
 is($session->ask("SELECT string_agg(remaining::text, ' ') FROM rl_peek('$key', '$limits', 0)"), '0 97', 'nothing was lost');
-is(sum(map { errors_of($_, 'TRYAGAIN') } $cluster->masters), 0, 'a key is in one place, so nothing had to wait');
+is(sum(map { $_->errors('TRYAGAIN') } $cluster->masters), 0, 'a key is in one place, so nothing had to wait');
 
 #
 # Slots on their way all the while, eight clients, a thousand keys
@@ -150,7 +131,7 @@ while ($moves < 50 || !$redirected{MOVED} || !$redirected{ASK})
 	finish_clients($clients);
 	foreach my $error (qw(MOVED ASK TRYAGAIN))
 	{
-		$redirected{$error} = sum(map { errors_of($_, $error) } $cluster->masters);
+		$redirected{$error} = sum(map { $_->errors($error) } $cluster->masters);
 	}
 }
 note "measured: $moves slots moved, ", join ', ', map { "$_ $redirected{$_}" } sort keys %redirected;
@@ -192,8 +173,8 @@ foreach my $rule ('1/1d burst 5', 'fixed_window 5/3650d', 'sliding_log 5/3650d')
 	$_->cli('CONFIG', 'RESETSTAT') foreach $cluster->masters;
 	$_->cli('SCRIPT', 'FLUSH') foreach $cluster->masters;
 	is($fresh->ask(sprintf $many, $rule), '0|3000|t', 'the script is not known any more');
-	is(errors_of($_, 'MOVED'), 0, 'none is asked for in vain') foreach $cluster->masters;
-	cmp_ok(calls_of($_, 'eval'), '<=', 2, 'it is sent once') foreach $cluster->masters;
+	is($_->errors('MOVED'), 0, 'none is asked for in vain') foreach $cluster->masters;
+	cmp_ok($_->calls('eval'), '<=', 2, 'it is sent once') foreach $cluster->masters;
 	$fresh->quit;
 }
 
@@ -269,11 +250,7 @@ foreach my $how (qw(dies stands_still))
 	$node->safe_psql('postgres', "TRUNCATE stop, asked; ALTER SYSTEM SET ratelimit.redis_url = '" . $cluster->url(first => $i, user => $user) . "';
 		SELECT pg_reload_conf()");
 	my $clients = start_clients($node, "a master $how", 'SELECT load();', '-t', 1);
-	await('the load', sub {
-		die "the load has ended: $clients->{err}" unless $clients->{handle}->pumpable;
-		$clients->{handle}->pump_nb;
-		return $watcher->ask(q{SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 42}) eq '8';
-	});
+	await_load($clients, $watcher);
 	my %victims = map { $_ => 1 } grep { $cluster->has($victim, "loaded:$_") } 0 .. 99;
 	my $of_many = grep { $cluster->has($victim, "many:$_") } 1 .. 3000;
 	is(outcomes(), 'redis 3000', "before a master $how: rl_check_many");
@@ -286,8 +263,8 @@ foreach my $how (qw(dies stands_still))
 		return !grep { $_->cli('CLUSTER', 'NODES') !~ /^$heir->{id} \S+ \S*master - \d+ \d+ \d+ connected \d/m } @others;
 	});
 	my $taken_over = $watcher->ask('SELECT clock_timestamp()');
-	my $calls = calls_of($heir, 'evalsha');
-	await('calls of the replica', sub { calls_of($heir, 'evalsha') > $calls + 100 });
+	my $calls = $heir->calls('evalsha');
+	await('calls of the replica', sub { $heir->calls('evalsha') > $calls + 100 });
 	my $end = $watcher->ask("SELECT clock_timestamp() + interval '0.5 s'");
 	await('more calls', sub { $watcher->ask("SELECT clock_timestamp() > '$end'") eq 't' });
 	$watcher->ask('INSERT INTO stop DEFAULT VALUES');
@@ -314,7 +291,7 @@ foreach my $how (qw(dies stands_still))
 		"a master $how: after which its slots are the replica's");
 	is(outcomes(), 'redis 3000', "a master $how: rl_check_many goes on");
 	$how eq 'dies' ? $victim->start : $victim->resume;
-	await('it to be the replica', sub { my %info = $victim->info('replication'); ($info{master_link_status} || '') eq 'up' });
+	await('it to be the replica', sub { return $victim->follows });
 }
 
 done_testing();

@@ -22,7 +22,7 @@ sub follow
 	my ($replica, $master) = @_;
 
 	$replica->cli('REPLICAOF', '127.0.0.1', $master->port);
-	await('the replica', sub { my %info = $replica->info('replication'); ($info{master_link_status} || '') eq 'up' });
+	await('the replica', sub { return $replica->follows });
 	return;
 }
 
@@ -45,20 +45,21 @@ sub url
 	  . (defined $part{db} ? "/$part{db}" : '');
 }
 
-sub master_of
+# Starts three Sentinels that know each other.
+sub three_sentinels
 {
-	my ($sentinel) = @_;
+	my @sentinels = map { sentinel(2) } 1 .. 3;
 
-	return $sentinel->cli('SENTINEL', 'GET-MASTER-ADDR-BY-NAME', 'service')->[1];
+	await('the Sentinels to know each other', sub {
+		return !grep { my %master = @{ $_->cli('SENTINEL', 'MASTER', 'service') };
+			$master{'num-slaves'} < 1 || $master{'num-other-sentinels'} < 2 } @sentinels;
+	});
+	return @sentinels;
 }
 
 follow($b, $a);
-my @sentinels = map { sentinel(2) } 1 .. 3;
-await('the Sentinels to know each other', sub {
-	return !grep { my %master = @{ $_->cli('SENTINEL', 'MASTER', 'service') };
-		$master{'num-slaves'} < 1 || $master{'num-other-sentinels'} < 2 } @sentinels;
-});
-my $node = new_node($a, 'shared_preload_libraries = ratelimit', 'ratelimit.denial_cache = off',
+my @sentinels = three_sentinels();
+my $node = preloaded_node($a, 'ratelimit.denial_cache = off',
 	"ratelimit.redis_url = '" . url(\@sentinels) . "'");
 my $session = session($node);
 my $pid = $session->pid;
@@ -70,41 +71,33 @@ my $pid = $session->pid;
 is($session->attempt($take)->{state}, '00000', 'a call');
 is($session->ask('SELECT redis, connected, error IS NULL FROM rl_status()'),
 	'"127.0.0.1:' . $a->port . '"|t|t', 'rl_status tells the master');
-my %clients = map { $_ => scalar(() = $_->cli('CLIENT', 'LIST') =~ /^id=/mg) } $a, $sentinels[0];
 is($session->attempt($take)->{state}, '00000', 'another call');
 my $silent = RedisServer::free_port();
-$session->ask("SET ratelimit.redis_url = 'redis+sentinel://127.0.0.1:$silent,127.0.0.1:" . $sentinels[1]->port . "/service/1'");
+$session->set(redis_url => "redis+sentinel://127.0.0.1:$silent,127.0.0.1:" . $sentinels[1]->port . '/service/1');
 is($session->attempt($take)->{state}, '00000', 'who does not answer is passed over');
 is($a->cli('EVAL', q{redis.call('SELECT', 1) return redis.call('DBSIZE')}, 0), 1, 'the database is the master\'s');
-$session->ask("SET ratelimit.redis_url = '" . url(\@sentinels, service => 'nothing') . "'");
-my $got = $session->attempt($take);
-is($got->{state}, '08001', 'a service that nobody knows');
-is($got->{message}, 'could not connect to Redis: the Sentinel knows no service "nothing"', 'the message');
-is($got->{detail}, 'The server is "127.0.0.1:' . $sentinels[0]->port . '".', 'the detail');
+$session->set(redis_url => url(\@sentinels, service => 'nothing'));
+$session->fails($take, 'an unknown service', '08001', qr/^could not connect to Redis: the Sentinel knows no service "nothing"$/,
+	qr/^The server is "127\.0\.0\.1:${\ $sentinels[0]->port }"\.$/);
 # Another one, as the breaker of the first is open.
 $silent = RedisServer::free_port();
-$session->ask("SET ratelimit.redis_url = 'redis+sentinel://127.0.0.1:$silent/service'");
-$got = $session->attempt($take);
-is($got->{state}, '08001', 'no Sentinel');
-like($got->{message}, qr/^could not connect to Redis: Connection refused/, 'the message');
+$session->set(redis_url => "redis+sentinel://127.0.0.1:$silent/service");
+$session->fails($take, 'no Sentinel', '08001', qr/^could not connect to Redis: Connection refused/);
 is($session->ask('SELECT redis, breaker FROM rl_status()'), qq{"127.0.0.1:$silent"/service|open}, 'rl_status');
-$session->ask("SET ratelimit.redis_url = 'redis+sentinel://127.0.0.1:" . $a->port . "/service'");
+$session->set(redis_url => 'redis+sentinel://127.0.0.1:' . $a->port . '/service');
 is($session->attempt($take)->{state}, '08P01', 'no Sentinel but a Redis');
 
 # One that wants a password gets it, and the server too.
 my $secret = sentinel(9, password => 'sesame');
-my $passfile = PostgreSQL::Test::Utils::tempdir . '/password';
-append_to_file($passfile, "sesame\n");
-chmod 0600, $passfile;
-$session->ask("SET ratelimit.redis_url = '" . url([$secret]) . "'");
+$session->set(redis_url => url([$secret]));
 is($session->attempt($take)->{state}, '28P01', 'a Sentinel that wants a password');
 $a->cli('CONFIG', 'SET', 'requirepass', 'sesame');
-$session->ask("SET ratelimit.redis_passfile = '$passfile'");
+$session->set(redis_passfile => password_file('sesame'));
 is($session->attempt($take)->{state}, '00000', 'and gets it');
-$session->ask("SET ratelimit.redis_url = '" . url(\@sentinels) . "'");
+$session->set(redis_url => url(\@sentinels));
 is($session->attempt($take)->{state}, '00000', 'one that wants none');
 $a->cli('CONFIG', 'SET', 'requirepass', '');
-$session->ask('RESET ratelimit.redis_passfile; RESET ratelimit.redis_url');
+$session->set(redis_passfile => undef, redis_url => undef);
 undef $secret;
 is($session->attempt($take)->{state}, '00000', 'none at all');
 
@@ -115,22 +108,21 @@ is($session->attempt($take)->{state}, '00000', 'none at all');
 # Without Sentinels too, of several servers the next is asked, and one is at
 # least looked for anew.
 my $both = 'redis://127.0.0.1:' . $b->port . ',127.0.0.1:' . $a->port;
-$session->ask("SET ratelimit.redis_url = '$both'");
+$session->set(redis_url => $both);
 is($session->attempt($take)->{state}, '00000', 'a replica ahead of its master');
 is($session->ask('SELECT redis FROM rl_status()'), '"127.0.0.1:' . $a->port . '"', 'is passed over');
 is($session->ask(q{SELECT count(*) FROM rl_check_many('{a,b,c}', '1/1d') WHERE source = 'redis'}), 3, 'by many calls too');
-$session->ask("SET ratelimit.redis_url = '" . $b->url . "'");
+$session->set(redis_url => $b->url);
 foreach my $try (1, 2)
 {
-	my %before = $b->info('stats');
+	my $before = $b->field('stats', 'total_connections_received');
 
 	is($session->attempt($take)->{state}, '08P01', "a replica alone, try $try");
-	my %after = $b->info('stats');
-	is($after{total_connections_received} - $before{total_connections_received}, 1, 'by a connection of its own');
+	is($b->field('stats', 'total_connections_received') - $before, 1, 'by a connection of its own');
 }
 
 my $alone = sentinel(9);
-$session->ask("SET ratelimit.redis_url = '" . url([$alone]) . "'");
+$session->set(redis_url => url([$alone]));
 is($session->attempt($take)->{state}, '00000', 'a master');
 $_->stop foreach @sentinels;
 $b->cli('REPLICAOF', 'NO', 'ONE');
@@ -142,9 +134,7 @@ is($session->ask('SELECT redis FROM rl_status()'), '"127.0.0.1:' . $b->port . '"
 $alone->cli('SENTINEL', 'REMOVE', 'service');
 $alone->cli('SENTINEL', 'MONITOR', 'service', '127.0.0.1', $a->port, 9);
 $b->cli('CLIENT', 'KILL', 'TYPE', 'normal');
-$got = $session->attempt($take);
-is($got->{state}, '08P01', 'a Sentinel that is wrong');
-like($got->{message}, qr/READONLY/, 'the message');
+$session->fails($take, 'a Sentinel that names the wrong master', '08P01', qr/READONLY/);
 undef $alone;
 
 #
@@ -153,12 +143,8 @@ undef $alone;
 
 $a->cli('REPLICAOF', 'NO', 'ONE');
 follow($b, $a);
-$_->cli('FLUSHALL') foreach $a;
-@sentinels = map { sentinel(2) } 1 .. 3;
-await('the Sentinels to know each other', sub {
-	return !grep { my %master = @{ $_->cli('SENTINEL', 'MASTER', 'service') };
-		$master{'num-slaves'} < 1 || $master{'num-other-sentinels'} < 2 } @sentinels;
-});
+$a->cli('FLUSHALL');
+@sentinels = three_sentinels();
 my ($keys, $capacity) = (20, 2000);
 $node->safe_psql('postgres', qq{
 	CREATE TABLE stop ();
@@ -188,20 +174,17 @@ $node->safe_psql('postgres', qq{
 });
 my $clients = start_clients($node, 'a fail-over', 'SELECT load();', '-t', 1);
 my $watcher = session($node);
-await('the load', sub {
-	die "the load has ended: $clients->{err}" unless $clients->{handle}->pumpable;
-	$clients->{handle}->pump_nb;
-	return $watcher->ask(q{SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 42}) eq '8';
-});
-my %stats = $a->info('stats');
-my $calls = $stats{total_commands_processed};
-await('calls', sub { my %now = $a->info('stats'); $now{total_commands_processed} > $calls + 20_000 });
+await_load($clients, $watcher);
+my $calls = $a->field('stats', 'total_commands_processed');
+await('calls', sub { return $a->field('stats', 'total_commands_processed') > $calls + 20_000 });
 my $lost = $watcher->ask('SELECT clock_timestamp()');
 $a->stop;
 # Which ends the connections that there are.
 await('the promotion', sub { (eval { $b->cli('ROLE') } || [''])->[0] eq 'master' });
 my $is_master = $watcher->ask('SELECT clock_timestamp()');
-await('the Sentinels to tell of it', sub { !grep { master_of($_) != $b->port } @sentinels });
+await('the Sentinels to tell of it', sub {
+	return !grep { $_->cli('SENTINEL', 'GET-MASTER-ADDR-BY-NAME', 'service')->[1] != $b->port } @sentinels;
+});
 my $promoted = $watcher->ask('SELECT clock_timestamp()');
 my $end = $watcher->ask("SELECT clock_timestamp() + interval '3 s'");
 await('more calls', sub { $watcher->ask("SELECT clock_timestamp() > '$end'") eq 't' });
@@ -226,12 +209,12 @@ note "measured: $allowed actions were allowed, $more more than the limits say: w
 cmp_ok($more, '>=', -8, 'each limit was reached');
 cmp_ok($more, '<', $keys * $capacity, 'and the replica knew of most that was taken');
 is($session->ask('SELECT pg_backend_pid()'), $pid, 'the first session lives');
-$session->ask('RESET ratelimit.redis_url');
+$session->set(redis_url => undef);
 is($session->attempt($take)->{state}, '00000', 'and its calls succeed');
 
 # The old master comes back as a replica.
 $a->start;
-await('it to be the replica', sub { my %info = eval { $a->info('replication') }; ($info{master_link_status} || '') eq 'up' });
+await('it to be the replica', sub { return $a->follows });
 is($session->attempt($take)->{state}, '00000', 'the old master is none');
 
 done_testing();

@@ -22,8 +22,7 @@ use Test::More;
 my $root = "$FindBin::RealBin/../..";
 my %page = map { (substr($_, length("$root/")) => DocPage->new($_)) } "$root/README.md", glob "$root/docs/*.md";
 my $redis = RedisServer->new->start;
-my $node = new_node($redis, "ratelimit.redis_url = '" . $redis->url(tcp => 1, db => 0) . "'",
-	'shared_preload_libraries = ratelimit', 'timezone = UTC');
+my $node = preloaded_node($redis, "ratelimit.redis_url = '" . $redis->url(tcp => 1, db => 0) . "'", 'timezone = UTC');
 my @roles = split /\n/, $node->safe_psql('postgres', 'SELECT rolname FROM pg_roles');
 
 #
@@ -44,12 +43,7 @@ sub prepare
 	}
 	$node->safe_psql('postgres', 'ALTER SYSTEM RESET ALL');
 	$node->safe_psql('postgres', 'CREATE DATABASE shop');
-	{
-		# Into the server alone, as new_node does.
-		local $ENV{LD_PRELOAD} = $ENV{RATELIMIT_PRELOAD} || '';
-
-		$node->restart;
-	}
+	start_node($node, 'restart');
 	$redis->cli('FLUSHALL');
 	$node->safe_psql('shop', 'CREATE EXTENSION ratelimit')
 	  unless grep { $_->{text} =~ /CREATE EXTENSION (IF NOT EXISTS )?ratelimit\b/ } $page->commands;
@@ -154,17 +148,15 @@ sub same
 }
 
 $node->safe_psql('postgres', 'ALTER SYSTEM RESET ALL');
-my $members = q{pg_depend WHERE deptype = 'e' AND refclassid = 'pg_extension'::regclass
-	AND refobjid = (SELECT oid FROM pg_extension WHERE extname = 'ratelimit')};
+my ($procs, $classes, $type_members) = map { '(' . members($_) . ')' } qw(pg_proc pg_class pg_type);
 my $functions = rows(qq{SELECT proname || '(' || regexp_replace(regexp_replace(regexp_replace(pg_get_function_arguments(p.oid),
 		',? ?OUT [^,]*', '', 'g'), ' DEFAULT (\\w+)(::[^,]*)?', '=\\1', 'g'), '(\\w+) (?!"any")[^=,]+(,|=|\$)', '\\1\\2', 'g') || ')'
 	FROM pg_proc p WHERE proname !~ '^rl_limits_' AND prorettype <> 'trigger'::regtype
-		AND to_regclass(proname) IS NULL AND oid IN (SELECT objid FROM $members AND classid = 'pg_proc'::regclass)});
+		AND to_regclass(proname) IS NULL AND oid IN $procs});
 same([ map { /^(rl_\w+\(.*\))$/ ? $1 =~ s/ = /=/gr : () } keys %section ], $functions, 'reference.md: functions and their arguments');
 
-my $types = rows(qq{SELECT relname FROM pg_class WHERE oid IN (SELECT objid FROM $members AND classid = 'pg_class'::regclass)
-	UNION SELECT typname FROM pg_type WHERE oid IN (SELECT objid FROM $members AND classid = 'pg_type'::regclass)
-		AND typname !~ '^_' AND typtype <> 'p'});
+my $types = rows(qq{SELECT relname FROM pg_class WHERE oid IN $classes
+	UNION SELECT typname FROM pg_type WHERE oid IN $type_members AND typname !~ '^_' AND typtype <> 'p'});
 same([ grep { /^rl_\w+$/ } keys %section ], $types, 'reference.md: types and views');
 foreach my $name (grep { /^rl_\w+(?:\(\))?$/ && $section{$_} =~ /^\| column /m } keys %section)
 {
@@ -177,7 +169,7 @@ foreach my $name (grep { /^rl_\w+(?:\(\))?$/ && $section{$_} =~ /^\| column /m }
 my @columns = map { /^rl_/ ? @{ cells('column', $section{$_}) } : () } keys %section;
 my %column = map { ($_ => 1) } @columns, qw(rule);
 is_deeply([ grep { !$column{$_} } @{ rows(qq{SELECT DISTINCT name FROM pg_proc, unnest(proargnames, proargmodes) AS a (name, mode)
-	WHERE mode IN ('o', 't') AND oid IN (SELECT objid FROM $members AND classid = 'pg_proc'::regclass)}) } ], [],
+	WHERE mode IN ('o', 't') AND oid IN $procs}) } ], [],
 	'reference.md: no other column is returned');
 
 same([ grep { /^ratelimit\./ } keys %section ], rows(q{LOAD 'ratelimit'; SELECT name FROM pg_settings WHERE name LIKE 'ratelimit.%'}),
