@@ -1,18 +1,15 @@
 /*
  * transaction.c
- *		Gives back what a transaction or savepoint that rolls back was granted
- *		under limits with refund_on_abort.
+ *		What a transaction was granted under limits with refund_on_abort, by
+ *		levels of subtransactions.
  *
- * A grant is what one (sub)transaction took of one limit on one key, in one
- * sum where that can be taken back as one.  When a subtransaction commits its
- * grants become the parent's; when it aborts they are queued, and the queue
- * goes out ahead of the next command, or when the transaction ends: by
- * callbacks, in which nothing may throw, and no memory is to be had.  What
- * could not be given back is logged.  A prepared transaction counts as
- * committed.
+ * When a subtransaction commits its grants become the parent's.  When it aborts
+ * they are queued, and the queue is sent ahead of the next command, or when the
+ * transaction ends: in callbacks, which must not throw, and in which there may be
+ * no memory.  A prepared transaction counts as committed.
  *
- * What rl_refund refunds is first of all what the transaction was granted, and
- * what rl_reset resets it holds no longer: no rollback refunds it again.
+ * rl_refund first refunds what the transaction was granted, and rl_reset deletes
+ * the grants of the states that it resets: no rollback refunds these again.
  */
 #include "postgres.h"
 
@@ -30,350 +27,302 @@
 #include "shared/local_store.h"
 #include "transaction.h"
 
-/* More than this of a transaction is not given back, and logged. */
+/* A transaction's grants beyond these are not refunded, and logged. */
 #define MAX_GRANTS			65536
 
 #define QUEUED				0
 
-/* What tells grants apart; padding is zero. */
-typedef struct GrantId
+/* What distinguishes a transaction's grants; padding is zero. */
+typedef struct RlGrantId
 {
-	uint64		place[2];		/* a hash of server, prefix and key */
+	uint64		server;			/* rl_refund_server() */
+	uint64		redis_key[2];	/* a hash */
 	RlStateTag	tag;
 	int64		mark;			/* of charges that do not merge */
-	int			level;			/* of the transaction nest, or QUEUED */
+	int			level;			/* of the transaction nest; 0: in the queue */
 	bool		local;
-} GrantId;
+} RlGrantId;
 
-typedef struct Grant
+/*
+ * What one (sub)transaction was granted of one limit on one key, in one sum if
+ * that can be refunded as one.
+ */
+typedef struct RlGrant
 {
-	dlist_node	node;
-	GrantId		id;
+	dlist_node	node;			/* of the transaction's grants, or of its queue */
+	RlGrantId	id;
 	RlLimit		limit;
 	RlCharge	charge;
-	RlKeyHash		name;			/* only with shared memory */
-	uint64		server;
-	bool		sent;			/* in the queue: perhaps taken back */
-	int			call;			/* in the queue: which call takes it back */
-	int			place_len;
-	char		place[FLEXIBLE_ARRAY_MEMBER];	/* its name in Redis */
-} Grant;
+	RlKeyHash	key_hash;		/* only with shared memory */
+	const RlRefundCall *call;	/* which refunds it; NULL: none yet */
+	int			redis_key_len;
+	char		redis_key[FLEXIBLE_ARRAY_MEMBER];	/* the key's name in Redis */
+} RlGrant;
+
+/* Takes a grant out of the queue and frees it; does not throw. */
+typedef void (*RlGrantDrop) (RlGrant *grant);
 
 typedef struct GrantEntry
 {
-	GrantId		id;				/* hash key */
-	Grant	   *grant;
+	RlGrantId	id;				/* hash key */
+	RlGrant    *grant;
 } GrantEntry;
 
-static MemoryContext context = NULL;	/* of the transaction's grants */
-static HTAB *entries = NULL;	/* of those that were not sent */
-static dlist_head grants = DLIST_STATIC_INIT(grants);	/* the same, by level */
+static MemoryContext context = NULL;	/* of all that follows */
+static HTAB *entries = NULL;	/* the grants that others can be merged into */
+static dlist_head grants = DLIST_STATIC_INIT(grants);	/* by level */
 static dlist_head queue = DLIST_STATIC_INIT(queue);
 static int	ngrants = 0;		/* in both lists */
 static bool overflowed = false;
-static int	nrefused = 0;		/* that were to be given back */
-static RlError refusal;			/* of the last of these */
 
 /*
- * Flushing the queue
+ * Refunds
  */
 
-/* Which server the settings name. */
+static RlRefundCall *calls = NULL;
+static RlRefund *refunds = NULL;	/* of all calls */
+static int	room = 0;			/* of both, in grants */
+static bool unsettled = false;	/* grants in the queue have calls that may have run */
+static RlError error_reply;		/* the last one */
+
+/* Returns a hash of the server that the settings name. */
 static uint64
-server_hash(void)
+rl_refund_server(void)
 {
 	return hash_bytes_extended((const unsigned char *) rl_redis_url, strlen(rl_redis_url), 0);
 }
 
-/* Where in the queue the next call to be sent is, and where the last one answered was. */
-static dlist_node *sending = NULL;
-static dlist_node *answered = NULL;
-
-static void
-drop(Grant *grant)
+/*
+ * Makes room in the context for the calls of a queue of n grants.  Returns false
+ * if there is no memory.  The queue must be settled.
+ */
+static bool
+rl_refund_reserve(MemoryContext context, int n)
 {
-	if (sending == &grant->node)
-		sending = grant->node.prev;
-	if (answered == &grant->node)
-		answered = grant->node.prev;
-	dlist_delete(&grant->node);
-	pfree(grant);
-	ngrants--;
+	int			size = Max(Max(n, 16), 2 * room);
+	RlRefundCall *more;
+
+	Assert(!unsettled);
+	if (n <= room)
+		return true;
+	more = MemoryContextAllocExtended(context, size * (sizeof(RlRefundCall) + sizeof(RlRefund)),
+									  MCXT_ALLOC_NO_OOM);
+	if (more == NULL)
+		return false;
+	if (calls != NULL)
+		pfree(calls);
+	calls = more;
+	refunds = (RlRefund *) (calls + size);
+	room = size;
+	return true;
 }
 
-/* Makes sure that a queued grant is not found any more. */
+/* Forgets the room, to be called when its context is deleted. */
 static void
-leave_entries(const Grant *grant)
+rl_refund_release(void)
+{
+	calls = NULL;
+	room = 0;
+	unsettled = false;
+}
+
+/* Deletes a queued grant, and the refusals of its key in the denial cache. */
+static void
+end_grant(RlGrant *grant, RlGrantDrop drop)
+{
+	if (rl_shared_available())
+		rl_denial_delete_hash(grant->key_hash);
+	drop(grant);
+}
+
+static void
+log_lost(int n, const RlError *why)
+{
+	if (n > 0)
+		ereport(LOG,
+				(errcode(why->sqlstate),
+				 errmsg("could not give back what %d rate-limit charges of an aborted transaction took", n),
+				 errdetail_internal("%s", why->message)));
+}
+
+/*
+ * Deletes the queue's grants whose calls may have run, or all, and logs how many
+ * of them are lost, by error replies or for the reason in error.
+ */
+static void
+settle(dlist_head *queue, RlGrantDrop drop, bool all, const RlError *error)
+{
+	int			n[RL_REFUND_FAILED + 1] = {0};
+	dlist_mutable_iter iter;
+
+	dlist_foreach_modify(iter, queue)
+	{
+		RlGrant    *grant = dlist_container(RlGrant, node, iter.cur);
+		RlRefundOutcome outcome = grant->call ? grant->call->outcome : RL_REFUND_UNSENT;
+
+		grant->call = NULL;
+		if (outcome == RL_REFUND_UNSENT && !all)
+			continue;
+		end_grant(grant, drop);
+		n[outcome]++;
+	}
+	unsettled = false;
+	log_lost(n[RL_REFUND_FAILED], &error_reply);
+	log_lost(n[RL_REFUND_SENT], error);
+	log_lost(n[RL_REFUND_UNSENT], error);
+}
+
+/*
+ * Deletes the grants that rl_refund_queue may have refunded before an error or the
+ * end of the backend interrupted it, and logs how many are lost.  Does not throw.
+ * To be called before the queue or its room is changed.
+ */
+static void
+rl_refund_settle(dlist_head *queue, RlGrantDrop drop)
+{
+	RlError		error;
+
+	if (!unsettled)
+		return;
+	rl_error_set(&error, ERRCODE_CONNECTION_FAILURE, "the call that gave it back was interrupted");
+	settle(queue, drop, false, &error);
+}
+
+/*
+ * Refunds the queue's grants of the local store, deletes those of another Redis,
+ * and prepares calls for the others.  Returns the number of calls.
+ */
+static int
+prepare_calls(dlist_head *queue, RlGrantDrop drop)
+{
+	uint64		server = rl_refund_server();
+	int			elsewhere = 0;
+	int			n = 0;
+	RlRefund   *refund = refunds;
+	RlRefundCall *call = NULL;
+	RlError		error;
+	dlist_mutable_iter iter;
+
+	dlist_foreach_modify(iter, queue)
+	{
+		RlGrant    *grant = dlist_container(RlGrant, node, iter.cur);
+
+		if (grant->id.local)
+			rl_local_refund_charge(grant->key_hash, &grant->limit, &grant->charge);
+		if (grant->id.local || grant->id.server != server)
+		{
+			elsewhere += !grant->id.local;
+			end_grant(grant, drop);
+			continue;
+		}
+		if (call == NULL || call->n == RL_MAX_REFUNDS || call->redis_key_len != grant->redis_key_len ||
+			memcmp(call->redis_key, grant->redis_key, grant->redis_key_len) != 0)
+		{
+			call = &calls[n++];
+			*call = (RlRefundCall) {grant->redis_key, grant->redis_key_len, 0, refund, RL_REFUND_UNSENT};
+		}
+		*refund++ = (RlRefund) {&grant->limit, &grant->charge};
+		call->n++;
+		grant->call = call;
+	}
+	rl_error_set(&error, ERRCODE_CONNECTION_DOES_NOT_EXIST, "ratelimit.redis_url was changed meanwhile");
+	log_lost(elsewhere, &error);
+	return n;
+}
+
+/*
+ * Refunds the queue's grants in their order; there must be room for its calls.
+ * Deletes each grant that is refunded or lost, and logs how many are lost.  Returns
+ * false with the error set when Redis cannot be reached; the grants for which
+ * nothing was sent are then still in the queue.  With no_throw, which is for the
+ * end of a transaction, it does not throw, allocates no memory, and empties the
+ * queue.
+ */
+static bool
+rl_refund_queue(dlist_head *queue, RlGrantDrop drop, bool no_throw, RlError *error)
+{
+	bool		done;
+	bool		all;
+	int			n;
+
+	rl_refund_settle(queue, drop);
+	n = prepare_calls(queue, drop);
+	if (n == 0)
+		return true;
+	unsettled = true;
+	done = rl_redis_refund_charges(calls, n, no_throw, &error_reply, error);
+	/* Of a cluster only a part has failed, and calls for other keys do not wait for it. */
+	all = !done && (no_throw || rl_redis_is_cluster());
+	settle(queue, drop, all, error);
+	return done || all;
+}
+
+/*
+ * Levels and the queue
+ */
+
+/* Deletes a grant. */
+static void
+drop(RlGrant *grant)
 {
 	const GrantEntry *entry = hash_search(entries, &grant->id, HASH_FIND, NULL);
 
 	if (entry != NULL && entry->grant == grant)
 		hash_search(entries, &grant->id, HASH_REMOVE, NULL);
+	dlist_delete(&grant->node);
+	pfree(grant);
+	ngrants--;
 }
 
-static bool
-same_place(const Grant *a, const Grant *b)
+/* Adds a later charge to a grant; the numbers of its limit apply from now on. */
+static void
+merge(RlGrant *grant, const RlLimit *limit, const RlCharge *charge)
 {
-	return a->place_len == b->place_len && memcmp(a->place, b->place, a->place_len) == 0;
-}
-
-/* Numbers the queue's grants by the calls that take them back; returns their number. */
-static int
-number_calls(void)
-{
-	Grant	   *last = NULL;
-	int			together = 0;
-	int			calls = 0;
-	dlist_iter	iter;
-
-	dlist_foreach(iter, &queue)
-	{
-		Grant	   *grant = dlist_container(Grant, node, iter.cur);
-
-		if (last == NULL || together == RL_MAX_UNDO || !same_place(last, grant))
-		{
-			calls++;
-			together = 0;
-		}
-		grant->call = calls - 1;
-		together++;
-		last = grant;
-	}
-	sending = answered = NULL;
-	return calls;
+	rl_charge_merge(limit, &grant->charge, charge);
+	grant->limit = *limit;
 }
 
 /*
- * The queue's first grant of the call or of a later one, or the list's head.
- * The search starts from where the last one ended, if that is not past it.
- */
-static dlist_node *
-find_call(dlist_node **last, int i)
-{
-	dlist_node *node = *last;
-
-	if (node == NULL || node == &queue.head || dlist_container(Grant, node, node)->call >= i)
-		node = queue.head.next;
-	while (node != &queue.head && dlist_container(Grant, node, node)->call < i)
-		node = node->next;
-	return *last = node;
-}
-
-/* From now on no other grant can be put together with this one. */
-static void
-set_sent(Grant *grant)
-{
-	leave_entries(grant);
-	grant->sent = true;
-}
-
-static int
-next_call(int i, const char **place, int *place_len, const RlLimit **limits, const RlCharge **charges,
-		  void *arg pg_attribute_unused())
-{
-	int			n = 0;
-
-	for (dlist_node *node = find_call(&sending, i); node != &queue.head; node = node->next)
-	{
-		Grant	   *grant = dlist_container(Grant, node, node);
-
-		if (grant->call > i)
-			break;
-		*place = grant->place;
-		*place_len = grant->place_len;
-		limits[n] = &grant->limit;
-		charges[n++] = &grant->charge;
-		set_sent(grant);
-	}
-	return n;
-}
-
-/* Ends a queued grant, which others may have been refused for until now. */
-static void
-drop_queued(Grant *grant)
-{
-	leave_entries(grant);
-	if (rl_shared_available())
-		rl_denial_delete_hash(grant->name);
-	drop(grant);
-}
-
-static void
-call_done(int i, const RlError *why, void *arg pg_attribute_unused())
-{
-	dlist_node *node;
-
-	if (why != NULL)
-		refusal = *why;
-	node = find_call(&answered, i);
-	while (node != &queue.head && dlist_container(Grant, node, node)->call == i)
-	{
-		node = node->next;
-		nrefused += (why != NULL);
-		drop_queued(dlist_container(Grant, node, node->prev));
-	}
-}
-
-static void
-log_lost(int n, const RlError *error)
-{
-	if (n > 0)
-		ereport(LOG,
-				(errcode(error->sqlstate),
-				 errmsg("could not give back what %d rate-limit charges of an aborted transaction took", n),
-				 errdetail_internal("%s", error->message)));
-}
-
-/* Takes the grants that pass out of the queue, and logs why. */
-static void
-give_up(bool (*passes) (const Grant *), const RlError *error)
-{
-	int			lost = 0;
-	dlist_mutable_iter iter;
-
-	dlist_foreach_modify(iter, &queue)
-	{
-		Grant	   *grant = dlist_container(Grant, node, iter.cur);
-
-		if (!passes(grant))
-			continue;
-		drop_queued(grant);
-		lost++;
-	}
-	log_lost(lost, error);
-}
-
-static bool
-was_sent(const Grant *grant)
-{
-	return grant->sent;
-}
-
-static bool
-is_elsewhere(const Grant *grant)
-{
-	return grant->server != server_hash();
-}
-
-static bool
-is_any(const Grant *grant pg_attribute_unused())
-{
-	return true;
-}
-
-/*
- * Sends out the queue's grants.  Returns false with the error set when the
- * store fails; what was not sent is then still in the queue.
+ * Makes a grant one of another level.  If that level has one of the same state,
+ * merges both, so that time that has passed since is subtracted from their sum and
+ * not from each; then returns false, and the grant is deleted.
  */
 static bool
-flush(bool quietly, RlError *error)
+change_level(RlGrant *grant, int level)
 {
-	dlist_mutable_iter iter;
-	bool		done;
+	GrantEntry *entry = hash_search(entries, &grant->id, HASH_FIND, NULL);
+	const GrantEntry *other;
+	RlGrantId	id = grant->id;
 
-	rl_error_set(error, ERRCODE_CONNECTION_FAILURE, "the call that gave it back was interrupted");
-	give_up(was_sent, error);
-	dlist_foreach_modify(iter, &queue)
+	id.level = level;
+	other = hash_search(entries, &id, HASH_FIND, NULL);
+	if (other == NULL)
 	{
-		Grant	   *grant = dlist_container(Grant, node, iter.cur);
-
-		if (!grant->id.local)
-			continue;
-		rl_local_undo(grant->name, &grant->limit, &grant->charge);
-		drop_queued(grant);
-	}
-	rl_error_set(error, ERRCODE_CONNECTION_DOES_NOT_EXIST, "ratelimit.redis_url was changed meanwhile");
-	give_up(is_elsewhere, error);
-	done = dlist_is_empty(&queue) ||
-		rl_redis_undo(number_calls(), next_call, call_done, quietly, NULL, error);
-	log_lost(nrefused, &refusal);
-	nrefused = 0;
-	if (!done)
-		give_up(was_sent, error);
-	/* Of a cluster only a part has failed, which other keys do not wait for. */
-	if (!done && rl_redis_is_cluster())
-	{
-		give_up(is_any, error);
+		hash_update_hash_key(entries, entry, &id);
+		grant->id = id;
 		return true;
 	}
-	return done;
-}
-
-/* True if savepoints were rolled back whose charges are not given back yet. */
-bool
-rl_charges_pending(void)
-{
-	return !dlist_is_empty(&queue);
-}
-
-/* Gives these back.  Returns false with the error set when the store fails. */
-bool
-rl_charges_flush(RlError *error)
-{
-	return dlist_is_empty(&queue) || flush(false, error);
-}
-
-/*
- * The transaction
- */
-
-/*
- * Puts a grant in the queue instead of among those that may be kept, together
- * with one of the same state that waits there: time that has passed since both is
- * subtracted from both together, and not from each.
- */
-static void
-give_back(Grant *grant)
-{
-	GrantEntry *entry = hash_search(entries, &grant->id, HASH_FIND, NULL);
-	GrantEntry *queued;
-	GrantId		id = grant->id;
-
-	id.level = QUEUED;
-	queued = hash_search(entries, &id, HASH_FIND, NULL);
-	if (queued == NULL)
+	/* The queue begins with the newest; the numbers of the later call apply. */
+	if (level == QUEUED && other->grant->charge.at > grant->charge.at)
 	{
-		hash_update_hash_key(entries, entry, &id);
-		grant->id = id;
-		dlist_delete(&grant->node);
-		dlist_push_tail(&queue, &grant->node);
-		return;
-	}
-	/* The numbers of the later call apply, as in hand_up. */
-	if (queued->grant->charge.at <= grant->charge.at)
-	{
-		rl_charge_merge(&grant->limit, &queued->grant->charge, &grant->charge);
-		queued->grant->limit = grant->limit;
+		merge(grant, &other->grant->limit, &other->grant->charge);
+		other->grant->charge = grant->charge;
 	}
 	else
-	{
-		rl_charge_merge(&queued->grant->limit, &grant->charge, &queued->grant->charge);
-		queued->grant->charge = grant->charge;
-	}
-	hash_search(entries, &grant->id, HASH_REMOVE, NULL);
+		merge(other->grant, &grant->limit, &grant->charge);
 	drop(grant);
+	return false;
 }
 
-/* Makes a grant the parent's, together with one that it has. */
+/* Puts a grant in the queue. */
 static void
-hand_up(Grant *grant)
+enqueue(RlGrant *grant)
 {
-	GrantEntry *entry = hash_search(entries, &grant->id, HASH_FIND, NULL);
-	GrantEntry *parents;
-	GrantId		id = grant->id;
-
-	id.level--;
-	parents = hash_search(entries, &id, HASH_FIND, NULL);
-	if (parents == NULL)
-	{
-		hash_update_hash_key(entries, entry, &id);
-		grant->id = id;
+	rl_refund_settle(&queue, drop);
+	if (!change_level(grant, QUEUED))
 		return;
-	}
-	rl_charge_merge(&grant->limit, &parents->grant->charge, &grant->charge);
-	parents->grant->limit = grant->limit;
-	hash_search(entries, &grant->id, HASH_REMOVE, NULL);
-	drop(grant);
+	dlist_delete(&grant->node);
+	dlist_push_tail(&queue, &grant->node);
 }
 
 static void
@@ -387,18 +336,18 @@ subtransaction_ends(SubXactEvent event, SubTransactionId mine pg_attribute_unuse
 
 	if (event != SUBXACT_EVENT_COMMIT_SUB && event != SUBXACT_EVENT_ABORT_SUB)
 		return;
-	/* The lists' ends: no parent was granted anything while a child runs. */
+	/* The level's grants are the last: its parent was granted nothing meanwhile. */
 	for (node = grants.head.prev; node && node != &grants.head; node = previous)
 	{
-		Grant	   *grant = dlist_container(Grant, node, node);
+		RlGrant    *grant = dlist_container(RlGrant, node, node);
 
 		previous = node->prev;
 		if (grant->id.level < level)
 			break;
 		if (event == SUBXACT_EVENT_ABORT_SUB)
-			give_back(grant);
+			enqueue(grant);
 		else
-			hand_up(grant);
+			change_level(grant, level - 1);
 	}
 }
 
@@ -413,27 +362,36 @@ transaction_ends(XactEvent event, void *arg pg_attribute_unused())
 	/* The newest first, which are nearest to the end of a log. */
 	if (event == XACT_EVENT_ABORT || event == XACT_EVENT_PARALLEL_ABORT)
 		while (!dlist_is_empty(&grants))
-			give_back(dlist_tail_element(Grant, node, &grants));
-	if (!dlist_is_empty(&queue) && !flush(true, &error))
-		give_up(is_any, &error);
+			enqueue(dlist_tail_element(RlGrant, node, &grants));
+	if (!dlist_is_empty(&queue))
+		rl_refund_queue(&queue, drop, true, &error);
+	rl_refund_release();
 	dlist_init(&grants);
 	dlist_init(&queue);
 	ngrants = 0;
 	overflowed = false;
-	entries = NULL;
 	MemoryContextDelete(context);
 	context = NULL;
 }
 
-/* Prepares for the transaction's first grant. */
-static void
-begin(void)
+/*
+ * For actions
+ */
+
+/*
+ * Allocates what the end of the transaction needs; to be called before limits that
+ * have refund_on_abort are asked.  Throws if there is no memory.
+ */
+void
+rl_charges_prepare(void)
 {
 	static bool registered = false;
-	HASHCTL		ctl = {.keysize = sizeof(GrantId),.entrysize = sizeof(GrantEntry)};
+	HASHCTL		ctl = {.keysize = sizeof(RlGrantId),.entrysize = sizeof(GrantEntry)};
 	MemoryContext new;
 
-	rl_redis_reserve_undo();
+	if (context != NULL)
+		return;
+	rl_redis_reserve_refunds();
 	if (!registered)
 	{
 		RegisterXactCallback(transaction_ends, NULL);
@@ -446,50 +404,55 @@ begin(void)
 	context = new;
 }
 
-/* Sets where a key's grants are, and what else tells them apart to 0. */
-static void
-set_place(GrantId *id, const char *place, int len, uint64 server, bool local)
+/*
+ * Sets what is the same in all grants of the key, and the rest to 0.  Writes the
+ * key's name in Redis too, and returns its length.
+ */
+static int
+set_key(RlGrantId *id, const RlKey *key, bool local, char *redis_key)
 {
+	int			len = rl_redis_key(key, redis_key);
+	const unsigned char *bytes = (const unsigned char *) redis_key;
+
 	memset(id, 0, sizeof(*id));
-	id->place[0] = hash_bytes_extended((const unsigned char *) place, len, server);
-	id->place[1] = hash_bytes_extended((const unsigned char *) place, len, id->place[0]);
+	id->server = rl_refund_server();
+	id->redis_key[0] = hash_bytes_extended(bytes, len, 0);
+	id->redis_key[1] = hash_bytes_extended(bytes, len, id->redis_key[0]);
 	id->local = local;
+	return len;
 }
 
-/* Adds a charge to the grant that it belongs to; a new one is at the list's end. */
+/* Adds a charge to the grant that it belongs to; false if there is no room for a new one. */
 static bool
 note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
 {
-	GrantId		id;
+	RlGrantId	id;
 	GrantEntry *entry;
-	Grant	   *grant;
-	char		place[RL_MAX_PLACE];
-	int			len = rl_redis_place(key, place);
-	uint64		server = server_hash();
-	bool		found;
+	RlGrant    *grant;
+	char		redis_key[RL_MAX_REDIS_KEY];
+	int			len = set_key(&id, key, local, redis_key);
 
-	set_place(&id, place, len, server, local);
 	id.tag = rl_state_tag(limit);
 	if (!rl_charges_merge(limit))
 		id.mark = charge.mark;
 	id.level = GetCurrentTransactionNestLevel();
 
-	if (ngrants >= MAX_GRANTS && hash_search(entries, &id, HASH_FIND, NULL) == NULL)
-		return false;
-	entry = hash_search(entries, &id, HASH_ENTER_NULL, &found);
-	if (entry == NULL)
-		return false;
-	if (found)
+	entry = hash_search(entries, &id, HASH_FIND, NULL);
+	if (entry != NULL)
 	{
-		rl_charge_merge(limit, &entry->grant->charge, &charge);
-		entry->grant->limit = *limit;
+		merge(entry->grant, limit, &charge);
 		return true;
 	}
-	grant = MemoryContextAllocExtended(context, offsetof(Grant, place) + len,
+	if (ngrants >= MAX_GRANTS || !rl_refund_reserve(context, ngrants + 1))
+		return false;
+	grant = MemoryContextAllocExtended(context, offsetof(RlGrant, redis_key) + len,
 									   MCXT_ALLOC_NO_OOM | MCXT_ALLOC_ZERO);
 	if (grant == NULL)
+		return false;
+	entry = hash_search(entries, &id, HASH_ENTER_NULL, NULL);
+	if (entry == NULL)
 	{
-		hash_search(entries, &id, HASH_REMOVE, NULL);
+		pfree(grant);
 		return false;
 	}
 	entry->grant = grant;
@@ -497,10 +460,9 @@ note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
 	grant->limit = *limit;
 	grant->charge = charge;
 	if (rl_shared_available())
-		grant->name = rl_key_hash(key);
-	grant->server = server;
-	grant->place_len = len;
-	memcpy(grant->place, place, len);
+		grant->key_hash = rl_key_hash(key);
+	grant->redis_key_len = len;
+	memcpy(grant->redis_key, redis_key, len);
 	dlist_push_tail(&grants, &grant->node);
 	ngrants++;
 	return true;
@@ -508,11 +470,11 @@ note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
 
 /*
  * Notes an action that was allowed at the store's time "at": decisions has one
- * for each limit.  What has no room is not given back, and logged.
+ * for each limit.  Does not throw; a charge without room is not refunded, and logged.
  */
 void
 rl_charges_note(const RlKey *key, const RlLimits *limits, int64 quota,
-				const RlDecision *decisions, int64 at, bool local)
+			   const RlDecision *decisions, int64 at, bool local)
 {
 	if (!limits->refunds || quota == 0)
 		return;
@@ -532,58 +494,50 @@ rl_charges_note(const RlKey *key, const RlLimits *limits, int64 quota,
 	}
 }
 
-/* To be called before limits that have refund_on_abort are asked. */
-void
-rl_charges_prepare(void)
+/* Returns true if savepoints were rolled back whose charges are not refunded yet. */
+bool
+rl_charges_pending(void)
 {
-	if (context == NULL)
-		begin();
+	return !dlist_is_empty(&queue);
 }
 
 /*
- * Refunding and resetting within the transaction
+ * Refunds these charges.  Returns false with the error set when Redis cannot be
+ * reached; throws when it is interrupted.
+ */
+bool
+rl_charges_flush(RlError *error)
+{
+	return dlist_is_empty(&queue) || rl_refund_queue(&queue, drop, false, error);
+}
+
+/*
+ * For rl_refund() and rl_reset()
  *
  * Both search all grants, from the newest on: the search ends at once in a
  * transaction without grants, and soon in one that refunds what it took last.
  */
 
-/* The key of the search, without what limits tell apart. */
-static GrantId
-searched_place(const RlKey *key, bool local)
-{
-	GrantId		id;
-	char		place[RL_MAX_PLACE];
-
-	set_place(&id, place, rl_redis_place(key, place), server_hash(), local);
-	return id;
-}
-
-/* True if the grant is of the key, and of the limit's state unless that is NULL. */
+/* Returns true if the grant is of the key for which set_key was called. */
 static bool
-is_of(const Grant *grant, const GrantId *place, const RlLimit *limit)
+is_of_key(const RlGrant *grant, const RlGrantId *key)
 {
-	const GrantId *id = &grant->id;
+	const RlGrantId *id = &grant->id;
 
-	return id->place[0] == place->place[0] && id->place[1] == place->place[1] &&
-		id->local == place->local &&
-		(limit == NULL || rl_same_tag(id->tag, rl_state_tag(limit)));
-}
-
-/* Deletes a grant that is not in the queue. */
-static void
-forget(Grant *grant)
-{
-	hash_search(entries, &grant->id, HASH_REMOVE, NULL);
-	drop(grant);
+	return id->server == key->server && id->redis_key[0] == key->redis_key[0] &&
+		id->redis_key[1] == key->redis_key[1] && id->local == key->local;
 }
 
 /* Puts a part of a grant in the queue. */
 static void
-give_back_part(const Grant *grant, int64 amount)
+enqueue_part(const RlGrant *grant, int64 amount)
 {
-	Size		size = offsetof(Grant, place) + grant->place_len;
-	Grant	   *part = MemoryContextAlloc(context, size);
+	Size		size = offsetof(RlGrant, redis_key) + grant->redis_key_len;
+	RlGrant    *part = MemoryContextAlloc(context, size);
 
+	rl_refund_settle(&queue, drop);
+	if (!rl_refund_reserve(context, ngrants + 1))
+		ereport(ERROR, (errcode(ERRCODE_OUT_OF_MEMORY), errmsg("out of memory")));
 	memcpy(part, grant, size);
 	part->id.level = QUEUED;
 	part->charge.amount = amount;
@@ -597,63 +551,65 @@ give_back_part(const Grant *grant, int64 amount)
  * then fails and it is not known whether it was refunded.  Of an algorithm with
  * entries it is queued, because it has its place in the state, and the quota that
  * is left is returned.  Of any other all quota is returned: the store refunds it
- * in the same way, whoever took it.
+ * in the same way, whichever transaction took it.  Throws if there is no memory.
  */
 int64
 rl_charges_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local)
 {
 	bool		has_entries = rl_algorithm(limit)->skip != NULL;
 	int64		left = limit->algorithm == RL_THROTTLE ? rl_throttle_refund(limit, quota) : quota;
-	GrantId		place;
+	RlGrantId	searched;
+	char		redis_key[RL_MAX_REDIS_KEY];
 	dlist_node *previous;
 
 	if (context == NULL || dlist_is_empty(&grants))
 		return quota;
-	place = searched_place(key, local);
+	set_key(&searched, key, local, redis_key);
 	for (dlist_node *node = grants.head.prev; node != &grants.head && left > 0; node = previous)
 	{
-		Grant	   *grant = dlist_container(Grant, node, node);
+		RlGrant    *grant = dlist_container(RlGrant, node, node);
 		int64		part = Min(left, grant->charge.amount);
 
 		previous = node->prev;
-		if (!is_of(grant, &place, limit))
+		if (!is_of_key(grant, &searched) || !rl_same_state(&grant->limit, limit))
 			continue;
 		left -= part;
 		if (part < grant->charge.amount)
 		{
 			if (has_entries)
-				give_back_part(grant, part);
+				enqueue_part(grant, part);
 			grant->charge.amount -= part;
 		}
 		else if (has_entries)
-			give_back(grant);
+			enqueue(grant);
 		else
-			forget(grant);
+			drop(grant);
 	}
 	return has_entries ? left : quota;
 }
 
 /*
  * Deletes the grants of the key under these limits' states, or if they are NULL
- * all of the key's: what others take after a reset must not be refunded.
+ * all of the key's: a rollback after a reset must not refund what others took.
  */
 void
 rl_charges_forget(const RlKey *key, const RlLimits *limits, bool local)
 {
-	GrantId		place;
+	RlGrantId	searched;
+	char		redis_key[RL_MAX_REDIS_KEY];
 	dlist_mutable_iter iter;
 
 	if (context == NULL || dlist_is_empty(&grants))
 		return;
-	place = searched_place(key, local);
+	set_key(&searched, key, local, redis_key);
 	dlist_foreach_modify(iter, &grants)
 	{
-		Grant	   *grant = dlist_container(Grant, node, iter.cur);
-		bool		found = limits == NULL && is_of(grant, &place, NULL);
+		RlGrant    *grant = dlist_container(RlGrant, node, iter.cur);
+		bool		found = limits == NULL;
 
 		for (int i = 0; limits != NULL && i < limits->n; i++)
-			found |= is_of(grant, &place, &limits->limit[i]);
-		if (found)
-			forget(grant);
+			found |= rl_same_state(&grant->limit, &limits->limit[i]);
+		if (found && is_of_key(grant, &searched))
+			drop(grant);
 	}
 }

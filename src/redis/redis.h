@@ -7,12 +7,33 @@
 
 #include "algorithm/algorithm.h"
 
-#define RL_MAX_PLACE		(RL_MAX_PREFIX + 3 * RL_MAX_KEY + 2)
-#define RL_MAX_UNDO			16	/* charges that one call takes back */
+#define RL_MAX_REDIS_KEY	(RL_MAX_PREFIX + 3 * RL_MAX_KEY + 2)	/* bytes of a name */
+#define RL_MAX_REFUNDS		16	/* of one call */
 
-typedef int (*RlUndoNext) (int i, const char **place, int *place_len,
-						   const RlLimit **limits, const RlCharge **charges, void *arg);
-typedef void (*RlUndoDone) (int i, const RlError *refusal, void *arg);
+/* A charge to be refunded, and the limit that was charged. */
+typedef struct RlRefund
+{
+	const RlLimit *limit;
+	const RlCharge *charge;
+} RlRefund;
+
+typedef enum RlRefundOutcome
+{
+	RL_REFUND_UNSENT,
+	RL_REFUND_SENT,				/* without a reply: whether it ran is not known */
+	RL_REFUND_DONE,
+	RL_REFUND_FAILED			/* with an error reply */
+} RlRefundOutcome;
+
+/* A call that refunds charges of one key. */
+typedef struct RlRefundCall
+{
+	const char *redis_key;		/* the key's name in Redis */
+	int			redis_key_len;
+	int			n;				/* RL_MAX_REFUNDS at most */
+	const RlRefund *refunds;
+	RlRefundOutcome outcome;
+} RlRefundCall;
 
 /* What Redis has cost since somebody set it to 0. */
 typedef struct RlRedisUsage
@@ -30,9 +51,10 @@ extern const RlStore rl_redis_store;
 extern bool rl_redis_take_many(const RlAction *const *actions, int n, int64 *unanswered,
 							   RlTookOne took, void *arg, RlError *error);
 extern bool rl_redis_version(char *version, Size size, RlError *error);
-extern int	rl_redis_place(const RlKey *key, char *place);
-extern void rl_redis_reserve_undo(void);
-extern bool rl_redis_undo(int n, RlUndoNext next, RlUndoDone done, bool quietly, void *arg, RlError *error);
+extern int	rl_redis_key(const RlKey *key, char *redis_key);
+extern void rl_redis_reserve_refunds(void);
+extern bool rl_redis_refund_charges(RlRefundCall *calls, int n, bool no_throw, RlError *why,
+									RlError *error);
 
 /* command.c */
 extern bool rl_redis_is_cluster(void);

@@ -566,85 +566,91 @@ const RlStore rl_redis_store = {
 };
 
 /*
- * Taking charges back
+ * Refunding charges
  */
 
-/* Writes what the key is called in Redis, in RL_MAX_PLACE bytes at most. */
+/*
+ * Writes the key's name in Redis, which has RL_MAX_REDIS_KEY bytes at most, and
+ * returns its length.
+ */
 int
-rl_redis_place(const RlKey *key, char *place)
+rl_redis_key(const RlKey *key, char *redis_key)
 {
-	StaticAssertStmt(MAX_HASH <= RL_MAX_PLACE, "a hash's name has no room");
-	return hash_name(key, place);
+	StaticAssertStmt(MAX_HASH <= RL_MAX_REDIS_KEY, "a key's name in Redis has no room");
+	return hash_name(key, redis_key);
 }
 
-typedef struct Undo
+/* A pipeline's calls. */
+typedef struct RefundCalls
 {
-	RlUndoNext	next;
-	RlUndoDone	done;
-	void	   *arg;
-} Undo;
+	RlRefundCall *calls;
+	RlError    *why;			/* the last error reply */
+} RefundCalls;
 
 static bool
-append_undo(RlCommand *command, int i, void *arg)
+append_refund_call(RlCommand *command, int i, void *arg)
 {
-	const Undo *undo = arg;
-	const char *place;
-	int			len;
-	const RlLimit *limits[RL_MAX_UNDO];
-	const RlCharge *charges[RL_MAX_UNDO];
-	int			n = undo->next(i, &place, &len, limits, charges, undo->arg);
+	RlRefundCall *call = &((const RefundCalls *) arg)->calls[i];
 
-	if (n == 0)
+	/* A no-throw pipeline asks again at each node. */
+	if (call->outcome == RL_REFUND_DONE || call->outcome == RL_REFUND_FAILED)
 		return false;
+	call->outcome = RL_REFUND_SENT;
 	rl_command_number(command, 1);
-	rl_command_arg(command, place, len);
+	rl_command_arg(command, call->redis_key, call->redis_key_len);
 	append_text(command, rl_debug_now);
 	append_text(command, "");
 	rl_command_number(command, 0);
-	for (int j = 0; j < n; j++)
+	for (int j = 0; j < call->n; j++)
 	{
-		bool		ns = limits[j]->algorithm == RL_THROTTLE;
+		const RlLimit *limit = call->refunds[j].limit;
+		const RlCharge *charge = call->refunds[j].charge;
+		bool		ns = limit->algorithm == RL_THROTTLE;
 
-		append_limit(command, limits[j], 0, false);
-		rl_command_number(command, ns ? charges[j]->amount / 1000 : charges[j]->amount);
-		rl_command_number(command, ns ? charges[j]->amount % 1000 : 0);
-		rl_command_number(command, charges[j]->at);
-		rl_command_number(command, charges[j]->mark);
+		append_limit(command, limit, 0, false);
+		rl_command_number(command, ns ? charge->amount / 1000 : charge->amount);
+		rl_command_number(command, ns ? charge->amount % 1000 : 0);
+		rl_command_number(command, charge->at);
+		rl_command_number(command, charge->mark);
 	}
 	return true;
 }
 
 static bool
-read_undo(int i, const RlReply *reply, void *arg, RlError *error)
+read_refund_call(int i, const RlReply *reply, void *arg, RlError *error)
 {
-	const Undo *undo = arg;
-	RlError		why;
-	bool		accepted = rl_redis_accepted(reply, &why);
+	const RefundCalls *all = arg;
+	bool		accepted = rl_redis_accepted(reply, all->why);
 
 	if (accepted && !read_done(reply, error))
 		return false;
-	undo->done(i, accepted ? NULL : &why, undo->arg);
+	all->calls[i].outcome = accepted ? RL_REFUND_DONE : RL_REFUND_FAILED;
 	return true;
 }
 
 /*
- * Takes charges back in n calls of the script: next() tells what call i takes
- * back, at most RL_MAX_UNDO charges of one place, and how many they are, 0 when
- * it is done, and done() is told when it is done, or why Redis refused it.
- * Returns false with the error set when the store fails; quietly, it does not
- * throw.
+ * Runs n calls, whose outcome is RL_REFUND_UNSENT, and sets their outcomes; also
+ * when an error or the end of the backend interrupts it.  *why is set to the last
+ * error reply, if there is any.  Returns false with the error set when some calls
+ * have no reply.  With no_throw it connects to no server, and neither throws nor
+ * allocates memory; it then needs rl_redis_reserve_refunds, and ends within
+ * ratelimit.command_timeout.
  */
 bool
-rl_redis_undo(int n, RlUndoNext next, RlUndoDone done, bool quietly, void *arg, RlError *error)
+rl_redis_refund_charges(RlRefundCall *calls, int n, bool no_throw, RlError *why, RlError *error)
 {
-	Undo		undo = {next, done, arg};
+	RefundCalls all = {calls, why};
 
-	return rl_redis_pipeline_all(&undo_script, n, append_undo, read_undo, &undo, quietly, error);
+	return rl_redis_pipeline_all(&undo_script, n, append_refund_call, read_refund_call, &all,
+								 no_throw, error);
 }
 
-/* Makes sure that charges can be taken back quietly. */
+/*
+ * Allocates what rl_redis_refund_charges needs with no_throw; throws if there is
+ * no memory.
+ */
 void
-rl_redis_reserve_undo(void)
+rl_redis_reserve_refunds(void)
 {
 	rl_redis_reserve(&undo_script);
 }

@@ -316,12 +316,9 @@ local_unban(const RlKey *key, bool *found, RlError *error pg_attribute_unused())
 	return true;
 }
 
-/*
- * Refunds a charge, less what has been replenished since, to the key's state of
- * the limit.  Needs shared memory.  Does not throw.
- */
+/* Refunds a charge, less what has been replenished since; does not throw. */
 void
-rl_local_undo(RlKeyHash key_hash, const RlLimit *limit, const RlCharge *charge)
+rl_local_refund_charge(RlKeyHash key_hash, const RlLimit *limit, const RlCharge *charge)
 {
 	RlState		state;
 	uint32		found;

@@ -10,6 +10,6 @@
 
 extern const RlStore rl_local_store;
 
-extern void rl_local_undo(RlKeyHash key_hash, const RlLimit *limit, const RlCharge *charge);
+extern void rl_local_refund_charge(RlKeyHash key_hash, const RlLimit *limit, const RlCharge *charge);
 
 #endif							/* LOCAL_STORE_H */

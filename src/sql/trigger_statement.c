@@ -2,10 +2,10 @@
  * trigger_statement.c
  *		rl_enforce() for each statement, with the rows that it has written.
  *
- * Its rows' quotas are summed by key, in a table or, past RL_MAX_MANY keys, by
- * sorting; then so many keys are asked at once.  If any is refused, or the
- * statement ends in an error while keys are asked, what the others were charged is
- * refunded; what cannot be refunded is logged.
+ * The quotas of its rows are summed by key: in a table, or by sorting if there are
+ * more than RL_MAX_MANY keys, which are asked together.  If any is refused, or the
+ * statement ends in an error while keys are asked, the charges of all others are
+ * refunded.  The server's log says how many keys could not be refunded.
  */
 #include "postgres.h"
 
@@ -44,16 +44,17 @@ typedef struct Statement
 	int			remembered;		/* answers whose charges are in "charged" */
 	int64		asked;			/* keys so far */
 	int64		refused;
-	RlKey		refused_key;	/* the first one, and what was said to it */
+	RlKey		refused_key;	/* the first one, with its quota and answer */
 	int64		refused_quota;
 	RlAnswer	refusal;
 	RlError		error;
-	Tuplestorestate *charged;	/* what has to be refunded then */
+	Tuplestorestate *charged;	/* the charges to be refunded then */
 	TupleTableSlot *slot;
-	int64		owed;			/* keys that have to be refunded, less those that were */
+	int64		owed;			/* keys to be refunded, less those that were */
 	int64		unanswered;		/* keys that were perhaps charged */
 	bool		refunding;		/* a refund has begun, and is never begun again */
-	RlError		why;			/* what owed and unanswered keys were not refunded for */
+	struct Batch *batch;		/* the refunds under way, or NULL */
+	RlError		why;			/* the reason why keys were not refunded */
 } Statement;
 
 typedef struct KeyEntry
@@ -62,16 +63,24 @@ typedef struct KeyEntry
 	int			i;
 } KeyEntry;
 
-/* What one key was charged, as it lies in the tuplestore. */
+/* The charges of one key, as they are in the tuplestore. */
 typedef struct Charged
 {
 	int32		vl_len_;		/* a bytea */
 	bool		local;
-	RlKeyHash		name;			/* only with shared memory */
+	RlKeyHash	key_hash;		/* only with shared memory */
 	RlCharge	charges[RL_MAX_LIMITS];
-	int			place_len;
-	char		place[RL_MAX_PLACE];
+	int			redis_key_len;
+	char		redis_key[RL_MAX_REDIS_KEY];
 } Charged;
+
+/* Keys that are refunded together, by a call each. */
+typedef struct Batch
+{
+	int			n;
+	const Charged *charged[RL_MAX_MANY];
+	RlRefundCall calls[RL_MAX_MANY];
+} Batch;
 
 static void
 start_keys(Statement *statement)
@@ -86,8 +95,8 @@ start_keys(Statement *statement)
 }
 
 /*
- * Sets what key i of those asked was charged, but for what an error refunds
- * anyway.  Returns false if that is nothing.
+ * Sets the charges of key i of those asked, except those that an error refunds
+ * anyway.  Returns false if there are none.
  */
 static bool
 get_charged(const Statement *statement, int i, Charged *charged)
@@ -109,13 +118,13 @@ get_charged(const Statement *statement, int i, Charged *charged)
 		return false;
 	charged->local = answer->local;
 	if (rl_shared_available())
-		charged->name = rl_key_hash(key);
-	charged->place_len = rl_redis_place(key, charged->place);
-	SET_VARSIZE(charged, offsetof(Charged, place) + charged->place_len);
+		charged->key_hash = rl_key_hash(key);
+	charged->redis_key_len = rl_redis_key(key, charged->redis_key);
+	SET_VARSIZE(charged, offsetof(Charged, redis_key) + charged->redis_key_len);
 	return true;
 }
 
-/* Remembers what the next of the keys asked was charged. */
+/* Remembers the charges of the next of the keys asked. */
 static void
 remember_next(Statement *statement)
 {
@@ -183,7 +192,7 @@ sort_slot(const TupleTableSlotOps *ops)
 	return MakeSingleTupleTableSlot(desc, ops);
 }
 
-/* Puts the keys gathered so far aside: sorted, a key's quotas will meet. */
+/* Puts the keys gathered so far aside, to be sorted, so that a key's quotas meet. */
 static void
 put_aside(Statement *statement)
 {
@@ -233,7 +242,7 @@ same_key(const RlKey *a, const RlKey *b)
 	return a->len == b->len && memcmp(a->data, b->data, a->len) == 0;
 }
 
-/* Raises an error if a key's sum is no quota, before any key is asked. */
+/* Raises an error if a key's sum is not a valid quota, before any key is asked. */
 static void
 check_sums(Statement *statement, TupleTableSlot *slot)
 {
@@ -258,7 +267,7 @@ check_sums(Statement *statement, TupleTableSlot *slot)
 	tuplesort_rescan(statement->sort);
 }
 
-/* Asks for the keys that were put aside, summed. */
+/* Sorts the keys that were put aside, sums their quotas, and asks for them. */
 static void
 ask_sorted(Statement *statement)
 {
@@ -311,146 +320,123 @@ add_row(Statement *statement, Relation rel, TupleTableSlot *row)
 		statement->wanted[entry->i] = (RlAction) {{entry->key, key.len}, &statement->rule->limits, 0, RL_TAKE};
 	}
 	wanted = &statement->wanted[entry->i];
-	/* Neither is more than 10^15. */
+	/* Neither exceeds RL_MAX_COUNT, so that the sum does not overflow. */
 	wanted->quota = rl_quota_checked(wanted->quota + quota);
 	if (statement->total <= RL_MAX_COUNT)
 		statement->total += quota;
 	MemoryContextReset(statement->row_context);
 }
 
-/* Those of a batch that Redis has charged. */
-typedef struct Batch
+/* Refunds a key that the local store has charged, or prepares the call that does. */
+static void
+refund_one(Statement *statement, Batch *batch, const Charged *charged, MemoryContext context)
 {
-	Statement  *statement;
-	int			n;
-	const Charged *charged[RL_MAX_MANY];
-} Batch;
-
-static int
-next_of_batch(int i, const char **place, int *place_len, const RlLimit **limits,
-			  const RlCharge **charges, void *arg)
-{
-	const Batch *batch = arg;
-	const RlLimits *all = &batch->statement->rule->limits;
-	const Charged *charged = batch->charged[i];
+	const RlLimits *limits = &statement->rule->limits;
+	RlRefund   *refunds = MemoryContextAlloc(context, limits->n * sizeof(RlRefund));
 	int			n = 0;
 
-	*place = charged->place;
-	*place_len = charged->place_len;
-	for (int l = 0; l < all->n; l++)
-	{
-		if (charged->charges[l].amount == 0)
-			continue;
-		limits[n] = &all->limit[l];
-		charges[n++] = &charged->charges[l];
-	}
-	return n;
-}
-
-static void
-done_of_batch(int i pg_attribute_unused(), const RlError *refusal, void *arg)
-{
-	const Batch *batch = arg;
-
-	if (refusal == NULL)
-		batch->statement->owed--;
-	else
-		batch->statement->why = *refusal;
-}
-
-/* Refunds what a key was charged, or puts it off into the batch. */
-static void
-refund_one(Batch *batch, const Charged *charged)
-{
-	const RlLimits *limits = &batch->statement->rule->limits;
-
+	for (int i = 0; i < limits->n; i++)
+		if (charged->charges[i].amount > 0)
+			refunds[n++] = (RlRefund) {&limits->limit[i], &charged->charges[i]};
 	if (rl_shared_available())
-		rl_denial_delete_hash(charged->name);
+		rl_denial_delete_hash(charged->key_hash);
 	if (!charged->local)
 	{
-		batch->charged[batch->n++] = charged;
+		batch->charged[batch->n] = charged;
+		batch->calls[batch->n++] = (RlRefundCall) {charged->redis_key, charged->redis_key_len, n, refunds, RL_REFUND_UNSENT};
 		return;
 	}
-	for (int l = 0; l < limits->n; l++)
-		if (charged->charges[l].amount > 0)
-			rl_local_undo(charged->name, &limits->limit[l], &charged->charges[l]);
-	batch->statement->owed--;
+	for (int i = 0; i < n; i++)
+		rl_local_refund_charge(charged->key_hash, refunds[i].limit, refunds[i].charge);
+	statement->owed--;
 }
 
-/* Returns what the next key was charged, allocated in the context, or NULL after the last one. */
+/* Returns the charges of the next key, allocated in the context, or NULL after the last one. */
 static const Charged *
 next_charged(Statement *statement, MemoryContext context)
 {
 	Charged		charged;
+	Pointer		value = NULL;
 	bool		isnull;
-	Pointer		value = (Pointer) &charged;
-	Size		len;
 
-	while (statement->answers != NULL && statement->remembered < statement->n)
+	while (value == NULL && statement->answers != NULL && statement->remembered < statement->n)
+		if (get_charged(statement, statement->remembered++, &charged))
+			value = (Pointer) &charged;
+	if (value == NULL)
 	{
-		if (!get_charged(statement, statement->remembered++, &charged))
-			continue;
-		len = VARSIZE_ANY(value);
-		return memcpy(MemoryContextAlloc(context, len), value, len);
+		if (statement->charged == NULL ||
+			!tuplestore_gettupleslot(statement->charged, true, false, statement->slot))
+			return NULL;
+		value = DatumGetPointer(slot_getattr(statement->slot, 1, &isnull));
+		/* A copy is aligned. */
+		Assert(!isnull && !VARATT_IS_SHORT(value));
 	}
-	if (statement->charged == NULL ||
-		!tuplestore_gettupleslot(statement->charged, true, false, statement->slot))
-		return NULL;
-	value = DatumGetPointer(slot_getattr(statement->slot, 1, &isnull));
-	len = VARSIZE_ANY(value);
-	/* A copy is aligned. */
-	Assert(!isnull && !VARATT_IS_SHORT(value));
-	return memcpy(MemoryContextAlloc(context, len), value, len);
+	return memcpy(MemoryContextAlloc(context, VARSIZE_ANY(value)), value, VARSIZE_ANY(value));
+}
+
+/* Counts the keys that a batch has refunded, also one that was interrupted. */
+static void
+end_batch(Statement *statement)
+{
+	const Batch *batch = statement->batch;
+
+	for (int i = 0; batch != NULL && i < batch->n; i++)
+		statement->owed -= batch->calls[i].outcome == RL_REFUND_DONE;
+	statement->batch = NULL;
 }
 
 /*
- * Refunds what the keys were charged, as far as that is possible.  With quietly,
- * which is for the end of the backend, no call to Redis throws, and all of them
- * end within twice ratelimit.command_timeout.
+ * Refunds the keys' charges, as far as that is possible.  Throws when it is
+ * interrupted.  With no_throw, which is for the end of the backend, no call to Redis
+ * throws, and all of them end within twice ratelimit.command_timeout; it then needs
+ * rl_redis_reserve_refunds.
  */
 static void
-refund(Statement *statement, bool quietly)
+refund(Statement *statement, bool no_throw)
 {
 	MemoryContext context = AllocSetContextCreate(statement->context, "rate-limit refund",
 												  ALLOCSET_DEFAULT_SIZES);
 	int64		end = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
-	Batch	   *batch = palloc(sizeof(Batch));
+	Batch	   *batch = MemoryContextAlloc(statement->context, sizeof(Batch));
 	const Charged *charged;
 	bool		failed = false;
 
 	statement->refunding = true;
-	batch->statement = statement;
 	do
 	{
 		MemoryContextReset(context);
 		batch->n = 0;
 		charged = NULL;
 		for (int i = 0; i < RL_MAX_MANY && (charged = next_charged(statement, context)) != NULL; i++)
-			refund_one(batch, charged);
+			refund_one(statement, batch, charged, context);
 		if (batch->n == 0)
 			continue;
-		if (quietly && !failed && rl_monotonic_now() >= end)
+		if (no_throw && !failed && rl_monotonic_now() >= end)
 		{
 			failed = true;
 			rl_error_set(&statement->why, ERRCODE_CONNECTION_FAILURE, "there was no time left");
 		}
+		statement->batch = batch;
 		/* A store that has failed is not waited for again. */
-		failed = failed || !rl_redis_undo(batch->n, next_of_batch, done_of_batch, quietly, batch,
-										  &statement->why);
-		/* Again, for a refusal that was on its way. */
+		failed = failed || !rl_redis_refund_charges(batch->calls, batch->n, no_throw, &statement->why,
+													&statement->why);
+		end_batch(statement);
+		/* Again, for a refusal that Redis sent before. */
 		for (int i = 0; i < batch->n && rl_shared_available(); i++)
-			rl_denial_delete_hash(batch->charged[i]->name);
+			rl_denial_delete_hash(batch->charged[i]->key_hash);
 	} while (charged != NULL);
 	pfree(batch);
 	MemoryContextDelete(context);
 }
 
-/* The error to come is of more use than one about this. */
+/* Logs how many keys could not be refunded; an error would hide the statement's own. */
 static void
-log_lost(const Statement *statement)
+log_lost(Statement *statement)
 {
-	int64		lost = statement->owed + statement->unanswered;
+	int64		lost;
 
+	end_batch(statement);
+	lost = statement->owed + statement->unanswered;
 	if (lost > 0)
 		ereport(LOG,
 				(errcode(statement->why.sqlstate),
@@ -487,8 +473,8 @@ refund_after_error(Statement *statement)
 }
 
 /*
- * Ends a statement that has failed: refunds what the keys were charged, if that was
- * not tried before, and logs what could not be refunded.  It is called at the end of
+ * Ends a statement that has failed: refunds the keys' charges, if that was not tried
+ * before, and logs how many keys could not be refunded.  It is called at the end of
  * the backend too, then with interrupts held off.
  */
 static void
@@ -505,14 +491,14 @@ fail_statement(int code pg_attribute_unused(), Datum arg)
 			refund_after_error(statement);
 		else if (statement->owed > 0)
 		{
-			rl_redis_reserve_undo();
+			rl_redis_reserve_refunds();
 			refund(statement, true);
 		}
 	}
 	log_lost(statement);
 }
 
-/* Raises the error of a statement of which some keys were refused. */
+/* Refunds a statement with keys that were refused, and raises its error. */
 static void
 refuse_statement(Statement *statement)
 {
