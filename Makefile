@@ -1,5 +1,5 @@
 MODULE_big = ratelimit
-OBJS = $(patsubst %,src/%.o,ratelimit error decide refusal transaction \
+OBJS = $(patsubst %,src/%.o,ratelimit error decide refusal transaction refund \
 	$(patsubst %,sql/%,functions check_many trigger trigger_statement trigger_rule arguments key simulate status) \
 	$(patsubst %,algorithm/%,limits algorithm gcra token_bucket fixed_window sliding log) \
 	$(patsubst %,redis/%,store command pipeline route cluster sentinel address connection stream socket tls resp) \

@@ -61,7 +61,7 @@ begin(Action *action, const RlKey *key, const RlLimits *limits, int64 quota, RlT
 	action->from_local = false;
 	action->error = error;
 	if (limits->refunds)
-		rl_charges_prepare();
+		rl_grants_prepare();
 	/* Not those of a wait: its attempts are one action. */
 	if (how != RL_TRY)
 		rl_redis_usage.round_trips = rl_redis_usage.us = 0;
@@ -208,7 +208,7 @@ ask(Action *action, RlDecision *decisions)
 		/* What it refuses is not answered from the cache: it is as fast. */
 		action->from_local = true;
 		/* What is due to Redis does not keep this server from deciding. */
-		(void) rl_charges_flush(action->error);
+		(void) rl_refunds_flush(action->error);
 		answered = rl_require_store()->take(&action->wanted, decisions, &action->at, action->error);
 		action->asked = action->at;
 	}
@@ -217,7 +217,7 @@ ask(Action *action, RlDecision *decisions)
 		note_asking(action);
 		PG_TRY();
 		{
-			answered = rl_charges_flush(action->error) &&
+			answered = rl_refunds_flush(action->error) &&
 				rl_require_store()->take(&action->wanted, decisions, &action->at, action->error);
 		}
 		PG_CATCH();
@@ -326,7 +326,7 @@ conclude(Action *action, RlDecision *combined, int binding, const RlDecision *ea
 	if (!combined->allowed)
 		refused(action, combined, binding, cache);
 	else if (is_charged(combined))
-		rl_charges_note(&action->wanted.key, action->wanted.limits, action->wanted.quota, each, action->at,
+		rl_grants_note(&action->wanted.key, action->wanted.limits, action->wanted.quota, each, action->at,
 						action->from_local);
 }
 
@@ -334,7 +334,7 @@ conclude(Action *action, RlDecision *combined, int binding, const RlDecision *ea
 static bool
 may_use_cache(void)
 {
-	return rl_denial_cache && rl_store()->may_cache && rl_shared_available() && !rl_charges_pending();
+	return rl_denial_cache && rl_store()->may_cache && rl_shared_available() && !rl_refunds_pending();
 }
 
 /*
@@ -461,7 +461,7 @@ took_one(int i, const RlDecision *each, int64 at, void *arg)
 	set_answer(action, each, answer);
 	note_change(action, &answer->decision);
 	if (is_charged(&answer->decision))
-		rl_charges_note(&action->wanted.key, action->wanted.limits, action->wanted.quota, each, at, false);
+		rl_grants_note(&action->wanted.key, action->wanted.limits, action->wanted.quota, each, at, false);
 	many->answered[i] = true;
 }
 
@@ -488,7 +488,7 @@ ask_many(Many *many, int n, RlError *error)
 	}
 	PG_TRY();
 	{
-		done = rl_charges_flush(error) &&
+		done = rl_refunds_flush(error) &&
 			rl_redis_take_many(wanted, n, many->unanswered, took_one, many,
 							   error);
 	}

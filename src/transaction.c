@@ -15,52 +15,18 @@
 
 #include "access/xact.h"
 #include "common/hashfn.h"
-#include "lib/ilist.h"
 #include "utils/hsearch.h"
 #include "utils/memutils.h"
 
 #include "algorithm/gcra.h"
 #include "algorithm/limits.h"
-#include "error.h"
-#include "redis/redis.h"
-#include "shared/denial_cache.h"
-#include "shared/local_store.h"
+#include "refund.h"
 #include "transaction.h"
 
 /* A transaction's grants beyond these are not refunded, and logged. */
 #define MAX_GRANTS			65536
 
 #define QUEUED				0
-
-/* What distinguishes a transaction's grants; padding is zero. */
-typedef struct RlGrantId
-{
-	uint64		server;			/* rl_refund_server() */
-	uint64		redis_key[2];	/* a hash */
-	RlStateTag	tag;
-	int64		mark;			/* of charges that do not merge */
-	int			level;			/* of the transaction nest; 0: in the queue */
-	bool		local;
-} RlGrantId;
-
-/*
- * What one (sub)transaction was granted of one limit on one key, in one sum if
- * that can be refunded as one.
- */
-typedef struct RlGrant
-{
-	dlist_node	node;			/* of the transaction's grants, or of its queue */
-	RlGrantId	id;
-	RlLimit		limit;
-	RlCharge	charge;
-	RlKeyHash	key_hash;		/* only with shared memory */
-	const RlRefundCall *call;	/* which refunds it; NULL: none yet */
-	int			redis_key_len;
-	char		redis_key[FLEXIBLE_ARRAY_MEMBER];	/* the key's name in Redis */
-} RlGrant;
-
-/* Takes a grant out of the queue and frees it; does not throw. */
-typedef void (*RlGrantDrop) (RlGrant *grant);
 
 typedef struct GrantEntry
 {
@@ -74,188 +40,6 @@ static dlist_head grants = DLIST_STATIC_INIT(grants);	/* by level */
 static dlist_head queue = DLIST_STATIC_INIT(queue);
 static int	ngrants = 0;		/* in both lists */
 static bool overflowed = false;
-
-/*
- * Refunds
- */
-
-static RlRefundCall *calls = NULL;
-static RlRefund *refunds = NULL;	/* of all calls */
-static int	room = 0;			/* of both, in grants */
-static bool unsettled = false;	/* grants in the queue have calls that may have run */
-static RlError error_reply;		/* the last one */
-
-/* Returns a hash of the server that the settings name. */
-static uint64
-rl_refund_server(void)
-{
-	return hash_bytes_extended((const unsigned char *) rl_redis_url, strlen(rl_redis_url), 0);
-}
-
-/*
- * Makes room in the context for the calls of a queue of n grants.  Returns false
- * if there is no memory.  The queue must be settled.
- */
-static bool
-rl_refund_reserve(MemoryContext context, int n)
-{
-	int			size = Max(Max(n, 16), 2 * room);
-	RlRefundCall *more;
-
-	Assert(!unsettled);
-	if (n <= room)
-		return true;
-	more = MemoryContextAllocExtended(context, size * (sizeof(RlRefundCall) + sizeof(RlRefund)),
-									  MCXT_ALLOC_NO_OOM);
-	if (more == NULL)
-		return false;
-	if (calls != NULL)
-		pfree(calls);
-	calls = more;
-	refunds = (RlRefund *) (calls + size);
-	room = size;
-	return true;
-}
-
-/* Forgets the room, to be called when its context is deleted. */
-static void
-rl_refund_release(void)
-{
-	calls = NULL;
-	room = 0;
-	unsettled = false;
-}
-
-/* Deletes a queued grant, and the refusals of its key in the denial cache. */
-static void
-end_grant(RlGrant *grant, RlGrantDrop drop)
-{
-	if (rl_shared_available())
-		rl_denial_delete_hash(grant->key_hash);
-	drop(grant);
-}
-
-static void
-log_lost(int n, const RlError *why)
-{
-	if (n > 0)
-		ereport(LOG,
-				(errcode(why->sqlstate),
-				 errmsg("could not give back what %d rate-limit charges of an aborted transaction took", n),
-				 errdetail_internal("%s", why->message)));
-}
-
-/*
- * Deletes the queue's grants whose calls may have run, or all, and logs how many
- * of them are lost, by error replies or for the reason in error.
- */
-static void
-settle(dlist_head *queue, RlGrantDrop drop, bool all, const RlError *error)
-{
-	int			n[RL_REFUND_FAILED + 1] = {0};
-	dlist_mutable_iter iter;
-
-	dlist_foreach_modify(iter, queue)
-	{
-		RlGrant    *grant = dlist_container(RlGrant, node, iter.cur);
-		RlRefundOutcome outcome = grant->call ? grant->call->outcome : RL_REFUND_UNSENT;
-
-		grant->call = NULL;
-		if (outcome == RL_REFUND_UNSENT && !all)
-			continue;
-		end_grant(grant, drop);
-		n[outcome]++;
-	}
-	unsettled = false;
-	log_lost(n[RL_REFUND_FAILED], &error_reply);
-	log_lost(n[RL_REFUND_SENT], error);
-	log_lost(n[RL_REFUND_UNSENT], error);
-}
-
-/*
- * Deletes the grants that rl_refund_queue may have refunded before an error or the
- * end of the backend interrupted it, and logs how many are lost.  Does not throw.
- * To be called before the queue or its room is changed.
- */
-static void
-rl_refund_settle(dlist_head *queue, RlGrantDrop drop)
-{
-	RlError		error;
-
-	if (!unsettled)
-		return;
-	rl_error_set(&error, ERRCODE_CONNECTION_FAILURE, "the call that gave it back was interrupted");
-	settle(queue, drop, false, &error);
-}
-
-/*
- * Refunds the queue's grants of the local store, deletes those of another Redis,
- * and prepares calls for the others.  Returns the number of calls.
- */
-static int
-prepare_calls(dlist_head *queue, RlGrantDrop drop)
-{
-	uint64		server = rl_refund_server();
-	int			elsewhere = 0;
-	int			n = 0;
-	RlRefund   *refund = refunds;
-	RlRefundCall *call = NULL;
-	RlError		error;
-	dlist_mutable_iter iter;
-
-	dlist_foreach_modify(iter, queue)
-	{
-		RlGrant    *grant = dlist_container(RlGrant, node, iter.cur);
-
-		if (grant->id.local)
-			rl_local_refund_charge(grant->key_hash, &grant->limit, &grant->charge);
-		if (grant->id.local || grant->id.server != server)
-		{
-			elsewhere += !grant->id.local;
-			end_grant(grant, drop);
-			continue;
-		}
-		if (call == NULL || call->n == RL_MAX_REFUNDS || call->redis_key_len != grant->redis_key_len ||
-			memcmp(call->redis_key, grant->redis_key, grant->redis_key_len) != 0)
-		{
-			call = &calls[n++];
-			*call = (RlRefundCall) {grant->redis_key, grant->redis_key_len, 0, refund, RL_REFUND_UNSENT};
-		}
-		*refund++ = (RlRefund) {&grant->limit, &grant->charge};
-		call->n++;
-		grant->call = call;
-	}
-	rl_error_set(&error, ERRCODE_CONNECTION_DOES_NOT_EXIST, "ratelimit.redis_url was changed meanwhile");
-	log_lost(elsewhere, &error);
-	return n;
-}
-
-/*
- * Refunds the queue's grants in their order; there must be room for its calls.
- * Deletes each grant that is refunded or lost, and logs how many are lost.  Returns
- * false with the error set when Redis cannot be reached; the grants for which
- * nothing was sent are then still in the queue.  With no_throw, which is for the
- * end of a transaction, it does not throw, allocates no memory, and empties the
- * queue.
- */
-static bool
-rl_refund_queue(dlist_head *queue, RlGrantDrop drop, bool no_throw, RlError *error)
-{
-	bool		done;
-	bool		all;
-	int			n;
-
-	rl_refund_settle(queue, drop);
-	n = prepare_calls(queue, drop);
-	if (n == 0)
-		return true;
-	unsettled = true;
-	done = rl_redis_refund_charges(calls, n, no_throw, &error_reply, error);
-	/* Of a cluster only a part has failed, and calls for other keys do not wait for it. */
-	all = !done && (no_throw || rl_redis_is_cluster());
-	settle(queue, drop, all, error);
-	return done || all;
-}
 
 /*
  * Levels and the queue
@@ -383,7 +167,7 @@ transaction_ends(XactEvent event, void *arg pg_attribute_unused())
  * have refund_on_abort are asked.  Throws if there is no memory.
  */
 void
-rl_charges_prepare(void)
+rl_grants_prepare(void)
 {
 	static bool registered = false;
 	HASHCTL		ctl = {.keysize = sizeof(RlGrantId),.entrysize = sizeof(GrantEntry)};
@@ -473,7 +257,7 @@ note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
  * for each limit.  Does not throw; a charge without room is not refunded, and logged.
  */
 void
-rl_charges_note(const RlKey *key, const RlLimits *limits, int64 quota,
+rl_grants_note(const RlKey *key, const RlLimits *limits, int64 quota,
 			   const RlDecision *decisions, int64 at, bool local)
 {
 	if (!limits->refunds || quota == 0)
@@ -496,7 +280,7 @@ rl_charges_note(const RlKey *key, const RlLimits *limits, int64 quota,
 
 /* Returns true if savepoints were rolled back whose charges are not refunded yet. */
 bool
-rl_charges_pending(void)
+rl_refunds_pending(void)
 {
 	return !dlist_is_empty(&queue);
 }
@@ -506,7 +290,7 @@ rl_charges_pending(void)
  * reached; throws when it is interrupted.
  */
 bool
-rl_charges_flush(RlError *error)
+rl_refunds_flush(RlError *error)
 {
 	return dlist_is_empty(&queue) || rl_refund_queue(&queue, drop, false, error);
 }
@@ -554,7 +338,7 @@ enqueue_part(const RlGrant *grant, int64 amount)
  * in the same way, whichever transaction took it.  Throws if there is no memory.
  */
 int64
-rl_charges_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local)
+rl_grants_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local)
 {
 	bool		has_entries = rl_algorithm(limit)->skip != NULL;
 	int64		left = limit->algorithm == RL_THROTTLE ? rl_throttle_refund(limit, quota) : quota;
@@ -593,7 +377,7 @@ rl_charges_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool loca
  * all of the key's: a rollback after a reset must not refund what others took.
  */
 void
-rl_charges_forget(const RlKey *key, const RlLimits *limits, bool local)
+rl_grants_forget(const RlKey *key, const RlLimits *limits, bool local)
 {
 	RlGrantId	searched;
 	char		redis_key[RL_MAX_REDIS_KEY];

@@ -7,12 +7,12 @@
 
 #include "algorithm/algorithm.h"
 
-extern void rl_charges_prepare(void);
-extern void rl_charges_note(const RlKey *key, const RlLimits *limits, int64 quota,
-							const RlDecision *decisions, int64 at, bool local);
-extern int64 rl_charges_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local);
-extern void rl_charges_forget(const RlKey *key, const RlLimits *limits, bool local);
-extern bool rl_charges_pending(void);
-extern bool rl_charges_flush(RlError *error);
+extern void rl_grants_prepare(void);
+extern void rl_grants_note(const RlKey *key, const RlLimits *limits, int64 quota,
+						   const RlDecision *decisions, int64 at, bool local);
+extern int64 rl_grants_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local);
+extern void rl_grants_forget(const RlKey *key, const RlLimits *limits, bool local);
+extern bool rl_refunds_pending(void);
+extern bool rl_refunds_flush(RlError *error);
 
 #endif							/* TRANSACTION_H */

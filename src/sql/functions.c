@@ -26,7 +26,7 @@ asked_store(void)
 	const RlStore *store = rl_require_store();
 	RlError		error;
 
-	if (!rl_charges_flush(&error) && !store->is_local)
+	if (!rl_refunds_flush(&error) && !store->is_local)
 		rl_raise(&error);
 	return store;
 }
@@ -317,7 +317,7 @@ rl_refund(PG_FUNCTION_ARGS)
 
 	rl_denial_delete(&key);
 	for (int i = 0; i < limits->n; i++)
-		left[i] = rl_charges_refund(&key, &limits->limit[i], quota, rl_store()->is_local);
+		left[i] = rl_grants_refund(&key, &limits->limit[i], quota, rl_store()->is_local);
 	store = asked_store();
 	for (int i = 0; i < limits->n; i++)
 	{
@@ -343,7 +343,7 @@ reset(const RlKey *key, const RlLimits *limits)
 	RlError		error;
 
 	rl_denial_delete(key);
-	rl_charges_forget(key, limits, rl_store()->is_local);
+	rl_grants_forget(key, limits, rl_store()->is_local);
 	repaired(key, asked_store()->reset(key, limits, &found, &error), &error);
 	PG_RETURN_BOOL(found);
 }

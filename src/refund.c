@@ -1,0 +1,194 @@
+/*
+ * refund.c
+ *		Refunds a queue of grants: each to the store that granted it, and to
+ *		Redis those of one key that follow one another in one call.
+ *
+ * The array of calls is allocated while quota is granted, so that refunds at the
+ * end of a transaction need no memory.
+ */
+#include "postgres.h"
+
+#include "common/hashfn.h"
+
+#include "error.h"
+#include "refund.h"
+#include "shared/denial_cache.h"
+#include "shared/local_store.h"
+
+static RlRefundCall *calls = NULL;
+static RlRefund *refunds = NULL;	/* of all calls */
+static int	room = 0;			/* of both, in grants */
+static bool unsettled = false;	/* grants in the queue have calls that may have run */
+static RlError error_reply;		/* the last one */
+
+/* Returns a hash of the server that the settings name. */
+uint64
+rl_refund_server(void)
+{
+	return hash_bytes_extended((const unsigned char *) rl_redis_url, strlen(rl_redis_url), 0);
+}
+
+/*
+ * Makes room in the context for the calls of a queue of n grants.  Returns false
+ * if there is no memory.  The queue must be settled.
+ */
+bool
+rl_refund_reserve(MemoryContext context, int n)
+{
+	int			size = Max(Max(n, 16), 2 * room);
+	RlRefundCall *more;
+
+	Assert(!unsettled);
+	if (n <= room)
+		return true;
+	more = MemoryContextAllocExtended(context, size * (sizeof(RlRefundCall) + sizeof(RlRefund)),
+									  MCXT_ALLOC_NO_OOM);
+	if (more == NULL)
+		return false;
+	if (calls != NULL)
+		pfree(calls);
+	calls = more;
+	refunds = (RlRefund *) (calls + size);
+	room = size;
+	return true;
+}
+
+/* Forgets the room, to be called when its context is deleted. */
+void
+rl_refund_release(void)
+{
+	calls = NULL;
+	room = 0;
+	unsettled = false;
+}
+
+/* Deletes a queued grant, and the refusals of its key in the denial cache. */
+static void
+end_grant(RlGrant *grant, RlGrantDrop drop)
+{
+	if (rl_shared_available())
+		rl_denial_delete_hash(grant->key_hash);
+	drop(grant);
+}
+
+static void
+log_lost(int n, const RlError *why)
+{
+	if (n > 0)
+		ereport(LOG,
+				(errcode(why->sqlstate),
+				 errmsg("could not give back what %d rate-limit charges of an aborted transaction took", n),
+				 errdetail_internal("%s", why->message)));
+}
+
+/*
+ * Deletes the queue's grants whose calls may have run, or all, and logs how many
+ * of them are lost, by error replies or for the reason in error.
+ */
+static void
+settle(dlist_head *queue, RlGrantDrop drop, bool all, const RlError *error)
+{
+	int			n[RL_REFUND_FAILED + 1] = {0};
+	dlist_mutable_iter iter;
+
+	dlist_foreach_modify(iter, queue)
+	{
+		RlGrant    *grant = dlist_container(RlGrant, node, iter.cur);
+		RlRefundOutcome outcome = grant->call ? grant->call->outcome : RL_REFUND_UNSENT;
+
+		grant->call = NULL;
+		if (outcome == RL_REFUND_UNSENT && !all)
+			continue;
+		end_grant(grant, drop);
+		n[outcome]++;
+	}
+	unsettled = false;
+	log_lost(n[RL_REFUND_FAILED], &error_reply);
+	log_lost(n[RL_REFUND_SENT], error);
+	log_lost(n[RL_REFUND_UNSENT], error);
+}
+
+/*
+ * Deletes the grants that rl_refund_queue may have refunded before an error or the
+ * end of the backend interrupted it, and logs how many are lost.  Does not throw.
+ * To be called before the queue or its room is changed.
+ */
+void
+rl_refund_settle(dlist_head *queue, RlGrantDrop drop)
+{
+	RlError		error;
+
+	if (!unsettled)
+		return;
+	rl_error_set(&error, ERRCODE_CONNECTION_FAILURE, "the call that gave it back was interrupted");
+	settle(queue, drop, false, &error);
+}
+
+/*
+ * Refunds the queue's grants of the local store, deletes those of another Redis,
+ * and prepares calls for the others.  Returns the number of calls.
+ */
+static int
+prepare_calls(dlist_head *queue, RlGrantDrop drop)
+{
+	uint64		server = rl_refund_server();
+	int			elsewhere = 0;
+	int			n = 0;
+	RlRefund   *refund = refunds;
+	RlRefundCall *call = NULL;
+	RlError		error;
+	dlist_mutable_iter iter;
+
+	dlist_foreach_modify(iter, queue)
+	{
+		RlGrant    *grant = dlist_container(RlGrant, node, iter.cur);
+
+		if (grant->id.local)
+			rl_local_refund_charge(grant->key_hash, &grant->limit, &grant->charge);
+		if (grant->id.local || grant->id.server != server)
+		{
+			elsewhere += !grant->id.local;
+			end_grant(grant, drop);
+			continue;
+		}
+		if (call == NULL || call->n == RL_MAX_REFUNDS || call->redis_key_len != grant->redis_key_len ||
+			memcmp(call->redis_key, grant->redis_key, grant->redis_key_len) != 0)
+		{
+			call = &calls[n++];
+			*call = (RlRefundCall) {grant->redis_key, grant->redis_key_len, 0, refund, RL_REFUND_UNSENT};
+		}
+		*refund++ = (RlRefund) {&grant->limit, &grant->charge};
+		call->n++;
+		grant->call = call;
+	}
+	rl_error_set(&error, ERRCODE_CONNECTION_DOES_NOT_EXIST, "ratelimit.redis_url was changed meanwhile");
+	log_lost(elsewhere, &error);
+	return n;
+}
+
+/*
+ * Refunds the queue's grants in their order; there must be room for its calls.
+ * Deletes each grant that is refunded or lost, and logs how many are lost.  Returns
+ * false with the error set when Redis cannot be reached; the grants for which
+ * nothing was sent are then still in the queue.  With no_throw, which is for the
+ * end of a transaction, it does not throw, allocates no memory, and empties the
+ * queue.
+ */
+bool
+rl_refund_queue(dlist_head *queue, RlGrantDrop drop, bool no_throw, RlError *error)
+{
+	bool		done;
+	bool		all;
+	int			n;
+
+	rl_refund_settle(queue, drop);
+	n = prepare_calls(queue, drop);
+	if (n == 0)
+		return true;
+	unsettled = true;
+	done = rl_redis_refund_charges(calls, n, no_throw, &error_reply, error);
+	/* Of a cluster only a part has failed, and calls for other keys do not wait for it. */
+	all = !done && (no_throw || rl_redis_is_cluster());
+	settle(queue, drop, all, error);
+	return done || all;
+}

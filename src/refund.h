@@ -1,0 +1,49 @@
+/*
+ * refund.h
+ *		Refunds of what a transaction was granted.
+ */
+#ifndef REFUND_H
+#define REFUND_H
+
+#include "lib/ilist.h"
+
+#include "redis/redis.h"
+#include "shared/shared.h"
+
+/* What distinguishes a transaction's grants; padding is zero. */
+typedef struct RlGrantId
+{
+	uint64		server;			/* rl_refund_server() */
+	uint64		redis_key[2];	/* a hash */
+	RlStateTag	tag;
+	int64		mark;			/* of charges that do not merge */
+	int			level;			/* of the transaction nest; 0: in the queue */
+	bool		local;
+} RlGrantId;
+
+/*
+ * What one (sub)transaction was granted of one limit on one key, in one sum if
+ * that can be refunded as one.
+ */
+typedef struct RlGrant
+{
+	dlist_node	node;			/* of the transaction's grants, or of its queue */
+	RlGrantId	id;
+	RlLimit		limit;
+	RlCharge	charge;
+	RlKeyHash	key_hash;		/* only with shared memory */
+	const RlRefundCall *call;	/* which refunds it; NULL: none yet */
+	int			redis_key_len;
+	char		redis_key[FLEXIBLE_ARRAY_MEMBER];	/* the key's name in Redis */
+} RlGrant;
+
+/* Takes a grant out of the queue and frees it; does not throw. */
+typedef void (*RlGrantDrop) (RlGrant *grant);
+
+extern uint64 rl_refund_server(void);
+extern bool rl_refund_reserve(MemoryContext context, int n);
+extern void rl_refund_release(void);
+extern void rl_refund_settle(dlist_head *queue, RlGrantDrop drop);
+extern bool rl_refund_queue(dlist_head *queue, RlGrantDrop drop, bool no_throw, RlError *error);
+
+#endif							/* REFUND_H */
