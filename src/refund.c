@@ -77,7 +77,7 @@ log_lost(int n, const RlError *why)
 	if (n > 0)
 		ereport(LOG,
 				(errcode(why->sqlstate),
-				 errmsg("could not give back what %d rate-limit charges of an aborted transaction took", n),
+				 errmsg("could not refund %d rate-limit charges of an aborted transaction", n),
 				 errdetail_internal("%s", why->message)));
 }
 
@@ -120,7 +120,7 @@ rl_refund_settle(dlist_head *queue, RlGrantDrop drop)
 
 	if (!unsettled)
 		return;
-	rl_error_set(&error, ERRCODE_CONNECTION_FAILURE, "the call that gave it back was interrupted");
+	rl_error_set(&error, ERRCODE_CONNECTION_FAILURE, "the call that refunds them was interrupted");
 	settle(queue, drop, false, &error);
 }
 

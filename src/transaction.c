@@ -273,8 +273,8 @@ rl_grants_note(const RlKey *key, const RlLimits *limits, int64 quota,
 		overflowed = true;
 		ereport(LOG,
 				(errcode(ERRCODE_PROGRAM_LIMIT_EXCEEDED),
-				 errmsg("too many rate-limit charges in one transaction to give all of them back"),
-				 errdetail("Room is for %d.", MAX_GRANTS)));
+				 errmsg("too many rate-limit charges in one transaction to refund all of them"),
+				 errdetail("There is room for %d.", MAX_GRANTS)));
 	}
 }
 

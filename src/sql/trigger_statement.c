@@ -440,7 +440,7 @@ log_lost(Statement *statement)
 	if (lost > 0)
 		ereport(LOG,
 				(errcode(statement->why.sqlstate),
-				 errmsg("could not refund what up to %lld keys of a failed statement were charged",
+				 errmsg("could not refund the charges of up to %lld keys of a failed statement",
 						(long long) lost),
 				 errdetail_internal("%s", statement->why.message)));
 }

@@ -41,7 +41,7 @@ sub free
 # What the log says could not be given back since the last time, and why.
 sub lost
 {
-	my @words = new_log($node) =~ /could not give back what (\d+) rate-limit charges.*\n.*DETAIL:  (.*)/g;
+	my @words = new_log($node) =~ /could not refund (\d+) rate-limit charges.*\n.*DETAIL:  (.*)/g;
 	return map { [ @words[ 2 * $_, 2 * $_ + 1 ] ] } 0 .. @words / 2 - 1;
 }
 
@@ -494,8 +494,8 @@ foreach my $end ('ROLLBACK', 'COMMIT', 'SAVEPOINTS')
 	is($session->ask($used), 8, 'all that had room is given back');
 	is($session->ask($bytes), 0, 'and the memory too');
 	my $log = new_log($node);
-	is(count_of(qr/too many rate-limit charges in one transaction to give all of them back/, $log), 1, 'the log tells once');
-	unlike($log, qr/could not give back/, 'and nothing else was lost');
+	is(count_of(qr/too many rate-limit charges in one transaction to refund all of them/, $log), 1, 'the log tells once');
+	unlike($log, qr/could not refund/, 'and nothing else was lost');
 }
 
 # Five thousand entries of a log that has others before them.

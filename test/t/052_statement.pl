@@ -320,7 +320,7 @@ foreach my $table (qw(many many2))
 new_log($node);
 
 # What the log says since the last time could not be refunded: numbers of keys.
-sub lost { return new_log($node) =~ /could not refund what up to (\d+) keys of a failed statement were charged/g; }
+sub lost { return new_log($node) =~ /could not refund the charges of up to (\d+) keys of a failed statement/g; }
 
 # How many of the table's keys, from 0 on, have been charged.
 sub charged
