@@ -64,11 +64,12 @@ static RlScript version_script = {.source =
 /* Longer than any wait is, unless clocks or numbers have changed. */
 #define MAX_WAIT			(2 * RL_MAX_SPAN)
 
-#define MAX_HASH			(RL_MAX_PREFIX + 3 * RL_MAX_KEY + 2)
-
-/* Writes "<prefix>{<key>}", with what would confuse the braces escaped. */
-static int
-hash_name(const RlKey *key, char *name)
+/*
+ * Writes the key's name in Redis, which has RL_MAX_REDIS_KEY bytes at most, and
+ * returns its length: "<prefix>{<key>}", with braces of the key escaped.
+ */
+int
+rl_redis_key(const RlKey *key, char *name)
 {
 	int			n = strlen(rl_key_prefix);
 
@@ -100,10 +101,10 @@ append_text(RlCommand *command, const char *text)
 static void
 append_key(RlCommand *command, const RlKey *key)
 {
-	char		name[MAX_HASH];
+	char		name[RL_MAX_REDIS_KEY];
 
 	rl_command_number(command, 1);
-	rl_command_arg(command, name, hash_name(key, name));
+	rl_command_arg(command, name, rl_redis_key(key, name));
 	append_text(command, rl_debug_now);
 }
 
@@ -514,13 +515,13 @@ static bool
 redis_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *error)
 {
 	RlCommand  *command = rl_command_start();
-	char		name[MAX_HASH];
+	char		name[RL_MAX_REDIS_KEY];
 	RlReply		reply;
 
 	if (limits == NULL)
 	{
 		append_text(command, "UNLINK");
-		rl_command_arg(command, name, hash_name(key, name));
+		rl_command_arg(command, name, rl_redis_key(key, name));
 		return rl_redis_command(command, &reply, error) && read_found(&reply, found, error);
 	}
 	append_key(command, key);
@@ -546,11 +547,11 @@ static bool
 redis_unban(const RlKey *key, bool *found, RlError *error)
 {
 	RlCommand  *command = rl_command_start();
-	char		name[MAX_HASH];
+	char		name[RL_MAX_REDIS_KEY];
 	RlReply		reply;
 
 	append_text(command, "HDEL");
-	rl_command_arg(command, name, hash_name(key, name));
+	rl_command_arg(command, name, rl_redis_key(key, name));
 	append_text(command, "ban");
 	return rl_redis_command(command, &reply, error) && read_found(&reply, found, error);
 }
@@ -568,17 +569,6 @@ const RlStore rl_redis_store = {
 /*
  * Refunding charges
  */
-
-/*
- * Writes the key's name in Redis, which has RL_MAX_REDIS_KEY bytes at most, and
- * returns its length.
- */
-int
-rl_redis_key(const RlKey *key, char *redis_key)
-{
-	StaticAssertStmt(MAX_HASH <= RL_MAX_REDIS_KEY, "a key's name in Redis has no room");
-	return hash_name(key, redis_key);
-}
 
 /* A pipeline's calls. */
 typedef struct RefundCalls
