@@ -2,7 +2,7 @@ MODULE_big = ratelimit
 OBJS = $(patsubst %,src/%.o,ratelimit error decide refusal transaction refund \
 	$(patsubst %,sql/%,functions check_many trigger trigger_statement trigger_rule arguments key simulate status) \
 	$(patsubst %,algorithm/%,limits algorithm gcra token_bucket fixed_window sliding log) \
-	$(patsubst %,redis/%,store command pipeline route cluster sentinel address connection stream socket tls resp) \
+	$(patsubst %,redis/%,store scripts command pipeline route cluster sentinel address connection stream socket tls resp) \
 	$(patsubst %,shared/%,shared local_store cells denial_cache counters breaker siphash))
 
 EXTENSION = ratelimit
@@ -16,9 +16,12 @@ TAP_TESTS = 1
 endif
 PROVE_TESTS = test/t/*.pl
 
+# Each has a script for limits of this algorithm; those of ALONE have one more.
 ALGORITHMS = throttle token_bucket fixed_window sliding_window sliding_log
-SCRIPTS_H = $(patsubst %,src/redis/%.lua.h,throttle $(ALGORITHMS:%=check_%) check_mixed refund refund_charges reset ban version)
-EXTRA_CLEAN = $(SCRIPTS_H) $(OBJS:.o=.d)
+ALONE = throttle
+SCRIPTS_H = $(patsubst %,src/redis/%.lua.h,alone check check_mixed refund refund_charges reset ban version)
+ALGORITHMS_H = $(patsubst %,src/redis/%.lua.h,$(ALONE:%=alone_%) $(ALGORITHMS:%=check_%))
+EXTRA_CLEAN = $(SCRIPTS_H) $(ALGORITHMS_H) $(OBJS:.o=.d)
 
 PG_CPPFLAGS = -I$(srcdir)/src
 
@@ -56,23 +59,34 @@ PROVE_FLAGS += -I $(srcdir)/test/t
 # The source of a script is its file, after the files that it shares with other scripts.
 lua = $(patsubst %,src/%.lua,$(1))
 STATE_LUA = $(call lua,redis/clock redis/state)
-ALGORITHMS_LUA = $(call lua,$(patsubst %,algorithm/%,gcra token_bucket fixed_window sliding_window log log_change sliding_log))
 
-src/redis/throttle.lua.h: $(call lua,redis/clock algorithm/throttle)
+# An algorithm's Lua is the file of its name, unless another list is here.
+throttle_lua = gcra
+sliding_log_lua = log log_change sliding_log
+algorithm_lua = $(call lua,$(addprefix algorithm/,$(or $($(1)_lua),$(1))))
+ALGORITHMS_LUA = $(foreach a,$(ALGORITHMS),$(call algorithm_lua,$(a)))
+
+$(foreach a,$(ALGORITHMS),$(eval src/redis/check_$(a).lua.h: $(STATE_LUA) $(call algorithm_lua,$(a)) $(call lua,redis/check)))
+$(ALONE:%=src/redis/alone_%.lua.h): src/redis/alone_%.lua.h: $(call lua,redis/clock algorithm/%)
+src/redis/check_mixed.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/check)
+src/redis/refund.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/refund)
+src/redis/refund_charges.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,algorithm/log_refund redis/refund_charges)
 src/redis/reset.lua.h: $(STATE_LUA) $(call lua,algorithm/log redis/reset)
 src/redis/ban.lua.h: $(STATE_LUA) $(call lua,redis/ban)
 src/redis/version.lua.h: $(call lua,redis/version)
-src/redis/refund.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/refund)
-src/redis/refund_charges.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,algorithm/log_refund redis/refund_charges)
-src/redis/check_mixed.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/check)
-src/redis/check_throttle.lua.h: $(STATE_LUA) $(call lua,algorithm/gcra redis/check)
-src/redis/check_sliding_log.lua.h: $(STATE_LUA) $(call lua,$(patsubst %,algorithm/%,log log_change sliding_log) redis/check)
-$(patsubst %,src/redis/check_%.lua.h,token_bucket fixed_window sliding_window): \
-	src/redis/check_%.lua.h: $(STATE_LUA) src/algorithm/%.lua src/redis/check.lua
 
 .DELETE_ON_ERROR:
-%.lua.h:
+$(ALGORITHMS_H) $(filter-out %/alone.lua.h %/check.lua.h,$(SCRIPTS_H)):
 	sed -e 's/\\/\\\\/g' -e 's/"/\\"/g' -e 's/^/"/' -e 's/$$/\\n"/' $^ > $@
+
+# The scripts by algorithm, as an array's initializers.
+src/redis/alone.lua.h: $(ALONE:%=src/redis/alone_%.lua.h)
+src/redis/check.lua.h: $(ALGORITHMS:%=src/redis/check_%.lua.h)
+src/redis/alone.lua.h src/redis/check.lua.h: src/redis/%.lua.h:
+	for header in $(^F); do \
+		name=$${header#$*_}; name=$${name%.lua.h}; \
+		printf '[RL_%s] = {.source =\n#include "redis/%s"\n},\n' $$(echo $$name | tr a-z A-Z) $$header; \
+	done > $@
 
 # An object depends on the headers that it includes.
 ifneq ($(autodepend),yes)
@@ -80,4 +94,4 @@ override CFLAGS += -MMD -MP
 -include $(OBJS:.o=.d)
 endif
 $(OBJS:.o=.bc): %.bc: %.o
-src/redis/store.o: $(SCRIPTS_H)
+src/redis/scripts.o: $(SCRIPTS_H)

@@ -35,6 +35,9 @@
 /* PostgreSQL's epoch, in microseconds of Unix time */
 #define RL_UNIX_EPOCH		INT64CONST(946684800000000)
 
+/* Longer than any wait is, unless clocks or a limit's numbers have changed */
+#define RL_MAX_WAIT			(2 * RL_MAX_SPAN)
+
 /* ns; longer than any limit makes it, and short enough to be added to */
 #define RL_MAX_BACKLOG		(2 * RL_MAX_SPAN * 1000)
 

@@ -18,7 +18,6 @@
 #include "utils/hsearch.h"
 #include "utils/memutils.h"
 
-#include "algorithm/gcra.h"
 #include "algorithm/limits.h"
 #include "refund.h"
 #include "transaction.h"
@@ -341,7 +340,7 @@ int64
 rl_grants_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local)
 {
 	bool		has_entries = rl_algorithm(limit)->skip != NULL;
-	int64		left = limit->algorithm == RL_THROTTLE ? rl_throttle_refund(limit, quota) : quota;
+	int64		left = rl_charge_amount(limit, quota);
 	RlGrantId	searched;
 	char		redis_key[RL_MAX_REDIS_KEY];
 	dlist_node *previous;

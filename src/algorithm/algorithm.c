@@ -42,8 +42,9 @@ rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, c
 	const RlAlgorithm *algorithm = rl_algorithm(limit);
 	int64		quota = act->quota;
 	bool		possible = quota <= limit->capacity;
-	int64		charge = act->allowed ? quota : 0;
-	int64		refusal = !act->allowed && !act->banned && limit->count_denied && possible ? quota : 0;
+	bool		allowed = act->verdict == RL_VERDICT_ALLOWED;
+	int64		charge = allowed ? quota : 0;
+	int64		refusal = act->verdict == RL_VERDICT_REFUSED && limit->count_denied && possible ? quota : 0;
 	int64		most = algorithm->most < RL_MAX_COUNT ? limit->capacity : RL_MAX_COUNT;
 	int64		dropped = refusal > 0 ? Max(view->refused + refusal - most, 0) : 0;
 	int64		used;
@@ -56,7 +57,7 @@ rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, c
 	d->capacity = limit->capacity;
 	d->remaining = Max(limit->capacity - used, 0);
 	d->retry_after = possible ? 0 : RL_NEVER;
-	if (!act->allowed && possible && used + quota > limit->capacity)
+	if (!allowed && possible && used + quota > limit->capacity)
 		d->retry_after = algorithm->next_free(limit, state, pool, view, act->now,
 											  used + quota - limit->capacity) - act->now;
 	d->reset_after = used > 0 ?
@@ -99,6 +100,47 @@ bool
 rl_units_are_empty(const RlState *state)
 {
 	return state->charged == 0 && state->refused == 0;
+}
+
+/* For RlAlgorithm.numbers: the scripts' order, of which each reads what it needs. */
+void
+rl_units_numbers(const RlLimit *limit, int64 quota pg_attribute_unused(), int64 *numbers)
+{
+	numbers[0] = limit->capacity;
+	numbers[1] = limit->count;
+	numbers[2] = limit->step;
+	numbers[3] = limit->from_first;
+}
+
+/* For RlAlgorithm.decide, with the four numbers that check.lua answers. */
+bool
+rl_units_decide(const RlLimit *limit, int64 quota, RlVerdict verdict, const int64 *reported,
+				RlDecision *d)
+{
+	int64		allowed = reported[0];
+	int64		used = reported[1];
+	int64		wait = reported[2];
+	int64		reset = reported[3];
+	bool		possible = quota <= limit->capacity;
+	bool		lacks = used > limit->capacity - quota;
+
+	if (allowed > 1 || (allowed && !possible) || (used > 0) != (reset > 0) ||
+		used > 2 * RL_MAX_COUNT)
+		return false;
+	d->allowed = allowed;
+	d->capacity = limit->capacity;
+	d->remaining = Max(limit->capacity - used, 0);
+	d->retry_after = possible ? Min(wait, RL_MAX_WAIT) : RL_NEVER;
+	d->reset_after = Min(reset, RL_MAX_WAIT);
+
+	if (verdict == RL_VERDICT_ALLOWED)
+		return allowed && used >= quota && used <= limit->capacity && wait == 0;
+	if ((wait > 0) != (possible && lacks))
+		return false;
+	/* The quota of an action that was counted as refused is in use. */
+	if (verdict == RL_VERDICT_REFUSED && limit->count_denied && possible && quota > 0)
+		return used >= quota && (allowed ? used <= limit->capacity : used >= limit->capacity);
+	return allowed != lacks;
 }
 
 /*
@@ -246,7 +288,7 @@ rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_unti
 	   int64 now, int64 quota, bool commit, RlDecision *decisions)
 {
 	RlView		views[RL_MAX_LIMITS];
-	RlAct		act = {now, quota, .banned = *banned_until > now,.commit = commit};
+	RlAct		act = {now, quota, RL_VERDICT_BANNED, commit};
 	int64		ban = 0;
 
 	for (int i = 0; i < limits->n; i++)
@@ -258,13 +300,15 @@ rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_unti
 		decisions[i].source = RL_FROM_LOCAL;
 		decisions[i].ban_left = 0;
 	}
-	act.allowed = !act.banned && all_allowed(decisions, limits->n);
+	if (*banned_until <= now)
+		act.verdict = all_allowed(decisions, limits->n) ? RL_VERDICT_ALLOWED : RL_VERDICT_REFUSED;
 
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
 
-		if (!decisions[i].allowed && !act.banned && quota <= limit->capacity && quota > 0 && limit->ban > 0)
+		if (act.verdict == RL_VERDICT_REFUSED && !decisions[i].allowed && quota <= limit->capacity &&
+			quota > 0 && limit->ban > 0)
 		{
 			int64		brought = count_refusal(limit, &states[i], now, commit);
 
@@ -275,7 +319,7 @@ rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_unti
 
 	if (ban > 0 && commit)
 		*banned_until = now + ban;
-	if (act.banned)
+	if (act.verdict == RL_VERDICT_BANNED)
 		rl_apply_ban(decisions, limits->n, *banned_until - now, true);
 	else if (ban > 0)
 		rl_apply_ban(decisions, limits->n, ban, false);
@@ -313,6 +357,13 @@ RlCharge
 rl_charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
 {
 	return rl_algorithm(limit)->charge(limit, quota, at, reset_after);
+}
+
+/* The amount of such a charge, but RL_MAX_BACKLOG at most; the quota may be any. */
+int64
+rl_charge_amount(const RlLimit *limit, int64 quota)
+{
+	return rl_charge(limit, quota, 0, 0).amount;
 }
 
 /* True if any two charges to the limit can be merged, not only those with one mark. */

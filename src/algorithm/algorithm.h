@@ -46,13 +46,21 @@ typedef struct RlView
 	RlCursor	oldest[2];		/* each log's first entry that counts */
 } RlView;
 
+/* The verdict on an action, of all its limits together. */
+typedef enum RlVerdict
+{
+	RL_VERDICT_ALLOWED,
+	RL_VERDICT_REFUSED,			/* and counted by limits that count refusals */
+	RL_VERDICT_UNCOUNTED,		/* refused, and not counted */
+	RL_VERDICT_BANNED			/* the key was banned before the action */
+} RlVerdict;
+
 /* An action, as each of its limits has to account for it. */
 typedef struct RlAct
 {
 	int64		now;
 	int64		quota;
-	bool		allowed;		/* by all limits */
-	bool		banned;			/* the key, before the action */
+	RlVerdict	verdict;
 	bool		commit;			/* else only decide what would be */
 } RlAct;
 
@@ -69,27 +77,34 @@ typedef struct RlCharge
 								 * the entry's time; throttle: 0 */
 } RlCharge;
 
+/* Numbers of a limit that its script in Redis gets. */
+#define RL_NUMBERS			4
+
 /*
- * An algorithm.  No function of it does I/O, allocates memory or throws.  The
- * functions from next_free on are for algorithms that count units; they use
- * rl_units_fit and so on.
+ * An algorithm.  No function of it does I/O, allocates memory or throws.
+ * Algorithms that count units use the functions rl_units_...
  */
 typedef struct RlAlgorithm
 {
 	const char *name;
 
-	/* What the text of a limit may say */
+	/*
+	 * The text of a limit
+	 */
+
 	int64		most;			/* largest count and capacity */
 	bool		has_burst;
 	bool		has_step;
 	bool		has_from_first;
 	bool		has_count_denied;
 
-	/*
-	 * Checks the numbers and derives the rest of the limit; false with the error
-	 * set.
-	 */
+	/* Checks the numbers and derives the rest; returns false with the error set */
 	bool		(*complete) (RlLimit *limit, const char *count_name, RlError *error);
+
+	/*
+	 * States
+	 */
+
 	/* Sets the view of a state at a time */
 	void		(*load) (const RlLimit *limit, const RlState *state, const RlPool *pool,
 						 int64 now, RlView *view);
@@ -104,9 +119,17 @@ typedef struct RlAlgorithm
 	/* Gives one earlier charge back, as far as it has not been replenished */
 	void		(*undo) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 						 int64 now, const RlCharge *charge);
+
+	/*
+	 * A whole action under this limit alone, without a ban: sets the decision and
+	 * the state's start, and returns from when on the state is of no use.  NULL:
+	 * there is no such short way.  With it there is also a script of its own.
+	 */
+	int64		(*act_alone) (const RlLimit *limit, int64 *start, int64 now, int64 quota,
+							  RlDecision *decision);
 	/* The time from which on a state that is not empty is of no use */
 	int64		(*end) (const RlLimit *limit, const RlState *state, const RlPool *pool);
-	/* True if the state is as if never used */
+	/* True if the state is as if never used, and is not kept */
 	bool		(*is_empty) (const RlState *state);
 	/* Spare chunks that an act may need; NULL: none */
 	int			(*chunks_wanted) (const RlLimit *limit, const RlState *state, const RlPool *pool,
@@ -115,6 +138,22 @@ typedef struct RlAlgorithm
 	RlCharge	(*charge) (const RlLimit *limit, int64 quota, int64 at, int64 reset_after);
 	/* What is left of a charge when a later one comes; NULL: all, if they have one mark */
 	int64		(*left) (const RlLimit *limit, const RlCharge *charge, const RlCharge *later);
+
+	/*
+	 * Redis
+	 */
+
+	int64		split;			/* an amount is sent as amount / split and the rest */
+	/* Sets the numbers that the script needs for an action or a refund of the quota */
+	void		(*numbers) (const RlLimit *limit, int64 quota, int64 *numbers);
+	int			nreported;		/* numbers that the script answers for the limit */
+	/* Sets the decision from these, which are not below 0; false if they are impossible */
+	bool		(*decide) (const RlLimit *limit, int64 quota, RlVerdict verdict,
+						   const int64 *reported, RlDecision *decision);
+
+	/*
+	 * Only for the functions rl_units_...
+	 */
 
 	/* When the n-th oldest unit becomes free; units past those in use are taken now */
 	int64		(*next_free) (const RlLimit *limit, const RlState *state, const RlPool *pool,
@@ -154,12 +193,13 @@ extern void rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 
 extern void rl_give_back(const RlLimits *limits, RlState *states, RlPool *pool, int64 now,
 						 int64 quota);
 extern RlCharge rl_charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after);
+extern int64 rl_charge_amount(const RlLimit *limit, int64 quota);
 extern bool rl_charges_merge(const RlLimit *limit);
 extern void rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlCharge *later);
 extern void rl_undo(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
 					const RlCharge *charge);
 
-/* For algorithms that count units */
+/* For rows of algorithms that count units */
 extern bool rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota);
 extern void rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 						 const RlAct *act, RlDecision *decision);
@@ -167,6 +207,9 @@ extern void rl_units_give(const RlLimit *limit, RlState *state, RlPool *pool, Rl
 						  int64 now, int64 quota);
 extern int64 rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
 extern bool rl_units_are_empty(const RlState *state);
+extern void rl_units_numbers(const RlLimit *limit, int64 quota, int64 *numbers);
+extern bool rl_units_decide(const RlLimit *limit, int64 quota, RlVerdict verdict,
+							const int64 *reported, RlDecision *decision);
 
 static inline int64
 rl_divide_up(int64 a, int64 b)

@@ -79,6 +79,10 @@ const RlAlgorithm rl_algorithm_fixed_window = {
 	.end = rl_units_end,
 	.is_empty = rl_units_are_empty,
 	.charge = charge,
+	.split = 1,
+	.numbers = rl_units_numbers,
+	.nreported = 4,
+	.decide = rl_units_decide,
 	.next_free = next_free,
 	.keep = keep
 };

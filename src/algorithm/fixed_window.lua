@@ -5,8 +5,8 @@
 -- window starts with the key's first action.
 
 algorithms.fixed_window = {
-  read = function(l, a)
-    l.capacity, l.from_first = tonumber(ARGV[a]), ARGV[a + 1] == '1'
+  read = function(l, capacity, _, _, from_first)
+    l.capacity, l.from_first = tonumber(capacity), from_first == '1'
   end,
 
   -- A window that lies ahead, after a step back of the clock, still counts.

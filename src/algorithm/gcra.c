@@ -12,7 +12,6 @@
 #include "common/int.h"
 
 #include "algorithm/algorithm.h"
-#include "algorithm/gcra.h"
 #include "algorithm/limits.h"
 #include "error.h"
 
@@ -29,82 +28,59 @@ us_rounded_up(int64 ns)
  * Backlogs
  */
 
-/* What the quota adds to the backlog; the quota is at most the capacity. */
-int64
-rl_throttle_cost(const RlLimit *limit, int64 quota)
+/* What the quota, which is at most the capacity, adds to the backlog. */
+static int64
+cost(const RlLimit *limit, int64 quota)
 {
 	return quota * limit->interval_ns;
 }
 
-/* What the refund of any quota takes off the backlog: RL_MAX_BACKLOG at most. */
-int64
-rl_throttle_refund(const RlLimit *limit, int64 quota)
+/* What a refund of the quota, which may be any, subtracts: RL_MAX_BACKLOG at most. */
+static int64
+refund_of(const RlLimit *limit, int64 quota)
 {
-	if (quota > RL_MAX_BACKLOG / limit->interval_ns)
+	if (quota > limit->capacity && quota > RL_MAX_BACKLOG / limit->interval_ns)
 		return RL_MAX_BACKLOG;
-	return rl_throttle_cost(limit, quota);
+	return cost(limit, quota);
 }
 
-/* Decides whether the quota fits, and the wait, for the backlog before the action. */
-static void
-throttle_verdict(const RlLimit *limit, int64 backlog_ns, int64 quota, RlDecision *decision)
+static bool
+fits_backlog(const RlLimit *limit, int64 backlog_ns, int64 quota)
 {
-	decision->capacity = limit->capacity;
-	if (quota > limit->capacity)
-	{
-		decision->allowed = false;
-		decision->retry_after = RL_NEVER;
-	}
-	else
-	{
-		int64		room = rl_throttle_cost(limit, limit->capacity - quota);
-
-		decision->allowed = (backlog_ns <= room);
-		decision->retry_after = decision->allowed ? 0 : us_rounded_up(backlog_ns - room);
-	}
+	return backlog_ns <= cost(limit, limit->capacity - quota);
 }
 
 /*
- * All of an action under one throttle alone: sets the decision and returns the
- * backlog after it.
+ * Sets the decision for the backlog before the action, which is charged if charge
+ * is set and the limit allows it.  Returns the backlog after it.
  */
-int64
-rl_throttle_act(const RlLimit *limit, int64 backlog_ns, int64 quota, RlDecision *decision)
+static int64
+act_on_backlog(const RlLimit *limit, int64 backlog_ns, int64 quota, bool charge, RlDecision *decision)
 {
-	throttle_verdict(limit, backlog_ns, quota, decision);
-	if (decision->allowed)
-		backlog_ns += rl_throttle_cost(limit, quota);
-	rl_throttle_figures(limit, backlog_ns, decision);
-	decision->ban_left = 0;
-	decision->source = RL_FROM_LOCAL;
-	return backlog_ns;
-}
-
-/* The verdict, with the figures of an action that is not charged. */
-void
-rl_throttle_decide(const RlLimit *limit, int64 backlog_ns, int64 quota,
-				   RlDecision *decision)
-{
-	throttle_verdict(limit, backlog_ns, quota, decision);
-	rl_throttle_figures(limit, backlog_ns, decision);
-}
-
-/*
- * Sets remaining and reset_after for a backlog as it is after the action.
- * Room and interval are compared in whole microseconds, as redis-cell does,
- * unless the interval is so short that the rounding would show.
- */
-void
-rl_throttle_figures(const RlLimit *limit, int64 backlog_ns, RlDecision *decision)
-{
-	int64		room = rl_throttle_cost(limit, limit->capacity) - backlog_ns;
 	int64		unit = limit->interval_ns >= NS_PER_MS ? NS_PER_US : 1;
 	int64		remaining = 0;
+	int64		room;
 
+	decision->capacity = limit->capacity;
+	decision->allowed = quota <= limit->capacity && fits_backlog(limit, backlog_ns, quota);
+	decision->retry_after = 0;
+	if (quota > limit->capacity)
+		decision->retry_after = RL_NEVER;
+	else if (!decision->allowed)
+		decision->retry_after = us_rounded_up(backlog_ns - cost(limit, limit->capacity - quota));
+	else if (charge)
+		backlog_ns += cost(limit, quota);
+
+	/*
+	 * Room and interval are compared in whole microseconds, as redis-cell does,
+	 * unless the interval is so short that the rounding would show.
+	 */
+	room = cost(limit, limit->capacity) - backlog_ns;
 	if (room > 0)
 		remaining = (room / unit) / (limit->interval_ns / unit);
 	decision->remaining = Min(remaining, limit->capacity);
 	decision->reset_after = us_rounded_up(backlog_ns);
+	return backlog_ns;
 }
 
 /*
@@ -139,7 +115,7 @@ load(const RlLimit *limit pg_attribute_unused(), const RlState *state,
 static bool
 fits(const RlLimit *limit, const RlView *view, int64 quota)
 {
-	return view->start <= rl_throttle_cost(limit, limit->capacity - quota);
+	return fits_backlog(limit, view->start, quota);
 }
 
 /* Keeps a backlog.  An empty one is forgotten, also for a clock that is set back. */
@@ -154,14 +130,23 @@ static void
 act(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), RlView *view,
 	const RlAct *act, RlDecision *decision)
 {
-	int64		after = view->start;
+	bool		allowed = act->verdict == RL_VERDICT_ALLOWED;
+	int64		after = act_on_backlog(limit, view->start, act->quota, allowed, decision);
 
-	throttle_verdict(limit, view->start, act->quota, decision);
-	if (act->allowed)
-		after += rl_throttle_cost(limit, act->quota);
-	rl_throttle_figures(limit, after, decision);
-	if (act->allowed && act->commit && act->quota > 0)
+	if (allowed && act->commit && act->quota > 0)
 		keep_backlog(state, act->now, after);
+}
+
+static int64
+act_alone(const RlLimit *limit, int64 *start, int64 now, int64 quota, RlDecision *decision)
+{
+	int64		now_ns = now * NS_PER_US;
+	int64		after = act_on_backlog(limit, Max(*start - now_ns, 0), quota, true, decision);
+
+	decision->ban_left = 0;
+	decision->source = RL_FROM_LOCAL;
+	*start = now_ns + after;
+	return now + after / NS_PER_US + 1;
 }
 
 static void
@@ -169,7 +154,7 @@ give(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), R
 	 int64 now, int64 quota)
 {
 	if (view->start > 0)
-		keep_backlog(state, now, view->start - rl_throttle_refund(limit, quota));
+		keep_backlog(state, now, view->start - refund_of(limit, quota));
 }
 
 static int64
@@ -202,7 +187,28 @@ is_empty(const RlState *state)
 static RlCharge
 charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after pg_attribute_unused())
 {
-	return (RlCharge) {rl_throttle_cost(limit, quota), at, 0};
+	return (RlCharge) {refund_of(limit, quota), at, 0};
+}
+
+/* The cost of the quota, and the longest backlog that leaves room for it. */
+static void
+numbers(const RlLimit *limit, int64 quota, int64 *numbers)
+{
+	int64		charge = refund_of(limit, quota);
+	int64		room = quota <= limit->capacity ? cost(limit, limit->capacity - quota) : -NS_PER_US;
+
+	numbers[0] = charge / NS_PER_US;
+	numbers[1] = charge % NS_PER_US;
+	numbers[2] = room / NS_PER_US;
+	numbers[3] = room % NS_PER_US;
+}
+
+/* The script answers the backlog before the action. */
+static bool
+decide(const RlLimit *limit, int64 quota, RlVerdict verdict, const int64 *reported, RlDecision *decision)
+{
+	act_on_backlog(limit, Min(reported[0], RL_MAX_BACKLOG), quota, verdict == RL_VERDICT_ALLOWED, decision);
+	return true;
 }
 
 const RlAlgorithm rl_algorithm_gcra = {
@@ -213,10 +219,15 @@ const RlAlgorithm rl_algorithm_gcra = {
 	.load = load,
 	.fits = fits,
 	.act = act,
+	.act_alone = act_alone,
 	.give = give,
 	.undo = undo,
 	.end = end,
 	.is_empty = is_empty,
 	.charge = charge,
-	.left = left
+	.left = left,
+	.split = NS_PER_US,
+	.numbers = numbers,
+	.nreported = 1,
+	.decide = decide
 };

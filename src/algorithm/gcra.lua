@@ -7,9 +7,9 @@
 -- more than 0 if that is.
 
 algorithms.throttle = {
-  read = function(l, a)
-    l.cost_us, l.cost_ns = tonumber(ARGV[a]), tonumber(ARGV[a + 1])
-    l.room_us, l.room_ns = tonumber(ARGV[a + 2]), tonumber(ARGV[a + 3])
+  read = function(l, cost_us, cost_ns, room_us, room_ns)
+    l.cost_us, l.cost_ns = tonumber(cost_us), tonumber(cost_ns)
+    l.room_us, l.room_ns = tonumber(room_us), tonumber(room_ns)
   end,
 
   load = function(l, value)

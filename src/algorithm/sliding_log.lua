@@ -76,8 +76,8 @@ end
 algorithms.sliding_log = {
   denied_field = ':denied',
 
-  read = function(l, a)
-    l.capacity = tonumber(ARGV[a])
+  read = function(l, capacity)
+    l.capacity = tonumber(capacity)
   end,
 
   load = function(l, value, denied)

@@ -21,8 +21,8 @@ local function counter_text(k, count)
 end
 
 algorithms.sliding_window = {
-  read = function(l, a)
-    l.capacity, l.step = tonumber(ARGV[a]), tonumber(ARGV[a + 1])
+  read = function(l, capacity, _, step)
+    l.capacity, l.step = tonumber(capacity), tonumber(step)
   end,
 
   -- The counter in l.others at a position: k, what it counts, where the next is.

@@ -7,7 +7,8 @@
 -- number. Under a ban returns two: what is left of it in microseconds, and
 -- the backlog.
 
-local state = redis.call('HMGET', hash, ARGV[2], 'ban')
+local tag = ARGV[2]
+local state = redis.call('HMGET', hash, tag, 'ban')
 local tat, ban = state[1], state[2]
 local us, ns = 0, 0
 if tat then
@@ -27,8 +28,8 @@ if ban then
 end
 
 local sign = 1
-local room = tonumber(ARGV[5])
-if us > room or us == room and ns > tonumber(ARGV[6]) then
+local room_us = tonumber(ARGV[5])
+if us > room_us or us == room_us and ns > tonumber(ARGV[6]) then
   sign = -1
 else
   local tat_us, tat_ns = us + tonumber(ARGV[3]), ns + tonumber(ARGV[4])
@@ -36,7 +37,7 @@ else
     if tat_ns >= 1000 then
       tat_us, tat_ns = tat_us + 1, tat_ns - 1000
     end
-    redis.call('HSET', hash, ARGV[2], string.format('%.0f%03.0f', now + tat_us, tat_ns))
+    redis.call('HSET', hash, tag, string.format('%.0f%03.0f', now + tat_us, tat_ns))
     local ms = string.format('%.0f', math.max(tat_us / 1000, least_ttl) + 1)
     -- GT serves a hash that has an expiry, NX one that has none: a new one, or
     -- one that has lost it. The likely comes first.

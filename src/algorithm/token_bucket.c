@@ -68,6 +68,13 @@ keep(const RlLimit *limit pg_attribute_unused(), RlState *state, RlPool *pool pg
 	state->start = state->charged == 0 ? -1 : view->start >= 0 ? view->start : now;
 }
 
+/* The script keeps the field of a full bucket, so the local store keeps its cell. */
+static bool
+is_empty(const RlState *state pg_attribute_unused())
+{
+	return false;
+}
+
 /* True if two anchors are of one series: the bucket was never full between. */
 static bool
 same_series(const RlLimit *limit, int64 a, int64 b)
@@ -111,9 +118,13 @@ const RlAlgorithm rl_algorithm_token_bucket = {
 	.give = rl_units_give,
 	.undo = undo,
 	.end = rl_units_end,
-	.is_empty = rl_units_are_empty,
+	.is_empty = is_empty,
 	.charge = charge,
 	.left = left,
+	.split = 1,
+	.numbers = rl_units_numbers,
+	.nreported = 4,
+	.decide = rl_units_decide,
 	.next_free = next_free,
 	.keep = keep
 };

@@ -5,8 +5,8 @@
 -- next take sets the anchor. ARGV has capacity, refill.
 
 algorithms.token_bucket = {
-  read = function(l, a)
-    l.capacity, l.refill = tonumber(ARGV[a]), tonumber(ARGV[a + 1])
+  read = function(l, capacity, refill)
+    l.capacity, l.refill = tonumber(capacity), tonumber(refill)
   end,
 
   load = function(l, value)

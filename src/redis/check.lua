@@ -26,7 +26,7 @@ local function count_refusal(l)
   return 0
 end
 
-local limits, ban = load_limits(10)
+local limits, ban = load_limits(0)
 local verdict = 0
 for _, l in ipairs(limits) do
   if l.fits then

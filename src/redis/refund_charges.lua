@@ -4,13 +4,15 @@
 -- microseconds and the nanoseconds that are left, the time of the charge, and
 -- its mark.
 
-local limits = load_limits(14)
+local CHARGE = 4
+local limits = load_limits(CHARGE)
 for _, l in ipairs(limits) do
   -- Charges to the same limit change the same state, each by its own numbers.
   local state = l.state
   state.refill = l.refill
   if (state.charged or state.used) > 0 then
-    state:undo(tonumber(ARGV[l.a + 12]), tonumber(ARGV[l.a + 13]), tonumber(ARGV[l.a + 10]), tonumber(ARGV[l.a + 11]))
+    local amount, rest, at, mark = unpack(ARGV, l.more, l.more + CHARGE - 1)
+    state:undo(tonumber(at), tonumber(mark), tonumber(amount), tonumber(rest))
     state.changed = true
   end
 end

@@ -1,15 +1,17 @@
 -- What scripts share that take a list of limits.
 --
--- ARGV[3] is the quota. From ARGV[4] on come ten for each limit: algorithm,
--- tag (the name of its field), period, four numbers that the algorithm reads,
--- then 1 if it counts denied quota, and of its ban the length (0: none) and
--- the number of refusals that bring it.
+-- ARGV[3] is the quota. From ARGV[LIMITS] on each limit has LIMIT arguments, in
+-- the order in which load_limits unpacks them: algorithm, tag (the name of its
+-- field), period, four numbers for the algorithm's "read", 1 if it counts
+-- refused quota, its ban's length (0: none), and the number of refusals that
+-- bring the ban. append_limit in store.c sends them.
 --
 -- An algorithm's "read" takes its numbers, "load" its state: l.used is then
 -- the quota in use, and l.charged, if the limit can count refused quota too,
 -- that part of it which was charged. "take", "deny", "give" and "undo" change l
 -- and not Redis; "save" queues l for write().
 
+local LIMITS, LIMIT = 4, 10
 local quota = tonumber(ARGV[3])
 local algorithms = {}
 -- Refused quota is counted up to this.
@@ -61,16 +63,18 @@ local function write()
   end
 end
 
--- Reads and loads the limits, which come so many arguments apart; returns them
--- and the field "ban". Of limits that have the same tag only the first is
--- loaded; it is l.state of all of them.
-local function load_limits(apart)
+-- Reads and loads the limits, each of which has so many arguments more, from
+-- ARGV[l.more] on; returns them and the field "ban". Of limits that have the same
+-- tag only the first is loaded; it is l.state of all of them.
+local function load_limits(more)
   local limits, names, states = {}, {'ban'}, {}
-  for a = 4, #ARGV, apart do
-    local l = setmetatable({tag = ARGV[a + 1], period = tonumber(ARGV[a + 2])}, algorithms[ARGV[a]])
-    l.a = a
-    l:read(a + 3)
-    l.count_denied, l.ban, l.after = ARGV[a + 7] == '1', tonumber(ARGV[a + 8]), tonumber(ARGV[a + 9])
+  for a = LIMITS, #ARGV, LIMIT + more do
+    local algorithm, tag, period, n1, n2, n3, n4, count_denied, ban, after = unpack(ARGV, a, a + LIMIT - 1)
+    local l = setmetatable({
+      tag = tag, period = tonumber(period), count_denied = count_denied == '1',
+      ban = tonumber(ban), after = tonumber(after), more = a + LIMIT
+    }, algorithms[algorithm])
+    l:read(n1, n2, n3, n4)
     limits[#limits + 1] = l
     l.state = states[l.tag] or l
     if l.state == l then

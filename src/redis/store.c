@@ -11,58 +11,13 @@
 
 #include "utils/builtins.h"
 
-#include "algorithm/gcra.h"
 #include "algorithm/limits.h"
 #include "error.h"
 #include "redis/pipeline.h"
 #include "redis/redis.h"
-
-/* The fast way of the commonest case: one throttle, without a ban of its own. */
-static RlScript throttle_script = {.source =
-#include "redis/throttle.lua.h"
-};
-
-/* One for limits of one algorithm each, so that no other's code is run. */
-static RlScript check_scripts[] = {
-	[RL_THROTTLE] = {.source =
-#include "redis/check_throttle.lua.h"
-	},
-	[RL_TOKEN_BUCKET] = {.source =
-#include "redis/check_token_bucket.lua.h"
-	},
-	[RL_FIXED_WINDOW] = {.source =
-#include "redis/check_fixed_window.lua.h"
-	},
-	[RL_SLIDING_WINDOW] = {.source =
-#include "redis/check_sliding_window.lua.h"
-	},
-	[RL_SLIDING_LOG] = {.source =
-#include "redis/check_sliding_log.lua.h"
-	}
-};
-static RlScript check_mixed_script = {.source =
-#include "redis/check_mixed.lua.h"
-};
-static RlScript refund_script = {.source =
-#include "redis/refund.lua.h"
-};
-static RlScript reset_script = {.source =
-#include "redis/reset.lua.h"
-};
-static RlScript ban_script = {.source =
-#include "redis/ban.lua.h"
-};
-static RlScript undo_script = {.source =
-#include "redis/refund_charges.lua.h"
-};
-static RlScript version_script = {.source =
-#include "redis/version.lua.h"
-};
+#include "redis/scripts.h"
 
 #define MAX_TAG				64
-
-/* Longer than any wait is, unless clocks or numbers have changed. */
-#define MAX_WAIT			(2 * RL_MAX_SPAN)
 
 /*
  * Writes the key's name in Redis, which has RL_MAX_REDIS_KEY bytes at most, and
@@ -139,43 +94,30 @@ append_tag(RlCommand *command, const RlLimit *limit)
 	rl_command_arg(command, tag, limit_tag(limit, tag));
 }
 
-/* Appends nanoseconds as microseconds and the rest. */
 static void
-append_ns(RlCommand *command, int64 ns)
+append_numbers(RlCommand *command, const int64 *numbers)
 {
-	rl_command_number(command, ns / 1000);
-	rl_command_number(command, ns % 1000);
+	for (int i = 0; i < RL_NUMBERS; i++)
+		rl_command_number(command, numbers[i]);
 }
 
 /*
- * Appends one limit as state.lua reads it.  Without trace a refusal is not
- * counted, neither as quota nor for a ban.  The quota may exceed the capacity: no
- * take succeeds then, and a refund is of the whole quota.
+ * Appends one limit, as load_limits in state.lua reads it.  Without trace a
+ * refusal is not counted, neither as quota nor for a ban.  The quota may exceed
+ * the capacity: no take succeeds then, and a refund is of the whole quota.
  */
 static void
 append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace)
 {
 	bool		possible = quota <= limit->capacity;
 	bool		ban = trace && possible && limit->ban > 0;
+	int64		numbers[RL_NUMBERS];
 
+	rl_algorithm(limit)->numbers(limit, quota, numbers);
 	append_text(command, rl_algorithm(limit)->name);
 	append_tag(command, limit);
 	rl_command_number(command, limit->period);
-	if (limit->algorithm == RL_THROTTLE)
-	{
-		append_ns(command, rl_throttle_refund(limit, quota));
-		append_ns(command, possible ? rl_throttle_cost(limit, limit->capacity - quota) : -1000);
-	}
-	else
-	{
-		rl_command_number(command, limit->capacity);
-		rl_command_number(command,
-						  limit->algorithm == RL_TOKEN_BUCKET ? limit->count :
-						  limit->algorithm == RL_SLIDING_WINDOW ? limit->step :
-						  limit->from_first);
-		append_text(command, "");
-		append_text(command, "");
-	}
+	append_numbers(command, numbers);
 	append_text(command, trace && possible && limit->count_denied ? "1" : "");
 	rl_command_number(command, ban ? limit->ban : 0);
 	rl_command_number(command, ban ? limit->ban_after : 0);
@@ -190,71 +132,46 @@ wrong_reply(RlError *error)
 	return false;
 }
 
-/* True if a limit that is no throttle can have these four numbers. */
-static bool
-is_plausible(const RlLimit *limit, int64 quota, RlTake how, int64 verdict, const int64 *values)
+/* What a script of take_script answers. */
+typedef struct Answer
 {
-	int64		allowed = values[0];
-	int64		used = values[1];
-	int64		wait = values[2];
-	int64		reset = values[3];
-	bool		possible = quota <= limit->capacity;
-	bool		lacks = used > limit->capacity - quota;
-
-	if (allowed > 1 || (allowed && !possible) || (used > 0) != (reset > 0) ||
-		used > 2 * RL_MAX_COUNT)
-		return false;
-	if (verdict == 0)
-		return allowed && used >= quota && used <= limit->capacity && wait == 0;
-	if ((wait > 0) != (possible && lacks))
-		return false;
-	/* Of an action that was counted as refused the quota is in use. */
-	if (verdict == -1 && limit->count_denied && how != RL_TRY && possible && quota > 0)
-		return used >= quota && (allowed ? used <= limit->capacity : used >= limit->capacity);
-	return allowed != lacks;
-}
+	int64		verdict;		/* 0: allowed, -1: refused, else the ban's rest */
+	int64		ban;			/* that this refusal brings, or 0 */
+	int64		at;				/* the store's time, or 0: not known */
+	const int64 *reported;		/* the numbers of each limit */
+	int			nreported;
+} Answer;
 
 /*
- * Sets a decision for each limit from the numbers of a check, and for each
- * throttle, whose figures are not charged yet, the backlog.  Returns false if
- * the numbers cannot be a check's.
+ * Sets a decision for each limit from its numbers.  Returns false if no action
+ * can have these.
  */
 static bool
-read_decisions(const RlLimits *limits, int64 quota, RlTake how, const RlReply *reply,
-			   RlDecision *decisions, int64 *backlog)
+read_decisions(const RlLimits *limits, int64 quota, RlTake how, const Answer *answer,
+			   RlDecision *decisions)
 {
-	int64		verdict = reply->values[0];
-	int			v = 3;
+	RlVerdict	verdict = answer->verdict == 0 ? RL_VERDICT_ALLOWED :
+		answer->verdict > 0 ? RL_VERDICT_BANNED :
+		how == RL_TRY ? RL_VERDICT_UNCOUNTED : RL_VERDICT_REFUSED;
+	int			next = 0;
 
+	for (int i = 0; i < answer->nreported; i++)
+		if (answer->reported[i] < 0)
+			return false;
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
-		RlDecision *d = &decisions[i];
-		const int64 *values = &reply->values[v];
+		const RlAlgorithm *algorithm = rl_algorithm(limit);
+		const int64 *reported = &answer->reported[next];
 
-		v += limit->algorithm == RL_THROTTLE ? 1 : 4;
-		if (v > reply->nvalues)
+		next += algorithm->nreported;
+		if (next > answer->nreported ||
+			!algorithm->decide(limit, quota, verdict, reported, &decisions[i]))
 			return false;
-		for (const int64 *value = values; value < &reply->values[v]; value++)
-			if (*value < 0)
-				return false;
-		d->source = RL_FROM_REDIS;
-		d->ban_left = 0;
-		if (limit->algorithm == RL_THROTTLE)
-		{
-			backlog[i] = Min(values[0], RL_MAX_BACKLOG);
-			rl_throttle_decide(limit, backlog[i], quota, d);
-			continue;
-		}
-		if (!is_plausible(limit, quota, how, verdict, values))
-			return false;
-		d->allowed = values[0] == 1;
-		d->capacity = limit->capacity;
-		d->remaining = Max(limit->capacity - values[1], 0);
-		d->retry_after = quota > limit->capacity ? RL_NEVER : Min(values[2], MAX_WAIT);
-		d->reset_after = Min(values[3], MAX_WAIT);
+		decisions[i].source = RL_FROM_REDIS;
+		decisions[i].ban_left = 0;
 	}
-	return v == reply->nvalues;
+	return next == answer->nreported;
 }
 
 /* True if a refusal can bring a ban. */
@@ -267,30 +184,36 @@ may_ban(const RlLimits *limits, RlTake how)
 	return false;
 }
 
-/* The fast script, which does not tell the time, does for one throttle without options. */
+/* True if the limits' algorithm has a script for them, which does not tell the time. */
 static bool
-is_plain_throttle(const RlLimits *limits)
+acts_alone(const RlLimits *limits)
 {
-	return limits->n == 1 && limits->limit[0].algorithm == RL_THROTTLE &&
-		limits->limit[0].ban == 0 && !limits->timed;
+	return limits->n == 1 && limits->limit[0].ban == 0 && !limits->timed &&
+		rl_algorithm(&limits->limit[0])->act_alone != NULL;
 }
 
 static RlScript *
 take_script(const RlLimits *limits)
 {
-	if (is_plain_throttle(limits))
-		return &throttle_script;
+	if (acts_alone(limits))
+		return &rl_alone_scripts[limits->limit[0].algorithm];
 	for (int i = 1; i < limits->n; i++)
 		if (limits->limit[i].algorithm != limits->limit[0].algorithm)
-			return &check_mixed_script;
-	return &check_scripts[limits->limit[0].algorithm];
+			return &rl_check_mixed_script;
+	return &rl_check_scripts[limits->limit[0].algorithm];
 }
 
-/* True if the throttle's script is to charge, and not only to look. */
-static bool
-charges(const RlLimit *limit, int64 quota, RlTake how)
+/* Appends the arguments of a script for one limit alone. */
+static void
+append_alone(RlCommand *command, const RlLimit *limit, int64 quota, RlTake how)
 {
-	return how != RL_PEEK && quota <= limit->capacity;
+	int64		numbers[RL_NUMBERS];
+
+	rl_algorithm(limit)->numbers(limit, quota, numbers);
+	if (how == RL_PEEK)
+		numbers[0] = numbers[1] = 0;	/* what it charges */
+	append_tag(command, limit);
+	append_numbers(command, numbers);
 }
 
 /* Appends the arguments of take_script. */
@@ -302,14 +225,9 @@ append_take(RlCommand *command, const RlAction *action)
 	RlTake		how = action->how;
 
 	append_key(command, &action->key);
-	if (is_plain_throttle(limits))
+	if (acts_alone(limits))
 	{
-		const RlLimit *limit = &limits->limit[0];
-		bool		charge = charges(limit, quota, how);
-
-		append_tag(command, limit);
-		append_ns(command, charge ? rl_throttle_cost(limit, quota) : 0);
-		append_ns(command, charge ? rl_throttle_cost(limit, limit->capacity - quota) : 0);
+		append_alone(command, &limits->limit[0], quota, how);
 		return;
 	}
 	append_text(command, how == RL_PEEK ? "0" : "1");
@@ -318,37 +236,49 @@ append_take(RlCommand *command, const RlAction *action)
 		append_limit(command, &limits->limit[i], quota, how != RL_TRY);
 }
 
-/* Brings the throttle's reply to the form in which a check answers, but for the time. */
+/*
+ * Reads the answer of a script for one limit alone: the number that it reports,
+ * negative if the action is refused, after the ban's rest if there is one.
+ */
 static bool
-read_throttle(const RlLimit *limit, int64 quota, RlTake how, const RlReply *reply, RlReply *check)
+read_alone(const RlLimit *limit, int64 quota, RlTake how, const RlReply *reply, int64 *reported,
+		   Answer *answer)
 {
-	int64		backlog = reply->values[0];
 	RlDecision	decision;
 
 	if (reply->kind != RL_REPLY_NUMBERS || reply->nvalues != (reply->is_array ? 2 : 1))
 		return false;
-	check->values[0] = backlog < 0 ? -1 : 0;
+	*reported = reply->values[reply->nvalues - 1];
+	*answer = (Answer) {.reported = reported,.nreported = 1};
 	if (reply->is_array)
 	{
-		if (reply->values[0] <= 0)
-			return false;
-		check->values[0] = reply->values[0];
-		backlog = reply->values[1];
+		answer->verdict = reply->values[0];
+		return answer->verdict > 0;
 	}
-	else
+	if (*reported < 0)
 	{
-		backlog = backlog < 0 ? -Max(backlog, -RL_MAX_BACKLOG) : Min(backlog, RL_MAX_BACKLOG);
-		/* A script that was only to look does not know the verdict. */
-		if (!charges(limit, quota, how))
-		{
-			rl_throttle_decide(limit, backlog, quota, &decision);
-			check->values[0] = decision.allowed ? 0 : -1;
-		}
+		*reported = -Max(*reported, -PG_INT64_MAX);
+		answer->verdict = -1;
 	}
-	check->values[1] = check->values[2] = 0;
-	check->values[3] = backlog;
-	check->nvalues = 4;
+	/* A script that cannot charge anything leaves the verdict to the number. */
+	if (how == RL_PEEK || quota > limit->capacity)
+	{
+		rl_algorithm(limit)->decide(limit, quota, RL_VERDICT_ALLOWED, reported, &decision);
+		answer->verdict = decision.allowed ? 0 : -1;
+	}
 	return true;
+}
+
+/* Reads the answer of check.lua. */
+static bool
+read_check(const RlLimits *limits, RlTake how, const RlReply *reply, Answer *answer)
+{
+	if (reply->kind != RL_REPLY_NUMBERS || !reply->is_array || reply->nvalues < 3)
+		return false;
+	*answer = (Answer) {reply->values[0], reply->values[1], reply->values[2],
+		&reply->values[3], reply->nvalues - 3};
+	return answer->verdict >= -1 && answer->ban >= 0 && answer->at >= 0 &&
+		(answer->ban == 0 || (answer->verdict == -1 && may_ban(limits, how)));
 }
 
 /* Sets the decisions that a reply of take_script means, and the store's time. */
@@ -360,39 +290,25 @@ read_take(const RlAction *action, const RlReply *reply, RlDecision *decisions, i
 	int64		quota = action->quota;
 	RlTake		how = action->how;
 	bool		allowed = true;
-	int64		backlog[RL_MAX_LIMITS];
-	RlReply		throttles;
+	int64		reported;
+	Answer		answer;
 
-	if (is_plain_throttle(limits))
-	{
-		if (!read_throttle(&limits->limit[0], quota, how, reply, &throttles))
-			return wrong_reply(error);
-		reply = &throttles;
-	}
-	else if (reply->kind != RL_REPLY_NUMBERS || !reply->is_array || reply->nvalues < 3 ||
-			 reply->values[0] < -1 || reply->values[1] < 0 || reply->values[2] < 0 ||
-			 (reply->values[1] > 0 && (reply->values[0] != -1 || !may_ban(limits, how))))
+	if (!(acts_alone(limits) ? read_alone(&limits->limit[0], quota, how, reply, &reported, &answer) :
+		  read_check(limits, how, reply, &answer)) ||
+		!read_decisions(limits, quota, how, &answer, decisions))
 		return wrong_reply(error);
-	*at = reply->values[2];
-	if (!read_decisions(limits, quota, how, reply, decisions, backlog))
-		return wrong_reply(error);
+	*at = answer.at;
 
-	/* What was charged is what the script said; both count alike, or it lies. */
+	/* The script said whether the action was charged, and the figures must agree. */
 	for (int i = 0; i < limits->n; i++)
 		allowed &= decisions[i].allowed;
-	if (reply->values[0] <= 0 && allowed != (reply->values[0] == 0))
+	if (answer.verdict <= 0 && allowed != (answer.verdict == 0))
 		return wrong_reply(error);
 
-	if (reply->values[0] > 0)
-		rl_apply_ban(decisions, limits->n, Min(reply->values[0], MAX_WAIT), true);
-	else if (reply->values[1] > 0)
-		rl_apply_ban(decisions, limits->n, Min(reply->values[1], MAX_WAIT), false);
-	else if (allowed)
-		for (int i = 0; i < limits->n; i++)
-			if (limits->limit[i].algorithm == RL_THROTTLE)
-				rl_throttle_figures(&limits->limit[i],
-									backlog[i] + rl_throttle_cost(&limits->limit[i], quota),
-									&decisions[i]);
+	if (answer.verdict > 0)
+		rl_apply_ban(decisions, limits->n, Min(answer.verdict, RL_MAX_WAIT), true);
+	else if (answer.ban > 0)
+		rl_apply_ban(decisions, limits->n, Min(answer.ban, RL_MAX_WAIT), false);
 	return true;
 }
 
@@ -496,7 +412,7 @@ redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *err
 	rl_command_number(command, quota);
 	for (int i = 0; i < limits->n; i++)
 		append_limit(command, &limits->limit[i], quota, false);
-	return rl_redis_script(&refund_script, command, &reply, error) && read_done(&reply, error);
+	return rl_redis_script(&rl_refund_script, command, &reply, error) && read_done(&reply, error);
 }
 
 /* Reads whether anything was removed. */
@@ -527,7 +443,7 @@ redis_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *erro
 	append_key(command, key);
 	for (int i = 0; i < limits->n; i++)
 		append_tag(command, &limits->limit[i]);
-	return rl_redis_script(&reset_script, command, &reply, error) &&
+	return rl_redis_script(&rl_reset_script, command, &reply, error) &&
 		read_found(&reply, found, error);
 }
 
@@ -540,7 +456,7 @@ redis_ban(const RlKey *key, int64 duration, RlError *error)
 	append_key(command, key);
 	append_text(command, "");
 	rl_command_number(command, duration);
-	return rl_redis_script(&ban_script, command, &reply, error) && read_done(&reply, error);
+	return rl_redis_script(&rl_ban_script, command, &reply, error) && read_done(&reply, error);
 }
 
 static bool
@@ -595,11 +511,11 @@ append_refund_call(RlCommand *command, int i, void *arg)
 	{
 		const RlLimit *limit = call->refunds[j].limit;
 		const RlCharge *charge = call->refunds[j].charge;
-		bool		ns = limit->algorithm == RL_THROTTLE;
+		int64		split = rl_algorithm(limit)->split;
 
 		append_limit(command, limit, 0, false);
-		rl_command_number(command, ns ? charge->amount / 1000 : charge->amount);
-		rl_command_number(command, ns ? charge->amount % 1000 : 0);
+		rl_command_number(command, charge->amount / split);
+		rl_command_number(command, charge->amount % split);
 		rl_command_number(command, charge->at);
 		rl_command_number(command, charge->mark);
 	}
@@ -631,8 +547,8 @@ rl_redis_refund_charges(RlRefundCall *calls, int n, bool no_throw, RlError *why,
 {
 	RefundCalls all = {calls, why};
 
-	return rl_redis_pipeline_all(&undo_script, n, append_refund_call, read_refund_call, &all,
-								 no_throw, error);
+	return rl_redis_pipeline_all(&rl_refund_charges_script, n, append_refund_call, read_refund_call,
+								 &all, no_throw, error);
 }
 
 /*
@@ -642,7 +558,7 @@ rl_redis_refund_charges(RlRefundCall *calls, int n, bool no_throw, RlError *why,
 void
 rl_redis_reserve_refunds(void)
 {
-	rl_redis_reserve(&undo_script);
+	rl_redis_reserve(&rl_refund_charges_script);
 }
 
 /* Asks which server it is, and of which version, for people. */
@@ -654,7 +570,7 @@ rl_redis_version(char *version, Size size, RlError *error)
 	int			number;
 
 	rl_command_number(command, 0);
-	if (!rl_redis_script(&version_script, command, &reply, error))
+	if (!rl_redis_script(&rl_version_script, command, &reply, error))
 		return false;
 	if (reply.kind != RL_REPLY_NUMBERS || reply.nvalues != 2)
 		return wrong_reply(error);

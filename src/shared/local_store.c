@@ -8,7 +8,6 @@
  */
 #include "postgres.h"
 
-#include "algorithm/gcra.h"
 #include "error.h"
 #include "shared/cells.h"
 #include "shared/local_store.h"
@@ -54,8 +53,8 @@ save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state)
 	cell->log[1] = state->log[1];
 	cell->ban_since = state->ban_since;
 	cell->ban_count = state->ban_count;
-	/* As in Redis, an empty state is deleted, except a token bucket's. */
-	if (rl_state_is_empty(limit, state) && state->ban_count == 0 && limit->algorithm != RL_TOKEN_BUCKET)
+	/* As in Redis, an empty state is deleted. */
+	if (rl_state_is_empty(limit, state) && state->ban_count == 0)
 		rl_cell_remove(view, c);
 	else
 		rl_cell_set_end(view, c, rl_state_end(limit, state, &view->pool));
@@ -122,15 +121,16 @@ no_room(RlCells *view, RlError *error)
  */
 
 /*
- * The straight path for one throttle without a ban option.  Returns false, with
- * nothing done, if the key has a ban or counted refusals, or there is no room.
+ * The straight path for one limit without a ban option, of an algorithm that has
+ * act_alone.  Returns false, with nothing done, if the key has a ban or counted
+ * refusals, or there is no room.
  */
 static bool
-take_throttle(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decision)
+take_alone(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decision)
 {
 	uint32		c = RL_NO_CELL;
-	int64		now = view->now * 1000;
-	int64		backlog = 0;
+	int64		start = -1;
+	int64		end;
 
 	for (uint32 i = *view->bucket; i != RL_NO_CELL; i = rl_cell_at(view, i)->next)
 	{
@@ -144,16 +144,16 @@ take_throttle(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *deci
 	if (c != RL_NO_CELL && rl_cell_at(view, c)->ban_count > 0)
 		return false;
 	if (c != RL_NO_CELL)
-		backlog = Max(rl_cell_at(view, c)->start - now, 0);
+		start = rl_cell_at(view, c)->start;
 	else if (quota > 0 && quota <= limit->capacity && !rl_cells_reserve(view, 1, 0))
 		return false;
-	backlog = rl_throttle_act(limit, backlog, quota, decision);
+	end = rl_algorithm(limit)->act_alone(limit, &start, view->now, quota, decision);
 	if (!decision->allowed || quota == 0)
 		return true;
 	if (c == RL_NO_CELL)
 		c = rl_cell_make(view, limit);
-	rl_cell_at(view, c)->start = now + backlog;
-	rl_cell_set_end(view, c, view->now + backlog / 1000 + 1);
+	rl_cell_at(view, c)->start = start;
+	rl_cell_set_end(view, c, end);
 	return true;
 }
 
@@ -213,8 +213,9 @@ local_take(const RlAction *action, RlDecision *decisions, int64 *at, RlError *er
 	}
 
 	rl_cells_lock(&view, how == RL_PEEK ? LW_SHARED : LW_EXCLUSIVE);
-	if (how != RL_PEEK && limits->n == 1 && limits->limit[0].algorithm == RL_THROTTLE &&
-		limits->limit[0].ban == 0 && take_throttle(&view, &limits->limit[0], quota, decisions))
+	if (how != RL_PEEK && limits->n == 1 && limits->limit[0].ban == 0 &&
+		rl_algorithm(&limits->limit[0])->act_alone != NULL &&
+		take_alone(&view, &limits->limit[0], quota, decisions))
 	{
 		*at = view.now;
 		finish(&view);

@@ -1,0 +1,42 @@
+/*
+ * scripts.c
+ *		The Lua scripts that Redis runs.  The Makefile says which files each one
+ *		consists of.
+ */
+#include "postgres.h"
+
+#include "redis/scripts.h"
+
+/* For one limit without a ban, of an algorithm that has act_alone. */
+RlScript	rl_alone_scripts[RL_ALGORITHMS] = {
+#include "redis/alone.lua.h"
+};
+
+/* For limits of one algorithm each, so that Redis runs no code of the others. */
+RlScript	rl_check_scripts[RL_ALGORITHMS] = {
+#include "redis/check.lua.h"
+};
+
+RlScript	rl_check_mixed_script = {.source =
+#include "redis/check_mixed.lua.h"
+};
+
+RlScript	rl_refund_script = {.source =
+#include "redis/refund.lua.h"
+};
+
+RlScript	rl_refund_charges_script = {.source =
+#include "redis/refund_charges.lua.h"
+};
+
+RlScript	rl_reset_script = {.source =
+#include "redis/reset.lua.h"
+};
+
+RlScript	rl_ban_script = {.source =
+#include "redis/ban.lua.h"
+};
+
+RlScript	rl_version_script = {.source =
+#include "redis/version.lua.h"
+};

@@ -1,0 +1,19 @@
+/*
+ * scripts.h
+ *		The Lua scripts that Redis runs.
+ */
+#ifndef SCRIPTS_H
+#define SCRIPTS_H
+
+#include "redis/command.h"
+
+extern RlScript rl_alone_scripts[RL_ALGORITHMS];
+extern RlScript rl_check_scripts[RL_ALGORITHMS];
+extern RlScript rl_check_mixed_script;
+extern RlScript rl_refund_script;
+extern RlScript rl_refund_charges_script;
+extern RlScript rl_reset_script;
+extern RlScript rl_ban_script;
+extern RlScript rl_version_script;
+
+#endif							/* SCRIPTS_H */
