@@ -143,6 +143,7 @@ typedef struct RlAlgorithm
 	 * Redis
 	 */
 
+	bool		has_logs;		/* its states are the logs of log.lua */
 	int64		split;			/* an amount is sent as amount / split and the rest */
 	/* Sets the numbers that the script needs for an action or a refund of the quota */
 	void		(*numbers) (const RlLimit *limit, int64 quota, int64 *numbers);

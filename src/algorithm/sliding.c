@@ -205,6 +205,7 @@ const RlAlgorithm rl_algorithm_sliding_log = {
 	.is_empty = rl_units_are_empty,
 	.chunks_wanted = chunks_wanted,
 	.charge = charge,
+	.has_logs = true,
 	.split = 1,
 	.numbers = rl_units_numbers,
 	.nreported = 4,

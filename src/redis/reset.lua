@@ -1,21 +1,25 @@
--- Forgets of the key the limits whose tags come from ARGV[2] on. Returns how
--- many things that were; chunks that were cut off before do not count.
+-- Deletes states of the key, and the refusals that their bans count. From
+-- ARGV[FIRST] on each state has two arguments: its tag, and 1 if the state is
+-- logs. Returns how many fields and logs there were; chunks that were cut off
+-- before do not count.
 
+local FIRST = 2
 local names, logs = {}, {}
-for i = 2, #ARGV do
-  names[#names + 1] = ARGV[i] .. ':refused'
-  if string.find(ARGV[i], '^sliding_log:') then
-    logs[#logs + 1] = ARGV[i]
-    logs[#logs + 1] = ARGV[i] .. ':denied'
+for i = FIRST, #ARGV, 2 do
+  local tag, is_log = ARGV[i], ARGV[i + 1]
+  names[#names + 1] = tag .. ':refused'
+  if is_log == '1' then
+    logs[#logs + 1] = tag
+    logs[#logs + 1] = tag .. ':denied'
   else
-    names[#names + 1] = ARGV[i]
+    names[#names + 1] = tag
   end
 end
--- First what needs no memory, so that a full Redis refuses nothing.
+-- First the writes that need no memory, so that a full Redis refuses none.
 local found = redis.call('HDEL', hash, unpack(names))
 if #logs > 0 then
   for i, value in ipairs(redis.call('HMGET', hash, unpack(logs))) do
-    -- As if all of it were free.
+    -- As if all entries were free.
     local log = open_log(logs[i], value, math.huge)
     found = found + (log.changed and 1 or 0)
     save_log(log, 0)

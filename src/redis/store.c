@@ -442,7 +442,10 @@ redis_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *erro
 	}
 	append_key(command, key);
 	for (int i = 0; i < limits->n; i++)
+	{
 		append_tag(command, &limits->limit[i]);
+		append_text(command, rl_algorithm(&limits->limit[i])->has_logs ? "1" : "");
+	}
 	return rl_redis_script(&rl_reset_script, command, &reply, error) &&
 		read_found(&reply, found, error);
 }
