@@ -209,7 +209,7 @@ refund(Key *key, const RlLimits *limits, int64 now, int64 quota)
 
 	for (int i = 0; i < limits->n; i++)
 		states[i] = find_kept(key, &limits->limit[i])->state;
-	rl_give_back(limits, states, &pool, now, quota);
+	rl_refund_quota(limits, states, &pool, now, quota);
 	for (int i = 0; i < limits->n; i++)
 		find_kept(key, &limits->limit[i])->state = states[i];
 }
@@ -227,7 +227,7 @@ undo(Key *key, const RlLimits *limits, int64 now, int64 back)
 		charge = &kept->charges[(kept->ncharges - 1 - back) % CHARGES];
 		if (charge->amount == 0)
 			continue;
-		rl_undo(&limits->limit[i], &kept->state, &pool, now, charge);
+		rl_refund_charge(&limits->limit[i], &kept->state, &pool, now, charge);
 		charge->amount = 0;
 	}
 }

@@ -69,9 +69,9 @@ rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, c
 	}
 }
 
-/* For RlAlgorithm.give: the oldest units that were charged. */
+/* For RlAlgorithm.refund: the oldest units that were charged. */
 void
-rl_units_give(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, int64 quota)
+rl_units_refund(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, int64 quota)
 {
 	const RlAlgorithm *algorithm = rl_algorithm(limit);
 	int64		units = Min(quota, view->charged);
@@ -330,7 +330,7 @@ rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_unti
  * in which some quota is charged.
  */
 void
-rl_give_back(const RlLimits *limits, RlState *states, RlPool *pool, int64 now, int64 quota)
+rl_refund_quota(const RlLimits *limits, RlState *states, RlPool *pool, int64 now, int64 quota)
 {
 	for (int i = 0; i < limits->n; i++)
 	{
@@ -338,7 +338,7 @@ rl_give_back(const RlLimits *limits, RlState *states, RlPool *pool, int64 now, i
 		RlView		view;
 
 		rl_algorithm(limit)->load(limit, &states[i], pool, now, &view);
-		rl_algorithm(limit)->give(limit, &states[i], pool, &view, now, quota);
+		rl_algorithm(limit)->refund(limit, &states[i], pool, &view, now, quota);
 	}
 }
 
@@ -387,10 +387,10 @@ rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlCharge *later)
 
 /* Gives a charge back.  Changes only a state in which some quota is charged. */
 void
-rl_undo(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, const RlCharge *charge)
+rl_refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, const RlCharge *charge)
 {
 	RlView		view;
 
 	rl_algorithm(limit)->load(limit, state, pool, now, &view);
-	rl_algorithm(limit)->undo(limit, state, pool, &view, now, charge);
+	rl_algorithm(limit)->refund_charge(limit, state, pool, &view, now, charge);
 }

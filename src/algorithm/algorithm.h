@@ -114,10 +114,10 @@ typedef struct RlAlgorithm
 	void		(*act) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 						const RlAct *act, RlDecision *decision);
 	/* Gives quota back, never above full */
-	void		(*give) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
+	void		(*refund) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 						 int64 now, int64 quota);
 	/* Gives one earlier charge back, as far as it has not been replenished */
-	void		(*undo) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
+	void		(*refund_charge) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 						 int64 now, const RlCharge *charge);
 
 	/*
@@ -191,20 +191,20 @@ extern int64 rl_state_end(const RlLimit *limit, const RlState *state, const RlPo
 extern bool rl_state_is_empty(const RlLimit *limit, const RlState *state);
 extern void rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,
 				   int64 now, int64 quota, bool commit, RlDecision *decisions);
-extern void rl_give_back(const RlLimits *limits, RlState *states, RlPool *pool, int64 now,
+extern void rl_refund_quota(const RlLimits *limits, RlState *states, RlPool *pool, int64 now,
 						 int64 quota);
 extern RlCharge rl_charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after);
 extern int64 rl_charge_amount(const RlLimit *limit, int64 quota);
 extern bool rl_charges_merge(const RlLimit *limit);
 extern void rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlCharge *later);
-extern void rl_undo(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
+extern void rl_refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
 					const RlCharge *charge);
 
 /* For rows of algorithms that count units */
 extern bool rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota);
 extern void rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 						 const RlAct *act, RlDecision *decision);
-extern void rl_units_give(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
+extern void rl_units_refund(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 						  int64 now, int64 quota);
 extern int64 rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
 extern bool rl_units_are_empty(const RlState *state);

@@ -54,9 +54,9 @@ keep(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), c
 }
 
 static void
-undo(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, const RlCharge *charge)
+refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, const RlCharge *charge)
 {
-	rl_units_give(limit, state, pool, view, now, view->start == charge->mark ? charge->amount : 0);
+	rl_units_refund(limit, state, pool, view, now, view->start == charge->mark ? charge->amount : 0);
 }
 
 static RlCharge
@@ -74,8 +74,8 @@ const RlAlgorithm rl_algorithm_fixed_window = {
 	.load = load,
 	.fits = rl_units_fit,
 	.act = rl_units_act,
-	.give = rl_units_give,
-	.undo = undo,
+	.refund = rl_units_refund,
+	.refund_charge = refund_charge,
 	.end = rl_units_end,
 	.is_empty = rl_units_are_empty,
 	.charge = charge,

@@ -31,12 +31,12 @@ algorithms.fixed_window = {
     l.used = l.charged + l.refused
   end,
 
-  give = function(l)
+  refund = function(l)
     l.charged = math.max(l.charged - quota, 0)
     l.used = l.charged + l.refused
   end,
 
-  undo = function(l, _, start, amount)
+  refund_charge = function(l, _, start, amount)
     if l.start == start then
       l.charged = math.max(l.charged - amount, 0)
       l.used = l.charged + l.refused

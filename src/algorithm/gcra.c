@@ -150,7 +150,7 @@ act_alone(const RlLimit *limit, int64 *start, int64 now, int64 quota, RlDecision
 }
 
 static void
-give(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), RlView *view,
+refund(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), RlView *view,
 	 int64 now, int64 quota)
 {
 	if (view->start > 0)
@@ -164,7 +164,7 @@ left(const RlLimit *limit pg_attribute_unused(), const RlCharge *charge, const R
 }
 
 static void
-undo(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), RlView *view,
+refund_charge(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), RlView *view,
 	 int64 now, const RlCharge *charge)
 {
 	if (view->start > 0)
@@ -220,8 +220,8 @@ const RlAlgorithm rl_algorithm_gcra = {
 	.fits = fits,
 	.act = act,
 	.act_alone = act_alone,
-	.give = give,
-	.undo = undo,
+	.refund = refund,
+	.refund_charge = refund_charge,
 	.end = end,
 	.is_empty = is_empty,
 	.charge = charge,

@@ -34,7 +34,7 @@ algorithms.throttle = {
     end
   end,
 
-  give = function(l)
+  refund = function(l)
     l.us, l.ns = l.us - l.cost_us, l.ns - l.cost_ns
     if l.ns < 0 then
       l.us, l.ns = l.us - 1, l.ns + 1000
@@ -44,11 +44,11 @@ algorithms.throttle = {
     end
   end,
 
-  undo = function(l, at, _, us, ns)
+  refund_charge = function(l, at, _, us, ns)
     us = us - math.max(now - at, 0)
     if us >= 0 then
       l.cost_us, l.cost_ns = us, ns
-      l:give()
+      l:refund()
     end
   end,
 

@@ -77,7 +77,7 @@ local function remove(log, time, n)
   end
 end
 
-algorithms.sliding_log.undo = function(l, _, mark, amount)
+algorithms.sliding_log.refund_charge = function(l, _, mark, amount)
   l.log.changed = true
   remove(l.log, mark, amount)
   find_newest(l.log)

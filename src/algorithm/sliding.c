@@ -149,7 +149,7 @@ keep(const RlLimit *limit, RlState *state, RlPool *pool, const RlView *view, int
 }
 
 static void
-undo(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, const RlCharge *charge)
+refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, const RlCharge *charge)
 {
 	if (view->charged == 0)
 		return;
@@ -176,8 +176,8 @@ const RlAlgorithm rl_algorithm_sliding_window = {
 	.load = load,
 	.fits = rl_units_fit,
 	.act = rl_units_act,
-	.give = rl_units_give,
-	.undo = undo,
+	.refund = rl_units_refund,
+	.refund_charge = refund_charge,
 	.end = rl_units_end,
 	.is_empty = rl_units_are_empty,
 	.chunks_wanted = chunks_wanted,
@@ -199,8 +199,8 @@ const RlAlgorithm rl_algorithm_sliding_log = {
 	.load = load,
 	.fits = rl_units_fit,
 	.act = rl_units_act,
-	.give = rl_units_give,
-	.undo = undo,
+	.refund = rl_units_refund,
+	.refund_charge = refund_charge,
 	.end = rl_units_end,
 	.is_empty = rl_units_are_empty,
 	.chunks_wanted = chunks_wanted,

@@ -113,7 +113,7 @@ algorithms.sliding_log = {
     l:count()
   end,
 
-  give = function(l)
+  refund = function(l)
     cut_units(l.log, math.min(quota, l.charged))
     l:count()
   end,

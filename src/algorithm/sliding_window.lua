@@ -79,7 +79,7 @@ algorithms.sliding_window = {
     l:free('refused', l.refused - MOST)
   end,
 
-  give = function(l)
+  refund = function(l)
     l:free('charged', math.min(quota, l.charged))
   end,
 
@@ -113,7 +113,7 @@ algorithms.sliding_window = {
     end
   end,
 
-  undo = function(l, _, mark, amount)
+  refund_charge = function(l, _, mark, amount)
     l:free('charged', amount, mark)
   end,
 

@@ -91,12 +91,12 @@ left(const RlLimit *limit, const RlCharge *charge, const RlCharge *later)
 }
 
 static void
-undo(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, const RlCharge *charge)
+refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, const RlCharge *charge)
 {
 	RlCharge	here = {.at = now,.mark = view->start};
 
 	if (view->charged > 0)
-		rl_units_give(limit, state, pool, view, now, left(limit, charge, &here));
+		rl_units_refund(limit, state, pool, view, now, left(limit, charge, &here));
 }
 
 static RlCharge
@@ -115,8 +115,8 @@ const RlAlgorithm rl_algorithm_token_bucket = {
 	.load = load,
 	.fits = rl_units_fit,
 	.act = rl_units_act,
-	.give = rl_units_give,
-	.undo = undo,
+	.refund = rl_units_refund,
+	.refund_charge = refund_charge,
 	.end = rl_units_end,
 	.is_empty = is_empty,
 	.charge = charge,

@@ -24,12 +24,12 @@ algorithms.token_bucket = {
     l.used = l.used + quota
   end,
 
-  give = function(l)
+  refund = function(l)
     l.used = math.max(l.used - quota, 0)
   end,
 
   -- The anchors are of one series unless the bucket was full in between.
-  undo = function(l, _, anchor, amount)
+  refund_charge = function(l, _, anchor, amount)
     if (l.anchor - anchor) % l.period == 0 then
       local lumps = math.max(math.floor((now - anchor) / l.period), 0)
       if lumps < math.ceil(amount / l.refill) then

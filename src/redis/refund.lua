@@ -3,7 +3,7 @@
 
 for _, l in ipairs((load_limits(0))) do
   if (l.charged or l.used) > 0 then
-    l:give()
+    l:refund()
     l:save()
   end
 end

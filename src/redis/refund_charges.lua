@@ -1,5 +1,5 @@
 -- Takes charges of one key back, as far as they have not leaked since; see
--- rl_undo in algorithm.c. ARGV[2] and ARGV[3] are not used. Each charge is a
+-- rl_refund_charge in algorithm.c. ARGV[2] and ARGV[3] are not used. Each charge is a
 -- limit's ten arguments and four more: the amount, of a throttle in
 -- microseconds and the nanoseconds that are left, the time of the charge, and
 -- its mark.
@@ -12,7 +12,7 @@ for _, l in ipairs(limits) do
   state.refill = l.refill
   if (state.charged or state.used) > 0 then
     local amount, rest, at, mark = unpack(ARGV, l.more, l.more + CHARGE - 1)
-    state:undo(tonumber(at), tonumber(mark), tonumber(amount), tonumber(rest))
+    state:refund_charge(tonumber(at), tonumber(mark), tonumber(amount), tonumber(rest))
     state.changed = true
   end
 end

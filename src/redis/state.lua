@@ -8,7 +8,7 @@
 --
 -- An algorithm's "read" takes its numbers, "load" its state: l.used is then
 -- the quota in use, and l.charged, if the limit can count refused quota too,
--- that part of it which was charged. "take", "deny", "give" and "undo" change l
+-- that part of it which was charged. "take", "deny", "refund" and "refund_charge" change l
 -- and not Redis; "save" queues l for write().
 
 local LIMITS, LIMIT = 4, 10

@@ -243,7 +243,7 @@ local_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *err
 
 	rl_cells_lock(&view, LW_EXCLUSIVE);
 	load_states(&view, limits, found, states);
-	rl_give_back(limits, states, &view.pool, view.now, quota);
+	rl_refund_quota(limits, states, &view.pool, view.now, quota);
 	for (int i = 0; i < limits->n; i++)
 		save_state(&view, found[i], &limits->limit[i], &states[i]);
 	finish(&view);
@@ -330,7 +330,7 @@ rl_local_refund_charge(RlKeyHash key_hash, const RlLimit *limit, const RlCharge 
 	if (found != RL_NO_CELL)
 	{
 		load_state(&view, found, &state);
-		rl_undo(limit, &state, &view.pool, view.now, charge);
+		rl_refund_charge(limit, &state, &view.pool, view.now, charge);
 		save_state(&view, found, limit, &state);
 	}
 	finish(&view);
