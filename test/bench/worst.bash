@@ -70,7 +70,7 @@ fill_worst() {
 
 # longest COMMAND: prints the most microseconds of a command since slow_log.  COMMAND
 # is the start of its name, because a session's first rollback sends EVAL, and later
-# ones send EVALSHA.  With a threshold of 0, the log also has commands of scripts.
+# rollbacks send EVALSHA.  With a threshold of 0, the log also has commands of scripts.
 slow_log() { redis SLOWLOG RESET >/dev/null; }
 longest() {
 	redis --no-raw SLOWLOG GET 1000 | awk -v name="\"$1" '
