@@ -1,14 +1,12 @@
 /*
  * decide.c
- *		What the limits say to an action: by the denial cache, the store, or
- *		when that fails by what ratelimit.on_error says; counted, and in shadow
- *		mode let through.
+ *		Decides actions by ratelimit.mode, the denial cache, the store, or when
+ *		the store fails by ratelimit.on_error, and counts them.
  */
 #include "postgres.h"
 
 #include "mb/pg_wchar.h"
 #include "miscadmin.h"
-#include "utils/timestamp.h"
 
 #include "algorithm/limits.h"
 #include "decide.h"
@@ -19,17 +17,18 @@
 #include "shared/local_store.h"
 #include "transaction.h"
 
-/* One action, and how the answer came about. */
-typedef struct Action
+/* An action on its way to an answer. */
+typedef struct Call
 {
-	RlAction	wanted;
-	RlKeyHash		name;			/* only with shared memory, as the next two */
-	int64		asked;			/* before sending, on this server's clock */
-	uint64		generation;
-	int64		at;				/* the store's time of the answer */
-	bool		from_local;
-	RlError    *error;			/* why the store failed */
-} Action;
+	const RlAction *action;
+	RlAnswer   *answer;
+	const RlStore *store;		/* the one that the settings name */
+	bool		may_cache;		/* the denial cache may answer, and keep a refusal */
+	bool		answered;
+	RlKeyHash	name;			/* only with shared memory, as the next two */
+	int64		asked;			/* time before asking, on this server's clock */
+	uint64		generation;		/* of the name in the denial cache, before asking */
+} Call;
 
 /* Returns the store that ratelimit.store names; it may lack shared memory. */
 const RlStore *
@@ -50,34 +49,13 @@ rl_require_store(void)
 }
 
 /*
- * Beginning and counting
+ * Counting and logging
  */
 
 static void
-begin(Action *action, const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
-	  RlError *error)
+count(const RlAction *action, const RlAnswer *answer, RlStatOutcome outcome, bool from_cache)
 {
-	action->wanted = (RlAction) {*key, limits, quota, how};
-	action->from_local = false;
-	action->error = error;
-	if (limits->refunds)
-		rl_grants_prepare();
-	/* Not those of a wait: its attempts are one action. */
-	if (how != RL_TRY)
-		rl_redis_usage.round_trips = rl_redis_usage.us = 0;
-	if (rl_on_error == RL_ON_ERROR_LOCAL)
-		rl_require_shared("ratelimit.on_error = local");
-	if (rl_shared_available())
-	{
-		action->name = rl_key_hash(key);
-		action->generation = RL_ANY_GENERATION;
-	}
-}
-
-static void
-count(const Action *action, RlStatOutcome outcome, bool from_cache)
-{
-	rl_counters_add(action->wanted.limits, outcome, from_cache, action->from_local,
+	rl_counters_add(action->limits, outcome, from_cache, answer->local,
 				  rl_redis_usage.round_trips, rl_redis_usage.us);
 	rl_redis_usage.round_trips = rl_redis_usage.us = 0;
 }
@@ -98,38 +76,35 @@ outcome_of(const RlDecision *decision)
 	}
 }
 
-/*
- * Asking
- */
-
-/* A decision that no store made. */
+/* Counts calls that an error ends; some of them may be answered. */
 static void
-decide_unasked(const RlLimits *limits, bool allowed, RlSource source, RlDecision *decisions)
+count_ended(const Call *calls, int n)
 {
-	for (int i = 0; i < limits->n; i++)
-	{
-		RlDecision *d = &decisions[i];
-
-		memset(d, 0, sizeof(*d));
-		d->allowed = allowed;
-		d->capacity = limits->limit[i].capacity;
-		d->remaining = RL_UNKNOWN;
-		d->retry_after = allowed ? 0 : RL_NEVER;
-		d->reset_after = RL_UNKNOWN;
-		d->source = source;
-	}
+	for (int i = 0; i < n; i++)
+		count(calls[i].action, calls[i].answer,
+			  calls[i].answered ? outcome_of(&calls[i].answer->decision) : RL_WAS_ERROR, false);
 }
 
-/* Tells the server's log, once a second at most, what on_error hides. */
+/* Returns true once a second at most, for a caller that keeps *last. */
+static bool
+may_log(int64 *last)
+{
+	int64		now = rl_monotonic_now();
+
+	if (now - *last < RL_SECOND)
+		return false;
+	*last = now;
+	return true;
+}
+
+/* Logs, once a second at most, an error that on_error hides. */
 static void
 log_failure(const RlError *error, const char *hint)
 {
-	static TimestampTz last = 0;
-	TimestampTz now = GetCurrentTimestamp();
+	static int64 last = 0;
 
-	if (!TimestampDifferenceExceeds(last, now, 1000))
+	if (!may_log(&last))
 		return;
-	last = now;
 	ereport(LOG,
 			(errcode(error->sqlstate),
 			 errmsg_internal("%s", error->message),
@@ -137,131 +112,101 @@ log_failure(const RlError *error, const char *hint)
 			 errhint("%s", hint)));
 }
 
-/* True if this server decides what Redis has not. */
-static bool
-local_decides(void)
-{
-	return rl_on_error == RL_ON_ERROR_LOCAL && !rl_store()->is_local;
-}
-
-/* What is done with actions that no store has decided. */
-static RlOnError
-last_resort(void)
-{
-	/* Who only watches what limits would do must not be stopped by them. */
-	if (rl_mode == RL_MODE_SHADOW)
-		return RL_ON_ERROR_ALLOW;
-	return rl_on_error == RL_ON_ERROR_LOCAL ? RL_ON_ERROR_ERROR : rl_on_error;
-}
-
-/* Decides without the store, which has failed. */
+/* Logs, once a second at most for each key, a refusal that shadow mode lets through. */
 static void
-fail(Action *action, RlDecision *decisions)
+log_shadow(const Call *call)
 {
-	RlOnError	on_error = last_resort();
+	static int64 last = 0;
+	const RlAction *action = call->action;
+	const RlAnswer *answer = call->answer;
 
-	if (local_decides())
-	{
-		log_failure(action->error, "Actions are decided by this server alone, as ratelimit.on_error says.");
-		action->from_local = true;
-		if (rl_local_store.take(&action->wanted, decisions, &action->at, action->error))
-		{
-			action->asked = action->at;
-			return;
-		}
-	}
-	/* on_error is about a store that is away, not about this server's memory. */
-	if (action->error->sqlstate == ERRCODE_OUT_OF_MEMORY && rl_mode != RL_MODE_SHADOW)
-		on_error = RL_ON_ERROR_ERROR;
-	if (on_error == RL_ON_ERROR_ERROR)
-	{
-		count(action, RL_WAS_ERROR, false);
-		rl_raise(action->error);
-	}
-	if (on_error == RL_ON_ERROR_ALLOW)
-		log_failure(action->error, "Actions are allowed unasked, as ratelimit.on_error or ratelimit.mode says.");
-	else
-		log_failure(action->error, "Actions are refused unasked, as ratelimit.on_error says.");
-	action->from_local = false;
-	decide_unasked(action->wanted.limits, on_error == RL_ON_ERROR_ALLOW,
-				   on_error == RL_ON_ERROR_ALLOW ? RL_FAIL_OPEN : RL_FAIL_CLOSED, decisions);
-}
-
-/* To be called before Redis is asked. */
-static void
-note_asking(Action *action)
-{
-	if (!rl_shared_available())
+	if (action->quota == 0)
 		return;
-	action->asked = rl_local_now();
-	action->generation = rl_denial_generation(action->name);
-}
-
-/* Asks the store, and sets a decision for each limit in any case. */
-static void
-ask(Action *action, RlDecision *decisions)
-{
-	bool		answered;
-
-	if (rl_store()->is_local)
-	{
-		/* What it refuses is not answered from the cache: it is as fast. */
-		action->from_local = true;
-		/* What is due to Redis does not keep this server from deciding. */
-		(void) rl_refunds_flush(action->error);
-		answered = rl_require_store()->take(&action->wanted, decisions, &action->at, action->error);
-		action->asked = action->at;
-	}
-	else
-	{
-		note_asking(action);
-		PG_TRY();
-		{
-			answered = rl_refunds_flush(action->error) &&
-				rl_require_store()->take(&action->wanted, decisions, &action->at, action->error);
-		}
-		PG_CATCH();
-		{
-			count(action, RL_WAS_ERROR, false);
-			PG_RE_THROW();
-		}
-		PG_END_TRY();
-	}
-	if (!answered)
-		fail(action, decisions);
+	/* Without shared memory, or if no wait helps, the refusal is in no entry. */
+	if (!rl_shared_available() || answer->decision.retry_after == RL_NEVER ?
+		!may_log(&last) : !rl_denial_may_log(call->name, action->limits))
+		return;
+	ereport(LOG,
+			(errmsg("rate limit \"%s\" would refuse key \"%s\"",
+					rl_limit_text(&action->limits->limit[answer->binding]),
+					pg_any_to_server(pnstrdup(action->key.data, action->key.len),
+									 action->key.len, PG_UTF8)),
+			 errdetail("The action takes %lld.", (long long) action->quota),
+			 errhint("It is let through because ratelimit.mode is \"shadow\".")));
 }
 
 /*
- * Shadow mode
+ * Concluding
  */
 
-/* Says in the server's log, once a second at most for each key, what would be. */
+/* Sets the answer to an action that no store decides. */
 static void
-log_shadow(const Action *action, const RlLimit *limit, const RlDecision *decision)
+set_unasked(const RlAction *action, RlAnswer *answer, bool allowed, RlSource source)
 {
-	static TimestampTz last = 0;
-	TimestampTz now = GetCurrentTimestamp();
+	/* The first limit comes last, because it is the binding limit of equal ones. */
+	for (int i = action->limits->n - 1; i >= 0; i--)
+	{
+		answer->decision = (RlDecision) {
+			.allowed = allowed,
+			.capacity = action->limits->limit[i].capacity,
+			.remaining = RL_UNKNOWN,
+			.retry_after = allowed ? 0 : RL_NEVER,
+			.reset_after = RL_UNKNOWN,
+			.source = source
+		};
+		if (answer->each != NULL)
+			answer->each[i] = answer->decision;
+	}
+	answer->binding = 0;
+	answer->local = false;
+}
 
-	if (action->wanted.quota == 0)
+/* Tells the denial cache if Redis has changed the key's state for this answer. */
+static void
+note_change(Call *call)
+{
+	const RlAction *action = call->action;
+	const RlDecision *decision = &call->answer->decision;
+	bool		changed = decision->allowed;
+	bool		may_ban = false;
+
+	if (!rl_shared_available() || action->quota == 0 || decision->source != RL_FROM_REDIS)
 		return;
-	/* What no wait helps is not noted for others. */
-	if (rl_shared_available() && decision->retry_after != RL_NEVER)
+	for (int i = 0; i < action->limits->n && !decision->allowed && action->how == RL_TAKE; i++)
 	{
-		if (!rl_denial_may_log(action->name, action->wanted.limits))
-			return;
+		changed |= action->limits->limit[i].count_denied;
+		may_ban |= action->limits->limit[i].ban > 0;
 	}
+	/* A ban is in force under all limits. */
+	if (changed || may_ban)
+		rl_denial_outdate(call->name, may_ban ? NULL : action->limits, &call->generation);
+}
+
+/*
+ * Sets the answer from the decision of each limit, and notes what it charged.
+ * More answers may be on their way, so it does not throw.
+ */
+static void
+conclude(Call *call, const RlDecision *each)
+{
+	const RlAction *action = call->action;
+	RlAnswer   *answer = call->answer;
+	const RlDecision *decision = &answer->decision;
+
+	if (each == decision)
+		answer->binding = 0;
 	else
+		answer->decision = rl_combine(each, action->limits->n, &answer->binding);
+	note_change(call);
+	if (decision->allowed && (decision->source == RL_FROM_REDIS || decision->source == RL_FROM_LOCAL))
 	{
-		if (!TimestampDifferenceExceeds(last, now, 1000))
-			return;
-		last = now;
+		for (int i = 0; answer->charges != NULL && i < action->limits->n; i++)
+			answer->charges[i] = rl_charge(&action->limits->limit[i], action->quota, answer->at,
+										   each[i].reset_after);
+		rl_grants_note(&action->key, action->limits, action->quota, each, answer->at,
+						answer->local);
 	}
-	ereport(LOG,
-			(errmsg("rate limit \"%s\" would refuse key \"%s\"", rl_limit_text(limit),
-					pg_any_to_server(pnstrdup(action->wanted.key.data, action->wanted.key.len),
-									 action->wanted.key.len, PG_UTF8)),
-			 errdetail("The action takes %lld.", (long long) action->wanted.quota),
-			 errhint("It is let through because ratelimit.mode is \"shadow\".")));
+	call->answered = true;
 }
 
 static void
@@ -271,319 +216,309 @@ let_through(RlDecision *decision)
 	decision->source = RL_SHADOW;
 }
 
-/*
- * Notes a refusal for others to see, and in shadow mode lets the action
- * through.
- */
+/* Notes a refusal for rl_denied and the cache; in shadow mode lets the action through. */
 static void
-refused(Action *action, RlDecision *decision, int binding, bool cache)
+report_refusal(Call *call)
 {
+	const RlAction *action = call->action;
+	RlAnswer   *answer = call->answer;
+	RlDecision *decision = &answer->decision;
+
 	if (rl_shared_available() && decision->source != RL_FROM_DENIAL_CACHE &&
 		decision->source != RL_FAIL_CLOSED &&
-		(action->wanted.how == RL_TAKE || rl_mode == RL_MODE_SHADOW))
-		rl_denial_note(action->name, &action->wanted.key, action->wanted.limits, action->wanted.quota, decision,
-					   binding, action->asked, action->generation,
-					   cache && !action->from_local);
-	if (rl_mode == RL_MODE_SHADOW)
-	{
-		log_shadow(action, &action->wanted.limits->limit[binding], decision);
-		let_through(decision);
-	}
+		(action->how == RL_TAKE || rl_mode == RL_MODE_SHADOW))
+		rl_denial_note(call->name, &action->key, action->limits, action->quota, decision,
+					   answer->binding, call->asked, call->generation,
+					   call->may_cache && !answer->local);
+	if (rl_mode != RL_MODE_SHADOW)
+		return;
+	log_shadow(call);
+	let_through(decision);
+	for (int i = 0; answer->each != NULL && i < action->limits->n; i++)
+		if (!answer->each[i].allowed)
+			let_through(&answer->each[i]);
 }
 
-/* True if the action took quota from the store, and not only with its blessing. */
+/*
+ * Asking
+ */
+
+/* Asks a store for one action.  Returns false with the error set if the store fails. */
 static bool
-is_charged(const RlDecision *decision)
+take(Call *call, const RlStore *store, RlError *error)
 {
-	return decision->allowed &&
-		(decision->source == RL_FROM_REDIS || decision->source == RL_FROM_LOCAL);
+	RlAnswer   *answer = call->answer;
+	RlDecision	room[RL_MAX_LIMITS];
+	RlDecision *each = room;
+
+	if (answer->each != NULL)
+		each = answer->each;
+	else if (call->action->limits->n == 1)
+		each = &answer->decision;
+	answer->local = store->is_local;
+	if (!store->take(call->action, each, &answer->at, error))
+		return false;
+	if (store->is_local)
+		call->asked = answer->at;
+	conclude(call, each);
+	return true;
 }
 
-/* Tells the denial cache if Redis has changed the key's state for this answer. */
 static void
-note_change(Action *action, const RlDecision *decision)
+took(int i, const RlDecision *each, int64 at, void *arg)
 {
-	bool		changed = decision->allowed;
-	bool		may_ban = false;
+	Call	   *calls = arg;
 
-	if (!rl_shared_available() || action->wanted.quota == 0 || decision->source != RL_FROM_REDIS)
-		return;
-	for (int i = 0; i < action->wanted.limits->n && !decision->allowed && action->wanted.how == RL_TAKE; i++)
-	{
-		changed |= action->wanted.limits->limit[i].count_denied;
-		may_ban |= action->wanted.limits->limit[i].ban > 0;
-	}
-	/* A ban is in force under all limits. */
-	if (changed || may_ban)
-		rl_denial_outdate(action->name, may_ban ? NULL : action->wanted.limits, &action->generation);
+	calls[i].answer->at = at;
+	conclude(&calls[i], each);
 }
 
-/* What follows from an answer that has a decision for each limit. */
-static void
-conclude(Action *action, RlDecision *combined, int binding, const RlDecision *each, bool cache)
-{
-	note_change(action, combined);
-	if (!combined->allowed)
-		refused(action, combined, binding, cache);
-	else if (is_charged(combined))
-		rl_grants_note(&action->wanted.key, action->wanted.limits, action->wanted.quota, each, action->at,
-						action->from_local);
-}
-
-/* What is due to the store may be what the cache does not know of yet. */
+/* Asks the store for many actions.  Returns false with the error set if one has no answer. */
 static bool
-may_use_cache(void)
+take_many(Call *calls, int n, int64 *unanswered, RlError *error)
 {
-	return rl_denial_cache && rl_store()->may_cache && rl_shared_available() && !rl_refunds_pending();
-}
-
-/*
- * Takes quota if the limits allow it.  *binding is the index of the limit
- * that the decision is about.  When the store fails, does what on_error says;
- * error then tells why.
- */
-void
-rl_decide(const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
-		  RlDecision *decision, int *binding, RlError *error)
-{
-	RlDecision	decisions[RL_MAX_LIMITS];
-	Action		action;
-	bool		cache;
-
-	*binding = 0;
-	if (rl_mode == RL_MODE_OFF)
-	{
-		decide_unasked(limits, true, RL_OFF, decisions);
-		*decision = decisions[0];
-		return;
-	}
-	begin(&action, key, limits, quota, how, error);
-	cache = how == RL_TAKE && may_use_cache();
-	if (cache && rl_denial_lookup(action.name, limits, quota, decision, binding))
-	{
-		if (rl_mode == RL_MODE_SHADOW)
-			refused(&action, decision, *binding, true);
-		count(&action, outcome_of(decision), true);
-		return;
-	}
-	if (limits->n == 1)
-	{
-		ask(&action, decision);
-		conclude(&action, decision, 0, decision, cache);
-	}
-	else
-	{
-		ask(&action, decisions);
-		*decision = rl_combine(decisions, limits->n, binding);
-		conclude(&action, decision, *binding, decisions, cache);
-	}
-	/* A refused attempt of a wait is not its end; rl_wait knows. */
-	if (how != RL_TRY || decision->allowed)
-		count(&action, outcome_of(decision), false);
-}
-
-/* Counts a wait that ended without quota; decision is its last attempt's. */
-void
-rl_count_wait(const RlLimits *limits, const RlDecision *decision, bool error)
-{
-	Action		action = {.wanted.limits = limits};
-
-	if (rl_mode == RL_MODE_OFF)
-		return;
-	action.from_local = rl_store()->is_local || decision->source == RL_FROM_LOCAL;
-	count(&action, error ? RL_WAS_ERROR : outcome_of(decision), false);
-}
-
-/*
- * Takes quota if the limits allow it, past the denial cache, and sets a
- * decision for each limit; otherwise like rl_decide.
- */
-void
-rl_decide_each(const RlKey *key, const RlLimits *limits, int64 quota, RlDecision *decisions)
-{
-	Action		action;
-	RlDecision	combined;
-	RlError		error;
-	int			binding;
-
-	if (rl_mode == RL_MODE_OFF)
-	{
-		decide_unasked(limits, true, RL_OFF, decisions);
-		return;
-	}
-	begin(&action, key, limits, quota, RL_TAKE, &error);
-	ask(&action, decisions);
-	combined = rl_combine(decisions, limits->n, &binding);
-	conclude(&action, &combined, binding, decisions, false);
-	for (int i = 0; i < limits->n; i++)
-		if (rl_mode == RL_MODE_SHADOW && !decisions[i].allowed)
-			let_through(&decisions[i]);
-	count(&action, outcome_of(&combined), false);
-}
-
-/*
- * Many actions
- */
-
-typedef struct Many
-{
-	Action	   *actions;		/* those that the store is asked */
-	int		   *which;			/* their answers */
-	RlAnswer   *answers;
-	bool	   *answered;
-	int64	   *unanswered;
-} Many;
-
-/* Sets an answer from the decisions of each limit. */
-static void
-set_answer(const Action *action, const RlDecision *each, RlAnswer *answer)
-{
-	answer->decision = rl_combine(each, action->wanted.limits->n, &answer->binding);
-	answer->local = action->from_local;
-	for (int i = 0; answer->charges != NULL && i < action->wanted.limits->n; i++)
-	{
-		answer->charges[i].amount = 0;
-		if (is_charged(&answer->decision))
-			answer->charges[i] = rl_charge(&action->wanted.limits->limit[i], action->wanted.quota, action->at,
-										   each[i].reset_after);
-	}
-}
-
-/* Keeps an answer of many; more may come, so that nothing here may throw. */
-static void
-took_one(int i, const RlDecision *each, int64 at, void *arg)
-{
-	Many	   *many = arg;
-	Action	   *action = &many->actions[i];
-	RlAnswer   *answer = &many->answers[many->which[i]];
-
-	action->at = at;
-	set_answer(action, each, answer);
-	note_change(action, &answer->decision);
-	if (is_charged(&answer->decision))
-		rl_grants_note(&action->wanted.key, action->wanted.limits, action->wanted.quota, each, at, false);
-	many->answered[i] = true;
-}
-
-/* Counts actions that an error ends, of which some were answered before. */
-static void
-count_ended(const Many *many, int n)
-{
-	for (int i = 0; i < n; i++)
-		count(&many->actions[i], many->answered[i] ? outcome_of(&many->answers[many->which[i]].decision) :
-			  RL_WAS_ERROR, false);
-}
-
-/* Asks Redis for n actions; counts them if that ends in an error. */
-static void
-ask_many(Many *many, int n, RlError *error)
-{
-	const RlAction **wanted = palloc(n * sizeof(RlAction *));
+	const RlAction **actions = palloc(n * sizeof(RlAction *));
 	bool		done;
 
 	for (int i = 0; i < n; i++)
-	{
-		wanted[i] = &many->actions[i].wanted;
-		many->answered[i] = false;
-	}
-	PG_TRY();
-	{
-		done = rl_refunds_flush(error) &&
-			rl_redis_take_many(wanted, n, many->unanswered, took_one, many,
-							   error);
-	}
-	PG_CATCH();
-	{
-		count_ended(many, n);
-		PG_RE_THROW();
-	}
-	PG_END_TRY();
-	pfree(wanted);
-	if (done || local_decides() || last_resort() != RL_ON_ERROR_ERROR)
-		return;
-	count_ended(many, n);
+		actions[i] = calls[i].action;
+	done = calls->store->take_many(actions, n, took, calls, unanswered, error);
+	pfree(actions);
+	return done;
+}
+
+/*
+ * Returns true if actions that no store decides are allowed, and false if they are
+ * refused.  Otherwise counts the calls, and raises the error.
+ */
+static bool
+allows_unasked(const Call *calls, int n, const RlError *error)
+{
+	/* In shadow mode a limit never stops an action. */
+	if (rl_mode == RL_MODE_SHADOW)
+		return true;
+	/* on_error is for a store that cannot be reached, and not for one that is full. */
+	if (error->sqlstate != ERRCODE_OUT_OF_MEMORY &&
+		(rl_on_error == RL_ON_ERROR_ALLOW || rl_on_error == RL_ON_ERROR_DENY))
+		return rl_on_error == RL_ON_ERROR_ALLOW;
+	count_ended(calls, n);
 	rl_raise(error);
 }
 
 /*
- * Takes quota for up to RL_MAX_MANY actions under the same limits, each for
- * itself, like rl_decide.  answers has room for n, each with room for what it
- * charged to the limits, or NULL; an amount of 0 was not charged.  When this
- * throws, the answers that were not given are as they were before.  *unanswered
- * is increased by the number of actions that were perhaps charged without an
- * answer, also when this throws or the backend ends.
+ * Answers the calls that the failed store has not answered.  Raises the failure if
+ * ratelimit.on_error says so, also when all calls are answered.
  */
-void
-rl_decide_many(const RlAction *wanted, int n, RlAnswer *answers, int64 *unanswered,
-			   RlError *error)
+static void
+apply_on_error(Call *calls, int n, const RlError *failure)
 {
-	const RlLimits *limits = wanted[0].limits;
-	Many		many = {.answers = answers,.unanswered = unanswered};
-	RlDecision	each[RL_MAX_LIMITS];
-	bool		cache;
-	int			asked = 0;
+	bool		local = rl_on_error == RL_ON_ERROR_LOCAL && !calls->store->is_local;
+	bool		allowed = local || allows_unasked(calls, n, failure);
+	RlError    *kept = memcpy(palloc(sizeof(RlError)), failure, sizeof(RlError));
+	RlError		local_failure;
 
-	Assert(n <= RL_MAX_MANY);
-	many.actions = palloc(n * sizeof(Action));
-	many.which = palloc(n * sizeof(int));
-	many.answered = palloc(n * sizeof(bool));
 	for (int i = 0; i < n; i++)
 	{
-		Action	   *action = &many.actions[asked];
-		RlDecision *decision = &answers[i].decision;
+		if (calls[i].answered)
+			continue;
+		if (local)
+		{
+			log_failure(failure, "Actions are decided by this server alone, as ratelimit.on_error says.");
+			if (take(&calls[i], &rl_local_store, &local_failure))
+				continue;
+			allowed = allows_unasked(calls, n, &local_failure);
+		}
+		log_failure(local ? &local_failure : failure,
+					allowed ? "Actions are allowed unasked, as ratelimit.on_error or ratelimit.mode says." :
+					"Actions are refused unasked, as ratelimit.on_error says.");
+		set_unasked(calls[i].action, calls[i].answer, allowed,
+					allowed ? RL_FAIL_OPEN : RL_FAIL_CLOSED);
+		calls[i].answer->error = kept;
+		calls[i].answered = true;
+	}
+}
+
+/* Remembers what the denial cache needs to know about a refusal: what was before asking. */
+static void
+note_asking(Call *calls, int n)
+{
+	int64		now;
+
+	if (!rl_shared_available())
+		return;
+	now = rl_local_now();
+	for (int i = 0; i < n; i++)
+	{
+		calls[i].asked = now;
+		calls[i].generation = rl_denial_generation(calls[i].name);
+	}
+}
+
+/*
+ * Asks the store that the settings name, and answers all calls, which are one if
+ * unanswered is NULL.  Counts them if it raises an error.
+ */
+static void
+ask(Call *calls, int n, int64 *unanswered)
+{
+	const RlStore *store = calls->store;
+	RlError		error;
+	bool		done;
+
+	if (store->is_local)
+	{
+		/* What is due to Redis does not keep this server from deciding. */
+		(void) rl_refunds_flush(&error);
+		done = take(calls, store, &error);
+	}
+	else
+	{
+		note_asking(calls, n);
+		PG_TRY();
+		{
+			done = rl_refunds_flush(&error) &&
+				(unanswered == NULL ? take(calls, store, &error) :
+				 take_many(calls, n, unanswered, &error));
+		}
+		PG_CATCH();
+		{
+			count_ended(calls, n);
+			PG_RE_THROW();
+		}
+		PG_END_TRY();
+	}
+	if (!done)
+		apply_on_error(calls, n, &error);
+}
+
+/*
+ * The sequence
+ */
+
+/* Prepares a call.  Raises an error if a setting needs shared memory, and there is none. */
+static void
+begin(Call *call, const RlAction *action, RlAnswer *answer)
+{
+	bool		shared = rl_shared_available();
+
+	if (action->limits->refunds)
+		rl_grants_prepare();
+	/* Not those of a wait: its attempts are one action. */
+	if (action->how != RL_TRY)
+		rl_redis_usage.round_trips = rl_redis_usage.us = 0;
+	if (rl_on_error == RL_ON_ERROR_LOCAL)
+		rl_require_shared("ratelimit.on_error = local");
+	call->action = action;
+	call->answer = answer;
+	call->store = rl_require_store();
+	call->may_cache = shared && rl_denial_cache && call->store->may_cache &&
+		action->how == RL_TAKE && answer->each == NULL;
+	call->answered = false;
+	if (shared)
+		call->name = rl_key_hash(&action->key);
+	call->generation = RL_ANY_GENERATION;
+}
+
+/* Answers a call from the denial cache.  Returns false if the store must be asked. */
+static bool
+is_cached(Call *call)
+{
+	/* A refund that is due may free quota that the cache believes taken. */
+	return call->may_cache && !rl_refunds_pending() &&
+		rl_denial_lookup(call->name, call->action->limits, call->action->quota,
+						 &call->answer->decision, &call->answer->binding);
+}
+
+/* Ends a call that is answered. */
+static void
+finish(Call *call, bool from_cache)
+{
+	const RlDecision *decision = &call->answer->decision;
+
+	if (!decision->allowed)
+		report_refusal(call);
+	/* rl_wait tries again, or calls rl_count_wait. */
+	if (decision->allowed || call->action->how != RL_TRY)
+		count(call->action, call->answer, outcome_of(decision), from_cache);
+}
+
+/*
+ * Takes n actions the whole way: begin, cache, ask, conclude, count.  calls is room
+ * for n.  Inlined, because a single action is the common case and the fast one.
+ */
+static pg_attribute_always_inline void
+run(const RlAction *actions, int n, RlAnswer *answers, Call *calls, int64 *unanswered)
+{
+	int			asked = 0;
+
+	for (int i = 0; i < n; i++)
+	{
+		Call	   *call = &calls[asked];
 
 		if (rl_mode == RL_MODE_OFF)
 		{
-			decide_unasked(limits, true, RL_OFF, each);
-			set_answer(&(Action) {.wanted.limits = limits}, each, &answers[i]);
+			set_unasked(&actions[i], &answers[i], true, RL_OFF);
 			continue;
 		}
-		begin(action, &wanted[i].key, limits, wanted[i].quota, RL_TAKE, error);
-		cache = may_use_cache();
-		if (rl_store()->is_local)
-		{
-			CHECK_FOR_INTERRUPTS();
-			ask(action, each);
-			set_answer(action, each, &answers[i]);
-			conclude(action, decision, answers[i].binding, each, false);
-			count(action, outcome_of(decision), false);
-		}
-		else if (cache && rl_denial_lookup(action->name, limits, action->wanted.quota, decision,
-										   &answers[i].binding))
-		{
-			for (int j = 0; answers[i].charges != NULL && j < limits->n; j++)
-				answers[i].charges[j].amount = 0;
-			if (rl_mode == RL_MODE_SHADOW)
-				refused(action, decision, answers[i].binding, true);
-			count(action, outcome_of(decision), true);
-		}
+		begin(call, &actions[i], &answers[i]);
+		if (is_cached(call))
+			finish(call, true);
 		else
-		{
-			note_asking(action);
-			many.which[asked++] = i;
-		}
+			asked++;
 	}
 	if (asked > 0)
-		ask_many(&many, asked, error);
+		ask(calls, asked, unanswered);
 	for (int i = 0; i < asked; i++)
+		finish(&calls[i], false);
+}
+
+/*
+ * Decides an action, and charges it if all its limits allow it.  The caller has
+ * zeroed the answer, but for the room that it may point to.
+ *
+ * When the store fails, ratelimit.on_error applies: raises the store's error, or
+ * decides without the store.  Also raises an error if a setting is wrong, or at an
+ * interrupt; the action may then have been charged.
+ */
+void
+rl_decide(const RlAction *action, RlAnswer *answer)
+{
+	Call		call;
+
+	run(action, 1, answer, &call, NULL);
+}
+
+/*
+ * Decides up to RL_MAX_MANY actions under the same limits, each by itself, as
+ * rl_decide does, but with RL_TAKE only and no room for each limit's decision.
+ *
+ * When this raises an error, the answers that were not given are still zero.
+ * *unanswered is increased by the number of actions that were perhaps charged
+ * without an answer, also when this raises an error or the backend ends.
+ */
+void
+rl_decide_many(const RlAction *actions, int n, RlAnswer *answers, int64 *unanswered)
+{
+	Call	   *calls;
+
+	Assert(n <= RL_MAX_MANY);
+	if (rl_store()->take_many == NULL)
 	{
-		Action	   *action = &many.actions[i];
-		RlAnswer   *answer = &answers[many.which[i]];
-
-		if (!many.answered[i])
+		for (int i = 0; i < n; i++)
 		{
-			RlError		why = *error;
-
-			action->error = &why;
-			fail(action, each);
-			set_answer(action, each, answer);
-			conclude(action, &answer->decision, answer->binding, each, false);
+			CHECK_FOR_INTERRUPTS();
+			rl_decide(&actions[i], &answers[i]);
 		}
-		else if (!answer->decision.allowed)
-			refused(action, &answer->decision, answer->binding, may_use_cache());
-		count(action, outcome_of(&answer->decision), false);
+		return;
 	}
-	pfree(many.actions);
-	pfree(many.which);
-	pfree(many.answered);
+	calls = palloc(n * sizeof(Call));
+	run(actions, n, answers, calls, unanswered);
+	pfree(calls);
+}
+
+/* Counts a wait that ended without quota; the answer is that of its last attempt. */
+void
+rl_count_wait(const RlAction *action, const RlAnswer *answer, bool error)
+{
+	count(action, answer, error ? RL_WAS_ERROR : outcome_of(&answer->decision), false);
 }

@@ -153,6 +153,25 @@ typedef struct RlAction
 	RlTake		how;
 } RlAction;
 
+/*
+ * The answer to an action.  The caller zeroes it, and the charges, before it asks;
+ * "each" and "charges" are NULL, or room for one of each limit.
+ */
+typedef struct RlAnswer
+{
+	RlDecision	decision;		/* the binding limit's */
+	int			binding;		/* index of the binding limit */
+	bool		local;			/* the local store decided, and not Redis */
+	int64		at;				/* the store's time; 0: not known */
+	const RlError *error;		/* why no store decided, in the memory context
+								 * of the caller; or NULL */
+	RlDecision *each;
+	struct RlCharge *charges;	/* amount 0: nothing was charged */
+} RlAnswer;
+
+/* Gets the decisions of action i of many; must not throw. */
+typedef void (*RlTook) (int i, const RlDecision *each, int64 at, void *arg);
+
 typedef enum RlOnError
 {
 	RL_ON_ERROR_ERROR,
@@ -183,6 +202,8 @@ typedef struct RlStore
 	bool		is_local;		/* the store is this server's shared memory */
 	bool		may_cache;		/* the denial cache may answer for it */
 	bool		(*take) (const RlAction *action, RlDecision *decisions, int64 *at, RlError *error);
+	bool		(*take_many) (const RlAction *const *actions, int n, RlTook took, void *arg,
+							  int64 *unanswered, RlError *error);
 	bool		(*refund) (const RlKey *key, const RlLimits *limits, int64 quota, RlError *error);
 	bool		(*reset) (const RlKey *key, const RlLimits *limits, bool *found, RlError *error);
 	bool		(*ban) (const RlKey *key, int64 duration, RlError *error);

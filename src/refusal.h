@@ -7,8 +7,7 @@
 
 #include "ratelimit.h"
 
-pg_noreturn extern void rl_raise_refused(const RlKey *key, const RlLimit *limit, int64 quota,
-										 const RlDecision *decision, const RlError *error,
+pg_noreturn extern void rl_raise_refused(const RlAction *action, const RlAnswer *answer,
 										 const char *also);
 
 #endif							/* REFUSAL_H */

@@ -44,12 +44,8 @@ typedef struct RlRedisUsage
 
 extern RlRedisUsage rl_redis_usage;
 
-typedef void (*RlTookOne) (int i, const RlDecision *decisions, int64 at, void *arg);
-
 /* store.c */
 extern const RlStore rl_redis_store;
-extern bool rl_redis_take_many(const RlAction *const *actions, int n, int64 *unanswered,
-							   RlTookOne took, void *arg, RlError *error);
 extern bool rl_redis_version(char *version, Size size, RlError *error);
 extern int	rl_redis_key(const RlKey *key, char *redis_key);
 extern void rl_redis_reserve_refunds(void);

@@ -327,7 +327,7 @@ typedef struct Taking
 {
 	const RlAction *const *actions;
 	int64	   *unanswered;
-	RlTookOne	took;
+	RlTook		took;
 	void	   *arg;
 } Taking;
 
@@ -371,9 +371,9 @@ read_one(int i, const RlReply *reply, void *arg, RlError *error)
  * those that never get an answer, of which it is not known what they did, it stays
  * so.  Returns false with the error set when the store fails.
  */
-bool
-rl_redis_take_many(const RlAction *const *actions, int n, int64 *unanswered,
-				   RlTookOne took, void *arg, RlError *error)
+static bool
+redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg,
+				int64 *unanswered, RlError *error)
 {
 	Taking		taking = {actions, unanswered, took, arg};
 
@@ -479,6 +479,7 @@ const RlStore rl_redis_store = {
 	.name = "redis",
 	.may_cache = true,
 	.take = redis_take,
+	.take_many = redis_take_many,
 	.refund = redis_refund,
 	.reset = redis_reset,
 	.ban = redis_ban,

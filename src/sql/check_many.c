@@ -92,22 +92,21 @@ rl_check_many(PG_FUNCTION_ARGS)
 	for (int first = 0; first < n; first += RL_MAX_MANY)
 	{
 		int			some = Min(n - first, RL_MAX_MANY);
-		RlAction   *wanted;
+		RlAction   *actions;
 		RlAnswer   *answers;
 		int64		unanswered = 0;
-		RlError		error;
 
 		MemoryContextReset(context);
-		wanted = palloc(some * sizeof(RlAction));
+		actions = palloc(some * sizeof(RlAction));
 		answers = palloc0(some * sizeof(RlAnswer));
 		for (int i = 0; i < some; i++)
 		{
-			wanted[i].key = element_key(keys[first + i]);
-			wanted[i].limits = limits;
-			wanted[i].quota = quotas ? DatumGetInt64(quotas[first + i]) : 1;
-			wanted[i].how = RL_TAKE;
+			actions[i].key = element_key(keys[first + i]);
+			actions[i].limits = limits;
+			actions[i].quota = quotas ? DatumGetInt64(quotas[first + i]) : 1;
+			actions[i].how = RL_TAKE;
 		}
-		rl_decide_many(wanted, some, answers, &unanswered, &error);
+		rl_decide_many(actions, some, answers, &unanswered);
 		for (int i = 0; i < some; i++)
 		{
 			Datum		values[COLUMNS];

@@ -61,15 +61,14 @@ one_limit(const RlLimit *limit, const char *count_name)
 static Datum
 decide_one(FunctionCallInfo fcinfo, const RlLimit *limit, const char *count_name)
 {
-	RlKey		key = rl_key_argument(fcinfo, 0);
-	const RlLimits *limits = one_limit(limit, count_name);
-	int64		quota = rl_quota_argument(fcinfo, PG_NARGS() - 1);
-	RlDecision	decision;
-	int			binding;
-	RlError		error;
+	RlAction	action = {.how = RL_TAKE};
+	RlAnswer	answer = {0};
 
-	rl_decide(&key, limits, quota, RL_TAKE, &decision, &binding, &error);
-	return rl_decision_row(fcinfo, &decision);
+	action.key = rl_key_argument(fcinfo, 0);
+	action.limits = one_limit(limit, count_name);
+	action.quota = rl_quota_argument(fcinfo, PG_NARGS() - 1);
+	rl_decide(&action, &answer);
+	return rl_decision_row(fcinfo, &answer.decision);
 }
 
 PG_FUNCTION_INFO_V1(rl_throttle);
@@ -130,49 +129,51 @@ rl_sliding_log(PG_FUNCTION_ARGS)
 	return decide_one(fcinfo, &limit, "capacity");
 }
 
-/* What rl_check, rl_allow and rl_enforce have in common. */
-static void
-check(FunctionCallInfo fcinfo, bool enforce, RlDecision *decision)
+/* Reads the arguments key, limits and quota. */
+static RlAction
+action_arguments(FunctionCallInfo fcinfo, RlTake how)
 {
-	RlKey		key = rl_key_argument(fcinfo, 0);
-	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
-	int64		quota = rl_quota_argument(fcinfo, 2);
-	int			binding;
-	RlError		error;
+	RlAction	action = {.how = how};
 
-	rl_decide(&key, limits, quota, RL_TAKE, decision, &binding, &error);
-	if (enforce && !decision->allowed)
-		rl_raise_refused(&key, &limits->limit[binding], quota, decision, &error, NULL);
+	action.key = rl_key_argument(fcinfo, 0);
+	action.limits = rl_limits_argument(fcinfo, 1);
+	action.quota = rl_quota_argument(fcinfo, 2);
+	return action;
 }
 
 PG_FUNCTION_INFO_V1(rl_check);
 Datum
 rl_check(PG_FUNCTION_ARGS)
 {
-	RlDecision	decision;
+	RlAction	action = action_arguments(fcinfo, RL_TAKE);
+	RlAnswer	answer = {0};
 
-	check(fcinfo, false, &decision);
-	return rl_decision_row(fcinfo, &decision);
+	rl_decide(&action, &answer);
+	return rl_decision_row(fcinfo, &answer.decision);
 }
 
 PG_FUNCTION_INFO_V1(rl_allow);
 Datum
 rl_allow(PG_FUNCTION_ARGS)
 {
-	RlDecision	decision;
+	RlAction	action = action_arguments(fcinfo, RL_TAKE);
+	RlAnswer	answer = {0};
 
-	check(fcinfo, false, &decision);
-	PG_RETURN_BOOL(decision.allowed);
+	rl_decide(&action, &answer);
+	PG_RETURN_BOOL(answer.decision.allowed);
 }
 
 PG_FUNCTION_INFO_V1(rl_enforce_check);
 Datum
 rl_enforce_check(PG_FUNCTION_ARGS)
 {
-	RlDecision	decision;
+	RlAction	action = action_arguments(fcinfo, RL_TAKE);
+	RlAnswer	answer = {0};
 
-	check(fcinfo, true, &decision);
-	return rl_decision_row(fcinfo, &decision);
+	rl_decide(&action, &answer);
+	if (!answer.decision.allowed)
+		rl_raise_refused(&action, &answer, NULL);
+	return rl_decision_row(fcinfo, &answer.decision);
 }
 
 /* The most that rl_wait may wait, in microseconds. */
@@ -196,13 +197,9 @@ PG_FUNCTION_INFO_V1(rl_wait);
 Datum
 rl_wait(PG_FUNCTION_ARGS)
 {
-	RlKey		key = rl_key_argument(fcinfo, 0);
-	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
-	int64		quota = rl_quota_argument(fcinfo, 2);
+	RlAction	action = action_arguments(fcinfo, RL_TRY);
 	int64		left = max_wait_argument(fcinfo, 3);
-	RlDecision	decision;
-	int			binding;
-	RlError		error;
+	RlAnswer	answer = {0};
 
 	/* Its attempts are counted as one action. */
 	rl_redis_usage.round_trips = rl_redis_usage.us = 0;
@@ -212,28 +209,28 @@ rl_wait(PG_FUNCTION_ARGS)
 	{
 		int64		start = rl_monotonic_now();
 
-		rl_decide(&key, limits, quota, RL_TRY, &decision, &binding, &error);
-		if (decision.allowed)
+		rl_decide(&action, &answer);
+		if (answer.decision.allowed)
 			break;
-		if (decision.retry_after == RL_NEVER || decision.retry_after > left ||
+		if (answer.decision.retry_after == RL_NEVER || answer.decision.retry_after > left ||
 			rl_debug_now[0] != '\0')
 		{
-			rl_count_wait(limits, &decision, false);
+			rl_count_wait(&action, &answer, false);
 			break;
 		}
 		PG_TRY();
 		{
-			rl_sleep_until(rl_monotonic_now() + decision.retry_after, PG_WAIT_EXTENSION);
+			rl_sleep_until(rl_monotonic_now() + answer.decision.retry_after, PG_WAIT_EXTENSION);
 		}
 		PG_CATCH();
 		{
-			rl_count_wait(limits, &decision, true);
+			rl_count_wait(&action, &answer, true);
 			PG_RE_THROW();
 		}
 		PG_END_TRY();
 		left -= rl_monotonic_now() - start;
 	}
-	return rl_decision_row(fcinfo, &decision);
+	return rl_decision_row(fcinfo, &answer.decision);
 }
 
 /* Returns a row for each limit: its text and its decision. */
@@ -259,13 +256,12 @@ PG_FUNCTION_INFO_V1(rl_check_each);
 Datum
 rl_check_each(PG_FUNCTION_ARGS)
 {
-	RlKey		key = rl_key_argument(fcinfo, 0);
-	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
-	int64		quota = rl_quota_argument(fcinfo, 2);
-	RlDecision	decisions[RL_MAX_LIMITS];
+	RlAction	action = action_arguments(fcinfo, RL_TAKE);
+	RlDecision	each[RL_MAX_LIMITS];
+	RlAnswer	answer = {.each = each};
 
-	rl_decide_each(&key, limits, quota, decisions);
-	return_decisions(fcinfo, limits, decisions);
+	rl_decide(&action, &answer);
+	return_decisions(fcinfo, action.limits, each);
 	return (Datum) 0;
 }
 
@@ -273,17 +269,14 @@ PG_FUNCTION_INFO_V1(rl_peek);
 Datum
 rl_peek(PG_FUNCTION_ARGS)
 {
-	RlKey		key = rl_key_argument(fcinfo, 0);
-	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
-	int64		quota = rl_quota_argument(fcinfo, 2);
-	RlAction	action = {key, limits, quota, RL_PEEK};
-	RlDecision	decisions[RL_MAX_LIMITS];
+	RlAction	action = action_arguments(fcinfo, RL_PEEK);
+	RlDecision	each[RL_MAX_LIMITS];
 	int64		at;
 	RlError		error;
 
-	if (!asked_store()->take(&action, decisions, &at, &error))
+	if (!asked_store()->take(&action, each, &at, &error))
 		rl_raise(&error);
-	return_decisions(fcinfo, limits, decisions);
+	return_decisions(fcinfo, action.limits, each);
 	return (Datum) 0;
 }
 

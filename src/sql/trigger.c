@@ -31,16 +31,15 @@ enforce_row(TriggerData *data, Rule *rule)
 {
 	bool		updated = TRIGGER_FIRED_BY_UPDATE(data->tg_event);
 	TupleTableSlot *row = updated ? data->tg_newslot : data->tg_trigslot;
-	RlKey		key = rl_rule_key(rule, data->tg_relation, row);
-	int64		quota = rl_rule_quota(rule, data->tg_relation, row);
-	RlDecision	decision;
-	int			binding;
-	RlError		error;
+	RlAction	action = {.limits = &rule->limits,.how = RL_TAKE};
+	RlAnswer	answer = {0};
 
-	rl_decide(&key, &rule->limits, quota, RL_TAKE, &decision, &binding, &error);
-	if (!decision.allowed && !rule->skip)
-		rl_raise_refused(&key, &rule->limits.limit[binding], quota, &decision, &error, NULL);
-	if (!decision.allowed)
+	action.key = rl_rule_key(rule, data->tg_relation, row);
+	action.quota = rl_rule_quota(rule, data->tg_relation, row);
+	rl_decide(&action, &answer);
+	if (!answer.decision.allowed && !rule->skip)
+		rl_raise_refused(&action, &answer, NULL);
+	if (!answer.decision.allowed)
 		return PointerGetDatum(NULL);
 	return PointerGetDatum(updated ? data->tg_newtuple : data->tg_trigtuple);
 }

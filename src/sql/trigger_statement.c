@@ -44,10 +44,9 @@ typedef struct Statement
 	int			remembered;		/* answers whose charges are in "charged" */
 	int64		asked;			/* keys so far */
 	int64		refused;
-	RlKey		refused_key;	/* the first one, with its quota and answer */
-	int64		refused_quota;
-	RlAnswer	refusal;
-	RlError		error;
+	RlAction	first_refused;
+	RlAnswer	refusal;		/* the answer to first_refused */
+	RlError		error;			/* why no store decided it */
 	Tuplestorestate *charged;	/* the charges to be refunded then */
 	TupleTableSlot *slot;
 	int64		owed;			/* keys to be refunded, less those that were */
@@ -154,14 +153,13 @@ ask_keys(Statement *statement)
 	MemoryContext old = MemoryContextSwitchTo(statement->context);
 	int			nlimits = statement->rule->limits.n;
 	RlAnswer   *answers = palloc0(statement->n * sizeof(RlAnswer));
-	RlCharge   *charges = palloc(statement->n * nlimits * sizeof(RlCharge));
+	RlCharge   *charges = palloc0(statement->n * nlimits * sizeof(RlCharge));
 
 	for (int i = 0; i < statement->n; i++)
 		answers[i].charges = charges + i * nlimits;
 	statement->answers = answers;
 	statement->remembered = 0;
-	rl_decide_many(statement->wanted, statement->n, answers, &statement->unanswered,
-				   &statement->error);
+	rl_decide_many(statement->wanted, statement->n, answers, &statement->unanswered);
 	MemoryContextSwitchTo(old);
 	for (int i = 0; i < statement->n; i++)
 	{
@@ -170,10 +168,14 @@ ask_keys(Statement *statement)
 		remember_next(statement);
 		if (!answers[i].decision.allowed && statement->refused++ == 0)
 		{
-			statement->refused_key.data = pnstrdup(wanted->key.data, wanted->key.len);
-			statement->refused_key.len = wanted->key.len;
-			statement->refused_quota = wanted->quota;
+			statement->first_refused = *wanted;
+			statement->first_refused.key.data = pnstrdup(wanted->key.data, wanted->key.len);
 			statement->refusal = answers[i];
+			if (answers[i].error != NULL)
+			{
+				statement->error = *answers[i].error;
+				statement->refusal.error = &statement->error;
+			}
 		}
 	}
 	statement->asked += statement->n;
@@ -503,9 +505,7 @@ static void
 refuse_statement(Statement *statement)
 {
 	refund(statement, false);
-	rl_raise_refused(&statement->refused_key,
-					 &statement->rule->limits.limit[statement->refusal.binding],
-					 statement->refused_quota, &statement->refusal.decision, &statement->error,
+	rl_raise_refused(&statement->first_refused, &statement->refusal,
 					 statement->asked == 1 ? NULL :
 					 psprintf("Keys of the statement that were refused: %lld of %lld.",
 							  (long long) statement->refused, (long long) statement->asked));
