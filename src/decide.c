@@ -56,8 +56,7 @@ static void
 count(const RlAction *action, const RlAnswer *answer, RlStatOutcome outcome, bool from_cache)
 {
 	rl_counters_add(action->limits, outcome, from_cache, answer->local,
-				  rl_redis_usage.round_trips, rl_redis_usage.us);
-	rl_redis_usage.round_trips = rl_redis_usage.us = 0;
+				  answer->usage.round_trips, answer->usage.us);
 }
 
 static RlStatOutcome
@@ -256,7 +255,7 @@ take(Call *call, const RlStore *store, RlError *error)
 	else if (call->action->limits->n == 1)
 		each = &answer->decision;
 	answer->local = store->is_local;
-	if (!store->take(call->action, each, &answer->at, error))
+	if (!store->take(call->action, each, answer, error))
 		return false;
 	if (store->is_local)
 		call->asked = answer->at;
@@ -273,7 +272,10 @@ took(int i, const RlDecision *each, int64 at, void *arg)
 	conclude(&calls[i], each);
 }
 
-/* Asks the store for many actions.  Returns false with the error set if one has no answer. */
+/*
+ * Asks the store for many actions; the first answer has the usage of all.  Returns
+ * false with the error set if an action has no answer.
+ */
 static bool
 take_many(Call *calls, int n, int64 *unanswered, RlError *error)
 {
@@ -282,7 +284,7 @@ take_many(Call *calls, int n, int64 *unanswered, RlError *error)
 
 	for (int i = 0; i < n; i++)
 		actions[i] = calls[i].action;
-	done = calls->store->take_many(actions, n, took, calls, unanswered, error);
+	done = calls->store->take_many(actions, n, took, calls, unanswered, &calls->answer->usage, error);
 	pfree(actions);
 	return done;
 }
@@ -362,13 +364,14 @@ static void
 ask(Call *calls, int n, int64 *unanswered)
 {
 	const RlStore *store = calls->store;
+	RlUsage    *usage = &calls->answer->usage;
 	RlError		error;
 	bool		done;
 
 	if (store->is_local)
 	{
 		/* What is due to Redis does not keep this server from deciding. */
-		(void) rl_refunds_flush(&error);
+		(void) rl_refunds_flush(usage, &error);
 		done = take(calls, store, &error);
 	}
 	else
@@ -376,7 +379,7 @@ ask(Call *calls, int n, int64 *unanswered)
 		note_asking(calls, n);
 		PG_TRY();
 		{
-			done = rl_refunds_flush(&error) &&
+			done = rl_refunds_flush(usage, &error) &&
 				(unanswered == NULL ? take(calls, store, &error) :
 				 take_many(calls, n, unanswered, &error));
 		}
@@ -403,9 +406,6 @@ begin(Call *call, const RlAction *action, RlAnswer *answer)
 
 	if (action->limits->refunds)
 		rl_grants_prepare();
-	/* Not those of a wait: its attempts are one action. */
-	if (action->how != RL_TRY)
-		rl_redis_usage.round_trips = rl_redis_usage.us = 0;
 	if (rl_on_error == RL_ON_ERROR_LOCAL)
 		rl_require_shared("ratelimit.on_error = local");
 	call->action = action;

@@ -153,6 +153,13 @@ typedef struct RlAction
 	RlTake		how;
 } RlAction;
 
+/* What calls to Redis have cost. */
+typedef struct RlUsage
+{
+	int64		round_trips;
+	int64		us;				/* connecting and waiting */
+} RlUsage;
+
 /*
  * The answer to an action.  The caller zeroes it, and the charges, before it asks;
  * "each" and "charges" are NULL, or room for one of each limit.
@@ -163,6 +170,7 @@ typedef struct RlAnswer
 	int			binding;		/* index of the binding limit */
 	bool		local;			/* the local store decided, and not Redis */
 	int64		at;				/* the store's time; 0: not known */
+	RlUsage		usage;			/* is added up over the attempts of a wait */
 	const RlError *error;		/* why no store decided, in the memory context
 								 * of the caller; or NULL */
 	RlDecision *each;
@@ -201,9 +209,9 @@ typedef struct RlStore
 	const char *name;			/* as ratelimit.store says it */
 	bool		is_local;		/* the store is this server's shared memory */
 	bool		may_cache;		/* the denial cache may answer for it */
-	bool		(*take) (const RlAction *action, RlDecision *decisions, int64 *at, RlError *error);
+	bool		(*take) (const RlAction *action, RlDecision *each, RlAnswer *answer, RlError *error);
 	bool		(*take_many) (const RlAction *const *actions, int n, RlTook took, void *arg,
-							  int64 *unanswered, RlError *error);
+							  int64 *unanswered, RlUsage *usage, RlError *error);
 	bool		(*refund) (const RlKey *key, const RlLimits *limits, int64 quota, RlError *error);
 	bool		(*reset) (const RlKey *key, const RlLimits *limits, bool *found, RlError *error);
 	bool		(*ban) (const RlKey *key, int64 duration, RlError *error);

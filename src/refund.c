@@ -175,7 +175,7 @@ prepare_calls(dlist_head *queue, RlGrantDrop drop)
  * queue.
  */
 bool
-rl_refund_queue(dlist_head *queue, RlGrantDrop drop, bool no_throw, RlError *error)
+rl_refund_queue(dlist_head *queue, RlGrantDrop drop, bool no_throw, RlUsage *usage, RlError *error)
 {
 	bool		done;
 	bool		all;
@@ -186,7 +186,7 @@ rl_refund_queue(dlist_head *queue, RlGrantDrop drop, bool no_throw, RlError *err
 	if (n == 0)
 		return true;
 	unsettled = true;
-	done = rl_redis_refund_charges(calls, n, no_throw, &error_reply, error);
+	done = rl_redis_refund_charges(calls, n, no_throw, usage, &error_reply, error);
 	/* Of a cluster only a part has failed, and calls for other keys do not wait for it. */
 	all = !done && (no_throw || rl_redis_is_cluster());
 	settle(queue, drop, all, error);

@@ -44,6 +44,6 @@ extern uint64 rl_refund_server(void);
 extern bool rl_refund_reserve(MemoryContext context, int n);
 extern void rl_refund_release(void);
 extern void rl_refund_settle(dlist_head *queue, RlGrantDrop drop);
-extern bool rl_refund_queue(dlist_head *queue, RlGrantDrop drop, bool no_throw, RlError *error);
+extern bool rl_refund_queue(dlist_head *queue, RlGrantDrop drop, bool no_throw, RlUsage *usage, RlError *error);
 
 #endif							/* REFUND_H */

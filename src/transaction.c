@@ -147,7 +147,7 @@ transaction_ends(XactEvent event, void *arg pg_attribute_unused())
 		while (!dlist_is_empty(&grants))
 			enqueue(dlist_tail_element(RlGrant, node, &grants));
 	if (!dlist_is_empty(&queue))
-		rl_refund_queue(&queue, drop, true, &error);
+		rl_refund_queue(&queue, drop, true, NULL, &error);
 	rl_refund_release();
 	dlist_init(&grants);
 	dlist_init(&queue);
@@ -285,13 +285,14 @@ rl_refunds_pending(void)
 }
 
 /*
- * Refunds these charges.  Returns false with the error set when Redis cannot be
- * reached; throws when it is interrupted.
+ * Refunds these charges, and adds the cost to the usage, unless that is NULL.
+ * Returns false with the error set when Redis cannot be reached; throws when it is
+ * interrupted.
  */
 bool
-rl_refunds_flush(RlError *error)
+rl_refunds_flush(RlUsage *usage, RlError *error)
 {
-	return dlist_is_empty(&queue) || rl_refund_queue(&queue, drop, false, error);
+	return dlist_is_empty(&queue) || rl_refund_queue(&queue, drop, false, usage, error);
 }
 
 /*

@@ -13,6 +13,6 @@ extern void rl_grants_note(const RlKey *key, const RlLimits *limits, int64 quota
 extern int64 rl_grants_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local);
 extern void rl_grants_forget(const RlKey *key, const RlLimits *limits, bool local);
 extern bool rl_refunds_pending(void);
-extern bool rl_refunds_flush(RlError *error);
+extern bool rl_refunds_flush(RlUsage *usage, RlError *error);
 
 #endif							/* TRANSACTION_H */

@@ -17,8 +17,6 @@
 #include "redis/route.h"
 #include "redis/socket.h"
 
-RlRedisUsage rl_redis_usage;
-
 /*
  * What people call the server that is in use, or that the settings name, NULL
  * if they name none; whether this backend is connected to it; and how its
@@ -80,6 +78,7 @@ rl_command_start(void)
 	rl_resp_keep(&command.args);
 	command.nargs = 0;
 	command.key_len = 0;
+	command.usage = NULL;
 	return &command;
 }
 
@@ -194,7 +193,8 @@ send_command(const RlCommand *command, const RlScript *script, RlReply *reply, R
 		if (route.asking)
 			rl_command_append_asking(&out);
 		rl_command_append(&out, command, script, by_source);
-		rl_redis_usage.round_trips++;
+		if (command->usage != NULL)
+			command->usage->round_trips++;
 		left = route.deadline - rl_monotonic_now();
 		outcome = rl_connection_exchange(&route.node->conn, &out, route.asking ? 2 : 1,
 										 route.deadline, reply, error);
@@ -231,7 +231,8 @@ call(const RlCommand *command, const RlScript *script, RlReply *reply, RlError *
 	bool		answered = send_command(command, script, reply, error);
 
 	rl_breakers_release();
-	rl_redis_usage.us += rl_monotonic_now() - start;
+	if (command->usage != NULL)
+		command->usage->us += rl_monotonic_now() - start;
 	return answered && rl_redis_accepted(reply, error);
 }
 

@@ -24,6 +24,7 @@ typedef struct RlCommand
 	int			nargs;
 	int			key;			/* where in args the second argument is: the key */
 	int			key_len;
+	RlUsage    *usage;			/* to which the cost of the call is added; or NULL */
 } RlCommand;
 
 extern RlCommand *rl_command_start(void);

@@ -48,6 +48,7 @@ typedef struct Pipeline
 	RlPipelineSent sent;		/* or NULL */
 	RlPipelineReply reply;
 	void	   *arg;
+	RlUsage    *usage;			/* to which the cost is added; or NULL */
 	bool		quiet;
 	bool		forgotten;		/* quietly: calls were not run for want of the script */
 	bool		all;			/* an error reply is no failure */
@@ -271,7 +272,8 @@ append_call(Pipeline *p, Line *line, Call call)
 	rl_command_append(&line->out, p->command, p->script, call.by_source);
 	*due_call(line, line->stream.due) = call;
 	rl_stream_appended(&line->stream);
-	rl_redis_usage.round_trips++;
+	if (p->usage != NULL)
+		p->usage->round_trips++;
 	if (p->sent != NULL)
 		p->sent(call.i, true, p->arg);
 }
@@ -554,7 +556,8 @@ run_pipeline(Pipeline *p)
 	run(p);
 	rl_breakers_release();
 	callqueue_free(&p->again);
-	rl_redis_usage.us += rl_monotonic_now() - start;
+	if (p->usage != NULL)
+		p->usage->us += rl_monotonic_now() - start;
 	return !p->failed;
 }
 
@@ -569,10 +572,10 @@ run_pipeline(Pipeline *p)
  */
 bool
 rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineSent sent,
-				  RlPipelineReply reply, void *arg, RlError *error)
+				  RlPipelineReply reply, void *arg, RlUsage *usage, RlError *error)
 {
 	Pipeline	p = {.script = script,.n = n,.append = append,.sent = sent,.reply = reply,.arg = arg,
-	.error = error};
+	.usage = usage,.error = error};
 
 	return run_pipeline(&p);
 }
@@ -617,10 +620,10 @@ run_at(Pipeline *p, RlNode *node)
  */
 bool
 rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply,
-					  void *arg, bool quietly, RlError *error)
+					  void *arg, bool quietly, RlUsage *usage, RlError *error)
 {
-	Pipeline	p = {.script = script,.n = n,.append = append,.reply = reply,.arg = arg,.error = error,
-	.quiet = quietly,.all = true,.end = PG_INT64_MAX};
+	Pipeline	p = {.script = script,.n = n,.append = append,.reply = reply,.arg = arg,
+	.usage = usage,.error = error,.quiet = quietly,.all = true,.end = PG_INT64_MAX};
 	int64		end = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
 	int			connected = 0;
 

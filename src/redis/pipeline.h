@@ -14,9 +14,10 @@ typedef bool (*RlPipelineReply) (int i, const RlReply *reply, void *arg, RlError
 #define RL_MAX_QUIET_ARGS	49152	/* bytes of a call that is run quietly */
 
 extern bool rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineSent sent,
-							  RlPipelineReply reply, void *arg, RlError *error);
+							  RlPipelineReply reply, void *arg, RlUsage *usage, RlError *error);
 extern void rl_redis_reserve(RlScript *script);
 extern bool rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append,
-								  RlPipelineReply reply, void *arg, bool quietly, RlError *error);
+								  RlPipelineReply reply, void *arg, bool quietly, RlUsage *usage,
+								  RlError *error);
 
 #endif							/* PIPELINE_H */

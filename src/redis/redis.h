@@ -35,22 +35,13 @@ typedef struct RlRefundCall
 	RlRefundOutcome outcome;
 } RlRefundCall;
 
-/* What Redis has cost since somebody set it to 0. */
-typedef struct RlRedisUsage
-{
-	int64		round_trips;
-	int64		us;				/* waiting and connecting */
-} RlRedisUsage;
-
-extern RlRedisUsage rl_redis_usage;
-
 /* store.c */
 extern const RlStore rl_redis_store;
 extern bool rl_redis_version(char *version, Size size, RlError *error);
 extern int	rl_redis_key(const RlKey *key, char *redis_key);
 extern void rl_redis_reserve_refunds(void);
-extern bool rl_redis_refund_charges(RlRefundCall *calls, int n, bool no_throw, RlError *why,
-									RlError *error);
+extern bool rl_redis_refund_charges(RlRefundCall *calls, int n, bool no_throw, RlUsage *usage,
+									RlError *why, RlError *error);
 
 /* command.c */
 extern bool rl_redis_is_cluster(void);

@@ -313,14 +313,15 @@ read_take(const RlAction *action, const RlReply *reply, RlDecision *decisions, i
 }
 
 static bool
-redis_take(const RlAction *action, RlDecision *decisions, int64 *at, RlError *error)
+redis_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlError *error)
 {
 	RlCommand  *command = rl_command_start();
 	RlReply		reply;
 
+	command->usage = &answer->usage;
 	append_take(command, action);
 	return rl_redis_script(take_script(action->limits), command, &reply, error) &&
-		read_take(action, &reply, decisions, at, error);
+		read_take(action, &reply, decisions, &answer->at, error);
 }
 
 typedef struct Taking
@@ -373,12 +374,12 @@ read_one(int i, const RlReply *reply, void *arg, RlError *error)
  */
 static bool
 redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg,
-				int64 *unanswered, RlError *error)
+				int64 *unanswered, RlUsage *usage, RlError *error)
 {
 	Taking		taking = {actions, unanswered, took, arg};
 
 	return rl_redis_pipeline(take_script(actions[0]->limits), n, append_one, sent_one, read_one,
-							 &taking, error);
+							 &taking, usage, error);
 }
 
 /* Reads the one number that all but checks answer: how many things were done. */
@@ -547,12 +548,13 @@ read_refund_call(int i, const RlReply *reply, void *arg, RlError *error)
  * ratelimit.command_timeout.
  */
 bool
-rl_redis_refund_charges(RlRefundCall *calls, int n, bool no_throw, RlError *why, RlError *error)
+rl_redis_refund_charges(RlRefundCall *calls, int n, bool no_throw, RlUsage *usage, RlError *why,
+						RlError *error)
 {
 	RefundCalls all = {calls, why};
 
 	return rl_redis_pipeline_all(&rl_refund_charges_script, n, append_refund_call, read_refund_call,
-								 &all, no_throw, error);
+								 &all, no_throw, usage, error);
 }
 
 /*

@@ -188,7 +188,7 @@ begin_act(RlCells *view, const RlLimits *limits, int64 quota, RlTake how,
 }
 
 static bool
-local_take(const RlAction *action, RlDecision *decisions, int64 *at, RlError *error)
+local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlError *error)
 {
 	const RlLimits *limits = action->limits;
 	int64		quota = action->quota;
@@ -217,13 +217,13 @@ local_take(const RlAction *action, RlDecision *decisions, int64 *at, RlError *er
 		rl_algorithm(&limits->limit[0])->act_alone != NULL &&
 		take_alone(&view, &limits->limit[0], quota, decisions))
 	{
-		*at = view.now;
+		answer->at = view.now;
 		finish(&view);
 		return true;
 	}
 	if (!begin_act(&view, limits, quota, how, found, states, &ban, error))
 		return false;
-	*at = view.now;
+	answer->at = view.now;
 	banned_until = old_ban = ban == RL_NO_CELL ? 0 : rl_cell_at(&view, ban)->start;
 	rl_act(limits, states, &view.pool, &banned_until, view.now, quota, how != RL_PEEK, decisions);
 	for (int i = 0; how != RL_PEEK && i < limits->n; i++)

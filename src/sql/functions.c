@@ -26,7 +26,7 @@ asked_store(void)
 	const RlStore *store = rl_require_store();
 	RlError		error;
 
-	if (!rl_refunds_flush(&error) && !store->is_local)
+	if (!rl_refunds_flush(NULL, &error) && !store->is_local)
 		rl_raise(&error);
 	return store;
 }
@@ -201,9 +201,6 @@ rl_wait(PG_FUNCTION_ARGS)
 	int64		left = max_wait_argument(fcinfo, 3);
 	RlAnswer	answer = {0};
 
-	/* Its attempts are counted as one action. */
-	rl_redis_usage.round_trips = rl_redis_usage.us = 0;
-
 	/* Quota is only ever taken when its turn has come: others may be faster. */
 	for (;;)
 	{
@@ -271,10 +268,10 @@ rl_peek(PG_FUNCTION_ARGS)
 {
 	RlAction	action = action_arguments(fcinfo, RL_PEEK);
 	RlDecision	each[RL_MAX_LIMITS];
-	int64		at;
+	RlAnswer	answer = {0};
 	RlError		error;
 
-	if (!asked_store()->take(&action, each, &at, &error))
+	if (!asked_store()->take(&action, each, &answer, &error))
 		rl_raise(&error);
 	return_decisions(fcinfo, action.limits, each);
 	return (Datum) 0;

@@ -420,7 +420,7 @@ refund(Statement *statement, bool no_throw)
 		}
 		statement->batch = batch;
 		/* A store that has failed is not waited for again. */
-		failed = failed || !rl_redis_refund_charges(batch->calls, batch->n, no_throw, &statement->why,
+		failed = failed || !rl_redis_refund_charges(batch->calls, batch->n, no_throw, NULL, &statement->why,
 													&statement->why);
 		end_batch(statement);
 		/* Again, for a refusal that Redis sent before. */
