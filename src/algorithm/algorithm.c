@@ -1,12 +1,13 @@
 /*
  * algorithm.c
- *		What the algorithms have in common: pure functions of limits, their
- *		states, a time and a quota, with no I/O, no allocation and no backend calls.
+ *		The functions that the algorithms share: pure functions of limits, their
+ *		states, a time and a quota.  They do no I/O, allocate no memory and call
+ *		no function of the backend.
  *
- * All but GCRA count units in use, charged ones and refused ones together, of
- * which the oldest becomes free first; "the n-th unit" is the n-th oldest.  A
- * time in the future, left by a clock that was set back, counts as it stands and
- * never lets more through.
+ * All algorithms except GCRA count units in use: charged units and refused units
+ * together.  The oldest unit becomes free first; "the n-th unit" is the n-th
+ * oldest.  A state can have a time in the future, if the clock was set back.  It
+ * counts like any other time, and never allows more actions.
  */
 #include "postgres.h"
 
@@ -24,7 +25,7 @@ const RlAlgorithm *const rl_algorithms[RL_ALGORITHMS] = {
  * Units
  */
 
-/* For RlAlgorithm.fits. */
+/* For RlAlgorithm.fits */
 bool
 rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota)
 {
@@ -32,8 +33,9 @@ rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota)
 }
 
 /*
- * For RlAlgorithm.act.  Of refused units a limit keeps at most as many as its
- * largest count can be; the oldest of them go, and no charged ones.
+ * For RlAlgorithm.act.  A limit keeps at most RL_MAX_COUNT refused units, or its
+ * capacity if the algorithm keeps an entry for each unit.  Above that the oldest
+ * refused units are removed.
  */
 void
 rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, const RlAct *act,
@@ -69,7 +71,7 @@ rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, c
 	}
 }
 
-/* For RlAlgorithm.refund: the oldest units that were charged. */
+/* For RlAlgorithm.refund: refunds the oldest units that were charged */
 void
 rl_units_refund(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, int64 quota)
 {
@@ -85,7 +87,7 @@ rl_units_refund(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view
 	state->state_changed = true;
 }
 
-/* For RlAlgorithm.end. */
+/* For RlAlgorithm.end */
 int64
 rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
 {
@@ -95,14 +97,14 @@ rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
 	return rl_algorithm(limit)->next_free(limit, state, pool, &view, 0, view.charged + view.refused);
 }
 
-/* For RlAlgorithm.is_empty. */
+/* For RlAlgorithm.is_empty */
 bool
 rl_units_are_empty(const RlState *state)
 {
 	return state->charged == 0 && state->refused == 0;
 }
 
-/* For RlAlgorithm.numbers: the scripts' order, of which each reads what it needs. */
+/* For RlAlgorithm.numbers: each script reads the numbers that it needs */
 void
 rl_units_numbers(const RlLimit *limit, int64 quota pg_attribute_unused(), int64 *numbers)
 {
@@ -112,7 +114,7 @@ rl_units_numbers(const RlLimit *limit, int64 quota pg_attribute_unused(), int64 
 	numbers[3] = limit->from_first;
 }
 
-/* For RlAlgorithm.decide, with the four numbers that check.lua answers. */
+/* For RlAlgorithm.decide, with the four numbers that check.lua reports */
 bool
 rl_units_decide(const RlLimit *limit, int64 quota, RlVerdict verdict, const int64 *reported,
 				RlDecision *d)
@@ -147,7 +149,7 @@ rl_units_decide(const RlLimit *limit, int64 quota, RlVerdict verdict, const int6
  * Acting
  */
 
-/* True if a wait is longer than another; RL_NEVER is the longest. */
+/* Returns true if wait a is longer than wait b; RL_NEVER is the longest. */
 static bool
 longer_wait(int64 a, int64 b)
 {
@@ -166,10 +168,11 @@ all_allowed(const RlDecision *decisions, int n)
 }
 
 /*
- * One decision of many: that of the binding limit, whose index is returned in
- * *binding.  Refused, it is the one with the longest wait, otherwise the one
- * with the least remaining; the first of equals.  A limit that allowed the
- * action can have a wait too, if it was charged for the refusal.
+ * Returns the decision of an action from the decisions of its limits: that of the
+ * binding limit, and sets *binding to its index.  If the action is refused, the
+ * binding limit is the limit with the longest wait; otherwise it is the limit
+ * with the least remaining.  Of equal limits it is the first.  A limit that
+ * allows the action can have a wait too, if it counted the refusal.
  */
 RlDecision
 rl_combine(const RlDecision *decisions, int n, int *binding)
@@ -195,8 +198,8 @@ rl_combine(const RlDecision *decisions, int n, int *binding)
 }
 
 /*
- * Makes decisions account for a ban of the key, which ends after "left".  It is
- * in force, or this refusal has started it: nothing is free in either case.
+ * Changes the decisions for a ban of the key that ends after "left".  in_force is
+ * false if this refusal has started the ban.
  */
 void
 rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force)
@@ -218,7 +221,10 @@ rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force)
 	}
 }
 
-/* Counts a refusal, in a window of one period from the first. */
+/*
+ * Counts a refusal, in a window that begins with the first one and is one period
+ * long.  Returns the length of the ban that it starts, or 0.
+ */
 static int64
 count_refusal(const RlLimit *limit, RlState *state, int64 now, bool commit)
 {
@@ -239,10 +245,7 @@ count_refusal(const RlLimit *limit, RlState *state, int64 now, bool commit)
 	return count >= limit->ban_after ? limit->ban : 0;
 }
 
-/*
- * Returns how many spare chunks the pool must have for an action, if nothing
- * but this state needs them.
- */
+/* Returns how many spare chunks the pool must have for an action on this state. */
 int
 rl_chunks_wanted(const RlLimit *limit, const RlState *state, const RlPool *pool, int64 now, int64 quota)
 {
@@ -253,17 +256,14 @@ rl_chunks_wanted(const RlLimit *limit, const RlState *state, const RlPool *pool,
 	return algorithm->chunks_wanted(limit, state, pool, now, quota);
 }
 
-/* True if the state, but for what a ban counts, is as if never used. */
+/* Returns true if stores need not keep the state, unless a ban's refusals count. */
 bool
 rl_state_is_empty(const RlLimit *limit, const RlState *state)
 {
 	return rl_algorithm(limit)->is_empty(state);
 }
 
-/*
- * The time from which on a state that is kept is of no use: the limit is as if
- * never used, and no refusal counts.
- */
+/* Returns when a state can be deleted: nothing is charged, and no refusal counts. */
 int64
 rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
 {
@@ -277,11 +277,13 @@ rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
 }
 
 /*
- * One action: takes the quota from all the limits, or leaves what traces a
- * refusal leaves, and sets a decision for each limit.  Without commit only
- * decides what would be.  states has one for each limit, not marked as changed,
- * and the pool as many spare chunks as they want together; *banned_until is the
- * key's.
+ * Decides an action and sets a decision for each limit.  With commit, it charges
+ * the quota to all the limits, or counts the refusal, and sets *banned_until if
+ * the refusal starts a ban.
+ *
+ * states has one state for each limit, with its flags false.  The pool has as
+ * many spare chunks as rl_chunks_wanted returns for all of them together.
+ * *banned_until is the end of the key's ban, or any time that has passed.
  */
 void
 rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,
@@ -326,8 +328,8 @@ rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_unti
 }
 
 /*
- * Gives quota back to each of the limits, never above full.  Changes only states
- * in which some quota is charged.
+ * Refunds the quota at each of the limits, or as much of it as is charged there.
+ * Changes only states in which some quota is charged.
  */
 void
 rl_refund_quota(const RlLimits *limits, RlState *states, RlPool *pool, int64 now, int64 quota)
@@ -345,13 +347,14 @@ rl_refund_quota(const RlLimits *limits, RlState *states, RlPool *pool, int64 now
 /*
  * Charges
  *
- * What of a charge has been replenished since is not given back, or other actions
- * could have more than the limit promises.  An estimate never exceeds that.
+ * The refund of a charge leaves out what has been replenished since.  Otherwise
+ * other actions could get more than the limit promises.  Where the amount is
+ * estimated, the refund is never too large.
  */
 
 /*
- * The charge of an action that was allowed at the store's time "at", after
- * which the limit's reset_after was so long.
+ * Returns the charge of an action that was allowed.  "at" is the store's time,
+ * and reset_after is from the limit's decision.
  */
 RlCharge
 rl_charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
@@ -359,21 +362,21 @@ rl_charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
 	return rl_algorithm(limit)->charge(limit, quota, at, reset_after);
 }
 
-/* The amount of such a charge, but RL_MAX_BACKLOG at most; the quota may be any. */
+/* Returns the amount of a charge of any quota: at most RL_MAX_BACKLOG if in ns. */
 int64
 rl_charge_amount(const RlLimit *limit, int64 quota)
 {
 	return rl_charge(limit, quota, 0, 0).amount;
 }
 
-/* True if any two charges to the limit can be merged, not only those with one mark. */
+/* Returns true if any two charges to the limit merge, not only those with one mark. */
 bool
 rl_charges_merge(const RlLimit *limit)
 {
 	return rl_algorithm(limit)->left != NULL;
 }
 
-/* Adds a later charge that can be merged. */
+/* Adds a later charge, which must merge with this one. */
 void
 rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlCharge *later)
 {
@@ -385,7 +388,7 @@ rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlCharge *later)
 	charge->amount = Min(left, RL_MAX_BACKLOG - later->amount) + later->amount;
 }
 
-/* Gives a charge back.  Changes only a state in which some quota is charged. */
+/* Refunds a charge.  Changes only a state in which some quota is charged. */
 void
 rl_refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, const RlCharge *charge)
 {

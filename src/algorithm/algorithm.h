@@ -1,6 +1,6 @@
 /*
  * algorithm.h
- *		The algorithms as pure functions, for each module that keeps states.
+ *		The algorithms as pure functions, and the table of algorithms.
  */
 #ifndef ALGORITHM_H
 #define ALGORITHM_H
@@ -8,7 +8,7 @@
 #include "algorithm/log.h"
 #include "ratelimit.h"
 
-/* A state's logs. */
+/* The logs of a state. */
 #define RL_CHARGED			0
 #define RL_REFUSED			1
 
@@ -25,7 +25,7 @@
 typedef struct RlState
 {
 	int64		start;			/* TAT in ns, anchor, or the window's start; -1: none */
-	int64		charged;		/* not of throttle; of a token bucket, missing tokens */
+	int64		charged;		/* token_bucket: the missing tokens; throttle: 0 */
 	int64		refused;
 	RlLog		log[2];
 	int64		ban_since;		/* first refusal that counts for a ban */
@@ -36,7 +36,7 @@ typedef struct RlState
 
 #define RL_NO_STATE {.start = -1}
 
-/* A state as it is now: without what has become free, and with nothing changed. */
+/* A state as it is now, without the units that have become free. */
 typedef struct RlView
 {
 	int64		start;			/* as in RlState; of a throttle, the backlog in ns */
@@ -55,34 +55,32 @@ typedef enum RlVerdict
 	RL_VERDICT_BANNED			/* the key was banned before the action */
 } RlVerdict;
 
-/* An action, as each of its limits has to account for it. */
+/* An action, for each of its limits. */
 typedef struct RlAct
 {
 	int64		now;
 	int64		quota;
 	RlVerdict	verdict;
-	bool		commit;			/* else only decide what would be */
+	bool		commit;			/* false: only decide, and change no state */
 } RlAct;
 
-/*
- * What one action charged to one limit, and where: what is needed to refund it
- * after others have acted.
- */
+/* What one action charged to one limit, so that a later refund finds it. */
 typedef struct RlCharge
 {
-	int64		amount;			/* throttle: ns of backlog, else quota */
+	int64		amount;			/* throttle: ns of backlog; others: units */
 	int64		at;				/* the store's time */
-	int64		mark;			/* its place: an anchor of the bucket, the
-								 * window's start, the sub-window's number or
-								 * the entry's time; throttle: 0 */
+	int64		mark;			/* the place in the state: the bucket's anchor,
+								 * the window's start, the sub-window's number
+								 * or the entry's time; throttle: 0 */
 } RlCharge;
 
-/* Numbers of a limit that its script in Redis gets. */
+/* How many numbers of a limit the scripts in Redis get. */
 #define RL_NUMBERS			4
 
 /*
- * An algorithm.  No function of it does I/O, allocates memory or throws.
- * Algorithms that count units use the functions rl_units_...
+ * An algorithm: a row of the table.  Other code calls these functions and does
+ * not test which algorithm a limit has.  They do no I/O, allocate no memory and
+ * do not throw.  Algorithms that count units use the functions rl_units_...
  */
 typedef struct RlAlgorithm
 {
@@ -98,57 +96,72 @@ typedef struct RlAlgorithm
 	bool		has_from_first;
 	bool		has_count_denied;
 
-	/* Checks the numbers and derives the rest; returns false with the error set */
+	/* Checks the numbers and derives the rest.  Returns false with the error set. */
 	bool		(*complete) (RlLimit *limit, const char *count_name, RlError *error);
 
 	/*
 	 * States
 	 */
 
-	/* Sets the view of a state at a time */
+	/* Sets the view of the state at the time now. */
 	void		(*load) (const RlLimit *limit, const RlState *state, const RlPool *pool,
 						 int64 now, RlView *view);
-	/* True if the limit allows the quota */
+	/* Returns true if the limit allows the quota, which is at most the capacity. */
 	bool		(*fits) (const RlLimit *limit, const RlView *view, int64 quota);
-	/* Sets the figures of the decision, whose "allowed" is set, and with commit acts */
+	/*
+	 * Sets the decision except allowed, ban_left and source.  With act->commit, it
+	 * charges the quota, or counts the refusal, in the state.
+	 */
 	void		(*act) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 						const RlAct *act, RlDecision *decision);
-	/* Gives quota back, never above full */
+	/* Refunds the quota, or as much of it as is charged. */
 	void		(*refund) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
-						 int64 now, int64 quota);
-	/* Gives one earlier charge back, as far as it has not been replenished */
-	void		(*refund_charge) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
-						 int64 now, const RlCharge *charge);
+						   int64 now, int64 quota);
+	/* Refunds one charge, less the units that have been replenished since. */
+	void		(*refund_charge) (const RlLimit *limit, RlState *state, RlPool *pool,
+								  RlView *view, int64 now, const RlCharge *charge);
 
 	/*
-	 * A whole action under this limit alone, without a ban: sets the decision and
-	 * the state's start, and returns from when on the state is of no use.  NULL:
-	 * there is no such short way.  With it there is also a script of its own.
+	 * Decides and charges an action under one limit that has no ban.  Sets the
+	 * decision and the state's start, which is its whole state, and returns its
+	 * end.  NULL: the algorithm has no such fast path.  An algorithm that has it
+	 * also has a script for it: the Makefile lists it in ALONE.
 	 */
 	int64		(*act_alone) (const RlLimit *limit, int64 *start, int64 now, int64 quota,
 							  RlDecision *decision);
-	/* The time from which on a state that is not empty is of no use */
+	/* Returns when a state that is not empty can be deleted. */
 	int64		(*end) (const RlLimit *limit, const RlState *state, const RlPool *pool);
-	/* True if the state is as if never used, and is not kept */
+	/* Returns true if stores need not keep the state. */
 	bool		(*is_empty) (const RlState *state);
-	/* Spare chunks that an act may need; NULL: none */
+	/* Returns how many spare chunks an act may need.  NULL: none. */
 	int			(*chunks_wanted) (const RlLimit *limit, const RlState *state, const RlPool *pool,
 								  int64 now, int64 quota);
-	/* The charge of an action that was allowed, after which reset_after was so long */
+	/* Returns the charge of an action that was allowed with this reset_after. */
 	RlCharge	(*charge) (const RlLimit *limit, int64 quota, int64 at, int64 reset_after);
-	/* What is left of a charge when a later one comes; NULL: all, if they have one mark */
+	/*
+	 * Returns how much of a charge is not yet replenished at the time of a later
+	 * charge.  NULL: charges merge only if they have one mark.
+	 */
 	int64		(*left) (const RlLimit *limit, const RlCharge *charge, const RlCharge *later);
 
 	/*
 	 * Redis
 	 */
 
-	bool		has_logs;		/* its states are the logs of log.lua */
-	int64		split;			/* an amount is sent as amount / split and the rest */
-	/* Sets the numbers that the script needs for an action or a refund of the quota */
+	bool		has_logs;		/* states are logs as log.lua keeps them */
+	int64		split;			/* commands have amount / split and amount % split */
+	int			nreported;		/* how many numbers check.lua reports for a limit */
+
+	/*
+	 * Sets the RL_NUMBERS numbers of the limit for a command that takes or refunds
+	 * the quota.  With act_alone, the first two are what the command charges.
+	 */
 	void		(*numbers) (const RlLimit *limit, int64 quota, int64 *numbers);
-	int			nreported;		/* numbers that the script answers for the limit */
-	/* Sets the decision from these, which are not below 0; false if they are impossible */
+
+	/*
+	 * Sets the decision except ban_left and source from the reported numbers,
+	 * which are not negative.  Returns false if no action can have these numbers.
+	 */
 	bool		(*decide) (const RlLimit *limit, int64 quota, RlVerdict verdict,
 						   const int64 *reported, RlDecision *decision);
 
@@ -156,13 +169,13 @@ typedef struct RlAlgorithm
 	 * Only for the functions rl_units_...
 	 */
 
-	/* When the n-th oldest unit becomes free; units past those in use are taken now */
+	/* Returns when the n-th oldest unit becomes free, as if more units were taken now. */
 	int64		(*next_free) (const RlLimit *limit, const RlState *state, const RlPool *pool,
 							  const RlView *view, int64 now, int64 n);
-	/* Makes the state what the view is, with so many units more from now on */
+	/* Sets the state to the view, and adds units at the time now. */
 	void		(*keep) (const RlLimit *limit, RlState *state, RlPool *pool, const RlView *view,
 						 int64 now, int64 charged, int64 refused);
-	/* Leaves out the oldest units of a log; NULL: there is none */
+	/* Removes the oldest units of a log from the view.  NULL: there are no logs. */
 	void		(*skip) (const RlState *state, const RlPool *pool, RlView *view, int log,
 						 int64 units);
 } RlAlgorithm;
@@ -184,7 +197,7 @@ rl_algorithm(const RlLimit *limit)
 extern RlDecision rl_combine(const RlDecision *decisions, int n, int *binding);
 extern void rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force);
 
-/* What a store does with states */
+/* For stores */
 extern int	rl_chunks_wanted(const RlLimit *limit, const RlState *state, const RlPool *pool,
 							 int64 now, int64 quota);
 extern int64 rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
@@ -192,26 +205,27 @@ extern bool rl_state_is_empty(const RlLimit *limit, const RlState *state);
 extern void rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,
 				   int64 now, int64 quota, bool commit, RlDecision *decisions);
 extern void rl_refund_quota(const RlLimits *limits, RlState *states, RlPool *pool, int64 now,
-						 int64 quota);
+							int64 quota);
 extern RlCharge rl_charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after);
 extern int64 rl_charge_amount(const RlLimit *limit, int64 quota);
 extern bool rl_charges_merge(const RlLimit *limit);
 extern void rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlCharge *later);
 extern void rl_refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
-					const RlCharge *charge);
+							 const RlCharge *charge);
 
 /* For rows of algorithms that count units */
 extern bool rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota);
 extern void rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 						 const RlAct *act, RlDecision *decision);
 extern void rl_units_refund(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
-						  int64 now, int64 quota);
+							int64 now, int64 quota);
 extern int64 rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
 extern bool rl_units_are_empty(const RlState *state);
 extern void rl_units_numbers(const RlLimit *limit, int64 quota, int64 *numbers);
 extern bool rl_units_decide(const RlLimit *limit, int64 quota, RlVerdict verdict,
 							const int64 *reported, RlDecision *decision);
 
+/* Returns a / b, rounded up; a is not negative. */
 static inline int64
 rl_divide_up(int64 a, int64 b)
 {

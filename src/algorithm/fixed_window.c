@@ -1,9 +1,10 @@
 /*
  * fixed_window.c
- *		fixed_window: a counter per window of the clock, or from the first action.
+ *		fixed_window: a counter per window of the clock, or per window that
+ *		begins with the first action.
  *
- * The state is the latest window's start and its units.  A window that lies
- * ahead, after a step back of the clock, still counts.
+ * The state is the latest window's start and its units.  If the clock was set
+ * back, a window that begins in the future still counts.
  */
 #include "postgres.h"
 
@@ -28,6 +29,7 @@ load(const RlLimit *limit, const RlState *state, const RlPool *pool pg_attribute
 	view->refused = state->refused;
 }
 
+/* Returns the start of the window in which units are counted now. */
 static int64
 window(const RlLimit *limit, const RlView *view, int64 now)
 {

@@ -1,15 +1,15 @@
--- fixed_window: a counter per window of the clock, or from the first action.
+-- fixed_window: a counter per window of the clock, or per window that begins with
+-- the first action.
 --
 -- The field is "start charged" of the latest window, or "start charged refused"
--- if quota of refused actions was counted. ARGV has capacity, and 1 if the
--- window starts with the key's first action.
+-- if quota of refused actions was counted.
 
 algorithms.fixed_window = {
   read = function(l, capacity, _, _, from_first)
     l.capacity, l.from_first = tonumber(capacity), from_first == '1'
   end,
 
-  -- A window that lies ahead, after a step back of the clock, still counts.
+  -- If the clock was set back, a window that begins in the future still counts.
   load = function(l, value)
     l.start, l.charged, l.refused = l.from_first and now or now - now % l.period, 0, 0
     if value then

@@ -2,10 +2,10 @@
  * gcra.c
  *		throttle: the generic cell rate algorithm, a funnel.
  *
- * The state is the theoretical arrival time (TAT) in nanoseconds; how far it
- * lies after now is the backlog.  A full limit has a backlog of
- * capacity * interval, at most RL_MAX_SPAN, so that sums of two such terms fit
- * an int64.
+ * The state is the theoretical arrival time (TAT) in nanoseconds.  The backlog is
+ * the time from now until the TAT, or 0 if the TAT has passed.  The backlog is at
+ * most capacity * interval, and that is at most RL_MAX_SPAN, so that sums of two
+ * such numbers fit an int64.
  */
 #include "postgres.h"
 
@@ -28,14 +28,14 @@ us_rounded_up(int64 ns)
  * Backlogs
  */
 
-/* What the quota, which is at most the capacity, adds to the backlog. */
+/* Returns what the quota, which is at most the capacity, adds to the backlog. */
 static int64
 cost(const RlLimit *limit, int64 quota)
 {
 	return quota * limit->interval_ns;
 }
 
-/* What a refund of the quota, which may be any, subtracts: RL_MAX_BACKLOG at most. */
+/* Returns what a refund of any quota subtracts from the backlog, at most RL_MAX_BACKLOG. */
 static int64
 refund_of(const RlLimit *limit, int64 quota)
 {
@@ -51,8 +51,9 @@ fits_backlog(const RlLimit *limit, int64 backlog_ns, int64 quota)
 }
 
 /*
- * Sets the decision for the backlog before the action, which is charged if charge
- * is set and the limit allows it.  Returns the backlog after it.
+ * Sets the decision except ban_left and source for the backlog before the action.
+ * Returns the backlog after it.  The action is charged if charge is set and the
+ * limit allows it.
  */
 static int64
 act_on_backlog(const RlLimit *limit, int64 backlog_ns, int64 quota, bool charge, RlDecision *decision)
@@ -118,7 +119,7 @@ fits(const RlLimit *limit, const RlView *view, int64 quota)
 	return fits_backlog(limit, view->start, quota);
 }
 
-/* Keeps a backlog.  An empty one is forgotten, also for a clock that is set back. */
+/* Sets the backlog.  If it is empty, a clock that is set back must not find the TAT. */
 static void
 keep_backlog(RlState *state, int64 now, int64 backlog_ns)
 {
@@ -190,7 +191,7 @@ charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after pg_attribu
 	return (RlCharge) {refund_of(limit, quota), at, 0};
 }
 
-/* The cost of the quota, and the longest backlog that leaves room for it. */
+/* The cost of the quota, and the longest backlog that leaves room for it */
 static void
 numbers(const RlLimit *limit, int64 quota, int64 *numbers)
 {
@@ -203,7 +204,7 @@ numbers(const RlLimit *limit, int64 quota, int64 *numbers)
 	numbers[3] = room % NS_PER_US;
 }
 
-/* The script answers the backlog before the action. */
+/* check.lua reports the backlog before the action. */
 static bool
 decide(const RlLimit *limit, int64 quota, RlVerdict verdict, const int64 *reported, RlDecision *decision)
 {

@@ -1,10 +1,10 @@
--- throttle: GCRA, for the scripts that take a list of limits.
+-- throttle: GCRA, for scripts that get a list of limits.
 --
 -- The field is the theoretical arrival time (TAT) in decimal nanoseconds since
--- 1970, too long for a Lua number, so it is read as microseconds and
--- nanoseconds. ARGV has the cost of the quota and the longest backlog that
--- leaves room for it, in two parts each. l.us, l.ns: the backlog; l.used is only
--- more than 0 if that is.
+-- 1970. It is too long for a Lua number, so it is read as microseconds and
+-- nanoseconds. The limit's numbers are the cost of the quota, and the longest
+-- backlog that leaves room for it, in two parts each. l.us and l.ns are the
+-- backlog. l.used is more than 0 if the backlog is.
 
 algorithms.throttle = {
   read = function(l, cost_us, cost_ns, room_us, room_ns)

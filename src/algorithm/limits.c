@@ -1,7 +1,7 @@
 /*
  * limits.c
- *		The type rl_limits: its grammar, its canonical text, and the rules that
- *		a limit's numbers keep.
+ *		The type rl_limits: its grammar, its canonical text, and the rules for a
+ *		limit's numbers.
  *
  *	limits    := limit { ',' limit }
  *	limit     := [ algorithm ] count '/' period { option }
@@ -58,7 +58,7 @@ check_range(int64 value, int64 most, const char *name, RlError *error)
 	return false;
 }
 
-/* Sets the error of a limit that takes too long to become free; returns false. */
+/* Sets the error of a limit that takes too long to become free, and returns false. */
 bool
 rl_limit_is_too_long(RlError *error)
 {
@@ -68,9 +68,9 @@ rl_limit_is_too_long(RlError *error)
 }
 
 /*
- * Checks a limit whose algorithm, capacity, count, period, step (0: the
- * default) and options are set, and derives the rest.  count_name is what the
- * caller calls the count.  Returns false with the error set.
+ * Checks a limit that has its algorithm, capacity, count, period, step (0: the
+ * default) and options, and derives the rest.  count_name is the name of the
+ * count in errors.  Returns false with the error set.
  */
 bool
 rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error)
@@ -93,7 +93,7 @@ rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error)
  * Scanning
  */
 
-/* Of ASCII only, so that no locale changes what the text means. */
+/* Only ASCII digits and letters count, so that the text means the same in each locale. */
 static bool
 is_digit(char c)
 {
@@ -113,7 +113,7 @@ skip_space(Scan *scan)
 		scan->at++;
 }
 
-/* How long the word is that starts here; any other character is a word too. */
+/* Returns the length of the word that starts here.  Any other character is a word. */
 static int
 word_length(const Scan *scan)
 {
@@ -126,7 +126,7 @@ word_length(const Scan *scan)
 	return p - scan->at;
 }
 
-/* Fails, pointing at the word that starts here. */
+/* Sets the error that shows the word that starts here, and returns false. */
 static bool
 wrong_word(Scan *scan, const char *complaint)
 {
@@ -144,7 +144,7 @@ wrong_word(Scan *scan, const char *complaint)
 	return false;
 }
 
-/* Takes the word if it comes next. */
+/* Moves past the word if it comes next.  Returns false if it does not. */
 static bool
 take_word(Scan *scan, const char *word)
 {
@@ -166,7 +166,7 @@ scan_count(Scan *scan, int64 *count)
 	*count = 0;
 	for (p = scan->at; p < scan->end && is_digit(*p); p++)
 	{
-		/* Saturates above every range; the limit's rules refuse it. */
+		/* Stop above every range: rl_limit_complete rejects the number. */
 		if (*count <= RL_MAX_COUNT)
 			*count = *count * 10 + (*p - '0');
 	}
@@ -178,7 +178,7 @@ scan_count(Scan *scan, int64 *count)
 	return true;
 }
 
-/* A number with a unit; what is left of a microsecond is an error. */
+/* Scans a number with a unit.  The period must be a whole number of microseconds. */
 static bool
 scan_period(Scan *scan, int64 *period)
 {
@@ -220,7 +220,7 @@ scan_period(Scan *scan, int64 *period)
 		}
 		if (units[i].duration % divisor != 0)
 		{
-			/* The unit may still cancel what the digits do not. */
+			/* The product with the unit may be whole where the number is not. */
 			if (pg_mul_s64_overflow(number, units[i].duration, &number) ||
 				number % divisor != 0)
 				return wrong_word(scan, "A period is not a whole number of microseconds");
@@ -236,8 +236,8 @@ scan_period(Scan *scan, int64 *period)
 }
 
 /*
- * Takes one option if one comes next, and says so.  An option twice, or one
- * that the algorithm has not, is wrong.
+ * Scans one option and sets *found, to false if no option comes next.  An option
+ * that is given twice, or that the algorithm does not have, is an error.
  */
 static bool
 scan_option(Scan *scan, RlLimit *limit, bool *found)
@@ -349,8 +349,8 @@ scan_limit(Scan *scan, RlLimit *limit)
 }
 
 /*
- * Parses text of the given length, which need not be terminated.  Returns
- * false with the error set.
+ * Parses the text, which need not be terminated.  Returns false with the error
+ * set.
  */
 bool
 rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error)
@@ -418,7 +418,7 @@ append_limit(StringInfo text, const RlLimit *limit)
 		appendStringInfoString(text, " refund_on_abort");
 }
 
-/* The canonical text of one limit, palloc'd. */
+/* Returns the canonical text of one limit, palloc'd. */
 char *
 rl_limit_text(const RlLimit *limit)
 {
@@ -429,7 +429,7 @@ rl_limit_text(const RlLimit *limit)
 	return text.data;
 }
 
-/* The canonical text of limits, palloc'd. */
+/* Returns the canonical text of limits, palloc'd. */
 char *
 rl_limits_text(const RlLimits *limits)
 {
@@ -449,7 +449,7 @@ rl_limits_text(const RlLimits *limits)
  * SQL
  */
 
-/* What makes a limit, in numbers. */
+/* The numbers that a canonical text has of a limit */
 #define LIMIT_NUMBERS		7
 
 static void
@@ -465,7 +465,7 @@ limit_numbers(const RlLimit *limit, int64 *numbers)
 	numbers[6] = limit->ban_after;
 }
 
-/* True if the two have the same canonical text. */
+/* Returns true if the two have the same canonical text. */
 bool
 rl_limits_same(const RlLimits *a, const RlLimits *b)
 {
@@ -484,7 +484,7 @@ rl_limits_same(const RlLimits *a, const RlLimits *b)
 	return true;
 }
 
-/* To be called when all of the limits' numbers are set. */
+/* Sets refunds, timed and hash from the limits, which are complete. */
 void
 rl_limits_complete(RlLimits *limits)
 {

@@ -1,6 +1,6 @@
 /*
  * limits.h
- *		The type rl_limits, and the rules for a limit's numbers.
+ *		The type rl_limits, the rules for a limit's numbers, and state tags.
  */
 #ifndef LIMITS_H
 #define LIMITS_H
@@ -24,7 +24,7 @@ rl_same_tag(RlStateTag a, RlStateTag b)
 	return memcmp(&a, &b, sizeof(RlStateTag)) == 0;
 }
 
-/* True if the two limits would keep one state on one key. */
+/* Returns true if the two limits have one state on one key. */
 static inline bool
 rl_same_state(const RlLimit *a, const RlLimit *b)
 {

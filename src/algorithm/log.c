@@ -1,13 +1,12 @@
 /*
  * log.c
- *		Entries in chunks of one size: pure functions of logs and of the pool
- *		that their chunks come from, with no I/O, no allocation and no backend
- *		calls.
+ *		Logs: pure functions of logs and of the pool of their chunks.  They do no
+ *		I/O, allocate no memory and call no function of the backend.
  *
  * A log of n entries has at most n / 4 chunks and n / 128 blocks, whatever was
- * removed from the middle, as neighbours that fit into one are merged.  So each
- * function visits at most 64 chunks and the index, which is some 300 chunks for
- * a log of 100,000 entries.
+ * removed from its middle, because neighbours that fit into one are merged.  So
+ * each function visits at most 64 chunks and the index, which has about 300
+ * chunks for a log of 100,000 entries.
  */
 #include "postgres.h"
 
@@ -19,7 +18,7 @@ chunk_at(const RlPool *pool, uint32 number)
 	return &pool->chunks[number - 1];
 }
 
-/* Puts a list of n chunks among the spare ones. */
+/* Adds a list of n chunks to the spare chunks. */
 void
 rl_pool_put(RlPool *pool, uint32 first, uint32 last, uint32 n)
 {
@@ -30,7 +29,7 @@ rl_pool_put(RlPool *pool, uint32 first, uint32 last, uint32 n)
 	pool->nspare += n;
 }
 
-/* Takes a spare chunk, which must be there, and empties it. */
+/* Takes a spare chunk and empties it.  The pool must have one. */
 uint32
 rl_pool_get(RlPool *pool)
 {
@@ -103,7 +102,7 @@ chunk_units(const RlChunk *chunk)
 	return units;
 }
 
-/* Closes the open block, for which the index may need a chunk. */
+/* Closes the open block.  The index may need a spare chunk for it. */
 static void
 close_block(RlPool *pool, RlLog *log)
 {
@@ -129,7 +128,7 @@ close_block(RlPool *pool, RlLog *log)
 	log->nchunks = 0;
 }
 
-/* Removes the first closed block from the index; its chunks are the caller's. */
+/* Removes the first closed block from the index.  The caller has freed its chunks. */
 static void
 remove_first_block(RlPool *pool, RlLog *log)
 {
@@ -180,8 +179,8 @@ rl_log_newest(const RlPool *pool, const RlLog *log)
 }
 
 /*
- * Sets the cursor before the first entry that is later than gone, and returns
- * the units of those that are not.
+ * Sets the cursor before the first entry that is later than gone.  Returns the
+ * units of the entries before it.
  */
 int64
 rl_log_seek(const RlPool *pool, const RlLog *log, int64 gone, RlCursor *cursor)
@@ -214,7 +213,10 @@ rl_log_seek(const RlPool *pool, const RlLog *log, int64 gone, RlCursor *cursor)
 	return units;
 }
 
-/* What a cursor is before: a block, an entry, or nothing. */
+/*
+ * Returns the time and the units of the block or entry after the cursor; at the
+ * end, PG_INT64_MAX and 0.
+ */
 static RlEntry
 piece_at(const RlPool *pool, const RlCursor *cursor)
 {
@@ -229,7 +231,7 @@ piece_at(const RlPool *pool, const RlCursor *cursor)
 	return piece;
 }
 
-/* Moves a cursor, which is not at the end, past what it is before. */
+/* Moves the cursor past the block or entry after it.  It must not be at the end. */
 static void
 advance(const RlPool *pool, const RlLog *log, RlCursor *cursor)
 {
@@ -249,7 +251,7 @@ advance(const RlPool *pool, const RlLog *log, RlCursor *cursor)
 		cursor->chunk = RL_NO_CHUNK;
 }
 
-/* Moves the cursor past so many units. */
+/* Moves the cursor past this number of units, or to the end. */
 void
 rl_log_skip(const RlPool *pool, const RlLog *log, RlCursor *cursor, int64 units)
 {
@@ -273,8 +275,8 @@ rl_log_skip(const RlPool *pool, const RlLog *log, RlCursor *cursor, int64 units)
 }
 
 /*
- * Returns the time of the n-th oldest unit of two logs together, from the
- * cursors on; there must be as many.
+ * Returns the time of the n-th oldest unit after the cursors in both logs
+ * together.  There must be at least n units.  Moves the cursors.
  */
 int64
 rl_log_unit(const RlPool *pool, const RlLog *const logs[2], RlCursor cursors[2], int64 n)
@@ -286,7 +288,7 @@ rl_log_unit(const RlPool *pool, const RlLog *const logs[2], RlCursor cursors[2],
 
 		/*
 		 * All units up to the older piece's time are in these two pieces.  If
-		 * those are fewer than n, the piece is passed without a look into it.
+		 * they have fewer than n units, the older piece is passed as a whole.
 		 */
 		if (pieces[0].units + pieces[1].units >= n)
 		{
@@ -317,7 +319,7 @@ drop_chunks(RlPool *pool, uint32 *first, uint32 last, uint32 n)
 	*first = next;
 }
 
-/* Removes what is ahead of the cursor. */
+/* Removes everything before the cursor, and puts the chunks into the pool. */
 void
 rl_log_cut(RlPool *pool, RlLog *log, const RlCursor *cursor)
 {
@@ -383,8 +385,8 @@ rl_log_clear(RlPool *pool, RlLog *log)
 }
 
 /*
- * Appends units at a time that is not before the newest entry's.  As many spare
- * chunks must be there as rl_log_chunks_wanted says.
+ * Appends units at a time that is not earlier than the newest entry's.  The pool
+ * must have as many spare chunks as rl_log_chunks_wanted returns.
  */
 void
 rl_log_append(RlPool *pool, RlLog *log, int64 time, int64 units)
@@ -413,7 +415,7 @@ rl_log_append(RlPool *pool, RlLog *log, int64 time, int64 units)
 	last->entry[last->n++] = (RlEntry) {time, units};
 }
 
-/* Moves the next chunk's entries into the chunk if it has room; true if it had. */
+/* Moves the next chunk's entries into the chunk.  Returns false if they do not fit. */
 static bool
 merge_chunks(RlPool *pool, RlBlock *block, uint32 number)
 {
@@ -436,7 +438,7 @@ merge_chunks(RlPool *pool, RlBlock *block, uint32 number)
 	return true;
 }
 
-/* Removes at most so many units with that time from a chunk; returns how many. */
+/* Removes up to this number of units of the time from a chunk.  Returns how many. */
 static int64
 remove_from_chunk(RlChunk *chunk, int64 time, int64 units)
 {
@@ -464,7 +466,7 @@ remove_from_chunk(RlChunk *chunk, int64 time, int64 units)
 	return units - left;
 }
 
-/* The same for a block; it may be empty then. */
+/* Does the same for a block, which may be empty afterwards. */
 static int64
 remove_from_block(RlPool *pool, RlBlock *block, int64 time, int64 units)
 {
@@ -508,14 +510,14 @@ remove_from_block(RlPool *pool, RlBlock *block, int64 time, int64 units)
 	return units - left;
 }
 
-/* Drops empty blocks from the index, and makes one of neighbours that fit into one. */
+/* Removes empty blocks from the index, and merges neighbours that fit into one. */
 static void
 compact_index(RlPool *pool, RlLog *log)
 {
-	RlBlock    *kept = NULL;	/* the last block so far */
-	uint32		to = log->index_first;	/* where the next one is kept */
-	uint32		to_i = 0;
-	uint32		last = RL_NO_CHUNK; /* the chunk of the last one */
+	RlBlock    *kept = NULL;	/* the last block that is kept so far */
+	uint32		to = log->index_first;	/* the next block is kept here, */
+	uint32		to_i = 0;		/* at this index */
+	uint32		last = RL_NO_CHUNK; /* the chunk of the last kept block */
 
 	for (uint32 from = log->index_first; from != RL_NO_CHUNK; from = chunk_at(pool, from)->next)
 	{
@@ -547,7 +549,7 @@ compact_index(RlPool *pool, RlLog *log)
 			}
 		}
 	}
-	/* What comes after the last one is spare. */
+	/* The chunks after the last kept block become spare. */
 	to = last == RL_NO_CHUNK ? log->index_first : chunk_at(pool, last)->next;
 	while (to != RL_NO_CHUNK)
 	{
@@ -563,10 +565,7 @@ compact_index(RlPool *pool, RlLog *log)
 	log->index_last = last;
 }
 
-/*
- * Removes at most so many units of the entries with that time, and returns how
- * many these were.
- */
+/* Removes up to this number of units of the entries with the time.  Returns how many. */
 int64
 rl_log_remove(RlPool *pool, RlLog *log, int64 time, int64 units)
 {

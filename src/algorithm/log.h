@@ -1,7 +1,7 @@
 /*
  * log.h
- *		Entries in chunks of one size: the counters of a sliding window, and the
- *		actions of a sliding log.
+ *		Logs: entries in chunks of one size.  The entries are the counters of a
+ *		sliding window, or the actions of a sliding log.
  */
 #ifndef LOG_H
 #define LOG_H
@@ -11,27 +11,27 @@
 #define RL_BLOCK_CHUNKS		64
 #define RL_NO_CHUNK			0	/* chunks are numbered from 1 */
 
-/* Units that count since a time; of a sliding window, since a sub-window's number. */
+/* Units that were charged or refused at one time, or in one sub-window */
 typedef struct RlEntry
 {
-	int64		time;
+	int64		time;			/* or the sub-window's number */
 	int64		units;
 } RlEntry;
 
-/* A list of chunks of entries, none of them empty, with their sum. */
+/* A list of chunks of entries, none of them empty, with the sum of their units */
 typedef struct RlBlock
 {
 	int64		newest;			/* time of the last entry */
-	uint32		units;			/* at most those of a sliding log */
+	uint32		units;			/* fits: only sliding logs are so long */
 	uint32		first;
 	uint32		last;
 	uint32		nchunks;
 } RlBlock;
 
-/* The chunk that makes up every log, and also the lists of spare chunks. */
+/* A chunk of a log, or in a list of spare chunks */
 typedef struct RlChunk
 {
-	uint32		next;			/* the next of its list, or RL_NO_CHUNK */
+	uint32		next;			/* in its list, or RL_NO_CHUNK */
 	uint32		n;				/* entries, or blocks, in use */
 	union
 	{
@@ -42,9 +42,9 @@ typedef struct RlChunk
 } RlChunk;
 
 /*
- * A log, oldest entry first: no entry is older than the entry before it.
- * A full block is closed: it is listed in the index, so that a long log can be
- * searched and cut without visiting each chunk.  A log of zeros is empty.
+ * A log, oldest entry first: no entry is older than the entry before it.  A full
+ * block is closed: the index lists it, so that searching and cutting a long log
+ * does not visit each chunk.  A log of zeros is empty.
  */
 typedef struct RlLog
 {
@@ -56,9 +56,9 @@ typedef struct RlLog
 } RlLog;
 
 /*
- * Where logs get chunks from and put them: the chunk with number n is
- * chunks[n - 1].  The owner puts enough spare chunks here before an act, and
- * takes what is left after it.
+ * The chunks of all logs of a store: the chunk with number n is chunks[n - 1].
+ * Logs take spare chunks from here and put free chunks here.  Before an act, the
+ * owner puts enough spare chunks here.  After it, the owner takes the rest.
  */
 typedef struct RlPool
 {
@@ -68,14 +68,14 @@ typedef struct RlPool
 	uint32		nspare;
 } RlPool;
 
-/* A place in a log: before an entry or, if whole is set, before a closed block. */
+/* A position in a log: before an entry or, if whole is set, before a closed block */
 typedef struct RlCursor
 {
 	uint32		index;			/* the closed block's chunk; RL_NO_CHUNK: the open block */
-	uint32		block;			/* and its place there */
+	uint32		block;			/* and its index there */
 	uint32		chunk;			/* RL_NO_CHUNK: at the end */
 	uint32		i;				/* entry in the chunk */
-	int64		skipped;		/* units of the entry that are passed already */
+	int64		skipped;		/* units of the entry before the position */
 	bool		whole;
 } RlCursor;
 

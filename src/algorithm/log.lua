@@ -1,4 +1,4 @@
--- The logs of a sliding_log: entries, each a time and its units, oldest first.
+-- The logs of a sliding_log: entries, oldest first. An entry is a time and units.
 --
 -- An entry is a record of 22 digits: 16 of its time, 6 of its units. The newest
 -- entries, up to 64, are the tail, which is in the log's own field: "units
@@ -7,15 +7,18 @@
 -- has a record of 32 digits: 16 of its newest time, 6 of its units, 10 of n.
 --
 -- A log with chunks has the field "units dead first skip cut next records":
--- dead is the lowest n that may still have a field, first is the oldest chunk's
--- n, skip is how many of its records have been cut off, cut is how many units
--- these have, and next is the n of the next chunk. So what becomes free is cut
--- off without a change of the chunk or of the index. The fields of chunks that
--- were cut off are deleted later, up to DELETIONS of them in a call.
+-- - dead is the lowest n that may still have a field
+-- - first is the oldest chunk's n
+-- - skip is how many records of the oldest chunk have been cut off
+-- - cut is how many units these records have
+-- - next is the n of the next chunk
+-- So entries that become free are cut off, and the chunk and the index stay the
+-- same. The fields of chunks that were cut off are deleted later, up to DELETIONS
+-- of them in a call.
 --
--- Here log.text from log.at on is the tail, and log.added is an entry after it.
--- Each call makes all functions again, and the longer a string is, the longer it
--- takes to make it. So there are few of both.
+-- In Lua, log.text from log.at on is the tail, and log.added is an entry after it.
+-- Each call makes all functions again, and a long string takes long to make. So
+-- there are few functions and few long strings.
 
 local RECORD, INDEX = 22, 32
 local TAIL, CHUNK = 64 * RECORD, 256 * RECORD
@@ -72,7 +75,7 @@ local function set_chunk(log, n, text)
   log.texts[n], log.written[n] = text, true
 end
 
--- Replaces some bytes of the index by a chunk's record, or by nothing.
+-- Replaces bytes of the index with a chunk's record, or without n deletes them.
 local function set_index(log, from, to, time, units, n)
   local entry = n and string.format('%016.0f%06.0f%010.0f', time, units, n) or ''
   log.index = sub(log.index, 1, from - 1) .. entry .. sub(log.index, to)
@@ -93,7 +96,7 @@ local function clear(log)
   end
 end
 
--- Sets the time of the newest entry; 0: there is none.
+-- Sets the time of the newest entry, or 0 if there is none.
 local function find_newest(log)
   if log.at < #log.text then
     log.newest = time_at(log.text, #log.text - RECORD + 1)
@@ -102,6 +105,7 @@ local function find_newest(log)
   end
 end
 
+-- Cuts off the entries that were free at the time "gone".
 local function expire(log, gone)
   if log.newest <= gone then
     clear(log)
@@ -119,7 +123,7 @@ local function expire(log, gone)
   if time_at(text, from) > gone then
     return
   end
-  -- Most often it is one entry.
+  -- In most calls it is one entry.
   local at = from + RECORD
   if time_at(text, at) <= gone then
     at = after(text, RECORD, at, gone)
@@ -133,7 +137,7 @@ local function expire(log, gone)
   end
 end
 
--- Reads a log, without what was free at the time "gone".
+-- Reads a log without the entries that were free at the time "gone".
 local function open_log(name, value, gone)
   if not value then
     return {name = name, units = 0, newest = 0, text = '', at = 1, index = '', added = ''}
@@ -158,7 +162,7 @@ local function open_log(name, value, gone)
   return log
 end
 
--- Queues what has changed. An entry counts for a period.
+-- Queues the changed fields. An entry counts for a period.
 local function save_log(log, period)
   local us, header = log.newest + period - now, ''
   if log.next then

@@ -1,7 +1,7 @@
--- The logs of a sliding_log: what adds to them and cuts them.
+-- The logs of a sliding_log: functions that add entries and cut them off.
 
--- Passes over n units; returns the position of the record in which they end,
--- and how many of the n are in it.
+-- Passes n units. Returns the position of the record in which they end, and how
+-- many of the n units are in it.
 local function pass(text, size, at, n)
   for from = at + 16, #text, size do
     local units = sub(text, from, from + 5) + 0
@@ -13,7 +13,7 @@ local function pass(text, size, at, n)
   return #text + 1, n
 end
 
--- Returns the text with so many units less in one of its records.
+-- Returns the text with this number of units removed from one of its records.
 local function without(text, at, units)
   local left = units_at(text, at) - units
   local entry = left > 0 and sub(text, at, at + 15) .. string.format('%06.0f', left) or ''
@@ -43,7 +43,7 @@ local function move_tail(log)
   set_index(log, at, at, log.newest, units, n)
 end
 
--- Adds units at a time, which is no earlier than the newest entry's.
+-- Adds units at a time that is not earlier than the newest entry's.
 local function add(log, time, units)
   log.units, log.changed = log.units + units, true
   if log.newest == time and log.at < #log.text then
@@ -56,7 +56,7 @@ local function add(log, time, units)
   log.added, log.newest = string.format('%016.0f%06.0f', time, units), time
 end
 
--- Cuts off the oldest n units, which the log has.
+-- Cuts off the oldest n units. The log must have them.
 local function cut_units(log, n)
   log.units, log.changed = log.units - n, true
   if log.units == 0 then

@@ -1,6 +1,6 @@
--- sliding_log: the refund of one charge, which may lie in the middle of the log.
+-- sliding_log: the refund of one charge, which may be in the middle of the log.
 
--- Writes the oldest chunk without what was cut off.
+-- Sets the oldest chunk to what is left of it after the cuts.
 local function tidy(log)
   if log.skip > 0 then
     set_chunk(log, log.first, string.sub(chunk(log, log.first), log.skip * RECORD + 1))
@@ -14,8 +14,8 @@ local function delete_chunk(log, n)
   drop(field_of(log, n))
 end
 
--- Joins the chunk at a position of the index to its neighbour, if the two have
--- no more records than one may have.
+-- Joins the chunk at a position of the index with a neighbour, if both together
+-- fit into one chunk.
 local function join(log, at)
   for _, i in ipairs({at, at - INDEX}) do
     local j = i + INDEX
@@ -32,7 +32,8 @@ local function join(log, at)
   end
 end
 
--- Gives the chunk at a position of the index a text that has so many units less.
+-- Sets the text of the chunk at a position of the index. "part" is how many units
+-- it has lost.
 local function shrink_chunk(log, i, text, part)
   local n, units = number_at(log.index, i), units_at(log.index, i) - part
   if text == '' then
@@ -47,7 +48,7 @@ local function shrink_chunk(log, i, text, part)
   end
 end
 
--- Takes out up to n units of a time.
+-- Removes up to n units of a time.
 local function remove(log, time, n)
   while n > 0 and log.units > 0 do
     local text, i = sub(log.text, log.at)

@@ -2,15 +2,15 @@
  * sliding.c
  *		sliding_window and sliding_log: entries, each with its time and its units.
  *
- * The time of a sliding_window's entry is the number of a sub-window: number k
- * counts while (k + 1) * step > now - period.
+ * The time of an entry of a sliding_window is the number of a sub-window.
+ * Sub-window k counts while (k + 1) * step > now - period.
  */
 #include "postgres.h"
 
 #include "algorithm/algorithm.h"
 #include "error.h"
 
-/* The shortest step that divides the period and is at least a 60th of it. */
+/* Returns the shortest step that divides the period and is at least a 60th of it. */
 static int64
 default_step(int64 period)
 {
@@ -45,7 +45,7 @@ complete_log(RlLimit *limit pg_attribute_unused(), const char *count_name pg_att
  * Times
  */
 
-/* When an entry's units become free. */
+/* Returns when the units of an entry become free. */
 static int64
 entry_expiry(const RlLimit *limit, int64 time)
 {
@@ -54,7 +54,7 @@ entry_expiry(const RlLimit *limit, int64 time)
 	return time + limit->period;
 }
 
-/* The latest time of an entry whose units are free; below 0 if there is none. */
+/* Returns the latest time of an entry whose units are free; negative: there is none. */
 static int64
 gone_until(const RlLimit *limit, int64 now)
 {
@@ -63,7 +63,7 @@ gone_until(const RlLimit *limit, int64 now)
 	return now < limit->period ? -1 : (now - limit->period) / limit->step - 1;
 }
 
-/* Of an entry that is made now; entries' times never decrease. */
+/* Returns the time of an entry that is made now; times of entries never decrease. */
 static int64
 entry_time(const RlLimit *limit, const RlView *view, int64 now)
 {
@@ -153,7 +153,7 @@ refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, 
 {
 	if (view->charged == 0)
 		return;
-	/* Only entries that count are left then. */
+	/* Keep only the entries that count, so that no free unit is refunded. */
 	keep(limit, state, pool, view, now, 0, 0);
 	state->charged -= rl_log_remove(pool, &state->log[RL_CHARGED], charge->mark, charge->amount);
 	state->state_changed = true;

@@ -1,16 +1,16 @@
--- sliding_log: every action's time; an entry exactly one period old is gone.
+-- sliding_log: the time of every action. An entry that is one period old is free.
 --
--- l.log has what was charged, l.denied what was refused; see log.lua. ARGV has
--- capacity.
+-- l.log is the log of the charged units, l.denied of the refused units; see
+-- log.lua.
 
--- Returns the time of the n-th oldest unit of two logs. A chunk is passed over
--- whole while the two cursors' units are less than n: then the n-th unit is
--- later than the newest of one of them. The inner loop, which may have a
--- thousand turns, has all in local variables.
+-- Returns the time of the n-th oldest unit of two logs. A chunk is passed as a
+-- whole while the units at the two cursors are fewer than n: then the n-th unit is
+-- later than the newest entry of one of the two chunks. The inner loop may run a
+-- thousand times, so it uses only local variables.
 local function time_of_unit(log_a, log_b, n)
-  -- A cursor is in the index or in the records of a chunk or of the tail; c.time
-  -- and c.units are of the record there. c.back is where in the index it goes on
-  -- after a chunk. Past the log's end c.time is infinite.
+  -- A cursor is at a record of the index, of a chunk or of the tail; c.time and
+  -- c.units are the record's. c.back is the position of the index after the chunk.
+  -- At the log's end c.time is infinite.
   local function look(c)
     if c.at > #c.text and c.back then
       c.text, c.size, c.at, c.back = c.log.index, INDEX, c.back, nil

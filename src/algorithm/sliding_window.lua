@@ -1,14 +1,14 @@
--- sliding_window: counters of sub-windows, of which number k counts while
+-- sliding_window: counters of sub-windows. Sub-window k counts while
 -- (k + 1) * step > now - period.
 --
--- The field is "used k:count k:count ...": the quota in use, the newest
--- counter, then the others, oldest first. "used" and each "count" is "charged",
--- or "charged:refused" if quota of refused actions was counted. Most calls
--- touch only the first of the counters, so the others stay text. ARGV has
--- capacity, step. l.k, l.new: the newest counter's number and what it counts;
--- l.others from l.from on: the others that count.
+-- The field is "used k:count k:count ...": the quota in use, the newest counter,
+-- then the other counters, oldest first. "used" and each "count" is "charged", or
+-- "charged:refused" if quota of refused actions was counted. Most calls use only
+-- the newest counter, so the others stay text. l.k and l.new are the newest
+-- counter's number and count. l.others, from l.from on, has the other counters
+-- that count.
 
--- What a counter counts, and all of them: quota by its kind.
+-- Returns the text of a count, or of l itself: all that is in use.
 local function count_text(count)
   if count.refused > 0 then
     return string.format('%.0f:%.0f', count.charged, count.refused)
@@ -25,7 +25,8 @@ algorithms.sliding_window = {
     l.capacity, l.step = tonumber(capacity), tonumber(step)
   end,
 
-  -- The counter in l.others at a position: k, what it counts, where the next is.
+  -- Returns the counter at a position of l.others: its k, its count, and the
+  -- position of the next counter.
   other = function(l, at)
     local k, charged, refused, next = string.match(l.others, '^ (%d+):(%d+):?(%d*)()', at)
     if k then
@@ -83,7 +84,7 @@ algorithms.sliding_window = {
     l:free('charged', math.min(quota, l.charged))
   end,
 
-  -- Frees the oldest units of a kind; if k is given, only those of that counter.
+  -- Frees the oldest units of a kind, or with k only those of counter k.
   free = function(l, kind, units, k)
     local kept, at, total = '', l.from, l[kind]
     while units > 0 do
@@ -106,7 +107,7 @@ algorithms.sliding_window = {
     end
     l.others, l.from = kept .. string.sub(l.others, at), 1
     if l.new.charged + l.new.refused == 0 and l.used > 0 then
-      -- The newest of the others takes its place.
+      -- The newest of the other counters becomes the newest counter.
       local last = string.match(l.others, '.*() ')
       l.k, l.new = l:other(last)
       l.others = string.sub(l.others, 1, last - 1)

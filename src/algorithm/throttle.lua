@@ -1,11 +1,12 @@
--- GCRA, one limit: takes quota, or looks if the cost is 0.
+-- throttle: the script for one limit without a ban. If the cost is 0, it only
+-- looks.
 --
--- ARGV[2] field of the TAT; ARGV[3], ARGV[4] cost of the quota; ARGV[5],
--- ARGV[6] the longest backlog that leaves room for it: each in microseconds
--- and the nanoseconds that are left. Returns the backlog before the action in
--- nanoseconds, negative if refused, and as text if it is too long for a
--- number. Under a ban returns two: what is left of it in microseconds, and
--- the backlog.
+-- ARGV[2] is the limit's tag. ARGV[3] and ARGV[4] are the cost of the quota;
+-- ARGV[5] and ARGV[6] are the longest backlog that leaves room for it; each in
+-- microseconds and nanoseconds. Returns the backlog before the action in
+-- nanoseconds, negative if the action is refused, and as text if it is too long
+-- for a number. Under a ban, returns two numbers: the rest of the ban in
+-- microseconds, and the backlog.
 
 local tag = ARGV[2]
 local state = redis.call('HMGET', hash, tag, 'ban')
@@ -39,8 +40,8 @@ else
     end
     redis.call('HSET', hash, tag, string.format('%.0f%03.0f', now + tat_us, tat_ns))
     local ms = string.format('%.0f', math.max(tat_us / 1000, least_ttl) + 1)
-    -- GT serves a hash that has an expiry, NX one that has none: a new one, or
-    -- one that has lost it. The likely comes first.
+    -- GT is for a hash with an expiry. NX is for a new hash, or one that has lost
+    -- its expiry. The likely case comes first.
     local had_none
     if tat then
       had_none = redis.call('PEXPIRE', hash, ms, 'GT') == 0 and redis.call('PEXPIRE', hash, ms, 'NX') == 1

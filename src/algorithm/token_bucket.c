@@ -2,9 +2,9 @@
  * token_bucket.c
  *		token_bucket: count tokens arrive together each period.
  *
- * The state is how many tokens are missing, and the anchor: since when the
- * period runs that brings the next ones.  A full bucket has no state; the next
- * take sets the anchor.
+ * The state is the number of missing tokens, and the anchor: the start of the
+ * period at whose end the next tokens arrive.  A full bucket has no anchor; the
+ * next action sets it.
  */
 #include "postgres.h"
 
@@ -24,14 +24,14 @@ complete(RlLimit *limit, const char *count_name pg_attribute_unused(), RlError *
 	return rl_limit_is_too_long(error);
 }
 
-/* How many lumps of tokens have arrived since an anchor. */
+/* Returns how many lumps of tokens have arrived since the anchor. */
 static int64
 lumps_since(const RlLimit *limit, int64 anchor, int64 now)
 {
 	return now > anchor ? (now - anchor) / limit->period : 0;
 }
 
-/* What is left of missing tokens after so many lumps. */
+/* Returns how many of the missing tokens are still missing after the lumps. */
 static int64
 less_lumps(const RlLimit *limit, int64 units, int64 lumps)
 {
@@ -68,14 +68,14 @@ keep(const RlLimit *limit pg_attribute_unused(), RlState *state, RlPool *pool pg
 	state->start = state->charged == 0 ? -1 : view->start >= 0 ? view->start : now;
 }
 
-/* The script keeps the field of a full bucket, so the local store keeps its cell. */
+/* The script keeps the field of a full bucket, so the local store does so too. */
 static bool
 is_empty(const RlState *state pg_attribute_unused())
 {
 	return false;
 }
 
-/* True if two anchors are of one series: the bucket was never full between. */
+/* Returns true if the anchors are of one series: the bucket was not full in between. */
 static bool
 same_series(const RlLimit *limit, int64 a, int64 b)
 {

@@ -1,8 +1,8 @@
 -- token_bucket: refill tokens arrive together each period.
 --
--- The field is "anchor missing": how many tokens are missing, and since when
--- the period runs that brings the next ones. A full bucket has no field; the
--- next take sets the anchor. ARGV has capacity, refill.
+-- The field is "anchor missing": the start of the period at whose end the next
+-- tokens arrive, and the number of missing tokens. A bucket that was never used
+-- has no field. The action that finds a full bucket sets the anchor.
 
 algorithms.token_bucket = {
   read = function(l, capacity, refill)
@@ -38,7 +38,7 @@ algorithms.token_bucket = {
     end
   end,
 
-  -- At most a hundred years, which a limit needs only if its numbers changed.
+  -- At most a hundred years: more is possible only if the limit's numbers changed.
   wait = function(l, needed)
     return l.anchor + math.min(math.ceil(needed / l.refill) * l.period, 3155760000000000) - now
   end,

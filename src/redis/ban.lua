@@ -1,4 +1,5 @@
--- Bans the key for ARGV[3] microseconds. ARGV[2] is not used.
+-- Bans the key. ARGV[3], the quota of other scripts, is the ban's length in
+-- microseconds. ARGV[2] is not used.
 
 put('ban', string.format('%.0f', now + quota), quota)
 write()

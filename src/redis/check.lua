@@ -1,14 +1,18 @@
--- Takes quota from all limits or from none. ARGV[2] is 1 if it is to be done,
--- 0 if it is only asked what would be.
+-- Charges the quota to all limits or to none. ARGV[2] is 1, or 0 to decide only
+-- and write nothing.
 --
--- Returns the verdict (0: allowed, -1: refused, else what is left of a ban in
--- microseconds), the length of a ban that this refusal brings, and the time.
--- Then for a throttle the backlog before the action in nanoseconds; for any
--- other limit four: 1 if it allows the action, the quota in use after it, and in
--- how many microseconds the same call can succeed and nothing will be in use.
+-- Returns the verdict (0: allowed, -1: refused, else the rest of a ban in
+-- microseconds), the length of the ban that this refusal starts (0: none), and
+-- the time. Then come the numbers of each limit. For a limit whose algorithm has
+-- "fits", it is the backlog before the action in nanoseconds. For other limits
+-- they are: 1 if the limit allows the action, the quota in use after the action,
+-- the wait until the same call can succeed, and the wait until nothing is in use,
+-- both in microseconds. The row of the algorithm in C reads them ("decide").
 
--- Counts a refusal, in a window of one period from the first; returns the ban
--- that it brings, or 0.
+local COMMIT = ARGV[2] == '1'
+
+-- Counts a refusal, in a window that begins with the first one and is one period
+-- long. Returns the length of the ban that it starts, or 0.
 local function count_refusal(l)
   local start, count = now, 0
   if l.refusals then
@@ -70,7 +74,7 @@ for _, l in ipairs(limits) do
   end
 end
 
-if ARGV[2] == '1' then
+if COMMIT then
   for _, l in ipairs(limits) do
     if l.changed then
       l:save()

@@ -1,16 +1,16 @@
--- The time; this is put in front of every script.
+-- The time. Each script of a key begins with this file.
 --
--- KEYS[1] is a key's hash. ARGV[1] is the time in microseconds, or empty for
--- Redis's own clock. Numbers stay below 2^53; they become text by %.0f.
+-- KEYS[1] is the key's hash. ARGV[1] is the time in microseconds, or empty for
+-- Redis's own clock. Numbers stay below 2^53; %.0f makes them text.
 
 local hash = KEYS[1]
 local now = tonumber(ARGV[1])
 local least_ttl = 0
--- For a hash that somebody has deprived of its expiry: in a hundred years, in
--- milliseconds, every field of it has become of no use.
+-- For a hash that has lost its expiry: a hundred years in milliseconds. No field
+-- is of use for longer.
 local lost_ttl = '3155760000000'
 if now then
-  -- Time that a test sets does not pass while it runs: keep all for an hour.
+  -- A time that a test sets does not pass: keep everything for an hour.
   least_ttl = 3600000
 else
   local clock = redis.call('TIME')

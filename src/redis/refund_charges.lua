@@ -1,13 +1,13 @@
--- Takes charges of one key back, as far as they have not leaked since; see
--- rl_refund_charge in algorithm.c. ARGV[2] and ARGV[3] are not used. Each charge is a
--- limit's ten arguments and four more: the amount, of a throttle in
--- microseconds and the nanoseconds that are left, the time of the charge, and
--- its mark.
+-- Refunds charges of one key, less the quota that has been replenished since, as
+-- rl_refund_charge in algorithm.c does. ARGV[2] and ARGV[3] are not used. Each
+-- charge has the LIMIT arguments of its limit and CHARGE more: the amount in two
+-- parts (throttle: microseconds and nanoseconds; others: units and 0), the time
+-- of the charge, and its mark (see RlCharge in algorithm.h).
 
 local CHARGE = 4
 local limits = load_limits(CHARGE)
 for _, l in ipairs(limits) do
-  -- Charges to the same limit change the same state, each by its own numbers.
+  -- Charges to limits with one tag change one state, each with its own refill.
   local state = l.state
   state.refill = l.refill
   if (state.charged or state.used) > 0 then

@@ -1,4 +1,4 @@
--- What scripts share that take a list of limits.
+-- Functions for scripts that get a list of limits.
 --
 -- ARGV[3] is the quota. From ARGV[LIMITS] on each limit has LIMIT arguments, in
 -- the order in which load_limits unpacks them: algorithm, tag (the name of its
@@ -6,19 +6,19 @@
 -- refused quota, its ban's length (0: none), and the number of refusals that
 -- bring the ban. append_limit in store.c sends them.
 --
--- An algorithm's "read" takes its numbers, "load" its state: l.used is then
--- the quota in use, and l.charged, if the limit can count refused quota too,
--- that part of it which was charged. "take", "deny", "refund" and "refund_charge" change l
--- and not Redis; "save" queues l for write().
+-- An algorithm is a table of functions of a limit l. "read" sets its numbers and
+-- "load" its state. Then l.used is the quota in use. If the limit can count
+-- refused quota, l.charged is the part of l.used that was charged. "take", "deny",
+-- "refund" and "refund_charge" change l only; "save" queues l for write().
 
 local LIMITS, LIMIT = 4, 10
 local quota = tonumber(ARGV[3])
 local algorithms = {}
--- Refused quota is counted up to this.
+-- The most refused quota that a state counts.
 local MOST = 1e15
 local set, gone, longest = {}, {}, 0
 
--- Two whole numbers, as fields keep them.
+-- Two whole numbers as fields have them.
 local function pair_text(a, b)
   return string.format('%.0f %.0f', a, b)
 end
@@ -28,7 +28,8 @@ local function pair(value)
   return tonumber(a), tonumber(b)
 end
 
--- Keeps a key for at least so many microseconds; returns 1 if it had no expiry.
+-- Lets a key live for at least this time in microseconds. Returns 1 if it had no
+-- expiry.
 local function keep(key, us)
   local ms = string.format('%.0f', math.max(us / 1000, least_ttl) + 1)
   if redis.call('PEXPIRE', key, ms, 'GT') == 0 then
@@ -36,7 +37,7 @@ local function keep(key, us)
   end
 end
 
--- Queues a field that is of use for so many microseconds.
+-- Queues a field that is of use for this time in microseconds.
 local function put(field, value, us)
   set[#set + 1] = field
   set[#set + 1] = value
@@ -47,8 +48,8 @@ local function drop(field)
   gone[#gone + 1] = field
 end
 
--- A full Redis refuses only what comes first of a script's writes, so that is
--- the one that needs memory.
+-- In a full Redis only the first write of a script fails. So the write that needs
+-- memory comes first.
 local function write()
   if #set > 0 then
     redis.call('HSET', hash, unpack(set))
@@ -63,9 +64,9 @@ local function write()
   end
 end
 
--- Reads and loads the limits, each of which has so many arguments more, from
--- ARGV[l.more] on; returns them and the field "ban". Of limits that have the same
--- tag only the first is loaded; it is l.state of all of them.
+-- Reads and loads the limits. Each has "more" arguments after its own, from
+-- ARGV[l.more] on. Returns the limits and the field "ban". Of limits with one tag,
+-- only the first is loaded; it is l.state of all of them.
 local function load_limits(more)
   local limits, names, states = {}, {'ban'}, {}
   for a = LIMITS, #ARGV, LIMIT + more do

@@ -1,11 +1,12 @@
 /*
  * store.c
- *		Limits to scripts: what is asked of Redis, and what its numbers mean.
+ *		The store in Redis: turns calls into scripts and their arguments, and
+ *		replies into decisions.
  *
- * All that is known of a key lives in one hash, "<prefix>{<key>}": for each
- * limit a field named by what tells limits' states apart, the limit's tag (for
- * a sliding_log several, see log.lua), and the field "ban".  So every act is
- * one key, atomic and one round trip.
+ * Redis keeps a key in one hash, "<prefix>{<key>}".  The hash has a field for
+ * each state, named by the limit's state tag, and the field "ban".  (A
+ * sliding_log has more fields, see log.lua.)  So each call uses one Redis key, is
+ * atomic, and takes one round trip.
  */
 #include "postgres.h"
 
@@ -21,7 +22,8 @@
 
 /*
  * Writes the key's name in Redis, which has RL_MAX_REDIS_KEY bytes at most, and
- * returns its length: "<prefix>{<key>}", with braces of the key escaped.
+ * returns its length: "<prefix>{<key>}".  Escapes braces in the key, because Redis
+ * Cluster reads them.
  */
 int
 rl_redis_key(const RlKey *key, char *name)
@@ -52,7 +54,7 @@ append_text(RlCommand *command, const char *text)
 	rl_command_arg(command, text, strlen(text));
 }
 
-/* Appends what a script's arguments begin with: the hash, and the time if a test sets it. */
+/* Appends the hash and ARGV[1], which each script has: the time if a test sets it. */
 static void
 append_key(RlCommand *command, const RlKey *key)
 {
@@ -63,7 +65,7 @@ append_key(RlCommand *command, const RlKey *key)
 	append_text(command, rl_debug_now);
 }
 
-/* Writes the limit's tag, and returns its length. */
+/* Writes the limit's state tag as a field's name, and returns its length. */
 static int
 limit_tag(const RlLimit *limit, char *tag)
 {
@@ -94,35 +96,41 @@ append_tag(RlCommand *command, const RlLimit *limit)
 	rl_command_arg(command, tag, limit_tag(limit, tag));
 }
 
+/* Appends the numbers that the algorithm's script reads; with look, it charges 0. */
 static void
-append_numbers(RlCommand *command, const int64 *numbers)
+append_numbers(RlCommand *command, const RlLimit *limit, int64 quota, bool look)
 {
+	int64		numbers[RL_NUMBERS];
+
+	rl_algorithm(limit)->numbers(limit, quota, numbers);
+	if (look)
+		numbers[0] = numbers[1] = 0;
 	for (int i = 0; i < RL_NUMBERS; i++)
 		rl_command_number(command, numbers[i]);
 }
 
 /*
- * Appends one limit, as load_limits in state.lua reads it.  Without trace a
- * refusal is not counted, neither as quota nor for a ban.  The quota may exceed
- * the capacity: no take succeeds then, and a refund is of the whole quota.
+ * Appends the LIMIT arguments of one limit, in the order in which load_limits in
+ * state.lua unpacks them.  Without trace, a refusal is not counted, neither as
+ * quota nor for a ban.  The quota may exceed the capacity: then no action is
+ * allowed, and a refund is of the whole quota.
  */
 static void
 append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace)
 {
 	bool		possible = quota <= limit->capacity;
 	bool		ban = trace && possible && limit->ban > 0;
-	int64		numbers[RL_NUMBERS];
 
-	rl_algorithm(limit)->numbers(limit, quota, numbers);
 	append_text(command, rl_algorithm(limit)->name);
 	append_tag(command, limit);
 	rl_command_number(command, limit->period);
-	append_numbers(command, numbers);
+	append_numbers(command, limit, quota, false);
 	append_text(command, trace && possible && limit->count_denied ? "1" : "");
 	rl_command_number(command, ban ? limit->ban : 0);
 	rl_command_number(command, ban ? limit->ban_after : 0);
 }
 
+/* Closes the connection, sets the error, and returns false. */
 static bool
 wrong_reply(RlError *error)
 {
@@ -132,49 +140,49 @@ wrong_reply(RlError *error)
 	return false;
 }
 
-/* What a script of take_script answers. */
-typedef struct Answer
+/* The reply of a script that take_script returns */
+typedef struct TakeReply
 {
-	int64		verdict;		/* 0: allowed, -1: refused, else the ban's rest */
-	int64		ban;			/* that this refusal brings, or 0 */
+	int64		verdict;		/* 0: allowed, -1: refused, else the rest of a ban */
+	int64		ban;			/* length of the ban that this refusal starts, or 0 */
 	int64		at;				/* the store's time, or 0: not known */
-	const int64 *reported;		/* the numbers of each limit */
+	const int64 *reported;		/* the numbers of all limits */
 	int			nreported;
-} Answer;
+} TakeReply;
 
 /*
- * Sets a decision for each limit from its numbers.  Returns false if no action
- * can have these.
+ * Sets a decision for each limit from the reported numbers.  Returns false if no
+ * action can have these numbers.
  */
 static bool
-read_decisions(const RlLimits *limits, int64 quota, RlTake how, const Answer *answer,
+read_decisions(const RlLimits *limits, int64 quota, RlTake how, const TakeReply *take,
 			   RlDecision *decisions)
 {
-	RlVerdict	verdict = answer->verdict == 0 ? RL_VERDICT_ALLOWED :
-		answer->verdict > 0 ? RL_VERDICT_BANNED :
+	RlVerdict	verdict = take->verdict == 0 ? RL_VERDICT_ALLOWED :
+		take->verdict > 0 ? RL_VERDICT_BANNED :
 		how == RL_TRY ? RL_VERDICT_UNCOUNTED : RL_VERDICT_REFUSED;
 	int			next = 0;
 
-	for (int i = 0; i < answer->nreported; i++)
-		if (answer->reported[i] < 0)
+	for (int i = 0; i < take->nreported; i++)
+		if (take->reported[i] < 0)
 			return false;
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
 		const RlAlgorithm *algorithm = rl_algorithm(limit);
-		const int64 *reported = &answer->reported[next];
+		const int64 *reported = &take->reported[next];
 
 		next += algorithm->nreported;
-		if (next > answer->nreported ||
+		if (next > take->nreported ||
 			!algorithm->decide(limit, quota, verdict, reported, &decisions[i]))
 			return false;
 		decisions[i].source = RL_FROM_REDIS;
 		decisions[i].ban_left = 0;
 	}
-	return next == answer->nreported;
+	return next == take->nreported;
 }
 
-/* True if a refusal can bring a ban. */
+/* Returns true if a refusal can start a ban. */
 static bool
 may_ban(const RlLimits *limits, RlTake how)
 {
@@ -184,7 +192,10 @@ may_ban(const RlLimits *limits, RlTake how)
 	return false;
 }
 
-/* True if the limits' algorithm has a script for them, which does not tell the time. */
+/*
+ * Returns true if the faster script for one limit serves: it counts no refusals
+ * for a ban, and does not report the time.
+ */
 static bool
 acts_alone(const RlLimits *limits)
 {
@@ -203,20 +214,7 @@ take_script(const RlLimits *limits)
 	return &rl_check_scripts[limits->limit[0].algorithm];
 }
 
-/* Appends the arguments of a script for one limit alone. */
-static void
-append_alone(RlCommand *command, const RlLimit *limit, int64 quota, RlTake how)
-{
-	int64		numbers[RL_NUMBERS];
-
-	rl_algorithm(limit)->numbers(limit, quota, numbers);
-	if (how == RL_PEEK)
-		numbers[0] = numbers[1] = 0;	/* what it charges */
-	append_tag(command, limit);
-	append_numbers(command, numbers);
-}
-
-/* Appends the arguments of take_script. */
+/* Appends the arguments of the script that take_script returns. */
 static void
 append_take(RlCommand *command, const RlAction *action)
 {
@@ -227,7 +225,8 @@ append_take(RlCommand *command, const RlAction *action)
 	append_key(command, &action->key);
 	if (acts_alone(limits))
 	{
-		append_alone(command, &limits->limit[0], quota, how);
+		append_tag(command, &limits->limit[0]);
+		append_numbers(command, &limits->limit[0], quota, how == RL_PEEK);
 		return;
 	}
 	append_text(command, how == RL_PEEK ? "0" : "1");
@@ -237,51 +236,54 @@ append_take(RlCommand *command, const RlAction *action)
 }
 
 /*
- * Reads the answer of a script for one limit alone: the number that it reports,
- * negative if the action is refused, after the ban's rest if there is one.
+ * Reads the reply of a script for one limit: the number that it reports, negative
+ * if the action is refused.  Under a ban, the rest of the ban comes first.
  */
 static bool
 read_alone(const RlLimit *limit, int64 quota, RlTake how, const RlReply *reply, int64 *reported,
-		   Answer *answer)
+		   TakeReply *take)
 {
 	RlDecision	decision;
 
 	if (reply->kind != RL_REPLY_NUMBERS || reply->nvalues != (reply->is_array ? 2 : 1))
 		return false;
 	*reported = reply->values[reply->nvalues - 1];
-	*answer = (Answer) {.reported = reported,.nreported = 1};
+	*take = (TakeReply) {.reported = reported,.nreported = 1};
 	if (reply->is_array)
 	{
-		answer->verdict = reply->values[0];
-		return answer->verdict > 0;
+		take->verdict = reply->values[0];
+		return take->verdict > 0;
 	}
 	if (*reported < 0)
 	{
 		*reported = -Max(*reported, -PG_INT64_MAX);
-		answer->verdict = -1;
+		take->verdict = -1;
 	}
-	/* A script that cannot charge anything leaves the verdict to the number. */
+	/* If the script cannot charge anything, the number alone says the verdict. */
 	if (how == RL_PEEK || quota > limit->capacity)
 	{
 		rl_algorithm(limit)->decide(limit, quota, RL_VERDICT_ALLOWED, reported, &decision);
-		answer->verdict = decision.allowed ? 0 : -1;
+		take->verdict = decision.allowed ? 0 : -1;
 	}
 	return true;
 }
 
-/* Reads the answer of check.lua. */
+/* Reads the reply of check.lua. */
 static bool
-read_check(const RlLimits *limits, RlTake how, const RlReply *reply, Answer *answer)
+read_check(const RlLimits *limits, RlTake how, const RlReply *reply, TakeReply *take)
 {
 	if (reply->kind != RL_REPLY_NUMBERS || !reply->is_array || reply->nvalues < 3)
 		return false;
-	*answer = (Answer) {reply->values[0], reply->values[1], reply->values[2],
+	*take = (TakeReply) {reply->values[0], reply->values[1], reply->values[2],
 		&reply->values[3], reply->nvalues - 3};
-	return answer->verdict >= -1 && answer->ban >= 0 && answer->at >= 0 &&
-		(answer->ban == 0 || (answer->verdict == -1 && may_ban(limits, how)));
+	return take->verdict >= -1 && take->ban >= 0 && take->at >= 0 &&
+		(take->ban == 0 || (take->verdict == -1 && may_ban(limits, how)));
 }
 
-/* Sets the decisions that a reply of take_script means, and the store's time. */
+/*
+ * Sets the decisions from the reply, and the store's time.  Returns false with
+ * the error set if no script replies so.
+ */
 static bool
 read_take(const RlAction *action, const RlReply *reply, RlDecision *decisions, int64 *at,
 		  RlError *error)
@@ -291,24 +293,24 @@ read_take(const RlAction *action, const RlReply *reply, RlDecision *decisions, i
 	RlTake		how = action->how;
 	bool		allowed = true;
 	int64		reported;
-	Answer		answer;
+	TakeReply	take;
 
-	if (!(acts_alone(limits) ? read_alone(&limits->limit[0], quota, how, reply, &reported, &answer) :
-		  read_check(limits, how, reply, &answer)) ||
-		!read_decisions(limits, quota, how, &answer, decisions))
+	if (!(acts_alone(limits) ? read_alone(&limits->limit[0], quota, how, reply, &reported, &take) :
+		  read_check(limits, how, reply, &take)) ||
+		!read_decisions(limits, quota, how, &take, decisions))
 		return wrong_reply(error);
-	*at = answer.at;
+	*at = take.at;
 
-	/* The script said whether the action was charged, and the figures must agree. */
+	/* The script charged the action or not; the figures must say the same. */
 	for (int i = 0; i < limits->n; i++)
 		allowed &= decisions[i].allowed;
-	if (answer.verdict <= 0 && allowed != (answer.verdict == 0))
+	if (take.verdict <= 0 && allowed != (take.verdict == 0))
 		return wrong_reply(error);
 
-	if (answer.verdict > 0)
-		rl_apply_ban(decisions, limits->n, Min(answer.verdict, RL_MAX_WAIT), true);
-	else if (answer.ban > 0)
-		rl_apply_ban(decisions, limits->n, Min(answer.ban, RL_MAX_WAIT), false);
+	if (take.verdict > 0)
+		rl_apply_ban(decisions, limits->n, Min(take.verdict, RL_MAX_WAIT), true);
+	else if (take.ban > 0)
+		rl_apply_ban(decisions, limits->n, Min(take.ban, RL_MAX_WAIT), false);
 	return true;
 }
 
@@ -367,10 +369,10 @@ read_one(int i, const RlReply *reply, void *arg, RlError *error)
 }
 
 /*
- * Takes for many actions under the same limits, each for itself; took() is told of
- * each that was answered.  *unanswered is increased while calls are under way; by
- * those that never get an answer, of which it is not known what they did, it stays
- * so.  Returns false with the error set when the store fails.
+ * Decides many keys, each by itself, and calls took() for each take.  Returns
+ * false with the error set when the store fails.  Each call that is sent adds 1
+ * to *unanswered, and its answer subtracts it.  So calls without an answer remain
+ * there: Redis may have run them or not.
  */
 static bool
 redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg,
@@ -382,7 +384,7 @@ redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg,
 							 &taking, usage, error);
 }
 
-/* Reads the one number that all but checks answer: how many things were done. */
+/* Reads the reply of a script that returns one number. */
 static bool
 read_count(const RlReply *reply, int64 *count, RlError *error)
 {
@@ -393,7 +395,7 @@ read_count(const RlReply *reply, int64 *count, RlError *error)
 	return true;
 }
 
-/* Reads the 1 of a script that always does what it is for. */
+/* Reads the 1 that a script returns when it is done. */
 static bool
 read_done(const RlReply *reply, RlError *error)
 {
@@ -416,7 +418,7 @@ redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *err
 	return rl_redis_script(&rl_refund_script, command, &reply, error) && read_done(&reply, error);
 }
 
-/* Reads whether anything was removed. */
+/* Reads how many things were deleted, and sets *found if there were any. */
 static bool
 read_found(const RlReply *reply, bool *found, RlError *error)
 {
@@ -567,7 +569,10 @@ rl_redis_reserve_refunds(void)
 	rl_redis_reserve(&rl_refund_charges_script);
 }
 
-/* Asks which server it is, and of which version, for people. */
+/*
+ * Writes the server's name and version.  Returns false with the error set when
+ * the store fails.
+ */
 bool
 rl_redis_version(char *version, Size size, RlError *error)
 {

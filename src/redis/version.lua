@@ -1,5 +1,5 @@
--- Which server this is: 1 for Valkey, else 0, and its version, a byte each for
--- the major, minor and patch number. Redis before 7 does not tell.
+-- Returns 1 for Valkey or 0 for Redis, and the server's version, with a byte each
+-- for the major, minor and patch number. Redis before 7 does not tell its version.
 
 local valkey = rawget(_G, 'server')
 if valkey and valkey.VALKEY_VERSION_NUM then
