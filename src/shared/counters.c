@@ -7,10 +7,9 @@
  * When there are more limits than entries, the last entry counts for all the
  * others, so that the sums are always right.
  *
- * Locks, as in pg_stat_statements: to find an entry, hold the lock shared; to
- * give an entry to limits or to reset, hold it exclusively.  An entry's mutex
- * protects its counters.  A backend that found an entry earlier counts in it
- * under the mutex alone, after it has checked there that "resets" is unchanged.
+ * Locks, as in pg_stat_statements: to find an entry and to count in it, hold the
+ * lock shared; to give an entry to limits, or to reset, hold it exclusively.  To
+ * read or increase an entry's counters, hold its mutex too.
  */
 #include "postgres.h"
 
@@ -30,7 +29,7 @@ typedef struct Entry
 {
 	slock_t		mutex;
 	RlLimits	limits;			/* n = 0: free; protected by the lock */
-	int64		outcomes[RL_OUTCOMES];	/* protected by the mutex, as the rest */
+	int64		outcomes[RL_OUTCOMES];	/* a counter, as are the rest */
 	int64		from_cache;
 	int64		from_local;
 	int64		round_trips;
@@ -39,11 +38,7 @@ typedef struct Entry
 
 typedef struct Counters
 {
-	TimestampTz since;			/* set under the lock held exclusively, read
-								 * without it */
-	uint32		resets;			/* increased under the lock held exclusively,
-								 * before the entries are emptied; read under it
-								 * or under an entry's mutex */
+	TimestampTz since;			/* set under the lock, read without it */
 	Entry		entries[ENTRIES + 1];
 } Counters;
 
@@ -62,7 +57,7 @@ rl_counters_locks(void)
 	return 1;
 }
 
-/* Empties an entry, which is locked or not shared yet. */
+/* Empties an entry; the lock is held exclusively, or the memory is not shared yet. */
 static void
 empty(Entry *entry)
 {
@@ -79,7 +74,6 @@ rl_counters_attach(void *memory, LWLockPadded *locks, bool found)
 	if (found)
 		return;
 	counters->since = GetCurrentTimestamp();
-	counters->resets = 0;
 	for (int i = 0; i <= ENTRIES; i++)
 	{
 		SpinLockInit(&counters->entries[i].mutex);
@@ -89,7 +83,7 @@ rl_counters_attach(void *memory, LWLockPadded *locks, bool found)
 
 /* Returns the entry of the limits, or a free one for them, or NULL. */
 static Entry *
-probe(const RlLimits *limits)
+find_entry(const RlLimits *limits)
 {
 	for (int i = 0; i < ENTRIES; i++)
 	{
@@ -102,73 +96,39 @@ probe(const RlLimits *limits)
 	return NULL;
 }
 
-/*
- * Returns the entry that counts for the limits; gives them a free one if they have
- * none.  It counts for them while counters->resets is *resets.
- */
-static Entry *
-find_entry(const RlLimits *limits, uint32 *resets)
+/* Counts an action.  Does nothing without shared memory.  Does not throw. */
+void
+rl_counters_add(const RlLimits *limits, RlStatOutcome outcome, bool from_cache, bool from_local,
+				int64 round_trips, int64 redis_us)
 {
 	Entry	   *entry;
 
+	if (counters == NULL)
+		return;
 	LWLockAcquire(lock, LW_SHARED);
-	entry = probe(limits);
+	entry = find_entry(limits);
 	if (entry != NULL && entry->limits.n == 0)
 	{
 		LWLockRelease(lock);
 		LWLockAcquire(lock, LW_EXCLUSIVE);
-		/* Another backend may have taken it meanwhile. */
-		entry = probe(limits);
-		if (entry != NULL && entry->limits.n == 0)
+		/* Another backend may have taken the entry meanwhile. */
+		entry = find_entry(limits);
+		if (entry != NULL)
 			entry->limits = *limits;
 	}
-	*resets = counters->resets;
-	LWLockRelease(lock);
-	return entry != NULL ? entry : &counters->entries[OTHERS];
-}
-
-/*
- * Counts an action.  Does nothing without shared memory.  Does not throw.
- *
- * A cache (README.md): the entry of the last call.  Without it a call of the
- * local store takes 6 % longer.
- */
-void
-rl_counters_add(const RlLimits *limits, RlStatOutcome outcome, bool from_cache, bool from_local,
-			  int64 round_trips, int64 redis_us)
-{
-	static Entry *entry = NULL;
-	static RlLimits last;		/* its limits */
-	static uint32 resets;		/* when it was found */
-
-	if (counters == NULL)
-		return;
-	for (;;)
-	{
-		if (entry == NULL || !rl_limits_same(&last, limits))
-		{
-			entry = find_entry(limits, &resets);
-			last = *limits;
-		}
-		SpinLockAcquire(&entry->mutex);
-		/* After a reset the entry is free or has other limits. */
-		if (counters->resets == resets)
-			break;
-		SpinLockRelease(&entry->mutex);
-		entry = NULL;
-	}
+	if (entry == NULL)
+		entry = &counters->entries[OTHERS];
+	SpinLockAcquire(&entry->mutex);
 	entry->outcomes[outcome]++;
 	entry->from_cache += from_cache;
 	entry->from_local += from_local;
 	entry->round_trips += round_trips;
 	entry->redis_us += redis_us;
 	SpinLockRelease(&entry->mutex);
-	/* After a reset there may be room. */
-	if (entry == &counters->entries[OTHERS])
-		entry = NULL;
+	LWLockRelease(lock);
 }
 
-/* Returns the time of the last reset.  Needs shared memory. */
+/* Returns the time of the last reset or of the server's start.  Needs shared memory. */
 TimestampTz
 rl_counters_since(void)
 {
@@ -221,13 +181,8 @@ rl_stat_reset(PG_FUNCTION_ARGS pg_attribute_unused())
 	rl_require_shared("rl_stat_reset");
 	LWLockAcquire(lock, LW_EXCLUSIVE);
 	counters->since = GetCurrentTimestamp();
-	counters->resets++;
 	for (int i = 0; i <= ENTRIES; i++)
-	{
-		SpinLockAcquire(&counters->entries[i].mutex);
 		empty(&counters->entries[i]);
-		SpinLockRelease(&counters->entries[i].mutex);
-	}
 	LWLockRelease(lock);
 	PG_RETURN_VOID();
 }

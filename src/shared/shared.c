@@ -182,7 +182,7 @@ rl_local_now(void)
  *
  * Caches (README.md): the hash of the settings, without which a call of the
  * local store takes 11 % longer; the last key's hash, for which a call asks
- * twice, 3 %.
+ * twice, 4 %.
  */
 RlKeyHash
 rl_key_hash(const RlKey *key)

@@ -6,7 +6,7 @@
  * A cache (README.md): the rules, by the OIDs of their triggers.  A rule is used
  * only while the trigger has the arguments that it was made from, and until the
  * relcache entry of the table is invalidated.  Without the cache an INSERT of
- * many rows takes 80 % longer (local store).
+ * many rows takes twice as long (local store).
  */
 #include "postgres.h"
 
