@@ -60,20 +60,15 @@ static LWLock *lock;
 static RlBreaker handles[HANDLES];
 static int	ntrying = 0;		/* handles with a trying_until */
 
-Size
-rl_breaker_size(void)
+static void
+need(Size *size, int *nlocks)
 {
-	return sizeof(Breakers);
+	*size = sizeof(Breakers);
+	*nlocks = 1;
 }
 
-int
-rl_breaker_locks(void)
-{
-	return 1;
-}
-
-void
-rl_breaker_attach(void *memory, LWLockPadded *locks, bool found)
+static void
+attach(void *memory, LWLockPadded *locks, bool found)
 {
 	breakers = memory;
 	lock = &locks->lock;
@@ -82,6 +77,8 @@ rl_breaker_attach(void *memory, LWLockPadded *locks, bool found)
 	memset(breakers, 0, sizeof(Breakers));
 	pg_atomic_init_u32(&breakers->n, 0);
 }
+
+const RlSharedPart rl_breaker_part = {need, attach};
 
 /*
  * Handles

@@ -7,10 +7,7 @@
 
 #include "shared/shared.h"
 
-/* The part of shared memory: its size, its number of locks, and its start. */
-extern Size rl_breaker_size(void);
-extern int	rl_breaker_locks(void);
-extern void rl_breaker_attach(void *memory, LWLockPadded *locks, bool found);
+extern const RlSharedPart rl_breaker_part;
 
 typedef struct RlBreaker RlBreaker;
 

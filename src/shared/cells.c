@@ -119,28 +119,21 @@ all_partitions(Size bytes)
 	return CACHELINEALIGN(mul_size(npartitions, bytes));
 }
 
-Size
-rl_cells_size(void)
-{
-	Size		size = CACHELINEALIGN(sizeof(Free));
-
-	set_sizes();
-	size = add_size(size, all_partitions(sizeof(Partition)));
-	size = add_size(size, all_partitions(nbuckets * sizeof(uint32)));
-	size = add_size(size, all_partitions(heap_size * sizeof(HeapItem)));
-	size = add_size(size, CACHELINEALIGN(mul_size(ncells, sizeof(RlCell))));
-	return add_size(size, mul_size(nchunks, sizeof(RlChunk)));
-}
-
-int
-rl_cells_locks(void)
+static void
+need(Size *size, int *nlocks)
 {
 	set_sizes();
-	return npartitions;
+	*size = CACHELINEALIGN(sizeof(Free));
+	*size = add_size(*size, all_partitions(sizeof(Partition)));
+	*size = add_size(*size, all_partitions(nbuckets * sizeof(uint32)));
+	*size = add_size(*size, all_partitions(heap_size * sizeof(HeapItem)));
+	*size = add_size(*size, CACHELINEALIGN(mul_size(ncells, sizeof(RlCell))));
+	*size = add_size(*size, mul_size(nchunks, sizeof(RlChunk)));
+	*nlocks = npartitions;
 }
 
-void
-rl_cells_attach(void *memory, LWLockPadded *my_locks, bool found)
+static void
+attach(void *memory, LWLockPadded *my_locks, bool found)
 {
 	char	   *p = memory;
 
@@ -165,6 +158,8 @@ rl_cells_attach(void *memory, LWLockPadded *my_locks, bool found)
 	for (int i = 0; i < npartitions; i++)
 		partitions[i] = (Partition) {{0, 0}, {PG_INT64_MAX, PG_INT64_MAX}};
 }
+
+const RlSharedPart rl_cells_part = {need, attach};
 
 /*
  * Sets the number of states that are kept, of entries that their chunks have room
@@ -203,12 +198,6 @@ view_partition(RlCells *view, int number)
 	view->pool.chunks = chunks;
 }
 
-static int
-partition_of(RlKeyHash key_hash)
-{
-	return (key_hash.low >> 32) & (npartitions - 1);
-}
-
 /* Returns the head of the hash chain of a key of the view's partition. */
 static uint32 *
 bucket_of(const RlCells *view, RlKeyHash key_hash)
@@ -220,7 +209,7 @@ bucket_of(const RlCells *view, RlKeyHash key_hash)
 void
 rl_cells_lock(RlCells *view, LWLockMode mode)
 {
-	view_partition(view, partition_of(view->key_hash));
+	view_partition(view, (view->key_hash.low >> 32) & (npartitions - 1));
 	view->bucket = bucket_of(view, view->key_hash);
 	LWLockAcquire(&locks[view->number].lock, mode);
 	/* Under the lock, so that acts on a key come in the order of their times. */
@@ -491,12 +480,11 @@ rl_cells_reserve(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 }
 
 /*
- * Evicts the cell with the earliest end from a heap of the view's partition,
- * which is locked.  It never evicts a cell of the spared key.  Returns true if it
- * evicted one.  It stops if the earliest end is later than "latest", or after
- * CORRECTIONS_AT_ONCE; *progress is true if the heap has changed, so that another
- * call may succeed.  It reduces *corrections by those that it made; at 0 it
- * evicts by the times in the heap.
+ * Evicts the cell with the earliest end, but none of the spared key, from a heap of
+ * the view's partition, which is locked.  Returns false if that end turns out to be
+ * later than "latest", or after CORRECTIONS_AT_ONCE; another call may succeed if
+ * *progress is true.  Reduces *corrections, the number that the act may still make;
+ * at 0 the times in the heap decide.
  */
 static bool
 evict_first(RlCells *view, int heap, RlKeyHash spared, int64 latest, int *corrections, bool *progress)
@@ -546,11 +534,10 @@ evict_first(RlCells *view, int heap, RlKeyHash spared, int64 latest, int *correc
 }
 
 /*
- * Returns which of n partitions, from first on, has the cell with the earliest
- * end, or -1 if all are empty; with_chunks: of the cells with chunks only.  Sets
- * its heap, and the earliest end in the other heaps.  Does not look at the heaps
- * of partition "own" for which only_own is true: they have cells of the own key
- * only.
+ * Returns which of n partitions, from first on, has the cell with the earliest end
+ * (with_chunks: of cells with chunks), or -1.  Sets the heap that it is in, and the
+ * earliest end in all other heaps.  Leaves out the heaps of partition "own" for
+ * which only_own is true: they have cells of the act's own key only.
  */
 static int
 choose_partition(int first, int n, bool with_chunks, int own, const bool *only_own, int *heap,
@@ -582,14 +569,14 @@ choose_partition(int first, int n, bool with_chunks, int own, const bool *only_o
 
 /*
  * Evicts cells of other keys until the view has so many spare cells and chunks,
- * and its partition has room for the cells.  The caller must hold no lock.
- * Returns false after MAX_EVICTIONS, or if there are no cells of other keys.
- * Raises an error if the call is cancelled.
+ * and its partition, which must be unlocked, has room for the cells.  Returns false
+ * after MAX_EVICTIONS, or if there are no cells of other keys.  Raises an error if
+ * the call is cancelled.
  */
 bool
 rl_cells_evict(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 {
-	int			own = partition_of(view->key_hash);
+	int			own = view->number;
 	bool		only_own[2] = {false, false};
 	int			evictions = 0;
 	int			corrections = MAX_CORRECTIONS;

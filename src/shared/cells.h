@@ -78,10 +78,7 @@ rl_cell_is_of(const RlCell *cell, const RlLimit *limit)
 	return rl_same_tag(cell->tag, rl_state_tag(limit));
 }
 
-/* The part of shared memory: its size, its number of locks, and its start. */
-extern Size rl_cells_size(void);
-extern int	rl_cells_locks(void);
-extern void rl_cells_attach(void *memory, LWLockPadded *locks, bool found);
+extern const RlSharedPart rl_cells_part;
 extern void rl_cells_fill(int64 *keys, int64 *entries, int64 *max_entries);
 
 extern void rl_cells_lock(RlCells *view, LWLockMode mode);

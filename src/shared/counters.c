@@ -27,9 +27,9 @@
 
 typedef struct Entry
 {
-	slock_t		mutex;
+	slock_t		mutex;			/* protects the counters */
 	RlLimits	limits;			/* n = 0: free; protected by the lock */
-	int64		outcomes[RL_OUTCOMES];	/* a counter, as are the rest */
+	int64		outcomes[RL_OUTCOMES];
 	int64		from_cache;
 	int64		from_local;
 	int64		round_trips;
@@ -45,16 +45,11 @@ typedef struct Counters
 static Counters *counters = NULL;
 static LWLock *lock;
 
-Size
-rl_counters_size(void)
+static void
+need(Size *size, int *nlocks)
 {
-	return sizeof(Counters);
-}
-
-int
-rl_counters_locks(void)
-{
-	return 1;
+	*size = sizeof(Counters);
+	*nlocks = 1;
 }
 
 /* Empties an entry; the lock is held exclusively, or the memory is not shared yet. */
@@ -66,8 +61,8 @@ empty(Entry *entry)
 	entry->from_cache = entry->from_local = entry->round_trips = entry->redis_us = 0;
 }
 
-void
-rl_counters_attach(void *memory, LWLockPadded *locks, bool found)
+static void
+attach(void *memory, LWLockPadded *locks, bool found)
 {
 	counters = memory;
 	lock = &locks->lock;
@@ -80,6 +75,8 @@ rl_counters_attach(void *memory, LWLockPadded *locks, bool found)
 		empty(&counters->entries[i]);
 	}
 }
+
+const RlSharedPart rl_counters_part = {need, attach};
 
 /* Returns the entry of the limits, or a free one for them, or NULL. */
 static Entry *

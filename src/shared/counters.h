@@ -8,10 +8,7 @@
 #include "datatype/timestamp.h"
 #include "shared/shared.h"
 
-/* The part of shared memory: its size, its number of locks, and its start. */
-extern Size rl_counters_size(void);
-extern int	rl_counters_locks(void);
-extern void rl_counters_attach(void *memory, LWLockPadded *locks, bool found);
+extern const RlSharedPart rl_counters_part;
 
 /* How an action ended: the columns of rl_stat from allowed to errors, in their order. */
 typedef enum RlStatOutcome

@@ -93,20 +93,15 @@ static struct
 	int64		until;
 }			last;
 
-Size
-rl_denial_size(void)
+static void
+need(Size *size, int *nlocks)
 {
-	return sizeof(Cache);
+	*size = sizeof(Cache);
+	*nlocks = LOCKS;
 }
 
-int
-rl_denial_locks(void)
-{
-	return LOCKS;
-}
-
-void
-rl_denial_attach(void *memory, LWLockPadded *my_locks, bool found)
+static void
+attach(void *memory, LWLockPadded *my_locks, bool found)
 {
 	cache = memory;
 	locks = my_locks;
@@ -119,6 +114,8 @@ rl_denial_attach(void *memory, LWLockPadded *my_locks, bool found)
 		for (int j = 0; j < WAYS; j++)
 			pg_atomic_init_u32(&cache->sets[i].entries[j].asking, 0);
 }
+
+const RlSharedPart rl_denial_part = {need, attach};
 
 static Set *
 lock_set(RlKeyHash key_hash, LWLockMode mode)

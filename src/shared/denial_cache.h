@@ -7,10 +7,7 @@
 
 #include "shared/shared.h"
 
-/* The part of shared memory: its size, its number of locks, and its start. */
-extern Size rl_denial_size(void);
-extern int	rl_denial_locks(void);
-extern void rl_denial_attach(void *memory, LWLockPadded *locks, bool found);
+extern const RlSharedPart rl_denial_part;
 
 #define RL_ANY_GENERATION	PG_UINT64_MAX
 

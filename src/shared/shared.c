@@ -28,19 +28,8 @@ typedef struct Header
 	RlHash		secret;			/* random */
 } Header;
 
-/* A module's share: the bytes and the locks that it needs, and its start. */
-typedef struct Part
-{
-	Size		(*size) (void);
-	int			(*locks) (void);
-	void		(*attach) (void *memory, LWLockPadded *locks, bool found);
-} Part;
-
-static const Part parts[] = {
-	{rl_cells_size, rl_cells_locks, rl_cells_attach},
-	{rl_denial_size, rl_denial_locks, rl_denial_attach},
-	{rl_counters_size, rl_counters_locks, rl_counters_attach},
-	{rl_breaker_size, rl_breaker_locks, rl_breaker_attach}
+static const RlSharedPart *const parts[] = {
+	&rl_cells_part, &rl_denial_part, &rl_counters_part, &rl_breaker_part
 };
 
 static Header *header = NULL;
@@ -83,27 +72,34 @@ rl_sleep_until(int64 until, uint32 wait_event)
 	}
 }
 
+/* Returns the bytes of the header and all parts, and sets the number of locks. */
 static Size
-total_size(void)
+total_size(int *nlocks)
 {
-	Size		size = CACHELINEALIGN(sizeof(Header));
+	Size		total = CACHELINEALIGN(sizeof(Header));
 
+	*nlocks = 0;
 	for (size_t i = 0; i < lengthof(parts); i++)
-		size = add_size(size, CACHELINEALIGN(parts[i].size()));
-	return size;
+	{
+		Size		size;
+		int			n;
+
+		parts[i]->need(&size, &n);
+		total = add_size(total, CACHELINEALIGN(size));
+		*nlocks += n;
+	}
+	return total;
 }
 
 static void
 request(void)
 {
-	int			locks = 0;
+	int			nlocks;
 
 	if (prev_shmem_request_hook)
 		prev_shmem_request_hook();
-	for (size_t i = 0; i < lengthof(parts); i++)
-		locks += parts[i].locks();
-	RequestAddinShmemSpace(total_size());
-	RequestNamedLWLockTranche(TRANCHE, locks);
+	RequestAddinShmemSpace(total_size(&nlocks));
+	RequestNamedLWLockTranche(TRANCHE, nlocks);
 }
 
 static void
@@ -112,11 +108,13 @@ startup(void)
 	bool		found;
 	char	   *memory;
 	LWLockPadded *locks;
+	Size		size;
+	int			nlocks;
 
 	if (prev_shmem_startup_hook)
 		prev_shmem_startup_hook();
 	LWLockAcquire(AddinShmemInitLock, LW_EXCLUSIVE);
-	memory = ShmemInitStruct("ratelimit", total_size(), &found);
+	memory = ShmemInitStruct("ratelimit", total_size(&nlocks), &found);
 	locks = GetNamedLWLockTranche(TRANCHE);
 	header = (Header *) memory;
 	if (!found)
@@ -129,9 +127,10 @@ startup(void)
 	memory += CACHELINEALIGN(sizeof(Header));
 	for (size_t i = 0; i < lengthof(parts); i++)
 	{
-		parts[i].attach(memory, locks, found);
-		memory += CACHELINEALIGN(parts[i].size());
-		locks += parts[i].locks();
+		parts[i]->attach(memory, locks, found);
+		parts[i]->need(&size, &nlocks);
+		memory += CACHELINEALIGN(size);
+		locks += nlocks;
 	}
 	LWLockRelease(AddinShmemInitLock);
 }

@@ -24,6 +24,15 @@ rl_same_key_hash(RlKeyHash x, RlKeyHash y)
 	return x.low == y.low && x.high == y.high;
 }
 
+/* A module's part of shared memory. */
+typedef struct RlSharedPart
+{
+	/* Sets the bytes and locks that it needs */
+	void		(*need) (Size *size, int *nlocks);
+	/* Starts the part in this process; unless it was found, also initializes it */
+	void		(*attach) (void *memory, LWLockPadded *locks, bool found);
+} RlSharedPart;
+
 extern int64 rl_monotonic_now(void);
 extern void rl_sleep_until(int64 until, uint32 wait_event);
 
