@@ -8,7 +8,7 @@
  * reset on this server deletes the key's entries.  Those of other servers are not
  * known here, so an entry answers for MAX_TRUST at most.  When an action on this
  * server takes quota, the figures of earlier refusals are out of date, and their
- * entries answer no more.  Both increase the key's generation number, so that a
+ * entries no longer answer.  Both increase the key's generation number, so that a
  * refusal that was asked for before is not stored.
  *
  * A key's entries are in one set.  When it is full, the entry with the earliest
@@ -81,7 +81,7 @@ static Cache *cache = NULL;
 static LWLockPadded *locks;
 
 /*
- * A cache (README.md): the last refusal that this backend noted.  Without it a
+ * A cache (src/README.md): the last refusal that this backend noted.  Without it a
  * refused call of the local store takes 4 % longer, and locks a set exclusively.
  */
 static struct

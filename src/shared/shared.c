@@ -179,7 +179,7 @@ rl_local_now(void)
 /*
  * Returns the key's hash, for the settings as they are.  Needs shared memory.
  *
- * Caches (README.md): the hash of the settings, without which a call of the
+ * Caches (src/README.md): the hash of the settings, without which a call of the
  * local store takes 11 % longer; the last key's hash, for which a call asks
  * twice, 4 %.
  */

@@ -2,9 +2,9 @@
  * siphash.c
  *		SipHash-2-4 with 128 bits of output.
  *
- * Nobody can construct two inputs that have the same hash without knowing the
- * secret.  hash_bytes_extended() is faster, but collisions of it can be
- * constructed without knowing the seed.
+ * Without the secret, two inputs that have the same hash cannot be constructed.
+ * hash_bytes_extended() is faster, but its collisions can be constructed without
+ * knowing the seed.
  */
 #include "postgres.h"
 

@@ -3,7 +3,7 @@
  *		Parses the arguments of a trigger rl_enforce(key template, limits
  *		[, option ...]) to a rule, and applies the rule to rows.
  *
- * A cache (README.md): the rules, by the OIDs of their triggers.  A rule is used
+ * A cache (src/README.md): the rules, by the OIDs of their triggers.  A rule is used
  * only while the trigger has the arguments that it was made from, and until the
  * relcache entry of the table is invalidated.  Without the cache an INSERT of
  * many rows takes twice as long (local store).
