@@ -10,8 +10,8 @@
  *
  * With rediss instead of redis it is TLS.
  *
- * Nothing is taken for granted: what does not parse is an error, and an error
- * never repeats the URL if it may hold a password.
+ * What does not parse is an error.  An error never shows the URL, which may hold
+ * a password.
  */
 #include "postgres.h"
 
@@ -25,6 +25,7 @@
 #include "error.h"
 #include "redis/address.h"
 
+/* Sets the error and returns false. */
 static bool
 wrong_url(RlError *error, const char *detail)
 {
@@ -34,7 +35,7 @@ wrong_url(RlError *error, const char *detail)
 	return false;
 }
 
-/* Takes the scheme off the front of the URL if it is this one. */
+/* Skips the scheme at the front of the URL.  Returns false if it is another. */
 static bool
 take_scheme(const char **url, const char *scheme)
 {
@@ -46,7 +47,7 @@ take_scheme(const char **url, const char *scheme)
 	return true;
 }
 
-/* Copies [from, to) as a string; false if it is empty or does not fit. */
+/* Copies [from, to) as a string.  Returns false if it is empty or does not fit. */
 static bool
 copy_part(char *dest, size_t size, const char *from, const char *to)
 {
@@ -59,7 +60,7 @@ copy_part(char *dest, size_t size, const char *from, const char *to)
 	return true;
 }
 
-/* Reads all of [from, to) as a number from least to most. */
+/* Reads all of [from, to) as a number.  Returns false if it is none from least to most. */
 static bool
 read_number(const char *from, const char *to, int least, int most, int *number)
 {
@@ -77,7 +78,7 @@ read_number(const char *from, const char *to, int least, int most, int *number)
 	return value >= least && value <= most;
 }
 
-/* Reads [url, end) as a host with or without a port. */
+/* Reads [url, end) as a host with or without a port.  Returns false with the error set. */
 static bool
 parse_host(const char *url, const char *end, RlAddress *address, RlError *error)
 {
@@ -110,32 +111,26 @@ parse_host(const char *url, const char *end, RlAddress *address, RlError *error)
 	return true;
 }
 
-/*
- * Parses the URL.  Returns false with the error set; the target is then
- * undefined.
- */
+/* Parses the URL.  Returns false with the error set; the target is undefined then. */
 bool
 rl_target_parse(const char *url, RlTarget *target, RlError *error)
 {
 	RlAddress	address = {0};
-	bool		sentinels = false;
 	const char *at;
 	const char *end;
 
+	target->deployment = RL_SERVERS;
 	target->n = 1;
-	target->service[0] = '\0';
+	target->first = 0;
+	address.tls = strncmp(url, "rediss", 6) == 0;
 	if (take_scheme(&url, "unix://"))
 		address.is_path = true;
-	else if (take_scheme(&url, "rediss://"))
-		address.tls = true;
-	else if (take_scheme(&url, "redis+sentinel://"))
-		sentinels = true;
-	else if (take_scheme(&url, "rediss+sentinel://"))
-		sentinels = address.tls = true;
-	else if (!take_scheme(&url, "redis://"))
+	else if (take_scheme(&url, "redis+sentinel://") || take_scheme(&url, "rediss+sentinel://"))
+		target->deployment = RL_SENTINELS;
+	else if (!take_scheme(&url, "redis://") && !take_scheme(&url, "rediss://"))
 		return wrong_url(error, "The URL must start with redis://, rediss://, redis+sentinel://, rediss+sentinel:// or unix://.");
 
-	/* The last @, so that no part of a password is taken for a host. */
+	/* A password may hold an @, so the host begins after the last one. */
 	at = address.is_path && url[0] == '/' ? NULL : strrchr(url, '@');
 	if (at != NULL)
 	{
@@ -164,7 +159,7 @@ rl_target_parse(const char *url, RlTarget *target, RlError *error)
 		return true;
 	}
 
-	address.port = sentinels ? 26379 : 6379;
+	address.port = target->deployment == RL_SENTINELS ? 26379 : 6379;
 	end = url + strcspn(url, "/");
 	for (int i = 0;; i++)
 	{
@@ -180,7 +175,7 @@ rl_target_parse(const char *url, RlTarget *target, RlError *error)
 			break;
 		url = comma + 1;
 	}
-	if (sentinels)
+	if (target->deployment == RL_SENTINELS)
 	{
 		url = *end == '/' ? end + 1 : end;
 		end = url + strcspn(url, "/");
@@ -195,9 +190,29 @@ rl_target_parse(const char *url, RlTarget *target, RlError *error)
 	return true;
 }
 
+/* Writes the target's name, in RL_MAX_TARGET bytes at most. */
+void
+rl_target_name(const RlTarget *target, char *name)
+{
+	rl_address_name(&target->seeds[0], name);
+	if (target->deployment == RL_SENTINELS)
+		snprintf(name + strlen(name), RL_MAX_SERVICE + 1, "/%s", target->service);
+}
+
+/* Writes the address as errors show it, in RL_MAX_SERVER bytes at most. */
+void
+rl_address_name(const RlAddress *address, char *name)
+{
+	if (address->is_path)
+		snprintf(name, RL_MAX_SERVER, "\"%s\"", address->host);
+	else
+		snprintf(name, RL_MAX_SERVER, strchr(address->host, ':') ? "\"[%s]:%d\"" : "\"%s:%d\"",
+				 address->host, address->port);
+}
+
 /*
- * Reads where a server sends one to, "host:port"; without a host it is the
- * host that the address has already.  Returns false if it is no address.
+ * Reads the "host:port" of a redirect into the address; without a host the
+ * address keeps its own.  Returns false if the text is no address.
  */
 bool
 rl_address_redirect(const char *text, RlAddress *address)
@@ -215,9 +230,9 @@ rl_address_redirect(const char *text, RlAddress *address)
 }
 
 /*
- * Raises an error if the file is no plain file, or if it must be private and
- * others have access to it.  It is not to be opened before, because opening a
- * pipe would wait for its writer.
+ * Raises an error if the file is not a plain file, or if it must be private and
+ * others have access to it.  The caller opens it only afterwards, because opening
+ * a pipe would wait for its writer.
  */
 void
 rl_check_file(const char *kind, const char *path, bool must_be_private)
@@ -240,9 +255,9 @@ rl_check_file(const char *kind, const char *path, bool must_be_private)
 }
 
 /*
- * Reads what the file holds, up to RL_MAX_PASSWORD - 1 bytes, into the buffer.
- * Returns the number of bytes, or -1 with errno set.  Plain read() leaves no
- * copy in a buffer that somebody else owns.
+ * Reads the file's first RL_MAX_PASSWORD - 1 bytes into the buffer.  Returns the
+ * number of bytes, or -1 with errno set.  stdio would leave a copy in a buffer
+ * of its own.
  */
 static int
 read_start(int fd, char *password)
@@ -264,8 +279,9 @@ read_start(int fd, char *password)
 
 /*
  * Reads the password, the first line of ratelimit.redis_passfile, into a
- * buffer of RL_MAX_PASSWORD bytes, which the caller has to wipe.  Raises an
- * error if the file cannot be trusted; the buffer is wiped then.
+ * buffer of RL_MAX_PASSWORD bytes, which the caller wipes.  Without that setting
+ * the password is empty.  Raises an error if the file has no password or is not
+ * private; the buffer is wiped then.
  */
 void
 rl_password_read(char *password)
@@ -274,6 +290,9 @@ rl_password_read(char *password)
 	int			len;
 	int			saved_errno;
 
+	password[0] = '\0';
+	if (rl_redis_passfile[0] == '\0')
+		return;
 	rl_check_file("Redis password file", rl_redis_passfile, true);
 	fd = OpenTransientFile(rl_redis_passfile, O_RDONLY | PG_BINARY);
 	if (fd < 0)

@@ -1,6 +1,6 @@
 /*
  * address.h
- *		Where Redis is, as ratelimit.redis_url says, and the password to it.
+ *		Where Redis is, as ratelimit.redis_url says, and its password.
  */
 #ifndef ADDRESS_H
 #define ADDRESS_H
@@ -8,6 +8,12 @@
 #include "ratelimit.h"
 
 #define RL_MAX_PASSWORD		512
+#define RL_MAX_SEEDS		16
+#define RL_MAX_SERVER		300 /* bytes of an address's name with its terminator */
+#define RL_MAX_SERVICE		128
+
+/* Bytes of a target's name with its terminator. */
+#define RL_MAX_TARGET		(RL_MAX_SERVER + RL_MAX_SERVICE)
 
 typedef struct RlAddress
 {
@@ -19,18 +25,27 @@ typedef struct RlAddress
 	char		user[64];		/* empty: none */
 } RlAddress;
 
-#define RL_MAX_SEEDS		16
+typedef enum RlDeployment
+{
+	RL_SERVERS,					/* the seeds are servers: one, several, or some of a
+								 * cluster's, as their replies tell */
+	RL_SENTINELS				/* the seeds are Sentinels, which know the server */
+} RlDeployment;
 
-/* What the URL names: one server, or some of a cluster's nodes, or Sentinels. */
+/* What the URL names. */
 typedef struct RlTarget
 {
-	char		service[128];	/* not empty: of which Sentinels know the master */
+	RlDeployment deployment;
+	char		service[RL_MAX_SERVICE];	/* whose master the Sentinels know */
 	int			n;
+	int			first;			/* of the seeds, the one to ask first */
 	RlAddress	seeds[RL_MAX_SEEDS];
 } RlTarget;
 
 extern bool rl_target_parse(const char *url, RlTarget *target, RlError *error);
+extern void rl_target_name(const RlTarget *target, char *name);
 extern bool rl_address_redirect(const char *text, RlAddress *address);
+extern void rl_address_name(const RlAddress *address, char *name);
 extern void rl_check_file(const char *kind, const char *path, bool must_be_private);
 extern void rl_password_read(char *password);
 

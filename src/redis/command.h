@@ -11,7 +11,8 @@ typedef struct RlScript
 {
 	const char *source;
 	char		sha1[41];		/* computed at first use */
-	uint64		nodes;			/* a bit for each node that a pipeline ran it at */
+	uint64		nodes;			/* a bit for each node where a pipeline ran it: a
+								 * hint, as a node may have forgotten it */
 } RlScript;
 
 /*
@@ -33,13 +34,12 @@ extern void rl_command_number(RlCommand *command, int64 number);
 
 extern const char *rl_command_key(const RlCommand *command);
 extern void rl_command_append(StringInfo out, const RlCommand *command, const RlScript *script,
-							  bool by_source);
-extern void rl_command_append_asking(StringInfo out);
+							  bool by_source, bool asking);
 extern void rl_script_prepare(RlScript *script);
 
 extern bool rl_redis_command(RlCommand *command, RlReply *reply, RlError *error);
-extern void rl_redis_distrust(void);
 extern bool rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error);
-extern bool rl_redis_accepted(const RlReply *reply, RlError *error);
+extern bool rl_redis_check_reply(const RlReply *reply, RlError *error);
+extern void rl_redis_drop_connection(void);
 
 #endif							/* COMMAND_H */

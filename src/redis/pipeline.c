@@ -4,10 +4,14 @@
  *		allows, at each of the servers that have the keys.
  *
  * Each server has a line of calls under way.  A call that was not run, because
- * the script is not known there or the key is elsewhere, goes on to who can.
- * When a server is lost the calls on its line have failed; all others go on.
- * Each reply must come within ratelimit.command_timeout of the one before, and
- * all within that time once and again for every CALLS_PER_TIMEOUT calls.
+ * the server does not know the script or another server has the key, is sent
+ * again.  When a server is lost, the calls on its line fail, and all others go on.
+ * Each reply must come within ratelimit.command_timeout of the one before, and all
+ * of them within that time, plus as much for each CALLS_PER_TIMEOUT calls.
+ *
+ * With no_throw, a pipeline raises nothing and needs no memory, so that it can
+ * run while a transaction ends.  It uses only connections that are there, one
+ * after the other, and all of it ends within ratelimit.command_timeout.
  */
 #include "postgres.h"
 
@@ -17,12 +21,9 @@
 #include "redis/pipeline.h"
 #include "redis/redis.h"
 #include "redis/route.h"
-#include "redis/socket.h"
+#include "shared/shared.h"
 
-/*
- * A server in health answers 100 calls in some ms; and fewer than these, one
- * call among them, have the time of one.
- */
+/* A healthy server answers 100 calls in some ms; fewer calls have the time of one call. */
 #define CALLS_PER_TIMEOUT	100
 
 /* The calls under way to a node. */
@@ -31,9 +32,10 @@ typedef struct Line
 	RlNode	   *node;
 	RlStream	stream;
 	StringInfoData out;
+	RlReply		reply;
 	bool		reused;			/* the connection was there before */
 	bool		answered;		/* a call of this pipeline */
-	bool		load;			/* the script is not known there */
+	bool		load;			/* the next call is to bring the script's source */
 	int			loads;			/* calls under way that bring it */
 	int			first;			/* of the ring, the oldest; stream.due are in it */
 	Call		calls[RL_MAX_DUE];
@@ -49,37 +51,30 @@ typedef struct Pipeline
 	RlPipelineReply reply;
 	void	   *arg;
 	RlUsage    *usage;			/* to which the cost is added; or NULL */
-	bool		quiet;
-	bool		forgotten;		/* quietly: calls were not run for want of the script */
-	bool		all;			/* an error reply is no failure */
+	bool		no_throw;
+	bool		takes_errors;	/* reply() does: an error reply is no failure */
+	RlError    *error;
+	bool		failed;			/* error is that of the first call */
+	bool		script_missing; /* with no_throw: some calls were not run, for want of it */
 	int			next;			/* the call to be sent next */
 	int			answered;
-	bool		failed;			/* error tells why the first one did */
-	RlError    *error;
 	RlRoute		route;			/* of the call that is looked at */
 	RlCommand  *command;		/* of that call; NULL: not written yet */
-	bool		nobody;			/* no server is left to ask */
-	int64		end;			/* when all calls must be, if no time is spent on the way to servers */
+	bool		no_server;		/* none is left to ask */
+	int64		end;			/* of the time for all calls, to which route.spent is added */
 	int64		progress;		/* when the last call was answered */
 	int64		pause_until;	/* before that nothing is sent again */
 	Line	   *blocked;		/* the line that the next call must wait for */
-	int			resent;			/* calls under way for not the first time */
-	CallQueue	again;			/* calls to be sent again */
+	int			resent;			/* calls under way that were sent before */
+	CallQueue	to_resend;
 	int			nlines;
 	Line	   *lines[RL_MAX_STREAMS];
 } Pipeline;
 
-/* The first line there is; as it is kept it needs no memory in a quiet pipeline. */
-static Line *
-kept_line(void)
-{
-	static Line line;
+/* The first line of each pipeline, which needs no memory then. */
+static Line kept_line;
 
-	if (line.out.data == NULL)
-		rl_resp_keep(&line.out);
-	return &line;
-}
-
+/* Returns the line to the node, or NULL. */
 static Line *
 line_to(const Pipeline *p, const RlNode *node)
 {
@@ -93,7 +88,7 @@ line_to(const Pipeline *p, const RlNode *node)
 static Line *
 add_line(Pipeline *p, RlNode *node, bool reused)
 {
-	Line	   *line = kept_line();
+	Line	   *line = &kept_line;
 
 	for (int i = 0; i < p->nlines; i++)
 		if (p->lines[i] == line)
@@ -102,36 +97,50 @@ add_line(Pipeline *p, RlNode *node, bool reused)
 			initStringInfo(&line->out);
 			break;
 		}
+	rl_resp_reset(&line->out);
 	line->node = node;
 	line->reused = reused;
 	line->answered = false;
 	line->load = false;
 	line->loads = 0;
 	line->first = 0;
-	rl_stream_begin(&line->stream, &node->conn, &line->out);
+	rl_stream_begin(&line->stream, &node->conn, &line->out, &line->reply,
+					p->no_throw ? p->end : 0, p->no_throw);
 	p->lines[p->nlines++] = line;
 	rl_streams_changed();
 	return line;
 }
 
+/* Returns the i-th call that a line waits for. */
+static Call *
+due_call(Line *line, int i)
+{
+	return &line->calls[(line->first + i) % RL_MAX_DUE];
+}
+
+/* Ends a line; if calls are under way the caller closes the connection. */
 static void
 remove_line(Pipeline *p, Line *line)
 {
-	int			i = 0;
+	int			i;
 
+	for (i = 0; i < line->stream.due; i++)
+		p->resent -= due_call(line, i)->resent;
+	i = 0;
 	while (p->lines[i] != line)
 		i++;
 	p->lines[i] = p->lines[--p->nlines];
 	rl_streams_changed();
 	if (p->blocked == line)
 		p->blocked = NULL;
-	if (line != kept_line())
+	if (line != &kept_line)
 	{
 		pfree(line->out.data);
 		pfree(line);
 	}
 }
 
+/* Keeps the error if it is the first one. */
 static void
 note_failure(Pipeline *p, const RlError *error)
 {
@@ -140,7 +149,7 @@ note_failure(Pipeline *p, const RlError *error)
 	p->failed = true;
 }
 
-/* The node's bit in a script's set of nodes. */
+/* Returns the node's bit in a script's set of nodes. */
 static uint64
 node_bit(const RlNode *node)
 {
@@ -148,42 +157,29 @@ node_bit(const RlNode *node)
 	return UINT64CONST(1) << (rl_node_number(node) - 1);
 }
 
-/* The i-th call that a line waits for. */
-static Call *
-due_call(Line *line, int i)
-{
-	return &line->calls[(line->first + i) % RL_MAX_DUE];
-}
-
-/* Drops a line whose connection is of no use any more. */
+/* Drops a line that failed; given is the time that the node had for the next reply. */
 static void
-break_line(Pipeline *p, Line *line, const RlError *error)
+break_line(Pipeline *p, Line *line, int64 given, const RlError *error)
 {
-	for (int i = 0; i < line->stream.due; i++)
-		p->resent -= due_call(line, i)->again;
 	p->route.node = line->node;
 	remove_line(p, line);
-	/* Quietly the time is all servers', and not having it no fault of this one's. */
-	if (p->quiet)
+	/* With no_throw the nodes share the time, so that a node may have had little. */
+	if (p->no_throw)
 		rl_connection_close(&p->route.node->conn);
 	else
-		rl_route_broken(&p->route, error);
+		rl_route_failed(&p->route, given, error);
 }
 
-/*
- * Sending
- */
-
-/* Queues a call that was not run, to be sent again. */
+/* Queues a call that was not run. */
 static void
 send_again(Pipeline *p, Call call)
 {
-	callqueue_push(&p->again, call);
+	callqueue_push(&p->to_resend, call);
 	if (p->sent != NULL)
 		p->sent(call.i, false, p->arg);
 }
 
-/* Writes the call's command, which from then on counts as sent; false if it is done. */
+/* Writes the call's command.  Returns false if the call is done without. */
 static bool
 write_command(Pipeline *p, const Call *call)
 {
@@ -206,10 +202,7 @@ try_node(Pipeline *p, bool *others, RlError *error)
 	return connected;
 }
 
-/*
- * The line of the call; NULL: the call has failed, or is done.  If only its key
- * tells, this writes its command.
- */
+/* Returns the call's line, or NULL if it has failed or is done; may write its command. */
 static Line *
 find_line(Pipeline *p, Call *call)
 {
@@ -219,25 +212,25 @@ find_line(Pipeline *p, Call *call)
 
 	p->command = NULL;
 	call->slot = -1;
-	if ((p->quiet || rl_slots_known()) && !write_command(p, call))
+	if ((p->no_throw || rl_slots_known()) && !write_command(p, call))
 		return NULL;
 	if (rl_slots_known())
 		call->slot = rl_slot(rl_command_key(p->command), p->command->key_len);
-	/* Quietly, calls that are for another node have their turn or have failed. */
-	if (p->quiet)
+	/* With no_throw there is one line; a call for another node has its turn later. */
+	if (p->no_throw)
 		return p->nlines == 0 ? NULL : line_to(p, rl_node_that_has(call->slot));
 
 	route->slot = call->slot;
 	route->node = call->node ? rl_node_numbered(call->node) : NULL;
 	route->asking = call->asking;
-	route->turns = call->turns;
+	route->resends = call->resends;
 	while (others)
 	{
 		Line	   *line;
 
 		if (!rl_route_choose(route, &error))
 		{
-			p->nobody = p->nlines == 0 && route->node == NULL;
+			p->no_server = p->nlines == 0 && route->node == NULL;
 			break;
 		}
 		line = line_to(p, route->node);
@@ -254,22 +247,20 @@ find_line(Pipeline *p, Call *call)
 	return NULL;
 }
 
+/* Puts a call, whose command is written, on the line. */
 static void
 append_call(Pipeline *p, Line *line, Call call)
 {
-	Call		asking = {.i = -1};
-
 	if (call.asking)
 	{
-		rl_command_append_asking(&line->out);
-		*due_call(line, line->stream.due) = asking;
+		*due_call(line, line->stream.due) = (Call) {.i = -1};
 		rl_stream_appended(&line->stream);
 	}
 	call.by_source = line->load;
 	line->loads += line->load;
 	line->load = false;
-	p->resent += call.again;
-	rl_command_append(&line->out, p->command, p->script, call.by_source);
+	p->resent += call.resent;
+	rl_command_append(&line->out, p->command, p->script, call.by_source, call.asking);
 	*due_call(line, line->stream.due) = call;
 	rl_stream_appended(&line->stream);
 	if (p->usage != NULL)
@@ -279,10 +270,9 @@ append_call(Pipeline *p, Line *line, Call call)
 }
 
 /*
- * Puts calls on their lines, until one has no room; then many at a time, so
- * that a write is many commands' too.  While some must be sent again no new
- * ones are: what is asked of one key more than once is asked in order, but for
- * calls that were under way together.
+ * Puts calls on their lines until one has no room, and then has room for many, so
+ * that a write has many commands.  While calls must be sent again no new ones are
+ * sent: calls about one key keep their order, unless they were under way together.
  */
 static void
 fill_lines(Pipeline *p)
@@ -290,16 +280,16 @@ fill_lines(Pipeline *p)
 	if (p->blocked != NULL && p->blocked->stream.due <= RL_MAX_DUE / 2 &&
 		rl_stream_is_sent(&p->blocked->stream))
 		p->blocked = NULL;
-	while (p->blocked == NULL && !p->nobody)
+	while (p->blocked == NULL && !p->no_server)
 	{
-		bool		again = callqueue_is_filled(&p->again) && rl_monotonic_now() >= p->pause_until;
+		const Call *again = callqueue_first(&p->to_resend);
 		Call		call = {.i = p->next};
 		Line	   *line;
 
-		if (again)
-			call = callqueue_first(&p->again);
-		else if (p->next == p->n || callqueue_is_filled(&p->again) || p->resent > 0)
+		if (again ? rl_monotonic_now() < p->pause_until : p->next == p->n || p->resent > 0)
 			return;
+		if (again)
+			call = *again;
 		line = find_line(p, &call);
 		if (line != NULL && !rl_stream_has_room(&line->stream))
 		{
@@ -307,7 +297,7 @@ fill_lines(Pipeline *p)
 			return;
 		}
 		if (again)
-			callqueue_pop(&p->again);
+			callqueue_pop(&p->to_resend);
 		else
 			p->next++;
 		if (line != NULL && (p->command != NULL || write_command(p, &call)))
@@ -315,90 +305,86 @@ fill_lines(Pipeline *p)
 	}
 }
 
+/* Sends what the line's socket takes, or drops the line. */
 static void
 send_line(Pipeline *p, Line *line)
 {
 	RlError		error;
 	RlOutcome	outcome = rl_stream_send(&line->stream, &error);
 
-	if (outcome == RL_DONE)
-		return;
-	if (outcome == RL_NOT_SENT && line->reused && !p->quiet)
+	if (outcome == RL_NOT_SENT && line->reused && !p->no_throw)
 	{
-		/* It was dead before; nobody can have run anything. */
+		/* The connection was dead before, so no call was run. */
 		for (int i = 0; i < line->stream.due; i++)
-		{
-			Call		call = *due_call(line, i);
-
-			p->resent -= call.again;
-			if (call.i >= 0)
-				send_again(p, call);
-		}
+			if (due_call(line, i)->i >= 0)
+				send_again(p, *due_call(line, i));
 		rl_connection_close(&line->node->conn);
 		remove_line(p, line);
-		return;
 	}
-	note_failure(p, &error);
-	break_line(p, line, &error);
+	else if (outcome != RL_DONE)
+	{
+		note_failure(p, &error);
+		break_line(p, line, PG_INT64_MAX, &error);
+	}
 }
 
-/*
- * Receiving
- */
+/* Returns true if the time suffices to send a call again; sets the pause before that. */
+static bool
+may_resend(Pipeline *p)
+{
+	int64		whole = (int64) rl_command_timeout * 1000;
+	int64		now;
+
+	if (!rl_route_should_pause(&p->route))
+		return true;
+	now = rl_monotonic_now();
+	p->pause_until = now + RL_PAUSE_MS * 1000;
+	return now < p->progress + whole && now < p->end + p->route.spent - whole / 4;
+}
 
 /* Takes a call's reply.  Returns false with the error set if it makes no sense. */
 static bool
-take_reply(Pipeline *p, Line *line, Call call, const RlReply *reply, RlError *error)
+take_reply(Pipeline *p, Line *line, Call call, RlError *error)
 {
 	RlRoute    *route = &p->route;
-	RlError		refused;
+	const RlReply *reply = &line->reply;
+	bool		no_script = rl_reply_next_step(reply) == RL_STEP_SEND_SOURCE;
 
 	route->node = line->node;
 	route->slot = call.slot;
 	route->asking = call.asking;
-	route->turns = call.turns;
-	if (p->quiet && rl_reply_next_step(reply) == RL_STEP_SEND_SOURCE && !call.by_source)
+	route->resends = call.resends;
+	if (no_script || (p->no_throw && reply->kind == RL_REPLY_ERROR))
+		rl_node_answered(line->node);
+	else if (rl_route_answered(route, reply) && may_resend(p))
 	{
-		/* The calls that are not sent yet, and then this one, bring the source. */
-		line->load = line->loads == 0;
-		p->forgotten = true;
-		return true;
-	}
-	if (p->quiet && reply->kind == RL_REPLY_ERROR)
-		rl_node_answers(line->node);
-	else if (rl_route_answered(route, reply))
-	{
-		int64		now = rl_monotonic_now();
-		int64		whole = (int64) rl_command_timeout * 1000;
-
-		if (rl_route_should_pause(route))
-			p->pause_until = now + RL_PAUSE_MS * 1000;
-		if (!rl_route_should_pause(route) ||
-			(now < p->progress + whole && now < p->end + route->spent - whole / 4))
-		{
-			call.slot = route->slot;
-			call.node = route->node ? rl_node_number(route->node) : 0;
-			call.asking = route->asking;
-			call.turns = Min(route->turns, 100);
-			send_again(p, call);
-			return true;
-		}
-	}
-	else if (rl_reply_next_step(reply) == RL_STEP_SEND_SOURCE && !call.by_source)
-	{
-		/* Those sent before the script came there say so too. */
-		line->load = line->loads == 0;
-		call.node = call.asking ? rl_node_number(line->node) : 0;
+		call.slot = route->slot;
+		call.node = route->node ? rl_node_number(route->node) : 0;
+		call.asking = route->asking;
+		call.resends = Min(route->resends, 100);
 		send_again(p, call);
 		return true;
 	}
-	/* Who does not know what he was told will not know it the next time. */
-	else if (rl_reply_next_step(reply) == RL_STEP_SEND_SOURCE)
-		return rl_redis_accepted(reply, error);
-	if (reply->kind == RL_REPLY_ERROR && !p->all)
+	if (no_script && !call.by_source)
 	{
-		rl_connection_refused(&line->node->conn, false, reply->text, &refused);
-		note_failure(p, &refused);
+		/* The calls sent before the source came there are answered so too. */
+		line->load = line->loads == 0;
+		call.node = call.asking ? rl_node_number(line->node) : 0;
+		if (p->no_throw)
+			p->script_missing = true;
+		else
+			send_again(p, call);
+		return true;
+	}
+	/* The source would bring the same answer again. */
+	if (no_script && !p->no_throw)
+		return rl_redis_check_reply(reply, error);
+	if (reply->kind == RL_REPLY_ERROR && !p->takes_errors)
+	{
+		RlError		failure;
+
+		rl_error_reply(&line->node->conn, false, reply->text, &failure);
+		note_failure(p, &failure);
 		return p->reply(call.i, reply, p->arg, error);
 	}
 	if (!p->reply(call.i, reply, p->arg, error))
@@ -411,32 +397,29 @@ take_reply(Pipeline *p, Line *line, Call call, const RlReply *reply, RlError *er
 	return true;
 }
 
-/* Takes what has come on a line.  Returns false with the error set to give it up. */
+/* Takes what has come on a line.  Returns false with the error set if the line failed. */
 static bool
 take_replies(Pipeline *p, Line *line, RlError *error)
 {
-	bool		found;
-
 	if (!rl_stream_receive(&line->stream, error))
 		return false;
 	for (;;)
 	{
 		Call		call = line->calls[line->first];
 
-		if (!rl_stream_next(&line->stream, &found, error))
+		if (!rl_stream_next(&line->stream, error))
 			return false;
-		if (!found)
+		if (!line->stream.found)
 			return true;
 		line->first = (line->first + 1) % RL_MAX_DUE;
 		line->loads -= call.by_source;
-		p->resent -= call.again;
-		if (call.i >= 0 && !take_reply(p, line, call, &line->stream.reply, error))
+		p->resent -= call.resent;
+		if (call.i >= 0 && !take_reply(p, line, call, error))
 			return false;
-		rl_stream_taken(&line->stream);
 	}
 }
 
-/* Waits until a line can go on, or a call may be sent again.  False if no line has calls. */
+/* Waits until a line can go on, or a call may be resent.  Returns false if no line has calls. */
 static bool
 wait_for_lines(Pipeline *p)
 {
@@ -451,7 +434,7 @@ wait_for_lines(Pipeline *p)
 	}
 	if (until == PG_INT64_MAX)
 		return false;
-	if (callqueue_is_filled(&p->again) && p->blocked == NULL)
+	if (callqueue_first(&p->to_resend) && p->blocked == NULL)
 		until = Min(until, p->pause_until);
 	until = Min(until, p->end + p->route.spent);
 	rl_streams_wait(streams, p->nlines, until);
@@ -467,13 +450,14 @@ take_all_replies(Pipeline *p)
 	/* From the end, as lines may go. */
 	for (int i = p->nlines - 1; i >= 0; i--)
 	{
-		bool		due = p->lines[i]->stream.due > 0;
+		Line	   *line = p->lines[i];
+		bool		due = line->stream.due > 0;
 
-		if (take_replies(p, p->lines[i], &error))
+		if (take_replies(p, line, &error))
 			continue;
 		if (due)
 			note_failure(p, &error);
-		break_line(p, p->lines[i], &error);
+		break_line(p, line, PG_INT64_MAX, &error);
 	}
 }
 
@@ -482,37 +466,39 @@ static void
 give_up(Pipeline *p)
 {
 	RlError		error;
-	bool		unsent = p->next < p->n || callqueue_is_filled(&p->again);
+	bool		unsent = p->next < p->n || callqueue_first(&p->to_resend);
 
 	rl_error_set(&error, ERRCODE_CONNECTION_FAILURE,
 				 "lost the connection to Redis: %d calls took longer than ratelimit.command_timeout allows", p->n);
 	for (int i = p->nlines - 1; i >= 0; i--)
 	{
 		Line	   *line = p->lines[i];
+		int64		left = line->stream.deadline - rl_monotonic_now();
 
 		if (line->stream.due == 0)
 			continue;
 		rl_error_detail(&error, "The server is %s.", line->node->conn.server);
 		/* A server that answers is slow, but a single call may have time enough there. */
-		error.unreachable = !line->answered &&
-			rl_monotonic_now() >= line->stream.deadline - (int64) rl_command_timeout * 500;
+		error.unreachable = !line->answered;
 		note_failure(p, &error);
-		break_line(p, line, &error);
+		break_line(p, line, (int64) rl_command_timeout * 1000 - left, &error);
 	}
 	if (unsent)
 		note_failure(p, &error);
-	p->nobody = true;
+	p->no_server = true;
 }
 
-/* Runs all calls that can be. */
+/* Runs the pipeline until each call is answered or has failed. */
 static void
 run(Pipeline *p)
 {
 	RlError		error;
 
+	p->next = 0;
+	p->no_server = false;
 	for (;;)
 	{
-		/* Late, look once more: this process may have been what was slow. */
+		/* Late, look once more: this process may have been slow. */
 		bool		late = rl_monotonic_now() > p->end + p->route.spent;
 
 		if (!late)
@@ -522,9 +508,9 @@ run(Pipeline *p)
 			send_line(p, p->lines[i]);
 		if (wait_for_lines(p))
 			take_all_replies(p);
-		else if (p->nobody || (p->next == p->n && !callqueue_is_filled(&p->again)))
+		else if (p->no_server || (p->next == p->n && !callqueue_first(&p->to_resend)))
 			break;
-		else if (callqueue_is_filled(&p->again) && !late)
+		else if (callqueue_first(&p->to_resend) && !late)
 			rl_pause(p->pause_until);
 		if (late)
 			give_up(p);
@@ -538,11 +524,12 @@ run(Pipeline *p)
 		else
 		{
 			note_failure(p, &error);
-			break_line(p, line, &error);
+			break_line(p, line, PG_INT64_MAX, &error);
 		}
 	}
 }
 
+/* Runs the pipeline without no_throw.  Returns false with the error set if calls failed. */
 static bool
 run_pipeline(Pipeline *p)
 {
@@ -555,7 +542,8 @@ run_pipeline(Pipeline *p)
 	p->end = start + (int64) rl_command_timeout * 1000 * (1 + p->n / CALLS_PER_TIMEOUT);
 	run(p);
 	rl_breakers_release();
-	callqueue_free(&p->again);
+	if (p->to_resend.data != NULL)
+		pfree(p->to_resend.data);
 	if (p->usage != NULL)
 		p->usage->us += rl_monotonic_now() - start;
 	return !p->failed;
@@ -563,12 +551,13 @@ run_pipeline(Pipeline *p)
 
 /*
  * Runs a script n times.  append() writes the arguments of call i, and may be
- * asked for them again, or returns false when that call is done; sent() is told
- * before call i is sent, or that it was not run and has to be sent again; reply()
- * gets the replies, in the order in which they come, and returns false with the
+ * asked for them again, or returns false when that call is done.  sent() is told
+ * before call i is sent, or that it was not run and has to be sent again.  reply()
+ * gets the replies in the order in which they come, and returns false with the
  * error set if one makes no sense.  Returns false with the first call's error set
  * when calls fail: those with an error reply, and those that were sent and have no
- * reply, of which it is not known whether they ran.
+ * reply, of which it is not known whether they ran.  Raises an error if a setting
+ * is wrong, and what CHECK_FOR_INTERRUPTS raises.
  */
 bool
 rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineSent sent,
@@ -580,21 +569,24 @@ rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineSe
 	return run_pipeline(&p);
 }
 
-/* Makes sure that the script can be run quietly later. */
+/* Reserves the memory that rl_redis_pipeline_all needs for the script with no_throw. */
 void
 rl_redis_reserve(RlScript *script)
 {
-	enlargeStringInfo(&kept_line()->out,
-					  RL_MAX_UNSENT + RL_MAX_QUIET_ARGS + strlen(script->source) + 128);
-	enlargeStringInfo(&rl_command_start()->args, RL_MAX_QUIET_ARGS);
+	/* A pipeline's reply() may call this while the line is in use. */
+	if (kept_line.out.data == NULL)
+		rl_resp_reset(&kept_line.out);
+	enlargeStringInfo(&kept_line.out,
+					  RL_MAX_UNSENT + RL_MAX_NO_THROW_ARGS + strlen(script->source) + 128);
+	enlargeStringInfo(&rl_command_start()->args, RL_MAX_NO_THROW_ARGS);
 	rl_script_prepare(script);
 }
 
 /*
- * Runs at one node what the no-throw pipeline has for it.  A node that has run
- * the script needs only its SHA1.  If it has forgotten the script meanwhile, the
- * calls that it did not run are sent again behind the source; each round runs
- * one at least.
+ * Runs the calls of a pipeline with no_throw that are for the node.  A node that has
+ * run the script needs only its SHA1.  If the node has forgotten the script, sends
+ * the calls that were not run again, the first one with the source; each round runs
+ * one call at least.
  */
 static void
 run_at(Pipeline *p, RlNode *node)
@@ -603,31 +595,29 @@ run_at(Pipeline *p, RlNode *node)
 
 	do
 	{
-		p->forgotten = false;
+		p->script_missing = false;
 		add_line(p, node, true)->load = load;
-		p->next = 0;
 		run(p);
 		load = true;
-	} while (p->forgotten && node->conn.ctx != NULL);
+	} while (p->script_missing && node->conn.ctx != NULL);
 }
 
 /*
- * rl_redis_pipeline that leaves error replies to reply().  Quietly, which is for
- * the end of a transaction and after rl_redis_reserve, it does not throw, needs
- * no memory, connects to nobody, and all of it ends within
- * ratelimit.command_timeout; one server after the other is told, each in its
- * share of the time, and what is for one that is not connected fails.
+ * rl_redis_pipeline that leaves error replies to reply().  With no_throw, which is
+ * for the end of a transaction and after rl_redis_reserve, it raises nothing, needs
+ * no memory, and opens no connection.  Each server that is connected has its share
+ * of ratelimit.command_timeout, one after the other; calls for others fail.
  */
 bool
 rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply,
-					  void *arg, bool quietly, RlUsage *usage, RlError *error)
+					  void *arg, bool no_throw, RlUsage *usage, RlError *error)
 {
 	Pipeline	p = {.script = script,.n = n,.append = append,.reply = reply,.arg = arg,
-	.usage = usage,.error = error,.quiet = quietly,.all = true,.end = PG_INT64_MAX};
+	.usage = usage,.error = error,.no_throw = no_throw,.takes_errors = true};
 	int64		end = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
 	int			connected = 0;
 
-	if (!quietly)
+	if (!no_throw)
 		return run_pipeline(&p);
 	rl_error_set(error, ERRCODE_CONNECTION_DOES_NOT_EXIST, "there is no connection to Redis");
 	rl_streams_changed();
@@ -637,19 +627,16 @@ rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append, RlPipeli
 	{
 		RlNode	   *node = rl_node_numbered(i);
 		int64		left = end - rl_monotonic_now();
-		RlError		why;
+		RlError		failure;
 
 		if (node->conn.ctx == NULL || left < 0)
 			continue;
-		node->conn.quiet_until = end - left + left / connected--;
-		if (rl_connection_settle(&node->conn, &why))
-		{
+		p.end = end - left + left / connected--;
+		if (rl_connection_settle(&node->conn, p.end, &failure))
 			run_at(&p, node);
-			node->conn.quiet_until = 0;
-		}
 		else
 		{
-			note_failure(&p, &why);
+			note_failure(&p, &failure);
 			rl_connection_close(&node->conn);
 		}
 	}

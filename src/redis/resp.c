@@ -236,7 +236,7 @@ rl_reply_next_step(const RlReply *reply)
 
 /* Empties a buffer that is all zero at first and lives as long as the backend. */
 void
-rl_resp_keep(StringInfo out)
+rl_resp_reset(StringInfo out)
 {
 	if (out->data == NULL)
 	{

@@ -1,18 +1,17 @@
 /*
  * route.c
- *		Which server a call goes to, and this backend's connections: one to
- *		each server that it has talked to.
+ *		Which server a call goes to, and whether it may go to another.
  *
- * The URL names seeds.  The one that answers is home: all calls go there until
- * a server answers that another has the key's slot, which tells that this is a
- * cluster; then each slot's owner is remembered.  A call that nobody can have
- * run, because it was not sent or was sent elsewhere, may look for another
- * server; one that was sent and not answered never does.  A server whose error
- * reply says that it cannot run calls (resp.c) is left for the next seed, and
- * its name is looked up again before the next call to it.
+ * If the URL names servers, the first that answers is the current node.  All
+ * calls go there until a reply says that another server has the key's slot.  Then
+ * this is a cluster, and the owner of each slot is remembered.  A call that no
+ * server can have run, because it was not sent or was redirected, may look for
+ * another server; a call that was sent and not answered never does.  A server
+ * whose error reply says that it cannot run calls (resp.c) is left for the next
+ * seed, and its name is looked up again before the next call to it.
  *
- * Or it names Sentinels.  Then home is the master that they know, and they are
- * asked again whenever the connection to it is gone, or it is none any more.
+ * If the URL names Sentinels, the current node is the master that they name.
+ * They are asked again whenever the connection to it is gone, or it is no master.
  */
 #include "postgres.h"
 
@@ -22,25 +21,26 @@
 #include "redis/cluster.h"
 #include "redis/route.h"
 #include "redis/sentinel.h"
-#include "redis/socket.h"
+#include "shared/shared.h"
 
-#define FREE_TURNS			3	/* after which it pays to wait for a while */
+#define FREE_RESENDS		3	/* after them a call pauses before it is sent again */
+
+/*
+ * Nodes
+ */
+
+RlTarget	rl_target;
+RlNode	   *rl_current_node = NULL;
 
 static RlNode nodes[RL_MAX_NODES];
-static RlNode *home = NULL;
-static RlNode *in_use = NULL;	/* whose answer was the last */
-static RlTarget target;
-static int	first_seed = 0;		/* that is asked when there is no home */
-static uint64 routes = 0;
-static RlBreaker *service_breaker = NULL;	/* of a service that Sentinels know */
+static RlNode *last_answered = NULL;
 
-/* What says where and how to connect, and what it said when it was read. */
 static char **const settings[] = {
 	&rl_redis_url, &rl_redis_passfile, &rl_tls_ca_file, &rl_tls_cert_file, &rl_tls_key_file
 };
-static char *known_settings[lengthof(settings)];
+static char *known_settings[lengthof(settings)];	/* as they were read */
 
-/* True if the connections were made with the settings as they are. */
+/* Returns true if the settings are what they were when the nodes were made. */
 bool
 rl_nodes_are_current(void)
 {
@@ -50,17 +50,21 @@ rl_nodes_are_current(void)
 	return true;
 }
 
-/*
- * Nodes
- */
-
-/* From 1 to RL_MAX_NODES. */
+/* Returns the node's number, from 1 to RL_MAX_NODES. */
 int
 rl_node_number(const RlNode *node)
 {
 	return node - nodes + 1;
 }
 
+/* Returns the node with the number; it may be free. */
+RlNode *
+rl_node_numbered(int number)
+{
+	return &nodes[number - 1];
+}
+
+/* Drops what is known of the node, and its connection. */
 static void
 forget(RlNode *node)
 {
@@ -68,28 +72,23 @@ forget(RlNode *node)
 		rl_slots_forget(rl_node_number(node));
 	rl_connection_close(&node->conn);
 	memset(node, 0, sizeof(*node));
-	if (home == node)
-		home = NULL;
-	if (in_use == node)
-		in_use = NULL;
+	if (rl_current_node == node)
+		rl_current_node = NULL;
+	if (last_answered == node)
+		last_answered = NULL;
 }
 
-/* Writes what people call what the URL names, or its first server. */
+/*
+ * If settings have changed, drops all nodes and reads the URL.  Raises an error
+ * if a setting is wrong; the next call reads them again then.
+ */
 void
-rl_target_name(const RlTarget *target, char *name, size_t size)
-{
-	rl_connection_name(&target->seeds[0], name, size);
-	if (target->service[0] != '\0')
-		snprintf(name + strlen(name), size - strlen(name), "/%s", target->service);
-}
-
-/* Drops all connections and reads the settings.  Raises an error if one is wrong. */
-static void
-read_settings(void)
+rl_nodes_refresh(void)
 {
 	RlError		error;
-	char		name[RL_MAX_SERVER + sizeof(target.service)];
 
+	if (rl_nodes_are_current())
+		return;
 	for (size_t i = 0; i < lengthof(settings); i++)
 	{
 		if (known_settings[i])
@@ -99,195 +98,243 @@ read_settings(void)
 	rl_slots_reset();
 	for (int i = 0; i < RL_MAX_NODES; i++)
 		forget(&nodes[i]);
-	first_seed = 0;
 
-	if (!rl_target_parse(rl_redis_url, &target, &error))
+	if (!rl_target_parse(rl_redis_url, &rl_target, &error))
 		rl_raise(&error);
-	if (rl_redis_passfile[0] == '\0' && target.seeds[0].user[0] != '\0')
+	if (rl_redis_passfile[0] == '\0' && rl_target.seeds[0].user[0] != '\0')
 		ereport(ERROR,
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("ratelimit.redis_url names a user, but ratelimit.redis_passfile is empty")));
-	if (target.service[0] != '\0')
-	{
-		rl_target_name(&target, name, sizeof(name));
-		service_breaker = rl_breaker_find(name);
-	}
 	for (size_t i = 0; i < lengthof(settings); i++)
 		known_settings[i] = MemoryContextStrdup(TopMemoryContext, *settings[i]);
 }
 
-static bool
-same_address(const RlAddress *a, const RlAddress *b)
-{
-	return a->port == b->port && a->is_path == b->is_path && strcmp(a->host, b->host) == 0;
-}
-
-/* The node at the address, or NULL. */
-static RlNode *
-node_at(const RlAddress *address)
+/* Returns the node at the address, or NULL. */
+RlNode *
+rl_node_at(const RlAddress *address)
 {
 	for (RlNode *node = nodes; node < nodes + RL_MAX_NODES; node++)
-		if (node->used != 0 && same_address(&node->address, address))
+		if (node->used != 0 && node->address.port == address->port &&
+			node->address.is_path == address->is_path &&
+			strcmp(node->address.host, address->host) == 0)
 			return node;
 	return NULL;
 }
 
 /*
- * The node at the address.  If it is new it takes the place of the one that
- * was not used for longest; NULL if the route uses all.
+ * Returns the node at the address, for the route.  A new node takes the place of
+ * the one that was not used for longest; NULL if the route uses all of them.
  */
-static RlNode *
-find_node(const RlAddress *address, const RlRoute *route)
+RlNode *
+rl_node_find(const RlAddress *address, uint64 route)
 {
-	RlNode	   *node = node_at(address);
-	RlNode	   *oldest = &nodes[0];
-	char		name[RL_MAX_SERVER];
+	RlNode	   *node = rl_node_at(address);
 
-	if (node != NULL)
+	if (node == NULL)
 	{
-		node->used = route->number;
-		return node;
+		char		name[RL_MAX_SERVER];
+
+		node = &nodes[0];
+		for (int i = 1; i < RL_MAX_NODES; i++)
+			if (nodes[i].used < node->used)
+				node = &nodes[i];
+		if (node->used >= route)
+			return NULL;
+		forget(node);
+		node->address = *address;
+		rl_address_name(address, name);
+		node->breaker = rl_target.deployment == RL_SENTINELS ? rl_target_breaker(&rl_target)
+			: rl_breaker_find(name);
 	}
-	for (node = nodes; node < nodes + RL_MAX_NODES; node++)
-		if (node->used < oldest->used)
-			oldest = node;
-	if (oldest->used >= route->number)
-		return NULL;
-	forget(oldest);
-	oldest->address = *address;
-	oldest->used = route->number;
-	rl_connection_name(address, name, sizeof(name));
-	oldest->breaker = target.service[0] ? service_breaker : rl_breaker_find(name);
-	return oldest;
+	node->used = route;
+	return node;
 }
 
-/* Closes the connections not used for longest until there is room for one more. */
-static void
-make_room(const RlRoute *route)
+/*
+ * Returns the connected node that has the slot; NULL if there is none.  -1 is the
+ * slot of calls that were not asked of a cluster: the current node has it.
+ */
+RlNode *
+rl_node_that_has(int slot)
 {
-	while (!rl_connection_has_room())
+	RlNode	   *node = rl_current_node;
+	bool		guess = true;
+	int			owner = slot < 0 ? 0 : rl_slot_owner(slot, &guess);
+
+	if (!guess)
+		node = &nodes[owner - 1];
+	return node != NULL && node->conn.ctx != NULL ? node : NULL;
+}
+
+/* Returns the node that answered last, or that is asked next; NULL: none yet. */
+RlNode *
+rl_node_in_use(void)
+{
+	return last_answered ? last_answered : rl_current_node;
+}
+
+/* Closes the connections not used for longest, but none of the route's, to make room for one. */
+void
+rl_nodes_make_room(uint64 route)
+{
+	while (!rl_socket_has_room())
 	{
 		RlNode	   *oldest = NULL;
 
 		for (RlNode *node = nodes; node < nodes + RL_MAX_NODES; node++)
 			if (node->conn.ctx != NULL && (oldest == NULL || node->used < oldest->used))
 				oldest = node;
-		if (oldest == NULL || oldest->used >= route->number)
+		if (oldest == NULL || oldest->used >= route)
 			return;
 		rl_connection_close(&oldest->conn);
 	}
 }
 
-/* Connects.  Returns false with the error set; raises an error if a setting is wrong. */
-static bool
-connect_node(RlNode *node, RlRoute *route, RlError *error)
+/*
+ * Connects to the node that a route uses; *deadline as rl_connection_open has
+ * it.  Returns false with the error set; raises an error if a setting is wrong.
+ */
+bool
+rl_node_connect(RlNode *node, int64 *deadline, RlError *error)
 {
-	char		password[RL_MAX_PASSWORD] = "";
-	int64		start = rl_monotonic_now();
-	bool		connected;
-
 	rl_connection_close(&node->conn);
-	make_room(route);
-	PG_TRY();
-	{
-		if (rl_redis_passfile[0] != '\0')
-			rl_password_read(password);
-		connected = rl_connection_open(&node->conn, &node->address, password, &route->deadline,
-									   PG_INT64_MAX, error);
-	}
-	PG_FINALLY();
-	{
-		explicit_bzero(password, sizeof(password));
-	}
-	PG_END_TRY();
-	if (!connected)
-		rl_connection_close(&node->conn);
-	route->spent += rl_monotonic_now() - start;
-	return connected;
+	rl_nodes_make_room(node->used);
+	return rl_connection_open(&node->conn, &node->address, true, deadline, PG_INT64_MAX, error);
+}
+
+/* Notes that the node has answered, which closes its breaker. */
+void
+rl_node_answered(RlNode *node)
+{
+	last_answered = node;
+	rl_breaker_succeeded(node->breaker);
+}
+
+/* Returns the breaker of the target, or of its first seed. */
+RlBreaker *
+rl_target_breaker(const RlTarget *target)
+{
+	char		name[RL_MAX_TARGET];
+
+	rl_target_name(target, name);
+	return rl_breaker_find(name);
+}
+
+/*
+ * Opens the breaker of a server that could not be reached or did not answer in
+ * the time that it was given.  With less than half of ratelimit.command_timeout
+ * the server may be well, and its breaker stays as it is.
+ */
+void
+rl_server_failed(RlBreaker *breaker, int64 given, const RlError *error)
+{
+	if (error->unreachable && given >= (int64) rl_command_timeout * 500)
+		rl_breaker_failed(breaker, error);
 }
 
 /*
  * Routes
  */
 
-/* Begins a call that is about the key, or about none.  Raises an error if a setting is wrong. */
+/* Begins a call about the key, if that is not NULL.  Raises an error if a setting is wrong. */
 void
 rl_route_begin(RlRoute *route, const char *key, int len)
 {
-	if (!rl_nodes_are_current())
-		read_settings();
+	static uint64 routes = 0;
+
+	rl_nodes_refresh();
 	route->number = ++routes;
 	route->slot = key != NULL && rl_slots_known() ? rl_slot(key, len) : -1;
-	route->node = route->told = NULL;
+	route->node = route->sentinel_master = NULL;
 	route->admitted = NULL;
-	route->reused = route->asking = route->lost = false;
-	route->turns = 0;
+	route->reused = route->asking = false;
+	route->resends = 0;
 	route->deadline = 0;
 	route->spent = 0;
+	route->first_error.sqlstate = 0;
 }
 
-/* The node to ask first, or after others were lost; NULL if none is left. */
-static RlNode *
-choose_node(const RlRoute *route)
+static bool
+is_lost(const RlRoute *route, const RlNode *node)
 {
-	RlNode	   *node;
-	bool		guess;
-	int			owner = route->slot >= 0 ? rl_slot_owner(route->slot, &guess) : 0;
+	return node->lost == route->number;
+}
 
-	if (owner != 0)
+/* Returns a node that a cluster's replies have named and that is not lost, or NULL. */
+static RlNode *
+find_other_node(const RlRoute *route)
+{
+	for (int i = 1; rl_slots_known() && i <= RL_MAX_NODES; i++)
 	{
-		node = &nodes[owner - 1];
-		/* A guess must not make the call wait for who has nothing to do with it. */
-		if (node->lost != route->number && (!guess || node->conn.ctx != NULL))
+		RlNode	   *node = rl_node_numbered(i);
+
+		if (node->used != 0 && !is_lost(route, node))
 			return node;
 	}
-	if (home != NULL && home->lost != route->number)
-		return home;
-	for (int i = 0; i < target.n && target.service[0] == '\0'; i++)
-	{
-		node = find_node(&target.seeds[(first_seed + i) % target.n], route);
-		if (node != NULL && node->lost != route->number)
-			return home = node;
-	}
-	for (node = nodes; rl_slots_known() && node < nodes + RL_MAX_NODES; node++)
-		if (node->used != 0 && node->lost != route->number)
-			return home = node;
 	return NULL;
 }
 
-/*
- * The node is home no more, and of the seeds the one after it is asked first, or
- * the one after the Sentinel that named it, which may be the last to know.
- */
-static void
-leave(const RlNode *node)
+/* Returns the node to ask first, or after others were lost; NULL if none is left. */
+static RlNode *
+choose_node(const RlRoute *route)
 {
-	if (target.service[0] != '\0' && home == node)
-		first_seed = (first_seed + 1) % target.n;
-	for (int i = 0; i < target.n && target.service[0] == '\0'; i++)
-		if (same_address(&node->address, &target.seeds[i]))
-			first_seed = (i + 1) % target.n;
-	if (home == node)
-		home = NULL;
+	bool		guess;
+	int			owner = route->slot >= 0 ? rl_slot_owner(route->slot, &guess) : 0;
+	RlNode	   *other;
+
+	if (owner != 0)
+	{
+		RlNode	   *node = rl_node_numbered(owner);
+
+		/* For a guess the call must not wait until a server is connected. */
+		if (!is_lost(route, node) && (!guess || node->conn.ctx != NULL))
+			return node;
+	}
+	if (rl_current_node != NULL && !is_lost(route, rl_current_node))
+		return rl_current_node;
+	if (rl_target.deployment == RL_SENTINELS)
+		return NULL;
+	for (int i = 0; i < rl_target.n; i++)
+	{
+		RlNode	   *node = rl_node_find(&rl_target.seeds[(rl_target.first + i) % rl_target.n],
+										route->number);
+
+		if (node != NULL && !is_lost(route, node))
+			return rl_current_node = node;
+	}
+	other = find_other_node(route);
+	if (other != NULL)
+		rl_current_node = other;
+	return other;
 }
 
-/* Notes that the route's node is of no use, so that others are asked for what it had. */
+/*
+ * Notes that the route's node is of no use to it, and forgets the node's slots.
+ * The next call asks the seed after it first, or the Sentinel after the one that
+ * named it, which may be the last to learn of a new master.
+ */
 static void
-lose(RlRoute *route, const RlError *error)
+lose_node(RlRoute *route, const RlError *error)
 {
 	RlNode	   *node = route->node;
 
 	node->lost = route->number;
 	rl_slots_forget(rl_node_number(node));
-	leave(node);
+	if (rl_target.deployment == RL_SENTINELS)
+		rl_target.first = (rl_target.first + (rl_current_node == node)) % rl_target.n;
+	else
+		for (int i = 0; i < rl_target.n; i++)
+			if (rl_node_at(&rl_target.seeds[i]) == node)
+				rl_target.first = (i + 1) % rl_target.n;
+	if (rl_current_node == node)
+		rl_current_node = NULL;
 	route->node = NULL;
 	route->asking = false;
-	if (!route->lost)
-		route->why = *error;
-	route->lost = true;
+	if (route->first_error.sqlstate == 0)
+		route->first_error = *error;
 }
 
-/* True if the breaker lets the call through; it is asked only once for a call. */
+/* Returns true if the breaker admits the call, which asks it only once; or sets the error. */
 static bool
 is_admitted(RlRoute *route, RlBreaker *breaker, RlError *error)
 {
@@ -297,125 +344,122 @@ is_admitted(RlRoute *route, RlBreaker *breaker, RlError *error)
 	return true;
 }
 
+/* Accepts the master that a Sentinel names, unless the route has lost it. */
+static bool
+accept_master(const RlAddress *master, void *arg)
+{
+	RlRoute    *route = arg;
+
+	route->sentinel_master = rl_node_find(master, route->number);
+	return route->sentinel_master == NULL || !is_lost(route, route->sentinel_master);
+}
+
 /*
- * Asks the Sentinels for home, until one names a server that this call has not
- * left; the call's own time does not run meanwhile.  Returns false with the
- * error set.
+ * Asks the Sentinels for the master, which is then the route's node.  The call's
+ * deadline moves by the time that this takes.  Returns false with the error set.
  */
 static bool
 ask_sentinels(RlRoute *route, RlError *error)
 {
-	char		password[RL_MAX_PASSWORD] = "";
-	RlSentinelSearch search;
-	RlAddress	master;
-	int			which;
+	char		password[RL_MAX_PASSWORD];
+	RlBreaker  *breaker = rl_target_breaker(&rl_target);
 	int64		start = rl_monotonic_now();
 	int64		us;
 	bool		found;
 
-	/* They were asked since this one was found to be lost. */
-	if (route->told != NULL && route->told->lost == route->number)
+	/* The server that they named has been lost since. */
+	if (route->sentinel_master != NULL && is_lost(route, route->sentinel_master))
 	{
-		*error = route->why;
+		*error = route->first_error;
 		return false;
 	}
-	if (!is_admitted(route, service_breaker, error))
+	if (!is_admitted(route, breaker, error))
 		return false;
-	make_room(route);
-	PG_TRY();
-	{
-		if (rl_redis_passfile[0] != '\0')
-			rl_password_read(password);
-		rl_sentinel_begin(&search, &target, first_seed, password);
-		do
-		{
-			found = rl_sentinel_next(&search, &master, &which, error);
-			if (found)
-			{
-				first_seed = which;
-				route->told = find_node(&master, route);
-			}
-		} while (found && route->told != NULL && route->told->lost == route->number);
-	}
-	PG_FINALLY();
-	{
-		explicit_bzero(password, sizeof(password));
-	}
-	PG_END_TRY();
+	rl_nodes_make_room(route->number);
+	/* A password file that is wrong is an error even if no Sentinel wants it. */
+	rl_password_read(password);
+	explicit_bzero(password, sizeof(password));
+	found = rl_sentinels_ask(&rl_target, accept_master, route, error);
 	us = rl_monotonic_now() - start;
 	route->spent += us;
 	if (route->deadline != 0)
 		route->deadline += us;
-	if (!found)
-	{
-		if (route->told != NULL)
-			*error = route->why;
-		else if (error->unreachable)
-			rl_breaker_failed(service_breaker, error);
-		return false;
-	}
-	home = route->node = route->told;
-	return true;
+	if (found)
+		rl_current_node = route->node = route->sentinel_master;
+	else if (route->sentinel_master != NULL)
+		*error = route->first_error;
+	else if (error->unreachable)
+		rl_breaker_failed(breaker, error);
+	return found;
 }
 
 /*
- * Chooses the node for the call's next attempt, if a reply has not done so.
- * Returns false with the error set if that was lost, or none is left.
+ * Chooses the node for the call's next attempt, unless a reply has done so.
+ * Returns false with the error set if that node is lost, or no node is left.
  */
 bool
 rl_route_choose(RlRoute *route, RlError *error)
 {
 	if (route->node == NULL)
 		route->node = choose_node(route);
-	if (route->node == NULL && target.service[0] != '\0' && !ask_sentinels(route, error))
+	if (route->node == NULL && rl_target.deployment == RL_SENTINELS && !ask_sentinels(route, error))
 		return false;
-	if (route->node != NULL && route->node->lost != route->number)
+	if (route->node != NULL && !is_lost(route, route->node))
 		return true;
-	rl_error_set(error, ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION,
-				 "could not connect to Redis: too many nodes");
-	if (route->lost)
-		*error = route->why;
+	if (route->first_error.sqlstate != 0)
+		*error = route->first_error;
+	else
+		rl_error_set(error, ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION,
+					 "could not connect to Redis: too many nodes");
 	return false;
 }
 
 /*
- * Sees to a connection to the node that was chosen.  Returns false with the
- * error set if there is none; *others tells whether another may be chosen.
+ * Connects the chosen node if necessary.  Returns false if it is not connected;
+ * *others is true then if another node may be chosen, otherwise the error is set.
+ * Raises an error if a setting is wrong, and what CHECK_FOR_INTERRUPTS raises.
  */
 bool
 rl_route_try(RlRoute *route, bool *others, RlError *error)
 {
 	RlNode	   *node = route->node;
-	int64		left = route->deadline == 0 ? PG_INT64_MAX : route->deadline - rl_monotonic_now();
 
 	*others = true;
 	node->used = route->number;
 	if (is_admitted(route, node->breaker, error))
 	{
+		int64		start;
+		int64		left;
+		bool		connected;
+
 		route->reused = rl_connection_is_usable(&node->conn);
-		if (!route->reused && target.service[0] != '\0' && route->told != node)
-		{
-			home = route->node = NULL;
-			return false;
-		}
-		if (route->reused || connect_node(node, route, error))
+		if (route->reused)
 		{
 			if (route->deadline == 0)
 				route->deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
 			return true;
 		}
+		if (rl_target.deployment == RL_SENTINELS && route->sentinel_master != node)
+		{
+			rl_current_node = route->node = NULL;
+			return false;
+		}
+		start = rl_monotonic_now();
+		left = route->deadline == 0 ? PG_INT64_MAX : route->deadline - start;
+		connected = rl_node_connect(node, &route->deadline, error);
+		route->spent += rl_monotonic_now() - start;
+		if (connected)
+			return true;
 		*others = error->unreachable;
-		/* Who had little time is not to be left alone for it. */
-		if (error->unreachable && left >= (int64) rl_command_timeout * 500)
-			rl_breaker_failed(node->breaker, error);
+		rl_server_failed(node->breaker, left, error);
 	}
-	lose(route, error);
-	/* Who was sent here by one that knows need not ask another. */
-	*others &= route->turns == 0;
+	lose_node(route, error);
+	/* After a redirect no other node has the slot. */
+	*others &= route->resends == 0;
 	return false;
 }
 
-/* Both: sees to a connection to a node for the call's next attempt. */
+/* Chooses and connects a node for the call's next attempt, or returns false with the error set. */
 bool
 rl_route_connect(RlRoute *route, RlError *error)
 {
@@ -431,20 +475,19 @@ rl_route_connect(RlRoute *route, RlError *error)
 	return false;
 }
 
-/* The call was sent, at least in part, and failed. */
+/*
+ * Notes that the call was sent, at least in part, and failed; given is the time
+ * that the server had for it.  Drops the connection, and the node is lost.
+ */
 void
-rl_route_broken(RlRoute *route, const RlError *error)
+rl_route_failed(RlRoute *route, int64 given, const RlError *error)
 {
 	rl_connection_close(&route->node->conn);
-	if (error->unreachable)
-		rl_breaker_failed(route->node->breaker, error);
-	lose(route, error);
+	rl_server_failed(route->node->breaker, given, error);
+	lose_node(route, error);
 }
 
-/*
- * Reads "slot host:port".  Returns the node there, or NULL: where Sentinels say
- * whom to ask, nobody else does.
- */
+/* Reads "slot host:port".  Returns the node there, or NULL; with Sentinels none is followed. */
 static RlNode *
 read_redirect(const char *text, RlRoute *route)
 {
@@ -452,67 +495,56 @@ read_redirect(const char *text, RlRoute *route)
 	char	   *end;
 	long		slot = strtol(text, &end, 10);
 
-	if (target.service[0] != '\0' || end == text || *end != ' ' || slot < 0 || slot >= RL_SLOTS ||
-		!rl_address_redirect(end + 1, &address))
+	if (rl_target.deployment == RL_SENTINELS || end == text || *end != ' ' ||
+		slot < 0 || slot >= RL_SLOTS || !rl_address_redirect(end + 1, &address))
 		return NULL;
 	route->slot = slot;
-	return find_node(&address, route);
+	return rl_node_find(&address, route->number);
 }
 
-/* The node has answered. */
-void
-rl_node_answers(RlNode *node)
-{
-	in_use = node;
-	rl_breaker_succeeded(node->breaker);
-}
-
-/* True if there is a server that this call has not lost, or the Sentinels may name one. */
+/* Returns true if a server is left that this route has not lost, or the Sentinels may name one. */
 static bool
 has_others(const RlRoute *route)
 {
-	if (target.service[0] != '\0')
-		return route->told == NULL || route->told->lost != route->number;
-	for (int i = 0; i < target.n; i++)
+	if (rl_target.deployment == RL_SENTINELS)
+		return route->sentinel_master == NULL || !is_lost(route, route->sentinel_master);
+	for (int i = 0; i < rl_target.n; i++)
 	{
-		const RlNode *node = node_at(&target.seeds[i]);
+		const RlNode *node = rl_node_at(&rl_target.seeds[i]);
 
-		if (node == NULL || node->lost != route->number)
+		if (node == NULL || !is_lost(route, node))
 			return true;
 	}
-	for (int i = 0; rl_slots_known() && i < RL_MAX_NODES; i++)
-		if (nodes[i].used != 0 && nodes[i].lost != route->number)
-			return true;
-	return false;
+	return find_other_node(route) != NULL;
 }
 
 /*
- * The route's node cannot run calls now.  Returns true if another server may
- * run this one.  By the next call the node's name may lead to another server,
- * so there it is connected to again, but for a cluster's.
+ * Leaves the node, which cannot run calls now.  Returns true if another server may
+ * run this one.  Unless this is a cluster, the node's name may have another address
+ * by the next call, so the connection is not used again.
  */
 static bool
-leave_for_another(RlRoute *route, const RlReply *reply)
+leave_node(RlRoute *route, const RlReply *reply)
 {
 	RlNode	   *node = route->node;
 	RlError		error;
 
-	if (node->lost != route->number)
+	if (!is_lost(route, node))
 	{
-		(void) rl_connection_refused(&node->conn, false, reply->text, &error);
+		(void) rl_error_reply(&node->conn, false, reply->text, &error);
 		node->conn.retired = !rl_slots_known();
-		/* Another Sentinel may know better than the one that named it. */
-		if (route->told == node)
-			route->told = NULL;
-		lose(route, &error);
+		/* Another Sentinel may name another master. */
+		if (route->sentinel_master == node)
+			route->sentinel_master = NULL;
+		lose_node(route, &error);
 	}
 	return has_others(route);
 }
 
 /*
- * The call was answered.  Returns true if it may be sent again: it was not
- * run, because another server has the key's slot, or none has all of it yet,
- * or another one may be able to.
+ * Notes that the call was answered.  Returns true if it may be sent again: it was
+ * not run, because another server has the key's slot, or the slot is moving, or
+ * the node cannot run calls now.
  */
 bool
 rl_route_answered(RlRoute *route, const RlReply *reply)
@@ -520,9 +552,9 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 	RlNode	   *next = NULL;
 	RlNextStep	step = rl_reply_next_step(reply);
 
-	rl_node_answers(route->node);
+	rl_node_answered(route->node);
 	if (reply->kind != RL_REPLY_ERROR && route->slot >= 0 && !route->asking)
-		rl_slot_learn(route->slot, rl_node_number(in_use));
+		rl_slot_learn(route->slot, rl_node_number(route->node));
 	switch (step)
 	{
 		case RL_STEP_MOVED:
@@ -531,64 +563,31 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 			if (next == NULL)
 				return false;
 			/* The replica of a lost node may own the slot by the next call. */
-			if (step == RL_STEP_MOVED && next->lost != route->number)
+			if (step == RL_STEP_MOVED && !is_lost(route, next))
 				rl_slot_learn(route->slot, rl_node_number(next));
 			break;
 		case RL_STEP_LEAVE:
-			if (!leave_for_another(route, reply))
+			if (!leave_node(route, reply))
 				return false;
 			route->node = NULL;
 			route->asking = false;
 			return true;
 		case RL_STEP_WAIT:
-			route->turns += FREE_TURNS;
+			route->resends += FREE_RESENDS;
 			break;
 		case RL_STEP_SEND_SOURCE:
 		case RL_STEP_FAIL:
 			return false;
 	}
-	route->turns++;
+	route->resends++;
 	route->node = next;
 	route->asking = step == RL_STEP_ASK;
 	return true;
 }
 
-/* True if it is better to wait for a moment before the next attempt. */
+/* Returns true if the call should pause before its next attempt. */
 bool
 rl_route_should_pause(const RlRoute *route)
 {
-	return route->turns > FREE_TURNS;
-}
-
-/*
- * For others
- */
-
-/* The node that answered last, or that would be asked first; NULL: none yet. */
-RlNode *
-rl_node_in_use(void)
-{
-	return in_use ? in_use : home;
-}
-
-RlNode *
-rl_node_numbered(int number)
-{
-	return &nodes[number - 1];
-}
-
-/*
- * The connected node that has the slot, or all if that is -1; NULL if there is
- * none.  What was asked before it was known that this is a cluster, home has.
- */
-RlNode *
-rl_node_that_has(int slot)
-{
-	RlNode	   *node = home;
-	bool		guess = true;
-	int			owner = slot < 0 ? 0 : rl_slot_owner(slot, &guess);
-
-	if (!guess)
-		node = &nodes[owner - 1];
-	return node != NULL && node->conn.ctx != NULL ? node : NULL;
+	return route->resends > FREE_RESENDS;
 }

@@ -7,11 +7,14 @@
 #include "error.h"
 #include "redis/route.h"
 #include "redis/sentinel.h"
-#include "redis/socket.h"
+#include "shared/shared.h"
 
-/* Asks one Sentinel, until then at most.  Returns false with the error set. */
+/*
+ * Asks one Sentinel for the address of the service's master; no wait goes past
+ * until.  Returns false with the error set.  The caller closes the connection.
+ */
 static bool
-ask(RlConnection *conn, const RlAddress *sentinel, const char *service, const char *password,
+ask(RlConnection *conn, const RlAddress *sentinel, const char *service, bool with_password,
 	int64 until, RlReply *reply, RlError *error)
 {
 	StringInfoData out;
@@ -19,19 +22,19 @@ ask(RlConnection *conn, const RlAddress *sentinel, const char *service, const ch
 	bool		answered;
 
 	rl_connection_close(conn);
-	if (!rl_connection_open(conn, sentinel, password, &deadline, until, error))
+	if (!rl_connection_open(conn, sentinel, with_password, &deadline, until, error))
 		return false;
 	initStringInfo(&out);
 	rl_resp_start(&out, 3);
 	rl_resp_arg(&out, "SENTINEL", 8);
 	rl_resp_arg(&out, "get-master-addr-by-name", 23);
 	rl_resp_arg(&out, service, strlen(service));
-	answered = rl_connection_exchange(conn, &out, 1, deadline, reply, error) == RL_DONE;
+	answered = rl_stream_exchange(conn, &out, 1, deadline, reply, error) == RL_DONE;
 	pfree(out.data);
 	if (!answered)
 		return false;
 	if (reply->kind == RL_REPLY_ERROR)
-		return rl_connection_refused(conn, false, reply->text, error);
+		return rl_error_reply(conn, false, reply->text, error);
 	if (reply->kind == RL_REPLY_ADDRESS && reply->nvalues == 1 &&
 		reply->values[0] >= 1 && reply->values[0] <= 65535)
 		return true;
@@ -46,87 +49,76 @@ ask(RlConnection *conn, const RlAddress *sentinel, const char *service, const ch
 }
 
 /*
- * Asks one Sentinel if its breaker admits the call, without the password
- * unless it wants one.  Returns false with the error set.
+ * Asks one of the target's Sentinels if its breaker admits the call, without the
+ * password unless the Sentinel wants one.  Returns false with the error set.
  */
 static bool
-ask_admitted(const RlSentinelSearch *search, int which, int64 until, RlAddress *master,
-			 RlError *error)
+ask_if_admitted(const RlTarget *target, int which, int64 until, RlAddress *master, RlError *error)
 {
 	static RlConnection conn;
-	RlAddress	sentinel = search->target->seeds[which];
-	const char *service = search->target->service;
+	RlAddress	sentinel = target->seeds[which];
 	char		name[RL_MAX_SERVER];
 	RlBreaker  *breaker;
 	RlReply		reply;
 	bool		found;
-	bool		in_haste = until - rl_monotonic_now() < (int64) rl_command_timeout * 500;
+	int64		given = until - rl_monotonic_now();
 
-	rl_connection_name(&sentinel, name, sizeof(name));
+	rl_address_name(&sentinel, name);
 	breaker = rl_breaker_find(name);
 	if (!rl_breaker_admits(breaker, error))
 		return false;
 	sentinel.db = 0;
-	found = ask(&conn, &sentinel, service, "", until, &reply, error);
-	if (!found && error->sqlstate == ERRCODE_INVALID_PASSWORD && search->password[0] != '\0')
-		found = ask(&conn, &sentinel, service, search->password, until, &reply, error);
+	found = ask(&conn, &sentinel, target->service, false, until, &reply, error);
+	if (!found && error->sqlstate == ERRCODE_INVALID_PASSWORD && rl_redis_passfile[0] != '\0')
+		found = ask(&conn, &sentinel, target->service, true, until, &reply, error);
 	rl_connection_close(&conn);
 	if (found || !error->unreachable)
 		rl_breaker_succeeded(breaker);
-	/* A Sentinel that had little time may be well. */
-	else if (!in_haste)
-		rl_breaker_failed(breaker, error);
+	else
+		rl_server_failed(breaker, given, error);
 	if (!found)
 		return false;
-	*master = search->target->seeds[which];
+	*master = target->seeds[which];
 	master->port = reply.values[0];
 	strlcpy(master->host, reply.text, sizeof(master->host));
 	return true;
 }
 
 /*
- * Begins a search for the service's master: all of it ends within
- * ratelimit.connect_timeout and ratelimit.command_timeout together.
- */
-void
-rl_sentinel_begin(RlSentinelSearch *search, const RlTarget *target, int first,
-				  const char *password)
-{
-	search->target = target;
-	search->password = password;
-	search->first = first;
-	search->passed = 0;
-	search->failed = search->unreachable = false;
-	search->deadline = rl_monotonic_now() +
-		((int64) rl_connect_timeout + rl_command_timeout) * 1000;
-}
-
-/*
- * Asks the Sentinels that were not asked yet, in order, until one names a
- * master; *which is then that Sentinel.  Each has an equal share of the time
- * that is left.  Returns false with the error of the first that failed set, if
- * no Sentinel is left.  Raises an error if a setting for TLS is wrong.
+ * Asks the target's Sentinels, the first one first, until accept() accepts the
+ * master that one of them names; the next search begins with that Sentinel.  All
+ * of it ends within ratelimit.connect_timeout and ratelimit.command_timeout
+ * together, and each Sentinel has an equal share of the time that is left.
+ * Returns false, with the error of the first that failed set if one did.  Raises
+ * an error if a setting is wrong.
  */
 bool
-rl_sentinel_next(RlSentinelSearch *search, RlAddress *master, int *which, RlError *error)
+rl_sentinels_ask(RlTarget *target, RlSentinelAccept accept, void *arg, RlError *error)
 {
-	int			n = search->target->n;
-	RlError		why;
+	int			first = target->first;
+	int64		deadline = rl_monotonic_now() +
+		((int64) rl_connect_timeout + rl_command_timeout) * 1000;
+	bool		failed = false;
+	RlError		failure;
 
-	while (search->passed < n)
+	for (int i = 0; i < target->n; i++)
 	{
+		int			which = (first + i) % target->n;
 		int64		now = rl_monotonic_now();
-		int64		until = now + (search->deadline - now) / (n - search->passed);
+		RlAddress	master;
 
-		*which = (search->first + search->passed++) % n;
-		if (ask_admitted(search, *which, until, master, &why))
-			return true;
-		search->unreachable |= why.unreachable;
-		if (!search->failed)
-			search->why = why;
-		search->failed = true;
+		if (ask_if_admitted(target, which, now + (deadline - now) / (target->n - i), &master, &failure))
+		{
+			target->first = which;
+			if (accept(&master, arg))
+				return true;
+			continue;
+		}
+		if (failed)
+			error->unreachable |= failure.unreachable;
+		else
+			*error = failure;
+		failed = true;
 	}
-	*error = search->why;
-	error->unreachable = search->unreachable;
 	return false;
 }

@@ -1,29 +1,106 @@
 /*
  * socket.c
- *		A connection's socket: waiting, bytes out and in, and what is said when
- *		that fails.
+ *		A connection's socket: opening, waiting, sending, receiving, and the
+ *		errors when that fails.
  *
  * The socket does not block and is driven by the backend's latch, so that
  * cancel, timeouts, termination and barriers work while Redis is silent.
+ * Failures are returned, not raised; the only errors raised here are core's
+ * own, and those of wrong settings for TLS.
  */
 #include "postgres.h"
 
+#include <fcntl.h>
 #include <hiredis/hiredis.h>
+#include <netdb.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include "miscadmin.h"
+#include "storage/fd.h"
+#include "utils/memutils.h"
+#include "utils/wait_event.h"
 
 #include "error.h"
 #include "redis/socket.h"
 #include "redis/tls.h"
 #include "shared/shared.h"
 
+#if PG_VERSION_NUM < 170000
+#define CreateWaitEventSet(owner, n) CreateWaitEventSet(TopMemoryContext, (n))
+#endif
+
+#define MAX_HOST_ADDRESSES	16
+#define MAX_ADDRESS_TEXT	64	/* an address of IP version 6 with its scope */
+
+/*
+ * Errors.  These functions set the error and return false.
+ */
+
+static bool
+set_error(const RlConnection *conn, RlError *error, int sqlstate, bool unreachable,
+		  const char *what, const char *why)
+{
+	rl_error_set(error, sqlstate, "%s: %s", what, why);
+	rl_error_detail(error, "The server is %s.", conn->server);
+	error->unreachable = unreachable;
+	return false;
+}
+
+/* Connecting failed; the server is not unreachable if the reason is this machine's own. */
+static bool
+cannot_connect(const RlConnection *conn, RlError *error, bool unreachable, const char *why)
+{
+	return set_error(conn, error, ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION, unreachable,
+					 "could not connect to Redis", why);
+}
+
+/* The connection failed after it was set up. */
+bool
+rl_connection_lost(const RlConnection *conn, RlError *error, const char *why)
+{
+	return set_error(conn, error, ERRCODE_CONNECTION_FAILURE, true, "lost the connection to Redis", why);
+}
+
+/* A server checks a client's certificate after the handshake, and its alert may get lost. */
+static bool
+tls_failed(const RlConnection *conn, RlError *error, const char *why)
+{
+	if (conn->heard)
+		return rl_connection_lost(conn, error, why);
+	cannot_connect(conn, error, true, why);
+	rl_error_detail(error, "The server is %s. It may want another certificate than that of ratelimit.tls_cert_file.",
+					conn->server);
+	return false;
+}
+
+/* The server sent something that is no answer to what it was asked. */
+bool
+rl_protocol_violation(const RlConnection *conn, RlError *error, const char *why)
+{
+	return set_error(conn, error, ERRCODE_PROTOCOL_VIOLATION, false, "unexpected reply from Redis", why);
+}
+
+/* The server sent an error reply: to a command, or while the connection was set up. */
+bool
+rl_error_reply(const RlConnection *conn, bool set_up, const char *line, RlError *error)
+{
+	int			sqlstate = ERRCODE_PROTOCOL_VIOLATION;
+
+	if (strstr(line, "max number of clients") != NULL)
+		sqlstate = ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION;
+	else if (strncmp(line, "NOAUTH", 6) == 0 ||
+			 (set_up && (strstr(line, "AUTH") || strstr(line, "PASS") || strstr(line, "password"))))
+		sqlstate = ERRCODE_INVALID_PASSWORD;
+	return set_error(conn, error, sqlstate, false, "Redis answered with an error", line);
+}
+
 /*
  * Waiting
  */
 
-/* What pg_stat_activity calls all waits for Redis. */
+/* Returns the wait event that pg_stat_activity shows for all waits for Redis. */
 uint32
 rl_wait_event(void)
 {
@@ -38,7 +115,52 @@ rl_wait_event(void)
 #endif
 }
 
-/* rl_socket_wait where nothing may throw. */
+/*
+ * Creates a set of events with this backend's latch and room for sockets.  The
+ * caller frees it.  Raises an error if there is no descriptor for it.
+ */
+WaitEventSet *
+rl_events_create(int nsockets)
+{
+	WaitEventSet *set = CreateWaitEventSet(NULL, nsockets + 2);
+
+	AddWaitEventToSet(set, WL_LATCH_SET, PGINVALID_SOCKET, MyLatch, NULL);
+	if (IsUnderPostmaster)
+		AddWaitEventToSet(set, WL_EXIT_ON_PM_DEATH, PGINVALID_SOCKET, NULL, NULL);
+	return set;
+}
+
+/*
+ * Waits until one of the set's sockets is ready.  Returns the number of their
+ * events, n at most, or 0 once the deadline has passed.  May raise what
+ * CHECK_FOR_INTERRUPTS raises.
+ */
+int
+rl_events_wait(WaitEventSet *set, int64 deadline, WaitEvent *events, int n)
+{
+	for (;;)
+	{
+		int64		left = Max(deadline - rl_monotonic_now(), 0);
+		int			found = WaitEventSetWait(set, (left + 999) / 1000, events, n, rl_wait_event());
+		int			ready = 0;
+
+		for (int i = 0; i < found; i++)
+		{
+			if (events[i].events & WL_LATCH_SET)
+			{
+				ResetLatch(MyLatch);
+				CHECK_FOR_INTERRUPTS();
+			}
+			else
+				events[ready++] = events[i];
+		}
+		/* After the deadline, look once more: this process may have been slow. */
+		if (ready > 0 || (found == 0 && left == 0))
+			return ready;
+	}
+}
+
+/* Waits as rl_socket_wait does, without the latch. */
 static bool
 poll_socket(const RlConnection *conn, uint32 what, int64 deadline)
 {
@@ -57,45 +179,27 @@ poll_socket(const RlConnection *conn, uint32 what, int64 deadline)
 }
 
 /*
- * Waits until the socket is ready for what (WL_SOCKET_READABLE or
- * _WRITEABLE).  Returns false once the deadline has passed.  May raise what
- * CHECK_FOR_INTERRUPTS raises.
+ * Waits until the socket is ready for what (WL_SOCKET_READABLE, _WRITEABLE or
+ * both).  Returns false once the deadline has passed.  May raise what
+ * CHECK_FOR_INTERRUPTS raises; with no_throw it raises nothing, and cannot be
+ * interrupted.
  */
 bool
-rl_socket_wait(RlConnection *conn, uint32 what, int64 deadline)
+rl_socket_wait(RlConnection *conn, uint32 what, int64 deadline, bool no_throw)
 {
-	if (conn->quiet_until != 0)
-		return poll_socket(conn, what, Min(deadline, conn->quiet_until));
+	WaitEvent	event;
+
+	if (no_throw)
+		return poll_socket(conn, what, deadline);
 	if (conn->waiting_for != what)
 	{
 		ModifyWaitEvent(conn->events, conn->socket_event, what, NULL);
 		conn->waiting_for = what;
 	}
-	for (;;)
-	{
-		int64		left = Max(deadline - rl_monotonic_now(), 0);
-		WaitEvent	event;
-
-		/* Late, look once more: this process may have been what was slow. */
-		if (WaitEventSetWait(conn->events, (left + 999) / 1000, &event, 1, rl_wait_event()) == 0)
-		{
-			if (left == 0)
-				return false;
-		}
-		else if (event.events & WL_LATCH_SET)
-		{
-			ResetLatch(MyLatch);
-			CHECK_FOR_INTERRUPTS();
-		}
-		else
-			return true;
-	}
+	return rl_events_wait(conn->events, deadline, &event, 1) > 0;
 }
 
-/*
- * Sleeps for RL_PAUSE_MS, until the deadline at most.  May raise what
- * CHECK_FOR_INTERRUPTS raises.
- */
+/* Sleeps for RL_PAUSE_MS, until the deadline at most, as rl_sleep_until does. */
 void
 rl_pause(int64 deadline)
 {
@@ -103,86 +207,250 @@ rl_pause(int64 deadline)
 }
 
 /*
- * Errors
+ * Opening and closing
  */
 
+/* Frees the socket and its events, but neither TLS nor the claim to a descriptor. */
+static void
+close_descriptor(RlConnection *conn)
+{
+	if (conn->events != NULL)
+		FreeWaitEventSet(conn->events);
+	conn->events = NULL;
+	if (conn->ctx != NULL)
+		redisFree(conn->ctx);
+	conn->ctx = NULL;
+}
+
+/* Frees what the connection has, also what is left of a failed or interrupted opening. */
+void
+rl_socket_close(RlConnection *conn)
+{
+	if (conn->tls != NULL)
+		rl_tls_free(conn->tls);
+	conn->tls = NULL;
+	close_descriptor(conn);
+	if (conn->fd_acquired)
+		ReleaseExternalFD();
+	conn->fd_acquired = false;
+}
+
+/* Returns true if there are descriptors for one more socket, and for its WaitEventSet. */
+bool
+rl_socket_has_room(void)
+{
+	bool		has_room;
+
+	if (!AcquireExternalFD())
+		return false;
+	has_room = AcquireExternalFD();
+	if (has_room)
+		ReleaseExternalFD();
+	ReleaseExternalFD();
+	return has_room;
+}
+
+/* Full, it is an error to hiredis 0.14, and a connection in progress to later versions. */
 static bool
-set_error(const RlConnection *conn, RlError *error, int sqlstate, const char *what, const char *why)
+backlog_is_full(const RlConnection *conn, const RlAddress *address)
 {
-	rl_error_set(error, sqlstate, "%s: %s", what, why);
-	rl_error_detail(error, "The server is %s.", conn->server);
-	return false;
+	struct sockaddr_storage peer;
+	socklen_t	len = sizeof(peer);
+
+	if (!address->is_path)
+		return false;
+	if (conn->ctx->err)
+		return conn->ctx->err == REDIS_ERR_IO && errno == EAGAIN;
+	return getpeername(conn->ctx->fd, (struct sockaddr *) &peer, &len) != 0;
 }
 
-bool
-rl_cannot_connect(const RlConnection *conn, RlError *error, const char *why)
+/* Does the TLS handshake.  Returns false with the error set. */
+static bool
+start_tls(RlConnection *conn, int64 deadline, RlError *error)
 {
-	set_error(conn, error, ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION,
-			  "could not connect to Redis", why);
-	error->unreachable = true;
-	return false;
+	if (!rl_tls_attach(conn->tls, conn->ctx->fd))
+		return cannot_connect(conn, error, false, "out of memory");
+	for (bool late = false;; late = rl_monotonic_now() > deadline)
+	{
+		uint32		wants;
+		char		why[RL_TLS_WHY];
+		int			done = rl_tls_step(conn->tls, RL_TLS_HANDSHAKE, NULL, 0, &wants, why);
+
+		if (done > 0)
+			return true;
+		if (done < 0)
+			return cannot_connect(conn, error, true, why);
+		if (late || !rl_socket_wait(conn, wants, deadline, false))
+			return cannot_connect(conn, error, true, "ratelimit.connect_timeout has passed");
+	}
 }
 
-/* The same for a reason that is this process's own. */
-bool
-rl_lack_of(const RlConnection *conn, RlError *error, const char *why)
+/* Returns true if this process or machine is short of something; the server may be well. */
+static bool
+is_shortage(int error)
 {
-	return set_error(conn, error, ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION,
-					 "could not connect to Redis", why);
-}
-
-bool
-rl_connection_lost(const RlConnection *conn, RlError *error, const char *why)
-{
-	set_error(conn, error, ERRCODE_CONNECTION_FAILURE, "lost the connection to Redis", why);
-	error->unreachable = true;
-	return false;
+	return error == EMFILE || error == ENFILE || error == ENOBUFS || error == ENOMEM;
 }
 
 /*
- * The server judges a client's certificate when the client's part of the
- * handshake is over already, and what it says then may get lost.
+ * Writes the host's addresses as text, those of IP version 4 first, as
+ * redis-cli does.  Returns their number, or 0 with the error set.
+ */
+static int
+look_up(const RlConnection *conn, const char *host, char (*found)[MAX_ADDRESS_TEXT],
+		RlError *error)
+{
+	struct addrinfo hints = {.ai_family = AF_UNSPEC,.ai_socktype = SOCK_STREAM};
+	struct addrinfo *list;
+	int			status = getaddrinfo(host, NULL, &hints, &list);
+	int			n = 0;
+
+	if (status != 0)
+	{
+		bool		shortage = status == EAI_MEMORY || (status == EAI_SYSTEM && is_shortage(errno));
+
+		cannot_connect(conn, error, !shortage, status == EAI_SYSTEM ? strerror(errno) :
+					   status == EAI_MEMORY ? "out of memory" : gai_strerror(status));
+		return 0;
+	}
+	for (int pass = 0; pass < 2; pass++)
+		for (struct addrinfo *info = list; info != NULL && n < MAX_HOST_ADDRESSES; info = info->ai_next)
+			if ((info->ai_family == AF_INET) == (pass == 0) &&
+				getnameinfo(info->ai_addr, info->ai_addrlen, found[n], MAX_ADDRESS_TEXT,
+							NULL, 0, NI_NUMERICHOST) == 0)
+				n++;
+	freeaddrinfo(list);
+	if (n == 0)
+		cannot_connect(conn, error, true, "the host has no address");
+	return n;
+}
+
+/* Begins to connect to a path, or to a host's address.  Returns false with the error set. */
+static bool
+begin_connecting(RlConnection *conn, const RlAddress *address, const char *host, int64 deadline,
+				 RlError *error)
+{
+	for (;;)
+	{
+		conn->ctx = address->is_path ? redisConnectUnixNonBlock(host)
+			: redisConnectNonBlock(host, address->port);
+		if (conn->ctx == NULL)
+			return cannot_connect(conn, error, false, "out of memory");
+		if (!backlog_is_full(conn, address))
+			break;
+		if (rl_monotonic_now() >= deadline)
+			return cannot_connect(conn, error, true, "ratelimit.connect_timeout has passed");
+		close_descriptor(conn);
+		rl_pause(deadline);
+	}
+	if (conn->ctx->err)
+		return cannot_connect(conn, error, !is_shortage(errno), conn->ctx->errstr);
+	if (conn->ctx->reader == NULL)
+		return cannot_connect(conn, error, false, "out of memory");
+	return true;
+}
+
+/*
+ * Connects to a path, or to a host's address, and waits until the socket is up.
+ * Returns false with the error set; the caller closes what is left.
  */
 static bool
-tls_failed(const RlConnection *conn, RlError *error, const char *why)
+connect_to(RlConnection *conn, const RlAddress *address, const char *host, int64 deadline,
+		   RlError *error)
 {
-	if (conn->heard)
-		return rl_connection_lost(conn, error, why);
-	rl_cannot_connect(conn, error, why);
-	rl_error_detail(error, "The server is %s. It may want another certificate than that of ratelimit.tls_cert_file.",
-					conn->server);
-	return false;
+	int			spare;
+	int			socket_error = 0;
+	socklen_t	len = sizeof(socket_error);
+
+	if (!begin_connecting(conn, address, host, deadline, error))
+		return false;
+	/* Programs that the server starts must not inherit it. */
+	(void) fcntl(conn->ctx->fd, F_SETFD, FD_CLOEXEC);
+
+	/* Without a descriptor, creating the WaitEventSet would raise an error. */
+	spare = dup(conn->ctx->fd);
+	if (spare < 0)
+		return cannot_connect(conn, error, false, strerror(errno));
+	(void) close(spare);
+	conn->events = rl_events_create(1);
+	conn->socket_event = AddWaitEventToSet(conn->events, WL_SOCKET_WRITEABLE,
+										  conn->ctx->fd, NULL, NULL);
+	conn->waiting_for = WL_SOCKET_WRITEABLE;
+
+	if (!rl_socket_wait(conn, WL_SOCKET_WRITEABLE, deadline, false))
+		return cannot_connect(conn, error, true, "ratelimit.connect_timeout has passed");
+	if (getsockopt(conn->ctx->fd, SOL_SOCKET, SO_ERROR, &socket_error, &len) != 0)
+		socket_error = errno;
+	if (socket_error != 0)
+		return cannot_connect(conn, error, true, strerror(socket_error));
+	return true;
 }
 
+/*
+ * Connects to the first of the server's addresses that accepts, with TLS if the
+ * address says so.  Each address has an equal share of the time that is left, so
+ * that the last one is tried too.  Returns false with the first address's error
+ * set; the caller closes what is left.  Raises an error if a setting for TLS is
+ * wrong.
+ */
 bool
-rl_protocol_violation(const RlConnection *conn, RlError *error, const char *what)
+rl_socket_open(RlConnection *conn, const RlAddress *address, int64 deadline, RlError *error)
 {
-	return set_error(conn, error, ERRCODE_PROTOCOL_VIOLATION, "unexpected reply from Redis", what);
+	char		hosts[MAX_HOST_ADDRESSES][MAX_ADDRESS_TEXT];
+	int			n = 1;
+	bool		up = false;
+	RlError		failure;
+
+	rl_address_name(address, conn->server);
+	if (address->tls)
+	{
+		conn->tls = rl_tls_new(address->host);
+		if (conn->tls == NULL)
+			return cannot_connect(conn, error, false, "out of memory");
+	}
+	if (!rl_socket_has_room())
+		return cannot_connect(conn, error, false, "too many files are open in this server process");
+	conn->fd_acquired = AcquireExternalFD();
+	if (!address->is_path)
+		n = look_up(conn, address->host, hosts, error);
+
+	for (int i = 0; i < n && !up; i++)
+	{
+		int64		now = rl_monotonic_now();
+
+		close_descriptor(conn);
+		up = connect_to(conn, address, address->is_path ? address->host : hosts[i],
+						now + (deadline - now) / (n - i), &failure);
+		if (!up && (i == 0 || !failure.unreachable))
+			*error = failure;
+		if (!up && !failure.unreachable)
+			break;
+	}
+	if (!up)
+		return false;
+	conn->send_wants = WL_SOCKET_WRITEABLE;
+	conn->receive_wants = WL_SOCKET_READABLE;
+	return conn->tls == NULL || start_tls(conn, deadline, error);
 }
 
-/* An error reply, when setting the connection up or to a command. */
+/* Returns true if an idle connection has no end, no error and, without TLS, no byte to read. */
 bool
-rl_connection_refused(const RlConnection *conn, bool set_up, const char *line,
-					  RlError *error)
+rl_socket_is_silent(RlConnection *conn)
 {
-	int			sqlstate = ERRCODE_PROTOCOL_VIOLATION;
+	char		byte;
+	char		why[RL_TLS_WHY];
 
-	if (strstr(line, "max number of clients") != NULL)
-		sqlstate = ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION;
-	else if (strncmp(line, "NOAUTH", 6) == 0 ||
-			 (set_up && (strstr(line, "AUTH") || strstr(line, "PASS") || strstr(line, "password"))))
-		sqlstate = ERRCODE_INVALID_PASSWORD;
-	return set_error(conn, error, sqlstate, "Redis answered with an error", line);
+	if (conn->tls != NULL)
+		return rl_tls_step(conn->tls, RL_TLS_PEEK, &byte, 1, &conn->receive_wants, why) == 0;
+	return recv(conn->ctx->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 &&
+		(errno == EAGAIN || errno == EWOULDBLOCK);
 }
 
 /*
  * Sending and receiving
  */
 
-/*
- * Sends what the socket takes of out, from *sent on.  Returns false with the
- * error set.
- */
+/* Sends what the socket takes of out, from *sent on.  Returns false with the error set. */
 bool
 rl_socket_send(RlConnection *conn, StringInfo out, int *sent, RlError *error)
 {

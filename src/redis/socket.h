@@ -1,37 +1,55 @@
 /*
  * socket.h
- *		A connection's socket.
+ *		The data of a connection, and its socket.
  */
 #ifndef SOCKET_H
 #define SOCKET_H
 
+#include "lib/stringinfo.h"
 #include "storage/latch.h"
-#include "utils/memutils.h"
-#include "utils/wait_event.h"
 #if PG_VERSION_NUM >= 180000
 #include "storage/waiteventset.h"
 #endif
 
-#include "redis/connection.h"
+#include "redis/address.h"
 
-#if PG_VERSION_NUM < 170000
-#define CreateWaitEventSet(owner, n) CreateWaitEventSet(TopMemoryContext, (n))
-#endif
+#define RL_PAUSE_MS			5	/* between attempts */
 
-#define RL_PAUSE_MS			5
+/* A connection to a Redis server; all zero: not connected. */
+typedef struct RlConnection
+{
+	struct redisContext *ctx;	/* NULL: not connected */
+	WaitEventSet *events;
+	int			socket_event;	/* the socket's position in events */
+	uint32		waiting_for;	/* the events that it has there */
+	struct ssl_st *tls;			/* NULL: no TLS */
+	bool		fd_acquired;
+	bool		heard;			/* something has come from the server */
+	uint32		send_wants;		/* the event that sending more must wait for */
+	uint32		receive_wants;	/* the event that receiving more must wait for */
+	char		server[RL_MAX_SERVER];	/* for error details */
+	size_t		reply_bytes;	/* read since the last complete reply */
+	bool		retired;		/* to be closed before the next command */
+	bool		in_flight;		/* a call has begun, and not all its replies are read */
+	int			due;			/* its replies to come; -1: not known */
+} RlConnection;
 
-/* Each of those that take an error returns false with it set. */
 extern uint32 rl_wait_event(void);
-extern bool rl_socket_wait(RlConnection *conn, uint32 what, int64 deadline);
+extern WaitEventSet *rl_events_create(int nsockets);
+extern int	rl_events_wait(WaitEventSet *set, int64 deadline, WaitEvent *events, int n);
+extern void rl_pause(int64 deadline);
+
+extern bool rl_socket_has_room(void);
+extern bool rl_socket_open(RlConnection *conn, const RlAddress *address, int64 deadline,
+						   RlError *error);
+extern void rl_socket_close(RlConnection *conn);
+extern bool rl_socket_is_silent(RlConnection *conn);
+extern bool rl_socket_wait(RlConnection *conn, uint32 what, int64 deadline, bool no_throw);
 extern bool rl_socket_send(RlConnection *conn, StringInfo out, int *sent, RlError *error);
 extern bool rl_socket_receive(RlConnection *conn, RlError *error);
-extern bool rl_cannot_connect(const RlConnection *conn, RlError *error, const char *why);
-extern bool rl_lack_of(const RlConnection *conn, RlError *error, const char *why);
-extern bool rl_connection_lost(const RlConnection *conn, RlError *error, const char *why);
-extern bool rl_protocol_violation(const RlConnection *conn, RlError *error, const char *what);
 
-extern void rl_pause(int64 deadline);
-extern bool rl_connection_refused(const RlConnection *conn, bool set_up, const char *line,
-								  RlError *error);
+extern bool rl_connection_lost(const RlConnection *conn, RlError *error, const char *why);
+extern bool rl_protocol_violation(const RlConnection *conn, RlError *error, const char *why);
+extern bool rl_error_reply(const RlConnection *conn, bool set_up, const char *line, RlError *error);
 
 #endif							/* SOCKET_H */

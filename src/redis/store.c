@@ -134,7 +134,7 @@ append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace)
 static bool
 wrong_reply(RlError *error)
 {
-	rl_redis_distrust();
+	rl_redis_drop_connection();
 	rl_error_set(error, ERRCODE_PROTOCOL_VIOLATION,
 				 "unexpected reply from Redis: it does not answer the script");
 	return false;
@@ -533,7 +533,7 @@ static bool
 read_refund_call(int i, const RlReply *reply, void *arg, RlError *error)
 {
 	const RefundCalls *all = arg;
-	bool		accepted = rl_redis_accepted(reply, all->why);
+	bool		accepted = rl_redis_check_reply(reply, all->why);
 
 	if (accepted && !read_done(reply, error))
 		return false;

@@ -1,19 +1,17 @@
 /*
  * stream.c
- *		Commands and their replies over a connection: one after the other, or
- *		many under way.
+ *		Commands and their replies over a connection: one call, or many under
+ *		way.  Neither side ever holds more than RL_MAX_DUE replies, nor this one
+ *		more than RL_MAX_UNSENT bytes and a command.
  *
- * An ERROR may jump out of any wait: in_flight is up from before the first
- * byte until the last reply is read, and whoever wants the connection next
- * drops it if the flag is up.  So no reply is ever read by the wrong call.
+ * An ERROR may end any wait.  in_flight is set from before the first byte until
+ * the last reply is read, and the next call drops the connection if the flag is
+ * set.  So no call reads the reply of another.
  */
 #include "postgres.h"
 
 #include <hiredis/hiredis.h>
 
-#include "miscadmin.h"
-
-#include "redis/socket.h"
 #include "redis/stream.h"
 #include "shared/shared.h"
 
@@ -29,9 +27,9 @@ find_reply(RlConnection *conn, const RlReply *reply, bool *found, RlError *error
 	redisReader *reader = conn->ctx->reader;
 	void	   *object = NULL;
 
-	/* The reader would begin a reply with nothing, and could not be left then. */
+	/* Without a byte the reader would begin a reply, and could not be left then. */
 	if (reader->pos < reader->len && redisReaderGetReply(reader, &object) != REDIS_OK)
-		return rl_protocol_violation(conn, error, conn->ctx->reader->errstr);
+		return rl_protocol_violation(conn, error, reader->errstr);
 	*found = object != NULL;
 	if (!*found && conn->reply_bytes > MAX_REPLY_BYTES)
 		return rl_protocol_violation(conn, error, "it is too long");
@@ -43,123 +41,36 @@ find_reply(RlConnection *conn, const RlReply *reply, bool *found, RlError *error
 	return true;
 }
 
-/* After the last reply: what is left over would be taken for the next call's. */
-static bool
-nothing_left(RlConnection *conn, RlError *error)
-{
-	if (conn->ctx->reader->pos < conn->ctx->reader->len)
-		return rl_protocol_violation(conn, error, "it is followed by another");
-	conn->in_flight = false;
-	return true;
-}
-
-/* Reads the next reply.  Returns false with the error set. */
-static bool
-read_reply(RlConnection *conn, RlReply *reply, int64 deadline, RlError *error)
-{
-	rl_resp_attach(conn->ctx->reader, reply);
-	for (bool late = false;; late = rl_monotonic_now() > deadline)
-	{
-		bool		found;
-
-		if (!find_reply(conn, reply, &found, error))
-			return false;
-		if (found)
-			return true;
-		if (late || !rl_socket_wait(conn, conn->receive_wants, deadline))
-			return rl_connection_lost(conn, error, "ratelimit.command_timeout has passed");
-		if (!rl_socket_receive(conn, error))
-			return false;
-	}
-}
-
 /*
- * How sending failed.  If the server hung up on us at once it may have said why,
- * and is there.
+ * Begins a stream over a connection that carries nothing; out is for commands
+ * that are not sent yet, reply for the next reply.  Replies must come until the
+ * deadline, or, if that is 0, each within ratelimit.command_timeout of the one
+ * before.  With no_throw, waiting raises nothing.
  */
-static RlOutcome
-cannot_send(RlConnection *conn, bool sent, RlError *error)
-{
-	RlReply		reply;
-	RlError		why;
-	bool		found;
-
-	if (sent)
-		return RL_FAILED;
-	if (!conn->heard && conn->tls == NULL)
-	{
-		rl_resp_attach(conn->ctx->reader, &reply);
-		if (rl_socket_receive(conn, &why) && find_reply(conn, &reply, &found, &why) && found &&
-			reply.kind == RL_REPLY_ERROR)
-			rl_connection_refused(conn, false, reply.text, error);
-	}
-	return RL_NOT_SENT;
-}
-
-/*
- * Sends what out holds, n commands of which all but the last must answer with a
- * status, and reads their replies up to the first that does not; the last one
- * read is in *reply.
- */
-RlOutcome
-rl_connection_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline,
-					   RlReply *reply, RlError *error)
-{
-	int			sent = 0;
-
-	conn->in_flight = true;
-	conn->due = -1;
-	for (;;)
-	{
-		if (!rl_socket_send(conn, out, &sent, error))
-			return cannot_send(conn, sent > 0, error);
-		if (sent == out->len)
-			break;
-		if (!rl_socket_wait(conn, conn->send_wants, deadline))
-		{
-			rl_connection_lost(conn, error, "ratelimit.command_timeout has passed");
-			return RL_FAILED;
-		}
-	}
-	for (int i = 0; i < n; i++)
-	{
-		conn->due = n - i;
-		if (!read_reply(conn, reply, deadline, error))
-			return RL_FAILED;
-		conn->due--;
-		if (reply->kind != RL_REPLY_STATUS && i < n - 1)
-			return RL_DONE;
-	}
-	return nothing_left(conn, error) ? RL_DONE : RL_FAILED;
-}
-
-/*
- * Streams: many commands under way on a connection.  Neither side ever holds
- * more than RL_MAX_DUE replies, nor this one more than RL_MAX_UNSENT bytes and a
- * command.
- */
-
-/* Begins a stream; out is for what is not sent yet. */
 void
-rl_stream_begin(RlStream *stream, RlConnection *conn, StringInfo out)
+rl_stream_begin(RlStream *stream, RlConnection *conn, StringInfo out, RlReply *reply,
+				int64 deadline, bool no_throw)
 {
-	resetStringInfo(out);
 	stream->conn = conn;
 	stream->out = out;
+	stream->reply = reply;
+	stream->no_throw = no_throw;
+	stream->moving = deadline == 0;
+	stream->deadline = deadline;
 	stream->sent = 0;
 	stream->due = 0;
 	stream->wrote = false;
-	stream->ready = false;
+	stream->ready = stream->waited = stream->found = false;
 	conn->in_flight = true;
 	conn->due = 0;
-	rl_resp_attach(conn->ctx->reader, &stream->reply);
+	rl_resp_attach(conn->ctx->reader, reply);
 }
 
-/* True if commands may be appended to out, each followed by rl_stream_appended. */
+/* Returns true if commands may be appended to out, each followed by rl_stream_appended. */
 bool
 rl_stream_has_room(RlStream *stream)
 {
-	if (stream->sent == stream->out->len)
+	if (rl_stream_is_sent(stream))
 	{
 		resetStringInfo(stream->out);
 		stream->sent = 0;
@@ -168,35 +79,60 @@ rl_stream_has_room(RlStream *stream)
 	return stream->due < RL_MAX_DUE - 1 && stream->out->len < RL_MAX_UNSENT;
 }
 
+/* Notes that a command was appended to out. */
 void
 rl_stream_appended(RlStream *stream)
 {
-	if (stream->due++ == 0)
+	if (stream->due++ == 0 && stream->moving)
 		stream->deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
 	stream->conn->due = -1;
 }
 
+/* Returns true if nothing is left to send. */
 bool
 rl_stream_is_sent(const RlStream *stream)
 {
 	return stream->sent == stream->out->len;
 }
 
-/* Sends what the socket takes. */
+/*
+ * Sending failed.  A server that closed a new connection at once may have sent
+ * the reason: then that is the error, and the server is not unreachable.
+ */
+static RlOutcome
+sending_failed(RlConnection *conn, bool wrote, RlError *error)
+{
+	RlReply		reply;
+	RlError		unused;
+	bool		found;
+
+	if (wrote)
+		return RL_FAILED;
+	if (!conn->heard && conn->tls == NULL)
+	{
+		rl_resp_attach(conn->ctx->reader, &reply);
+		if (rl_socket_receive(conn, &unused) && find_reply(conn, &reply, &found, &unused) && found &&
+			reply.kind == RL_REPLY_ERROR)
+			rl_error_reply(conn, false, reply.text, error);
+	}
+	return RL_NOT_SENT;
+}
+
+/* Sends what the socket takes.  Returns RL_DONE, or how it failed with the error set. */
 RlOutcome
 rl_stream_send(RlStream *stream, RlError *error)
 {
 	if (rl_stream_is_sent(stream))
 		return RL_DONE;
 	if (!rl_socket_send(stream->conn, stream->out, &stream->sent, error))
-		return cannot_send(stream->conn, stream->wrote || stream->sent > 0, error);
-	stream->wrote = true;
+		return sending_failed(stream->conn, stream->wrote, error);
+	stream->wrote |= stream->sent > 0;
 	if (rl_stream_is_sent(stream))
 		stream->conn->due = stream->due;
 	return RL_DONE;
 }
 
-/* What the stream's socket must be waited for. */
+/* Returns the events that the stream's socket must be waited for. */
 static uint32
 stream_wants(const RlStream *stream)
 {
@@ -204,10 +140,11 @@ stream_wants(const RlStream *stream)
 		(rl_stream_is_sent(stream) ? 0 : stream->conn->send_wants);
 }
 
-static WaitEventSet *joint_events = NULL;	/* of the streams that are waited for together */
+/* The events of the streams that are waited for together, and how many they are. */
+static WaitEventSet *joint_events = NULL;
 static int	joint_members = 0;
 
-/* To be called before streams are waited for, and when they change. */
+/* Drops the set; to be called before streams are waited for, and when they change. */
 void
 rl_streams_changed(void)
 {
@@ -219,16 +156,12 @@ rl_streams_changed(void)
 		FreeWaitEventSet(events);
 }
 
+/* Makes the set wait for what the streams want now. */
 static void
 watch_streams(RlStream **streams, int n)
 {
 	if (joint_events == NULL)
-	{
-		joint_events = CreateWaitEventSet(NULL, n + 2);
-		AddWaitEventToSet(joint_events, WL_LATCH_SET, PGINVALID_SOCKET, MyLatch, NULL);
-		if (IsUnderPostmaster)
-			AddWaitEventToSet(joint_events, WL_EXIT_ON_PM_DEATH, PGINVALID_SOCKET, NULL, NULL);
-	}
+		joint_events = rl_events_create(n);
 	for (int i = 0; i < n; i++)
 	{
 		RlStream   *stream = streams[i];
@@ -247,109 +180,146 @@ watch_streams(RlStream **streams, int n)
 }
 
 /*
- * Waits until one of the streams is ready to go on, or until then; those that
- * are get their flag set.  May raise what CHECK_FOR_INTERRUPTS raises, and the
- * lack of a descriptor if there are several.
+ * Waits until one of the streams is ready to go on, or the deadline has passed;
+ * sets the flag of those that are.  Several streams are all without no_throw.
+ * May raise what CHECK_FOR_INTERRUPTS raises, and for several streams the lack
+ * of a descriptor; a single one with no_throw raises nothing.
  */
 void
-rl_streams_wait(RlStream **streams, int n, int64 until)
+rl_streams_wait(RlStream **streams, int n, int64 deadline)
 {
 	WaitEvent	events[RL_MAX_STREAMS];
-	int			nevents;
-	int64		left = Max(until - rl_monotonic_now(), 0);
+	int			nready;
 
 	if (n == 1)
 	{
-		streams[0]->ready = rl_socket_wait(streams[0]->conn, stream_wants(streams[0]), until);
+		streams[0]->ready = rl_socket_wait(streams[0]->conn, stream_wants(streams[0]), deadline,
+										   streams[0]->no_throw);
 		return;
 	}
 	watch_streams(streams, n);
-	nevents = WaitEventSetWait(joint_events, (left + 999) / 1000, events, lengthof(events), rl_wait_event());
-	for (int i = 0; i < nevents; i++)
-	{
-		if (events[i].events & WL_LATCH_SET)
-		{
-			ResetLatch(MyLatch);
-			CHECK_FOR_INTERRUPTS();
-		}
-		else
-			((RlStream *) events[i].user_data)->ready = true;
-	}
+	nready = rl_events_wait(joint_events, deadline, events, lengthof(events));
+	for (int i = 0; i < nready; i++)
+		((RlStream *) events[i].user_data)->ready = true;
 }
 
-/* Reads what has come, if something has.  Returns false with the error set. */
+/* Reads what has come, if the stream is ready.  Returns false with the error set. */
 bool
 rl_stream_receive(RlStream *stream, RlError *error)
 {
-	int64		quiet_until = stream->conn->quiet_until;
-
-	/* However steadily replies come. */
-	if (quiet_until != 0 && rl_monotonic_now() > quiet_until)
-		return rl_connection_lost(stream->conn, error, "ratelimit.command_timeout has passed");
 	if (stream->ready && !rl_socket_receive(stream->conn, error))
 		return false;
 	stream->ready = false;
+	stream->waited = true;
 	return true;
 }
 
 /*
- * Finds the next reply, which is then in reply.  Returns false with the error
- * set; *found is false if none is there.
+ * Finds the next reply, which replaces the last one in reply; found tells whether
+ * it is there.  Returns false with the error set, also if the reply is late.
  */
 bool
-rl_stream_next(RlStream *stream, bool *found, RlError *error)
+rl_stream_next(RlStream *stream, RlError *error)
 {
-	*found = false;
+	if (stream->found)
+		rl_resp_attach(stream->conn->ctx->reader, stream->reply);
+	stream->found = false;
 	if (stream->due == 0)
 		return true;
-	if (!find_reply(stream->conn, &stream->reply, found, error))
+	if (!find_reply(stream->conn, stream->reply, &stream->found, error))
 		return false;
-	if (!*found)
-	{
-		int64		now = rl_monotonic_now();
-
-		if (now <= stream->deadline && (stream->conn->quiet_until == 0 || now <= stream->conn->quiet_until))
-			return true;
-		return rl_connection_lost(stream->conn, error, "ratelimit.command_timeout has passed");
-	}
+	if (!stream->found)
+		return !stream->waited || rl_monotonic_now() <= stream->deadline ||
+			rl_connection_lost(stream->conn, error, "ratelimit.command_timeout has passed");
 	stream->due--;
 	if (stream->conn->due > 0)
 		stream->conn->due--;
-	stream->deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
+	if (stream->moving)
+		stream->deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
 	return true;
 }
 
-/* The reply was taken: makes room for the next one. */
-void
-rl_stream_taken(RlStream *stream)
-{
-	rl_resp_attach(stream->conn->ctx->reader, &stream->reply);
-}
-
-/* After the last reply.  Returns false with the error set. */
+/*
+ * Ends a stream of which no reply is due.  Returns false with the error set if
+ * something is left over: the next call would read it, or send it.
+ */
 bool
 rl_stream_end(RlStream *stream, RlError *error)
 {
-	return nothing_left(stream->conn, error);
+	RlConnection *conn = stream->conn;
+
+	if (conn->ctx->reader->pos < conn->ctx->reader->len)
+		return rl_protocol_violation(conn, error, "it is followed by another");
+	if (!rl_stream_is_sent(stream))
+		return rl_protocol_violation(conn, error, "it answers a command that is not sent yet");
+	conn->in_flight = false;
+	return true;
 }
 
 /*
- * Makes the connection usable again by reading what an interrupted call has
- * left due.  Does not throw if quiet_until is set.  Returns false with the
- * error set.
+ * Sends what is left, and reads replies until none is due, or one is no status
+ * and only_statuses is set.  Returns RL_DONE, or how it failed with the error set.
+ */
+static RlOutcome
+run_stream(RlStream *stream, bool only_statuses, RlError *error)
+{
+	for (;;)
+	{
+		RlOutcome	outcome;
+
+		do
+		{
+			if (!rl_stream_next(stream, error))
+				return RL_FAILED;
+			if (stream->due == 0)
+				return rl_stream_end(stream, error) ? RL_DONE : RL_FAILED;
+			if (stream->found && only_statuses && stream->reply->kind != RL_REPLY_STATUS)
+				return RL_DONE;
+		} while (stream->found);
+		outcome = rl_stream_send(stream, error);
+		if (outcome != RL_DONE)
+			return outcome;
+		rl_streams_wait(&stream, 1, stream->deadline);
+		if (!rl_stream_receive(stream, error))
+			return RL_FAILED;
+	}
+}
+
+/*
+ * Sends what out holds, n commands, and reads their replies.  All but the last
+ * must answer with a status.  The first reply that is none ends the exchange, and
+ * the connection is of no use then.  Returns RL_DONE with the last reply that was
+ * read in *reply, or how it failed with the error set.  May raise what
+ * CHECK_FOR_INTERRUPTS raises.
+ */
+RlOutcome
+rl_stream_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline, RlReply *reply,
+				   RlError *error)
+{
+	RlStream	stream;
+
+	rl_stream_begin(&stream, conn, out, reply, deadline, false);
+	stream.due = n;
+	conn->due = -1;
+	return run_stream(&stream, true, error);
+}
+
+/*
+ * Reads what an interrupted call has left due, so that the connection can be
+ * used again.  Raises nothing.  Returns false with the error set.
  */
 bool
-rl_connection_settle(RlConnection *conn, RlError *error)
+rl_stream_drain(RlConnection *conn, int64 deadline, RlError *error)
 {
+	StringInfoData nothing = {0};
+	RlStream	stream;
 	RlReply		reply;
+	int			due = conn->due;
 
-	if (!conn->in_flight)
-		return rl_connection_is_usable(conn) || rl_connection_lost(conn, error, "it is not usable");
-	/* The reader must not be within a reply: that goes to memory long gone. */
-	if (conn->ctx == NULL || !conn->is_set_up || conn->due < 0 || conn->ctx->reader->ridx != -1)
+	/* The reader must not be within a reply: that goes to memory which is gone. */
+	if (conn->ctx == NULL || due < 0 || conn->ctx->reader->ridx != -1)
 		return rl_connection_lost(conn, error, "a call was interrupted");
-	for (; conn->due > 0; conn->due--)
-		if (!read_reply(conn, &reply, conn->quiet_until, error))
-			return false;
-	return nothing_left(conn, error);
+	rl_stream_begin(&stream, conn, &nothing, &reply, deadline, true);
+	stream.due = conn->due = due;
+	return run_stream(&stream, false, error) == RL_DONE;
 }
