@@ -2,10 +2,9 @@
  * ratelimit.c
  *		Settings, and the start of the library.
  *
- * Every setting is PGC_SUSET or stronger: whoever can choose the server, the
- * prefix or what happens on failure can lift every limit.  A value that was SET
- * before the library is loaded is checked again by core when the setting is
- * defined.
+ * Every setting is PGC_SUSET or stronger: a role that can choose the server, the
+ * prefix or what happens on failure can lift every limit.  Core checks a value that
+ * was SET before the library is loaded again when the setting is defined.
  */
 #include "postgres.h"
 
@@ -60,10 +59,7 @@ static const struct config_enum_entry mode_options[] = {
 
 void		_PG_init(void);
 
-/*
- * Braces delimit the key, and choose the slot in Redis Cluster.  Only ASCII is
- * the same in every database's encoding.
- */
+/* Braces delimit the key.  Only ASCII is the same in every database's encoding. */
 static bool
 check_key_prefix(char **newval, void **extra pg_attribute_unused(),
 				 GucSource source pg_attribute_unused())
@@ -82,14 +78,14 @@ check_key_prefix(char **newval, void **extra pg_attribute_unused(),
 	return true;
 }
 
-/* Only says that what was made of the settings is to be made anew. */
+/* Makes results that were computed from the settings out of date. */
 static void
 count_change(const char *newval pg_attribute_unused(), void *extra pg_attribute_unused())
 {
 	rl_settings_version++;
 }
 
-/* With the longest limit added it stays exact in Lua, and in ns in an int64. */
+/* Even with the longest limit added, the largest value is exact in Lua, and in ns in an int64. */
 static bool
 check_debug_now(char **newval, void **extra pg_attribute_unused(),
 				 GucSource source pg_attribute_unused())
@@ -106,9 +102,9 @@ check_debug_now(char **newval, void **extra pg_attribute_unused(),
 /*
  * Raises an error if the connection's options have set one of the settings.
  *
- * Before the library is loaded any role may do that.  Core takes the value away
- * when the setting is defined, but has forgotten the administrator's value by
- * then, so that the default would apply: another Redis, another prefix.
+ * Before the library is loaded any role may do that.  When the setting is defined,
+ * core drops the role's value, but no longer has the administrator's, so that the
+ * default would apply: another Redis, another prefix.
  */
 static void
 refuse_client_options(void)
@@ -146,12 +142,11 @@ _PG_init(void)
 	refuse_client_options();
 
 	/*
-	 * Superuser only: it says whom this server trusts with its limits.  Read
-	 * at the next connection, so that a wrong value is an error there and
-	 * never means the default.
+	 * Superuser only: another Redis is a fresh set of limits.  The value is read at
+	 * the next connection, so that a wrong one is an error and never the default.
 	 */
 	DefineCustomStringVariable("ratelimit.redis_url",
-							   "The Redis server that keeps the limits' state.",
+							   "Sets the Redis server that keeps the state of the limits.",
 							   "redis://[user@]host[:port][,host[:port] ...][/db], redis+sentinel://[user@]host[:port][,...]/service[/db], with rediss for TLS, or unix://[user@]/path[?db=n]. A password belongs in ratelimit.redis_passfile.",
 							   &rl_redis_url,
 							   "redis://127.0.0.1:6379/0",
@@ -159,12 +154,12 @@ _PG_init(void)
 							   NULL, count_change, NULL);
 
 	/*
-	 * Superuser only, also to read: it names a file on the server.  The
-	 * password itself is no setting, because before the library is loaded
-	 * every role can SHOW a setting.
+	 * Superuser only, also to read: it names a file on the server.  No setting has
+	 * the password, because every role can SHOW a setting before the library is
+	 * loaded.
 	 */
 	DefineCustomStringVariable("ratelimit.redis_passfile",
-							   "The file that holds the Redis password.",
+							   "Sets the file that holds the Redis password.",
 							   "Its first line is the password. No other user than the server's may have access to it. Empty: no password.",
 							   &rl_redis_passfile,
 							   "",
@@ -172,26 +167,26 @@ _PG_init(void)
 							   NULL, NULL, NULL);
 
 	/*
-	 * Superuser only: who chooses whom to trust can put a Redis of his own in
-	 * the way, and who chooses another client can be refused by Redis, which
-	 * turns on_error on.  Also to read, for they name files on the server.
+	 * Superuser only: with other authorities a role could put its own Redis in
+	 * between, and with another certificate it could make Redis fail, so that
+	 * on_error applies.  Also to read, because they name files on the server.
 	 */
 	DefineCustomStringVariable("ratelimit.tls_ca_file",
-							   "The file with the certificates of the authorities that may vouch for Redis.",
+							   "Sets the file with the certificate authorities that verify the certificate of Redis.",
 							   "For rediss://. Empty: the authorities that the system trusts.",
 							   &rl_tls_ca_file,
 							   "",
 							   PGC_SUSET, GUC_SUPERUSER_ONLY,
 							   NULL, NULL, NULL);
 	DefineCustomStringVariable("ratelimit.tls_cert_file",
-							   "The file with the certificate that is shown to Redis.",
+							   "Sets the file with the certificate that is shown to Redis.",
 							   "For rediss://. Empty: none.",
 							   &rl_tls_cert_file,
 							   "",
 							   PGC_SUSET, GUC_SUPERUSER_ONLY,
 							   NULL, NULL, NULL);
 	DefineCustomStringVariable("ratelimit.tls_key_file",
-							   "The file with the private key of ratelimit.tls_cert_file.",
+							   "Sets the file with the private key of ratelimit.tls_cert_file.",
 							   "No other user than the server's may have access to it.",
 							   &rl_tls_key_file,
 							   "",
@@ -200,16 +195,16 @@ _PG_init(void)
 
 	/* Superuser only: another prefix is a fresh set of limits. */
 	DefineCustomStringVariable("ratelimit.key_prefix",
-							   "What every key in Redis starts with.",
+							   "Sets the prefix of every key in Redis.",
 							   NULL,
 							   &rl_key_prefix,
 							   "rl:",
 							   PGC_SUSET, 0,
 							   check_key_prefix, count_change, NULL);
 
-	/* Superuser only: a timeout too short to meet turns on_error on. */
+	/* Superuser only: with a timeout that is too short, on_error applies. */
 	DefineCustomIntVariable("ratelimit.connect_timeout",
-							"The longest time to wait for a connection to Redis.",
+							"Sets the maximum time to wait for a connection to Redis.",
 							NULL,
 							&rl_connect_timeout,
 							200, 1, INT_MAX / 2,
@@ -218,26 +213,26 @@ _PG_init(void)
 
 	/* Superuser only, for the same reason. */
 	DefineCustomIntVariable("ratelimit.command_timeout",
-							"The longest time to wait for the reply to a command.",
+							"Sets the maximum time to wait for the reply to a command.",
 							NULL,
 							&rl_command_timeout,
 							100, 1, INT_MAX / 2,
 							PGC_SUSET, GUC_UNIT_MS,
 							NULL, NULL, NULL);
 
-	/* Superuser only: for so long a failure turns on_error on for others. */
+	/* Superuser only: during this time on_error applies to all sessions. */
 	DefineCustomIntVariable("ratelimit.retry_interval",
-							"How long a Redis server is left alone after it could not be reached.",
-							"Shared by all sessions if the library is preloaded; one of them tries then. 0: each call tries.",
+							"Sets the time after which Redis is retried when it could not be reached.",
+							"If the library is preloaded, all sessions share it, and one of them retries. 0: each call retries.",
 							&rl_retry_interval,
 							1000, 0, INT_MAX / 2,
 							PGC_SUSET, GUC_UNIT_MS,
 							NULL, NULL, NULL);
 
-	/* Superuser only: "allow" lets everything through while Redis is away. */
+	/* Superuser only: "allow" allows every action while Redis fails. */
 	DefineCustomEnumVariable("ratelimit.on_error",
-							 "What functions that take quota do when Redis fails.",
-							 "error: raise the failure; allow: let the action happen; deny: refuse it; local: let this server decide alone.",
+							 "Selects what functions that take quota do when Redis fails.",
+							 "error: raise the error; allow: let the action happen; deny: refuse it; local: let this server decide alone.",
 							 &rl_on_error,
 							 RL_ON_ERROR_ERROR,
 							 on_error_options,
@@ -246,7 +241,7 @@ _PG_init(void)
 
 	/* Superuser only: another store is a fresh set of limits. */
 	DefineCustomEnumVariable("ratelimit.store",
-							 "Where the limits' state is kept.",
+							 "Selects where the state of the limits is kept.",
 							 "redis: in Redis, for all servers that share it; local: in this server's shared memory.",
 							 &rl_store_is_local,
 							 false,
@@ -254,38 +249,38 @@ _PG_init(void)
 							 PGC_SUSET, 0,
 							 NULL, NULL, NULL);
 
-	/* Superuser only: all modes but "enforce" let everything through. */
+	/* Superuser only: every other mode than "enforce" allows every action. */
 	DefineCustomEnumVariable("ratelimit.mode",
-							 "Whether limits are enforced.",
-							 "enforce: refuse what they refuse; shadow: decide, count and log, but allow; off: allow unasked.",
+							 "Selects whether limits are enforced.",
+							 "enforce: refuse actions that exceed a limit; shadow: decide, count and log, but allow; off: allow without asking the store.",
 							 &rl_mode,
 							 RL_MODE_ENFORCE,
 							 mode_options,
 							 PGC_SUSET, 0,
 							 NULL, NULL, NULL);
 
-	/* Superuser only: without it a flood of refused calls reaches Redis. */
+	/* Superuser only: without the cache, a flood of refused calls reaches Redis. */
 	DefineCustomBoolVariable("ratelimit.denial_cache",
-							 "Refuse without asking Redis what it has just refused.",
-							 "Needs shared memory, and is of no effect without.",
+							 "Sets whether an action that Redis has just refused is refused without asking Redis.",
+							 "Has no effect without shared memory.",
 							 &rl_denial_cache,
 							 true,
 							 PGC_SUSET, 0,
 							 NULL, NULL, NULL);
 
-	/* At server start, because it says how much memory there is. */
+	/* Only at server start, because it sets the size of shared memory. */
 	if (process_shared_preload_libraries_in_progress)
 		DefineCustomIntVariable("ratelimit.local_max_keys",
-								"How many limits' states this server's shared memory holds.",
-								"When it is full, the state nearest to its end is forgotten.",
+								"Sets how many states of limits this server's shared memory holds.",
+								"When it is full, the state nearest to its end is evicted.",
 								&rl_local_max_keys,
 								100000, 100, 100000000,
 								PGC_POSTMASTER, 0,
 								NULL, NULL, NULL);
 
-	/* Superuser only: who sets the clock forward is never limited. */
+	/* Superuser only: a role that sets the clock forward is never refused. */
 	DefineCustomStringVariable("ratelimit.debug_now",
-							   "Time that limits are decided at, for tests.",
+							   "Sets the time at which limits are decided, for tests.",
 							   "Microseconds since 1970. Empty: the clock of Redis.",
 							   &rl_debug_now,
 							   "",
