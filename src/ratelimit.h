@@ -1,11 +1,19 @@
 /*
  * ratelimit.h
- *		The vocabulary: a key is whom a limit counts, a quota what one action
- *		costs, a limit one rule, limits one to eight rules that must all hold,
- *		a decision the answer, the store where state lives.
+ *		The vocabulary of all files, and the settings.
+ *
+ * A key names the user or object that a limit counts.  A quota is the cost of
+ * one action.  A limit is one rule; limits are one to eight rules that an action
+ * must all satisfy.  A decision is the answer of one limit, or of all.  The store
+ * keeps the state.
  *
  * Durations are int64 microseconds unless a name says otherwise; GCRA's
  * interval and backlog are int64 nanoseconds.
+ *
+ * A static that keeps a result for the backend also keeps what the result was
+ * made from, and compares that at each use, so that nothing has to invalidate it.
+ * rl_settings_version stands for the settings.  The comment beside the static says
+ * how much it saves.
  */
 #ifndef RATELIMIT_H
 #define RATELIMIT_H
@@ -44,11 +52,11 @@
 /* PostgREST answers this SQLSTATE with HTTP status 429. */
 #define ERRCODE_RATE_LIMITED MAKE_SQLSTATE('P', 'T', '4', '2', '9')
 
-/* An error that the caller raises, passes on, or weighs against on_error. */
+/* An error that the caller raises, returns, or treats as ratelimit.on_error says. */
 typedef struct RlError
 {
 	int			sqlstate;
-	bool		unreachable;	/* the server, also for others */
+	bool		unreachable;	/* the server is, for all backends */
 	char		message[256];
 	char		detail[256];	/* empty: none */
 } RlError;
@@ -70,10 +78,10 @@ typedef struct RlLimit
 	int64		capacity;		/* the most quota that is ever free */
 	int64		count;			/* quota per period: GCRA's rate, the refill */
 	int64		period;
-	int64		interval_ns;	/* throttle: what one quota takes to leak */
+	int64		interval_ns;	/* throttle: the time that replenishes one unit */
 	int64		step;			/* sliding_window: length of a sub-window */
 	int64		ban;			/* 0: none */
-	int64		ban_after;		/* refusals in a period that bring the ban */
+	int64		ban_after;		/* this many refusals in a period set the ban */
 	bool		from_first;
 	bool		count_denied;
 	bool		refund_on_abort;
@@ -98,7 +106,7 @@ typedef struct RlLimits
 {
 	int			n;
 	bool		refunds;		/* one of them has refund_on_abort */
-	bool		timed;			/* charges may be taken back: their time is wanted */
+	bool		timed;			/* charges may be refunded, which needs their time */
 	uint64		hash;			/* of the canonical text's meaning */
 	RlLimit		limit[RL_MAX_LIMITS];
 } RlLimits;
@@ -111,12 +119,12 @@ typedef enum RlSource
 	RL_FROM_BAN,
 	RL_FAIL_OPEN,
 	RL_FAIL_CLOSED,
-	RL_SHADOW,					/* refused, but let through */
+	RL_SHADOW,					/* shadow mode allows a refused action */
 	RL_OFF
 } RlSource;
 
-#define RL_NEVER	(-1)		/* of a wait: no wait will help */
-#define RL_UNKNOWN	(-1)		/* of remaining and reset_after */
+#define RL_NEVER	(-1)		/* a wait: no wait will help */
+#define RL_UNKNOWN	(-1)		/* remaining or reset_after */
 
 typedef struct RlDecision
 {
@@ -125,11 +133,11 @@ typedef struct RlDecision
 	int64		remaining;		/* or RL_UNKNOWN */
 	int64		retry_after;	/* 0 when allowed, or RL_NEVER */
 	int64		reset_after;	/* or RL_UNKNOWN */
-	int64		ban_left;		/* 0: no ban was in force */
+	int64		ban_left;		/* 0: no ban is in force */
 	RlSource	source;
 } RlDecision;
 
-/* A key in UTF-8, of 1 to RL_MAX_KEY bytes, not terminated. */
+/* A key: 1 to RL_MAX_KEY bytes of UTF-8, without a terminator. */
 typedef struct RlKey
 {
 	const char *data;
@@ -141,10 +149,10 @@ typedef enum RlTake
 {
 	RL_TAKE,
 	RL_TRY,						/* a refusal is not counted, and brings no ban */
-	RL_PEEK						/* decide only, and change nothing */
+	RL_PEEK						/* only decide, and change nothing */
 } RlTake;
 
-/* One request. */
+/* A request. */
 typedef struct RlAction
 {
 	RlKey		key;
@@ -161,8 +169,9 @@ typedef struct RlUsage
 } RlUsage;
 
 /*
- * The answer to an action.  The caller zeroes it, and the charges, before it asks;
- * "each" and "charges" are NULL, or room for one of each limit.
+ * The answer to an action.  The caller zeroes it first.  "each" and "charges" are
+ * NULL, or the caller's room for the decision and the charge of each limit; it
+ * zeroes the charges too.
  */
 typedef struct RlAnswer
 {
@@ -170,14 +179,14 @@ typedef struct RlAnswer
 	int			binding;		/* index of the binding limit */
 	bool		local;			/* the local store decided, and not Redis */
 	int64		at;				/* the store's time; 0: not known */
-	RlUsage		usage;			/* is added up over the attempts of a wait */
-	const RlError *error;		/* why no store decided, in the memory context
-								 * of the caller; or NULL */
+	RlUsage		usage;			/* is added to what was there */
+	const RlError *error;		/* why no store decided; NULL: one did.  In the
+								 * memory context of the call */
 	RlDecision *each;
 	struct RlCharge *charges;	/* amount 0: nothing was charged */
 } RlAnswer;
 
-/* Gets the decisions of action i of many; must not throw. */
+/* Is told the decision of each limit and the store's time of action i; must not throw. */
 typedef void (*RlTook) (int i, const RlDecision *each, int64 at, void *arg);
 
 typedef enum RlOnError
@@ -196,19 +205,28 @@ typedef enum RlMode
 } RlMode;
 
 /*
- * Where state lives.  Each function returns false with the error set when the
- * store fails.  take decides one action and charges it if every limit allows
- * it, or as "how" says, and sets a decision for each limit and the store's time
- * of it (0: not known).  refund gives quota
- * back to each of the limits, as far as it is not free already.  reset forgets
- * the key, or of it what the limits counted if they are not NULL; *found tells,
- * as of unban, whether there was anything.
+ * A store, which keeps the state.  Each function returns false with the error set
+ * if the store fails, and raises errors of wrong settings and of interrupts only.
+ *
+ * take decides an action and, as the action says, charges it if every limit allows
+ * it.  It sets the decision of each limit and the answer's time, and adds to the
+ * answer's usage.
+ *
+ * take_many does this for n actions under the same limits, each by itself, and
+ * calls took() for each one when its reply comes; after a failure some have none.
+ * *unanswered is increased while calls are under way, and stays increased by those
+ * that were perhaps run but have no reply.  A store whose actions are as fast one
+ * by one has no take_many.
+ *
+ * refund refunds the quota to each of the limits, never above full.  reset deletes
+ * the states of the limits, or all of the key if they are NULL, and unban the ban.
+ * Both set *found to whether there was something to delete.
  */
 typedef struct RlStore
 {
 	const char *name;			/* as ratelimit.store says it */
 	bool		is_local;		/* the store is this server's shared memory */
-	bool		may_cache;		/* the denial cache may answer for it */
+	bool		may_cache;		/* the denial cache may answer in its place */
 	bool		(*take) (const RlAction *action, RlDecision *each, RlAnswer *answer, RlError *error);
 	bool		(*take_many) (const RlAction *const *actions, int n, RlTook took, void *arg,
 							  int64 *unanswered, RlUsage *usage, RlError *error);
