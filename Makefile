@@ -2,7 +2,7 @@ MODULE_big = ratelimit
 OBJS = $(patsubst %,src/%.o,ratelimit error decide refusal transaction refund \
 	$(patsubst %,sql/%,functions check_many trigger trigger_statement trigger_rule arguments key simulate status) \
 	$(patsubst %,algorithm/%,limits algorithm gcra token_bucket fixed_window sliding log) \
-	$(patsubst %,redis/%,store scripts command pipeline route cluster sentinel address connection stream socket tls resp) \
+	$(patsubst %,redis/%,store scripts command pipeline route node cluster sentinel address connection stream socket tls resp) \
 	$(patsubst %,shared/%,shared local_store cells denial_cache counters breaker siphash))
 
 EXTENSION = ratelimit

@@ -5,7 +5,7 @@
 #include "postgres.h"
 
 #include "error.h"
-#include "redis/route.h"
+#include "redis/node.h"
 #include "redis/sentinel.h"
 #include "shared/shared.h"
 

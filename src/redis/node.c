@@ -1,0 +1,218 @@
+/*
+ * node.c
+ *		The servers that this backend has talked to, and its connections: one
+ *		to each of them.
+ *
+ * All of it depends on the settings that say where and how to connect.  They are
+ * compared with what they were, and if one differs all nodes are dropped.
+ */
+#include "postgres.h"
+
+#include "utils/memutils.h"
+
+#include "error.h"
+#include "redis/cluster.h"
+#include "redis/node.h"
+
+RlTarget	rl_target;
+RlNode	   *rl_current_node = NULL;
+
+static RlNode nodes[RL_MAX_NODES];
+static RlNode *last_answered = NULL;
+
+static char **const settings[] = {
+	&rl_redis_url, &rl_redis_passfile, &rl_tls_ca_file, &rl_tls_cert_file, &rl_tls_key_file
+};
+static char *known_settings[lengthof(settings)];	/* as they were read */
+
+/* Returns true if the settings are what they were when the nodes were made. */
+bool
+rl_nodes_are_current(void)
+{
+	for (size_t i = 0; i < lengthof(settings); i++)
+		if (known_settings[i] == NULL || strcmp(known_settings[i], *settings[i]) != 0)
+			return false;
+	return true;
+}
+
+/* Returns the node's number, from 1 to RL_MAX_NODES. */
+int
+rl_node_number(const RlNode *node)
+{
+	return node - nodes + 1;
+}
+
+/* Returns the node with the number; it may be free. */
+RlNode *
+rl_node_numbered(int number)
+{
+	return &nodes[number - 1];
+}
+
+/* Drops what is known of the node, and its connection. */
+static void
+forget(RlNode *node)
+{
+	if (node->used != 0)
+		rl_slots_forget(rl_node_number(node));
+	rl_connection_close(&node->conn);
+	memset(node, 0, sizeof(*node));
+	if (rl_current_node == node)
+		rl_current_node = NULL;
+	if (last_answered == node)
+		last_answered = NULL;
+}
+
+/*
+ * If settings have changed, drops all nodes and reads the URL.  Raises an error
+ * if a setting is wrong; the next call reads them again then.
+ */
+void
+rl_nodes_refresh(void)
+{
+	RlError		error;
+
+	if (rl_nodes_are_current())
+		return;
+	for (size_t i = 0; i < lengthof(settings); i++)
+	{
+		if (known_settings[i])
+			pfree(known_settings[i]);
+		known_settings[i] = NULL;
+	}
+	rl_slots_reset();
+	for (int i = 0; i < RL_MAX_NODES; i++)
+		forget(&nodes[i]);
+
+	if (!rl_target_parse(rl_redis_url, &rl_target, &error))
+		rl_raise(&error);
+	if (rl_redis_passfile[0] == '\0' && rl_target.seeds[0].user[0] != '\0')
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("ratelimit.redis_url names a user, but ratelimit.redis_passfile is empty")));
+	for (size_t i = 0; i < lengthof(settings); i++)
+		known_settings[i] = MemoryContextStrdup(TopMemoryContext, *settings[i]);
+}
+
+/* Returns the node at the address, or NULL. */
+RlNode *
+rl_node_at(const RlAddress *address)
+{
+	for (RlNode *node = nodes; node < nodes + RL_MAX_NODES; node++)
+		if (node->used != 0 && node->address.port == address->port &&
+			node->address.is_path == address->is_path &&
+			strcmp(node->address.host, address->host) == 0)
+			return node;
+	return NULL;
+}
+
+/*
+ * Returns the node at the address, for the route.  A new node takes the place of
+ * the one that was not used for longest; NULL if the route uses all of them.
+ */
+RlNode *
+rl_node_find(const RlAddress *address, uint64 route)
+{
+	RlNode	   *node = rl_node_at(address);
+
+	if (node == NULL)
+	{
+		char		name[RL_MAX_SERVER];
+
+		node = &nodes[0];
+		for (int i = 1; i < RL_MAX_NODES; i++)
+			if (nodes[i].used < node->used)
+				node = &nodes[i];
+		if (node->used >= route)
+			return NULL;
+		forget(node);
+		node->address = *address;
+		rl_address_name(address, name);
+		node->breaker = rl_target.deployment == RL_SENTINELS ? rl_target_breaker(&rl_target)
+			: rl_breaker_find(name);
+	}
+	node->used = route;
+	return node;
+}
+
+/*
+ * Returns the connected node that has the slot; NULL if there is none.  -1 is the
+ * slot of calls that were not asked of a cluster: the current node has it.
+ */
+RlNode *
+rl_node_that_has(int slot)
+{
+	RlNode	   *node = rl_current_node;
+	bool		guess = true;
+	int			owner = slot < 0 ? 0 : rl_slot_owner(slot, &guess);
+
+	if (!guess)
+		node = &nodes[owner - 1];
+	return node != NULL && node->conn.ctx != NULL ? node : NULL;
+}
+
+/* Returns the node that answered last, or that is asked next; NULL: none yet. */
+RlNode *
+rl_node_in_use(void)
+{
+	return last_answered ? last_answered : rl_current_node;
+}
+
+/* Closes the connections not used for longest, but none of the route's, to make room for one. */
+void
+rl_nodes_make_room(uint64 route)
+{
+	while (!rl_socket_has_room())
+	{
+		RlNode	   *oldest = NULL;
+
+		for (RlNode *node = nodes; node < nodes + RL_MAX_NODES; node++)
+			if (node->conn.ctx != NULL && (oldest == NULL || node->used < oldest->used))
+				oldest = node;
+		if (oldest == NULL || oldest->used >= route)
+			return;
+		rl_connection_close(&oldest->conn);
+	}
+}
+
+/*
+ * Connects to the node that a route uses; *deadline as rl_connection_open has
+ * it.  Returns false with the error set; raises an error if a setting is wrong.
+ */
+bool
+rl_node_connect(RlNode *node, int64 *deadline, RlError *error)
+{
+	rl_connection_close(&node->conn);
+	rl_nodes_make_room(node->used);
+	return rl_connection_open(&node->conn, &node->address, true, deadline, PG_INT64_MAX, error);
+}
+
+/* Notes that the node has answered, which closes its breaker. */
+void
+rl_node_answered(RlNode *node)
+{
+	last_answered = node;
+	rl_breaker_succeeded(node->breaker);
+}
+
+/* Returns the breaker of the target, or of its first seed. */
+RlBreaker *
+rl_target_breaker(const RlTarget *target)
+{
+	char		name[RL_MAX_TARGET];
+
+	rl_target_name(target, name);
+	return rl_breaker_find(name);
+}
+
+/*
+ * Opens the breaker of a server that could not be reached or did not answer in
+ * the time that it was given.  With less than half of ratelimit.command_timeout
+ * the server may be well, and its breaker stays as it is.
+ */
+void
+rl_server_failed(RlBreaker *breaker, int64 given, const RlError *error)
+{
+	if (error->unreachable && given >= (int64) rl_command_timeout * 500)
+		rl_breaker_failed(breaker, error);
+}
