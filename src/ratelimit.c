@@ -164,7 +164,7 @@ _PG_init(void)
 							   &rl_redis_passfile,
 							   "",
 							   PGC_SUSET, GUC_SUPERUSER_ONLY,
-							   NULL, NULL, NULL);
+							   NULL, count_change, NULL);
 
 	/*
 	 * Superuser only: with other authorities a role could put its own Redis in
@@ -177,21 +177,21 @@ _PG_init(void)
 							   &rl_tls_ca_file,
 							   "",
 							   PGC_SUSET, GUC_SUPERUSER_ONLY,
-							   NULL, NULL, NULL);
+							   NULL, count_change, NULL);
 	DefineCustomStringVariable("ratelimit.tls_cert_file",
 							   "Sets the file with the certificate that is shown to Redis.",
 							   "For rediss://. Empty: none.",
 							   &rl_tls_cert_file,
 							   "",
 							   PGC_SUSET, GUC_SUPERUSER_ONLY,
-							   NULL, NULL, NULL);
+							   NULL, count_change, NULL);
 	DefineCustomStringVariable("ratelimit.tls_key_file",
 							   "Sets the file with the private key of ratelimit.tls_cert_file.",
 							   "No other user than the server's may have access to it.",
 							   &rl_tls_key_file,
 							   "",
 							   PGC_SUSET, GUC_SUPERUSER_ONLY,
-							   NULL, NULL, NULL);
+							   NULL, count_change, NULL);
 
 	/* Superuser only: another prefix is a fresh set of limits. */
 	DefineCustomStringVariable("ratelimit.key_prefix",

@@ -236,7 +236,7 @@ typedef struct RlStore
 	bool		(*unban) (const RlKey *key, bool *found, RlError *error);
 } RlStore;
 
-/* ratelimit.c: settings, and a number that grows when the URL or the prefix is set */
+/* ratelimit.c: settings, and a number that grows when the URL, a file or the prefix is set */
 extern uint64 rl_settings_version;
 extern char *rl_redis_url;
 extern char *rl_redis_passfile;

@@ -3,8 +3,9 @@
  *		The servers that this backend has talked to, and its connections: one
  *		to each of them.
  *
- * All of it depends on the settings that say where and how to connect.  They are
- * compared with what they were, and if one differs all nodes are dropped.
+ * All of it depends on the settings that say where and how to connect.  When
+ * rl_settings_version has grown, they are compared with what they were, and if
+ * one differs all nodes are dropped.
  */
 #include "postgres.h"
 
@@ -24,14 +25,18 @@ static char **const settings[] = {
 	&rl_redis_url, &rl_redis_passfile, &rl_tls_ca_file, &rl_tls_cert_file, &rl_tls_key_file
 };
 static char *known_settings[lengthof(settings)];	/* as they were read */
+static uint64 known_version = 0;	/* when they were compared last; 0: never */
 
 /* Returns true if the settings are what they were when the nodes were made. */
 bool
 rl_nodes_are_current(void)
 {
+	if (known_version == rl_settings_version)
+		return true;
 	for (size_t i = 0; i < lengthof(settings); i++)
 		if (known_settings[i] == NULL || strcmp(known_settings[i], *settings[i]) != 0)
 			return false;
+	known_version = rl_settings_version;
 	return true;
 }
 
@@ -74,6 +79,7 @@ rl_nodes_refresh(void)
 
 	if (rl_nodes_are_current())
 		return;
+	known_version = 0;
 	for (size_t i = 0; i < lengthof(settings); i++)
 	{
 		if (known_settings[i])
