@@ -1,10 +1,9 @@
 /*
  * cluster.c
- *		Who has which of a cluster's slots, as far as this backend knows.
+ *		The owner of each slot of a cluster, as far as this backend knows.
  *
- * Owners are small numbers that the caller gives meaning to; 0 is nobody.
- * There is no table until the first owner is learned, so that a server which
- * is no cluster costs nothing.
+ * An owner is a node's number; 0: not known.  There is no table until the first
+ * owner is learned, so that a single server costs nothing.
  */
 #include "postgres.h"
 
@@ -15,13 +14,14 @@
 
 static uint8 *owners = NULL;
 
+/* Returns true if replies have told that this is a cluster. */
 bool
 rl_slots_known(void)
 {
 	return owners != NULL;
 }
 
-/* The slot of a key: the CRC16 (XMODEM) of what the first braces hold, or of all. */
+/* Returns the key's slot: the CRC16 (XMODEM) of what its first braces hold, or of all. */
 int
 rl_slot(const char *key, int len)
 {
@@ -50,19 +50,20 @@ rl_slot(const char *key, int len)
 }
 
 /*
- * The slot's owner, or 0.  Nodes have ranges of slots, so that of one which is
- * not known yet the owner is likely that of the nearest which is: a guess.
+ * Returns the slot's owner, or 0.  As nodes have ranges of slots, a slot whose
+ * owner is not known likely has the owner of the nearest slot: *guess is true
+ * then.  To be called if slots are known.
  */
 int
 rl_slot_owner(int slot, bool *guess)
 {
 	*guess = owners[slot] == 0;
-	for (int away = 0; away < RL_SLOTS; away++)
+	for (int distance = 0; distance < RL_SLOTS; distance++)
 	{
-		if (slot - away >= 0 && owners[slot - away] != 0)
-			return owners[slot - away];
-		if (slot + away < RL_SLOTS && owners[slot + away] != 0)
-			return owners[slot + away];
+		if (slot - distance >= 0 && owners[slot - distance] != 0)
+			return owners[slot - distance];
+		if (slot + distance < RL_SLOTS && owners[slot + distance] != 0)
+			return owners[slot + distance];
 	}
 	return 0;
 }
@@ -78,7 +79,7 @@ rl_slot_learn(int slot, int owner)
 		owners[slot] = owner;
 }
 
-/* Forgets what an owner has. */
+/* Forgets the slots of an owner. */
 void
 rl_slots_forget(int owner)
 {

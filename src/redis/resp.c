@@ -2,9 +2,9 @@
  * resp.c
  *		Redis's protocol: commands into bytes, and bytes into a bounded reply.
  *
- * The parser is hiredis's.  Version 0.14 ends the process when memory ends,
- * and any version believes the lengths it is told.  So it calls functions of
- * our own, which put what it finds into a struct.
+ * The parser is hiredis's.  Its own functions end the process when memory ends
+ * (version 0.14), and allocate what a reply's lengths ask for.  So it calls the
+ * functions of this file, which put what it finds into a struct.
  */
 #include "postgres.h"
 
@@ -22,6 +22,10 @@ typedef size_t ElementCount;
 typedef int ElementCount;
 #endif
 
+/*
+ * The parser's functions.  Each adds what was found to the reply, and returns the
+ * reply, because NULL would be a lack of memory.
+ */
 static void *
 got_value(const redisReadTask *task, bool valid, int64 value)
 {
@@ -35,7 +39,7 @@ got_value(const redisReadTask *task, bool valid, int64 value)
 	return reply;
 }
 
-/* Reads all of the string as a decimal int64. */
+/* Reads all of the string as a decimal int64.  Returns false if it is none. */
 static bool
 read_int64(const char *str, size_t len, int64 *value)
 {
@@ -94,7 +98,7 @@ got_array(const redisReadTask *task, ElementCount n)
 {
 	RlReply    *reply = task->privdata;
 
-	/* Maps, sets and their like come here too. */
+	/* Maps and sets come here too. */
 	if (task->parent != NULL || task->type != REDIS_REPLY_ARRAY || n > RL_MAX_VALUES)
 		reply->kind = RL_REPLY_OTHER;
 	reply->is_array = true;
@@ -152,7 +156,7 @@ static redisReplyObjectFunctions object_functions = {
 	.freeObject = free_nothing
 };
 
-/* Makes the reader put the next reply into *reply. */
+/* Makes the reader put the next reply into *reply, and empties that. */
 void
 rl_resp_attach(struct redisReader *reader, RlReply *reply)
 {
@@ -163,7 +167,7 @@ rl_resp_attach(struct redisReader *reader, RlReply *reply)
 	reader->privdata = reply;
 }
 
-/* Appends one argument in Redis's protocol. */
+/* Appends one argument of a command. */
 void
 rl_resp_arg(StringInfo out, const char *data, int len)
 {
@@ -184,9 +188,9 @@ rl_resp_arg(StringInfo out, const char *data, int len)
 }
 
 /*
- * The one place that tells the error codes apart.  Of a call that got one of
- * these, the server has run nothing, unless the step is RL_STEP_FAIL.  The
- * first code that the reply begins with counts; any other code fails.
+ * The next step for each error code; any other code is RL_STEP_FAIL.  The first
+ * code that the reply begins with counts.  Unless the step is RL_STEP_FAIL, the
+ * server has not run the call.
  */
 static const struct
 {
@@ -200,11 +204,11 @@ static const struct
 	/* The keys of the call are on two nodes while their slot moves. */
 	{"TRYAGAIN", RL_STEP_WAIT},
 
-	/* A replica; its master may be known by now. */
+	/* A replica; another server is the master. */
 	{"READONLY", RL_STEP_LEAVE},
 	/* A replica that lost its master. */
 	{"MASTERDOWN", RL_STEP_LEAVE},
-	/* A master that lost its replicas, one of which may be the new master. */
+	/* A master that lost its replicas; one of them may be the new master. */
 	{"NOREPLICAS", RL_STEP_LEAVE},
 	/* It has just been started; its replica may be the new master. */
 	{"LOADING", RL_STEP_LEAVE},
@@ -222,7 +226,7 @@ static const struct
 	{"BUSY", RL_STEP_FAIL}
 };
 
-/* Says what to do about the reply; RL_STEP_FAIL also if it is no error reply. */
+/* Returns the next step after the reply; RL_STEP_FAIL also if it is no error reply. */
 RlNextStep
 rl_reply_next_step(const RlReply *reply)
 {
@@ -234,7 +238,7 @@ rl_reply_next_step(const RlReply *reply)
 	return RL_STEP_FAIL;
 }
 
-/* Empties a buffer that is all zero at first and lives as long as the backend. */
+/* Empties a buffer, all zero at first, that lives as long as the backend. */
 void
 rl_resp_reset(StringInfo out)
 {
@@ -248,7 +252,7 @@ rl_resp_reset(StringInfo out)
 	resetStringInfo(out);
 }
 
-/* Appends the start of a command: how many arguments, its name included. */
+/* Appends the start of a command: the number of its arguments, its name included. */
 void
 rl_resp_start(StringInfo out, int nargs)
 {

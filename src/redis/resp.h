@@ -18,17 +18,17 @@ typedef enum RlReplyKind
 	RL_REPLY_ERROR,
 	RL_REPLY_NIL,
 	RL_REPLY_ADDRESS,			/* an array of a host and a port */
-	RL_REPLY_OTHER				/* anything that no command of ours answers */
+	RL_REPLY_OTHER				/* no answer to any command of this extension */
 } RlReplyKind;
 
-/* A reply, bounded: what does not fit makes it RL_REPLY_OTHER. */
+/* A reply of bounded size: one that does not fit is RL_REPLY_OTHER. */
 typedef struct RlReply
 {
 	RlReplyKind kind;
 	bool		is_array;
 	int			nvalues;
 	int64		values[RL_MAX_VALUES];
-	char		text[320];		/* of an error: its line, in ASCII; or a host */
+	char		text[320];		/* the line of an error or a status, in ASCII; a host */
 } RlReply;
 
 /* What an error reply means for the call that got it. */

@@ -2,13 +2,13 @@
  * tls.c
  *		TLS over a socket that does not block: the only file that knows OpenSSL.
  *
- * hiredis's own TLS is not used: version 0.14 has none, and the later ones
- * leave the check of the host's name to their caller, and may ask for a key's
- * pass phrase at the terminal.
+ * hiredis's own TLS is not used: version 0.14 has none, and later versions leave
+ * the check of the host's name to their caller, and may ask for a key's pass
+ * phrase at the terminal.
  *
- * The server must prove that it is the host of the URL, by a certificate that
- * is valid now and signed by whom ratelimit.tls_ca_file trusts.  There is no
- * setting to do without: who wants no proof wants no TLS.
+ * The server must have a certificate for the host of the URL, valid now and signed
+ * by an authority in ratelimit.tls_ca_file.  No setting turns this check off,
+ * because without it TLS protects nothing.
  */
 #include "postgres.h"
 
@@ -27,7 +27,7 @@
 
 #include "redis/address.h"
 
-/* Without it OpenSSL would ask at the terminal. */
+/* Without this callback OpenSSL asks at the terminal. */
 static int
 no_pass_phrase(char *buffer pg_attribute_unused(), int size pg_attribute_unused(),
 			   int for_writing pg_attribute_unused(), void *arg pg_attribute_unused())
@@ -35,7 +35,7 @@ no_pass_phrase(char *buffer pg_attribute_unused(), int size pg_attribute_unused(
 	return -1;
 }
 
-/* Why OpenSSL failed last. */
+/* Returns the reason of OpenSSL's last failure. */
 static const char *
 last_reason(void)
 {
@@ -44,10 +44,7 @@ last_reason(void)
 	return reason ? reason : "unknown error";
 }
 
-/*
- * Reads the files that the settings name.  Returns the name of the setting
- * whose file is wrong, or NULL.
- */
+/* Loads the settings' files.  Returns the name of the setting whose file is wrong, or NULL. */
 static const char *
 load_files(SSL_CTX *context)
 {
@@ -64,8 +61,8 @@ load_files(SSL_CTX *context)
 }
 
 /*
- * Prepares TLS with the host, or returns NULL if memory ended.  Raises an
- * error if a setting is wrong.
+ * Returns a TLS client for the host, which the caller frees, or NULL if memory
+ * ended.  Raises an error if a setting is wrong.
  */
 struct ssl_st *
 rl_tls_new(const char *host)
@@ -126,7 +123,7 @@ rl_tls_new(const char *host)
 	return tls;
 }
 
-/* Puts TLS over the socket, which stays its owner's.  False if memory ended. */
+/* Puts TLS over the socket, which the caller closes.  Returns false if memory ended. */
 bool
 rl_tls_attach(struct ssl_st *tls, int fd)
 {
@@ -137,8 +134,9 @@ rl_tls_attach(struct ssl_st *tls, int fd)
 }
 
 /*
- * Takes a step.  Returns how much was done, or 0 if the socket must be ready
- * for *wants first, or -1 with the reason in why, of RL_TLS_WHY bytes.
+ * Takes a step.  Returns how many bytes were done (1 for a handshake), or 0 if the
+ * socket must be ready for *wants first, or -1 with the reason in why, of
+ * RL_TLS_WHY bytes.
  */
 int
 rl_tls_step(struct ssl_st *tls, RlTlsStep step, void *data, int len, uint32 *wants, char *why)
@@ -147,7 +145,7 @@ rl_tls_step(struct ssl_st *tls, RlTlsStep step, void *data, int len, uint32 *wan
 	int			saved_errno;
 	long		verdict;
 
-	/* What somebody else left there would be taken for this step's. */
+	/* Errors of other code would be read as this step's. */
 	ERR_clear_error();
 	errno = 0;
 	n = step == RL_TLS_HANDSHAKE ? SSL_do_handshake(tls) :
@@ -184,6 +182,7 @@ rl_tls_step(struct ssl_st *tls, RlTlsStep step, void *data, int len, uint32 *wan
 	return -1;
 }
 
+/* Frees TLS, but not its socket. */
 void
 rl_tls_free(struct ssl_st *tls)
 {
