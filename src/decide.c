@@ -25,9 +25,9 @@ typedef struct Call
 	const RlStore *store;		/* the one that the settings name */
 	bool		may_cache;		/* the denial cache may answer, and keep a refusal */
 	bool		answered;
-	RlKeyHash	name;			/* only with shared memory, as the next two */
+	RlKeyHash	key_hash;		/* only with shared memory, as the next two */
 	int64		asked;			/* time before asking, on this server's clock */
-	uint64		generation;		/* of the name in the denial cache, before asking */
+	uint64		generation;		/* of the key in the denial cache, before asking */
 } Call;
 
 /* Returns the store that ratelimit.store names; it may lack shared memory. */
@@ -52,6 +52,7 @@ rl_require_store(void)
  * Counting and logging
  */
 
+/* Counts an action in rl_stat. */
 static void
 count(const RlAction *action, const RlAnswer *answer, RlStatOutcome outcome, bool from_cache)
 {
@@ -59,6 +60,7 @@ count(const RlAction *action, const RlAnswer *answer, RlStatOutcome outcome, boo
 				  answer->usage.round_trips, answer->usage.us);
 }
 
+/* Returns how rl_stat counts the decision. */
 static RlStatOutcome
 outcome_of(const RlDecision *decision)
 {
@@ -111,7 +113,7 @@ log_failure(const RlError *error, const char *hint)
 			 errhint("%s", hint)));
 }
 
-/* Logs, once a second at most for each key, a refusal that shadow mode lets through. */
+/* Logs, once a second at most for each key, a refusal in shadow mode. */
 static void
 log_shadow(const Call *call)
 {
@@ -123,7 +125,7 @@ log_shadow(const Call *call)
 		return;
 	/* Without shared memory, or if no wait helps, the refusal is in no entry. */
 	if (!rl_shared_available() || answer->decision.retry_after == RL_NEVER ?
-		!may_log(&last) : !rl_denial_may_log(call->name, action->limits))
+		!may_log(&last) : !rl_denial_may_log(call->key_hash, action->limits))
 		return;
 	ereport(LOG,
 			(errmsg("rate limit \"%s\" would refuse key \"%s\"",
@@ -178,7 +180,7 @@ note_change(Call *call)
 	}
 	/* A ban is in force under all limits. */
 	if (changed || may_ban)
-		rl_denial_outdate(call->name, may_ban ? NULL : action->limits, &call->generation);
+		rl_denial_outdate(call->key_hash, may_ban ? NULL : action->limits, &call->generation);
 }
 
 /*
@@ -208,14 +210,15 @@ conclude(Call *call, const RlDecision *each)
 	call->answered = true;
 }
 
+/* Allows what shadow mode does not refuse. */
 static void
-let_through(RlDecision *decision)
+allow_in_shadow(RlDecision *decision)
 {
 	decision->allowed = true;
 	decision->source = RL_SHADOW;
 }
 
-/* Notes a refusal for rl_denied and the cache; in shadow mode lets the action through. */
+/* Notes a refusal for rl_denied and the cache; in shadow mode allows the action. */
 static void
 report_refusal(Call *call)
 {
@@ -226,16 +229,16 @@ report_refusal(Call *call)
 	if (rl_shared_available() && decision->source != RL_FROM_DENIAL_CACHE &&
 		decision->source != RL_FAIL_CLOSED &&
 		(action->how == RL_TAKE || rl_mode == RL_MODE_SHADOW))
-		rl_denial_note(call->name, &action->key, action->limits, action->quota, decision,
+		rl_denial_note(call->key_hash, &action->key, action->limits, action->quota, decision,
 					   answer->binding, call->asked, call->generation,
 					   call->may_cache && !answer->local);
 	if (rl_mode != RL_MODE_SHADOW)
 		return;
 	log_shadow(call);
-	let_through(decision);
+	allow_in_shadow(decision);
 	for (int i = 0; answer->each != NULL && i < action->limits->n; i++)
 		if (!answer->each[i].allowed)
-			let_through(&answer->each[i]);
+			allow_in_shadow(&answer->each[i]);
 }
 
 /*
@@ -263,6 +266,7 @@ take(Call *call, const RlStore *store, RlError *error)
 	return true;
 }
 
+/* Answers one call of many; an RlTook. */
 static void
 took(int i, const RlDecision *each, int64 at, void *arg)
 {
@@ -340,7 +344,7 @@ apply_on_error(Call *calls, int n, const RlError *failure)
 	}
 }
 
-/* Remembers what the denial cache needs to know about a refusal: what was before asking. */
+/* Sets the time and the generation before asking, by which the denial cache judges a refusal. */
 static void
 note_asking(Call *calls, int n)
 {
@@ -352,13 +356,13 @@ note_asking(Call *calls, int n)
 	for (int i = 0; i < n; i++)
 	{
 		calls[i].asked = now;
-		calls[i].generation = rl_denial_generation(calls[i].name);
+		calls[i].generation = rl_denial_generation(calls[i].key_hash);
 	}
 }
 
 /*
- * Asks the store that the settings name, and answers all calls, which are one if
- * unanswered is NULL.  Counts them if it raises an error.
+ * Asks the store for n calls, or for one if unanswered is NULL, and answers all of
+ * them.  If it raises an error, they are counted.
  */
 static void
 ask(Call *calls, int n, int64 *unanswered)
@@ -370,7 +374,7 @@ ask(Call *calls, int n, int64 *unanswered)
 
 	if (store->is_local)
 	{
-		/* What is due to Redis does not keep this server from deciding. */
+		/* This server decides also if refunds that are due to Redis fail. */
 		(void) rl_refunds_flush(usage, &error);
 		done = take(calls, store, &error);
 	}
@@ -415,17 +419,17 @@ begin(Call *call, const RlAction *action, RlAnswer *answer)
 		action->how == RL_TAKE && answer->each == NULL;
 	call->answered = false;
 	if (shared)
-		call->name = rl_key_hash(&action->key);
+		call->key_hash = rl_key_hash(&action->key);
 	call->generation = RL_ANY_GENERATION;
 }
 
-/* Answers a call from the denial cache.  Returns false if the store must be asked. */
+/* Answers the call from the denial cache, or returns false. */
 static bool
 find_cached(Call *call)
 {
 	/* A refund that is due may free quota that the cache believes taken. */
 	return call->may_cache && !rl_refunds_pending() &&
-		rl_denial_lookup(call->name, call->action->limits, call->action->quota,
+		rl_denial_lookup(call->key_hash, call->action->limits, call->action->quota,
 						 &call->answer->decision, &call->answer->binding);
 }
 

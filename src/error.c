@@ -1,7 +1,7 @@
 /*
  * error.c
- *		Errors that travel as values, until the caller raises one, returns it or
- *		applies ratelimit.on_error.
+ *		Errors as values, which the caller raises, returns, or treats as
+ *		ratelimit.on_error says.
  */
 #include "postgres.h"
 
@@ -9,7 +9,7 @@
 
 #include "error.h"
 
-/* Cuts text that filled its buffer where a character ends. */
+/* If text fills its buffer, cuts it where a character ends. */
 static void
 clip(char *text, size_t size)
 {
@@ -17,7 +17,10 @@ clip(char *text, size_t size)
 		text[pg_mbcliplen(text, size - 1, size - 2)] = '\0';
 }
 
-/* Sets the error's SQLSTATE and message, and no detail. */
+/*
+ * Sets the error's SQLSTATE and message, and no detail.  A message that is too long
+ * is cut.  Does not throw.
+ */
 void
 rl_error_set(RlError *error, int sqlstate, const char *fmt,...)
 {
@@ -32,7 +35,7 @@ rl_error_set(RlError *error, int sqlstate, const char *fmt,...)
 	clip(error->message, sizeof(error->message));
 }
 
-/* Adds a detail, one sentence, to an error that is set. */
+/* Sets the detail, a sentence, of an error that has a message.  Does not throw. */
 void
 rl_error_detail(RlError *error, const char *fmt,...)
 {

@@ -1,13 +1,13 @@
 /*
  * error.h
- *		Errors as values: made, and raised.
+ *		Errors as values.
  */
 #ifndef ERROR_H
 #define ERROR_H
 
 #include "ratelimit.h"
 
-/* Not pg_attribute_printf: of a server built by gcc, clang does not know it. */
+/* A server built by gcc has a pg_attribute_printf that clang does not know. */
 #define rl_attribute_printf(f, a) __attribute__((format(printf, f, a)))
 
 extern void rl_error_set(RlError *error, int sqlstate, const char *fmt,...) rl_attribute_printf(3, 4);

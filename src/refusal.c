@@ -1,6 +1,6 @@
 /*
  * refusal.c
- *		The report to a refused client.
+ *		The error of a refused action.
  */
 #include "postgres.h"
 
@@ -10,10 +10,7 @@
 #include "error.h"
 #include "refusal.h"
 
-/*
- * Raises the error of an action that was refused.  also is one more sentence for
- * the detail, or NULL.
- */
+/* Raises the error of a refused action.  also is one more sentence for the detail, or NULL. */
 void
 rl_raise_refused(const RlAction *action, const RlAnswer *answer, const char *also)
 {

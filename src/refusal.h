@@ -1,6 +1,6 @@
 /*
  * refusal.h
- *		The error that a refused client gets.
+ *		The error of a refused action.
  */
 #ifndef REFUSAL_H
 #define REFUSAL_H

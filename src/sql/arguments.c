@@ -1,6 +1,6 @@
 /*
  * arguments.c
- *		SQL values to what the code works with, and decisions to rows.
+ *		Conversion of SQL arguments, and of decisions to rows.
  */
 #include "postgres.h"
 
@@ -18,16 +18,17 @@
 #include "error.h"
 #include "sql/arguments.h"
 
-/* Columns that rl_decision may ever have. */
+/* The most columns that a later version of rl_decision may have. */
 #define MAX_COLUMNS			16
 
 /* What a call site keeps between calls, in fn_extra. */
 typedef struct CallSite
 {
-	text	   *limits_text;	/* what limits was parsed from, or NULL */
+	text	   *limits_text;	/* the text of limits; NULL: none was parsed */
 	RlLimits	limits;
 } CallSite;
 
+/* Returns what the call site keeps; it is empty at the first call. */
 static CallSite *
 call_site(FunctionCallInfo fcinfo)
 {
@@ -39,7 +40,7 @@ call_site(FunctionCallInfo fcinfo)
 }
 
 /*
- * Arguments.  Each raises an error for a NULL or a value out of range.
+ * Arguments
  */
 
 static void
@@ -51,6 +52,7 @@ require_argument(FunctionCallInfo fcinfo, int n, const char *name)
 				 errmsg("%s must not be null", name)));
 }
 
+/* Returns a count.  rl_limit_complete checks its range. */
 int64
 rl_count_argument(FunctionCallInfo fcinfo, int n, const char *name)
 {
@@ -58,7 +60,7 @@ rl_count_argument(FunctionCallInfo fcinfo, int n, const char *name)
 	return PG_GETARG_INT64(n);
 }
 
-/* Seconds to microseconds, at least one and at most 10 years of them. */
+/* Returns seconds as microseconds. */
 int64
 rl_duration_argument(FunctionCallInfo fcinfo, int n, const char *name)
 {
@@ -66,7 +68,7 @@ rl_duration_argument(FunctionCallInfo fcinfo, int n, const char *name)
 
 	require_argument(fcinfo, n, name);
 	us = rint(PG_GETARG_FLOAT8(n) * RL_SECOND);
-	/* Written so that NaN is refused. */
+	/* Also true for NaN. */
 	if (!(us >= 1 && us <= RL_MAX_PERIOD))
 		ereport(ERROR,
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
@@ -74,7 +76,7 @@ rl_duration_argument(FunctionCallInfo fcinfo, int n, const char *name)
 	return (int64) us;
 }
 
-/* Checks a quota, and returns it. */
+/* Returns the quota, or raises an error if it is out of range. */
 int64
 rl_quota_checked(int64 quota)
 {
@@ -92,8 +94,9 @@ rl_quota_argument(FunctionCallInfo fcinfo, int n)
 }
 
 /*
- * Makes a key of text in the server's encoding.  Raises an error if it is
- * empty, too long, or no text in UTF-8.
+ * Returns the key of text in the database's encoding: the text itself if it is
+ * ASCII, or else a palloc'd copy in UTF-8.  Raises an error if it is empty, too
+ * long, or cannot be converted.
  */
 RlKey
 rl_key_checked(const char *data, int len)
@@ -135,7 +138,10 @@ rl_key_argument(FunctionCallInfo fcinfo, int n)
 	return rl_key_checked(VARDATA_ANY(value), VARSIZE_ANY_EXHDR(value));
 }
 
-/* The parsed limits; they live until the call site's next call. */
+/*
+ * Returns the parsed limits, which last until the call site's next call.  They are
+ * parsed again only if the text differs.
+ */
 const RlLimits *
 rl_limits_argument(FunctionCallInfo fcinfo, int n)
 {
@@ -173,7 +179,7 @@ set_seconds(Datum *value, bool *isnull, int64 us, bool known)
 	*value = known ? Float8GetDatum((double) us / RL_SECOND) : (Datum) 0;
 }
 
-/* Sets RL_DECISION_COLUMNS values, in the order of rl_decision. */
+/* Sets RL_DECISION_COLUMNS values and nulls, in the order of rl_decision. */
 void
 rl_decision_values(const RlDecision *d, Datum *values, bool *nulls)
 {
@@ -200,9 +206,8 @@ rl_decision_values(const RlDecision *d, Datum *values, bool *nulls)
 }
 
 /*
- * Loads the result type of the function again.  Raises an error unless the
- * type begins with the columns that rl_decision_values sets, because its
- * owner can alter it.
+ * Returns the result type of the function.  Raises an error unless the type begins
+ * with the columns that rl_decision_values sets: its owner can alter it.
  */
 static TypeCacheEntry *
 decision_type(Oid function)

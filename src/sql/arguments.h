@@ -1,6 +1,6 @@
 /*
  * arguments.h
- *		SQL values to what the code works with, and decisions to rows.
+ *		Conversion of SQL arguments, and of decisions to rows.
  */
 #ifndef ARGUMENTS_H
 #define ARGUMENTS_H
@@ -9,7 +9,7 @@
 
 #define RL_DECISION_COLUMNS	6
 
-/* Each raises an error for a NULL or a value out of range. */
+/* Each returns argument n, and raises an error if it is NULL or out of range. */
 extern int64 rl_count_argument(FunctionCallInfo fcinfo, int n, const char *name);
 extern int64 rl_duration_argument(FunctionCallInfo fcinfo, int n, const char *name);
 extern int64 rl_quota_argument(FunctionCallInfo fcinfo, int n);

@@ -1,6 +1,6 @@
 /*
  * check_many.c
- *		rl_check_many(): many keys, each for itself, in few round trips.
+ *		rl_check_many(): decides many keys, each by itself, in few round trips.
  */
 #include "postgres.h"
 
@@ -15,7 +15,10 @@
 
 #define COLUMNS				(1 + RL_DECISION_COLUMNS)
 
-/* The elements of a one-dimensional array without NULLs. */
+/*
+ * Returns the elements of an array argument.  Raises an error unless it has one
+ * dimension and no NULL.
+ */
 static Datum *
 elements(FunctionCallInfo fcinfo, int n, const char *name, Oid type, int *count)
 {
@@ -41,6 +44,7 @@ elements(FunctionCallInfo fcinfo, int n, const char *name, Oid type, int *count)
 	return values;
 }
 
+/* Returns an element as a key, or raises an error. */
 static RlKey
 element_key(Datum value)
 {
@@ -77,7 +81,7 @@ rl_check_many(PG_FUNCTION_ARGS)
 	}
 	InitMaterializedSRF(fcinfo, 0);
 
-	/* Bad input is an error before anything is asked. */
+	/* Wrong input is an error before any key is asked. */
 	context = AllocSetContextCreate(CurrentMemoryContext, "rl_check_many", ALLOCSET_DEFAULT_SIZES);
 	caller = MemoryContextSwitchTo(context);
 	for (int i = 0; i < n; i++)

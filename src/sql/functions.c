@@ -19,7 +19,10 @@
 #include "sql/arguments.h"
 #include "transaction.h"
 
-/* Returns the store to look or repair in, after the refunds that are due to it. */
+/*
+ * Returns the store in which a function looks or repairs, after the refunds that are
+ * due to it.  Raises an error if they fail.
+ */
 static const RlStore *
 asked_store(void)
 {
@@ -59,8 +62,8 @@ one_limit(const RlLimit *limit, const char *count_name)
 }
 
 /*
- * What the functions of one algorithm have in common: the limit has what their
- * own arguments say, the key is argument 0, and the quota the last.
+ * Decides an action under one limit, which has the values of the caller's own
+ * arguments.  The key is the first argument, and the quota the last one.
  */
 static Datum
 decide_one(FunctionCallInfo fcinfo, const RlLimit *limit, const char *count_name)
@@ -133,7 +136,7 @@ rl_sliding_log(PG_FUNCTION_ARGS)
 	return decide_one(fcinfo, &limit, "capacity");
 }
 
-/* Reads the arguments key, limits and quota. */
+/* Returns the action of the arguments key, limits and quota. */
 static RlAction
 action_arguments(FunctionCallInfo fcinfo, RlTake how)
 {
@@ -180,7 +183,7 @@ rl_enforce_check(PG_FUNCTION_ARGS)
 	return rl_decision_row(fcinfo, &answer.decision);
 }
 
-/* The most that rl_wait may wait, in microseconds. */
+/* Returns how long rl_wait may wait; NULL is forever. */
 static int64
 max_wait_argument(FunctionCallInfo fcinfo, int n)
 {
@@ -189,7 +192,7 @@ max_wait_argument(FunctionCallInfo fcinfo, int n)
 	if (PG_ARGISNULL(n))
 		return PG_INT64_MAX;
 	seconds = PG_GETARG_FLOAT8(n);
-	/* Written so that NaN is refused. */
+	/* Also true for NaN. */
 	if (!(seconds >= 0))
 		ereport(ERROR,
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
@@ -205,7 +208,7 @@ rl_wait(PG_FUNCTION_ARGS)
 	int64		left = max_wait_argument(fcinfo, 3);
 	RlAnswer	answer = {0};
 
-	/* Quota is only ever taken when its turn has come: others may be faster. */
+	/* No quota is taken before its turn, so another caller may take it first. */
 	for (;;)
 	{
 		int64		start = rl_monotonic_now();
@@ -234,7 +237,7 @@ rl_wait(PG_FUNCTION_ARGS)
 	return rl_decision_row(fcinfo, &answer.decision);
 }
 
-/* Returns a row for each limit: its text and its decision. */
+/* Makes the function return a row for each limit: its text and its decision. */
 static void
 return_decisions(FunctionCallInfo fcinfo, const RlLimits *limits, const RlDecision *decisions)
 {
@@ -282,12 +285,12 @@ rl_peek(PG_FUNCTION_ARGS)
 }
 
 /*
- * What gives quota back, or may have done so when it failed, ends what the
- * denial cache knows of the key: before, for what is cached, and after, for a
- * refusal that is on its way.
+ * Ends a repair: raises the error unless it is done.  Also when it fails, quota may
+ * be free again.  So the denial cache forgets the key before a repair, for what is
+ * cached, and after it, for a refusal that was on its way.
  */
 static void
-repaired(const RlKey *key, bool done, const RlError *error)
+end_repair(const RlKey *key, bool done, const RlError *error)
 {
 	rl_denial_delete(key);
 	if (!done)
@@ -295,8 +298,8 @@ repaired(const RlKey *key, bool done, const RlError *error)
 }
 
 /*
- * Refunds what this transaction was granted first.  The limits for which the same
- * quota is left then are refunded together; usually these are all.
+ * First refunds what this transaction was granted.  Then refunds limits for which
+ * the same quota is left, usually all of them, together.
  */
 PG_FUNCTION_INFO_V1(rl_refund);
 Datum
@@ -323,13 +326,14 @@ rl_refund(PG_FUNCTION_ARGS)
 		for (int j = i; j < limits->n && !done; j++)
 			if (left[j] == left[i])
 				same.limit[same.n++] = limits->limit[j];
-		/* Also if nothing is left, for the error of a store that fails. */
+		/* Also if no quota is left, so that a store that fails raises its error. */
 		if (!done)
-			repaired(&key, store->refund(&key, &same, left[i], &error), &error);
+			end_repair(&key, store->refund(&key, &same, left[i], &error), &error);
 	}
 	PG_RETURN_VOID();
 }
 
+/* Resets the states of the limits, or the whole key if they are NULL. */
 static Datum
 reset(const RlKey *key, const RlLimits *limits)
 {
@@ -338,7 +342,7 @@ reset(const RlKey *key, const RlLimits *limits)
 
 	rl_denial_delete(key);
 	rl_grants_forget(key, limits, rl_store()->is_local);
-	repaired(key, asked_store()->reset(key, limits, &found, &error), &error);
+	end_repair(key, asked_store()->reset(key, limits, &found, &error), &error);
 	PG_RETURN_BOOL(found);
 }
 
@@ -360,7 +364,7 @@ rl_reset_limits(PG_FUNCTION_ARGS)
 	return reset(&key, rl_limits_argument(fcinfo, 1));
 }
 
-/* A shorter ban than the one before gives something back too. */
+/* A ban that is shorter than the one in force is a repair too. */
 PG_FUNCTION_INFO_V1(rl_ban);
 Datum
 rl_ban(PG_FUNCTION_ARGS)
@@ -370,7 +374,7 @@ rl_ban(PG_FUNCTION_ARGS)
 	RlError		error;
 
 	rl_denial_delete(&key);
-	repaired(&key, asked_store()->ban(&key, duration, &error), &error);
+	end_repair(&key, asked_store()->ban(&key, duration, &error), &error);
 	PG_RETURN_VOID();
 }
 
@@ -383,6 +387,6 @@ rl_unban(PG_FUNCTION_ARGS)
 	RlError		error;
 
 	rl_denial_delete(&key);
-	repaired(&key, asked_store()->unban(&key, &found, &error), &error);
+	end_repair(&key, asked_store()->unban(&key, &found, &error), &error);
 	PG_RETURN_BOOL(found);
 }

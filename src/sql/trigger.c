@@ -1,7 +1,7 @@
 /*
  * trigger.c
- *		The trigger rl_enforce(), here for each row, and what rl_triggers shows
- *		of it.
+ *		The trigger function rl_enforce(), here FOR EACH ROW, and the function
+ *		rl_trigger_rule() behind the view rl_triggers.
  */
 #include "postgres.h"
 
@@ -26,6 +26,10 @@
 #include "sql/trigger_rule.h"
 #include "sql/trigger_statement.h"
 
+/*
+ * Takes the quota of a row.  Returns the row, or NULL to leave it out.  Raises an
+ * error if the action is refused and on_deny is not "skip".
+ */
 static Datum
 enforce_row(TriggerData *data, Rule *rule)
 {
@@ -63,10 +67,10 @@ rl_enforce_trigger(PG_FUNCTION_ARGS)
 }
 
 /*
- * Looking
+ * rl_trigger_rule
  */
 
-/* The table of a trigger, or InvalidOid if there is no such trigger. */
+/* Returns the table of a trigger, or InvalidOid if there is no such trigger. */
 static Oid
 trigger_relation(Oid trigger)
 {
@@ -186,7 +190,7 @@ rl_trigger_rule(PG_FUNCTION_ARGS)
 	bool		nulls[6] = {true, true, true, true, true, true};
 	TupleDesc	tupdesc;
 
-	/* One table that is being altered must not hold up the view. */
+	/* The view must not wait for a table that is being altered. */
 	if (OidIsValid(relation))
 	{
 		if (ConditionalLockRelationOid(relation, AccessShareLock))
