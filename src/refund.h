@@ -17,7 +17,7 @@ typedef struct RlGrantId
 	uint64		redis_key[2];	/* a hash */
 	RlStateTag	tag;
 	int64		mark;			/* of charges that do not merge */
-	int			level;			/* of the transaction nest; 0: in the queue */
+	int			level;			/* of the transaction nest; below 1: in the queue */
 	bool		local;
 } RlGrantId;
 

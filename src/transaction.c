@@ -25,7 +25,9 @@
 /* A transaction's grants beyond these are not refunded, and logged. */
 #define MAX_GRANTS			65536
 
+/* Levels of the queue; a part of a grant is not among the entries. */
 #define QUEUED				0
+#define QUEUED_PART			(-1)
 
 typedef struct GrantEntry
 {
@@ -48,10 +50,7 @@ static bool overflowed = false;
 static void
 drop(RlGrant *grant)
 {
-	const GrantEntry *entry = hash_search(entries, &grant->id, HASH_FIND, NULL);
-
-	if (entry != NULL && entry->grant == grant)
-		hash_search(entries, &grant->id, HASH_REMOVE, NULL);
+	hash_search(entries, &grant->id, HASH_REMOVE, NULL);
 	dlist_delete(&grant->node);
 	pfree(grant);
 	ngrants--;
@@ -214,28 +213,29 @@ note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
 	RlGrant    *grant;
 	char		redis_key[RL_MAX_REDIS_KEY];
 	int			len = set_key(&id, key, local, redis_key);
+	bool		found;
 
 	id.tag = rl_state_tag(limit);
 	if (!rl_charges_merge(limit))
 		id.mark = charge.mark;
 	id.level = GetCurrentTransactionNestLevel();
 
-	entry = hash_search(entries, &id, HASH_FIND, NULL);
-	if (entry != NULL)
+	if (ngrants >= MAX_GRANTS && hash_search(entries, &id, HASH_FIND, NULL) == NULL)
+		return false;
+	entry = hash_search(entries, &id, HASH_ENTER_NULL, &found);
+	if (entry == NULL)
+		return false;
+	if (found)
 	{
 		merge(entry->grant, limit, &charge);
 		return true;
 	}
-	if (ngrants >= MAX_GRANTS || !rl_refund_reserve(context, ngrants + 1))
-		return false;
-	grant = MemoryContextAllocExtended(context, offsetof(RlGrant, redis_key) + len,
-									   MCXT_ALLOC_NO_OOM | MCXT_ALLOC_ZERO);
+	grant = !rl_refund_reserve(context, ngrants + 1) ? NULL :
+		MemoryContextAllocExtended(context, offsetof(RlGrant, redis_key) + len,
+								   MCXT_ALLOC_NO_OOM | MCXT_ALLOC_ZERO);
 	if (grant == NULL)
-		return false;
-	entry = hash_search(entries, &id, HASH_ENTER_NULL, NULL);
-	if (entry == NULL)
 	{
-		pfree(grant);
+		hash_search(entries, &id, HASH_REMOVE, NULL);
 		return false;
 	}
 	entry->grant = grant;
@@ -323,7 +323,7 @@ enqueue_part(const RlGrant *grant, int64 amount)
 	if (!rl_refund_reserve(context, ngrants + 1))
 		ereport(ERROR, (errcode(ERRCODE_OUT_OF_MEMORY), errmsg("out of memory")));
 	memcpy(part, grant, size);
-	part->id.level = QUEUED;
+	part->id.level = QUEUED_PART;
 	part->charge.amount = amount;
 	dlist_push_tail(&queue, &part->node);
 	ngrants++;
