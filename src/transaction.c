@@ -230,7 +230,7 @@ note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
 		merge(entry->grant, limit, &charge);
 		return true;
 	}
-	grant = !rl_refund_reserve(context, ngrants + 1) ? NULL :
+	grant = !rl_refund_reserve(ngrants + 1) ? NULL :
 		MemoryContextAllocExtended(context, offsetof(RlGrant, redis_key) + len,
 								   MCXT_ALLOC_NO_OOM | MCXT_ALLOC_ZERO);
 	if (grant == NULL)
@@ -320,7 +320,7 @@ enqueue_part(const RlGrant *grant, int64 amount)
 	RlGrant    *part = MemoryContextAlloc(context, size);
 
 	rl_refund_settle(&queue, drop);
-	if (!rl_refund_reserve(context, ngrants + 1))
+	if (!rl_refund_reserve(ngrants + 1))
 		ereport(ERROR, (errcode(ERRCODE_OUT_OF_MEMORY), errmsg("out of memory")));
 	memcpy(part, grant, size);
 	part->id.level = QUEUED_PART;
