@@ -14,7 +14,7 @@
 static const char alphabet[] =
 	"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-@+/=,~!#$^&*()<>?[]|";
 
-/* What the keys of a pair differ by: the last three words cancel the first three. */
+/* The difference of the keys of a pair: the last three words cancel the first three. */
 static const uint32_t difference[WORDS] = {
 	0xffffffc4, 0, 4, 0x0003fff8, 0x0007ffd4, 0x00440224
 };
@@ -30,7 +30,7 @@ random_number(void)
 	return state >> 16;
 }
 
-/* Makes four characters that are printable also when the difference is added. */
+/* Makes four characters that are printable, also after the difference is added. */
 static void
 make_word(char *a, char *b, uint32_t added)
 {

@@ -1,22 +1,23 @@
 /*
  * engine.c
- *		src/algorithm/algorithm.c as a program, linked with nothing else: it keeps states
- *		in memory, reads an act a line and prints what was decided.
+ *		The algorithms as a program, linked with no other part: it keeps states in
+ *		memory, reads an act from each line and prints the decisions.
  *
  *	act    := op key now argument n { limit }
  *	op     := take | quiet | peek | refund | undo | ban | unban | reset
  *	limit  := algorithm capacity count period interval_ns step from_first
  *			  count_denied ban ban_after
  *
- * The argument is the quota, or the ban's length.  An undo refunds, for each
- * limit, what it was charged so many takes before its last one, 0 being that
- * one; each once.  A reset without limits forgets the key.  The answer to the first three is a line of decisions, the
- * combined one and then each limit's, else it is "done":
+ * The argument is the quota, or the ban's length.  For an undo it is a number n:
+ * the undo refunds, for each limit, the charge of the n-th take before its last
+ * take, each charge at most once.  A reset without limits deletes the key.  The
+ * answer to the first three ops is a line of decisions, the combined decision and
+ * then the decision of each limit; to the other ops it is "done":
  *
  *	decision := allowed capacity remaining retry_after reset_after source
  *
- * As in Redis, only what an act changes is kept: an act that takes nothing
- * leaves a state as it was, even one of which much has become free by now.
+ * As in Redis, only changes are stored: an act that takes nothing does not change
+ * a state, even if units of the state have become free.
  */
 #include "postgres.h"
 
@@ -33,7 +34,7 @@
 typedef struct Kept
 {
 	struct Kept *next;
-	RlLimit		limit;			/* its tag is what counts */
+	RlLimit		limit;			/* only its tag is used */
 	RlState		state;
 	RlCharge	charges[CHARGES];	/* of the last takes; amount 0: undone */
 	int			ncharges;
@@ -49,7 +50,7 @@ typedef struct Key
 
 static Key *keys[BUCKETS];
 
-/* All chunks: an act gets as many as it wants, and the rest waits. */
+/* All chunks: pool has those that an act needs, rest has the others. */
 #define MAX_CHUNKS			4000000
 
 static RlPool pool;
@@ -71,7 +72,7 @@ ExceptionalCondition(const char *condition, const char *type, const char *file, 
 }
 #endif
 
-/* Limits come with all their numbers, so that no rule is asked. */
+/* Never called, because limits come with all their numbers. */
 void
 rl_error_set(RlError *error pg_attribute_unused(), int sqlstate pg_attribute_unused(),
 			 const char *fmt pg_attribute_unused(),...)
@@ -128,7 +129,7 @@ find_kept(Key *key, const RlLimit *limit)
 	return kept;
 }
 
-/* Gives the pool so many spare chunks and not one more. */
+/* Gives the pool exactly this number of spare chunks. */
 static void
 give_chunks(int wanted)
 {

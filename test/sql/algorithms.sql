@@ -10,7 +10,7 @@ FROM play('book log', 'sliding_log 1/1s, sliding_log 5/1min', ARRAY[[0,1], [0,1]
 -- Refused attempts count: t t t f f t t. At 14 s the log holds 10.5 and the
 -- attempt at 3 s has gone; at 10.5 s it held 1, 2, 3 s.
 SELECT * FROM play('book denied', 'sliding_log 3/10s count_denied', ARRAY[[0,1], [1,1], [2,1], [3,1], [10.5,1], [14,1], [24.1,1]]);
--- 240 at 6:59 and 240 at 7:00 against 240 an hour: 480 pass a fixed window, 240 a sliding one.
+-- 240 at 6:59 and 240 at 7:00 against 240 an hour: 480 pass a fixed window, 240 a sliding window.
 CREATE FUNCTION burst(key text, limits rl_limits) RETURNS TABLE (t numeric, passed bigint) LANGUAGE sql AS
 $$
 	SELECT t, count(*) FILTER (WHERE (decision).allowed)
@@ -19,7 +19,7 @@ $$
 $$;
 SELECT * FROM burst('book fixed', 'fixed_window 240/1h');
 SELECT * FROM burst('book sliding', 'sliding_window 240/1h step 1min');
--- A bucket of 10 with one token a second never refuses one take a second.
+-- A bucket of 10 with a token a second never refuses an action a second.
 SELECT count(*), count(*) FILTER (WHERE (decision).allowed) AS allowed, min((decision).remaining)
 FROM play('book bucket', 'token_bucket 1/1s burst 10', (SELECT array_agg(ARRAY[t, 1] ORDER BY t) FROM generate_series(0, 99) t));
 
@@ -86,10 +86,10 @@ SELECT * FROM play('denied sliding', 'sliding_window 2/10s step 5s count_denied'
 	[15,1],								-- 1 is free
 	[15,2],								-- refused, counted: sub-window 3 now holds both, until 30
 	[20,1], [40,2]]);
--- Whichever limit refused, those that count denied quota are charged, and the
--- wait takes it into account.
+-- Limits with count_denied count the quota, whichever limit refused, and the wait
+-- includes it.
 SELECT * FROM play('denied other', '1/1min, sliding_log 2/10min count_denied', ARRAY[[0,1], [1,1], [2,1], [61,1]]);
--- Never for more than there ever is.
+-- A quota above the capacity never counts.
 SELECT * FROM play('denied impossible', 'sliding_log 2/10s count_denied', ARRAY[[0,3], [0,2]]);
 -- Charged and refused quota are counted together, and the wait is that for the
 -- oldest of both.
@@ -115,7 +115,7 @@ SELECT (failure(format('INSERT INTO guess SELECT generate_series(%s, %s)', first
 FROM generate_series(1, 3), unnest('{1,11,21}'::int[]) first;
 SELECT rule, remaining FROM rl_peek('guess', 'fixed_window 5/1h, sliding_window 5/1h, sliding_log 5/1h', 0);
 DROP TABLE guess;
--- The same with rl_refund: of 5 charged and 1 refused the refund leaves the refused one.
+-- The same with rl_refund: of 5 charged units and 1 refused unit, the refused unit stays.
 CREATE FUNCTION take_and_refund(key text, limits rl_limits, OUT allowed bigint, OUT remaining bigint) LANGUAGE plpgsql AS
 $$
 BEGIN
@@ -129,8 +129,8 @@ SELECT algorithm, t.*
 FROM unnest('{fixed_window,sliding_window,sliding_log}'::text[]) algorithm, generate_series(1, 3) n,
 	take_and_refund('refund' || n * 0, format('%s 5/1h count_denied', algorithm)::rl_limits) t;
 DROP FUNCTION take_and_refund(text, rl_limits);
--- A refusal counted under a smaller count frees nothing of what was charged
--- under a larger one: 10 charged and 2 refused are in use.
+-- A refusal that counts under a smaller count frees no unit that was charged under a
+-- larger count: 10 charged and 2 refused are in use.
 SELECT at(0);
 SELECT algorithm, count, quota, c.allowed, c.remaining, c.retry_after
 FROM (VALUES (1, 10, 10), (2, 2, 2), (3, 10, 8), (4, 20, 8)) act (n, count, quota),
@@ -147,8 +147,8 @@ SELECT count(*) FILTER (WHERE c.allowed) FROM generate_series(1, 4) n,
 	rl_check('most refused', 'sliding_window 1000000000000000/10s count_denied, fixed_window 1000000000000000/10s count_denied', 1000000000000000 - n % 2) c;
 SELECT rl_refund('most refused', 'sliding_window 1/10s, fixed_window 1/10s', 1000000000000000);
 SELECT rule, allowed, remaining, retry_after FROM rl_peek('most refused', 'sliding_window 1000000000000000/10s, fixed_window 1000000000000000/10s');
--- A window from the first action of which everything was refunded is as if it
--- had never been used; one with refusals goes on.
+-- A from_first window whose units were all refunded is as if never used; a window
+-- with refusals continues.
 SELECT at(3);
 SELECT allowed, reset_after FROM rl_check('first refunded', 'fixed_window 2/10s from_first', 2);
 SELECT at(5);
@@ -163,7 +163,7 @@ SELECT allowed FROM rl_check('all refunded', 'fixed_window 2/10s from_first, fix
 SELECT rl_refund('all refunded', 'fixed_window 2/10s from_first, fixed_window 2/10s, sliding_window 2/10s, sliding_log 2/10s', 2);
 SELECT rl_reset('all refunded');
 
--- ban: the third refusal within a period from the first brings it.
+-- ban: the third refusal within a period from the first starts a ban.
 SELECT * FROM play('banned', '1/10s ban 1h after 3', ARRAY[
 	[0,1], [1,1], [2,1],				-- two refusals, since 1
 	[2,2],								-- impossible: no refusal that counts
@@ -172,7 +172,7 @@ SELECT * FROM play('banned', '1/10s ban 1h after 3', ARRAY[
 	[14,1],								-- the third: an hour, and the answer is still redis's
 	[15,1], [15,0], [3613.999999,1],	-- in force; attempts do not count
 	[3614,1],							-- over
-	[3614,1], [3614,1]]);				-- and counted anew
+	[3614,1], [3614,1]]);				-- and the count begins again
 SELECT * FROM play('banned by two', 'fixed_window 1/10s ban 1min after 1, sliding_log 1/1min ban 2min after 2', ARRAY[[0,1], [1,1], [61,1], [61.5,1], [62,1]]);
 -- The refusal that starts a ban leaves nothing free under any limit.
 SELECT * FROM play('ban with room', '5/10s ban 1min after 1', ARRAY[[0,3], [0,3], [0,1]]);
@@ -181,7 +181,7 @@ SELECT at(0);
 SELECT allowed FROM rl_check('each ban with room', 'sliding_log 5/10s ban 1min after 1, 9/1d', 3);
 SELECT * FROM rl_peek('each ban with room', 'sliding_log 5/10s ban 1min after 1, 9/1d', 3);
 SELECT * FROM rl_check_each('each ban with room', 'sliding_log 5/10s ban 1min after 1, 9/1d', 3);
--- Peek shows what would be, and does nothing.
+-- rl_peek returns the answer of a call, and writes nothing.
 SELECT at(0);
 SELECT allowed FROM rl_check('peeked ban', 'sliding_log 1/10s count_denied ban 1h after 1');
 SELECT * FROM rl_peek('peeked ban', 'sliding_log 1/10s count_denied ban 1h after 1');
@@ -203,14 +203,14 @@ SELECT remaining FROM rl_sliding_window('each', 4, 60, 1);
 SELECT remaining FROM rl_sliding_log('each', 5, 60);
 SELECT rule, remaining FROM rl_peek('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min', 0);
 
--- Giving back: the current window, the oldest entries first, an entry split.
+-- Refunds: in the current window, the oldest entries first, an entry is split.
 SELECT at(0);
 SELECT allowed FROM rl_check('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 4);
 SELECT at(20);
 SELECT allowed FROM rl_check('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 3);
 SELECT rl_refund('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 3);
 SELECT rule, remaining, reset_after FROM rl_peek('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 0);
-SELECT at(60);		-- the unit that was left of the entry at 0 goes here
+SELECT at(60);		-- the last unit of the entry at 0 ends here
 SELECT rule, remaining, reset_after FROM rl_peek('back', 'sliding_log 9/1min, sliding_window 9/1min step 10s', 0);
 SELECT rl_refund('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 100);
 SELECT rule, remaining, reset_after FROM rl_peek('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 0);
@@ -237,7 +237,7 @@ SELECT allowed FROM rl_check('back both', '5/10s, fixed_window 9/1min', 4);
 SELECT rl_refund('back both', '5/10s burst 1, fixed_window 1/1min', 3);
 SELECT rule, remaining, reset_after FROM rl_peek('back both', '5/10s, fixed_window 9/1min', 0);
 
--- Forgetting one, and all with the log.
+-- rl_reset of a limit, and of the key with its log.
 SELECT allowed FROM rl_check('forget', 'sliding_log 1/1h, fixed_window 5/1h');
 SELECT allowed FROM rl_check('forget', 'sliding_log 1/1h');
 SELECT rl_reset('forget', 'sliding_log 1/1h'), rl_reset('forget', 'sliding_log 1/1h');

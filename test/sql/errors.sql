@@ -24,13 +24,13 @@ SELECT q, f.* FROM (VALUES
 	(23, $$rl_ban('k', 0)$$), (24, $$rl_ban('k', -1)$$), (25, $$rl_ban('k', 'NaN')$$), (26, $$rl_ban('k', 'infinity')$$), (27, $$rl_ban('k', 1e9)$$),
 	(28, $$rl_refund('k', '1/1s', -1)$$), (29, $$rl_check('k', '1/1s', -1)$$), (30, $$rl_peek('k', '1/1s', -1)$$)
 ) v (id, q), LATERAL failure('SELECT ' || q) f ORDER BY id;
--- None of that has reached Redis; the extremes that may do.
+-- None of these calls has reached Redis. Valid extreme values do.
 SELECT rl_reset('k');
 SELECT allowed FROM rl_throttle('k', 10, 1, 315576000);
 SELECT allowed FROM rl_throttle('k', 1, 1000000000, 1);
 SELECT allowed, retry_after FROM rl_throttle('k', 1, 1, 1, 1000000000000000);
 
--- When Redis cannot be reached: on_error is for taking, and only for that.
+-- Redis cannot be reached: on_error applies only to functions that take quota.
 SET ratelimit.store = redis;
 SET ratelimit.redis_url = 'unix:///nonexistent/socket';
 SELECT failure($$SELECT rl_throttle('k', 1, 1, 1)$$);
@@ -73,5 +73,5 @@ RESET ratelimit.store;
 RESET ratelimit.on_error;
 SELECT allowed, source FROM rl_throttle('again', 1, 1, 1);
 
--- The trigger's function is no function.
+-- The trigger function cannot be called.
 SELECT rl_enforce();

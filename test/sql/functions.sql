@@ -3,10 +3,10 @@ SELECT at(0);
 SELECT allowed FROM rl_throttle('abuser', 5, 5, 10);
 SELECT rl_ban('abuser', 60);
 SELECT * FROM rl_throttle('abuser', 5, 5, 10);
-SELECT * FROM rl_check('abuser', '5/1h');				-- binds every limit
+SELECT * FROM rl_check('abuser', '5/1h');				-- applies to every limit
 SELECT * FROM rl_check('abuser', '5/1h, 1/1d');
 SELECT * FROM rl_check('abuser', '5/1h', 0);
-SELECT * FROM rl_check('abuser', '5/1h', 6);			-- and no wait helps this one
+SELECT * FROM rl_check('abuser', '5/1h', 6);			-- no wait helps this call
 SELECT rl_allow('abuser', '5/1h');
 SELECT * FROM rl_peek('abuser', '5/1h');
 SELECT failure($$SELECT rl_enforce('abuser', '5/1h')$$);
@@ -24,7 +24,7 @@ SELECT retry_after FROM rl_throttle('abuser', 5, 5, 10, 5);
 SELECT rl_unban('abuser'), rl_unban('abuser');
 SELECT allowed FROM rl_throttle('abuser', 5, 5, 10);
 
--- Reset of a limit, and of all.
+-- rl_reset of a limit, and of the key.
 SELECT rl_reset('abuser', '5/10s'), rl_reset('abuser', '5/10s'), rl_reset('abuser', '7/10s, 5/1h');
 SELECT rl_ban('reset', 60);
 SELECT rl_reset('reset'), rl_reset('reset');
@@ -37,7 +37,7 @@ SELECT failure($$SELECT rl_enforce('enforce', '1/1h')$$);
 SELECT failure($$SELECT rl_enforce('enforce', '1/1h', 2)$$);
 DO $$ BEGIN PERFORM rl_enforce('enforce', '1/1h, 2/1d'); EXCEPTION WHEN SQLSTATE 'PT429' THEN RAISE NOTICE 'caught %', SQLERRM; END $$;
 
--- Many keys, each for itself, in the order of the array.
+-- Many keys, each by itself, in the order of the array.
 SELECT * FROM rl_check_many('{m2,m1,m2,m3}', '2/1h', '{1,2,2,3}');
 SELECT * FROM rl_check_many('{m1,m4}', '2/1h');
 SELECT count(*) FROM rl_check_many('{}', '2/1h');
@@ -51,7 +51,7 @@ SELECT failure($$SELECT rl_check_many(NULL, '2/1h')$$);
 SELECT * FROM rl_peek('peeked', '5/10s, 7/1h', 2);
 SELECT rl_reset('peeked');
 
--- Keys: two lists never make one.
+-- Two lists of values never make the same key.
 SELECT rl_key('create_order', 42), rl_key('a:b', 'c') AS a, rl_key('a', 'b:c') AS b, rl_key('a%3Ab', 'c') AS c;
 SELECT rl_key(1::smallint, 2::bigint, 3.50, 'v'::varchar, 'c'::char(3), 'n'::name, false,
 	'00000000-0000-0000-0000-000000000001'::uuid, '10.0.0.1/8'::inet);
@@ -75,11 +75,11 @@ SELECT allowed FROM rl_throttle('%7Bx%7D', 1, 1, 3600);
 SELECT allowed FROM rl_throttle('{x}', 1, 1, 3600);
 SELECT allowed FROM rl_throttle(repeat('é', 256), 1, 1, 3600);
 
--- Twice per call: the trap that README names.
+-- The first form charges six times.
 SELECT (rl_throttle('trap', 100, 1, 3600)).*;
 SELECT * FROM rl_throttle('trap', 100, 1, 3600);
 
--- A read-only transaction takes quota, and rolling it back gives none back.
+-- A read-only transaction takes quota, and its rollback refunds nothing.
 BEGIN READ ONLY;
 SELECT allowed, remaining FROM rl_check('read only', '2/1h, sliding_log 2/1d');
 ROLLBACK;
@@ -114,7 +114,7 @@ SELECT (rl_throttle('altered', 15, 30, 60)).capacity;
 ROLLBACK;
 SELECT (rl_throttle('altered', 15, 30, 60, 0)).remaining > 0 AS works_again;
 -- Refunds in the transaction that was granted the quota: no rollback refunds it
--- again.  What remains of 10, after others took 4: of each algorithm.
+-- again.  The remaining units of 10, after another session took 4, by algorithm.
 SELECT string_agg(l, ', ') AS plain, string_agg(l || ' refund_on_abort', ', ') AS held FROM unnest('{10/20s,token_bucket 10/20s,fixed_window 10/20s,
 	fixed_window 10/20s from_first,sliding_window 10/20s step 1s,sliding_log 10/20s}'::text[]) l \gset
 CREATE FUNCTION remaining(key text, limits rl_limits) RETURNS text LANGUAGE sql AS
@@ -180,14 +180,14 @@ BEGIN
 	END;
 END $$;
 SELECT remaining('grant 9', :'plain') AS caught;
--- Its own units, not older ones: those of others are free at 20.
+-- Its own units, not older units, which are free at 20.
 SELECT at(5);
 BEGIN;
 SELECT rl_allow('grant 10', :'held', 3), rl_refund('grant 10', :'held', 2);
 COMMIT;
 SELECT at(21);
 SELECT rule, remaining FROM rl_peek('grant 10', 'sliding_window 10/20s step 1s, sliding_log 10/20s', 0);
--- What a committed transaction took is any other's.
+-- rl_refund refunds charges of a committed transaction as those of any other.
 SELECT at(0);
 BEGIN;
 SELECT rl_allow('grant 11', :'held', 3);
@@ -196,8 +196,8 @@ BEGIN;
 SELECT rl_allow('grant 11', :'held', 2), rl_refund('grant 11', :'held', 4);
 ROLLBACK;
 SELECT remaining('grant 11', :'plain') AS committed;
--- A reset state is new: what was granted before is not refunded, and what others
--- take afterwards stays.
+-- A reset state is new: charges before the reset are not refunded, and charges after
+-- it stay.
 BEGIN;
 SELECT rl_allow('grant 12', :'held', 5), rl_reset('grant 12'), rl_allow('grant 12', :'plain', 4);
 ROLLBACK;

@@ -1,4 +1,4 @@
--- Only the type's functions and rl_key are for everybody.
+-- Every role can call only the type's functions and rl_key.
 SELECT p.oid::regprocedure AS everybody_may
 FROM pg_proc p JOIN pg_depend d ON d.objid = p.oid AND d.classid = 'pg_proc'::regclass AND d.deptype = 'e'
 WHERE d.refobjid = (SELECT oid FROM pg_extension WHERE extname = 'ratelimit')
@@ -25,7 +25,7 @@ SELECT q, f.code FROM (VALUES
 	(20, $$SET ratelimit.unknown = 1$$), (21, $$ALTER ROLE rl_test_plain SET ratelimit.on_error = 'allow'$$)
 ) v (id, q), LATERAL failure(q) f ORDER BY id;
 SELECT rl_key('everybody', 1), '5/10s'::rl_limits;
--- The trigger fires without a grant, and a trigger of one's own needs it.
+-- The trigger fires without a privilege; creating a trigger needs the privilege.
 INSERT INTO limited VALUES (1);
 -- Terse, because how long to wait differs from run to run.
 \set VERBOSITY terse
@@ -35,8 +35,8 @@ CREATE TABLE own (who int);
 CREATE TRIGGER t BEFORE INSERT ON own FOR EACH ROW EXECUTE FUNCTION rl_enforce('limited:{who}', '1/1h', 'quota=0');
 RESET ROLE;
 
--- The wrapper that docs/recipes.md shows: it takes no argument, so nobody can use up
--- another's quota with it, and no setting of the caller's changes the key.
+-- The wrapper of docs/recipes.md: it takes no argument, so a caller cannot use up the
+-- quota of another user, and no setting of the caller changes the key.
 CREATE FUNCTION may_post() RETURNS boolean LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = public, pg_temp
 	AS $$ SELECT rl_allow(rl_key('post', coalesce(nullif(current_setting('role'), 'none'), session_user)), '2/1h') $$;
 CREATE TABLE posts (author name DEFAULT current_user, body text);

@@ -8,7 +8,7 @@ SELECT q, f.code, f.detail FROM (VALUES
 	(7, $$SET ratelimit.debug_now = 'now'$$), (8, $$SET ratelimit.debug_now = '-1'$$), (9, $$SET ratelimit.debug_now = '4000000000000001'$$),
 	(10, $$SET ratelimit.nonsense = 1$$)
 ) v (id, q), LATERAL failure(q) f ORDER BY id;
--- A prefix of its own is a set of limits of its own; the key in Redis stays bounded.
+-- Another prefix is another set of limits; the key in Redis stays bounded.
 SELECT allowed FROM rl_throttle('prefixed', 1, 1, 3600);
 BEGIN;
 SELECT current_setting('ratelimit.key_prefix') || 'other:' AS other \gset
@@ -16,7 +16,7 @@ SET LOCAL ratelimit.key_prefix = :'other';
 SELECT allowed FROM rl_throttle('prefixed', 1, 1, 3600);
 ROLLBACK;
 SELECT allowed FROM rl_throttle('prefixed', 1, 1, 3600);
--- A changed URL is used by the next call, and the old one again after it.
+-- The next call uses a changed URL, and after ROLLBACK the first URL.
 BEGIN;
 SET LOCAL ratelimit.store = redis;
 SET LOCAL ratelimit.redis_url = 'unix:///nonexistent/socket';

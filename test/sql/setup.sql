@@ -1,5 +1,5 @@
--- Where Redis is comes from the environment. The prefix is a new one each
--- time, so that no earlier run is seen and nothing has to be flushed.
+-- The environment names the Redis. The prefix is new each time, so that no earlier
+-- run is visible and no flush is necessary.
 \getenv redis_url RATELIMIT_REDIS_URL
 \if :{?redis_url}
 \else
@@ -11,7 +11,7 @@ ALTER DATABASE :"DBNAME" SET ratelimit.redis_url = :'redis_url';
 ALTER DATABASE :"DBNAME" SET ratelimit.key_prefix = :'prefix';
 ALTER DATABASE :"DBNAME" SET ratelimit.connect_timeout = '10s';
 ALTER DATABASE :"DBNAME" SET ratelimit.command_timeout = '10s';
--- Of effect only where the library is preloaded: each call is to ask.
+-- Each call must ask the store. Without preload these settings have no effect.
 ALTER DATABASE :"DBNAME" SET ratelimit.denial_cache = off;
 ALTER DATABASE :"DBNAME" SET ratelimit.retry_interval = 0;
 
@@ -36,8 +36,8 @@ BEGIN
 END
 $$;
 
--- The SQLSTATE and message of a statement that must fail, without what
--- differs from one server or version to another.
+-- The SQLSTATE and message of a statement that must fail, without the parts that
+-- differ between servers or versions.
 CREATE FUNCTION failure(statement text, OUT code text, OUT message text, OUT detail text)
 	LANGUAGE plpgsql AS
 $$

@@ -9,8 +9,8 @@ ORDER BY customer, at;
 SELECT customer, extract(second FROM at)::int AS second, r
 FROM (SELECT customer, at, rl_simulate('fixed_window 2/1min count_denied ban 5s after 2', at, items) OVER (PARTITION BY customer ORDER BY at) AS r FROM past) s
 ORDER BY customer, at;
--- Refusals that count stay in use for a period each; of them a log keeps as many
--- units as its count.
+-- Each refusal that counts is in use for a period; of refused units a log keeps as
+-- many as its count.
 SELECT n, r
 FROM (SELECT n, rl_simulate('sliding_log 3/10s count_denied, sliding_window 3/10s step 1s count_denied',
 		'2024-01-01 00:00:00+00'::timestamptz + t * interval '1 s', quota) OVER (ORDER BY n) AS r

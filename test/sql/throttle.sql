@@ -24,7 +24,7 @@ SELECT * FROM play('burst', '5/10s', ARRAY[
 	[2,1],								-- the first that has leaked
 	[9.999999,1],						-- backlog 2.000001: 2 remain after it
 	[30,1]]);							-- full again
--- A quota of more than one; of none; of more than there ever is.
+-- A quota above 1, a quota of 0, and a quota above the capacity.
 SELECT * FROM play('quota', '10/10s', ARRAY[
 	[0,4],								-- 6 remain
 	[0,7],								-- refused: needs 1 more, 1 s
@@ -76,7 +76,7 @@ SELECT * FROM play('years', '1/3650d burst 10', ARRAY[
 	[0,9], [0,2], [0,1], [0,1], [315359999.999999,1], [315360000,1]]);
 SELECT * FROM play('finest', '1000/1us burst 1000000000', ARRAY[[0,1], [0,999999999], [0,1], [0.000001,1000], [0.000001,1]]);
 
--- Giving back: never above full, and an absent key stays absent.
+-- Refunds: at most the used quota, and an absent key stays absent.
 SELECT at(0);
 SELECT remaining FROM rl_throttle('refund', 10, 10, 10, 8);
 SELECT rl_refund('refund', '10/10s', 3);
@@ -93,7 +93,7 @@ SELECT allowed, capacity, remaining, retry_after, reset_after, source FROM rl_th
 SELECT bool_and((rl_throttle('clock', 15, 30, 60)).allowed) FROM generate_series(1, 14);
 SELECT allowed, remaining, retry_after > 1 AND retry_after < 2 AS nearly_two FROM rl_throttle('clock', 15, 30, 60);
 
--- Giving back borrows nanoseconds: an interval of 333333 ns less one of 142857 ns.
+-- A refund with a borrow of nanoseconds: intervals of 333333 ns and 142857 ns.
 SELECT at(0);
 SELECT reset_after FROM rl_throttle('borrow', 3, 3, 0.001);
 SELECT rl_refund('borrow', '7/1ms', 1);

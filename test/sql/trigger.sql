@@ -7,7 +7,7 @@ INSERT INTO orders (customer) SELECT 42 FROM generate_series(1, 5);
 INSERT INTO orders (customer) VALUES (42);
 INSERT INTO orders (customer) VALUES (43);
 SELECT failure($$INSERT INTO orders (customer) VALUES (42)$$);
--- The key is the one that rl_key makes.
+-- The key is that of rl_key.
 SELECT allowed, retry_after FROM rl_peek(rl_key('create_order', 42), '5/10s');
 SELECT at(2);
 INSERT INTO orders (customer) VALUES (42);
@@ -16,9 +16,9 @@ INSERT INTO orders (customer) VALUES (42);
 INSERT INTO orders (customer) SELECT 44 FROM generate_series(1, 6);
 SELECT count(*) FROM orders WHERE customer = 44;
 SELECT remaining FROM rl_peek('create_order:44', '5/10s', 0);
--- NULL is never a free pass.
+-- NULL is an error, and allows nothing.
 INSERT INTO orders (customer) VALUES (NULL);
--- A ban binds the trigger.
+-- A ban applies to the trigger.
 SELECT rl_ban('create_order:45', 60);
 INSERT INTO orders (customer) VALUES (45);
 
@@ -42,7 +42,7 @@ ALTER TABLE orders RENAME COLUMN sort TO kind;
 INSERT INTO orders (customer, kind) VALUES (52, 'x') RETURNING items;
 DROP TRIGGER limit_orders ON orders;
 
--- UPDATE looks at the new row, DELETE at the old one; AFTER triggers.
+-- UPDATE counts the new row, DELETE the old row; AFTER triggers.
 CREATE TRIGGER limit_change AFTER UPDATE OR DELETE ON orders
 	FOR EACH ROW EXECUTE FUNCTION rl_enforce('change:{customer}:{label}', '2/1h', 'quota=1');
 UPDATE orders SET customer = 60 WHERE customer = 43;
@@ -68,7 +68,7 @@ INSERT INTO orders (customer) VALUES (71);
 ROLLBACK;
 SELECT remaining FROM rl_peek('late:71', '2/1h', 0);
 DROP TRIGGER limit_late ON orders;
--- Otherwise what was charged stays charged when the transaction rolls back.
+-- A trigger that is not deferred: a charge stays when the transaction rolls back.
 CREATE TRIGGER limit_orders BEFORE INSERT ON orders
 	FOR EACH ROW EXECUTE FUNCTION rl_enforce('stays:{customer}', '2/1h');
 BEGIN;
@@ -87,7 +87,7 @@ INSERT INTO typed VALUES (1, 2, 3, 4.50, 'e', 'f', 'g', '00000000-0000-0000-0000
 INSERT INTO typed VALUES (1, 2, 3, 4.500, 'e', 'f', 'g  ', '00000000-0000-0000-0000-000000000001', true, '10.0.0.1/32', 'free', 5);
 SELECT remaining FROM rl_peek('{1:2:3:4.5:e:f:g:00000000-0000-0000-0000-000000000001:t:10.0.0.1:free:5}', '3/1h', 0);
 
--- rl_triggers finds what would block each write.
+-- rl_triggers shows the triggers that make each write fail.
 CREATE TABLE broken (a int, b float8, c int GENERATED ALWAYS AS (a + 1) STORED, d date);
 CREATE TRIGGER t01 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce();
 CREATE TRIGGER t02 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}');
@@ -117,14 +117,14 @@ ALTER TABLE broken DISABLE TRIGGER t20;
 SELECT relation, trigger, enabled, key, limits, quota, on_deny, problem FROM rl_triggers WHERE relation = 'broken'::regclass ORDER BY trigger;
 SELECT failure('INSERT INTO broken VALUES (1)');
 SELECT relation, trigger, enabled, key, limits, quota, on_deny, problem FROM rl_triggers WHERE relation <> 'broken'::regclass;
--- An AFTER trigger for statements, a view: said, never let through.
+-- A trigger on a view raises an error.
 DROP TABLE broken;
 CREATE VIEW order_view AS SELECT customer FROM orders;
 CREATE TRIGGER t INSTEAD OF INSERT ON order_view FOR EACH ROW EXECUTE FUNCTION rl_enforce('{customer}', '5/10s');
 INSERT INTO order_view VALUES (1);
 DROP VIEW order_view;
 
--- For each statement: rows are summed by key, and if one is refused nothing is taken.
+-- For each statement: rows are summed by key, and if a key is refused, no key is charged.
 CREATE TABLE lines (customer bigint, items int);
 CREATE TRIGGER limit_lines AFTER INSERT ON lines REFERENCING NEW TABLE AS added
 	FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('line:{customer}', '5/10s', 'quota={items}');
@@ -138,7 +138,7 @@ INSERT INTO lines VALUES (3, 1), (NULL, 1);
 INSERT INTO lines VALUES (3, 1), (1, NULL);
 INSERT INTO lines SELECT 3, 1 WHERE false;
 SELECT remaining FROM rl_peek('line:3', '5/10s', 0);
--- UPDATE sees the new rows, DELETE the old ones.
+-- UPDATE counts the new rows, DELETE the old rows.
 CREATE TRIGGER limit_changes AFTER UPDATE ON lines REFERENCING OLD TABLE AS old NEW TABLE AS new
 	FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('changed:{customer}', '5/10s');
 CREATE TRIGGER limit_deletes AFTER DELETE ON lines REFERENCING OLD TABLE AS gone
@@ -147,7 +147,7 @@ UPDATE lines SET customer = 3 - customer;
 SELECT remaining FROM rl_check_many('{changed:1,changed:2}', '5/10s', '{0,0}');
 DELETE FROM lines WHERE customer = 2;
 SELECT remaining FROM rl_check_many('{gone:1,gone:2}', '2/10s', '{0,0}');
--- What it cannot do is said.
+-- Unsupported triggers raise an error.
 CREATE TRIGGER t1 AFTER TRUNCATE ON lines FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('all', '5/10s');
 CREATE TRIGGER t2 AFTER UPDATE ON lines REFERENCING OLD TABLE AS old FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('all', '5/10s');
 CREATE TRIGGER t3 BEFORE DELETE ON lines FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('all', '5/10s');

@@ -1,4 +1,4 @@
--- The canonical text: a fixed point, whatever was written.
+-- The canonical text is a fixed point.
 CREATE TABLE written (id int GENERATED ALWAYS AS IDENTITY, w text);
 INSERT INTO written (w) VALUES
 	('5/10s'),
@@ -33,7 +33,7 @@ INSERT INTO written (w) VALUES
 SELECT id, w::rl_limits, w::rl_limits::text::rl_limits = w::rl_limits AS same FROM written ORDER BY id;
 DROP TABLE written;
 
--- What is wrong is pointed at.
+-- Errors show the position.
 SELECT w, f.* FROM (VALUES
 	(1, ''), (2, ' '), (3, ','), (4, '5'), (5, '5/'), (6, '/10s'), (7, '5/10'), (8, '5/10x'),
 	(9, '5/10 sec'), (10, 'trottle 5/10s'), (11, '5/10s,'), (12, ', 5/10s'), (13, '5/10s 6/10s'),
@@ -57,7 +57,7 @@ SELECT w, f.code, f.message FROM (VALUES
 	(11, 'sliding_window 5/10s step 3s'), (12, 'sliding_window 5/101s step 1s'),
 	(13, 'sliding_window 5/10s step 20s')
 ) v (id, w), LATERAL failure(format('SELECT %L::rl_limits', w)) f ORDER BY id;
--- The last that are in range.
+-- The extreme numbers that are in range.
 SELECT '1000000000000000/1000000s'::rl_limits;
 SELECT '1000/1us'::rl_limits, '1/1d burst 36525'::rl_limits, 'token_bucket 1/1d burst 36525'::rl_limits,
 	'sliding_window 5/100s step 1s'::rl_limits, '5/10s ban 3652d after 1000000000000000'::rl_limits;
