@@ -95,7 +95,7 @@ sub anchors
 }
 
 # Returns the page's text with the outputs, in the order of commands(), put in
-# where the page shows another one.
+# where the page shows another output.
 sub with_outputs
 {
 	my ($self, @outputs) = @_;
@@ -112,7 +112,7 @@ sub with_outputs
 	return join "\n", @lines, '';
 }
 
-# Replaces what varies in an output by the name of its kind.
+# Replaces the parts of an output that vary by the names of their kinds.
 sub plain
 {
 	my ($text) = @_;
@@ -128,7 +128,7 @@ sub plain
 	return $text;
 }
 
-# Returns true if what psql printed is what the page shows.
+# Returns true if psql has printed the output that the page shows.
 sub matches
 {
 	my ($shown, $printed) = @_;

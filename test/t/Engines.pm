@@ -4,13 +4,15 @@
 # A limit is a hash: algorithm, capacity, count, period, and if it has them
 # step, from_first, count_denied, ban, ban_after.  A step is a hash too: form,
 # key, now, argument (the quota, or a ban's length), limits, and if some of
-# these have refund_on_abort, refunds: a true value in the place of each.  What
-# they are charged is refunded by the key's next step "abort" unless a step
-# "begin" comes before it.  Durations are in microseconds.  An answer is the combined decision and then each limit's;
-# a decision is [allowed, capacity, remaining, retry_after, reset_after,
-# source], with a retry_after of undef as SQL has it; of C's engine comes after
-# them the wait, which a limit can have that would have allowed a refused
-# action: -1 if no wait will help, else 0 or more.
+# these have refund_on_abort, refunds: a true value at the index of each.  The
+# key's next step "abort" refunds their charges, unless a step "begin" comes
+# before it.  Durations are in microseconds.
+#
+# An answer is the combined decision, followed by the decision of each limit.  A
+# decision is [allowed, capacity, remaining, retry_after, reset_after, source],
+# with a retry_after of undef where SQL has NULL.  A decision of C's engine has a
+# seventh element, the wait: -1 if no wait will help, otherwise 0 or more.  A limit
+# that would have allowed a refused action can have a wait.
 package Engines;
 
 use strict;
@@ -29,7 +31,7 @@ our @EXPORT = qw(MAX_PERIOD seed below log_uniform chance pick limit limits_text
 # Ten years.
 use constant MAX_PERIOD => 315_576_000_000_000;
 
-# From here on random numbers repeat with RATELIMIT_SEED.
+# Seeds the random numbers, which then repeat with the same RATELIMIT_SEED.
 sub seed
 {
 	my $seed = $ENV{RATELIMIT_SEED} || int(rand(2**31));
@@ -39,8 +41,8 @@ sub seed
 	return $seed;
 }
 
-# A whole number from 0 to n - 1; log_uniform: from 1 to n, small ones as
-# likely as large ones.
+# Random values: a whole number from 0 to n - 1; a whole number from 1 to n, with
+# small numbers as likely as large numbers; true with this probability; an element.
 sub below { my ($n) = @_; return $n < 2 ? 0 : int(rand($n)); }
 sub log_uniform { my ($n) = @_; return 1 + int(exp(rand(log($n + 1))) - 1); }
 sub chance { my ($percent) = @_; return rand(100) < $percent; }
@@ -53,7 +55,7 @@ sub pick { return $_[ rand @_ ]; }
 my %algorithm_number = (throttle => 0, token_bucket => 1, fixed_window => 2,
 	sliding_window => 3, sliding_log => 4);
 
-# Derives what the engines want to know.
+# Returns a limit with all values that the engines need.
 sub limit
 {
 	my (%limit) = @_;
@@ -78,7 +80,7 @@ sub limit
 
 sub limits_text { return join ', ', map { $_->{text} } @_; }
 
-# What a random limit's state is told apart by, and options of its own.
+# Returns a random state tag, with options.
 my @periods = (1, 7, 1_000, 250_000, 1_000_000, 10_000_000, 12_345_678, 60_000_000,
 	3_600_000_000, 86_400_000_000, 2_592_000_000_000, MAX_PERIOD);
 
@@ -106,7 +108,7 @@ sub same_tag
 	  join('|', map { $_ || 0 } @$b{qw(algorithm period step from_first)});
 }
 
-# One to eight tags that can stand together, many with the wanted algorithm.
+# Returns one to eight tags that a list can have, many with the wanted algorithm.
 sub random_tags
 {
 	my ($wanted) = @_;
@@ -126,7 +128,7 @@ sub random_tags
 	return @tags;
 }
 
-# A limit with random numbers for the tag, or some that are near the base's.
+# Returns a limit of the tag with random numbers, or with numbers near the base's.
 sub random_limit
 {
 	my ($tag, $base) = @_;
@@ -142,7 +144,7 @@ sub random_limit
 		$limit{count} = $limit{algorithm} !~ /throttle|token/ ? $limit{capacity}
 		  : $base ? $near->($base->{count}) : log_uniform(chance(10) ? 10**12 : 30);
 
-		# An interval of few nanoseconds, of which each shows.
+		# An interval of few nanoseconds, so that each of them matters.
 		if ($limit{algorithm} eq 'throttle' && ($base ? $base->{interval_ns} < 3000 && chance(50) : chance(25)))
 		{
 			$limit{count} = min(10**15, max(1, int($limit{period} * 1000 / (1 + below(pick(5, 3000))))));
@@ -155,7 +157,7 @@ sub random_limit
 		}
 		my $limit = limit(%limit);
 
-		# No more than a hundred years to become free.
+		# All units must be free again within a hundred years.
 		return $limit
 		  if $limit{algorithm} eq 'throttle'
 		  ? $limit->{interval_ns} > 0 && $limit->{capacity} <= 10 * MAX_PERIOD * 1000 / $limit->{interval_ns}
@@ -164,14 +166,14 @@ sub random_limit
 	}
 }
 
-# Which of a key's states is the limit's.
+# Returns a name for the limit's state of a key.
 sub state_name
 {
 	my ($key, $limit) = @_;
 	return join ' ', $key, @$limit{qw(algorithm period step from_first)};
 }
 
-# A decision for people to read.
+# Returns a decision as text.
 sub decision_text
 {
 	return defined $_[0] ? join ', ', map { defined $_ ? $_ : 'NULL' } @{ $_[0] }[ 0 .. 5 ] : 'none';
@@ -181,8 +183,8 @@ sub decision_text
 # C
 #
 
-# Compiles a C program as the extension was compiled, from files of this source
-# tree, the first of which names it; returns its path.
+# Compiles a C program with the extension's options, from files of this source tree,
+# and names it after the first file; returns its path.
 sub c_program
 {
 	my ($node, @sources) = @_;
@@ -214,7 +216,7 @@ sub c_engine
 
 my %op = (check => 'take', each => 'take', one => 'take', allow => 'take', wait => 'quiet');
 
-# Has the engine act; returns its line.
+# Sends an act to the engine; returns its line.
 sub c_act
 {
 	my ($engine, $op, $step, $argument, @limits) = @_;
@@ -227,7 +229,7 @@ sub c_act
 	return $line;
 }
 
-# Takes one step, and returns the answer, or undef for what decides nothing.
+# Takes one step; returns the answer, or undef for a step that decides nothing.
 sub c_step
 {
 	my ($engine, $step) = @_;
@@ -261,7 +263,7 @@ sub c_step
 		push @answer, \@decision;
 	}
 
-	# What was charged, as the engine counts it for an undo.
+	# The charges, as the engine counts them for a refund.
 	foreach my $i ($answer[0][0] && $op{ $step->{form} } && $step->{argument} ? 0 .. $#$limits : ())
 	{
 		my $state = state_name($step->{key}, $limits->[$i]);
@@ -276,7 +278,7 @@ sub c_step
 # Redis
 #
 
-# Makes what redis_steps uses.
+# Makes the tables and functions that redis_steps uses.
 sub redis_engine
 {
 	my ($node) = @_;
@@ -337,8 +339,8 @@ sub redis_engine
 			END CASE;
 			RETURN NEXT (s.id, 0, d.allowed, d.capacity, d.remaining, d.retry_after, d.reset_after, d.source);
 		END $$;
-		-- A part is a subtransaction, which its last step may roll back, and else
-		-- commits.  The tables are temporary ones with the names of those above.
+		-- A part is a subtransaction, which its last step may roll back.  The tables are
+		-- temporary, with the names of the tables above.
 		CREATE PROCEDURE take_steps() LANGUAGE plpgsql AS $$
 		DECLARE
 			p int;
@@ -356,7 +358,7 @@ sub redis_engine
 						answers := answers || ARRAY(SELECT t FROM take_step(s) t);
 					END LOOP;
 				EXCEPTION WHEN raise_exception THEN
-					-- The refunds are sent ahead of the next command.
+					-- The next command sends the refunds.
 					PERFORM set_config('ratelimit.debug_now', s.now, true);
 					PERFORM rl_peek(s.key, s.limits, 0);
 				END;
@@ -386,13 +388,13 @@ sub step_line
 		@texts ? join(', ', @texts) : '\N', @one) . "\n";
 }
 
-# Takes the steps in order, on keys that no earlier call has used, and returns
-# for each the decisions that SQL shows: a hash from 0 (combined), 1, 2, ... to
-# the decision, whose durations are in seconds.  Of rl_allow it is cut short.
+# Takes the steps in order, on keys that no earlier call has used.  Returns for each
+# step the decisions of SQL: a hash from 0 (combined), 1, 2, ... to the decision, with
+# durations in seconds.  A decision of rl_allow has only its first element.
 sub redis_steps { return redis_answers(redis_begin(@_)); }
 
-# The same in two halves, between which there is time for something else, also
-# for other steps.
+# The same in two halves, between which a test can do other work, or begin other
+# steps.
 my $prefixes = 0;
 
 sub redis_begin

@@ -1,9 +1,9 @@
-# Random calls, a right reply to each and what can become of it, and what a
-# reply may be taken for.
+# Random calls, right replies to them, wrong replies, and the meaning that a reply
+# has.
 #
 # A call is a hash: form, limits (as Engines makes them), quota.  Its reply has
 # one of three shapes: "fast" answers a single throttle, "check" any other
-# decision, "count" what decides nothing.
+# decision, "count" a call that decides nothing.
 package RandomReplies;
 
 use strict;
@@ -18,7 +18,7 @@ our @EXPORT = qw(random_call right_reply wrong_reply is_complete meaning problem
 my @algorithms = qw(throttle token_bucket fixed_window sliding_window sliding_log);
 my @periods = (1, 1_000, 1_000_000, 60_000_000, 86_400_000_000, MAX_PERIOD);
 
-# In microseconds; no wait is told that is longer.
+# The longest wait that is returned, in microseconds.
 use constant MAX_WAIT => 20 * MAX_PERIOD;
 
 #
@@ -65,7 +65,7 @@ sub random_call
 # Right replies
 #
 
-# A throttle's longest backlog that leaves room for the quota, in nanoseconds.
+# Returns a throttle's longest backlog that leaves room for the quota, in nanoseconds.
 sub room
 {
 	my ($limit, $quota) = @_;
@@ -74,10 +74,10 @@ sub room
 	return ($limit->{capacity} - $quota) * $limit->{interval_ns};
 }
 
-# From 0 to n, often one of the two.
+# Returns a number from 0 to n, often 0 or n.
 sub up_to { my ($n) = @_; return chance(20) ? 0 : chance(20) ? $n : below($n + 1); }
 
-# Whether a refusal is counted as if it were none.
+# Returns true if a refusal of the call counts.
 sub counts_denied
 {
 	my ($call, $limit) = @_;
@@ -85,8 +85,8 @@ sub counts_denied
 	return $limit->{count_denied} && $call->{form} ne 'wait' && $call->{quota} > 0 && $call->{quota} <= $limit->{capacity};
 }
 
-# The numbers for one limit, that allows the quota or not, when all have come
-# to this verdict.
+# Returns the numbers of one limit that allows the quota or not, for this verdict of
+# all limits.
 sub figures
 {
 	my ($call, $limit, $allow, $verdict) = @_;
@@ -107,7 +107,7 @@ sub figures
 		$used > 0 ? 1 + below(MAX_PERIOD) : 0);
 }
 
-# The numbers that a right reply can hold.
+# Returns the numbers of a right reply.
 sub right_numbers
 {
 	my ($call) = @_;
@@ -152,7 +152,7 @@ sub encode
 sub right_reply { my ($call) = @_; return encode($call, right_numbers($call)); }
 
 #
-# Wrong ones
+# Wrong replies
 #
 
 my @odd_numbers = (qw(-1 0 1 2 7 -7 2147483647 2147483648 4294967296 4294967297 1000000000000000 1000000000000001
@@ -174,7 +174,7 @@ my @errors = ('LOADING Redis is loading', 'BUSY Redis is busy', 'READONLY You ca
 
 sub random_bytes { my ($n) = @_; return join '', map { chr below(256) } 1 .. $n; }
 
-# Changes a few bytes.
+# Returns the reply with a few bytes changed.
 sub shake
 {
 	my ($reply) = @_;
@@ -190,10 +190,10 @@ sub shake
 	return $reply;
 }
 
-# The elements of a right reply, as text.
+# Returns the elements of a right reply, as text.
 sub elements { my ($reply) = @_; return $reply =~ /([:\$][^:\$*]+)/g; }
 
-# What may go wrong, by name.
+# Functions that return a wrong reply, by name.
 my %wrong = (
 	cut => sub { my ($call, $right) = @_; return substr $right, 0, below(length $right) },
 	shaken => sub { my ($call, $right) = @_; return shake($right) },
@@ -264,7 +264,7 @@ my %wrong = (
 		return pick(':' . '1' x 70_000, '$70000' . "\r\n" . '1' x 70_000 . "\r\n", "*9000\r\n" . ":1234567\r\n" x 9_000, '-' . 'E' x 70_000 . "\r\n", '*' . '0' x 70_000);
 	});
 
-# A name of what is wrong, and the reply, which may happen to be right still.
+# Returns the name of an error and a reply with it, which may still be right.
 sub wrong_reply
 {
 	my ($call, $right) = @_;
@@ -273,7 +273,7 @@ sub wrong_reply
 	return ($name, $wrong{$name}->($call, $right));
 }
 
-# True if no byte is lacking, as far as can be told by who knows only RESP2.
+# Returns true if the reply is complete, by the rules of RESP2.
 sub is_complete
 {
 	my ($reply) = @_;
@@ -296,7 +296,7 @@ sub is_complete
 }
 
 #
-# What a reply means
+# The meaning of a reply
 #
 
 sub is_int64
@@ -306,8 +306,8 @@ sub is_int64
 	return length $digits < 19 || length $digits == 19 && $digits le ($sign ? '9223372036854775808' : '9223372036854775807');
 }
 
-# Whether a reply is an array, and its numbers, or nothing if it has others.  What
-# ends a string may be any two bytes: hiredis steps over them without a look.
+# Returns whether a reply is an array, and its numbers, or nothing if it has other
+# elements.  Any two bytes can end a string, because hiredis skips them.
 sub numbers
 {
 	my ($reply) = @_;
@@ -333,10 +333,10 @@ sub numbers
 	return ($array, @numbers);
 }
 
-# What a reply may be taken for: "right" is a decision, "wrong" is none, and
-# "odd" has the form of a right one but says what no script ever says.  For
-# a right one, the verdict comes after it: allowed, refused or banned.  Numbers
-# may be too large, because clocks and limits' numbers can change.
+# Returns the meaning of a reply: "right" is a decision, "wrong" is no decision, and
+# "odd" has the form of a right reply but numbers that no script sends.  For a right
+# reply, also returns the verdict: allowed, refused or banned.  Numbers may be too
+# large, because clocks and limits' numbers can change.
 sub meaning
 {
 	my ($call, $reply) = @_;
@@ -367,10 +367,10 @@ sub fast_meaning
 		return $numbers[1] < 0 ? 'wrong' : $numbers[0] > 0 ? ('right', 'banned') : 'odd';
 	}
 
-	# Of the least number there is no opposite.
+	# The least number has no opposite.
 	my $backlog = $numbers[0] < 0 ? -max($numbers[0], -9223372036854775807) : $numbers[0];
 	my $verdict = $possible && $backlog <= room($limit, $call->{quota}) ? 'allowed' : 'refused';
-	# What is only to look has no room, and refuses.
+	# A peek has no room, so its reply is that of a refusal.
 	return ('right', $verdict) if $call->{form} eq 'peek' || !$possible;
 	return ($numbers[0] < 0) == ($verdict eq 'refused') ? ('right', $verdict) : 'wrong';
 }
@@ -411,7 +411,7 @@ sub check_meaning
 	return $odd ? 'odd' : ('right', $verdict == 0 ? 'allowed' : $verdict < 0 ? 'refused' : 'banned');
 }
 
-# What is wrong with a call's decisions in themselves.
+# Returns the errors in the decisions of a call.
 sub problems
 {
 	my ($call, @decisions) = @_;
@@ -428,7 +428,7 @@ sub problems
 		my @possible = $each ? $limits[$n] : grep { $_->{capacity} == ($capacity // -1) } @limits;
 		my $helps = $each ? $quota <= $limits[$n]{capacity} : !grep { $quota > $_->{capacity} } @limits;
 
-		# A throttle's remaining is rounded, as redis-cell does it.
+		# A throttle's remaining is rounded, as in redis-cell.
 		my $rounds = grep { $_->{algorithm} eq 'throttle' } @possible;
 
 		if (!defined $allowed || !defined $capacity || !@possible || !defined $remaining || !defined $reset_after)

@@ -269,7 +269,7 @@ sub do_reset
 		$level->{grants} = [ grep { $_->{key} ne $a->{key} || !($key || $tags{ $_->{limit}{tag} }) } @{ $level->{grants} } ];
 	}
 	flush($a->{now});
-	forget($a->{key}, $key ? () : @{ $a->{rules} });
+	delete_states($a->{key}, $key ? () : @{ $a->{rules} });
 	$count{reset}++;
 	return;
 }

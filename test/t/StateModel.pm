@@ -16,7 +16,7 @@ use List::Util qw(all max min);
 use Promises;
 use RatelimitTest;
 
-our @EXPORT = qw(%count act refund_charge refund_units forget merge divide_up);
+our @EXPORT = qw(%count act refund_charge refund_units delete_states merge divide_up);
 
 # How often something happened; the tests add to it.
 our %count;
@@ -292,7 +292,7 @@ sub refund_units
 }
 
 # Deletes the states of these limits, or all of the key.
-sub forget
+sub delete_states
 {
 	my ($key, @limits) = @_;
 
