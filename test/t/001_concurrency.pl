@@ -1,5 +1,5 @@
-# Eight backends at once: on one key exactly the capacity is allowed, and while
-# Redis forgets its scripts ten times a second the promise is kept and reached.
+# Eight backends at the same time: on one key exactly the capacity is allowed, and
+# while the scripts are flushed ten times a second the promise is kept and reached.
 use strict;
 use warnings FATAL => 'all';
 
@@ -19,7 +19,7 @@ $node->safe_psql('postgres', q{
 		remaining bigint, retry_after double precision, source text);
 });
 
-# One key, one a day: nothing leaks back while the test runs.
+# One action a day: nothing is replenished while the test runs.
 my $capacity = 137;
 finish_clients(start_clients($node, 'burst', qq{
 	INSERT INTO taken SELECT 'burst', 1, allowed, remaining, retry_after, source
@@ -32,14 +32,14 @@ is($node->safe_psql('postgres', q{
 is($node->safe_psql('postgres', q{
 		SELECT count(DISTINCT remaining), min(remaining), max(remaining)
 		FROM taken WHERE run = 'burst' AND allowed}),
-	"$capacity|0|" . ($capacity - 1), 'each allowed call took a unit of its own');
+	"$capacity|0|" . ($capacity - 1), 'each allowed call took another unit');
 is($node->safe_psql('postgres', q{
 		SELECT count(*) FROM taken WHERE run = 'burst' AND NOT allowed
 			AND (remaining <> 0 OR retry_after IS NULL
 				OR retry_after NOT BETWEEN 86400 - 3600 AND 86400)}),
-	'0', 'each refused call says that a day must pass');
+	'0', 'each refused call returns a wait of a day');
 
-# Quotas of one to seven: what was granted is what is missing.
+# Quotas of one to seven: the quota that was granted is the quota that is used.
 finish_clients(start_clients($node, 'quotas', q{
 	\set quota random(1, 7)
 	INSERT INTO taken SELECT 'quotas', :quota, allowed, remaining, retry_after, source
@@ -51,9 +51,9 @@ my ($granted, $least_refused) = split /\|/, $node->safe_psql('postgres', q{
 my $left = $node->safe_psql('postgres',
 	q{SELECT remaining FROM rl_peek('quotas', '1/1d burst 500', 0)});
 is($granted + $left, 500, "granted $granted and $left left make the capacity");
-cmp_ok($least_refused, '>', $left, 'nothing was refused that still fits');
+cmp_ok($least_refused, '>', $left, 'no call was refused whose quota is free');
 
-# Two limits decide together: all charged, or none.
+# Two limits decide together: both are charged, or none.
 finish_clients(start_clients($node, 'both', q{
 	INSERT INTO taken SELECT 'both', 1, allowed, remaining, retry_after, source
 	FROM rl_check('both', '1/1d burst 50, 1/2d burst 80');
@@ -66,10 +66,10 @@ is($node->safe_psql('postgres',
 			FROM rl_peek('both', '1/1d burst 50, 1/2d burst 80', 0)}),
 	'0,30', 'a refusal by one limit charges neither');
 
-# Ten seconds at 1,000 a second after a burst of 2,000.  The first refusal says
-# that the burst is used up; a backend goes on until it was refused, so at the
-# last refusal less than one unit was free.  Before the first one the bucket may
-# have been full for moments, while the backends started.
+# Ten seconds at 1,000 a second after a burst of 2,000.  At the first refusal the
+# burst is used up.  Each backend continues until it is refused, so at the last
+# refusal less than one unit is free.  Before the first refusal the limit may have
+# been unused for moments, while the backends started.
 my ($burst, $rate, $seconds) = (2000, 1000, 10);
 $node->safe_psql('postgres', qq{
 	CREATE UNLOGGED TABLE hammered (calls bigint, allowed bigint, other bigint,
@@ -119,11 +119,11 @@ my ($clients, $calls, $allowed, $other, $span) = split /\|/, $node->safe_psql('p
 my %errors = $redis->info('errorstats');
 note "$calls calls, $allowed allowed in $span s, $flushes times SCRIPT FLUSH, ",
   "NOSCRIPT: ", $errors{errorstat_NOSCRIPT} || 'none';
-is($clients, 8, 'eight backends ran to the end');
+is($clients, 8, 'eight backends completed');
 is($other, 0, 'the store made every decision');
-cmp_ok($flushes, '>=', $seconds * 5, 'scripts were flushed all the time');
-like($errors{errorstat_NOSCRIPT} || '', qr/count=[1-9]/, 'and were missed');
-cmp_ok($calls, '>', $burst + $rate * $took, 'more was asked for than the limit gives');
+cmp_ok($flushes, '>=', $seconds * 5, 'the scripts were flushed repeatedly');
+like($errors{errorstat_NOSCRIPT} || '', qr/count=[1-9]/, 'Redis replied NOSCRIPT');
+cmp_ok($calls, '>', $burst + $rate * $took, 'the clients asked for more than the limit gives');
 cmp_ok($allowed, '<=', $burst + $rate * $took, 'the promise was kept');
 cmp_ok($allowed, '>=', $burst + $rate * $span - 2, 'the promise was reached');
 is_deeply(\@ttl_problems, [], 'each key had the right time to live at all times');

@@ -1,6 +1,6 @@
-# GCRA in virtual time: a table of answers derived by hand from the rules, then
-# random histories against a model of redis-cell's CL.THROTTLE, every column of
-# every answer exact to the microsecond.
+# GCRA in virtual time: a table of answers that were calculated by hand, then random
+# histories against a model of redis-cell's CL.THROTTLE.  Every column of every
+# answer is exact to the microsecond.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer.
 use strict;
@@ -19,8 +19,8 @@ my $redis = RedisServer->new->start;
 my $node = new_node($redis);
 my $dir = PostgreSQL::Test::Utils::tempdir;
 
-# Runs steps in order, each at its own time, and keeps what was answered: a row
-# for each limit if they are looked at, otherwise one.
+# Runs steps in order, each at its own time, and stores the answers: for rl_peek a
+# row for each limit, for other functions one row.
 $node->safe_psql('postgres', q{
 	CREATE UNLOGGED TABLE step (id int PRIMARY KEY, key text, now text, form text,
 		limits text, capacity bigint, rate bigint, period_us bigint, quota bigint);
@@ -60,8 +60,8 @@ $node->safe_psql('postgres', q{
 	END $$;
 });
 
-# Replays steps, each a hash, and returns for each the rows it answered with,
-# lists of columns, undef for NULL.
+# Replays steps, each a hash, and returns the rows of each answer: lists of columns,
+# undef for NULL.
 sub replay
 {
 	my (@steps) = @_;
@@ -86,13 +86,13 @@ sub replay
 	return @answers;
 }
 
-# A decision for people to read.
+# Returns a decision as text.
 sub text
 {
 	return join ', ', map { defined $_ ? $_ : 'NULL' } @_;
 }
 
-# By hand.  15 and 30 a minute: one every 2 s, full at a backlog of 30 s.
+# By hand.  15 and 30 a minute: a unit every 2 s, used up at a backlog of 30 s.
 my $t0 = 1_800_000_000_000_000;
 my $minute = 60_000_000;
 my $second = 1_000_000;
@@ -113,9 +113,9 @@ my @table = (
 	[ 'book', 2_000_000, 15, 60, $minute, 1, 'f, 15, 0, 16, 30' ],
 	[ 'book', 2_000_000, 30, 30, $minute, 10, 't, 30, 5, NULL, 50' ],
 	[ 'book', 2_000_000, 30, 15, $minute, 0, 't, 30, 17, NULL, 50' ],
-	# Half a unit drips in; what is free is counted in whole units.
+	# Half a unit is replenished; remaining counts whole units.
 	[ 'book', 3_000_000, 30, 30, $minute, 0, 't, 30, 5, NULL, 49' ],
-	# A state that has run out counts as none, when refused too.
+	# A state that has ended is as if never used, also when the call is refused.
 	[ 'book', 52_000_000, 15, 30, $minute, 16, 'f, 15, 15, NULL, 0' ],
 	[ 'book', 90_000_000, 15, 30, $minute, 16, 'f, 15, 15, NULL, 0' ],
 	[ 'book', 90_000_000, 15, 30, $minute, 15, 't, 15, 0, NULL, 30' ],
@@ -149,15 +149,15 @@ foreach my $i (0 .. $#table)
 }
 
 # The model.  A key's state is a time of arrival in nanoseconds for each period,
-# and the end of a ban in microseconds.  It follows redis-cell's text, but a
-# time that has passed counts as now, and quota 0 writes nothing.
+# and the end of a ban in microseconds.  It follows redis-cell, with two
+# differences: a time that has passed counts as now, and quota 0 writes nothing.
 {
 	use integer;
 
 	sub ceil_us { my ($ns) = @_; return ($ns + 999) / 1000; }
 	sub interval { my ($period_us, $rate) = @_; return $period_us * 1000 / $rate; }
 
-	# How one limit would decide, and its figures with the charge and without.
+	# Returns the decision of one limit, and its figures with the charge and without.
 	sub one_limit
 	{
 		my ($tat, $now_us, $limit, $quota) = @_;
@@ -206,9 +206,9 @@ foreach my $i (0 .. $#table)
 	}
 }
 
-# All the limits at once.  Returns the binding decision, then each limit's:
-# [allowed, capacity, remaining, wait in microseconds or undef, reset, source].
-# Changes the state if it is to be charged.
+# Decides an action under all its limits.  Returns the binding decision, then the
+# decision of each limit: [allowed, capacity, remaining, wait in microseconds or
+# undef, reset, source].  Changes the state if charge is true.
 sub decide
 {
 	my ($state, $now, $limits, $quota, $charge) = @_;
@@ -227,7 +227,7 @@ sub decide
 			$one->{never} || $one->{allowed} && !$ban ? undef : $wait,
 			$reset > $ban ? $reset : $ban, $ban ? 'ban' : store() ];
 
-		# Refused: the longest wait, an impossible one first; allowed: the least left.
+		# Refused: the longest wait, or an impossible limit; allowed: the least remaining.
 		my $weight = $allowed ? -$remaining : $rows[-1][0] ? -1 : $one->{never} ? 9e18 : $wait;
 		$binding = [ $weight, $rows[-1] ] if !$binding || $weight > $binding->[0];
 	}
@@ -240,13 +240,12 @@ sub decide
 
 sub clamp { my ($x, $most) = @_; return $x < 1 ? 1 : $x > $most ? $most : $x; }
 
-# A history of one key.  Appends to the steps and to what the model expects,
-# and counts what the shares are asserted of.
+# The steps, the model's answers, and the counts whose shares are checked.
 my (@steps, @expected, %count);
 my @periods = (1, 7, 250_000, $second, 10 * $second, 12_345_678, $minute,
 	86_400 * $second, 2_592_000 * $second, 315_576_000 * $second);
 
-# A limit: any, or like another one.
+# Returns a limit: any, or a limit like the given limit.
 sub limit
 {
 	my ($period, $like) = @_;
@@ -264,6 +263,7 @@ sub limit
 	}
 }
 
+# Appends a history of one key to the steps, and the model's answers.
 sub history
 {
 	my ($key, $length) = @_;
@@ -279,8 +279,8 @@ sub history
 		my $first = $limits[0];
 		my ($quota, $kind);
 
-		# After a refusal often the same call when it has waited, or a
-		# microsecond too early.
+		# After a refusal often the same call, at the end of its wait or a
+		# microsecond earlier.
 		if ($again && chance(60))
 		{
 			my $early = chance(55);
@@ -297,8 +297,8 @@ sub history
 			my $backlog = defined $tat && $tat > $now * 1000 ? int($tat / 1000) - $now : 0;
 			my $interval = int($first->{interval} / 1000);
 
-			# What has run out may be kept or forgotten; only a clock that goes
-			# back would tell, so it goes back only while nothing has.
+			# A state that has ended may still be stored.  A clock that goes back
+			# would show that, so it goes back only while no state has ended.
 			my $live = !(grep { ($state{tat}{ $_->{period} } // 0) <= $now * 1000 } @limits)
 			  && ($state{ban} // 9e18) > $now;
 
@@ -370,7 +370,7 @@ history('random:' . $histories++, 100 + below(200)) while ($count{answers} || 0)
 note sprintf '%d histories: %s', $histories,
   join ', ', map { "$_ $count{$_}" } sort keys %count;
 
-# The share of what the issue asks for, all of it of single limits.
+# The shares, all of single limits.
 cmp_ok($count{answers}, '>=', 20_000, "answers: $count{answers}");
 cmp_ok($count{refused}, '>=', 0.3 * $count{answers}, "refused: $count{refused}");
 cmp_ok($count{on_time}, '>=', 1000, "exactly at retry_after: $count{on_time}");
@@ -392,7 +392,7 @@ foreach my $i (0 .. $#steps)
 	{
 		my ($allowed, @rest) = @{ $want[$row] };
 
-		# Seconds are what the server divides microseconds to.
+		# The server divides microseconds to get seconds.
 		$rest[$_] = defined $rest[$_] ? $rest[$_] / 1e6 : undef foreach @rest ? (2, 3) : ();
 		$want[$row] = [ $allowed ? 't' : 'f', @rest ];
 		foreach my $column (0 .. $#{ $want[$row] })
@@ -408,7 +408,7 @@ foreach my $i (0 .. $#steps)
 	diag "step $i: $step->{form} $step->{key} at $step->{now}, $step->{limits}, quota $step->{quota}\n",
 	  map { ref $_ ? text(@$_) . "\n" : $_ } " got ", @got, "want ", @want;
 }
-is($wrong, 0, 'every answer is the model\'s')
+is($wrong, 0, 'every answer equals the model\'s')
   or diag "repeat with RATELIMIT_SEED=$seed RATELIMIT_STEPS=$wanted";
 
 keys_in_virtual_time($redis, $histories / 2);

@@ -1,5 +1,6 @@
-# Redis stands still, dies, comes back, forgets or refuses: the failure policy
-# answers in time, interrupts work, and no reply reaches another call.
+# Redis is suspended, killed and restarted, loses its scripts, or replies with errors:
+# the failure policy answers in time, interrupts work, and no reply reaches another
+# call.
 use strict;
 use warnings FATAL => 'all';
 
@@ -16,8 +17,8 @@ use Test::More;
 
 my $redis = RedisServer->new->start;
 
-# "localhost" with an address of each version, whatever the machine's files say,
-# and a host with two addresses of one version.
+# Makes "localhost" have an address of each IP version, whatever the machine's files
+# contain, and another host have two addresses of one version.
 my $library = preload("$FindBin::RealBin/../addresses.c");
 local $ENV{RATELIMIT_HOSTS} = 'localhost=::1,127.0.0.1 two.test=127.0.0.1,127.0.0.2';
 local $ENV{RATELIMIT_PRELOAD} = $library // $ENV{RATELIMIT_PRELOAD} // '';
@@ -30,7 +31,7 @@ sub policy_is { $session->policy_is(q{SELECT rl_throttle('away', 7, 1, 86400)}, 
 
 sub works { $session->works($take, @_); return; }
 
-# A socket that listens, and those that fill its queue.
+# Returns a socket that listens, and the sockets that fill its queue.
 sub full_queue
 {
 	my ($address, $port) = @_;
@@ -43,34 +44,34 @@ sub full_queue
 }
 
 #
-# Standing still: an answer within command_timeout + 50 ms
+# A suspended server: an answer within command_timeout + 50 ms
 #
 
 my $pid = $session->pid;
 $session->ask($take);
 foreach my $policy (qw(error allow deny))
 {
-	# The first try finds a connection; the others make one that is accepted by
-	# nobody.
-	works("before standing still ($policy)");
+	# The first try finds a connection; the others make connections that no process
+	# accepts.
+	works("before the suspension ($policy)");
 	$session->set(on_error => $policy, command_timeout => '100ms');
 	$redis->pause;
 	my @ms = measures(150, sub { return $session->attempt($take)->{ms} });
 	$redis->resume;
 	$session->set(on_error => undef, command_timeout => undef);
-	note "standing still, $policy: @ms ms";
-	cmp_ok($_, '>=', 99, "standing still, $policy: waits for command_timeout") foreach @ms;
-	cmp_ok($ms[0], '<=', 10_000, "standing still, $policy: a known connection is given up");
-	cmp_ok(min(@ms), '<=', 150, "standing still, $policy: within command_timeout + 50 ms");
+	note "suspended, $policy: @ms ms";
+	cmp_ok($_, '>=', 99, "suspended, $policy: the call waits for command_timeout") foreach @ms;
+	cmp_ok($ms[0], '<=', 10_000, "suspended, $policy: an open connection is abandoned");
+	cmp_ok(min(@ms), '<=', 150, "suspended, $policy: the call takes at most command_timeout + 50 ms");
 }
 $redis->pause;
 $session->with({ command_timeout => '100ms' }, sub {
-	policy_is('standing still', '08006', qr/^lost the connection to Redis: ratelimit\.command_timeout has passed$/);
+	policy_is('suspended', '08006', qr/^lost the connection to Redis: ratelimit\.command_timeout has passed$/);
 });
 $redis->resume;
-works('after standing still');
+works('after the suspension');
 
-# A server whose queue is full takes no connection: connect_timeout.
+# A server whose queue is full accepts no connection: connect_timeout.
 {
 	my $full = full_queue('127.0.0.1');
 	$session->set(connect_timeout => '200ms', redis_url => 'redis://127.0.0.1:' . $full->[0]->sockport);
@@ -79,9 +80,9 @@ works('after standing still');
 	is($got->{state}, '08001', 'no connection: the SQLSTATE');
 	like($got->{message}, qr/connect_timeout has passed$/, 'no connection: the message');
 	like($got->{detail}, qr/127\.0\.0\.1:\d+/, 'no connection: the detail names the server');
-	cmp_ok(min(@ms), '<=', 250, 'no connection: within connect_timeout + 50 ms');
+	cmp_ok(min(@ms), '<=', 250, 'no connection: the call takes at most connect_timeout + 50 ms');
 
-	# And it is interruptible.
+	# It can be interrupted.
 	$session->ask("SET ratelimit.connect_timeout = '10min'; SET statement_timeout = '50ms'");
 	is($session->attempt($take)->{state}, '57014', 'no connection: statement_timeout works');
 	$session->ask('RESET statement_timeout; RESET ratelimit.connect_timeout; RESET ratelimit.redis_url');
@@ -104,7 +105,7 @@ SKIP: {
 	$session->set(redis_url => 'redis://localhost:' . $on_v4->port);
 	works('localhost, where Redis listens on 127.0.0.1 only');
 
-	# The first address hangs: it has half of the time.
+	# The first address does not answer: it gets half of the time.
 	my $full = full_queue('127.0.0.1', $on_v6->port);
 	$session->set(connect_timeout => '2s', redis_url => 'redis://localhost:' . $on_v6->port);
 	works('the first address accepts no connection');
@@ -115,12 +116,12 @@ SKIP: {
 	$session->set(connect_timeout => '200ms', redis_url => 'redis://two.test:' . $first->[0]->sockport);
 	my @ms = measures(250, sub { return $session->attempt($take)->{ms} });
 	note "two addresses that accept no connection: @ms ms";
-	cmp_ok(min(@ms), '<=', 250, 'two addresses that accept no connection: within connect_timeout + 50 ms');
+	cmp_ok(min(@ms), '<=', 250, 'two addresses that accept no connection: the call takes at most connect_timeout + 50 ms');
 	$session->set(connect_timeout => undef, redis_url => undef);
 }
 
 #
-# Interrupts while Redis stands still and command_timeout is 10 s
+# Interrupts while Redis is suspended and command_timeout is 10 s
 #
 
 my (@cancel, @timeout, @terminate);
@@ -148,7 +149,7 @@ foreach my $try (1 .. 20)
 	is($state, '57014', "statement_timeout, try $try");
 	push @timeout, $late;
 
-	# A backend that ends is seen from the outside.
+	# Only another session can see when a backend ends.
 	my ($out, $err) = ('', '');
 	my $victim = IPC::Run::start(
 		[ $node->installed_command('psql'), '-XAtq', '-v', 'VERBOSITY=verbose',
@@ -178,25 +179,25 @@ cmp_ok(min(@cancel), '<=', 50, 'pg_cancel_backend acts within 50 ms');
 cmp_ok(min(@timeout), '<=', 50, 'statement_timeout acts within 50 ms');
 cmp_ok(min(@terminate), '<=', 50, 'pg_terminate_backend acts within 50 ms');
 
-# DROP DATABASE waits until each backend has let go of its files.
+# DROP DATABASE waits until each backend has closed its files.
 $session->ask("SET ratelimit.command_timeout = '10min'");
 $redis->pause;
 $session->send("SELECT state FROM attempt(\$\$$take\$\$)\n;");
 $watcher->await_waiting($pid);
 $watcher->ask("SET statement_timeout = '60s'; CREATE DATABASE short_lived; DROP DATABASE short_lived");
-is($watcher->error, '', 'a backend that waits for Redis holds nobody up');
+is($watcher->error, '', 'a backend that waits for Redis does not block DROP DATABASE');
 is($watcher->ask(qq{SELECT state, wait_event_type FROM pg_stat_activity WHERE pid = $pid}),
-	'active|Extension', 'and goes on waiting');
+	'active|Extension', 'the backend still waits');
 $redis->resume;
-is($session->ask(''), '00000', 'until the answer comes');
+is($session->ask(''), '00000', 'the backend gets the answer');
 $watcher->ask('RESET statement_timeout');
 $session->ask('RESET ratelimit.command_timeout');
 
 #
-# No reply is taken by another call
+# No call gets the reply of another call
 #
 
-# Of 1,000 units key n has n less, so that each key has an answer of its own.
+# Key n has 1000 - n units left, so that each key has a different answer.
 $session->ask(q{SELECT count(rl_throttle('tag:' || n, 1000, 1, 86400, n)) FROM generate_series(0, 60) n});
 my @calls = (
 	q{SELECT (rl_throttle('tag:%d', 1000, 1, 86400, 0)).remaining},
@@ -230,7 +231,7 @@ foreach my $round (0 .. 29)
 	  unless $state eq ($by eq 'command_timeout' ? '08006' : '57014');
 	$session->ask('RESET statement_timeout; RESET ratelimit.command_timeout');
 
-	# The lost answer is there before the next call, or comes while that waits.
+	# The lost answer arrives before the next call, or while the next call waits.
 	my @answers;
 	if ($round % 2)
 	{
@@ -247,19 +248,19 @@ foreach my $round (0 .. 29)
 	push @answers, map { $session->attempt(sprintf $_, $second)->{answer} } @calls;
 	push @wrong, map { "round $round: key $second answers $_" } grep { $_ ne 1000 - $second } @answers;
 }
-is_deeply(\@wrong, [], 'after an interrupted call each call gets its own answer');
+is_deeply(\@wrong, [], 'each call after an interrupted call gets its own answer');
 
 #
-# Dying
+# A killed server
 #
 
-# In the middle of a call.
-works('before dying');
+# During a call.
+works('before the server is killed');
 $redis->pause;
 $session->send("SELECT state || message FROM attempt(\$\$$take\$\$)\n;");
 $watcher->await_waiting($pid);
 $redis->stop;
-like($session->ask(''), qr/^08006lost the connection to Redis: /, 'dying in the middle of a call');
+like($session->ask(''), qr/^08006lost the connection to Redis: /, 'the server is killed during a call');
 
 foreach my $tcp (0, 1)
 {
@@ -272,7 +273,7 @@ foreach my $tcp (0, 1)
 	policy_is("killed, over $way", '08001', qr/^could not connect to Redis: /);
 	$redis->start;
 	is($session->attempt(q{SELECT rl_throttle('away', 7, 1, 86400)})->{answer},
-		'(t,7,6,,86400,redis)', "restarted, over $way: the next call works, the state is gone");
+		'(t,7,6,,86400,redis)', "restarted, over $way: the next call works, the state is lost");
 
 	my @errors;
 	foreach my $round (1 .. 20)
@@ -281,13 +282,13 @@ foreach my $tcp (0, 1)
 		my $got = $session->attempt($take);
 		push @errors, $got->{message} if $got->{state} ne '00000';
 	}
-	is_deeply(\@errors, [], "killed while idle, over $way: the next call works");
-	cmp_ok($redis->field('stats', 'total_connections_received'), '>=', 20, "killed while idle, over $way: it was");
+	is_deeply(\@errors, [], "idle connection killed, over $way: the next call works");
+	cmp_ok($redis->field('stats', 'total_connections_received'), '>=', 20, "idle connection killed, over $way: the session connected again");
 }
 $session->ask('RESET ratelimit.redis_url');
 
 #
-# Forgetting the scripts
+# Flushed scripts
 #
 
 foreach my $call ($take, q{SELECT rl_check('s', '5/10s, 100/1d')}, q{SELECT rl_peek('s', '5/10s')},
@@ -300,7 +301,7 @@ foreach my $call ($take, q{SELECT rl_check('s', '5/10s, 100/1d')}, q{SELECT rl_p
 }
 
 #
-# Refusing: the store failing, never a verdict
+# Error replies: they are failures of the store, not verdicts
 #
 
 $redis->cli('DEL', 'rl:{away}');
@@ -314,9 +315,9 @@ policy_is('a replica', '08P01', qr/READONLY/);
 $redis->cli('REPLICAOF', 'NO', 'ONE');
 works('a replica');
 
-$redis->cli('SET', 'rl:{away}', 'somebody else\'s');
+$redis->cli('SET', 'rl:{away}', 'another program\'s');
 policy_is('a string at the key', '08P01', qr/WRONGTYPE/);
-is($redis->cli('GET', 'rl:{away}'), 'somebody else\'s', 'a string at the key: it is left alone');
+is($redis->cli('GET', 'rl:{away}'), 'another program\'s', 'a string at the key: the call does not change it');
 $redis->cli('DEL', 'rl:{away}');
 works('a string at the key');
 
@@ -325,7 +326,7 @@ policy_is('no number in the state', '08P01', qr/^Redis answered with an error/);
 $redis->cli('DEL', 'rl:{away}');
 works('no number in the state');
 
-# A server that reads 20 s at its snapshot, with one event loop a kilobyte.
+# A server that reads its snapshot for 20 s, with an event loop after each kilobyte.
 {
 	my $slow = RedisServer->new(args => [ '--loading-process-events-interval-bytes', '1024' ]);
 	$slow->start;
@@ -340,7 +341,7 @@ works('no number in the state');
 }
 
 #
-# What looks and repairs always raises; the trigger follows the policy
+# Functions that look or repair always raise an error; the trigger follows the policy
 #
 
 $session->ask(q{
@@ -360,22 +361,22 @@ foreach my $policy (qw(error allow deny))
 	foreach my $call (q{rl_peek('away', '7/1d')}, q{rl_refund('away', '7/1d', 1)},
 		q{rl_reset('away')}, q{rl_reset('away', '7/1d')}, q{rl_ban('away', 1)}, q{rl_unban('away')})
 	{
-		is($session->attempt("SELECT $call")->{state}, '08001', "on_error = $policy: $call raises");
+		is($session->attempt("SELECT $call")->{state}, '08001', "on_error = $policy: $call raises an error");
 	}
 	my @got = map { $session->attempt($_) } q{SELECT rl_allow('away', '7/1d')},
 	  'SELECT enforce()', q{INSERT INTO orders VALUES ('ann') RETURNING customer};
 	is_deeply([ map { [ @$_{qw(state answer)} ] } @got ], $expected{$policy},
 		"on_error = $policy: rl_allow, rl_enforce and the trigger");
 	like($got[2]{message}, qr/^rate limit "throttle 5\/10s" cannot be checked for key "order:ann"$/,
-		'the trigger does not call a failure a refusal') if $policy eq 'deny';
+		'the trigger reports a failure, not a refusal') if $policy eq 'deny';
 }
 $session->ask('RESET ratelimit.on_error');
 
 #
-# A thousand failed calls: no descriptor, no memory
+# A thousand failed calls leak no descriptor and no memory
 #
 
-# So often in a row; returns how often with this SQLSTATE.
+# Makes n calls and returns how many end with this SQLSTATE.
 sub failures
 {
 	my ($n, $state) = @_;
@@ -388,11 +389,11 @@ $redis->start;
 works('before a thousand failures');
 my $descriptors = $session->descriptors;
 is(failures(10, '00000'), 10, 'ten calls succeed');
-is($session->descriptors, $descriptors, "and need $descriptors descriptors like the first");
+is($session->descriptors, $descriptors, "ten calls need as many descriptors as one call: $descriptors");
 $redis->stop;
-is(failures(300, '08001'), 300, '300 calls find no server at the socket');
+is(failures(300, '08001'), 300, '300 calls fail because no server listens on the socket');
 $session->ask("SET ratelimit.redis_url = '" . $redis->url(tcp => 1) . "'");
-is(failures(300, '08001'), 300, '300 calls find no server at the port');
+is(failures(300, '08001'), 300, '300 calls fail because no server listens on the port');
 $redis->start;
 $redis->pause;
 $session->ask("SET ratelimit.command_timeout = '1ms'");
@@ -410,10 +411,10 @@ is($canceled, 50, '50 calls are canceled');
 $session->ask('RESET statement_timeout');
 $redis->resume;
 works('after a thousand failures');
-is($session->descriptors, $descriptors, 'a thousand failures cost no descriptor');
+is($session->descriptors, $descriptors, 'a thousand failures leak no descriptor');
 
 #
-# A million calls: no memory
+# A million calls leak no memory
 #
 
 $redis->cli('SET', 'rl:{broken}', 'a string');
@@ -440,7 +441,8 @@ $session->ask(q{
 			END IF;
 		END LOOP;
 	END $$});
-# By four backends, or most of the time would go into waking each other.
+# Four backends make them, because a single backend and Redis would mostly wait for
+# each other.
 my @callers = ($session, map { session($node) } 1 .. 3);
 $_->ask('SET ratelimit.on_error = deny; SELECT call(10000)') foreach @callers;
 my @before = map { $_->private_kb } @callers;
@@ -457,13 +459,13 @@ foreach my $caller (@callers)
 }
 my @growth = map { $callers[$_]->private_kb - $before[$_] } 0 .. $#callers;
 note "a million calls: $allowed allowed, $refused refused, $failed failed, @growth kB more than @before kB";
-is_deeply(\@errors, [], 'a million calls, no error');
-is($allowed + $refused + $failed, 1_000_000, 'all of them were made');
-cmp_ok($failed, '>=', 31_000, 'of which many failed');
-cmp_ok($_, '>', 0, 'and some were decided') foreach $allowed, $refused;
+is_deeply(\@errors, [], 'a million calls raise no error');
+is($allowed + $refused + $failed, 1_000_000, 'a million calls were made');
+cmp_ok($failed, '>=', 31_000, 'many calls failed');
+cmp_ok($_, '>', 0, 'some calls were decided') foreach $allowed, $refused;
 cmp_ok(max(@growth), '<', 128, 'a million calls need no more memory');
 works('after a million calls');
-# Those of tables may have been closed meanwhile.
-cmp_ok($session->descriptors, '<=', $descriptors, 'nor descriptors');
+# Descriptors of tables may have been closed meanwhile.
+cmp_ok($session->descriptors, '<=', $descriptors, 'a million calls leak no descriptor');
 
 done_testing();

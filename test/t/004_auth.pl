@@ -1,5 +1,5 @@
-# Passwords, users, databases and URLs: what reaches Redis, what is refused, and
-# that no password is ever shown.
+# Passwords, users, databases and URLs: which of them Redis receives, which of them
+# are errors, and no password is ever shown.
 use strict;
 use warnings FATAL => 'all';
 
@@ -43,7 +43,7 @@ sub fails
 
 sub works { $session->works($look, @_); return; }
 
-# Who the server says is connected.
+# Returns the server's list of clients.
 sub clients
 {
 	return $_[0]->cli('CLIENT', 'LIST', 'TYPE', 'normal');
@@ -63,12 +63,12 @@ with(redis_passfile => $passfile);
 works('a password');
 write_file($passfile, $password, 0400);
 with(redis_passfile => "$dir/./password");
-works('a password without an end of line, in a file nobody writes to');
+works('a password without an end of line, in a read-only file');
 write_file($passfile, "$password\r\nanother line\n", 0600);
 with(redis_passfile => $passfile);
 works('a password, a carriage return, another line');
 
-# Each policy: a store that does not let us in is a store that fails.
+# Each policy: a store that rejects the password is a store that fails.
 write_file("$dir/wrong", "s3cr3t\n", 0600);
 with(redis_passfile => "$dir/wrong");
 fails('a wrong password', '28P01', qr/WRONGPASS/);
@@ -76,14 +76,14 @@ with(on_error => 'allow');
 is($session->attempt($take)->{answer}, '(t,7,,,,fail_open)', 'a wrong password: on_error = allow');
 with(on_error => 'deny');
 is($session->attempt($take)->{answer}, '(f,7,,,,fail_closed)', 'a wrong password: on_error = deny');
-is($session->attempt(q{SELECT rl_peek('auth', '7/1d')})->{state}, '28P01', 'a wrong password: rl_peek raises');
+is($session->attempt(q{SELECT rl_peek('auth', '7/1d')})->{state}, '28P01', 'a wrong password: rl_peek raises an error');
 with(on_error => 'error');
 
-# A password for a server that asks for none.
+# A password for a server that needs no password.
 with(redis_url => $open->url, redis_passfile => $passfile);
-fails('a password that nobody asked for', '28P01', qr/AUTH/);
+fails('a password that the server does not need', '28P01', qr/AUTH/);
 with(redis_passfile => '');
-works('no password where none is asked for');
+works('no password for a server that needs no password');
 
 #
 # A user
@@ -93,20 +93,20 @@ $redis->cli('ACL', 'SETUSER', 'limiter', 'on', '>s3cr3t user', '~rl:*', '+@all')
 write_file("$dir/user", "s3cr3t user\n", 0600);
 with(redis_url => $redis->url(user => 'limiter'), redis_passfile => "$dir/user");
 works('a user');
-like(clients($redis), qr/user=limiter/, 'a user: it is that user');
+like(clients($redis), qr/user=limiter/, 'a user: Redis knows the client by this name');
 with(redis_url => $redis->url(user => 'nobody'));
 fails('an unknown user', '28P01', qr/WRONGPASS/);
 with(redis_url => $redis->url(user => 'limiter', tcp => 1));
 works('a user over TCP');
 with(redis_passfile => $passfile);
-fails('another\'s password', '28P01', qr/WRONGPASS/);
+fails('another user\'s password', '28P01', qr/WRONGPASS/);
 
-# A user who may not run scripts: refused, no verdict.
+# A user without permission to run scripts: an error, not a verdict.
 $redis->cli('ACL', 'SETUSER', 'reader', 'on', '>s3cr3t user', '~*', '+@read');
 with(redis_url => $redis->url(user => 'reader'), redis_passfile => "$dir/user");
-fails('a user without rights', '08P01', qr/NOPERM/);
+fails('a user without permissions', '08P01', qr/NOPERM/);
 with(redis_passfile => '');
-is($session->attempt($take)->{state}, '22023', 'a user without a password is refused');
+is($session->attempt($take)->{state}, '22023', 'a user without a password is an error');
 
 #
 # The file
@@ -127,7 +127,7 @@ with(redis_passfile => $dir);
 is($session->attempt($take)->{state}, '42809', 'a directory');
 POSIX::mkfifo("$dir/pipe", 0600) or die "no pipe: $!";
 with(redis_passfile => "$dir/pipe");
-is($session->attempt($take)->{state}, '42809', 'a pipe that nobody writes to');
+is($session->attempt($take)->{state}, '42809', 'a pipe that no process writes to');
 with(redis_passfile => write_file("$dir/empty", '', 0600));
 fails('an empty file', 'F0000', qr/holds no password/);
 with(redis_passfile => write_file("$dir/long", ('x' x 100_000) . "\n", 0600));
@@ -146,25 +146,25 @@ foreach my $tcp (0, 1)
 	with(redis_url => $redis->url(db => 5, tcp => $tcp));
 	$redis->cli('SELECT', 5);
 	$redis->cli('DEL', 'rl:{auth}');
-	is($session->attempt($take)->{answer}, '(t,7,6,,86400,redis)', "database 5 over $way: a state of its own");
-	is_deeply($redis->cli('KEYS', '*'), ['rl:{auth}'], "database 5 over $way: it is there");
+	is($session->attempt($take)->{answer}, '(t,7,6,,86400,redis)', "database 5 over $way: another state");
+	is_deeply($redis->cli('KEYS', '*'), ['rl:{auth}'], "database 5 over $way: the key is in database 5");
 	$redis->cli('SELECT', 0);
-	is_deeply($redis->cli('KEYS', '*'), [], "database 5 over $way: and nowhere else");
+	is_deeply($redis->cli('KEYS', '*'), [], "database 5 over $way: the key is not in database 0");
 }
 with(redis_url => $redis->url(db => 16));
 fails('no such database', '08P01', qr/DB index is out of range/);
-is_deeply($redis->cli('KEYS', '*'), [], 'no such database: nothing is charged in another one');
+is_deeply($redis->cli('KEYS', '*'), [], 'no such database: nothing is charged in database 0');
 $redis->cli('FLUSHDB');
 
-# A connection made anew selects again.
+# A new connection selects the database again.
 with(redis_url => $redis->url(db => 5));
 works('database 5 again');
 $redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
 works('database 5 after the connection was killed');
-is_deeply($redis->cli('KEYS', '*'), [], 'database 5 after the connection was killed: not database 0');
+is_deeply($redis->cli('KEYS', '*'), [], 'database 5 after the connection was killed: database 0 is empty');
 
 #
-# A changed setting counts at the next call, with no connection left behind
+# The next call uses a changed setting, and the old connection is closed
 #
 
 my $before = count_of(qr/^id=/m, clients($redis));
@@ -176,9 +176,9 @@ foreach my $round (1 .. 5)
 	works('the closed server');
 }
 await('connections to be gone', sub { return count_of(qr/^id=/m, clients($redis)) <= $before });
-pass('connections that are given up are closed');
+pass('abandoned connections are closed');
 
-# A new password in the same file counts at the next connection.
+# The next connection uses a new password in the same file.
 $redis->cli('CONFIG', 'SET', 'requirepass', 'changed');
 write_file($passfile, "changed\n", 0600);
 $redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
@@ -188,8 +188,8 @@ works('a changed password');
 # No copy of a password stays in the backend's memory
 #
 
-# How many times the bytes are in the memory that only this process has, but for
-# the stack if told so; undef if nobody may look.
+# Returns how many times the bytes are in the private memory of the process, if told
+# so without the stack; undef if the memory cannot be read.
 sub found_in_memory
 {
 	my ($pid, $bytes, $no_stack) = @_;
@@ -213,7 +213,7 @@ sub found_in_memory
 	return $found;
 }
 
-# Such that a part of it tells that it was there.
+# A long password, so that a part of it in memory shows that it was there.
 my $part = 'xyzzy-plugh-';
 my $long = $part x 40;
 
@@ -235,14 +235,14 @@ SKIP:
 	my $without = sub {
 		my ($what, $no_stack) = @_;
 
-		is(found_in_memory($pid, $part, $no_stack), 0, "$what: the password is in memory no more");
+		is(found_in_memory($pid, $part, $no_stack), 0, "$what: the password is no longer in memory");
 	};
 
-	# Its shadow memory has terabytes.
+	# The shadow memory of AddressSanitizer has terabytes.
 	skip 'AddressSanitizer is there', 7 if $ENV{RATELIMIT_PRELOAD};
 	skip 'the memory of another process cannot be read', 7 unless defined found_in_memory($pid, $part);
 	with(redis_passfile => write_file("$dir/long-password", "$long\n", 0600));
-	cmp_ok(found_in_memory($pid, 'long-password'), '>', 0, 'what a backend knows is found in its memory');
+	cmp_ok(found_in_memory($pid, 'long-password'), '>', 0, 'the path of the password file is in memory');
 	works('a long password');
 	$without->('connected');
 	with(redis_passfile => write_file("$dir/no-password", "$part$long\nthe second line has $part, too\n", 0600));
@@ -262,8 +262,8 @@ SKIP:
 	fails('no answer to AUTH', '08006', qr/timeout has passed/);
 	$without->('no answer');
 
-	# The kernel saves the registers on the stack for a signal's handler, and with
-	# them what memcpy() has left there.
+	# For a signal's handler the kernel saves the registers on the stack, and memcpy()
+	# may have left a part of the password in them.
 	$session->ask("RESET ratelimit.command_timeout; SET statement_timeout = '100ms'");
 	is($session->attempt($take)->{state}, '57014', 'a call is canceled during AUTH');
 	$session->ask('RESET statement_timeout');
@@ -283,7 +283,7 @@ foreach my $url ("redis://127.0.0.1:$port", "redis://127.0.0.1:$port/", "redis:/
 	works($url);
 }
 
-# None of them may fall back to the default, nor to the connection there was.
+# A bad URL must not make the call use the default, or the open connection.
 foreach my $url ('', ' ', 'localhost', '127.0.0.1:6379', 'http://127.0.0.1', 'REDIS', 'redis:/127.0.0.1',
 	'redis://', 'redis://:6379', 'redis://@127.0.0.1', 'redis://127.0.0.1:', "redis://127.0.0.1:$port/x",
 	"redis://127.0.0.1:$port/1/2", "redis://127.0.0.1:$port/-1", "redis://127.0.0.1:$port?db=1",
@@ -300,8 +300,8 @@ foreach my $url ('', ' ', 'localhost', '127.0.0.1:6379', 'http://127.0.0.1', 'RE
 		'bad URL "' . substr($url, 0, 60) . '"');
 }
 
-# A password in the URL is refused, and never shown: not to the client, not in
-# the log, where statements appear only if they fail.
+# A password in the URL is an error, and is never shown: neither to the client nor
+# in the log, which shows statements only if they fail.
 my @with_password = ("redis://:s3cr3t\@127.0.0.1:$port", "redis://user:s3cr3t\@127.0.0.1:$port/1",
 	"redis://user:s3cr3t\@\@127.0.0.1:$port", "redis://user:s3\@cr3t\@127.0.0.1:$port",
 	"redis://user:s3cr3t/x\@127.0.0.1:$port", 'redis://:s3cr3t@' . ('h' x 1000),
@@ -317,12 +317,12 @@ foreach my $url (@with_password)
 		fails("a password in $shown, on_error = $policy", '22023', qr/redis_url/);
 	}
 	$session->ask($take);
-	like($session->error, qr/22023/, 'the error with its context');
-	unlike($session->error, qr/cr3t/, 'has no password either');
+	like($session->error, qr/22023/, 'an error with its context');
+	unlike($session->error, qr/cr3t/, 'the context shows no password');
 }
 
-# Nor is the one in the file, whatever went wrong.
-like(slurp_file($node->logfile), qr/the log works/, 'the log tells what happened');
-unlike(slurp_file($node->logfile), qr/sesame|s3\@?cr3t/, 'and no password');
+# The log shows no password of a file.
+like(slurp_file($node->logfile), qr/the log works/, 'the log shows the test\'s message');
+unlike(slurp_file($node->logfile), qr/sesame|s3\@?cr3t/, 'the log shows no password');
 
 done_testing();

@@ -1,5 +1,6 @@
-# A role without privileges: it can call nothing, set nothing, and stays limited
-# by the trigger whatever it sets; no setting of its own makes a new key.
+# A role without privileges: it can call no function, change no setting of the
+# extension, and is limited by the trigger whatever it sets.  No other setting makes
+# a new key.
 use strict;
 use warnings FATAL => 'all';
 
@@ -10,7 +11,7 @@ use RatelimitTest;
 use RedisServer;
 use Test::More;
 
-# Each setting has another value than its default, so that losing it shows.
+# Each setting has another value than its default, so that a lost value is visible.
 my $redis = RedisServer->new(password => 'sesame')->start;
 my $other = RedisServer->new->start;
 my $node = new_node($redis, "ratelimit.redis_passfile = '" . password_file('sesame') . "'",
@@ -43,25 +44,25 @@ foreach my $call (q{rl_throttle('k', 1, 1, 1)}, q{rl_check('k', '1/1s')}, q{rl_a
 	is($plain->attempt("SELECT $call")->{state}, '42501', "without privileges: $call");
 }
 is($plain->attempt('SELECT * FROM rl_triggers')->{state}, '42501', 'without privileges: rl_triggers');
-is($plain->attempt(q{SELECT rl_key('order', 42)})->{answer}, 'order:42', 'rl_key is for everyone');
-is($plain->attempt(q{SELECT '5/10s'::rl_limits})->{answer}, 'throttle 5/10s', 'the type is for everyone');
+is($plain->attempt(q{SELECT rl_key('order', 42)})->{answer}, 'order:42', 'every role can call rl_key');
+is($plain->attempt(q{SELECT '5/10s'::rl_limits})->{answer}, 'throttle 5/10s', 'every role can use the type');
 is($node->safe_psql('postgres', q{
 		SELECT string_agg(oid::regprocedure::text, ', ' ORDER BY oid) FROM pg_proc
 		WHERE has_function_privilege('public', oid, 'EXECUTE') AND proname NOT LIKE 'rl\_limits\_%'
 			AND proname NOT IN ('rl_key', 'rl_simulate') AND oid IN (} . members('pg_proc') . ')'),
-	'', 'PUBLIC has nothing else');
+	'', 'PUBLIC has no other privilege');
 $plain->ask('CREATE TABLE plain.mine (customer bigint)');
 is($plain->attempt(q{CREATE TRIGGER mine BEFORE INSERT ON plain.mine
 		FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{customer}', '1000/1s')})->{state},
-	'42501', 'no trigger of its own with other limits on the same key');
-is_deeply($redis->cli('KEYS', '*'), ['app:{order:42}'], 'nothing but the orders reached Redis');
+	'42501', 'the role cannot make a trigger with other limits on the same key');
+is_deeply($redis->cli('KEYS', '*'), ['app:{order:42}'], 'Redis has only the key of the orders');
 
 #
 # Setting
 #
 
-# What would help: another Redis, another prefix, another time, a failure that
-# lets the row through.
+# Settings that would bypass the limit: another Redis, another prefix, another time,
+# a failure that lets the row through.
 my %helpful = (
 	redis_url       => $other_url,
 	redis_passfile  => '/nonexistent',
@@ -79,11 +80,11 @@ sub still_limited
 	my ($session, $how, $command) = @_;
 	my $got = $session->attempt($command || $order);
 
-	is($got->{state}, 'PT429', "$how: still limited");
-	like($got->{message}, qr/^rate limit "throttle 3\/1d" exceeded for key "order:42"$/, "$how: refused, not failed");
+	is($got->{state}, 'PT429', "$how: the row is refused");
+	like($got->{message}, qr/^rate limit "throttle 3\/1d" exceeded for key "order:42"$/, "$how: the message is that of a refusal");
 	is($session->ask(q{SELECT string_agg(name || '=' || setting, ',' ORDER BY name) FROM pg_settings
 			WHERE name LIKE 'ratelimit.%' AND source NOT IN ('default', 'configuration file')}),
-		'', "$how: each setting is the administrator's");
+		'', "$how: each setting has the administrator's value");
 	return;
 }
 
@@ -93,13 +94,14 @@ foreach my $names (@each)
 	my $which = @$names > 1 ? 'all' : $names->[0];
 	my @set = map { "ratelimit.$_ = '$helpful{$_}'" } @$names;
 
-	# Before the library is loaded anybody may set anything; loading it undoes that.
+	# Before the library is loaded every role can set these names; loading it discards
+	# their values.
 	{
 		my $session = session($node, 'postgres', 'plain');
 		$session->ask("SET $_") foreach @set;
 		still_limited($session, "SET $which before loading");
 
-		# And from then on it is refused.
+		# After that, SET fails.
 		foreach my $name (@$names)
 		{
 			is($session->attempt("SET ratelimit.$name = '$helpful{$name}'")->{state}, '42501',
@@ -137,20 +139,20 @@ foreach my $names (@each)
 	{
 		local $ENV{PGOPTIONS} = join ' ', map { "-c ratelimit.$_=$helpful{$_}" } @$names;
 		my $session = session($node, 'postgres', 'plain');
-		is($session->ask("SHOW ratelimit.$names->[0]"), $helpful{ $names->[0] }, "PGOPTIONS $which is heard");
+		is($session->ask("SHOW ratelimit.$names->[0]"), $helpful{ $names->[0] }, "PGOPTIONS $which sets the value");
 
-		# Core forgets what the administrator has set when the user's value is
-		# taken away again.  So the limit must hold, or the library not load.
+		# PostgreSQL loses the administrator's value when it discards the user's value.
+		# So either the limit must hold, or loading the library must fail.
 		foreach my $try (1, 2)
 		{
 			my $got = $session->attempt($order);
-			like($got->{state}, qr/^(PT429|42501)$/, "PGOPTIONS $which: limited or refused, try $try")
+			like($got->{state}, qr/^(PT429|42501)$/, "PGOPTIONS $which: the row is refused or the library is not loaded, try $try")
 			  or diag $got->{message};
 		}
 		$session->quit;
 	}
 
-	# For itself, at its next login; a function with SET; a database of its own.
+	# ALTER ROLE, for the next login; functions that set.
 	{
 		my $session = session($node, 'postgres', 'plain');
 		foreach my $name (@$names)
@@ -178,10 +180,10 @@ foreach my $names (@each)
 	$session->quit;
 }
 is($redis->cli('EVAL', q{return #redis.call('KEYS', '*')}, 0), 1, 'one key in Redis');
-is_deeply($other->cli('KEYS', '*'), [], 'and none in the other one');
+is_deeply($other->cli('KEYS', '*'), [], 'no key in the other Redis');
 is($node->safe_psql('postgres', 'SELECT count(*) FROM orders'), '3', 'three orders, as allowed');
 
-# The owner of a database cannot set it for the database either.
+# The owner of a database cannot set these for the database.
 $node->safe_psql('postgres', 'CREATE ROLE owner LOGIN; CREATE DATABASE owned OWNER owner');
 $node->safe_psql('owned', 'CREATE EXTENSION ratelimit');
 my $owner = session($node, 'owned', 'owner');
@@ -197,13 +199,13 @@ foreach my $name (sort keys %helpful)
 	is($owner->state, '42501', "ALTER DATABASE SET $name after loading");
 }
 
-# A superuser's setting counts, or the tests above would show nothing.
+# A superuser's setting works.  Otherwise the tests above would show nothing.
 $node->safe_psql('postgres', "SET ratelimit.key_prefix = 'mine:'; $order");
-is(scalar @{ $redis->cli('KEYS', '*') }, 2, 'another prefix is another key, for who may set it');
+is(scalar @{ $redis->cli('KEYS', '*') }, 2, 'a superuser can set another prefix, which makes another key');
 $redis->cli('DEL', 'mine:{order:42}');
 
 #
-# No setting of a user makes a new key
+# No setting of a role makes a new key
 #
 
 $node->safe_psql('postgres', q{
@@ -247,7 +249,7 @@ foreach my $set (q{timezone = 'Asia/Tokyo'}, q{datestyle = 'German, DMY'}, q{int
 	is($session->state, 'PT429', "SET $set: the same key");
 	$session->ask('RESET ' . ($set =~ /^(\w+)/)[0]);
 }
-is(scalar @{ $redis->cli('KEYS', '*') }, 2, 'one key for all of them');
+is(scalar @{ $redis->cli('KEYS', '*') }, 2, 'all settings give the same key');
 
 #
 # Default privileges
@@ -288,9 +290,9 @@ $node->safe_psql('strict', q{
 	CREATE EXTENSION ratelimit});
 is(granted('strict'), $monitored, 'strict default privileges: the same');
 
-# In an upgrade script the same block finds what this script has made, and
-# leaves what an administrator granted before.  What an upgrade script makes has
-# no entry in pg_init_privs yet.
+# In an upgrade script the same block finds the objects that this script has made,
+# and does not change privileges that an administrator granted before.  An object of
+# an upgrade script has no entry in pg_init_privs yet.
 my ($block) = slurp_file("$FindBin::RealBin/../../sql/ratelimit--1.0.sql") =~ /^(DO \$\$\n.*?^\$\$;)$/ms;
 foreach my $database ('generous', 'strict')
 {
@@ -305,11 +307,11 @@ foreach my $database ('generous', 'strict')
 		ALTER EXTENSION ratelimit ADD VIEW rl_new;
 		DELETE FROM pg_init_privs WHERE classoid = 'pg_proc'::regclass AND objoid = 'rl_new(int)'::regprocedure
 			OR classoid = 'pg_class'::regclass AND objoid = 'rl_new'::regclass});
-	like(granted($database), qr/rl_new/, "upgrade, $database: others may use the new function");
+	like(granted($database), qr/rl_new/, "upgrade, $database: other roles have privileges on the new function");
 	$node->safe_psql($database, $block // '');
 	is(granted($database), join("\n", sort split(/\n/, $monitored),
 			'EXECUTE public.rl_check(pg_catalog.text,public.rl_limits,bigint): web_anon', 'SELECT public.rl_triggers: PUBLIC'),
-		"upgrade, $database: the block revokes that, and nothing that was granted later");
+		"upgrade, $database: the block revokes only these privileges");
 }
 
 done_testing();

@@ -1,5 +1,5 @@
-# One key is one key in Redis, whatever the encoding of the database it came
-# from; and what is in Redis is UTF-8.
+# A key is the same key in Redis for databases of all encodings, and Redis stores it
+# in UTF-8.
 use strict;
 use warnings FATAL => 'all';
 
@@ -28,7 +28,7 @@ foreach my $database (sort keys %encoding)
 }
 $_->ask('SET client_encoding = UTF8') foreach values %session;
 
-# SQL for text given in UTF-8; SQL_ASCII takes the bytes as they are.
+# Returns SQL for text given in UTF-8.  SQL_ASCII has no conversion.
 sub text_of
 {
 	my ($database, $utf8) = @_;
@@ -36,34 +36,34 @@ sub text_of
 	return $database eq 'ascii' ? "'$utf8'" : "convert_from('\\x" . unpack('H*', $utf8) . "', 'UTF8')";
 }
 
-# Takes one of ten in each database in turn; the figures go on.
+# Takes one unit of ten in each database in turn.
 my $cafe = "caf\xc3\xa9:\xc3\xbc\xc3\x9f";
 my $left = 10;
 foreach my $database (qw(utf8 latin1 latin9 ascii latin1 utf8))
 {
 	is($session{$database}->ask('SELECT remaining FROM rl_throttle('
 			  . text_of($database, $cafe) . ', 10, 1, 86400)'),
-		--$left, "one state: $database");
+		--$left, "the databases share one state: $database");
 	is($session{$database}->error, '', "$database: no error");
 }
-is_deeply($redis->cli('KEYS', '*'), ["enc:{$cafe}"], 'the key is there once, in UTF-8');
+is_deeply($redis->cli('KEYS', '*'), ["enc:{$cafe}"], 'Redis has one key, in UTF-8');
 is($session{latin1}->ask('SELECT remaining FROM rl_peek(' . text_of('latin1', $cafe) . q{, '1/1d burst 10', 0)}),
-	$left, 'rl_peek in LATIN1 sees it');
-is($session{latin1}->ask('SELECT rl_reset(' . text_of('latin1', $cafe) . ')'), 't', 'rl_reset in LATIN1 finds it');
-is_deeply($redis->cli('KEYS', '*'), [], 'and removes it');
+	$left, 'rl_peek in LATIN1 reads this state');
+is($session{latin1}->ask('SELECT rl_reset(' . text_of('latin1', $cafe) . ')'), 't', 'rl_reset in LATIN1 deletes this state');
+is_deeply($redis->cli('KEYS', '*'), [], 'Redis has no key');
 
-# Other scripts than Latin.
+# Japanese.
 my $orders = "\xe6\xb3\xa8\xe6\x96\x87";
 $left = 10;
 foreach my $database (qw(eucjp utf8 ascii eucjp))
 {
 	is($session{$database}->ask('SELECT remaining FROM rl_check('
-			  . text_of($database, $orders) . q{, '1/1d burst 10')}), --$left, "one state in Japanese: $database");
+			  . text_of($database, $orders) . q{, '1/1d burst 10')}), --$left, "the databases share one state of a Japanese key: $database");
 }
-is_deeply($redis->cli('KEYS', '*'), ["enc:{$orders}"], 'the key is there once, in UTF-8');
+is_deeply($redis->cli('KEYS', '*'), ["enc:{$orders}"], 'Redis has one key, in UTF-8');
 $redis->cli('FLUSHDB');
 
-# The same character from different code points: the euro is 0xA4 in LATIN9.
+# A character with different code points: the euro is 0xA4 in LATIN9.
 my $euro = "\xe2\x82\xac";
 foreach my $database (qw(latin9 utf8))
 {
@@ -72,7 +72,7 @@ foreach my $database (qw(latin9 utf8))
 is_deeply($redis->cli('KEYS', '*'), ["enc:{$euro}"], 'the euro is one key from LATIN9 and UTF8');
 $redis->cli('FLUSHDB');
 
-# The trigger, the refusal's message included.
+# The trigger, and the message of a refusal.
 foreach my $database (qw(latin1 utf8 latin1 utf8))
 {
 	$session{$database}->ask('INSERT INTO orders VALUES (' . text_of($database, $cafe) . ')');
@@ -82,11 +82,11 @@ foreach my $database (qw(latin1 utf8 latin1 utf8))
 foreach my $database (qw(latin1 utf8))
 {
 	$session{$database}->ask('INSERT INTO orders VALUES (' . text_of($database, $cafe) . ')');
-	is($session{$database}->state, 'PT429', "the trigger in $database refuses what both counted");
+	is($session{$database}->state, 'PT429', "the trigger in $database refuses after the rows of both databases");
 	like($session{$database}->error, qr/for key "order:\Q$escaped\E"/, "$database: the message is in its encoding");
 }
 
-# What is measured is UTF-8: 512 bytes of it, no more.
+# A key has at most 512 bytes of UTF-8.
 foreach my $case ([ 'latin1', "\xc3\xa9" x 256, '00000' ], [ 'latin1', "\xc3\xa9" x 256 . 'x', '22023' ],
 	[ 'latin1', "\xc3\xa9" x 300, '22023' ], [ 'utf8', "\xc3\xa9" x 256, '00000' ],
 	[ 'utf8', "\xc3\xa9" x 256 . 'x', '22023' ], [ 'eucjp', "\xe6\xb3\xa8" x 170, '00000' ],
@@ -98,14 +98,14 @@ foreach my $case ([ 'latin1', "\xc3\xa9" x 256, '00000' ], [ 'latin1', "\xc3\xa9
 	is($session{$database}->state, $state, sprintf '%d bytes of UTF-8 from %s', length $key, $database);
 }
 
-# Bytes that are no UTF-8 are no key: an error, not another key.
+# Bytes that are not UTF-8 are an error, not another key.
 $redis->cli('FLUSHDB');
 $session{ascii}->ask(q{SELECT rl_throttle(E'caf\\xe9', 1, 1, 1)});
-is($session{ascii}->state, '22021', 'bytes that are no text');
-is_deeply($redis->cli('KEYS', '*'), [], 'reach nothing');
+is($session{ascii}->state, '22021', 'bytes that are not text are an error');
+is_deeply($redis->cli('KEYS', '*'), [], 'Redis has no key of these bytes');
 
-# What Redis would read as its own is escaped.
+# Characters that have a meaning for Redis are escaped.
 $session{utf8}->ask(q{SELECT rl_throttle('a{b}c%d', 1, 1, 86400)});
-is_deeply($redis->cli('KEYS', '*'), ['enc:{a%7Bb%7Dc%25d}'], 'braces and the per cent sign are escaped');
+is_deeply($redis->cli('KEYS', '*'), ['enc:{a%7Bb%7Dc%25d}'], 'braces and the percent sign are escaped');
 
 done_testing();

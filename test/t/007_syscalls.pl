@@ -1,4 +1,4 @@
-# One round trip and at most four system calls for each decision.
+# A decision takes one round trip and at most four system calls.
 use strict;
 use warnings FATAL => 'all';
 
@@ -34,7 +34,7 @@ $session->ask(qq{
 });
 
 #
-# What Redis sees
+# Redis's statistics
 #
 
 foreach my $form (qw(throttle check))
@@ -44,14 +44,14 @@ foreach my $form (qw(throttle check))
 	is($session->ask("SELECT decide('$form', $n)"), $n / 2, "rl_$form: half are allowed");
 	my $reads = $redis->field('stats', 'total_reads_processed');
 
-	# A few reads are this test's own.
-	is($redis->calls('evalsha'), $n, "rl_$form: one script a decision");
+	# This test itself causes a few reads.
+	is($redis->calls('evalsha'), $n, "rl_$form: one script for each decision");
 	cmp_ok($reads, '>=', $n, "rl_$form: Redis reads $reads times");
-	cmp_ok($reads, '<=', $n + 5, "rl_$form: one round trip a decision");
+	cmp_ok($reads, '<=', $n + 5, "rl_$form: one round trip for each decision");
 }
 
 #
-# What the kernel sees
+# System calls
 #
 
 my $trace = PostgreSQL::Test::Utils::tempdir . '/trace';
@@ -65,7 +65,7 @@ SKIP:
 {
 	skip 'strace is not there', 1 unless $strace;
 
-	# It has attached when it writes what a statement does.
+	# strace has attached when it writes the system calls of a statement.
 	my $attached = await('strace to attach', sub {
 		$strace->pump_nb;
 		return 'no' unless $strace->pumpable;
@@ -82,20 +82,20 @@ SKIP:
 		$session->ask("SELECT 'end of $form'");
 		await('the trace', sub { return slurp_file($trace, $from) =~ /end of $form/ });
 
-		# Between the statement's arrival and the next one's.
+		# Between the arrivals of this statement and the next statement.
 		my ($part) = slurp_file($trace, $from) =~ /^(.*decide\('$form'.*)^.*end of $form/ms;
 		my @calls = $part =~ /^\d+ +(\w+)\(/mg;
 		my %count;
 		$count{$_}++ foreach @calls;
 		note "rl_$form, $n decisions: ", join ', ', map { "$_ $count{$_}" } sort keys %count;
 
-		# The statement itself needs a few, and the machine may interrupt a wait.
-		cmp_ok(scalar @calls, '<=', 4 * $n + 100, "rl_$form: at most four system calls a decision");
+		# The statement itself needs a few calls, and a busy machine may interrupt a wait.
+		cmp_ok(scalar @calls, '<=', 4 * $n + 100, "rl_$form: at most four system calls for each decision");
 		my $sends = 0;
 		$sends += $count{$_} || 0 foreach qw(write writev sendto sendmsg);
-		cmp_ok($sends, '>=', $n, "rl_$form: each is sent");
-		cmp_ok($sends, '<=', $n + 20, "rl_$form: in one piece");
-		cmp_ok($count{epoll_wait} || 0, '<=', $n + 20, "rl_$form: and waited for once");
+		cmp_ok($sends, '>=', $n, "rl_$form: each request is sent");
+		cmp_ok($sends, '<=', $n + 20, "rl_$form: each request is sent in one piece");
+		cmp_ok($count{epoll_wait} || 0, '<=', $n + 20, "rl_$form: each reply is waited for once");
 	}
 	$strace->signal('INT');
 	$strace->finish;

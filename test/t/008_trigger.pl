@@ -1,5 +1,5 @@
-# The trigger where one session is not enough: replaced by somebody else,
-# deferred to the commit, fired by many at once.
+# The trigger with several sessions: another session replaces it, it is deferred to
+# the commit, and many sessions fire it at the same time.
 use strict;
 use warnings FATAL => 'all';
 
@@ -30,7 +30,7 @@ sub trigger
 	return;
 }
 
-# The session's next orders end so.
+# Checks the SQLSTATEs of the session's next orders.
 sub orders_end
 {
 	my ($what, @states) = @_;
@@ -48,7 +48,7 @@ my $oid = $admin->ask(q{SELECT oid FROM pg_trigger WHERE tgname = 'enforce'});
 orders_end('a burst of two', '00000', '00000', 'PT429');
 trigger(q{'a:{customer}', '1/1d burst 4'});
 is($admin->ask(q{SELECT oid FROM pg_trigger WHERE tgname = 'enforce'}), $oid, 'a replaced trigger keeps its OID');
-orders_end('a burst of four: other limits', '00000', '00000', 'PT429');
+orders_end('a burst of four: the new limits', '00000', '00000', 'PT429');
 trigger(q{'b:{branch}', '4/1d'});
 orders_end('another key', '00000');
 is($admin->left('4/1d', 'b:north'), 3, 'another key: charged');
@@ -58,13 +58,13 @@ is($admin->left('4/1d', 'b:north'), 1, 'a quota: charged');
 trigger(q{'b:{branch}', '4/1d', 'quota={items}', 'on_deny=skip'});
 my $before = $admin->ask('SELECT count(*) FROM orders');
 orders_end('skipping', '00000');
-is($admin->ask('SELECT count(*) FROM orders'), $before, 'skipping: the row is left out');
+is($admin->ask('SELECT count(*) FROM orders'), $before, 'skipping: the row is not inserted');
 trigger(q{'b:{misspelt}', '4/1d'});
 orders_end('a misspelt column', '42703', '42703');
 trigger(q{'c:{customer}', '1/1d'});
-orders_end('put right', '00000', 'PT429');
+orders_end('a corrected column', '00000', 'PT429');
 
-# The columns change under a cached rule.
+# The columns change while a session has the rule cached.
 $admin->ask('ALTER TABLE orders RENAME customer TO client');
 orders_end('a column renamed', '42703');
 $admin->ask('ALTER TABLE orders RENAME client TO customer');
@@ -72,7 +72,7 @@ orders_end('a column renamed back', 'PT429');
 $admin->ask('ALTER TABLE orders DROP COLUMN branch; ALTER TABLE orders ADD COLUMN branch text');
 trigger(q{'d:{branch}', '1/1d'});
 $session->ask(q{INSERT INTO orders (customer, branch) VALUES ('ann', 'south')});
-is($admin->left('1/1d', 'd:south'), 0, 'a column dropped and added again is read where it is now');
+is($admin->left('1/1d', 'd:south'), 0, 'a column dropped and added again is read at its new position');
 $admin->ask('ALTER TABLE orders DISABLE TRIGGER enforce');
 $session->ask(q{INSERT INTO orders (customer, branch) VALUES ('ann', 'south')});
 is($session->state, '00000', 'disabled');
@@ -80,7 +80,7 @@ $admin->ask('ALTER TABLE orders ENABLE TRIGGER enforce');
 $session->ask(q{INSERT INTO orders (customer, branch) VALUES ('ann', 'south')});
 is($session->state, 'PT429', 'enabled');
 
-# In the middle of a transaction of its own, and rolled back.
+# Replaced in the session's own transaction, which is rolled back.
 $session->ask('BEGIN');
 $session->ask(q{CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON orders
 	FOR EACH ROW EXECUTE FUNCTION rl_enforce('e:{branch}', '1/1d')});
@@ -88,18 +88,18 @@ $session->ask(q{INSERT INTO orders (branch) VALUES ('south')});
 is($session->state, '00000', 'replaced in this transaction');
 $session->ask('ROLLBACK');
 $session->ask(q{INSERT INTO orders (branch) VALUES ('south')});
-is($session->state, 'PT429', 'and rolled back');
-is($admin->left('1/1d', 'e:south'), 0, 'what was charged stays charged');
+is($session->state, 'PT429', 'after the rollback the old trigger refuses');
+is($admin->left('1/1d', 'e:south'), 0, 'the charge of the rolled-back trigger remains');
 
 #
-# Replaced while another session looks at it in rl_triggers
+# Replaced while another session reads it in rl_triggers
 #
 
-# A new session that looks at a trigger waits for a lock at the first column of
-# a type that it has not met yet.  Meanwhile all triggers of the table are
-# replaced, so the session loads them again when it has the lock.  The types of
-# the other columns then take the memory that this has freed.  How many triggers
-# make the freed memory fit depends on the version, so several numbers are tried.
+# A new session that reads a trigger waits for a lock at the first column whose type
+# it has not loaded yet.  Meanwhile all triggers of the table are replaced, so the
+# session loads them again when it has the lock.  The types of the other columns then
+# use the memory that was freed.  The number of triggers for which the freed memory
+# fits depends on the version, so the test tries several numbers.
 my @columns = map { "c$_" } 1 .. 20;
 my $template = join ':', map { "{$_}" } @columns;
 
@@ -137,13 +137,13 @@ foreach my $count (1 .. 4)
 	await("$table: the look to wait for a type", sub { $admin->ask("SELECT count(*) FROM pg_locks
 		WHERE pid = $pid AND NOT granted AND relation = 'pg_type'::regclass") });
 	$admin->ask(create_triggers('OR REPLACE', $table, $count) . '; COMMIT');
-	is($admin->error, '', "$table: replaced meanwhile");
-	is($watcher->ask('SELECT 1'), "$template|throttle 1/1d|1|skip|\n1", "$table: the trigger is shown as it was");
+	is($admin->error, '', "$table: replaced");
+	is($watcher->ask('SELECT 1'), "$template|throttle 1/1d|1|skip|\n1", "$table: rl_triggers shows the old trigger");
 	$watcher->quit;
 }
 
 #
-# Deferred: charged at the commit, after everything that can fail earlier
+# Deferred: charged at the commit, after all checks that can fail earlier
 #
 
 $admin->ask(q{
@@ -153,29 +153,29 @@ $admin->ask(q{
 $session->ask(q{BEGIN; INSERT INTO deferred VALUES ('bob', 1), ('bob', 2)});
 is($admin->left('5/1d', 'deferred:bob'), 5, 'deferred: nothing is charged before the commit');
 $session->ask('COMMIT');
-is($session->error, '', 'deferred: the commit');
-is($admin->left('5/1d', 'deferred:bob'), 3, 'deferred: charges');
+is($session->error, '', 'deferred: the commit succeeds');
+is($admin->left('5/1d', 'deferred:bob'), 3, 'deferred: the commit charges');
 $session->ask(q{BEGIN; INSERT INTO deferred VALUES ('bob', 3); ROLLBACK});
-is($admin->left('5/1d', 'deferred:bob'), 3, 'deferred: a rollback costs nothing');
+is($admin->left('5/1d', 'deferred:bob'), 3, 'deferred: a rollback charges nothing');
 $session->ask(q{BEGIN; INSERT INTO deferred VALUES ('bob', 4)});
 $session->ask(q{INSERT INTO deferred VALUES ('bob', 0)});
 is($session->state, '23514', 'deferred: another constraint fails first');
 $session->ask('ROLLBACK');
-is($admin->left('5/1d', 'deferred:bob'), 3, 'deferred: and nothing was charged');
+is($admin->left('5/1d', 'deferred:bob'), 3, 'deferred: nothing was charged');
 $session->ask(q{BEGIN; INSERT INTO deferred SELECT 'bob', n FROM generate_series(5, 8) n});
-is($session->error, '', 'deferred: too many, not noticed yet');
+is($session->error, '', 'deferred: too many rows are no error before the commit');
 $session->ask('COMMIT');
 is($session->state, 'PT429', 'deferred: the commit fails');
 like($session->error, qr/ERROR:  PT429: rate limit "throttle 5\/1d" exceeded for key "deferred:bob"/, 'deferred: the message');
-is($admin->ask('SELECT count(*) FROM deferred'), 2, 'deferred: no row is there');
-is($admin->left('5/1d', 'deferred:bob'), 0, 'deferred: what was granted before stays charged');
+is($admin->ask('SELECT count(*) FROM deferred'), 2, 'deferred: the table has no new row');
+is($admin->left('5/1d', 'deferred:bob'), 0, 'deferred: quota that was granted before the refusal stays charged');
 $session->ask(q{BEGIN; SET CONSTRAINTS ALL IMMEDIATE; INSERT INTO deferred VALUES ('eve', 1)});
-is($admin->left('5/1d', 'deferred:eve'), 4, 'made immediate: charged at once');
+is($admin->left('5/1d', 'deferred:eve'), 4, 'SET CONSTRAINTS IMMEDIATE: the row is charged at once');
 $session->ask('ROLLBACK');
-is($admin->left('5/1d', 'deferred:eve'), 4, 'made immediate: and not given back');
+is($admin->left('5/1d', 'deferred:eve'), 4, 'SET CONSTRAINTS IMMEDIATE: the rollback refunds nothing');
 
 #
-# Eight clients at once: exactly the capacity
+# Eight clients: exactly the capacity
 #
 
 my $capacity = 100;
@@ -195,11 +195,11 @@ $admin->ask(qq{
 	END \$\$});
 $node->pgbench('-n -c 8 -j 2 -t 25', 0, [qr/processed: 200\/200/], [qr/^(?!.*error)/s],
 	'eight clients insert', { '008_skip' => q{INSERT INTO crowded VALUES ('carl', :client_id);} });
-is($admin->ask('SELECT count(*) FROM crowded'), $capacity, 'exactly the capacity of rows is there');
+is($admin->ask('SELECT count(*) FROM crowded'), $capacity, 'the table has as many rows as the capacity');
 $node->pgbench('-n -c 8 -j 2 -t 25', 0, [qr/processed: 200\/200/], [qr/^(?!.*error)/s],
 	'eight clients insert and are refused', { '008_error' => q{SELECT order_one();} });
-is($admin->ask('SELECT count(*) FROM crowded_error'), $capacity, 'exactly the capacity of rows is there');
-is($admin->ask('SELECT count(*) FROM refused'), 200 - $capacity, 'the others were refused');
+is($admin->ask('SELECT count(*) FROM crowded_error'), $capacity, 'the table has as many rows as the capacity');
+is($admin->ask('SELECT count(*) FROM refused'), 200 - $capacity, 'the other rows were refused');
 
 is_deeply([ ttl_problems($redis) ], [], 'each key has the right time to live');
 

@@ -1,5 +1,5 @@
-# What is in Redis: one hash a key, a time to live on each at all times, and
-# nothing judged by absence.
+# The layout in Redis: a hash for each key, with a time to live at all times.  No
+# verdict depends on a missing key.
 use strict;
 use warnings FATAL => 'all';
 
@@ -15,14 +15,14 @@ my $redis = RedisServer->new->start;
 my $node = new_node($redis);
 my $session = session($node);
 
-# The documented layout, for other programs that read it.
+# The documented layout, which other programs may read.
 $session->ask(q{SELECT rl_check('k', '10/1min, 100/1.5h burst 3'); SELECT rl_ban('k', 2.5)});
 is($redis->cli('TYPE', 'rl:{k}'), 'hash', 'a key is a hash');
 my %fields = @{ $redis->cli('HGETALL', 'rl:{k}') };
 my ($s, $us) = @{ $redis->cli('TIME') };
 my $now = $s * 1_000_000 + $us;
 is_deeply([ sort keys %fields ], [ 'ban', 'throttle:5400000000', 'throttle:60000000' ],
-	'with a field for each limit and one for the ban');
+	'the hash has a field for each limit and a field for the ban');
 foreach my $case ([ 'throttle:60000000', 6_000_000, 1000 ], [ 'throttle:5400000000', 54_000_000, 1000 ],
 	[ 'ban', 2_500_000, 1 ])
 {
@@ -30,17 +30,17 @@ foreach my $case ([ 'throttle:60000000', 6_000_000, 1000 ], [ 'throttle:54000000
 
 	like($fields{$field}, qr/^\d+$/, "$field: a decimal number");
 	my $late = $now + $ahead - $fields{$field} / $unit;
-	cmp_ok(abs($late), '<', 10_000_000, "$field: in its unit since 1970");
-	cmp_ok($late, '>=', -1, "$field: set before it was read");
+	cmp_ok(abs($late), '<', 10_000_000, "$field: a time since 1970, in its unit");
+	cmp_ok($late, '>=', -1, "$field: a time that was set before it was read");
 }
 
-# A state that ran out counts as none, though it is still there.
+# A state that has ended is as if never used, although it is still stored.
 $redis->cli('HSET', 'rl:{old}', 'throttle:60000000', '1000000000', 'ban', '1000000');
 $redis->cli('PEXPIRE', 'rl:{old}', 3_600_000);
-is($session->ask(q{SELECT * FROM rl_throttle('old', 10, 10, 60)}), 't|10|9||6|redis', 'an old state counts as none');
+is($session->ask(q{SELECT * FROM rl_throttle('old', 10, 10, 60)}), 't|10|9||6|redis', 'an old state is as if never used');
 
-# A key without a time to live gets one from the next write, long enough for
-# whatever it holds, and its state counts all the same.
+# The next write sets the time to live of a key that has none.  It is long enough for
+# all states of the key.  Before the write, the key's state counts too.
 foreach my $write (q{SELECT rl_throttle('bare', 10, 10, 60)}, q{SELECT rl_check('bare', '10/1min, 1/1s')},
 	q{SELECT rl_refund('bare', '10/1min', 1)}, q{SELECT rl_ban('bare', 5)}, q{SELECT rl_throttle('bare', 1, 1, 1)})
 {
@@ -48,12 +48,12 @@ foreach my $write (q{SELECT rl_throttle('bare', 10, 10, 60)}, q{SELECT rl_check(
 	($s, $us) = @{ $redis->cli('TIME') };
 	$redis->cli('HSET', 'rl:{bare}', 'throttle:60000000', ($s + 18) . '000000000');
 	is($redis->cli('PTTL', 'rl:{bare}'), -1, 'a key without a time to live');
-	is($session->ask(q{SELECT remaining < 9 FROM rl_peek('bare', '10/1min', 0)}), 't', 'its state counts');
+	is($session->ask(q{SELECT remaining < 9 FROM rl_peek('bare', '10/1min', 0)}), 't', 'the state of a key without a time to live counts');
 	is($session->attempt($write)->{state}, '00000', $write);
-	cmp_ok($redis->cli('PTTL', 'rl:{bare}'), '>', 11_000, 'it has one after a write, long enough');
+	cmp_ok($redis->cli('PTTL', 'rl:{bare}'), '>', 11_000, 'the write sets a time to live that is long enough');
 }
 
-# What only looks writes nothing: no key, no expiry.
+# Calls that only look write no key and no expiry.
 $redis->cli('FLUSHDB');
 foreach my $call (q{rl_peek('looked', '10/1min')}, q{rl_throttle('looked', 10, 10, 60, 0)},
 	q{rl_throttle('looked', 10, 10, 60, 11)}, q{rl_check('looked', '10/1min, 1/1s', 0)},
@@ -61,7 +61,7 @@ foreach my $call (q{rl_peek('looked', '10/1min')}, q{rl_throttle('looked', 10, 1
 	q{rl_reset('looked', '10/1min')}, q{rl_reset('looked')}, q{rl_unban('looked')})
 {
 	is($session->attempt("SELECT $call")->{state}, '00000', $call);
-	is_deeply($redis->cli('KEYS', '*'), [], 'writes nothing');
+	is_deeply($redis->cli('KEYS', '*'), [], 'the call writes nothing');
 }
 $session->ask(q{SELECT rl_throttle('looked', 1, 1, 3600)});
 $redis->cli('PEXPIRE', 'rl:{looked}', 7_000_000);
@@ -69,9 +69,9 @@ my $dump = $redis->cli('DUMP', 'rl:{looked}');
 $session->ask(q{SELECT rl_peek('looked', '1/1h'); SELECT rl_throttle('looked', 1, 1, 3600);
 	SELECT rl_throttle('looked', 1, 1, 3600, 0); SELECT rl_check('looked', '1/1h, 5/1min')});
 is($redis->cli('DUMP', 'rl:{looked}'), $dump, 'a refusal writes nothing');
-cmp_ok($redis->cli('PTTL', 'rl:{looked}'), '>', 6_000_000, 'nor touches the expiry');
+cmp_ok($redis->cli('PTTL', 'rl:{looked}'), '>', 6_000_000, 'a refusal does not change the expiry');
 
-# Taking and banning at random: the time to live is right after each step.
+# Random actions and bans: the time to live is right after each step.
 $redis->cli('FLUSHDB');
 my @problems;
 my %ran;
@@ -84,7 +84,7 @@ foreach my $step (1 .. 400)
 	my $limits = $limits[ rand @limits ];
 	my $what = (qw(check check check check ban look))[ rand 6 ];
 
-	# A longer ban than the one before: what grows is what is bounded.
+	# Each ban is longer than the ban before, because a time to live never shrinks.
 	my $sql = $what eq 'check' ? "SELECT rl_check('$key', '$limits', $quota)"
 	  : $what eq 'ban' ? "SELECT rl_ban('$key', " . 0.001 * $step . ')'
 	  : "SELECT rl_peek('$key', '$limits')";
@@ -93,11 +93,11 @@ foreach my $step (1 .. 400)
 	push @problems, map { "after $sql: $_" } ttl_problems($redis);
 	$ran{$what}++;
 }
-is_deeply(\@problems, [], "each key had a right time to live after each of 400 steps")
+is_deeply(\@problems, [], "each key has a right time to live after each of 400 steps")
   or diag "repeat with RATELIMIT_SEED=$seed";
 cmp_ok($ran{$_}, '>', 10, "$_: $ran{$_}") foreach qw(check ban look);
 
-# What shrinks a state keeps a time to live that is long enough.
+# A call that shrinks a state keeps a time to live that is long enough.
 foreach my $sql (map { my $key = "random:$_"; map { sprintf $_, $key } q{SELECT rl_refund('%s', '1/30d burst 4', 1)},
 	q{SELECT rl_unban('%s')}, q{SELECT rl_reset('%s', '3/1h')}, q{SELECT rl_ban('%s', 0.5)},
 	q{SELECT rl_refund('%s', '100/1min burst 500', 500)} } 0 .. 5)
@@ -108,10 +108,10 @@ foreach my $sql (map { my $key = "random:$_"; map { sprintf $_, $key } q{SELECT 
 		cmp_ok($redis->cli('PTTL', $key), '!=', -1, "$key has a time to live");
 	}
 	is_deeply([ grep { /lives (\S+) ms, its state (\S+) ms/ && $1 < $2 } ttl_problems($redis) ], [],
-		'that is long enough');
+		'each time to live is long enough');
 }
 
-# Virtual time does not pass by itself, so such keys live an hour at least.
+# Virtual time does not pass by itself, so such keys live for at least an hour.
 $redis->cli('FLUSHDB');
 $session->ask(q{SET ratelimit.debug_now = '1000000000000000'; SELECT rl_throttle('virtual', 10, 10, 1);
 	SELECT rl_ban('banned', 1)});

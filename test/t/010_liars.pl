@@ -1,5 +1,5 @@
-# A server that is no Redis, or lies: an error in time and no crash, whatever it
-# answers; and the failure policy counts.
+# A server that is not Redis, or sends wrong replies: each call ends with an error in
+# time and without a crash, and the failure policy applies.
 use strict;
 use warnings FATAL => 'all';
 
@@ -16,8 +16,8 @@ my $session = session($node);
 my $pid = $session->pid;
 my $take = q{SELECT rl_throttle('k', 7, 1, 86400)};
 
-# A server that answers each request with the same bytes, in one piece or one by
-# one, and may end the connection after them.
+# Returns a server that answers each request with the same bytes, in one piece or
+# singly, and may then end the connection.
 sub liar
 {
 	my ($answer, %how) = @_;
@@ -37,10 +37,10 @@ foreach my $case (
 	[ 'an empty error', "-\r\n", '08P01' ],
 	[ 'an error of 60 kB', '-' . ('E' x 60_000) . "\r\n", '08P01' ],
 	[ 'an error with control bytes', "-ERR \x01\x1b[2J\xff\r\n", '08P01' ],
-	[ 'no script, for ever', "-NOSCRIPT No matching script\r\n", '08P01' ],
+	[ 'no script, always', "-NOSCRIPT No matching script\r\n", '08P01' ],
 	[ 'another protocol', "HTTP/1.1 400 Bad Request\r\n\r\n", '08P01' ],
 	[ 'bytes', join('', map { chr } 0 .. 255), '08P01' ],
-	[ 'nothing but an end', '', '08006', close => 1 ],
+	[ 'only an end', '', '08006', close => 1 ],
 	[ 'silence', '', '08006' ],
 	[ 'half an answer', ':12', '08006' ],
 	[ 'half an answer and an end', ':12', '08006', close => 1 ],
@@ -61,7 +61,7 @@ foreach my $case (
 	[ 'an array of errors', "*2\r\n-ERR\r\n-ERR\r\n", '08P01' ],
 	[ 'a negative backlog', "*2\r\n:5\r\n:-5\r\n", '08P01' ],
 	[ 'an allowance over the limit', ":9000000000000000000\r\n", '08P01' ],
-	[ 'a refusal with nothing taken', ":-1\r\n", '08P01' ],
+	[ 'a refusal although nothing is used', ":-1\r\n", '08P01' ],
 	[ 'the least number', ":-9223372036854775808\r\n", '00000' ],
 	[ 'an endless string', "\$2000000000\r\n" . ('x' x 300_000), '08P01' ],
 	[ 'a string without an end', "\$2147483647\r\n", '08006' ],
@@ -70,16 +70,16 @@ foreach my $case (
 	[ 'a lying length', "\$99999999999999999999\r\nx\r\n", '08P01' ],
 	[ 'a negative length', "\$-7\r\nx\r\n", '08P01' ],
 	[ 'an endless line', ':' . ('1' x 300_000), '08P01' ],
-	[ 'a drop at a time for ever', ':' . ('1' x 10_000), '08006', slowly => 1 ])
+	[ 'one byte at a time, without end', ':' . ('1' x 10_000), '08006', slowly => 1 ])
 {
 	my ($what, $answer, $state, %how) = @$case;
 	my $liar = liar($answer, %how);
 
-	# Only what never ends needs to be cut short.
+	# Only replies that do not end need a short timeout.
 	$session->set(redis_url => $liar->url, on_error => 'error', command_timeout => $state eq '08006' ? '100ms' : '60s');
 	my $got = $session->attempt($take);
 	is($got->{state}, $state, "$what: SQLSTATE") or diag "$got->{message} $got->{answer}";
-	unlike("$got->{message}$got->{detail}", qr/[^ -~]/, "$what: nothing strange in the message");
+	unlike("$got->{message}$got->{detail}", qr/[^ -~]/, "$what: the message is printable");
 	next if $state eq '00000';
 	foreach my $policy ([ allow => '(t,7,,,,fail_open)' ], [ deny => '(f,7,,,,fail_closed)' ])
 	{
@@ -87,25 +87,25 @@ foreach my $case (
 		is($session->attempt($take)->{answer}, $policy->[1], "$what: on_error = $policy->[0]");
 	}
 
-	# Numbers and silence apart, that is no answer to anything.
+	# Such a reply is wrong for every function.  Numbers and silence are not.
 	next if $state eq '08006' || $answer =~ /^[:*]/ || $what eq 'a status';
-	like($session->attempt("SELECT $_")->{state}, qr/^(08P01|28P01)$/, "$what: $_ raises")
+	like($session->attempt("SELECT $_")->{state}, qr/^(08P01|28P01)$/, "$what: $_ raises an error")
 	  foreach q{rl_peek('k', '7/1d')}, q{rl_reset('k')}, q{rl_unban('k')};
 }
 
-# An answer that comes in pieces is an answer.
+# A reply that comes in pieces is a valid reply.
 my $slow = liar("*2\r\n\$4\r\n5000\r\n:0\r\n", slowly => 1);
 $session->set(command_timeout => '60s', redis_url => $slow->url);
-is($session->attempt($take)->{answer}, '(f,7,0,0.005,0.005,ban)', 'an answer in pieces');
+is($session->attempt($take)->{answer}, '(f,7,0,0.005,0.005,ban)', 'a reply in pieces');
 
-# More than was asked for is not kept for the next call.
+# The next call does not use a second reply.
 my $talker = liar(":0\r\n:86400000000000\r\n:86400000000000\r\n");
 $session->set(on_error => 'error', redis_url => $talker->url);
-is($session->attempt($take)->{state}, '08P01', "too many answers, call $_") foreach 1 .. 4;
+is($session->attempt($take)->{state}, '08P01', "too many replies, call $_") foreach 1 .. 4;
 
-# All this in one backend, which has survived it.
+# One backend made all these calls.
 $session->set(redis_url => undef);
-is($session->ask('SELECT pg_backend_pid()'), $pid, 'the backend lives');
-is($session->attempt($take)->{answer}, '(t,7,6,,86400,redis)', 'and Redis is asked again');
+is($session->ask('SELECT pg_backend_pid()'), $pid, 'the backend is alive');
+is($session->attempt($take)->{answer}, '(t,7,6,,86400,redis)', 'Redis decides again');
 
 done_testing();

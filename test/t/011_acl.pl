@@ -1,6 +1,6 @@
-# The smallest rule for a user of Redis, as docs/operations.md gives it: every function
-# works under it, none of its words can be left out, and keys with another
-# prefix are out of its reach.
+# The smallest rule for a user of Redis, as docs/operations.md shows it.  Every
+# function works under it, each of its words is necessary, and keys with another
+# prefix are not accessible.
 use strict;
 use warnings FATAL => 'all';
 
@@ -24,25 +24,25 @@ $node->safe_psql('postgres', q{
 	CREATE TABLE orders (customer bigint);
 	CREATE TRIGGER enforce BEFORE INSERT ON orders
 		FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{customer}', '3/1d, sliding_log 5/1h');
-	CREATE FUNCTION take_back() RETURNS text LANGUAGE plpgsql AS $$
+	CREATE FUNCTION refund_in_transaction() RETURNS text LANGUAGE plpgsql AS $$
 	BEGIN
-		PERFORM rl_check('back', 'sliding_log 9/1h refund_on_abort');
+		PERFORM rl_check('refund', 'sliding_log 9/1h refund_on_abort');
 		BEGIN
-			PERFORM rl_check('back', 'sliding_log 9/1h refund_on_abort', 2);
-			RAISE 'back';
+			PERFORM rl_check('refund', 'sliding_log 9/1h refund_on_abort', 2);
+			RAISE 'refund';
 		EXCEPTION WHEN raise_exception THEN
-			-- What Redis does not permit then is only logged.
-			IF (SELECT remaining FROM rl_peek('back', 'sliding_log 9/1h', 0)) <> 8 THEN
-				RAISE 'not given back for want of a permission' USING ERRCODE = '08P01';
+			-- A refund that Redis does not permit is only logged.
+			IF (SELECT remaining FROM rl_peek('refund', 'sliding_log 9/1h', 0)) <> 8 THEN
+				RAISE 'not refunded because a permission is missing' USING ERRCODE = '08P01';
 			END IF;
-			RETURN 'given back';
+			RETURN 'refunded';
 		END;
 	END $$;
 });
 my $session = session($node);
 
-# All that makes Redis run another command: first and later actions, refusals,
-# bans, entries split by a refund, things that are forgotten.
+# Calls that together make Redis run every command of the scripts: first and later
+# actions, refusals, bans, entries that a refund splits, deleted states.
 my $five = '3/1h, token_bucket 3/1h, fixed_window 3/1h, sliding_window 3/1h, sliding_log 3/1h';
 my $log = 'sliding_log 4/1h';
 my @calls = (
@@ -57,13 +57,13 @@ my @calls = (
 	"SELECT rl_refund('log', '$log', 2)", "SELECT rl_check('log', '$log', 2)",
 	"SELECT rl_refund('log', '$log', 3)", "SELECT rl_refund('five', '$five', 1)",
 	(map { "SELECT $_('$_', '$five')" } qw(rl_check_each rl_allow rl_enforce rl_wait rl_peek)),
-	"SELECT count(*) FROM rl_check_many('{a,b,a}', '$five')", 'SELECT take_back()',
+	"SELECT count(*) FROM rl_check_many('{a,b,a}', '$five')", 'SELECT refund_in_transaction()',
 	'INSERT INTO orders VALUES (42), (42)', q{SELECT problem FROM rl_triggers},
 	q{SELECT rl_ban(rl_key('k', 1), 3600)}, q{SELECT rl_unban('k:1')}, q{SELECT rl_unban('k:1')},
 	"SELECT rl_reset('five', '$five')", q{SELECT rl_reset('log')}, q{SELECT rl_reset('log')},
 	(map { "SELECT count(*) FROM $_" } qw(rl_stat rl_denied)), 'SELECT rl_stat_reset()');
 
-# The user has this rule and no other, Redis knows no key and no script.
+# Gives the user only this rule, and deletes all keys and scripts.
 sub with_rule
 {
 	my (@words) = @_;
@@ -75,7 +75,7 @@ sub with_rule
 	return;
 }
 
-# What the attempts that ended in an error say.
+# Makes all calls; returns the errors.
 sub failures
 {
 	return map { "$_->{state} $_->{message}: $_->{detail}" }
@@ -92,20 +92,20 @@ is($node->safe_psql('postgres', q{
 		FROM pg_proc LEFT JOIN pg_stat_user_functions s ON s.funcid = oid
 		WHERE s.calls IS NULL AND proname NOT LIKE 'rl\_limits%' AND proname <> 'rl_simulate'
 			AND oid IN (} . members('pg_proc') . ')'),
-	'', 'every function was called, but for the type\'s and rl_simulate, which ask no Redis');
+	'', 'every function was called, except the type\'s functions and rl_simulate, which do not use Redis');
 
 foreach my $left_out (@rule)
 {
 	with_rule(grep { $_ ne $left_out } @rule);
 	my @failures = failures();
 
-	cmp_ok(scalar @failures, '>', 0, "nothing less will do: without $left_out something fails");
+	cmp_ok(scalar @failures, '>', 0, "without $left_out a call fails");
 	is_deeply([ grep { !/^(?:08P01 .*(?:can't run|permission)|28P01 )/ } @failures ], [],
-		"without $left_out: as a refusal of Redis, no verdict");
+		"without $left_out: the errors are permissions that are missing, not verdicts");
 }
 
 #
-# Out of reach
+# Keys with another prefix
 #
 
 with_rule(@rule);
@@ -117,15 +117,15 @@ foreach my $prefix ('other:', 'rl', '')
 		$session->fails("SELECT $call", "the prefix '$prefix': $call", '08P01', qr/NOPERM .* key/);
 	}
 }
-is_deeply($redis->cli('KEYS', '*'), [], 'nothing was written');
+is_deeply($redis->cli('KEYS', '*'), [], 'Redis has no key');
 $session->set(key_prefix => undef);
-is($session->attempt($calls[0])->{state}, '00000', 'with its own prefix it goes on');
+is($session->attempt($calls[0])->{state}, '00000', 'with its own prefix the call works');
 
-# The page says when one more is needed.
+# The page says when the user also needs +select.
 like(slurp_file("$FindBin::RealBin/../../docs/operations.md"), qr/`\+select`/, 'the page names +select');
 $session->set(redis_url => $redis->url(user => $user, db => 1));
 is($session->attempt($calls[0])->{state}, '08P01', 'another database than 0 needs +select');
 with_rule(@rule, '+select');
-is_deeply([ failures() ], [], 'and no more');
+is_deeply([ failures() ], [], 'with +select every function works');
 
 done_testing();

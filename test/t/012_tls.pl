@@ -1,5 +1,5 @@
-# rediss://: the server must prove who it is, a client can, and TLS waits, ends
-# and fails like the rest.
+# rediss://: the server must prove its identity, a client can do so, and waits,
+# interrupts and failures are as without TLS.
 use strict;
 use warnings FATAL => 'all';
 
@@ -25,8 +25,8 @@ sub openssl
 	return;
 }
 
-# A key and a certificate for names such as "IP:127.0.0.1", valid until the end
-# of the year; signed by the authority, or its own.
+# Makes a key and a certificate for names such as "IP:127.0.0.1", valid until the end
+# of the year, signed by the authority or by itself.
 sub certificate
 {
 	my ($name, $subject_names, $authority, $year) = @_;
@@ -78,7 +78,7 @@ sub with { $session->set(@_); return; }
 sub fails { $session->fails($take, @_); return; }
 sub works { $session->works($look, @_); return; }
 
-# What the server shows from the next connection on.
+# Sets the certificate that the server shows from the next connection on.
 sub show
 {
 	my ($name) = @_;
@@ -100,7 +100,7 @@ if ($session->attempt($take)->{state} eq '0A000')
 		with(redis_url => 'rediss://127.0.0.1:1');
 		fails("without TLS and a server, on_error = $policy", '0A000', qr/built without TLS$/);
 	}
-	note 'ratelimit was built without TLS, so there is nothing else to test';
+	note 'ratelimit was built without TLS, so the test ends here';
 	done_testing();
 	exit;
 }
@@ -115,18 +115,18 @@ works('a name');
 with(redis_url => "$by_name/3");
 is($session->attempt($take)->{answer}, '(t,7,6,,86400,redis)', 'a database');
 $redis->cli('SELECT', 3);
-is_deeply($redis->cli('KEYS', '*'), ['rl:{tls}'], 'a database: it is that one');
+is_deeply($redis->cli('KEYS', '*'), ['rl:{tls}'], 'a database: the key is in this database');
 $redis->cli('SELECT', 0);
 $redis->cli('ACL', 'SETUSER', 'limiter', 'on', '>s3cr3t', '~rl:*', '+@all');
 with(redis_url => "rediss://limiter\@127.0.0.1:$tls_port/3", redis_passfile => password_file('s3cr3t'));
 works('a user');
-like($redis->cli('CLIENT', 'LIST', 'TYPE', 'normal'), qr/user=limiter/, 'a user: it is that one');
+like($redis->cli('CLIENT', 'LIST', 'TYPE', 'normal'), qr/user=limiter/, 'a user: Redis knows the client by this name');
 with(redis_passfile => '');
 
-# PING, with which the connection is tried, need not be allowed.
+# The extension sends PING to a new connection, but does not need permission for it.
 $redis->cli('ACL', 'SETUSER', 'default', '-ping');
 with(redis_url => $url);
-works('no right to PING');
+works('no permission for PING');
 $redis->cli('ACL', 'SETUSER', 'default', '+ping');
 
 foreach my $version ('TLSv1.2', 'TLSv1.3')
@@ -136,18 +136,18 @@ foreach my $version ('TLSv1.2', 'TLSv1.3')
 	with(redis_url => $url);
 	works($version);
 
-	# What the server sends of its own accord, tickets, is no reason to reconnect.
+	# TLS tickets, which the server sends unasked, do not make the session reconnect.
 	my $before = $redis->field('stats', 'total_connections_received');
 	is($session->ask("SELECT count(*) FROM (SELECT rl_throttle('many$version', 5000, 1, 86400) d
 			FROM generate_series(1, 5000) OFFSET 0) s WHERE (d).allowed"), 5000, "$version: 5,000 calls");
 	like($session->attempt("SELECT rl_throttle('many$version', 5000, 1, 86400)")->{answer}, qr/^\(f,5000,0,/,
-		"$version: each was counted");
-	is($redis->field('stats', 'total_connections_received'), $before, "$version: over one connection");
+		"$version: each call was counted");
+	is($redis->field('stats', 'total_connections_received'), $before, "$version: one connection served all calls");
 }
 $redis->cli('CONFIG', 'SET', 'tls-protocols', '');
 
 #
-# Bad certificates: no verdict of theirs counts, and nothing is charged
+# Bad certificates: such a server decides nothing, and nothing is charged
 #
 
 $redis->cli('FLUSHALL');
@@ -157,8 +157,8 @@ foreach my $case (
 	[ 'another name', 'elsewhere', $by_name, 'ca', qr/hostname mismatch/i ],
 	[ 'an untrusted authority', 'stranger', $url, 'ca', qr/unable to get local issuer certificate/ ],
 	[ 'trust in another authority', 'server', $url, 'other_ca', qr/self.signed certificate in certificate chain/ ],
-	[ 'a certificate of its own', 'other_ca', $url, 'ca', qr/self.signed certificate/ ],
-	[ 'trust in nobody but whom the system trusts', 'server', $url, '', qr/self.signed certificate in certificate chain/ ])
+	[ 'a self-signed certificate', 'other_ca', $url, 'ca', qr/self.signed certificate/ ],
+	[ 'trust only in the authorities of the system', 'server', $url, '', qr/self.signed certificate in certificate chain/ ])
 {
 	my ($what, $shown, $from, $trusted, $message) = @$case;
 
@@ -177,7 +177,7 @@ with(redis_url => $url, tls_ca_file => "$dir/ca.crt");
 works('a good certificate again');
 
 #
-# A changed setting counts at the next call
+# The next call uses a changed setting
 #
 
 with(tls_ca_file => "$dir/other_ca.crt");
@@ -193,7 +193,7 @@ $redis->cli('CONFIG', 'SET', 'tls-auth-clients', 'yes');
 $redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
 my $refused = qr/^could not connect to Redis: /;
 my $reason = qr/ratelimit\.tls_cert_file\.$/;
-fails('no certificate where one is asked for', '08001', $refused, $reason);
+fails('no certificate for a server that needs a certificate', '08001', $refused, $reason);
 $redis->cli('CONFIG', 'SET', 'tls-protocols', 'TLSv1.2');
 fails('the same with TLS 1.2', '08001', qr/^could not connect to Redis: TLS failed: .*alert/);
 $redis->cli('CONFIG', 'SET', 'tls-protocols', '');
@@ -206,7 +206,7 @@ with(tls_cert_file => "$dir/client.crt", tls_key_file => "$dir/client.key");
 works('the first certificate again');
 
 #
-# Files: an error whatever on_error says, and nothing is waited for
+# Bad files: an error at once, whatever on_error is
 #
 
 append_to_file("$dir/nonsense", "nonsense\n");
@@ -218,19 +218,19 @@ POSIX::mkfifo("$dir/pipe", 0600) or die "no pipe: $!";
 with(on_error => 'allow');
 foreach my $case (
 	[ 'no such authority', 'tls_ca_file', 'missing', '58P01', qr/could not stat file/ ],
-	[ 'an authority in a folder', 'tls_ca_file', '.', '42809', qr/is not a plain file/ ],
-	[ 'an authority in a pipe', 'tls_ca_file', 'pipe', '42809', qr/is not a plain file/ ],
+	[ 'a directory as authority', 'tls_ca_file', '.', '42809', qr/is not a plain file/ ],
+	[ 'a pipe as authority', 'tls_ca_file', 'pipe', '42809', qr/is not a plain file/ ],
 	[ 'a nonsensical authority', 'tls_ca_file', 'nonsense', 'F0000', qr/could not load .*"ratelimit\.tls_ca_file"/ ],
 	[ 'no such certificate', 'tls_cert_file', 'missing', '58P01', qr/could not stat file/ ],
 	[ 'a nonsensical certificate', 'tls_cert_file', 'nonsense', 'F0000', qr/could not load .*"ratelimit\.tls_cert_file"/ ],
 	[ 'a certificate without its key', 'tls_key_file', undef, '22023', qr/must be set together/ ],
 	[ 'a key without its certificate', 'tls_cert_file', undef, '22023', qr/must be set together/ ],
 	[ 'no such key', 'tls_key_file', 'missing', '58P01', qr/could not stat file/ ],
-	[ 'a key in a pipe', 'tls_key_file', 'pipe', '42809', qr/is not a plain file/ ],
+	[ 'a pipe as key', 'tls_key_file', 'pipe', '42809', qr/is not a plain file/ ],
 	[ 'a nonsensical key', 'tls_key_file', 'nonsense', 'F0000', qr/could not load .*"ratelimit\.tls_key_file"/ ],
 	[ "another certificate's key", 'tls_key_file', 'server.key', 'F0000', qr/"ratelimit\.tls_key_file": .*mismatch/ ],
 	[ 'a key with a pass phrase', 'tls_key_file', 'locked.key', 'F0000', qr/could not load .*"ratelimit\.tls_key_file"/ ],
-	[ 'a key that others may read', 'tls_key_file', 'open.key', '42501', qr/has group or world access/ ])
+	[ 'a key that other users may read', 'tls_key_file', 'open.key', '42501', qr/has group or world access/ ])
 {
 	my ($what, $setting, $file, $state, $message) = @$case;
 	my $before = $session->ask("SHOW ratelimit.$setting");
@@ -245,16 +245,16 @@ with(on_error => 'error', redis_url => $url, tls_key_file => "$dir/client.key");
 works('good files');
 $redis->cli('CONFIG', 'SET', 'tls-auth-clients', 'no');
 with(tls_cert_file => '', tls_key_file => '');
-works('no certificate where none is asked for');
+works('no certificate for a server that needs no certificate');
 
 #
-# The wrong port, and a server that says nothing
+# The wrong port, and a server that sends nothing
 #
 
 with(redis_url => "redis://127.0.0.1:$tls_port");
-fails('no TLS to a server that wants it', '08006', qr/^lost the connection/);
+fails('no TLS to a port with TLS', '08006', qr/^lost the connection/);
 with(redis_url => 'rediss://127.0.0.1:' . $redis->port, connect_timeout => '200ms');
-fails('TLS to a server that has none', '08001', qr/^could not connect/);
+fails('TLS to a port without TLS', '08001', qr/^could not connect/);
 {
 	my $silent = IO::Socket::INET->new(LocalAddr => '127.0.0.1', Listen => 100) or die "no socket: $!";
 
@@ -263,7 +263,7 @@ fails('TLS to a server that has none', '08001', qr/^could not connect/);
 	my @ms = measures(250, sub { return ($got = $session->attempt($take))->{ms} });
 	is($got->{state}, '08001', 'no handshake: SQLSTATE');
 	like($got->{message}, qr/connect_timeout has passed$/, 'no handshake: message');
-	cmp_ok(min(@ms), '<=', 250, 'no handshake: within connect_timeout + 50 ms');
+	cmp_ok(min(@ms), '<=', 250, 'no handshake: the call takes at most connect_timeout + 50 ms');
 	with(connect_timeout => '10min');
 	$session->ask("SET statement_timeout = '50ms'");
 	is($session->attempt($take)->{state}, '57014', 'no handshake: statement_timeout works');
@@ -273,7 +273,7 @@ with(redis_url => $url);
 works('the right port');
 
 #
-# A server that stands still, dies and comes back
+# A server that is suspended, killed and restarted
 #
 
 my $pid = $session->pid;
@@ -286,8 +286,8 @@ foreach my $round (0 .. 9)
 	{
 		with(command_timeout => '100ms');
 		my $got = $session->attempt($take);
-		is($got->{state}, '08006', 'standing still: SQLSTATE');
-		cmp_ok($got->{ms}, '>=', 99, 'standing still: waits for command_timeout');
+		is($got->{state}, '08006', 'suspended: SQLSTATE');
+		cmp_ok($got->{ms}, '>=', 99, 'suspended: the call waits for command_timeout');
 		with(command_timeout => '10s');
 	}
 	else
@@ -295,22 +295,22 @@ foreach my $round (0 .. 9)
 		$session->send("SELECT state FROM attempt(\$\$$take\$\$)\n;");
 		$watcher->await_waiting($pid);
 		$watcher->ask("SELECT pg_cancel_backend($pid)");
-		is($session->ask(''), '57014', 'standing still: cancel works');
+		is($session->ask(''), '57014', 'suspended: the call can be canceled');
 	}
 	$redis->resume;
 	is($session->ask("SELECT remaining FROM rl_throttle('tag:' || $round, 100, 1, 86400, 0)"),
-		100 - $round, 'and the next call gets its own answer');
+		100 - $round, 'the next call gets its own answer');
 }
 $redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
 works('after the connection was ended');
 $redis->stop;
-fails('a dead server', '08001', qr/Connection refused/);
+fails('a killed server', '08001', qr/Connection refused/);
 $redis->start;
 show('server');
 works('after a restart');
-is($session->pid, $pid, 'all in one backend');
+is($session->pid, $pid, 'one backend made all calls');
 
-# Where a node of a cluster sends one to, one goes by TLS too.
+# A redirect in a cluster leads to another connection with TLS.
 {
 	my @ports;
 	my $cluster = RedisCluster->new(masters => 2, args => sub {
@@ -320,15 +320,15 @@ is($session->pid, $pid, 'all in one backend');
 
 	with(redis_url => "rediss://127.0.0.1:$ports[0]", tls_ca_file => "$dir/ca.crt");
 	is($session->ask(q{SELECT count(*) FROM generate_series(1, 50) n, rl_throttle('tls:' || n, 1, 1, 86400) WHERE source = 'redis'}),
-		50, 'a cluster by TLS');
+		50, 'a cluster with TLS');
 	foreach my $i (0, 1)
 	{
-		cmp_ok($cluster->master($i)->cli('DBSIZE'), '>', 0, "node $i has some of the keys");
-		like($cluster->master($i)->cli('CLIENT', 'LIST'), qr/ laddr=127\.0\.0\.1:$ports[$i] .* cmd=evalsha /, 'and heard of them by TLS');
+		cmp_ok($cluster->master($i)->cli('DBSIZE'), '>', 0, "node $i has keys");
+		like($cluster->master($i)->cli('CLIENT', 'LIST'), qr/ laddr=127\.0\.0\.1:$ports[$i] .* cmd=evalsha /, "node $i received its calls over TLS");
 	}
 	with(redis_url => "rediss://localhost:$ports[1]");
 	is($session->ask(q{SELECT count(*) FROM generate_series(1, 50) n, rl_throttle('tls:' || n, 1, 1, 86400) WHERE NOT allowed}),
-		50, 'from another node on');
+		50, 'another node redirects too');
 }
 
 done_testing();

@@ -1,6 +1,6 @@
-# The extension in a schema of another role, who has filled it with functions
-# and operators that have the names which the install script uses: none of them
-# is ever called, and nothing of the extension depends on one.
+# The extension in a schema of another role, which has made functions and operators
+# there that have the names in the install script.  None of these look-alikes is ever
+# called, and no object of the extension depends on them.
 use strict;
 use warnings FATAL => 'all';
 
@@ -31,21 +31,22 @@ my $called = names($script =~ /\b([a-z]\w*)\s*\(/g);
 # IN and LIKE stand for operators too.
 my $operators = names($script =~ m{([-+*/<>=~!@#%^&|`?]+)}g, "=", "~~");
 
-# The functions that the extension declares itself, which nobody can declare
-# before it without making the installation fail.
+# The functions of the extension.  If a role declares one of them before, the
+# installation fails.
 my $declared = $node->safe_psql('postgres', q{
 	SELECT array_agg(proname || '(' || oidvectortypes(proargtypes) || ')')
 	FROM pg_proc WHERE oid IN (} . members('pg_proc') . ')');
-like($declared, qr/rl_trigger_rule\(oid\)/, 'what the extension declares itself');
+like($declared, qr/rl_trigger_rule\(oid\)/, 'the list of the extension\'s functions');
 
 #
 # The look-alikes
 #
 
-# Each records that it was called.  They take each type, and operators and the
-# functions that have the name of one of PostgreSQL's each pair of types, of:
-# the columns of the relations that the scripts name, the types that they name,
-# the arguments of the functions that they name, and the usual literals.
+# Each look-alike records its calls.  A function with a name of the extension exists
+# for each type; an operator, or a function with a name of PostgreSQL, also for each
+# pair of types.  The types are those of: the columns of the relations in the scripts,
+# the types in the scripts, the arguments of the functions in the scripts, and the
+# usual literals.
 $node->safe_psql('postgres', 'CREATE ROLE mallory; CREATE DATABASE attacked');
 my $made = $node->safe_psql('attacked', qq{
 	CREATE SCHEMA app AUTHORIZATION mallory;
@@ -90,17 +91,16 @@ my $made = $node->safe_psql('attacked', qq{
 		FROM (SELECT DISTINCT oprname FROM pg_operator WHERE oprname = ANY ('$operators') AND oprresult = 'bool'::regtype) o, pairs\$\$);
 });
 note("made: $made");
-like($made, qr/^\d{4,}\n\d{4,}$/, 'thousands of functions and operators');
+like($made, qr/^\d{4,}\n\d{4,}$/, 'thousands of look-alikes');
 
-
-# They would be called.
+# PostgreSQL would call them.
 my $admin = session($node, 'attacked');
 $admin->ask(q{SET search_path = app, pg_catalog; SELECT 1::oid = 'int4in(cstring)'::regprocedure; RESET search_path});
 is($admin->ask('SELECT what FROM app.called'), 'operator(oid, regprocedure)', 'a bare operator calls a look-alike');
 $admin->ask('TRUNCATE app.called');
 
 #
-# The extension beside them
+# The extension beside the look-alikes
 #
 
 # A call without arguments also fits a function whose arguments have defaults.
@@ -131,6 +131,6 @@ is($admin->ask(q{
 	WHERE (refclassid = 'pg_proc'::regclass AND EXISTS (SELECT FROM pg_proc WHERE oid = refobjid AND proowner = 'mallory'::regrole)
 			OR refclassid = 'pg_operator'::regclass AND EXISTS (SELECT FROM pg_operator WHERE oid = refobjid AND oprowner = 'mallory'::regrole))
 		AND NOT (classid = 'pg_operator'::regclass AND EXISTS (SELECT FROM pg_operator WHERE oid = objid AND oprowner = 'mallory'::regrole))}),
-	'', 'nothing of the extension depends on one');
+	'', 'no object of the extension depends on a look-alike');
 
 done_testing();

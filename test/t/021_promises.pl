@@ -1,7 +1,7 @@
-# What each algorithm promises (section 4 of the design) holds and is reached,
-# on histories of the C engine and through SQL.  Nothing here knows how an
-# algorithm works: all is computed from the list of what was asked and allowed,
-# over all spans of each history.
+# The promise of each algorithm (section 4 of the design) holds and is reached, on
+# histories of the C engine and through SQL.  The test does not know how an algorithm
+# works: it looks only at the list of actions and answers, over all spans of each
+# history.
 #
 # RATELIMIT_SEED repeats a run.
 use strict;
@@ -35,9 +35,9 @@ my %count;
 
 my $keys = 0;
 
-# Takes on both engines what "next" says, given the events until now, as
-# {now, quota} or nothing; a quota below 0 is refunded.  An event may name other
-# limits.  Returns C's events and the steps.
+# Takes steps on C's engine.  Given the events until now, the function returns the
+# next event {now, quota}, or nothing; a quota below 0 is refunded.  An event may have
+# other limits.  Returns C's events and the steps.
 sub play
 {
 	my ($limits, $next) = @_;
@@ -64,7 +64,7 @@ sub with_answer
 	return { %$event, d => $answer->[1], allowed => $answer->[1][0], done => !grep { !$_->[0] } @$answer[ 1 .. $#$answer ] };
 }
 
-# The same events with the answers of SQL, in microseconds.
+# Returns the same events with the answers of SQL, in microseconds.
 sub sql_events
 {
 	my ($events, $answers) = @_;
@@ -101,9 +101,9 @@ sub limit_of
 		%more);
 }
 
-# Attempts at random moments, many of them when something becomes free.  With
-# refunds, refunds what was allowed, all or a part, each at most once.  With
-# "other", which returns limits, attempts are made under changing limits.
+# Returns a function for play() that makes attempts at random moments, many of them
+# when a unit becomes free.  With refunds, it refunds charges, all or a part, each at
+# most once.  With a function that returns limits, the attempts have changing limits.
 sub attempts
 {
 	my ($limit, $n, $refunds, $other) = @_;
@@ -192,9 +192,9 @@ sub tight_room
 	return room(@_);
 }
 
-# Looks at every span that ends with an allowed action for the promise, and if
-# nothing was refunded at every refusal for whether it was needed.  Returns
-# what is wrong, and how near to the promise it came.
+# Checks that every span that ends with an allowed action keeps the promise and, if
+# nothing was refunded, that every refusal was needed.  Returns the error, or undef,
+# and the least room of a span.
 sub check_promise
 {
 	my ($events, $refunds) = @_;
@@ -240,7 +240,7 @@ sub check_promise
 				last if $needed;
 			}
 		}
-		return ("event $j was refused without need", $least) if !$event->{allowed} && !$needed;
+		return ("event $j was refused, and there was room", $least) if !$event->{allowed} && !$needed;
 	}
 	return (undef, $least);
 }
@@ -299,21 +299,21 @@ foreach my $kind (@kinds)
 	}
 	note "$kind: events $events{C} (C), $events{SQL} (SQL), refused $events{refused}, ",
 	  "promise reached in $reached{C} of 100 and $reached{SQL} of 24";
-	is($bad{$_}, 0, "$kind: the promise holds in every span, and no refusal is without need ($_)") foreach qw(C SQL);
-	cmp_ok($events{refused}, '>', 0.25 * $events{C}, "$kind: and there were refusals");
+	is($bad{$_}, 0, "$kind: the promise holds in every span, and every refusal is needed ($_)") foreach qw(C SQL);
+	cmp_ok($events{refused}, '>', 0.25 * $events{C}, "$kind: there were refusals");
 
-	# The bucket's promise has room for one more than any history can have.
+	# The promise of a bucket allows one unit more than any history can take.
 	next if $kind eq 'token_bucket';
 	cmp_ok($reached{C}, '>', 50, "$kind: the promise is reached (C)");
 	cmp_ok($reached{SQL}, '>', 10, "$kind: the promise is reached (SQL)");
 }
 
 #
-# The most that a greedy client gets, exactly
+# The exact quota that a greedy client gets
 #
 
-# One take after another of one, each as soon as the engine says; until the
-# time is over.
+# Takes single units, each at the retry_after of the last answer, until the time is
+# over.
 sub greedy
 {
 	my ($limit, $start, $end) = @_;
@@ -329,7 +329,7 @@ sub greedy
 
 my (@greedy_steps, @greedy);
 foreach my $case (
-	# limit, start after t0, time in us, how much is allowed
+	# limit, start after t0, time in us, quota that is allowed
 	[ limit(algorithm => 'throttle', capacity => 4, count => 3, period => $second), 0, 20 * $second, 4 + 60 ],
 	[ limit(algorithm => 'throttle', capacity => 1, count => 1, period => 10), 3, 999, 1 + 99 ],
 	[ limit(algorithm => 'token_bucket', capacity => 4, count => 3, period => $second), 123, 20 * $second, 4 + 3 * 20 ],
@@ -337,7 +337,7 @@ foreach my $case (
 	# 1,700,000,000 s is a multiple of 10 s.
 	[ limit(algorithm => 'fixed_window', capacity => 3, period => 10 * $second), 9 * $second, 21 * $second, 3 * 4 ],
 	[ limit(algorithm => 'fixed_window', capacity => 3, period => 10 * $second, from_first => 1), 9 * $second, 30 * $second, 3 * 4 ],
-	# At t0 + 9 s sub-window 4 of 2 s; it and all in it are free 12 s after its end.
+	# t0 + 9 s is in sub-window 4 of 2 s, whose units are free 12 s after its end.
 	[ limit(algorithm => 'sliding_window', capacity => 3, period => 12 * $second, step => 2 * $second), 9 * $second, 26 * $second, 3 * 2 ],
 	[ limit(algorithm => 'sliding_window', capacity => 3, period => 12 * $second, step => 2 * $second), 9 * $second, 27 * $second, 3 * 3 ],
 	[ limit(algorithm => 'sliding_log', capacity => 3, period => 7), 5, 7 * 10 - 1, 3 * 10 ],
@@ -357,11 +357,11 @@ foreach my $case (@greedy)
 	my ($limit, $time, $most, $c) = @$case;
 	my $events = sql_events($c, [ splice @$answers, 0, scalar @$c ]);
 
-	is(sum0(map { $_->{quota} } grep { $_->{done} } @$events), $most, "and through SQL");
+	is(sum0(map { $_->{quota} } grep { $_->{done} } @$events), $most, "the same client gets $most through SQL");
 }
 
-# The nearest that a bucket comes to its promise: one missing, the rest taken
-# just before the tokens arrive, and those at once.
+# The most that a bucket can give at once: one token is missing, the others are taken
+# just before the new tokens arrive, and then the new tokens.
 {
 	my $limit = limit(algorithm => 'token_bucket', capacity => 10, count => 4, period => $second);
 	my @wanted = ([ 0, 1, 1 ], [ $second - 1, 9, 1 ], [ $second - 1, 1, 0 ], [ $second, 4, 1 ], [ $second, 1, 0 ]);
@@ -370,10 +370,10 @@ foreach my $case (@greedy)
 	my $sql = sql_events($events, redis_steps($node, @$steps));
 
 	is_deeply([ map { $_->{allowed} } @$events ], [ map { $_->[2] } @wanted ], 'a bucket gives capacity - 1 + refill at once (C)');
-	is_deeply([ map { $_->{allowed} } @$sql ], [ map { $_->[2] } @wanted ], 'and through SQL');
+	is_deeply([ map { $_->{allowed} } @$sql ], [ map { $_->[2] } @wanted ], 'the same through SQL');
 }
 
-# The bucket that charges twice refuses the eleventh of these.
+# A bucket that charged twice would refuse the eleventh of these.
 foreach my $phase (0, 1, 499_999)
 {
 	my $limit = limit(algorithm => 'token_bucket', capacity => 10, count => 1, period => $second);
@@ -381,17 +381,17 @@ foreach my $phase (0, 1, 499_999)
 	my ($events, $steps) = play([$limit], sub { return $n < 300 ? { now => $t0 + $phase + $n++ * $second, quota => 1 } : undef });
 	my $sql = sql_events($events, redis_steps($node, @$steps));
 
-	is(scalar(grep { !$_->{allowed} } @$events), 0, 'a bucket of 10 with a token a second never refuses one a second (C)');
-	is(scalar(grep { !$_->{allowed} } @$sql), 0, 'and through SQL');
+	is(scalar(grep { !$_->{allowed} } @$events), 0, 'a bucket of 10 with a token a second never refuses an action a second (C)');
+	is(scalar(grep { !$_->{allowed} } @$sql), 0, 'the same through SQL');
 }
 
 #
-# What a refusal leaves
+# Refusals that count, and bans
 #
 
-# With count_denied attempts count, whichever limit refused them: the limit
-# allows an action exactly if it and all that is charged or refused and still
-# counts are within the capacity.
+# With count_denied attempts count, whichever limit refused them.  The limit allows an
+# action exactly if its quota and the units in use, charged or refused, are within the
+# capacity.  Returns the first event for which that is wrong.
 sub check_denied
 {
 	my ($events) = @_;
@@ -408,8 +408,8 @@ sub check_denied
 	return undef;
 }
 
-# Under one count, and under counts that change from call to call, of which some
-# count refusals; with refunds in two of three histories.
+# Histories under one count, and under counts that change from call to call, some of
+# which count refusals.  Two of three histories have refunds.
 foreach my $kind (@denying)
 {
 	my (@sql_steps, @sql_histories);
@@ -466,8 +466,9 @@ foreach my $kind (@denying)
 	cmp_ok($seen{$_}, '>', 100, "$kind count_denied: $_ $seen{$_}") foreach sort keys %seen;
 }
 
-# The Nth refusal within one period of the first bans; during the ban all is
-# refused and nothing counts.  Of a sliding_log the wait is known too.
+# The Nth refusal within a period from the first refusal starts a ban.  During the ban
+# every action is refused, and no refusal counts.  Checks a sliding_log, whose waits
+# this function can compute.
 sub check_ban
 {
 	my ($limit, $events, $seen) = @_;
@@ -490,7 +491,7 @@ sub check_ban
 		return "event $j: source" if ($source eq 'ban') != $banned;
 		return "event $j: allowed" if $allowed != $right;
 
-		# When the oldest that must go have gone.
+		# Until the oldest units that do not fit are free.
 		my $too_much = $right ? 0 : $used + $quota - $limit->{capacity};
 		foreach my $action (@taken)
 		{
@@ -560,11 +561,11 @@ sub check_ban
 		diag "SQL: $wrong";
 		show([$limit], $events);
 	}
-	is($bad{$_}, 0, "ban: the Nth refusal within a period bans, and a ban is kept to ($_)") foreach qw(C SQL);
+	is($bad{$_}, 0, "ban: the Nth refusal within a period starts a ban, and the ban lasts until its end ($_)") foreach qw(C SQL);
 	cmp_ok($seen{$_}, '>', 50, "ban: $_ $seen{$_}") foreach sort keys %seen;
 }
 
-# A ban is on the key: all algorithms and functions keep to it, and to its end.
+# A ban is on the key: all algorithms and functions refuse until its end.
 {
 	my $end = $t0 + 5 * $second;
 	my @limits = map { limit_of($_) } @kinds;
@@ -592,7 +593,7 @@ sub check_ban
 	}
 	is_deeply(\%wrong, {}, 'a ban refuses every function and limit until its end');
 	is(scalar(grep { my ($row) = values %{ $sql->[$_] }; $steps[$_]{now} == $end && $row->[5] && $row->[5] eq 'ban' } 1 .. $#steps),
-		0, 'and no longer');
+		0, 'a ban refuses no call at its end');
 }
 
 done_testing();

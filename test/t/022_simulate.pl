@@ -1,5 +1,6 @@
-# rl_simulate over random histories gives what the C engine and rl_check give;
-# it refuses what it cannot replay; and it costs neither disk nor memory.
+# rl_simulate over random histories gives the answers of the C engine and rl_check.
+# It raises an error for rows that it cannot replay, and needs neither disk nor much
+# memory.
 #
 # RATELIMIT_SEED repeats a run.
 use strict;
@@ -65,7 +66,7 @@ foreach my $i (0 .. $#steps)
 }
 close $out or die "$dir/history: $!";
 
-# With the first rows last in the table, and partitions mixed.
+# The table has the rows in another order, with mixed partitions.
 $node->safe_psql('postgres', qq{
 	CREATE TABLE history (id int, key int, us bigint, quota bigint, limits rl_limits);
 	\\copy history FROM '$dir/history'
@@ -76,16 +77,16 @@ my @simulated = map { [ split /\t/ ] } split /\n/, slurp_file("$dir/simulated");
 is(scalar @simulated, scalar @steps, 'rl_simulate answers each row');
 my $checked = redis_steps($node, @steps[ 0 .. 5_999 ]);
 
-# A decision as COPY writes it, with seconds as the server divides them.
+# COPY writes durations as the server divides them to seconds.
 my ($wrong, $wrong_check) = (0, 0);
 foreach my $i (0 .. $#steps)
 {
 	my ($id, @got) = @{ $simulated[$i] };
 	my @c = @{ $expected[$i] };
 	my $same = sub {
-		my ($sure, @d) = @_;
+		my ($source, @d) = @_;
 
-		return (grep { $d[$_] ne $c[$_] } 1, 2) == 0 && $d[0] == $c[0] && $d[5] eq $sure
+		return (grep { $d[$_] ne $c[$_] } 1, 2) == 0 && $d[0] == $c[0] && $d[5] eq $source
 		  && !grep { defined $c[$_] ? !defined $d[$_] || $d[$_] != $c[$_] / 1e6 : defined $d[$_] } 3, 4;
 	};
 
@@ -100,29 +101,29 @@ foreach my $i (0 .. $#steps)
 	my @check = @{ $checked->[$i]{0} };
 	$wrong_check++ unless $same->($c[5] eq 'local' ? 'redis' : $c[5], @check);
 }
-is($wrong, 0, "rl_simulate is the C engine's") or diag "repeat with RATELIMIT_SEED=$seed";
-is($wrong_check, 0, 'and rl_check\'s');
+is($wrong, 0, 'rl_simulate gives the answers of the C engine') or diag "repeat with RATELIMIT_SEED=$seed";
+is($wrong_check, 0, 'rl_check gives the same answers');
 
-# Partitions do not see each other, nor does the next query.
+# Each partition of each query has its own state.
 is($session->ask(q{SELECT string_agg((d).allowed::text, ' ' ORDER BY id) FROM (
 		SELECT id, rl_simulate('sliding_log 1/1d', 'epoch'::timestamptz + id * interval '1 s') OVER (PARTITION BY id % 2 ORDER BY id) AS d
-		FROM generate_series(1, 4) id) s}), 'true true false false', 'each partition has a state of its own') foreach 1, 2;
+		FROM generate_series(1, 4) id) s}), 'true true false false', 'each partition has its own state') foreach 1, 2;
 
 #
-# What it refuses
+# Errors
 #
 
 my @rows = ('1970-01-01 00:00:01+00', '2024-05-06 07:08:09+00');
 foreach my $case (
 	[ 'changing limits', q{('1/1s'), ('2/1s')}, undef, '22023', qr/limits must be the same in all rows/ ],
 	[ 'NULL limits', q{('1/1s'), (NULL)}, undef, '22004', qr/limits must not be null/ ],
-	[ 'NULL limits at first', q{(NULL), ('1/1s')}, undef, '22004', qr/limits must not be null/ ],
+	[ 'NULL limits in the first row', q{(NULL), ('1/1s')}, undef, '22004', qr/limits must not be null/ ],
 	[ 'a NULL time', undef, q{NULL}, '22004', qr/time of an action must not be null/ ],
 	[ 'infinity', undef, q{'infinity'}, '22008', qr/must be finite/ ],
 	[ '-infinity', undef, q{'-infinity'}, '22008', qr/must be finite/ ],
 	[ 'before 1970', undef, q{'1969-12-31 23:59:59.999999+00'}, '22008', qr/from 1970 to 2096/ ],
 	[ 'after 2096', undef, q{'2097-01-01'}, '22008', qr/from 1970 to 2096/ ],
-	[ 'a time before the last', undef, q{'2024-05-06 07:08:08.999999+00'}, '22023', qr/times must not decrease/ ])
+	[ 'a time before the last row\'s', undef, q{'2024-05-06 07:08:08.999999+00'}, '22023', qr/times must not decrease/ ])
 {
 	my ($what, $limits, $time, $state, $message) = @$case;
 	my $sql = defined $limits
@@ -131,24 +132,24 @@ foreach my $case (
 			FROM (VALUES (1, '$rows[1]'::timestamptz), (2, $time)) v(n, t)) s};
 	my $got = $session->attempt($sql);
 
-	is($got->{state}, $state, "$what is refused") or diag $got->{message};
+	is($got->{state}, $state, "$what: an error") or diag $got->{message};
 	like($got->{message}, $message, "$what: the message");
 }
 foreach my $quota ('NULL', -1, '1000000000000001')
 {
 	my $got = $session->attempt(qq{SELECT rl_simulate('1/1s', '$rows[0]', $quota) OVER ()});
 
-	is($got->{state}, $quota eq 'NULL' ? '22004' : '22023', "a quota of $quota is refused");
+	is($got->{state}, $quota eq 'NULL' ? '22004' : '22023', "a quota of $quota is an error");
 }
 is($session->attempt(qq{SELECT count(d) FROM (SELECT rl_simulate(l::rl_limits, t) OVER (PARTITION BY l) AS d
 		FROM (VALUES ('1/1s', '$rows[1]'::timestamptz), ('2/1s', '$rows[0]'::timestamptz), ('1/1s', '$rows[1]')) v(l, t)) s})->{state},
 	'00000', 'another partition may have other limits and earlier times, and a time may repeat');
 
 #
-# What it costs
+# Costs
 #
 
-# A million rows of 1,000 partitions, and one partition in its order.
+# A million rows, in 1,000 partitions or in a single partition in its order.
 $node->safe_psql('postgres', q{
 	CREATE UNLOGGED TABLE million AS
 		SELECT g AS id, g % 1000 AS k, '2024-01-01'::timestamptz + g * interval '10 ms' AS at
@@ -159,9 +160,9 @@ $node->safe_psql('postgres', q{
 		'SELECT sum(total_bytes)::bigint FROM pg_backend_memory_contexts';
 });
 
-# Runs a query; returns its execution time in ms and of each node of its plan,
-# from the top, the type and the blocks that it and what is below it wrote to
-# temporary files.
+# Runs a query.  Returns its execution time in ms and, for each node of its plan from
+# the top, the type and the blocks that the node and those below it wrote to temporary
+# files.
 sub explained
 {
 	my ($settings, $query) = @_;
@@ -197,31 +198,31 @@ foreach my $round (1 .. 5)
 }
 note sprintf 'a million rows in 1,000 partitions: rl_simulate %.0f ms, count(*) %.0f ms, ratio %.2f',
   $best{rl_simulate}, $best{count}, $best{rl_simulate} / $best{count};
-cmp_ok($best{rl_simulate}, '<=', 2 * $best{count}, 'and take at most twice as long as count(*)');
+cmp_ok($best{rl_simulate}, '<=', 2 * $best{count}, 'rl_simulate takes at most twice as long as count(*)');
 
 foreach my $name (sort keys %query)
 {
 	my $run = explained(q{SET work_mem = '8MB'}, $query{$name});
 
 	cmp_ok($run->{written}[1], '>', 0, "$name: a larger sort writes a temporary file");
-	is($run->{written}[0], $run->{written}[1], "$name: and the window adds nothing");
+	is($run->{written}[0], $run->{written}[1], "$name: the window writes no more blocks");
 }
 
-# Without the mark, all of a partition would be kept.
+# Without rl_simulate's mark, PostgreSQL would keep the whole partition.
 my $ordered = q{SET work_mem = '64kB'; SET enable_seqscan = off; SET enable_sort = off};
 my $run = explained($ordered, q{SELECT rl_simulate('sliding_log 5/10s, 1000/1d', at) OVER (ORDER BY at) FROM million});
 is_deeply([ $run->{nodes}[0], $run->{written}[0] ], [ 'WindowAgg', 0 ], 'a million rows in one partition write no temporary file');
 $run = explained($ordered, q{SELECT count(*) OVER () FROM million});
-cmp_ok($run->{written}[0], '>', 0, 'as one does that keeps them');
+cmp_ok($run->{written}[0], '>', 0, 'a window function that keeps the rows writes a temporary file');
 
-# 100,000 partitions, of which each needs some kB while it lasts.
+# 100,000 partitions, each of which needs some kB while it lasts.
 my @memory = split /\n/, $node->safe_psql('postgres', q{
 	SET work_mem = '256MB';
 	SELECT memory() FROM (SELECT id,
 			rl_simulate('sliding_window 5/1h, sliding_log 100/1h, sliding_window 100/1d', at) OVER (PARTITION BY id / 10 ORDER BY at) AS d
 		FROM million) s
 	WHERE id % 50000 = 0 AND (d).capacity > 0});
-is(scalar @memory, 20, 'memory was looked at all along');
-cmp_ok(max(@memory) - $memory[0], '<', 500_000, 'memory does not grow with partitions: ' . join(' ', @memory[ 0, -1 ]));
+is(scalar @memory, 20, 'the query showed the memory 20 times');
+cmp_ok(max(@memory) - $memory[0], '<', 500_000, 'memory does not grow with the number of partitions: ' . join(' ', @memory[ 0, -1 ]));
 
 done_testing();

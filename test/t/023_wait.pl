@@ -1,6 +1,5 @@
-# rl_wait: eight clients get what the limit gives and not one more; a wait can
-# be ended at any time, is not begun if it would be too long, and is never
-# counted as a refusal.
+# rl_wait: eight clients get exactly the quota of the limit.  A wait can be ended at
+# any time, does not begin if it would be too long, and never counts as a refusal.
 use strict;
 use warnings FATAL => 'all';
 
@@ -32,8 +31,8 @@ $node->safe_psql('postgres', q{
 	END $$;
 });
 
-# A node whose wall clock differs from the machine's by the seconds that set_clock()
-# writes to the file.  The other clocks, and Redis's, are the machine's.
+# Returns a node whose wall clock differs from the machine's by the seconds that
+# set_clock() writes to the file.  All other clocks are the machine's.
 sub node_with_wall_clock
 {
 	my ($file) = @_;
@@ -94,14 +93,14 @@ sub set_clock
 {
 	my ($seconds) = @_;
 
-	# Not truncated: the servers have mapped it.
+	# The servers have mapped the file, so it must not be truncated.
 	open my $out, '+<', $wall_clock or die "$wall_clock: $!";
 	syswrite $out, pack('q', $seconds) or die "$wall_clock: $!";
 	close $out or die "$wall_clock: $!";
 	return;
 }
 
-# Eight clients that wait for their turns; returns when all have ended.
+# Runs eight clients that wait for their turns; returns when all have ended.
 sub clients
 {
 	my ($run, $limits, $max_wait, @options) = @_;
@@ -109,7 +108,7 @@ sub clients
 	return finish_clients(start_clients($node, $run, "SELECT waits('$run', '$limits', $max_wait);", @options));
 }
 
-# The values that a hash's field had, one after another.
+# Returns the values that a field of a hash was set to.
 sub history_of
 {
 	my ($field, @commands) = @_;
@@ -131,7 +130,7 @@ sub history_of
 my $monitor = RedisMonitor->new($redis);
 my $in_3_s = 0;
 
-# A machine that others keep busy wakes a client late; the best of five counts.
+# A busy machine wakes a client late, so the best of five runs counts.
 foreach my $run (map { "turns $_" } 1 .. 5)
 {
 	last if $in_3_s >= 270;
@@ -142,31 +141,31 @@ foreach my $run (map { "turns $_" } 1 .. 5)
 			count(*) FILTER (WHERE ended <= start + interval '3 s')
 		FROM waited, (SELECT min(began) AS start FROM waited WHERE run = '$run') s WHERE run = '$run'});
 	note "$passed actions passed, $in_3_s of them in the first three seconds";
-	is($other, 0, "$run: each waited until it was allowed");
+	is($other, 0, "$run: each client waited until it was allowed");
 	cmp_ok($in_3_s, '<=', 301, "$run: at most 100 a second pass");
 
-	# With a burst of 1 the time of arrival is an interval after the action, to
-	# the nanosecond: so Redis tells when each action was.
+	# With a burst of 1 the time of arrival is exactly an interval after the action,
+	# so it shows the time of each action.
 	my @tat = history_of('throttle:1000000', $monitor->commands);
-	is(scalar @tat, $passed, "$run: Redis was written to once for each");
+	is(scalar @tat, $passed, "$run: Redis was written once for each action");
 	{
 		use integer;
 		my $least = min(map { $tat[$_] - $tat[ $_ - 1 ] } 1 .. $#tat);
 
-		cmp_ok($least, '>=', 10_000_000, "$run: no two actions were nearer to each other than 10 ms");
+		cmp_ok($least, '>=', 10_000_000, "$run: there were at least 10 ms between two actions");
 	}
 }
 cmp_ok($in_3_s, '>=', 270, 'at least 90 a second pass');
 
 #
-# A wait is no refusal
+# A wait is not a refusal
 #
 
-# A single refusal would ban for an hour, and each would use up a window.
+# A single refusal would start a ban of an hour, and would use up a window.
 clients('quiet', 'fixed_window 20/500ms count_denied ban 1h after 1', 'NULL', '-t', 10);
 is($session->ask(q{SELECT count(*), count(*) FILTER (WHERE allowed AND source = 'redis') FROM waited WHERE run = 'quiet'}),
-	'80|80', 'waiting neither bans nor counts');
-cmp_ok($session->ask(q{SELECT count(*) FROM waited WHERE run = 'quiet' AND ended > began + interval '10 ms'}), '>', 0, 'and there were waits');
+	'80|80', 'waiting starts no ban and counts no refusal');
+cmp_ok($session->ask(q{SELECT count(*) FROM waited WHERE run = 'quiet' AND ended > began + interval '10 ms'}), '>', 0, 'some clients waited');
 my %most;
 foreach my $value (history_of('fixed_window:500000', $monitor->commands))
 {
@@ -174,24 +173,24 @@ foreach my $value (history_of('fixed_window:500000', $monitor->commands))
 
 	$most{$start} = $used;
 }
-is(max(values %most), 20, 'no window has more than its capacity, and one has it');
-is_deeply([ sort keys %{ { @{ $redis->cli('HGETALL', 'rl:{quiet}') } } } ], ['fixed_window:500000'], 'nothing else is kept of the key');
+is(max(values %most), 20, 'the fullest window has exactly the capacity');
+is_deeply([ sort keys %{ { @{ $redis->cli('HGETALL', 'rl:{quiet}') } } } ], ['fixed_window:500000'], 'Redis stores no other field of the key');
 
-# Refused at once, again and again: what is kept stays as it was.
+# Calls that are refused at once do not change the state.
 foreach my $limits ('sliding_log 1/1h count_denied ban 1h after 1', 'sliding_window 1/1h step 1min count_denied ban 1h after 1, 1/1d',
 	'1/1h ban 1h after 1', 'token_bucket 1/1h ban 1h after 1', 'fixed_window 1/1h from_first count_denied ban 1h after 1')
 {
-	is($session->ask("SELECT allowed FROM rl_wait('$limits', '$limits')"), 't', "$limits: the first passes");
+	is($session->ask("SELECT allowed FROM rl_wait('$limits', '$limits')"), 't', "$limits: the first call is allowed");
 	my @kept = sort @{ $redis->cli('KEYS', "rl:{$limits}*") };
 	my @before = map { $redis->cli('DUMP', $_) } @kept;
 	is($session->ask("SELECT count(*) FILTER (WHERE d.allowed OR d.source <> 'redis')
-		FROM generate_series(1, 5), LATERAL rl_wait('$limits', '$limits', 1 + generate_series % 2, 0) d"), '0', 'further ones do not');
-	is_deeply([ map { $redis->cli('DUMP', $_) } @kept ], \@before, 'and leave no trace');
-	is_deeply([ sort @{ $redis->cli('KEYS', "rl:{$limits}*") } ], \@kept, 'nor a new key');
+		FROM generate_series(1, 5), LATERAL rl_wait('$limits', '$limits', 1 + generate_series % 2, 0) d"), '0', 'further calls are refused');
+	is_deeply([ map { $redis->cli('DUMP', $_) } @kept ], \@before, 'refused calls do not change the keys');
+	is_deeply([ sort @{ $redis->cli('KEYS', "rl:{$limits}*") } ], \@kept, 'refused calls make no key');
 }
 
 #
-# The longest wait
+# max_wait
 #
 
 $session->ask(q{SET statement_timeout = '100s'; SELECT rl_check('long', '1/1h')});
@@ -201,26 +200,27 @@ foreach my $case ([ '0', 'f' ], [ '1', 'f' ], [ '3500', 'f' ])
 	my ($max_wait, $allowed) = @$case;
 	my $got = $session->attempt("SELECT (allowed, retry_after > 3500 AND retry_after <= 3600, source) FROM rl_wait('long', '1/1h', 1, $max_wait)");
 
-	is($got->{answer}, '(f,t,redis)', "a wait of an hour is refused at once if the longest is $max_wait s") or diag $got->{message};
+	is($got->{answer}, '(f,t,redis)', "a wait of an hour is refused at once with max_wait $max_wait") or diag $got->{message};
 }
-is($session->attempt(q{SELECT (allowed, retry_after, source) FROM rl_wait('long', '1/1h', 2)})->{answer}, '(f,,redis)', 'so is one that no wait will help');
-is($monitor->scripts, 4, 'each asked once');
-is($session->attempt(q{SELECT rl_wait('long', '1/1h', 1, -1)})->{state}, '22023', 'a negative longest wait is an error');
-is($session->attempt(q{SELECT rl_wait('long', '1/1h', 1, 'NaN')})->{state}, '22023', 'so is NaN');
+is($session->attempt(q{SELECT (allowed, retry_after, source) FROM rl_wait('long', '1/1h', 2)})->{answer}, '(f,,redis)', 'a quota above the capacity is refused at once');
+is($monitor->scripts, 4, 'each of these calls ran one script');
+is($session->attempt(q{SELECT rl_wait('long', '1/1h', 1, -1)})->{state}, '22023', 'a negative max_wait is an error');
+is($session->attempt(q{SELECT rl_wait('long', '1/1h', 1, 'NaN')})->{state}, '22023', 'max_wait NaN is an error');
 
 $session->ask(q{SELECT rl_check('short', '1/500ms')});
-is($session->attempt(q{SELECT (allowed, source) FROM rl_wait('short', '1/500ms', 1, 60)})->{answer}, '(t,redis)', 'a wait that is short enough is waited');
+is($session->attempt(q{SELECT (allowed, source) FROM rl_wait('short', '1/500ms', 1, 60)})->{answer}, '(t,redis)', 'a wait shorter than max_wait is waited for');
 
-# One passes a second; who cannot pass within 2.5 s is told so.
+# One client a second is allowed, and a client that would wait longer than 2.5 s is
+# refused.
 $session->ask(q{SELECT rl_check('queue', '1/1s')});
 clients('queue', '1/1s', 2.5, '-t', 1);
 my ($allowed, $refused, $early) = split /\|/, $session->ask(q{
 	SELECT count(*) FILTER (WHERE allowed), count(*) FILTER (WHERE NOT allowed),
 		count(*) FILTER (WHERE NOT allowed AND extract(epoch FROM ended - began) + retry_after <= 2.5)
 	FROM waited WHERE run = 'queue'});
-is($allowed + $refused, 8, 'all were answered');
+is($allowed + $refused, 8, 'all clients got an answer');
 ok($allowed >= 2 && $refused >= 3, "in 2.5 s $allowed passed");
-is($early, 0, 'nobody was refused who had time');
+is($early, 0, 'no client was refused whose wait is shorter');
 
 #
 # A step of the wall clock
@@ -234,11 +234,11 @@ foreach my $step (-3600, 3600)
 
 	$session->ask("SELECT rl_check('$key', '1/2s')");
 	$waiter->send("SELECT allowed, source FROM rl_wait('$key', '1/2s', 1, 60);");
-	# By then it has asked Redis, and sleeps.
+	# The backend has asked Redis, and sleeps.
 	sleep 0.1;
 	$watcher->await_waiting($pid);
 	set_clock($step);
-	# So that it has to wait again.
+	# The ban makes the call wait again.
 	$watcher->ask("SELECT rl_ban('$key', 3)");
 	is($waiter->ask('') . $waiter->error, 't|redis', "a step of the clock by $step s does not change how long a wait lasts");
 	set_clock(0);
@@ -264,15 +264,15 @@ foreach my $case ([ 'cancel', 'pg_cancel_backend', '57014' ], [ 'termination', '
 	my $told = time;
 	is($watcher->ask("SELECT $function($pid)"), 't', "$what of a wait of an hour");
 	await("the end by $what", sub { return !still_runs($psql) });
-	cmp_ok(time - $told, '<', 5, "$what works at once");
+	cmp_ok(time - $told, '<', 5, "the $what acts at once");
 	$psql->finish;
-	like($err, qr/(?:ERROR|FATAL):  $state:/, "$what ends it");
-	is($out, '', 'without an answer');
+	like($err, qr/(?:ERROR|FATAL):  $state:/, "the $what ends the call");
+	is($out, '', "the $what: no answer");
 }
 $session->ask(q{SET statement_timeout = '300ms'});
-is($session->attempt(q{SELECT rl_wait('long', '1/1h')})->{state}, '57014', 'statement_timeout ends it too');
+is($session->attempt(q{SELECT rl_wait('long', '1/1h')})->{state}, '57014', 'statement_timeout ends a wait');
 $session->ask('RESET statement_timeout');
-is($redis->cli('DUMP', 'rl:{long}'), $before, 'and a wait that was ended took nothing');
-is($session->attempt(q{SELECT (allowed, source) FROM rl_check('after', '1/1h')})->{answer}, '(t,redis)', 'the session goes on');
+is($redis->cli('DUMP', 'rl:{long}'), $before, 'a wait that was ended took no quota');
+is($session->attempt(q{SELECT (allowed, source) FROM rl_check('after', '1/1h')})->{answer}, '(t,redis)', 'the session still works');
 
 done_testing();

@@ -1,5 +1,5 @@
-# All limits or none, also between eight clients; and no span of a log's period
-# ever holds more than its capacity.
+# A call charges all limits or none, also with eight clients, and no span of a log's
+# period ever holds more than its capacity.
 #
 # RATELIMIT_SEED repeats the steps of a run.
 use strict;
@@ -21,7 +21,7 @@ my $session = session($node);
 my $engine = c_engine($node);
 redis_engine($node);
 
-# All that Redis has of a key, as it stands there.
+# Returns the Redis keys of a key, with their dumps.
 sub kept
 {
 	my ($name) = @_;
@@ -32,7 +32,7 @@ sub kept
 }
 
 #
-# A refusal leaves limits as they were
+# A refusal does not change limits
 #
 
 # Each act with a look before and after it, in virtual time.
@@ -92,27 +92,27 @@ for (my $i = 0; $i < @steps; $i += 3)
 		}
 	}
 }
-none(\@wrong, 'a refused call leaves every limit without count_denied or ban untouched');
+none(\@wrong, 'a refused call does not change limits without count_denied and ban');
 cmp_ok($seen{$_}, '>', 300, "$_: $seen{$_}") foreach sort keys %seen;
 
-# Down to the last byte and expiry, in real time.
+# Not a byte and not the expiry changes, in real time.
 foreach my $limits ('1/1h, token_bucket 5/1h, sliding_log 5/1h, sliding_window 5/1h, fixed_window 5/1h from_first, fixed_window 5/1d',
 	'fixed_window 1/1h from_first, 5/1h, sliding_log 5/1h, sliding_log 5/2h', 'sliding_log 1/1h, sliding_log 3/2h, 4/1h',
 	'sliding_window 1/1h, token_bucket 3/1h, 9/1h', 'token_bucket 1/1h, fixed_window 9/1h, sliding_log 2/1h')
 {
 	my $key = "byte " . length $limits;
 
-	is($session->ask("SELECT rl_allow('$key', '$limits')"), 't', "$limits: one is allowed");
+	is($session->ask("SELECT rl_allow('$key', '$limits')"), 't', "$limits: one call is allowed");
 	my $before = kept($key);
 	my $monitor = RedisMonitor->new($redis);
-	is($session->ask("SELECT bool_or(rl_allow('$key', '$limits', 1 + g % 2)) FROM generate_series(1, 10) g"), 'f', 'ten more are refused');
+	is($session->ask("SELECT bool_or(rl_allow('$key', '$limits', 1 + g % 2)) FROM generate_series(1, 10) g"), 'f', 'ten further calls are refused');
 	my %ran = map { uc $_->[0] => 1 } $monitor->commands;
-	is_deeply([ grep { /SET|ADD|REM|DEL|POP|EXPIRE/ } sort keys %ran ], [], 'and write nothing');
-	is_deeply(kept($key), $before, 'so that all is as before');
+	is_deeply([ grep { /SET|ADD|REM|DEL|POP|EXPIRE/ } sort keys %ran ], [], 'refused calls write nothing');
+	is_deeply(kept($key), $before, 'refused calls do not change the key');
 }
 
-# Eight clients, subsets of five limits: what a limit has lost is what calls
-# took that were allowed.
+# Eight clients and subsets of five limits: the used quota of each limit is that of
+# the allowed calls.
 $session->ask(q{
 	CREATE TABLE five (i int, rule text, capacity int);
 	INSERT INTO five VALUES (1, 'fixed_window 150/3650d', 150), (2, 'sliding_log 200/3650d', 200),
@@ -133,23 +133,23 @@ $session->ask(q{
 });
 finish_clients(start_clients($node, 'subsets', 'SELECT act(1, 0);', '-t', 150));
 note 'calls of subsets: ', $session->ask(q{SELECT count(*) || ', allowed ' || count(*) FILTER (WHERE allowed) FROM act});
-is($session->ask(q{SELECT count(*) FILTER (WHERE allowed) > 50, count(*) FILTER (WHERE NOT allowed) > 100 FROM act}), 't|t', 'many were allowed and refused');
+is($session->ask(q{SELECT count(*) FILTER (WHERE allowed) > 50, count(*) FILTER (WHERE NOT allowed) > 100 FROM act}), 't|t', 'many calls were allowed, and many refused');
 my $balance = q{
 	SELECT count(*), sum(abs(f.capacity - p.remaining - taken))
 	FROM (SELECT five.*, coalesce(sum(quota), 0) AS taken FROM five LEFT JOIN act ON allowed AND i = ANY (used) GROUP BY 1, 2, 3) f,
 		LATERAL rl_peek('shared', f.rule, 0) p};
-is($session->ask($balance), '5|0', 'each limit lacks what was allowed');
+is($session->ask($balance), '5|0', 'the used quota of each limit is that of the allowed calls');
 
-# With the first limit used up all is refused that needs it, and none of the
-# others notices.
+# When the first limit is used up, each call with it is refused, and the other limits
+# do not change.
 $session->ask(q{INSERT INTO act SELECT 2, '{1}', remaining, rl_allow('shared', 'fixed_window 150/3650d', remaining)
 	FROM rl_peek('shared', 'fixed_window 150/3650d', 0) WHERE remaining > 0});
 my $before = kept('shared');
-is(scalar keys %$before, 1, 'in one key');
+is(scalar keys %$before, 1, 'all limits are in one Redis key');
 finish_clients(start_clients($node, 'refused', 'SELECT act(3, 1);', '-t', 150));
 is($session->ask('SELECT count(*), bool_or(allowed) FROM act WHERE phase = 3'), '1200|f', 'eight clients are refused');
-is_deeply(kept('shared'), $before, 'and leave every limit as it was');
-is($session->ask($balance), '5|0', 'which is what was allowed');
+is_deeply(kept('shared'), $before, 'their calls do not change the key');
+is($session->ask($balance), '5|0', 'the used quota is still that of the allowed calls');
 
 #
 # A log and eight clients
@@ -185,9 +185,9 @@ my @logged = map { [ split /\|/ ] } split /\n/,
   $node->safe_psql('postgres', 'SELECT began, ended, quota FROM logged WHERE allowed ORDER BY began');
 my ($calls, $span) = split /\|/, $session->ask('SELECT count(*), max(ended) - min(began) FROM logged');
 note "$calls calls in $span us, ", scalar @logged, ' allowed';
-cmp_ok($calls, '>', 5 * @logged, 'much more was asked for than allowed');
-is(scalar @entries, scalar @logged, 'the log got an entry for each that was allowed');
-is(sum0(map { $_->[1] } @entries), sum0(map { $_->[2] } @logged), 'of its quota');
+cmp_ok($calls, '>', 5 * @logged, 'much more quota was asked for than allowed');
+is(scalar @entries, scalar @logged, 'the log got an entry for each allowed call');
+is(sum0(map { $_->[1] } @entries), sum0(map { $_->[2] } @logged), 'the entries have the quota of the allowed calls');
 
 # By Redis's time: every span of a period that begins or ends with an action.
 my ($most, $sum, $from) = (0, 0, 0);
@@ -197,12 +197,12 @@ foreach my $entry (@entries)
 	$sum -= $entries[ $from++ ][1] while $entries[$from][0] <= $entry->[0] - $period;
 	$most = max($most, $sum);
 }
-is($most, $capacity, 'no span of a period has more than the capacity, and one has it');
+is($most, $capacity, 'the fullest span of a period has exactly the capacity');
 my $total = sum0(map { $_->[1] } @entries);
-cmp_ok($total, '>=', 0.5 * $capacity * $span / $period, "what the limit gives is taken: $total");
+cmp_ok($total, '>=', 0.5 * $capacity * $span / $period, "the clients took most of the limit's quota: $total");
 
-# By the clients' time: what was sent after a span's start and answered before
-# its end.
+# By the clients' time: the calls that were sent after the start of a span and
+# answered before its end.
 $most = 0;
 foreach my $i (0 .. $#logged)
 {
@@ -215,19 +215,19 @@ foreach my $i (0 .. $#logged)
 	}
 	$most = max($most, $sum);
 }
-cmp_ok($most, '<=', $capacity, "nor has one by the clients' clock: $most");
-cmp_ok($most, '>', $capacity / 2, 'which sees most of it');
+cmp_ok($most, '<=', $capacity, "no span has more by the clients' clock: $most");
+cmp_ok($most, '>', $capacity / 2, 'a span by the clients\' clock has most of the capacity');
 
-# What is left in Redis is the newest of them.
+# Redis keeps the newest entries.
 my ($left, @wrong_fields) = log_entries({ @{ $redis->cli('HGETALL', 'rl:{log}') } }, "sliding_log:$period");
-is_deeply(\@wrong_fields, [], 'the log is as documented');
+is_deeply(\@wrong_fields, [], 'the log has the documented layout');
 if (@$left)
 {
 	my %seen;
 	my @times = grep { !$seen{$_}++ } map { $_->[0] } @entries;
 
 	is_deeply([ map { $_->[0] } @$left ], [ @times[ -@$left .. -1 ] ], 'the log holds the newest entries');
-	cmp_ok($left->[-1][0] - $left->[0][0], '<', $period, 'of one period');
+	cmp_ok($left->[-1][0] - $left->[0][0], '<', $period, 'the entries are of one period');
 }
 
 done_testing();

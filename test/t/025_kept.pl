@@ -1,5 +1,5 @@
-# What Redis keeps of each algorithm, and how long: each key always has a time to
-# live, long enough for all that is in it and not much longer.
+# The states in Redis, of each algorithm: each key always has a time to live that is
+# long enough for all its states and not much longer.
 #
 # RATELIMIT_SEED repeats a run.
 use strict;
@@ -18,7 +18,7 @@ my $redis = RedisServer->new->start;
 my $node = new_node($redis);
 my $session = session($node);
 
-# The keys of Redis that belong to a key.
+# Returns the Redis keys of a key.
 sub kept
 {
 	my ($name) = @_;
@@ -44,7 +44,7 @@ my @limits = map { limit(%$_) } (
 	{ algorithm => 'sliding_log', capacity => 4, period => 1 });
 my %refill = map { ($_->{period} => $_->{count}) } grep { $_->{algorithm} eq 'token_bucket' } @limits;
 
-# Until when a field is of use, in microseconds.
+# Returns the time in microseconds until which a field is of use.
 sub useful_until
 {
 	my ($field, $value, $entries) = @_;
@@ -68,16 +68,15 @@ sub useful_until
 	die "unknown field $field";
 }
 
-# What is wrong with a key's contents and times to live, if these limits must be
-# there.  Until when things may live at most is kept in bound, in milliseconds
-# of real time.
+# Returns the errors in a key's contents and its time to live; these limits must have
+# a state.  Bound keeps the latest end of each key, in milliseconds of real time.
 sub kept_wrong
 {
 	my ($hash, $bound, $virtual, @expected) = @_;
 	my @wrong;
 
-	# In one script, so that all belongs together; the time last, or what passes
-	# in between would be missing from the times to live.
+	# One script, so that all values are of the same moment.  The time comes last.
+	# Otherwise the times to live could seem too short.
 	my ($ttl, $fields, $time) = @{ $redis->cli('EVAL', q{
 		return {redis.call('PTTL', KEYS[1]), redis.call('HGETALL', KEYS[1]), redis.call('TIME')}}, 1, $hash) };
 	my $real = $time->[0] * 1000 + $time->[1] / 1000;
@@ -101,19 +100,19 @@ sub kept_wrong
 		my ($key, $ttl, $until) = @_;
 		my $need = ($until - $now) / 1000;
 
-		# Virtual time makes it an hour at least, and then passes faster.
+		# In virtual time a key lives for at least an hour, and time passes faster.
 		$need = max($need, 3_600_000) if $virtual;
 		$bound->{$key} = max($bound->{$key} || 0, $real + $need);
 		my $most = $bound->{$key} - $real + 1000;
-		push @wrong, "$key lives for ever" if $ttl == -1;
+		push @wrong, "$key has no time to live" if $ttl == -1;
 		push @wrong, "$key lives $ttl ms, and is of use for $need" if $ttl < $need - ($virtual ? 120_000 : 0.6);
 		push @wrong, "$key lives $ttl ms, and was of use for $most at most" if $ttl > $most;
 	};
 
 	$judge->($hash, $ttl, max(map { useful_until($_, $state{$_}, \%entries) } keys %state)) if %state;
 
-	# The sum, the newest counter, then the others from the oldest on; one for a
-	# sub-window, and none that is empty.
+	# A sliding window's field is the sum, the newest counter, then the others from the
+	# oldest on: one counter for a sub-window, and no empty counter.
 	foreach my $field (grep { /^sliding_window:\d+:\d+$/ } keys %state)
 	{
 		my ($used, $newest, @others) = split / /, $state{$field};
@@ -140,7 +139,7 @@ foreach my $virtual (0, 1)
 
 	foreach my $n (1 .. 1200)
 	{
-		# Half of the keys have one limit, so that nothing else keeps them alive.
+		# Half of the keys have one limit, so that no other state extends their life.
 		my $i = below(2 * @limits);
 		my $key = ($virtual ? 'virtual:' : 'real:') . $i;
 		my @some = $i < @limits ? $limits[$i] : (shuffle(@limits[ $i - @limits, $i - @limits - 1, $i - @limits - 4 ]))[ 0 .. below(3) ];
@@ -159,49 +158,50 @@ foreach my $virtual (0, 1)
 		}
 		my $got = $session->ask($sql);
 
-		# What was charged is there, if it lasts at least until it is looked at.
+		# A charge must have a state, if it lasts until the test reads it.
 		my @expected = $form eq 'check' && $got =~ /^t/ ? grep { $virtual || $_->{period} > 90_000_000 } @some : ();
 		push @wrong, "$sql: " . $session->error if $session->error;
 		push @wrong, map { "after $sql: $_" } kept_wrong("rl:{$key}", \%bound, $virtual && $now, @expected);
 		$fields{ s/:\d+//gr }++ foreach @{ $redis->cli('HKEYS', "rl:{$key}") };
 	}
-	none(\@wrong, ($virtual ? 'virtual' : 'real') . ' time: each key lives as long as it is of use, and hardly longer')
+	none(\@wrong, ($virtual ? 'virtual' : 'real') . ' time: each key lives until its states end, and hardly longer')
 	  or diag "repeat with RATELIMIT_SEED=$seed";
 	note join ', ', map { "$_ $fields{$_}" } sort keys %fields;
-	cmp_ok($fields{$_} || 0, '>', 0, "among them $_")
+	cmp_ok($fields{$_} || 0, '>', 0, "$_ was among the fields")
 	  foreach qw(throttle token_bucket fixed_window fixed_window:first sliding_window sliding_log sliding_log:denied ban throttle:refused sliding_window:refused);
 	$session->ask('RESET ratelimit.debug_now');
 }
 
 #
-# A time to live that was lost
+# A key that has lost its time to live
 #
 
 foreach my $limits ('1/10s', 'token_bucket 1/10s', 'fixed_window 1/10s', 'sliding_window 1/10s', 'sliding_log 1/10s', '1/10s, sliding_log 1/20s')
 {
 	is($session->ask("SELECT rl_allow('$limits', 'sliding_window 9/2h')"), 't', "$limits: a long-lived state");
 	$redis->cli('PERSIST', "rl:{$limits}");
-	is($session->ask("SELECT rl_allow('$limits', '$limits')"), 't', 'and a short-lived one');
-	cmp_ok($redis->cli('PTTL', "rl:{$limits}"), '>=', 7_200_000, 'live as long as the former');
+	is($session->ask("SELECT rl_allow('$limits', '$limits')"), 't', "$limits: a short-lived state");
+	cmp_ok($redis->cli('PTTL', "rl:{$limits}"), '>=', 7_200_000, "$limits: the key lives until the long-lived state ends");
 }
 
 #
-# Forgetting
+# rl_reset
 #
 
 my $all = 'sliding_log 1/1h, sliding_log 1/2h ban 1h after 9, sliding_window 1/1h, 1/1h';
 $session->ask("SELECT rl_check('gone', '$all'), rl_check('gone', '$all')");
-is($session->ask(q{SELECT rl_reset('gone', 'sliding_log 9/2h, 5/1h')}), 't', 'limits are forgotten');
-is_deeply([ sort @{ $redis->cli('HKEYS', 'rl:{gone}') } ], [ 'sliding_log:3600000000', 'sliding_window:3600000000:60000000' ], 'with their logs and their refusals, and no others');
-is($session->ask(q{SELECT rl_reset('gone', 'sliding_log 9/2h, 5/1h')}), 'f', 'once');
-is($session->ask(q{SELECT rl_reset('gone')}), 't', 'a key is forgotten');
-is_deeply(kept('gone'), [], 'all of it');
-is($session->ask(q{SELECT rl_reset('gone')}), 'f', 'once');
+is($session->ask(q{SELECT rl_reset('gone', 'sliding_log 9/2h, 5/1h')}), 't', 'rl_reset deletes the states of limits');
+is_deeply([ sort @{ $redis->cli('HKEYS', 'rl:{gone}') } ], [ 'sliding_log:3600000000', 'sliding_window:3600000000:60000000' ], 'their logs and their refusals are deleted, and no others');
+is($session->ask(q{SELECT rl_reset('gone', 'sliding_log 9/2h, 5/1h')}), 'f', 'rl_reset finds no state of these limits any more');
+is($session->ask(q{SELECT rl_reset('gone')}), 't', 'rl_reset deletes a key');
+is_deeply(kept('gone'), [], 'Redis has nothing of the key');
+is($session->ask(q{SELECT rl_reset('gone')}), 'f', 'rl_reset finds no key any more');
 
-# A refusal that a ban counts is kept for its window, however short the state's own life.
+# A refusal that counts for a ban lives for its period, even if the state itself ends
+# sooner.
 $session->ask('RESET ratelimit.debug_now');
 is($session->ask(q{SELECT string_agg(rl_allow('counted', '10/100s burst 1 ban 1h after 9')::text, ' ') FROM generate_series(1, 2)}),
-	'true false', 'the second is refused');
-cmp_ok($redis->cli('PTTL', 'rl:{counted}'), '>', 50_000, 'and remembered for the period');
+	'true false', 'the second call is refused');
+cmp_ok($redis->cli('PTTL', 'rl:{counted}'), '>', 50_000, 'the refusal lives for the period');
 
 done_testing();

@@ -1,6 +1,6 @@
-# A log of thousands of entries and a model of it in virtual time: every answer
-# is the model's, whatever refunds, rollbacks, refusals that count, and steps of
-# the clock came before it; and what Redis keeps of it is as README says.
+# A log of thousands of entries and a model of it in virtual time.  Every answer is
+# the model's, after refunds, rollbacks, refusals that count, and steps of the clock.
+# The fields in Redis have the documented layout.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
 use strict;
@@ -23,7 +23,7 @@ my $session = session($node);
 my $period = 1_000_000;
 
 #
-# The model: entries of [time, units] as they are kept, oldest first
+# The model: the stored entries [time, units], the oldest first
 #
 
 my (@charged, @refused, $now);
@@ -35,7 +35,7 @@ sub purge { @$_ = live_now(@$_) foreach \@charged, \@refused; return; }
 
 sub newest { return max($now, map { $_->[0] } live_now(@charged, @refused)); }
 
-# The answer to an act: allowed, remaining, retry_after and reset_after.
+# Makes a call; returns allowed, remaining, retry_after and reset_after.
 sub act
 {
 	my ($quota, $capacity, $count_denied, $peek) = @_;
@@ -69,7 +69,8 @@ sub act
 	return join '|', $allowed ? 't' : 'f', max($capacity - $used, 0), $wait, $reset;
 }
 
-sub give
+# Carries out rl_refund.
+sub refund
 {
 	my ($quota) = @_;
 
@@ -79,8 +80,8 @@ sub give
 	return;
 }
 
-# A rolled-back charge: its entry's units, if they still count.
-sub undo
+# Refunds a rolled-back charge: its entry's units, if they still count.
+sub refund_charge
 {
 	my ($time, $units) = @_;
 
@@ -103,7 +104,7 @@ $session->ask(q{
 my %seen = map { $_ => 0 } qw(allowed refused counted peek refund rollback back most chunks reset);
 my (@differ, @wrong);
 
-# What is in Redis is the model, for the act that came last.
+# Checks that the entries in Redis are the model's.
 sub look_at_fields
 {
 	my ($name) = @_;
@@ -114,7 +115,7 @@ sub look_at_fields
 		my ($entries, @bad) = log_entries(\%fields, $kind->[0]);
 		my (@kept, @model);
 
-		# Entries of one time can be one or several.
+		# Entries of the same time may be one entry or several.
 		foreach my $pair ([ \@kept, $entries ], [ \@model, $kind->[1] ])
 		{
 			my ($to, $from) = @$pair;
@@ -136,8 +137,8 @@ sub look_at_fields
 	return;
 }
 
-# Takes so many steps with a key: in batches, in which blocks are rolled back, so
-# that charges with other charges after them are refunded.
+# Takes length steps with a key, in batches.  Some blocks of a batch are rolled back,
+# so that charges are refunded after which other charges were made.
 sub history
 {
 	my ($name, $length, %how) = @_;
@@ -157,7 +158,7 @@ sub history
 			my $limit = "sliding_log $capacity/${period}us";
 
 			my $before = $now;
-			# Some steps back at least, whatever chance says.
+			# Each batch has a step back of the clock.
 			$now += $_ == 200 && $base < 3000 ? -below(int($period / 4)) - 1 : chance(15) ? 0
 			  : chance($how{calm}) ? below(2 * int($how{pace} * $period / $base) + 2)
 			  : chance(60) ? below(int($period / 2))
@@ -166,10 +167,10 @@ sub history
 			$seen{back}++ if $now < $before;
 			if (@open && chance(4))
 			{
-				# The next call takes the refund with it.
+				# The next call sends the refund.
 				$sql .= "RAISE 'back'; EXCEPTION WHEN raise_exception THEN NULL; END;\n"
 				  . "PERFORM set_config('ratelimit.debug_now', '$now', false), rl_peek('$name', '$limit', 0);\n";
-				undo(@$_) foreach @{ $open[-1] };
+				refund_charge(@$_) foreach @{ $open[-1] };
 				$seen{rollback} += @{ pop @open };
 				next;
 			}
@@ -179,12 +180,12 @@ sub history
 				$sql .= "BEGIN\n";
 			}
 			$sql .= "PERFORM set_config('ratelimit.debug_now', '$now', false);\n";
-			# In a block it would first be of the block's own charges.
+			# In a block, rl_refund would first refund the block's own charges.
 			if (!@open && chance(4))
 			{
 				my $units = 1 + below(chance($how{refunds}) ? $base : 8);
 
-				give($units);
+				refund($units);
 				$sql .= "PERFORM rl_refund('$name', '$limit', $units);\n";
 				$seen{refund}++;
 			}
@@ -225,7 +226,7 @@ sub history
 	return;
 }
 
-# Long logs, and some whose capacity is about a tail's.
+# Long logs, and logs whose capacity is about that of a tail.
 foreach my $n (1 .. 6)
 {
 	my $long = $n <= 3;
@@ -245,8 +246,8 @@ foreach my $n (1 .. 6)
 	}
 }
 note join ', ', map { "$_ $seen{$_}" } sort keys %seen;
-none(\@differ, 'every answer is the model\'s');
-none(\@wrong, 'no call fails, and what Redis keeps is as documented');
+none(\@differ, 'every answer equals the model\'s');
+none(\@wrong, 'no call fails, and the fields in Redis have the documented layout');
 cmp_ok($seen{$_}, '>', $steps / 200, "$_: $seen{$_}") foreach qw(allowed refused counted peek refund rollback);
 cmp_ok($seen{back}, '>', 5, "steps back of the clock: $seen{back}");
 if (store() eq 'redis')

@@ -1,10 +1,10 @@
 # No refused call ever frees charged quota, and no refund ever erases a refusal.
 #
-# The model keeps two lists for each key: what was charged and what was counted
-# as refused, by what two sessions asked and were answered.  It derives nothing
-# else from an algorithm than when a unit stops counting.  Each key has one
-# state, used under counts that change from call to call; calls, rl_refund and
-# the rollback of charges are mixed, in virtual time.
+# The model has two lists for each key: the units that were charged and the units that
+# count as refused, by the questions and answers of two sessions.  Of an algorithm it
+# knows only the time at which a unit stops counting.  Each key has one state, under
+# counts that change from call to call.  Calls, rl_refund and the rollback of charges
+# are mixed, in virtual time.
 #
 # RATELIMIT_SEED repeats a run.
 use strict;
@@ -23,7 +23,7 @@ my $seed = seed();
 my $redis = RedisServer->new->start;
 my $node = new_node($redis);
 
-# One session has transactions; the other acts between their statements.
+# One session has transactions; the other session acts between their statements.
 my %session = map { $_ => session($node) } qw(owner other);
 my @kinds = ('fixed_window', 'fixed_window from_first', 'sliding_window', 'sliding_log');
 my %count;
@@ -46,7 +46,7 @@ sub place_of { my ($h) = @_; return place($h, $h->{now}, map { @{ $h->{$_} } } q
 
 sub used { my ($h, @lists) = @_; return units(map { @{ $h->{$_} } } @lists); }
 
-# What the answer to a call changes, and what is wrong with the answer.
+# Carries out a call in the model; returns the errors in its answer.
 sub called
 {
 	my ($h, $call, @rows) = @_;
@@ -103,7 +103,7 @@ sub refunded
 	return;
 }
 
-# A charge that is rolled back was of one place.
+# Refunds the charges that were rolled back, each at its place.
 sub rolled_back
 {
 	my ($h) = @_;
@@ -135,7 +135,7 @@ sub limit_text
 	  . ($call->{other} ? ', throttle 2/1000d' : '');
 }
 
-# The answers to statements, a list of rows each, which are lists.
+# Returns the answers to statements: for each a list of rows, which are lists.
 sub answers
 {
 	my ($who, @statements) = @_;
@@ -145,7 +145,7 @@ sub answers
 	return map { [ map { [ split /\|/ ] } split /\n/ ] } (split /^!\n?/m, "$answer\n", -1)[ 1 .. @statements ];
 }
 
-# Some calls and refunds of one session.  Tells what is wrong.
+# Makes some calls and refunds in one session; returns the errors.
 sub act
 {
 	my ($h, $who, $in_transaction) = @_;
@@ -160,7 +160,7 @@ sub act
 		  : $h->{period} - $h->{now} % $h->{period} - below(2);
 		$call->{quota} = chance(35) ? 1 : chance(8) ? 0 : chance(6) ? $call->{count} + 1 : 1 + below($call->{count});
 		$call->{now} = $h->{now};
-		# What remains under the largest count tells what is in use.
+		# The remaining quota under the largest count shows the units in use.
 		if (chance(25))
 		{
 			@$call{qw(count quota denied grants other)} = (100_000, 0, 0, 0, 0);
@@ -201,7 +201,8 @@ sub act
 	return @wrong;
 }
 
-# One history of a new key; returns undef, or what is wrong and the calls, the newest first.
+# Makes a history of a new key; returns undef, or an error and the calls, the newest
+# first.
 sub history
 {
 	my ($kind, $number) = @_;
@@ -232,7 +233,7 @@ sub history
 		last if @wrong;
 	}
 
-	# After a refund of everything, only the refused quota is in use.
+	# After a refund of all charges, only the refused quota is in use.
 	if (!@wrong)
 	{
 		my $most = limit_text($h, { count => 100_000 });
@@ -243,7 +244,7 @@ sub history
 		my $refused = used($h, 'refused');
 
 		$count{refused_at_end}++ if $refused;
-		push @wrong, "after a refund of everything $left->[0][0] of 100000 remain, not 100000 - $refused"
+		push @wrong, "after a refund of all charges $left->[0][0] of 100000 remain, not 100000 - $refused"
 		  if $left->[0][0] != 100_000 - $refused;
 	}
 	return @wrong ? join "\n  ", $wrong[0], reverse @{ $h->{log} } : undef;
@@ -261,7 +262,7 @@ foreach my $kind (@kinds)
 	  or diag "repeat with RATELIMIT_SEED=$seed: ", $wrong;
 	$count{wrong}++ if $wrong;
 }
-is($session{other}->ask(q{SELECT source FROM rl_peek('store', '1/1s')}), store(), 'the answers are of this store');
+is($session{other}->ask(q{SELECT source FROM rl_peek('store', '1/1s')}), store(), 'this store gave the answers');
 note join ', ', map { "$_ $count{$_}" } sort keys %count;
 SKIP:
 {

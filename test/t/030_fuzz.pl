@@ -1,5 +1,5 @@
-# A hundred thousand random replies: each call ends, with an error or with the
-# decision that its reply is; nothing crashes, and nothing is left behind.
+# A hundred thousand random replies.  Each call ends with an error or with the decision
+# that its reply contains.  No backend crashes, and no memory and no descriptor leaks.
 #
 # RATELIMIT_SEED repeats a run.
 use strict;
@@ -23,15 +23,15 @@ my @sessions = map { session($node) } 1, 2;
 my $session = $sessions[0];
 $session->pid;
 
-# What a reply may bring if it is not a decision.
+# The SQLSTATEs of replies that are not decisions.
 my $error = qr/^(?:08001|08006|08P01|28P01)$/;
 
 #
-# What is told, and what is heard
+# The replies that are sent, and the answers that are received
 #
 
-# A lie is a hash: the call, the reply's steps, what they are called and mean,
-# and what else may happen, a pattern of SQLSTATEs.
+# A lie is a hash: the call, the steps of the reply, its name and its meaning, and a
+# pattern of other SQLSTATEs that the call may end with.
 my (@lies, %told);
 
 sub lie
@@ -40,8 +40,8 @@ sub lie
 	my ($meaning, $verdict) = meaning($call, $reply);
 	my @steps = ($reply);
 
-	# What is right already when more is to come would be believed, and an error
-	# leaves the connection as it is.
+	# A reply that is right before it is complete would be accepted, and an error reply
+	# does not end the connection, so these are not split.
 	if (delete $lie{split} && length $reply > 1 && length $reply < 500 && $reply !~ /^-.*?\r\n./s
 		&& ($meaning eq 'right' || !grep { (meaning($call, substr $reply, 0, $_))[0] ne 'wrong' } 1 .. length($reply) - 1))
 	{
@@ -50,8 +50,8 @@ sub lie
 		@steps = chance(70) ? (substr($reply, 0, $at), substr $reply, $at) : split //, $reply;
 	}
 
-	# Who lacks bytes would wait for them.  After an error the end would be the
-	# next call's affair.
+	# A call whose reply is incomplete would wait.  After an error reply the next call
+	# would find the end of the connection.
 	push @steps, undef if $meaning eq 'wrong' && (!is_complete($reply) || chance(20) && $reply !~ /^-/);
 	push @lies, { name => $name, call => $call, reply => $reply, steps => \@steps, meaning => $meaning, verdict => $verdict,
 		also => qr/^$/, %lie };
@@ -77,9 +77,9 @@ sub random_lie
 	}
 	else
 	{
-		# The connection is of no use afterwards, which the next call may notice
-		# before it asks, or not; or already this one, if the kernel gives it all
-		# at once.
+		# The connection cannot be used afterwards.  The next call may notice that
+		# before it sends its request or later.  If the kernel delivers all bytes at
+		# once, this call may notice it.
 		my $end = chance(50) ? undef : pick("+late\r\n", "\r\n", $right . "\0");
 
 		lie('right, then an end', $call, $right, steps => [ $right, $end ]);
@@ -89,12 +89,13 @@ sub random_lie
 	return;
 }
 
-# As many for each of two sessions; half of them for AddressSanitizer, which is slow.
+# Each of two sessions gets half of the replies; AddressSanitizer, which is slow, gets
+# fewer replies.
 my $replies = ($ENV{RATELIMIT_PRELOAD} // '') =~ /libasan/ ? 49_000 : 99_000;
 random_lie() while @lies < $replies || @lies % 2;
 my $random = @lies;
 
-# A backend waits as long as it may for what does not come, and for a cluster.
+# Replies for which a backend waits until its timeout: TRYAGAIN and missing bytes.
 lie('try again', random_call(), "-TRYAGAIN Multiple keys request during rehashing of slot\r\n") foreach 1 .. 20;
 while (@lies < $random + 120)
 {
@@ -102,13 +103,13 @@ while (@lies < $random + 120)
 	my $right = right_reply($call);
 	my $reply = substr $right, 0, below(length $right);
 
-	# Nothing more comes, or of a number's digits always another.
+	# No more bytes come, or a number never ends.
 	lie('silence', $call, $reply,
 		steps => $reply =~ /[:*\$][-\d]*\z/ ? [ map { ($_, \0.004) } split //, $reply . '0' x 1000 ] : [$reply]);
 }
 my $silent = @lies;
 
-# What answers AUTH and SELECT, when the user's name and the database tell.
+# Replies to AUTH and SELECT; the user's name and the database select the reply.
 my @greetings = map {
 	my $call = random_call();
 	my $right = right_reply($call);
@@ -120,7 +121,7 @@ my @greetings = map {
 } 1 .. 1000;
 note 'told: ', join '; ', map { "$_ $told{$_}" } sort keys %told;
 
-# The key tells which lie is wanted.  Each session has a liar of its own.
+# The key selects the lie.  Each session has its own lying server.
 my @liars = map { LyingServer->new(sub {
 	my @request = @_;
 
@@ -199,9 +200,9 @@ foreach my $id (0 .. $#lies)
 }
 close $out or die "$dir/lies: $!";
 $session->ask("\\copy lie FROM '$dir/lies'");
-is($session->error, '', 'the calls are there');
+is($session->error, '', 'the calls are in a table');
 
-# So many calls of parts that begin there, each by a session of its own.
+# Makes n calls of each part, given the first call; each part has its own session.
 sub hear
 {
 	my ($n, %first_of) = @_;
@@ -222,8 +223,8 @@ sub hear
 	return;
 }
 
-# What a backend has: memory contexts and what else it has allocated, both in
-# bytes, and descriptors.
+# Returns the memory contexts and the private memory of a backend, both in bytes, and
+# the number of its descriptors.
 sub possessions
 {
 	my ($of) = @_;
@@ -241,21 +242,21 @@ note sprintf '%d random replies in %.1f s', $random, time - $began;
 my @growth = map { my $now = possessions($sessions[$_]); my $then = $before[$_]; [ map { $now->[$_] - $then->[$_] } 0 .. 2 ] } 0 .. $#sessions;
 note 'memory contexts, memory and descriptors have grown by ', join '; ', map { join ', ', @$_ } @growth;
 cmp_ok(max(map { $_->[0] } @growth), '<', 65_536, 'no memory context has grown');
-cmp_ok(max(map { $_->[2] } @growth), '<', 20, 'nor the number of descriptors');
+cmp_ok(max(map { $_->[2] } @growth), '<', 20, 'the number of descriptors has not grown');
 SKIP:
 {
 	skip 'AddressSanitizer keeps freed memory', 1 if slurp_file('/proc/' . $session->pid . '/maps') =~ /libasan/;
-	cmp_ok(max(map { $_->[1] } @growth), '<', 1_048_576, 'nor the memory, by 24 bytes a call');
+	cmp_ok(max(map { $_->[1] } @growth), '<', 1_048_576, 'the memory has not grown, not even by 24 bytes a call');
 }
 
 $session->set(command_timeout => '20ms');
 hear($silent - $random, 0 => $random);
 $session->set(command_timeout => '60s');
 $session->with({ redis_passfile => password_file('secret') }, sub { hear(@lies - $silent, 0 => $silent) });
-is($session->ask('SELECT pg_backend_pid()'), $session->pid, 'the backend lives');
+is($session->ask('SELECT pg_backend_pid()'), $session->pid, 'the backend is alive');
 
 #
-# What was heard
+# The answers that were received
 #
 
 my @heard = map { [] } @lies;
@@ -302,19 +303,19 @@ foreach my $id (0 .. $#lies)
 
 	$outcome{"$meaning, $state"}++;
 	push @silence, $ms if $name eq 'silence';
-	complain('strange bytes in a message', $id, printable($message)) if $message =~ /[^ -~]/;
-	complain('late', $id, "$ms ms") if $ms > ($name eq 'silence' ? 10_000 : 50_000);
+	complain('a message with unprintable bytes', $id, printable($message)) if $message =~ /[^ -~]/;
+	complain('a late answer', $id, "$ms ms") if $ms > ($name eq 'silence' ? 10_000 : 50_000);
 	if ($state ne '00000')
 	{
-		complain('an error that is not ours', $id, $message) if $state !~ $error;
-		complain('an error of a password', $id, $message) if $state eq '28P01' && $lie->{reply} !~ /^-NOAUTH/ && $name ne 'greeting';
-		# The lie before may have ended the connection when this call was on its way.
-		complain('a right reply refused', $id, $message) if $meaning eq 'right' && $state !~ $lie->{also} && $message !~ /Connection reset by peer$/
+		complain('an unexpected SQLSTATE', $id, $message) if $state !~ $error;
+		complain('an unexpected password error', $id, $message) if $state eq '28P01' && $lie->{reply} !~ /^-NOAUTH/ && $name ne 'greeting';
+		# The lie before may have ended the connection while this call was being sent.
+		complain('a right reply that is not accepted', $id, $message) if $meaning eq 'right' && $state !~ $lie->{also} && $message !~ /Connection reset by peer$/
 		  && !($name eq 'right, then an end' && $message =~ /it is followed by another$/);
 		next;
 	}
-	complain('a wrong reply believed', $id, '') if $meaning eq 'wrong';
-	complain($name eq 'greeting' ? 'an odd greeting believed' : 'an odd reply believed', $id, '') if $meaning eq 'odd';
+	complain('a wrong reply that is accepted', $id, '') if $meaning eq 'wrong';
+	complain($name eq 'greeting' ? 'an odd greeting that is accepted' : 'an odd reply that is accepted', $id, '') if $meaning eq 'odd';
 	next if $meaning ne 'right' || $call->{shape} eq 'count';
 
 	my @problems = $call->{form} eq 'allow' ? () : problems($call, @decisions);
@@ -330,16 +331,17 @@ sub never
 	my ($class) = @_;
 	my @complaints = @{ $complaints{$class} || [] };
 
-	is(scalar @complaints, 0, "never $class") or diag join "\n", "RATELIMIT_SEED=$seed", @complaints[ 0 .. min(4, $#complaints) ];
+	is(scalar @complaints, 0, "there is never $class") or diag join "\n", "RATELIMIT_SEED=$seed", @complaints[ 0 .. min(4, $#complaints) ];
 	return;
 }
 
-never($_) foreach 'strange bytes in a message', 'late', 'an error that is not ours', 'an error of a password', 'a right reply refused',
-  'a wrong reply believed', 'an odd reply believed', 'an odd greeting believed', 'an odd decision', 'another verdict';
+never($_) foreach 'a message with unprintable bytes', 'a late answer', 'an unexpected SQLSTATE', 'an unexpected password error',
+  'a right reply that is not accepted', 'a wrong reply that is accepted', 'an odd reply that is accepted',
+  'an odd greeting that is accepted', 'an odd decision', 'another verdict';
 
 @silence = sort { $a <=> $b } @silence;
-cmp_ok($silence[0], '>=', 19, 'silence is waited for');
-cmp_ok($silence[9], '<=', 70, 'for command_timeout and at most 50 ms more');
+cmp_ok($silence[0], '>=', 19, 'a call waits when no reply comes');
+cmp_ok($silence[9], '<=', 70, 'it waits for command_timeout and at most 50 ms more');
 cmp_ok($outcome{$_} || 0, '>=', $replies / 1000, "$_: " . ($outcome{$_} || 0)) foreach 'right, 00000', 'wrong, 08006', 'wrong, 08P01', 'wrong, 28P01';
 cmp_ok($told{$_}, '>=', $replies / 10_000, "told $_: $told{$_}") foreach sort keys %told;
 

@@ -1,5 +1,5 @@
-# Redis at its worst, and this server short of descriptors or killed: each call
-# ends with an answer of its own or an error in time, and all works afterwards.
+# Faults of Redis, a backend without descriptors, a killed backend: each call ends with
+# its own answer or with an error in time, and later calls work.
 use strict;
 use warnings FATAL => 'all';
 
@@ -22,10 +22,10 @@ sub policy_is { $session->policy_is($take, @_); return; }
 sub works { $session->works($look, @_); return; }
 
 #
-# Eight clients, while Redis is stopped, killed, restarted
+# Eight clients, while Redis is suspended, killed and restarted
 #
 
-# Of 1,000 units key n has n less, or none if Redis has lost it.
+# Key n has 1000 - n units left, or 1000 if Redis has lost it.
 my $tags = q{SELECT count(rl_throttle('tag:' || n, 1000, 1, 86400, n)) FROM generate_series(1, 50) n};
 $node->safe_psql('postgres', q{
 	CREATE TABLE the_end ();
@@ -72,7 +72,7 @@ $node->safe_psql('postgres', q{
 $session->ask($tags);
 my $run = start_clients($node, 'storm', 'SELECT storm();', '-t', 1);
 
-# Until the clients have had answers from this very server.
+# Waits until the clients have got n more answers of this server.
 sub await_answers
 {
 	my ($n) = @_;
@@ -82,7 +82,7 @@ sub await_answers
 	return;
 }
 
-# Until so many more calls have failed.
+# Waits until n more calls have failed.
 sub await_failures
 {
 	my ($n) = @_;
@@ -125,15 +125,15 @@ my ($ended, $wrong, $allowed, $longest) = split /\|/, $session->ask(q{
 	SELECT count(*), sum(wrong), sum(allowed), max(longest) FROM stormed WHERE state = 'all'});
 note 'calls: ', join(', ', map { "$_ $calls{$_}" } sort keys %calls), "; the longest took $longest ms";
 is($ended, 8, 'eight backends have survived');
-is($wrong, 0, 'no reply was taken by another call');
-is_deeply([ grep { !/^(?:00000|08001|08006)$/ } keys %calls ], [], 'the errors are those of a server that is away');
+is($wrong, 0, 'no call got the reply of another call');
+is_deeply([ grep { !/^(?:00000|08001|08006)$/ } keys %calls ], [], 'the errors are those of a server that is down');
 cmp_ok($calls{$_} || 0, '>', 0, "$_ was among them: " . ($calls{$_} || 0)) foreach qw(00000 08001 08006);
 cmp_ok($allowed, '<=', 50 * $lives, "$lives lives of Redis allow $allowed");
-cmp_ok($allowed, '>', 0, 'and not nothing');
+cmp_ok($allowed, '>', 0, 'Redis allowed some calls');
 cmp_ok($longest, '<', 20_000, 'no call hangs');
 
 #
-# Busy, and paused
+# Busy, and CLIENT PAUSE
 #
 
 $redis->cli('CONFIG', 'SET', 'busy-reply-threshold', '10');
@@ -146,7 +146,7 @@ $redis->cli('SCRIPT', 'KILL');
 await('Redis to be idle', sub { return eval { $redis->cli('PING') } });
 works('a script that does not end');
 
-# The clients stand still, but what they sent is carried out later.
+# CLIENT PAUSE delays the clients' commands, and runs them later.
 $redis->cli('DEL', 'rl:{fault}');
 $redis->cli('CLIENT', 'PAUSE', '600000', 'WRITE');
 $session->with({ command_timeout => '50ms' }, sub { policy_is('a pause', '08006', qr/command_timeout has passed$/) });
@@ -155,22 +155,22 @@ $watcher->await_waiting_clients(8);
 $redis->cli('CLIENT', 'UNPAUSE');
 finish_clients($waiting);
 works('a pause');
-cmp_ok($session->ask(q{SELECT remaining FROM rl_throttle('fault', 7, 1, 86400, 0)}), '<=', 0, 'after a pause what was sent was charged');
+cmp_ok($session->ask(q{SELECT remaining FROM rl_throttle('fault', 7, 1, 86400, 0)}), '<=', 0, 'after a pause the calls that timed out have been charged');
 
 #
-# No password, no snapshot, no room
+# A new password, a snapshot that fails, too many clients
 #
 
 works('before a password');
 $redis->cli('CONFIG', 'SET', 'requirepass', 'new');
-works('a password that came later is not asked of the connection there is');
+works('a new password does not affect an open connection');
 $redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
-policy_is('a password that came later', '28P01', qr/NOAUTH/);
+policy_is('a new password', '28P01', qr/NOAUTH/);
 $redis->cli('AUTH', 'new');
 $redis->cli('CONFIG', 'SET', 'requirepass', '');
-works('a password that went');
+works('a removed password');
 
-# A folder stands where the snapshot belongs.
+# The snapshot fails because a folder has its name.
 {
 	my $broken = RedisServer->new(args => [ '--save', '3600 1000000', '--dbfilename', 'folder' ])->start;
 
@@ -181,13 +181,13 @@ works('a password that went');
 	$broken->cli('BGSAVE');
 	await('the snapshot to fail', sub { return $broken->field('persistence', 'rdb_last_bgsave_status') eq 'err' });
 	policy_is('no snapshot', '08P01', qr/MISCONF/);
-	works('no snapshot, but a call that writes nothing');
+	works('no snapshot, and a call that writes nothing');
 	$broken->cli('CONFIG', 'SET', 'stop-writes-on-bgsave-error', 'no');
-	is($session->attempt($take)->{state}, '00000', 'no snapshot, and none wanted');
+	is($session->attempt($take)->{state}, '00000', 'no snapshot, and stop-writes-on-bgsave-error is off');
 	$session->set(redis_url => undef);
 }
 
-# Four may connect, of which one is this test's.
+# Four clients may connect, and one of them is this test.
 foreach my $tcp (0, 1)
 {
 	my $way = $tcp ? 'TCP' : 'a socket';
@@ -197,8 +197,8 @@ foreach my $tcp (0, 1)
 	await('the clients', sub { return $small->field('clients', 'connected_clients') == 4 });
 	$session->set(redis_url => $small->url(tcp => $tcp));
 
-	# Redis tells why and ends the connection.  The request may cross that, and
-	# TCP then forgets what was told.
+	# Redis sends the reason and ends the connection.  If the request arrives after
+	# that, TCP discards the reason.
 	policy_is("too many clients over $way", '08001', qr/max number of clients/) if !$tcp;
 	foreach my $try (1 .. 30)
 	{
@@ -214,7 +214,7 @@ foreach my $tcp (0, 1)
 }
 
 #
-# Connections that come to nothing
+# Connections that fail
 #
 
 # A proxy without a server ends each connection at once.
@@ -248,7 +248,7 @@ foreach my $tcp (0, 1)
 	works('a full queue');
 }
 
-# A queue that is full, and then moves on: all get their turn.
+# A queue that is full, and then moves: all clients get their turn.
 {
 	my $short = RedisServer->new(args => [ '--tcp-backlog', '1' ])->start;
 
@@ -259,11 +259,11 @@ foreach my $tcp (0, 1)
 	$watcher->await_waiting_clients(8);
 	$short->resume;
 	finish_clients($queue);
-	is($session->ask('SELECT state, count(*) FROM turn GROUP BY 1'), '00000|8', 'a queue that moves on: all connect');
+	is($session->ask('SELECT state, count(*) FROM turn GROUP BY 1'), '00000|8', 'a queue that moves: all clients connect');
 }
 
 #
-# No descriptor
+# No descriptors
 #
 
 my $pid = $session->pid;
@@ -279,7 +279,7 @@ SKIP:
 {
 	skip 'prlimit is not there', 1 unless has_program('prlimit');
 
-	# From none to all that a connection needs.
+	# From no descriptor to all that a connection needs.
 	my %states;
 	foreach my $more (0 .. 4)
 	{
@@ -287,7 +287,7 @@ SKIP:
 		my %open = map { m{/(\d+)$} ? ($1 => 1) : () } glob("/proc/$pid/fd/*");
 		my $end = 0;
 
-		# A new descriptor is one that is below the limit and not in use.
+		# A new descriptor is below the limit and not in use.
 		for (my $room = 0; $room < $more || $open{$end}; $end++) { $room++ unless $open{$end} }
 		my $got = $session->attempt_below($end, $look);
 		$states{ $got->{state} }++;
@@ -296,9 +296,9 @@ SKIP:
 		  if $got->{state} ne '00000';
 		works("after room for $more descriptors");
 	}
-	is($session->pid, $pid, 'the backend lives');
-	cmp_ok($states{'08001'} || 0, '>', 0, 'a connection was refused for lack of descriptors');
-	cmp_ok($states{'00000'} || 0, '>', 0, 'and worked when there were enough');
+	is($session->pid, $pid, 'the backend is alive');
+	cmp_ok($states{'08001'} || 0, '>', 0, 'a connection failed for lack of descriptors');
+	cmp_ok($states{'00000'} || 0, '>', 0, 'a connection worked with enough descriptors');
 }
 
 SKIP:
@@ -307,11 +307,11 @@ SKIP:
 	skip 'dblink is not there', 1 if $session->error ne '';
 	my $connstr = $node->connstr('postgres');
 
-	# Others have taken all that this process may have.
+	# dblink takes all the external descriptors of the process.
 	disconnect();
 	my ($n, $last) = (0);
 	$n++ while ($last = $session->attempt("SELECT dblink_connect('c$n', \$\$$connstr\$\$)"))->{state} eq '00000';
-	# From PostgreSQL 17 on it needs one more for a moment, which is left then.
+	# From PostgreSQL 17 on dblink needs one more descriptor for a moment.
 	if ($last->{message} =~ /epoll_create1/)
 	{
 		$session->ask("SELECT dblink_disconnect('c$_')") foreach 0 .. $n - 1;
@@ -319,20 +319,20 @@ SKIP:
 	}
 	cmp_ok($n, '>', 3, "dblink has taken $n descriptors");
 	my $before = $session->descriptors;
-	policy_is('no external descriptor', '08001', qr/too many files are open in this server process/);
+	policy_is('no external descriptor is left', '08001', qr/too many files are open in this server process/);
 	$n--;
 	$session->ask("SELECT dblink_disconnect('c$n')");
-	policy_is('one external descriptor', '08001', qr/too many files are open in this server process/);
+	policy_is('one external descriptor is left', '08001', qr/too many files are open in this server process/);
 	$n--;
 	$session->ask("SELECT dblink_disconnect('c$n')");
-	works('two external descriptors');
-	cmp_ok($session->descriptors, '<=', $before, 'and none was lost');
+	works('two external descriptors are left');
+	cmp_ok($session->descriptors, '<=', $before, 'the calls leak no descriptor');
 	$session->ask("SELECT dblink_disconnect('c$_')") foreach 0 .. $n - 1;
-	works('all external descriptors');
+	works('all external descriptors are free');
 }
 
 #
-# Killed
+# A killed backend
 #
 
 $redis->cli('DEL', 'rl:{fault}');
@@ -342,12 +342,12 @@ $watcher->await_waiting_clients(8);
 my ($victim) = split /\n/, $watcher->ask(q{SELECT pid FROM pg_stat_activity WHERE state = 'active' AND wait_event_type = 'Extension'});
 kill 'KILL', $victim;
 $victims->{handle}->finish;
-isnt($victims->{handle}->result(0), 0, 'a backend that is killed in a call takes the others with it');
+isnt($victims->{handle}->result(0), 0, 'a backend that is killed during a call makes PostgreSQL restart');
 $redis->resume;
 await('the server to be back', sub { return $node->psql('postgres', 'SELECT 1', on_error_stop => 0) == 0 });
-like(slurp_file($node->logfile), qr/\(PID $victim\) was terminated by signal 9/, 'it was killed');
+like(slurp_file($node->logfile), qr/\(PID $victim\) was terminated by signal 9/, 'the log shows that the backend was killed');
 $session = session($node);
-works('a killed backend');
-is(count_of(qr/was terminated by signal/, slurp_file($node->logfile)), 1, 'nothing else has crashed');
+works('after a killed backend');
+is(count_of(qr/was terminated by signal/, slurp_file($node->logfile)), 1, 'no other process has crashed');
 
 done_testing();

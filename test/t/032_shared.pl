@@ -1,6 +1,6 @@
-# With shared memory: while Redis is away this server goes on alone and hardly
-# waits, killed backends leave it sound, and the statistics are those of the
-# calls.
+# With shared memory: while Redis is down this server decides by itself and hardly
+# waits, killed backends do not damage the memory, and the statistics equal the
+# outcomes of the calls.
 use strict;
 use warnings FATAL => 'all';
 
@@ -17,10 +17,10 @@ my $session = session($node);
 my $watcher = session($node);
 
 #
-# Away, and on_error = local
+# Redis is down, and on_error = local
 #
 
-# The defaults of users.
+# The default settings.
 my ($connect_timeout, $command_timeout, $retry_interval) = (0.2, 0.1, 1);
 my @timeouts = (connect_timeout => $connect_timeout . 's', command_timeout => $command_timeout . 's');
 $watcher->set_for_new(on_error => 'local', @timeouts, retry_interval => $retry_interval . 's');
@@ -39,10 +39,10 @@ my $asker = session($node);
 my $capacity = 1000;
 sub uses_redis { return $asker->ask("SELECT source FROM rl_throttle('asker', 1000000, 1000000, 1)") eq 'redis'; }
 
-# What is measured is true of the extension only if nobody else holds the
-# processor: once of three times is enough.
+# The times are true of the extension only if no other process has the processor, so
+# they must be right once in three tries.
 my %late;
-foreach my $case (map { my $how = $_; map { [ $how, $_ ] } 1 .. 3 } 'stopped', 'killed', 'stopped under load', 'killed under load')
+foreach my $case (map { my $how = $_; map { [ $how, $_ ] } 1 .. 3 } 'suspended', 'killed', 'suspended under load', 'killed under load')
 {
 	my ($how, $try) = @$case;
 	my $load = $how =~ /load/;
@@ -53,10 +53,10 @@ foreach my $case (map { my $how = $_; map { [ $how, $_ ] } 1 .. 3 } 'stopped', '
 	await("calls to use Redis before it is $how", \&uses_redis);
 	$session->ask('TRUNCATE made; SELECT rl_stat_reset()');
 	$redis->cli('CONFIG', 'RESETSTAT');
-	my $away = sub { $how =~ /stopped/ ? $redis->pause : $redis->stop };
+	my $away = sub { $how =~ /suspended/ ? $redis->pause : $redis->stop };
 	$away->() unless $load;
 
-	# At such a rate the calls last for some intervals.
+	# At this rate the calls last for some intervals.
 	my $began = time;
 	my $run = start_clients($node, "act $how $try", "SELECT act('$how $try', $capacity);", '-t', $calls / 8, '-R', 2500);
 	if ($load)
@@ -74,31 +74,31 @@ foreach my $case (map { my $how = $_; map { [ $how, $_ ] } 1 .. 3 } 'stopped', '
 	note sprintf '%s: %d calls in %.1f s, %s; waited %.2f s for Redis, at most %.2f s; calls longer than the timeout take %.2f s, the longest %.0f ms',
 	  $how, $made, $duration, join(', ', map { "$_ $count{$_}" } sort keys %count), $redis_time, $bound, $long, $longest;
 	is($made, $calls, "$how: all calls were answered");
-	is($errors, 0, "$how: by a decision");
-	cmp_ok($duration, '>', 3 * $retry_interval, "$how: it lasts for some intervals") if !$load;
-	cmp_ok($redis_time, '>=', $command_timeout, "$how: and there was some") if $how =~ /stopped/;
-	is($count{localtrue}, $capacity, "$how: this server alone allowed the capacity, to the unit");
-	is($from_local, $count{localtrue} + $count{localfalse}, "$how: what it decided is counted");
-	cmp_ok($count{redistrue} || 0, '<=', $capacity, "$how: and Redis no more than that") if $load;
+	is($errors, 0, "$how: no call raised an error");
+	cmp_ok($duration, '>', 3 * $retry_interval, "$how: the calls last for some intervals") if !$load;
+	cmp_ok($redis_time, '>=', $command_timeout, "$how: some call waited for Redis") if $how =~ /suspended/;
+	is($count{localtrue}, $capacity, "$how: this server by itself allowed exactly the capacity");
+	is($from_local, $count{localtrue} + $count{localfalse}, "$how: the statistics count the local decisions");
+	cmp_ok($count{redistrue} || 0, '<=', $capacity, "$how: Redis allowed at most the capacity") if $load;
 
-	# Back again.
-	if ($how =~ /stopped/) { $redis->resume; $redis->cli('PING') }
+	# Redis is up again.
+	if ($how =~ /suspended/) { $redis->resume; $redis->cli('PING') }
 	else { $redis->start }
 	$began = time;
 	await('calls to use Redis again', \&uses_redis);
 	my $back = time - $began;
 	note sprintf '%s: used again after %.2f s', $how, $back;
 	$late{$how} = join ', ', $redis_time < $bound ? () : "waited $redis_time s",
-	  $load && $how =~ /stopped/ || $long < $bound ? () : "long calls took $long s",
+	  $load && $how =~ /suspended/ || $long < $bound ? () : "long calls took $long s",
 	  $back < 2 * $retry_interval ? () : "not used again for $back s";
-	is($late{$how}, '', "$how: waiting for Redis is within the bound, and it is used again within two intervals") if !$late{$how} || $try == 3;
+	is($late{$how}, '', "$how: the time of waiting is within the bound, and Redis is used again within two intervals") if !$late{$how} || $try == 3;
 	$watcher->set_for_new(connect_timeout => '10s', command_timeout => '10s');
 	$run = start_clients($node, 'all', q{SELECT 1 / (source = 'redis')::int FROM rl_throttle('all', 1000000, 1000000, 1)}, '-t', 10);
 	finish_clients($run);
 	is($session->ask(q{SELECT breaker FROM rl_status()}), 'closed', "$how: the breaker is closed");
 }
 
-# One that cannot connect for a reason of its own speaks for itself alone.
+# A backend that cannot connect for a local reason does not open the breaker.
 SKIP:
 {
 	my $call = q{SELECT rl_throttle('k', 1, 1, 1)};
@@ -106,26 +106,27 @@ SKIP:
 	skip 'prlimit is not there', 4 unless has_program('prlimit');
 	$session->ask('SET ratelimit.on_error = error');
 	$session->with({ redis_url => 'redis://' }, sub { $session->attempt($call) });
-	is($session->attempt_below(0, $call)->{state}, '08001', 'a process without descriptors cannot connect');
-	is($session->ask(q{SELECT breaker FROM rl_status()}), 'closed', 'which the others do not have to bear');
+	is($session->attempt_below(0, $call)->{state}, '08001', 'a backend without descriptors cannot connect');
+	is($session->ask(q{SELECT breaker FROM rl_status()}), 'closed', 'the breaker stays closed');
 	$session->ask('RESET ratelimit.on_error');
 }
 
-# Nor does one that was interrupted while it tried, for all.
+# A backend that is interrupted while it tries does not close the breaker or keep it
+# open.
 $watcher->set_for_new(on_error => 'error', connect_timeout => '100s', command_timeout => '100s', retry_interval => '50ms');
 $session = session($node);
 my $other = session($node);
 my $call = q{SELECT rl_throttle('all', 1000000, 1000000, 1)};
 my $pid = $session->pid;
 
-# In a session that asks this server only, which shows the breaker and leaves it as it is.
+# A session that uses only the local store reads the breaker without changing it.
 $watcher->ask('SET ratelimit.store = local');
 my $breaker = sub { return $watcher->ask('SELECT breaker FROM rl_status()') };
 my $half_open = sub {
 	await('Redis to be asked', sub { return $session->attempt($call)->{state} eq '00000' });
 	$redis->pause;
 	$session->ask("SET ratelimit.command_timeout = '20ms'");
-	is($session->attempt($call)->{state}, '08006', 'it does not answer');
+	is($session->attempt($call)->{state}, '08006', 'Redis does not answer');
 	$session->ask('RESET ratelimit.command_timeout');
 	await('the breaker to be half-open', sub { return $breaker->() eq 'half-open' });
 };
@@ -139,21 +140,21 @@ foreach my $interrupted (q{rl_throttle('all', 1000000, 1000000, 1)}, q{rl_check_
 	await("$interrupted to try", sub { return $breaker->() eq 'trying' });
 	$watcher->await_waiting($pid);
 	$watcher->ask("SELECT pg_cancel_backend($pid)");
-	is($session->ask(''), '57014', "$interrupted, which tries after the interval, is canceled");
-	is($breaker->(), 'half-open', 'and another one may try');
+	is($session->ask(''), '57014', "$interrupted tries after the interval, and is canceled");
+	is($breaker->(), 'half-open', 'another backend may try');
 	$redis->resume;
-	is($other->attempt($call)->{state}, '00000', 'which it does');
+	is($other->attempt($call)->{state}, '00000', 'another backend tries and succeeds');
 }
 
-# One that ends as a session also lets others try, and so does one that was to
-# try and could not, for a reason of its own.
+# A session that ends while it tries lets other backends try, and so does a backend
+# that cannot try for a local reason.
 $half_open->();
 my $ended = session($node);
 my $ended_pid = $ended->pid;
 $ended->send("$call\n;");
 await('it to try', sub { return $breaker->() eq 'trying' });
 $watcher->ask("SELECT pg_terminate_backend($ended_pid, 180000)");
-is($breaker->(), 'half-open', 'a session that is terminated while it tries lets others try');
+is($breaker->(), 'half-open', 'a session that is terminated while it tries lets other backends try');
 $redis->resume;
 SKIP:
 {
@@ -161,8 +162,8 @@ SKIP:
 	$half_open->();
 	$session->ask('SET ratelimit.on_error = allow');
 	is($session->attempt_below(0, q{SELECT source FROM rl_throttle('k', 1, 1, 1)})->{answer}, 'fail_open',
-		'a process without descriptors was to try');
-	is($breaker->(), 'half-open', 'and lets others try');
+		'a backend without descriptors cannot try');
+	is($breaker->(), 'half-open', 'other backends may try');
 	$session->ask('RESET ratelimit.on_error');
 	$redis->resume;
 }
@@ -177,20 +178,20 @@ $session->ask(q{
 	BEGIN
 		PERFORM set_config('ratelimit.store', CASE WHEN ask THEN 'redis' ELSE 'local' END, true);
 		PERFORM set_config('ratelimit.redis_url', 'unix:///nowhere/' || n, true);
-		-- The first one asks.
+		-- The first caller asks.
 		PERFORM rl_status() WHERE ask;
 		RETURN breaker FROM rl_status();
 	END $$});
 is($session->ask('SELECT breaker, count(*) FROM (SELECT breaker_of(n, true) AS breaker FROM generate_series(1, 1000) n) s GROUP BY 1'),
-	'open|1000', 'of each of 1,000 servers the breaker opens');
+	'open|1000', 'the breakers of 1,000 servers open');
 is($other->ask('SELECT breaker_of(n, false) FROM unnest(ARRAY[1, 800, 1000]) n'), "closed\nopen\nopen",
-	'also for others, until the newest need the room');
+	'other backends see these breakers, until newer breakers need the room');
 $session->ask('RESET ratelimit.retry_interval');
 $watcher->ask('RESET ratelimit.store');
 $watcher->set_for_new(connect_timeout => '200ms', command_timeout => '100ms');
 
 #
-# Killed in the middle of calls
+# Backends that are killed during calls
 #
 
 $watcher->set_for_new(store => 'local');
@@ -221,7 +222,7 @@ foreach my $round (1 .. 5)
 
 	await('states in shared memory', sub { return $watcher->ask('SELECT local_keys FROM rl_status()') >= 1000 });
 	my @pids;
-	await('one at work', sub {
+	await('an active backend', sub {
 		@pids = split /\n/, $watcher->ask(q{SELECT pid FROM pg_stat_activity WHERE query = 'SELECT work();' AND state = 'active'});
 	});
 	kill 'KILL', $pids[ rand @pids ];
@@ -230,19 +231,19 @@ foreach my $round (1 .. 5)
 	$crashes = $starts->();
 	$watcher = session($node);
 	is($watcher->ask('SELECT local_keys FROM rl_status()'), 0, "crash $round: the store is empty");
-	is($watcher->ask(q{SELECT count(*) FROM rl_stat}), 0, "crash $round: the statistics too");
+	is($watcher->ask(q{SELECT count(*) FROM rl_stat}), 0, "crash $round: the statistics are empty");
 	is($watcher->ask(q{SELECT string_agg(allowed || ',' || remaining || ',' || source, ' ') FROM
 		generate_series(1, 4) g, rl_check('after', 'sliding_log 3/1h, 9/1h', g / g)}),
-		'true,2,local true,1,local true,0,local false,0,local', "crash $round: and it works");
+		'true,2,local true,1,local true,0,local false,0,local', "crash $round: the store works");
 }
-is(count_of(qr/was terminated by signal/, slurp_file($node->logfile)), 5, 'nobody crashed who was not killed');
-is(count_of(qr/PANIC|TRAP/, slurp_file($node->logfile)), 0, 'nor panicked');
+is(count_of(qr/was terminated by signal/, slurp_file($node->logfile)), 5, 'only the killed backends crashed');
+is(count_of(qr/PANIC|TRAP/, slurp_file($node->logfile)), 0, 'no backend panicked');
 
 #
 # Statistics
 #
 
-# A call's outcome as a client sees it, under random settings.
+# The outcomes of calls as clients see them, under random settings.
 $watcher->set_for_new(store => 'redis', on_error => 'error', connect_timeout => '10s', command_timeout => '10s', retry_interval => '50ms');
 $session = session($node);
 my @columns = qw(allowed denied shadow_denied failed_open failed_closed errors from_cache from_local);
@@ -270,7 +271,7 @@ $watcher->ask(q{
 		FOR i IN 1 .. 50 LOOP
 			SELECT * INTO r FROM rule WHERE id = i % 5;
 			form := floor(random() * 6);
-			-- Some keys Redis cannot make sense of.
+			-- Redis replies with an error for one of the keys.
 			key := (ARRAY['a', 'b', 'c', 'wrong'])[1 + floor(random() * 4)::int];
 			d := NULL;
 			BEGIN
@@ -278,7 +279,7 @@ $watcher->ask(q{
 					WHEN 0 THEN d := rl_check(key, r.limits);
 					WHEN 1 THEN d := rl_wait(key, r.limits, 1, 0.01);
 					WHEN 2 THEN
-						-- Of an act the columns are those of the limits together.
+						-- The outcome of the call under all its limits.
 						SELECT bool_and(e.allowed), coalesce(min(e.source) FILTER (WHERE e.source = 'shadow'), min(e.source))
 						INTO d.allowed, d.source
 						FROM rl_check_each(key, r.limits) e;
@@ -305,7 +306,7 @@ $watcher->ask(q{
 			FROM jsonb_each_text(found) j(k, v);
 	END $$;
 });
-is($watcher->error, '', 'the observer is there');
+is($watcher->error, '', 'the table and the function exist');
 $redis->cli('SET', 'rl:{wrong}', 'no hash');
 $watcher->ask('SELECT rl_stat_reset()');
 my $run = start_clients($node, 'observe', 'SELECT observe();', '-T', 3);
@@ -316,7 +317,7 @@ while (still_runs($run->{handle}))
 {
 	my ($failed, $decided) = map { $count->($_) } 'failed_open + failed_closed + errors', 'allowed + denied';
 
-	# Until some have given up, and until some have been answered again.
+	# Until some calls have failed, and until some calls have been answered again.
 	$redis->pause;
 	await('failures', sub { return !still_runs($run->{handle}) || $count->('failed_open + failed_closed + errors') > $failed + 20 });
 	$redis->resume;
@@ -324,7 +325,7 @@ while (still_runs($run->{handle}))
 }
 finish_clients($run);
 
-# Canceled while Redis is asked, and while a turn is waited for.
+# Calls that are canceled while they wait for Redis, and while they wait for a turn.
 my $canceled = 0;
 foreach my $taking (q{rl_check('cancel', 'fixed_window 5/3650d')}, q{rl_check_each('cancel', 'fixed_window 5/3650d')},
 	q{rl_wait('cancel', 'fixed_window 5/3650d')}, q{rl_enforce('cancel', 'fixed_window 5/3650d')})
@@ -344,7 +345,7 @@ $session->ask(q{SELECT rl_check('sleep', 'fixed_window 6/3650d', 6); SET stateme
 is($session->attempt(q{SELECT rl_wait('sleep', 'fixed_window 6/3650d')})->{state}, '57014', 'a wait is canceled while it sleeps');
 $session->ask('RESET statement_timeout');
 is($watcher->ask(q{SELECT limits, allowed, denied, errors FROM rl_stat WHERE limits LIKE '%3650d' ORDER BY 1}),
-	"fixed_window 5/3650d|0|0|$canceled\nfixed_window 6/3650d|1|0|1", 'what was canceled is counted as an error');
+	"fixed_window 5/3650d|0|0|$canceled\nfixed_window 6/3650d|1|0|1", 'a canceled call counts as an error');
 
 # Limit by limit.
 my %outcome = map { split /\|/ } split /\n/, $watcher->ask('SELECT outcome, sum(calls) FROM seen GROUP BY 1');
@@ -356,14 +357,15 @@ is($watcher->ask(q{SELECT limits, allowed, denied, shadow_denied, failed_open, f
 	$watcher->ask(q{SELECT limits, sum(calls) FILTER (WHERE outcome = 'allowed'), sum(calls) FILTER (WHERE outcome = 'denied'),
 			sum(calls) FILTER (WHERE outcome = 'shadow_denied'), sum(calls) FILTER (WHERE outcome = 'failed_open'),
 			sum(calls) FILTER (WHERE outcome = 'failed_closed'), sum(calls) FILTER (WHERE outcome = 'errors')
-		FROM seen GROUP BY 1 ORDER BY 1}), 'the statistics are what the clients saw, limit by limit');
+		FROM seen GROUP BY 1 ORDER BY 1}), 'the statistics equal the outcomes that the clients saw, limit by limit');
 my ($cached, $local, $seen_cached, $seen_local) = split /\|/, $watcher->ask(q{
 	SELECT (SELECT sum(from_cache) FROM rl_stat), (SELECT sum(from_local) FROM rl_stat),
 		(SELECT sum(calls) FROM seen WHERE source = 'denial_cache'), (SELECT sum(calls) FROM seen WHERE source = 'local')});
 
-# Where the answer was an error, a shadow's or of a ban, the client does not see who gave it.
-cmp_ok($cached, '>=', $seen_cached, "from the cache came $cached, of which the clients saw $seen_cached");
-cmp_ok($local, '>=', $seen_local, "from this server $local, of which the clients saw $seen_local");
-cmp_ok($seen_cached, '>', 0, 'and there were some');
+# If the outcome was an error, shadow mode's or a ban, the client does not see the
+# source.
+cmp_ok($cached, '>=', $seen_cached, "the cache gave $cached answers, the clients saw $seen_cached of them");
+cmp_ok($local, '>=', $seen_local, "the local store gave $local answers, the clients saw $seen_local of them");
+cmp_ok($seen_cached, '>', 0, 'the clients saw answers of the cache');
 
 done_testing();

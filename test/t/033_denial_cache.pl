@@ -1,5 +1,5 @@
-# The denial cache: a flood of refused calls hardly reaches Redis, and its
-# verdicts are those of asking, whatever is given back meanwhile.
+# The denial cache: a flood of refused calls hardly reaches Redis, and the cache's
+# verdicts equal those of Redis, also after refunds.
 #
 # RATELIMIT_SEED repeats the steps of a run in virtual time.
 use strict;
@@ -27,8 +27,7 @@ redis_engine($node);
 # A flood
 #
 
-# Of four keys at a time, each under limits of its own and asked for at several
-# costs.
+# Four keys, each with its own limits and several costs.
 my @floods = ([ '1/1d burst 10', 1 ], [ 'sliding_log 10/1d', 1 ], [ '100/1s, fixed_window 10/1d from_first, token_bucket 10/1d', 1 ],
 	[ '1/1d burst 10', 3 ]);
 $watcher->ask(q{CREATE TABLE the_end (); CREATE TABLE flooded (n int, limits rl_limits, costs int);
@@ -73,11 +72,11 @@ foreach my $n (1 .. @floods)
 		my $reached = grep { grep { $_ eq "rl:{flood $n}" } @$_ } @scripts;
 		my ($calls, $allowed) = split /\|/, $session->ask("SELECT sum(calls), sum(allowed) FROM flood WHERE n = $n");
 
-		note sprintf '%s: %d calls, of which %d reached Redis in %.1f s', $what, $calls, $reached, $seconds;
+		note sprintf '%s: %d calls, %d of them reached Redis in %.1f s', $what, $calls, $reached, $seconds;
 		is($allowed, 0, "$what: nothing is allowed");
-		cmp_ok($calls, '>', 1000 * $seconds, "$what: it was a flood, of $calls calls");
+		cmp_ok($calls, '>', 1000 * $seconds, "$what: there was a flood of $calls calls");
 		cmp_ok($reached, '>=', $seconds / 2, "$what: Redis is asked about once a second");
-		cmp_ok($reached, '<=', 2 * $seconds, "$what: and at most twice");
+		cmp_ok($reached, '<=', 2 * $seconds, "$what: Redis is asked at most twice a second");
 	}
 }
 
@@ -85,8 +84,8 @@ foreach my $n (1 .. @floods)
 # The same verdicts, in virtual time
 #
 
-# Random histories whose steps are a second or less apart, refused ones often
-# repeated with the same, a smaller or a larger cost.
+# Returns a random history whose steps are at most a second apart.  Refused steps are
+# often repeated with the same, a smaller or a larger cost.
 sub history
 {
 	my ($key) = @_;
@@ -108,7 +107,7 @@ sub history
 		if ($form eq 'reset' && chance(50)) { $step{limits} = undef }
 		if ($form eq 'one') { $step{limits} = [ grep { $_->{plain} } $l ]; next unless @{ $step{limits} } }
 
-		# Often to the very end of a wait, and a bit before it.
+		# Often the end of a wait, and a bit earlier.
 		my $wait = defined $answer ? $answer->[0][3] : undef;
 		$now += defined $wait && $wait > 0 && chance(30) ? min($wait, 1_200_000) - pick(0, 0, 1, 2)
 		  : chance(50) ? 0 : chance(50) ? below(1000) : below(300_000);
@@ -149,7 +148,7 @@ foreach my $i (0 .. $#steps)
 		  . ": with the cache " . decision_text($with) . ', without it ' . decision_text($without) . ", C says " . decision_text($want)
 		  if $with->[0] != $without->[0] || $with->[0] != $want->[0]
 
-		  # Of the same cost the wait is the same, too; of a larger one it may be longer.
+		  # For the same cost the wait is the same; for a larger cost it may be longer.
 		  || $from eq 'denial_cache' && (!defined $with->[3] || !defined $without->[3] || $with->[3] <= 0 || $with->[3] > $without->[3] + 1e-6
 			|| $with->[1] != $without->[1] && @{ $step->{limits} } == 1);
 	}
@@ -159,11 +158,11 @@ none(\@wrong, 'with and without the cache the verdicts are the same') or diag "R
 cmp_ok($seen{$_} || 0, '>', 100, "$_: " . ($seen{$_} || 0)) foreach 'denial_cache refused', 'redis refused', 'redis allowed', 'ban refused';
 
 #
-# The same figures, when this server has taken quota since
+# The same figures, after this server has taken quota
 #
 
-# Each case: a call that takes quota, a call that is refused, and a call between
-# two of these that changes the figures of the second.
+# Each case: a call that takes quota, a call that is refused, and a call that changes
+# the figures of the second.
 my @takes = (
 	[ 'the same function', q{rl_throttle('%s', 20, 2, 1, 18)}, q{rl_throttle('%s', 20, 2, 1, 3)}, q{rl_throttle('%s', 20, 2, 1, 1)} ],
 	map({ [ $_->[0], q{rl_check('%s', '2/1s burst 20', 18)}, q{rl_check('%s', '2/1s burst 20', 3)}, $_->[1] ] }
@@ -198,18 +197,18 @@ foreach my $take (@takes)
 		}
 		$figures{$cache} = [@rows];
 	}
-	is((split /\|/, $figures{on}[2])[4], 'denial_cache', "$what: before, the cache answers");
+	is((split /\|/, $figures{on}[2])[4], 'denial_cache', "$what: the cache answers before the change");
 	is_deeply([ map { s/\|\w+$//r } @{ $figures{on} } ], [ map { s/\|\w+$//r } @{ $figures{off} } ],
 		"$what: the figures are those of Redis");
 }
 $session->ask('RESET ratelimit.denial_cache; RESET ratelimit.debug_now');
 
 #
-# The same verdicts, in real time and between eight clients
+# The same verdicts, in real time and with eight clients
 #
 
-# What the cache refuses, Redis refuses as well: asked right after it, past the
-# cache, it may only allow once the wait that was told is over.
+# Redis refuses the calls that the cache refuses: rl_peek, which does not use the
+# cache, allows them only after the wait that the cache has returned.
 $watcher->ask(q{
 	ALTER DATABASE postgres SET ratelimit.denial_cache = on;
 	CREATE UNLOGGED TABLE refusal (limits text, quota bigint, told float8, passed float8, still boolean);
@@ -231,7 +230,7 @@ $watcher->ask(q{
 		FOR i IN 1 .. 400 LOOP
 			l := rules[1 + floor(random() * array_length(rules, 1))::int];
 			q := 1 + floor(random() * 3)::int;
-			-- Limits with one name for their state have a key each.
+			-- Each limit has its own key, because some limits share a state.
 			key := 'try:' || l::text || CASE WHEN alone THEN pg_backend_pid()::text ELSE floor(random() * 3)::text END;
 			began := clock_timestamp();
 			d := rl_check(key, l, q);
@@ -239,14 +238,14 @@ $watcher->ask(q{
 			allowed := allowed + d.allowed::int;
 			IF d.source = 'denial_cache' THEN
 				cached := cached + 1;
-				-- With others about, somebody may have given back since.
+				-- With other clients on the key, a refund may have come between.
 				IF alone THEN
 					SELECT NOT bool_and(p.allowed) INTO still FROM rl_peek(key, l, q) p;
 					INSERT INTO refusal VALUES (l::text, q, d.retry_after, extract(epoch FROM clock_timestamp() - began), still);
 				END IF;
 			END IF;
 			IF random() < 0.03 THEN
-				-- Given back here: no refusal from before may outlive that.
+				-- A refund on this server: it ends all earlier refusals.
 				CASE floor(random() * 4)::int
 					WHEN 0 THEN PERFORM rl_reset(key);
 					WHEN 1 THEN PERFORM rl_refund(key, l, 100);
@@ -264,16 +263,16 @@ finish_clients($run);
 my ($cached, $asked, $allowed) = split /\|/, $session->ask('SELECT sum(cached), sum(asked), sum(allowed) FROM tried');
 note "in real time: $asked asked, $allowed allowed, $cached refused by the cache";
 cmp_ok($cached, '>', $asked / 10, 'in real time the cache answers');
-cmp_ok($allowed, '>', $asked / 100, 'and some are allowed');
+cmp_ok($allowed, '>', $asked / 100, 'some calls are allowed');
 is($session->ask(q{SELECT coalesce(string_agg(limits || ' ' || quota || ' told ' || told || ' passed ' || passed, '; '), 'none') FROM (
-		SELECT * FROM refusal WHERE NOT still AND passed < told - 0.001 LIMIT 5) s}), 'none', 'what the cache refuses, Redis does');
-cmp_ok($session->ask('SELECT count(*) FROM refusal WHERE still'), '>', 100, 'mostly at once');
+		SELECT * FROM refusal WHERE NOT still AND passed < told - 0.001 LIMIT 5) s}), 'none', 'Redis refuses the calls that the cache refuses');
+cmp_ok($session->ask('SELECT count(*) FROM refusal WHERE still'), '>', 100, 'most of these calls are refused at once');
 
-# One gives back what the others wait for: after that, a unit that is free is
-# refused to nobody.
+# A client refunds a unit, for which other clients wait.  After that, the cache does
+# not refuse a unit that is free.
 $watcher->ask(q{
 	TRUNCATE the_end;
-	CREATE UNLOGGED TABLE given (given bigint, stale bigint);
+	CREATE UNLOGGED TABLE refunded (refunded bigint, stale bigint);
 	CREATE FUNCTION grab(key text, limits rl_limits) RETURNS void LANGUAGE plpgsql AS $$
 	DECLARE
 		allowed bigint := 0;
@@ -287,7 +286,7 @@ $watcher->ask(q{
 		END LOOP;
 		INSERT INTO tried VALUES (NULL, calls, allowed);
 	END $$;
-	CREATE FUNCTION give(key text, limits rl_limits, n int) RETURNS void LANGUAGE plpgsql AS $$
+	CREATE FUNCTION refund(key text, limits rl_limits, n int) RETURNS void LANGUAGE plpgsql AS $$
 	DECLARE
 		d rl_decision;
 		stale bigint := 0;
@@ -301,27 +300,27 @@ $watcher->ask(q{
 				stale := stale + 1;
 			END IF;
 		END LOOP;
-		INSERT INTO given VALUES (n, stale);
+		INSERT INTO refunded VALUES (n, stale);
 		INSERT INTO tried VALUES (NULL, n, taken);
 	END $$});
 foreach my $limits ('1/3650d burst 5', 'sliding_log 5/3650d', 'fixed_window 5/3650d, token_bucket 5/3650d')
 {
 	(my $name = "grab $limits") =~ s/\W+/_/g;
 
-	$session->ask("TRUNCATE the_end, given, tried; SELECT rl_check('given', '$limits', 5)");
-	my $run = start_clients($node, $name, "SELECT grab('given', '$limits');", '-t', 1, '-c', 7);
+	$session->ask("TRUNCATE the_end, refunded, tried; SELECT rl_check('refunded', '$limits', 5)");
+	my $run = start_clients($node, $name, "SELECT grab('refunded', '$limits');", '-t', 1, '-c', 7);
 	await('seven clients', sub { return $watcher->ask(q{SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'SELECT grab(%'}) == 7 });
-	$session->ask("SELECT give('given', '$limits', 1000)");
-	is($session->error, '', "$limits: given back");
+	$session->ask("SELECT refund('refunded', '$limits', 1000)");
+	is($session->error, '', "$limits: the refunds succeed");
 	$watcher->ask('INSERT INTO the_end DEFAULT VALUES');
 	finish_clients($run);
-	my ($stale, $given) = split /\|/, $session->ask('SELECT stale, given FROM given');
+	my ($stale, $refunded) = split /\|/, $session->ask('SELECT stale, refunded FROM refunded');
 	my ($taken, $calls) = split /\|/, $session->ask('SELECT sum(allowed), sum(asked) FROM tried');
-	my $left = $session->ask("SELECT min(remaining) FROM rl_peek('given', '$limits', 0)");
-	note "$limits: $given given back, $taken taken by $calls calls, $left left";
-	is($stale, 0, "$limits: no refusal outlives what was given back");
-	is($taken + $left, $given, "$limits: what was given back was taken once, or is there");
-	$session->ask("SELECT rl_reset('given')");
+	my $left = $session->ask("SELECT min(remaining) FROM rl_peek('refunded', '$limits', 0)");
+	note "$limits: $refunded refunded, $taken taken by $calls calls, $left left";
+	is($stale, 0, "$limits: no refusal outlives a refund");
+	is($taken + $left, $refunded, "$limits: each refunded unit was taken once, or is free");
+	$session->ask("SELECT rl_reset('refunded')");
 }
 
 done_testing();

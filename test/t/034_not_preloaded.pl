@@ -1,5 +1,5 @@
-# Without shared_preload_libraries: what needs shared memory says so, and all
-# else works.
+# Without shared_preload_libraries: features that need shared memory raise an error
+# that says so, and all other features work.
 use strict;
 use warnings FATAL => 'all';
 
@@ -24,7 +24,7 @@ $session->ask(q{
 my $insert = q{INSERT INTO orders VALUES ('ann') RETURNING customer};
 is($session->ask('SHOW shared_preload_libraries'), '', 'the library is not preloaded');
 
-# An error that says what is lacking, and what to do.
+# Checks the error that a feature needs shared memory, and its hint.
 sub needs_shared_memory
 {
 	my ($command, $what) = @_;
@@ -45,12 +45,12 @@ needs_shared_memory($_, 'ratelimit.store = local') foreach (map { "SELECT $_" } 
 $session->ask('RESET ratelimit.store; SET ratelimit.on_error = local');
 needs_shared_memory($_, 'ratelimit.on_error = local') foreach (map { "SELECT $_" } @taking), $insert;
 
-# What looks and repairs does not depend on on_error.
+# on_error does not apply to functions that look or repair.
 is($session->attempt("SELECT $_")->{state}, '00000', "on_error = local: $_ works") foreach @others;
-is($redis->cli('DBSIZE'), 0, 'nothing was taken meanwhile');
+is($redis->cli('DBSIZE'), 0, 'no call took quota');
 $session->ask('RESET ratelimit.on_error');
 
-# All else.
+# All other functions work.
 foreach my $command ((map { "SELECT $_" } @taking, @others), $insert, q{SELECT * FROM rl_triggers}, q{SELECT rl_key('a', 1)},
 	q{SELECT rl_simulate('5/10s', now()) OVER ()})
 {
@@ -59,10 +59,10 @@ foreach my $command ((map { "SELECT $_" } @taking, @others), $insert, q{SELECT *
 	is($got->{state}, '00000', "$command works") or diag $got->{message};
 }
 is($session->ask('SELECT store, mode, on_error, redis, connected, error, breaker, local_keys, local_max_keys, stat_since FROM rl_status()'),
-	'redis|enforce|error|"' . $redis->socket . '"|t|||||', 'rl_status tells what there is');
-like($session->ask('SELECT version FROM rl_status()'), qr/^(?:Redis|Valkey) \d+\.\d+\.\d+$/, 'and the version');
+	'redis|enforce|error|"' . $redis->socket . '"|t|||||', 'rl_status shows NULL for shared memory');
+like($session->ask('SELECT version FROM rl_status()'), qr/^(?:Redis|Valkey) \d+\.\d+\.\d+$/, 'rl_status shows the version');
 
-# The other settings do what they can.
+# The other settings work without shared memory.
 foreach my $cache (qw(on off))
 {
 	my $key = "cache $cache";
@@ -71,20 +71,20 @@ foreach my $cache (qw(on off))
 	is($session->ask("SELECT allowed, source FROM rl_check('$key', '1/1h')"), 'f|redis', "denial_cache = $cache: Redis refuses");
 }
 $session->ask('RESET ratelimit.denial_cache; SET ratelimit.mode = shadow');
-is($session->ask(q{SELECT allowed, source FROM rl_check('cache on', '1/1h')}), 't|shadow', 'mode = shadow: it is let through');
-is($session->ask($insert), 'ann', 'by the trigger, too');
-like(slurp_file($node->logfile), qr/rate limit "throttle 1\/1h" would refuse key "cache on"/, 'and logged');
+is($session->ask(q{SELECT allowed, source FROM rl_check('cache on', '1/1h')}), 't|shadow', 'mode = shadow: the action is allowed');
+is($session->ask($insert), 'ann', 'mode = shadow: the trigger allows the row');
+like(slurp_file($node->logfile), qr/rate limit "throttle 1\/1h" would refuse key "cache on"/, 'mode = shadow: the log shows the refusal');
 $session->ask('SET ratelimit.mode = off');
-is($session->ask(q{SELECT allowed, source FROM rl_check('cache on', '1/1h')}), 't|off', 'mode = off: nobody is asked');
+is($session->ask(q{SELECT allowed, source FROM rl_check('cache on', '1/1h')}), 't|off', 'mode = off: the action is allowed');
 $session->ask('RESET ratelimit.mode');
 
-# Redis away: no breaker, each call finds out for itself, and when it is back it
-# is used at once.
+# Redis is down: there is no breaker, so each call tries to connect, and the first call
+# after a restart uses Redis.
 $redis->stop;
-is($session->attempt(q{SELECT rl_throttle('k', 10, 10, 60)})->{state}, '08001', "Redis away: try $_") foreach 1 .. 3;
-is($session->ask(q{SELECT connected, error LIKE 'could not connect to Redis%', breaker FROM rl_status()}), 'f|t|', 'rl_status tells why');
+is($session->attempt(q{SELECT rl_throttle('k', 10, 10, 60)})->{state}, '08001', "Redis is down, try $_") foreach 1 .. 3;
+is($session->ask(q{SELECT connected, error LIKE 'could not connect to Redis%', breaker FROM rl_status()}), 'f|t|', 'rl_status shows the error');
 $redis->start;
-is($session->ask(q{SELECT source FROM rl_throttle('k', 10, 10, 60)}), 'redis', 'Redis back: it is used at once');
+is($session->ask(q{SELECT source FROM rl_throttle('k', 10, 10, 60)}), 'redis', 'Redis is up: the first call uses it');
 
 # Loading the library into one session brings no shared memory.
 $session = session($node);

@@ -1,5 +1,5 @@
-# Names in shared memory: no two keys, and no two lists of limits, are taken for
-# one, also if they were constructed for that.
+# Names in shared memory: two keys, or two lists of limits, are never confused, even if
+# they were constructed to have the same hash.
 use strict;
 use warnings FATAL => 'all';
 
@@ -15,7 +15,7 @@ my $redis = RedisServer->new->start;
 my $node = preloaded_node($redis);
 my $session = session($node);
 
-# What a program prints.
+# Returns a program's output.
 sub output_of
 {
 	my (@command) = @_;
@@ -29,13 +29,13 @@ sub output_of
 # Keys
 #
 
-# Of so many pairs about ten would have one name if the hash were lookup3.
+# With lookup3 as the hash, about ten of these pairs would have one name.
 {
 	my $pairs = PostgreSQL::Test::Utils::tempdir . '/pairs';
 
 	IPC::Run::run([ c_program($node, 'test/colliding_keys.c'), 800_000 ], '>', $pairs) or die 'no pairs';
 	$session->ask("CREATE UNLOGGED TABLE pair (a text, b text); COPY pair FROM '$pairs'");
-	is($session->ask('SELECT count(*) FROM pair WHERE a <> b AND length(a) = length(b)'), 800_000, 'there are many');
+	is($session->ask('SELECT count(*) FROM pair WHERE a <> b AND length(a) = length(b)'), 800_000, 'there are 800,000 pairs');
 	$session->ask(q{
 		SET ratelimit.store = local;
 		CREATE FUNCTION share_a_name() RETURNS bigint LANGUAGE plpgsql AS $$
@@ -50,8 +50,8 @@ sub output_of
 			END LOOP;
 			RETURN n;
 		END $$});
-	is($session->ask('SELECT share_a_name()'), 0, 'a ban of one key of a pair is no ban of the other');
-	is($session->ask('SELECT local_keys FROM rl_status()'), 0, 'and the key itself was banned');
+	is($session->ask('SELECT share_a_name()'), 0, 'a ban of a key of a pair is not a ban of the other key');
+	is($session->ask('SELECT local_keys FROM rl_status()'), 0, 'each ban was on the key itself, and was ended');
 	$session->ask('RESET ratelimit.store');
 }
 
@@ -69,12 +69,12 @@ sub output_of
 	};
 
 	$session->ask(q{SELECT rl_stat_reset(); SET ratelimit.debug_now = '1000000000000000'});
-	is($check->($limits[0], 1546365531), 't|redis', 'a limit is used up');
-	is($check->($limits[0], 1), 'f|redis', 'and refuses');
-	is($check->($limits[0], 1), 'f|denial_cache', 'also from the denial cache');
+	is($check->($limits[0], 1546365531), 't|redis', 'a limit becomes used up');
+	is($check->($limits[0], 1), 'f|redis', 'the limit refuses');
+	is($check->($limits[0], 1), 'f|denial_cache', 'the denial cache refuses');
 	is($check->($limits[1], 1), 't|redis', 'another limit with the same hash is not refused');
 	is($session->ask('SELECT limits, allowed, denied, from_cache FROM rl_stat ORDER BY 1'),
-		"$limits[0]|1|2|1\n$limits[1]|1|0|0", 'the statistics tell them apart');
+		"$limits[0]|1|2|1\n$limits[1]|1|0|0", 'the statistics have a row for each of both limits');
 	$session->ask('RESET ratelimit.debug_now');
 }
 
