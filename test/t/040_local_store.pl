@@ -1,5 +1,5 @@
-# The store in shared memory: what it forgets when it is full, and nothing else;
-# what two databases share; what eight clients get; and that no Redis is asked.
+# The local store: the states that it evicts when it is full; the states that two
+# databases share; the quota that eight clients get.  No Redis is used.
 #
 # RATELIMIT_SEED repeats the random acts of a run.
 use strict;
@@ -16,7 +16,7 @@ use Time::HiRes qw(time);
 
 seed();
 
-# There is no server behind the URL.
+# No server listens at the URL.
 my $node = preloaded_node(RedisServer->new, 'ratelimit.store = local',
 	'ratelimit.local_max_keys = 100', 'max_wal_senders = 2', 'wal_level = replica');
 my $session = session($node);
@@ -29,12 +29,12 @@ sub states_kept { return $session->ask('SELECT local_keys FROM rl_status()'); }
 # The bound
 #
 
-# In virtual time, with a model: which states there are, and when they end.
+# In virtual time, with a model: the states, and the times at which they end.
 my (%end, @forgotten, @wrong);
 my $now = 10**15;
 my %seen = (new => 0, known => 0, ban => 0, ended => 0, reset => 0);
 
-# Makes room for one more, as the store should.
+# Makes room for one more state, as the store should.
 sub make_room
 {
 	my ($name) = @_;
@@ -47,7 +47,7 @@ sub make_room
 	return;
 }
 
-# No two periods are alike, so that no two ends are.
+# All periods differ, so that all ends do.
 my @commands;
 my $peak = 0;
 foreach my $step (1 .. 3000)
@@ -71,7 +71,7 @@ foreach my $step (1 .. 3000)
 		$seen{ $what eq 'ban' ? 'ban' : exists $end{$name} ? 'known' : 'new' }++;
 		if ($what eq 'throttle')
 		{
-			# Of one period for each key; else they would be states of their own.
+			# A key has a single period, because another period would be another state.
 			$period = 1_000_000 * (100 + $n);
 			push @commands, "SELECT rl_throttle('$name', 1000000, 1, " . (100 + $n) . ')';
 			$end{$name} = max($end{$name} || 0, $now) + $period;
@@ -89,7 +89,7 @@ foreach my $step (1 .. 3000)
 	}
 	next unless $step % 50 == 0;
 
-	# What is kept shows before it was made, where nothing has ended yet.
+	# At time 0 no state has ended, so rl_peek shows all states that are stored.
 	my $there = $session->ask(join(";\n", "\\o /dev/null\n" . shift @commands, @commands) . q{;
 		\o
 		SET ratelimit.debug_now = '0';
@@ -100,40 +100,40 @@ foreach my $step (1 .. 3000)
 	@commands = ();
 	push @wrong, "step $step: $there" if $there ne join ',', sort keys %end;
 	my $kept = states_kept();
-	push @wrong, "step $step: $kept are kept" if $kept != keys %end;
+	push @wrong, "step $step: $kept states are stored" if $kept != keys %end;
 	$peak = max($peak, $kept);
 }
 is($session->error, '', 'no error');
-is_deeply(\@wrong, [], 'the states that are kept are those that the rule says');
+is_deeply(\@wrong, [], 'the store keeps the states that end last');
 cmp_ok($seen{$_}, '>', 50, "$_: $seen{$_}") foreach sort keys %seen;
-cmp_ok(scalar @forgotten, '>', 500, 'forgotten: ' . @forgotten);
-is($peak, 100, 'all of the memory is used');
+cmp_ok(scalar @forgotten, '>', 500, 'evicted: ' . @forgotten);
+is($peak, 100, 'the store uses all its room');
 
-# An action never forgets what it needs itself, near as that is to its end.
+# An action never evicts a state that it needs itself, even if this state ends first.
 $session->ask(q{RESET ratelimit.debug_now;
 	\o /dev/null
 	SELECT rl_reset(format('%s %s', what, n)) FROM unnest('{throttle,log,ban}'::text[]) what, generate_series(0, 139) n;
 	SELECT rl_throttle('other ' || n, 1, 1, 1000 + n) FROM generate_series(1, 96) n;
 	SELECT rl_check('used', '9/100s, 9/101s, sliding_log 9/102s, token_bucket 9/103s');
 	\o});
-is(states_kept(), 100, 'full again');
+is(states_kept(), 100, 'the store is full again');
 is($session->ask(q{SELECT count(*) FILTER (WHERE allowed) FROM rl_check_each('used', 'sliding_log 9/1d, 9/100s,
 		fixed_window 9/1d from_first, 9/101s, sliding_log 9/102s, sliding_window 9/1d, token_bucket 9/103s, 9/1d ban 1h after 1')}),
-	'8', 'an action that needs five more states is allowed');
+	'8', 'an action that needs five new states is allowed');
 is($session->ask(q{SELECT string_agg(remaining::text, ' ') FROM rl_peek('used', 'sliding_log 9/1d, 9/100s,
 		fixed_window 9/1d from_first, 9/101s, sliding_log 9/102s, sliding_window 9/1d, token_bucket 9/103s, 9/1d', 0)}),
-	'8 7 8 7 7 8 7 8', 'and finds those that were there');
+	'8 7 8 7 7 8 7 8', 'the action uses the states that existed');
 is($session->ask(q{SELECT string_agg(n::text, ' ' ORDER BY n) FROM generate_series(1, 96) n
 		WHERE (SELECT remaining > 0 FROM rl_peek('other ' || n, format('1/%ss', 1000 + n)::rl_limits, 0))}),
-	'1 2 3 4 5', 'for which those nearest to their end made room, one for a ban among them');
-cmp_ok(states_kept(), '<=', 100, 'within the bound');
+	'1 2 3 4 5', 'the states that end first were evicted, one of them for a ban');
+cmp_ok(states_kept(), '<=', 100, 'the store keeps within its bound');
 
-# What only looks, is refused for a ban, or repairs makes nobody forgotten.
+# A call that only looks, is refused because of a ban, or repairs evicts no state.
 $session->ask(q{\o /dev/null
 	SELECT rl_throttle('filler ' || n, 1, 1, 5000) FROM generate_series(1, 20) n;
 	SELECT rl_ban('banned', 9000);
 	\o});
-is(states_kept(), 100, 'full');
+is(states_kept(), 100, 'the store is full');
 my $kept = q{SELECT string_agg(n::text, ' ' ORDER BY n) FROM generate_series(1, 96) n
 	WHERE (SELECT remaining = 0 FROM rl_peek('other ' || n, format('1/%ss', 1000 + n)::rl_limits, 0))};
 my $before = $session->ask($kept);
@@ -141,14 +141,14 @@ $session->ask(q{\o /dev/null
 	SELECT rl_check('new', '5/1h, sliding_log 3/1h', 0), rl_peek('new', '5/1h, sliding_log 3/1h'), rl_check('banned', '5/1h, sliding_log 3/1h');
 	SELECT rl_ban('banned', 8000), rl_refund('new', '5/1h', 1), rl_reset('new', '5/1h'), rl_unban('new');
 	\o});
-is($session->ask($kept), $before, 'looking, being banned, a second ban and repairs forget nothing');
-is(states_kept(), 100, 'and make nothing');
+is($session->ask($kept), $before, 'looks, refusals because of a ban, a second ban and repairs evict no state');
+is(states_kept(), 100, 'these calls make no state');
 
 #
 # Entries
 #
 
-# Eight MB of them at least: a few full logs.  The end is told by the number.
+# At least eight MB of entries: a few full logs.  The end of a log depends on its number.
 $session->ask(q{\o /dev/null
 	CREATE FUNCTION fill(name text, n bigint, seconds float8, capacity bigint) RETURNS bigint LANGUAGE sql
 		AS $$ SELECT count(*) FILTER (WHERE (d).allowed)
@@ -163,20 +163,20 @@ foreach my $n (5, 2, 8, 1, 9, 3, 7, 4, 6, 12, 10, 11)
 	my %there = map { $_ => 1 } split / /, $there;
 	my @gone = grep { !$there{$_} } keys %log;
 
-	ok(delete $there{$n}, "log $n is there to the last entry");
+	ok(delete $there{$n}, "log $n has all its entries");
 	push @out_of_order, "after $n: $there" if @gone && grep { $_ < max(@gone) } keys %there;
 	%log = (%there, $n => 1);
 }
-is_deeply(\@out_of_order, [], 'the logs nearest to their end made room');
-cmp_ok(scalar keys %log, '>=', 3, 'and not more than need be: ' . join ' ', sort keys %log);
+is_deeply(\@out_of_order, [], 'the logs that end first were evicted');
+cmp_ok(scalar keys %log, '>=', 3, 'no more logs than necessary were evicted; left: ' . join ' ', sort keys %log);
 is($session->ask(q{SELECT count(*) FROM generate_series(1, 20) n
-		WHERE (SELECT remaining = 0 FROM rl_peek('filler ' || n, '1/5000s', 0))}), '20', 'no state without entries did');
+		WHERE (SELECT remaining = 0 FROM rl_peek('filler ' || n, '1/5000s', 0))}), '20', 'no state without entries was evicted');
 is($session->ask("SELECT fill('log 11', 1000, 21000, 100000)"), '0', 'a full log refuses');
 is($session->ask(q{SELECT count(*) FROM generate_series(1, 12) n
 		WHERE (SELECT remaining = 0 FROM rl_peek('log ' || n, format('sliding_log 100000/%ss', 10000 + 1000 * n)::rl_limits, 0))}),
-	scalar keys %log, 'which costs no other log its place');
+	scalar keys %log, 'a refusal evicts no log');
 
-# A key of so many logs that all the memory is not enough.
+# A key with so many logs that the memory is not enough.
 my $logs = join ', ', map { "sliding_log 100000/${_}h" } 1 .. 8;
 $session->ask(qq{CREATE FUNCTION fill_all() RETURNS bigint LANGUAGE plpgsql AS \$\$
 	DECLARE
@@ -190,20 +190,20 @@ $session->ask(qq{CREATE FUNCTION fill_all() RETURNS bigint LANGUAGE plpgsql AS \
 		RETURN n;
 	END \$\$});
 my $most = $session->ask('SELECT fill_all()');
-cmp_ok($most, '>', 1000, "the memory ends after $most actions");
+cmp_ok($most, '>', 1000, "the memory is full after $most actions");
 my $attempt = $session->attempt("SELECT rl_check('greedy', '$logs')");
-is_deeply([ @$attempt{qw(state message detail)} ],
-	[ '53200', 'out of shared memory for rate limits', 'ratelimit.local_max_keys sets its size.' ], 'with a clear error');
+is_deeply([ @$attempt{qw(state message)} ], [ '53200', 'out of shared memory for rate limits' ], 'the error says that the memory is full');
+is($attempt->{detail}, 'ratelimit.local_max_keys sets its size.', 'its detail names the setting');
 is($session->ask("SELECT string_agg(DISTINCT remaining::text, ',') FROM rl_peek('greedy', '$logs', 0)"),
-	100000 - $most, 'all limits were charged the same');
-# It is this server's own memory that is full, not a store that failed.
+	100000 - $most, 'each action was charged to all limits or to none');
+# Full memory is not a failure of the store.
 is($session->attempt("SET ratelimit.on_error = $_; SELECT rl_check('greedy', '$logs')")->{state}, '53200', "on_error = $_ does not apply")
   foreach qw(allow deny local);
 $session->ask('RESET ratelimit.on_error');
-is($session->ask(q{SELECT (allowed, remaining) FROM rl_sliding_log('modest', 5, 60)}), '(t,4)', 'others go on');
+is($session->ask(q{SELECT (allowed, remaining) FROM rl_sliding_log('modest', 5, 60)}), '(t,4)', 'other keys still work');
 
-# A log that grows takes the room of those that end soonest, and no more than it
-# needs: of sixty logs with three entries, which end one after the other.
+# A log that grows evicts the logs that end first, and no more than it needs.  There
+# are sixty logs with three entries, which end at different times.
 sub small_logs
 {
 	return split / /, $session->ask(q{SELECT string_agg(n::text, ' ' ORDER BY n) FROM generate_series(1, 60) n
@@ -213,9 +213,9 @@ sub entries { return split /\|/, $session->ask('SELECT local_entries, local_max_
 $session->ask(q{\o /dev/null
 	SELECT rl_reset(what || n) FROM unnest('{greedy,modest,log ,other ,filler }'::text[]) what, unnest(ARRAY[''] || ARRAY(SELECT generate_series(1, 96)::text)) n;
 	\o});
-is((entries())[0], 0, 'rl_status: no entry is left');
-# Each call has a time of its own here, when all that was kept before has ended:
-# calls of one moment share an entry.
+is((entries())[0], 0, 'rl_status shows no entry');
+# Here each call has another time, because calls of the same moment share an entry.
+# All earlier states have ended at these times.
 $session->ask(q{\o /dev/null
 	CREATE FUNCTION fill_apart(name text, n bigint, seconds float8, capacity bigint) RETURNS void LANGUAGE plpgsql AS $$
 	BEGIN
@@ -228,8 +228,8 @@ $session->ask(q{\o /dev/null
 	SELECT fill_apart('small ' || n, 3, 3000 + n, 3) FROM generate_series(1, 60) n;
 	\o});
 my ($used, $room) = entries();
-cmp_ok($used, '>=', 180, "rl_status: $used entries");
-cmp_ok($room, '>', 300_000, "of $room");
+cmp_ok($used, '>=', 180, "rl_status shows $used entries");
+cmp_ok($room, '>', 300_000, "rl_status shows room for $room entries");
 for (my $n = 1; $n <= 20 && $room - $used > 2000; $n++)
 {
 	$session->ask("SELECT fill_apart('fills $n', " . min(100_000, int(0.9 * ($room - $used))) . ', 7200, 100000)');
@@ -237,7 +237,7 @@ for (my $n = 1; $n <= 20 && $room - $used > 2000; $n++)
 }
 my @left = (1 .. 60);
 my @more;
-is(join(' ', small_logs()), "@left", 'sixty small logs have room');
+is(join(' ', small_logs()), "@left", 'sixty small logs are stored');
 foreach my $step (1 .. 500)
 {
 	$session->ask("SELECT fill_apart('grows', 50, 7200, 100000)");
@@ -247,12 +247,12 @@ foreach my $step (1 .. 500)
 	@left = @now;
 	last if @left < 20;
 }
-is_deeply(\@more, [], 'a growing log takes the room of a few of them at a time, of those that end soonest');
-cmp_ok(scalar @left, '<', 20, 'and of more and more');
+is_deeply(\@more, [], 'a growing log evicts few logs at a time, those that end first');
+cmp_ok(scalar @left, '<', 20, 'a growing log evicts more and more logs');
 $session->ask(q{RESET ratelimit.debug_now;
 	SELECT count(rl_reset(what || n)) FROM unnest('{fills ,grows,small }'::text[]) what, unnest(ARRAY[''] || ARRAY(SELECT generate_series(1, 60)::text)) n});
 
-# Logs of all sizes come and go, and all the memory is there again.
+# Logs of all sizes are made and deleted.  Then all the memory is free again.
 my @again;
 foreach my $round (1 .. 5)
 {
@@ -267,7 +267,7 @@ foreach my $round (1 .. 5)
 	$session->ask(q{\o /dev/null
 		SELECT rl_reset('mixed ' || n) FROM generate_series(0, 59) n;
 		\o});
-	# Not how many calls that takes: those of one moment have one entry.
+	# The number of entries, not of calls: calls of the same moment share an entry.
 	$session->ask('SELECT fill_all()');
 	push @again, (entries())[0];
 	$session->ask(q{SELECT rl_reset('greedy')});
@@ -277,21 +277,21 @@ is_deeply(\@again, [ ($again[0], 0) x 5 ], "nothing leaks: @again");
 $session->ask(q{SELECT rl_reset('greedy')});
 
 #
-# Whose states they are
+# The target and the prefix of a state
 #
 
 $node->safe_psql('postgres', 'CREATE DATABASE other');
 $node->safe_psql('other', 'CREATE EXTENSION ratelimit');
 my $other = session($node, 'other');
 my $take = q{SELECT remaining FROM rl_throttle('shared', 100, 1, 86400)};
-is($session->ask($take), 99, 'one database');
-is($other->ask($take), 98, 'another has the same state');
-is($other->ask("SET ratelimit.key_prefix = 'another:'; $take"), 99, 'another prefix has its own');
-is($session->ask($take), 97, 'which is no other\'s');
-is($other->ask("SET ratelimit.redis_url = 'redis://127.0.0.1/7'; $take"), 99, 'another URL too');
-is($other->ask("SET ratelimit.key_prefix = 'rl:'; $take"), 99, 'and the prefix of the first with it');
-is($other->ask("RESET ratelimit.redis_url; $take"), 96, 'back again');
-is($other->ask("BEGIN; SET LOCAL ratelimit.key_prefix = 'another:'; $take; ROLLBACK; $take"), "98\n95", 'a prefix that is rolled back');
+is($session->ask($take), 99, 'the first database takes a unit');
+is($other->ask($take), 98, 'another database uses the same state');
+is($other->ask("SET ratelimit.key_prefix = 'another:'; $take"), 99, 'another prefix has another state');
+is($session->ask($take), 97, 'the first state is unchanged');
+is($other->ask("SET ratelimit.redis_url = 'redis://127.0.0.1/7'; $take"), 99, 'another URL has another state');
+is($other->ask("SET ratelimit.key_prefix = 'rl:'; $take"), 99, 'another URL with the first prefix has another state');
+is($other->ask("RESET ratelimit.redis_url; $take"), 96, 'the first URL and prefix have the first state');
+is($other->ask("BEGIN; SET LOCAL ratelimit.key_prefix = 'another:'; $take; ROLLBACK; $take"), "98\n95", 'SET LOCAL of a prefix ends with the transaction');
 
 #
 # All functions
@@ -301,60 +301,60 @@ sub answers { return $session->answers(@_); }
 
 answers(q{SELECT (allowed, remaining, source) FROM rl_check('all', 'fixed_window 5/10d from_first, sliding_log 3/1d', 2)}, '(t,1,local)', 'rl_check');
 answers(q{SELECT string_agg(format('%s %s %s', rule, allowed, remaining), ', ') FROM rl_check_each('all', 'fixed_window 5/10d from_first, sliding_log 3/1d', 2)},
-	'fixed_window 5/10d from_first t 3, sliding_log 3/1d f 1', 'rl_check_each that one limit refuses charges none');
+	'fixed_window 5/10d from_first t 3, sliding_log 3/1d f 1', 'rl_check_each that one limit refuses charges no limit');
 answers(q{SELECT string_agg(format('%s %s %s', allowed, remaining, source), ', ') FROM rl_peek('all', 'fixed_window 5/10d from_first, sliding_log 3/1d')},
 	't 2 local, t 0 local', 'rl_peek');
 answers(q{SELECT rl_refund('all', 'fixed_window 5/10d from_first, sliding_log 3/1d', 1)}, '', 'rl_refund');
-answers(q{SELECT string_agg(remaining::text, ',') FROM rl_peek('all', 'fixed_window 5/10d from_first, sliding_log 3/1d', 0)}, '4,2', 'gives back to both');
-answers(q{SELECT rl_refund('all', 'sliding_log 3/1d', 100)}, '', 'rl_refund of more than was taken');
-answers(q{SELECT string_agg(remaining::text, ',') FROM rl_peek('all', 'fixed_window 5/10d from_first, sliding_log 3/1d', 0)}, '4,3', 'fills it and no more');
+answers(q{SELECT string_agg(remaining::text, ',') FROM rl_peek('all', 'fixed_window 5/10d from_first, sliding_log 3/1d', 0)}, '4,2', 'rl_refund refunds both limits');
+answers(q{SELECT rl_refund('all', 'sliding_log 3/1d', 100)}, '', 'rl_refund of more quota than is used');
+answers(q{SELECT string_agg(remaining::text, ',') FROM rl_peek('all', 'fixed_window 5/10d from_first, sliding_log 3/1d', 0)}, '4,3', 'rl_refund refunds at most the used quota');
 answers(q{SELECT rl_ban('all', 3600)}, '', 'rl_ban');
-answers(q{SELECT (allowed, source, retry_after > 3590) FROM rl_throttle('all', 5, 1, 1)}, '(f,ban,t)', 'binds another limit');
+answers(q{SELECT (allowed, source, retry_after > 3590) FROM rl_throttle('all', 5, 1, 1)}, '(f,ban,t)', 'the ban applies to another limit');
 answers(q{SELECT rl_unban('all')}, 't', 'rl_unban');
-answers(q{SELECT rl_unban('all')}, 'f', 'rl_unban of nothing');
-answers(q{SELECT rl_allow('all', '5/1s')}, 't', 'after it the key may act');
-answers(q{SELECT rl_allow('all', 'sliding_log 3/1d')}, 't', 'and under another limit');
+answers(q{SELECT rl_unban('all')}, 'f', 'rl_unban without a ban');
+answers(q{SELECT rl_allow('all', '5/1s')}, 't', 'after rl_unban the key is allowed');
+answers(q{SELECT rl_allow('all', 'sliding_log 3/1d')}, 't', 'after rl_unban another limit allows the key');
 answers(q{SELECT rl_reset('all', 'sliding_log 3/1d'), rl_reset('all', 'sliding_log 3/1d')}, 't|f', 'rl_reset of one limit');
-answers(q{SELECT remaining FROM rl_peek('all', 'fixed_window 5/10d from_first', 0)}, '4', 'leaves the others');
+answers(q{SELECT remaining FROM rl_peek('all', 'fixed_window 5/10d from_first', 0)}, '4', 'rl_reset of one limit does not change other limits');
 answers(q{SELECT rl_reset('all'), rl_reset('all')}, 't|f', 'rl_reset of the key');
-answers(q{SELECT count(*) FILTER (WHERE allowed) FROM generate_series(1, 5) n, LATERAL rl_check('ban ' || n * 0, '1/1h ban 1h after 3')}, '1', 'refusals');
-answers(q{SELECT source FROM rl_check('ban 0', '5/1s')}, 'ban', 'that bring a ban');
-is($session->attempt(q{SELECT rl_enforce('ban 0', '1/1h')})->{state}, 'PT429', 'rl_enforce raises');
+answers(q{SELECT count(*) FILTER (WHERE allowed) FROM generate_series(1, 5) n, LATERAL rl_check('ban ' || n * 0, '1/1h ban 1h after 3')}, '1', 'three of five calls are refusals that count');
+answers(q{SELECT source FROM rl_check('ban 0', '5/1s')}, 'ban', 'the refusals start a ban');
+is($session->attempt(q{SELECT rl_enforce('ban 0', '1/1h')})->{state}, 'PT429', 'rl_enforce raises an error');
 
-# What has ended is no longer there, without anybody having removed it.
-answers(q{SELECT rl_ban('brief', 0.001)}, '', 'a brief ban');
-answers(q{SELECT pg_sleep(0.002)}, '', 'which ends');
-answers(q{SELECT rl_unban('brief'), rl_reset('brief')}, 'f|f', 'is none');
-answers(q{SELECT allowed FROM rl_check('brief', '1/1ms')}, 't', 'a brief limit');
-answers(q{SELECT pg_sleep(0.002)}, '', 'which ends too');
-answers(q{SELECT rl_reset('brief')}, 'f', 'is as if never used');
+# A state that has ended does not count, although no call has removed it.
+answers(q{SELECT rl_ban('brief', 0.001)}, '', 'a ban of a millisecond');
+answers(q{SELECT pg_sleep(0.002)}, '', 'the ban ends');
+answers(q{SELECT rl_unban('brief'), rl_reset('brief')}, 'f|f', 'there is no ban and no state');
+answers(q{SELECT allowed FROM rl_check('brief', '1/1ms')}, 't', 'a limit of a millisecond');
+answers(q{SELECT pg_sleep(0.002)}, '', 'its state ends');
+answers(q{SELECT rl_reset('brief')}, 'f', 'rl_reset finds no state');
 
-# A wait takes its turn, and holds nobody up.
-answers(q{SELECT rl_allow('wait', '1/500ms')}, 't', 'the first passes');
-answers(q{SELECT (allowed, source) FROM rl_wait('wait', '1/500ms', 1, 60)}, '(t,local)', 'the second waits for its turn');
-answers(q{SELECT rl_allow('wait', '1/1h'); SELECT (allowed, source) FROM rl_wait('wait', '1/1h', 1, 0.001)}, "t\n(f,local)", 'another is refused who has no time');
+# A wait takes its turn, and blocks no other client.
+answers(q{SELECT rl_allow('wait', '1/500ms')}, 't', 'the first call is allowed');
+answers(q{SELECT (allowed, source) FROM rl_wait('wait', '1/500ms', 1, 60)}, '(t,local)', 'the second call waits for its turn');
+answers(q{SELECT rl_allow('wait', '1/1h'); SELECT (allowed, source) FROM rl_wait('wait', '1/1h', 1, 0.001)}, "t\n(f,local)", 'a call with a short max_wait is refused');
 $session->send(q{SELECT rl_allow('long', '1/1h');
 	SELECT state FROM attempt($$SELECT rl_wait('long', '1/1h')$$);});
 $watcher->await_waiting($pid);
-is($watcher->ask(q{SELECT (allowed, source) FROM rl_check('long', '9/1d')}), '(t,local)', 'meanwhile others act on the key');
-is($watcher->ask("SELECT pg_cancel_backend($pid)"), 't', 'a cancel');
-like($session->ask(''), qr/^t\n57014$/, 'ends the wait');
+is($watcher->ask(q{SELECT (allowed, source) FROM rl_check('long', '9/1d')}), '(t,local)', 'during a wait another session acts on the key');
+is($watcher->ask("SELECT pg_cancel_backend($pid)"), 't', 'pg_cancel_backend is sent');
+like($session->ask(''), qr/^t\n57014$/, 'pg_cancel_backend ends the wait');
 
 #
 # Transactions
 #
 
 $session->ask(q{BEGIN READ ONLY; SELECT rl_throttle('read only', 5, 1, 86400); SELECT rl_ban('x', 1);});
-is($session->error, '', 'in a read-only transaction');
-answers('SELECT pg_current_xact_id_if_assigned() IS NULL', 't', 'no transaction is written');
-answers(q{ROLLBACK; SELECT remaining FROM rl_throttle('read only', 5, 1, 86400)}, '3', 'and what was taken stays taken');
+is($session->error, '', 'a read-only transaction can take quota and ban');
+answers('SELECT pg_current_xact_id_if_assigned() IS NULL', 't', 'the transaction has no transaction ID');
+answers(q{ROLLBACK; SELECT remaining FROM rl_throttle('read only', 5, 1, 86400)}, '3', 'the rollback refunds nothing');
 
 $node->backup('copy');
 my $standby = PostgreSQL::Test::Cluster->new('standby');
 $standby->init_from_backup($node, 'copy', has_streaming => 1);
 $standby->start;
 is($standby->safe_psql('postgres', q{SELECT pg_is_in_recovery(), remaining, source FROM rl_throttle('read only', 5, 1, 86400)}),
-	't|4|local', 'a hot standby has a store of its own');
+	't|4|local', 'a hot standby has its own store');
 $standby->stop;
 
 #
@@ -366,13 +366,13 @@ $session->ask(q{CREATE TABLE many AS SELECT n FROM generate_series(1, 50000) n;
 	SET parallel_setup_cost = 0; SET parallel_tuple_cost = 0; SET min_parallel_table_scan_size = 0; SET max_parallel_workers_per_gather = 2;});
 my $parallel = q{SELECT count(*) FILTER (WHERE allowed) FROM (SELECT rl_allow('parallel', 'sliding_log 12345/1h') AS allowed FROM many WHERE n % 2 = 0 OFFSET 0) s};
 like($session->ask("EXPLAIN (COSTS OFF, VERBOSE) $parallel"), qr/Gather\n.*Output: rl_allow.*Parallel Seq Scan(?!.*rl_allow)/s, 'in a parallel query the leader decides');
-answers($parallel, '12345', 'each row once');
+answers($parallel, '12345', 'the leader decides once for each row');
 my $forced = $node->pg_version >= 16 ? 'debug_parallel_query' : 'force_parallel_mode';
-answers("SET $forced = on; SELECT remaining FROM rl_throttle('forced', 5, 1, 86400); RESET $forced", '4', 'where parallelism is forced too');
+answers("SET $forced = on; SELECT remaining FROM rl_throttle('forced', 5, 1, 86400); RESET $forced", '4', 'a call works where parallelism is forced');
 $session->ask('RESET ALL');
 
 #
-# An end in the middle
+# Interrupted loops of calls
 #
 
 my $endless = q{SELECT count(rl_throttle('endless', 1000000000, 1000, 1)) FROM generate_series(1, 100000) a, generate_series(1, 100000) b};
@@ -391,8 +391,8 @@ foreach my $query ($endless, $looping)
 			$watcher->ask("SELECT pg_cancel_backend($pid)");
 		}
 		$session->ask('RESET statement_timeout');
-		is($session->state, '57014', "$how ends calls in their millions");
-		is($watcher->ask(q{SELECT source FROM rl_throttle('endless', 1000000000, 1000, 1)}), 'local', 'and leaves nothing locked');
+		is($session->state, '57014', "$how ends a loop of calls");
+		is($watcher->ask(q{SELECT source FROM rl_throttle('endless', 1000000000, 1000, 1)}), 'local', 'no lock is left');
 	}
 }
 
@@ -414,11 +414,11 @@ is($node->safe_psql('postgres', "SELECT count(*), sum(quota) FILTER (WHERE allow
 	'320|137|local', "$_: of 320 actions exactly the capacity is allowed") foreach sort keys %call;
 is($node->safe_psql('postgres', q{SELECT string_agg(remaining::text, ',') FROM rl_peek('run several',
 		'1/1d burst 200, sliding_log 137/1d, fixed_window 300/1d from_first, token_bucket 1/1d burst 150', 0)}),
-	'63,0,163,13', 'several: all were charged, or none');
+	'63,0,163,13', 'several: all limits were charged, or none');
 
-# '1000/1s' for five seconds and a half, by each algorithm.  Who goes on until
-# refused sees when it was used up; between the first and the last such moment
-# all was taken.
+# '1000/1s' for five and a half seconds, by each algorithm.  Each client continues
+# until it is refused.  Between the first refusal and the last, the clients took all
+# quota.
 my %limit = (map({ $_ => "$_ 1000/1s" } qw(throttle token_bucket fixed_window sliding_log)), sliding_window => 'sliding_window 1000/1s step 20ms');
 $node->safe_psql('postgres', q{
 	CREATE UNLOGGED TABLE hammered (run text, calls bigint, allowed bigint, first_refusal timestamptz, last_refusal timestamptz);
@@ -449,8 +449,8 @@ $node->safe_psql('postgres', q{
 		END LOOP;
 		INSERT INTO hammered SELECT * FROM unnest(run);
 	END $$});
-# Where all eight stand still because somebody else has the processor nobody
-# takes what there is: once of three times is enough.
+# If another process has the processor, the clients cannot take all quota, so the
+# promise must be reached once in three tries.
 my %short = (first => 1);
 foreach my $try (1 .. 3)
 {
@@ -471,15 +471,15 @@ foreach my $try (1 .. 3)
 
 		note "$run: $calls calls, $allowed allowed, $span s of $took s";
 		is($clients, 8, "$run: eight clients");
-		cmp_ok($calls, '>', 2 * $promised, "$run: more was asked for than the limit gives");
+		cmp_ok($calls, '>', 2 * $promised, "$run: the clients asked for more than the limit gives");
 		cmp_ok($allowed, '<=', $promised, "$run: the promise was kept");
 		$short{$run} = "$allowed of $least" if $allowed < $least;
 	}
 }
-is_deeply(\%short, {}, 'and reached');
+is_deeply(\%short, {}, 'each promise was reached');
 
 #
-# More partitions, and an end
+# More partitions, and a restart
 #
 
 cmp_ok(states_kept(), '>', 0, 'before a restart there are states');
@@ -487,15 +487,15 @@ $_->quit foreach $session, $watcher, $other;
 $node->append_conf('postgresql.conf', "ratelimit.local_max_keys = 5001");
 start_node($node, 'restart');
 $session = session($node);
-answers('SELECT local_keys, local_max_keys FROM rl_status()', '0|5001', 'a restart forgets all');
-answers($take, 99, 'and limits begin anew');
-answers(q{SELECT rl_reset('shared')}, 't', 'reset');
+answers('SELECT local_keys, local_max_keys FROM rl_status()', '0|5001', 'a restart deletes all states');
+answers($take, 99, 'limits begin as if never used');
+answers(q{SELECT rl_reset('shared')}, 't', 'rl_reset deletes the state');
 $session->ask(q{\o /dev/null
 	SELECT rl_throttle('spread ' || n, 10, 1, 1000 + n) FROM generate_series(1, 20000) n;
 	\o});
-is(states_kept(), 5001, 'as many are kept as there is room for');
+is(states_kept(), 5001, 'the store keeps as many states as it has room for');
 answers(q{SELECT bool_or(there) FILTER (WHERE n <= 12000), bool_and(there) FILTER (WHERE n > 16000) FROM (
 		SELECT n, (SELECT remaining < 10 FROM rl_peek('spread ' || n, format('1/%ss burst 10', 1000 + n)::rl_limits, 0)) AS there
-		FROM generate_series(1, 20000) n) s}, 'f|t', 'of 20,000 those that end last');
+		FROM generate_series(1, 20000) n) s}, 'f|t', 'of 20,000 states the store keeps those that end last');
 
 done_testing();

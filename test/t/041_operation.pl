@@ -1,5 +1,5 @@
-# What an operator works with: watching limits before they are enforced, turning
-# them off, and seeing what they do, whom they refuse, and whether Redis is well.
+# The operator's tools: shadow mode, turning limits off, the statistics, the list of
+# refused keys, and the status of Redis.
 use strict;
 use warnings FATAL => 'all';
 
@@ -32,8 +32,8 @@ $node->safe_psql('postgres', q{
 		FOR EACH ROW EXECUTE FUNCTION rl_enforce('visit:{customer}', '2/1h', 'on_deny=skip');
 });
 
-# Each function that takes quota, of a key that is refused after the first; what
-# is refused is refused for longer than the test runs.
+# Each function that takes quota, with a limit that refuses all calls after the first
+# for longer than the test runs.
 my %taking = (
 	rl_throttle => q{SELECT allowed, source FROM rl_throttle('%s', 1, 1, 3600)},
 	rl_token_bucket => q{SELECT allowed, source FROM rl_token_bucket('%s', 1, 1, 3600)},
@@ -56,30 +56,30 @@ foreach my $name (sort keys %taking)
 	my $sql = sprintf $taking{$name}, "shadow $name";
 	my $several = $name eq 'rl_check_each';
 
-	answers($sql, $several ? 't|redis redis' : 't|redis', "$name: what is allowed is as ever");
-	answers($sql, $several ? 't|shadow redis' : 't|shadow', "$name: what would be refused passes") foreach 1 .. 2;
+	answers($sql, $several ? 't|redis redis' : 't|redis', "$name: an allowed call does not change");
+	answers($sql, $several ? 't|shadow redis' : 't|shadow', "$name: a call that would be refused is allowed") foreach 1 .. 2;
 }
-answers(q{SELECT sum(allowed), sum(denied), sum(shadow_denied) FROM rl_stat}, '10|0|20', 'and is counted');
+answers(q{SELECT sum(allowed), sum(denied), sum(shadow_denied) FROM rl_stat}, '10|0|20', 'rl_stat counts these calls');
 answers(q{SELECT rl_allow('shadow rl_check', '1/1h, sliding_log 5/1h')}, 't', 'rl_allow');
-answers(q{SELECT remaining FROM rl_peek('shadow rl_check', 'sliding_log 5/1h', 0)}, '4', 'what would be refused is not charged');
+answers(q{SELECT remaining FROM rl_peek('shadow rl_check', 'sliding_log 5/1h', 0)}, '4', 'a call that would be refused charges nothing');
 answers(q{SELECT capacity, remaining, retry_after, reset_after BETWEEN 3500 AND 3600 FROM rl_throttle('shadow rl_throttle', 1, 1, 3600)},
 	'1|0||t', 'the figures are those of the refusal');
 answers(q{SELECT allowed, source, retry_after FROM rl_throttle('shadow impossible', 5, 1, 3600, 6)}, 't|shadow|', 'an impossible quota');
 answers(q{INSERT INTO orders SELECT 1 FROM generate_series(1, 5); INSERT INTO visits SELECT 1 FROM generate_series(1, 5);
-	SELECT (SELECT count(*) FROM orders), (SELECT count(*) FROM visits)}, '5|5', 'triggers let all through');
-answers(q{SELECT shadow_denied FROM rl_stat WHERE limits = 'throttle 2/1h'}, '6', 'and count');
-answers(q{SELECT count(*) FILTER (WHERE source = 'shadow') FROM generate_series(1, 4) n, LATERAL rl_check('counted ' || n * 0, 'sliding_log 2/1h count_denied')}, '2', 'refused attempts');
+	SELECT (SELECT count(*) FROM orders), (SELECT count(*) FROM visits)}, '5|5', 'triggers allow all rows');
+answers(q{SELECT shadow_denied FROM rl_stat WHERE limits = 'throttle 2/1h'}, '6', 'triggers count the rows that they would refuse');
+answers(q{SELECT count(*) FILTER (WHERE source = 'shadow') FROM generate_series(1, 4) n, LATERAL rl_check('counted ' || n * 0, 'sliding_log 2/1h count_denied')}, '2', 'attempts that would be refused count');
 answers(q{SELECT rl_ban('shadow banned', 3600); SELECT allowed, source FROM rl_check('shadow banned', '5/1s')}, "\nt|shadow", 'a ban');
 
-# A call of a refused key in the same second asks nobody.
-answers(q{SELECT source FROM rl_check('cached', '1/1h')}, 'redis', 'a key');
-answers(q{SELECT source FROM rl_check('cached', '1/1h')}, 'shadow', 'that would be refused');
+# Further calls of a refused key in the same second do not use Redis.
+answers(q{SELECT source FROM rl_check('cached', '1/1h')}, 'redis', 'a key is allowed');
+answers(q{SELECT source FROM rl_check('cached', '1/1h')}, 'shadow', 'the key would be refused');
 $monitor->scripts;
 answers(q{SELECT rl_stat_reset(); SELECT count(*) FILTER (WHERE (d).source = 'shadow') FROM (SELECT rl_check('cached', '1/1h') d FROM generate_series(1, 200) OFFSET 0) s;
 	SELECT shadow_denied, from_cache = 200 - round_trips FROM rl_stat}, "\n200\n200|t", 'the denial cache works in shadow mode');
-cmp_ok($monitor->scripts, '<=', 20, 'and spares Redis');
+cmp_ok($monitor->scripts, '<=', 20, 'the denial cache saves calls of Redis');
 
-# Once a second at most for each key, whoever calls.
+# The log has at most a line a second for each key.
 logged('');
 $watcher->ask('SET ratelimit.mode = shadow');
 my $began = time;
@@ -92,19 +92,19 @@ foreach (1 .. 150)
 }
 my $took = time - $began;
 my @lines = logged(q{would refuse key "logged 1"});
-cmp_ok(scalar @lines, '>=', 1, 'the log tells it');
-cmp_ok(scalar @lines, '<=', 1 + $took, "once a second at most: " . @lines . " lines in $took s");
-like($lines[0], qr/LOG:  rate limit "throttle 1\/1h" would refuse key "logged 1"$/, 'and of which key and limit');
+cmp_ok(scalar @lines, '>=', 1, 'the log shows a refusal of shadow mode');
+cmp_ok(scalar @lines, '<=', 1 + $took, "the log has at most a line a second: " . @lines . " lines in $took s");
+like($lines[0], qr/LOG:  rate limit "throttle 1\/1h" would refuse key "logged 1"$/, 'the log shows the key and the limit');
 my $impossible = q{SELECT count(rl_throttle('impossible', 5, 1, 3600, 6)) FROM generate_series(1, 500)};
 $began = time;
 @lines = ();
-await('a line about what is impossible', sub { $session->ask($impossible); return push @lines, logged(q{would refuse key "impossible"}) });
+await('a line about an impossible action', sub { $session->ask($impossible); return push @lines, logged(q{would refuse key "impossible"}) });
 $session->ask($impossible);
 push @lines, logged(q{would refuse key "impossible"});
 $took = time - $began;
-cmp_ok(scalar @lines, '<=', 1 + $took, "what is impossible is logged no more often: " . @lines . " lines in $took s");
+cmp_ok(scalar @lines, '<=', 1 + $took, "impossible actions are not logged more often: " . @lines . " lines in $took s");
 
-# More keys than there is room for must not flood the log.
+# More keys than the shared memory can hold do not flood the log.
 $began = time;
 $session->ask(q{\o /dev/null
 	SET ratelimit.store = local;
@@ -115,35 +115,35 @@ $took = time - $began;
 @lines = logged(q{would refuse key "flood});
 cmp_ok(scalar @lines, '<=', 2048 * (1 + int($took)), "30,000 refusals of 6,000 keys in $took s: " . @lines . ' lines');
 
-# Redis away: what only watches stops nobody.
+# Redis is down: shadow mode allows all actions.
 $redis->stop;
 foreach my $policy (qw(error allow deny))
 {
-	answers("SET ratelimit.on_error = $policy; SELECT allowed, source FROM rl_check('away', '1/1h')", 't|fail_open', "Redis away, on_error = $policy");
+	answers("SET ratelimit.on_error = $policy; SELECT allowed, source FROM rl_check('away', '1/1h')", 't|fail_open', "shadow mode while Redis is down, on_error = $policy");
 }
-answers(q{INSERT INTO orders VALUES (2); SELECT allowed FROM rl_wait('away', '1/1h')}, 't', 'so for triggers and waits');
-answers(q{SET ratelimit.on_error = local; SELECT allowed, source FROM rl_check('away', '1/1h')}, 't|local', 'on_error = local decides');
-answers(q{SELECT allowed, source FROM rl_check('away', '1/1h')}, 't|shadow', 'and lets through too');
-is($session->attempt(q{SELECT rl_peek('away', '1/1h')})->{state}, '08001', 'what looks still raises');
+answers(q{INSERT INTO orders VALUES (2); SELECT allowed FROM rl_wait('away', '1/1h')}, 't', 'shadow mode while Redis is down: a trigger and rl_wait');
+answers(q{SET ratelimit.on_error = local; SELECT allowed, source FROM rl_check('away', '1/1h')}, 't|local', 'on_error = local: the local store decides');
+answers(q{SELECT allowed, source FROM rl_check('away', '1/1h')}, 't|shadow', 'on_error = local: a call that would be refused is allowed');
+is($session->attempt(q{SELECT rl_peek('away', '1/1h')})->{state}, '08001', 'rl_peek raises an error');
 
 #
 # mode = off
 #
 
 $session->ask('SET ratelimit.mode = off; SET ratelimit.on_error = error; SELECT rl_stat_reset()');
-answers(sprintf($taking{$_}, 'off'), /each/ ? 't|off off' : 't|off', "mode = off with Redis away: $_") foreach sort keys %taking;
+answers(sprintf($taking{$_}, 'off'), /each/ ? 't|off off' : 't|off', "mode = off while Redis is down: $_") foreach sort keys %taking;
 $redis->start;
 $monitor = RedisMonitor->new($redis);
 foreach my $name (sort keys %taking)
 {
 	answers(sprintf($taking{$name}, 'shadow ' . $name), $name =~ /each/ ? 't|off off' : 't|off', "mode = off: $name");
 }
-answers(q{SELECT capacity, remaining IS NULL, retry_after IS NULL, reset_after IS NULL FROM rl_throttle('off', 5, 1, 3600, 6)}, '5|t|t|t', 'nothing is known');
-answers(q{SELECT rl_allow('off', '1/1h'); INSERT INTO visits SELECT 7 FROM generate_series(1, 5); SELECT count(*) FROM visits WHERE customer = 7}, "t\n5", 'triggers do nothing');
-is($session->attempt(q{SELECT rl_check(NULL, '1/1h')})->{state}, '22004', 'a NULL key is an error');
-is($session->attempt(q{SELECT rl_throttle('k', 0, 1, 1)})->{state}, '22023', 'so is a wrong number');
-is_deeply([ grep { $_->[0] ne 'PING' } $monitor->commands ], [], 'Redis was asked nothing');
-answers('SELECT count(*) FROM rl_stat', '0', 'nothing is counted');
+answers(q{SELECT capacity, remaining IS NULL, retry_after IS NULL, reset_after IS NULL FROM rl_throttle('off', 5, 1, 3600, 6)}, '5|t|t|t', 'mode = off: the figures are NULL');
+answers(q{SELECT rl_allow('off', '1/1h'); INSERT INTO visits SELECT 7 FROM generate_series(1, 5); SELECT count(*) FROM visits WHERE customer = 7}, "t\n5", 'mode = off: triggers allow all rows');
+is($session->attempt(q{SELECT rl_check(NULL, '1/1h')})->{state}, '22004', 'mode = off: a NULL key is an error');
+is($session->attempt(q{SELECT rl_throttle('k', 0, 1, 1)})->{state}, '22023', 'mode = off: a wrong number is an error');
+is_deeply([ grep { $_->[0] ne 'PING' } $monitor->commands ], [], 'mode = off: Redis received no command');
+answers('SELECT count(*) FROM rl_stat', '0', 'mode = off: rl_stat counts nothing');
 
 #
 # rl_stat
@@ -154,7 +154,7 @@ my $columns = 'allowed, denied, shadow_denied, failed_open, failed_closed, error
 my @stat = split /,\s*/, $columns;
 my (%expected, $ended);
 
-# Runs an action of the one limits text, and says by what it should have grown.
+# Runs actions of one limits text, and checks the growth of its counters.
 sub counts
 {
 	my ($name, $sql, %growth) = @_;
@@ -181,18 +181,18 @@ counts('rl_check', q{SELECT rl_check('stat 1', '2/1h')}, allowed => 1, round_tri
 counts('a refusal', q{SELECT rl_check('stat 1', '2/1h')}, denied => 1, round_trips => 1);
 counts('rl_allow', q{SELECT rl_allow('stat 1', '2/1h')}, denied => 1, round_trips => 1);
 counts('rl_enforce', q{SELECT rl_enforce('stat 1', '2/1h')}, denied => 1, round_trips => 1);
-is($ended, 'PT429', 'which raised');
+is($ended, 'PT429', 'rl_enforce raises an error');
 counts('rl_check_each', q{SELECT rl_check_each('stat 1', '2/1h')}, denied => 1, round_trips => 1);
 counts('the trigger', q{INSERT INTO orders SELECT 1001 FROM generate_series(1, 2)}, allowed => 2, round_trips => 2);
 counts('the trigger, refused', q{INSERT INTO orders VALUES (1001)}, denied => 1, round_trips => 1);
-counts('a roll-back', q{BEGIN; SELECT rl_check('stat 2', '2/1h'); ROLLBACK}, allowed => 1, round_trips => 1);
+counts('a rollback', q{BEGIN; SELECT rl_check('stat 2', '2/1h'); ROLLBACK}, allowed => 1, round_trips => 1);
 counts('an impossible quota', q{SELECT rl_check('stat 1', '2/1h', 3)}, denied => 1, round_trips => 1);
 counts('quota 0', q{SELECT rl_check('stat 1', '2/1h', 0)}, allowed => 1, round_trips => 1);
-counts('what looks and repairs', q{SELECT rl_peek('stat 3', '2/1h'); SELECT rl_refund('stat 3', '2/1h', 1); SELECT rl_reset('stat 3', '2/1h'); SELECT * FROM rl_status()});
+counts('functions that look or repair', q{SELECT rl_peek('stat 3', '2/1h'); SELECT rl_refund('stat 3', '2/1h', 1); SELECT rl_reset('stat 3', '2/1h'); SELECT * FROM rl_status()});
 counts('rl_wait that is refused', q{SELECT rl_wait('stat 1', '2/1h', 1, 0)}, denied => 1, round_trips => 1);
-counts('rl_wait that passes at once', q{SELECT rl_wait('stat 4', '2/1h')}, allowed => 1, round_trips => 1);
+counts('rl_wait that is allowed at once', q{SELECT rl_wait('stat 4', '2/1h')}, allowed => 1, round_trips => 1);
 counts('rl_simulate', q{SELECT rl_simulate('2/1h', now()) OVER ()});
-counts('an argument that is wrong', q{SELECT rl_check(NULL, '2/1h')});
+counts('a wrong argument', q{SELECT rl_check(NULL, '2/1h')});
 counts('shadow mode', q{SET ratelimit.mode = shadow; SELECT rl_check('stat 1', '2/1h'); RESET ratelimit.mode}, shadow_denied => 1, round_trips => 1);
 counts('the local store', q{SET ratelimit.store = local; SELECT rl_check('stat 5', '2/1h'), rl_check('stat 5', '2/1h', 2); RESET ratelimit.store}, allowed => 1, denied => 1, from_local => 2);
 counts('the denial cache', q{RESET ratelimit.denial_cache; SET ratelimit.debug_now = 1700000000000000; SELECT rl_check('stat 7', '2/1h', 2);
@@ -210,70 +210,70 @@ $watcher->ask("SELECT pg_cancel_backend($pid)");
 counts('a cancel while Redis is silent', '', errors => 1, round_trips => 1);
 $redis->resume;
 $redis->stop;
-counts('Redis away', q{SELECT rl_check('stat 6', '2/1h')}, errors => 1);
-is($ended, '08001', 'which raised');
+counts('Redis is down', q{SELECT rl_check('stat 6', '2/1h')}, errors => 1);
+is($ended, '08001', 'a call raises an error while Redis is down');
 counts('on_error = allow', q{SET ratelimit.on_error = allow; SELECT rl_check('stat 6', '2/1h')}, failed_open => 1);
 counts('on_error = deny', q{SET ratelimit.on_error = deny; SELECT rl_check('stat 6', '2/1h')}, failed_closed => 1);
 counts('on_error = deny, rl_wait', q{SELECT rl_wait('stat 6', '2/1h')}, failed_closed => 1);
 counts('on_error = local', q{SET ratelimit.on_error = local; SELECT rl_check('stat 6', '2/1h'), rl_check('stat 6', '2/1h', 2); RESET ratelimit.on_error}, allowed => 1, denied => 1, from_local => 2);
 $redis->start;
 
-# A wait is one action, however often it asks.
+# A wait is one action, even if it asks Redis several times.
 foreach my $try (1 .. 10)
 {
-	answers(q{SELECT rl_reset('turn') IS NOT NULL, rl_allow('turn', '1/500ms')}, 't|t', 'a first action');
+	answers(q{SELECT rl_reset('turn') IS NOT NULL, rl_allow('turn', '1/500ms')}, 't|t', 'a first action is allowed');
 	my $waited = $session->ask(q{SELECT rl_stat_reset(); SELECT allowed FROM rl_wait('turn', '1/500ms');
 		SELECT allowed, denied, round_trips >= 2, redis_time > 0, redis_time < 0.4 FROM rl_stat});
 
-	# On a busy machine its turn may have come before it asks.
+	# On a busy machine the turn may come before the call asks Redis.
 	next if $try < 10 && $waited =~ /f$|f\|t\|t$/;
-	is($waited, "\nt\n1|0|t|t|t", 'a second that waits is one action, of which only asking is time in Redis');
+	is($waited, "\nt\n1|0|t|t|t", 'a call that waits is one action, and redis_time does not count the wait');
 	last;
 }
 
-# More limits than are told apart: the rest is in one row.
+# More limits than rl_stat has rows for: the others share one row.
 answers(q{SET ratelimit.store = local; SELECT rl_stat_reset();
 	SELECT count(*) FILTER (WHERE (d).allowed), count(*) FILTER (WHERE NOT (d).allowed)
 		FROM (SELECT rl_check('many ' || n, format('%s/1h', n)::rl_limits, n + i - 1) AS d FROM generate_series(1, 3000) n, generate_series(1, 2) i OFFSET 0) s},
 	"\n3000|3000", '3,000 different limits');
 answers(q{SELECT sum(allowed), sum(denied), sum(from_local), count(*) = 1025, count(*) FILTER (WHERE limits IS NULL), sum(allowed) FILTER (WHERE limits IS NULL) FROM rl_stat},
-	'3000|3000|6000|t|1|1976', 'the sums are right');
-answers(q{SELECT count(*) FROM rl_stat WHERE allowed = 1 AND denied = 1}, '1024', 'each that has a row has its own');
-answers(q{SELECT rl_allow('many', '3500/1h'); SELECT count(*) FROM rl_stat WHERE limits = 'throttle 3500/1h'}, "t\n0", 'another has none');
+	'3000|3000|6000|t|1|1976', 'the sums are those of all limits');
+answers(q{SELECT count(*) FROM rl_stat WHERE allowed = 1 AND denied = 1}, '1024', 'each limit with a row has its own counts');
+answers(q{SELECT rl_allow('many', '3500/1h'); SELECT count(*) FROM rl_stat WHERE limits = 'throttle 3500/1h'}, "t\n0", 'a further limit has no row');
 answers(q{SELECT stat_since AS before FROM rl_status() \gset
-	SELECT rl_stat_reset(); SELECT count(*) FROM rl_stat; SELECT stat_since > :'before' AND stat_since <= clock_timestamp() FROM rl_status()}, "\n0\nt", 'rl_stat_reset sets all to zero');
-answers(q{SELECT rl_allow('many', '3500/1h'); SELECT limits, allowed FROM rl_stat}, "t\nthrottle 3500/1h|1", 'and another has a row again');
+	SELECT rl_stat_reset(); SELECT count(*) FROM rl_stat; SELECT stat_since > :'before' AND stat_since <= clock_timestamp() FROM rl_status()}, "\n0\nt", 'rl_stat_reset deletes all counts');
+answers(q{SELECT rl_allow('many', '3500/1h'); SELECT limits, allowed FROM rl_stat}, "t\nthrottle 3500/1h|1", 'after it a further limit has a row');
 
 #
 # rl_denied
 #
 
-# For both stores: the shared memory of this server sees it either way.  What the
-# denial cache answers stays as it was asked for.
+# With both stores, because rl_denied is in shared memory.  A refusal by the denial
+# cache does not change the row.
 $session->ask('RESET ratelimit.denial_cache');
 foreach my $store (qw(local redis))
 {
 	my $denied = q{SELECT count(*) FROM rl_denied WHERE key = };
 
 	$session->ask("SET ratelimit.store = $store");
-	answers(q{SELECT allowed FROM rl_check('denied', '5/1h', 3); SELECT count(*) FROM rl_denied WHERE key = 'denied'}, "t\n0", "$store: who is allowed is not denied");
+	answers(q{SELECT allowed FROM rl_check('denied', '5/1h', 3); SELECT count(*) FROM rl_denied WHERE key = 'denied'}, "t\n0", "$store: rl_denied does not show an allowed key");
 	answers(q{SELECT allowed FROM rl_check('denied', '5/1h', 3);
 		SELECT limits, quota, banned, since BETWEEN now() - interval '1 min' AND clock_timestamp(), retry_after > 0 AND retry_after <= 720 FROM rl_denied WHERE key = 'denied'},
-		"f\nthrottle 5/1h|3|f|t|t", "$store: who is refused is");
+		"f\nthrottle 5/1h|3|f|t|t", "$store: rl_denied shows a refused key");
 	answers(q{SELECT since, pg_sleep(0.15) AS slept FROM rl_denied WHERE key = 'denied' \gset
 		SELECT allowed FROM rl_check('denied', '5/1h', 4);
 		SELECT since = :'since', quota FROM rl_denied WHERE key = 'denied'},
-		"f\n" . ($store eq 'local' ? 't|4' : 't|3'), "$store: since the first refusal");
-	answers(qq{SELECT rl_refund('denied', '5/1h', 1); $denied 'denied'}, "\n0", "$store: no more after rl_refund");
-	answers(qq{SELECT allowed FROM rl_check('denied', '5/1h', 5); $denied 'denied'; SELECT rl_reset('denied'); $denied 'denied'}, "f\n1\nt\n0", "$store: or rl_reset");
+		"f\n" . ($store eq 'local' ? 't|4' : 't|3'), "$store: since is the time of the first refusal");
+	answers(qq{SELECT rl_refund('denied', '5/1h', 1); $denied 'denied'}, "\n0", "$store: rl_refund removes the row");
+	answers(qq{SELECT allowed FROM rl_check('denied', '5/1h', 5); $denied 'denied'; SELECT rl_reset('denied'); $denied 'denied'}, "f\n1\nt\n0", "$store: rl_reset removes the row");
 	answers(qq{SELECT rl_ban('denied', 3600); SELECT allowed FROM rl_check('denied', '1/1s');
 		SELECT banned, retry_after BETWEEN 3500 AND 3600 FROM rl_denied WHERE key = 'denied'; SELECT rl_unban('denied'); $denied 'denied'},
-		"\nf\nt|t\nt\n0", "$store: a ban, until rl_unban");
+		"\nf\nt|t\nt\n0", "$store: rl_denied shows a ban until rl_unban");
 	answers(qq{SELECT rl_peek('looked', '1/1h', 1) IS NULL, rl_allow('looked', '1/1h'), rl_allow('looked', '1/1h', 2);
 		SELECT allowed FROM rl_wait('looked', '1/1h', 1, 0); SELECT rule FROM rl_peek('looked', '1/1h', 1); $denied 'looked'},
-		"f|t|f\nf\nthrottle 1/1h\n0", "$store: impossible, looking and waiting are no refusals");
+		"f|t|f\nf\nthrottle 1/1h\n0", "$store: impossible calls, looks and waits are not refusals");
 
-	# Until the wait is over, and no longer.
+	# The row ends with the wait.
 	my $seen = 0;
 	ok(await('the end of the wait', sub {
 		$session->ask(q{SELECT rl_allow('short', '1/700ms'), rl_allow('short', '1/700ms')}) unless $seen;
@@ -282,25 +282,25 @@ foreach my $store (qw(local redis))
 
 		$seen++ if $left ne '';
 		return $seen && $left eq '' && $allowed eq 't';
-	}), "$store: it is there until the wait is over, and no longer");
+	}), "$store: rl_denied shows the key until the end of its wait");
 	$session->ask(q{SELECT rl_reset('looked'), rl_reset('short')});
 }
 
-# Names that another encoding has not.
+# Keys that another encoding cannot represent.
 $node->safe_psql('postgres', q{CREATE DATABASE latin1 TEMPLATE template0 ENCODING 'LATIN1' LC_COLLATE 'C' LC_CTYPE 'C'});
 $node->safe_psql('latin1', 'CREATE EXTENSION ratelimit');
 my $latin1 = session($node, 'latin1');
 is($latin1->ask(q{SELECT bool_and(allowed) FROM generate_series(1, 2) n, LATERAL rl_check('caf' || chr(233) || repeat('', n), '1/1h')}), 'f', 'a key in LATIN1 is refused');
-is($latin1->ask(q{SELECT key FROM rl_denied WHERE key LIKE 'caf%'}), 'caf\xc3\xa9', 'LATIN1 shows its bytes in UTF-8');
-answers(q{SELECT key = U&'caf\00e9' FROM rl_denied WHERE key LIKE 'caf%'}, 't', 'UTF-8 the key');
-answers(q{SELECT rl_check(U&'\6ce8\6587', '1/1h') IS NULL, rl_allow(U&'\6ce8\6587', '1/1h')}, 'f|f', 'one that LATIN1 cannot hold');
-is($latin1->ask(q{SELECT count(*) FROM rl_denied WHERE key = '\xe6\xb3\xa8\xe6\x96\x87'}), '1', 'is shown there too');
+is($latin1->ask(q{SELECT key FROM rl_denied WHERE key LIKE 'caf%'}), 'caf\xc3\xa9', 'LATIN1 shows the bytes of the key in UTF-8');
+answers(q{SELECT key = U&'caf\00e9' FROM rl_denied WHERE key LIKE 'caf%'}, 't', 'UTF-8 shows the key');
+answers(q{SELECT rl_check(U&'\6ce8\6587', '1/1h') IS NULL, rl_allow(U&'\6ce8\6587', '1/1h')}, 'f|f', 'a key that LATIN1 cannot represent is refused');
+is($latin1->ask(q{SELECT count(*) FROM rl_denied WHERE key = '\xe6\xb3\xa8\xe6\x96\x87'}), '1', 'LATIN1 shows the bytes of this key too');
 
-# More than there is room for: those that are refused longest are kept.
+# More keys than there is room for: those that are refused longest stay.
 answers(q{SET ratelimit.store = local; SELECT count(*) FILTER (WHERE NOT (d).allowed) FROM (
 		SELECT rl_check('crowd ' || n, format('1/%ss', 100 + n)::rl_limits) d FROM generate_series(1, 6000) n, generate_series(1, 2) OFFSET 0) s}, '6000', '6,000 keys are refused');
-answers(q{SELECT count(*) BETWEEN 1024 AND 2048 FROM rl_denied}, 't', 'as many as there is room for are shown');
-answers(q{SELECT avg(substr(key, 7)::int) > 4000 FROM rl_denied WHERE key LIKE 'crowd%'}, 't', 'those that are refused longest');
+answers(q{SELECT count(*) BETWEEN 1024 AND 2048 FROM rl_denied}, 't', 'rl_denied shows as many keys as there is room for');
+answers(q{SELECT avg(substr(key, 7)::int) > 4000 FROM rl_denied WHERE key LIKE 'crowd%'}, 't', 'rl_denied shows the keys that are refused longest');
 $session->ask('RESET ratelimit.store');
 
 #
@@ -312,15 +312,15 @@ my %server = $redis->info('server');
 my $version = $server{valkey_version} ? "Valkey $server{valkey_version}" : "Redis $server{redis_version}";
 my $socket = $redis->socket;
 $session->ask('RESET ratelimit.retry_interval');
-answers($status, qq{redis|enforce|error|"$socket"|t|$version||closed|t}, 'rl_status when all is well');
-answers(q{SELECT local_keys > 1000, local_max_keys FROM rl_status()}, 't|100000', 'and of shared memory');
+answers($status, qq{redis|enforce|error|"$socket"|t|$version||closed|t}, 'rl_status with a working Redis');
+answers(q{SELECT local_keys > 1000, local_max_keys FROM rl_status()}, 't|100000', 'rl_status shows the shared memory');
 answers("SET ratelimit.store = local; SET ratelimit.mode = shadow; SET ratelimit.on_error = deny; $status",
-	qq{local|shadow|deny|"$socket"|t|||closed|t}, 'rl_status with the local store asks no Redis');
+	qq{local|shadow|deny|"$socket"|t|||closed|t}, 'rl_status with the local store does not use Redis');
 $session->ask('RESET ratelimit.store; RESET ratelimit.mode; RESET ratelimit.on_error');
 answers(qq{SET ratelimit.redis_url = '@{[ $redis->url(tcp => 1) ]}'; SELECT redis, connected, version FROM rl_status(); RESET ratelimit.redis_url},
 	'"127.0.0.1:' . $redis->port . qq{"|t|$version}, 'rl_status of another server');
 
-# The watcher looks without asking, and so without closing the breaker.
+# The watcher does not use Redis, so it does not close the breaker.
 my $breaker = 'SELECT breaker, breaker_left > 0, breaker_left <= 0.5 FROM rl_status()';
 $watcher->ask("SET ratelimit.store = local; SET ratelimit.mode = enforce; SET ratelimit.retry_interval = '500ms'");
 $session->ask("SET ratelimit.retry_interval = '500ms'; SELECT rl_check('warm', '7/1s'); SET ratelimit.command_timeout = '100ms'");
@@ -330,30 +330,31 @@ my ($error, @rest) = split /\|/, $session->ask(q{SELECT error, connected, versio
 like($error, qr/^lost the connection to Redis: ratelimit\.command_timeout has passed: The server is "\Q$socket\E"\.$/, 'rl_status while Redis is silent');
 is_deeply(\@rest, [ 'f', 't', 'open', 't' ], 'the breaker has opened');
 my $open = $watcher->ask($breaker);
-like($open, qr/^open\|t\|t$|^half-open/, 'for all');
+like($open, qr/^open\|t\|t$|^half-open/, 'the breaker is open for all backends');
 await('half-open', sub { return $watcher->ask($breaker) eq 'half-open||' });
-pass('then it is half-open');
+pass('then the breaker is half-open');
 $session->ask("SET ratelimit.command_timeout = '10s'");
 $session->send(q{SELECT rl_allow('tried', '1/1h');});
 await('the try', sub { return $watcher->ask($breaker) eq 'trying||' });
-is($watcher->ask(q{SET ratelimit.store = redis; SELECT error, breaker FROM rl_status(); SET ratelimit.store = local}),
-	'not retrying Redis until ratelimit.retry_interval has passed: The failure was: lost the connection to Redis: ratelimit.command_timeout has passed.|trying', 'one tries, others are told');
+like($watcher->ask(q{SET ratelimit.store = redis; SELECT error, breaker FROM rl_status(); SET ratelimit.store = local}),
+	qr/^not retrying Redis until ratelimit\.retry_interval has passed: The failure was: lost the connection to Redis: ratelimit\.command_timeout has passed\.\|trying$/,
+	'one backend tries, and the other backends see the reason');
 $redis->resume;
-is($session->ask(''), 't', 'who tries has an answer');
-is($watcher->ask($breaker), 'closed||', 'and closes it for all');
+is($session->ask(''), 't', 'the backend that tries gets an answer');
+is($watcher->ask($breaker), 'closed||', 'the breaker is closed for all backends');
 
-# However Redis fails, it is said and not raised.
+# rl_status shows each failure of Redis, and raises no error.
 $redis->stop;
 $session->ask("SET ratelimit.retry_interval = 0");
-like($session->ask('SELECT error FROM rl_status()'), qr/^could not connect to Redis: .+\Q$socket\E/, 'rl_status when Redis is gone');
-is($session->state, '00000', 'raises nothing');
+like($session->ask('SELECT error FROM rl_status()'), qr/^could not connect to Redis: .+\Q$socket\E/, 'rl_status while Redis is down');
+is($session->state, '00000', 'rl_status raises no error');
 my $strict = RedisServer->new(password => 'secret')->start;
-like($session->ask(q{SET ratelimit.redis_url = '} . $strict->url . q{'; SELECT error FROM rl_status(); RESET ratelimit.redis_url}), qr/^Redis answered with an error: NOAUTH/, 'nor if it wants a password');
+like($session->ask(q{SET ratelimit.redis_url = '} . $strict->url . q{'; SELECT error FROM rl_status(); RESET ratelimit.redis_url}), qr/^Redis answered with an error: NOAUTH/, 'rl_status if Redis needs a password');
 $redis->start;
-answers(q{SELECT error IS NULL, version IS NOT NULL FROM rl_status()}, 't|t', 'when it is back all is well');
+answers(q{SELECT error IS NULL, version IS NOT NULL FROM rl_status()}, 't|t', 'rl_status when Redis is up again');
 
 #
-# Who may look, and who may change
+# Privileges to read and to change
 #
 
 $node->safe_psql('postgres', q{
@@ -365,14 +366,14 @@ my %user = map { $_ => session($node, 'postgres', $_) } qw(plain watching);
 foreach my $sql ('SELECT * FROM rl_stat', 'SELECT * FROM rl_denied', 'SELECT * FROM rl_stat()', 'SELECT * FROM rl_denied()', 'SELECT * FROM rl_status()')
 {
 	$user{plain}->ask($sql);
-	is($user{plain}->state, '42501', "a plain role may not: $sql");
+	is($user{plain}->state, '42501', "a plain role has no privilege for $sql");
 	$user{watching}->ask($sql);
-	is($user{watching}->state, '00000', "pg_monitor may: $sql");
+	is($user{watching}->state, '00000', "pg_monitor has the privilege for $sql");
 }
 foreach my $sql ('SELECT rl_stat_reset()', q{SELECT rl_check('k', '1/1s')}, q{SELECT rl_peek('k', '1/1s')}, q{SELECT rl_unban('k')})
 {
 	$user{watching}->ask($sql);
-	is($user{watching}->state, '42501', "pg_monitor may not: $sql");
+	is($user{watching}->state, '42501', "pg_monitor has no privilege for $sql");
 }
 foreach my $setting (split /\n/, $session->ask(q{SELECT name || ' = ' || quote_literal(boot_val) FROM pg_settings WHERE name LIKE 'ratelimit.%' ORDER BY name}))
 {
@@ -382,11 +383,11 @@ foreach my $setting (split /\n/, $session->ask(q{SELECT name || ' = ' || quote_l
 	foreach my $sql ("SET $setting", "RESET $name", "ALTER ROLE plain SET $setting")
 	{
 		$user{plain}->ask($sql);
-		is($user{plain}->state, $expected, "a plain role may not $sql");
+		is($user{plain}->state, $expected, "a plain role has no privilege for $sql");
 	}
 }
-is($session->ask(q{SELECT count(*) FROM pg_settings WHERE name LIKE 'ratelimit.%'}), 15, 'these are all settings');
+is($session->ask(q{SELECT count(*) FROM pg_settings WHERE name LIKE 'ratelimit.%'}), 15, 'there are 15 settings');
 $session->ask('SET ratelimit.local_max_keys = 500');
-is($session->state, '55P02', 'nobody changes the size of shared memory while the server runs');
+is($session->state, '55P02', 'the size of shared memory cannot change while the server runs');
 
 done_testing();

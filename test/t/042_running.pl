@@ -1,5 +1,5 @@
-# What docs/operations.md, chapter "Running it", says of memory that is full, restarts,
-# connections, monitoring and dumps, with real servers.
+# The statements of docs/operations.md about full memory, restarts, connections,
+# monitoring and dumps, with real servers.
 use strict;
 use warnings FATAL => 'all';
 
@@ -19,7 +19,7 @@ my $session = session($node);
 
 sub answers { return $session->answers(@_); }
 
-# Leaves so many bytes besides what is in use.
+# Lets Redis use this many bytes more.
 sub leave
 {
 	my ($bytes) = @_;
@@ -30,7 +30,7 @@ sub leave
 
 sub evicted { return $redis->field('stats', 'evicted_keys'); }
 
-# Of n keys that were taken from, by their names: how many are still known.
+# Returns how many of n keys, by their names, still have a state.
 sub known
 {
 	my ($name, $n, $limits) = @_;
@@ -45,18 +45,18 @@ sub known
 
 my %limits = map { ($_ => "$_ 5/1d") } qw(throttle token_bucket fixed_window sliding_window sliding_log);
 answers(q{SELECT allowed FROM rl_check('spent', '5/1d', 5); SELECT allowed FROM rl_check('half', '5/1d', 2);
-	SELECT rl_ban('banned', 3600)}, "t\nt\n", 'keys before');
+	SELECT rl_ban('banned', 3600)}, "t\nt\n", 'three keys have states');
 leave(500_000);
 my $charged = $session->ask(q{SET ratelimit.on_error = allow;
 	SELECT count(*) FROM rl_check_many(ARRAY(SELECT 'fill ' || n FROM generate_series(1, 20000) n), '5/1d') WHERE source = 'redis';
 	SET ratelimit.on_error = error});
 cmp_ok($charged, '>', 500, "there was room for $charged keys");
-cmp_ok($charged, '<', 20_000, 'and no more');
+cmp_ok($charged, '<', 20_000, 'the memory is full');
 
-# A pipeline's buffers are gone again.
+# The buffers of the pipeline are free again.
 $session->ask(q{SELECT count(rl_check('more ' || n, '5/1d')) FROM generate_series(1, 100000) n});
-is($session->state, '08P01', 'noeviction, memory is full: an error');
-like($session->error, qr/Redis answered with an error: OOM/, 'of Redis');
+is($session->state, '08P01', 'noeviction and full memory: an error');
+like($session->error, qr/Redis answered with an error: OOM/, 'the error is Redis\'s');
 foreach my $name (sort keys %limits)
 {
 	foreach my $case ([ 'error', '08P01', '' ], [ 'allow', '00000', '(t,5,,,,fail_open)' ],
@@ -66,20 +66,20 @@ foreach my $name (sort keys %limits)
 
 		$session->ask("SET ratelimit.on_error = $on_error");
 		my $got = $session->attempt("SELECT rl_check('new $name $on_error', '$limits{$name}')");
-		is($got->{state} . ' ' . substr($got->{answer}, 0, length $answer), "$state $answer", "$name: on_error = $on_error weighs it");
+		is($got->{state} . ' ' . substr($got->{answer}, 0, length $answer), "$state $answer", "$name: on_error = $on_error applies");
 	}
 	$session->ask('RESET ratelimit.on_error');
 }
-answers(q{SELECT breaker FROM rl_status()}, 'closed', 'which leaves nobody alone');
-is($session->attempt(q{SELECT rl_check('half', '5/1d')})->{state}, '08P01', 'a key that is known can take no more');
-answers(q{SELECT remaining FROM rl_peek('half', '5/1d', 0)}, '3', 'it was not charged');
-answers(q{SELECT allowed, source FROM rl_check('spent', '5/1d')}, 'f|redis', 'who has no quota left is refused as ever');
-answers(q{SELECT allowed, source FROM rl_check('banned', '5/1d')}, 'f|ban', 'and who is banned');
-is(known('fill', 20_000, '5/1d'), $charged, 'no key is forgotten');
-is(evicted(), 0, 'none was evicted');
+answers(q{SELECT breaker FROM rl_status()}, 'closed', 'full memory does not open the breaker');
+is($session->attempt(q{SELECT rl_check('half', '5/1d')})->{state}, '08P01', 'a key with a state cannot be charged');
+answers(q{SELECT remaining FROM rl_peek('half', '5/1d', 0)}, '3', 'the key was not charged');
+answers(q{SELECT allowed, source FROM rl_check('spent', '5/1d')}, 'f|redis', 'a key without quota is refused');
+answers(q{SELECT allowed, source FROM rl_check('banned', '5/1d')}, 'f|ban', 'a banned key is refused');
+is(known('fill', 20_000, '5/1d'), $charged, 'each key still has its state');
+is(evicted(), 0, 'no key was evicted');
 is($session->attempt(q{SELECT rl_ban('other', 60)})->{state}, '08P01', 'a ban needs memory');
-answers(q{SELECT rl_unban('banned'); SELECT count(*) FROM generate_series(1, 20000) n WHERE rl_reset('fill ' || n)}, "t\n$charged", 'what makes room works');
-answers(q{SELECT allowed FROM rl_check('half', '5/1d')}, 't', 'then there is room again');
+answers(q{SELECT rl_unban('banned'); SELECT count(*) FROM generate_series(1, 20000) n WHERE rl_reset('fill ' || n)}, "t\n$charged", 'rl_unban and rl_reset work');
+answers(q{SELECT allowed FROM rl_check('half', '5/1d')}, 't', 'after that a key can be charged');
 
 #
 # maxmemory, volatile-ttl
@@ -92,13 +92,13 @@ my $fill = q{SELECT count(*) FROM rl_check_many(ARRAY(SELECT '%s ' || n FROM gen
 	WHERE allowed AND source = 'redis'};
 answers(sprintf($fill, 'day', 500, '5/1d', 5), '500', '500 keys for a day');
 leave(500_000);
-answers(sprintf($fill, 'hour', 20_000, '5/1h', 5), '20000', 'volatile-ttl: there is room for all that come');
+answers(sprintf($fill, 'hour', 20_000, '5/1h', 5), '20000', 'volatile-ttl: there is room for all new keys');
 my %left = (day => known('day', 500, '5/1d'), hour => known('hour', 20_000, '5/1h'));
-note "of 500 that end in a day $left{day} are left, of 20000 that end in an hour $left{hour}, evicted " . evicted();
-cmp_ok(evicted(), '>', 10_000, 'at the cost of others');
-cmp_ok($left{day}, '>=', 495, 'those that are nearest to their end go first');
+note "of 500 keys of a day $left{day} are left, of 20000 keys of an hour $left{hour}, evicted " . evicted();
+cmp_ok(evicted(), '>', 10_000, 'volatile-ttl: other keys were evicted');
+cmp_ok($left{day}, '>=', 495, 'volatile-ttl: the keys that end first were evicted');
 my ($forgotten) = $session->ask(q{SELECT n FROM generate_series(1, 20000) n, LATERAL rl_peek('hour ' || n, '5/1h', 0) p WHERE p.remaining = 5 LIMIT 1});
-answers("SELECT allowed, remaining FROM rl_check('hour $forgotten', '5/1h', 5)", 't|0', 'an evicted key is a forgotten limit');
+answers("SELECT allowed, remaining FROM rl_check('hour $forgotten', '5/1h', 5)", 't|0', 'a limit of an evicted key is as if never used');
 
 $redis->cli('CONFIG', 'SET', 'maxmemory', 0);
 $redis->cli('CONFIG', 'SET', 'maxmemory-policy', 'noeviction');
@@ -111,14 +111,14 @@ my $five = join ', ', map { "$_ 5/1h" } qw(throttle token_bucket fixed_window sl
 
 sub remaining { return $session->left($five, 'k'); }
 
-# The windows of an hour must not end meanwhile.
+# The windows of an hour must not end during the test.
 sub take { $session->ask("SELECT rl_check('k', '$five')"); return; }
 await('an hour that is not about to end', sub { return time % 3600 < 3540 });
 
 take();
-is(remaining(), '4 4 4 4 4', 'an action');
+is(remaining(), '4 4 4 4 4', 'an action is charged');
 $redis->restart;
-is(remaining(), '5 5 5 5 5', 'a restart without persistence forgets it');
+is(remaining(), '5 5 5 5 5', 'a restart without persistence loses the charge');
 
 my $aof = RedisServer->new(args => [ '--appendonly', 'yes', '--appendfsync', 'everysec' ])->start;
 $session->set(redis_url => $aof->url);
@@ -128,9 +128,9 @@ my $taken = time;
 $aof->stop;
 await('the short limit to be over', sub { return time > $taken + 1 });
 $aof->start;
-is(remaining(), '3 3 3 3 3', 'with appendonly it is as before, after a kill');
-answers(q{SELECT source FROM rl_check('banned', '5/1h')}, 'ban', 'bans too');
-answers(q{SELECT allowed FROM rl_throttle('short', 1, 1, 1)}, 't', 'time has passed meanwhile');
+is(remaining(), '3 3 3 3 3', 'a kill with appendonly loses nothing');
+answers(q{SELECT source FROM rl_check('banned', '5/1h')}, 'ban', 'a kill with appendonly does not lose a ban');
+answers(q{SELECT allowed FROM rl_throttle('short', 1, 1, 1)}, 't', 'time has passed during the restart');
 is_deeply([ grep { $aof->cli('PTTL', $_) <= 0 } @{ $aof->cli('KEYS', '*') } ], [], 'each key has a time to live');
 
 my $rdb = RedisServer->new->start;
@@ -139,7 +139,7 @@ take();
 $rdb->cli('SAVE');
 take() foreach 1 .. 2;
 $rdb->restart;
-is(remaining(), '4 4 4 4 4', 'with snapshots it is as in the last one');
+is(remaining(), '4 4 4 4 4', 'a restart with snapshots restores the last snapshot');
 
 my $failing = RedisServer->new(args => [ '--save', '3600 1000000' ])->start;
 $session->set(redis_url => $failing->url);
@@ -151,29 +151,29 @@ $session->fails("SELECT rl_check('k', '$five')", 'a snapshot that fails', '08P01
 chmod 0700, dirname($failing->logfile);
 $failing->cli('BGSAVE');
 await('the snapshot', sub { return $failing->field('persistence', 'rdb_last_bgsave_status') eq 'ok' });
-is($session->attempt("SELECT rl_check('k', '$five')")->{state}, '00000', 'until one succeeds');
+is($session->attempt("SELECT rl_check('k', '$five')")->{state}, '00000', 'calls work after a snapshot that succeeds');
 $session->set(redis_url => undef);
 
 #
 # Connections
 #
 
-# How many connections Redis has besides the test's own.
+# Returns how many connections a server has besides the test's own.
 sub sessions_of { my ($server) = @_; return scalar grep { !/cmd=client/ } split /\n/, $server->cli('CLIENT', 'LIST'); }
 
 is($session->attempt(q{SELECT rl_check('k', '5/1s', 0)})->{state}, '00000', 'a call');
 is(sessions_of($redis), 1, 'one connection for a session');
 $redis->cli('CONFIG', 'SET', 'timeout', 1);
-await('Redis to close what is idle', sub { return sessions_of($redis) == 0 });
-is($session->attempt(q{SELECT rl_check('k', '5/1s', 0)})->{state}, '00000', 'the next call knows');
+await('Redis to close an idle connection', sub { return sessions_of($redis) == 0 });
+is($session->attempt(q{SELECT rl_check('k', '5/1s', 0)})->{state}, '00000', 'the next call connects again');
 $redis->cli('CONFIG', 'SET', 'timeout', 0);
 
 my $late = session($node);
 $redis->cli('CONFIG', 'SET', 'maxclients', $redis->field('clients', 'connected_clients'));
-is($late->ask(q{SET ratelimit.on_error = allow; SELECT source FROM rl_check('k', '5/1s', 0)}), 'fail_open', 'beyond maxclients: on_error');
-is($session->attempt(q{SELECT rl_check('k', '5/1s', 0)})->{state}, '00000', 'who is connected stays so');
+is($late->ask(q{SET ratelimit.on_error = allow; SELECT source FROM rl_check('k', '5/1s', 0)}), 'fail_open', 'on_error applies to a connection beyond maxclients');
+is($session->attempt(q{SELECT rl_check('k', '5/1s', 0)})->{state}, '00000', 'an open connection still works');
 $redis->cli('CONFIG', 'SET', 'maxclients', 10_000);
-is($late->ask(q{SELECT source FROM rl_check('k', '5/1s', 0)}), 'redis', 'when there is room again all is well');
+is($late->ask(q{SELECT source FROM rl_check('k', '5/1s', 0)}), 'redis', 'the session connects when there is room');
 
 #
 # The queries of docs/operations.md
@@ -189,7 +189,7 @@ is_deeply([ grep { !defined $info{$_} } split /\|/, $fields ], [], 'INFO has the
 $query{$1} = $2 while $monitoring =~ /([^\n]+)\n```sql\n(.*?)```/gs;
 my $queries = count_of('```sql', $monitoring);
 cmp_ok($queries, '>', 0, 'the page has queries');
-is(scalar keys %query, $queries, 'each with a line that says what it shows');
+is(scalar keys %query, $queries, 'each query has a line that describes it');
 $session->ask(q{CREATE TABLE orders (customer int);
 	CREATE TRIGGER misspelt BEFORE INSERT ON orders FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{client}', '2/1h');
 	SELECT rl_check('watched', '1/1h') FROM generate_series(1, 3)});
@@ -203,12 +203,12 @@ foreach my $lead (sort keys %query)
 	$redis->resume if $asks;
 	my $got = $session->ask($query{$lead});
 	$redis->pause if $asks;
-	is($session->state, '00000', "the page's query: $lead") or diag $session->error;
-	isnt($got, '', 'shows something') or diag $query{$lead};
+	is($session->state, '00000', "the page's query works: $lead") or diag $session->error;
+	isnt($got, '', "the page's query returns a row: $lead") or diag $query{$lead};
 }
 $redis->resume;
 $late->ask('');
-is($late->state, '00000', 'who waited has an answer');
+is($late->state, '00000', 'the session that waited gets an answer');
 
 #
 # Dumps
@@ -233,12 +233,12 @@ foreach my $case ([ 'restored' => 0 ], [ 'filled' => 9, '--data-only' ])
 	$node->command_ok([ 'pg_dump', '-d', $node->connstr('postgres'), '-f', $dump, @options ], "pg_dump @options");
 	$monitor->scripts;
 	$node->command_ok([ 'psql', '-X', '-q', '-v', 'ON_ERROR_STOP=1', '-d', $node->connstr($database), '-f', $dump, '-o', '/dev/null' ], "$database");
-	is($node->safe_psql($database, $contents), $before, "$database: as it was");
-	is($monitor->scripts, $asked, "$database: Redis was asked $asked times");
+	is($node->safe_psql($database, $contents), $before, "$database: the rows and the trigger are restored");
+	is($monitor->scripts, $asked, "$database: restoring calls Redis $asked times");
 }
 $node->command_ok([ 'pg_dump', '-d', $node->connstr('postgres'), '-f', $dump, '--data-only', '--disable-triggers', '-t', 'orders' ], 'pg_dump --disable-triggers');
 $monitor->scripts;
 $node->command_ok([ 'psql', '-X', '-q', '-v', 'ON_ERROR_STOP=1', '-d', $node->connstr('filled'), '-f', $dump, '-o', '/dev/null' ], 'restored');
-is($monitor->scripts, 0, 'asks nobody');
+is($monitor->scripts, 0, 'restoring with --disable-triggers does not call Redis');
 
 done_testing();

@@ -1,6 +1,5 @@
-# The store in shared memory at the sizes that matter: what is exhausted stays
-# refused beside logs that grow, a store of so many keys holds so many, and no
-# call keeps others waiting.
+# The local store at large sizes: exhausted keys stay refused while logs grow, a store
+# of n keys holds n keys, and no call makes other calls wait for long.
 use strict;
 use warnings FATAL => 'all';
 
@@ -33,8 +32,8 @@ sub restart
 sub answers { return $session->answers(@_); }
 
 $node->safe_psql('postgres', q{
-	-- Calls n times, a microsecond after each other, so that each makes an entry;
-	-- returns how many calls were allowed.
+	-- Makes n calls, a microsecond apart, so that each makes an entry; returns how many
+	-- calls were allowed.
 	CREATE FUNCTION take(key text, limits rl_limits, n bigint) RETURNS bigint LANGUAGE plpgsql AS $$
 	DECLARE
 		now bigint := current_setting('ratelimit.debug_now');
@@ -46,7 +45,7 @@ $node->safe_psql('postgres', q{
 		END LOOP;
 		RETURN allowed;
 	END $$;
-	-- Exhausts 20,000 customers, and tells how many of them are still refused.
+	-- Exhausts 20,000 customers; exhausted() returns how many of them are refused.
 	CREATE FUNCTION exhaust() RETURNS bigint LANGUAGE sql
 		RETURN (SELECT sum(take('customer:' || n, 'sliding_log 20/1d', 1 + i * 0)) FROM generate_series(1, 20) i, generate_series(1, 20000) n);
 	CREATE FUNCTION exhausted() RETURNS bigint LANGUAGE sql
@@ -55,37 +54,38 @@ $node->safe_psql('postgres', q{
 });
 
 #
-# Beside logs that grow
+# Exhausted keys while logs grow
 #
 
 restart(100_000);
-answers('SELECT exhaust()', 400_000, '20,000 customers use up all they have');
-answers('SELECT exhausted()', 20_000, 'and are refused');
+answers('SELECT exhaust()', 400_000, '20,000 customers use up their quota');
+answers('SELECT exhausted()', 20_000, 'all customers are refused');
 my ($entries, $most) = split /\|/, $session->ask('SELECT local_entries, local_max_entries FROM rl_status()');
 ok($entries >= 400_000 && $entries <= $most, "rl_status: $entries of $most entries");
-answers(q{SELECT take('big', 'sliding_log 100000/1d', 70000)}, 70_000, 'one log grows to 70,000');
+answers(q{SELECT take('big', 'sliding_log 100000/1d', 70000)}, 70_000, 'a log grows to 70,000 entries');
 cmp_ok($session->ask('SELECT exhausted()'), '>=', 19_900, 'the customers are still refused');
-answers(q{SELECT rl_reset('big')}, 't', 'the log goes');
-answers('SELECT exhaust() < 2000', 't', 'they use up what they may have again');
+answers(q{SELECT rl_reset('big')}, 't', 'rl_reset deletes the log');
+answers('SELECT exhaust() < 2000', 't', 'few customers have quota again, and they use it up');
 my $seven = join ', ', map { "sliding_log 100000/${_}h" } 25 .. 31;
-answers("SELECT take('big', '$seven', 10000)", 10_000, 'seven logs grow to 10,000');
+answers("SELECT take('big', '$seven', 10000)", 10_000, 'seven logs grow to 10,000 entries');
 cmp_ok($session->ask('SELECT exhausted()'), '>=', 19_900, 'the customers are still refused');
 
 #
-# As many as there is room for
+# As many keys as there is room for
 #
 
 restart(100_000);
-answers(q{SELECT count(*) FILTER (WHERE rl_allow('key:' || n, '1/1d')) FROM generate_series(1, 100000) n}, 100_000, '100,000 keys');
-answers(q{SELECT count(*) FILTER (WHERE rl_allow('key:' || n, '1/1d')) FROM generate_series(1, 100000) n}, 0, 'of which none is forgotten');
-answers('SELECT local_keys FROM rl_status()', 100_000, 'are kept');
+answers(q{SELECT count(*) FILTER (WHERE rl_allow('key:' || n, '1/1d')) FROM generate_series(1, 100000) n}, 100_000, '100,000 keys are allowed');
+answers(q{SELECT count(*) FILTER (WHERE rl_allow('key:' || n, '1/1d')) FROM generate_series(1, 100000) n}, 0, 'no key was evicted');
+answers('SELECT local_keys FROM rl_status()', 100_000, '100,000 states are stored');
 
 #
-# No call takes long
+# The duration of calls
 #
 
-# Milliseconds of processor time that the backend uses for a statement.  That
-# bounds the time that a call in it has a lock, and no other process adds to it.
+# Returns the processor time in milliseconds that the backend uses for a statement.
+# It bounds the time for which a call in it holds a lock, and other processes do not
+# add to it.
 sub processor_ms
 {
 	my ($sql) = @_;
@@ -98,15 +98,15 @@ sub processor_ms
 	return $ms;
 }
 
-# The longest of some statements.
+# Returns the processor time of the longest statement.
 sub longest
 {
 	my (@sql) = @_;
 	return max(map { processor_ms($_) } @sql);
 }
 
-# The bound, with what is near to it measured again: the processor has other
-# work too, which costs it its caches.
+# Checks the bound.  Measures again if the time is above it, because other work of
+# the processor displaces its caches.
 sub is_short
 {
 	my ($name, $measure) = @_;
@@ -116,31 +116,31 @@ sub is_short
 	return;
 }
 
-# A store that is full of states with an entry each: eight of each key, which
-# end one after the other.
+# A store that is full of states with an entry each.  Each key has eight states, which
+# end at different times.
 my $eight = join ', ', map { "sliding_log 20/${_}h" } 101 .. 108;
 my $ends_first = q{SELECT count(*) FROM generate_series(1, 250000) n, LATERAL rl_peek('full:' || n, 'sliding_log 20/101h', 0) p WHERE p.remaining < 20};
 my $ends_last = $ends_first =~ s/101h/108h/r;
 sub fill_up
 {
 	restart(2_000_000);
-	answers("SELECT count(*) FILTER (WHERE rl_allow('full:' || n, '$eight')) FROM generate_series(1, 250000) n", 250_000, 'two million states');
-	is($session->ask('SELECT local_keys FROM rl_status()'), 2_000_000, 'all are kept');
+	answers("SELECT count(*) FILTER (WHERE rl_allow('full:' || n, '$eight')) FROM generate_series(1, 250000) n", 250_000, '250,000 calls make two million states');
+	is($session->ask('SELECT local_keys FROM rl_status()'), 2_000_000, 'two million states are stored');
 	return map { $session->ask($_) } $ends_first, $ends_last;
 }
 
-# In statements of fifty calls.  What is measured again starts from a full store
-# too: it must not profit from the room that was made before.
+# Statements of fifty calls.  Each measurement starts with a full store, so that it
+# does not profit from the room that an earlier measurement made.
 my ($first, $last);
 is_short('a log that grows to 100,000', sub {
 	($first, $last) = fill_up();
 	return longest(("SELECT take('grows', 'sliding_log 100000/200h', 50)") x 2000);
 });
-answers("SELECT remaining FROM rl_peek('grows', 'sliding_log 100000/200h', 0)", 0, 'it is there to the last entry');
+answers("SELECT remaining FROM rl_peek('grows', 'sliding_log 100000/200h', 0)", 0, 'the log has all its entries');
 my $gone = $first - $session->ask($ends_first);
-cmp_ok($gone, '>', 0, "$gone states have made room");
-cmp_ok($gone, '<=', 100_000 / 4, 'and not more than need be');
-answers($ends_last, $last, 'none of those that end last');
+cmp_ok($gone, '>', 0, "$gone states were evicted");
+cmp_ok($gone, '<=', 100_000 / 4, 'no more states than necessary were evicted');
+answers($ends_last, $last, 'no state that ends last was evicted');
 my $number = 0;
 is_short('eight new states', sub {
 	$number++;
@@ -157,7 +157,7 @@ my %call = (
 	'a rollback in the middle of it' => [ 'BEGIN', "SELECT rl_check('large', '$limit')", "SELECT take('large', 'sliding_log 100000/200h', 50000)", 'ROLLBACK' ],
 	'a reset' => [ "SELECT rl_reset('large')" ],
 	'rl_status' => [ 'SELECT rl_status()' ],
-	# The last by its name, as it ends the others too.
+	# Its name comes last, because it ends the states of the other calls too.
 	'the first call after the log has ended' => [ q{SELECT set_config('ratelimit.debug_now', (current_setting('ratelimit.debug_now')::bigint + 800000000000)::text, false)},
 		"SELECT rl_check('large', '$limit')" ]);
 foreach my $name (sort keys %call)
@@ -168,7 +168,7 @@ foreach my $name (sort keys %call)
 		$session->ask(qq{SELECT rl_reset('large');
 			SELECT take('large', 'sliding_log 100000/200h', } . ($half ? 49_999 : 100_000) . qq{);
 			SELECT take('large', '$limit', } . ($half ? 0 : 100_000) . ')');
-		# What makes the log larger takes long, and is no single call.
+		# The statement that makes the log larger has many calls, so it does not count.
 		return max(map { my $ms = processor_ms($_); /take/ ? 0 : $ms } @{ $call{$name} });
 	});
 }

@@ -118,7 +118,7 @@ if (store() eq 'redis')
 	my $kept = $redis->cli('EVAL', q{
 		local wrong, logs, windows = '', 0, 0
 		for _, key in ipairs(redis.call('KEYS', '*')) do
-			if redis.call('PTTL', key) < 0 then wrong = key .. ' lives for ever' end
+			if redis.call('PTTL', key) < 0 then wrong = key .. ' has no time to live' end
 			local all = redis.call('HGETALL', key)
 			for i = 1, #all, 2 do
 				local name, value = all[i], all[i + 1]

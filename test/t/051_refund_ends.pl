@@ -1,6 +1,6 @@
-# However a transaction ends, and whatever Redis does meanwhile: what it was
-# granted under refund_on_abort is given back to the store that granted it, or
-# the server's log says that it was not; and no second error is raised.
+# All ends of a transaction, also while Redis fails: quota that it was granted under
+# refund_on_abort is refunded to the store that granted it, or the server's log shows
+# that it was not.  No second error is raised.
 use strict;
 use warnings FATAL => 'all';
 
@@ -18,7 +18,7 @@ my $session = session($node);
 my $watcher = session($node);
 my $pid = $session->pid;
 
-# One limit of each algorithm, ten of each; none leaks or ends within the test.
+# A limit of each algorithm, each with ten units, which do not replenish during the test.
 my $all = join ', ', map { "$_ refund_on_abort" } '10/10d', 'token_bucket 10/10d', 'fixed_window 10/10d from_first',
   'sliding_window 10/10d', 'sliding_log 10/10d';
 $session->ask(qq{
@@ -31,21 +31,22 @@ my $keys = 0;
 
 sub new_key { return 'key:' . ++$keys; }
 
-# What others see free of the five limits.
+# Returns the quota of the five limits that other sessions see as free.
 sub free
 {
 	my ($key) = @_;
 	return $watcher->ask("SELECT free('$key')");
 }
 
-# What the log says could not be given back since the last time, and why.
+# Returns the numbers of charges that could not be refunded, by the new lines of the
+# log, and the reasons.
 sub lost
 {
 	my @words = new_log($node) =~ /could not refund (\d+) rate-limit charges.*\n.*DETAIL:  (.*)/g;
 	return map { [ @words[ 2 * $_, 2 * $_ + 1 ] ] } 0 .. @words / 2 - 1;
 }
 
-# Runs a command that ends a transaction; returns the milliseconds it took.
+# Runs a command that ends a transaction; returns its duration in milliseconds.
 sub timed
 {
 	my ($sql) = @_;
@@ -81,15 +82,15 @@ foreach my $end (
 	my $key = new_key();
 
 	$session->ask("BEGIN; SELECT take('$key', 2); SAVEPOINT s; SELECT take('$key', 3); ROLLBACK TO s");
-	is(free($key), 5, 'a savepoint that is rolled back only queues');
+	is(free($key), 5, 'the rollback of a savepoint only queues the refund');
 	$session->ask(q{SELECT free('another')});
-	is(free($key), 8, 'and the next command takes it along');
-	is($session->ask('SELECT pg_current_xact_id_if_assigned() IS NULL'), 't', 'no transaction ID was needed');
+	is(free($key), 8, 'the next command sends the refund');
+	is($session->ask('SELECT pg_current_xact_id_if_assigned() IS NULL'), 't', 'the transaction has no transaction ID');
 	$session->ask('COMMIT');
-	is(free($key), 8, 'once');
+	is(free($key), 8, 'the refund is sent once');
 }
 
-# Canceled, terminated, left.
+# A transaction that is canceled or terminated, and a client that disconnects.
 {
 	my $key = new_key();
 
@@ -98,23 +99,23 @@ foreach my $end (
 	$watcher->await_waiting($pid, 'Timeout');
 	$watcher->ask("SELECT pg_cancel_backend($pid)");
 	$session->ask('');
-	is(free($key), 10, 'pg_cancel_backend: what was taken before is given back at once');
+	is(free($key), 10, 'pg_cancel_backend: quota that was taken before is refunded at once');
 	$session->ask('ROLLBACK');
 
-	foreach my $how ('is terminated', 'leaves')
+	foreach my $how ('is terminated', 'disconnects')
 	{
 		my $victim = session($node);
 		my $victim_pid = $victim->pid;
 
 		$key = new_key();
-		is($victim->ask("BEGIN; SELECT take('$key', 5)"), 'redis', 'one takes quota');
-		$how eq 'leaves' ? $victim->quit : $watcher->ask("SELECT pg_terminate_backend($victim_pid)");
+		is($victim->ask("BEGIN; SELECT take('$key', 5)"), 'redis', "a session takes quota and $how");
+		$how eq 'disconnects' ? $victim->quit : $watcher->ask("SELECT pg_terminate_backend($victim_pid)");
 		$watcher->await_end($victim_pid);
-		is(free($key), 10, "who $how in a transaction gives back");
+		is(free($key), 10, "a session that $how in a transaction: its quota is refunded");
 		eval { $victim->quit };
 	}
 }
-is_deeply([ lost() ], [], 'nothing was lost so far');
+is_deeply([ lost() ], [], 'no refund was lost so far');
 
 #
 # Tables
@@ -130,21 +131,21 @@ $session->ask(qq{
 sub orders { my ($customer) = @_; return join ' ', map { free("$_:$customer") } qw(before after deferred); }
 
 $session->ask(q{INSERT INTO orders VALUES (2, 'ann', 1), (3, 'ann', 2)});
-is(orders('ann'), '8 8 8', 'rows that stay are counted');
+is(orders('ann'), '8 8 8', 'committed rows are counted');
 $session->ask(q{INSERT INTO orders VALUES (4, 'bob', 1), (5, 'bob', 2), (6, 'bob', 100)});
 is($session->state, '23514', 'a check fails on the third row');
-is(orders('bob'), '10 10 10', 'and all three are given back');
+is(orders('bob'), '10 10 10', 'all three rows are refunded');
 $session->ask(q{INSERT INTO orders VALUES (7, 'cid', 1), (1, 'cid', 1)});
 is($session->state, '23505', 'a deferred constraint fails at commit');
-is(orders('cid'), '10 10 10', 'and all is given back, by a deferred trigger too');
+is(orders('cid'), '10 10 10', 'all rows are refunded, those of a deferred trigger too');
 $session->ask(q{BEGIN; INSERT INTO orders VALUES (8, 'dan', 1); SET CONSTRAINTS ALL IMMEDIATE; INSERT INTO orders VALUES (1, 'dan', 1)});
-is($session->state . orders('dan'), '2350510 10 10', 'so it is when constraints are made immediate');
+is($session->state . orders('dan'), '2350510 10 10', 'all rows are refunded when constraints are made immediate');
 $session->ask(q{ROLLBACK; INSERT INTO orders SELECT n, 'eve', 1 FROM generate_series(20, 31) n});
-is($session->state . orders('eve'), 'PT42910 10 10', 'the eleventh row is refused, and the ten are given back');
-is($session->ask(q{SELECT count(*) FROM orders}), 3, 'which are not there');
+is($session->state . orders('eve'), 'PT42910 10 10', 'the eleventh row is refused, and ten rows are refunded');
+is($session->ask(q{SELECT count(*) FROM orders}), 3, 'the table has none of these rows');
 
 #
-# Redis stands still
+# Redis is suspended
 #
 
 my (@ms, @commit_ms, @error_ms);
@@ -156,10 +157,10 @@ foreach my $try (1 .. 20)
 	$session->ask("BEGIN; SELECT take('$key', 5); SET LOCAL ratelimit.command_timeout = '100ms'");
 	$redis->pause;
 	push @ms, timed('ROLLBACK;');
-	is($session->error, '', 'ROLLBACK while Redis stands still raises nothing');
+	is($session->error, '', 'ROLLBACK while Redis is suspended raises no error');
 	$redis->resume;
-	is_deeply([ lost() ], [ [ 5, 'lost the connection to Redis: ratelimit.command_timeout has passed' ] ], 'and the log tells what is lost');
-	like(free($key), qr/^(5|10)$/, 'Redis may have heard of it');
+	is_deeply([ lost() ], [ [ 5, 'lost the connection to Redis: ratelimit.command_timeout has passed' ] ], 'the log shows the lost refund');
+	like(free($key), qr/^(5|10)$/, 'Redis may have received the refund');
 
 	$key = new_key();
 	$session->ask("BEGIN; INSERT INTO orders VALUES (100 + $try, 'fay$try', 1); SAVEPOINT s; SELECT take('$key', 5);
@@ -167,25 +168,25 @@ foreach my $try (1 .. 20)
 		SAVEPOINT s; SELECT take('$key', 5); ROLLBACK TO s");
 	$redis->pause;
 	push @commit_ms, timed('COMMIT;');
-	is($session->error, '', 'nor does COMMIT');
+	is($session->error, '', 'COMMIT while Redis is suspended raises no error');
 	$redis->resume;
-	is_deeply([ lost() ], [ [ 5, 'lost the connection to Redis: ratelimit.command_timeout has passed' ] ], 'which gives back what it can');
-	is($session->ask("SELECT count(*) FROM orders WHERE id = 100 + $try"), 1, 'and commits');
+	is_deeply([ lost() ], [ [ 5, 'lost the connection to Redis: ratelimit.command_timeout has passed' ] ], 'the log shows the lost refund of COMMIT');
+	is($session->ask("SELECT count(*) FROM orders WHERE id = 100 + $try"), 1, 'COMMIT commits');
 
 	$key = new_key();
 	$session->ask("BEGIN; SELECT take('$key', 5); SET LOCAL ratelimit.command_timeout = '100ms'");
 	$redis->pause;
 	push @error_ms, timed("SELECT 1/0;\nROLLBACK;");
-	is(join(' ', $session->error =~ /(?:ERROR|FATAL|PANIC|WARNING):  (\w+)/g), '22012', 'an error stays the only one');
+	is(join(' ', $session->error =~ /(?:ERROR|FATAL|PANIC|WARNING):  (\w+)/g), '22012', 'an error in a transaction stays the only error');
 	$redis->resume;
-	is($session->ask('SELECT 1'), 1, 'and the session goes on');
-	is_deeply([ map { $_->[0] } lost() ], [5], 'what is lost is in the log');
+	is($session->ask('SELECT 1'), 1, 'the session still works');
+	is_deeply([ map { $_->[0] } lost() ], [5], 'the log shows the lost refund after the error');
 }
 note "ROLLBACK took @ms ms, COMMIT @commit_ms ms, an error @error_ms ms";
 cmp_ok(min(@$_), '<=', 150, 'the transaction ends within command_timeout + 50 ms') foreach \@ms, \@commit_ms, \@error_ms;
-cmp_ok(min(@$_), '>=', 99, 'of which it waits the former') foreach \@ms, \@commit_ms, \@error_ms;
+cmp_ok(min(@$_), '>=', 99, 'the transaction waits for command_timeout') foreach \@ms, \@commit_ms, \@error_ms;
 
-# Interrupted in a call: that call's own charge is not known of, all before it is.
+# A call is interrupted: its own charge is unknown, the charges before it are known.
 foreach my $how ('statement_timeout', 'pg_cancel_backend', 'pg_terminate_backend')
 {
 	my $key = new_key();
@@ -198,8 +199,8 @@ foreach my $how ('statement_timeout', 'pg_cancel_backend', 'pg_terminate_backend
 	$victim->send("SELECT take('$key', 1)\n;");
 	$watcher->await_waiting($victim_pid);
 	$watcher->ask("SELECT $how($victim_pid)") if $how ne 'statement_timeout';
-	# Then it waits where nothing can interrupt it.
-	await('it to wait no longer', sub { return $watcher->waits_for($victim_pid) ne 'Extension' });
+	# Then it waits where it cannot be interrupted.
+	await('the wait to end', sub { return $watcher->waits_for($victim_pid) ne 'Extension' });
 	$redis->resume;
 	if ($how eq 'pg_terminate_backend')
 	{
@@ -210,14 +211,14 @@ foreach my $how ('statement_timeout', 'pg_cancel_backend', 'pg_terminate_backend
 	{
 		$victim->ask('');
 		is($victim->state, '57014', "$how interrupts a call");
-		is($victim->ask("ROLLBACK; SELECT take('another', 0)"), 'redis', 'and the session goes on');
+		is($victim->ask("ROLLBACK; SELECT take('another', 0)"), 'redis', "$how: the session still works");
 		$victim->quit;
 	}
-	is(free($key), 9, "$how in a call: what was answered before is given back");
+	is(free($key), 9, "$how in a call: charges that were answered before are refunded");
 }
-is_deeply([ lost() ], [], 'and nothing lost');
+is_deeply([ lost() ], [], 'no refund is lost');
 
-# Or with all of it lost.
+# A call that is not answered loses all refunds.
 {
 	my $key = new_key();
 
@@ -227,10 +228,10 @@ is_deeply([ lost() ], [], 'and nothing lost');
 	is(join(' ', $session->error =~ /(?:ERROR|FATAL|PANIC|WARNING):  (\w+)/g), '08006', 'a call that is not answered');
 	$session->ask('ROLLBACK');
 	$redis->resume;
-	is_deeply([ lost() ], [ [ 5, 'there is no connection to Redis' ] ], 'loses the connection, and what was taken over it');
+	is_deeply([ lost() ], [ [ 5, 'there is no connection to Redis' ] ], 'the log shows that the connection and the refund are lost');
 }
 
-# It answers, but there is more to say than time.
+# Redis answers, but there are more refunds than command_timeout allows.
 {
 	$session->ask("SET ratelimit.retry_interval = '1h'");
 	my @ms = measures(55, sub {
@@ -238,18 +239,18 @@ is_deeply([ lost() ], [], 'and nothing lost');
 			FROM generate_series(1, 3000) n; SET LOCAL ratelimit.command_timeout = '5ms'");
 		my $ms = timed('ROLLBACK;');
 		my ($lost) = map { $_->[0] } lost();
-		cmp_ok($lost || 0, '>', 0, 'of too much to give back the rest is lost: ' . ($lost || 0));
-		is($session->ask("SELECT take('another', 0)"), 'redis', 'and Redis is not left alone for it');
+		cmp_ok($lost || 0, '>', 0, 'of too many refunds the rest is lost: ' . ($lost || 0));
+		is($session->ask("SELECT take('another', 0)"), 'redis', 'the breaker stays closed');
 		return $ms;
 	});
 	$session->ask('RESET ratelimit.retry_interval');
 	note "9000 charges take @ms ms";
-	cmp_ok(min(@ms), '<=', 55, 'and the transaction ends within command_timeout + 50 ms');
+	cmp_ok(min(@ms), '<=', 55, 'the transaction with too many refunds ends within command_timeout + 50 ms');
 	$redis->cli('FLUSHALL');
 }
 
 #
-# Redis is another, or has forgotten
+# Redis has lost its data or its scripts, or redis_url has changed
 #
 
 {
@@ -257,25 +258,25 @@ is_deeply([ lost() ], [], 'and nothing lost');
 
 	$session->ask("BEGIN; SELECT take('$key', 5)");
 	$redis->restart;
-	is($watcher->ask("SELECT take('$key', 4)"), 'redis', 'others take quota of a Redis that has forgotten all');
+	is($watcher->ask("SELECT take('$key', 4)"), 'redis', 'another session takes quota of a Redis that has lost its data');
 	$session->ask('ROLLBACK');
-	is($session->error, '', 'ROLLBACK after Redis was killed raises nothing');
-	is(free($key), 6, 'and takes nothing from others');
-	is_deeply([ map { $_->[0] } lost() ], [5], 'the log tells');
-	is($session->ask("SELECT take('$key', 1)"), 'redis', 'and the session goes on');
+	is($session->error, '', 'ROLLBACK after Redis was killed raises no error');
+	is(free($key), 6, 'the refund does not free quota of another session');
+	is_deeply([ map { $_->[0] } lost() ], [5], 'the log shows the lost refund after the kill');
+	is($session->ask("SELECT take('$key', 1)"), 'redis', 'the session still works after the kill');
 
-	# Not even scripts.
+	# Flushed scripts.
 	$key = new_key();
 	$session->ask("BEGIN; SELECT count(take('$key:' || n, 5)) FROM generate_series(1, 700) n");
 	$redis->cli('SCRIPT', 'FLUSH');
 	$session->ask('ROLLBACK');
-	is($watcher->ask("SELECT string_agg(DISTINCT free('$key:' || n), ',') FROM generate_series(1, 700) n"), 10, 'ROLLBACK after SCRIPT FLUSH');
+	is($watcher->ask("SELECT string_agg(DISTINCT free('$key:' || n), ',') FROM generate_series(1, 700) n"), 10, 'ROLLBACK after SCRIPT FLUSH refunds');
 	$session->ask("BEGIN; SAVEPOINT s; SELECT count(take('$key:' || n, 5)) FROM generate_series(1, 700) n; ROLLBACK TO s");
 	$redis->cli('SCRIPT', 'FLUSH');
 	$session->ask("SELECT take('another', 0)");
-	is($watcher->ask("SELECT string_agg(DISTINCT free('$key:' || n), ',') FROM generate_series(1, 700) n"), 10, 'ROLLBACK TO after SCRIPT FLUSH');
+	is($watcher->ask("SELECT string_agg(DISTINCT free('$key:' || n), ',') FROM generate_series(1, 700) n"), 10, 'ROLLBACK TO after SCRIPT FLUSH refunds');
 	$session->ask('COMMIT');
-	is_deeply([ lost() ], [], 'loses nothing');
+	is_deeply([ lost() ], [], 'no refund is lost after SCRIPT FLUSH');
 }
 
 # The script's source is sent only to a server that does not have it.
@@ -292,17 +293,17 @@ is_deeply([ lost() ], [], 'and nothing lost');
 	my $reset = sub { $redis->cli('CONFIG', 'RESETSTAT') };
 
 	$watcher->ask("SELECT free('another')");
-	is($rolled_back->(1), 10, 'a first ROLLBACK');
-	is($rolled_back->(3, $reset), 10, 'another');
-	is($redis->calls('eval'), 0, 'sends no source');
-	cmp_ok($redis->calls('evalsha'), '>=', 3, 'but the name of the script');
-	is($rolled_back->(700, $reset, sub { $redis->cli('SCRIPT', 'FLUSH') }), 10, 'ROLLBACK after SCRIPT FLUSH, with a script that was known');
-	cmp_ok($redis->calls('eval'), '>=', 1, 'sends the source');
+	is($rolled_back->(1), 10, 'a first ROLLBACK refunds');
+	is($rolled_back->(3, $reset), 10, 'another ROLLBACK refunds');
+	is($redis->calls('eval'), 0, 'a ROLLBACK sends no source of a known script');
+	cmp_ok($redis->calls('evalsha'), '>=', 3, 'a ROLLBACK sends the name of the script');
+	is($rolled_back->(700, $reset, sub { $redis->cli('SCRIPT', 'FLUSH') }), 10, 'ROLLBACK after SCRIPT FLUSH refunds with a script that was known');
+	cmp_ok($redis->calls('eval'), '>=', 1, 'this ROLLBACK sends the source');
 
-	# Again and again, while the transaction ends.
+	# Scripts are flushed repeatedly while transactions end.
 	my @free = $redis->while_flushing(sub { return map { $rolled_back->(700) } 1 .. 3 });
-	is_deeply(\@free, [ 10, 10, 10 ], 'ROLLBACK while scripts are forgotten all the time');
-	is_deeply([ lost() ], [], 'loses nothing');
+	is_deeply(\@free, [ 10, 10, 10 ], 'ROLLBACK refunds while scripts are flushed repeatedly');
+	is_deeply([ lost() ], [], 'no refund is lost while scripts are flushed');
 }
 
 {
@@ -312,22 +313,22 @@ is_deeply([ lost() ], [], 'and nothing lost');
 	my $set = "SET LOCAL ratelimit.redis_url = '" . $other->url . "'";
 
 	$session->ask("BEGIN; SELECT take('$key', 5); $set; ROLLBACK");
-	is_deeply([ lost() ], [ [ 5, 'ratelimit.redis_url was changed meanwhile' ] ], 'with another redis_url it is lost, and the log tells');
+	is_deeply([ lost() ], [ [ 5, 'ratelimit.redis_url was changed meanwhile' ] ], 'with another redis_url the refund is lost, and the log shows it');
 	$session->ask("BEGIN; SELECT take('$key', 1); $set; SELECT 1/0");
 	$session->ask('ROLLBACK');
-	is_deeply([ map { $_->[0] } lost() ], [5], 'also at an error');
-	is_deeply([ $monitor->commands ], [], 'the other server hears nothing of it');
-	is(free($key), 4, 'nor does the one');
+	is_deeply([ map { $_->[0] } lost() ], [5], 'the same at an error');
+	is_deeply([ $monitor->commands ], [], 'the other server receives no command');
+	is(free($key), 4, 'the first server receives no refund');
 	$key = new_key();
 	$session->ask("BEGIN; SELECT take('$key', 5); SAVEPOINT s; $set; SELECT take('$key', 3); ROLLBACK TO s; SELECT take('$key', 1); ROLLBACK");
-	is_deeply([ lost() ], [ [ 5, 'ratelimit.redis_url was changed meanwhile' ] ], 'so it is in a savepoint');
-	is(free($key), 10, 'and what is the old one\'s goes there');
-	is($watcher->ask("$set" =~ s/LOCAL//r . "; SELECT free('$key')"), 7, 'the other keeps its own');
+	is_deeply([ lost() ], [ [ 5, 'ratelimit.redis_url was changed meanwhile' ] ], 'the same in a savepoint');
+	is(free($key), 10, 'a refund for the first server is sent to it');
+	is($watcher->ask("$set" =~ s/LOCAL//r . "; SELECT free('$key')"), 7, 'the other server keeps its charge');
 	$watcher->ask('RESET ratelimit.redis_url');
 }
 
-# A connection that was lost is made anew within the transaction, but nobody has
-# seen what the server says to SELECT when the call is canceled.
+# A connection is lost within a transaction, and the call that connects again is
+# canceled before the server has answered its SELECT.
 {
 	my $victim = session($node);
 	my $victim_pid = $victim->pid;
@@ -340,20 +341,20 @@ is_deeply([ lost() ], [], 'and nothing lost');
 	$victim->send("SELECT take('db', 1)\n;");
 	$watcher->await_waiting($victim_pid);
 	$watcher->ask("SELECT pg_cancel_backend($victim_pid)");
-	await('it to wait no longer', sub { return $watcher->waits_for($victim_pid) ne 'Extension' });
+	await('the wait to end', sub { return $watcher->waits_for($victim_pid) ne 'Extension' });
 	$redis->resume;
 	$victim->ask('');
 	is($victim->state, '57014', 'canceled while connecting');
 	$victim->ask("ROLLBACK");
 	$victim->ask("SELECT take('db', 1)");
-	is($victim->state, '08P01', 'then the next call finds that it may not SELECT');
-	is($redis->cli('EXISTS', 'rl:{db}'), 0, 'and is not another database\'s');
-	is_deeply([ map { $_->[0] } lost() ], [5], 'what could not be given back is in the log');
+	is($victim->state, '08P01', 'the next call finds that SELECT is not permitted');
+	is($redis->cli('EXISTS', 'rl:{db}'), 0, 'no key is in database 0');
+	is_deeply([ map { $_->[0] } lost() ], [5], 'the log shows the lost refund of the database');
 	$redis->cli('ACL', 'SETUSER', 'default', '+select');
 	$victim->quit;
 }
 
-# What is at one key's place does not cost the others.
+# A key of another type does not prevent the refunds of other keys.
 foreach my $how ('ROLLBACK', 'ROLLBACK TO')
 {
 	my $key = new_key();
@@ -362,14 +363,14 @@ foreach my $how ('ROLLBACK', 'ROLLBACK TO')
 	$redis->cli('DEL', "rl:{$key:$_}") foreach 7, 1300;
 	$redis->cli('SET', "rl:{$key:$_}", 'a string') foreach 7, 1300;
 	$session->ask($how eq 'ROLLBACK' ? 'ROLLBACK' : "ROLLBACK TO s; SELECT take('$key', 1)");
-	is($session->error, '', "$how with two keys that are no hash raises nothing");
+	is($session->error, '', "$how with two keys that are not a hash raises no error");
 	$session->ask('COMMIT') if $how ne 'ROLLBACK';
 	is($watcher->ask("SELECT string_agg(DISTINCT free('$key:' || n), ',') FROM generate_series(1, 1500) n WHERE n NOT IN (7, 1300)"),
-		10, 'and gives the others back');
+		10, "$how refunds the other keys");
 	my @lost = lost();
-	is(scalar @lost, 1, 'the log tells once');
-	is($lost[0][0], 10, 'how much was not');
-	like($lost[0][1], qr/^Redis answered with an error: WRONGTYPE/, 'and why');
+	is(scalar @lost, 1, "$how: the log has one line");
+	is($lost[0][0], 10, "$how: the log shows the number of charges");
+	like($lost[0][1], qr/^Redis answered with an error: WRONGTYPE/, "$how: the log shows the reason");
 }
 
 #
@@ -398,56 +399,56 @@ foreach my $end ('ROLLBACK', 'COMMIT', 'SAVEPOINTS')
 	$take->(1, 'redis');
 	$session->ask($end eq 'SAVEPOINTS' ? 'COMMIT' : $end);
 	$session->ask('RESET ratelimit.on_error');
-	is(free($key), $end eq 'ROLLBACK' ? 10 : $end eq 'COMMIT' ? 3 : 5, "$end: what Redis has");
-	is(local_free($key), $end eq 'ROLLBACK' ? 10 : $end eq 'COMMIT' ? 4 : 9, "$end: what this server has");
+	is(free($key), $end eq 'ROLLBACK' ? 10 : $end eq 'COMMIT' ? 3 : 5, "$end: the quota in Redis");
+	is(local_free($key), $end eq 'ROLLBACK' ? 10 : $end eq 'COMMIT' ? 4 : 9, "$end: the quota in the local store");
 	my @lost = lost();
-	is(scalar @lost, $end eq 'SAVEPOINTS' ? 1 : 0, 'what Redis refused to take back is in the log');
-	like($lost[0][1], qr/^Redis answered with an error: READONLY/, 'and why') if @lost;
+	is(scalar @lost, $end eq 'SAVEPOINTS' ? 1 : 0, "$end: the log shows the refunds that Redis replied to with an error");
+	like($lost[0][1], qr/^Redis answered with an error: READONLY/, "$end: the log shows the reason") if @lost;
 }
 {
 	my $key = new_key();
 
-	# What could not be sent waits until Redis can be reached.
+	# A refund that could not be sent waits until Redis can be reached.
 	$session->ask("SET ratelimit.on_error = local; BEGIN; SAVEPOINT s; SELECT take('$key', 5); ROLLBACK TO s");
 	rename $redis->socket, $redis->socket . '.away' or die "could not rename the socket: $!";
 	$redis->cli('CLIENT', 'KILL', 'TYPE', 'normal', 'SKIPME', 'yes');
-	is($session->ask("SELECT take('$key', 3)"), 'local', 'nobody is at the socket');
+	is($session->ask("SELECT take('$key', 3)"), 'local', 'no server listens on the socket');
 	rename $redis->socket . '.away', $redis->socket or die "could not rename the socket: $!";
-	is(free($key), 5, 'Redis has not been told');
-	is($session->ask("SELECT take('$key', 1)"), 'redis', 'until there is');
-	is(free($key), 9, 'and then it has');
+	is(free($key), 5, 'Redis has not received the refund');
+	is($session->ask("SELECT take('$key', 1)"), 'redis', 'Redis can be reached again');
+	is(free($key), 9, 'Redis has received the refund');
 	$session->ask('COMMIT; RESET ratelimit.on_error');
-	is(local_free($key), 7, 'what this server granted stays');
-	is_deeply([ lost() ], [], 'and nothing is lost');
+	is(local_free($key), 7, 'the charge in the local store stays');
+	is_deeply([ lost() ], [], 'no refund is lost');
 }
 {
 	my $key = new_key();
 
-	# The local store needs no Redis.
+	# The local store works without Redis.
 	$session->ask("BEGIN; SAVEPOINT s; SELECT take('$key', 5); ROLLBACK TO s;
 		SET LOCAL ratelimit.store = local; SET LOCAL ratelimit.command_timeout = '50ms'");
 	$redis->pause;
-	is($session->ask("SELECT take('$key', 5)"), 'local', 'the local store decides although Redis is due something');
-	is($session->ask("SELECT free('$key')"), 5, 'and lets look');
+	is($session->ask("SELECT take('$key', 5)"), 'local', 'the local store decides although a refund is queued for Redis');
+	is($session->ask("SELECT free('$key')"), 5, 'rl_peek reads the local store');
 	$session->ask('ROLLBACK');
 	$redis->resume;
-	is($session->error, '', 'nor is there an error at the end');
-	is(local_free($key), 10, 'it gets back its own');
-	is_deeply([ map { $_->[0] } lost() ], [5], 'and the log tells of Redis\'s');
+	is($session->error, '', 'ROLLBACK raises no error');
+	is(local_free($key), 10, 'the charge in the local store is refunded');
+	is_deeply([ map { $_->[0] } lost() ], [5], 'the log shows the lost refund for Redis');
 }
 
 #
 # The denial cache
 #
 
-# While quota of hundreds of keys is given back, another asks for the last.
+# While quota of hundreds of keys is refunded, another session asks for the last key.
 {
 	my $asker = session($node);
 	my $limit = 'fixed_window 5/1h refund_on_abort';
 	my ($meanwhile, $wrong) = (0, 0);
 
 	$session->ask(qq{
-		-- Asks for one key when the other has got its quota back.
+		-- Asks for a key when the quota of the other key has been refunded.
 		CREATE FUNCTION ask_when(other text, key text) RETURNS boolean LANGUAGE plpgsql AS \$\$
 		BEGIN
 			WHILE (SELECT remaining FROM rl_peek(other, '$limit', 0)) < 5 LOOP
@@ -459,7 +460,7 @@ foreach my $end ('ROLLBACK', 'COMMIT', 'SAVEPOINTS')
 		last if $try > 5 && $meanwhile;
 		my ($oldest, $newest) = (new_key(), new_key());
 
-		# The newest goes back first.
+		# The newest charge is refunded first.
 		$session->ask("BEGIN; SELECT rl_allow('$oldest', '$limit', 5);
 			SELECT count(take('cached:' || n, 1)) FROM generate_series(1, 600) n; SELECT rl_allow('$newest', '$limit', 5)");
 		$asker->send("SELECT ask_when('$newest', '$oldest')\n;");
@@ -468,17 +469,17 @@ foreach my $end ('ROLLBACK', 'COMMIT', 'SAVEPOINTS')
 		$meanwhile++;
 		$wrong++ if $session->ask("SELECT rl_allow('$oldest', '$limit', 5)") ne 't';
 	}
-	cmp_ok($meanwhile, '>', 0, "one is refused while others' quota is given back: $meanwhile times");
-	is($wrong, 0, 'and nobody is any more when his is');
+	cmp_ok($meanwhile, '>', 0, "a key is refused while other keys are refunded: $meanwhile times");
+	is($wrong, 0, 'no key is refused after its own refund');
 	$asker->quit;
 	$redis->cli('FLUSHALL');
 }
 
 #
-# Much
+# Many charges
 #
 
-# Eight limits of 8,192 keys are as many charges as there is room for.
+# There is room for the charges of eight limits of 8,192 keys.
 {
 	my $eight = join ', ', map { "fixed_window 5/${_}d refund_on_abort" } 11 .. 18;
 	my $used = q{SELECT count(*) FROM generate_series(1, 8200) n, rl_peek('many:' || n, 'fixed_window 5/11d', 0) WHERE remaining < 5};
@@ -487,18 +488,18 @@ foreach my $end ('ROLLBACK', 'COMMIT', 'SAVEPOINTS')
 	$session->ask("BEGIN; SELECT count(rl_allow('many:' || n, '$eight')) FROM generate_series(1, 8200) n");
 	my $full = $session->ask($bytes);
 	$session->ask("SELECT count(rl_allow('many:' || n, '$eight')) FROM generate_series(8193, 8200) n");
-	is($session->ask($bytes), $full, "so much memory is kept, and no more: $full bytes");
-	cmp_ok($full, '<', 64 * 1024 * 1024, 'which is not too much');
+	is($session->ask($bytes), $full, "further charges need no more memory than $full bytes");
+	cmp_ok($full, '<', 64 * 1024 * 1024, 'the charges need less than 64 MB');
 	$session->ask('ROLLBACK');
-	is($session->error, '', 'more than can be given back raises nothing');
-	is($session->ask($used), 8, 'all that had room is given back');
-	is($session->ask($bytes), 0, 'and the memory too');
+	is($session->error, '', 'ROLLBACK with more charges than there is room for raises no error');
+	is($session->ask($used), 8, 'all charges that had room are refunded');
+	is($session->ask($bytes), 0, 'the memory of the charges is free');
 	my $log = new_log($node);
-	is(count_of(qr/too many rate-limit charges in one transaction to refund all of them/, $log), 1, 'the log tells once');
-	unlike($log, qr/could not refund/, 'and nothing else was lost');
+	is(count_of(qr/too many rate-limit charges in one transaction to refund all of them/, $log), 1, 'the log has one line about the room');
+	unlike($log, qr/could not refund/, 'no other refund was lost');
 }
 
-# Five thousand entries of a log that has others before them.
+# Five thousand entries of a log with older entries.
 foreach my $how ('ROLLBACK', "ROLLBACK TO s; SELECT take('another', 0); COMMIT")
 {
 	my $key = new_key();
@@ -508,11 +509,11 @@ foreach my $how ('ROLLBACK', "ROLLBACK TO s; SELECT take('another', 0); COMMIT")
 	$session->ask("SELECT count(rl_allow('$key', '$limit', 2)) FROM generate_series(1, 2500)");
 	my $take = timed("BEGIN; SAVEPOINT s; SELECT count(rl_allow('$key', '$limit')) FROM generate_series(1, 5000);");
 	my $end = timed("$how;");
-	is($watcher->ask($left), 95_000, 'five thousand entries of a log are given back');
-	note "$how: taken in $take ms, given back in $end ms";
-	cmp_ok($end, '<', 2 * $take, 'and that takes no longer than to take them');
+	is($watcher->ask($left), 95_000, "$how: five thousand entries of a log are refunded");
+	note "$how: taken in $take ms, refunded in $end ms";
+	cmp_ok($end, '<', 2 * $take, "$how: the refund takes at most twice as long as the charge");
 }
-is_deeply([ lost() ], [], 'with nothing lost');
+is_deeply([ lost() ], [], 'no refund of the log is lost');
 
 # Many transactions.
 $session->ask(qq{
@@ -545,9 +546,9 @@ foreach my $store (qw(local redis))
 	$session->ask("CALL churn($n)");
 	is($session->error, '', "$n transactions ($store)");
 	my $more = $session->private_kb - $before;
-	cmp_ok($more, '<', $kb, "need no more memory than before ($more kB)");
+	cmp_ok($more, '<', $kb, "$n transactions ($store) need no more memory than before ($more kB)");
 	$session->ask('RESET ratelimit.store');
 }
-is_deeply([ lost() ], [], 'and lose nothing');
+is_deeply([ lost() ], [], 'no refund of these transactions is lost');
 
 done_testing();

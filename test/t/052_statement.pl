@@ -1,5 +1,5 @@
-# The trigger for each statement: rows are summed by key and all keys asked at
-# once; if one is refused the others get back what they were charged.
+# The trigger for each statement: it sums the rows by key and asks for all keys at
+# once.  If a key is refused, the charges of the other keys are refunded.
 #
 # RATELIMIT_SEED repeats the random statements of a run.
 use strict;
@@ -23,7 +23,7 @@ my $node = preloaded_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.ret
 my $session = session($node);
 my $pid = $session->pid;
 
-# Makes a table of keys and quotas whose inserts the limits count.
+# Makes a table of keys and quotas whose inserts are charged to the limits.
 sub table
 {
 	my ($name, $limits, @options) = @_;
@@ -37,7 +37,7 @@ sub table
 
 sub left { return $session->left(@_); }
 
-# Inserts and tells how that ended: SQLSTATE, message, detail.
+# Inserts; returns SQLSTATE, message and detail.
 sub insert
 {
 	my ($table, $values) = @_;
@@ -47,12 +47,12 @@ sub insert
 }
 
 #
-# Random statements agree with what rl_peek says of each key's sum
+# Random statements do what rl_peek says about the sum of each key
 #
 
-# Plays so many statements, and tells of those that did not do to the keys of
-# the table what rl_check does to their twins: all are charged, or only those
-# refused leave their trace.
+# Plays statements.  A statement must change the keys of the table as rl_check changes
+# their twins: all keys are charged, or only the refused keys are asked for.  Returns
+# the first statement that does not.
 $session->ask(q{
 	CREATE FUNCTION play(name text, limits rl_limits, statements int, most int,
 			OUT allowed int, OUT refused int, OUT wrong text) LANGUAGE plpgsql AS $$
@@ -131,13 +131,13 @@ foreach my $limits (
 	table($name, $limits);
 	my ($allowed, $refused, $wrong) = split /\|/, $session->ask("SELECT * FROM play('$name', '$limits', 50, 4)"), -1;
 	is($session->error, '', "$limits: no other error");
-	is($wrong, '', "$limits: each statement takes from all keys or from none");
+	is($wrong, '', "$limits: each statement charges all keys or none");
 	ok($allowed > 3 && $refused > 3, "$limits: $allowed were allowed and $refused refused");
 }
 $session->ask('SET ratelimit.debug_now = 1700000000000000');
 
 #
-# Rows that no limit can count
+# Rows that cannot be charged
 #
 
 table('bad', '5/1h');
@@ -145,21 +145,21 @@ is_deeply(insert('bad', q{('a', 1), (NULL, 1)}),
 	[ '22004', 'null value in column "key" of relation "bad" cannot be part of a rate-limit key', '' ], 'a NULL in the key');
 is_deeply(insert('bad', q{('a', 1), ('b', NULL)}),
 	[ '22004', 'null value in column "quota" of relation "bad" cannot be a quota', '' ], 'a NULL quota');
-is(insert('bad', q{('a', 1), ('a', -1)})->[0], '22023', 'a quota below 0, in a sum that is none');
+is(insert('bad', q{('a', 1), ('a', -1)})->[0], '22023', 'a quota below 0 in a sum of 0');
 is(insert('bad', q{('a', 600000000000000), ('a', 600000000000000)})->[0], '22023', 'a sum over 10^15');
 is(insert('bad', q{('a', 1), (repeat('k', 600), 1)})->[0], '22023', 'a key that is too long');
-is(left('5/1h', 'bad:a'), 5, 'and nothing was taken before');
+is(left('5/1h', 'bad:a'), 5, 'wrong rows charge nothing');
 is_deeply(insert('bad', q{('a', 2), ('b', 0), ('a', 4), ('c', 3)}),
 	[ 'PT429', 'rate limit "throttle 5/1h" exceeded for key "bad:a"',
 		'The action takes 6, and the limit never has more than 5: no wait will help. Keys of the statement that were refused: 1 of 3.' ],
 	'a sum over the capacity');
-is(left('5/1h', map { "bad:$_" } qw(a b c)), '5 5 5', 'and nothing stays taken');
-is(insert('bad', q{('a', 5), ('b', 0), ('b', 0)})->[0], '00000', 'quota 0 takes nothing');
-is(left('5/1h', map { "bad:$_" } qw(a b)), '0 5', 'but the others do');
-is(insert('bad', q{('a', 0)})->[0], '00000', 'quota 0 of a key that has none left');
+is(left('5/1h', map { "bad:$_" } qw(a b c)), '5 5 5', 'after a sum over the capacity no key is charged');
+is(insert('bad', q{('a', 5), ('b', 0), ('b', 0)})->[0], '00000', 'a statement with quota 0 for some keys');
+is(left('5/1h', map { "bad:$_" } qw(a b)), '0 5', 'only the keys with a quota are charged');
+is(insert('bad', q{('a', 0)})->[0], '00000', 'quota 0 of a key without quota is allowed');
 $session->ask(q{SELECT rl_ban('bad:a', 60)});
-is(insert('bad', q{('a', 0), ('b', 1)})->[1], 'key "bad:a" is banned', 'and of one that is banned');
-is(left('5/1h', 'bad:b'), 5, 'takes nothing of others');
+is(insert('bad', q{('a', 0), ('b', 1)})->[1], 'key "bad:a" is banned', 'quota 0 of a banned key is refused');
+is(left('5/1h', 'bad:b'), 5, 'a banned key in the statement: the other key is not charged');
 
 #
 # Other statements
@@ -175,16 +175,16 @@ $session->ask(q{
 		EXECUTE FUNCTION rl_enforce('d:{customer}', '100/1h', 'quota=10');
 	INSERT INTO orders VALUES (1, 1), (2, 2), (1, 4), (3, 0)});
 is($session->error, '', 'INSERT');
-is(left('100/1h', map { "i:$_" } 1 .. 3), '95 98 100', 'counts what is there then');
+is(left('100/1h', map { "i:$_" } 1 .. 3), '95 98 100', 'INSERT charges the new rows');
 $session->ask('UPDATE orders SET customer = 2, items = items + 1 WHERE customer = 1');
-is(left('100/1h', map { "u:$_" } 1 .. 3), '100 93 100', 'UPDATE: the new rows');
+is(left('100/1h', map { "u:$_" } 1 .. 3), '100 93 100', 'UPDATE charges the new rows');
 $session->ask('DELETE FROM orders WHERE customer = 2');
-is(left('100/1h', map { "d:$_" } 1 .. 3), '100 70 100', 'DELETE: the old ones, each the fixed quota');
+is(left('100/1h', map { "d:$_" } 1 .. 3), '100 70 100', 'DELETE charges the old rows, each with the fixed quota');
 $session->ask('UPDATE orders SET customer = 3 WHERE customer = 4; DELETE FROM orders WHERE customer = 4; INSERT INTO orders SELECT 1, 1 WHERE false');
 is($session->error, '', 'statements without rows');
-is(left('100/1h', 'i:1', 'u:3', 'd:3'), '95 100 100', 'count nothing');
+is(left('100/1h', 'i:1', 'u:3', 'd:3'), '95 100 100', 'statements without rows charge nothing');
 $session->ask('TRUNCATE orders');
-is($session->error, '', 'TRUNCATE counts nothing');
+is($session->error, '', 'TRUNCATE charges nothing');
 
 #
 # Several triggers read the same rows, in the order of their names
@@ -203,18 +203,18 @@ $session->ask(q{
 	CREATE TRIGGER t3 AFTER INSERT ON several REFERENCING NEW TABLE AS new FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('b:{b}', '3/1h');
 	CREATE TRIGGER t4 AFTER INSERT ON several REFERENCING NEW TABLE AS new FOR EACH STATEMENT EXECUTE FUNCTION see();
 	INSERT INTO several VALUES (1, 1), (1, 2), (2, 1)});
-is($session->error, '', 'four triggers');
-is(left('5/1h', 'a:1', 'a:2') . ', ' . left('3/1h', 'b:1', 'b:2'), '3 4, 1 2', 'two of them count');
-is($session->ask(q{SELECT string_agg(who || n, ' ' ORDER BY who) FROM seen}), 't13 t43', 'and none keeps the rows from another');
+is($session->error, '', 'INSERT with four triggers');
+is(left('5/1h', 'a:1', 'a:2') . ', ' . left('3/1h', 'b:1', 'b:2'), '3 4, 1 2', 'two of the triggers charge');
+is($session->ask(q{SELECT string_agg(who || n, ' ' ORDER BY who) FROM seen}), 't13 t43', 'each trigger sees all rows');
 $session->ask('INSERT INTO several VALUES (1, 1), (2, 1)');
-is($session->state, 'PT429', 'the second refuses');
-is(left('5/1h', 'a:1', 'a:2'), '2 3', 'what the first has taken stays taken');
+is($session->state, 'PT429', 'the second trigger of the extension refuses');
+is(left('5/1h', 'a:1', 'a:2'), '2 3', 'the charges of the first trigger remain');
 $session->ask('INSERT INTO several VALUES (1, 2), (1, 2), (1, 3)');
-is($session->state, 'PT429', 'the first refuses');
-is(left('3/1h', 'b:2', 'b:3'), '2 3', 'then the second is not asked');
+is($session->state, 'PT429', 'the first trigger of the extension refuses');
+is(left('3/1h', 'b:2', 'b:3'), '2 3', 'the second trigger charges nothing');
 
 #
-# Partitions and inheritance: the parent's trigger sees the rows as the parent has them
+# Partitions: the parent's trigger sees the rows in the parent's layout
 #
 
 $session->ask(q{
@@ -230,15 +230,15 @@ $session->ask(q{
 	CREATE TRIGGER d AFTER DELETE ON parts REFERENCING OLD TABLE AS old FOR EACH STATEMENT
 		EXECUTE FUNCTION rl_enforce('pd:{customer}', '10/1h', 'quota={items}');
 	INSERT INTO parts VALUES (1, 1, 2), (2, 1, 3), (2, 2, 4)});
-is($session->error, '', 'partitions');
-is(left('10/1h', 'p:1', 'p:2'), '5 6', 'one sum over all partitions');
+is($session->error, '', 'INSERT in a partitioned table');
+is(left('10/1h', 'p:1', 'p:2'), '5 6', 'rows of all partitions have one sum');
 $session->ask('UPDATE parts SET items = items + 1 WHERE day = 2');
 is(left('10/1h', 'pu:1', 'pu:2'), '6 5', 'UPDATE in a partition of another layout');
 $session->ask('DELETE FROM parts');
 is(left('10/1h', 'pd:1', 'pd:2'), '4 5', 'DELETE of both');
 
 #
-# refund_on_abort: what a rollback gives back is not given back before
+# refund_on_abort: a charge is refunded once, by the refusal or by the rollback
 #
 
 foreach my $limits ('10/1h refund_on_abort', '10/1h refund_on_abort, fixed_window 10/1d',
@@ -250,17 +250,17 @@ foreach my $limits ('10/1h refund_on_abort', '10/1h refund_on_abort, fixed_windo
 
 	table($name, $limits);
 	$session->ask("INSERT INTO $name VALUES ('a', 3), ('b', 4), ('full', 10)");
-	is($session->error, '', "$limits: taken");
+	is($session->error, '', "$limits: a statement is charged");
 	foreach my $before ('', 'BEGIN; SAVEPOINT s', "BEGIN; INSERT INTO $name VALUES ('c', 1); SAVEPOINT s")
 	{
 		$session->ask($before);
 		$session->ask("INSERT INTO $name VALUES ('a', 2), ('full', 1), ('b', 1)");
 		is($session->state, 'PT429', "$limits: refused" . ($before && " after $before"));
 		$session->ask('ROLLBACK TO s; COMMIT') if $before;
-		is(left($limits, "$name:a", "$name:b", "$name:full"), $plain, "$limits: given back once");
+		is(left($limits, "$name:a", "$name:b", "$name:full"), $plain, "$limits: charges are refunded once");
 	}
 	$session->ask("BEGIN; INSERT INTO $name VALUES ('a', 2), ('b', 1); ROLLBACK");
-	like(left($limits, "$name:a", "$name:b"), qr/^7 .*6/, "$limits: a rollback without a refusal gives back too") if $limits !~ /,/;
+	like(left($limits, "$name:a", "$name:b"), qr/^7 .*6/, "$limits: a rollback without a refusal refunds too") if $limits !~ /,/;
 }
 
 #
@@ -269,7 +269,7 @@ foreach my $limits ('10/1h refund_on_abort', '10/1h refund_on_abort, fixed_windo
 
 my $reads;
 
-# How many scripts Redis has run and how often it has read, since the last time.
+# Returns how many scripts Redis has run since the last call; sets how often it has read.
 sub asked
 {
 	my $calls = $redis->calls('evalsha') + $redis->calls('eval');
@@ -284,10 +284,10 @@ table('many2', '6/1d');
 asked() if $on_redis;
 $session->ask(q{INSERT INTO many SELECT i % 9000, 1 FROM generate_series(0, 17999) i});
 is($session->error, '', '9,000 keys, two rows each, far from each other');
-is(asked(), 9000, 'each was asked once') if $on_redis;
+is(asked(), 9000, 'each of 9,000 keys is asked for once') if $on_redis;
 is($session->ask(q{SELECT count(*) || ' ' || sum(capacity - remaining) FROM rl_check_many(
 	(SELECT array_agg('many:' || i) FROM generate_series(0, 8999) i), 'fixed_window 6/1d', array_fill(0::bigint, '{9000}'))}),
-	'9000 18000', 'and took the sum');
+	'9000 18000', 'each of 9,000 keys is charged its sum');
 asked() if $on_redis;
 foreach my $case ([ q{SELECT (i % 9000)::text, 1 FROM generate_series(0, 17999) i UNION ALL SELECT NULL, 1}, '22004', 'a NULL in the last row' ],
 	[ q{SELECT (i % 9000)::text, 1 FROM generate_series(0, 17999) i UNION ALL SELECT 'x', -1}, '22023', 'a bad quota in the last row' ])
@@ -296,7 +296,7 @@ foreach my $case ([ q{SELECT (i % 9000)::text, 1 FROM generate_series(0, 17999) 
 
 	$session->ask("INSERT INTO many $query");
 	is($session->state, $state, $what);
-	is(asked(), 0, 'is seen before anything is asked') if $on_redis;
+	is(asked(), 0, "$what: no key is asked for") if $on_redis;
 }
 foreach my $table (qw(many many2))
 {
@@ -306,23 +306,23 @@ foreach my $table (qw(many many2))
 	my $got = $session->attempt("INSERT INTO $table SELECT CASE WHEN i % 9000 IN (77, 4500, 8999) THEN 'full' || i % 9000 ELSE (i % 9000)::text END,
 		CASE WHEN i % 9000 IN (77, 4500, 8999) THEN 4 ELSE 1 END FROM generate_series(0, 17999) i");
 	is($got->{state}, 'PT429', 'three of 9,000 keys are refused');
-	like($got->{message}, qr/key "$table:full4500"$/, 'the error names the first in order');
-	like($got->{detail}, qr/never has more than 6.*Keys of the statement that were refused: 3 of 9000\.$/, 'and their number');
+	like($got->{message}, qr/key "$table:full4500"$/, 'the error names the first refused key');
+	like($got->{detail}, qr/never has more than 6.*Keys of the statement that were refused: 3 of 9000\.$/, 'the detail has the number of refused keys');
 	is($session->ask(qq{SELECT count(*) FROM rl_check_many(
 		(SELECT array_agg('$table:' || i) FROM generate_series(0, 8999) i), '$limits', array_fill(0::bigint, '{9000}'))
-		WHERE remaining = 6 - $used}), 9000, 'all others have what they had');
+		WHERE remaining = 6 - $used}), 9000, 'the other keys are not charged');
 }
 
 #
-# A statement that fails half-way keeps nothing either
+# A statement that fails half-way charges nothing
 #
 
 new_log($node);
 
-# What the log says since the last time could not be refunded: numbers of keys.
+# Returns the numbers of keys that could not be refunded, by the new lines of the log.
 sub lost { return new_log($node) =~ /could not refund the charges of up to (\d+) keys of a failed statement/g; }
 
-# How many of the table's keys, from 0 on, have been charged.
+# Returns how many of the table's keys, from 0 on, are charged.
 sub charged
 {
 	my ($table, $n, $limits) = @_;
@@ -336,11 +336,11 @@ table('sums', "fixed_window $most/100d");
 asked() if $on_redis;
 is($session->attempt(qq{INSERT INTO sums SELECT 8999, $most UNION ALL SELECT i % 9000, 1 FROM generate_series(0, 17999) i})->{state},
 	'22023', "the last key's sum, of rows far from each other, is over 10^15");
-is(asked(), 0, 'which is seen before anything is asked') if $on_redis;
-is(charged('sums', 9000, "fixed_window $most/100d"), 0, 'and nothing is charged');
+is(asked(), 0, 'a sum over 10^15: no key is asked for') if $on_redis;
+is(charged('sums', 9000, "fixed_window $most/100d"), 0, 'a sum over 10^15: no key is charged');
 is($session->attempt(qq{INSERT INTO sums SELECT 8999, $most - 1 UNION ALL SELECT i, CASE WHEN i < 8999 THEN $most ELSE 1 END
-	FROM generate_series(0, 8999) i})->{state}, '00000', 'sums of just 10^15');
-is(charged('sums', 9000, "fixed_window $most/100d"), 9000, 'are charged');
+	FROM generate_series(0, 8999) i})->{state}, '00000', 'sums of exactly 10^15 are allowed');
+is(charged('sums', 9000, "fixed_window $most/100d"), 9000, 'sums of exactly 10^15 are charged');
 
 foreach my $case ($on_redis ? ([ 3, 'fixed_window 6/1d' ], [ 9000, '6/1d' ], [ 9000, 'sliding_log 6/1d, token_bucket 6/1d' ]) : ())
 {
@@ -352,12 +352,13 @@ foreach my $case ($on_redis ? ([ 3, 'fixed_window 6/1d' ], [ 9000, '6/1d' ], [ 9
 	my $got = $session->attempt("INSERT INTO $name SELECT i, 1 FROM generate_series(0, $keys - 1) i");
 	like($got->{message}, qr/WRONGTYPE/, "an error reply for one of $keys keys, $limits");
 	$redis->cli('DEL', "rl:{$name:1}");
-	is(charged($name, $keys, $limits), 0, 'after it no key is charged');
-	is_deeply([ lost() ], [], 'and nothing is lost');
+	is(charged($name, $keys, $limits), 0, "after the error reply no key is charged, $limits");
+	is_deeply([ lost() ], [], "no refund is lost, $limits");
 }
 
-# Starts a statement of many keys; returns when 8,192 of them have been charged.
-# It may end before that is seen: then another is started.
+# Starts a statement of many keys, and calls the function when 8,192 of them have been
+# charged.  If the statement has ended by then, starts another statement.  Returns the
+# name of its table.
 sub half_way
 {
 	my ($name, $keys, $victim, $then) = @_;
@@ -417,14 +418,14 @@ foreach my $how ('pg_cancel_backend', 'pg_terminate_backend', $on_redis ? 'silen
 	my $charged = charged_of($name, $keys);
 	if ($on_redis)
 	{
-		is(scalar @lost, 1, "$how: the log tells once what is lost");
-		cmp_ok($charged, '<=', $lost[0] // 0, "$how: at least the $charged keys that are charged");
-		cmp_ok($lost[0] // 0, '<=', 1024, "$how: which were asked last") if $how ne 'silence';
+		is(scalar @lost, 1, "$how: the log has one line about lost refunds");
+		cmp_ok($charged, '<=', $lost[0] // 0, "$how: the log counts at least the $charged keys that are charged");
+		cmp_ok($lost[0] // 0, '<=', 1024, "$how: the log counts only the keys that were asked for last") if $how ne 'silence';
 	}
 	else
 	{
 		is($charged, 0, "$how: no key is charged");
-		is_deeply(\@lost, [], "$how: and nothing lost");
+		is_deeply(\@lost, [], "$how: no refund is lost");
 	}
 	$session->ask("SELECT count(rl_reset('$name:' || lpad(i::text, 6, '0'))) FROM generate_series(0, $keys - 1) i");
 }
@@ -433,7 +434,7 @@ foreach my $how ('pg_cancel_backend', 'pg_terminate_backend', $on_redis ? 'silen
 # A million rows take no more memory than a few
 #
 
-# The most private memory that the server process has while it does this, in kB.
+# Returns the most private memory that the backend has while it runs this, in kB.
 sub memory_of
 {
 	my ($sql) = @_;
@@ -459,15 +460,15 @@ my $rows = 'SELECT i % 20000, 1 FROM generate_series(1, 1000000) i';
 my $without = memory_of("INSERT INTO million $rows");
 $session->ask('TRUNCATE million; ALTER TABLE million ENABLE TRIGGER enforce');
 my $with = memory_of("INSERT INTO million $rows");
-is($session->ask('SELECT count(*) FROM million'), 1_000_000, 'a million rows of 20,000 keys');
-is(left('fixed_window 1000/1d', 'million:7'), 950, 'are counted');
-cmp_ok($with - $without, '<', 30_000, "with no more than 30 MB besides ($without kB without the trigger, $with kB with it)");
+is($session->ask('SELECT count(*) FROM million'), 1_000_000, 'a million rows of 20,000 keys are inserted');
+is(left('fixed_window 1000/1d', 'million:7'), 950, 'a million rows are charged');
+cmp_ok($with - $without, '<', 30_000, "a million rows need at most 30 MB more with the trigger ($without kB without it, $with kB with it)");
 my $refused = memory_of(q{INSERT INTO million SELECT * FROM (SELECT (i % 20000)::text, 1 FROM generate_series(1, 200000) i UNION ALL SELECT 'zzz', 1001) u});
-like($session->{psql}{stderr}, qr/key "million:zzz"/, 'and refused');
-is(left('fixed_window 1000/1d', 'million:7'), 950, 'are given back');
-cmp_ok($refused - $without, '<', 40_000, "with no more than 40 MB besides ($refused kB)");
+like($session->{psql}{stderr}, qr/key "million:zzz"/, 'a statement of many rows is refused');
+is(left('fixed_window 1000/1d', 'million:7'), 950, 'its rows are refunded');
+cmp_ok($refused - $without, '<', 40_000, "the refused statement needs at most 40 MB more ($refused kB)");
 is($session->ask(q{SELECT count(*) FROM pg_backend_memory_contexts WHERE name IN ('rate-limit statement', 'rate-limit row', 'rate-limit keys', 'rate-limit charges')}),
-	0, 'and nothing stays');
+	0, 'no memory context of the statements is left');
 
 #
 # shadow and off
@@ -475,16 +476,16 @@ is($session->ask(q{SELECT count(*) FROM pg_backend_memory_contexts WHERE name IN
 
 table('modes', '5/1h');
 $session->ask(q{SELECT rl_stat_reset(); SET ratelimit.mode = shadow});
-is_deeply(insert('modes', q{('a', 2), ('b', 6), ('c', 1)}), [ '00000', '', '' ], 'shadow: let through');
-is(left('5/1h', map { "modes:$_" } qw(a b c)), '3 5 4', 'what is allowed is taken, and stays so');
-is($session->ask('SELECT allowed, denied, shadow_denied FROM rl_stat'), '2|0|1', 'and counted by key');
+is_deeply(insert('modes', q{('a', 2), ('b', 6), ('c', 1)}), [ '00000', '', '' ], 'shadow: the rows are allowed');
+is(left('5/1h', map { "modes:$_" } qw(a b c)), '3 5 4', 'shadow: allowed keys are charged, and not refunded');
+is($session->ask('SELECT allowed, denied, shadow_denied FROM rl_stat'), '2|0|1', 'shadow: rl_stat counts by key');
 $session->ask('SET ratelimit.mode = off');
-is(insert('modes', q{('a', 2), ('b', 6)})->[0], '00000', 'off: let through');
+is(insert('modes', q{('a', 2), ('b', 6)})->[0], '00000', 'off: the rows are allowed');
 $session->ask('RESET ratelimit.mode');
-is(left('5/1h', map { "modes:$_" } qw(a b)), '3 5', 'and not asked');
-is(insert('modes', q{('a', 2), ('b', 6)})->[0], 'PT429', 'enforced again');
-is(left('5/1h', map { "modes:$_" } qw(a b)), '3 5', 'and given back');
-is($session->ask('SELECT allowed, denied, shadow_denied FROM rl_stat'), '3|1|1', 'what is given back was allowed');
+is(left('5/1h', map { "modes:$_" } qw(a b)), '3 5', 'off: no key is charged');
+is(insert('modes', q{('a', 2), ('b', 6)})->[0], 'PT429', 'enforce: the statement is refused');
+is(left('5/1h', map { "modes:$_" } qw(a b)), '3 5', 'enforce: the charges are refunded');
+is($session->ask('SELECT allowed, denied, shadow_denied FROM rl_stat'), '3|1|1', 'rl_stat counts a refunded key as allowed');
 
 if (!$on_redis)
 {
@@ -493,7 +494,7 @@ if (!$on_redis)
 }
 
 #
-# What Redis sees
+# Redis's statistics
 #
 
 my $monitor = RedisMonitor->new($redis);
@@ -504,16 +505,16 @@ asked();
 $session->ask(q{INSERT INTO seen_by SELECT i % 50, 1 FROM generate_series(1, 100) i});
 is($monitor->scripts, 50, '100 rows of 50 keys: 50 scripts');
 asked();
-cmp_ok($reads, '<=', 10, "in one go: Redis reads $reads times");
+cmp_ok($reads, '<=', 10, "100 rows of 50 keys are one batch: Redis reads $reads times");
 $session->ask(q{INSERT INTO seen_by SELECT i::text, 1 FROM generate_series(1, 50) i UNION ALL SELECT 'x', 6});
-is($session->state, 'PT429', 'one of 51 is refused');
-is($monitor->scripts, 51 + 50, '51 scripts, and 50 that give back');
+is($session->state, 'PT429', 'a key of 51 is refused');
+is($monitor->scripts, 51 + 50, '51 scripts charge, and 50 scripts refund');
 asked();
-cmp_ok($reads, '<=', 16, "in two goes: Redis reads $reads times");
+cmp_ok($reads, '<=', 16, "a refused statement of 51 keys is two batches: Redis reads $reads times");
 $session->ask(q{INSERT INTO seen_by VALUES ('x', 6), ('y', 6), ('x', 1)});
-is($monitor->scripts, 2, 'if none was granted nothing is given back');
+is($monitor->scripts, 2, 'if no key is granted, no script refunds');
 $session->ask('INSERT INTO seen_by SELECT 1, 1 WHERE false');
-is($monitor->scripts, 0, 'no rows: nothing is asked');
+is($monitor->scripts, 0, 'a statement without rows calls no script');
 undef $monitor;
 
 #
@@ -522,14 +523,14 @@ undef $monitor;
 
 $session->ask('SET ratelimit.denial_cache = on');
 table('cache', '5/1h');
-is(insert('cache', q{('a', 1), ('b', 5)})->[0], '00000', 'with the denial cache');
+is(insert('cache', q{('a', 1), ('b', 5)})->[0], '00000', 'the denial cache is on');
 $session->ask('SELECT rl_stat_reset()');
 my @first = @{ insert('cache', q{('a', 1), ('b', 1)}) };
 my @second = @{ insert('cache', q{('a', 1), ('b', 1)}) };
-is($session->ask('SELECT allowed, denied, from_cache FROM rl_stat'), '2|2|1', 'the second refusal comes out of it');
-is_deeply(\@first, \@second, 'and reads like the first');
-is(left('5/1h', 'cache:a'), 4, 'what was granted beside it is given back');
-is(insert('cache', q{('a', 4)})->[0], '00000', 'and can be had at once');
+is($session->ask('SELECT allowed, denied, from_cache FROM rl_stat'), '2|2|1', 'the second refusal comes from the denial cache');
+is_deeply(\@first, \@second, 'the second refusal has the same message');
+is(left('5/1h', 'cache:a'), 4, 'keys that were granted beside the cached refusal are refunded');
+is(insert('cache', q{('a', 4)})->[0], '00000', 'their quota can be taken at once');
 $session->ask('SET ratelimit.denial_cache = off; RESET ratelimit.debug_now');
 
 #
@@ -537,37 +538,37 @@ $session->ask('SET ratelimit.denial_cache = off; RESET ratelimit.debug_now');
 #
 
 table('away', '5/1h');
-is(insert('away', q{('a', 2)})->[0], '00000', 'Redis is there');
+is(insert('away', q{('a', 2)})->[0], '00000', 'a row while Redis is up');
 $redis->stop;
 lost();
-is(insert('away', q{('a', 2), ('b', 6)})->[0], '08001', 'Redis is away: error');
-is_deeply([ lost() ], [], 'and what was not sent is not lost');
+is(insert('away', q{('a', 2), ('b', 6)})->[0], '08001', 'Redis is down, on_error = error');
+is_deeply([ lost() ], [], 'a charge that was not sent is no lost refund');
 $session->ask('SET ratelimit.on_error = allow');
-is(insert('away', q{('a', 2), ('b', 6)})->[0], '00000', 'allow');
+is(insert('away', q{('a', 2), ('b', 6)})->[0], '00000', 'Redis is down, on_error = allow');
 $session->ask('SET ratelimit.on_error = deny');
 my $got = insert('away', q{('a', 2), ('b', 6)});
-is_deeply([ @$got[ 0, 1 ] ], [ 'PT429', 'rate limit "throttle 5/1h" cannot be checked for key "away:a"' ], 'deny');
-like($got->[2], qr/connect.* Keys of the statement that were refused: 2 of 2\.$/, 'says why');
+is_deeply([ @$got[ 0, 1 ] ], [ 'PT429', 'rate limit "throttle 5/1h" cannot be checked for key "away:a"' ], 'Redis is down, on_error = deny');
+like($got->[2], qr/connect.* Keys of the statement that were refused: 2 of 2\.$/, 'the detail has the reason');
 $session->ask('SET ratelimit.on_error = local');
-is(insert('away', q{('a', 2), ('b', 3)})->[0], '00000', 'local: allowed');
-is(insert('away', q{('a', 1), ('b', 3)})->[1], 'rate limit "throttle 5/1h" exceeded for key "away:b"', 'local: refused');
+is(insert('away', q{('a', 2), ('b', 3)})->[0], '00000', 'Redis is down, on_error = local: rows are allowed');
+is(insert('away', q{('a', 1), ('b', 3)})->[1], 'rate limit "throttle 5/1h" exceeded for key "away:b"', 'Redis is down, on_error = local: a key is refused');
 $session->ask('SET ratelimit.store = local');
-is(left('5/1h', 'away:a', 'away:b'), '3 2', 'and given back there');
+is(left('5/1h', 'away:a', 'away:b'), '3 2', 'the charges in the local store are refunded');
 $session->ask('RESET ratelimit.store; RESET ratelimit.on_error');
 $redis->start;
-is(insert('away', q{('a', 2), ('b', 5)})->[0], '00000', 'Redis is there again');
+is(insert('away', q{('a', 2), ('b', 5)})->[0], '00000', 'a row when Redis is up again');
 
-# Each key is one that may take, of a user that may not give back.
+# A user that may charge but not refund.
 $redis->cli('ACL', 'SETUSER', 'taker', 'on', '>secret', '~*', '+@all', '-hdel');
 table('kept', '5/1h');
 $session->set(redis_passfile => password_file('secret'), redis_url => $redis->url(user => 'taker'));
 lost();
 $session->ask(q{INSERT INTO kept SELECT i::text, 1 FROM generate_series(1, 6000) i UNION ALL SELECT 'x', 6});
-is($session->state, 'PT429', 'what cannot be given back does not hide the refusal');
-like($session->error, qr/key "kept:x"/, 'which names the key');
-is_deeply([ lost() ], [6000], 'and the log says once how much it is');
+is($session->state, 'PT429', 'the refusal is raised although the refunds fail');
+like($session->error, qr/key "kept:x"/, 'the refusal names the key');
+is_deeply([ lost() ], [6000], 'the log has one line with the number of keys');
 $session->set(redis_url => undef, redis_passfile => undef);
-is(left('5/1h', 'kept:6000'), 4, 'it stays taken');
+is(left('5/1h', 'kept:6000'), 4, 'a key that could not be refunded stays charged');
 
 #
 # Interrupted
@@ -576,16 +577,16 @@ is(left('5/1h', 'kept:6000'), 4, 'it stays taken');
 $redis->pause;
 $session->ask(q{SET ratelimit.command_timeout = '10min'; SET statement_timeout = '50ms'});
 $session->ask(q{INSERT INTO away SELECT i, 1 FROM generate_series(1, 10000) i});
-is($session->state, '57014', 'a cancel while Redis is silent');
+is($session->state, '57014', 'a statement is canceled while Redis is suspended');
 $redis->resume;
 $session->ask(q{SET statement_timeout = 0});
-is(insert('away', q{('c', 2), ('d', 2)})->[0], '00000', 'and the next statement is answered');
-is(left('5/1h', 'away:c', 'away:d'), '3 3', 'and counted');
+is(insert('away', q{('c', 2), ('d', 2)})->[0], '00000', 'the next statement is allowed');
+is(left('5/1h', 'away:c', 'away:d'), '3 3', 'the next statement is charged');
 $session->ask(q{SET ratelimit.command_timeout = '50ms'});
 $redis->pause;
-is(insert('away', q{('c', 2), ('d', 2)})->[0], '08006', 'silence');
+is(insert('away', q{('c', 2), ('d', 2)})->[0], '08006', 'a statement while Redis is suspended');
 $redis->resume;
 $session->ask('RESET ratelimit.command_timeout');
-is(insert('away', q{('c', 0)})->[0], '00000', 'and it goes on');
+is(insert('away', q{('c', 0)})->[0], '00000', 'a statement works after the timeout');
 
 done_testing();

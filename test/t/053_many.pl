@@ -1,5 +1,5 @@
-# Many keys in one call: each is asked once and answered in order, whatever
-# happens to the script, to Redis and to the connection meanwhile.
+# Many keys in one call: each key is asked for once and answered in order, whatever
+# happens to the script, to Redis and to the connection during the call.
 use strict;
 use warnings FATAL => 'all';
 
@@ -21,21 +21,21 @@ my $session = session($node);
 my $now = 1_700_000_000_000_000;
 
 $session->ask(q{
-	-- How much of each key was taken before, in the order of the keys: n keys
-	-- whose names return every "cycle", of a limit that never refuses and in a
-	-- time that stands still.
+	-- Takes a unit of n keys; returns the units that each key had taken before, in the
+	-- order of the keys.  The names repeat after "cycle" keys, the limit never refuses,
+	-- and time does not pass.
 	CREATE FUNCTION taken(name text, n int, cycle int) RETURNS bigint[] LANGUAGE sql AS $$
 		SELECT array_agg(1000000 - 1 - remaining ORDER BY ordinality)
 		FROM rl_check_many((SELECT array_agg(name || i % cycle ORDER BY i) FROM generate_series(0, n - 1) i),
 			'1/1s burst 1000000') WITH ORDINALITY
 	$$;
-	-- The first item that is not what it should be if each key had been taken so many times before.
+	-- Returns the first wrong answer, if each key had taken "before" units.
 	CREATE FUNCTION wrong(answers bigint[], n int, cycle int, before int = 0) RETURNS text LANGUAGE sql AS $$
 		SELECT coalesce((SELECT format('%s is %s', i, taken) FROM unnest(answers) WITH ORDINALITY u(taken, i)
 			WHERE taken <> before + (i - 1) / cycle ORDER BY i LIMIT 1),
 			CASE WHEN cardinality(answers) <> n THEN cardinality(answers) || ' answers' ELSE 'nothing' END)
 	$$;
-	-- The same by rl_check, one key after the other.
+	-- The same by rl_check, for each key.
 	CREATE FUNCTION one_by_one(keys text[], limits rl_limits, quotas bigint[])
 		RETURNS TABLE (key text, allowed boolean, capacity bigint, remaining bigint,
 			retry_after float8, reset_after float8, source text) LANGUAGE plpgsql AS $$
@@ -44,8 +44,8 @@ $session->ask(q{
 			RETURN QUERY SELECT keys[i], c.* FROM rl_check(keys[i], limits, coalesce(quotas[i], 1)) c;
 		END LOOP;
 	END $$;
-	-- Whether both agree, on keys that differ in their prefix: so many calls, of
-	-- which each has the keys' names more than once.
+	-- Compares both, on keys with different prefixes, in calls that have keys more than
+	-- once; returns the first difference.
 	CREATE FUNCTION agree(limits rl_limits, calls int, OUT refused int, OUT wrong text) LANGUAGE plpgsql AS $$
 	DECLARE
 		now bigint := 1700000000000000;
@@ -78,10 +78,10 @@ $session->ask(q{
 		PERFORM set_config('ratelimit.debug_now', '', false);
 	END $$;
 });
-is($session->error, '', 'the functions are there');
+is($session->error, '', 'the functions exist');
 
 #
-# Each algorithm says to many keys what it says to each
+# rl_check_many gives the answers of rl_check, for each algorithm
 #
 
 foreach my $limits (
@@ -90,8 +90,8 @@ foreach my $limits (
 	'5/1s refund_on_abort', '9/1s, fixed_window 15/10s count_denied', '5/1s, 8/2s, token_bucket 8/1s, sliding_log 10/3s')
 {
 	my ($refused, $wrong) = split /\|/, $session->ask("SELECT * FROM agree('$limits', 40)"), -1;
-	is($session->error . ($wrong // ''), '', "$limits: as key by key");
-	cmp_ok($refused // 0, '>', 0, "$limits: $refused were refused");
+	is($session->error . ($wrong // ''), '', "$limits: the answers are those of rl_check");
+	cmp_ok($refused // 0, '>', 0, "$limits: $refused keys were refused");
 }
 $session->ask("SET ratelimit.debug_now = $now");
 
@@ -107,12 +107,12 @@ sub fails
 	return $session->fails("SELECT count(*) FROM rl_check_many($arguments)", "rl_check_many($arguments)", $state, qr/^$message$/);
 }
 
-is(answers(q{'{z,a,m,a,z,a}', '5/1h'}), 'z=4 a=4 m=4 a=3 z=3 a=2', 'rows come in the order of keys, and a key may come again');
-is(answers(q{'{z,a,m}', '5/1h', '{0,2,6}'}), 'z=3 a=0 m=4', 'each has its quota');
-is(answers(q{'[5:6]={z,a}'::text[], '5/1h', '[-3:-2]={1,0}'::bigint[]}), 'z=2 a=0', 'whatever the bounds of the arrays are');
-is(answers(q{'{}', '5/1h'}) . answers(q{'{}', '5/1h', '{}'}), '', 'no keys: no rows');
+is(answers(q{'{z,a,m,a,z,a}', '5/1h'}), 'z=4 a=4 m=4 a=3 z=3 a=2', 'rows come in the order of the keys, and a key may come twice');
+is(answers(q{'{z,a,m}', '5/1h', '{0,2,6}'}), 'z=3 a=0 m=4', 'each key has its quota');
+is(answers(q{'[5:6]={z,a}'::text[], '5/1h', '[-3:-2]={1,0}'::bigint[]}), 'z=2 a=0', 'the arrays can have any bounds');
+is(answers(q{'{}', '5/1h'}) . answers(q{'{}', '5/1h', '{}'}), '', 'without keys there are no rows');
 is($session->ask(q{SELECT rl_check_many('{r,s}', '5/1h')}), "(r,t,5,4,,720,$store)\n(s,t,5,4,,720,$store)",
-	'in the list of columns too');
+	'rl_check_many in the list of columns');
 fails(q{NULL, '5/1h'}, '22004', 'keys must not be null');
 fails(q{'{a}', NULL}, '22004', 'limits must not be null');
 fails(q{'{a,NULL}', '5/1h'}, '22004', 'keys must not contain nulls');
@@ -124,7 +124,7 @@ fails(q{'{a,b}', '5/1h', '{{1,2}}'}, '2202E', 'quotas must be a one-dimensional 
 fails(q{'{new,""}', '5/1h'}, '22023', 'key must not be empty');
 fails(q{'{new,b}', '5/1h', '{1,-1}'}, '22023', 'quota must be between 0 and 1000000000000000');
 fails(q{array_fill('new'::text, '{5000}') || repeat('k', 513), '5/1h'}, '22023', 'key must not be longer than 512 bytes');
-is(answers(q{'{new}', '5/1h', '{0}'}), 'new=5', 'what is wrong is seen before anything is asked');
+is(answers(q{'{new}', '5/1h', '{0}'}), 'new=5', 'a call with a wrong argument charges nothing');
 
 #
 # shadow, off, statistics
@@ -145,17 +145,17 @@ $session->ask(q{SELECT rl_stat_reset(); SELECT count(*) FROM rl_check_many('{s1,
 stat_is('3|2|0|0|0|0|0', 'five keys, two refused');
 $session->ask(q{SET ratelimit.mode = shadow});
 is($session->ask(q{SELECT string_agg(allowed || source, ' ' ORDER BY ordinality) FROM rl_check_many('{s1,s4}', '2/1h') WITH ORDINALITY}),
-	'trueshadow true' . store(), 'shadow');
+	'trueshadow true' . store(), 'shadow: all keys are allowed');
 stat_is('1|0|1|0|0|0|0', 'shadow');
 $session->ask('SET ratelimit.mode = off');
 is($session->ask(q{SELECT string_agg(allowed || source || coalesce(remaining::text, '?'), ' ') FROM rl_check_many('{s1,s4}', '2/1h')}),
-	'trueoff? trueoff?', 'off');
-is($session->ask('SELECT count(*) FROM rl_stat WHERE allowed > 0'), 0, 'rl_stat: nothing was asked');
+	'trueoff? trueoff?', 'off: all keys are allowed');
+is($session->ask('SELECT count(*) FROM rl_stat WHERE allowed > 0'), 0, 'rl_stat: off counts nothing');
 $session->ask('RESET ratelimit.mode');
-is(answers(q{'{s1,s4}', '2/1h', '{0,0}'}), 's1=0 s4=1', 'shadow has taken what could be had, off nothing');
+is(answers(q{'{s1,s4}', '2/1h', '{0,0}'}), 's1=0 s4=1', 'shadow has charged the keys that had quota, off has charged no key');
 
 #
-# A savepoint gives many back
+# The rollback of a savepoint refunds many keys
 #
 
 $session->ask(q{BEGIN; SAVEPOINT s; SELECT count(*) FROM rl_check_many((SELECT array_agg('back' || i % 1500) FROM generate_series(1, 3000) i), 'fixed_window 9/1h refund_on_abort');
@@ -168,7 +168,7 @@ $session->ask('COMMIT');
 # A million keys in bounded memory
 #
 
-# What is allocated when all rows have come but none is forgotten.
+# The memory that is allocated when all rows have been returned.
 $session->ask(q{
 	CREATE FUNCTION million(OUT rows bigint, OUT kb bigint) LANGUAGE plpgsql AS $$
 	DECLARE
@@ -182,10 +182,10 @@ $session->ask(q{
 	SET work_mem = '4MB'});
 $session->ask(q{SET jit = off});
 my ($rows, $kb) = split /\|/, $session->ask('SELECT * FROM million()');
-is($rows, 1_000_000, 'a million keys');
+is($rows, 1_000_000, 'a million keys have a million rows');
 # The array copied, and decoded, is 16 MB and 9.
-cmp_ok($kb // 1e9, '<', 45_000, "in $kb kB more than the array itself");
-is($session->ask(q{SELECT count(*) FROM pg_backend_memory_contexts WHERE name = 'rl_check_many'}), 0, 'and nothing stays');
+cmp_ok($kb // 1e9, '<', 45_000, "a million keys need $kb kB more than the array itself");
+is($session->ask(q{SELECT count(*) FROM pg_backend_memory_contexts WHERE name = 'rl_check_many'}), 0, 'no memory context of the call is left');
 
 if (!$on_redis)
 {
@@ -194,7 +194,7 @@ if (!$on_redis)
 }
 
 #
-# What Redis sees
+# Redis's statistics
 #
 
 foreach my $n (1, 2, 513, 10_000)
@@ -204,11 +204,11 @@ foreach my $n (1, 2, 513, 10_000)
 	$redis->cli('CONFIG', 'RESETSTAT');
 	is($session->ask("SELECT wrong(taken('again$n:', $n, 300), $n, 300)"), 'nothing', "$n keys, a known script");
 	my $reads = $redis->field('stats', 'total_reads_processed');
-	is($redis->calls('evalsha'), $n, "$n keys: one script each");
+	is($redis->calls('evalsha'), $n, "$n keys: one script for each key");
 	cmp_ok($reads, '<=', 5 + $n / 20, "$n keys: Redis reads $reads times");
 }
 
-# Keys of 500 bytes need bounds in bytes.
+# Batches of keys of 500 bytes must be bounded by bytes.
 my $long = 'x' x 500;
 $redis->cli('CONFIG', 'SET', 'client-output-buffer-limit', 'normal 100000 0 0');
 is($session->ask("SELECT wrong(taken('$long', 50000, 1000), 50000, 1000)"), 'nothing',
@@ -216,7 +216,7 @@ is($session->ask("SELECT wrong(taken('$long', 50000, 1000), 50000, 1000)"), 'not
 $redis->cli('CONFIG', 'SET', 'client-output-buffer-limit', 'normal 0 0 0');
 
 #
-# A script that is forgotten all the while, and known again by others' doing
+# Scripts that are flushed repeatedly, and loaded by another client
 #
 
 my $text = join '', map { slurp_file($_) } map { "$ENV{PWD}/src/$_.lua" } qw(redis/clock algorithm/throttle);
@@ -226,10 +226,10 @@ foreach my $others (0, 1)
 	my @wrong = grep { $_ ne 'nothing' } $redis->while_flushing(sub {
 		return map { $session->ask("SELECT wrong(taken('flush$others:', 3000, 1000), 3000, 1000, " . 3 * $_ . ')') } 0 .. 2;
 	}, $others ? $text : undef);
-	is_deeply(\@wrong, [], 'a script that is forgotten all the while' . ($others ? ' and loaded again' : ''));
-	is($session->error, '', 'without an error');
+	is_deeply(\@wrong, [], 'the script is flushed repeatedly' . ($others ? ' and loaded again: ' : ': ') . 'the answers are right');
+	is($session->error, '', 'a flushed script raises no error');
 	my $missing = $redis->errors('NOSCRIPT');
-	cmp_ok($missing, '>', 0, "it was missing $missing times");
+	cmp_ok($missing, '>', 0, "the script was missing $missing times");
 }
 
 #
@@ -243,24 +243,24 @@ foreach my $round (1 .. 5)
 	$session->ask("SET statement_timeout = '${ms}ms'");
 	is($session->attempt("SELECT taken('stop', 1000000, 1000)")->{state}, '57014', "statement_timeout after $ms ms");
 	$session->ask('RESET statement_timeout');
-	is($session->attempt("SELECT taken('after$round', 3, 1)")->{answer}, '{0,1,2}', 'and the next call gets its own answers');
+	is($session->attempt("SELECT taken('after$round', 3, 1)")->{answer}, '{0,1,2}', "after $ms ms: the next call gets its own answers");
 }
 my ($allowed, $errors) = split /\|/, $session->ask('SELECT allowed, errors FROM rl_stat');
 my $taken = $session->ask(q{SELECT sum(1000000 - remaining) FROM rl_check_many((SELECT array_agg('stop' || i) FROM generate_series(0, 999) i),
 	'1/1s burst 1000000', array_fill(0::bigint, '{1000}'))}) + 15;
-cmp_ok($allowed, '<=', $taken, "rl_stat: of $taken taken $allowed are known");
-cmp_ok($allowed + $errors, '>=', $taken, "and $errors more may be");
+cmp_ok($allowed, '<=', $taken, "rl_stat: of $taken charged units $allowed are counted as allowed");
+cmp_ok($allowed + $errors, '>=', $taken, "rl_stat: the other units are among $errors errors");
 $redis->pause;
 $session->set(command_timeout => '100ms');
 my $got = $session->attempt(q{SELECT taken('silent', 100000, 1000)});
-is($got->{state}, '08006', 'silence');
-cmp_ok($got->{ms}, '>=', 99, 'silence: after command_timeout');
+is($got->{state}, '08006', 'Redis is suspended');
+cmp_ok($got->{ms}, '>=', 99, 'Redis is suspended: the call waits for command_timeout');
 $redis->resume;
 $session->set(command_timeout => '10s');
-is($session->attempt(q{SELECT taken('after silence', 2, 2)})->{answer}, '{0,0}', 'and it works again');
+is($session->attempt(q{SELECT taken('after silence', 2, 2)})->{answer}, '{0,0}', 'Redis is resumed: a call works');
 
-# The pipe may take longer than command_timeout if it moves; on a busy machine it
-# may stand still for so long.
+# A batch may take longer than command_timeout while replies arrive.  On a busy machine
+# no reply may arrive for that long.
 $session->ask("SET ratelimit.command_timeout = '1s'");
 my $many = 100_000;
 foreach my $try (1 .. 20)
@@ -274,28 +274,28 @@ is_deeply([ @$got{qw(state answer)} ], [ '00000', 'nothing' ], "$many keys in $g
 $session->ask("SET ratelimit.command_timeout = '10s'");
 
 #
-# One that fails
+# A key that fails
 #
 
 $redis->cli('SET', 'rl:{bad700}', 'no hash');
 $got = $session->attempt(q{SELECT taken('bad', 1000, 1000)});
-is($got->{state}, '08P01', 'one key of a wrong type fails the call');
-like($got->{message}, qr/WRONGTYPE/, 'and says so');
-is($session->attempt(q{SELECT taken('bad', 3, 3)})->{answer}, '{1,1,1}', 'those before it were charged once');
+is($got->{state}, '08P01', 'a key of a wrong type makes the call fail');
+like($got->{message}, qr/WRONGTYPE/, 'the message has the reason');
+is($session->attempt(q{SELECT taken('bad', 3, 3)})->{answer}, '{1,1,1}', 'the keys before it were charged once');
 $session->ask('SET ratelimit.on_error = deny');
 is($session->ask(q{SELECT string_agg(source || ' ' || n, ',' ORDER BY source) FROM (SELECT source, count(*) AS n
 	FROM rl_check_many((SELECT array_agg('bad' || i) FROM generate_series(301, 1300) i), '1/1s burst 1000') GROUP BY source) c}),
-	'fail_closed 1,redis 999', 'or is on_error\'s, and the other keys have their answers');
+	'fail_closed 1,redis 999', 'with on_error = deny only this key fails');
 $session->ask('RESET ratelimit.on_error');
 $redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
-is($session->attempt(q{SELECT taken('bad', 3, 3)})->{answer}, '{2,2,2}', 'a connection found dead is made anew');
+is($session->attempt(q{SELECT taken('bad', 3, 3)})->{answer}, '{2,2,2}', 'a call after a lost connection connects again');
 
 #
-# Redis dies in the middle
+# Redis is killed during a call
 #
 
-# How many were answered by whom: a run of Redis's answers, and from there on
-# the other's.
+# The numbers of answers by source: first those of Redis, then those of the other
+# source.
 my $sources = q{SELECT string_agg(source || ':' || allowed || ':' || n, ' ' ORDER BY first) FROM (
 	SELECT source, allowed, count(*) AS n, min(ordinality) AS first, max(ordinality) AS last
 	FROM rl_check_many((SELECT array_agg('dies' || i % 1000) FROM generate_series(1, 200000) i), '1/1s burst 1000000') WITH ORDINALITY
@@ -304,7 +304,7 @@ foreach my $case ([ 'allow', 'fail_open:true' ], [ 'deny', 'fail_closed:false' ]
 {
 	my ($on_error, $last) = @$case;
 
-	# Before the call ends; if not, once more.
+	# Tries again if the call ends before the kill.
 	foreach my $try (1 .. 20)
 	{
 		$session->ask("SET ratelimit.on_error = $on_error; SELECT rl_stat_reset()");
@@ -319,13 +319,13 @@ foreach my $case ([ 'allow', 'fail_open:true' ], [ 'deny', 'fail_closed:false' ]
 		if ($last eq '')
 		{
 			my ($allowed, $errors) = $counted =~ /^(\d+)\|0\|0\|0\|(\d+)\|0$/;
-			is($answer, '', 'error: no rows');
-			ok($allowed > 0 && $errors > 0 && $allowed + $errors <= 200000, "error: counted as $allowed allowed and $errors errors");
+			is($answer, '', 'error: there are no rows');
+			ok($allowed > 0 && $errors > 0 && $allowed + $errors <= 200000, "error: rl_stat counts $allowed allowed keys and $errors errors");
 			last;
 		}
 		ok($of_redis && $of_redis + $of_other == 200000, "$on_error: $answer") or diag $answer;
 		is($counted, { allow => "$of_redis|0|$of_other|0|0|0", deny => "$of_redis|0|0|$of_other|0|0",
-			local => "200000|0|0|0|0|$of_other" }->{$on_error}, "$on_error: and counted so");
+			local => "200000|0|0|0|0|$of_other" }->{$on_error}, "$on_error: rl_stat counts the same");
 		last;
 	}
 }
@@ -339,12 +339,12 @@ $session->ask(q{SET ratelimit.denial_cache = on; SELECT rl_stat_reset();
 	SELECT count(*) FROM rl_check_many('{c1,c2,c3}', '1/1h'); SELECT count(*) FROM rl_check_many('{c1,c2,c3}', '1/1h')});
 my $cached = $session->ask(q{SELECT string_agg(key || source || allowed, ' ' ORDER BY ordinality)
 	FROM rl_check_many('{c2,c4,c1}', '1/1h', '{1,1,0}') WITH ORDINALITY});
-is($cached, 'c2denial_cachefalse c4redistrue c1redistrue', 'the denial cache answers for whom it can');
+is($cached, 'c2denial_cachefalse c4redistrue c1redistrue', 'the denial cache answers for the key that it has');
 $local = 0;
-stat_is('5|4|0|0|0|0|1', 'the denial cache');
+stat_is('5|4|0|0|0|0|1', 'the denial cache is counted');
 
 #
-# Servers that stop in the middle
+# Servers that fail during a call
 #
 
 # Answers so many commands with :0, then sends its last words, and ends the
@@ -384,10 +384,10 @@ foreach my $case (
 }
 
 #
-# The bound of a batch: command_timeout, and once more for every 100 keys
+# The bound of a batch: command_timeout, and again command_timeout for every 100 keys
 #
 
-# A server that answers each call after so many seconds.
+# Returns a server that answers each call after a number of seconds.
 sub slow
 {
 	my ($seconds) = @_;
@@ -403,26 +403,26 @@ my @ms = measures(150, sub {
 	return $got->{ms};
 });
 note "50 keys, each answered after 90 ms: @ms ms";
-is($got->{state}, '08006', '50 keys, each answered after 90 ms');
-is($got->{message}, 'lost the connection to Redis: 50 calls took longer than ratelimit.command_timeout allows', 'the message');
-cmp_ok(min(@ms), '<=', 150, 'fail within command_timeout + 50 ms');
+is($got->{state}, '08006', '50 keys, each answered after 90 ms: SQLSTATE');
+is($got->{message}, 'lost the connection to Redis: 50 calls took longer than ratelimit.command_timeout allows', '50 keys, each answered after 90 ms: message');
+cmp_ok(min(@ms), '<=', 150, '50 keys, each answered after 90 ms: the call takes at most command_timeout + 50 ms');
 
 push @slow, slow(0.01);
 $session->set(retry_interval => '1h', on_error => 'deny', command_timeout => '300ms', redis_url => $slow[-1]->url);
 like($session->ask(q{SELECT string_agg(DISTINCT source, ' ' ORDER BY source) FROM rl_check_many((SELECT array_agg('slow' || i) FROM generate_series(1, 99) i), '1/1s burst 1000')}),
-	qr/^fail_closed redis$/, 'calls that were answered in time have their answers');
-is($session->ask('SELECT breaker FROM rl_status()'), 'closed', 'and the breaker of a server that answers stays closed');
+	qr/^fail_closed redis$/, 'keys that were answered in time have their answers');
+is($session->ask('SELECT breaker FROM rl_status()'), 'closed', 'the breaker of a server that answers stays closed');
 $session->set(retry_interval => undef, on_error => undef);
 
 push @slow, slow(0.003);
 $session->set(command_timeout => '1s', redis_url => $slow[-1]->url);
 $got = $session->attempt(q{SELECT cardinality(taken('slow', 500, 500))});
 note "500 keys, each answered after 3 ms: $got->{ms} ms";
-is($got->{answer}, 500, '500 keys have more time') or diag $got->{message};
-cmp_ok($got->{ms}, '>=', 1000, 'than command_timeout');
+is($got->{answer}, 500, '500 keys have more time than command_timeout') or diag $got->{message};
+cmp_ok($got->{ms}, '>=', 1000, '500 keys took longer than command_timeout');
 @slow = ();
 
 $session->set(redis_url => undef, command_timeout => undef);
-is($session->attempt(q{SELECT taken('at last', 3, 1)})->{answer}, '{0,1,2}', 'and Redis is asked again');
+is($session->attempt(q{SELECT taken('at last', 3, 1)})->{answer}, '{0,1,2}', 'Redis answers again');
 
 done_testing();

@@ -1,5 +1,5 @@
 # A hot standby and read-only transactions: every function works there, and the
-# standby shares its limits with its primary. Limits in policies and in views.
+# standby shares its limits with its primary.  Limits in policies and in views.
 use strict;
 use warnings FATAL => 'all';
 
@@ -22,7 +22,7 @@ $primary->safe_psql('postgres', q{
 	CREATE ROLE ann LOGIN;
 	CREATE ROLE bob LOGIN;
 	GRANT SELECT, INSERT ON notes TO ann, bob;
-	-- As docs/recipes.md has it: key and limits are fixed, and who calls is the session's matter.
+	-- As in docs/recipes.md: the limits are fixed, and the session's user is in the key.
 	CREATE FUNCTION may_read() RETURNS boolean LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = public, pg_temp
 		AS $$ SELECT rl_allow(rl_key('read', session_user), '100/1h') $$;
 	CREATE FUNCTION may_post() RETURNS boolean LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = public, pg_temp
@@ -45,24 +45,24 @@ $primary->wait_for_catchup($standby, 'replay');
 
 my $there = session($primary);
 my $here = session($standby);
-is($here->ask('SELECT pg_is_in_recovery()'), 't', 'a hot standby');
+is($here->ask('SELECT pg_is_in_recovery()'), 't', 'the standby is in recovery');
 
 #
-# What the one takes the other sees at once
+# Each server sees the other's charges at once
 #
 
 $here->ask(q{BEGIN READ ONLY; SELECT rl_check('shared', '5/1h', 2)});
 is($here->error, '', 'a read-only transaction on the standby takes quota');
-is($there->left('5/1h', 'shared'), 3, 'which the primary sees before it ends');
+is($there->left('5/1h', 'shared'), 3, 'the primary sees the charge before the transaction ends');
 $there->ask(q{BEGIN READ ONLY; SELECT rl_check('shared', '5/1h', 2); COMMIT});
-is($there->error, '', 'one on the primary too');
-is($here->ask(q{SELECT allowed, remaining FROM rl_check('shared', '5/1h', 2)}), 'f|1', 'which the standby sees');
+is($there->error, '', 'a read-only transaction on the primary takes quota');
+is($here->ask(q{SELECT allowed, remaining FROM rl_check('shared', '5/1h', 2)}), 'f|1', 'the standby sees the charge');
 $here->ask('ROLLBACK');
-is($there->left('5/1h', 'shared'), 1, 'and what was charged stays charged');
+is($there->left('5/1h', 'shared'), 1, 'the rollback refunds nothing');
 $there->ask(q{SELECT rl_ban('shared', 60)});
-is($here->ask(q{SELECT source FROM rl_check('shared', '5/1h')}), 'ban', 'a ban of the primary binds the standby');
+is($here->ask(q{SELECT source FROM rl_check('shared', '5/1h')}), 'ban', 'a ban by the primary applies on the standby');
 $here->ask(q{SELECT rl_unban('shared')});
-is($there->left('5/1h', 'shared'), 1, 'which may lift it');
+is($there->left('5/1h', 'shared'), 1, 'rl_unban on the standby ends the ban');
 
 #
 # Every function that a user can call, in a read-only transaction
@@ -98,10 +98,10 @@ foreach my $function (@order)
 {
 	is($here->ask("BEGIN READ ONLY; $calls{$function}; COMMIT") . $here->error, 't', "$function on the standby");
 }
-# The type's own functions are no user's.
+# Users do not call the type's own functions.
 my $all = join ' ', sort keys %calls;
 is($here->ask(q{SELECT string_agg(DISTINCT proname::text, ' ' ORDER BY proname::text) FROM pg_proc
-	WHERE proname NOT LIKE 'rl\_limits%' AND prorettype <> 'rl_limits'::regtype AND oid IN (} . members('pg_proc') . ')'), $all, 'these are all there are');
+	WHERE proname NOT LIKE 'rl\_limits%' AND prorettype <> 'rl_limits'::regtype AND oid IN (} . members('pg_proc') . ')'), $all, 'these are all functions');
 is($here->ask(q{SELECT '5/1h'::rl_limits = '5/60min'::rl_limits, '5/1h'::varchar::rl_limits < '6/1h'}), 't|t', 'the type on the standby');
 
 #
@@ -111,24 +111,24 @@ is($here->ask(q{SELECT '5/1h'::rl_limits = '5/60min'::rl_limits, '5/1h'::varchar
 my $refund = '9/1h refund_on_abort';
 $_->ask('SET ratelimit.debug_now = 1700000000000000') foreach $here, $there;
 $here->ask(qq{BEGIN READ ONLY; SELECT rl_check('r', '$refund', 4)});
-is($there->left($refund, 'r'), 5, 'refund_on_abort on the standby: taken');
+is($there->left($refund, 'r'), 5, 'refund_on_abort on the standby: the limit is charged');
 $here->ask(qq{SAVEPOINT s; SELECT rl_check('r', '$refund', 3); ROLLBACK TO s; SELECT rl_check('r2', '$refund')});
-is($there->left($refund, 'r'), 5, 'a savepoint gives back');
+is($there->left($refund, 'r'), 5, 'refund_on_abort on the standby: the rollback of a savepoint refunds');
 $here->ask('ROLLBACK');
-is($there->left($refund, 'r') . $there->left($refund, 'r2'), '99', 'and so does the rollback');
+is($there->left($refund, 'r') . $there->left($refund, 'r2'), '99', 'refund_on_abort on the standby: the rollback of the transaction refunds');
 $here->ask(qq{BEGIN READ ONLY; SELECT rl_check('r', '$refund', 4); COMMIT});
-is($there->left($refund, 'r'), 5, 'a commit keeps');
+is($there->left($refund, 'r'), 5, 'refund_on_abort on the standby: a commit keeps the charge');
 $_->ask('RESET ratelimit.debug_now') foreach $here, $there;
 
 #
-# A row-security policy: once for each row that is looked at
+# A row-security policy: a call for each row that is examined
 #
 
 my %user = map { $_ => [ session($primary, 'postgres', $_), session($standby, 'postgres', $_) ] } qw(ann bob);
 
-# How much a user has taken of a limit since the last time.  It is reset by the
-# server that was asked: the other's denial cache believes in a refusal for up
-# to a second more.
+# Returns how much quota a user has taken of a limit since the last time.  The server
+# that was asked resets the limit, because the denial cache of the other server would
+# keep a refusal for up to a second.
 sub cost
 {
 	my ($where, $what, $user, $limits) = @_;
@@ -141,28 +141,28 @@ foreach my $where (0, 1)
 	my $name = $where ? 'the standby' : 'the primary';
 	my $ann = $user{ann}[$where];
 
-	is($ann->ask('SELECT count(*) FROM notes'), 5, "policy: ann reads hers on $name");
-	is(cost($where, 'read', 'ann', '100/1h'), 5, 'which costs one for each row that is hers');
-	is($ann->ask('SELECT count(*) FROM notes WHERE id = 2'), 1, 'policy: one row by its index');
-	is(cost($where, 'read', 'ann', '100/1h'), 1, 'costs one');
-	is($ann->ask('SELECT count(*) FROM (SELECT * FROM notes LIMIT 2) s'), 2, 'policy: LIMIT');
-	is(cost($where, 'read', 'ann', '100/1h'), 2, 'looks at no more rows than it has to');
-	is($ann->ask(q{SELECT count(*) FROM notes WHERE body = 'note 4'}), 1, 'policy: a condition of the caller');
-	# texteq is leak-proof, and so may go first.
-	is(cost($where, 'read', 'ann', '100/1h'), 1, 'goes first if it is leak-proof and cheaper');
-	is($ann->ask(q{SELECT count(*) FROM notes WHERE body LIKE '%4'}), 1, 'policy: a condition that might leak');
-	is(cost($where, 'read', 'ann', '100/1h'), 5, 'waits for the policy');
+	is($ann->ask('SELECT count(*) FROM notes'), 5, "policy: ann reads her rows on $name");
+	is(cost($where, 'read', 'ann', '100/1h'), 5, "policy: the query costs a unit for each of her rows on $name");
+	is($ann->ask('SELECT count(*) FROM notes WHERE id = 2'), 1, "policy: ann reads a row by its index on $name");
+	is(cost($where, 'read', 'ann', '100/1h'), 1, "policy: a row by its index costs a unit on $name");
+	is($ann->ask('SELECT count(*) FROM (SELECT * FROM notes LIMIT 2) s'), 2, "policy: ann reads with LIMIT on $name");
+	is(cost($where, 'read', 'ann', '100/1h'), 2, "policy: LIMIT examines only the rows that it needs on $name");
+	is($ann->ask(q{SELECT count(*) FROM notes WHERE body = 'note 4'}), 1, "policy: ann reads with a condition on $name");
+	# texteq is leak-proof, so PostgreSQL may evaluate it first.
+	is(cost($where, 'read', 'ann', '100/1h'), 1, "policy: a leak-proof and cheaper condition is evaluated before the policy on $name");
+	is($ann->ask(q{SELECT count(*) FROM notes WHERE body LIKE '%4'}), 1, "policy: ann reads with a condition that is not leak-proof on $name");
+	is(cost($where, 'read', 'ann', '100/1h'), 5, "policy: a condition that is not leak-proof is evaluated after the policy on $name");
 }
 $user{ann}[0]->ask(q{INSERT INTO notes VALUES (11, 'ann', 'x')});
-is($user{ann}[0]->error, '', 'policy: a row is let in');
+is($user{ann}[0]->error, '', 'policy: a row is allowed');
 $user{ann}[0]->ask(q{INSERT INTO notes VALUES (12, 'ann', 'x'), (13, 'ann', 'x')});
-is($user{ann}[0]->state, '42501', 'policy: the third is not');
-is($there->left('2/1h', 'post:ann'), 0, 'and the second stays charged');
-is($user{bob}[0]->ask(q{INSERT INTO notes VALUES (14, 'ann', 'x')}), '', 'policy: for another');
-is($user{bob}[0]->state, '42501', 'is refused by the first condition');
-is($there->left('2/1h', 'post:bob'), 2, 'and costs nothing');
+is($user{ann}[0]->state, '42501', 'policy: the third row is refused');
+is($there->left('2/1h', 'post:ann'), 0, 'policy: the second row stays charged');
+is($user{bob}[0]->ask(q{INSERT INTO notes VALUES (14, 'ann', 'x')}), '', 'policy: a row of another user has no output');
+is($user{bob}[0]->state, '42501', 'policy: the first condition refuses a row of another user');
+is($there->left('2/1h', 'post:bob'), 2, 'policy: a row of another user costs nothing');
 $user{bob}[1]->ask(q{SELECT rl_check('x', '5/1h')});
-is($user{bob}[1]->state, '42501', 'the function itself is not for everybody, on the standby too');
+is($user{bob}[1]->state, '42501', 'a role without privileges cannot call the function on the standby');
 
 #
 # A view: for each row, or once for a query
@@ -173,13 +173,13 @@ foreach my $where (0, 1)
 	my $name = $where ? 'the standby' : 'the primary';
 	my $bob = $user{bob}[$where];
 
-	is($bob->ask('SELECT count(*) FROM each_note'), 3, "view: rows after the third are not seen on $name");
-	is(cost($where, 'ask', 'bob', '3/1h'), 3, 'for each costs one');
-	is($bob->ask('SELECT count(*) > 9 FROM once'), 't', 'view: asked in a subquery of its own');
-	is(cost($where, 'ask', 'bob', '3/1h'), 1, 'it costs one for all rows');
+	is($bob->ask('SELECT count(*) FROM each_note'), 3, "view: the view shows three rows on $name");
+	is(cost($where, 'ask', 'bob', '3/1h'), 3, "view: each row costs a unit on $name");
+	is($bob->ask('SELECT count(*) > 9 FROM once'), 't', "view: a call in a subquery of its own on $name");
+	is(cost($where, 'ask', 'bob', '3/1h'), 1, "view: a call in a subquery costs a unit for all rows on $name");
 	$bob->ask('SELECT count(*) FROM once') foreach 1 .. 3;
-	is($bob->ask('SELECT count(*) FROM once'), 0, 'and then there are none');
-	is(cost($where, 'ask', 'bob', '3/1h'), 3, 'when nothing is left');
+	is($bob->ask('SELECT count(*) FROM once'), 0, "view: without quota the view shows no rows on $name");
+	is(cost($where, 'ask', 'bob', '3/1h'), 3, "view: all quota is used on $name");
 }
 
 #
@@ -191,7 +191,7 @@ $standby->promote;
 await('the promotion', sub { $here->ask('SELECT pg_is_in_recovery()') eq 'f' });
 $here->ask(q{CREATE TRIGGER enforce BEFORE INSERT ON orders FOR EACH ROW EXECUTE FUNCTION rl_enforce('shared', '5/1h');
 	INSERT INTO orders VALUES (1, 1)});
-is($here->error, '', 'promoted: a trigger');
-is($here->left('5/1h', 'shared'), 0, 'goes on where the primary was');
+is($here->error, '', 'after the promotion a trigger works');
+is($here->left('5/1h', 'shared'), 0, 'after the promotion the limit has the primary\'s state');
 
 done_testing();

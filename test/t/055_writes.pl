@@ -1,4 +1,4 @@
-# What the triggers count of each way to write: the table in docs/triggers.md says it.
+# The rows that the triggers count for each kind of write, as in docs/triggers.md.
 use strict;
 use warnings FATAL => 'all';
 
@@ -32,8 +32,8 @@ sub count_writes
 	return;
 }
 
-# What has been counted for the table since the last time, by event: before and
-# after the row and after the statement, 3/3/3.
+# counted() returns the rows that were counted for a table, by event: before and after
+# the row and after the statement, such as 3/3/3.
 $session->ask(q{
 	CREATE FUNCTION counted(tab text) RETURNS text LANGUAGE sql AS $$
 		SELECT coalesce(string_agg(event || ' ' || n, ', ' ORDER BY o), 'nothing') FROM (
@@ -49,9 +49,9 @@ $session->ask(q{
 		FROM unnest('{insert,update,delete}'::text[]) event, unnest('{before,after,statement}'::text[]) moment
 	$$;
 	SET ratelimit.debug_now = 1700000000000000});
-is($session->error, '', 'the functions are there');
+is($session->error, '', 'the functions exist');
 
-# Runs the statement and says what was counted.
+# Runs the statement and checks the rows that were counted.
 sub counts
 {
 	my ($sql, $expected, $what, $table) = @_;
@@ -81,7 +81,7 @@ append_to_file("$rows/events", "1\t1\t1\n2\t1\t1\n");
 counts('INSERT INTO orders VALUES (1, 1), (2, 1), (3, 1)', 'insert 3/3/3', 'INSERT with three rows');
 counts('INSERT INTO orders SELECT 10 + id, customer FROM source', 'insert 5/5/5', 'INSERT ... SELECT');
 counts("COPY orders FROM '$rows/20'", 'insert 2/2/2', 'COPY');
-counts("COPY orders FROM '$rows/30' WHERE id > 30", 'insert 1/1/1', 'COPY ... WHERE: only those that pass');
+counts("COPY orders FROM '$rows/30' WHERE id > 30", 'insert 1/1/1', 'COPY ... WHERE: only the rows that are inserted');
 counts('WITH a AS (INSERT INTO orders VALUES (40, 1) RETURNING id), b AS (INSERT INTO orders VALUES (41, 1) RETURNING id) SELECT * FROM a, b',
 	'insert 2/2/2', 'INSERT twice in WITH');
 
@@ -93,7 +93,7 @@ counts('INSERT INTO orders VALUES (1, 1), (50, 1) ON CONFLICT DO NOTHING', 'inse
 counts('INSERT INTO orders VALUES (1, 1), (51, 1) ON CONFLICT (id) DO UPDATE SET items = orders.items + 1',
 	'insert 2/1/1, update 1/1/1', 'ON CONFLICT DO UPDATE');
 counts('INSERT INTO orders VALUES (1, 1), (52, 1) ON CONFLICT (id) DO UPDATE SET items = 0 WHERE false',
-	'insert 2/1/1', 'ON CONFLICT DO UPDATE ... WHERE that is false');
+	'insert 2/1/1', 'ON CONFLICT DO UPDATE with a condition that is false');
 
 #
 # MERGE
@@ -103,18 +103,18 @@ counts('MERGE INTO orders o USING (VALUES (1, 2), (2, 3), (3, 4), (60, 1), (61, 
 		WHEN MATCHED AND s.id = 1 THEN DELETE
 		WHEN MATCHED THEN UPDATE SET customer = s.customer
 		WHEN NOT MATCHED AND s.id < 63 THEN INSERT VALUES (s.id, s.customer)',
-	'insert 3/3/3, update 2/2/2, delete 1/1/1', 'MERGE: what it does to each row');
+	'insert 3/3/3, update 2/2/2, delete 1/1/1', 'MERGE: the action on each row');
 
 #
 # UPDATE and DELETE
 #
 
-counts('UPDATE orders SET items = 1 WHERE id < 10', 'update 2/2/2', 'UPDATE, of which nothing changes');
+counts('UPDATE orders SET items = 1 WHERE id < 10', 'update 2/2/2', 'UPDATE that changes no value');
 counts('DELETE FROM orders WHERE id < 10', 'delete 2/2/2', 'DELETE');
 counts('TRUNCATE orders', 'nothing', 'TRUNCATE');
 
 #
-# The same rows in a view that can be written
+# An updatable view
 #
 
 $session->ask('CREATE VIEW order_view AS SELECT id, customer FROM orders WHERE customer > 0');
@@ -124,8 +124,8 @@ counts('DELETE FROM order_view', 'delete 2/2/2', 'DELETE from a view');
 $session->ask(q{CREATE TRIGGER instead INSTEAD OF INSERT ON order_view FOR EACH ROW EXECUTE FUNCTION rl_enforce('view', '5/1h')});
 is($session->error, '', 'an INSTEAD OF trigger can be made');
 is($session->ask(q{SELECT problem FROM rl_triggers WHERE relation = 'order_view'::regclass}),
-	'rl_enforce must be fired before or after the row is written', 'rl_triggers tells what is wrong');
-is($session->attempt('INSERT INTO order_view VALUES (1, 1)')->{state}, '0A000', 'and each write fails');
+	'rl_enforce must be fired before or after the row is written', 'rl_triggers shows the problem of an INSTEAD OF trigger');
+is($session->attempt('INSERT INTO order_view VALUES (1, 1)')->{state}, '0A000', 'a write through an INSTEAD OF trigger fails');
 $session->ask('DROP VIEW order_view');
 
 #
@@ -158,11 +158,11 @@ $session->ask(q{
 	CREATE TABLE events_2 PARTITION OF events FOR VALUES IN (2)});
 count_writes('events');
 counts('INSERT INTO events VALUES (1, 1), (2, 1), (2, 2)', 'insert 3/3/3', 'INSERT in a partitioned table', 'events');
-counts("COPY events FROM '$rows/events'", 'insert 2/2/2', 'COPY into it', 'events');
-counts('INSERT INTO events_1 VALUES (1, 1)', 'insert 1/1/0', 'INSERT in a partition: only the triggers for each row', 'events');
+counts("COPY events FROM '$rows/events'", 'insert 2/2/2', 'COPY into a partitioned table', 'events');
+counts('INSERT INTO events_1 VALUES (1, 1)', 'insert 1/1/0', 'INSERT in a partition: only the row triggers', 'events');
 counts('UPDATE events SET customer = 3 WHERE customer = 2', 'update 1/1/1', 'UPDATE within a partition', 'events');
 counts('UPDATE events SET day = 1 WHERE customer = 3', 'insert 1/1/0, update 1/0/1, delete 1/1/0',
-	'UPDATE that moves a row: for each row it is also a DELETE and an INSERT', 'events');
+	'UPDATE that moves a row: for row triggers it is also a DELETE and an INSERT', 'events');
 counts('DELETE FROM events WHERE customer = 3', 'delete 1/1/1', 'DELETE', 'events');
 counts('ALTER TABLE events DETACH PARTITION events_1', 'nothing', 'DETACH', 'events');
 
@@ -177,12 +177,12 @@ $session->ask(q{
 	SET parallel_setup_cost = 0; SET parallel_tuple_cost = 0; SET min_parallel_table_scan_size = 0; SET max_parallel_workers_per_gather = 2});
 my $select = q{SELECT count(*) FROM (SELECT rl_allow('parallel', '1000000/1s') AS ok FROM many WHERE id < 100 OFFSET 0) s WHERE ok};
 my $where = q{SELECT count(*) FROM many WHERE id < 100 AND rl_allow('parallel', '1000000/1s')};
-like($session->ask("EXPLAIN (COSTS OFF, VERBOSE) $select"), qr/Gather\s+Output: rl_allow[^>]*-> +Parallel Seq Scan/, 'a parallel query calls it in the leader');
-unlike($session->ask("EXPLAIN (COSTS OFF) $where"), qr/Gather/, 'a table that it filters is not scanned in parallel');
+like($session->ask("EXPLAIN (COSTS OFF, VERBOSE) $select"), qr/Gather\s+Output: rl_allow[^>]*-> +Parallel Seq Scan/, 'a parallel query calls rl_allow in the leader');
+unlike($session->ask("EXPLAIN (COSTS OFF) $where"), qr/Gather/, 'a table that rl_allow filters is not scanned in parallel');
 foreach my $query ($select, $where)
 {
-	is($session->ask($query), 99, 'it gets its answers');
-	is($session->ask(q{SELECT capacity - remaining FROM rl_peek('parallel', '1000000/1s', 0)}), 99, 'once for each row');
+	is($session->ask($query), 99, 'a query over many rows gets its answers');
+	is($session->ask(q{SELECT capacity - remaining FROM rl_peek('parallel', '1000000/1s', 0)}), 99, 'rl_allow is called once for each row');
 	$session->ask(q{SELECT rl_reset('parallel')});
 }
 is($session->ask(q{SELECT string_agg(proname || proparallel::text, ' ') FROM pg_proc
@@ -191,7 +191,7 @@ counts('INSERT INTO orders SELECT id, customer FROM many WHERE id < 100', 'inser
 $session->ask('RESET max_parallel_workers_per_gather; TRUNCATE orders');
 
 #
-# Rights
+# Privileges
 #
 
 $session->ask(q{
@@ -200,17 +200,17 @@ $session->ask(q{
 	CREATE FUNCTION order_for(id int) RETURNS void LANGUAGE sql SECURITY DEFINER AS $$ INSERT INTO orders VALUES (id, 1) $$});
 my $writer = session($node, 'postgres', 'writer');
 $writer->ask('INSERT INTO orders VALUES (1, 1)');
-is($writer->error, '', 'who may write needs no right to the function');
-# The writer's time is not set: what it took is as good as leaked.
+is($writer->error, '', 'a role that may write needs no privilege on the function');
+# The writer has no debug_now, so its charges have ended in the time of this test.
 $writer->ask('SELECT order_for(2)');
-is($writer->error, '', 'nor in a SECURITY DEFINER function');
-is($session->ask(q{SELECT count(*) FROM orders}), 2, 'both are there');
+is($writer->error, '', 'a SECURITY DEFINER function that writes needs no privilege');
+is($session->ask(q{SELECT count(*) FROM orders}), 2, 'both rows are inserted');
 $writer->ask(q{SELECT rl_allow('x', '5/1h')});
-is($writer->state, '42501', 'but may not call it');
+is($writer->state, '42501', 'the role has no privilege to call the function');
 $writer->ask('SET session_replication_role = replica');
-is($writer->state, '42501', 'nor go round it by session_replication_role');
+is($writer->state, '42501', 'the role cannot bypass the trigger with session_replication_role');
 $writer->ask('ALTER TABLE orders DISABLE TRIGGER ALL');
-is($writer->state, '42501', 'nor by disabling it');
+is($writer->state, '42501', 'the role cannot disable the trigger');
 $session->ask(q{SELECT forget('orders')});
 
 #
@@ -218,13 +218,13 @@ $session->ask(q{SELECT forget('orders')});
 #
 
 counts('SET session_replication_role = replica; INSERT INTO orders VALUES (3, 1); RESET session_replication_role', 'nothing',
-	'session_replication_role = replica: nothing');
-is($session->ask(q{SELECT count(*) FROM rl_triggers WHERE relation = 'orders'::regclass AND enabled}), 9, 'rl_triggers: enabled');
+	'session_replication_role = replica: no trigger fires');
+is($session->ask(q{SELECT count(*) FROM rl_triggers WHERE relation = 'orders'::regclass AND enabled}), 9, 'rl_triggers: all triggers are enabled');
 $session->ask('ALTER TABLE orders ENABLE REPLICA TRIGGER insert_after');
-is($session->ask(q{SELECT string_agg(trigger::text, ' ') FROM rl_triggers WHERE NOT enabled}), 'insert_after', 'rl_triggers: not in ordinary sessions');
-counts('INSERT INTO orders VALUES (4, 1)', 'insert 1/0/1', 'ENABLE REPLICA: not in an ordinary session');
+is($session->ask(q{SELECT string_agg(trigger::text, ' ') FROM rl_triggers WHERE NOT enabled}), 'insert_after', 'rl_triggers: an ENABLE REPLICA trigger is not enabled');
+counts('INSERT INTO orders VALUES (4, 1)', 'insert 1/0/1', 'ENABLE REPLICA: the trigger does not fire in an ordinary session');
 counts('SET session_replication_role = replica; INSERT INTO orders VALUES (5, 1); RESET session_replication_role', 'insert 0/1/0',
-	'ENABLE REPLICA: there it counts');
+	'ENABLE REPLICA: the trigger fires with session_replication_role = replica');
 $session->ask('ALTER TABLE orders ENABLE TRIGGER insert_after');
 
 $node->safe_psql('postgres', 'CREATE DATABASE subscriber');
@@ -232,7 +232,7 @@ my $subscriber = session($node, 'subscriber');
 $subscriber->ask(q{CREATE EXTENSION ratelimit; CREATE TABLE orders (id int PRIMARY KEY, customer int, items int)});
 my $publisher = $session;
 {
-	# For the same keys, by the worker.
+	# The worker's triggers have the same keys.
 	$session = $subscriber;
 	count_writes('orders', 'insert update');
 	$session->ask('ALTER TABLE orders ENABLE ALWAYS TRIGGER insert_before; ALTER TABLE orders ENABLE REPLICA TRIGGER insert_after;
@@ -242,12 +242,12 @@ my $publisher = $session;
 $publisher->ask('TRUNCATE orders; CREATE PUBLICATION pub FOR TABLE orders; INSERT INTO orders VALUES (1, 1), (2, 1)');
 my $connstr = $node->connstr('postgres') =~ s/'/''/gr;
 $publisher->ask("SELECT pg_create_logical_replication_slot('sub', 'pgoutput')");
-# Where workers do not know the time of tests they use the store's; so the limits' state is read in it too.
+# A setting for all sessions, because the worker must use the same time as this test.
 $publisher->ask(q{RESET ratelimit.debug_now; ALTER SYSTEM SET ratelimit.debug_now = '1700000000000000'; SELECT pg_reload_conf()});
 await('the setting', sub { $publisher->ask('SHOW ratelimit.debug_now') eq '1700000000000000' });
 $publisher->ask(q{SELECT forget('orders')});
 $subscriber->ask("CREATE SUBSCRIPTION sub CONNECTION '$connstr' PUBLICATION pub WITH (create_slot = false, slot_name = 'sub')");
-is($subscriber->error, '', 'a subscription');
+is($subscriber->error, '', 'a subscription is created');
 await('the first rows', sub { $subscriber->ask('SELECT count(*) FROM orders') == 2 });
 is($publisher->ask("SELECT counted('orders')"), 'insert 2/2/2',
 	'logical replication: the first rows come by COPY, and triggers ENABLEd ALWAYS or REPLICA count them');
@@ -256,15 +256,15 @@ $node->poll_query_until('subscriber', q{SELECT count(*) = 0 FROM pg_subscription
 $publisher->ask('ALTER TABLE orders DISABLE TRIGGER ALL; INSERT INTO orders VALUES (3, 1), (4, 1), (5, 1); UPDATE orders SET customer = 2 WHERE id = 1');
 await('the other rows', sub { $subscriber->ask('SELECT count(*) + max(customer) FROM orders') == 7 });
 is($publisher->ask("SELECT counted('orders')"), 'insert 3/3/0, update 1/0/0',
-	'then each row by itself, for which triggers for statements do not fire');
-# A refusal stops the worker, which tries again.
+	'logical replication: later rows come singly, and statement triggers do not fire');
+# A refusal stops the worker, which retries.
 $publisher->ask(q{SELECT rl_ban('orders:insert:before', 3600); INSERT INTO orders VALUES (6, 1)});
 $node->wait_for_log(qr/ERROR:.*key "orders:insert:before" is banned/);
 is($subscriber->ask('SELECT count(*) FROM orders'), 5, 'a refusal stops replication');
 $publisher->ask(q{SELECT rl_unban('orders:insert:before')});
 await('the row', sub { $subscriber->ask('SELECT count(*) FROM orders') == 6 });
-pass('until it may go on');
+pass('replication continues when the row is allowed');
 $subscriber->ask('DROP SUBSCRIPTION sub');
-is($subscriber->state, '00000', 'the subscription is gone');
+is($subscriber->state, '00000', 'the subscription is dropped');
 
 done_testing();

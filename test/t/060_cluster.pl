@@ -1,6 +1,6 @@
-# A Redis Cluster: every function works on it as on one server, for a user with
-# the rule that docs/operations.md gives; while slots move nobody notices, and when a master
-# dies only who needs it does.
+# A Redis Cluster: every function works as with a single server, for a user with the
+# rule of docs/operations.md.  No call fails while slots move, and when a master fails,
+# only the calls of its keys do.
 use strict;
 use warnings FATAL => 'all';
 
@@ -21,7 +21,7 @@ my $node = preloaded_node($single, 'ratelimit.denial_cache = off',
 my $session = session($node);
 
 #
-# Every function, as on one server
+# Every function gives the answers of a single server
 #
 
 $node->safe_psql('postgres', q{
@@ -52,52 +52,52 @@ foreach my $key (map { "k$_" } 1 .. 6)
 		push @wrong, "$call: $got, and not $expected" if $got ne $expected || $got !~ /^(?:00000|PT429) /;
 	}
 }
-is_deeply(\@wrong, [], 'every function answers as on one server');
-is($session->attempt('INSERT INTO orders VALUES (42), (43), (44)')->{state}, '00000', 'the trigger');
-is($session->attempt('INSERT INTO orders VALUES (42), (43), (44), (44), (44)')->{state}, 'PT429', 'the trigger refuses');
+is_deeply(\@wrong, [], 'every function gives the answers of a single server');
+is($session->attempt('INSERT INTO orders VALUES (42), (43), (44)')->{state}, '00000', 'the trigger allows rows');
+is($session->attempt('INSERT INTO orders VALUES (42), (43), (44), (44), (44)')->{state}, 'PT429', 'the trigger refuses rows');
 $_->ask('RESET ratelimit.debug_now') foreach $session, $alone;
 my $masters = join '|', map { '127\.0\.0\.1:' . $_->port } $cluster->masters;
-like($session->ask('SELECT redis, connected, error IS NULL FROM rl_status()'), qr/^"(?:$masters)"\|t\|t$/, 'rl_status');
+like($session->ask('SELECT redis, connected, error IS NULL FROM rl_status()'), qr/^"(?:$masters)"\|t\|t$/, 'rl_status shows a master');
 cmp_ok($_->calls('evalsha'), '>', 0, 'each master was asked') foreach $cluster->masters;
 
-# What was learned is not asked again.
+# The session remembers the slots' owners.
 my @keys = map { "key:$_" } 1 .. 200;
 my $ask_all = 'SELECT count(rl_throttle(k, 1000, 1, 3600)) FROM unnest(ARRAY[' . join(',', map { "'$_'" } @keys) . ']) k';
-is($session->ask($ask_all), '200', 'many keys');
+is($session->ask($ask_all), '200', 'a call for each of many keys');
 $_->cli('CONFIG', 'RESETSTAT') foreach $cluster->masters;
-is($session->ask($ask_all), '200', 'many keys again');
-is($_->errors('MOVED'), 0, 'none is asked for in vain') foreach $cluster->masters;
+is($session->ask($ask_all), '200', 'a second call for each of many keys');
+is($_->errors('MOVED'), 0, 'a second call is not redirected') foreach $cluster->masters;
 
 #
-# One slot on its way
+# A slot that moves
 #
 
 my ($key, $limits) = ('traveller', 'sliding_log 3/1h, fixed_window 100/3650d');
 my $slot = $cluster->slot($key);
 my $from = $cluster->first_owner($slot);
 my $to = ($from + 1) % 3;
-is($session->ask("SELECT allowed FROM rl_check('$key', '$limits')"), 't', 'before it moves');
+is($session->ask("SELECT allowed FROM rl_check('$key', '$limits')"), 't', 'a key before its slot moves');
 $cluster->begin_move($slot, $from, $to);
-is($session->ask("SELECT allowed FROM rl_check('$key', '$limits')"), 't', 'the key is still at the source');
+is($session->ask("SELECT allowed FROM rl_check('$key', '$limits')"), 't', 'a key that is still at the source');
 my $asks = $cluster->master($from)->errors('ASK');
-is($session->ask(q{SELECT allowed FROM rl_throttle('new {traveller}', 1, 1, 3600)}), 't', 'braces in a key are not the cluster\'s');
-is($session->ask("SELECT rl_reset('$key')"), 't', 'forgotten');
+is($session->ask(q{SELECT allowed FROM rl_throttle('new {traveller}', 1, 1, 3600)}), 't', 'braces in a key are not a hash tag');
+is($session->ask("SELECT rl_reset('$key')"), 't', 'rl_reset deletes the key at the source');
 foreach (1 .. 3)
 {
 	is($session->ask("SELECT string_agg(remaining::text, ' ') FROM rl_check_each('$key', '$limits')"), 3 - $_ . ' ' . (100 - $_),
-		"then it is at the target, call $_");
+		"the key is then at the target, call $_");
 }
-cmp_ok($cluster->master($from)->errors('ASK'), '>=', $asks + 3, 'the source said so each time');
-is($session->ask("SELECT allowed, source FROM rl_check('$key', '$limits')"), 'f|redis', 'a log there refuses');
+cmp_ok($cluster->master($from)->errors('ASK'), '>=', $asks + 3, 'the source redirected each call');
+is($session->ask("SELECT allowed, source FROM rl_check('$key', '$limits')"), 'f|redis', 'a log at the target refuses');
 $cluster->end_move($slot, $from, $to);
-is($session->ask("SELECT string_agg(remaining::text, ' ') FROM rl_peek('$key', '$limits', 0)"), '0 97', 'nothing was lost');
-is(sum(map { $_->errors('TRYAGAIN') } $cluster->masters), 0, 'a key is in one place, so nothing had to wait');
+is($session->ask("SELECT string_agg(remaining::text, ' ') FROM rl_peek('$key', '$limits', 0)"), '0 97', 'the move lost nothing');
+is(sum(map { $_->errors('TRYAGAIN') } $cluster->masters), 0, 'no call of one key had to wait');
 
 #
-# Slots on their way all the while, eight clients, a thousand keys
+# Slots move repeatedly, with eight clients and a thousand keys
 #
 
-# Nothing leaks back meanwhile: of 5 a key may have 5.
+# Nothing is replenished during the test, so each key gets at most 5.
 my @rules = ('1/1d burst 5', 'token_bucket 1/1d burst 5', 'fixed_window 5/3650d', 'sliding_window 5/3650d',
 	'sliding_log 5/3650d');
 $node->safe_psql('postgres', q{
@@ -109,7 +109,7 @@ my (%owner, %redirected);
 my ($moves, $runs) = (0, 0);
 my $watcher = session($node);
 $_->cli('CONFIG', 'RESETSTAT') foreach $cluster->masters;
-# Until enough has happened to them.
+# Until enough slots have moved, and enough calls were redirected.
 while ($moves < 50 || !$redirected{MOVED} || !$redirected{ASK})
 {
 	$runs++;
@@ -137,17 +137,17 @@ while ($moves < 50 || !$redirected{MOVED} || !$redirected{ASK})
 note "measured: $moves slots moved, ", join ', ', map { "$_ $redirected{$_}" } sort keys %redirected;
 is($redirected{TRYAGAIN}, 0, 'no call had to wait');
 is($node->safe_psql('postgres', q{SELECT count(*), string_agg(DISTINCT source, ',') FROM taken}), 8000 * $runs . '|redis',
-	'Redis made every decision');
+	'the store made every decision');
 is($node->safe_psql('postgres', q{
 		SELECT string_agg(key || ': ' || allowed || ' of ' || calls, ', ')
 		FROM (SELECT key, count(*) AS calls, count(*) FILTER (WHERE allowed) AS allowed FROM taken GROUP BY key) k
-		WHERE allowed <> least(calls, 5)}), '', 'each key was allowed what its limit says');
+		WHERE allowed <> least(calls, 5)}), '', 'each key was allowed exactly its limit');
 
 #
 # Many keys in one call
 #
 
-# So many times, of which the first half is sent while a slot moves.
+# Each rule is called seven times; the first five calls are sent while a slot moves.
 my $many = q{SELECT count(*) FILTER (WHERE allowed), count(*) FILTER (WHERE source = 'redis'), array_agg(key) = ks
 	FROM (SELECT array_agg('many:' || n ORDER BY n) AS ks FROM generate_series(1, 3000) n) k,
 		rl_check_many(ks, '%s') GROUP BY ks};
@@ -169,36 +169,36 @@ foreach my $rule ('1/1d burst 5', 'fixed_window 5/3650d', 'sliding_log 5/3650d')
 		push @answers, $fresh->ask('');
 		diag $fresh->error if $fresh->error ne '';
 	}
-	is_deeply(\@answers, [ ('3000|3000|t') x 5, ('0|3000|t') x 2 ], "rl_check_many of 3,000 keys, $rule: each is charged once, in order");
+	is_deeply(\@answers, [ ('3000|3000|t') x 5, ('0|3000|t') x 2 ], "rl_check_many of 3,000 keys, $rule: each is charged once, and rows come in order");
 	$_->cli('CONFIG', 'RESETSTAT') foreach $cluster->masters;
 	$_->cli('SCRIPT', 'FLUSH') foreach $cluster->masters;
-	is($fresh->ask(sprintf $many, $rule), '0|3000|t', 'the script is not known any more');
-	is($_->errors('MOVED'), 0, 'none is asked for in vain') foreach $cluster->masters;
-	cmp_ok($_->calls('eval'), '<=', 2, 'it is sent once') foreach $cluster->masters;
+	is($fresh->ask(sprintf $many, $rule), '0|3000|t', 'rl_check_many sends a script that was flushed');
+	is($_->errors('MOVED'), 0, 'no call of rl_check_many is redirected') foreach $cluster->masters;
+	cmp_ok($_->calls('eval'), '<=', 2, 'the script is sent to each node at most twice') foreach $cluster->masters;
 	$fresh->quit;
 }
 
-# A savepoint's and a transaction's charges go back to where they were made.
+# A refund goes to the node that was charged.
 my $refunds = 'fixed_window 5/3650d refund_on_abort';
 $session->ask("BEGIN; SELECT count(rl_check('undo:' || n, '$refunds')) FROM generate_series(1, 300) n; SAVEPOINT s;
 	SELECT count(rl_check('undo:' || n, '$refunds', 3)) FROM generate_series(1, 300) n; ROLLBACK TO s;
 	SELECT count(rl_check('undo:' || n, '$refunds', 2)) FROM generate_series(1, 300) n;");
 is($session->ask("SELECT DISTINCT remaining FROM generate_series(1, 300) n, rl_peek('undo:' || n, '$refunds', 0)"), '2',
-	'a savepoint gives back, on all nodes');
+	'the rollback of a savepoint refunds on all nodes');
 $session->ask('ROLLBACK');
 is($session->ask("SELECT DISTINCT remaining FROM generate_series(1, 300) n, rl_peek('undo:' || n, '$refunds', 0)"), '5',
-	'a transaction gives back, on all nodes');
+	'the rollback of a transaction refunds on all nodes');
 
-# The one that was connected to first stands still: the others have time left.
+# The first node is suspended: there is time left for the other nodes.
 my @elsewhere = grep { !$cluster->has($cluster->master(0), "undo:$_") } 1 .. 300;
 $session->ask("BEGIN; SELECT count(rl_check('undo:' || n, '$refunds')) FROM generate_series(1, 300) n; SET LOCAL ratelimit.command_timeout = '900ms'");
 $cluster->master(0)->pause;
 $session->ask('ROLLBACK');
 $cluster->master(0)->resume;
 is($session->ask("SELECT DISTINCT remaining FROM unnest('{" . join(',', @elsewhere) . "}'::int[]) n, rl_peek('undo:' || n, '$refunds', 0)"), '5',
-	'a transaction gives back on the other nodes if one stands still');
+	'the rollback of a transaction refunds on the other nodes if a node is suspended');
 
-# On a master that is gone some fail, and the others are answered.
+# Returns how many keys of rl_check_many each source decided.
 sub outcomes
 {
 	return join ',', map { "$_->[0] $_->[1]" } map { [ split /\|/ ] } split /\n/, $session->ask(
@@ -207,11 +207,11 @@ sub outcomes
 }
 
 #
-# A master with a replica dies, or stands still, under load
+# A master with a replica is killed, or suspended, under load
 #
 
-# Each client asks for all keys, so that it knows their nodes, and then goes on
-# until it is told to stop.
+# Each client asks for all keys, so that it knows their nodes, and then continues until
+# the table stop has a row.
 $node->safe_psql('postgres', q{
 	CREATE TABLE stop ();
 	CREATE UNLOGGED TABLE asked (key int, source text, began timestamptz, ms double precision);
@@ -240,31 +240,31 @@ $node->safe_psql('postgres', q{
 	SELECT pg_reload_conf();
 });
 
-foreach my $how (qw(dies stands_still))
+foreach my $how ('killed', 'suspended')
 {
-	my $i = $how eq 'dies' ? 0 : 1;
-	my ($victim, $heir) = ($cluster->master($i), $cluster->replica($i));
+	my $i = $how eq 'killed' ? 0 : 1;
+	my ($victim, $replica) = ($cluster->master($i), $cluster->replica($i));
 	my @others = grep { $_ != $victim } $cluster->servers;
 
-	# The load waits for nobody, and its seeds begin with the victim.
+	# The load uses URLs that begin with the victim.
 	$node->safe_psql('postgres', "TRUNCATE stop, asked; ALTER SYSTEM SET ratelimit.redis_url = '" . $cluster->url(first => $i, user => $user) . "';
 		SELECT pg_reload_conf()");
-	my $clients = start_clients($node, "a master $how", 'SELECT load();', '-t', 1);
+	my $clients = start_clients($node, "a master is $how", 'SELECT load();', '-t', 1);
 	await_load($clients, $watcher);
 	my %victims = map { $_ => 1 } grep { $cluster->has($victim, "loaded:$_") } 0 .. 99;
 	my $of_many = grep { $cluster->has($victim, "many:$_") } 1 .. 3000;
-	is(outcomes(), 'redis 3000', "before a master $how: rl_check_many");
+	is(outcomes(), 'redis 3000', "before a master is $how: rl_check_many");
 	my $lost = $watcher->ask('SELECT clock_timestamp()');
-	$how eq 'dies' ? $victim->stop : $victim->pause;
-	is(outcomes(), "fail_closed $of_many,redis " . (3000 - $of_many), "a master $how: rl_check_many fails for its keys only");
+	$how eq 'killed' ? $victim->stop : $victim->pause;
+	is(outcomes(), "fail_closed $of_many,redis " . (3000 - $of_many), "a master is $how: rl_check_many fails only for its keys");
 
-	# It has taken over when the others say so.
+	# The replica has taken over when all other nodes know it.
 	await('the replica to take over', sub {
-		return !grep { $_->cli('CLUSTER', 'NODES') !~ /^$heir->{id} \S+ \S*master - \d+ \d+ \d+ connected \d/m } @others;
+		return !grep { $_->cli('CLUSTER', 'NODES') !~ /^$replica->{id} \S+ \S*master - \d+ \d+ \d+ connected \d/m } @others;
 	});
 	my $taken_over = $watcher->ask('SELECT clock_timestamp()');
-	my $calls = $heir->calls('evalsha');
-	await('calls of the replica', sub { $heir->calls('evalsha') > $calls + 100 });
+	my $calls = $replica->calls('evalsha');
+	await('calls of the replica', sub { $replica->calls('evalsha') > $calls + 100 });
 	my $end = $watcher->ask("SELECT clock_timestamp() + interval '0.5 s'");
 	await('more calls', sub { $watcher->ask("SELECT clock_timestamp() > '$end'") eq 't' });
 	$watcher->ask('INSERT INTO stop DEFAULT VALUES');
@@ -273,25 +273,25 @@ foreach my $how (qw(dies stands_still))
 	my $of_victim = 'key IN (' . join(',', sort keys %victims) . ')';
 	my ($failed, $answered) = split /\|/, $watcher->ask(qq{
 		SELECT count(*) FILTER (WHERE source = 'fail_closed'), count(*) FILTER (WHERE source = 'redis') FROM asked});
-	note "measured: a master $how: $answered calls answered, $failed not; ", $watcher->ask(qq{
+	note "measured: a master is $how: $answered calls answered, $failed not; ", $watcher->ask(qq{
 		SELECT format('the replica took over after %s s, the last failure was %s s after that, calls on other nodes took at most %s ms',
 			round(extract(epoch FROM '$taken_over'::timestamptz - '$lost'), 1),
 			round(extract(epoch FROM max(began) FILTER (WHERE source <> 'redis') - '$taken_over'), 1),
 			round(max(ms) FILTER (WHERE NOT $of_victim))) FROM asked});
-	cmp_ok($failed, '>', 0, "a master $how: some calls failed");
+	cmp_ok($failed, '>', 0, "a master is $how: some calls failed");
 	is($watcher->ask("SELECT count(*) FROM asked WHERE source <> 'redis' AND NOT $of_victim"), 0,
-		"a master $how: those for its slots only");
+		"a master is $how: only calls for its slots failed");
 	is($watcher->ask("SELECT count(*) FROM asked WHERE source <> 'redis' AND began > '$taken_over'"), 0,
-		"a master $how: until the replica took over only")
+		"a master is $how: no call failed after the replica took over")
 	  or diag "lost at $lost, taken over at $taken_over\n", $watcher->ask("SELECT began, ms, source, key FROM asked WHERE source <> 'redis' AND began > '$taken_over' ORDER BY began");
 	is($watcher->ask("SELECT count(*) FROM asked WHERE NOT $of_victim AND ms >= 2000"), 0,
-		"a master $how: no call on another node has waited for it")
+		"a master is $how: no call on another node waited for it")
 	  or diag "lost at $lost, taken over at $taken_over\n", $watcher->ask(q{SELECT began, ms, source, key FROM asked WHERE ms >= 1000 ORDER BY began});
 	is($watcher->ask("SELECT count(*) > 0 FROM asked WHERE $of_victim AND source = 'redis' AND began > '$taken_over'"), 't',
-		"a master $how: after which its slots are the replica's");
-	is(outcomes(), 'redis 3000', "a master $how: rl_check_many goes on");
-	$how eq 'dies' ? $victim->start : $victim->resume;
-	await('it to be the replica', sub { return $victim->follows });
+		"a master is $how: the replica answers for its slots");
+	is(outcomes(), 'redis 3000', "a master is $how: rl_check_many works after the replica took over");
+	$how eq 'killed' ? $victim->start : $victim->resume;
+	await('the old master to be a replica', sub { return $victim->follows });
 }
 
 done_testing();

@@ -1,5 +1,5 @@
-# Sentinels tell which server is the master: at connect, after a lost connection
-# and when it has become a replica; a fail-over ends no session.
+# Sentinels name the master: at connect, after a lost connection, and when the master
+# has become a replica.  A failover ends no session.
 use strict;
 use warnings FATAL => 'all';
 
@@ -35,7 +35,7 @@ sub sentinel
 			'sentinel down-after-milliseconds service 500', 'sentinel failover-timeout service 3000' ])->start;
 }
 
-# Their URL, with parts if given.
+# Returns the Sentinels' URL, with parts if given.
 sub url
 {
 	my ($sentinels, %part) = @_;
@@ -68,69 +68,69 @@ my $pid = $session->pid;
 # At connect
 #
 
-is($session->attempt($take)->{state}, '00000', 'a call');
+is($session->attempt($take)->{state}, '00000', 'a call works');
 is($session->ask('SELECT redis, connected, error IS NULL FROM rl_status()'),
-	'"127.0.0.1:' . $a->port . '"|t|t', 'rl_status tells the master');
-is($session->attempt($take)->{state}, '00000', 'another call');
+	'"127.0.0.1:' . $a->port . '"|t|t', 'rl_status shows the master');
+is($session->attempt($take)->{state}, '00000', 'another call works');
 my $silent = RedisServer::free_port();
 $session->set(redis_url => "redis+sentinel://127.0.0.1:$silent,127.0.0.1:" . $sentinels[1]->port . '/service/1');
-is($session->attempt($take)->{state}, '00000', 'who does not answer is passed over');
-is($a->cli('EVAL', q{redis.call('SELECT', 1) return redis.call('DBSIZE')}, 0), 1, 'the database is the master\'s');
+is($session->attempt($take)->{state}, '00000', 'a Sentinel that does not answer is skipped');
+is($a->cli('EVAL', q{redis.call('SELECT', 1) return redis.call('DBSIZE')}, 0), 1, 'the master uses the database of the URL');
 $session->set(redis_url => url(\@sentinels, service => 'nothing'));
 $session->fails($take, 'an unknown service', '08001', qr/^could not connect to Redis: the Sentinel knows no service "nothing"$/,
 	qr/^The server is "127\.0\.0\.1:${\ $sentinels[0]->port }"\.$/);
-# Another one, as the breaker of the first is open.
+# Another port, because the breaker of the first is open.
 $silent = RedisServer::free_port();
 $session->set(redis_url => "redis+sentinel://127.0.0.1:$silent/service");
 $session->fails($take, 'no Sentinel', '08001', qr/^could not connect to Redis: Connection refused/);
-is($session->ask('SELECT redis, breaker FROM rl_status()'), qq{"127.0.0.1:$silent"/service|open}, 'rl_status');
+is($session->ask('SELECT redis, breaker FROM rl_status()'), qq{"127.0.0.1:$silent"/service|open}, 'rl_status shows the open breaker of the Sentinel');
 $session->set(redis_url => 'redis+sentinel://127.0.0.1:' . $a->port . '/service');
-is($session->attempt($take)->{state}, '08P01', 'no Sentinel but a Redis');
+is($session->attempt($take)->{state}, '08P01', 'a Redis server instead of a Sentinel');
 
-# One that wants a password gets it, and the server too.
+# A Sentinel and a server that need a password.
 my $secret = sentinel(9, password => 'sesame');
 $session->set(redis_url => url([$secret]));
-is($session->attempt($take)->{state}, '28P01', 'a Sentinel that wants a password');
+is($session->attempt($take)->{state}, '28P01', 'a Sentinel that needs a password, without a password');
 $a->cli('CONFIG', 'SET', 'requirepass', 'sesame');
 $session->set(redis_passfile => password_file('sesame'));
-is($session->attempt($take)->{state}, '00000', 'and gets it');
+is($session->attempt($take)->{state}, '00000', 'a Sentinel that needs a password, with a password');
 $session->set(redis_url => url(\@sentinels));
-is($session->attempt($take)->{state}, '00000', 'one that wants none');
+is($session->attempt($take)->{state}, '00000', 'a Sentinel that needs no password, with a password');
 $a->cli('CONFIG', 'SET', 'requirepass', '');
 $session->set(redis_passfile => undef, redis_url => undef);
 undef $secret;
-is($session->attempt($take)->{state}, '00000', 'none at all');
+is($session->attempt($take)->{state}, '00000', 'servers without a password');
 
 #
 # A master that has become a replica, and keeps its connections
 #
 
-# Without Sentinels too, of several servers the next is asked, and one is at
-# least looked for anew.
+# Without Sentinels, the next server of a list is asked, and a single server is
+# connected to again.
 my $both = 'redis://127.0.0.1:' . $b->port . ',127.0.0.1:' . $a->port;
 $session->set(redis_url => $both);
-is($session->attempt($take)->{state}, '00000', 'a replica ahead of its master');
-is($session->ask('SELECT redis FROM rl_status()'), '"127.0.0.1:' . $a->port . '"', 'is passed over');
-is($session->ask(q{SELECT count(*) FROM rl_check_many('{a,b,c}', '1/1d') WHERE source = 'redis'}), 3, 'by many calls too');
+is($session->attempt($take)->{state}, '00000', 'a list with a replica before its master');
+is($session->ask('SELECT redis FROM rl_status()'), '"127.0.0.1:' . $a->port . '"', 'the replica is skipped');
+is($session->ask(q{SELECT count(*) FROM rl_check_many('{a,b,c}', '1/1d') WHERE source = 'redis'}), 3, 'rl_check_many skips the replica too');
 $session->set(redis_url => $b->url);
 foreach my $try (1, 2)
 {
 	my $before = $b->field('stats', 'total_connections_received');
 
-	is($session->attempt($take)->{state}, '08P01', "a replica alone, try $try");
-	is($b->field('stats', 'total_connections_received') - $before, 1, 'by a connection of its own');
+	is($session->attempt($take)->{state}, '08P01', "a replica as only server, try $try");
+	is($b->field('stats', 'total_connections_received') - $before, 1, "try $try makes a new connection");
 }
 
 my $alone = sentinel(9);
 $session->set(redis_url => url([$alone]));
-is($session->attempt($take)->{state}, '00000', 'a master');
+is($session->attempt($take)->{state}, '00000', 'a master of a single Sentinel');
 $_->stop foreach @sentinels;
 $b->cli('REPLICAOF', 'NO', 'ONE');
 follow($a, $b);
 $alone->cli('SENTINEL', 'REMOVE', 'service');
 $alone->cli('SENTINEL', 'MONITOR', 'service', '127.0.0.1', $b->port, 9);
-is($session->attempt($take)->{answer} =~ /redis/ ? 'redis' : '', 'redis', 'a master that is none any more');
-is($session->ask('SELECT redis FROM rl_status()'), '"127.0.0.1:' . $b->port . '"', 'the new one was found');
+is($session->attempt($take)->{answer} =~ /redis/ ? 'redis' : '', 'redis', 'a call after the master has become a replica');
+is($session->ask('SELECT redis FROM rl_status()'), '"127.0.0.1:' . $b->port . '"', 'the call found the new master');
 $alone->cli('SENTINEL', 'REMOVE', 'service');
 $alone->cli('SENTINEL', 'MONITOR', 'service', '127.0.0.1', $a->port, 9);
 $b->cli('CLIENT', 'KILL', 'TYPE', 'normal');
@@ -138,7 +138,7 @@ $session->fails($take, 'a Sentinel that names the wrong master', '08P01', qr/REA
 undef $alone;
 
 #
-# A fail-over under load
+# A failover under load
 #
 
 $a->cli('REPLICAOF', 'NO', 'ONE');
@@ -172,17 +172,17 @@ $node->safe_psql('postgres', qq{
 	ALTER SYSTEM SET ratelimit.redis_url = '${\ url(\@sentinels) }';
 	SELECT pg_reload_conf();
 });
-my $clients = start_clients($node, 'a fail-over', 'SELECT load();', '-t', 1);
+my $clients = start_clients($node, 'a failover', 'SELECT load();', '-t', 1);
 my $watcher = session($node);
 await_load($clients, $watcher);
 my $calls = $a->field('stats', 'total_commands_processed');
 await('calls', sub { return $a->field('stats', 'total_commands_processed') > $calls + 20_000 });
 my $lost = $watcher->ask('SELECT clock_timestamp()');
 $a->stop;
-# Which ends the connections that there are.
+# The promotion ends the open connections.
 await('the promotion', sub { (eval { $b->cli('ROLE') } || [''])->[0] eq 'master' });
 my $is_master = $watcher->ask('SELECT clock_timestamp()');
-await('the Sentinels to tell of it', sub {
+await('the Sentinels to name the new master', sub {
 	return !grep { $_->cli('SENTINEL', 'GET-MASTER-ADDR-BY-NAME', 'service')->[1] != $b->port } @sentinels;
 });
 my $promoted = $watcher->ask('SELECT clock_timestamp()');
@@ -193,28 +193,28 @@ await('all keys to be used up', sub {
 });
 $watcher->ask('INSERT INTO stop DEFAULT VALUES');
 finish_clients($clients);
-note 'measured: ', $watcher->ask(qq{SELECT format('promoted after %s s, which the Sentinels told after %s s more; calls succeeded %s to %s s after the promotion, %s failed',
+note 'measured: ', $watcher->ask(qq{SELECT format('promoted after %s s, the Sentinels named it after %s s more; calls succeeded %s to %s s after the promotion, %s failed',
 		round(extract(epoch FROM '$is_master'::timestamptz - '$lost'), 1), round(extract(epoch FROM '$promoted'::timestamptz - '$is_master'), 1),
 		round(min(again), 1), round(max(again), 1), sum(failed))
 	FROM (SELECT extract(epoch FROM min(ended) FILTER (WHERE source = 'redis' AND ended > '$is_master') - '$is_master') AS again,
 			count(*) FILTER (WHERE source <> 'redis') AS failed FROM asked GROUP BY pid) c});
 is($watcher->ask(qq{SELECT count(DISTINCT pid) FROM asked WHERE source = 'redis'
 		AND ended BETWEEN '$promoted' AND '$promoted'::timestamptz + interval '2 s'}), 8,
-	'each session\'s calls succeed again within 2 s of the promotion');
+	'the calls of each session succeed again within 2 s of the promotion');
 is($watcher->ask(qq{SELECT count(*) FROM asked WHERE source <> 'redis' AND ended > '$promoted'::timestamptz + interval '2 s'}), 0,
-	'and go on to');
+	'no call fails after that');
 my ($allowed, $more) = split /\|/, $watcher->ask(q{SELECT count(*) FILTER (WHERE allowed), count(*) FILTER (WHERE allowed) - } . $keys * $capacity . ' FROM asked');
-note "measured: $allowed actions were allowed, $more more than the limits say: what the replica had not been told";
-# Each session may have had a call under way that was counted, but not answered.
+note "measured: $allowed actions were allowed, $more more than the limits, because of charges that were not replicated";
+# Each session may have had a call that was charged, but not answered.
 cmp_ok($more, '>=', -8, 'each limit was reached');
-cmp_ok($more, '<', $keys * $capacity, 'and the replica knew of most that was taken');
-is($session->ask('SELECT pg_backend_pid()'), $pid, 'the first session lives');
+cmp_ok($more, '<', $keys * $capacity, 'the replica had most of the charges');
+is($session->ask('SELECT pg_backend_pid()'), $pid, 'the first session is alive');
 $session->set(redis_url => undef);
-is($session->attempt($take)->{state}, '00000', 'and its calls succeed');
+is($session->attempt($take)->{state}, '00000', 'calls of the first session succeed');
 
-# The old master comes back as a replica.
+# The old master is started as a replica.
 $a->start;
-await('it to be the replica', sub { return $a->follows });
-is($session->attempt($take)->{state}, '00000', 'the old master is none');
+await('the old master to be a replica', sub { return $a->follows });
+is($session->attempt($take)->{state}, '00000', 'calls succeed when the old master is a replica');
 
 done_testing();

@@ -1,5 +1,5 @@
-# What one server that is lost, or sends calls astray, must not cost the others:
-# neither their calls nor what is given back there, nor the backend.
+# A server that is down, or redirects calls wrongly, does not affect other servers:
+# neither their calls nor their refunds, nor the backend.
 use strict;
 use warnings FATAL => 'all';
 
@@ -16,14 +16,14 @@ my $take = q{SELECT source FROM rl_throttle('k', 1000000, 1000000, 86400)};
 my $single = RedisServer->new->start;
 my ($user, $password, @rule) = documented_user();
 my $passfile = password_file($password);
-# Who is left alone is so to the end, or until the test says otherwise.
+# A breaker that opens stays open, unless a test sets retry_interval.
 my $node = preloaded_node($single, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 1h');
 my $session = session($node);
 my $pid = $session->pid;
 
 sub liar { my ($answer) = @_; return LyingServer->new($answer, tcp => 1); }
 
-# What a Sentinel says of the service's master.
+# Returns a Sentinel's reply with the address of the master.
 sub address { my ($server) = @_; return "*2\r\n\$9\r\n127.0.0.1\r\n\$" . length($server->port) . "\r\n" . $server->port . "\r\n"; }
 
 sub servers { return 'redis://' . join ',', map { '127.0.0.1:' . $_->port } @_; }
@@ -40,7 +40,7 @@ my $url = $cluster->url(user => $user);
 my $watcher = session($node);
 $_->set(redis_passfile => $passfile, redis_url => $url) foreach $session, $watcher;
 
-# A key of each master's, which it has from the start.
+# A key for each master.
 my @key = map { my $i = $_; (grep { $cluster->first_owner($cluster->slot($_)) == $i } map { "key:$_" } 1 .. 100)[0] } 0 .. 2;
 my $limit = 'fixed_window 5/3650d refund_on_abort';
 
@@ -48,19 +48,19 @@ sub take { my ($key) = @_; return "SELECT source FROM rl_check('$key', '$limit',
 
 sub remaining { return $watcher->left($limit, @key); }
 
-# Of the first key's slot nobody has said where it is: it was where it was asked for.
+# The first key's slot needs no redirect, so its node is only known by the answer.
 $session->ask('BEGIN; ' . join '; ', map { take($_) } @key);
-is(remaining(), '3 3 3', 'a new session takes quota on all nodes');
+is(remaining(), '3 3 3', 'a new session charges keys on all nodes');
 $session->ask('ROLLBACK');
-is(remaining(), '5 5 5', 'and gives it back');
+is(remaining(), '5 5 5', 'the rollback refunds on all nodes');
 
-# A node that has forgotten the script that gives back, while the others have it.
+# A node has lost the script that refunds, and the other nodes have it.
 $session->ask('BEGIN; ' . join '; ', map { take($_) } @key);
 $cluster->master(1)->cli('SCRIPT', 'FLUSH');
 $session->ask('ROLLBACK');
-is(remaining(), '5 5 5', 'a node that has forgotten the script gives back too');
+is(remaining(), '5 5 5', 'the rollback refunds on a node that has lost the script');
 
-# A user who may not ask where a slot is on its way to keeps his connection there.
+# A user without permission for ASKING keeps the connection to the target of a move.
 my ($traveller) = grep { $cluster->first_owner($cluster->slot($_)) == 1 && $cluster->slot($_) != $cluster->slot($key[1]) } map { "key:$_" } 1 .. 100;
 my $slot = $cluster->slot($traveller);
 $_->cli('ACL', 'SETUSER', $user, '-asking') foreach $cluster->masters;
@@ -68,57 +68,57 @@ $cluster->begin_move($slot, 1, 2);
 $session->ask('BEGIN; ' . take($key[2]));
 $session->fails(take($traveller), 'ASKING without permission', '08P01', qr/NOPERM/);
 $session->ask('ROLLBACK');
-is(remaining(), '5 5 5', 'what was taken there is given back');
+is(remaining(), '5 5 5', 'the charge on the target is refunded');
 $_->cli('ACL', 'SETUSER', $user, '+asking') foreach $cluster->masters;
 $cluster->end_move($slot, 1, 2);
 
-# One stands still while a transaction ends.
+# A node is suspended while a transaction ends.
 $session->set(on_error => 'deny', command_timeout => '300ms');
 $session->ask('BEGIN; ' . join '; ', map { take($_) } @key);
 $cluster->master(0)->pause;
 $session->ask('ROLLBACK');
-is($session->error, '', 'one stands still while a transaction ends');
-is(join(',', map { $session->ask(take($_)) } @key[ 1, 2 ]), 'redis,redis', 'the others are not left alone for it');
+is($session->error, '', 'a node is suspended while a transaction ends: no error');
+is(join(',', map { $session->ask(take($_)) } @key[ 1, 2 ]), 'redis,redis', 'the breakers of the other nodes stay closed');
 $cluster->master(0)->resume;
-is($session->ask(take($key[0])), 'redis', 'nor it itself, as nobody knows what was slow');
+is($session->ask(take($key[0])), 'redis', 'the breaker of the suspended node stays closed, because the slow node is not known');
 $watcher->ask("SELECT rl_reset('$_')") foreach @key;
 
-# One stands still while many are asked, who were not connected to it.
+# A node is suspended during a call of many keys by a session without connection to it.
 my $fresh = session($node);
 $fresh->set(redis_passfile => $passfile, redis_url => $cluster->url(user => $user, first => 2), on_error => 'deny',
 	command_timeout => '300ms');
-# Those of another come ahead of its own.
+# The keys of another node come before the keys of this node.
 my @of = map { my $i = $_; [ grep { $cluster->has($cluster->master($i), $_) } map { "many:$_" } 1 .. 200 ] } 0 .. 2;
 my $of_lost = @{ $of[0] };
 my $many = "SELECT source, count(*) FROM rl_check_many('{" . join(',', map { @$_ } @of[ 1, 0, 2 ]) . "}', '1/1d burst 5') GROUP BY source ORDER BY source";
 $cluster->master(0)->pause;
-is($fresh->ask($many), "fail_closed|$of_lost\nredis|" . (200 - $of_lost), 'one stands still: of many calls its own fail');
+is($fresh->ask($many), "fail_closed|$of_lost\nredis|" . (200 - $of_lost), 'a node is suspended: only its keys fail');
 $cluster->master(0)->resume;
-is(join(',', map { $watcher->ask(take($_)) } @key[ 1, 2 ]), 'redis,redis', 'and the others are not left alone');
+is(join(',', map { $watcher->ask(take($_)) } @key[ 1, 2 ]), 'redis,redis', 'the breakers of the other nodes stay closed after many keys');
 $fresh->quit;
 $session->set(on_error => undef, command_timeout => undef, redis_url => undef);
 
 #
-# Whom one is sent to late
+# A late redirect
 #
 
 {
 	my $lost = RedisServer->new->start;
 
 	$lost->cli('ACL', 'SETUSER', $user, @rule);
-	# What is asked first is AUTH.
+	# The first request is AUTH.
 	my $late = liar(sub { my ($command) = @_; return $command eq 'AUTH' ? "+OK\r\n" : (\0.7, "-MOVED 1 127.0.0.1:${\ $lost->port }\r\n") });
 	$session->set(command_timeout => '1s', redis_url => $late->url(user => $user));
 	$lost->pause;
-	is($session->attempt($take)->{state}, '08006', 'who is asked when there is little time may not answer in time');
+	is($session->attempt($take)->{state}, '08006', 'a server that is asked when there is little time does not answer in time');
 	$lost->resume;
 	$session->set(command_timeout => undef, redis_url => $lost->url(tcp => 1, user => $user));
-	is($session->ask($take), 'redis', 'and is not left alone for it');
+	is($session->ask($take), 'redis', 'the breaker of this server stays closed');
 	$session->set(redis_passfile => undef, redis_url => undef);
 }
 
 #
-# Servers that cannot run a call now: another one of the list, or the one that
+# Servers that cannot run a call now: another server of the list, or the server that
 # the Sentinels name, runs it
 #
 
@@ -136,13 +136,13 @@ foreach my $error ($masterdown, $noreplicas, 'CLUSTERDOWN The cluster is down',
 	{
 		my $what = $call eq $batch ? 'many calls' : 'a call';
 
-		# A session of its own, or it would know already.
+		# A new session, which does not know the servers yet.
 		my $first = session($node);
 		$first->set(redis_url => servers($bad, $single));
 		is($first->ask($call), 'redis', "$code: the next server of the list runs $what") or diag $first->error;
 		my $before = $bad->requests;
-		is($first->ask($call), 'redis', 'the next time too');
-		is($bad->requests, $before, 'without asking the server that was left');
+		is($first->ask($call), 'redis', "$code: the second time too");
+		is($bad->requests, $before, "$code: the second time the first server is not asked");
 
 		my $old = liar(sub { return address($bad) });
 		my $new = liar(sub { return address($single) });
@@ -155,12 +155,12 @@ foreach my $error ($masterdown, $noreplicas, 'CLUSTERDOWN The cluster is down',
 	my $before = $bad->requests;
 	my $only = liar(sub { return address($bad) });
 	$session->set(redis_url => sentinels($only));
-	is($session->attempt($take)->{state}, '08P01', "$code: so it does when the Sentinel names no other");
-	is($bad->requests, $before + 1, 'and the server is asked once');
+	is($session->attempt($take)->{state}, '08P01', "$code: the call fails when the Sentinel names no other server");
+	is($bad->requests, $before + 1, "$code: the server is asked once");
 	$session->set(redis_url => undef);
 }
 
-# What fails at one server would fail at another, or does not stay there.
+# These errors would come from another server too, or are soon over.
 foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a script', 'MISCONF Errors writing to the AOF file',
 	'NOAUTH Authentication required.', 'NOPERM this user has no permissions', 'CLUSTERDOWN Hash slot not served')
 {
@@ -168,11 +168,11 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 
 	$session->set(redis_url => servers($bad, $single));
 	like($session->attempt($take)->{state}, qr/^(08P01|28P01)$/, "$error: the call fails") foreach 1, 2;
-	is($bad->requests, 2, 'and the server stays in use');
+	is($bad->requests, 2, "$error: the server stays in use");
 	$session->set(redis_url => undef);
 }
 
-# What Redis itself answers.
+# The replies of Redis itself.
 {
 	my $cut_off = RedisServer->new->start;
 	my $replica = RedisServer->new->start;
@@ -187,13 +187,13 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 		$session->set(redis_url => servers($server));
 		like($session->attempt($take)->{message}, qr/answered with an error: $code /, "Redis answers $code");
 		$session->set(redis_url => servers($server, $single));
-		is($session->ask($_), 'redis', 'and is left for the next server') foreach $take, $batch;
+		is($session->ask($_), 'redis', "Redis answers $code: the next server runs the call") foreach $take, $batch;
 		$session->set(redis_url => undef);
 	}
 }
 
 #
-# Nodes that send calls to each other
+# Nodes that redirect calls to each other
 #
 
 {
@@ -206,7 +206,7 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 		unlink $file;
 		append_to_file($file, $server->port);
 		$session->with({ command_timeout => '200ms', redis_url => $one->url }, sub {
-			$session->fails($_, 'a call that is sent to and fro ends', '08P01', qr/MOVED|ASK/)
+			$session->fails($_, 'a call that is redirected to and fro', '08P01', qr/MOVED|ASK/)
 			  foreach $take, q{SELECT count(*) FROM rl_check_many('{a,b,c}', '1/1d')};
 		});
 	}
@@ -216,7 +216,7 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 # Sentinels
 #
 
-# The first tells of a server that turns out to be a replica, the next nothing.
+# The first Sentinel names a server that is a replica, and the second does not answer.
 {
 	my $replica = liar(sub { return "-READONLY You can't write against a read only replica.\r\n" });
 	my $wrong = liar(sub { return address($replica) });
@@ -224,20 +224,20 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 	my $right = liar(sub { return address($single) });
 
 	$session->set(command_timeout => '500ms', redis_url => sentinels($wrong, $silent, $right));
-	is($session->ask($take), 'redis', 'the new master has its time, however long it took to find it');
+	is($session->ask($take), 'redis', 'the new master has the whole command_timeout, however long the search took');
 	$session->set(command_timeout => undef);
 }
 
-# The first tells of a server that is lost.
+# The first Sentinel names a server that is down.
 {
 	my $lost = liar(sub { return undef });
 	my $wrong = liar(sub { return address($lost) });
 	my $right = liar(sub { return address($single) });
 
 	$session->set(retry_interval => 0, redis_url => sentinels($wrong, $right));
-	is($session->attempt($take)->{state}, '08006', 'a Sentinel that does not know of the new master');
-	is($session->ask($take), 'redis', 'the next time another is asked');
-	is($session->ask($take), 'redis', 'and listened to');
+	is($session->attempt($take)->{state}, '08006', 'a Sentinel that does not know the new master');
+	is($session->ask($take), 'redis', 'the next call asks another Sentinel');
+	is($session->ask($take), 'redis', 'a further call uses its answer');
 	$session->set(retry_interval => undef);
 }
 
@@ -253,7 +253,7 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 	note "four silent Sentinels: @ms ms";
 	cmp_ok(min(@ms), '<=', 350, 'the search ends within connect_timeout + command_timeout + 50 ms');
 	$session->set(command_timeout => '2s', redis_url => sentinels(@silent, $right));
-	is($session->ask($take), 'redis', 'time is left for the fifth, which answers');
+	is($session->ask($take), 'redis', 'there is time left for the fifth Sentinel, which answers');
 	$session->set(connect_timeout => undef, command_timeout => undef, retry_interval => undef);
 }
 
@@ -268,35 +268,35 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 
 		$new->set(command_timeout => '500ms', redis_url => sentinels($silent, $right));
 		is($new->ask($take), 'redis', "session $n finds the master although a Sentinel is silent");
-		is($right->requests, $n, 'by asking the other');
+		is($right->requests, $n, "session $n asks the other Sentinel");
 		$new->quit;
 	}
-	is($silent->requests, 1, 'the silent Sentinel is asked by the first session only');
+	is($silent->requests, 1, 'only the first session asks the silent Sentinel');
 }
 
-# A master that hangs up on many calls.
+# A master that ends the connection during a call of many keys.
 {
 	my $master = liar(sub { return undef });
 	my $sentinel = liar(sub { return address($master) });
 
 	$session->set(redis_url => sentinels($sentinel));
 	is($session->attempt(q{SELECT count(*) FROM (SELECT array_agg('k' || n) AS ks FROM generate_series(1, 2000) n) k, rl_check_many(ks, '1/1d')})->{state},
-		'08006', 'a master that hangs up on many calls');
-	is($sentinel->requests, 1, 'for whom the Sentinels are not asked by each');
+		'08006', 'a master that ends the connection during a call of many keys');
+	is($sentinel->requests, 1, 'the call asks the Sentinel once');
 }
 
-# A master that takes itself for a cluster's.
+# A master that replies with redirects, as in a cluster.
 {
 	my $master = liar(sub { return "-MOVED 1 127.0.0.1:${\ $single->port }\r\n" });
 	my $sentinel = liar(sub { return address($master) });
 
 	$session->set(redis_url => sentinels($sentinel));
-	$session->fails($_, 'who follows Sentinels follows nobody else', '08P01', qr/MOVED/)
+	$session->fails($_, 'a session with Sentinels does not follow redirects', '08P01', qr/MOVED/)
 	  foreach $take, q{SELECT count(*) FROM rl_check_many('{a,b,c}', '1/1d')};
 }
 
 $session->set(redis_url => undef);
-is($session->ask('SELECT pg_backend_pid()'), $pid, 'the backend lives');
-is($session->ask($take), 'redis', 'and Redis is asked');
+is($session->ask('SELECT pg_backend_pid()'), $pid, 'the backend is alive');
+is($session->ask($take), 'redis', 'Redis answers');
 
 done_testing();

@@ -1,11 +1,11 @@
-# The pages: README.md and docs/*.md.  Every SQL block runs and prints what the
-# page shows, every link has a target, the pictures are what script/plots draws,
-# and docs/reference.md names all that the code and the catalogs have, and nothing
-# else.  DocPage.pm has the convention of the blocks.
+# The pages: README.md and docs/*.md.  Every SQL block runs and prints the output of
+# the page, every link has a target, and the pictures are those of script/plots.
+# docs/reference.md names exactly the names of the code and the catalogs.  DocPage.pm
+# has the convention of the blocks.
 #
 # With RATELIMIT_PAGES='README.md docs/faq.md', only the blocks of these pages run.
-# RATELIMIT_PAGES_TO names a folder to which the pages are written with the
-# outputs that psql printed.  Every user must have the right to write there.
+# RATELIMIT_PAGES_TO names a folder to which the pages are written with the outputs
+# that psql printed.  Every user must be able to write there.
 use strict;
 use warnings FATAL => 'all';
 
@@ -29,7 +29,7 @@ my @roles = split /\n/, $node->safe_psql('postgres', 'SELECT rolname FROM pg_rol
 # The blocks
 #
 
-# Makes the server as it was: a new database, no other roles, nothing counted.
+# Resets the server: a new database, no other roles, empty statistics.
 sub prepare
 {
 	my ($page) = @_;
@@ -50,7 +50,7 @@ sub prepare
 	return;
 }
 
-# Runs the page's blocks in one psql and returns what each has printed.
+# Runs the page's blocks in one psql and returns their outputs.
 sub outputs
 {
 	my ($page) = @_;
@@ -75,14 +75,14 @@ foreach my $name (@wanted)
 
 	prepare($page);
 	my @printed = outputs($page);
-	is(@printed, @blocks + 1, "$name: psql came to the end") or diag $printed[-1];
+	is(@printed, @blocks + 1, "$name: psql ran all blocks") or diag $printed[-1];
 	foreach my $i (0 .. $#blocks)
 	{
 		my $shown = $page->shown($blocks[$i]);
 		my $printed = $printed[$i] // next;
 		my $where = "$name, line $blocks[$i]{line}";
 
-		if (defined $shown) { ok(DocPage::matches($shown, $printed), "$where: prints what the page shows") or diag $printed; }
+		if (defined $shown) { ok(DocPage::matches($shown, $printed), "$where: prints the output of the page") or diag $printed; }
 		else { unlike($printed, qr/^(?:ERROR|FATAL|PANIC):|^\\|invalid command/m, "$where: succeeds"); }
 	}
 	next unless $ENV{RATELIMIT_PAGES_TO};
@@ -124,7 +124,7 @@ my $code = join '', map { slurp_file($_) } split /\n/, qx(find "$root/src" -name
 # Returns a query's rows.
 sub rows { my ($sql) = @_; return [ split /\n/, $node->safe_psql('postgres', $sql) ]; }
 
-# Returns what stands first in the rows of the text's tables with this header.
+# Returns the first cells of the tables with this header.
 sub cells
 {
 	my ($header, $text) = @_;
@@ -142,8 +142,8 @@ sub same
 	my %shown = map { ($_ => 1) } @$shown;
 	my %there = map { ($_ => 1) } @$there;
 
-	is(join(', ', grep { !$shown{$_} } sort keys %there), '', "$name: all");
-	is(join(', ', grep { !$there{$_} } sort keys %shown), '', "$name: no others");
+	is(join(', ', grep { !$shown{$_} } sort keys %there), '', "$name: all are shown");
+	is(join(', ', grep { !$there{$_} } sort keys %shown), '', "$name: no others are shown");
 	return;
 }
 
@@ -194,7 +194,7 @@ same(cells('SQLSTATE', $reference), [ keys %raised ], 'reference.md: SQLSTATEs')
 my ($sources) = $code =~ /source_names\[\] = \{(.*?)\}/s or die 'no names of sources in the code';
 same(cells('source', $reference), [ $sources =~ /"(\w+)"/g ], 'reference.md: sources');
 
-# What a page names exists.
+# The names on a page exist.
 my %exists = map { ($_ => 1) } @$types, (map { /(\w+)/ } @$functions), qw(rl_enforce), grep { /^ratelimit\./ } keys %section;
 foreach my $name (sort keys %page)
 {
@@ -202,7 +202,7 @@ foreach my $name (sort keys %page)
 	my %named = map { ($_ => 1) }
 	  $text =~ m{(?<![\w/])(rl_[a-z_]+[a-z]|ratelimit\.(?!so\b|control\b)[a-z_]+[a-z])\b(?!\.md)}g;
 
-	is_deeply([ grep { !$exists{$_} } sort keys %named ], [], "$name: names what exists");
+	is_deeply([ grep { !$exists{$_} } sort keys %named ], [], "$name: all names exist");
 }
 
 #
@@ -217,7 +217,7 @@ foreach my $name (@pictures)
 
 	IPC::Run::run([ $node->installed_command('psql'), '-XqAt', '-v', 'ON_ERROR_STOP=1', '-d', $node->connstr('postgres'),
 			'-f', "$root/script/plots.sql", '-c', "SELECT pg_temp.picture('$name')" ], '>', \$drawn, '2>', \$errors);
-	ok($drawn eq slurp_file("$root/docs/$name.svg"), "docs/$name.svg is what script/plots draws") or diag $errors;
+	ok($drawn eq slurp_file("$root/docs/$name.svg"), "docs/$name.svg is the picture of script/plots") or diag $errors;
 }
 
 done_testing();

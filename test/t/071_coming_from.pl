@@ -1,6 +1,6 @@
-# docs/coming-from.md says which limit replaces each well-known limiter.  A small
-# model of each of them and the limit that the page names are given the same
-# histories in virtual time, and decide alike.
+# docs/coming-from.md names the limit that replaces each well-known limiter.  A small
+# model of the limiter and this limit get the same histories in virtual time, and give
+# the same answers.
 #
 # RATELIMIT_SEED repeats a run.
 use strict;
@@ -48,7 +48,7 @@ foreach my $function (qw(is_action_allowed cl_throttle))
 	is($session->error, '', "the page's function $function");
 }
 
-# The text of a limit, which the page must name.
+# Returns the text of a limit, and checks that the page has it.
 sub limit
 {
 	my ($limit) = @_;
@@ -57,11 +57,11 @@ sub limit
 	return $limit;
 }
 
-# A key that no history has used.
+# Returns a key that no history has used.
 sub new_key { return 'key:' . ++$keys; }
 
-# A history: steps of a time in milliseconds and a quota.  No two steps have the
-# same time.  Most pauses are near the average pause, some are long.
+# Returns a history: steps with a time in milliseconds and a quota.  All times differ.
+# Most pauses are near the average pause, some are long.
 sub history
 {
 	my (%how) = (pause => 5_000, quota => 1, unit => 1, @_);
@@ -73,7 +73,7 @@ sub history
 	} 1 .. 200;
 }
 
-# What the command answers to the steps.
+# Returns the command's answers to the steps.
 sub answers
 {
 	my ($command, @steps) = @_;
@@ -84,8 +84,8 @@ sub answers
 	return @answers;
 }
 
-# Shows that the command and the model answer random histories alike.  model
-# makes the model of a new key: a function of time and quota.
+# Checks that the command and the model give the same answers to random histories.
+# The function returns a model of a new key, which is a function of time and quota.
 sub same
 {
 	my ($what, $command, $model, %how) = @_;
@@ -133,7 +133,7 @@ sub sorted_set_that_records_refusals
 	};
 }
 
-# The same with ZCARD first, and ZADD only for what is allowed.
+# The same with ZCARD first, and ZADD only for allowed actions.
 sub sorted_set_of_actions
 {
 	my ($period, $max) = @_;
@@ -153,10 +153,10 @@ my $book = sub { sorted_set_that_records_refusals(60_000, 5) };
 same('isActionAllowed(user, action, 60, 5)',
 	q{SELECT is_action_allowed(KEY, 'reply', 60, 5)::int}, $book, pause => 10_000);
 same('a sorted set that records refusals', check(limit('sliding_log 5/60s count_denied')), $book, pause => 10_000);
-same('a sorted set of what was allowed', check(limit('sliding_log 5/60s')),
+same('a sorted set of allowed actions', check(limit('sliding_log 5/60s')),
 	sub { sorted_set_of_actions(60_000, 5) }, pause => 5_000);
 
-# A client that retries each second never gets in while refusals are recorded.
+# A client that retries each second is never allowed while refusals are recorded.
 my @each_second = map { [ 1_000 * $_, 1 ] } 1 .. 300;
 foreach my $case ([ ' count_denied', 5 ], [ '', 25 ])
 {
@@ -205,7 +205,7 @@ foreach my $case ([ 14, 30, 60, 1, 1_200 ], [ 15, 30, 60, 3, 2_500 ], [ 0, 1, 1,
 is(join('|', answers(q{SELECT cl_throttle('book', 14, 30, 60)}, [ 0, 1 ])), '{0,15,14,-1,2}',
 	"the book's five results are those of max_burst 14");
 is(join('|', answers(q{SELECT rl_throttle('book of 15', 15, 30, 60)}, [ 0, 1 ])), '(t,15,14,,2,' . store() . ')',
-	'and of capacity 15');
+	"the book's results are those of capacity 15");
 
 #
 # INCR and EXPIRE
@@ -250,8 +250,8 @@ same('INCR of a key with the minute in its name', check(limit('fixed_window 5/60
 # Buckets
 #
 
-# limitd: drips all the time; size, per_interval and an interval in milliseconds.
-# Counts in parts of a token of which every millisecond adds a whole number.
+# limitd: replenishes continuously; size, per_interval and an interval in milliseconds.
+# Counts parts of a token, so that every millisecond adds a whole number.
 sub limitd
 {
 	my ($size, $per_interval, $interval) = @_;
@@ -301,19 +301,19 @@ same('Spring, the same by arguments', q{SELECT (d.allowed)::int FROM rl_token_bu
 same('Spring, an action a minute', q{SELECT (d.allowed)::int FROM rl_token_bucket(KEY, 60, 1, 1, 60) d},
 	sub { my $model = spring(1, 60); sub { $model->($_[0], 60) } }, unit => 1_000, pause => 20_000);
 
-# Inside a second the two differ: Spring's tokens arrive when the clock's second changes.
+# Inside a second both differ: Spring's tokens arrive when the clock's second changes.
 my @inside = ([ 10_900, 20 ], [ 11_000, 10 ], [ 11_899, 10 ], [ 11_900, 10 ]);
 my $model = spring(10, 20);
 my $key = new_key();
 is(join(' ', map { $model->(@$_) } @inside), '1 1 0 0', "Spring's tokens arrive with the clock's second");
-is(join(' ', answers(check($spring) =~ s/KEY/'$key'/r, @inside)), '1 0 0 1', 'a token_bucket\'s a second after the first take');
+is(join(' ', answers(check($spring) =~ s/KEY/'$key'/r, @inside)), '1 0 0 1', 'the tokens of token_bucket arrive a second after the first take');
 
 #
 # Guava's RateLimiter.create(rate).acquire(permits)
 #
 
-# How long acquire sleeps, in milliseconds: a caller waits for the permits that
-# were taken before its own.
+# Returns a function that returns how long acquire sleeps, in milliseconds: a caller
+# waits for the permits that were taken before its own.
 sub guava
 {
 	my ($rate) = @_;
@@ -335,8 +335,8 @@ sub guava
 	};
 }
 
-# How long rl_wait waits for the quota, in milliseconds; undef if no wait helps.
-# In virtual time rl_wait answers without sleeping.
+# Returns how long rl_wait waits for the quota, in milliseconds; undef if no wait helps,
+# -1 if the wait is wrong.  In virtual time rl_wait answers without sleeping.
 sub rl_wait
 {
 	my ($key, $limits, $now, $quota) = @_;
@@ -366,7 +366,7 @@ sub rl_wait
 		$ours += $ours[-1];
 	}
 	is("@ours", "@theirs", 'Guava, a permit at a time: the same waits');
-	is($ours, 1_900, 'they are 100 ms each');
+	is($ours, 1_900, 'these waits are 100 ms each');
 }
 
 # Guava lends: any number of permits at once, and the next caller waits for them.
@@ -375,10 +375,10 @@ is(join(' ', map { $guava->(0, $_) } 100, 1), '0 10000', 'Guava lends 100 permit
 is(rl_wait(new_key(), '10/1s burst 1', 0, 100), undef, 'rl_wait refuses quota beyond the burst');
 $key = new_key();
 my $burst = limit('10/1s burst 100');
-is(join(' ', map { rl_wait($key, $burst, 0, $_) } 100, 1), '0 100', 'rl_wait: a burst of 100, then one each 100 ms');
-is(rl_wait($key, $burst, 100, 100), 10_000, 'and the whole quota of the next 100 is waited for first');
+is(join(' ', map { rl_wait($key, $burst, 0, $_) } 100, 1), '0 100', 'rl_wait: a burst of 100, then a permit each 100 ms');
+is(rl_wait($key, $burst, 100, 100), 10_000, 'rl_wait waits for the whole quota of the next 100 permits');
 
-# An idle RateLimiter stores a second's permits and lends one more.
+# An idle RateLimiter stores a second's permits and lends a further permit.
 $guava = guava(10);
 is((grep { $guava->(5_000, 1) == 0 } 1 .. 20), 11, 'Guava, after a pause: 11 at once');
 $key = new_key();
@@ -389,7 +389,7 @@ is((grep { answers("SELECT 1 FROM rl_check('$key', '10/1s') d WHERE d.allowed", 
 # Sleeping until the action is allowed
 #
 
-# One sleep of retry_after is enough, and a shorter one is not.
+# A sleep of retry_after is enough, and a shorter sleep is not.
 foreach my $limits ('5/10s', 'token_bucket 2/10s burst 5', 'fixed_window 5/10s', 'fixed_window 5/10s from_first',
 	'sliding_window 5/10s step 1s', 'sliding_log 5/10s')
 {
@@ -405,19 +405,19 @@ foreach my $limits ('5/10s', 'token_bucket 2/10s burst 5', 'fixed_window 5/10s',
 		$now += $wait + below(500);
 	}
 	is($wrong, 0, "$limits: one sleep of retry_after is enough");
-	cmp_ok($slept, '>', 5, "$limits: it slept");
+	cmp_ok($slept, '>', 5, "$limits: there were sleeps");
 }
 
-# Waiting is no refusal: rl_wait gets in where a loop that retries does not.
+# Waiting is not a refusal: rl_wait is allowed where a loop that retries is not.
 $key = new_key();
 is((grep { defined && $_ >= 0 } map { rl_wait($key, 'sliding_log 5/60s count_denied', 60_000 * $_, 1) } map { ($_) x 5 } 1 .. 4),
-	20, 'rl_wait gets in although the limit counts refusals');
+	20, 'rl_wait is allowed although the limit counts refusals');
 
 # In real time.
 is($session->ask(q{SELECT string_agg(allowed::text, ' ') FROM generate_series(1, 3),
 	LATERAL (SELECT * FROM rl_wait('real', 'sliding_log 1/100ms count_denied', 1 + 0 * generate_series)) d}),
 	'true true true', 'rl_wait sleeps until the action is allowed');
-is($session->ask(q{SELECT d.allowed FROM rl_check('brief', 'sliding_log 1/1h') d}), 't', 'the quota of an hour is taken');
+is($session->ask(q{SELECT d.allowed FROM rl_check('brief', 'sliding_log 1/1h') d}), 't', 'the quota of an hour is used up');
 is($session->ask(q{SELECT d.allowed FROM rl_wait('brief', 'sliding_log 1/1h', max_wait => 2) d}), 'f',
 	'rl_wait refuses at once when the wait is longer than max_wait');
 

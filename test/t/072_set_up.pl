@@ -1,4 +1,4 @@
-# The scripts and the Makefile: where "make install" was run before, and as root.
+# The scripts and the Makefile, after "make install" and as root.
 use strict;
 use warnings FATAL => 'all';
 
@@ -11,10 +11,10 @@ use Test::More;
 my $root = "$FindBin::RealBin/../..";
 my $bin = output_of('pg_config', '--bindir');
 
-# Those of the make that runs this.
+# The variables of the make that runs this test.
 delete @ENV{qw(MAKEFLAGS MAKELEVEL MAKEOVERRIDES MFLAGS)};
 
-# What a program prints, its errors too.
+# Returns a program's output, including its errors.
 sub output_of
 {
 	my (@command) = @_;
@@ -25,7 +25,8 @@ sub output_of
 	return $output;
 }
 
-# The extension's files in the PostgreSQL that is used, and which they are.
+# Returns the extension's files in the PostgreSQL that is used, with their inodes,
+# sizes and times.
 sub installed_files
 {
 	my %files;
@@ -39,7 +40,7 @@ sub installed_files
 # script/demo, script/test and script/bench
 #
 
-# They begin in the same way.
+# These scripts begin in the same way.
 my $before = installed_files();
 cmp_ok(scalar grep({ m{\.(so|sql|control)$} } keys %$before), '>=', 3, 'the extension is installed');
 my $begin = <<'END';
@@ -55,19 +56,19 @@ END
 	my $output = output_of('bash', '-c', $begin, 'script', $root);
 
 	like($output, qr/^built$/m, 'a script builds and installs') or diag $output;
-	unlike($output, qr/^left over/m, 'its own PostgreSQL has nothing of what is installed');
-	is_deeply(installed_files(), $before, 'which stays as it is');
+	unlike($output, qr/^left over/m, 'its private PostgreSQL has no file of the installed extension');
+	is_deeply(installed_files(), $before, 'the installed files are unchanged');
 }
 
 #
 # make installcheck
 #
 
-# Only shows what it would do.
+# make -n only shows the commands.
 my @check = ('make', '-n', '-C', $root, "PG_CONFIG=$bin/pg_config", 'installcheck');
 my $as_user = output_of(@check);
 like($as_user, qr/pg_regress.*^.*\bprove\b/ms, 'both kinds of tests are run');
-unlike($as_user, qr/root/, 'and nothing is said');
+unlike($as_user, qr/root/, 'there is no message about root');
 {
 	my $dir = PostgreSQL::Test::Utils::tempdir;
 
@@ -76,8 +77,8 @@ unlike($as_user, qr/root/, 'and nothing is said');
 	local $ENV{PATH} = "$dir:$ENV{PATH}";
 	my $as_root = output_of(@check);
 
-	like($as_root, qr/TAP tests.*root.*pg_regress/s, 'as root it says first that TAP tests are left out');
-	unlike($as_root, qr/\bprove\b/, 'and leaves them out');
+	like($as_root, qr/TAP tests.*root.*pg_regress/s, 'as root the first message is that TAP tests are left out');
+	unlike($as_root, qr/\bprove\b/, 'as root TAP tests are left out');
 }
 
 done_testing();
