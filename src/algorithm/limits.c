@@ -5,7 +5,7 @@
  *
  *	limits    := limit { ',' limit }
  *	limit     := [ algorithm ] count '/' period { option }
- *	period    := number unit
+ *	period    := [ number ] unit
  *	option    := burst N | step PERIOD | from_first | count_denied
  *			   | ban PERIOD after N | refund_on_abort
  */
@@ -30,18 +30,23 @@ typedef struct Scan
 	RlError    *error;
 } Scan;
 
-/* Largest first, so that the canonical text takes the largest that fits. */
+/*
+ * Largest first, so that the canonical text takes the largest that fits.  The
+ * canonical text has the name; input may also have the word, with or without s.
+ */
 static const struct
 {
 	const char *name;
+	const char *word;
+	const char *words;
 	int64		duration;
 }			units[] = {
-	{"d", RL_DAY},
-	{"h", 3600 * RL_SECOND},
-	{"min", 60 * RL_SECOND},
-	{"s", RL_SECOND},
-	{"ms", RL_SECOND / 1000},
-	{"us", 1}
+	{"d", "day", "days", RL_DAY},
+	{"h", "hour", "hours", 3600 * RL_SECOND},
+	{"min", "minute", "minutes", 60 * RL_SECOND},
+	{"s", "second", "seconds", RL_SECOND},
+	{"ms", "ms", "ms", RL_SECOND / 1000},
+	{"us", "us", "us", 1}
 };
 
 /*
@@ -178,13 +183,32 @@ scan_count(Scan *scan, int64 *count)
 	return true;
 }
 
-/* Scans a number with a unit.  The period must be a whole number of microseconds. */
+/* Takes the name or a word of a unit if one comes next, and sets its duration. */
+static bool
+take_unit(Scan *scan, int64 *duration)
+{
+	for (size_t i = 0; i < lengthof(units); i++)
+		if (take_word(scan, units[i].name) || take_word(scan, units[i].word) ||
+			take_word(scan, units[i].words))
+		{
+			*duration = units[i].duration;
+			return true;
+		}
+	skip_space(scan);
+	return false;
+}
+
+/*
+ * Takes a period: a unit, with a number before it or without.  The product must
+ * be a whole number of microseconds.
+ */
 static bool
 scan_period(Scan *scan, int64 *period)
 {
 	Scan		unit = *scan;
 	int64		number = 0;
 	int64		divisor = 1;
+	int64		duration;
 	bool		digits = false;
 	bool		fraction = false;
 
@@ -206,33 +230,29 @@ scan_period(Scan *scan, int64 *period)
 		else
 			break;
 	}
-	if (!digits)
+	if (fraction && !digits)
 		return wrong_word(scan, "A period is expected");
-
-	for (size_t i = 0; i < lengthof(units); i++)
+	if (!take_unit(&unit, &duration))
+		return digits ? wrong_word(&unit, "A unit is expected (us, ms, s, min, h, d)") :
+			wrong_word(scan, "A period is expected");
+	if (!digits)
+		number = 1;
+	while (divisor > 1 && number % 10 == 0)
 	{
-		if (!take_word(&unit, units[i].name))
-			continue;
-		while (divisor > 1 && number % 10 == 0)
-		{
-			number /= 10;
-			divisor /= 10;
-		}
-		if (units[i].duration % divisor != 0)
-		{
-			/* The product with the unit may be whole where the number is not. */
-			if (pg_mul_s64_overflow(number, units[i].duration, &number) ||
-				number % divisor != 0)
-				return wrong_word(scan, "A period is not a whole number of microseconds");
-			*period = number / divisor;
-		}
-		else if (pg_mul_s64_overflow(number, units[i].duration / divisor, period))
-			return wrong_word(scan, "A period is too long");
-		scan->at = unit.at;
-		return true;
+		number /= 10;
+		divisor /= 10;
 	}
-	skip_space(&unit);
-	return wrong_word(&unit, "A unit is expected (us, ms, s, min, h, d)");
+	if (duration % divisor != 0)
+	{
+		/* The product with the unit may be whole where the number is not. */
+		if (pg_mul_s64_overflow(number, duration, &number) || number % divisor != 0)
+			return wrong_word(scan, "A period is not a whole number of microseconds");
+		*period = number / divisor;
+	}
+	else if (pg_mul_s64_overflow(number, duration / divisor, period))
+		return wrong_word(scan, "A period is too long");
+	scan->at = unit.at;
+	return true;
 }
 
 /*

@@ -29,6 +29,7 @@ INSERT INTO written (w) VALUES
 	('5/10s refund_on_abort ban 90min after 10'),
 	('1/3650d'),
 	('1000000000000000/1000000s burst 1000000'),
+	('5/min'), ('100/hour'), ('2/second'), ('3 / 2 Days burst 4'), ('1/0.5minutes'), ('sliding_window 60/minute step second'), ('5/10s ban hours after 3'),
 	('1/1s,2/2s,3/3s,4/4s,5/5s,6/6s,7/7s,8/8s');
 SELECT id, w::rl_limits, w::rl_limits::text::rl_limits = w::rl_limits AS same FROM written ORDER BY id;
 DROP TABLE written;
@@ -46,7 +47,8 @@ SELECT w, f.* FROM (VALUES
 	(34, 'fixed_window 5/10s, fixed_window 6/10s count_denied'),
 	(35, '1/1s,2/2s,3/3s,4/4s,5/5s,6/6s,7/7s,8/8s,9/9s'),
 	(36, '5/10s'' OR 1'), (37, 'fünf/10s'), (38, '5/10µs'), (39, '5/99999999999999999999999999s'),
-	(40, '5/0.00000000000000000000000000000001s'), (41, '5/10s ban 11000d after 1'), (42, '5x/10s')
+	(40, '5/0.00000000000000000000000000000001s'), (41, '5/10s ban 11000d after 1'), (42, '5x/10s'),
+	(43, '5/.minute'), (44, '5/minutess'), (45, '5/ ,'), (46, '5/s10')
 ) v (id, w), LATERAL failure(format('SELECT %L::rl_limits', w)) f ORDER BY id;
 
 -- Numbers out of range.
