@@ -267,6 +267,13 @@ CREATE FUNCTION rl_key(VARIADIC "any")
 COMMENT ON FUNCTION rl_key("any") IS
 	'joins values to a key with ":" and escapes them, so that two different lists never make the same key; errors: 22004 for NULL, 0A000 for a type whose text depends on a setting, 42P18 for a value of unknown type';
 
+-- Drivers that send parameters without a type could not call the function above.
+CREATE FUNCTION rl_key(VARIADIC text[])
+	RETURNS text
+	AS 'MODULE_PATHNAME', 'rl_key_text' LANGUAGE C STABLE PARALLEL SAFE;
+COMMENT ON FUNCTION rl_key(text[]) IS
+	'joins texts to a key as rl_key("any") does, also for parameters whose type the client does not send; NULL raises 22004';
+
 --
 -- The trigger
 --

@@ -108,57 +108,76 @@ init_element(RlKeyPart *part, Oid type, MemoryContext context)
 				 errhint("Cast the value to a type whose text does not depend on settings, such as text or bigint.")));
 }
 
+/* Appends the elements of argument 0, an array, which part makes text of. */
+static void
+append_array(StringInfo key, FunctionCallInfo fcinfo, RlKeyPart *part)
+{
+	ArrayType  *array;
+	Datum	   *values;
+	bool	   *nulls;
+	int			n;
+	int16		len;
+	bool		byval;
+	char		align;
+
+	if (PG_ARGISNULL(0))
+		ereport(ERROR,
+				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				 errmsg("a rate-limit key must not be null")));
+	array = PG_GETARG_ARRAYTYPE_P(0);
+	get_typlenbyvalalign(ARR_ELEMTYPE(array), &len, &byval, &align);
+	deconstruct_array(array, ARR_ELEMTYPE(array), len, byval, align, &values, &nulls, &n);
+	for (int i = 0; i < n; i++)
+		append_element(key, part, values[i], nulls[i], i);
+}
+
+/*
+ * Returns the parts of the call site: one for each argument, or one for the
+ * elements of an array, whose type is given.
+ */
+static RlKeyPart *
+key_parts(FunctionCallInfo fcinfo, int n, Oid element)
+{
+	FmgrInfo   *flinfo = fcinfo->flinfo;
+	RlKeyPart  *parts = flinfo->fn_extra;
+
+	if (parts != NULL)
+		return parts;
+	parts = MemoryContextAlloc(flinfo->fn_mcxt, n * sizeof(RlKeyPart));
+	for (int i = 0; i < n; i++)
+		init_element(&parts[i], OidIsValid(element) ? element : get_fn_expr_argtype(flinfo, i),
+					 flinfo->fn_mcxt);
+	return flinfo->fn_extra = parts;
+}
+
 PG_FUNCTION_INFO_V1(rl_key);
 Datum
 rl_key(PG_FUNCTION_ARGS)
 {
-	FmgrInfo   *flinfo = fcinfo->flinfo;
-	bool		is_array = get_fn_expr_variadic(flinfo);
-	RlKeyPart  *parts = flinfo->fn_extra;
 	StringInfoData key;
 
-	if (parts == NULL)
-	{
-		int			nparts = is_array ? 1 : PG_NARGS();
-
-		parts = MemoryContextAlloc(flinfo->fn_mcxt, nparts * sizeof(RlKeyPart));
-		for (int i = 0; i < nparts; i++)
-		{
-			Oid			type = get_fn_expr_argtype(flinfo, i);
-
-			init_element(&parts[i], is_array ? get_base_element_type(type) : type,
-						 flinfo->fn_mcxt);
-		}
-		flinfo->fn_extra = parts;
-	}
-
 	initStringInfo(&key);
-	if (is_array)
-	{
-		ArrayType  *array;
-		Datum	   *values;
-		bool	   *nulls;
-		int			n;
-		Oid			type;
-		int16		len;
-		bool		byval;
-		char		align;
-
-		if (PG_ARGISNULL(0))
-			ereport(ERROR,
-					(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
-					 errmsg("a rate-limit key must not be null")));
-		array = PG_GETARG_ARRAYTYPE_P(0);
-		type = ARR_ELEMTYPE(array);
-		get_typlenbyvalalign(type, &len, &byval, &align);
-		deconstruct_array(array, type, len, byval, align, &values, &nulls, &n);
-		for (int i = 0; i < n; i++)
-			append_element(&key, &parts[0], values[i], nulls[i], i);
-	}
+	if (get_fn_expr_variadic(fcinfo->flinfo))
+		append_array(&key, fcinfo,
+					 key_parts(fcinfo, 1, get_base_element_type(get_fn_expr_argtype(fcinfo->flinfo, 0))));
 	else
 	{
+		RlKeyPart  *parts = key_parts(fcinfo, PG_NARGS(), InvalidOid);
+
 		for (int i = 0; i < PG_NARGS(); i++)
 			append_element(&key, &parts[i], PG_GETARG_DATUM(i), PG_ARGISNULL(i), i);
 	}
+	PG_RETURN_TEXT_P(cstring_to_text_with_len(key.data, key.len));
+}
+
+/* rl_key for drivers that send parameters without a type. */
+PG_FUNCTION_INFO_V1(rl_key_text);
+Datum
+rl_key_text(PG_FUNCTION_ARGS)
+{
+	StringInfoData key;
+
+	initStringInfo(&key);
+	append_array(&key, fcinfo, key_parts(fcinfo, 1, TEXTOID));
 	PG_RETURN_TEXT_P(cstring_to_text_with_len(key.data, key.len));
 }

@@ -59,6 +59,10 @@ SELECT rl_key(1.0) = rl_key(1.000) AS one_number, rl_key('NaN'::numeric), rl_key
 CREATE TYPE plan AS ENUM ('free', 'paid');
 CREATE DOMAIN customer AS bigint CHECK (VALUE > 0);
 SELECT rl_key('free'::plan, 7::customer), rl_key('');
+-- Parameters without a type are text; lists that only one of the overloads takes go there.
+PREPARE untyped AS SELECT rl_key('login', $1), rl_key($1, $2, $3);
+EXECUTE untyped ('a:b', 'c', '%');
+SELECT rl_key('a ', 'b '::char(4), 'c'::varchar, 'd'::name) AS texts, rl_key(VARIADIC ARRAY['a', 'b']) AS array, rl_key('a', 42) AS mixed;
 SELECT rl_key(VARIADIC ARRAY['a', 'b:c']), rl_key(VARIADIC ARRAY[1, 2]), rl_key(VARIADIC '{}'::text[]);
 SELECT q, f.* FROM (VALUES
 	(1, $$rl_key(now())$$), (2, $$rl_key(1.5::float8)$$), (3, $$rl_key('\x01'::bytea)$$), (4, $$rl_key(current_date)$$),
