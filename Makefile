@@ -1,6 +1,6 @@
 MODULE_big = ratelimit
-OBJS = $(patsubst %,src/%.o,ratelimit error decide refusal transaction refund \
-	$(patsubst %,sql/%,functions check_many trigger trigger_statement trigger_rule arguments key simulate status) \
+OBJS = $(patsubst %,src/%.o,ratelimit error decide refusal headers transaction refund \
+	$(patsubst %,sql/%,functions check_many trigger trigger_statement trigger_rule arguments key simulate status postgrest) \
 	$(patsubst %,algorithm/%,limits algorithm gcra token_bucket fixed_window sliding log) \
 	$(patsubst %,redis/%,store scripts command pipeline route node cluster sentinel address connection stream socket tls resp) \
 	$(patsubst %,shared/%,shared local_store cells denial_cache counters breaker siphash))
@@ -9,7 +9,7 @@ EXTENSION = ratelimit
 DATA = $(wildcard sql/ratelimit--*.sql)
 PGFILEDESC = "ratelimit - rate limits enforced in the database, counted in Redis"
 
-REGRESS = setup type throttle algorithms functions trigger simulate errors privileges settings
+REGRESS = setup type throttle algorithms functions headers trigger simulate errors privileges settings
 REGRESS_OPTS = --inputdir=test --encoding=UTF8
 ifneq ($(shell id -u),0)
 TAP_TESTS = 1

@@ -274,6 +274,12 @@ CREATE FUNCTION rl_key(VARIADIC text[])
 COMMENT ON FUNCTION rl_key(text[]) IS
 	'joins texts to a key as rl_key("any") does, also for parameters whose type the client does not send; NULL raises 22004';
 
+CREATE FUNCTION rl_headers(name text, limits rl_limits, decision rl_decision)
+	RETURNS jsonb
+	AS 'MODULE_PATHNAME', 'rl_headers_json' LANGUAGE C IMMUTABLE PARALLEL SAFE;
+COMMENT ON FUNCTION rl_headers(text, rl_limits, rl_decision) IS
+	'the header fields RateLimit-Policy, RateLimit and, when refused, Retry-After in whole seconds, as PostgREST''s response.headers has them; NULL raises 22004, a name that is not 1 to 128 printable ASCII characters and a decision of other limits 22023';
+
 --
 -- The trigger
 --
@@ -401,7 +407,7 @@ BEGIN
 		FROM (
 				SELECT 'FUNCTION' AS kind, p.tableoid AS class, p.oid, p.proowner AS owner, p.proacl AS acl
 				FROM pg_catalog.pg_proc p
-				WHERE p.proname OPERATOR(pg_catalog.<>) ALL ('{rl_key, rl_simulate,
+				WHERE p.proname OPERATOR(pg_catalog.<>) ALL ('{rl_key, rl_simulate, rl_headers,
 					rl_limits_in, rl_limits_recv, rl_limits_out, rl_limits_send,
 					rl_limits_lt, rl_limits_le, rl_limits_eq, rl_limits_ne, rl_limits_ge, rl_limits_gt,
 					rl_limits_cmp, rl_limits_hash, rl_limits_hash_extended}'::pg_catalog.name[])

@@ -179,21 +179,21 @@ set_seconds(Datum *value, bool *isnull, int64 us, bool known)
 	*value = known ? Float8GetDatum((double) us / RL_SECOND) : (Datum) 0;
 }
 
-/* Sets RL_DECISION_COLUMNS values and nulls, in the order of rl_decision. */
+static const char *const source_names[] = {
+	[RL_FROM_REDIS] = "redis",
+	[RL_FROM_LOCAL] = "local",
+	[RL_FROM_DENIAL_CACHE] = "denial_cache",
+	[RL_FROM_BAN] = "ban",
+	[RL_FAIL_OPEN] = "fail_open",
+	[RL_FAIL_CLOSED] = "fail_closed",
+	[RL_SHADOW] = "shadow",
+	[RL_OFF] = "off"
+};
+
+/* Sets RL_DECISION_COLUMNS values, in the order of rl_decision. */
 void
 rl_decision_values(const RlDecision *d, Datum *values, bool *nulls)
 {
-	static const char *const source_names[] = {
-		[RL_FROM_REDIS] = "redis",
-		[RL_FROM_LOCAL] = "local",
-		[RL_FROM_DENIAL_CACHE] = "denial_cache",
-		[RL_FROM_BAN] = "ban",
-		[RL_FAIL_OPEN] = "fail_open",
-		[RL_FAIL_CLOSED] = "fail_closed",
-		[RL_SHADOW] = "shadow",
-		[RL_OFF] = "off"
-	};
-
 	memset(nulls, false, RL_DECISION_COLUMNS * sizeof(bool));
 	values[0] = BoolGetDatum(d->allowed);
 	values[1] = Int64GetDatum(d->capacity);
@@ -205,31 +205,92 @@ rl_decision_values(const RlDecision *d, Datum *values, bool *nulls)
 	values[5] = CStringGetTextDatum(source_names[d->source]);
 }
 
-/*
- * Returns the result type of the function.  Raises an error unless the type begins
- * with the columns that rl_decision_values sets: its owner can alter it.
- */
-static TypeCacheEntry *
-decision_type(Oid function)
+/* Returns true if rows of the type begin with the columns that rl_decision_values sets. */
+static bool
+is_decision(TupleDesc desc)
 {
 	static const Oid column_types[RL_DECISION_COLUMNS] = {
 		BOOLOID, INT8OID, INT8OID, FLOAT8OID, FLOAT8OID, TEXTOID
 	};
+
+	if (desc == NULL || desc->natts < RL_DECISION_COLUMNS || desc->natts > MAX_COLUMNS)
+		return false;
+	/* A dropped column has no type. */
+	for (int i = 0; i < RL_DECISION_COLUMNS; i++)
+		if (TupleDescAttr(desc, i)->atttypid != column_types[i])
+			return false;
+	return true;
+}
+
+pg_noreturn static void
+raise_altered(Oid type)
+{
+	ereport(ERROR,
+			(errcode(ERRCODE_DATATYPE_MISMATCH),
+			 errmsg("type %s has been altered", format_type_be(type)),
+			 errdetail("It must begin with the columns of the extension's rl_decision, and have at most %d columns.",
+					   MAX_COLUMNS)));
+}
+
+/*
+ * Loads the result type of the function again.  Raises an error unless it is a
+ * decision's type, because its owner can alter it.
+ */
+static TypeCacheEntry *
+decision_type(Oid function)
+{
 	Oid			oid = get_func_rettype(function);
 	TypeCacheEntry *type = lookup_type_cache(oid, TYPECACHE_TUPDESC);
-	TupleDesc	desc = type->tupDesc;
-	bool		fits = desc != NULL && desc->natts >= RL_DECISION_COLUMNS && desc->natts <= MAX_COLUMNS;
 
-	/* A dropped column has no type. */
-	for (int i = 0; fits && i < RL_DECISION_COLUMNS; i++)
-		fits = TupleDescAttr(desc, i)->atttypid == column_types[i];
-	if (!fits)
-		ereport(ERROR,
-				(errcode(ERRCODE_DATATYPE_MISMATCH),
-				 errmsg("type %s has been altered", format_type_be(oid)),
-				 errdetail("It must begin with the columns of the extension's rl_decision, and have at most %d columns.",
-						   MAX_COLUMNS)));
+	if (!is_decision(type->tupDesc))
+		raise_altered(oid);
 	return type;
+}
+
+static int64
+seconds_value(Datum value, bool isnull, int64 unknown)
+{
+	double		us = isnull ? 0 : rint(DatumGetFloat8(value) * RL_SECOND);
+
+	/* Written so that NaN is unknown. */
+	return !isnull && us >= 0 ? (int64) Min(us, (double) (2 * RL_MAX_SPAN)) : unknown;
+}
+
+/* Returns a decision that is an argument.  Raises an error if it or its verdict is NULL. */
+RlDecision
+rl_decision_argument(FunctionCallInfo fcinfo, int n)
+{
+	RlDecision	decision = {.source = RL_FROM_REDIS};
+	HeapTupleHeader row;
+	HeapTupleData tuple;
+	TupleDesc	desc;
+	Datum		values[MAX_COLUMNS];
+	bool		nulls[MAX_COLUMNS];
+
+	require_argument(fcinfo, n, "decision");
+	row = PG_GETARG_HEAPTUPLEHEADER(n);
+	desc = lookup_rowtype_tupdesc(HeapTupleHeaderGetTypeId(row), HeapTupleHeaderGetTypMod(row));
+	if (!is_decision(desc))
+		raise_altered(HeapTupleHeaderGetTypeId(row));
+	tuple.t_len = HeapTupleHeaderGetDatumLength(row);
+	ItemPointerSetInvalid(&tuple.t_self);
+	tuple.t_tableOid = InvalidOid;
+	tuple.t_data = row;
+	heap_deform_tuple(&tuple, desc, values, nulls);
+	ReleaseTupleDesc(desc);
+	if (nulls[0] || nulls[1])
+		ereport(ERROR,
+				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				 errmsg("allowed and capacity of decision must not be null")));
+	decision.allowed = DatumGetBool(values[0]);
+	decision.capacity = DatumGetInt64(values[1]);
+	decision.remaining = nulls[2] ? RL_UNKNOWN : Max(DatumGetInt64(values[2]), 0);
+	decision.retry_after = decision.allowed ? 0 : seconds_value(values[3], nulls[3], RL_NEVER);
+	decision.reset_after = seconds_value(values[4], nulls[4], RL_UNKNOWN);
+	for (size_t i = 0; !nulls[5] && i < lengthof(source_names); i++)
+		if (strcmp(text_to_cstring(DatumGetTextPP(values[5])), source_names[i]) == 0)
+			decision.source = i;
+	return decision;
 }
 
 /*

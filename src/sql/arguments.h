@@ -19,6 +19,8 @@ extern const RlLimits *rl_limits_argument(FunctionCallInfo fcinfo, int n);
 extern int64 rl_quota_checked(int64 quota);
 extern RlKey rl_key_checked(const char *data, int len);
 
+extern RlDecision rl_decision_argument(FunctionCallInfo fcinfo, int n);
+
 extern void rl_decision_values(const RlDecision *d, Datum *values, bool *nulls);
 extern Datum rl_decision_row(FunctionCallInfo fcinfo, const RlDecision *decision);
 

@@ -1,0 +1,102 @@
+/*
+ * headers.c
+ *		The header fields that tell an HTTP client of its limits: RateLimit-Policy
+ *		and RateLimit, as draft-ietf-httpapi-ratelimit-headers defines them, and
+ *		Retry-After.
+ */
+#include "postgres.h"
+
+#include "lib/stringinfo.h"
+
+#include "headers.h"
+
+/* The largest integer of a Structured Field */
+#define MAX_INTEGER			INT64CONST(999999999999999)
+
+/*
+ * Returns true if the name can be a Structured Field's string: printable ASCII,
+ * at least one character and at most RL_MAX_POLICY_NAME.
+ */
+bool
+rl_policy_name_is_valid(const char *name)
+{
+	size_t		len = strlen(name);
+
+	for (const char *p = name; *p; p++)
+		if (*p < ' ' || *p > '~')
+			return false;
+	return len >= 1 && len <= RL_MAX_POLICY_NAME;
+}
+
+/* Returns seconds, rounded up, so that no client comes back too early. */
+int64
+rl_whole_seconds(int64 us)
+{
+	return us / RL_SECOND + (us % RL_SECOND > 0);
+}
+
+/* Appends the name of limit i: the policy's name, from the second limit on with a number. */
+static void
+append_name(StringInfo field, const char *name, int i)
+{
+	appendStringInfoChar(field, '"');
+	for (const char *p = name; *p; p++)
+	{
+		if (*p == '"' || *p == '\\')
+			appendStringInfoChar(field, '\\');
+		appendStringInfoChar(field, *p);
+	}
+	if (i > 0)
+		appendStringInfo(field, "-%d", i + 1);
+	appendStringInfoChar(field, '"');
+}
+
+static void
+append_integer(StringInfo field, char parameter, int64 value)
+{
+	appendStringInfo(field, ";%c=%lld", parameter, (long long) Min(value, MAX_INTEGER));
+}
+
+/*
+ * Sets the header fields of a decision, up to RL_MAX_HEADERS, and returns their
+ * number.  binding is the index of the limit that the decision's figures are of.
+ * The name must be valid.  A figure that is not known is left out, and the time
+ * until quota is free is told only of a refusal, because an allowed decision does
+ * not have it.
+ */
+int
+rl_headers(const char *name, const RlLimits *limits, int binding, const RlDecision *decision,
+		   RlHeader *headers)
+{
+	StringInfoData field;
+	bool		retry = !decision->allowed && decision->retry_after != RL_NEVER;
+	int			n = 0;
+
+	initStringInfo(&field);
+	for (int i = 0; i < limits->n; i++)
+	{
+		const RlLimit *limit = &limits->limit[i];
+
+		if (i > 0)
+			appendStringInfoString(&field, ", ");
+		append_name(&field, name, i);
+		append_integer(&field, 'q', limit->count);
+		if (limit->period % RL_SECOND == 0)
+			append_integer(&field, 'w', limit->period / RL_SECOND);
+	}
+	headers[n++] = (RlHeader) {"RateLimit-Policy", field.data};
+
+	if (decision->remaining != RL_UNKNOWN)
+	{
+		initStringInfo(&field);
+		append_name(&field, name, binding);
+		append_integer(&field, 'r', decision->remaining);
+		if (retry && decision->remaining == 0)
+			append_integer(&field, 't', rl_whole_seconds(decision->retry_after));
+		headers[n++] = (RlHeader) {"RateLimit", field.data};
+	}
+	if (retry)
+		headers[n++] = (RlHeader) {"Retry-After",
+			psprintf("%lld", (long long) rl_whole_seconds(decision->retry_after))};
+	return n;
+}

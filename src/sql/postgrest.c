@@ -1,0 +1,84 @@
+/*
+ * postgrest.c
+ *		rl_headers(): a decision as PostgREST's response.headers has it.
+ */
+#include "postgres.h"
+
+#include "utils/builtins.h"
+#include "utils/json.h"
+#include "utils/jsonb.h"
+
+#include "headers.h"
+#include "sql/arguments.h"
+
+/* Returns argument n as a C string. */
+static char *
+name_argument(FunctionCallInfo fcinfo, int n)
+{
+	char	   *name;
+
+	if (PG_ARGISNULL(n))
+		ereport(ERROR,
+				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				 errmsg("name must not be null")));
+	name = text_to_cstring(PG_GETARG_TEXT_PP(n));
+	if (!rl_policy_name_is_valid(name))
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("name must be 1 to %d printable ASCII characters", RL_MAX_POLICY_NAME)));
+	return name;
+}
+
+/*
+ * Returns the index of the limit that the decision's figures are of.  The row does
+ * not name it: it is the first limit of that capacity that can take so long to
+ * become free.  Raises an error if no limit has the capacity.
+ */
+static int
+binding_limit(const RlLimits *limits, const RlDecision *decision)
+{
+	int64		wait = Max(decision->reset_after,
+						   decision->source == RL_FROM_BAN ? 0 : decision->retry_after);
+	int			binding = -1;
+
+	for (int i = limits->n - 1; i >= 0; i--)
+	{
+		const RlLimit *limit = &limits->limit[i];
+		int64		periods = limit->capacity / limit->count + 1;
+
+		if (limit->capacity == decision->capacity &&
+			(binding < 0 || wait / periods <= limit->period))
+			binding = i;
+	}
+	if (binding < 0)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("decision is not one under these limits"),
+				 errdetail("Its capacity is %lld.", (long long) decision->capacity)));
+	return binding;
+}
+
+PG_FUNCTION_INFO_V1(rl_headers_json);
+Datum
+rl_headers_json(PG_FUNCTION_ARGS)
+{
+	char	   *name = name_argument(fcinfo, 0);
+	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
+	RlDecision	decision = rl_decision_argument(fcinfo, 2);
+	RlHeader	headers[RL_MAX_HEADERS];
+	int			n = rl_headers(name, limits, binding_limit(limits, &decision), &decision, headers);
+	StringInfoData json;
+
+	initStringInfo(&json);
+	appendStringInfoChar(&json, '[');
+	for (int i = 0; i < n; i++)
+	{
+		appendStringInfoString(&json, i > 0 ? ", {" : "{");
+		escape_json(&json, headers[i].name);
+		appendStringInfoString(&json, ": ");
+		escape_json(&json, headers[i].value);
+		appendStringInfoChar(&json, '}');
+	}
+	appendStringInfoChar(&json, ']');
+	return DirectFunctionCall1(jsonb_in, CStringGetDatum(json.data));
+}

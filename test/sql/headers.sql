@@ -1,0 +1,41 @@
+-- Header fields for HTTP clients.
+SELECT rl_headers('api', '5/10s', rl_throttle('headers', 5, 5, 10)) - 2;
+CREATE FUNCTION decision(allowed boolean, capacity bigint, remaining bigint, retry float8, reset float8, source text)
+	RETURNS rl_decision LANGUAGE sql RETURN ROW(allowed, capacity, remaining, retry, reset, source)::rl_decision;
+SELECT what, header->>'RateLimit-Policy' AS policy, header->>'RateLimit' AS ratelimit, header->>'Retry-After' AS retry
+FROM (VALUES
+	(1, 'allowed', 'api', '100/1min burst 20', decision(true, 20, 7, NULL, 7.8, 'redis')),
+	(2, 'the last unit', 'api', '100/1min burst 20', decision(true, 20, 0, NULL, 12, 'redis')),
+	(3, 'refused, rounded up', 'api', '100/1min burst 20', decision(false, 20, 0, 0.000001, 12, 'redis')),
+	(4, 'refused, whole', 'api', '100/1min burst 20', decision(false, 20, 0, 3, 12, 'denial_cache')),
+	(5, 'refused with some left', 'api', '100/1min burst 20', decision(false, 20, 3, 1.2, 9, 'redis')),
+	(6, 'too large', 'api', '100/1min burst 20', decision(false, 20, 20, NULL, 0, 'redis')),
+	(7, 'banned', 'api', '100/1min burst 20', decision(false, 20, 0, 3599.5, 0, 'ban')),
+	(8, 'Redis failed, closed', 'api', '100/1min burst 20', decision(false, 20, NULL, NULL, NULL, 'fail_closed')),
+	(9, 'Redis failed, open', 'api', '100/1min burst 20', decision(true, 20, NULL, NULL, NULL, 'fail_open')),
+	(10, 'shadow', 'api', '100/1min burst 20', decision(true, 20, 0, NULL, 12, 'shadow')),
+	(11, 'part of a second', 'api', '5/500ms', decision(true, 5, 4, NULL, 0.1, 'redis')),
+	(12, 'the second limit', 'api', 'sliding_log 5/1s, sliding_log 1000/1d', decision(false, 1000, 0, 80000, 86400, 'redis')),
+	(13, 'of one size', 'api', 'sliding_log 5/1s, sliding_log 5/1d', decision(false, 5, 0, 80000, 86400, 'redis')),
+	(14, 'of one size', 'api', 'sliding_log 5/1s, sliding_log 5/1d', decision(true, 5, 2, NULL, 0.5, 'redis')),
+	(15, 'quoted', 'the "api" \ here', '5/10s', decision(true, 5, 4, NULL, 2, 'redis')),
+	(16, 'large', 'api', '1000000000000000/1000000s', decision(true, 1000000000000000, 999999999999999, NULL, 2, 'redis'))
+) v (id, what, name, limits, d),
+LATERAL (SELECT jsonb_object_agg(e.key, e.value) FROM jsonb_array_elements(rl_headers(name, limits, d)) a, LATERAL jsonb_each(a) e) h (header)
+ORDER BY id;
+-- PostgREST takes an array of objects of one string each.
+SELECT set_config('response.headers', rl_headers('api', '5/10s', decision(false, 5, 0, 1.5, 10, 'redis'))::text, true);
+SELECT f.* FROM (VALUES
+	(1, $$NULL, '5/10s', decision(true, 5, 4, NULL, 2, 'redis')$$),
+	(2, $$'api', NULL, decision(true, 5, 4, NULL, 2, 'redis')$$),
+	(3, $$'api', '5/10s', NULL$$),
+	(4, $$'api', '5/10s', decision(NULL, 5, 4, NULL, 2, 'redis')$$),
+	(5, $$'api', '5/10s', decision(true, NULL, 4, NULL, 2, 'redis')$$),
+	(6, $$'api', '5/10s', decision(true, 6, 4, NULL, 2, 'redis')$$),
+	(7, $$'', '5/10s', decision(true, 5, 4, NULL, 2, 'redis')$$),
+	(8, $$E'a\r\nSet-Cookie: b', '5/10s', decision(true, 5, 4, NULL, 2, 'redis')$$),
+	(9, $$'é', '5/10s', decision(true, 5, 4, NULL, 2, 'redis')$$),
+	(10, $$repeat('n', 129), '5/10s', decision(true, 5, 4, NULL, 2, 'redis')$$),
+	(11, $$'api', '5/10', decision(true, 5, 4, NULL, 2, 'redis')$$)
+) v (id, arguments), LATERAL failure(format('SELECT rl_headers(%s)', arguments)) f ORDER BY id;
+DROP FUNCTION decision;
