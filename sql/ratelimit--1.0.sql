@@ -331,7 +331,7 @@ COMMENT ON FUNCTION rl_simulate(rl_limits, timestamptz, bigint) IS
 -- shared_preload_libraries.
 --
 
-CREATE FUNCTION rl_stat(OUT limits text, OUT allowed bigint, OUT denied bigint, OUT shadow_denied bigint,
+CREATE FUNCTION rl_stat(OUT limits text, OUT scope text, OUT allowed bigint, OUT denied bigint, OUT shadow_denied bigint,
 		OUT failed_open bigint, OUT failed_closed bigint, OUT errors bigint,
 		OUT from_cache bigint, OUT from_local bigint, OUT round_trips bigint, OUT redis_time double precision)
 	RETURNS SETOF record
@@ -339,8 +339,9 @@ CREATE FUNCTION rl_stat(OUT limits text, OUT allowed bigint, OUT denied bigint, 
 COMMENT ON FUNCTION rl_stat() IS
 	'returns the rows of the view rl_stat; errors: 55000 unless ratelimit is in shared_preload_libraries';
 CREATE VIEW rl_stat AS SELECT * FROM rl_stat();
-COMMENT ON VIEW rl_stat IS 'the results of actions on this server, by limits, since rl_stat_reset() or the server''s start; each action is counted in one of the columns from allowed to errors; errors: 55000 unless ratelimit is in shared_preload_libraries';
-COMMENT ON COLUMN rl_stat.limits IS 'the limits; NULL: all further limits after the first 1,024';
+COMMENT ON VIEW rl_stat IS 'the results of actions on this server, by limits and scope, since rl_stat_reset() or the server''s start; each action is counted in one of the columns from allowed to errors; errors: 55000 unless ratelimit is in shared_preload_libraries';
+COMMENT ON COLUMN rl_stat.limits IS 'the limits; NULL: all pairs of limits and scope for which there was no room among 1,024';
+COMMENT ON COLUMN rl_stat.scope IS 'the text of the keys up to their first ":", at most 64 bytes of it; NULL if they have none';
 COMMENT ON COLUMN rl_stat.allowed IS 'number of actions that were allowed';
 COMMENT ON COLUMN rl_stat.denied IS 'number of actions that were refused';
 COMMENT ON COLUMN rl_stat.shadow_denied IS 'number of actions that were allowed only because ratelimit.mode was shadow';

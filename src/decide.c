@@ -56,8 +56,8 @@ rl_require_store(void)
 static void
 count(const RlAction *action, const RlAnswer *answer, RlStatOutcome outcome, bool from_cache)
 {
-	rl_counters_add(action->limits, outcome, from_cache, answer->local,
-				  answer->usage.round_trips, answer->usage.us);
+	rl_counters_add(action->limits, &action->key, outcome, from_cache, answer->local,
+					answer->usage.round_trips, answer->usage.us);
 }
 
 /* Returns how rl_stat counts the decision. */

@@ -5,6 +5,7 @@
  */
 #include "postgres.h"
 
+#include "lib/stringinfo.h"
 #include "mb/pg_wchar.h"
 
 #include "error.h"
@@ -45,6 +46,35 @@ rl_error_detail(RlError *error, const char *fmt,...)
 	vsnprintf(error->detail, sizeof(error->detail), fmt, args);
 	va_end(args);
 	clip(error->detail, sizeof(error->detail));
+}
+
+/*
+ * Returns a part of a key, which is in UTF-8, as text for people.  Control characters
+ * are escaped, so that a key can neither forge a line nor move a cursor; and where
+ * the database's encoding may lack a character, all characters beyond ASCII are.
+ */
+char *
+rl_key_shown(const char *data, int len)
+{
+	StringInfoData text;
+
+	initStringInfo(&text);
+	for (int i = 0; i < len; i++)
+	{
+		unsigned char c = data[i];
+		int			escaped = c < ' ' || c == 0x7f || (c > 0x7f && GetDatabaseEncoding() != PG_UTF8);
+
+		/* The control characters from U+0080 to U+009F have two bytes. */
+		if (c == 0xc2 && i + 1 < len && (unsigned char) data[i + 1] < 0xa0)
+			escaped = 2;
+		for (; escaped > 1; escaped--)
+			appendStringInfo(&text, "\\x%02x", (unsigned char) data[i++]);
+		if (escaped)
+			appendStringInfo(&text, "\\x%02x", (unsigned char) data[i]);
+		else
+			appendStringInfoChar(&text, data[i]);
+	}
+	return text.data;
 }
 
 /* Raises the error. */

@@ -1,34 +1,43 @@
 /*
  * counters.c
- *		Counters by limits, for the view rl_stat: the outcomes of actions, and
- *		what they cost in Redis.
+ *		Counters by limits and scope, for the view rl_stat: the outcomes of
+ *		actions, and what they cost in Redis.
  *
- * An entry is found by the limits, and keeps them until all entries are reset.
- * When there are more limits than entries, the last entry counts for all the
- * others, so that the sums are always right.
+ * An entry is found by the limits and the scope, and keeps both until all entries
+ * are reset.  When none is free near the place of a new pair, the last entry counts
+ * for it.  So the sums are always right, and a client that invents scopes makes no
+ * call slower.
  *
  * Locks, as in pg_stat_statements: to find an entry and to count in it, hold the
- * lock shared; to give an entry to limits, or to reset, hold it exclusively.  To
+ * lock shared; to give an entry to a pair, or to reset, hold it exclusively.  To
  * read or increase an entry's counters, hold its mutex too.
  */
 #include "postgres.h"
 
+#include "common/hashfn.h"
 #include "funcapi.h"
+#include "mb/pg_wchar.h"
 #include "storage/spin.h"
 #include "utils/builtins.h"
 #include "utils/timestamp.h"
 
 #include "algorithm/limits.h"
+#include "error.h"
 #include "shared/counters.h"
 
 #define ENTRIES				1024
 #define OTHERS				ENTRIES	/* the entry that counts for the others */
-#define COLUMNS				11
+#define PROBES				32	/* entries that a pair may have */
+#define MAX_SCOPE			64	/* bytes; a longer scope is cut */
+#define COLUMNS				12
 
 typedef struct Entry
 {
 	slock_t		mutex;			/* protects the counters */
-	RlLimits	limits;			/* n = 0: free; protected by the lock */
+	RlLimits	limits;			/* n = 0: free; as the next two, protected by
+								 * the lock */
+	int			scope_len;		/* 0: the key has no scope */
+	char		scope[MAX_SCOPE];	/* in UTF-8 */
 	int64		outcomes[RL_OUTCOMES];
 	int64		from_cache;
 	int64		from_local;
@@ -78,40 +87,62 @@ attach(void *memory, LWLockPadded *locks, bool found)
 
 const RlSharedPart rl_counters_part = {need, attach};
 
-/* Returns the entry of the limits, or a free one for them, or NULL. */
-static Entry *
-find_entry(const RlLimits *limits)
+/* Returns the length of the key's scope: the text up to the first ':', 0 without one. */
+static int
+scope_length(const RlKey *key)
 {
-	for (int i = 0; i < ENTRIES; i++)
+	const char *colon = memchr(key->data, ':', key->len);
+
+	if (colon == NULL)
+		return 0;
+	return pg_encoding_mbcliplen(PG_UTF8, key->data, colon - key->data, MAX_SCOPE);
+}
+
+/* Returns the entry of the limits and the scope, or a free one for them, or NULL. */
+static Entry *
+find_entry(const RlLimits *limits, const char *scope, int scope_len)
+{
+	uint64		hash = limits->hash;
+
+	if (scope_len > 0)
+		hash = hash_bytes_extended((const unsigned char *) scope, scope_len, hash);
+	for (int i = 0; i < PROBES; i++)
 	{
-		Entry	   *entry = &counters->entries[(limits->hash + i) % ENTRIES];
+		Entry	   *entry = &counters->entries[(hash + i) % ENTRIES];
 
 		if (entry->limits.n == 0 ||
-			(entry->limits.hash == limits->hash && rl_limits_same(&entry->limits, limits)))
+			(entry->limits.hash == limits->hash && entry->scope_len == scope_len &&
+			 memcmp(entry->scope, scope, scope_len) == 0 && rl_limits_same(&entry->limits, limits)))
 			return entry;
 	}
 	return NULL;
 }
 
-/* Counts an action.  Does nothing without shared memory.  Does not throw. */
+/* Counts an action on the key.  Does nothing without shared memory.  Does not throw. */
 void
-rl_counters_add(const RlLimits *limits, RlStatOutcome outcome, bool from_cache, bool from_local,
-				int64 round_trips, int64 redis_us)
+rl_counters_add(const RlLimits *limits, const RlKey *key, RlStatOutcome outcome, bool from_cache,
+				bool from_local, int64 round_trips, int64 redis_us)
 {
 	Entry	   *entry;
+	int			scope_len;
 
 	if (counters == NULL)
 		return;
+	scope_len = scope_length(key);
 	LWLockAcquire(lock, LW_SHARED);
-	entry = find_entry(limits);
+	entry = find_entry(limits, key->data, scope_len);
 	if (entry != NULL && entry->limits.n == 0)
 	{
 		LWLockRelease(lock);
 		LWLockAcquire(lock, LW_EXCLUSIVE);
 		/* Another backend may have taken the entry meanwhile. */
-		entry = find_entry(limits);
+		entry = find_entry(limits, key->data, scope_len);
 		if (entry != NULL)
+		{
 			entry->limits = *limits;
+			entry->scope_len = scope_len;
+			memcpy(entry->scope, key->data, scope_len);
+		}
 	}
 	if (entry == NULL)
 		entry = &counters->entries[OTHERS];
@@ -159,6 +190,9 @@ rl_stat(PG_FUNCTION_ARGS)
 
 		nulls[n] = (i == OTHERS);
 		values[n++] = i == OTHERS ? (Datum) 0 : CStringGetTextDatum(rl_limits_text(&entry.limits));
+		nulls[n] = (i == OTHERS || entry.scope_len == 0);
+		values[n++] = nulls[1] ? (Datum) 0 :
+			CStringGetTextDatum(rl_key_shown(entry.scope, entry.scope_len));
 		for (int o = 0; o < RL_OUTCOMES; o++)
 			values[n++] = Int64GetDatum(entry.outcomes[o]);
 		values[n++] = Int64GetDatum(entry.from_cache);

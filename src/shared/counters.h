@@ -23,8 +23,8 @@ typedef enum RlStatOutcome
 
 #define RL_OUTCOMES			(RL_WAS_ERROR + 1)
 
-extern void rl_counters_add(const RlLimits *limits, RlStatOutcome outcome, bool from_cache, bool from_local,
-							int64 round_trips, int64 redis_us);
+extern void rl_counters_add(const RlLimits *limits, const RlKey *key, RlStatOutcome outcome,
+							bool from_cache, bool from_local, int64 round_trips, int64 redis_us);
 extern TimestampTz rl_counters_since(void);
 
 #endif							/* COUNTERS_H */

@@ -29,6 +29,7 @@
 
 #include "algorithm/algorithm.h"
 #include "algorithm/limits.h"
+#include "error.h"
 #include "shared/denial_cache.h"
 
 #define SETS				256
@@ -393,25 +394,6 @@ rl_denial_may_log(RlKeyHash key_hash, const RlLimits *limits)
 	return may;
 }
 
-/* Returns the key as text.  Escapes bytes that the database's encoding may lack. */
-static text *
-key_text(const char *key, int len)
-{
-	StringInfoData text;
-
-	if (GetDatabaseEncoding() == PG_UTF8)
-		return cstring_to_text_with_len(key, len);
-	initStringInfo(&text);
-	for (int i = 0; i < len; i++)
-	{
-		if (IS_HIGHBIT_SET(key[i]))
-			appendStringInfo(&text, "\\x%02x", (unsigned char) key[i]);
-		else
-			appendStringInfoChar(&text, key[i]);
-	}
-	return cstring_to_text_with_len(text.data, text.len);
-}
-
 PG_FUNCTION_INFO_V1(rl_denied);
 Datum
 rl_denied(PG_FUNCTION_ARGS)
@@ -439,7 +421,7 @@ rl_denied(PG_FUNCTION_ARGS)
 			if (entry->limits.n == 0 || entry->refused_until <= now ||
 				entry->debug != clock_is_debug())
 				continue;
-			values[0] = PointerGetDatum(key_text(entry->key, entry->key_len));
+			values[0] = CStringGetTextDatum(rl_key_shown(entry->key, entry->key_len));
 			values[1] = CStringGetTextDatum(rl_limits_text(&entry->limits));
 			values[2] = Int64GetDatum(entry->quota);
 			values[3] = BoolGetDatum(d->ban_left > 0);
