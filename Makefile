@@ -1,9 +1,9 @@
 MODULE_big = ratelimit
-OBJS = $(patsubst %,src/%.o,ratelimit error decide refusal headers transaction refund \
+OBJS = $(patsubst %,src/%.o,ratelimit error report decide refusal headers transaction refund \
 	$(patsubst %,sql/%,functions check_many trigger trigger_statement trigger_rule arguments key simulate status postgrest) \
 	$(patsubst %,algorithm/%,limits algorithm gcra token_bucket fixed_window sliding log) \
 	$(patsubst %,redis/%,store scripts command pipeline route node cluster sentinel address connection stream socket tls resp) \
-	$(patsubst %,shared/%,shared local_store cells denial_cache counters breaker siphash))
+	$(patsubst %,shared/%,shared local_store cells denial_cache counters breaker refusal_log siphash))
 
 EXTENSION = ratelimit
 DATA = $(wildcard sql/ratelimit--*.sql)

@@ -5,13 +5,13 @@
  */
 #include "postgres.h"
 
-#include "mb/pg_wchar.h"
 #include "miscadmin.h"
 
 #include "algorithm/limits.h"
 #include "decide.h"
 #include "error.h"
 #include "redis/redis.h"
+#include "report.h"
 #include "shared/counters.h"
 #include "shared/denial_cache.h"
 #include "shared/local_store.h"
@@ -130,8 +130,7 @@ log_shadow(const Call *call)
 	ereport(LOG,
 			(errmsg("rate limit \"%s\" would refuse key \"%s\"",
 					rl_limit_text(&action->limits->limit[answer->binding]),
-					pg_any_to_server(pnstrdup(action->key.data, action->key.len),
-									 action->key.len, PG_UTF8)),
+					rl_key_shown(action->key.data, action->key.len)),
 			 errdetail("The action takes %lld.", (long long) action->quota),
 			 errhint("It is let through because ratelimit.mode is \"shadow\".")));
 }
@@ -308,7 +307,7 @@ allows_unasked(const Call *calls, int n, const RlError *error)
 		(rl_on_error == RL_ON_ERROR_ALLOW || rl_on_error == RL_ON_ERROR_DENY))
 		return rl_on_error == RL_ON_ERROR_ALLOW;
 	count_ended(calls, n);
-	rl_raise(error);
+	rl_raise_for(error, calls->action->origin);
 }
 
 /*

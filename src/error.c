@@ -9,6 +9,7 @@
 #include "mb/pg_wchar.h"
 
 #include "error.h"
+#include "report.h"
 
 /* If text fills its buffer, cuts it where a character ends. */
 static void
@@ -19,7 +20,7 @@ clip(char *text, size_t size)
 }
 
 /*
- * Sets the error's SQLSTATE and message, and no detail.  A message that is too long
+ * Sets the error's SQLSTATE and message, and nothing else.  A message that is too long
  * is cut.  Does not throw.
  */
 void
@@ -28,7 +29,9 @@ rl_error_set(RlError *error, int sqlstate, const char *fmt,...)
 	va_list		args;
 
 	error->sqlstate = sqlstate;
-	error->unreachable = false;
+	error->unreachable = error->wrong_password = false;
+	error->retry_after = 0;
+	error->hint = NULL;
 	error->detail[0] = '\0';
 	va_start(args, fmt);
 	vsnprintf(error->message, sizeof(error->message), fmt, args);
@@ -81,8 +84,5 @@ rl_key_shown(const char *data, int len)
 void
 rl_raise(const RlError *error)
 {
-	ereport(ERROR,
-			(errcode(error->sqlstate),
-			 errmsg_internal("%s", error->message),
-			 error->detail[0] ? errdetail_internal("%s", error->detail) : 0));
+	rl_raise_for(error, NULL);
 }

@@ -29,10 +29,17 @@ rl_policy_name_is_valid(const char *name)
 }
 
 /* Returns seconds, rounded up, so that no client comes back too early. */
-int64
-rl_whole_seconds(int64 us)
+static int64
+whole_seconds(int64 us)
 {
 	return us / RL_SECOND + (us % RL_SECOND > 0);
+}
+
+/* Returns the header field that tells when to retry. */
+RlHeader
+rl_header_retry_after(int64 us)
+{
+	return (RlHeader) {"Retry-After", psprintf("%lld", (long long) whole_seconds(us))};
 }
 
 /* Appends the name of limit i: the policy's name, from the second limit on with a number. */
@@ -92,11 +99,10 @@ rl_headers(const char *name, const RlLimits *limits, int binding, const RlDecisi
 		append_name(&field, name, binding);
 		append_integer(&field, 'r', decision->remaining);
 		if (retry && decision->remaining == 0)
-			append_integer(&field, 't', rl_whole_seconds(decision->retry_after));
+			append_integer(&field, 't', whole_seconds(decision->retry_after));
 		headers[n++] = (RlHeader) {"RateLimit", field.data};
 	}
 	if (retry)
-		headers[n++] = (RlHeader) {"Retry-After",
-			psprintf("%lld", (long long) rl_whole_seconds(decision->retry_after))};
+		headers[n++] = rl_header_retry_after(decision->retry_after);
 	return n;
 }

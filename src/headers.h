@@ -19,6 +19,6 @@ typedef struct RlHeader
 extern bool rl_policy_name_is_valid(const char *name);
 extern int	rl_headers(const char *name, const RlLimits *limits, int binding,
 					   const RlDecision *decision, RlHeader *headers);
-extern int64 rl_whole_seconds(int64 us);
+extern RlHeader rl_header_retry_after(int64 us);
 
 #endif							/* HEADERS_H */

@@ -15,6 +15,7 @@
 #include "utils/guc_tables.h"
 
 #include "ratelimit.h"
+#include "shared/refusal_log.h"
 #include "shared/shared.h"
 
 PG_MODULE_MAGIC;
@@ -32,6 +33,8 @@ int			rl_retry_interval;
 int			rl_on_error;
 int			rl_store_is_local;
 int			rl_mode;
+int			rl_error_format;
+int			rl_log_refusals;
 bool		rl_denial_cache;
 int			rl_local_max_keys;
 char	   *rl_debug_now;
@@ -54,6 +57,19 @@ static const struct config_enum_entry mode_options[] = {
 	{"enforce", RL_MODE_ENFORCE, false},
 	{"shadow", RL_MODE_SHADOW, false},
 	{"off", RL_MODE_OFF, false},
+	{NULL, 0, false}
+};
+
+static const struct config_enum_entry error_format_options[] = {
+	{"sql", RL_FORMAT_SQL, false},
+	{"postgrest", RL_FORMAT_POSTGREST, false},
+	{NULL, 0, false}
+};
+
+static const struct config_enum_entry log_refusals_options[] = {
+	{"sampled", RL_LOG_SAMPLED, false},
+	{"all", RL_LOG_ALL, false},
+	{"none", RL_LOG_NONE, false},
 	{NULL, 0, false}
 };
 
@@ -259,6 +275,26 @@ _PG_init(void)
 							 PGC_SUSET, 0,
 							 NULL, NULL, NULL);
 
+	/* Superuser only: clients rely on the SQLSTATE. */
+	DefineCustomEnumVariable("ratelimit.error_format",
+							 "Selects the form of the errors that refuse an action or report a failed store.",
+							 "sql: SQLSTATE PT429, PT413 or PT503, with detail and hint; postgrest: SQLSTATE PGRST with JSON, from which PostgREST answers with status and headers.",
+							 &rl_error_format,
+							 RL_FORMAT_SQL,
+							 error_format_options,
+							 PGC_SUSET, 0,
+							 NULL, NULL, NULL);
+
+	/* Superuser only, as log_min_messages is. */
+	DefineCustomEnumVariable("ratelimit.log_refusals",
+							 "Selects the refusals (SQLSTATE PT429) that are written to the server log.",
+							 "sampled: one a second for each key, and at most 100 a second; all; none. Clients get each error.",
+							 &rl_log_refusals,
+							 RL_LOG_SAMPLED,
+							 log_refusals_options,
+							 PGC_SUSET, 0,
+							 NULL, NULL, NULL);
+
 	/* Superuser only: without the cache, a flood of refused calls reaches Redis. */
 	DefineCustomBoolVariable("ratelimit.denial_cache",
 							 "Sets whether an action that Redis has just refused is refused without asking Redis.",
@@ -288,6 +324,7 @@ _PG_init(void)
 							   check_debug_now, NULL, NULL);
 
 	MarkGUCPrefixReserved("ratelimit");
+	rl_refusal_log_init();
 
 	if (process_shared_preload_libraries_in_progress)
 		rl_shared_request();

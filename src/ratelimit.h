@@ -49,14 +49,23 @@
 /* ns; longer than any limit makes it, and short enough to be added to */
 #define RL_MAX_BACKLOG		(2 * RL_MAX_SPAN * 1000)
 
-/* PostgREST answers this SQLSTATE with HTTP status 429. */
+/*
+ * PostgREST answers a SQLSTATE PTxyz with HTTP status xyz, and reads the whole
+ * answer from an error of the last one.
+ */
 #define ERRCODE_RATE_LIMITED MAKE_SQLSTATE('P', 'T', '4', '2', '9')
+#define ERRCODE_ACTION_TOO_LARGE MAKE_SQLSTATE('P', 'T', '4', '1', '3')
+#define ERRCODE_STORE_FAILED MAKE_SQLSTATE('P', 'T', '5', '0', '3')
+#define ERRCODE_POSTGREST MAKE_SQLSTATE('P', 'G', 'R', 'S', 'T')
 
 /* An error that the caller raises, returns, or treats as ratelimit.on_error says. */
 typedef struct RlError
 {
 	int			sqlstate;
 	bool		unreachable;	/* the server is, for all backends */
+	bool		wrong_password; /* Redis wants another one, or none */
+	int64		retry_after;	/* us until the open breaker lets a call through, or 0 */
+	const char *hint;			/* NULL: none */
 	char		message[256];
 	char		detail[256];	/* empty: none */
 } RlError;
@@ -159,6 +168,7 @@ typedef struct RlAction
 	const RlLimits *limits;
 	int64		quota;
 	RlTake		how;
+	const struct RlOrigin *origin;	/* the trigger (report.h); NULL: none */
 } RlAction;
 
 /* What calls to Redis have cost. */
@@ -196,6 +206,19 @@ typedef enum RlOnError
 	RL_ON_ERROR_DENY,
 	RL_ON_ERROR_LOCAL
 } RlOnError;
+
+typedef enum RlErrorFormat
+{
+	RL_FORMAT_SQL,
+	RL_FORMAT_POSTGREST
+} RlErrorFormat;
+
+typedef enum RlLogRefusals
+{
+	RL_LOG_SAMPLED,
+	RL_LOG_ALL,
+	RL_LOG_NONE
+} RlLogRefusals;
 
 typedef enum RlMode
 {
@@ -250,6 +273,8 @@ extern int	rl_retry_interval;
 extern int	rl_on_error;
 extern int	rl_store_is_local;
 extern int	rl_mode;
+extern int	rl_error_format;
+extern int	rl_log_refusals;
 extern bool rl_denial_cache;
 extern int	rl_local_max_keys;
 extern char *rl_debug_now;

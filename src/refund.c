@@ -130,7 +130,7 @@ rl_refund_settle(dlist_head *queue, RlGrantDrop drop)
 
 	if (!unsettled)
 		return;
-	rl_error_set(&error, ERRCODE_CONNECTION_FAILURE, "the call that refunds them was interrupted");
+	rl_error_set(&error, ERRCODE_STORE_FAILED, "the call that refunds them was interrupted");
 	settle(queue, drop, false, &error);
 }
 
@@ -171,7 +171,7 @@ prepare_calls(dlist_head *queue, RlGrantDrop drop)
 		call->n++;
 		grant->call = call;
 	}
-	rl_error_set(&error, ERRCODE_CONNECTION_DOES_NOT_EXIST, "ratelimit.redis_url was changed meanwhile");
+	rl_error_set(&error, ERRCODE_STORE_FAILED, "ratelimit.redis_url was changed meanwhile");
 	log_lost(elsewhere, &error);
 	return n;
 }

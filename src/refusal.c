@@ -1,54 +1,118 @@
 /*
  * refusal.c
- *		The error of a refused action.
+ *		The report to a refused client.
+ *
+ * A message never holds the key: PostgREST puts it into the reason phrase of the
+ * HTTP answer.  The detail does, unless the client may not read the columns that
+ * the key was made of.
  */
 #include "postgres.h"
 
-#include "mb/pg_wchar.h"
+#include "miscadmin.h"
+#include "utils/acl.h"
+#include "utils/rls.h"
 
 #include "algorithm/limits.h"
 #include "error.h"
 #include "refusal.h"
+#include "shared/refusal_log.h"
 
-/* Raises the error of a refused action.  also is one more sentence for the detail, or NULL. */
+/* The name of the policy in header fields where no trigger names it. */
+#define DEFAULT_POLICY		"default"
+
+/* Returns true if a refused action can succeed later: no other reports are PT429. */
+bool
+rl_can_wait(const RlDecision *decision)
+{
+	return decision->retry_after != RL_NEVER;
+}
+
+/*
+ * Returns true if the client may see a key that was made of the trigger's columns.
+ * The rule is that of core for index values in errors: the role may read the
+ * columns, and no row security is in force.
+ */
+static bool
+may_show_key(const RlOrigin *origin)
+{
+	Oid			table;
+	int			column = -1;
+
+	if (origin == NULL || bms_is_empty(origin->columns))
+		return true;
+	table = RelationGetRelid(origin->rel);
+	if (check_enable_rls(table, InvalidOid, true) == RLS_ENABLED)
+		return false;
+	if (pg_class_aclcheck(table, GetUserId(), ACL_SELECT) == ACLCHECK_OK)
+		return true;
+	while ((column = bms_next_member(origin->columns, column)) >= 0)
+		if (pg_attribute_aclcheck(table, column, GetUserId(), ACL_SELECT) != ACLCHECK_OK)
+			return false;
+	return true;
+}
+
+/* Sets the detail to a fact about the key, for the client without the key if it is hidden. */
+static void
+set_detail(RlReport *report, const RlAction *action, const char *fact, const char *also)
+{
+	const char *key = rl_key_shown(action->key.data, action->key.len);
+
+	also = also ? psprintf(" %s", also) : "";
+	report->detail_log = psprintf("Key \"%s\" %s%s", key, fact, also);
+	report->detail = may_show_key(action->origin) ? report->detail_log :
+		psprintf("The key %s%s", fact, also);
+}
+
+/* Sets the hint, if a wait helps, and the header fields. */
+static void
+set_wait(RlReport *report, const RlAction *action, const RlAnswer *answer)
+{
+	const char *policy = action->origin != NULL ? action->origin->trigger : DEFAULT_POLICY;
+
+	if (rl_can_wait(&answer->decision))
+		report->hint = rl_retry_hint(answer->decision.retry_after);
+	if (!rl_policy_name_is_valid(policy))
+		policy = DEFAULT_POLICY;
+	report->nheaders = rl_headers(policy, action->limits, answer->binding, &answer->decision,
+								  report->headers);
+}
+
+/*
+ * Raises the error of an action that was refused.  also is one more sentence for
+ * the detail, or NULL.
+ */
 void
 rl_raise_refused(const RlAction *action, const RlAnswer *answer, const char *also)
 {
-	const RlKey *key = &action->key;
 	const RlLimit *limit = &action->limits->limit[answer->binding];
 	const RlDecision *decision = &answer->decision;
-	const char *key_text = pg_any_to_server(pnstrdup(key->data, key->len), key->len, PG_UTF8);
-	long long	wait_ms = (decision->retry_after + 999) / 1000;
-
-	also = also ? psprintf(" %s", also) : "";
+	RlReport	report = {.sqlstate = ERRCODE_RATE_LIMITED,.origin = action->origin};
 
 	if (decision->source == RL_FAIL_CLOSED)
-		ereport(ERROR,
-				(errcode(ERRCODE_RATE_LIMITED),
-				 errmsg("rate limit \"%s\" cannot be checked for key \"%s\"",
-						rl_limit_text(limit), key_text),
-				 errdetail_internal("%s%s", answer->error->message, also),
-				 errhint("Actions are refused because ratelimit.on_error is \"deny\".")));
-	if (decision->retry_after == RL_NEVER)
-		ereport(ERROR,
-				(errcode(ERRCODE_RATE_LIMITED),
-				 errmsg("rate limit \"%s\" exceeded for key \"%s\"",
-						rl_limit_text(limit), key_text),
-				 errdetail("The action takes %lld, and the limit never has more than %lld: no wait will help.%s",
-						   (long long) action->quota, (long long) limit->capacity, also),
-				 errhint("Split the action into smaller ones.")));
-	if (decision->ban_left > 0)
-		ereport(ERROR,
-				(errcode(ERRCODE_RATE_LIMITED),
-				 errmsg("key \"%s\" is banned", key_text),
-				 errdetail("Retry after %lld.%03lld seconds.%s", wait_ms / 1000, wait_ms % 1000, also),
-				 errhint("rl_unban lifts a ban.")));
-	ereport(ERROR,
-			(errcode(ERRCODE_RATE_LIMITED),
-			 errmsg("rate limit \"%s\" exceeded for key \"%s\"",
-					rl_limit_text(limit), key_text),
-			 errdetail("Retry after %lld.%03lld seconds.%s", wait_ms / 1000, wait_ms % 1000, also),
-			 errhint("The action takes %lld, and %lld of %lld are free now.",
-					 (long long) action->quota, (long long) decision->remaining,
-					 (long long) limit->capacity)));
+		rl_raise_for(answer->error, action->origin);
+	if (!rl_can_wait(decision))
+	{
+		report.sqlstate = ERRCODE_ACTION_TOO_LARGE;
+		report.message = psprintf("action of %lld is larger than rate limit \"%s\" allows",
+								  (long long) action->quota, rl_limit_text(limit));
+		set_detail(&report, action,
+				   psprintf("never has more than %lld.", (long long) limit->capacity), also);
+	}
+	else if (decision->ban_left > 0)
+	{
+		report.message = "rate limit ban in force";
+		set_detail(&report, action, "is banned.", also);
+	}
+	else
+	{
+		report.message = psprintf("rate limit \"%s\" exceeded", rl_limit_text(limit));
+		set_detail(&report, action,
+				   psprintf("has %lld of %lld left; the action takes %lld.",
+							(long long) decision->remaining, (long long) limit->capacity,
+							(long long) action->quota), also);
+	}
+	set_wait(&report, action, answer);
+	if (report.sqlstate == ERRCODE_RATE_LIMITED)
+		report.domain = rl_refusal_mark(&action->key);
+	rl_report(&report);
 }

@@ -1,12 +1,13 @@
 /*
  * refusal.h
- *		The error of a refused action.
+ *		The report to a refused client.
  */
 #ifndef REFUSAL_H
 #define REFUSAL_H
 
-#include "ratelimit.h"
+#include "report.h"
 
+extern bool rl_can_wait(const RlDecision *decision);
 pg_noreturn extern void rl_raise_refused(const RlAction *action, const RlAnswer *answer,
 										 const char *also);
 

@@ -140,6 +140,7 @@ wrong_word(Scan *scan, const char *complaint)
 	rl_error_set(scan->error, ERRCODE_INVALID_TEXT_REPRESENTATION,
 				 "invalid input syntax for type rl_limits: \"%.*s\"",
 				 pg_mbcliplen(scan->start, scan->end - scan->start, 150), scan->start);
+	scan->error->hint = "Write, for example, \"5/10s\", \"throttle 30/min burst 15\" or \"sliding_log 5/10s, fixed_window 1000/day\".";
 	if (len == 0)
 		rl_error_detail(scan->error, "%s at the end.", complaint);
 	else
@@ -535,7 +536,8 @@ rl_limits_in(PG_FUNCTION_ARGS)
 		ereturn(fcinfo->context, (Datum) 0,
 				(errcode(error.sqlstate),
 				 errmsg_internal("%s", error.message),
-				 error.detail[0] ? errdetail_internal("%s", error.detail) : 0));
+				 error.detail[0] ? errdetail_internal("%s", error.detail) : 0,
+				 error.hint ? errhint("%s", error.hint) : 0));
 #else
 		rl_raise(&error);
 #endif

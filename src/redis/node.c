@@ -217,7 +217,7 @@ rl_target_breaker(const RlTarget *target)
  * the server may be well, and its breaker stays as it is.
  */
 void
-rl_server_failed(RlBreaker *breaker, int64 given, const RlError *error)
+rl_server_failed(RlBreaker *breaker, int64 given, RlError *error)
 {
 	if (error->unreachable && given >= (int64) rl_command_timeout * 500)
 		rl_breaker_failed(breaker, error);

@@ -159,7 +159,7 @@ node_bit(const RlNode *node)
 
 /* Drops a line that failed; given is the time that the node had for the next reply. */
 static void
-break_line(Pipeline *p, Line *line, int64 given, const RlError *error)
+break_line(Pipeline *p, Line *line, int64 given, RlError *error)
 {
 	p->route.node = line->node;
 	remove_line(p, line);
@@ -468,7 +468,7 @@ give_up(Pipeline *p)
 	RlError		error;
 	bool		unsent = p->next < p->n || callqueue_first(&p->to_resend);
 
-	rl_error_set(&error, ERRCODE_CONNECTION_FAILURE,
+	rl_error_set(&error, ERRCODE_STORE_FAILED,
 				 "lost the connection to Redis: %d calls took longer than ratelimit.command_timeout allows", p->n);
 	for (int i = p->nlines - 1; i >= 0; i--)
 	{
@@ -619,7 +619,7 @@ rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append, RlPipeli
 
 	if (!no_throw)
 		return run_pipeline(&p);
-	rl_error_set(error, ERRCODE_CONNECTION_DOES_NOT_EXIST, "there is no connection to Redis");
+	rl_error_set(error, ERRCODE_STORE_FAILED, "there is no connection to Redis");
 	rl_streams_changed();
 	for (int i = 1; i <= RL_MAX_NODES; i++)
 		connected += (rl_node_numbered(i)->conn.ctx != NULL);

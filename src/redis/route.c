@@ -196,7 +196,7 @@ rl_route_choose(RlRoute *route, RlError *error)
 	if (route->first_error.sqlstate != 0)
 		*error = route->first_error;
 	else
-		rl_error_set(error, ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION,
+		rl_error_set(error, ERRCODE_STORE_FAILED,
 					 "could not connect to Redis: too many nodes");
 	return false;
 }
@@ -267,7 +267,7 @@ rl_route_connect(RlRoute *route, RlError *error)
  * that the server had for it.  Drops the connection, and the node is lost.
  */
 void
-rl_route_failed(RlRoute *route, int64 given, const RlError *error)
+rl_route_failed(RlRoute *route, int64 given, RlError *error)
 {
 	rl_connection_close(&route->node->conn);
 	rl_server_failed(route->node->breaker, given, error);

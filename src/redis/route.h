@@ -27,7 +27,7 @@ extern void rl_route_begin(RlRoute *route, const char *key, int len);
 extern bool rl_route_choose(RlRoute *route, RlError *error);
 extern bool rl_route_try(RlRoute *route, bool *others, RlError *error);
 extern bool rl_route_connect(RlRoute *route, RlError *error);
-extern void rl_route_failed(RlRoute *route, int64 given, const RlError *error);
+extern void rl_route_failed(RlRoute *route, int64 given, RlError *error);
 extern bool rl_route_answered(RlRoute *route, const RlReply *reply);
 extern bool rl_route_should_pause(const RlRoute *route);
 

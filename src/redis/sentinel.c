@@ -39,10 +39,10 @@ ask(RlConnection *conn, const RlAddress *sentinel, const char *service, bool wit
 		reply->values[0] >= 1 && reply->values[0] <= 65535)
 		return true;
 	if (reply->kind == RL_REPLY_NIL)
-		rl_error_set(error, ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION,
+		rl_error_set(error, ERRCODE_STORE_FAILED,
 					 "could not connect to Redis: the Sentinel knows no service \"%s\"", service);
 	else
-		rl_error_set(error, ERRCODE_PROTOCOL_VIOLATION,
+		rl_error_set(error, ERRCODE_STORE_FAILED,
 					 "unexpected reply from the Sentinel: it is no address");
 	rl_error_detail(error, "The server is %s.", conn->server);
 	return false;
@@ -69,7 +69,7 @@ ask_if_admitted(const RlTarget *target, int which, int64 until, RlAddress *maste
 		return false;
 	sentinel.db = 0;
 	found = ask(&conn, &sentinel, target->service, false, until, &reply, error);
-	if (!found && error->sqlstate == ERRCODE_INVALID_PASSWORD && rl_redis_passfile[0] != '\0')
+	if (!found && error->wrong_password && rl_redis_passfile[0] != '\0')
 		found = ask(&conn, &sentinel, target->service, true, until, &reply, error);
 	rl_connection_close(&conn);
 	if (found || !error->unreachable)

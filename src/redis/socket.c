@@ -39,10 +39,10 @@
  */
 
 static bool
-set_error(const RlConnection *conn, RlError *error, int sqlstate, bool unreachable,
-		  const char *what, const char *why)
+set_error(const RlConnection *conn, RlError *error, bool unreachable, const char *what,
+		  const char *why)
 {
-	rl_error_set(error, sqlstate, "%s: %s", what, why);
+	rl_error_set(error, ERRCODE_STORE_FAILED, "%s: %s", what, why);
 	rl_error_detail(error, "The server is %s.", conn->server);
 	error->unreachable = unreachable;
 	return false;
@@ -52,15 +52,14 @@ set_error(const RlConnection *conn, RlError *error, int sqlstate, bool unreachab
 static bool
 cannot_connect(const RlConnection *conn, RlError *error, bool unreachable, const char *why)
 {
-	return set_error(conn, error, ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION, unreachable,
-					 "could not connect to Redis", why);
+	return set_error(conn, error, unreachable, "could not connect to Redis", why);
 }
 
 /* The connection failed after it was set up. */
 bool
 rl_connection_lost(const RlConnection *conn, RlError *error, const char *why)
 {
-	return set_error(conn, error, ERRCODE_CONNECTION_FAILURE, true, "lost the connection to Redis", why);
+	return set_error(conn, error, true, "lost the connection to Redis", why);
 }
 
 /* A server checks a client's certificate after the handshake, and its alert may get lost. */
@@ -79,21 +78,17 @@ tls_failed(const RlConnection *conn, RlError *error, const char *why)
 bool
 rl_protocol_violation(const RlConnection *conn, RlError *error, const char *why)
 {
-	return set_error(conn, error, ERRCODE_PROTOCOL_VIOLATION, false, "unexpected reply from Redis", why);
+	return set_error(conn, error, false, "unexpected reply from Redis", why);
 }
 
 /* The server sent an error reply: to a command, or while the connection was set up. */
 bool
 rl_error_reply(const RlConnection *conn, bool set_up, const char *line, RlError *error)
 {
-	int			sqlstate = ERRCODE_PROTOCOL_VIOLATION;
-
-	if (strstr(line, "max number of clients") != NULL)
-		sqlstate = ERRCODE_SQLCLIENT_UNABLE_TO_ESTABLISH_SQLCONNECTION;
-	else if (strncmp(line, "NOAUTH", 6) == 0 ||
-			 (set_up && (strstr(line, "AUTH") || strstr(line, "PASS") || strstr(line, "password"))))
-		sqlstate = ERRCODE_INVALID_PASSWORD;
-	return set_error(conn, error, sqlstate, false, "Redis answered with an error", line);
+	set_error(conn, error, false, "Redis answered with an error", line);
+	error->wrong_password = strncmp(line, "NOAUTH", 6) == 0 ||
+		(set_up && (strstr(line, "AUTH") || strstr(line, "PASS") || strstr(line, "password")));
+	return false;
 }
 
 /*

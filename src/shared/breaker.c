@@ -34,7 +34,6 @@ typedef struct Entry
 	int64		open_until;		/* monotonic, as the next one */
 	int64		trying_until;	/* when the time of the backend that tries ends;
 								 * 0: none tries */
-	int			sqlstate;		/* of the failure, as the next one */
 	char		message[256];
 } Entry;
 
@@ -269,8 +268,9 @@ rl_breaker_admits(RlBreaker *breaker, RlError *error)
 			break;
 		if (!is_half_open(&entry, now))
 		{
-			rl_error_set(error, entry.sqlstate, "not retrying Redis until ratelimit.retry_interval has passed");
+			rl_error_set(error, ERRCODE_STORE_FAILED, "not retrying Redis until ratelimit.retry_interval has passed");
 			rl_error_detail(error, "The failure was: %s.", entry.message);
+			error->retry_after = Max(Max(entry.open_until, entry.trying_until) - now, 1);
 			return false;
 		}
 		begin_trying(breaker);
@@ -302,7 +302,7 @@ rl_breaker_succeeded(RlBreaker *breaker)
  * not answer in time.  Does not throw.
  */
 void
-rl_breaker_failed(RlBreaker *breaker, const RlError *error)
+rl_breaker_failed(RlBreaker *breaker, RlError *error)
 {
 	Entry	   *entry;
 
@@ -315,8 +315,8 @@ rl_breaker_failed(RlBreaker *breaker, const RlError *error)
 		entry = add_entry(breaker);
 	entry->open_until = rl_monotonic_now() + (int64) rl_retry_interval * 1000;
 	entry->trying_until = 0;
-	entry->sqlstate = error->sqlstate;
 	strlcpy(entry->message, error->message, sizeof(entry->message));
+	error->retry_after = (int64) rl_retry_interval * 1000;
 	LWLockRelease(lock);
 }
 

@@ -17,6 +17,7 @@
 #include "shared/cells.h"
 #include "shared/counters.h"
 #include "shared/denial_cache.h"
+#include "shared/refusal_log.h"
 
 #define TRANCHE				"ratelimit"
 
@@ -29,7 +30,8 @@ typedef struct Header
 } Header;
 
 static const RlSharedPart *const parts[] = {
-	&rl_cells_part, &rl_denial_part, &rl_counters_part, &rl_breaker_part
+	&rl_cells_part, &rl_denial_part, &rl_counters_part, &rl_breaker_part,
+	&rl_refusal_log_part
 };
 
 static Header *header = NULL;

@@ -35,16 +35,20 @@ enforce_row(TriggerData *data, Rule *rule)
 {
 	bool		updated = TRIGGER_FIRED_BY_UPDATE(data->tg_event);
 	TupleTableSlot *row = updated ? data->tg_newslot : data->tg_trigslot;
-	RlAction	action = {.limits = &rule->limits,.how = RL_TAKE};
+	RlOrigin	origin = rl_rule_origin(rule, data->tg_relation, data->tg_trigger);
+	RlAction	action = {.limits = &rule->limits,.how = RL_TAKE,.origin = &origin};
 	RlAnswer	answer = {0};
 
 	action.key = rl_rule_key(rule, data->tg_relation, row);
 	action.quota = rl_rule_quota(rule, data->tg_relation, row);
 	rl_decide(&action, &answer);
-	if (!answer.decision.allowed && !rule->skip)
-		rl_raise_refused(&action, &answer, NULL);
 	if (!answer.decision.allowed)
-		return PointerGetDatum(NULL);
+	{
+		/* A row that is skipped for a failure or for its size would be lost unnoticed. */
+		if (rule->skip && rl_can_wait(&answer.decision))
+			return PointerGetDatum(NULL);
+		rl_raise_refused(&action, &answer, NULL);
+	}
 	return PointerGetDatum(updated ? data->tg_newtuple : data->tg_trigtuple);
 }
 

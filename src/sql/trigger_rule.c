@@ -129,6 +129,7 @@ parse_template(Rule *rule, Relation rel, const Trigger *trigger, const char *tem
 			piece->attnum = find_column(rel, trigger, p + 1, close - p - 1, error);
 			if (piece->attnum == 0)
 				return false;
+			rule->columns = bms_add_member(rule->columns, piece->attnum);
 			type = TupleDescAttr(RelationGetDescr(rel), piece->attnum - 1)->atttypid;
 			if (!rl_key_part_init(&piece->column, type, rule->context))
 			{
@@ -399,6 +400,13 @@ row_value(TupleTableSlot *row, Relation rel, AttrNumber attnum, const char *use)
 						NameStr(TupleDescAttr(RelationGetDescr(rel), attnum - 1)->attname),
 						RelationGetRelationName(rel), use)));
 	return value;
+}
+
+/* Returns the origin of the trigger's actions, which points into its arguments. */
+RlOrigin
+rl_rule_origin(const Rule *rule, Relation rel, const Trigger *trigger)
+{
+	return (RlOrigin) {rel, trigger->tgname, rule->columns};
 }
 
 /*

@@ -7,6 +7,7 @@
 
 #include "utils/rel.h"
 
+#include "report.h"
 #include "sql/key.h"
 
 /* A piece of the key's template. */
@@ -25,6 +26,7 @@ typedef struct Rule
 	char	  **args;
 	int			npieces;
 	Piece	   *pieces;
+	Bitmapset  *columns;		/* of the key */
 	RlLimits	limits;
 	int64		quota;			/* if quota_attnum is 0 */
 	AttrNumber	quota_attnum;
@@ -36,6 +38,7 @@ typedef struct Rule
 struct TupleTableSlot;
 
 extern Rule *rl_rule_find(Relation rel, const Trigger *trigger);
+extern RlOrigin rl_rule_origin(const Rule *rule, Relation rel, const Trigger *trigger);
 extern RlKey rl_rule_key(Rule *rule, Relation rel, struct TupleTableSlot *row);
 extern int64 rl_rule_quota(Rule *rule, Relation rel, struct TupleTableSlot *row);
 extern Rule *rl_rule_make(Relation rel, const Trigger *trigger, bool *valid, RlError *error);

@@ -33,6 +33,7 @@
 typedef struct Statement
 {
 	Rule	   *rule;
+	RlOrigin	origin;
 	MemoryContext context;		/* of the keys that are asked together */
 	MemoryContext row_context;
 	HTAB	   *by_key;			/* index into wanted */
@@ -288,7 +289,7 @@ ask_sorted(Statement *statement)
 			if (statement->n == RL_MAX_MANY)
 				ask_keys(statement);
 			wanted = &statement->wanted[statement->n++];
-			*wanted = (RlAction) {row.key, &statement->rule->limits, 0, RL_TAKE};
+			*wanted = (RlAction) {row.key, &statement->rule->limits, 0, RL_TAKE, &statement->origin};
 			wanted->key.data = memcpy(MemoryContextAlloc(statement->context, row.key.len),
 									  row.key.data, row.key.len);
 		}
@@ -319,7 +320,7 @@ add_row(Statement *statement, Relation rel, TupleTableSlot *row)
 	if (!found)
 	{
 		entry->i = statement->n++;
-		statement->wanted[entry->i] = (RlAction) {{entry->key, key.len}, &statement->rule->limits, 0, RL_TAKE};
+		statement->wanted[entry->i] = (RlAction) {{entry->key, key.len}, &statement->rule->limits, 0, RL_TAKE, &statement->origin};
 	}
 	wanted = &statement->wanted[entry->i];
 	/* Neither exceeds RL_MAX_COUNT, so that the sum does not overflow. */
@@ -416,7 +417,7 @@ refund(Statement *statement, bool no_throw)
 		if (no_throw && !failed && rl_monotonic_now() >= end)
 		{
 			failed = true;
-			rl_error_set(&statement->why, ERRCODE_CONNECTION_FAILURE, "there was no time left");
+			rl_error_set(&statement->why, ERRCODE_STORE_FAILED, "there was no time left");
 		}
 		statement->batch = batch;
 		/* A store that has failed is not waited for again. */
@@ -546,7 +547,8 @@ rl_enforce_statement(TriggerData *data, Rule *rule)
 {
 	Statement	statement = {.rule = rule};
 
-	rl_error_set(&statement.why, ERRCODE_CONNECTION_FAILURE, "there was no answer to some calls");
+	statement.origin = rl_rule_origin(rule, data->tg_relation, data->tg_trigger);
+	rl_error_set(&statement.why, ERRCODE_STORE_FAILED, "there was no answer to some calls");
 	statement.context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit statement",
 											  ALLOCSET_DEFAULT_SIZES);
 	statement.row_context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit row",

@@ -1,0 +1,110 @@
+/*
+ * report.c
+ *		Errors to clients, in the format of ratelimit.error_format.
+ */
+#include "postgres.h"
+
+#include "lib/stringinfo.h"
+#include "utils/json.h"
+
+#include "report.h"
+
+/* Returns the hint from which clients read when to retry; its form is a contract. */
+char *
+rl_retry_hint(int64 retry_after)
+{
+	long long	ms = (retry_after + 999) / 1000;
+
+	return psprintf("Retry after %lld.%03lld seconds.", ms / 1000, ms % 1000);
+}
+
+static void
+append_member(StringInfo json, const char *name, const char *value)
+{
+	appendStringInfoString(json, json->data[json->len - 1] == '{' ? "" : ", ");
+	escape_json(json, name);
+	appendStringInfoString(json, ": ");
+	if (value != NULL)
+		escape_json(json, value);
+	else
+		appendStringInfoString(json, "null");
+}
+
+/* Returns the body of the HTTP answer, as PostgREST reads it from the message. */
+static char *
+postgrest_message(const RlReport *report)
+{
+	StringInfoData json;
+
+	initStringInfo(&json);
+	appendStringInfoChar(&json, '{');
+	append_member(&json, "code", unpack_sql_state(report->sqlstate));
+	append_member(&json, "message", report->message);
+	append_member(&json, "details", report->detail);
+	append_member(&json, "hint", report->hint);
+	appendStringInfoChar(&json, '}');
+	return json.data;
+}
+
+/* Returns status and headers of the HTTP answer, as PostgREST reads them from the detail. */
+static char *
+postgrest_detail(const RlReport *report)
+{
+	StringInfoData json;
+
+	/* The digits of a SQLSTATE PTxyz are the status. */
+	initStringInfo(&json);
+	appendStringInfo(&json, "{\"status\": %s, \"headers\": {", unpack_sql_state(report->sqlstate) + 2);
+	for (int i = 0; i < report->nheaders; i++)
+		append_member(&json, report->headers[i].name, report->headers[i].value);
+	appendStringInfoString(&json, "}}");
+	return json.data;
+}
+
+/* Returns true if the SQLSTATE is one of PTxyz, which stand for HTTP statuses. */
+static bool
+is_http_status(int sqlstate)
+{
+	return strncmp(unpack_sql_state(sqlstate), "PT", 2) == 0;
+}
+
+/* Raises the error. */
+void
+rl_report(const RlReport *report)
+{
+	const RlOrigin *origin = report->origin;
+	bool		postgrest = rl_error_format == RL_FORMAT_POSTGREST && is_http_status(report->sqlstate);
+	const char *detail = postgrest ? postgrest_detail(report) : report->detail;
+	const char *detail_log = report->detail_log ? report->detail_log : report->detail;
+
+	ereport_domain(ERROR, report->domain,
+				   (errcode(postgrest ? ERRCODE_POSTGREST : report->sqlstate),
+					errmsg_internal("%s", postgrest ? postgrest_message(report) : report->message),
+					detail ? errdetail_internal("%s", detail) : 0,
+					detail_log ? errdetail_log("%s", detail_log) : 0,
+					report->hint && !postgrest ? errhint("%s", report->hint) : 0,
+					origin ? errtableconstraint(origin->rel, origin->trigger) : 0));
+}
+
+/*
+ * Raises the error; the failure of a store in ratelimit.error_format, with the time
+ * of the next attempt if a breaker is open.
+ */
+void
+rl_raise_for(const RlError *error, const RlOrigin *origin)
+{
+	RlReport	report = {
+		.sqlstate = error->sqlstate,
+		.message = error->message,
+		.detail = error->detail[0] ? error->detail : NULL,
+		.hint = error->hint,
+		.origin = origin
+	};
+
+	if (error->retry_after > 0)
+	{
+		report.hint = rl_retry_hint(error->retry_after);
+		report.headers[report.nheaders++] = rl_header_retry_after(error->retry_after);
+	}
+	rl_report(&report);
+}

@@ -1,0 +1,134 @@
+/*
+ * refusal_log.c
+ *		Which refusals get into the server's log, as ratelimit.log_refusals says.
+ *
+ * A flood of refused calls must not become a flood of lines.  A refusal that is
+ * raised is marked by its error's text domain, which stays with the error through
+ * each rethrow; a user's own error with the same SQLSTATE has no mark.
+ */
+#include "postgres.h"
+
+#include "common/hashfn.h"
+#include "port/atomics.h"
+
+#include "shared/refusal_log.h"
+
+#define MAX_LINES			100 /* a second, of all keys */
+#define SEEN				1024	/* keys of which the last line's second is known */
+
+/* Shared by all backends if there is shared memory; all members are atomic. */
+typedef struct Sample
+{
+	pg_atomic_uint64 lines;		/* a second << 32, and its number of lines */
+	pg_atomic_uint64 left_out;	/* refusals without a line since the last line */
+	pg_atomic_uint64 seen[SEEN];	/* a second << 32, and half of a key's hash */
+} Sample;
+
+static const char mark[] = "ratelimit-refusal";
+static uint64 marked = 0;		/* hash of the key of the last refusal raised */
+static Sample *sample = NULL;
+static emit_log_hook_type prev_emit_log_hook = NULL;
+
+static void
+need(Size *size, int *nlocks)
+{
+	*size = sizeof(Sample);
+	*nlocks = 0;
+}
+
+static void
+init_sample(Sample *new)
+{
+	pg_atomic_init_u64(&new->lines, 0);
+	pg_atomic_init_u64(&new->left_out, 0);
+	for (int i = 0; i < SEEN; i++)
+		pg_atomic_init_u64(&new->seen[i], 0);
+}
+
+static void
+attach(void *memory, LWLockPadded *locks pg_attribute_unused(), bool found)
+{
+	sample = memory;
+	if (!found)
+		init_sample(sample);
+}
+
+const RlSharedPart rl_refusal_log_part = {need, attach};
+
+/* Returns true if the key has had no line in this second. */
+static bool
+is_new_key(uint64 hash, uint64 second)
+{
+	uint64		value = (second << 32) | (hash >> 32);
+
+	return pg_atomic_exchange_u64(&sample->seen[hash % SEEN], value) != value;
+}
+
+/* Returns true if the second has a line left, and takes it. */
+static bool
+take_line(uint64 second)
+{
+	uint64		lines = pg_atomic_read_u64(&sample->lines);
+	uint64		next;
+
+	do
+	{
+		next = (lines >> 32) == second ? lines + 1 : (second << 32) + 1;
+		if ((uint32) next > MAX_LINES)
+			return false;
+	} while (!pg_atomic_compare_exchange_u64(&sample->lines, &lines, next));
+	return true;
+}
+
+/* Leaves a refusal out of the server's log, or tells how many were left out before it. */
+static void
+emit_log(ErrorData *error)
+{
+	uint64		second = rl_monotonic_now() / RL_SECOND;
+
+	if (error->domain == mark && error->output_to_server && rl_log_refusals != RL_LOG_ALL)
+	{
+		if (rl_log_refusals == RL_LOG_NONE)
+			error->output_to_server = false;
+		else if (!is_new_key(marked, second) || !take_line(second))
+		{
+			error->output_to_server = false;
+			pg_atomic_fetch_add_u64(&sample->left_out, 1);
+		}
+		else
+		{
+			uint64		left_out = pg_atomic_exchange_u64(&sample->left_out, 0);
+
+			if (left_out > 0)
+				error->detail_log = psprintf("%s %llu other refusals were not logged.",
+											 error->detail_log ? error->detail_log : "",
+											 (unsigned long long) left_out);
+		}
+	}
+	if (prev_emit_log_hook)
+		prev_emit_log_hook(error);
+}
+
+/* Installs the hook; called once, when the library is loaded. */
+void
+rl_refusal_log_init(void)
+{
+	static Sample own;
+
+	if (sample == NULL)
+	{
+		init_sample(&own);
+		sample = &own;
+	}
+	prev_emit_log_hook = emit_log_hook;
+	emit_log_hook = emit_log;
+}
+
+/* Returns the text domain of a refusal of the key that is raised next. */
+const char *
+rl_refusal_mark(const RlKey *key)
+{
+	marked = rl_shared_available() ? rl_key_hash(key).low :
+		hash_bytes_extended((const unsigned char *) key->data, key->len, 0);
+	return mark;
+}

@@ -1,0 +1,15 @@
+/*
+ * refusal_log.h
+ *		Which refusals get into the server's log.
+ */
+#ifndef REFUSAL_LOG_H
+#define REFUSAL_LOG_H
+
+#include "shared/shared.h"
+
+extern const RlSharedPart rl_refusal_log_part;
+
+extern void rl_refusal_log_init(void);
+extern const char *rl_refusal_mark(const RlKey *key);
+
+#endif							/* REFUSAL_LOG_H */
