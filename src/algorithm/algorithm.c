@@ -104,16 +104,6 @@ rl_units_are_empty(const RlState *state)
 	return state->charged == 0 && state->refused == 0;
 }
 
-/* For RlAlgorithm.numbers: each script reads the numbers that it needs */
-void
-rl_units_numbers(const RlLimit *limit, int64 quota pg_attribute_unused(), int64 *numbers)
-{
-	numbers[0] = limit->capacity;
-	numbers[1] = limit->count;
-	numbers[2] = limit->step;
-	numbers[3] = limit->from_first;
-}
-
 /* For RlAlgorithm.decide, with the four numbers that check.lua reports */
 bool
 rl_units_decide(const RlLimit *limit, int64 quota, RlVerdict verdict, const int64 *reported,

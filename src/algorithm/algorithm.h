@@ -74,7 +74,7 @@ typedef struct RlCharge
 								 * or the entry's time; throttle: 0 */
 } RlCharge;
 
-/* How many numbers of a limit the scripts in Redis get. */
+/* The most numbers of a limit that a script in Redis gets */
 #define RL_NUMBERS			4
 
 /*
@@ -153,10 +153,11 @@ typedef struct RlAlgorithm
 	int			nreported;		/* how many numbers check.lua reports for a limit */
 
 	/*
-	 * Sets the RL_NUMBERS numbers of the limit for a command that takes or refunds
-	 * the quota.  With act_alone, the first two are what the command charges.
+	 * Sets the numbers of the limit for a command that takes or refunds the quota,
+	 * and returns how many they are, at most RL_NUMBERS.  With act_alone, the first
+	 * two are what the command charges.
 	 */
-	void		(*numbers) (const RlLimit *limit, int64 quota, int64 *numbers);
+	int			(*numbers) (const RlLimit *limit, int64 quota, int64 *numbers);
 
 	/*
 	 * Sets the decision except ban_left and source from the reported numbers,
@@ -221,7 +222,6 @@ extern void rl_units_refund(const RlLimit *limit, RlState *state, RlPool *pool, 
 							int64 now, int64 quota);
 extern int64 rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
 extern bool rl_units_are_empty(const RlState *state);
-extern void rl_units_numbers(const RlLimit *limit, int64 quota, int64 *numbers);
 extern bool rl_units_decide(const RlLimit *limit, int64 quota, RlVerdict verdict,
 							const int64 *reported, RlDecision *decision);
 

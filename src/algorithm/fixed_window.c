@@ -67,6 +67,14 @@ charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
 	return (RlCharge) {quota, at, at + reset_after - limit->period};
 }
 
+static int
+numbers(const RlLimit *limit, int64 quota pg_attribute_unused(), int64 *numbers)
+{
+	numbers[0] = limit->capacity;
+	numbers[1] = limit->from_first;
+	return 2;
+}
+
 const RlAlgorithm rl_algorithm_fixed_window = {
 	.name = "fixed_window",
 	.most = RL_MAX_COUNT,
@@ -82,7 +90,7 @@ const RlAlgorithm rl_algorithm_fixed_window = {
 	.is_empty = rl_units_are_empty,
 	.charge = charge,
 	.split = 1,
-	.numbers = rl_units_numbers,
+	.numbers = numbers,
 	.nreported = 4,
 	.decide = rl_units_decide,
 	.next_free = next_free,

@@ -5,7 +5,7 @@
 -- if quota of refused actions was counted.
 
 algorithms.fixed_window = {
-  read = function(l, capacity, _, _, from_first)
+  read = function(l, capacity, from_first)
     l.capacity, l.from_first = tonumber(capacity), from_first == '1'
   end,
 

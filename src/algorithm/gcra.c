@@ -192,7 +192,7 @@ charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after pg_attribu
 }
 
 /* The cost of the quota, and the longest backlog that leaves room for it */
-static void
+static int
 numbers(const RlLimit *limit, int64 quota, int64 *numbers)
 {
 	int64		charge = refund_of(limit, quota);
@@ -202,6 +202,7 @@ numbers(const RlLimit *limit, int64 quota, int64 *numbers)
 	numbers[1] = charge % NS_PER_US;
 	numbers[2] = room / NS_PER_US;
 	numbers[3] = room % NS_PER_US;
+	return 4;
 }
 
 /* check.lua reports the backlog before the action. */

@@ -21,7 +21,13 @@ rl_state_tag(const RlLimit *limit)
 static inline bool
 rl_same_tag(RlStateTag a, RlStateTag b)
 {
-	return memcmp(&a, &b, sizeof(RlStateTag)) == 0;
+	uint64		x[2];
+	uint64		y[2];
+
+	/* For memcmp, gcc would make a call. */
+	memcpy(x, &a, sizeof(x));
+	memcpy(y, &b, sizeof(y));
+	return x[0] == y[0] && x[1] == y[1];
 }
 
 /* Returns true if the two limits have one state on one key. */

@@ -167,6 +167,14 @@ charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
 	return (RlCharge) {quota, at, limit->step > 0 ? mark / limit->step - 1 : mark};
 }
 
+static int
+numbers(const RlLimit *limit, int64 quota pg_attribute_unused(), int64 *numbers)
+{
+	numbers[0] = limit->capacity;
+	numbers[1] = limit->step;
+	return 2;
+}
+
 const RlAlgorithm rl_algorithm_sliding_window = {
 	.name = "sliding_window",
 	.most = RL_MAX_COUNT,
@@ -183,7 +191,7 @@ const RlAlgorithm rl_algorithm_sliding_window = {
 	.chunks_wanted = chunks_wanted,
 	.charge = charge,
 	.split = 1,
-	.numbers = rl_units_numbers,
+	.numbers = numbers,
 	.nreported = 4,
 	.decide = rl_units_decide,
 	.next_free = next_free,
@@ -207,7 +215,7 @@ const RlAlgorithm rl_algorithm_sliding_log = {
 	.charge = charge,
 	.has_logs = true,
 	.split = 1,
-	.numbers = rl_units_numbers,
+	.numbers = numbers,
 	.nreported = 4,
 	.decide = rl_units_decide,
 	.next_free = next_free,

@@ -21,7 +21,7 @@ local function counter_text(k, count)
 end
 
 algorithms.sliding_window = {
-  read = function(l, capacity, _, step)
+  read = function(l, capacity, step)
     l.capacity, l.step = tonumber(capacity), tonumber(step)
   end,
 

@@ -107,6 +107,14 @@ charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
 		at + reset_after - rl_divide_up(reset_after, limit->period) * limit->period};
 }
 
+static int
+numbers(const RlLimit *limit, int64 quota pg_attribute_unused(), int64 *numbers)
+{
+	numbers[0] = limit->capacity;
+	numbers[1] = limit->count;
+	return 2;
+}
+
 const RlAlgorithm rl_algorithm_token_bucket = {
 	.name = "token_bucket",
 	.most = RL_MAX_COUNT,
@@ -122,7 +130,7 @@ const RlAlgorithm rl_algorithm_token_bucket = {
 	.charge = charge,
 	.left = left,
 	.split = 1,
-	.numbers = rl_units_numbers,
+	.numbers = numbers,
 	.nreported = 4,
 	.decide = rl_units_decide,
 	.next_free = next_free,

@@ -101,12 +101,14 @@ static void
 append_numbers(RlCommand *command, const RlLimit *limit, int64 quota, bool look)
 {
 	int64		numbers[RL_NUMBERS];
+	int			n = rl_algorithm(limit)->numbers(limit, quota, numbers);
 
-	rl_algorithm(limit)->numbers(limit, quota, numbers);
 	if (look)
 		numbers[0] = numbers[1] = 0;
-	for (int i = 0; i < RL_NUMBERS; i++)
+	for (int i = 0; i < n; i++)
 		rl_command_number(command, numbers[i]);
+	for (int i = n; i < RL_NUMBERS; i++)
+		rl_command_arg(command, "", 0);
 }
 
 /*
