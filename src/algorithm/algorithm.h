@@ -96,7 +96,10 @@ typedef struct RlAlgorithm
 	bool		has_from_first;
 	bool		has_count_denied;
 
-	/* Checks the numbers and derives the rest.  Returns false with the error set. */
+	/*
+	 * Checks the numbers and derives the rest.  Returns false with the error set.
+	 * NULL: there is nothing to check or to derive.
+	 */
 	bool		(*complete) (RlLimit *limit, const char *count_name, RlError *error);
 
 	/*
@@ -149,7 +152,7 @@ typedef struct RlAlgorithm
 	 */
 
 	bool		has_logs;		/* states are logs as log.lua keeps them */
-	int64		split;			/* commands have amount / split and amount % split */
+	bool		in_ns;			/* amounts are ns: sent as us and the rest, for Lua */
 	int			nreported;		/* how many numbers check.lua reports for a limit */
 
 	/*
@@ -214,7 +217,11 @@ extern void rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlChar
 extern void rl_refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
 							 const RlCharge *charge);
 
-/* For rows of algorithms that count units */
+/* For rows of algorithms that count units: the members that all of them have */
+#define RL_COUNTS_UNITS \
+	.fits = rl_units_fit, .act = rl_units_act, .refund = rl_units_refund, .end = rl_units_end, \
+	.nreported = 4, .decide = rl_units_decide
+
 extern bool rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota);
 extern void rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 						 const RlAct *act, RlDecision *decision);

@@ -10,13 +10,6 @@
 
 #include "algorithm/algorithm.h"
 
-static bool
-complete(RlLimit *limit pg_attribute_unused(), const char *count_name pg_attribute_unused(),
-		 RlError *error pg_attribute_unused())
-{
-	return true;
-}
-
 static void
 load(const RlLimit *limit, const RlState *state, const RlPool *pool pg_attribute_unused(),
 	 int64 now, RlView *view)
@@ -77,22 +70,15 @@ numbers(const RlLimit *limit, int64 quota pg_attribute_unused(), int64 *numbers)
 
 const RlAlgorithm rl_algorithm_fixed_window = {
 	.name = "fixed_window",
+	RL_COUNTS_UNITS,
 	.most = RL_MAX_COUNT,
 	.has_from_first = true,
 	.has_count_denied = true,
-	.complete = complete,
 	.load = load,
-	.fits = rl_units_fit,
-	.act = rl_units_act,
-	.refund = rl_units_refund,
 	.refund_charge = refund_charge,
-	.end = rl_units_end,
 	.is_empty = rl_units_are_empty,
 	.charge = charge,
-	.split = 1,
 	.numbers = numbers,
-	.nreported = 4,
-	.decide = rl_units_decide,
 	.next_free = next_free,
 	.keep = keep
 };

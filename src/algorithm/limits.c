@@ -80,10 +80,10 @@ rl_limit_is_too_long(RlError *error)
 bool
 rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error)
 {
-	int64		most = rl_algorithm(limit)->most;
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
 
-	if (!check_range(limit->capacity, most, "capacity", error) ||
-		!check_range(limit->count, most, count_name, error))
+	if (!check_range(limit->capacity, algorithm->most, "capacity", error) ||
+		!check_range(limit->count, algorithm->most, count_name, error))
 		return false;
 	if (limit->period < 1 || limit->period > RL_MAX_PERIOD)
 	{
@@ -91,7 +91,7 @@ rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error)
 					 "period must be more than 0 and at most 10 years");
 		return false;
 	}
-	return rl_algorithm(limit)->complete(limit, count_name, error);
+	return algorithm->complete == NULL || algorithm->complete(limit, count_name, error);
 }
 
 /*

@@ -10,12 +10,7 @@
 static inline RlStateTag
 rl_state_tag(const RlLimit *limit)
 {
-	return (RlStateTag) {
-		.period = limit->period,
-		.algorithm = limit->algorithm,
-		.from_first = limit->from_first,
-		.step = limit->step
-	};
+	return (RlStateTag) {limit->period, limit->algorithm, limit->from_first, 0, limit->step};
 }
 
 static inline bool

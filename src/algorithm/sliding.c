@@ -22,7 +22,7 @@ default_step(int64 period)
 }
 
 static bool
-complete_window(RlLimit *limit, const char *count_name pg_attribute_unused(), RlError *error)
+complete(RlLimit *limit, const char *count_name pg_attribute_unused(), RlError *error)
 {
 	if (limit->step == 0)
 		limit->step = default_step(limit->period);
@@ -32,13 +32,6 @@ complete_window(RlLimit *limit, const char *count_name pg_attribute_unused(), Rl
 	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
 				 "step must divide the period into at most %d equal parts", RL_MAX_STEPS);
 	return false;
-}
-
-static bool
-complete_log(RlLimit *limit pg_attribute_unused(), const char *count_name pg_attribute_unused(),
-			 RlError *error pg_attribute_unused())
-{
-	return true;
 }
 
 /*
@@ -177,23 +170,17 @@ numbers(const RlLimit *limit, int64 quota pg_attribute_unused(), int64 *numbers)
 
 const RlAlgorithm rl_algorithm_sliding_window = {
 	.name = "sliding_window",
+	RL_COUNTS_UNITS,
 	.most = RL_MAX_COUNT,
 	.has_step = true,
 	.has_count_denied = true,
-	.complete = complete_window,
+	.complete = complete,
 	.load = load,
-	.fits = rl_units_fit,
-	.act = rl_units_act,
-	.refund = rl_units_refund,
 	.refund_charge = refund_charge,
-	.end = rl_units_end,
 	.is_empty = rl_units_are_empty,
 	.chunks_wanted = chunks_wanted,
 	.charge = charge,
-	.split = 1,
 	.numbers = numbers,
-	.nreported = 4,
-	.decide = rl_units_decide,
 	.next_free = next_free,
 	.keep = keep,
 	.skip = skip
@@ -201,23 +188,16 @@ const RlAlgorithm rl_algorithm_sliding_window = {
 
 const RlAlgorithm rl_algorithm_sliding_log = {
 	.name = "sliding_log",
+	RL_COUNTS_UNITS,
 	.most = RL_MAX_LOG,
 	.has_count_denied = true,
-	.complete = complete_log,
 	.load = load,
-	.fits = rl_units_fit,
-	.act = rl_units_act,
-	.refund = rl_units_refund,
 	.refund_charge = refund_charge,
-	.end = rl_units_end,
 	.is_empty = rl_units_are_empty,
 	.chunks_wanted = chunks_wanted,
 	.charge = charge,
 	.has_logs = true,
-	.split = 1,
 	.numbers = numbers,
-	.nreported = 4,
-	.decide = rl_units_decide,
 	.next_free = next_free,
 	.keep = keep,
 	.skip = skip

@@ -117,22 +117,16 @@ numbers(const RlLimit *limit, int64 quota pg_attribute_unused(), int64 *numbers)
 
 const RlAlgorithm rl_algorithm_token_bucket = {
 	.name = "token_bucket",
+	RL_COUNTS_UNITS,
 	.most = RL_MAX_COUNT,
 	.has_burst = true,
 	.complete = complete,
 	.load = load,
-	.fits = rl_units_fit,
-	.act = rl_units_act,
-	.refund = rl_units_refund,
 	.refund_charge = refund_charge,
-	.end = rl_units_end,
 	.is_empty = is_empty,
 	.charge = charge,
 	.left = left,
-	.split = 1,
 	.numbers = numbers,
-	.nreported = 4,
-	.decide = rl_units_decide,
 	.next_free = next_free,
 	.keep = keep
 };

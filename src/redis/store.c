@@ -520,7 +520,7 @@ append_refund_call(RlCommand *command, int i, void *arg)
 	{
 		const RlLimit *limit = call->refunds[j].limit;
 		const RlCharge *charge = call->refunds[j].charge;
-		int64		split = rl_algorithm(limit)->split;
+		int64		split = rl_algorithm(limit)->in_ns ? 1000 : 1;
 
 		append_limit(command, limit, 0, false);
 		rl_command_number(command, charge->amount / split);
