@@ -140,12 +140,11 @@ rl_sliding_log(PG_FUNCTION_ARGS)
 static RlAction
 action_arguments(FunctionCallInfo fcinfo, RlTake how)
 {
-	RlAction	action = {.how = how};
+	RlKey		key = rl_key_argument(fcinfo, 0);
+	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
+	int64		quota = rl_quota_argument(fcinfo, 2);
 
-	action.key = rl_key_argument(fcinfo, 0);
-	action.limits = rl_limits_argument(fcinfo, 1);
-	action.quota = rl_quota_argument(fcinfo, 2);
-	return action;
+	return (RlAction) {key, limits, quota, how};
 }
 
 PG_FUNCTION_INFO_V1(rl_check);
