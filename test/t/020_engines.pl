@@ -1,9 +1,8 @@
 # Random limits and random histories in virtual time, in which calls, refunds and
-# the rollback of charges are mixed: a store, through SQL, and the C functions
-# alone answer alike in every column of every step.  And what
-# they say is true: at retry_after the same call succeeds and a microsecond
-# before it does not, what remains can be taken and not one more, and after
-# reset_after nothing is in use.
+# the rollback of charges are mixed.  A store, through SQL, and the C functions give
+# the same answers in every column of every step.  And the answers are true: at
+# retry_after the same call succeeds, a microsecond earlier it fails; the remaining
+# quota can be taken, one unit more cannot; after reset_after nothing is in use.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
 use strict;
@@ -30,10 +29,10 @@ my @algorithms = qw(throttle token_bucket fixed_window sliding_window sliding_lo
 my %count = map { $_ => 0 } @algorithms;
 
 #
-# What is true of an answer whoever gave it
+# Each answer by itself
 #
 
-# The decision of the binding limit, as section 3 of the design chooses it.
+# Returns the decision of the binding limit, as section 3 of the design chooses it.
 sub binding
 {
 	my @each = @_;
@@ -56,7 +55,7 @@ sub binding
 	return $best;
 }
 
-# What is wrong with an answer in itself, or undef.
+# Returns the contradiction in an answer, or undef.
 sub contradiction
 {
 	my ($step, $answer) = @_;
@@ -64,21 +63,21 @@ sub contradiction
 	my $binding = binding(@each);
 	my $quota = $step->{argument};
 
-	return 'the whole is not the binding limit\'s'
+	return 'the combined decision is not that of the binding limit'
 	  if join(' ', $all->[0], @$all[ 1, 2, 4 .. 6 ]) ne
 	  join(' ', (grep { !$_->[0] } @each) ? 0 : 1, @$binding[ 1, 2, 4 .. 6 ]);
 	foreach my $i (0 .. $#each)
 	{
 		my ($allowed, $capacity, $remaining, $retry, $reset, $source) = @{ $each[$i] };
 
-		return "capacity is another's" if $capacity != $step->{limits}[$i]{capacity};
+		return 'capacity is not that of the limit' if $capacity != $step->{limits}[$i]{capacity};
 		return 'remaining is out of range' if $remaining < 0 || $remaining > $capacity;
 		return 'more than the capacity is allowed' if $allowed && $quota > $capacity;
-		return 'retry_after is not there as it should'
+		return 'retry_after is NULL, or should be'
 		  if !$allowed && defined $retry != ($quota <= $capacity);
 		return 'a refusal without a wait' if defined $retry && $retry <= 0;
-		return 'one is in use and resets at once' if $remaining < $capacity && $reset <= 0 && $source ne 'ban';
-		return 'resets before it can succeed' if defined $retry && $retry > $reset;
+		return 'a unit is in use, and reset_after is 0' if $remaining < $capacity && $reset <= 0 && $source ne 'ban';
+		return 'reset_after is before retry_after' if defined $retry && $retry > $reset;
 	}
 	return undef;
 }
@@ -98,179 +97,191 @@ sub show_step
 	  limits_text(@{ $step->{limits} || [] }) || 'no limits';
 }
 
-# One history of a new key: appends to the steps and the answers expected.
+# A history is a hash: key, tags, base (a limit of each tag), changed (the percentage
+# of calls with other limits), first (its first step), now, last and answer (the last
+# step that decided, and its answer), open (the number of steps until charges with
+# refund_on_abort are refunded), and by state granted (charged since "begin") and
+# refused (a refusal was counted).
+
+# Returns a step that follows from the last answer, with a claim about its own answer,
+# or a random step.  Sets the time.
+sub next_step
+{
+	my ($h) = @_;
+	my ($last, $answer) = @$h{qw(last answer)};
+	my $limits = $last ? $last->{limits} : undef;
+	my $took = $last && $last->{form} ne 'peek';
+	my $traces = $limits && grep { $_->{count_denied} || $_->{ban} } @$limits;
+	my $bans = $limits && grep { $_->{ban} } @$limits;
+	my ($all, @each) = $answer ? @$answer : ();
+
+	if ($answer && defined $all->[3] && chance(60))
+	{
+		# The same call at the end of its wait, or a microsecond earlier.
+		my $early = chance(50);
+
+		$h->{now} += $all->[3] - ($early ? 1 : 0);
+		return { kind => $early ? 'early' : 'on_time', limits => $limits, argument => $last->{argument},
+			claim => ($took || !$traces) && sub { return $_[0][0][0] == ($early ? 0 : 1) } };
+	}
+	if ($answer && $took && !$bans && $all->[5] ne 'ban' && chance(12)
+		&& !grep { $_->{algorithm} eq 'throttle' } @$limits)
+	{
+		# The remaining quota, or one unit more.
+		my $remaining = min(map { $_->[2] } @each);
+		my $more = $remaining < 10**15 && chance(50);
+
+		return { kind => 'what_remains', limits => $limits, argument => $remaining + ($more ? 1 : 0),
+			claim => ($more || $remaining > 0) && sub { return $_[0][0][0] == ($more ? 0 : 1) } };
+	}
+	if ($answer && $took && !$bans && $all->[5] ne 'ban' && chance(8))
+	{
+		# When a limit is as if never used, or a microsecond earlier.
+		my $i = below(scalar @each);
+		my $reset = $each[$i][4];
+		my $early = $reset > 0 && chance(50) ? 1 : 0;
+
+		$h->{now} += $reset - $early;
+		return { kind => 'at_reset', form => 'peek', limits => $limits, argument => 0, claim => sub {
+				my $d = $_[0][ $i + 1 ];
+				return $d->[4] == $early && ($early || $d->[2] == $d->[1]);
+			} };
+	}
+	return random_step($h);
+}
+
+sub random_step
+{
+	my ($h) = @_;
+	my ($tags, $base) = @$h{qw(tags base)};
+	my @some = chance(75) ? (0 .. $#$tags) : grep { chance(60) } 0 .. $#$tags;
+
+	@some = sort { rand() <=> 0.5 } @some if chance(20);
+	@some = (below(scalar @$tags)) unless @some;
+	my @limits = map { chance($h->{changed}) ? random_limit($tags->[$_], $base->[$_]) : $base->[$_] } @some;
+	$count{changed}++ if grep { my $l = $_; !grep { $_ == $l } @$base } @limits;
+	my $l = pick(@limits);
+	my $turn = $l->{algorithm} eq 'sliding_window' && chance(70) ? $l->{step} : $l->{period};
+	my $argument = chance(45) ? 1
+	  : chance(15) ? 0
+	  : chance(15) ? $l->{capacity}
+	  : chance(12) ? $l->{capacity} + 1
+	  : chance(4)  ? 10**15 - below(1000)
+	  :              1 + below(min(2**40, $l->{capacity}));
+
+	$h->{now} += chance(40) ? 0
+	  : chance(10) ? 1
+	  : chance(40) ? below(int(($l->{interval_ns} ? $l->{interval_ns} / 1000 : $turn / $l->{capacity})) + 2)
+	  : chance(35) ? below($turn + 1)
+	  : chance(40) ? $turn - $h->{now} % $turn + below(3) - 1
+	  : chance(25) ? below(3 * $l->{period})
+	  : chance(12) ? -below(min($h->{now}, $l->{period} + 2))
+	  :              below(1 + int($turn / 10));
+	return { limits => \@limits, argument => min(10**15, $argument) };
+}
+
+# Chooses the form of the step, and completes it.
+sub complete
+{
+	my ($h, $step) = @_;
+	my ($open, $kind, $granted) = ($h->{open}, $step->{kind}, $h->{granted});
+	my @limits = @{ $step->{limits} };
+	my $denies = grep { $_->{count_denied} } @limits;
+	my $is_granted = sub { return $granted->{ state_name($h->{key}, $_[0]) } };
+
+	$step->{form} ||= $open == 1 && !$kind ? pick(qw(abort abort abort begin))
+	  : $open == 0 && !$kind && chance(4) ? 'begin'
+	  : chance($denies ? 9 : 4) && !$kind ? 'refund'
+	  : chance(3) && !$kind && !$open ? pick(qw(ban unban reset))
+	  : chance(14) ? 'peek'
+	  : chance(8)  ? 'allow'
+	  : chance(8)  ? 'wait'
+	  : $open ? pick(qw(check each))
+	  : @limits == 1 && $limits[0]{plain} ? pick(qw(check one one each))
+	  :              pick(qw(check each));
+	@$step{qw(key now)} = @$h{qw(key now)};
+	my $form = $step->{form};
+	$step->{argument} = min(MAX_PERIOD, 1 + below(2 * $limits[0]{period})) if $form eq 'ban';
+	$step->{limits} = undef if $form =~ /^(?:un)?ban$/ || ($form eq 'reset' && chance(40));
+	if ($form eq 'begin')
+	{
+		$h->{open} = 1 + below(15);
+		%$granted = ();
+	}
+	elsif ($open > 1 || ($open == 1 && $form eq 'abort'))
+	{
+		$h->{open}--;
+	}
+	# rl_refund would first refund the charges of this transaction.
+	if ($h->{open} && $form eq 'refund')
+	{
+		$step->{limits} = [ grep { !$is_granted->($_) } @limits ];
+		@$step{qw(form limits)} = ('peek', [ $h->{base}[0] ]) unless @{ $step->{limits} };
+	}
+	# Two charges of a throttle or a bucket would be refunded as one.
+	$step->{refunds} = [ map { $_->{algorithm} =~ /throttle|token/ && $is_granted->($_) ? 0 : chance(60) } @limits ]
+	  if $h->{open} && $form =~ /^(check|each|allow|wait)$/;
+	return;
+}
+
+# Checks the answer to a step, and counts it.
+sub check_answer
+{
+	my ($h, $step, $answer) = @_;
+	my @limits = @{ $step->{limits} };
+	my ($allowed, $argument, $claim) = ($answer->[0][0], @$step{qw(argument claim)});
+	my $wrong = contradiction($step, $answer);
+
+	foreach my $i ($allowed && $argument && $step->{refunds} ? grep { $step->{refunds}[$_] } 0 .. $#limits : ())
+	{
+		$h->{granted}{ state_name($h->{key}, $limits[$i]) } = 1;
+		$count{granted}++;
+	}
+	$wrong = 'the answer before is not true' if !$wrong && $claim && !$claim->($answer);
+	if ($wrong && $failed++ < 3)
+	{
+		diag "C: $wrong: ", decision_text($answer->[0]), '; each: ',
+		  join '; ', map { decision_text($_) } @$answer[ 1 .. $#$answer ];
+		diag '  ', show_step($_, $steps[ $h->{first} ]{now}), foreach @steps[ max($h->{first}, $#steps - 15) .. $#steps ];
+	}
+	foreach my $limit ($allowed ? () : grep { $_->{count_denied} && $argument <= $_->{capacity} } @limits)
+	{
+		$h->{refused}{ state_name($h->{key}, $limit) } = 1;
+	}
+	my %seen = map { $_->{algorithm} => 1 } @limits;
+	$count{$_}++ foreach 'answers', keys %seen, $step->{kind} || (), $claim ? 'claims' : (), $allowed ? () : 'refused',
+	  $answer->[0][5] eq 'ban' ? 'banned' : (), $argument ? () : 'quota_0', @limits > 1 ? 'several' : (), keys %seen > 1 ? 'mixed' : (),
+	  (grep { $argument > $_->{capacity} } @limits) ? 'impossible' : (),
+	  !$allowed && (grep { $_->{count_denied} } @limits) ? 'denied_counts' : (),
+	  @steps > $h->{first} + 1 && $steps[-2]{now} > $h->{now} ? 'set_back' : ();
+	return;
+}
+
+# Appends a history of a new key to the steps, and C's answers.
 sub history
 {
 	my ($key, $length) = @_;
 	my ($rarest) = sort { $count{$a} <=> $count{$b} } @algorithms;
 	my @tags = random_tags($rarest);
-	my @base = map { random_limit($_) } @tags;
-	my $now = chance(5) ? 1 + below(10**9) : 10**9 + below(5 * 10**9) * 1_000_000 + below(1_000_000);
-	my $first = @steps;
-	my ($last, $answer);      # the last step that decided something
-	my $changed = chance(30) ? 50 : 15;      # percent of the calls
-	my $open = 0;             # steps until the charges with refund_on_abort are refunded
-	my (%granted, %refused);  # by state: charged so since "begin"; a refusal was counted
+	my $h = { key => $key, tags => \@tags, base => [ map { random_limit($_) } @tags ],
+		now => chance(5) ? 1 + below(10**9) : 10**9 + below(5 * 10**9) * 1_000_000 + below(1_000_000),
+		changed => chance(30) ? 50 : 15, first => scalar @steps, open => 0, granted => {}, refused => {} };
 
 	foreach (1 .. $length)
 	{
-		my (%step, $claim, $kind);
-		my $limits = $last ? $last->{limits} : undef;
-		my $took = $last && $last->{form} ne 'peek';
-		my $traces = $limits && grep { $_->{count_denied} || $_->{ban} } @$limits;
-		my $bans = $limits && grep { $_->{ban} } @$limits;
-		my ($all, @each) = $answer ? @$answer : ();
+		my $step = next_step($h);
 
-		if ($answer && defined $all->[3] && chance(60))
-		{
-			# The same call when it has waited, or a microsecond too early.
-			my $early = chance(50);
-
-			$kind = $early ? 'early' : 'on_time';
-			$now += $all->[3] - ($early ? 1 : 0);
-			%step = (limits => $limits, argument => $last->{argument});
-			$claim = sub { return $_[0][0][0] == ($early ? 0 : 1) } if $took || !$traces;
-		}
-		elsif ($answer && $took && !$bans && $all->[5] ne 'ban' && chance(12)
-			&& !grep { $_->{algorithm} eq 'throttle' } @$limits)
-		{
-			# What remains, or one more.
-			my $remaining = min(map { $_->[2] } @each);
-			my $more = $remaining < 10**15 && chance(50);
-
-			$kind = 'what_remains';
-			%step = (limits => $limits, argument => $remaining + ($more ? 1 : 0));
-			$claim = sub { return $_[0][0][0] == ($more ? 0 : 1) } if $more || $remaining > 0;
-		}
-		elsif ($answer && $took && !$bans && $all->[5] ne 'ban' && chance(8))
-		{
-			# When one of the limits is as if never used, or a microsecond before.
-			my $i = below(scalar @each);
-			my $reset = $each[$i][4];
-			my $early = $reset > 0 && chance(50) ? 1 : 0;
-
-			$kind = 'at_reset';
-			$now += $reset - $early;
-			%step = (form => 'peek', limits => $limits, argument => 0);
-			$claim = sub {
-				my $d = $_[0][ $i + 1 ];
-				return $d->[4] == $early && ($early || $d->[2] == $d->[1]);
-			};
-		}
-		else
-		{
-			my @some = chance(75) ? (0 .. $#tags) : grep { chance(60) } 0 .. $#tags;
-
-			@some = sort { rand() <=> 0.5 } @some if chance(20);
-			@some = (below(scalar @tags)) unless @some;
-			my @now = map { chance($changed) ? random_limit($tags[$_], $base[$_]) : $base[$_] } @some;
-			$count{changed}++ if grep { my $l = $_; !grep { $_ == $l } @base } @now;
-			my $l = pick(@now);
-			my $turn = $l->{algorithm} eq 'sliding_window' && chance(70) ? $l->{step} : $l->{period};
-
-			$step{limits} = \@now;
-			$step{argument} = chance(45) ? 1
-			  : chance(15) ? 0
-			  : chance(15) ? $l->{capacity}
-			  : chance(12) ? $l->{capacity} + 1
-			  : chance(4)  ? 10**15 - below(1000)
-			  :              1 + below(min(2**40, $l->{capacity}));
-			$step{argument} = min(10**15, $step{argument});
-			$now += chance(40) ? 0
-			  : chance(10) ? 1
-			  : chance(40) ? below(int(($l->{interval_ns} ? $l->{interval_ns} / 1000 : $turn / $l->{capacity})) + 2)
-			  : chance(35) ? below($turn + 1)
-			  : chance(40) ? $turn - $now % $turn + below(3) - 1
-			  : chance(25) ? below(3 * $l->{period})
-			  : chance(12) ? -below(min($now, $l->{period} + 2))
-			  :              below(1 + int($turn / 10));
-		}
-		# The latest time that can be set.
-		last if $now > 4_000_000_000_000_000 || $now < 1;
-
-		my $denies = grep { $_->{count_denied} } @{ $step{limits} };
-		$step{form} ||= $open == 1 && !$kind ? pick(qw(abort abort abort begin))
-		  : $open == 0 && !$kind && chance(4) ? 'begin'
-		  : chance($denies ? 9 : 4) && !$kind ? 'refund'
-		  : chance(3) && !$kind && !$open ? pick(qw(ban unban reset))
-		  : chance(14) ? 'peek'
-		  : chance(8)  ? 'allow'
-		  : chance(8)  ? 'wait'
-		  : $open ? pick(qw(check each))
-		  : @{ $step{limits} } == 1 && $step{limits}[0]{plain} ? pick(qw(check one one each))
-		  :              pick(qw(check each));
-		@step{qw(key now)} = ($key, $now);
-		if ($step{form} eq 'ban')
-		{
-			$step{argument} = min(MAX_PERIOD, 1 + below(2 * $step{limits}[0]{period}));
-			$step{limits} = undef;
-		}
-		$step{limits} = undef if $step{form} eq 'unban' || ($step{form} eq 'reset' && chance(40));
-
-		if ($step{form} eq 'begin')
-		{
-			$open = 1 + below(15);
-			%granted = ();
-		}
-		elsif ($open > 1 || ($open == 1 && $step{form} eq 'abort'))
-		{
-			$open--;
-		}
-		# rl_refund would refund what this part was charged first.
-		if ($open && $step{form} eq 'refund')
-		{
-			$step{limits} = [ grep { !$granted{ state_name($key, $_) } } @{ $step{limits} } ];
-			$step{form} = 'peek', $step{limits} = [ $base[0] ] unless @{ $step{limits} };
-		}
-		# Two charges of a throttle or a bucket would be refunded as one.
-		$step{refunds} = [ map { $_->{algorithm} =~ /throttle|token/ && $granted{ state_name($key, $_) } ? 0 : chance(60) } @{ $step{limits} } ]
-		  if $open && $step{form} =~ /^(check|each|allow|wait)$/;
-
-		push @steps, \%step;
-		$answer = c_step($engine, \%step);
+		# debug_now accepts no later time.
+		last if $h->{now} > 4_000_000_000_000_000 || $h->{now} < 1;
+		complete($h, $step);
+		my $answer = c_step($engine, $step);
+		push @steps, $step;
 		push @expected, $answer;
-		$count{ $step{form} }++;
-		if (!$answer)
-		{
-			$count{undone}++ if $step{form} eq 'abort' && %granted;
-			$count{refund_denied}++ if $step{form} eq 'refund' && grep { $refused{ state_name($key, $_) } } @{ $step{limits} };
-			$last = undef;
-			next;
-		}
-		$last = \%step;
-		foreach my $i ($answer->[0][0] && $step{argument} && $step{refunds} ? 0 .. $#{ $step{limits} } : ())
-		{
-			next unless $step{refunds}[$i];
-			$granted{ state_name($key, $step{limits}[$i]) } = 1;
-			$count{granted}++;
-		}
-
-		my $wrong = contradiction(\%step, $answer);
-		$wrong = 'what the answer before said is not true' if !$wrong && $claim && !$claim->($answer);
-		if ($wrong && $failed++ < 3)
-		{
-			diag "C: $wrong: ", decision_text($answer->[0]), '; each: ',
-			  join '; ', map { decision_text($_) } @$answer[ 1 .. $#$answer ];
-			diag '  ', show_step($_, $steps[$first]{now}), foreach @steps[ max($first, $#steps - 15) .. $#steps ];
-		}
-
-		foreach my $limit ($answer->[0][0] ? () : @{ $step{limits} })
-		{
-			$refused{ state_name($key, $limit) } = 1 if $limit->{count_denied} && $step{argument} <= $limit->{capacity};
-		}
-		$count{answers}++;
-		$count{$kind}++ if $kind;
-		$count{claims}++ if $claim;
-		$count{refused}++ unless $answer->[0][0];
-		$count{banned}++ if $answer->[0][5] eq 'ban';
-		$count{quota_0}++ if $step{argument} == 0;
-		$count{impossible}++ if grep { $step{argument} > $_->{capacity} } @{ $step{limits} };
-		$count{several}++ if @{ $step{limits} } > 1;
-		$count{mixed}++ if grep { $_->{algorithm} ne $step{limits}[0]{algorithm} } @{ $step{limits} };
-		$count{denied_counts}++ if !$answer->[0][0] && grep { $_->{count_denied} } @{ $step{limits} };
-		$count{set_back}++ if @steps > $first + 1 && $steps[-2]{now} > $now;
-		my %seen = map { $_->{algorithm} => 1 } @{ $step{limits} };
-		$count{$_}++ foreach keys %seen;
+		$count{ $step->{form} }++;
+		check_answer($h, $step, $answer) if $answer;
+		$count{undone}++ if $step->{form} eq 'abort' && %{ $h->{granted} };
+		$count{refund_denied}++ if $step->{form} eq 'refund' && grep { $h->{refused}{ state_name($key, $_) } } @{ $step->{limits} };
+		@$h{qw(last answer)} = ($answer ? $step : undef, $answer);
 	}
 	return;
 }
@@ -279,13 +290,13 @@ sub history
 # Comparing
 #
 
-# How SQL's answer differs from C's, or undef.
+# Returns the difference between SQL's answer and C's, or undef.
 sub difference
 {
 	my ($step, $c, $sql) = @_;
 	my $form = $step->{form};
 
-	return keys %$sql ? 'an answer to what decides nothing' : undef unless $c;
+	return keys %$sql ? 'an answer to a step that decides nothing' : undef unless $c;
 	my @rows = $form eq 'each' || $form eq 'peek' ? (1 .. $#$c) : (0);
 	return 'the number of rows' if keys %$sql != @rows;
 	foreach my $n (@rows)
@@ -301,7 +312,7 @@ sub difference
 		{
 			my ($g, $w) = ($got->[$column], $want->[$column]);
 
-			# Seconds are what the server divides microseconds to.
+			# The server divides microseconds to get seconds.
 			return "row $n: " . ('retry_after', 'reset_after')[ $column - 3 ]
 			  if defined $g != defined $w || (defined $g && $g != $w / 1e6);
 		}
@@ -312,8 +323,8 @@ sub difference
 
 my $tries = 0;
 
-# Takes the steps on both engines anew; returns the index of the first
-# difference and what it is, or nothing, and the answers.
+# Takes the steps again on both engines.  Returns the index of the first difference,
+# the difference and the answers, or nothing.
 sub compare
 {
 	my (@steps) = @_;
@@ -331,7 +342,7 @@ sub compare
 	return;
 }
 
-# Leaves out of a history whose last step differs what does not matter.
+# Removes the steps that do not matter from a history whose last step differs.
 sub shrunk
 {
 	my @history = @_;
@@ -341,7 +352,7 @@ sub shrunk
 		for (my $at = 0; $at + $size < @history && $tries < 150;)
 		{
 			my @rest = @history;
-			# Without its begin an abort would be of other charges too.
+			# Without its begin, an abort would also refund other charges.
 			my @out = splice @rest, $at, $size;
 			my @stay = grep { $_->{form} =~ /^(begin|abort)$/ } @out;
 			splice @rest, $at, 0, @stay;
@@ -370,12 +381,12 @@ sub report
 	my ($i, $again, $c, $sql) = compare(@history);
 	if (!defined $i)
 	{
-		diag 'but not when the history is repeated';
+		diag 'they do not differ when the history is repeated';
 		return;
 	}
 	@history = shrunk(@history[ 0 .. $i ]);
 	($i, $again, $c, $sql) = compare(@history);
-	diag "the least history found, $again, from $history[0]{now}:";
+	diag "the shortest history found, $again, from $history[0]{now}:";
 	foreach my $n (0 .. $#history)
 	{
 		diag '  ', show_step($history[$n], $history[0]{now});
@@ -387,8 +398,8 @@ sub report
 	return;
 }
 
-# While two sessions take the steps of a batch, a half each, C takes those of the
-# next batch.
+# Two sessions take the steps of a batch, each a half.  Meanwhile C takes the steps
+# of the next batch.
 my ($histories, $taken, $compared, $rows, $differ) = (0, 0, 0, 0, 0);
 my @begun;
 while (1)
@@ -424,11 +435,11 @@ while (1)
 note "$compared steps in $histories histories, $rows decisions compared: ",
   join ', ', map { "$_ $count{$_}" } sort keys %count;
 
-is($failed, 0, 'no answer contradicts itself or another');
+is($failed, 0, 'no answer contradicts itself or another answer');
 is($differ, 0, "in $compared steps the engines agree in every column")
   or diag "repeat with RATELIMIT_SEED=$seed RATELIMIT_STEPS=$wanted";
 
-# The shares that the issue asks for, of 200,000 steps.
+# The shares, of 200,000 steps.
 if ($failed == 0 && $differ == 0)
 {
 	my $share = $wanted / 232_000;
