@@ -152,11 +152,10 @@ refuse_client_options(void)
 #endif
 }
 
-void
-_PG_init(void)
+/* Where Redis is, and how its keys begin. */
+static void
+define_server_settings(void)
 {
-	refuse_client_options();
-
 	/*
 	 * Superuser only: another Redis is a fresh set of limits.  The value is read at
 	 * the next connection, so that a wrong one is an error and never the default.
@@ -217,7 +216,12 @@ _PG_init(void)
 							   "rl:",
 							   PGC_SUSET, 0,
 							   check_key_prefix, count_change, NULL);
+}
 
+/* How long to wait for Redis. */
+static void
+define_time_settings(void)
+{
 	/* Superuser only: with a timeout that is too short, on_error applies. */
 	DefineCustomIntVariable("ratelimit.connect_timeout",
 							"Sets the maximum time to wait for a connection to Redis.",
@@ -244,7 +248,12 @@ _PG_init(void)
 							1000, 0, INT_MAX / 2,
 							PGC_SUSET, GUC_UNIT_MS,
 							NULL, NULL, NULL);
+}
 
+/* What actions get from the limits. */
+static void
+define_outcome_settings(void)
+{
 	/* Superuser only: "allow" allows every action while Redis fails. */
 	DefineCustomEnumVariable("ratelimit.on_error",
 							 "Selects what functions that take quota do when Redis fails.",
@@ -294,7 +303,12 @@ _PG_init(void)
 							 log_refusals_options,
 							 PGC_SUSET, 0,
 							 NULL, NULL, NULL);
+}
 
+/* Shared memory, and the clock of tests. */
+static void
+define_other_settings(void)
+{
 	/* Superuser only: without the cache, a flood of refused calls reaches Redis. */
 	DefineCustomBoolVariable("ratelimit.denial_cache",
 							 "Sets whether an action that Redis has just refused is refused without asking Redis.",
@@ -322,7 +336,16 @@ _PG_init(void)
 							   "",
 							   PGC_SUSET, GUC_NOT_IN_SAMPLE,
 							   check_debug_now, NULL, NULL);
+}
 
+void
+_PG_init(void)
+{
+	refuse_client_options();
+	define_server_settings();
+	define_time_settings();
+	define_outcome_settings();
+	define_other_settings();
 	MarkGUCPrefixReserved("ratelimit");
 	rl_refusal_log_init();
 

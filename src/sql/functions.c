@@ -144,7 +144,7 @@ action_arguments(FunctionCallInfo fcinfo, RlTake how)
 	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
 	int64		quota = rl_quota_argument(fcinfo, 2);
 
-	return (RlAction) {key, limits, quota, how};
+	return (RlAction) {key, limits, quota, how, NULL};
 }
 
 PG_FUNCTION_INFO_V1(rl_check);
