@@ -8,9 +8,10 @@
  * for it.  So the sums are always right, and a client that invents scopes makes no
  * call slower.
  *
- * Locks, as in pg_stat_statements: to find an entry and to count in it, hold the
- * lock shared; to give an entry to a pair, or to reset, hold it exclusively.  To
- * read or increase an entry's counters, hold its mutex too.
+ * Locks, as in pg_stat_statements: to find an entry, hold the lock shared; to give
+ * an entry to a pair, or to reset, hold it exclusively.  An entry's mutex protects
+ * its counters.  A backend counts in an entry that it found earlier under the mutex
+ * alone, after it has checked there that "resets" is unchanged.
  */
 #include "postgres.h"
 
@@ -48,6 +49,8 @@ typedef struct Entry
 typedef struct Counters
 {
 	TimestampTz since;			/* set under the lock, read without it */
+	uint32		resets;			/* increased under the lock, before the entries are
+								 * emptied; read under it or under a mutex */
 	Entry		entries[ENTRIES + 1];
 } Counters;
 
@@ -61,7 +64,7 @@ need(Size *size, int *nlocks)
 	*nlocks = 1;
 }
 
-/* Empties an entry; the lock is held exclusively, or the memory is not shared yet. */
+/* Empties an entry; the lock and its mutex are held, or the memory is not shared yet. */
 static void
 empty(Entry *entry)
 {
@@ -78,6 +81,7 @@ attach(void *memory, LWLockPadded *locks, bool found)
 	if (found)
 		return;
 	counters->since = GetCurrentTimestamp();
+	counters->resets = 0;
 	for (int i = 0; i <= ENTRIES; i++)
 	{
 		SpinLockInit(&counters->entries[i].mutex);
@@ -118,42 +122,77 @@ find_entry(const RlLimits *limits, const char *scope, int scope_len)
 	return NULL;
 }
 
-/* Counts an action on the key.  Does nothing without shared memory.  Does not throw. */
-void
-rl_counters_add(const RlLimits *limits, const RlKey *key, RlStatOutcome outcome, bool from_cache,
-				bool from_local, int64 round_trips, int64 redis_us)
+/*
+ * Returns the entry of the limits and the scope; gives them a free one if they have
+ * none.  It is theirs while counters->resets is *resets.
+ */
+static Entry *
+get_entry(const RlLimits *limits, const char *scope, int scope_len, uint32 *resets)
 {
 	Entry	   *entry;
-	int			scope_len;
 
-	if (counters == NULL)
-		return;
-	scope_len = scope_length(key);
 	LWLockAcquire(lock, LW_SHARED);
-	entry = find_entry(limits, key->data, scope_len);
+	entry = find_entry(limits, scope, scope_len);
 	if (entry != NULL && entry->limits.n == 0)
 	{
 		LWLockRelease(lock);
 		LWLockAcquire(lock, LW_EXCLUSIVE);
 		/* Another backend may have taken the entry meanwhile. */
-		entry = find_entry(limits, key->data, scope_len);
+		entry = find_entry(limits, scope, scope_len);
 		if (entry != NULL)
 		{
 			entry->limits = *limits;
 			entry->scope_len = scope_len;
-			memcpy(entry->scope, key->data, scope_len);
+			memcpy(entry->scope, scope, scope_len);
 		}
 	}
-	if (entry == NULL)
-		entry = &counters->entries[OTHERS];
-	SpinLockAcquire(&entry->mutex);
+	*resets = counters->resets;
+	LWLockRelease(lock);
+	return entry != NULL ? entry : &counters->entries[OTHERS];
+}
+
+/* Counts an action on the key.  Does nothing without shared memory.  Does not throw. */
+void
+rl_counters_add(const RlLimits *limits, const RlKey *key, RlStatOutcome outcome, bool from_cache,
+				bool from_local, int64 round_trips, int64 redis_us)
+{
+	/* The entry of the last call (README.md): without it, a local call takes 5 % longer. */
+	static Entry *entry = NULL;
+	static uint32 resets;
+	static RlLimits last_limits;
+	static int	last_scope_len;
+	static char last_scope[MAX_SCOPE];
+	int			scope_len;
+
+	if (counters == NULL)
+		return;
+	scope_len = scope_length(key);
+	for (;;)
+	{
+		if (entry == NULL || scope_len != last_scope_len ||
+			memcmp(key->data, last_scope, scope_len) != 0 || !rl_limits_same(&last_limits, limits))
+		{
+			entry = get_entry(limits, key->data, scope_len, &resets);
+			last_limits = *limits;
+			last_scope_len = scope_len;
+			memcpy(last_scope, key->data, scope_len);
+		}
+		SpinLockAcquire(&entry->mutex);
+		/* After a reset the entry is free, or of others. */
+		if (counters->resets == resets)
+			break;
+		SpinLockRelease(&entry->mutex);
+		entry = NULL;
+	}
 	entry->outcomes[outcome]++;
 	entry->from_cache += from_cache;
 	entry->from_local += from_local;
 	entry->round_trips += round_trips;
 	entry->redis_us += redis_us;
 	SpinLockRelease(&entry->mutex);
-	LWLockRelease(lock);
+	/* After a reset there may be room for an entry of their own. */
+	if (entry == &counters->entries[OTHERS])
+		entry = NULL;
 }
 
 /* Returns the time of the last reset or of the server's start.  Needs shared memory. */
@@ -212,8 +251,13 @@ rl_stat_reset(PG_FUNCTION_ARGS pg_attribute_unused())
 	rl_require_shared("rl_stat_reset");
 	LWLockAcquire(lock, LW_EXCLUSIVE);
 	counters->since = GetCurrentTimestamp();
+	counters->resets++;
 	for (int i = 0; i <= ENTRIES; i++)
+	{
+		SpinLockAcquire(&counters->entries[i].mutex);
 		empty(&counters->entries[i]);
+		SpinLockRelease(&counters->entries[i].mutex);
+	}
 	LWLockRelease(lock);
 	PG_RETURN_VOID();
 }
