@@ -16,7 +16,8 @@ TAP_TESTS = 1
 endif
 PROVE_TESTS = test/t/*.pl
 
-# Each has a script for limits of this algorithm; those of ALONE have one more.
+# Each algorithm has a script for its limits.  Those in ALONE have another one, for
+# one limit without a ban: src/algorithm/<name>.lua.
 ALGORITHMS = throttle token_bucket fixed_window sliding_window sliding_log
 ALONE = throttle
 SCRIPTS_H = $(patsubst %,src/redis/%.lua.h,alone check check_mixed refund refund_charges reset ban version)
@@ -56,11 +57,11 @@ endif
 # This is below the include, because PGXS sets PROVE_FLAGS.
 PROVE_FLAGS += -I $(srcdir)/test/t
 
-# The source of a script is its file, after the files that it shares with other scripts.
+# A script is these files, one after another.  Redis gets their text as it is.
 lua = $(patsubst %,src/%.lua,$(1))
 STATE_LUA = $(call lua,redis/clock redis/state)
 
-# An algorithm's Lua is the file of its name, unless another list is here.
+# The Lua files of an algorithm: the file of its name, unless a list is here.
 throttle_lua = gcra
 sliding_log_lua = log log_change sliding_log
 algorithm_lua = $(call lua,$(addprefix algorithm/,$(or $($(1)_lua),$(1))))

@@ -1,7 +1,7 @@
 /*
  * scripts.c
- *		The Lua scripts that Redis runs.  The Makefile says which files each one
- *		consists of.
+ *		The Lua scripts that Redis runs.  The Makefile says which files are in
+ *		each script.
  */
 #include "postgres.h"
 
