@@ -106,7 +106,7 @@ SKIP:
 	skip 'prlimit is not there', 4 unless has_program('prlimit');
 	$session->ask('SET ratelimit.on_error = error');
 	$session->with({ redis_url => 'redis://' }, sub { $session->attempt($call) });
-	is($session->attempt_below(0, $call)->{state}, '08001', 'a backend without descriptors cannot connect');
+	is($session->attempt_below(0, $call)->{state}, 'PT503', 'a backend without descriptors cannot connect');
 	is($session->ask(q{SELECT breaker FROM rl_status()}), 'closed', 'the breaker stays closed');
 	$session->ask('RESET ratelimit.on_error');
 }
@@ -126,7 +126,7 @@ my $half_open = sub {
 	await('Redis to be asked', sub { return $session->attempt($call)->{state} eq '00000' });
 	$redis->pause;
 	$session->ask("SET ratelimit.command_timeout = '20ms'");
-	is($session->attempt($call)->{state}, '08006', 'Redis does not answer');
+	is($session->attempt($call)->{state}, 'PT503', 'Redis does not answer');
 	$session->ask('RESET ratelimit.command_timeout');
 	await('the breaker to be half-open', sub { return $breaker->() eq 'half-open' });
 };
@@ -293,11 +293,10 @@ $watcher->ask(q{
 				outcome := CASE d.source WHEN 'off' THEN 'off' WHEN 'shadow' THEN 'shadow_denied' WHEN 'fail_open' THEN 'failed_open'
 					WHEN 'fail_closed' THEN 'failed_closed' ELSE CASE WHEN d.allowed THEN 'allowed' ELSE 'denied' END END;
 			EXCEPTION
-				WHEN SQLSTATE 'PT429' THEN
-					GET STACKED DIAGNOSTICS name = MESSAGE_TEXT;
-					outcome := CASE WHEN name LIKE '%cannot be checked%' THEN 'failed_closed' ELSE 'denied' END;
-				WHEN SQLSTATE '08006' OR SQLSTATE '08001' OR SQLSTATE '08P01' THEN
-					outcome := 'errors';
+				WHEN SQLSTATE 'PT429' OR SQLSTATE 'PT413' THEN
+					outcome := 'denied';
+				WHEN SQLSTATE 'PT503' THEN
+					outcome := CASE current_setting('ratelimit.on_error') WHEN 'deny' THEN 'failed_closed' ELSE 'errors' END;
 			END;
 			name := r.limits::text || '|' || outcome || '|' || coalesce(d.source, '');
 			found := found || jsonb_build_object(name, coalesce((found->>name)::bigint, 0) + 1);

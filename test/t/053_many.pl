@@ -253,7 +253,7 @@ cmp_ok($allowed + $errors, '>=', $taken, "rl_stat: the other units are among $er
 $redis->pause;
 $session->set(command_timeout => '100ms');
 my $got = $session->attempt(q{SELECT taken('silent', 100000, 1000)});
-is($got->{state}, '08006', 'Redis is suspended');
+is($got->{state}, 'PT503', 'Redis is suspended');
 cmp_ok($got->{ms}, '>=', 99, 'Redis is suspended: the call waits for command_timeout');
 $redis->resume;
 $session->set(command_timeout => '10s');
@@ -279,7 +279,7 @@ $session->ask("SET ratelimit.command_timeout = '10s'");
 
 $redis->cli('SET', 'rl:{bad700}', 'no hash');
 $got = $session->attempt(q{SELECT taken('bad', 1000, 1000)});
-is($got->{state}, '08P01', 'a key of a wrong type makes the call fail');
+is($got->{state}, 'PT503', 'a key of a wrong type makes the call fail');
 like($got->{message}, qr/WRONGTYPE/, 'the message has the reason');
 is($session->attempt(q{SELECT taken('bad', 3, 3)})->{answer}, '{1,1,1}', 'the keys before it were charged once');
 $session->ask('SET ratelimit.on_error = deny');
@@ -363,24 +363,25 @@ sub liar
 
 $session->set(denial_cache => 'off');
 foreach my $case (
-	[ 'an end', 700, '', 1, '08006' ],
-	[ 'an end at once', 0, '', 1, '08006' ],
-	[ 'silence', 700, '', 0, '08006' ],
-	[ 'half an answer', 700, ":1", 0, '08006' ],
-	[ 'half an answer and an end', 700, ":1", 1, '08006' ],
-	[ 'an error', 700, "-OOM command not allowed\r\n", 0, '08P01' ],
-	[ 'a status', 700, "+OK\r\n", 0, '08P01' ],
-	[ 'nonsense', 700, "what?\r\n", 0, '08P01' ],
-	[ 'an endless line', 700, ':' . '1' x 300_000, 0, '08P01' ],
-	[ 'no script', 700, "-NOSCRIPT No matching script\r\n" x 2000, 0, '08P01' ],
-	[ 'one answer too many', 1000, ":0\r\n", 0, '08P01' ])
+	[ 'an end', 700, '', 1, qr/^lost/ ],
+	[ 'an end at once', 0, '', 1, qr/^lost/ ],
+	[ 'silence', 700, '', 0, qr/^lost/ ],
+	[ 'half an answer', 700, ":1", 0, qr/^lost/ ],
+	[ 'half an answer and an end', 700, ":1", 1, qr/^lost/ ],
+	[ 'an error', 700, "-OOM command not allowed\r\n", 0, qr/^(?:unexpected|Redis answered)/ ],
+	[ 'a status', 700, "+OK\r\n", 0, qr/^(?:unexpected|Redis answered)/ ],
+	[ 'nonsense', 700, "what?\r\n", 0, qr/^(?:unexpected|Redis answered)/ ],
+	[ 'an endless line', 700, ':' . '1' x 300_000, 0, qr/^(?:unexpected|Redis answered)/ ],
+	[ 'no script', 700, "-NOSCRIPT No matching script\r\n" x 2000, 0, qr/^(?:unexpected|Redis answered)/ ],
+	[ 'one answer too many', 1000, ":0\r\n", 0, qr/^(?:unexpected|Redis answered)/ ])
 {
-	my ($what, $answers, $last, $end, $state) = @$case;
+	my ($what, $answers, $last, $end, $message) = @$case;
 	my $liar = liar($answers, $last, $end);
 
-	$session->set(redis_url => $liar->url, command_timeout => $state eq '08006' ? '100ms' : '10s');
+	$session->set(redis_url => $liar->url, command_timeout => $message =~ /lost/ ? '100ms' : '10s');
 	$got = $session->attempt(q{SELECT taken('liar', 1000, 1000)});
-	is($got->{state}, $state, "$what after $answers answers") or diag $got->{message}, substr $got->{answer}, 0, 50;
+	is($got->{state}, 'PT503', "$what after $answers answers") or diag substr $got->{answer}, 0, 50;
+	like($got->{message}, $message, "$what after $answers answers: message");
 }
 
 #
@@ -403,7 +404,7 @@ my @ms = measures(150, sub {
 	return $got->{ms};
 });
 note "50 keys, each answered after 90 ms: @ms ms";
-is($got->{state}, '08006', '50 keys, each answered after 90 ms: SQLSTATE');
+is($got->{state}, 'PT503', '50 keys, each answered after 90 ms: SQLSTATE');
 is($got->{message}, 'lost the connection to Redis: 50 calls took longer than ratelimit.command_timeout allows', '50 keys, each answered after 90 ms: message');
 cmp_ok(min(@ms), '<=', 150, '50 keys, each answered after 90 ms: the call takes at most command_timeout + 50 ms');
 

@@ -259,7 +259,7 @@ is($publisher->ask("SELECT counted('orders')"), 'insert 3/3/0, update 1/0/0',
 	'logical replication: later rows come singly, and statement triggers do not fire');
 # A refusal stops the worker, which retries.
 $publisher->ask(q{SELECT rl_ban('orders:insert:before', 3600); INSERT INTO orders VALUES (6, 1)});
-$node->wait_for_log(qr/ERROR:.*key "orders:insert:before" is banned/);
+$node->wait_for_log(qr/ERROR:  rate limit ban in force\n.*DETAIL:  Key "orders:insert:before" is banned\./);
 is($subscriber->ask('SELECT count(*) FROM orders'), 5, 'a refusal stops replication');
 $publisher->ask(q{SELECT rl_unban('orders:insert:before')});
 await('the row', sub { $subscriber->ask('SELECT count(*) FROM orders') == 6 });
