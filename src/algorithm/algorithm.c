@@ -337,9 +337,9 @@ rl_refund_quota(const RlLimits *limits, RlState *states, RlPool *pool, int64 now
 /*
  * Charges
  *
- * The refund of a charge leaves out what has been replenished since.  Otherwise
- * other actions could get more than the limit promises.  Where the amount is
- * estimated, the refund is never too large.
+ * The refund of a charge leaves out the quota that has been replenished since.
+ * Otherwise other actions could get more than the limit promises.  Where the
+ * amount is estimated, the refund is never too large.
  */
 
 /*

@@ -64,7 +64,7 @@ typedef struct RlAct
 	bool		commit;			/* false: only decide, and change no state */
 } RlAct;
 
-/* What one action charged to one limit, so that a later refund finds it. */
+/* The charge of an action to one limit, so that a later refund finds it. */
 typedef struct RlCharge
 {
 	int64		amount;			/* throttle: ns of backlog; others: units */
@@ -156,9 +156,9 @@ typedef struct RlAlgorithm
 	int			nreported;		/* how many numbers check.lua reports for a limit */
 
 	/*
-	 * Sets the numbers of the limit for a command that takes or refunds the quota,
-	 * and returns how many they are, at most RL_NUMBERS.  With act_alone, the first
-	 * two are what the command charges.
+	 * Sets the numbers of the limit for a command that takes or refunds the
+	 * quota, and returns how many they are, at most RL_NUMBERS.  With
+	 * act_alone, the first two are the cost that the command charges.
 	 */
 	int			(*numbers) (const RlLimit *limit, int64 quota, int64 *numbers);
 

@@ -28,14 +28,17 @@ us_rounded_up(int64 ns)
  * Backlogs
  */
 
-/* Returns what the quota, which is at most the capacity, adds to the backlog. */
+/* Returns the time that the quota, at most the capacity, adds to the backlog. */
 static int64
 cost(const RlLimit *limit, int64 quota)
 {
 	return quota * limit->interval_ns;
 }
 
-/* Returns what a refund of any quota subtracts from the backlog, at most RL_MAX_BACKLOG. */
+/*
+ * Returns the time that a refund of any quota subtracts from the backlog, at
+ * most RL_MAX_BACKLOG.
+ */
 static int64
 refund_of(const RlLimit *limit, int64 quota)
 {

@@ -1,6 +1,6 @@
 -- sliding_log: the refund of one charge, which may be in the middle of the log.
 
--- Sets the oldest chunk to what is left of it after the cuts.
+-- Deletes from the oldest chunk the records that were cut off.
 local function tidy(log)
   if log.skip > 0 then
     set_chunk(log, log.first, string.sub(chunk(log, log.first), log.skip * RECORD + 1))
