@@ -8,10 +8,10 @@
  *	redis+sentinel://[user@]host[:port][,host[:port] ...]/service[/db]
  *	unix://[user@]/path[?db=n]
  *
- * With rediss instead of redis it is TLS.
+ * With rediss instead of redis, connections use TLS.
  *
- * What does not parse is an error.  An error never shows the URL, which may hold
- * a password.
+ * A URL that does not parse is an error.  An error never shows the URL, which
+ * may hold a password.
  */
 #include "postgres.h"
 

@@ -32,7 +32,7 @@ typedef enum RlDeployment
 	RL_SENTINELS				/* the seeds are Sentinels, which know the server */
 } RlDeployment;
 
-/* What the URL names. */
+/* The servers or Sentinels that the URL names. */
 typedef struct RlTarget
 {
 	RlDeployment deployment;

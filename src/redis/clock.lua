@@ -6,8 +6,8 @@
 local hash = KEYS[1]
 local now = tonumber(ARGV[1])
 local least_ttl = 0
--- For a hash that has lost its expiry: a hundred years in milliseconds. No field
--- is of use for longer.
+-- For a hash that has lost its expiry: a hundred years in milliseconds. No
+-- field is needed for longer.
 local lost_ttl = '3155760000000'
 if now then
   -- A time that a test sets does not pass: keep everything for an hour.

@@ -21,7 +21,7 @@ rl_slots_known(void)
 	return owners != NULL;
 }
 
-/* Returns the key's slot: the CRC16 (XMODEM) of what its first braces hold, or of all. */
+/* Returns the key's slot: the CRC16 (XMODEM) of the text in its first braces, or of all. */
 int
 rl_slot(const char *key, int len)
 {

@@ -217,10 +217,9 @@ send_command(const RlCommand *command, const RlScript *script, RlReply *reply, R
 }
 
 /*
- * Runs a script; the command holds what follows its name: the number of keys,
- * the keys, the arguments.  Returns true with a reply that is no error reply, or
- * false with the error set.  Raises an error if a setting is wrong, and what
- * CHECK_FOR_INTERRUPTS raises.
+ * Runs a script; the command has the number of keys, the keys and the
+ * arguments.  Returns true with a reply that is no error reply, or false with
+ * the error set.  Raises an error if a setting is wrong, or at an interrupt.
  */
 bool
 rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error)

@@ -16,8 +16,8 @@ typedef struct RlScript
 } RlScript;
 
 /*
- * A command under construction.  The buffer is kept from call to call; what
- * comes before the arguments of a script is written when it is sent.
+ * A command under construction.  The buffer is kept from call to call; EVAL or
+ * EVALSHA, and the script, are written ahead of it when it is sent.
  */
 typedef struct RlCommand
 {

@@ -26,9 +26,9 @@ rl_connection_is_usable(RlConnection *conn)
 }
 
 /*
- * Makes sure that the connection can carry the next call, by reading what an
- * interrupted call has left due.  Raises nothing.  Returns false with the error
- * set; the caller closes the connection then.
+ * Makes sure that the connection can carry the next call, by reading the
+ * replies that an interrupted call has left due.  Raises nothing.  Returns
+ * false with the error set; the caller closes the connection then.
  */
 bool
 rl_connection_settle(RlConnection *conn, int64 deadline, RlError *error)
@@ -110,10 +110,10 @@ open_and_set_up(RlConnection *conn, const RlAddress *address, const char *passwo
  * own: a command sent with it would run even if the server did not accept the
  * password or the database, as another user or in another database.
  *
- * *deadline is the set-up's.  If it is 0 it is set; otherwise it is moved by the
- * time that the socket takes to be up.  No wait goes past until.  Returns false
- * with the error set and the connection closed.  Raises an error if a setting is
- * wrong, or what CHECK_FOR_INTERRUPTS raises; the connection is not usable then.
+ * *deadline is the set-up's.  If it is 0 it is set; otherwise it is moved by
+ * the time that the socket takes to be up.  No wait goes past until.  Returns
+ * false with the error set and the connection closed.  Raises an error if a
+ * setting is wrong, or at an interrupt; the connection is not usable then.
  */
 bool
 rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_password,
@@ -136,7 +136,10 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_passw
 	{
 		explicit_bzero(password, sizeof(password));
 		explicit_bzero(out.data, out.maxlen);
-		/* No later call may read what an interrupted set-up has left due. */
+		/*
+		 * No later call may read the replies that an interrupted set-up has
+		 * left due.
+		 */
 		conn->due = -1;
 	}
 	PG_END_TRY();

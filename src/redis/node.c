@@ -4,8 +4,8 @@
  *		to each of them.
  *
  * All of it depends on the settings that say where and how to connect.  When
- * rl_settings_version has grown, they are compared with what they were, and if
- * one differs all nodes are dropped.
+ * rl_settings_version has grown, they are compared with their earlier values,
+ * and if one differs all nodes are dropped.
  */
 #include "postgres.h"
 
@@ -27,7 +27,7 @@ static char **const settings[] = {
 static char *known_settings[lengthof(settings)];	/* as they were read */
 static uint64 known_version = 0;	/* when they were compared last; 0: never */
 
-/* Returns true if the settings are what they were when the nodes were made. */
+/* Returns true if the settings have not changed since the nodes were made. */
 bool
 rl_nodes_are_current(void)
 {
@@ -54,7 +54,7 @@ rl_node_numbered(int number)
 	return &nodes[number - 1];
 }
 
-/* Drops what is known of the node, and its connection. */
+/* Drops all data of the node, and its connection. */
 static void
 forget(RlNode *node)
 {

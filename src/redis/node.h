@@ -21,7 +21,7 @@ typedef struct RlNode
 	uint64		lost;			/* number of the route that found it lost last */
 } RlNode;
 
-extern RlTarget rl_target;		/* what the URL names */
+extern RlTarget rl_target;		/* of ratelimit.redis_url */
 extern RlNode *rl_current_node; /* is asked unless a slot's owner is known; NULL: none yet */
 
 extern bool rl_nodes_are_current(void);

@@ -55,7 +55,7 @@ typedef struct Pipeline
 	bool		takes_errors;	/* reply() does: an error reply is no failure */
 	RlError    *error;
 	bool		failed;			/* error is that of the first call */
-	bool		script_missing; /* with no_throw: some calls were not run, for want of it */
+	bool		script_missing; /* with no_throw: some calls were not run without it */
 	int			next;			/* the call to be sent next */
 	int			answered;
 	RlRoute		route;			/* of the call that is looked at */
@@ -179,7 +179,7 @@ send_again(Pipeline *p, Call call)
 		p->sent(call.i, false, p->arg);
 }
 
-/* Writes the call's command.  Returns false if the call is done without. */
+/* Writes the call's command.  Returns false if the call is already done. */
 static bool
 write_command(Pipeline *p, const Call *call)
 {
@@ -187,7 +187,10 @@ write_command(Pipeline *p, const Call *call)
 	return p->append(p->command, call->i, p->arg);
 }
 
-/* rl_route_try, which takes no time from the calls that are under way elsewhere. */
+/*
+ * Calls rl_route_try, and gives the time that it takes to the calls that are
+ * under way elsewhere.
+ */
 static bool
 try_node(Pipeline *p, bool *others, RlError *error)
 {
@@ -270,9 +273,10 @@ append_call(Pipeline *p, Line *line, Call call)
 }
 
 /*
- * Puts calls on their lines until one has no room, and then has room for many, so
- * that a write has many commands.  While calls must be sent again no new ones are
- * sent: calls about one key keep their order, unless they were under way together.
+ * Puts calls on their lines until a line has no room.  Goes on when that line
+ * has room for many calls, so that a write has many commands.  While calls
+ * must be sent again no new ones are sent: calls about one key keep their
+ * order, unless they were under way together.
  */
 static void
 fill_lines(Pipeline *p)
@@ -305,7 +309,7 @@ fill_lines(Pipeline *p)
 	}
 }
 
-/* Sends what the line's socket takes, or drops the line. */
+/* Sends as much as the line's socket takes, or drops the line. */
 static void
 send_line(Pipeline *p, Line *line)
 {
@@ -397,7 +401,10 @@ take_reply(Pipeline *p, Line *line, Call call, RlError *error)
 	return true;
 }
 
-/* Takes what has come on a line.  Returns false with the error set if the line failed. */
+/*
+ * Takes the replies that have come on a line.  Returns false with the error
+ * set if the line failed.
+ */
 static bool
 take_replies(Pipeline *p, Line *line, RlError *error)
 {
@@ -447,7 +454,7 @@ take_all_replies(Pipeline *p)
 {
 	RlError		error;
 
-	/* From the end, as lines may go. */
+	/* From the end, because lines may be removed. */
 	for (int i = p->nlines - 1; i >= 0; i--)
 	{
 		Line	   *line = p->lines[i];
@@ -461,7 +468,7 @@ take_all_replies(Pipeline *p)
 	}
 }
 
-/* The time of all calls is over: those that are not answered have failed. */
+/* Ends the pipeline when its time is over: calls without an answer have failed. */
 static void
 give_up(Pipeline *p)
 {
@@ -503,7 +510,7 @@ run(Pipeline *p)
 
 		if (!late)
 			fill_lines(p);
-		/* From the end, as lines may go. */
+		/* From the end, because lines may be removed. */
 		for (int i = p->nlines - 1; i >= 0; i--)
 			send_line(p, p->lines[i]);
 		if (wait_for_lines(p))
@@ -551,13 +558,13 @@ run_pipeline(Pipeline *p)
 
 /*
  * Runs a script n times.  append() writes the arguments of call i, and may be
- * asked for them again, or returns false when that call is done.  sent() is told
- * before call i is sent, or that it was not run and has to be sent again.  reply()
- * gets the replies in the order in which they come, and returns false with the
- * error set if one makes no sense.  Returns false with the first call's error set
- * when calls fail: those with an error reply, and those that were sent and have no
- * reply, of which it is not known whether they ran.  Raises an error if a setting
- * is wrong, and what CHECK_FOR_INTERRUPTS raises.
+ * asked for them again, or returns false when that call is done.  sent() is
+ * told before call i is sent, or that it was not run and has to be sent again.
+ * reply() gets the replies in the order in which they come, and returns false
+ * with the error set if one makes no sense.  Returns false with the first
+ * call's error set when calls fail: those with an error reply, and those that
+ * were sent and have no reply, which may have run.  Raises an error if a
+ * setting is wrong, or at an interrupt.
  */
 bool
 rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineSent sent,
@@ -603,10 +610,11 @@ run_at(Pipeline *p, RlNode *node)
 }
 
 /*
- * rl_redis_pipeline that leaves error replies to reply().  With no_throw, which is
- * for the end of a transaction and after rl_redis_reserve, it raises nothing, needs
- * no memory, and opens no connection.  Each server that is connected has its share
- * of ratelimit.command_timeout, one after the other; calls for others fail.
+ * Does the same as rl_redis_pipeline, but leaves error replies to reply().
+ * With no_throw, which is for the end of a transaction and after
+ * rl_redis_reserve, it raises nothing, needs no memory, and opens no
+ * connection.  Each server that is connected has its share of
+ * ratelimit.command_timeout, one after the other; calls for others fail.
  */
 bool
 rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply,

@@ -1,6 +1,6 @@
 /*
  * redis.h
- *		What other modules use of the store in Redis.
+ *		The store in Redis, for other modules.
  */
 #ifndef REDIS_H
 #define REDIS_H

@@ -3,8 +3,9 @@
  *		Redis's protocol: commands into bytes, and bytes into a bounded reply.
  *
  * The parser is hiredis's.  Its own functions end the process when memory ends
- * (version 0.14), and allocate what a reply's lengths ask for.  So it calls the
- * functions of this file, which put what it finds into a struct.
+ * (version 0.14), and allocate as much as a reply's lengths say.  So it calls
+ * the functions of this file, which put the values into a struct of fixed
+ * size.
  */
 #include "postgres.h"
 
@@ -23,8 +24,8 @@ typedef int ElementCount;
 #endif
 
 /*
- * The parser's functions.  Each adds what was found to the reply, and returns the
- * reply, because NULL would be a lack of memory.
+ * The parser's functions.  Each adds the value that was found to the reply,
+ * and returns the reply, because NULL would be a lack of memory.
  */
 static void *
 got_value(const redisReadTask *task, bool valid, int64 value)

@@ -31,7 +31,7 @@ typedef struct RlReply
 	char		text[320];		/* the line of an error or a status, in ASCII; a host */
 } RlReply;
 
-/* What an error reply means for the call that got it. */
+/* The next step of a call that got an error reply. */
 typedef enum RlNextStep
 {
 	RL_STEP_FAIL,				/* the call fails; the server stays in use */

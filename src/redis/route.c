@@ -96,9 +96,9 @@ choose_node(const RlRoute *route)
 }
 
 /*
- * Notes that the route's node is of no use to it, and forgets the node's slots.
- * The next call asks the seed after it first, or the Sentinel after the one that
- * named it, which may be the last to learn of a new master.
+ * Notes that the route cannot use its node, and forgets the node's slots.  The
+ * next call asks the seed after it first, or the next Sentinel, because the
+ * Sentinel that named the node may be the last to learn of a new master.
  */
 static void
 lose_node(RlRoute *route, const RlError *error)
@@ -202,9 +202,9 @@ rl_route_choose(RlRoute *route, RlError *error)
 }
 
 /*
- * Connects the chosen node if necessary.  Returns false if it is not connected;
- * *others is true then if another node may be chosen, otherwise the error is set.
- * Raises an error if a setting is wrong, and what CHECK_FOR_INTERRUPTS raises.
+ * Connects the chosen node if necessary.  Returns false if it is not
+ * connected; *others is true then if another node may be chosen, otherwise the
+ * error is set.  Raises an error if a setting is wrong, or at an interrupt.
  */
 bool
 rl_route_try(RlRoute *route, bool *others, RlError *error)

@@ -74,7 +74,7 @@ tls_failed(const RlConnection *conn, RlError *error, const char *why)
 	return false;
 }
 
-/* The server sent something that is no answer to what it was asked. */
+/* The server sent a reply that does not answer the command. */
 bool
 rl_protocol_violation(const RlConnection *conn, RlError *error, const char *why)
 {
@@ -127,8 +127,8 @@ rl_events_create(int nsockets)
 
 /*
  * Waits until one of the set's sockets is ready.  Returns the number of their
- * events, n at most, or 0 once the deadline has passed.  May raise what
- * CHECK_FOR_INTERRUPTS raises.
+ * events, n at most, or 0 once the deadline has passed.  May raise an error at
+ * an interrupt.
  */
 int
 rl_events_wait(WaitEventSet *set, int64 deadline, WaitEvent *events, int n)
@@ -175,9 +175,8 @@ poll_socket(const RlConnection *conn, uint32 what, int64 deadline)
 
 /*
  * Waits until the socket is ready for what (WL_SOCKET_READABLE, _WRITEABLE or
- * both).  Returns false once the deadline has passed.  May raise what
- * CHECK_FOR_INTERRUPTS raises; with no_throw it raises nothing, and cannot be
- * interrupted.
+ * both).  Returns false once the deadline has passed.  May raise an error at
+ * an interrupt; with no_throw it raises nothing, and cannot be interrupted.
  */
 bool
 rl_socket_wait(RlConnection *conn, uint32 what, int64 deadline, bool no_throw)
@@ -217,7 +216,7 @@ close_descriptor(RlConnection *conn)
 	conn->ctx = NULL;
 }
 
-/* Frees what the connection has, also what is left of a failed or interrupted opening. */
+/* Frees all that the connection has, also after a failed or interrupted opening. */
 void
 rl_socket_close(RlConnection *conn)
 {
@@ -245,7 +244,10 @@ rl_socket_has_room(void)
 	return has_room;
 }
 
-/* Full, it is an error to hiredis 0.14, and a connection in progress to later versions. */
+/*
+ * Returns true if the server's backlog is full: an error in hiredis 0.14, a
+ * connection in progress in later versions.
+ */
 static bool
 backlog_is_full(const RlConnection *conn, const RlAddress *address)
 {
@@ -346,8 +348,8 @@ begin_connecting(RlConnection *conn, const RlAddress *address, const char *host,
 }
 
 /*
- * Connects to a path, or to a host's address, and waits until the socket is up.
- * Returns false with the error set; the caller closes what is left.
+ * Connects to a path, or to a host's address, and waits until the socket is
+ * up.  Returns false with the error set; the caller closes the connection.
  */
 static bool
 connect_to(RlConnection *conn, const RlAddress *address, const char *host, int64 deadline,
@@ -382,11 +384,11 @@ connect_to(RlConnection *conn, const RlAddress *address, const char *host, int64
 }
 
 /*
- * Connects to the first of the server's addresses that accepts, with TLS if the
- * address says so.  Each address has an equal share of the time that is left, so
- * that the last one is tried too.  Returns false with the first address's error
- * set; the caller closes what is left.  Raises an error if a setting for TLS is
- * wrong.
+ * Connects to the first of the server's addresses that accepts, with TLS if
+ * the address says so.  Each address has an equal share of the time that is
+ * left, so that the last one is tried too.  Returns false with the first
+ * address's error set; the caller closes the connection.  Raises an error if a
+ * setting for TLS is wrong.
  */
 bool
 rl_socket_open(RlConnection *conn, const RlAddress *address, int64 deadline, RlError *error)
@@ -445,7 +447,7 @@ rl_socket_is_silent(RlConnection *conn)
  * Sending and receiving
  */
 
-/* Sends what the socket takes of out, from *sent on.  Returns false with the error set. */
+/* Sends as much of out as the socket takes, from *sent on.  Returns false with the error set. */
 bool
 rl_socket_send(RlConnection *conn, StringInfo out, int *sent, RlError *error)
 {
@@ -470,7 +472,7 @@ rl_socket_send(RlConnection *conn, StringInfo out, int *sent, RlError *error)
 	return true;
 }
 
-/* Reads what has come, up to a limit.  Returns false with the error set. */
+/* Reads the bytes that have come, up to a limit.  Returns false with the error set. */
 bool
 rl_socket_receive(RlConnection *conn, RlError *error)
 {

@@ -37,7 +37,7 @@ local function keep(key, us)
   end
 end
 
--- Queues a field that is of use for this time in microseconds.
+-- Queues a field that is needed for this time in microseconds.
 local function put(field, value, us)
   set[#set + 1] = field
   set[#set + 1] = value

@@ -112,10 +112,10 @@ append_numbers(RlCommand *command, const RlLimit *limit, int64 quota, bool look)
 }
 
 /*
- * Appends the LIMIT arguments of one limit, in the order in which load_limits in
- * state.lua unpacks them.  Without trace, a refusal is not counted, neither as
- * quota nor for a ban.  The quota may exceed the capacity: then no action is
- * allowed, and a refund is of the whole quota.
+ * Appends the LIMIT arguments of one limit, in the order in which load_limits
+ * in state.lua unpacks them.  Without trace, a refusal is not counted, neither
+ * as quota nor for a ban.  The quota may exceed the capacity: then no action
+ * is allowed, and a refund has the whole quota.
  */
 static void
 append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace)
@@ -195,8 +195,8 @@ may_ban(const RlLimits *limits, RlTake how)
 }
 
 /*
- * Returns true if the faster script for one limit serves: it counts no refusals
- * for a ban, and does not report the time.
+ * Returns true if the faster script for one limit suffices: it counts no
+ * refusals for a ban, and does not report the time.
  */
 static bool
 acts_alone(const RlLimits *limits)
@@ -562,8 +562,8 @@ rl_redis_refund_charges(RlRefundCall *calls, int n, bool no_throw, RlUsage *usag
 }
 
 /*
- * Allocates what rl_redis_refund_charges needs with no_throw; throws if there is
- * no memory.
+ * Allocates the memory that rl_redis_refund_charges needs with no_throw;
+ * throws if there is no memory.
  */
 void
 rl_redis_reserve_refunds(void)

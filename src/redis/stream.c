@@ -18,8 +18,9 @@
 #define MAX_REPLY_BYTES		65536
 
 /*
- * Finds the next reply, to which the reader is attached, in what was read.
- * Returns false with the error set; *found is false if more must be read.
+ * Finds the next reply, to which the reader is attached, in the bytes that
+ * were read.  Returns false with the error set; *found is false if more must
+ * be read.
  */
 static bool
 find_reply(RlConnection *conn, const RlReply *reply, bool *found, RlError *error)
@@ -96,8 +97,8 @@ rl_stream_is_sent(const RlStream *stream)
 }
 
 /*
- * Sending failed.  A server that closed a new connection at once may have sent
- * the reason: then that is the error, and the server is not unreachable.
+ * Sending failed.  A server that closed a new connection immediately may have
+ * sent the reason: then that is the error, and the server is not unreachable.
  */
 static RlOutcome
 sending_failed(RlConnection *conn, bool wrote, RlError *error)
@@ -118,7 +119,7 @@ sending_failed(RlConnection *conn, bool wrote, RlError *error)
 	return RL_NOT_SENT;
 }
 
-/* Sends what the socket takes.  Returns RL_DONE, or how it failed with the error set. */
+/* Sends as much as the socket takes.  Returns RL_DONE, or how it failed with the error set. */
 RlOutcome
 rl_stream_send(RlStream *stream, RlError *error)
 {
@@ -156,7 +157,7 @@ rl_streams_changed(void)
 		FreeWaitEventSet(events);
 }
 
-/* Makes the set wait for what the streams want now. */
+/* Makes the set wait for the events that the streams want now. */
 static void
 watch_streams(RlStream **streams, int n)
 {
@@ -180,10 +181,10 @@ watch_streams(RlStream **streams, int n)
 }
 
 /*
- * Waits until one of the streams is ready to go on, or the deadline has passed;
- * sets the flag of those that are.  Several streams are all without no_throw.
- * May raise what CHECK_FOR_INTERRUPTS raises, and for several streams the lack
- * of a descriptor; a single one with no_throw raises nothing.
+ * Waits until one of the streams is ready to go on, or the deadline has
+ * passed; sets the flag of those that are.  Several streams are all without
+ * no_throw.  May raise an error at an interrupt, and for several streams the
+ * lack of a descriptor; a single one with no_throw raises nothing.
  */
 void
 rl_streams_wait(RlStream **streams, int n, int64 deadline)
@@ -203,7 +204,7 @@ rl_streams_wait(RlStream **streams, int n, int64 deadline)
 		((RlStream *) events[i].user_data)->ready = true;
 }
 
-/* Reads what has come, if the stream is ready.  Returns false with the error set. */
+/* Reads the bytes that have come, if the stream is ready.  Returns false with the error set. */
 bool
 rl_stream_receive(RlStream *stream, RlError *error)
 {
@@ -240,7 +241,7 @@ rl_stream_next(RlStream *stream, RlError *error)
 }
 
 /*
- * Ends a stream of which no reply is due.  Returns false with the error set if
+ * Ends a stream that has no reply due.  Returns false with the error set if
  * something is left over: the next call would read it, or send it.
  */
 bool
@@ -257,8 +258,9 @@ rl_stream_end(RlStream *stream, RlError *error)
 }
 
 /*
- * Sends what is left, and reads replies until none is due, or one is no status
- * and only_statuses is set.  Returns RL_DONE, or how it failed with the error set.
+ * Sends the rest of out, and reads replies until none is due, or one is no
+ * status and only_statuses is set.  Returns RL_DONE, or how it failed with the
+ * error set.
  */
 static RlOutcome
 run_stream(RlStream *stream, bool only_statuses, RlError *error)
@@ -286,11 +288,11 @@ run_stream(RlStream *stream, bool only_statuses, RlError *error)
 }
 
 /*
- * Sends what out holds, n commands, and reads their replies.  All but the last
- * must answer with a status.  The first reply that is none ends the exchange, and
- * the connection is of no use then.  Returns RL_DONE with the last reply that was
- * read in *reply, or how it failed with the error set.  May raise what
- * CHECK_FOR_INTERRUPTS raises.
+ * Sends the n commands in out, and reads their replies.  All but the last must
+ * answer with a status.  The first reply that is none ends the exchange, and
+ * the connection cannot be used again then.  Returns RL_DONE with the last
+ * reply that was read in *reply, or how it failed with the error set.  May
+ * raise an error at an interrupt.
  */
 RlOutcome
 rl_stream_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline, RlReply *reply,
@@ -305,8 +307,9 @@ rl_stream_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline, Rl
 }
 
 /*
- * Reads what an interrupted call has left due, so that the connection can be
- * used again.  Raises nothing.  Returns false with the error set.
+ * Reads the replies that an interrupted call has left due, so that the
+ * connection can be used again.  Raises nothing.  Returns false with the error
+ * set.
  */
 bool
 rl_stream_drain(RlConnection *conn, int64 deadline, RlError *error)
