@@ -44,8 +44,8 @@ typedef struct Breakers
 } Breakers;
 
 /*
- * This backend's handle of a server's breaker: no cache of the entry, but the
- * record of what this backend tries.
+ * This backend's handle of a server's breaker: no cache of the entry, but a
+ * record of the servers that this backend tries.
  */
 struct RlBreaker
 {
@@ -201,7 +201,7 @@ is_half_open(const Entry *entry, int64 now)
  * Trying
  */
 
-/* An aborted call ends what it tried. */
+/* Ends the attempts of an aborted call. */
 static void
 transaction_aborts(XactEvent event, void *arg pg_attribute_unused())
 {

@@ -14,15 +14,17 @@
  * cells and chunks belong to the backend that reserved them.  A backend locks
  * one partition at a time.
  *
- * Most acts set a cell's end to a later time.  The heap does not follow at once:
+ * Most acts set a cell's end to a later time.  The heap is not changed then:
  * the time in a heap is never later than the cell's end, and is corrected when
- * the cell comes to the top.  So an act on an existing cell touches no other cell.
+ * the cell comes to the top.  So an act on an existing cell touches no other
+ * cell.
  *
- * When the memory is full, the cell with the earliest end is evicted; for chunks,
- * the cell with the earliest end that has chunks.  Its partition is found without
- * locks, so the choice is not exact among cells that end at nearly the same time.
- * An act that needs room unlocks its partition, and then locks one partition for
- * each eviction.  What it evicts is its own spare until it has enough.
+ * When the memory is full, the cell with the earliest end is evicted; for
+ * chunks, the cell with the earliest end that has chunks.  Its partition is
+ * found without locks, so the choice is not exact among cells that end at
+ * nearly the same time.  An act that needs room unlocks its partition, and
+ * then locks one partition for each eviction.  Evicted cells and chunks are
+ * its own spares until it has enough.
  */
 #include "postgres.h"
 

@@ -1,7 +1,7 @@
 /*
  * counters.c
  *		Counters by limits and scope, for the view rl_stat: the outcomes of
- *		actions, and what they cost in Redis.
+ *		actions, and their cost in Redis.
  *
  * An entry is found by the limits and the scope, and keeps both until all entries
  * are reset.  When none is free near the place of a new pair, the last entry counts

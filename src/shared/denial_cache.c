@@ -221,7 +221,7 @@ rl_denial_generation(RlKeyHash key_hash)
 	return generation;
 }
 
-/* Returns for how long the refusal holds, whatever the actions of this server are. */
+/* Returns for how long the refusal holds, whichever actions this server takes. */
 static int64
 trusted_for(const RlLimits *limits, const RlDecision *decision)
 {

@@ -121,9 +121,9 @@ no_room(RlCells *view, RlError *error)
  */
 
 /*
- * The straight path for one limit without a ban option, of an algorithm that has
- * act_alone.  Returns false, with nothing done, if the key has a ban or counted
- * refusals, or there is no room.
+ * Takes the fast path for one limit without a ban option, of an algorithm that
+ * has act_alone.  Returns false, with nothing done, if the key has a ban or
+ * counted refusals, or there is no room.
  */
 static bool
 take_alone(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decision)
@@ -158,9 +158,9 @@ take_alone(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decisio
 }
 
 /*
- * Finds the cells of an act, whose partition is locked, and reserves what it may
- * need.  Returns false with the error set, and the partition unlocked, if there is
- * no room.
+ * Finds the cells of an act, whose partition is locked, and reserves the cells
+ * and chunks that it may need.  Returns false with the error set, and the
+ * partition unlocked, if there is no room.
  */
 static bool
 begin_act(RlCells *view, const RlLimits *limits, int64 quota, RlTake how,
@@ -317,7 +317,7 @@ local_unban(const RlKey *key, bool *found, RlError *error pg_attribute_unused())
 	return true;
 }
 
-/* Refunds a charge, less what has been replenished since; does not throw. */
+/* Refunds a charge, less the quota that has been replenished since.  Does not throw. */
 void
 rl_local_refund_charge(RlKeyHash key_hash, const RlLimit *limit, const RlCharge *charge)
 {

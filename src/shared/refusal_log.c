@@ -14,7 +14,7 @@
 #include "shared/refusal_log.h"
 
 #define MAX_LINES			100 /* a second, of all keys */
-#define SEEN				1024	/* keys of which the last line's second is known */
+#define SEEN				1024	/* keys whose last line's second is known */
 
 /* Shared by all backends if there is shared memory; all members are atomic. */
 typedef struct Sample

@@ -49,8 +49,8 @@ rl_monotonic_now(void)
 }
 
 /*
- * Sleeps until a time on that clock.  May raise what CHECK_FOR_INTERRUPTS
- * raises, but not in the last millisecond.
+ * Sleeps until a time on that clock.  May raise an error at an interrupt, but
+ * not in the last millisecond.
  */
 void
 rl_sleep_until(int64 until, uint32 wait_event)
