@@ -21,14 +21,14 @@
 /* The most columns that a later version of rl_decision may have. */
 #define MAX_COLUMNS			16
 
-/* What a call site keeps between calls, in fn_extra. */
+/* The data that a call site keeps between calls, in fn_extra. */
 typedef struct CallSite
 {
 	text	   *limits_text;	/* the text of limits; NULL: none was parsed */
 	RlLimits	limits;
 } CallSite;
 
-/* Returns what the call site keeps; it is empty at the first call. */
+/* Returns the call site's data, which is empty at the first call. */
 static CallSite *
 call_site(FunctionCallInfo fcinfo)
 {

@@ -284,9 +284,9 @@ rl_peek(PG_FUNCTION_ARGS)
 }
 
 /*
- * Ends a repair: raises the error unless it is done.  Also when it fails, quota may
- * be free again.  So the denial cache forgets the key before a repair, for what is
- * cached, and after it, for a refusal that was on its way.
+ * Ends a repair: raises the error unless it is done.  Also when it fails,
+ * quota may be free again.  So the denial cache deletes the key's entries
+ * before a repair, and after it for a refusal that was on its way.
  */
 static void
 end_repair(const RlKey *key, bool done, const RlError *error)
@@ -297,7 +297,7 @@ end_repair(const RlKey *key, bool done, const RlError *error)
 }
 
 /*
- * First refunds what this transaction was granted.  Then refunds limits for which
+ * First refunds this transaction's own grants.  Then refunds limits for which
  * the same quota is left, usually all of them, together.
  */
 PG_FUNCTION_INFO_V1(rl_refund);

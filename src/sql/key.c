@@ -18,8 +18,8 @@
 #include "sql/key.h"
 
 /*
- * Prepares the part for values of a type; allocates in the context what that
- * needs.  Returns false if the type is not accepted in keys.
+ * Prepares the part for values of a type; allocates its data in the context.
+ * Returns false if the type is not accepted in keys.
  */
 bool
 rl_key_part_init(RlKeyPart *part, Oid type, MemoryContext context)

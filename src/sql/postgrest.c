@@ -30,9 +30,10 @@ name_argument(FunctionCallInfo fcinfo, int n)
 }
 
 /*
- * Returns the index of the limit that the decision's figures are of.  The row does
- * not name it: it is the first limit of that capacity that can take so long to
- * become free.  Raises an error if no limit has the capacity.
+ * Returns the index of the limit that the decision's figures describe.  The
+ * row does not name the limit.  So this is the first limit that has the same
+ * capacity and can take as long as the decision says to become free.  Raises
+ * an error if no limit has the capacity.
  */
 static int
 binding_limit(const RlLimits *limits, const RlDecision *decision)

@@ -125,8 +125,8 @@ has_row_security(Relation rel)
 }
 
 /*
- * Returns what is dangerous about the trigger, or NULL.  The executor checks
- * WITH CHECK after BEFORE ROW triggers.  A DELETE has no such check.
+ * Returns a warning about the trigger, or NULL.  The executor checks WITH
+ * CHECK after BEFORE ROW triggers.  A DELETE has no such check.
  */
 static const char *
 trigger_warning(Relation rel, const Trigger *trigger)

@@ -228,7 +228,8 @@ parse_option(Rule *rule, Relation rel, const Trigger *trigger, const char *optio
 
 /*
  * Fills the rule from the trigger's arguments, in the current memory context.
- * Returns false with the error set; the rule then has what was parsed before.
+ * Returns false with the error set; the rule then has the parts that were
+ * parsed before.
  */
 static bool
 parse_rule(Rule *rule, Relation rel, const Trigger *trigger, RlError *error)
@@ -273,9 +274,9 @@ parse_rule(Rule *rule, Relation rel, const Trigger *trigger, RlError *error)
 }
 
 /*
- * Parses a trigger's arguments.  Returns a rule in a new memory context below the
- * current one.  If they are wrong, sets *valid to false and the error; the rule
- * then has what was parsed before.
+ * Parses a trigger's arguments.  Returns a rule in a new memory context below
+ * the current one.  If they are wrong, sets *valid to false and the error; the
+ * rule then has the parts that were parsed before.
  */
 Rule *
 rl_rule_make(Relation rel, const Trigger *trigger, bool *valid, RlError *error)

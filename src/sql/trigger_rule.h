@@ -18,7 +18,7 @@ typedef struct Piece
 	RlKeyPart	column;
 } Piece;
 
-/* Rules and what they point to are allocated in their own context. */
+/* A rule and all its data are allocated in a context of its own. */
 typedef struct Rule
 {
 	MemoryContext context;

@@ -227,7 +227,7 @@ put_aside(Statement *statement)
 	start_keys(statement);
 }
 
-/* Sets row to what the slot holds, in the slot's memory. */
+/* Sets row to the slot's key and quota, in the slot's memory. */
 static void
 read_sort_slot(TupleTableSlot *slot, RlAction *row)
 {
