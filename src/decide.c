@@ -209,7 +209,7 @@ conclude(Call *call, const RlDecision *each)
 	call->answered = true;
 }
 
-/* Allows what shadow mode does not refuse. */
+/* Changes a refusal to the allowed decision of shadow mode. */
 static void
 allow_in_shadow(RlDecision *decision)
 {
@@ -446,8 +446,9 @@ finish(Call *call, bool from_cache)
 }
 
 /*
- * Takes n actions the whole way: begin, cache, ask, conclude, count.  calls is room
- * for n.  What a single action runs here is inlined, which saves 2 % of a call.
+ * Takes n actions the whole way: begin, cache, ask, conclude, count.  calls is
+ * room for n.  The code that a single action runs here is inlined, which saves
+ * 2 % of a call.
  */
 static pg_attribute_always_inline void
 run(const RlAction *actions, int n, RlAnswer *answers, Call *calls, int64 *unanswered)

@@ -52,9 +52,10 @@ rl_error_detail(RlError *error, const char *fmt,...)
 }
 
 /*
- * Returns a part of a key, which is in UTF-8, as text for people.  Control characters
- * are escaped, so that a key can neither forge a line nor move a cursor; and where
- * the database's encoding may lack a character, all characters beyond ASCII are.
+ * Returns a part of a key, which is in UTF-8, as text for people.  Control
+ * characters are escaped, so that a key can neither forge a line nor move a
+ * cursor.  If the database's encoding may lack characters, all characters
+ * beyond ASCII are escaped too.
  */
 char *
 rl_key_shown(const char *data, int len)

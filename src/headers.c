@@ -65,11 +65,11 @@ append_integer(StringInfo field, char parameter, int64 value)
 }
 
 /*
- * Sets the header fields of a decision, up to RL_MAX_HEADERS, and returns their
- * number.  binding is the index of the limit that the decision's figures are of.
- * The name must be valid.  A figure that is not known is left out, and the time
- * until quota is free is told only of a refusal, because an allowed decision does
- * not have it.
+ * Sets the header fields of a decision, up to RL_MAX_HEADERS, and returns
+ * their number.  binding is the index of the limit that the decision's figures
+ * describe.  The name must be valid.  A figure that is not known is left out.
+ * So is the time until quota is free, if the action is allowed: the decision
+ * does not have it then.
  */
 int
 rl_headers(const char *name, const RlLimits *limits, int binding, const RlDecision *decision,

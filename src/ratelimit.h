@@ -10,10 +10,10 @@
  * Durations are int64 microseconds unless a name says otherwise; GCRA's
  * interval and backlog are int64 nanoseconds.
  *
- * A static that keeps a result for the backend also keeps what the result was
- * made from, and compares that at each use, so that nothing has to invalidate it.
- * rl_settings_version stands for the settings.  The comment beside the static says
- * how much it saves.
+ * A static that keeps a result for the backend also keeps the values that the
+ * result was made from, and compares them at each use, so that nothing has to
+ * invalidate it.  rl_settings_version stands for the settings.  The comment
+ * beside the static says how much it saves.
  */
 #ifndef RATELIMIT_H
 #define RATELIMIT_H
@@ -171,7 +171,7 @@ typedef struct RlAction
 	const struct RlOrigin *origin;	/* the trigger (report.h); NULL: none */
 } RlAction;
 
-/* What calls to Redis have cost. */
+/* The cost of calls to Redis. */
 typedef struct RlUsage
 {
 	int64		round_trips;
@@ -189,7 +189,7 @@ typedef struct RlAnswer
 	int			binding;		/* index of the binding limit */
 	bool		local;			/* the local store decided, and not Redis */
 	int64		at;				/* the store's time; 0: not known */
-	RlUsage		usage;			/* is added to what was there */
+	RlUsage		usage;			/* is increased, not set */
 	const RlError *error;		/* why no store decided; NULL: one did.  In the
 								 * memory context of the call */
 	RlDecision *each;

@@ -60,7 +60,7 @@ rl_refund_reserve(int n)
 	return true;
 }
 
-/* Frees what a transaction with many grants has reserved; to be called at its end. */
+/* Frees the room that a transaction with many grants has reserved; to be called at its end. */
 void
 rl_refund_release(void)
 {

@@ -1,6 +1,6 @@
 /*
  * refund.h
- *		Refunds of what a transaction was granted.
+ *		Refunds of a transaction's grants.
  */
 #ifndef REFUND_H
 #define REFUND_H
@@ -10,7 +10,7 @@
 #include "redis/redis.h"
 #include "shared/shared.h"
 
-/* What distinguishes a transaction's grants; padding is zero. */
+/* The identity of a grant in its transaction; padding is zero. */
 typedef struct RlGrantId
 {
 	uint64		server;			/* rl_refund_server() */
@@ -22,8 +22,8 @@ typedef struct RlGrantId
 } RlGrantId;
 
 /*
- * What one (sub)transaction was granted of one limit on one key, in one sum if
- * that can be refunded as one.
+ * The charges of a (sub)transaction to one limit on one key: all of them if
+ * they merge, otherwise those with one mark.
  */
 typedef struct RlGrant
 {

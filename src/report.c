@@ -87,8 +87,8 @@ rl_report(const RlReport *report)
 }
 
 /*
- * Raises the error; the failure of a store in ratelimit.error_format, with the time
- * of the next attempt if a breaker is open.
+ * Raises the error: the failure of a store in ratelimit.error_format.  If its
+ * breaker is open, the hint says when Redis is tried again.
  */
 void
 rl_raise_for(const RlError *error, const RlOrigin *origin)

@@ -10,7 +10,7 @@
 
 #include "headers.h"
 
-/* The trigger that an action is of. */
+/* The trigger that requests an action. */
 typedef struct RlOrigin
 {
 	Relation	rel;

@@ -1,6 +1,6 @@
 /*
  * transaction.c
- *		What a transaction was granted under limits with refund_on_abort, by
+ *		The grants of a transaction under limits with refund_on_abort, by
  *		levels of subtransactions.
  *
  * When a subtransaction commits its grants become the parent's.  When it aborts
@@ -8,7 +8,7 @@
  * transaction ends: in callbacks, which must not throw, and in which there may be
  * no memory.  A prepared transaction counts as committed.
  *
- * rl_refund first refunds what the transaction was granted, and rl_reset deletes
+ * rl_refund first refunds the transaction's own grants, and rl_reset deletes
  * the grants of the states that it resets: no rollback refunds these again.
  */
 #include "postgres.h"
@@ -161,8 +161,9 @@ transaction_ends(XactEvent event, void *arg pg_attribute_unused())
  */
 
 /*
- * Allocates what the end of the transaction needs; to be called before limits that
- * have refund_on_abort are asked.  Throws if there is no memory.
+ * Allocates the memory that the end of the transaction needs; to be called
+ * before limits that have refund_on_abort are asked.  Throws if there is no
+ * memory.
  */
 void
 rl_grants_prepare(void)
@@ -187,8 +188,8 @@ rl_grants_prepare(void)
 }
 
 /*
- * Sets what is the same in all grants of the key, and the rest to 0.  Writes the
- * key's name in Redis too, and returns its length.
+ * Sets the members that are the same in all grants of the key, and the others
+ * to 0.  Writes the key's name in Redis too, and returns its length.
  */
 static int
 set_key(RlGrantId *id, const RlKey *key, bool local, char *redis_key)
@@ -298,8 +299,9 @@ rl_refunds_flush(RlUsage *usage, RlError *error)
 /*
  * For rl_refund() and rl_reset()
  *
- * Both search all grants, from the newest on: the search ends at once in a
- * transaction without grants, and soon in one that refunds what it took last.
+ * Both search all grants, from the newest on: the search is short in a
+ * transaction without grants, and in a transaction that refunds its last
+ * charges.
  */
 
 /* Returns true if the grant is of the key for which set_key was called. */
@@ -330,12 +332,13 @@ enqueue_part(const RlGrant *grant, int64 amount)
 }
 
 /*
- * Takes the quota from what the transaction was granted of the limit's state,
- * from the newest grant first, so that no rollback refunds it, even if the store
- * then fails and it is not known whether it was refunded.  Of an algorithm with
- * entries it is queued, because it has its place in the state, and the quota that
- * is left is returned.  Of any other all quota is returned: the store refunds it
- * in the same way, whichever transaction took it.  Throws if there is no memory.
+ * Takes the quota from the transaction's grants of the limit's state, from the
+ * newest grant first, so that no rollback refunds it, even if the store then
+ * fails and it is not known whether it was refunded.  Of an algorithm with
+ * entries it is queued, because it has its place in the state, and the quota
+ * that is left is returned.  Of any other all quota is returned: the store
+ * refunds it in the same way, whichever transaction took it.  Throws if there
+ * is no memory.
  */
 int64
 rl_grants_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local)
@@ -373,8 +376,9 @@ rl_grants_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local
 }
 
 /*
- * Deletes the grants of the key under these limits' states, or if they are NULL
- * all of the key's: a rollback after a reset must not refund what others took.
+ * Deletes the grants of the key under these limits' states, or if they are
+ * NULL all of the key's: a rollback after a reset must not refund quota that
+ * others took.
  */
 void
 rl_grants_forget(const RlKey *key, const RlLimits *limits, bool local)

@@ -1,6 +1,6 @@
 /*
  * transaction.h
- *		What a transaction was granted under limits with refund_on_abort.
+ *		The grants of a transaction under limits with refund_on_abort.
  */
 #ifndef TRANSACTION_H
 #define TRANSACTION_H
