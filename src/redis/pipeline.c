@@ -187,10 +187,7 @@ write_command(Pipeline *p, const Call *call)
 	return p->append(p->command, call->i, p->arg);
 }
 
-/*
- * Calls rl_route_try, and gives the time that it takes to the calls that are
- * under way elsewhere.
- */
+/* Calls rl_route_try; the calls under way elsewhere get the time that it takes. */
 static bool
 try_node(Pipeline *p, bool *others, RlError *error)
 {
@@ -401,10 +398,7 @@ take_reply(Pipeline *p, Line *line, Call call, RlError *error)
 	return true;
 }
 
-/*
- * Takes the replies that have come on a line.  Returns false with the error
- * set if the line failed.
- */
+/* Takes the replies on a line.  Returns false with the error set if the line failed. */
 static bool
 take_replies(Pipeline *p, Line *line, RlError *error)
 {
