@@ -153,7 +153,7 @@ CREATE FUNCTION rl_throttle(key text, capacity bigint, rate bigint, period doubl
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_throttle(text, bigint, bigint, double precision, bigint) IS
-	'GCRA: allows "rate" units per "period" seconds after a burst of "capacity" units, and takes "quota" units if it allows the action; errors: 22004 for NULL, 22023 or 22003 for a number out of range; ratelimit.on_error selects what happens if the store fails';
+	'GCRA: allows "rate" units per "period" seconds after a burst of "capacity" units, and takes "quota" units if it allows the action; errors: 22004 for NULL, 22023 or 22003 for a number out of range; ratelimit.on_error selects what happens if the store fails (error: PT503)';
 
 CREATE FUNCTION rl_token_bucket(key text, capacity bigint, refill bigint, period double precision, quota bigint DEFAULT 1)
 	RETURNS rl_decision
@@ -183,7 +183,7 @@ CREATE FUNCTION rl_check(key text, limits rl_limits, quota bigint DEFAULT 1)
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_check(text, rl_limits, bigint) IS
-	'takes "quota" units from each of the limits if all of them allow the action, and otherwise from none; errors: 22004 for NULL, 22023 for a key or quota out of range; ratelimit.on_error selects what happens if the store fails';
+	'takes "quota" units from each of the limits if all of them allow the action, and otherwise from none; errors: 22004 for NULL, 22023 for a key or quota out of range; ratelimit.on_error selects what happens if the store fails (error: PT503)';
 
 CREATE FUNCTION rl_check_each(key text, limits rl_limits, quota bigint DEFAULT 1,
 		OUT rule text, OUT allowed boolean, OUT capacity bigint, OUT remaining bigint,
@@ -211,7 +211,7 @@ CREATE FUNCTION rl_enforce(key text, limits rl_limits, quota bigint DEFAULT 1)
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME', 'rl_enforce_check' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_enforce(text, rl_limits, bigint) IS
-	'does the same as rl_check, and raises PT429 when the action is refused; other errors as for rl_check';
+	'does the same as rl_check, but raises an error when the action is refused: PT429, or PT413 for more quota than the limit ever has; raises PT503 when the store fails and ratelimit.on_error is error or deny; other errors as for rl_check';
 
 CREATE FUNCTION rl_wait(key text, limits rl_limits, quota bigint DEFAULT 1, max_wait double precision DEFAULT NULL)
 	RETURNS rl_decision
@@ -229,7 +229,7 @@ CREATE FUNCTION rl_peek(key text, limits rl_limits, quota bigint DEFAULT 1,
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 1;
 COMMENT ON FUNCTION rl_peek(text, rl_limits, bigint) IS
-	'returns a row for each limit: its text and the decision that rl_check would return now, with waits in seconds; writes nothing; errors: 22004 for NULL, 22023 for a key or quota out of range, and 08001, 08006, 08P01 or 28P01 if the store fails';
+	'returns a row for each limit: its text and the decision that rl_check would return now, with waits in seconds; writes nothing; errors: 22004 for NULL, 22023 for a key or quota out of range, and PT503 if the store fails';
 
 CREATE FUNCTION rl_refund(key text, limits rl_limits, quota bigint)
 	RETURNS void
@@ -288,7 +288,7 @@ CREATE FUNCTION rl_enforce()
 	RETURNS trigger
 	AS 'MODULE_PATHNAME', 'rl_enforce_trigger' LANGUAGE C COST 1000;
 COMMENT ON FUNCTION rl_enforce() IS
-	'trigger that takes quota for each row, or, AFTER ... FOR EACH STATEMENT, for all rows of the statement together, by key: rl_enforce(key template, limits [, ''quota={column}''] [, ''on_deny=skip'']); errors: PT429 for a refused action, 22004 for a NULL column, 22023, 22P02, 42703, 42804 or 0A000 for invalid arguments (see rl_triggers.problem); ratelimit.on_error selects what happens if the store fails';
+	'trigger that takes quota for each row, or, AFTER ... FOR EACH STATEMENT, for all rows of the statement together, by key: rl_enforce(key template, limits [, ''quota={column}''] [, ''on_deny=skip'']); errors: PT429 for a refused action, PT413 for more quota than the limit ever has, PT503 if the store fails and ratelimit.on_error is error or deny, 22004 for a NULL column, 22023, 22P02, 42703, 42804 or 0A000 for invalid arguments (see rl_triggers.problem)';
 
 CREATE FUNCTION rl_trigger_rule(trigger oid,
 		OUT key text, OUT limits text, OUT quota text, OUT on_deny text, OUT problem text, OUT warning text)
@@ -312,7 +312,7 @@ COMMENT ON COLUMN rl_triggers.enabled IS 'whether it fires in an ordinary sessio
 COMMENT ON COLUMN rl_triggers.key IS 'the template of the key; {column} stands for that column of the row';
 COMMENT ON COLUMN rl_triggers.limits IS 'the limits, as canonical text if they are valid';
 COMMENT ON COLUMN rl_triggers.quota IS 'how much a row costs, in units of quota: a number, or {column}';
-COMMENT ON COLUMN rl_triggers.on_deny IS 'error: a refused row raises PT429; skip: a refused row is left out';
+COMMENT ON COLUMN rl_triggers.on_deny IS 'error: a refused row raises PT429; skip: it is left out; PT413 and PT503 are raised with both';
 COMMENT ON COLUMN rl_triggers.problem IS 'NULL, or the error that each write to the table raises';
 COMMENT ON COLUMN rl_triggers.warning IS 'NULL, or how users can get around row security with this trigger, and which kind of trigger prevents that';
 
