@@ -98,9 +98,9 @@ may_log(int64 *last)
 	return true;
 }
 
-/* Logs, once a second at most, an error that on_error hides. */
+/* Logs, once a second at most, an error that on_error hides, and its consequence. */
 static void
-log_failure(const RlError *error, const char *hint)
+log_failure(const RlError *error, const char *consequence)
 {
 	static int64 last = 0;
 
@@ -109,8 +109,7 @@ log_failure(const RlError *error, const char *hint)
 	ereport(LOG,
 			(errcode(error->sqlstate),
 			 errmsg_internal("%s", error->message),
-			 error->detail[0] ? errdetail_internal("%s", error->detail) : 0,
-			 errhint("%s", hint)));
+			 errdetail_internal("%s%s%s", error->detail, error->detail[0] ? " " : "", consequence)));
 }
 
 /* Logs, once a second at most for each key, a refusal in shadow mode. */
@@ -131,8 +130,8 @@ log_shadow(const Call *call)
 			(errmsg("rate limit \"%s\" would refuse key \"%s\"",
 					rl_limit_text(&action->limits->limit[answer->binding]),
 					rl_key_shown(action->key.data, action->key.len)),
-			 errdetail("The action takes %lld.", (long long) action->quota),
-			 errhint("It is let through because ratelimit.mode is \"shadow\".")));
+			 errdetail("The action takes %lld. It is allowed because ratelimit.mode is \"shadow\".",
+					   (long long) action->quota)));
 }
 
 /*

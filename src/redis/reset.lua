@@ -15,7 +15,7 @@ for i = FIRST, #ARGV, 2 do
     names[#names + 1] = tag
   end
 end
--- First the writes that need no memory, so that a full Redis refuses none.
+-- First the writes that need no memory, so that they succeed in a full Redis.
 local found = redis.call('HDEL', hash, unpack(names))
 if #logs > 0 then
   for i, value in ipairs(redis.call('HMGET', hash, unpack(logs))) do
