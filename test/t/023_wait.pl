@@ -232,14 +232,14 @@ foreach my $step (-3600, 3600)
 	my $waiter = session($node);
 	my $pid = $waiter->pid;
 
-	$session->ask("SELECT rl_check('$key', '1/2s')");
-	$waiter->send("SELECT allowed, source FROM rl_wait('$key', '1/2s', 1, 60);");
+	$session->ask("SELECT rl_check('$key', '1/1s')");
+	$waiter->send("SELECT allowed, source FROM rl_wait('$key', '1/1s', 1, 60);");
 	# The backend has asked Redis, and sleeps.
 	sleep 0.1;
 	$watcher->await_waiting($pid);
 	set_clock($step);
 	# The ban makes the call wait again.
-	$watcher->ask("SELECT rl_ban('$key', 3)");
+	$watcher->ask("SELECT rl_ban('$key', 1.5)");
 	is($waiter->ask('') . $waiter->error, 't|redis', "a step of the clock by $step s does not change how long a wait lasts");
 	set_clock(0);
 }

@@ -60,7 +60,7 @@ foreach my $n (1 .. @floods)
 	await('eight clients', sub { return $watcher->ask(q{SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'SELECT flood(%'}) == 8 });
 	my $monitor = RedisMonitor->new($redis);
 	my $began = time;
-	$watcher->ask('SELECT pg_sleep(5)');
+	$watcher->ask('SELECT pg_sleep(3)');
 	my @scripts = grep { uc $_->[0] =~ /^EVAL/ } $monitor->commands;
 	my $seconds = time - $began;
 	$watcher->ask('INSERT INTO the_end DEFAULT VALUES');
