@@ -378,7 +378,7 @@ foreach my $case (
 	my ($what, $answers, $last, $end, $message) = @$case;
 	my $liar = liar($answers, $last, $end);
 
-	$session->set(redis_url => $liar->url, command_timeout => $message =~ /lost/ ? '100ms' : '10s');
+	$session->set(redis_url => $liar->url, command_timeout => $message =~ /lost/ ? '100ms' : '2s');
 	$got = $session->attempt(q{SELECT taken('liar', 1000, 1000)});
 	is($got->{state}, 'PT503', "$what after $answers answers") or diag substr $got->{answer}, 0, 50;
 	like($got->{message}, $message, "$what after $answers answers: message");
