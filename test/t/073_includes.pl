@@ -1,0 +1,133 @@
+# The sources are arranged as section 11 of the design says: includes point one way
+# and have no cycle, and files and functions are short.
+use strict;
+use warnings FATAL => 'all';
+
+use File::Find;
+use FindBin;
+use Test::More;
+
+my $root = "$FindBin::RealBin/../..";
+
+# A file may include files of its own level and of lower levels.  The headers of
+# level 0 are for all files.
+my %level = ('src/sql' => 5, 'src' => 4, 'src/redis' => 3, 'src/shared' => 2, 'src/algorithm' => 1);
+my %for_all = map { ("src/$_" => 1) } qw(ratelimit.h error.h);
+
+# Returns the paths of the files in a folder of the root that match.
+sub files
+{
+	my ($folder, $pattern) = @_;
+	my @files;
+
+	find({ no_chdir => 1, wanted => sub { push @files, substr $_, length "$root/" if /$pattern/ && -f } }, "$root/$folder");
+	return sort @files;
+}
+
+sub lines
+{
+	my ($file) = @_;
+
+	open my $in, '<', "$root/$file" or die "$file: $!";
+	my @lines = <$in>;
+	close $in;
+	return @lines;
+}
+
+sub level
+{
+	my ($file) = @_;
+	my ($folder) = $file =~ m{^(.*)/};
+
+	return $for_all{$file} ? 0 : $level{$folder} // die "$folder has no level";
+}
+
+# Checks that there are no problems; shows all of them.
+sub none { my ($problems, $name) = @_; return is(join("\n", @$problems), '', $name); }
+
+# Returns the functions that have more than 100 lines.  A function's body begins with a
+# line "{" and ends with a line that begins with "}".
+sub long_functions
+{
+	my (@files) = @_;
+	my @long;
+
+	foreach my $file (@files)
+	{
+		my @lines = lines($file);
+		my ($first, $name);
+
+		foreach my $n (0 .. $#lines)
+		{
+			($first, $name) = ($n, $lines[ $n - 1 ] =~ s/\s+$//r) if $lines[$n] =~ /^\{\s*$/;
+			next unless defined $first && $lines[$n] =~ /^\}/;
+			my $count = $n - $first + 1;
+
+			push @long, "$file, line $first: $name has $count lines" if $count > 100;
+			undef $first;
+		}
+	}
+	return \@long;
+}
+
+# Returns the files that have more than 650 lines.
+sub long_files
+{
+	my (@files) = @_;
+	my %count = map { ($_ => scalar lines($_)) } @files;
+
+	return [ map { "$_ has $count{$_} lines" } grep { $count{$_} > 650 } @files ];
+}
+
+#
+# Includes
+#
+
+# The headers that each file includes.  A path is relative to the file's folder or to src.
+my @c_files = files('src', qr/(?<!\.lua)\.[ch]$/);
+my %is_file = map { ($_ => 1) } @c_files;
+my %includes;
+
+foreach my $file (@c_files)
+{
+	my ($folder) = $file =~ m{^(.*)/};
+
+	foreach my $name (map { /^\s*#\s*include\s+"([^"]+)"/ } lines($file))
+	{
+		my ($header) = grep { $is_file{$_} } "$folder/$name", "src/$name";
+
+		push @{ $includes{$file} }, $header if $header;
+	}
+}
+cmp_ok(scalar @c_files, '>', 50, 'the sources: ' . @c_files . ' files');
+cmp_ok(scalar keys %includes, '>', 50, 'files with includes: ' . keys %includes);
+
+my @upwards = map { my $file = $_; map { "$file includes $_" } grep { level($_) > level($file) } @{ $includes{$file} } } sort keys %includes;
+none(\@upwards, 'includes point from sql to src, redis, shared and algorithm');
+
+# Returns the cycle that a path through the includes ends with, if it has one.
+my %done;
+
+sub cycle
+{
+	my (@path) = @_;
+	my $file = $path[-1];
+	my ($begin) = grep { $path[$_] eq $file } 0 .. $#path - 1;
+
+	return join ' > ', @path[ $begin .. $#path ] if defined $begin;
+	return if $done{$file}++;
+	return map { cycle(@path, $_) } @{ $includes{$file} || [] };
+}
+
+none([ map { cycle($_) } @c_files ], 'includes have no cycle');
+
+#
+# Lengths
+#
+
+none(long_files(files('src', qr/(?<!\.lua)\.[ch]$|\.lua$|\.md$/)), 'no source file has more than 650 lines');
+none(long_files(files('test', qr/\.(?:pl|pm|sh|bash|c|sql)$/), files('script', qr/./)), 'no file of tests and scripts has more than 650 lines');
+none(long_functions(@c_files), 'no function of the sources has more than 100 lines');
+none(long_functions(files('test', qr/\.(?:c|pl|pm)$/)), 'no function of the tests has more than 100 lines');
+
+done_testing();
