@@ -105,10 +105,9 @@ rl_check_many(PG_FUNCTION_ARGS)
 		answers = palloc0(some * sizeof(RlAnswer));
 		for (int i = 0; i < some; i++)
 		{
+			actions[i] = (RlAction) {.limits = limits,.how = RL_TAKE};
 			actions[i].key = element_key(keys[first + i]);
-			actions[i].limits = limits;
 			actions[i].quota = quotas ? DatumGetInt64(quotas[first + i]) : 1;
-			actions[i].how = RL_TAKE;
 		}
 		rl_decide_many(actions, some, answers, &unanswered);
 		for (int i = 0; i < some; i++)
