@@ -86,7 +86,9 @@ emit_log(ErrorData *error)
 {
 	uint64		second = rl_monotonic_now() / RL_SECOND;
 
-	if (error->domain == mark && error->output_to_server && rl_log_refusals != RL_LOG_ALL)
+	/* Errors that were caught and rethrown have a copy of the mark. */
+	if (rl_log_refusals != RL_LOG_ALL && error->output_to_server &&
+		error->domain != NULL && strcmp(error->domain, mark) == 0)
 	{
 		if (rl_log_refusals == RL_LOG_NONE)
 			error->output_to_server = false;
