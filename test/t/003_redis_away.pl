@@ -260,7 +260,7 @@ $redis->pause;
 $session->send("SELECT state || message FROM attempt(\$\$$take\$\$)\n;");
 $watcher->await_waiting($pid);
 $redis->stop;
-like($session->ask(''), qr/^08006lost the connection to Redis: /, 'the server is killed during a call');
+like($session->ask(''), qr/^PT503lost the connection to Redis: /, 'the server is killed during a call');
 
 foreach my $tcp (0, 1)
 {

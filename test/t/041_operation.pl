@@ -67,7 +67,7 @@ answers(q{SELECT capacity, remaining, retry_after, reset_after BETWEEN 3500 AND 
 answers(q{SELECT allowed, source, retry_after FROM rl_throttle('shadow impossible', 5, 1, 3600, 6)}, 't|shadow|', 'an impossible quota');
 answers(q{INSERT INTO orders SELECT 1 FROM generate_series(1, 5); INSERT INTO visits SELECT 1 FROM generate_series(1, 5);
 	SELECT (SELECT count(*) FROM orders), (SELECT count(*) FROM visits)}, '5|5', 'triggers allow all rows');
-answers(q{SELECT shadow_denied FROM rl_stat WHERE limits = 'throttle 2/1h'}, '6', 'triggers count the rows that they would refuse');
+answers(q{SELECT string_agg(scope || ' ' || shadow_denied, ', ' ORDER BY scope) FROM rl_stat WHERE limits = 'throttle 2/1h'}, 'order 3, visit 3', 'triggers count the rows that they would refuse');
 answers(q{SELECT count(*) FILTER (WHERE source = 'shadow') FROM generate_series(1, 4) n, LATERAL rl_check('counted ' || n * 0, 'sliding_log 2/1h count_denied')}, '2', 'attempts that would be refused count');
 answers(q{SELECT rl_ban('shadow banned', 3600); SELECT allowed, source FROM rl_check('shadow banned', '5/1s')}, "\nt|shadow", 'a ban');
 
@@ -152,6 +152,7 @@ answers('SELECT count(*) FROM rl_stat', '0', 'mode = off: rl_stat counts nothing
 $session->ask(q{RESET ratelimit.mode; RESET ratelimit.on_error; SET ratelimit.retry_interval = 0});
 my $columns = 'allowed, denied, shadow_denied, failed_open, failed_closed, errors, from_cache, from_local, round_trips';
 my @stat = split /,\s*/, $columns;
+my $sums = join ', ', map { "sum($_)" } @stat;
 my (%expected, $ended);
 
 # Runs actions of one limits text, and checks the growth of its counters.
@@ -162,7 +163,7 @@ sub counts
 	$session->ask($sql);
 	$ended = $session->state;
 	$expected{$_} += $growth{$_} foreach keys %growth;
-	my @got = split /\|/, $session->ask(qq{SELECT $columns FROM rl_stat WHERE limits = 'throttle 2/1h'});
+	my @got = split /\|/, $session->ask(qq{SELECT $sums FROM rl_stat WHERE limits = 'throttle 2/1h'});
 	is_deeply({ map { $stat[$_] => $got[$_] } 0 .. $#stat }, \%expected, "rl_stat: $name");
 	return;
 }
@@ -243,6 +244,8 @@ answers(q{SELECT rl_allow('many', '3500/1h'); SELECT count(*) FROM rl_stat WHERE
 answers(q{SELECT stat_since AS before FROM rl_status() \gset
 	SELECT rl_stat_reset(); SELECT count(*) FROM rl_stat; SELECT stat_since > :'before' AND stat_since <= clock_timestamp() FROM rl_status()}, "\n0\nt", 'rl_stat_reset deletes all counts');
 answers(q{SELECT rl_allow('many', '3500/1h'); SELECT limits, allowed FROM rl_stat}, "t\nthrottle 3500/1h|1", 'after it a further limit has a row');
+answers(q{SELECT rl_stat_reset(); SELECT count(rl_allow('scope ' || n || ':1', '1/1h')) FROM generate_series(1, 3000) n;
+	SELECT sum(allowed), count(*) <= 1025, count(*) FILTER (WHERE scope IS NULL), count(*) > 500 FROM rl_stat}, "\n3000\n3000|t|1|t", 'more scopes than rows share one row');
 
 #
 # rl_denied
@@ -386,7 +389,7 @@ foreach my $setting (split /\n/, $session->ask(q{SELECT name || ' = ' || quote_l
 		is($user{plain}->state, $expected, "a plain role has no privilege for $sql");
 	}
 }
-is($session->ask(q{SELECT count(*) FROM pg_settings WHERE name LIKE 'ratelimit.%'}), 15, 'there are 15 settings');
+is($session->ask(q{SELECT count(*) FROM pg_settings WHERE name LIKE 'ratelimit.%'}), 17, 'there are 17 settings');
 $session->ask('SET ratelimit.local_max_keys = 500');
 is($session->state, '55P02', 'the size of shared memory cannot change while the server runs');
 

@@ -63,7 +63,6 @@ $session->ask(q{
 		denied text[];
 		n int;
 		outcome text;
-		what text;
 		why text;
 		how record;
 	BEGIN
@@ -97,9 +96,9 @@ $session->ask(q{
 				EXECUTE format('INSERT INTO %I SELECT * FROM unnest($1, $2)', name) USING keys, quotas;
 				outcome := 'allowed';
 				allowed := allowed + 1;
-			EXCEPTION WHEN SQLSTATE 'PT429' THEN
-				GET STACKED DIAGNOSTICS what = MESSAGE_TEXT, why = PG_EXCEPTION_DETAIL;
-				outcome := substring(what FROM 'key "(.*)"') || coalesce(substring(why FROM ' Keys of .*'), '');
+			EXCEPTION WHEN SQLSTATE 'PT429' OR SQLSTATE 'PT413' THEN
+				GET STACKED DIAGNOSTICS why = PG_EXCEPTION_DETAIL;
+				outcome := substring(why FROM '^Key "([^"]*)" ') || coalesce(substring(why FROM ' Keys of .*'), '');
 				refused := refused + 1;
 			END;
 			IF outcome <> coalesce(name || ':' || denied[1] || CASE WHEN n > 1 THEN

@@ -1,0 +1,137 @@
+# Which refusals get into the server's log: a flood of refused calls is not a flood of
+# lines.
+#
+# Each call is refused without being caught, which ends a client of pgbench but not
+# psql.  RATELIMIT_STEPS makes the floods longer or shorter.
+use strict;
+use warnings FATAL => 'all';
+
+use IPC::Run;
+use List::Util qw(max sum0);
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+use Time::HiRes qw(time);
+
+my $wanted = $ENV{RATELIMIT_STEPS} || 100_000;
+my $clients = 4;
+my $redis = RedisServer->new->start;
+my $node = preloaded_node($redis, q{log_line_prefix = '%m '}, 'log_min_error_statement = panic');
+my $session = session($node);
+my $line = qr/^(\S+ \S+)\.\d+ \S+ ERROR:  rate limit .*$/m;
+
+# Makes n refused calls from some clients, as psql's \gexec sends them; %d is the number
+# of the call.  Returns what the server has logged.
+sub flood
+{
+	my ($n, $call) = @_;
+	my $began = time;
+	my @runs;
+
+	new_log($node);
+	foreach my $client (0 .. $clients - 1)
+	{
+		my $input = "SELECT format(\$\$$call\$\$, n) FROM generate_series($client + 1, $n, $clients) n \\gexec\n";
+
+		push @runs, IPC::Run::start([ $node->installed_command('psql'), '-XqAt', '-v', 'VERBOSITY=sqlstate', '-d', $node->connstr('postgres') ],
+			'<', \$input, '>', '/dev/null', '2>', \my $errors);
+		$runs[-1]{ratelimit_errors} = \$errors;
+	}
+	my $refused = 0;
+	foreach my $run (@runs)
+	{
+		$run->finish;
+		$refused += count_of(qr/^ERROR:  PT429$/m, ${ $run->{ratelimit_errors} });
+	}
+	is($refused, $n, "$n calls: the clients get each error");
+	my $log = new_log($node);
+	note sprintf '%d refusals in %.1f s: %d lines, %d bytes', $n, time - $began, count_of($line, $log), length $log;
+	return $log;
+}
+
+# Returns how many refusals the lines say were left out.
+sub left_out
+{
+	my ($log) = @_;
+
+	return sum0($log =~ /DETAIL:  .* (\d+) other refusals were not logged\.$/mg);
+}
+
+#
+# sampled: floods of one key and of many keys
+#
+
+$session->ask(q{SELECT rl_check('one', '1/1d')});
+my $log = flood($wanted, q{SELECT rl_enforce('one', '1/1d')});
+my %lines;
+$lines{$_}++ foreach $log =~ /$line/g;
+cmp_ok(length $log, '<', max($wanted, 1000), "one key: the log grows by " . length($log) . " bytes");
+cmp_ok(max(values %lines), '<=', 2, 'one key: a line a second');
+cmp_ok(scalar keys %lines, '>=', 1, 'one key: there are lines');
+like($log, qr/DETAIL:  Key "one" has 0 of 1 left; the action takes 1\./, 'one key: the line has the key');
+my $logged = count_of($line, $log);
+my $told = left_out($log);
+
+# The first line of the next flood tells of those that were left out after the last line.
+$session->ask("SELECT count(*) FROM rl_check_many(ARRAY(SELECT 'many' || n FROM generate_series(1, $wanted) n), '1/1d')");
+$log = flood($wanted, q{SELECT rl_enforce('many%s', '1/1d')});
+%lines = ();
+$lines{$_}++ foreach $log =~ /$line/g;
+my $seconds = keys %lines;
+$logged += count_of($line, $log);
+$told += left_out($log);
+
+# A second of the log is parts of two seconds of the monotonic clock.
+cmp_ok(max(values %lines), '<=', 200, 'many keys: lines in one second');
+cmp_ok(sum0(values %lines), '<=', 100 * ($seconds + 1), "many keys: " . sum0(values %lines) . " lines in $seconds s");
+cmp_ok(sum0(values %lines), '>=', 100, 'many keys: there are lines');
+sleep 1;
+$session->ask(q{SELECT rl_enforce('one', '1/1d')});
+$log = new_log($node);
+$logged += count_of($line, $log);
+$told += left_out($log);
+is($logged + $told, 2 * $wanted + 1, "the lines tell of all refusals: $logged are logged and $told are left out");
+
+#
+# Errors that are no uncaught refusal
+#
+
+$session->ask(q{
+	CREATE FUNCTION own() RETURNS void LANGUAGE plpgsql AS
+		$$ BEGIN RAISE 'my own rate limit' USING ERRCODE = 'PT429'; END $$;
+	CREATE FUNCTION caught() RETURNS void LANGUAGE plpgsql AS
+		$$ BEGIN PERFORM rl_enforce('one', '1/1d'); EXCEPTION WHEN SQLSTATE 'PT429' THEN NULL; END $$;
+	CREATE FUNCTION rethrown() RETURNS void LANGUAGE plpgsql AS
+		$$ BEGIN PERFORM rl_enforce('rethrown', '1/1d'); EXCEPTION WHEN SQLSTATE 'PT429' THEN RAISE; END $$});
+is($session->error, '', 'the functions exist');
+$log = flood(200, 'SELECT own()');
+is(count_of(qr/ERROR:  my own rate limit$/m, $log), 200, 'a user\'s own errors of SQLSTATE PT429 are all logged');
+is(left_out($log), 0, 'and none counts as left out');
+$session->set(log_refusals => 'all');
+new_log($node);
+$session->ask('SELECT count(caught()) FROM generate_series(1, 50)');
+is(new_log($node), '', 'refusals that PL/pgSQL catches are not logged');
+$session->ask(q{RESET ratelimit.log_refusals; SELECT rl_check('rethrown', '1/1d')});
+$session->ask('SELECT rethrown()') foreach 1 .. 50;
+cmp_ok(count_of($line, new_log($node)), '<=', 4, 'a refusal that PL/pgSQL throws again is sampled');
+
+#
+# all, none, and a server that has not preloaded the library
+#
+
+$session->set_for_new(log_refusals => 'all');
+is(count_of($line, flood(200, q{SELECT rl_enforce('one', '1/1d')})), 200, 'all: each refusal is logged');
+$session->set_for_new(log_refusals => 'none');
+is(flood(200, q{SELECT rl_enforce('one', '1/1d')}), '', 'none: no refusal is logged');
+$session->set_for_new(log_refusals => undef);
+$session->quit;
+$node->append_conf('postgresql.conf', q{shared_preload_libraries = ''});
+start_node($node, 'restart');
+my $began = time;
+$log = flood(2000, q{SELECT rl_enforce('one', '1/1d')});
+cmp_ok(count_of($line, $log), '<=', $clients * (2 + time - $began), 'without shared memory each backend samples by itself');
+cmp_ok(count_of($line, $log), '>=', 1, 'without shared memory there are lines');
+
+done_testing();
