@@ -5,6 +5,8 @@
  */
 #include "postgres.h"
 
+#include "access/xact.h"
+#include "catalog/namespace.h"
 #include "lib/stringinfo.h"
 #include "mb/pg_wchar.h"
 
@@ -52,33 +54,67 @@ rl_error_detail(RlError *error, const char *fmt,...)
 }
 
 /*
- * Returns a part of a key, which is in UTF-8, as text for people.  Control
- * characters are escaped, so that a key can neither forge a line nor move a
- * cursor.  If the database's encoding may lack characters, all characters
- * beyond ASCII are escaped too.
+ * Returns text of UTF-8 in the database's encoding, or NULL if that lacks one of the
+ * characters, or none can be converted in this state of the transaction.
+ */
+static char *
+convert(const char *data, int len)
+{
+	Oid			function;
+	int			size = len * MAX_CONVERSION_GROWTH + 1;
+	char	   *text;
+
+	if (GetDatabaseEncoding() == PG_UTF8)
+		return pnstrdup(data, len);
+	if (!IsTransactionState())
+		return NULL;
+	function = FindDefaultConversionProc(PG_UTF8, GetDatabaseEncoding());
+	if (!OidIsValid(function))
+		return NULL;
+	text = palloc(size);
+	if (pg_do_encoding_conversion_buf(function, PG_UTF8, GetDatabaseEncoding(),
+									  (unsigned char *) data, len, (unsigned char *) text, size,
+									  true) != len)
+		return NULL;
+	return text;
+}
+
+/*
+ * Returns a part of a key, which is in UTF-8, as text for people, palloc'd.  Control
+ * characters are escaped, so that a key can neither forge a line nor move a cursor.
+ * If the database's encoding lacks a character, all bytes beyond ASCII are escaped.
  */
 char *
 rl_key_shown(const char *data, int len)
 {
-	StringInfoData text;
+	StringInfoData plain;
+	char	   *text;
+	bool		ascii = true;
 
-	initStringInfo(&text);
+	initStringInfo(&plain);
 	for (int i = 0; i < len; i++)
 	{
 		unsigned char c = data[i];
-		int			escaped = c < ' ' || c == 0x7f || (c > 0x7f && GetDatabaseEncoding() != PG_UTF8);
 
+		ascii &= c < 0x80;
 		/* The control characters from U+0080 to U+009F have two bytes. */
 		if (c == 0xc2 && i + 1 < len && (unsigned char) data[i + 1] < 0xa0)
-			escaped = 2;
-		for (; escaped > 1; escaped--)
-			appendStringInfo(&text, "\\x%02x", (unsigned char) data[i++]);
-		if (escaped)
-			appendStringInfo(&text, "\\x%02x", (unsigned char) data[i]);
+			appendStringInfo(&plain, "\\xc2\\x%02x", (unsigned char) data[++i]);
+		else if (c < ' ' || c == 0x7f)
+			appendStringInfo(&plain, "\\x%02x", c);
 		else
-			appendStringInfoChar(&text, data[i]);
+			appendStringInfoChar(&plain, c);
 	}
-	return text.data;
+	if (ascii)
+		return plain.data;
+	text = convert(plain.data, plain.len);
+	if (text != NULL)
+		return text;
+	text = plain.data;
+	initStringInfo(&plain);
+	for (; *text; text++)
+		appendStringInfo(&plain, IS_HIGHBIT_SET(*text) ? "\\x%02x" : "%c", (unsigned char) *text);
+	return plain.data;
 }
 
 /* Raises the error. */

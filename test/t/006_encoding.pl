@@ -83,7 +83,7 @@ foreach my $database (qw(latin1 utf8))
 {
 	$session{$database}->ask('INSERT INTO orders VALUES (' . text_of($database, $cafe) . ')');
 	is($session{$database}->state, 'PT429', "the trigger in $database refuses after the rows of both databases");
-	like($session{$database}->error, qr/for key "order:\Q$escaped\E"/, "$database: the message is in its encoding");
+	like($session{$database}->error, qr/Key "order:\Q$escaped\E"/, "$database: the detail is in its encoding");
 }
 
 # A key has at most 512 bytes of UTF-8.
