@@ -294,10 +294,10 @@ $node->safe_psql('postgres', q{CREATE DATABASE latin1 TEMPLATE template0 ENCODIN
 $node->safe_psql('latin1', 'CREATE EXTENSION ratelimit');
 my $latin1 = session($node, 'latin1');
 is($latin1->ask(q{SELECT bool_and(allowed) FROM generate_series(1, 2) n, LATERAL rl_check('caf' || chr(233) || repeat('', n), '1/1h')}), 'f', 'a key in LATIN1 is refused');
-is($latin1->ask(q{SELECT key FROM rl_denied WHERE key LIKE 'caf%'}), 'caf\xc3\xa9', 'LATIN1 shows the bytes of the key in UTF-8');
+is($latin1->ask(q{SELECT key = 'caf' || chr(233) FROM rl_denied WHERE key LIKE 'caf%'}), 't', 'LATIN1 shows the key');
 answers(q{SELECT key = U&'caf\00e9' FROM rl_denied WHERE key LIKE 'caf%'}, 't', 'UTF-8 shows the key');
 answers(q{SELECT rl_check(U&'\6ce8\6587', '1/1h') IS NULL, rl_allow(U&'\6ce8\6587', '1/1h')}, 'f|f', 'a key that LATIN1 cannot represent is refused');
-is($latin1->ask(q{SELECT count(*) FROM rl_denied WHERE key = '\xe6\xb3\xa8\xe6\x96\x87'}), '1', 'LATIN1 shows the bytes of this key too');
+is($latin1->ask(q{SELECT count(*) FROM rl_denied WHERE key = '\xe6\xb3\xa8\xe6\x96\x87'}), '1', 'LATIN1 shows the bytes of this key in UTF-8');
 
 # More keys than there is room for: those that are refused longest stay.
 answers(q{SET ratelimit.store = local; SELECT count(*) FILTER (WHERE NOT (d).allowed) FROM (
