@@ -222,7 +222,7 @@ foreach my $tcp (0, 1)
 	my $proxy = LyingServer->new(undef, tcp => 1);
 
 	$session->with({ redis_url => $proxy->url }, sub {
-		like($session->attempt($take)->{state}, qr/^080(?:01|06)$/, "a connection that is ended at once, try $_") foreach 1 .. 20;
+		like($session->attempt($take)->{state}, qr/^PT503$/, "a connection that is ended at once, try $_") foreach 1 .. 20;
 	});
 	works('a connection that is ended at once');
 }

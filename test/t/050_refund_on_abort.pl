@@ -62,7 +62,7 @@ $node->safe_psql('postgres', q{
 			ELSIF n ? 'try' THEN
 				BEGIN
 					PERFORM run(n->'try');
-				EXCEPTION WHEN raise_exception OR SQLSTATE 'PT429' THEN
+				EXCEPTION WHEN raise_exception OR SQLSTATE 'PT429' OR SQLSTATE 'PT413' THEN
 					PERFORM run(n->'handler');
 				END;
 			ELSE
