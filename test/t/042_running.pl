@@ -196,9 +196,11 @@ $session->ask(q{CREATE TABLE orders (customer int);
 $redis->pause;
 $late->send(q{SELECT rl_check('waits', '1/1h');});
 $session->await_waiting_clients(1);
-foreach my $lead (sort keys %query)
+# Queries that ask Redis come last, because the waiting session then gets its answer.
+my $asks_redis = sub { return $query{ $_[0] } =~ /rl_status/ ? 1 : 0 };
+foreach my $lead (sort { $asks_redis->($a) <=> $asks_redis->($b) || $a cmp $b } keys %query)
 {
-	my $asks = $query{$lead} =~ /rl_status/;
+	my $asks = $asks_redis->($lead);
 
 	$redis->resume if $asks;
 	my $got = $session->ask($query{$lead});
