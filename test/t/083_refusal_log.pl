@@ -15,7 +15,7 @@ use RedisServer;
 use Test::More;
 use Time::HiRes qw(time);
 
-my $wanted = $ENV{RATELIMIT_STEPS} || 40_000;
+my $wanted = $ENV{RATELIMIT_STEPS} || 20_000;
 my $clients = 4;
 my $redis = RedisServer->new->start;
 my $node = preloaded_node($redis, q{log_line_prefix = '%m '}, 'log_min_error_statement = panic');
