@@ -306,6 +306,15 @@ answers(q{SELECT count(*) BETWEEN 1024 AND 2048 FROM rl_denied}, 't', 'rl_denied
 answers(q{SELECT avg(substr(key, 7)::int) > 4000 FROM rl_denied WHERE key LIKE 'crowd%'}, 't', 'rl_denied shows the keys that are refused longest');
 $session->ask('RESET ratelimit.store');
 
+# Limits that differ in a single value have counters of their own.
+my @similar = ('throttle 5/1h', 'throttle 5/1h burst 6', 'sliding_window 5/1h', 'sliding_window 5/1h step 1h',
+	map { "fixed_window $_" } '5/1h', '6/1h', '5/2h', '5/1h from_first', '5/1h count_denied', '5/1h refund_on_abort',
+	'5/1h ban 1h after 3', '5/1h ban 2h after 3', '5/1h ban 1h after 4');
+$session->ask('SELECT rl_stat_reset(); SET ratelimit.store = local');
+$session->ask("SELECT rl_check('similar:1', '$_')") foreach @similar;
+answers(q{SELECT count(*) FROM rl_stat WHERE scope = 'similar'}, scalar @similar, 'rl_stat: limits that differ in a single value');
+$session->ask('RESET ratelimit.store');
+
 #
 # rl_status
 #
