@@ -31,4 +31,7 @@ SELECT failure(q) FROM (VALUES
 	($$SELECT rl_simulate('1/1s', at) OVER (ORDER BY at DESC) FROM past$$), ($$SELECT rl_simulate(((extract(second FROM at) + 1)::int || '/1s')::rl_limits, at) OVER (ORDER BY at) FROM past$$),
 	($$SELECT rl_simulate('1/1s', now())$$)
 ) v (q);
+-- The first time and the last.
+SELECT at, (rl_simulate('1/1s', at) OVER (ORDER BY at)).allowed FROM (VALUES (to_timestamp(0)), (to_timestamp(4000000000))) t (at);
+SELECT failure($$SELECT rl_simulate('1/1s', to_timestamp(4000000000) + '1 us') OVER ()$$);
 DROP TABLE past;
