@@ -269,7 +269,7 @@ rl_breaker_admits(RlBreaker *breaker, RlError *error)
 		if (!is_half_open(&entry, now))
 		{
 			rl_error_set(error, ERRCODE_STORE_FAILED, "not retrying Redis until ratelimit.retry_interval has passed");
-			rl_error_detail(error, "The failure was: %s.", entry.message);
+			rl_error_detail(error, "The server is %s. The failure was: %s.", breaker->address, entry.message);
 			error->retry_after = Max(Max(entry.open_until, entry.trying_until) - now, 1);
 			return false;
 		}
