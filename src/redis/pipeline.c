@@ -157,7 +157,10 @@ node_bit(const RlNode *node)
 	return UINT64CONST(1) << (rl_node_number(node) - 1);
 }
 
-/* Drops a line that failed; given is the time that the node had for the next reply. */
+/*
+ * Drops a line that failed; given is the time that the node had for the next reply.
+ * Completes the error: if the breaker opens, the error says when Redis is tried again.
+ */
 static void
 break_line(Pipeline *p, Line *line, int64 given, RlError *error)
 {
@@ -324,8 +327,8 @@ send_line(Pipeline *p, Line *line)
 	}
 	else if (outcome != RL_DONE)
 	{
-		note_failure(p, &error);
 		break_line(p, line, PG_INT64_MAX, &error);
+		note_failure(p, &error);
 	}
 }
 
@@ -456,9 +459,9 @@ take_all_replies(Pipeline *p)
 
 		if (take_replies(p, line, &error))
 			continue;
+		break_line(p, line, PG_INT64_MAX, &error);
 		if (due)
 			note_failure(p, &error);
-		break_line(p, line, PG_INT64_MAX, &error);
 	}
 }
 
@@ -481,8 +484,8 @@ give_up(Pipeline *p)
 		rl_error_detail(&error, "The server is %s.", line->node->conn.server);
 		/* A server that answers is slow, but a single call may have time enough there. */
 		error.unreachable = !line->answered;
-		note_failure(p, &error);
 		break_line(p, line, (int64) rl_command_timeout * 1000 - left, &error);
+		note_failure(p, &error);
 	}
 	if (unsent)
 		note_failure(p, &error);
@@ -524,8 +527,8 @@ run(Pipeline *p)
 			remove_line(p, line);
 		else
 		{
-			note_failure(p, &error);
 			break_line(p, line, PG_INT64_MAX, &error);
+			note_failure(p, &error);
 		}
 	}
 }

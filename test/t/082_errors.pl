@@ -203,6 +203,23 @@ is({ error_of(q{INSERT INTO shop.skipped VALUES ('ann', 2)}) }->{state}, 'PT413'
 # A store that failed
 #
 
+# The error that opens the breaker, of a call about many keys on an open connection.
+foreach my $sql (q{INSERT INTO shop.statements VALUES ('many 1'), ('many 2'), ('many 3')}, q{SELECT rl_check_many('{many 1,many 2,many 3}', '1/1d')})
+{
+	$redis->pause;
+	$session->set(command_timeout => '100ms');
+	my %error = error_of($sql);
+
+	is($error{state}, 'PT503', 'Redis is suspended, many keys: SQLSTATE');
+	like($error{message}, qr/^lost the connection to Redis: /, 'Redis is suspended, many keys: message');
+	like($error{HINT}, qr/^Retry after 60\.000 seconds\.$/, 'Redis is suspended, many keys: hint');
+	$redis->resume;
+	# Closes the breaker.
+	$session->set(command_timeout => '10s', retry_interval => 0);
+	is($session->ask(q{SELECT source FROM rl_check('resumed', '9/1d')}), 'redis', 'Redis is resumed');
+	$session->set(retry_interval => '60s');
+}
+
 $redis->stop;
 # The error that opens the breaker, and the next one.
 foreach my $message (qr/^could not connect to Redis: /, qr/^not retrying Redis until ratelimit\.retry_interval has passed$/)
