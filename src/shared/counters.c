@@ -210,7 +210,6 @@ rl_stat(PG_FUNCTION_ARGS)
 
 	rl_require_shared("rl_stat");
 	InitMaterializedSRF(fcinfo, 0);
-	LWLockAcquire(lock, LW_SHARED);
 	for (int i = 0; i <= ENTRIES; i++)
 	{
 		Entry		entry;
@@ -219,9 +218,12 @@ rl_stat(PG_FUNCTION_ARGS)
 		bool		nulls[COLUMNS] = {false};
 		int			n = 0;
 
+		/* The texts are made without the lock: a scope's conversion may read catalogs. */
+		LWLockAcquire(lock, LW_SHARED);
 		SpinLockAcquire(&counters->entries[i].mutex);
 		entry = counters->entries[i];
 		SpinLockRelease(&counters->entries[i].mutex);
+		LWLockRelease(lock);
 		for (int o = 0; o < RL_OUTCOMES; o++)
 			calls += entry.outcomes[o];
 		if (calls == 0)
@@ -240,7 +242,6 @@ rl_stat(PG_FUNCTION_ARGS)
 		values[n++] = Float8GetDatum((double) entry.redis_us / RL_SECOND);
 		tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
 	}
-	LWLockRelease(lock);
 	return (Datum) 0;
 }
 
