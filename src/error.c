@@ -64,8 +64,6 @@ convert(const char *data, int len)
 	int			size = len * MAX_CONVERSION_GROWTH + 1;
 	char	   *text;
 
-	if (GetDatabaseEncoding() == PG_UTF8)
-		return pnstrdup(data, len);
 	if (!IsTransactionState())
 		return NULL;
 	function = FindDefaultConversionProc(PG_UTF8, GetDatabaseEncoding());
@@ -105,7 +103,7 @@ rl_key_shown(const char *data, int len)
 		else
 			appendStringInfoChar(&plain, c);
 	}
-	if (ascii)
+	if (ascii || GetDatabaseEncoding() == PG_UTF8)
 		return plain.data;
 	text = convert(plain.data, plain.len);
 	if (text != NULL)

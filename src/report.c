@@ -4,7 +4,6 @@
  */
 #include "postgres.h"
 
-#include "lib/stringinfo.h"
 #include "utils/json.h"
 
 #include "report.h"
@@ -18,8 +17,9 @@ rl_retry_hint(int64 retry_after)
 	return psprintf("Retry after %lld.%03lld seconds.", ms / 1000, ms % 1000);
 }
 
-static void
-append_member(StringInfo json, const char *name, const char *value)
+/* Appends a member to an object of JSON that is not closed; NULL becomes null. */
+void
+rl_append_member(StringInfo json, const char *name, const char *value)
 {
 	appendStringInfoString(json, json->data[json->len - 1] == '{' ? "" : ", ");
 	escape_json(json, name);
@@ -38,10 +38,10 @@ postgrest_message(const RlReport *report)
 
 	initStringInfo(&json);
 	appendStringInfoChar(&json, '{');
-	append_member(&json, "code", unpack_sql_state(report->sqlstate));
-	append_member(&json, "message", report->message);
-	append_member(&json, "details", report->detail);
-	append_member(&json, "hint", report->hint);
+	rl_append_member(&json, "code", unpack_sql_state(report->sqlstate));
+	rl_append_member(&json, "message", report->message);
+	rl_append_member(&json, "details", report->detail);
+	rl_append_member(&json, "hint", report->hint);
 	appendStringInfoChar(&json, '}');
 	return json.data;
 }
@@ -56,7 +56,7 @@ postgrest_detail(const RlReport *report)
 	initStringInfo(&json);
 	appendStringInfo(&json, "{\"status\": %s, \"headers\": {", unpack_sql_state(report->sqlstate) + 2);
 	for (int i = 0; i < report->nheaders; i++)
-		append_member(&json, report->headers[i].name, report->headers[i].value);
+		rl_append_member(&json, report->headers[i].name, report->headers[i].value);
 	appendStringInfoString(&json, "}}");
 	return json.data;
 }

@@ -5,6 +5,7 @@
 #ifndef REPORT_H
 #define REPORT_H
 
+#include "lib/stringinfo.h"
 #include "nodes/bitmapset.h"
 #include "utils/rel.h"
 
@@ -32,6 +33,7 @@ typedef struct RlReport
 	RlHeader	headers[RL_MAX_HEADERS];
 } RlReport;
 
+extern void rl_append_member(StringInfo json, const char *name, const char *value);
 extern char *rl_retry_hint(int64 retry_after);
 pg_noreturn extern void rl_raise_for(const RlError *error, const RlOrigin *origin);
 pg_noreturn extern void rl_report(const RlReport *report);

@@ -43,20 +43,11 @@ call_site(FunctionCallInfo fcinfo)
  * Arguments
  */
 
-static void
-require_argument(FunctionCallInfo fcinfo, int n, const char *name)
-{
-	if (PG_ARGISNULL(n))
-		ereport(ERROR,
-				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
-				 errmsg("%s must not be null", name)));
-}
-
 /* Returns a count.  rl_limit_complete checks its range. */
 int64
 rl_count_argument(FunctionCallInfo fcinfo, int n, const char *name)
 {
-	require_argument(fcinfo, n, name);
+	rl_require_argument(fcinfo, n, name);
 	return PG_GETARG_INT64(n);
 }
 
@@ -66,7 +57,7 @@ rl_duration_argument(FunctionCallInfo fcinfo, int n, const char *name)
 {
 	double		us;
 
-	require_argument(fcinfo, n, name);
+	rl_require_argument(fcinfo, n, name);
 	us = rint(PG_GETARG_FLOAT8(n) * RL_SECOND);
 	/* Also true for NaN. */
 	if (!(us >= 1 && us <= RL_MAX_PERIOD))
@@ -133,7 +124,7 @@ rl_key_argument(FunctionCallInfo fcinfo, int n)
 {
 	text	   *value;
 
-	require_argument(fcinfo, n, "key");
+	rl_require_argument(fcinfo, n, "key");
 	value = PG_GETARG_TEXT_PP(n);
 	return rl_key_checked(VARDATA_ANY(value), VARSIZE_ANY_EXHDR(value));
 }
@@ -150,7 +141,7 @@ rl_limits_argument(FunctionCallInfo fcinfo, int n)
 	int			len;
 	RlError		error;
 
-	require_argument(fcinfo, n, "limits");
+	rl_require_argument(fcinfo, n, "limits");
 	value = PG_GETARG_TEXT_PP(n);
 	len = VARSIZE_ANY_EXHDR(value);
 	if (site->limits_text != NULL && (int) VARSIZE_ANY_EXHDR(site->limits_text) == len &&
@@ -253,7 +244,7 @@ seconds_value(Datum value, bool isnull, int64 unknown)
 	double		us = isnull ? 0 : rint(DatumGetFloat8(value) * RL_SECOND);
 
 	/* Written so that NaN is unknown. */
-	return !isnull && us >= 0 ? (int64) Min(us, (double) (2 * RL_MAX_SPAN)) : unknown;
+	return !isnull && us >= 0 ? (int64) Min(us, (double) RL_MAX_WAIT) : unknown;
 }
 
 /* Returns a decision that is an argument.  Raises an error if it or its verdict is NULL. */
@@ -267,7 +258,7 @@ rl_decision_argument(FunctionCallInfo fcinfo, int n)
 	Datum		values[MAX_COLUMNS];
 	bool		nulls[MAX_COLUMNS];
 
-	require_argument(fcinfo, n, "decision");
+	rl_require_argument(fcinfo, n, "decision");
 	row = PG_GETARG_HEAPTUPLEHEADER(n);
 	desc = lookup_rowtype_tupdesc(HeapTupleHeaderGetTypeId(row), HeapTupleHeaderGetTypMod(row));
 	if (!is_decision(desc))

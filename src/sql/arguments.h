@@ -9,6 +9,16 @@
 
 #define RL_DECISION_COLUMNS	6
 
+/* Raises an error if argument n is NULL. */
+static inline void
+rl_require_argument(FunctionCallInfo fcinfo, int n, const char *name)
+{
+	if (PG_ARGISNULL(n))
+		ereport(ERROR,
+				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				 errmsg("%s must not be null", name)));
+}
+
 /* Each returns argument n, and raises an error if it is NULL or out of range. */
 extern int64 rl_count_argument(FunctionCallInfo fcinfo, int n, const char *name);
 extern int64 rl_duration_argument(FunctionCallInfo fcinfo, int n, const char *name);

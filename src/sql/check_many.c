@@ -66,10 +66,7 @@ rl_check_many(PG_FUNCTION_ARGS)
 	int			n;
 	int			nquotas;
 
-	if (PG_ARGISNULL(0))
-		ereport(ERROR,
-				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
-				 errmsg("keys must not be null")));
+	rl_require_argument(fcinfo, 0, "keys");
 	keys = elements(fcinfo, 0, "keys", TEXTOID, &n);
 	if (!PG_ARGISNULL(2))
 	{

@@ -5,10 +5,10 @@
 #include "postgres.h"
 
 #include "utils/builtins.h"
-#include "utils/json.h"
 #include "utils/jsonb.h"
 
 #include "headers.h"
+#include "report.h"
 #include "sql/arguments.h"
 
 /* Returns argument n as a C string. */
@@ -17,10 +17,7 @@ name_argument(FunctionCallInfo fcinfo, int n)
 {
 	char	   *name;
 
-	if (PG_ARGISNULL(n))
-		ereport(ERROR,
-				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
-				 errmsg("name must not be null")));
+	rl_require_argument(fcinfo, n, "name");
 	name = text_to_cstring(PG_GETARG_TEXT_PP(n));
 	if (!rl_policy_name_is_valid(name))
 		ereport(ERROR,
@@ -75,9 +72,7 @@ rl_headers_json(PG_FUNCTION_ARGS)
 	for (int i = 0; i < n; i++)
 	{
 		appendStringInfoString(&json, i > 0 ? ", {" : "{");
-		escape_json(&json, headers[i].name);
-		appendStringInfoString(&json, ": ");
-		escape_json(&json, headers[i].value);
+		rl_append_member(&json, headers[i].name, headers[i].value);
 		appendStringInfoChar(&json, '}');
 	}
 	appendStringInfoChar(&json, ']');

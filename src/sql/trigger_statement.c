@@ -94,6 +94,16 @@ start_keys(Statement *statement)
 	statement->n = 0;
 }
 
+/* Adds a key, whose bytes must stay, with a quota of 0 to those that are asked together. */
+static RlAction *
+add_key(Statement *statement, RlKey key)
+{
+	RlAction   *wanted = &statement->wanted[statement->n++];
+
+	*wanted = (RlAction) {key, &statement->rule->limits, 0, RL_TAKE, &statement->origin};
+	return wanted;
+}
+
 /*
  * Sets the charges of key i of those asked, except those that an error refunds
  * anyway.  Returns false if there are none.
@@ -288,10 +298,9 @@ ask_sorted(Statement *statement)
 		{
 			if (statement->n == RL_MAX_MANY)
 				ask_keys(statement);
-			wanted = &statement->wanted[statement->n++];
-			*wanted = (RlAction) {row.key, &statement->rule->limits, 0, RL_TAKE, &statement->origin};
-			wanted->key.data = memcpy(MemoryContextAlloc(statement->context, row.key.len),
-									  row.key.data, row.key.len);
+			row.key.data = memcpy(MemoryContextAlloc(statement->context, row.key.len),
+								  row.key.data, row.key.len);
+			wanted = add_key(statement, row.key);
 		}
 		wanted->quota += row.quota;
 	}
@@ -319,8 +328,8 @@ add_row(Statement *statement, Relation rel, TupleTableSlot *row)
 	entry = hash_search(statement->by_key, padded, HASH_ENTER, &found);
 	if (!found)
 	{
-		entry->i = statement->n++;
-		statement->wanted[entry->i] = (RlAction) {{entry->key, key.len}, &statement->rule->limits, 0, RL_TAKE, &statement->origin};
+		entry->i = statement->n;
+		add_key(statement, (RlKey) {entry->key, key.len});
 	}
 	wanted = &statement->wanted[entry->i];
 	/* Neither exceeds RL_MAX_COUNT, so that the sum does not overflow. */
