@@ -20,7 +20,7 @@
 /* The name of the policy in header fields where no trigger names it. */
 #define DEFAULT_POLICY		"default"
 
-/* Returns true if a refused action can succeed later: no other reports are PT429. */
+/* Returns true if a refused action can succeed later.  If not, its SQLSTATE is PT413. */
 bool
 rl_can_wait(const RlDecision *decision)
 {
