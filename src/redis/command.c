@@ -76,6 +76,7 @@ rl_command_start(void)
 	command.nargs = 0;
 	command.key_len = 0;
 	command.usage = NULL;
+	command.node = NULL;
 	return &command;
 }
 
@@ -89,6 +90,13 @@ rl_command_arg(RlCommand *command, const char *data, int len)
 		command->key = command->args.len - 2 - len;
 		command->key_len = len;
 	}
+}
+
+/* Appends text as an argument. */
+void
+rl_command_text(RlCommand *command, const char *text)
+{
+	rl_command_arg(command, text, strlen(text));
 }
 
 /* Appends a number as an argument. */
@@ -179,6 +187,8 @@ send_command(const RlCommand *command, const RlScript *script, RlReply *reply, R
 	bool		by_source = false;
 
 	rl_route_begin(&route, rl_command_key(command), command->key_len);
+	if (command->node != NULL)
+		rl_route_pin(&route, command->node, command->asking);
 	for (;;)
 	{
 		int64		given;
@@ -186,6 +196,8 @@ send_command(const RlCommand *command, const RlScript *script, RlReply *reply, R
 
 		if (!rl_route_connect(&route, error))
 			return false;
+		if (command->node != NULL && command->resumes && !route.reused)
+			return rl_connection_lost(&route.node->conn, error, "it was closed between two calls");
 		rl_resp_reset(&out);
 		rl_command_append(&out, command, script, by_source, route.asking);
 		if (command->usage != NULL)

@@ -5,7 +5,10 @@
 #ifndef COMMAND_H
 #define COMMAND_H
 
+#include "error.h"
 #include "redis/resp.h"
+
+struct RlNode;
 
 typedef struct RlScript
 {
@@ -26,10 +29,14 @@ typedef struct RlCommand
 	int			key;			/* where in args the second argument is: the key */
 	int			key_len;
 	RlUsage    *usage;			/* to which the cost of the call is added; or NULL */
+	struct RlNode *node;		/* the only node that may run it; NULL: any */
+	bool		asking;			/* also for slots that are moving to that node */
+	bool		resumes;		/* only on the connection that the node has */
 } RlCommand;
 
 extern RlCommand *rl_command_start(void);
 extern void rl_command_arg(RlCommand *command, const char *data, int len);
+extern void rl_command_text(RlCommand *command, const char *text);
 extern void rl_command_number(RlCommand *command, int64 number);
 
 extern const char *rl_command_key(const RlCommand *command);
@@ -41,5 +48,15 @@ extern bool rl_redis_command(RlCommand *command, RlReply *reply, RlError *error)
 extern bool rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error);
 extern bool rl_redis_check_reply(const RlReply *reply, RlError *error);
 extern void rl_redis_drop_connection(void);
+
+/* Drops the connection of a reply that does not answer its script, sets the error, returns false. */
+static inline bool
+rl_wrong_reply(RlError *error)
+{
+	rl_redis_drop_connection();
+	rl_error_set(error, ERRCODE_PROTOCOL_VIOLATION,
+				 "unexpected reply from Redis: it does not answer the script");
+	return false;
+}
 
 #endif							/* COMMAND_H */

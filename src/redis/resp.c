@@ -59,6 +59,8 @@ read_int64(const char *str, size_t len, int64 *value)
 static void *
 got_string(const redisReadTask *task, char *str, size_t len)
 {
+	/* Static, so that a reply on the stack of each call is small. */
+	static char text[RL_MAX_TEXT];
 	RlReply    *reply = task->privdata;
 
 	if (task->type == REDIS_REPLY_STRING)
@@ -66,6 +68,13 @@ got_string(const redisReadTask *task, char *str, size_t len)
 		int64		value = 0;
 		bool		valid = read_int64(str, len, &value);
 
+		if (!valid && task->parent == NULL && len <= sizeof(text))
+		{
+			reply->kind = RL_REPLY_TEXT;
+			reply->data = memcpy(text, str, len);
+			reply->len = len;
+			return reply;
+		}
 		if (!valid && task->parent != NULL && task->parent->parent == NULL && task->idx == 0 &&
 			len < sizeof(reply->text) && reply->kind == RL_REPLY_NUMBERS)
 		{

@@ -9,6 +9,7 @@
 #include "ratelimit.h"
 
 #define RL_MAX_VALUES		(3 + 4 * RL_MAX_LIMITS)
+#define RL_MAX_TEXT			32768	/* bytes of a string */
 
 typedef enum RlReplyKind
 {
@@ -18,6 +19,7 @@ typedef enum RlReplyKind
 	RL_REPLY_ERROR,
 	RL_REPLY_NIL,
 	RL_REPLY_ADDRESS,			/* an array of a host and a port */
+	RL_REPLY_TEXT,				/* a string that is no number */
 	RL_REPLY_OTHER				/* no answer to any command of this extension */
 } RlReplyKind;
 
@@ -29,6 +31,9 @@ typedef struct RlReply
 	int			nvalues;
 	int64		values[RL_MAX_VALUES];
 	char		text[320];		/* the line of an error or a status, in ASCII; a host */
+	const char *data;			/* of RL_REPLY_TEXT: its bytes, which last until the
+								 * next such reply */
+	int			len;
 } RlReply;
 
 /* The next step of a call that got an error reply. */

@@ -34,11 +34,34 @@ rl_route_begin(RlRoute *route, const char *key, int len)
 	route->slot = key != NULL && rl_slots_known() ? rl_slot(key, len) : -1;
 	route->node = route->sentinel_master = NULL;
 	route->admitted = NULL;
-	route->reused = route->asking = false;
+	route->reused = route->asking = route->pinned = false;
 	route->resends = 0;
 	route->deadline = 0;
 	route->spent = 0;
 	route->first_error.sqlstate = 0;
+}
+
+/* Lets only this node run the call, which has begun, with asking after ASKING. */
+void
+rl_route_pin(RlRoute *route, RlNode *node, bool asking)
+{
+	route->node = node;
+	route->asking = asking;
+	route->pinned = true;
+}
+
+/*
+ * Returns the node that the server at an address names as "host:port", or NULL if
+ * that is no name.  It stays this node until settings change or others are called.
+ */
+RlNode *
+rl_route_named(const char *endpoint, const RlAddress *asked)
+{
+	RlAddress	address = *asked;
+	RlRoute		route;
+
+	rl_route_begin(&route, NULL, 0);
+	return rl_address_redirect(endpoint, &address) ? rl_node_find(&address, route.number) : NULL;
 }
 
 static bool
@@ -242,7 +265,7 @@ rl_route_try(RlRoute *route, bool *others, RlError *error)
 	}
 	lose_node(route, error);
 	/* After a redirect no other node has the slot. */
-	*others &= route->resends == 0;
+	*others &= route->resends == 0 && !route->pinned;
 	return false;
 }
 
@@ -340,6 +363,8 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 	RlNextStep	step = rl_reply_next_step(reply);
 
 	rl_node_answered(route->node);
+	if (route->pinned)
+		return false;
 	if (reply->kind != RL_REPLY_ERROR && route->slot >= 0 && !route->asking)
 		rl_slot_learn(route->slot, rl_node_number(route->node));
 	switch (step)
