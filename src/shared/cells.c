@@ -40,6 +40,7 @@
 #define MAX_PARTITIONS		1024
 #define LEAST_CHUNKS		65536	/* 8 MB */
 #define CHILDREN			8	/* of a heap's item: each move touches a cell */
+#define SLICE				256 /* hash chains that are read at a time */
 
 /* The most that one act does in order to get room. */
 #define MAX_EVICTIONS		64
@@ -70,6 +71,7 @@ typedef struct Free
 {
 	slock_t		mutex;
 	uint32		cells;			/* a list */
+	uint32		ncells;			/* its length */
 	uint32		used_cells;		/* cells with higher numbers were never used */
 	uint32		used_chunks;
 	RlPool		pool;			/* its "chunks" is set by lock_free */
@@ -96,7 +98,7 @@ static RlChunk *chunks;
 /*
  * Keys are spread over the partitions by chance, each with all its states.  A
  * partition has room for the mean and six standard deviations, for keys with
- * RL_MAX_WANTED states, so that all cells can be in use.
+ * RL_MAX_LIMITS states and a ban, so that all cells can be in use.
  */
 static void
 set_sizes(void)
@@ -109,7 +111,7 @@ set_sizes(void)
 	/* At least as many as two acts may need. */
 	ncells = Max(rl_local_max_keys, 2 * RL_MAX_WANTED);
 	mean = (double) ncells / npartitions;
-	heap_size = npartitions == 1 ? ncells : (uint32) ceil(mean + 6 * sqrt(mean * RL_MAX_WANTED));
+	heap_size = npartitions == 1 ? ncells : (uint32) ceil(mean + 6 * sqrt(mean * (RL_MAX_LIMITS + 1)));
 	nbuckets = pg_nextpower2_32(heap_size);
 	nchunks = Max(rl_local_max_keys, LEAST_CHUNKS);
 }
@@ -164,22 +166,16 @@ attach(void *memory, LWLockPadded *my_locks, bool found)
 const RlSharedPart rl_cells_part = {need, attach};
 
 /*
- * Sets the number of states that are kept, of entries that their chunks have room
- * for, and of entries that all chunks have room for.  Needs shared memory.
+ * Sets the number of cells in use, of entries that the chunks in use have room for,
+ * and of entries that all chunks have room for.  Needs shared memory.
  */
 void
 rl_cells_fill(int64 *keys, int64 *entries, int64 *max_entries)
 {
 	int64		used;
 
-	*keys = 0;
-	for (int i = 0; i < npartitions; i++)
-	{
-		LWLockAcquire(&locks[i].lock, LW_SHARED);
-		*keys += partitions[i].n[WITHOUT_CHUNKS] + partitions[i].n[WITH_CHUNKS];
-		LWLockRelease(&locks[i].lock);
-	}
 	SpinLockAcquire(&free_memory->mutex);
+	*keys = free_memory->used_cells - free_memory->ncells;
 	used = (int64) free_memory->used_chunks - free_memory->pool.nspare;
 	SpinLockRelease(&free_memory->mutex);
 	*entries = used * RL_CHUNK_ENTRIES;
@@ -216,6 +212,26 @@ rl_cells_lock(RlCells *view, LWLockMode mode)
 	LWLockAcquire(&locks[view->number].lock, mode);
 	/* Under the lock, so that acts on a key come in the order of their times. */
 	view->now = rl_local_now();
+}
+
+/* Returns into how many slices the hash tables of all partitions are divided. */
+int
+rl_cells_slices(void)
+{
+	return npartitions * Max(nbuckets / SLICE, 1);
+}
+
+/* Locks the slice's partition, shared.  It has the chains from view->bucket up to the result. */
+const uint32 *
+rl_cells_lock_slice(RlCells *view, int slice)
+{
+	uint32		n = Min(nbuckets, SLICE);
+
+	view_partition(view, slice / (nbuckets / n));
+	view->bucket = &buckets[(Size) slice * n];
+	LWLockAcquire(&locks[view->number].lock, LW_SHARED);
+	view->now = rl_local_now();
+	return view->bucket + n;
 }
 
 /* Unlocks the partition.  The spares stay. */
@@ -257,6 +273,7 @@ rl_cells_release(RlCells *view)
 	{
 		rl_cell_at(view, view->spare_last)->next = free_memory->cells;
 		free_memory->cells = view->spare;
+		free_memory->ncells += view->nspare;
 	}
 	if (view->pool.nspare > 0)
 		rl_pool_put(pool, view->pool.spare, view->pool.spare_last, view->pool.nspare);
@@ -340,7 +357,7 @@ remove_from_heap(RlCells *view, uint32 c)
 static int
 heap_of(const RlCell *cell)
 {
-	for (int i = 0; i < 2; i++)
+	for (int i = 0; i < 2 && !rl_cell_is_of(cell, NULL); i++)
 		if (cell->log[i].last != RL_NO_CHUNK || cell->log[i].index_last != RL_NO_CHUNK)
 			return WITH_CHUNKS;
 	return WITHOUT_CHUNKS;
@@ -381,7 +398,7 @@ rl_cell_find(const RlCells *view, const RlLimit *limit)
 	return RL_NO_CELL;
 }
 
-/* Removes a cell from the view's partition.  It and its chunks become spares. */
+/* Removes a cell from the view's partition.  It, its chunks and its rest become spares. */
 void
 rl_cell_remove(RlCells *view, uint32 c)
 {
@@ -391,23 +408,36 @@ rl_cell_remove(RlCells *view, uint32 c)
 	while (*link != c)
 		link = &rl_cell_at(view, *link)->next;
 	*link = cell->next;
-	for (int i = 0; i < 2; i++)
-		rl_log_clear(&view->pool, &cell->log[i]);
 	remove_from_heap(view, c);
+	if (rl_cell_is_of(cell, NULL))
+		for (uint32 rest = cell->rest; rest != RL_NO_CELL; rest = rl_cell_at(view, rest)->rest)
+			add_spare(view, rest);
+	else
+		for (int i = 0; i < 2; i++)
+			rl_log_clear(&view->pool, &cell->log[i]);
 	add_spare(view, c);
+}
+
+/* Takes a spare cell, which must exist, and empties it. */
+uint32
+rl_cell_take(RlCells *view)
+{
+	uint32		c = view->spare;
+
+	Assert(view->nspare > 0);
+	view->spare = rl_cell_at(view, c)->next;
+	view->nspare--;
+	memset(rl_cell_at(view, c), 0, sizeof(RlCell));
+	return c;
 }
 
 /* Makes a spare cell, which must exist, the key's cell of the limit or, if it is NULL, of the ban. */
 uint32
 rl_cell_make(RlCells *view, const RlLimit *limit)
 {
-	uint32		c = view->spare;
+	uint32		c = rl_cell_take(view);
 	RlCell	   *cell = rl_cell_at(view, c);
 
-	Assert(view->nspare > 0);
-	view->spare = cell->next;
-	view->nspare--;
-	memset(cell, 0, sizeof(RlCell));
 	cell->key_hash = view->key_hash;
 	cell->tag = limit != NULL ? rl_state_tag(limit) : (RlStateTag) {.algorithm = RL_BAN_CELL};
 	cell->start = -1;
@@ -446,7 +476,10 @@ take_free(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 		uint32		c = free_memory->cells;
 
 		if (c != RL_NO_CELL)
+		{
 			free_memory->cells = rl_cell_at(view, c)->next;
+			free_memory->ncells--;
+		}
 		else if (free_memory->used_cells < ncells)
 			c = ++free_memory->used_cells;
 		else

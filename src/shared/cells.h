@@ -13,24 +13,42 @@
 #define RL_BAN_CELL			63	/* in place of an algorithm */
 #define RL_NO_CELL			0	/* cells are numbered from 1 */
 
-/* The most cells that an act may need: one for each limit, and the ban. */
-#define RL_MAX_WANTED		(RL_MAX_LIMITS + 1)
+#define RL_CELL_TEXT		64	/* bytes of a banned key in a cell */
+
+/* The most cells that an act may need: one for each limit, and those of the ban. */
+#define RL_MAX_WANTED		(RL_MAX_LIMITS + RL_MAX_KEY / RL_CELL_TEXT)
 
 /*
- * One state of one key.  The lock of the key's partition protects all members
- * while the cell is in use.  While it is free, the mutex of the free memory
- * protects "next".  With 128 bytes it fills two cache lines.
+ * One state of one key.  A ban also has the key itself, for rl_bans; the rest of a
+ * long key is in further cells, which are in no hash chain and no heap, and only
+ * have "key" and "rest".
+ *
+ * The lock of the key's partition protects all members while the cell is in use.
+ * While it is free, the mutex of the free memory protects "next".  With 128 bytes
+ * it fills two cache lines.
  */
 typedef struct RlCell
 {
 	RlKeyHash	key_hash;
 	RlStateTag	tag;			/* of the ban, only the algorithm is set */
-	int64		start;			/* as in RlState, also the next five */
-	int64		charged;		/* of a ban, start is its end */
-	int64		refused;
-	int64		ban_since;
-	int64		ban_count;
-	RlLog		log[2];
+	int64		start;			/* as in RlState; of a ban, its end */
+	union
+	{
+		struct
+		{
+			int64		charged;	/* as in RlState, also the next four */
+			int64		refused;
+			int64		ban_since;
+			int64		ban_count;
+			RlLog		log[2];
+		};
+		struct
+		{
+			uint32		key_len;	/* of a ban, as all of these */
+			uint32		rest;	/* the cell with the rest of the key, or RL_NO_CELL */
+			char		key[RL_CELL_TEXT];
+		};
+	};
 	int64		end;			/* from then on it is as if it did not exist */
 	uint32		next;			/* in its hash chain or list of free cells */
 	uint32		heap_at:26;		/* its position in its heap */
@@ -69,6 +87,13 @@ rl_cell_at(const RlCells *view, uint32 c)
 	return &view->cells[c - 1];
 }
 
+/* Returns how many cells the ban of the key needs. */
+static inline uint32
+rl_ban_cells(const RlKey *key)
+{
+	return (key->len + RL_CELL_TEXT - 1) / RL_CELL_TEXT;
+}
+
 /* True if the cell is the limit's; without a limit, the ban. */
 static inline bool
 rl_cell_is_of(const RlCell *cell, const RlLimit *limit)
@@ -87,7 +112,11 @@ extern void rl_cells_release(RlCells *view);
 extern bool rl_cells_reserve(RlCells *view, uint32 cells, uint32 chunks);
 extern bool rl_cells_evict(RlCells *view, uint32 cells, uint32 chunks);
 
+extern int	rl_cells_slices(void);
+extern const uint32 *rl_cells_lock_slice(RlCells *view, int slice);
+
 extern uint32 rl_cell_find(const RlCells *view, const RlLimit *limit);
+extern uint32 rl_cell_take(RlCells *view);
 extern uint32 rl_cell_make(RlCells *view, const RlLimit *limit);
 extern void rl_cell_set_end(RlCells *view, uint32 c, int64 end);
 extern void rl_cell_remove(RlCells *view, uint32 c);

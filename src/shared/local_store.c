@@ -16,16 +16,11 @@
  * States
  */
 
-/* Sets the state from a cell, or for RL_NO_CELL to that of a limit never used. */
-static void
-load_state(const RlCells *view, uint32 c, RlState *state)
+/* Sets the state from a cell. */
+void
+rl_cell_load(const RlCell *cell, RlState *state)
 {
-	const RlCell *cell;
-
 	*state = (RlState) RL_NO_STATE;
-	if (c == RL_NO_CELL)
-		return;
-	cell = rl_cell_at(view, c);
 	state->start = cell->start;
 	state->charged = cell->charged;
 	state->refused = cell->refused;
@@ -33,6 +28,16 @@ load_state(const RlCells *view, uint32 c, RlState *state)
 	state->log[1] = cell->log[1];
 	state->ban_since = cell->ban_since;
 	state->ban_count = cell->ban_count;
+}
+
+/* Does so or, for RL_NO_CELL, sets the state to that of a limit never used. */
+static void
+load_state(const RlCells *view, uint32 c, RlState *state)
+{
+	if (c != RL_NO_CELL)
+		rl_cell_load(rl_cell_at(view, c), state);
+	else
+		*state = (RlState) RL_NO_STATE;
 }
 
 /* Stores a state that an act has changed, in cell c or for RL_NO_CELL in a new one. */
@@ -60,12 +65,36 @@ save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state)
 		rl_cell_set_end(view, c, rl_state_end(limit, state, &view->pool));
 }
 
+/*
+ * Makes the key's ban, with the key for rl_bans.  There must be as many spare cells
+ * as rl_ban_cells returns.
+ */
+static uint32
+make_ban(RlCells *view, const RlKey *key)
+{
+	uint32		c = rl_cell_make(view, NULL);
+	RlCell	   *cell = rl_cell_at(view, c);
+
+	cell->key_len = key->len;
+	for (int at = 0;;)
+	{
+		int			n = Min(key->len - at, RL_CELL_TEXT);
+
+		memcpy(cell->key, key->data + at, n);
+		at += n;
+		if (at == key->len)
+			return c;
+		cell->rest = rl_cell_take(view);
+		cell = rl_cell_at(view, cell->rest);
+	}
+}
+
 /* Sets the end of the key's ban, in cell c or for RL_NO_CELL in a new one. */
 static void
-set_ban(RlCells *view, uint32 c, int64 until)
+set_ban(RlCells *view, uint32 c, const RlKey *key, int64 until)
 {
 	if (c == RL_NO_CELL)
-		c = rl_cell_make(view, NULL);
+		c = make_ban(view, key);
 	rl_cell_at(view, c)->start = until;
 	rl_cell_set_end(view, c, until);
 }
@@ -81,9 +110,9 @@ load_states(const RlCells *view, const RlLimits *limits, uint32 *found, RlState 
 	}
 }
 
-/* Sets how many new cells (one of them for a ban) and chunks an act may need. */
+/* Sets how many new cells (some of them for a ban) and chunks an act may need. */
 static void
-count_wanted(const RlCells *view, const RlLimits *limits, int64 quota, const uint32 *found,
+count_wanted(const RlCells *view, const RlKey *key, const RlLimits *limits, int64 quota, const uint32 *found,
 			 uint32 ban, const RlState *states, uint32 *cells, uint32 *chunks)
 {
 	bool		may_ban = false;
@@ -95,7 +124,7 @@ count_wanted(const RlCells *view, const RlLimits *limits, int64 quota, const uin
 		*chunks += rl_chunks_wanted(&limits->limit[i], &states[i], &view->pool, view->now, quota);
 		may_ban |= limits->limit[i].ban > 0;
 	}
-	*cells += may_ban && ban == RL_NO_CELL;
+	*cells += may_ban && ban == RL_NO_CELL ? rl_ban_cells(key) : 0;
 }
 
 /* Ends an act: unlocks the partition and frees the spares. */
@@ -163,7 +192,7 @@ take_alone(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decisio
  * partition unlocked, if there is no room.
  */
 static bool
-begin_act(RlCells *view, const RlLimits *limits, int64 quota, RlTake how,
+begin_act(RlCells *view, const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 		  uint32 *found, RlState *states, uint32 *ban, RlError *error)
 {
 	uint32		cells;
@@ -176,7 +205,7 @@ begin_act(RlCells *view, const RlLimits *limits, int64 quota, RlTake how,
 		if (how == RL_PEEK || quota == 0 ||
 			(*ban != RL_NO_CELL && rl_cell_at(view, *ban)->start > view->now))
 			return true;
-		count_wanted(view, limits, quota, found, *ban, states, &cells, &chunks);
+		count_wanted(view, key, limits, quota, found, *ban, states, &cells, &chunks);
 		if (rl_cells_reserve(view, cells, chunks))
 			return true;
 		/* Other backends may act on the key meanwhile, so start again. */
@@ -221,7 +250,7 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 		finish(&view);
 		return true;
 	}
-	if (!begin_act(&view, limits, quota, how, found, states, &ban, error))
+	if (!begin_act(&view, &action->key, limits, quota, how, found, states, &ban, error))
 		return false;
 	answer->at = view.now;
 	banned_until = old_ban = ban == RL_NO_CELL ? 0 : rl_cell_at(&view, ban)->start;
@@ -229,7 +258,7 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 	for (int i = 0; how != RL_PEEK && i < limits->n; i++)
 		save_state(&view, found[i], &limits->limit[i], &states[i]);
 	if (banned_until != old_ban)
-		set_ban(&view, ban, banned_until);
+		set_ban(&view, ban, &action->key, banned_until);
 	finish(&view);
 	return true;
 }
@@ -289,19 +318,20 @@ static bool
 local_ban(const RlKey *key, int64 duration, RlError *error)
 {
 	RlCells		view = {.key_hash = rl_key_hash(key)};
+	uint32		cells = rl_ban_cells(key);
 	uint32		ban;
 
 	for (;;)
 	{
 		rl_cells_lock(&view, LW_EXCLUSIVE);
 		ban = rl_cell_find(&view, NULL);
-		if (ban != RL_NO_CELL || rl_cells_reserve(&view, 1, 0))
+		if (ban != RL_NO_CELL || rl_cells_reserve(&view, cells, 0))
 			break;
 		rl_cells_unlock(&view);
-		if (!rl_cells_evict(&view, 1, 0))
+		if (!rl_cells_evict(&view, cells, 0))
 			return no_room(&view, error);
 	}
-	set_ban(&view, ban, view.now + duration);
+	set_ban(&view, ban, key, view.now + duration);
 	finish(&view);
 	return true;
 }

@@ -6,10 +6,11 @@
 #define LOCAL_STORE_H
 
 #include "algorithm/algorithm.h"
-#include "shared/shared.h"
+#include "shared/cells.h"
 
 extern const RlStore rl_local_store;
 
+extern void rl_cell_load(const RlCell *cell, RlState *state);
 extern void rl_local_refund_charge(RlKeyHash key_hash, const RlLimit *limit, const RlCharge *charge);
 
 #endif							/* LOCAL_STORE_H */
