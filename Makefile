@@ -1,15 +1,15 @@
 MODULE_big = ratelimit
 OBJS = $(patsubst %,src/%.o,ratelimit error report decide refusal headers transaction refund \
-	$(patsubst %,sql/%,functions check_many trigger trigger_statement trigger_rule arguments key simulate status postgrest) \
-	$(patsubst %,algorithm/%,limits algorithm gcra token_bucket fixed_window sliding log) \
-	$(patsubst %,redis/%,store scripts command pipeline route node cluster sentinel address connection stream socket tls resp) \
-	$(patsubst %,shared/%,shared local_store cells denial_cache counters breaker refusal_log siphash))
+	$(patsubst %,sql/%,functions inspect check_many trigger trigger_statement trigger_rule arguments key simulate status postgrest) \
+	$(patsubst %,algorithm/%,limits algorithm inspect gcra token_bucket fixed_window sliding log) \
+	$(patsubst %,redis/%,store scan scripts command pipeline route node cluster sentinel address connection stream socket tls resp) \
+	$(patsubst %,shared/%,shared local_store local_inspect cells denial_cache counters breaker refusal_log siphash))
 
 EXTENSION = ratelimit
 DATA = $(wildcard sql/ratelimit--*.sql)
 PGFILEDESC = "ratelimit - rate limits enforced in the database, counted in Redis"
 
-REGRESS = setup type throttle algorithms functions headers trigger simulate errors privileges settings
+REGRESS = setup type throttle algorithms functions headers inspect trigger simulate errors privileges settings
 REGRESS_OPTS = --inputdir=test --encoding=UTF8
 ifneq ($(shell id -u),0)
 TAP_TESTS = 1
@@ -20,7 +20,7 @@ PROVE_TESTS = test/t/*.pl
 # one limit without a ban: src/algorithm/<name>.lua.
 ALGORITHMS = throttle token_bucket fixed_window sliding_window sliding_log
 ALONE = throttle
-SCRIPTS_H = $(patsubst %,src/redis/%.lua.h,alone check check_mixed refund refund_charges reset ban version)
+SCRIPTS_H = $(patsubst %,src/redis/%.lua.h,alone check check_mixed refund refund_charges reset ban bans masters inspect version)
 ALGORITHMS_H = $(patsubst %,src/redis/%.lua.h,$(ALONE:%=alone_%) $(ALGORITHMS:%=check_%))
 EXTRA_CLEAN = $(SCRIPTS_H) $(ALGORITHMS_H) $(OBJS:.o=.d)
 
@@ -74,6 +74,9 @@ src/redis/refund.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/refund)
 src/redis/refund_charges.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,algorithm/log_refund redis/refund_charges)
 src/redis/reset.lua.h: $(STATE_LUA) $(call lua,algorithm/log redis/reset)
 src/redis/ban.lua.h: $(STATE_LUA) $(call lua,redis/ban)
+src/redis/bans.lua.h: $(call lua,redis/clock redis/bans)
+src/redis/masters.lua.h: $(call lua,redis/masters)
+src/redis/inspect.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/inspect)
 src/redis/version.lua.h: $(call lua,redis/version)
 
 .DELETE_ON_ERROR:

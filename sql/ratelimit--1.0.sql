@@ -261,6 +261,18 @@ CREATE FUNCTION rl_unban(key text)
 COMMENT ON FUNCTION rl_unban(text) IS
 	'ends the ban of the key; returns true if there was a ban; errors as for rl_peek';
 
+CREATE FUNCTION rl_bans(pattern text DEFAULT '%', OUT key text, OUT until timestamptz)
+	RETURNS SETOF record
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000000 ROWS 100;
+COMMENT ON FUNCTION rl_bans(text) IS
+	'returns the banned keys of ratelimit.key_prefix that match the pattern, as for LIKE, and the end of each ban; control characters of keys are escaped; it reads the names of all keys in Redis by SCAN, which takes Redis about 3 ms for 1,000 keys, in calls for 250 keys, and it needs further privileges in Redis; errors: 22004 for NULL, 22025 for a pattern that ends with its escape character, and those of rl_peek';
+
+CREATE FUNCTION rl_inspect(key text, OUT state text, OUT used bigint, OUT until timestamptz, OUT raw text)
+	RETURNS SETOF record
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 3;
+COMMENT ON FUNCTION rl_inspect(text) IS
+	'returns a row for each state of the key that is not as if it had never been used, for refusals that a ban counts, and for the ban: its name, the units in use, its end, and the first 256 bytes of its value; NULL is what depends on the numbers of the limit, which are not stored; it takes one call of Redis, and needs a further privilege there; errors as for rl_peek';
+
 CREATE FUNCTION rl_key(VARIADIC "any")
 	RETURNS text
 	AS 'MODULE_PATHNAME' LANGUAGE C STABLE PARALLEL SAFE;

@@ -95,6 +95,7 @@ typedef struct RlAlgorithm
 	bool		has_step;
 	bool		has_from_first;
 	bool		has_count_denied;
+	bool		refills;		/* only the limit's count tells what a state has now */
 
 	/*
 	 * Checks the numbers and derives the rest.  Returns false with the error set.

@@ -120,6 +120,7 @@ const RlAlgorithm rl_algorithm_token_bucket = {
 	RL_COUNTS_UNITS,
 	.most = RL_MAX_COUNT,
 	.has_burst = true,
+	.refills = true,
 	.complete = complete,
 	.load = load,
 	.refund_charge = refund_charge,

@@ -54,7 +54,7 @@ static inline bool
 rl_wrong_reply(RlError *error)
 {
 	rl_redis_drop_connection();
-	rl_error_set(error, ERRCODE_PROTOCOL_VIOLATION,
+	rl_error_set(error, ERRCODE_STORE_FAILED,
 				 "unexpected reply from Redis: it does not answer the script");
 	return false;
 }

@@ -5,7 +5,7 @@
 #ifndef REDIS_H
 #define REDIS_H
 
-#include "algorithm/algorithm.h"
+#include "algorithm/inspect.h"
 
 #define RL_MAX_REDIS_KEY	(RL_MAX_PREFIX + 3 * RL_MAX_KEY + 2)	/* bytes of a name */
 #define RL_MAX_REFUNDS		16	/* of one call */
@@ -39,9 +39,14 @@ typedef struct RlRefundCall
 extern const RlStore rl_redis_store;
 extern bool rl_redis_version(char *version, Size size, RlError *error);
 extern int	rl_redis_key(const RlKey *key, char *redis_key);
+extern bool rl_redis_read_key(const char *name, int name_len, char *key, int *len);
 extern void rl_redis_reserve_refunds(void);
 extern bool rl_redis_refund_charges(RlRefundCall *calls, int n, bool no_throw, RlUsage *usage,
 									RlError *why, RlError *error);
+
+/* scan.c */
+extern bool rl_redis_bans(RlKeptFound found, void *arg, RlError *error);
+extern bool rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlError *error);
 
 /* command.c */
 extern bool rl_redis_is_cluster(void);

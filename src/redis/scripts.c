@@ -37,6 +37,18 @@ RlScript	rl_ban_script = {.source =
 #include "redis/ban.lua.h"
 };
 
+RlScript	rl_bans_script = {.source =
+#include "redis/bans.lua.h"
+};
+
+RlScript	rl_masters_script = {.source =
+#include "redis/masters.lua.h"
+};
+
+RlScript	rl_inspect_script = {.source =
+#include "redis/inspect.lua.h"
+};
+
 RlScript	rl_version_script = {.source =
 #include "redis/version.lua.h"
 };

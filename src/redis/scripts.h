@@ -14,6 +14,9 @@ extern RlScript rl_refund_script;
 extern RlScript rl_refund_charges_script;
 extern RlScript rl_reset_script;
 extern RlScript rl_ban_script;
+extern RlScript rl_bans_script;
+extern RlScript rl_masters_script;
+extern RlScript rl_inspect_script;
 extern RlScript rl_version_script;
 
 #endif							/* SCRIPTS_H */

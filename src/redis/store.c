@@ -10,15 +10,15 @@
  */
 #include "postgres.h"
 
+#include "mb/pg_wchar.h"
 #include "utils/builtins.h"
 
+#include "algorithm/inspect.h"
 #include "algorithm/limits.h"
 #include "error.h"
 #include "redis/pipeline.h"
 #include "redis/redis.h"
 #include "redis/scripts.h"
-
-#define MAX_TAG				64
 
 /*
  * Writes the key's name in Redis, which has RL_MAX_REDIS_KEY bytes at most, and
@@ -48,10 +48,37 @@ rl_redis_key(const RlKey *key, char *name)
 	return n;
 }
 
-static void
-append_text(RlCommand *command, const char *text)
+/*
+ * Reads the part of a name that is between the braces into a buffer of RL_MAX_KEY
+ * bytes, and sets *len.  Returns false if it is not the name of a key.
+ */
+bool
+rl_redis_read_key(const char *name, int name_len, char *key, int *len)
 {
-	rl_command_arg(command, text, strlen(text));
+	int			n = 0;
+
+	for (int i = 0; i < name_len; i++)
+	{
+		char		c = name[i];
+
+		if (n == RL_MAX_KEY || c == '{' || c == '}')
+			return false;
+		if (c == '%')
+		{
+			const char *code = name + i + 1;
+
+			if (name_len - i < 3)
+				return false;
+			c = memcmp(code, "25", 2) == 0 ? '%' : memcmp(code, "7B", 2) == 0 ? '{' :
+				memcmp(code, "7D", 2) == 0 ? '}' : '\0';
+			if (c == '\0')
+				return false;
+			i += 2;
+		}
+		key[n++] = c;
+	}
+	*len = n;
+	return n > 0 && pg_encoding_verifymbstr(PG_UTF8, key, n) == n;
 }
 
 /* Appends the hash and ARGV[1], which each script has: the time if a test sets it. */
@@ -62,38 +89,15 @@ append_key(RlCommand *command, const RlKey *key)
 
 	rl_command_number(command, 1);
 	rl_command_arg(command, name, rl_redis_key(key, name));
-	append_text(command, rl_debug_now);
-}
-
-/* Writes the limit's state tag as a field's name, and returns its length. */
-static int
-limit_tag(const RlLimit *limit, char *tag)
-{
-	const char *name = rl_algorithm(limit)->name;
-	int			n = strlen(name);
-
-	memcpy(tag, name, n);
-	tag[n++] = ':';
-	n += pg_lltoa(limit->period, tag + n);
-	if (limit->step > 0)
-	{
-		tag[n++] = ':';
-		n += pg_lltoa(limit->step, tag + n);
-	}
-	if (limit->from_first)
-	{
-		memcpy(tag + n, ":first", 6);
-		n += 6;
-	}
-	return n;
+	rl_command_text(command, rl_debug_now);
 }
 
 static void
 append_tag(RlCommand *command, const RlLimit *limit)
 {
-	char		tag[MAX_TAG];
+	char		name[RL_MAX_STATE_NAME];
 
-	rl_command_arg(command, tag, limit_tag(limit, tag));
+	rl_command_arg(command, name, rl_state_name(limit, name));
 }
 
 /* Appends the numbers that the algorithm's script reads; with look, it charges 0. */
@@ -123,23 +127,13 @@ append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace)
 	bool		possible = quota <= limit->capacity;
 	bool		ban = trace && possible && limit->ban > 0;
 
-	append_text(command, rl_algorithm(limit)->name);
+	rl_command_text(command, rl_algorithm(limit)->name);
 	append_tag(command, limit);
 	rl_command_number(command, limit->period);
 	append_numbers(command, limit, quota, false);
-	append_text(command, trace && possible && limit->count_denied ? "1" : "");
+	rl_command_text(command, trace && possible && limit->count_denied ? "1" : "");
 	rl_command_number(command, ban ? limit->ban : 0);
 	rl_command_number(command, ban ? limit->ban_after : 0);
-}
-
-/* Closes the connection, sets the error, and returns false. */
-static bool
-wrong_reply(RlError *error)
-{
-	rl_redis_drop_connection();
-	rl_error_set(error, ERRCODE_STORE_FAILED,
-				 "unexpected reply from Redis: it does not answer the script");
-	return false;
 }
 
 /* The reply of a script that take_script returns */
@@ -231,7 +225,7 @@ append_take(RlCommand *command, const RlAction *action)
 		append_numbers(command, &limits->limit[0], quota, how == RL_PEEK);
 		return;
 	}
-	append_text(command, how == RL_PEEK ? "0" : "1");
+	rl_command_text(command, how == RL_PEEK ? "0" : "1");
 	rl_command_number(command, quota);
 	for (int i = 0; i < limits->n; i++)
 		append_limit(command, &limits->limit[i], quota, how != RL_TRY);
@@ -300,14 +294,14 @@ read_take(const RlAction *action, const RlReply *reply, RlDecision *decisions, i
 	if (!(acts_alone(limits) ? read_alone(&limits->limit[0], quota, how, reply, &reported, &take) :
 		  read_check(limits, how, reply, &take)) ||
 		!read_decisions(limits, quota, how, &take, decisions))
-		return wrong_reply(error);
+		return rl_wrong_reply(error);
 	*at = take.at;
 
 	/* The script charged the action or not; the figures must say the same. */
 	for (int i = 0; i < limits->n; i++)
 		allowed &= decisions[i].allowed;
 	if (take.verdict <= 0 && allowed != (take.verdict == 0))
-		return wrong_reply(error);
+		return rl_wrong_reply(error);
 
 	if (take.verdict > 0)
 		rl_apply_ban(decisions, limits->n, Min(take.verdict, RL_MAX_WAIT), true);
@@ -392,7 +386,7 @@ read_count(const RlReply *reply, int64 *count, RlError *error)
 {
 	if (reply->kind != RL_REPLY_NUMBERS || reply->is_array || reply->nvalues != 1 ||
 		reply->values[0] < 0)
-		return wrong_reply(error);
+		return rl_wrong_reply(error);
 	*count = reply->values[0];
 	return true;
 }
@@ -403,7 +397,7 @@ read_done(const RlReply *reply, RlError *error)
 {
 	int64		count;
 
-	return read_count(reply, &count, error) && (count == 1 || wrong_reply(error));
+	return read_count(reply, &count, error) && (count == 1 || rl_wrong_reply(error));
 }
 
 static bool
@@ -413,7 +407,7 @@ redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *err
 	RlReply		reply;
 
 	append_key(command, key);
-	append_text(command, "");
+	rl_command_text(command, "");
 	rl_command_number(command, quota);
 	for (int i = 0; i < limits->n; i++)
 		append_limit(command, &limits->limit[i], quota, false);
@@ -441,7 +435,7 @@ redis_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *erro
 
 	if (limits == NULL)
 	{
-		append_text(command, "UNLINK");
+		rl_command_text(command, "UNLINK");
 		rl_command_arg(command, name, rl_redis_key(key, name));
 		return rl_redis_command(command, &reply, error) && read_found(&reply, found, error);
 	}
@@ -449,7 +443,7 @@ redis_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *erro
 	for (int i = 0; i < limits->n; i++)
 	{
 		append_tag(command, &limits->limit[i]);
-		append_text(command, rl_algorithm(&limits->limit[i])->has_logs ? "1" : "");
+		rl_command_text(command, rl_algorithm(&limits->limit[i])->has_logs ? "1" : "");
 	}
 	return rl_redis_script(&rl_reset_script, command, &reply, error) &&
 		read_found(&reply, found, error);
@@ -462,7 +456,7 @@ redis_ban(const RlKey *key, int64 duration, RlError *error)
 	RlReply		reply;
 
 	append_key(command, key);
-	append_text(command, "");
+	rl_command_text(command, "");
 	rl_command_number(command, duration);
 	return rl_redis_script(&rl_ban_script, command, &reply, error) && read_done(&reply, error);
 }
@@ -474,9 +468,9 @@ redis_unban(const RlKey *key, bool *found, RlError *error)
 	char		name[RL_MAX_REDIS_KEY];
 	RlReply		reply;
 
-	append_text(command, "HDEL");
+	rl_command_text(command, "HDEL");
 	rl_command_arg(command, name, rl_redis_key(key, name));
-	append_text(command, "ban");
+	rl_command_text(command, "ban");
 	return rl_redis_command(command, &reply, error) && read_found(&reply, found, error);
 }
 
@@ -513,8 +507,8 @@ append_refund_call(RlCommand *command, int i, void *arg)
 	call->outcome = RL_REFUND_SENT;
 	rl_command_number(command, 1);
 	rl_command_arg(command, call->redis_key, call->redis_key_len);
-	append_text(command, rl_debug_now);
-	append_text(command, "");
+	rl_command_text(command, rl_debug_now);
+	rl_command_text(command, "");
 	rl_command_number(command, 0);
 	for (int j = 0; j < call->n; j++)
 	{
@@ -586,7 +580,7 @@ rl_redis_version(char *version, Size size, RlError *error)
 	if (!rl_redis_script(&rl_version_script, command, &reply, error))
 		return false;
 	if (reply.kind != RL_REPLY_NUMBERS || reply.nvalues != 2)
-		return wrong_reply(error);
+		return rl_wrong_reply(error);
 	number = reply.values[1] & 0xffffff;
 	snprintf(version, size, "%s %d.%d.%d", reply.values[0] == 1 ? "Valkey" : "Redis",
 			 number >> 16, (number >> 8) & 0xff, number & 0xff);

@@ -17,14 +17,15 @@
 #include "refusal.h"
 #include "shared/denial_cache.h"
 #include "sql/arguments.h"
+#include "sql/functions.h"
 #include "transaction.h"
 
 /*
  * Returns the store in which a function looks or repairs, after the refunds that are
- * due to it.  Raises an error if they fail.
+ * due to it.  Raises an error if it lacks shared memory, or if Redis fails.
  */
-static const RlStore *
-asked_store(void)
+const RlStore *
+rl_asked_store(void)
 {
 	const RlStore *store = rl_require_store();
 	RlError		error;
@@ -277,7 +278,7 @@ rl_peek(PG_FUNCTION_ARGS)
 	RlAnswer	answer = {0};
 	RlError		error;
 
-	if (!asked_store()->take(&action, each, &answer, &error))
+	if (!rl_asked_store()->take(&action, each, &answer, &error))
 		rl_raise(&error);
 	return_decisions(fcinfo, action.limits, each);
 	return (Datum) 0;
@@ -314,7 +315,7 @@ rl_refund(PG_FUNCTION_ARGS)
 	rl_denial_delete(&key);
 	for (int i = 0; i < limits->n; i++)
 		left[i] = rl_grants_refund(&key, &limits->limit[i], quota, rl_store()->is_local);
-	store = asked_store();
+	store = rl_asked_store();
 	for (int i = 0; i < limits->n; i++)
 	{
 		RlLimits	same = {.n = 0};
@@ -341,7 +342,7 @@ reset(const RlKey *key, const RlLimits *limits)
 
 	rl_denial_delete(key);
 	rl_grants_forget(key, limits, rl_store()->is_local);
-	end_repair(key, asked_store()->reset(key, limits, &found, &error), &error);
+	end_repair(key, rl_asked_store()->reset(key, limits, &found, &error), &error);
 	PG_RETURN_BOOL(found);
 }
 
@@ -373,7 +374,7 @@ rl_ban(PG_FUNCTION_ARGS)
 	RlError		error;
 
 	rl_denial_delete(&key);
-	end_repair(&key, asked_store()->ban(&key, duration, &error), &error);
+	end_repair(&key, rl_asked_store()->ban(&key, duration, &error), &error);
 	PG_RETURN_VOID();
 }
 
@@ -386,6 +387,6 @@ rl_unban(PG_FUNCTION_ARGS)
 	RlError		error;
 
 	rl_denial_delete(&key);
-	end_repair(&key, asked_store()->unban(&key, &found, &error), &error);
+	end_repair(&key, rl_asked_store()->unban(&key, &found, &error), &error);
 	PG_RETURN_BOOL(found);
 }

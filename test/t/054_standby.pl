@@ -87,6 +87,8 @@ my %calls = (
 	'rl_reset'          => q{SELECT rl_reset('f', '5/1h') AND rl_reset('f')},
 	'rl_key'            => q{SELECT rl_key('a', 1) = 'a:1'},
 	'rl_headers'        => q{SELECT rl_headers('n', '5/1h', rl_check('f', '5/1h', 0)) IS NOT NULL},
+	'rl_bans'           => q{SELECT count(*) >= 0 FROM rl_bans()},
+	'rl_inspect'        => q{SELECT count(*) > 0 FROM rl_inspect('f')},
 	'rl_simulate'       => q{SELECT bool_and((d).allowed) FROM (SELECT rl_simulate('5/1h', now()) OVER () AS d) s},
 	'rl_status'         => q{SELECT connected FROM rl_status()},
 	'rl_stat'           => q{SELECT count(*) > 0 FROM rl_stat()},

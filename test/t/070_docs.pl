@@ -150,7 +150,7 @@ sub same
 $node->safe_psql('postgres', 'ALTER SYSTEM RESET ALL');
 my ($procs, $classes, $type_members) = map { '(' . members($_) . ')' } qw(pg_proc pg_class pg_type);
 my $functions = rows(qq{SELECT proname || '(' || regexp_replace(regexp_replace(regexp_replace(pg_get_function_arguments(p.oid),
-		',? ?OUT [^,]*', '', 'g'), ' DEFAULT (\\w+)(::[^,]*)?', '=\\1', 'g'), '\\m(?!VARIADIC )(\\w+) [^=,]+(,|=|\$)', '\\1\\2', 'g') || ')'
+		',? ?OUT [^,]*', '', 'g'), ' DEFAULT ([^,:]+)(::[^,]*)?', '=\\1', 'g'), '\\m(?!VARIADIC )(\\w+) [^=,]+(,|=|\$)', '\\1\\2', 'g') || ')'
 	FROM pg_proc p WHERE proname !~ '^rl_limits_' AND prorettype <> 'trigger'::regtype
 		AND to_regclass(proname) IS NULL AND oid IN $procs});
 same([ map { /^(rl_\w+\(.*\))$/ ? $1 =~ s/ = /=/gr : () } keys %section ], $functions, 'reference.md: functions and their arguments');

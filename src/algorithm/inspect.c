@@ -1,0 +1,65 @@
+/*
+ * inspect.c
+ *		What a state tells without the numbers of its limit.
+ */
+#include "postgres.h"
+
+#include "utils/builtins.h"
+
+#include "algorithm/inspect.h"
+
+/*
+ * Writes the limit's state tag as text, which is also the name of the state's field
+ * in Redis, into a buffer of RL_MAX_STATE_NAME bytes.  Returns its length.
+ */
+int
+rl_state_name(const RlLimit *limit, char *name)
+{
+	int			n = strlen(rl_algorithm(limit)->name);
+
+	memcpy(name, rl_algorithm(limit)->name, n);
+	name[n++] = ':';
+	n += pg_lltoa(limit->period, name + n);
+	if (limit->step > 0)
+	{
+		name[n++] = ':';
+		n += pg_lltoa(limit->step, name + n);
+	}
+	if (limit->from_first)
+	{
+		memcpy(name + n, ":first", 6);
+		n += 6;
+	}
+	name[n] = '\0';
+	return n;
+}
+
+/*
+ * Sets the units in use and the end of a state.  Of the limit only the members of
+ * the state tag are set.  Returns false if the state is as if it had never been used.
+ */
+bool
+rl_state_inspect(const RlLimit *limit, const RlState *state, const RlPool *pool, int64 now,
+				 int64 *used, int64 *until)
+{
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
+
+	*used = *until = RL_UNKNOWN;
+	if (algorithm->is_empty(state))
+		return false;
+	if (algorithm->refills)
+	{
+		if (now < state->start + limit->period)
+			*used = state->charged;
+		return state->charged > 0;
+	}
+	*until = algorithm->end(limit, state, pool);
+	if (algorithm->next_free != NULL)
+	{
+		RlView		view;
+
+		algorithm->load(limit, state, pool, now, &view);
+		*used = view.charged + view.refused;
+	}
+	return *until > now;
+}

@@ -1,0 +1,31 @@
+/*
+ * inspect.h
+ *		What a store keeps of a key, for rl_inspect and rl_bans.
+ */
+#ifndef INSPECT_H
+#define INSPECT_H
+
+#include "algorithm/algorithm.h"
+
+#define RL_MAX_STATE_NAME	80	/* bytes, with the terminator */
+#define RL_MAX_RAW			256 /* bytes of a state's value that are shown */
+
+/* A state, its refusals, or a ban. */
+typedef struct RlKept
+{
+	const char *name;			/* of the state; of bans, the key */
+	int			name_len;
+	int64		used;			/* or RL_UNKNOWN */
+	int64		until;			/* microseconds since 1970, or RL_UNKNOWN */
+	const char *raw;			/* its value; of bans, NULL */
+	int			raw_len;
+} RlKept;
+
+/* Gets one of them; may throw. */
+typedef void (*RlKeptFound) (const RlKept *kept, void *arg);
+
+extern int	rl_state_name(const RlLimit *limit, char *name);
+extern bool rl_state_inspect(const RlLimit *limit, const RlState *state, const RlPool *pool,
+							 int64 now, int64 *used, int64 *until);
+
+#endif							/* INSPECT_H */

@@ -1,0 +1,80 @@
+-- Returns the states of the key, and its ban, as one string. It begins with
+-- "<bytes>:<state>": ARGV[2] of the call that goes on after this state, or "0:" if
+-- these are all. Then it has for each state, by name:
+-- "<used> <end> <bytes>:<state><bytes>:<raw>". "-" is what the state does not say. A
+-- state that is as if it had never been used is left out. ARGV[2] is empty at first.
+--
+-- A state's name is its tag, or "ban", or "<tag>:refused" for the refusals that a ban
+-- counts. The chunks of logs are not read, except where a log begins.
+
+local MOST_FIELDS, LONGEST, LONGEST_RAW = 4096, 30000, 256
+
+-- Returns a limit for a state's tag, or nil if it is none. Its refill is not known.
+local function limit_of(tag)
+  local name, period, rest = string.match(tag, '^([%l_]+):(%d+)(.*)$')
+  local step = string.match(rest or '', '^:(%d+)$')
+  if not algorithms[name] or (step ~= nil) ~= (name == 'sliding_window') or not (step or rest == '' or rest == ':first') then
+    return nil
+  end
+  return setmetatable({tag = tag, period = tonumber(period), step = tonumber(step), from_first = rest == ':first', refill = 0},
+    algorithms[name])
+end
+
+-- Returns the units in use, the end, and the value of a state.
+local function describe(state)
+  local refusals = string.match(state, '^(.*):refused$')
+  local values = redis.call('HMGET', hash, state, state .. ':denied')
+  local value = values[1] or values[2]
+  if state == 'ban' then
+    return nil, tonumber(value) or 0, value
+  elseif refusals then
+    local since, count = pair(value)
+    return count, since + limit_of(refusals).period, value
+  end
+  local l = limit_of(state)
+  l:load(values[1], values[2])
+  if l.used == 0 then
+    return 0, now, value
+  elseif l.fits then
+    return nil, now + l.us + (l.ns > 0 and 1 or 0), value
+  elseif l.anchor then
+    return now < pair(value) + l.period and l.used or nil, nil, value
+  end
+  return l.used, now + l:reset(), value
+end
+
+local fields = redis.call('HLEN', hash)
+if fields > MOST_FIELDS then
+  return redis.error_reply(string.format('ERR the hash has %.0f fields, and rl_inspect reads at most %.0f', fields, MOST_FIELDS))
+end
+local states, known = {}, {}
+for _, field in ipairs(redis.call('HKEYS', hash)) do
+  -- Not for chunks and indexes of logs, which are most fields of a long log.
+  if not string.find(field, '^sliding_log:%d+:.*[%ds]$') then
+    local state = string.match(field, '^(.*):denied$') or field
+    if not known[state] and (state == 'ban' or limit_of(string.match(state, '^(.*):refused$') or state)) then
+      known[state] = true
+      states[#states + 1] = state
+    end
+  end
+end
+table.sort(states)
+
+local out, size, last, more = {}, 0, '', ''
+for _, state in ipairs(states) do
+  if state > ARGV[2] then
+    local used, ends, value = describe(state)
+    if not ends or ends > now then
+      local raw = string.sub(value, 1, LONGEST_RAW)
+      local row = (used and string.format('%.0f', used) or '-') .. ' ' .. (ends and string.format('%.0f', ends) or '-') ..
+        string.format(' %.0f:', #state) .. state .. string.format('%.0f:', #raw) .. raw
+      if size + #row > LONGEST then
+        more = last
+        break
+      end
+      out[#out + 1], size = row, size + #row
+    end
+    last = state
+  end
+end
+return string.format('%.0f:', #more) .. more .. table.concat(out)

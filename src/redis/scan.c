@@ -1,0 +1,276 @@
+/*
+ * scan.c
+ *		What Redis keeps: the bans of all keys, and the states of one key.
+ *
+ * The bans are read by SCAN, in many calls that each read a bounded part of a
+ * server's keys.  The cursor that a part ends with is of use on this server only,
+ * and only while it runs.  So all parts are read over one connection, and if it is
+ * lost, the function fails.
+ *
+ * A ban that is in force during all of the time is found, unless its slot moves to
+ * a node that has been read already.
+ */
+#include "postgres.h"
+
+#include "miscadmin.h"
+
+#include "error.h"
+#include "redis/redis.h"
+#include "redis/route.h"
+#include "redis/scripts.h"
+
+#define MAX_CURSOR			24	/* bytes, with the terminator */
+#define BANS_NEED			"+scan and +cluster|shards"
+#define INSPECT_NEEDS		"+hkeys"
+
+/* The rest of a text that a script has returned. */
+typedef struct Text
+{
+	const char *data;
+	int			len;
+} Text;
+
+/* Reads a number that is not negative, or "-", and the byte that follows it. */
+static bool
+read_number(Text *text, char end, int64 *number)
+{
+	int			n = 0;
+
+	*number = 0;
+	while (n < text->len && n < 18 && text->data[n] >= '0' && text->data[n] <= '9')
+		*number = *number * 10 + (text->data[n++] - '0');
+	if (n == 0 && text->len > 0 && text->data[0] == '-')
+	{
+		*number = RL_UNKNOWN;
+		n++;
+	}
+	if (n == 0 || n == text->len || text->data[n] != end)
+		return false;
+	text->data += n + 1;
+	text->len -= n + 1;
+	return true;
+}
+
+/* Reads "<bytes>:" and so many bytes. */
+static bool
+read_bytes(Text *text, const char **data, int *len)
+{
+	int64		n;
+
+	if (!read_number(text, ':', &n) || n < 0 || n > text->len)
+		return false;
+	*data = text->data;
+	*len = n;
+	text->data += n;
+	text->len -= n;
+	return true;
+}
+
+/*
+ * Runs a script that returns a text.  Returns false with the error set; if the user
+ * in Redis lacks a privilege, the detail names those beyond the smallest rule.
+ */
+static bool
+run(RlScript *script, RlCommand *command, const char *privileges, Text *text, RlError *error)
+{
+	RlReply		reply;
+
+	if (!rl_redis_script(script, command, &reply, error))
+	{
+		/* As Redis 7.0 and later versions say it. */
+		if (strstr(error->message, "can't run this command") || strstr(error->message, "permission"))
+			rl_error_detail(error, "%s The user in Redis needs %s.", pstrdup(error->detail), privileges);
+		return false;
+	}
+	if (reply.kind != RL_REPLY_TEXT)
+		return rl_wrong_reply(error);
+	*text = (Text) {reply.data, reply.len};
+	return true;
+}
+
+/*
+ * Bans
+ */
+
+/* Appends the pattern of the names of all keys, for SCAN. */
+static void
+append_pattern(RlCommand *command)
+{
+	char		pattern[2 * RL_MAX_PREFIX + 4];
+	int			n = 0;
+
+	for (const char *c = rl_key_prefix; *c != '\0'; c++)
+	{
+		if (strchr("*?[]\\", *c) != NULL)
+			pattern[n++] = '\\';
+		pattern[n++] = *c;
+	}
+	memcpy(pattern + n, "{*}", 3);
+	rl_command_arg(command, pattern, n + 3);
+}
+
+/* Reads a part of the bans at one server, and sets the cursor for the next part. */
+static bool
+read_part(Text *text, char *cursor, RlKeptFound found, void *arg)
+{
+	const char *data;
+	int			len;
+
+	if (!read_bytes(text, &data, &len) || len == 0 || len >= MAX_CURSOR)
+		return false;
+	memcpy(cursor, data, len);
+	cursor[len] = '\0';
+	if (strspn(cursor, "0123456789") != (size_t) len)
+		return false;
+	while (text->len > 0)
+	{
+		char		key[RL_MAX_KEY];
+		RlKept		kept = {.name = key,.used = RL_UNKNOWN};
+
+		if (!read_number(text, ' ', &kept.until) || !read_bytes(text, &data, &len))
+			return false;
+		if (kept.until != RL_UNKNOWN && rl_redis_read_key(data, len, key, &kept.name_len))
+			found(&kept, arg);
+	}
+	return true;
+}
+
+/* Finds the bans at one server; outside of a Cluster, it has answered the last call. */
+static bool
+scan_server(RlNode *node, bool in_cluster, RlKeptFound found, void *arg, RlError *error)
+{
+	char		cursor[MAX_CURSOR] = "0";
+	bool		resumes = !in_cluster;
+
+	do
+	{
+		RlCommand  *command = rl_command_start();
+		Text		text;
+
+		CHECK_FOR_INTERRUPTS();
+		command->node = node;
+		command->asking = in_cluster;
+		command->resumes = resumes;
+		rl_command_number(command, 0);
+		rl_command_text(command, rl_debug_now);
+		rl_command_text(command, cursor);
+		append_pattern(command);
+		rl_command_number(command, strlen(rl_key_prefix) + 1);
+		if (!run(&rl_bans_script, command, BANS_NEED, &text, error))
+			return false;
+		if (!read_part(&text, cursor, found, arg))
+			return rl_wrong_reply(error);
+		resumes = true;
+	} while (strcmp(cursor, "0") != 0);
+	return true;
+}
+
+/* Reads a master of a Cluster, as the server at an address names it. */
+static RlNode *
+read_master(Text *masters, const RlAddress *asked)
+{
+	int64		port;
+	int64		tls_port;
+	const char *host;
+	int			len;
+
+	if (!read_number(masters, ' ', &port) || !read_number(masters, ' ', &tls_port) ||
+		!read_bytes(masters, &host, &len))
+		return NULL;
+	if (asked->tls ? tls_port > 0 : port == 0)
+		port = tls_port;
+	return rl_route_named(psprintf("%.*s:%lld", len, host, (long long) port), asked);
+}
+
+/*
+ * Calls found() for each ban in force of a key with ratelimit.key_prefix; a ban may
+ * be found more than once.  Returns false with the error set if a server fails.
+ */
+bool
+rl_redis_bans(RlKeptFound found, void *arg, RlError *error)
+{
+	RlCommand  *command = rl_command_start();
+	RlAddress	asked;
+	Text		masters;
+
+	rl_command_number(command, 0);
+	if (!run(&rl_masters_script, command, BANS_NEED, &masters, error))
+		return false;
+	if (masters.len == 0)
+		return scan_server(rl_node_in_use(), false, found, arg, error);
+
+	asked = rl_node_in_use()->address;
+	/* The next reply replaces the text. */
+	masters.data = memcpy(palloc(masters.len), masters.data, masters.len);
+	while (masters.len > 0)
+	{
+		RlNode	   *master = read_master(&masters, &asked);
+
+		if (master == NULL)
+			return rl_wrong_reply(error);
+		if (!scan_server(master, true, found, arg, error))
+			return false;
+	}
+	return true;
+}
+
+/*
+ * States of a key
+ */
+
+/* Returns true if all bytes are printable ASCII. */
+static bool
+is_printable(const char *data, int len)
+{
+	for (int i = 0; i < len; i++)
+		if (data[i] < ' ' || data[i] > '~')
+			return false;
+	return true;
+}
+
+/*
+ * Calls found() for each state of the key, and for its ban.  Returns false with the
+ * error set if the store fails.
+ */
+bool
+rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlError *error)
+{
+	char		last[RL_MAX_STATE_NAME] = "";
+	char		more[RL_MAX_STATE_NAME] = "";
+
+	do
+	{
+		RlCommand  *command = rl_command_start();
+		char		name[RL_MAX_REDIS_KEY];
+		Text		text;
+		const char *data;
+		int			len;
+
+		rl_command_number(command, 1);
+		rl_command_arg(command, name, rl_redis_key(key, name));
+		rl_command_text(command, rl_debug_now);
+		rl_command_text(command, more);
+		if (!run(&rl_inspect_script, command, INSPECT_NEEDS, &text, error))
+			return false;
+		if (!read_bytes(&text, &data, &len) || len >= RL_MAX_STATE_NAME || !is_printable(data, len))
+			return rl_wrong_reply(error);
+		strcpy(last, more);
+		memcpy(more, data, len);
+		more[len] = '\0';
+		/* The states come by name, so that this ends. */
+		if (len > 0 && strcmp(more, last) <= 0)
+			return rl_wrong_reply(error);
+		while (text.len > 0)
+		{
+			RlKept		kept;
+
+			if (!read_number(&text, ' ', &kept.used) || !read_number(&text, ' ', &kept.until) ||
+				!read_bytes(&text, &kept.name, &kept.name_len) ||
+				!read_bytes(&text, &kept.raw, &kept.raw_len) ||
+				!is_printable(kept.name, kept.name_len) || !is_printable(kept.raw, kept.raw_len))
+				return rl_wrong_reply(error);
+			found(&kept, arg);
+		}
+	} while (more[0] != '\0');
+	return true;
+}

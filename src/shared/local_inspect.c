@@ -1,0 +1,197 @@
+/*
+ * local_inspect.c
+ *		What the local store keeps: the bans of all keys, and the states of one
+ *		key.
+ *
+ * A partition is locked, shared, while a bounded number of its cells is copied.
+ */
+#include "postgres.h"
+
+#include "lib/stringinfo.h"
+#include "miscadmin.h"
+
+#include "shared/cells.h"
+#include "shared/local_store.h"
+
+/* A ban as it is copied, ahead of its key. */
+typedef struct Ban
+{
+	RlKeyHash	key_hash;
+	int64		until;
+	int			len;
+} Ban;
+
+/* Copies a ban.  Its partition is locked. */
+static void
+copy_ban(const RlCells *view, const RlCell *cell, StringInfo out)
+{
+	Ban			ban = {cell->key_hash, cell->start, cell->key_len};
+
+	appendBinaryStringInfo(out, (char *) &ban, sizeof(ban));
+	for (int left = ban.len;; cell = rl_cell_at(view, cell->rest))
+	{
+		appendBinaryStringInfo(out, cell->key, Min(left, RL_CELL_TEXT));
+		left -= RL_CELL_TEXT;
+		if (left <= 0)
+			break;
+	}
+}
+
+/*
+ * Calls found() for each ban in force of a key with the settings redis_url and
+ * key_prefix as they are.  Needs shared memory.
+ */
+void
+rl_local_bans(RlKeptFound found, void *arg)
+{
+	StringInfoData copies;
+
+	initStringInfo(&copies);
+	for (int slice = 0; slice < rl_cells_slices(); slice++)
+	{
+		RlCells		view = {0};
+		const uint32 *end = rl_cells_lock_slice(&view, slice);
+
+		resetStringInfo(&copies);
+		for (; view.bucket < end; view.bucket++)
+			for (uint32 c = *view.bucket; c != RL_NO_CELL; c = rl_cell_at(&view, c)->next)
+				if (rl_cell_is_of(rl_cell_at(&view, c), NULL) && rl_cell_at(&view, c)->start > view.now)
+					copy_ban(&view, rl_cell_at(&view, c), &copies);
+		rl_cells_unlock(&view);
+		CHECK_FOR_INTERRUPTS();
+
+		while (copies.cursor < copies.len)
+		{
+			Ban			ban;
+			RlKey		key;
+			RlKept		kept = {.used = RL_UNKNOWN};
+
+			memcpy(&ban, copies.data + copies.cursor, sizeof(ban));
+			key.data = kept.name = copies.data + copies.cursor + sizeof(ban);
+			key.len = kept.name_len = ban.len;
+			kept.until = ban.until;
+			copies.cursor += sizeof(ban) + ban.len;
+			if (rl_same_key_hash(rl_key_hash(&key), ban.key_hash))
+				found(&kept, arg);
+		}
+	}
+	pfree(copies.data);
+}
+
+/* What is copied of a state. */
+typedef struct Copy
+{
+	RlLimit		limit;			/* only the members of the state tag */
+	bool		is_kept;		/* the state is not as if it had never been used */
+	int64		used;
+	int64		until;
+	RlState		state;			/* without its logs */
+} Copy;
+
+/* Copies a state or, with algorithm RL_BAN_CELL, a ban.  Its partition is locked. */
+static void
+copy_state(const RlCells *view, uint32 c, Copy *copy)
+{
+	const RlCell *cell = rl_cell_at(view, c);
+
+	memset(copy, 0, sizeof(*copy));
+	copy->limit.algorithm = cell->tag.algorithm;
+	copy->limit.period = cell->tag.period;
+	copy->limit.step = cell->tag.step;
+	copy->limit.from_first = cell->tag.from_first;
+	if (rl_cell_is_of(cell, NULL))
+	{
+		copy->used = RL_UNKNOWN;
+		copy->until = cell->start;
+		copy->is_kept = cell->start > view->now;
+		return;
+	}
+	rl_cell_load(cell, &copy->state);
+	copy->is_kept = rl_state_inspect(&copy->limit, &copy->state, &view->pool, view->now,
+									 &copy->used, &copy->until);
+	if (copy->state.ban_count > 0 && copy->state.ban_since + copy->limit.period <= view->now)
+		copy->state.ban_count = 0;
+}
+
+/* Writes a state's value as Redis keeps it, but without the entries of its logs. */
+static void
+write_raw(const Copy *copy, char *raw)
+{
+	const RlState *state = &copy->state;
+	const RlAlgorithm *algorithm = rl_algorithm(&copy->limit);
+	int			n = 0;
+
+	if (algorithm->skip == NULL)
+		n = snprintf(raw, RL_MAX_RAW, "%lld", (long long) state->start);
+	if (algorithm->skip == NULL && algorithm->next_free != NULL)
+		raw[n++] = ' ';
+	if (algorithm->next_free != NULL)
+		n += snprintf(raw + n, RL_MAX_RAW - n, "%lld", (long long) state->charged);
+	if (state->refused > 0)
+		snprintf(raw + n, RL_MAX_RAW - n, "%c%lld", algorithm->skip == NULL ? ' ' : ':',
+				 (long long) state->refused);
+}
+
+/* Finds a copied state, and the refusals in it. */
+static void
+report(const Copy *copy, RlKeptFound found, void *arg)
+{
+	char		name[RL_MAX_STATE_NAME] = "ban";
+	char		raw[RL_MAX_RAW];
+	RlKept		kept = {.name = name,.raw = raw};
+	bool		is_ban = copy->limit.algorithm == (RlAlgorithmId) RL_BAN_CELL;
+
+	if (!is_ban)
+		rl_state_name(&copy->limit, name);
+	if (copy->is_kept)
+	{
+		if (is_ban)
+			snprintf(raw, sizeof(raw), "%lld", (long long) copy->until);
+		else
+			write_raw(copy, raw);
+		kept.name_len = strlen(name);
+		kept.raw_len = strlen(raw);
+		kept.used = copy->used;
+		kept.until = copy->until;
+		found(&kept, arg);
+	}
+	if (copy->state.ban_count > 0)
+	{
+		strlcat(name, ":refused", sizeof(name));
+		kept.name_len = strlen(name);
+		kept.raw_len = snprintf(raw, sizeof(raw), "%lld %lld", (long long) copy->state.ban_since,
+								(long long) copy->state.ban_count);
+		kept.used = copy->state.ban_count;
+		kept.until = copy->state.ban_since + copy->limit.period;
+		found(&kept, arg);
+	}
+}
+
+/* Calls found() for each state of the key, and for its ban.  Needs shared memory. */
+void
+rl_local_inspect(const RlKey *key, RlKeptFound found, void *arg)
+{
+	RlCells		view = {.key_hash = rl_key_hash(key)};
+	StringInfoData copies;
+
+	initStringInfo(&copies);
+	rl_cells_lock(&view, LW_SHARED);
+	for (uint32 c = *view.bucket; c != RL_NO_CELL; c = rl_cell_at(&view, c)->next)
+	{
+		Copy		copy;
+
+		if (!rl_same_key_hash(rl_cell_at(&view, c)->key_hash, view.key_hash))
+			continue;
+		copy_state(&view, c, &copy);
+		appendBinaryStringInfo(&copies, (char *) &copy, sizeof(copy));
+	}
+	rl_cells_unlock(&view);
+	for (; copies.cursor < copies.len; copies.cursor += sizeof(Copy))
+	{
+		Copy		copy;
+
+		memcpy(&copy, copies.data + copies.cursor, sizeof(copy));
+		report(&copy, found, arg);
+	}
+	pfree(copies.data);
+}

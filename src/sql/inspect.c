@@ -1,0 +1,260 @@
+/*
+ * inspect.c
+ *		rl_bans(): which keys are banned; rl_inspect(): what is stored of a key.
+ */
+#include "postgres.h"
+
+#include "catalog/pg_collation.h"
+#include "catalog/pg_type.h"
+#include "executor/tuptable.h"
+#include "funcapi.h"
+#include "mb/pg_wchar.h"
+#include "miscadmin.h"
+#include "utils/builtins.h"
+#include "utils/memutils.h"
+#include "utils/timestamp.h"
+#include "utils/tuplesort.h"
+#include "utils/typcache.h"
+
+#include "error.h"
+#include "redis/redis.h"
+#include "shared/local_store.h"
+#include "sql/arguments.h"
+#include "sql/functions.h"
+
+#define INSPECT_COLUMNS		4
+
+/* Sets a column to a time in microseconds since 1970; NULL if there is no such time. */
+static void
+set_time(Datum *value, bool *isnull, int64 us)
+{
+	TimestampTz time = us - RL_UNIX_EPOCH;
+
+	*isnull = us == RL_UNKNOWN || !IS_VALID_TIMESTAMP(time);
+	*value = TimestampTzGetDatum(time);
+}
+
+/*
+ * rl_bans
+ */
+
+/* A pattern, as for LIKE, in UTF-8. */
+typedef struct Pattern
+{
+	const char *data;
+	int			len;
+} Pattern;
+
+static Pattern
+pattern_argument(FunctionCallInfo fcinfo, int n)
+{
+	Pattern		pattern;
+	text	   *value;
+	int			escapes = 0;
+
+	if (PG_ARGISNULL(n))
+		ereport(ERROR,
+				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				 errmsg("pattern must not be null")));
+	value = PG_GETARG_TEXT_PP(n);
+	pattern.len = VARSIZE_ANY_EXHDR(value);
+	pattern.data = pg_server_to_any(VARDATA_ANY(value), pattern.len, PG_UTF8);
+	if (pattern.data != VARDATA_ANY(value))
+		pattern.len = strlen(pattern.data);
+	while (escapes < pattern.len && pattern.data[pattern.len - 1 - escapes] == '\\')
+		escapes++;
+	if (escapes % 2 == 1)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_ESCAPE_SEQUENCE),
+				 errmsg("LIKE pattern must not end with escape character")));
+	return pattern;
+}
+
+/*
+ * Returns true if a key matches the pattern.  It is not core's function, because the
+ * database's encoding may lack characters of the key.
+ */
+static bool
+matches(const char *key, int len, const Pattern *pattern)
+{
+	const char *p = pattern->data;
+	int			at = 0;
+	int			i = 0;
+	int			after_any = -1; /* where the pattern goes on after the last % */
+	int			any_end = 0;	/* where the key goes on after what that % stands for */
+
+	while (i < len)
+	{
+		bool		escaped = at < pattern->len && p[at] == '\\';
+
+		if (at < pattern->len && p[at] == '%')
+		{
+			after_any = ++at;
+			any_end = i;
+		}
+		else if (at < pattern->len && p[at] == '_')
+		{
+			at++;
+			i += pg_utf_mblen((const unsigned char *) key + i);
+		}
+		else if (at < pattern->len && p[at + escaped] == key[i])
+		{
+			at += 1 + escaped;
+			i++;
+		}
+		else if (after_any >= 0)
+		{
+			any_end += pg_utf_mblen((const unsigned char *) key + any_end);
+			i = any_end;
+			at = after_any;
+		}
+		else
+			return false;
+	}
+	while (at < pattern->len && p[at] == '%')
+		at++;
+	return at == pattern->len;
+}
+
+/* The bans that were found: sorted, because a ban may be found more than once. */
+typedef struct Bans
+{
+	Pattern		pattern;
+	Tuplesortstate *sort;		/* of bytea, the key in UTF-8, and timestamptz */
+	TupleTableSlot *slot;
+} Bans;
+
+static void
+add_ban(const RlKept *ban, void *arg)
+{
+	Bans	   *bans = arg;
+	char		key[VARHDRSZ + RL_MAX_KEY];
+	TupleTableSlot *slot = bans->slot;
+
+	if (!matches(ban->name, ban->name_len, &bans->pattern))
+		return;
+	SET_VARSIZE(key, VARHDRSZ + ban->name_len);
+	memcpy(VARDATA(key), ban->name, ban->name_len);
+	ExecClearTuple(slot);
+	slot->tts_values[0] = PointerGetDatum(key);
+	slot->tts_isnull[0] = false;
+	set_time(&slot->tts_values[1], &slot->tts_isnull[1], ban->until);
+	ExecStoreVirtualTuple(slot);
+	tuplesort_puttupleslot(bans->sort, slot);
+}
+
+/* Begins to sort by key and time, in a bounded amount of memory. */
+static void
+begin_sort(Bans *bans)
+{
+	TupleDesc	desc = CreateTemplateTupleDesc(2);
+	AttrNumber	columns[] = {1, 2};
+	Oid			operators[2];
+	Oid			collations[] = {InvalidOid, InvalidOid};
+	bool		nulls_first[] = {false, false};
+
+	TupleDescInitEntry(desc, 1, "key", BYTEAOID, -1, 0);
+	TupleDescInitEntry(desc, 2, "until", TIMESTAMPTZOID, -1, 0);
+	operators[0] = lookup_type_cache(BYTEAOID, TYPECACHE_LT_OPR)->lt_opr;
+	operators[1] = lookup_type_cache(TIMESTAMPTZOID, TYPECACHE_LT_OPR)->lt_opr;
+	bans->sort = tuplesort_begin_heap(desc, 2, columns, operators, collations, nulls_first,
+									  work_mem, NULL, TUPLESORT_NONE);
+	bans->slot = MakeSingleTupleTableSlot(desc, &TTSOpsVirtual);
+}
+
+/* Returns the sorted bans, of each key the one that was found with the latest end. */
+static void
+return_bans(Bans *bans, ReturnSetInfo *result)
+{
+	TupleTableSlot *slot = MakeSingleTupleTableSlot(bans->slot->tts_tupleDescriptor, &TTSOpsMinimalTuple);
+	MemoryContext row = AllocSetContextCreate(CurrentMemoryContext, "rl_bans row", ALLOCSET_SMALL_SIZES);
+	char		key[RL_MAX_KEY];
+	int			len = 0;
+	Datum		values[2];
+	bool		nulls[2] = {false, false};
+	bool		more;
+
+	do
+	{
+		char	   *next = NULL;
+		int			next_len = 0;
+
+		CHECK_FOR_INTERRUPTS();
+		more = tuplesort_gettupleslot(bans->sort, true, false, slot, NULL);
+		if (more)
+		{
+			slot_getallattrs(slot);
+			next = VARDATA_ANY(DatumGetPointer(slot->tts_values[0]));
+			next_len = VARSIZE_ANY_EXHDR(DatumGetPointer(slot->tts_values[0]));
+		}
+		if (len > 0 && (len != next_len || memcmp(key, next, len) != 0))
+		{
+			MemoryContext old = MemoryContextSwitchTo(row);
+
+			values[0] = CStringGetTextDatum(rl_key_shown(key, len));
+			MemoryContextSwitchTo(old);
+			tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
+			MemoryContextReset(row);
+		}
+		if (more)
+		{
+			memcpy(key, next, next_len);
+			len = next_len;
+			values[1] = slot->tts_values[1];
+			nulls[1] = slot->tts_isnull[1];
+		}
+	} while (more);
+}
+
+PG_FUNCTION_INFO_V1(rl_bans);
+Datum
+rl_bans(PG_FUNCTION_ARGS)
+{
+	Bans		bans = {.pattern = pattern_argument(fcinfo, 0)};
+	RlError		error;
+
+	InitMaterializedSRF(fcinfo, 0);
+	begin_sort(&bans);
+	if (rl_asked_store()->is_local)
+		rl_local_bans(add_ban, &bans);
+	else if (!rl_redis_bans(add_ban, &bans, &error))
+		rl_raise(&error);
+	tuplesort_performsort(bans.sort);
+	return_bans(&bans, (ReturnSetInfo *) fcinfo->resultinfo);
+	tuplesort_end(bans.sort);
+	return (Datum) 0;
+}
+
+/*
+ * rl_inspect
+ */
+
+static void
+add_state(const RlKept *kept, void *arg)
+{
+	ReturnSetInfo *result = arg;
+	Datum		values[INSPECT_COLUMNS];
+	bool		nulls[INSPECT_COLUMNS] = {false};
+
+	values[0] = PointerGetDatum(cstring_to_text_with_len(kept->name, kept->name_len));
+	values[1] = Int64GetDatum(kept->used);
+	nulls[1] = kept->used == RL_UNKNOWN;
+	set_time(&values[2], &nulls[2], kept->until);
+	values[3] = PointerGetDatum(cstring_to_text_with_len(kept->raw, kept->raw_len));
+	tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
+}
+
+PG_FUNCTION_INFO_V1(rl_inspect);
+Datum
+rl_inspect(PG_FUNCTION_ARGS)
+{
+	RlKey		key = rl_key_argument(fcinfo, 0);
+	RlError		error;
+
+	InitMaterializedSRF(fcinfo, 0);
+	if (rl_asked_store()->is_local)
+		rl_local_inspect(&key, add_state, fcinfo->resultinfo);
+	else if (!rl_redis_inspect(&key, add_state, fcinfo->resultinfo, &error))
+		rl_raise(&error);
+	return (Datum) 0;
+}

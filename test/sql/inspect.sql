@@ -1,0 +1,111 @@
+-- rl_inspect and rl_bans, which look at what the store keeps.
+
+-- The states of a key, with their ends in seconds after the first of January.
+CREATE FUNCTION states(key text, OUT state text, OUT used bigint, OUT ends numeric, OUT raw text)
+	RETURNS SETOF record LANGUAGE sql AS
+$$ SELECT state, used, round(extract(epoch FROM until) - 1704067200, 6), raw FROM rl_inspect($1) ORDER BY state COLLATE "C" $$;
+CREATE FUNCTION bans(pattern text, OUT key text, OUT ends numeric)
+	RETURNS SETOF record LANGUAGE sql AS
+$$ SELECT key, round(extract(epoch FROM until) - 1704067200, 6) FROM rl_bans($1) ORDER BY key COLLATE "C" $$;
+
+-- A state of each algorithm.
+SELECT at(0);
+SELECT * FROM states('none');
+SELECT allowed FROM rl_check('all', '10/1min, token_bucket 3/1h burst 10, fixed_window 10/1d, fixed_window 10/1d from_first, sliding_window 10/1h, sliding_log 10/1h', 4);
+SELECT state, used, ends FROM states('all');
+SELECT state, raw FROM states('all') WHERE state !~ 'sliding';
+SELECT left(raw, 1) AS used FROM states('all') WHERE state ~ 'sliding';
+-- Later, part of it is as if it had never been used. Without the limit's count, it is
+-- not known what a token bucket has.
+SELECT at(24);
+SELECT state, used, ends FROM states('all');
+SELECT at(3599);
+SELECT allowed FROM rl_check('all', 'sliding_window 10/1h, sliding_log 10/1h', 2);
+SELECT state, used, ends FROM states('all');
+SELECT at(3661);
+SELECT state, used, ends FROM states('all');
+-- Nothing was written.
+SELECT at(0);
+SELECT state, used, ends FROM states('all');
+SELECT rl_refund('all', 'sliding_log 10/1h', 6);
+SELECT state FROM states('all') WHERE state ~ 'log';
+
+-- Refused units are in use too. Refusals that a ban counts have their own row.
+SELECT rl_allow('denied', 'sliding_log 4/1h count_denied', 3) FROM generate_series(1, 2);
+SELECT rl_allow('denied', 'sliding_window 4/1h count_denied', 3) FROM generate_series(1, 2);
+SELECT rl_allow('denied', 'fixed_window 4/1h count_denied', 3) FROM generate_series(1, 2);
+SELECT rl_allow('denied', '1/1min ban 1h after 3') FROM generate_series(1, 3);
+SELECT state, used, ends FROM states('denied');
+SELECT raw FROM states('denied') WHERE state ~ 'fixed|refused';
+SELECT allowed FROM rl_check('denied', '1/1min ban 1h after 3');
+SELECT state, used, ends, raw FROM states('denied') WHERE state ~ 'ban|throttle';
+SELECT at(59.999999);
+SELECT state, used, ends FROM states('denied');
+SELECT at(3600);
+SELECT state, used, ends FROM states('denied');
+-- Refusals without a charge.
+SELECT rl_allow('refused', 'fixed_window 1/1h count_denied ban 1h after 2, sliding_log 3/1h, sliding_window 3/1h count_denied', 2);
+SELECT rl_allow('refused', 'sliding_log 2/1min count_denied, fixed_window 1/1h', 2);
+SELECT rl_ban('refused', 1);
+SELECT state, used, ends FROM states('refused');
+
+-- A long log; and many states.
+SELECT at(0);
+SELECT count(*) FILTER (WHERE rl_allow('long', 'sliding_log 1000/1h')) FROM generate_series(1, 1000), LATERAL at(generate_series * 0.001);
+SELECT state, used, ends, length(raw) <= 256 FROM states('long');
+SELECT at(3600.5);
+SELECT state, used, ends FROM states('long');
+SELECT count(rl_allow('many', format('1/%ss', n)::rl_limits)) FROM generate_series(1, 600) n;
+SELECT count(*), count(DISTINCT state), min(ends), max(ends) FROM states('many');
+
+-- Bans, by keys as their callers gave them.
+SELECT at(0);
+SELECT rl_ban(key, n * 10) FROM unnest(ARRAY['login:ada', 'login:bob', 'log_n:ada', 'a%b', 'a_b', 'a\b', 'a{b}', '{', 'café', 'caffé',
+	'日本:1', E'line\nend', E'bell\x07 \x1b[2J', E'c1\u0085', ' ', 'login:' || repeat('x', 506), repeat('é', 256), repeat('{', 512)]) WITH ORDINALITY k (key, n);
+SELECT count(*) FROM rl_bans();
+SELECT left(key, 20), ends, length(key) FROM bans('%');
+SELECT rl_allow('login:ada', '1/1h');
+SELECT pattern, array_agg(left(key, 20)) FROM unnest(ARRAY['login:%', 'login:_o_', 'log\_n:%', 'log_n:%', '%ada', '%:%', 'a\%b', 'a%b', 'a\\b', 'a\_b', 'a_b', 'a{%',
+	'{', '{%', '%', '_', 'caf_', 'caf__', 'ca%é', '__:1', '日%', E'%\n%', E'line_end', E'bell\x07 \x1b[2J', E'%\u0085', E'%\\x0a%', 'LOGIN:ada', '', '%%%', '%x%x%x', '%é_', '%{{',
+	'login:ada%', 'login:ad', 'ogin:ada', '%_ada%', '%a%a%a', '\l\o\g\i\n:ada']) WITH ORDINALITY p (pattern, n), LATERAL bans(pattern)
+	WHERE pattern <> '%' AND pattern <> '%%%' GROUP BY n, pattern ORDER BY n;
+SELECT count(*) FROM bans('nobody');
+SELECT failure($$SELECT rl_bans('a\')$$);
+SELECT failure($$SELECT rl_bans('a\\\')$$);
+SELECT count(*) FROM bans('a\\');
+SELECT failure($$SELECT rl_bans(NULL)$$);
+SELECT failure($$SELECT rl_inspect(NULL)$$);
+SELECT failure($$SELECT rl_inspect('')$$);
+-- The key as it is shown can be written after E.
+SELECT rl_unban(E'line\x0aend'), rl_unban(E'line\x0aend');
+-- A ban ends by itself, and can be changed and ended.
+SELECT at(10);
+SELECT key FROM bans('login:ada');
+SELECT rl_ban('login:bob', 5);
+SELECT rl_unban('log_n:ada'), rl_reset('a_b');
+SELECT * FROM bans('log%') WHERE length(key) < 20;
+SELECT * FROM bans('a_b');
+-- A ban that a refusal starts.
+SELECT rl_allow('brought:' || n, '1/1h ban 1h after 1') FROM generate_series(1, 2) n, generate_series(1, 2);
+SELECT * FROM bans('brought:%');
+SELECT state, used, ends, raw FROM states('brought:1') WHERE state = 'ban';
+-- Another prefix has other keys, also if it has characters that are special in patterns.
+SELECT current_setting('ratelimit.key_prefix') AS prefix \gset
+SELECT set_config('ratelimit.key_prefix', '*?[a-z]\^' || right(:'prefix', 20), false) <> '' AS set;
+SELECT * FROM bans('%');
+SELECT rl_ban('here', 5);
+SELECT * FROM bans('%');
+SET ratelimit.key_prefix = '';
+SELECT * FROM bans('%') WHERE key ~ '^here$';
+SELECT set_config('ratelimit.key_prefix', :'prefix', false) = :'prefix' AS set;
+SELECT count(*) FROM bans('%');
+-- The mode does not apply to functions that look.
+SET ratelimit.mode = off;
+SELECT count(*) FROM bans('brought:%');
+SELECT count(*) FROM states('brought:1');
+RESET ratelimit.mode;
+-- In joins, and as an argument.
+SELECT k.key, b.ends FROM (VALUES ('brought:1'), ('brought:3')) k (key) LEFT JOIN bans('brought:%') b USING (key) ORDER BY 1;
+SELECT count(*) FROM generate_series(1, 3), LATERAL rl_bans('brought:%');
+SELECT rl_unban(key) FROM rl_bans('%') WHERE key !~ '\\x';
+SELECT left(key, 20) FROM bans('%');
