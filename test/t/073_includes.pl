@@ -59,7 +59,7 @@ sub long_functions
 
 		foreach my $n (0 .. $#lines)
 		{
-			($first, $name) = ($n, $lines[ $n - 1 ] =~ s/\s+$//r) if $lines[$n] =~ /^\{\s*$/;
+			($first, $name) = ($n, $lines[ $n - 1 ] =~ s/\s+$//r) if $lines[$n] =~ /^\{\s*$/ && $lines[ $n - 1 ] !~ /^typedef /;
 			next unless defined $first && $lines[$n] =~ /^\}/;
 			my $count = $n - $first + 1;
 
