@@ -5,9 +5,10 @@
 -- state that is as if it had never been used is left out. ARGV[2] is empty at first.
 --
 -- A state's name is its tag, or "ban", or "<tag>:refused" for the refusals that a ban
--- counts. The chunks of logs are not read, except where a log begins.
+-- counts. The chunks of logs are not read, except where a log begins. Redis can name
+-- this many fields, and describe this many states, in a few milliseconds.
 
-local MOST_FIELDS, LONGEST, LONGEST_RAW = 4096, 30000, 256
+local MOST_FIELDS, MOST_STATES, LONGEST, LONGEST_RAW = 4096, 256, 30000, 256
 
 -- Returns a limit for a state's tag, or nil if it is none. Its refill is not known.
 local function limit_of(tag)
@@ -43,9 +44,12 @@ local function describe(state)
   return l.used, now + l:reset(), value
 end
 
-local fields = redis.call('HLEN', hash)
-if fields > MOST_FIELDS then
-  return redis.error_reply(string.format('ERR the hash has %.0f fields, and rl_inspect reads at most %.0f', fields, MOST_FIELDS))
+local function too_many(what, most)
+  return redis.error_reply(string.format('ERR the key has more than %.0f %s, which is too many for rl_inspect', most, what))
+end
+
+if redis.call('HLEN', hash) > MOST_FIELDS then
+  return too_many('fields', MOST_FIELDS)
 end
 local states, known = {}, {}
 for _, field in ipairs(redis.call('HKEYS', hash)) do
@@ -55,6 +59,9 @@ for _, field in ipairs(redis.call('HKEYS', hash)) do
     if not known[state] and (state == 'ban' or limit_of(string.match(state, '^(.*):refused$') or state)) then
       known[state] = true
       states[#states + 1] = state
+      if #states > MOST_STATES then
+        return too_many('states', MOST_STATES)
+      end
     end
   end
 end

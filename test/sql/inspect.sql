@@ -55,7 +55,7 @@ SELECT count(*) FILTER (WHERE rl_allow('long', 'sliding_log 1000/1h')) FROM gene
 SELECT state, used, ends, length(raw) <= 256 FROM states('long');
 SELECT at(3600.5);
 SELECT state, used, ends FROM states('long');
-SELECT count(rl_allow('many', format('1/%ss', n)::rl_limits)) FROM generate_series(1, 600) n;
+SELECT count(rl_allow('many', format('1/%ss', n)::rl_limits)) FROM generate_series(1, 250) n;
 SELECT count(*), count(DISTINCT state), min(ends), max(ends) FROM states('many');
 
 -- Bans, by keys as their callers gave them.

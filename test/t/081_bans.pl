@@ -174,7 +174,13 @@ $redis->cli('HSET', 'rl:{mixed}', 'field', 'x', 'throttle', 'x', 'throttle:x', '
 	'sliding_log:60:chunks', 'x', 'sliding_log:60:denied:3', 'x', 'ban:refused', 'x', ':refused', 'x', 'other:60', 'x', 'ban', $ends);
 is($session->ask(q{SELECT state, raw FROM rl_inspect('mixed')}), "ban|$ends", 'other fields are left out');
 $redis->cli('HSET', 'rl:{many}', map { ("field:$_", 1) } 1 .. 4097);
-like($session->attempt(q{SELECT rl_inspect('many')})->{message}, qr/the hash has 4097 fields, and rl_inspect reads at most 4096/, 'too many fields');
+like($session->attempt(q{SELECT rl_inspect('many')})->{message}, qr/the key has more than 4096 fields/, 'too many fields');
+my $window = '101 ' . join ' ', map { int($ends / 1000) . ':1' } 1 .. 101;
+$redis->cli('HSET', 'rl:{states}', map { ("sliding_window:$_:1000", $window) } 1 .. 257);
+like($session->attempt(q{SELECT rl_inspect('states')})->{message}, qr/the key has more than 256 states/, 'too many states');
+$redis->cli('HDEL', 'rl:{states}', 'sliding_window:1:1000');
+is($session->ask(q{SELECT count(*), count(DISTINCT state), min(used), max(used), max(length(raw)) FROM rl_inspect('states')}),
+	'256|256|101|101|256', 'as many as it reads');
 
 # Bans and keys end meanwhile.
 $redis->cli('FLUSHALL');
