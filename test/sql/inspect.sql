@@ -1,5 +1,8 @@
 -- rl_inspect and rl_bans, which look at what the store keeps.
 
+-- The bans of other tests are under another prefix.
+SELECT set_config('ratelimit.key_prefix', current_setting('ratelimit.key_prefix') || 'inspect:', false) IS NOT NULL AS set;
+
 -- The states of a key, with their ends in seconds after the first of January.
 CREATE FUNCTION states(key text, OUT state text, OUT used bigint, OUT ends numeric, OUT raw text)
 	RETURNS SETOF record LANGUAGE sql AS
