@@ -1,8 +1,12 @@
 -- Returns a part of the bans at one server, as one string: "<bytes>:<cursor>" for the
 -- next part, then "<end> <bytes>:<key>" for each ban, in microseconds and with the key
 -- as the name of its hash has it. The last part's cursor is 0. A ban can be in two
--- parts. No key; ARGV[2] is the cursor (0 at first), ARGV[3] the pattern of the names,
--- and ARGV[4] how many bytes are before the key in a name.
+-- parts. ARGV[2] is the cursor (0 at first), ARGV[3] the pattern of the names, and
+-- ARGV[4] how many bytes are before the key in a name.
+--
+-- A key that could not be read has "-" as its end. In a script that reads several slots
+-- of a Cluster, Redis 8 does not find the keys of a slot that is moving. Another call
+-- has such a key's hash as KEYS[1], and reads only this.
 --
 -- A part is a bounded number of keys and, as long as a single bucket of Redis's table
 -- has no more, a bounded number of bytes, so that no part occupies Redis for long.
@@ -14,26 +18,28 @@ local cursor, pattern, prefix = ARGV[2], ARGV[3], tonumber(ARGV[4])
 local function bans_of(names)
   local out = {}
   for _, name in ipairs(names) do
-    local value = redis.pcall('HMGET', name, 'ban')
-    if value.err then
-      -- Other programs may have names like these.
-      if not string.find(value.err, '^WRONGTYPE') then
-        return nil, value
-      end
-    else
-      local ban, key = tonumber(value[1] or nil), string.sub(name, prefix + 1, -2)
-      if ban and ban > now and ban < 1e16 and #key <= LONGEST_KEY then
-        out[#out + 1] = string.format('%.0f %.0f:', ban, #key)
-        out[#out + 1] = key
-      end
+    local value, key = redis.pcall('HMGET', name, 'ban'), string.sub(name, prefix + 1, -2)
+    local ends = nil
+    if not value.err then
+      local ban = tonumber(value[1] or nil)
+      ends = ban and ban > now and ban < 1e16 and string.format('%.0f', ban)
+    elseif string.find(value.err, 'non local key', 1, true) and not hash then
+      ends = '-'
+    elseif not string.find(value.err, '^WRONGTYPE') then
+      -- Only of another type can other programs have names like these.
+      return nil, value
+    end
+    if ends and #key <= LONGEST_KEY then
+      out[#out + 1] = string.format('%s %.0f:', ends, #key)
+      out[#out + 1] = key
     end
   end
   return table.concat(out)
 end
 
 local text, seen, count, full = '', 0, COUNT, false
-repeat
-  local found = redis.call('SCAN', cursor, 'MATCH', pattern, 'COUNT', count)
+while not full do
+  local found = hash and {'0', {hash}} or redis.call('SCAN', cursor, 'MATCH', pattern, 'COUNT', count)
   local bans, failure = bans_of(found[2])
   if not bans then
     return failure
@@ -48,5 +54,5 @@ repeat
   else
     return redis.error_reply('ERR too many bans in one bucket of the table of keys')
   end
-until full
+end
 return string.format('%.0f:', #cursor) .. cursor .. text

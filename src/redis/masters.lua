@@ -2,6 +2,8 @@
 -- TLS (0: none) and its host, "<port> <port> <bytes>:<host>". If the server is no
 -- Cluster's, the string is empty. No key, no arguments.
 
+local SLOTS = 16384
+
 -- Makes a table of a list of names and values.
 local function map(list)
   local result = {}
@@ -16,7 +18,7 @@ if shards.err then
   return string.find(shards.err, 'cluster support disabled', 1, true) and '' or shards
 end
 
-local out = {}
+local out, covered, lost = {}, 0, {}
 local function add(node)
   local host = node.endpoint or ''
   out[#out + 1] = string.format('%.0f %.0f %.0f:', node.port or 0, node['tls-port'] or 0, #host)
@@ -24,20 +26,25 @@ local function add(node)
 end
 
 for _, list in ipairs(shards) do
-  local shard, online, lost = map(list), 0, nil
+  local shard, online = map(list), false
   for _, fields in ipairs(shard.nodes) do
     local node = map(fields)
     if node.role == 'master' and node.health == 'online' then
-      online = online + 1
+      online = true
       add(node)
     elseif node.role == 'master' then
-      lost = node
+      lost[#lost + 1] = node
     end
   end
-  -- A master without slots can be lost: no key is there. A master that has slots is
-  -- asked although it seems to be lost, so that the call fails if it is.
-  if online == 0 and lost and #shard.slots > 0 then
-    add(lost)
+  for i = 1, online and #shard.slots or 0, 2 do
+    covered = covered + shard.slots[i + 1] - shard.slots[i] + 1
+  end
+end
+-- If the others have all slots, a lost master has no key. Otherwise it is asked, so
+-- that the call fails. (Redis 8 does not tell which slots a lost master has.)
+if covered < SLOTS then
+  for _, node in ipairs(lost) do
+    add(node)
   end
 end
 return table.concat(out)

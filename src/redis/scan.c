@@ -92,9 +92,12 @@ run(RlScript *script, RlCommand *command, const char *privileges, Text *text, Rl
  * Bans
  */
 
-/* Appends the pattern of the names of all keys, for SCAN. */
+/*
+ * Appends the arguments of bans.lua: the time if a test sets it, the cursor, the
+ * pattern of the names of all keys, and how many bytes are before the key in a name.
+ */
 static void
-append_pattern(RlCommand *command)
+append_scan(RlCommand *command, const char *cursor)
 {
 	char		pattern[2 * RL_MAX_PREFIX + 4];
 	int			n = 0;
@@ -106,12 +109,18 @@ append_pattern(RlCommand *command)
 		pattern[n++] = *c;
 	}
 	memcpy(pattern + n, "{*}", 3);
+	rl_command_text(command, rl_debug_now);
+	rl_command_text(command, cursor);
 	rl_command_arg(command, pattern, n + 3);
+	rl_command_number(command, strlen(rl_key_prefix) + 1);
 }
 
-/* Reads a part of the bans at one server, and sets the cursor for the next part. */
+/*
+ * Reads a part of the bans at one server, and sets the cursor for the next part.
+ * Appends the keys that the script could not read, each as "<bytes>:<key>".
+ */
 static bool
-read_part(Text *text, char *cursor, RlKeptFound found, void *arg)
+read_part(Text *text, char *cursor, StringInfo unread, RlKeptFound found, void *arg)
 {
 	const char *data;
 	int			len;
@@ -126,12 +135,51 @@ read_part(Text *text, char *cursor, RlKeptFound found, void *arg)
 	{
 		char		key[RL_MAX_KEY];
 		RlKept		kept = {.name = key,.used = RL_UNKNOWN};
+		const char *record;
 
-		if (!read_number(text, ' ', &kept.until) || !read_bytes(text, &data, &len))
+		if (!read_number(text, ' ', &kept.until))
 			return false;
-		if (kept.until != RL_UNKNOWN && rl_redis_read_key(data, len, key, &kept.name_len))
+		record = text->data;
+		if (!read_bytes(text, &data, &len))
+			return false;
+		if (kept.until == RL_UNKNOWN)
+			appendBinaryStringInfo(unread, record, text->data - record);
+		else if (rl_redis_read_key(data, len, key, &kept.name_len))
 			found(&kept, arg);
 	}
+	return true;
+}
+
+/* Finds the bans of keys that a part could not read, at the nodes that have them now. */
+static bool
+read_each(Text unread, RlKeptFound found, void *arg, RlError *error)
+{
+	StringInfoData none;
+	char		cursor[MAX_CURSOR];
+	const char *data;
+	int			len;
+
+	initStringInfo(&none);
+	while (read_bytes(&unread, &data, &len))
+	{
+		RlCommand  *command = rl_command_start();
+		char		name[RL_MAX_REDIS_KEY];
+		char		key_data[RL_MAX_KEY];
+		RlKey		key = {.data = key_data};
+		Text		text;
+
+		CHECK_FOR_INTERRUPTS();
+		if (!rl_redis_read_key(data, len, key_data, &key.len))
+			continue;
+		rl_command_number(command, 1);
+		rl_command_arg(command, name, rl_redis_key(&key, name));
+		append_scan(command, "0");
+		if (!run(&rl_bans_script, command, BANS_NEED, &text, error))
+			return false;
+		if (!read_part(&text, cursor, &none, found, arg) || none.len > 0)
+			return rl_wrong_reply(error);
+	}
+	pfree(none.data);
 	return true;
 }
 
@@ -141,7 +189,9 @@ scan_server(RlNode *node, bool in_cluster, RlKeptFound found, void *arg, RlError
 {
 	char		cursor[MAX_CURSOR] = "0";
 	bool		resumes = !in_cluster;
+	StringInfoData unread;
 
+	initStringInfo(&unread);
 	do
 	{
 		RlCommand  *command = rl_command_start();
@@ -152,16 +202,17 @@ scan_server(RlNode *node, bool in_cluster, RlKeptFound found, void *arg, RlError
 		command->asking = in_cluster;
 		command->resumes = resumes;
 		rl_command_number(command, 0);
-		rl_command_text(command, rl_debug_now);
-		rl_command_text(command, cursor);
-		append_pattern(command);
-		rl_command_number(command, strlen(rl_key_prefix) + 1);
+		append_scan(command, cursor);
 		if (!run(&rl_bans_script, command, BANS_NEED, &text, error))
 			return false;
-		if (!read_part(&text, cursor, found, arg))
+		resetStringInfo(&unread);
+		if (!read_part(&text, cursor, &unread, found, arg))
 			return rl_wrong_reply(error);
+		if (!read_each((Text) {unread.data, unread.len}, found, arg, error))
+			return false;
 		resumes = true;
 	} while (strcmp(cursor, "0") != 0);
+	pfree(unread.data);
 	return true;
 }
 
