@@ -191,7 +191,7 @@ my %sqlstate = reverse slurp_file($node->config_data('--sharedir') . '/errcodes.
 my %raised = map { ($sqlstate{$_} || $_ => 1) } $code =~ /\b(ERRCODE_\w+)/g;
 same(cells('SQLSTATE', $reference), [ keys %raised ], 'reference.md: SQLSTATEs');
 
-my ($sources) = $code =~ /source_names\[\] = \{(.*?)\}/s or die 'no names of sources in the code';
+my ($sources) = $code =~ /source_names\[\]\[MAX_SOURCE\] = \{(.*?)\}/s or die 'no names of sources in the code';
 same(cells('source', $reference), [ $sources =~ /"(\w+)"/g ], 'reference.md: sources');
 
 # The names on a page exist.
