@@ -169,7 +169,7 @@ note_change(Call *call)
 	bool		changed = decision->allowed;
 	bool		may_ban = false;
 
-	if (!rl_shared_available() || action->quota == 0 || decision->source != RL_FROM_REDIS)
+	if (decision->source != RL_FROM_REDIS || action->quota == 0 || !rl_shared_available())
 		return;
 	for (int i = 0; i < action->limits->n && !decision->allowed && action->how == RL_TAKE; i++)
 	{
@@ -359,41 +359,37 @@ note_asking(Call *calls, int n)
 }
 
 /*
- * Asks the store for n calls, or for one if unanswered is NULL, and answers all of
- * them.  If it raises an error, they are counted.
+ * Asks Redis for n calls, or for one if unanswered is NULL.  Returns false with the
+ * error set if a call has no answer.  If it raises an error, the calls are counted.
  */
-static void
-ask(Call *calls, int n, int64 *unanswered)
+static bool
+ask_redis(Call *calls, int n, int64 *unanswered, RlError *error)
 {
-	const RlStore *store = calls->store;
-	RlUsage    *usage = &calls->answer->usage;
-	RlError		error;
 	bool		done;
 
-	if (store->is_local)
+	note_asking(calls, n);
+	PG_TRY();
 	{
-		/* This server decides also if refunds that are due to Redis fail. */
-		(void) rl_refunds_flush(usage, &error);
-		done = take(calls, store, &error);
+		done = rl_refunds_flush(&calls->answer->usage, error) &&
+			(unanswered == NULL ? take(calls, calls->store, error) :
+			 take_many(calls, n, unanswered, error));
 	}
-	else
+	PG_CATCH();
 	{
-		note_asking(calls, n);
-		PG_TRY();
-		{
-			done = rl_refunds_flush(usage, &error) &&
-				(unanswered == NULL ? take(calls, store, &error) :
-				 take_many(calls, n, unanswered, &error));
-		}
-		PG_CATCH();
-		{
-			count_ended(calls, n);
-			PG_RE_THROW();
-		}
-		PG_END_TRY();
+		count_ended(calls, n);
+		PG_RE_THROW();
 	}
-	if (!done)
-		apply_on_error(calls, n, &error);
+	PG_END_TRY();
+	return done;
+}
+
+/* Asks the local store.  Returns false with the error set if it fails. */
+static inline bool
+ask_local(Call *call, RlError *error)
+{
+	/* This server decides also if refunds that are due to Redis fail. */
+	(void) rl_refunds_flush(&call->answer->usage, error);
+	return take(call, call->store, error);
 }
 
 /*
@@ -453,6 +449,7 @@ static pg_attribute_always_inline void
 run(const RlAction *actions, int n, RlAnswer *answers, Call *calls, int64 *unanswered)
 {
 	int			asked = 0;
+	RlError		error;
 
 	for (int i = 0; i < n; i++)
 	{
@@ -469,8 +466,9 @@ run(const RlAction *actions, int n, RlAnswer *answers, Call *calls, int64 *unans
 		else
 			asked++;
 	}
-	if (asked > 0)
-		ask(calls, asked, unanswered);
+	if (asked > 0 &&
+		!(calls->store->is_local ? ask_local(calls, &error) : ask_redis(calls, asked, unanswered, &error)))
+		apply_on_error(calls, asked, &error);
 	for (int i = 0; i < asked; i++)
 		finish(&calls[i], false);
 }
