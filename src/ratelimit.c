@@ -297,7 +297,7 @@ define_outcome_settings(void)
 	/* Superuser only, as log_min_messages is. */
 	DefineCustomEnumVariable("ratelimit.log_refusals",
 							 "Selects the refusals (SQLSTATE PT429) that are written to the server log.",
-							 "sampled: one a second for each key, and at most 100 a second; all; none. Clients get each error.",
+							 "sampled: one a second for each key, and at most 20 a second (100 lines); all; none. Clients get each error.",
 							 &rl_log_refusals,
 							 RL_LOG_SAMPLED,
 							 log_refusals_options,

@@ -13,15 +13,20 @@
 
 #include "shared/refusal_log.h"
 
-#define MAX_LINES			100 /* a second, of all keys */
-#define SEEN				1024	/* keys whose last line's second is known */
+/*
+ * Refusals that are logged a second, of all keys.  A refusal has five lines at most:
+ * the error, its detail, hint and context, and the statement; so these are 100.
+ */
+#define MAX_LOGGED			20
+#define SEEN				1024	/* keys whose last time in the log is known */
 
 /* Shared by all backends if there is shared memory; all members are atomic. */
 typedef struct Sample
 {
-	pg_atomic_uint64 lines;		/* a second << 32, and its number of lines */
-	pg_atomic_uint64 left_out;	/* refusals without a line since the last line */
-	pg_atomic_uint64 seen[SEEN];	/* a second << 32, and half of a key's hash */
+	pg_atomic_uint64 logged;	/* how many refusals were logged */
+	pg_atomic_uint64 times[MAX_LOGGED]; /* of the last ones, or 0 */
+	pg_atomic_uint64 left_out;	/* refusals since the last one that was logged */
+	pg_atomic_uint64 seen[SEEN];	/* milliseconds << 32, and half of a key's hash */
 } Sample;
 
 static const char mark[] = "ratelimit-refusal";
@@ -39,8 +44,10 @@ need(Size *size, int *nlocks)
 static void
 init_sample(Sample *new)
 {
-	pg_atomic_init_u64(&new->lines, 0);
+	pg_atomic_init_u64(&new->logged, 0);
 	pg_atomic_init_u64(&new->left_out, 0);
+	for (int i = 0; i < MAX_LOGGED; i++)
+		pg_atomic_init_u64(&new->times[i], 0);
 	for (int i = 0; i < SEEN; i++)
 		pg_atomic_init_u64(&new->seen[i], 0);
 }
@@ -55,28 +62,33 @@ attach(void *memory, LWLockPadded *locks pg_attribute_unused(), bool found)
 
 const RlSharedPart rl_refusal_log_part = {need, attach};
 
-/* Returns true if the key has had no line in this second. */
+/*
+ * Returns true if no refusal of the key was logged within a second, and notes the
+ * time.  Of backends that do so at the same moment, one gets true.
+ */
 static bool
-is_new_key(uint64 hash, uint64 second)
+is_new_key(uint64 hash, int64 now)
 {
-	uint64		value = (second << 32) | (hash >> 32);
+	pg_atomic_uint64 *seen = &sample->seen[hash % SEEN];
+	uint64		last = pg_atomic_read_u64(seen);
+	uint32		half = hash >> 32;
+	uint32		ms = now / 1000;
 
-	return pg_atomic_exchange_u64(&sample->seen[hash % SEEN], value) != value;
+	if ((uint32) last == half && ms - (uint32) (last >> 32) < 1000)
+		return false;
+	return pg_atomic_compare_exchange_u64(seen, &last, (uint64) ms << 32 | half);
 }
 
-/* Returns true if the second has a line left, and takes it. */
+/* Does so for MAX_LOGGED refusals of all keys. */
 static bool
-take_line(uint64 second)
+is_within_limit(int64 now)
 {
-	uint64		lines = pg_atomic_read_u64(&sample->lines);
-	uint64		next;
+	pg_atomic_uint64 *oldest = &sample->times[pg_atomic_read_u64(&sample->logged) % MAX_LOGGED];
+	uint64		last = pg_atomic_read_u64(oldest);
 
-	do
-	{
-		next = (lines >> 32) == second ? lines + 1 : (second << 32) + 1;
-		if ((uint32) next > MAX_LINES)
-			return false;
-	} while (!pg_atomic_compare_exchange_u64(&sample->lines, &lines, next));
+	if ((last != 0 && now - (int64) last < RL_SECOND) || !pg_atomic_compare_exchange_u64(oldest, &last, now))
+		return false;
+	pg_atomic_fetch_add_u64(&sample->logged, 1);
 	return true;
 }
 
@@ -84,7 +96,7 @@ take_line(uint64 second)
 static void
 emit_log(ErrorData *error)
 {
-	uint64		second = rl_monotonic_now() / RL_SECOND;
+	int64		now = rl_monotonic_now();
 
 	/* Errors that were caught and rethrown have a copy of the mark. */
 	if (rl_log_refusals != RL_LOG_ALL && error->output_to_server &&
@@ -92,7 +104,7 @@ emit_log(ErrorData *error)
 	{
 		if (rl_log_refusals == RL_LOG_NONE)
 			error->output_to_server = false;
-		else if (!is_new_key(marked, second) || !take_line(second))
+		else if (!is_new_key(marked, now) || !is_within_limit(now))
 		{
 			error->output_to_server = false;
 			pg_atomic_fetch_add_u64(&sample->left_out, 1);

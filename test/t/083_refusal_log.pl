@@ -18,7 +18,7 @@ use Time::HiRes qw(time);
 my $wanted = $ENV{RATELIMIT_STEPS} || 20_000;
 my $clients = 4;
 my $redis = RedisServer->new->start;
-my $node = preloaded_node($redis, q{log_line_prefix = '%m '}, 'log_min_error_statement = panic');
+my $node = preloaded_node($redis, q{log_line_prefix = '%m '}, 'log_min_error_statement = error');
 my $session = session($node);
 my $line = qr/^(\S+ \S+)\.\d+ \S+ ERROR:  rate limit .*$/m;
 
@@ -47,7 +47,7 @@ sub flood
 	}
 	is($refused, $n, "$n calls: the clients get each error");
 	my $log = new_log($node);
-	note sprintf 'measured: %d refusals in %.1f s: %d lines, %d bytes', $n, time - $began, count_of($line, $log), length $log;
+	note sprintf 'measured: %d refusals in %.1f s: %d are logged, %d bytes', $n, time - $began, count_of($line, $log), length $log;
 	return $log;
 }
 
@@ -68,7 +68,7 @@ my $log = flood($wanted, q{SELECT rl_enforce('one', '1/1d')});
 my %lines;
 $lines{$_}++ foreach $log =~ /$line/g;
 cmp_ok(length $log, '<', max($wanted, 1000), "one key: the log grows by " . length($log) . " bytes");
-cmp_ok(max(values %lines), '<=', 2, 'one key: a line a second');
+cmp_ok(max(values %lines), '<=', 2, 'one key: a refusal a second');
 cmp_ok(scalar keys %lines, '>=', 1, 'one key: there are lines');
 like($log, qr/DETAIL:  Key "one" has 0 of 1 left; the action takes 1\./, 'one key: the line has the key');
 my $logged = count_of($line, $log);
@@ -83,10 +83,10 @@ my $seconds = keys %lines;
 $logged += count_of($line, $log);
 $told += left_out($log);
 
-# A second of the log is parts of two seconds of the monotonic clock.
-cmp_ok(max(values %lines), '<=', 200, 'many keys: lines in one second');
-cmp_ok(sum0(values %lines), '<=', 100 * ($seconds + 1), "many keys: " . sum0(values %lines) . " lines in $seconds s");
-cmp_ok(sum0(values %lines), '>=', 100, 'many keys: there are lines');
+# A client that must wait for a processor writes its line later, in the next second.
+cmp_ok(max(values %lines), '<=', 20 + $clients, 'many keys: refusals in one second');
+cmp_ok(count_of(qr/^/m, $log), '<=', 100 * ($seconds + 1), "many keys: " . count_of(qr/^/m, $log) . " lines in $seconds s");
+cmp_ok(sum0(values %lines), '>=', 20, 'many keys: there are lines');
 sleep 1;
 $session->ask(q{SELECT rl_enforce('one', '1/1d')});
 $log = new_log($node);
