@@ -26,6 +26,9 @@
 #if PG_VERSION_NUM < 180000
 #define pg_noreturn pg_attribute_noreturn()
 #endif
+#if PG_VERSION_NUM < 190000
+#define TupleDescFinalize(desc) ((void) 0)
+#endif
 
 #define RL_MAX_LIMITS		8
 #define RL_MAX_COUNT		INT64CONST(1000000000000000)	/* also of quotas */

@@ -21,6 +21,7 @@
 #include "storage/spin.h"
 #include "utils/builtins.h"
 #include "utils/timestamp.h"
+#include "utils/tuplestore.h"
 
 #include "algorithm/limits.h"
 #include "error.h"

@@ -26,6 +26,7 @@
 #include "storage/lwlock.h"
 #include "utils/builtins.h"
 #include "utils/timestamp.h"
+#include "utils/tuplestore.h"
 
 #include "algorithm/algorithm.h"
 #include "algorithm/limits.h"

@@ -9,6 +9,7 @@
 #include "utils/array.h"
 #include "utils/builtins.h"
 #include "utils/memutils.h"
+#include "utils/tuplestore.h"
 
 #include "decide.h"
 #include "sql/arguments.h"

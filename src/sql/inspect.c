@@ -14,6 +14,7 @@
 #include "utils/memutils.h"
 #include "utils/timestamp.h"
 #include "utils/tuplesort.h"
+#include "utils/tuplestore.h"
 #include "utils/typcache.h"
 
 #include "error.h"
@@ -155,6 +156,7 @@ begin_sort(Bans *bans)
 
 	TupleDescInitEntry(desc, 1, "key", BYTEAOID, -1, 0);
 	TupleDescInitEntry(desc, 2, "until", TIMESTAMPTZOID, -1, 0);
+	TupleDescFinalize(desc);
 	operators[0] = lookup_type_cache(BYTEAOID, TYPECACHE_LT_OPR)->lt_opr;
 	operators[1] = lookup_type_cache(TIMESTAMPTZOID, TYPECACHE_LT_OPR)->lt_opr;
 	bans->sort = tuplesort_begin_heap(desc, 2, columns, operators, collations, nulls_first,

@@ -150,6 +150,7 @@ remember_next(Statement *statement)
 		TupleDesc	desc = CreateTemplateTupleDesc(1);
 
 		TupleDescInitEntry(desc, 1, "charged", BYTEAOID, -1, 0);
+		TupleDescFinalize(desc);
 		statement->charged = tuplestore_begin_heap(false, false, work_mem);
 		statement->slot = MakeSingleTupleTableSlot(desc, &TTSOpsMinimalTuple);
 	}
@@ -202,6 +203,7 @@ sort_slot(const TupleTableSlotOps *ops)
 
 	TupleDescInitEntry(desc, 1, "key", BYTEAOID, -1, 0);
 	TupleDescInitEntry(desc, 2, "quota", INT8OID, -1, 0);
+	TupleDescFinalize(desc);
 	return MakeSingleTupleTableSlot(desc, ops);
 }
 
