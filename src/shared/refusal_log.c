@@ -98,8 +98,11 @@ emit_log(ErrorData *error)
 {
 	int64		now = rl_monotonic_now();
 
-	/* Errors that were caught and rethrown have a copy of the mark. */
-	if (rl_log_refusals != RL_LOG_ALL && error->output_to_server &&
+	/*
+	 * Errors that were caught and rethrown have a copy of the mark.  An error that
+	 * ends the session is always logged.
+	 */
+	if (rl_log_refusals != RL_LOG_ALL && error->output_to_server && error->elevel == ERROR &&
 		error->domain != NULL && strcmp(error->domain, mark) == 0)
 	{
 		if (rl_log_refusals == RL_LOG_NONE)
@@ -119,7 +122,8 @@ emit_log(ErrorData *error)
 											 (unsigned long long) left_out);
 		}
 	}
-	if (prev_emit_log_hook)
+	/* As in core, a hook gets only what is written. */
+	if (prev_emit_log_hook && error->output_to_server)
 		prev_emit_log_hook(error);
 }
 

@@ -125,6 +125,8 @@ $session->set_for_new(log_refusals => 'all');
 is(count_of($line, flood(200, q{SELECT rl_enforce('one', '1/1d')})), 200, 'all: each refusal is logged');
 $session->set_for_new(log_refusals => 'none');
 is(flood(200, q{SELECT rl_enforce('one', '1/1d')}), '', 'none: no refusal is logged');
+$node->psql('postgres', q{SET exit_on_error = on; SELECT rl_enforce('one', '1/1d')});
+like(new_log($node), qr/FATAL:  rate limit "throttle 1\/1d" exceeded/, 'none: a refusal that ends the session is logged');
 $session->set_for_new(log_refusals => undef);
 $session->quit;
 $node->append_conf('postgresql.conf', q{shared_preload_libraries = ''});
