@@ -106,7 +106,7 @@ log_failure(const RlError *error, const char *consequence)
 
 	if (!may_log(&last))
 		return;
-	ereport(LOG,
+	ereport(LOG_SERVER_ONLY,
 			(errcode(error->sqlstate),
 			 errmsg_internal("%s", error->message),
 			 errdetail_internal("%s%s%s", error->detail, error->detail[0] ? " " : "", consequence)));
@@ -126,7 +126,7 @@ log_shadow(const Call *call)
 	if (!rl_shared_available() || answer->decision.retry_after == RL_NEVER ?
 		!may_log(&last) : !rl_denial_may_log(call->key_hash, action->limits))
 		return;
-	ereport(LOG,
+	ereport(LOG_SERVER_ONLY,
 			(errmsg("rate limit \"%s\" would refuse key \"%s\"",
 					rl_limit_text(&action->limits->limit[answer->binding]),
 					rl_key_shown(action->key.data, action->key.len)),

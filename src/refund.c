@@ -85,7 +85,7 @@ static void
 log_lost(int n, const RlError *why)
 {
 	if (n > 0)
-		ereport(LOG,
+		ereport(LOG_SERVER_ONLY,
 				(errcode(why->sqlstate),
 				 errmsg("could not refund %d rate-limit charges of an aborted transaction", n),
 				 errdetail_internal("%s", why->message)));

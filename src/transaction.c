@@ -271,7 +271,7 @@ rl_grants_note(const RlKey *key, const RlLimits *limits, int64 quota,
 			overflowed)
 			continue;
 		overflowed = true;
-		ereport(LOG,
+		ereport(LOG_SERVER_ONLY,
 				(errcode(ERRCODE_PROGRAM_LIMIT_EXCEEDED),
 				 errmsg("too many rate-limit charges in one transaction to refund all of them"),
 				 errdetail("There is room for %d.", MAX_GRANTS)));

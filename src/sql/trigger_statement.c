@@ -452,7 +452,7 @@ log_lost(Statement *statement)
 	end_batch(statement);
 	lost = statement->owed + statement->unanswered;
 	if (lost > 0)
-		ereport(LOG,
+		ereport(LOG_SERVER_ONLY,
 				(errcode(statement->why.sqlstate),
 				 errmsg("could not refund the charges of up to %lld keys of a failed statement",
 						(long long) lost),

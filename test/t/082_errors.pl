@@ -248,4 +248,15 @@ foreach my $policy (qw(error deny))
 	$session->ask('RESET ratelimit.error_format');
 }
 
+#
+# Shadow mode
+#
+
+# Any client may ask for messages of level LOG.
+$session->ask(q{SET client_min_messages = log; SET ratelimit.store = local; SET ratelimit.mode = shadow; SELECT rl_check('hushed', '1/1d')});
+new_log($node);
+$session->ask(q{SELECT rl_check('hushed', '1/1d')});
+is($session->error, '', 'shadow mode tells the client nothing');
+like(new_log($node), qr/LOG: .*would refuse key "hushed"/, 'it tells the log');
+
 done_testing();
