@@ -256,7 +256,7 @@ decision_type(Oid function)
 static int64
 seconds_value(Datum value, bool isnull, int64 unknown)
 {
-	double		us = isnull ? 0 : rint(DatumGetFloat8(value) * RL_SECOND);
+	double		us = isnull ? 0 : ceil(DatumGetFloat8(value) * RL_SECOND);
 
 	/* Written so that NaN is unknown. */
 	return !isnull && us >= 0 ? (int64) Min(us, (double) RL_MAX_WAIT) : unknown;

@@ -29,14 +29,15 @@ name_argument(FunctionCallInfo fcinfo, int n)
 /*
  * Returns the index of the limit that the decision's figures describe.  The
  * row does not name the limit.  So this is the first limit that has the same
- * capacity and can take as long as the decision says to become free.  Raises
- * an error if no limit has the capacity.
+ * capacity and can take as long as the decision says to become free; under a ban,
+ * whose end the figures have, just the same capacity.  Raises an error if no limit
+ * has the capacity.
  */
 static int
 binding_limit(const RlLimits *limits, const RlDecision *decision)
 {
-	int64		wait = Max(decision->reset_after,
-						   decision->source == RL_FROM_BAN ? 0 : decision->retry_after);
+	int64		wait = decision->source == RL_FROM_BAN ? 0 :
+		Max(decision->reset_after, decision->retry_after);
 	int			binding = -1;
 
 	for (int i = limits->n - 1; i >= 0; i--)

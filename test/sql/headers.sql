@@ -19,7 +19,9 @@ FROM (VALUES
 	(13, 'of one size', 'api', 'sliding_log 5/1s, sliding_log 5/1d', decision(false, 5, 0, 80000, 86400, 'redis')),
 	(14, 'of one size', 'api', 'sliding_log 5/1s, sliding_log 5/1d', decision(true, 5, 2, NULL, 0.5, 'redis')),
 	(15, 'quoted', 'the "api" \ here', '5/10s', decision(true, 5, 4, NULL, 2, 'redis')),
-	(16, 'large', 'api', '1000000000000000/1000000s', decision(true, 1000000000000000, 999999999999999, NULL, 2, 'redis'))
+	(16, 'large', 'api', '1000000000000000/1000000s', decision(true, 1000000000000000, 999999999999999, NULL, 2, 'redis')),
+	(17, 'banned, of one size', 'api', 'fixed_window 5/1min, sliding_log 5/1d', decision(false, 5, 0, 3600, 3600, 'ban')),
+	(18, 'rounded up', 'api', '5/10s', decision(false, 5, 0, 1.0000004, 10, 'redis'))
 ) v (id, what, name, limits, d),
 LATERAL (SELECT jsonb_object_agg(e.key, e.value) FROM jsonb_array_elements(rl_headers(name, limits, d)) a, LATERAL jsonb_each(a) e) h (header)
 ORDER BY id;
