@@ -129,15 +129,19 @@ static void
 add_ban(const RlKept *ban, void *arg)
 {
 	Bans	   *bans = arg;
-	char		key[VARHDRSZ + RL_MAX_KEY];
+	union
+	{
+		int32		aligned;
+		char		data[VARHDRSZ + RL_MAX_KEY];
+	}			key;
 	TupleTableSlot *slot = bans->slot;
 
 	if (!matches(ban->name, ban->name_len, &bans->pattern))
 		return;
-	SET_VARSIZE(key, VARHDRSZ + ban->name_len);
-	memcpy(VARDATA(key), ban->name, ban->name_len);
+	SET_VARSIZE(key.data, VARHDRSZ + ban->name_len);
+	memcpy(VARDATA(key.data), ban->name, ban->name_len);
 	ExecClearTuple(slot);
-	slot->tts_values[0] = PointerGetDatum(key);
+	slot->tts_values[0] = PointerGetDatum(key.data);
 	slot->tts_isnull[0] = false;
 	set_time(&slot->tts_values[1], &slot->tts_isnull[1], ban->until);
 	ExecStoreVirtualTuple(slot);
@@ -172,6 +176,7 @@ return_bans(Bans *bans, ReturnSetInfo *result)
 	MemoryContext row = AllocSetContextCreate(CurrentMemoryContext, "rl_bans row", ALLOCSET_SMALL_SIZES);
 	char		key[RL_MAX_KEY];
 	int			len = 0;
+	TimestampTz until = 0;
 	Datum		values[2];
 	bool		nulls[2] = {false, false};
 	bool		more;
@@ -194,6 +199,7 @@ return_bans(Bans *bans, ReturnSetInfo *result)
 			MemoryContext old = MemoryContextSwitchTo(row);
 
 			values[0] = CStringGetTextDatum(rl_key_shown(key, len));
+			values[1] = TimestampTzGetDatum(until);
 			MemoryContextSwitchTo(old);
 			tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
 			MemoryContextReset(row);
@@ -202,8 +208,9 @@ return_bans(Bans *bans, ReturnSetInfo *result)
 		{
 			memcpy(key, next, next_len);
 			len = next_len;
-			values[1] = slot->tts_values[1];
 			nulls[1] = slot->tts_isnull[1];
+			if (!nulls[1])
+				until = DatumGetTimestampTz(slot->tts_values[1]);
 		}
 	} while (more);
 }
