@@ -11,6 +11,11 @@
 
 local COMMIT = ARGV[2] == '1'
 
+if not COMMIT then
+  -- A replica, whose data may be old, refuses to delete this field, which no hash has.
+  redis.call('HDEL', hash, '')
+end
+
 -- Counts a refusal, in a window that begins with the first one and is one period
 -- long. Returns the length of the ban that it starts, or 0.
 local function count_refusal(l)

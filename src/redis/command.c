@@ -196,7 +196,7 @@ send_command(const RlCommand *command, const RlScript *script, RlReply *reply, R
 
 		if (!rl_route_connect(&route, error))
 			return false;
-		if (command->node != NULL && command->resumes && !route.reused)
+		if (command->node != NULL && command->resumes && (!route.reused || route.node != command->node))
 			return rl_connection_lost(&route.node->conn, error, "it was closed between two calls");
 		rl_resp_reset(&out);
 		rl_command_append(&out, command, script, by_source, route.asking);

@@ -48,6 +48,8 @@ local function too_many(what, most)
   return redis.error_reply(string.format('ERR the key has more than %.0f %s, which is too many for rl_inspect', most, what))
 end
 
+-- A replica, whose data may be old, refuses to delete this field, which no hash has.
+redis.call('HDEL', hash, '')
 if redis.call('HLEN', hash) > MOST_FIELDS then
   return too_many('fields', MOST_FIELDS)
 end

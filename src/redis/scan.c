@@ -22,6 +22,7 @@
 #define MAX_CURSOR			24	/* bytes, with the terminator */
 #define BANS_NEED			"+scan and +cluster|shards"
 #define INSPECT_NEEDS		"+hkeys"
+#define MAX_INSPECT_CALLS	256 /* as many as a key may have states */
 
 /* The rest of a text that a script has returned. */
 typedef struct Text
@@ -51,6 +52,16 @@ read_number(Text *text, char end, int64 *number)
 	return true;
 }
 
+/* Returns true if all bytes are printable ASCII. */
+static bool
+is_printable(const char *data, int len)
+{
+	for (int i = 0; i < len; i++)
+		if (data[i] < ' ' || data[i] > '~')
+			return false;
+	return true;
+}
+
 /* Reads "<bytes>:" and so many bytes. */
 static bool
 read_bytes(Text *text, const char **data, int *len)
@@ -77,8 +88,9 @@ run(RlScript *script, RlCommand *command, const char *privileges, Text *text, Rl
 
 	if (!rl_redis_script(script, command, &reply, error))
 	{
-		/* As Redis 7.0 and later versions say it. */
-		if (strstr(error->message, "can't run this command") || strstr(error->message, "permission"))
+		/* As Redis 7.0 and later versions say it, but not for the script as a whole. */
+		if (strstr(error->message, "can't run this command") ||
+			(strstr(error->message, "permissions to run") && !strstr(error->message, "'eval")))
 			rl_error_detail(error, "%s The user in Redis needs %s.", pstrdup(error->detail), privileges);
 		return false;
 	}
@@ -226,7 +238,7 @@ read_master(Text *masters, const RlAddress *asked)
 	int			len;
 
 	if (!read_number(masters, ' ', &port) || !read_number(masters, ' ', &tls_port) ||
-		!read_bytes(masters, &host, &len))
+		!read_bytes(masters, &host, &len) || !is_printable(host, len))
 		return NULL;
 	if (asked->tls ? tls_port > 0 : port == 0)
 		port = tls_port;
@@ -245,6 +257,7 @@ rl_redis_bans(RlKeptFound found, void *arg, RlError *error)
 	Text		masters;
 
 	rl_command_number(command, 0);
+	rl_command_text(command, psprintf("%s{}", rl_key_prefix));
 	if (!run(&rl_masters_script, command, BANS_NEED, &masters, error))
 		return false;
 	if (masters.len == 0)
@@ -269,16 +282,6 @@ rl_redis_bans(RlKeptFound found, void *arg, RlError *error)
  * States of a key
  */
 
-/* Returns true if all bytes are printable ASCII. */
-static bool
-is_printable(const char *data, int len)
-{
-	for (int i = 0; i < len; i++)
-		if (data[i] < ' ' || data[i] > '~')
-			return false;
-	return true;
-}
-
 /*
  * Calls found() for each state of the key, and for its ban.  Returns false with the
  * error set if the store fails.
@@ -286,8 +289,8 @@ is_printable(const char *data, int len)
 bool
 rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlError *error)
 {
-	char		last[RL_MAX_STATE_NAME] = "";
 	char		more[RL_MAX_STATE_NAME] = "";
+	int			calls = 0;
 
 	do
 	{
@@ -305,11 +308,9 @@ rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlError *error)
 			return false;
 		if (!read_bytes(&text, &data, &len) || len >= RL_MAX_STATE_NAME || !is_printable(data, len))
 			return rl_wrong_reply(error);
-		strcpy(last, more);
 		memcpy(more, data, len);
 		more[len] = '\0';
-		/* The states come by name, so that this ends. */
-		if (len > 0 && strcmp(more, last) <= 0)
+		if (++calls > MAX_INSPECT_CALLS)
 			return rl_wrong_reply(error);
 		while (text.len > 0)
 		{

@@ -100,15 +100,13 @@ append_tag(RlCommand *command, const RlLimit *limit)
 	rl_command_arg(command, name, rl_state_name(limit, name));
 }
 
-/* Appends the numbers that the algorithm's script reads; with look, it charges 0. */
+/* Appends the numbers that the algorithm's script reads. */
 static void
-append_numbers(RlCommand *command, const RlLimit *limit, int64 quota, bool look)
+append_numbers(RlCommand *command, const RlLimit *limit, int64 quota)
 {
 	int64		numbers[RL_NUMBERS];
 	int			n = rl_algorithm(limit)->numbers(limit, quota, numbers);
 
-	if (look)
-		numbers[0] = numbers[1] = 0;
 	for (int i = 0; i < n; i++)
 		rl_command_number(command, numbers[i]);
 	for (int i = n; i < RL_NUMBERS; i++)
@@ -130,7 +128,7 @@ append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace)
 	rl_command_text(command, rl_algorithm(limit)->name);
 	append_tag(command, limit);
 	rl_command_number(command, limit->period);
-	append_numbers(command, limit, quota, false);
+	append_numbers(command, limit, quota);
 	rl_command_text(command, trace && possible && limit->count_denied ? "1" : "");
 	rl_command_number(command, ban ? limit->ban : 0);
 	rl_command_number(command, ban ? limit->ban_after : 0);
@@ -190,19 +188,23 @@ may_ban(const RlLimits *limits, RlTake how)
 
 /*
  * Returns true if the faster script for one limit suffices: it counts no
- * refusals for a ban, and does not report the time.
+ * refusals for a ban, does not report the time, and cannot only look.
  */
 static bool
-acts_alone(const RlLimits *limits)
+acts_alone(const RlAction *action)
 {
+	const RlLimits *limits = action->limits;
+
 	return limits->n == 1 && limits->limit[0].ban == 0 && !limits->timed &&
-		rl_algorithm(&limits->limit[0])->act_alone != NULL;
+		action->how != RL_PEEK && rl_algorithm(&limits->limit[0])->act_alone != NULL;
 }
 
 static RlScript *
-take_script(const RlLimits *limits)
+take_script(const RlAction *action)
 {
-	if (acts_alone(limits))
+	const RlLimits *limits = action->limits;
+
+	if (acts_alone(action))
 		return &rl_alone_scripts[limits->limit[0].algorithm];
 	for (int i = 1; i < limits->n; i++)
 		if (limits->limit[i].algorithm != limits->limit[0].algorithm)
@@ -219,10 +221,10 @@ append_take(RlCommand *command, const RlAction *action)
 	RlTake		how = action->how;
 
 	append_key(command, &action->key);
-	if (acts_alone(limits))
+	if (acts_alone(action))
 	{
 		append_tag(command, &limits->limit[0]);
-		append_numbers(command, &limits->limit[0], quota, how == RL_PEEK);
+		append_numbers(command, &limits->limit[0], quota);
 		return;
 	}
 	rl_command_text(command, how == RL_PEEK ? "0" : "1");
@@ -236,8 +238,7 @@ append_take(RlCommand *command, const RlAction *action)
  * if the action is refused.  Under a ban, the rest of the ban comes first.
  */
 static bool
-read_alone(const RlLimit *limit, int64 quota, RlTake how, const RlReply *reply, int64 *reported,
-		   TakeReply *take)
+read_alone(const RlLimit *limit, int64 quota, const RlReply *reply, int64 *reported, TakeReply *take)
 {
 	RlDecision	decision;
 
@@ -256,7 +257,7 @@ read_alone(const RlLimit *limit, int64 quota, RlTake how, const RlReply *reply, 
 		take->verdict = -1;
 	}
 	/* If the script cannot charge anything, the number alone says the verdict. */
-	if (how == RL_PEEK || quota > limit->capacity)
+	if (quota > limit->capacity)
 	{
 		rl_algorithm(limit)->decide(limit, quota, RL_VERDICT_ALLOWED, reported, &decision);
 		take->verdict = decision.allowed ? 0 : -1;
@@ -291,7 +292,7 @@ read_take(const RlAction *action, const RlReply *reply, RlDecision *decisions, i
 	int64		reported;
 	TakeReply	take;
 
-	if (!(acts_alone(limits) ? read_alone(&limits->limit[0], quota, how, reply, &reported, &take) :
+	if (!(acts_alone(action) ? read_alone(&limits->limit[0], quota, reply, &reported, &take) :
 		  read_check(limits, how, reply, &take)) ||
 		!read_decisions(limits, quota, how, &take, decisions))
 		return rl_wrong_reply(error);
@@ -318,7 +319,7 @@ redis_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 
 	command->usage = &answer->usage;
 	append_take(command, action);
-	return rl_redis_script(take_script(action->limits), command, &reply, error) &&
+	return rl_redis_script(take_script(action), command, &reply, error) &&
 		read_take(action, &reply, decisions, &answer->at, error);
 }
 
@@ -376,7 +377,7 @@ redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg,
 {
 	Taking		taking = {actions, unanswered, took, arg};
 
-	return rl_redis_pipeline(take_script(actions[0]->limits), n, append_one, sent_one, read_one,
+	return rl_redis_pipeline(take_script(actions[0]), n, append_one, sent_one, read_one,
 							 &taking, usage, error);
 }
 

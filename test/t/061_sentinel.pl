@@ -112,6 +112,20 @@ $session->set(redis_url => $both);
 is($session->attempt($take)->{state}, '00000', 'a list with a replica before its master');
 is($session->ask('SELECT redis FROM rl_status()'), '"127.0.0.1:' . $a->port . '"', 'the replica is skipped');
 is($session->ask(q{SELECT count(*) FROM rl_check_many('{a,b,c}', '1/1d') WHERE source = 'redis'}), 3, 'rl_check_many skips the replica too');
+$session->ask(q{SELECT rl_ban('banned', 60)});
+await('the replica to have the ban', sub { return $b->cli('HGET', 'rl:{banned}', 'ban') });
+$b->cli('REPLICAOF', '127.0.0.1', 1);
+$session->ask(q{SELECT rl_unban('banned')});
+foreach my $look (q{count(*) FROM rl_bans()}, q{count(*) FROM rl_inspect('banned')},
+	q{count(*) FROM rl_peek('banned', '1/1d') WHERE source = 'ban'}, q{count(*) FROM rl_peek('banned', '1/1d, 1/1h') WHERE source = 'ban'})
+{
+	my $new = session($node);
+
+	$new->set(redis_url => $both);
+	is($new->attempt("SELECT $look")->{answer}, '0', "$look does not read the replica");
+	$new->quit;
+}
+follow($b, $a);
 $session->set(redis_url => $b->url);
 foreach my $try (1, 2)
 {

@@ -259,7 +259,7 @@ $of_user->quit;
 foreach my $text ('', 'hello', '0', '1:', '1:0', '2:0', '2:0x', '1:0x', '1:01 ', '0:1 1 1:a0:1:', '1:01 2:x', '1:0x 1:x', '1:01 9999999999:x', '1:0' . '9' x 19 . ' 1:x', '30:' . '0' x 30,
 	'0:', '-:', '1:01 1:xx', '1:0- 1:x', '0:1 1 1:', '0:1 1 1:a5:x', "0:1 1 1:\x011:x", '99:', "1:\xff")
 {
-	my $liar = LyingServer->new(sub { return @_ == 3 ? "\$0\r\n\r\n" : '$' . length($text) . "\r\n$text\r\n" });
+	my $liar = LyingServer->new(sub { return @_ == 4 ? "\$0\r\n\r\n" : '$' . length($text) . "\r\n$text\r\n" });
 
 	$session->set(redis_url => $liar->url, command_timeout => '10s');
 	foreach my $call ('rl_bans()', q{rl_inspect('k')})
@@ -270,6 +270,16 @@ foreach my $text ('', 'hello', '0', '1:', '1:0', '2:0', '2:0x', '1:0x', '1:01 ',
 		is($got->{state}, $fits ? '00000' : 'PT503', "$call gets \"" . substr($text, 0, 20) =~ s/[^ -~]/?/gr . '"') or diag $got->{message};
 	}
 	is($session->attempt(q{SELECT rl_allow('k', '1/1h')})->{state}, 'PT503', 'no other call takes it') if $text ne '0';
+}
+foreach my $host ("a\x1b[31m", "a\nb", "\xff\xfe", 'a b', 'x' x 300)
+{
+	my $text = '6379 0 ' . length($host) . ":$host";
+	my $liar = LyingServer->new(sub { return '$' . length($text) . "\r\n$text\r\n" });
+
+	$session->set(redis_url => $liar->url, command_timeout => '10s');
+	$session->ask('SELECT * FROM rl_bans()');
+	like($session->error, qr/it does not answer the script/, 'a host that is none');
+	unlike($session->error, qr/[^ -~\n]|a$/m, 'the error does not show it');
 }
 $session->set(redis_url => undef, command_timeout => undef);
 
