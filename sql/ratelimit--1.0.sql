@@ -271,7 +271,7 @@ CREATE FUNCTION rl_inspect(key text, OUT state text, OUT used bigint, OUT until 
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 3;
 COMMENT ON FUNCTION rl_inspect(text) IS
-	'returns a row for each state of the key that is not as if it had never been used, for refusals that a ban counts, and for the ban: its name, the units in use, its end, and the first 256 bytes of its value; NULL is what depends on the numbers of the limit, which are not stored; it takes one call of Redis, and needs a further privilege there; errors as for rl_peek';
+	'returns a row for each state of the key that is not as if it had never been used, for refusals that a ban counts, and for the ban: its name, the units in use, its end, and the first 256 bytes of its value; NULL is what depends on the numbers of the limit, which are not stored; it takes one call of Redis for up to about 100 states, and needs a further privilege there; errors as for rl_peek';
 
 CREATE FUNCTION rl_key(VARIADIC "any")
 	RETURNS text
