@@ -38,13 +38,28 @@ rl_store(void)
 }
 
 /* Returns that store.  Raises an error if it needs shared memory, and there is none. */
-const RlStore *
-rl_require_store(void)
+static const RlStore *
+require_store(void)
 {
 	const RlStore *store = rl_store();
 
 	if (store->is_local)
 		rl_require_shared("ratelimit.store = local");
+	return store;
+}
+
+/*
+ * Returns the store in which a function looks or repairs, after the refunds that are
+ * due to it.  Raises an error if it lacks shared memory, or if Redis fails.
+ */
+const RlStore *
+rl_asked_store(void)
+{
+	const RlStore *store = require_store();
+	RlError		error;
+
+	if (!rl_refunds_flush(NULL, &error) && !store->is_local)
+		rl_raise(&error);
 	return store;
 }
 
@@ -408,7 +423,7 @@ begin(Call *call, const RlAction *action, RlAnswer *answer)
 		rl_require_shared("ratelimit.on_error = local");
 	call->action = action;
 	call->answer = answer;
-	call->store = rl_require_store();
+	call->store = require_store();
 	call->may_cache = shared && rl_denial_cache && call->store->may_cache &&
 		action->how == RL_TAKE && answer->each == NULL;
 	call->answered = false;

@@ -18,23 +18,7 @@
 #include "refusal.h"
 #include "shared/denial_cache.h"
 #include "sql/arguments.h"
-#include "sql/functions.h"
 #include "transaction.h"
-
-/*
- * Returns the store in which a function looks or repairs, after the refunds that are
- * due to it.  Raises an error if it lacks shared memory, or if Redis fails.
- */
-const RlStore *
-rl_asked_store(void)
-{
-	const RlStore *store = rl_require_store();
-	RlError		error;
-
-	if (!rl_refunds_flush(NULL, &error) && !store->is_local)
-		rl_raise(&error);
-	return store;
-}
 
 /*
  * Returns the limits that consist of one limit, whose algorithm, capacity, count,
@@ -64,18 +48,27 @@ one_limit(const RlLimit *limit, const char *count_name)
 }
 
 /*
- * Decides an action under one limit, which has the values of the caller's own
- * arguments.  The key is the first argument, and the quota the last one.
+ * Decides an action under one limit.  The arguments are key, capacity, period and
+ * quota.  Before the period an algorithm with a burst has a count with that name,
+ * and after it an algorithm with steps has the step.
  */
 static Datum
-decide_one(FunctionCallInfo fcinfo, const RlLimit *limit, const char *count_name)
+decide_one(FunctionCallInfo fcinfo, RlAlgorithmId algorithm, const char *count_name)
 {
+	RlLimit		limit = {.algorithm = algorithm};
 	RlAction	action = {.how = RL_TAKE};
 	RlAnswer	answer = {0};
+	int			n = 1;
 
+	limit.capacity = limit.count = rl_count_argument(fcinfo, n++, "capacity");
+	if (rl_algorithm(&limit)->has_burst)
+		limit.count = rl_count_argument(fcinfo, n++, count_name);
+	limit.period = rl_duration_argument(fcinfo, n++, "period");
+	if (rl_algorithm(&limit)->has_step)
+		limit.step = rl_duration_argument(fcinfo, n++, "step");
 	action.key = rl_key_argument(fcinfo, 0);
-	action.limits = one_limit(limit, count_name);
-	action.quota = rl_quota_argument(fcinfo, PG_NARGS() - 1);
+	action.limits = one_limit(&limit, count_name);
+	action.quota = rl_quota_argument(fcinfo, n);
 	rl_decide(&action, &answer);
 	return rl_decision_row(fcinfo, &answer.decision);
 }
@@ -84,58 +77,35 @@ PG_FUNCTION_INFO_V1(rl_throttle);
 Datum
 rl_throttle(PG_FUNCTION_ARGS)
 {
-	RlLimit		limit = {.algorithm = RL_THROTTLE};
-
-	limit.capacity = rl_count_argument(fcinfo, 1, "capacity");
-	limit.count = rl_count_argument(fcinfo, 2, "rate");
-	limit.period = rl_duration_argument(fcinfo, 3, "period");
-	return decide_one(fcinfo, &limit, "rate");
+	return decide_one(fcinfo, RL_THROTTLE, "rate");
 }
 
 PG_FUNCTION_INFO_V1(rl_token_bucket);
 Datum
 rl_token_bucket(PG_FUNCTION_ARGS)
 {
-	RlLimit		limit = {.algorithm = RL_TOKEN_BUCKET};
-
-	limit.capacity = rl_count_argument(fcinfo, 1, "capacity");
-	limit.count = rl_count_argument(fcinfo, 2, "refill");
-	limit.period = rl_duration_argument(fcinfo, 3, "period");
-	return decide_one(fcinfo, &limit, "refill");
+	return decide_one(fcinfo, RL_TOKEN_BUCKET, "refill");
 }
 
 PG_FUNCTION_INFO_V1(rl_fixed_window);
 Datum
 rl_fixed_window(PG_FUNCTION_ARGS)
 {
-	RlLimit		limit = {.algorithm = RL_FIXED_WINDOW};
-
-	limit.capacity = limit.count = rl_count_argument(fcinfo, 1, "capacity");
-	limit.period = rl_duration_argument(fcinfo, 2, "period");
-	return decide_one(fcinfo, &limit, "capacity");
+	return decide_one(fcinfo, RL_FIXED_WINDOW, "capacity");
 }
 
 PG_FUNCTION_INFO_V1(rl_sliding_window);
 Datum
 rl_sliding_window(PG_FUNCTION_ARGS)
 {
-	RlLimit		limit = {.algorithm = RL_SLIDING_WINDOW};
-
-	limit.capacity = limit.count = rl_count_argument(fcinfo, 1, "capacity");
-	limit.period = rl_duration_argument(fcinfo, 2, "period");
-	limit.step = rl_duration_argument(fcinfo, 3, "step");
-	return decide_one(fcinfo, &limit, "capacity");
+	return decide_one(fcinfo, RL_SLIDING_WINDOW, "capacity");
 }
 
 PG_FUNCTION_INFO_V1(rl_sliding_log);
 Datum
 rl_sliding_log(PG_FUNCTION_ARGS)
 {
-	RlLimit		limit = {.algorithm = RL_SLIDING_LOG};
-
-	limit.capacity = limit.count = rl_count_argument(fcinfo, 1, "capacity");
-	limit.period = rl_duration_argument(fcinfo, 2, "period");
-	return decide_one(fcinfo, &limit, "capacity");
+	return decide_one(fcinfo, RL_SLIDING_LOG, "capacity");
 }
 
 /* Returns the action of the arguments key, limits and quota. */

@@ -17,11 +17,11 @@
 #include "utils/tuplestore.h"
 #include "utils/typcache.h"
 
+#include "decide.h"
 #include "error.h"
 #include "redis/redis.h"
 #include "shared/local_store.h"
 #include "sql/arguments.h"
-#include "sql/functions.h"
 
 #define INSPECT_COLUMNS		4
 
