@@ -39,36 +39,33 @@ set_time(Datum *value, bool *isnull, int64 us)
  * rl_bans
  */
 
-/* A pattern, as for LIKE, in UTF-8. */
-typedef struct Pattern
+/* Argument 0, the bans that match it, and their order: a ban may be found more than once. */
+typedef struct Bans
 {
-	const char *data;
-	int			len;
-} Pattern;
+	const char *pattern;		/* as for LIKE, in UTF-8 */
+	int			pattern_len;
+	Tuplesortstate *sort;		/* of bytea, the key in UTF-8, and timestamptz */
+	TupleTableSlot *slot;
+} Bans;
 
-static Pattern
-pattern_argument(FunctionCallInfo fcinfo, int n)
+static void
+set_pattern(Bans *bans, FunctionCallInfo fcinfo)
 {
-	Pattern		pattern;
 	text	   *value;
 	int			escapes = 0;
 
-	if (PG_ARGISNULL(n))
-		ereport(ERROR,
-				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
-				 errmsg("pattern must not be null")));
-	value = PG_GETARG_TEXT_PP(n);
-	pattern.len = VARSIZE_ANY_EXHDR(value);
-	pattern.data = pg_server_to_any(VARDATA_ANY(value), pattern.len, PG_UTF8);
-	if (pattern.data != VARDATA_ANY(value))
-		pattern.len = strlen(pattern.data);
-	while (escapes < pattern.len && pattern.data[pattern.len - 1 - escapes] == '\\')
+	rl_require_argument(fcinfo, 0, "pattern");
+	value = PG_GETARG_TEXT_PP(0);
+	bans->pattern_len = VARSIZE_ANY_EXHDR(value);
+	bans->pattern = pg_server_to_any(VARDATA_ANY(value), bans->pattern_len, PG_UTF8);
+	if (bans->pattern != VARDATA_ANY(value))
+		bans->pattern_len = strlen(bans->pattern);
+	while (escapes < bans->pattern_len && bans->pattern[bans->pattern_len - 1 - escapes] == '\\')
 		escapes++;
 	if (escapes % 2 == 1)
 		ereport(ERROR,
 				(errcode(ERRCODE_INVALID_ESCAPE_SEQUENCE),
 				 errmsg("LIKE pattern must not end with escape character")));
-	return pattern;
 }
 
 /*
@@ -76,54 +73,46 @@ pattern_argument(FunctionCallInfo fcinfo, int n)
  * database's encoding may lack characters of the key.
  */
 static bool
-matches(const char *key, int len, const Pattern *pattern)
+matches(const Bans *bans, const char *key, int len)
 {
-	const char *p = pattern->data;
-	int			at = 0;
-	int			i = 0;
-	int			after_any = -1; /* where the pattern goes on after the last % */
+	const char *p = bans->pattern;
+	const char *end = p + bans->pattern_len;
+	const char *after_any = NULL;	/* where the pattern goes on after the last % */
 	int			any_end = 0;	/* where the key goes on after what that % stands for */
+	int			i = 0;
 
 	while (i < len)
 	{
-		bool		escaped = at < pattern->len && p[at] == '\\';
+		bool		escaped = p < end && *p == '\\';
 
-		if (at < pattern->len && p[at] == '%')
+		if (p < end && *p == '%')
 		{
-			after_any = ++at;
+			after_any = ++p;
 			any_end = i;
 		}
-		else if (at < pattern->len && p[at] == '_')
+		else if (p < end && *p == '_')
 		{
-			at++;
+			p++;
 			i += pg_utf_mblen((const unsigned char *) key + i);
 		}
-		else if (at < pattern->len && p[at + escaped] == key[i])
+		else if (p < end && p[escaped] == key[i])
 		{
-			at += 1 + escaped;
+			p += 1 + escaped;
 			i++;
 		}
-		else if (after_any >= 0)
+		else if (after_any != NULL)
 		{
 			any_end += pg_utf_mblen((const unsigned char *) key + any_end);
 			i = any_end;
-			at = after_any;
+			p = after_any;
 		}
 		else
 			return false;
 	}
-	while (at < pattern->len && p[at] == '%')
-		at++;
-	return at == pattern->len;
+	while (p < end && *p == '%')
+		p++;
+	return p == end;
 }
-
-/* The bans that were found: sorted, because a ban may be found more than once. */
-typedef struct Bans
-{
-	Pattern		pattern;
-	Tuplesortstate *sort;		/* of bytea, the key in UTF-8, and timestamptz */
-	TupleTableSlot *slot;
-} Bans;
 
 static void
 add_ban(const RlKept *ban, void *arg)
@@ -136,7 +125,7 @@ add_ban(const RlKept *ban, void *arg)
 	}			key;
 	TupleTableSlot *slot = bans->slot;
 
-	if (!matches(ban->name, ban->name_len, &bans->pattern))
+	if (!matches(bans, ban->name, ban->name_len))
 		return;
 	SET_VARSIZE(key.data, VARHDRSZ + ban->name_len);
 	memcpy(VARDATA(key.data), ban->name, ban->name_len);
@@ -148,7 +137,7 @@ add_ban(const RlKept *ban, void *arg)
 	tuplesort_puttupleslot(bans->sort, slot);
 }
 
-/* Begins to sort by key and time, in a bounded amount of memory. */
+/* Begins to sort by key, and of each key the latest end first, in a bounded amount of memory. */
 static void
 begin_sort(Bans *bans)
 {
@@ -156,13 +145,13 @@ begin_sort(Bans *bans)
 	AttrNumber	columns[] = {1, 2};
 	Oid			operators[2];
 	Oid			collations[] = {InvalidOid, InvalidOid};
-	bool		nulls_first[] = {false, false};
+	bool		nulls_first[] = {false, true};
 
 	TupleDescInitEntry(desc, 1, "key", BYTEAOID, -1, 0);
 	TupleDescInitEntry(desc, 2, "until", TIMESTAMPTZOID, -1, 0);
 	TupleDescFinalize(desc);
 	operators[0] = lookup_type_cache(BYTEAOID, TYPECACHE_LT_OPR)->lt_opr;
-	operators[1] = lookup_type_cache(TIMESTAMPTZOID, TYPECACHE_LT_OPR)->lt_opr;
+	operators[1] = lookup_type_cache(TIMESTAMPTZOID, TYPECACHE_GT_OPR)->gt_opr;
 	bans->sort = tuplesort_begin_heap(desc, 2, columns, operators, collations, nulls_first,
 									  work_mem, NULL, TUPLESORT_NONE);
 	bans->slot = MakeSingleTupleTableSlot(desc, &TTSOpsVirtual);
@@ -174,54 +163,41 @@ return_bans(Bans *bans, ReturnSetInfo *result)
 {
 	TupleTableSlot *slot = MakeSingleTupleTableSlot(bans->slot->tts_tupleDescriptor, &TTSOpsMinimalTuple);
 	MemoryContext row = AllocSetContextCreate(CurrentMemoryContext, "rl_bans row", ALLOCSET_SMALL_SIZES);
-	char		key[RL_MAX_KEY];
-	int			len = 0;
-	TimestampTz until = 0;
-	Datum		values[2];
-	bool		nulls[2] = {false, false};
-	bool		more;
+	char		last[RL_MAX_KEY];
+	int			last_len = 0;
 
-	do
+	while (tuplesort_gettupleslot(bans->sort, true, false, slot, NULL))
 	{
-		char	   *next = NULL;
-		int			next_len = 0;
+		bytea	   *found;
+		const char *key;
+		int			len;
+		MemoryContext old;
 
 		CHECK_FOR_INTERRUPTS();
-		more = tuplesort_gettupleslot(bans->sort, true, false, slot, NULL);
-		if (more)
-		{
-			slot_getallattrs(slot);
-			next = VARDATA_ANY(DatumGetPointer(slot->tts_values[0]));
-			next_len = VARSIZE_ANY_EXHDR(DatumGetPointer(slot->tts_values[0]));
-		}
-		if (len > 0 && (len != next_len || memcmp(key, next, len) != 0))
-		{
-			MemoryContext old = MemoryContextSwitchTo(row);
-
-			values[0] = CStringGetTextDatum(rl_key_shown(key, len));
-			values[1] = TimestampTzGetDatum(until);
-			MemoryContextSwitchTo(old);
-			tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
-			MemoryContextReset(row);
-		}
-		if (more)
-		{
-			memcpy(key, next, next_len);
-			len = next_len;
-			nulls[1] = slot->tts_isnull[1];
-			if (!nulls[1])
-				until = DatumGetTimestampTz(slot->tts_values[1]);
-		}
-	} while (more);
+		slot_getallattrs(slot);
+		found = (bytea *) DatumGetPointer(slot->tts_values[0]);
+		key = VARDATA_ANY(found);
+		len = VARSIZE_ANY_EXHDR(found);
+		if (len == last_len && memcmp(key, last, len) == 0)
+			continue;
+		memcpy(last, key, len);
+		last_len = len;
+		old = MemoryContextSwitchTo(row);
+		slot->tts_values[0] = CStringGetTextDatum(rl_key_shown(key, len));
+		MemoryContextSwitchTo(old);
+		tuplestore_putvalues(result->setResult, result->setDesc, slot->tts_values, slot->tts_isnull);
+		MemoryContextReset(row);
+	}
 }
 
 PG_FUNCTION_INFO_V1(rl_bans);
 Datum
 rl_bans(PG_FUNCTION_ARGS)
 {
-	Bans		bans = {.pattern = pattern_argument(fcinfo, 0)};
+	Bans		bans;
 	RlError		error;
 
+	set_pattern(&bans, fcinfo);
 	InitMaterializedSRF(fcinfo, 0);
 	begin_sort(&bans);
 	if (rl_asked_store()->is_local)
