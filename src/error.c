@@ -53,6 +53,13 @@ rl_error_detail(RlError *error, const char *fmt,...)
 	clip(error->detail, sizeof(error->detail));
 }
 
+/* Returns the message and the detail, as one text that lasts as long as the error. */
+const char *
+rl_error_text(const RlError *error)
+{
+	return error->detail[0] ? psprintf("%s: %s", error->message, error->detail) : error->message;
+}
+
 /*
  * Returns text of UTF-8 in the database's encoding, or NULL if that lacks one of the
  * characters, or none can be converted in this state of the transaction.

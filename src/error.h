@@ -12,6 +12,7 @@
 
 extern void rl_error_set(RlError *error, int sqlstate, const char *fmt,...) rl_attribute_printf(3, 4);
 extern void rl_error_detail(RlError *error, const char *fmt,...) rl_attribute_printf(2, 3);
+extern const char *rl_error_text(const RlError *error);
 extern char *rl_key_shown(const char *data, int len);
 pg_noreturn extern void rl_raise(const RlError *error);
 

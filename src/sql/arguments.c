@@ -12,11 +12,14 @@
 #include "mb/pg_wchar.h"
 #include "utils/builtins.h"
 #include "utils/lsyscache.h"
+#include "utils/tuplestore.h"
 #include "utils/typcache.h"
 
 #include "algorithm/limits.h"
 #include "error.h"
 #include "sql/arguments.h"
+
+#define DECISION_COLUMNS	6
 
 /* The most columns that a later version of rl_decision may have. */
 #define MAX_COLUMNS			16
@@ -29,17 +32,6 @@ typedef struct CallSite
 	text	   *limits_text;	/* the text of limits; NULL: none was parsed */
 	RlLimits	limits;
 } CallSite;
-
-/* Returns the call site's data, which is empty at the first call. */
-static CallSite *
-call_site(FunctionCallInfo fcinfo)
-{
-	FmgrInfo   *flinfo = fcinfo->flinfo;
-
-	if (flinfo->fn_extra == NULL)
-		flinfo->fn_extra = MemoryContextAllocZero(flinfo->fn_mcxt, sizeof(CallSite));
-	return flinfo->fn_extra;
-}
 
 /*
  * Arguments
@@ -121,14 +113,18 @@ rl_key_checked(const char *data, int len)
 	return key;
 }
 
+/* Returns the key that rl_key_checked makes of text. */
+RlKey
+rl_text_key(const text *value)
+{
+	return rl_key_checked(VARDATA_ANY(value), VARSIZE_ANY_EXHDR(value));
+}
+
 RlKey
 rl_key_argument(FunctionCallInfo fcinfo, int n)
 {
-	text	   *value;
-
 	rl_require_argument(fcinfo, n, "key");
-	value = PG_GETARG_TEXT_PP(n);
-	return rl_key_checked(VARDATA_ANY(value), VARSIZE_ANY_EXHDR(value));
+	return rl_text_key(PG_GETARG_TEXT_PP(n));
 }
 
 /*
@@ -136,29 +132,35 @@ rl_key_argument(FunctionCallInfo fcinfo, int n)
  * parsed again only if the text differs.
  */
 const RlLimits *
-rl_limits_argument(FunctionCallInfo fcinfo, int n)
+rl_text_limits(FmgrInfo *call_site, const text *value)
 {
-	CallSite   *site = call_site(fcinfo);
-	text	   *value;
-	int			len;
+	CallSite   *site = call_site->fn_extra;
+	int			len = VARSIZE_ANY_EXHDR(value);
 	RlError		error;
 
-	rl_require_argument(fcinfo, n, "limits");
-	value = PG_GETARG_TEXT_PP(n);
-	len = VARSIZE_ANY_EXHDR(value);
-	if (site->limits_text != NULL && (int) VARSIZE_ANY_EXHDR(site->limits_text) == len &&
-		memcmp(VARDATA_ANY(site->limits_text), VARDATA_ANY(value), len) == 0)
-		return &site->limits;
-
-	if (site->limits_text != NULL)
+	if (site == NULL)
+		site = call_site->fn_extra = MemoryContextAllocZero(call_site->fn_mcxt, sizeof(CallSite));
+	else if (site->limits_text != NULL)
+	{
+		if ((int) VARSIZE_ANY_EXHDR(site->limits_text) == len &&
+			memcmp(VARDATA_ANY(site->limits_text), VARDATA_ANY(value), len) == 0)
+			return &site->limits;
 		pfree(site->limits_text);
-	site->limits_text = NULL;
+		site->limits_text = NULL;
+	}
 	if (!rl_limits_parse(VARDATA_ANY(value), len, &site->limits, &error))
 		rl_raise(&error);
-	site->limits_text = MemoryContextAlloc(fcinfo->flinfo->fn_mcxt, VARHDRSZ + len);
+	site->limits_text = MemoryContextAlloc(call_site->fn_mcxt, VARHDRSZ + len);
 	SET_VARSIZE(site->limits_text, VARHDRSZ + len);
 	memcpy(VARDATA(site->limits_text), VARDATA_ANY(value), len);
 	return &site->limits;
+}
+
+const RlLimits *
+rl_limits_argument(FunctionCallInfo fcinfo, int n)
+{
+	rl_require_argument(fcinfo, n, "limits");
+	return rl_text_limits(fcinfo->flinfo, PG_GETARG_TEXT_PP(n));
 }
 
 /*
@@ -184,11 +186,11 @@ static const char source_names[][MAX_SOURCE] = {
 };
 
 /*
- * Sets RL_DECISION_COLUMNS values, in the order of rl_decision.  They last until the
+ * Sets DECISION_COLUMNS values, in the order of rl_decision.  They last until the
  * next call: a text that is palloc'd makes rl_throttle in the local store 3 % slower.
  */
-void
-rl_decision_values(const RlDecision *d, Datum *values, bool *nulls)
+static void
+set_decision(const RlDecision *d, Datum *values, bool *nulls)
 {
 	static union
 	{
@@ -198,7 +200,7 @@ rl_decision_values(const RlDecision *d, Datum *values, bool *nulls)
 	const char *name = source_names[d->source];
 	int			len = strlen(name);
 
-	memset(nulls, false, RL_DECISION_COLUMNS * sizeof(bool));
+	memset(nulls, false, DECISION_COLUMNS * sizeof(bool));
 	values[0] = BoolGetDatum(d->allowed);
 	values[1] = Int64GetDatum(d->capacity);
 	values[2] = Int64GetDatum(d->remaining);
@@ -211,18 +213,50 @@ rl_decision_values(const RlDecision *d, Datum *values, bool *nulls)
 	values[5] = PointerGetDatum(source.data);
 }
 
-/* Returns true if rows of the type begin with the columns that rl_decision_values sets. */
+/* Adds a row to the function's result: a value that is not NULL, and a decision. */
+void
+rl_put_decision(FunctionCallInfo fcinfo, Datum value, const RlDecision *decision)
+{
+	ReturnSetInfo *result = (ReturnSetInfo *) fcinfo->resultinfo;
+	Datum		values[1 + DECISION_COLUMNS];
+	bool		nulls[1 + DECISION_COLUMNS] = {false};
+
+	values[0] = value;
+	set_decision(decision, values + 1, nulls + 1);
+	tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
+}
+
+/* Sets column n of a row to text; NULL becomes null. */
+void
+rl_set_text(Datum *values, bool *nulls, int n, const char *text)
+{
+	nulls[n] = (text == NULL);
+	values[n] = text ? CStringGetTextDatum(text) : (Datum) 0;
+}
+
+/* Returns a row of the function's result type. */
+Datum
+rl_row(FunctionCallInfo fcinfo, Datum *values, bool *nulls)
+{
+	TupleDesc	desc;
+
+	if (get_call_result_type(fcinfo, NULL, &desc) != TYPEFUNC_COMPOSITE)
+		elog(ERROR, "return type must be a row type");
+	return HeapTupleGetDatum(heap_form_tuple(BlessTupleDesc(desc), values, nulls));
+}
+
+/* Returns true if rows of the type begin with the columns that set_decision sets. */
 static bool
 is_decision(TupleDesc desc)
 {
-	static const Oid column_types[RL_DECISION_COLUMNS] = {
+	static const Oid column_types[DECISION_COLUMNS] = {
 		BOOLOID, INT8OID, INT8OID, FLOAT8OID, FLOAT8OID, TEXTOID
 	};
 
-	if (desc == NULL || desc->natts < RL_DECISION_COLUMNS || desc->natts > MAX_COLUMNS)
+	if (desc == NULL || desc->natts < DECISION_COLUMNS || desc->natts > MAX_COLUMNS)
 		return false;
 	/* A dropped column has no type. */
-	for (int i = 0; i < RL_DECISION_COLUMNS; i++)
+	for (int i = 0; i < DECISION_COLUMNS; i++)
 		if (TupleDescAttr(desc, i)->atttypid != column_types[i])
 			return false;
 	return true;
@@ -327,8 +361,8 @@ rl_decision_row(FunctionCallInfo fcinfo, const RlDecision *decision)
 		function = fcinfo->flinfo->fn_oid;
 	}
 	natts = type->tupDesc->natts;
-	rl_decision_values(decision, values, nulls);
-	for (int i = RL_DECISION_COLUMNS; i < natts; i++)
+	set_decision(decision, values, nulls);
+	for (int i = DECISION_COLUMNS; i < natts; i++)
 	{
 		values[i] = (Datum) 0;
 		nulls[i] = true;

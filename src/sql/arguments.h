@@ -7,8 +7,6 @@
 
 #include "ratelimit.h"
 
-#define RL_DECISION_COLUMNS	6
-
 /* Raises an error if argument n is NULL. */
 static inline void
 rl_require_argument(FunctionCallInfo fcinfo, int n, const char *name)
@@ -28,10 +26,14 @@ extern const RlLimits *rl_limits_argument(FunctionCallInfo fcinfo, int n);
 
 extern int64 rl_quota_checked(int64 quota);
 extern RlKey rl_key_checked(const char *data, int len);
+extern RlKey rl_text_key(const text *value);
+extern const RlLimits *rl_text_limits(FmgrInfo *call_site, const text *value);
 
 extern RlDecision rl_decision_argument(FunctionCallInfo fcinfo, int n);
 
-extern void rl_decision_values(const RlDecision *d, Datum *values, bool *nulls);
 extern Datum rl_decision_row(FunctionCallInfo fcinfo, const RlDecision *decision);
+extern void rl_put_decision(FunctionCallInfo fcinfo, Datum value, const RlDecision *decision);
+extern void rl_set_text(Datum *values, bool *nulls, int n, const char *text);
+extern Datum rl_row(FunctionCallInfo fcinfo, Datum *values, bool *nulls);
 
 #endif							/* ARGUMENTS_H */

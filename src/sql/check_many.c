@@ -9,12 +9,9 @@
 #include "utils/array.h"
 #include "utils/builtins.h"
 #include "utils/memutils.h"
-#include "utils/tuplestore.h"
 
 #include "decide.h"
 #include "sql/arguments.h"
-
-#define COLUMNS				(1 + RL_DECISION_COLUMNS)
 
 /*
  * Returns the elements of an array argument.  Raises an error unless it has one
@@ -45,20 +42,10 @@ elements(FunctionCallInfo fcinfo, int n, const char *name, Oid type, int *count)
 	return values;
 }
 
-/* Returns an element as a key, or raises an error. */
-static RlKey
-element_key(Datum value)
-{
-	text	   *key = DatumGetTextPP(value);
-
-	return rl_key_checked(VARDATA_ANY(key), VARSIZE_ANY_EXHDR(key));
-}
-
 PG_FUNCTION_INFO_V1(rl_check_many);
 Datum
 rl_check_many(PG_FUNCTION_ARGS)
 {
-	ReturnSetInfo *result = (ReturnSetInfo *) fcinfo->resultinfo;
 	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
 	MemoryContext context;
 	MemoryContext caller;
@@ -84,7 +71,7 @@ rl_check_many(PG_FUNCTION_ARGS)
 	caller = MemoryContextSwitchTo(context);
 	for (int i = 0; i < n; i++)
 	{
-		(void) element_key(keys[i]);
+		(void) rl_text_key(DatumGetTextPP(keys[i]));
 		if (quotas)
 			(void) rl_quota_checked(DatumGetInt64(quotas[i]));
 		if (i % RL_MAX_MANY == 0)
@@ -104,20 +91,12 @@ rl_check_many(PG_FUNCTION_ARGS)
 		for (int i = 0; i < some; i++)
 		{
 			actions[i] = (RlAction) {.limits = limits,.how = RL_TAKE};
-			actions[i].key = element_key(keys[first + i]);
+			actions[i].key = rl_text_key(DatumGetTextPP(keys[first + i]));
 			actions[i].quota = quotas ? DatumGetInt64(quotas[first + i]) : 1;
 		}
 		rl_decide_many(actions, some, answers, &unanswered);
 		for (int i = 0; i < some; i++)
-		{
-			Datum		values[COLUMNS];
-			bool		nulls[COLUMNS];
-
-			values[0] = keys[first + i];
-			nulls[0] = false;
-			rl_decision_values(&answers[i].decision, values + 1, nulls + 1);
-			tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
-		}
+			rl_put_decision(fcinfo, keys[first + i], &answers[i].decision);
 	}
 	MemoryContextSwitchTo(caller);
 	MemoryContextDelete(context);

@@ -8,7 +8,6 @@
 
 #include "funcapi.h"
 #include "utils/builtins.h"
-#include "utils/tuplestore.h"
 #include "utils/wait_event.h"
 
 #include "algorithm/limits.h"
@@ -212,19 +211,9 @@ rl_wait(PG_FUNCTION_ARGS)
 static void
 return_decisions(FunctionCallInfo fcinfo, const RlLimits *limits, const RlDecision *decisions)
 {
-	ReturnSetInfo *result = (ReturnSetInfo *) fcinfo->resultinfo;
-
 	InitMaterializedSRF(fcinfo, 0);
 	for (int i = 0; i < limits->n; i++)
-	{
-		Datum		values[1 + RL_DECISION_COLUMNS];
-		bool		nulls[1 + RL_DECISION_COLUMNS];
-
-		values[0] = CStringGetTextDatum(rl_limit_text(&limits->limit[i]));
-		nulls[0] = false;
-		rl_decision_values(&decisions[i], values + 1, nulls + 1);
-		tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
-	}
+		rl_put_decision(fcinfo, CStringGetTextDatum(rl_limit_text(&limits->limit[i])), &decisions[i]);
 }
 
 PG_FUNCTION_INFO_V1(rl_check_each);

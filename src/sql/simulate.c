@@ -7,14 +7,12 @@
  */
 #include "postgres.h"
 
-#include "utils/builtins.h"
 #include "utils/memutils.h"
 #include "utils/timestamp.h"
 #include "windowapi.h"
 
 #include "algorithm/algorithm.h"
 #include "algorithm/limits.h"
-#include "error.h"
 #include "sql/arguments.h"
 
 /* The latest time that leaves room for the longest limit, in 2096. */
@@ -22,8 +20,7 @@
 
 typedef struct Partition
 {
-	text	   *limits_text;	/* NULL before the first row */
-	RlLimits	limits;
+	RlLimits	limits;			/* none before the first row */
 	RlState		states[RL_MAX_LIMITS];
 	RlPool		pool;			/* of the states' entries */
 	uint32		nchunks;		/* that are allocated */
@@ -46,31 +43,22 @@ argument(WindowObject window, int n, const char *name)
 }
 
 /*
- * Parses the limits at the partition's first row.  Raises an error if they are
- * invalid, or differ from those of the first row.
+ * Sets the partition's limits at its first row.  Raises an error if those of a later
+ * row differ.
  */
 static void
-set_limits(Partition *partition, text *limits)
+set_limits(Partition *partition, const RlLimits *limits)
 {
-	int			len = VARSIZE_ANY_EXHDR(limits);
-	RlError		error;
-
-	if (partition->limits_text != NULL)
+	if (partition->limits.n == 0)
 	{
-		if ((int) VARSIZE_ANY_EXHDR(partition->limits_text) == len &&
-			memcmp(VARDATA_ANY(partition->limits_text), VARDATA_ANY(limits), len) == 0)
-			return;
+		partition->limits = *limits;
+		for (int i = 0; i < limits->n; i++)
+			partition->states[i] = (RlState) RL_NO_STATE;
+	}
+	else if (!rl_limits_same(&partition->limits, limits))
 		ereport(ERROR,
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("limits must be the same in all rows of a partition")));
-	}
-	if (!rl_limits_parse(VARDATA_ANY(limits), len, &partition->limits, &error))
-		rl_raise(&error);
-	partition->limits_text = MemoryContextAlloc(GetMemoryChunkContext(partition), VARHDRSZ + len);
-	SET_VARSIZE(partition->limits_text, VARHDRSZ + len);
-	memcpy(VARDATA(partition->limits_text), VARDATA_ANY(limits), len);
-	for (int i = 0; i < partition->limits.n; i++)
-		partition->states[i] = (RlState) RL_NO_STATE;
 }
 
 /*
@@ -129,7 +117,7 @@ rl_simulate(PG_FUNCTION_ARGS)
 	/* Otherwise all rows of the partition would be kept. */
 	WinSetMarkPosition(window, WinGetCurrentPosition(window));
 
-	set_limits(partition, DatumGetTextPP(argument(window, 0, "limits")));
+	set_limits(partition, rl_text_limits(fcinfo->flinfo, DatumGetTextPP(argument(window, 0, "limits"))));
 	now = row_time(partition, DatumGetTimestampTz(argument(window, 1, "time of an action")));
 	quota = rl_quota_checked(DatumGetInt64(argument(window, 2, "quota")));
 	for (int i = 0; i < partition->limits.n; i++)

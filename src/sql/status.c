@@ -5,25 +5,17 @@
  */
 #include "postgres.h"
 
-#include "access/htup_details.h"
-#include "funcapi.h"
-#include "utils/builtins.h"
 #include "utils/guc.h"
 #include "utils/timestamp.h"
 
 #include "decide.h"
+#include "error.h"
 #include "redis/redis.h"
 #include "shared/cells.h"
 #include "shared/counters.h"
+#include "sql/arguments.h"
 
 #define COLUMNS				14
-
-static void
-set_text(Datum *values, bool *nulls, int n, const char *text)
-{
-	nulls[n] = (text == NULL);
-	values[n] = text ? CStringGetTextDatum(text) : (Datum) 0;
-}
 
 PG_FUNCTION_INFO_V1(rl_status);
 Datum
@@ -31,7 +23,6 @@ rl_status(PG_FUNCTION_ARGS)
 {
 	Datum		values[COLUMNS] = {0};
 	bool		nulls[COLUMNS];
-	TupleDesc	tupdesc;
 	char		version[64];
 	RlError		error;
 	bool		asked = !rl_store()->is_local;
@@ -42,16 +33,15 @@ rl_status(PG_FUNCTION_ARGS)
 	int			n = 0;
 
 	memset(nulls, true, sizeof(nulls));
-	set_text(values, nulls, n++, rl_store()->name);
-	set_text(values, nulls, n++, GetConfigOption("ratelimit.mode", false, false));
-	set_text(values, nulls, n++, GetConfigOption("ratelimit.on_error", false, false));
-	set_text(values, nulls, n++, rl_redis_server(&connected, &breaker, &left));
+	rl_set_text(values, nulls, n++, rl_store()->name);
+	rl_set_text(values, nulls, n++, GetConfigOption("ratelimit.mode", false, false));
+	rl_set_text(values, nulls, n++, GetConfigOption("ratelimit.on_error", false, false));
+	rl_set_text(values, nulls, n++, rl_redis_server(&connected, &breaker, &left));
 	values[n] = BoolGetDatum(connected);
 	nulls[n++] = false;
-	set_text(values, nulls, n++, answered ? version : NULL);
-	set_text(values, nulls, n++, !asked || answered ? NULL : error.detail[0] ?
-			 psprintf("%s: %s", error.message, error.detail) : error.message);
-	set_text(values, nulls, n++, breaker);
+	rl_set_text(values, nulls, n++, answered ? version : NULL);
+	rl_set_text(values, nulls, n++, !asked || answered ? NULL : rl_error_text(&error));
+	rl_set_text(values, nulls, n++, breaker);
 	values[n] = Float8GetDatum((double) left / RL_SECOND);
 	nulls[n++] = (breaker == NULL || left == 0);
 	if (rl_shared_available())
@@ -69,7 +59,5 @@ rl_status(PG_FUNCTION_ARGS)
 		for (int i = 0; i < 5; i++)
 			nulls[n + i] = false;
 	}
-	if (get_call_result_type(fcinfo, NULL, &tupdesc) != TYPEFUNC_COMPOSITE)
-		elog(ERROR, "return type must be a row type");
-	return HeapTupleGetDatum(heap_form_tuple(BlessTupleDesc(tupdesc), values, nulls));
+	return rl_row(fcinfo, values, nulls);
 }

@@ -23,6 +23,7 @@
 #include "decide.h"
 #include "error.h"
 #include "refusal.h"
+#include "sql/arguments.h"
 #include "sql/trigger_rule.h"
 #include "sql/trigger_statement.h"
 
@@ -131,11 +132,9 @@ has_row_security(Relation rel)
 static const char *
 trigger_warning(Relation rel, const Trigger *trigger)
 {
-	if (!TRIGGER_FOR_BEFORE(trigger->tgtype) || !TRIGGER_FOR_ROW(trigger->tgtype))
-		return NULL;
-	if (!TRIGGER_FOR_INSERT(trigger->tgtype) && !TRIGGER_FOR_UPDATE(trigger->tgtype))
-		return NULL;
-	if (!has_row_security(rel))
+	if (!TRIGGER_FOR_BEFORE(trigger->tgtype) || !TRIGGER_FOR_ROW(trigger->tgtype) ||
+		!(TRIGGER_FOR_INSERT(trigger->tgtype) || TRIGGER_FOR_UPDATE(trigger->tgtype)) ||
+		!has_row_security(rel))
 		return NULL;
 	return "the trigger charges a row before row security checks it, so a user can use up another user's quota; "
 		"an AFTER trigger charges only rows that the policies allow";
@@ -148,39 +147,14 @@ describe_rule(Relation rel, const Trigger *trigger, Datum *values, bool *nulls)
 	bool		valid;
 	RlError		error;
 	Rule	   *rule = rl_rule_make(rel, trigger, &valid, &error);
-	const char *limits = NULL;
-	const char *warning = trigger_warning(rel, trigger);
 
-	if (rule->limits.n > 0)
-		limits = rl_limits_text(&rule->limits);
-	else if (rule->nargs > 1)
-		limits = rule->args[1];
-
-	if (rule->nargs > 0)
-	{
-		values[0] = CStringGetTextDatum(rule->args[0]);
-		nulls[0] = false;
-	}
-	if (limits != NULL)
-	{
-		values[1] = CStringGetTextDatum(limits);
-		nulls[1] = false;
-	}
-	values[2] = CStringGetTextDatum(rule->quota_text ? rule->quota_text : "1");
-	values[3] = CStringGetTextDatum(rule->skip ? "skip" : "error");
-	nulls[2] = nulls[3] = false;
-	if (!valid)
-	{
-		values[4] = CStringGetTextDatum(error.detail[0] ?
-										psprintf("%s: %s", error.message, error.detail) :
-										error.message);
-		nulls[4] = false;
-	}
-	if (warning != NULL)
-	{
-		values[5] = CStringGetTextDatum(warning);
-		nulls[5] = false;
-	}
+	rl_set_text(values, nulls, 0, rule->nargs > 0 ? rule->args[0] : NULL);
+	rl_set_text(values, nulls, 1, rule->limits.n > 0 ? rl_limits_text(&rule->limits) :
+				rule->nargs > 0 ? rule->args[1] : NULL);
+	rl_set_text(values, nulls, 2, rule->quota_text ? rule->quota_text : "1");
+	rl_set_text(values, nulls, 3, rule->skip ? "skip" : "error");
+	rl_set_text(values, nulls, 4, valid ? NULL : rl_error_text(&error));
+	rl_set_text(values, nulls, 5, trigger_warning(rel, trigger));
 }
 
 PG_FUNCTION_INFO_V1(rl_trigger_rule);
@@ -192,7 +166,6 @@ rl_trigger_rule(PG_FUNCTION_ARGS)
 	Relation	rel = NULL;
 	Datum		values[6] = {0};
 	bool		nulls[6] = {true, true, true, true, true, true};
-	TupleDesc	tupdesc;
 
 	/* The view must not wait for a table that is being altered. */
 	if (OidIsValid(relation))
@@ -200,10 +173,7 @@ rl_trigger_rule(PG_FUNCTION_ARGS)
 		if (ConditionalLockRelationOid(relation, AccessShareLock))
 			rel = try_relation_open(relation, NoLock);
 		else
-		{
-			values[4] = CStringGetTextDatum("the table is locked");
-			nulls[4] = false;
-		}
+			rl_set_text(values, nulls, 4, "the table is locked");
 	}
 	if (rel != NULL)
 	{
@@ -215,7 +185,5 @@ rl_trigger_rule(PG_FUNCTION_ARGS)
 				describe_rule(rel, &triggers->triggers[i], values, nulls);
 		relation_close(rel, AccessShareLock);
 	}
-	if (get_call_result_type(fcinfo, NULL, &tupdesc) != TYPEFUNC_COMPOSITE)
-		elog(ERROR, "return type must be a row type");
-	return HeapTupleGetDatum(heap_form_tuple(BlessTupleDesc(tupdesc), values, nulls));
+	return rl_row(fcinfo, values, nulls);
 }
