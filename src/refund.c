@@ -22,6 +22,8 @@
  */
 #define MAX_KEPT			1024
 
+dlist_head	rl_refunds = DLIST_STATIC_INIT(rl_refunds);
+
 static RlRefundCall *calls = NULL;
 static RlRefund *refunds = NULL;	/* of all calls */
 static int	room = 0;			/* of both, in grants */
@@ -74,11 +76,11 @@ rl_refund_release(void)
 
 /* Deletes a queued grant, and the refusals of its key in the denial cache. */
 static void
-end_grant(RlGrant *grant, RlGrantDrop drop)
+end_grant(RlGrant *grant)
 {
 	if (rl_shared_available())
 		rl_denial_delete_hash(grant->key_hash);
-	drop(grant);
+	rl_grant_drop(grant);
 }
 
 static void
@@ -96,12 +98,12 @@ log_lost(int n, const RlError *why)
  * of them are lost, by error replies or for the reason in error.
  */
 static void
-settle(dlist_head *queue, RlGrantDrop drop, bool all, const RlError *error)
+settle(bool all, const RlError *error)
 {
 	int			n[RL_REFUND_FAILED + 1] = {0};
 	dlist_mutable_iter iter;
 
-	dlist_foreach_modify(iter, queue)
+	dlist_foreach_modify(iter, &rl_refunds)
 	{
 		RlGrant    *grant = dlist_container(RlGrant, node, iter.cur);
 		RlRefundOutcome outcome = grant->call ? grant->call->outcome : RL_REFUND_UNSENT;
@@ -109,7 +111,7 @@ settle(dlist_head *queue, RlGrantDrop drop, bool all, const RlError *error)
 		grant->call = NULL;
 		if (outcome == RL_REFUND_UNSENT && !all)
 			continue;
-		end_grant(grant, drop);
+		end_grant(grant);
 		n[outcome]++;
 	}
 	unsettled = false;
@@ -124,14 +126,14 @@ settle(dlist_head *queue, RlGrantDrop drop, bool all, const RlError *error)
  * To be called before the queue or its room is changed.
  */
 void
-rl_refund_settle(dlist_head *queue, RlGrantDrop drop)
+rl_refund_settle(void)
 {
 	RlError		error;
 
 	if (!unsettled)
 		return;
 	rl_error_set(&error, ERRCODE_STORE_FAILED, "the call that refunds them was interrupted");
-	settle(queue, drop, false, &error);
+	settle(false, &error);
 }
 
 /*
@@ -139,7 +141,7 @@ rl_refund_settle(dlist_head *queue, RlGrantDrop drop)
  * and prepares calls for the others.  Returns the number of calls.
  */
 static int
-prepare_calls(dlist_head *queue, RlGrantDrop drop)
+prepare_calls(void)
 {
 	uint64		server = rl_refund_server();
 	int			elsewhere = 0;
@@ -149,7 +151,7 @@ prepare_calls(dlist_head *queue, RlGrantDrop drop)
 	RlError		error;
 	dlist_mutable_iter iter;
 
-	dlist_foreach_modify(iter, queue)
+	dlist_foreach_modify(iter, &rl_refunds)
 	{
 		RlGrant    *grant = dlist_container(RlGrant, node, iter.cur);
 
@@ -158,7 +160,7 @@ prepare_calls(dlist_head *queue, RlGrantDrop drop)
 		if (grant->id.local || grant->id.server != server)
 		{
 			elsewhere += !grant->id.local;
-			end_grant(grant, drop);
+			end_grant(grant);
 			continue;
 		}
 		if (call == NULL || call->n == RL_MAX_REFUNDS || call->redis_key_len != grant->redis_key_len ||
@@ -185,20 +187,20 @@ prepare_calls(dlist_head *queue, RlGrantDrop drop)
  * queue.
  */
 bool
-rl_refund_queue(dlist_head *queue, RlGrantDrop drop, bool no_throw, RlUsage *usage, RlError *error)
+rl_refund_queue(bool no_throw, RlUsage *usage, RlError *error)
 {
 	bool		done;
 	bool		all;
 	int			n;
 
-	rl_refund_settle(queue, drop);
-	n = prepare_calls(queue, drop);
+	rl_refund_settle();
+	n = prepare_calls();
 	if (n == 0)
 		return true;
 	unsettled = true;
 	done = rl_redis_refund_charges(calls, n, no_throw, usage, &error_reply, error);
 	/* Of a cluster only a part has failed, and calls for other keys do not wait for it. */
 	all = !done && (no_throw || rl_redis_is_cluster());
-	settle(queue, drop, all, error);
+	settle(all, error);
 	return done || all;
 }

@@ -37,13 +37,16 @@ typedef struct RlGrant
 	char		redis_key[FLEXIBLE_ARRAY_MEMBER];	/* the key's name in Redis */
 } RlGrant;
 
-/* Takes a grant out of the queue and frees it; does not throw. */
-typedef void (*RlGrantDrop) (RlGrant *grant);
+/* The queue of grants to be refunded.  rl_refund_settle comes before each change. */
+extern dlist_head rl_refunds;
 
 extern uint64 rl_refund_server(void);
 extern bool rl_refund_reserve(int n);
 extern void rl_refund_release(void);
-extern void rl_refund_settle(dlist_head *queue, RlGrantDrop drop);
-extern bool rl_refund_queue(dlist_head *queue, RlGrantDrop drop, bool no_throw, RlUsage *usage, RlError *error);
+extern void rl_refund_settle(void);
+extern bool rl_refund_queue(bool no_throw, RlUsage *usage, RlError *error);
+
+/* transaction.c */
+extern void rl_grant_drop(RlGrant *grant);
 
 #endif							/* REFUND_H */

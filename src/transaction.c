@@ -38,17 +38,16 @@ typedef struct GrantEntry
 static MemoryContext context = NULL;	/* of all that follows */
 static HTAB *entries = NULL;	/* the grants that others can be merged into */
 static dlist_head grants = DLIST_STATIC_INIT(grants);	/* by level */
-static dlist_head queue = DLIST_STATIC_INIT(queue);
-static int	ngrants = 0;		/* in both lists */
+static int	ngrants = 0;		/* of these and of the queue */
 static bool overflowed = false;
 
 /*
  * Levels and the queue
  */
 
-/* Deletes a grant. */
-static void
-drop(RlGrant *grant)
+/* Deletes a grant, also one of the queue.  Does not throw. */
+void
+rl_grant_drop(RlGrant *grant)
 {
 	hash_search(entries, &grant->id, HASH_REMOVE, NULL);
 	dlist_delete(&grant->node);
@@ -92,7 +91,7 @@ change_level(RlGrant *grant, int level)
 	}
 	else
 		merge(other->grant, &grant->limit, &grant->charge);
-	drop(grant);
+	rl_grant_drop(grant);
 	return false;
 }
 
@@ -100,11 +99,11 @@ change_level(RlGrant *grant, int level)
 static void
 enqueue(RlGrant *grant)
 {
-	rl_refund_settle(&queue, drop);
+	rl_refund_settle();
 	if (!change_level(grant, QUEUED))
 		return;
 	dlist_delete(&grant->node);
-	dlist_push_tail(&queue, &grant->node);
+	dlist_push_tail(&rl_refunds, &grant->node);
 }
 
 static void
@@ -145,11 +144,11 @@ transaction_ends(XactEvent event, void *arg pg_attribute_unused())
 	if (event == XACT_EVENT_ABORT || event == XACT_EVENT_PARALLEL_ABORT)
 		while (!dlist_is_empty(&grants))
 			enqueue(dlist_tail_element(RlGrant, node, &grants));
-	if (!dlist_is_empty(&queue))
-		rl_refund_queue(&queue, drop, true, NULL, &error);
+	if (!dlist_is_empty(&rl_refunds))
+		rl_refund_queue(true, NULL, &error);
 	rl_refund_release();
 	dlist_init(&grants);
-	dlist_init(&queue);
+	dlist_init(&rl_refunds);
 	ngrants = 0;
 	overflowed = false;
 	MemoryContextDelete(context);
@@ -282,7 +281,7 @@ rl_grants_note(const RlKey *key, const RlLimits *limits, int64 quota,
 bool
 rl_refunds_pending(void)
 {
-	return !dlist_is_empty(&queue);
+	return !dlist_is_empty(&rl_refunds);
 }
 
 /*
@@ -293,7 +292,7 @@ rl_refunds_pending(void)
 bool
 rl_refunds_flush(RlUsage *usage, RlError *error)
 {
-	return dlist_is_empty(&queue) || rl_refund_queue(&queue, drop, false, usage, error);
+	return dlist_is_empty(&rl_refunds) || rl_refund_queue(false, usage, error);
 }
 
 /*
@@ -321,13 +320,13 @@ enqueue_part(const RlGrant *grant, int64 amount)
 	Size		size = offsetof(RlGrant, redis_key) + grant->redis_key_len;
 	RlGrant    *part = MemoryContextAlloc(context, size);
 
-	rl_refund_settle(&queue, drop);
+	rl_refund_settle();
 	if (!rl_refund_reserve(ngrants + 1))
 		ereport(ERROR, (errcode(ERRCODE_OUT_OF_MEMORY), errmsg("out of memory")));
 	memcpy(part, grant, size);
 	part->id.level = QUEUED_PART;
 	part->charge.amount = amount;
-	dlist_push_tail(&queue, &part->node);
+	dlist_push_tail(&rl_refunds, &part->node);
 	ngrants++;
 }
 
@@ -370,7 +369,7 @@ rl_grants_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local
 		else if (has_entries)
 			enqueue(grant);
 		else
-			drop(grant);
+			rl_grant_drop(grant);
 	}
 	return has_entries ? left : quota;
 }
@@ -398,6 +397,6 @@ rl_grants_forget(const RlKey *key, const RlLimits *limits, bool local)
 		for (int i = 0; limits != NULL && i < limits->n; i++)
 			found |= rl_same_state(&grant->limit, &limits->limit[i]);
 		if (found && is_of_key(grant, &searched))
-			drop(grant);
+			rl_grant_drop(grant);
 	}
 }
