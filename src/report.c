@@ -61,19 +61,13 @@ postgrest_detail(const RlReport *report)
 	return json.data;
 }
 
-/* Returns true if the SQLSTATE is one of PTxyz, which stand for HTTP statuses. */
-static bool
-is_http_status(int sqlstate)
-{
-	return strncmp(unpack_sql_state(sqlstate), "PT", 2) == 0;
-}
-
 /* Raises the error. */
 void
 rl_report(const RlReport *report)
 {
 	const RlOrigin *origin = report->origin;
-	bool		postgrest = rl_error_format == RL_FORMAT_POSTGREST && is_http_status(report->sqlstate);
+	bool		postgrest = rl_error_format == RL_FORMAT_POSTGREST &&
+		strncmp(unpack_sql_state(report->sqlstate), "PT", 2) == 0;
 	const char *detail = postgrest ? postgrest_detail(report) : report->detail;
 	const char *detail_log = report->detail_log ? report->detail_log : report->detail;
 

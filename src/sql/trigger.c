@@ -36,7 +36,7 @@ enforce_row(TriggerData *data, Rule *rule)
 {
 	bool		updated = TRIGGER_FIRED_BY_UPDATE(data->tg_event);
 	TupleTableSlot *row = updated ? data->tg_newslot : data->tg_trigslot;
-	RlOrigin	origin = rl_rule_origin(rule, data->tg_relation, data->tg_trigger);
+	RlOrigin	origin = {data->tg_relation, data->tg_trigger->tgname, rule->columns};
 	RlAction	action = {.limits = &rule->limits,.how = RL_TAKE,.origin = &origin};
 	RlAnswer	answer = {0};
 

@@ -83,38 +83,30 @@ find_column(Relation rel, const Trigger *trigger, const char *name, int len, RlE
 	return 0;
 }
 
-/* Adds the collected text, if there is any, as a piece. */
-static void
-flush_text(Rule *rule, StringInfo text)
-{
-	if (text->len == 0)
-		return;
-	rule->pieces[rule->npieces++].text = pstrdup(text->data);
-	resetStringInfo(text);
-}
-
 /* Sets the pieces of the key.  Returns false with the error set. */
 static bool
 parse_template(Rule *rule, Relation rel, const Trigger *trigger, const char *template, RlError *error)
 {
-	StringInfoData text;
-	int			npieces;
+	Piece	   *piece;
+	int			npieces = 1;
 
-	/* At most a text before each column, and one after the last. */
-	npieces = 1;
+	if (template[0] == '\0')
+	{
+		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be empty");
+		return false;
+	}
 	for (const char *p = template; *p; p++)
-		npieces += (*p == '{') ? 2 : 0;
-	rule->pieces = palloc0(npieces * sizeof(Piece));
-	initStringInfo(&text);
+		npieces += (*p == '{');
+	rule->pieces = piece = palloc0(npieces * sizeof(Piece));
+	initStringInfo(&piece->text);
 	for (const char *p = template; *p; p++)
 	{
-		const char *close;
-		Piece	   *piece;
+		const char *close = strchr(p, '}');
 		Oid			type;
 
 		if ((*p == '{' || *p == '}') && p[1] == *p)
 			p++;
-		else if (*p == '}' || (*p == '{' && strchr(p, '}') == NULL))
+		else if (*p == '}' || (*p == '{' && close == NULL))
 		{
 			rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
 						 "unmatched \"%c\" in rate-limit key \"%s\"", *p, template);
@@ -123,9 +115,6 @@ parse_template(Rule *rule, Relation rel, const Trigger *trigger, const char *tem
 		}
 		else if (*p == '{')
 		{
-			close = strchr(p, '}');
-			flush_text(rule, &text);
-			piece = &rule->pieces[rule->npieces];
 			piece->attnum = find_column(rel, trigger, p + 1, close - p - 1, error);
 			if (piece->attnum == 0)
 				return false;
@@ -139,17 +128,11 @@ parse_template(Rule *rule, Relation rel, const Trigger *trigger, const char *tem
 				rl_error_detail(error, "A session setting can change the text of its values.");
 				return false;
 			}
-			rule->npieces++;
+			initStringInfo(&(++piece)->text);
 			p = close;
 			continue;
 		}
-		appendStringInfoChar(&text, *p);
-	}
-	flush_text(rule, &text);
-	if (rule->npieces == 0)
-	{
-		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be empty");
-		return false;
+		appendStringInfoChar(&piece->text, *p);
 	}
 	return true;
 }
@@ -403,13 +386,6 @@ row_value(TupleTableSlot *row, Relation rel, AttrNumber attnum, const char *use)
 	return value;
 }
 
-/* Returns the origin of the trigger's actions, which points into its arguments. */
-RlOrigin
-rl_rule_origin(const Rule *rule, Relation rel, const Trigger *trigger)
-{
-	return (RlOrigin) {rel, trigger->tgname, rule->columns};
-}
-
 /*
  * Returns the row's key, in the current memory context.  Raises an error if a
  * column is NULL, or the key is empty or too long.
@@ -420,15 +396,13 @@ rl_rule_key(Rule *rule, Relation rel, TupleTableSlot *row)
 	StringInfoData key;
 
 	initStringInfo(&key);
-	for (int i = 0; i < rule->npieces; i++)
+	for (Piece *piece = rule->pieces;; piece++)
 	{
-		Piece	   *piece = &rule->pieces[i];
-
-		if (piece->text != NULL)
-			appendStringInfoString(&key, piece->text);
-		else
-			rl_key_part_append(&key, &piece->column,
-							   row_value(row, rel, piece->attnum, "part of a rate-limit key"));
+		appendBinaryStringInfo(&key, piece->text.data, piece->text.len);
+		if (piece->attnum == 0)
+			break;
+		rl_key_part_append(&key, &piece->column,
+						   row_value(row, rel, piece->attnum, "part of a rate-limit key"));
 	}
 	return rl_key_checked(key.data, key.len);
 }

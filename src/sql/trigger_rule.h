@@ -10,11 +10,11 @@
 #include "report.h"
 #include "sql/key.h"
 
-/* A piece of the key's template. */
+/* A piece of the key's template: text, then a column. */
 typedef struct Piece
 {
-	char	   *text;			/* NULL: a column */
-	AttrNumber	attnum;
+	StringInfoData text;
+	AttrNumber	attnum;			/* 0: none; this is the last piece */
 	RlKeyPart	column;
 } Piece;
 
@@ -24,7 +24,6 @@ typedef struct Rule
 	MemoryContext context;
 	int			nargs;			/* the trigger's arguments */
 	char	  **args;
-	int			npieces;
 	Piece	   *pieces;
 	Bitmapset  *columns;		/* of the key */
 	RlLimits	limits;
@@ -38,7 +37,6 @@ typedef struct Rule
 struct TupleTableSlot;
 
 extern Rule *rl_rule_find(Relation rel, const Trigger *trigger);
-extern RlOrigin rl_rule_origin(const Rule *rule, Relation rel, const Trigger *trigger);
 extern RlKey rl_rule_key(Rule *rule, Relation rel, struct TupleTableSlot *row);
 extern int64 rl_rule_quota(Rule *rule, Relation rel, struct TupleTableSlot *row);
 extern Rule *rl_rule_make(Relation rel, const Trigger *trigger, bool *valid, RlError *error);

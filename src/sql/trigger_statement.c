@@ -556,9 +556,11 @@ ask_rows(Statement *statement, const TriggerData *data)
 void
 rl_enforce_statement(TriggerData *data, Rule *rule)
 {
-	Statement	statement = {.rule = rule};
+	Statement	statement = {
+		.rule = rule,
+		.origin = {data->tg_relation, data->tg_trigger->tgname, rule->columns}
+	};
 
-	statement.origin = rl_rule_origin(rule, data->tg_relation, data->tg_trigger);
 	rl_error_set(&statement.why, ERRCODE_STORE_FAILED, "there was no answer to some calls");
 	statement.context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit statement",
 											  ALLOCSET_DEFAULT_SIZES);
