@@ -152,6 +152,14 @@ refuse_client_options(void)
 #endif
 }
 
+/* Defines a setting that only a superuser may read, because it names a file on the server. */
+static void
+define_file(const char *name, char **variable, const char *summary, const char *details)
+{
+	DefineCustomStringVariable(name, summary, details, variable, "", PGC_SUSET, GUC_SUPERUSER_ONLY,
+							   NULL, count_change, NULL);
+}
+
 /* Where Redis is, and how its keys begin. */
 static void
 define_server_settings(void)
@@ -168,45 +176,25 @@ define_server_settings(void)
 							   PGC_SUSET, 0,
 							   NULL, count_change, NULL);
 
-	/*
-	 * Superuser only, also to read: it names a file on the server.  No setting has
-	 * the password, because every role can SHOW a setting before the library is
-	 * loaded.
-	 */
-	DefineCustomStringVariable("ratelimit.redis_passfile",
-							   "Sets the file that holds the Redis password.",
-							   "Its first line is the password. No other user than the server's may have access to it. Empty: no password.",
-							   &rl_redis_passfile,
-							   "",
-							   PGC_SUSET, GUC_SUPERUSER_ONLY,
-							   NULL, count_change, NULL);
+	/* No setting has the password: every role can SHOW it before the library is loaded. */
+	define_file("ratelimit.redis_passfile", &rl_redis_passfile,
+				"Sets the file that holds the Redis password.",
+				"Its first line is the password. No other user than the server's may have access to it. Empty: no password.");
 
 	/*
 	 * Superuser only: with other authorities a role could put its own Redis in
 	 * between, and with another certificate it could make Redis fail, so that
-	 * on_error applies.  Also to read, because they name files on the server.
+	 * on_error applies.
 	 */
-	DefineCustomStringVariable("ratelimit.tls_ca_file",
-							   "Sets the file with the certificate authorities that verify the certificate of Redis.",
-							   "For rediss://. Empty: the authorities that the system trusts.",
-							   &rl_tls_ca_file,
-							   "",
-							   PGC_SUSET, GUC_SUPERUSER_ONLY,
-							   NULL, count_change, NULL);
-	DefineCustomStringVariable("ratelimit.tls_cert_file",
-							   "Sets the file with the certificate that is shown to Redis.",
-							   "For rediss://. Empty: none.",
-							   &rl_tls_cert_file,
-							   "",
-							   PGC_SUSET, GUC_SUPERUSER_ONLY,
-							   NULL, count_change, NULL);
-	DefineCustomStringVariable("ratelimit.tls_key_file",
-							   "Sets the file with the private key of ratelimit.tls_cert_file.",
-							   "No other user than the server's may have access to it.",
-							   &rl_tls_key_file,
-							   "",
-							   PGC_SUSET, GUC_SUPERUSER_ONLY,
-							   NULL, count_change, NULL);
+	define_file("ratelimit.tls_ca_file", &rl_tls_ca_file,
+				"Sets the file with the certificate authorities that verify the certificate of Redis.",
+				"For rediss://. Empty: the authorities that the system trusts.");
+	define_file("ratelimit.tls_cert_file", &rl_tls_cert_file,
+				"Sets the file with the certificate that is shown to Redis.",
+				"For rediss://. Empty: none.");
+	define_file("ratelimit.tls_key_file", &rl_tls_key_file,
+				"Sets the file with the private key of ratelimit.tls_cert_file.",
+				"No other user than the server's may have access to it.");
 
 	/* Superuser only: another prefix is a fresh set of limits. */
 	DefineCustomStringVariable("ratelimit.key_prefix",
