@@ -9,7 +9,6 @@
 #include "postgres.h"
 
 #include "catalog/pg_type.h"
-#include "lib/stringinfo.h"
 #include "utils/array.h"
 #include "utils/builtins.h"
 #include "utils/lsyscache.h"

@@ -5,7 +5,6 @@
 #include "postgres.h"
 
 #include "utils/builtins.h"
-#include "utils/jsonb.h"
 
 #include "headers.h"
 #include "report.h"
