@@ -8,6 +8,7 @@
 
 #include "lib/stringinfo.h"
 
+#include "algorithm/algorithm.h"
 #include "headers.h"
 
 /* The largest integer of a Structured Field */
@@ -28,18 +29,11 @@ rl_policy_name_is_valid(const char *name)
 	return len >= 1 && len <= RL_MAX_POLICY_NAME;
 }
 
-/* Returns seconds, rounded up, so that no client comes back too early. */
-static int64
-whole_seconds(int64 us)
-{
-	return us / RL_SECOND + (us % RL_SECOND > 0);
-}
-
-/* Returns the header field that tells when to retry. */
+/* Returns the header field that tells when to retry: in seconds, rounded up, so that no client is early. */
 RlHeader
 rl_header_retry_after(int64 us)
 {
-	return (RlHeader) {"Retry-After", psprintf("%lld", (long long) whole_seconds(us))};
+	return (RlHeader) {"Retry-After", psprintf("%lld", (long long) rl_divide_up(us, RL_SECOND))};
 }
 
 /* Appends the name of limit i: the policy's name, from the second limit on with a number. */
@@ -99,7 +93,7 @@ rl_headers(const char *name, const RlLimits *limits, int binding, const RlDecisi
 		append_name(&field, name, binding);
 		append_integer(&field, 'r', decision->remaining);
 		if (retry && decision->remaining == 0)
-			append_integer(&field, 't', whole_seconds(decision->retry_after));
+			append_integer(&field, 't', rl_divide_up(decision->retry_after, RL_SECOND));
 		headers[n++] = (RlHeader) {"RateLimit", field.data};
 	}
 	if (retry)
