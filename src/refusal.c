@@ -63,20 +63,6 @@ set_detail(RlReport *report, const RlAction *action, const char *fact, const cha
 		psprintf("The key %s%s", fact, also);
 }
 
-/* Sets the hint, if a wait helps, and the header fields. */
-static void
-set_wait(RlReport *report, const RlAction *action, const RlAnswer *answer)
-{
-	const char *policy = action->origin != NULL ? action->origin->trigger : DEFAULT_POLICY;
-
-	if (rl_can_wait(&answer->decision))
-		report->hint = rl_retry_hint(answer->decision.retry_after);
-	if (!rl_policy_name_is_valid(policy))
-		policy = DEFAULT_POLICY;
-	report->nheaders = rl_headers(policy, action->limits, answer->binding, &answer->decision,
-								  report->headers);
-}
-
 /*
  * Raises the error of an action that was refused.  also is one more sentence for
  * the detail, or NULL.
@@ -86,6 +72,7 @@ rl_raise_refused(const RlAction *action, const RlAnswer *answer, const char *als
 {
 	const RlLimit *limit = &action->limits->limit[answer->binding];
 	const RlDecision *decision = &answer->decision;
+	const char *policy = action->origin != NULL ? action->origin->trigger : DEFAULT_POLICY;
 	RlReport	report = {.sqlstate = ERRCODE_RATE_LIMITED,.origin = action->origin};
 
 	if (decision->source == RL_FAIL_CLOSED)
@@ -111,8 +98,13 @@ rl_raise_refused(const RlAction *action, const RlAnswer *answer, const char *als
 							(long long) decision->remaining, (long long) limit->capacity,
 							(long long) action->quota), also);
 	}
-	set_wait(&report, action, answer);
 	if (report.sqlstate == ERRCODE_RATE_LIMITED)
+	{
+		report.hint = rl_retry_hint(decision->retry_after);
 		report.domain = rl_refusal_mark(&action->key);
+	}
+	if (!rl_policy_name_is_valid(policy))
+		policy = DEFAULT_POLICY;
+	report.nheaders = rl_headers(policy, action->limits, answer->binding, decision, report.headers);
 	rl_report(&report);
 }
