@@ -245,46 +245,24 @@ rl_row(FunctionCallInfo fcinfo, Datum *values, bool *nulls)
 	return HeapTupleGetDatum(heap_form_tuple(BlessTupleDesc(desc), values, nulls));
 }
 
-/* Returns true if rows of the type begin with the columns that set_decision sets. */
-static bool
-is_decision(TupleDesc desc)
+/* Raises an error unless the type, whose owner can alter it, begins as a decision. */
+static void
+check_decision_type(Oid type, TupleDesc desc)
 {
 	static const Oid column_types[DECISION_COLUMNS] = {
 		BOOLOID, INT8OID, INT8OID, FLOAT8OID, FLOAT8OID, TEXTOID
 	};
+	bool		fits = desc != NULL && desc->natts >= DECISION_COLUMNS && desc->natts <= MAX_COLUMNS;
 
-	if (desc == NULL || desc->natts < DECISION_COLUMNS || desc->natts > MAX_COLUMNS)
-		return false;
 	/* A dropped column has no type. */
-	for (int i = 0; i < DECISION_COLUMNS; i++)
-		if (TupleDescAttr(desc, i)->atttypid != column_types[i])
-			return false;
-	return true;
-}
-
-pg_noreturn static void
-raise_altered(Oid type)
-{
-	ereport(ERROR,
-			(errcode(ERRCODE_DATATYPE_MISMATCH),
-			 errmsg("type %s has been altered", format_type_be(type)),
-			 errdetail("It must begin with the columns of the extension's rl_decision, and have at most %d columns.",
-					   MAX_COLUMNS)));
-}
-
-/*
- * Loads the result type of the function again.  Raises an error unless it is a
- * decision's type, because its owner can alter it.
- */
-static TypeCacheEntry *
-decision_type(Oid function)
-{
-	Oid			oid = get_func_rettype(function);
-	TypeCacheEntry *type = lookup_type_cache(oid, TYPECACHE_TUPDESC);
-
-	if (!is_decision(type->tupDesc))
-		raise_altered(oid);
-	return type;
+	for (int i = 0; fits && i < DECISION_COLUMNS; i++)
+		fits = TupleDescAttr(desc, i)->atttypid == column_types[i];
+	if (!fits)
+		ereport(ERROR,
+				(errcode(ERRCODE_DATATYPE_MISMATCH),
+				 errmsg("type %s has been altered", format_type_be(type)),
+				 errdetail("It must begin with the columns of the extension's rl_decision, and have at most %d columns.",
+						   MAX_COLUMNS)));
 }
 
 static int64
@@ -302,7 +280,6 @@ rl_decision_argument(FunctionCallInfo fcinfo, int n)
 {
 	RlDecision	decision = {.source = RL_FROM_REDIS};
 	HeapTupleHeader row;
-	HeapTupleData tuple;
 	TupleDesc	desc;
 	Datum		values[MAX_COLUMNS];
 	bool		nulls[MAX_COLUMNS];
@@ -310,13 +287,8 @@ rl_decision_argument(FunctionCallInfo fcinfo, int n)
 	rl_require_argument(fcinfo, n, "decision");
 	row = PG_GETARG_HEAPTUPLEHEADER(n);
 	desc = lookup_rowtype_tupdesc(HeapTupleHeaderGetTypeId(row), HeapTupleHeaderGetTypMod(row));
-	if (!is_decision(desc))
-		raise_altered(HeapTupleHeaderGetTypeId(row));
-	tuple.t_len = HeapTupleHeaderGetDatumLength(row);
-	ItemPointerSetInvalid(&tuple.t_self);
-	tuple.t_tableOid = InvalidOid;
-	tuple.t_data = row;
-	heap_deform_tuple(&tuple, desc, values, nulls);
+	check_decision_type(HeapTupleHeaderGetTypeId(row), desc);
+	heap_deform_tuple(&(HeapTupleData) {.t_data = row}, desc, values, nulls);
 	ReleaseTupleDesc(desc);
 	if (nulls[0] || nulls[1])
 		ereport(ERROR,
@@ -355,8 +327,11 @@ rl_decision_row(FunctionCallInfo fcinfo, const RlDecision *decision)
 	if (function != fcinfo->flinfo->fn_oid || type->tupDesc == NULL ||
 		type->tupDesc_identifier != checked)
 	{
+		Oid			oid = get_func_rettype(fcinfo->flinfo->fn_oid);
+
 		function = InvalidOid;
-		type = decision_type(fcinfo->flinfo->fn_oid);
+		type = lookup_type_cache(oid, TYPECACHE_TUPDESC);
+		check_decision_type(oid, type->tupDesc);
 		checked = type->tupDesc_identifier;
 		function = fcinfo->flinfo->fn_oid;
 	}
