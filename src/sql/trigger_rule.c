@@ -13,7 +13,7 @@
 #include "catalog/pg_trigger.h"
 #include "catalog/pg_type.h"
 #include "executor/tuptable.h"
-#include "lib/stringinfo.h"
+#include "parser/parse_relation.h"
 #include "utils/builtins.h"
 #include "utils/hsearch.h"
 #include "utils/inval.h"
@@ -58,29 +58,25 @@ sees_statement(const Trigger *trigger)
 static AttrNumber
 find_column(Relation rel, const Trigger *trigger, const char *name, int len, RlError *error)
 {
-	TupleDesc	desc = RelationGetDescr(rel);
+	AttrNumber	attnum = attnameAttNum(rel, pnstrdup(name, len), false);
+	char		generated;
 
-	for (int i = 0; i < desc->natts; i++)
+	if (attnum == InvalidAttrNumber)
 	{
-		Form_pg_attribute att = TupleDescAttr(desc, i);
-
-		if (att->attisdropped || strlen(NameStr(att->attname)) != (size_t) len ||
-			memcmp(NameStr(att->attname), name, len) != 0)
-			continue;
-		if (att->attgenerated != '\0' &&
-			(att->attgenerated != ATTRIBUTE_GENERATED_STORED || sees_unwritten_row(trigger)))
-		{
-			rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-						 "generated column \"%.*s\" has no value yet when a rate limit is enforced",
-						 len, name);
-			return 0;
-		}
-		return att->attnum;
+		rl_error_set(error, ERRCODE_UNDEFINED_COLUMN,
+					 "column \"%.*s\" of relation \"%s\" does not exist",
+					 len, name, RelationGetRelationName(rel));
+		return 0;
 	}
-	rl_error_set(error, ERRCODE_UNDEFINED_COLUMN,
-				 "column \"%.*s\" of relation \"%s\" does not exist",
-				 len, name, RelationGetRelationName(rel));
-	return 0;
+	generated = TupleDescAttr(RelationGetDescr(rel), attnum - 1)->attgenerated;
+	if (generated != '\0' && (generated != ATTRIBUTE_GENERATED_STORED || sees_unwritten_row(trigger)))
+	{
+		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+					 "generated column \"%.*s\" has no value yet when a rate limit is enforced",
+					 len, name);
+		return 0;
+	}
+	return attnum;
 }
 
 /* Sets the pieces of the key.  Returns false with the error set. */
@@ -119,7 +115,7 @@ parse_template(Rule *rule, Relation rel, const Trigger *trigger, const char *tem
 			if (piece->attnum == 0)
 				return false;
 			rule->columns = bms_add_member(rule->columns, piece->attnum);
-			type = TupleDescAttr(RelationGetDescr(rel), piece->attnum - 1)->atttypid;
+			type = attnumTypeId(rel, piece->attnum);
 			if (!rl_key_part_init(&piece->column, type, rule->context))
 			{
 				rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
@@ -167,7 +163,7 @@ parse_quota(Rule *rule, Relation rel, const Trigger *trigger, const char *value,
 		rule->quota_attnum = find_column(rel, trigger, value + 1, len - 2, error);
 		if (rule->quota_attnum == 0)
 			return false;
-		rule->quota_type = getBaseType(TupleDescAttr(RelationGetDescr(rel), rule->quota_attnum - 1)->atttypid);
+		rule->quota_type = getBaseType(attnumTypeId(rel, rule->quota_attnum));
 		if (rule->quota_type == INT2OID || rule->quota_type == INT4OID || rule->quota_type == INT8OID)
 			return true;
 		rl_error_set(error, ERRCODE_DATATYPE_MISMATCH,
@@ -292,15 +288,6 @@ mark_stale(Datum arg pg_attribute_unused(), Oid relation)
 			entry->stale = true;
 }
 
-static void
-init_rules(void)
-{
-	HASHCTL		ctl = {.keysize = sizeof(Oid),.entrysize = sizeof(RuleEntry)};
-
-	rules = hash_create("rate-limit rules", 16, &ctl, HASH_ELEM | HASH_BLOBS);
-	CacheRegisterRelcacheCallback(mark_stale, (Datum) 0);
-}
-
 /* Frees the stale rules, those of dropped triggers included.  None may be in use. */
 static void
 sweep_rules(void)
@@ -344,7 +331,12 @@ rl_rule_find(Relation rel, const Trigger *trigger)
 	RlError		error;
 
 	if (rules == NULL)
-		init_rules();
+	{
+		HASHCTL		ctl = {.keysize = sizeof(Oid),.entrysize = sizeof(RuleEntry)};
+
+		rules = hash_create("rate-limit rules", 16, &ctl, HASH_ELEM | HASH_BLOBS);
+		CacheRegisterRelcacheCallback(mark_stale, (Datum) 0);
+	}
 	entry = hash_search(rules, &trigger->tgoid, HASH_FIND, NULL);
 	if (entry != NULL && !entry->stale && entry->rule != NULL &&
 		entry->relation == RelationGetRelid(rel) && same_arguments(entry->rule, trigger))
@@ -381,7 +373,7 @@ row_value(TupleTableSlot *row, Relation rel, AttrNumber attnum, const char *use)
 		ereport(ERROR,
 				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
 				 errmsg("null value in column \"%s\" of relation \"%s\" cannot be %s",
-						NameStr(TupleDescAttr(RelationGetDescr(rel), attnum - 1)->attname),
+						NameStr(*attnumAttName(rel, attnum)),
 						RelationGetRelationName(rel), use)));
 	return value;
 }
