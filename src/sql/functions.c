@@ -13,7 +13,6 @@
 #include "algorithm/limits.h"
 #include "decide.h"
 #include "error.h"
-#include "redis/redis.h"
 #include "refusal.h"
 #include "shared/denial_cache.h"
 #include "sql/arguments.h"
@@ -293,35 +292,26 @@ rl_refund(PG_FUNCTION_ARGS)
 	PG_RETURN_VOID();
 }
 
-/* Resets the states of the limits, or the whole key if they are NULL. */
-static Datum
-reset(const RlKey *key, const RlLimits *limits)
-{
-	bool		found;
-	RlError		error;
-
-	rl_denial_delete(key);
-	rl_grants_forget(key, limits, rl_store()->is_local);
-	end_repair(key, rl_asked_store()->reset(key, limits, &found, &error), &error);
-	PG_RETURN_BOOL(found);
-}
-
 PG_FUNCTION_INFO_V1(rl_reset);
 Datum
 rl_reset(PG_FUNCTION_ARGS)
 {
 	RlKey		key = rl_key_argument(fcinfo, 0);
+	const RlLimits *limits = PG_NARGS() > 1 ? rl_limits_argument(fcinfo, 1) : NULL;
+	bool		found;
+	RlError		error;
 
-	return reset(&key, NULL);
+	rl_denial_delete(&key);
+	rl_grants_forget(&key, limits, rl_store()->is_local);
+	end_repair(&key, rl_asked_store()->reset(&key, limits, &found, &error), &error);
+	PG_RETURN_BOOL(found);
 }
 
 PG_FUNCTION_INFO_V1(rl_reset_limits);
 Datum
 rl_reset_limits(PG_FUNCTION_ARGS)
 {
-	RlKey		key = rl_key_argument(fcinfo, 0);
-
-	return reset(&key, rl_limits_argument(fcinfo, 1));
+	return rl_reset(fcinfo);
 }
 
 /* A ban that is shorter than the one in force is a repair too. */
