@@ -512,17 +512,6 @@ fail_statement(int code pg_attribute_unused(), Datum arg)
 	log_lost(statement);
 }
 
-/* Refunds a statement with keys that were refused, and raises its error. */
-static void
-refuse_statement(Statement *statement)
-{
-	refund(statement, false);
-	rl_raise_refused(&statement->first_refused, &statement->refusal,
-					 statement->asked == 1 ? NULL :
-					 psprintf("Keys of the statement that were refused: %lld of %lld.",
-							  (long long) statement->refused, (long long) statement->asked));
-}
-
 /* Sums the quotas of the rows that the statement has written, and asks for all keys. */
 static void
 ask_rows(Statement *statement, const TriggerData *data)
@@ -570,7 +559,13 @@ rl_enforce_statement(TriggerData *data, Rule *rule)
 	{
 		ask_rows(&statement, data);
 		if (statement.refused > 0)
-			refuse_statement(&statement);
+		{
+			refund(&statement, false);
+			rl_raise_refused(&statement.first_refused, &statement.refusal,
+							 statement.asked == 1 ? NULL :
+							 psprintf("Keys of the statement that were refused: %lld of %lld.",
+									  (long long) statement.refused, (long long) statement.asked));
+		}
 	}
 	PG_END_ENSURE_ERROR_CLEANUP(fail_statement, PointerGetDatum(&statement));
 	if (statement.charged != NULL)
