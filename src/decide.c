@@ -264,12 +264,9 @@ take(Call *call, const RlStore *store, RlError *error)
 {
 	RlAnswer   *answer = call->answer;
 	RlDecision	room[RL_MAX_LIMITS];
-	RlDecision *each = room;
+	RlDecision *each = answer->each != NULL ? answer->each :
+		call->action->limits->n == 1 ? &answer->decision : room;
 
-	if (answer->each != NULL)
-		each = answer->each;
-	else if (call->action->limits->n == 1)
-		each = &answer->decision;
 	answer->local = store->is_local;
 	if (!store->take(call->action, each, answer, error))
 		return false;
