@@ -93,20 +93,6 @@ append_element(StringInfo key, RlKeyPart *part, Datum value, bool isnull, int i)
 	rl_key_part_append(key, part, value);
 }
 
-static void
-init_element(RlKeyPart *part, Oid type, MemoryContext context)
-{
-	if (!OidIsValid(type))
-		ereport(ERROR,
-				(errcode(ERRCODE_INDETERMINATE_DATATYPE),
-				 errmsg("could not determine the type of a rate-limit key's element")));
-	if (!rl_key_part_init(part, type, context))
-		ereport(ERROR,
-				(errcode(ERRCODE_FEATURE_NOT_SUPPORTED),
-				 errmsg("type %s cannot be part of a rate-limit key", format_type_be(type)),
-				 errhint("Cast the value to a type whose text does not depend on settings, such as text or bigint.")));
-}
-
 /* Appends the elements of argument 0, an array, which part makes text of. */
 static void
 append_array(StringInfo key, FunctionCallInfo fcinfo, RlKeyPart *part)
@@ -144,8 +130,19 @@ key_parts(FunctionCallInfo fcinfo, int n, Oid element)
 		return parts;
 	parts = MemoryContextAlloc(flinfo->fn_mcxt, n * sizeof(RlKeyPart));
 	for (int i = 0; i < n; i++)
-		init_element(&parts[i], OidIsValid(element) ? element : get_fn_expr_argtype(flinfo, i),
-					 flinfo->fn_mcxt);
+	{
+		Oid			type = OidIsValid(element) ? element : get_fn_expr_argtype(flinfo, i);
+
+		if (!OidIsValid(type))
+			ereport(ERROR,
+					(errcode(ERRCODE_INDETERMINATE_DATATYPE),
+					 errmsg("could not determine the type of a rate-limit key's element")));
+		if (!rl_key_part_init(&parts[i], type, flinfo->fn_mcxt))
+			ereport(ERROR,
+					(errcode(ERRCODE_FEATURE_NOT_SUPPORTED),
+					 errmsg("type %s cannot be part of a rate-limit key", format_type_be(type)),
+					 errhint("Cast the value to a type whose text does not depend on settings, such as text or bigint.")));
+	}
 	return flinfo->fn_extra = parts;
 }
 
