@@ -129,7 +129,7 @@ rl_key_argument(FunctionCallInfo fcinfo, int n)
 
 /*
  * Returns the parsed limits, which last until the call site's next call.  They are
- * parsed again only if the text differs.
+ * parsed again only if the text differs.  Raises an error if the text is invalid.
  */
 const RlLimits *
 rl_text_limits(FmgrInfo *call_site, const text *value)
@@ -213,7 +213,7 @@ set_decision(const RlDecision *d, Datum *values, bool *nulls)
 	values[5] = PointerGetDatum(source.data);
 }
 
-/* Adds a row to the function's result: a value that is not NULL, and a decision. */
+/* Adds a row to the set that the function returns: a value, not NULL, and a decision. */
 void
 rl_put_decision(FunctionCallInfo fcinfo, Datum value, const RlDecision *decision)
 {
@@ -234,7 +234,7 @@ rl_set_text(Datum *values, bool *nulls, int n, const char *text)
 	values[n] = text ? CStringGetTextDatum(text) : (Datum) 0;
 }
 
-/* Returns a row of the function's result type. */
+/* Returns a row of the function's result type, which must be a row type. */
 Datum
 rl_row(FunctionCallInfo fcinfo, Datum *values, bool *nulls)
 {
