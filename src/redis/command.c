@@ -56,14 +56,17 @@ rl_redis_is_cluster(void)
 	return rl_slots_known();
 }
 
-/* Drops the connection of the last reply, which made no sense. */
-void
-rl_redis_drop_connection(void)
+/* Drops the connection of the last reply, which does not answer its script; returns false. */
+bool
+rl_wrong_reply(RlError *error)
 {
 	RlNode	   *node = rl_node_in_use();
 
 	if (node != NULL)
 		rl_connection_close(&node->conn);
+	rl_error_set(error, ERRCODE_STORE_FAILED,
+				 "unexpected reply from Redis: it does not answer the script");
+	return false;
 }
 
 /* Starts a command, in a buffer that lasts until the next one is started. */
@@ -230,8 +233,9 @@ send_command(const RlCommand *command, const RlScript *script, RlReply *reply, R
 
 /*
  * Runs a script; the command has the number of keys, the keys and the
- * arguments.  Returns true with a reply that is no error reply, or false with
- * the error set.  Raises an error if a setting is wrong, or at an interrupt.
+ * arguments.  If script is NULL, runs the command itself.  Returns true with a
+ * reply that is no error reply, or false with the error set.  Raises an error if a
+ * setting is wrong, or at an interrupt.
  */
 bool
 rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error)
@@ -246,11 +250,4 @@ rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *e
 	if (command->usage != NULL)
 		command->usage->us += rl_monotonic_now() - start;
 	return answered && rl_redis_check_reply(reply, error);
-}
-
-/* Runs a plain command, as rl_redis_script runs a script. */
-bool
-rl_redis_command(RlCommand *command, RlReply *reply, RlError *error)
-{
-	return rl_redis_script(NULL, command, reply, error);
 }

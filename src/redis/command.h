@@ -44,19 +44,8 @@ extern void rl_command_append(StringInfo out, const RlCommand *command, const Rl
 							  bool by_source, bool asking);
 extern void rl_script_prepare(RlScript *script);
 
-extern bool rl_redis_command(RlCommand *command, RlReply *reply, RlError *error);
 extern bool rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error);
 extern bool rl_redis_check_reply(const RlReply *reply, RlError *error);
-extern void rl_redis_drop_connection(void);
-
-/* Drops the connection of a reply that does not answer its script, sets the error, returns false. */
-static inline bool
-rl_wrong_reply(RlError *error)
-{
-	rl_redis_drop_connection();
-	rl_error_set(error, ERRCODE_STORE_FAILED,
-				 "unexpected reply from Redis: it does not answer the script");
-	return false;
-}
+extern bool rl_wrong_reply(RlError *error);
 
 #endif							/* COMMAND_H */

@@ -381,24 +381,19 @@ redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg,
 							 &taking, usage, error);
 }
 
-/* Reads the reply of a script that returns one number. */
+/* Returns true if the reply is one number, and not negative. */
 static bool
-read_count(const RlReply *reply, int64 *count, RlError *error)
+is_count(const RlReply *reply)
 {
-	if (reply->kind != RL_REPLY_NUMBERS || reply->is_array || reply->nvalues != 1 ||
-		reply->values[0] < 0)
-		return rl_wrong_reply(error);
-	*count = reply->values[0];
-	return true;
+	return reply->kind == RL_REPLY_NUMBERS && !reply->is_array && reply->nvalues == 1 &&
+		reply->values[0] >= 0;
 }
 
 /* Reads the 1 that a script returns when it is done. */
 static bool
 read_done(const RlReply *reply, RlError *error)
 {
-	int64		count;
-
-	return read_count(reply, &count, error) && (count == 1 || rl_wrong_reply(error));
+	return (is_count(reply) && reply->values[0] == 1) || rl_wrong_reply(error);
 }
 
 static bool
@@ -415,16 +410,16 @@ redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *err
 	return rl_redis_script(&rl_refund_script, command, &reply, error) && read_done(&reply, error);
 }
 
-/* Reads how many things were deleted, and sets *found if there were any. */
+/* Runs a script, or a command if that is NULL, that replies how much it has deleted. */
 static bool
-read_found(const RlReply *reply, bool *found, RlError *error)
+delete_from(RlScript *script, RlCommand *command, bool *found, RlError *error)
 {
-	int64		count;
+	RlReply		reply;
 
-	if (!read_count(reply, &count, error))
+	if (!rl_redis_script(script, command, &reply, error))
 		return false;
-	*found = count > 0;
-	return true;
+	*found = is_count(&reply) && reply.values[0] > 0;
+	return is_count(&reply) || rl_wrong_reply(error);
 }
 
 static bool
@@ -432,13 +427,12 @@ redis_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *erro
 {
 	RlCommand  *command = rl_command_start();
 	char		name[RL_MAX_REDIS_KEY];
-	RlReply		reply;
 
 	if (limits == NULL)
 	{
 		rl_command_text(command, "UNLINK");
 		rl_command_arg(command, name, rl_redis_key(key, name));
-		return rl_redis_command(command, &reply, error) && read_found(&reply, found, error);
+		return delete_from(NULL, command, found, error);
 	}
 	append_key(command, key);
 	for (int i = 0; i < limits->n; i++)
@@ -446,8 +440,7 @@ redis_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *erro
 		append_tag(command, &limits->limit[i]);
 		rl_command_text(command, rl_algorithm(&limits->limit[i])->has_logs ? "1" : "");
 	}
-	return rl_redis_script(&rl_reset_script, command, &reply, error) &&
-		read_found(&reply, found, error);
+	return delete_from(&rl_reset_script, command, found, error);
 }
 
 static bool
@@ -467,12 +460,11 @@ redis_unban(const RlKey *key, bool *found, RlError *error)
 {
 	RlCommand  *command = rl_command_start();
 	char		name[RL_MAX_REDIS_KEY];
-	RlReply		reply;
 
 	rl_command_text(command, "HDEL");
 	rl_command_arg(command, name, rl_redis_key(key, name));
 	rl_command_text(command, "ban");
-	return rl_redis_command(command, &reply, error) && read_found(&reply, found, error);
+	return delete_from(NULL, command, found, error);
 }
 
 const RlStore rl_redis_store = {
