@@ -14,8 +14,6 @@ typedef struct RlScript
 {
 	const char *source;
 	char		sha1[41];		/* computed at first use */
-	uint64		nodes;			/* a bit for each node where a pipeline ran it: a
-								 * hint, as a node may have forgotten it */
 } RlScript;
 
 /*

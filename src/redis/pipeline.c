@@ -47,9 +47,9 @@ typedef struct Pipeline
 	RlScript   *script;
 	int			n;
 	RlPipelineAppend append;
-	RlPipelineSent sent;		/* or NULL */
 	RlPipelineReply reply;
 	void	   *arg;
+	int64	   *unanswered;		/* to which the calls under way are added */
 	RlUsage    *usage;			/* to which the cost is added; or NULL */
 	bool		no_throw;
 	bool		takes_errors;	/* reply() does: an error reply is no failure */
@@ -149,14 +149,6 @@ note_failure(Pipeline *p, const RlError *error)
 	p->failed = true;
 }
 
-/* Returns the node's bit in a script's set of nodes. */
-static uint64
-node_bit(const RlNode *node)
-{
-	StaticAssertStmt(RL_MAX_NODES <= 64, "a set of nodes has too few bits");
-	return UINT64CONST(1) << (rl_node_number(node) - 1);
-}
-
 /*
  * Drops a line that failed; given is the time that the node had for the next reply.
  * Completes the error: if the breaker opens, the error says when Redis is tried again.
@@ -178,8 +170,7 @@ static void
 send_again(Pipeline *p, Call call)
 {
 	callqueue_push(&p->to_resend, call);
-	if (p->sent != NULL)
-		p->sent(call.i, false, p->arg);
+	--*p->unanswered;
 }
 
 /* Writes the call's command.  Returns false if the call is already done. */
@@ -268,8 +259,7 @@ append_call(Pipeline *p, Line *line, Call call)
 	rl_stream_appended(&line->stream);
 	if (p->usage != NULL)
 		p->usage->round_trips++;
-	if (p->sent != NULL)
-		p->sent(call.i, true, p->arg);
+	++*p->unanswered;
 }
 
 /*
@@ -353,6 +343,7 @@ take_reply(Pipeline *p, Line *line, Call call, RlError *error)
 	RlRoute    *route = &p->route;
 	const RlReply *reply = &line->reply;
 	bool		no_script = rl_reply_next_step(reply) == RL_STEP_SEND_SOURCE;
+	RlError		failure;
 
 	route->node = line->node;
 	route->slot = call.slot;
@@ -383,21 +374,17 @@ take_reply(Pipeline *p, Line *line, Call call, RlError *error)
 	/* The source would bring the same answer again. */
 	if (no_script && !p->no_throw)
 		return rl_redis_check_reply(reply, error);
-	if (reply->kind == RL_REPLY_ERROR && !p->takes_errors)
-	{
-		RlError		failure;
-
-		rl_error_reply(&line->node->conn, false, reply->text, &failure);
+	if (!p->takes_errors && !rl_redis_check_reply(reply, &failure))
 		note_failure(p, &failure);
-		return p->reply(call.i, reply, p->arg, error);
-	}
-	if (!p->reply(call.i, reply, p->arg, error))
+	else if (!p->reply(call.i, reply, p->arg, error))
 		return false;
-	if (reply->kind != RL_REPLY_ERROR)
-		p->script->nodes |= node_bit(line->node);
-	p->answered++;
-	line->answered = true;
-	p->progress = rl_monotonic_now();
+	else
+	{
+		p->answered++;
+		line->answered = true;
+		p->progress = rl_monotonic_now();
+	}
+	--*p->unanswered;
 	return true;
 }
 
@@ -555,20 +542,20 @@ run_pipeline(Pipeline *p)
 
 /*
  * Runs a script n times.  append() writes the arguments of call i, and may be
- * asked for them again, or returns false when that call is done.  sent() is
- * told before call i is sent, or that it was not run and has to be sent again.
- * reply() gets the replies in the order in which they come, and returns false
- * with the error set if one makes no sense.  Returns false with the first
- * call's error set when calls fail: those with an error reply, and those that
- * were sent and have no reply, which may have run.  Raises an error if a
- * setting is wrong, or at an interrupt.
+ * asked for them again, or returns false when that call is done.  reply() gets
+ * the replies that are no error replies, in the order in which they come, and
+ * returns false with the error set if one makes no sense.  *unanswered is
+ * increased by the calls that are under way, and stays increased by those that
+ * may have run and have no reply.  Returns false with the first call's error set
+ * when calls fail: those with an error reply, and those that were sent and have no
+ * reply.  Raises an error if a setting is wrong, or at an interrupt.
  */
 bool
-rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineSent sent,
-				  RlPipelineReply reply, void *arg, RlUsage *usage, RlError *error)
+rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply, void *arg,
+				  int64 *unanswered, RlUsage *usage, RlError *error)
 {
-	Pipeline	p = {.script = script,.n = n,.append = append,.sent = sent,.reply = reply,.arg = arg,
-	.usage = usage,.error = error};
+	Pipeline	p = {.script = script,.n = n,.append = append,.reply = reply,.arg = arg,
+	.unanswered = unanswered,.usage = usage,.error = error};
 
 	return run_pipeline(&p);
 }
@@ -587,27 +574,25 @@ rl_redis_reserve(RlScript *script)
 }
 
 /*
- * Runs the calls of a pipeline with no_throw that are for the node.  A node that has
- * run the script needs only its SHA1.  If the node has forgotten the script, sends
- * the calls that were not run again, the first one with the source; each round runs
- * one call at least.
+ * Runs the calls of a pipeline with no_throw that are for the node.  If the node does
+ * not know the script, sends the calls that were not run again, the first one with
+ * the source; each of these rounds runs one call at least.
  */
 static void
 run_at(Pipeline *p, RlNode *node)
 {
-	bool		load = (p->script->nodes & node_bit(node)) == 0;
-
 	do
 	{
+		Line	   *line = add_line(p, node, true);
+
+		line->load = p->script_missing;
 		p->script_missing = false;
-		add_line(p, node, true)->load = load;
 		run(p);
-		load = true;
 	} while (p->script_missing && node->conn.ctx != NULL);
 }
 
 /*
- * Does the same as rl_redis_pipeline, but leaves error replies to reply().
+ * Does the same as rl_redis_pipeline, but reply() gets error replies too.
  * With no_throw, which is for the end of a transaction and after
  * rl_redis_reserve, it raises nothing, needs no memory, and opens no
  * connection.  Each server that is connected has its share of
@@ -617,8 +602,9 @@ bool
 rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply,
 					  void *arg, bool no_throw, RlUsage *usage, RlError *error)
 {
+	int64		unanswered = 0;
 	Pipeline	p = {.script = script,.n = n,.append = append,.reply = reply,.arg = arg,
-	.usage = usage,.error = error,.no_throw = no_throw,.takes_errors = true};
+	.unanswered = &unanswered,.usage = usage,.error = error,.no_throw = no_throw,.takes_errors = true};
 	int64		end = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
 	int			connected = 0;
 

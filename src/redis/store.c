@@ -326,7 +326,6 @@ redis_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 typedef struct Taking
 {
 	const RlAction *const *actions;
-	int64	   *unanswered;
 	RlTook		took;
 	void	   *arg;
 } Taking;
@@ -340,14 +339,6 @@ append_one(RlCommand *command, int i, void *arg)
 	return true;
 }
 
-static void
-sent_one(int i pg_attribute_unused(), bool sent, void *arg)
-{
-	const Taking *taking = arg;
-
-	*taking->unanswered += sent ? 1 : -1;
-}
-
 static bool
 read_one(int i, const RlReply *reply, void *arg, RlError *error)
 {
@@ -355,30 +346,20 @@ read_one(int i, const RlReply *reply, void *arg, RlError *error)
 	RlDecision	decisions[RL_MAX_LIMITS];
 	int64		at;
 
-	if (reply->kind != RL_REPLY_ERROR)
-	{
-		if (!read_take(taking->actions[i], reply, decisions, &at, error))
-			return false;
-		taking->took(i, decisions, at, taking->arg);
-	}
-	--*taking->unanswered;
+	if (!read_take(taking->actions[i], reply, decisions, &at, error))
+		return false;
+	taking->took(i, decisions, at, taking->arg);
 	return true;
 }
 
-/*
- * Decides many keys, each by itself, and calls took() for each take.  Returns
- * false with the error set when the store fails.  Each call that is sent adds 1
- * to *unanswered, and its answer subtracts it.  So calls without an answer remain
- * there: Redis may have run them or not.
- */
 static bool
 redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg,
 				int64 *unanswered, RlUsage *usage, RlError *error)
 {
-	Taking		taking = {actions, unanswered, took, arg};
+	Taking		taking = {actions, took, arg};
 
-	return rl_redis_pipeline(take_script(actions[0]), n, append_one, sent_one, read_one,
-							 &taking, usage, error);
+	return rl_redis_pipeline(take_script(actions[0]), n, append_one, read_one, &taking,
+							 unanswered, usage, error);
 }
 
 /* Returns true if the reply is one number, and not negative. */
