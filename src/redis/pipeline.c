@@ -574,24 +574,6 @@ rl_redis_reserve(RlScript *script)
 }
 
 /*
- * Runs the calls of a pipeline with no_throw that are for the node.  If the node does
- * not know the script, sends the calls that were not run again, the first one with
- * the source; each of these rounds runs one call at least.
- */
-static void
-run_at(Pipeline *p, RlNode *node)
-{
-	do
-	{
-		Line	   *line = add_line(p, node, true);
-
-		line->load = p->script_missing;
-		p->script_missing = false;
-		run(p);
-	} while (p->script_missing && node->conn.ctx != NULL);
-}
-
-/*
  * Does the same as rl_redis_pipeline, but reply() gets error replies too.
  * With no_throw, which is for the end of a transaction and after
  * rl_redis_reserve, it raises nothing, needs no memory, and opens no
@@ -623,13 +605,19 @@ rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append, RlPipeli
 		if (node->conn.ctx == NULL || left < 0)
 			continue;
 		p.end = end - left + left / connected--;
-		if (rl_connection_settle(&node->conn, p.end, &failure))
-			run_at(&p, node);
-		else
+		if (!rl_connection_settle(&node->conn, p.end, &failure))
 		{
 			note_failure(&p, &failure);
 			rl_connection_close(&node->conn);
+			continue;
 		}
+		do
+		{
+			/* With the source at the front, a round runs one call at least. */
+			add_line(&p, node, true)->load = p.script_missing;
+			p.script_missing = false;
+			run(&p);
+		} while (p.script_missing && node->conn.ctx != NULL);
 	}
 	return p.answered == n;
 }
