@@ -15,8 +15,9 @@
  */
 #include "postgres.h"
 
+#include "nodes/pg_list.h"
+
 #include "error.h"
-#include "redis/callqueue.h"
 #include "redis/cluster.h"
 #include "redis/pipeline.h"
 #include "redis/redis.h"
@@ -25,6 +26,18 @@
 
 /* A healthy server answers 100 calls in some ms; fewer calls have the time of one call. */
 #define CALLS_PER_TIMEOUT	100
+
+/* A call, and how to send it. */
+typedef struct Call
+{
+	int			i;				/* -1: an ASKING, ahead of its call */
+	int16		slot;			/* -1: not known */
+	uint8		node;			/* number of the one that a reply named; 0: none */
+	bool		asking;
+	bool		by_source;
+	bool		resent;			/* it was sent before */
+	uint8		resends;		/* as of a route */
+} Call;
 
 /* The calls under way to a node. */
 typedef struct Line
@@ -63,10 +76,10 @@ typedef struct Pipeline
 	bool		no_server;		/* none is left to ask */
 	int64		end;			/* of the time for all calls, to which route.spent is added */
 	int64		progress;		/* when the last call was answered */
+	List	   *to_resend;		/* calls */
 	int64		pause_until;	/* before that nothing is sent again */
 	Line	   *blocked;		/* the line that the next call must wait for */
 	int			resent;			/* calls under way that were sent before */
-	CallQueue	to_resend;
 	int			nlines;
 	Line	   *lines[RL_MAX_STREAMS];
 } Pipeline;
@@ -169,7 +182,11 @@ break_line(Pipeline *p, Line *line, int64 given, RlError *error)
 static void
 send_again(Pipeline *p, Call call)
 {
-	callqueue_push(&p->to_resend, call);
+	Call	   *copy = palloc(sizeof(Call));
+
+	*copy = call;
+	copy->resent = true;
+	p->to_resend = lappend(p->to_resend, copy);
 	--*p->unanswered;
 }
 
@@ -276,7 +293,7 @@ fill_lines(Pipeline *p)
 		p->blocked = NULL;
 	while (p->blocked == NULL && !p->no_server)
 	{
-		const Call *again = callqueue_first(&p->to_resend);
+		Call	   *again = p->to_resend != NIL ? linitial(p->to_resend) : NULL;
 		Call		call = {.i = p->next};
 		Line	   *line;
 
@@ -291,7 +308,10 @@ fill_lines(Pipeline *p)
 			return;
 		}
 		if (again)
-			callqueue_pop(&p->to_resend);
+		{
+			p->to_resend = list_delete_first(p->to_resend);
+			pfree(again);
+		}
 		else
 			p->next++;
 		if (line != NULL && (p->command != NULL || write_command(p, &call)))
@@ -425,7 +445,7 @@ wait_for_lines(Pipeline *p)
 	}
 	if (until == PG_INT64_MAX)
 		return false;
-	if (callqueue_first(&p->to_resend) && p->blocked == NULL)
+	if (p->to_resend != NIL && p->blocked == NULL)
 		until = Min(until, p->pause_until);
 	until = Min(until, p->end + p->route.spent);
 	rl_streams_wait(streams, p->nlines, until);
@@ -457,7 +477,7 @@ static void
 give_up(Pipeline *p)
 {
 	RlError		error;
-	bool		unsent = p->next < p->n || callqueue_first(&p->to_resend);
+	bool		unsent = p->next < p->n || p->to_resend != NIL;
 
 	rl_error_set(&error, ERRCODE_STORE_FAILED,
 				 "lost the connection to Redis: %d calls took longer than ratelimit.command_timeout allows", p->n);
@@ -499,9 +519,9 @@ run(Pipeline *p)
 			send_line(p, p->lines[i]);
 		if (wait_for_lines(p))
 			take_all_replies(p);
-		else if (p->no_server || (p->next == p->n && !callqueue_first(&p->to_resend)))
+		else if (p->no_server || (p->next == p->n && p->to_resend == NIL))
 			break;
-		else if (callqueue_first(&p->to_resend) && !late)
+		else if (p->to_resend != NIL && !late)
 			rl_pause(p->pause_until);
 		if (late)
 			give_up(p);
@@ -533,8 +553,7 @@ run_pipeline(Pipeline *p)
 	p->end = start + (int64) rl_command_timeout * 1000 * (1 + p->n / CALLS_PER_TIMEOUT);
 	run(p);
 	rl_breakers_release();
-	if (p->to_resend.data != NULL)
-		pfree(p->to_resend.data);
+	list_free_deep(p->to_resend);
 	if (p->usage != NULL)
 		p->usage->us += rl_monotonic_now() - start;
 	return !p->failed;
