@@ -191,7 +191,11 @@ send_command(const RlCommand *command, const RlScript *script, RlReply *reply, R
 
 	rl_route_begin(&route, rl_command_key(command), command->key_len);
 	if (command->node != NULL)
-		rl_route_pin(&route, command->node, command->asking);
+	{
+		route.node = command->node;
+		route.asking = command->asking;
+		route.pinned = true;
+	}
 	for (;;)
 	{
 		int64		given;

@@ -181,18 +181,6 @@ rl_nodes_make_room(uint64 route)
 	}
 }
 
-/*
- * Connects to the node that a route uses; *deadline as rl_connection_open has
- * it.  Returns false with the error set; raises an error if a setting is wrong.
- */
-bool
-rl_node_connect(RlNode *node, int64 *deadline, RlError *error)
-{
-	rl_connection_close(&node->conn);
-	rl_nodes_make_room(node->used);
-	return rl_connection_open(&node->conn, &node->address, true, deadline, PG_INT64_MAX, error);
-}
-
 /* Notes that the node has answered, which closes its breaker. */
 void
 rl_node_answered(RlNode *node)

@@ -34,7 +34,6 @@ extern RlNode *rl_node_that_has(int slot);
 extern RlNode *rl_node_in_use(void);
 
 extern void rl_nodes_make_room(uint64 route);
-extern bool rl_node_connect(RlNode *node, int64 *deadline, RlError *error);
 extern void rl_node_answered(RlNode *node);
 extern RlBreaker *rl_target_breaker(const RlTarget *target);
 extern void rl_server_failed(RlBreaker *breaker, int64 given, RlError *error);

@@ -41,29 +41,6 @@ rl_route_begin(RlRoute *route, const char *key, int len)
 	route->first_error.sqlstate = 0;
 }
 
-/* Lets only this node run the call, which has begun, with asking after ASKING. */
-void
-rl_route_pin(RlRoute *route, RlNode *node, bool asking)
-{
-	route->node = node;
-	route->asking = asking;
-	route->pinned = true;
-}
-
-/*
- * Returns the node that the server at an address names as "host:port", or NULL if
- * that is no name.  It stays this node until settings change or others are called.
- */
-RlNode *
-rl_route_named(const char *endpoint, const RlAddress *asked)
-{
-	RlAddress	address = *asked;
-	RlRoute		route;
-
-	rl_route_begin(&route, NULL, 0);
-	return rl_address_redirect(endpoint, &address) ? rl_node_find(&address, route.number) : NULL;
-}
-
 static bool
 is_lost(const RlRoute *route, const RlNode *node)
 {
@@ -154,16 +131,6 @@ is_admitted(RlRoute *route, RlBreaker *breaker, RlError *error)
 	return true;
 }
 
-/* Accepts the master that a Sentinel names, unless the route has lost it. */
-static bool
-accept_master(const RlAddress *master, void *arg)
-{
-	RlRoute    *route = arg;
-
-	route->sentinel_master = rl_node_find(master, route->number);
-	return route->sentinel_master == NULL || !is_lost(route, route->sentinel_master);
-}
-
 /*
  * Asks the Sentinels for the master, which is then the route's node.  The call's
  * deadline moves by the time that this takes.  Returns false with the error set.
@@ -189,7 +156,7 @@ ask_sentinels(RlRoute *route, RlError *error)
 	/* A password file that is wrong is an error even if no Sentinel wants it. */
 	rl_password_read(password);
 	explicit_bzero(password, sizeof(password));
-	found = rl_sentinels_ask(&rl_target, accept_master, route, error);
+	found = rl_sentinels_ask(route->number, &route->sentinel_master, error);
 	us = rl_monotonic_now() - start;
 	route->spent += us;
 	if (route->deadline != 0)
@@ -256,7 +223,10 @@ rl_route_try(RlRoute *route, bool *others, RlError *error)
 		}
 		start = rl_monotonic_now();
 		left = route->deadline == 0 ? PG_INT64_MAX : route->deadline - start;
-		connected = rl_node_connect(node, &route->deadline, error);
+		rl_connection_close(&node->conn);
+		rl_nodes_make_room(route->number);
+		connected = rl_connection_open(&node->conn, &node->address, true, &route->deadline,
+									   PG_INT64_MAX, error);
 		route->spent += rl_monotonic_now() - start;
 		if (connected)
 			return true;
@@ -312,22 +282,6 @@ read_redirect(const char *text, RlRoute *route)
 	return rl_node_find(&address, route->number);
 }
 
-/* Returns true if a server is left that this route has not lost, or the Sentinels may name one. */
-static bool
-has_others(const RlRoute *route)
-{
-	if (rl_target.deployment == RL_SENTINELS)
-		return route->sentinel_master == NULL || !is_lost(route, route->sentinel_master);
-	for (int i = 0; i < rl_target.n; i++)
-	{
-		const RlNode *node = rl_node_at(&rl_target.seeds[i]);
-
-		if (node == NULL || !is_lost(route, node))
-			return true;
-	}
-	return find_other_node(route) != NULL;
-}
-
 /*
  * Leaves the node, which cannot run calls now.  Returns true if another server may
  * run this one.  Unless this is a cluster, the node's name may have another address
@@ -348,7 +302,9 @@ leave_node(RlRoute *route, const RlReply *reply)
 			route->sentinel_master = NULL;
 		lose_node(route, &error);
 	}
-	return has_others(route);
+	if (rl_target.deployment == RL_SENTINELS)
+		return route->sentinel_master == NULL || !is_lost(route, route->sentinel_master);
+	return choose_node(route) != NULL;
 }
 
 /*

@@ -17,7 +17,7 @@ typedef struct RlRoute
 	RlNode	   *sentinel_master;	/* that a Sentinel has named to this call */
 	bool		reused;			/* the connection was there before */
 	bool		asking;			/* the node runs the call only after ASKING */
-	bool		pinned;			/* no other node may run the call */
+	bool		pinned;			/* no node but the first may run the call */
 	int			resends;		/* how often a reply has sent the call elsewhere */
 	int64		deadline;		/* 0: nothing was sent yet */
 	int64		spent;			/* on connecting and on asking Sentinels */
@@ -25,8 +25,6 @@ typedef struct RlRoute
 } RlRoute;
 
 extern void rl_route_begin(RlRoute *route, const char *key, int len);
-extern void rl_route_pin(RlRoute *route, RlNode *node, bool asking);
-extern RlNode *rl_route_named(const char *endpoint, const RlAddress *asked);
 extern bool rl_route_choose(RlRoute *route, RlError *error);
 extern bool rl_route_try(RlRoute *route, bool *others, RlError *error);
 extern bool rl_route_connect(RlRoute *route, RlError *error);

@@ -232,6 +232,7 @@ scan_server(RlNode *node, bool in_cluster, RlKeptFound found, void *arg, RlError
 static RlNode *
 read_master(Text *masters, const RlAddress *asked)
 {
+	RlAddress	address = *asked;
 	int64		port;
 	int64		tls_port;
 	const char *host;
@@ -242,7 +243,10 @@ read_master(Text *masters, const RlAddress *asked)
 		return NULL;
 	if (asked->tls ? tls_port > 0 : port == 0)
 		port = tls_port;
-	return rl_route_named(psprintf("%.*s:%lld", len, host, (long long) port), asked);
+	if (!rl_address_redirect(psprintf("%.*s:%lld", len, host, (long long) port), &address))
+		return NULL;
+	/* No node that was used before the last call is needed. */
+	return rl_node_find(&address, rl_node_in_use()->used);
 }
 
 /*

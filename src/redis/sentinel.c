@@ -5,7 +5,6 @@
 #include "postgres.h"
 
 #include "error.h"
-#include "redis/node.h"
 #include "redis/sentinel.h"
 #include "shared/shared.h"
 
@@ -14,8 +13,8 @@
  * until.  Returns false with the error set.  The caller closes the connection.
  */
 static bool
-ask(RlConnection *conn, const RlAddress *sentinel, const char *service, bool with_password,
-	int64 until, RlReply *reply, RlError *error)
+ask(RlConnection *conn, const RlAddress *sentinel, bool with_password, int64 until, RlReply *reply,
+	RlError *error)
 {
 	StringInfoData out;
 	int64		deadline = 0;
@@ -28,7 +27,7 @@ ask(RlConnection *conn, const RlAddress *sentinel, const char *service, bool wit
 	rl_resp_start(&out, 3);
 	rl_resp_arg(&out, "SENTINEL", 8);
 	rl_resp_arg(&out, "get-master-addr-by-name", 23);
-	rl_resp_arg(&out, service, strlen(service));
+	rl_resp_arg(&out, rl_target.service, strlen(rl_target.service));
 	answered = rl_stream_exchange(conn, &out, 1, deadline, reply, error) == RL_DONE;
 	pfree(out.data);
 	if (!answered)
@@ -40,7 +39,8 @@ ask(RlConnection *conn, const RlAddress *sentinel, const char *service, bool wit
 		return true;
 	if (reply->kind == RL_REPLY_NIL)
 		rl_error_set(error, ERRCODE_STORE_FAILED,
-					 "could not connect to Redis: the Sentinel knows no service \"%s\"", service);
+					 "could not connect to Redis: the Sentinel knows no service \"%s\"",
+					 rl_target.service);
 	else
 		rl_error_set(error, ERRCODE_STORE_FAILED,
 					 "unexpected reply from the Sentinel: it is no address");
@@ -49,14 +49,13 @@ ask(RlConnection *conn, const RlAddress *sentinel, const char *service, bool wit
 }
 
 /*
- * Asks one of the target's Sentinels if its breaker admits the call, without the
- * password unless the Sentinel wants one.  Returns false with the error set.
+ * Asks a Sentinel if its breaker admits the call, without the password unless the
+ * Sentinel wants one.  Returns false with the error set.
  */
 static bool
-ask_if_admitted(const RlTarget *target, int which, int64 until, RlAddress *master, RlError *error)
+ask_if_admitted(RlAddress sentinel, int64 until, RlAddress *master, RlError *error)
 {
 	static RlConnection conn;
-	RlAddress	sentinel = target->seeds[which];
 	char		name[RL_MAX_SERVER];
 	RlBreaker  *breaker;
 	RlReply		reply;
@@ -67,10 +66,11 @@ ask_if_admitted(const RlTarget *target, int which, int64 until, RlAddress *maste
 	breaker = rl_breaker_find(name);
 	if (!rl_breaker_admits(breaker, error))
 		return false;
+	*master = sentinel;
 	sentinel.db = 0;
-	found = ask(&conn, &sentinel, target->service, false, until, &reply, error);
+	found = ask(&conn, &sentinel, false, until, &reply, error);
 	if (!found && error->wrong_password && rl_redis_passfile[0] != '\0')
-		found = ask(&conn, &sentinel, target->service, true, until, &reply, error);
+		found = ask(&conn, &sentinel, true, until, &reply, error);
 	rl_connection_close(&conn);
 	if (found || !error->unreachable)
 		rl_breaker_succeeded(breaker);
@@ -78,39 +78,41 @@ ask_if_admitted(const RlTarget *target, int which, int64 until, RlAddress *maste
 		rl_server_failed(breaker, given, error);
 	if (!found)
 		return false;
-	*master = target->seeds[which];
 	master->port = reply.values[0];
 	strlcpy(master->host, reply.text, sizeof(master->host));
 	return true;
 }
 
 /*
- * Asks the target's Sentinels, the first one first, until accept() accepts the
- * master that one of them names; the next search begins with that Sentinel.  All
- * of it ends within ratelimit.connect_timeout and ratelimit.command_timeout
+ * Asks the Sentinels, the first one first, until one of them names a master that
+ * the route has not lost; the next search begins with that Sentinel.  *master is
+ * set to the node of the last that was named; NULL if the route uses all nodes.
+ * All of it ends within ratelimit.connect_timeout and ratelimit.command_timeout
  * together, and each Sentinel has an equal share of the time that is left.
  * Returns false, with the error of the first that failed set if one did.  Raises
  * an error if a setting is wrong.
  */
 bool
-rl_sentinels_ask(RlTarget *target, RlSentinelAccept accept, void *arg, RlError *error)
+rl_sentinels_ask(uint64 route, RlNode **master, RlError *error)
 {
-	int			first = target->first;
+	int			first = rl_target.first;
 	int64		deadline = rl_monotonic_now() +
 		((int64) rl_connect_timeout + rl_command_timeout) * 1000;
 	bool		failed = false;
 	RlError		failure;
 
-	for (int i = 0; i < target->n; i++)
+	for (int i = 0; i < rl_target.n; i++)
 	{
-		int			which = (first + i) % target->n;
+		int			which = (first + i) % rl_target.n;
 		int64		now = rl_monotonic_now();
-		RlAddress	master;
+		RlAddress	address;
 
-		if (ask_if_admitted(target, which, now + (deadline - now) / (target->n - i), &master, &failure))
+		if (ask_if_admitted(rl_target.seeds[which], now + (deadline - now) / (rl_target.n - i),
+							&address, &failure))
 		{
-			target->first = which;
-			if (accept(&master, arg))
+			rl_target.first = which;
+			*master = rl_node_find(&address, route);
+			if (*master == NULL || (*master)->lost != route)
 				return true;
 			continue;
 		}

@@ -5,10 +5,8 @@
 #ifndef SENTINEL_H
 #define SENTINEL_H
 
-#include "redis/address.h"
+#include "redis/node.h"
 
-typedef bool (*RlSentinelAccept) (const RlAddress *master, void *arg);
-
-extern bool rl_sentinels_ask(RlTarget *target, RlSentinelAccept accept, void *arg, RlError *error);
+extern bool rl_sentinels_ask(uint64 route, RlNode **master, RlError *error);
 
 #endif							/* SENTINEL_H */
