@@ -25,27 +25,23 @@ rl_slots_known(void)
 int
 rl_slot(const char *key, int len)
 {
-	static uint16 table[256];
 	const char *open = memchr(key, '{', len);
 	const char *close = open ? memchr(open, '}', key + len - open) : NULL;
 	uint16		crc = 0;
 
-	if (table[1] == 0)
-		for (int i = 0; i < 256; i++)
-		{
-			crc = i << 8;
-			for (int bit = 0; bit < 8; bit++)
-				crc = (crc << 1) ^ ((crc & 0x8000) ? 0x1021 : 0);
-			table[i] = crc;
-		}
 	if (close != NULL && close > open + 1)
 	{
 		key = open + 1;
 		len = close - key;
 	}
-	crc = 0;
 	for (int i = 0; i < len; i++)
-		crc = (crc << 8) ^ table[(crc >> 8) ^ (uint8) key[i]];
+	{
+		/* As the polynomial is x^16 + x^12 + x^5 + 1, this does eight bits at once. */
+		uint8		high = (crc >> 8) ^ (uint8) key[i];
+
+		high ^= high >> 4;
+		crc = (crc << 8) ^ (high << 12) ^ (high << 5) ^ high;
+	}
 	return crc % RL_SLOTS;
 }
 
