@@ -82,26 +82,17 @@ read_number(const char *from, const char *to, int least, int most, int *number)
 static bool
 parse_host(const char *url, const char *end, RlAddress *address, RlError *error)
 {
-	const char *host_end;
-
 	/* An address of IP version 6 stands in brackets. */
-	if (url[0] == '[')
-	{
-		host_end = memchr(url, ']', end - url);
-		if (host_end == NULL)
-			return wrong_url(error, "The host's bracket is not closed.");
-		if (!copy_part(address->host, sizeof(address->host), url + 1, host_end))
-			return wrong_url(error, "The host is empty or too long.");
-		host_end++;
-	}
-	else
-	{
-		host_end = memchr(url, ':', end - url);
-		if (host_end == NULL)
-			host_end = end;
-		if (!copy_part(address->host, sizeof(address->host), url, host_end))
-			return wrong_url(error, "The host is empty or too long.");
-	}
+	bool		bracket = url[0] == '[';
+	const char *host_end = memchr(url, bracket ? ']' : ':', end - url);
+
+	if (host_end == NULL && bracket)
+		return wrong_url(error, "The host's bracket is not closed.");
+	if (host_end == NULL)
+		host_end = end;
+	if (!copy_part(address->host, sizeof(address->host), url + bracket, host_end))
+		return wrong_url(error, "The host is empty or too long.");
+	host_end += bracket;
 	if (strpbrk(address->host, "?#, \t") != NULL)
 		return wrong_url(error, "The host holds a character that no host has.");
 	if (host_end < end &&
@@ -255,29 +246,6 @@ rl_check_file(const char *kind, const char *path, bool must_be_private)
 }
 
 /*
- * Reads the file's first RL_MAX_PASSWORD - 1 bytes into the buffer.  Returns the
- * number of bytes, or -1 with errno set.  stdio would leave a copy in a buffer
- * of its own.
- */
-static int
-read_start(int fd, char *password)
-{
-	int			len = 0;
-
-	while (len < RL_MAX_PASSWORD - 1)
-	{
-		int			n = read(fd, password + len, RL_MAX_PASSWORD - 1 - len);
-
-		if (n < 0 && errno != EINTR)
-			return -1;
-		if (n == 0)
-			break;
-		len += Max(n, 0);
-	}
-	return len;
-}
-
-/*
  * Reads the password, the first line of ratelimit.redis_passfile, into a
  * buffer of RL_MAX_PASSWORD bytes, which the caller wipes.  Without that setting
  * the password is empty.  Raises an error if the file has no password or is not
@@ -288,7 +256,6 @@ rl_password_read(char *password)
 {
 	int			fd;
 	int			len;
-	int			saved_errno;
 
 	password[0] = '\0';
 	if (rl_redis_passfile[0] == '\0')
@@ -299,17 +266,13 @@ rl_password_read(char *password)
 		ereport(ERROR,
 				(errcode_for_file_access(),
 				 errmsg("could not open file \"%s\": %m", rl_redis_passfile)));
-	len = read_start(fd, password);
-	saved_errno = errno;
-	CloseTransientFile(fd);
+	/* stdio would leave a copy in a buffer of its own. */
+	len = read(fd, password, RL_MAX_PASSWORD - 1);
 	if (len < 0)
-	{
-		explicit_bzero(password, RL_MAX_PASSWORD);
-		errno = saved_errno;
 		ereport(ERROR,
 				(errcode_for_file_access(),
 				 errmsg("could not read file \"%s\": %m", rl_redis_passfile)));
-	}
+	CloseTransientFile(fd);
 	password[len] = '\0';
 	len = strcspn(password, "\r\n");
 	explicit_bzero(password + len, RL_MAX_PASSWORD - len);
