@@ -10,14 +10,6 @@
 #include "redis/connection.h"
 #include "shared/shared.h"
 
-/* Closes the connection, if there is one. */
-void
-rl_connection_close(RlConnection *conn)
-{
-	rl_socket_close(conn);
-	memset(conn, 0, sizeof(*conn));
-}
-
 /* Returns true if the connection can carry the next call. */
 bool
 rl_connection_is_usable(RlConnection *conn)

@@ -11,6 +11,5 @@ extern bool rl_connection_open(RlConnection *conn, const RlAddress *address, boo
 							   int64 *deadline, int64 until, RlError *error);
 extern bool rl_connection_is_usable(RlConnection *conn);
 extern bool rl_connection_settle(RlConnection *conn, int64 deadline, RlError *error);
-extern void rl_connection_close(RlConnection *conn);
 
 #endif							/* CONNECTION_H */

@@ -96,8 +96,8 @@ rl_error_reply(const RlConnection *conn, bool set_up, const char *line, RlError 
  */
 
 /* Returns the wait event that pg_stat_activity shows for all waits for Redis. */
-uint32
-rl_wait_event(void)
+static uint32
+wait_event(void)
 {
 #if PG_VERSION_NUM >= 170000
 	static uint32 event = 0;
@@ -136,7 +136,7 @@ rl_events_wait(WaitEventSet *set, int64 deadline, WaitEvent *events, int n)
 	for (;;)
 	{
 		int64		left = Max(deadline - rl_monotonic_now(), 0);
-		int			found = WaitEventSetWait(set, (left + 999) / 1000, events, n, rl_wait_event());
+		int			found = WaitEventSetWait(set, (left + 999) / 1000, events, n, wait_event());
 		int			ready = 0;
 
 		for (int i = 0; i < found; i++)
@@ -185,11 +185,7 @@ rl_socket_wait(RlConnection *conn, uint32 what, int64 deadline, bool no_throw)
 
 	if (no_throw)
 		return poll_socket(conn, what, deadline);
-	if (conn->waiting_for != what)
-	{
-		ModifyWaitEvent(conn->events, conn->socket_event, what, NULL);
-		conn->waiting_for = what;
-	}
+	ModifyWaitEvent(conn->events, conn->socket_event, what, NULL);
 	return rl_events_wait(conn->events, deadline, &event, 1) > 0;
 }
 
@@ -197,7 +193,7 @@ rl_socket_wait(RlConnection *conn, uint32 what, int64 deadline, bool no_throw)
 void
 rl_pause(int64 deadline)
 {
-	rl_sleep_until(Min(deadline, rl_monotonic_now() + RL_PAUSE_MS * 1000), rl_wait_event());
+	rl_sleep_until(Min(deadline, rl_monotonic_now() + RL_PAUSE_MS * 1000), wait_event());
 }
 
 /*
@@ -216,17 +212,15 @@ close_descriptor(RlConnection *conn)
 	conn->ctx = NULL;
 }
 
-/* Frees all that the connection has, also after a failed or interrupted opening. */
+/* Closes the connection, if there is one, also after a failed or interrupted opening. */
 void
-rl_socket_close(RlConnection *conn)
+rl_connection_close(RlConnection *conn)
 {
-	if (conn->tls != NULL)
-		rl_tls_free(conn->tls);
-	conn->tls = NULL;
+	rl_tls_free(conn->tls);
 	close_descriptor(conn);
 	if (conn->fd_acquired)
 		ReleaseExternalFD();
-	conn->fd_acquired = false;
+	memset(conn, 0, sizeof(*conn));
 }
 
 /* Returns true if there are descriptors for one more socket, and for its WaitEventSet. */
@@ -372,7 +366,6 @@ connect_to(RlConnection *conn, const RlAddress *address, const char *host, int64
 	conn->events = rl_events_create(1);
 	conn->socket_event = AddWaitEventToSet(conn->events, WL_SOCKET_WRITEABLE,
 										  conn->ctx->fd, NULL, NULL);
-	conn->waiting_for = WL_SOCKET_WRITEABLE;
 
 	if (!rl_socket_wait(conn, WL_SOCKET_WRITEABLE, deadline, false))
 		return cannot_connect(conn, error, true, "ratelimit.connect_timeout has passed");

@@ -21,7 +21,6 @@ typedef struct RlConnection
 	struct redisContext *ctx;	/* NULL: not connected */
 	WaitEventSet *events;
 	int			socket_event;	/* the socket's position in events */
-	uint32		waiting_for;	/* the events that it has there */
 	struct ssl_st *tls;			/* NULL: no TLS */
 	bool		fd_acquired;
 	bool		heard;			/* something has come from the server */
@@ -34,7 +33,6 @@ typedef struct RlConnection
 	int			due;			/* its replies to come; -1: not known */
 } RlConnection;
 
-extern uint32 rl_wait_event(void);
 extern WaitEventSet *rl_events_create(int nsockets);
 extern int	rl_events_wait(WaitEventSet *set, int64 deadline, WaitEvent *events, int n);
 extern void rl_pause(int64 deadline);
@@ -42,7 +40,7 @@ extern void rl_pause(int64 deadline);
 extern bool rl_socket_has_room(void);
 extern bool rl_socket_open(RlConnection *conn, const RlAddress *address, int64 deadline,
 						   RlError *error);
-extern void rl_socket_close(RlConnection *conn);
+extern void rl_connection_close(RlConnection *conn);
 extern bool rl_socket_is_silent(RlConnection *conn);
 extern bool rl_socket_wait(RlConnection *conn, uint32 what, int64 deadline, bool no_throw);
 extern bool rl_socket_send(RlConnection *conn, StringInfo out, int *sent, RlError *error);

@@ -141,42 +141,36 @@ stream_wants(const RlStream *stream)
 		(rl_stream_is_sent(stream) ? 0 : stream->conn->send_wants);
 }
 
-/* The events of the streams that are waited for together, and how many they are. */
+/* The events of the streams that are waited for together. */
 static WaitEventSet *joint_events = NULL;
-static int	joint_members = 0;
 
 /* Drops the set; to be called before streams are waited for, and when they change. */
 void
 rl_streams_changed(void)
 {
-	WaitEventSet *events = joint_events;
-
+	if (joint_events != NULL)
+		FreeWaitEventSet(joint_events);
 	joint_events = NULL;
-	joint_members = 0;
-	if (events != NULL)
-		FreeWaitEventSet(events);
 }
 
 /* Makes the set wait for the events that the streams want now. */
 static void
 watch_streams(RlStream **streams, int n)
 {
-	if (joint_events == NULL)
+	bool		changed = joint_events == NULL;
+
+	if (changed)
 		joint_events = rl_events_create(n);
 	for (int i = 0; i < n; i++)
 	{
 		RlStream   *stream = streams[i];
 		uint32		wants = stream_wants(stream);
 
-		if (i >= joint_members)
-		{
+		if (changed)
 			stream->joint_event = AddWaitEventToSet(joint_events, wants, stream->conn->ctx->fd,
 													NULL, stream);
-			joint_members = i + 1;
-		}
-		else if (stream->joint_wants != wants)
+		else
 			ModifyWaitEvent(joint_events, stream->joint_event, wants, NULL);
-		stream->joint_wants = wants;
 	}
 }
 

@@ -28,7 +28,6 @@ typedef struct RlStream
 	bool		waited;			/* for a reply */
 	bool		found;			/* reply is complete */
 	int			joint_event;	/* its position in the streams' events */
-	uint32		joint_wants;	/* the events that it has there */
 } RlStream;
 
 typedef enum RlOutcome
