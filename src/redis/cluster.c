@@ -9,7 +9,6 @@
 
 #include "utils/memutils.h"
 
-#include "ratelimit.h"
 #include "redis/cluster.h"
 
 static uint8 *owners = NULL;

@@ -11,6 +11,7 @@
 #include "common/sha1.h"
 #include "utils/builtins.h"
 
+#include "error.h"
 #include "redis/cluster.h"
 #include "redis/command.h"
 #include "redis/redis.h"
@@ -109,6 +110,17 @@ rl_command_number(RlCommand *command, int64 number)
 	char		text[32];
 
 	rl_command_arg(command, text, pg_lltoa(number, text));
+}
+
+/* Appends the key's hash, and ARGV[1], which each script has: the time if a test sets it. */
+void
+rl_command_hash(RlCommand *command, const RlKey *key)
+{
+	char		name[RL_MAX_REDIS_KEY];
+
+	rl_command_number(command, 1);
+	rl_command_arg(command, name, rl_redis_key(key, name));
+	rl_command_text(command, rl_debug_now);
 }
 
 /* Returns the key that the command is about, a script's first; NULL if it has none. */

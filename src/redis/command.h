@@ -5,7 +5,6 @@
 #ifndef COMMAND_H
 #define COMMAND_H
 
-#include "error.h"
 #include "redis/resp.h"
 
 struct RlNode;
@@ -36,7 +35,7 @@ extern RlCommand *rl_command_start(void);
 extern void rl_command_arg(RlCommand *command, const char *data, int len);
 extern void rl_command_text(RlCommand *command, const char *text);
 extern void rl_command_number(RlCommand *command, int64 number);
-
+extern void rl_command_hash(RlCommand *command, const RlKey *key);
 extern const char *rl_command_key(const RlCommand *command);
 extern void rl_command_append(StringInfo out, const RlCommand *command, const RlScript *script,
 							  bool by_source, bool asking);

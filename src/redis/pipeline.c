@@ -20,7 +20,6 @@
 #include "error.h"
 #include "redis/cluster.h"
 #include "redis/pipeline.h"
-#include "redis/redis.h"
 #include "redis/route.h"
 #include "shared/shared.h"
 

@@ -104,10 +104,7 @@ run(RlScript *script, RlCommand *command, const char *privileges, Text *text, Rl
  * Bans
  */
 
-/*
- * Appends the arguments of bans.lua: the time if a test sets it, the cursor, the
- * pattern of the names of all keys, and how many bytes are before the key in a name.
- */
+/* Appends the cursor, the pattern of all keys' names, and the bytes before the key in a name. */
 static void
 append_scan(RlCommand *command, const char *cursor)
 {
@@ -121,41 +118,47 @@ append_scan(RlCommand *command, const char *cursor)
 		pattern[n++] = *c;
 	}
 	memcpy(pattern + n, "{*}", 3);
-	rl_command_text(command, rl_debug_now);
 	rl_command_text(command, cursor);
 	rl_command_arg(command, pattern, n + 3);
 	rl_command_number(command, strlen(rl_key_prefix) + 1);
 }
 
 /*
- * Reads a part of the bans at one server, and sets the cursor for the next part.
- * Appends the keys that the script could not read, each as "<bytes>:<key>".
+ * Reads a part of the bans at one server from the cursor on, which is set for the
+ * next part.  The command says already which keys.  Appends the keys that the script
+ * could not read, each as "<bytes>:<key>".
  */
 static bool
-read_part(Text *text, char *cursor, StringInfo unread, RlKeptFound found, void *arg)
+read_part(RlCommand *command, char *cursor, StringInfo unread, RlKeptFound found, void *arg,
+		  RlError *error)
 {
+	Text		text;
 	const char *data;
 	int			len;
 
-	if (!read_bytes(text, &data, &len) || len == 0 || len >= MAX_CURSOR)
+	CHECK_FOR_INTERRUPTS();
+	append_scan(command, cursor);
+	if (!run(&rl_bans_script, command, BANS_NEED, &text, error))
 		return false;
+	if (!read_bytes(&text, &data, &len) || len == 0 || len >= MAX_CURSOR)
+		return rl_wrong_reply(error);
 	memcpy(cursor, data, len);
 	cursor[len] = '\0';
 	if (strspn(cursor, "0123456789") != (size_t) len)
-		return false;
-	while (text->len > 0)
+		return rl_wrong_reply(error);
+	while (text.len > 0)
 	{
 		char		key[RL_MAX_KEY];
 		RlKept		kept = {.name = key,.used = RL_UNKNOWN};
 		const char *record;
 
-		if (!read_number(text, ' ', &kept.until))
-			return false;
-		record = text->data;
-		if (!read_bytes(text, &data, &len))
-			return false;
+		if (!read_number(&text, ' ', &kept.until))
+			return rl_wrong_reply(error);
+		record = text.data;
+		if (!read_bytes(&text, &data, &len))
+			return rl_wrong_reply(error);
 		if (kept.until == RL_UNKNOWN)
-			appendBinaryStringInfo(unread, record, text->data - record);
+			appendBinaryStringInfo(unread, record, text.data - record);
 		else if (rl_redis_read_key(data, len, key, &kept.name_len))
 			found(&kept, arg);
 	}
@@ -167,7 +170,6 @@ static bool
 read_each(Text unread, RlKeptFound found, void *arg, RlError *error)
 {
 	StringInfoData none;
-	char		cursor[MAX_CURSOR];
 	const char *data;
 	int			len;
 
@@ -175,20 +177,16 @@ read_each(Text unread, RlKeptFound found, void *arg, RlError *error)
 	while (read_bytes(&unread, &data, &len))
 	{
 		RlCommand  *command = rl_command_start();
-		char		name[RL_MAX_REDIS_KEY];
+		char		cursor[MAX_CURSOR] = "0";
 		char		key_data[RL_MAX_KEY];
 		RlKey		key = {.data = key_data};
-		Text		text;
 
-		CHECK_FOR_INTERRUPTS();
 		if (!rl_redis_read_key(data, len, key_data, &key.len))
 			continue;
-		rl_command_number(command, 1);
-		rl_command_arg(command, name, rl_redis_key(&key, name));
-		append_scan(command, "0");
-		if (!run(&rl_bans_script, command, BANS_NEED, &text, error))
+		rl_command_hash(command, &key);
+		if (!read_part(command, cursor, &none, found, arg, error))
 			return false;
-		if (!read_part(&text, cursor, &none, found, arg) || none.len > 0)
+		if (none.len > 0)
 			return rl_wrong_reply(error);
 	}
 	pfree(none.data);
@@ -207,20 +205,15 @@ scan_server(RlNode *node, bool in_cluster, RlKeptFound found, void *arg, RlError
 	do
 	{
 		RlCommand  *command = rl_command_start();
-		Text		text;
 
-		CHECK_FOR_INTERRUPTS();
 		command->node = node;
 		command->asking = in_cluster;
 		command->resumes = resumes;
 		rl_command_number(command, 0);
-		append_scan(command, cursor);
-		if (!run(&rl_bans_script, command, BANS_NEED, &text, error))
-			return false;
+		rl_command_text(command, rl_debug_now);
 		resetStringInfo(&unread);
-		if (!read_part(&text, cursor, &unread, found, arg))
-			return rl_wrong_reply(error);
-		if (!read_each((Text) {unread.data, unread.len}, found, arg, error))
+		if (!read_part(command, cursor, &unread, found, arg, error) ||
+			!read_each((Text) {unread.data, unread.len}, found, arg, error))
 			return false;
 		resumes = true;
 	} while (strcmp(cursor, "0") != 0);
@@ -299,14 +292,11 @@ rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlError *error)
 	do
 	{
 		RlCommand  *command = rl_command_start();
-		char		name[RL_MAX_REDIS_KEY];
 		Text		text;
 		const char *data;
 		int			len;
 
-		rl_command_number(command, 1);
-		rl_command_arg(command, name, rl_redis_key(key, name));
-		rl_command_text(command, rl_debug_now);
+		rl_command_hash(command, key);
 		rl_command_text(command, more);
 		if (!run(&rl_inspect_script, command, INSPECT_NEEDS, &text, error))
 			return false;

@@ -11,11 +11,7 @@
 #include "postgres.h"
 
 #include "mb/pg_wchar.h"
-#include "utils/builtins.h"
 
-#include "algorithm/inspect.h"
-#include "algorithm/limits.h"
-#include "error.h"
 #include "redis/pipeline.h"
 #include "redis/redis.h"
 #include "redis/scripts.h"
@@ -79,17 +75,6 @@ rl_redis_read_key(const char *name, int name_len, char *key, int *len)
 	}
 	*len = n;
 	return n > 0 && pg_encoding_verifymbstr(PG_UTF8, key, n) == n;
-}
-
-/* Appends the hash and ARGV[1], which each script has: the time if a test sets it. */
-static void
-append_key(RlCommand *command, const RlKey *key)
-{
-	char		name[RL_MAX_REDIS_KEY];
-
-	rl_command_number(command, 1);
-	rl_command_arg(command, name, rl_redis_key(key, name));
-	rl_command_text(command, rl_debug_now);
 }
 
 static void
@@ -220,7 +205,7 @@ append_take(RlCommand *command, const RlAction *action)
 	int64		quota = action->quota;
 	RlTake		how = action->how;
 
-	append_key(command, &action->key);
+	rl_command_hash(command, &action->key);
 	if (acts_alone(action))
 	{
 		append_tag(command, &limits->limit[0]);
@@ -383,7 +368,7 @@ redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *err
 	RlCommand  *command = rl_command_start();
 	RlReply		reply;
 
-	append_key(command, key);
+	rl_command_hash(command, key);
 	rl_command_text(command, "");
 	rl_command_number(command, quota);
 	for (int i = 0; i < limits->n; i++)
@@ -415,7 +400,7 @@ redis_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *erro
 		rl_command_arg(command, name, rl_redis_key(key, name));
 		return delete_from(NULL, command, found, error);
 	}
-	append_key(command, key);
+	rl_command_hash(command, key);
 	for (int i = 0; i < limits->n; i++)
 	{
 		append_tag(command, &limits->limit[i]);
@@ -430,7 +415,7 @@ redis_ban(const RlKey *key, int64 duration, RlError *error)
 	RlCommand  *command = rl_command_start();
 	RlReply		reply;
 
-	append_key(command, key);
+	rl_command_hash(command, key);
 	rl_command_text(command, "");
 	rl_command_number(command, duration);
 	return rl_redis_script(&rl_ban_script, command, &reply, error) && read_done(&reply, error);
