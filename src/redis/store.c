@@ -127,6 +127,7 @@ typedef struct TakeReply
 	int64		at;				/* the store's time, or 0: not known */
 	const int64 *reported;		/* the numbers of all limits */
 	int			nreported;
+	int64		alone;			/* is reported, of a script for one limit */
 } TakeReply;
 
 /*
@@ -134,12 +135,12 @@ typedef struct TakeReply
  * action can have these numbers.
  */
 static bool
-read_decisions(const RlLimits *limits, int64 quota, RlTake how, const TakeReply *take,
-			   RlDecision *decisions)
+read_decisions(const RlAction *action, const TakeReply *take, RlDecision *decisions)
 {
+	const RlLimits *limits = action->limits;
 	RlVerdict	verdict = take->verdict == 0 ? RL_VERDICT_ALLOWED :
 		take->verdict > 0 ? RL_VERDICT_BANNED :
-		how == RL_TRY ? RL_VERDICT_UNCOUNTED : RL_VERDICT_REFUSED;
+		action->how == RL_TRY ? RL_VERDICT_UNCOUNTED : RL_VERDICT_REFUSED;
 	int			next = 0;
 
 	for (int i = 0; i < take->nreported; i++)
@@ -153,7 +154,7 @@ read_decisions(const RlLimits *limits, int64 quota, RlTake how, const TakeReply 
 
 		next += algorithm->nreported;
 		if (next > take->nreported ||
-			!algorithm->decide(limit, quota, verdict, reported, &decisions[i]))
+			!algorithm->decide(limit, action->quota, verdict, reported, &decisions[i]))
 			return false;
 		decisions[i].source = RL_FROM_REDIS;
 		decisions[i].ban_left = 0;
@@ -163,11 +164,11 @@ read_decisions(const RlLimits *limits, int64 quota, RlTake how, const TakeReply 
 
 /* Returns true if a refusal can start a ban. */
 static bool
-may_ban(const RlLimits *limits, RlTake how)
+may_ban(const RlAction *action)
 {
-	for (int i = 0; i < limits->n; i++)
-		if (limits->limit[i].ban > 0)
-			return how != RL_TRY;
+	for (int i = 0; i < action->limits->n; i++)
+		if (action->limits->limit[i].ban > 0)
+			return action->how != RL_TRY;
 	return false;
 }
 
@@ -223,28 +224,29 @@ append_take(RlCommand *command, const RlAction *action)
  * if the action is refused.  Under a ban, the rest of the ban comes first.
  */
 static bool
-read_alone(const RlLimit *limit, int64 quota, const RlReply *reply, int64 *reported, TakeReply *take)
+read_alone(const RlAction *action, const RlReply *reply, TakeReply *take)
 {
+	const RlLimit *limit = &action->limits->limit[0];
 	RlDecision	decision;
 
 	if (reply->kind != RL_REPLY_NUMBERS || reply->nvalues != (reply->is_array ? 2 : 1))
 		return false;
-	*reported = reply->values[reply->nvalues - 1];
-	*take = (TakeReply) {.reported = reported,.nreported = 1};
+	*take = (TakeReply) {.reported = &take->alone,.nreported = 1};
+	take->alone = reply->values[reply->nvalues - 1];
 	if (reply->is_array)
 	{
 		take->verdict = reply->values[0];
 		return take->verdict > 0;
 	}
-	if (*reported < 0)
+	if (take->alone < 0)
 	{
-		*reported = -Max(*reported, -PG_INT64_MAX);
+		take->alone = -Max(take->alone, -PG_INT64_MAX);
 		take->verdict = -1;
 	}
 	/* If the script cannot charge anything, the number alone says the verdict. */
-	if (quota > limit->capacity)
+	if (action->quota > limit->capacity)
 	{
-		rl_algorithm(limit)->decide(limit, quota, RL_VERDICT_ALLOWED, reported, &decision);
+		rl_algorithm(limit)->decide(limit, action->quota, RL_VERDICT_ALLOWED, &take->alone, &decision);
 		take->verdict = decision.allowed ? 0 : -1;
 	}
 	return true;
@@ -252,14 +254,14 @@ read_alone(const RlLimit *limit, int64 quota, const RlReply *reply, int64 *repor
 
 /* Reads the reply of check.lua. */
 static bool
-read_check(const RlLimits *limits, RlTake how, const RlReply *reply, TakeReply *take)
+read_check(const RlAction *action, const RlReply *reply, TakeReply *take)
 {
 	if (reply->kind != RL_REPLY_NUMBERS || !reply->is_array || reply->nvalues < 3)
 		return false;
-	*take = (TakeReply) {reply->values[0], reply->values[1], reply->values[2],
-		&reply->values[3], reply->nvalues - 3};
+	*take = (TakeReply) {.verdict = reply->values[0],.ban = reply->values[1],.at = reply->values[2],
+	.reported = &reply->values[3],.nreported = reply->nvalues - 3};
 	return take->verdict >= -1 && take->ban >= 0 && take->at >= 0 &&
-		(take->ban == 0 || (take->verdict == -1 && may_ban(limits, how)));
+		(take->ban == 0 || (take->verdict == -1 && may_ban(action)));
 }
 
 /*
@@ -271,15 +273,11 @@ read_take(const RlAction *action, const RlReply *reply, RlDecision *decisions, i
 		  RlError *error)
 {
 	const RlLimits *limits = action->limits;
-	int64		quota = action->quota;
-	RlTake		how = action->how;
 	bool		allowed = true;
-	int64		reported;
 	TakeReply	take;
 
-	if (!(acts_alone(action) ? read_alone(&limits->limit[0], quota, reply, &reported, &take) :
-		  read_check(limits, how, reply, &take)) ||
-		!read_decisions(limits, quota, how, &take, decisions))
+	if (!(acts_alone(action) ? read_alone(action, reply, &take) : read_check(action, reply, &take)) ||
+		!read_decisions(action, &take, decisions))
 		return rl_wrong_reply(error);
 	*at = take.at;
 
