@@ -215,8 +215,12 @@ conclude(Call *call, const RlDecision *each)
 	if (decision->allowed && (decision->source == RL_FROM_REDIS || decision->source == RL_FROM_LOCAL))
 	{
 		for (int i = 0; answer->charges != NULL && i < action->limits->n; i++)
-			answer->charges[i] = rl_charge(&action->limits->limit[i], action->quota, answer->at,
-										   each[i].reset_after);
+		{
+			const RlLimit *limit = &action->limits->limit[i];
+
+			answer->charges[i] = rl_algorithm(limit)->charge(limit, action->quota, answer->at,
+															 each[i].reset_after);
+		}
 		rl_grants_note(&action->key, action->limits, action->quota, each, answer->at,
 						answer->local);
 	}

@@ -216,7 +216,7 @@ note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
 	bool		found;
 
 	id.tag = rl_state_tag(limit);
-	if (!rl_charges_merge(limit))
+	if (rl_algorithm(limit)->left == NULL)
 		id.mark = charge.mark;
 	id.level = GetCurrentTransactionNestLevel();
 
@@ -266,7 +266,7 @@ rl_grants_note(const RlKey *key, const RlLimits *limits, int64 quota,
 		const RlLimit *limit = &limits->limit[i];
 
 		if (!limit->refund_on_abort ||
-			note(key, limit, rl_charge(limit, quota, at, decisions[i].reset_after), local) ||
+			note(key, limit, rl_algorithm(limit)->charge(limit, quota, at, decisions[i].reset_after), local) ||
 			overflowed)
 			continue;
 		overflowed = true;
@@ -343,7 +343,7 @@ int64
 rl_grants_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local)
 {
 	bool		has_entries = rl_algorithm(limit)->skip != NULL;
-	int64		left = rl_charge_amount(limit, quota);
+	int64		left = rl_algorithm(limit)->charge(limit, quota, 0, 0).amount;
 	RlGrantId	searched;
 	char		redis_key[RL_MAX_REDIS_KEY];
 	dlist_node *previous;

@@ -192,10 +192,9 @@ take(Key *key, RlLimits *limits, int64 now, int64 quota, bool quietly, bool comm
 	for (int i = 0; i < limits->n; i++)
 	{
 		kept[i]->state = states[i];
-		kept[i]->state.state_changed = kept[i]->state.refusals_changed = false;
 		if (commit && combined.allowed && quota > 0)
 			kept[i]->charges[kept[i]->ncharges++ % CHARGES] =
-				rl_charge(&limits->limit[i], quota, now, decisions[i].reset_after);
+				rl_algorithm(&limits->limit[i])->charge(&limits->limit[i], quota, now, decisions[i].reset_after);
 	}
 	print_decision(&combined);
 	for (int i = 0; i < limits->n; i++)
@@ -206,13 +205,8 @@ take(Key *key, RlLimits *limits, int64 now, int64 quota, bool quietly, bool comm
 static void
 refund(Key *key, const RlLimits *limits, int64 now, int64 quota)
 {
-	RlState		states[RL_MAX_LIMITS];
-
 	for (int i = 0; i < limits->n; i++)
-		states[i] = find_kept(key, &limits->limit[i])->state;
-	rl_refund_quota(limits, states, &pool, now, quota);
-	for (int i = 0; i < limits->n; i++)
-		find_kept(key, &limits->limit[i])->state = states[i];
+		rl_refund_quota(&limits->limit[i], &find_kept(key, &limits->limit[i])->state, &pool, now, quota);
 }
 
 static void

@@ -22,10 +22,9 @@ const RlAlgorithm *const rl_algorithms[RL_ALGORITHMS] = {
 };
 
 /*
- * Units
+ * Units: the members of a row that have these names.
  */
 
-/* For RlAlgorithm.fits */
 bool
 rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota)
 {
@@ -33,11 +32,11 @@ rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota)
 }
 
 /*
- * For RlAlgorithm.act.  A limit keeps at most RL_MAX_COUNT refused units, or its
+ * A limit keeps at most RL_MAX_COUNT refused units, or its
  * capacity if the algorithm keeps an entry for each unit.  Above that the oldest
  * refused units are removed.
  */
-void
+bool
 rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, const RlAct *act,
 			 RlDecision *d)
 {
@@ -64,30 +63,28 @@ rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, c
 											  used + quota - limit->capacity) - act->now;
 	d->reset_after = used > 0 ?
 		algorithm->next_free(limit, state, pool, view, act->now, used) - act->now : 0;
-	if (act->commit && charge + refusal > 0)
-	{
-		algorithm->keep(limit, state, pool, view, act->now, charge, refusal);
-		state->state_changed = true;
-	}
+	if (!act->commit || charge + refusal == 0)
+		return false;
+	algorithm->keep(limit, state, pool, view, act->now, charge, refusal);
+	return true;
 }
 
-/* For RlAlgorithm.refund: refunds the oldest units that were charged */
-void
+/* Refunds the oldest units that were charged. */
+bool
 rl_units_refund(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, int64 quota)
 {
 	const RlAlgorithm *algorithm = rl_algorithm(limit);
 	int64		units = Min(quota, view->charged);
 
 	if (view->charged == 0)
-		return;
+		return false;
 	if (algorithm->skip != NULL)
 		algorithm->skip(state, pool, view, RL_CHARGED, units);
 	view->charged -= units;
 	algorithm->keep(limit, state, pool, view, now, 0, 0);
-	state->state_changed = true;
+	return true;
 }
 
-/* For RlAlgorithm.end */
 int64
 rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
 {
@@ -97,14 +94,12 @@ rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
 	return rl_algorithm(limit)->next_free(limit, state, pool, &view, 0, view.charged + view.refused);
 }
 
-/* For RlAlgorithm.is_empty */
 bool
 rl_units_are_empty(const RlState *state)
 {
 	return state->charged == 0 && state->refused == 0;
 }
 
-/* For RlAlgorithm.decide, with the four numbers that check.lua reports */
 bool
 rl_units_decide(const RlLimit *limit, int64 quota, RlVerdict verdict, const int64 *reported,
 				RlDecision *d)
@@ -230,7 +225,6 @@ count_refusal(const RlLimit *limit, RlState *state, int64 now, bool commit)
 	{
 		state->ban_since = since;
 		state->ban_count = count >= limit->ban_after ? 0 : count;
-		state->refusals_changed = true;
 	}
 	return count >= limit->ban_after ? limit->ban : 0;
 }
@@ -246,20 +240,13 @@ rl_chunks_wanted(const RlLimit *limit, const RlState *state, const RlPool *pool,
 	return algorithm->chunks_wanted(limit, state, pool, now, quota);
 }
 
-/* Returns true if stores need not keep the state, unless a ban's refusals count. */
-bool
-rl_state_is_empty(const RlLimit *limit, const RlState *state)
-{
-	return rl_algorithm(limit)->is_empty(state);
-}
-
 /* Returns when a state can be deleted: nothing is charged, and no refusal counts. */
 int64
 rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
 {
 	int64		end = 0;
 
-	if (!rl_state_is_empty(limit, state))
+	if (!rl_algorithm(limit)->is_empty(state))
 		end = rl_algorithm(limit)->end(limit, state, pool);
 	if (state->ban_count > 0)
 		end = Max(end, state->ban_since + limit->period);
@@ -269,19 +256,20 @@ rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
 /*
  * Decides an action and sets a decision for each limit.  With commit, it charges
  * the quota to all the limits, or counts the refusal, and sets *banned_until if
- * the refusal starts a ban.
+ * the refusal starts a ban.  Returns a bit, 1 << i, for each state that has changed.
  *
- * states has one state for each limit, with its flags false.  The pool has as
+ * states has one state for each limit.  The pool has as
  * many spare chunks as rl_chunks_wanted returns for all of them together.
  * *banned_until is the end of the key's ban, or any time that has passed.
  */
-void
+uint32
 rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,
 	   int64 now, int64 quota, bool commit, RlDecision *decisions)
 {
 	RlView		views[RL_MAX_LIMITS];
 	RlAct		act = {now, quota, RL_VERDICT_BANNED, commit};
 	int64		ban = 0;
+	uint32		changed = 0;
 
 	for (int i = 0; i < limits->n; i++)
 	{
@@ -305,8 +293,9 @@ rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_unti
 			int64		brought = count_refusal(limit, &states[i], now, commit);
 
 			ban = Max(ban, brought);
+			changed |= commit << i;
 		}
-		rl_algorithm(limit)->act(limit, &states[i], pool, &views[i], &act, &decisions[i]);
+		changed |= rl_algorithm(limit)->act(limit, &states[i], pool, &views[i], &act, &decisions[i]) << i;
 	}
 
 	if (ban > 0 && commit)
@@ -315,23 +304,17 @@ rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_unti
 		rl_apply_ban(decisions, limits->n, *banned_until - now, true);
 	else if (ban > 0)
 		rl_apply_ban(decisions, limits->n, ban, false);
+	return changed;
 }
 
-/*
- * Refunds the quota at each of the limits, or as much of it as is charged there.
- * Changes only states in which some quota is charged.
- */
-void
-rl_refund_quota(const RlLimits *limits, RlState *states, RlPool *pool, int64 now, int64 quota)
+/* Refunds the quota, or as much of it as is charged.  Returns true if it changed the state. */
+bool
+rl_refund_quota(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, int64 quota)
 {
-	for (int i = 0; i < limits->n; i++)
-	{
-		const RlLimit *limit = &limits->limit[i];
-		RlView		view;
+	RlView		view;
 
-		rl_algorithm(limit)->load(limit, &states[i], pool, now, &view);
-		rl_algorithm(limit)->refund(limit, &states[i], pool, &view, now, quota);
-	}
+	rl_algorithm(limit)->load(limit, state, pool, now, &view);
+	return rl_algorithm(limit)->refund(limit, state, pool, &view, now, quota);
 }
 
 /*
@@ -342,48 +325,24 @@ rl_refund_quota(const RlLimits *limits, RlState *states, RlPool *pool, int64 now
  * amount is estimated, the refund is never too large.
  */
 
-/*
- * Returns the charge of an action that was allowed.  "at" is the store's time,
- * and reset_after is from the limit's decision.
- */
-RlCharge
-rl_charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
-{
-	return rl_algorithm(limit)->charge(limit, quota, at, reset_after);
-}
-
-/* Returns the amount of a charge of any quota: at most RL_MAX_BACKLOG if in ns. */
-int64
-rl_charge_amount(const RlLimit *limit, int64 quota)
-{
-	return rl_charge(limit, quota, 0, 0).amount;
-}
-
-/* Returns true if any two charges to the limit merge, not only those with one mark. */
-bool
-rl_charges_merge(const RlLimit *limit)
-{
-	return rl_algorithm(limit)->left != NULL;
-}
-
 /* Adds a later charge, which must merge with this one. */
 void
 rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlCharge *later)
 {
 	int64		left = charge->amount;
 
-	if (rl_charges_merge(limit))
+	if (rl_algorithm(limit)->left != NULL)
 		left = rl_algorithm(limit)->left(limit, charge, later);
 	*charge = *later;
 	charge->amount = Min(left, RL_MAX_BACKLOG - later->amount) + later->amount;
 }
 
-/* Refunds a charge.  Changes only a state in which some quota is charged. */
-void
+/* Refunds a charge.  Returns true if it changed the state. */
+bool
 rl_refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, const RlCharge *charge)
 {
 	RlView		view;
 
 	rl_algorithm(limit)->load(limit, state, pool, now, &view);
-	rl_algorithm(limit)->refund_charge(limit, state, pool, &view, now, charge);
+	return rl_algorithm(limit)->refund_charge(limit, state, pool, &view, now, charge);
 }

@@ -30,8 +30,6 @@ typedef struct RlState
 	RlLog		log[2];
 	int64		ban_since;		/* first refusal that counts for a ban */
 	int64		ban_count;		/* refusals since then */
-	bool		state_changed;	/* an act has changed start, charged, refused or log */
-	bool		refusals_changed;	/* an act has changed ban_since or ban_count */
 } RlState;
 
 #define RL_NO_STATE {.start = -1}
@@ -114,15 +112,16 @@ typedef struct RlAlgorithm
 	bool		(*fits) (const RlLimit *limit, const RlView *view, int64 quota);
 	/*
 	 * Sets the decision except allowed, ban_left and source.  With act->commit, it
-	 * charges the quota, or counts the refusal, in the state.
+	 * charges the quota, or counts the refusal, in the state.  Returns true if it
+	 * has changed the state, like the next two.
 	 */
-	void		(*act) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
+	bool		(*act) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 						const RlAct *act, RlDecision *decision);
 	/* Refunds the quota, or as much of it as is charged. */
-	void		(*refund) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
+	bool		(*refund) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 						   int64 now, int64 quota);
 	/* Refunds one charge, less the units that have been replenished since. */
-	void		(*refund_charge) (const RlLimit *limit, RlState *state, RlPool *pool,
+	bool		(*refund_charge) (const RlLimit *limit, RlState *state, RlPool *pool,
 								  RlView *view, int64 now, const RlCharge *charge);
 
 	/*
@@ -140,7 +139,11 @@ typedef struct RlAlgorithm
 	/* Returns how many spare chunks an act may need.  NULL: none. */
 	int			(*chunks_wanted) (const RlLimit *limit, const RlState *state, const RlPool *pool,
 								  int64 now, int64 quota);
-	/* Returns the charge of an action that was allowed with this reset_after. */
+	/*
+	 * Returns the charge of an action that was allowed at the store's time "at" with
+	 * this reset_after.  Its amount, which depends on the quota only, is at most
+	 * RL_MAX_BACKLOG if it is in ns.
+	 */
 	RlCharge	(*charge) (const RlLimit *limit, int64 quota, int64 at, int64 reset_after);
 	/*
 	 * Returns how much of a charge is not yet replenished at the time of a later
@@ -206,16 +209,12 @@ extern void rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force
 extern int	rl_chunks_wanted(const RlLimit *limit, const RlState *state, const RlPool *pool,
 							 int64 now, int64 quota);
 extern int64 rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
-extern bool rl_state_is_empty(const RlLimit *limit, const RlState *state);
-extern void rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,
-				   int64 now, int64 quota, bool commit, RlDecision *decisions);
-extern void rl_refund_quota(const RlLimits *limits, RlState *states, RlPool *pool, int64 now,
+extern uint32 rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,
+					 int64 now, int64 quota, bool commit, RlDecision *decisions);
+extern bool rl_refund_quota(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
 							int64 quota);
-extern RlCharge rl_charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after);
-extern int64 rl_charge_amount(const RlLimit *limit, int64 quota);
-extern bool rl_charges_merge(const RlLimit *limit);
 extern void rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlCharge *later);
-extern void rl_refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
+extern bool rl_refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
 							 const RlCharge *charge);
 
 /* For rows of algorithms that count units: the members that all of them have */
@@ -224,9 +223,9 @@ extern void rl_refund_charge(const RlLimit *limit, RlState *state, RlPool *pool,
 	.nreported = 4, .decide = rl_units_decide
 
 extern bool rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota);
-extern void rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
+extern bool rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 						 const RlAct *act, RlDecision *decision);
-extern void rl_units_refund(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
+extern bool rl_units_refund(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 							int64 now, int64 quota);
 extern int64 rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
 extern bool rl_units_are_empty(const RlState *state);

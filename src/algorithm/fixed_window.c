@@ -48,10 +48,10 @@ keep(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), c
 	state->start = rl_units_are_empty(state) ? -1 : window(limit, view, now);
 }
 
-static void
+static bool
 refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, const RlCharge *charge)
 {
-	rl_units_refund(limit, state, pool, view, now, view->start == charge->mark ? charge->amount : 0);
+	return rl_units_refund(limit, state, pool, view, now, view->start == charge->mark ? charge->amount : 0);
 }
 
 static RlCharge

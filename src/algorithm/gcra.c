@@ -47,12 +47,6 @@ refund_of(const RlLimit *limit, int64 quota)
 	return cost(limit, quota);
 }
 
-static bool
-fits_backlog(const RlLimit *limit, int64 backlog_ns, int64 quota)
-{
-	return backlog_ns <= cost(limit, limit->capacity - quota);
-}
-
 /*
  * Sets the decision except ban_left and source for the backlog before the action.
  * Returns the backlog after it.  The action is charged if charge is set and the
@@ -66,7 +60,7 @@ act_on_backlog(const RlLimit *limit, int64 backlog_ns, int64 quota, bool charge,
 	int64		room;
 
 	decision->capacity = limit->capacity;
-	decision->allowed = quota <= limit->capacity && fits_backlog(limit, backlog_ns, quota);
+	decision->allowed = quota <= limit->capacity && backlog_ns <= cost(limit, limit->capacity - quota);
 	decision->retry_after = 0;
 	if (quota > limit->capacity)
 		decision->retry_after = RL_NEVER;
@@ -119,7 +113,7 @@ load(const RlLimit *limit pg_attribute_unused(), const RlState *state,
 static bool
 fits(const RlLimit *limit, const RlView *view, int64 quota)
 {
-	return fits_backlog(limit, view->start, quota);
+	return view->start <= cost(limit, limit->capacity - quota);
 }
 
 /* Sets the backlog.  If it is empty, a clock that is set back must not find the TAT. */
@@ -127,18 +121,19 @@ static void
 keep_backlog(RlState *state, int64 now, int64 backlog_ns)
 {
 	state->start = backlog_ns > 0 ? now * NS_PER_US + backlog_ns : -1;
-	state->state_changed = true;
 }
 
-static void
+static bool
 act(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), RlView *view,
 	const RlAct *act, RlDecision *decision)
 {
 	bool		allowed = act->verdict == RL_VERDICT_ALLOWED;
 	int64		after = act_on_backlog(limit, view->start, act->quota, allowed, decision);
 
-	if (allowed && act->commit && act->quota > 0)
-		keep_backlog(state, act->now, after);
+	if (!allowed || !act->commit || act->quota == 0)
+		return false;
+	keep_backlog(state, act->now, after);
+	return true;
 }
 
 static int64
@@ -153,12 +148,21 @@ act_alone(const RlLimit *limit, int64 *start, int64 now, int64 quota, RlDecision
 	return now + after / NS_PER_US + 1;
 }
 
-static void
-refund(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), RlView *view,
-	 int64 now, int64 quota)
+/* Subtracts from the backlog.  Returns true if there is one. */
+static bool
+reduce_backlog(RlState *state, const RlView *view, int64 now, int64 ns)
 {
-	if (view->start > 0)
-		keep_backlog(state, now, view->start - refund_of(limit, quota));
+	if (view->start == 0)
+		return false;
+	keep_backlog(state, now, view->start - ns);
+	return true;
+}
+
+static bool
+refund(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), RlView *view,
+	   int64 now, int64 quota)
+{
+	return reduce_backlog(state, view, now, refund_of(limit, quota));
 }
 
 static int64
@@ -167,12 +171,11 @@ left(const RlLimit *limit pg_attribute_unused(), const RlCharge *charge, const R
 	return Max(charge->amount - Max(later->at - charge->at, 0) * NS_PER_US, 0);
 }
 
-static void
+static bool
 refund_charge(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), RlView *view,
-	 int64 now, const RlCharge *charge)
+			  int64 now, const RlCharge *charge)
 {
-	if (view->start > 0)
-		keep_backlog(state, now, view->start - left(limit, charge, &(RlCharge) {.at = now}));
+	return reduce_backlog(state, view, now, left(limit, charge, &(RlCharge) {.at = now}));
 }
 
 static int64

@@ -141,15 +141,15 @@ keep(const RlLimit *limit, RlState *state, RlPool *pool, const RlView *view, int
 		rl_log_append(pool, &state->log[RL_REFUSED], time, refused);
 }
 
-static void
+static bool
 refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, const RlCharge *charge)
 {
 	if (view->charged == 0)
-		return;
+		return false;
 	/* Keep only the entries that count, so that no free unit is refunded. */
 	keep(limit, state, pool, view, now, 0, 0);
 	state->charged -= rl_log_remove(pool, &state->log[RL_CHARGED], charge->mark, charge->amount);
-	state->state_changed = true;
+	return true;
 }
 
 static RlCharge

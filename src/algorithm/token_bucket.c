@@ -90,13 +90,12 @@ left(const RlLimit *limit, const RlCharge *charge, const RlCharge *later)
 	return less_lumps(limit, charge->amount, lumps_since(limit, charge->mark, later->at));
 }
 
-static void
+static bool
 refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, const RlCharge *charge)
 {
 	RlCharge	here = {.at = now,.mark = view->start};
 
-	if (view->charged > 0)
-		rl_units_refund(limit, state, pool, view, now, left(limit, charge, &here));
+	return rl_units_refund(limit, state, pool, view, now, left(limit, charge, &here));
 }
 
 static RlCharge

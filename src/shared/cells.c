@@ -358,7 +358,7 @@ static int
 heap_of(const RlCell *cell)
 {
 	for (int i = 0; i < 2 && !rl_cell_is_of(cell, NULL); i++)
-		if (cell->log[i].last != RL_NO_CHUNK || cell->log[i].index_last != RL_NO_CHUNK)
+		if (cell->state.log[i].last != RL_NO_CHUNK || cell->state.log[i].index_last != RL_NO_CHUNK)
 			return WITH_CHUNKS;
 	return WITHOUT_CHUNKS;
 }
@@ -410,11 +410,11 @@ rl_cell_remove(RlCells *view, uint32 c)
 	*link = cell->next;
 	remove_from_heap(view, c);
 	if (rl_cell_is_of(cell, NULL))
-		for (uint32 rest = cell->rest; rest != RL_NO_CELL; rest = rl_cell_at(view, rest)->rest)
+		for (uint32 rest = cell->ban.rest; rest != RL_NO_CELL; rest = rl_cell_at(view, rest)->ban.rest)
 			add_spare(view, rest);
 	else
 		for (int i = 0; i < 2; i++)
-			rl_log_clear(&view->pool, &cell->log[i]);
+			rl_log_clear(&view->pool, &cell->state.log[i]);
 	add_spare(view, c);
 }
 
@@ -440,7 +440,6 @@ rl_cell_make(RlCells *view, const RlLimit *limit)
 
 	cell->key_hash = view->key_hash;
 	cell->tag = limit != NULL ? rl_state_tag(limit) : (RlStateTag) {.algorithm = RL_BAN_CELL};
-	cell->start = -1;
 	cell->end = PG_INT64_MAX;
 	cell->next = *view->bucket;
 	*view->bucket = c;

@@ -19,9 +19,9 @@
 #define RL_MAX_WANTED		(RL_MAX_LIMITS + RL_MAX_KEY / RL_CELL_TEXT)
 
 /*
- * One state of one key.  A ban also has the key itself, for rl_bans; the rest of a
- * long key is in further cells, which are in no hash chain and no heap, and only
- * have "key" and "rest".
+ * One state of one key, or its ban.  A ban also has the key itself, for rl_bans; the
+ * rest of a long key is in further cells, which are in no hash chain and no heap, and
+ * only have "key" and "rest".
  *
  * The lock of the key's partition protects all members while the cell is in use.
  * While it is free, the mutex of the free memory protects "next".  With 128 bytes
@@ -31,23 +31,16 @@ typedef struct RlCell
 {
 	RlKeyHash	key_hash;
 	RlStateTag	tag;			/* of the ban, only the algorithm is set */
-	int64		start;			/* as in RlState; of a ban, its end */
 	union
 	{
+		RlState		state;
 		struct
 		{
-			int64		charged;	/* as in RlState, also the next four */
-			int64		refused;
-			int64		ban_since;
-			int64		ban_count;
-			RlLog		log[2];
-		};
-		struct
-		{
-			uint32		key_len;	/* of a ban, as all of these */
+			int64		until;
+			uint32		key_len;
 			uint32		rest;	/* the cell with the rest of the key, or RL_NO_CELL */
 			char		key[RL_CELL_TEXT];
-		};
+		}			ban;
 	};
 	int64		end;			/* from then on it is as if it did not exist */
 	uint32		next;			/* in its hash chain or list of free cells */

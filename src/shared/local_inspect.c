@@ -25,12 +25,12 @@ typedef struct Ban
 static void
 copy_ban(const RlCells *view, const RlCell *cell, StringInfo out)
 {
-	Ban			ban = {cell->key_hash, cell->start, cell->key_len};
+	Ban			ban = {cell->key_hash, cell->ban.until, cell->ban.key_len};
 
 	appendBinaryStringInfo(out, (char *) &ban, sizeof(ban));
-	for (int left = ban.len;; cell = rl_cell_at(view, cell->rest))
+	for (int left = ban.len;; cell = rl_cell_at(view, cell->ban.rest))
 	{
-		appendBinaryStringInfo(out, cell->key, Min(left, RL_CELL_TEXT));
+		appendBinaryStringInfo(out, cell->ban.key, Min(left, RL_CELL_TEXT));
 		left -= RL_CELL_TEXT;
 		if (left <= 0)
 			break;
@@ -55,7 +55,7 @@ rl_local_bans(RlKeptFound found, void *arg)
 		resetStringInfo(&copies);
 		for (; view.bucket < end; view.bucket++)
 			for (uint32 c = *view.bucket; c != RL_NO_CELL; c = rl_cell_at(&view, c)->next)
-				if (rl_cell_is_of(rl_cell_at(&view, c), NULL) && rl_cell_at(&view, c)->start > view.now)
+				if (rl_cell_is_of(rl_cell_at(&view, c), NULL) && rl_cell_at(&view, c)->ban.until > view.now)
 					copy_ban(&view, rl_cell_at(&view, c), &copies);
 		rl_cells_unlock(&view);
 		CHECK_FOR_INTERRUPTS();
@@ -102,11 +102,11 @@ copy_state(const RlCells *view, uint32 c, Copy *copy)
 	if (rl_cell_is_of(cell, NULL))
 	{
 		copy->used = RL_UNKNOWN;
-		copy->until = cell->start;
-		copy->is_kept = cell->start > view->now;
+		copy->until = cell->ban.until;
+		copy->is_kept = copy->until > view->now;
 		return;
 	}
-	rl_cell_load(cell, &copy->state);
+	copy->state = cell->state;
 	copy->is_kept = rl_state_inspect(&copy->limit, &copy->state, &view->pool, view->now,
 									 &copy->used, &copy->until);
 	if (copy->state.ban_count > 0 && copy->state.ban_since + copy->limit.period <= view->now)

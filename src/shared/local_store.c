@@ -13,53 +13,18 @@
 #include "shared/local_store.h"
 
 /*
- * States
+ * Keeping
  */
 
-/* Sets the state from a cell. */
-void
-rl_cell_load(const RlCell *cell, RlState *state)
-{
-	*state = (RlState) RL_NO_STATE;
-	state->start = cell->start;
-	state->charged = cell->charged;
-	state->refused = cell->refused;
-	state->log[0] = cell->log[0];
-	state->log[1] = cell->log[1];
-	state->ban_since = cell->ban_since;
-	state->ban_count = cell->ban_count;
-}
-
-/* Does so or, for RL_NO_CELL, sets the state to that of a limit never used. */
-static void
-load_state(const RlCells *view, uint32 c, RlState *state)
-{
-	if (c != RL_NO_CELL)
-		rl_cell_load(rl_cell_at(view, c), state);
-	else
-		*state = (RlState) RL_NO_STATE;
-}
-
-/* Stores a state that an act has changed, in cell c or for RL_NO_CELL in a new one. */
+/* Stores a state that has changed, in cell c or for RL_NO_CELL in a new one. */
 static void
 save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state)
 {
-	RlCell	   *cell;
-
-	if (!state->state_changed && !state->refusals_changed)
-		return;
 	if (c == RL_NO_CELL)
 		c = rl_cell_make(view, limit);
-	cell = rl_cell_at(view, c);
-	cell->start = state->start;
-	cell->charged = state->charged;
-	cell->refused = state->refused;
-	cell->log[0] = state->log[0];
-	cell->log[1] = state->log[1];
-	cell->ban_since = state->ban_since;
-	cell->ban_count = state->ban_count;
+	rl_cell_at(view, c)->state = *state;
 	/* As in Redis, an empty state is deleted. */
-	if (rl_state_is_empty(limit, state) && state->ban_count == 0)
+	if (rl_algorithm(limit)->is_empty(state) && state->ban_count == 0)
 		rl_cell_remove(view, c);
 	else
 		rl_cell_set_end(view, c, rl_state_end(limit, state, &view->pool));
@@ -75,17 +40,17 @@ make_ban(RlCells *view, const RlKey *key)
 	uint32		c = rl_cell_make(view, NULL);
 	RlCell	   *cell = rl_cell_at(view, c);
 
-	cell->key_len = key->len;
+	cell->ban.key_len = key->len;
 	for (int at = 0;;)
 	{
 		int			n = Min(key->len - at, RL_CELL_TEXT);
 
-		memcpy(cell->key, key->data + at, n);
+		memcpy(cell->ban.key, key->data + at, n);
 		at += n;
 		if (at == key->len)
 			return c;
-		cell->rest = rl_cell_take(view);
-		cell = rl_cell_at(view, cell->rest);
+		cell->ban.rest = rl_cell_take(view);
+		cell = rl_cell_at(view, cell->ban.rest);
 	}
 }
 
@@ -95,36 +60,8 @@ set_ban(RlCells *view, uint32 c, const RlKey *key, int64 until)
 {
 	if (c == RL_NO_CELL)
 		c = make_ban(view, key);
-	rl_cell_at(view, c)->start = until;
+	rl_cell_at(view, c)->ban.until = until;
 	rl_cell_set_end(view, c, until);
-}
-
-/* Finds the key's cells of the limits, and sets their states. */
-static void
-load_states(const RlCells *view, const RlLimits *limits, uint32 *found, RlState *states)
-{
-	for (int i = 0; i < limits->n; i++)
-	{
-		found[i] = rl_cell_find(view, &limits->limit[i]);
-		load_state(view, found[i], &states[i]);
-	}
-}
-
-/* Sets how many new cells (some of them for a ban) and chunks an act may need. */
-static void
-count_wanted(const RlCells *view, const RlKey *key, const RlLimits *limits, int64 quota, const uint32 *found,
-			 uint32 ban, const RlState *states, uint32 *cells, uint32 *chunks)
-{
-	bool		may_ban = false;
-
-	*cells = *chunks = 0;
-	for (int i = 0; i < limits->n; i++)
-	{
-		*cells += found[i] == RL_NO_CELL;
-		*chunks += rl_chunks_wanted(&limits->limit[i], &states[i], &view->pool, view->now, quota);
-		may_ban |= limits->limit[i].ban > 0;
-	}
-	*cells += may_ban && ban == RL_NO_CELL ? rl_ban_cells(key) : 0;
 }
 
 /* Ends an act: unlocks the partition and frees the spares. */
@@ -135,10 +72,20 @@ finish(RlCells *view)
 	rl_cells_release(view);
 }
 
-/* Ends an act for which eviction made no room: sets the error and returns false. */
+/*
+ * Evicts cells of other keys for an act on the partition, which is unlocked
+ * meanwhile: then the act starts again.  Returns false with the error set, and the
+ * partition unlocked, if that makes no room.
+ */
 static bool
-no_room(RlCells *view, RlError *error)
+make_room(RlCells *view, uint32 cells, uint32 chunks, RlError *error)
 {
+	rl_cells_unlock(view);
+	if (rl_cells_evict(view, cells, chunks))
+	{
+		rl_cells_lock(view, LW_EXCLUSIVE);
+		return true;
+	}
 	rl_cells_release(view);
 	rl_error_set(error, ERRCODE_OUT_OF_MEMORY, "out of shared memory for rate limits");
 	rl_error_detail(error, "ratelimit.local_max_keys sets its size.");
@@ -170,10 +117,10 @@ take_alone(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decisio
 		else if (rl_cell_is_of(rl_cell_at(view, i), NULL))
 			return false;
 	}
-	if (c != RL_NO_CELL && rl_cell_at(view, c)->ban_count > 0)
+	if (c != RL_NO_CELL && rl_cell_at(view, c)->state.ban_count > 0)
 		return false;
 	if (c != RL_NO_CELL)
-		start = rl_cell_at(view, c)->start;
+		start = rl_cell_at(view, c)->state.start;
 	else if (quota > 0 && quota <= limit->capacity && !rl_cells_reserve(view, 1, 0))
 		return false;
 	end = rl_algorithm(limit)->act_alone(limit, &start, view->now, quota, decision);
@@ -181,38 +128,48 @@ take_alone(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decisio
 		return true;
 	if (c == RL_NO_CELL)
 		c = rl_cell_make(view, limit);
-	rl_cell_at(view, c)->start = start;
+	rl_cell_at(view, c)->state.start = start;
 	rl_cell_set_end(view, c, end);
 	return true;
 }
 
 /*
- * Finds the cells of an act, whose partition is locked, and reserves the cells
- * and chunks that it may need.  Returns false with the error set, and the
- * partition unlocked, if there is no room.
+ * Finds the cells of an act, whose partition is locked, and their states, and
+ * reserves the cells and chunks that the act may need.  Returns false with the error
+ * set, and the partition unlocked, if there is no room.
  */
 static bool
 begin_act(RlCells *view, const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
 		  uint32 *found, RlState *states, uint32 *ban, RlError *error)
 {
-	uint32		cells;
-	uint32		chunks;
-
 	for (;;)
 	{
-		load_states(view, limits, found, states);
+		bool		may_change;
+		bool		may_ban = false;
+		uint32		cells = 0;
+		uint32		chunks = 0;
+
 		*ban = rl_cell_find(view, NULL);
-		if (how == RL_PEEK || quota == 0 ||
-			(*ban != RL_NO_CELL && rl_cell_at(view, *ban)->start > view->now))
-			return true;
-		count_wanted(view, key, limits, quota, found, *ban, states, &cells, &chunks);
+		may_change = how != RL_PEEK && quota > 0 &&
+			(*ban == RL_NO_CELL || rl_cell_at(view, *ban)->ban.until <= view->now);
+		for (int i = 0; i < limits->n; i++)
+		{
+			const RlLimit *limit = &limits->limit[i];
+
+			found[i] = rl_cell_find(view, limit);
+			states[i] = found[i] != RL_NO_CELL ? rl_cell_at(view, found[i])->state : (RlState) RL_NO_STATE;
+			if (!may_change)
+				continue;
+			cells += found[i] == RL_NO_CELL;
+			chunks += rl_chunks_wanted(limit, &states[i], &view->pool, view->now, quota);
+			may_ban |= limit->ban > 0;
+		}
+		if (may_ban && *ban == RL_NO_CELL)
+			cells += rl_ban_cells(key);
 		if (rl_cells_reserve(view, cells, chunks))
 			return true;
-		/* Other backends may act on the key meanwhile, so start again. */
-		rl_cells_unlock(view);
-		if (!rl_cells_evict(view, cells, chunks))
-			return no_room(view, error);
-		rl_cells_lock(view, LW_EXCLUSIVE);
+		if (!make_room(view, cells, chunks, error))
+			return false;
 	}
 }
 
@@ -228,6 +185,7 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 	uint32		ban;
 	int64		old_ban;
 	int64		banned_until;
+	uint32		changed;
 	RlCells		view = {.key_hash = rl_key_hash(&action->key)};
 
 	if (how == RL_TRY)
@@ -253,30 +211,53 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 	if (!begin_act(&view, &action->key, limits, quota, how, found, states, &ban, error))
 		return false;
 	answer->at = view.now;
-	banned_until = old_ban = ban == RL_NO_CELL ? 0 : rl_cell_at(&view, ban)->start;
-	rl_act(limits, states, &view.pool, &banned_until, view.now, quota, how != RL_PEEK, decisions);
-	for (int i = 0; how != RL_PEEK && i < limits->n; i++)
-		save_state(&view, found[i], &limits->limit[i], &states[i]);
+	banned_until = old_ban = ban == RL_NO_CELL ? 0 : rl_cell_at(&view, ban)->ban.until;
+	changed = rl_act(limits, states, &view.pool, &banned_until, view.now, quota, how != RL_PEEK, decisions);
+	for (int i = 0; i < limits->n; i++)
+		if (changed & 1 << i)
+			save_state(&view, found[i], &limits->limit[i], &states[i]);
 	if (banned_until != old_ban)
 		set_ban(&view, ban, &action->key, banned_until);
 	finish(&view);
 	return true;
 }
 
+/* Refunds the charge or, if it is NULL, the quota. */
+static void
+refund(RlCells *view, const RlLimit *limit, int64 quota, const RlCharge *charge)
+{
+	uint32		c = rl_cell_find(view, limit);
+	RlState		state;
+
+	if (c == RL_NO_CELL)
+		return;
+	state = rl_cell_at(view, c)->state;
+	if (charge != NULL ? rl_refund_charge(limit, &state, &view->pool, view->now, charge) :
+		rl_refund_quota(limit, &state, &view->pool, view->now, quota))
+		save_state(view, c, limit, &state);
+}
+
 static bool
 local_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *error pg_attribute_unused())
 {
-	RlState		states[RL_MAX_LIMITS];
-	uint32		found[RL_MAX_LIMITS];
 	RlCells		view = {.key_hash = rl_key_hash(key)};
 
 	rl_cells_lock(&view, LW_EXCLUSIVE);
-	load_states(&view, limits, found, states);
-	rl_refund_quota(limits, states, &view.pool, view.now, quota);
 	for (int i = 0; i < limits->n; i++)
-		save_state(&view, found[i], &limits->limit[i], &states[i]);
+		refund(&view, &limits->limit[i], quota, NULL);
 	finish(&view);
 	return true;
+}
+
+/* Refunds a charge, less the quota that has been replenished since.  Does not throw. */
+void
+rl_local_refund_charge(RlKeyHash key_hash, const RlLimit *limit, const RlCharge *charge)
+{
+	RlCells		view = {.key_hash = key_hash};
+
+	rl_cells_lock(&view, LW_EXCLUSIVE);
+	refund(&view, limit, 0, charge);
+	finish(&view);
 }
 
 /*
@@ -321,16 +302,10 @@ local_ban(const RlKey *key, int64 duration, RlError *error)
 	uint32		cells = rl_ban_cells(key);
 	uint32		ban;
 
-	for (;;)
-	{
-		rl_cells_lock(&view, LW_EXCLUSIVE);
-		ban = rl_cell_find(&view, NULL);
-		if (ban != RL_NO_CELL || rl_cells_reserve(&view, cells, 0))
-			break;
-		rl_cells_unlock(&view);
-		if (!rl_cells_evict(&view, cells, 0))
-			return no_room(&view, error);
-	}
+	rl_cells_lock(&view, LW_EXCLUSIVE);
+	while ((ban = rl_cell_find(&view, NULL)) == RL_NO_CELL && !rl_cells_reserve(&view, cells, 0))
+		if (!make_room(&view, cells, 0, error))
+			return false;
 	set_ban(&view, ban, key, view.now + duration);
 	finish(&view);
 	return true;
@@ -345,25 +320,6 @@ local_unban(const RlKey *key, bool *found, RlError *error pg_attribute_unused())
 	*found = delete_cell(&view, rl_cell_find(&view, NULL));
 	finish(&view);
 	return true;
-}
-
-/* Refunds a charge, less the quota that has been replenished since.  Does not throw. */
-void
-rl_local_refund_charge(RlKeyHash key_hash, const RlLimit *limit, const RlCharge *charge)
-{
-	RlState		state;
-	uint32		found;
-	RlCells		view = {.key_hash = key_hash};
-
-	rl_cells_lock(&view, LW_EXCLUSIVE);
-	found = rl_cell_find(&view, limit);
-	if (found != RL_NO_CELL)
-	{
-		load_state(&view, found, &state);
-		rl_refund_charge(limit, &state, &view.pool, view.now, charge);
-		save_state(&view, found, limit, &state);
-	}
-	finish(&view);
 }
 
 const RlStore rl_local_store = {

@@ -10,7 +10,6 @@
 
 extern const RlStore rl_local_store;
 
-extern void rl_cell_load(const RlCell *cell, RlState *state);
 extern void rl_local_refund_charge(RlKeyHash key_hash, const RlLimit *limit, const RlCharge *charge);
 
 /* local_inspect.c */
