@@ -60,13 +60,6 @@ static RlBreaker handles[HANDLES];
 static int	ntrying = 0;		/* handles with a trying_until */
 
 static void
-need(Size *size, int *nlocks)
-{
-	*size = sizeof(Breakers);
-	*nlocks = 1;
-}
-
-static void
 attach(void *memory, LWLockPadded *locks, bool found)
 {
 	breakers = memory;
@@ -77,7 +70,7 @@ attach(void *memory, LWLockPadded *locks, bool found)
 	pg_atomic_init_u32(&breakers->n, 0);
 }
 
-const RlSharedPart rl_breaker_part = {need, attach};
+const RlSharedPart rl_breaker_part = {sizeof(Breakers), 1, NULL, attach};
 
 /*
  * Handles
@@ -218,26 +211,20 @@ subtransaction_aborts(SubXactEvent event, SubTransactionId mine pg_attribute_unu
 		rl_breakers_release();
 }
 
-static void
-register_callbacks(void)
-{
-	static bool registered = false;
-
-	if (registered)
-		return;
-	registered = true;
-	RegisterXactCallback(transaction_aborts, NULL);
-	RegisterSubXactCallback(subtransaction_aborts, NULL);
-}
-
 /* Makes this backend try the server, unless another backend was faster. */
 static void
 begin_trying(RlBreaker *breaker)
 {
+	static bool registered = false;
 	int64		now = rl_monotonic_now();
 	Entry	   *entry;
 
-	register_callbacks();
+	if (!registered)
+	{
+		registered = true;
+		RegisterXactCallback(transaction_aborts, NULL);
+		RegisterSubXactCallback(subtransaction_aborts, NULL);
+	}
 	LWLockAcquire(lock, LW_EXCLUSIVE);
 	entry = find_entry(breaker);
 	if (entry != NULL && is_half_open(entry, now))

@@ -116,54 +116,54 @@ set_sizes(void)
 	nchunks = Max(rl_local_max_keys, LEAST_CHUNKS);
 }
 
-/* Returns the size of an array that has so many bytes for each partition. */
-static Size
-all_partitions(Size bytes)
+/* Returns the address of an array at *size in the memory, or NULL, and adds its bytes to *size. */
+static void *
+place(char *memory, Size *size, Size n, Size bytes)
 {
-	return CACHELINEALIGN(mul_size(npartitions, bytes));
+	void	   *array = memory != NULL ? memory + *size : NULL;
+
+	*size = add_size(*size, CACHELINEALIGN(mul_size(n, bytes)));
+	return array;
+}
+
+/* Sets sizes and addresses.  Returns the bytes of all arrays. */
+static Size
+lay_out(char *memory)
+{
+	Size		size = 0;
+
+	set_sizes();
+	free_memory = place(memory, &size, 1, sizeof(Free));
+	partitions = place(memory, &size, npartitions, sizeof(Partition));
+	buckets = place(memory, &size, npartitions, nbuckets * sizeof(uint32));
+	heaps = place(memory, &size, npartitions, heap_size * sizeof(HeapItem));
+	cells = place(memory, &size, ncells, sizeof(RlCell));
+	chunks = place(memory, &size, nchunks, sizeof(RlChunk));
+	return size;
 }
 
 static void
 need(Size *size, int *nlocks)
 {
-	set_sizes();
-	*size = CACHELINEALIGN(sizeof(Free));
-	*size = add_size(*size, all_partitions(sizeof(Partition)));
-	*size = add_size(*size, all_partitions(nbuckets * sizeof(uint32)));
-	*size = add_size(*size, all_partitions(heap_size * sizeof(HeapItem)));
-	*size = add_size(*size, CACHELINEALIGN(mul_size(ncells, sizeof(RlCell))));
-	*size = add_size(*size, mul_size(nchunks, sizeof(RlChunk)));
+	*size = lay_out(NULL);
 	*nlocks = npartitions;
 }
 
 static void
 attach(void *memory, LWLockPadded *my_locks, bool found)
 {
-	char	   *p = memory;
-
-	set_sizes();
+	lay_out(memory);
 	locks = my_locks;
-	free_memory = (Free *) p;
-	p += CACHELINEALIGN(sizeof(Free));
-	partitions = (Partition *) p;
-	p += all_partitions(sizeof(Partition));
-	buckets = (uint32 *) p;
-	p += all_partitions(nbuckets * sizeof(uint32));
-	heaps = (HeapItem *) p;
-	p += all_partitions(heap_size * sizeof(HeapItem));
-	cells = (RlCell *) p;
-	p += CACHELINEALIGN(mul_size(ncells, sizeof(RlCell)));
-	chunks = (RlChunk *) p;
 	if (found)
 		return;
 	memset(free_memory, 0, sizeof(Free));
 	SpinLockInit(&free_memory->mutex);
-	memset(buckets, 0, all_partitions(nbuckets * sizeof(uint32)));
+	memset(buckets, 0, (Size) npartitions * nbuckets * sizeof(uint32));
 	for (int i = 0; i < npartitions; i++)
 		partitions[i] = (Partition) {{0, 0}, {PG_INT64_MAX, PG_INT64_MAX}};
 }
 
-const RlSharedPart rl_cells_part = {need, attach};
+const RlSharedPart rl_cells_part = {.need = need,.attach = attach};
 
 /*
  * Sets the number of cells in use, of entries that the chunks in use have room for,

@@ -58,13 +58,6 @@ typedef struct Counters
 static Counters *counters = NULL;
 static LWLock *lock;
 
-static void
-need(Size *size, int *nlocks)
-{
-	*size = sizeof(Counters);
-	*nlocks = 1;
-}
-
 /* Empties an entry; the lock and its mutex are held, or the memory is not shared yet. */
 static void
 empty(Entry *entry)
@@ -90,7 +83,7 @@ attach(void *memory, LWLockPadded *locks, bool found)
 	}
 }
 
-const RlSharedPart rl_counters_part = {need, attach};
+const RlSharedPart rl_counters_part = {sizeof(Counters), 1, NULL, attach};
 
 /* Returns the length of the key's scope: the text up to the first ':', 0 without one. */
 static int

@@ -96,13 +96,6 @@ static struct
 }			last;
 
 static void
-need(Size *size, int *nlocks)
-{
-	*size = sizeof(Cache);
-	*nlocks = LOCKS;
-}
-
-static void
 attach(void *memory, LWLockPadded *my_locks, bool found)
 {
 	cache = memory;
@@ -117,7 +110,7 @@ attach(void *memory, LWLockPadded *my_locks, bool found)
 			pg_atomic_init_u32(&cache->sets[i].entries[j].asking, 0);
 }
 
-const RlSharedPart rl_denial_part = {need, attach};
+const RlSharedPart rl_denial_part = {sizeof(Cache), LOCKS, NULL, attach};
 
 static Set *
 lock_set(RlKeyHash key_hash, LWLockMode mode)

@@ -35,13 +35,6 @@ static Sample *sample = NULL;
 static emit_log_hook_type prev_emit_log_hook = NULL;
 
 static void
-need(Size *size, int *nlocks)
-{
-	*size = sizeof(Sample);
-	*nlocks = 0;
-}
-
-static void
 init_sample(Sample *new)
 {
 	pg_atomic_init_u64(&new->logged, 0);
@@ -60,7 +53,7 @@ attach(void *memory, LWLockPadded *locks pg_attribute_unused(), bool found)
 		init_sample(sample);
 }
 
-const RlSharedPart rl_refusal_log_part = {need, attach};
+const RlSharedPart rl_refusal_log_part = {sizeof(Sample), 0, NULL, attach};
 
 /*
  * Returns true if no refusal of the key was logged within a second, and notes the

@@ -74,6 +74,18 @@ rl_sleep_until(int64 until, uint32 wait_event)
 	}
 }
 
+/* Returns the bytes that the part needs, and sets the number of locks. */
+static Size
+part_size(const RlSharedPart *part, int *nlocks)
+{
+	Size		size = part->size;
+
+	*nlocks = part->nlocks;
+	if (part->need != NULL)
+		part->need(&size, nlocks);
+	return CACHELINEALIGN(size);
+}
+
 /* Returns the bytes of the header and all parts, and sets the number of locks. */
 static Size
 total_size(int *nlocks)
@@ -83,11 +95,9 @@ total_size(int *nlocks)
 	*nlocks = 0;
 	for (size_t i = 0; i < lengthof(parts); i++)
 	{
-		Size		size;
 		int			n;
 
-		parts[i]->need(&size, &n);
-		total = add_size(total, CACHELINEALIGN(size));
+		total = add_size(total, part_size(parts[i], &n));
 		*nlocks += n;
 	}
 	return total;
@@ -129,9 +139,9 @@ startup(void)
 	memory += CACHELINEALIGN(sizeof(Header));
 	for (size_t i = 0; i < lengthof(parts); i++)
 	{
+		size = part_size(parts[i], &nlocks);
 		parts[i]->attach(memory, locks, found);
-		parts[i]->need(&size, &nlocks);
-		memory += CACHELINEALIGN(size);
+		memory += size;
 		locks += nlocks;
 	}
 	LWLockRelease(AddinShmemInitLock);

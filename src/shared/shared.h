@@ -27,7 +27,9 @@ rl_same_key_hash(RlKeyHash x, RlKeyHash y)
 /* A module's part of shared memory. */
 typedef struct RlSharedPart
 {
-	/* Sets the bytes and locks that it needs */
+	Size		size;			/* the bytes and locks that it needs */
+	int			nlocks;
+	/* Sets both, if settings change them; otherwise NULL */
 	void		(*need) (Size *size, int *nlocks);
 	/* Starts the part in this process; unless it was found, also initializes it */
 	void		(*attach) (void *memory, LWLockPadded *locks, bool found);
