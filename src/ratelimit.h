@@ -84,9 +84,14 @@ typedef enum RlAlgorithmId
 
 #define RL_ALGORITHMS		(RL_SLIDING_LOG + 1)
 
+/* Has no padding, so that its bytes can be compared and hashed. */
 typedef struct RlLimit
 {
 	RlAlgorithmId algorithm;
+	bool		from_first;
+	bool		count_denied;
+	bool		refund_on_abort;
+	bool		unused;			/* false */
 	int64		capacity;		/* the most quota that is ever free */
 	int64		count;			/* quota per period: GCRA's rate, the refill */
 	int64		period;
@@ -94,10 +99,9 @@ typedef struct RlLimit
 	int64		step;			/* sliding_window: length of a sub-window */
 	int64		ban;			/* 0: none */
 	int64		ban_after;		/* this many refusals in a period set the ban */
-	bool		from_first;
-	bool		count_denied;
-	bool		refund_on_abort;
 } RlLimit;
+
+StaticAssertDecl(sizeof(RlLimit) == 64, "a limit has padding");
 
 /*
  * The state tag: the values that distinguish the states of two limits on one

@@ -176,9 +176,7 @@ scan_count(Scan *scan, int64 *count)
 		if (*count <= RL_MAX_COUNT)
 			*count = *count * 10 + (*p - '0');
 	}
-	if (p == scan->at)
-		return wrong_word(scan, "A whole number is expected");
-	if (p < scan->end && (is_letter(*p) || *p == '_' || *p == '.'))
+	if (p == scan->at || (p < scan->end && (is_letter(*p) || *p == '_' || *p == '.')))
 		return wrong_word(scan, "A whole number is expected");
 	scan->at = p;
 	return true;
@@ -265,7 +263,7 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 {
 	const RlAlgorithm *algorithm = rl_algorithm(limit);
 	Scan		word;
-	bool		applies;
+	bool		applies = true;
 	bool		again;
 
 	skip_space(scan);
@@ -304,13 +302,11 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 	}
 	else if (take_word(scan, "refund_on_abort"))
 	{
-		applies = true;
 		again = limit->refund_on_abort;
 		limit->refund_on_abort = true;
 	}
 	else if (take_word(scan, "ban"))
 	{
-		applies = true;
 		again = limit->ban != 0;
 		if (!scan_period(scan, &limit->ban))
 			return false;
@@ -470,56 +466,23 @@ rl_limits_text(const RlLimits *limits)
  * SQL
  */
 
-/* The numbers that a canonical text has of a limit */
-#define LIMIT_NUMBERS		7
-
-static void
-limit_numbers(const RlLimit *limit, int64 *numbers)
-{
-	numbers[0] = limit->algorithm | limit->from_first << 8 | limit->count_denied << 9 |
-		limit->refund_on_abort << 10;
-	numbers[1] = limit->capacity;
-	numbers[2] = limit->count;
-	numbers[3] = limit->period;
-	numbers[4] = limit->step;
-	numbers[5] = limit->ban;
-	numbers[6] = limit->ban_after;
-}
-
-/* Returns true if the two have the same canonical text. */
+/* Returns true if the two, which are complete, have the same canonical text. */
 bool
 rl_limits_same(const RlLimits *a, const RlLimits *b)
 {
-	int64		x[LIMIT_NUMBERS];
-	int64		y[LIMIT_NUMBERS];
-
-	if (a->n != b->n)
-		return false;
-	for (int i = 0; i < a->n; i++)
-	{
-		limit_numbers(&a->limit[i], x);
-		limit_numbers(&b->limit[i], y);
-		if (memcmp(x, y, sizeof(x)) != 0)
-			return false;
-	}
-	return true;
+	return a->n == b->n && memcmp(a->limit, b->limit, a->n * sizeof(RlLimit)) == 0;
 }
 
 /* Sets refunds, timed and hash from the limits, which are complete. */
 void
 rl_limits_complete(RlLimits *limits)
 {
-	int64		numbers[RL_MAX_LIMITS][LIMIT_NUMBERS];
-
 	limits->refunds = false;
 	for (int i = 0; i < limits->n; i++)
-	{
-		limit_numbers(&limits->limit[i], numbers[i]);
 		limits->refunds |= limits->limit[i].refund_on_abort;
-	}
 	limits->timed = limits->refunds;
-	limits->hash = hash_bytes_extended((const unsigned char *) numbers,
-									   limits->n * sizeof(numbers[0]), 0);
+	limits->hash = hash_bytes_extended((const unsigned char *) limits->limit,
+									   limits->n * sizeof(RlLimit), 0);
 }
 
 PG_FUNCTION_INFO_V1(rl_limits_in);
