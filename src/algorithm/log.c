@@ -46,6 +46,15 @@ rl_pool_get(RlPool *pool)
 	return number;
 }
 
+/* Returns the time of the last entry of a chunk. */
+static int64
+last_time(const RlPool *pool, uint32 number)
+{
+	const RlChunk *chunk = chunk_at(pool, number);
+
+	return chunk->entry[chunk->n - 1].time;
+}
+
 /*
  * Blocks
  */
@@ -56,20 +65,14 @@ closed_block(const RlPool *pool, const RlCursor *cursor)
 	return &chunk_at(pool, cursor->index)->block[cursor->block];
 }
 
-static uint32
-first_chunk(const RlPool *pool, const RlLog *log, const RlCursor *cursor)
-{
-	return cursor->index == RL_NO_CHUNK ? log->first : closed_block(pool, cursor)->first;
-}
-
 /* Moves the cursor to the start of the block that it names. */
 static void
 enter_block(const RlPool *pool, const RlLog *log, RlCursor *cursor)
 {
-	cursor->chunk = first_chunk(pool, log, cursor);
+	cursor->whole = cursor->index != RL_NO_CHUNK;
+	cursor->chunk = cursor->whole ? closed_block(pool, cursor)->first : log->first;
 	cursor->i = 0;
 	cursor->skipped = 0;
-	cursor->whole = cursor->index != RL_NO_CHUNK;
 }
 
 static void
@@ -92,38 +95,58 @@ next_block(const RlPool *pool, const RlLog *log, RlCursor *cursor)
 	enter_block(pool, log, cursor);
 }
 
+/* Returns the units of the first n entries of a chunk. */
 static int64
-chunk_units(const RlChunk *chunk)
+sum_units(const RlChunk *chunk, uint32 n)
 {
 	int64		units = 0;
 
-	for (uint32 i = 0; i < chunk->n; i++)
+	for (uint32 i = 0; i < n; i++)
 		units += chunk->entry[i].units;
 	return units;
+}
+
+/* Appends a spare chunk, which must exist, to a list. */
+static RlChunk *
+append_chunk(RlPool *pool, uint32 *first, uint32 *last)
+{
+	uint32		number = rl_pool_get(pool);
+
+	if (*last == RL_NO_CHUNK)
+		*first = number;
+	else
+		chunk_at(pool, *last)->next = number;
+	*last = number;
+	return chunk_at(pool, number);
+}
+
+/* Returns the last chunk of the index, or NULL. */
+static RlChunk *
+last_of_index(const RlPool *pool, const RlLog *log)
+{
+	return log->index_last == RL_NO_CHUNK ? NULL : chunk_at(pool, log->index_last);
+}
+
+/* Appends a closed block to the index, which may need a spare chunk. */
+static void
+append_block(RlPool *pool, RlLog *log, const RlBlock *block)
+{
+	RlChunk    *index = last_of_index(pool, log);
+
+	if (index == NULL || index->n == RL_CHUNK_BLOCKS)
+		index = append_chunk(pool, &log->index_first, &log->index_last);
+	index->block[index->n++] = *block;
 }
 
 /* Closes the open block.  The index may need a spare chunk for it. */
 static void
 close_block(RlPool *pool, RlLog *log)
 {
-	RlChunk    *last = chunk_at(pool, log->last);
-	RlBlock		block = {last->entry[last->n - 1].time, 0, log->first, log->last, log->nchunks};
-	RlChunk    *index;
+	RlBlock		block = {rl_log_newest(pool, log), 0, log->first, log->last, log->nchunks};
 
 	for (uint32 c = log->first; c != RL_NO_CHUNK; c = chunk_at(pool, c)->next)
-		block.units += chunk_units(chunk_at(pool, c));
-	if (log->index_last == RL_NO_CHUNK || chunk_at(pool, log->index_last)->n == RL_CHUNK_BLOCKS)
-	{
-		uint32		number = rl_pool_get(pool);
-
-		if (log->index_last == RL_NO_CHUNK)
-			log->index_first = number;
-		else
-			chunk_at(pool, log->index_last)->next = number;
-		log->index_last = number;
-	}
-	index = chunk_at(pool, log->index_last);
-	index->block[index->n++] = block;
+		block.units += sum_units(chunk_at(pool, c), chunk_at(pool, c)->n);
+	append_block(pool, log, &block);
 	log->first = log->last = RL_NO_CHUNK;
 	log->nchunks = 0;
 }
@@ -153,10 +176,11 @@ remove_first_block(RlPool *pool, RlLog *log)
 int
 rl_log_chunks_wanted(const RlPool *pool, const RlLog *log)
 {
+	const RlChunk *index = last_of_index(pool, log);
+
 	if (log->last != RL_NO_CHUNK && chunk_at(pool, log->last)->n < RL_CHUNK_ENTRIES)
 		return 0;
-	if (log->nchunks == RL_BLOCK_CHUNKS &&
-		(log->index_last == RL_NO_CHUNK || chunk_at(pool, log->index_last)->n == RL_CHUNK_BLOCKS))
+	if (log->nchunks == RL_BLOCK_CHUNKS && (index == NULL || index->n == RL_CHUNK_BLOCKS))
 		return 2;
 	return 1;
 }
@@ -165,17 +189,11 @@ rl_log_chunks_wanted(const RlPool *pool, const RlLog *log)
 int64
 rl_log_newest(const RlPool *pool, const RlLog *log)
 {
-	const RlChunk *chunk;
+	const RlChunk *index = last_of_index(pool, log);
 
 	if (log->last != RL_NO_CHUNK)
-	{
-		chunk = chunk_at(pool, log->last);
-		return chunk->entry[chunk->n - 1].time;
-	}
-	if (log->index_last == RL_NO_CHUNK)
-		return -1;
-	chunk = chunk_at(pool, log->index_last);
-	return chunk->block[chunk->n - 1].newest;
+		return last_time(pool, log->last);
+	return index == NULL ? -1 : index->block[index->n - 1].newest;
 }
 
 /*
@@ -197,10 +215,10 @@ rl_log_seek(const RlPool *pool, const RlLog *log, int64 gone, RlCursor *cursor)
 	{
 		const RlChunk *chunk = chunk_at(pool, cursor->chunk);
 
-		if (chunk->entry[chunk->n - 1].time > gone)
+		if (last_time(pool, cursor->chunk) > gone)
 			break;
 		cursor->whole = false;
-		units += chunk_units(chunk);
+		units += sum_units(chunk, chunk->n);
 		cursor->chunk = chunk->next;
 	}
 	if (cursor->chunk != RL_NO_CHUNK)
@@ -309,23 +327,13 @@ rl_log_unit(const RlPool *pool, const RlLog *const logs[2], RlCursor cursors[2],
  * Changing
  */
 
-/* Removes the first n chunks of the block that begins with *first. */
-static void
-drop_chunks(RlPool *pool, uint32 *first, uint32 last, uint32 n)
-{
-	uint32		next = chunk_at(pool, last)->next;
-
-	rl_pool_put(pool, *first, last, n);
-	*first = next;
-}
-
 /* Removes everything before the cursor, and puts the chunks into the pool. */
 void
 rl_log_cut(RlPool *pool, RlLog *log, const RlCursor *cursor)
 {
 	RlBlock    *block = NULL;
 	uint32	   *first = &log->first;
-	RlChunk    *chunk;
+	uint32	   *nchunks = &log->nchunks;
 	int64		units = 0;
 	uint32		before = RL_NO_CHUNK;
 	uint32		n = 0;
@@ -345,33 +353,30 @@ rl_log_cut(RlPool *pool, RlLog *log, const RlCursor *cursor)
 	{
 		block = &chunk_at(pool, cursor->index)->block[0];
 		first = &block->first;
+		nchunks = &block->nchunks;
 	}
 	for (uint32 c = *first; c != cursor->chunk; c = chunk_at(pool, c)->next)
 	{
-		units += chunk_units(chunk_at(pool, c));
+		units += sum_units(chunk_at(pool, c), chunk_at(pool, c)->n);
 		before = c;
 		n++;
 	}
 	if (n > 0)
-		drop_chunks(pool, first, before, n);
+		rl_pool_put(pool, *first, before, n);
+	*first = cursor->chunk;
+	*nchunks -= n;
 	if (cursor->chunk != RL_NO_CHUNK)
 	{
-		chunk = chunk_at(pool, cursor->chunk);
-		for (uint32 i = 0; i < cursor->i; i++)
-			units += chunk->entry[i].units;
+		RlChunk    *chunk = chunk_at(pool, cursor->chunk);
+
+		units += sum_units(chunk, cursor->i) + cursor->skipped;
 		chunk->n -= cursor->i;
 		memmove(chunk->entry, chunk->entry + cursor->i, chunk->n * sizeof(RlEntry));
 		chunk->entry[0].units -= cursor->skipped;
-		units += cursor->skipped;
 	}
 	if (block != NULL)
-	{
 		block->units -= units;
-		block->nchunks -= n;
-		return;
-	}
-	log->nchunks -= n;
-	if (log->first == RL_NO_CHUNK)
+	else if (log->first == RL_NO_CHUNK)
 		log->last = RL_NO_CHUNK;
 }
 
@@ -392,7 +397,6 @@ void
 rl_log_append(RlPool *pool, RlLog *log, int64 time, int64 units)
 {
 	RlChunk    *last = log->last == RL_NO_CHUNK ? NULL : chunk_at(pool, log->last);
-	uint32		number;
 
 	if (last != NULL && last->entry[last->n - 1].time == time)
 	{
@@ -403,14 +407,8 @@ rl_log_append(RlPool *pool, RlLog *log, int64 time, int64 units)
 	{
 		if (log->nchunks == RL_BLOCK_CHUNKS)
 			close_block(pool, log);
-		number = rl_pool_get(pool);
-		if (log->last == RL_NO_CHUNK)
-			log->first = number;
-		else
-			chunk_at(pool, log->last)->next = number;
-		log->last = number;
+		last = append_chunk(pool, &log->first, &log->last);
 		log->nchunks++;
-		last = chunk_at(pool, number);
 	}
 	last->entry[last->n++] = (RlEntry) {time, units};
 }
@@ -466,7 +464,7 @@ remove_from_chunk(RlChunk *chunk, int64 time, int64 units)
 	return units - left;
 }
 
-/* Does the same for a block, which may be empty afterwards. */
+/* Does the same for a block, which may be empty afterwards.  Merges chunks that fit into one. */
 static int64
 remove_from_block(RlPool *pool, RlBlock *block, int64 time, int64 units)
 {
@@ -480,20 +478,15 @@ remove_from_block(RlPool *pool, RlBlock *block, int64 time, int64 units)
 		int64		removed = remove_from_chunk(chunk, time, left);
 
 		left -= removed;
-		if (chunk->n == 0)
+		if (chunk->n == 0 && before == RL_NO_CHUNK)
 		{
-			uint32		emptied = number;
-
-			if (before == RL_NO_CHUNK)
-				block->first = chunk->next;
-			else
-				chunk_at(pool, before)->next = chunk->next;
-			if (block->last == number)
-				block->last = before;
-			block->nchunks--;
-			number = chunk->next;
-			rl_pool_put(pool, emptied, emptied, 1);
-			continue;
+			/* It now has the entries of the next chunk, unless it was the only one. */
+			if (merge_chunks(pool, block, number))
+				continue;
+			rl_pool_put(pool, number, number, 1);
+			block->first = block->last = RL_NO_CHUNK;
+			block->nchunks = 0;
+			break;
 		}
 		if (removed == 0 || before == RL_NO_CHUNK || !merge_chunks(pool, block, before))
 			before = number;
@@ -502,11 +495,7 @@ remove_from_block(RlPool *pool, RlBlock *block, int64 time, int64 units)
 	if (left < units && before != RL_NO_CHUNK)
 		merge_chunks(pool, block, before);
 	if (block->last != RL_NO_CHUNK)
-	{
-		const RlChunk *last = chunk_at(pool, block->last);
-
-		block->newest = last->entry[last->n - 1].time;
-	}
+		block->newest = last_time(pool, block->last);
 	return units - left;
 }
 
@@ -514,55 +503,36 @@ remove_from_block(RlPool *pool, RlBlock *block, int64 time, int64 units)
 static void
 compact_index(RlPool *pool, RlLog *log)
 {
-	RlBlock    *kept = NULL;	/* the last block that is kept so far */
-	uint32		to = log->index_first;	/* the next block is kept here, */
-	uint32		to_i = 0;		/* at this index */
-	uint32		last = RL_NO_CHUNK; /* the chunk of the last kept block */
+	uint32		next = log->index_first;
 
-	for (uint32 from = log->index_first; from != RL_NO_CHUNK; from = chunk_at(pool, from)->next)
+	log->index_first = log->index_last = RL_NO_CHUNK;
+	while (next != RL_NO_CHUNK)
 	{
-		uint32		n = chunk_at(pool, from)->n;
+		RlChunk		old = *chunk_at(pool, next);
 
-		for (uint32 i = 0; i < n; i++)
+		/* The new index needs no more chunks than are freed here. */
+		rl_pool_put(pool, next, next, 1);
+		next = old.next;
+		for (uint32 i = 0; i < old.n; i++)
 		{
-			RlBlock		block = chunk_at(pool, from)->block[i];
+			const RlBlock *block = &old.block[i];
+			RlChunk    *index = last_of_index(pool, log);
+			RlBlock    *last = index == NULL ? NULL : &index->block[index->n - 1];
 
-			if (block.nchunks == 0)
+			if (block->nchunks == 0)
 				continue;
-			if (kept != NULL && kept->nchunks + block.nchunks <= RL_BLOCK_CHUNKS)
+			if (last == NULL || last->nchunks + block->nchunks > RL_BLOCK_CHUNKS)
 			{
-				chunk_at(pool, kept->last)->next = block.first;
-				kept->last = block.last;
-				kept->newest = block.newest;
-				kept->units += block.units;
-				kept->nchunks += block.nchunks;
+				append_block(pool, log, block);
 				continue;
 			}
-			kept = &chunk_at(pool, to)->block[to_i];
-			*kept = block;
-			last = to;
-			chunk_at(pool, to)->n = ++to_i;
-			if (to_i == RL_CHUNK_BLOCKS)
-			{
-				to = chunk_at(pool, to)->next;
-				to_i = 0;
-			}
+			chunk_at(pool, last->last)->next = block->first;
+			last->last = block->last;
+			last->newest = block->newest;
+			last->units += block->units;
+			last->nchunks += block->nchunks;
 		}
 	}
-	/* The chunks after the last kept block become spare. */
-	to = last == RL_NO_CHUNK ? log->index_first : chunk_at(pool, last)->next;
-	while (to != RL_NO_CHUNK)
-	{
-		uint32		next = chunk_at(pool, to)->next;
-
-		rl_pool_put(pool, to, to, 1);
-		to = next;
-	}
-	if (last == RL_NO_CHUNK)
-		log->index_first = RL_NO_CHUNK;
-	else
-		chunk_at(pool, last)->next = RL_NO_CHUNK;
-	log->index_last = last;
 }
 
 /* Removes up to this number of units of the entries with the time.  Returns how many. */
