@@ -258,9 +258,9 @@ rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
  * the quota to all the limits, or counts the refusal, and sets *banned_until if
  * the refusal starts a ban.  Returns a bit, 1 << i, for each state that has changed.
  *
- * states has one state for each limit.  The pool has as
- * many spare chunks as rl_chunks_wanted returns for all of them together.
- * *banned_until is the end of the key's ban, or any time that has passed.
+ * states has one state for each limit.  The pool has as many spare chunks as
+ * rl_chunks_wanted returns for all of them together.  *banned_until is the end of
+ * the key's ban, or any time that has passed.
  */
 uint32
 rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,

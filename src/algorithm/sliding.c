@@ -168,37 +168,23 @@ numbers(const RlLimit *limit, int64 quota pg_attribute_unused(), int64 *numbers)
 	return 2;
 }
 
+/* The members that both rows have */
+#define SLIDES \
+	RL_COUNTS_UNITS, .has_count_denied = true, .load = load, .refund_charge = refund_charge, \
+	.is_empty = rl_units_are_empty, .chunks_wanted = chunks_wanted, .charge = charge, \
+	.numbers = numbers, .next_free = next_free, .keep = keep, .skip = skip
+
 const RlAlgorithm rl_algorithm_sliding_window = {
 	.name = "sliding_window",
-	RL_COUNTS_UNITS,
+	SLIDES,
 	.most = RL_MAX_COUNT,
 	.has_step = true,
-	.has_count_denied = true,
-	.complete = complete,
-	.load = load,
-	.refund_charge = refund_charge,
-	.is_empty = rl_units_are_empty,
-	.chunks_wanted = chunks_wanted,
-	.charge = charge,
-	.numbers = numbers,
-	.next_free = next_free,
-	.keep = keep,
-	.skip = skip
+	.complete = complete
 };
 
 const RlAlgorithm rl_algorithm_sliding_log = {
 	.name = "sliding_log",
-	RL_COUNTS_UNITS,
+	SLIDES,
 	.most = RL_MAX_LOG,
-	.has_count_denied = true,
-	.load = load,
-	.refund_charge = refund_charge,
-	.is_empty = rl_units_are_empty,
-	.chunks_wanted = chunks_wanted,
-	.charge = charge,
-	.has_logs = true,
-	.numbers = numbers,
-	.next_free = next_free,
-	.keep = keep,
-	.skip = skip
+	.has_logs = true
 };

@@ -21,14 +21,11 @@
 #include "postgres.h"
 
 #include "funcapi.h"
-#include "mb/pg_wchar.h"
 #include "port/atomics.h"
-#include "storage/lwlock.h"
 #include "utils/builtins.h"
 #include "utils/timestamp.h"
 #include "utils/tuplestore.h"
 
-#include "algorithm/algorithm.h"
 #include "algorithm/limits.h"
 #include "error.h"
 #include "shared/denial_cache.h"
@@ -83,17 +80,11 @@ static Cache *cache = NULL;
 static LWLockPadded *locks;
 
 /*
- * A cache (src/README.md): the last refusal that this backend noted.  Without it a
- * refused call of the local store takes 4 % longer, and locks a set exclusively.
+ * A cache (src/README.md): the last refusal that this backend noted, without the
+ * figures and the key.  Without it a refused call of the local store takes 4 %
+ * longer, and locks a set exclusively.
  */
-static struct
-{
-	RlKeyHash	key_hash;
-	RlLimits	limits;			/* n = 0: none */
-	bool		debug;
-	int64		asked;
-	int64		until;
-}			last;
+static Entry last;
 
 static void
 attach(void *memory, LWLockPadded *my_locks, bool found)
@@ -234,14 +225,11 @@ choose_entry(Set *set, RlKeyHash key_hash, const RlLimits *limits)
 {
 	Entry	   *entry = find_entry(set, key_hash, limits);
 
-	for (int i = 0; i < WAYS && entry == NULL; i++)
-		if (set->entries[i].limits.n == 0)
-			entry = &set->entries[i];
 	if (entry != NULL)
 		return entry;
 	entry = &set->entries[0];
-	for (int i = 1; i < WAYS; i++)
-		if (set->entries[i].refused_until < entry->refused_until)
+	for (int i = 1; i < WAYS && entry->limits.n > 0; i++)
+		if (set->entries[i].limits.n == 0 || set->entries[i].refused_until < entry->refused_until)
 			entry = &set->entries[i];
 	return entry;
 }
@@ -264,16 +252,15 @@ rl_denial_note(RlKeyHash key_hash, const RlKey *key, const RlLimits *limits, int
 	/* Skip requests above capacity, and quota 0. */
 	if (decision->retry_after == RL_NEVER || quota == 0)
 		return;
-	if (!may_answer && rl_same_key_hash(key_hash, last.key_hash) && last.debug == clock_is_debug() &&
-		rl_limits_same(&last.limits, limits) &&
+	if (!may_answer && is_entry_of(&last, key_hash, limits) &&
 		asked - last.asked < NOTE_INTERVAL && asked >= last.asked &&
-		until - last.until < NOTE_INTERVAL && last.until - until < NOTE_INTERVAL)
+		until - last.refused_until < NOTE_INTERVAL && last.refused_until - until < NOTE_INTERVAL)
 		return;
 	last.key_hash = key_hash;
 	last.limits = *limits;
 	last.debug = clock_is_debug();
 	last.asked = asked;
-	last.until = until;
+	last.refused_until = until;
 
 	set = lock_set(key_hash, LW_EXCLUSIVE);
 	entry = choose_entry(set, key_hash, limits);

@@ -186,12 +186,7 @@ rl_local_inspect(const RlKey *key, RlKeptFound found, void *arg)
 		appendBinaryStringInfo(&copies, (char *) &copy, sizeof(copy));
 	}
 	rl_cells_unlock(&view);
-	for (; copies.cursor < copies.len; copies.cursor += sizeof(Copy))
-	{
-		Copy		copy;
-
-		memcpy(&copy, copies.data + copies.cursor, sizeof(copy));
-		report(&copy, found, arg);
-	}
+	for (int at = 0; at < copies.len; at += sizeof(Copy))
+		report((Copy *) (copies.data + at), found, arg);
 	pfree(copies.data);
 }
