@@ -22,9 +22,10 @@ const RlAlgorithm *const rl_algorithms[RL_ALGORITHMS] = {
 };
 
 /*
- * Units: the members of a row that have these names.
+ * Units
  */
 
+/* For RlAlgorithm.fits */
 bool
 rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota)
 {
@@ -32,7 +33,7 @@ rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota)
 }
 
 /*
- * A limit keeps at most RL_MAX_COUNT refused units, or its
+ * For RlAlgorithm.act.  A limit keeps at most RL_MAX_COUNT refused units, or its
  * capacity if the algorithm keeps an entry for each unit.  Above that the oldest
  * refused units are removed.
  */
@@ -69,7 +70,7 @@ rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, c
 	return true;
 }
 
-/* Refunds the oldest units that were charged. */
+/* For RlAlgorithm.refund: refunds the oldest units that were charged */
 bool
 rl_units_refund(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, int64 quota)
 {
@@ -85,6 +86,7 @@ rl_units_refund(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view
 	return true;
 }
 
+/* For RlAlgorithm.end */
 int64
 rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
 {
@@ -94,12 +96,7 @@ rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
 	return rl_algorithm(limit)->next_free(limit, state, pool, &view, 0, view.charged + view.refused);
 }
 
-bool
-rl_units_are_empty(const RlState *state)
-{
-	return state->charged == 0 && state->refused == 0;
-}
-
+/* For RlAlgorithm.decide, with the four numbers that check.lua reports */
 bool
 rl_units_decide(const RlLimit *limit, int64 quota, RlVerdict verdict, const int64 *reported,
 				RlDecision *d)
@@ -246,7 +243,7 @@ rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
 {
 	int64		end = 0;
 
-	if (!rl_algorithm(limit)->is_empty(state))
+	if (!rl_state_is_empty(limit, state))
 		end = rl_algorithm(limit)->end(limit, state, pool);
 	if (state->ban_count > 0)
 		end = Max(end, state->ban_since + limit->period);

@@ -20,7 +20,7 @@
  * The chunks of the entries belong to the RlPool that the functions below get
  * together with the state.  A copy of a state names the same chunks, so after an
  * act only the state that was passed may be used.  A store that deletes a state
- * first puts its chunks back with rl_log_cut.
+ * first puts its chunks back with rl_log_clear.
  */
 typedef struct RlState
 {
@@ -105,6 +105,7 @@ typedef struct RlAlgorithm
 	 * States
 	 */
 
+	bool		keeps_empty;	/* stores keep a state also when it is empty */
 	/* Sets the view of the state at the time now. */
 	void		(*load) (const RlLimit *limit, const RlState *state, const RlPool *pool,
 						 int64 now, RlView *view);
@@ -134,8 +135,6 @@ typedef struct RlAlgorithm
 							  RlDecision *decision);
 	/* Returns when a state that is not empty can be deleted. */
 	int64		(*end) (const RlLimit *limit, const RlState *state, const RlPool *pool);
-	/* Returns true if stores need not keep the state. */
-	bool		(*is_empty) (const RlState *state);
 	/* Returns how many spare chunks an act may need.  NULL: none. */
 	int			(*chunks_wanted) (const RlLimit *limit, const RlState *state, const RlPool *pool,
 								  int64 now, int64 quota);
@@ -205,7 +204,17 @@ rl_algorithm(const RlLimit *limit)
 extern RlDecision rl_combine(const RlDecision *decisions, int n, int *binding);
 extern void rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force);
 
-/* For stores */
+/*
+ * For stores
+ */
+
+/* Returns true if stores need not keep the state, unless a ban's refusals count. */
+static inline bool
+rl_state_is_empty(const RlLimit *limit, const RlState *state)
+{
+	return state->start < 0 && state->charged + state->refused == 0 && !rl_algorithm(limit)->keeps_empty;
+}
+
 extern int	rl_chunks_wanted(const RlLimit *limit, const RlState *state, const RlPool *pool,
 							 int64 now, int64 quota);
 extern int64 rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
@@ -228,7 +237,6 @@ extern bool rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlV
 extern bool rl_units_refund(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 							int64 now, int64 quota);
 extern int64 rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
-extern bool rl_units_are_empty(const RlState *state);
 extern bool rl_units_decide(const RlLimit *limit, int64 quota, RlVerdict verdict,
 							const int64 *reported, RlDecision *decision);
 

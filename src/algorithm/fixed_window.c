@@ -45,7 +45,7 @@ keep(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), c
 {
 	state->charged = view->charged + charged;
 	state->refused = view->refused + refused;
-	state->start = rl_units_are_empty(state) ? -1 : window(limit, view, now);
+	state->start = state->charged + state->refused == 0 ? -1 : window(limit, view, now);
 }
 
 static bool
@@ -76,7 +76,6 @@ const RlAlgorithm rl_algorithm_fixed_window = {
 	.has_count_denied = true,
 	.load = load,
 	.refund_charge = refund_charge,
-	.is_empty = rl_units_are_empty,
 	.charge = charge,
 	.numbers = numbers,
 	.next_free = next_free,

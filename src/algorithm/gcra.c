@@ -185,12 +185,6 @@ end(const RlLimit *limit pg_attribute_unused(), const RlState *state,
 	return us_rounded_up(state->start);
 }
 
-static bool
-is_empty(const RlState *state)
-{
-	return state->start < 0;
-}
-
 static RlCharge
 charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after pg_attribute_unused())
 {
@@ -231,7 +225,6 @@ const RlAlgorithm rl_algorithm_gcra = {
 	.refund = refund,
 	.refund_charge = refund_charge,
 	.end = end,
-	.is_empty = is_empty,
 	.charge = charge,
 	.left = left,
 	.in_ns = true,

@@ -45,7 +45,7 @@ rl_state_inspect(const RlLimit *limit, const RlState *state, const RlPool *pool,
 	const RlAlgorithm *algorithm = rl_algorithm(limit);
 
 	*used = *until = RL_UNKNOWN;
-	if (algorithm->is_empty(state))
+	if (rl_state_is_empty(limit, state))
 		return false;
 	if (algorithm->refills)
 	{

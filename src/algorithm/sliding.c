@@ -171,8 +171,8 @@ numbers(const RlLimit *limit, int64 quota pg_attribute_unused(), int64 *numbers)
 /* The members that both rows have */
 #define SLIDES \
 	RL_COUNTS_UNITS, .has_count_denied = true, .load = load, .refund_charge = refund_charge, \
-	.is_empty = rl_units_are_empty, .chunks_wanted = chunks_wanted, .charge = charge, \
-	.numbers = numbers, .next_free = next_free, .keep = keep, .skip = skip
+	.chunks_wanted = chunks_wanted, .charge = charge, .numbers = numbers, \
+	.next_free = next_free, .keep = keep, .skip = skip
 
 const RlAlgorithm rl_algorithm_sliding_window = {
 	.name = "sliding_window",

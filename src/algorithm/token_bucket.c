@@ -68,13 +68,6 @@ keep(const RlLimit *limit pg_attribute_unused(), RlState *state, RlPool *pool pg
 	state->start = state->charged == 0 ? -1 : view->start >= 0 ? view->start : now;
 }
 
-/* The script keeps the field of a full bucket, so the local store does so too. */
-static bool
-is_empty(const RlState *state pg_attribute_unused())
-{
-	return false;
-}
-
 /* Returns true if the anchors are of one series: the bucket was not full in between. */
 static bool
 same_series(const RlLimit *limit, int64 a, int64 b)
@@ -123,7 +116,7 @@ const RlAlgorithm rl_algorithm_token_bucket = {
 	.complete = complete,
 	.load = load,
 	.refund_charge = refund_charge,
-	.is_empty = is_empty,
+	.keeps_empty = true,		/* the script keeps the field of a full bucket */
 	.charge = charge,
 	.left = left,
 	.numbers = numbers,

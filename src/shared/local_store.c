@@ -24,7 +24,7 @@ save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state)
 		c = rl_cell_make(view, limit);
 	rl_cell_at(view, c)->state = *state;
 	/* As in Redis, an empty state is deleted. */
-	if (rl_algorithm(limit)->is_empty(state) && state->ban_count == 0)
+	if (rl_state_is_empty(limit, state) && state->ban_count == 0)
 		rl_cell_remove(view, c);
 	else
 		rl_cell_set_end(view, c, rl_state_end(limit, state, &view->pool));
