@@ -126,7 +126,7 @@ place(char *memory, Size *size, Size n, Size bytes)
 	return array;
 }
 
-/* Sets sizes and addresses.  Returns the bytes of all arrays. */
+/* Sets the sizes, and the addresses in the memory, which may be NULL.  Returns the bytes. */
 static Size
 lay_out(char *memory)
 {
