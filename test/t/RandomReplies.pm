@@ -57,7 +57,7 @@ sub random_call
 		$call{limits} = [ limit(algorithm => 'throttle', capacity => log_uniform(1000), count => log_uniform(1000), period => pick(@periods[ 1 .. 4 ])) ];
 	}
 	$call{shape} = $call{form} =~ /ban|reset|refund/ ? 'count'
-	  : @{ $call{limits} } == 1 && $call{limits}[0]{algorithm} eq 'throttle' && !$call{limits}[0]{ban} ? 'fast' : 'check';
+	  : @{ $call{limits} } == 1 && $call{limits}[0]{algorithm} eq 'throttle' && !$call{limits}[0]{ban} && $call{form} ne 'peek' ? 'fast' : 'check';
 	return \%call;
 }
 
@@ -128,7 +128,7 @@ sub right_numbers
 	if ($call->{shape} eq 'fast')
 	{
 		return ($ban, @figures) if $ban;
-		return $allowed && $call->{form} ne 'peek' ? $figures[0] : -$figures[0];
+		return $allowed ? $figures[0] : -$figures[0];
 	}
 	my $brought = !$allowed && !$impossible && $quota > 0 && $limits->[$refuses]{ban}
 	  && $call->{form} ne 'wait' && chance(30) ? 1 + below(MAX_PERIOD) : 0;
@@ -370,8 +370,7 @@ sub fast_meaning
 	# The least number has no opposite.
 	my $backlog = $numbers[0] < 0 ? -max($numbers[0], -9223372036854775807) : $numbers[0];
 	my $verdict = $possible && $backlog <= room($limit, $call->{quota}) ? 'allowed' : 'refused';
-	# A peek has no room, so its reply is that of a refusal.
-	return ('right', $verdict) if $call->{form} eq 'peek' || !$possible;
+	return ('right', $verdict) if !$possible;
 	return ($numbers[0] < 0) == ($verdict eq 'refused') ? ('right', $verdict) : 'wrong';
 }
 
