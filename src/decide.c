@@ -317,8 +317,8 @@ allows_unasked(const Call *calls, int n, const RlError *error)
 	/* In shadow mode a limit never stops an action. */
 	if (rl_mode == RL_MODE_SHADOW)
 		return true;
-	/* on_error is for a store that cannot be reached, and not for one that is full. */
-	if (error->sqlstate != ERRCODE_OUT_OF_MEMORY &&
+	/* The local store fails only if it is full: a flood of keys must not lift limits. */
+	if (!calls->store->is_local &&
 		(rl_on_error == RL_ON_ERROR_ALLOW || rl_on_error == RL_ON_ERROR_DENY))
 		return rl_on_error == RL_ON_ERROR_ALLOW;
 	count_ended(calls, n);

@@ -87,7 +87,7 @@ make_room(RlCells *view, uint32 cells, uint32 chunks, RlError *error)
 		return true;
 	}
 	rl_cells_release(view);
-	rl_error_set(error, ERRCODE_OUT_OF_MEMORY, "out of shared memory for rate limits");
+	rl_error_set(error, ERRCODE_STORE_FAILED, "out of shared memory for rate limits");
 	rl_error_detail(error, "ratelimit.local_max_keys sets its size.");
 	return false;
 }
