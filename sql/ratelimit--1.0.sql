@@ -229,7 +229,7 @@ CREATE FUNCTION rl_peek(key text, limits rl_limits, quota bigint DEFAULT 1,
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 1;
 COMMENT ON FUNCTION rl_peek(text, rl_limits, bigint) IS
-	'returns a row for each limit: its text and the decision that rl_check would return now, with waits in seconds; writes nothing; errors: 22004 for NULL, 22023 for a key or quota out of range, and PT503 if the store fails';
+	'returns a row for each limit: its text and the decision that rl_check would return now, with waits in seconds; changes nothing; errors: 22004 for NULL, 22023 for a key or quota out of range, and PT503 if the store fails';
 
 CREATE FUNCTION rl_refund(key text, limits rl_limits, quota bigint)
 	RETURNS void
@@ -265,13 +265,13 @@ CREATE FUNCTION rl_bans(pattern text DEFAULT '%', OUT key text, OUT until timest
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000000 ROWS 100;
 COMMENT ON FUNCTION rl_bans(text) IS
-	'returns the banned keys of ratelimit.key_prefix that match the pattern, as for LIKE, and the end of each ban; control characters of keys are escaped; it reads the names of all keys in Redis by SCAN, which takes Redis about 3 ms for 1,000 keys, in calls for 250 keys, and it needs further privileges in Redis; errors: 22004 for NULL, 22025 for a pattern that ends with its escape character, and those of rl_peek';
+	'returns the banned keys of ratelimit.key_prefix that match the pattern, as for LIKE, and the end of each ban; control characters of keys are escaped; it reads the names of all keys in Redis by SCAN, about 3 ms of Redis for 1,000 keys, 250 keys in a call; the user in Redis needs further privileges; errors: 22004 for NULL, 22025 for a pattern that ends with its escape character, and those of rl_peek';
 
 CREATE FUNCTION rl_inspect(key text, OUT state text, OUT used bigint, OUT until timestamptz, OUT raw text)
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 3;
 COMMENT ON FUNCTION rl_inspect(text) IS
-	'returns a row for each state of the key that is not as if it had never been used, for refusals that a ban counts, and for the ban: its name, the units in use, its end, and the first 256 bytes of its value; NULL is what depends on the numbers of the limit, which are not stored; it takes one call of Redis for up to about 100 states, and needs a further privilege there; errors as for rl_peek';
+	'returns a row for each state of the key that is in use, for refusals that a ban counts, and for the ban: its name, the units in use, its end, and the first 256 bytes of its value; a figure is NULL if it depends on the limit''s numbers, which are not stored; it makes one call to Redis for up to about 100 states, and needs a further privilege there; errors as for rl_peek';
 
 CREATE FUNCTION rl_key(VARIADIC "any")
 	RETURNS text

@@ -37,7 +37,7 @@ rl_store(void)
 	return rl_store_is_local ? &rl_local_store : &rl_redis_store;
 }
 
-/* Returns that store.  Raises an error if it needs shared memory, and there is none. */
+/* Returns the store that ratelimit.store names.  Raises an error if it lacks shared memory. */
 static const RlStore *
 require_store(void)
 {
@@ -49,8 +49,8 @@ require_store(void)
 }
 
 /*
- * Returns the store in which a function looks or repairs, after the refunds that are
- * due to it.  Raises an error if it lacks shared memory, or if Redis fails.
+ * Sends the refunds that are due, and returns the store in which a function looks or
+ * repairs.  Raises an error if it lacks shared memory, or if Redis fails.
  */
 const RlStore *
 rl_asked_store(void)
@@ -403,7 +403,7 @@ ask_redis(Call *calls, int n, int64 *unanswered, RlError *error)
 static inline bool
 ask_local(Call *call, RlError *error)
 {
-	/* This server decides also if refunds that are due to Redis fail. */
+	/* The local store decides even if Redis cannot run the refunds that are due. */
 	(void) rl_refunds_flush(&call->answer->usage, error);
 	return take(call, call->store, error);
 }

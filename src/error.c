@@ -53,7 +53,7 @@ rl_error_detail(RlError *error, const char *fmt,...)
 	clip(error->detail, sizeof(error->detail));
 }
 
-/* Returns the message and the detail, as one text that lasts as long as the error. */
+/* Returns the message and the detail as one text: palloc'd, or the error's own. */
 const char *
 rl_error_text(const RlError *error)
 {

@@ -29,7 +29,7 @@ rl_policy_name_is_valid(const char *name)
 	return len >= 1 && len <= RL_MAX_POLICY_NAME;
 }
 
-/* Returns the header field that tells when to retry: in seconds, rounded up, so that no client is early. */
+/* Returns the header field Retry-After, rounded up, so that no client retries too early. */
 RlHeader
 rl_header_retry_after(int64 us)
 {

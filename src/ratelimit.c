@@ -176,7 +176,7 @@ define_server_settings(void)
 							   PGC_SUSET, 0,
 							   NULL, count_change, NULL);
 
-	/* No setting has the password: every role can SHOW it before the library is loaded. */
+	/* No setting holds the password, because every role can SHOW a setting before the library loads. */
 	define_file("ratelimit.redis_passfile", &rl_redis_passfile,
 				"Sets the file that holds the Redis password.",
 				"Its first line is the password. No other user than the server's may have access to it. Empty: no password.");
@@ -285,7 +285,7 @@ define_outcome_settings(void)
 	/* Superuser only, as log_min_messages is. */
 	DefineCustomEnumVariable("ratelimit.log_refusals",
 							 "Selects the refusals (SQLSTATE PT429) that are written to the server log.",
-							 "sampled: one a second for each key, and at most 20 a second (100 lines); all; none. Clients get each error.",
+							 "sampled: one a second for each key, and at most 20 a second (about 100 lines); all; none. Clients get each error.",
 							 &rl_log_refusals,
 							 RL_LOG_SAMPLED,
 							 log_refusals_options,

@@ -1,7 +1,7 @@
 /*
  * refund.c
- *		Refunds a queue of grants: each to the store that granted it, and to
- *		Redis those of one key that follow one another in one call.
+ *		The queue of grants to be refunded: each to the store that granted it,
+ *		and to Redis those of one key that follow one another in one call.
  *
  * The array of calls is allocated while quota is granted, so that refunds at the
  * end of a transaction need no memory.

@@ -27,7 +27,7 @@ typedef struct RlGrantId
  */
 typedef struct RlGrant
 {
-	dlist_node	node;			/* of the transaction's grants, or of its queue */
+	dlist_node	node;			/* of the transaction's grants, or of rl_refunds */
 	RlGrantId	id;
 	RlLimit		limit;
 	RlCharge	charge;
@@ -37,7 +37,7 @@ typedef struct RlGrant
 	char		redis_key[FLEXIBLE_ARRAY_MEMBER];	/* the key's name in Redis */
 } RlGrant;
 
-/* The queue of grants to be refunded.  rl_refund_settle comes before each change. */
+/* The queue of grants to be refunded.  Call rl_refund_settle before each change. */
 extern dlist_head rl_refunds;
 
 extern uint64 rl_refund_server(void);

@@ -38,14 +38,14 @@ typedef struct GrantEntry
 static MemoryContext context = NULL;	/* of all that follows */
 static HTAB *entries = NULL;	/* the grants that others can be merged into */
 static dlist_head grants = DLIST_STATIC_INIT(grants);	/* by level */
-static int	ngrants = 0;		/* of these and of the queue */
+static int	ngrants = 0;		/* in this list and in the queue */
 static bool overflowed = false;
 
 /*
  * Levels and the queue
  */
 
-/* Deletes a grant, also one of the queue.  Does not throw. */
+/* Deletes a grant, which may be in the queue.  Does not throw. */
 void
 rl_grant_drop(RlGrant *grant)
 {

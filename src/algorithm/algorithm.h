@@ -93,7 +93,6 @@ typedef struct RlAlgorithm
 	bool		has_step;
 	bool		has_from_first;
 	bool		has_count_denied;
-	bool		refills;		/* only the limit's count tells what a state has now */
 
 	/*
 	 * Checks the numbers and derives the rest.  Returns false with the error set.
@@ -106,6 +105,8 @@ typedef struct RlAlgorithm
 	 */
 
 	bool		keeps_empty;	/* stores keep a state also when it is empty */
+	bool		refills;		/* the units in use now depend on the limit's count */
+
 	/* Sets the view of the state at the time now. */
 	void		(*load) (const RlLimit *limit, const RlState *state, const RlPool *pool,
 						 int64 now, RlView *view);
@@ -113,8 +114,8 @@ typedef struct RlAlgorithm
 	bool		(*fits) (const RlLimit *limit, const RlView *view, int64 quota);
 	/*
 	 * Sets the decision except allowed, ban_left and source.  With act->commit, it
-	 * charges the quota, or counts the refusal, in the state.  Returns true if it
-	 * has changed the state, like the next two.
+	 * charges the quota, or counts the refusal, in the state.  This function
+	 * and the next two return true if they have changed the state.
 	 */
 	bool		(*act) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 						const RlAct *act, RlDecision *decision);
@@ -160,8 +161,7 @@ typedef struct RlAlgorithm
 
 	/*
 	 * Sets the numbers of the limit for a command that takes or refunds the
-	 * quota, and returns how many they are, at most RL_NUMBERS.  With
-	 * act_alone, the first two are the cost that the command charges.
+	 * quota, and returns how many they are, at most RL_NUMBERS.
 	 */
 	int			(*numbers) (const RlLimit *limit, int64 quota, int64 *numbers);
 

@@ -1,6 +1,6 @@
 /*
  * inspect.c
- *		What a state tells without the numbers of its limit.
+ *		Describes states whose limits are not known.
  */
 #include "postgres.h"
 
@@ -35,8 +35,9 @@ rl_state_name(const RlLimit *limit, char *name)
 }
 
 /*
- * Sets the units in use and the end of a state.  Of the limit only the members of
- * the state tag are set.  Returns false if the state is as if it had never been used.
+ * Sets the units in use and the end of a state.  The limit has only the members
+ * of the state tag.  A figure that needs others is RL_UNKNOWN.  Returns false if the
+ * state is as if it had never been used.
  */
 bool
 rl_state_inspect(const RlLimit *limit, const RlState *state, const RlPool *pool, int64 now,

@@ -1,6 +1,6 @@
 /*
  * inspect.h
- *		What a store keeps of a key, for rl_inspect and rl_bans.
+ *		The states and bans that a store keeps, for rl_inspect and rl_bans.
  */
 #ifndef INSPECT_H
 #define INSPECT_H
@@ -13,15 +13,15 @@
 /* A state, its refusals, or a ban. */
 typedef struct RlKept
 {
-	const char *name;			/* of the state; of bans, the key */
+	const char *name;			/* the state's name; for rl_bans, the key */
 	int			name_len;
 	int64		used;			/* or RL_UNKNOWN */
 	int64		until;			/* microseconds since 1970, or RL_UNKNOWN */
-	const char *raw;			/* its value; of bans, NULL */
+	const char *raw;			/* its value; for rl_bans, NULL */
 	int			raw_len;
 } RlKept;
 
-/* Gets one of them; may throw. */
+/* Is called for each state or ban; may throw. */
 typedef void (*RlKeptFound) (const RlKept *kept, void *arg);
 
 extern int	rl_state_name(const RlLimit *limit, char *name);

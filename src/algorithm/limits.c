@@ -466,7 +466,7 @@ rl_limits_text(const RlLimits *limits)
  * SQL
  */
 
-/* Returns true if the two, which are complete, have the same canonical text. */
+/* Returns true if the two have the same canonical text.  Both must be complete. */
 bool
 rl_limits_same(const RlLimits *a, const RlLimits *b)
 {

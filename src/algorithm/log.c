@@ -464,7 +464,7 @@ remove_from_chunk(RlChunk *chunk, int64 time, int64 units)
 	return units - left;
 }
 
-/* Does the same for a block, which may be empty afterwards.  Merges chunks that fit into one. */
+/* Removes up to this number of units of the time from a block, and merges small chunks. */
 static int64
 remove_from_block(RlPool *pool, RlBlock *block, int64 time, int64 units)
 {
@@ -480,7 +480,7 @@ remove_from_block(RlPool *pool, RlBlock *block, int64 time, int64 units)
 		left -= removed;
 		if (chunk->n == 0 && before == RL_NO_CHUNK)
 		{
-			/* It now has the entries of the next chunk, unless it was the only one. */
+			/* The empty chunk gets the next chunk's entries, if there is a next chunk. */
 			if (merge_chunks(pool, block, number))
 				continue;
 			rl_pool_put(pool, number, number, 1);

@@ -5,16 +5,16 @@
 -- ARGV[4] how many bytes are before the key in a name.
 --
 -- A key that could not be read has "-" as its end. In a script that reads several slots
--- of a Cluster, Redis 8 does not find the keys of a slot that is moving. Another call
--- has such a key's hash as KEYS[1], and reads only this.
+-- of a Cluster, Redis 8 does not find the keys of a slot that is moving. For such a
+-- key, the caller sends another call with its hash as KEYS[1].
 --
--- A part is a bounded number of keys and, as long as a single bucket of Redis's table
--- has no more, a bounded number of bytes, so that no part occupies Redis for long.
+-- A part has a bounded number of keys and bytes, so that it does not occupy Redis for
+-- long. If a single bucket of Redis's table has more bytes, the script fails.
 
 local COUNT, LONGEST, LONGEST_KEY = 250, 30000, 3 * 512
 local cursor, pattern, prefix = ARGV[2], ARGV[3], tonumber(ARGV[4])
 
--- Returns the text of the bans of these hashes, or an error.
+-- Returns the text of the bans of these hashes; or nil and the error reply.
 local function bans_of(names)
   local out = {}
   for _, name in ipairs(names) do
@@ -26,7 +26,7 @@ local function bans_of(names)
     elseif string.find(value.err, 'non local key', 1, true) and not hash then
       ends = '-'
     elseif not string.find(value.err, '^WRONGTYPE') then
-      -- Only of another type can other programs have names like these.
+      -- A key of another type, with a name like these, belongs to another program.
       return nil, value
     end
     if ends and #key <= LONGEST_KEY then

@@ -1,5 +1,5 @@
 -- Charges the quota to all limits or to none. ARGV[2] is 1, or 0 to decide only
--- and write nothing.
+-- and change nothing.
 --
 -- Returns the verdict (0: allowed, -1: refused, else the rest of a ban in
 -- microseconds), the length of the ban that this refusal starts (0: none), and
@@ -12,7 +12,7 @@
 local COMMIT = ARGV[2] == '1'
 
 if not COMMIT then
-  -- A replica, whose data may be old, refuses to delete this field, which no hash has.
+  -- No hash has this field. A replica refuses to delete, so its old data is never read.
   redis.call('HDEL', hash, '')
 end
 

@@ -1,6 +1,6 @@
--- The time. Each script of a key begins with this file.
+-- The time. All scripts but masters.lua and version.lua begin with this file.
 --
--- KEYS[1] is the key's hash. ARGV[1] is the time in microseconds, or empty for
+-- KEYS[1] is the key's hash, or absent in bans.lua. ARGV[1] is the time in microseconds, or empty for
 -- Redis's own clock. Numbers stay below 2^53; %.0f makes them text.
 
 local hash = KEYS[1]

@@ -35,7 +35,7 @@ rl_slot(const char *key, int len)
 	}
 	for (int i = 0; i < len; i++)
 	{
-		/* As the polynomial is x^16 + x^12 + x^5 + 1, this does eight bits at once. */
+		/* This computes eight bits at once, for the polynomial x^16 + x^12 + x^5 + 1. */
 		uint8		high = (crc >> 8) ^ (uint8) key[i];
 
 		high ^= high >> 4;

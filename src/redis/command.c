@@ -57,7 +57,7 @@ rl_redis_is_cluster(void)
 	return rl_slots_known();
 }
 
-/* Drops the connection of the last reply, which does not answer its script; returns false. */
+/* Drops the connection of a reply that does not answer its script.  Returns false with the error set. */
 bool
 rl_wrong_reply(RlError *error)
 {
@@ -112,7 +112,7 @@ rl_command_number(RlCommand *command, int64 number)
 	rl_command_arg(command, text, pg_lltoa(number, text));
 }
 
-/* Appends the key's hash, and ARGV[1], which each script has: the time if a test sets it. */
+/* Appends the number of keys, the name of the key's hash, and ARGV[1]: the time if a test sets it. */
 void
 rl_command_hash(RlCommand *command, const RlKey *key)
 {
@@ -249,7 +249,7 @@ send_command(const RlCommand *command, const RlScript *script, RlReply *reply, R
 
 /*
  * Runs a script; the command has the number of keys, the keys and the
- * arguments.  If script is NULL, runs the command itself.  Returns true with a
+ * arguments.  If script is NULL, runs the command.  Returns true with a
  * reply that is no error reply, or false with the error set.  Raises an error if a
  * setting is wrong, or at an interrupt.
  */

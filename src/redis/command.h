@@ -27,8 +27,8 @@ typedef struct RlCommand
 	int			key_len;
 	RlUsage    *usage;			/* to which the cost of the call is added; or NULL */
 	struct RlNode *node;		/* the only node that may run it; NULL: any */
-	bool		asking;			/* also for slots that are moving to that node */
-	bool		resumes;		/* only on the connection that the node has */
+	bool		asking;			/* send ASKING first: slots may be moving to the node */
+	bool		resumes;		/* fail unless the node's connection is still open */
 } RlCommand;
 
 extern RlCommand *rl_command_start(void);

@@ -1,16 +1,16 @@
 -- Returns the states of the key, and its ban, as one string. It begins with
--- "<bytes>:<state>": ARGV[2] of the call that goes on after this state, or "0:" if
--- these are all. Then it has for each state, by name:
--- "<used> <end> <bytes>:<state><bytes>:<raw>". "-" is what the state does not say. A
--- state that is as if it had never been used is left out. ARGV[2] is empty at first.
+-- "<bytes>:<state>": the state after which the next call goes on, which is its
+-- ARGV[2], or "0:" if this was the last. Then, in the order of their names, it has for
+-- each state "<used> <end> <bytes>:<state><bytes>:<raw>". "-" stands for a figure that
+-- is not known. A state that is as if it had never been used is left out. ARGV[2] is empty at first.
 --
 -- A state's name is its tag, or "ban", or "<tag>:refused" for the refusals that a ban
--- counts. The chunks of logs are not read, except where a log begins. Redis can name
--- this many fields, and describe this many states, in a few milliseconds.
+-- counts. The chunks of logs are not read, except where a log begins. For
+-- MOST_FIELDS fields and MOST_STATES states Redis needs a few milliseconds.
 
 local MOST_FIELDS, MOST_STATES, LONGEST, LONGEST_RAW = 4096, 256, 30000, 256
 
--- Returns a limit for a state's tag, or nil if it is none. Its refill is not known.
+-- Returns a limit with this state tag, or nil if it is no tag. The refill is not known.
 local function limit_of(tag)
   local name, period, rest = string.match(tag, '^([%l_]+):(%d+)(.*)$')
   local step = string.match(rest or '', '^:(%d+)$')
@@ -48,14 +48,14 @@ local function too_many(what, most)
   return redis.error_reply(string.format('ERR the key has more than %.0f %s, which is too many for rl_inspect', most, what))
 end
 
--- A replica, whose data may be old, refuses to delete this field, which no hash has.
+-- No hash has this field. A replica refuses to delete, so its old data is never read.
 redis.call('HDEL', hash, '')
 if redis.call('HLEN', hash) > MOST_FIELDS then
   return too_many('fields', MOST_FIELDS)
 end
 local states, known = {}, {}
 for _, field in ipairs(redis.call('HKEYS', hash)) do
-  -- Not for chunks and indexes of logs, which are most fields of a long log.
+  -- Skip chunks and indexes of logs, which are most fields of a long log.
   if not string.find(field, '^sliding_log:%d+:.*[%ds]$') then
     local state = string.match(field, '^(.*):denied$') or field
     if not known[state] and (state == 'ban' or limit_of(string.match(state, '^(.*):refused$') or state)) then

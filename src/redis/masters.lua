@@ -1,7 +1,7 @@
 -- Returns the masters of a Cluster as one string: for each its port, its port for
--- TLS (0: none) and its host, "<port> <port> <bytes>:<host>". If the server is no
--- Cluster's, the string is empty. No key; ARGV[1] is the name of a hash that does not
--- exist.
+-- TLS (0: none) and its host, "<port> <port> <bytes>:<host>". Outside of a Cluster
+-- the string is empty. The script has no key. ARGV[1] is the name of a hash that does
+-- not exist.
 
 local SLOTS = 16384
 
@@ -19,7 +19,7 @@ if shards.err then
   if not string.find(shards.err, 'cluster support disabled', 1, true) then
     return shards
   end
-  -- A replica, whose data may be old, refuses to delete.
+  -- A replica refuses to delete, so its old data is never read.
   redis.call('HDEL', ARGV[1], '')
   return ''
 end
@@ -46,8 +46,8 @@ for _, list in ipairs(shards) do
     covered = covered + shard.slots[i + 1] - shard.slots[i] + 1
   end
 end
--- If the others have all slots, a lost master has no key. Otherwise it is asked, so
--- that the call fails. (Redis 8 does not tell which slots a lost master has.)
+-- If the others have all slots, a lost master has no key. Otherwise the caller must
+-- ask it, and fails. (Redis 8 does not tell which slots a lost master has.)
 if covered < SLOTS then
   for _, node in ipairs(lost) do
     add(node)

@@ -592,7 +592,7 @@ rl_redis_reserve(RlScript *script)
 }
 
 /*
- * Does the same as rl_redis_pipeline, but reply() gets error replies too.
+ * Runs a script n times, like rl_redis_pipeline, but reply() gets error replies too.
  * With no_throw, which is for the end of a transaction and after
  * rl_redis_reserve, it raises nothing, needs no memory, and opens no
  * connection.  Each server that is connected has its share of
@@ -631,7 +631,7 @@ rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append, RlPipeli
 		}
 		do
 		{
-			/* With the source at the front, a round runs one call at least. */
+			/* A round that begins with the source runs at least one call, so the loop ends. */
 			add_line(&p, node, true)->load = p.script_missing;
 			p.script_missing = false;
 			run(&p);

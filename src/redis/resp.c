@@ -5,7 +5,7 @@
  * The parser is hiredis's.  Its own functions end the process when memory ends
  * (version 0.14), and allocate as much as a reply's lengths say.  So it calls
  * the functions of this file, which put the values into a struct of fixed
- * size.
+ * size, and a text into one buffer.
  */
 #include "postgres.h"
 
@@ -59,7 +59,7 @@ read_int64(const char *str, size_t len, int64 *value)
 static void *
 got_string(const redisReadTask *task, char *str, size_t len)
 {
-	/* Static, so that a reply on the stack of each call is small. */
+	/* Static, because RlReply is on the stack of each call and must be small. */
 	static char text[RL_MAX_TEXT];
 	RlReply    *reply = task->privdata;
 

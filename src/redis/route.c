@@ -234,7 +234,7 @@ rl_route_try(RlRoute *route, bool *others, RlError *error)
 		rl_server_failed(node->breaker, left, error);
 	}
 	lose_node(route, error);
-	/* After a redirect no other node has the slot. */
+	/* After a redirect, or if the call is pinned, no other node may run it. */
 	*others &= route->resends == 0 && !route->pinned;
 	return false;
 }
@@ -308,9 +308,9 @@ leave_node(RlRoute *route, const RlReply *reply)
 }
 
 /*
- * Notes that the call was answered.  Returns true if it may be sent again: it was
- * not run, because another server has the key's slot, or the slot is moving, or
- * the node cannot run calls now.
+ * Notes that the call was answered.  Returns true if it may be sent again, which a
+ * pinned call never may: it was not run, because another server has the key's slot,
+ * or the slot is moving, or the node cannot run calls now.
  */
 bool
 rl_route_answered(RlRoute *route, const RlReply *reply)

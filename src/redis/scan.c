@@ -1,14 +1,14 @@
 /*
  * scan.c
- *		What Redis keeps: the bans of all keys, and the states of one key.
+ *		Reads from Redis: the bans of all keys, and the states of one key.
  *
  * The bans are read by SCAN, in many calls that each read a bounded part of a
- * server's keys.  The cursor that a part ends with is of use on this server only,
- * and only while it runs.  So all parts are read over one connection, and if it is
- * lost, the function fails.
+ * server's keys.  A cursor is valid only on its server, and only while that
+ * runs.  So all parts of a server are read over one connection.  If it is lost, the
+ * function fails.
  *
- * A ban that is in force during all of the time is found, unless its slot moves to
- * a node that has been read already.
+ * A ban that is in force during the whole call is found, unless its slot moves to a
+ * node that has been read already.
  */
 #include "postgres.h"
 
@@ -24,14 +24,14 @@
 #define INSPECT_NEEDS		"+hkeys"
 #define MAX_INSPECT_CALLS	256 /* as many as a key may have states */
 
-/* The rest of a text that a script has returned. */
+/* The part of a script's text that is still to be read. */
 typedef struct Text
 {
 	const char *data;
 	int			len;
 } Text;
 
-/* Reads a number that is not negative, or "-", and the byte that follows it. */
+/* Reads a number, or "-" as RL_UNKNOWN, and the byte that follows. */
 static bool
 read_number(Text *text, char end, int64 *number)
 {
@@ -62,7 +62,7 @@ is_printable(const char *data, int len)
 	return true;
 }
 
-/* Reads "<bytes>:" and so many bytes. */
+/* Reads "<bytes>:" and that number of bytes. */
 static bool
 read_bytes(Text *text, const char **data, int *len)
 {
@@ -79,7 +79,7 @@ read_bytes(Text *text, const char **data, int *len)
 
 /*
  * Runs a script that returns a text.  Returns false with the error set; if the user
- * in Redis lacks a privilege, the detail names those beyond the smallest rule.
+ * in Redis lacks a privilege, the detail names those that this function needs.
  */
 static bool
 run(RlScript *script, RlCommand *command, const char *privileges, Text *text, RlError *error)
@@ -88,7 +88,7 @@ run(RlScript *script, RlCommand *command, const char *privileges, Text *text, Rl
 
 	if (!rl_redis_script(script, command, &reply, error))
 	{
-		/* As Redis 7.0 and later versions say it, but not for the script as a whole. */
+		/* The texts of Redis 7.0 and later.  An error about EVAL has another reason. */
 		if (strstr(error->message, "can't run this command") ||
 			(strstr(error->message, "permissions to run") && !strstr(error->message, "'eval")))
 			rl_error_detail(error, "%s The user in Redis needs %s.", pstrdup(error->detail), privileges);
@@ -124,9 +124,9 @@ append_scan(RlCommand *command, const char *cursor)
 }
 
 /*
- * Reads a part of the bans at one server from the cursor on, which is set for the
- * next part.  The command says already which keys.  Appends the keys that the script
- * could not read, each as "<bytes>:<key>".
+ * Reads the part of a server's bans at the cursor, and sets the cursor for the next
+ * part.  The command already has its keys and the time.  Appends the keys that the
+ * script could not read, each as "<bytes>:<key>".
  */
 static bool
 read_part(RlCommand *command, char *cursor, StringInfo unread, RlKeptFound found, void *arg,
@@ -193,7 +193,7 @@ read_each(Text unread, RlKeptFound found, void *arg, RlError *error)
 	return true;
 }
 
-/* Finds the bans at one server; outside of a Cluster, it has answered the last call. */
+/* Finds the bans at one server.  Outside of a Cluster it is the server of the last call. */
 static bool
 scan_server(RlNode *node, bool in_cluster, RlKeptFound found, void *arg, RlError *error)
 {
@@ -221,7 +221,7 @@ scan_server(RlNode *node, bool in_cluster, RlKeptFound found, void *arg, RlError
 	return true;
 }
 
-/* Reads a master of a Cluster, as the server at an address names it. */
+/* Reads a master from the text of the server at "asked".  Returns its node, or NULL. */
 static RlNode *
 read_master(Text *masters, const RlAddress *asked)
 {
@@ -238,7 +238,7 @@ read_master(Text *masters, const RlAddress *asked)
 		port = tls_port;
 	if (!rl_address_redirect(psprintf("%.*s:%lld", len, host, (long long) port), &address))
 		return NULL;
-	/* No node that was used before the last call is needed. */
+	/* Nodes that were used before the last call may be replaced. */
 	return rl_node_find(&address, rl_node_in_use()->used);
 }
 

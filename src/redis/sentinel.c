@@ -86,7 +86,7 @@ ask_if_admitted(RlAddress sentinel, int64 until, RlAddress *master, RlError *err
 /*
  * Asks the Sentinels, the first one first, until one of them names a master that
  * the route has not lost; the next search begins with that Sentinel.  *master is
- * set to the node of the last that was named; NULL if the route uses all nodes.
+ * set to the node of the last named master; NULL if the route uses all nodes.
  * All of it ends within ratelimit.connect_timeout and ratelimit.command_timeout
  * together, and each Sentinel has an equal share of the time that is left.
  * Returns false, with the error of the first that failed set if one did.  Raises

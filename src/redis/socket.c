@@ -1,6 +1,6 @@
 /*
  * socket.c
- *		A connection's socket: opening, waiting, sending, receiving, and the
+ *		A connection's socket: opening, closing, waiting, sending, receiving, and the
  *		errors when that fails.
  *
  * The socket does not block and is driven by the backend's latch, so that

@@ -127,7 +127,7 @@ typedef struct TakeReply
 	int64		at;				/* the store's time, or 0: not known */
 	const int64 *reported;		/* the numbers of all limits */
 	int			nreported;
-	int64		alone;			/* is reported, of a script for one limit */
+	int64		alone;			/* "reported" of a script for one limit */
 } TakeReply;
 
 /*
@@ -174,7 +174,7 @@ may_ban(const RlAction *action)
 
 /*
  * Returns true if the faster script for one limit suffices: it counts no
- * refusals for a ban, does not report the time, and cannot only look.
+ * refusals for a ban, does not report the time, and is not for rl_peek.
  */
 static bool
 acts_alone(const RlAction *action)
@@ -374,7 +374,7 @@ redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *err
 	return rl_redis_script(&rl_refund_script, command, &reply, error) && read_done(&reply, error);
 }
 
-/* Runs a script, or a command if that is NULL, that replies how much it has deleted. */
+/* Runs a script, or a plain command if it is NULL, whose reply is the number of deletions. */
 static bool
 delete_from(RlScript *script, RlCommand *command, bool *found, RlError *error)
 {

@@ -182,7 +182,7 @@ rl_tls_step(struct ssl_st *tls, RlTlsStep step, void *data, int len, uint32 *wan
 	return -1;
 }
 
-/* Frees TLS, unless it is NULL, but not its socket. */
+/* Frees TLS, which may be NULL.  The socket stays open. */
 void
 rl_tls_free(struct ssl_st *tls)
 {

@@ -2,10 +2,11 @@
  * cells.c
  *		The local store's memory, which is bounded.
  *
- * A cell is one state of one key: the state of a limit, or the key's ban.  A key
- * belongs to one partition.  A partition has a hash table and two heaps, ordered
- * by the cells' ends: one heap for cells that have chunks of entries, and one for
- * the other cells.  Free cells and free chunks serve all partitions.
+ * A cell is one state of one key: the state of a limit, or the key's ban.  The rest
+ * of a long banned key is in further cells.  A key belongs to one partition.  A
+ * partition has a hash table and two heaps, ordered by the cells' ends: one heap for
+ * cells that have chunks of entries, and one for the other cells.  Free cells and
+ * free chunks serve all partitions.
  *
  * Locks: each partition has an LWLock.  It protects the Partition, its buckets,
  * its heaps, its cells and the chunks of their logs; only "soonest" is also read
@@ -214,14 +215,14 @@ rl_cells_lock(RlCells *view, LWLockMode mode)
 	view->now = rl_local_now();
 }
 
-/* Returns into how many slices the hash tables of all partitions are divided. */
+/* Returns the number of slices of all partitions' hash tables. */
 int
 rl_cells_slices(void)
 {
 	return npartitions * Max(nbuckets / SLICE, 1);
 }
 
-/* Locks the slice's partition, shared.  It has the chains from view->bucket up to the result. */
+/* Locks the slice's partition, shared.  Its chains are from view->bucket to before the result. */
 const uint32 *
 rl_cells_lock_slice(RlCells *view, int slice)
 {
@@ -398,7 +399,7 @@ rl_cell_find(const RlCells *view, const RlLimit *limit)
 	return RL_NO_CELL;
 }
 
-/* Removes a cell from the view's partition.  It, its chunks and its rest become spares. */
+/* Removes a cell from its partition.  It, its chunks and the further cells of a ban become spares. */
 void
 rl_cell_remove(RlCells *view, uint32 c)
 {

@@ -54,9 +54,9 @@ struct Partition;
 struct HeapItem;
 
 /*
- * An act's access to the partition of its key, and the spare cells and chunks
- * that it has reserved.  It is local to the backend, and so are the spares: no
- * other backend can reach them.  Starts with key_hash set and all else zero.
+ * Access to one partition, by an act on a key or for a slice, and the spare cells
+ * and chunks that the act has reserved.  It is local to the backend, and so are the
+ * spares: no other backend can reach them.  Starts with key_hash set and all else zero.
  */
 typedef struct RlCells
 {
@@ -64,7 +64,7 @@ typedef struct RlCells
 	int64		now;			/* when the partition was locked */
 	int			number;
 	struct Partition *partition;
-	uint32	   *bucket;			/* of the key */
+	uint32	   *bucket;			/* of the key; of a slice, the next one */
 	struct HeapItem *heap;
 	RlCell	   *cells;
 	RlPool		pool;			/* spare chunks */

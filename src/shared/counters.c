@@ -163,7 +163,7 @@ rl_counters_add(const RlLimits *limits, const RlKey *key, RlStatOutcome outcome,
 	scope_len = scope_length(key);
 	for (;;)
 	{
-		/* If only bytes between members differ, the same entry is found again. */
+		/* If only padding differs, get_entry finds the same entry again. */
 		if (entry == NULL || scope_len != last_scope_len ||
 			memcmp(key->data, last_scope, scope_len) != 0 ||
 			memcmp(&last_limits, limits, offsetof(RlLimits, limit) + limits->n * sizeof(RlLimit)) != 0)

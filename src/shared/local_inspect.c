@@ -1,9 +1,10 @@
 /*
  * local_inspect.c
- *		What the local store keeps: the bans of all keys, and the states of one
+ *		Reads from the local store: the bans of all keys, and the states of one
  *		key.
  *
- * A partition is locked, shared, while a bounded number of its cells is copied.
+ * A partition is locked, shared, while the cells of a key, or of one slice, are
+ * copied.
  */
 #include "postgres.h"
 
@@ -13,7 +14,7 @@
 #include "shared/cells.h"
 #include "shared/local_store.h"
 
-/* A ban as it is copied, ahead of its key. */
+/* A copied ban.  Its key follows. */
 typedef struct Ban
 {
 	RlKeyHash	key_hash;
@@ -38,8 +39,8 @@ copy_ban(const RlCells *view, const RlCell *cell, StringInfo out)
 }
 
 /*
- * Calls found() for each ban in force of a key with the settings redis_url and
- * key_prefix as they are.  Needs shared memory.
+ * Calls found() for each ban in force of a key under the current redis_url and
+ * key_prefix.  Needs shared memory.
  */
 void
 rl_local_bans(RlKeptFound found, void *arg)
@@ -78,11 +79,11 @@ rl_local_bans(RlKeptFound found, void *arg)
 	pfree(copies.data);
 }
 
-/* What is copied of a state. */
+/* A copied state. */
 typedef struct Copy
 {
 	RlLimit		limit;			/* only the members of the state tag */
-	bool		is_kept;		/* the state is not as if it had never been used */
+	bool		is_kept;		/* false: as if it had never been used */
 	int64		used;
 	int64		until;
 	RlState		state;			/* without its logs */
@@ -132,7 +133,7 @@ write_raw(const Copy *copy, char *raw)
 				 (long long) state->refused);
 }
 
-/* Finds a copied state, and the refusals in it. */
+/* Calls found() for a copied state, and for its refusals. */
 static void
 report(const Copy *copy, RlKeptFound found, void *arg)
 {

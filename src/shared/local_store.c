@@ -73,9 +73,9 @@ finish(RlCells *view)
 }
 
 /*
- * Evicts cells of other keys for an act on the partition, which is unlocked
- * meanwhile: then the act starts again.  Returns false with the error set, and the
- * partition unlocked, if that makes no room.
+ * Evicts cells of other keys to make room for an act.  The partition is unlocked
+ * meanwhile, so the act must start again.  Returns false with the error set, and the
+ * partition unlocked, if there is no room.
  */
 static bool
 make_room(RlCells *view, uint32 cells, uint32 chunks, RlError *error)

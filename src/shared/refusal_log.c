@@ -14,8 +14,9 @@
 #include "shared/refusal_log.h"
 
 /*
- * Refusals that are logged a second, of all keys.  A refusal has five lines at most:
- * the error, its detail, hint and context, and the statement; so these are 100.
+ * The most refusals, of all keys together, that are logged in any second.  A refusal
+ * usually has at most five lines: the error, its detail, hint and context, and the
+ * statement; so these are 100 lines.
  */
 #define MAX_LOGGED			20
 #define SEEN				1024	/* keys whose last time in the log is known */
@@ -56,8 +57,8 @@ attach(void *memory, LWLockPadded *locks pg_attribute_unused(), bool found)
 const RlSharedPart rl_refusal_log_part = {sizeof(Sample), 0, NULL, attach};
 
 /*
- * Returns true if no refusal of the key was logged within a second, and notes the
- * time.  Of backends that do so at the same moment, one gets true.
+ * Returns true if it has not returned true for the key within a second, and notes the
+ * time.  Of several backends at the same moment, one gets true.
  */
 static bool
 is_new_key(uint64 hash, int64 now)
@@ -72,7 +73,7 @@ is_new_key(uint64 hash, int64 now)
 	return pg_atomic_compare_exchange_u64(seen, &last, (uint64) ms << 32 | half);
 }
 
-/* Does so for MAX_LOGGED refusals of all keys. */
+/* Returns true if fewer than MAX_LOGGED refusals were logged within a second, and notes the time. */
 static bool
 is_within_limit(int64 now)
 {
@@ -115,7 +116,7 @@ emit_log(ErrorData *error)
 											 (unsigned long long) left_out);
 		}
 	}
-	/* As in core, a hook gets only what is written. */
+	/* As in core, the hook is called only for messages that are written. */
 	if (prev_emit_log_hook && error->output_to_server)
 		prev_emit_log_hook(error);
 }

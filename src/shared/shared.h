@@ -29,7 +29,7 @@ typedef struct RlSharedPart
 {
 	Size		size;			/* the bytes and locks that it needs */
 	int			nlocks;
-	/* Sets both, if settings change them, before attach; otherwise NULL */
+	/* Sets size and nlocks where they depend on settings; called before attach; or NULL */
 	void		(*need) (Size *size, int *nlocks);
 	/* Starts the part in this process; unless it was found, also initializes it */
 	void		(*attach) (void *memory, LWLockPadded *locks, bool found);

@@ -1,6 +1,6 @@
 /*
  * arguments.c
- *		Conversion of SQL arguments, and of decisions to rows.
+ *		Conversion of SQL arguments, and of results to rows.
  */
 #include "postgres.h"
 
@@ -226,7 +226,7 @@ rl_put_decision(FunctionCallInfo fcinfo, Datum value, const RlDecision *decision
 	tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
 }
 
-/* Sets column n of a row to text; NULL becomes null. */
+/* Sets column n of a row to the text, or to null if it is NULL. */
 void
 rl_set_text(Datum *values, bool *nulls, int n, const char *text)
 {
@@ -245,7 +245,7 @@ rl_row(FunctionCallInfo fcinfo, Datum *values, bool *nulls)
 	return HeapTupleGetDatum(heap_form_tuple(BlessTupleDesc(desc), values, nulls));
 }
 
-/* Raises an error unless the type, whose owner can alter it, begins as a decision. */
+/* Raises an error unless the type begins as rl_decision.  Its owner can alter it. */
 static void
 check_decision_type(Oid type, TupleDesc desc)
 {

@@ -1,6 +1,6 @@
 /*
  * arguments.h
- *		Conversion of SQL arguments, and of decisions to rows.
+ *		Conversion of SQL arguments, and of results to rows.
  */
 #ifndef ARGUMENTS_H
 #define ARGUMENTS_H

@@ -1,6 +1,7 @@
 /*
  * functions.c
- *		The SQL functions that take quota, look, or repair.
+ *		The SQL functions that take quota, look, or repair, except those in
+ *		check_many.c and inspect.c.
  */
 #include "postgres.h"
 
@@ -47,8 +48,8 @@ one_limit(const RlLimit *limit, const char *count_name)
 
 /*
  * Decides an action under one limit.  The arguments are key, capacity, period and
- * quota.  Before the period an algorithm with a burst has a count with that name,
- * and after it an algorithm with steps has the step.
+ * quota.  If the algorithm has a burst, the count with this name comes before the
+ * period.  If it has steps, the step comes after the period.
  */
 static Datum
 decide_one(FunctionCallInfo fcinfo, RlAlgorithmId algorithm, const char *count_name)

@@ -1,6 +1,6 @@
 /*
  * inspect.c
- *		rl_bans(): which keys are banned; rl_inspect(): what is stored of a key.
+ *		rl_bans() lists the banned keys.  rl_inspect() shows the states of a key.
  */
 #include "postgres.h"
 
@@ -38,7 +38,7 @@ set_time(Datum *value, bool *isnull, int64 us)
  * rl_bans
  */
 
-/* Argument 0, the bans that match it, and their order: a ban may be found more than once. */
+/* The pattern, and the sort of the bans that match it.  A ban may be found more than once. */
 typedef struct Bans
 {
 	const char *pattern;		/* as for LIKE, in UTF-8 */
@@ -68,16 +68,16 @@ set_pattern(Bans *bans, FunctionCallInfo fcinfo)
 }
 
 /*
- * Returns true if a key matches the pattern.  It is not core's function, because the
- * database's encoding may lack characters of the key.
+ * Returns true if a key matches the pattern.  Core's LIKE cannot be used,
+ * because the database's encoding may lack characters of the key.
  */
 static bool
 matches(const Bans *bans, const char *key, int len)
 {
 	const char *p = bans->pattern;
 	const char *end = p + bans->pattern_len;
-	const char *after_any = NULL;	/* where the pattern goes on after the last % */
-	int			any_end = 0;	/* where the key goes on after what that % stands for */
+	const char *after_any = NULL;	/* the pattern after the last % */
+	int			any_end = 0;	/* the end of the text that this % matches */
 	int			i = 0;
 
 	while (i < len)
@@ -136,7 +136,7 @@ add_ban(const RlKept *ban, void *arg)
 	tuplesort_puttupleslot(bans->sort, slot);
 }
 
-/* Begins to sort by key, and of each key the latest end first, in a bounded amount of memory. */
+/* Begins a sort by key, then by end, the latest first.  It needs work_mem at most. */
 static void
 begin_sort(Bans *bans)
 {
@@ -156,7 +156,7 @@ begin_sort(Bans *bans)
 	bans->slot = MakeSingleTupleTableSlot(desc, &TTSOpsVirtual);
 }
 
-/* Returns the sorted bans, of each key the one that was found with the latest end. */
+/* Returns the sorted bans: for each key, the ban with the latest end. */
 static void
 return_bans(Bans *bans, ReturnSetInfo *result)
 {

@@ -28,9 +28,9 @@ name_argument(FunctionCallInfo fcinfo, int n)
 /*
  * Returns the index of the limit that the decision's figures describe.  The
  * row does not name the limit.  So this is the first limit that has the same
- * capacity and can take as long as the decision says to become free; under a ban,
- * whose end the figures have, just the same capacity.  Raises an error if no limit
- * has the capacity.
+ * capacity and can take as long as the decision says to become free; under a ban
+ * the waits are those of the ban, so only the capacity is compared.  Raises an error
+ * if no limit has the capacity.
  */
 static int
 binding_limit(const RlLimits *limits, const RlDecision *decision)

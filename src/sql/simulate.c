@@ -43,8 +43,8 @@ argument(WindowObject window, int n, const char *name)
 }
 
 /*
- * Sets the partition's limits at its first row.  Raises an error if those of a later
- * row differ.
+ * Sets the partition's limits at its first row.  Raises an error if a later row
+ * has other limits.
  */
 static void
 set_limits(Partition *partition, const RlLimits *limits)
