@@ -1,4 +1,4 @@
--- rl_inspect and rl_bans, which look at what the store keeps.
+-- rl_inspect and rl_bans: the states and bans in the store.
 
 -- The bans of other tests are under another prefix.
 SELECT set_config('ratelimit.key_prefix', current_setting('ratelimit.key_prefix') || 'inspect:', false) IS NOT NULL AS set;
@@ -18,8 +18,8 @@ SELECT allowed FROM rl_check('all', '10/1min, token_bucket 3/1h burst 10, fixed_
 SELECT state, used, ends FROM states('all');
 SELECT state, raw FROM states('all') WHERE state !~ 'sliding';
 SELECT left(raw, 1) AS used FROM states('all') WHERE state ~ 'sliding';
--- Later, part of it is as if it had never been used. Without the limit's count, it is
--- not known what a token bucket has.
+-- Later, some states are as if they had never been used. The units of a token bucket
+-- need the limit's count.
 SELECT at(24);
 SELECT state, used, ends FROM states('all');
 SELECT at(3599);
@@ -61,7 +61,7 @@ SELECT state, used, ends FROM states('long');
 SELECT count(rl_allow('many', format('1/%ss', n)::rl_limits)) FROM generate_series(1, 250) n;
 SELECT count(*), count(DISTINCT state), min(ends), max(ends) FROM states('many');
 
--- Bans, by keys as their callers gave them.
+-- Bans are listed by the keys that the callers gave.
 SELECT at(0);
 SELECT rl_ban(key, n * 10) FROM unnest(ARRAY['login:ada', 'login:bob', 'log_n:ada', 'a%b', 'a_b', 'a\b', 'a{b}', '{', 'café', 'caffé',
 	'日本:1', E'line\nend', E'bell\x07 \x1b[2J', E'c1\u0085', ' ', 'login:' || repeat('x', 506), repeat('é', 256), repeat('{', 512)]) WITH ORDINALITY k (key, n);
@@ -79,7 +79,7 @@ SELECT count(*) FROM bans('a\\');
 SELECT failure($$SELECT rl_bans(NULL)$$);
 SELECT failure($$SELECT rl_inspect(NULL)$$);
 SELECT failure($$SELECT rl_inspect('')$$);
--- The key as it is shown can be written after E.
+-- The shown key can be written as an escape string.
 SELECT rl_unban(E'line\x0aend'), rl_unban(E'line\x0aend');
 -- A ban ends by itself, and can be changed and ended.
 SELECT at(10);

@@ -118,7 +118,7 @@ foreach my $try (1 .. 5)
 }
 note "cancelled after @late ms";
 cmp_ok(min(@late), '<=', 50, 'a cancel acts within 50 ms');
-is($session->ask(q{SELECT rl_allow('after', '1/1h')}), 't', 'and the session goes on');
+is($session->ask(q{SELECT rl_allow('after', '1/1h')}), 't', 'the session can make the next call');
 
 # A connection that is lost ends it, because another server has other cursors.
 $session->send(q{SELECT state, message FROM attempt('SELECT count(*) FROM rl_bans()');});
@@ -145,14 +145,14 @@ $redis->cli('FLUSHALL');
 
 my $long = 'x' x 500;
 is($session->ask("SELECT count(rl_ban('$long' || n, 3600)) FROM generate_series(1, 1500) n"), 1500, '1,500 long keys are banned');
-is($session->ask('SELECT count(*), count(DISTINCT key), min(length(key)) FROM rl_bans()'), '1500|1500|501', 'all are returned');
-is($session->ask("SELECT count(*) FROM rl_bans('%99')"), 15, 'and some of them');
+is($session->ask('SELECT count(*), count(DISTINCT key), min(length(key)) FROM rl_bans()'), '1500|1500|501', 'rl_bans returns all of them');
+is($session->ask("SELECT count(*) FROM rl_bans('%99')"), 15, 'a pattern returns some of them');
 $session->ask("SET work_mem = '64kB'");
-is($session->ask('SELECT count(*) FROM rl_bans()'), 1500, 'also with little memory to sort');
+is($session->ask('SELECT count(*) FROM rl_bans()'), 1500, 'a sort with little memory');
 $session->ask('RESET work_mem');
 
 #
-# Other programs' keys, and others that are none
+# Keys of other programs, and invalid keys
 #
 
 $redis->cli('FLUSHALL');
@@ -168,7 +168,7 @@ $redis->cli('HSET', "rl:{$_}", 'ban', $ends)
   foreach '', '%', '%7', '%zz', '%00', '%7b', "\xff", "\xed\xa0\x80", "a\0b", 'a{b', 'a}b', 'x' x 513, '%25' x 513, 'x' x 100_000;
 $redis->cli('HSET', $_, 'ban', $ends) foreach 'rl:ours', 'rl:{ours', 'rl:{ours}x', 'xrl:{ours}', 'rl{ours}', 'RL:{ours}', '{ours}';
 is_deeply(bans($session), ['ours'], 'only keys of the extension');
-is($session->ask(q{SELECT count(*) FROM rl_inspect('hash x')}), 0, 'a ban that is none');
+is($session->ask(q{SELECT count(*) FROM rl_inspect('hash x')}), 0, 'an invalid ban');
 is($session->attempt(q{SELECT rl_inspect('string')})->{state}, 'PT503', 'rl_inspect of another type is an error');
 $redis->cli('HSET', 'rl:{mixed}', 'field', 'x', 'throttle', 'x', 'throttle:x', 'x', 'throttle:1:2', 'x', 'sliding_window:60', 'x', 'sliding_log:60:7', 'x',
 	'sliding_log:60:chunks', 'x', 'sliding_log:60:denied:3', 'x', 'ban:refused', 'x', ':refused', 'x', 'other:60', 'x', 'ban', $ends);
@@ -180,7 +180,7 @@ $redis->cli('HSET', 'rl:{states}', map { ("sliding_window:$_:1000", $window) } 1
 like($session->attempt(q{SELECT rl_inspect('states')})->{message}, qr/the key has more than 256 states/, 'too many states');
 $redis->cli('HDEL', 'rl:{states}', 'sliding_window:1:1000');
 is($session->ask(q{SELECT count(*), count(DISTINCT state), min(used), max(used), max(length(raw)) FROM rl_inspect('states')}),
-	'256|256|101|101|256', 'as many as it reads');
+	'256|256|101|101|256', '256 states are returned');
 
 # Bans and keys end meanwhile.
 $redis->cli('FLUSHALL');
@@ -248,8 +248,8 @@ foreach my $left_out ('', @second_rule)
 }
 $redis->cli('ACL', 'SETUSER', $user, @rule, @second_rule);
 $of_user->set(key_prefix => 'other:');
-is_deeply(bans($of_user), [], 'another prefix, of which there is no key');
-is($of_user->attempt(q{SELECT rl_inspect('ours')})->{state}, 'PT503', 'may not be read');
+is_deeply(bans($of_user), [], 'another prefix has no keys');
+is($of_user->attempt(q{SELECT rl_inspect('ours')})->{state}, 'PT503', 'a key that the user may not read is an error');
 
 #
 # Servers that lie
@@ -269,7 +269,7 @@ foreach my $text ('', 'hello', '0', '1:', '1:0', '2:0', '2:0x', '1:0x', '1:01 ',
 
 		is($got->{state}, $fits ? '00000' : 'PT503', "$call gets \"" . substr($text, 0, 20) =~ s/[^ -~]/?/gr . '"') or diag $got->{message};
 	}
-	is($session->attempt(q{SELECT rl_allow('k', '1/1h')})->{state}, 'PT503', 'no other call takes it') if $text ne '0';
+	is($session->attempt(q{SELECT rl_allow('k', '1/1h')})->{state}, 'PT503', 'rl_allow rejects the text') if $text ne '0';
 }
 foreach my $host ("a\x1b[31m", "a\nb", "\xff\xfe", 'a b', 'x' x 300)
 {
@@ -278,8 +278,8 @@ foreach my $host ("a\x1b[31m", "a\nb", "\xff\xfe", 'a b', 'x' x 300)
 
 	$session->set(redis_url => $liar->url, command_timeout => '10s');
 	$session->ask('SELECT * FROM rl_bans()');
-	like($session->error, qr/it does not answer the script/, 'a host that is none');
-	unlike($session->error, qr/[^ -~\n]|a$/m, 'the error does not show it');
+	like($session->error, qr/it does not answer the script/, 'an invalid host');
+	unlike($session->error, qr/[^ -~\n]|a$/m, 'the error does not show the host');
 }
 $session->set(redis_url => undef, command_timeout => undef);
 
@@ -320,7 +320,7 @@ foreach my $case ([ 0, 1 ], [ 1, 0 ], [ 1, 2 ])
 	is_deeply(bans($session), \@everywhere, "the slot of $key begins to move from $from to $to");
 	$cluster->master($from)->cli('MIGRATE', '127.0.0.1', $cluster->master($to)->port, "rl:{$key}", 0, 10_000);
 	is_deeply(bans($session), \@everywhere, 'one of its keys has moved');
-	is_deeply(bans(new_session($node, $cluster)), \@everywhere, 'for a new session, too');
+	is_deeply(bans(new_session($node, $cluster)), \@everywhere, 'a new session finds the same bans');
 	is($session->ask("SELECT state FROM rl_inspect('$_')"), 'ban', "rl_inspect of $_") foreach $key, $twin;
 	$cluster->end_move($slot, $from, $to);
 	is_deeply(bans($session), \@everywhere, 'the slot has moved');
@@ -361,7 +361,7 @@ $_->cli('ACL', 'SETUSER', $user, '+cluster', '+scan') foreach $cluster->servers;
 $cluster->master(1)->stop;
 like($session->attempt('SELECT rl_bans()')->{state}, qr/^PT503/, 'a lost node is an error');
 await('the loss to be known', sub { return $cluster->master(0)->cli('CLUSTER', 'NODES') =~ /fail /; });
-like($session->attempt('SELECT rl_bans()')->{state}, qr/^PT503/, 'also when the others know of it');
+like($session->attempt('SELECT rl_bans()')->{state}, qr/^PT503/, 'a node that the others know to be lost is an error');
 
 #
 # Sentinel
@@ -370,7 +370,7 @@ like($session->attempt('SELECT rl_bans()')->{state}, qr/^PT503/, 'also when the 
 my $sentinel = RedisServer->new(args => ['--sentinel'], config => [ 'sentinel monitor service 127.0.0.1 ' . $redis->port . ' 1' ])->start;
 $session->set(redis_passfile => undef, redis_url => 'redis+sentinel://127.0.0.1:' . $sentinel->port . '/service');
 is_deeply(bans($session), ['ours'], 'the master that a Sentinel names');
-is($session->ask(q{SELECT state FROM rl_inspect('ours')}), 'ban', 'rl_inspect there');
+is($session->ask(q{SELECT state FROM rl_inspect('ours')}), 'ban', 'rl_inspect of the master that a Sentinel names');
 
 #
 # The local store
@@ -383,19 +383,19 @@ is($states, 50_000, '50,000 states');
 ban($session, @banned, map { $long . $_ } 1 .. 100);
 is($session->ask('SELECT local_keys FROM rl_status()'), 50_000 + $BANNED + 800, 'each ban is a state for each 64 bytes of its key');
 is_deeply(bans($session, 'key:%'), \@banned, 'the banned keys');
-is($session->ask("SELECT count(*), min(length(key)) FROM rl_bans('x%')"), '100|501', 'of long keys, too');
+is($session->ask("SELECT count(*), min(length(key)) FROM rl_bans('x%')"), '100|501', 'the banned long keys');
 $session->set(key_prefix => 'other:');
 is_deeply(bans($session), [], 'none with another prefix');
 $session->set(key_prefix => undef);
 is($session->ask(q{SELECT count(rl_unban(key)) FROM rl_bans()}), $BANNED + 100, 'the bans end');
-is($session->ask('SELECT local_keys FROM rl_status()'), 50_000, 'and make room');
+is($session->ask('SELECT local_keys FROM rl_status()'), 50_000, 'the cells of the bans are free');
 
-# When it is full, those that end first make room.
+# A full store evicts the bans that end first.
 $session->ask(q{SELECT count(rl_ban(repeat('y', 400) || n, n)) FROM generate_series(1, 20000) n});
 is($session->error, '', 'more bans than it holds');
 is($session->ask(q{SELECT count(*) BETWEEN 14000 AND 15000, min(extract(epoch FROM until - now())) BETWEEN 4500 AND 6500 FROM rl_bans()}), 't|t',
-	'it holds what ends last') or diag $session->ask(q{SELECT count(*), min(extract(epoch FROM until - now())) FROM rl_bans()});
-is($session->ask('SELECT local_keys <= local_max_keys FROM rl_status()'), 't', 'and no more than it may');
+	'the bans that end last are kept') or diag $session->ask(q{SELECT count(*), min(extract(epoch FROM until - now())) FROM rl_bans()});
+is($session->ask('SELECT local_keys <= local_max_keys FROM rl_status()'), 't', 'local_keys is at most local_max_keys');
 
 #
 # Other encodings
@@ -408,10 +408,10 @@ $redis->cli('FLUSHALL');
 ban($session, "caf\xc3\xa9", "\xe6\x97\xa5:1", 'plain');
 my $latin = session($node, 'latin');
 $latin->ask('SET client_encoding = UTF8');
-is_deeply(bans($latin), [ '\xe6\x97\xa5:1', "caf\xc3\xa9", 'plain' ], 'only a key that the encoding lacks is escaped');
+is_deeply(bans($latin), [ '\xe6\x97\xa5:1', "caf\xc3\xa9", 'plain' ], 'a key is escaped only if the encoding lacks a character');
 is_deeply(bans($latin, "caf\xc3\xa9"), ["caf\xc3\xa9"], 'the pattern has the encoding of the database');
 is_deeply(bans($latin, 'caf_'), ["caf\xc3\xa9"], '_ is a character of the key');
-is_deeply(bans($latin, '__1'), ['\xe6\x97\xa5:1'], 'also of one that the encoding lacks');
+is_deeply(bans($latin, '__1'), ['\xe6\x97\xa5:1'], '_ matches a character that the encoding lacks');
 is($latin->ask(q{SELECT rl_unban('caf' || chr(233))}), 't', 'the ban of such a key ends');
 
 done_testing();

@@ -257,6 +257,6 @@ $session->ask(q{SET client_min_messages = log; SET ratelimit.store = local; SET 
 new_log($node);
 $session->ask(q{SELECT rl_check('hushed', '1/1d')});
 is($session->error, '', 'shadow mode tells the client nothing');
-like(new_log($node), qr/LOG: .*would refuse key "hushed"/, 'it tells the log');
+like(new_log($node), qr/LOG: .*would refuse key "hushed"/, 'the server log has the refusal');
 
 done_testing();
