@@ -114,6 +114,8 @@ my @greetings = map {
 	my $call = random_call();
 	my $right = right_reply($call);
 	my @replies = map { chance(50) ? pick("+OK\r\n", "+\r\n", "+fine\r\n") : (wrong_reply($call, $right))[1] } 1 .. 2;
+	# Only before version 1.0, hiredis accepts a status with a line break in it.
+	s/^\+\K((?:(?!\r\n).)*)(?=\r\n\z)/$1 =~ s,[\r\n],,gr/se foreach @replies;
 	my ($first, $last) = map { /^\+(?:(?!\r\n).)*\r\n\z/s ? 'right' : (() = RandomReplies::numbers($_)) ? 'odd' : 'wrong' } @replies;
 
 	lie('greeting', $call, $right, greeting => \@replies, meaning => $last eq 'right' ? $first : 'wrong');
