@@ -225,6 +225,12 @@ SELECT rule, remaining, reset_after FROM rl_peek('back throttle', '5/10s', 0);
 SELECT rl_refund('back throttle', '5/10s burst 1', 1000000000000000);
 SELECT rule, remaining, reset_after FROM rl_peek('back throttle', '5/10s', 0);
 SELECT rl_reset('back throttle');
+-- A refund of all quota leaves nothing that a clock that is set back would find.
+SELECT at(100);
+SELECT rl_allow('back in time', '1/1h'), rl_refund('back in time', '1/1h', 1);
+SELECT at(50);
+SELECT remaining, reset_after FROM rl_peek('back in time', '1/1h', 0);
+SELECT at(0);
 -- By the rate that the call names.  A refund of more nanoseconds than 64 bits hold refunds all.
 SELECT allowed FROM rl_check('back long', '10/3650d burst 100', 100);
 SELECT rl_refund('back long', '1/3650d burst 1', 9);

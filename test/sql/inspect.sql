@@ -18,6 +18,9 @@ SELECT allowed FROM rl_check('all', '10/1min, token_bucket 3/1h burst 10, fixed_
 SELECT state, used, ends FROM states('all');
 SELECT state, raw FROM states('all') WHERE state !~ 'sliding';
 SELECT left(raw, 1) AS used FROM states('all') WHERE state ~ 'sliding';
+-- An end is rounded up to a microsecond.
+SELECT rl_allow('thirds', '3/1s');
+SELECT state, ends FROM states('thirds');
 -- Later, some states are as if they had never been used. The units of a token bucket
 -- need the limit's count.
 SELECT at(24);
@@ -25,6 +28,9 @@ SELECT state, used, ends FROM states('all');
 SELECT at(3599);
 SELECT allowed FROM rl_check('all', 'sliding_window 10/1h, sliding_log 10/1h', 2);
 SELECT state, used, ends FROM states('all');
+-- At the end of its period, the units of the bucket are not known.
+SELECT at(3600);
+SELECT state, used, ends FROM states('all') WHERE state ~ 'token';
 SELECT at(3661);
 SELECT state, used, ends FROM states('all');
 -- Nothing was written.

@@ -234,7 +234,7 @@ foreach my $n (1 .. 6)
 		capacity => $long ? 3000 : pick(5, 64, 70, 700),
 		single   => $long ? 99.9 : pick(90, 99),
 		pace     => $long ? 0.3 : pick(0.2, 0.5, 1.1),
-		denied   => $n == 1 ? 0 : pick(0, 30, 70),
+		denied   => $n == 1 ? 0 : $n == 2 ? 70 : pick(0, 30, 70),
 		calm     => $n == 1 ? 100 : $long ? 99.9 : 99.5,
 		refunds  => $long ? 0.5 : pick(2, 20));
 
@@ -245,10 +245,85 @@ foreach my $n (1 .. 6)
 		last;
 	}
 }
+# The rollback of three quarters of a long log, in which chunks are joined.
+if (!@differ && !@wrong)
+{
+	my $start = 1_700_000_000_000_000;
+	my $limit = "sliding_log 3000/${period}us";
+
+	(@charged, @refused) = ();
+	push @charged, map { [ $start + 900 * $_, 1 ] } grep { $_ % 4 == 1 || $_ > 900 } 1 .. 1000;
+	$now = $start + 900 * 1000;
+	$session->ask(qq{DO \$\$ BEGIN
+		FOR n IN 1 .. 1000 LOOP
+			PERFORM set_config('ratelimit.debug_now', ($start + 900 * n)::text, false);
+			PERFORM rl_check('joined', ('$limit' || CASE WHEN n % 4 = 1 OR n > 900 THEN '' ELSE ' refund_on_abort' END)::rl_limits);
+		END LOOP;
+		RAISE 'back';
+	EXCEPTION WHEN raise_exception THEN
+		PERFORM set_config('ratelimit.debug_now', '$now', false), rl_peek('joined', '$limit', 0);
+	END \$\$});
+	push @wrong, $session->error if $session->error ne '';
+	look_at_fields('joined') if store() eq 'redis';
+	foreach my $n (map { 3 * $_ } 0 .. 334)
+	{
+		$now = $start + $period + 900 * $n;
+		my $want = act(2960, 3000, 0, 1);
+		my $got = $session->ask("SET ratelimit.debug_now = '$now'; SELECT answer(d.allowed, d.remaining, d.retry_after, d.reset_after) FROM rl_peek('joined', '$limit', 2960) d");
+
+		push @differ, "joined, when entry $n ends: $got, the model has $want" if $got ne $want;
+	}
+}
+
+# The same in C, where a look after each refund of a charge finds every merge of blocks.
+if (!@differ && !@wrong)
+{
+	my $start = 1_700_000_000_000_000;
+	my $engine = c_engine($node);
+	my $limit = limit(algorithm => 'sliding_log', capacity => 3000, period => $period);
+	my $step = sub { return { form => $_[0], key => 'refunded', now => $_[1], argument => $_[2], limits => [$limit] } };
+
+	@charged = map { [ $start + 900 * $_, 1 ] } 1 .. 1000;
+	@refused = ();
+	c_step($engine, $step->('check', $_->[0], 1)) foreach @charged;
+	foreach my $n (grep { $_ % 4 != 1 } reverse 1 .. 900)
+	{
+		$now = $start + 900 * 1000;
+		Engines::c_act($engine, 'undo', $step->('abort', $now), 1000 - $n, $limit);
+		refund_charge($start + 900 * $n, 1);
+		foreach my $gone ($n, 600, 895)
+		{
+			$now = $start + $period + 900 * $gone;
+			my $got = c_step($engine, $step->('peek', $now, 2960))->[0];
+			my $text = join '|', $got->[0] ? 't' : 'f', $got->[2], $got->[3] // '', $got->[4];
+			my $want = act(2960, 3000, 0, 1);
+
+			push @differ, "refunded from $n on, when entry $gone ends: C $text, the model has $want" if $text ne $want;
+		}
+	}
+}
+
 note join ', ', map { "$_ $seen{$_}" } sort keys %seen;
 none(\@differ, 'every answer equals the model\'s');
 none(\@wrong, 'no call fails, and the fields in Redis have the documented layout');
 cmp_ok($seen{$_}, '>', $steps / 200, "$_: $seen{$_}") foreach qw(allowed refused counted peek refund rollback);
+
+# Chunks whose entries no longer count are deleted.
+if (store() eq 'redis')
+{
+	$session->ask('RESET ratelimit.debug_now');
+	$redis->cli('EVAL', q{
+		local index = {}
+		for n = 0, 99 do
+			redis.call('HSET', KEYS[1], 'sliding_log:1000000:' .. n, string.format('%016.0f%06.0f', n + 1, 1))
+			index[n + 1] = string.format('%016.0f%06.0f%010.0f', n + 1, 1, n)
+		end
+		redis.call('HSET', KEYS[1], 'sliding_log:1000000:chunks', table.concat(index), 'sliding_log:1000000', '100 0 0 0 0 100 ')
+	}, 1, 'rl:{dead}');
+	is($session->ask(q{SELECT remaining FROM rl_sliding_log('dead', 1000, 1)}), 999, 'all entries of a hundred chunks are free');
+	$session->ask(q{SELECT rl_sliding_log('dead', 1000, 1)});
+	is($redis->cli('HLEN', 'rl:{dead}'), 1, 'two calls delete their fields');
+}
 cmp_ok($seen{back}, '>', 5, "steps back of the clock: $seen{back}");
 if (store() eq 'redis')
 {

@@ -276,6 +276,19 @@ foreach my $round (1 .. 5)
 is_deeply(\@again, [ ($again[0], 0) x 5 ], "nothing leaks: @again");
 $session->ask(q{SELECT rl_reset('greedy')});
 
+# A state with refusals that a ban counts is kept for the period, even if its quota is
+# free sooner.
+$session->ask(q{\o /dev/null
+	SELECT rl_reset(what || n) FROM unnest('{other ,filler }'::text[]) what, generate_series(1, 96) n;
+	SELECT rl_reset('used'), rl_reset('banned');
+	SELECT rl_allow('counted', '10/100s burst 1 ban 1h after 2') FROM generate_series(1, 2);
+	SELECT rl_allow('counted', '10/100s burst 5');
+	SELECT rl_throttle('fifty ' || n, 1, 1, 50) FROM generate_series(1, 200) n;
+	SELECT rl_allow('counted', '10/100s burst 1 ban 1h after 2');
+	\o});
+is($session->ask(q{SELECT rl_unban('counted')}), 't', 'refusals outlive states that end before them');
+$session->ask(q{SELECT count(rl_reset('fifty ' || n)) FROM generate_series(1, 200) n});
+
 #
 # The target and the prefix of a state
 #

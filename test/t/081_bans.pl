@@ -299,6 +299,14 @@ $session->set(%as_user, redis_url => $cluster->url(user => $user));
 my @everywhere = sort map { "key:$_" } 1 .. 50;
 ban($session, @everywhere);
 is_deeply(bans($session), \@everywhere, 'the keys of all nodes');
+
+# A lost master without slots has no key.
+$third->pause;
+await('the loss to be known', sub { return !grep { $_->cli('CLUSTER', 'NODES') !~ /^$third->{id} \S+ \S*master,fail /m } map { $cluster->master($_) } 0, 1; });
+is_deeply(bans($session), \@everywhere, 'a lost master without slots is left out');
+$third->resume;
+await('the third master to be back', sub { return !grep { $_->cli('CLUSTER', 'NODES') =~ /fail/ } $cluster->masters; });
+
 my %moved;
 my @crc_table = map {
 	my $crc = $_ << 8;
@@ -384,6 +392,15 @@ ban($session, @banned, map { $long . $_ } 1 .. 100);
 is($session->ask('SELECT local_keys FROM rl_status()'), 50_000 + $BANNED + 800, 'each ban is a state for each 64 bytes of its key');
 is_deeply(bans($session, 'key:%'), \@banned, 'the banned keys');
 is($session->ask("SELECT count(*), min(length(key)) FROM rl_bans('x%')"), '100|501', 'the banned long keys');
+
+# A refusal bans long keys too.
+my $keys = $session->ask('SELECT local_keys FROM rl_status()');
+$session->ask("SELECT rl_allow(repeat('z', 500) || n, '1/1h ban 1h after 1') FROM generate_series(1, 100) n, generate_series(1, 2)");
+is($session->ask("SELECT count(*), min(length(key)) FROM rl_bans('z%')"), '100|501', 'the long keys that refusals banned');
+is($session->ask('SELECT local_keys FROM rl_status()') - $keys, 900, 'their bans and their states');
+is($session->ask("SELECT count(*) FILTER (WHERE rl_reset(repeat('z', 500) || n)) FROM generate_series(1, 100) n"), 100, 'they are reset');
+is($session->ask('SELECT local_keys FROM rl_status()'), $keys, 'their cells are free');
+
 $session->set(key_prefix => 'other:');
 is_deeply(bans($session), [], 'none with another prefix');
 $session->set(key_prefix => undef);
