@@ -163,10 +163,8 @@ rl_counters_add(const RlLimits *limits, const RlKey *key, RlStatOutcome outcome,
 	scope_len = scope_length(key);
 	for (;;)
 	{
-		/* If only padding differs, get_entry finds the same entry again. */
 		if (entry == NULL || scope_len != last_scope_len ||
-			memcmp(key->data, last_scope, scope_len) != 0 ||
-			memcmp(&last_limits, limits, offsetof(RlLimits, limit) + limits->n * sizeof(RlLimit)) != 0)
+			memcmp(key->data, last_scope, scope_len) != 0 || !rl_limits_same(&last_limits, limits))
 		{
 			entry = get_entry(limits, key->data, scope_len, &resets);
 			last_limits = *limits;
