@@ -2,7 +2,8 @@
 -- "<bytes>:<state>": the state after which the next call goes on, which is its
 -- ARGV[2], or "0:" if this was the last. Then, in the order of their names, it has for
 -- each state "<used> <end> <bytes>:<state><bytes>:<raw>". "-" stands for a figure that
--- is not known. A state that is as if it had never been used is left out. ARGV[2] is empty at first.
+-- is not known. A state that is as if it had never been used is left out. ARGV[2] is
+-- empty at first.
 --
 -- A state's name is its tag, or "ban", or "<tag>:refused" for the refusals that a ban
 -- counts. The chunks of logs are not read, except where a log begins. For
