@@ -339,8 +339,7 @@ COMMENT ON FUNCTION rl_simulate(rl_limits, timestamptz, bigint) IS
 	'window function: returns the decision that this row''s action would have got if the limits had been in force for its partition; asks no store; errors: 22004 for NULL, 22008 for a time that is not finite or not from 1970 to 2096, 22023 for rows that are not in the order of "at", for limits that change within the partition, and for a quota out of range';
 
 --
--- Operation.  All of these except rl_status need shared memory: ratelimit in
--- shared_preload_libraries.
+-- Operation.  All of these except rl_status need shared memory.
 --
 
 CREATE FUNCTION rl_stat(OUT limits text, OUT scope text, OUT allowed bigint, OUT denied bigint, OUT shadow_denied bigint,

@@ -55,9 +55,11 @@ require_store(void)
 const RlStore *
 rl_asked_store(void)
 {
-	const RlStore *store = require_store();
+	const RlStore *store;
 	RlError		error;
 
+	rl_shared_start();
+	store = require_store();
 	if (!rl_refunds_flush(NULL, &error) && !store->is_local)
 		rl_raise(&error);
 	return store;
@@ -467,6 +469,8 @@ run(const RlAction *actions, int n, RlAnswer *answers, Call *calls, int64 *unans
 	int			asked = 0;
 	RlError		error;
 
+	if (rl_mode != RL_MODE_OFF)
+		rl_shared_start();
 	for (int i = 0; i < n; i++)
 	{
 		Call	   *call = &calls[asked];

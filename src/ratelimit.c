@@ -231,7 +231,7 @@ define_time_settings(void)
 	/* Superuser only: during this time on_error applies to all sessions. */
 	DefineCustomIntVariable("ratelimit.retry_interval",
 							"Sets the time after which Redis is retried when it could not be reached.",
-							"If the library is preloaded, all sessions share it, and one of them retries. 0: each call retries.",
+							"With shared memory, all sessions share it, and one of them retries. 0: each call retries.",
 							&rl_retry_interval,
 							1000, 0, INT_MAX / 2,
 							PGC_SUSET, GUC_UNIT_MS,
@@ -306,14 +306,17 @@ define_other_settings(void)
 							 PGC_SUSET, 0,
 							 NULL, NULL, NULL);
 
-	/* Only at server start, because it sets the size of shared memory. */
-	if (process_shared_preload_libraries_in_progress)
+	/*
+	 * Read once, because it sets the size of shared memory: at server start, or by
+	 * the backend that creates the memory.
+	 */
+	if (process_shared_preload_libraries_in_progress || PG_VERSION_NUM >= 170000)
 		DefineCustomIntVariable("ratelimit.local_max_keys",
 								"Sets how many states of limits this server's shared memory holds.",
-								"When it is full, the state nearest to its end is evicted.",
+								"It is read when the shared memory is created. When it is full, the state nearest to its end is evicted.",
 								&rl_local_max_keys,
 								100000, 100, 100000000,
-								PGC_POSTMASTER, 0,
+								process_shared_preload_libraries_in_progress ? PGC_POSTMASTER : PGC_SIGHUP, 0,
 								NULL, NULL, NULL);
 
 	/* Superuser only: a role that sets the clock forward is never refused. */

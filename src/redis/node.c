@@ -123,8 +123,6 @@ rl_node_find(const RlAddress *address, uint64 route)
 
 	if (node == NULL)
 	{
-		char		name[RL_MAX_SERVER];
-
 		node = &nodes[0];
 		for (int i = 1; i < RL_MAX_NODES; i++)
 			if (nodes[i].used < node->used)
@@ -133,6 +131,12 @@ rl_node_find(const RlAddress *address, uint64 route)
 			return NULL;
 		forget(node);
 		node->address = *address;
+	}
+	/* Shared memory may have been created since the last call. */
+	if (node->breaker == NULL && rl_shared_available())
+	{
+		char		name[RL_MAX_SERVER];
+
 		rl_address_name(address, name);
 		node->breaker = rl_target.deployment == RL_SENTINELS ? rl_target_breaker(&rl_target)
 			: rl_breaker_find(name);

@@ -102,19 +102,19 @@ static RlChunk *chunks;
  * RL_MAX_LIMITS states and a ban, so that all cells can be in use.
  */
 static void
-set_sizes(void)
+set_sizes(int max_keys)
 {
 	double		mean;
 
 	npartitions = 1;
-	while (npartitions < MAX_PARTITIONS && npartitions * CELLS_PER_PARTITION < rl_local_max_keys)
+	while (npartitions < MAX_PARTITIONS && npartitions * CELLS_PER_PARTITION < max_keys)
 		npartitions *= 2;
 	/* At least as many as two acts may need. */
-	ncells = Max(rl_local_max_keys, 2 * RL_MAX_WANTED);
+	ncells = Max(max_keys, 2 * RL_MAX_WANTED);
 	mean = (double) ncells / npartitions;
 	heap_size = npartitions == 1 ? ncells : (uint32) ceil(mean + 6 * sqrt(mean * (RL_MAX_LIMITS + 1)));
 	nbuckets = pg_nextpower2_32(heap_size);
-	nchunks = Max(rl_local_max_keys, LEAST_CHUNKS);
+	nchunks = Max(max_keys, LEAST_CHUNKS);
 }
 
 /* Returns the address of an array at *size in the memory, or NULL, and adds its bytes to *size. */
@@ -127,13 +127,12 @@ place(char *memory, Size *size, Size n, Size bytes)
 	return array;
 }
 
-/* Sets the sizes, and the addresses in the memory, which may be NULL.  Returns the bytes. */
+/* Sets the addresses in the memory, which may be NULL.  Returns the bytes. */
 static Size
 lay_out(char *memory)
 {
 	Size		size = 0;
 
-	set_sizes();
 	free_memory = place(memory, &size, 1, sizeof(Free));
 	partitions = place(memory, &size, npartitions, sizeof(Partition));
 	buckets = place(memory, &size, npartitions, nbuckets * sizeof(uint32));
@@ -144,8 +143,9 @@ lay_out(char *memory)
 }
 
 static void
-need(Size *size, int *nlocks)
+need(int max_keys, Size *size, int *nlocks)
 {
+	set_sizes(max_keys);
 	*size = lay_out(NULL);
 	*nlocks = npartitions;
 }
@@ -167,11 +167,11 @@ attach(void *memory, LWLockPadded *my_locks, bool found)
 const RlSharedPart rl_cells_part = {.need = need,.attach = attach};
 
 /*
- * Sets the number of cells in use, of entries that the chunks in use have room for,
- * and of entries that all chunks have room for.  Needs shared memory.
+ * Sets the number of cells in use and of all that may be, and of the entries that the
+ * chunks in use, and all chunks, have room for.  Needs shared memory.
  */
 void
-rl_cells_fill(int64 *keys, int64 *entries, int64 *max_entries)
+rl_cells_fill(int64 *keys, int64 *max_keys, int64 *entries, int64 *max_entries)
 {
 	int64		used;
 
@@ -179,6 +179,7 @@ rl_cells_fill(int64 *keys, int64 *entries, int64 *max_entries)
 	*keys = free_memory->used_cells - free_memory->ncells;
 	used = (int64) free_memory->used_chunks - free_memory->pool.nspare;
 	SpinLockRelease(&free_memory->mutex);
+	*max_keys = ncells;
 	*entries = used * RL_CHUNK_ENTRIES;
 	*max_entries = (int64) nchunks * RL_CHUNK_ENTRIES;
 }

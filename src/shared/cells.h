@@ -97,7 +97,7 @@ rl_cell_is_of(const RlCell *cell, const RlLimit *limit)
 }
 
 extern const RlSharedPart rl_cells_part;
-extern void rl_cells_fill(int64 *keys, int64 *entries, int64 *max_entries);
+extern void rl_cells_fill(int64 *keys, int64 *max_keys, int64 *entries, int64 *max_entries);
 
 extern void rl_cells_lock(RlCells *view, LWLockMode mode);
 extern void rl_cells_unlock(RlCells *view);

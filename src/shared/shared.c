@@ -1,16 +1,28 @@
 /*
  * shared.c
- *		Memory that all backends share: requested when the library is
- *		preloaded, and divided among the modules that use it.
+ *		Memory that all backends share, divided among the modules that use it.
+ *
+ * It has a header of fixed size, and areas: the locks, and a part for each module.
+ * If the library is preloaded, the postmaster creates it.  Otherwise, from
+ * PostgreSQL 17 on, the first backend that needs it creates two segments of dynamic
+ * shared memory: one for the header, which other backends find by its name, and one
+ * for the areas.  They exist until the server stops.
+ *
+ * Locks: AddinShmemInitLock, while the memory is created or attached.
  */
 #include "postgres.h"
 
 #include <time.h>
 
 #include "miscadmin.h"
+#include "storage/dsm.h"
+#if PG_VERSION_NUM >= 170000
+#include "storage/dsm_registry.h"
+#endif
 #include "storage/ipc.h"
 #include "storage/latch.h"
 #include "storage/shmem.h"
+#include "utils/resowner.h"
 #include "utils/timestamp.h"
 
 #include "shared/breaker.h"
@@ -19,7 +31,24 @@
 #include "shared/denial_cache.h"
 #include "shared/refusal_log.h"
 
+#if PG_VERSION_NUM < 190000
+#define GetNamedDSMSegment(name, size, init, found, arg) GetNamedDSMSegment(name, size, init, found)
+#define LWLockNewTrancheId(name) LWLockNewTrancheId()
+#else
+#define LWLockRegisterTranche(id, name) ((void) 0)
+#endif
+
+/*
+ * The layout of everything in shared memory.  Increase it when a struct there changes,
+ * or its meaning: while a package is upgraded, old and new libraries run in one
+ * server, and each must find only memory of its own layout.
+ */
+#define LAYOUT				1
+#define NAME				"ratelimit " CppAsString2(LAYOUT)
 #define TRANCHE				"ratelimit"
+
+/* Between two attempts to create the memory. */
+#define RETRY_INTERVAL		(60 * RL_SECOND)
 
 /* Written once, when the memory is created; then read without a lock. */
 typedef struct Header
@@ -27,7 +56,20 @@ typedef struct Header
 	int64		wall_at_start;	/* microseconds since 1970 */
 	int64		monotonic_at_start;
 	RlHash		secret;			/* random */
+	int			tranche;		/* of the locks */
+	int			max_keys;		/* ratelimit.local_max_keys at this time */
+	dsm_handle	areas;			/* unless the library is preloaded */
 } Header;
+
+/*
+ * Whether the memory was created.  It is in the server's main memory, because
+ * dynamic shared memory may be full.  AddinShmemInitLock protects all members.
+ */
+typedef struct Attempt
+{
+	int64		failed_at;		/* monotonic; 0: not failed */
+	bool		succeeded;
+} Attempt;
 
 static const RlSharedPart *const parts[] = {
 	&rl_cells_part, &rl_denial_part, &rl_counters_part, &rl_breaker_part,
@@ -76,42 +118,86 @@ rl_sleep_until(int64 until, uint32 wait_event)
 
 /* Returns the bytes that the part needs, and sets the number of locks. */
 static Size
-part_size(const RlSharedPart *part, int *nlocks)
+part_size(const RlSharedPart *part, int max_keys, int *nlocks)
 {
 	Size		size = part->size;
 
 	*nlocks = part->nlocks;
 	if (part->need != NULL)
-		part->need(&size, nlocks);
+		part->need(max_keys, &size, nlocks);
 	return CACHELINEALIGN(size);
 }
 
-/* Returns the bytes of the header and all parts, and sets the number of locks. */
+/* Returns the bytes of the areas, and sets the number of locks. */
 static Size
-total_size(int *nlocks)
+areas_size(int max_keys, int *nlocks)
 {
-	Size		total = CACHELINEALIGN(sizeof(Header));
+	Size		total = 0;
 
 	*nlocks = 0;
 	for (size_t i = 0; i < lengthof(parts); i++)
 	{
 		int			n;
 
-		total = add_size(total, part_size(parts[i], &n));
+		total = add_size(total, part_size(parts[i], max_keys, &n));
 		*nlocks += n;
 	}
-	return total;
+	return add_size(total, mul_size(*nlocks, sizeof(LWLockPadded)));
+}
+
+/* Sets all members of a new header but the areas. */
+static void
+init_header(Header *new)
+{
+	new->wall_at_start = GetCurrentTimestamp() + RL_UNIX_EPOCH;
+	new->monotonic_at_start = rl_monotonic_now();
+	if (!pg_strong_random(&new->secret, sizeof(new->secret)))
+		elog(ERROR, "could not generate a random key");
+	new->tranche = LWLockNewTrancheId(TRANCHE);
+	new->max_keys = rl_local_max_keys;
+}
+
+/* Starts all parts in this process, in areas that are initialized if they were found. */
+static void
+attach_areas(Header *new, char *areas, bool found)
+{
+	LWLockPadded *locks = (LWLockPadded *) areas;
+	int			nlocks;
+
+	(void) areas_size(new->max_keys, &nlocks);
+	areas += nlocks * sizeof(LWLockPadded);
+	LWLockRegisterTranche(new->tranche, TRANCHE);
+	for (int i = 0; i < nlocks && !found; i++)
+		LWLockInitialize(&locks[i].lock, new->tranche);
+	for (size_t i = 0; i < lengthof(parts); i++)
+	{
+		Size		size = part_size(parts[i], new->max_keys, &nlocks);
+
+		parts[i]->attach(areas, locks, found);
+		areas += size;
+		locks += nlocks;
+	}
+	header = new;
+}
+
+/*
+ * With shared_preload_libraries
+ */
+
+static Size
+main_size(void)
+{
+	int			nlocks;
+
+	return add_size(CACHELINEALIGN(sizeof(Header)), areas_size(rl_local_max_keys, &nlocks));
 }
 
 static void
 request(void)
 {
-	int			nlocks;
-
 	if (prev_shmem_request_hook)
 		prev_shmem_request_hook();
-	RequestAddinShmemSpace(total_size(&nlocks));
-	RequestNamedLWLockTranche(TRANCHE, nlocks);
+	RequestAddinShmemSpace(main_size());
 }
 
 static void
@@ -119,31 +205,14 @@ startup(void)
 {
 	bool		found;
 	char	   *memory;
-	LWLockPadded *locks;
-	Size		size;
-	int			nlocks;
 
 	if (prev_shmem_startup_hook)
 		prev_shmem_startup_hook();
 	LWLockAcquire(AddinShmemInitLock, LW_EXCLUSIVE);
-	memory = ShmemInitStruct("ratelimit", total_size(&nlocks), &found);
-	locks = GetNamedLWLockTranche(TRANCHE);
-	header = (Header *) memory;
+	memory = ShmemInitStruct(NAME, main_size(), &found);
 	if (!found)
-	{
-		header->wall_at_start = GetCurrentTimestamp() + RL_UNIX_EPOCH;
-		header->monotonic_at_start = rl_monotonic_now();
-		if (!pg_strong_random(&header->secret, sizeof(header->secret)))
-			elog(ERROR, "could not generate a random key");
-	}
-	memory += CACHELINEALIGN(sizeof(Header));
-	for (size_t i = 0; i < lengthof(parts); i++)
-	{
-		size = part_size(parts[i], &nlocks);
-		parts[i]->attach(memory, locks, found);
-		memory += size;
-		locks += nlocks;
-	}
+		init_header((Header *) memory);
+	attach_areas((Header *) memory, memory + CACHELINEALIGN(sizeof(Header)), found);
 	LWLockRelease(AddinShmemInitLock);
 }
 
@@ -157,6 +226,144 @@ rl_shared_request(void)
 	shmem_startup_hook = startup;
 }
 
+/*
+ * Without shared_preload_libraries
+ */
+
+#if PG_VERSION_NUM >= 170000
+
+/*
+ * Creates the memory if no backend has, and attaches it.  AddinShmemInitLock must be
+ * held.  Raises an error if that fails; the resource owner then has all that is left.
+ */
+static void
+find_memory(Attempt *attempt)
+{
+	Header	   *new;
+	dsm_segment *areas = NULL;
+	int			nlocks;
+	bool		found;
+
+	/*
+	 * The large segment comes first: a name whose segment could not be created may
+	 * be unusable until the server is restarted.
+	 */
+	if (!attempt->succeeded)
+		areas = dsm_create(areas_size(rl_local_max_keys, &nlocks), 0);
+	new = GetNamedDSMSegment(NAME, sizeof(Header), NULL, &found, NULL);
+	if (areas != NULL)
+	{
+		init_header(new);
+		new->areas = dsm_segment_handle(areas);
+	}
+	else if ((areas = dsm_find_mapping(new->areas)) == NULL && (areas = dsm_attach(new->areas)) == NULL)
+		elog(ERROR, "could not map dynamic shared memory segment");
+	attach_areas(new, dsm_segment_address(areas), attempt->succeeded);
+	dsm_pin_mapping(areas);
+	if (!attempt->succeeded)
+		dsm_pin_segment(areas);
+	attempt->succeeded = true;
+}
+
+/* Returns the record of the attempts.  AddinShmemInitLock must be held.  Raises an error if memory is full. */
+static Attempt *
+find_attempt(void)
+{
+	bool		found;
+	Attempt    *attempt = ShmemInitStruct(NAME " attempt", sizeof(Attempt), &found);
+
+	if (!found)
+		memset(attempt, 0, sizeof(Attempt));
+	return attempt;
+}
+
+/* Ends the resource owner with all that it has. */
+static void
+end_owner(ResourceOwner owner)
+{
+	ResourceOwnerRelease(owner, RESOURCE_RELEASE_BEFORE_LOCKS, false, false);
+	ResourceOwnerRelease(owner, RESOURCE_RELEASE_LOCKS, false, false);
+	ResourceOwnerRelease(owner, RESOURCE_RELEASE_AFTER_LOCKS, false, false);
+	ResourceOwnerDelete(owner);
+}
+
+/* Notes a failure.  Returns true if none was noted within RETRY_INTERVAL, or if attempt is NULL. */
+static bool
+is_first_failure(Attempt *attempt, int64 now)
+{
+	bool		first;
+
+	if (attempt == NULL)
+		return true;
+	LWLockAcquire(AddinShmemInitLock, LW_EXCLUSIVE);
+	first = attempt->failed_at == 0 || now - attempt->failed_at >= RETRY_INTERVAL;
+	if (first)
+		attempt->failed_at = now;
+	LWLockRelease(AddinShmemInitLock);
+	return first;
+}
+
+/*
+ * Attaches the memory if this process has not, and creates it if no process has.
+ * Does not throw: if the memory cannot be created, the server's log says so, and
+ * no process tries again within RETRY_INTERVAL.  The caller must not hold LWLocks.
+ */
+void
+rl_shared_start(void)
+{
+	static int64 next_attempt = 0;
+	MemoryContext context = CurrentMemoryContext;
+	ResourceOwner caller_owner = CurrentResourceOwner;
+	ResourceOwner owner;
+	Attempt    *volatile attempt = NULL;
+	ErrorData  *error = NULL;
+	int64		now;
+
+	if (header != NULL || (now = rl_monotonic_now()) < next_attempt)
+		return;
+	next_attempt = now + RETRY_INTERVAL;
+	owner = ResourceOwnerCreate(NULL, "ratelimit");
+	CurrentResourceOwner = owner;
+	PG_TRY();
+	{
+		LWLockAcquire(AddinShmemInitLock, LW_EXCLUSIVE);
+		attempt = find_attempt();
+		if (attempt->succeeded || attempt->failed_at == 0 || now - attempt->failed_at >= RETRY_INTERVAL)
+			find_memory(attempt);
+		else
+			next_attempt = attempt->failed_at + RETRY_INTERVAL;
+		LWLockRelease(AddinShmemInitLock);
+	}
+	PG_CATCH();
+	{
+		MemoryContextSwitchTo(context);
+		error = CopyErrorData();
+		FlushErrorState();
+		LWLockReleaseAll();
+	}
+	PG_END_TRY();
+	CurrentResourceOwner = caller_owner;
+	end_owner(owner);
+	if (error == NULL)
+		return;
+	if (is_first_failure(attempt, now))
+		ereport(LOG_SERVER_ONLY,
+				(errcode(error->sqlerrcode),
+				 errmsg("could not create the shared memory of ratelimit"),
+				 errdetail_internal("%s", error->message),
+				 errhint("Make more room for dynamic shared memory (usually /dev/shm), or add ratelimit to shared_preload_libraries.")));
+	FreeErrorData(error);
+}
+
+#else
+
+void
+rl_shared_start(void)
+{
+}
+
+#endif
+
 /* Returns true if there is shared memory. */
 bool
 rl_shared_available(void)
@@ -168,11 +375,16 @@ rl_shared_available(void)
 void
 rl_require_shared(const char *what)
 {
+	rl_shared_start();
 	if (header == NULL)
 		ereport(ERROR,
 				(errcode(ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE),
 				 errmsg("%s needs shared memory", what),
+#if PG_VERSION_NUM >= 170000
+				 errhint("The server's log shows why it could not be created.")));
+#else
 				 errhint("Add ratelimit to shared_preload_libraries, and restart the server.")));
+#endif
 }
 
 /*

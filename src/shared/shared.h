@@ -1,7 +1,7 @@
 /*
  * shared.h
- *		Memory that all backends share.  There is none unless the library is
- *		preloaded.
+ *		Memory that all backends share.  There may be none: before PostgreSQL 17
+ *		without preloading, or if it cannot be created.
  */
 #ifndef SHARED_H
 #define SHARED_H
@@ -29,8 +29,8 @@ typedef struct RlSharedPart
 {
 	Size		size;			/* the bytes and locks that it needs */
 	int			nlocks;
-	/* Sets size and nlocks where they depend on settings; called before attach; or NULL */
-	void		(*need) (Size *size, int *nlocks);
+	/* Sets size and nlocks if they depend on the number of keys; called before attach; or NULL */
+	void		(*need) (int max_keys, Size *size, int *nlocks);
 	/* Starts the part in this process; unless it was found, also initializes it */
 	void		(*attach) (void *memory, LWLockPadded *locks, bool found);
 } RlSharedPart;
@@ -39,6 +39,7 @@ extern int64 rl_monotonic_now(void);
 extern void rl_sleep_until(int64 until, uint32 wait_event);
 
 extern void rl_shared_request(void);
+extern void rl_shared_start(void);
 extern bool rl_shared_available(void);
 extern void rl_require_shared(const char *what);
 extern RlKeyHash rl_key_hash(const RlKey *key);

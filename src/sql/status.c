@@ -26,12 +26,14 @@ rl_status(PG_FUNCTION_ARGS)
 	char		version[64];
 	RlError		error;
 	bool		asked = !rl_store()->is_local;
-	bool		answered = asked && rl_redis_version(version, sizeof(version), &error);
+	bool		answered;
 	bool		connected;
 	const char *breaker;
 	int64		left;
 	int			n = 0;
 
+	rl_shared_start();
+	answered = asked && rl_redis_version(version, sizeof(version), &error);
 	memset(nulls, true, sizeof(nulls));
 	rl_set_text(values, nulls, n++, rl_store()->name);
 	rl_set_text(values, nulls, n++, GetConfigOption("ratelimit.mode", false, false));
@@ -47,12 +49,13 @@ rl_status(PG_FUNCTION_ARGS)
 	if (rl_shared_available())
 	{
 		int64		keys;
+		int64		max_keys;
 		int64		entries;
 		int64		max_entries;
 
-		rl_cells_fill(&keys, &entries, &max_entries);
+		rl_cells_fill(&keys, &max_keys, &entries, &max_entries);
 		values[n] = Int64GetDatum(keys);
-		values[n + 1] = Int64GetDatum(rl_local_max_keys);
+		values[n + 1] = Int64GetDatum(max_keys);
 		values[n + 2] = Int64GetDatum(entries);
 		values[n + 3] = Int64GetDatum(max_entries);
 		values[n + 4] = TimestampTzGetDatum(rl_counters_since());

@@ -127,8 +127,7 @@ get_charged(const Statement *statement, int i, Charged *charged)
 	if (!any)
 		return false;
 	charged->local = answer->local;
-	if (rl_shared_available())
-		charged->key_hash = rl_key_hash(key);
+	charged->key_hash = rl_shared_available() ? rl_key_hash(key) : (RlKeyHash) {0};
 	charged->redis_key_len = rl_redis_key(key, charged->redis_key);
 	SET_VARSIZE(charged, offsetof(Charged, redis_key) + charged->redis_key_len);
 	return true;

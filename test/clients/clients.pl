@@ -205,7 +205,7 @@ sub fields
 #
 
 my $redis = RedisServer->new->start;
-my $node = new_node($redis, 'shared_preload_libraries = ratelimit', 'ratelimit.retry_interval = 200ms',
+my $node = shared_node($redis, 'ratelimit.retry_interval = 200ms',
 	"listen_addresses = '127.0.0.1'");
 my $page = DocPage->new("$FindBin::RealBin/../../docs/clients.md");
 my @examples = grep { $_->{language} !~ /^(sql|text|)$/ } @{ $page->{blocks} };

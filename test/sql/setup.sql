@@ -11,7 +11,7 @@ ALTER DATABASE :"DBNAME" SET ratelimit.redis_url = :'redis_url';
 ALTER DATABASE :"DBNAME" SET ratelimit.key_prefix = :'prefix';
 ALTER DATABASE :"DBNAME" SET ratelimit.connect_timeout = '10s';
 ALTER DATABASE :"DBNAME" SET ratelimit.command_timeout = '10s';
--- Each call must ask the store. Without preload these settings have no effect.
+-- Each call must ask the store.
 ALTER DATABASE :"DBNAME" SET ratelimit.denial_cache = off;
 ALTER DATABASE :"DBNAME" SET ratelimit.retry_interval = 0;
 

@@ -17,7 +17,7 @@ is_deeply([ grep { !/^\+[a-z]+$/ } @rule ], [ 'on', ">$password", '~rl:*' ],
 	'the documented rule: one prefix, and single commands');
 
 my $redis = RedisServer->new(password => 'sesame')->start;
-my $node = preloaded_node($redis, 'track_functions = all', 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0',
+my $node = shared_node($redis, 'track_functions = all', 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0',
 	"ratelimit.redis_passfile = '" . password_file($password) . "'",
 	"ratelimit.redis_url = '" . $redis->url(user => $user, tcp => 1) . "'");
 $node->safe_psql('postgres', q{

@@ -12,7 +12,7 @@ use RedisServer;
 use Test::More;
 
 my $redis = RedisServer->new->start;
-my $node = preloaded_node($redis);
+my $node = shared_node($redis);
 
 # The names that the scripts use: words, and operators.
 my $script = join '', map { slurp_file($_) } glob "$FindBin::RealBin/../../sql/*.sql";

@@ -12,7 +12,7 @@ use Test::More;
 use Time::HiRes qw(time);
 
 my $redis = RedisServer->new->start;
-my $node = preloaded_node($redis, 'restart_after_crash = on', 'autovacuum = off');
+my $node = shared_node($redis, 'restart_after_crash = on', 'autovacuum = off');
 my $session = session($node);
 my $watcher = session($node);
 

@@ -17,7 +17,7 @@ use Time::HiRes qw(time);
 
 my $seed = seed();
 my $redis = RedisServer->new->start;
-my $node = preloaded_node($redis);
+my $node = shared_node($redis);
 my $session = session($node);
 my $watcher = session($node);
 my $engine = c_engine($node);

@@ -12,7 +12,7 @@ use RedisServer;
 use Test::More;
 
 my $redis = RedisServer->new->start;
-my $node = preloaded_node($redis);
+my $node = shared_node($redis);
 my $session = session($node);
 
 # Returns a program's output.

@@ -17,7 +17,7 @@ use Time::HiRes qw(time);
 seed();
 
 # No server listens at the URL.
-my $node = preloaded_node(RedisServer->new, 'ratelimit.store = local',
+my $node = shared_node(RedisServer->new, 'ratelimit.store = local',
 	'ratelimit.local_max_keys = 100', 'max_wal_senders = 2', 'wal_level = replica');
 my $session = session($node);
 my $watcher = session($node);

@@ -12,7 +12,7 @@ use Test::More;
 use Time::HiRes qw(time);
 
 my $redis = RedisServer->new->start;
-my $node = preloaded_node($redis, 'ratelimit.store = redis', q{log_line_prefix = '%m '});
+my $node = shared_node($redis, 'ratelimit.store = redis', q{log_line_prefix = '%m '});
 my $session = session($node);
 my $watcher = session($node);
 my $monitor = RedisMonitor->new($redis);

@@ -14,7 +14,7 @@ use Test::More;
 use Time::HiRes qw(time);
 
 my $redis = RedisServer->new->start;
-my $node = preloaded_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');
+my $node = shared_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');
 my $session = session($node);
 
 sub answers { return $session->answers(@_); }

@@ -12,7 +12,7 @@ use Test::More;
 use Time::HiRes qw(clock_gettime);
 
 # There is no server behind the URL.
-my $node = preloaded_node(RedisServer->new, 'ratelimit.store = local', 'jit = off');
+my $node = shared_node(RedisServer->new, 'ratelimit.store = local', 'jit = off');
 my ($session, $pid);
 
 sub restart

@@ -24,7 +24,7 @@ use Test::More;
 my $programs = $ENV{RATELIMIT_PROGRAMS} || 2000;
 my $seed = seed();
 my $redis = RedisServer->new->start;
-my $node = preloaded_node($redis, 'log_min_messages = log');
+my $node = shared_node($redis, 'log_min_messages = log');
 
 $node->safe_psql('postgres', q{
 	-- Calls a function and raises its answer as INFO, which a rollback does not undo.

@@ -13,7 +13,7 @@ use RedisServer;
 use Test::More;
 
 my $redis = RedisServer->new->start;
-my $node = preloaded_node($redis, 'max_prepared_transactions = 2', 'ratelimit.retry_interval = 0');
+my $node = shared_node($redis, 'max_prepared_transactions = 2', 'ratelimit.retry_interval = 0');
 my $session = session($node);
 my $watcher = session($node);
 my $pid = $session->pid;

@@ -15,7 +15,7 @@ my $store = store();
 my $on_redis = $store eq 'redis';
 my $redis = RedisServer->new;
 $redis->start if $on_redis;
-my $node = preloaded_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0',
+my $node = shared_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0',
 	'ratelimit.local_max_keys = 100000');
 my $session = session($node);
 my $now = 1_700_000_000_000_000;

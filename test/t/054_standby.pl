@@ -10,7 +10,7 @@ use RedisServer;
 use Test::More;
 
 my $redis = RedisServer->new->start;
-my $primary = preloaded_node($redis, 'wal_level = replica', 'max_wal_senders = 4',
+my $primary = shared_node($redis, 'wal_level = replica', 'max_wal_senders = 4',
 	'hot_standby = on');
 $primary->append_conf('pg_hba.conf', 'local replication all trust');
 $primary->reload;

@@ -9,7 +9,7 @@ use RedisServer;
 use Test::More;
 
 my $redis = RedisServer->new->start;
-my $node = preloaded_node($redis, 'wal_level = logical', 'max_wal_senders = 4', 'max_replication_slots = 4',
+my $node = shared_node($redis, 'wal_level = logical', 'max_wal_senders = 4', 'max_replication_slots = 4',
 	'ratelimit.denial_cache = off');
 my $session = session($node);
 

@@ -16,7 +16,7 @@ my $cluster = RedisCluster->new(masters => 3, replicas => 1);
 my $single = RedisServer->new->start;
 my ($user, $password, @rule) = documented_user();
 $_->cli('ACL', 'SETUSER', $user, @rule, '+asking') foreach $cluster->servers, $single;
-my $node = preloaded_node($single, 'ratelimit.denial_cache = off',
+my $node = shared_node($single, 'ratelimit.denial_cache = off',
 	"ratelimit.redis_passfile = '" . password_file($password) . "'", "ratelimit.redis_url = '" . $cluster->url(user => $user) . "'");
 my $session = session($node);
 

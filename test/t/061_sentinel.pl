@@ -59,7 +59,7 @@ sub three_sentinels
 
 follow($b, $a);
 my @sentinels = three_sentinels();
-my $node = preloaded_node($a, 'ratelimit.denial_cache = off',
+my $node = shared_node($a, 'ratelimit.denial_cache = off',
 	"ratelimit.redis_url = '" . url(\@sentinels) . "'");
 my $session = session($node);
 my $pid = $session->pid;

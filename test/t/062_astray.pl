@@ -17,7 +17,7 @@ my $single = RedisServer->new->start;
 my ($user, $password, @rule) = documented_user();
 my $passfile = password_file($password);
 # A breaker that opens stays open, unless a test sets retry_interval.
-my $node = preloaded_node($single, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 1h');
+my $node = shared_node($single, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 1h');
 my $session = session($node);
 my $pid = $session->pid;
 

@@ -22,7 +22,7 @@ use Test::More;
 my $root = "$FindBin::RealBin/../..";
 my %page = map { (substr($_, length("$root/")) => DocPage->new($_)) } "$root/README.md", glob "$root/docs/*.md";
 my $redis = RedisServer->new->start;
-my $node = preloaded_node($redis, "ratelimit.redis_url = '" . $redis->url(tcp => 1, db => 0) . "'", 'timezone = UTC');
+my $node = shared_node($redis, "ratelimit.redis_url = '" . $redis->url(tcp => 1, db => 0) . "'", 'timezone = UTC');
 my @roles = split /\n/, $node->safe_psql('postgres', 'SELECT rolname FROM pg_roles');
 
 #

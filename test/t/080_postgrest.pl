@@ -24,7 +24,7 @@ my %order = ('RateLimit-Policy' => 0, 'RateLimit' => 1, 'Retry-After' => 2);
 my $redis = RedisServer->new->start;
 
 # The time is fixed, so that seconds are exact.
-my $node = preloaded_node($redis, "ratelimit.debug_now = '1800000000000000'");
+my $node = shared_node($redis, "ratelimit.debug_now = '1800000000000000'");
 
 $node->safe_psql('postgres', 'CREATE DATABASE shop');
 

@@ -11,7 +11,7 @@ use RedisServer;
 use Test::More;
 
 my $redis = RedisServer->new->start;
-my $node = preloaded_node($redis, 'ratelimit.log_refusals = all', 'ratelimit.retry_interval = 60s');
+my $node = shared_node($redis, 'ratelimit.log_refusals = all', 'ratelimit.retry_interval = 60s');
 my $session = session($node);
 
 # Runs commands.  Returns the fields of their only error, and what the server has logged.

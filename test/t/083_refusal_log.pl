@@ -18,7 +18,7 @@ use Time::HiRes qw(time);
 my $wanted = $ENV{RATELIMIT_STEPS} || 20_000;
 my $clients = 4;
 my $redis = RedisServer->new->start;
-my $node = preloaded_node($redis, q{log_line_prefix = '%m '}, 'log_min_error_statement = error');
+my $node = shared_node($redis, q{log_line_prefix = '%m '}, 'log_min_error_statement = error');
 my $session = session($node);
 my $line = qr/^(\S+ \S+)\.\d+ \S+ ERROR:  rate limit .*$/m;
 
@@ -118,7 +118,7 @@ $session->ask('SELECT rethrown()') foreach 1 .. 50;
 cmp_ok(count_of($line, new_log($node)), '<=', 4, 'a refusal that PL/pgSQL throws again is sampled');
 
 #
-# all, none, and a server that has not preloaded the library
+# all, none, and a server without shared memory
 #
 
 $session->set_for_new(log_refusals => 'all');
@@ -129,8 +129,7 @@ $node->psql('postgres', q{SET exit_on_error = on; SELECT rl_enforce('one', '1/1d
 like(new_log($node), qr/FATAL:  rate limit "throttle 1\/1d" exceeded/, 'none: a refusal that ends the session is logged');
 $session->set_for_new(log_refusals => undef);
 $session->quit;
-$node->append_conf('postgresql.conf', q{shared_preload_libraries = ''});
-start_node($node, 'restart');
+restart_unshared($node);
 my $began = time;
 $log = flood(2000, q{SELECT rl_enforce('one', '1/1d')});
 cmp_ok(count_of($line, $log), '<=', $clients * (2 + time - $began), 'without shared memory each backend samples by itself');

@@ -13,7 +13,7 @@ use PostgreSQL::Test::Utils;
 use RedisServer qw(await);
 use Test::More;
 
-our @EXPORT = qw(await new_node preloaded_node start_node store has_program preload password_file new_log members
+our @EXPORT = qw(await new_node shared_node needs_no_preload preload_setting restart_unshared start_node store has_program preload password_file new_log members
 	still_runs session start_clients finish_clients await_load count_of measures
 	none ttl_problems keys_in_virtual_time log_entries);
 
@@ -22,15 +22,22 @@ $SIG{$_} = sub { die "interrupted by a signal" } foreach qw(INT TERM HUP);
 
 # Returns a running server whose default database has the extension and the function
 # attempt(), which runs a command and returns its outcome and its duration.
-# Timeouts are long, so that a call on a busy machine does not fail.
+# Timeouts are long, so that a call on a busy machine does not fail.  Each call asks
+# the store: there is no denial cache and no breaker.
 # Further arguments are lines of postgresql.conf.
 sub new_node
 {
 	my ($redis, @conf) = @_;
+
+	return _node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0', @conf);
+}
+
+sub _node
+{
+	my ($redis, @conf) = @_;
 	my $node = PostgreSQL::Test::Cluster->new('main');
 
-	push @conf, 'shared_preload_libraries = ratelimit', 'ratelimit.store = local'
-	  if store() eq 'local';
+	push @conf, preload_setting(), 'ratelimit.store = local' if store() eq 'local';
 
 	$node->init(extra => [ '--no-locale', '--encoding=UTF8' ]);
 	$node->append_conf('postgresql.conf', join "\n", 'log_statement = none',
@@ -63,12 +70,27 @@ sub new_node
 	return $node;
 }
 
-# Returns new_node() with the library in shared_preload_libraries.
-sub preloaded_node
+# Returns true if there is shared memory without shared_preload_libraries.
+sub needs_no_preload
+{
+	my ($major) = qx(pg_config --version) =~ /^PostgreSQL (\d+)/;
+
+	return $major >= 17;
+}
+
+# Returns the line of postgresql.conf with which there is shared memory: none from
+# PostgreSQL 17 on, unless RATELIMIT_SHARED is "preloaded".
+sub preload_setting
+{
+	return needs_no_preload() && ($ENV{RATELIMIT_SHARED} || '') ne 'preloaded' ? () : 'shared_preload_libraries = ratelimit';
+}
+
+# Returns the same server with shared memory, and a denial cache and a breaker in it.
+sub shared_node
 {
 	my ($redis, @conf) = @_;
 
-	return new_node($redis, 'shared_preload_libraries = ratelimit', @conf);
+	return _node($redis, preload_setting(), @conf);
 }
 
 # Starts or restarts the server with the libraries in RATELIMIT_PRELOAD, which
@@ -77,9 +99,32 @@ sub start_node
 {
 	my ($node, $how) = @_;
 	local $ENV{LD_PRELOAD} = $ENV{RATELIMIT_PRELOAD} || '';
+	local $ENV{PATH} = join ':', $node->{ratelimit_path} || (), $ENV{PATH};
 
 	$how ||= 'start';
 	$node->$how;
+	return;
+}
+
+# Restarts the server, so that there is no shared memory: it is not preloaded, and from
+# PostgreSQL 17 on no file, and so no segment, may be as large as the memory would be.
+sub restart_unshared
+{
+	my ($node) = @_;
+
+	$node->append_conf('postgresql.conf', q{shared_preload_libraries = ''});
+	if (needs_no_preload())
+	{
+		my $folder = PostgreSQL::Test::Utils::tempdir;
+
+		chomp(my $bin = qx(pg_config --bindir));
+		# In blocks of 512 or 1024 bytes; WAL's files have 16 MB.
+		append_to_file("$folder/pg_ctl", "#!/bin/sh\nulimit -f 65536\nexec '$bin/pg_ctl' \"\$\@\"\n");
+		chmod 0755, "$folder/pg_ctl";
+		$node->{ratelimit_path} = $folder;
+		$node->append_conf('postgresql.conf', 'ratelimit.local_max_keys = 1000000');
+	}
+	start_node($node, 'restart');
 	return;
 }
 

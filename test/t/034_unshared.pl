@@ -1,5 +1,5 @@
-# Without shared_preload_libraries: features that need shared memory raise an error
-# that says so, and all other features work.
+# Without shared memory: features that need it raise an error that says so, and all
+# other features work.
 use strict;
 use warnings FATAL => 'all';
 
@@ -10,7 +10,9 @@ use RedisServer;
 use Test::More;
 
 my $redis = RedisServer->new->start;
-my $node = new_node($redis);
+my $node = shared_node($redis);
+my $began = time;
+restart_unshared($node);
 my $session = session($node);
 my @taking = (q{rl_throttle('k', 10, 10, 60)}, q{rl_token_bucket('k', 10, 10, 60)}, q{rl_fixed_window('k', 10, 60)},
 	q{rl_sliding_window('k', 10, 60, 1)}, q{rl_sliding_log('k', 10, 60)}, q{rl_check('k', '10/1min, 100/1h')},
@@ -24,6 +26,9 @@ $session->ask(q{
 my $insert = q{INSERT INTO orders VALUES ('ann') RETURNING customer};
 is($session->ask('SHOW shared_preload_libraries'), '', 'the library is not preloaded');
 
+my $hint = needs_no_preload() ? qr/^HINT:  The server's log shows why it could not be created\.$/m
+  : qr/^HINT:  Add ratelimit to shared_preload_libraries, and restart the server\.$/m;
+
 # Checks the error that a feature needs shared memory, and its hint.
 sub needs_shared_memory
 {
@@ -31,7 +36,7 @@ sub needs_shared_memory
 
 	$session->ask($command);
 	like($session->error, qr/^.*ERROR:  55000: \Q$what\E needs shared memory$/m, "$command: the error");
-	like($session->error, qr/^HINT:  Add ratelimit to shared_preload_libraries, and restart the server\.$/m, "$command: the hint");
+	like($session->error, $hint, "$command: the hint");
 	return;
 }
 
@@ -90,5 +95,14 @@ is($session->ask(q{SELECT source FROM rl_throttle('k', 10, 10, 60)}), 'redis', '
 $session = session($node);
 $session->ask(q{LOAD 'ratelimit'; SET ratelimit.store = local});
 needs_shared_memory(q{SELECT rl_throttle('k', 10, 10, 60)}, 'ratelimit.store = local');
+
+# Many sessions have tried to create the memory, and one line a minute says so.
+SKIP:
+{
+	skip 'before PostgreSQL 17, no session creates the memory', 2 if !needs_no_preload();
+	my @lines = slurp_file($node->logfile) =~ /LOG:  could not create the shared memory of ratelimit\n.*DETAIL:  (.*)\n/g;
+	like($lines[0], qr/^could not resize shared memory segment ".*" to \d+ bytes: File too large$/, 'the log says why there is no memory');
+	cmp_ok(@lines, '<=', 1 + (time - $began) / 60, 'once a minute');
+}
 
 done_testing();
