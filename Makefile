@@ -24,7 +24,10 @@ SCRIPTS_H = $(patsubst %,src/redis/%.lua.h,alone check check_mixed refund refund
 ALGORITHMS_H = $(patsubst %,src/redis/%.lua.h,$(ALONE:%=alone_%) $(ALGORITHMS:%=check_%))
 EXTRA_CLEAN = $(SCRIPTS_H) $(ALGORITHMS_H) $(OBJS:.o=.d)
 
-PG_CPPFLAGS = -I$(srcdir)/src
+# The version is written in the control file only.
+EXTVERSION = $(shell sed -n "s/^default_version *= *'\(.*\)'.*/\1/p" $(srcdir)/ratelimit.control)
+
+PG_CPPFLAGS = -I$(srcdir)/src -DRL_VERSION='"$(EXTVERSION)"'
 
 SHLIB_LINK += -lhiredis
 
@@ -99,3 +102,4 @@ override CFLAGS += -MMD -MP
 endif
 $(OBJS:.o=.bc): %.bc: %.o
 src/redis/scripts.o: $(SCRIPTS_H)
+src/ratelimit.o: ratelimit.control

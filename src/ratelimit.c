@@ -18,7 +18,12 @@
 #include "shared/refusal_log.h"
 #include "shared/shared.h"
 
+/* From PostgreSQL 18 on, pg_get_loaded_modules() shows the version. */
+#ifdef PG_MODULE_MAGIC_EXT
+PG_MODULE_MAGIC_EXT(.name = "ratelimit", .version = RL_VERSION);
+#else
 PG_MODULE_MAGIC;
+#endif
 
 uint64		rl_settings_version = 0;
 char	   *rl_redis_url;

@@ -293,7 +293,7 @@ is(granted('strict'), $monitored, 'strict default privileges: the same');
 # In an upgrade script the same block finds the objects that this script has made,
 # and does not change privileges that an administrator granted before.  An object of
 # an upgrade script has no entry in pg_init_privs yet.
-my ($block) = slurp_file("$FindBin::RealBin/../../sql/ratelimit--1.0.sql") =~ /^(DO \$\$\n.*?^\$\$;)$/ms;
+my ($block) = slurp_file("$FindBin::RealBin/../../sql/ratelimit--" . version() . '.sql') =~ /^(DO \$\$\n.*?^\$\$;)$/ms;
 foreach my $database ('generous', 'strict')
 {
 	$node->safe_psql($database, q{

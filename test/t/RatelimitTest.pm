@@ -6,6 +6,7 @@ use strict;
 use warnings FATAL => 'all';
 
 use Exporter 'import';
+use FindBin;
 use IPC::Run;
 use List::Util qw(min sum0);
 use PostgreSQL::Test::Cluster;
@@ -13,7 +14,8 @@ use PostgreSQL::Test::Utils;
 use RedisServer qw(await);
 use Test::More;
 
-our @EXPORT = qw(await new_node shared_node needs_no_preload preload_setting restart_unshared start_node store has_program preload password_file new_log members
+our @EXPORT = qw(await new_node shared_node needs_no_preload preload_setting restart_unshared start_node store version
+	has_program preload password_file new_log members
 	still_runs session start_clients finish_clients await_load count_of measures
 	none ttl_problems keys_in_virtual_time log_entries);
 
@@ -185,6 +187,14 @@ sub members
 # Returns the store that a test is about, redis or local, which is the source of
 # its decisions.  A test that calls it runs with both stores.
 sub store { return $ENV{RATELIMIT_STORE} || 'redis'; }
+
+# Returns the extension's version, which only the control file names.
+sub version
+{
+	my ($version) = slurp_file("$FindBin::RealBin/../../ratelimit.control") =~ /^default_version = '(.*)'$/m
+	  or die 'the control file has no version';
+	return $version;
+}
 
 # Returns a psql that stays connected and continues after errors.
 sub session
