@@ -6,11 +6,11 @@ OBJS = $(patsubst %,src/%.o,ratelimit error report decide refusal headers transa
 	$(patsubst %,shared/%,shared local_store local_inspect cells denial_cache counters breaker refusal_log siphash))
 
 EXTENSION = ratelimit
-DATA = $(wildcard sql/ratelimit--*.sql)
+DATA = $(patsubst $(srcdir)/%,%,$(wildcard $(srcdir)/sql/ratelimit--*.sql))
 PGFILEDESC = "ratelimit - rate limits enforced in the database, counted in Redis"
 
 REGRESS = setup type throttle algorithms functions headers inspect trigger simulate errors privileges settings
-REGRESS_OPTS = --inputdir=test --encoding=UTF8
+REGRESS_OPTS = --inputdir=$(srcdir)/test --encoding=UTF8
 ifneq ($(shell id -u),0)
 TAP_TESTS = 1
 endif
@@ -27,7 +27,7 @@ EXTRA_CLEAN = $(SCRIPTS_H) $(ALGORITHMS_H) $(OBJS:.o=.d)
 # The version is written in the control file only.
 EXTVERSION = $(shell sed -n "s/^default_version *= *'\(.*\)'.*/\1/p" $(srcdir)/ratelimit.control)
 
-PG_CPPFLAGS = -I$(srcdir)/src -DRL_VERSION='"$(EXTVERSION)"'
+PG_CPPFLAGS = -Isrc -I$(srcdir)/src -DRL_VERSION='"$(EXTVERSION)"'
 
 SHLIB_LINK += -lhiredis
 
@@ -57,8 +57,26 @@ say_without_tap:
 	@test -n "$(strip $(REGRESS))"
 endif
 
-# This is below the include, because PGXS sets PROVE_FLAGS.
-PROVE_FLAGS += -I $(srcdir)/test/t
+# This is below the include, because PGXS sets PROVE_FLAGS.  Tests run in $(srcdir).
+PROVE_FLAGS += -I test/t
+
+# A build in another folder needs the folders of the objects there.  pg_regress
+# looks for expected/ in the folder where it runs.  The names are absolute, because
+# make looks for relative names in $(srcdir) too.
+ifneq ($(realpath $(srcdir)),$(realpath .))
+FOLDERS = $(sort $(dir $(OBJS:%=$(CURDIR)/%)))
+$(OBJS) $(SCRIPTS_H) $(ALGORITHMS_H): | $(FOLDERS)
+$(FOLDERS):
+	mkdir -p $@
+
+installcheck: $(CURDIR)/expected
+$(CURDIR)/expected:
+	ln -s $(abspath $(srcdir))/expected $@
+clean: clean_link
+.PHONY: clean_link
+clean_link:
+	test ! -L expected || rm expected
+endif
 
 # A script is these files, one after another.  Redis gets their text as it is.
 lua = $(patsubst %,src/%.lua,$(1))

@@ -61,6 +61,46 @@ END
 }
 
 #
+# A build in another folder
+#
+
+# VPATH as pg_buildext gives it, and without.  The second folder is outside the sources.
+my $elsewhere = <<'END';
+set -euo pipefail
+. "$1/script/lib.sh"
+set_up
+build with_llvm=no DESTDIR="$T/expected"
+run make -s -C "$SRC" with_llvm=no clean
+find "$SRC" | sort >"$T/before"
+for folder in "$SRC/build" "$T/build"; do
+	run mkdir "$folder"
+	makefile=$SRC/Makefile
+	[[ $folder != "$SRC/build" ]] || makefile=../Makefile
+	args=(-s -j2 -C "$folder" -f "$makefile" with_llvm=no)
+	[[ $folder != "$T/build" ]] || args+=("VPATH=$SRC")
+	run make "${args[@]}" "DESTDIR=$T/installed" install
+	diff <(cd "$T/expected" && find . -type f | sort) <(cd "$T/installed" && find . -type f | sort) && echo same files
+	run rm -r "$T/installed"
+done
+find "$SRC" ! -path "$SRC/build*" | sort | cmp "$T/before" && echo clean sources
+run make "${args[@]}" install
+start_redis
+start_postgres
+run env RATELIMIT_REDIS_URL="$REDIS_UNIX_URL" make "${args[@]}" TAP_TESTS= REGRESS='setup type' installcheck && echo tested
+run make "${args[@]}" clean
+[[ -e $SRC/expected/type.out && -z $(find "$T/build" ! -type d) ]] && echo cleaned
+END
+{
+	local $ENV{PG_CONFIG} = "$bin/pg_config";
+	my $output = output_of('bash', '-c', $elsewhere, 'script', $root);
+
+	is(() = $output =~ /^same files$/mg, 2, 'builds in other folders install the same files') or diag $output;
+	like($output, qr/^clean sources$/m, 'they write nothing into the sources') or diag $output;
+	like($output, qr/^tested$/m, 'make installcheck runs in another folder') or diag $output;
+	like($output, qr/^cleaned$/m, 'make clean removes all files there, and none of the sources') or diag $output;
+}
+
+#
 # make installcheck
 #
 
