@@ -9,7 +9,7 @@ EXTENSION = ratelimit
 DATA = $(patsubst $(srcdir)/%,%,$(wildcard $(srcdir)/sql/ratelimit--*.sql))
 PGFILEDESC = "ratelimit - rate limits enforced in the database, counted in Redis"
 
-REGRESS = setup type throttle algorithms functions headers inspect trigger simulate errors privileges settings
+REGRESS = setup type throttle algorithms functions headers inspect trigger simulate plans errors privileges settings
 REGRESS_OPTS = --inputdir=$(srcdir)/test --encoding=UTF8
 ifneq ($(shell id -u),0)
 TAP_TESTS = 1

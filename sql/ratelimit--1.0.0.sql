@@ -27,11 +27,11 @@ CREATE TYPE rl_decision AS (
 );
 COMMENT ON TYPE rl_decision IS 'the answer to one action: whether it may happen, and the figures of the binding limit';
 COMMENT ON COLUMN rl_decision.allowed IS 'whether the action may happen; never NULL';
-COMMENT ON COLUMN rl_decision.capacity IS 'the size of the binding limit, in units of quota';
+COMMENT ON COLUMN rl_decision.capacity IS 'the size of the binding limit, in units of quota; NULL under unlimited and blocked';
 COMMENT ON COLUMN rl_decision.remaining IS 'units of quota that are still free now, after this action if it was allowed; NULL if no store decided';
 COMMENT ON COLUMN rl_decision.retry_after IS 'seconds until the same call can succeed if no other call takes quota; NULL when allowed, when no wait helps, and if no store decided';
 COMMENT ON COLUMN rl_decision.reset_after IS 'seconds until the limit is as if it had never been used; NULL if no store decided';
-COMMENT ON COLUMN rl_decision.source IS 'the part that decided: redis, local, denial_cache, ban, fail_open, fail_closed, shadow (refused, but allowed because of ratelimit.mode) or off';
+COMMENT ON COLUMN rl_decision.source IS 'the part that decided: redis, local, denial_cache, ban, fail_open, fail_closed, unlimited, blocked, shadow (refused, but allowed because of ratelimit.mode) or off';
 
 --
 -- The type rl_limits, stored as its canonical text: so output, send,
@@ -62,7 +62,7 @@ CREATE TYPE rl_limits (
 	INTERNALLENGTH = VARIABLE,
 	STORAGE = extended
 );
-COMMENT ON TYPE rl_limits IS 'one to eight limits that an action must all satisfy, such as ''throttle 30/1min burst 15, sliding_log 1000/1d''';
+COMMENT ON TYPE rl_limits IS 'one to eight limits that an action must all satisfy, such as ''throttle 30/1min burst 15, sliding_log 1000/1d''; or unlimited, which allows each action, or blocked, which refuses each action, without a store';
 
 -- The casts are implicit, so that a call with a bound parameter of type text or
 -- varchar finds the function.
@@ -211,7 +211,7 @@ CREATE FUNCTION rl_enforce(key text, limits rl_limits, quota bigint DEFAULT 1)
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME', 'rl_enforce_check' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_enforce(text, rl_limits, bigint) IS
-	'does the same as rl_check, but raises an error when the action is refused: PT429, or PT413 for more quota than the limit ever has; raises PT503 when the store fails and ratelimit.on_error is error or deny; other errors as for rl_check';
+	'does the same as rl_check, but raises an error when the action is refused: PT429, PT413 for more quota than the limit ever has, or PT403 under blocked; raises PT503 when the store fails and ratelimit.on_error is error or deny; other errors as for rl_check';
 
 CREATE FUNCTION rl_wait(key text, limits rl_limits, quota bigint DEFAULT 1, max_wait double precision DEFAULT NULL)
 	RETURNS rl_decision
@@ -235,7 +235,7 @@ CREATE FUNCTION rl_refund(key text, limits rl_limits, quota bigint)
 	RETURNS void
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_refund(text, rl_limits, bigint) IS
-	'refunds "quota" units to each of the limits, but never above full; an absent key stays absent; errors as for rl_peek';
+	'refunds "quota" units to each of the limits, but never above full; an absent key stays absent; does nothing under unlimited and blocked; errors as for rl_peek';
 
 CREATE FUNCTION rl_reset(key text)
 	RETURNS boolean
@@ -290,7 +290,7 @@ CREATE FUNCTION rl_headers(name text, limits rl_limits, decision rl_decision)
 	RETURNS jsonb
 	AS 'MODULE_PATHNAME', 'rl_headers_json' LANGUAGE C IMMUTABLE PARALLEL SAFE;
 COMMENT ON FUNCTION rl_headers(text, rl_limits, rl_decision) IS
-	'the header fields RateLimit-Policy, RateLimit and, when refused, Retry-After in whole seconds, as PostgREST''s response.headers has them; NULL raises 22004, a name that is not 1 to 128 printable ASCII characters and a decision of other limits 22023';
+	'the header fields RateLimit-Policy, RateLimit and, when refused, Retry-After in whole seconds, as PostgREST''s response.headers has them; an empty array under unlimited and blocked; NULL raises 22004, a name that is not 1 to 128 printable ASCII characters and a decision of other limits 22023';
 
 --
 -- The trigger
@@ -300,7 +300,7 @@ CREATE FUNCTION rl_enforce()
 	RETURNS trigger
 	AS 'MODULE_PATHNAME', 'rl_enforce_trigger' LANGUAGE C COST 1000;
 COMMENT ON FUNCTION rl_enforce() IS
-	'trigger that takes quota for each row, or, AFTER ... FOR EACH STATEMENT, for all rows of the statement together, by key: rl_enforce(key template, limits [, ''quota={column}''] [, ''on_deny=skip'']); errors: PT429 for a refused action, PT413 for more quota than the limit ever has, PT503 if the store fails and ratelimit.on_error is error or deny, 22004 for a NULL column, 22023, 22P02, 42703, 42804 or 0A000 for invalid arguments (see rl_triggers.problem)';
+	'trigger that takes quota for each row, or, AFTER ... FOR EACH STATEMENT, for all rows of the statement together, by key: rl_enforce(key template, limits [, ''quota={column}''] [, ''on_deny=skip'']); errors: PT429 for a refused action, PT413 for more quota than the limit ever has, PT403 under blocked, PT503 if the store fails and ratelimit.on_error is error or deny, 22004 for a NULL column, 22023, 22P02, 42703, 42804 or 0A000 for invalid arguments (see rl_triggers.problem)';
 
 CREATE FUNCTION rl_trigger_rule(trigger oid,
 		OUT key text, OUT limits text, OUT quota text, OUT on_deny text, OUT problem text, OUT warning text)
@@ -324,7 +324,7 @@ COMMENT ON COLUMN rl_triggers.enabled IS 'whether it fires in an ordinary sessio
 COMMENT ON COLUMN rl_triggers.key IS 'the template of the key; {column} stands for that column of the row';
 COMMENT ON COLUMN rl_triggers.limits IS 'the limits, as canonical text if they are valid';
 COMMENT ON COLUMN rl_triggers.quota IS 'how much a row costs, in units of quota: a number, or {column}';
-COMMENT ON COLUMN rl_triggers.on_deny IS 'error: a refused row raises PT429; skip: it is left out; PT413 and PT503 are raised with both';
+COMMENT ON COLUMN rl_triggers.on_deny IS 'error: a refused row raises PT429, or PT403 under blocked; skip: it is left out; PT413 and PT503 are raised with both';
 COMMENT ON COLUMN rl_triggers.problem IS 'NULL, or the error that each write to the table raises';
 COMMENT ON COLUMN rl_triggers.warning IS 'NULL, or how users can get around row security with this trigger, and which kind of trigger prevents that';
 

@@ -145,7 +145,7 @@ log_shadow(const Call *call)
 		return;
 	ereport(LOG_SERVER_ONLY,
 			(errmsg("rate limit \"%s\" would refuse key \"%s\"",
-					rl_limit_text(&action->limits->limit[answer->binding]),
+					rl_limit_text(action->limits, answer->binding),
 					rl_key_shown(action->key.data, action->key.len)),
 			 errdetail("The action takes %lld. It is allowed because ratelimit.mode is \"shadow\".",
 					   (long long) action->quota)));
@@ -159,12 +159,14 @@ log_shadow(const Call *call)
 static void
 set_unasked(const RlAction *action, RlAnswer *answer, bool allowed, RlSource source)
 {
+	const RlLimits *limits = action->limits;
+
 	/* The first limit comes last, because it is the binding limit of equal ones. */
-	for (int i = action->limits->n - 1; i >= 0; i--)
+	for (int i = rl_limits_rows(limits) - 1; i >= 0; i--)
 	{
 		answer->decision = (RlDecision) {
 			.allowed = allowed,
-			.capacity = action->limits->limit[i].capacity,
+			.capacity = limits->kind == RL_LISTED ? limits->limit[i].capacity : RL_UNKNOWN,
 			.remaining = RL_UNKNOWN,
 			.retry_after = allowed ? 0 : RL_NEVER,
 			.reset_after = RL_UNKNOWN,
@@ -255,7 +257,7 @@ report_refusal(Call *call)
 		return;
 	log_shadow(call);
 	allow_in_shadow(decision);
-	for (int i = 0; answer->each != NULL && i < action->limits->n; i++)
+	for (int i = 0; answer->each != NULL && i < rl_limits_rows(action->limits); i++)
 		if (!answer->each[i].allowed)
 			allow_in_shadow(&answer->each[i]);
 }
@@ -458,6 +460,17 @@ finish(Call *call, bool from_cache)
 		count(call->action, call->answer, outcome_of(decision), from_cache);
 }
 
+/* Decides and counts an action under limits that are unlimited or blocked. */
+static void
+decide_unasked(const RlAction *action, RlAnswer *answer)
+{
+	Call		call = {.action = action,.answer = answer};
+	RlDecision	decision = rl_unasked_decision(action->limits);
+
+	set_unasked(action, answer, decision.allowed, decision.source);
+	finish(&call, false);
+}
+
 /*
  * Takes n actions the whole way: begin, cache, ask, conclude, count.  calls is
  * room for n.  The code that a single action runs here is inlined, which saves
@@ -478,6 +491,11 @@ run(const RlAction *actions, int n, RlAnswer *answers, Call *calls, int64 *unans
 		if (rl_mode == RL_MODE_OFF)
 		{
 			set_unasked(&actions[i], &answers[i], true, RL_OFF);
+			continue;
+		}
+		if (actions[i].limits->kind != RL_LISTED)
+		{
+			decide_unasked(&actions[i], &answers[i]);
 			continue;
 		}
 		begin(call, &actions[i], &answers[i]);

@@ -73,6 +73,9 @@ rl_headers(const char *name, const RlLimits *limits, int binding, const RlDecisi
 	bool		retry = !decision->allowed && decision->retry_after != RL_NEVER;
 	int			n = 0;
 
+	/* unlimited and blocked have no policy, and no figures. */
+	if (limits->kind != RL_LISTED)
+		return 0;
 	initStringInfo(&field);
 	for (int i = 0; i < limits->n; i++)
 	{

@@ -280,7 +280,7 @@ define_outcome_settings(void)
 	/* Superuser only: clients rely on the SQLSTATE. */
 	DefineCustomEnumVariable("ratelimit.error_format",
 							 "Selects the form of the errors that refuse an action or report a failed store.",
-							 "sql: SQLSTATE PT429, PT413 or PT503, with detail and hint; postgrest: SQLSTATE PGRST with JSON, from which PostgREST answers with status and headers.",
+							 "sql: SQLSTATE PT429, PT403, PT413 or PT503, with detail and hint; postgrest: SQLSTATE PGRST with JSON, from which PostgREST answers with status and headers.",
 							 &rl_error_format,
 							 RL_FORMAT_SQL,
 							 error_format_options,
@@ -289,7 +289,7 @@ define_outcome_settings(void)
 
 	/* Superuser only, as log_min_messages is. */
 	DefineCustomEnumVariable("ratelimit.log_refusals",
-							 "Selects the refusals (SQLSTATE PT429) that are written to the server log.",
+							 "Selects the refusals (SQLSTATE PT429 and PT403) that are written to the server log.",
 							 "sampled: one a second for each key, and at most 20 a second (about 100 lines); all; none. Clients get each error.",
 							 &rl_log_refusals,
 							 RL_LOG_SAMPLED,

@@ -57,6 +57,7 @@
  * answer from an error of the last one.
  */
 #define ERRCODE_RATE_LIMITED MAKE_SQLSTATE('P', 'T', '4', '2', '9')
+#define ERRCODE_BLOCKED MAKE_SQLSTATE('P', 'T', '4', '0', '3')
 #define ERRCODE_ACTION_TOO_LARGE MAKE_SQLSTATE('P', 'T', '4', '1', '3')
 #define ERRCODE_STORE_FAILED MAKE_SQLSTATE('P', 'T', '5', '0', '3')
 #define ERRCODE_POSTGREST MAKE_SQLSTATE('P', 'G', 'R', 'S', 'T')
@@ -118,9 +119,17 @@ typedef struct RlStateTag
 
 StaticAssertDecl(sizeof(RlStateTag) == 16, "a state tag has padding");
 
+typedef enum RlLimitsKind
+{
+	RL_LISTED,
+	RL_UNLIMITED,				/* allows each action without a store */
+	RL_BLOCKED					/* refuses each action without a store */
+} RlLimitsKind;
+
 typedef struct RlLimits
 {
-	int			n;
+	RlLimitsKind kind;
+	int			n;				/* 0 unless they are listed */
 	bool		refunds;		/* one of them has refund_on_abort */
 	bool		timed;			/* charges may be refunded, which needs their time */
 	uint64		hash;			/* of the canonical text's meaning */
@@ -133,6 +142,8 @@ typedef enum RlSource
 	RL_FROM_LOCAL,
 	RL_FROM_DENIAL_CACHE,
 	RL_FROM_BAN,
+	RL_FROM_UNLIMITED,
+	RL_FROM_BLOCKED,
 	RL_FAIL_OPEN,
 	RL_FAIL_CLOSED,
 	RL_SHADOW,					/* shadow mode allows a refused action */
@@ -140,12 +151,12 @@ typedef enum RlSource
 } RlSource;
 
 #define RL_NEVER	(-1)		/* a wait: no wait will help */
-#define RL_UNKNOWN	(-1)		/* remaining or reset_after */
+#define RL_UNKNOWN	(-1)		/* capacity, remaining or reset_after */
 
 typedef struct RlDecision
 {
 	bool		allowed;
-	int64		capacity;
+	int64		capacity;		/* or RL_UNKNOWN: the limits are not listed */
 	int64		remaining;		/* or RL_UNKNOWN */
 	int64		retry_after;	/* 0 when allowed, or RL_NEVER */
 	int64		reset_after;	/* or RL_UNKNOWN */
@@ -237,6 +248,7 @@ typedef enum RlMode
 /*
  * A store, which keeps the state.  Each function returns false with the error set
  * if the store fails, and raises errors of wrong settings and of interrupts only.
+ * A store is not asked about limits that are unlimited or blocked.
  *
  * take decides an action and, as the action says, charges it if every limit allows
  * it.  It sets the decision of each limit and the answer's time, and adds to the

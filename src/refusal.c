@@ -20,11 +20,11 @@
 /* The name of the policy in header fields where no trigger names it. */
 #define DEFAULT_POLICY		"default"
 
-/* Returns true if a refused action can succeed later.  If not, its SQLSTATE is PT413. */
+/* Returns true if the error of a refused action is PT429 or PT403, and not PT413 or PT503. */
 bool
-rl_can_wait(const RlDecision *decision)
+rl_can_skip(const RlDecision *decision)
 {
-	return decision->retry_after != RL_NEVER;
+	return decision->retry_after != RL_NEVER || decision->source == RL_FROM_BLOCKED;
 }
 
 /*
@@ -70,20 +70,26 @@ set_detail(RlReport *report, const RlAction *action, const char *fact, const cha
 void
 rl_raise_refused(const RlAction *action, const RlAnswer *answer, const char *also)
 {
-	const RlLimit *limit = &action->limits->limit[answer->binding];
+	const char *limit = rl_limit_text(action->limits, answer->binding);
 	const RlDecision *decision = &answer->decision;
 	const char *policy = action->origin != NULL ? action->origin->trigger : DEFAULT_POLICY;
 	RlReport	report = {.sqlstate = ERRCODE_RATE_LIMITED,.origin = action->origin};
 
 	if (decision->source == RL_FAIL_CLOSED)
 		rl_raise_for(answer->error, action->origin);
-	if (!rl_can_wait(decision))
+	if (decision->source == RL_FROM_BLOCKED)
+	{
+		report.sqlstate = ERRCODE_BLOCKED;
+		report.message = psprintf("rate limit \"%s\" forbids the action", limit);
+		set_detail(&report, action, "is blocked.", also);
+	}
+	else if (decision->retry_after == RL_NEVER)
 	{
 		report.sqlstate = ERRCODE_ACTION_TOO_LARGE;
 		report.message = psprintf("action of %lld is larger than rate limit \"%s\" allows",
-								  (long long) action->quota, rl_limit_text(limit));
+								  (long long) action->quota, limit);
 		set_detail(&report, action,
-				   psprintf("never has more than %lld.", (long long) limit->capacity), also);
+				   psprintf("never has more than %lld.", (long long) decision->capacity), also);
 	}
 	else if (decision->ban_left > 0)
 	{
@@ -92,17 +98,16 @@ rl_raise_refused(const RlAction *action, const RlAnswer *answer, const char *als
 	}
 	else
 	{
-		report.message = psprintf("rate limit \"%s\" exceeded", rl_limit_text(limit));
+		report.message = psprintf("rate limit \"%s\" exceeded", limit);
 		set_detail(&report, action,
 				   psprintf("has %lld of %lld left; the action takes %lld.",
-							(long long) decision->remaining, (long long) limit->capacity,
+							(long long) decision->remaining, (long long) decision->capacity,
 							(long long) action->quota), also);
 	}
 	if (report.sqlstate == ERRCODE_RATE_LIMITED)
-	{
 		report.hint = rl_retry_hint(decision->retry_after);
+	if (report.sqlstate != ERRCODE_ACTION_TOO_LARGE)
 		report.domain = rl_refusal_mark(&action->key);
-	}
 	if (!rl_policy_name_is_valid(policy))
 		policy = DEFAULT_POLICY;
 	report.nheaders = rl_headers(policy, action->limits, answer->binding, decision, report.headers);

@@ -7,7 +7,7 @@
 
 #include "report.h"
 
-extern bool rl_can_wait(const RlDecision *decision);
+extern bool rl_can_skip(const RlDecision *decision);
 pg_noreturn extern void rl_raise_refused(const RlAction *action, const RlAnswer *answer,
 										 const char *also);
 

@@ -179,6 +179,22 @@ rl_combine(const RlDecision *decisions, int n, int *binding)
 	return combined;
 }
 
+/* Returns the decision under limits that are unlimited or blocked, for any key and quota. */
+RlDecision
+rl_unasked_decision(const RlLimits *limits)
+{
+	bool		allowed = limits->kind == RL_UNLIMITED;
+
+	return (RlDecision) {
+		.allowed = allowed,
+		.capacity = RL_UNKNOWN,
+		.remaining = RL_UNKNOWN,
+		.retry_after = allowed ? 0 : RL_NEVER,
+		.reset_after = RL_UNKNOWN,
+		.source = allowed ? RL_FROM_UNLIMITED : RL_FROM_BLOCKED
+	};
+}
+
 /*
  * Changes the decisions for a ban of the key that ends after "left".  in_force is
  * false if this refusal has started the ban.

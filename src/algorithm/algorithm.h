@@ -201,6 +201,7 @@ rl_algorithm(const RlLimit *limit)
 	return rl_algorithms[limit->algorithm];
 }
 
+extern RlDecision rl_unasked_decision(const RlLimits *limits);
 extern RlDecision rl_combine(const RlDecision *decisions, int n, int *binding);
 extern void rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force);
 

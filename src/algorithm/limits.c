@@ -3,7 +3,7 @@
  *		The type rl_limits: its grammar, its canonical text, and the rules for a
  *		limit's numbers.
  *
- *	limits    := limit { ',' limit }
+ *	limits    := limit { ',' limit } | unlimited | blocked
  *	limit     := [ algorithm ] count '/' period { option }
  *	period    := [ number ] unit
  *	option    := burst N | step PERIOD | from_first | count_denied
@@ -47,6 +47,12 @@ static const struct
 	{"s", "second", "seconds", RL_SECOND},
 	{"ms", "ms", "ms", RL_SECOND / 1000},
 	{"us", "us", "us", 1}
+};
+
+/* The texts of limits that are not listed. */
+static const char *const kind_texts[] = {
+	[RL_UNLIMITED] = "unlimited",
+	[RL_BLOCKED] = "blocked"
 };
 
 /*
@@ -328,6 +334,16 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 	return true;
 }
 
+/* Moves past the text of limits that are not listed, and returns their kind. */
+static RlLimitsKind
+take_kind(Scan *scan)
+{
+	for (RlLimitsKind kind = RL_UNLIMITED; kind < lengthof(kind_texts); kind++)
+		if (take_word(scan, kind_texts[kind]))
+			return kind;
+	return RL_LISTED;
+}
+
 static bool
 scan_limit(Scan *scan, RlLimit *limit)
 {
@@ -340,8 +356,11 @@ scan_limit(Scan *scan, RlLimit *limit)
 	skip_space(scan);
 	if (scan->at < scan->end && !is_digit(*scan->at))
 	{
+		Scan		word = *scan;
 		int			a;
 
+		if (take_kind(scan) != RL_LISTED)
+			return wrong_word(&word, "A word that has to be the whole text begins");
 		for (a = 0; a < RL_ALGORITHMS; a++)
 			if (take_word(scan, rl_algorithms[a]->name))
 				break;
@@ -373,8 +392,17 @@ bool
 rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error)
 {
 	Scan		scan = {text, text, text + len, error};
+	Scan		whole = scan;
 
 	limits->n = 0;
+	limits->kind = take_kind(&whole);
+	skip_space(&whole);
+	if (limits->kind != RL_LISTED && whole.at == whole.end)
+	{
+		rl_limits_complete(limits);
+		return true;
+	}
+	limits->kind = RL_LISTED;
 	do
 	{
 		Scan		limit_start;
@@ -435,14 +463,17 @@ append_limit(StringInfo text, const RlLimit *limit)
 		appendStringInfoString(text, " refund_on_abort");
 }
 
-/* Returns the canonical text of one limit, palloc'd. */
+/* Returns the canonical text of limit i, or of limits that are not listed, palloc'd. */
 char *
-rl_limit_text(const RlLimit *limit)
+rl_limit_text(const RlLimits *limits, int i)
 {
 	StringInfoData text;
 
 	initStringInfo(&text);
-	append_limit(&text, limit);
+	if (limits->kind == RL_LISTED)
+		append_limit(&text, &limits->limit[i]);
+	else
+		appendStringInfoString(&text, kind_texts[limits->kind]);
 	return text.data;
 }
 
@@ -452,6 +483,8 @@ rl_limits_text(const RlLimits *limits)
 {
 	StringInfoData text;
 
+	if (limits->kind != RL_LISTED)
+		return pstrdup(kind_texts[limits->kind]);
 	initStringInfo(&text);
 	for (int i = 0; i < limits->n; i++)
 	{
@@ -470,7 +503,7 @@ rl_limits_text(const RlLimits *limits)
 bool
 rl_limits_same(const RlLimits *a, const RlLimits *b)
 {
-	return a->n == b->n && memcmp(a->limit, b->limit, a->n * sizeof(RlLimit)) == 0;
+	return a->kind == b->kind && a->n == b->n && memcmp(a->limit, b->limit, a->n * sizeof(RlLimit)) == 0;
 }
 
 /* Sets refunds, timed and hash from the limits, which are complete. */
@@ -482,7 +515,7 @@ rl_limits_complete(RlLimits *limits)
 		limits->refunds |= limits->limit[i].refund_on_abort;
 	limits->timed = limits->refunds;
 	limits->hash = hash_bytes_extended((const unsigned char *) limits->limit,
-									   limits->n * sizeof(RlLimit), 0);
+									   limits->n * sizeof(RlLimit), limits->kind);
 }
 
 PG_FUNCTION_INFO_V1(rl_limits_in);

@@ -32,10 +32,24 @@ rl_same_state(const RlLimit *a, const RlLimit *b)
 	return rl_same_tag(rl_state_tag(a), rl_state_tag(b));
 }
 
+/* Returns true if they are limits, and not the mark of a free entry. */
+static inline bool
+rl_limits_given(const RlLimits *limits)
+{
+	return limits->n > 0 || limits->kind != RL_LISTED;
+}
+
+/* Returns the number of rows in rl_check_each: unlimited and blocked have a row too. */
+static inline int
+rl_limits_rows(const RlLimits *limits)
+{
+	return Max(limits->n, 1);
+}
+
 extern bool rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error);
 extern bool rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error);
 extern bool rl_limit_is_too_long(RlError *error);
-extern char *rl_limit_text(const RlLimit *limit);
+extern char *rl_limit_text(const RlLimits *limits, int i);
 extern char *rl_limits_text(const RlLimits *limits);
 extern bool rl_limits_same(const RlLimits *a, const RlLimits *b);
 extern void rl_limits_complete(RlLimits *limits);

@@ -36,7 +36,7 @@
 typedef struct Entry
 {
 	slock_t		mutex;			/* protects the counters */
-	RlLimits	limits;			/* n = 0: free; as the next two, protected by
+	RlLimits	limits;			/* none: free; as the next two, protected by
 								 * the lock */
 	int			scope_len;		/* 0: the key has no scope */
 	char		scope[MAX_SCOPE];	/* in UTF-8 */
@@ -62,6 +62,7 @@ static LWLock *lock;
 static void
 empty(Entry *entry)
 {
+	entry->limits.kind = RL_LISTED;
 	entry->limits.n = 0;
 	memset(entry->outcomes, 0, sizeof(entry->outcomes));
 	entry->from_cache = entry->from_local = entry->round_trips = entry->redis_us = 0;
@@ -108,7 +109,7 @@ find_entry(const RlLimits *limits, const char *scope, int scope_len)
 	{
 		Entry	   *entry = &counters->entries[(hash + i) % ENTRIES];
 
-		if (entry->limits.n == 0 ||
+		if (!rl_limits_given(&entry->limits) ||
 			(entry->limits.hash == limits->hash && entry->scope_len == scope_len &&
 			 memcmp(entry->scope, scope, scope_len) == 0 && rl_limits_same(&entry->limits, limits)))
 			return entry;
@@ -127,7 +128,7 @@ get_entry(const RlLimits *limits, const char *scope, int scope_len, uint32 *rese
 
 	LWLockAcquire(lock, LW_SHARED);
 	entry = find_entry(limits, scope, scope_len);
-	if (entry != NULL && entry->limits.n == 0)
+	if (entry != NULL && !rl_limits_given(&entry->limits))
 	{
 		LWLockRelease(lock);
 		LWLockAcquire(lock, LW_EXCLUSIVE);

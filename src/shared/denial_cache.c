@@ -49,7 +49,7 @@
 typedef struct Entry
 {
 	RlKeyHash	key_hash;
-	RlLimits	limits;			/* n = 0: free */
+	RlLimits	limits;			/* listed; n = 0: free */
 	bool		debug;			/* the times are by ratelimit.debug_now */
 	int64		quota;
 	int64		asked;			/* on this server's clock, also the next two */

@@ -179,6 +179,8 @@ static const char source_names[][MAX_SOURCE] = {
 	[RL_FROM_LOCAL] = "local",
 	[RL_FROM_DENIAL_CACHE] = "denial_cache",
 	[RL_FROM_BAN] = "ban",
+	[RL_FROM_UNLIMITED] = "unlimited",
+	[RL_FROM_BLOCKED] = "blocked",
 	[RL_FAIL_OPEN] = "fail_open",
 	[RL_FAIL_CLOSED] = "fail_closed",
 	[RL_SHADOW] = "shadow",
@@ -203,6 +205,7 @@ set_decision(const RlDecision *d, Datum *values, bool *nulls)
 	memset(nulls, false, DECISION_COLUMNS * sizeof(bool));
 	values[0] = BoolGetDatum(d->allowed);
 	values[1] = Int64GetDatum(d->capacity);
+	nulls[1] = d->capacity == RL_UNKNOWN;
 	values[2] = Int64GetDatum(d->remaining);
 	nulls[2] = d->remaining == RL_UNKNOWN;
 	set_seconds(&values[3], &nulls[3], d->retry_after,
@@ -290,12 +293,12 @@ rl_decision_argument(FunctionCallInfo fcinfo, int n)
 	check_decision_type(HeapTupleHeaderGetTypeId(row), desc);
 	heap_deform_tuple(&(HeapTupleData) {.t_data = row}, desc, values, nulls);
 	ReleaseTupleDesc(desc);
-	if (nulls[0] || nulls[1])
+	if (nulls[0])
 		ereport(ERROR,
 				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
-				 errmsg("allowed and capacity of decision must not be null")));
+				 errmsg("allowed of decision must not be null")));
 	decision.allowed = DatumGetBool(values[0]);
-	decision.capacity = DatumGetInt64(values[1]);
+	decision.capacity = nulls[1] ? RL_UNKNOWN : DatumGetInt64(values[1]);
 	decision.remaining = nulls[2] ? RL_UNKNOWN : Max(DatumGetInt64(values[2]), 0);
 	decision.retry_after = decision.allowed ? 0 : seconds_value(values[3], nulls[3], RL_NEVER);
 	decision.reset_after = seconds_value(values[4], nulls[4], RL_UNKNOWN);

@@ -212,8 +212,8 @@ static void
 return_decisions(FunctionCallInfo fcinfo, const RlLimits *limits, const RlDecision *decisions)
 {
 	InitMaterializedSRF(fcinfo, 0);
-	for (int i = 0; i < limits->n; i++)
-		rl_put_decision(fcinfo, CStringGetTextDatum(rl_limit_text(&limits->limit[i])), &decisions[i]);
+	for (int i = 0; i < rl_limits_rows(limits); i++)
+		rl_put_decision(fcinfo, CStringGetTextDatum(rl_limit_text(limits, i)), &decisions[i]);
 }
 
 PG_FUNCTION_INFO_V1(rl_check_each);
@@ -238,7 +238,9 @@ rl_peek(PG_FUNCTION_ARGS)
 	RlAnswer	answer = {0};
 	RlError		error;
 
-	if (!rl_asked_store()->take(&action, each, &answer, &error))
+	if (action.limits->kind != RL_LISTED)
+		each[0] = rl_unasked_decision(action.limits);
+	else if (!rl_asked_store()->take(&action, each, &answer, &error))
 		rl_raise(&error);
 	return_decisions(fcinfo, action.limits, each);
 	return (Datum) 0;
@@ -272,6 +274,8 @@ rl_refund(PG_FUNCTION_ARGS)
 	const RlStore *store;
 	RlError		error;
 
+	if (limits->kind != RL_LISTED)
+		PG_RETURN_VOID();
 	rl_denial_delete(&key);
 	for (int i = 0; i < limits->n; i++)
 		left[i] = rl_grants_refund(&key, &limits->limit[i], quota, rl_store()->is_local);
@@ -302,6 +306,8 @@ rl_reset(PG_FUNCTION_ARGS)
 	bool		found;
 	RlError		error;
 
+	if (limits != NULL && limits->kind != RL_LISTED)
+		PG_RETURN_BOOL(false);
 	rl_denial_delete(&key);
 	rl_grants_forget(&key, limits, rl_store()->is_local);
 	end_repair(&key, rl_asked_store()->reset(&key, limits, &found, &error), &error);

@@ -30,7 +30,7 @@ name_argument(FunctionCallInfo fcinfo, int n)
  * row does not name the limit.  So this is the first limit that has the same
  * capacity and can take as long as the decision says to become free; under a ban
  * the waits are those of the ban, so only the capacity is compared.  Raises an error
- * if no limit has the capacity.
+ * if no limit has the capacity; the capacity under unlimited or blocked is NULL.
  */
 static int
 binding_limit(const RlLimits *limits, const RlDecision *decision)
@@ -48,10 +48,11 @@ binding_limit(const RlLimits *limits, const RlDecision *decision)
 			(binding < 0 || wait / periods <= limit->period))
 			binding = i;
 	}
-	if (binding < 0)
+	if (binding < 0 && (limits->kind == RL_LISTED || decision->capacity != RL_UNKNOWN))
 		ereport(ERROR,
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("decision is not one under these limits"),
+				 decision->capacity == RL_UNKNOWN ? errdetail("Its capacity is NULL.") :
 				 errdetail("Its capacity is %lld.", (long long) decision->capacity)));
 	return binding;
 }

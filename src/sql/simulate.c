@@ -49,7 +49,7 @@ argument(WindowObject window, int n, const char *name)
 static void
 set_limits(Partition *partition, const RlLimits *limits)
 {
-	if (partition->limits.n == 0)
+	if (!rl_limits_given(&partition->limits))
 	{
 		partition->limits = *limits;
 		for (int i = 0; i < limits->n; i++)
@@ -124,8 +124,13 @@ rl_simulate(PG_FUNCTION_ARGS)
 		wanted += rl_chunks_wanted(&partition->limits.limit[i], &partition->states[i],
 								   &partition->pool, now, quota);
 	reserve_chunks(partition, wanted);
-	rl_act(&partition->limits, partition->states, &partition->pool, &partition->banned_until,
-		   now, quota, true, decisions);
-	decision = rl_combine(decisions, partition->limits.n, &binding);
+	if (partition->limits.kind != RL_LISTED)
+		decision = rl_unasked_decision(&partition->limits);
+	else
+	{
+		rl_act(&partition->limits, partition->states, &partition->pool, &partition->banned_until,
+			   now, quota, true, decisions);
+		decision = rl_combine(decisions, partition->limits.n, &binding);
+	}
 	return rl_decision_row(fcinfo, &decision);
 }

@@ -44,7 +44,7 @@ enforce_row(TriggerData *data, Rule *rule)
 	if (!answer.decision.allowed)
 	{
 		/* A row that is skipped for a failure or for its size would be lost unnoticed. */
-		if (rule->skip && rl_can_wait(&answer.decision))
+		if (rule->skip && rl_can_skip(&answer.decision))
 			return PointerGetDatum(NULL);
 		rl_raise_refused(&action, &answer, NULL);
 	}
@@ -147,7 +147,7 @@ describe_rule(Relation rel, const Trigger *trigger, Datum *values, bool *nulls)
 	Rule	   *rule = rl_rule_make(rel, trigger, &valid, &error);
 
 	rl_set_text(values, nulls, 0, rule->nargs > 0 ? rule->args[0] : NULL);
-	rl_set_text(values, nulls, 1, rule->limits.n > 0 ? rl_limits_text(&rule->limits) :
+	rl_set_text(values, nulls, 1, rl_limits_given(&rule->limits) ? rl_limits_text(&rule->limits) :
 				rule->nargs > 0 ? rule->args[1] : NULL);
 	rl_set_text(values, nulls, 2, rule->quota_text ? rule->quota_text : "1");
 	rl_set_text(values, nulls, 3, rule->skip ? "skip" : "error");

@@ -145,7 +145,7 @@ check_quota_fits(const Rule *rule, RlError *error)
 			continue;
 		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
 					 "quota %lld is more than limit \"%s\" ever allows",
-					 (long long) rule->quota, rl_limit_text(limit));
+					 (long long) rule->quota, rl_limit_text(&rule->limits, i));
 		return false;
 	}
 	return true;

@@ -88,3 +88,19 @@ PREPARE q (text, varchar) AS SELECT allowed, capacity FROM rl_check($1, $2);
 EXECUTE q ('prepared', '5/10s');
 PREPARE r AS SELECT allowed, capacity FROM rl_check($1, $2);
 EXECUTE r ('prepared', '5/10s');
+
+-- unlimited and blocked are the whole text.
+SELECT w::rl_limits, w::rl_limits::text::rl_limits = w::rl_limits AS same FROM (VALUES ('unlimited'), (' BLOCKED ')) v (w);
+SELECT w, f.* FROM (VALUES
+	(1, 'unlimited, 5/10s'), (2, '5/10s, unlimited'), (3, 'unlimited,'), (4, 'blocked blocked'), (5, ' blocked 5/10s'),
+	(6, '5/10s blocked'), (7, 'unlimitedly'), (8, 'throttle unlimited'), (9, 'blocked, unlimited')
+) v (id, w), LATERAL failure(format('SELECT %L::rl_limits', w)) f ORDER BY id;
+CREATE TABLE plans (limits rl_limits);
+INSERT INTO plans VALUES ('unlimited'), ('blocked'), ('5/10s'), ('Unlimited'), ('blocked');
+CREATE INDEX ON plans (limits);
+CREATE INDEX ON plans USING hash (limits);
+SELECT limits, count(*) FROM plans GROUP BY limits ORDER BY limits;
+SELECT count(*) FROM plans a JOIN plans b USING (limits);
+SELECT rl_limits_hash('unlimited') = rl_limits_hash(' unlimited') AS same, 'unlimited'::rl_limits = 'blocked' AS equal;
+SELECT encode(rl_limits_send('Blocked'), 'escape') AS sent;
+DROP TABLE plans;
