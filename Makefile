@@ -100,6 +100,13 @@ src/redis/masters.lua.h: $(call lua,redis/masters)
 src/redis/inspect.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/inspect)
 src/redis/version.lua.h: $(call lua,redis/version)
 
+# The archive for PGXN: the last commit, without the files that .gitattributes names.
+EXTVERSION = $(shell sed -n "s/^default_version = '\(.*\)'/\1/p" $(srcdir)/ratelimit.control)
+.PHONY: dist
+dist:
+	mkdir -p dist
+	git -C $(srcdir) archive --format=zip --prefix=ratelimit-$(EXTVERSION)/ HEAD >dist/ratelimit-$(EXTVERSION).zip
+
 .DELETE_ON_ERROR:
 $(ALGORITHMS_H) $(filter-out %/alone.lua.h %/check.lua.h,$(SCRIPTS_H)):
 	sed -e 's/\\/\\\\/g' -e 's/"/\\"/g' -e 's/^/"/' -e 's/$$/\\n"/' $^ > $@

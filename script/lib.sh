@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 #
-# The parts that script/demo, script/test and script/bench share: packages, a
+# The parts that script/demo, script/test, script/bench and script/package share: packages, a
 # temporary folder with a private copy of the sources and of PostgreSQL, and
 # private servers in it.  Source this file under "set -euo pipefail", then call
 # set_up once.  When the script ends, in whatever way, the servers are stopped and
@@ -26,6 +26,10 @@
 #   stop_postgres            stops the cluster (fast shutdown)
 #   sql [PSQL_ARG...]        runs psql: quiet, and it stops at the first error
 #   at_end                   a script may define it; it runs first when the script ends
+#   new_folder               makes $FOLDER for in_chroot, with the sources in $FOLDER/tmp/src
+#   in_chroot NAME SERVERS LOG COMMAND...  runs COMMAND by script/chroot, on $FOLDER/tmp.
+#                            Prints its output, and writes it to LOG.  Its status is lost.
+#   remove_folder            removes $FOLDER
 #
 # After set_up:  T (temporary folder, owned by the unprivileged user), SRC,
 # BIN (PostgreSQL's programs), PG_CONFIG, PG_MAJOR, REDIS_SERVER, REDIS_CLI,
@@ -42,9 +46,14 @@
 # shellcheck disable=SC2034 # for the scripts
 TEST_PACKAGES=(libipc-run-perl strace libssl-dev openssl)
 
+# Further packages that build Debian packages.
+# shellcheck disable=SC2034 # for the scripts
+BUILD_PACKAGES=(dpkg-dev debhelper lintian postgresql-server-dev-all libssl-dev)
+
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 T='' AS=() POSTGRES_ENV=()
 CHILD='' REDIS_PID='' REDIS_PORT='' POSTGRES_UP='' HELD=()
+FOLDER='' LIFELINE='' ELSEWHERE=''
 
 PG_CONFIG=${PG_CONFIG:-}
 REDIS_SERVER=${REDIS_SERVER:-}
@@ -73,6 +82,12 @@ clean_up() {
 	trap '' INT TERM HUP
 	set +e
 	at_end
+	if [[ -n $LIFELINE ]]; then
+		# script/chroot ends when its standard input is closed.
+		exec {LIFELINE}>&-
+		wait "$ELSEWHERE"
+	fi
+	[[ -z $FOLDER ]] || remove_folder
 	release_services
 	if [[ -n $CHILD ]]; then
 		kill -TERM -- "-$CHILD" 2>/dev/null
@@ -444,3 +459,33 @@ stop_postgres() {
 }
 
 sql() { "${AS[@]}" "$BIN/psql" -X -q -P pager=off -v ON_ERROR_STOP=1 "$@"; }
+
+#
+# Chroots
+#
+
+new_folder() {
+	FOLDER=$(as_root mktemp -d /tmp/ratelimit.XXXXXX) || return 1
+	as_root mkdir -m 1777 "$FOLDER/tmp"
+	as_root mkdir "$FOLDER/tmp/src"
+	sources | as_root tar -C "$FOLDER/tmp/src" -xf - --no-same-owner
+}
+
+remove_folder() {
+	as_root rm -rf --one-file-system "$FOLDER"
+	FOLDER=''
+}
+
+in_chroot() {
+	local name=$1 servers=$2 log=$3
+	shift 3
+	# This process ignores signals, so that it lives until script/chroot has ended.
+	exec {LIFELINE}> >(
+		trap : INT TERM HUP
+		as_root "$ROOT/script/chroot" "$name" "$servers" "$FOLDER/tmp" "$@" 2>&1 | tee "$log" | sed -u 's/^/    /'
+	)
+	ELSEWHERE=$!
+	wait "$ELSEWHERE" || true
+	exec {LIFELINE}>&-
+	LIFELINE=''
+}

@@ -20,7 +20,16 @@ package DocPage;
 use strict;
 use warnings FATAL => 'all';
 
-use PostgreSQL::Test::Utils;
+my $border = '=== the next block ===';
+
+sub slurp
+{
+	my ($file) = @_;
+
+	open my $in, '<', $file or die "$file: $!\n";
+	local $/;
+	return scalar <$in>;
+}
 
 # Reads a page.  A block is a hash: language, text, line (of its first line),
 # and output, the index of the block that shows its output, if there is one.
@@ -30,7 +39,7 @@ sub new
 	my (@blocks, @headings, $block, $prose, $gap);
 	my $n = 0;
 
-	foreach my $line (split /\n/, slurp_file($file))
+	foreach my $line (split /\n/, slurp($file))
 	{
 		$n++;
 		if ($block)
@@ -58,6 +67,13 @@ sub new
 
 # Returns the blocks that run.
 sub commands { my ($self) = @_; return grep { $_->{language} eq 'sql' } @{ $self->{blocks} }; }
+
+# Returns the input of a psql that runs the blocks.
+sub script { my ($self) = @_; return join '', map { "$_->{text}\n\\echo '$border'\n" } $self->commands; }
+
+# Returns the outputs of the blocks, of all that psql has printed for script().  If it
+# ran all blocks, an empty text follows.
+sub outputs { my ($self, $printed) = @_; return split /^\Q$border\E\n/m, $printed, -1; }
 
 # Returns the output that the page shows for a block, or undef.
 sub shown
@@ -99,7 +115,7 @@ sub anchors
 sub with_outputs
 {
 	my ($self, @outputs) = @_;
-	my @lines = split /\n/, slurp_file($self->{file});
+	my @lines = split /\n/, slurp($self->{file});
 
 	foreach my $block (reverse $self->commands)
 	{
@@ -126,6 +142,16 @@ sub plain
 	$text =~ s/^ //gm;
 	$text =~ s/\A\n+|\n+\z//g;
 	return $text;
+}
+
+# Returns true if the output is that of the page, or without an error where the page
+# shows none.
+sub right
+{
+	my ($self, $block, $printed) = @_;
+	my $shown = $self->shown($block);
+
+	return defined $shown ? matches($shown, $printed) : $printed !~ /^(?:ERROR|FATAL|PANIC):|^\\|invalid command/m;
 }
 
 # Returns true if psql has printed the output that the page shows.
