@@ -132,17 +132,23 @@ rl_node_find(const RlAddress *address, uint64 route)
 		forget(node);
 		node->address = *address;
 	}
-	/* Shared memory may have been created since the last call. */
+	node->used = route;
+	return node;
+}
+
+/* Returns the node's breaker, or NULL without shared memory, which may be created after the node. */
+RlBreaker *
+rl_node_breaker(RlNode *node)
+{
 	if (node->breaker == NULL && rl_shared_available())
 	{
 		char		name[RL_MAX_SERVER];
 
-		rl_address_name(address, name);
+		rl_address_name(&node->address, name);
 		node->breaker = rl_target.deployment == RL_SENTINELS ? rl_target_breaker(&rl_target)
 			: rl_breaker_find(name);
 	}
-	node->used = route;
-	return node;
+	return node->breaker;
 }
 
 /*

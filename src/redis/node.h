@@ -15,7 +15,7 @@
 typedef struct RlNode
 {
 	RlAddress	address;
-	RlBreaker  *breaker;		/* NULL: no shared memory */
+	RlBreaker  *breaker;		/* as rl_node_breaker returns it */
 	RlConnection conn;
 	uint64		used;			/* number of the route that used it last; 0: free */
 	uint64		lost;			/* number of the route that found it lost last */
@@ -30,6 +30,7 @@ extern int	rl_node_number(const RlNode *node);
 extern RlNode *rl_node_numbered(int number);
 extern RlNode *rl_node_at(const RlAddress *address);
 extern RlNode *rl_node_find(const RlAddress *address, uint64 route);
+extern RlBreaker *rl_node_breaker(RlNode *node);
 extern RlNode *rl_node_that_has(int slot);
 extern RlNode *rl_node_in_use(void);
 

@@ -203,7 +203,7 @@ rl_route_try(RlRoute *route, bool *others, RlError *error)
 
 	*others = true;
 	node->used = route->number;
-	if (is_admitted(route, node->breaker, error))
+	if (is_admitted(route, rl_node_breaker(node), error))
 	{
 		int64		start;
 		int64		left;

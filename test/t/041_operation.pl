@@ -375,6 +375,8 @@ $node->safe_psql('postgres', q{
 	GRANT pg_monitor TO watching;
 });
 my %user = map { $_ => session($node, 'postgres', $_) } qw(plain watching);
+# A call loads the library, unless it is preloaded.
+$user{plain}->ask(q{SELECT rl_key('a')});
 foreach my $sql ('SELECT * FROM rl_stat', 'SELECT * FROM rl_denied', 'SELECT * FROM rl_stat()', 'SELECT * FROM rl_denied()', 'SELECT * FROM rl_status()')
 {
 	$user{plain}->ask($sql);
