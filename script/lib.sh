@@ -48,7 +48,7 @@ TEST_PACKAGES=(libipc-run-perl strace libssl-dev openssl)
 
 # Further packages that build Debian packages.
 # shellcheck disable=SC2034 # for the scripts
-BUILD_PACKAGES=(dpkg-dev debhelper lintian postgresql-server-dev-all libssl-dev)
+BUILD_PACKAGES=(build-essential debhelper lintian postgresql-server-dev-all libssl-dev)
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 T='' AS=() POSTGRES_ENV=()
