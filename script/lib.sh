@@ -44,7 +44,7 @@
 
 # Further packages that the tests use.
 # shellcheck disable=SC2034 # for the scripts
-TEST_PACKAGES=(libipc-run-perl strace libssl-dev openssl)
+TEST_PACKAGES=(libipc-run-perl strace libssl-dev openssl prometheus prometheus-sql-exporter)
 
 # Further packages that build Debian packages.
 # shellcheck disable=SC2034 # for the scripts
@@ -111,7 +111,7 @@ servers() {
 		[[ $(readlink "$pid/cwd" 2>/dev/null)/ == "$T"/* ]] || continue
 		name=$(cat "$pid/comm" 2>/dev/null) || continue
 		case $name in
-			postgres | redis-* | valkey-*) echo "${pid#/proc/} $name" ;;
+			postgres | redis-* | valkey-* | prometheus*) echo "${pid#/proc/} $name" ;;
 		esac
 	done
 }
