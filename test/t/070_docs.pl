@@ -1,4 +1,4 @@
-# The pages: README.md and docs/*.md.  Every SQL block runs and prints the output of
+# The pages: *.md and docs/*.md.  Every SQL block runs and prints the output of
 # the page, every link has a target, and the pictures are those of script/plots.
 # docs/reference.md names exactly the names of the code and the catalogs.  DocPage.pm
 # has the convention of the blocks.
@@ -20,7 +20,7 @@ use RedisServer;
 use Test::More;
 
 my $root = "$FindBin::RealBin/../..";
-my %page = map { (substr($_, length("$root/")) => DocPage->new($_)) } "$root/README.md", glob "$root/docs/*.md";
+my %page = map { (substr($_, length("$root/")) => DocPage->new($_)) } glob "$root/*.md $root/docs/*.md";
 my $redis = RedisServer->new->start;
 my $node = shared_node($redis, "ratelimit.redis_url = '" . $redis->url(tcp => 1, db => 0) . "'", 'timezone = UTC');
 my @roles = split /\n/, $node->safe_psql('postgres', 'SELECT rolname FROM pg_roles');

@@ -58,6 +58,13 @@ $node->safe_psql('postgres', 'CREATE ROLE web_anon; CREATE DATABASE installed');
 $node->safe_psql('installed', 'CREATE EXTENSION ratelimit');
 my $installed = catalogs($node, 'installed');
 cmp_ok(scalar keys %$installed, '>', 100, 'the extension has ' . keys(%$installed) . ' objects');
+is($node->safe_psql('installed', "SELECT extversion FROM pg_extension WHERE extname = 'ratelimit'"), $version, "its version is $version");
+SKIP:
+{
+	skip 'pg_get_loaded_modules() is of PostgreSQL 18' unless $node->safe_psql('postgres', 'SHOW server_version_num') >= 180000;
+	is($node->safe_psql('postgres', "SELECT version FROM pg_get_loaded_modules() WHERE module_name = 'ratelimit'"), $version,
+		"the library's version is $version");
+}
 my ($owner) = $installed->{'extension ratelimit'}{extowner} =~ /^role (.*)$/;
 
 #
