@@ -1,15 +1,15 @@
 MODULE_big = ratelimit
-OBJS = $(patsubst %,src/%.o,ratelimit error report decide refusal headers transaction refund \
-	$(patsubst %,sql/%,functions inspect check_many trigger trigger_statement trigger_rule arguments key simulate status postgrest) \
+OBJS = $(patsubst %,src/%.o,ratelimit error report decide take_all refusal headers transaction refund \
+	$(patsubst %,sql/%,functions inspect check_many check_all trigger trigger_statement trigger_rule arguments key simulate status postgrest) \
 	$(patsubst %,algorithm/%,limits algorithm inspect gcra token_bucket fixed_window sliding log) \
-	$(patsubst %,redis/%,store scan scripts command pipeline route node cluster sentinel address connection stream socket tls resp) \
-	$(patsubst %,shared/%,shared local_store local_inspect cells denial_cache counters breaker refusal_log siphash))
+	$(patsubst %,redis/%,store take scan scripts command pipeline route node cluster sentinel address connection stream socket tls resp) \
+	$(patsubst %,shared/%,shared local_store local_inspect cells heap denial_cache counters breaker refusal_log siphash))
 
 EXTENSION = ratelimit
 DATA = $(patsubst $(srcdir)/%,%,$(wildcard $(srcdir)/sql/ratelimit--*.sql))
 PGFILEDESC = "ratelimit - rate limits enforced in the database, counted in Redis"
 
-REGRESS = setup type throttle algorithms functions headers inspect trigger simulate plans errors privileges settings
+REGRESS = setup type throttle algorithms functions check_all headers inspect trigger simulate plans errors privileges settings
 REGRESS_OPTS = --inputdir=$(srcdir)/test --encoding=UTF8
 ifneq ($(shell id -u),0)
 TAP_TESTS = 1
@@ -20,7 +20,7 @@ PROVE_TESTS = test/t/*.pl
 # one limit without a ban: src/algorithm/<name>.lua.
 ALGORITHMS = throttle token_bucket fixed_window sliding_window sliding_log
 ALONE = throttle
-SCRIPTS_H = $(patsubst %,src/redis/%.lua.h,alone check check_mixed refund refund_charges reset ban bans masters inspect version)
+SCRIPTS_H = $(patsubst %,src/redis/%.lua.h,alone check check_mixed check_all refund refund_charges reset ban bans masters inspect version)
 ALGORITHMS_H = $(patsubst %,src/redis/%.lua.h,$(ALONE:%=alone_%) $(ALGORITHMS:%=check_%))
 EXTRA_CLEAN = $(SCRIPTS_H) $(ALGORITHMS_H) $(OBJS:.o=.d)
 
@@ -81,6 +81,7 @@ endif
 # A script is these files, one after another.  Redis gets their text as it is.
 lua = $(patsubst %,src/%.lua,$(1))
 STATE_LUA = $(call lua,redis/clock redis/state)
+CHECK_LUA = $(call lua,redis/act redis/check)
 
 # The Lua files of an algorithm: the file of its name, unless a list is here.
 throttle_lua = gcra
@@ -88,9 +89,10 @@ sliding_log_lua = log log_change sliding_log
 algorithm_lua = $(call lua,$(addprefix algorithm/,$(or $($(1)_lua),$(1))))
 ALGORITHMS_LUA = $(foreach a,$(ALGORITHMS),$(call algorithm_lua,$(a)))
 
-$(foreach a,$(ALGORITHMS),$(eval src/redis/check_$(a).lua.h: $(STATE_LUA) $(call algorithm_lua,$(a)) $(call lua,redis/check)))
+$(foreach a,$(ALGORITHMS),$(eval src/redis/check_$(a).lua.h: $(STATE_LUA) $(call algorithm_lua,$(a)) $(CHECK_LUA)))
 $(ALONE:%=src/redis/alone_%.lua.h): src/redis/alone_%.lua.h: $(call lua,redis/clock algorithm/%)
-src/redis/check_mixed.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/check)
+src/redis/check_mixed.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(CHECK_LUA)
+src/redis/check_all.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/act redis/check_all)
 src/redis/refund.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/refund)
 src/redis/refund_charges.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,algorithm/log_refund redis/refund_charges)
 src/redis/reset.lua.h: $(STATE_LUA) $(call lua,algorithm/log redis/reset)

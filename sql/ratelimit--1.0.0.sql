@@ -213,6 +213,22 @@ CREATE FUNCTION rl_enforce(key text, limits rl_limits, quota bigint DEFAULT 1)
 COMMENT ON FUNCTION rl_enforce(text, rl_limits, bigint) IS
 	'does the same as rl_check, but raises an error when the action is refused: PT429, PT413 for more quota than the limit ever has, or PT403 under blocked; raises PT503 when the store fails and ratelimit.on_error is error or deny; other errors as for rl_check';
 
+CREATE FUNCTION rl_check_all(keys text[], limits rl_limits[], quotas bigint[] DEFAULT NULL,
+		OUT key text, OUT allowed boolean, OUT capacity bigint, OUT remaining bigint,
+		OUT retry_after double precision, OUT reset_after double precision, OUT source text)
+	RETURNS SETOF record
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 2;
+COMMENT ON FUNCTION rl_check_all(text[], rl_limits[], bigint[]) IS
+	'takes quota from one to eight keys, each under the limits at its place in "limits", or from none of them, and returns a row for each key, in the order of "keys", with the decision of its limits; the quota was taken if all rows are allowed; if "quotas" is NULL, each key is charged 1 unit; errors: 22023 for the same key twice, for no or more than eight keys, or for more than eight limits of sliding_window and sliding_log together, 2202E for arrays of different lengths or more than one dimension, 22004 for a NULL array of keys or limits or a NULL in an array, and those of rl_check';
+
+CREATE FUNCTION rl_enforce_all(keys text[], limits rl_limits[], quotas bigint[] DEFAULT NULL,
+		OUT key text, OUT allowed boolean, OUT capacity bigint, OUT remaining bigint,
+		OUT retry_after double precision, OUT reset_after double precision, OUT source text)
+	RETURNS SETOF record
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 2;
+COMMENT ON FUNCTION rl_enforce_all(text[], rl_limits[], bigint[]) IS
+	'does the same as rl_check_all, but raises an error when the action is refused: PT429, or PT413 for more quota than a limit ever has; raises PT503 when the store fails and ratelimit.on_error is error or deny; other errors as for rl_check_all';
+
 CREATE FUNCTION rl_wait(key text, limits rl_limits, quota bigint DEFAULT 1, max_wait double precision DEFAULT NULL)
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;

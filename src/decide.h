@@ -13,6 +13,7 @@ extern const RlStore *rl_store(void);
 extern const RlStore *rl_asked_store(void);
 extern void rl_decide(const RlAction *action, RlAnswer *answer);
 extern void rl_decide_many(const RlAction *actions, int n, RlAnswer *answers, int64 *unanswered);
+extern void rl_decide_all(const RlAction *actions, int n, RlAnswer *answers);
 extern void rl_count_wait(const RlAction *action, const RlAnswer *answer, bool error);
 
 #endif							/* DECIDE_H */

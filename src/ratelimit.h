@@ -31,6 +31,8 @@
 #endif
 
 #define RL_MAX_LIMITS		8
+#define RL_MAX_KEYS			8	/* of one action */
+#define RL_MAX_SLIDING		8	/* limits with entries of one action on several keys */
 #define RL_MAX_COUNT		INT64CONST(1000000000000000)	/* also of quotas */
 #define RL_MAX_LOG			100000	/* entries of a sliding_log */
 #define RL_MAX_STEPS		100 /* sub-windows of a sliding_window */
@@ -217,6 +219,17 @@ typedef struct RlAnswer
 /* Is told the decision of each limit and the store's time of action i; must not throw. */
 typedef void (*RlTook) (int i, const RlDecision *each, int64 at, void *arg);
 
+/* The answer to an action on one of several keys. */
+typedef struct RlTaken
+{
+	RlDecision	each[RL_MAX_LIMITS];
+	int64		at;				/* the store's time */
+	bool		charged;
+} RlTaken;
+
+/* Is told that taken[i] is set; must not throw. */
+typedef void (*RlTookPart) (int i, void *arg);
+
 typedef enum RlOnError
 {
 	RL_ON_ERROR_ERROR,
@@ -254,11 +267,18 @@ typedef enum RlMode
  * it.  It sets the decision of each limit and the answer's time, and adds to the
  * answer's usage.
  *
- * take_many does this for n actions under the same limits, each by itself, and
- * calls took() for each one when its reply comes; after a failure some have none.
- * *unanswered is increased while calls are under way, and stays increased by those
- * that were perhaps run but have no reply.  A store whose actions are as fast one
- * by one has no take_many.
+ * take_many does this for n actions, each by itself, and calls took() for each one
+ * when its reply comes; after a failure some have none.  It is fastest if all have
+ * the same limits.  *unanswered is increased while calls are under way, and stays
+ * increased by those that were perhaps run but have no reply.  A store whose actions
+ * are as fast one by one has no take_many.
+ *
+ * take_all decides n actions on different keys, RL_MAX_KEYS at most, as one: it charges
+ * all of them or none, in one step.  If the store cannot do so because the keys are
+ * apart, it changes nothing and returns false with *apart set.  Then take_parts
+ * charges each part of the keys or not, by itself: it calls took() when the answer of
+ * a key is set, and *unanswered counts parts.  A store that keeps all keys together has no
+ * take_parts.
  *
  * refund refunds the quota to each of the limits, never above full.  reset deletes
  * the states of the limits, or all of the key if they are NULL, and unban the ban.
@@ -272,6 +292,10 @@ typedef struct RlStore
 	bool		(*take) (const RlAction *action, RlDecision *each, RlAnswer *answer, RlError *error);
 	bool		(*take_many) (const RlAction *const *actions, int n, RlTook took, void *arg,
 							  int64 *unanswered, RlUsage *usage, RlError *error);
+	bool		(*take_all) (const RlAction *const *actions, int n, RlTaken *taken, bool *apart,
+							 RlUsage *usage, RlError *error);
+	bool		(*take_parts) (const RlAction *const *actions, int n, RlTaken *taken, RlTookPart took,
+							   void *arg, int64 *unanswered, RlUsage *usage, RlError *error);
 	bool		(*refund) (const RlKey *key, const RlLimits *limits, int64 quota, RlError *error);
 	bool		(*reset) (const RlKey *key, const RlLimits *limits, bool *found, RlError *error);
 	bool		(*ban) (const RlKey *key, int64 duration, RlError *error);

@@ -83,12 +83,14 @@ end_grant(RlGrant *grant)
 	rl_grant_drop(grant);
 }
 
+/* Logs lost charges, of aborted transactions, or held ones. */
 static void
-log_lost(int n, const RlError *why)
+log_lost(int n, bool held, const RlError *why)
 {
 	if (n > 0)
 		ereport(LOG_SERVER_ONLY,
 				(errcode(why->sqlstate),
+				 held ? errmsg("could not refund %d rate-limit charges of a refused or failed action", n) :
 				 errmsg("could not refund %d rate-limit charges of an aborted transaction", n),
 				 errdetail_internal("%s", why->message)));
 }
@@ -100,7 +102,7 @@ log_lost(int n, const RlError *why)
 static void
 settle(bool all, const RlError *error)
 {
-	int			n[RL_REFUND_FAILED + 1] = {0};
+	int			n[2][RL_REFUND_FAILED + 1] = {{0}};
 	dlist_mutable_iter iter;
 
 	dlist_foreach_modify(iter, &rl_refunds)
@@ -111,13 +113,16 @@ settle(bool all, const RlError *error)
 		grant->call = NULL;
 		if (outcome == RL_REFUND_UNSENT && !all)
 			continue;
+		n[grant->id.level == RL_HELD][outcome]++;
 		end_grant(grant);
-		n[outcome]++;
 	}
 	unsettled = false;
-	log_lost(n[RL_REFUND_FAILED], &error_reply);
-	log_lost(n[RL_REFUND_SENT], error);
-	log_lost(n[RL_REFUND_UNSENT], error);
+	for (int held = 0; held <= 1; held++)
+	{
+		log_lost(n[held][RL_REFUND_FAILED], held, &error_reply);
+		log_lost(n[held][RL_REFUND_SENT], held, error);
+		log_lost(n[held][RL_REFUND_UNSENT], held, error);
+	}
 }
 
 /*
@@ -163,18 +168,19 @@ prepare_calls(void)
 			end_grant(grant);
 			continue;
 		}
-		if (call == NULL || call->n == RL_MAX_REFUNDS || call->redis_key_len != grant->redis_key_len ||
+		if (call == NULL || call->n == RL_MAX_REFUNDS || call->refused != (grant->refused ? grant->quota : 0) ||
+			call->redis_key_len != grant->redis_key_len ||
 			memcmp(call->redis_key, grant->redis_key, grant->redis_key_len) != 0)
 		{
 			call = &calls[n++];
-			*call = (RlRefundCall) {grant->redis_key, grant->redis_key_len, 0, refund, RL_REFUND_UNSENT};
+			*call = (RlRefundCall) {grant->redis_key, grant->redis_key_len, 0, refund, RL_REFUND_UNSENT, grant->refused ? grant->quota : 0};
 		}
 		*refund++ = (RlRefund) {&grant->limit, &grant->charge};
 		call->n++;
 		grant->call = call;
 	}
 	rl_error_set(&error, ERRCODE_STORE_FAILED, "ratelimit.redis_url was changed meanwhile");
-	log_lost(elsewhere, &error);
+	log_lost(elsewhere, false, &error);
 	return n;
 }
 

@@ -10,6 +10,11 @@
 #include "redis/redis.h"
 #include "shared/shared.h"
 
+/* Levels of the queue; parts of grants and held charges are not merged with others. */
+#define RL_QUEUED			0
+#define RL_QUEUED_PART		(-1)
+#define RL_HELD				(-2)
+
 /* The identity of a grant in its transaction; padding is zero. */
 typedef struct RlGrantId
 {
@@ -32,6 +37,8 @@ typedef struct RlGrant
 	RlLimit		limit;
 	RlCharge	charge;
 	RlKeyHash	key_hash;		/* only with shared memory */
+	int64		quota;			/* of the action, if held */
+	bool		refused;		/* the refund counts this quota as refused */
 	const RlRefundCall *call;	/* which refunds it; NULL: none yet */
 	int			redis_key_len;
 	char		redis_key[FLEXIBLE_ARRAY_MEMBER];	/* the key's name in Redis */

@@ -12,6 +12,7 @@
 #include "utils/acl.h"
 #include "utils/rls.h"
 
+#include "algorithm/algorithm.h"
 #include "algorithm/limits.h"
 #include "error.h"
 #include "refusal.h"
@@ -112,4 +113,37 @@ rl_raise_refused(const RlAction *action, const RlAnswer *answer, const char *als
 		policy = DEFAULT_POLICY;
 	report.nheaders = rl_headers(policy, action->limits, answer->binding, decision, report.headers);
 	rl_report(&report);
+}
+
+/*
+ * Returns the index of the key whose limits refused an action on n keys, or -1 if it is
+ * allowed: the key with the longest wait, and first of all a key for which no wait will
+ * help; of equal keys the first.
+ */
+int
+rl_refused_key(const RlAnswer *answers, int n)
+{
+	int			found = -1;
+
+	for (int i = 0; i < n; i++)
+		if (!answers[i].decision.allowed &&
+			(found < 0 || rl_longer_wait(answers[i].decision.retry_after, answers[found].decision.retry_after)))
+			found = i;
+	return found;
+}
+
+/*
+ * Raises the error of an action on n keys that was refused: that of the key that
+ * rl_refused_key returns.  The hint is the longest wait of all keys.
+ */
+void
+rl_raise_refused_all(const RlAction *actions, int n, const RlAnswer *answers, const char *also)
+{
+	int			refused = rl_refused_key(answers, n);
+	RlAnswer	answer = answers[refused];
+
+	for (int i = 0; i < n; i++)
+		if (rl_longer_wait(answers[i].decision.retry_after, answer.decision.retry_after))
+			answer.decision.retry_after = answers[i].decision.retry_after;
+	rl_raise_refused(&actions[refused], &answer, also);
 }

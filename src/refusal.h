@@ -8,7 +8,10 @@
 #include "report.h"
 
 extern bool rl_can_skip(const RlDecision *decision);
+extern int	rl_refused_key(const RlAnswer *answers, int n);
 pg_noreturn extern void rl_raise_refused(const RlAction *action, const RlAnswer *answer,
 										 const char *also);
+pg_noreturn extern void rl_raise_refused_all(const RlAction *actions, int n, const RlAnswer *answers,
+											 const char *also);
 
 #endif							/* REFUSAL_H */

@@ -25,10 +25,6 @@
 /* A transaction's grants beyond these are not refunded, and logged. */
 #define MAX_GRANTS			65536
 
-/* Levels of the queue; a part of a grant is not among the entries. */
-#define QUEUED				0
-#define QUEUED_PART			(-1)
-
 typedef struct GrantEntry
 {
 	RlGrantId	id;				/* hash key */
@@ -84,7 +80,7 @@ change_level(RlGrant *grant, int level)
 		return true;
 	}
 	/* The queue begins with the newest; the numbers of the later call apply. */
-	if (level == QUEUED && other->grant->charge.at > grant->charge.at)
+	if (level == RL_QUEUED && other->grant->charge.at > grant->charge.at)
 	{
 		merge(grant, &other->grant->limit, &other->grant->charge);
 		other->grant->charge = grant->charge;
@@ -100,7 +96,7 @@ static void
 enqueue(RlGrant *grant)
 {
 	rl_refund_settle();
-	if (!change_level(grant, QUEUED))
+	if (!change_level(grant, RL_QUEUED))
 		return;
 	dlist_delete(&grant->node);
 	dlist_push_tail(&rl_refunds, &grant->node);
@@ -277,6 +273,88 @@ rl_grants_note(const RlKey *key, const RlLimits *limits, int64 quota,
 	}
 }
 
+/*
+ * Holding
+ *
+ * A held charge is in the queue from the time when it is charged, so that it is
+ * refunded whatever ends the action, unless rl_holds_drop is called.
+ */
+
+/* Makes room for n held charges.  Throws if there is no memory. */
+void
+rl_holds_prepare(int n)
+{
+	rl_grants_prepare();
+	rl_refund_settle();
+	if (!rl_refund_reserve(ngrants + n))
+		ereport(ERROR, (errcode(ERRCODE_OUT_OF_MEMORY), errmsg("out of memory")));
+}
+
+/*
+ * Holds the charges of an action that Redis has allowed, with a decision for each
+ * limit, at its time "at".  Returns false if there is no memory for all; does not throw.
+ */
+bool
+rl_hold(const RlAction *action, const RlDecision *decisions, int64 at)
+{
+	RlGrantId	id;
+	char		redis_key[RL_MAX_REDIS_KEY];
+	int			len = set_key(&id, &action->key, false, redis_key);
+	bool		all = true;
+
+	id.level = RL_HELD;
+	for (int i = 0; i < action->limits->n && action->quota > 0; i++)
+	{
+		const RlLimit *limit = &action->limits->limit[i];
+		RlGrant    *grant = MemoryContextAllocExtended(context, offsetof(RlGrant, redis_key) + len,
+													   MCXT_ALLOC_NO_OOM | MCXT_ALLOC_ZERO);
+
+		all &= grant != NULL;
+		if (grant == NULL)
+			continue;
+		grant->id = id;
+		grant->limit = *limit;
+		grant->charge = rl_algorithm(limit)->charge(limit, action->quota, at, decisions[i].reset_after);
+		grant->quota = action->quota;
+		if (rl_shared_available())
+			grant->key_hash = rl_key_hash(&action->key);
+		grant->redis_key_len = len;
+		memcpy(grant->redis_key, redis_key, len);
+		dlist_push_tail(&rl_refunds, &grant->node);
+		ngrants++;
+	}
+	return all;
+}
+
+/* Lets the refund of held charges count their quota as refused, where limits have count_denied. */
+void
+rl_holds_refuse(void)
+{
+	dlist_iter	iter;
+
+	dlist_foreach(iter, &rl_refunds)
+	{
+		RlGrant    *grant = dlist_container(RlGrant, node, iter.cur);
+
+		grant->refused = grant->id.level == RL_HELD;
+	}
+}
+
+/* Ends the hold of all charges: the action happens. */
+void
+rl_holds_drop(void)
+{
+	dlist_mutable_iter iter;
+
+	dlist_foreach_modify(iter, &rl_refunds)
+	{
+		RlGrant    *grant = dlist_container(RlGrant, node, iter.cur);
+
+		if (grant->id.level == RL_HELD)
+			rl_grant_drop(grant);
+	}
+}
+
 /* Returns true if savepoints were rolled back whose charges are not refunded yet. */
 bool
 rl_refunds_pending(void)
@@ -324,7 +402,7 @@ enqueue_part(const RlGrant *grant, int64 amount)
 	if (!rl_refund_reserve(ngrants + 1))
 		ereport(ERROR, (errcode(ERRCODE_OUT_OF_MEMORY), errmsg("out of memory")));
 	memcpy(part, grant, size);
-	part->id.level = QUEUED_PART;
+	part->id.level = RL_QUEUED_PART;
 	part->charge.amount = amount;
 	dlist_push_tail(&rl_refunds, &part->node);
 	ngrants++;

@@ -132,8 +132,8 @@ rl_units_decide(const RlLimit *limit, int64 quota, RlVerdict verdict, const int6
  */
 
 /* Returns true if wait a is longer than wait b; RL_NEVER is the longest. */
-static bool
-longer_wait(int64 a, int64 b)
+bool
+rl_longer_wait(int64 a, int64 b)
 {
 	if (b == RL_NEVER)
 		return false;
@@ -170,7 +170,7 @@ rl_combine(const RlDecision *decisions, int n, int *binding)
 
 		if (*binding < 0 ||
 			(allowed ? d->remaining < best->remaining :
-			 longer_wait(d->retry_after, best->retry_after) ||
+			 rl_longer_wait(d->retry_after, best->retry_after) ||
 			 (d->retry_after == best->retry_after && !d->allowed && best->allowed)))
 			*binding = i;
 	}
@@ -267,23 +267,14 @@ rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
 }
 
 /*
- * Decides an action and sets a decision for each limit.  With commit, it charges
- * the quota to all the limits, or counts the refusal, and sets *banned_until if
- * the refusal starts a ban.  Returns a bit, 1 << i, for each state that has changed.
- *
- * states has one state for each limit.  The pool has as many spare chunks as
- * rl_chunks_wanted returns for all of them together.  *banned_until is the end of
- * the key's ban, or any time that has passed.
+ * Decides an action on one key: sets a decision and a view for each limit, and returns
+ * the verdict of the key's limits and its ban.  states has one state for each limit.
+ * banned_until is the end of the key's ban, or any time that has passed.
  */
-uint32
-rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,
-	   int64 now, int64 quota, bool commit, RlDecision *decisions)
+RlVerdict
+rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool, int64 banned_until,
+			  int64 now, int64 quota, RlView *views, RlDecision *decisions)
 {
-	RlView		views[RL_MAX_LIMITS];
-	RlAct		act = {now, quota, RL_VERDICT_BANNED, commit};
-	int64		ban = 0;
-	uint32		changed = 0;
-
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
@@ -293,31 +284,60 @@ rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_unti
 		decisions[i].source = RL_FROM_LOCAL;
 		decisions[i].ban_left = 0;
 	}
-	if (*banned_until <= now)
-		act.verdict = all_allowed(decisions, limits->n) ? RL_VERDICT_ALLOWED : RL_VERDICT_REFUSED;
+	if (banned_until > now)
+		return RL_VERDICT_BANNED;
+	return all_allowed(decisions, limits->n) ? RL_VERDICT_ALLOWED : RL_VERDICT_REFUSED;
+}
+
+/*
+ * Completes the decisions of a key that rl_act_decide has begun, by the verdict on the
+ * action, which other keys may have refused.  With commit, it charges the quota to all
+ * the limits, or counts the refusal, and sets *banned_until if the refusal starts a
+ * ban.  Returns a bit, 1 << i, for each state that has changed.
+ *
+ * The pool has as many spare chunks as rl_chunks_wanted returns for all limits together.
+ */
+uint32
+rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,
+				const RlAct *act, RlView *views, RlDecision *decisions)
+{
+	int64		ban = 0;
+	uint32		changed = 0;
 
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
 
-		if (act.verdict == RL_VERDICT_REFUSED && !decisions[i].allowed && quota <= limit->capacity &&
-			quota > 0 && limit->ban > 0)
+		if (act->verdict == RL_VERDICT_REFUSED && !decisions[i].allowed && act->quota <= limit->capacity &&
+			act->quota > 0 && limit->ban > 0)
 		{
-			int64		brought = count_refusal(limit, &states[i], now, commit);
+			int64		brought = count_refusal(limit, &states[i], act->now, act->commit);
 
 			ban = Max(ban, brought);
-			changed |= commit << i;
+			changed |= act->commit << i;
 		}
-		changed |= rl_algorithm(limit)->act(limit, &states[i], pool, &views[i], &act, &decisions[i]) << i;
+		changed |= rl_algorithm(limit)->act(limit, &states[i], pool, &views[i], act, &decisions[i]) << i;
 	}
 
-	if (ban > 0 && commit)
-		*banned_until = now + ban;
-	if (act.verdict == RL_VERDICT_BANNED)
-		rl_apply_ban(decisions, limits->n, *banned_until - now, true);
+	if (ban > 0 && act->commit)
+		*banned_until = act->now + ban;
+	if (act->verdict == RL_VERDICT_BANNED)
+		rl_apply_ban(decisions, limits->n, *banned_until - act->now, true);
 	else if (ban > 0)
 		rl_apply_ban(decisions, limits->n, ban, false);
 	return changed;
+}
+
+/* Decides an action on one key, and completes it. */
+uint32
+rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,
+	   int64 now, int64 quota, bool commit, RlDecision *decisions)
+{
+	RlView		views[RL_MAX_LIMITS];
+	RlAct		act = {now, quota, RL_VERDICT_BANNED, commit};
+
+	act.verdict = rl_act_decide(limits, states, pool, *banned_until, now, quota, views, decisions);
+	return rl_act_complete(limits, states, pool, banned_until, &act, views, decisions);
 }
 
 /* Refunds the quota, or as much of it as is charged.  Returns true if it changed the state. */

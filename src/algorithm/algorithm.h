@@ -202,6 +202,7 @@ rl_algorithm(const RlLimit *limit)
 }
 
 extern RlDecision rl_unasked_decision(const RlLimits *limits);
+extern bool rl_longer_wait(int64 a, int64 b);
 extern RlDecision rl_combine(const RlDecision *decisions, int n, int *binding);
 extern void rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force);
 
@@ -219,6 +220,12 @@ rl_state_is_empty(const RlLimit *limit, const RlState *state)
 extern int	rl_chunks_wanted(const RlLimit *limit, const RlState *state, const RlPool *pool,
 							 int64 now, int64 quota);
 extern int64 rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
+extern RlVerdict rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool,
+							   int64 banned_until, int64 now, int64 quota, RlView *views,
+							   RlDecision *decisions);
+extern uint32 rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool,
+							  int64 *banned_until, const RlAct *act, RlView *views,
+							  RlDecision *decisions);
 extern uint32 rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,
 					 int64 now, int64 quota, bool commit, RlDecision *decisions);
 extern bool rl_refund_quota(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,

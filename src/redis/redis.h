@@ -33,6 +33,8 @@ typedef struct RlRefundCall
 	int			n;				/* RL_MAX_REFUNDS at most */
 	const RlRefund *refunds;
 	RlRefundOutcome outcome;
+	int64		refused;		/* units to be counted as refused by limits with
+								 * count_denied, or 0 */
 } RlRefundCall;
 
 /* store.c */

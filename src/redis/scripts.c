@@ -21,6 +21,11 @@ RlScript	rl_check_mixed_script = {.source =
 #include "redis/check_mixed.lua.h"
 };
 
+/* For limits of several keys. */
+RlScript	rl_check_all_script = {.source =
+#include "redis/check_all.lua.h"
+};
+
 RlScript	rl_refund_script = {.source =
 #include "redis/refund.lua.h"
 };

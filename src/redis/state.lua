@@ -4,7 +4,8 @@
 -- the order in which load_limits unpacks them: algorithm, tag (the name of its
 -- field), period, four numbers for the algorithm's "read", 1 if it counts
 -- refused quota, its ban's length (0: none), and the number of refusals that
--- bring the ban. append_limit in store.c sends them.
+-- bring the ban. append_limit in store.c sends them. A script for several keys sets
+-- hash, quota, and the queue of writes for each key.
 --
 -- An algorithm is a table of functions of a limit l. "read" sets its numbers and
 -- "load" its state. Then l.used is the quota in use. If the limit can count
@@ -64,12 +65,12 @@ local function write()
   end
 end
 
--- Reads and loads the limits. Each has "more" arguments after its own, from
--- ARGV[l.more] on. Returns the limits and the field "ban". Of limits with one tag,
--- only the first is loaded; it is l.state of all of them.
-local function load_limits(more)
+-- Reads and loads the limits, from ARGV[from] to ARGV[to]. Each has "more"
+-- arguments after its own, from ARGV[l.more] on. Returns the limits and the field
+-- "ban". Of limits with one tag, only the first is loaded; it is l.state of all of them.
+local function load_limits(more, from, to)
   local limits, names, states = {}, {'ban'}, {}
-  for a = LIMITS, #ARGV, LIMIT + more do
+  for a = from or LIMITS, to or #ARGV, LIMIT + more do
     local algorithm, tag, period, n1, n2, n3, n4, count_denied, ban, after = unpack(ARGV, a, a + LIMIT - 1)
     local l = setmetatable({
       tag = tag, period = tonumber(period), count_denied = count_denied == '1',

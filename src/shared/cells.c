@@ -8,12 +8,13 @@
  * cells that have chunks of entries, and one for the other cells.  Free cells and
  * free chunks serve all partitions.
  *
- * Locks: each partition has an LWLock.  It protects the Partition, its buckets,
+ * Locks: each partition has an LWLock.  It protects the RlPartition, its buckets,
  * its heaps, its cells and the chunks of their logs; only "soonest" is also read
  * without it.  The mutex of Free protects Free, and the links between free cells
  * and between free chunks.  It may be taken while a partition is locked.  Spare
  * cells and chunks belong to the backend that reserved them.  A backend locks
- * one partition at a time.
+ * one partition at a time; an act on several keys locks all their partitions, in
+ * ascending order, and holds none of them while it evicts.
  *
  * Most acts set a cell's end to a later time.  The heap is not changed then:
  * the time in a heap is never later than the cell's end, and is corrected when
@@ -35,37 +36,17 @@
 #include "port/pg_bitutils.h"
 #include "storage/spin.h"
 
-#include "shared/cells.h"
+#include "shared/heap.h"
 
 #define CELLS_PER_PARTITION	2048
 #define MAX_PARTITIONS		1024
 #define LEAST_CHUNKS		65536	/* 8 MB */
-#define CHILDREN			8	/* of a heap's item: each move touches a cell */
 #define SLICE				256 /* hash chains that are read at a time */
 
 /* The most that one act does in order to get room. */
 #define MAX_EVICTIONS		64
 #define MAX_CORRECTIONS		1024	/* of times in heaps */
 #define CORRECTIONS_AT_ONCE	256 /* while a partition is locked */
-
-/* The two heaps of a partition. */
-#define WITHOUT_CHUNKS		0
-#define WITH_CHUNKS			1
-
-/* Protected by the partition's lock. */
-typedef struct HeapItem
-{
-	int64		end;			/* never later than the cell's */
-	uint32		cell;
-} HeapItem;
-
-/* Protected by the partition's lock. */
-typedef struct Partition
-{
-	uint32		n[2];			/* cells in the heaps */
-	volatile int64 soonest[2];	/* the first item's end, or PG_INT64_MAX; also
-								 * read without the lock, as a hint */
-} Partition;
 
 /* Free cells and chunks.  The mutex protects all members. */
 typedef struct Free
@@ -82,13 +63,12 @@ typedef struct Free
 static int	npartitions;
 static uint32 ncells;
 static uint32 nchunks;
-static uint32 heap_size;		/* of both heaps together */
 static uint32 nbuckets;
 static LWLockPadded *locks;
 static Free *free_memory;
-static Partition *partitions;
+static RlPartition *partitions;
 static uint32 *buckets;
-static HeapItem *heaps;
+static RlHeapItem *heaps;
 static RlCell *cells;
 static RlChunk *chunks;
 
@@ -112,8 +92,8 @@ set_sizes(int max_keys)
 	/* At least as many as two acts may need. */
 	ncells = Max(max_keys, 2 * RL_MAX_WANTED);
 	mean = (double) ncells / npartitions;
-	heap_size = npartitions == 1 ? ncells : (uint32) ceil(mean + 6 * sqrt(mean * (RL_MAX_LIMITS + 1)));
-	nbuckets = pg_nextpower2_32(heap_size);
+	rl_heap_size = npartitions == 1 ? ncells : (uint32) ceil(mean + 6 * sqrt(mean * (RL_MAX_LIMITS + 1)));
+	nbuckets = pg_nextpower2_32(rl_heap_size);
 	nchunks = Max(max_keys, LEAST_CHUNKS);
 }
 
@@ -134,9 +114,9 @@ lay_out(char *memory)
 	Size		size = 0;
 
 	free_memory = place(memory, &size, 1, sizeof(Free));
-	partitions = place(memory, &size, npartitions, sizeof(Partition));
+	partitions = place(memory, &size, npartitions, sizeof(RlPartition));
 	buckets = place(memory, &size, npartitions, nbuckets * sizeof(uint32));
-	heaps = place(memory, &size, npartitions, heap_size * sizeof(HeapItem));
+	heaps = place(memory, &size, npartitions, rl_heap_size * sizeof(RlHeapItem));
 	cells = place(memory, &size, ncells, sizeof(RlCell));
 	chunks = place(memory, &size, nchunks, sizeof(RlChunk));
 	return size;
@@ -161,7 +141,7 @@ attach(void *memory, LWLockPadded *my_locks, bool found)
 	SpinLockInit(&free_memory->mutex);
 	memset(buckets, 0, (Size) npartitions * nbuckets * sizeof(uint32));
 	for (int i = 0; i < npartitions; i++)
-		partitions[i] = (Partition) {{0, 0}, {PG_INT64_MAX, PG_INT64_MAX}};
+		partitions[i] = (RlPartition) {{0, 0}, {PG_INT64_MAX, PG_INT64_MAX}};
 }
 
 const RlSharedPart rl_cells_part = {.need = need,.attach = attach};
@@ -193,7 +173,7 @@ view_partition(RlCells *view, int number)
 {
 	view->number = number;
 	view->partition = &partitions[number];
-	view->heap = heaps + (Size) number * heap_size;
+	view->heap = heaps + (Size) number * rl_heap_size;
 	view->cells = cells;
 	view->pool.chunks = chunks;
 }
@@ -205,11 +185,17 @@ bucket_of(const RlCells *view, RlKeyHash key_hash)
 	return &buckets[(Size) view->number * nbuckets + (key_hash.low & (nbuckets - 1))];
 }
 
+static int
+partition_of(RlKeyHash key_hash)
+{
+	return (key_hash.low >> 32) & (npartitions - 1);
+}
+
 /* Locks the partition of the view's key, and sets view->now. */
 void
 rl_cells_lock(RlCells *view, LWLockMode mode)
 {
-	view_partition(view, (view->key_hash.low >> 32) & (npartitions - 1));
+	view_partition(view, partition_of(view->key_hash));
 	view->bucket = bucket_of(view, view->key_hash);
 	LWLockAcquire(&locks[view->number].lock, mode);
 	/* Under the lock, so that acts on a key come in the order of their times. */
@@ -236,11 +222,58 @@ rl_cells_lock_slice(RlCells *view, int slice)
 	return view->bucket + n;
 }
 
-/* Unlocks the partition.  The spares stay. */
+/* Sets the numbers of the partitions of the view's keys, ascending, and returns how many they are. */
+static int
+partitions_of_keys(const RlCells *view, int *numbers)
+{
+	int			n = 0;
+
+	for (int i = 0; i < view->nkeys; i++)
+	{
+		int			number = partition_of(view->keys[i]);
+		int			at = n;
+
+		while (at > 0 && numbers[at - 1] > number)
+			at--;
+		if (at > 0 && numbers[at - 1] == number)
+			continue;
+		memmove(&numbers[at + 1], &numbers[at], (n++ - at) * sizeof(int));
+		numbers[at] = number;
+	}
+	return n;
+}
+
+/* Locks the partitions of the view's keys, exclusively, and sets view->now. */
+void
+rl_cells_lock_all(RlCells *view)
+{
+	int			numbers[RL_MAX_KEYS];
+	int			n = partitions_of_keys(view, numbers);
+
+	/* All backends lock in this order, so that none waits for another in a circle. */
+	for (int i = 0; i < n; i++)
+		LWLockAcquire(&locks[numbers[i]].lock, LW_EXCLUSIVE);
+	view->now = rl_local_now();
+}
+
+/* Makes key i of the view the one that other functions act on.  Locks nothing. */
+void
+rl_cells_select(RlCells *view, int i)
+{
+	view->key_hash = view->keys[i];
+	view_partition(view, partition_of(view->key_hash));
+	view->bucket = bucket_of(view, view->key_hash);
+}
+
+/* Unlocks what the view has locked.  The spares stay. */
 void
 rl_cells_unlock(RlCells *view)
 {
-	LWLockRelease(&locks[view->number].lock);
+	int			numbers[RL_MAX_KEYS] = {view->number};
+	int			n = view->nkeys > 0 ? partitions_of_keys(view, numbers) : 1;
+
+	while (n-- > 0)
+		LWLockRelease(&locks[numbers[n]].lock);
 }
 
 /* Locks the free memory, and returns its pool, with this backend's address of the chunks. */
@@ -286,106 +319,6 @@ rl_cells_release(RlCells *view)
 }
 
 /*
- * The two heaps of a partition share an array: one grows from its front, the
- * other from its end.
- */
-
-static HeapItem *
-item_at(const RlCells *view, int heap, uint32 at)
-{
-	return &view->heap[heap == WITHOUT_CHUNKS ? at : heap_size - 1 - at];
-}
-
-static void
-put_in_heap(RlCells *view, int heap, uint32 at, HeapItem item)
-{
-	*item_at(view, heap, at) = item;
-	rl_cell_at(view, item.cell)->heap_at = at;
-	if (at == 0)
-		view->partition->soonest[heap] = item.end;
-}
-
-/* Puts an item into the heap, at a free position or where it belongs from there. */
-static void
-sift(RlCells *view, int heap, uint32 at, HeapItem item)
-{
-	uint32		n = view->partition->n[heap];
-
-	while (at > 0 && item_at(view, heap, (at - 1) / CHILDREN)->end > item.end)
-	{
-		put_in_heap(view, heap, at, *item_at(view, heap, (at - 1) / CHILDREN));
-		at = (at - 1) / CHILDREN;
-	}
-	for (;;)
-	{
-		uint32		first = CHILDREN * at + 1;
-		uint32		least = first;
-
-		for (uint32 child = first + 1; child < Min(first + CHILDREN, n); child++)
-			if (item_at(view, heap, child)->end < item_at(view, heap, least)->end)
-				least = child;
-		if (least >= n || item_at(view, heap, least)->end >= item.end)
-			break;
-		put_in_heap(view, heap, at, *item_at(view, heap, least));
-		at = least;
-	}
-	put_in_heap(view, heap, at, item);
-}
-
-static void
-add_to_heap(RlCells *view, int heap, uint32 c)
-{
-	RlCell	   *cell = rl_cell_at(view, c);
-
-	cell->heap = heap;
-	view->partition->n[heap]++;
-	sift(view, heap, view->partition->n[heap] - 1, (HeapItem) {cell->end, c});
-}
-
-static void
-remove_from_heap(RlCells *view, uint32 c)
-{
-	RlCell	   *cell = rl_cell_at(view, c);
-	int			heap = cell->heap;
-	uint32		n = --view->partition->n[heap];
-	HeapItem	last = *item_at(view, heap, n);
-
-	if (last.cell != c)
-		sift(view, heap, cell->heap_at, last);
-	else if (n == 0)
-		view->partition->soonest[heap] = PG_INT64_MAX;
-}
-
-static int
-heap_of(const RlCell *cell)
-{
-	for (int i = 0; i < 2 && !rl_cell_is_of(cell, NULL); i++)
-		if (cell->state.log[i].last != RL_NO_CHUNK || cell->state.log[i].index_last != RL_NO_CHUNK)
-			return WITH_CHUNKS;
-	return WITHOUT_CHUNKS;
-}
-
-/*
- * Sets the end of a cell of the view's partition, after its logs were set.  The
- * heap is changed only if the end is earlier, or if it is another heap now.
- */
-void
-rl_cell_set_end(RlCells *view, uint32 c, int64 end)
-{
-	RlCell	   *cell = rl_cell_at(view, c);
-	int			heap = heap_of(cell);
-
-	cell->end = end;
-	if (heap != cell->heap)
-	{
-		remove_from_heap(view, c);
-		add_to_heap(view, heap, c);
-	}
-	else if (end < item_at(view, heap, cell->heap_at)->end)
-		sift(view, heap, cell->heap_at, (HeapItem) {end, c});
-}
-
-/*
  * Cells
  */
 
@@ -410,7 +343,7 @@ rl_cell_remove(RlCells *view, uint32 c)
 	while (*link != c)
 		link = &rl_cell_at(view, *link)->next;
 	*link = cell->next;
-	remove_from_heap(view, c);
+	rl_heap_remove(view, c);
 	if (rl_cell_is_of(cell, NULL))
 		for (uint32 rest = cell->ban.rest; rest != RL_NO_CELL; rest = rl_cell_at(view, rest)->ban.rest)
 			add_spare(view, rest);
@@ -445,7 +378,7 @@ rl_cell_make(RlCells *view, const RlLimit *limit)
 	cell->end = PG_INT64_MAX;
 	cell->next = *view->bucket;
 	*view->bucket = c;
-	add_to_heap(view, WITHOUT_CHUNKS, c);
+	rl_heap_add(view, RL_WITHOUT_CHUNKS, c);
 	return c;
 }
 
@@ -457,7 +390,7 @@ rl_cell_make(RlCells *view, const RlLimit *limit)
 static bool
 is_crowded(const RlCells *view, uint32 more)
 {
-	return view->partition->n[WITHOUT_CHUNKS] + view->partition->n[WITH_CHUNKS] + more > heap_size;
+	return view->partition->n[RL_WITHOUT_CHUNKS] + view->partition->n[RL_WITH_CHUNKS] + more > rl_heap_size;
 }
 
 static bool
@@ -515,15 +448,38 @@ rl_cells_reserve(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 	return has_spares(view, cells_wanted, chunks_wanted) && !is_crowded(view, cells_wanted);
 }
 
+/* Returns true if the cell is of a key of the act. */
+static bool
+is_own(const RlCells *view, const RlCell *cell)
+{
+	for (int i = 0; i < view->nkeys; i++)
+		if (rl_same_key_hash(cell->key_hash, view->keys[i]))
+			return true;
+	return view->nkeys == 0 && rl_same_key_hash(cell->key_hash, view->key_hash);
+}
+
+/* Sets the times in a heap of the cells of a key again, as they are in the cells. */
+static void
+restore_ends(RlCells *view, int heap, RlKeyHash key_hash)
+{
+	for (uint32 c = *bucket_of(view, key_hash); c != RL_NO_CELL; c = rl_cell_at(view, c)->next)
+	{
+		RlCell	   *cell = rl_cell_at(view, c);
+
+		if (cell->heap == heap && rl_same_key_hash(cell->key_hash, key_hash))
+			rl_heap_sift(view, heap, cell->heap_at, (RlHeapItem) {cell->end, c});
+	}
+}
+
 /*
- * Evicts the cell with the earliest end, but none of the spared key, from a heap of
+ * Evicts the cell with the earliest end, but none of the act's keys, from a heap of
  * the view's partition, which is locked.  Returns false if that end turns out to be
  * later than "latest", or after CORRECTIONS_AT_ONCE; another call may succeed if
  * *progress is true.  Reduces *corrections, the number that the act may still make;
  * at 0 the times in the heap decide.
  */
 static bool
-evict_first(RlCells *view, int heap, RlKeyHash spared, int64 latest, int *corrections, bool *progress)
+evict_first(RlCells *view, int heap, int64 latest, int *corrections, bool *progress)
 {
 	uint32		victim = RL_NO_CELL;
 	bool		deferred = false;
@@ -531,13 +487,13 @@ evict_first(RlCells *view, int heap, RlKeyHash spared, int64 latest, int *correc
 
 	while (n < CORRECTIONS_AT_ONCE && view->partition->n[heap] > 0)
 	{
-		HeapItem	top = *item_at(view, heap, 0);
+		RlHeapItem	top = *rl_heap_item(view, heap, 0);
 		RlCell	   *cell = rl_cell_at(view, top.cell);
 
-		/* All cells are spared, or the earliest is in another heap. */
+		/* All cells are the act's own, or the earliest is in another heap. */
 		if (top.end == PG_INT64_MAX || (n > 0 && top.end > latest))
 			break;
-		if (rl_same_key_hash(cell->key_hash, spared))
+		if (is_own(view, cell))
 		{
 			top.end = PG_INT64_MAX;
 			deferred = true;
@@ -553,42 +509,64 @@ evict_first(RlCells *view, int heap, RlKeyHash spared, int64 latest, int *correc
 			victim = top.cell;
 			break;
 		}
-		sift(view, heap, 0, top);
+		rl_heap_sift(view, heap, 0, top);
 	}
 	if (victim != RL_NO_CELL)
 		rl_cell_remove(view, victim);
-	if (deferred)
-		for (uint32 c = *bucket_of(view, spared); c != RL_NO_CELL; c = rl_cell_at(view, c)->next)
-		{
-			RlCell	   *cell = rl_cell_at(view, c);
-
-			if (cell->heap == heap && rl_same_key_hash(cell->key_hash, spared))
-				sift(view, heap, cell->heap_at, (HeapItem) {cell->end, c});
-		}
+	if (deferred && view->nkeys == 0)
+		restore_ends(view, heap, view->key_hash);
+	for (int i = 0; i < view->nkeys && deferred; i++)
+		if (partition_of(view->keys[i]) == view->number)
+			restore_ends(view, heap, view->keys[i]);
 	*progress = victim != RL_NO_CELL || n > 0;
 	return victim != RL_NO_CELL;
+}
+
+/* Returns true if a key of the act is in a partition; only_key has the key if there is one. */
+static bool
+has_own_key(const RlCells *view, int only_key, int number)
+{
+	for (int i = 0; i < view->nkeys; i++)
+		if (partition_of(view->keys[i]) == number)
+			return true;
+	return view->nkeys == 0 && number == only_key;
+}
+
+/* Heaps that have cells of the act's own keys only. */
+typedef struct OwnHeaps
+{
+	int			n;
+	int			heaps[2 * RL_MAX_KEYS]; /* 2 * the partition + the heap */
+} OwnHeaps;
+
+static bool
+has_own_only(const OwnHeaps *own, int number, int heap)
+{
+	for (int i = 0; i < own->n; i++)
+		if (own->heaps[i] == 2 * number + heap)
+			return true;
+	return false;
 }
 
 /*
  * Returns which of n partitions, from first on, has the cell with the earliest end
  * (with_chunks: of cells with chunks), or -1.  Sets the heap that it is in, and the
- * earliest end in all other heaps.  Leaves out the heaps of partition "own" for
- * which only_own is true: they have cells of the act's own key only.
+ * earliest end in all other heaps.  Leaves out the heaps that have cells of the act's
+ * own keys only.
  */
 static int
-choose_partition(int first, int n, bool with_chunks, int own, const bool *only_own, int *heap,
-				 int64 *others)
+choose_partition(int first, int n, bool with_chunks, const OwnHeaps *own, int *heap, int64 *others)
 {
 	int			best = -1;
 	int64		soonest = PG_INT64_MAX;
 
 	*others = PG_INT64_MAX;
 	for (int i = first; i < first + n; i++)
-		for (int h = with_chunks ? WITH_CHUNKS : WITHOUT_CHUNKS; h <= WITH_CHUNKS; h++)
+		for (int h = with_chunks ? RL_WITH_CHUNKS : RL_WITHOUT_CHUNKS; h <= RL_WITH_CHUNKS; h++)
 		{
 			int64		end = partitions[i].soonest[h];
 
-			if (end >= *others || (i == own && only_own[h]))
+			if (end >= *others || has_own_only(own, i, h))
 				continue;
 			if (end >= soonest)
 			{
@@ -612,8 +590,8 @@ choose_partition(int first, int n, bool with_chunks, int own, const bool *only_o
 bool
 rl_cells_evict(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 {
-	int			own = view->number;
-	bool		only_own[2] = {false, false};
+	int			number_of_key = view->number;
+	OwnHeaps	own = {.n = 0};
 	int			evictions = 0;
 	int			corrections = MAX_CORRECTIONS;
 
@@ -621,11 +599,11 @@ rl_cells_evict(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 	{
 		bool		crowded;
 		bool		progress;
-		int			heap = WITHOUT_CHUNKS;
+		int			heap = RL_WITHOUT_CHUNKS;
 		int			number;
 		int64		latest;
 
-		view_partition(view, own);
+		view_partition(view, number_of_key);
 		crowded = is_crowded(view, cells_wanted);
 		if (!crowded && has_spares(view, cells_wanted, chunks_wanted))
 			return true;
@@ -634,17 +612,17 @@ rl_cells_evict(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 			rl_cells_release(view);
 			CHECK_FOR_INTERRUPTS();
 		}
-		number = choose_partition(crowded ? own : 0, crowded ? 1 : npartitions,
+		number = choose_partition(crowded ? number_of_key : 0, crowded ? 1 : npartitions,
 								  !crowded && view->pool.nspare < chunks_wanted,
-								  own, only_own, &heap, &latest);
+								  &own, &heap, &latest);
 		if (number < 0)
 			return false;
 		view_partition(view, number);
 		LWLockAcquire(&locks[number].lock, LW_EXCLUSIVE);
-		evictions += evict_first(view, heap, view->key_hash, latest, &corrections, &progress);
+		evictions += evict_first(view, heap, latest, &corrections, &progress);
 		LWLockRelease(&locks[number].lock);
-		if (!progress && number == own)
-			only_own[heap] = true;
+		if (!progress && has_own_key(view, number_of_key, number))
+			own.heaps[own.n++] = 2 * number + heap;
 	}
 	return false;
 }

@@ -50,22 +50,27 @@ typedef struct RlCell
 
 StaticAssertDecl(sizeof(RlCell) == 128, "a cell is in more than two cache lines");
 
-struct Partition;
-struct HeapItem;
+struct RlPartition;
+struct RlHeapItem;
 
 /*
  * Access to one partition, by an act on a key or for a slice, and the spare cells
  * and chunks that the act has reserved.  It is local to the backend, and so are the
  * spares: no other backend can reach them.  Starts with key_hash set and all else zero.
+ *
+ * An act on several keys instead sets keys and nkeys, and locks all their partitions.
+ * rl_cells_select chooses the key, and with it the partition, for the other functions.
  */
 typedef struct RlCells
 {
 	RlKeyHash	key_hash;
+	const RlKeyHash *keys;		/* of an act on several keys, or NULL */
+	int			nkeys;
 	int64		now;			/* when the partition was locked */
 	int			number;
-	struct Partition *partition;
+	struct RlPartition *partition;
 	uint32	   *bucket;			/* of the key; of a slice, the next one */
-	struct HeapItem *heap;
+	struct RlHeapItem *heap;
 	RlCell	   *cells;
 	RlPool		pool;			/* spare chunks */
 	uint32		spare;			/* list of spare cells */
@@ -100,6 +105,8 @@ extern const RlSharedPart rl_cells_part;
 extern void rl_cells_fill(int64 *keys, int64 *max_keys, int64 *entries, int64 *max_entries);
 
 extern void rl_cells_lock(RlCells *view, LWLockMode mode);
+extern void rl_cells_lock_all(RlCells *view);
+extern void rl_cells_select(RlCells *view, int i);
 extern void rl_cells_unlock(RlCells *view);
 extern void rl_cells_release(RlCells *view);
 extern bool rl_cells_reserve(RlCells *view, uint32 cells, uint32 chunks);

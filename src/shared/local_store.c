@@ -3,8 +3,8 @@
  *		The store in this server's shared memory, with the same algorithms as in
  *		Redis.
  *
- * Each function locks the partition of the key (cells.c) while it reads and
- * writes the key's cells.
+ * Each function locks the partition of the key (cells.c), or those of all keys,
+ * while it reads and writes their cells.
  */
 #include "postgres.h"
 
@@ -73,23 +73,33 @@ finish(RlCells *view)
 }
 
 /*
- * Evicts cells of other keys to make room for an act.  The partition is unlocked
- * meanwhile, so the act must start again.  Returns false with the error set, and the
- * partition unlocked, if there is no room.
+ * Evicts cells of other keys to make room for an act, whose partitions are unlocked.
+ * Returns false with the error set, and the spares freed, if there is no room.
+ */
+static bool
+evict(RlCells *view, uint32 cells, uint32 chunks, RlError *error)
+{
+	if (rl_cells_evict(view, cells, chunks))
+		return true;
+	rl_cells_release(view);
+	rl_error_set(error, ERRCODE_STORE_FAILED, "out of shared memory for rate limits");
+	rl_error_detail(error, "ratelimit.local_max_keys sets its size.");
+	return false;
+}
+
+/*
+ * Makes room for an act on one key.  The partition is unlocked meanwhile, so the act
+ * must start again.  Returns false with the error set, and the partition unlocked, if
+ * there is no room.
  */
 static bool
 make_room(RlCells *view, uint32 cells, uint32 chunks, RlError *error)
 {
 	rl_cells_unlock(view);
-	if (rl_cells_evict(view, cells, chunks))
-	{
-		rl_cells_lock(view, LW_EXCLUSIVE);
-		return true;
-	}
-	rl_cells_release(view);
-	rl_error_set(error, ERRCODE_STORE_FAILED, "out of shared memory for rate limits");
-	rl_error_detail(error, "ratelimit.local_max_keys sets its size.");
-	return false;
+	if (!evict(view, cells, chunks, error))
+		return false;
+	rl_cells_lock(view, LW_EXCLUSIVE);
+	return true;
 }
 
 /*
@@ -134,6 +144,36 @@ take_alone(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decisio
 }
 
 /*
+ * Finds the cells of an act on the view's key, whose partition is locked, and their
+ * states.  Adds to "cells" and "chunks" those that the act may need.
+ */
+static void
+find_cells(const RlCells *view, const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
+		   uint32 *found, RlState *states, uint32 *ban, uint32 *cells, uint32 *chunks)
+{
+	bool		may_change;
+	bool		may_ban = false;
+
+	*ban = rl_cell_find(view, NULL);
+	may_change = how != RL_PEEK && quota > 0 &&
+		(*ban == RL_NO_CELL || rl_cell_at(view, *ban)->ban.until <= view->now);
+	for (int i = 0; i < limits->n; i++)
+	{
+		const RlLimit *limit = &limits->limit[i];
+
+		found[i] = rl_cell_find(view, limit);
+		states[i] = found[i] != RL_NO_CELL ? rl_cell_at(view, found[i])->state : (RlState) RL_NO_STATE;
+		if (!may_change)
+			continue;
+		*cells += found[i] == RL_NO_CELL;
+		*chunks += rl_chunks_wanted(limit, &states[i], &view->pool, view->now, quota);
+		may_ban |= limit->ban > 0;
+	}
+	if (may_ban && *ban == RL_NO_CELL)
+		*cells += rl_ban_cells(key);
+}
+
+/*
  * Finds the cells of an act, whose partition is locked, and their states, and
  * reserves the cells and chunks that the act may need.  Returns false with the error
  * set, and the partition unlocked, if there is no room.
@@ -144,28 +184,10 @@ begin_act(RlCells *view, const RlKey *key, const RlLimits *limits, int64 quota, 
 {
 	for (;;)
 	{
-		bool		may_change;
-		bool		may_ban = false;
 		uint32		cells = 0;
 		uint32		chunks = 0;
 
-		*ban = rl_cell_find(view, NULL);
-		may_change = how != RL_PEEK && quota > 0 &&
-			(*ban == RL_NO_CELL || rl_cell_at(view, *ban)->ban.until <= view->now);
-		for (int i = 0; i < limits->n; i++)
-		{
-			const RlLimit *limit = &limits->limit[i];
-
-			found[i] = rl_cell_find(view, limit);
-			states[i] = found[i] != RL_NO_CELL ? rl_cell_at(view, found[i])->state : (RlState) RL_NO_STATE;
-			if (!may_change)
-				continue;
-			cells += found[i] == RL_NO_CELL;
-			chunks += rl_chunks_wanted(limit, &states[i], &view->pool, view->now, quota);
-			may_ban |= limit->ban > 0;
-		}
-		if (may_ban && *ban == RL_NO_CELL)
-			cells += rl_ban_cells(key);
+		find_cells(view, key, limits, quota, how, found, states, ban, &cells, &chunks);
 		if (rl_cells_reserve(view, cells, chunks))
 			return true;
 		if (!make_room(view, cells, chunks, error))
@@ -218,6 +240,107 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 			save_state(&view, found[i], &limits->limit[i], &states[i]);
 	if (banned_until != old_ban)
 		set_ban(&view, ban, &action->key, banned_until);
+	finish(&view);
+	return true;
+}
+
+/* A key of an action on several keys, while its partition is locked. */
+typedef struct Key
+{
+	RlState		states[RL_MAX_LIMITS];
+	RlView		views[RL_MAX_LIMITS];
+	uint32		found[RL_MAX_LIMITS];
+	uint32		ban;
+	int64		banned_until;
+	RlVerdict	verdict;
+} Key;
+
+/*
+ * Locks the keys' partitions, finds their cells, and reserves what the act may need.
+ * Returns false with the error set, and nothing locked, if there is no room.
+ */
+static bool
+begin_all(RlCells *view, const RlAction *const *actions, int n, Key *keys, RlError *error)
+{
+	for (;;)
+	{
+		uint32		cells[RL_MAX_KEYS];
+		uint32		chunks[RL_MAX_KEYS];
+		bool		reserved = true;
+
+		rl_cells_lock_all(view);
+		for (int i = 0; i < n; i++)
+		{
+			cells[i] = i > 0 ? cells[i - 1] : 0;
+			chunks[i] = i > 0 ? chunks[i - 1] : 0;
+			rl_cells_select(view, i);
+			find_cells(view, &actions[i]->key, actions[i]->limits, actions[i]->quota, RL_TAKE,
+					   keys[i].found, keys[i].states, &keys[i].ban, &cells[i], &chunks[i]);
+			/* The keys share the spares, so that each key needs those of the keys before it too. */
+			reserved = reserved && rl_cells_reserve(view, cells[i], chunks[i]);
+		}
+		if (reserved)
+			return true;
+		rl_cells_unlock(view);
+		for (int i = 0; i < n; i++)
+		{
+			rl_cells_select(view, i);
+			if (!evict(view, cells[i], chunks[i], error))
+				return false;
+		}
+	}
+}
+
+/* Stores the states of the view's key that have changed, and its ban. */
+static void
+save_key(RlCells *view, const RlAction *action, const Key *key, uint32 changed, int64 banned_until)
+{
+	for (int i = 0; i < action->limits->n; i++)
+		if (changed & 1 << i)
+			save_state(view, key->found[i], &action->limits->limit[i], &key->states[i]);
+	if (banned_until != key->banned_until)
+		set_ban(view, key->ban, &action->key, banned_until);
+}
+
+static bool
+local_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apart,
+			   RlUsage *usage pg_attribute_unused(), RlError *error)
+{
+	RlKeyHash	hashes[RL_MAX_KEYS];
+	Key			keys[RL_MAX_KEYS];
+	RlCells		view = {.keys = hashes,.nkeys = n};
+	bool		allowed = true;
+
+	*apart = false;
+	for (int i = 0; i < n; i++)
+		hashes[i] = rl_key_hash(&actions[i]->key);
+	if (!begin_all(&view, actions, n, keys, error))
+		return false;
+	for (int i = 0; i < n; i++)
+	{
+		Key		   *key = &keys[i];
+
+		key->banned_until = key->ban == RL_NO_CELL ? 0 : rl_cell_at(&view, key->ban)->ban.until;
+		key->verdict = rl_act_decide(actions[i]->limits, key->states, &view.pool, key->banned_until,
+									 view.now, actions[i]->quota, key->views, taken[i].each);
+		allowed &= key->verdict == RL_VERDICT_ALLOWED;
+	}
+	for (int i = 0; i < n; i++)
+	{
+		Key		   *key = &keys[i];
+		RlAct		act = {view.now, actions[i]->quota, key->verdict, true};
+		int64		banned_until = key->banned_until;
+		uint32		changed;
+
+		if (!allowed && act.verdict == RL_VERDICT_ALLOWED)
+			act.verdict = RL_VERDICT_REFUSED;
+		rl_cells_select(&view, i);
+		changed = rl_act_complete(actions[i]->limits, key->states, &view.pool, &banned_until, &act,
+								  key->views, taken[i].each);
+		save_key(&view, actions[i], key, changed, banned_until);
+		taken[i].at = view.now;
+		taken[i].charged = allowed;
+	}
 	finish(&view);
 	return true;
 }
@@ -326,6 +449,7 @@ const RlStore rl_local_store = {
 	.name = "local",
 	.is_local = true,
 	.take = local_take,
+	.take_all = local_take_all,
 	.refund = local_refund,
 	.reset = local_reset,
 	.ban = local_ban,

@@ -10,6 +10,7 @@
 #include "catalog/pg_type.h"
 #include "funcapi.h"
 #include "mb/pg_wchar.h"
+#include "utils/array.h"
 #include "utils/builtins.h"
 #include "utils/lsyscache.h"
 #include "utils/tuplestore.h"
@@ -25,13 +26,6 @@
 #define MAX_COLUMNS			16
 
 #define MAX_SOURCE			16	/* bytes of a source's name */
-
-/* The data that a call site keeps between calls, in fn_extra. */
-typedef struct CallSite
-{
-	text	   *limits_text;	/* the text of limits; NULL: none was parsed */
-	RlLimits	limits;
-} CallSite;
 
 /*
  * Arguments
@@ -128,32 +122,39 @@ rl_key_argument(FunctionCallInfo fcinfo, int n)
 }
 
 /*
- * Returns the parsed limits, which last until the call site's next call.  They are
- * parsed again only if the text differs.  Raises an error if the text is invalid.
+ * Returns the parsed limits, which last until the next call with "kept".  They are
+ * parsed again only if the text differs, which is kept in the context.  Raises an error
+ * if the text is invalid.
  */
 const RlLimits *
-rl_text_limits(FmgrInfo *call_site, const text *value)
+rl_limits_parsed(RlParsedLimits *kept, MemoryContext context, const text *value)
 {
-	CallSite   *site = call_site->fn_extra;
 	int			len = VARSIZE_ANY_EXHDR(value);
 	RlError		error;
 
-	if (site == NULL)
-		site = call_site->fn_extra = MemoryContextAllocZero(call_site->fn_mcxt, sizeof(CallSite));
-	else if (site->limits_text != NULL)
+	if (kept->text != NULL)
 	{
-		if ((int) VARSIZE_ANY_EXHDR(site->limits_text) == len &&
-			memcmp(VARDATA_ANY(site->limits_text), VARDATA_ANY(value), len) == 0)
-			return &site->limits;
-		pfree(site->limits_text);
-		site->limits_text = NULL;
+		if ((int) VARSIZE_ANY_EXHDR(kept->text) == len &&
+			memcmp(VARDATA_ANY(kept->text), VARDATA_ANY(value), len) == 0)
+			return &kept->limits;
+		pfree(kept->text);
+		kept->text = NULL;
 	}
-	if (!rl_limits_parse(VARDATA_ANY(value), len, &site->limits, &error))
+	if (!rl_limits_parse(VARDATA_ANY(value), len, &kept->limits, &error))
 		rl_raise(&error);
-	site->limits_text = MemoryContextAlloc(call_site->fn_mcxt, VARHDRSZ + len);
-	SET_VARSIZE(site->limits_text, VARHDRSZ + len);
-	memcpy(VARDATA(site->limits_text), VARDATA_ANY(value), len);
-	return &site->limits;
+	kept->text = MemoryContextAlloc(context, VARHDRSZ + len);
+	SET_VARSIZE(kept->text, VARHDRSZ + len);
+	memcpy(VARDATA(kept->text), VARDATA_ANY(value), len);
+	return &kept->limits;
+}
+
+/* Does the same for a call site, which keeps the last limits in fn_extra. */
+const RlLimits *
+rl_text_limits(FmgrInfo *call_site, const text *value)
+{
+	if (call_site->fn_extra == NULL)
+		call_site->fn_extra = MemoryContextAllocZero(call_site->fn_mcxt, sizeof(RlParsedLimits));
+	return rl_limits_parsed(call_site->fn_extra, call_site->fn_mcxt, value);
 }
 
 const RlLimits *
@@ -161,6 +162,37 @@ rl_limits_argument(FunctionCallInfo fcinfo, int n)
 {
 	rl_require_argument(fcinfo, n, "limits");
 	return rl_text_limits(fcinfo->flinfo, PG_GETARG_TEXT_PP(n));
+}
+
+/*
+ * Returns the elements of an array argument, in memory of the caller.  Raises an error
+ * if it is NULL, has more than one dimension, or has a NULL.
+ */
+Datum *
+rl_array_elements(FunctionCallInfo fcinfo, int n, const char *name, int *count)
+{
+	ArrayType  *array;
+	Datum	   *values;
+	bool	   *nulls;
+	int16		typlen;
+	bool		typbyval;
+	char		typalign;
+
+	rl_require_argument(fcinfo, n, name);
+	array = PG_GETARG_ARRAYTYPE_P(n);
+	if (ARR_NDIM(array) > 1)
+		ereport(ERROR,
+				(errcode(ERRCODE_ARRAY_SUBSCRIPT_ERROR),
+				 errmsg("%s must be a one-dimensional array", name)));
+	get_typlenbyvalalign(ARR_ELEMTYPE(array), &typlen, &typbyval, &typalign);
+	deconstruct_array(array, ARR_ELEMTYPE(array), typlen, typbyval, typalign, &values, &nulls, count);
+	for (int i = 0; i < *count; i++)
+		if (nulls[i])
+			ereport(ERROR,
+					(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+					 errmsg("%s must not contain nulls", name)));
+	pfree(nulls);
+	return values;
 }
 
 /*

@@ -29,6 +29,16 @@ extern RlKey rl_key_checked(const char *data, int len);
 extern RlKey rl_text_key(const text *value);
 extern const RlLimits *rl_text_limits(FmgrInfo *call_site, const text *value);
 
+/* A text of limits, and what it was parsed to; all zero at first. */
+typedef struct RlParsedLimits
+{
+	text	   *text;			/* NULL: none was parsed */
+	RlLimits	limits;
+} RlParsedLimits;
+
+extern const RlLimits *rl_limits_parsed(RlParsedLimits *kept, MemoryContext context, const text *value);
+extern Datum *rl_array_elements(FunctionCallInfo fcinfo, int n, const char *name, int *count);
+
 extern RlDecision rl_decision_argument(FunctionCallInfo fcinfo, int n);
 
 extern Datum rl_decision_row(FunctionCallInfo fcinfo, const RlDecision *decision);

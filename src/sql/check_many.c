@@ -4,42 +4,11 @@
  */
 #include "postgres.h"
 
-#include "catalog/pg_type.h"
 #include "funcapi.h"
-#include "utils/array.h"
 #include "utils/memutils.h"
 
 #include "decide.h"
 #include "sql/arguments.h"
-
-/*
- * Returns the elements of an array argument.  Raises an error unless it has one
- * dimension and no NULL.
- */
-static Datum *
-elements(FunctionCallInfo fcinfo, int n, const char *name, Oid type, int *count)
-{
-	ArrayType  *array = PG_GETARG_ARRAYTYPE_P(n);
-	Datum	   *values;
-	bool	   *nulls;
-
-	if (ARR_NDIM(array) > 1)
-		ereport(ERROR,
-				(errcode(ERRCODE_ARRAY_SUBSCRIPT_ERROR),
-				 errmsg("%s must be a one-dimensional array", name)));
-	if (type == TEXTOID)
-		deconstruct_array(array, TEXTOID, -1, false, TYPALIGN_INT, &values, &nulls, count);
-	else
-		deconstruct_array(array, INT8OID, sizeof(int64), FLOAT8PASSBYVAL, TYPALIGN_DOUBLE,
-						  &values, &nulls, count);
-	for (int i = 0; i < *count; i++)
-		if (nulls[i])
-			ereport(ERROR,
-					(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
-					 errmsg("%s must not contain nulls", name)));
-	pfree(nulls);
-	return values;
-}
 
 PG_FUNCTION_INFO_V1(rl_check_many);
 Datum
@@ -53,11 +22,10 @@ rl_check_many(PG_FUNCTION_ARGS)
 	int			n;
 	int			nquotas;
 
-	rl_require_argument(fcinfo, 0, "keys");
-	keys = elements(fcinfo, 0, "keys", TEXTOID, &n);
+	keys = rl_array_elements(fcinfo, 0, "keys", &n);
 	if (!PG_ARGISNULL(2))
 	{
-		quotas = elements(fcinfo, 2, "quotas", INT8OID, &nquotas);
+		quotas = rl_array_elements(fcinfo, 2, "quotas", &nquotas);
 		if (nquotas != n)
 			ereport(ERROR,
 					(errcode(ERRCODE_ARRAY_SUBSCRIPT_ERROR),

@@ -356,7 +356,7 @@ refund_one(Statement *statement, Batch *batch, const Charged *charged, MemoryCon
 	if (!charged->local)
 	{
 		batch->charged[batch->n] = charged;
-		batch->calls[batch->n++] = (RlRefundCall) {charged->redis_key, charged->redis_key_len, n, refunds, RL_REFUND_UNSENT};
+		batch->calls[batch->n++] = (RlRefundCall) {charged->redis_key, charged->redis_key_len, n, refunds, RL_REFUND_UNSENT, 0};
 		return;
 	}
 	for (int i = 0; i < n; i++)

@@ -1,0 +1,86 @@
+-- Functions for scripts that charge the quota to all limits or to none.
+--
+-- The numbers of a limit are, if its algorithm has "fits", the backlog before the
+-- action in nanoseconds. For other limits they are: 1 if the limit allows the
+-- action, the quota in use after the action, the wait until the same call can
+-- succeed, and the wait until nothing is in use, both in microseconds. The row of
+-- the algorithm in C reads them ("decide").
+
+-- Counts a refusal, in a window that begins with the first one and is one period
+-- long. Returns the length of the ban that it starts, or 0.
+local function count_refusal(l)
+  local start, count = now, 0
+  if l.refusals then
+    local s, c = pair(l.refusals)
+    if now < s + l.period then
+      start, count = s, c
+    end
+  end
+  count = count + 1
+  if count >= l.after then
+    drop(l.tag .. ':refused')
+    return l.ban
+  end
+  put(l.tag .. ':refused', pair_text(start, count), start + l.period - now)
+  return 0
+end
+
+-- Returns the verdict of a key's limits and its field "ban": 0: they allow the
+-- action, -1: they refuse it, else the rest of the ban in microseconds.
+local function decide(limits, ban)
+  local verdict = 0
+  for _, l in ipairs(limits) do
+    if l.fits then
+      l.allowed = l:fits()
+    else
+      l.allowed = l.used + quota <= l.capacity
+    end
+    if not l.allowed then
+      verdict = -1
+    end
+  end
+  ban = ban and tonumber(ban) - now or 0
+  return ban > 0 and ban or verdict
+end
+
+-- Acts on a key's limits by the verdict on the action: charges the quota, or
+-- counts the refusal. Appends the numbers of each limit to the reply. With commit,
+-- queues the writes. Returns the length of the ban that this refusal starts, or 0.
+local function act(limits, verdict, reply, commit)
+  local brought = 0
+  for _, l in ipairs(limits) do
+    if l.fits then
+      reply[#reply + 1] = string.format('%.0f%03.0f', l.us, l.ns)
+    end
+    if quota > 0 and verdict == 0 then
+      l:take()
+      l.changed = true
+    elseif quota > 0 and verdict == -1 then
+      if l.count_denied then
+        l:deny()
+        l.changed = true
+      end
+      if not l.allowed and l.ban > 0 then
+        brought = math.max(brought, count_refusal(l))
+      end
+    end
+    if not l.fits then
+      local needed = l.used + quota - l.capacity
+      reply[#reply + 1] = l.allowed and 1 or 0
+      reply[#reply + 1] = l.used
+      reply[#reply + 1] = verdict ~= 0 and needed > 0 and quota <= l.capacity and l:wait(needed) or 0
+      reply[#reply + 1] = l.used > 0 and l:reset() or 0
+    end
+  end
+  if commit then
+    for _, l in ipairs(limits) do
+      if l.changed then
+        l:save()
+      end
+    end
+    if brought > 0 then
+      put('ban', string.format('%.0f', now + brought), brought)
+    end
+  end
+  return brought
+end

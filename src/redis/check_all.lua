@@ -1,0 +1,31 @@
+-- Charges one action to several keys, or to none of them. For each key there are,
+-- from ARGV[2] on: the number of its limits, its quota, and its limits.
+--
+-- Returns for each key what check.lua returns. The action is allowed if all
+-- verdicts are 0; otherwise each key has the verdict of its own limits, and counts
+-- a refusal unless it is banned.
+
+local keys, allowed, at = {}, true, 2
+for i, name in ipairs(KEYS) do
+  local n = tonumber(ARGV[at])
+  hash, quota = name, tonumber(ARGV[at + 1])
+  local limits, ban = load_limits(0, at + 2, at + 1 + n * LIMIT)
+  keys[i] = {hash = hash, quota = quota, limits = limits, verdict = decide(limits, ban)}
+  allowed = allowed and keys[i].verdict == 0
+  at = at + 2 + n * LIMIT
+end
+
+-- A value that makes no sense is an error. So all keys are done before the first write.
+local reply = {}
+for _, key in ipairs(keys) do
+  local first = #reply + 1
+  hash, quota, set, gone, longest = key.hash, key.quota, {}, {}, 0
+  reply[first], reply[first + 1], reply[first + 2] = key.verdict, 0, now
+  reply[first + 1] = act(key.limits, key.verdict == 0 and not allowed and -1 or key.verdict, reply, true)
+  key.set, key.gone, key.longest = set, gone, longest
+end
+for _, key in ipairs(keys) do
+  hash, set, gone, longest = key.hash, key.set, key.gone, key.longest
+  write()
+end
+return reply

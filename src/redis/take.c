@@ -1,0 +1,452 @@
+/*
+ * take.c
+ *		Calls that take quota: scripts and their arguments, and replies as decisions.
+ */
+#include "postgres.h"
+
+#include "redis/cluster.h"
+#include "redis/pipeline.h"
+#include "redis/redis.h"
+#include "redis/scripts.h"
+#include "redis/take.h"
+
+/* Appends the limit's state tag. */
+void
+rl_append_tag(RlCommand *command, const RlLimit *limit)
+{
+	char		name[RL_MAX_STATE_NAME];
+
+	rl_command_arg(command, name, rl_state_name(limit, name));
+}
+
+/* Appends the numbers that the algorithm's script reads. */
+static void
+append_numbers(RlCommand *command, const RlLimit *limit, int64 quota)
+{
+	int64		numbers[RL_NUMBERS];
+	int			n = rl_algorithm(limit)->numbers(limit, quota, numbers);
+
+	for (int i = 0; i < n; i++)
+		rl_command_number(command, numbers[i]);
+	for (int i = n; i < RL_NUMBERS; i++)
+		rl_command_arg(command, "", 0);
+}
+
+/*
+ * Appends the LIMIT arguments of one limit, in the order in which load_limits
+ * in state.lua unpacks them.  Without trace, a refusal is not counted, neither
+ * as quota nor for a ban.  The quota may exceed the capacity: then no action
+ * is allowed, and a refund has the whole quota.
+ */
+void
+rl_append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace)
+{
+	bool		possible = quota <= limit->capacity;
+	bool		ban = trace && possible && limit->ban > 0;
+
+	rl_command_text(command, rl_algorithm(limit)->name);
+	rl_append_tag(command, limit);
+	rl_command_number(command, limit->period);
+	append_numbers(command, limit, quota);
+	rl_command_text(command, trace && possible && limit->count_denied ? "1" : "");
+	rl_command_number(command, ban ? limit->ban : 0);
+	rl_command_number(command, ban ? limit->ban_after : 0);
+}
+
+/* The reply of a script that take_script returns */
+typedef struct TakeReply
+{
+	int64		verdict;		/* 0: allowed, -1: refused, else the rest of a ban */
+	int64		ban;			/* length of the ban that this refusal starts, or 0 */
+	int64		at;				/* the store's time, or 0: not known */
+	const int64 *reported;		/* the numbers of all limits */
+	int			nreported;
+	int64		alone;			/* "reported" of a script for one limit */
+} TakeReply;
+
+/*
+ * Sets a decision for each limit from the reported numbers; charged is false if a limit
+ * of this or of another key has refused.  Returns false if no action can have these
+ * numbers.
+ */
+static bool
+read_decisions(const RlAction *action, const TakeReply *take, bool charged, RlDecision *decisions)
+{
+	const RlLimits *limits = action->limits;
+	RlVerdict	verdict = charged ? RL_VERDICT_ALLOWED :
+		take->verdict > 0 ? RL_VERDICT_BANNED :
+		action->how == RL_TRY ? RL_VERDICT_UNCOUNTED : RL_VERDICT_REFUSED;
+	int			next = 0;
+
+	for (int i = 0; i < take->nreported; i++)
+		if (take->reported[i] < 0)
+			return false;
+	for (int i = 0; i < limits->n; i++)
+	{
+		const RlLimit *limit = &limits->limit[i];
+		const RlAlgorithm *algorithm = rl_algorithm(limit);
+		const int64 *reported = &take->reported[next];
+
+		next += algorithm->nreported;
+		if (next > take->nreported ||
+			!algorithm->decide(limit, action->quota, verdict, reported, &decisions[i]))
+			return false;
+		decisions[i].source = RL_FROM_REDIS;
+		decisions[i].ban_left = 0;
+	}
+	return next == take->nreported;
+}
+
+/* Returns true if a refusal can start a ban. */
+static bool
+may_ban(const RlAction *action)
+{
+	for (int i = 0; i < action->limits->n; i++)
+		if (action->limits->limit[i].ban > 0)
+			return action->how != RL_TRY;
+	return false;
+}
+
+/*
+ * Returns true if the faster script for one limit suffices: it counts no
+ * refusals for a ban, does not report the time, and is not for rl_peek.
+ */
+static bool
+acts_alone(const RlAction *action)
+{
+	const RlLimits *limits = action->limits;
+
+	return limits->n == 1 && limits->limit[0].ban == 0 && !limits->timed &&
+		action->how != RL_PEEK && rl_algorithm(&limits->limit[0])->act_alone != NULL;
+}
+
+static RlScript *
+take_script(const RlAction *action)
+{
+	const RlLimits *limits = action->limits;
+
+	if (acts_alone(action))
+		return &rl_alone_scripts[limits->limit[0].algorithm];
+	for (int i = 1; i < limits->n; i++)
+		if (limits->limit[i].algorithm != limits->limit[0].algorithm)
+			return &rl_check_mixed_script;
+	return &rl_check_scripts[limits->limit[0].algorithm];
+}
+
+/* Appends the arguments of check.lua, or with alone of the faster script for one limit. */
+static void
+append_take(RlCommand *command, const RlAction *action, bool alone)
+{
+	const RlLimits *limits = action->limits;
+	int64		quota = action->quota;
+	RlTake		how = action->how;
+
+	rl_command_hash(command, &action->key);
+	if (alone)
+	{
+		rl_append_tag(command, &limits->limit[0]);
+		append_numbers(command, &limits->limit[0], quota);
+		return;
+	}
+	rl_command_text(command, how == RL_PEEK ? "0" : "1");
+	rl_command_number(command, quota);
+	for (int i = 0; i < limits->n; i++)
+		rl_append_limit(command, &limits->limit[i], quota, how != RL_TRY);
+}
+
+/*
+ * Reads the reply of a script for one limit: the number that it reports, negative
+ * if the action is refused.  Under a ban, the rest of the ban comes first.
+ */
+static bool
+read_alone(const RlAction *action, const RlReply *reply, TakeReply *take)
+{
+	const RlLimit *limit = &action->limits->limit[0];
+	RlDecision	decision;
+
+	if (reply->kind != RL_REPLY_NUMBERS || reply->nvalues != (reply->is_array ? 2 : 1))
+		return false;
+	*take = (TakeReply) {.reported = &take->alone,.nreported = 1};
+	take->alone = reply->values[reply->nvalues - 1];
+	if (reply->is_array)
+	{
+		take->verdict = reply->values[0];
+		return take->verdict > 0;
+	}
+	if (take->alone < 0)
+	{
+		take->alone = -Max(take->alone, -PG_INT64_MAX);
+		take->verdict = -1;
+	}
+	/* If the script cannot charge anything, the number alone says the verdict. */
+	if (action->quota > limit->capacity)
+	{
+		rl_algorithm(limit)->decide(limit, action->quota, RL_VERDICT_ALLOWED, &take->alone, &decision);
+		take->verdict = decision.allowed ? 0 : -1;
+	}
+	return true;
+}
+
+/*
+ * Reads the numbers of a key from the reply of check.lua or check_all.lua, from *at
+ * on, and sets *at to the next key's.
+ */
+static bool
+read_check(const RlAction *action, const RlReply *reply, int *at, TakeReply *take)
+{
+	const int64 *values = &reply->values[*at];
+
+	*take = (TakeReply) {.reported = &values[3]};
+	for (int i = 0; i < action->limits->n; i++)
+		take->nreported += rl_algorithm(&action->limits->limit[i])->nreported;
+	*at += 3 + take->nreported;
+	if (reply->kind != RL_REPLY_NUMBERS || !reply->is_array || reply->nvalues < *at)
+		return false;
+	take->verdict = values[0];
+	take->ban = values[1];
+	take->at = values[2];
+	return take->verdict >= -1 && take->ban >= 0 && take->at >= 0 &&
+		(take->ban == 0 || (take->verdict == -1 && may_ban(action)));
+}
+
+/* Sets the decisions of a key.  Returns false if they contradict the verdict. */
+static bool
+decide(const RlAction *action, const TakeReply *take, bool charged, RlDecision *decisions)
+{
+	const RlLimits *limits = action->limits;
+	bool		allowed = true;
+
+	if (!read_decisions(action, take, charged, decisions))
+		return false;
+	/* The script charged the action or not; the figures must say the same. */
+	for (int i = 0; i < limits->n; i++)
+		allowed &= decisions[i].allowed;
+	if (take->verdict <= 0 && allowed != (take->verdict == 0))
+		return false;
+
+	if (take->verdict > 0)
+		rl_apply_ban(decisions, limits->n, Min(take->verdict, RL_MAX_WAIT), true);
+	else if (take->ban > 0)
+		rl_apply_ban(decisions, limits->n, Min(take->ban, RL_MAX_WAIT), false);
+	return true;
+}
+
+/*
+ * Sets the decisions from the reply, and the store's time.  Returns false with
+ * the error set if no script replies so.
+ */
+static bool
+read_take(const RlAction *action, bool alone, const RlReply *reply, RlDecision *decisions, int64 *at,
+		  RlError *error)
+{
+	int			n = 0;
+	TakeReply	take;
+
+	if (!(alone ? read_alone(action, reply, &take) : read_check(action, reply, &n, &take) && n == reply->nvalues) ||
+		!decide(action, &take, take.verdict == 0, decisions))
+		return rl_wrong_reply(error);
+	*at = take.at;
+	return true;
+}
+
+bool
+rl_redis_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlError *error)
+{
+	bool		alone = acts_alone(action);
+	RlCommand  *command = rl_command_start();
+	RlReply		reply;
+
+	command->usage = &answer->usage;
+	append_take(command, action, alone);
+	return rl_redis_script(take_script(action), command, &reply, error) &&
+		read_take(action, alone, &reply, decisions, &answer->at, error);
+}
+
+/*
+ * Many actions, each by itself
+ */
+
+typedef struct Taking
+{
+	const RlAction *const *actions;
+	bool		alone;
+	RlTook		took;
+	void	   *arg;
+} Taking;
+
+static bool
+append_one(RlCommand *command, int i, void *arg)
+{
+	const Taking *taking = arg;
+
+	append_take(command, taking->actions[i], taking->alone);
+	return true;
+}
+
+static bool
+read_one(int i, const RlReply *reply, void *arg, RlError *error)
+{
+	const Taking *taking = arg;
+	RlDecision	decisions[RL_MAX_LIMITS];
+	int64		at;
+
+	if (!read_take(taking->actions[i], taking->alone, reply, decisions, &at, error))
+		return false;
+	taking->took(i, decisions, at, taking->arg);
+	return true;
+}
+
+bool
+rl_redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg,
+				   int64 *unanswered, RlUsage *usage, RlError *error)
+{
+	bool		same = true;
+	Taking		taking = {actions, false, took, arg};
+
+	for (int i = 1; i < n; i++)
+		same &= actions[i]->limits == actions[0]->limits;
+	taking.alone = same && acts_alone(actions[0]);
+	return rl_redis_pipeline(same ? take_script(actions[0]) : &rl_check_mixed_script, n,
+							 append_one, read_one, &taking, unanswered, usage, error);
+}
+
+/*
+ * One action on several keys.  A part of it are the keys that one call charges: all
+ * of them, and in a Cluster those of one slot.
+ */
+
+typedef struct Part
+{
+	int			slot;
+	int			n;
+	int			i[RL_MAX_KEYS]; /* indexes of actions */
+} Part;
+
+typedef struct Parts
+{
+	const RlAction *const *actions;
+	RlTaken    *taken;
+	RlTookPart	took;
+	void	   *arg;
+	int			n;
+	Part		part[RL_MAX_KEYS];
+} Parts;
+
+/* Divides the actions into parts by the slots of their keys, or makes one part of them. */
+static void
+set_parts(Parts *parts, int n, bool by_slot)
+{
+	char		name[RL_MAX_REDIS_KEY];
+
+	parts->n = 0;
+	for (int i = 0; i < n; i++)
+	{
+		int			slot = by_slot ? rl_slot(name, rl_redis_key(&parts->actions[i]->key, name)) : 0;
+		Part	   *part = parts->part;
+
+		while (part < &parts->part[parts->n] && part->slot != slot)
+			part++;
+		if (part == &parts->part[parts->n])
+			parts->part[parts->n++] = (Part) {.slot = slot};
+		part->i[part->n++] = i;
+	}
+}
+
+/* Appends the arguments of check_all.lua. */
+static bool
+append_part(RlCommand *command, int number, void *arg)
+{
+	const Parts *parts = arg;
+	const Part *part = &parts->part[number];
+	char		name[RL_MAX_REDIS_KEY];
+
+	rl_command_number(command, part->n);
+	for (int i = 0; i < part->n; i++)
+		rl_command_arg(command, name, rl_redis_key(&parts->actions[part->i[i]]->key, name));
+	rl_command_text(command, rl_debug_now);
+	for (int i = 0; i < part->n; i++)
+	{
+		const RlAction *action = parts->actions[part->i[i]];
+
+		rl_command_number(command, action->limits->n);
+		rl_command_number(command, action->quota);
+		for (int l = 0; l < action->limits->n; l++)
+			rl_append_limit(command, &action->limits->limit[l], action->quota, true);
+	}
+	return true;
+}
+
+/* Sets "taken" of a part's keys.  Returns false with the error set if no script replies so. */
+static bool
+read_part(int number, const RlReply *reply, void *arg, RlError *error)
+{
+	const Parts *parts = arg;
+	const Part *part = &parts->part[number];
+	TakeReply	take[RL_MAX_KEYS];
+	bool		charged = true;
+	int			at = 0;
+
+	for (int i = 0; i < part->n; i++)
+	{
+		if (!read_check(parts->actions[part->i[i]], reply, &at, &take[i]))
+			return rl_wrong_reply(error);
+		charged &= take[i].verdict == 0;
+	}
+	if (at != reply->nvalues)
+		return rl_wrong_reply(error);
+	for (int i = 0; i < part->n; i++)
+	{
+		RlTaken    *taken = &parts->taken[part->i[i]];
+
+		if (!decide(parts->actions[part->i[i]], &take[i], charged, taken->each))
+			return rl_wrong_reply(error);
+		taken->at = take[i].at;
+		taken->charged = charged;
+	}
+	for (int i = 0; i < part->n && parts->took != NULL; i++)
+		parts->took(part->i[i], parts->arg);
+	return true;
+}
+
+bool
+rl_redis_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apart,
+				  RlUsage *usage, RlError *error)
+{
+	Parts		parts = {.actions = actions,.taken = taken};
+	RlReply		reply = {.kind = RL_REPLY_NIL};
+	RlCommand  *command;
+
+	*apart = false;
+	if (rl_slots_known())
+	{
+		set_parts(&parts, n, true);
+		*apart = parts.n > 1;
+		if (*apart)
+			return false;
+	}
+	set_parts(&parts, n, false);
+	command = rl_command_start();
+	command->usage = usage;
+	append_part(command, 0, &parts);
+	if (rl_redis_script(&rl_check_all_script, command, &reply, error))
+		return read_part(0, &reply, &parts, error);
+	if (reply.kind == RL_REPLY_ERROR && strncmp(reply.text, "CROSSSLOT", 9) == 0)
+	{
+		set_parts(&parts, n, true);
+		*apart = parts.n > 1;
+		/* Now it is known that this is a cluster. */
+		rl_slot_learn(parts.part[0].slot, 0);
+	}
+	return false;
+}
+
+bool
+rl_redis_take_parts(const RlAction *const *actions, int n, RlTaken *taken, RlTookPart took, void *arg,
+					int64 *unanswered, RlUsage *usage, RlError *error)
+{
+	Parts		parts = {.actions = actions,.taken = taken,.took = took,.arg = arg};
+
+	set_parts(&parts, n, true);
+	return rl_redis_pipeline(&rl_check_all_script, parts.n, append_part, read_part, &parts,
+							 unanswered, usage, error);
+}

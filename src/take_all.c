@@ -1,0 +1,151 @@
+/*
+ * take_all.c
+ *		One action on several keys, also if the store cannot decide them in one step.
+ *
+ * Then each part of the keys is charged by itself.  If one is refused or fails, the
+ * charges of the others are refunded.  Until all have answered, charges are held in the
+ * queue of refunds (transaction.c), so that an error or the end of the backend refunds
+ * them too.  The server's log says how many charges could not be refunded.
+ */
+#include "postgres.h"
+
+#include "storage/ipc.h"
+
+#include "algorithm/algorithm.h"
+#include "error.h"
+#include "take_all.h"
+#include "transaction.h"
+
+/* Raises an error if two of the actions have the same key, or if there are too many sliding limits. */
+void
+rl_check_keys(const RlAction *actions, int n)
+{
+	int			sliding = 0;
+
+	for (int i = 0; i < n; i++)
+		for (int l = 0; l < actions[i].limits->n; l++)
+			sliding += rl_algorithm(&actions[i].limits->limit[l])->skip != NULL;
+	/* Each may have many entries, and no call may occupy Redis for long. */
+	if (sliding > RL_MAX_SLIDING)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("the keys of an action must not have more than %d limits of sliding_window and sliding_log",
+						RL_MAX_SLIDING),
+				 errdetail("They have %d.", sliding)));
+	for (int i = 1; i < n; i++)
+		for (int j = 0; j < i; j++)
+			if (actions[i].key.len == actions[j].key.len &&
+				memcmp(actions[i].key.data, actions[j].key.data, actions[i].key.len) == 0)
+				ereport(ERROR,
+						(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+						 errmsg("an action must not have the same key twice"),
+						 errdetail("Key number %d is the same as key number %d.", i + 1, j + 1)));
+}
+
+typedef struct Parts
+{
+	const RlAction *const *actions;
+	RlTaken    *taken;
+	int64		unanswered;		/* calls that perhaps charged their keys */
+	int64		lost;			/* keys without memory for a hold */
+} Parts;
+
+/* Holds the charges of a key that was charged; an RlTookPart. */
+static void
+hold(int i, void *arg)
+{
+	Parts	   *parts = arg;
+	const RlTaken *taken = &parts->taken[i];
+
+	if (taken->charged && !rl_hold(parts->actions[i], taken->each, taken->at))
+		parts->lost++;
+}
+
+/* Logs how many charges may stay. */
+static void
+log_lost(int code pg_attribute_unused(), Datum arg)
+{
+	Parts	   *parts = (Parts *) DatumGetPointer(arg);
+
+	if (parts->unanswered + parts->lost > 0)
+		ereport(LOG_SERVER_ONLY,
+				(errcode(ERRCODE_STORE_FAILED),
+				 errmsg("could not refund the charges of up to %lld calls of a refused or failed action",
+						(long long) (parts->unanswered + parts->lost)),
+				 errdetail_internal(parts->lost > 0 ? "There was no memory for them." :
+									"There was no answer to these calls.")));
+}
+
+/* Sets the decisions of a key whose charge is refunded to those before the charge. */
+static void
+take_back(const RlAction *action, RlTaken *taken)
+{
+	taken->charged = false;
+	for (int i = 0; i < action->limits->n; i++)
+	{
+		const RlLimit *limit = &action->limits->limit[i];
+		RlDecision *d = &taken->each[i];
+
+		/* Where it is counted as refused, the same quota stays in use. */
+		if (!limit->count_denied)
+			d->remaining = Min(d->remaining + action->quota, limit->capacity);
+	}
+}
+
+static bool
+all_charged(const RlTaken *taken, int n)
+{
+	for (int i = 0; i < n; i++)
+		if (!taken[i].charged)
+			return false;
+	return true;
+}
+
+static bool
+take_parts(const RlStore *store, const RlAction *const *actions, int n, RlTaken *taken,
+		   RlUsage *usage, RlError *error)
+{
+	Parts		parts = {actions, taken, 0, 0};
+	bool		done;
+	RlError		refund_error;
+
+	rl_holds_prepare(n * RL_MAX_LIMITS);
+	for (int i = 0; i < n; i++)
+		taken[i].charged = false;
+	PG_ENSURE_ERROR_CLEANUP(log_lost, PointerGetDatum(&parts));
+	{
+		done = store->take_parts(actions, n, taken, hold, &parts, &parts.unanswered, usage, error);
+	}
+	PG_END_ENSURE_ERROR_CLEANUP(log_lost, PointerGetDatum(&parts));
+	if (done && all_charged(taken, n))
+	{
+		rl_holds_drop();
+		return true;
+	}
+	log_lost(0, PointerGetDatum(&parts));
+	if (done)
+		rl_holds_refuse();
+	/* What cannot be refunded is logged, or is refunded ahead of the next command. */
+	(void) rl_refunds_flush(usage, &refund_error);
+	for (int i = 0; i < n && done; i++)
+		if (taken[i].charged)
+			take_back(actions[i], &taken[i]);
+	return done;
+}
+
+/*
+ * Decides n actions on different keys, RL_MAX_KEYS at most, as one: all of them are
+ * charged or none.  Sets "taken", in which "charged" is the same for all.  Returns false
+ * with the error set if the store fails; then it has charged none, unless the server's
+ * log says so, or the only call was sent and not answered.  Raises an error if a setting
+ * is wrong, or at an interrupt.
+ */
+bool
+rl_take_all(const RlStore *store, const RlAction *const *actions, int n, RlTaken *taken,
+			RlUsage *usage, RlError *error)
+{
+	bool		apart;
+
+	return store->take_all(actions, n, taken, &apart, usage, error) ||
+		(apart && take_parts(store, actions, n, taken, usage, error));
+}

@@ -1,0 +1,14 @@
+/*
+ * take_all.h
+ *		One action on several keys, at a store.
+ */
+#ifndef TAKE_ALL_H
+#define TAKE_ALL_H
+
+#include "ratelimit.h"
+
+extern void rl_check_keys(const RlAction *actions, int n);
+extern bool rl_take_all(const RlStore *store, const RlAction *const *actions, int n,
+						RlTaken *taken, RlUsage *usage, RlError *error);
+
+#endif							/* TAKE_ALL_H */
