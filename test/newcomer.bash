@@ -29,7 +29,7 @@ page() {
 	local version
 	# The network has only the loopback interface, which is down.
 	# shellcheck disable=SC2016 # Perl's variables
-	perl -MSocket -e 'socket(my $s, AF_INET, SOCK_DGRAM, 0); ioctl($s, 0x8914, pack("Z16 s x22", "lo", 1)) or die $!'
+	perl -MSocket -e 'socket(my $s, AF_INET, SOCK_DGRAM, 0); $lo = pack("Z16 s x22", "lo", 1); ioctl($s, 0x8914, $lo) or die $!'
 	version=$(ls /usr/lib/postgresql)
 	try pg_ctlcluster "$version" main start
 	if ((version < 17)); then

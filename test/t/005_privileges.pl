@@ -238,7 +238,9 @@ foreach my $set (q{timezone = 'Asia/Tokyo'}, q{datestyle = 'German, DMY'}, q{int
 	q{extra_float_digits = -15}, q{extra_float_digits = 3}, q{bytea_output = 'escape'},
 	q{lc_monetary = 'POSIX'}, q{lc_numeric = 'POSIX'}, q{lc_time = 'POSIX'},
 	q{search_path = 'plain', 'public', 'pg_catalog'}, q{search_path = ''}, q{client_encoding = 'LATIN1'},
-	q{client_encoding = 'SQL_ASCII'}, q{standard_conforming_strings = off}, q{quote_all_identifiers = on},
+	q{client_encoding = 'SQL_ASCII'}, q{quote_all_identifiers = on},
+	# From PostgreSQL 19 on it is always on.
+	$node->pg_version->major < 19 ? q{standard_conforming_strings = off} : (),
 	q{xmlbinary = 'hex'}, q{array_nulls = off}, q{transform_null_equals = on}, q{plan_cache_mode = 'force_generic_plan'},
 	q{application_name = 'another'}, q{row_security = off}, q{default_transaction_isolation = 'serializable'},
 	q{session_replication_role = 'replica'})

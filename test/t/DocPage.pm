@@ -13,7 +13,8 @@
 # - In the output, each of the following matches any other of its kind: a time
 #   stamp, an address with a port, a number with a decimal point (so a duration
 #   or a version).  Write 1.998 where a duration varies, and 2 where it does
-#   not.  Runs of blanks and of dashes match runs of any length.
+#   not.  Runs of blanks and of dashes match runs of any length.  The hint about
+#   candidate functions is that of PostgreSQL 15 to 18; it has a detail from 19 on.
 # - A block of any other language (text, sh, ...) is not run and not compared.
 package DocPage;
 
@@ -136,6 +137,7 @@ sub plain
 	$text =~ s/\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?(?:[+-]\d\d(?::\d\d)?)?/<time>/g;
 	$text =~ s/\b\d+(?:\.\d+){3}:\d+\b/<address>/g;
 	$text =~ s/\b\d+(?:\.\d+)+(?:e-\d+)?\b/<number>/g;
+	$text =~ s/^DETAIL: +(Could not choose a best candidate function\.)\nHINT: +/HINT:  $1 /gm;
 	$text =~ s/-{2,}/--/g;
 	$text =~ s/[ \t]+/ /g;
 	$text =~ s/ *\n/\n/g;
