@@ -298,20 +298,15 @@ is_deeply(documented('alert'), [ sort keys %rule ], 'the page has all alerts');
 # PostgreSQL
 #
 
+restart_unshared($node);
+alerts_are('the alert of missing shared memory fires', $none, 'RatelimitNoSharedMemory');
+is_deeply(values_of('{__name__=~"ratelimit_(redis_up|shared_memory)"}'), { ratelimit_redis_up => 1, ratelimit_shared_memory => 0 }, 'Redis is up without shared memory');
+unlike(scraped(), qr/metric="(?:local_keys|breaker_open)"/, 'the gauges of shared memory have no values');
 $node->stop;
-alerts_are('the alert of missing metrics fires', $none, 'RatelimitNotMonitored');
-SKIP:
-{
-	skip 'this PostgreSQL gives shared memory to a library that is not preloaded', 3 if $node->pg_version >= 17;
+alerts_are('the alert of missing metrics fires', $none, qw(RatelimitNoSharedMemory RatelimitNotMonitored));
 
-	$node->append_conf('postgresql.conf', q{shared_preload_libraries = ''});
-	start_node($node);
-	alerts_are('the alert of missing shared memory fires', $none, 'RatelimitNoSharedMemory');
-	is_deeply(values_of('{__name__=~"ratelimit_(redis_up|shared_memory)"}'), { ratelimit_redis_up => 1, ratelimit_shared_memory => 0 }, 'Redis is up without shared memory');
-	unlike(scraped(), qr/metric="(?:local_keys|breaker_open)"/, 'the gauges of shared memory have no values');
-	$node->append_conf('postgresql.conf', 'shared_preload_libraries = ratelimit');
-	$node->stop;
-}
+delete $node->{ratelimit_path};
+$node->append_conf('postgresql.conf', join "\n", preload_setting(), 'ratelimit.local_max_keys = 100');
 start_node($node);
 $session = session($node);
 $session->ask(q{SELECT rl_check('order:secret 3', '5/1h')});
