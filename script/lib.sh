@@ -156,6 +156,14 @@ hold_cluster() {
 	echo 'create_main_cluster = false' | as_root tee "$file" >/dev/null
 }
 
+# disable_services PACKAGE...: keeps the services of packages that were installed just now
+# from starting with the machine.
+disable_services() {
+	local units
+	mapfile -t units < <(dpkg-query -L "$@" | sed -nE 's:^(/usr)?/lib/systemd/system/([^@]+\.service)$:\2:p')
+	if ((${#units[@]})) && command -v systemctl >/dev/null; then as_root systemctl --quiet disable "${units[@]}"; fi
+}
+
 release_services() {
 	((${#HELD[@]})) || return 0
 	as_root rm -f "${HELD[@]}"
@@ -237,6 +245,7 @@ packages() {
 		hold_cluster
 	fi
 	apt install --no-install-recommends "${missing[@]}"
+	disable_services "${missing[@]}"
 	release_services
 }
 
