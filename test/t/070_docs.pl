@@ -91,12 +91,14 @@ foreach my $name (@wanted)
 # The links
 #
 
-foreach my $name (sort keys %page)
+# The page about the sources is for links only: it names the code's functions.
+my %linked = (%page, 'src/README.md' => DocPage->new("$root/src/README.md"));
+foreach my $name (sort keys %linked)
 {
 	my $folder = dirname($name);
 	my @dead;
 
-	foreach my $link ($page{$name}->links)
+	foreach my $link ($linked{$name}->links)
 	{
 		next if $link =~ /^\w+:/;
 		my ($path, $anchor) = $link =~ /^([^#]*)(?:#(.*))?$/;
@@ -105,7 +107,7 @@ foreach my $name (sort keys %page)
 		$target =~ s{[^/]+/\.\./}{};
 		push @dead, $link
 		  if !-e "$root/$target"
-		  || defined $anchor && !($page{$target} && grep { $_ eq $anchor } $page{$target}->anchors);
+		  || defined $anchor && !($linked{$target} && grep { $_ eq $anchor } $linked{$target}->anchors);
 	}
 	is_deeply(\@dead, [], "$name: no link is dead");
 }

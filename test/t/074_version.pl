@@ -13,13 +13,14 @@ use Test::More;
 my $root = "$FindBin::RealBin/../..";
 my $version = version();
 
-# Returns the paths of files and of the files in folders, relative to the root.
+# Returns the paths of files and of the files in folders, relative to the root, without
+# those that the build makes.
 sub files
 {
 	my (@names) = @_;
 	my @files;
 
-	find({ no_chdir => 1, wanted => sub { push @files, substr $_, length "$root/" if -f } }, grep { -e } map { "$root/$_" } @names);
+	find({ no_chdir => 1, wanted => sub { push @files, substr $_, length "$root/" if -f && !/\.(?:o|bc|d)$/ } }, grep { -e } map { "$root/$_" } @names);
 	return sort @files;
 }
 
@@ -34,7 +35,7 @@ sub captured
 # Returns the files in which another text follows "ratelimit" where a version is.
 sub others
 {
-	return map { my $file = $_; map { "$file: $_" } grep { $_ ne $version } captured(qr/\bratelimit(?:--|-| )v?(\d+(?:\.\d+)+)(?!--)(?!\d)/, $file) } @_;
+	return map { my $file = $_; map { "$file: $_" } grep { $_ ne $version } captured(qr/\bratelimit(?:--|-| )v?(\d+(?:\.\d+)++)(?!--)/, $file) } @_;
 }
 
 like($version, qr/^\d+\.\d+\.\d+$/, "the control file: $version is a semantic version");
