@@ -364,9 +364,9 @@ CREATE FUNCTION rl_stat(OUT limits text, OUT scope text, OUT allowed bigint, OUT
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED ROWS 20;
 COMMENT ON FUNCTION rl_stat() IS
-	'returns the rows of the view rl_stat; errors: 55000 unless ratelimit is in shared_preload_libraries';
+	'returns the rows of the view rl_stat; errors: 55000 without shared memory';
 CREATE VIEW rl_stat AS SELECT * FROM rl_stat();
-COMMENT ON VIEW rl_stat IS 'the results of actions on this server, by limits and scope, since rl_stat_reset() or the server''s start; each action is counted in one of the columns from allowed to errors; errors: 55000 unless ratelimit is in shared_preload_libraries';
+COMMENT ON VIEW rl_stat IS 'the results of actions on this server, by limits and scope, since rl_stat_reset() or the server''s start; each action is counted in one of the columns from allowed to errors; errors: 55000 without shared memory';
 COMMENT ON COLUMN rl_stat.limits IS 'the limits; NULL: all pairs of limits and scope for which there was no room among 1,024';
 COMMENT ON COLUMN rl_stat.scope IS 'the text of the keys up to their first ":", at most 64 bytes of it; NULL if they have none';
 COMMENT ON COLUMN rl_stat.allowed IS 'number of actions that were allowed';
@@ -384,16 +384,16 @@ CREATE FUNCTION rl_stat_reset()
 	RETURNS void
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED;
 COMMENT ON FUNCTION rl_stat_reset() IS
-	'sets all counters of rl_stat to zero; errors: 55000 unless ratelimit is in shared_preload_libraries';
+	'sets all counters of rl_stat to zero; errors: 55000 without shared memory';
 
 CREATE FUNCTION rl_denied(OUT key text, OUT limits text, OUT quota bigint, OUT banned boolean,
 		OUT since timestamptz, OUT retry_after double precision)
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED ROWS 20;
 COMMENT ON FUNCTION rl_denied() IS
-	'returns the rows of the view rl_denied; errors: 55000 unless ratelimit is in shared_preload_libraries';
+	'returns the rows of the view rl_denied; errors: 55000 without shared memory';
 CREATE VIEW rl_denied AS SELECT * FROM rl_denied();
-COMMENT ON VIEW rl_denied IS 'the keys that this server refuses now; if there are very many, the keys that are refused longest; errors: 55000 unless ratelimit is in shared_preload_libraries';
+COMMENT ON VIEW rl_denied IS 'the keys that this server refuses now; if there are very many, the keys that are refused longest; errors: 55000 without shared memory';
 COMMENT ON COLUMN rl_denied.key IS 'the key';
 COMMENT ON COLUMN rl_denied.limits IS 'the limits that refused';
 COMMENT ON COLUMN rl_denied.quota IS 'units of quota of the refused action: this or more is refused now';
@@ -405,11 +405,11 @@ CREATE FUNCTION rl_status(OUT store text, OUT mode text, OUT on_error text,
 		OUT redis text, OUT connected boolean, OUT version text, OUT error text,
 		OUT breaker text, OUT breaker_left double precision,
 		OUT local_keys bigint, OUT local_max_keys bigint,
-		OUT local_entries bigint, OUT local_max_entries bigint, OUT stat_since timestamptz)
+		OUT local_entries bigint, OUT local_max_entries bigint, OUT local_evicted bigint, OUT stat_since timestamptz)
 	RETURNS record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_status() IS
-	'returns one row: the settings store, mode and on_error; the address of Redis, whether this session is connected, and its version or the reason why it is not known; the breaker (closed, open, half-open, trying) and the seconds that it stays open; the number of states and of entries in shared memory, and the most that it can hold; and when the counters of rl_stat began; raises no error if Redis fails';
+	'returns one row: the settings store, mode and on_error; the address of Redis, whether this session is connected, and its version or the reason why it is not known; the breaker (closed, open, half-open, trying) and the seconds that it stays open; the number of states and of entries in shared memory, the most that it can hold, and the number of states that were evicted before their end; and when the counters of rl_stat began; raises no error if Redis fails';
 
 --
 -- Privileges

@@ -57,6 +57,7 @@ typedef struct Free
 	uint32		used_cells;		/* cells with higher numbers were never used */
 	uint32		used_chunks;
 	RlPool		pool;			/* its "chunks" is set by lock_free */
+	int64		evicted;		/* cells that were evicted before their end */
 } Free;
 
 /* Sizes and addresses; set once, at start. */
@@ -146,22 +147,20 @@ attach(void *memory, LWLockPadded *my_locks, bool found)
 
 const RlSharedPart rl_cells_part = {.need = need,.attach = attach};
 
-/*
- * Sets the number of cells in use and of all that may be, and of the entries that the
- * chunks in use, and all chunks, have room for.  Needs shared memory.
- */
+/* Sets how full the memory is.  Needs shared memory. */
 void
-rl_cells_fill(int64 *keys, int64 *max_keys, int64 *entries, int64 *max_entries)
+rl_cells_fill(RlCellsFill *fill)
 {
-	int64		used;
+	int64		chunks_in_use;
 
 	SpinLockAcquire(&free_memory->mutex);
-	*keys = free_memory->used_cells - free_memory->ncells;
-	used = (int64) free_memory->used_chunks - free_memory->pool.nspare;
+	fill->keys = free_memory->used_cells - free_memory->ncells;
+	chunks_in_use = (int64) free_memory->used_chunks - free_memory->pool.nspare;
+	fill->evicted = free_memory->evicted;
 	SpinLockRelease(&free_memory->mutex);
-	*max_keys = ncells;
-	*entries = used * RL_CHUNK_ENTRIES;
-	*max_entries = (int64) nchunks * RL_CHUNK_ENTRIES;
+	fill->max_keys = ncells;
+	fill->entries = chunks_in_use * RL_CHUNK_ENTRIES;
+	fill->max_entries = (int64) nchunks * RL_CHUNK_ENTRIES;
 }
 
 /*
@@ -471,6 +470,15 @@ restore_ends(RlCells *view, int heap, RlKeyHash key_hash)
 	}
 }
 
+/* Counts a cell that is evicted before its end, so that its key has all its quota again. */
+static void
+count_eviction(void)
+{
+	SpinLockAcquire(&free_memory->mutex);
+	free_memory->evicted++;
+	SpinLockRelease(&free_memory->mutex);
+}
+
 /*
  * Evicts the cell with the earliest end, but none of the act's keys, from a heap of
  * the view's partition, which is locked.  Returns false if that end turns out to be
@@ -512,7 +520,11 @@ evict_first(RlCells *view, int heap, int64 latest, int *corrections, bool *progr
 		rl_heap_sift(view, heap, 0, top);
 	}
 	if (victim != RL_NO_CELL)
+	{
+		if (rl_cell_at(view, victim)->end > rl_local_now())
+			count_eviction();
 		rl_cell_remove(view, victim);
+	}
 	if (deferred && view->nkeys == 0)
 		restore_ends(view, heap, view->key_hash);
 	for (int i = 0; i < view->nkeys && deferred; i++)

@@ -101,8 +101,18 @@ rl_cell_is_of(const RlCell *cell, const RlLimit *limit)
 	return rl_same_tag(cell->tag, rl_state_tag(limit));
 }
 
+/* How full the memory is. */
+typedef struct RlCellsFill
+{
+	int64		keys;			/* cells in use */
+	int64		max_keys;
+	int64		entries;		/* those that the chunks in use have room for */
+	int64		max_entries;
+	int64		evicted;		/* cells that were evicted before their end */
+} RlCellsFill;
+
 extern const RlSharedPart rl_cells_part;
-extern void rl_cells_fill(int64 *keys, int64 *max_keys, int64 *entries, int64 *max_entries);
+extern void rl_cells_fill(RlCellsFill *fill);
 
 extern void rl_cells_lock(RlCells *view, LWLockMode mode);
 extern void rl_cells_lock_all(RlCells *view);

@@ -15,7 +15,7 @@
 #include "shared/counters.h"
 #include "sql/arguments.h"
 
-#define COLUMNS				14
+#define COLUMNS				15
 
 PG_FUNCTION_INFO_V1(rl_status);
 Datum
@@ -48,18 +48,16 @@ rl_status(PG_FUNCTION_ARGS)
 	nulls[n++] = (breaker == NULL || left == 0);
 	if (rl_shared_available())
 	{
-		int64		keys;
-		int64		max_keys;
-		int64		entries;
-		int64		max_entries;
+		RlCellsFill fill;
 
-		rl_cells_fill(&keys, &max_keys, &entries, &max_entries);
-		values[n] = Int64GetDatum(keys);
-		values[n + 1] = Int64GetDatum(max_keys);
-		values[n + 2] = Int64GetDatum(entries);
-		values[n + 3] = Int64GetDatum(max_entries);
-		values[n + 4] = TimestampTzGetDatum(rl_counters_since());
-		for (int i = 0; i < 5; i++)
+		rl_cells_fill(&fill);
+		values[n] = Int64GetDatum(fill.keys);
+		values[n + 1] = Int64GetDatum(fill.max_keys);
+		values[n + 2] = Int64GetDatum(fill.entries);
+		values[n + 3] = Int64GetDatum(fill.max_entries);
+		values[n + 4] = Int64GetDatum(fill.evicted);
+		values[n + 5] = TimestampTzGetDatum(rl_counters_since());
+		for (int i = 0; i < 6; i++)
 			nulls[n + i] = false;
 	}
 	return rl_row(fcinfo, values, nulls);

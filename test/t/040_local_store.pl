@@ -32,7 +32,7 @@ sub states_kept { return $session->ask('SELECT local_keys FROM rl_status()'); }
 # In virtual time, with a model: the states, and the times at which they end.
 my (%end, @forgotten, @wrong);
 my $now = 10**15;
-my %seen = (new => 0, known => 0, ban => 0, ended => 0, reset => 0);
+my %seen = (new => 0, known => 0, ban => 0, ended => 0, early => 0, reset => 0);
 
 # Makes room for one more state, as the store should.
 sub make_room
@@ -41,7 +41,7 @@ sub make_room
 
 	return if exists $end{$name} || keys %end < 100;
 	my ($first) = sort { $end{$a} <=> $end{$b} } keys %end;
-	$seen{ended}++ if $end{$first} < $now;
+	$seen{$end{$first} > $now ? 'early' : 'ended'}++;
 	push @forgotten, $first;
 	delete $end{$first};
 	return;
@@ -105,8 +105,9 @@ foreach my $step (1 .. 3000)
 }
 is($session->error, '', 'no error');
 is_deeply(\@wrong, [], 'the store keeps the states that end last');
-cmp_ok($seen{$_}, '>', 50, "$_: $seen{$_}") foreach sort keys %seen;
+cmp_ok($seen{$_}, '>', $_ eq 'early' ? 0 : 50, "$_: $seen{$_}") foreach sort keys %seen;
 cmp_ok(scalar @forgotten, '>', 500, 'evicted: ' . @forgotten);
+is($session->ask('SELECT local_evicted FROM rl_status()'), $seen{early}, "$seen{early} of them before their end");
 is($peak, 100, 'the store uses all its room');
 
 # An action never evicts a state that it needs itself, even if this state ends first.
@@ -236,6 +237,7 @@ for (my $n = 1; $n <= 20 && $room - $used > 2000; $n++)
 	($used) = entries();
 }
 my @left = (1 .. 60);
+my $evicted = $session->ask('SELECT local_evicted FROM rl_status()');
 my @more;
 is(join(' ', small_logs()), "@left", 'sixty small logs are stored');
 foreach my $step (1 .. 500)
@@ -249,6 +251,7 @@ foreach my $step (1 .. 500)
 }
 is_deeply(\@more, [], 'a growing log evicts few logs at a time, those that end first');
 cmp_ok(scalar @left, '<', 20, 'a growing log evicts more and more logs');
+is($session->ask('SELECT local_evicted FROM rl_status()') - $evicted, 60 - @left, 'rl_status counts them');
 $session->ask(q{RESET ratelimit.debug_now;
 	SELECT count(rl_reset(what || n)) FROM unnest('{fills ,grows,small }'::text[]) what, unnest(ARRAY[''] || ARRAY(SELECT generate_series(1, 60)::text)) n});
 
