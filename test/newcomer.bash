@@ -57,8 +57,9 @@ try apt-get -q -y -o Dpkg::Use-Pty=0 install --no-install-recommends "$server" .
 for program in cc gcc g++ clang tcc; do
 	! type -P "$program" || exit 1
 done
-! dpkg-query -W -f '${db:Status-Status} ${Package}\n' '*-dev' 2>/dev/null | grep '^installed' || exit 1
-echo 'There is no compiler and no -dev package.'
+! dpkg-query -W -f '${db:Status-Status} ${Package}\n' 'lib*-dev' 'postgresql-server-dev-*' 2>/dev/null |
+	grep '^installed' || exit 1
+echo 'There is no compiler, and there are no header files.'
 unshare --net bash "$0" "$server" page
 
 wanted=$(sed -n '/^Depends:/,/^[A-Z]/{/^ /p}' debian/tests/control | grep -v '^ @,$' | tr -d '\n')
