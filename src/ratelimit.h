@@ -28,6 +28,7 @@
 #endif
 #if PG_VERSION_NUM < 190000
 #define TupleDescFinalize(desc) ((void) 0)
+#define SysCacheIdentifier	int
 #endif
 
 #define RL_MAX_LIMITS		8

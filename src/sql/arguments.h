@@ -27,6 +27,7 @@ extern const RlLimits *rl_limits_argument(FunctionCallInfo fcinfo, int n);
 extern int64 rl_quota_checked(int64 quota);
 extern RlKey rl_key_checked(const char *data, int len);
 extern RlKey rl_text_key(const text *value);
+extern void rl_limits_of_text(const char *text, int len, RlLimits *limits);
 extern const RlLimits *rl_text_limits(FmgrInfo *call_site, const text *value);
 
 /* A text of limits, and what it was parsed to; all zero at first. */

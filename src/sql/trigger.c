@@ -25,6 +25,34 @@
 #include "sql/trigger_rule.h"
 #include "sql/trigger_statement.h"
 
+/* Sets the key and the limits of a row, by one of the rule's pairs. */
+static void
+set_key_and_limits(RlAction *action, Rule *rule, Pair *pair, Relation rel, TupleTableSlot *row,
+				   RlLimits *room)
+{
+	NullableDatum values[FUNC_MAX_ARGS];
+
+	action->key = rl_rule_key(pair, rel, row);
+	action->limits = &pair->limits;
+	if (pair->call == NULL)
+		return;
+	rl_limits_call_read(pair->call, row, values);
+	rl_limits_call_run(pair->call, values, rule->users > 1, room);
+	action->limits = room;
+}
+
+/* Decides the row's action on n keys.  Returns the index of the key that refused it, or -1. */
+static int
+decide_row(const RlAction *actions, int n, RlAnswer *answers)
+{
+	if (n > 1)
+		ereport(ERROR,
+				(errcode(ERRCODE_FEATURE_NOT_SUPPORTED),
+				 errmsg("a trigger for each row cannot have several pairs of a key and limits")));
+	rl_decide(actions, answers);
+	return answers->decision.allowed ? -1 : 0;
+}
+
 /*
  * Takes the quota of a row.  Returns the row, or NULL to leave it out.  Raises an
  * error if the action is refused and on_deny is not "skip".
@@ -34,21 +62,39 @@ enforce_row(TriggerData *data, Rule *rule)
 {
 	bool		updated = TRIGGER_FIRED_BY_UPDATE(data->tg_event);
 	TupleTableSlot *row = updated ? data->tg_newslot : data->tg_trigslot;
-	RlOrigin	origin = {data->tg_relation, data->tg_trigger->tgname, rule->columns};
-	RlAction	action = {.limits = &rule->limits,.how = RL_TAKE,.origin = &origin};
-	RlAnswer	answer = {0};
+	int64		quota = rl_rule_quota(rule, data->tg_relation, row);
+	RlOrigin	origins[RL_MAX_PAIRS];
+	RlLimits	room[RL_MAX_PAIRS];
+	RlAction	actions[RL_MAX_PAIRS];
+	RlAnswer	answers[RL_MAX_PAIRS];
+	int			refused;
 
-	action.key = rl_rule_key(rule, data->tg_relation, row);
-	action.quota = rl_rule_quota(rule, data->tg_relation, row);
-	rl_decide(&action, &answer);
-	if (!answer.decision.allowed)
+	for (int i = 0; i < rule->npairs; i++)
+	{
+		origins[i] = (RlOrigin) {data->tg_relation, data->tg_trigger->tgname, rule->pairs[i].columns};
+		actions[i] = (RlAction) {.quota = quota,.how = RL_TAKE,.origin = &origins[i]};
+		answers[i] = (RlAnswer) {0};
+		set_key_and_limits(&actions[i], rule, &rule->pairs[i], data->tg_relation, row, &room[i]);
+	}
+	refused = decide_row(actions, rule->npairs, answers);
+	if (refused >= 0)
 	{
 		/* A row that is skipped for a failure or for its size would be lost unnoticed. */
-		if (rule->skip && rl_can_skip(&answer.decision))
+		if (rule->skip && rl_can_skip(&answers[refused].decision))
 			return PointerGetDatum(NULL);
-		rl_raise_refused(&action, &answer, NULL);
+		rl_raise_refused(&actions[refused], &answers[refused], NULL);
 	}
 	return PointerGetDatum(updated ? data->tg_newtuple : data->tg_trigtuple);
+}
+
+/* Enforces the rule, for a row or for a statement. */
+static Datum
+enforce(TriggerData *data, Rule *rule)
+{
+	if (TRIGGER_FIRED_FOR_ROW(data->tg_event))
+		return enforce_row(data, rule);
+	rl_enforce_statement(data, rule);
+	return PointerGetDatum(NULL);
 }
 
 PG_FUNCTION_INFO_V1(rl_enforce_trigger);
@@ -57,16 +103,28 @@ rl_enforce_trigger(PG_FUNCTION_ARGS)
 {
 	TriggerData *data = (TriggerData *) fcinfo->context;
 	Rule	   *rule;
+	Datum		result;
 
 	if (!CALLED_AS_TRIGGER(fcinfo))
 		ereport(ERROR,
 				(errcode(ERRCODE_E_R_I_E_TRIGGER_PROTOCOL_VIOLATED),
 				 errmsg("rl_enforce without arguments can only be called as a trigger")));
 	rule = rl_rule_find(data->tg_relation, data->tg_trigger);
-	if (TRIGGER_FIRED_FOR_ROW(data->tg_event))
-		return enforce_row(data, rule);
-	rl_enforce_statement(data, rule);
-	return PointerGetDatum(NULL);
+	if (!rule->calls)
+		return enforce(data, rule);
+
+	/* A function that is called can fire this and other triggers. */
+	rule->users++;
+	PG_TRY();
+	{
+		result = enforce(data, rule);
+	}
+	PG_FINALLY();
+	{
+		rule->users--;
+	}
+	PG_END_TRY();
+	return result;
 }
 
 /*
@@ -138,6 +196,15 @@ trigger_warning(Relation rel, const Trigger *trigger)
 		"an AFTER trigger charges only rows that the policies allow";
 }
 
+/* Returns the limits of a pair as canonical text, or if they are wrong or a call, as the trigger has them. */
+static const char *
+pair_limits(const Rule *rule, int i)
+{
+	const RlLimits *limits = &rule->pairs[i].limits;
+
+	return rl_limits_given(limits) ? rl_limits_text(limits) : rule->args[2 * i + 1];
+}
+
 /* Sets the columns of rl_trigger_rule. */
 static void
 describe_rule(Relation rel, const Trigger *trigger, Datum *values, bool *nulls)
@@ -146,9 +213,21 @@ describe_rule(Relation rel, const Trigger *trigger, Datum *values, bool *nulls)
 	RlError		error;
 	Rule	   *rule = rl_rule_make(rel, trigger, &valid, &error);
 
-	rl_set_text(values, nulls, 0, rule->nargs > 0 ? rule->args[0] : NULL);
-	rl_set_text(values, nulls, 1, rl_limits_given(&rule->limits) ? rl_limits_text(&rule->limits) :
-				rule->nargs > 0 ? rule->args[1] : NULL);
+	if (rule->nargs > 0)
+	{
+		StringInfoData keys;
+		StringInfoData limits;
+
+		initStringInfo(&keys);
+		initStringInfo(&limits);
+		for (int i = 0; i < Max(rule->npairs, 1); i++)
+		{
+			appendStringInfo(&keys, "%s%s", i > 0 ? "; " : "", rule->args[2 * i]);
+			appendStringInfo(&limits, "%s%s", i > 0 ? "; " : "", pair_limits(rule, i));
+		}
+		rl_set_text(values, nulls, 0, keys.data);
+		rl_set_text(values, nulls, 1, limits.data);
+	}
 	rl_set_text(values, nulls, 2, rule->quota_text ? rule->quota_text : "1");
 	rl_set_text(values, nulls, 3, rule->skip ? "skip" : "error");
 	rl_set_text(values, nulls, 4, valid ? NULL : rl_error_text(&error));

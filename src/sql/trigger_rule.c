@@ -1,12 +1,14 @@
 /*
  * trigger_rule.c
  *		Parses the arguments of a trigger rl_enforce(key template, limits
- *		[, option ...]) to a rule, and applies the rule to rows.
+ *		[, key template, limits ...] [, option ...]) to a rule, and applies the
+ *		rule to rows.
  *
  * A cache (src/README.md): the rules, by the OIDs of their triggers.  A rule is used
  * only while the trigger has the arguments that it was made from, and until the
- * relcache entry of the table is invalidated.  Without the cache an INSERT of
- * many rows takes twice as long (local store).
+ * relcache entry of the table is invalidated; if it calls a function, until any
+ * function or schema changes.  Without the cache an INSERT of many rows takes
+ * twice as long (local store).
  */
 #include "postgres.h"
 
@@ -19,6 +21,7 @@
 #include "utils/inval.h"
 #include "utils/lsyscache.h"
 #include "utils/memutils.h"
+#include "utils/syscache.h"
 
 #include "algorithm/limits.h"
 #include "error.h"
@@ -34,6 +37,7 @@ typedef struct RuleEntry
 } RuleEntry;
 
 static HTAB *rules = NULL;
+static List *retired = NIL;		/* rules without an entry that were in use */
 
 /*
  * Parsing
@@ -55,8 +59,8 @@ sees_statement(const Trigger *trigger)
 }
 
 /* Returns the number of the column with that name, or 0 with the error set. */
-static AttrNumber
-find_column(Relation rel, const Trigger *trigger, const char *name, int len, RlError *error)
+AttrNumber
+rl_rule_column(Relation rel, const Trigger *trigger, const char *name, int len, RlError *error)
 {
 	AttrNumber	attnum = attnameAttNum(rel, pnstrdup(name, len), false);
 	char		generated;
@@ -79,9 +83,9 @@ find_column(Relation rel, const Trigger *trigger, const char *name, int len, RlE
 	return attnum;
 }
 
-/* Sets the pieces of the key.  Returns false with the error set. */
+/* Sets the pieces of the key, in the current memory context.  Returns false with the error set. */
 static bool
-parse_template(Rule *rule, Relation rel, const Trigger *trigger, const char *template, RlError *error)
+parse_template(Pair *pair, Relation rel, const Trigger *trigger, const char *template, RlError *error)
 {
 	Piece	   *piece;
 	int			npieces = 1;
@@ -93,7 +97,7 @@ parse_template(Rule *rule, Relation rel, const Trigger *trigger, const char *tem
 	}
 	for (const char *p = template; *p; p++)
 		npieces += (*p == '{');
-	rule->pieces = piece = palloc0(npieces * sizeof(Piece));
+	pair->pieces = piece = palloc0(npieces * sizeof(Piece));
 	initStringInfo(&piece->text);
 	for (const char *p = template; *p; p++)
 	{
@@ -111,12 +115,12 @@ parse_template(Rule *rule, Relation rel, const Trigger *trigger, const char *tem
 		}
 		else if (*p == '{')
 		{
-			piece->attnum = find_column(rel, trigger, p + 1, close - p - 1, error);
+			piece->attnum = rl_rule_column(rel, trigger, p + 1, close - p - 1, error);
 			if (piece->attnum == 0)
 				return false;
-			rule->columns = bms_add_member(rule->columns, piece->attnum);
+			pair->columns = bms_add_member(pair->columns, piece->attnum);
 			type = attnumTypeId(rel, piece->attnum);
-			if (!rl_key_part_init(&piece->column, type, rule->context))
+			if (!rl_key_part_init(&piece->column, type, CurrentMemoryContext))
 			{
 				rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
 							 "column \"%.*s\" of type %s cannot be part of a rate-limit key",
@@ -133,20 +137,23 @@ parse_template(Rule *rule, Relation rel, const Trigger *trigger, const char *tem
 	return true;
 }
 
-/* Rejects a quota above capacity, which would refuse each write. */
+/* Rejects a quota above the capacity of fixed limits, which would refuse each write. */
 static bool
 check_quota_fits(const Rule *rule, RlError *error)
 {
-	for (int i = 0; i < rule->limits.n; i++)
+	for (int p = 0; p < rule->npairs; p++)
 	{
-		const RlLimit *limit = &rule->limits.limit[i];
+		const RlLimits *limits = &rule->pairs[p].limits;
 
-		if (rule->quota <= limit->capacity)
-			continue;
-		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
-					 "quota %lld is more than limit \"%s\" ever allows",
-					 (long long) rule->quota, rl_limit_text(&rule->limits, i));
-		return false;
+		for (int i = 0; i < limits->n; i++)
+		{
+			if (rule->quota <= limits->limit[i].capacity)
+				continue;
+			rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+						 "quota %lld is more than limit \"%s\" ever allows",
+						 (long long) rule->quota, rl_limit_text(limits, i));
+			return false;
+		}
 	}
 	return true;
 }
@@ -160,7 +167,7 @@ parse_quota(Rule *rule, Relation rel, const Trigger *trigger, const char *value,
 	rule->quota_text = pstrdup(value);
 	if (len > 2 && value[0] == '{' && value[len - 1] == '}')
 	{
-		rule->quota_attnum = find_column(rel, trigger, value + 1, len - 2, error);
+		rule->quota_attnum = rl_rule_column(rel, trigger, value + 1, len - 2, error);
 		if (rule->quota_attnum == 0)
 			return false;
 		rule->quota_type = getBaseType(attnumTypeId(rel, rule->quota_attnum));
@@ -206,6 +213,42 @@ parse_option(Rule *rule, Relation rel, const Trigger *trigger, const char *optio
 }
 
 /*
+ * Parses a key and its limits, in the current memory context.  Returns false with the
+ * error set.
+ */
+static bool
+parse_pair(Rule *rule, Relation rel, const Trigger *trigger, const char *key, const char *limits,
+		   RlError *error)
+{
+	Pair	   *pair = &rule->pairs[rule->npairs];
+
+	if (rl_limits_is_call(limits))
+	{
+		rule->calls = true;
+		pair->call = rl_limits_call_make(rel, trigger, limits, error);
+		if (pair->call == NULL)
+			return false;
+	}
+	else if (!rl_limits_parse(limits, strlen(limits), &pair->limits, error))
+	{
+		pair->limits.n = 0;
+		return false;
+	}
+	pair->limits.timed |= !TRIGGER_FOR_ROW(trigger->tgtype);
+	if (!parse_template(pair, rel, trigger, key, error))
+		return false;
+	rule->npairs++;
+	return true;
+}
+
+/* Returns true if the argument is not a key. */
+static bool
+is_option(const char *arg)
+{
+	return strncmp(arg, "quota=", 6) == 0 || strncmp(arg, "on_deny=", 8) == 0;
+}
+
+/*
  * Fills the rule from the trigger's arguments, in the current memory context.
  * Returns false with the error set; the rule then has the parts that were
  * parsed before.
@@ -213,6 +256,8 @@ parse_option(Rule *rule, Relation rel, const Trigger *trigger, const char *optio
 static bool
 parse_rule(Rule *rule, Relation rel, const Trigger *trigger, RlError *error)
 {
+	int			i = 0;
+
 	rule->quota = 1;
 	if (!TRIGGER_FOR_BEFORE(trigger->tgtype) && !TRIGGER_FOR_AFTER(trigger->tgtype))
 	{
@@ -235,18 +280,25 @@ parse_rule(Rule *rule, Relation rel, const Trigger *trigger, RlError *error)
 	}
 
 	rule->args = palloc(trigger->tgnargs * sizeof(char *));
-	for (int i = 0; i < trigger->tgnargs; i++)
-		rule->args[rule->nargs++] = pstrdup(trigger->tgargs[i]);
-
-	if (!rl_limits_parse(rule->args[1], strlen(rule->args[1]), &rule->limits, error))
+	while (rule->nargs < trigger->tgnargs)
 	{
-		rule->limits.n = 0;
-		return false;
+		rule->args[rule->nargs] = pstrdup(trigger->tgargs[rule->nargs]);
+		rule->nargs++;
 	}
-	rule->limits.timed |= !TRIGGER_FOR_ROW(trigger->tgtype);
-	if (!parse_template(rule, rel, trigger, rule->args[0], error))
-		return false;
-	for (int i = 2; i < rule->nargs; i++)
+
+	do
+	{
+		if (rule->npairs == RL_MAX_PAIRS)
+		{
+			rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+						 "rl_enforce takes at most %d pairs of a key and limits", RL_MAX_PAIRS);
+			return false;
+		}
+		if (!parse_pair(rule, rel, trigger, rule->args[i], rule->args[i + 1], error))
+			return false;
+		i += 2;
+	} while (i + 1 < rule->nargs && !is_option(rule->args[i]) && !is_option(rule->args[i + 1]));
+	for (; i < rule->nargs; i++)
 		if (!parse_option(rule, rel, trigger, rule->args[i], error))
 			return false;
 	return true;
@@ -288,12 +340,26 @@ mark_stale(Datum arg pg_attribute_unused(), Oid relation)
 			entry->stale = true;
 }
 
-/* Frees the stale rules, those of dropped triggers included.  None may be in use. */
+/* Marks the rules that call a function; a syscache callback. */
+static void
+mark_calls_stale(Datum arg pg_attribute_unused(), SysCacheIdentifier cache pg_attribute_unused(),
+				 uint32 hash pg_attribute_unused())
+{
+	HASH_SEQ_STATUS seq;
+	RuleEntry  *entry;
+
+	hash_seq_init(&seq, rules);
+	while ((entry = hash_seq_search(&seq)) != NULL)
+		entry->stale |= entry->rule == NULL || entry->rule->calls;
+}
+
+/* Frees the stale rules, those of dropped triggers included, as soon as they have no users. */
 static void
 sweep_rules(void)
 {
 	HASH_SEQ_STATUS seq;
 	RuleEntry  *entry;
+	ListCell   *cell;
 
 	hash_seq_init(&seq, rules);
 	while ((entry = hash_seq_search(&seq)) != NULL)
@@ -301,8 +367,22 @@ sweep_rules(void)
 		if (!entry->stale)
 			continue;
 		if (entry->rule != NULL)
-			MemoryContextDelete(entry->rule->context);
+		{
+			MemoryContext old = MemoryContextSwitchTo(TopMemoryContext);
+
+			retired = lappend(retired, entry->rule);
+			MemoryContextSwitchTo(old);
+		}
 		hash_search(rules, &entry->trigger, HASH_REMOVE, NULL);
+	}
+	foreach(cell, retired)
+	{
+		Rule	   *rule = lfirst(cell);
+
+		if (rule->users > 0)
+			continue;
+		retired = foreach_delete_current(retired, cell);
+		MemoryContextDelete(rule->context);
 	}
 }
 
@@ -318,8 +398,8 @@ same_arguments(const Rule *rule, const Trigger *trigger)
 }
 
 /*
- * Returns the trigger's rule, which is valid until the next call.  Raises an error
- * if its arguments are wrong.
+ * Returns the trigger's rule, which is valid until the next call, or while it has
+ * users.  Raises an error if its arguments are wrong.
  */
 Rule *
 rl_rule_find(Relation rel, const Trigger *trigger)
@@ -336,6 +416,8 @@ rl_rule_find(Relation rel, const Trigger *trigger)
 
 		rules = hash_create("rate-limit rules", 16, &ctl, HASH_ELEM | HASH_BLOBS);
 		CacheRegisterRelcacheCallback(mark_stale, (Datum) 0);
+		CacheRegisterSyscacheCallback(PROCOID, mark_calls_stale, (Datum) 0);
+		CacheRegisterSyscacheCallback(NAMESPACEOID, mark_calls_stale, (Datum) 0);
 	}
 	entry = hash_search(rules, &trigger->tgoid, HASH_FIND, NULL);
 	if (entry != NULL && !entry->stale && entry->rule != NULL &&
@@ -383,12 +465,12 @@ row_value(TupleTableSlot *row, Relation rel, AttrNumber attnum, const char *use)
  * column is NULL, or the key is empty or too long.
  */
 RlKey
-rl_rule_key(Rule *rule, Relation rel, TupleTableSlot *row)
+rl_rule_key(Pair *pair, Relation rel, TupleTableSlot *row)
 {
 	StringInfoData key;
 
 	initStringInfo(&key);
-	for (Piece *piece = rule->pieces;; piece++)
+	for (Piece *piece = pair->pieces;; piece++)
 	{
 		appendBinaryStringInfo(&key, piece->text.data, piece->text.len);
 		if (piece->attnum == 0)

@@ -9,6 +9,9 @@
 
 #include "report.h"
 #include "sql/key.h"
+#include "sql/trigger_limits.h"
+
+#define RL_MAX_PAIRS		8
 
 /* A piece of the key's template: text, then a column. */
 typedef struct Piece
@@ -18,15 +21,25 @@ typedef struct Piece
 	RlKeyPart	column;
 } Piece;
 
+/* A key and its limits. */
+typedef struct Pair
+{
+	Piece	   *pieces;
+	Bitmapset  *columns;		/* of the key */
+	RlLimits	limits;			/* if call is NULL */
+	LimitsCall *call;			/* returns the limits of a row */
+} Pair;
+
 /* A rule and all its data are allocated in a context of its own. */
 typedef struct Rule
 {
 	MemoryContext context;
+	int			users;			/* how many firings that run a user's function use it */
 	int			nargs;			/* the trigger's arguments */
 	char	  **args;
-	Piece	   *pieces;
-	Bitmapset  *columns;		/* of the key */
-	RlLimits	limits;
+	int			npairs;
+	Pair		pairs[RL_MAX_PAIRS];
+	bool		calls;			/* a pair has a call */
 	int64		quota;			/* if quota_attnum is 0 */
 	AttrNumber	quota_attnum;
 	Oid			quota_type;
@@ -37,8 +50,10 @@ typedef struct Rule
 struct TupleTableSlot;
 
 extern Rule *rl_rule_find(Relation rel, const Trigger *trigger);
-extern RlKey rl_rule_key(Rule *rule, Relation rel, struct TupleTableSlot *row);
+extern RlKey rl_rule_key(Pair *pair, Relation rel, struct TupleTableSlot *row);
 extern int64 rl_rule_quota(Rule *rule, Relation rel, struct TupleTableSlot *row);
 extern Rule *rl_rule_make(Relation rel, const Trigger *trigger, bool *valid, RlError *error);
+extern AttrNumber rl_rule_column(Relation rel, const Trigger *trigger, const char *name, int len,
+								 RlError *error);
 
 #endif							/* TRIGGER_RULE_H */

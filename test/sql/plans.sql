@@ -76,3 +76,179 @@ INSERT INTO actions SELECT 'c' || n FROM generate_series(1, 5000) n;
 DROP TRIGGER enforce ON actions;
 DROP TABLE actions;
 DROP FUNCTION each_function(rl_limits);
+
+-- Limits by function.
+CREATE SCHEMA shop;
+CREATE TABLE shop.plans (name text PRIMARY KEY, limits rl_limits NOT NULL);
+INSERT INTO shop.plans VALUES ('free', '2/1h'), ('pro', '4/1h, fixed_window 100/1d'), ('owner', 'unlimited'), ('banned', 'blocked');
+CREATE TABLE shop.calls (customer int);
+CREATE TABLE shop.customers (id int, plan text, note varchar);
+CREATE FUNCTION shop.order_limits(customer int) RETURNS rl_limits LANGUAGE plpgsql AS
+$$
+BEGIN
+	INSERT INTO shop.calls VALUES (customer);
+	RETURN (SELECT p.limits FROM shop.customers c JOIN shop.plans p ON p.name = c.plan WHERE c.id = customer);
+END
+$$;
+INSERT INTO shop.customers VALUES (1, 'free'), (2, 'pro'), (3, 'owner'), (4, 'banned'), (5, 'none');
+CREATE TABLE orders (customer int, items int DEFAULT 1, note varchar);
+CREATE TRIGGER enforce BEFORE INSERT ON orders FOR EACH ROW
+	EXECUTE FUNCTION rl_enforce('order:{customer}', 'shop.order_limits({customer})', 'quota={items}');
+SELECT key, limits, quota, problem FROM rl_triggers WHERE relation = 'orders'::regclass;
+SELECT at(0);
+INSERT INTO orders SELECT c FROM generate_series(1, 3) c, generate_series(1, 2);
+SELECT customer, count(*) FROM shop.calls GROUP BY customer ORDER BY customer;
+INSERT INTO orders VALUES (1);
+INSERT INTO orders VALUES (2, 2);
+INSERT INTO orders VALUES (2, 1);
+INSERT INTO orders VALUES (2, 5);
+INSERT INTO orders VALUES (3, 1000000);
+INSERT INTO orders VALUES (4);
+-- No plan is no limits: an error.
+INSERT INTO orders VALUES (5);
+INSERT INTO orders VALUES (NULL);
+-- A changed plan takes effect with the next row.
+UPDATE shop.plans SET limits = '5/1h' WHERE name = 'free';
+INSERT INTO orders VALUES (1) RETURNING customer;
+UPDATE shop.plans SET limits = 'blocked' WHERE name = 'free';
+INSERT INTO orders VALUES (1);
+UPDATE shop.plans SET limits = '2/1h' WHERE name = 'free';
+DROP TRIGGER enforce ON orders;
+
+-- For each statement: the function is called once for each group.
+CREATE TRIGGER enforce AFTER INSERT ON orders REFERENCING NEW TABLE AS new FOR EACH STATEMENT
+	EXECUTE FUNCTION rl_enforce('batch:{customer}', 'shop.order_limits({customer})', 'quota={items}');
+TRUNCATE shop.calls;
+INSERT INTO orders SELECT c FROM generate_series(1, 3) c, generate_series(1, 2);
+SELECT customer, count(*) FROM shop.calls GROUP BY customer ORDER BY customer;
+SELECT remaining FROM rl_check_many('{batch:1,batch:2}', '4/1h', '{0,0}');
+INSERT INTO orders SELECT c FROM generate_series(1, 3) c;
+INSERT INTO orders SELECT c FROM generate_series(2, 5) c;
+INSERT INTO orders VALUES (2), (4);
+SELECT remaining FROM rl_check_many('{batch:1,batch:2}', '4/1h', '{0,0}');
+-- More groups than are asked together.
+INSERT INTO shop.customers SELECT c, CASE c % 3 WHEN 0 THEN 'free' WHEN 1 THEN 'pro' ELSE 'owner' END FROM generate_series(10, 9999) c;
+TRUNCATE shop.calls;
+INSERT INTO orders SELECT c % 6000 + 10, 1 FROM generate_series(0, 11999) c;
+SELECT count(*), count(DISTINCT customer) FROM shop.calls;
+SELECT remaining, count(*) FROM rl_check_many(ARRAY(SELECT 'batch:' || c FROM generate_series(10, 6009) c WHERE c % 3 = 1), '4/1h',
+	ARRAY(SELECT 0 FROM generate_series(10, 6009) c WHERE c % 3 = 1)) GROUP BY remaining;
+INSERT INTO orders SELECT c % 6000 + 10, 1 FROM generate_series(0, 11999) c;
+SELECT remaining, count(*) FROM rl_check_many(ARRAY(SELECT 'batch:' || c FROM generate_series(10, 6009) c WHERE c % 3 = 1), '4/1h',
+	ARRAY(SELECT 0 FROM generate_series(10, 6009) c WHERE c % 3 = 1)) GROUP BY remaining;
+-- A group is a key with the same arguments, NULL too.
+CREATE FUNCTION shop.by_note(note text, items bigint DEFAULT 7) RETURNS rl_limits LANGUAGE plpgsql AS
+$$ BEGIN INSERT INTO shop.calls VALUES (items); RETURN coalesce(note, '3/1h'); END $$;
+CREATE OR REPLACE TRIGGER enforce AFTER INSERT ON orders REFERENCING NEW TABLE AS new FOR EACH STATEMENT
+	EXECUTE FUNCTION rl_enforce('note', 'shop.by_note({note})');
+TRUNCATE shop.calls;
+INSERT INTO orders (note) VALUES ('9/1min'), (NULL), ('9/1min'), (NULL), ('9/1s'), ('');
+INSERT INTO orders (note) VALUES ('9/1min'), (NULL), ('9/1min'), (NULL), ('9/1s');
+SELECT customer, count(*) FROM shop.calls GROUP BY customer ORDER BY customer;
+SELECT state FROM rl_inspect('note') ORDER BY state COLLATE "C";
+CREATE OR REPLACE TRIGGER enforce AFTER INSERT ON orders REFERENCING NEW TABLE AS new FOR EACH STATEMENT
+	EXECUTE FUNCTION rl_enforce('note2', ' Shop."by_note" ( {note} , {items} ) ');
+TRUNCATE shop.calls;
+INSERT INTO orders (note, items) VALUES ('9/1min', 1), ('9/1min', 2), ('9/1min', 1);
+SELECT customer, count(*) FROM shop.calls GROUP BY customer ORDER BY customer;
+-- Several pairs of a key and limits.
+CREATE OR REPLACE TRIGGER enforce AFTER INSERT ON orders REFERENCING NEW TABLE AS new FOR EACH STATEMENT
+	EXECUTE FUNCTION rl_enforce('pair:{customer}', '5/1h', 'pair:{note}', 'shop.by_note({note})', 'all', '100/1h', 'quota={items}');
+SELECT key, limits, quota, problem FROM rl_triggers WHERE relation = 'orders'::regclass;
+INSERT INTO orders VALUES (1, 1, '9/1h'), (2, 2, '9/1h'), (1, 2, '8/1h');
+SELECT key, remaining FROM rl_check_many('{pair:1,pair:2}', '5/1h', '{0,0}');
+SELECT remaining FROM rl_peek('all', '100/1h', 0);
+SELECT state FROM rl_inspect('pair:9/1h');
+INSERT INTO orders VALUES (3, 1, '1/1h'), (2, 4, '7/1h');
+SELECT (SELECT count(*) FROM rl_inspect('pair:3')) AS one, (SELECT count(*) FROM rl_inspect('pair:1/1h')) AS two;
+DROP TRIGGER enforce ON orders;
+
+-- Functions that cannot be called.  Nothing is charged.
+CREATE FUNCTION shop.typed(numeric) RETURNS rl_limits LANGUAGE sql RETURN '5/1h'::rl_limits;
+CREATE FUNCTION shop.many(int) RETURNS SETOF rl_limits LANGUAGE sql RETURN '5/1h'::rl_limits;
+CREATE FUNCTION shop.texts(int) RETURNS text LANGUAGE sql RETURN '5/1h';
+CREATE FUNCTION shop.variadic(VARIADIC int[]) RETURNS rl_limits LANGUAGE sql RETURN '5/1h'::rl_limits;
+CREATE FUNCTION shop.twice(int, bigint) RETURNS rl_limits LANGUAGE sql RETURN '5/1h'::rl_limits;
+CREATE FUNCTION shop.twice(bigint, int) RETURNS rl_limits LANGUAGE sql RETURN '5/1h'::rl_limits;
+CREATE FUNCTION shop.any_of(anyelement) RETURNS anyelement LANGUAGE sql AS 'SELECT $1';
+CREATE PROCEDURE shop.procedure(int) LANGUAGE sql AS 'SELECT 1';
+CREATE FUNCTION shop.step(rl_limits, int) RETURNS rl_limits LANGUAGE sql RETURN $1;
+CREATE AGGREGATE shop.aggregate(int) (SFUNC = shop.step, STYPE = rl_limits);
+CREATE FUNCTION shop.strict(int) RETURNS rl_limits STRICT LANGUAGE sql RETURN '5/1h'::rl_limits;
+CREATE FUNCTION shop.fails(int) RETURNS rl_limits LANGUAGE plpgsql AS $$ BEGIN RAISE 'no plan of customer %', $1 USING ERRCODE = 'P0042'; END $$;
+CREATE FUNCTION shop."Quo""ted ()"("varchar", "char" DEFAULT 'x') RETURNS rl_limits LANGUAGE sql RETURN $1::rl_limits;
+CREATE DOMAIN shop.short AS rl_limits CHECK (length(VALUE::text) < 20);
+CREATE FUNCTION shop.domain(varchar) RETURNS shop.short LANGUAGE sql RETURN $1::shop.short;
+CREATE FUNCTION shop.none() RETURNS rl_limits LANGUAGE sql RETURN 'unlimited'::rl_limits;
+CREATE FUNCTION pg_temp.temporary(int) RETURNS rl_limits LANGUAGE sql RETURN '5/1h'::rl_limits;
+CREATE TABLE tried (n int, d float8, note varchar DEFAULT '6/1h', l rl_limits DEFAULT '7/1h', g int GENERATED ALWAYS AS (n + 1) STORED);
+CREATE FUNCTION each_call(OUT call text, OUT problem text, OUT code text, OUT message text, OUT detail text, OUT charged bigint) RETURNS SETOF record LANGUAGE plpgsql AS
+$$
+BEGIN
+	FOREACH call IN ARRAY ARRAY['shop.typed({n})', 'shop.typed({d})', 'shop.typed({note})', 'shop.typed({missing})', 'shop.typed({g})', 'shop.typed()', 'shop.typed({n}, {n})',
+		'shop.missing({n})', 'nowhere.missing({n})', 'typed({n})', 'a.shop.typed({n})', 'shop.many({n})', 'shop.texts({n})', 'shop.variadic({n})', 'shop.twice({n}, {n})',
+		'shop.any_of({l})', 'shop.any_of({n})', 'shop.procedure({n})', 'shop.aggregate({n})', 'pg_catalog.row_number()', 'pg_catalog.int8({note})', 'shop.strict({n})', 'shop.fails({n})',
+		'"shop"."Quo""ted ()"({note})', 'shop.quoted({note})', 'shop.domain({note})', 'shop.none()', 'shop.none( )', 'pg_temp.temporary({n})',
+		(SELECT nspname || '.temporary({n})' FROM pg_namespace WHERE oid = pg_my_temp_schema()),
+		'shop.typed(1)', 'shop.typed({n}', 'shop.typed({n})x', 'shop.typed({n},)', 'shop.typed({n} {n})', 'shop.typed({n)', 'shop.(', '(', '()', '"shop.typed({n})', 'shop..typed({n})', '5/10s (']
+	LOOP
+		EXECUTE format('CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON tried FOR EACH ROW EXECUTE FUNCTION rl_enforce(''tried:{n}'', %L)', call);
+		SELECT t.problem INTO problem FROM rl_triggers t WHERE relation = 'tried'::regclass;
+		PERFORM rl_reset('tried:1');
+		code := NULL;
+		message := NULL;
+		detail := NULL;
+		BEGIN
+			INSERT INTO tried (n, d) VALUES (1, 1);
+		EXCEPTION WHEN OTHERS THEN
+			GET STACKED DIAGNOSTICS code = RETURNED_SQLSTATE, message = MESSAGE_TEXT, detail = PG_EXCEPTION_DETAIL;
+		END;
+		SELECT count(*) INTO charged FROM rl_inspect('tried:1');
+		IF problem = message || coalesce(': ' || nullif(detail, ''), '') THEN
+			message := '(the same)';
+			detail := NULL;
+		END IF;
+		call := regexp_replace(call, '^pg_temp_\d+', 'pg_temp_N');
+		RETURN NEXT;
+	END LOOP;
+END
+$$;
+SELECT call, charged, code, coalesce(problem, '') AS problem, coalesce(message, '') AS message, coalesce(detail, '') AS detail FROM each_call();
+-- The whole: options, pairs.
+CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON tried FOR EACH ROW EXECUTE FUNCTION rl_enforce('tried:{n}', 'shop.domain({note})', 'quota=7', 'on_deny=skip');
+SELECT limits, quota, on_deny, problem FROM rl_triggers WHERE relation = 'tried'::regclass;
+INSERT INTO tried (n, note) VALUES (1, 'blocked'), (2, 'unlimited'), (3, '50/1h') RETURNING n;
+INSERT INTO tried (n, note) VALUES (1, '6/1h');
+INSERT INTO tried (n, note) VALUES (1, 'sliding_window 10/1h');
+CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON tried FOR EACH ROW EXECUTE FUNCTION rl_enforce('a', '1/1s', 'b', '1/1s', 'c', '1/1s', 'd', '1/1s', 'e', '1/1s', 'f', '1/1s', 'g', '1/1s', 'h', '1/1s', 'i', '1/1s');
+SELECT problem FROM rl_triggers WHERE relation = 'tried'::regclass;
+CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON tried FOR EACH ROW EXECUTE FUNCTION rl_enforce('a', '1/1s', 'b', '1/1x');
+SELECT key, limits, problem FROM rl_triggers WHERE relation = 'tried'::regclass;
+CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON tried FOR EACH ROW EXECUTE FUNCTION rl_enforce('a', '1/1s', 'b', 'quota=3');
+SELECT key, limits, problem FROM rl_triggers WHERE relation = 'tried'::regclass;
+CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON tried FOR EACH ROW EXECUTE FUNCTION rl_enforce('a', '5/1s', 'b', '2/1s', 'quota=3');
+SELECT key, limits, problem FROM rl_triggers WHERE relation = 'tried'::regclass;
+DROP TRIGGER enforce ON tried;
+-- A function that fires the trigger again, and changes functions.
+CREATE FUNCTION shop.nested(n int, note varchar) RETURNS rl_limits LANGUAGE plpgsql AS
+$$
+BEGIN
+	EXECUTE 'CREATE OR REPLACE FUNCTION shop.changed() RETURNS void LANGUAGE sql AS ''SELECT''';
+	IF n > 0 THEN
+		INSERT INTO tried (n, note) VALUES (n - 1, (n + 4) || '/1h');
+	END IF;
+	RETURN note;
+END
+$$;
+CREATE TRIGGER enforce BEFORE INSERT ON tried FOR EACH ROW EXECUTE FUNCTION rl_enforce('nested:{n}', 'shop.nested({n}, {note})');
+INSERT INTO tried (n, note) VALUES (3, '50/1h');
+SELECT key, c.remaining FROM generate_series(0, 3) n, rl_check_many(ARRAY['nested:' || n], CASE n WHEN 3 THEN '50/1h' ELSE (n + 5) || '/1h' END, '{0}') c ORDER BY n;
+DROP TRIGGER enforce ON tried;
+CREATE TRIGGER enforce AFTER INSERT ON tried REFERENCING NEW TABLE AS new FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('again:{n}', 'shop.nested({n}, {note})');
+INSERT INTO tried (n, note) VALUES (3, '50/1h'), (3, '50/1h'), (1, '9/1h');
+SELECT key, c.remaining FROM generate_series(0, 3) n, rl_check_many(ARRAY['again:' || n], CASE n WHEN 3 THEN '50/1h' ELSE (n + 5) || '/1h' END, '{0}') c ORDER BY n;
+SET client_min_messages = warning;
+DROP TABLE tried, orders;
+DROP FUNCTION each_call();
+DROP SCHEMA shop CASCADE;
+RESET client_min_messages;

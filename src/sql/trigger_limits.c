@@ -1,0 +1,440 @@
+/*
+ * trigger_limits.c
+ *		Limits of a trigger that a function returns: schema.function({column}, ...).
+ *
+ * The parser resolves the function by its name and the types of the columns when
+ * the trigger's arguments are parsed.  trigger_rule.c parses them again after
+ * any function or schema has changed.
+ *
+ * As for a column's default, a role that writes needs no privilege on the schema,
+ * and EXECUTE on the function.  The executor checks EXECUTE when it prepares the
+ * call, which is done once for each role and transaction.
+ */
+#include "postgres.h"
+
+#include "access/htup_details.h"
+#include "catalog/namespace.h"
+#include "catalog/pg_authid.h"
+#include "catalog/pg_type.h"
+#include "executor/executor.h"
+#include "miscadmin.h"
+#include "nodes/makefuncs.h"
+#include "nodes/nodeFuncs.h"
+#include "nodes/value.h"
+#include "optimizer/optimizer.h"
+#include "parser/parse_collate.h"
+#include "parser/parse_func.h"
+#include "parser/parse_node.h"
+#include "storage/proc.h"
+#include "utils/builtins.h"
+#include "utils/datum.h"
+#include "utils/lsyscache.h"
+#include "utils/memutils.h"
+#include "utils/syscache.h"
+#include "utils/varlena.h"
+
+#include "error.h"
+#include "sql/arguments.h"
+#include "sql/trigger_limits.h"
+#include "sql/trigger_rule.h"
+
+#if PG_VERSION_NUM < 170000
+#define vxid_lxid(proc) ((proc)->lxid)
+#else
+#define vxid_lxid(proc) ((proc)->vxid.lxid)
+#endif
+
+/* What a running call changes. */
+typedef struct CallState
+{
+	ExprState  *expr;
+	ExprContext *econtext;
+	ParamListInfo params;
+} CallState;
+
+/* Returns true if the text in place of limits is a call: no limits have a parenthesis. */
+bool
+rl_limits_is_call(const char *text)
+{
+	return strchr(text, '(') != NULL;
+}
+
+/*
+ * Parsing
+ */
+
+static bool
+wrong_call(RlError *error, const char *text)
+{
+	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+				 "invalid call of a function for rate limits: \"%s\"", text);
+	rl_error_detail(error, "Write schema.function({column}, ...).");
+	return false;
+}
+
+/*
+ * Sets the names of the schema and the function from the text before the arguments,
+ * and *args to the text after the parenthesis.  Returns false with the error set.
+ */
+static bool
+parse_name(const char *text, List **names, const char **args, RlError *error)
+{
+	const char *p = text;
+	bool		quoted = false;
+	List	   *identifiers;
+	ListCell   *cell;
+
+	for (; *p != '\0' && (quoted || *p != '('); p++)
+		quoted ^= *p == '"';
+	*args = p + 1;
+	if (*p == '\0' || !SplitIdentifierString(pnstrdup(text, p - text), '.', &identifiers) || identifiers == NIL)
+		return wrong_call(error, text);
+	foreach(cell, identifiers)
+		*names = lappend(*names, makeString(lfirst(cell)));
+	if (list_length(*names) == 2)
+		return true;
+	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+				 "the name of a function for rate limits must have its schema: \"%s\"", text);
+	return false;
+}
+
+static const char *
+skip_space(const char *p)
+{
+	return p + strspn(p, " \t\n\r\f\v");
+}
+
+/* Appends the argument {column} to the call.  Returns false with the error set. */
+static bool
+add_argument(LimitsCall *call, List **params, Relation rel, const Trigger *trigger,
+			 const char *name, int len, RlError *error)
+{
+	AttrNumber	attnum = rl_rule_column(rel, trigger, name, len, error);
+	Form_pg_attribute attribute;
+	Param	   *param;
+
+	if (attnum == 0)
+		return false;
+	attribute = TupleDescAttr(RelationGetDescr(rel), attnum - 1);
+	call->args[call->nargs++] = (LimitsArgument) {attnum, attribute->atttypid, attribute->attbyval, attribute->attlen};
+	param = makeNode(Param);
+	param->paramkind = PARAM_EXTERN;
+	param->paramid = call->nargs;
+	param->paramtype = attribute->atttypid;
+	param->paramtypmod = attribute->atttypmod;
+	param->paramcollid = attribute->attcollation;
+	param->location = -1;
+	*params = lappend(*params, param);
+	return true;
+}
+
+/* Sets the arguments from the text after the parenthesis.  Returns false with the error set. */
+static bool
+parse_arguments(LimitsCall *call, List **params, Relation rel, const Trigger *trigger,
+				const char *text, const char *args, RlError *error)
+{
+	const char *p = skip_space(args);
+
+	call->args = palloc((strlen(args) + 1) * sizeof(LimitsArgument));
+	if (*p != ')')
+		for (;;)
+		{
+			const char *close = strchr(p, '}');
+
+			if (*p != '{' || close == NULL)
+				return wrong_call(error, text);
+			if (!add_argument(call, params, rel, trigger, p + 1, close - p - 1, error))
+				return false;
+			p = skip_space(close + 1);
+			if (*p != ',')
+				break;
+			p = skip_space(p + 1);
+		}
+	if (*p != ')' || *skip_space(p + 1) != '\0')
+		return wrong_call(error, text);
+	if (call->nargs <= FUNC_MAX_ARGS)
+		return true;
+	rl_error_set(error, ERRCODE_TOO_MANY_ARGUMENTS,
+				 "cannot pass more than %d arguments to a function", FUNC_MAX_ARGS);
+	return false;
+}
+
+/*
+ * Resolving
+ */
+
+/* Sets the error of a function that cannot be called, and returns false. */
+static bool
+wrong_function(RlError *error, FuncDetailCode code, const char *signature)
+{
+	switch (code)
+	{
+		case FUNCDETAIL_NORMAL:
+			rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+						 "function %s cannot return the limits of a trigger", signature);
+			rl_error_detail(error, "It must not return a set, and must not be VARIADIC.");
+			return false;
+		case FUNCDETAIL_MULTIPLE:
+			rl_error_set(error, ERRCODE_AMBIGUOUS_FUNCTION, "function %s is not unique", signature);
+			return false;
+		case FUNCDETAIL_NOTFOUND:
+		case FUNCDETAIL_COERCION:
+			rl_error_set(error, ERRCODE_UNDEFINED_FUNCTION, "function %s does not exist", signature);
+			rl_error_detail(error, "The types of its arguments are those of the columns.");
+			return false;
+		default:
+			rl_error_set(error, ERRCODE_WRONG_OBJECT_TYPE, "%s is not a function", signature);
+			return false;
+	}
+}
+
+/* Returns false with the error set if the schema does not exist or is temporary. */
+static bool
+check_schema(const char *name, RlError *error)
+{
+	Oid			schema = get_namespace_oid(name, true);
+
+	if (strcmp(name, "pg_temp") == 0 || (OidIsValid(schema) && isAnyTempNamespace(schema)))
+		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+					 "a temporary function cannot return the limits of a trigger");
+	else if (!OidIsValid(schema))
+		rl_error_set(error, ERRCODE_UNDEFINED_SCHEMA, "schema \"%s\" does not exist", name);
+	else
+		return true;
+	return false;
+}
+
+/*
+ * Sets the function that the parser chooses for the arguments.  Returns false with
+ * the error set if there is none, or if it is not a function that returns one value.
+ */
+static bool
+choose_function(List *names, List *params, const char *signature, RlError *error)
+{
+	int			nargs = list_length(params);
+	Oid		   *types = palloc0((nargs + 1) * sizeof(Oid));
+	FuncDetailCode code;
+	Oid			function;
+	Oid			result;
+	Oid			variadic;
+	Oid		   *declared;
+	List	   *defaults;
+	bool		returns_set;
+	int			nvariadic;
+#if PG_VERSION_NUM >= 190000
+	int			flags;
+#endif
+
+	for (int i = 0; i < nargs; i++)
+		types[i] = exprType(list_nth(params, i));
+	code = func_get_detail(names, params, NIL, nargs, types, true, true, false,
+#if PG_VERSION_NUM >= 190000
+						   &flags,
+#endif
+						   &function, &result, &returns_set, &nvariadic, &variadic,
+						   &declared, &defaults);
+	if (code != FUNCDETAIL_NORMAL || returns_set || OidIsValid(get_func_variadictype(function)))
+		return wrong_function(error, code, signature);
+	return true;
+}
+
+/* Returns the name and the types of the arguments, for messages. */
+static char *
+signature_of(List *names, List *params)
+{
+	StringInfoData text;
+
+	initStringInfo(&text);
+	appendStringInfo(&text, "%s(", quote_qualified_identifier(strVal(linitial(names)), strVal(lsecond(names))));
+	for (int i = 0; i < list_length(params); i++)
+		appendStringInfo(&text, "%s%s", i > 0 ? ", " : "", format_type_be(exprType(list_nth(params, i))));
+	appendStringInfoChar(&text, ')');
+	return text.data;
+}
+
+/* Returns the call, with the values of all its arguments, also of those with defaults. */
+static FuncExpr *
+make_call(List *names, List *params)
+{
+	ParseState *state = make_parsestate(NULL);
+	FuncCall   *call = makeFuncCall(names, NIL, COERCE_EXPLICIT_CALL, -1);
+	Node	   *expr = ParseFuncOrColumn(state, names, params, NULL, call, false, -1);
+	FuncExpr   *function = castNode(FuncExpr, expr);
+	HeapTuple	tuple = SearchSysCache1(PROCOID, ObjectIdGetDatum(function->funcid));
+
+	assign_expr_collations(state, expr);
+	free_parsestate(state);
+	if (!HeapTupleIsValid(tuple))
+		elog(ERROR, "cache lookup failed for function %u", function->funcid);
+	function->args = expand_function_arguments(function->args, false, function->funcresulttype, tuple);
+	ReleaseSysCache(tuple);
+	return function;
+}
+
+/*
+ * Resolves the function.  Returns false with the error set.  A function of the schema
+ * is found whichever role writes, so this runs as a superuser.  It runs no code
+ * of a user.
+ */
+static bool
+resolve(LimitsCall *call, List *names, List *params, Oid limits_type, RlError *error)
+{
+	Oid			user;
+	int			context;
+	bool		found;
+
+	if (!check_schema(strVal(linitial(names)), error))
+		return false;
+	call->signature = signature_of(names, params);
+	GetUserIdAndSecContext(&user, &context);
+	SetUserIdAndSecContext(BOOTSTRAP_SUPERUSERID, context | SECURITY_LOCAL_USERID_CHANGE);
+	found = choose_function(names, params, call->signature, error);
+	if (found)
+		call->function = make_call(names, params);
+	SetUserIdAndSecContext(user, context);
+	if (!found)
+		return false;
+	if (getBaseType(call->function->funcresulttype) == limits_type && OidIsValid(limits_type))
+		return true;
+	rl_error_set(error, ERRCODE_DATATYPE_MISMATCH,
+				 "function %s must return type rl_limits", call->signature);
+	rl_error_detail(error, "It returns type %s.", format_type_be(call->function->funcresulttype));
+	return false;
+}
+
+/*
+ * Parses and resolves a call, in the current memory context.  Returns NULL with the
+ * error set if it is not valid.
+ */
+LimitsCall *
+rl_limits_call_make(Relation rel, const Trigger *trigger, const char *text, RlError *error)
+{
+	LimitsCall *call = palloc0(sizeof(LimitsCall));
+	List	   *names = NIL;
+	List	   *params = NIL;
+	const char *args;
+	Oid			limits_type = GetSysCacheOid2(TYPENAMENSP, Anum_pg_type_oid, CStringGetDatum("rl_limits"),
+											  ObjectIdGetDatum(get_func_namespace(trigger->tgfoid)));
+
+	if (!parse_name(text, &names, &args, error) ||
+		!parse_arguments(call, &params, rel, trigger, text, args, error) ||
+		!resolve(call, names, params, limits_type, error))
+		return NULL;
+	call->context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit call", ALLOCSET_SMALL_SIZES);
+	return call;
+}
+
+/*
+ * Running
+ */
+
+/*
+ * Makes the state of a run in the current memory context.  Raises an error if the role
+ * must not execute the function.
+ */
+static CallState *
+make_state(const LimitsCall *call)
+{
+	CallState  *state = palloc(sizeof(CallState));
+	FuncExpr   *function = copyObject(call->function);
+
+	/* Not the call itself: the body of a function that is put in its place needs no EXECUTE. */
+	function->args = (List *) expression_planner((Expr *) function->args);
+	state->params = makeParamList(call->nargs);
+	for (int i = 0; i < call->nargs; i++)
+		state->params->params[i].ptype = call->args[i].type;
+	state->expr = ExecInitExpr((Expr *) function, NULL);
+	state->econtext = CreateStandaloneExprContext();
+	state->econtext->ecxt_param_list_info = state->params;
+	return state;
+}
+
+/* Returns the state that is kept, or a new one if the transaction or the role has changed. */
+static CallState *
+get_state(LimitsCall *call)
+{
+	MemoryContext old;
+
+	if (call->state != NULL && call->transaction == vxid_lxid(MyProc) && call->role == GetUserId())
+		return call->state;
+	call->state = NULL;
+	MemoryContextReset(call->context);
+	old = MemoryContextSwitchTo(call->context);
+	call->state = make_state(call);
+	call->transaction = vxid_lxid(MyProc);
+	call->role = GetUserId();
+	MemoryContextSwitchTo(old);
+	return call->state;
+}
+
+/* Sets the arguments' values from the row, whose memory they are in. */
+void
+rl_limits_call_read(const LimitsCall *call, TupleTableSlot *row, NullableDatum *values)
+{
+	for (int i = 0; i < call->nargs; i++)
+		values[i].value = slot_getattr(row, call->args[i].attnum, &values[i].isnull);
+}
+
+/* Appends the values' bytes, by which rows with the same values are found. */
+void
+rl_limits_call_append(const LimitsCall *call, const NullableDatum *values, StringInfo bytes)
+{
+	for (int i = 0; i < call->nargs; i++)
+	{
+		const LimitsArgument *arg = &call->args[i];
+		Datum		value = values[i].value;
+		char	   *at;
+
+		/* A value has one image only without compression and short headers. */
+		if (arg->len == -1 && !values[i].isnull)
+			value = PointerGetDatum(PG_DETOAST_DATUM(value));
+		enlargeStringInfo(bytes, datumEstimateSpace(value, values[i].isnull, arg->byval, arg->len));
+		at = bytes->data + bytes->len;
+		datumSerialize(value, values[i].isnull, arg->byval, arg->len, &at);
+		bytes->len = at - bytes->data;
+	}
+}
+
+/* Sets the values from bytes that rl_limits_call_append made, in the current memory context. */
+void
+rl_limits_call_restore(const LimitsCall *call, const char *bytes, NullableDatum *values)
+{
+	char	   *at = unconstify(char *, bytes);
+
+	for (int i = 0; i < call->nargs; i++)
+		values[i].value = datumRestore(&at, &values[i].isnull);
+}
+
+/*
+ * Calls the function, and sets the limits that it returns.  "nested" says that the
+ * same call is being run further up.  Raises an error if the role must not execute the
+ * function, if it returns NULL, and the function's own errors.
+ */
+void
+rl_limits_call_run(LimitsCall *call, const NullableDatum *values, bool nested, RlLimits *limits)
+{
+	CallState  *state = nested ? make_state(call) : get_state(call);
+	Datum		result;
+	bool		isnull;
+	text	   *value;
+
+	for (int i = 0; i < call->nargs; i++)
+	{
+		state->params->params[i].value = values[i].value;
+		state->params->params[i].isnull = values[i].isnull;
+	}
+	/* A state that an error has left is not used again. */
+	if (!nested)
+		call->state = NULL;
+	ResetExprContext(state->econtext);
+	result = ExecEvalExprSwitchContext(state->expr, state->econtext, &isnull);
+	if (!nested)
+		call->state = state;
+	if (isnull)
+		ereport(ERROR,
+				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				 errmsg("function %s returned NULL instead of limits", call->signature),
+				 errhint("For no limit, return \"unlimited\".")));
+	value = DatumGetTextPP(result);
+	rl_limits_of_text(VARDATA_ANY(value), VARSIZE_ANY_EXHDR(value), limits);
+}

@@ -1,0 +1,49 @@
+/*
+ * trigger_limits.h
+ *		Limits of a trigger that a function returns.
+ */
+#ifndef TRIGGER_LIMITS_H
+#define TRIGGER_LIMITS_H
+
+#include "lib/stringinfo.h"
+#include "nodes/primnodes.h"
+#include "utils/rel.h"
+
+#include "ratelimit.h"
+
+/* An argument: a column of the row. */
+typedef struct LimitsArgument
+{
+	AttrNumber	attnum;
+	Oid			type;
+	bool		byval;
+	int16		len;
+} LimitsArgument;
+
+/* A call of a function of columns that returns the row's limits. */
+typedef struct LimitsCall
+{
+	int			nargs;
+	LimitsArgument *args;
+	const char *signature;		/* the function's name and the arguments' types */
+	FuncExpr   *function;		/* the call, with a Param for each argument */
+	MemoryContext context;		/* of the state */
+	struct CallState *state;	/* that the next run may use, or NULL */
+	LocalTransactionId transaction; /* in which the state was made */
+	Oid			role;			/* that may execute the function, as was checked then */
+} LimitsCall;
+
+struct TupleTableSlot;
+
+extern bool rl_limits_is_call(const char *text);
+extern LimitsCall *rl_limits_call_make(Relation rel, const Trigger *trigger, const char *text,
+									   RlError *error);
+extern void rl_limits_call_read(const LimitsCall *call, struct TupleTableSlot *row,
+								NullableDatum *values);
+extern void rl_limits_call_append(const LimitsCall *call, const NullableDatum *values,
+								  StringInfo bytes);
+extern void rl_limits_call_restore(const LimitsCall *call, const char *bytes, NullableDatum *values);
+extern void rl_limits_call_run(LimitsCall *call, const NullableDatum *values, bool nested,
+							   RlLimits *limits);
+
+#endif							/* TRIGGER_LIMITS_H */
