@@ -11,7 +11,8 @@
  * Locks, as in pg_stat_statements: to find an entry, hold the lock shared; to give
  * an entry to a pair, or to reset, hold it exclusively.  An entry's mutex protects
  * its counters.  A backend counts in an entry that it found earlier under the mutex
- * alone, after it has checked there that "resets" is unchanged.
+ * alone, after it has checked there that "resets" is unchanged: until then the
+ * entry stays that of its pair, which can be read without the lock.
  */
 #include "postgres.h"
 
@@ -32,6 +33,7 @@
 #define PROBES				32	/* entries that a pair may have */
 #define MAX_SCOPE			64	/* bytes; a longer scope is cut */
 #define COLUMNS				12
+#define FOUND				2048
 
 typedef struct Entry
 {
@@ -54,6 +56,14 @@ typedef struct Counters
 								 * emptied; read under it or under a mutex */
 	Entry		entries[ENTRIES + 1];
 } Counters;
+
+/* An entry that this backend has found. */
+typedef struct Found
+{
+	uint64		hash;			/* of the pair */
+	Entry	   *entry;			/* NULL: none */
+	uint32		resets;			/* when it was found */
+} Found;
 
 static Counters *counters = NULL;
 static LWLock *lock;
@@ -97,21 +107,31 @@ scope_length(const RlKey *key)
 	return pg_encoding_mbcliplen(PG_UTF8, key->data, colon - key->data, MAX_SCOPE);
 }
 
+static uint64
+pair_hash(const RlLimits *limits, const char *scope, int scope_len)
+{
+	return scope_len > 0 ?
+		hash_bytes_extended((const unsigned char *) scope, scope_len, limits->hash) : limits->hash;
+}
+
+static bool
+is_entry_of(const Entry *entry, const RlLimits *limits, const char *scope, int scope_len)
+{
+	return entry->limits.hash == limits->hash && entry->scope_len == scope_len &&
+		memcmp(entry->scope, scope, scope_len) == 0 && rl_limits_same(&entry->limits, limits);
+}
+
 /* Returns the entry of the limits and the scope, or a free one for them, or NULL. */
 static Entry *
 find_entry(const RlLimits *limits, const char *scope, int scope_len)
 {
-	uint64		hash = limits->hash;
+	uint64		hash = pair_hash(limits, scope, scope_len);
 
-	if (scope_len > 0)
-		hash = hash_bytes_extended((const unsigned char *) scope, scope_len, hash);
 	for (int i = 0; i < PROBES; i++)
 	{
 		Entry	   *entry = &counters->entries[(hash + i) % ENTRIES];
 
-		if (!rl_limits_given(&entry->limits) ||
-			(entry->limits.hash == limits->hash && entry->scope_len == scope_len &&
-			 memcmp(entry->scope, scope, scope_len) == 0 && rl_limits_same(&entry->limits, limits)))
+		if (!rl_limits_given(&entry->limits) || is_entry_of(entry, limits, scope, scope_len))
 			return entry;
 	}
 	return NULL;
@@ -146,17 +166,42 @@ get_entry(const RlLimits *limits, const char *scope, int scope_len, uint32 *rese
 	return entry != NULL ? entry : &counters->entries[OTHERS];
 }
 
+/*
+ * Returns where this backend keeps the entry of the limits and the scope, which may have
+ * been reset.
+ *
+ * A cache (README.md): entries by a hash of their pairs.  A pair without an entry of its
+ * own is known by the hash alone: with another pair of the same hash it would be
+ * counted for the others.  Without the cache a local call takes 5 % longer, and
+ * calls under alternating limits 0.4 us.
+ */
+static Found *
+get_found(const RlLimits *limits, const char *scope, int scope_len)
+{
+	static Found found[FOUND];
+	static Found *last = &found[0];
+	uint64		hash;
+
+	/* The hash is not needed under the limits of the last call. */
+	if (last->entry != NULL && last->entry != &counters->entries[OTHERS] &&
+		is_entry_of(last->entry, limits, scope, scope_len))
+		return last;
+	hash = pair_hash(limits, scope, scope_len);
+	last = &found[hash % FOUND];
+	if (last->entry != NULL && last->hash == hash &&
+		(last->entry == &counters->entries[OTHERS] || is_entry_of(last->entry, limits, scope, scope_len)))
+		return last;
+	last->entry = get_entry(limits, scope, scope_len, &last->resets);
+	last->hash = hash;
+	return last;
+}
+
 /* Counts an action on the key.  Does nothing without shared memory.  Does not throw. */
 void
 rl_counters_add(const RlLimits *limits, const RlKey *key, RlStatOutcome outcome, bool from_cache,
 				bool from_local, int64 round_trips, int64 redis_us)
 {
-	/* The entry of the last call (README.md): without it, a local call takes 5 % longer. */
-	static Entry *entry = NULL;
-	static uint32 resets;
-	static RlLimits last_limits;
-	static int	last_scope_len;
-	static char last_scope[MAX_SCOPE];
+	Entry	   *entry;
 	int			scope_len;
 
 	if (counters == NULL)
@@ -164,20 +209,15 @@ rl_counters_add(const RlLimits *limits, const RlKey *key, RlStatOutcome outcome,
 	scope_len = scope_length(key);
 	for (;;)
 	{
-		if (entry == NULL || scope_len != last_scope_len ||
-			memcmp(key->data, last_scope, scope_len) != 0 || !rl_limits_same(&last_limits, limits))
-		{
-			entry = get_entry(limits, key->data, scope_len, &resets);
-			last_limits = *limits;
-			last_scope_len = scope_len;
-			memcpy(last_scope, key->data, scope_len);
-		}
+		Found	   *found = get_found(limits, key->data, scope_len);
+
+		entry = found->entry;
 		SpinLockAcquire(&entry->mutex);
 		/* After a reset the entry is free, or of others. */
-		if (counters->resets == resets)
+		if (counters->resets == found->resets)
 			break;
 		SpinLockRelease(&entry->mutex);
-		entry = NULL;
+		found->entry = NULL;
 	}
 	entry->outcomes[outcome]++;
 	entry->from_cache += from_cache;
@@ -185,9 +225,6 @@ rl_counters_add(const RlLimits *limits, const RlKey *key, RlStatOutcome outcome,
 	entry->round_trips += round_trips;
 	entry->redis_us += redis_us;
 	SpinLockRelease(&entry->mutex);
-	/* After a reset there may be room for an entry of their own. */
-	if (entry == &counters->entries[OTHERS])
-		entry = NULL;
 }
 
 /* Returns the time of the last reset or of the server's start.  Needs shared memory. */
