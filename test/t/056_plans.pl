@@ -80,4 +80,122 @@ foreach my $case ([ none => 0 ], [ all => 5 ], [ sampled => 1 ])
 }
 $session->set(log_refusals => undef);
 
+#
+# Limits by function: privileges, and functions that change while a session has a rule
+#
+
+my $admin = session($node);
+
+$admin->ask(q{
+	CREATE ROLE writer LOGIN;
+	CREATE SCHEMA shop;
+	CREATE TABLE shop.plans (customer text PRIMARY KEY, limits rl_limits);
+	INSERT INTO shop.plans VALUES ('ann', '2/1h'), ('bob', 'unlimited'), ('eve', 'blocked');
+	CREATE FUNCTION shop.limits(name text) RETURNS rl_limits LANGUAGE sql SECURITY DEFINER
+		RETURN (SELECT limits FROM shop.plans WHERE customer = name);
+	CREATE TABLE orders (customer text, n int DEFAULT 1);
+	CREATE TRIGGER enforce BEFORE INSERT ON orders FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{customer}', 'shop.limits({customer})');
+	CREATE TABLE bulk (customer text, n int DEFAULT 1);
+	CREATE TRIGGER enforce AFTER INSERT ON bulk REFERENCING NEW TABLE AS new FOR EACH STATEMENT
+		EXECUTE FUNCTION rl_enforce('bulk:{customer}', 'shop.limits({customer})');
+	GRANT INSERT ON orders, bulk TO writer});
+is($admin->error, '', 'limits by function');
+$session->ask('SET ROLE writer');
+$monitor = RedisMonitor->new($redis);
+
+# Checks that an order of each table fails in this way, and that Redis is not asked.
+sub orders_fail
+{
+	my ($what, $state, $message) = @_;
+
+	asked();
+	foreach my $table (qw(orders bulk))
+	{
+		$session->fails("INSERT INTO $table VALUES ('ann')", "$what, $table", $state, $message);
+		$session->fails("INSERT INTO $table VALUES ('bob'), ('ann')", "$what, two rows in $table", $state, $message)
+	}
+	is(asked(), 0, "$what: Redis is not asked");
+	return;
+}
+
+# Checks that orders are decided under the limits again.
+sub orders_end
+{
+	my ($what) = @_;
+
+	$admin->ask("SELECT rl_reset('order:ann'), rl_reset('bulk:ann')");
+	foreach my $table (qw(orders bulk))
+	{
+		$session->ask("INSERT INTO $table VALUES ('ann')") foreach 1 .. 2;
+		is($session->error, '', "$what, $table: two orders");
+		$session->ask("INSERT INTO $table VALUES ('ann')");
+		is($session->state, 'PT429', "$what, $table: the third order is refused");
+	}
+	return;
+}
+
+$session->fails('SELECT * FROM shop.plans', 'the plans cannot be read', '42501', qr/permission denied for schema shop/);
+orders_end('SECURITY DEFINER');
+$session->ask(q{INSERT INTO orders SELECT 'bob' FROM generate_series(1, 10)});
+is($session->error, '', 'SECURITY DEFINER: unlimited');
+$session->fails(q{INSERT INTO orders VALUES ('eve')}, 'SECURITY DEFINER: blocked', 'PT403', qr/^rate limit "blocked" forbids the action$/);
+$admin->ask(q{DELETE FROM shop.plans WHERE customer = 'ann'});
+orders_fail('no plan', '22004', qr/^function shop\.limits\(text\) returned NULL instead of limits$/);
+$admin->ask(q{INSERT INTO shop.plans VALUES ('ann', '2/1h')});
+orders_end('a plan again');
+
+# Each change is made by another session, while this session has the rule.
+$admin->ask('REVOKE EXECUTE ON FUNCTION shop.limits(text) FROM PUBLIC');
+orders_fail('without EXECUTE', '42501', qr/^permission denied for function limits$/);
+$session->ask('RESET ROLE');
+$session->ask(q{BEGIN; INSERT INTO orders VALUES ('bob'); SET ROLE writer});
+$session->fails(q{INSERT INTO orders VALUES ('bob')}, 'without EXECUTE, in a transaction', '42501', qr/^permission denied for function limits$/);
+$session->ask('ROLLBACK; SET ROLE writer');
+$admin->ask('GRANT EXECUTE ON FUNCTION shop.limits(text) TO writer');
+orders_end('with EXECUTE');
+
+$admin->ask('ALTER FUNCTION shop.limits(text) SECURITY INVOKER');
+orders_fail('SECURITY INVOKER', '42501', qr/^permission denied for table plans$/);
+$admin->ask('DROP FUNCTION shop.limits(text)');
+orders_fail('dropped', '42883', qr/^function shop\.limits\(text\) does not exist$/);
+is($admin->ask(q{SELECT count(*) FROM rl_triggers WHERE problem LIKE 'function shop.limits(text) does not exist%'}), 2, 'dropped: rl_triggers says so');
+$admin->ask(q{CREATE FUNCTION shop.limits(name text) RETURNS text LANGUAGE sql RETURN '2/1h'});
+orders_fail('of a wrong type', '42804', qr/^function shop\.limits\(text\) must return type rl_limits$/);
+$admin->ask(q{DROP FUNCTION shop.limits(text); CREATE FUNCTION shop.limits(name text) RETURNS SETOF rl_limits LANGUAGE sql RETURN '2/1h'::rl_limits});
+orders_fail('a set', '0A000', qr/^function shop\.limits\(text\) cannot return the limits of a trigger$/);
+$admin->ask(q{DROP FUNCTION shop.limits(text); CREATE FUNCTION shop.limits(name text) RETURNS rl_limits LANGUAGE plpgsql
+	AS 'BEGIN IF name = ''ann'' THEN RAISE ''the plan is gone'' USING ERRCODE = ''P0042''; END IF; RETURN ''unlimited''; END'});
+orders_fail('an error of its own', 'P0042', qr/^the plan is gone$/);
+$admin->ask(q{CREATE OR REPLACE FUNCTION shop.limits(name text) RETURNS rl_limits LANGUAGE sql RETURN '2/1h'::rl_limits});
+orders_end('created again');
+
+# Another function is a better match, in a session that has resolved the first.
+$admin->ask(q{CREATE FUNCTION shop.by_number(n bigint) RETURNS rl_limits LANGUAGE sql RETURN '2/1h'::rl_limits;
+	CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON orders FOR EACH ROW EXECUTE FUNCTION rl_enforce('number:{customer}', 'shop.by_number({n})')});
+$session->ask(q{INSERT INTO orders VALUES ('ann')});
+is($session->error, '', 'a function of bigint');
+$admin->ask(q{CREATE FUNCTION shop.by_number(n int) RETURNS rl_limits LANGUAGE sql RETURN 'blocked'::rl_limits});
+$session->fails(q{INSERT INTO orders VALUES ('ann')}, 'a function of int is created', 'PT403', qr/blocked/);
+$admin->ask(q{ALTER SCHEMA shop RENAME TO store});
+$session->fails(q{INSERT INTO orders VALUES ('ann')}, 'the schema has another name', '3F000', qr/^schema "shop" does not exist$/);
+$admin->ask(q{ALTER SCHEMA store RENAME TO shop});
+$session->fails(q{INSERT INTO orders VALUES ('ann')}, 'the schema has its name again', 'PT403', qr/blocked/);
+
+# A statement that fails while it asks refunds the charges under each of its limits.
+$admin->ask(q{CREATE FUNCTION shop.by_name(name text) RETURNS rl_limits LANGUAGE sql IMMUTABLE RETURN
+		(CASE name WHEN 'full' THEN '1/1h' WHEN 'log' THEN 'sliding_window 9/1h, fixed_window 8/1d' WHEN 'abort' THEN '7/1h refund_on_abort' ELSE 'token_bucket 6/1h' END)::rl_limits;
+	CREATE OR REPLACE TRIGGER enforce AFTER INSERT ON bulk REFERENCING NEW TABLE AS new FOR EACH STATEMENT
+		EXECUTE FUNCTION rl_enforce('mixed:{customer}', 'shop.by_name({customer})', 'quota={n}');
+	SELECT rl_check('mixed:full', '1/1h')});
+is($admin->error, '', 'mixed limits');
+$session->fails(q{INSERT INTO bulk VALUES ('log', 2), ('bucket', 3), ('abort', 4), ('full', 1)}, 'mixed limits', 'PT429',
+	qr/^rate limit "throttle 1\/1h" exceeded$/, qr/Keys of the statement that were refused: 1 of 4\.$/);
+is($admin->left('sliding_window 9/1h, fixed_window 8/1d', 'mixed:log'), "9 8", 'mixed limits: refunded, log and window');
+is($admin->left('token_bucket 6/1h', 'mixed:bucket'), 6, 'mixed limits: refunded, bucket');
+is($admin->left('7/1h refund_on_abort', 'mixed:abort'), 7, 'mixed limits: refunded by the rollback');
+$session->ask(q{INSERT INTO bulk VALUES ('log', 2), ('bucket', 3), ('abort', 4)});
+is($admin->left('sliding_window 9/1h, fixed_window 8/1d', 'mixed:log'), "7 6", 'mixed limits: charged, log and window');
+is($admin->left('token_bucket 6/1h', 'mixed:bucket'), 3, 'mixed limits: charged, bucket');
+is($admin->left('7/1h refund_on_abort', 'mixed:abort'), 3, 'mixed limits: charged, throttle');
+
 done_testing();
