@@ -316,7 +316,7 @@ CREATE FUNCTION rl_enforce()
 	RETURNS trigger
 	AS 'MODULE_PATHNAME', 'rl_enforce_trigger' LANGUAGE C COST 1000;
 COMMENT ON FUNCTION rl_enforce() IS
-	'trigger that takes quota for each row, or, AFTER ... FOR EACH STATEMENT, for all rows of the statement together, by key: rl_enforce(key template, limits [, ''quota={column}''] [, ''on_deny=skip'']); errors: PT429 for a refused action, PT413 for more quota than the limit ever has, PT403 under blocked, PT503 if the store fails and ratelimit.on_error is error or deny, 22004 for a NULL column, 22023, 22P02, 42703, 42804 or 0A000 for invalid arguments (see rl_triggers.problem)';
+	'trigger that takes quota for each row, or, AFTER ... FOR EACH STATEMENT, for all rows of the statement together, by key: rl_enforce(key template, limits [, key template, limits ...] [, ''quota={column}''] [, ''on_deny=skip'']), with schema.function({column}, ...) in place of limits for a function that returns the limits of the row; errors: PT429 for a refused action, PT413 for more quota than the limit ever has, PT403 under blocked, PT503 if the store fails and ratelimit.on_error is error or deny, 22004 for a NULL column or NULL instead of limits, 42501 without EXECUTE on such a function and the errors of the function, 22023, 22P02, 3F000, 42703, 42725, 42804, 42809, 42883, 54023 or 0A000 for invalid arguments (see rl_triggers.problem)';
 
 CREATE FUNCTION rl_trigger_rule(trigger oid,
 		OUT key text, OUT limits text, OUT quota text, OUT on_deny text, OUT problem text, OUT warning text)
@@ -338,7 +338,7 @@ COMMENT ON COLUMN rl_triggers.relation IS 'the table';
 COMMENT ON COLUMN rl_triggers.trigger IS 'the trigger''s name';
 COMMENT ON COLUMN rl_triggers.enabled IS 'whether it fires in an ordinary session';
 COMMENT ON COLUMN rl_triggers.key IS 'the template of the key; {column} stands for that column of the row';
-COMMENT ON COLUMN rl_triggers.limits IS 'the limits, as canonical text if they are valid';
+COMMENT ON COLUMN rl_triggers.limits IS 'the limits, as canonical text if they are valid, or the call of the function that returns them';
 COMMENT ON COLUMN rl_triggers.quota IS 'how much a row costs, in units of quota: a number, or {column}';
 COMMENT ON COLUMN rl_triggers.on_deny IS 'error: a refused row raises PT429, or PT403 under blocked; skip: it is left out; PT413 and PT503 are raised with both';
 COMMENT ON COLUMN rl_triggers.problem IS 'NULL, or the error that each write to the table raises';
