@@ -45,12 +45,12 @@ set_key_and_limits(RlAction *action, Rule *rule, Pair *pair, Relation rel, Tuple
 static int
 decide_row(const RlAction *actions, int n, RlAnswer *answers)
 {
-	if (n > 1)
-		ereport(ERROR,
-				(errcode(ERRCODE_FEATURE_NOT_SUPPORTED),
-				 errmsg("a trigger for each row cannot have several pairs of a key and limits")));
-	rl_decide(actions, answers);
-	return answers->decision.allowed ? -1 : 0;
+	/* One key has the denial cache. */
+	if (n == 1)
+		rl_decide(actions, answers);
+	else
+		rl_decide_all(actions, n, answers);
+	return rl_refused_key(answers, n);
 }
 
 /*
@@ -82,7 +82,7 @@ enforce_row(TriggerData *data, Rule *rule)
 		/* A row that is skipped for a failure or for its size would be lost unnoticed. */
 		if (rule->skip && rl_can_skip(&answers[refused].decision))
 			return PointerGetDatum(NULL);
-		rl_raise_refused(&actions[refused], &answers[refused], NULL);
+		rl_raise_refused_all(actions, rule->npairs, answers, NULL);
 	}
 	return PointerGetDatum(updated ? data->tg_newtuple : data->tg_trigtuple);
 }

@@ -11,7 +11,7 @@
 #include "sql/key.h"
 #include "sql/trigger_limits.h"
 
-#define RL_MAX_PAIRS		8
+#define RL_MAX_PAIRS		RL_MAX_KEYS
 
 /* A piece of the key's template: text, then a column. */
 typedef struct Piece

@@ -252,3 +252,41 @@ DROP TABLE tried, orders;
 DROP FUNCTION each_call();
 DROP SCHEMA shop CASCADE;
 RESET client_min_messages;
+
+-- Several pairs for each row: all are charged, or none.
+CREATE TABLE logins (account text, address inet, failures int DEFAULT 1);
+CREATE TRIGGER enforce BEFORE INSERT ON logins FOR EACH ROW
+	EXECUTE FUNCTION rl_enforce('account:{account}', 'sliding_log 3/1h', 'address:{address}', 'sliding_log 5/1h', 'quota={failures}');
+INSERT INTO logins SELECT 'ann', '10.0.0.1' FROM generate_series(1, 3);
+INSERT INTO logins VALUES ('ann', '10.0.0.2');
+INSERT INTO logins VALUES ('bob', '10.0.0.1', 2);
+INSERT INTO logins VALUES ('eve', '10.0.0.1');
+INSERT INTO logins VALUES ('eve', '10.0.0.3', 4);
+SELECT key, remaining FROM rl_check_many('{account:ann,account:bob,account:eve}', 'sliding_log 3/1h', '{0,0,0}');
+SELECT key, remaining FROM rl_check_many('{address:10.0.0.1,address:10.0.0.2,address:10.0.0.3}', 'sliding_log 5/1h', '{0,0,0}');
+INSERT INTO logins VALUES (NULL, '10.0.0.4');
+CREATE FUNCTION account_limits(account text) RETURNS rl_limits LANGUAGE sql AS
+$$ SELECT CASE account WHEN 'root' THEN 'blocked' WHEN 'guest' THEN 'unlimited' WHEN 'none' THEN NULL ELSE 'sliding_log 3/1h' END::rl_limits $$;
+CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON logins FOR EACH ROW
+	EXECUTE FUNCTION rl_enforce('address2:{address}', 'sliding_log 5/1h', 'account2:{account}', 'account_limits({account})', 'on_deny=skip');
+SELECT problem FROM rl_triggers WHERE relation = 'logins'::regclass;
+SELECT format($$CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON logins FOR EACH ROW
+	EXECUTE FUNCTION rl_enforce('address2:{address}', 'sliding_log 5/1h', 'account2:{account}', '%s.account_limits({account})', 'on_deny=skip')$$, current_schema()) \gexec
+INSERT INTO logins VALUES ('root', '10.0.0.1'), ('guest', '10.0.0.1'), ('ann', '10.0.0.1') RETURNING account;
+INSERT INTO logins VALUES ('none', '10.0.0.1');
+SELECT remaining FROM rl_peek('address2:10.0.0.1', 'sliding_log 5/1h', 0);
+CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON logins FOR EACH ROW EXECUTE FUNCTION rl_enforce('{account}', '5/1h', '{address}', '5/1h');
+INSERT INTO logins VALUES ('10.0.0.1', '10.0.0.1');
+-- A role that may not read one of the columns does not see the key that has it.
+CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON logins FOR EACH ROW
+	EXECUTE FUNCTION rl_enforce('account3:{account}', 'sliding_log 1/1h', 'address3:{address}', 'sliding_log 2/1h');
+CREATE ROLE rl_test_plans;
+GRANT INSERT, SELECT (account) ON logins TO rl_test_plans;
+SET ROLE rl_test_plans;
+INSERT INTO logins VALUES ('ann', '10.0.0.1'), ('bob', '10.0.0.1');
+INSERT INTO logins VALUES ('ann', '10.0.0.5');
+INSERT INTO logins VALUES ('eve', '10.0.0.1');
+RESET ROLE;
+DROP TABLE logins;
+DROP ROLE rl_test_plans;
+DROP FUNCTION account_limits(text);
