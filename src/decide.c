@@ -203,8 +203,8 @@ note_change(Call *call)
 
 /*
  * Sets the answer from the decision of each limit, and notes what it charged.
- * More answers may be on their way, so it does not throw.  With not_charged, the action
- * was refused although these limits allow it.
+ * More answers may be on their way, so it does not throw.  With not_charged, other keys
+ * may have refused the action that these limits allow.
  */
 static void
 conclude(Call *call, const RlDecision *each, bool not_charged)
@@ -219,7 +219,7 @@ conclude(Call *call, const RlDecision *each, bool not_charged)
 		answer->decision = rl_combine(each, action->limits->n, &answer->binding);
 	note_change(call);
 	/* A limit that has counted the refusal may have a wait. */
-	for (int i = 0; not_charged && i < action->limits->n; i++)
+	for (int i = 0; not_charged && decision->allowed && i < action->limits->n; i++)
 		decision->retry_after = Max(decision->retry_after, each[i].retry_after);
 	if (decision->allowed && !not_charged && (decision->source == RL_FROM_REDIS || decision->source == RL_FROM_LOCAL))
 	{

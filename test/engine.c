@@ -3,7 +3,7 @@
  *		The algorithms as a program, linked with no other part: it keeps states in
  *		memory, reads an act from each line and prints the decisions.
  *
- *	act    := op key now argument n { limit }
+ *	act    := op key now argument n { limit } | all key now n 0 { key quota n { limit } }
  *	op     := take | quiet | peek | refund | undo | ban | unban | reset
  *	limit  := algorithm capacity count period interval_ns step from_first
  *			  count_denied ban ban_after
@@ -12,7 +12,8 @@
  * the undo refunds, for each limit, the charge of the n-th take before its last
  * take, each charge at most once.  A reset without limits deletes the key.  The
  * answer to the first three ops is a line of decisions, the combined decision and
- * then the decision of each limit; to the other ops it is "done":
+ * then the decision of each limit, to "all" it is the combined decision of each key;
+ * to the other ops it is "done":
  *
  *	decision := allowed capacity remaining retry_after reset_after source
  *
@@ -165,41 +166,81 @@ print_decision(const RlDecision *d)
 		   d->source == RL_FROM_BAN ? "ban" : d->source == RL_FROM_LOCAL ? "local" : "wrong");
 }
 
-static void
-take(Key *key, RlLimits *limits, int64 now, int64 quota, bool quietly, bool commit)
+/* A key of an action. */
+typedef struct Part
 {
+	Key		   *key;
+	RlLimits	limits;
+	int64		quota;
 	Kept	   *kept[RL_MAX_LIMITS];
 	RlState		states[RL_MAX_LIMITS];
+	RlView		views[RL_MAX_LIMITS];
 	RlDecision	decisions[RL_MAX_LIMITS];
-	RlDecision	combined;
-	int			binding;
+	RlVerdict	verdict;
+} Part;
+
+static void
+take(Part *parts, int n, int64 now, bool quietly, bool commit)
+{
+	bool		allowed = true;
 	int			wanted = 0;
 
-	for (int i = 0; i < limits->n; i++)
+	for (int p = 0; p < n; p++)
 	{
-		if (quietly)
+		Part	   *part = &parts[p];
+
+		for (int i = 0; i < part->limits.n; i++)
 		{
-			limits->limit[i].count_denied = false;
-			limits->limit[i].ban = 0;
+			RlLimit    *limit = &part->limits.limit[i];
+
+			if (quietly)
+			{
+				limit->count_denied = false;
+				limit->ban = 0;
+			}
+			part->kept[i] = find_kept(part->key, limit);
+			part->states[i] = part->kept[i]->state;
+			wanted += rl_chunks_wanted(limit, &part->states[i], &pool, now, part->quota);
 		}
-		kept[i] = find_kept(key, &limits->limit[i]);
-		states[i] = kept[i]->state;
-		wanted += rl_chunks_wanted(&limits->limit[i], &states[i], &pool, now, quota);
 	}
 	give_chunks(commit ? wanted : 0);
-	rl_act(limits, states, &pool, &key->banned_until, now, quota, commit, decisions);
-	combined = rl_combine(decisions, limits->n, &binding);
-	for (int i = 0; i < limits->n; i++)
+	for (int p = 0; p < n; p++)
 	{
-		kept[i]->state = states[i];
-		if (commit && combined.allowed && quota > 0)
-			kept[i]->charges[kept[i]->ncharges++ % CHARGES] =
-				rl_algorithm(&limits->limit[i])->charge(&limits->limit[i], quota, now, decisions[i].reset_after);
+		Part	   *part = &parts[p];
+
+		part->verdict = rl_act_decide(&part->limits, part->states, &pool, part->key->banned_until, now,
+									  part->quota, part->views, part->decisions);
+		allowed &= part->verdict == RL_VERDICT_ALLOWED;
 	}
+	for (int p = 0; p < n; p++)
+	{
+		Part	   *part = &parts[p];
+		RlAct		act = {now, part->quota, part->verdict, commit};
+
+		if (!allowed && act.verdict == RL_VERDICT_ALLOWED)
+			act.verdict = RL_VERDICT_REFUSED;
+		rl_act_complete(&part->limits, part->states, &pool, &part->key->banned_until, &act, part->views,
+						part->decisions);
+		for (int i = 0; i < part->limits.n; i++)
+		{
+			Kept	   *kept = part->kept[i];
+			const RlLimit *limit = &part->limits.limit[i];
+
+			kept->state = part->states[i];
+			if (commit && allowed && part->quota > 0)
+				kept->charges[kept->ncharges++ % CHARGES] =
+					rl_algorithm(limit)->charge(limit, part->quota, now, part->decisions[i].reset_after);
+		}
+	}
+}
+
+static void
+print_combined(const Part *part)
+{
+	int			binding;
+	RlDecision	combined = rl_combine(part->decisions, part->limits.n, &binding);
+
 	print_decision(&combined);
-	for (int i = 0; i < limits->n; i++)
-		print_decision(&decisions[i]);
-	printf("\n");
 }
 
 static void
@@ -227,6 +268,67 @@ undo(Key *key, const RlLimits *limits, int64 now, int64 back)
 	}
 }
 
+static bool
+read_limits(RlLimits *limits)
+{
+	if (limits->n < 0 || limits->n > RL_MAX_LIMITS)
+		return false;
+	for (int i = 0; i < limits->n; i++)
+	{
+		RlLimit    *limit = &limits->limit[i];
+		int			algorithm;
+		int			from_first;
+		int			count_denied;
+
+		if (scanf("%d %" SCNd64 " %" SCNd64 " %" SCNd64 " %" SCNd64 " %" SCNd64
+				  " %d %d %" SCNd64 " %" SCNd64,
+				  &algorithm, &limit->capacity, &limit->count, &limit->period,
+				  &limit->interval_ns, &limit->step, &from_first, &count_denied,
+				  &limit->ban, &limit->ban_after) != 10)
+			return false;
+		limit->algorithm = algorithm;
+		limit->from_first = from_first;
+		limit->count_denied = count_denied;
+		limit->refund_on_abort = false;
+	}
+	return true;
+}
+
+static void
+take_one(Key *key, const RlLimits *limits, int64 now, int64 quota, bool quietly, bool commit)
+{
+	Part		part = {.key = key,.limits = *limits,.quota = quota};
+
+	take(&part, 1, now, quietly, commit);
+	print_combined(&part);
+	for (int i = 0; i < limits->n; i++)
+		print_decision(&part.decisions[i]);
+	printf("\n");
+}
+
+/* Reads n keys with their quotas and limits, and takes all of them or none. */
+static bool
+take_all(int64 now, int n)
+{
+	static Part parts[RL_MAX_KEYS];
+	char		name[64];
+
+	if (n < 1 || n > RL_MAX_KEYS)
+		return false;
+	for (int p = 0; p < n; p++)
+	{
+		if (scanf("%63s %" SCNd64 " %d", name, &parts[p].quota, &parts[p].limits.n) != 3 ||
+			!read_limits(&parts[p].limits))
+			return false;
+		parts[p].key = find_key(name);
+	}
+	take(parts, n, now, false, true);
+	for (int p = 0; p < n; p++)
+		print_combined(&parts[p]);
+	printf("\n");
+	return true;
+}
+
 int
 main(void)
 {
@@ -240,29 +342,15 @@ main(void)
 	{
 		Key		   *key = find_key(name);
 
-		if (limits.n < 0 || limits.n > RL_MAX_LIMITS)
+		if (!read_limits(&limits))
 			return 2;
-		for (int i = 0; i < limits.n; i++)
+		if (strcmp(op, "all") == 0)
 		{
-			RlLimit    *limit = &limits.limit[i];
-			int			algorithm;
-			int			from_first;
-			int			count_denied;
-
-			if (scanf("%d %" SCNd64 " %" SCNd64 " %" SCNd64 " %" SCNd64 " %" SCNd64
-					  " %d %d %" SCNd64 " %" SCNd64,
-					  &algorithm, &limit->capacity, &limit->count, &limit->period,
-					  &limit->interval_ns, &limit->step, &from_first, &count_denied,
-					  &limit->ban, &limit->ban_after) != 10)
+			if (!take_all(now, argument))
 				return 2;
-			limit->algorithm = algorithm;
-			limit->from_first = from_first;
-			limit->count_denied = count_denied;
-			limit->refund_on_abort = false;
 		}
-
-		if (strcmp(op, "take") == 0 || strcmp(op, "quiet") == 0 || strcmp(op, "peek") == 0)
-			take(key, &limits, now, argument, op[0] == 'q', op[0] != 'p');
+		else if (strcmp(op, "take") == 0 || strcmp(op, "quiet") == 0 || strcmp(op, "peek") == 0)
+			take_one(key, &limits, now, argument, op[0] == 'q', op[0] != 'p');
 		else
 		{
 			if (strcmp(op, "refund") == 0)

@@ -301,22 +301,9 @@ sub difference
 	return 'the number of rows' if keys %$sql != @rows;
 	foreach my $n (@rows)
 	{
-		my ($got, $want) = ($sql->{$n}, $c->[$n]);
+		my $how = decision_difference($form eq 'allow' ? [ $sql->{$n}[0] ] : $sql->{$n}, $c->[$n], store());
 
-		return "row $n" unless $got;
-		return "row $n: allowed" if $got->[0] != $want->[0];
-		next if $form eq 'allow';
-		return "row $n: capacity" if $got->[1] != $want->[1];
-		return "row $n: remaining" if $got->[2] != $want->[2];
-		foreach my $column (3, 4)
-		{
-			my ($g, $w) = ($got->[$column], $want->[$column]);
-
-			# The server divides microseconds to get seconds.
-			return "row $n: " . ('retry_after', 'reset_after')[ $column - 3 ]
-			  if defined $g != defined $w || (defined $g && $g != $w / 1e6);
-		}
-		return "row $n: source" if $got->[5] ne ($want->[5] eq 'local' ? store() : $want->[5]);
+		return "row $n: $how" if defined $how;
 	}
 	return undef;
 }

@@ -6,9 +6,12 @@
 # key, now, argument (the quota, or a ban's length), limits, and if some of
 # these have refund_on_abort, refunds: a true value at the index of each.  The
 # key's next step "abort" refunds their charges, unless a step "begin" comes
-# before it.  Durations are in microseconds.
+# before it.  A step "all" has parts: hashes with key, argument, limits and refunds.
+# Steps with one group, such as these, take the place of steps with one key where
+# "begin" and "abort" are concerned.  Durations are in microseconds.
 #
-# An answer is the combined decision, followed by the decision of each limit.  A
+# An answer is the combined decision, followed by the decision of each limit; to
+# "all" it is the combined decision of each key.  A
 # decision is [allowed, capacity, remaining, retry_after, reset_after, source],
 # with a retry_after of undef where SQL has NULL.  A decision of C's engine has a
 # seventh element, the wait: -1 if no wait will help, otherwise 0 or more.  A limit
@@ -26,7 +29,7 @@ use List::Util qw(max min);
 use PostgreSQL::Test::Utils;
 
 our @EXPORT = qw(MAX_PERIOD seed below log_uniform chance pick limit limits_text random_tags random_limit
-	decision_text state_name c_program c_engine c_step redis_engine redis_steps redis_begin redis_answers);
+	decision_text decision_difference state_name c_program c_engine c_step redis_engine redis_steps redis_begin redis_answers);
 
 # Ten years.
 use constant MAX_PERIOD => 315_576_000_000_000;
@@ -179,6 +182,28 @@ sub decision_text
 	return defined $_[0] ? join ', ', map { defined $_ ? $_ : 'NULL' } @{ $_[0] }[ 0 .. 5 ] : 'none';
 }
 
+# Returns the first column in which a decision of SQL, from this store, differs from
+# one of C, or undef.
+sub decision_difference
+{
+	my ($got, $want, $store) = @_;
+
+	return 'the row is missing' unless $got;
+	return 'allowed' if $got->[0] != $want->[0];
+	return undef if @$got == 1;
+	return 'capacity' if $got->[1] != $want->[1];
+	return 'remaining' if $got->[2] != $want->[2];
+	foreach my $column (3, 4)
+	{
+		my ($g, $w) = ($got->[$column], $want->[$column]);
+
+		# The server divides microseconds to get seconds.
+		return ('retry_after', 'reset_after')[ $column - 3 ] if defined $g != defined $w || (defined $g && $g != $w / 1e6);
+	}
+	return 'source' if $got->[5] ne ($want->[5] eq 'local' ? $store : $want->[5]);
+	return undef;
+}
+
 #
 # C
 #
@@ -221,7 +246,7 @@ sub c_act
 {
 	my ($engine, $op, $step, $argument, @limits) = @_;
 
-	print { $engine->{to} } join(' ', $op, $step->{key}, $step->{now}, $argument, scalar @limits,
+	print { $engine->{to} } join(' ', $op, $step->{key}, $step->{now}, $argument, $op eq 'all' ? 0 : scalar @limits,
 		map { $_->{numbers} } @limits), "\n";
 	$engine->{to}->flush;
 	my $line = readline $engine->{from};
@@ -229,29 +254,46 @@ sub c_act
 	return $line;
 }
 
+# Keeps the charges of a key, as the engine counts them for a refund.
+sub note_charges
+{
+	my ($engine, $grants, $part) = @_;
+
+	foreach my $i ($part->{argument} ? 0 .. $#{ $part->{limits} } : ())
+	{
+		my $state = state_name($part->{key}, $part->{limits}[$i]);
+		my $take = ++$engine->{takes}{$state};
+
+		push @$grants, [ $part->{limits}[$i], $state, $take, $part->{key} ] if $part->{refunds} && $part->{refunds}[$i];
+	}
+	return;
+}
+
 # Takes one step; returns the answer, or undef for a step that decides nothing.
 sub c_step
 {
 	my ($engine, $step) = @_;
 	my $limits = $step->{limits} || [];
-	my $grants = $engine->{grants}{ $step->{key} } ||= [];
-	my $takes = $engine->{takes};
+	my $parts = $step->{parts};
+	my $grants = $engine->{grants}{ $step->{group} // $step->{key} } ||= [];
 
 	if ($step->{form} =~ /^(begin|abort)$/)
 	{
 		foreach my $grant ($1 eq 'abort' ? reverse @$grants : ())
 		{
-			my ($limit, $state, $take) = @$grant;
+			my ($limit, $state, $take, $key) = @$grant;
 
-			c_act($engine, 'undo', $step, $takes->{$state} - $take, $limit);
+			c_act($engine, 'undo', { %$step, key => $key }, $engine->{takes}{$state} - $take, $limit);
 		}
 		@$grants = ();
 		return undef;
 	}
-	my $line = c_act($engine, $op{ $step->{form} } || $step->{form}, $step, $step->{argument} || 0, @$limits);
+	my $line = $parts ? c_act($engine, 'all', $step, scalar @$parts, map { {
+				numbers => join ' ', @$_{qw(key argument)}, scalar @{ $_->{limits} }, map { $_->{numbers} } @{ $_->{limits} } } } @$parts)
+	  : c_act($engine, $op{ $step->{form} } || $step->{form}, $step, $step->{argument} || 0, @$limits);
 	return undef if $line eq "done\n";
 	my @words = split ' ', $line;
-	die "the engine says: $line" unless @words == 6 * (@$limits + 1);
+	die "the engine says: $line" unless @words == 6 * ($parts ? @$parts : @$limits + 1);
 
 	my @answer;
 	while (@words)
@@ -262,14 +304,13 @@ sub c_step
 		$decision[3] = undef if $decision[0] || $decision[3] == -1;
 		push @answer, \@decision;
 	}
-
-	# The charges, as the engine counts them for a refund.
-	foreach my $i ($answer[0][0] && $op{ $step->{form} } && $step->{argument} ? 0 .. $#$limits : ())
+	if ($parts)
 	{
-		my $state = state_name($step->{key}, $limits->[$i]);
-		my $take = ++$takes->{$state};
-
-		push @$grants, [ $limits->[$i], $state, $take ] if $step->{refunds} && $step->{refunds}[$i];
+		note_charges($engine, $grants, $_) foreach (grep { !$_->[0] } @answer) ? () : @$parts;
+	}
+	elsif ($answer[0][0] && $op{ $step->{form} })
+	{
+		note_charges($engine, $grants, $step);
 	}
 	return \@answer;
 }
@@ -286,7 +327,7 @@ sub redis_engine
 	$node->safe_psql('postgres', q{
 		CREATE TABLE step (id int, part int, form text, key text, now text,
 			argument bigint, limits rl_limits, algorithm text, capacity bigint, count bigint,
-			period float8, step float8, PRIMARY KEY (part, id));
+			period float8, step float8, keys text[], all_limits rl_limits[], quotas bigint[], PRIMARY KEY (part, id));
 		CREATE TABLE answer (id int, n int, allowed boolean, capacity bigint, remaining bigint,
 			retry_after float8, reset_after float8, source text);
 		CREATE FUNCTION take_step(s step) RETURNS SETOF answer LANGUAGE plpgsql AS $$
@@ -303,6 +344,11 @@ sub redis_engine
 					RETURN QUERY
 						SELECT s.id, p.ordinality::int, p.allowed, p.capacity, p.remaining, p.retry_after, p.reset_after, p.source
 						FROM rl_peek(s.key, s.limits, s.argument) WITH ORDINALITY p;
+					RETURN;
+				WHEN 'all' THEN
+					RETURN QUERY
+						SELECT s.id, a.ordinality::int - 1, a.allowed, a.capacity, a.remaining, a.retry_after, a.reset_after, a.source
+						FROM rl_check_all(s.keys, s.all_limits, s.quotas) WITH ORDINALITY a;
 					RETURN;
 				WHEN 'check' THEN
 					d := rl_check(s.key, s.limits, s.argument);
@@ -370,22 +416,34 @@ sub redis_engine
 	return;
 }
 
+# Returns the text of limits, with refund_on_abort where it is wanted.
+sub refundable_text
+{
+	my ($limits, $refunds) = @_;
+
+	return join ', ', map { $limits->[$_]{text} . ($refunds && $refunds->[$_] ? ' refund_on_abort' : '') } 0 .. $#$limits;
+}
+
 sub step_line
 {
 	my ($id, $part, $step) = @_;
-	my $limits = $step->{limits} || [];
-	my $refunds = $step->{refunds} || [];
-	my @texts = map { $limits->[$_]{text} . ($refunds->[$_] ? ' refund_on_abort' : '') } 0 .. $#$limits;
+	my $text = refundable_text($step->{limits} || [], $step->{refunds});
 	my @one = ('\N') x 5;
+	my @all = ('\N') x 3;
 
 	if ($step->{form} eq 'one')
 	{
-		my $limit = $limits->[0];
+		my $limit = $step->{limits}[0];
 
 		@one = (@$limit{qw(algorithm capacity count)}, map { $_ / 1e6 } @$limit{qw(period step)});
 	}
+	if (my $parts = $step->{parts})
+	{
+		@all = map { '{' . join(',', @$_) . '}' } [ map { qq{"$_->{key}"} } @$parts ],
+		  [ map { '"' . refundable_text($_->{limits}, $_->{refunds}) . '"' } @$parts ], [ map { $_->{argument} } @$parts ];
+	}
 	return join("\t", $id, $part, @$step{qw(form key now)}, $step->{argument} || 0,
-		@texts ? join(', ', @texts) : '\N', @one) . "\n";
+		length $text ? $text : '\N', @one, @all) . "\n";
 }
 
 # Takes the steps in order, on keys that no earlier call has used.  Returns for each
@@ -406,9 +464,11 @@ sub redis_begin
 	open my $out, '>', "$dir/steps" or die "$dir/steps: $!";
 	foreach my $step (@steps)
 	{
-		$part++ if $aborted || $step->{form} eq 'begin' || $step->{key} ne $key;
+		my $group = $step->{group} // $step->{key};
+
+		$part++ if $aborted || $step->{form} eq 'begin' || $group ne $key;
 		print $out step_line($id++, $part, $step);
-		($key, $aborted) = ($step->{key}, $step->{form} eq 'abort');
+		($key, $aborted) = ($group, $step->{form} eq 'abort');
 	}
 	close $out or die "$dir/steps: $!";
 	$prefixes++;
