@@ -41,8 +41,10 @@ page() {
 	try as_postgres createdb shop
 	echo '+ psql shop'
 	as_postgres psql -X -q -P pager=off shop <package/page.sql >package/page.out 2>&1
-	as_postgres psql -XAtc "SELECT 'PostgreSQL ' || current_setting('server_version') || ', preloaded: '''
-		|| current_setting('shared_preload_libraries') || ''''" shop
+	# Without shared memory, the view raises an error.
+	as_postgres psql -XAt -v ON_ERROR_STOP=1 -c "SELECT 'PostgreSQL ' || current_setting('server_version')
+		|| ', preloaded: \"' || current_setting('shared_preload_libraries')
+		|| '\", actions counted: ' || sum(allowed + denied) FROM rl_stat" shop
 	"${server%-server}-cli" SHUTDOWN NOSAVE || true
 	try pg_ctlcluster "$version" main stop
 }
