@@ -207,7 +207,7 @@ typedef struct RlUsage
 typedef struct RlAnswer
 {
 	RlDecision	decision;		/* the binding limit's */
-	int			binding;		/* index of the binding limit */
+	int			binding;		/* index of the binding limit; -1: another key is blocked */
 	bool		local;			/* the local store decided, and not Redis */
 	int64		at;				/* the store's time; 0: not known */
 	RlUsage		usage;			/* is increased, not set */

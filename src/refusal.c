@@ -16,6 +16,7 @@
 #include "algorithm/limits.h"
 #include "error.h"
 #include "refusal.h"
+#include "shared/denial_cache.h"
 #include "shared/refusal_log.h"
 
 /* The name of the policy in header fields where no trigger names it. */
@@ -126,7 +127,7 @@ rl_refused_key(const RlAnswer *answers, int n)
 	int			found = -1;
 
 	for (int i = 0; i < n; i++)
-		if (!answers[i].decision.allowed &&
+		if (!answers[i].decision.allowed && answers[i].binding >= 0 &&
 			(found < 0 || rl_longer_wait(answers[i].decision.retry_after, answers[found].decision.retry_after)))
 			found = i;
 	return found;
@@ -146,4 +147,24 @@ rl_raise_refused_all(const RlAction *actions, int n, const RlAnswer *answers, co
 		if (rl_longer_wait(answers[i].decision.retry_after, answer.decision.retry_after))
 			answer.decision.retry_after = answers[i].decision.retry_after;
 	rl_raise_refused(&actions[refused], &answer, also);
+}
+
+/* Logs, once a second at most for each key, a refusal in shadow mode.  With shared memory, key_hash is set. */
+void
+rl_log_shadow(const RlAction *action, const RlAnswer *answer, RlKeyHash key_hash)
+{
+	static int64 last = 0;
+
+	if (action->quota == 0)
+		return;
+	/* Without shared memory, or if no wait helps, the refusal is in no entry. */
+	if (!rl_shared_available() || answer->decision.retry_after == RL_NEVER ?
+		!rl_may_log(&last) : !rl_denial_may_log(key_hash, action->limits))
+		return;
+	ereport(LOG_SERVER_ONLY,
+			(errmsg("rate limit \"%s\" would refuse key \"%s\"",
+					rl_limit_text(action->limits, answer->binding),
+					rl_key_shown(action->key.data, action->key.len)),
+			 errdetail("The action takes %lld. It is allowed because ratelimit.mode is \"shadow\".",
+					   (long long) action->quota)));
 }

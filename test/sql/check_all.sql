@@ -53,8 +53,18 @@ SELECT key, remaining FROM rl_check_all('{abort:a,abort:b}', '{fixed_window 5/1d
 ROLLBACK;
 SELECT key, remaining FROM rl_check_all('{abort:a,abort:b}', '{fixed_window 5/1d,sliding_log 5/1d}', '{0,0}');
 
+-- A key that is unlimited does not refuse, and is not asked for. If a key is blocked, none
+-- is asked for.
+SELECT * FROM rl_check_all('{kind:a,kind:b}', '{unlimited,fixed_window 1/1d}');
+SELECT * FROM rl_check_all('{kind:b,kind:a}', '{fixed_window 1/1d,unlimited}');
+SELECT * FROM rl_check_all('{kind:a,kind:b}', '{unlimited,unlimited}');
+SELECT * FROM rl_check_all('{kind:c,kind:d,kind:e}', '{fixed_window 1/1d,blocked,unlimited}', '{2,1,1}');
+SELECT remaining FROM rl_peek('kind:c', 'fixed_window 1/1d', 0);
+SELECT rl_enforce_all('{kind:c,kind:d}', '{fixed_window 1/1d,blocked}', '{2,1}');
+
 -- Modes.
 SET ratelimit.mode = shadow;
+SELECT key, allowed, remaining, source FROM rl_check_all('{kind:c,kind:d}', '{fixed_window 1/1d,blocked}');
 SELECT key, allowed, remaining, source FROM rl_check_all('{full,shadow}', '{fixed_window 1/1d,fixed_window 1/1d}');
 SET ratelimit.mode = off;
 SELECT key, allowed, remaining, source FROM rl_check_all('{full,shadow}', '{fixed_window 1/1d,fixed_window 1/1d}');

@@ -19,7 +19,7 @@ my $wanted = $ENV{RATELIMIT_STEPS} || 50_000;
 my $seed = seed();
 my $store = store();
 my $redis = RedisServer->new->start;
-my $node = shared_node($redis, 'ratelimit.denial_cache = off');
+my $node = shared_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');
 my $session = session($node);
 my $engine = c_engine($node);
 redis_engine($node);
@@ -366,7 +366,7 @@ else
 	# When the memory is full, cells are evicted, but none of the action's own keys.
 	my $small = PostgreSQL::Test::Cluster->new('small');
 	$small->init(extra => [ '--no-locale', '--encoding=UTF8' ]);
-	$small->append_conf('postgresql.conf', join "\n", 'shared_preload_libraries = ratelimit', 'ratelimit.store = local', 'ratelimit.local_max_keys = 100');
+	$small->append_conf('postgresql.conf', join "\n", preload_setting(), 'ratelimit.store = local', 'ratelimit.local_max_keys = 100');
 	start_node($small);
 	$small->safe_psql('postgres', 'CREATE EXTENSION ratelimit');
 	is($small->safe_psql('postgres', q{
