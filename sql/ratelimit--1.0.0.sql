@@ -227,7 +227,7 @@ CREATE FUNCTION rl_enforce_all(keys text[], limits rl_limits[], quotas bigint[] 
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 2;
 COMMENT ON FUNCTION rl_enforce_all(text[], rl_limits[], bigint[]) IS
-	'does the same as rl_check_all, but raises an error when the action is refused: PT429, or PT413 for more quota than a limit ever has; raises PT503 when the store fails and ratelimit.on_error is error or deny; other errors as for rl_check_all';
+	'does the same as rl_check_all, but raises an error when the action is refused: PT429, PT413 for more quota than a limit ever has, or PT403 for a key under blocked; raises PT503 when the store fails and ratelimit.on_error is error or deny; other errors as for rl_check_all';
 
 CREATE FUNCTION rl_wait(key text, limits rl_limits, quota bigint DEFAULT 1, max_wait double precision DEFAULT NULL)
 	RETURNS rl_decision
@@ -337,8 +337,8 @@ COMMENT ON VIEW rl_triggers IS 'the rl_enforce triggers of all tables: their lim
 COMMENT ON COLUMN rl_triggers.relation IS 'the table';
 COMMENT ON COLUMN rl_triggers.trigger IS 'the trigger''s name';
 COMMENT ON COLUMN rl_triggers.enabled IS 'whether it fires in an ordinary session';
-COMMENT ON COLUMN rl_triggers.key IS 'the template of the key; {column} stands for that column of the row';
-COMMENT ON COLUMN rl_triggers.limits IS 'the limits, as canonical text if they are valid, or the call of the function that returns them';
+COMMENT ON COLUMN rl_triggers.key IS 'the template of the key, or of each key, separated by ''; ''; {column} stands for that column of the row';
+COMMENT ON COLUMN rl_triggers.limits IS 'the limits of each key, as canonical text if they are valid, or the call of the function that returns them';
 COMMENT ON COLUMN rl_triggers.quota IS 'how much a row costs, in units of quota: a number, or {column}';
 COMMENT ON COLUMN rl_triggers.on_deny IS 'error: a refused row raises PT429, or PT403 under blocked; skip: it is left out; PT413 and PT503 are raised with both';
 COMMENT ON COLUMN rl_triggers.problem IS 'NULL, or the error that each write to the table raises';

@@ -52,6 +52,7 @@ struct RowGroups
 	RlAction   *actions;		/* of the groups in memory */
 	GroupId    *ids;
 	int			n;
+	bool		blocked;		/* the limits of a group are blocked */
 	Tuplesortstate *sort;		/* ids and quotas put aside, or NULL */
 	TupleTableSlot *sort_slot;
 	Tuplestorestate *merged;	/* ids, quotas and limits, after sorting, or NULL */
@@ -269,7 +270,7 @@ rl_groups_add(RowGroups *groups, Relation rel, TupleTableSlot *row)
  * Limits
  */
 
-/* Calls the function of the group's pair, and sets the limits that it returns. */
+/* Calls the function of a group's pair, and sets the limits that it returns. */
 static void
 call_limits(RowGroups *groups, LimitsCall *call, const char *args, RlLimits *limits)
 {
@@ -281,6 +282,7 @@ call_limits(RowGroups *groups, LimitsCall *call, const char *args, RlLimits *lim
 	rl_limits_call_run(call, values, groups->rule->users > 1, limits);
 	/* The charges may be refunded. */
 	limits->timed = true;
+	groups->blocked |= limits->kind == RL_BLOCKED;
 	MemoryContextSwitchTo(old);
 	MemoryContextReset(groups->row_context);
 }
@@ -298,6 +300,8 @@ put_merged(RowGroups *groups, const GroupId *id, int64 quota)
 
 	if (call != NULL)
 		call_limits(groups, call, pair + 1, &limits);
+	else
+		groups->blocked |= groups->rule->pairs[(int) *pair].limits.kind == RL_BLOCKED;
 	old = MemoryContextSwitchTo(groups->row_context);
 	values[0] = PointerGetDatum(cstring_to_text_with_len(id->data, id->len));
 	values[1] = Int64GetDatum(quota);
@@ -343,17 +347,18 @@ merge(RowGroups *groups)
 }
 
 /*
- * Ends adding.  Calls the function of each group that needs one.  Raises an error if
- * a function fails, or a group's sum is out of range.
+ * Ends adding.  Calls the function of each group that needs one, and returns true if the
+ * limits of a group are blocked.  Raises an error if a function fails, or a
+ * group's sum is out of range.
  */
-void
+bool
 rl_groups_finish(RowGroups *groups)
 {
 	if (groups->sort != NULL)
 	{
 		put_aside(groups);
 		merge(groups);
-		return;
+		return groups->blocked;
 	}
 	for (int i = 0; i < groups->n; i++)
 	{
@@ -362,12 +367,14 @@ rl_groups_finish(RowGroups *groups)
 		LimitsCall *call = groups->rule->pairs[(int) *pair].call;
 		RlLimits   *limits;
 
+		groups->blocked |= action->limits->kind == RL_BLOCKED;
 		if (call == NULL)
 			continue;
 		limits = MemoryContextAlloc(groups->context, sizeof(RlLimits));
 		call_limits(groups, call, pair + 1, limits);
 		action->limits = limits;
 	}
+	return groups->blocked;
 }
 
 /*

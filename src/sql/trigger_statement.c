@@ -185,6 +185,22 @@ ask_keys(Statement *statement)
 	MemoryContextReset(statement->context);
 }
 
+/* Refuses those of the next keys whose limits are blocked, and asks for no key. */
+static void
+refuse_blocked(Statement *statement)
+{
+	for (int i = 0; i < statement->n; i++)
+	{
+		RlAnswer	answer = {0};
+
+		if (statement->wanted[i].limits->kind != RL_BLOCKED)
+			continue;
+		rl_decide(&statement->wanted[i], &answer);
+		note_refusal(statement, &statement->wanted[i], &answer);
+	}
+	statement->asked += statement->n;
+}
+
 /* Refunds a key that the local store has charged, or prepares the call that does. */
 static void
 refund_one(Statement *statement, Batch *batch, const Charged *charged, MemoryContext context)
@@ -367,6 +383,7 @@ ask_rows(Statement *statement, const TriggerData *data)
 	TupleTableSlot *row = MakeSingleTupleTableSlot(RelationGetDescr(data->tg_relation),
 												   &TTSOpsMinimalTuple);
 	int			pointer = tuplestore_alloc_read_pointer(rows, EXEC_FLAG_REWIND);
+	bool		blocked;
 
 	/* Other triggers read the same rows. */
 	tuplestore_select_read_pointer(rows, pointer);
@@ -377,9 +394,14 @@ ask_rows(Statement *statement, const TriggerData *data)
 		rl_groups_add(statement->groups, data->tg_relation, row);
 		tuplestore_select_read_pointer(rows, pointer);
 	}
-	rl_groups_finish(statement->groups);
+	blocked = rl_groups_finish(statement->groups) && rl_mode == RL_MODE_ENFORCE;
 	while ((statement->n = rl_groups_next(statement->groups, &statement->wanted)) > 0)
-		ask_keys(statement);
+	{
+		if (blocked)
+			refuse_blocked(statement);
+		else
+			ask_keys(statement);
+	}
 	ExecDropSingleTupleTableSlot(row);
 }
 

@@ -82,7 +82,7 @@ CREATE SCHEMA shop;
 CREATE TABLE shop.plans (name text PRIMARY KEY, limits rl_limits NOT NULL);
 INSERT INTO shop.plans VALUES ('free', '2/1h'), ('pro', '4/1h, fixed_window 100/1d'), ('owner', 'unlimited'), ('banned', 'blocked');
 CREATE TABLE shop.calls (customer int);
-CREATE TABLE shop.customers (id int, plan text, note varchar);
+CREATE TABLE shop.customers (id int PRIMARY KEY, plan text, note varchar);
 CREATE FUNCTION shop.order_limits(customer int) RETURNS rl_limits LANGUAGE plpgsql AS
 $$
 BEGIN
@@ -252,6 +252,16 @@ DROP TABLE tried, orders;
 DROP FUNCTION each_call();
 DROP SCHEMA shop CASCADE;
 RESET client_min_messages;
+
+-- Several keys: unlimited is not asked, and blocked refuses before another key is asked.
+SELECT * FROM rl_check_all('{all:1,all:2}', '{5/1h,unlimited}', '{2,7}');
+SELECT * FROM rl_check_all('{all:1,all:2,all:3}', '{5/1h,blocked,unlimited}');
+SELECT failure($$SELECT rl_enforce_all('{all:1,all:2}', '{5/1h,blocked}', '{9,1}')$$);
+SELECT failure($$SELECT rl_check_all('{all:1,all:1}', '{5/1h,blocked}')$$);
+SET ratelimit.mode = shadow;
+SELECT * FROM rl_check_all('{all:1,all:2}', '{5/1h,blocked}');
+RESET ratelimit.mode;
+SELECT remaining FROM rl_peek('all:1', '5/1h', 0);
 
 -- Several pairs for each row: all are charged, or none.
 CREATE TABLE logins (account text, address inet, failures int DEFAULT 1);

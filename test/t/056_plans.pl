@@ -181,6 +181,18 @@ $session->fails(q{INSERT INTO orders VALUES ('ann')}, 'the schema has another na
 $admin->ask(q{ALTER SCHEMA store RENAME TO shop});
 $session->fails(q{INSERT INTO orders VALUES ('ann')}, 'the schema has its name again', 'PT403', qr/blocked/);
 
+# One blocked key: nothing is asked.
+$admin->ask(q{CREATE FUNCTION shop.blocks(name text) RETURNS rl_limits LANGUAGE sql RETURN (CASE name WHEN 'eve' THEN 'blocked' ELSE '9/1h' END)::rl_limits;
+	CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON orders FOR EACH ROW EXECUTE FUNCTION rl_enforce('number:{n}', '9/1h', 'name:{customer}', 'shop.blocks({customer})');
+	CREATE OR REPLACE TRIGGER enforce AFTER INSERT ON bulk REFERENCING NEW TABLE AS new FOR EACH STATEMENT
+		EXECUTE FUNCTION rl_enforce('number:{n}', '9/1h', 'name:{customer}', 'shop.blocks({customer})')});
+is($admin->error, '', 'triggers with two keys');
+asked();
+$session->fails(q{INSERT INTO orders VALUES ('eve')}, 'one of two keys is blocked', 'PT403', qr/^rate limit "blocked" forbids/, qr/^(?:Key "name:eve"|The key) is blocked\.$/);
+$session->fails(q{INSERT INTO bulk VALUES ('ann'), ('eve'), ('bob')}, 'one of four keys is blocked', 'PT403', qr/^rate limit "blocked" forbids/, qr/is blocked\. Keys of the statement that were refused: 1 of 4\.$/);
+$session->fails(q{INSERT INTO bulk SELECT 'c' || n FROM generate_series(1, 9000) n UNION ALL SELECT 'eve'}, 'one of 9,002 keys is blocked', 'PT403', qr/^rate limit "blocked" forbids/, qr/refused: 1 of 9002\.$/);
+is(asked(), 0, 'Redis is not asked if one key is blocked');
+
 # A statement that fails while it asks refunds the charges under each of its limits.
 $admin->ask(q{CREATE FUNCTION shop.by_name(name text) RETURNS rl_limits LANGUAGE sql IMMUTABLE RETURN
 		(CASE name WHEN 'full' THEN '1/1h' WHEN 'log' THEN 'sliding_window 9/1h, fixed_window 8/1d' WHEN 'abort' THEN '7/1h refund_on_abort' ELSE 'token_bucket 6/1h' END)::rl_limits;
