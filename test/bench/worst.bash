@@ -18,7 +18,7 @@ worsts=(
 	"EVAL|100010|SELECT FROM rl_check('worst', 'LIMITS', 1)|rl_check of 1, refused and counted"
 	"EVAL|100010|SELECT FROM rl_check('worst', 'LIMITS', 50000)|rl_check of 50,000, refused and counted"
 	"EVAL|100010|SELECT FROM rl_check('worst', 'LIMITS', 100000)|rl_check of 100,000, refused and counted"
-	"EVAL|100010|SELECT FROM rl_check_all('{worst,b,c,d,e,f,g,h}', array_prepend('LIMITS'::rl_limits, array_fill((SELECT string_agg(concat('fixed_window 60000/', i, 'h count_denied'), ',') FROM generate_series(1, 8) i)::rl_limits, '{7}')), array_fill(50000::bigint, '{8}'))|rl_check_all of 8 keys, 50,000 of each, refused"
+	"EVAL|100010|SELECT FROM rl_check_all('{worst,b,c,d,e,f,g,h}', array_prepend('LIMITS'::rl_limits, array_fill((SELECT string_agg(concat('fixed_window 60000/', i, 'h count_denied'), ',') FROM generate_series(1, 8) i)::rl_limits, '{7}')), array_fill(50000::bigint, '{8}'))|rl_check_all of 8 keys, 50,000 each, refused"
 	"EVAL|P+50000|SELECT FROM rl_check('worst', 'LIMITS', 1)|rl_check when half of it has become free"
 	"EVAL|P+99000|SELECT FROM rl_check('worst', 'LIMITS', 1)|rl_check when nearly all has become free"
 	"EVAL|P+200000|SELECT FROM rl_check('worst', 'LIMITS', 1)|rl_check when all has become free"

@@ -377,13 +377,22 @@ else
 			ARRAY(SELECT 'sliding_log 1/1h'::rl_limits FROM generate_series(1, 8)));
 		SELECT count(*) FILTER (WHERE allowed) FROM rl_check_many(ARRAY(SELECT 'other:' || i FROM generate_series(1, 96) i), 'fixed_window 1/3650d', array_fill(0::bigint, '{96}'))
 	}), "4\n96\n100\nfalse false false false true true true true\n96", 'a refused action on a full store evicts only for what it may need');
+	# Eight clients, with one partition and with four.
 	$small->safe_psql('postgres', q{
-		CREATE FUNCTION any() RETURNS void LANGUAGE sql AS $$
-			SELECT count(*) FROM rl_check_all(ARRAY(SELECT 'any:' || i FROM generate_series(1, 500) i ORDER BY random() LIMIT 8),
+		CREATE FUNCTION any_keys(n int) RETURNS void LANGUAGE sql AS $$
+			SELECT count(*) FROM rl_check_all(ARRAY(SELECT 'any:' || trunc(random() * n / 8) * 8 + i FROM generate_series(1, 8) i ORDER BY random()),
 				ARRAY(SELECT (ARRAY['5/1h, fixed_window 5/1d', 'sliding_log 400/1h', 'sliding_log 5/1h ban 1h after 2', '1/1s'])[1 + trunc(random() * 4)]::rl_limits FROM generate_series(1, 8)),
-				ARRAY(SELECT 1 + trunc(random() * 3)::bigint FROM generate_series(1, 8))) $$} =~ s/\bany\(\)/any_keys()/r);
-	finish_clients(start_clients($small, 'a full store', 'SELECT any_keys();', '-T', 3));
-	cmp_ok($small->safe_psql('postgres', 'SELECT local_keys FROM rl_status()'), '<=', 100, 'the store has as many cells as before');
+				ARRAY(SELECT 1 + trunc(random() * 3)::bigint FROM generate_series(1, 8))) $$});
+	foreach my $cells (100, 4100)
+	{
+		$small->append_conf('postgresql.conf', "ratelimit.local_max_keys = $cells");
+		start_node($small, 'restart');
+		my $most = 10 * $cells;
+		$small->safe_psql('postgres', "SELECT count(*) FROM rl_check_many(ARRAY(SELECT 'any:' || i FROM generate_series(1, $cells) i), 'fixed_window 9/1d')");
+		finish_clients(start_clients($small, "a full store of $cells cells", "SELECT any_keys($most);", '-T', 3));
+		my $used = $small->safe_psql('postgres', 'SELECT local_keys FROM rl_status()');
+		ok($used > $cells / 2 && $used <= $cells, "$used of $cells cells are in use");
+	}
 }
 
 done_testing();
