@@ -38,15 +38,15 @@
 typedef struct Entry
 {
 	slock_t		mutex;			/* protects the counters */
-	RlLimits	limits;			/* none: free; as the next two, protected by
-								 * the lock */
-	int			scope_len;		/* 0: the key has no scope */
-	char		scope[MAX_SCOPE];	/* in UTF-8 */
 	int64		outcomes[RL_OUTCOMES];
 	int64		from_cache;
 	int64		from_local;
 	int64		round_trips;
 	int64		redis_us;
+	int			scope_len;		/* 0: the key has no scope; as the next two,
+								 * protected by the lock */
+	char		scope[MAX_SCOPE];	/* in UTF-8 */
+	RlLimits	limits;			/* none: free.  Last, so that one limit is near the rest */
 } Entry;
 
 typedef struct Counters

@@ -35,13 +35,19 @@ typedef struct Parsed
 	RlLimits   *limits;
 	const char *text;
 	int			text_len;
-	uint32		hash;
 	uint64		used;			/* when, by a counter; 0: never */
 } Parsed;
 
 #define CACHE_SETS			256
 #define CACHE_WAYS			8
 #define CACHED_TEXT			1024	/* bytes */
+
+/* Texts of which one is evicted for another.  The hashes are together, to read few cache lines. */
+typedef struct ParsedSet
+{
+	uint32		hashes[CACHE_WAYS];
+	Parsed		texts[CACHE_WAYS];
+} ParsedSet;
 
 /*
  * Arguments
@@ -155,32 +161,36 @@ copy_limits(RlLimits *to, const RlLimits *from)
 void
 rl_limits_of_text(const char *text, int len, RlLimits *limits)
 {
-	static Parsed *cache = NULL;
+	static ParsedSet *cache = NULL;
 	static uint64 clock = 0;
 	uint32		hash = hash_bytes((const unsigned char *) text, len);
-	Parsed	   *set;
+	ParsedSet  *set;
 	Parsed	   *oldest;
 	RlError		error;
 
 	if (cache == NULL)
-		cache = MemoryContextAllocZero(TopMemoryContext, CACHE_SETS * CACHE_WAYS * sizeof(Parsed));
-	set = oldest = &cache[hash % CACHE_SETS * CACHE_WAYS];
+		cache = MemoryContextAllocZero(TopMemoryContext, CACHE_SETS * sizeof(ParsedSet));
+	set = &cache[hash % CACHE_SETS];
 	for (int i = 0; i < CACHE_WAYS; i++)
 	{
-		if (set[i].hash == hash && set[i].text_len == len && set[i].limits != NULL &&
-			memcmp(set[i].text, text, len) == 0)
+		Parsed	   *parsed = &set->texts[i];
+
+		if (set->hashes[i] == hash && parsed->limits != NULL && parsed->text_len == len &&
+			memcmp(parsed->text, text, len) == 0)
 		{
-			set[i].used = ++clock;
-			copy_limits(limits, set[i].limits);
+			parsed->used = ++clock;
+			copy_limits(limits, parsed->limits);
 			return;
 		}
-		if (set[i].used < oldest->used)
-			oldest = &set[i];
 	}
 	if (!rl_limits_parse(text, len, limits, &error))
 		rl_raise(&error);
 	if (len > CACHED_TEXT)
 		return;
+	oldest = &set->texts[0];
+	for (int i = 1; i < CACHE_WAYS; i++)
+		if (set->texts[i].used < oldest->used)
+			oldest = &set->texts[i];
 	if (oldest->limits != NULL)
 		pfree(oldest->limits);
 	oldest->limits = NULL;
@@ -190,7 +200,7 @@ rl_limits_of_text(const char *text, int len, RlLimits *limits)
 	copy_limits(oldest->limits, limits);
 	oldest->text = memcpy((char *) &oldest->limits->limit[limits->n], text, len);
 	oldest->text_len = len;
-	oldest->hash = hash;
+	set->hashes[oldest - set->texts] = hash;
 	oldest->used = ++clock;
 }
 
