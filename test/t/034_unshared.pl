@@ -16,7 +16,7 @@ restart_unshared($node);
 my $session = session($node);
 my @taking = (q{rl_throttle('k', 10, 10, 60)}, q{rl_token_bucket('k', 10, 10, 60)}, q{rl_fixed_window('k', 10, 60)},
 	q{rl_sliding_window('k', 10, 60, 1)}, q{rl_sliding_log('k', 10, 60)}, q{rl_check('k', '10/1min, 100/1h')},
-	q{rl_check_each('k', '10/1min, 100/1h')}, q{rl_allow('k', '10/1min')}, q{rl_enforce('k', '10/1min')}, q{rl_wait('k', '10/1min')});
+	q{rl_check_each('k', '10/1min, 100/1h')}, q{rl_allow('k', '10/1min')}, q{rl_enforce('k', '10/1min')}, q{rl_check_all('{k}', '{10/1min}')}, q{rl_wait('k', '10/1min')});
 my @others = (q{rl_peek('k', '10/1min')}, q{rl_refund('k', '10/1min', 1)}, q{rl_reset('k', '10/1min')}, q{rl_ban('k', 1)},
 	q{rl_unban('k')}, q{rl_reset('k')});
 $session->ask(q{

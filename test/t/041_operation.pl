@@ -43,6 +43,7 @@ my %taking = (
 	rl_check => q{SELECT allowed, source FROM rl_check('%s', '1/1h, sliding_log 5/1h')},
 	rl_check_each => q{SELECT bool_and(allowed), string_agg(source, ' ') FROM rl_check_each('%s', '1/1h, sliding_log 5/1h')},
 	rl_check_many => q{SELECT allowed, source FROM rl_check_many(ARRAY['%s'], '1/1h')},
+	rl_check_all => q{SELECT allowed, source FROM rl_check_all(ARRAY['%s'], '{1/1h}')},
 	rl_enforce => q{SELECT allowed, source FROM rl_enforce('%s', '1/1h')},
 	rl_wait => q{SELECT allowed, source FROM rl_wait('%s', '1/1h')});
 
@@ -59,7 +60,7 @@ foreach my $name (sort keys %taking)
 	answers($sql, $several ? 't|redis redis' : 't|redis', "$name: an allowed call does not change");
 	answers($sql, $several ? 't|shadow redis' : 't|shadow', "$name: a call that would be refused is allowed") foreach 1 .. 2;
 }
-answers(q{SELECT sum(allowed), sum(denied), sum(shadow_denied) FROM rl_stat}, '10|0|20', 'rl_stat counts these calls');
+answers(q{SELECT sum(allowed), sum(denied), sum(shadow_denied) FROM rl_stat}, '11|0|22', 'rl_stat counts these calls');
 answers(q{SELECT rl_allow('shadow rl_check', '1/1h, sliding_log 5/1h')}, 't', 'rl_allow');
 answers(q{SELECT remaining FROM rl_peek('shadow rl_check', 'sliding_log 5/1h', 0)}, '4', 'a call that would be refused charges nothing');
 answers(q{SELECT capacity, remaining, retry_after, reset_after BETWEEN 3500 AND 3600 FROM rl_throttle('shadow rl_throttle', 1, 1, 3600)},
