@@ -1,0 +1,74 @@
+# shellcheck shell=bash disable=SC2154 # cores, round, T and results are script/bench's
+#
+# For script/bench: rows under a trigger whose limits come from a function, compared
+# with the sum of the same function called by itself and the same trigger with fixed
+# limits.  There are 1,000 plans with different limits, and 20,000 rows of as many
+# customers, in random order.
+
+plan_rows=20000
+plans=(function fixed by_function)
+declare -A PLAN=(
+	[function]='the function called by itself'
+	[fixed]='INSERT, trigger with fixed limits'
+	[by_function]='INSERT, trigger with limits by the function'
+)
+PLAN_TARGET=1.15
+
+prepare_plans() {
+	sql <<-END
+		CREATE TABLE plans (id int PRIMARY KEY, limits rl_limits NOT NULL);
+		INSERT INTO plans SELECT i, format('%s/1h', 1000000 + i)::rl_limits FROM generate_series(0, 999) i;
+		CREATE TABLE customers (id int PRIMARY KEY, plan int NOT NULL);
+		INSERT INTO customers SELECT i, i % 1000 FROM generate_series(1, $plan_rows) i;
+		CREATE TABLE wanted AS SELECT id AS customer FROM customers ORDER BY random();
+		VACUUM ANALYZE plans, customers, wanted;
+		CREATE FUNCTION limits_of(customer int) RETURNS rl_limits LANGUAGE sql STABLE SECURITY DEFINER
+			SET search_path = public, pg_temp AS
+			'SELECT limits FROM plans JOIN customers ON plans.id = plan WHERE customers.id = customer';
+		CREATE UNLOGGED TABLE fixed (customer int);
+		CREATE TRIGGER enforce BEFORE INSERT ON fixed
+			FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{customer}', '1000000/1h');
+		CREATE UNLOGGED TABLE by_function (customer int);
+		CREATE TRIGGER enforce BEFORE INSERT ON by_function
+			FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{customer}', 'public.limits_of({customer})');
+	END
+}
+
+# Appends the microseconds for a row of the statement to the results.
+time_plan() {
+	local store=$1 name=$2 statement=$3
+	sql -At -c "SET ratelimit.store = $store" -c "SET ratelimit.key_prefix = 'round$round:'" -c 'SET jit = off' \
+		-c 'SELECT count(*) FROM wanted' -c '\timing on' -c "$statement" | sed -nE 's/^Time: ([0-9.]+) ms.*/\1/p' |
+		awk -v n="$plan_rows" '{ print $1 * 1000 / n }' >>"$T/results/plan.$store.$name"
+}
+
+# Measures one round.  The first call of a new prefix makes all states.
+measure_plans() {
+	local store name
+	for store in redis local; do
+		sql -At -o /dev/null -c "SET ratelimit.store = $store" -c "SET ratelimit.key_prefix = 'round$round:'" \
+			-c 'INSERT INTO fixed SELECT customer FROM wanted'
+		time_plan "$store" function 'SELECT count(limits_of(customer)) FROM wanted'
+		for name in fixed by_function; do
+			time_plan "$store" "$name" "INSERT INTO $name SELECT customer FROM wanted"
+		done
+		sql -c 'TRUNCATE fixed, by_function'
+	done
+	redis FLUSHALL >/dev/null
+}
+
+report_plans() {
+	local store name
+	for store in redis local; do
+		shared_head "$plan_rows rows, 1,000 plans, store $store" 'us/row'
+		for name in "${plans[@]}"; do
+			shared_line "${PLAN[$name]}" "$(median "$T/results/plan.$store.$name")" 0 ''
+		done
+		paste "$T/results/plan.$store."{by_function,function,fixed} | awk '{ print $1 / ($2 + $3) }' >"$T/results/plan.$store.ratio"
+		echo
+		sort -g "$T/results/plan.$store.ratio" | awk -v target="$PLAN_TARGET" 'NR == 1 { least = $1 } { most = $1; v[NR] = $1 } END {
+			figure = (v[int((NR + 1) / 2)] + v[int(NR / 2) + 1]) / 2
+			printf "Limits by the function / the sum of the two others, median of the rounds: %.3f (%.3f to %.3f); target at most %s: %s\n\n",
+				figure, least, most, target, figure <= target ? "met" : "missed" }'
+	done
+}
