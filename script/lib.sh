@@ -28,7 +28,7 @@
 #   at_end                   a script may define it; it runs first when the script ends
 #   new_folder               makes $FOLDER for in_chroot, with the sources in $FOLDER/tmp/src
 #   in_chroot NAME SERVERS LOG COMMAND...  runs COMMAND by script/chroot, on $FOLDER/tmp.
-#                            Prints its output, and writes it to LOG.  Its status is lost.
+#                            Prints its output, and writes it to LOG.  Does not return its status.
 #   remove_folder            removes $FOLDER
 #
 # After set_up:  T (temporary folder, owned by the unprivileged user), SRC,

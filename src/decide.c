@@ -549,8 +549,9 @@ rl_decide_many(const RlAction *actions, int n, RlAnswer *answers, int64 *unanswe
 }
 
 /*
- * Answers an action on n keys of which one is blocked, without asking about the others:
- * their answers are refused too, with a binding of -1.  Returns false if none is blocked.
+ * Answers an action on n keys if a key is blocked, without a store.  The answers of keys
+ * with listed limits are refused too, with a binding of -1.  Returns false if no key is
+ * blocked.
  */
 static bool
 refuse_blocked(const RlAction *actions, int n, RlAnswer *answers)
@@ -559,7 +560,7 @@ refuse_blocked(const RlAction *actions, int n, RlAnswer *answers)
 
 	while (blocked < n && actions[blocked].limits->kind != RL_BLOCKED)
 		blocked++;
-	/* In mode "shadow" limits stop no action. */
+	/* In the modes shadow and off, no limit refuses an action. */
 	if (blocked == n || rl_mode != RL_MODE_ENFORCE)
 		return false;
 	rl_shared_start();
@@ -587,13 +588,14 @@ refuse_blocked(const RlAction *actions, int n, RlAnswer *answers)
  * first answer of a store has the usage.
  *
  * Outside a Cluster, and for keys of one slot, this is one step of the store.  Otherwise
- * each slot's keys are charged, and refunded if others refuse.
+ * the keys of each slot are charged, and refunded if another slot refuses.
  *
  * When the store fails, ratelimit.on_error applies to all keys together, as in
- * rl_decide.  Raises an error if two keys are the same or there are more than
- * RL_MAX_SLIDING sliding limits, or as rl_decide; when that is an interrupt, all keys may have been charged, or the refund of those in some slots comes
- * with the backend's next command or at the end of the transaction.  If keys stay charged
- * that should not, the server's log says so.
+ * rl_decide.  Raises an error as rl_decide does, and if two keys are the same or there
+ * are more than RL_MAX_SLIDING sliding limits.  After an interrupt, all keys may have
+ * been charged; or the keys of some slots, which the backend refunds before its next
+ * command, at the latest at the end of the transaction.  If keys stay charged that
+ * should not, the server's log says so.
  */
 void
 rl_decide_all(const RlAction *actions, int n, RlAnswer *answers)

@@ -132,7 +132,7 @@ typedef enum RlLimitsKind
 typedef struct RlLimits
 {
 	RlLimitsKind kind;
-	int			n;				/* 0 unless they are listed */
+	int			n;				/* 0 unless RL_LISTED */
 	bool		refunds;		/* one of them has refund_on_abort */
 	bool		timed;			/* charges may be refunded, which needs their time */
 	uint64		hash;			/* of the canonical text's meaning */
@@ -159,7 +159,7 @@ typedef enum RlSource
 typedef struct RlDecision
 {
 	bool		allowed;
-	int64		capacity;		/* or RL_UNKNOWN: the limits are not listed */
+	int64		capacity;		/* or RL_UNKNOWN: unlimited or blocked */
 	int64		remaining;		/* or RL_UNKNOWN */
 	int64		retry_after;	/* 0 when allowed, or RL_NEVER */
 	int64		reset_after;	/* or RL_UNKNOWN */
@@ -228,7 +228,7 @@ typedef struct RlTaken
 	bool		charged;
 } RlTaken;
 
-/* Is told that taken[i] is set; must not throw. */
+/* A function that is called when taken[i] is set; must not throw. */
 typedef void (*RlTookPart) (int i, void *arg);
 
 typedef enum RlOnError

@@ -83,7 +83,7 @@ end_grant(RlGrant *grant)
 	rl_grant_drop(grant);
 }
 
-/* Logs lost charges, of aborted transactions, or held ones. */
+/* Logs n charges that could not be refunded: held charges, or those of aborted transactions. */
 static void
 log_lost(int n, bool held, const RlError *why)
 {

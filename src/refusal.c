@@ -118,8 +118,8 @@ rl_raise_refused(const RlAction *action, const RlAnswer *answer, const char *als
 
 /*
  * Returns the index of the key whose limits refused an action on n keys, or -1 if it is
- * allowed: the key with the longest wait, and first of all a key for which no wait will
- * help; of equal keys the first.
+ * allowed: a key for which no wait helps, otherwise the key with the longest wait; of
+ * equal keys the first.
  */
 int
 rl_refused_key(const RlAnswer *answers, int n)

@@ -1,11 +1,12 @@
 /*
  * take_all.c
- *		One action on several keys, also if the store cannot decide them in one step.
+ *		Takes quota for one action on several keys.
  *
- * Then each part of the keys is charged by itself.  If one is refused or fails, the
- * charges of the others are refunded.  Until all have answered, charges are held in the
- * queue of refunds (transaction.c), so that an error or the end of the backend refunds
- * them too.  The server's log says how many charges could not be refunded.
+ * If the store cannot decide all keys in one step, each part of the keys is charged by
+ * itself.  If a part refuses or fails, the charges of the other parts are refunded.
+ * Until all parts have answered, charges are held in the queue of refunds
+ * (transaction.c), so that an error or the end of the backend refunds them too.  The
+ * server's log says how many charges could not be refunded.
  */
 #include "postgres.h"
 
@@ -86,7 +87,7 @@ take_back(const RlAction *action, RlTaken *taken)
 		const RlLimit *limit = &action->limits->limit[i];
 		RlDecision *d = &taken->each[i];
 
-		/* Where it is counted as refused, the same quota stays in use. */
+		/* With count_denied, the refund counts the quota as refused, so it stays in use. */
 		if (!limit->count_denied)
 			d->remaining = Min(d->remaining + action->quota, limit->capacity);
 	}
@@ -125,7 +126,7 @@ take_parts(const RlStore *store, const RlAction *const *actions, int n, RlTaken 
 	log_lost(0, PointerGetDatum(&parts));
 	if (done)
 		rl_holds_refuse();
-	/* What cannot be refunded is logged, or is refunded ahead of the next command. */
+	/* Charges that cannot be refunded now are logged, or are refunded before the next command. */
 	(void) rl_refunds_flush(usage, &refund_error);
 	for (int i = 0; i < n && done; i++)
 		if (taken[i].charged)
@@ -136,9 +137,9 @@ take_parts(const RlStore *store, const RlAction *const *actions, int n, RlTaken 
 /*
  * Decides n actions on different keys, RL_MAX_KEYS at most, as one: all of them are
  * charged or none.  Sets "taken", in which "charged" is the same for all.  Returns false
- * with the error set if the store fails; then it has charged none, unless the server's
- * log says so, or the only call was sent and not answered.  Raises an error if a setting
- * is wrong, or at an interrupt.
+ * with the error set if the store fails; then no key is charged, unless the server's log
+ * says so, or one call for all keys was sent and not answered.  Raises an error if a
+ * setting is wrong, or at an interrupt.
  */
 bool
 rl_take_all(const RlStore *store, const RlAction *const *actions, int n, RlTaken *taken,

@@ -1,6 +1,6 @@
 /*
  * take_all.h
- *		One action on several keys, at a store.
+ *		Takes quota for one action on several keys.
  */
 #ifndef TAKE_ALL_H
 #define TAKE_ALL_H

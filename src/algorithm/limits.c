@@ -49,7 +49,7 @@ static const struct
 	{"us", "us", "us", 1}
 };
 
-/* The texts of limits that are not listed. */
+/* The texts in place of a list of limits. */
 static const char *const kind_texts[] = {
 	[RL_UNLIMITED] = "unlimited",
 	[RL_BLOCKED] = "blocked"
@@ -334,7 +334,7 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 	return true;
 }
 
-/* Moves past the text of limits that are not listed, and returns their kind. */
+/* Moves past a text in place of a list, and returns the kind of limits. */
 static RlLimitsKind
 take_kind(Scan *scan)
 {
@@ -463,7 +463,7 @@ append_limit(StringInfo text, const RlLimit *limit)
 		appendStringInfoString(text, " refund_on_abort");
 }
 
-/* Returns the canonical text of limit i, or of limits that are not listed, palloc'd. */
+/* Returns the canonical text of limit i, or of unlimited or blocked; palloc'd. */
 char *
 rl_limit_text(const RlLimits *limits, int i)
 {

@@ -32,7 +32,7 @@ rl_same_state(const RlLimit *a, const RlLimit *b)
 	return rl_same_tag(rl_state_tag(a), rl_state_tag(b));
 }
 
-/* Returns true if they are limits, and not the mark of a free entry. */
+/* Returns true unless they mark a free entry. */
 static inline bool
 rl_limits_given(const RlLimits *limits)
 {

@@ -15,7 +15,7 @@ for i, name in ipairs(KEYS) do
   at = at + 2 + n * LIMIT
 end
 
--- A value that makes no sense is an error. So all keys are done before the first write.
+-- A field with an invalid value raises an error. So no key is written before all are decided.
 local reply = {}
 for _, key in ipairs(keys) do
   local first = #reply + 1

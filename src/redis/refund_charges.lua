@@ -1,7 +1,7 @@
 -- Refunds charges of one key, less the quota that has been replenished since, as
--- rl_refund_charge in algorithm.c does. ARGV[2] is not used. ARGV[3], the quota of
--- other scripts, is then counted as refused by limits that count refusals, unless it
--- is 0 or the key is banned. Each charge has the LIMIT arguments of its limit and
+-- rl_refund_charge in algorithm.c does. ARGV[2] is not used. Limits that count
+-- refused quota then count ARGV[3] as refused, unless it is 0 or the key is banned.
+-- Each charge has the LIMIT arguments of its limit and
 -- CHARGE more: the amount in two parts (throttle: microseconds and nanoseconds;
 -- others: units and 0), the time of the charge, and its mark (see RlCharge in
 -- algorithm.h).

@@ -4,7 +4,7 @@
 -- the order in which load_limits unpacks them: algorithm, tag (the name of its
 -- field), period, four numbers for the algorithm's "read", 1 if it counts
 -- refused quota, its ban's length (0: none), and the number of refusals that
--- bring the ban. append_limit in store.c sends them. A script for several keys sets
+-- bring the ban. rl_append_limit in take.c sends them. A script for several keys sets
 -- hash, quota, and the queue of writes for each key.
 --
 -- An algorithm is a table of functions of a limit l. "read" sets its numbers and

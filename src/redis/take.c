@@ -53,7 +53,7 @@ rl_append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trac
 	rl_command_number(command, ban ? limit->ban_after : 0);
 }
 
-/* The reply of a script that take_script returns */
+/* The reply of a script that takes quota. */
 typedef struct TakeReply
 {
 	int64		verdict;		/* 0: allowed, -1: refused, else the rest of a ban */
@@ -178,7 +178,7 @@ read_alone(const RlAction *action, const RlReply *reply, TakeReply *take)
 		take->alone = -Max(take->alone, -PG_INT64_MAX);
 		take->verdict = -1;
 	}
-	/* If the script cannot charge anything, the number alone says the verdict. */
+	/* The script charges nothing if the quota exceeds the capacity, and the number decides. */
 	if (action->quota > limit->capacity)
 	{
 		rl_algorithm(limit)->decide(limit, action->quota, RL_VERDICT_ALLOWED, &take->alone, &decision);
@@ -218,7 +218,7 @@ decide(const RlAction *action, const TakeReply *take, bool charged, RlDecision *
 
 	if (!read_decisions(action, take, charged, decisions))
 		return false;
-	/* The script charged the action or not; the figures must say the same. */
+	/* The figures must agree with the verdict, by which the script charged the action or not. */
 	for (int i = 0; i < limits->n; i++)
 		allowed &= decisions[i].allowed;
 	if (take->verdict <= 0 && allowed != (take->verdict == 0))
@@ -233,7 +233,7 @@ decide(const RlAction *action, const TakeReply *take, bool charged, RlDecision *
 
 /*
  * Sets the decisions from the reply, and the store's time.  Returns false with
- * the error set if no script replies so.
+ * the error set if no script can send this reply.
  */
 static bool
 read_take(const RlAction *action, bool alone, const RlReply *reply, RlDecision *decisions, int64 *at,
@@ -311,8 +311,8 @@ rl_redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg
 }
 
 /*
- * One action on several keys.  A part of it are the keys that one call charges: all
- * of them, and in a Cluster those of one slot.
+ * One action on several keys.  A part of the action has the keys that one call charges:
+ * all of them, or in a Cluster the keys of one slot.
  */
 
 typedef struct Part
@@ -376,7 +376,7 @@ append_part(RlCommand *command, int number, void *arg)
 	return true;
 }
 
-/* Sets "taken" of a part's keys.  Returns false with the error set if no script replies so. */
+/* Sets "taken" of a part's keys.  Returns false with the error set if no script can send this reply. */
 static bool
 read_part(int number, const RlReply *reply, void *arg, RlError *error)
 {
@@ -434,7 +434,7 @@ rl_redis_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *a
 	{
 		set_parts(&parts, n, true);
 		*apart = parts.n > 1;
-		/* Now it is known that this is a cluster. */
+		/* This reply shows that the server is a cluster's. */
 		rl_slot_learn(parts.part[0].slot, 0);
 	}
 	return false;

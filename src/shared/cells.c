@@ -147,7 +147,7 @@ attach(void *memory, LWLockPadded *my_locks, bool found)
 
 const RlSharedPart rl_cells_part = {.need = need,.attach = attach};
 
-/* Sets how full the memory is.  Needs shared memory. */
+/* Sets the fill level of the memory.  Needs shared memory. */
 void
 rl_cells_fill(RlCellsFill *fill)
 {
@@ -221,7 +221,7 @@ rl_cells_lock_slice(RlCells *view, int slice)
 	return view->bucket + n;
 }
 
-/* Sets the numbers of the partitions of the view's keys, ascending, and returns how many they are. */
+/* Sets the numbers of the partitions of the view's keys, in ascending order.  Returns their count. */
 static int
 partitions_of_keys(const RlCells *view, int *numbers)
 {
@@ -249,13 +249,13 @@ rl_cells_lock_all(RlCells *view)
 	int			numbers[RL_MAX_KEYS];
 	int			n = partitions_of_keys(view, numbers);
 
-	/* All backends lock in this order, so that none waits for another in a circle. */
+	/* All backends lock in this order, so that there is no deadlock. */
 	for (int i = 0; i < n; i++)
 		LWLockAcquire(&locks[numbers[i]].lock, LW_EXCLUSIVE);
 	view->now = rl_local_now();
 }
 
-/* Makes key i of the view the one that other functions act on.  Locks nothing. */
+/* Selects key i of the view for the other functions, and its partition.  Locks nothing. */
 void
 rl_cells_select(RlCells *view, int i)
 {
@@ -457,7 +457,7 @@ is_own(const RlCells *view, const RlCell *cell)
 	return view->nkeys == 0 && rl_same_key_hash(cell->key_hash, view->key_hash);
 }
 
-/* Sets the times in a heap of the cells of a key again, as they are in the cells. */
+/* Sets the times of a key's cells in a heap to the ends of the cells again. */
 static void
 restore_ends(RlCells *view, int heap, RlKeyHash key_hash)
 {
@@ -534,7 +534,10 @@ evict_first(RlCells *view, int heap, int64 latest, int *corrections, bool *progr
 	return victim != RL_NO_CELL;
 }
 
-/* Returns true if a key of the act is in a partition; only_key has the key if there is one. */
+/*
+ * Returns true if a key of the act is in a partition.  If the act has only one key,
+ * only_key is the partition of this key.
+ */
 static bool
 has_own_key(const RlCells *view, int only_key, int number)
 {
@@ -544,7 +547,7 @@ has_own_key(const RlCells *view, int only_key, int number)
 	return view->nkeys == 0 && number == only_key;
 }
 
-/* Heaps that have cells of the act's own keys only. */
+/* The heaps in which all cells are of the act's own keys. */
 typedef struct OwnHeaps
 {
 	int			n;

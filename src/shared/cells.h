@@ -101,7 +101,7 @@ rl_cell_is_of(const RlCell *cell, const RlLimit *limit)
 	return rl_same_tag(cell->tag, rl_state_tag(limit));
 }
 
-/* How full the memory is. */
+/* The fill level of the memory. */
 typedef struct RlCellsFill
 {
 	int64		keys;			/* cells in use */

@@ -10,9 +10,9 @@
  *
  * Locks, as in pg_stat_statements: to find an entry, hold the lock shared; to give
  * an entry to a pair, or to reset, hold it exclusively.  An entry's mutex protects
- * its counters.  A backend counts in an entry that it found earlier under the mutex
- * alone, after it has checked there that "resets" is unchanged: until then the
- * entry stays that of its pair, which can be read without the lock.
+ * its counters.  To count in an entry that it found earlier, a backend takes only the
+ * mutex, and then checks that "resets" is unchanged.  While it is, the entry belongs to
+ * the same pair, which can be read without the lock.
  */
 #include "postgres.h"
 
@@ -167,12 +167,12 @@ get_entry(const RlLimits *limits, const char *scope, int scope_len, uint32 *rese
 }
 
 /*
- * Returns where this backend keeps the entry of the limits and the scope, which may have
- * been reset.
+ * Returns this backend's record of the entry of the limits and the scope.  The entry may
+ * have been reset since.
  *
- * A cache (README.md): entries by a hash of their pairs.  A pair without an entry of its
- * own is known by the hash alone: with another pair of the same hash it would be
- * counted for the others.  Without the cache a local call takes 5 % longer, and
+ * A cache (src/README.md): entries by a hash of their pairs.  A pair without an entry of
+ * its own is known by the hash alone, so another pair with the same hash is counted in
+ * OTHERS too.  Without the cache a local call takes 5 % longer, and
  * calls under alternating limits 0.4 us.
  */
 static Found *

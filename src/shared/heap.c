@@ -9,7 +9,7 @@
 
 #include "shared/heap.h"
 
-#define CHILDREN			8	/* of a heap's item: each move touches a cell */
+#define CHILDREN			8	/* of a heap's item; few levels need few moves */
 
 uint32		rl_heap_size;
 
@@ -32,7 +32,7 @@ put_in_heap(RlCells *view, int heap, uint32 at, RlHeapItem item)
 		view->partition->soonest[heap] = item.end;
 }
 
-/* Puts an item into the heap, at a free position or where it belongs from there. */
+/* Puts an item into the heap: at a free position, or at its place above or below it. */
 void
 rl_heap_sift(RlCells *view, int heap, uint32 at, RlHeapItem item)
 {

@@ -276,7 +276,7 @@ begin_all(RlCells *view, const RlAction *const *actions, int n, Key *keys, RlErr
 			rl_cells_select(view, i);
 			find_cells(view, &actions[i]->key, actions[i]->limits, actions[i]->quota, RL_TAKE,
 					   keys[i].found, keys[i].states, &keys[i].ban, &cells[i], &chunks[i]);
-			/* The keys share the spares, so that each key needs those of the keys before it too. */
+			/* The keys share the spares, so a key's numbers include those of the keys before it. */
 			reserved &= rl_cells_reserve(view, cells[i], chunks[i]);
 		}
 		if (reserved)

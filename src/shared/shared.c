@@ -39,9 +39,9 @@
 #endif
 
 /*
- * The layout of everything in shared memory.  Increase it when a struct there changes,
- * or its meaning: while a package is upgraded, old and new libraries run in one
- * server, and each must find only memory of its own layout.
+ * The layout of everything in shared memory.  Increase it when a struct there, the
+ * meaning of a member, or the size of an area changes: while a package is upgraded, old
+ * and new libraries run in one server.  Each must find only memory of its own layout.
  */
 #define LAYOUT				1
 #define NAME				"ratelimit " CppAsString2(LAYOUT)
@@ -157,7 +157,7 @@ init_header(Header *new)
 	new->max_keys = rl_local_max_keys;
 }
 
-/* Starts all parts in this process, in areas that are initialized if they were found. */
+/* Attaches all parts to the areas.  "found" says that the areas are initialized. */
 static void
 attach_areas(Header *new, char *areas, bool found)
 {
@@ -234,7 +234,7 @@ rl_shared_request(void)
 
 /*
  * Creates the memory if no backend has, and attaches it.  AddinShmemInitLock must be
- * held.  Raises an error if that fails; the resource owner then has all that is left.
+ * held.  Raises an error if that fails; the resource owner then has the segments.
  */
 static void
 find_memory(Attempt *attempt)
@@ -245,8 +245,8 @@ find_memory(Attempt *attempt)
 	bool		found;
 
 	/*
-	 * The large segment comes first: a name whose segment could not be created may
-	 * be unusable until the server is restarted.
+	 * The large segment comes first: if there is no room for the segment of a name,
+	 * the name may be unusable until the server is restarted.
 	 */
 	if (!attempt->succeeded)
 		areas = dsm_create(areas_size(rl_local_max_keys, &nlocks), 0);
@@ -277,7 +277,7 @@ find_attempt(void)
 	return attempt;
 }
 
-/* Ends the resource owner with all that it has. */
+/* Releases all resources of the owner, and deletes it. */
 static void
 end_owner(ResourceOwner owner)
 {

@@ -29,13 +29,13 @@
 
 #define MAX_SOURCE			16	/* bytes of a source's name */
 
-/* A text of limits in the cache.  limits is NULL if it is free; its memory has the text too. */
+/* An entry of the cache.  limits is NULL if it is free; its memory has the text too. */
 typedef struct Parsed
 {
 	RlLimits   *limits;
 	const char *text;
 	int			text_len;
-	uint64		used;			/* when, by a counter; 0: never */
+	uint64		used;			/* time of the last use, by a counter; 0: never */
 } Parsed;
 
 #define CACHE_SETS			256
@@ -205,9 +205,9 @@ rl_limits_of_text(const char *text, int len, RlLimits *limits)
 }
 
 /*
- * Returns the parsed limits, which last until the next call with "kept".  They are
- * parsed again only if the text differs, which is kept in the context.  Raises an error
- * if the text is invalid.
+ * Returns the parsed limits, which are valid until the next call with "kept".  They are
+ * parsed again only if the text differs from the last text, which the context keeps.
+ * Raises an error if the text is invalid.
  */
 const RlLimits *
 rl_limits_parsed(RlParsedLimits *kept, MemoryContext context, const text *value)

@@ -30,8 +30,8 @@ require_length(const Arguments *arguments, int n, const char *name)
 }
 
 /*
- * Reads keys, limits and quotas.  The limits are kept by the call site, each at its
- * place in the array.  Raises an error if an argument is invalid.
+ * Reads keys, limits and quotas.  The call site keeps the parsed limits of each place in
+ * the array.  Raises an error if an argument is invalid.
  */
 static void
 read_arguments(FunctionCallInfo fcinfo, Arguments *arguments)

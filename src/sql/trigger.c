@@ -25,7 +25,7 @@
 #include "sql/trigger_rule.h"
 #include "sql/trigger_statement.h"
 
-/* Sets the key and the limits of a row, by one of the rule's pairs. */
+/* Sets the key and the limits of a row by a pair of the rule.  Limits of a function are written to room. */
 static void
 set_key_and_limits(RlAction *action, Rule *rule, Pair *pair, Relation rel, TupleTableSlot *row,
 				   RlLimits *room)
@@ -45,7 +45,7 @@ set_key_and_limits(RlAction *action, Rule *rule, Pair *pair, Relation rel, Tuple
 static int
 decide_row(const RlAction *actions, int n, RlAnswer *answers)
 {
-	/* One key has the denial cache. */
+	/* Only rl_decide uses the denial cache. */
 	if (n == 1)
 		rl_decide(actions, answers);
 	else
@@ -113,7 +113,7 @@ rl_enforce_trigger(PG_FUNCTION_ARGS)
 	if (!rule->calls)
 		return enforce(data, rule);
 
-	/* A function that is called can fire this and other triggers. */
+	/* The function can fire this trigger again, or change it, while the rule is in use. */
 	rule->users++;
 	PG_TRY();
 	{
@@ -196,7 +196,7 @@ trigger_warning(Relation rel, const Trigger *trigger)
 		"an AFTER trigger charges only rows that the policies allow";
 }
 
-/* Returns the limits of a pair as canonical text, or if they are wrong or a call, as the trigger has them. */
+/* Returns the limits of a pair as canonical text; if they are wrong or a call, the trigger's argument. */
 static const char *
 pair_limits(const Rule *rule, int i)
 {

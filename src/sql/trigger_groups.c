@@ -1,11 +1,11 @@
 /*
  * trigger_groups.c
- *		The rows of a statement, in groups: the rows of a group have one key, and
- *		the same values of the columns on which their limits depend.
+ *		Groups the rows of a statement: the rows of a group have the same key, and
+ *		the same arguments of the function that returns their limits.
  *
  * The quotas of the rows are summed by group: in a table, or by sorting if there
- * are more than RL_MAX_MANY groups.  When all rows are in, the limits of all groups
- * are known before the first group is returned.
+ * are more than RL_MAX_MANY groups.  After the last row, the limits of all groups are
+ * set before the first group is returned.
  *
  * A group is found by its id: the key, a zero byte, the number of its pair as a
  * byte, and if the pair calls a function, the bytes of the arguments.
@@ -177,7 +177,7 @@ read_slot(TupleTableSlot *slot, GroupId *id)
 	return DatumGetInt64(slot_getattr(slot, 2, &isnull));
 }
 
-/* Puts the groups in memory aside, to be sorted, so that the quotas of a group meet. */
+/* Moves the groups from memory to the sort, which brings the quotas of each group together. */
 static void
 put_aside(RowGroups *groups)
 {
@@ -280,14 +280,14 @@ call_limits(RowGroups *groups, LimitsCall *call, const char *args, RlLimits *lim
 	CHECK_FOR_INTERRUPTS();
 	rl_limits_call_restore(call, args, values);
 	rl_limits_call_run(call, values, groups->rule->users > 1, limits);
-	/* The charges may be refunded. */
+	/* A refund needs the time of the charge. */
 	limits->timed = true;
 	groups->blocked |= limits->kind == RL_BLOCKED;
 	MemoryContextSwitchTo(old);
 	MemoryContextReset(groups->row_context);
 }
 
-/* Writes a group to the store of merged groups. */
+/* Adds a group to the merged groups. */
 static void
 put_merged(RowGroups *groups, const GroupId *id, int64 quota)
 {
@@ -347,8 +347,8 @@ merge(RowGroups *groups)
 }
 
 /*
- * Ends adding.  Calls the function of each group that needs one, and returns true if the
- * limits of a group are blocked.  Raises an error if a function fails, or a
+ * Calls the function of each group that has one, after the last row was added.  Returns
+ * true if the limits of a group are blocked.  Raises an error if a function fails, or a
  * group's sum is out of range.
  */
 bool
@@ -379,7 +379,7 @@ rl_groups_finish(RowGroups *groups)
 
 /*
  * Returns the number of the next groups, 0 after the last, and sets *actions to them.
- * They last until the next call.
+ * The actions are valid until the next call.
  */
 int
 rl_groups_next(RowGroups *groups, const RlAction **actions)

@@ -44,7 +44,7 @@
 #define vxid_lxid(proc) ((proc)->vxid.lxid)
 #endif
 
-/* What a running call changes. */
+/* The state with which a call is run: for one role, in one transaction. */
 typedef struct CallState
 {
 	ExprState  *expr;
@@ -52,7 +52,7 @@ typedef struct CallState
 	ParamListInfo params;
 } CallState;
 
-/* Returns true if the text in place of limits is a call: no limits have a parenthesis. */
+/* Returns true if the text in place of limits is a call.  Limits never have a parenthesis. */
 bool
 rl_limits_is_call(const char *text)
 {
@@ -252,7 +252,7 @@ signature_of(List *names, List *params)
 	return text.data;
 }
 
-/* Returns the call, with the values of all its arguments, also of those with defaults. */
+/* Returns the call with all its arguments, including the defaults of those that are not given. */
 static FuncExpr *
 make_call(List *names, List *params)
 {
@@ -272,9 +272,9 @@ make_call(List *names, List *params)
 }
 
 /*
- * Resolves the function.  Returns false with the error set.  A function of the schema
- * is found whichever role writes, so this runs as a superuser.  It runs no code
- * of a user.
+ * Resolves the function.  Returns false with the error set.  This runs as a superuser,
+ * so that it finds the same function for every role that writes.  It runs no code of a
+ * user.
  */
 static bool
 resolve(LimitsCall *call, List *names, List *params, Oid limits_type, RlError *error)
@@ -330,7 +330,7 @@ rl_limits_call_make(Relation rel, const Trigger *trigger, const char *text, RlEr
 
 /*
  * Makes the state of a run in the current memory context.  Raises an error if the role
- * must not execute the function.
+ * may not execute the function.
  */
 static CallState *
 make_state(const LimitsCall *call)
@@ -338,7 +338,7 @@ make_state(const LimitsCall *call)
 	CallState  *state = palloc(sizeof(CallState));
 	FuncExpr   *function = copyObject(call->function);
 
-	/* Not the call itself: the body of a function that is put in its place needs no EXECUTE. */
+	/* Only the arguments are planned: for an inlined function, the executor does not check EXECUTE. */
 	function->args = (List *) expression_planner((Expr *) function->args);
 	state->params = makeParamList(call->nargs);
 	for (int i = 0; i < call->nargs; i++)
@@ -349,7 +349,7 @@ make_state(const LimitsCall *call)
 	return state;
 }
 
-/* Returns the state that is kept, or a new one if the transaction or the role has changed. */
+/* Returns the state of the last run, or a new state if the transaction or the role has changed. */
 static CallState *
 get_state(LimitsCall *call)
 {
@@ -367,7 +367,7 @@ get_state(LimitsCall *call)
 	return call->state;
 }
 
-/* Sets the arguments' values from the row, whose memory they are in. */
+/* Sets the arguments' values, which point into the row's memory. */
 void
 rl_limits_call_read(const LimitsCall *call, TupleTableSlot *row, NullableDatum *values)
 {
@@ -375,7 +375,7 @@ rl_limits_call_read(const LimitsCall *call, TupleTableSlot *row, NullableDatum *
 		values[i].value = slot_getattr(row, call->args[i].attnum, &values[i].isnull);
 }
 
-/* Appends the values' bytes, by which rows with the same values are found. */
+/* Appends bytes of the values, which are the same for rows with the same values. */
 void
 rl_limits_call_append(const LimitsCall *call, const NullableDatum *values, StringInfo bytes)
 {
@@ -385,7 +385,7 @@ rl_limits_call_append(const LimitsCall *call, const NullableDatum *values, Strin
 		Datum		value = values[i].value;
 		char	   *at;
 
-		/* A value has one image only without compression and short headers. */
+		/* The same value can have other bytes if it is compressed or has a short header. */
 		if (arg->len == -1 && !values[i].isnull)
 			value = PointerGetDatum(PG_DETOAST_DATUM(value));
 		enlargeStringInfo(bytes, datumEstimateSpace(value, values[i].isnull, arg->byval, arg->len));
@@ -407,8 +407,8 @@ rl_limits_call_restore(const LimitsCall *call, const char *bytes, NullableDatum 
 
 /*
  * Calls the function, and sets the limits that it returns.  "nested" says that the
- * same call is being run further up.  Raises an error if the role must not execute the
- * function, if it returns NULL, and the function's own errors.
+ * function has fired the trigger again, while it runs.  Raises an error if the role may
+ * not execute the function, or if it returns NULL; and the function's own errors.
  */
 void
 rl_limits_call_run(LimitsCall *call, const NullableDatum *values, bool nested, RlLimits *limits)
@@ -423,7 +423,7 @@ rl_limits_call_run(LimitsCall *call, const NullableDatum *values, bool nested, R
 		state->params->params[i].value = values[i].value;
 		state->params->params[i].isnull = values[i].isnull;
 	}
-	/* A state that an error has left is not used again. */
+	/* If the function raises an error, this state is not used again. */
 	if (!nested)
 		call->state = NULL;
 	ResetExprContext(state->econtext);

@@ -28,9 +28,9 @@ typedef struct LimitsCall
 	const char *signature;		/* the function's name and the arguments' types */
 	FuncExpr   *function;		/* the call, with a Param for each argument */
 	MemoryContext context;		/* of the state */
-	struct CallState *state;	/* that the next run may use, or NULL */
+	struct CallState *state;	/* for the next run, or NULL */
 	LocalTransactionId transaction; /* in which the state was made */
-	Oid			role;			/* that may execute the function, as was checked then */
+	Oid			role;			/* whose EXECUTE was checked then */
 } LimitsCall;
 
 struct TupleTableSlot;

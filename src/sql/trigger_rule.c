@@ -424,7 +424,7 @@ rl_rule_find(Relation rel, const Trigger *trigger)
 		entry->relation == RelationGetRelid(rel) && same_arguments(entry->rule, trigger))
 		return entry->rule;
 
-	/* Enter the rule before it is parsed, which may make it stale again. */
+	/* Enter the rule before it is parsed, so that an invalidation meanwhile marks it as stale. */
 	if (entry != NULL)
 		entry->stale = true;
 	sweep_rules();

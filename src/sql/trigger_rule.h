@@ -34,7 +34,7 @@ typedef struct Pair
 typedef struct Rule
 {
 	MemoryContext context;
-	int			users;			/* how many firings that run a user's function use it */
+	int			users;			/* firings in progress that call a function */
 	int			nargs;			/* the trigger's arguments */
 	char	  **args;
 	int			npairs;

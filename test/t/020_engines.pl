@@ -32,7 +32,7 @@ my %count = map { $_ => 0 } @algorithms;
 # Each answer by itself
 #
 
-# Returns the decision of the binding limit, as section 3 of the design chooses it.
+# Returns the decision of the binding limit, as docs/reference.md describes it.
 sub binding
 {
 	my @each = @_;

@@ -1,4 +1,4 @@
-# The promise of each algorithm (section 4 of the design) holds and is reached, on
+# The promise of each algorithm (docs/choosing.md) holds and is reached, on
 # histories of the C engine and through SQL.  The test does not know how an algorithm
 # works: it looks only at the list of actions and answers, over all spans of each
 # history.

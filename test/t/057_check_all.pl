@@ -216,7 +216,7 @@ keys_in_virtual_time($redis, 100);
 # Eight clients
 #
 
-# A key that is full refuses all calls.  The other keys never look charged to anybody.
+# A key that is full refuses all calls.  No client ever sees a charge of another key.
 my $five = 'fixed_window 100/3650d, sliding_log 100/3650d, token_bucket 100/3650d, sliding_window 100/3650d step 73d, 1/1d burst 100';
 $session->ask(qq{
 	SELECT rl_check('full', 'fixed_window 1/3650d');
@@ -245,7 +245,7 @@ finish_clients(start_clients($node, 'refused calls', 'SELECT refused();', '-T', 
 is($redis->cli('EXISTS', 'rl:{free:0}', 'rl:{free:1}', 'rl:{free:2}'), 0, 'refused calls left no key') if $store eq 'redis';
 
 # Random subsets, in any order: the used quota of each key is that of the allowed calls.
-# That the clients end shows that there is no deadlock.
+# All clients end, so there is no deadlock.
 $session->ask(q{
 	CREATE TABLE pool (k text, rule rl_limits, capacity int);
 	INSERT INTO pool SELECT 'pool:' || i, r, split_part(split_part(r, ' ', 2), '/', 1)::int FROM unnest(ARRAY['fixed_window 500/3650d', 'sliding_log 600/3650d',

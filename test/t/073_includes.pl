@@ -1,4 +1,4 @@
-# The sources are arranged as section 11 of the design says: includes point one way
+# The sources are arranged as src/README.md says: includes point one way
 # and have no cycle, and files and functions are short.
 use strict;
 use warnings FATAL => 'all';

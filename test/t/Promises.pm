@@ -1,4 +1,4 @@
-# The promises of section 4 of the design, and the entries of which the tests'
+# The promises of docs/choosing.md, and the entries of which the tests'
 # models of windows and logs consist.  Limits are as Engines makes them.  Times and
 # durations are in microseconds.
 #

@@ -1,7 +1,7 @@
 # Random programs of transactions, savepoints, exceptions and functions around
 # limits with refund_on_abort and without.  Each program is SQL, which calls the
 # functions act(), run() and look() of 050_refund_on_abort.pl, and has been carried
-# out in a model that follows section 9 of the design.
+# out in a model that follows docs/triggers.md.
 package RefundPrograms;
 
 use strict;

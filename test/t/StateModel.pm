@@ -1,6 +1,6 @@
 # A model of the states of keys: what a call answers and charges, and what a refund
-# frees, by sections 4 and 9 of the design.  Limits are as Engines makes them, and
-# have a tag.  Times and durations are in microseconds.
+# frees, as the docs promise.  Limits are as Engines makes them, and have a tag.
+# Times and durations are in microseconds.
 #
 # A state is a hash: used (of a throttle the backlog in nanoseconds, with its end
 # tat), start (the time of a token bucket's last lump), entries (of windows and
