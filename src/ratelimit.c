@@ -318,7 +318,7 @@ define_other_settings(void)
 	if (process_shared_preload_libraries_in_progress || PG_VERSION_NUM >= 170000)
 		DefineCustomIntVariable("ratelimit.local_max_keys",
 								"Sets how many states of limits this server's shared memory holds.",
-								"It is read when the shared memory is created. When it is full, the state nearest to its end is evicted.",
+								"It is read when the shared memory is created. When the memory is full, the state nearest to its end is evicted.",
 								&rl_local_max_keys,
 								100000, 100, 100000000,
 								process_shared_preload_libraries_in_progress ? PGC_POSTMASTER : PGC_SIGHUP, 0,

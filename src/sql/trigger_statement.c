@@ -2,8 +2,8 @@
  * trigger_statement.c
  *		rl_enforce() for each statement, with the rows that it has written.
  *
- * The rows' groups are asked together.  If any is refused, or the statement ends in
- * an error while keys are asked, the charges of all others are refunded.  The
+ * The rows' groups are asked together.  If a group is refused, or the statement ends in
+ * an error while keys are asked, the charges of all other groups are refunded.  The
  * server's log says how many keys could not be refunded.
  */
 #include "postgres.h"
@@ -135,7 +135,7 @@ remember_next(Statement *statement)
 	tuplestore_putvalues(statement->charged, statement->slot->tts_tupleDescriptor, &value, &isnull);
 }
 
-/* Notes a refusal, of which the first becomes the statement's error. */
+/* Notes a refusal.  The first refusal becomes the statement's error. */
 static void
 note_refusal(Statement *statement, const RlAction *wanted, const RlAnswer *answer)
 {

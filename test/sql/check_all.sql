@@ -8,7 +8,7 @@ SELECT * FROM rl_check_all(ARRAY['account:1', 'address:1'], ARRAY['sliding_log 2
 SELECT * FROM rl_check_all(ARRAY['account:1', 'address:1'], ARRAY['sliding_log 2/1h', 'sliding_log 3/1h']::rl_limits[]);
 SELECT * FROM rl_check_all(ARRAY['account:2', 'address:1'], ARRAY['sliding_log 2/1h', 'sliding_log 3/1h']::rl_limits[]);
 SELECT * FROM rl_check_all(ARRAY['account:2', 'address:1'], ARRAY['sliding_log 2/1h', 'sliding_log 3/1h']::rl_limits[]);
--- It is the state of rl_check.
+-- rl_check uses the same state.
 SELECT k, (rl_check(k, 'sliding_log 3/1h', 0)).remaining FROM unnest(ARRAY['account:1', 'account:2', 'address:1']) k;
 
 -- One to eight keys, each with its own limits and quota. Rows are in input order.

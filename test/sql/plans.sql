@@ -23,7 +23,7 @@ BEGIN
 	END LOOP;
 END
 $$;
--- The store fails, whichever it is: none of these calls asks it.
+-- Both stores fail: none of these calls asks a store.
 SET ratelimit.redis_url = 'unix:///nonexistent/socket';
 SELECT * FROM each_function('unlimited');
 SELECT * FROM each_function('blocked');
@@ -214,7 +214,7 @@ BEGIN
 END
 $$;
 SELECT call, charged, code, coalesce(problem, '') AS problem, coalesce(message, '') AS message, coalesce(detail, '') AS detail FROM each_call();
--- The whole: options, pairs.
+-- Options and pairs.
 CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON tried FOR EACH ROW EXECUTE FUNCTION rl_enforce('tried:{n}', 'shop.domain({note})', 'quota=7', 'on_deny=skip');
 SELECT limits, quota, on_deny, problem FROM rl_triggers WHERE relation = 'tried'::regclass;
 INSERT INTO tried (n, note) VALUES (1, 'blocked'), (2, 'unlimited'), (3, '50/1h') RETURNING n;
