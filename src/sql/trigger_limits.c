@@ -172,7 +172,7 @@ wrong_function(RlError *error, FuncDetailCode code, const char *signature)
 		case FUNCDETAIL_NORMAL:
 			rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
 						 "function %s cannot return the limits of a trigger", signature);
-			rl_error_detail(error, "It must not return a set, and must not be VARIADIC.");
+			rl_error_detail(error, "It must not return a set, be VARIADIC, or have a default of a polymorphic type.");
 			return false;
 		case FUNCDETAIL_MULTIPLE:
 			rl_error_set(error, ERRCODE_AMBIGUOUS_FUNCTION, "function %s is not unique", signature);
@@ -235,6 +235,10 @@ choose_function(List *names, List *params, const char *signature, RlError *error
 						   &declared, &defaults);
 	if (code != FUNCDETAIL_NORMAL || returns_set || OidIsValid(get_func_variadictype(function)))
 		return wrong_function(error, code, signature);
+	/* The parser may raise an error for such a default. */
+	for (int i = nargs; i < nargs + list_length(defaults); i++)
+		if (IsPolymorphicType(declared[i]))
+			return wrong_function(error, code, signature);
 	return true;
 }
 

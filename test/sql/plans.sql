@@ -179,6 +179,7 @@ CREATE FUNCTION shop.fails(int) RETURNS rl_limits LANGUAGE plpgsql AS $$ BEGIN R
 CREATE FUNCTION shop."Quo""ted ()"("varchar", "char" DEFAULT 'x') RETURNS rl_limits LANGUAGE sql RETURN $1::rl_limits;
 CREATE DOMAIN shop.short AS rl_limits CHECK (length(VALUE::text) < 20);
 CREATE FUNCTION shop.domain(varchar) RETURNS shop.short LANGUAGE sql RETURN $1::shop.short;
+CREATE FUNCTION shop.poly(int, anycompatible DEFAULT NULL, anycompatiblearray DEFAULT NULL) RETURNS rl_limits LANGUAGE sql AS $$ SELECT '5/1h'::rl_limits $$;
 CREATE FUNCTION shop.none() RETURNS rl_limits LANGUAGE sql RETURN 'unlimited'::rl_limits;
 CREATE FUNCTION pg_temp.temporary(int) RETURNS rl_limits LANGUAGE sql RETURN '5/1h'::rl_limits;
 CREATE TABLE tried (n int, d float8, note varchar DEFAULT '6/1h', l rl_limits DEFAULT '7/1h', g int GENERATED ALWAYS AS (n + 1) STORED);
@@ -188,7 +189,7 @@ BEGIN
 	FOREACH call IN ARRAY ARRAY['shop.typed({n})', 'shop.typed({d})', 'shop.typed({note})', 'shop.typed({missing})', 'shop.typed({g})', 'shop.typed()', 'shop.typed({n}, {n})',
 		'shop.missing({n})', 'nowhere.missing({n})', 'typed({n})', 'a.shop.typed({n})', 'shop.many({n})', 'shop.texts({n})', 'shop.variadic({n})', 'shop.twice({n}, {n})',
 		'shop.any_of({l})', 'shop.any_of({n})', 'shop.procedure({n})', 'shop.aggregate({n})', 'pg_catalog.row_number()', 'pg_catalog.int8({note})', 'shop.strict({n})', 'shop.fails({n})',
-		'"shop"."Quo""ted ()"({note})', 'shop.quoted({note})', 'shop.domain({note})', 'shop.none()', 'shop.none( )', 'pg_temp.temporary({n})',
+		'"shop"."Quo""ted ()"({note})', 'shop.quoted({note})', 'shop.domain({note})', 'shop.poly({n})', 'shop.none()', 'shop.none( )', 'pg_temp.temporary({n})',
 		(SELECT nspname || '.temporary({n})' FROM pg_namespace WHERE oid = pg_my_temp_schema()),
 		'shop.typed(1)', 'shop.typed({n}', 'shop.typed({n})x', 'shop.typed({n},)', 'shop.typed({n} {n})', 'shop.typed({n)', 'shop.(', '(', '()', '"shop.typed({n})', 'shop..typed({n})', '5/10s (']
 	LOOP
