@@ -411,7 +411,7 @@ ask_local(Call *calls, int n, bool together, RlError *error)
 static inline void
 begin(Call *call, const RlAction *action, RlAnswer *answer)
 {
-	bool		shared = rl_shared_available();
+	bool		shared;
 
 	if (action->limits->refunds)
 		rl_grants_prepare();
@@ -420,6 +420,7 @@ begin(Call *call, const RlAction *action, RlAnswer *answer)
 	call->action = action;
 	call->answer = answer;
 	call->store = require_store();
+	shared = rl_shared_available();
 	call->may_cache = shared && rl_denial_cache && call->store->may_cache &&
 		action->how == RL_TAKE && answer->each == NULL;
 	call->answered = false;

@@ -316,13 +316,13 @@ rl_shared_start(void)
 	ResourceOwner caller_owner = CurrentResourceOwner;
 	ResourceOwner owner;
 	Attempt    *volatile attempt = NULL;
-	ErrorData  *error = NULL;
+	ErrorData  *volatile error = NULL;
 	int64		now;
 
 	if (header != NULL || (now = rl_monotonic_now()) < next_attempt)
 		return;
 	next_attempt = now + RETRY_INTERVAL;
-	owner = ResourceOwnerCreate(NULL, "ratelimit");
+	owner = ResourceOwnerCreate(caller_owner, "ratelimit");
 	CurrentResourceOwner = owner;
 	PG_TRY();
 	{
