@@ -90,7 +90,7 @@ set_sizes(int max_keys)
 	npartitions = 1;
 	while (npartitions < MAX_PARTITIONS && npartitions * CELLS_PER_PARTITION < max_keys)
 		npartitions *= 2;
-	/* At least as many as two acts may need. */
+	/* At least as many as two acts on one key may need. */
 	ncells = Max(max_keys, 2 * RL_MAX_WANTED);
 	mean = (double) ncells / npartitions;
 	rl_heap_size = npartitions == 1 ? ncells : (uint32) ceil(mean + 6 * sqrt(mean * (RL_MAX_LIMITS + 1)));

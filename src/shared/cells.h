@@ -15,7 +15,7 @@
 
 #define RL_CELL_TEXT		64	/* bytes of a banned key in a cell */
 
-/* The most cells that an act may need: one for each limit, and those of the ban. */
+/* The most cells that an act on one key may need: one for each limit, and those of the ban. */
 #define RL_MAX_WANTED		(RL_MAX_LIMITS + RL_MAX_KEY / RL_CELL_TEXT)
 
 /*
