@@ -79,7 +79,7 @@ log_lost(int code pg_attribute_unused(), Datum arg)
 
 /* Sets the decisions of a key whose charge is refunded to those before the charge. */
 static void
-take_back(const RlAction *action, RlTaken *taken)
+set_uncharged(const RlAction *action, RlTaken *taken)
 {
 	taken->charged = false;
 	for (int i = 0; i < action->limits->n; i++)
@@ -130,7 +130,7 @@ take_parts(const RlStore *store, const RlAction *const *actions, int n, RlTaken 
 	(void) rl_refunds_flush(usage, &refund_error);
 	for (int i = 0; i < n && done; i++)
 		if (taken[i].charged)
-			take_back(actions[i], &taken[i]);
+			set_uncharged(actions[i], &taken[i]);
 	return done;
 }
 
