@@ -2,14 +2,15 @@
 #
 # For script/bench: rows under a trigger whose limits come from a function, compared
 # with the sum of the same function called by itself and the same trigger with fixed
-# limits.  There are 1,000 plans with different limits, and 20,000 rows of as many
-# customers, in random order.
+# limits, and with one statement that does both for each row.  There are 1,000 plans
+# with different limits, and 20,000 rows of as many customers, in random order.
 
 plan_rows=20000
-plans=(function fixed by_function)
+plans=(function fixed both by_function)
 declare -A PLAN=(
 	[function]='the function called by itself'
 	[fixed]='INSERT, trigger with fixed limits'
+	[both]='INSERT that calls it, trigger with fixed limits'
 	[by_function]='INSERT, trigger with limits by the function'
 )
 PLAN_TARGET=1.15
@@ -34,9 +35,9 @@ prepare_plans() {
 	END
 }
 
-# Appends the microseconds for a row of the statement to the results.
+# time_plan STORE NAME STATEMENT: appends the microseconds for a row to the results.
 time_plan() {
-	local store=$1 name=$2 statement=$3
+	local store=$1 name=$mode.$2 statement=$3
 	sql -At -c "SET ratelimit.store = $store" -c "SET ratelimit.key_prefix = 'round$round:'" -c 'SET jit = off' \
 		-c 'SELECT count(*) FROM wanted' -c '\timing on' -c "$statement" | sed -nE 's/^Time: ([0-9.]+) ms.*/\1/p' |
 		awk -v n="$plan_rows" '{ print $1 * 1000 / n }' >>"$T/results/plan.$store.$name"
@@ -52,23 +53,35 @@ measure_plans() {
 		for name in fixed by_function; do
 			time_plan "$store" "$name" "INSERT INTO $name SELECT customer FROM wanted"
 		done
+		time_plan "$store" both 'INSERT INTO fixed SELECT customer FROM wanted WHERE limits_of(customer) IS NOT NULL'
 		sql -c 'TRUNCATE fixed, by_function'
 	done
 	redis FLUSHALL >/dev/null
 }
 
+# plan_ratio TITLE TARGET: prints the median of the ratios that it reads.
+plan_ratio() {
+	sort -g | awk -v title="$1" -v target="$2" 'NR == 1 { least = $1 } { most = $1; v[NR] = $1 } END {
+		figure = (v[int((NR + 1) / 2)] + v[int(NR / 2) + 1]) / 2
+		printf "Limits by the function / %s, median of the rounds: %.3f (%.3f to %.3f)", title, figure, least, most
+		if (target != "") printf "; target at most %s: %s", target, figure <= target ? "met" : "missed"
+		print "" }'
+}
+
 report_plans() {
-	local store name
-	for store in redis local; do
-		shared_head "$plan_rows rows, 1,000 plans, store $store" 'us/row'
-		for name in "${plans[@]}"; do
-			shared_line "${PLAN[$name]}" "$(median "$T/results/plan.$store.$name")" 0 ''
+	local mode store name results
+	for mode in "${modes[@]}"; do
+		[[ $mode != eight ]] || continue
+		for store in redis local; do
+			results=$T/results/plan.$store.$mode
+			echo "${MODE[$mode]}, store $store, $plan_rows rows, 1,000 plans, us for a row:"
+			for name in "${plans[@]}"; do
+				printf '  %-46s %6.1f\n' "${PLAN[$name]}" "$(median "$results.$name")"
+			done
+			paste "$results."{by_function,function,fixed} | awk '{ print $1 / ($2 + $3) }' |
+				plan_ratio 'the sum of the first two' "$PLAN_TARGET"
+			paste "$results."{by_function,both} | awk '{ print $1 / $2 }' | plan_ratio 'both in one statement' ''
+			echo
 		done
-		paste "$T/results/plan.$store."{by_function,function,fixed} | awk '{ print $1 / ($2 + $3) }' >"$T/results/plan.$store.ratio"
-		echo
-		sort -g "$T/results/plan.$store.ratio" | awk -v target="$PLAN_TARGET" 'NR == 1 { least = $1 } { most = $1; v[NR] = $1 } END {
-			figure = (v[int((NR + 1) / 2)] + v[int(NR / 2) + 1]) / 2
-			printf "Limits by the function / the sum of the two others, median of the rounds: %.3f (%.3f to %.3f); target at most %s: %s\n\n",
-				figure, least, most, target, figure <= target ? "met" : "missed" }'
 	done
 }
