@@ -44,7 +44,7 @@
 
 # Further packages that the tests use.
 # shellcheck disable=SC2034 # for the scripts
-TEST_PACKAGES=(libipc-run-perl strace libssl-dev openssl prometheus prometheus-sql-exporter)
+TEST_PACKAGES=(libipc-run-perl strace libssl-dev openssl)
 
 # Further packages that build Debian packages.
 # shellcheck disable=SC2034 # for the scripts

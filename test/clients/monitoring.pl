@@ -4,6 +4,8 @@
 # memory.  Prometheus has the figures of the views, each alert fires and resolves, and
 # each expression of the dashboard has a value.
 #
+# script/test --clients installs the programs and runs this.
+#
 # The run uses the alerts with short durations.  promtool checks the real ones with
 # the series of test/alerts.yml.
 use strict;
@@ -23,7 +25,7 @@ use Time::HiRes qw(sleep time);
 
 foreach my $program (qw(prometheus-sql-exporter prometheus promtool))
 {
-	plan skip_all => "$program is not installed" unless has_program($program);
+	die "$program is not installed" unless has_program($program);
 }
 
 my $root = "$FindBin::RealBin/../..";
