@@ -32,7 +32,9 @@ PG_CPPFLAGS = -Isrc -I$(srcdir)/src -DRL_VERSION='"$(EXTVERSION)"'
 SHLIB_LINK += -lhiredis
 
 # TLS is built in if OpenSSL's headers are installed, unless with_tls=no is given.
-with_tls ?= $(shell $(CC) -E -include openssl/ssl.h -x c /dev/null >/dev/null 2>&1 && echo yes || echo no)
+ifndef with_tls
+with_tls := $(shell $(CC) -E -include openssl/ssl.h -x c /dev/null >/dev/null 2>&1 && echo yes || echo no)
+endif
 ifeq ($(with_tls),yes)
 PG_CPPFLAGS += -DUSE_TLS
 SHLIB_LINK += -lssl -lcrypto
