@@ -454,7 +454,7 @@ is_own(const RlCells *view, const RlCell *cell)
 	for (int i = 0; i < view->nkeys; i++)
 		if (rl_same_key_hash(cell->key_hash, view->keys[i]))
 			return true;
-	return view->nkeys == 0 && rl_same_key_hash(cell->key_hash, view->key_hash);
+	return false;
 }
 
 /* Sets the times of a key's cells in a heap to the ends of the cells again. */
@@ -525,8 +525,6 @@ evict_first(RlCells *view, int heap, int64 latest, int *corrections, bool *progr
 			count_eviction();
 		rl_cell_remove(view, victim);
 	}
-	if (deferred && view->nkeys == 0)
-		restore_ends(view, heap, view->key_hash);
 	for (int i = 0; i < view->nkeys && deferred; i++)
 		if (partition_of(view->keys[i]) == view->number)
 			restore_ends(view, heap, view->keys[i]);
@@ -534,17 +532,14 @@ evict_first(RlCells *view, int heap, int64 latest, int *corrections, bool *progr
 	return victim != RL_NO_CELL;
 }
 
-/*
- * Returns true if a key of the act is in a partition.  If the act has only one key,
- * only_key is the partition of this key.
- */
+/* Returns true if a key of the act is in a partition. */
 static bool
-has_own_key(const RlCells *view, int only_key, int number)
+has_own_key(const RlCells *view, int number)
 {
 	for (int i = 0; i < view->nkeys; i++)
 		if (partition_of(view->keys[i]) == number)
 			return true;
-	return view->nkeys == 0 && number == only_key;
+	return false;
 }
 
 /* The heaps in which all cells are of the act's own keys. */
@@ -610,6 +605,12 @@ rl_cells_evict(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 	int			evictions = 0;
 	int			corrections = MAX_CORRECTIONS;
 
+	/* The act has this key only. */
+	if (view->nkeys == 0)
+	{
+		view->keys = &view->key_hash;
+		view->nkeys = 1;
+	}
 	while (evictions < MAX_EVICTIONS)
 	{
 		bool		crowded;
@@ -636,7 +637,7 @@ rl_cells_evict(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 		LWLockAcquire(&locks[number].lock, LW_EXCLUSIVE);
 		evictions += evict_first(view, heap, latest, &corrections, &progress);
 		LWLockRelease(&locks[number].lock);
-		if (!progress && has_own_key(view, number_of_key, number))
+		if (!progress && has_own_key(view, number))
 			own.heaps[own.n++] = 2 * number + heap;
 	}
 	return false;

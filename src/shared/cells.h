@@ -64,7 +64,8 @@ struct RlHeapItem;
 typedef struct RlCells
 {
 	RlKeyHash	key_hash;
-	const RlKeyHash *keys;		/* of an act on several keys, or NULL */
+	const RlKeyHash *keys;		/* of an act on several keys; also of one key,
+								 * once it has evicted */
 	int			nkeys;
 	int64		now;			/* when the partition was locked */
 	int			number;
