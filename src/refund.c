@@ -159,6 +159,7 @@ prepare_calls(void)
 	dlist_foreach_modify(iter, &rl_refunds)
 	{
 		RlGrant    *grant = dlist_container(RlGrant, node, iter.cur);
+		int64		refused = grant->refused ? grant->quota : 0;
 
 		if (grant->id.local)
 			rl_local_refund_charge(grant->key_hash, &grant->limit, &grant->charge);
@@ -168,12 +169,12 @@ prepare_calls(void)
 			end_grant(grant);
 			continue;
 		}
-		if (call == NULL || call->n == RL_MAX_REFUNDS || call->refused != (grant->refused ? grant->quota : 0) ||
+		if (call == NULL || call->n == RL_MAX_REFUNDS || call->refused != refused ||
 			call->redis_key_len != grant->redis_key_len ||
 			memcmp(call->redis_key, grant->redis_key, grant->redis_key_len) != 0)
 		{
 			call = &calls[n++];
-			*call = (RlRefundCall) {grant->redis_key, grant->redis_key_len, 0, refund, RL_REFUND_UNSENT, grant->refused ? grant->quota : 0};
+			*call = (RlRefundCall) {grant->redis_key, grant->redis_key_len, 0, refund, RL_REFUND_UNSENT, refused};
 		}
 		*refund++ = (RlRefund) {&grant->limit, &grant->charge};
 		call->n++;

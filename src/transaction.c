@@ -200,6 +200,30 @@ set_key(RlGrantId *id, const RlKey *key, bool local, char *redis_key)
 	return len;
 }
 
+/*
+ * Returns a new grant of a charge, which the caller puts into a list, or NULL if there is
+ * no memory.  redis_key has len bytes.  Does not throw.
+ */
+static RlGrant *
+make_grant(const RlGrantId *id, const RlKey *key, const char *redis_key, int len,
+		   const RlLimit *limit, RlCharge charge)
+{
+	RlGrant    *grant = MemoryContextAllocExtended(context, offsetof(RlGrant, redis_key) + len,
+												   MCXT_ALLOC_NO_OOM | MCXT_ALLOC_ZERO);
+
+	if (grant == NULL)
+		return NULL;
+	grant->id = *id;
+	grant->limit = *limit;
+	grant->charge = charge;
+	if (rl_shared_available())
+		grant->key_hash = rl_key_hash(key);
+	grant->redis_key_len = len;
+	memcpy(grant->redis_key, redis_key, len);
+	ngrants++;
+	return grant;
+}
+
 /* Adds a charge to the grant that it belongs to; false if there is no room for a new one. */
 static bool
 note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
@@ -227,23 +251,14 @@ note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
 		return true;
 	}
 	grant = !rl_refund_reserve(ngrants + 1) ? NULL :
-		MemoryContextAllocExtended(context, offsetof(RlGrant, redis_key) + len,
-								   MCXT_ALLOC_NO_OOM | MCXT_ALLOC_ZERO);
+		make_grant(&id, key, redis_key, len, limit, charge);
 	if (grant == NULL)
 	{
 		hash_search(entries, &id, HASH_REMOVE, NULL);
 		return false;
 	}
 	entry->grant = grant;
-	grant->id = id;
-	grant->limit = *limit;
-	grant->charge = charge;
-	if (rl_shared_available())
-		grant->key_hash = rl_key_hash(key);
-	grant->redis_key_len = len;
-	memcpy(grant->redis_key, redis_key, len);
 	dlist_push_tail(&grants, &grant->node);
-	ngrants++;
 	return true;
 }
 
@@ -306,22 +321,14 @@ rl_hold(const RlAction *action, const RlDecision *decisions, int64 at)
 	for (int i = 0; i < action->limits->n && action->quota > 0; i++)
 	{
 		const RlLimit *limit = &action->limits->limit[i];
-		RlGrant    *grant = MemoryContextAllocExtended(context, offsetof(RlGrant, redis_key) + len,
-													   MCXT_ALLOC_NO_OOM | MCXT_ALLOC_ZERO);
+		RlGrant    *grant = make_grant(&id, &action->key, redis_key, len, limit,
+									   rl_algorithm(limit)->charge(limit, action->quota, at, decisions[i].reset_after));
 
 		all &= grant != NULL;
 		if (grant == NULL)
 			continue;
-		grant->id = id;
-		grant->limit = *limit;
-		grant->charge = rl_algorithm(limit)->charge(limit, action->quota, at, decisions[i].reset_after);
 		grant->quota = action->quota;
-		if (rl_shared_available())
-			grant->key_hash = rl_key_hash(&action->key);
-		grant->redis_key_len = len;
-		memcpy(grant->redis_key, redis_key, len);
 		dlist_push_tail(&rl_refunds, &grant->node);
-		ngrants++;
 	}
 	return all;
 }
