@@ -117,11 +117,12 @@ static void
 remember_next(Statement *statement)
 {
 	ChargedRoom room;
-	Datum		value = PointerGetDatum(&room);
+	Datum		value;
 	bool		isnull = false;
 
 	if (!get_charged(statement, statement->remembered++, &room.charged))
 		return;
+	value = PointerGetDatum(&room);
 	statement->owed++;
 	if (statement->charged == NULL)
 	{
