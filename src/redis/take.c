@@ -300,14 +300,17 @@ bool
 rl_redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg,
 				   int64 *unanswered, RlUsage *usage, RlError *error)
 {
-	bool		same = true;
-	Taking		taking = {actions, false, took, arg};
+	RlScript   *script = take_script(actions[0]);
+	Taking		taking = {actions, acts_alone(actions[0]), took, arg};
 
 	for (int i = 1; i < n; i++)
-		same &= actions[i]->limits == actions[0]->limits;
-	taking.alone = same && acts_alone(actions[0]);
-	return rl_redis_pipeline(same ? take_script(actions[0]) : &rl_check_mixed_script, n,
-							 append_one, read_one, &taking, unanswered, usage, error);
+		if (actions[i]->limits != actions[0]->limits && take_script(actions[i]) != script)
+		{
+			script = &rl_check_mixed_script;
+			taking.alone = false;
+			break;
+		}
+	return rl_redis_pipeline(script, n, append_one, read_one, &taking, unanswered, usage, error);
 }
 
 /*

@@ -210,4 +210,25 @@ is($admin->left('sliding_window 9/1h, fixed_window 8/1d', 'mixed:log'), "7 6", '
 is($admin->left('token_bucket 6/1h', 'mixed:bucket'), 3, 'mixed limits: charged, bucket');
 is($admin->left('7/1h refund_on_abort', 'mixed:abort'), 3, 'mixed limits: charged, throttle');
 
+# Limits that differ in their numbers only are decided by the script of one list of limits.
+sub statement_scripts
+{
+	my ($limits) = @_;
+	my %scripts;
+
+	$admin->ask(qq{CREATE OR REPLACE TRIGGER enforce AFTER INSERT ON bulk REFERENCING NEW TABLE AS new FOR EACH STATEMENT
+		EXECUTE FUNCTION rl_enforce('script:{n}', '$limits')});
+	$monitor->commands;
+	$session->ask(q{INSERT INTO bulk SELECT 'ann', n FROM generate_series(1, 5) n});
+	is($session->error, '', "rows under $limits");
+	$scripts{ $_->[1] }++ foreach grep { uc $_->[0] eq 'EVALSHA' } $monitor->commands;
+	return [ sort keys %scripts ];
+}
+$admin->ask(q{CREATE FUNCTION shop.list_by_number(n int) RETURNS rl_limits LANGUAGE sql IMMUTABLE
+	RETURN format('sliding_window %s/1h, fixed_window %s/1d', 100 + n, 1000 + n)::rl_limits;
+	CREATE FUNCTION shop.throttle_by_number(n int) RETURNS rl_limits LANGUAGE sql IMMUTABLE RETURN format('%s/1h', 100 + n)::rl_limits});
+is($admin->error, '', 'limits by number');
+is_deeply(statement_scripts('shop.throttle_by_number({n})'), statement_scripts('100/1h'), 'one script for throttles with different numbers');
+is_deeply(statement_scripts('shop.list_by_number({n})'), statement_scripts('sliding_window 100/1h, fixed_window 1000/1d'), 'one script for lists with different numbers');
+
 done_testing();
