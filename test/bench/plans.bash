@@ -4,14 +4,26 @@
 # with the sum of the same function called by itself and the same trigger with fixed
 # limits, and with one statement that does both for each row.  There are 1,000 plans
 # with different limits, and 20,000 rows of as many customers, in random order.
+#
+# The rows come in three ways: one statement inserts all under a row trigger, one
+# statement inserts all under a statement trigger, or a client inserts each row by a
+# statement of its own, under a row trigger.  There the function by itself costs what a
+# SELECT of it takes more than SELECT 1.
 
 plan_rows=20000
-plans=(function fixed both by_function)
+plans=(function fixed both by_function fixed_statement by_function_statement
+	single.nothing single.function single.fixed single.by_function)
 declare -A PLAN=(
-	[function]='the function called by itself'
-	[fixed]='INSERT, trigger with fixed limits'
-	[both]='INSERT that calls it, trigger with fixed limits'
-	[by_function]='INSERT, trigger with limits by the function'
+	[function]='the function called by itself, for each row of a table'
+	[fixed]='one INSERT, row trigger with fixed limits'
+	[both]='one INSERT that calls the function, row trigger with fixed limits'
+	[by_function]='one INSERT, row trigger with limits by the function'
+	[fixed_statement]='one INSERT, statement trigger with fixed limits'
+	[by_function_statement]='one INSERT, statement trigger with limits by the function'
+	[single.nothing]='SELECT 1 by a client'
+	[single.function]='SELECT of the function by a client'
+	[single.fixed]='an INSERT for each row, row trigger with fixed limits'
+	[single.by_function]='an INSERT for each row, row trigger with limits by the function'
 )
 PLAN_TARGET=1.15
 
@@ -32,7 +44,18 @@ prepare_plans() {
 		CREATE UNLOGGED TABLE by_function (customer int);
 		CREATE TRIGGER enforce BEFORE INSERT ON by_function
 			FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{customer}', 'public.limits_of({customer})');
+		CREATE UNLOGGED TABLE fixed_statement (customer int);
+		CREATE TRIGGER enforce AFTER INSERT ON fixed_statement REFERENCING NEW TABLE AS new_rows
+			FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('order:{customer}', '1000000/1h');
+		CREATE UNLOGGED TABLE by_function_statement (customer int);
+		CREATE TRIGGER enforce AFTER INSERT ON by_function_statement REFERENCING NEW TABLE AS new_rows
+			FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('order:{customer}', 'public.limits_of({customer})');
 	END
+	local name
+	for name in 'nothing SELECT 1' 'function SELECT limits_of(:customer)' 'fixed INSERT INTO fixed VALUES (:customer)' \
+		'by_function INSERT INTO by_function VALUES (:customer)'; do
+		printf '\\set customer random(1, %d)\n%s;\n' "$plan_rows" "${name#* }" >"$T/single_${name%% *}.sql"
+	done
 }
 
 # time_plan STORE NAME STATEMENT: appends the microseconds for a row to the results.
@@ -43,6 +66,14 @@ time_plan() {
 		awk -v n="$plan_rows" '{ print $1 * 1000 / n }' >>"$T/results/plan.$store.$name"
 }
 
+# time_single STORE NAME: appends the microseconds for a statement of a client.
+time_single() {
+	local store=$1 name=$2
+	run_on env "PGOPTIONS=-c ratelimit.store=$store -c ratelimit.key_prefix=round$round:" \
+		"$BIN/pgbench" -n -M prepared -t "$plan_rows" -f "$T/single_$name.sql"
+	sed -nE 's/^tps = ([0-9.]+).*/\1/p' "$T/out" | awk '{ print 1e6 / $1 }' >>"$T/results/plan.$store.$mode.single.$name"
+}
+
 # Measures one round.  The first call of a new prefix makes all states.
 measure_plans() {
 	local store name
@@ -50,11 +81,12 @@ measure_plans() {
 		sql -At -o /dev/null -c "SET ratelimit.store = $store" -c "SET ratelimit.key_prefix = 'round$round:'" \
 			-c 'INSERT INTO fixed SELECT customer FROM wanted'
 		time_plan "$store" function 'SELECT count(limits_of(customer)) FROM wanted'
-		for name in fixed by_function; do
+		for name in fixed by_function fixed_statement by_function_statement; do
 			time_plan "$store" "$name" "INSERT INTO $name SELECT customer FROM wanted"
 		done
 		time_plan "$store" both 'INSERT INTO fixed SELECT customer FROM wanted WHERE limits_of(customer) IS NOT NULL'
-		sql -c 'TRUNCATE fixed, by_function'
+		for name in nothing function fixed by_function; do time_single "$store" "$name"; done
+		sql -c 'TRUNCATE fixed, by_function, fixed_statement, by_function_statement'
 	done
 	redis FLUSHALL >/dev/null
 }
@@ -63,7 +95,7 @@ measure_plans() {
 plan_ratio() {
 	sort -g | awk -v title="$1" -v target="$2" 'NR == 1 { least = $1 } { most = $1; v[NR] = $1 } END {
 		figure = (v[int((NR + 1) / 2)] + v[int(NR / 2) + 1]) / 2
-		printf "Limits by the function / %s, median of the rounds: %.3f (%.3f to %.3f)", title, figure, least, most
+		printf "  %s: limits by the function / (function + fixed limits), median of the rounds: %.3f (%.3f to %.3f)", title, figure, least, most
 		if (target != "") printf "; target at most %s: %s", target, figure <= target ? "met" : "missed"
 		print "" }'
 }
@@ -76,11 +108,16 @@ report_plans() {
 			results=$T/results/plan.$store.$mode
 			echo "${MODE[$mode]}, store $store, $plan_rows rows, 1,000 plans, us for a row:"
 			for name in "${plans[@]}"; do
-				printf '  %-46s %6.1f\n' "${PLAN[$name]}" "$(median "$results.$name")"
+				printf '  %-72s %6.1f\n' "${PLAN[$name]}" "$(median "$results.$name")"
 			done
 			paste "$results."{by_function,function,fixed} | awk '{ print $1 / ($2 + $3) }' |
-				plan_ratio 'the sum of the first two' "$PLAN_TARGET"
-			paste "$results."{by_function,both} | awk '{ print $1 / $2 }' | plan_ratio 'both in one statement' ''
+				plan_ratio 'one INSERT, row trigger' "$PLAN_TARGET"
+			paste "$results."{by_function,both} | awk '{ print $1 / $2 }' |
+				plan_ratio 'one INSERT, row trigger, against both in one statement' ''
+			paste "$results."{by_function_statement,function,fixed_statement} | awk '{ print $1 / ($2 + $3) }' |
+				plan_ratio 'one INSERT, statement trigger' "$PLAN_TARGET"
+			paste "$results.single."{by_function,function,nothing,fixed} | awk '{ print $1 / ($2 - $3 + $4) }' |
+				plan_ratio 'an INSERT for each row, row trigger' "$PLAN_TARGET"
 			echo
 		done
 	done
