@@ -78,11 +78,13 @@ count(const RlAction *action, const RlAnswer *answer, RlStatOutcome outcome, boo
 					answer->usage.round_trips, answer->usage.us);
 }
 
-/* Returns how rl_stat counts the decision. */
+/* Returns how rl_stat counts the answer. */
 static RlStatOutcome
-outcome_of(const RlDecision *decision)
+outcome_of(const RlAnswer *answer)
 {
-	switch (decision->source)
+	if (answer->shadow > 0)
+		return RL_WAS_SHADOW_DENIED;
+	switch (answer->decision.source)
 	{
 		case RL_FAIL_OPEN:
 			return RL_WAS_FAILED_OPEN;
@@ -91,7 +93,7 @@ outcome_of(const RlDecision *decision)
 		case RL_SHADOW:
 			return RL_WAS_SHADOW_DENIED;
 		default:
-			return decision->allowed ? RL_WAS_ALLOWED : RL_WAS_DENIED;
+			return answer->decision.allowed ? RL_WAS_ALLOWED : RL_WAS_DENIED;
 	}
 }
 
@@ -101,34 +103,42 @@ count_ended(const Call *calls, int n)
 {
 	for (int i = 0; i < n; i++)
 		count(calls[i].action, calls[i].answer,
-			  calls[i].answered ? outcome_of(&calls[i].answer->decision) : RL_WAS_ERROR, false);
+			  calls[i].answered ? outcome_of(calls[i].answer) : RL_WAS_ERROR, false);
 }
 
 /*
  * Concluding
  */
 
-/* Sets the answer to an action that no store decides. */
+/* Sets the answer to an action that no store decides.  Shadow limits allow it in any case. */
 static void
 set_unasked(const RlAction *action, RlAnswer *answer, bool allowed, RlSource source)
 {
 	const RlLimits *limits = action->limits;
+	bool		all_shadow = rl_all_shadow(limits);
 
 	/* The first limit comes last, because it is the binding limit of equal ones. */
 	for (int i = rl_limits_rows(limits) - 1; i >= 0; i--)
 	{
-		answer->decision = (RlDecision) {
-			.allowed = allowed,
-			.capacity = limits->kind == RL_LISTED ? limits->limit[i].capacity : RL_UNKNOWN,
+		bool		listed = limits->kind == RL_LISTED;
+		bool		shadow = listed && limits->limit[i].shadow;
+		RlDecision	decision = {
+			.allowed = allowed || shadow,
+			.capacity = listed ? limits->limit[i].capacity : RL_UNKNOWN,
 			.remaining = RL_UNKNOWN,
-			.retry_after = allowed ? 0 : RL_NEVER,
+			.retry_after = allowed || shadow ? 0 : RL_NEVER,
 			.reset_after = RL_UNKNOWN,
-			.source = source
+			.source = shadow && source == RL_FAIL_CLOSED ? RL_FAIL_OPEN : source
 		};
+
 		if (answer->each != NULL)
-			answer->each[i] = answer->decision;
+			answer->each[i] = decision;
+		if (shadow && !all_shadow)
+			continue;
+		answer->decision = decision;
+		answer->binding = i;
 	}
-	answer->binding = 0;
+	answer->shadow = 0;
 	answer->local = false;
 }
 
@@ -168,32 +178,33 @@ conclude(Call *call, const RlDecision *each, bool not_charged)
 	if (each == decision)
 		answer->binding = 0;
 	else
-		answer->decision = rl_combine(each, action->limits->n, &answer->binding);
+		answer->decision = rl_combine(action->limits, each, &answer->binding);
 	note_change(call);
-	/* A limit that has counted the refusal may have a wait. */
-	for (int i = 0; not_charged && decision->allowed && i < action->limits->n; i++)
-		decision->retry_after = Max(decision->retry_after, each[i].retry_after);
-	if (decision->allowed && !not_charged && (decision->source == RL_FROM_REDIS || decision->source == RL_FROM_LOCAL))
+	answer->shadow = 0;
+	for (int i = action->limits->n - 1; decision->allowed && i >= 0; i--)
+	{
+		if (each[i].source == RL_SHADOW)
+			answer->shadow = i + 1;
+		/* A limit that has counted the refusal may have a wait. */
+		else if (not_charged)
+			decision->retry_after = Max(decision->retry_after, each[i].retry_after);
+	}
+	if (decision->source == RL_SHADOW)
+		decision->retry_after = 0;
+	if (decision->allowed && !not_charged)
 	{
 		for (int i = 0; answer->charges != NULL && i < action->limits->n; i++)
 		{
 			const RlLimit *limit = &action->limits->limit[i];
 
-			answer->charges[i] = rl_algorithm(limit)->charge(limit, action->quota, answer->at,
-															 each[i].reset_after);
+			if (each[i].source != RL_SHADOW)
+				answer->charges[i] = rl_algorithm(limit)->charge(limit, action->quota, answer->at,
+																 each[i].reset_after);
 		}
 		rl_grants_note(&action->key, action->limits, action->quota, each, answer->at,
 						answer->local);
 	}
 	call->answered = true;
-}
-
-/* Changes a refusal to the allowed decision of shadow mode. */
-static void
-allow_in_shadow(RlDecision *decision)
-{
-	decision->allowed = true;
-	decision->source = RL_SHADOW;
 }
 
 /* Notes a refusal for rl_denied and the cache; in shadow mode allows the action. */
@@ -212,11 +223,10 @@ report_refusal(Call *call)
 					   call->may_cache && !answer->local);
 	if (rl_mode != RL_MODE_SHADOW)
 		return;
-	rl_log_shadow(action, answer, call->key_hash);
-	allow_in_shadow(decision);
+	rl_log_shadow(action, answer->binding, "It is allowed because ratelimit.mode is \"shadow\".");
+	rl_allow_in_shadow(decision);
 	for (int i = 0; answer->each != NULL && i < rl_limits_rows(action->limits); i++)
-		if (!answer->each[i].allowed)
-			allow_in_shadow(&answer->each[i]);
+		rl_allow_in_shadow(&answer->each[i]);
 }
 
 /*
@@ -306,8 +316,12 @@ take_all(Call *calls, int n, const RlStore *store, RlError *error)
 static bool
 allows_unasked(const Call *calls, int n, const RlError *error)
 {
-	/* In shadow mode a limit never stops an action. */
-	if (rl_mode == RL_MODE_SHADOW)
+	bool		shadow = true;
+
+	for (int i = 0; i < n; i++)
+		shadow &= rl_all_shadow(calls[i].action->limits);
+	/* In shadow mode a limit never stops an action, as a shadow limit. */
+	if (rl_mode == RL_MODE_SHADOW || shadow)
 		return true;
 	/* The local store fails only if it is full: a flood of keys must not lift limits. */
 	if (!calls->store->is_local &&
@@ -447,9 +461,11 @@ finish(Call *call, bool from_cache)
 
 	if (!decision->allowed)
 		report_refusal(call);
+	else if (call->answer->shadow > 0)
+		rl_log_shadow(call->action, call->answer->shadow - 1, "The limit has the option shadow, so it refuses no action.");
 	/* rl_wait tries again, or calls rl_count_wait. */
 	if (decision->allowed || call->action->how != RL_TRY)
-		count(call->action, call->answer, outcome_of(decision), from_cache);
+		count(call->action, call->answer, outcome_of(call->answer), from_cache);
 }
 
 /* Decides and counts an action under limits that are unlimited or blocked. */
@@ -613,5 +629,5 @@ rl_decide_all(const RlAction *actions, int n, RlAnswer *answers)
 void
 rl_count_wait(const RlAction *action, const RlAnswer *answer, bool error)
 {
-	count(action, answer, error ? RL_WAS_ERROR : outcome_of(&answer->decision), false);
+	count(action, answer, error ? RL_WAS_ERROR : outcome_of(answer), false);
 }

@@ -9,6 +9,7 @@
 #include "lib/stringinfo.h"
 
 #include "algorithm/algorithm.h"
+#include "algorithm/limits.h"
 #include "headers.h"
 
 /* The largest integer of a Structured Field */
@@ -36,10 +37,14 @@ rl_header_retry_after(int64 us)
 	return (RlHeader) {"Retry-After", psprintf("%lld", (long long) rl_divide_up(us, RL_SECOND))};
 }
 
-/* Appends the name of limit i: the policy's name, from the second limit on with a number. */
+/* Appends the name of limit i: the policy's name, from the second policy on with a number. */
 static void
-append_name(StringInfo field, const char *name, int i)
+append_name(StringInfo field, const char *name, const RlLimits *limits, int i)
 {
+	int			number = 1;
+
+	for (int before = 0; before < i; before++)
+		number += !limits->limit[before].shadow;
 	appendStringInfoChar(field, '"');
 	for (const char *p = name; *p; p++)
 	{
@@ -47,8 +52,8 @@ append_name(StringInfo field, const char *name, int i)
 			appendStringInfoChar(field, '\\');
 		appendStringInfoChar(field, *p);
 	}
-	if (i > 0)
-		appendStringInfo(field, "-%d", i + 1);
+	if (number > 1)
+		appendStringInfo(field, "-%d", number);
 	appendStringInfoChar(field, '"');
 }
 
@@ -63,7 +68,7 @@ append_integer(StringInfo field, char parameter, int64 value)
  * their number.  binding is the index of the limit that the decision's figures
  * describe.  The name must be valid.  A figure that is not known is left out.
  * So is the time until quota is free, if the action is allowed: the decision
- * does not have it then.
+ * does not have it then.  A shadow limit is no policy.
  */
 int
 rl_headers(const char *name, const RlLimits *limits, int binding, const RlDecision *decision,
@@ -74,16 +79,18 @@ rl_headers(const char *name, const RlLimits *limits, int binding, const RlDecisi
 	int			n = 0;
 
 	/* unlimited and blocked have no policy, and no figures. */
-	if (limits->kind != RL_LISTED)
+	if (limits->kind != RL_LISTED || rl_all_shadow(limits))
 		return 0;
 	initStringInfo(&field);
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
 
-		if (i > 0)
+		if (limit->shadow)
+			continue;
+		if (field.len > 0)
 			appendStringInfoString(&field, ", ");
-		append_name(&field, name, i);
+		append_name(&field, name, limits, i);
 		append_integer(&field, 'q', limit->count);
 		if (limit->period % RL_SECOND == 0)
 			append_integer(&field, 'w', limit->period / RL_SECOND);
@@ -93,7 +100,7 @@ rl_headers(const char *name, const RlLimits *limits, int binding, const RlDecisi
 	if (decision->remaining != RL_UNKNOWN)
 	{
 		initStringInfo(&field);
-		append_name(&field, name, binding);
+		append_name(&field, name, limits, binding);
 		append_integer(&field, 'r', decision->remaining);
 		if (retry && decision->remaining == 0)
 			append_integer(&field, 't', rl_divide_up(decision->retry_after, RL_SECOND));

@@ -95,7 +95,7 @@ typedef struct RlLimit
 	bool		from_first;
 	bool		count_denied;
 	bool		refund_on_abort;
-	bool		unused;			/* false */
+	bool		shadow;			/* decides, but never refuses */
 	int64		capacity;		/* the most quota that is ever free */
 	int64		count;			/* quota per period: GCRA's rate, the refill */
 	int64		period;
@@ -116,7 +116,7 @@ typedef struct RlStateTag
 	uint64		period:56;
 	uint64		algorithm:6;
 	uint64		from_first:1;
-	uint64		unused:1;		/* 0 */
+	uint64		shadow:1;
 	int64		step;
 } RlStateTag;
 
@@ -149,7 +149,7 @@ typedef enum RlSource
 	RL_FROM_BLOCKED,
 	RL_FAIL_OPEN,
 	RL_FAIL_CLOSED,
-	RL_SHADOW,					/* shadow mode allows a refused action */
+	RL_SHADOW,					/* shadow mode, or a shadow limit, allows a refused action */
 	RL_OFF
 } RlSource;
 
@@ -208,6 +208,8 @@ typedef struct RlAnswer
 {
 	RlDecision	decision;		/* the binding limit's */
 	int			binding;		/* index of the binding limit; -1: another key is blocked */
+	int			shadow;			/* 1 + index of the first shadow limit that alone would have
+								 * refused the allowed action; 0: none */
 	bool		local;			/* the local store decided, and not Redis */
 	int64		at;				/* the store's time; 0: not known */
 	RlUsage		usage;			/* is increased, not set */

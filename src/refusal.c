@@ -16,7 +16,6 @@
 #include "algorithm/limits.h"
 #include "error.h"
 #include "refusal.h"
-#include "shared/denial_cache.h"
 #include "shared/refusal_log.h"
 
 /* The name of the policy in header fields where no trigger names it. */
@@ -149,22 +148,21 @@ rl_raise_refused_all(const RlAction *actions, int n, const RlAnswer *answers, co
 	rl_raise_refused(&actions[refused], &answer, also);
 }
 
-/* Logs, once a second at most for each key, a refusal in shadow mode.  With shared memory, key_hash is set. */
+/*
+ * Logs that this limit would refuse the action: once a second at most for each key, and
+ * no more often than rl_shadow_may_log allows for all keys.  why is a sentence.
+ */
 void
-rl_log_shadow(const RlAction *action, const RlAnswer *answer, RlKeyHash key_hash)
+rl_log_shadow(const RlAction *action, int limit, const char *why)
 {
-	static int64 last = 0;
+	uint64		left_out;
 
-	if (action->quota == 0)
-		return;
-	/* Without shared memory, or if no wait helps, the refusal is in no entry. */
-	if (!rl_shared_available() || answer->decision.retry_after == RL_NEVER ?
-		!rl_may_log(&last) : !rl_denial_may_log(key_hash, action->limits))
+	if (action->quota == 0 || !rl_shadow_may_log(&action->key, &left_out))
 		return;
 	ereport(LOG_SERVER_ONLY,
 			(errmsg("rate limit \"%s\" would refuse key \"%s\"",
-					rl_limit_text(action->limits, answer->binding),
+					rl_limit_text(action->limits, limit),
 					rl_key_shown(action->key.data, action->key.len)),
-			 errdetail("The action takes %lld. It is allowed because ratelimit.mode is \"shadow\".",
-					   (long long) action->quota)));
+			 errdetail("The action takes %lld. %s%s", (long long) action->quota, why,
+					   rl_left_out_text(left_out))));
 }

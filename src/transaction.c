@@ -264,7 +264,7 @@ note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
 
 /*
  * Notes an action that was allowed at the store's time "at": decisions has one
- * for each limit.  Does not throw; a charge without room is not refunded, and logged.
+ * for each limit.  A shadow limit that the action did not fit was not charged.  Does not throw; a charge without room is not refunded, and logged.
  */
 void
 rl_grants_note(const RlKey *key, const RlLimits *limits, int64 quota,
@@ -276,7 +276,7 @@ rl_grants_note(const RlKey *key, const RlLimits *limits, int64 quota,
 	{
 		const RlLimit *limit = &limits->limit[i];
 
-		if (!limit->refund_on_abort ||
+		if (!limit->refund_on_abort || decisions[i].source == RL_SHADOW ||
 			note(key, limit, rl_algorithm(limit)->charge(limit, quota, at, decisions[i].reset_after), local) ||
 			overflowed)
 			continue;
@@ -321,9 +321,12 @@ rl_hold(const RlAction *action, const RlDecision *decisions, int64 at)
 	for (int i = 0; i < action->limits->n && action->quota > 0; i++)
 	{
 		const RlLimit *limit = &action->limits->limit[i];
-		RlGrant    *grant = make_grant(&id, &action->key, redis_key, len, limit,
-									   rl_algorithm(limit)->charge(limit, action->quota, at, decisions[i].reset_after));
+		RlGrant    *grant;
 
+		if (decisions[i].source == RL_SHADOW)
+			continue;
+		grant = make_grant(&id, &action->key, redis_key, len, limit,
+						   rl_algorithm(limit)->charge(limit, action->quota, at, decisions[i].reset_after));
 		all &= grant != NULL;
 		if (grant == NULL)
 			continue;

@@ -6,11 +6,12 @@
  *	act    := op key now argument n { limit } | all key now n 0 { key quota n { limit } }
  *	op     := take | quiet | peek | refund | undo | ban | unban | reset
  *	limit  := algorithm capacity count period interval_ns step from_first
- *			  count_denied ban ban_after
+ *			  count_denied ban ban_after shadow
  *
  * The argument is the quota, or the ban's length.  For an undo it is a number n:
  * the undo refunds, for each limit, the charge of the n-th take before its last
- * take, each charge at most once.  A reset without limits deletes the key.  The
+ * take, each charge at most once.  A shadow limit that a take did not fit has a charge
+ * of 0.  A reset without limits deletes the key.  The
  * answer to the first three ops is a line of decisions, the combined decision and
  * then the decision of each limit, to "all" it is the combined decision of each key;
  * to the other ops it is "done":
@@ -163,7 +164,8 @@ print_decision(const RlDecision *d)
 {
 	printf("%d %" PRId64 " %" PRId64 " %" PRId64 " %" PRId64 " %s ", d->allowed, d->capacity,
 		   d->remaining, d->retry_after, d->reset_after,
-		   d->source == RL_FROM_BAN ? "ban" : d->source == RL_FROM_LOCAL ? "local" : "wrong");
+		   d->source == RL_FROM_BAN ? "ban" : d->source == RL_FROM_LOCAL ? "local" :
+		   d->source == RL_SHADOW ? "shadow" : "wrong");
 }
 
 /* A key of an action. */
@@ -229,6 +231,7 @@ take(Part *parts, int n, int64 now, bool quietly, bool commit)
 			kept->state = part->states[i];
 			if (commit && allowed && part->quota > 0)
 				kept->charges[kept->ncharges++ % CHARGES] =
+					part->decisions[i].source == RL_SHADOW ? (RlCharge) {0} :
 					rl_algorithm(limit)->charge(limit, part->quota, now, part->decisions[i].reset_after);
 		}
 	}
@@ -238,7 +241,7 @@ static void
 print_combined(const Part *part)
 {
 	int			binding;
-	RlDecision	combined = rl_combine(part->decisions, part->limits.n, &binding);
+	RlDecision	combined = rl_combine(&part->limits, part->decisions, &binding);
 
 	print_decision(&combined);
 }
@@ -279,16 +282,18 @@ read_limits(RlLimits *limits)
 		int			algorithm;
 		int			from_first;
 		int			count_denied;
+		int			shadow;
 
 		if (scanf("%d %" SCNd64 " %" SCNd64 " %" SCNd64 " %" SCNd64 " %" SCNd64
-				  " %d %d %" SCNd64 " %" SCNd64,
+				  " %d %d %" SCNd64 " %" SCNd64 " %d",
 				  &algorithm, &limit->capacity, &limit->count, &limit->period,
 				  &limit->interval_ns, &limit->step, &from_first, &count_denied,
-				  &limit->ban, &limit->ban_after) != 10)
+				  &limit->ban, &limit->ban_after, &shadow) != 11)
 			return false;
 		limit->algorithm = algorithm;
 		limit->from_first = from_first;
 		limit->count_denied = count_denied;
+		limit->shadow = shadow;
 		limit->refund_on_abort = false;
 	}
 	return true;

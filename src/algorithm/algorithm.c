@@ -12,6 +12,7 @@
 #include "postgres.h"
 
 #include "algorithm/algorithm.h"
+#include "algorithm/limits.h"
 
 const RlAlgorithm *const rl_algorithms[RL_ALGORITHMS] = {
 	[RL_THROTTLE] = &rl_algorithm_gcra,
@@ -149,33 +150,48 @@ all_allowed(const RlDecision *decisions, int n)
 	return true;
 }
 
+/* Returns true if the limit alone refuses the action. */
+static bool
+refuses(const RlDecision *decision)
+{
+	return !decision->allowed || decision->source == RL_SHADOW;
+}
+
 /*
  * Returns the decision of an action from the decisions of its limits: that of the
  * binding limit, and sets *binding to its index.  If the action is refused, the
  * binding limit is the limit with the longest wait; otherwise it is the limit
  * with the least remaining.  Of equal limits it is the first.  A limit that
  * allows the action can have a wait too, if it counted the refusal.
+ *
+ * A shadow limit is the binding limit only if all limits are shadow limits.  Then it
+ * is the limit that would be binding if they were not.
  */
 RlDecision
-rl_combine(const RlDecision *decisions, int n, int *binding)
+rl_combine(const RlLimits *limits, const RlDecision *decisions, int *binding)
 {
-	bool		allowed = all_allowed(decisions, n);
+	bool		shadow = rl_all_shadow(limits);
+	bool		refused = false;
 	RlDecision	combined;
 
+	for (int i = 0; i < limits->n; i++)
+		refused |= limits->limit[i].shadow == shadow && refuses(&decisions[i]);
 	*binding = -1;
-	for (int i = 0; i < n; i++)
+	for (int i = 0; i < limits->n; i++)
 	{
 		const RlDecision *d = &decisions[i];
 		const RlDecision *best = &decisions[Max(*binding, 0)];
 
+		if (limits->limit[i].shadow != shadow)
+			continue;
 		if (*binding < 0 ||
-			(allowed ? d->remaining < best->remaining :
+			(!refused ? d->remaining < best->remaining :
 			 rl_longer_wait(d->retry_after, best->retry_after) ||
-			 (d->retry_after == best->retry_after && !d->allowed && best->allowed)))
+			 (d->retry_after == best->retry_after && refuses(d) && !refuses(best))))
 			*binding = i;
 	}
 	combined = decisions[*binding];
-	combined.allowed = allowed;
+	combined.allowed = shadow || !refused;
 	return combined;
 }
 
@@ -196,16 +212,18 @@ rl_unasked_decision(const RlLimits *limits)
 }
 
 /*
- * Changes the decisions for a ban of the key that ends after "left".  in_force is
- * false if this refusal has started the ban.
+ * Changes the decisions for a ban of the key that ends after "left", except those of
+ * shadow limits.  in_force is false if this refusal has started the ban.
  */
 void
-rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force)
+rl_apply_ban(const RlLimits *limits, RlDecision *decisions, int64 left, bool in_force)
 {
-	for (int i = 0; i < n; i++)
+	for (int i = 0; i < limits->n; i++)
 	{
 		RlDecision *d = &decisions[i];
 
+		if (limits->limit[i].shadow)
+			continue;
 		if (d->retry_after != RL_NEVER)
 			d->retry_after = Max(d->retry_after, left);
 		d->reset_after = Max(d->reset_after, left);
@@ -269,7 +287,8 @@ rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
 /*
  * Decides an action on one key: sets a decision and a view for each limit, and returns
  * the verdict of the key's limits and its ban.  states has one state for each limit.
- * banned_until is the end of the key's ban, or any time that has passed.
+ * banned_until is the end of the key's ban, or any time that has passed.  If all limits
+ * are shadow limits, a ban does not matter.
  */
 RlVerdict
 rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool, int64 banned_until,
@@ -282,9 +301,11 @@ rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool,
 		rl_algorithm(limit)->load(limit, &states[i], pool, now, &views[i]);
 		decisions[i].allowed = quota <= limit->capacity && rl_algorithm(limit)->fits(limit, &views[i], quota);
 		decisions[i].source = RL_FROM_LOCAL;
+		if (limit->shadow)
+			rl_allow_in_shadow(&decisions[i]);
 		decisions[i].ban_left = 0;
 	}
-	if (banned_until > now)
+	if (banned_until > now && !rl_all_shadow(limits))
 		return RL_VERDICT_BANNED;
 	return all_allowed(decisions, limits->n) ? RL_VERDICT_ALLOWED : RL_VERDICT_REFUSED;
 }
@@ -307,6 +328,7 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, int64 *ba
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
+		RlAct		own = *act;
 
 		if (act->verdict == RL_VERDICT_REFUSED && !decisions[i].allowed && act->quota <= limit->capacity &&
 			act->quota > 0 && limit->ban > 0)
@@ -316,15 +338,18 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, int64 *ba
 			ban = Max(ban, brought);
 			changed |= act->commit << i;
 		}
-		changed |= rl_algorithm(limit)->act(limit, &states[i], pool, &views[i], act, &decisions[i]) << i;
+		if (act->verdict == RL_VERDICT_ALLOWED && decisions[i].source == RL_SHADOW)
+			own.verdict = RL_VERDICT_REFUSED;
+		changed |= rl_algorithm(limit)->act(limit, &states[i], pool, &views[i], &own, &decisions[i]) << i;
+		decisions[i].allowed |= limit->shadow;
 	}
 
 	if (ban > 0 && act->commit)
 		*banned_until = act->now + ban;
 	if (act->verdict == RL_VERDICT_BANNED)
-		rl_apply_ban(decisions, limits->n, *banned_until - act->now, true);
+		rl_apply_ban(limits, decisions, *banned_until - act->now, true);
 	else if (ban > 0)
-		rl_apply_ban(decisions, limits->n, ban, false);
+		rl_apply_ban(limits, decisions, ban, false);
 	return changed;
 }
 

@@ -44,7 +44,10 @@ typedef struct RlView
 	RlCursor	oldest[2];		/* each log's first entry that counts */
 } RlView;
 
-/* The verdict on an action, of all its limits together. */
+/*
+ * The verdict on an action, of all its limits together.  A shadow limit that an allowed
+ * action does not fit acts as if the action were refused.
+ */
 typedef enum RlVerdict
 {
 	RL_VERDICT_ALLOWED,
@@ -201,10 +204,20 @@ rl_algorithm(const RlLimit *limit)
 	return rl_algorithms[limit->algorithm];
 }
 
+/* Allows an action that is refused, by a shadow limit or in shadow mode. */
+static inline void
+rl_allow_in_shadow(RlDecision *decision)
+{
+	if (decision->allowed)
+		return;
+	decision->allowed = true;
+	decision->source = RL_SHADOW;
+}
+
 extern RlDecision rl_unasked_decision(const RlLimits *limits);
 extern bool rl_longer_wait(int64 a, int64 b);
-extern RlDecision rl_combine(const RlDecision *decisions, int n, int *binding);
-extern void rl_apply_ban(RlDecision *decisions, int n, int64 left, bool in_force);
+extern RlDecision rl_combine(const RlLimits *limits, const RlDecision *decisions, int *binding);
+extern void rl_apply_ban(const RlLimits *limits, RlDecision *decisions, int64 left, bool in_force);
 
 /*
  * For stores

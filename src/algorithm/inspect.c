@@ -30,6 +30,11 @@ rl_state_name(const RlLimit *limit, char *name)
 		memcpy(name + n, ":first", 6);
 		n += 6;
 	}
+	if (limit->shadow)
+	{
+		memcpy(name + n, ":shadow", 7);
+		n += 7;
+	}
 	name[n] = '\0';
 	return n;
 }

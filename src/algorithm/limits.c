@@ -7,7 +7,7 @@
  *	limit     := [ algorithm ] count '/' period { option }
  *	period    := [ number ] unit
  *	option    := burst N | step PERIOD | from_first | count_denied
- *			   | ban PERIOD after N | refund_on_abort
+ *			   | ban PERIOD after N | shadow | refund_on_abort
  */
 #include "postgres.h"
 
@@ -306,6 +306,11 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 		again = limit->count_denied;
 		limit->count_denied = true;
 	}
+	else if (take_word(scan, "shadow"))
+	{
+		again = limit->shadow;
+		limit->shadow = true;
+	}
 	else if (take_word(scan, "refund_on_abort"))
 	{
 		again = limit->refund_on_abort;
@@ -331,6 +336,8 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 		return wrong_word(&word, "The algorithm has no such option");
 	if (again)
 		return wrong_word(&word, "The option is given twice");
+	if (limit->shadow && limit->ban != 0)
+		return wrong_word(&word, "The options ban and shadow exclude each other");
 	return true;
 }
 
@@ -459,6 +466,8 @@ append_limit(StringInfo text, const RlLimit *limit)
 		append_period(text, limit->ban);
 		appendStringInfo(text, " after %lld", (long long) limit->ban_after);
 	}
+	if (limit->shadow)
+		appendStringInfoString(text, " shadow");
 	if (limit->refund_on_abort)
 		appendStringInfoString(text, " refund_on_abort");
 }

@@ -10,7 +10,7 @@
 static inline RlStateTag
 rl_state_tag(const RlLimit *limit)
 {
-	return (RlStateTag) {limit->period, limit->algorithm, limit->from_first, 0, limit->step};
+	return (RlStateTag) {limit->period, limit->algorithm, limit->from_first, limit->shadow, limit->step};
 }
 
 static inline bool
@@ -37,6 +37,16 @@ static inline bool
 rl_limits_given(const RlLimits *limits)
 {
 	return limits->n > 0 || limits->kind != RL_LISTED;
+}
+
+/* Returns true if all limits are shadow limits, so that no action is refused. */
+static inline bool
+rl_all_shadow(const RlLimits *limits)
+{
+	for (int i = 0; i < limits->n; i++)
+		if (!limits->limit[i].shadow)
+			return false;
+	return limits->n > 0;
 }
 
 /* Returns the number of rows in rl_check_each: unlimited and blocked have a row too. */

@@ -25,8 +25,14 @@ local function count_refusal(l)
   return 0
 end
 
+-- Returns true if the limit decides, but never refuses.
+local function is_shadow(l)
+  return string.sub(l.tag, -7) == ':shadow'
+end
+
 -- Returns the verdict of a key's limits and its field "ban": 0: they allow the
--- action, -1: they refuse it, else the rest of the ban in microseconds.
+-- action, -1: they refuse it, else the rest of the ban in microseconds. If all limits
+-- are shadow limits, a ban does not matter.
 local function decide(limits, ban)
   local verdict = 0
   for _, l in ipairs(limits) do
@@ -35,20 +41,29 @@ local function decide(limits, ban)
     else
       l.allowed = l.used + quota <= l.capacity
     end
-    if not l.allowed then
+    if not l.allowed and not is_shadow(l) then
       verdict = -1
     end
   end
   ban = ban and tonumber(ban) - now or 0
-  return ban > 0 and ban or verdict
+  if ban > 0 then
+    for _, l in ipairs(limits) do
+      if not is_shadow(l) then
+        return ban
+      end
+    end
+  end
+  return verdict
 end
 
 -- Acts on a key's limits by the verdict on the action: charges the quota, or
--- counts the refusal. Appends the numbers of each limit to the reply. With commit,
+-- counts the refusal. An allowed action that a limit does not allow does not fit this
+-- shadow limit, which then acts as if the action were refused. Appends the numbers of each limit to the reply. With commit,
 -- queues the writes. Returns the length of the ban that this refusal starts, or 0.
 local function act(limits, verdict, reply, commit)
   local brought = 0
   for _, l in ipairs(limits) do
+    local verdict = verdict == 0 and not l.allowed and -1 or verdict
     if l.fits then
       reply[#reply + 1] = string.format('%.0f%03.0f', l.us, l.ns)
     end

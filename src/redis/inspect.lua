@@ -13,7 +13,7 @@ local MOST_FIELDS, MOST_STATES, LONGEST, LONGEST_RAW = 4096, 256, 30000, 256
 
 -- Returns a limit with this state tag, or nil if it is no tag. The refill is not known.
 local function limit_of(tag)
-  local name, period, rest = string.match(tag, '^([%l_]+):(%d+)(.*)$')
+  local name, period, rest = string.match(string.gsub(tag, ':shadow$', ''), '^([%l_]+):(%d+)(.*)$')
   local step = string.match(rest or '', '^:(%d+)$')
   if not algorithms[name] or (step ~= nil) ~= (name == 'sliding_window') or not (step or rest == '' or rest == ':first') then
     return nil

@@ -4,6 +4,7 @@
  */
 #include "postgres.h"
 
+#include "algorithm/limits.h"
 #include "redis/cluster.h"
 #include "redis/pipeline.h"
 #include "redis/redis.h"
@@ -65,6 +66,28 @@ typedef struct TakeReply
 } TakeReply;
 
 /*
+ * Sets the decision of a limit from its reported numbers.  An allowed action may not fit
+ * a shadow limit; "refused" is the verdict by which the script then acts on this limit.
+ * Returns false if no action can have these numbers.
+ */
+static bool
+read_decision(const RlLimit *limit, int64 quota, RlVerdict verdict, RlVerdict refused,
+			  const int64 *reported, RlDecision *decision)
+{
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
+
+	if (!algorithm->decide(limit, quota, verdict, reported, decision) &&
+		(!limit->shadow || verdict != RL_VERDICT_ALLOWED ||
+		 !algorithm->decide(limit, quota, refused, reported, decision) || decision->allowed))
+		return false;
+	decision->source = RL_FROM_REDIS;
+	decision->ban_left = 0;
+	if (limit->shadow)
+		rl_allow_in_shadow(decision);
+	return true;
+}
+
+/*
  * Sets a decision for each limit from the reported numbers; charged is false if a limit
  * of this or of another key has refused.  Returns false if no action can have these
  * numbers.
@@ -73,9 +96,8 @@ static bool
 read_decisions(const RlAction *action, const TakeReply *take, bool charged, RlDecision *decisions)
 {
 	const RlLimits *limits = action->limits;
-	RlVerdict	verdict = charged ? RL_VERDICT_ALLOWED :
-		take->verdict > 0 ? RL_VERDICT_BANNED :
-		action->how == RL_TRY ? RL_VERDICT_UNCOUNTED : RL_VERDICT_REFUSED;
+	RlVerdict	refused = action->how == RL_TRY ? RL_VERDICT_UNCOUNTED : RL_VERDICT_REFUSED;
+	RlVerdict	verdict = charged ? RL_VERDICT_ALLOWED : take->verdict > 0 ? RL_VERDICT_BANNED : refused;
 	int			next = 0;
 
 	for (int i = 0; i < take->nreported; i++)
@@ -84,15 +106,12 @@ read_decisions(const RlAction *action, const TakeReply *take, bool charged, RlDe
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
-		const RlAlgorithm *algorithm = rl_algorithm(limit);
 		const int64 *reported = &take->reported[next];
 
-		next += algorithm->nreported;
+		next += rl_algorithm(limit)->nreported;
 		if (next > take->nreported ||
-			!algorithm->decide(limit, action->quota, verdict, reported, &decisions[i]))
+			!read_decision(limit, action->quota, verdict, refused, reported, &decisions[i]))
 			return false;
-		decisions[i].source = RL_FROM_REDIS;
-		decisions[i].ban_left = 0;
 	}
 	return next == take->nreported;
 }
@@ -109,14 +128,14 @@ may_ban(const RlAction *action)
 
 /*
  * Returns true if the faster script for one limit suffices: it counts no
- * refusals for a ban, does not report the time, and is not for rl_peek.
+ * refusals for a ban, does not report the time, and is not for shadow limits and rl_peek.
  */
 static bool
 acts_alone(const RlAction *action)
 {
 	const RlLimits *limits = action->limits;
 
-	return limits->n == 1 && limits->limit[0].ban == 0 && !limits->timed &&
+	return limits->n == 1 && limits->limit[0].ban == 0 && !limits->limit[0].shadow && !limits->timed &&
 		action->how != RL_PEEK && rl_algorithm(&limits->limit[0])->act_alone != NULL;
 }
 
@@ -221,13 +240,13 @@ decide(const RlAction *action, const TakeReply *take, bool charged, RlDecision *
 	/* The figures must agree with the verdict, by which the script charged the action or not. */
 	for (int i = 0; i < limits->n; i++)
 		allowed &= decisions[i].allowed;
-	if (take->verdict <= 0 && allowed != (take->verdict == 0))
+	if (take->verdict > 0 ? rl_all_shadow(limits) : allowed != (take->verdict == 0))
 		return false;
 
 	if (take->verdict > 0)
-		rl_apply_ban(decisions, limits->n, Min(take->verdict, RL_MAX_WAIT), true);
+		rl_apply_ban(limits, decisions, Min(take->verdict, RL_MAX_WAIT), true);
 	else if (take->ban > 0)
-		rl_apply_ban(decisions, limits->n, Min(take->ban, RL_MAX_WAIT), false);
+		rl_apply_ban(limits, decisions, Min(take->ban, RL_MAX_WAIT), false);
 	return true;
 }
 

@@ -39,9 +39,8 @@
 #define MAX_TRUST			RL_SECOND
 #define ASK_AGAIN			(MAX_TRUST * 6 / 10)
 
-/* Between two notes of the same refusal by a backend, and two log lines of a key. */
+/* Between two notes of the same refusal by a backend. */
 #define NOTE_INTERVAL		(RL_SECOND / 10)
-#define LOG_INTERVAL		RL_SECOND
 
 #define COLUMNS				6
 
@@ -59,8 +58,6 @@ typedef struct Entry
 	int			binding;
 	RlDecision	decision;
 	TimestampTz since;			/* first of the refusals without a gap */
-	int64		logged;			/* when; kept when the entry is evicted, so that a
-								 * flood of keys does not flood the log */
 	int			key_len;
 	char		key[RL_MAX_KEY];
 } Entry;
@@ -165,7 +162,7 @@ rl_denial_lookup(RlKeyHash key_hash, const RlLimits *limits, int64 quota,
 		passed = now - entry->asked;
 		known = passed >= 0 && now < entry->trusted_until;
 		for (int i = 0; i < limits->n; i++)
-			known &= quota <= limits->limit[i].capacity;
+			known &= quota <= limits->limit[i].capacity || limits->limit[i].shadow;
 		/* A refusal of more quota would tell nothing about this quota. */
 		if (known && passed >= ASK_AGAIN && entry->trusted_until < entry->refused_until &&
 			quota == entry->quota &&
@@ -355,24 +352,6 @@ rl_denial_outdate(RlKeyHash key_hash, const RlLimits *limits, uint64 *generation
 		if (is_concerned(&set->entries[i], key_hash, limits))
 			set->entries[i].trusted_until = 0;
 	unlock_set(set);
-}
-
-/*
- * Returns true if the refusal, which has just been noted, may be logged now: once
- * in LOG_INTERVAL.  Needs shared memory.
- */
-bool
-rl_denial_may_log(RlKeyHash key_hash, const RlLimits *limits)
-{
-	Set		   *set = lock_set(key_hash, LW_EXCLUSIVE);
-	Entry	   *entry = find_entry(set, key_hash, limits);
-	int64		now = rl_monotonic_now();
-	bool		may = entry != NULL && (entry->logged == 0 || now - entry->logged >= LOG_INTERVAL);
-
-	if (may)
-		entry->logged = now;
-	unlock_set(set);
-	return may;
 }
 
 PG_FUNCTION_INFO_V1(rl_denied);

@@ -20,6 +20,5 @@ extern void rl_denial_note(RlKeyHash key_hash, const RlKey *key, const RlLimits 
 extern void rl_denial_outdate(RlKeyHash key_hash, const RlLimits *limits, uint64 *generation);
 extern void rl_denial_delete(const RlKey *key);
 extern void rl_denial_delete_hash(RlKeyHash key_hash);
-extern bool rl_denial_may_log(RlKeyHash key_hash, const RlLimits *limits);
 
 #endif							/* DENIAL_CACHE_H */

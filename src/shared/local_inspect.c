@@ -100,6 +100,7 @@ copy_state(const RlCells *view, uint32 c, Copy *copy)
 	copy->limit.period = cell->tag.period;
 	copy->limit.step = cell->tag.step;
 	copy->limit.from_first = cell->tag.from_first;
+	copy->limit.shadow = cell->tag.shadow;
 	if (rl_cell_is_of(cell, NULL))
 	{
 		copy->used = RL_UNKNOWN;

@@ -107,8 +107,8 @@ make_room(RlCells *view, uint32 cells, uint32 chunks, RlError *error)
  */
 
 /*
- * Takes the fast path for one limit without a ban option, of an algorithm that
- * has act_alone.  Returns false, with nothing done, if the key has a ban or
+ * Takes the fast path for one limit without the options ban and shadow, of an
+ * algorithm that has act_alone.  Returns false, with nothing done, if the key has a ban or
  * counted refusals, or there is no room.
  */
 static bool
@@ -156,7 +156,7 @@ find_cells(const RlCells *view, const RlKey *key, const RlLimits *limits, int64 
 
 	*ban = rl_cell_find(view, NULL);
 	may_change = how != RL_PEEK && quota > 0 &&
-		(*ban == RL_NO_CELL || rl_cell_at(view, *ban)->ban.until <= view->now);
+		(*ban == RL_NO_CELL || rl_cell_at(view, *ban)->ban.until <= view->now || rl_all_shadow(limits));
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
@@ -222,7 +222,7 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 	}
 
 	rl_cells_lock(&view, how == RL_PEEK ? LW_SHARED : LW_EXCLUSIVE);
-	if (how != RL_PEEK && limits->n == 1 && limits->limit[0].ban == 0 &&
+	if (how != RL_PEEK && limits->n == 1 && limits->limit[0].ban == 0 && !limits->limit[0].shadow &&
 		rl_algorithm(&limits->limit[0])->act_alone != NULL &&
 		take_alone(&view, &limits->limit[0], quota, decisions))
 	{

@@ -1,6 +1,7 @@
 /*
  * refusal_log.c
- *		Which refusals get into the server's log, as ratelimit.log_refusals says.
+ *		Which refusals get into the server's log, as ratelimit.log_refusals says, and
+ *		which actions that were allowed in shadow.
  *
  * A flood of refused calls must not become a flood of lines.  A refusal that is
  * raised is marked by its error's text domain, which stays with the error through
@@ -21,7 +22,7 @@
 #define MAX_LOGGED			20
 #define SEEN				1024	/* keys whose last time in the log is known */
 
-/* Shared by all backends if there is shared memory; all members are atomic. */
+/* Which refusals were logged; all members are atomic. */
 typedef struct Sample
 {
 	pg_atomic_uint64 logged;	/* how many refusals were logged */
@@ -30,9 +31,16 @@ typedef struct Sample
 	pg_atomic_uint64 seen[SEEN];	/* milliseconds << 32, and half of a key's hash */
 } Sample;
 
+/* Shared by all backends if there is shared memory. */
+typedef struct Samples
+{
+	Sample		refused;		/* errors */
+	Sample		shadow;			/* actions that were allowed */
+} Samples;
+
 static const char mark[] = "ratelimit-refusal";
 static uint64 marked = 0;		/* hash of the key of the last refusal raised */
-static Sample *sample = NULL;
+static Samples *samples = NULL;
 static emit_log_hook_type prev_emit_log_hook = NULL;
 
 static void
@@ -47,21 +55,28 @@ init_sample(Sample *new)
 }
 
 static void
-attach(void *memory, LWLockPadded *locks pg_attribute_unused(), bool found)
+init_samples(Samples *new)
 {
-	sample = memory;
-	if (!found)
-		init_sample(sample);
+	init_sample(&new->refused);
+	init_sample(&new->shadow);
 }
 
-const RlSharedPart rl_refusal_log_part = {sizeof(Sample), 0, NULL, attach};
+static void
+attach(void *memory, LWLockPadded *locks pg_attribute_unused(), bool found)
+{
+	samples = memory;
+	if (!found)
+		init_samples(samples);
+}
+
+const RlSharedPart rl_refusal_log_part = {sizeof(Samples), 0, NULL, attach};
 
 /*
  * Returns true if it has not returned true for the key within a second, and notes the
  * time.  Of several backends at the same moment, one gets true.
  */
 static bool
-is_new_key(uint64 hash, int64 now)
+is_new_key(Sample *sample, uint64 hash, int64 now)
 {
 	pg_atomic_uint64 *seen = &sample->seen[hash % SEEN];
 	uint64		last = pg_atomic_read_u64(seen);
@@ -75,7 +90,7 @@ is_new_key(uint64 hash, int64 now)
 
 /* Returns true if fewer than MAX_LOGGED refusals were logged within a second, and notes the time. */
 static bool
-is_within_limit(int64 now)
+is_within_limit(Sample *sample, int64 now)
 {
 	pg_atomic_uint64 *oldest = &sample->times[pg_atomic_read_u64(&sample->logged) % MAX_LOGGED];
 	uint64		last = pg_atomic_read_u64(oldest);
@@ -86,11 +101,37 @@ is_within_limit(int64 now)
 	return true;
 }
 
+/*
+ * Returns true if a refusal of the key with this hash may be logged now, and sets
+ * *left_out to the number of those that were left out before it.
+ */
+static bool
+may_log(Sample *sample, uint64 hash, uint64 *left_out)
+{
+	int64		now = rl_monotonic_now();
+
+	if (!is_new_key(sample, hash, now) || !is_within_limit(sample, now))
+	{
+		pg_atomic_fetch_add_u64(&sample->left_out, 1);
+		return false;
+	}
+	*left_out = pg_atomic_exchange_u64(&sample->left_out, 0);
+	return true;
+}
+
+/* Returns a sentence, after a blank, about refusals that were left out, or an empty text. */
+const char *
+rl_left_out_text(uint64 left_out)
+{
+	return left_out == 0 ? "" :
+		psprintf(" %llu other refusals were not logged.", (unsigned long long) left_out);
+}
+
 /* Leaves a refusal out of the server's log, or tells how many were left out before it. */
 static void
 emit_log(ErrorData *error)
 {
-	int64		now = rl_monotonic_now();
+	uint64		left_out;
 
 	/*
 	 * Errors that were caught and rethrown have a copy of the mark.  An error that
@@ -101,20 +142,11 @@ emit_log(ErrorData *error)
 	{
 		if (rl_log_refusals == RL_LOG_NONE)
 			error->output_to_server = false;
-		else if (!is_new_key(marked, now) || !is_within_limit(now))
-		{
+		else if (!may_log(&samples->refused, marked, &left_out))
 			error->output_to_server = false;
-			pg_atomic_fetch_add_u64(&sample->left_out, 1);
-		}
-		else
-		{
-			uint64		left_out = pg_atomic_exchange_u64(&sample->left_out, 0);
-
-			if (left_out > 0)
-				error->detail_log = psprintf("%s %llu other refusals were not logged.",
-											 error->detail_log ? error->detail_log : "",
-											 (unsigned long long) left_out);
-		}
+		else if (left_out > 0)
+			error->detail_log = psprintf("%s%s", error->detail_log ? error->detail_log : "",
+										 rl_left_out_text(left_out));
 	}
 	/* As in core, the hook is called only for messages that are written. */
 	if (prev_emit_log_hook && error->output_to_server)
@@ -125,22 +157,38 @@ emit_log(ErrorData *error)
 void
 rl_refusal_log_init(void)
 {
-	static Sample own;
+	static Samples own;
 
-	if (sample == NULL)
+	if (samples == NULL)
 	{
-		init_sample(&own);
-		sample = &own;
+		init_samples(&own);
+		samples = &own;
 	}
 	prev_emit_log_hook = emit_log_hook;
 	emit_log_hook = emit_log;
+}
+
+static uint64
+hash_of(const RlKey *key)
+{
+	return rl_shared_available() ? rl_key_hash(key).low :
+		hash_bytes_extended((const unsigned char *) key->data, key->len, 0);
 }
 
 /* Returns the text domain of a refusal of the key that is raised next. */
 const char *
 rl_refusal_mark(const RlKey *key)
 {
-	marked = rl_shared_available() ? rl_key_hash(key).low :
-		hash_bytes_extended((const unsigned char *) key->data, key->len, 0);
+	marked = hash_of(key);
 	return mark;
+}
+
+/*
+ * Returns true if an action on the key, which was allowed only in shadow, may be logged
+ * now, and sets *left_out to the number of those that were left out before it.
+ */
+bool
+rl_shadow_may_log(const RlKey *key, uint64 *left_out)
+{
+	return may_log(&samples->shadow, hash_of(key), left_out);
 }

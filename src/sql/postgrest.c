@@ -6,6 +6,7 @@
 
 #include "utils/builtins.h"
 
+#include "algorithm/limits.h"
 #include "headers.h"
 #include "report.h"
 #include "sql/arguments.h"
@@ -31,12 +32,14 @@ name_argument(FunctionCallInfo fcinfo, int n)
  * capacity and can take as long as the decision says to become free; under a ban
  * the waits are those of the ban, so only the capacity is compared.  Raises an error
  * if no limit has the capacity; the capacity under unlimited or blocked is NULL.
+ * A shadow limit is the binding limit only if all limits are shadow limits.
  */
 static int
 binding_limit(const RlLimits *limits, const RlDecision *decision)
 {
 	int64		wait = decision->source == RL_FROM_BAN ? 0 :
 		Max(decision->reset_after, decision->retry_after);
+	bool		shadow = rl_all_shadow(limits);
 	int			binding = -1;
 
 	for (int i = limits->n - 1; i >= 0; i--)
@@ -44,7 +47,7 @@ binding_limit(const RlLimits *limits, const RlDecision *decision)
 		const RlLimit *limit = &limits->limit[i];
 		int64		periods = limit->capacity / limit->count + 1;
 
-		if (limit->capacity == decision->capacity &&
+		if (limit->capacity == decision->capacity && limit->shadow == shadow &&
 			(binding < 0 || wait / periods <= limit->period))
 			binding = i;
 	}

@@ -130,7 +130,7 @@ rl_simulate(PG_FUNCTION_ARGS)
 	{
 		rl_act(&partition->limits, partition->states, &partition->pool, &partition->banned_until,
 			   now, quota, true, decisions);
-		decision = rl_combine(decisions, partition->limits.n, &binding);
+		decision = rl_combine(&partition->limits, decisions, &binding);
 	}
 	return rl_decision_row(fcinfo, &decision);
 }

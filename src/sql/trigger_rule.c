@@ -147,7 +147,7 @@ check_quota_fits(const Rule *rule, RlError *error)
 
 		for (int i = 0; i < limits->n; i++)
 		{
-			if (rule->quota <= limits->limit[i].capacity)
+			if (rule->quota <= limits->limit[i].capacity || limits->limit[i].shadow)
 				continue;
 			rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
 						 "quota %lld is more than limit \"%s\" ever allows",

@@ -27,6 +27,9 @@ INSERT INTO written (w) VALUES
 	('sliding_log 5/10s, 1000/1d'),
 	('sliding_log 100000/1d count_denied ban 1h after 3 refund_on_abort'),
 	('5/10s refund_on_abort ban 90min after 10'),
+	('5/10s shadow'),
+	('sliding_log 5/10s, sliding_log 3/10s refund_on_abort shadow count_denied'),
+	('fixed_window 5/10s Shadow from_first, fixed_window 5/10s from_first, fixed_window 5/10s shadow'),
 	('1/3650d'),
 	('1000000000000000/1000000s burst 1000000'),
 	('5/min'), ('100/hour'), ('2/second'), ('3 / 2 Days burst 4'), ('1/0.5minutes'), ('sliding_window 60/minute step second'), ('5/10s ban hours after 3'),
@@ -48,7 +51,9 @@ SELECT w, f.* FROM (VALUES
 	(35, '1/1s,2/2s,3/3s,4/4s,5/5s,6/6s,7/7s,8/8s,9/9s'),
 	(36, '5/10s'' OR 1'), (37, 'fünf/10s'), (38, '5/10µs'), (39, '5/99999999999999999999999999s'),
 	(40, '5/0.00000000000000000000000000000001s'), (41, '5/10s ban 11000d after 1'), (42, '5x/10s'),
-	(43, '5/.minute'), (44, '5/minutess'), (45, '5/ ,'), (46, '5/s10')
+	(43, '5/.minute'), (44, '5/minutess'), (45, '5/ ,'), (46, '5/s10'), (47, '5/10s shadow shadow'),
+	(48, '5/10s shadow ban 1h after 3'), (49, '5/10s ban 1h after 3 shadow'), (50, '5/10s shadow, 6/10s shadow'),
+	(51, '5/10s count_denied shadow'), (52, 'shadow'), (53, '5/10s, shadow')
 ) v (id, w), LATERAL failure(format('SELECT %L::rl_limits', w)) f ORDER BY id;
 
 -- Numbers out of range.

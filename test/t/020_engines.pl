@@ -32,13 +32,16 @@ my %count = map { $_ => 0 } @algorithms;
 # Each answer by itself
 #
 
-# Returns the decision of the binding limit, as docs/reference.md describes it.
+# Returns the decision of the binding limit of one or more limits, as docs/reference.md
+# describes it.  Shadow limits matter only if there are no others.
 sub binding
 {
-	my @each = @_;
+	my ($limits, @each) = @_;
+	my @in_force = grep { !$limits->[$_]{shadow} } 0 .. $#each;
 	my $best;
 
-	if (!grep { !$_->[0] } @each)
+	@each = @each[@in_force] if @in_force;
+	if (!grep { !$_->[0] || $_->[5] eq 'shadow' } @each)
 	{
 		foreach my $d (@each)
 		{
@@ -60,7 +63,7 @@ sub contradiction
 {
 	my ($step, $answer) = @_;
 	my ($all, @each) = @$answer;
-	my $binding = binding(@each);
+	my $binding = binding($step->{limits}, @each);
 	my $quota = $step->{argument};
 
 	return 'the combined decision is not that of the binding limit'
@@ -72,7 +75,10 @@ sub contradiction
 
 		return 'capacity is not that of the limit' if $capacity != $step->{limits}[$i]{capacity};
 		return 'remaining is out of range' if $remaining < 0 || $remaining > $capacity;
-		return 'more than the capacity is allowed' if $allowed && $quota > $capacity;
+		return 'more than the capacity is allowed' if $allowed && $source ne 'shadow' && $quota > $capacity;
+		return 'a limit that is no shadow limit is in shadow' if $source eq 'shadow' && !$step->{limits}[$i]{shadow};
+		return 'a shadow limit refuses' if $step->{limits}[$i]{shadow} && (!$allowed || $source eq 'ban');
+		return 'a shadow limit does not allow what fits' if $source eq 'shadow' && $remaining > 0 && $quota == 0;
 		return 'retry_after is NULL, or should be'
 		  if !$allowed && defined $retry != ($quota <= $capacity);
 		return 'a refusal without a wait' if defined $retry && $retry <= 0;
@@ -128,9 +134,12 @@ sub next_step
 		&& !grep { $_->{algorithm} eq 'throttle' } @$limits)
 	{
 		# The remaining quota, or one unit more.
-		my $remaining = min(map { $_->[2] } @each);
-		my $more = $remaining < 10**15 && chance(50);
+		my $remaining = min(map { $each[$_][2] } grep { !$limits->[$_]{shadow} } 0 .. $#each);
+		my $more = defined $remaining && $remaining < 10**15 && chance(50);
 
+		# Shadow limits refuse nothing.
+		return { kind => 'what_remains', limits => $limits, argument => 10**15, claim => sub { return $_[0][0][0] == 1 } }
+		  unless defined $remaining;
 		return { kind => 'what_remains', limits => $limits, argument => $remaining + ($more ? 1 : 0),
 			claim => ($more || $remaining > 0) && sub { return $_[0][0][0] == ($more ? 0 : 1) } };
 	}
@@ -251,7 +260,8 @@ sub check_answer
 	my %seen = map { $_->{algorithm} => 1 } @limits;
 	$count{$_}++ foreach 'answers', keys %seen, $step->{kind} || (), $claim ? 'claims' : (), $allowed ? () : 'refused',
 	  $answer->[0][5] eq 'ban' ? 'banned' : (), $argument ? () : 'quota_0', @limits > 1 ? 'several' : (), keys %seen > 1 ? 'mixed' : (),
-	  (grep { $argument > $_->{capacity} } @limits) ? 'impossible' : (),
+	  (grep { $argument > $_->{capacity} } @limits) ? 'impossible' : (), (grep { $_->{shadow} } @limits) ? 'shadow' : (),
+	  (grep { $_->[5] eq 'shadow' } @$answer[ 1 .. $#$answer ]) ? 'in_shadow' : (), $answer->[0][5] eq 'shadow' ? 'all_shadow' : (),
 	  !$allowed && (grep { $_->{count_denied} } @limits) ? 'denied_counts' : (),
 	  @steps > $h->{first} + 1 && $steps[-2]{now} > $h->{now} ? 'set_back' : ();
 	return;
@@ -438,7 +448,7 @@ if ($failed == 0 && $differ == 0)
 	cmp_ok($count{early}, '>=', 5_000 * $share, "a microsecond before: $count{early}");
 	cmp_ok($count{$_} || 0, '>=', 2_000 * $share, "$_: $count{$_}")
 	  foreach qw(quota_0 impossible changed several mixed denied_counts banned what_remains at_reset
-		check each one allow wait peek refund refund_denied begin abort undone granted);
+		check each one allow wait peek refund refund_denied begin abort undone granted shadow in_shadow all_shadow);
 	cmp_ok($count{$_} || 0, '>=', 500 * $share, "$_: $count{$_}") foreach qw(ban unban reset set_back);
 	cmp_ok($count{claims}, '>=', 20_000 * $share, "claims of an answer put to the test: $count{claims}");
 }

@@ -2,7 +2,7 @@
 # and on Redis's through SQL, a batch at a time in virtual time.
 #
 # A limit is a hash: algorithm, capacity, count, period, and if it has them
-# step, from_first, count_denied, ban, ban_after.  A step is a hash too: form,
+# step, from_first, count_denied, ban, ban_after, shadow.  A step is a hash too: form,
 # key, now, argument (the quota, or a ban's length), limits, and if some of
 # these have refund_on_abort, refunds: a true value at the index of each.  The
 # key's next step "abort" refunds their charges, unless a step "begin" comes
@@ -67,17 +67,18 @@ sub limit
 	$limit{capacity} ||= $limit{count};
 	$limit{count} ||= $limit{capacity};
 	$limit{step} = 0 unless $limit{algorithm} eq 'sliding_window';
-	$limit{$_} ||= 0 foreach qw(from_first count_denied ban ban_after);
+	$limit{$_} ||= 0 foreach qw(from_first count_denied ban ban_after shadow);
 	$limit{interval_ns} = $limit{algorithm} eq 'throttle' ? $limit{period} * 1000 / $limit{count} : 0;
 	$limit{numbers} = join ' ', $algorithm_number{ $limit{algorithm} },
-	  @limit{qw(capacity count period interval_ns step from_first count_denied ban ban_after)};
+	  @limit{qw(capacity count period interval_ns step from_first count_denied ban ban_after shadow)};
 	$limit{text} = "$limit{algorithm} $limit{count}/$limit{period}us"
 	  . ($limit{capacity} != $limit{count} ? " burst $limit{capacity}" : '')
 	  . ($limit{step} ? " step $limit{step}us" : '')
 	  . ($limit{from_first} ? ' from_first' : '')
 	  . ($limit{count_denied} ? ' count_denied' : '')
-	  . ($limit{ban} ? " ban $limit{ban}us after $limit{ban_after}" : '');
-	$limit{plain} = !$limit{from_first} && !$limit{count_denied} && !$limit{ban};
+	  . ($limit{ban} ? " ban $limit{ban}us after $limit{ban_after}" : '')
+	  . ($limit{shadow} ? ' shadow' : '');
+	$limit{plain} = !$limit{from_first} && !$limit{count_denied} && !$limit{ban} && !$limit{shadow};
 	return \%limit;
 }
 
@@ -101,14 +102,19 @@ sub random_tag
 		$tag{ban} = min(MAX_PERIOD, chance(20) ? log_uniform(MAX_PERIOD) : 1 + below(2 * $period));
 		$tag{ban_after} = 1 + below(4);
 	}
+	elsif (chance(20))
+	{
+		$tag{shadow} = 1;
+	}
 	return \%tag;
 }
 
 sub same_tag
 {
 	my ($a, $b) = @_;
-	return join('|', map { $_ || 0 } @$a{qw(algorithm period step from_first)}) eq
-	  join('|', map { $_ || 0 } @$b{qw(algorithm period step from_first)});
+	my @tag = qw(algorithm period step from_first shadow);
+
+	return join('|', map { $_ || 0 } @$a{@tag}) eq join('|', map { $_ || 0 } @$b{@tag});
 }
 
 # Returns one to eight tags that a list can have, many with the wanted algorithm.
@@ -173,7 +179,7 @@ sub random_limit
 sub state_name
 {
 	my ($key, $limit) = @_;
-	return join ' ', $key, @$limit{qw(algorithm period step from_first)};
+	return join ' ', $key, @$limit{qw(algorithm period step from_first shadow)};
 }
 
 # Returns a decision as text.
