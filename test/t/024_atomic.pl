@@ -71,7 +71,8 @@ for (my $i = 0; $i < @steps; $i += 3)
 	my ($any) = values %$act;
 	my $refused = grep { !$_->[0] } values %$act;
 	my $step = $steps[ $i + 1 ];
-	my $new_ban = $after->{1}[5] eq 'ban' && $before->{1}[5] ne 'ban';
+	my ($banned, $was_banned) = map { my $rows = $_; scalar grep { $_->[5] eq 'ban' } values %$rows } $after, $before;
+	my $new_ban = $banned && !$was_banned;
 
 	$seen{ $refused ? 'refused' : 'allowed' }++;
 	foreach my $n (1 .. @{ $step->{limits} })
@@ -82,7 +83,8 @@ for (my $i = 0; $i < @steps; $i += 3)
 		next if $new_ban;
 		if (!$refused)
 		{
-			push @wrong, "$i: $limit->{text} was not charged" if $same && $limit->{algorithm} ne 'throttle';
+			# An action may not fit a shadow limit.
+			push @wrong, "$i: $limit->{text} was not charged" if $same && $limit->{algorithm} ne 'throttle' && !$limit->{shadow};
 		}
 		elsif ($step->{form} eq 'wait' || (!$limit->{count_denied} && !$limit->{ban}))
 		{

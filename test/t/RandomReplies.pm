@@ -30,11 +30,13 @@ sub random_limits
 	my ($n) = @_;
 	my @tags;
 
+	# The last is a limit in force, if no other is: shadow limits alone allow the action
+	# also if Redis fails.
 	while (@tags < $n)
 	{
 		my $tag = Engines::random_tag(pick(@algorithms), pick(@periods));
 
-		push @tags, $tag unless grep { Engines::same_tag($_, $tag) } @tags;
+		push @tags, $tag unless (grep { Engines::same_tag($_, $tag) } @tags) || ($tag->{shadow} && @tags == $n - 1 && !grep { !$_->{shadow} } @tags);
 	}
 	return [ map { random_limit($_) } @tags ];
 }
@@ -86,7 +88,8 @@ sub counts_denied
 }
 
 # Returns the numbers of one limit that allows the quota or not, for this verdict of
-# all limits.
+# all limits.  A shadow limit that does not allow an allowed action acts as if it were
+# refused.
 sub figures
 {
 	my ($call, $limit, $allow, $verdict) = @_;
@@ -99,6 +102,7 @@ sub figures
 
 		return $allow ? up_to($room) : $room + 1 + up_to(room($limit, 0) - $room);
 	}
+	$verdict = 'refused' if $verdict eq 'allowed' && !$allow;
 	my $used = $allow ? up_to($capacity - $quota)
 	  : $possible ? $capacity - $quota + 1 + up_to($quota) : up_to($capacity);
 	$used += $quota if $verdict eq 'allowed' || $verdict eq 'refused' && counts_denied($call, $limit);
@@ -115,13 +119,16 @@ sub right_numbers
 
 	return $call->{form} =~ /^(?:ban|refund)$/ ? 1 : below(2) if $call->{shape} eq 'count';
 
-	my $impossible = grep { $quota > $_->{capacity} } @$limits;
+	my @in_force = grep { !$limits->[$_]{shadow} } 0 .. $#$limits;
+	my $impossible = grep { $quota > $limits->[$_]{capacity} } @in_force;
 	my $allowed = !$impossible && chance(50);
 	my $ban = chance(10) ? 1 + below(MAX_PERIOD) : 0;
-	my $refuses = below(scalar @$limits);
+	my $refuses = pick(@in_force);
 	my @figures = map {
 		my $limit = $limits->[$_];
-		figures($call, $limit, $quota <= $limit->{capacity} && ($allowed || ($_ != $refuses || $impossible) && chance(50)),
+		my $allows = $limit->{shadow} ? chance(50) : $allowed || ($_ != $refuses || $impossible) && chance(50);
+
+		figures($call, $limit, $quota <= $limit->{capacity} && $allows,
 			$ban ? 'banned' : $allowed ? 'allowed' : 'refused')
 	} 0 .. $#$limits;
 
@@ -392,16 +399,17 @@ sub check_meaning
 		{
 			my $backlog = shift @figures;
 
-			$refused++ if !$possible || $backlog > room($limit, $quota);
+			$refused++ if !$limit->{shadow} && (!$possible || $backlog > room($limit, $quota));
 			next;
 		}
 		my ($allowed, $used, $wait, $reset) = splice @figures, 0, 4;
 		my $lacks = $used > $limit->{capacity} - $quota;
-		my $denied = $verdict == -1 && counts_denied($call, $limit);
+		my $happens = $verdict == 0 && !($limit->{shadow} && $allowed == 0);
+		my $denied = ($verdict == -1 || $verdict == 0 && !$happens) && counts_denied($call, $limit);
 
-		$refused++ if $allowed != 1;
+		$refused++ if $allowed != 1 && !$limit->{shadow};
 		$odd ||= $allowed > 1 || $allowed && !$possible || ($used > 0) != ($reset > 0) || $used > 2 * 10**15
-		  || ($verdict == 0 ? $used < $quota || $used > $limit->{capacity} || $wait
+		  || ($happens ? $used < $quota || $used > $limit->{capacity} || $wait
 			: ($wait > 0) != ($possible && $lacks)
 			|| ($denied ? $used < $quota || ($allowed ? $used > $limit->{capacity} : $used < $limit->{capacity})
 				: $allowed == $lacks));
@@ -421,11 +429,13 @@ sub problems
 
 	push @problems, scalar(@decisions) . ' decisions' if @decisions != ($each ? @limits : 1);
 	my $whole = !grep { !$_->[0] } @decisions;
+	my @in_force = grep { !$_->{shadow} } @limits;
 	foreach my $n (0 .. $#decisions)
 	{
 		my ($allowed, $capacity, $remaining, $retry_after, $reset_after, $source) = @{ $decisions[$n] };
-		my @possible = $each ? $limits[$n] : grep { $_->{capacity} == ($capacity // -1) } @limits;
-		my $helps = $each ? $quota <= $limits[$n]{capacity} : !grep { $quota > $_->{capacity} } @limits;
+		my @possible = $each ? $limits[$n] : grep { $_->{capacity} == ($capacity // -1) } @in_force;
+		my $helps = $each ? $quota <= $limits[$n]{capacity} : !grep { $quota > $_->{capacity} } @in_force;
+		my $shadow = $each && $limits[$n]{shadow};
 
 		# A throttle's remaining is rounded, as in redis-cell.
 		my $rounds = grep { $_->{algorithm} eq 'throttle' } @possible;
@@ -437,8 +447,13 @@ sub problems
 		}
 		push @problems, 'remaining' if $remaining < 0 || $remaining > $capacity || $capacity != $possible[0]{capacity};
 		push @problems, 'reset_after' if $reset_after < 0 || $reset_after > MAX_WAIT / 1e6;
-		push @problems, 'source' unless $source eq 'redis' || $source eq 'ban' && !$allowed && $remaining == 0;
-		if ($allowed)
+		push @problems, 'source' unless $source eq 'redis' || $source eq 'ban' && !$allowed && $remaining == 0 || $source eq 'shadow' && $shadow;
+		push @problems, 'shadow' if $shadow && (!$allowed || defined $retry_after || $source eq 'redis' && !$helps);
+		if ($source eq 'shadow')
+		{
+			push @problems, 'shadow, remaining' if $helps && $quota > 0 && $remaining >= $quota && !$rounds;
+		}
+		elsif ($allowed)
 		{
 			push @problems, 'allowed, retry_after' if defined $retry_after;
 			push @problems, 'allowed, remaining' if $whole && $remaining > $capacity - $quota && !$rounds;
