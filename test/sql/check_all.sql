@@ -47,6 +47,13 @@ SELECT n, b.* FROM generate_series(1, 3) n, LATERAL (SELECT key, allowed, remain
 SELECT rule, remaining FROM rl_peek('ban:d', 'fixed_window 9/1d', 0);
 SELECT rl_unban('ban:b');
 
+-- A shadow limit refuses for no key. It is charged if the action happens and fits it, and
+-- counts the refusals of other keys.
+SELECT n, c.* FROM generate_series(1, 3) n, LATERAL (SELECT key, allowed, remaining, source FROM rl_check_all('{shadow:a,shadow:b}',
+	ARRAY['fixed_window 2/1d, fixed_window 1/1h shadow', 'fixed_window 9/1d count_denied shadow, fixed_window 1/1h shadow']::rl_limits[], ARRAY[1, n / n])) c;
+SELECT key, rule, allowed, remaining, retry_after, source FROM unnest('{shadow:a,shadow:b}'::text[]) key,
+	LATERAL rl_peek(key, 'fixed_window 2/1d, fixed_window 1/1h shadow, fixed_window 9/1d count_denied shadow');
+
 -- refund_on_abort refunds the charges of all keys.
 BEGIN;
 SELECT key, remaining FROM rl_check_all('{abort:a,abort:b}', '{fixed_window 5/1d refund_on_abort,sliding_log 5/1d refund_on_abort}');

@@ -21,7 +21,10 @@ FROM (VALUES
 	(15, 'quoted', 'the "api" \ here', '5/10s', decision(true, 5, 4, NULL, 2, 'redis')),
 	(16, 'large', 'api', '1000000000000000/1000000s', decision(true, 1000000000000000, 999999999999999, NULL, 2, 'redis')),
 	(17, 'banned, of one size', 'api', 'fixed_window 5/1min, sliding_log 5/1d', decision(false, 5, 0, 3600, 3600, 'ban')),
-	(18, 'rounded up', 'api', '5/10s', decision(false, 5, 0, 1.0000004, 10, 'redis'))
+	(18, 'rounded up', 'api', '5/10s', decision(false, 5, 0, 1.0000004, 10, 'redis')),
+	(19, 'a shadow limit', 'api', '5/10s, 3/10s shadow, 9/1min', decision(true, 9, 4, NULL, 30, 'redis')),
+	(20, 'of the size of a shadow limit', 'api', '5/10s shadow, sliding_log 5/1d', decision(false, 5, 0, 8, 10, 'redis')),
+	(21, 'only shadow limits', 'api', '5/10s shadow, sliding_log 3/10s shadow', decision(true, 3, 0, NULL, 10, 'shadow'))
 ) v (id, what, name, limits, d),
 LATERAL (SELECT jsonb_object_agg(e.key, e.value) FROM jsonb_array_elements(rl_headers(name, limits, d)) a, LATERAL jsonb_each(a) e) h (header)
 ORDER BY id;
@@ -34,6 +37,7 @@ SELECT f.* FROM (VALUES
 	(4, $$'api', '5/10s', decision(NULL, 5, 4, NULL, 2, 'redis')$$),
 	(5, $$'api', '5/10s', decision(true, NULL, 4, NULL, 2, 'redis')$$),
 	(6, $$'api', '5/10s', decision(true, 6, 4, NULL, 2, 'redis')$$),
+	(11, $$'api', '5/10s, 6/10s burst 7 shadow', decision(true, 7, 4, NULL, 2, 'redis')$$),
 	(7, $$'', '5/10s', decision(true, 5, 4, NULL, 2, 'redis')$$),
 	(8, $$E'a\r\nSet-Cookie: b', '5/10s', decision(true, 5, 4, NULL, 2, 'redis')$$),
 	(9, $$'é', '5/10s', decision(true, 5, 4, NULL, 2, 'redis')$$),

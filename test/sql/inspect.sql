@@ -21,6 +21,11 @@ SELECT left(raw, 1) AS used FROM states('all') WHERE state ~ 'sliding';
 -- An end is rounded up to a microsecond.
 SELECT rl_allow('thirds', '3/1s');
 SELECT state, ends FROM states('thirds');
+-- The states of shadow limits are states of their own.
+SELECT source FROM rl_check_each('shadow', 'fixed_window 2/1d from_first, fixed_window 1/1d from_first shadow, sliding_log 2/1h shadow, sliding_window 4/1h shadow, 5/1min shadow', 2);
+SELECT state, used, ends FROM states('shadow');
+SELECT rl_reset('shadow', 'sliding_log 5/1h, 5/1min shadow'), rl_refund('shadow', 'fixed_window 1/1d from_first shadow, sliding_window 4/1h shadow', 1);
+SELECT state, used, ends FROM states('shadow');
 -- Later, some states are as if they had never been used. The units of a token bucket
 -- need the limit's count.
 SELECT at(24);

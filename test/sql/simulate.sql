@@ -21,6 +21,13 @@ SELECT rl_simulate('sliding_window 5/10s step 1s ban 1min after 1, 9/1d', '2024-
 FROM (VALUES (2), (4), (5)) v (quota);
 SELECT count(*) FILTER (WHERE (r).allowed)
 FROM (SELECT rl_simulate('10/10s', at, 3) OVER (PARTITION BY customer ORDER BY at) AS r FROM past) s;
+-- A shadow limit refuses nothing, and is not charged where it alone would have refused.
+SELECT n, r
+FROM (SELECT n, rl_simulate('sliding_log 3/10s, fixed_window 2/1min shadow', '2024-01-01'::timestamptz + n * interval '1 s') OVER (ORDER BY n) AS r
+	FROM generate_series(1, 4) n) s;
+SELECT n, r
+FROM (SELECT n, rl_simulate('sliding_log 3/10s count_denied shadow, fixed_window 2/1min shadow', '2024-01-01'::timestamptz + n * interval '1 s', n) OVER (ORDER BY n) AS r
+	FROM generate_series(1, 4) n) s;
 -- Many entries in one partition.
 SELECT count(*) FILTER (WHERE (r).allowed)
 FROM (SELECT rl_simulate('sliding_log 1000/1min', '2024-01-01'::timestamptz + i * interval '1 ms') OVER (ORDER BY i) AS r FROM generate_series(1, 100000) i) s;

@@ -259,6 +259,6 @@ none(\@wrong, 'a limit without the option refunds nothing');
 note join ', ', map { "$_ $count{$_}" } sort keys %count;
 my %least = (beside_refusals => 100, refunded => 300, own => 200, reset => 200, all => 2000, part => 150, nothing => 100,
 	merged => 1000, queued => 500, caught => 500, failed => 500, released => 300, rolled_back_to => 500, committed => 300,
-	rolled_back => 500, refused => 2000, bans => 50, full => 500, only_by_refund => 150, without_option => 500, rolled_back_without_option => 50);
+	rolled_back => 500, refused => 2000, bans => 50, full => 500, only_by_refund => 150, shadow => 1000, in_shadow => 300, without_option => 500, rolled_back_without_option => 50);
 cmp_ok($count{$_} || 0, '>=', $least{$_} * $programs / 2000, "$_: " . ($count{$_} || 0)) foreach sort keys %least;
 done_testing();

@@ -136,7 +136,8 @@ sub random_rule
 	$l{step} = $period / pick(grep { $period % $_ == 0 } 1, 2, 5, 10) if $algorithm eq 'sliding_window';
 	$l{count_denied} = 1 if $algorithm =~ /window|log/ && chance(30);
 	@l{qw(ban ban_after)} = (1 + below($period), 1 + below(3)) if chance(15);
-	$l{tag} = join ':', $algorithm, $period, $l{step} || 0, $l{from_first} || 0;
+	$l{shadow} = 1 if !$l{ban} && chance(20);
+	$l{tag} = join ':', $algorithm, $period, map { $_ || 0 } @l{qw(step from_first shadow)};
 	return \%l;
 }
 
@@ -294,9 +295,10 @@ sub do_act
 	$count{ $allowed ? 'allowed' : 'refused' }++;
 	$last = max(map { $_->[2] || 0 } @$decisions) unless $allowed;
 	grant($levels[-1], $_) foreach grep { $_->{limit}{refunds} } @$charges;
-	foreach my $l (@{ $a->{rules} })
+	foreach my $i (0 .. $#{ $a->{rules} })
 	{
-		push @events, { %$a, limit => $l, program => $program, order => scalar @events };
+		next if $decisions->[$i][4] eq 'shadow';
+		push @events, { %$a, limit => $a->{rules}[$i], program => $program, order => scalar @events };
 		push @{ $levels[-1]{events} }, $events[-1];
 	}
 	return 0 if $a->{form} eq 'enforce' && !$allowed;

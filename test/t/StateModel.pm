@@ -152,34 +152,39 @@ sub act
 	my @s = map { state_at($_, $k->{of}{ $_->{tag} }, $now) } @$limits;
 	my @fits = map { $quota <= $limits->[$_]{capacity}
 		  && $s[$_]{used} <= ($limits->[$_]{capacity} - $quota) * ($limits->[$_]{interval_ns} || 1) } 0 .. $#s;
-	my $done = !$banned && all { $_ } @fits;
+	my $all_shadow = all { $_->{shadow} } @$limits;
+	my $done = (!$banned || $all_shadow) && all { $fits[$_] || $limits->[$_]{shadow} } 0 .. $#s;
 	my $ban = 0;
 	my (@decisions, @charges);
 
 	foreach my $i (0 .. $#s)
 	{
 		my ($l, $s) = ($limits->[$i], $s[$i]);
-		my $traces = !$done && !$banned && $quota > 0 && $quota <= $l->{capacity} && $how ne 'wait';
+		# An action may not fit a shadow limit.
+		my $charged = $done && $fits[$i];
+		my $traces = !$charged && ($done || !$banned) && $quota > 0 && $quota <= $l->{capacity} && $how ne 'wait';
 
 		if ($traces && !$fits[$i] && $l->{ban})
 		{
 			$ban = max($ban, count_refusal($l, $s, $now));
 			@{ $k->{of}{ $l->{tag} } }{qw(since refused)} = @$s{qw(since refused)} if $how ne 'peek';
 		}
-		if ($quota > 0 && ($done || $traces && $l->{count_denied}))
+		if ($quota > 0 && ($charged || $traces && $l->{count_denied}))
 		{
-			add($l, $s, $now, $quota, !$done);
+			add($l, $s, $now, $quota, !$charged);
 			$k->{of}{ $l->{tag} } = $s if $how ne 'peek';
 			push @charges, { key => $key, limit => $l, amount => $quota * ($l->{interval_ns} || 1), at => $now,
-				place => charge_place($l, $s, $now) } if $done;
+				place => charge_place($l, $s, $now) } if $charged;
 		}
-		push @decisions, decision($l, $s, $now, $quota, $fits[$i] ? 1 : 0, $done);
+		push @decisions, decision($l, $s, $now, $quota, $fits[$i] ? 1 : 0, $charged);
+		@{ $decisions[-1] }[ 0, 4 ] = (1, 'shadow') if $l->{shadow} && !$fits[$i];
+		$count{ $fits[$i] ? 'shadow' : 'in_shadow' }++ if $l->{shadow} && $how ne 'peek';
 	}
 	foreach my $i (0 .. $#decisions)
 	{
 		my $d = $decisions[$i];
 
-		if (my $left = $banned || $ban)
+		if (my $left = $limits->[$i]{shadow} ? 0 : $banned || $ban)
 		{
 			$d->[$_] = max($d->[$_], $left) foreach 2, 3;
 			$d->[1] = 0;
