@@ -31,7 +31,7 @@ COMMENT ON COLUMN rl_decision.capacity IS 'the size of the binding limit, in uni
 COMMENT ON COLUMN rl_decision.remaining IS 'units of quota that are still free now, after this action if it was allowed; NULL if no store decided';
 COMMENT ON COLUMN rl_decision.retry_after IS 'seconds until the same call can succeed if no other call takes quota; NULL when allowed, when no wait helps, and if no store decided';
 COMMENT ON COLUMN rl_decision.reset_after IS 'seconds until the limit is as if it had never been used; NULL if no store decided';
-COMMENT ON COLUMN rl_decision.source IS 'the part that decided: redis, local, denial_cache, ban, fail_open, fail_closed, unlimited, blocked, shadow (refused, but allowed because of ratelimit.mode) or off';
+COMMENT ON COLUMN rl_decision.source IS 'the part that decided: redis, local, denial_cache, ban, fail_open, fail_closed, unlimited, blocked, shadow (allowed only because of ratelimit.mode or of the option shadow) or off';
 
 --
 -- The type rl_limits, stored as its canonical text: so output, send,
@@ -371,7 +371,7 @@ COMMENT ON COLUMN rl_stat.limits IS 'the limits; NULL: all pairs of limits and s
 COMMENT ON COLUMN rl_stat.scope IS 'the text of the keys up to their first ":", at most 64 bytes of it; NULL if they have none';
 COMMENT ON COLUMN rl_stat.allowed IS 'number of actions that were allowed';
 COMMENT ON COLUMN rl_stat.denied IS 'number of actions that were refused';
-COMMENT ON COLUMN rl_stat.shadow_denied IS 'number of actions that were allowed only because ratelimit.mode was shadow';
+COMMENT ON COLUMN rl_stat.shadow_denied IS 'number of actions that were allowed only because ratelimit.mode was shadow, or because the limits that alone would have refused them are shadow limits';
 COMMENT ON COLUMN rl_stat.failed_open IS 'number of actions that were allowed because the store failed';
 COMMENT ON COLUMN rl_stat.failed_closed IS 'number of actions that were refused because the store failed';
 COMMENT ON COLUMN rl_stat.errors IS 'number of actions that ended in an error of the store, or were cancelled while it was asked';
