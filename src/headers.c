@@ -92,7 +92,8 @@ rl_headers(const char *name, const RlLimits *limits, int binding, const RlDecisi
 			appendStringInfoString(&field, ", ");
 		append_name(&field, name, limits, i);
 		append_integer(&field, 'q', limit->count);
-		if (limit->period % RL_SECOND == 0)
+		/* The windows of a calendar have no one length. */
+		if (limit->period % RL_SECOND == 0 && limit->calendar == RL_NO_CALENDAR)
 			append_integer(&field, 'w', limit->period / RL_SECOND);
 	}
 	headers[n++] = (RlHeader) {"RateLimit-Policy", field.data};

@@ -88,6 +88,19 @@ typedef enum RlAlgorithmId
 
 #define RL_ALGORITHMS		(RL_SLIDING_LOG + 1)
 
+/* The units of a calendar's windows. */
+typedef enum RlCalendar
+{
+	RL_NO_CALENDAR,
+	RL_CALENDAR_DAY,
+	RL_CALENDAR_WEEK,			/* ISO 8601: from Monday */
+	RL_CALENDAR_MONTH,
+	RL_CALENDAR_QUARTER,
+	RL_CALENDAR_YEAR
+} RlCalendar;
+
+#define RL_MAX_ZONE			39	/* bytes of a time zone's name, with the terminator */
+
 /* Has no padding, so that its bytes can be compared and hashed. */
 typedef struct RlLimit
 {
@@ -98,14 +111,16 @@ typedef struct RlLimit
 	bool		shadow;			/* decides, but never refuses */
 	int64		capacity;		/* the most quota that is ever free */
 	int64		count;			/* quota per period: GCRA's rate, the refill */
-	int64		period;
+	int64		period;			/* calendar: longer than any of its windows */
 	int64		interval_ns;	/* throttle: the time that replenishes one unit */
-	int64		step;			/* sliding_window: length of a sub-window */
+	int64		step;			/* sliding_window: length of a sub-window; calendar: hash of the zone */
 	int64		ban;			/* 0: none */
 	int64		ban_after;		/* this many refusals in a period set the ban */
+	uint8		calendar;		/* fixed_window: an RlCalendar */
+	char		zone[RL_MAX_ZONE];	/* of the calendar; the rest is zero */
 } RlLimit;
 
-StaticAssertDecl(sizeof(RlLimit) == 64, "a limit has padding");
+StaticAssertDecl(sizeof(RlLimit) == 104, "a limit has padding");
 
 /*
  * The state tag: the values that distinguish the states of two limits on one

@@ -12,6 +12,7 @@
 #include "postgres.h"
 
 #include "algorithm/algorithm.h"
+#include "algorithm/calendar.h"
 #include "algorithm/limits.h"
 
 const RlAlgorithm *const rl_algorithms[RL_ALGORITHMS] = {
@@ -237,17 +238,27 @@ rl_apply_ban(const RlLimits *limits, RlDecision *decisions, int64 left, bool in_
 	}
 }
 
+/* Returns when the refusals since then no longer count for a ban. */
+int64
+rl_refusals_end(const RlLimit *limit, int64 since)
+{
+	return limit->calendar != RL_NO_CALENDAR ? rl_window_end(limit, since) : since + limit->period;
+}
+
 /*
  * Counts a refusal, in a window that begins with the first one and is one period
- * long.  Returns the length of the ban that it starts, or 0.
+ * long, or in the window of a calendar.  Returns the length of the ban that it starts,
+ * or 0.
  */
 static int64
-count_refusal(const RlLimit *limit, RlState *state, int64 now, bool commit)
+count_refusal(const RlLimit *limit, RlState *state, const RlView *view, int64 now, bool commit)
 {
-	int64		since = now;
+	bool		is_calendar = limit->calendar != RL_NO_CALENDAR;
+	int64		since = !is_calendar ? now : view->start >= 0 ? view->start : rl_windows_at(limit, now)->name[RL_CURRENT];
 	int64		count = 1;
 
-	if (state->ban_count > 0 && now < state->ban_since + limit->period)
+	if (state->ban_count > 0 &&
+		(is_calendar ? state->ban_since >= since : now < rl_refusals_end(limit, state->ban_since)))
 	{
 		since = state->ban_since;
 		count = state->ban_count + 1;
@@ -280,7 +291,8 @@ rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
 	if (!rl_state_is_empty(limit, state))
 		end = rl_algorithm(limit)->end(limit, state, pool);
 	if (state->ban_count > 0)
-		end = Max(end, state->ban_since + limit->period);
+		end = Max(end, rl_refusals_end(limit, state->ban_since) +
+				  (limit->calendar != RL_NO_CALENDAR ? RL_CALENDAR_SLACK : 0));
 	return end;
 }
 
@@ -333,7 +345,7 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, int64 *ba
 		if (act->verdict == RL_VERDICT_REFUSED && !decisions[i].allowed && act->quota <= limit->capacity &&
 			act->quota > 0 && limit->ban > 0)
 		{
-			int64		brought = count_refusal(limit, &states[i], act->now, act->commit);
+			int64		brought = count_refusal(limit, &states[i], &views[i], act->now, act->commit);
 
 			ban = Max(ban, brought);
 			changed |= act->commit << i;

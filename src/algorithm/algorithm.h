@@ -24,11 +24,12 @@
  */
 typedef struct RlState
 {
-	int64		start;			/* TAT in ns, anchor, or the window's start; -1: none */
+	int64		start;			/* TAT in ns, anchor, or the window's start, of a
+								 * calendar its first day (calendar.h); -1: none */
 	int64		charged;		/* token_bucket: the missing tokens; throttle: 0 */
 	int64		refused;
 	RlLog		log[2];
-	int64		ban_since;		/* first refusal that counts for a ban */
+	int64		ban_since;		/* first refusal that counts for a ban; calendar: its window */
 	int64		ban_count;		/* refusals since then */
 } RlState;
 
@@ -95,6 +96,7 @@ typedef struct RlAlgorithm
 	bool		has_burst;
 	bool		has_step;
 	bool		has_from_first;
+	bool		has_calendar;
 	bool		has_count_denied;
 
 	/*
@@ -232,6 +234,7 @@ rl_state_is_empty(const RlLimit *limit, const RlState *state)
 
 extern int	rl_chunks_wanted(const RlLimit *limit, const RlState *state, const RlPool *pool,
 							 int64 now, int64 quota);
+extern int64 rl_refusals_end(const RlLimit *limit, int64 since);
 extern int64 rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
 extern RlVerdict rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool,
 							   int64 banned_until, int64 now, int64 quota, RlView *views,
@@ -249,8 +252,8 @@ extern bool rl_refund_charge(const RlLimit *limit, RlState *state, RlPool *pool,
 
 /* For rows of algorithms that count units: the members that all of them have */
 #define RL_COUNTS_UNITS \
-	.fits = rl_units_fit, .act = rl_units_act, .refund = rl_units_refund, .end = rl_units_end, \
-	.nreported = 4, .decide = rl_units_decide
+	.fits = rl_units_fit, .act = rl_units_act, .refund = rl_units_refund, .nreported = 4, \
+	.decide = rl_units_decide
 
 extern bool rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota);
 extern bool rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,

@@ -1,21 +1,24 @@
 /*
  * fixed_window.c
- *		fixed_window: a counter per window of the clock, or per window that
- *		begins with the first action.
+ *		fixed_window: a counter per window of the clock or of a calendar, or per
+ *		window that begins with the first action.
  *
- * The state is the latest window's start and its units.  If the clock was set
- * back, a window that begins in the future still counts.
+ * The state is the latest window's start, of a calendar its name, and its units.  If
+ * the clock was set back, a window that begins in the future still counts.
  */
 #include "postgres.h"
 
 #include "algorithm/algorithm.h"
+#include "algorithm/calendar.h"
 
 static void
 load(const RlLimit *limit, const RlState *state, const RlPool *pool pg_attribute_unused(),
 	 int64 now, RlView *view)
 {
 	*view = (RlView) {.start = -1};
-	if (state->start < 0 || state->start + limit->period <= now)
+	if (state->start < 0 ||
+		(limit->calendar != RL_NO_CALENDAR ? state->start < rl_windows_at(limit, now)->name[RL_CURRENT] :
+		 state->start + limit->period <= now))
 		return;
 	view->start = state->start;
 	view->charged = state->charged;
@@ -28,7 +31,16 @@ window(const RlLimit *limit, const RlView *view, int64 now)
 {
 	if (view->start >= 0)
 		return view->start;
+	if (limit->calendar != RL_NO_CALENDAR)
+		return rl_windows_at(limit, now)->name[RL_CURRENT];
 	return limit->from_first ? now : now - now % limit->period;
+}
+
+/* Returns the end of the window with this start. */
+static int64
+window_end(const RlLimit *limit, int64 start)
+{
+	return limit->calendar != RL_NO_CALENDAR ? rl_window_end(limit, start) : start + limit->period;
 }
 
 static int64
@@ -36,7 +48,13 @@ next_free(const RlLimit *limit, const RlState *state pg_attribute_unused(),
 		  const RlPool *pool pg_attribute_unused(), const RlView *view, int64 now,
 		  int64 n pg_attribute_unused())
 {
-	return window(limit, view, now) + limit->period;
+	return window_end(limit, window(limit, view, now));
+}
+
+static int64
+end(const RlLimit *limit, const RlState *state, const RlPool *pool pg_attribute_unused())
+{
+	return window_end(limit, state->start) + (limit->calendar != RL_NO_CALENDAR ? RL_CALENDAR_SLACK : 0);
 }
 
 static void
@@ -57,7 +75,12 @@ refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, 
 static RlCharge
 charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
 {
-	return (RlCharge) {quota, at, at + reset_after - limit->period};
+	/* The window ends when the limit is reset. */
+	return (RlCharge) {
+		quota, at,
+		limit->calendar != RL_NO_CALENDAR ? rl_windows_at(limit, at + reset_after - 1)->name[RL_CURRENT] :
+		at + reset_after - limit->period
+	};
 }
 
 static int
@@ -71,8 +94,10 @@ numbers(const RlLimit *limit, int64 quota pg_attribute_unused(), int64 *numbers)
 const RlAlgorithm rl_algorithm_fixed_window = {
 	.name = "fixed_window",
 	RL_COUNTS_UNITS,
+	.end = end,
 	.most = RL_MAX_COUNT,
 	.has_from_first = true,
+	.has_calendar = true,
 	.has_count_denied = true,
 	.load = load,
 	.refund_charge = refund_charge,

@@ -6,6 +6,7 @@
 
 #include "utils/builtins.h"
 
+#include "algorithm/calendar.h"
 #include "algorithm/inspect.h"
 
 /*
@@ -18,12 +19,17 @@ rl_state_name(const RlLimit *limit, char *name)
 	int			n = strlen(rl_algorithm(limit)->name);
 
 	memcpy(name, rl_algorithm(limit)->name, n);
-	name[n++] = ':';
-	n += pg_lltoa(limit->period, name + n);
-	if (limit->step > 0)
+	if (limit->calendar != RL_NO_CALENDAR)
+		n += snprintf(name + n, RL_MAX_STATE_NAME - n, ":%s:%s", rl_calendar_names[limit->calendar], limit->zone);
+	else
 	{
 		name[n++] = ':';
-		n += pg_lltoa(limit->step, name + n);
+		n += pg_lltoa(limit->period, name + n);
+		if (limit->step > 0)
+		{
+			name[n++] = ':';
+			n += pg_lltoa(limit->step, name + n);
+		}
 	}
 	if (limit->from_first)
 	{
@@ -59,7 +65,7 @@ rl_state_inspect(const RlLimit *limit, const RlState *state, const RlPool *pool,
 			*used = state->charged;
 		return state->charged > 0;
 	}
-	*until = algorithm->end(limit, state, pool);
+	*until = limit->calendar != RL_NO_CALENDAR ? rl_window_end(limit, state->start) : algorithm->end(limit, state, pool);
 	if (algorithm->next_free != NULL)
 	{
 		RlView		view;

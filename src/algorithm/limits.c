@@ -5,7 +5,7 @@
  *
  *	limits    := limit { ',' limit } | unlimited | blocked
  *	limit     := [ algorithm ] count '/' period { option }
- *	period    := [ number ] unit
+ *	period    := [ number ] unit | calendar [ in ZONE ]
  *	option    := burst N | step PERIOD | from_first | count_denied
  *			   | ban PERIOD after N | shadow | refund_on_abort
  */
@@ -19,6 +19,7 @@
 #include "utils/builtins.h"
 
 #include "algorithm/algorithm.h"
+#include "algorithm/calendar.h"
 #include "algorithm/limits.h"
 #include "error.h"
 
@@ -117,10 +118,16 @@ is_letter(char c)
 	return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z');
 }
 
+static bool
+is_space(char c)
+{
+	return c != '\0' && strchr(" \t\n\r\f\v", c) != NULL;
+}
+
 static void
 skip_space(Scan *scan)
 {
-	while (scan->at < scan->end && strchr(" \t\n\r\f\v", *scan->at) != NULL && *scan->at != '\0')
+	while (scan->at < scan->end && is_space(*scan->at))
 		scan->at++;
 }
 
@@ -137,12 +144,10 @@ word_length(const Scan *scan)
 	return p - scan->at;
 }
 
-/* Sets the error that shows the word that starts here, and returns false. */
+/* Sets the error that shows the text that starts here, and returns false. */
 static bool
-wrong_word(Scan *scan, const char *complaint)
+wrong_text(Scan *scan, int len, const char *complaint)
 {
-	int			len = word_length(scan);
-
 	rl_error_set(scan->error, ERRCODE_INVALID_TEXT_REPRESENTATION,
 				 "invalid input syntax for type rl_limits: \"%.*s\"",
 				 pg_mbcliplen(scan->start, scan->end - scan->start, 150), scan->start);
@@ -154,6 +159,13 @@ wrong_word(Scan *scan, const char *complaint)
 						pg_mbstrlen_with_len(scan->start, scan->at - scan->start) + 1,
 						pg_mbcliplen(scan->at, len, 64), scan->at);
 	return false;
+}
+
+/* Does the same for the word that starts here. */
+static bool
+wrong_word(Scan *scan, const char *complaint)
+{
+	return wrong_text(scan, word_length(scan), complaint);
 }
 
 /* Moves past the word if it comes next.  Returns false if it does not. */
@@ -260,6 +272,58 @@ scan_period(Scan *scan, int64 *period)
 	return true;
 }
 
+/* Takes the name of a time zone, and sets that of the limit. */
+static bool
+scan_zone(Scan *scan, RlLimit *limit)
+{
+	const char *p;
+
+	skip_space(scan);
+	for (p = scan->at; p < scan->end && (is_letter(*p) || is_digit(*p) || strchr("_/+-", *p) != NULL) && *p != '\0'; p++)
+		;
+	if (p == scan->at || (p < scan->end && *p != ',' && !is_space(*p)))
+		return wrong_word(scan, "The name of a time zone is expected");
+	if (!rl_calendar_set_zone(limit, scan->at, p - scan->at))
+	{
+		wrong_text(scan, p - scan->at, "An unknown time zone begins");
+		scan->error->hint = "The view pg_timezone_names lists time zones.";
+		return false;
+	}
+	scan->at = p;
+	return true;
+}
+
+/*
+ * Takes a calendar with its zone if it comes next, and sets *found: "day" is one only
+ * if a zone follows.
+ */
+static bool
+scan_calendar(Scan *scan, RlLimit *limit, bool *found)
+{
+	Scan		word;
+	int			c = RL_CALENDAR_DAY;
+	bool		has_zone;
+
+	skip_space(scan);
+	word = *scan;
+	while (rl_calendar_names[c] != NULL && !take_word(scan, rl_calendar_names[c]))
+		c++;
+	*found = rl_calendar_names[c] != NULL;
+	if (!*found)
+		return true;
+	has_zone = take_word(scan, "in");
+	if (c == RL_CALENDAR_DAY && !has_zone)
+	{
+		*found = false;
+		*scan = word;
+		return true;
+	}
+	if (!rl_algorithm(limit)->has_calendar)
+		return wrong_word(&word, "The algorithm has no such period");
+	rl_calendar_set(limit, c);
+	return has_zone ? scan_zone(scan, limit) : rl_calendar_set_zone(limit, "UTC", 3);
+}
+
 /*
  * Scans one option and sets *found, to false if no option comes next.  An option
  * that is given twice, or that the algorithm does not have, is an error.
@@ -296,7 +360,7 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 	}
 	else if (take_word(scan, "from_first"))
 	{
-		applies = algorithm->has_from_first;
+		applies = algorithm->has_from_first && limit->calendar == RL_NO_CALENDAR;
 		again = limit->from_first;
 		limit->from_first = true;
 	}
@@ -333,7 +397,8 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 		return wrong_word(scan, "An option or a comma is expected");
 
 	if (!applies)
-		return wrong_word(&word, "The algorithm has no such option");
+		return wrong_word(&word, limit->calendar == RL_NO_CALENDAR ? "The algorithm has no such option" :
+						  "The windows of a calendar have no such option");
 	if (again)
 		return wrong_word(&word, "The option is given twice");
 	if (limit->shadow && limit->ban != 0)
@@ -355,6 +420,7 @@ static bool
 scan_limit(Scan *scan, RlLimit *limit)
 {
 	bool		more = true;
+	bool		found;
 
 	memset(limit, 0, sizeof(*limit));
 	limit->algorithm = RL_THROTTLE;
@@ -380,7 +446,7 @@ scan_limit(Scan *scan, RlLimit *limit)
 		return false;
 	if (!take_word(scan, "/"))
 		return wrong_word(scan, "\"/\" is expected");
-	if (!scan_period(scan, &limit->period))
+	if (!scan_calendar(scan, limit, &found) || (!found && !scan_period(scan, &limit->period)))
 		return false;
 	while (more)
 		if (!scan_option(scan, limit, &more))
@@ -448,10 +514,13 @@ static void
 append_limit(StringInfo text, const RlLimit *limit)
 {
 	appendStringInfo(text, "%s %lld/", rl_algorithm(limit)->name, (long long) limit->count);
-	append_period(text, limit->period);
+	if (limit->calendar != RL_NO_CALENDAR)
+		appendStringInfo(text, "%s in %s", rl_calendar_names[limit->calendar], limit->zone);
+	else
+		append_period(text, limit->period);
 	if (limit->capacity != limit->count)
 		appendStringInfo(text, " burst %lld", (long long) limit->capacity);
-	if (limit->step != 0)
+	if (limit->step != 0 && limit->calendar == RL_NO_CALENDAR)
 	{
 		appendStringInfoString(text, " step ");
 		append_period(text, limit->step);

@@ -170,7 +170,7 @@ numbers(const RlLimit *limit, int64 quota pg_attribute_unused(), int64 *numbers)
 
 /* The members that both rows have */
 #define SLIDES \
-	RL_COUNTS_UNITS, .has_count_denied = true, .load = load, .refund_charge = refund_charge, \
+	RL_COUNTS_UNITS, .end = rl_units_end, .has_count_denied = true, .load = load, .refund_charge = refund_charge, \
 	.chunks_wanted = chunks_wanted, .charge = charge, .numbers = numbers, \
 	.next_free = next_free, .keep = keep, .skip = skip
 

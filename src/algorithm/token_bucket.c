@@ -110,6 +110,7 @@ numbers(const RlLimit *limit, int64 quota pg_attribute_unused(), int64 *numbers)
 const RlAlgorithm rl_algorithm_token_bucket = {
 	.name = "token_bucket",
 	RL_COUNTS_UNITS,
+	.end = rl_units_end,
 	.most = RL_MAX_COUNT,
 	.has_burst = true,
 	.refills = true,

@@ -7,13 +7,17 @@
 -- the algorithm in C reads them ("decide").
 
 -- Counts a refusal, in a window that begins with the first one and is one period
--- long. Returns the length of the ban that it starts, or 0.
+-- long, or in the window of a calendar. Returns the length of the ban that it starts,
+-- or 0.
 local function count_refusal(l)
-  local start, count = now, 0
+  local start, ends, count = now, now + l.period, 0
+  if l.calendar then
+    start, ends = l.start, l.ends
+  end
   if l.refusals then
-    local s, c = pair(l.refusals)
-    if now < s + l.period then
-      start, count = s, c
+    local s, e, c = refusals(l, l.refusals)
+    if l.calendar and s >= start or not l.calendar and now < e then
+      start, ends, count = s, e, c
     end
   end
   count = count + 1
@@ -21,7 +25,11 @@ local function count_refusal(l)
     drop(l.tag .. ':refused')
     return l.ban
   end
-  put(l.tag .. ':refused', pair_text(start, count), start + l.period - now)
+  if l.calendar then
+    put(l.tag .. ':refused', pair_text(start, ends) .. string.format(' %.0f', count), ends + CALENDAR_SLACK - now)
+  else
+    put(l.tag .. ':refused', pair_text(start, count), ends - now)
+  end
   return 0
 end
 

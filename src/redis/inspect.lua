@@ -13,7 +13,11 @@ local MOST_FIELDS, MOST_STATES, LONGEST, LONGEST_RAW = 4096, 256, 30000, 256
 
 -- Returns a limit with this state tag, or nil if it is no tag. The refill is not known.
 local function limit_of(tag)
-  local name, period, rest = string.match(string.gsub(tag, ':shadow$', ''), '^([%l_]+):(%d+)(.*)$')
+  local plain = string.gsub(tag, ':shadow$', '')
+  if string.find(plain, '^fixed_window:%l+:[%w_/+-]+$') then
+    return setmetatable({tag = tag, calendar = true}, algorithms.fixed_window)
+  end
+  local name, period, rest = string.match(plain, '^([%l_]+):(%d+)(.*)$')
   local step = string.match(rest or '', '^:(%d+)$')
   if not algorithms[name] or (step ~= nil) ~= (name == 'sliding_window') or not (step or rest == '' or rest == ':first') then
     return nil
@@ -24,14 +28,14 @@ end
 
 -- Returns the units in use, the end, and the value of a state.
 local function describe(state)
-  local refusals = string.match(state, '^(.*):refused$')
+  local refused = string.match(state, '^(.*):refused$')
   local values = redis.call('HMGET', hash, state, state .. ':denied')
   local value = values[1] or values[2]
   if state == 'ban' then
     return nil, tonumber(value) or 0, value
-  elseif refusals then
-    local since, count = pair(value)
-    return count, since + limit_of(refusals).period, value
+  elseif refused then
+    local _, ends, count = refusals(limit_of(refused), value)
+    return count, ends, value
   end
   local l = limit_of(state)
   l:load(values[1], values[2])

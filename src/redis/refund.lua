@@ -1,7 +1,12 @@
 -- Refunds the quota at each limit, or as much of it as is charged there. If the key
--- does not exist, this writes nothing. ARGV[2] is not used.
+-- does not exist, this writes nothing. ARGV[2] is not used. Returns 1, or the time
+-- (see no_window).
 
-for _, l in ipairs((load_limits(0))) do
+local limits = load_limits(0)
+if no_window then
+  return now
+end
+for _, l in ipairs(limits) do
   if (l.charged or l.used) > 0 then
     l:refund()
     l:save()

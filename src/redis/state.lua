@@ -11,6 +11,9 @@
 -- "load" its state. Then l.used is the quota in use. If the limit can count
 -- refused quota, l.charged is the part of l.used that was charged. "take", "deny",
 -- "refund" and "refund_charge" change l only; "save" queues l for write().
+--
+-- no_window is true if the time is in none of the windows that came with a calendar.
+-- Then the script returns the time, and is called again with the windows around it.
 
 local LIMITS, LIMIT = 4, 10
 local quota = tonumber(ARGV[3])
@@ -18,6 +21,10 @@ local algorithms = {}
 -- The most refused quota that a state counts.
 local MOST = 1e15
 local set, gone, longest = {}, {}, 0
+local no_window = false
+-- A calendar's state is kept two days longer than its window: for another server, whose
+-- zone data differ, the window may not have ended yet.
+local CALENDAR_SLACK = 172800000000
 
 -- Two whole numbers as fields have them.
 local function pair_text(a, b)
@@ -27,6 +34,16 @@ end
 local function pair(value)
   local a, b = string.match(value, '^(%d+) (%d+)$')
   return tonumber(a), tonumber(b)
+end
+
+-- Returns the start, the end and the count of the refusals that a ban counts.
+local function refusals(l, value)
+  if l.calendar then
+    local start, ends, count = string.match(value, '^(%d+) (%-?%d+) (%d+)$')
+    return tonumber(start), tonumber(ends), tonumber(count)
+  end
+  local start, count = pair(value)
+  return start, start + l.period, count
 end
 
 -- Lets a key live for at least this time in microseconds. Returns 1 if it had no

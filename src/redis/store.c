@@ -96,15 +96,23 @@ read_done(const RlReply *reply, RlError *error)
 static bool
 redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *error)
 {
-	RlCommand  *command = rl_command_start();
+	bool		again = false;
 	RlReply		reply;
 
-	rl_command_hash(command, key);
-	rl_command_text(command, "");
-	rl_command_number(command, quota);
-	for (int i = 0; i < limits->n; i++)
-		rl_append_limit(command, &limits->limit[i], quota, false);
-	return rl_redis_script(&rl_refund_script, command, &reply, error) && read_done(&reply, error);
+	do
+	{
+		RlCommand  *command = rl_command_start();
+
+		rl_command_hash(command, key);
+		rl_command_text(command, "");
+		rl_command_number(command, quota);
+		for (int i = 0; i < limits->n; i++)
+			rl_append_limit(command, &limits->limit[i], quota, false);
+		if (!rl_redis_script(&rl_refund_script, command, &reply, error))
+			return false;
+		again = !again && rl_is_outside_windows(&reply, limits);
+	} while (again);
+	return read_done(&reply, error);
 }
 
 /* Runs a script, or a plain command if it is NULL, whose reply is the number of deletions. */

@@ -4,6 +4,9 @@
  */
 #include "postgres.h"
 
+#include "utils/timestamp.h"
+
+#include "algorithm/calendar.h"
 #include "algorithm/limits.h"
 #include "redis/cluster.h"
 #include "redis/pipeline.h"
@@ -20,6 +23,56 @@ rl_append_tag(RlCommand *command, const RlLimit *limit)
 	rl_command_arg(command, name, rl_state_name(limit, name));
 }
 
+/*
+ * How far Redis's clock is ahead of this server's, if they are so far apart that Redis's
+ * time was in none of the windows around this server's time; otherwise 0.
+ */
+static int64 clock_ahead = 0;
+
+/* Returns the time around which a script gets the windows of calendars. */
+static int64
+windows_time(void)
+{
+	if (rl_debug_now[0] != '\0')
+		return strtoll(rl_debug_now, NULL, 10);
+	return GetCurrentTimestamp() + RL_UNIX_EPOCH + clock_ahead;
+}
+
+/*
+ * Returns true if the reply says that Redis's time is in none of the windows that the
+ * script got: then nothing was changed.  The script can be called again, with windows
+ * around that time.
+ */
+bool
+rl_is_outside_windows(const RlReply *reply, const RlLimits *limits)
+{
+	bool		has_calendar = false;
+
+	for (int i = 0; i < limits->n; i++)
+		has_calendar |= limits->limit[i].calendar != RL_NO_CALENDAR;
+	/* A reply to a call that is allowed has several numbers; 1 is the reply of a refund. */
+	if (!has_calendar || reply->kind != RL_REPLY_NUMBERS || reply->is_array || reply->nvalues != 1 ||
+		reply->values[0] <= 1 || reply->values[0] >= RL_CALENDAR_END || rl_debug_now[0] != '\0')
+		return false;
+	clock_ahead = reply->values[0] - (GetCurrentTimestamp() + RL_UNIX_EPOCH);
+	return true;
+}
+
+/* Appends the windows of the limit's calendar: the start and name of each, and the last end. */
+static void
+append_windows(RlCommand *command, const RlLimit *limit)
+{
+	const RlWindows *windows = rl_windows_at(limit, windows_time());
+	char		text[256];
+	int			n = 0;
+
+	for (int i = 0; i < (int) lengthof(windows->name); i++)
+		n += snprintf(text + n, sizeof(text) - n, "%lld %lld ", (long long) windows->start[i],
+					  (long long) windows->name[i]);
+	n += snprintf(text + n, sizeof(text) - n, "%lld", (long long) windows->start[lengthof(windows->name)]);
+	rl_command_arg(command, text, n);
+}
+
 /* Appends the numbers that the algorithm's script reads. */
 static void
 append_numbers(RlCommand *command, const RlLimit *limit, int64 quota)
@@ -29,6 +82,11 @@ append_numbers(RlCommand *command, const RlLimit *limit, int64 quota)
 
 	for (int i = 0; i < n; i++)
 		rl_command_number(command, numbers[i]);
+	if (limit->calendar != RL_NO_CALENDAR)
+	{
+		append_windows(command, limit);
+		n++;
+	}
 	for (int i = n; i < RL_NUMBERS; i++)
 		rl_command_arg(command, "", 0);
 }
@@ -224,7 +282,7 @@ read_check(const RlAction *action, const RlReply *reply, int *at, TakeReply *tak
 	take->verdict = values[0];
 	take->ban = values[1];
 	take->at = values[2];
-	return take->verdict >= -1 && take->ban >= 0 && take->at >= 0 &&
+	return take->verdict >= -1 && take->ban >= 0 && take->at >= 0 && take->at < RL_CALENDAR_END &&
 		(take->ban == 0 || (take->verdict == -1 && may_ban(action)));
 }
 
@@ -272,13 +330,20 @@ bool
 rl_redis_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlError *error)
 {
 	bool		alone = acts_alone(action);
-	RlCommand  *command = rl_command_start();
+	bool		again = false;
 	RlReply		reply;
 
-	command->usage = &answer->usage;
-	append_take(command, action, alone);
-	return rl_redis_script(take_script(action), command, &reply, error) &&
-		read_take(action, alone, &reply, decisions, &answer->at, error);
+	do
+	{
+		RlCommand  *command = rl_command_start();
+
+		command->usage = &answer->usage;
+		append_take(command, action, alone);
+		if (!rl_redis_script(take_script(action), command, &reply, error))
+			return false;
+		again = !again && rl_is_outside_windows(&reply, action->limits);
+	} while (again);
+	return read_take(action, alone, &reply, decisions, &answer->at, error);
 }
 
 /*
@@ -288,6 +353,9 @@ rl_redis_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, R
 typedef struct Taking
 {
 	const RlAction *const *actions;
+	const int  *which;			/* the indexes of the actions to take */
+	int		   *again;			/* NULL, or room for those to take again */
+	int			nagain;
 	bool		alone;
 	RlTook		took;
 	void	   *arg;
@@ -298,20 +366,26 @@ append_one(RlCommand *command, int i, void *arg)
 {
 	const Taking *taking = arg;
 
-	append_take(command, taking->actions[i], taking->alone);
+	append_take(command, taking->actions[taking->which[i]], taking->alone);
 	return true;
 }
 
 static bool
 read_one(int i, const RlReply *reply, void *arg, RlError *error)
 {
-	const Taking *taking = arg;
+	Taking	   *taking = arg;
+	int			n = taking->which[i];
 	RlDecision	decisions[RL_MAX_LIMITS];
 	int64		at;
 
-	if (!read_take(taking->actions[i], taking->alone, reply, decisions, &at, error))
+	if (taking->again != NULL && rl_is_outside_windows(reply, taking->actions[n]->limits))
+	{
+		taking->again[taking->nagain++] = n;
+		return true;
+	}
+	if (!read_take(taking->actions[n], taking->alone, reply, decisions, &at, error))
 		return false;
-	taking->took(i, decisions, at, taking->arg);
+	taking->took(n, decisions, at, taking->arg);
 	return true;
 }
 
@@ -320,16 +394,33 @@ rl_redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg
 				   int64 *unanswered, RlUsage *usage, RlError *error)
 {
 	RlScript   *script = take_script(actions[0]);
-	Taking		taking = {actions, acts_alone(actions[0]), took, arg};
+	bool		done;
+	int		   *which = palloc(n * sizeof(int));
+	int		   *again = palloc(n * sizeof(int));
+	Taking		taking = {
+		.actions = actions,.which = which,.again = again,
+		.alone = acts_alone(actions[0]),.took = took,.arg = arg
+	};
 
-	for (int i = 1; i < n; i++)
+	for (int i = 0; i < n; i++)
+	{
+		which[i] = i;
 		if (actions[i]->limits != actions[0]->limits && take_script(actions[i]) != script)
 		{
 			script = &rl_check_mixed_script;
 			taking.alone = false;
-			break;
 		}
-	return rl_redis_pipeline(script, n, append_one, read_one, &taking, unanswered, usage, error);
+	}
+	done = rl_redis_pipeline(script, n, append_one, read_one, &taking, unanswered, usage, error);
+	if (done && taking.nagain > 0)
+	{
+		taking.which = again;
+		taking.again = NULL;
+		done = rl_redis_pipeline(script, taking.nagain, append_one, read_one, &taking, unanswered, usage, error);
+	}
+	pfree(which);
+	pfree(again);
+	return done;
 }
 
 /*
@@ -352,6 +443,9 @@ typedef struct Parts
 	void	   *arg;
 	int			n;
 	Part		part[RL_MAX_KEYS];
+	bool		again[RL_MAX_KEYS]; /* the part is to be taken again */
+	int			nagain;
+	bool		is_again;		/* those are taken */
 } Parts;
 
 /* Divides the actions into parts by the slots of their keys, or makes one part of them. */
@@ -398,16 +492,36 @@ append_part(RlCommand *command, int number, void *arg)
 	return true;
 }
 
+/* Leaves only the parts that are to be taken again. */
+static void
+keep_again(Parts *parts)
+{
+	int			n = 0;
+
+	for (int i = 0; i < parts->n; i++)
+		if (parts->again[i])
+			parts->part[n++] = parts->part[i];
+	parts->n = n;
+	parts->is_again = true;
+}
+
 /* Sets "taken" of a part's keys.  Returns false with the error set if no script can send this reply. */
 static bool
 read_part(int number, const RlReply *reply, void *arg, RlError *error)
 {
-	const Parts *parts = arg;
+	Parts	   *parts = arg;
 	const Part *part = &parts->part[number];
 	TakeReply	take[RL_MAX_KEYS];
 	bool		charged = true;
 	int			at = 0;
 
+	for (int i = 0; i < part->n && !parts->is_again; i++)
+		if (rl_is_outside_windows(reply, parts->actions[part->i[i]]->limits))
+		{
+			parts->again[number] = true;
+			parts->nagain++;
+			return true;
+		}
 	for (int i = 0; i < part->n; i++)
 	{
 		if (!read_check(parts->actions[part->i[i]], reply, &at, &take[i]))
@@ -447,11 +561,19 @@ rl_redis_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *a
 			return false;
 	}
 	set_parts(&parts, n, false);
-	command = rl_command_start();
-	command->usage = usage;
-	append_part(command, 0, &parts);
-	if (rl_redis_script(&rl_check_all_script, command, &reply, error))
-		return read_part(0, &reply, &parts, error);
+	for (;;)
+	{
+		command = rl_command_start();
+		command->usage = usage;
+		append_part(command, 0, &parts);
+		if (!rl_redis_script(&rl_check_all_script, command, &reply, error))
+			break;
+		if (!read_part(0, &reply, &parts, error))
+			return false;
+		if (parts.nagain == 0 || parts.is_again)
+			return true;
+		parts.is_again = true;
+	}
 	if (reply.kind == RL_REPLY_ERROR && strncmp(reply.text, "CROSSSLOT", 9) == 0)
 	{
 		set_parts(&parts, n, true);
@@ -469,6 +591,12 @@ rl_redis_take_parts(const RlAction *const *actions, int n, RlTaken *taken, RlToo
 	Parts		parts = {.actions = actions,.taken = taken,.took = took,.arg = arg};
 
 	set_parts(&parts, n, true);
+	if (!rl_redis_pipeline(&rl_check_all_script, parts.n, append_part, read_part, &parts,
+						   unanswered, usage, error))
+		return false;
+	if (parts.nagain == 0)
+		return true;
+	keep_again(&parts);
 	return rl_redis_pipeline(&rl_check_all_script, parts.n, append_part, read_part, &parts,
 							 unanswered, usage, error);
 }

@@ -8,6 +8,7 @@
 #include "redis/command.h"
 
 extern void rl_append_tag(RlCommand *command, const RlLimit *limit);
+extern bool rl_is_outside_windows(const RlReply *reply, const RlLimits *limits);
 extern void rl_append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace);
 
 extern bool rl_redis_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer,

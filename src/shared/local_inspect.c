@@ -11,6 +11,7 @@
 #include "lib/stringinfo.h"
 #include "miscadmin.h"
 
+#include "algorithm/calendar.h"
 #include "shared/cells.h"
 #include "shared/local_store.h"
 
@@ -83,13 +84,28 @@ rl_local_bans(RlKeptFound found, void *arg)
 typedef struct Copy
 {
 	RlLimit		limit;			/* only the members of the state tag */
+	int64		now;
 	bool		is_kept;		/* false: as if it had never been used */
 	int64		used;
 	int64		until;
 	RlState		state;			/* without its logs */
 } Copy;
 
-/* Copies a state or, with algorithm RL_BAN_CELL, a ban.  Its partition is locked. */
+/* Completes a copied state, whose logs the pool still has. */
+static void
+describe_state(Copy *copy, const RlPool *pool)
+{
+	RlState    *state = &copy->state;
+
+	copy->is_kept = rl_state_inspect(&copy->limit, state, pool, copy->now, &copy->used, &copy->until);
+	if (state->ban_count > 0 && rl_refusals_end(&copy->limit, state->ban_since) <= copy->now)
+		state->ban_count = 0;
+}
+
+/*
+ * Copies a state or, with algorithm RL_BAN_CELL, a ban.  Its partition is locked.  A
+ * state of a calendar has no logs; it is completed later, because its zone must be found.
+ */
 static void
 copy_state(const RlCells *view, uint32 c, Copy *copy)
 {
@@ -101,6 +117,7 @@ copy_state(const RlCells *view, uint32 c, Copy *copy)
 	copy->limit.step = cell->tag.step;
 	copy->limit.from_first = cell->tag.from_first;
 	copy->limit.shadow = cell->tag.shadow;
+	copy->now = view->now;
 	if (rl_cell_is_of(cell, NULL))
 	{
 		copy->used = RL_UNKNOWN;
@@ -109,10 +126,8 @@ copy_state(const RlCells *view, uint32 c, Copy *copy)
 		return;
 	}
 	copy->state = cell->state;
-	copy->is_kept = rl_state_inspect(&copy->limit, &copy->state, &view->pool, view->now,
-									 &copy->used, &copy->until);
-	if (copy->state.ban_count > 0 && copy->state.ban_since + copy->limit.period <= view->now)
-		copy->state.ban_count = 0;
+	if (copy->limit.algorithm != RL_FIXED_WINDOW || copy->limit.step == 0)
+		describe_state(copy, &view->pool);
 }
 
 /* Writes a state's value as Redis keeps it, but without the entries of its logs. */
@@ -125,6 +140,8 @@ write_raw(const Copy *copy, char *raw)
 
 	if (algorithm->skip == NULL)
 		n = snprintf(raw, RL_MAX_RAW, "%lld", (long long) state->start);
+	if (copy->limit.calendar != RL_NO_CALENDAR)
+		n += snprintf(raw + n, RL_MAX_RAW - n, " %lld", (long long) copy->until);
 	if (algorithm->skip == NULL && algorithm->next_free != NULL)
 		raw[n++] = ' ';
 	if (algorithm->next_free != NULL)
@@ -136,7 +153,7 @@ write_raw(const Copy *copy, char *raw)
 
 /* Calls found() for a copied state, and for its refusals. */
 static void
-report(const Copy *copy, RlKeptFound found, void *arg)
+report(Copy *copy, RlKeptFound found, void *arg)
 {
 	char		name[RL_MAX_STATE_NAME] = "ban";
 	char		raw[RL_MAX_RAW];
@@ -144,7 +161,13 @@ report(const Copy *copy, RlKeptFound found, void *arg)
 	bool		is_ban = copy->limit.algorithm == (RlAlgorithmId) RL_BAN_CELL;
 
 	if (!is_ban)
+	{
+		if (!rl_calendar_find_zone(&copy->limit))
+			return;
+		if (copy->limit.calendar != RL_NO_CALENDAR)
+			describe_state(copy, NULL);
 		rl_state_name(&copy->limit, name);
+	}
 	if (copy->is_kept)
 	{
 		if (is_ban)
@@ -161,10 +184,13 @@ report(const Copy *copy, RlKeptFound found, void *arg)
 	{
 		strlcat(name, ":refused", sizeof(name));
 		kept.name_len = strlen(name);
-		kept.raw_len = snprintf(raw, sizeof(raw), "%lld %lld", (long long) copy->state.ban_since,
-								(long long) copy->state.ban_count);
+		kept.until = rl_refusals_end(&copy->limit, copy->state.ban_since);
+		kept.raw_len = snprintf(raw, sizeof(raw), "%lld ", (long long) copy->state.ban_since);
+		if (copy->limit.calendar != RL_NO_CALENDAR)
+			kept.raw_len += snprintf(raw + kept.raw_len, sizeof(raw) - kept.raw_len, "%lld ", (long long) kept.until);
+		kept.raw_len += snprintf(raw + kept.raw_len, sizeof(raw) - kept.raw_len, "%lld",
+								 (long long) copy->state.ban_count);
 		kept.used = copy->state.ban_count;
-		kept.until = copy->state.ban_since + copy->limit.period;
 		found(&kept, arg);
 	}
 }
