@@ -154,8 +154,8 @@ copy_limits(RlLimits *to, const RlLimits *from)
  * Raises an error if the text is invalid.
  *
  * A cache (src/README.md): parsed limits by their text, for up to CACHE_SETS *
- * CACHE_WAYS texts, each up to CACHED_TEXT bytes long.  So it takes at most 3 MB,
- * and usually 0.2 kB for each text.  Without it a call with another text
+ * CACHE_WAYS texts, each up to CACHED_TEXT bytes long.  So it takes at most 4 MB,
+ * and usually 0.3 kB for each text.  Without it a call with another text
  * than the last one takes 0.5 us longer.
  */
 void
