@@ -1,0 +1,320 @@
+# The windows of a calendar. Redis, the local store and rl_simulate decide alike at
+# the borders of ten zones and sixty years, and the windows are those of date_trunc
+# except where the clock is set back over midnight. Servers with different zone data
+# and clocks never open a window twice, and ask once for each call.
+#
+# RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
+use strict;
+use warnings FATAL => 'all';
+
+use Engines;
+use FindBin;
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+use Time::HiRes qw(time);
+use Time::Local qw(timegm);
+
+my $steps = $ENV{RATELIMIT_STEPS} || 5_000;
+my $seed = seed();
+
+my @zones = qw(America/Santiago Asia/Beirut Africa/Cairo Australia/Lord_Howe Pacific/Apia
+	America/St_Johns America/Moncton Antarctica/Casey Asia/Kolkata America/New_York);
+
+# The days at which the clock was set back over midnight: the day had begun, and did
+# not begin again.
+my %set_back = (
+	'America/Moncton' => '1993-10-31 1994-10-30 1995-10-29 1996-10-27 1997-10-26 1998-10-25 1999-10-31 2000-10-29 '
+	  . '2001-10-28 2002-10-27 2003-10-26 2004-10-31 2005-10-30 2006-10-29',
+	'America/St_Johns' => '1987-10-25 1988-10-30 1989-10-29 1990-10-28 1991-10-27 1992-10-25 1993-10-31 1994-10-30 '
+	  . '1995-10-29 1996-10-27 1997-10-26 1998-10-25 1999-10-31 2000-10-29 2001-10-28 2002-10-27 2003-10-26 2004-10-31 '
+	  . '2005-10-30 2006-10-29 2007-11-04 2008-11-02 2009-11-01 2010-11-07',
+	'Antarctica/Casey' => '2010-03-05',
+);
+
+my $library = preload("$FindBin::RealBin/../clocks.c");
+my $folder = PostgreSQL::Test::Utils::tempdir;
+
+# Writes a file at once.
+sub write_file
+{
+	my ($file, $text) = @_;
+
+	append_to_file("$file.new", $text);
+	rename "$file.new", $file or die "$file: $!";
+	return;
+}
+
+# Starts Redis with a clock that the test sets.
+sub start_redis
+{
+	my ($redis) = @_;
+	local $ENV{LD_PRELOAD} = (split ' ', $library)[-1];
+	local $ENV{RATELIMIT_CLOCK} = "$folder/redis_clock";
+
+	$redis->start;
+	return;
+}
+
+# Starts a PostgreSQL server again, with a clock and zone data that the test sets.
+sub restart_with_clock
+{
+	my ($node, $name) = @_;
+	local $ENV{RATELIMIT_PRELOAD} = $library;
+	local $ENV{RATELIMIT_CLOCK} = "$folder/${name}_clock";
+	local $ENV{RATELIMIT_ZONES} = "$folder/${name}_zones";
+
+	start_node($node, 'restart');
+	return;
+}
+
+plan skip_all => 'there is no C compiler' unless $library;
+
+my $redis = RedisServer->new;
+start_redis($redis);
+my $node = shared_node($redis, 'ratelimit.denial_cache = off');
+my $zones = join ', ', map { "'$_'" } @zones;
+
+#
+# The borders
+#
+
+$node->safe_psql('postgres', qq{
+	CREATE TABLE zones AS SELECT * FROM unnest(ARRAY[$zones]) zone;
+	CREATE FUNCTION ahead(at timestamptz, zone text) RETURNS interval LANGUAGE sql IMMUTABLE AS
+	\$\$ SELECT (at AT TIME ZONE zone) - (at AT TIME ZONE 'UTC') \$\$;
+	-- The instants at which a day may begin: by the offset of the day before, and of the day after.
+	CREATE TABLE days AS
+	SELECT zone, day::date, day AT TIME ZONE 'UTC' - offset_by AS at
+	FROM zones, generate_series('1970-01-02'::timestamp, '2030-01-01', '1 day') day,
+		LATERAL (SELECT ahead(day AT TIME ZONE 'UTC' - '1 day'::interval, zone) AS offset_by
+			UNION SELECT ahead(day AT TIME ZONE 'UTC' + '1 day'::interval, zone)) o;
+	-- After the day's first instant, the local date is that of the day before: from and until.
+	CREATE TABLE set_back AS
+	SELECT zone, day, min(later) AS from_at, max(later) + interval '1 minute' AS until_at
+	FROM (SELECT zone, day, min(at) AS at FROM days GROUP BY zone, day HAVING count(*) > 1) d,
+		LATERAL generate_series(at, at + '6 hours'::interval, '1 minute') later
+	WHERE (at AT TIME ZONE zone)::date = day AND (later AT TIME ZONE zone)::date < day
+	GROUP BY zone, day;
+	-- The window of a time: date_trunc, except there.
+	CREATE FUNCTION window_of(unit text, at timestamptz, zone text) RETURNS date LANGUAGE sql STABLE AS
+	\$\$ SELECT date_trunc(unit, coalesce((SELECT until_at FROM set_back s WHERE s.zone = window_of.zone AND at >= from_at AND at < until_at), at)
+		AT TIME ZONE zone)::date \$\$;
+	CREATE TABLE units AS SELECT * FROM (VALUES ('day', 0.5), ('week', 0.2), ('month', 0.15), ('quarter', 0.1), ('year', 0.05)) u (unit, share);
+});
+is($node->safe_psql('postgres', q{SELECT zone || ' ' || string_agg(day::text, ' ' ORDER BY day) FROM set_back GROUP BY zone ORDER BY zone}),
+	join("\n", map { "$_ $set_back{$_}" } sort keys %set_back), 'the days at which the clock was set back over midnight');
+
+# Steps: at each chosen border, a microsecond before and one after, and where the clock is set back.
+$node->safe_psql('postgres', qq{
+	SELECT setseed(@{[ ($seed % 1_000_000) / 1_000_000 ]});
+	CREATE TABLE steps AS
+	WITH borders AS (
+		SELECT zone, unit, share, at, row_number() OVER (PARTITION BY zone, unit ORDER BY random()) AS n
+		FROM days, units WHERE date_trunc(unit, day::timestamp) = day)
+	SELECT zone, unit, at, row_number() OVER (PARTITION BY zone, unit ORDER BY at) AS n
+	FROM (
+		SELECT zone, unit, at + us * interval '1 us' AS at FROM borders, generate_series(-1, 1) us
+		WHERE n <= ceil($steps * share / 30)
+		UNION
+		SELECT zone, unit, at + us * interval '1 us' FROM set_back, units, unnest(ARRAY[from_at - interval '1 minute', from_at, until_at]) at, generate_series(-1, 1) us
+		WHERE unit = 'day' OR date_trunc(unit, day::timestamp) = day) s;
+	CREATE TABLE answers (store text, zone text, unit text, n bigint, d rl_decision);
+	CREATE FUNCTION limits_of(unit text, zone text) RETURNS rl_limits LANGUAGE sql IMMUTABLE AS
+	\$\$ SELECT ('fixed_window 2/' || unit || ' in ' || zone)::rl_limits \$\$;
+	CREATE PROCEDURE take(store text) LANGUAGE plpgsql AS \$\$
+	DECLARE
+		s record;
+	BEGIN
+		PERFORM set_config('ratelimit.store', store, false);
+		FOR s IN SELECT zone, unit, n, (extract(epoch FROM at) * 1000000)::bigint::text AS now, limits_of(unit, zone) AS limits
+			FROM steps ORDER BY zone, unit, n LOOP
+			PERFORM set_config('ratelimit.debug_now', s.now, false);
+			INSERT INTO answers VALUES (store, s.zone, s.unit, s.n, rl_check(s.zone, s.limits));
+		END LOOP;
+	END \$\$;
+	CALL take('redis');
+	CALL take('local');
+	INSERT INTO answers SELECT 'simulate', zone, unit, n, rl_simulate(limits_of(unit, zone), at) OVER (PARTITION BY zone, unit ORDER BY n) FROM steps;
+	CREATE TABLE compared AS
+	SELECT s.*, a.*, window_of(s.unit, s.at, s.zone) AS name, s.at + round((a.d).reset_after * 1000000) * interval '1 us' AS until
+	FROM steps s JOIN (SELECT zone AS z, unit AS u, n AS i, store, d FROM answers) a ON (z, u, i) = (zone, unit, n);
+});
+my $taken = $node->safe_psql('postgres', 'SELECT count(*) FROM steps');
+note "$taken steps";
+cmp_ok($taken, '>=', $steps > 20_000 ? 0.8 * $steps : 0.9 * $steps, "steps: $taken");
+is($node->safe_psql('postgres', 'SELECT store, count(*) FROM compared GROUP BY store ORDER BY store'),
+	"local|$taken\nredis|$taken\nsimulate|$taken", 'each is decided by Redis, the local store and rl_simulate');
+is($node->safe_psql('postgres', q{
+		SELECT zone, unit, at FROM compared GROUP BY zone, unit, at
+		HAVING count(DISTINCT ((d).allowed, (d).remaining, coalesce((d).retry_after, -1), (d).reset_after)) > 1 ORDER BY 1, 2, 3 LIMIT 5}),
+	'', 'all three have the same figures');
+is($node->safe_psql('postgres', q{
+		SELECT zone, unit, at, name, n, d FROM (
+			SELECT *, row_number() OVER (PARTITION BY zone, unit, name ORDER BY at) AS used FROM compared WHERE store = 'redis') c
+		WHERE (d).allowed <> (used <= 2) OR (d).remaining <> greatest(2 - used, 0)
+			OR (d).retry_after IS DISTINCT FROM CASE WHEN used > 2 THEN (d).reset_after END ORDER BY 1, 2, 3 LIMIT 5}),
+	'', 'each window has its count, once');
+is($node->safe_psql('postgres', q{
+		SELECT zone, unit, at, name, until FROM compared
+		WHERE store = 'redis' AND (window_of(unit, until, zone) <= name OR window_of(unit, until - interval '1 us', zone) <> name) ORDER BY 1, 2, 3 LIMIT 5}),
+	'', 'and it ends where the next window begins');
+my $differ = $node->safe_psql('postgres', q{
+	SELECT zone || ' ' || string_agg(DISTINCT name::text, ' ' ORDER BY name::text) FROM compared
+	WHERE store = 'redis' AND unit = 'day' AND name <> date_trunc(unit, at AT TIME ZONE zone)::date GROUP BY zone ORDER BY zone});
+is($differ, join("\n", map { "$_ $set_back{$_}" } sort keys %set_back), 'the windows differ from date_trunc on these days, and nowhere else');
+
+#
+# Servers with other clocks and other zone data
+#
+
+my $other = PostgreSQL::Test::Cluster->new('other');
+$other->init(extra => [ '--no-locale', '--encoding=UTF8' ]);
+$other->append_conf('postgresql.conf', join "\n", 'log_statement = none', "ratelimit.redis_url = '" . $redis->url . "'",
+	'ratelimit.command_timeout = 10s', 'ratelimit.connect_timeout = 10s', 'ratelimit.denial_cache = off');
+start_node($other);
+$other->safe_psql('postgres', 'CREATE EXTENSION ratelimit');
+
+use constant HOUR => 3_600_000_000;
+chomp(my $share = qx(pg_config --sharedir));
+my ($zone_files) = grep { -e "$_/Europe/Berlin" } "$share/timezone", '/usr/share/zoneinfo';
+
+# Sets the clock of Redis, which then stands still.
+sub set_redis_clock { my ($us) = @_; return write_file("$folder/redis_clock", "=$us"); }
+
+# Sets the clock of a PostgreSQL server, which goes on.
+sub set_clock { my ($name, $us) = @_; return write_file("$folder/${name}_clock", int($us - time * 1_000_000)); }
+
+# Returns the start of a month in Berlin, in winter.
+sub border
+{
+	my ($year, $month) = @_;
+
+	return timegm(0, 0, 0, 1, $month - 1, $year) * 1_000_000 - HOUR;
+}
+
+# Returns the month of a time where the clock is some hours ahead of UTC.
+sub month
+{
+	my ($us, $hours) = @_;
+	my (undef, undef, undef, undef, $month, $year) = gmtime(int(($us + $hours * HOUR) / 1_000_000));
+
+	return $year * 12 + $month;
+}
+
+my @borders = map { border(@$_) } [ 2025, 12 ], [ 2026, 1 ], [ 2026, 2 ], [ 2026, 3 ];
+foreach my $server ([ $node, 'main' ], [ $other, 'other' ])
+{
+	# pg_ctl compares the time at which the server starts with its own clock.
+	write_file("$folder/$server->[1]_clock", 0);
+	write_file("$folder/$server->[1]_zones", '/none=');
+	restart_with_clock(@$server);
+}
+set_redis_clock($borders[0] - 3 * HOUR);
+set_clock('main', $borders[0] - 3 * HOUR);
+set_clock('other', $borders[0] - 2 * HOUR);
+
+# For the third server the month begins an hour later, for the fourth an hour earlier.
+# A session loads the data of a zone once.
+my @servers = ([ $node, '/none=', 1 ], [ $other, '/none=', 1 ], [ $other, "/Europe/Berlin=$zone_files/Europe/Lisbon", 0 ],
+	[ $other, "/Europe/Berlin=$zone_files/Europe/Helsinki", 2 ]);
+my $limit = 'fixed_window 60/month in Europe/Berlin';
+my @hours;
+foreach my $server (@servers)
+{
+	my ($on, $zone_file, $hours) = @$server;
+
+	write_file("$folder/other_zones", $zone_file);
+	my $session = session($on);
+	# The hour of midnight UTC.
+	push @hours, $session->ask(qq{SELECT to_char('2025-12-01 00:00Z'::timestamptz AT TIME ZONE 'Europe/Berlin', 'FMHH24') FROM (SELECT '$limit'::rl_limits) l});
+	push @$server, $session;
+}
+is($servers[0][3]->ask(q{SELECT clock_timestamp() < '2025-12-01'}), 't', 'the first server has a clock of its own');
+is("@hours", '1 1 0 2', 'the servers have different data of one zone');
+
+# The model: the first server for which a month has begun opens it, for all servers and once.
+my ($opened, $used, %granted, @wrong) = (0, 0);
+my $taken_calls = 0;
+$redis->cli('CONFIG', 'RESETSTAT');
+foreach my $border (@borders)
+{
+	my @times = sort { $a <=> $b } (map { my $at = $border + $_ * HOUR; ($at - 1, $at, $at + 1) } -1, 0, 1),
+	  map { $border - 2 * HOUR + below(4 * HOUR) } 1 .. 91;
+
+	set_clock('main', $border);
+	set_clock('other', $border + HOUR);
+	foreach my $time (@times)
+	{
+		# Now and then Redis's clock is set back.
+		my $now = chance(10) ? $time - below(HOUR / 6) : $time;
+		my (undef, undef, $hours, $session) = @{ pick(@servers) };
+		my $quota = 1 + below(3);
+		my $month = month($now, $hours);
+
+		($opened, $used) = ($month, 0) if $month > $opened;
+		my $allowed = $used + $quota <= 60;
+		$used += $quota if $allowed;
+		$granted{$opened} += $quota if $allowed;
+		set_redis_clock($now);
+		my $got = $session->ask("SELECT allowed, remaining FROM rl_check('shared', '$limit', $quota)");
+		my $want = ($allowed ? 't' : 'f') . '|' . (60 - $used);
+		push @wrong, sprintf('%d us after the border, %d hours: %s, not %s', $now - $border, $hours, $got, $want) if $got ne $want;
+		$taken_calls++;
+	}
+}
+none(\@wrong, "$taken_calls calls of four servers: each month is opened once");
+is(join(' ', map { $granted{$_} <= 60 ? 'kept' : $granted{$_} } sort keys %granted), 'kept kept kept kept kept', 'each month keeps its count');
+is(scalar(grep { $_ >= 58 } values %granted), 4, 'which is reached in the months that begin here');
+is($redis->calls('evalsha') - $redis->errors('NOSCRIPT') + $redis->calls('eval'), $taken_calls, 'each call is one round trip');
+
+#
+# A clock that is wrong by more than a window
+#
+
+my $days = 'fixed_window 2/day in Europe/Berlin';
+my $far = $borders[3] + 40 * 24 * HOUR;
+my %calls = (
+	rl_check => "SELECT allowed FROM rl_check('far:1', '$days refund_on_abort')",
+	rl_peek => "SELECT bool_and(allowed) FROM rl_peek('far:2', '$days, 5/10s')",
+	rl_check_many => "SELECT bool_and(allowed) FROM rl_check_many('{far:3,far:4,far:5}', '$days')",
+	rl_check_all => "SELECT bool_and(allowed) FROM rl_check_all('{far:6,far:7}', ARRAY['$days', '5/10s']::rl_limits[])",
+	rl_refund => "SELECT coalesce(rl_refund('far:1', '$days', 1)::text, 't') IS NOT NULL");
+
+set_clock('main', $borders[3]);
+foreach my $call (sort keys %calls)
+{
+	my $session = session($node);
+	my @trips;
+	my $each = $call eq 'rl_check_many' ? 3 : 1;
+
+	# Redis knows the script.
+	set_redis_clock($borders[3]);
+	$session->ask($calls{$call} =~ s/far:/near:/gr);
+	foreach my $time ($far, $far, $borders[3], $borders[3])
+	{
+		# Each call has keys of its own: a window never goes back.
+		my $keys = 'far:' . @trips . ':';
+
+		set_redis_clock($time);
+		$redis->cli('CONFIG', 'RESETSTAT');
+		is($session->ask($calls{$call} =~ s/far:/$keys/gr), 't', "$call: an answer") or diag $session->error;
+		push @trips, $redis->calls('evalsha') / $each;
+	}
+	is("@trips", '2 1 2 1', "$call: two round trips when the clocks have changed, then one");
+}
+
+# The figures are by Redis's clock.
+set_redis_clock($far);
+my $session = session($node);
+is($session->ask("SELECT remaining, reset_after FROM rl_check('far:figures', '$days')"),
+	'1|' . (24 * 3600 - 3600), 'the window is that of Redis\'s time, in summer time');
+$session->ask("BEGIN; SELECT rl_check('far:figures', '$days refund_on_abort'); ROLLBACK");
+is($session->ask("SELECT remaining FROM rl_peek('far:figures', '$days', 0)"), '1', 'a rollback refunds its charge');
+is($redis->cli('HGET', 'rl:{far:figures}', 'fixed_window:day:Europe/Berlin'),
+	sprintf('20260410 %d 1', $far + 23 * HOUR), 'the state has the window\'s first day, and its end');
+cmp_ok($redis->cli('PTTL', 'rl:{far:figures}'), '>', (23 + 48) * 3600 * 1000 - 1, 'it lives two days longer than its window');
+
+done_testing();
