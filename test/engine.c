@@ -6,7 +6,9 @@
  *	act    := op key now argument n { limit } | all key now n 0 { key quota n { limit } }
  *	op     := take | quiet | peek | refund | undo | ban | unban | reset
  *	limit  := algorithm capacity count period interval_ns step from_first
- *			  count_denied ban ban_after shadow
+ *			  count_denied ban ban_after shadow calendar
+ *
+ * The windows of calendars are those of UTC.
  *
  * The argument is the quota, or the ban's length.  For an undo it is a number n:
  * the undo refunds, for each limit, the charge of the n-th take before its last
@@ -26,8 +28,10 @@
 #undef printf
 
 #include <inttypes.h>
+#include <time.h>
 
 #include "algorithm/algorithm.h"
+#include "algorithm/calendar.h"
 #include "algorithm/limits.h"
 
 #define BUCKETS				65536
@@ -86,6 +90,63 @@ bool
 rl_limit_is_too_long(RlError *error pg_attribute_unused())
 {
 	abort();
+}
+
+/* Returns the start of the window that contains a time, or of a later or earlier one. */
+static int64
+window_start(RlCalendar calendar, int64 now, int later)
+{
+	time_t		seconds = now / RL_SECOND - (now % RL_SECOND < 0);
+	struct tm	day;
+
+	gmtime_r(&seconds, &day);
+	day.tm_hour = day.tm_min = day.tm_sec = 0;
+	if (calendar == RL_CALENDAR_DAY)
+		day.tm_mday += later;
+	else if (calendar == RL_CALENDAR_WEEK)
+		day.tm_mday += 7 * later - (day.tm_wday + 6) % 7;
+	else
+	{
+		day.tm_mday = 1;
+		if (calendar == RL_CALENDAR_MONTH)
+			day.tm_mon += later;
+		else if (calendar == RL_CALENDAR_QUARTER)
+			day.tm_mon += 3 * later - day.tm_mon % 3;
+		else
+		{
+			day.tm_mon = 0;
+			day.tm_year += later;
+		}
+	}
+	return timegm(&day) * RL_SECOND;
+}
+
+/* Here the zone is UTC, by the functions of the C library. */
+const RlWindows *
+rl_windows_at(const RlLimit *limit, int64 now)
+{
+	static RlWindows windows;
+
+	for (int i = 0; i < 4; i++)
+	{
+		time_t		seconds;
+		struct tm	day;
+
+		windows.start[i] = window_start(limit->calendar, now, i - RL_CURRENT);
+		seconds = windows.start[i] / RL_SECOND;
+		gmtime_r(&seconds, &day);
+		if (i < 3)
+			windows.name[i] = (day.tm_year + 1900) * 10000 + (day.tm_mon + 1) * 100 + day.tm_mday;
+	}
+	return &windows;
+}
+
+int64
+rl_window_end(const RlLimit *limit, int64 name)
+{
+	struct tm	day = {.tm_year = name / 10000 - 1900,.tm_mon = name / 100 % 100 - 1,.tm_mday = name % 100};
+
+	return window_start(limit->calendar, timegm(&day) * RL_SECOND, 1);
 }
 
 static void *
@@ -283,18 +344,23 @@ read_limits(RlLimits *limits)
 		int			from_first;
 		int			count_denied;
 		int			shadow;
+		int			calendar;
 
+		memset(limit, 0, sizeof(*limit));
 		if (scanf("%d %" SCNd64 " %" SCNd64 " %" SCNd64 " %" SCNd64 " %" SCNd64
-				  " %d %d %" SCNd64 " %" SCNd64 " %d",
+				  " %d %d %" SCNd64 " %" SCNd64 " %d %d",
 				  &algorithm, &limit->capacity, &limit->count, &limit->period,
 				  &limit->interval_ns, &limit->step, &from_first, &count_denied,
-				  &limit->ban, &limit->ban_after, &shadow) != 11)
+				  &limit->ban, &limit->ban_after, &shadow, &calendar) != 12)
 			return false;
 		limit->algorithm = algorithm;
 		limit->from_first = from_first;
 		limit->count_denied = count_denied;
 		limit->shadow = shadow;
-		limit->refund_on_abort = false;
+		limit->calendar = calendar;
+		/* The tag has a hash of the zone. */
+		if (calendar != RL_NO_CALENDAR)
+			limit->step = 1;
 	}
 	return true;
 }

@@ -262,6 +262,7 @@ sub check_answer
 	  $answer->[0][5] eq 'ban' ? 'banned' : (), $argument ? () : 'quota_0', @limits > 1 ? 'several' : (), keys %seen > 1 ? 'mixed' : (),
 	  (grep { $argument > $_->{capacity} } @limits) ? 'impossible' : (), (grep { $_->{shadow} } @limits) ? 'shadow' : (),
 	  (grep { $_->[5] eq 'shadow' } @$answer[ 1 .. $#$answer ]) ? 'in_shadow' : (), $answer->[0][5] eq 'shadow' ? 'all_shadow' : (),
+	  (grep { $_->{calendar} } @limits) ? 'calendar' : (),
 	  !$allowed && (grep { $_->{count_denied} } @limits) ? 'denied_counts' : (),
 	  @steps > $h->{first} + 1 && $steps[-2]{now} > $h->{now} ? 'set_back' : ();
 	return;
@@ -447,7 +448,7 @@ if ($failed == 0 && $differ == 0)
 	cmp_ok($count{on_time}, '>=', 5_000 * $share, "exactly at retry_after: $count{on_time}");
 	cmp_ok($count{early}, '>=', 5_000 * $share, "a microsecond before: $count{early}");
 	cmp_ok($count{$_} || 0, '>=', 2_000 * $share, "$_: $count{$_}")
-	  foreach qw(quota_0 impossible changed several mixed denied_counts banned what_remains at_reset
+	  foreach qw(quota_0 impossible calendar changed several mixed denied_counts banned what_remains at_reset
 		check each one allow wait peek refund refund_denied begin abort undone granted shadow in_shadow all_shadow);
 	cmp_ok($count{$_} || 0, '>=', 500 * $share, "$_: $count{$_}") foreach qw(ban unban reset set_back);
 	cmp_ok($count{claims}, '>=', 20_000 * $share, "claims of an answer put to the test: $count{claims}");

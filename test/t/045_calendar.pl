@@ -143,7 +143,7 @@ $node->safe_psql('postgres', qq{
 	FROM steps s JOIN (SELECT zone AS z, unit AS u, n AS i, store, d FROM answers) a ON (z, u, i) = (zone, unit, n);
 });
 my $taken = $node->safe_psql('postgres', 'SELECT count(*) FROM steps');
-note "$taken steps";
+note "measured: $taken steps";
 cmp_ok($taken, '>=', $steps > 20_000 ? 0.8 * $steps : 0.9 * $steps, "steps: $taken");
 is($node->safe_psql('postgres', 'SELECT store, count(*) FROM compared GROUP BY store ORDER BY store'),
 	"local|$taken\nredis|$taken\nsimulate|$taken", 'each is decided by Redis, the local store and rl_simulate');

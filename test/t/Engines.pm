@@ -2,7 +2,7 @@
 # and on Redis's through SQL, a batch at a time in virtual time.
 #
 # A limit is a hash: algorithm, capacity, count, period, and if it has them
-# step, from_first, count_denied, ban, ban_after, shadow.  A step is a hash too: form,
+# step, from_first, calendar (a unit, in UTC), count_denied, ban, ban_after, shadow.  A step is a hash too: form,
 # key, now, argument (the quota, or a ban's length), limits, and if some of
 # these have refund_on_abort, refunds: a true value at the index of each.  The
 # key's next step "abort" refunds their charges, unless a step "begin" comes
@@ -58,6 +58,10 @@ sub pick { return $_[ rand @_ ]; }
 my %algorithm_number = (throttle => 0, token_bucket => 1, fixed_window => 2,
 	sliding_window => 3, sliding_log => 4);
 
+# Units of a calendar, as RlCalendar numbers them, with the time that C takes for their period.
+my @calendars = ('', qw(day week month quarter year));
+my @longest = (0, map { ($_ + 1) * 86_400_000_000 } 1, 7, 31, 92, 366);
+
 # Returns a limit with all values that the engines need.
 sub limit
 {
@@ -68,17 +72,20 @@ sub limit
 	$limit{count} ||= $limit{capacity};
 	$limit{step} = 0 unless $limit{algorithm} eq 'sliding_window';
 	$limit{$_} ||= 0 foreach qw(from_first count_denied ban ban_after shadow);
+	$limit{calendar} ||= '';
+	my ($calendar) = grep { $calendars[$_] eq $limit{calendar} } 0 .. $#calendars;
 	$limit{interval_ns} = $limit{algorithm} eq 'throttle' ? $limit{period} * 1000 / $limit{count} : 0;
 	$limit{numbers} = join ' ', $algorithm_number{ $limit{algorithm} },
-	  @limit{qw(capacity count period interval_ns step from_first count_denied ban ban_after shadow)};
-	$limit{text} = "$limit{algorithm} $limit{count}/$limit{period}us"
+	  @limit{qw(capacity count)}, $longest[$calendar] || $limit{period},
+	  @limit{qw(interval_ns step from_first count_denied ban ban_after shadow)}, $calendar;
+	$limit{text} = "$limit{algorithm} $limit{count}/" . ($calendar ? "$limit{calendar} in UTC" : "$limit{period}us")
 	  . ($limit{capacity} != $limit{count} ? " burst $limit{capacity}" : '')
 	  . ($limit{step} ? " step $limit{step}us" : '')
 	  . ($limit{from_first} ? ' from_first' : '')
 	  . ($limit{count_denied} ? ' count_denied' : '')
 	  . ($limit{ban} ? " ban $limit{ban}us after $limit{ban_after}" : '')
 	  . ($limit{shadow} ? ' shadow' : '');
-	$limit{plain} = !$limit{from_first} && !$limit{count_denied} && !$limit{ban} && !$limit{shadow};
+	$limit{plain} = !$limit{from_first} && !$calendar && !$limit{count_denied} && !$limit{ban} && !$limit{shadow};
 	return \%limit;
 }
 
@@ -95,7 +102,13 @@ sub random_tag
 
 	$tag{step} = $period / pick(grep { $period % $_ == 0 } 1, 2, 3, 4, 5, 6, 7, 10, 60, 100)
 	  if $algorithm eq 'sliding_window';
-	$tag{from_first} = 1 if $algorithm eq 'fixed_window' && chance(50);
+	if ($algorithm eq 'fixed_window')
+	{
+		my $calendar = chance(30) ? 1 + below($#calendars) : 0;
+
+		$tag{from_first} = 1 if !$calendar && chance(50);
+		@tag{qw(calendar period)} = ($calendars[$calendar], $longest[$calendar]) if $calendar;
+	}
 	$tag{count_denied} = 1 if $algorithm =~ /window|log/ && chance(30);
 	if (chance(20))
 	{
@@ -112,7 +125,7 @@ sub random_tag
 sub same_tag
 {
 	my ($a, $b) = @_;
-	my @tag = qw(algorithm period step from_first shadow);
+	my @tag = qw(algorithm period step from_first calendar shadow);
 
 	return join('|', map { $_ || 0 } @$a{@tag}) eq join('|', map { $_ || 0 } @$b{@tag});
 }
@@ -179,7 +192,7 @@ sub random_limit
 sub state_name
 {
 	my ($key, $limit) = @_;
-	return join ' ', $key, @$limit{qw(algorithm period step from_first shadow)};
+	return join ' ', $key, @$limit{qw(algorithm period step from_first calendar shadow)};
 }
 
 # Returns a decision as text.

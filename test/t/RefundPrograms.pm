@@ -132,12 +132,13 @@ sub random_rule
 	my %l = (algorithm => $algorithm, period => $period, capacity => $capacity,
 		count => $algorithm =~ /throttle|token/ ? log_uniform(10) : $capacity);
 
-	$l{from_first} = 1 if $algorithm eq 'fixed_window' && chance(50);
+	$l{from_first} = 1 if $algorithm eq 'fixed_window' && chance(40);
+	@l{qw(calendar period)} = ('day', 86_400_000_000) if $algorithm eq 'fixed_window' && !$l{from_first} && chance(50);
 	$l{step} = $period / pick(grep { $period % $_ == 0 } 1, 2, 5, 10) if $algorithm eq 'sliding_window';
 	$l{count_denied} = 1 if $algorithm =~ /window|log/ && chance(30);
 	@l{qw(ban ban_after)} = (1 + below($period), 1 + below(3)) if chance(15);
 	$l{shadow} = 1 if !$l{ban} && chance(20);
-	$l{tag} = join ':', $algorithm, $period, map { $_ || 0 } @l{qw(step from_first shadow)};
+	$l{tag} = join ':', $algorithm, $l{period}, map { $_ || 0 } @l{qw(step from_first calendar shadow)};
 	return \%l;
 }
 

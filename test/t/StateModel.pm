@@ -136,7 +136,9 @@ sub count_refusal
 {
 	my ($l, $s, $now) = @_;
 
-	@$s{qw(since refused)} = ($now, 0) unless $s->{refused} && $now < $s->{since} + $l->{period};
+	my $since = $l->{calendar} ? max(place($l, $now), map { $_->[0] } @{ $s->{entries} }) : $now;
+
+	@$s{qw(since refused)} = ($since, 0) unless $s->{refused} && $now < $s->{since} + $l->{period};
 	return 0 if ++$s->{refused} < $l->{ban_after};
 	$s->{refused} = 0;
 	return $l->{ban};
