@@ -120,3 +120,9 @@ SELECT at(2674800 + 21600) \g /dev/null
 SELECT failure('INSERT INTO calls VALUES (1, 3)'), failure('INSERT INTO calls VALUES (2, 3)');
 DROP TABLE customers, calls CASCADE;
 DROP FUNCTION call_limits;
+
+-- A shadow limit has a state of its own.
+SELECT 'fixed_window 2/month shadow, fixed_window 3/month in UTC'::rl_limits;
+SELECT at(0) \g /dev/null
+SELECT rl_allow('shadow', 'fixed_window 2/month shadow, fixed_window 4/month') FROM generate_series(1, 3);
+SELECT state, used, raw FROM rl_inspect('shadow') ORDER BY state COLLATE "C";
