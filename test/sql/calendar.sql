@@ -12,7 +12,7 @@ SELECT w, w::rl_limits, w::rl_limits::text::rl_limits = w::rl_limits AS same FRO
 -- abbreviation, no copy with leap seconds, and not the zone of this machine.
 SELECT w, f.code, f.detail FROM (VALUES
 	(1, 'fixed_window 5/month in Europe/Berlinn'), (2, 'fixed_window 5/day in Europe, 5/s'), (3, 'fixed_window 5/month in'), (4, 'fixed_window 5/month in , 5/s'),
-	(5, 'fixed_window 5/month in EST5EDT,M3.2.0,M11.1.0'), (6, 'fixed_window 5/month in <+03>-3'), (7, 'fixed_window 5/month in EST4'), (8, 'fixed_window 5/month in Berlin-1'),
+	(5, 'fixed_window 5/month in CET-1CEST,M3.5.0,M10.5.0/3'), (6, 'fixed_window 5/month in <+03>-3'), (7, 'fixed_window 5/month in EST4'), (8, 'fixed_window 5/month in Berlin-1'),
 	(9, 'fixed_window 5/month in CEST'), (10, 'fixed_window 5/month in right/Europe/Berlin'), (11, 'fixed_window 5/month in posix/Europe/Berlin'), (12, 'fixed_window 5/month in localtime'),
 	(13, 'fixed_window 5/month in posixrules'), (14, 'fixed_window 5/month in :Europe/Berlin'), (15, 'fixed_window 5/month in Europe/../Europe/Berlin'), (16, 'fixed_window 5/month in /usr/share/zoneinfo/UTC'),
 	(17, 'fixed_window 5/month in zone.tab'), (18, 'fixed_window 5/month in ' || repeat('x', 38)), (19, 'fixed_window 5/month in ' || repeat('x', 80)), (20, 'fixed_window 5/month in Europe/Berlin from_first'),
