@@ -37,6 +37,7 @@ sub inspected
 {
 	my ($l) = @_;
 
+	return "$l->{algorithm}:$l->{calendar}:UTC" if $l->{calendar};
 	return join ':', $l->{algorithm}, $l->{period}, $l->{step} || (), $l->{from_first} ? 'first' : ();
 }
 
