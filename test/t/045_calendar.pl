@@ -267,7 +267,8 @@ foreach my $border (@borders)
 }
 none(\@wrong, "$taken_calls calls of four servers: each month is opened once");
 is(join(' ', map { $granted{$_} <= 60 ? 'kept' : $granted{$_} } sort keys %granted), 'kept kept kept kept kept', 'each month keeps its count');
-is(scalar(grep { $_ >= 58 } values %granted), 4, 'which is reached in the months that begin here');
+my (undef, @begun) = sort { $a <=> $b } keys %granted;
+is(scalar(grep { $granted{$_} >= 58 } @begun), 4, 'which is reached in the months that begin here');
 is($redis->calls('evalsha') - $redis->errors('NOSCRIPT') + $redis->calls('eval'), $taken_calls, 'each call is one round trip');
 
 #
