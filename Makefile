@@ -18,7 +18,7 @@ PROVE_TESTS = test/t/*.pl
 
 # Each algorithm has a script for its limits.  Those in ALONE have another one, for
 # one limit without a ban: src/algorithm/<name>.lua.
-ALGORITHMS = throttle token_bucket fixed_window sliding_window sliding_log
+ALGORITHMS = throttle token_bucket fixed_window sliding_window sliding_log concurrent
 ALONE = throttle
 SCRIPTS_H = $(patsubst %,src/redis/%.lua.h,alone check check_mixed check_all refund refund_charges reset ban bans masters inspect version)
 ALGORITHMS_H = $(patsubst %,src/redis/%.lua.h,$(ALONE:%=alone_%) $(ALGORITHMS:%=check_%))
@@ -88,6 +88,7 @@ CHECK_LUA = $(call lua,redis/act redis/check)
 # The Lua files of an algorithm: the file of its name, unless a list is here.
 throttle_lua = gcra
 sliding_log_lua = log log_change sliding_log
+concurrent_lua = $(sliding_log_lua) concurrent
 algorithm_lua = $(call lua,$(addprefix algorithm/,$(or $($(1)_lua),$(1))))
 ALGORITHMS_LUA = $(foreach a,$(ALGORITHMS),$(call algorithm_lua,$(a)))
 

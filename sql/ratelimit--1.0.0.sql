@@ -29,7 +29,7 @@ COMMENT ON TYPE rl_decision IS 'the answer to one action: whether it may happen,
 COMMENT ON COLUMN rl_decision.allowed IS 'whether the action may happen; never NULL';
 COMMENT ON COLUMN rl_decision.capacity IS 'the size of the binding limit, in units of quota; NULL under unlimited and blocked';
 COMMENT ON COLUMN rl_decision.remaining IS 'units of quota that are still free now, after this action if it was allowed; NULL if no store decided';
-COMMENT ON COLUMN rl_decision.retry_after IS 'seconds until the same call can succeed if no other call takes quota; NULL when allowed, when no wait helps, and if no store decided';
+COMMENT ON COLUMN rl_decision.retry_after IS 'seconds until the same call can succeed if no other call takes quota, under a concurrent limit at the latest; NULL when allowed, when no wait helps, and if no store decided';
 COMMENT ON COLUMN rl_decision.reset_after IS 'seconds until the limit is as if it had never been used; NULL if no store decided';
 COMMENT ON COLUMN rl_decision.source IS 'the part that decided: redis, local, denial_cache, ban, fail_open, fail_closed, unlimited, blocked, shadow (allowed only because of ratelimit.mode or of the option shadow) or off';
 
@@ -219,7 +219,7 @@ CREATE FUNCTION rl_check_all(keys text[], limits rl_limits[], quotas bigint[] DE
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 2;
 COMMENT ON FUNCTION rl_check_all(text[], rl_limits[], bigint[]) IS
-	'takes quota from one to eight keys, each under the limits at its place in "limits", or from none of them, and returns a row for each key, in the order of "keys", with the decision of its limits; the quota was taken if all rows are allowed; if "quotas" is NULL, each key is charged 1 unit; errors: 22023 for the same key twice, for no or more than eight keys, or for more than eight limits of sliding_window and sliding_log together, 2202E for arrays of different lengths or more than one dimension, 22004 for a NULL array of keys or limits or a NULL in an array, and those of rl_check';
+	'takes quota from one to eight keys, each under the limits at its place in "limits", or from none of them, and returns a row for each key, in the order of "keys", with the decision of its limits; the quota was taken if all rows are allowed; if "quotas" is NULL, each key is charged 1 unit; errors: 22023 for the same key twice, for no or more than eight keys, or for more than eight limits of sliding_window, sliding_log and concurrent together, 2202E for arrays of different lengths or more than one dimension, 22004 for a NULL array of keys or limits or a NULL in an array, and those of rl_check';
 
 CREATE FUNCTION rl_enforce_all(keys text[], limits rl_limits[], quotas bigint[] DEFAULT NULL,
 		OUT key text, OUT allowed boolean, OUT capacity bigint, OUT remaining bigint,
@@ -233,7 +233,7 @@ CREATE FUNCTION rl_wait(key text, limits rl_limits, quota bigint DEFAULT 1, max_
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_wait(text, rl_limits, bigint, double precision) IS
-	'waits until the limits allow the action, and takes "quota" units then; if the wait would be longer than "max_wait" seconds, it refuses immediately (NULL: no bound); waiting never counts as a refusal; errors: 22023 for a negative "max_wait", and those of rl_check';
+	'waits until the limits allow the action, and takes "quota" units then; if the wait would be longer than "max_wait" seconds, it refuses immediately (NULL: no bound); under a concurrent limit it tries again at least every 0.1 seconds until "max_wait" has passed, and refuses immediately if units of this transaction are in the way; waiting never counts as a refusal; errors: 22023 for a negative "max_wait", and those of rl_check';
 
 --
 -- Functions that look or repair.  They always raise an error when the store fails.
@@ -251,7 +251,7 @@ CREATE FUNCTION rl_refund(key text, limits rl_limits, quota bigint)
 	RETURNS void
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_refund(text, rl_limits, bigint) IS
-	'refunds "quota" units to each of the limits, but never above full; an absent key stays absent; does nothing under unlimited and blocked; errors as for rl_peek';
+	'refunds "quota" units to each of the limits, but never above full; first those that this transaction was granted under refund_on_abort or a concurrent limit; an absent key stays absent; does nothing under unlimited and blocked; errors as for rl_peek';
 
 CREATE FUNCTION rl_reset(key text)
 	RETURNS boolean
@@ -306,7 +306,7 @@ CREATE FUNCTION rl_headers(name text, limits rl_limits, decision rl_decision)
 	RETURNS jsonb
 	AS 'MODULE_PATHNAME', 'rl_headers_json' LANGUAGE C IMMUTABLE PARALLEL SAFE;
 COMMENT ON FUNCTION rl_headers(text, rl_limits, rl_decision) IS
-	'the header fields RateLimit-Policy, RateLimit and, when refused, Retry-After in whole seconds, as PostgREST''s response.headers has them; an empty array under unlimited and blocked; NULL raises 22004, a name that is not 1 to 128 printable ASCII characters and a decision of other limits 22023';
+	'the header fields RateLimit-Policy, RateLimit and, when refused, Retry-After in whole seconds (left out where a concurrent limit binds), as PostgREST''s response.headers has them; an empty array under unlimited and blocked; NULL raises 22004, a name that is not 1 to 128 printable ASCII characters and a decision of other limits 22023';
 
 --
 -- The trigger
@@ -352,7 +352,7 @@ CREATE FUNCTION rl_simulate(limits rl_limits, at timestamptz, quota bigint DEFAU
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME' LANGUAGE C WINDOW IMMUTABLE PARALLEL SAFE COST 10;
 COMMENT ON FUNCTION rl_simulate(rl_limits, timestamptz, bigint) IS
-	'window function: returns the decision that this row''s action would have got if the limits had been in force for its partition; asks no store; errors: 22004 for NULL, 22008 for a time that is not finite or not from 1970 to 2096, 22023 for rows that are not in the order of "at", for limits that change within the partition, and for a quota out of range';
+	'window function: returns the decision that this row''s action would have got if the limits had been in force for its partition; asks no store; errors: 22004 for NULL, 0A000 for a concurrent limit, 22008 for a time that is not finite or not from 1970 to 2096, 22023 for rows that are not in the order of "at", for limits that change within the partition, and for a quota out of range';
 
 --
 -- Operation.  All of these except rl_status need shared memory.
@@ -399,7 +399,7 @@ COMMENT ON COLUMN rl_denied.limits IS 'the limits that refused';
 COMMENT ON COLUMN rl_denied.quota IS 'units of quota of the refused action: this or more is refused now';
 COMMENT ON COLUMN rl_denied.banned IS 'whether a ban refused';
 COMMENT ON COLUMN rl_denied.since IS 'the time since which the key has been refused without a gap';
-COMMENT ON COLUMN rl_denied.retry_after IS 'seconds until the same action can succeed';
+COMMENT ON COLUMN rl_denied.retry_after IS 'seconds until the same action can succeed, under a concurrent limit at the latest';
 
 CREATE FUNCTION rl_status(OUT store text, OUT mode text, OUT on_error text,
 		OUT redis text, OUT connected boolean, OUT version text, OUT error text,

@@ -436,7 +436,7 @@ begin(Call *call, const RlAction *action, RlAnswer *answer)
 	call->store = require_store();
 	shared = rl_shared_available();
 	call->may_cache = shared && rl_denial_cache && call->store->may_cache &&
-		action->how == RL_TAKE && answer->each == NULL;
+		action->how == RL_TAKE && answer->each == NULL && !action->limits->concurrent;
 	call->answered = false;
 	if (shared)
 		call->key_hash = rl_key_hash(&action->key);

@@ -75,7 +75,8 @@ rl_headers(const char *name, const RlLimits *limits, int binding, const RlDecisi
 		   RlHeader *headers)
 {
 	StringInfoData field;
-	bool		retry = !decision->allowed && decision->retry_after != RL_NEVER;
+	int64		wait = rl_told_wait(limits, binding, decision);
+	bool		retry = !decision->allowed && wait != RL_NEVER;
 	int			n = 0;
 
 	/* unlimited and blocked have no policy, and no figures. */
@@ -92,8 +93,8 @@ rl_headers(const char *name, const RlLimits *limits, int binding, const RlDecisi
 			appendStringInfoString(&field, ", ");
 		append_name(&field, name, limits, i);
 		append_integer(&field, 'q', limit->count);
-		/* The windows of a calendar have no one length. */
-		if (limit->period % RL_SECOND == 0 && limit->calendar == RL_NO_CALENDAR)
+		/* The windows of a calendar have no one length, and a concurrent limit has no window. */
+		if (limit->period % RL_SECOND == 0 && limit->calendar == RL_NO_CALENDAR && !rl_algorithm(limit)->until_end)
 			append_integer(&field, 'w', limit->period / RL_SECOND);
 	}
 	headers[n++] = (RlHeader) {"RateLimit-Policy", field.data};
@@ -104,10 +105,10 @@ rl_headers(const char *name, const RlLimits *limits, int binding, const RlDecisi
 		append_name(&field, name, limits, binding);
 		append_integer(&field, 'r', decision->remaining);
 		if (retry && decision->remaining == 0)
-			append_integer(&field, 't', rl_divide_up(decision->retry_after, RL_SECOND));
+			append_integer(&field, 't', rl_divide_up(wait, RL_SECOND));
 		headers[n++] = (RlHeader) {"RateLimit", field.data};
 	}
 	if (retry)
-		headers[n++] = rl_header_retry_after(decision->retry_after);
+		headers[n++] = rl_header_retry_after(wait);
 	return n;
 }

@@ -36,6 +36,7 @@
 #define RL_MAX_SLIDING		8	/* limits with entries of one action on several keys */
 #define RL_MAX_COUNT		INT64CONST(1000000000000000)	/* also of quotas */
 #define RL_MAX_LOG			100000	/* entries of a sliding_log */
+#define RL_MAX_CONCURRENT	1000	/* units of a concurrent limit */
 #define RL_MAX_STEPS		100 /* sub-windows of a sliding_window */
 #define RL_MAX_KEY			512 /* bytes of UTF-8 */
 #define RL_MAX_PREFIX		64	/* bytes */
@@ -83,10 +84,11 @@ typedef enum RlAlgorithmId
 	RL_TOKEN_BUCKET,
 	RL_FIXED_WINDOW,
 	RL_SLIDING_WINDOW,
-	RL_SLIDING_LOG
+	RL_SLIDING_LOG,
+	RL_CONCURRENT
 } RlAlgorithmId;
 
-#define RL_ALGORITHMS		(RL_SLIDING_LOG + 1)
+#define RL_ALGORITHMS		(RL_CONCURRENT + 1)
 
 /* The units of a calendar's windows. */
 typedef enum RlCalendar
@@ -107,7 +109,7 @@ typedef struct RlLimit
 	RlAlgorithmId algorithm;
 	bool		from_first;
 	bool		count_denied;
-	bool		refund_on_abort;
+	bool		refund_on_abort;	/* also of a concurrent limit */
 	bool		shadow;			/* decides, but never refuses */
 	int64		capacity;		/* the most quota that is ever free */
 	int64		count;			/* quota per period: GCRA's rate, the refill */
@@ -150,6 +152,7 @@ typedef struct RlLimits
 	int			n;				/* 0 unless RL_LISTED */
 	bool		refunds;		/* one of them has refund_on_abort */
 	bool		timed;			/* charges may be refunded, which needs their time */
+	bool		concurrent;		/* one of them is: refusals are not cached */
 	uint64		hash;			/* of the canonical text's meaning */
 	RlLimit		limit[RL_MAX_LIMITS];
 } RlLimits;

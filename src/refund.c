@@ -83,16 +83,35 @@ end_grant(RlGrant *grant)
 	rl_grant_drop(grant);
 }
 
-/* Logs n charges that could not be refunded: held charges, or those of aborted transactions. */
+/* Why grants are refunded, for the log. */
+typedef enum Cause
+{
+	OF_ABORT,
+	OF_ACTION,					/* a held charge */
+	OF_CONCURRENT,
+	CAUSES
+} Cause;
+
+static Cause
+cause_of(const RlGrant *grant)
+{
+	if (grant->id.level == RL_HELD)
+		return OF_ACTION;
+	return rl_algorithm(&grant->limit)->until_end ? OF_CONCURRENT : OF_ABORT;
+}
+
+/* Logs n charges that could not be refunded. */
 static void
-log_lost(int n, bool held, const RlError *why)
+log_lost(int n, Cause cause, const RlError *why)
 {
 	if (n > 0)
 		ereport(LOG_SERVER_ONLY,
 				(errcode(why->sqlstate),
-				 held ? errmsg("could not refund %d rate-limit charges of a refused or failed action", n) :
-				 errmsg("could not refund %d rate-limit charges of an aborted transaction", n),
-				 errdetail_internal("%s", why->message)));
+				 cause == OF_ACTION ? errmsg("could not refund %d rate-limit charges of a refused or failed action", n) :
+				 cause == OF_ABORT ? errmsg("could not refund %d rate-limit charges of an aborted transaction", n) :
+				 errmsg("could not refund %d charges of concurrent rate limits", n),
+				 errdetail_internal("%s", why->message),
+				 cause == OF_CONCURRENT ? errhint("Their units become free when the period of their limit has passed.") : 0));
 }
 
 /*
@@ -102,7 +121,7 @@ log_lost(int n, bool held, const RlError *why)
 static void
 settle(bool all, const RlError *error)
 {
-	int			n[2][RL_REFUND_FAILED + 1] = {{0}};
+	int			n[CAUSES][RL_REFUND_FAILED + 1] = {{0}};
 	dlist_mutable_iter iter;
 
 	dlist_foreach_modify(iter, &rl_refunds)
@@ -113,15 +132,15 @@ settle(bool all, const RlError *error)
 		grant->call = NULL;
 		if (outcome == RL_REFUND_UNSENT && !all)
 			continue;
-		n[grant->id.level == RL_HELD][outcome]++;
+		n[cause_of(grant)][outcome]++;
 		end_grant(grant);
 	}
 	unsettled = false;
-	for (int held = 0; held <= 1; held++)
+	for (Cause cause = 0; cause < CAUSES; cause++)
 	{
-		log_lost(n[held][RL_REFUND_FAILED], held, &error_reply);
-		log_lost(n[held][RL_REFUND_SENT], held, error);
-		log_lost(n[held][RL_REFUND_UNSENT], held, error);
+		log_lost(n[cause][RL_REFUND_FAILED], cause, &error_reply);
+		log_lost(n[cause][RL_REFUND_SENT], cause, error);
+		log_lost(n[cause][RL_REFUND_UNSENT], cause, error);
 	}
 }
 
@@ -149,7 +168,7 @@ static int
 prepare_calls(void)
 {
 	uint64		server = rl_refund_server();
-	int			elsewhere = 0;
+	int			elsewhere[CAUSES] = {0};
 	int			n = 0;
 	RlRefund   *refund = refunds;
 	RlRefundCall *call = NULL;
@@ -165,7 +184,7 @@ prepare_calls(void)
 			rl_local_refund_charge(grant->key_hash, &grant->limit, &grant->charge);
 		if (grant->id.local || grant->id.server != server)
 		{
-			elsewhere += !grant->id.local;
+			elsewhere[cause_of(grant)] += !grant->id.local;
 			end_grant(grant);
 			continue;
 		}
@@ -181,7 +200,8 @@ prepare_calls(void)
 		grant->call = call;
 	}
 	rl_error_set(&error, ERRCODE_STORE_FAILED, "ratelimit.redis_url was changed meanwhile");
-	log_lost(elsewhere, false, &error);
+	for (Cause cause = 0; cause < CAUSES; cause++)
+		log_lost(elsewhere[cause], cause, &error);
 	return n;
 }
 

@@ -36,6 +36,7 @@ typedef struct RlGrant
 	RlGrantId	id;
 	RlLimit		limit;
 	RlCharge	charge;
+	int64		asked;			/* monotonic time before the first charge */
 	RlKeyHash	key_hash;		/* only with shared memory */
 	int64		quota;			/* of the action, if held */
 	bool		refused;		/* the refund counts this quota as refused */

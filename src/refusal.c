@@ -75,6 +75,7 @@ rl_raise_refused(const RlAction *action, const RlAnswer *answer, const char *als
 	const RlDecision *decision = &answer->decision;
 	const char *policy = action->origin != NULL ? action->origin->trigger : DEFAULT_POLICY;
 	RlReport	report = {.sqlstate = ERRCODE_RATE_LIMITED,.origin = action->origin};
+	int64		wait;
 
 	if (decision->source == RL_FAIL_CLOSED)
 		rl_raise_for(answer->error, action->origin);
@@ -105,8 +106,9 @@ rl_raise_refused(const RlAction *action, const RlAnswer *answer, const char *als
 							(long long) decision->remaining, (long long) decision->capacity,
 							(long long) action->quota), also);
 	}
-	if (report.sqlstate == ERRCODE_RATE_LIMITED)
-		report.hint = rl_retry_hint(decision->retry_after);
+	wait = rl_told_wait(action->limits, answer->binding, decision);
+	if (report.sqlstate == ERRCODE_RATE_LIMITED && wait != RL_NEVER)
+		report.hint = rl_retry_hint(wait);
 	if (report.sqlstate != ERRCODE_ACTION_TOO_LARGE)
 		report.domain = rl_refusal_mark(&action->key);
 	if (!rl_policy_name_is_valid(policy))

@@ -30,7 +30,7 @@ rl_check_keys(const RlAction *actions, int n)
 	if (sliding > RL_MAX_SLIDING)
 		ereport(ERROR,
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("the keys of an action must not have more than %d limits of sliding_window and sliding_log",
+				 errmsg("the keys of an action must not have more than %d limits of sliding_window, sliding_log and concurrent",
 						RL_MAX_SLIDING),
 				 errdetail("They have %d.", sliding)));
 	for (int i = 1; i < n; i++)

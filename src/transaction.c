@@ -1,12 +1,16 @@
 /*
  * transaction.c
- *		The grants of a transaction under limits with refund_on_abort, by
- *		levels of subtransactions.
+ *		The grants of a transaction under limits with refund_on_abort and under
+ *		concurrent limits, by levels of subtransactions.
  *
  * When a subtransaction commits its grants become the parent's.  When it aborts
  * they are queued, and the queue is sent ahead of the next command, or when the
  * transaction ends: in callbacks, which must not throw, and in which there may be
  * no memory.  A prepared transaction counts as committed.
+ *
+ * The grants of concurrent limits are refunded also when the transaction commits: after
+ * that, so that no unit is free before, and while the transaction still has its locks.
+ * A lost connection cannot be opened then, so this is done before the commit.
  *
  * rl_refund first refunds the transaction's own grants, and rl_reset deletes
  * the grants of the states that it resets: no rollback refunds these again.
@@ -36,6 +40,14 @@ static HTAB *entries = NULL;	/* the grants that others can be merged into */
 static dlist_head grants = DLIST_STATIC_INIT(grants);	/* by level */
 static int	ngrants = 0;		/* in this list and in the queue */
 static bool overflowed = false;
+
+/* Those whose units became free before they ended; the first, for the log. */
+static int	noutlived = 0;
+static RlLimit outlived_limit;
+static char outlived_key[RL_MAX_REDIS_KEY + 1];
+
+/* The time before the store was asked, on the monotonic clock. */
+static int64 asked;
 
 /*
  * Levels and the queue
@@ -91,10 +103,49 @@ change_level(RlGrant *grant, int level)
 	return false;
 }
 
+/* Returns true if the grant's units may have become free because its period has passed. */
+static bool
+is_outlived(const RlGrant *grant)
+{
+	return rl_algorithm(&grant->limit)->until_end &&
+		rl_monotonic_now() - grant->asked >= grant->limit.period;
+}
+
+/* Counts a grant that is outlived, for the log.  Does not throw. */
+static void
+note_outlived(const RlGrant *grant)
+{
+	if (!is_outlived(grant) || noutlived++ > 0)
+		return;
+	outlived_limit = grant->limit;
+	for (int i = 0; i < grant->redis_key_len; i++)
+	{
+		char		c = grant->redis_key[i];
+
+		outlived_key[i] = c >= ' ' && c <= '~' ? c : '?';
+	}
+	outlived_key[grant->redis_key_len] = '\0';
+}
+
+/* Logs at the end of the transaction that grants were outlived.  Does not throw. */
+static void
+log_outlived(void)
+{
+	if (noutlived > 0)
+		ereport(LOG_SERVER_ONLY,
+				(errmsg("a transaction has lasted longer than the period of its rate limit \"%s %lld/%gs\"",
+						rl_algorithm(&outlived_limit)->name, (long long) outlived_limit.count,
+						(double) outlived_limit.period / RL_SECOND),
+				 errdetail("Others could take its units before it ended. The key in the store is \"%s\". Charges of this transaction that ended so: %d.",
+						   outlived_key, noutlived)));
+	noutlived = 0;
+}
+
 /* Puts a grant in the queue. */
 static void
 enqueue(RlGrant *grant)
 {
+	note_outlived(grant);
 	rl_refund_settle();
 	if (!change_level(grant, RL_QUEUED))
 		return;
@@ -128,20 +179,66 @@ subtransaction_ends(SubXactEvent event, SubTransactionId mine pg_attribute_unuse
 	}
 }
 
+/*
+ * Connects the servers that have grants which a commit refunds, if a connection is lost.
+ * If that fails the refund fails too, and the commit does not.  Throws at a cancel.
+ */
+static void
+connect_before_commit(void)
+{
+	MemoryContext old = CurrentMemoryContext;
+	uint64		server = rl_refund_server();
+	dlist_iter	iter;
+
+	PG_TRY();
+	{
+		dlist_foreach(iter, &grants)
+		{
+			const RlGrant *grant = dlist_container(RlGrant, node, iter.cur);
+			RlError		error;
+
+			if (!rl_algorithm(&grant->limit)->until_end || grant->id.local || grant->id.server != server)
+				continue;
+			if (!rl_redis_connect(grant->redis_key, grant->redis_key_len, &error) || !rl_redis_is_cluster())
+				break;
+		}
+	}
+	PG_CATCH();
+	{
+		if (geterrcode() == ERRCODE_QUERY_CANCELED)
+			PG_RE_THROW();
+		MemoryContextSwitchTo(old);
+		FlushErrorState();
+	}
+	PG_END_TRY();
+}
+
 static void
 transaction_ends(XactEvent event, void *arg pg_attribute_unused())
 {
+	bool		aborts = event == XACT_EVENT_ABORT || event == XACT_EVENT_PARALLEL_ABORT;
+	dlist_node *previous;
 	RlError		error;
 
-	if (context == NULL || event == XACT_EVENT_PRE_COMMIT ||
-		event == XACT_EVENT_PARALLEL_PRE_COMMIT || event == XACT_EVENT_PRE_PREPARE)
+	if (context == NULL || event == XACT_EVENT_PARALLEL_PRE_COMMIT)
 		return;
+	if (event == XACT_EVENT_PRE_COMMIT || event == XACT_EVENT_PRE_PREPARE)
+	{
+		connect_before_commit();
+		return;
+	}
 	/* The newest first, which are nearest to the end of a log. */
-	if (event == XACT_EVENT_ABORT || event == XACT_EVENT_PARALLEL_ABORT)
-		while (!dlist_is_empty(&grants))
-			enqueue(dlist_tail_element(RlGrant, node, &grants));
+	for (dlist_node *node = grants.head.prev; node && node != &grants.head; node = previous)
+	{
+		RlGrant    *grant = dlist_container(RlGrant, node, node);
+
+		previous = node->prev;
+		if (aborts || rl_algorithm(&grant->limit)->until_end)
+			enqueue(grant);
+	}
 	if (!dlist_is_empty(&rl_refunds))
 		rl_refund_queue(true, NULL, &error);
+	log_outlived();
 	rl_refund_release();
 	dlist_init(&grants);
 	dlist_init(&rl_refunds);
@@ -157,8 +254,8 @@ transaction_ends(XactEvent event, void *arg pg_attribute_unused())
 
 /*
  * Allocates the memory that the end of the transaction needs; to be called
- * before limits that have refund_on_abort are asked.  Throws if there is no
- * memory.
+ * before limits that have refund_on_abort or are concurrent are asked.  Throws if
+ * there is no memory.
  */
 void
 rl_grants_prepare(void)
@@ -167,6 +264,7 @@ rl_grants_prepare(void)
 	HASHCTL		ctl = {.keysize = sizeof(RlGrantId),.entrysize = sizeof(GrantEntry)};
 	MemoryContext new;
 
+	asked = rl_monotonic_now();
 	if (context != NULL)
 		return;
 	rl_redis_reserve_refunds();
@@ -216,6 +314,7 @@ make_grant(const RlGrantId *id, const RlKey *key, const char *redis_key, int len
 	grant->id = *id;
 	grant->limit = *limit;
 	grant->charge = charge;
+	grant->asked = asked;
 	if (rl_shared_available())
 		grant->key_hash = rl_key_hash(key);
 	grant->redis_key_len = len;
@@ -401,6 +500,31 @@ is_of_key(const RlGrant *grant, const RlGrantId *key)
 		id->redis_key[1] == key->redis_key[1] && id->local == key->local;
 }
 
+/*
+ * Returns how many units of a concurrent limit this transaction holds of the key.  Those
+ * whose refund is queued do not count.
+ */
+int64
+rl_grants_held(const RlKey *key, const RlLimit *limit, bool local)
+{
+	RlGrantId	searched;
+	char		redis_key[RL_MAX_REDIS_KEY];
+	dlist_iter	iter;
+	int64		held = 0;
+
+	if (context == NULL || dlist_is_empty(&grants))
+		return 0;
+	set_key(&searched, key, local, redis_key);
+	dlist_foreach(iter, &grants)
+	{
+		const RlGrant *grant = dlist_container(RlGrant, node, iter.cur);
+
+		if (is_of_key(grant, &searched) && rl_same_state(&grant->limit, limit) && !is_outlived(grant))
+			held += grant->charge.amount;
+	}
+	return held;
+}
+
 /* Puts a part of a grant in the queue. */
 static void
 enqueue_part(const RlGrant *grant, int64 amount)
@@ -408,6 +532,7 @@ enqueue_part(const RlGrant *grant, int64 amount)
 	Size		size = offsetof(RlGrant, redis_key) + grant->redis_key_len;
 	RlGrant    *part = MemoryContextAlloc(context, size);
 
+	note_outlived(grant);
 	rl_refund_settle();
 	if (!rl_refund_reserve(ngrants + 1))
 		ereport(ERROR, (errcode(ERRCODE_OUT_OF_MEMORY), errmsg("out of memory")));

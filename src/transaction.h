@@ -1,6 +1,7 @@
 /*
  * transaction.h
- *		The grants of a transaction under limits with refund_on_abort.
+ *		The grants of a transaction under limits with refund_on_abort, and under
+ *		concurrent limits.
  */
 #ifndef TRANSACTION_H
 #define TRANSACTION_H
@@ -11,6 +12,7 @@ extern void rl_grants_prepare(void);
 extern void rl_grants_note(const RlKey *key, const RlLimits *limits, int64 quota,
 						   const RlDecision *decisions, int64 at, bool local);
 extern int64 rl_grants_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local);
+extern int64 rl_grants_held(const RlKey *key, const RlLimit *limit, bool local);
 extern void rl_grants_forget(const RlKey *key, const RlLimits *limits, bool local);
 extern void rl_holds_prepare(int n);
 extern bool rl_hold(const RlAction *action, const RlDecision *decisions, int64 at);

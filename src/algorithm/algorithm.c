@@ -20,7 +20,8 @@ const RlAlgorithm *const rl_algorithms[RL_ALGORITHMS] = {
 	[RL_TOKEN_BUCKET] = &rl_algorithm_token_bucket,
 	[RL_FIXED_WINDOW] = &rl_algorithm_fixed_window,
 	[RL_SLIDING_WINDOW] = &rl_algorithm_sliding_window,
-	[RL_SLIDING_LOG] = &rl_algorithm_sliding_log
+	[RL_SLIDING_LOG] = &rl_algorithm_sliding_log,
+	[RL_CONCURRENT] = &rl_algorithm_concurrent
 };
 
 /*
@@ -140,6 +141,21 @@ rl_longer_wait(int64 a, int64 b)
 	if (b == RL_NEVER)
 		return false;
 	return a == RL_NEVER || a > b;
+}
+
+/*
+ * Returns the wait that a refused client is told, or RL_NEVER for none.  The wait of a
+ * concurrent limit is an upper bound, so it is not told; that of a ban is.
+ */
+int64
+rl_told_wait(const RlLimits *limits, int binding, const RlDecision *decision)
+{
+	if (decision->allowed || limits->kind != RL_LISTED ||
+		!rl_algorithm(&limits->limit[binding])->until_end)
+		return decision->retry_after;
+	if (decision->source != RL_FROM_BAN)
+		return RL_NEVER;
+	return decision->ban_left > 0 ? decision->ban_left : decision->retry_after;
 }
 
 static bool

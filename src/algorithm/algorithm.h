@@ -98,6 +98,7 @@ typedef struct RlAlgorithm
 	bool		has_from_first;
 	bool		has_calendar;
 	bool		has_count_denied;
+	bool		until_end;		/* a charge is refunded when its transaction ends, also when it commits */
 
 	/*
 	 * Checks the numbers and derives the rest.  Returns false with the error set.
@@ -197,6 +198,7 @@ extern const RlAlgorithm rl_algorithm_token_bucket;
 extern const RlAlgorithm rl_algorithm_fixed_window;
 extern const RlAlgorithm rl_algorithm_sliding_window;
 extern const RlAlgorithm rl_algorithm_sliding_log;
+extern const RlAlgorithm rl_algorithm_concurrent;
 
 extern const RlAlgorithm *const rl_algorithms[RL_ALGORITHMS];
 
@@ -218,6 +220,7 @@ rl_allow_in_shadow(RlDecision *decision)
 
 extern RlDecision rl_unasked_decision(const RlLimits *limits);
 extern bool rl_longer_wait(int64 a, int64 b);
+extern int64 rl_told_wait(const RlLimits *limits, int binding, const RlDecision *decision);
 extern RlDecision rl_combine(const RlLimits *limits, const RlDecision *decisions, int *binding);
 extern void rl_apply_ban(const RlLimits *limits, RlDecision *decisions, int64 left, bool in_force);
 

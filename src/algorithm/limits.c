@@ -377,6 +377,7 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 	}
 	else if (take_word(scan, "refund_on_abort"))
 	{
+		applies = !algorithm->until_end;
 		again = limit->refund_on_abort;
 		limit->refund_on_abort = true;
 	}
@@ -537,7 +538,7 @@ append_limit(StringInfo text, const RlLimit *limit)
 	}
 	if (limit->shadow)
 		appendStringInfoString(text, " shadow");
-	if (limit->refund_on_abort)
+	if (limit->refund_on_abort && !rl_algorithm(limit)->until_end)
 		appendStringInfoString(text, " refund_on_abort");
 }
 
@@ -584,13 +585,16 @@ rl_limits_same(const RlLimits *a, const RlLimits *b)
 	return a->kind == b->kind && a->n == b->n && memcmp(a->limit, b->limit, a->n * sizeof(RlLimit)) == 0;
 }
 
-/* Sets refunds, timed and hash from the limits, which are complete. */
+/* Sets refunds, timed, concurrent and hash from the limits, which are complete. */
 void
 rl_limits_complete(RlLimits *limits)
 {
-	limits->refunds = false;
+	limits->refunds = limits->concurrent = false;
 	for (int i = 0; i < limits->n; i++)
+	{
 		limits->refunds |= limits->limit[i].refund_on_abort;
+		limits->concurrent |= rl_algorithm(&limits->limit[i])->until_end;
+	}
 	limits->timed = limits->refunds;
 	limits->hash = hash_bytes_extended((const unsigned char *) limits->limit,
 									   limits->n * sizeof(RlLimit), limits->kind);

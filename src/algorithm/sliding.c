@@ -1,6 +1,7 @@
 /*
  * sliding.c
- *		sliding_window and sliding_log: entries, each with its time and its units.
+ *		sliding_window, sliding_log and concurrent: entries, each with its time and
+ *		its units.
  *
  * The time of an entry of a sliding_window is the number of a sub-window.
  * Sub-window k counts while (k + 1) * step > now - period.
@@ -32,6 +33,14 @@ complete(RlLimit *limit, const char *count_name pg_attribute_unused(), RlError *
 	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
 				 "step must divide the period into at most %d equal parts", RL_MAX_STEPS);
 	return false;
+}
+
+static bool
+complete_concurrent(RlLimit *limit, const char *count_name pg_attribute_unused(),
+					RlError *error pg_attribute_unused())
+{
+	limit->refund_on_abort = true;
+	return true;
 }
 
 /*
@@ -168,9 +177,9 @@ numbers(const RlLimit *limit, int64 quota pg_attribute_unused(), int64 *numbers)
 	return 2;
 }
 
-/* The members that both rows have */
+/* The members that all rows have */
 #define SLIDES \
-	RL_COUNTS_UNITS, .end = rl_units_end, .has_count_denied = true, .load = load, .refund_charge = refund_charge, \
+	RL_COUNTS_UNITS, .end = rl_units_end, .load = load, .refund_charge = refund_charge, \
 	.chunks_wanted = chunks_wanted, .charge = charge, .numbers = numbers, \
 	.next_free = next_free, .keep = keep, .skip = skip
 
@@ -179,6 +188,7 @@ const RlAlgorithm rl_algorithm_sliding_window = {
 	SLIDES,
 	.most = RL_MAX_COUNT,
 	.has_step = true,
+	.has_count_denied = true,
 	.complete = complete
 };
 
@@ -186,5 +196,15 @@ const RlAlgorithm rl_algorithm_sliding_log = {
 	.name = "sliding_log",
 	SLIDES,
 	.most = RL_MAX_LOG,
+	.has_count_denied = true,
+	.has_logs = true
+};
+
+const RlAlgorithm rl_algorithm_concurrent = {
+	.name = "concurrent",
+	SLIDES,
+	.most = RL_MAX_CONCURRENT,
+	.until_end = true,
+	.complete = complete_concurrent,
 	.has_logs = true
 };

@@ -267,3 +267,20 @@ rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *e
 		command->usage->us += rl_monotonic_now() - start;
 	return answered && rl_redis_check_reply(reply, error);
 }
+
+/*
+ * Connects the server that is asked about the key with this name in Redis, if there is
+ * no connection.  Returns false with the error set if that fails.  Raises an error if a
+ * setting is wrong, or at an interrupt.
+ */
+bool
+rl_redis_connect(const char *redis_key, int len, RlError *error)
+{
+	RlRoute		route;
+	bool		connected;
+
+	rl_route_begin(&route, redis_key, len);
+	connected = rl_route_connect(&route, error);
+	rl_breakers_release();
+	return connected;
+}

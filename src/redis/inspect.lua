@@ -61,7 +61,7 @@ end
 local states, known = {}, {}
 for _, field in ipairs(redis.call('HKEYS', hash)) do
   -- Skip chunks and indexes of logs, which are most fields of a long log.
-  if not string.find(field, '^sliding_log:%d+:.*[%ds]$') then
+  if not (string.find(field, '^sliding_log:%d+:.*[%ds]$') or string.find(field, '^concurrent:%d+:.*[%ds]$')) then
     local state = string.match(field, '^(.*):denied$') or field
     if not known[state] and (state == 'ban' or limit_of(string.match(state, '^(.*):refused$') or state)) then
       known[state] = true

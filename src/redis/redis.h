@@ -51,6 +51,7 @@ extern bool rl_redis_bans(RlKeptFound found, void *arg, RlError *error);
 extern bool rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlError *error);
 
 /* command.c */
+extern bool rl_redis_connect(const char *redis_key, int len, RlError *error);
 extern bool rl_redis_is_cluster(void);
 extern const char *rl_redis_server(bool *connected, const char **breaker, int64 *breaker_left);
 

@@ -19,6 +19,10 @@
 #include "sql/arguments.h"
 #include "transaction.h"
 
+/* Between two tries of rl_wait for a concurrent limit */
+#define FIRST_PAUSE			(RL_SECOND / 1000)
+#define LONGEST_PAUSE		(RL_SECOND / 10)
+
 /*
  * Returns the limits that consist of one limit, whose algorithm, capacity, count,
  * period and step are set.  They last until the next call.  Raises an error if the
@@ -170,39 +174,87 @@ max_wait_argument(FunctionCallInfo fcinfo, int n)
 	return (int64) rint(Min(seconds * RL_SECOND, (double) RL_MAX_SPAN));
 }
 
+/*
+ * Returns how long rl_wait sleeps before it tries a refused action again, or RL_NEVER if
+ * no wait of this length helps.  A unit of a concurrent limit may become free at any time, so
+ * rl_wait then sleeps for the pause, at least.  No unit becomes free while it waits for units
+ * of its own transaction.
+ */
+static int64
+next_try(const RlAction *action, const RlAnswer *answer, int64 pause, int64 left)
+{
+	const RlLimits *limits = action->limits;
+	int64		wait = answer->decision.ban_left;
+	bool		held = false;
+
+	if (!limits->concurrent || answer->decision.retry_after == RL_NEVER)
+		return rl_longer_wait(answer->decision.retry_after, left) ? RL_NEVER : answer->decision.retry_after;
+	for (int i = 0; i < limits->n; i++)
+	{
+		const RlLimit *limit = &limits->limit[i];
+		const RlDecision *d = &answer->each[i];
+
+		if (limit->shadow)
+			continue;
+		if (!rl_algorithm(limit)->until_end)
+			wait = Max(wait, d->retry_after);
+		else if (d->retry_after > answer->decision.ban_left)
+		{
+			if (rl_grants_held(&action->key, limit, answer->local) > limit->capacity - action->quota)
+				return RL_NEVER;
+			held = true;
+			pause = Min(pause, d->retry_after);
+		}
+	}
+	if (wait > left || left == 0)
+		return RL_NEVER;
+	return held ? Max(wait, Min(pause, left)) : wait;
+}
+
+/* Sleeps.  If an interrupt ends it, counts the wait. */
+static void
+sleep_before_try(const RlAction *action, const RlAnswer *answer, int64 wait)
+{
+	PG_TRY();
+	{
+		rl_sleep_until(rl_monotonic_now() + wait, PG_WAIT_EXTENSION);
+	}
+	PG_CATCH();
+	{
+		rl_count_wait(action, answer, true);
+		PG_RE_THROW();
+	}
+	PG_END_TRY();
+}
+
 PG_FUNCTION_INFO_V1(rl_wait);
 Datum
 rl_wait(PG_FUNCTION_ARGS)
 {
 	RlAction	action = action_arguments(fcinfo, RL_TRY);
 	int64		left = max_wait_argument(fcinfo, 3);
-	RlAnswer	answer = {0};
+	int64		pause = FIRST_PAUSE;
+	RlDecision	each[RL_MAX_LIMITS];
+	RlAnswer	answer = {.each = action.limits->concurrent ? each : NULL};
 
 	/* No quota is taken before its turn, so another caller may take it first. */
 	for (;;)
 	{
 		int64		start = rl_monotonic_now();
+		int64		wait;
 
 		rl_decide(&action, &answer);
 		if (answer.decision.allowed)
 			break;
-		if (answer.decision.retry_after == RL_NEVER || answer.decision.retry_after > left ||
-			rl_debug_now[0] != '\0')
+		wait = next_try(&action, &answer, pause, left);
+		if (wait == RL_NEVER || rl_debug_now[0] != '\0')
 		{
 			rl_count_wait(&action, &answer, false);
 			break;
 		}
-		PG_TRY();
-		{
-			rl_sleep_until(rl_monotonic_now() + answer.decision.retry_after, PG_WAIT_EXTENSION);
-		}
-		PG_CATCH();
-		{
-			rl_count_wait(&action, &answer, true);
-			PG_RE_THROW();
-		}
-		PG_END_TRY();
-		left -= rl_monotonic_now() - start;
+		sleep_before_try(&action, &answer, wait);
+		left = Max(left - (rl_monotonic_now() - start), 0);
+		pause = Min(2 * pause, LONGEST_PAUSE);
 	}
 	return rl_decision_row(fcinfo, &answer.decision);
 }

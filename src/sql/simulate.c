@@ -43,12 +43,17 @@ argument(WindowObject window, int n, const char *name)
 }
 
 /*
- * Sets the partition's limits at its first row.  Raises an error if a later row
- * has other limits.
+ * Sets the partition's limits at its first row.  Raises an error if a limit is
+ * concurrent, or if a later row has other limits.
  */
 static void
 set_limits(Partition *partition, const RlLimits *limits)
 {
+	if (limits->concurrent)
+		ereport(ERROR,
+				(errcode(ERRCODE_FEATURE_NOT_SUPPORTED),
+				 errmsg("rl_simulate does not support limits that are concurrent"),
+				 errdetail("They depend on the end of each transaction, which a row does not show.")));
 	if (!rl_limits_given(&partition->limits))
 	{
 		partition->limits = *limits;

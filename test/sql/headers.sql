@@ -24,7 +24,10 @@ FROM (VALUES
 	(18, 'rounded up', 'api', '5/10s', decision(false, 5, 0, 1.0000004, 10, 'redis')),
 	(19, 'a shadow limit', 'api', '5/10s, 3/10s shadow, 9/1min', decision(true, 9, 4, NULL, 30, 'redis')),
 	(20, 'of the size of a shadow limit', 'api', '5/10s shadow, sliding_log 5/1d', decision(false, 5, 0, 8, 10, 'redis')),
-	(21, 'only shadow limits', 'api', '5/10s shadow, sliding_log 3/10s shadow', decision(true, 3, 0, NULL, 10, 'shadow'))
+	(21, 'only shadow limits', 'api', '5/10s shadow, sliding_log 3/10s shadow', decision(true, 3, 0, NULL, 10, 'shadow')),
+	(22, 'concurrent', 'api', 'concurrent 3/1h', decision(false, 3, 0, 3000, 3600, 'redis')),
+	(23, 'another limit binds', 'api', 'concurrent 3/1h, 5/1min', decision(false, 5, 0, 10, 60, 'redis')),
+	(24, 'concurrent, banned', 'api', 'concurrent 3/1h', decision(false, 3, 0, 60, 3600, 'ban'))
 ) v (id, what, name, limits, d),
 LATERAL (SELECT jsonb_object_agg(e.key, e.value) FROM jsonb_array_elements(rl_headers(name, limits, d)) a, LATERAL jsonb_each(a) e) h (header)
 ORDER BY id;

@@ -123,3 +123,10 @@ SELECT k.key, b.ends FROM (VALUES ('brought:1'), ('brought:3')) k (key) LEFT JOI
 SELECT count(*) FROM generate_series(1, 3), LATERAL rl_bans('brought:%');
 SELECT rl_unban(key) FROM rl_bans('%') WHERE key !~ '\\x';
 SELECT left(key, 20) FROM bans('%');
+-- Units that a transaction holds, in chunks too.
+BEGIN;
+SELECT count(*) FILTER (WHERE rl_allow('held', 'concurrent 1000/1h, concurrent 5/2h ban 1h after 9', n % 2)) FROM generate_series(1, 9) n;
+SELECT count(*) FILTER (WHERE rl_allow('held', 'concurrent 1000/1h')) FROM generate_series(1, 400), LATERAL at(generate_series * 0.001);
+SELECT state, used FROM rl_inspect('held') ORDER BY state COLLATE "C";
+COMMIT;
+SELECT state, used FROM rl_inspect('held') ORDER BY state COLLATE "C";

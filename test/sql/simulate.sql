@@ -36,7 +36,7 @@ SELECT failure(q) FROM (VALUES
 	($$SELECT rl_simulate('1/1s', 'infinity') OVER ()$$), ($$SELECT rl_simulate('1/1s', '-infinity') OVER ()$$), ($$SELECT rl_simulate('1/1s', '1969-12-31') OVER ()$$),
 	($$SELECT rl_simulate('1/1s', '2100-01-01') OVER ()$$), ($$SELECT rl_simulate('1/1s', now(), -1) OVER ()$$),
 	($$SELECT rl_simulate('1/1s', at) OVER (ORDER BY at DESC) FROM past$$), ($$SELECT rl_simulate(((extract(second FROM at) + 1)::int || '/1s')::rl_limits, at) OVER (ORDER BY at) FROM past$$),
-	($$SELECT rl_simulate('1/1s', now())$$)
+	($$SELECT rl_simulate('1/1s', now())$$), ($$SELECT rl_simulate('1/1s, concurrent 3/1h', now()) OVER ()$$)
 ) v (q);
 -- The first time and the last.
 SELECT at, (rl_simulate('1/1s', at) OVER (ORDER BY at)).allowed FROM (VALUES (to_timestamp(0)), (to_timestamp(4000000000))) t (at);

@@ -33,7 +33,8 @@ INSERT INTO written (w) VALUES
 	('1/3650d'),
 	('1000000000000000/1000000s burst 1000000'),
 	('5/min'), ('100/hour'), ('2/second'), ('3 / 2 Days burst 4'), ('1/0.5minutes'), ('sliding_window 60/minute step second'), ('5/10s ban hours after 3'),
-	('1/1s,2/2s,3/3s,4/4s,5/5s,6/6s,7/7s,8/8s');
+	('1/1s,2/2s,3/3s,4/4s,5/5s,6/6s,7/7s,8/8s'),
+	('Concurrent 3/1h'), ('concurrent 1000/3650d ban 1h after 3, sliding_log 5/1h refund_on_abort');
 SELECT id, w::rl_limits, w::rl_limits::text::rl_limits = w::rl_limits AS same FROM written ORDER BY id;
 DROP TABLE written;
 
@@ -53,7 +54,9 @@ SELECT w, f.* FROM (VALUES
 	(40, '5/0.00000000000000000000000000000001s'), (41, '5/10s ban 11000d after 1'), (42, '5x/10s'),
 	(43, '5/.minute'), (44, '5/minutess'), (45, '5/ ,'), (46, '5/s10'), (47, '5/10s shadow shadow'),
 	(48, '5/10s shadow ban 1h after 3'), (49, '5/10s ban 1h after 3 shadow'), (50, '5/10s shadow, 6/10s shadow'),
-	(51, '5/10s count_denied shadow'), (52, 'shadow'), (53, '5/10s, shadow')
+	(51, '5/10s count_denied shadow'), (52, 'shadow'), (53, '5/10s, shadow'),
+	(71, 'concurrent 3/1h refund_on_abort'), (72, 'concurrent 3/1h count_denied'), (73, 'concurrent 3/1h from_first'),
+	(74, 'concurrent 3/1h burst 5'), (75, 'concurrent 3/1h step 1min'), (76, 'concurrent 3/1h, sliding_log 3/1h, concurrent 4/1h')
 ) v (id, w), LATERAL failure(format('SELECT %L::rl_limits', w)) f ORDER BY id;
 
 -- Numbers out of range.
@@ -62,7 +65,7 @@ SELECT w, f.code, f.message FROM (VALUES
 	(5, '99999999999999999999/10s'), (6, '1/3653d'), (7, 'sliding_log 100001/1d'),
 	(8, '1001/1us'), (9, '1/1d burst 36526'), (10, 'token_bucket 1/1d burst 36526'),
 	(11, 'sliding_window 5/10s step 3s'), (12, 'sliding_window 5/101s step 1s'),
-	(13, 'sliding_window 5/10s step 20s')
+	(13, 'sliding_window 5/10s step 20s'), (14, 'concurrent 1001/1h'), (15, 'concurrent 0/1h')
 ) v (id, w), LATERAL failure(format('SELECT %L::rl_limits', w)) f ORDER BY id;
 -- The extreme numbers that are in range.
 SELECT '1000000000000000/1000000s'::rl_limits;

@@ -25,7 +25,7 @@ my $node = new_node($redis);
 my $engine = c_engine($node);
 redis_engine($node);
 
-my @algorithms = qw(throttle token_bucket fixed_window sliding_window sliding_log);
+my @algorithms = qw(throttle token_bucket fixed_window sliding_window sliding_log concurrent);
 my %count = map { $_ => 0 } @algorithms;
 
 #
@@ -206,7 +206,7 @@ sub complete
 	  : chance(8)  ? 'allow'
 	  : chance(8)  ? 'wait'
 	  : $open ? pick(qw(check each))
-	  : @limits == 1 && $limits[0]{plain} ? pick(qw(check one one each))
+	  : @limits == 1 && $limits[0]{plain} && $limits[0]{algorithm} ne 'concurrent' ? pick(qw(check one one each))
 	  :              pick(qw(check each));
 	@$step{qw(key now)} = @$h{qw(key now)};
 	my $form = $step->{form};
@@ -217,18 +217,24 @@ sub complete
 		$h->{open} = 1 + below(15);
 		%$granted = ();
 	}
-	elsif ($open > 1 || ($open == 1 && $form eq 'abort'))
+	elsif ($form eq 'abort')
+	{
+		$h->{open}--;
+		$count{undone}++ if %$granted;
+		%$granted = ();
+	}
+	elsif ($open > 1)
 	{
 		$h->{open}--;
 	}
 	# rl_refund would first refund the charges of this transaction.
-	if ($h->{open} && $form eq 'refund')
+	if ($form eq 'refund')
 	{
 		$step->{limits} = [ grep { !$is_granted->($_) } @limits ];
 		@$step{qw(form limits)} = ('peek', [ $h->{base}[0] ]) unless @{ $step->{limits} };
 	}
 	# Two charges of a throttle or a bucket would be refunded as one.
-	$step->{refunds} = [ map { $_->{algorithm} =~ /throttle|token/ && $is_granted->($_) ? 0 : chance(60) } @limits ]
+	$step->{refunds} = [ map { $_->{algorithm} eq 'concurrent' || $_->{algorithm} =~ /throttle|token/ && $is_granted->($_) ? 0 : chance(60) } @limits ]
 	  if $h->{open} && $form =~ /^(check|each|allow|wait)$/;
 	return;
 }
@@ -241,7 +247,8 @@ sub check_answer
 	my ($allowed, $argument, $claim) = ($answer->[0][0], @$step{qw(argument claim)});
 	my $wrong = contradiction($step, $answer);
 
-	foreach my $i ($allowed && $argument && $step->{refunds} ? grep { $step->{refunds}[$_] } 0 .. $#limits : ())
+	foreach my $i ($allowed && $argument && $step->{form} ne 'peek' ?
+		grep { $limits[$_]{algorithm} eq 'concurrent' || ($step->{refunds} && $step->{refunds}[$_]) } 0 .. $#limits : ())
 	{
 		$h->{granted}{ state_name($h->{key}, $limits[$i]) } = 1;
 		$count{granted}++;
@@ -290,7 +297,6 @@ sub history
 		push @expected, $answer;
 		$count{ $step->{form} }++;
 		check_answer($h, $step, $answer) if $answer;
-		$count{undone}++ if $step->{form} eq 'abort' && %{ $h->{granted} };
 		$count{refund_denied}++ if $step->{form} eq 'refund' && grep { $h->{refused}{ state_name($key, $_) } } @{ $step->{limits} };
 		@$h{qw(last answer)} = ($answer ? $step : undef, $answer);
 	}

@@ -123,7 +123,7 @@ if (store() eq 'redis')
 			for i = 1, #all, 2 do
 				local name, value = all[i], all[i + 1]
 				local sum, last, sum_refused = 0, -1, 0
-				if string.find(name, '^sliding_log:%d+$') or string.find(name, '^sliding_log:%d+:denied$') then
+				if string.find(name, '^sliding_log:%d+$') or string.find(name, '^sliding_log:%d+:denied$') or string.find(name, '^concurrent:%d+$') then
 					local used, records = string.match(value, '^(%d+) (%d+)$')
 					logs = logs + 1
 					if not records or #records % 22 > 0 then wrong = key .. ' has ' .. value end
@@ -185,6 +185,8 @@ foreach my $name (sort keys %history)
 	my @h = @{ $history{$name} };
 	my $l = $h[0]{limit};
 
+	# 046_concurrent checks how many units are held at a time.
+	next if $l->{algorithm} eq 'concurrent';
 	# There a refusal can begin a window, and a refund can end it.
 	next if $l->{from_first} && ($l->{count_denied} || $refunds{$name});
 	# The rollback of a savepoint also sets the clock back, and a promise is only for
@@ -257,7 +259,7 @@ foreach my $look (@looks)
 none(\@wrong, 'a limit without the option refunds nothing');
 
 note join ', ', map { "$_ $count{$_}" } sort keys %count;
-my %least = (beside_refusals => 100, refunded => 300, own => 200, reset => 200, all => 2000, part => 150, nothing => 100,
+my %least = (held => 150, beside_refusals => 100, refunded => 300, own => 200, reset => 200, all => 2000, part => 150, nothing => 100,
 	merged => 1000, queued => 500, caught => 500, failed => 500, released => 300, rolled_back_to => 500, committed => 300,
 	rolled_back => 500, refused => 2000, bans => 50, full => 500, only_by_refund => 150, shadow => 1000, in_shadow => 300, without_option => 500, rolled_back_without_option => 50);
 cmp_ok($count{$_} || 0, '>=', $least{$_} * $programs / 2000, "$_: " . ($count{$_} || 0)) foreach sort keys %least;

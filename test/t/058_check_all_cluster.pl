@@ -183,6 +183,15 @@ $session->ask('BEGIN; ' . call("$rule refund_on_abort", @back) . '; ROLLBACK');
 is($session->ask(used($rule, @back)), '0 0 0', 'a rollback refunds all keys');
 $session->ask('BEGIN; ' . call("$rule refund_on_abort", @back) . '; COMMIT');
 is($session->ask(used($rule, @back)), '1 1 1', 'a commit refunds none');
+
+# Concurrent limits.
+my @held = names(0, 1, 2);
+is($session->ask('BEGIN; ' . call('concurrent 1/1h', @held)), 'true true true', 'a transaction takes a unit of each key');
+is($session->ask(call('concurrent 1/1h', @held[ 0, 1 ])), 'false false', 'which it holds');
+is($session->ask(call('concurrent 2/1h', @held[ 0, 2 ]) . '; ' . used('concurrent 2/1h', @held)), "true true\n2 1 2", 'and more of two keys');
+$_->cli('CLIENT', 'KILL', 'TYPE', 'normal', 'SKIPME', 'yes') foreach $cluster->masters;
+$session->ask('COMMIT');
+is($session->ask(used('concurrent 1/1h', @held)), '0 0 0', 'a commit refunds all of them, although the connections were lost');
 is(lost(), 0, 'nothing was lost');
 
 #

@@ -6,7 +6,7 @@
 # key, now, argument (the quota, or a ban's length), limits, and if some of
 # these have refund_on_abort, refunds: a true value at the index of each.  The
 # key's next step "abort" refunds their charges, unless a step "begin" comes
-# before it.  A step "all" has parts: hashes with key, argument, limits and refunds.
+# before it.  Charges to concurrent limits are refunded by both.  A step "all" has parts: hashes with key, argument, limits and refunds.
 # Steps with one group, such as these, take the place of steps with one key where
 # "begin" and "abort" are concerned.  Durations are in microseconds.
 #
@@ -56,7 +56,7 @@ sub pick { return $_[ rand @_ ]; }
 #
 
 my %algorithm_number = (throttle => 0, token_bucket => 1, fixed_window => 2,
-	sliding_window => 3, sliding_log => 4);
+	sliding_window => 3, sliding_log => 4, concurrent => 5);
 
 # Units of a calendar, as RlCalendar numbers them, with the time that C takes for their period.
 my @calendars = ('', qw(day week month quarter year));
@@ -130,10 +130,12 @@ sub same_tag
 	return join('|', map { $_ || 0 } @$a{@tag}) eq join('|', map { $_ || 0 } @$b{@tag});
 }
 
-# Returns one to eight tags that a list can have, many with the wanted algorithm.
+# Returns one to eight tags that a list can have, many with the wanted algorithm; only
+# then some may be concurrent.
 sub random_tags
 {
 	my ($wanted) = @_;
+	my @algorithms = grep { $wanted || $_ ne 'concurrent' } sort keys %algorithm_number;
 	my $n = chance(62) ? 1 : chance(70) ? 2 : chance(60) ? 3 : 4 + below(5);
 	my $base = pick(@periods);
 	my @tags;
@@ -143,7 +145,7 @@ sub random_tags
 		my $period = @tags == 0 || chance(25) ? $base
 		  : chance(50) ? min($base * (1 + below(20)), MAX_PERIOD)
 		  :              max(1, int($base / (1 + below(20))));
-		my $tag = random_tag($wanted && chance(40) ? $wanted : pick(sort keys %algorithm_number), $period);
+		my $tag = random_tag($wanted && chance(40) ? $wanted : pick(@algorithms), $period);
 
 		push @tags, $tag unless grep { same_tag($_, $tag) } @tags;
 	}
@@ -154,7 +156,7 @@ sub random_tags
 sub random_limit
 {
 	my ($tag, $base) = @_;
-	my $most = $tag->{algorithm} eq 'sliding_log' ? 100_000 : 10**15;
+	my $most = $tag->{algorithm} eq 'sliding_log' ? 100_000 : $tag->{algorithm} eq 'concurrent' ? 1000 : 10**15;
 	my $near = sub { return min($most, max(1, chance(50) ? $_[0] + below(5) - 2 : int($_[0] * (0.3 + rand(1.7))))) };
 
 	while (1)
@@ -283,7 +285,8 @@ sub note_charges
 		my $state = state_name($part->{key}, $part->{limits}[$i]);
 		my $take = ++$engine->{takes}{$state};
 
-		push @$grants, [ $part->{limits}[$i], $state, $take, $part->{key} ] if $part->{refunds} && $part->{refunds}[$i];
+		push @$grants, [ $part->{limits}[$i], $state, $take, $part->{key} ]
+		  if $part->{refunds} && $part->{refunds}[$i] || $part->{limits}[$i]{algorithm} eq 'concurrent';
 	}
 	return;
 }
@@ -294,18 +297,30 @@ sub c_step
 	my ($engine, $step) = @_;
 	my $limits = $step->{limits} || [];
 	my $parts = $step->{parts};
-	my $grants = $engine->{grants}{ $step->{group} // $step->{key} } ||= [];
+	my $group = $step->{group} // $step->{key};
+	my $grants = $engine->{grants}{$group} ||= [];
+	my $before = $engine->{now}{$group};
 
+	$engine->{now}{$group} = $step->{now};
 	if ($step->{form} =~ /^(begin|abort)$/)
 	{
-		foreach my $grant ($1 eq 'abort' ? reverse @$grants : ())
+		# The transaction before "begin" commits at the time of its last step.
+		my $now = $1 eq 'abort' ? $step->{now} : $before;
+
+		foreach my $grant (reverse grep { $step->{form} eq 'abort' || $_->[0]{algorithm} eq 'concurrent' } @$grants)
 		{
 			my ($limit, $state, $take, $key) = @$grant;
 
-			c_act($engine, 'undo', { %$step, key => $key }, $engine->{takes}{$state} - $take, $limit);
+			c_act($engine, 'undo', { now => $now, key => $key }, $engine->{takes}{$state} - $take, $limit);
 		}
 		@$grants = ();
 		return undef;
+	}
+	if ($step->{form} eq 'reset')
+	{
+		my %reset = map { state_name($step->{key}, $_) => 1 } @$limits;
+
+		@$grants = grep { $_->[3] ne $step->{key} || (%reset && !$reset{ $_->[1] }) } @$grants;
 	}
 	my $line = $parts ? c_act($engine, 'all', $step, scalar @$parts, map { {
 				numbers => join ' ', @$_{qw(key argument)}, scalar @{ $_->{limits} }, map { $_->{numbers} } @{ $_->{limits} } } } @$parts)

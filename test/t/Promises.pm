@@ -21,7 +21,7 @@ sub place
 	use integer;
 
 	return $now / $limit->{step} if $limit->{step};
-	return $now if $limit->{algorithm} eq 'sliding_log';
+	return $now if $limit->{algorithm} =~ /^(?:sliding_log|concurrent)$/;
 	return $now - $now % $limit->{period} unless $limit->{from_first};
 	return @entries ? $entries[0][0] : $now;
 }

@@ -1,5 +1,5 @@
 # Random programs of transactions, savepoints, exceptions and functions around
-# limits with refund_on_abort and without.  Each program is SQL, which calls the
+# limits that are concurrent, or have refund_on_abort, or neither.  Each program is SQL, which calls the
 # functions act(), run() and look() of 050_refund_on_abort.pl, and has been carried
 # out in a model that follows docs/triggers.md.
 package RefundPrograms;
@@ -89,7 +89,14 @@ sub commit_level
 {
 	my $level = pop @levels;
 
-	return flush($level->{now}) unless @levels;
+	if (!@levels)
+	{
+		my @held = grep { $_->{limit}{algorithm} eq 'concurrent' } @{ $level->{grants} };
+
+		enqueue($_) foreach reverse @held;
+		$count{held} += @held;
+		return flush($level->{now});
+	}
 	grant($levels[-1], $_) foreach @{ $level->{grants} };
 	push @{ $levels[-1]{events} }, @{ $level->{events} };
 	$levels[-1]{now} = $level->{now};
@@ -127,7 +134,7 @@ my ($id, $clock, $program, @pool, $last) = (0);
 sub random_rule
 {
 	my ($period) = @_;
-	my $algorithm = pick(qw(throttle token_bucket fixed_window sliding_window sliding_log));
+	my $algorithm = pick(qw(throttle token_bucket fixed_window sliding_window sliding_log concurrent));
 	my $capacity = log_uniform(16);
 	my %l = (algorithm => $algorithm, period => $period, capacity => $capacity,
 		count => $algorithm =~ /throttle|token/ ? log_uniform(10) : $capacity);
@@ -155,8 +162,8 @@ sub rule_now
 	}
 	my $l = limit(%l);
 
-	$l->{refunds} = chance($rule->{refunds});
-	$l->{text} .= ' refund_on_abort' if $l->{refunds};
+	$l->{refunds} = $l->{algorithm} eq 'concurrent' || chance($rule->{refunds});
+	$l->{text} .= ' refund_on_abort' if $l->{refunds} && $l->{algorithm} ne 'concurrent';
 	return $l;
 }
 
@@ -245,12 +252,12 @@ sub do_refund
 
 				$left -= $part;
 				$c->{amount} -= $part;
-				push @queue, { %$c, amount => $part } if $part && $l->{algorithm} =~ /^sliding/;
+				push @queue, { %$c, amount => $part } if $part && $l->{algorithm} =~ /^sliding|concurrent/;
 				$count{own}++ if $part;
 			}
 			$level->{grants} = [ grep { $_->{amount} } @{ $level->{grants} } ];
 		}
-		push @left, $l->{algorithm} =~ /^sliding/ ? $left : $total;
+		push @left, $l->{algorithm} =~ /^sliding|concurrent/ ? $left : $total;
 	}
 	flush($a->{now});
 	refund_units($a->{key}, $_, shift @left, $a->{now}) foreach @{ $a->{rules} };

@@ -210,7 +210,7 @@ sub charge_place
 	my ($l, $s, $now) = @_;
 
 	return 0 if $l->{algorithm} eq 'throttle';
-	return $s->{entries}[-1][0] if $l->{algorithm} =~ /window|log/;
+	return $s->{entries}[-1][0] if $l->{algorithm} =~ /window|log|concurrent/;
 	return $s->{start} if $s->{start} <= $now;
 	return $s->{start} - divide_up($s->{start} - $now, $l->{period}) * $l->{period};
 }
@@ -253,7 +253,7 @@ sub change_state
 	my $s = state_at($l, $k->{of}{ $l->{tag} }, $now);
 	my @charged = grep { !$_->[2] } @{ $s->{entries} };
 
-	return unless $l->{algorithm} =~ /window|log/ ? @charged : $s->{used};
+	return unless $l->{algorithm} =~ /window|log|concurrent/ ? @charged : $s->{used};
 	$change->($s, @charged);
 	$s->{tat} = $s->{used} ? $now * 1000 + $s->{used} : undef if $l->{algorithm} eq 'throttle';
 	$k->{of}{ $l->{tag} } = $s;
@@ -271,7 +271,7 @@ sub refund_charge
 	change_state($c->{key}, $l, $now, sub {
 		my ($s, @charged) = @_;
 
-		if ($l->{algorithm} =~ /window|log/)
+		if ($l->{algorithm} =~ /window|log|concurrent/)
 		{
 			$count{beside_refusals}++ if @charged < @{ $s->{entries} };
 			take_away($s, $left, grep { $_->[0] == $c->{place} } @charged);
@@ -292,7 +292,7 @@ sub refund_units
 	change_state($key, $l, $now, sub {
 		my ($s, @charged) = @_;
 
-		return take_away($s, $units, @charged) if $l->{algorithm} =~ /window|log/;
+		return take_away($s, $units, @charged) if $l->{algorithm} =~ /window|log|concurrent/;
 		$s->{used} -= min($units, $s->{used});
 	});
 	return;
