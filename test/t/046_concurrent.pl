@@ -461,7 +461,7 @@ unless ($local)
 
 sub restart_sessions
 {
-	$node->restart;
+	start_node($node, 'restart');
 	($session, @others) = map { session($node) } 0 .. 3;
 	$watcher = $others[2];
 	return;
