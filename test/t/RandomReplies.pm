@@ -388,7 +388,8 @@ sub check_meaning
 
 	return 'wrong' if @numbers < 3 || @numbers != 3 + @$limits + 3 * grep { $_->{algorithm} ne 'throttle' } @$limits;
 	my ($verdict, $brought, $time, @figures) = @numbers;
-	return 'wrong' if grep { $_ < 0 } $brought, $time, @figures;
+	# No time is after the year 9999.
+	return 'wrong' if $time >= 253_402_300_800_000_000 || grep { $_ < 0 } $brought, $time, @figures;
 	my $odd = $verdict < -1 || $brought && ($verdict != -1 || $call->{form} eq 'wait' || !grep { $_->{ban} } @$limits);
 	my $refused = 0;
 	foreach my $limit (@$limits)
