@@ -19,6 +19,8 @@
 #
 # RATELIMIT_CLIENTS_TABLE names a file to which the tables of docs/clients.md are
 # written.  Every user must have the right to write there.
+#
+# Runs alone: it measures how long clients wait.
 use strict;
 use warnings FATAL => 'all';
 

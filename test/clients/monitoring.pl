@@ -8,6 +8,8 @@
 #
 # The run uses the alerts with short durations.  promtool checks the real ones with
 # the series of test/alerts.yml.
+#
+# Runs alone: it measures rates, and alerts depend on them.
 use strict;
 use warnings FATAL => 'all';
 

@@ -1,6 +1,8 @@
 # Redis is suspended, killed and restarted, loses its scripts, or replies with errors:
 # the failure policy answers in time, interrupts work, and no reply reaches another
 # call.
+#
+# Runs alone: it measures how late a call ends after a timeout or a cancel.
 use strict;
 use warnings FATAL => 'all';
 

@@ -1,4 +1,6 @@
 # A decision takes one round trip and at most four system calls.
+#
+# Runs alone: it counts system calls, of which a busy machine causes more.
 use strict;
 use warnings FATAL => 'all';
 

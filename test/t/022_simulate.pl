@@ -3,6 +3,8 @@
 # memory.
 #
 # RATELIMIT_SEED repeats a run.
+#
+# Runs alone: it compares the times of two queries.
 use strict;
 use warnings FATAL => 'all';
 

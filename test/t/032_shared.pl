@@ -1,6 +1,8 @@
 # With shared memory: while Redis is down this server decides by itself and hardly
 # waits, killed backends do not damage the memory, and the statistics equal the
 # outcomes of the calls.
+#
+# Runs alone: it measures how long calls wait while Redis is down.
 use strict;
 use warnings FATAL => 'all';
 

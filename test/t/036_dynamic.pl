@@ -1,6 +1,8 @@
 # From PostgreSQL 17 on, without shared_preload_libraries: the first session that needs
 # shared memory creates it.  All sessions use the same memory, and libraries of two
 # layouts run in one server.
+#
+# Runs alone: it fills /dev/shm, which all servers use.
 use strict;
 use warnings FATAL => 'all';
 

@@ -1,5 +1,7 @@
 # The local store at large sizes: exhausted keys stay refused while logs grow, a store
 # of n keys holds n keys, and no call makes other calls wait for long.
+#
+# Runs alone: it measures processor time, which other work of the processor makes longer.
 use strict;
 use warnings FATAL => 'all';
 

@@ -1,6 +1,8 @@
 # All ends of a transaction, also while Redis fails: quota that it was granted under
 # refund_on_abort is refunded to the store that granted it, or the server's log shows
 # that it was not.  No second error is raised.
+#
+# Runs alone: it measures how long transactions take to end.
 use strict;
 use warnings FATAL => 'all';
 

@@ -1,5 +1,7 @@
 # Many keys in one call: each key is asked for once and answered in order, whatever
 # happens to the script, to Redis and to the connection during the call.
+#
+# Runs alone: it measures how long calls take, with a server that answers late.
 use strict;
 use warnings FATAL => 'all';
 
@@ -397,15 +399,20 @@ sub slow
 }
 
 my @slow;
+# On a busy machine one of the answers may come after command_timeout, which gives
+# another message.
+my $too_long = 'lost the connection to Redis: 50 calls took longer than ratelimit.command_timeout allows';
 my @ms = measures(150, sub {
 	push @slow, slow(0.09);
 	$session->set(command_timeout => '100ms', redis_url => $slow[-1]->url);
-	$got = $session->attempt(q{SELECT taken('slow', 50, 50)});
-	return $got->{ms};
+	my $try = $session->attempt(q{SELECT taken('slow', 50, 50)});
+
+	$got = $try if @slow == 1 || $try->{message} eq $too_long;
+	return $try->{message} eq $too_long ? $try->{ms} : 10_000;
 });
 note "50 keys, each answered after 90 ms: @ms ms";
 is($got->{state}, 'PT503', '50 keys, each answered after 90 ms: SQLSTATE');
-is($got->{message}, 'lost the connection to Redis: 50 calls took longer than ratelimit.command_timeout allows', '50 keys, each answered after 90 ms: message');
+is($got->{message}, $too_long, '50 keys, each answered after 90 ms: message');
 cmp_ok(min(@ms), '<=', 150, '50 keys, each answered after 90 ms: the call takes at most command_timeout + 50 ms');
 
 push @slow, slow(0.01);

@@ -3,6 +3,8 @@
 # taken, the server's log says so.
 #
 # RATELIMIT_SEED repeats a run.
+#
+# Runs alone: its calls have short timeouts, and it takes a master away under load.
 use strict;
 use warnings FATAL => 'all';
 

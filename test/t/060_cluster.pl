@@ -1,6 +1,8 @@
 # A Redis Cluster: every function works as with a single server, for a user with the
 # rule of docs/operations.md.  No call fails while slots move, and when a master fails,
 # only the calls of its keys do.
+#
+# Runs alone: it measures how long a failover takes.
 use strict;
 use warnings FATAL => 'all';
 

@@ -2,6 +2,8 @@
 # changing, and where the user in Redis may not run the commands that they need.
 #
 # RATELIMIT_KEYS is the number of keys in the large Redis (1,000,000).
+#
+# Runs alone: it measures how long steps take in Redis.
 use strict;
 use warnings FATAL => 'all';
 

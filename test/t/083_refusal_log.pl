@@ -3,6 +3,8 @@
 #
 # Each call is refused without being caught, which ends a client of pgbench but not
 # psql.  RATELIMIT_STEPS makes the floods longer or shorter.
+#
+# Runs alone: it counts the lines that are logged in a second.
 use strict;
 use warnings FATAL => 'all';
 

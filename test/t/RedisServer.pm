@@ -103,12 +103,12 @@ sub _binary
 }
 
 # Returns a port below the range from which systems choose ports, so that it is
-# still free at a restart.
+# still free at a restart.  Tests of different lanes of script/test have different ports.
 sub free_port
 {
 	foreach (1 .. 200)
 	{
-		my $port = 10200 + int(rand(22000));
+		my $port = 10200 + 2 * int(rand(11000)) + ($ENV{RATELIMIT_LANE} || 0);
 		my $socket = IO::Socket::INET->new(
 			LocalAddr => '127.0.0.1', LocalPort => $port, Listen => 1, ReuseAddr => 1);
 
