@@ -198,13 +198,15 @@ foreach my $tcp (0, 1)
 	$session->set(redis_url => $small->url(tcp => $tcp));
 
 	# Redis sends the reason and ends the connection.  If the request arrives after
-	# that, TCP discards the reason.
+	# that, TCP discards the reason.  Over a socket, rl_check_many does not read it if
+	# the connection has ended between its first request and the second.
 	policy_is("too many clients over $way", 'PT503', qr/max number of clients/) if !$tcp;
 	foreach my $try (1 .. 30)
 	{
 		my $got = $session->attempt($try % 2 ? $take : q{SELECT count(*) FROM rl_check_many('{a,b}', '1/1s')});
 
-		like("$got->{state} $got->{message}", $tcp ? qr/^PT503 / : qr/^PT503 .*max number of clients/,
+		like("$got->{state} $got->{message}",
+			$tcp ? qr/^PT503 / : $try % 2 ? qr/^PT503 .*max number of clients/ : qr/^PT503 .*(?:max number of clients|Connection reset by peer)/,
 			"too many clients over $way: an error, try $try");
 	}
 	@others = ();
