@@ -363,7 +363,8 @@ note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
 
 /*
  * Notes an action that was allowed at the store's time "at": decisions has one
- * for each limit.  A shadow limit that the action did not fit was not charged.  Does not throw; a charge without room is not refunded, and logged.
+ * for each limit.  A shadow limit that the action did not fit was not charged.  Does not
+ * throw; a charge without room is not refunded, and logged.
  */
 void
 rl_grants_note(const RlKey *key, const RlLimits *limits, int64 quota,

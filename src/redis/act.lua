@@ -65,9 +65,9 @@ local function decide(limits, ban)
 end
 
 -- Acts on a key's limits by the verdict on the action: charges the quota, or
--- counts the refusal. An allowed action that a limit does not allow does not fit this
--- shadow limit, which then acts as if the action were refused. Appends the numbers of each limit to the reply. With commit,
--- queues the writes. Returns the length of the ban that this refusal starts, or 0.
+-- counts the refusal. A shadow limit that an allowed action does not fit acts as if
+-- the action were refused. Appends the numbers of each limit to the reply. With
+-- commit, queues the writes. Returns the length of the ban that this refusal starts, or 0.
 local function act(limits, verdict, reply, commit)
   local brought = 0
   for _, l in ipairs(limits) do
