@@ -323,7 +323,7 @@ foreach my $id (0 .. $#lies)
 	my $allowed = !grep { !$_->[0] } @decisions;
 	complain('an odd decision', $id, join ', ', @problems) if @problems;
 	complain('another verdict', $id, $lie->{verdict}) if $allowed != ($lie->{verdict} eq 'allowed')
-	  || $call->{form} ne 'allow' && !(grep { $_->[5] eq 'ban' } @decisions) != ($lie->{verdict} ne 'banned');
+	  || $call->{form} ne 'allow' && (grep { $_->[5] eq 'ban' } @decisions) > 0 != ($lie->{verdict} eq 'banned');
 }
 note 'heard: ', join '; ', map { "$_ $outcome{$_}" } sort keys %outcome;
 
