@@ -24,6 +24,7 @@
 
 #include "algorithm/limits.h"
 #include "refund.h"
+#include "shared/breaker.h"
 #include "transaction.h"
 
 /* A transaction's grants beyond these are not refunded, and logged. */
@@ -133,7 +134,7 @@ log_outlived(void)
 {
 	if (noutlived > 0)
 		ereport(LOG_SERVER_ONLY,
-				(errmsg("a transaction has lasted longer than the period of its rate limit \"%s %lld/%gs\"",
+				(errmsg("a transaction has lasted longer than the period of its rate limit \"%s %lld/%.15gs\"",
 						rl_algorithm(&outlived_limit)->name, (long long) outlived_limit.count,
 						(double) outlived_limit.period / RL_SECOND),
 				 errdetail("Others could take its units before it ended. The key in the store is \"%s\". Charges of this transaction that ended so: %d.",
@@ -180,31 +181,47 @@ subtransaction_ends(SubXactEvent event, SubTransactionId mine pg_attribute_unuse
 }
 
 /*
- * Connects the servers that have grants which a commit refunds, if a connection is lost.
- * If that fails the refund fails too, and the commit does not.  Throws at a cancel.
+ * Connects the servers that have the grants of the list which a commit refunds: all of
+ * the queue, and those of concurrent limits.  Returns false if a server cannot be connected.
+ */
+static bool
+connect_servers(dlist_head *list, bool is_queue)
+{
+	uint64		server = rl_refund_server();
+	dlist_iter	iter;
+
+	dlist_foreach(iter, list)
+	{
+		const RlGrant *grant = dlist_container(RlGrant, node, iter.cur);
+		RlError		error;
+
+		if ((!is_queue && !rl_algorithm(&grant->limit)->until_end) || grant->id.local || grant->id.server != server)
+			continue;
+		if (!rl_redis_connect(grant->redis_key, grant->redis_key_len, &error))
+			return false;
+		if (!rl_redis_is_cluster())
+			break;
+	}
+	return true;
+}
+
+/*
+ * Connects the servers to which a commit sends refunds, if a connection is lost.  If that
+ * fails the refund fails too, and the commit does not.  Throws at a cancel.
  */
 static void
 connect_before_commit(void)
 {
 	MemoryContext old = CurrentMemoryContext;
-	uint64		server = rl_refund_server();
-	dlist_iter	iter;
 
 	PG_TRY();
 	{
-		dlist_foreach(iter, &grants)
-		{
-			const RlGrant *grant = dlist_container(RlGrant, node, iter.cur);
-			RlError		error;
-
-			if (!rl_algorithm(&grant->limit)->until_end || grant->id.local || grant->id.server != server)
-				continue;
-			if (!rl_redis_connect(grant->redis_key, grant->redis_key_len, &error) || !rl_redis_is_cluster())
-				break;
-		}
+		if (connect_servers(&rl_refunds, true))
+			(void) connect_servers(&grants, false);
 	}
 	PG_CATCH();
 	{
+		rl_breakers_release();
 		if (geterrcode() == ERRCODE_QUERY_CANCELED)
 			PG_RE_THROW();
 		MemoryContextSwitchTo(old);
@@ -557,13 +574,14 @@ int64
 rl_grants_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local)
 {
 	bool		has_entries = rl_algorithm(limit)->skip != NULL;
-	int64		left = rl_algorithm(limit)->charge(limit, quota, 0, 0).amount;
+	int64		left;
 	RlGrantId	searched;
 	char		redis_key[RL_MAX_REDIS_KEY];
 	dlist_node *previous;
 
 	if (context == NULL || dlist_is_empty(&grants))
 		return quota;
+	left = rl_algorithm(limit)->charge(limit, quota, 0, 0).amount;
 	set_key(&searched, key, local, redis_key);
 	for (dlist_node *node = grants.head.prev; node != &grants.head && left > 0; node = previous)
 	{

@@ -276,9 +276,13 @@ rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *e
 bool
 rl_redis_connect(const char *redis_key, int len, RlError *error)
 {
+	RlNode	   *node = rl_nodes_are_current() ? rl_node_that_has(rl_slots_known() ? rl_slot(redis_key, len) : -1) : NULL;
 	RlRoute		route;
 	bool		connected;
 
+	/* An open breaker does not matter to a connection that is there. */
+	if (node != NULL && rl_connection_is_usable(&node->conn))
+		return true;
 	rl_route_begin(&route, redis_key, len);
 	connected = rl_route_connect(&route, error);
 	rl_breakers_release();

@@ -153,7 +153,8 @@ rl_node_breaker(RlNode *node)
 
 /*
  * Returns the connected node that has the slot; NULL if there is none.  -1 is the
- * slot of calls that were not asked of a cluster: the current node has it.
+ * slot of calls that were not asked of a cluster: the current node has it, or if there is
+ * none the node that answered last.
  */
 RlNode *
 rl_node_that_has(int slot)
@@ -162,6 +163,9 @@ rl_node_that_has(int slot)
 	bool		guess = true;
 	int			owner = slot < 0 ? 0 : rl_slot_owner(slot, &guess);
 
+	/* While its breaker is open no node is current, but the connection may be alive. */
+	if (slot < 0 && node == NULL)
+		node = last_answered;
 	if (!guess)
 		node = &nodes[owner - 1];
 	return node != NULL && node->conn.ctx != NULL ? node : NULL;

@@ -410,6 +410,10 @@ unless ($local)
 		$session->ask($end);
 		is(held($key), 0, "$end connects again if the connection is lost");
 	}
+	$session->ask('BEGIN; SAVEPOINT s; ' . take($key) . '; ROLLBACK TO s');
+	$redis->cli('CLIENT', 'KILL', 'TYPE', 'normal', 'SKIPME', 'yes');
+	$session->ask('COMMIT');
+	is(held($key), 0, 'COMMIT connects again for the units of a savepoint');
 	$session->ask("COMMIT PREPARED 'r'");
 	is_deeply([ lost() ], [], 'and loses no refund');
 	$session->ask('CREATE TABLE without_redis ()');
@@ -577,6 +581,31 @@ sub left_held
 	  time - $stopped, join ', ', map { "$_ $how{$_}" } sort keys %how;
 	cmp_ok(most_held($period, @held), '<=', $capacity, "of $capacity units never more are held while clients are killed");
 	cmp_ok($how{$_}, '>', 0, "$_: $how{$_} times") foreach sort keys %how;
+}
+
+# A breaker that another session has opened does not matter to a connection that is there.
+unless ($local)
+{
+	my ($ended, $failing) = (session($node), session($node));
+
+	await('the scripts in Redis', sub { return ($ended->ask(take('scripts')) // '') eq 't' });
+	new_log($node);
+	foreach my $end ('COMMIT', 'ROLLBACK', "PREPARE TRANSACTION 'z'", "SELECT rl_peek('open', '1/1h'); COMMIT")
+	{
+		my $name = $end =~ /PREPARE/ ? 'PREPARE' : $end;
+
+		is($ended->ask("BEGIN; " . take('open', 2)), 't', "$name: units are taken");
+		$redis->pause;
+		$failing->ask("SET ratelimit.retry_interval = '1h'; SET ratelimit.command_timeout = '100ms'; SELECT rl_peek('another', '1/1h')");
+		is($failing->state, 'PT503', 'another session finds that Redis does not answer');
+		$redis->resume;
+		$ended->ask("SET LOCAL ratelimit.retry_interval = '1h'; $end");
+		is($redis->cli('HLEN', 'rl:{open}') || 0, 0, "$name: no unit is held while the breaker is open");
+		$ended->ask("ROLLBACK");
+		$ended->ask("COMMIT PREPARED 'z'") if $end =~ /PREPARE/;
+		await('the breaker to close', sub { return ($ended->ask(take('scripts')) // '') eq 't' });
+	}
+	is_deeply([ lost() ], [], 'no refund is lost');
 }
 
 done_testing();
