@@ -91,7 +91,8 @@ outcome_of(const RlAnswer *answer)
 		case RL_FAIL_CLOSED:
 			return RL_WAS_FAILED_CLOSED;
 		case RL_SHADOW:
-			return RL_WAS_SHADOW_DENIED;
+			/* Of shadow limits, if another key has refused the action. */
+			return rl_mode == RL_MODE_SHADOW ? RL_WAS_SHADOW_DENIED : RL_WAS_ALLOWED;
 		default:
 			return answer->decision.allowed ? RL_WAS_ALLOWED : RL_WAS_DENIED;
 	}
@@ -183,13 +184,13 @@ conclude(Call *call, const RlDecision *each, bool not_charged)
 	answer->shadow = 0;
 	for (int i = action->limits->n - 1; decision->allowed && i >= 0; i--)
 	{
-		if (each[i].source == RL_SHADOW)
-			answer->shadow = i + 1;
 		/* A limit that has counted the refusal may have a wait. */
-		else if (not_charged)
+		if (not_charged && !action->limits->limit[i].shadow)
 			decision->retry_after = Max(decision->retry_after, each[i].retry_after);
+		else if (!not_charged && each[i].source == RL_SHADOW)
+			answer->shadow = i + 1;
 	}
-	if (decision->source == RL_SHADOW)
+	if (rl_all_shadow(action->limits))
 		decision->retry_after = 0;
 	if (decision->allowed && !not_charged)
 	{

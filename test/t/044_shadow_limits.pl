@@ -450,6 +450,21 @@ is($session->left('sliding_log 5/1d, sliding_log 2/1d shadow', 'aborts'), '5 2',
 $session->ask("SELECT rl_check('aborts', '$refunds', 1); BEGIN; SELECT rl_check('aborts', '$refunds', 2); ROLLBACK");
 is($session->left('sliding_log 5/1d, sliding_log 2/1d shadow', 'aborts'), '4 1', 'and nothing that it was not charged');
 
+# If another key refuses an action, a shadow limit has no part in the wait, and is not counted.
+{
+	$session->ask(q{SELECT rl_check('refuses', '1/1h')});
+	foreach my $own ([ '10/1s, sliding_log 1/10d count_denied shadow', 1 ], [ 'sliding_log 1/10d count_denied shadow', 1 ],
+		[ '9/1h, 1/1d shadow', 2 ], [ 'sliding_log 1/10d shadow', 2 ])
+	{
+		my ($list, $quota) = @$own;
+
+		$session->ask(qq{SELECT rl_enforce_all(ARRAY['hint:$list', 'refuses'], ARRAY['$list', '1/1h']::rl_limits[], ARRAY[$quota, 1])});
+		is($session->state, 'PT429', "$list: another key refuses");
+		like($session->error, qr/^HINT:  Retry after 3[56]\d\d\.\d{3} seconds\.$/m, 'the hint is the wait of the key that refuses');
+	}
+	is($session->ask(q{SELECT coalesce(sum(shadow_denied), 0) FROM rl_stat WHERE scope = 'hint'}), 0, 'no action is counted as shadow_denied');
+}
+
 # Mode shadow, and actions that no store decides.
 $session->set(mode => 'shadow');
 $session->answers(qq{SELECT string_agg(concat_ws(' ', source, remaining), ', ') FROM generate_series(1, 4) n, rl_check('mode', 'sliding_log 3/1h, sliding_log 2/1h shadow', n / n)},
