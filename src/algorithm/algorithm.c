@@ -254,11 +254,11 @@ rl_apply_ban(const RlLimits *limits, RlDecision *decisions, int64 left, bool in_
 	}
 }
 
-/* Returns when the refusals since then no longer count for a ban. */
+/* Returns the end of the limit's period that starts then; of a calendar, "start" is a window's name. */
 int64
-rl_refusals_end(const RlLimit *limit, int64 since)
+rl_period_end(const RlLimit *limit, int64 start)
 {
-	return limit->calendar != RL_NO_CALENDAR ? rl_window_end(limit, since) : since + limit->period;
+	return limit->calendar != RL_NO_CALENDAR ? rl_window_end(limit, start) : start + limit->period;
 }
 
 /*
@@ -274,7 +274,7 @@ count_refusal(const RlLimit *limit, RlState *state, const RlView *view, int64 no
 	int64		count = 1;
 
 	if (state->ban_count > 0 &&
-		(is_calendar ? state->ban_since >= since : now < rl_refusals_end(limit, state->ban_since)))
+		(is_calendar ? state->ban_since >= since : now < rl_period_end(limit, state->ban_since)))
 	{
 		since = state->ban_since;
 		count = state->ban_count + 1;
@@ -307,8 +307,7 @@ rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
 	if (!rl_state_is_empty(limit, state))
 		end = rl_algorithm(limit)->end(limit, state, pool);
 	if (state->ban_count > 0)
-		end = Max(end, rl_refusals_end(limit, state->ban_since) +
-				  (limit->calendar != RL_NO_CALENDAR ? RL_CALENDAR_SLACK : 0));
+		end = Max(end, rl_period_end(limit, state->ban_since) + rl_calendar_slack(limit));
 	return end;
 }
 

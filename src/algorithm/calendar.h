@@ -11,10 +11,15 @@
 #include "ratelimit.h"
 
 /*
- * Stores keep a state this long after its window: for another server the window may not
- * have ended yet.  The times of two zones differ by at most 26 hours.
+ * Returns how long stores keep a state of the limit after its window: for another server
+ * a calendar's window may not have ended yet.  The times of two zones differ by at most
+ * 26 hours.
  */
-#define RL_CALENDAR_SLACK	(2 * RL_DAY)
+static inline int64
+rl_calendar_slack(const RlLimit *limit)
+{
+	return limit->calendar != RL_NO_CALENDAR ? 2 * RL_DAY : 0;
+}
 
 /* Times at or after this are no times of a calendar: the year 10000. */
 #define RL_CALENDAR_END		INT64CONST(253402300800000000)

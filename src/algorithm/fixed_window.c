@@ -36,25 +36,18 @@ window(const RlLimit *limit, const RlView *view, int64 now)
 	return limit->from_first ? now : now - now % limit->period;
 }
 
-/* Returns the end of the window with this start. */
-static int64
-window_end(const RlLimit *limit, int64 start)
-{
-	return limit->calendar != RL_NO_CALENDAR ? rl_window_end(limit, start) : start + limit->period;
-}
-
 static int64
 next_free(const RlLimit *limit, const RlState *state pg_attribute_unused(),
 		  const RlPool *pool pg_attribute_unused(), const RlView *view, int64 now,
 		  int64 n pg_attribute_unused())
 {
-	return window_end(limit, window(limit, view, now));
+	return rl_period_end(limit, window(limit, view, now));
 }
 
 static int64
 end(const RlLimit *limit, const RlState *state, const RlPool *pool pg_attribute_unused())
 {
-	return window_end(limit, state->start) + (limit->calendar != RL_NO_CALENDAR ? RL_CALENDAR_SLACK : 0);
+	return rl_period_end(limit, state->start) + rl_calendar_slack(limit);
 }
 
 static void

@@ -50,7 +50,7 @@ rl_is_outside_windows(const RlReply *reply, const RlLimits *limits)
 
 	for (int i = 0; i < limits->n; i++)
 		has_calendar |= limits->limit[i].calendar != RL_NO_CALENDAR;
-	/* A reply to a call that is allowed has several numbers; 1 is the reply of a refund. */
+	/* A decision has several numbers, and 1 is the reply of a refund. */
 	if (!has_calendar || reply->kind != RL_REPLY_NUMBERS || reply->is_array || reply->nvalues != 1 ||
 		reply->values[0] <= 1 || reply->values[0] >= RL_CALENDAR_END || rl_debug_now[0] != '\0')
 		return false;

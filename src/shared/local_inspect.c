@@ -98,7 +98,7 @@ describe_state(Copy *copy, const RlPool *pool)
 	RlState    *state = &copy->state;
 
 	copy->is_kept = rl_state_inspect(&copy->limit, state, pool, copy->now, &copy->used, &copy->until);
-	if (state->ban_count > 0 && rl_refusals_end(&copy->limit, state->ban_since) <= copy->now)
+	if (state->ban_count > 0 && rl_period_end(&copy->limit, state->ban_since) <= copy->now)
 		state->ban_count = 0;
 }
 
@@ -184,7 +184,7 @@ report(Copy *copy, RlKeptFound found, void *arg)
 	{
 		strlcat(name, ":refused", sizeof(name));
 		kept.name_len = strlen(name);
-		kept.until = rl_refusals_end(&copy->limit, copy->state.ban_since);
+		kept.until = rl_period_end(&copy->limit, copy->state.ban_since);
 		kept.raw_len = snprintf(raw, sizeof(raw), "%lld ", (long long) copy->state.ban_since);
 		if (copy->limit.calendar != RL_NO_CALENDAR)
 			kept.raw_len += snprintf(raw + kept.raw_len, sizeof(raw) - kept.raw_len, "%lld ", (long long) kept.until);
