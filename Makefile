@@ -17,9 +17,10 @@ endif
 PROVE_TESTS = test/t/*.pl
 
 # Each algorithm has a script for its limits.  Those in ALONE have another one, for
-# one limit without a ban: src/algorithm/<name>.lua.
+# one limit without options.  Those in ONE make it of parts of src/algorithm/<name>.lua.
 ALGORITHMS = throttle token_bucket fixed_window sliding_window sliding_log concurrent
-ALONE = throttle
+ONE = token_bucket fixed_window sliding_window
+ALONE = throttle $(ONE) sliding_log
 SCRIPTS_H = $(patsubst %,src/redis/%.lua.h,alone check check_mixed check_all refund refund_charges reset ban bans masters inspect version)
 ALGORITHMS_H = $(patsubst %,src/redis/%.lua.h,$(ALONE:%=alone_%) $(ALGORITHMS:%=check_%))
 EXTRA_CLEAN = $(SCRIPTS_H) $(ALGORITHMS_H) $(OBJS:.o=.d)
@@ -80,9 +81,11 @@ clean_link:
 	test ! -L expected || rm expected
 endif
 
-# A script is these files, one after another.  Redis gets their text as it is.
+# A script is these files, one after another, without PARTS: a line "--@ name" stands for
+# a part of one of them (see src/parts.awk).
 lua = $(patsubst %,src/%.lua,$(1))
-STATE_LUA = $(call lua,redis/clock redis/state)
+PARTS = $(call lua,redis/expiry)
+STATE_LUA = $(PARTS) $(call lua,redis/clock redis/state)
 CHECK_LUA = $(call lua,redis/act redis/check)
 
 # The Lua files of an algorithm: the file of its name, unless a list is here.
@@ -93,7 +96,13 @@ algorithm_lua = $(call lua,$(addprefix algorithm/,$(or $($(1)_lua),$(1))))
 ALGORITHMS_LUA = $(foreach a,$(ALGORITHMS),$(call algorithm_lua,$(a)))
 
 $(foreach a,$(ALGORITHMS),$(eval src/redis/check_$(a).lua.h: $(STATE_LUA) $(call algorithm_lua,$(a)) $(CHECK_LUA)))
-$(ALONE:%=src/redis/alone_%.lua.h): src/redis/alone_%.lua.h: $(call lua,redis/clock algorithm/%)
+src/redis/alone_throttle.lua.h: PARTS += $(call lua,algorithm/gcra)
+src/redis/alone_throttle.lua.h: $(call lua,redis/expiry algorithm/gcra redis/clock algorithm/throttle)
+src/redis/alone_sliding_log.lua.h: PARTS += $(call lua,algorithm/log_tail)
+src/redis/alone_sliding_log.lua.h: $(call lua,redis/expiry algorithm/log_tail redis/clock algorithm/sliding_log_one redis/one \
+	algorithm/sliding_log_list redis/state $(addprefix algorithm/,$(sliding_log_lua)) redis/act redis/check)
+$(foreach a,$(ONE),$(eval src/redis/alone_$(a).lua.h: PARTS += $(call lua,algorithm/$(a))))
+$(ONE:%=src/redis/alone_%.lua.h): src/redis/alone_%.lua.h: $(call lua,redis/expiry algorithm/% redis/clock redis/one_read redis/one)
 src/redis/check_mixed.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(CHECK_LUA)
 src/redis/check_all.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/act redis/check_all)
 src/redis/refund.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/refund)
@@ -114,7 +123,7 @@ dist:
 
 .DELETE_ON_ERROR:
 $(ALGORITHMS_H) $(filter-out %/alone.lua.h %/check.lua.h,$(SCRIPTS_H)):
-	sed -e 's/\\/\\\\/g' -e 's/"/\\"/g' -e 's/^/"/' -e 's/$$/\\n"/' $^ > $@
+	awk -v parts='$(filter $(addprefix %,$(PARTS)),$^)' -f $(srcdir)/src/parts.awk $(filter-out $(addprefix %,$(PARTS)),$^) > $@
 
 # The scripts by algorithm, as an array's initializers.
 src/redis/alone.lua.h: $(ALONE:%=src/redis/alone_%.lua.h)

@@ -131,6 +131,24 @@ rl_units_decide(const RlLimit *limit, int64 quota, RlVerdict verdict, const int6
 }
 
 /*
+ * For RlAlgorithm.read_alone, with the reply of one.lua: the quota in use and the
+ * reset; then the wait if the action is refused; then the rest of a ban.
+ */
+bool
+rl_units_read_alone(const RlLimit *limit, int64 quota, const int64 *values, int n,
+					int64 *verdict, int64 *reported)
+{
+	if (n < 2 || n > 4 || (n == 4 && values[3] <= 0))
+		return false;
+	*verdict = n == 2 ? 0 : n == 3 ? -1 : values[3];
+	reported[0] = n == 2 || (n == 4 && quota <= limit->capacity && values[0] <= limit->capacity - quota);
+	reported[1] = values[0];
+	reported[2] = n == 2 ? 0 : values[2];
+	reported[3] = values[1];
+	return true;
+}
+
+/*
  * Acting
  */
 

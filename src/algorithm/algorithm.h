@@ -79,6 +79,9 @@ typedef struct RlCharge
 /* The most numbers of a limit that a script in Redis gets */
 #define RL_NUMBERS			4
 
+/* The most numbers that a script reports for a limit */
+#define RL_REPORTED			4
+
 /*
  * An algorithm: a row of the table.  Other code calls these functions and does
  * not test which algorithm a limit has.  They do no I/O, allocate no memory and
@@ -135,8 +138,7 @@ typedef struct RlAlgorithm
 	/*
 	 * Decides and charges an action under one limit that has no ban.  Sets the
 	 * decision and the state's start, which is its whole state, and returns its
-	 * end.  NULL: the algorithm has no such fast path.  An algorithm that has it
-	 * also has a script for it: the Makefile lists it in ALONE.
+	 * end.  NULL: the algorithm has no such fast path.
 	 */
 	int64		(*act_alone) (const RlLimit *limit, int64 *start, int64 now, int64 quota,
 							  RlDecision *decision);
@@ -177,6 +179,19 @@ typedef struct RlAlgorithm
 	 */
 	bool		(*decide) (const RlLimit *limit, int64 quota, RlVerdict verdict,
 						   const int64 *reported, RlDecision *decision);
+
+	/*
+	 * For the script for one limit without options, if the Makefile lists the
+	 * algorithm in ALONE.  It gets the quota and the period, unless the numbers
+	 * suffice, and then the numbers.
+	 */
+	bool		numbers_suffice;
+	/*
+	 * Reads the reply of this script: sets *verdict as check.lua reports it, and
+	 * the reported numbers.  Returns false if no such script can send this reply.
+	 */
+	bool		(*read_alone) (const RlLimit *limit, int64 quota, const int64 *values, int n,
+							   int64 *verdict, int64 *reported);
 
 	/*
 	 * Only for the functions rl_units_...
@@ -256,7 +271,7 @@ extern bool rl_refund_charge(const RlLimit *limit, RlState *state, RlPool *pool,
 /* For rows of algorithms that count units: the members that all of them have */
 #define RL_COUNTS_UNITS \
 	.fits = rl_units_fit, .act = rl_units_act, .refund = rl_units_refund, .nreported = 4, \
-	.decide = rl_units_decide
+	.decide = rl_units_decide, .read_alone = rl_units_read_alone
 
 extern bool rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota);
 extern bool rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
@@ -266,6 +281,8 @@ extern bool rl_units_refund(const RlLimit *limit, RlState *state, RlPool *pool, 
 extern int64 rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
 extern bool rl_units_decide(const RlLimit *limit, int64 quota, RlVerdict verdict,
 							const int64 *reported, RlDecision *decision);
+extern bool rl_units_read_alone(const RlLimit *limit, int64 quota, const int64 *values, int n,
+								int64 *verdict, int64 *reported);
 
 /* Returns a / b, rounded up; a is not negative. */
 static inline int64

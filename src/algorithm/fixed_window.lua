@@ -7,8 +7,11 @@
 
 algorithms.fixed_window = {
   -- "windows" has three windows of a calendar: the start and name of each, and the last end.
-  read = function(l, capacity, from_first, windows)
-    l.capacity, l.from_first, l.calendar = tonumber(capacity), from_first == '1', windows ~= ''
+  read = function(l, first, second, windows)
+    --< numbers
+    local capacity, from_first = tonumber(first), second == '1'
+    -->
+    l.capacity, l.from_first, l.calendar = capacity, from_first, windows ~= ''
     if l.calendar then
       l.windows = {string.match(windows, '^(%-?%d+) (%d+) (%-?%d+) (%d+) (%-?%d+) (%d+) (%-?%d+)$')}
       for i, number in ipairs(l.windows) do
@@ -55,25 +58,32 @@ algorithms.fixed_window = {
 
   -- If the clock was set back, a window that begins in the future still counts.
   load = function(l, value)
-    l.charged, l.refused = 0, 0
     if l.calendar then
+      l.charged, l.refused = 0, 0
       l:load_calendar(value)
-    else
-      l.start = l.from_first and now or now - now % l.period
-      if value then
-        local start, charged, refused = string.match(value, '^(%d+) (%d+) ?(%d*)$')
-        start = tonumber(start)
-        if start + l.period > now then
-          l.start, l.charged, l.refused = start, tonumber(charged), tonumber(refused) or 0
-        end
-      end
-      l.ends = l.start + l.period
+      l.used = l.charged + l.refused
+      return
     end
-    l.used = l.charged + l.refused
+    local period, from_first = l.period, l.from_first
+    --< load
+    local start, charged, refused = from_first and now or now - now % period, 0, 0
+    if value then
+      local since, c, r = string.match(value, '^(%d+) (%d+) ?(%d*)$')
+      if since + period > now then
+        start, charged, refused = tonumber(since), tonumber(c), tonumber(r) or 0
+      end
+    end
+    local used = charged + refused
+    -->
+    l.start, l.charged, l.refused, l.used = start, charged, refused, used
   end,
 
   take = function(l)
-    l.charged, l.used = l.charged + quota, l.used + quota
+    local charged, used = l.charged, l.used
+    --< take
+    charged, used = charged + quota, used + quota
+    -->
+    l.charged, l.used = charged, used
   end,
 
   deny = function(l)
@@ -94,11 +104,18 @@ algorithms.fixed_window = {
   end,
 
   wait = function(l)
-    return l.ends - now
+    if l.calendar then
+      return l.ends - now
+    end
+    local start, period = l.start, l.period
+    --< wait reset
+    local free = start + period - now
+    -->
+    return free
   end,
 
   reset = function(l)
-    return l.ends - now
+    return l:wait()
   end,
 
   save = function(l)
@@ -106,11 +123,16 @@ algorithms.fixed_window = {
       drop(l.tag)
       return
     end
-    local value = l.calendar and pair_text(l.start, l.ends) .. string.format(' %.0f', l.charged) or pair_text(l.start, l.charged)
-    if l.refused > 0 then
-      value = value .. string.format(' %.0f', l.refused)
+    if l.calendar then
+      local text = pair_text(l.start, l.ends) .. string.format(l.refused > 0 and ' %.0f %.0f' or ' %.0f', l.charged, l.refused)
+      put(l.tag, text, l:reset() + CALENDAR_SLACK)
+      return
     end
-    put(l.tag, value, l:reset() + (l.calendar and CALENDAR_SLACK or 0))
+    local start, charged, refused = l.start, l.charged, l.refused
+    --< text
+    local text = string.format(refused > 0 and '%.0f %.0f %.0f' or '%.0f %.0f', start, charged, refused)
+    -->
+    put(l.tag, text, l:reset())
   end
 }
 algorithms.fixed_window.__index = algorithms.fixed_window

@@ -213,6 +213,36 @@ decide(const RlLimit *limit, int64 quota, RlVerdict verdict, const int64 *report
 	return true;
 }
 
+/*
+ * throttle.lua reports the backlog, negative if the action is refused.  Under a ban,
+ * the rest of the ban comes first.
+ */
+static bool
+read_alone(const RlLimit *limit, int64 quota, const int64 *values, int n,
+		   int64 *verdict, int64 *reported)
+{
+	RlDecision	decision;
+
+	if (n > 2)
+		return false;
+	*verdict = n == 2 ? values[0] : 0;
+	reported[0] = values[n - 1];
+	if (n == 2)
+		return *verdict > 0;
+	if (reported[0] < 0)
+	{
+		reported[0] = -Max(reported[0], -PG_INT64_MAX);
+		*verdict = -1;
+	}
+	/* The script charges nothing if the quota exceeds the capacity, and the number decides. */
+	if (quota > limit->capacity)
+	{
+		decide(limit, quota, RL_VERDICT_ALLOWED, reported, &decision);
+		*verdict = decision.allowed ? 0 : -1;
+	}
+	return true;
+}
+
 const RlAlgorithm rl_algorithm_gcra = {
 	.name = "throttle",
 	.most = RL_MAX_COUNT,
@@ -230,5 +260,7 @@ const RlAlgorithm rl_algorithm_gcra = {
 	.in_ns = true,
 	.numbers = numbers,
 	.nreported = 1,
-	.decide = decide
+	.decide = decide,
+	.numbers_suffice = true,
+	.read_alone = read_alone
 };

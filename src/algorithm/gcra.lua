@@ -1,4 +1,5 @@
--- throttle: GCRA, for scripts that get a list of limits.
+-- throttle: GCRA, for scripts that get a list of limits. The script for one limit
+-- has the same parts.
 --
 -- The field is the theoretical arrival time (TAT) in decimal nanoseconds since
 -- 1970. It is too long for a Lua number, so it is read as microseconds and
@@ -13,14 +14,18 @@ algorithms.throttle = {
   end,
 
   load = function(l, value)
-    l.us, l.ns, l.used = 0, 0, 0
+    --< backlog
+    local us, ns = 0, 0
     if value then
-      local us = tonumber(string.sub(value, 1, -4)) - now
+      us = string.sub(value, 1, -4) - now
       if us >= 0 then
-        l.us, l.ns = us, tonumber(string.sub(value, -3))
-        l.used = l.us + l.ns
+        ns = string.sub(value, -3) + 0
+      else
+        us = 0
       end
     end
+    -->
+    l.us, l.ns, l.used = us, ns, us + ns
   end,
 
   fits = function(l)
@@ -28,10 +33,14 @@ algorithms.throttle = {
   end,
 
   take = function(l)
-    l.us, l.ns = l.us + l.cost_us, l.ns + l.cost_ns
-    if l.ns >= 1000 then
-      l.us, l.ns = l.us + 1, l.ns - 1000
+    local us, ns, cost_us, cost_ns = l.us, l.ns, l.cost_us, l.cost_ns
+    --< charge
+    us, ns = us + cost_us, ns + cost_ns
+    if ns >= 1000 then
+      us, ns = us + 1, ns - 1000
     end
+    -->
+    l.us, l.ns = us, ns
   end,
 
   refund = function(l)

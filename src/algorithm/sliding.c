@@ -174,7 +174,7 @@ numbers(const RlLimit *limit, int64 quota pg_attribute_unused(), int64 *numbers)
 {
 	numbers[0] = limit->capacity;
 	numbers[1] = limit->step;
-	return 2;
+	return limit->step > 0 ? 2 : 1;
 }
 
 /* The members that all rows have */

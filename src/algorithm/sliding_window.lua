@@ -8,21 +8,17 @@
 -- counter's number and count. l.others, from l.from on, has the other counters
 -- that count.
 
--- Returns the text of a count, or of l itself: all that is in use.
-local function count_text(count)
-  if count.refused > 0 then
-    return string.format('%.0f:%.0f', count.charged, count.refused)
-  end
-  return string.format('%.0f', count.charged)
-end
-
-local function counter_text(k, count)
-  return string.format(' %.0f:%s', k, count_text(count))
+-- Returns the text of a counter of l.others.
+local function counter_text(k, charged, refused)
+  return string.format(refused > 0 and ' %.0f:%.0f:%.0f' or ' %.0f:%.0f', k, charged, refused)
 end
 
 algorithms.sliding_window = {
-  read = function(l, capacity, step)
-    l.capacity, l.step = tonumber(capacity), tonumber(step)
+  read = function(l, first, second)
+    --< numbers
+    local capacity, step = tonumber(first), tonumber(second)
+    -->
+    l.capacity, l.step = capacity, step
   end,
 
   -- Returns the counter at a position of l.others: its k, its count, and the
@@ -35,48 +31,55 @@ algorithms.sliding_window = {
   end,
 
   load = function(l, value)
-    l.charged, l.refused, l.used, l.others, l.from = 0, 0, 0, '', 1
-    if not value then
-      return
-    end
-    local charged, refused, k, new, new_refused, at = string.match(value, '^(%d+):?(%d*) (%d+):(%d+):?(%d*)()')
-    if l:free_at(tonumber(k)) <= now then
-      return
-    end
-    l.charged, l.refused = tonumber(charged), tonumber(refused) or 0
-    l.k, l.new = tonumber(k), {charged = tonumber(new), refused = tonumber(new_refused) or 0}
-    l.others = string.sub(value, at)
-    local oldest, count, next = l:other(1)
-    while oldest and l:free_at(oldest) <= now do
-      l.charged, l.refused, l.from = l.charged - count.charged, l.refused - count.refused, next
-      oldest, count, next = l:other(next)
-    end
-    l.used = l.charged + l.refused
-  end,
-
-  free_at = function(l, k)
-    return (k + 1) * l.step + l.period
-  end,
-
-  -- Adds the quota, as "charged" or as "refused".
-  add = function(l, kind)
-    local k = math.floor(now / l.step)
-    if not l.k or l.k < k then
-      if l.k then
-        l.others = l.others .. counter_text(l.k, l.new)
+    local period, step = l.period, l.step
+    --< load
+    local charged, refused, others, from = 0, 0, '', 1
+    local k, new, new_refused
+    if value then
+      local c, r, n, nc, nr, at = string.match(value, '^(%d+):?(%d*) (%d+):(%d+):?(%d*)()')
+      if (n + 1) * step + period > now then
+        charged, refused, k, new, new_refused = tonumber(c), tonumber(r) or 0, tonumber(n), tonumber(nc), tonumber(nr) or 0
+        others = string.sub(value, at)
+        n, c, r, at = string.match(others, '^ (%d+):(%d+):?(%d*)()')
+        while n and (n + 1) * step + period <= now do
+          charged, refused, from = charged - c, refused - (tonumber(r) or 0), at
+          n, c, r, at = string.match(others, '^ (%d+):(%d+):?(%d*)()', from)
+        end
       end
-      l.k, l.new = k, {charged = 0, refused = 0}
     end
-    l.new[kind] = l.new[kind] + quota
-    l[kind], l.used = l[kind] + quota, l.used + quota
+    local used = charged + refused
+    -->
+    l.charged, l.refused, l.used, l.others, l.from = charged, refused, used, others, from
+    l.k, l.new, l.new_refused = k, new, new_refused
+  end,
+
+  -- Makes the counter of the current sub-window, if it does not exist.
+  begin = function(l)
+    local step, others, k, new, new_refused = l.step, l.others, l.k, l.new, l.new_refused
+    --< take
+    local here = math.floor(now / step)
+    if not k or k < here then
+      if k then
+        others = others .. string.format(new_refused > 0 and ' %.0f:%.0f:%.0f' or ' %.0f:%.0f', k, new, new_refused)
+      end
+      k, new, new_refused = here, 0, 0
+    end
+    -->
+    l.others, l.k, l.new, l.new_refused = others, k, new, new_refused
   end,
 
   take = function(l)
-    l:add('charged')
+    l:begin()
+    local new, charged, used = l.new, l.charged, l.used
+    --< take
+    new, charged, used = new + quota, charged + quota, used + quota
+    -->
+    l.new, l.charged, l.used = new, charged, used
   end,
 
   deny = function(l)
-    l:add('refused')
+    l:begin()
+    l.new_refused, l.refused, l.used = l.new_refused + quota, l.refused + quota, l.used + quota
     l:free('refused', l.refused - MOST)
   end,
 
@@ -87,17 +90,18 @@ algorithms.sliding_window = {
   -- Frees the oldest units of a kind, or with k only those of counter k.
   free = function(l, kind, units, k)
     local kept, at, total = '', l.from, l[kind]
+    local newest = {charged = l.new, refused = l.new_refused}
     while units > 0 do
       local other, count, next = l:other(at)
       local k_here = other or l.k
-      count = count or l.new
+      count = count or newest
       local part = (not k or k == k_here) and math.min(units, count[kind]) or 0
       count[kind], l[kind], units = count[kind] - part, l[kind] - part, units - part
       if not other then
         break
       end
       if count.charged + count.refused > 0 then
-        kept = kept .. counter_text(other, count)
+        kept = kept .. counter_text(other, count.charged, count.refused)
       end
       at = next
     end
@@ -106,12 +110,13 @@ algorithms.sliding_window = {
       return
     end
     l.others, l.from = kept .. string.sub(l.others, at), 1
-    if l.new.charged + l.new.refused == 0 and l.used > 0 then
+    if newest.charged + newest.refused == 0 and l.used > 0 then
       -- The newest of the other counters becomes the newest counter.
       local last = string.match(l.others, '.*() ')
-      l.k, l.new = l:other(last)
+      l.k, newest = l:other(last)
       l.others = string.sub(l.others, 1, last - 1)
     end
+    l.new, l.new_refused = newest.charged, newest.refused
   end,
 
   refund_charge = function(l, _, mark, amount)
@@ -119,24 +124,37 @@ algorithms.sliding_window = {
   end,
 
   wait = function(l, needed)
-    local k, count, next = l:other(l.from)
-    while k and needed > count.charged + count.refused do
-      needed = needed - count.charged - count.refused
-      k, count, next = l:other(next)
+    local period, step, others, from, k = l.period, l.step, l.others, l.from, l.k
+    --< wait
+    local n, c, r, at = string.match(others, '^ (%d+):(%d+):?(%d*)()', from)
+    while n and needed > c + (tonumber(r) or 0) do
+      needed = needed - c - (tonumber(r) or 0)
+      n, c, r, at = string.match(others, '^ (%d+):(%d+):?(%d*)()', at)
     end
-    return l:free_at(k or l.k) - now
+    local free = ((n or k) + 1) * step + period - now
+    -->
+    return free
   end,
 
   reset = function(l)
-    return l:free_at(l.k) - now
+    local period, step, k = l.period, l.step, l.k
+    --< reset
+    local free = (k + 1) * step + period - now
+    -->
+    return free
   end,
 
   save = function(l)
-    if l.used > 0 then
-      put(l.tag, count_text(l) .. counter_text(l.k, l.new) .. string.sub(l.others, l.from), l:reset())
-    else
+    if l.used == 0 then
       drop(l.tag)
+      return
     end
+    local charged, refused, others, from, k, new, new_refused = l.charged, l.refused, l.others, l.from, l.k, l.new, l.new_refused
+    --< text
+    local text = refused > 0 and string.format('%.0f:%.0f ', charged, refused) or string.format('%.0f ', charged)
+    text = text .. string.format(new_refused > 0 and '%.0f:%.0f:%.0f' or '%.0f:%.0f', k, new, new_refused) .. string.sub(others, from)
+    -->
+    put(l.tag, text, l:reset())
   end
 }
 algorithms.sliding_window.__index = algorithms.sliding_window

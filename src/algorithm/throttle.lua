@@ -9,17 +9,9 @@
 -- microseconds, and the backlog.
 
 local tag = ARGV[2]
-local state = redis.call('HMGET', hash, tag, 'ban')
-local tat, ban = state[1], state[2]
-local us, ns = 0, 0
-if tat then
-  us = tonumber(string.sub(tat, 1, -4)) - now
-  if us >= 0 then
-    ns = tonumber(string.sub(tat, -3))
-  else
-    us = 0
-  end
-end
+local state = call('HMGET', hash, tag, 'ban', 'expiry')
+local value, ban, expiry = state[1], state[2], state[3]
+--@ backlog
 
 if ban then
   ban = tonumber(ban) - now
@@ -28,36 +20,21 @@ if ban then
   end
 end
 
-local sign = 1
-local room_us = tonumber(ARGV[5])
-if us > room_us or us == room_us and ns > tonumber(ARGV[6]) then
+local sign, before_us, before_ns = 1, us, ns
+local room_us = ARGV[5] + 0
+if us > room_us or us == room_us and ns > ARGV[6] + 0 then
   sign = -1
 else
-  local tat_us, tat_ns = us + tonumber(ARGV[3]), ns + tonumber(ARGV[4])
-  if tat_us > us or tat_ns > ns then
-    if tat_ns >= 1000 then
-      tat_us, tat_ns = tat_us + 1, tat_ns - 1000
-    end
-    redis.call('HSET', hash, tag, string.format('%.0f%03.0f', now + tat_us, tat_ns))
-    local ms = string.format('%.0f', math.max(tat_us / 1000, least_ttl) + 1)
-    -- GT is for a hash with an expiry. NX is for a new hash, or one that has lost
-    -- its expiry. The likely case comes first.
-    local had_none
-    if tat then
-      had_none = redis.call('PEXPIRE', hash, ms, 'GT') == 0 and redis.call('PEXPIRE', hash, ms, 'NX') == 1
-    else
-      had_none = redis.call('PEXPIRE', hash, ms, 'NX') == 1
-      if not had_none then
-        redis.call('PEXPIRE', hash, ms, 'GT')
-      end
-    end
-    if had_none and redis.call('HLEN', hash) > 1 then
-      redis.call('PEXPIRE', hash, lost_ttl)
-    end
+  local cost_us, cost_ns = ARGV[3] + 0, ARGV[4] + 0
+  if cost_us > 0 or cost_ns > 0 then
+    --@ charge
+    local text, needed = string.format('%.0f%03.0f', now + us, ns), us
+    --@ expiry
+    --@ keep
   end
 end
 
-if us < 9000000000000 then
-  return sign * (us * 1000 + ns)
+if before_us < 9000000000000 then
+  return sign * (before_us * 1000 + before_ns)
 end
-return string.format('%.0f%03.0f', sign * us, ns)
+return string.format('%.0f%03.0f', sign * before_us, before_ns)

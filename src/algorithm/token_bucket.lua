@@ -5,23 +5,34 @@
 -- has no field. The action that finds a full bucket sets the anchor.
 
 algorithms.token_bucket = {
-  read = function(l, capacity, refill)
-    l.capacity, l.refill = tonumber(capacity), tonumber(refill)
+  read = function(l, first, second)
+    --< numbers
+    local capacity, refill = tonumber(first), tonumber(second)
+    -->
+    l.capacity, l.refill = capacity, refill
   end,
 
   load = function(l, value)
-    l.anchor, l.used = now, 0
+    local period, refill = l.period, l.refill
+    --< load
+    local anchor, used = now, 0
     if value then
-      local anchor, missing = pair(value)
-      local lumps = math.max(math.floor((now - anchor) / l.period), 0)
-      if lumps < math.ceil(missing / l.refill) then
-        l.anchor, l.used = anchor + lumps * l.period, missing - lumps * l.refill
+      local since, missing = string.match(value, '^(%d+) (%d+)$')
+      local lumps = math.max(math.floor((now - since) / period), 0)
+      if lumps < math.ceil(missing / refill) then
+        anchor, used = since + lumps * period, missing - lumps * refill
       end
     end
+    -->
+    l.anchor, l.used = anchor, used
   end,
 
   take = function(l)
-    l.used = l.used + quota
+    local used = l.used
+    --< take
+    used = used + quota
+    -->
+    l.used = used
   end,
 
   refund = function(l)
@@ -38,9 +49,13 @@ algorithms.token_bucket = {
     end
   end,
 
-  -- At most a hundred years: more is possible only if the limit's numbers changed.
   wait = function(l, needed)
-    return l.anchor + math.min(math.ceil(needed / l.refill) * l.period, 3155760000000000) - now
+    local anchor, period, refill = l.anchor, l.period, l.refill
+    --< wait reset
+    -- At most a hundred years: more is possible only if the limit's numbers changed.
+    local free = anchor + math.min(math.ceil(needed / refill) * period, 3155760000000000) - now
+    -->
+    return free
   end,
 
   reset = function(l)
@@ -48,7 +63,11 @@ algorithms.token_bucket = {
   end,
 
   save = function(l)
-    put(l.tag, pair_text(l.anchor, l.used), l:reset())
+    local anchor, used = l.anchor, l.used
+    --< text
+    local text = string.format('%.0f %.0f', anchor, used)
+    -->
+    put(l.tag, text, l:reset())
   end
 }
 algorithms.token_bucket.__index = algorithms.token_bucket

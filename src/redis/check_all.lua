@@ -13,7 +13,7 @@ for i, name in ipairs(KEYS) do
   if no_window then
     return now
   end
-  keys[i] = {hash = hash, quota = quota, limits = limits, verdict = decide(limits, ban)}
+  keys[i] = {hash = hash, quota = quota, limits = limits, expiry = expiry, verdict = decide(limits, ban)}
   allowed = allowed and keys[i].verdict == 0
   at = at + 2 + n * LIMIT
 end
@@ -28,7 +28,7 @@ for _, key in ipairs(keys) do
   key.set, key.gone, key.longest = set, gone, longest
 end
 for _, key in ipairs(keys) do
-  hash, set, gone, longest = key.hash, key.set, key.gone, key.longest
+  hash, set, gone, longest, expiry = key.hash, key.set, key.gone, key.longest, key.expiry
   write()
 end
 return reply

@@ -18,6 +18,7 @@ end
 -- First the writes that need no memory, so that they succeed in a full Redis.
 local found = redis.call('HDEL', hash, unpack(names))
 if #logs > 0 then
+  expiry = redis.call('HMGET', hash, 'expiry')[1]
   for i, value in ipairs(redis.call('HMGET', hash, unpack(logs))) do
     -- As if all entries were free.
     local log = open_log(logs[i], value, math.huge)
@@ -25,5 +26,8 @@ if #logs > 0 then
     save_log(log, 0)
   end
   write()
+end
+if redis.call('HLEN', hash) == 1 then
+  redis.call('HDEL', hash, 'expiry')
 end
 return found

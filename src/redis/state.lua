@@ -20,7 +20,7 @@ local quota = tonumber(ARGV[3])
 local algorithms = {}
 -- The most refused quota that a state counts.
 local MOST = 1e15
-local set, gone, longest = {}, {}, 0
+local set, gone, longest, expiry = {}, {}, 0
 local no_window = false
 -- A calendar's state is kept two days longer than its window: for another server, whose
 -- zone data differ, the window may not have ended yet.
@@ -46,15 +46,6 @@ local function refusals(l, value)
   return start, start + l.period, count
 end
 
--- Lets a key live for at least this time in microseconds. Returns 1 if it had no
--- expiry.
-local function keep(key, us)
-  local ms = string.format('%.0f', math.max(us / 1000, least_ttl) + 1)
-  if redis.call('PEXPIRE', key, ms, 'GT') == 0 then
-    return redis.call('PEXPIRE', key, ms, 'NX')
-  end
-end
-
 -- Queues a field that is needed for this time in microseconds.
 local function put(field, value, us)
   set[#set + 1] = field
@@ -67,26 +58,33 @@ local function drop(field)
 end
 
 -- In a full Redis only the first write of a script fails. So the write that needs
--- memory comes first.
+-- memory comes first. A hash that has only the field "expiry" left is deleted.
 local function write()
   if #set > 0 then
-    redis.call('HSET', hash, unpack(set))
+    local needed = longest
+    --@ expiry
+    if expires then
+      set[#set + 1] = 'expiry'
+      set[#set + 1] = expires
+    end
+    call('HSET', hash, unpack(set))
+    if expires then
+      call('PEXPIREAT', hash, expires)
+    end
   end
   if #gone > 0 then
-    redis.call('HDEL', hash, unpack(gone))
-  end
-  if #set > 0 then
-    if keep(hash, longest) == 1 and redis.call('HLEN', hash) > #set / 2 then
-      redis.call('PEXPIRE', hash, lost_ttl)
+    call('HDEL', hash, unpack(gone))
+    if #set == 0 and call('HLEN', hash) == 1 then
+      call('HDEL', hash, 'expiry')
     end
   end
 end
 
 -- Reads and loads the limits, from ARGV[from] to ARGV[to]. Each has "more"
 -- arguments after its own, from ARGV[l.more] on. Returns the limits and the field
--- "ban". Of limits with one tag, only the first is loaded; it is l.state of all of them.
+-- "ban", and sets "expiry". Of limits with one tag, only the first is loaded; it is l.state of all of them.
 local function load_limits(more, from, to)
-  local limits, names, states = {}, {'ban'}, {}
+  local limits, names, states = {}, {'ban', 'expiry'}, {}
   for a = from or LIMITS, to or #ARGV, LIMIT + more do
     local algorithm, tag, period, n1, n2, n3, n4, count_denied, ban, after = unpack(ARGV, a, a + LIMIT - 1)
     local l = setmetatable({
@@ -109,12 +107,13 @@ local function load_limits(more, from, to)
       end
     end
   end
-  local values = redis.call('HMGET', hash, unpack(names))
+  local values = call('HMGET', hash, unpack(names))
   for _, l in ipairs(limits) do
     if l.state == l then
       l:load(values[l.at], values[l.at + 1])
       l.refusals = l.refusals and values[l.refusals]
     end
   end
+  expiry = values[2]
   return limits, values[1]
 end

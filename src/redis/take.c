@@ -73,8 +73,8 @@ append_windows(RlCommand *command, const RlLimit *limit)
 	rl_command_arg(command, text, n);
 }
 
-/* Appends the numbers that the algorithm's script reads. */
-static void
+/* Appends the numbers that the algorithm's script reads.  Returns how many they are. */
+static int
 append_numbers(RlCommand *command, const RlLimit *limit, int64 quota)
 {
 	int64		numbers[RL_NUMBERS];
@@ -87,8 +87,7 @@ append_numbers(RlCommand *command, const RlLimit *limit, int64 quota)
 		append_windows(command, limit);
 		n++;
 	}
-	for (int i = n; i < RL_NUMBERS; i++)
-		rl_command_arg(command, "", 0);
+	return n;
 }
 
 /*
@@ -106,7 +105,8 @@ rl_append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trac
 	rl_command_text(command, rl_algorithm(limit)->name);
 	rl_append_tag(command, limit);
 	rl_command_number(command, limit->period);
-	append_numbers(command, limit, quota);
+	for (int i = append_numbers(command, limit, quota); i < RL_NUMBERS; i++)
+		rl_command_arg(command, "", 0);
 	rl_command_text(command, trace && possible && limit->count_denied ? "1" : "");
 	rl_command_number(command, ban ? limit->ban : 0);
 	rl_command_number(command, ban ? limit->ban_after : 0);
@@ -120,7 +120,7 @@ typedef struct TakeReply
 	int64		at;				/* the store's time, or 0: not known */
 	const int64 *reported;		/* the numbers of all limits */
 	int			nreported;
-	int64		alone;			/* "reported" of a script for one limit */
+	int64		alone[RL_REPORTED]; /* "reported" of a script for one limit */
 } TakeReply;
 
 /*
@@ -186,15 +186,17 @@ may_ban(const RlAction *action)
 
 /*
  * Returns true if the faster script for one limit suffices: it counts no
- * refusals for a ban, does not report the time, and is not for shadow limits and rl_peek.
+ * refusals, does not report the time, and is not for shadow limits, calendars and rl_peek.
  */
 static bool
 acts_alone(const RlAction *action)
 {
 	const RlLimits *limits = action->limits;
+	const RlLimit *limit = &limits->limit[0];
 
-	return limits->n == 1 && limits->limit[0].ban == 0 && !limits->limit[0].shadow && !limits->timed &&
-		action->how != RL_PEEK && rl_algorithm(&limits->limit[0])->act_alone != NULL;
+	return limits->n == 1 && limit->ban == 0 && !limit->count_denied && !limit->shadow &&
+		limit->calendar == RL_NO_CALENDAR && !limits->timed &&
+		action->how != RL_PEEK && rl_alone_scripts[limit->algorithm].source != NULL;
 }
 
 static RlScript *
@@ -221,47 +223,21 @@ append_take(RlCommand *command, const RlAction *action, bool alone)
 	rl_command_hash(command, &action->key);
 	if (alone)
 	{
-		rl_append_tag(command, &limits->limit[0]);
-		append_numbers(command, &limits->limit[0], quota);
+		const RlLimit *limit = &limits->limit[0];
+
+		rl_append_tag(command, limit);
+		if (!rl_algorithm(limit)->numbers_suffice)
+		{
+			rl_command_number(command, quota);
+			rl_command_number(command, limit->period);
+		}
+		append_numbers(command, limit, quota);
 		return;
 	}
 	rl_command_text(command, how == RL_PEEK ? "0" : "1");
 	rl_command_number(command, quota);
 	for (int i = 0; i < limits->n; i++)
 		rl_append_limit(command, &limits->limit[i], quota, how != RL_TRY);
-}
-
-/*
- * Reads the reply of a script for one limit: the number that it reports, negative
- * if the action is refused.  Under a ban, the rest of the ban comes first.
- */
-static bool
-read_alone(const RlAction *action, const RlReply *reply, TakeReply *take)
-{
-	const RlLimit *limit = &action->limits->limit[0];
-	RlDecision	decision;
-
-	if (reply->kind != RL_REPLY_NUMBERS || reply->nvalues != (reply->is_array ? 2 : 1))
-		return false;
-	*take = (TakeReply) {.reported = &take->alone,.nreported = 1};
-	take->alone = reply->values[reply->nvalues - 1];
-	if (reply->is_array)
-	{
-		take->verdict = reply->values[0];
-		return take->verdict > 0;
-	}
-	if (take->alone < 0)
-	{
-		take->alone = -Max(take->alone, -PG_INT64_MAX);
-		take->verdict = -1;
-	}
-	/* The script charges nothing if the quota exceeds the capacity, and the number decides. */
-	if (action->quota > limit->capacity)
-	{
-		rl_algorithm(limit)->decide(limit, action->quota, RL_VERDICT_ALLOWED, &take->alone, &decision);
-		take->verdict = decision.allowed ? 0 : -1;
-	}
-	return true;
 }
 
 /*
@@ -284,6 +260,26 @@ read_check(const RlAction *action, const RlReply *reply, int *at, TakeReply *tak
 	take->at = values[2];
 	return take->verdict >= -1 && take->ban >= 0 && take->at >= 0 && take->at < RL_CALENDAR_END &&
 		(take->ban == 0 || (take->verdict == -1 && may_ban(action)));
+}
+
+/*
+ * Reads the reply of a script for one limit.  It can also be the reply of check.lua: a
+ * script may go on like that one.
+ */
+static bool
+read_alone(const RlAction *action, const RlReply *reply, TakeReply *take)
+{
+	const RlLimit *limit = &action->limits->limit[0];
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
+	int			n = 0;
+
+	if (reply->kind != RL_REPLY_NUMBERS || reply->is_array != (reply->nvalues > 1))
+		return false;
+	if (algorithm->has_logs && reply->nvalues > RL_REPORTED)
+		return read_check(action, reply, &n, take) && n == reply->nvalues;
+	*take = (TakeReply) {.reported = take->alone,.nreported = algorithm->nreported};
+	return algorithm->read_alone(limit, action->quota, reply->values, reply->nvalues,
+								 &take->verdict, take->alone);
 }
 
 /* Sets the decisions of a key.  Returns false if they contradict the verdict. */

@@ -21,8 +21,9 @@ is($redis->cli('TYPE', 'rl:{k}'), 'hash', 'a key is a hash');
 my %fields = @{ $redis->cli('HGETALL', 'rl:{k}') };
 my ($s, $us) = @{ $redis->cli('TIME') };
 my $now = $s * 1_000_000 + $us;
-is_deeply([ sort keys %fields ], [ 'ban', 'throttle:5400000000', 'throttle:60000000' ],
-	'the hash has a field for each limit and a field for the ban');
+is_deeply([ sort keys %fields ], [ 'ban', 'expiry', 'throttle:5400000000', 'throttle:60000000' ],
+	'the hash has a field for each limit, a field for the ban, and its expiry');
+is($redis->cli('PEXPIRETIME', 'rl:{k}'), $fields{expiry}, 'the field has the expiry, in milliseconds');
 foreach my $case ([ 'throttle:60000000', 6_000_000, 1000 ], [ 'throttle:5400000000', 54_000_000, 1000 ],
 	[ 'ban', 2_500_000, 1 ])
 {

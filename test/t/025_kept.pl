@@ -6,7 +6,7 @@ use strict;
 use warnings FATAL => 'all';
 
 use Engines;
-use List::Util qw(max shuffle);
+use List::Util qw(max min shuffle);
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
@@ -82,6 +82,7 @@ sub kept_wrong
 	my $real = $time->[0] * 1000 + $time->[1] / 1000;
 	my $now = $virtual || $time->[0] * 1_000_000 + $time->[1];
 	my %state = @$fields;
+	my $field = delete $state{expiry};
 	my %entries;
 	foreach my $log (grep { /^sliding_log:\d+(?::denied)?$/ } keys %state)
 	{
@@ -102,13 +103,16 @@ sub kept_wrong
 
 		# In virtual time a key lives for at least an hour, and time passes faster.
 		$need = max($need, 3_600_000) if $virtual;
-		$bound->{$key} = max($bound->{$key} || 0, $real + $need);
+		$bound->{$key} = max($bound->{$key} || 0, $real + $need + min(max($need / 4, 100), 3_600_000));
+		# A step gives at most a quarter more, but at least 0.1 s, and at most an hour.
 		my $most = $bound->{$key} - $real + 1000;
 		push @wrong, "$key has no time to live" if $ttl == -1;
 		push @wrong, "$key lives $ttl ms, and is of use for $need" if $ttl < $need - ($virtual ? 120_000 : 0.6);
 		push @wrong, "$key lives $ttl ms, and was of use for $most at most" if $ttl > $most;
 	};
 
+	push @wrong, "$hash expires in $ttl ms, and its field says " . ($field // 'nothing')
+	  if %state && abs(($field || 0) - $real - $ttl) > 2;
 	$judge->($hash, $ttl, max(map { useful_until($_, $state{$_}, \%entries) } keys %state)) if %state;
 
 	# A sliding window's field is the sum, the newest counter, then the others from the
@@ -191,7 +195,7 @@ foreach my $limits ('1/10s', 'token_bucket 1/10s', 'fixed_window 1/10s', 'slidin
 my $all = 'sliding_log 1/1h, sliding_log 1/2h ban 1h after 9, sliding_window 1/1h, 1/1h';
 $session->ask("SELECT rl_check('gone', '$all'), rl_check('gone', '$all')");
 is($session->ask(q{SELECT rl_reset('gone', 'sliding_log 9/2h, 5/1h')}), 't', 'rl_reset deletes the states of limits');
-is_deeply([ sort @{ $redis->cli('HKEYS', 'rl:{gone}') } ], [ 'sliding_log:3600000000', 'sliding_window:3600000000:60000000' ], 'their logs and their refusals are deleted, and no others');
+is_deeply([ sort @{ $redis->cli('HKEYS', 'rl:{gone}') } ], [ 'expiry', 'sliding_log:3600000000', 'sliding_window:3600000000:60000000' ], 'their logs and their refusals are deleted, and no others');
 is($session->ask(q{SELECT rl_reset('gone', 'sliding_log 9/2h, 5/1h')}), 'f', 'rl_reset finds no state of these limits any more');
 is($session->ask(q{SELECT rl_reset('gone')}), 't', 'rl_reset deletes a key');
 is_deeply(kept('gone'), [], 'Redis has nothing of the key');

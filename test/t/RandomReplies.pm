@@ -2,8 +2,8 @@
 # has.
 #
 # A call is a hash: form, limits (as Engines makes them), quota.  Its reply has
-# one of three shapes: "fast" answers a single throttle, "check" any other
-# decision, "count" a call that decides nothing.
+# one of four shapes: "fast" answers a single throttle, "units" any other single limit
+# without options, "check" any other decision, "count" a call that decides nothing.
 package RandomReplies;
 
 use strict;
@@ -59,7 +59,8 @@ sub random_call
 		$call{limits} = [ limit(algorithm => 'throttle', capacity => log_uniform(1000), count => log_uniform(1000), period => pick(@periods[ 1 .. 4 ])) ];
 	}
 	$call{shape} = $call{form} =~ /ban|reset|refund/ ? 'count'
-	  : @{ $call{limits} } == 1 && $call{limits}[0]{algorithm} eq 'throttle' && !$call{limits}[0]{ban} && $call{form} ne 'peek' ? 'fast' : 'check';
+	  : @{ $call{limits} } > 1 || $call{limits}[0]{ban} || $call{limits}[0]{count_denied} || $call{form} eq 'peek' ? 'check'
+	  : $call{limits}[0]{algorithm} eq 'throttle' ? 'fast' : 'units';
 	return \%call;
 }
 
@@ -137,6 +138,12 @@ sub right_numbers
 		return ($ban, @figures) if $ban;
 		return $allowed ? $figures[0] : -$figures[0];
 	}
+	if ($call->{shape} eq 'units' && !($limits->[0]{algorithm} eq 'sliding_log' && chance(20)))
+	{
+		my (undef, $used, $wait, $reset) = @figures;
+
+		return ($used, $reset, $ban ? ($wait, $ban) : $allowed ? () : $wait);
+	}
 	my $brought = !$allowed && !$impossible && $quota > 0 && $limits->[$refuses]{ban}
 	  && $call->{form} ne 'wait' && chance(30) ? 1 + below(MAX_PERIOD) : 0;
 	return ($ban || ($allowed ? 0 : -1), $ban ? 0 : $brought, 1 + below(4 * 10**15), @figures);
@@ -151,7 +158,7 @@ sub encode_number
 sub encode
 {
 	my ($call, @numbers) = @_;
-	my $array = $call->{shape} eq 'check' || @numbers != 1;
+	my $array = $call->{shape} =~ /check|units/ || @numbers != 1;
 
 	return ($array ? '*' . @numbers . "\r\n" : '') . join '', map { encode_number($_) } @numbers;
 }
@@ -349,9 +356,10 @@ sub meaning
 	my ($call, $reply) = @_;
 	my ($array, @numbers) = numbers($reply) or return 'wrong';
 
-	return 'wrong' if $array != ($call->{shape} eq 'check' || $call->{shape} eq 'fast' && @numbers == 2);
+	return 'wrong' if $array != ($call->{shape} =~ /check|units/ || $call->{shape} eq 'fast' && @numbers == 2);
 	my ($meaning, $verdict) = $call->{shape} eq 'count' ? count_meaning($call, @numbers)
-	  : $call->{shape} eq 'fast' ? fast_meaning($call, @numbers) : check_meaning($call, @numbers);
+	  : $call->{shape} eq 'fast' ? fast_meaning($call, @numbers)
+	  : $call->{shape} eq 'units' ? units_meaning($call, @numbers) : check_meaning($call, @numbers);
 	return ($meaning, $verdict);
 }
 
@@ -379,6 +387,19 @@ sub fast_meaning
 	my $verdict = $possible && $backlog <= room($limit, $call->{quota}) ? 'allowed' : 'refused';
 	return ('right', $verdict) if !$possible;
 	return ($numbers[0] < 0) == ($verdict eq 'refused') ? ('right', $verdict) : 'wrong';
+}
+
+sub units_meaning
+{
+	my ($call, @numbers) = @_;
+	my ($used, $reset, $wait, $ban) = @numbers;
+	my $limit = $call->{limits}[0];
+
+	return check_meaning($call, @numbers) if @numbers > 4 && $limit->{algorithm} eq 'sliding_log';
+	return 'wrong' if @numbers < 2 || @numbers > 4;
+	return 'odd' if @numbers == 4 && $ban <= 0;
+	my $fits = $call->{quota} <= $limit->{capacity} && $used <= $limit->{capacity} - $call->{quota};
+	return check_meaning($call, @numbers == 2 ? (0, 0, 1, 1) : @numbers == 3 ? (-1, 0, 1, 0) : ($ban, 0, 1, $fits ? 1 : 0), $used, $wait || 0, $reset);
 }
 
 sub check_meaning

@@ -308,6 +308,7 @@ sub ttl_problems
 		foreach my $field (keys %state)
 		{
 			my $until = $field eq 'ban' ? $state{$field}
+			  : $field eq 'expiry' ? $state{$field} * 1000
 			  : $field =~ /^throttle:\d+$/ ? $state{$field} / 1000 : undef;
 
 			if (!defined $until)
@@ -319,7 +320,7 @@ sub ttl_problems
 			$needed = $ms if $ms > $needed;
 		}
 		push @problems, "$key lives $ttl ms, its state $needed ms"
-		  if $ttl < $needed - 1 || $ttl > $needed + 3_600_000;
+		  if $ttl < $needed - 1 || $ttl > $needed + 3_600_000 + 2;
 	}
 	return @problems;
 }

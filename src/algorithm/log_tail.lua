@@ -1,0 +1,44 @@
+-- Parts of the script for one sliding_log: the charge to a log that is only a tail
+-- (see log.lua), with at least one free place.
+
+--< load
+local used, newest, from, records = 0, 0, 1, value or ''
+if value then
+  local gone, last = now - period, string.sub(records, -22, -7) + 0
+  if last > gone then
+    from = string.find(records, ' ', 1, true) + 1
+    used, newest = string.sub(records, 1, from - 2) + 0, last
+    while string.sub(records, from, from + 15) + 0 <= gone do
+      used, from = used - string.sub(records, from + 16, from + 21), from + 22
+    end
+  else
+    from = #records + 1
+  end
+end
+-->
+
+-- Times never decrease, even if the clock does.
+--< take
+local units = quota
+if now > newest then
+  newest = now
+else
+  units, records = quota + string.sub(records, -6), string.sub(records, 1, -23)
+end
+used = used + quota
+-->
+
+--< text
+local text = string.format('%.0f %s%016.0f%06.0f', used, string.sub(records, from), newest, units)
+-->
+
+--< reset
+local free = newest + period - now
+-->
+
+--< wait
+while needed > string.sub(records, from + 16, from + 21) + 0 do
+  needed, from = needed - string.sub(records, from + 16, from + 21), from + 22
+end
+local free = string.sub(records, from, from + 15) + period - now
+-->
