@@ -81,12 +81,11 @@ clean_link:
 	test ! -L expected || rm expected
 endif
 
-# A script is these files, one after another, without PARTS: a line "--@ name" stands for
-# a part of one of them (see src/parts.awk).
+# A script is these files, one after another, without PARTS.  A line "--@ name" stands for
+# a part of one of all these files (see src/parts.awk).
 lua = $(patsubst %,src/%.lua,$(1))
 PARTS = $(call lua,redis/expiry)
-STATE_LUA = $(PARTS) $(call lua,redis/clock redis/state)
-CHECK_LUA = $(call lua,redis/act redis/check)
+STATE_LUA = $(call lua,redis/expiry redis/clock redis/state)
 
 # The Lua files of an algorithm: the file of its name, unless a list is here.
 throttle_lua = gcra
@@ -95,7 +94,16 @@ concurrent_lua = $(sliding_log_lua) concurrent
 algorithm_lua = $(call lua,$(addprefix algorithm/,$(or $($(1)_lua),$(1))))
 ALGORITHMS_LUA = $(foreach a,$(ALGORITHMS),$(call algorithm_lua,$(a)))
 
-$(foreach a,$(ALGORITHMS),$(eval src/redis/check_$(a).lua.h: $(STATE_LUA) $(call algorithm_lua,$(a)) $(CHECK_LUA)))
+# A list of limits.  The script for limits of one algorithm has only parts of the others.
+CHECK_H = src/redis/check_mixed.lua.h $(ALGORITHMS:%=src/redis/check_%.lua.h)
+PLAIN_PARTS = $(call lua,redis/plain_units algorithm/log_tail)
+$(CHECK_H): PARTS += $(PLAIN_PARTS)
+$(foreach a,$(ALGORITHMS),$(eval src/redis/check_$(a).lua.h: \
+	PARTS += $(filter-out $(call algorithm_lua,$(a)),$(ALGORITHMS_LUA))))
+$(CHECK_H): $(PLAIN_PARTS) $(call lua,redis/expiry redis/clock redis/plain redis/state) $(ALGORITHMS_LUA) \
+	$(call lua,redis/act redis/check)
+
+# One limit.
 src/redis/alone_throttle.lua.h: PARTS += $(call lua,algorithm/gcra)
 src/redis/alone_throttle.lua.h: $(call lua,redis/expiry algorithm/gcra redis/clock algorithm/throttle)
 src/redis/alone_sliding_log.lua.h: PARTS += $(call lua,algorithm/log_tail)
@@ -103,7 +111,7 @@ src/redis/alone_sliding_log.lua.h: $(call lua,redis/expiry algorithm/log_tail re
 	algorithm/sliding_log_list redis/state $(addprefix algorithm/,$(sliding_log_lua)) redis/act redis/check)
 $(foreach a,$(ONE),$(eval src/redis/alone_$(a).lua.h: PARTS += $(call lua,algorithm/$(a))))
 $(ONE:%=src/redis/alone_%.lua.h): src/redis/alone_%.lua.h: $(call lua,redis/expiry algorithm/% redis/clock redis/one_read redis/one)
-src/redis/check_mixed.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(CHECK_LUA)
+
 src/redis/check_all.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/act redis/check_all)
 src/redis/refund.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/refund)
 src/redis/refund_charges.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,algorithm/log_refund redis/refund_charges)
@@ -123,7 +131,7 @@ dist:
 
 .DELETE_ON_ERROR:
 $(ALGORITHMS_H) $(filter-out %/alone.lua.h %/check.lua.h,$(SCRIPTS_H)):
-	awk -v parts='$(filter $(addprefix %,$(PARTS)),$^)' -f $(srcdir)/src/parts.awk $(filter-out $(addprefix %,$(PARTS)),$^) > $@
+	awk -v parts='$^' -f $(srcdir)/src/parts.awk $(filter-out $(addprefix %,$(PARTS)),$^) > $@
 
 # The scripts by algorithm, as an array's initializers.
 src/redis/alone.lua.h: $(ALONE:%=src/redis/alone_%.lua.h)

@@ -1,5 +1,14 @@
--- Parts of the script for one sliding_log: the charge to a log that is only a tail
--- (see log.lua), with at least one free place.
+-- Parts of straight scripts: the charge to a log that is only a tail (see log.lua),
+-- with at least one free place.
+
+--< numbers
+local capacity = tonumber(first)
+-->
+
+--< is_tail
+local is_tail = not denied and
+  (not value or #value < 64 * 22 and not string.find(value, ' ', string.find(value, ' ', 1, true) + 1, true))
+-->
 
 --< load
 local used, newest, from, records = 0, 0, 1, value or ''

@@ -5,6 +5,6 @@
 
 local tag, quota, period, capacity = ARGV[2], ARGV[3] + 0, ARGV[4] + 0, ARGV[5] + 0
 local state = call('HMGET', hash, tag, 'ban', 'expiry', tag .. ':denied')
-local value, ban, expiry = state[1], state[2], state[3]
-
-if not state[4] and (not value or #value < 64 * 22 and not string.find(value, ' ', string.find(value, ' ', 1, true) + 1, true)) then
+local value, ban, expiry, denied = state[1], state[2], state[3], state[4]
+--@ is_tail
+if is_tail then

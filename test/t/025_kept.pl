@@ -1,7 +1,8 @@
 # The states in Redis, of each algorithm: each key always has a time to live that is
-# long enough for all its states and not much longer.
+# long enough for all its states and not much longer.  No state is lost before its end,
+# also if other programs change the expiry.
 #
-# RATELIMIT_SEED repeats a run.
+# RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes the test in real time longer.
 use strict;
 use warnings FATAL => 'all';
 
@@ -12,6 +13,7 @@ use PostgreSQL::Test::Utils;
 use RatelimitTest;
 use RedisServer;
 use Test::More;
+use Time::HiRes qw(usleep);
 
 my $seed = seed();
 my $redis = RedisServer->new->start;
@@ -175,6 +177,116 @@ foreach my $virtual (0, 1)
 	  foreach qw(throttle token_bucket fixed_window fixed_window:first sliding_window sliding_log sliding_log:denied ban throttle:refused sliding_window:refused);
 	$session->ask('RESET ratelimit.debug_now');
 }
+
+#
+# No state is lost before its end, in real time
+#
+
+# Tags with short periods, and one whose states outlive the test.
+my @short = map { my $algorithm = $_; map { { algorithm => $algorithm, period => $_ } } 50_000, 120_000, 500_000 }
+  qw(throttle token_bucket fixed_window sliding_window sliding_log);
+my %long = (algorithm => 'fixed_window', period => 3_600_000_000, from_first => 1);
+
+# Returns a limit of the tag with random numbers.
+sub numbers_for
+{
+	my ($tag) = @_;
+	my %limit = (%$tag, capacity => 1 + below(8));
+
+	$limit{count} = 1 + below(5) if $limit{algorithm} =~ /throttle|token/;
+	$limit{step} = $limit{period} / pick(1, 5, 50) if $limit{algorithm} eq 'sliding_window';
+	$limit{count_denied} = 1 if $limit{algorithm} =~ /window|log/ && chance(20);
+	@limit{qw(ban ban_after)} = (20_000 + below(300_000), 1 + below(3)) if chance(15);
+	return limit(%limit);
+}
+
+# Returns the fields of a hash, its expiry and Redis's time in microseconds, all of one moment.
+sub look
+{
+	my ($hash) = @_;
+	my ($expiry, $fields, $time) = @{ $redis->cli('EVAL', q{
+		return {redis.call('PEXPIRETIME', KEYS[1]), redis.call('HGETALL', KEYS[1]), redis.call('TIME')}}, 1, $hash) };
+	return ({@$fields}, $expiry, $time->[0] * 1_000_000 + $time->[1]);
+}
+
+# Returns the end of each field.
+sub ends_of
+{
+	my ($fields) = @_;
+	my %entries = map { $_ => (log_entries($fields, $_))[0] } grep { /^sliding_log:\d+(?::denied)?$/ } keys %$fields;
+
+	return { map { $_ => useful_until($_, $fields->{$_}, \%entries) } grep { $_ ne 'expiry' } keys %$fields };
+}
+
+my (%key, %done, @lost, @early);
+foreach my $step (1 .. $ENV{RATELIMIT_STEPS} || 700)
+{
+	my $name = 'lost:' . below(12);
+	my $hash = "rl:{$name}";
+	my $k = $key{$name} ||= { fields => {}, ends => {}, refill => {}, changed => 0 };
+	my ($before, $expiry, $now) = look($hash);
+	my $what = pick(('call') x 6, qw(refund ban persist expire expire));
+
+	# What the last call left is there, until it ends.
+	foreach my $field (grep { $k->{ends}{$_} > $now } keys %{ $k->{ends} })
+	{
+		push @lost, "$step: $name has lost $field, " . ($k->{ends}{$field} - $now) . ' us before its end'
+		  if ($before->{$field} // '') ne $k->{fields}{$field};
+		$done{seen}++;
+	}
+
+	if ($what eq 'persist')
+	{
+		$done{persist} += $redis->cli('PERSIST', $hash);
+		$k->{changed} = 1;
+	}
+	elsif ($what eq 'expire')
+	{
+		# Late enough for what is there now, but not for what later calls need.  The
+		# long-lived state may get too short an expiry: the next write repairs it.
+		my $until = max($now, map { min($_, $now + 60_000_000) } values %{ $k->{ends} });
+
+		$done{expire} += $redis->cli('PEXPIREAT', $hash, int($until / 1000) + 1 + below(100));
+		$k->{changed} = 1;
+	}
+	else
+	{
+		my @limits = map { numbers_for($_) } (shuffle(@short))[ 0 .. pick(0, 0, 0, 1, 2) ];
+
+		push @limits, numbers_for(\%long) if chance(10);
+		my $limits = limits_text(@limits);
+		my $got = $session->ask($what eq 'call' ? "SELECT * FROM rl_check('$name', '$limits', " . (1 + below(2)) . ')'
+			: $what eq 'refund' ? "SELECT rl_refund('$name', '$limits', 1)" : "SELECT rl_ban('$name', " . (0.02 + rand(0.3)) . ')');
+		push @lost, "$step: " . $session->error if $session->error;
+		my ($after, $expires, $at) = look($hash);
+
+		# A token bucket's end depends on the numbers of the call that wrote it.
+		foreach my $limit (grep { $_->{algorithm} eq 'token_bucket' } @limits)
+		{
+			my $tag = "token_bucket:$limit->{period}";
+
+			$k->{refill}{ $limit->{period} } = $limit->{count} if ($after->{$tag} // '') ne ($before->{$tag} // '');
+		}
+		%refill = %{ $k->{refill} };
+		@$k{qw(fields ends)} = ($after, ends_of($after));
+		$k->{changed} = 0 if grep { $after->{$_} ne ($before->{$_} // '') } keys %$after;
+		my $late = max(values %{ $k->{ends} }, 0);
+		push @early, "$step: $name expires at $expires ms, and is needed until $late us, after $what $limits"
+		  if %{ $k->{ends} } && !$k->{changed} && $late > $at && $expires * 1000 < $late;
+		$done{$what}++;
+		$done{refused}++ if $what eq 'call' && $got =~ /^f/;
+		$done{several}++ if @limits > 1;
+		$done{stayed}++ if $what eq 'call' && $got =~ /^t/ && ($after->{expiry} // '') eq ($before->{expiry} // '');
+		$done{ s/:\d+//gr }++ foreach keys %$after;
+	}
+	usleep(below(12_000));
+}
+none(\@lost, 'real time: no state is lost before its end') or diag "repeat with RATELIMIT_SEED=$seed";
+none(\@early, 'real time: after each write, the key expires after all its states') or diag "repeat with RATELIMIT_SEED=$seed";
+note join ', ', map { "$_ $done{$_}" } sort keys %done;
+cmp_ok($done{$_} || 0, '>', 5, "$_: " . ($done{$_} || 0))
+  foreach qw(seen call refund ban persist expire refused several stayed throttle token_bucket fixed_window fixed_window:first
+	sliding_window sliding_log sliding_log:denied);
 
 #
 # A key that has lost its time to live

@@ -1,0 +1,72 @@
+-- The part of check.lua for lists of limits without options that allow the action,
+-- which are most calls: it makes no functions, and no table for a limit. Other calls go
+-- on behind it. It has the same arguments and the same reply.
+
+if ARGV[2] == '1' and ARGV[3] ~= '0' then
+  local ARGV, quota = ARGV, ARGV[3] + 0
+  local LIMIT, names, plain = 10, {'ban', 'expiry'}, true
+  for a = 4, #ARGV, LIMIT do
+    local tag = ARGV[a + 1]
+    -- No count_denied, no ban.
+    plain = plain and ARGV[a + 7] == '' and ARGV[a + 8] == '0'
+    names[#names + 1] = tag
+    if ARGV[a] == 'sliding_log' then
+      names[#names + 1] = tag .. ':denied'
+    end
+  end
+  local values = plain and call('HMGET', hash, unpack(names))
+  if plain and not (values[1] and tonumber(values[1]) > now) then
+    local expiry, set, reply, needed, at = values[2], {}, {0, 0, now}, 0, 3
+    for a = 4, #ARGV, LIMIT do
+      local algorithm, period, first, second = ARGV[a], ARGV[a + 2], ARGV[a + 3], ARGV[a + 4]
+      local value, written, lives = values[at]
+      at = at + 1
+      if algorithm == 'throttle' then
+        --@ backlog of gcra
+        local room_us = ARGV[a + 5] + 0
+        if us < room_us or us == room_us and ns <= ARGV[a + 6] + 0 then
+          local cost_us, cost_ns = first + 0, second + 0
+          reply[#reply + 1] = string.format('%.0f%03.0f', us, ns)
+          --@ charge of gcra
+          written, lives = string.format('%.0f%03.0f', now + us, ns), us
+        end
+      elseif ARGV[a + 5] ~= '' then
+        plain = false
+      elseif algorithm == 'token_bucket' then
+        --@ units of token_bucket
+      elseif algorithm == 'fixed_window' then
+        --@ units of fixed_window
+      elseif algorithm == 'sliding_window' then
+        --@ units of sliding_window
+      elseif algorithm == 'sliding_log' then
+        local denied = values[at]
+        at = at + 1
+        --@ is_tail
+        if is_tail then
+          --@ units of log_tail
+        end
+      end
+      if not written then
+        plain = false
+        break
+      end
+      set[#set + 1] = names[at - (algorithm == 'sliding_log' and 2 or 1)]
+      set[#set + 1] = written
+      if lives > needed then
+        needed = lives
+      end
+    end
+    if plain then
+      --@ expiry
+      if expires then
+        set[#set + 1] = 'expiry'
+        set[#set + 1] = expires
+      end
+      call('HSET', hash, unpack(set))
+      if expires then
+        call('PEXPIREAT', hash, expires)
+      end
+      return reply
+    end
+  end
+end
