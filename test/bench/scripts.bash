@@ -22,7 +22,6 @@ script_rows=(
 	"check_all|-|1|two keys, a throttle each (check_all.lua)|SELECT FROM rl_check_all('{one,other}', '{1000/1s burst 1000000000,1000/1s burst 1000000000}')"
 	"peek|-|1|rl_peek of a throttle|SELECT rl_peek('a throttle', '1000/1s burst 1000000000')"
 	"refund|-|2|rl_refund|SELECT rl_check('refund', '$WINDOW', 500000000); SELECT rl_refund('refund', '$WINDOW', 1)"
-	"refund_charges|-|3|rollback of a charge|SELECT rl_check('charge', '$WINDOW', 500000000); BEGIN; SELECT rl_check('charge', '$WINDOW refund_on_abort'); ROLLBACK"
 	"reset|-|1|rl_reset of a limit|SELECT rl_reset('no key', '$WINDOW')"
 	"ban|-|1|rl_ban|SELECT rl_ban('banned', 3600)"
 	"inspect|-|1|rl_inspect|SELECT FROM rl_inspect('a throttle')"
