@@ -2,7 +2,7 @@ MODULE_big = ratelimit
 OBJS = $(patsubst %,src/%.o,ratelimit error report decide take_all refusal headers transaction refund \
 	$(patsubst %,sql/%,functions inspect check_many check_all trigger trigger_statement trigger_groups trigger_rule trigger_limits arguments key simulate status postgrest) \
 	$(patsubst %,algorithm/%,limits calendar algorithm inspect gcra token_bucket fixed_window sliding log) \
-	$(patsubst %,redis/%,store take scan scripts command pipeline route node cluster sentinel address connection stream socket tls resp) \
+	$(patsubst %,redis/%,store take take_many scan scripts command pipeline route node cluster sentinel address connection stream socket tls resp) \
 	$(patsubst %,shared/%,shared local_store local_inspect cells heap denial_cache counters breaker refusal_log siphash))
 
 EXTENSION = ratelimit
@@ -18,11 +18,13 @@ PROVE_TESTS = test/t/*.pl
 
 # Each algorithm has a script for its limits.  Those in ALONE have another one, for
 # one limit without options.  Those in ONE make it of parts of src/algorithm/<name>.lua.
+# Those in MANY have a third script, for many keys, with the same body.
 ALGORITHMS = throttle token_bucket fixed_window sliding_window sliding_log concurrent
 ONE = token_bucket fixed_window sliding_window
 ALONE = throttle $(ONE) sliding_log
-SCRIPTS_H = $(patsubst %,src/redis/%.lua.h,alone check check_mixed check_all refund refund_charges reset ban bans masters inspect version)
-ALGORITHMS_H = $(patsubst %,src/redis/%.lua.h,$(ALONE:%=alone_%) $(ALGORITHMS:%=check_%))
+MANY = throttle
+SCRIPTS_H = $(patsubst %,src/redis/%.lua.h,alone many check check_mixed check_many check_all refund refund_charges reset ban bans masters inspect version)
+ALGORITHMS_H = $(patsubst %,src/redis/%.lua.h,$(ALONE:%=alone_%) $(MANY:%=many_%) $(ALGORITHMS:%=check_%))
 EXTRA_CLEAN = $(SCRIPTS_H) $(ALGORITHMS_H) $(OBJS:.o=.d)
 
 # The version is written in the control file only.
@@ -104,14 +106,16 @@ $(CHECK_H): $(PLAIN_PARTS) $(call lua,redis/expiry redis/clock redis/plain redis
 	$(call lua,redis/act redis/check)
 
 # One limit.
-src/redis/alone_throttle.lua.h: PARTS += $(call lua,algorithm/gcra)
+src/redis/alone_throttle.lua.h src/redis/many_throttle.lua.h: PARTS += $(call lua,algorithm/gcra)
 src/redis/alone_throttle.lua.h: $(call lua,redis/expiry algorithm/gcra redis/clock algorithm/throttle)
+src/redis/many_throttle.lua.h: $(call lua,redis/expiry algorithm/gcra redis/clock redis/many_begin algorithm/throttle redis/many)
 src/redis/alone_sliding_log.lua.h: PARTS += $(call lua,algorithm/log_tail)
 src/redis/alone_sliding_log.lua.h: $(call lua,redis/expiry algorithm/log_tail redis/clock algorithm/sliding_log_one redis/one \
 	algorithm/sliding_log_list redis/state $(addprefix algorithm/,$(sliding_log_lua)) redis/act redis/check)
 $(foreach a,$(ONE),$(eval src/redis/alone_$(a).lua.h: PARTS += $(call lua,algorithm/$(a))))
 $(ONE:%=src/redis/alone_%.lua.h): src/redis/alone_%.lua.h: $(call lua,redis/expiry algorithm/% redis/clock redis/one_read redis/one)
 
+src/redis/check_many.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/act redis/check_many)
 src/redis/check_all.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/act redis/check_all)
 src/redis/refund.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/refund)
 src/redis/refund_charges.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,algorithm/log_refund redis/refund_charges)
@@ -130,13 +134,14 @@ dist:
 	git -C $(srcdir) archive --format=zip --prefix=ratelimit-$(EXTVERSION)/ HEAD >dist/ratelimit-$(EXTVERSION).zip
 
 .DELETE_ON_ERROR:
-$(ALGORITHMS_H) $(filter-out %/alone.lua.h %/check.lua.h,$(SCRIPTS_H)):
+$(ALGORITHMS_H) $(filter-out %/alone.lua.h %/many.lua.h %/check.lua.h,$(SCRIPTS_H)):
 	awk -v parts='$^' -f $(srcdir)/src/parts.awk $(filter-out $(addprefix %,$(PARTS)),$^) > $@
 
 # The scripts by algorithm, as an array's initializers.
 src/redis/alone.lua.h: $(ALONE:%=src/redis/alone_%.lua.h)
+src/redis/many.lua.h: $(MANY:%=src/redis/many_%.lua.h)
 src/redis/check.lua.h: $(ALGORITHMS:%=src/redis/check_%.lua.h)
-src/redis/alone.lua.h src/redis/check.lua.h: src/redis/%.lua.h:
+src/redis/alone.lua.h src/redis/many.lua.h src/redis/check.lua.h: src/redis/%.lua.h:
 	for header in $(^F); do \
 		name=$${header#$*_}; name=$${name%.lua.h}; \
 		printf '[RL_%s] = {.source =\n#include "redis/%s"\n},\n' $$(echo $$name | tr a-z A-Z) $$header; \

@@ -166,6 +166,8 @@ typedef struct RlAlgorithm
 	bool		has_logs;		/* states are logs as log.lua keeps them */
 	bool		in_ns;			/* amounts are ns: sent as us and the rest, for Lua */
 	int			nreported;		/* how many numbers check.lua reports for a limit */
+	int			share;			/* of a script call for many keys, in percent: what a limit
+								 * may take of 1 ms usually, and of 5 ms in any state */
 
 	/*
 	 * Sets the numbers of the limit for a command that takes or refunds the

@@ -89,6 +89,7 @@ const RlAlgorithm rl_algorithm_fixed_window = {
 	RL_COUNTS_UNITS,
 	.end = end,
 	.most = RL_MAX_COUNT,
+	.share = 1,
 	.has_from_first = true,
 	.has_calendar = true,
 	.has_count_denied = true,

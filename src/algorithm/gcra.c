@@ -260,6 +260,7 @@ const RlAlgorithm rl_algorithm_gcra = {
 	.in_ns = true,
 	.numbers = numbers,
 	.nreported = 1,
+	.share = 1,
 	.decide = decide,
 	.numbers_suffice = true,
 	.read_alone = read_alone

@@ -187,6 +187,7 @@ const RlAlgorithm rl_algorithm_sliding_window = {
 	.name = "sliding_window",
 	SLIDES,
 	.most = RL_MAX_COUNT,
+	.share = 4,
 	.has_step = true,
 	.has_count_denied = true,
 	.complete = complete
@@ -196,6 +197,7 @@ const RlAlgorithm rl_algorithm_sliding_log = {
 	.name = "sliding_log",
 	SLIDES,
 	.most = RL_MAX_LOG,
+	.share = 12,
 	.has_count_denied = true,
 	.has_logs = true
 };
@@ -204,6 +206,7 @@ const RlAlgorithm rl_algorithm_concurrent = {
 	.name = "concurrent",
 	SLIDES,
 	.most = RL_MAX_CONCURRENT,
+	.share = 2,
 	.until_end = true,
 	.complete = complete_concurrent,
 	.has_logs = true

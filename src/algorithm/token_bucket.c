@@ -112,6 +112,7 @@ const RlAlgorithm rl_algorithm_token_bucket = {
 	RL_COUNTS_UNITS,
 	.end = rl_units_end,
 	.most = RL_MAX_COUNT,
+	.share = 1,
 	.has_burst = true,
 	.refills = true,
 	.complete = complete,

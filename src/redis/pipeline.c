@@ -7,7 +7,7 @@
  * the server does not know the script or another server has the key, is sent
  * again.  When a server is lost, the calls on its line fail, and all others go on.
  * Each reply must come within ratelimit.command_timeout of the one before, and all
- * of them within that time, plus as much for each CALLS_PER_TIMEOUT calls.
+ * of them within that time, plus as much for each KEYS_PER_TIMEOUT keys.
  *
  * With no_throw, a pipeline raises nothing and needs no memory, so that it can
  * run while a transaction ends.  It uses only connections that are there, one
@@ -23,8 +23,8 @@
 #include "redis/route.h"
 #include "shared/shared.h"
 
-/* A healthy server answers 100 calls in some ms; fewer calls have the time of one call. */
-#define CALLS_PER_TIMEOUT	100
+/* A healthy server answers for 100 keys in some ms; fewer keys have the time of one call. */
+#define KEYS_PER_TIMEOUT	100
 
 /* A call, and how to send it. */
 typedef struct Call
@@ -58,10 +58,13 @@ typedef struct Pipeline
 {
 	RlScript   *script;
 	int			n;
+	const int  *keys;			/* how many each call is about; NULL: one */
+	int			nkeys;			/* all of them */
+	int			max_due;		/* calls under way on a line */
 	RlPipelineAppend append;
 	RlPipelineReply reply;
 	void	   *arg;
-	int64	   *unanswered;		/* to which the calls under way are added */
+	int64	   *unanswered;		/* to which the keys of calls under way are added */
 	RlUsage    *usage;			/* to which the cost is added; or NULL */
 	bool		no_throw;
 	bool		takes_errors;	/* reply() does: an error reply is no failure */
@@ -83,6 +86,8 @@ typedef struct Pipeline
 	Line	   *lines[RL_MAX_STREAMS];
 } Pipeline;
 
+/* The number of keys that a call is about */
+#define KEYS_OF(p, call)	((p)->keys ? (p)->keys[(call).i] : 1)
 /* The first line of each pipeline, which needs no memory then. */
 static Line kept_line;
 
@@ -134,11 +139,11 @@ due_call(Line *line, int i)
 static void
 remove_line(Pipeline *p, Line *line)
 {
-	int			i;
+	RlStream   *stream = &line->stream;
+	int			i = 0;
 
-	for (i = 0; i < line->stream.due; i++)
-		p->resent -= due_call(line, i)->resent;
-	i = 0;
+	for (int c = 0; c < stream->due; c++)
+		p->resent -= due_call(line, c)->resent;
 	while (p->lines[i] != line)
 		i++;
 	p->lines[i] = p->lines[--p->nlines];
@@ -181,12 +186,9 @@ break_line(Pipeline *p, Line *line, int64 given, RlError *error)
 static void
 send_again(Pipeline *p, Call call)
 {
-	Call	   *copy = palloc(sizeof(Call));
-
-	*copy = call;
-	copy->resent = true;
-	p->to_resend = lappend(p->to_resend, copy);
-	--*p->unanswered;
+	call.resent = true;
+	p->to_resend = lappend(p->to_resend, memcpy(palloc(sizeof(Call)), &call, sizeof(Call)));
+	*p->unanswered -= KEYS_OF(p, call);
 }
 
 /* Writes the call's command.  Returns false if the call is already done. */
@@ -275,7 +277,7 @@ append_call(Pipeline *p, Line *line, Call call)
 	rl_stream_appended(&line->stream);
 	if (p->usage != NULL)
 		p->usage->round_trips++;
-	++*p->unanswered;
+	*p->unanswered += KEYS_OF(p, call);
 }
 
 /*
@@ -287,7 +289,7 @@ append_call(Pipeline *p, Line *line, Call call)
 static void
 fill_lines(Pipeline *p)
 {
-	if (p->blocked != NULL && p->blocked->stream.due <= RL_MAX_DUE / 2 &&
+	if (p->blocked != NULL && p->blocked->stream.due <= p->max_due / 2 &&
 		rl_stream_is_sent(&p->blocked->stream))
 		p->blocked = NULL;
 	while (p->blocked == NULL && !p->no_server)
@@ -301,7 +303,7 @@ fill_lines(Pipeline *p)
 		if (again)
 			call = *again;
 		line = find_line(p, &call);
-		if (line != NULL && !rl_stream_has_room(&line->stream))
+		if (line != NULL && (line->stream.due >= p->max_due || !rl_stream_has_room(&line->stream)))
 		{
 			p->blocked = line;
 			return;
@@ -403,7 +405,7 @@ take_reply(Pipeline *p, Line *line, Call call, RlError *error)
 		line->answered = true;
 		p->progress = rl_monotonic_now();
 	}
-	--*p->unanswered;
+	*p->unanswered -= KEYS_OF(p, call);
 	return true;
 }
 
@@ -479,7 +481,8 @@ give_up(Pipeline *p)
 	bool		unsent = p->next < p->n || p->to_resend != NIL;
 
 	rl_error_set(&error, ERRCODE_STORE_FAILED,
-				 "lost the connection to Redis: %d calls took longer than ratelimit.command_timeout allows", p->n);
+				 "lost the connection to Redis: calls for %d keys took longer than ratelimit.command_timeout allows",
+				 p->nkeys);
 	for (int i = p->nlines - 1; i >= 0; i--)
 	{
 		Line	   *line = p->lines[i];
@@ -549,7 +552,7 @@ run_pipeline(Pipeline *p)
 	rl_route_begin(&p->route, NULL, 0);
 	rl_streams_changed();
 	p->progress = start;
-	p->end = start + (int64) rl_command_timeout * 1000 * (1 + p->n / CALLS_PER_TIMEOUT);
+	p->end = start + (int64) rl_command_timeout * 1000 * (1 + p->nkeys / KEYS_PER_TIMEOUT);
 	run(p);
 	rl_breakers_release();
 	list_free_deep(p->to_resend);
@@ -559,22 +562,27 @@ run_pipeline(Pipeline *p)
 }
 
 /*
- * Runs a script n times.  append() writes the arguments of call i, and may be
- * asked for them again, or returns false when that call is done.  reply() gets
- * the replies that are no error replies, in the order in which they come, and
- * returns false with the error set if one makes no sense.  *unanswered is
- * increased by the calls that are under way, and stays increased by those that
- * may have run and have no reply.  Returns false with the first call's error set
- * when calls fail: those with an error reply, and those that were sent and have no
- * reply.  Raises an error if a setting is wrong, or at an interrupt.
+ * Runs a script n times.  append() writes the arguments of call i, and may be asked for
+ * them again, or returns false when that call is done.  reply() gets the replies that are
+ * no error replies, in the order in which they come, and returns false with the error
+ * set if one makes no sense.  With keys, call i is about keys[i] keys, and reply() gets
+ * error replies too, which fail no call.  *unanswered is increased by the keys of calls
+ * under way, and stays increased by those that may have run and have no reply.  Returns
+ * false with the first call's error set when calls fail: those with an error reply, and
+ * those that were sent and have no reply.  Raises an error if a setting is wrong, or at
+ * an interrupt.
  */
 bool
-rl_redis_pipeline(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply, void *arg,
-				  int64 *unanswered, RlUsage *usage, RlError *error)
+rl_redis_pipeline(RlScript *script, int n, const int *keys, RlPipelineAppend append,
+				  RlPipelineReply reply, void *arg, int64 *unanswered, RlUsage *usage, RlError *error)
 {
-	Pipeline	p = {.script = script,.n = n,.append = append,.reply = reply,.arg = arg,
-	.unanswered = unanswered,.usage = usage,.error = error};
+	Pipeline	p = {.script = script,.n = n,.keys = keys,.nkeys = n,.append = append,.reply = reply,.arg = arg,
+	.unanswered = unanswered,.usage = usage,.error = error,.takes_errors = keys != NULL};
 
+	for (int i = 0; keys != NULL && i < n; i++)
+		p.nkeys += keys[i] - 1;
+	/* Many keys under way would lose their order if a call had to be sent again. */
+	p.max_due = Max(RL_MAX_DUE * n / p.nkeys, 2);
 	return run_pipeline(&p);
 }
 
@@ -604,7 +612,8 @@ rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append, RlPipeli
 {
 	int64		unanswered = 0;
 	Pipeline	p = {.script = script,.n = n,.append = append,.reply = reply,.arg = arg,
-	.unanswered = &unanswered,.usage = usage,.error = error,.no_throw = no_throw,.takes_errors = true};
+	.unanswered = &unanswered,.usage = usage,.error = error,.no_throw = no_throw,
+	.takes_errors = true,.nkeys = n,.max_due = RL_MAX_DUE};
 	int64		end = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
 	int			connected = 0;
 

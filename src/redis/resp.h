@@ -8,7 +8,8 @@
 #include "lib/stringinfo.h"
 #include "ratelimit.h"
 
-#define RL_MAX_VALUES		(RL_MAX_KEYS * (3 + 4 * RL_MAX_LIMITS))
+#define RL_MAX_VALUES		(1 + 3 * RL_MAX_TOGETHER)	/* of a reply */
+#define RL_MAX_TOGETHER		100 /* keys that one call decides, each by itself */
 #define RL_MAX_TEXT			32768	/* bytes of a string */
 
 typedef enum RlReplyKind

@@ -12,6 +12,11 @@ RlScript	rl_alone_scripts[RL_ALGORITHMS] = {
 #include "redis/alone.lua.h"
 };
 
+/* The same for many keys, each decided by itself. */
+RlScript	rl_many_scripts[RL_ALGORITHMS] = {
+#include "redis/many.lua.h"
+};
+
 /* For limits of one algorithm each, so that Redis runs no code of the others. */
 RlScript	rl_check_scripts[RL_ALGORITHMS] = {
 #include "redis/check.lua.h"
@@ -21,7 +26,12 @@ RlScript	rl_check_mixed_script = {.source =
 #include "redis/check_mixed.lua.h"
 };
 
-/* For limits of several keys. */
+/* For many keys, each decided by itself. */
+RlScript	rl_check_many_script = {.source =
+#include "redis/check_many.lua.h"
+};
+
+/* For one action on several keys. */
 RlScript	rl_check_all_script = {.source =
 #include "redis/check_all.lua.h"
 };

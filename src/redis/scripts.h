@@ -8,8 +8,10 @@
 #include "redis/command.h"
 
 extern RlScript rl_alone_scripts[RL_ALGORITHMS];
+extern RlScript rl_many_scripts[RL_ALGORITHMS];
 extern RlScript rl_check_scripts[RL_ALGORITHMS];
 extern RlScript rl_check_mixed_script;
+extern RlScript rl_check_many_script;
 extern RlScript rl_check_all_script;
 extern RlScript rl_refund_script;
 extern RlScript rl_refund_charges_script;

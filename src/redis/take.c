@@ -112,17 +112,6 @@ rl_append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trac
 	rl_command_number(command, ban ? limit->ban_after : 0);
 }
 
-/* The reply of a script that takes quota. */
-typedef struct TakeReply
-{
-	int64		verdict;		/* 0: allowed, -1: refused, else the rest of a ban */
-	int64		ban;			/* length of the ban that this refusal starts, or 0 */
-	int64		at;				/* the store's time, or 0: not known */
-	const int64 *reported;		/* the numbers of all limits */
-	int			nreported;
-	int64		alone[RL_REPORTED]; /* "reported" of a script for one limit */
-} TakeReply;
-
 /*
  * Sets the decision of a limit from its reported numbers.  An allowed action may not fit
  * a shadow limit; "refused" is the verdict by which the script then acts on this limit.
@@ -151,7 +140,7 @@ read_decision(const RlLimit *limit, int64 quota, RlVerdict verdict, RlVerdict re
  * numbers.
  */
 static bool
-read_decisions(const RlAction *action, const TakeReply *take, bool charged, RlDecision *decisions)
+read_decisions(const RlAction *action, const RlTakeReply *take, bool charged, RlDecision *decisions)
 {
 	const RlLimits *limits = action->limits;
 	RlVerdict	refused = action->how == RL_TRY ? RL_VERDICT_UNCOUNTED : RL_VERDICT_REFUSED;
@@ -188,8 +177,8 @@ may_ban(const RlAction *action)
  * Returns true if the faster script for one limit suffices: it counts no
  * refusals, does not report the time, and is not for shadow limits, calendars and rl_peek.
  */
-static bool
-acts_alone(const RlAction *action)
+bool
+rl_take_is_alone(const RlAction *action)
 {
 	const RlLimits *limits = action->limits;
 	const RlLimit *limit = &limits->limit[0];
@@ -199,12 +188,23 @@ acts_alone(const RlAction *action)
 		action->how != RL_PEEK && rl_alone_scripts[limit->algorithm].source != NULL;
 }
 
-static RlScript *
-take_script(const RlAction *action)
+/* Returns true if there is a faster script for many keys under such limits. */
+bool
+rl_take_is_fast(const RlAction *action)
 {
 	const RlLimits *limits = action->limits;
 
-	if (acts_alone(action))
+	return limits->n == 1 && limits->limit[0].ban == 0 && !limits->limit[0].shadow &&
+		rl_many_scripts[limits->limit[0].algorithm].source != NULL;
+}
+
+/* Returns the script for the action. */
+RlScript *
+rl_take_script(const RlAction *action)
+{
+	const RlLimits *limits = action->limits;
+
+	if (rl_take_is_alone(action))
 		return &rl_alone_scripts[limits->limit[0].algorithm];
 	for (int i = 1; i < limits->n; i++)
 		if (limits->limit[i].algorithm != limits->limit[0].algorithm)
@@ -212,9 +212,24 @@ take_script(const RlAction *action)
 	return &rl_check_scripts[limits->limit[0].algorithm];
 }
 
+/* Appends the arguments of the faster script for one limit: RL_FAST_ARGS if the numbers suffice. */
+void
+rl_take_append_fast(RlCommand *command, const RlAction *action)
+{
+	const RlLimit *limit = &action->limits->limit[0];
+
+	rl_append_tag(command, limit);
+	if (!rl_algorithm(limit)->numbers_suffice)
+	{
+		rl_command_number(command, action->quota);
+		rl_command_number(command, limit->period);
+	}
+	append_numbers(command, limit, action->quota);
+}
+
 /* Appends the arguments of check.lua, or with alone of the faster script for one limit. */
-static void
-append_take(RlCommand *command, const RlAction *action, bool alone)
+void
+rl_take_append(RlCommand *command, const RlAction *action, bool alone)
 {
 	const RlLimits *limits = action->limits;
 	int64		quota = action->quota;
@@ -223,15 +238,7 @@ append_take(RlCommand *command, const RlAction *action, bool alone)
 	rl_command_hash(command, &action->key);
 	if (alone)
 	{
-		const RlLimit *limit = &limits->limit[0];
-
-		rl_append_tag(command, limit);
-		if (!rl_algorithm(limit)->numbers_suffice)
-		{
-			rl_command_number(command, quota);
-			rl_command_number(command, limit->period);
-		}
-		append_numbers(command, limit, quota);
+		rl_take_append_fast(command, action);
 		return;
 	}
 	rl_command_text(command, how == RL_PEEK ? "0" : "1");
@@ -241,15 +248,16 @@ append_take(RlCommand *command, const RlAction *action, bool alone)
 }
 
 /*
- * Reads the numbers of a key from the reply of check.lua or check_all.lua, from *at
- * on, and sets *at to the next key's.
+ * Reads the numbers of a key from the reply of check.lua or a script for several keys,
+ * from *at on, and sets *at to the next key's.  Returns false if they are no such
+ * numbers.
  */
-static bool
-read_check(const RlAction *action, const RlReply *reply, int *at, TakeReply *take)
+bool
+rl_take_read_check(const RlAction *action, const RlReply *reply, int *at, RlTakeReply *take)
 {
 	const int64 *values = &reply->values[*at];
 
-	*take = (TakeReply) {.reported = &values[3]};
+	*take = (RlTakeReply) {.reported = &values[3]};
 	for (int i = 0; i < action->limits->n; i++)
 		take->nreported += rl_algorithm(&action->limits->limit[i])->nreported;
 	*at += 3 + take->nreported;
@@ -263,28 +271,41 @@ read_check(const RlAction *action, const RlReply *reply, int *at, TakeReply *tak
 }
 
 /*
+ * Sets the reply from the n numbers that the faster script reports for a key.  Returns
+ * false if no such script can send them.  The result must not be copied.
+ */
+bool
+rl_take_set_fast(const RlAction *action, const int64 *values, int n, RlTakeReply *take)
+{
+	const RlLimit *limit = &action->limits->limit[0];
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
+
+	*take = (RlTakeReply) {.reported = take->alone,.nreported = algorithm->nreported};
+	return algorithm->read_alone(limit, action->quota, values, n, &take->verdict, take->alone);
+}
+
+/*
  * Reads the reply of a script for one limit.  It can also be the reply of check.lua: a
  * script may go on like that one.
  */
 static bool
-read_alone(const RlAction *action, const RlReply *reply, TakeReply *take)
+read_alone(const RlAction *action, const RlReply *reply, RlTakeReply *take)
 {
-	const RlLimit *limit = &action->limits->limit[0];
-	const RlAlgorithm *algorithm = rl_algorithm(limit);
 	int			n = 0;
 
 	if (reply->kind != RL_REPLY_NUMBERS || reply->is_array != (reply->nvalues > 1))
 		return false;
-	if (algorithm->has_logs && reply->nvalues > RL_REPORTED)
-		return read_check(action, reply, &n, take) && n == reply->nvalues;
-	*take = (TakeReply) {.reported = take->alone,.nreported = algorithm->nreported};
-	return algorithm->read_alone(limit, action->quota, reply->values, reply->nvalues,
-								 &take->verdict, take->alone);
+	if (rl_algorithm(&action->limits->limit[0])->has_logs && reply->nvalues > RL_REPORTED)
+		return rl_take_read_check(action, reply, &n, take) && n == reply->nvalues;
+	return rl_take_set_fast(action, reply->values, reply->nvalues, take);
 }
 
-/* Sets the decisions of a key.  Returns false if they contradict the verdict. */
-static bool
-decide(const RlAction *action, const TakeReply *take, bool charged, RlDecision *decisions)
+/*
+ * Sets the decisions of a key; charged is false if a limit of this or of another key has
+ * refused.  Returns false if they contradict the verdict.
+ */
+bool
+rl_take_decide(const RlAction *action, const RlTakeReply *take, bool charged, RlDecision *decisions)
 {
 	const RlLimits *limits = action->limits;
 	bool		allowed = true;
@@ -308,15 +329,15 @@ decide(const RlAction *action, const TakeReply *take, bool charged, RlDecision *
  * Sets the decisions from the reply, and the store's time.  Returns false with
  * the error set if no script can send this reply.
  */
-static bool
-read_take(const RlAction *action, bool alone, const RlReply *reply, RlDecision *decisions, int64 *at,
-		  RlError *error)
+bool
+rl_take_read(const RlAction *action, bool alone, const RlReply *reply, RlDecision *decisions, int64 *at,
+			 RlError *error)
 {
 	int			n = 0;
-	TakeReply	take;
+	RlTakeReply	take;
 
-	if (!(alone ? read_alone(action, reply, &take) : read_check(action, reply, &n, &take) && n == reply->nvalues) ||
-		!decide(action, &take, take.verdict == 0, decisions))
+	if (!(alone ? read_alone(action, reply, &take) : rl_take_read_check(action, reply, &n, &take) && n == reply->nvalues) ||
+		!rl_take_decide(action, &take, take.verdict == 0, decisions))
 		return rl_wrong_reply(error);
 	*at = take.at;
 	return true;
@@ -325,7 +346,7 @@ read_take(const RlAction *action, bool alone, const RlReply *reply, RlDecision *
 bool
 rl_redis_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlError *error)
 {
-	bool		alone = acts_alone(action);
+	bool		alone = rl_take_is_alone(action);
 	bool		again = false;
 	RlReply		reply;
 
@@ -334,89 +355,12 @@ rl_redis_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, R
 		RlCommand  *command = rl_command_start();
 
 		command->usage = &answer->usage;
-		append_take(command, action, alone);
-		if (!rl_redis_script(take_script(action), command, &reply, error))
+		rl_take_append(command, action, alone);
+		if (!rl_redis_script(rl_take_script(action), command, &reply, error))
 			return false;
 		again = !again && rl_is_outside_windows(&reply, action->limits);
 	} while (again);
-	return read_take(action, alone, &reply, decisions, &answer->at, error);
-}
-
-/*
- * Many actions, each by itself
- */
-
-typedef struct Taking
-{
-	const RlAction *const *actions;
-	const int  *which;			/* the indexes of the actions to take */
-	int		   *again;			/* NULL, or room for those to take again */
-	int			nagain;
-	bool		alone;
-	RlTook		took;
-	void	   *arg;
-} Taking;
-
-static bool
-append_one(RlCommand *command, int i, void *arg)
-{
-	const Taking *taking = arg;
-
-	append_take(command, taking->actions[taking->which[i]], taking->alone);
-	return true;
-}
-
-static bool
-read_one(int i, const RlReply *reply, void *arg, RlError *error)
-{
-	Taking	   *taking = arg;
-	int			n = taking->which[i];
-	RlDecision	decisions[RL_MAX_LIMITS];
-	int64		at;
-
-	if (taking->again != NULL && rl_is_outside_windows(reply, taking->actions[n]->limits))
-	{
-		taking->again[taking->nagain++] = n;
-		return true;
-	}
-	if (!read_take(taking->actions[n], taking->alone, reply, decisions, &at, error))
-		return false;
-	taking->took(n, decisions, at, taking->arg);
-	return true;
-}
-
-bool
-rl_redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg,
-				   int64 *unanswered, RlUsage *usage, RlError *error)
-{
-	RlScript   *script = take_script(actions[0]);
-	bool		done;
-	int		   *which = palloc(n * sizeof(int));
-	int		   *again = palloc(n * sizeof(int));
-	Taking		taking = {
-		.actions = actions,.which = which,.again = again,
-		.alone = acts_alone(actions[0]),.took = took,.arg = arg
-	};
-
-	for (int i = 0; i < n; i++)
-	{
-		which[i] = i;
-		if (actions[i]->limits != actions[0]->limits && take_script(actions[i]) != script)
-		{
-			script = &rl_check_mixed_script;
-			taking.alone = false;
-		}
-	}
-	done = rl_redis_pipeline(script, n, append_one, read_one, &taking, unanswered, usage, error);
-	if (done && taking.nagain > 0)
-	{
-		taking.which = again;
-		taking.again = NULL;
-		done = rl_redis_pipeline(script, taking.nagain, append_one, read_one, &taking, unanswered, usage, error);
-	}
-	pfree(which);
-	pfree(again);
-	return done;
+	return rl_take_read(action, alone, &reply, decisions, &answer->at, error);
 }
 
 /*
@@ -507,7 +451,7 @@ read_part(int number, const RlReply *reply, void *arg, RlError *error)
 {
 	Parts	   *parts = arg;
 	const Part *part = &parts->part[number];
-	TakeReply	take[RL_MAX_KEYS];
+	RlTakeReply	take[RL_MAX_KEYS];
 	bool		charged = true;
 	int			at = 0;
 
@@ -520,7 +464,7 @@ read_part(int number, const RlReply *reply, void *arg, RlError *error)
 		}
 	for (int i = 0; i < part->n; i++)
 	{
-		if (!read_check(parts->actions[part->i[i]], reply, &at, &take[i]))
+		if (!rl_take_read_check(parts->actions[part->i[i]], reply, &at, &take[i]))
 			return rl_wrong_reply(error);
 		charged &= take[i].verdict == 0;
 	}
@@ -530,7 +474,7 @@ read_part(int number, const RlReply *reply, void *arg, RlError *error)
 	{
 		RlTaken    *taken = &parts->taken[part->i[i]];
 
-		if (!decide(parts->actions[part->i[i]], &take[i], charged, taken->each))
+		if (!rl_take_decide(parts->actions[part->i[i]], &take[i], charged, taken->each))
 			return rl_wrong_reply(error);
 		taken->at = take[i].at;
 		taken->charged = charged;
@@ -587,12 +531,12 @@ rl_redis_take_parts(const RlAction *const *actions, int n, RlTaken *taken, RlToo
 	Parts		parts = {.actions = actions,.taken = taken,.took = took,.arg = arg};
 
 	set_parts(&parts, n, true);
-	if (!rl_redis_pipeline(&rl_check_all_script, parts.n, append_part, read_part, &parts,
+	if (!rl_redis_pipeline(&rl_check_all_script, parts.n, NULL, append_part, read_part, &parts,
 						   unanswered, usage, error))
 		return false;
 	if (parts.nagain == 0)
 		return true;
 	keep_again(&parts);
-	return rl_redis_pipeline(&rl_check_all_script, parts.n, append_part, read_part, &parts,
+	return rl_redis_pipeline(&rl_check_all_script, parts.n, NULL, append_part, read_part, &parts,
 							 unanswered, usage, error);
 }

@@ -268,10 +268,11 @@ foreach my $limits ('10/1h refund_on_abort', '10/1h refund_on_abort, fixed_windo
 
 my $reads;
 
-# Returns how many scripts Redis has run since the last call; sets how often it has read.
+# Returns how many keys scripts have read since the last call; sets how often Redis has
+# read from its clients.
 sub asked
 {
-	my $calls = $redis->calls('evalsha') + $redis->calls('eval');
+	my $calls = $redis->calls('hmget');
 
 	$reads = $redis->field('stats', 'total_reads_processed');
 	$redis->cli('CONFIG', 'RESETSTAT');
@@ -355,6 +356,8 @@ foreach my $case ($on_redis ? ([ 3, 'fixed_window 6/1d' ], [ 9000, '6/1d' ], [ 9
 	is_deeply([ lost() ], [], "no refund is lost, $limits");
 }
 
+sub is_active { my ($victim) = @_; return $session->ask('SELECT 1 FROM pg_stat_activity WHERE pid = ' . $victim->pid . " AND state = 'active'"); }
+
 # Starts a statement of many keys, and calls the function when 8,192 of them have been
 # charged.  If the statement has ended by then, starts another statement.  Returns the
 # name of its table.
@@ -366,9 +369,9 @@ sub half_way
 	{
 		table("$name$try", 'fixed_window 6/1d');
 		$victim->send("INSERT INTO $name$try SELECT lpad(i::text, 6, '0'), 1 FROM generate_series(0, $keys - 1) i\n;");
-		await('the charges', sub { return left('fixed_window 6/1d', "$name$try:008192") == 5; });
+		await('the charges', sub { return left('fixed_window 6/1d', "$name$try:008192") == 5 || !is_active($victim) });
 		$then->();
-		return "$name$try" if $session->ask("SELECT 1 FROM pg_stat_activity WHERE pid = " . $victim->pid . " AND state = 'active'");
+		return "$name$try" unless $session->ask("SELECT 1 FROM $name$try LIMIT 1");
 		$redis->resume if $on_redis;
 		$victim->ask('');
 	}
@@ -418,7 +421,8 @@ foreach my $how ('pg_cancel_backend', 'pg_terminate_backend', $on_redis ? 'silen
 	my $charged = charged_of($name, $keys);
 	if ($on_redis)
 	{
-		is(scalar @lost, 1, "$how: the log has one line about lost refunds");
+		# There is none if no key was asked for at that moment.
+		cmp_ok(scalar @lost, '<=', 1, "$how: the log has one line about lost refunds");
 		cmp_ok($charged, '<=', $lost[0] // 0, "$how: the log counts at least the $charged keys that are charged");
 		cmp_ok($lost[0] // 0, '<=', 1024, "$how: the log counts only the keys that were asked for last") if $how ne 'silence';
 	}
@@ -503,16 +507,16 @@ table('seen_by', '5/1h');
 $monitor->scripts;
 asked();
 $session->ask(q{INSERT INTO seen_by SELECT i % 50, 1 FROM generate_series(1, 100) i});
-is($monitor->scripts, 50, '100 rows of 50 keys: 50 scripts');
+is($monitor->scripts, 1, '100 rows of 50 keys: one script');
 asked();
 cmp_ok($reads, '<=', 10, "100 rows of 50 keys are one batch: Redis reads $reads times");
 $session->ask(q{INSERT INTO seen_by SELECT i::text, 1 FROM generate_series(1, 50) i UNION ALL SELECT 'x', 6});
 is($session->state, 'PT413', 'a key of 51 is refused');
-is($monitor->scripts, 51 + 50, '51 scripts charge, and 50 scripts refund');
+is($monitor->scripts, 1 + 50, 'a script charges 51 keys, and 50 scripts refund');
 asked();
 cmp_ok($reads, '<=', 16, "a refused statement of 51 keys is two batches: Redis reads $reads times");
 $session->ask(q{INSERT INTO seen_by VALUES ('x', 6), ('y', 6), ('x', 1)});
-is($monitor->scripts, 2, 'if no key is granted, no script refunds');
+is($monitor->scripts, 1, 'if no key is granted, no script refunds');
 $session->ask('INSERT INTO seen_by SELECT 1, 1 WHERE false');
 is($monitor->scripts, 0, 'a statement without rows calls no script');
 undef $monitor;

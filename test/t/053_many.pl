@@ -1,15 +1,16 @@
-# Many keys in one call: each key is asked for once and answered in order, whatever
+# Many keys in one call: each key is decided once and answered in order, whatever
 # happens to the script, to Redis and to the connection during the call.
 #
 # Runs alone: it measures how long calls take, with a server that answers late.
 use strict;
 use warnings FATAL => 'all';
 
-use List::Util qw(max min);
+use List::Util qw(max min sum);
 use LyingServer;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
+use POSIX qw(ceil);
 use RedisServer;
 use Test::More;
 
@@ -61,6 +62,9 @@ $session->ask(q{
 		FOR turn IN 1 .. calls LOOP
 			now := now + (random() * 500000)::bigint;
 			PERFORM set_config('ratelimit.debug_now', now::text, false);
+			IF random() < 0.1 THEN
+				PERFORM rl_ban(p || name || 'k1', 0.7) FROM unnest('{a:,b:}'::text[]) p;
+			END IF;
 			SELECT array_agg('k' || (random() * 4)::int),
 				CASE WHEN random() > 0.2 THEN array_agg((random() * 4)::bigint) END
 				INTO keys, quotas FROM generate_series(1, (random() * 12)::int);
@@ -206,7 +210,7 @@ foreach my $n (1, 2, 513, 10_000)
 	$redis->cli('CONFIG', 'RESETSTAT');
 	is($session->ask("SELECT wrong(taken('again$n:', $n, 300), $n, 300)"), 'nothing', "$n keys, a known script");
 	my $reads = $redis->field('stats', 'total_reads_processed');
-	is($redis->calls('evalsha'), $n, "$n keys: one script for each key");
+	is($redis->calls('evalsha'), sum(map { ceil($_ / 100) } (4096) x ($n / 4096), $n % 4096), "$n keys: a call has 100 keys");
 	cmp_ok($reads, '<=', 5 + $n / 20, "$n keys: Redis reads $reads times");
 }
 
@@ -221,7 +225,7 @@ $redis->cli('CONFIG', 'SET', 'client-output-buffer-limit', 'normal 0 0 0');
 # Scripts that are flushed repeatedly, and loaded by another client
 #
 
-my $text = join '', map { slurp_file($_) } map { "$ENV{PWD}/src/$_.lua" } qw(redis/clock algorithm/throttle);
+my $text = join '', map { slurp_file($_) } map { "$ENV{PWD}/src/$_.lua" } qw(redis/clock redis/many_begin algorithm/throttle redis/many);
 foreach my $others (0, 1)
 {
 	$redis->cli('CONFIG', 'RESETSTAT');
@@ -288,6 +292,54 @@ $session->ask('SET ratelimit.on_error = deny');
 is($session->ask(q{SELECT string_agg(source || ' ' || n, ',' ORDER BY source) FROM (SELECT source, count(*) AS n
 	FROM rl_check_many((SELECT array_agg('bad' || i) FROM generate_series(301, 1300) i), '1/1s burst 1000') GROUP BY source) c}),
 	'fail_closed 1,redis 999', 'with on_error = deny only this key fails');
+
+# Returns how many of the answers to these keys have each source and verdict.
+sub sources
+{
+	my ($keys, $limits) = @_;
+
+	return $session->ask("SELECT string_agg(format('%s %s: %s', source, allowed, n), ', ' ORDER BY source, allowed) FROM (
+		SELECT source, allowed, count(*) AS n FROM rl_check_many((SELECT array_agg(k) FROM ($keys) q (k)), '$limits') GROUP BY 1, 2) c");
+}
+
+# Each key fails by itself, whatever the algorithm and wherever it is in a call.
+foreach my $limits ('2/1h', 'token_bucket 2/1h', 'fixed_window 2/1h', 'sliding_window 2/1h', 'sliding_log 2/1h', '2/1h, sliding_log 2/2h count_denied')
+{
+	my ($name) = $limits =~ /(.*?)[ ,]/;
+	my $tag = $limits =~ /^(\w+) / ? "$1:3600000000" : 'throttle:3600000000';
+
+	$tag .= ':60000000' if $tag =~ /sliding_window/;
+	foreach my $n (1, 2, 41, 99, 100, 101, 250)
+	{
+		$redis->cli('SET', "rl:{$limits$n}", 'no hash');
+	}
+	$redis->cli('HSET', "rl:{$limits$_}", $tag, 'no state') foreach 17, 249;
+	$redis->cli('HSET', "rl:{$limits$_}", 'ban', $now + 1_000_000) foreach 3, 240;
+	foreach my $turn ('t', 't', 'f')
+	{
+		is(sources("SELECT '$limits' || i FROM generate_series(1, 250) i", $limits),
+			"ban f: 2, fail_closed f: 9, redis $turn: 239", "$limits: only keys fail that Redis cannot decide");
+	}
+}
+
+# In a full Redis, and at a replica, refused keys are still refused, and other keys fail.
+is(sources(q{SELECT 'full' || i FROM generate_series(1, 100) i}, '1/1h'), 'redis t: 100', '100 keys are exhausted');
+foreach my $case ([ 'a full Redis', [qw(CONFIG SET maxmemory 1)], [qw(CONFIG SET maxmemory 0)] ],
+	[ 'a replica', [qw(REPLICAOF 127.0.0.1 1)], [qw(REPLICAOF NO ONE)] ])
+{
+	my ($what, $begin, $end) = @$case;
+
+	$redis->cli(@$begin);
+	is(sources(q{SELECT 'full' || i FROM generate_series(1, 200) i}, '1/1h'), 'fail_closed f: 100, redis f: 100', "$what: each key has its answer");
+	$redis->cli(@$end);
+}
+is(sources(q{SELECT 'full' || i FROM generate_series(1, 200) i}, '1/1h'), 'redis f: 100, redis t: 100', 'the failed keys were not charged');
+
+# Redis runs no call with a key that the user may not use.
+$redis->cli(qw(ACL SETUSER default resetkeys), '~rl:{may*');
+is(sources(q{SELECT CASE i WHEN 70 THEN 'not' ELSE 'may' END || i FROM generate_series(1, 200) i}, '1/1h'),
+	'fail_closed f: 1, redis t: 199', 'a key without privilege: only this key fails');
+$redis->cli(qw(ACL SETUSER default allkeys));
 $session->ask('RESET ratelimit.on_error');
 $redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
 is($session->attempt(q{SELECT taken('bad', 3, 3)})->{answer}, '{2,2,2}', 'a call after a lost connection connects again');
@@ -349,33 +401,49 @@ stat_is('5|4|0|0|0|0|1', 'the denial cache is counted');
 # Servers that fail during a call
 #
 
-# Answers so many commands with :0, then sends its last words, and ends the
-# connection or sends nothing more.
+# Returns the reply to a call: a new limit allows each key.
+sub reply
+{
+	my (undef, undef, $keys) = @_;
+
+	return '*' . ($keys + 1) . "\r\n" . ":1\r\n" . ":0\r\n" x $keys;
+}
+
+# Answers so many calls, then sends its last words, and ends the connection or sends
+# nothing more.
 sub liar
 {
 	my ($answers, $last, $end) = @_;
 	my $n = 0;
 
 	return LyingServer->new(sub {
-		return ":0\r\n" if ++$n < $answers;
+		return reply(@_) if ++$n < $answers;
 		return () if $n > max($answers, 1);
-		return (($answers ? ":0\r\n" : '') . $last, $end ? undef : ());
+		return (($answers ? reply(@_) : '') . $last, $end ? undef : ());
 	});
 }
 
 $session->set(denial_cache => 'off');
 foreach my $case (
-	[ 'an end', 700, '', 1, qr/^lost/ ],
+	[ 'an end', 7, '', 1, qr/^lost/ ],
 	[ 'an end at once', 0, '', 1, qr/^lost/ ],
-	[ 'silence', 700, '', 0, qr/^lost/ ],
-	[ 'half an answer', 700, ":1", 0, qr/^lost/ ],
-	[ 'half an answer and an end', 700, ":1", 1, qr/^lost/ ],
-	[ 'an error', 700, "-OOM command not allowed\r\n", 0, qr/^(?:unexpected|Redis answered)/ ],
-	[ 'a status', 700, "+OK\r\n", 0, qr/^(?:unexpected|Redis answered)/ ],
-	[ 'nonsense', 700, "what?\r\n", 0, qr/^(?:unexpected|Redis answered)/ ],
-	[ 'an endless line', 700, ':' . '1' x 300_000, 0, qr/^(?:unexpected|Redis answered)/ ],
-	[ 'no script', 700, "-NOSCRIPT No matching script\r\n" x 2000, 0, qr/^(?:unexpected|Redis answered)/ ],
-	[ 'one answer too many', 1000, ":0\r\n", 0, qr/^(?:unexpected|Redis answered)/ ])
+	[ 'silence', 7, '', 0, qr/^lost/ ],
+	[ 'half an answer', 7, "*101\r\n:1\r\n:0\r\n", 0, qr/^lost/ ],
+	[ 'half an answer and an end', 7, "*101\r\n:1\r\n:0\r\n", 1, qr/^lost/ ],
+	[ 'an error and silence', 7, "-OOM command not allowed\r\n", 0, qr/^lost/ ],
+	[ 'a single number', 7, ":0\r\n", 0, qr/^unexpected/ ],
+	[ 'a number too few', 7, "*100\r\n" . ":1\r\n" x 100, 0, qr/^unexpected/ ],
+	[ 'a number too many', 7, "*102\r\n" . ":1\r\n" x 102, 0, qr/^unexpected/ ],
+	[ 'a failed key beyond the last one', 7, "*103\r\n" . ":1\r\n" x 101 . ":101\r\n:-1\r\n", 0, qr/^unexpected/ ],
+	[ 'a ban of no length', 7, "*103\r\n" . ":1\r\n" x 101 . ":100\r\n:0\r\n", 0, qr/^unexpected/ ],
+	[ 'bans in a wrong order', 7, "*105\r\n" . ":1\r\n" x 101 . ":2\r\n:5\r\n:1\r\n:5\r\n", 0, qr/^unexpected/ ],
+	[ 'a negative time', 7, "*101\r\n:-1\r\n" . ":0\r\n" x 100, 0, qr/^unexpected/ ],
+	[ 'a wrong verdict on the last key', 7, "*101\r\n" . ":1\r\n" x 100 . ":-1\r\n", 0, qr/^unexpected/ ],
+	[ 'a status', 7, "+OK\r\n", 0, qr/^(?:unexpected|Redis answered)/ ],
+	[ 'nonsense', 7, "what?\r\n", 0, qr/^(?:unexpected|Redis answered)/ ],
+	[ 'an endless line', 7, ':' . '1' x 300_000, 0, qr/^(?:unexpected|Redis answered)/ ],
+	[ 'no script', 7, "-NOSCRIPT No matching script\r\n" x 2000, 0, qr/^(?:unexpected|Redis answered)/ ],
+	[ 'one answer too many', 10, ":0\r\n", 0, qr/^(?:unexpected|Redis answered)/ ])
 {
 	my ($what, $answers, $last, $end, $message) = @$case;
 	my $liar = liar($answers, $last, $end);
@@ -390,42 +458,43 @@ foreach my $case (
 # The bound of a batch: command_timeout, and again command_timeout for every 100 keys
 #
 
-# Returns a server that answers each call after a number of seconds.
+# Returns a server that answers each call after a number of seconds.  A call has 32 keys
+# whose names have 500 bytes.
 sub slow
 {
 	my ($seconds) = @_;
 
-	return LyingServer->new(sub { return (\$seconds, ":0\r\n") });
+	return LyingServer->new(sub { return (\$seconds, reply(@_)) });
 }
 
 my @slow;
 # On a busy machine one of the answers may come after command_timeout, which gives
 # another message.
-my $too_long = 'lost the connection to Redis: 50 calls took longer than ratelimit.command_timeout allows';
+my $too_long = 'lost the connection to Redis: calls for 50 keys took longer than ratelimit.command_timeout allows';
 my @ms = measures(150, sub {
 	push @slow, slow(0.09);
 	$session->set(command_timeout => '100ms', redis_url => $slow[-1]->url);
-	my $try = $session->attempt(q{SELECT taken('slow', 50, 50)});
+	my $try = $session->attempt("SELECT taken('$long', 50, 50)");
 
 	$got = $try if @slow == 1 || $try->{message} eq $too_long;
 	return $try->{message} eq $too_long ? $try->{ms} : 10_000;
 });
-note "50 keys, each answered after 90 ms: @ms ms";
-is($got->{state}, 'PT503', '50 keys, each answered after 90 ms: SQLSTATE');
-is($got->{message}, $too_long, '50 keys, each answered after 90 ms: message');
-cmp_ok(min(@ms), '<=', 150, '50 keys, each answered after 90 ms: the call takes at most command_timeout + 50 ms');
+note "50 keys in two calls, each answered after 90 ms: @ms ms";
+is($got->{state}, 'PT503', 'two calls, each answered after 90 ms: SQLSTATE');
+is($got->{message}, $too_long, 'two calls, each answered after 90 ms: message');
+cmp_ok(min(@ms), '<=', 150, 'two calls, each answered after 90 ms: the batch takes at most command_timeout + 50 ms');
 
-push @slow, slow(0.01);
+push @slow, slow(0.1);
 $session->set(retry_interval => '1h', on_error => 'deny', command_timeout => '300ms', redis_url => $slow[-1]->url);
-like($session->ask(q{SELECT string_agg(DISTINCT source, ' ' ORDER BY source) FROM rl_check_many((SELECT array_agg('slow' || i) FROM generate_series(1, 99) i), '1/1s burst 1000')}),
+like($session->ask("SELECT string_agg(DISTINCT source, ' ' ORDER BY source) FROM rl_check_many((SELECT array_agg('$long' || i) FROM generate_series(1, 99) i), '1/1s burst 1000')"),
 	qr/^fail_closed redis$/, 'keys that were answered in time have their answers');
 is($session->ask('SELECT breaker FROM rl_status()'), 'closed', 'the breaker of a server that answers stays closed');
 $session->set(retry_interval => undef, on_error => undef);
 
-push @slow, slow(0.003);
+push @slow, slow(0.1);
 $session->set(command_timeout => '1s', redis_url => $slow[-1]->url);
-$got = $session->attempt(q{SELECT cardinality(taken('slow', 500, 500))});
-note "500 keys, each answered after 3 ms: $got->{ms} ms";
+$got = $session->attempt("SELECT cardinality(taken('$long', 500, 500))");
+note "500 keys in 16 calls, each answered after 100 ms: $got->{ms} ms";
 is($got->{answer}, 500, '500 keys have more time than command_timeout') or diag $got->{message};
 cmp_ok($got->{ms}, '>=', 1000, '500 keys took longer than command_timeout');
 @slow = ();

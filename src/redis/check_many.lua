@@ -1,0 +1,42 @@
+-- Decides many keys, each by itself, in the order of KEYS. From ARGV[2] on there are
+-- runs: a number of keys, and what they have in common: the number of limits, the
+-- quota, and the limits.
+--
+-- Returns for each key what check.lua returns, or only -2 if the key has failed, also
+-- because of no_window: then it was not charged.
+
+local at, left, n, reply, i, complete = 2, 0, 0, {}, 0, 0
+
+local function take_keys()
+  while i < #KEYS do
+    i = i + 1
+    if left == 0 then
+      left, n, quota = tonumber(ARGV[at]), tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
+      at = at + 3 + n * LIMIT
+    end
+    left = left - 1
+    hash, set, gone, longest = KEYS[i], {}, {}, 0
+    local limits, ban = load_limits(0, at - n * LIMIT, at - 1)
+    if no_window then
+      no_window = false
+      error('the time is in none of the windows')
+    end
+    local verdict = decide(limits, ban)
+    reply[complete + 1], reply[complete + 2], reply[complete + 3] = verdict, 0, now
+    reply[complete + 2] = act(limits, verdict, reply, true)
+    write()
+    complete = #reply
+  end
+end
+
+-- An error in one key must not hide the answers of the others.
+while i < #KEYS do
+  if not pcall(take_keys) then
+    for k = #reply, complete + 1, -1 do
+      reply[k] = nil
+    end
+    complete = complete + 1
+    reply[complete] = -2
+  end
+end
+return reply

@@ -1,0 +1,46 @@
+end
+
+-- The end of the script that decides many keys under one limit each, in the order of
+-- KEYS. ARGV[2] is the number of arguments of a limit. From ARGV[3] on there are runs:
+-- a number of keys, and the arguments of the limit of each of these keys.
+--
+-- Returns the time, and the number of each key. At the end there are pairs for the keys
+-- that are banned: the key's position, and the rest of its ban in microseconds. A pair
+-- with -1 is for a key that has failed: it was not charged, and its number is 0.
+
+local size, at, left, arguments = tonumber(ARGV[2]), 3, 0, nil
+local reply, pairs_at_end, i = {now}, {}, 0
+
+local function add_pair(value)
+  pairs_at_end[#pairs_at_end + 1] = i
+  pairs_at_end[#pairs_at_end + 1] = value
+end
+
+local function take_keys()
+  while i < #KEYS do
+    i = i + 1
+    if left == 0 then
+      left, arguments = tonumber(ARGV[at]), {'', unpack(ARGV, at + 1, at + size)}
+      at = at + 1 + size
+    end
+    left = left - 1
+    local number = take(KEYS[i], arguments)
+    if type(number) == 'table' then
+      add_pair(number[1])
+      number = number[2]
+    end
+    reply[i + 1] = number
+  end
+end
+
+-- An error in one key must not hide the answers of the others.
+while i < #KEYS do
+  if not pcall(take_keys) then
+    reply[i + 1] = 0
+    add_pair(-1)
+  end
+end
+for _, value in ipairs(pairs_at_end) do
+  reply[#reply + 1] = value
+end
+return reply
