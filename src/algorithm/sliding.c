@@ -187,7 +187,7 @@ const RlAlgorithm rl_algorithm_sliding_window = {
 	.name = "sliding_window",
 	SLIDES,
 	.most = RL_MAX_COUNT,
-	.share = 4,
+	.share = 5,
 	.has_step = true,
 	.has_count_denied = true,
 	.complete = complete

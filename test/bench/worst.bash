@@ -2,7 +2,8 @@
 #
 # For script/bench: the longest time that one call can occupy Redis.  The state is
 # the largest that exists, in the layout of docs/internals.md: in each limit 100,000
-# charged and 100,000 refused entries of one unit, at times that alternate.
+# charged and 100,000 refused entries of one unit, at times that alternate.  A call for
+# many keys has such a state in each of them, as far as they have a place in one call.
 
 WORST_TARGET=5
 WORST_BEGIN=1700000000000000
@@ -11,7 +12,7 @@ WORST_PERIOD=864000000000
 # A row: the command of Redis that is measured; the time of the call (a number of
 # entries after the oldest, or P+ this number, which is a period later); the SQL, or
 # the number of charges to roll back; the title.  LIMITS stands for the limits, which
-# all have count_denied.
+# all have count_denied, MANY for keys with this state, and WINDOWS for sliding windows.
 worsts=(
 	"EVAL|100010|SELECT FROM rl_peek('worst', 'LIMITS', 99999)|rl_peek of 99,999, refused"
 	"EVAL|100010|SELECT FROM rl_peek('worst', 'LIMITS', 1)|rl_peek of 1, refused"
@@ -19,6 +20,9 @@ worsts=(
 	"EVAL|100010|SELECT FROM rl_check('worst', 'LIMITS', 50000)|rl_check of 50,000, refused and counted"
 	"EVAL|100010|SELECT FROM rl_check('worst', 'LIMITS', 100000)|rl_check of 100,000, refused and counted"
 	"EVAL|100010|SELECT FROM rl_check_all('{worst,b,c,d,e,f,g,h}', array_prepend('LIMITS'::rl_limits, array_fill((SELECT string_agg(concat('fixed_window 60000/', i, 'h count_denied'), ',') FROM generate_series(1, 8) i)::rl_limits, '{7}')), array_fill(50000::bigint, '{8}'))|rl_check_all of 8 keys, 50,000 each, refused"
+	"EVAL|100010|SELECT FROM rl_check_many(MANY, 'LIMITS', array_fill(50000::bigint, ARRAY[cardinality(MANY)]))|rl_check_many of 50,000 each, refused"
+	"EVAL|P+50000|SELECT FROM rl_check_many(MANY, 'LIMITS')|rl_check_many when half of it has become free"
+	"EVAL|100010|SELECT FROM rl_check_many((SELECT array_agg(concat('window', i)) FROM generate_series(1, 50) i), 'WINDOWS', array_fill(900::bigint, '{50}'))|rl_check_many, sliding windows of 101 counters"
 	"EVAL|P+50000|SELECT FROM rl_check('worst', 'LIMITS', 1)|rl_check when half of it has become free"
 	"EVAL|P+99000|SELECT FROM rl_check('worst', 'LIMITS', 1)|rl_check when nearly all has become free"
 	"EVAL|P+200000|SELECT FROM rl_check('worst', 'LIMITS', 1)|rl_check when all has become free"
@@ -69,6 +73,35 @@ fill_worst() {
 		return redis.call('PEXPIRE', KEYS[1], 3600000)" 1 'rl:{worst}' "$1" "$WORST_BEGIN" "$WORST_PERIOD" >/dev/null
 }
 
+# worst_many N: makes more keys with the state of N limits, and prints the array of all keys.
+worst_many() {
+	local i keys=worst
+	for ((i = 2; i <= ($1 == 1 ? 9 : 2); i++)); do
+		redis COPY 'rl:{worst}' "rl:{worst$i}" REPLACE >/dev/null
+		keys+=",worst$i"
+	done
+	echo "'{$keys}'::text[]"
+}
+
+# worst_windows N TIME: writes 50 keys with N sliding windows that have all their counters
+# then, and prints their limits.
+worst_windows() {
+	local i period text=''
+	for ((i = 0; i < $1; i++)); do
+		period=$((WORST_PERIOD + 100 * i))
+		text+=", sliding_window 1000/${period}us step $((period / 100))us count_denied"
+		redis EVAL "
+			local newest = math.floor(ARGV[1] / ARGV[2])
+			local counters = {string.format('505:505 %.0f:5:5', newest)}
+			for k = newest - 100, newest - 1 do counters[#counters + 1] = string.format('%.0f:5:5', k) end
+			for key = 1, 50 do
+				redis.call('HSET', 'rl:{window' .. key .. '}', ARGV[3], table.concat(counters, ' '))
+				redis.call('PEXPIRE', 'rl:{window' .. key .. '}', 3600000)
+			end" 0 "$2" $((period / 100)) "sliding_window:$period:$((period / 100))" >/dev/null
+	done
+	echo "${text#, }"
+}
+
 # longest COMMAND: prints the most microseconds of a command since slow_log.  COMMAND
 # is the start of its name, because a session's first rollback sends EVAL, and later
 # rollbacks send EVALSHA.  With a threshold of 0, the log also has commands of scripts.
@@ -89,7 +122,7 @@ worst_time() {
 
 # measure_worst LIMITS COMMAND WHEN SQL: prints microseconds.
 measure_worst() {
-	local limits when i charges=''
+	local limits when i call charges=''
 	limits=$(worst_limits "$1")
 	when="SET ratelimit.debug_now = '$(worst_time "$3")';"
 	if [[ $4 =~ ^[0-9]+$ ]]; then
@@ -118,8 +151,11 @@ measure_worst() {
 		redis EXISTS 'rl:{worst}' >/dev/null
 	else
 		fill_worst "$1"
+		call=${4//LIMITS/$limits}
+		[[ $call != *MANY* ]] || call=${call//MANY/$(worst_many "$1")}
+		[[ $call != *WINDOWS* ]] || call=${call//WINDOWS/$(worst_windows "$1" "$(worst_time "$3")")}
 		slow_log
-		sql -o /dev/null -c "$when" -c "${4//LIMITS/$limits}"
+		sql -o /dev/null -c "$when" -c "$call"
 	fi
 	longest "$2"
 }
@@ -145,7 +181,7 @@ report_worst() {
 				one <= target * 1000 && eight <= target * 1000 ? "met" : "missed" }'
 	done
 	redis CONFIG SET slowlog-log-slower-than 10000 slowlog-max-len 128 >/dev/null
-	redis DEL 'rl:{worst}' >/dev/null
+	redis --raw EVAL "for _, key in ipairs(redis.call('KEYS', 'rl:{w*')) do redis.call('UNLINK', key) end" 0 >/dev/null
 	echo
 	echo "Each limit has 100,000 charged and 100,000 refused entries. The figure is the call's longest script in SLOWLOG; medians of $rounds rounds."
 	echo
