@@ -423,6 +423,17 @@ sub liar
 	});
 }
 
+# Of 300 keys the cache has every third one, and one of the others fails.
+$session->ask(q{SELECT count(*) FROM rl_check_many((SELECT array_agg('h' || i) FROM generate_series(3, 300, 3) i), '1/1h', array_fill(1::bigint, '{100}'));
+	SELECT count(*) FROM rl_check_many((SELECT array_agg('h' || i) FROM generate_series(3, 300, 3) i), '1/1h')});
+$redis->cli('SET', 'rl:{h200}', 'no hash');
+$redis->cli('CONFIG', 'RESETSTAT');
+$session->ask('SET ratelimit.on_error = deny');
+is($session->ask(q{SELECT string_agg(DISTINCT CASE WHEN (n % 3 = 0) = (source = 'denial_cache' AND NOT allowed) AND (n = 200) = (source = 'fail_closed')
+	AND (n % 3 = 0 OR n = 200 OR allowed) THEN 'right' ELSE key END, ' ') FROM rl_check_many((SELECT array_agg('h' || i ORDER BY i) FROM generate_series(1, 300) i), '1/1h')
+	WITH ORDINALITY c (key, allowed, capacity, remaining, retry_after, reset_after, source, n)}), 'right', 'rows of the cache, of Redis and of a failure come in order');
+is($redis->calls('hmget'), 201, 'keys that the cache refuses are not in the call; the key that failed is asked again');
+$session->ask('RESET ratelimit.on_error');
 $session->set(denial_cache => 'off');
 foreach my $case (
 	[ 'an end', 7, '', 1, qr/^lost/ ],
@@ -452,6 +463,59 @@ foreach my $case (
 	$got = $session->attempt(q{SELECT taken('liar', 1000, 1000)});
 	is($got->{state}, 'PT503', "$what after $answers answers") or diag substr $got->{answer}, 0, 50;
 	like($got->{message}, $message, "$what after $answers answers: message");
+}
+
+# Wrong replies to check_many.lua, whose right reply allows each key: 7 numbers for a key
+# under a sliding_log.
+my $log = ":0\r\n:0\r\n:1\r\n:1\r\n:1\r\n:0\r\n:1\r\n";
+foreach my $case (
+	[ 'a right reply', '*14' => $log x 2, '00000' ],
+	[ 'a key too few', '*7' => $log, 'PT503' ],
+	[ 'a key too many', '*21' => $log x 3, 'PT503' ],
+	[ 'a failed key and its numbers', '*15' => ":-2\r\n" . $log x 2, 'PT503' ],
+	[ 'a verdict below -2', '*8' => "$log:-3\r\n", 'PT503' ],
+	[ 'a refusal that allows', '*14' => $log . $log =~ s/0/-1/r, 'PT503' ],
+	[ 'half of a key', '*10' => "$log:0\r\n:0\r\n:1\r\n", 'PT503' ],
+	[ 'nothing', '*0' => '', 'PT503' ])
+{
+	my ($what, $length, $numbers, $state) = @$case;
+	my $liar = LyingServer->new(sub { return "$length\r\n$numbers" });
+
+	$session->set(redis_url => $liar->url, command_timeout => '2s');
+	$got = $session->attempt(q{SELECT count(*) FROM rl_check_many('{a,b}', 'sliding_log 5/1h')});
+	is($got->{state}, $state, "check_many.lua: $what");
+	like($got->{message}, qr/^unexpected/, "check_many.lua: $what: message") if $state ne '00000';
+}
+
+# Replies in which bytes have changed: the call fails, or has an answer for each key.
+my $seed = $ENV{RATELIMIT_SEED} || int rand 2**31;
+my $rounds = $ENV{RATELIMIT_MANY_REPLIES} || 60;
+note "RATELIMIT_SEED=$seed";
+foreach my $limits ('5/1h', 'sliding_log 5/1h')
+{
+	my %outcome;
+	srand $seed;
+	my $liar = LyingServer->new(sub {
+		my (undef, undef, $keys) = @_;
+		my $reply = $limits =~ /log/ ? '*' . 7 * $keys . "\r\n" . $log x $keys : reply(@_);
+
+		foreach (1 .. 1 + int rand 2)
+		{
+			substr $reply, int rand length $reply, int rand 3, join '', map { substr ":*\$-+0123456789\r\n", int rand 17, 1 } 1 .. int rand 3;
+		}
+		return $reply;
+	});
+
+	$session->set(redis_url => $liar->url, command_timeout => '30ms');
+	foreach my $round (1 .. $rounds)
+	{
+		$got = $session->attempt("SELECT count(*) || ' ' || count(*) FILTER (WHERE remaining BETWEEN 0 AND 5 AND reset_after >= 0
+			AND CASE WHEN allowed THEN retry_after IS NULL ELSE retry_after > 0 END) FROM rl_check_many('{a,b,c,d,e,f}', '$limits')");
+		$outcome{ $got->{state} eq 'PT503' ? 'failed' : "$got->{state} $got->{answer}" }++;
+	}
+	is(join(',', grep { $_ ne 'failed' && $_ ne '00000 6 6' } sort keys %outcome), '', "$rounds changed replies, $limits: "
+		. join ', ', map { "$_: $outcome{$_}" } sort keys %outcome);
+	cmp_ok($outcome{failed} // 0, '>', $rounds / 3, "$limits: wrong replies are errors");
 }
 
 #
