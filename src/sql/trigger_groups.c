@@ -4,7 +4,7 @@
  *		the same arguments of the function that returns their limits.
  *
  * The quotas of the rows are summed by group: in a table, or by sorting if there
- * are more than RL_MAX_MANY groups.  After the last row, the limits of all groups are
+ * are more than MAX_GROUPS groups.  After the last row, the limits of all groups are
  * set before the first group is returned.
  *
  * A group is found by its id: the key, a zero byte, the number of its pair as a
@@ -27,6 +27,8 @@
 #include "sql/arguments.h"
 #include "sql/trigger_groups.h"
 
+#define MIN_GROUPS			64	/* for which there is room at first */
+#define MAX_GROUPS			16384	/* in memory */
 #define MAX_COLUMNS			3	/* of a group that is put aside: id, quota, limits */
 
 /* The id of a group, as the hash key. */
@@ -52,6 +54,8 @@ struct RowGroups
 	RlAction   *actions;		/* of the groups in memory */
 	GroupId    *ids;
 	int			n;
+	int			room;			/* for groups, in actions and ids */
+	int			returned;		/* groups that rl_groups_next has returned */
 	bool		blocked;		/* the limits of a group are blocked */
 	Tuplesortstate *sort;		/* ids and quotas put aside, or NULL */
 	TupleTableSlot *sort_slot;
@@ -90,9 +94,10 @@ start(RowGroups *groups)
 	ctl.hcxt = groups->context;
 	groups->by_id = hash_create("rate-limit groups", 256, &ctl,
 								HASH_ELEM | HASH_FUNCTION | HASH_COMPARE | HASH_CONTEXT);
-	groups->actions = MemoryContextAlloc(groups->context, RL_MAX_MANY * sizeof(RlAction));
-	groups->ids = MemoryContextAlloc(groups->context, RL_MAX_MANY * sizeof(GroupId));
-	groups->n = 0;
+	groups->room = MIN_GROUPS;
+	groups->actions = MemoryContextAlloc(groups->context, groups->room * sizeof(RlAction));
+	groups->ids = MemoryContextAlloc(groups->context, groups->room * sizeof(GroupId));
+	groups->n = groups->returned = 0;
 }
 
 /*
@@ -136,9 +141,16 @@ rl_groups_free(RowGroups *groups)
 static RlAction *
 add_group(RowGroups *groups, GroupId *id)
 {
-	RlAction   *action = &groups->actions[groups->n];
+	RlAction   *action;
 	int			pair;
 
+	if (groups->n == groups->room)
+	{
+		groups->room *= 4;
+		groups->actions = repalloc(groups->actions, groups->room * sizeof(RlAction));
+		groups->ids = repalloc(groups->ids, groups->room * sizeof(GroupId));
+	}
+	action = &groups->actions[groups->n];
 	id->data = memcpy(MemoryContextAlloc(groups->context, id->len), id->data, id->len);
 	groups->ids[groups->n++] = *id;
 	action->key = (RlKey) {id->data, strlen(id->data)};
@@ -251,7 +263,7 @@ rl_groups_add(RowGroups *groups, Relation rel, TupleTableSlot *row)
 		bool		found;
 		RlAction   *action;
 
-		if (groups->n == RL_MAX_MANY)
+		if (groups->n == MAX_GROUPS)
 			put_aside(groups);
 		entry = hash_search(groups->by_id, &id, HASH_ENTER, &found);
 		if (!found)
@@ -378,7 +390,7 @@ rl_groups_finish(RowGroups *groups)
 }
 
 /*
- * Returns the number of the next groups, 0 after the last, and sets *actions to them.
+ * Returns the number of the next groups, at most RL_MAX_MANY and 0 after the last, and sets *actions to them.
  * The actions are valid until the next call.
  */
 int
@@ -386,10 +398,10 @@ rl_groups_next(RowGroups *groups, const RlAction **actions)
 {
 	if (groups->merged == NULL)
 	{
-		int			n = groups->n;
+		int			n = Min(groups->n - groups->returned, RL_MAX_MANY);
 
-		*actions = groups->actions;
-		groups->n = 0;
+		*actions = &groups->actions[groups->returned];
+		groups->returned += n;
 		return n;
 	}
 	start(groups);

@@ -263,7 +263,7 @@ foreach my $limits ('10/1h refund_on_abort', '10/1h refund_on_abort, fixed_windo
 }
 
 #
-# More than 4,096 keys
+# More than 16,384 keys
 #
 
 my $reads;
@@ -282,15 +282,15 @@ sub asked
 table('many', 'fixed_window 6/1d');
 table('many2', '6/1d');
 asked() if $on_redis;
-$session->ask(q{INSERT INTO many SELECT i % 9000, 1 FROM generate_series(0, 17999) i});
-is($session->error, '', '9,000 keys, two rows each, far from each other');
-is(asked(), 9000, 'each of 9,000 keys is asked for once') if $on_redis;
+$session->ask(q{INSERT INTO many SELECT i % 18000, 1 FROM generate_series(0, 35999) i});
+is($session->error, '', '18,000 keys, two rows each, far from each other');
+is(asked(), 18000, 'each of 18,000 keys is asked for once') if $on_redis;
 is($session->ask(q{SELECT count(*) || ' ' || sum(capacity - remaining) FROM rl_check_many(
-	(SELECT array_agg('many:' || i) FROM generate_series(0, 8999) i), 'fixed_window 6/1d', array_fill(0::bigint, '{9000}'))}),
-	'9000 18000', 'each of 9,000 keys is charged its sum');
+	(SELECT array_agg('many:' || i) FROM generate_series(0, 17999) i), 'fixed_window 6/1d', array_fill(0::bigint, '{18000}'))}),
+	'18000 36000', 'each of 18,000 keys is charged its sum');
 asked() if $on_redis;
-foreach my $case ([ q{SELECT (i % 9000)::text, 1 FROM generate_series(0, 17999) i UNION ALL SELECT NULL, 1}, '22004', 'a NULL in the last row' ],
-	[ q{SELECT (i % 9000)::text, 1 FROM generate_series(0, 17999) i UNION ALL SELECT 'x', -1}, '22023', 'a bad quota in the last row' ])
+foreach my $case ([ q{SELECT (i % 18000)::text, 1 FROM generate_series(0, 35999) i UNION ALL SELECT NULL, 1}, '22004', 'a NULL in the last row' ],
+	[ q{SELECT (i % 18000)::text, 1 FROM generate_series(0, 35999) i UNION ALL SELECT 'x', -1}, '22023', 'a bad quota in the last row' ])
 {
 	my ($query, $state, $what) = @$case;
 
@@ -303,14 +303,14 @@ foreach my $table (qw(many many2))
 	my $limits = $table eq 'many' ? 'fixed_window 6/1d' : '6/1d';
 	my $used = $table eq 'many' ? 2 : 0;
 
-	my $got = $session->attempt("INSERT INTO $table SELECT CASE WHEN i % 9000 IN (77, 4500, 8999) THEN 'full' || i % 9000 ELSE (i % 9000)::text END,
-		CASE WHEN i % 9000 IN (77, 4500, 8999) THEN 4 ELSE 1 END FROM generate_series(0, 17999) i");
-	is($got->{state}, 'PT413', 'three of 9,000 keys are refused');
-	like($got->{detail}, qr/^Key "$table:full4500" /, 'the detail names the first refused key');
-	like($got->{detail}, qr/never has more than 6.*Keys of the statement that were refused: 3 of 9000\.$/, 'the detail has the number of refused keys');
+	my $got = $session->attempt("INSERT INTO $table SELECT CASE WHEN i % 18000 IN (77, 4500, 17999) THEN 'full' || i % 18000 ELSE (i % 18000)::text END,
+		CASE WHEN i % 18000 IN (77, 4500, 17999) THEN 4 ELSE 1 END FROM generate_series(0, 35999) i");
+	is($got->{state}, 'PT413', 'three of 18,000 keys are refused');
+	like($got->{detail}, qr/^Key "$table:full17999" /, 'the detail names the first refused key');
+	like($got->{detail}, qr/never has more than 6.*Keys of the statement that were refused: 3 of 18000\.$/, 'the detail has the number of refused keys');
 	is($session->ask(qq{SELECT count(*) FROM rl_check_many(
-		(SELECT array_agg('$table:' || i) FROM generate_series(0, 8999) i), '$limits', array_fill(0::bigint, '{9000}'))
-		WHERE remaining = 6 - $used}), 9000, 'the other keys are not charged');
+		(SELECT array_agg('$table:' || i) FROM generate_series(0, 17999) i), '$limits', array_fill(0::bigint, '{18000}'))
+		WHERE remaining = 6 - $used}), 18000, 'the other keys are not charged');
 }
 
 #
@@ -334,15 +334,15 @@ sub charged
 my $most = 10**15;
 table('sums', "fixed_window $most/100d");
 asked() if $on_redis;
-is($session->attempt(qq{INSERT INTO sums SELECT 8999, $most UNION ALL SELECT i % 9000, 1 FROM generate_series(0, 17999) i})->{state},
+is($session->attempt(qq{INSERT INTO sums SELECT 17999, $most UNION ALL SELECT i % 18000, 1 FROM generate_series(0, 35999) i})->{state},
 	'22023', "the last key's sum, of rows far from each other, is over 10^15");
 is(asked(), 0, 'a sum over 10^15: no key is asked for') if $on_redis;
-is(charged('sums', 9000, "fixed_window $most/100d"), 0, 'a sum over 10^15: no key is charged');
-is($session->attempt(qq{INSERT INTO sums SELECT 8999, $most - 1 UNION ALL SELECT i, CASE WHEN i < 8999 THEN $most ELSE 1 END
-	FROM generate_series(0, 8999) i})->{state}, '00000', 'sums of exactly 10^15 are allowed');
-is(charged('sums', 9000, "fixed_window $most/100d"), 9000, 'sums of exactly 10^15 are charged');
+is(charged('sums', 18000, "fixed_window $most/100d"), 0, 'a sum over 10^15: no key is charged');
+is($session->attempt(qq{INSERT INTO sums SELECT 17999, $most - 1 UNION ALL SELECT i, CASE WHEN i < 17999 THEN $most ELSE 1 END
+	FROM generate_series(0, 17999) i})->{state}, '00000', 'sums of exactly 10^15 are allowed');
+is(charged('sums', 18000, "fixed_window $most/100d"), 18000, 'sums of exactly 10^15 are charged');
 
-foreach my $case ($on_redis ? ([ 3, 'fixed_window 6/1d' ], [ 9000, '6/1d' ], [ 9000, 'sliding_log 6/1d, token_bucket 6/1d' ]) : ())
+foreach my $case ($on_redis ? ([ 3, 'fixed_window 6/1d' ], [ 18000, '6/1d' ], [ 18000, 'sliding_log 6/1d, token_bucket 6/1d' ]) : ())
 {
 	my ($keys, $limits) = @$case;
 	my $name = 'half' . $n++;
