@@ -300,7 +300,8 @@ foreach my $call (sort keys %calls)
 {
 	my $session = session($node);
 	my @trips;
-	my $each = $call eq 'rl_check_many' ? 3 : 1;
+	# Each of the three keys is asked again by a call of its own, at first with old windows.
+	my $trips = $call eq 'rl_check_many' ? '7 1 7 1' : '2 1 2 1';
 
 	# Redis knows the script.
 	set_redis_clock($borders[3]);
@@ -313,9 +314,9 @@ foreach my $call (sort keys %calls)
 		set_redis_clock($time);
 		$redis->cli('CONFIG', 'RESETSTAT');
 		is($session->ask($calls{$call} =~ s/far:/$keys/gr), 't', "$call: an answer") or diag $session->error;
-		push @trips, $redis->calls('evalsha') / $each;
+		push @trips, $redis->calls('evalsha');
 	}
-	is("@trips", '2 1 2 1', "$call: two round trips when the clocks have changed, then one");
+	is("@trips", $trips, "$call: more calls when the clocks have changed, then one");
 }
 
 # The figures are by Redis's clock.
