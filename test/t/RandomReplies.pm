@@ -59,7 +59,7 @@ sub random_call
 		$call{limits} = [ limit(algorithm => 'throttle', capacity => log_uniform(1000), count => log_uniform(1000), period => pick(@periods[ 1 .. 4 ])) ];
 	}
 	$call{shape} = $call{form} =~ /ban|reset|refund/ ? 'count'
-	  : @{ $call{limits} } > 1 || $call{limits}[0]{ban} || $call{limits}[0]{count_denied} || $call{form} eq 'peek' ? 'check'
+	  : @{ $call{limits} } > 1 || $call{form} eq 'peek' || (grep { $call{limits}[0]{$_} } qw(ban count_denied calendar)) ? 'check'
 	  : $call{limits}[0]{algorithm} eq 'throttle' ? 'fast' : 'units';
 	return \%call;
 }
