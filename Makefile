@@ -1,7 +1,7 @@
 MODULE_big = ratelimit
 OBJS = $(patsubst %,src/%.o,ratelimit error report decide take_all refusal headers transaction refund \
 	$(patsubst %,sql/%,functions inspect check_many check_all trigger trigger_statement trigger_groups trigger_rule trigger_limits arguments key simulate status postgrest) \
-	$(patsubst %,algorithm/%,limits calendar algorithm inspect gcra token_bucket fixed_window sliding log) \
+	$(patsubst %,algorithm/%,limits limits_text calendar algorithm inspect gcra token_bucket fixed_window sliding log) \
 	$(patsubst %,redis/%,store take take_many scan scripts command pipeline route node cluster sentinel address connection stream socket tls resp) \
 	$(patsubst %,shared/%,shared local_store local_inspect cells heap denial_cache counters breaker refusal_log siphash))
 
@@ -9,7 +9,7 @@ EXTENSION = ratelimit
 DATA = $(patsubst $(srcdir)/%,%,$(wildcard $(srcdir)/sql/ratelimit--*.sql))
 PGFILEDESC = "ratelimit - rate limits enforced in the database, counted in Redis"
 
-REGRESS = setup type calendar throttle algorithms functions check_all headers inspect trigger simulate plans errors privileges settings
+REGRESS = setup type calendar lease throttle algorithms functions check_all headers inspect trigger simulate plans errors privileges settings
 REGRESS_OPTS = --inputdir=$(srcdir)/test --encoding=UTF8
 ifneq ($(shell id -u),0)
 TAP_TESTS = 1

@@ -38,6 +38,7 @@
 #define RL_MAX_LOG			100000	/* entries of a sliding_log */
 #define RL_MAX_CONCURRENT	1000	/* units of a concurrent limit */
 #define RL_MAX_STEPS		100 /* sub-windows of a sliding_window */
+#define RL_MAX_LEASE		RL_SECOND
 #define RL_MAX_KEY			512 /* bytes of UTF-8 */
 #define RL_MAX_PREFIX		64	/* bytes */
 
@@ -112,17 +113,20 @@ typedef struct RlLimit
 	bool		refund_on_abort;	/* also of a concurrent limit */
 	bool		shadow;			/* decides, but never refuses */
 	int64		capacity;		/* the most quota that is ever free */
+	int64		reserve;		/* what the list's lease subtracts from the burst that the
+								 * text names; capacity is the rest */
 	int64		count;			/* quota per period: GCRA's rate, the refill */
 	int64		period;			/* calendar: longer than any of its windows */
 	int64		interval_ns;	/* throttle: the time that replenishes one unit */
 	int64		step;			/* sliding_window: length of a sub-window; calendar: hash of the zone */
 	int64		ban;			/* 0: none */
 	int64		ban_after;		/* this many refusals in a period set the ban */
+	int64		lease;			/* as the text names it; 0: none */
 	uint8		calendar;		/* fixed_window: an RlCalendar */
 	char		zone[RL_MAX_ZONE];	/* of the calendar; the rest is zero */
 } RlLimit;
 
-StaticAssertDecl(sizeof(RlLimit) == 104, "a limit has padding");
+StaticAssertDecl(sizeof(RlLimit) == 120, "a limit has padding");
 
 /*
  * The state tag: the values that distinguish the states of two limits on one
@@ -153,6 +157,7 @@ typedef struct RlLimits
 	bool		refunds;		/* one of them has refund_on_abort */
 	bool		timed;			/* charges may be refunded, which needs their time */
 	bool		concurrent;		/* one of them is: refusals are not cached */
+	int64		lease;			/* the shortest of the limits' leases; 0: none has one */
 	uint64		hash;			/* of the canonical text's meaning */
 	RlLimit		limit[RL_MAX_LIMITS];
 } RlLimits;

@@ -101,6 +101,7 @@ typedef struct RlAlgorithm
 	bool		has_from_first;
 	bool		has_calendar;
 	bool		has_count_denied;
+	bool		has_lease;
 	bool		until_end;		/* a charge is refunded when its transaction ends, also when it commits */
 
 	/*

@@ -93,6 +93,7 @@ const RlAlgorithm rl_algorithm_fixed_window = {
 	.has_from_first = true,
 	.has_calendar = true,
 	.has_count_denied = true,
+	.has_lease = true,
 	.load = load,
 	.refund_charge = refund_charge,
 	.charge = charge,

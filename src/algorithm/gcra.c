@@ -247,6 +247,7 @@ const RlAlgorithm rl_algorithm_gcra = {
 	.name = "throttle",
 	.most = RL_MAX_COUNT,
 	.has_burst = true,
+	.has_lease = true,
 	.complete = complete,
 	.load = load,
 	.fits = fits,

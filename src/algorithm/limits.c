@@ -1,19 +1,17 @@
 /*
  * limits.c
- *		The type rl_limits: its grammar, its canonical text, and the rules for a
- *		limit's numbers.
+ *		The type rl_limits: its grammar, and the rules for a limit's numbers.
  *
  *	limits    := limit { ',' limit } | unlimited | blocked
  *	limit     := [ algorithm ] count '/' period { option }
  *	period    := [ number ] unit | calendar [ in ZONE ]
  *	option    := burst N | step PERIOD | from_first | count_denied
- *			   | ban PERIOD after N | shadow | refund_on_abort
+ *			   | ban PERIOD after N | shadow | lease PERIOD | refund_on_abort
  */
 #include "postgres.h"
 
 #include "common/hashfn.h"
 #include "common/int.h"
-#include "lib/stringinfo.h"
 #include "libpq/pqformat.h"
 #include "mb/pg_wchar.h"
 #include "utils/builtins.h"
@@ -30,31 +28,6 @@ typedef struct Scan
 	const char *end;
 	RlError    *error;
 } Scan;
-
-/*
- * Largest first, so that the canonical text takes the largest that fits.  The
- * canonical text has the name; input may also have the word, with or without s.
- */
-static const struct
-{
-	const char *name;
-	const char *word;
-	const char *words;
-	int64		duration;
-}			units[] = {
-	{"d", "day", "days", RL_DAY},
-	{"h", "hour", "hours", 3600 * RL_SECOND},
-	{"min", "minute", "minutes", 60 * RL_SECOND},
-	{"s", "second", "seconds", RL_SECOND},
-	{"ms", "ms", "ms", RL_SECOND / 1000},
-	{"us", "us", "us", 1}
-};
-
-/* The texts in place of a list of limits. */
-static const char *const kind_texts[] = {
-	[RL_UNLIMITED] = "unlimited",
-	[RL_BLOCKED] = "blocked"
-};
 
 /*
  * Numbers
@@ -204,11 +177,11 @@ scan_count(Scan *scan, int64 *count)
 static bool
 take_unit(Scan *scan, int64 *duration)
 {
-	for (size_t i = 0; i < lengthof(units); i++)
-		if (take_word(scan, units[i].name) || take_word(scan, units[i].word) ||
-			take_word(scan, units[i].words))
+	for (size_t i = 0; i < RL_UNITS; i++)
+		if (take_word(scan, rl_units[i].name) || take_word(scan, rl_units[i].word) ||
+			take_word(scan, rl_units[i].words))
 		{
-			*duration = units[i].duration;
+			*duration = rl_units[i].duration;
 			return true;
 		}
 	skip_space(scan);
@@ -375,6 +348,15 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 		again = limit->shadow;
 		limit->shadow = true;
 	}
+	else if (take_word(scan, "lease"))
+	{
+		applies = algorithm->has_lease;
+		again = limit->lease != 0;
+		if (!scan_period(scan, &limit->lease))
+			return false;
+		if (limit->lease < 1 || limit->lease > RL_MAX_LEASE)
+			return wrong_word(&word, "A lease must be more than 0 and at most 1s");
+	}
 	else if (take_word(scan, "refund_on_abort"))
 	{
 		applies = !algorithm->until_end;
@@ -404,6 +386,9 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 		return wrong_word(&word, "The option is given twice");
 	if (limit->shadow && limit->ban != 0)
 		return wrong_word(&word, "The options ban and shadow exclude each other");
+	/* A lease does not know of the refusals, and of a ban only when it has ended. */
+	if (limit->lease != 0 && (limit->count_denied || limit->ban != 0 || limit->shadow))
+		return wrong_word(&word, "The option lease excludes ban, count_denied and shadow");
 	return true;
 }
 
@@ -411,8 +396,8 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 static RlLimitsKind
 take_kind(Scan *scan)
 {
-	for (RlLimitsKind kind = RL_UNLIMITED; kind < lengthof(kind_texts); kind++)
-		if (take_word(scan, kind_texts[kind]))
+	for (RlLimitsKind kind = RL_UNLIMITED; kind <= RL_BLOCKED; kind++)
+		if (take_word(scan, rl_kind_texts[kind]))
 			return kind;
 	return RL_LISTED;
 }
@@ -459,6 +444,38 @@ scan_limit(Scan *scan, RlLimit *limit)
 }
 
 /*
+ * Reduces the capacities for the lease: an action under it was charged at most this
+ * long before it happens, and meanwhile a throttle replenishes the reserve.  Limits
+ * with windows or lumps need none, because their leases end with these.  starts has
+ * the place of each limit.  Returns false with the error set.
+ */
+static bool
+reserve_for_lease(RlLimits *limits, Scan *starts)
+{
+	int64		lease = limits->limit[0].lease;
+
+	for (int i = 1; i < limits->n; i++)
+	{
+		if ((limits->limit[i].lease > 0) != (lease > 0))
+			return wrong_word(&starts[i], lease > 0 ? "A limit without a lease, after one with a lease, begins" :
+							  "A limit with a lease, after one without a lease, begins");
+		lease = Min(lease, limits->limit[i].lease);
+	}
+	for (int i = 0; i < limits->n && lease > 0; i++)
+	{
+		RlLimit    *limit = &limits->limit[i];
+
+		if (limit->interval_ns == 0)
+			continue;
+		limit->reserve = rl_divide_up(lease * 1000, limit->interval_ns);
+		if (limit->reserve > limit->capacity / 2)
+			return wrong_word(&starts[i], "A limit whose lease needs more than half of its capacity begins");
+		limit->capacity -= limit->reserve;
+	}
+	return true;
+}
+
+/*
  * Parses the text, which need not be terminated.  Returns false with the error
  * set.
  */
@@ -467,6 +484,7 @@ rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error)
 {
 	Scan		scan = {text, text, text + len, error};
 	Scan		whole = scan;
+	Scan		starts[RL_MAX_LIMITS];
 
 	limits->n = 0;
 	limits->kind = take_kind(&whole);
@@ -479,99 +497,22 @@ rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error)
 	limits->kind = RL_LISTED;
 	do
 	{
-		Scan		limit_start;
-
 		skip_space(&scan);
-		limit_start = scan;
 		if (limits->n == RL_MAX_LIMITS)
 			return wrong_word(&scan, "More than eight limits begin");
+		starts[limits->n] = scan;
 		if (!scan_limit(&scan, &limits->limit[limits->n]))
 			return false;
 		for (int i = 0; i < limits->n; i++)
 			if (rl_same_state(&limits->limit[i], &limits->limit[limits->n]))
-				return wrong_word(&limit_start, "A limit that shares its state with an earlier one begins");
+				return wrong_word(&starts[limits->n], "A limit that shares its state with an earlier one begins");
 		limits->n++;
 	} while (take_word(&scan, ","));
+	if (!reserve_for_lease(limits, starts))
+		return false;
 	Assert(scan.at == scan.end);
 	rl_limits_complete(limits);
 	return true;
-}
-
-/*
- * Printing
- */
-
-static void
-append_period(StringInfo text, int64 period)
-{
-	int			i = 0;
-
-	while (period % units[i].duration != 0)
-		i++;
-	appendStringInfo(text, "%lld%s", (long long) (period / units[i].duration), units[i].name);
-}
-
-static void
-append_limit(StringInfo text, const RlLimit *limit)
-{
-	appendStringInfo(text, "%s %lld/", rl_algorithm(limit)->name, (long long) limit->count);
-	if (limit->calendar != RL_NO_CALENDAR)
-		appendStringInfo(text, "%s in %s", rl_calendar_names[limit->calendar], limit->zone);
-	else
-		append_period(text, limit->period);
-	if (limit->capacity != limit->count)
-		appendStringInfo(text, " burst %lld", (long long) limit->capacity);
-	if (limit->step != 0 && limit->calendar == RL_NO_CALENDAR)
-	{
-		appendStringInfoString(text, " step ");
-		append_period(text, limit->step);
-	}
-	if (limit->from_first)
-		appendStringInfoString(text, " from_first");
-	if (limit->count_denied)
-		appendStringInfoString(text, " count_denied");
-	if (limit->ban != 0)
-	{
-		appendStringInfoString(text, " ban ");
-		append_period(text, limit->ban);
-		appendStringInfo(text, " after %lld", (long long) limit->ban_after);
-	}
-	if (limit->shadow)
-		appendStringInfoString(text, " shadow");
-	if (limit->refund_on_abort && !rl_algorithm(limit)->until_end)
-		appendStringInfoString(text, " refund_on_abort");
-}
-
-/* Returns the canonical text of limit i, or of unlimited or blocked; palloc'd. */
-char *
-rl_limit_text(const RlLimits *limits, int i)
-{
-	StringInfoData text;
-
-	initStringInfo(&text);
-	if (limits->kind == RL_LISTED)
-		append_limit(&text, &limits->limit[i]);
-	else
-		appendStringInfoString(&text, kind_texts[limits->kind]);
-	return text.data;
-}
-
-/* Returns the canonical text of limits, palloc'd. */
-char *
-rl_limits_text(const RlLimits *limits)
-{
-	StringInfoData text;
-
-	if (limits->kind != RL_LISTED)
-		return pstrdup(kind_texts[limits->kind]);
-	initStringInfo(&text);
-	for (int i = 0; i < limits->n; i++)
-	{
-		if (i > 0)
-			appendStringInfoString(&text, ", ");
-		append_limit(&text, &limits->limit[i]);
-	}
-	return text.data;
 }
 
 /*
@@ -585,15 +526,17 @@ rl_limits_same(const RlLimits *a, const RlLimits *b)
 	return a->kind == b->kind && a->n == b->n && memcmp(a->limit, b->limit, a->n * sizeof(RlLimit)) == 0;
 }
 
-/* Sets refunds, timed, concurrent and hash from the limits, which are complete. */
+/* Sets refunds, timed, concurrent, lease and hash from the limits, which are complete. */
 void
 rl_limits_complete(RlLimits *limits)
 {
 	limits->refunds = limits->concurrent = false;
+	limits->lease = limits->n > 0 ? limits->limit[0].lease : 0;
 	for (int i = 0; i < limits->n; i++)
 	{
 		limits->refunds |= limits->limit[i].refund_on_abort;
 		limits->concurrent |= rl_algorithm(&limits->limit[i])->until_end;
+		limits->lease = Min(limits->lease, limits->limit[i].lease);
 	}
 	limits->timed = limits->refunds;
 	limits->hash = hash_bytes_extended((const unsigned char *) limits->limit,

@@ -7,6 +7,20 @@
 
 #include "ratelimit.h"
 
+/* A unit of periods. */
+typedef struct RlUnit
+{
+	const char *name;
+	const char *word;
+	const char *words;
+	int64		duration;
+} RlUnit;
+
+#define RL_UNITS			6
+
+extern const RlUnit rl_units[RL_UNITS];
+extern const char *const rl_kind_texts[];
+
 static inline RlStateTag
 rl_state_tag(const RlLimit *limit)
 {

@@ -190,6 +190,7 @@ const RlAlgorithm rl_algorithm_sliding_window = {
 	.share = 5,
 	.has_step = true,
 	.has_count_denied = true,
+	.has_lease = true,
 	.complete = complete
 };
 

@@ -114,6 +114,7 @@ const RlAlgorithm rl_algorithm_token_bucket = {
 	.most = RL_MAX_COUNT,
 	.share = 1,
 	.has_burst = true,
+	.has_lease = true,
 	.refills = true,
 	.complete = complete,
 	.load = load,
