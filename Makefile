@@ -1,9 +1,9 @@
 MODULE_big = ratelimit
-OBJS = $(patsubst %,src/%.o,ratelimit error report decide take_all refusal headers transaction refund \
+OBJS = $(patsubst %,src/%.o,ratelimit error report decide leasing take_all refusal headers transaction refund \
 	$(patsubst %,sql/%,functions inspect check_many check_all trigger trigger_statement trigger_groups trigger_rule trigger_limits arguments key simulate status postgrest) \
 	$(patsubst %,algorithm/%,limits limits_text calendar algorithm inspect gcra token_bucket fixed_window sliding log) \
 	$(patsubst %,redis/%,store take take_many scan scripts command pipeline route node cluster sentinel address connection stream socket tls resp) \
-	$(patsubst %,shared/%,shared local_store local_inspect cells heap denial_cache counters breaker refusal_log siphash))
+	$(patsubst %,shared/%,shared local_store local_inspect cells heap denial_cache lease counters breaker refusal_log siphash))
 
 EXTENSION = ratelimit
 DATA = $(patsubst $(srcdir)/%,%,$(wildcard $(srcdir)/sql/ratelimit--*.sql))
@@ -23,7 +23,7 @@ ALGORITHMS = throttle token_bucket fixed_window sliding_window sliding_log concu
 ONE = token_bucket fixed_window sliding_window
 ALONE = throttle $(ONE) sliding_log
 MANY = throttle
-SCRIPTS_H = $(patsubst %,src/redis/%.lua.h,alone many check check_mixed check_many check_all refund refund_charges reset ban bans masters inspect version)
+SCRIPTS_H = $(patsubst %,src/redis/%.lua.h,alone many check check_mixed check_many check_all lease refund refund_charges reset ban bans masters inspect version)
 ALGORITHMS_H = $(patsubst %,src/redis/%.lua.h,$(ALONE:%=alone_%) $(MANY:%=many_%) $(ALGORITHMS:%=check_%))
 EXTRA_CLEAN = $(SCRIPTS_H) $(ALGORITHMS_H) $(OBJS:.o=.d)
 
@@ -117,6 +117,7 @@ $(ONE:%=src/redis/alone_%.lua.h): src/redis/alone_%.lua.h: $(call lua,redis/expi
 
 src/redis/check_many.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/act redis/check_many)
 src/redis/check_all.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/act redis/check_all)
+src/redis/lease.lua.h: $(STATE_LUA) $(foreach a,throttle $(ONE),$(call algorithm_lua,$(a))) $(call lua,redis/act redis/lease)
 src/redis/refund.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/refund)
 src/redis/refund_charges.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,algorithm/log_refund redis/refund_charges)
 src/redis/reset.lua.h: $(STATE_LUA) $(call lua,algorithm/log redis/reset)

@@ -31,7 +31,7 @@ COMMENT ON COLUMN rl_decision.capacity IS 'the size of the binding limit, in uni
 COMMENT ON COLUMN rl_decision.remaining IS 'units of quota that are still free now, after this action if it was allowed; NULL if no store decided';
 COMMENT ON COLUMN rl_decision.retry_after IS 'seconds until the same call can succeed if no other call takes quota, under a concurrent limit at the latest; NULL when allowed, when no wait helps, and if no store decided';
 COMMENT ON COLUMN rl_decision.reset_after IS 'seconds until the limit is as if it had never been used; NULL if no store decided';
-COMMENT ON COLUMN rl_decision.source IS 'the part that decided: redis, local, denial_cache, ban, fail_open, fail_closed, unlimited, blocked, shadow (allowed only because of ratelimit.mode or of the option shadow) or off';
+COMMENT ON COLUMN rl_decision.source IS 'the part that decided: redis, local, lease, denial_cache, ban, fail_open, fail_closed, unlimited, blocked, shadow (allowed only because of ratelimit.mode or of the option shadow) or off';
 
 --
 -- The type rl_limits, stored as its canonical text: so output, send,
@@ -360,7 +360,8 @@ COMMENT ON FUNCTION rl_simulate(rl_limits, timestamptz, bigint) IS
 
 CREATE FUNCTION rl_stat(OUT limits text, OUT scope text, OUT allowed bigint, OUT denied bigint, OUT shadow_denied bigint,
 		OUT failed_open bigint, OUT failed_closed bigint, OUT errors bigint,
-		OUT from_cache bigint, OUT from_local bigint, OUT round_trips bigint, OUT redis_time double precision)
+		OUT from_cache bigint, OUT from_local bigint, OUT from_lease bigint, OUT leased bigint, OUT leased_unused bigint,
+		OUT round_trips bigint, OUT redis_time double precision)
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED ROWS 20;
 COMMENT ON FUNCTION rl_stat() IS
@@ -377,6 +378,9 @@ COMMENT ON COLUMN rl_stat.failed_closed IS 'number of actions that were refused 
 COMMENT ON COLUMN rl_stat.errors IS 'number of actions that ended in an error of the store, or were cancelled while it was asked';
 COMMENT ON COLUMN rl_stat.from_cache IS 'number of all these actions that the denial cache decided';
 COMMENT ON COLUMN rl_stat.from_local IS 'number of all these actions that this server''s shared memory decided';
+COMMENT ON COLUMN rl_stat.from_lease IS 'number of all these actions that a lease of this server decided';
+COMMENT ON COLUMN rl_stat.leased IS 'units of quota that Redis has granted to leases of this server, beyond those of the actions that asked';
+COMMENT ON COLUMN rl_stat.leased_unused IS 'units of these that were left when their lease ended; counted when the key is used again, or when the lease is evicted';
 COMMENT ON COLUMN rl_stat.round_trips IS 'number of commands that were sent to Redis for all these actions';
 COMMENT ON COLUMN rl_stat.redis_time IS 'seconds that all these actions waited for Redis, including the time to connect';
 
@@ -405,11 +409,12 @@ CREATE FUNCTION rl_status(OUT store text, OUT mode text, OUT on_error text,
 		OUT redis text, OUT connected boolean, OUT version text, OUT error text,
 		OUT breaker text, OUT breaker_left double precision,
 		OUT local_keys bigint, OUT local_max_keys bigint,
-		OUT local_entries bigint, OUT local_max_entries bigint, OUT local_evicted bigint, OUT stat_since timestamptz)
+		OUT local_entries bigint, OUT local_max_entries bigint, OUT local_evicted bigint,
+		OUT lease_keys bigint, OUT lease_max_keys bigint, OUT stat_since timestamptz)
 	RETURNS record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_status() IS
-	'returns one row: the settings store, mode and on_error; the address of Redis, whether this session is connected, and its version or the reason why it is not known; the breaker (closed, open, half-open, trying) and the seconds that it stays open; the number of states and of entries in shared memory, the most that it can hold, and the number of states that were evicted before their end; and when the counters of rl_stat began; raises no error if Redis fails';
+	'returns one row: the settings store, mode and on_error; the address of Redis, whether this session is connected, and its version or the reason why it is not known; the breaker (closed, open, half-open, trying) and the seconds that it stays open; the number of states and of entries in shared memory, the most that it can hold, and the number of states that were evicted before their end; the number of keys whose use is counted for leases, and the most that it can be; and when the counters of rl_stat began; raises no error if Redis fails';
 
 --
 -- Privileges

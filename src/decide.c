@@ -1,7 +1,7 @@
 /*
  * decide.c
- *		Decides actions by ratelimit.mode, the denial cache, the store, or when
- *		the store fails by ratelimit.on_error, and counts them.
+ *		Decides actions by ratelimit.mode, leases, the denial cache, the store, or
+ *		when the store fails by ratelimit.on_error, and counts them.
  */
 #include "postgres.h"
 
@@ -10,6 +10,7 @@
 #include "algorithm/limits.h"
 #include "decide.h"
 #include "error.h"
+#include "leasing.h"
 #include "redis/redis.h"
 #include "refusal.h"
 #include "shared/counters.h"
@@ -29,6 +30,7 @@ typedef struct Call
 	RlKeyHash	key_hash;		/* only with shared memory, as the next two */
 	int64		asked;			/* time before asking, on this server's clock */
 	uint64		generation;		/* of the key in the denial cache, before asking */
+	RlLeasing	leasing;
 } Call;
 
 /* Returns the store that ratelimit.store names; it may lack shared memory. */
@@ -74,8 +76,11 @@ rl_asked_store(void)
 static void
 count(const RlAction *action, const RlAnswer *answer, RlStatOutcome outcome, bool from_cache)
 {
-	rl_counters_add(action->limits, &action->key, outcome, from_cache, answer->local,
-					answer->usage.round_trips, answer->usage.us);
+	RlStatFrom	from = from_cache ? RL_STAT_CACHE : answer->local ? RL_STAT_LOCAL :
+		answer->decision.source == RL_FROM_LEASE ? RL_STAT_LEASE : RL_STAT_OTHER;
+
+	rl_counters_add(action->limits, &action->key, outcome, from, answer->usage.round_trips,
+					answer->usage.us);
 }
 
 /* Returns how rl_stat counts the answer. */
@@ -111,38 +116,6 @@ count_ended(const Call *calls, int n)
  * Concluding
  */
 
-/* Sets the answer to an action that no store decides.  Shadow limits allow it in any case. */
-static void
-set_unasked(const RlAction *action, RlAnswer *answer, bool allowed, RlSource source)
-{
-	const RlLimits *limits = action->limits;
-	bool		all_shadow = rl_all_shadow(limits);
-
-	/* The first limit comes last, because it is the binding limit of equal ones. */
-	for (int i = rl_limits_rows(limits) - 1; i >= 0; i--)
-	{
-		bool		listed = limits->kind == RL_LISTED;
-		bool		shadow = listed && limits->limit[i].shadow;
-		RlDecision	decision = {
-			.allowed = allowed || shadow,
-			.capacity = listed ? limits->limit[i].capacity : RL_UNKNOWN,
-			.remaining = RL_UNKNOWN,
-			.retry_after = allowed || shadow ? 0 : RL_NEVER,
-			.reset_after = RL_UNKNOWN,
-			.source = shadow && source == RL_FAIL_CLOSED ? RL_FAIL_OPEN : source
-		};
-
-		if (answer->each != NULL)
-			answer->each[i] = decision;
-		if (shadow && !all_shadow)
-			continue;
-		answer->decision = decision;
-		answer->binding = i;
-	}
-	answer->shadow = 0;
-	answer->local = false;
-}
-
 /* Tells the denial cache if Redis has changed the key's state for this answer. */
 static void
 note_change(Call *call)
@@ -175,6 +148,7 @@ conclude(Call *call, const RlDecision *each, bool not_charged)
 	const RlAction *action = call->action;
 	RlAnswer   *answer = call->answer;
 	RlDecision *decision = &answer->decision;
+	RlCharge	charges[RL_MAX_LIMITS];
 
 	if (each == decision)
 		answer->binding = 0;
@@ -192,19 +166,13 @@ conclude(Call *call, const RlDecision *each, bool not_charged)
 	}
 	if (rl_all_shadow(action->limits))
 		decision->retry_after = 0;
-	if (decision->allowed && !not_charged)
+	if (decision->allowed && !not_charged &&
+		(answer->charges != NULL || action->limits->refunds || call->leasing.applies))
 	{
-		for (int i = 0; answer->charges != NULL && i < action->limits->n; i++)
-		{
-			const RlLimit *limit = &action->limits->limit[i];
-
-			if (each[i].source != RL_SHADOW)
-				answer->charges[i] = rl_algorithm(limit)->charge(limit, action->quota, answer->at,
-																 each[i].reset_after);
-		}
-		rl_grants_note(&action->key, action->limits, action->quota, each, answer->at,
-						answer->local);
+		rl_charges_set(action, answer->at, each, charges);
+		rl_charges_note(action, answer, charges, 0);
 	}
+	rl_leasing_note(&call->leasing, action, answer, call->key_hash, charges);
 	call->answered = true;
 }
 
@@ -244,7 +212,7 @@ take(Call *call, const RlStore *store, RlError *error)
 		call->action->limits->n == 1 ? &answer->decision : room;
 
 	answer->local = store->is_local;
-	if (!store->take(call->action, each, answer, error))
+	if (!store->take(rl_leasing_request(&call->leasing, call->action), each, answer, error))
 		return false;
 	if (store->is_local)
 		call->asked = answer->at;
@@ -273,7 +241,7 @@ take_many(Call *calls, int n, int64 *unanswered, RlError *error)
 	bool		done;
 
 	for (int i = 0; i < n; i++)
-		actions[i] = calls[i].action;
+		actions[i] = rl_leasing_request(&calls[i].leasing, calls[i].action);
 	done = calls->store->take_many(actions, n, took, calls, unanswered, &calls->answer->usage, error);
 	pfree(actions);
 	return done;
@@ -359,14 +327,17 @@ apply_on_error(Call *calls, int n, bool together, const RlError *failure)
 		rl_log_failure(local ? &local_failure : failure,
 					allowed ? "Actions are allowed unasked, as ratelimit.on_error or ratelimit.mode says." :
 					"Actions are refused unasked, as ratelimit.on_error says.");
-		set_unasked(calls[i].action, calls[i].answer, allowed,
+		rl_set_unasked(calls[i].action, calls[i].answer, allowed,
 					allowed ? RL_FAIL_OPEN : RL_FAIL_CLOSED);
 		calls[i].answer->error = kept;
 		calls[i].answered = true;
 	}
 }
 
-/* Sets the time and the generation before asking, by which the denial cache judges a refusal. */
+/*
+ * Sets what the calls ask for leases, and the time and the generation before asking, by
+ * which the denial cache judges a refusal.
+ */
 static void
 note_asking(Call *calls, int n)
 {
@@ -377,6 +348,7 @@ note_asking(Call *calls, int n)
 	now = rl_local_now();
 	for (int i = 0; i < n; i++)
 	{
+		rl_leasing_ask(&calls[i].leasing, calls[i].action, calls[i].key_hash);
 		calls[i].asked = now;
 		calls[i].generation = rl_denial_generation(calls[i].key_hash);
 	}
@@ -424,7 +396,7 @@ ask_local(Call *calls, int n, bool together, RlError *error)
 
 /* Prepares a call.  Raises an error if a setting needs shared memory, and there is none. */
 static inline void
-begin(Call *call, const RlAction *action, RlAnswer *answer)
+begin(Call *call, const RlAction *action, RlAnswer *answer, bool together)
 {
 	bool		shared;
 
@@ -437,11 +409,19 @@ begin(Call *call, const RlAction *action, RlAnswer *answer)
 	call->store = require_store();
 	shared = rl_shared_available();
 	call->may_cache = shared && rl_denial_cache && call->store->may_cache &&
-		action->how == RL_TAKE && answer->each == NULL && !action->limits->concurrent;
+		action->how == RL_TAKE && answer->each == NULL && !together && !action->limits->concurrent;
 	call->answered = false;
 	if (shared)
 		call->key_hash = rl_key_hash(&action->key);
 	call->generation = RL_ANY_GENERATION;
+	rl_leasing_begin(&call->leasing, action, answer, call->store, together);
+}
+
+/* Answers the call from its key's lease, or returns false. */
+static inline bool
+take_leased(Call *call, bool renew)
+{
+	return call->answered = rl_leasing_take(&call->leasing, call->action, call->answer, call->key_hash, renew);
 }
 
 /* Answers the call from the denial cache, or returns false. */
@@ -449,7 +429,7 @@ static bool
 find_cached(Call *call)
 {
 	/* A refund that is due may free quota that the cache believes taken. */
-	return call->may_cache && !rl_refunds_pending() &&
+	return call->may_cache && !call->leasing.must_ask && !rl_refunds_pending() &&
 		rl_denial_lookup(call->key_hash, call->action->limits, call->action->quota,
 						 &call->answer->decision, &call->answer->binding);
 }
@@ -476,13 +456,30 @@ decide_unasked(const RlAction *action, RlAnswer *answer)
 	Call		call = {.action = action,.answer = answer};
 	RlDecision	decision = rl_unasked_decision(action->limits);
 
-	set_unasked(action, answer, decision.allowed, decision.source);
+	rl_set_unasked(action, answer, decision.allowed, decision.source);
 	finish(&call, false);
 }
 
+/* Answers from leases the calls that Redis has failed to answer.  Returns true if there are some, and all are. */
+static bool
+take_failed(Call *calls, int n)
+{
+	int			failed = 0;
+
+	for (int i = 0; i < n; i++)
+	{
+		if (calls[i].answered)
+			continue;
+		failed++;
+		if (!take_leased(&calls[i], false))
+			return false;
+	}
+	return failed > 0;
+}
+
 /*
- * Takes n actions the whole way: begin, cache, ask, conclude, count.  calls is
- * room for n.  Together, they are one action, for which the cache is not used.  The
+ * Takes n actions the whole way: begin, lease, cache, ask, conclude, count.  calls is
+ * room for n.  Together, they are one action, for which these two are not used.  The
  * code that a single action runs here is inlined, which saves 2 % of a call.
  */
 static pg_attribute_always_inline void
@@ -499,7 +496,7 @@ run(const RlAction *actions, int n, RlAnswer *answers, Call *calls, bool togethe
 
 		if (rl_mode == RL_MODE_OFF)
 		{
-			set_unasked(&actions[i], &answers[i], true, RL_OFF);
+			rl_set_unasked(&actions[i], &answers[i], true, RL_OFF);
 			continue;
 		}
 		if (actions[i].limits->kind != RL_LISTED)
@@ -507,16 +504,18 @@ run(const RlAction *actions, int n, RlAnswer *answers, Call *calls, bool togethe
 			decide_unasked(&actions[i], &answers[i]);
 			continue;
 		}
-		begin(call, &actions[i], &answers[i]);
-		call->may_cache &= !together;
-		if (find_cached(call))
+		begin(call, &actions[i], &answers[i], together);
+		if (take_leased(call, true))
+			finish(call, false);
+		else if (find_cached(call))
 			finish(call, true);
 		else
 			asked++;
 	}
 	if (asked > 0 &&
 		!(calls->store->is_local ? ask_local(calls, asked, together, &error) :
-		  ask_redis(calls, asked, together, unanswered, &error)))
+		  ask_redis(calls, asked, together, unanswered, &error)) &&
+		!take_failed(calls, asked))
 		apply_on_error(calls, asked, together, &error);
 	for (int i = 0; i < asked; i++)
 		finish(&calls[i], false);

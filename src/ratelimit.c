@@ -43,6 +43,7 @@ int			rl_log_refusals;
 bool		rl_denial_cache;
 int			rl_local_max_keys;
 char	   *rl_debug_now;
+char	   *rl_debug_clock;
 
 static const struct config_enum_entry on_error_options[] = {
 	{"error", RL_ON_ERROR_ERROR, false},
@@ -329,6 +330,15 @@ define_other_settings(void)
 							   "Sets the time at which limits are decided, for tests.",
 							   "Microseconds since 1970. Empty: the clock of Redis.",
 							   &rl_debug_now,
+							   "",
+							   PGC_SUSET, GUC_NOT_IN_SAMPLE,
+							   check_debug_now, NULL, NULL);
+
+	/* Superuser only: a role that sets this clock back uses leases that have ended. */
+	DefineCustomStringVariable("ratelimit.debug_clock",
+							   "Sets the time of this server's clock by which leases end, for tests.",
+							   "Microseconds. Empty: the clock since the system's start; no leases while ratelimit.debug_now is set.",
+							   &rl_debug_clock,
 							   "",
 							   PGC_SUSET, GUC_NOT_IN_SAMPLE,
 							   check_debug_now, NULL, NULL);

@@ -166,6 +166,7 @@ typedef enum RlSource
 {
 	RL_FROM_REDIS,
 	RL_FROM_LOCAL,
+	RL_FROM_LEASE,
 	RL_FROM_DENIAL_CACHE,
 	RL_FROM_BAN,
 	RL_FROM_UNLIMITED,
@@ -213,6 +214,7 @@ typedef struct RlAction
 	int64		quota;
 	RlTake		how;
 	const struct RlOrigin *origin;	/* the trigger (report.h); NULL: none */
+	struct RlLeaseCall *lease;	/* what the call also asks for (algorithm.h); NULL: nothing */
 } RlAction;
 
 /* The cost of calls to Redis. */
@@ -347,5 +349,6 @@ extern int	rl_log_refusals;
 extern bool rl_denial_cache;
 extern int	rl_local_max_keys;
 extern char *rl_debug_now;
+extern char *rl_debug_clock;
 
 #endif							/* RATELIMIT_H */

@@ -14,6 +14,7 @@
 #include "error.h"
 #include "refund.h"
 #include "shared/denial_cache.h"
+#include "shared/lease.h"
 #include "shared/local_store.h"
 
 /*
@@ -89,6 +90,7 @@ typedef enum Cause
 	OF_ABORT,
 	OF_ACTION,					/* a held charge */
 	OF_CONCURRENT,
+	OF_LEASE,					/* a leftover, whose loss is not logged */
 	CAUSES
 } Cause;
 
@@ -97,6 +99,8 @@ cause_of(const RlGrant *grant)
 {
 	if (grant->id.level == RL_HELD)
 		return OF_ACTION;
+	if (grant->id.level == RL_LEFTOVER)
+		return OF_LEASE;
 	return rl_algorithm(&grant->limit)->until_end ? OF_CONCURRENT : OF_ABORT;
 }
 
@@ -104,7 +108,7 @@ cause_of(const RlGrant *grant)
 static void
 log_lost(int n, Cause cause, const RlError *why)
 {
-	if (n > 0)
+	if (n > 0 && cause != OF_LEASE)
 		ereport(LOG_SERVER_ONLY,
 				(errcode(why->sqlstate),
 				 cause == OF_ACTION ? errmsg("could not refund %d rate-limit charges of a refused or failed action", n) :
@@ -160,9 +164,19 @@ rl_refund_settle(void)
 	settle(false, &error);
 }
 
+/* Returns the units of a grant to the lease that had them.  Returns false if it has ended, or there is none. */
+static bool
+return_to_lease(const RlGrant *grant)
+{
+	int64		unit = rl_algorithm(&grant->limit)->in_ns ? grant->limit.interval_ns : 1;
+
+	return grant->id.lease != 0 &&
+		rl_lease_return(grant->key_hash, grant->id.lease, grant->charge.amount / unit);
+}
+
 /*
- * Refunds the queue's grants of the local store, deletes those of another Redis,
- * and prepares calls for the others.  Returns the number of calls.
+ * Refunds the queue's grants of the local store and of leases, deletes those of another
+ * Redis, and prepares calls for the others.  Returns the number of calls.
  */
 static int
 prepare_calls(void)
@@ -182,6 +196,11 @@ prepare_calls(void)
 
 		if (grant->id.local)
 			rl_local_refund_charge(grant->key_hash, &grant->limit, &grant->charge);
+		else if (return_to_lease(grant))
+		{
+			rl_grant_drop(grant);
+			continue;
+		}
 		if (grant->id.local || grant->id.server != server)
 		{
 			elsewhere[cause_of(grant)] += !grant->id.local;

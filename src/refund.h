@@ -14,6 +14,7 @@
 #define RL_QUEUED			0
 #define RL_QUEUED_PART		(-1)
 #define RL_HELD				(-2)
+#define RL_LEFTOVER			(-3)	/* of a lease; none is logged when it is lost */
 
 /* The identity of a grant in its transaction; padding is zero. */
 typedef struct RlGrantId
@@ -22,6 +23,7 @@ typedef struct RlGrantId
 	uint64		redis_key[2];	/* a hash */
 	RlStateTag	tag;
 	int64		mark;			/* of charges that do not merge */
+	uint64		lease;			/* the grant of a lease that had the units; 0: none */
 	int			level;			/* of the transaction nest; below 1: in the queue */
 	bool		local;
 } RlGrantId;

@@ -14,6 +14,8 @@
 
 #include "algorithm/algorithm.h"
 #include "error.h"
+#include "leasing.h"
+#include "refund.h"
 #include "take_all.h"
 #include "transaction.h"
 
@@ -56,9 +58,14 @@ static void
 hold(int i, void *arg)
 {
 	Parts	   *parts = arg;
+	const RlAction *action = parts->actions[i];
 	const RlTaken *taken = &parts->taken[i];
+	RlCharge	charges[RL_MAX_LIMITS];
 
-	if (taken->charged && !rl_hold(parts->actions[i], taken->each, taken->at))
+	if (!taken->charged)
+		return;
+	rl_charges_set(action, taken->at, taken->each, charges);
+	if (!rl_queue_charges(&action->key, action->limits, charges, action->quota, RL_HELD))
 		parts->lost++;
 }
 

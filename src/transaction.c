@@ -342,7 +342,7 @@ make_grant(const RlGrantId *id, const RlKey *key, const char *redis_key, int len
 
 /* Adds a charge to the grant that it belongs to; false if there is no room for a new one. */
 static bool
-note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
+note(const RlKey *key, const RlLimit *limit, const RlCharge *charge, bool local, uint64 lease)
 {
 	RlGrantId	id;
 	GrantEntry *entry;
@@ -352,8 +352,9 @@ note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
 	bool		found;
 
 	id.tag = rl_state_tag(limit);
+	id.lease = lease;
 	if (rl_algorithm(limit)->left == NULL)
-		id.mark = charge.mark;
+		id.mark = charge->mark;
 	id.level = GetCurrentTransactionNestLevel();
 
 	if (ngrants >= MAX_GRANTS && hash_search(entries, &id, HASH_FIND, NULL) == NULL)
@@ -363,11 +364,11 @@ note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
 		return false;
 	if (found)
 	{
-		merge(entry->grant, limit, &charge);
+		merge(entry->grant, limit, charge);
 		return true;
 	}
 	grant = !rl_refund_reserve(ngrants + 1) ? NULL :
-		make_grant(&id, key, redis_key, len, limit, charge);
+		make_grant(&id, key, redis_key, len, limit, *charge);
 	if (grant == NULL)
 	{
 		hash_search(entries, &id, HASH_REMOVE, NULL);
@@ -379,22 +380,21 @@ note(const RlKey *key, const RlLimit *limit, RlCharge charge, bool local)
 }
 
 /*
- * Notes an action that was allowed at the store's time "at": decisions has one
- * for each limit.  A shadow limit that the action did not fit was not charged.  Does not
- * throw; a charge without room is not refunded, and logged.
+ * Notes an action that was allowed: charges has that of each limit, of the amount 0 if the
+ * limit was not charged.  lease is the grant of a lease that had the units, or 0.  Does
+ * not throw; a charge without room is not refunded, and logged.
  */
 void
-rl_grants_note(const RlKey *key, const RlLimits *limits, int64 quota,
-			   const RlDecision *decisions, int64 at, bool local)
+rl_grants_note(const RlKey *key, const RlLimits *limits, const RlCharge *charges, bool local,
+			   uint64 lease)
 {
-	if (!limits->refunds || quota == 0)
-		return;
+	/* Units of a lease are charged to all limits, so a rollback returns them only if it refunds all. */
+	if (limits->n > 1)
+		lease = 0;
 	for (int i = 0; i < limits->n; i++)
 	{
-		const RlLimit *limit = &limits->limit[i];
-
-		if (!limit->refund_on_abort || decisions[i].source == RL_SHADOW ||
-			note(key, limit, rl_algorithm(limit)->charge(limit, quota, at, decisions[i].reset_after), local) ||
+		if (!limits->limit[i].refund_on_abort || charges[i].amount == 0 ||
+			note(key, &limits->limit[i], &charges[i], local, lease) ||
 			overflowed)
 			continue;
 		overflowed = true;
@@ -423,31 +423,30 @@ rl_holds_prepare(int n)
 }
 
 /*
- * Holds the charges of an action that Redis has allowed, with a decision for each
- * limit, at its time "at".  Returns false if there is no memory for all; does not throw.
+ * Puts charges of Redis, one for each limit, into the queue: held charges of this quota,
+ * or at the level RL_LEFTOVER.  Those of the amount 0 are left out.  Returns false if
+ * there is no memory for all; does not throw.  Needs rl_holds_prepare.
  */
 bool
-rl_hold(const RlAction *action, const RlDecision *decisions, int64 at)
+rl_queue_charges(const RlKey *key, const RlLimits *limits, const RlCharge *charges, int64 quota, int level)
 {
 	RlGrantId	id;
 	char		redis_key[RL_MAX_REDIS_KEY];
-	int			len = set_key(&id, &action->key, false, redis_key);
+	int			len = set_key(&id, key, false, redis_key);
 	bool		all = true;
 
-	id.level = RL_HELD;
-	for (int i = 0; i < action->limits->n && action->quota > 0; i++)
+	id.level = level;
+	for (int i = 0; i < limits->n; i++)
 	{
-		const RlLimit *limit = &action->limits->limit[i];
 		RlGrant    *grant;
 
-		if (decisions[i].source == RL_SHADOW)
+		if (charges[i].amount == 0)
 			continue;
-		grant = make_grant(&id, &action->key, redis_key, len, limit,
-						   rl_algorithm(limit)->charge(limit, action->quota, at, decisions[i].reset_after));
+		grant = make_grant(&id, key, redis_key, len, &limits->limit[i], charges[i]);
 		all &= grant != NULL;
 		if (grant == NULL)
 			continue;
-		grant->quota = action->quota;
+		grant->quota = quota;
 		dlist_push_tail(&rl_refunds, &grant->node);
 	}
 	return all;

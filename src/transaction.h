@@ -9,13 +9,14 @@
 #include "algorithm/algorithm.h"
 
 extern void rl_grants_prepare(void);
-extern void rl_grants_note(const RlKey *key, const RlLimits *limits, int64 quota,
-						   const RlDecision *decisions, int64 at, bool local);
+extern void rl_grants_note(const RlKey *key, const RlLimits *limits, const RlCharge *charges,
+						   bool local, uint64 lease);
 extern int64 rl_grants_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local);
 extern int64 rl_grants_held(const RlKey *key, const RlLimit *limit, bool local);
 extern void rl_grants_forget(const RlKey *key, const RlLimits *limits, bool local);
 extern void rl_holds_prepare(int n);
-extern bool rl_hold(const RlAction *action, const RlDecision *decisions, int64 at);
+extern bool rl_queue_charges(const RlKey *key, const RlLimits *limits, const RlCharge *charges,
+							 int64 quota, int level);
 extern void rl_holds_refuse(void);
 extern void rl_holds_drop(void);
 extern bool rl_refunds_pending(void);

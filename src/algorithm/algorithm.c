@@ -246,6 +246,38 @@ rl_unasked_decision(const RlLimits *limits)
 	};
 }
 
+/* Sets the answer to an action that no store decides.  Shadow limits allow it in any case. */
+void
+rl_set_unasked(const RlAction *action, RlAnswer *answer, bool allowed, RlSource source)
+{
+	const RlLimits *limits = action->limits;
+	bool		all_shadow = rl_all_shadow(limits);
+
+	/* The first limit comes last, because it is the binding limit of equal ones. */
+	for (int i = rl_limits_rows(limits) - 1; i >= 0; i--)
+	{
+		bool		listed = limits->kind == RL_LISTED;
+		bool		shadow = listed && limits->limit[i].shadow;
+		RlDecision	decision = {
+			.allowed = allowed || shadow,
+			.capacity = listed ? limits->limit[i].capacity : RL_UNKNOWN,
+			.remaining = RL_UNKNOWN,
+			.retry_after = allowed || shadow ? 0 : RL_NEVER,
+			.reset_after = RL_UNKNOWN,
+			.source = shadow && source == RL_FAIL_CLOSED ? RL_FAIL_OPEN : source
+		};
+
+		if (answer->each != NULL)
+			answer->each[i] = decision;
+		if (shadow && !all_shadow)
+			continue;
+		answer->decision = decision;
+		answer->binding = i;
+	}
+	answer->shadow = 0;
+	answer->local = false;
+}
+
 /*
  * Changes the decisions for a ban of the key that ends after "left", except those of
  * shadow limits.  in_force is false if this refusal has started the ban.

@@ -76,6 +76,34 @@ typedef struct RlCharge
 								 * or the entry's time; throttle: 0 */
 } RlCharge;
 
+/* Units of a lease's grant that were left when the lease ended. */
+typedef struct RlLeftover
+{
+	int64		units;
+	int64		at;				/* of their charge, as in RlCharge */
+	int64		mark[RL_MAX_LIMITS];	/* of each limit */
+} RlLeftover;
+
+#define RL_MAX_LEFTOVERS	2	/* of one call */
+
+/*
+ * What a call that takes quota also asks for its key's lease (shared/lease.c), and
+ * what the store grants.
+ */
+typedef struct RlLeaseCall
+{
+	int64		asked;			/* the lease clock before the call */
+	uint64		generation;		/* of the key, then */
+	uint64		claim;			/* of the renewal; 0: none */
+	int64		want;			/* units beyond the action's, for a whole length; 0: none */
+	int64		length;			/* of the lease, at most RL_MAX_LEASE */
+	int			nleft;			/* leftovers to be refunded first */
+	RlLeftover	left[RL_MAX_LEFTOVERS];
+	/* Set by the store if it allows the action: */
+	int64		granted;		/* units beyond the action's */
+	int64		valid;			/* how long they can be used, at most the length */
+} RlLeaseCall;
+
 /* The most numbers of a limit that a script in Redis gets */
 #define RL_NUMBERS			4
 
@@ -237,6 +265,7 @@ rl_allow_in_shadow(RlDecision *decision)
 }
 
 extern RlDecision rl_unasked_decision(const RlLimits *limits);
+extern void rl_set_unasked(const RlAction *action, RlAnswer *answer, bool allowed, RlSource source);
 extern bool rl_longer_wait(int64 a, int64 b);
 extern int64 rl_told_wait(const RlLimits *limits, int binding, const RlDecision *decision);
 extern RlDecision rl_combine(const RlLimits *limits, const RlDecision *decisions, int *binding);

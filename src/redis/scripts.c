@@ -36,6 +36,11 @@ RlScript	rl_check_all_script = {.source =
 #include "redis/check_all.lua.h"
 };
 
+/* For calls that also ask for a lease. */
+RlScript	rl_lease_script = {.source =
+#include "redis/lease.lua.h"
+};
+
 RlScript	rl_refund_script = {.source =
 #include "redis/refund.lua.h"
 };

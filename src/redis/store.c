@@ -213,14 +213,9 @@ append_refund_call(RlCommand *command, int i, void *arg)
 	for (int j = 0; j < call->n; j++)
 	{
 		const RlLimit *limit = call->refunds[j].limit;
-		const RlCharge *charge = call->refunds[j].charge;
-		int64		split = rl_algorithm(limit)->in_ns ? 1000 : 1;
 
 		rl_append_limit(command, limit, 0, call->refused > 0);
-		rl_command_number(command, charge->amount / split);
-		rl_command_number(command, charge->amount % split);
-		rl_command_number(command, charge->at);
-		rl_command_number(command, charge->mark);
+		rl_append_charge(command, limit, call->refunds[j].charge);
 	}
 	return true;
 }

@@ -112,6 +112,18 @@ rl_append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trac
 	rl_command_number(command, ban ? limit->ban_after : 0);
 }
 
+/* Appends the CHARGE arguments of a charge, as refund_charges.lua reads them. */
+void
+rl_append_charge(RlCommand *command, const RlLimit *limit, const RlCharge *charge)
+{
+	int64		split = rl_algorithm(limit)->in_ns ? 1000 : 1;
+
+	rl_command_number(command, charge->amount / split);
+	rl_command_number(command, charge->amount % split);
+	rl_command_number(command, charge->at);
+	rl_command_number(command, charge->mark);
+}
+
 /*
  * Sets the decision of a limit from its reported numbers.  An allowed action may not fit
  * a shadow limit; "refused" is the verdict by which the script then acts on this limit.
@@ -188,6 +200,13 @@ rl_take_is_alone(const RlAction *action)
 		action->how != RL_PEEK && rl_alone_scripts[limit->algorithm].source != NULL;
 }
 
+/* Returns true if the call has something to ask for a lease, or to refund. */
+bool
+rl_take_asks_lease(const RlAction *action)
+{
+	return action->lease != NULL && (action->lease->want > 0 || action->lease->nleft > 0);
+}
+
 /* Returns true if there is a faster script for many keys under such limits. */
 bool
 rl_take_is_fast(const RlAction *action)
@@ -245,6 +264,36 @@ rl_take_append(RlCommand *command, const RlAction *action, bool alone)
 	rl_command_number(command, quota);
 	for (int i = 0; i < limits->n; i++)
 		rl_append_limit(command, &limits->limit[i], quota, how != RL_TRY);
+}
+
+/* Appends the arguments of lease.lua, for an action that asks for a lease. */
+void
+rl_take_append_lease(RlCommand *command, const RlAction *action)
+{
+	const RlLeaseCall *lease = action->lease;
+	const RlLimits *limits = action->limits;
+
+	rl_command_hash(command, &action->key);
+	rl_command_number(command, lease->want);
+	rl_command_number(command, action->quota);
+	rl_command_number(command, lease->length);
+	rl_command_number(command, lease->nleft);
+	for (int i = 0; i < limits->n; i++)
+	{
+		const RlLimit *limit = &limits->limit[i];
+
+		rl_append_limit(command, limit, action->quota, action->how != RL_TRY);
+		rl_command_number(command, limit->interval_ns / 1000);
+		rl_command_number(command, limit->interval_ns % 1000);
+		for (int j = 0; j < lease->nleft; j++)
+		{
+			const RlLeftover *left = &lease->left[j];
+			RlCharge	charge = rl_algorithm(limit)->charge(limit, left->units, left->at, 0);
+
+			charge.mark = left->mark[i];
+			rl_append_charge(command, limit, &charge);
+		}
+	}
 }
 
 /*
@@ -343,10 +392,41 @@ rl_take_read(const RlAction *action, bool alone, const RlReply *reply, RlDecisio
 	return true;
 }
 
+/*
+ * Does the same for a reply of lease.lua, and sets what is granted.  The figures are
+ * those of an action that takes the grant too.
+ */
+bool
+rl_take_read_lease(const RlAction *action, const RlReply *reply, RlDecision *decisions, int64 *at,
+				   RlError *error)
+{
+	RlAction	whole = *action;
+	RlLeaseCall *lease = action->lease;
+	int64		granted;
+	int64		valid;
+	int			n = 0;
+	RlTakeReply take;
+
+	if (!rl_take_read_check(action, reply, &n, &take) || n + 2 != reply->nvalues)
+		return rl_wrong_reply(error);
+	granted = reply->values[n];
+	valid = reply->values[n + 1];
+	if (granted < 0 || granted > (take.verdict == 0 ? lease->want : 0) || valid < 0 || valid > lease->length)
+		return rl_wrong_reply(error);
+	whole.quota += granted;
+	if (!rl_take_decide(&whole, &take, take.verdict == 0, decisions))
+		return rl_wrong_reply(error);
+	*at = take.at;
+	lease->granted = granted;
+	lease->valid = valid;
+	return true;
+}
+
 bool
 rl_redis_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlError *error)
 {
-	bool		alone = rl_take_is_alone(action);
+	bool		lease = rl_take_asks_lease(action);
+	bool		alone = !lease && rl_take_is_alone(action);
 	bool		again = false;
 	RlReply		reply;
 
@@ -355,12 +435,16 @@ rl_redis_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, R
 		RlCommand  *command = rl_command_start();
 
 		command->usage = &answer->usage;
-		rl_take_append(command, action, alone);
-		if (!rl_redis_script(rl_take_script(action), command, &reply, error))
+		if (lease)
+			rl_take_append_lease(command, action);
+		else
+			rl_take_append(command, action, alone);
+		if (!rl_redis_script(lease ? &rl_lease_script : rl_take_script(action), command, &reply, error))
 			return false;
 		again = !again && rl_is_outside_windows(&reply, action->limits);
 	} while (again);
-	return rl_take_read(action, alone, &reply, decisions, &answer->at, error);
+	return lease ? rl_take_read_lease(action, &reply, decisions, &answer->at, error) :
+		rl_take_read(action, alone, &reply, decisions, &answer->at, error);
 }
 
 /*

@@ -25,14 +25,19 @@ typedef struct RlTakeReply
 extern void rl_append_tag(RlCommand *command, const RlLimit *limit);
 extern bool rl_is_outside_windows(const RlReply *reply, const RlLimits *limits);
 extern void rl_append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace);
+extern void rl_append_charge(RlCommand *command, const RlLimit *limit, const RlCharge *charge);
 
 extern bool rl_take_is_fast(const RlAction *action);
 extern bool rl_take_is_alone(const RlAction *action);
 extern RlScript *rl_take_script(const RlAction *action);
 extern void rl_take_append(RlCommand *command, const RlAction *action, bool alone);
+extern bool rl_take_asks_lease(const RlAction *action);
+extern void rl_take_append_lease(RlCommand *command, const RlAction *action);
 extern void rl_take_append_fast(RlCommand *command, const RlAction *action);
 extern bool rl_take_read(const RlAction *action, bool alone, const RlReply *reply,
 						 RlDecision *decisions, int64 *at, RlError *error);
+extern bool rl_take_read_lease(const RlAction *action, const RlReply *reply,
+							   RlDecision *decisions, int64 *at, RlError *error);
 extern bool rl_take_read_check(const RlAction *action, const RlReply *reply, int *at,
 							   RlTakeReply *take);
 extern bool rl_take_set_fast(const RlAction *action, const int64 *values, int n,

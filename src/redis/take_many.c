@@ -7,6 +7,9 @@
  * reply, were not charged.  They are asked again by a call each, which says why.  So
  * are the keys of a call that a cluster's node does not run, because they are in
  * several slots; in a cluster that is known each key has its own call at once.
+ *
+ * An action that asks for a lease has its own call, before the others: of actions on one
+ * key, the first asks.
  */
 #include "postgres.h"
 
@@ -24,6 +27,7 @@ typedef struct Taking
 	RlTook		took;
 	void	   *arg;
 	bool		fast;			/* by the faster script for one limit */
+	bool		lease;			/* calls with one key: by lease.lua */
 	int		   *first;			/* of each call's actions */
 	int		   *keys;			/* how many each call has */
 	bool	   *again;			/* actions that are to be asked by a call each */
@@ -40,8 +44,12 @@ static bool
 append_one(RlCommand *command, int i, void *arg)
 {
 	const Taking *taking = arg;
+	const RlAction *action = taking->actions[taking->alone[i]];
 
-	rl_take_append(command, taking->actions[taking->alone[i]], taking->fast);
+	if (taking->lease)
+		rl_take_append_lease(command, action);
+	else
+		rl_take_append(command, action, taking->fast);
 	return true;
 }
 
@@ -58,26 +66,33 @@ read_one(int i, const RlReply *reply, void *arg, RlError *error)
 		taking->again[action] = true;
 		return true;
 	}
-	if (!rl_take_read(taking->actions[action], taking->fast, reply, decisions, &at, error))
+	if (!(taking->lease ? rl_take_read_lease(taking->actions[action], reply, decisions, &at, error) :
+		  rl_take_read(taking->actions[action], taking->fast, reply, decisions, &at, error)))
 		return false;
 	taking->took(action, decisions, at, taking->arg);
 	return true;
 }
 
-/* Asks for each action of "again" by a call; sets those whose windows do not have Redis's time. */
+/*
+ * Asks for each action of "again" that asks for a lease, or for each that does not, by a
+ * call; sets those whose windows do not have Redis's time.
+ */
 static bool
-take_one_by_one(Taking *taking, int n, int64 *unanswered, RlUsage *usage, RlError *error)
+take_one_by_one(Taking *taking, int n, bool lease, int64 *unanswered, RlUsage *usage, RlError *error)
 {
 	RlScript   *script = NULL;
 
 	taking->nalone = 0;
+	taking->lease = lease;
 	for (int i = 0; i < n; i++)
 	{
 		const RlAction *action = taking->actions[i];
 
-		if (!taking->again[i])
+		if (!taking->again[i] || rl_take_asks_lease(action) != lease)
 			continue;
-		if (script == NULL)
+		if (lease)
+			script = &rl_lease_script;
+		else if (script == NULL)
 		{
 			script = rl_take_script(action);
 			taking->fast = rl_take_is_alone(action);
@@ -100,8 +115,9 @@ take_one_by_one(Taking *taking, int n, int64 *unanswered, RlUsage *usage, RlErro
  */
 
 /*
- * Divides the actions into calls, and returns how many there are.  A call takes 1 ms in
- * Redis usually, and 5 ms at most; its reply has RL_MAX_VALUES numbers at most.
+ * Divides the actions that do not ask for a lease into calls, and returns how many there
+ * are.  A call takes 1 ms in Redis usually, and 5 ms at most; its reply has RL_MAX_VALUES
+ * numbers at most.
  */
 static int
 set_calls(Taking *taking, int n)
@@ -118,6 +134,8 @@ set_calls(Taking *taking, int n)
 		int			action_share = 0;
 		int			action_values = 3;
 
+		if (rl_take_asks_lease(action))
+			continue;
 		for (int l = 0; l < limits->n; l++)
 		{
 			action_share += rl_algorithm(&limits->limit[l])->share;
@@ -126,7 +144,8 @@ set_calls(Taking *taking, int n)
 		bytes += action->key.len;
 		share += action_share;
 		values += action_values;
-		if (i == 0 || bytes > MAX_KEY_BYTES || share > 100 || values > RL_MAX_VALUES - 1)
+		if (ncalls == 0 || i > taking->first[ncalls - 1] + taking->keys[ncalls - 1] ||
+			bytes > MAX_KEY_BYTES || share > 100 || values > RL_MAX_VALUES - 1)
 		{
 			taking->first[ncalls] = i;
 			taking->keys[ncalls++] = 0;
@@ -288,11 +307,12 @@ read_call(int call, const RlReply *reply, void *arg, RlError *error)
 	return true;
 }
 
-/* Asks for the actions by calls with many keys; sets those that are to be asked again. */
+/* Asks for actions without a lease by calls with many keys; sets those that are to be asked again. */
 static bool
 take_together(Taking *taking, int n, int64 *unanswered, RlUsage *usage, RlError *error)
 {
 	const RlLimit *limit = &taking->actions[0]->limits->limit[0];
+	int			ncalls;
 
 	StaticAssertStmt(RL_MAX_VALUES >= RL_MAX_KEYS * (3 + 4 * RL_MAX_LIMITS), "check_all.lua has too long a reply");
 
@@ -300,9 +320,10 @@ take_together(Taking *taking, int n, int64 *unanswered, RlUsage *usage, RlError 
 	for (int i = 0; i < n && taking->fast; i++)
 		taking->fast = rl_take_is_fast(taking->actions[i]) &&
 			taking->actions[i]->limits->limit[0].algorithm == limit->algorithm;
-	return rl_redis_pipeline(taking->fast ? &rl_many_scripts[limit->algorithm] : &rl_check_many_script,
-							 set_calls(taking, n), taking->keys, append_call, read_call,
-							 taking, unanswered, usage, error);
+	ncalls = set_calls(taking, n);
+	return ncalls == 0 ||
+		rl_redis_pipeline(taking->fast ? &rl_many_scripts[limit->algorithm] : &rl_check_many_script,
+						  ncalls, taking->keys, append_call, read_call, taking, unanswered, usage, error);
 }
 
 bool
@@ -310,20 +331,26 @@ rl_redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg
 				   int64 *unanswered, RlUsage *usage, RlError *error)
 {
 	Taking		taking = {.actions = actions,.took = took,.arg = arg};
-	bool		done = true;
+	bool		together = n > 1 && !rl_slots_known();
+	bool		done;
 
 	taking.first = palloc(n * sizeof(int));
 	taking.keys = palloc(n * sizeof(int));
 	taking.alone = palloc(n * sizeof(int));
-	taking.again = palloc0(n * sizeof(bool));
-	if (n > 1 && !rl_slots_known())
-		done = take_together(&taking, n, unanswered, usage, error);
-	else
-		memset(taking.again, true, n);
+	taking.again = palloc(n * sizeof(bool));
+	memset(taking.again, true, n);
 	/* After a failure, no more is sent to the server. */
-	done = done && take_one_by_one(&taking, n, unanswered, usage, error);
+	done = take_one_by_one(&taking, n, true, unanswered, usage, error);
+	if (together)
+	{
+		for (int i = 0; i < n; i++)
+			taking.again[i] &= rl_take_asks_lease(actions[i]);
+		done = done && take_together(&taking, n, unanswered, usage, error);
+	}
+	done = done && take_one_by_one(&taking, n, false, unanswered, usage, error);
 	taking.is_last = true;
-	done = done && take_one_by_one(&taking, n, unanswered, usage, error);
+	for (int lease = 1; lease >= 0; lease--)
+		done = done && take_one_by_one(&taking, n, lease == 1, unanswered, usage, error);
 	pfree(taking.first);
 	pfree(taking.keys);
 	pfree(taking.alone);

@@ -32,7 +32,7 @@
 #define OTHERS				ENTRIES	/* the entry that counts for the others */
 #define PROBES				32	/* entries that a pair may have */
 #define MAX_SCOPE			64	/* bytes; a longer scope is cut */
-#define COLUMNS				12
+#define COLUMNS				15
 #define FOUND				2048
 
 typedef struct Entry
@@ -41,6 +41,9 @@ typedef struct Entry
 	int64		outcomes[RL_OUTCOMES];
 	int64		from_cache;
 	int64		from_local;
+	int64		from_lease;
+	int64		leased;			/* units; also the next */
+	int64		leased_unused;
 	int64		round_trips;
 	int64		redis_us;
 	int			scope_len;		/* 0: the key has no scope; as the next two,
@@ -75,7 +78,8 @@ empty(Entry *entry)
 	entry->limits.kind = RL_LISTED;
 	entry->limits.n = 0;
 	memset(entry->outcomes, 0, sizeof(entry->outcomes));
-	entry->from_cache = entry->from_local = entry->round_trips = entry->redis_us = 0;
+	entry->from_cache = entry->from_local = entry->from_lease = 0;
+	entry->leased = entry->leased_unused = entry->round_trips = entry->redis_us = 0;
 }
 
 static void
@@ -196,34 +200,56 @@ get_found(const RlLimits *limits, const char *scope, int scope_len)
 	return last;
 }
 
-/* Counts an action on the key.  Does nothing without shared memory.  Does not throw. */
-void
-rl_counters_add(const RlLimits *limits, const RlKey *key, RlStatOutcome outcome, bool from_cache,
-				bool from_local, int64 round_trips, int64 redis_us)
+/* Returns the entry of the limits and the scope of the key, which may be NULL, with its mutex locked. */
+static Entry *
+lock_entry(const RlLimits *limits, const RlKey *key)
 {
-	Entry	   *entry;
-	int			scope_len;
+	int			scope_len = key != NULL ? scope_length(key) : 0;
 
-	if (counters == NULL)
-		return;
-	scope_len = scope_length(key);
 	for (;;)
 	{
-		Found	   *found = get_found(limits, key->data, scope_len);
+		Found	   *found = get_found(limits, key != NULL ? key->data : "", scope_len);
+		Entry	   *entry = found->entry;
 
-		entry = found->entry;
 		SpinLockAcquire(&entry->mutex);
 		/* After a reset the entry is free, or of others. */
 		if (counters->resets == found->resets)
-			break;
+			return entry;
 		SpinLockRelease(&entry->mutex);
 		found->entry = NULL;
 	}
+}
+
+/* Counts an action on the key.  Does nothing without shared memory.  Does not throw. */
+void
+rl_counters_add(const RlLimits *limits, const RlKey *key, RlStatOutcome outcome, RlStatFrom from,
+				int64 round_trips, int64 redis_us)
+{
+	Entry	   *entry;
+
+	if (counters == NULL)
+		return;
+	entry = lock_entry(limits, key);
 	entry->outcomes[outcome]++;
-	entry->from_cache += from_cache;
-	entry->from_local += from_local;
+	entry->from_cache += from == RL_STAT_CACHE;
+	entry->from_local += from == RL_STAT_LOCAL;
+	entry->from_lease += from == RL_STAT_LEASE;
 	entry->round_trips += round_trips;
 	entry->redis_us += redis_us;
+	SpinLockRelease(&entry->mutex);
+}
+
+/*
+ * Counts units of leases, and those that ended unused.  The key may be NULL.  Needs
+ * shared memory.  Does not throw.
+ */
+void
+rl_counters_add_lease(const RlLimits *limits, const RlKey *key, int64 leased, int64 unused)
+{
+	Entry	   *entry = lock_entry(limits, key);
+
+	entry->leased += leased;
+	entry->leased_unused += unused;
 	SpinLockRelease(&entry->mutex);
 }
 
@@ -258,7 +284,7 @@ rl_stat(PG_FUNCTION_ARGS)
 		LWLockRelease(lock);
 		for (int o = 0; o < RL_OUTCOMES; o++)
 			calls += entry.outcomes[o];
-		if (calls == 0)
+		if (calls + entry.leased_unused == 0)
 			continue;
 
 		nulls[n] = (i == OTHERS);
@@ -270,6 +296,9 @@ rl_stat(PG_FUNCTION_ARGS)
 			values[n++] = Int64GetDatum(entry.outcomes[o]);
 		values[n++] = Int64GetDatum(entry.from_cache);
 		values[n++] = Int64GetDatum(entry.from_local);
+		values[n++] = Int64GetDatum(entry.from_lease);
+		values[n++] = Int64GetDatum(entry.leased);
+		values[n++] = Int64GetDatum(entry.leased_unused);
 		values[n++] = Int64GetDatum(entry.round_trips);
 		values[n++] = Float8GetDatum((double) entry.redis_us / RL_SECOND);
 		tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);

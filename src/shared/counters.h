@@ -23,8 +23,18 @@ typedef enum RlStatOutcome
 
 #define RL_OUTCOMES			(RL_WAS_ERROR + 1)
 
+/* The part of this server that decided an action. */
+typedef enum RlStatFrom
+{
+	RL_STAT_OTHER,				/* none */
+	RL_STAT_CACHE,
+	RL_STAT_LOCAL,
+	RL_STAT_LEASE
+} RlStatFrom;
+
 extern void rl_counters_add(const RlLimits *limits, const RlKey *key, RlStatOutcome outcome,
-							bool from_cache, bool from_local, int64 round_trips, int64 redis_us);
+							RlStatFrom from, int64 round_trips, int64 redis_us);
+extern void rl_counters_add_lease(const RlLimits *limits, const RlKey *key, int64 leased, int64 unused);
 extern TimestampTz rl_counters_since(void);
 
 #endif							/* COUNTERS_H */

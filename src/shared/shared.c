@@ -29,6 +29,7 @@
 #include "shared/cells.h"
 #include "shared/counters.h"
 #include "shared/denial_cache.h"
+#include "shared/lease.h"
 #include "shared/refusal_log.h"
 
 #if PG_VERSION_NUM < 190000
@@ -43,7 +44,7 @@
  * meaning of a member, or the size of an area changes: while a package is upgraded, old
  * and new libraries run in one server.  Each must find only memory of its own layout.
  */
-#define LAYOUT				3
+#define LAYOUT				4
 #define NAME				"ratelimit " CppAsString2(LAYOUT)
 #define TRANCHE				"ratelimit"
 
@@ -73,7 +74,7 @@ typedef struct Attempt
 
 static const RlSharedPart *const parts[] = {
 	&rl_cells_part, &rl_denial_part, &rl_counters_part, &rl_breaker_part,
-	&rl_refusal_log_part
+	&rl_refusal_log_part, &rl_lease_part
 };
 
 static Header *header = NULL;

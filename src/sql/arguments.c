@@ -290,6 +290,7 @@ set_seconds(Datum *value, bool *isnull, int64 us, bool known)
 static const char source_names[][MAX_SOURCE] = {
 	[RL_FROM_REDIS] = "redis",
 	[RL_FROM_LOCAL] = "local",
+	[RL_FROM_LEASE] = "lease",
 	[RL_FROM_DENIAL_CACHE] = "denial_cache",
 	[RL_FROM_BAN] = "ban",
 	[RL_FROM_UNLIMITED] = "unlimited",

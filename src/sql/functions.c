@@ -14,8 +14,10 @@
 #include "algorithm/limits.h"
 #include "decide.h"
 #include "error.h"
+#include "leasing.h"
 #include "refusal.h"
 #include "shared/denial_cache.h"
+#include "shared/lease.h"
 #include "sql/arguments.h"
 #include "transaction.h"
 
@@ -119,7 +121,7 @@ action_arguments(FunctionCallInfo fcinfo, RlTake how)
 	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
 	int64		quota = rl_quota_argument(fcinfo, 2);
 
-	return (RlAction) {key, limits, quota, how, NULL};
+	return (RlAction) {.key = key,.limits = limits,.quota = quota,.how = how};
 }
 
 PG_FUNCTION_INFO_V1(rl_check);
@@ -292,21 +294,37 @@ rl_peek(PG_FUNCTION_ARGS)
 
 	if (action.limits->kind != RL_LISTED)
 		each[0] = rl_unasked_decision(action.limits);
-	else if (!rl_asked_store()->take(&action, each, &answer, &error))
-		rl_raise(&error);
+	else
+	{
+		rl_queue_leftovers(&action.key);
+		if (!rl_asked_store()->take(&action, each, &answer, &error))
+			rl_raise(&error);
+	}
 	return_decisions(fcinfo, action.limits, each);
 	return (Datum) 0;
 }
 
 /*
- * Ends a repair: raises the error unless it is done.  Also when it fails,
- * quota may be free again.  So the denial cache deletes the key's entries
- * before a repair, and after it for a refusal that was on its way.
+ * Begins a repair: ends what this server knows of the key.  Also when the repair
+ * fails, quota may be free again.  So this is done before, and by end_repair after it
+ * for a refusal or a grant that was on its way.
  */
+static void
+begin_repair(const RlKey *key, bool reset)
+{
+	rl_shared_start();
+	rl_denial_delete(key);
+	/* A reset deletes the charges of leases too. */
+	rl_lease_end(key, !reset);
+	rl_queue_leftovers(key);
+}
+
+/* Ends a repair: raises the error unless it is done. */
 static void
 end_repair(const RlKey *key, bool done, const RlError *error)
 {
 	rl_denial_delete(key);
+	rl_lease_end(key, false);
 	if (!done)
 		rl_raise(error);
 }
@@ -328,7 +346,7 @@ rl_refund(PG_FUNCTION_ARGS)
 
 	if (limits->kind != RL_LISTED)
 		PG_RETURN_VOID();
-	rl_denial_delete(&key);
+	begin_repair(&key, false);
 	for (int i = 0; i < limits->n; i++)
 		left[i] = rl_grants_refund(&key, &limits->limit[i], quota, rl_store()->is_local);
 	store = rl_asked_store();
@@ -360,7 +378,7 @@ rl_reset(PG_FUNCTION_ARGS)
 
 	if (limits != NULL && limits->kind != RL_LISTED)
 		PG_RETURN_BOOL(false);
-	rl_denial_delete(&key);
+	begin_repair(&key, true);
 	rl_grants_forget(&key, limits, rl_store()->is_local);
 	end_repair(&key, rl_asked_store()->reset(&key, limits, &found, &error), &error);
 	PG_RETURN_BOOL(found);
@@ -382,7 +400,7 @@ rl_ban(PG_FUNCTION_ARGS)
 	int64		duration = rl_duration_argument(fcinfo, 1, "seconds");
 	RlError		error;
 
-	rl_denial_delete(&key);
+	begin_repair(&key, false);
 	end_repair(&key, rl_asked_store()->ban(&key, duration, &error), &error);
 	PG_RETURN_VOID();
 }
@@ -395,7 +413,7 @@ rl_unban(PG_FUNCTION_ARGS)
 	bool		found;
 	RlError		error;
 
-	rl_denial_delete(&key);
+	begin_repair(&key, false);
 	end_repair(&key, rl_asked_store()->unban(&key, &found, &error), &error);
 	PG_RETURN_BOOL(found);
 }

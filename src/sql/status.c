@@ -13,9 +13,10 @@
 #include "redis/redis.h"
 #include "shared/cells.h"
 #include "shared/counters.h"
+#include "shared/lease.h"
 #include "sql/arguments.h"
 
-#define COLUMNS				15
+#define COLUMNS				17
 
 PG_FUNCTION_INFO_V1(rl_status);
 Datum
@@ -49,15 +50,20 @@ rl_status(PG_FUNCTION_ARGS)
 	if (rl_shared_available())
 	{
 		RlCellsFill fill;
+		int64		keys;
+		int64		max_keys;
 
 		rl_cells_fill(&fill);
+		rl_lease_fill(&keys, &max_keys);
 		values[n] = Int64GetDatum(fill.keys);
 		values[n + 1] = Int64GetDatum(fill.max_keys);
 		values[n + 2] = Int64GetDatum(fill.entries);
 		values[n + 3] = Int64GetDatum(fill.max_entries);
 		values[n + 4] = Int64GetDatum(fill.evicted);
-		values[n + 5] = TimestampTzGetDatum(rl_counters_since());
-		for (int i = 0; i < 6; i++)
+		values[n + 5] = Int64GetDatum(keys);
+		values[n + 6] = Int64GetDatum(max_keys);
+		values[n + 7] = TimestampTzGetDatum(rl_counters_since());
+		for (int i = 0; i < 8; i++)
 			nulls[n + i] = false;
 	}
 	return rl_row(fcinfo, values, nulls);

@@ -155,7 +155,7 @@ add_group(RowGroups *groups, GroupId *id)
 	groups->ids[groups->n++] = *id;
 	action->key = (RlKey) {id->data, strlen(id->data)};
 	pair = id->data[action->key.len + 1];
-	*action = (RlAction) {action->key, &groups->rule->pairs[pair].limits, 0, RL_TAKE, &groups->origins[pair]};
+	*action = (RlAction) {.key = action->key,.limits = &groups->rule->pairs[pair].limits,.origin = &groups->origins[pair]};
 	return action;
 }
 

@@ -147,7 +147,8 @@ sub values_of
 
 # The figures of the views: name, value, and then labels and their values.
 my @outcomes = qw(allowed denied shadow_denied failed_open failed_closed errors);
-my %total = (denial_cache_actions => 'from_cache', local_actions => 'from_local',
+my %total = (denial_cache_actions => 'from_cache', local_actions => 'from_local', lease_actions => 'from_lease',
+	leased_units => 'leased', leased_unused_units => 'leased_unused',
 	redis_commands => 'round_trips', redis_seconds => 'redis_time');
 my $by_limits = q{'limits', coalesce(limits, 'others'), 'scope', scope};
 my $figures = join ' UNION ALL ',

@@ -401,7 +401,7 @@ foreach my $setting (split /\n/, $session->ask(q{SELECT name || ' = ' || quote_l
 		is($user{plain}->state, $expected, "a plain role has no privilege for $sql");
 	}
 }
-is($session->ask(q{SELECT count(*) FROM pg_settings WHERE name LIKE 'ratelimit.%'}), 17, 'there are 17 settings');
+is($session->ask(q{SELECT count(*) FROM pg_settings WHERE name LIKE 'ratelimit.%'}), 18, 'there are 18 settings');
 $session->ask('SET ratelimit.local_max_keys = 500');
 is($session->state, '55P02', 'the size of shared memory cannot change while the server runs');
 

@@ -1,0 +1,87 @@
+-- Charges the quota to all limits or to none, and with it units for a lease. First
+-- refunds the units that were left of earlier leases.
+--
+-- ARGV[2] is the number of units that are wanted beyond the quota for a lease of
+-- ARGV[4] microseconds, and ARGV[5] the number of leftovers. Then each limit has its
+-- LIMIT arguments, its interval (throttle: microseconds and nanoseconds, others: 0 0),
+-- and for each leftover the CHARGE arguments of refund_charges.lua.
+--
+-- Returns what check.lua returns, and two numbers more: the units that are granted
+-- beyond the quota, and for how many microseconds they can be used; or only the time
+-- (see no_window).
+
+local FIRST, CHARGE = 6, 4
+local want, length, leftovers = tonumber(ARGV[2]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local limits, ban = load_limits(2 + CHARGE * leftovers, FIRST)
+if no_window then
+  return now
+end
+
+local function refund_leftovers(l)
+  local cost_us, cost_ns = l.cost_us, l.cost_ns
+  for a = l.more + 2, l.more + 1 + CHARGE * leftovers, CHARGE do
+    if (l.charged or l.used) > 0 then
+      local amount, rest, at, mark = unpack(ARGV, a, a + CHARGE - 1)
+      l:refund_charge(tonumber(at), tonumber(mark), tonumber(amount), tonumber(rest))
+      l.changed = true
+    end
+  end
+  -- A throttle's refund_charge leaves its own cost there.
+  l.cost_us, l.cost_ns = cost_us, cost_ns
+  -- As load does for a state that has nothing in use.
+  if l.used == 0 then
+    l.anchor, l.k = l.anchor and now, nil
+    l.start = l.from_first and now or l.start
+  end
+end
+
+-- Returns the time until the units that are charged now must not be used any more,
+-- because others can be charged in their place; nil: no such time.
+local function time_left(l)
+  if l.anchor then
+    return l.anchor + l.period - now
+  elseif l.step then
+    local k = math.floor(now / l.step)
+    return (math.max(l.k or k, k) + 1) * l.step - now
+  elseif not l.fits then
+    return l:reset()
+  end
+end
+
+-- Returns the units that are free after the action, or fewer if there are very many.
+local function free_units(l)
+  if not l.fits then
+    return l.capacity - l.used - quota
+  end
+  local us, ns = l.room_us - l.us, l.room_ns - l.ns
+  return math.floor((math.min(us, 9e12) * 1000 + ns) / (l.interval_us * 1000 + l.interval_ns))
+end
+
+for _, l in ipairs(limits) do
+  l.interval_us, l.interval_ns = tonumber(ARGV[l.more]), tonumber(ARGV[l.more + 1])
+  refund_leftovers(l)
+end
+local verdict = decide(limits, ban)
+local extra, valid = 0, length
+if verdict == 0 and want > 0 then
+  for _, l in ipairs(limits) do
+    valid = math.min(valid, time_left(l) or valid)
+  end
+  extra = math.floor(want * valid / length)
+  for _, l in ipairs(limits) do
+    extra = math.max(math.min(extra, math.floor(free_units(l) / 2)), 0)
+  end
+  for _, l in ipairs(limits) do
+    if l.fits then
+      local ns = l.cost_ns + extra * l.interval_ns
+      l.cost_us, l.cost_ns = l.cost_us + extra * l.interval_us + math.floor(ns / 1000), ns % 1000
+    end
+  end
+  quota = quota + extra
+end
+local reply = {verdict, 0, now}
+reply[2] = act(limits, verdict, reply, true)
+reply[#reply + 1] = extra
+reply[#reply + 1] = valid
+write()
+return reply
