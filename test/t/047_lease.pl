@@ -10,28 +10,25 @@ use warnings FATAL => 'all';
 
 use Engines;
 use FindBin;
-use List::Util qw(max min);
+use List::Util qw(max min shuffle);
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
+use Promises;
 use RatelimitTest;
-use RedisMonitor;
 use RedisServer;
 use Test::More;
 
 use constant { SECOND => 1_000_000, START => 1_700_000_000_000_000, SERVERS => 4 };
 
 my $seed = seed();
-my $actions = $ENV{RATELIMIT_ACTIONS} || 60_000;
+my $actions = $ENV{RATELIMIT_ACTIONS} || 30_000;
 my $redis = RedisServer->new->start;
 
-# Returns a PostgreSQL server for the tests, which loads this library.
+# Returns a PostgreSQL server for the tests.
 sub lease_node
 {
-	my ($library) = @_;
-	my $node = shared_node($redis, $library ? ("shared_preload_libraries = '$library'") : ());
+	my $node = shared_node($redis);
 
-	# The functions are those of the preloaded library.
-	$node->safe_psql('postgres', "UPDATE pg_proc SET probin = '$library' WHERE probin = '\$libdir/ratelimit'") if $library;
 	$node->safe_psql('postgres', q{
 		CREATE FUNCTION act(k text, limits rl_limits, now bigint, clock bigint, most int, cost int) RETURNS text
 			LANGUAGE plpgsql AS $$
@@ -200,5 +197,161 @@ is($session->ask("SELECT source FROM $_"), 'redis', "$_ asks Redis")
   foreach "rl_check_each('bypass', '$limits')", "rl_wait('bypass', '$limits')", "rl_peek('bypass', '$limits')",
   "rl_check('bypass', '$limits', 0)", "rl_check_all('{bypass}', '{\"$limits\"}')";
 is($session->ask("SELECT source FROM rl_check_many('{bypass,new,bypass}', '$limits')"), "lease\nredis\nlease", 'rl_check_many uses the lease');
+
+$_->{session}->quit foreach @servers;
+
+#
+# Never one action too many
+#
+# Servers whose clocks drift by up to a tenth, and jump, take leases and use them up in
+# their last microsecond, or leave them, and then others take all quota that is free.
+#
+
+# Limits with the capacity that they promise, which is that without the lease.
+my @promises = map { { length => 50_000, %$_, period => SECOND } } (
+	{ text => 'throttle 1000/1s burst 600 lease 50ms', algorithm => 'throttle', capacity => 600, count => 1000, interval_ns => 1_000_000 },
+	{ text => 'token_bucket 100/1s burst 200 lease 50ms', algorithm => 'token_bucket', capacity => 200, count => 100 },
+	{ text => 'fixed_window 200/1s lease 50ms', algorithm => 'fixed_window', capacity => 200, place => SECOND },
+	{ text => 'sliding_window 200/1s step 100ms lease 50ms', algorithm => 'sliding_window', capacity => 200, place => 100_000 },
+	{ text => 'throttle 1000/1s burst 200 lease 20ms, fixed_window 400/1s lease 50ms', algorithm => 'throttle', capacity => 200,
+		count => 1000, interval_ns => 1_000_000, length => 20_000 });
+
+# Returns by how many units the actions, each a time and its units, exceed the promise; 0
+# or less if they keep it.
+sub excess
+{
+	my ($limit, @acts) = @_;
+	my $least = 1_000_000_000;
+
+	foreach my $i (0 .. $#acts)
+	{
+		my $units = 0;
+
+		foreach my $j ($i .. $#acts)
+		{
+			my ($from, $to) = ($acts[$i][0], $acts[$j][0]);
+			last if $to - $from > 3 * $limit->{period};
+			$units += $acts[$j][1];
+			my $room = room($limit, $units, $to - $from, int($from / SECOND) == int($to / SECOND)) // next;
+			$room /= $limit->{interval_ns} if $limit->{interval_ns};
+			$least = min($least, $room);
+		}
+	}
+	return -$least;
+}
+
+# Returns a later time at which the server's clock shows a time, or the next one that it shows.
+sub when
+{
+	my ($server, $now, $clock) = @_;
+	my $at = $now + int(($clock - clock($server, $now)) / (1 + $server->{drift}));
+
+	$at++ while clock($server, $at) < $clock;
+	return max($at, $now);
+}
+
+# Runs a limit on a key until so many actions were allowed, or the promise is broken.
+# Returns the excess, and the numbers of actions and of those that leases decided.
+sub harass
+{
+	my ($servers, $limit, $key, $most) = @_;
+	my $now = START + below(SECOND);
+	my ($total, $by_lease, $worst, @acts) = (0, 0, -1_000_000_000);
+
+	while ($total < $most && $worst <= 0)
+	{
+		my ($holder, @others) = shuffle @$servers;
+		my $take = sub {
+			my ($server, $n) = @_;
+			my ($allowed, $leased) = act($server, $key, $limit->{text}, $now, $n);
+
+			push @acts, [ $now, $allowed ] if $allowed;
+			$total += $allowed;
+			$by_lease += $leased;
+		};
+
+		# A clock may jump forward, as after a suspension.
+		$_->{offset} += chance(5) ? below(SECOND) : 0 foreach @$servers;
+		# In one round of four the lease is left, until all quota is free again.
+		my $left = chance(25);
+		$now += $left ? SECOND + below(SECOND) : pick(1 + below(50_000), 1 + below(SECOND), below(3 * SECOND));
+		$take->($holder, $left ? 94 + below(40) : 17 + below(chance(50) ? 40 : 200));
+		my $valid = $limit->{length};
+		$valid = min($valid, $limit->{place} - $now % $limit->{place}) if $limit->{place};
+		my $end = clock($holder, $now) + real($valid);
+		$now += below(1000);
+		$take->($_, 1 + below(30)) foreach grep { chance(30) } @others;
+		$now = $left ? $now + SECOND + below(SECOND) : when($holder, $now, $end - (chance(80) ? 1 : below(50_000)));
+		$take->($_, 1_000) foreach chance(50) && !$left ? ($holder, @others) : (@others, $holder);
+		if (@acts > 60)
+		{
+			$worst = max($worst, excess($limit, @acts));
+			splice @acts, 0, 30;
+		}
+	}
+	return (max($worst, excess($limit, @acts)), $total, $by_lease);
+}
+
+sub drifting
+{
+	my ($node) = @_;
+
+	return [ map { $_->{drift} = rand(0.199) - 0.099; $_ } servers($node) ];
+}
+
+my $drifting = drifting($node);
+foreach my $limit (@promises)
+{
+	my ($excess, $total, $by_lease) = harass($drifting, $limit, "harass $limit->{text}", $actions / @promises);
+
+	cmp_ok($excess, '<=', 0, "$limit->{text}: not one of $total actions is too many");
+	cmp_ok($excess, '>=', -60, "$limit->{text}: but nearly all are allowed") if $limit->{place} || $limit->{interval_ns};
+	cmp_ok($by_lease, '>', $total / 20, "$limit->{text}: leases decided $by_lease");
+}
+$_->{session}->quit foreach @$drifting;
+
+#
+# Wrong builds
+#
+# The sources are changed, so that a promise is broken.  The same run must find it.
+#
+
+# Returns a library that is built from these sources with a change in one file.
+sub wrong_library
+{
+	my ($file, $right, $wrong) = @_;
+	my $root = "$FindBin::RealBin/../..";
+	my $folder = PostgreSQL::Test::Utils::tempdir . '/build';
+	my $text = slurp_file("$root/$file");
+
+	die "$file has changed" unless $text =~ s/\Q$right\E/$wrong/;
+	mkdir $folder or die "$folder: $!";
+	# Objects that are there need not be compiled again.
+	run_log([ 'cp', '-a', (map { "$root/$_" } qw(Makefile ratelimit.control sql src)), $folder ]) or die 'could not copy the sources';
+	unlink "$folder/$file", "$folder/ratelimit.so";
+	append_to_file("$folder/$file", $text);
+	run_log([ 'make', '-s', '-C', $folder, 'with_llvm=no' ]) or die 'could not build the change';
+	return "$folder/ratelimit";
+}
+
+my $library = '$libdir/ratelimit';
+foreach my $case (
+	[ 'the capacity is not reduced', 'src/algorithm/limits.c', 'limit->capacity -= limit->reserve;', '' ],
+	[ 'a lease does not end', 'src/shared/lease.c', 'grant->ends = call->asked + length;', 'grant->ends = PG_INT64_MAX;' ],
+	[ 'a refund ignores what was replenished', 'src/redis/lease.lua', 'l:refund_charge(tonumber(at),', 'l:refund_charge(now,' ])
+{
+	my ($name, @change) = @$case;
+	my $wrong = wrong_library(@change);
+
+	$node->safe_psql('postgres', "UPDATE pg_proc SET probin = '$wrong' WHERE probin = '$library'");
+	$node->append_conf('postgresql.conf', "shared_preload_libraries = '$wrong'");
+	start_node($node, 'restart');
+	my $servers = drifting($node);
+	my ($excess, $total) = harass($servers, $promises[0], "wrong $name", 20 * $actions);
+
+	cmp_ok($excess, '>', 0, "$name: found after $total actions");
+	$_->{session}->quit foreach @$servers;
+	$library = $wrong;
+}
 
 done_testing();
