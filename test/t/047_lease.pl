@@ -311,6 +311,46 @@ foreach my $limit (@promises)
 $_->{session}->quit foreach @$drifting;
 
 #
+# Nothing lost
+#
+# Four servers with equal demand, in bursts of 20 or steady, at 0.5 and 0.8 of the limit.
+#
+
+# Returns how many actions of two periods are refused, and how many leases decide.
+sub demand
+{
+	my ($servers, $text, $share, $burst) = @_;
+	my $key = "demand $text $share $burst";
+	my $pause = int($burst * SERVERS / ($share * 10_000) * SECOND);
+	my ($refused, $leased) = (0, 0);
+
+	for (my $now = START; $now < START + 2 * SECOND; $now += $pause)
+	{
+		foreach my $n (0 .. $#$servers)
+		{
+			my @answer = act($servers->[$n], $key, $text, $now + int($n * $pause / SERVERS), $burst);
+
+			$refused += $burst - $answer[0];
+			$leased += $answer[1];
+		}
+	}
+	return ($refused, $leased);
+}
+
+my $equal = [ servers($node) ];
+foreach my $text ('10000/1s lease 50ms', 'fixed_window 10000/1s lease 50ms', 'sliding_window 10000/1s lease 50ms')
+{
+	foreach my $case ($text =~ /sliding/ ? ([ 0.5, 20 ], [ 0.8, 4 ]) : (), [ 0.8, 20 ])
+	{
+		my ($refused, $leased) = demand($equal, $text, @$case);
+
+		is($refused, 0, "$text: nothing is refused at $case->[0] of the limit in bursts of $case->[1]");
+		cmp_ok($leased, '>', 5_000, "$text: leases decided $leased");
+	}
+}
+$_->{session}->quit foreach @$equal;
+
+#
 # Wrong builds
 #
 # The sources are changed, so that a promise is broken.  The same run must find it.
