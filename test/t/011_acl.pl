@@ -61,6 +61,7 @@ my @calls = (
 	(map { "SELECT count(*) FROM $_('{$_ 1,$_ 2}', ARRAY['$five', '$log']::rl_limits[])" } qw(rl_check_all rl_enforce_all)), 'SELECT refund_in_transaction()',
 	'INSERT INTO orders VALUES (42), (42)', q{SELECT problem FROM rl_triggers},
 	q{SELECT rl_ban(rl_key('k', 1), 3600)}, q{SELECT rl_unban('k:1')}, q{SELECT rl_unban(rl_key(VARIADIC '{k,1}'::text[]))},
+	"SELECT count(rl_check('leased', 'fixed_window 1000/1h lease 1s', n / n)) FROM generate_series(1, 20) n",
 	"SELECT rl_reset('five', '$five')", q{SELECT rl_reset('log')}, q{SELECT rl_reset('log')},
 	(map { "SELECT count(*) FROM $_" } qw(rl_stat rl_denied)), 'SELECT rl_stat_reset()');
 

@@ -319,6 +319,19 @@ foreach my $call (sort keys %calls)
 	is("@trips", $trips, "$call: more calls when the clocks have changed, then one");
 }
 
+# A call that asks for a lease, because the key has been used often.
+{
+	my $session = session($node);
+	my $leased = "fixed_window 1000/day in Europe/Berlin lease 1s";
+
+	set_redis_clock($borders[3]);
+	$session->ask("SELECT count(rl_check('far:lease', '$leased', n / n)) FROM generate_series(1, 20) n");
+	set_redis_clock($far);
+	$redis->cli('CONFIG', 'RESETSTAT');
+	is($session->ask("SELECT source, remaining FROM rl_check('far:lease', '$leased', 100)"), 'redis|900', 'a call that asks for a lease');
+	is($redis->calls('evalsha'), 2, 'is asked again too');
+}
+
 # The figures are by Redis's clock.
 set_redis_clock($far);
 my $session = session($node);

@@ -11,6 +11,7 @@ use warnings FATAL => 'all';
 use Engines;
 use FindBin;
 use List::Util qw(max min shuffle);
+use LyingServer;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use Promises;
@@ -151,6 +152,30 @@ foreach my $case ([ 'fixed_window 1000/1h lease 50ms', 18, 19 ], [ 'sliding_wind
 	acts('1 1 lease', 'it lasts to a tenth of the rest of the window', 'window', $text, START + 989_999, 1);
 	acts('1 0 redis', 'but no longer', 'window', $text, START + 990_000, 1);
 }
+{
+	my $text = 'fixed_window 1000/day in UTC lease 50ms';
+	my $midnight = 1_700_006_400 * SECOND;
+
+	acts('18 1 lease', 'a lease before midnight', 'day', $text, $midnight - 20_000, 18);
+	acts('1 1 lease', 'it lasts to a tenth of the rest of the day', 'day', $text, $midnight - 2_001, 1);
+	acts('1 0 redis', 'but no longer', 'day', $text, $midnight - 2_000, 1);
+	is(used('day', $text), 20, 'its other units are not in use');
+	acts('18 1 lease', 'a lease before midnight', 'night', $text, $midnight - 20_000, 18);
+	acts('1 0 redis', 'in the next day Redis is asked', 'night', $text, $midnight + SECOND, 1);
+	is(used('night', $text), 1, 'and no unit of the day before is in use');
+}
+{
+	my $text = 'fixed_window 1000/day in Europe/Berlin lease 50ms';
+	my $new = session($node);
+
+	acts('18 1 lease', 'a lease', 'zone', $text, START, 18);
+	$new->ask("SET ratelimit.redis_url = 'unix://" . $redis->socket . "'");
+	$new->ask(sprintf q{SELECT set_config('ratelimit.debug_now', '%d', false), set_config('ratelimit.debug_clock', '%d', false)},
+		START, clock($servers[0], START));
+	is($new->ask(q{SELECT rl_unban('zone')}), 'f', 'a session that has not seen the time zone ends the lease');
+	is(used('zone', $text), 18, 'and refunds what is left');
+	$new->quit;
+}
 my $ended = 0;
 foreach my $limits ('10000/1s lease 50ms', 'fixed_window 1000/1h lease 50ms')
 {
@@ -197,6 +222,53 @@ is($session->ask("SELECT source FROM $_"), 'redis', "$_ asks Redis")
   foreach "rl_check_each('bypass', '$limits')", "rl_wait('bypass', '$limits')", "rl_peek('bypass', '$limits')",
   "rl_check('bypass', '$limits', 0)", "rl_check_all('{bypass}', '{\"$limits\"}')";
 is($session->ask("SELECT source FROM rl_check_many('{bypass,new,bypass}', '$limits')"), "lease\nredis\nlease", 'rl_check_many uses the lease');
+
+# Batches.
+acts('18 1 lease', 'a lease', "batch $_", $limits, START, 18) foreach 1 .. 3;
+{
+	my $many = sprintf q{SELECT string_agg(source, ' ' ORDER BY ordinality) FROM rl_check_many('{%s,new batch,batch 1,other}', '%s') WITH ORDINALITY},
+	  join(',', map { "batch $_" } 1 .. 3), $limits;
+
+	$session->ask(sprintf q{SELECT set_config('ratelimit.debug_now', '%d', false), set_config('ratelimit.debug_clock', '%d', false)},
+		START + real(50_000) - 1, clock($servers[0], START + real(50_000) - 1));
+	is($session->ask($many), 'redis redis redis redis redis redis', 'rl_check_many renews leases');
+	is($session->ask($many), 'lease lease lease redis lease redis', 'and uses them');
+}
+$session->ask(q{
+	CREATE TABLE orders (tenant text);
+	CREATE TRIGGER enforce AFTER INSERT ON orders REFERENCING NEW TABLE AS new
+		FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('order:{tenant}', '10000/1s lease 50ms')});
+$session->ask('SELECT rl_stat_reset()');
+$session->ask(q{INSERT INTO orders VALUES ('one'), ('two'), ('one')}) foreach 1 .. 18;
+is($session->ask('SELECT count(*) FROM orders'), 54, 'a statement trigger allows the rows');
+like(counted(), qr/^2\|48\|0\|/, 'it is granted leases, and uses them');
+
+# Right and wrong replies to a call that asks for 16 units.
+foreach my $case ([ 'a grant', '0 0 1 0 16 50000', 'redis lease' ], [ 'a smaller one', '0 0 1 0 1 2', 'redis lease' ],
+	[ 'no grant', '0 0 1 0 0 50000', 'redis redis' ], [ 'a refusal', '-1 0 1 950000000 0 50000', 'redis' ],
+	(map { [ @$_, undef ] } [ 'too many units', '0 0 1 0 17 50000' ], [ 'fewer than no units', '0 0 1 0 -1 50000' ],
+		[ 'too long a time', '0 0 1 0 16 50001' ], [ 'a time that has passed', '0 0 1 0 16 -1' ],
+		[ 'units beside a refusal', '-1 0 1 950000000 1 50000' ], [ 'more units than are free', '0 0 1 949900000 16 50000' ],
+		[ 'no numbers of a grant', '0 0 1 0' ], [ 'a number too many', '0 0 1 0 16 50000 0' ]))
+{
+	my ($what, $numbers, $sources) = @$case;
+	my @numbers = split / /, $numbers;
+	# The script for one throttle has fewer arguments.
+	my $liar = LyingServer->new(sub { return @_ > 15 ? join("\r\n:", '*' . @numbers, @numbers) . "\r\n" : ":0\r\n" });
+
+	$session->ask("SET ratelimit.redis_url = '" . $liar->url . "'");
+	act($servers[0], 'liar', $limits, START, 16);
+	my @got = map { $session->attempt("SELECT source FROM rl_check('liar', '$limits')") } split / /, $sources || 'none';
+	if ($sources)
+	{
+		is(join(' ', map { $_->{answer} } @got), $sources, "$what: the sources");
+	}
+	else
+	{
+		is($got[0]{state}, 'PT503', "$what fails");
+		like($got[0]{message}, qr/^unexpected/, "$what: the message");
+	}
+}
 
 $_->{session}->quit foreach @servers;
 
