@@ -62,8 +62,14 @@ algorithms.throttle = {
   end,
 
   save = function(l)
-    if l.us > 0 or l.ns > 0 then
-      put(l.tag, string.format('%.0f%03.0f', now + l.us, l.ns), l.us)
+    local us, ns = l.us, l.ns
+    if us > 0 or ns > 0 then
+      -- This takes 0.4 us less than %.0f, and %d may have only 32 bits.
+      --< tat
+      local low = (now + us) % 100000000
+      local tat = string.format('%d%08d%03d', (now + us - low) / 100000000, low, ns)
+      -->
+      put(l.tag, tat, us)
     else
       drop(l.tag)
     end

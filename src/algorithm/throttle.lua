@@ -28,7 +28,8 @@ else
   local cost_us, cost_ns = ARGV[3] + 0, ARGV[4] + 0
   if cost_us > 0 or cost_ns > 0 then
     --@ charge
-    local text, needed = string.format('%.0f%03.0f', now + us, ns), us
+    --@ tat
+    local text, needed = tat, us
     --@ expiry
     --@ keep
   end

@@ -1,7 +1,7 @@
 -- The time. All scripts but masters.lua and version.lua begin with this file.
 --
 -- KEYS[1] is the key's hash, or absent in bans.lua. ARGV[1] is the time in microseconds, or empty for
--- Redis's own clock. Numbers stay below 2^53; %.0f makes them text.
+-- Redis's own clock. Numbers stay below 2^53; %.0f makes them text, or %d of parts below 2^31.
 
 local hash, call = KEYS[1], redis.call
 local clock = call('TIME')

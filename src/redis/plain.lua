@@ -28,7 +28,8 @@ if ARGV[2] == '1' and ARGV[3] ~= '0' then
           local cost_us, cost_ns = first + 0, second + 0
           reply[#reply + 1] = string.format('%.0f%03.0f', us, ns)
           --@ charge of gcra
-          written, lives = string.format('%.0f%03.0f', now + us, ns), us
+          --@ tat
+          written, lives = tat, us
         end
       elseif ARGV[a + 5] ~= '' then
         plain = false
