@@ -29,7 +29,7 @@ end
 -- Times never decrease, even if the clock does.
 --< take
 local units = quota
-if now > newest then
+if used == 0 or now > newest then
   newest = now
 else
   units, records = quota + string.sub(records, -6), string.sub(records, 1, -23)

@@ -251,6 +251,12 @@ SELECT rule, allowed, remaining FROM rl_check_each('forget', 'sliding_log 1/1h, 
 SELECT rl_reset('forget'), rl_reset('forget');
 SELECT rule, allowed, remaining FROM rl_check_each('forget', 'sliding_log 1/1h, fixed_window 5/1h');
 
+-- The first microsecond of 1970.
+SELECT set_config('ratelimit.debug_now', '0', false);
+SELECT limits, string_agg(rl_allow(rl_key('epoch', limits::text), limits)::text, ' ') AS allowed
+FROM unnest(ARRAY['2/1h', 'token_bucket 2/1h', 'fixed_window 2/1h', 'sliding_window 2/1h', 'sliding_log 2/1h', 'sliding_log 2/1h, token_bucket 2/1h']::rl_limits[])
+	WITH ORDINALITY l (limits, o), generate_series(1, 3) GROUP BY limits, o ORDER BY o;
+
 -- rl_wait answers once in virtual time; in real time it waits.
 SELECT allowed, retry_after FROM rl_wait('waited', '1/1h');
 SELECT allowed, retry_after FROM rl_wait('waited', '1/1h ban 1h after 1');
