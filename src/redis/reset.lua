@@ -1,6 +1,6 @@
--- Deletes states of the key, and the refusals that their bans count. From
+-- Deletes states of the key, and the refusals that their bans count, or the ban. From
 -- ARGV[FIRST] on each state has two arguments: its tag, and 1 if the state is
--- logs. Returns how many fields and logs there were; chunks that were cut off
+-- logs. The tag of the ban is "ban". Returns how many fields and logs there were; chunks that were cut off
 -- before do not count.
 
 local FIRST = 2

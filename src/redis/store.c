@@ -164,12 +164,12 @@ static bool
 redis_unban(const RlKey *key, bool *found, RlError *error)
 {
 	RlCommand  *command = rl_command_start();
-	char		name[RL_MAX_REDIS_KEY];
 
-	rl_command_text(command, "HDEL");
-	rl_command_arg(command, name, rl_redis_key(key, name));
+	/* The script also deletes a hash that has nothing else.  No state has this tag. */
+	rl_command_hash(command, key);
 	rl_command_text(command, "ban");
-	return delete_from(NULL, command, found, error);
+	rl_command_text(command, "");
+	return delete_from(&rl_reset_script, command, found, error);
 }
 
 const RlStore rl_redis_store = {

@@ -28,6 +28,8 @@ SELECT allowed FROM rl_throttle('abuser', 5, 5, 10);
 SELECT rl_reset('abuser', '5/10s'), rl_reset('abuser', '5/10s'), rl_reset('abuser', '7/10s, 5/1h');
 SELECT rl_ban('reset', 60);
 SELECT rl_reset('reset'), rl_reset('reset');
+SELECT rl_ban('reset', 60);
+SELECT rl_unban('reset'), rl_reset('reset');
 SELECT allowed FROM rl_throttle('reset', 5, 5, 10);
 
 -- rl_allow and rl_enforce.
