@@ -141,6 +141,8 @@ set_calls(Taking *taking, int n)
 			action_share += rl_algorithm(&limits->limit[l])->share;
 			action_values += taking->fast ? 0 : rl_algorithm(&limits->limit[l])->nreported;
 		}
+		/* So a call has RL_MAX_TOGETHER limits at most, for which read_call has room. */
+		Assert(action_share >= limits->n);
 		bytes += action->key.len;
 		share += action_share;
 		values += action_values;

@@ -390,8 +390,8 @@ rl_groups_finish(RowGroups *groups)
 }
 
 /*
- * Returns the number of the next groups, at most RL_MAX_MANY and 0 after the last, and sets *actions to them.
- * The actions are valid until the next call.
+ * Returns the number of the next groups, at most RL_MAX_MANY and 0 after the last, and
+ * sets *actions to them.  The actions are valid until the next call.
  */
 int
 rl_groups_next(RowGroups *groups, const RlAction **actions)
