@@ -150,6 +150,7 @@ typedef enum RlLimitsKind
 	RL_BLOCKED					/* refuses each action without a store */
 } RlLimitsKind;
 
+/* There may be memory for n limits only: rl_limits_copy copies those. */
 typedef struct RlLimits
 {
 	RlLimitsKind kind;

@@ -53,6 +53,19 @@ rl_limits_given(const RlLimits *limits)
 	return limits->n > 0 || limits->kind != RL_LISTED;
 }
 
+/* Returns the bytes of the limits, without room for more. */
+static inline Size
+rl_limits_size(const RlLimits *limits)
+{
+	return offsetof(RlLimits, limit) + limits->n * sizeof(RlLimit);
+}
+
+static inline void
+rl_limits_copy(RlLimits *to, const RlLimits *from)
+{
+	memcpy(to, from, rl_limits_size(from));
+}
+
 /* Returns true if all limits are shadow limits, so that no action is refused. */
 static inline bool
 rl_all_shadow(const RlLimits *limits)

@@ -160,7 +160,7 @@ get_entry(const RlLimits *limits, const char *scope, int scope_len, uint32 *rese
 		entry = find_entry(limits, scope, scope_len);
 		if (entry != NULL)
 		{
-			entry->limits = *limits;
+			rl_limits_copy(&entry->limits, limits);
 			entry->scope_len = scope_len;
 			memcpy(entry->scope, scope, scope_len);
 		}

@@ -254,7 +254,7 @@ rl_denial_note(RlKeyHash key_hash, const RlKey *key, const RlLimits *limits, int
 		until - last.refused_until < NOTE_INTERVAL && last.refused_until - until < NOTE_INTERVAL)
 		return;
 	last.key_hash = key_hash;
-	last.limits = *limits;
+	rl_limits_copy(&last.limits, limits);
 	last.debug = clock_is_debug();
 	last.asked = asked;
 	last.refused_until = until;
@@ -270,7 +270,7 @@ rl_denial_note(RlKeyHash key_hash, const RlKey *key, const RlLimits *limits, int
 		if (is_new)
 		{
 			entry->key_hash = key_hash;
-			entry->limits = *limits;
+			rl_limits_copy(&entry->limits, limits);
 			entry->debug = clock_is_debug();
 			entry->since = GetCurrentTimestamp();
 			entry->key_len = key->len;

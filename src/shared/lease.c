@@ -295,7 +295,7 @@ make_entry(Set *set, RlKeyHash key_hash, const RlLimits *limits, int64 now)
 			end_grant(&entry->limits, NULL, &entry->grants[g]);
 	memset(entry, 0, sizeof(*entry));
 	set->keys[chosen] = key_hash;
-	entry->limits = *limits;
+	rl_limits_copy(&entry->limits, limits);
 	entry->debug = clock_is_debug();
 	entry->window = now;
 	return entry;

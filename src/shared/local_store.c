@@ -212,7 +212,7 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 
 	if (how == RL_TRY)
 	{
-		uncounted = *limits;
+		rl_limits_copy(&uncounted, limits);
 		for (int i = 0; i < uncounted.n; i++)
 		{
 			uncounted.limit[i].count_denied = false;

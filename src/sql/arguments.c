@@ -143,12 +143,6 @@ rl_key_argument(FunctionCallInfo fcinfo, int n)
 	return rl_text_key(PG_GETARG_TEXT_PP(n));
 }
 
-static void
-copy_limits(RlLimits *to, const RlLimits *from)
-{
-	memcpy(to, from, offsetof(RlLimits, limit) + from->n * sizeof(RlLimit));
-}
-
 /*
  * Sets the limits of a text, which is parsed only if it is not in the cache.
  * Raises an error if the text is invalid.
@@ -179,7 +173,7 @@ rl_limits_of_text(const char *text, int len, RlLimits *limits)
 			memcmp(parsed->text, text, len) == 0)
 		{
 			parsed->used = ++clock;
-			copy_limits(limits, parsed->limits);
+			rl_limits_copy(limits, parsed->limits);
 			return;
 		}
 	}
@@ -195,9 +189,8 @@ rl_limits_of_text(const char *text, int len, RlLimits *limits)
 		pfree(oldest->limits);
 	oldest->limits = NULL;
 	oldest->used = 0;
-	oldest->limits = MemoryContextAlloc(TopMemoryContext,
-										offsetof(RlLimits, limit) + limits->n * sizeof(RlLimit) + len);
-	copy_limits(oldest->limits, limits);
+	oldest->limits = MemoryContextAlloc(TopMemoryContext, rl_limits_size(limits) + len);
+	rl_limits_copy(oldest->limits, limits);
 	oldest->text = memcpy((char *) &oldest->limits->limit[limits->n], text, len);
 	oldest->text_len = len;
 	set->hashes[oldest - set->texts] = hash;

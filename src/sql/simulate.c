@@ -56,7 +56,7 @@ set_limits(Partition *partition, const RlLimits *limits)
 				 errdetail("They depend on the end of each transaction, which a row does not show.")));
 	if (!rl_limits_given(&partition->limits))
 	{
-		partition->limits = *limits;
+		rl_limits_copy(&partition->limits, limits);
 		for (int i = 0; i < limits->n; i++)
 			partition->states[i] = (RlState) RL_NO_STATE;
 	}

@@ -23,6 +23,7 @@
 #include "utils/tuplesort.h"
 #include "utils/tuplestore.h"
 
+#include "algorithm/limits.h"
 #include "decide.h"
 #include "sql/arguments.h"
 #include "sql/trigger_groups.h"
@@ -157,6 +158,13 @@ add_group(RowGroups *groups, GroupId *id)
 	pair = id->data[action->key.len + 1];
 	*action = (RlAction) {.key = action->key,.limits = &groups->rule->pairs[pair].limits,.origin = &groups->origins[pair]};
 	return action;
+}
+
+/* Returns a copy of limits of a group in memory, which may be unaligned. */
+static RlLimits *
+copy_limits(RowGroups *groups, const void *limits, Size size)
+{
+	return memcpy(MemoryContextAlloc(groups->context, size), limits, size);
 }
 
 /*
@@ -318,7 +326,7 @@ put_merged(RowGroups *groups, const GroupId *id, int64 quota)
 	values[0] = PointerGetDatum(cstring_to_text_with_len(id->data, id->len));
 	values[1] = Int64GetDatum(quota);
 	if (call != NULL)
-		values[2] = PointerGetDatum(cstring_to_text_with_len((char *) &limits, sizeof(limits)));
+		values[2] = PointerGetDatum(cstring_to_text_with_len((char *) &limits, rl_limits_size(&limits)));
 	MemoryContextSwitchTo(old);
 	tuplestore_putvalues(groups->merged, groups->merged_slot->tts_tupleDescriptor, values, nulls);
 	MemoryContextReset(groups->row_context);
@@ -377,14 +385,13 @@ rl_groups_finish(RowGroups *groups)
 		RlAction   *action = &groups->actions[i];
 		const char *pair = action->key.data + action->key.len + 1;
 		LimitsCall *call = groups->rule->pairs[(int) *pair].call;
-		RlLimits   *limits;
+		RlLimits	limits;
 
 		groups->blocked |= action->limits->kind == RL_BLOCKED;
 		if (call == NULL)
 			continue;
-		limits = MemoryContextAlloc(groups->context, sizeof(RlLimits));
-		call_limits(groups, call, pair + 1, limits);
-		action->limits = limits;
+		call_limits(groups, call, pair + 1, &limits);
+		action->limits = copy_limits(groups, &limits, rl_limits_size(&limits));
 	}
 	return groups->blocked;
 }
@@ -416,8 +423,8 @@ rl_groups_next(RowGroups *groups, const RlAction **actions)
 
 		action->quota = quota;
 		if (!isnull)
-			action->limits = memcpy(MemoryContextAlloc(groups->context, sizeof(RlLimits)),
-									VARDATA_ANY(DatumGetPointer(limits)), sizeof(RlLimits));
+			action->limits = copy_limits(groups, VARDATA_ANY(DatumGetPointer(limits)),
+										 VARSIZE_ANY_EXHDR(DatumGetPointer(limits)));
 	}
 	*actions = groups->actions;
 	return groups->n;

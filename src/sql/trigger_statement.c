@@ -16,6 +16,7 @@
 #include "utils/memutils.h"
 #include "utils/tuplestore.h"
 
+#include "algorithm/limits.h"
 #include "decide.h"
 #include "error.h"
 #include "redis/redis.h"
@@ -142,7 +143,7 @@ note_refusal(Statement *statement, const RlAction *wanted, const RlAnswer *answe
 {
 	if (statement->refused++ > 0)
 		return;
-	statement->refused_limits = *wanted->limits;
+	rl_limits_copy(&statement->refused_limits, wanted->limits);
 	statement->first_refused = *wanted;
 	statement->first_refused.limits = &statement->refused_limits;
 	statement->first_refused.key.data = pnstrdup(wanted->key.data, wanted->key.len);
