@@ -33,7 +33,7 @@
 #define PROBES				32	/* entries that a pair may have */
 #define MAX_SCOPE			64	/* bytes; a longer scope is cut */
 #define COLUMNS				15
-#define FOUND				2048
+#define FOUND				8192	/* so that few of ENTRIES pairs share a place */
 
 typedef struct Entry
 {
