@@ -130,16 +130,15 @@ lease_median() {
 lease_table() {
 	local title=$1 result=$2 clients=$3 row
 	shift 3
-	printf '| %-46s | %9s | %10s | %10s | %11s | %8s |\n' "$title" us 'per second' 'actions a' 'commands' 'unused'
-	printf '| %-46s | %9s | %10s | %10s | %11s | %8s |\n' '' '' '' command 'per second' '%'
-	printf '|:%s-|%s:|%s:|%s:|%s:|%s:|\n' ---------------------------------------------- ---------- ----------- ----------- ------------ ---------
+	printf '| %-46s | %9s | %10s | %15s | %10s | %8s |\n' "$title" us 'per second' 'actions/command' 'commands/s' 'unused %'
+	printf '|:%s-|%s:|%s:|%s:|%s:|%s:|\n' ---------------------------------------------- ---------- ----------- ---------------- ----------- ---------
 	for row in "$@"; do
 		awk -v n="${LEASE[$row]}" -v us="$(lease_median "$result.$row" us)" -v c="$clients" \
 			-v a="$(lease_median "$result.$row" 'commands > 0 ? actions / commands : ""')" \
 			-v r="$(lease_median "$result.$row" "actions > 0 ? commands / $seconds : \"\"")" \
 			-v u="$(lease_median "$result.$row" 'leased > 0 ? 100 * unused / leased : ""')" '
 			function shown(x, format) { return x == "" ? "" : sprintf(format, x) }
-			BEGIN { printf "| %-46s | %9.1f | %10.0f | %10s | %11s | %8s |\n", n, us, c * 1e6 / us,
+			BEGIN { printf "| %-46s | %9.1f | %10.0f | %15s | %10s | %8s |\n", n, us, c * 1e6 / us,
 				shown(a, "%.1f"), shown(r, "%.0f"), shown(u, "%.1f") }'
 	done
 	echo
@@ -171,14 +170,14 @@ report_lease() {
 	lease_table 'one key, two servers with 4 clients each' servers 8 "${lease_servers[@]}"
 	echo "The calls are SELECT * FROM rl_check(key, '10000000/1s burst 5000000 lease 50ms'). The proxy delays each direction by 0.$LEASE_DELAY ms."
 	echo
-	echo 'One key, 8 clients; medians of the rounds:'
+	echo 'One key, 8 clients, unix socket unless said otherwise; medians of the rounds:'
 	lease_ratio $at eight.one.local | lease_target '- rate with a lease / local store' "$LEASE_LOCAL_TARGET"
 	lease_ratio $at eight.one.rival | lease_target '- rate with a lease / INSERT ... ON CONFLICT' "$LEASE_RIVAL_TARGET"
 	lease_ratio eight.one.lease.far eight.one.select_1 | lease_target '- rate with a lease behind the proxy / SELECT 1' "$LEASE_FAR_TARGET"
 	awk -v s="$seconds" '{ print $5 / s }' "$T/results/lease.$at" |
-		lease_target '- commands to Redis per second' "<$LEASE_COMMANDS_TARGET"
+		lease_target '- commands to Redis per second, with those at the start' "<$LEASE_COMMANDS_TARGET"
 	awk -v s="$seconds" '{ print $5 / s / 2 }' "$T/results/lease.servers.lease.unix" |
-		lease_target '- commands to Redis per second for each of two servers' "<$LEASE_COMMANDS_TARGET"
+		lease_target '- the same for each of two servers' "<$LEASE_COMMANDS_TARGET"
 	awk '{ a += $2; c += $5 } END {
 		printf "A key that is used every 4 ms: %d actions, %d commands to Redis; target equal: %s\n", a, c, a == c ? "met" : "missed" }' \
 		"$T/results/lease.rare.lease.unix"
