@@ -526,6 +526,23 @@ rl_limits_same(const RlLimits *a, const RlLimits *b)
 	return a->kind == b->kind && a->n == b->n && memcmp(a->limit, b->limit, a->n * sizeof(RlLimit)) == 0;
 }
 
+/* Returns the longest time for which a grant under the limits is worth asking. */
+int64
+rl_lease_length(const RlLimits *limits)
+{
+	int64		length = limits->lease;
+
+	for (int i = 0; i < limits->n; i++)
+	{
+		const RlLimit *limit = &limits->limit[i];
+
+		/* Grants end with the window, sub-window or lump.  Those of a calendar are long. */
+		if (limit->interval_ns == 0 && limit->calendar == RL_NO_CALENDAR)
+			length = Min(length, limit->step > 0 ? limit->step : limit->period);
+	}
+	return length;
+}
+
 /* Sets refunds, timed, concurrent, lease and hash from the limits, which are complete. */
 void
 rl_limits_complete(RlLimits *limits)

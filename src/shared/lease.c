@@ -154,27 +154,6 @@ unlock_set(const Set *set)
 	LWLockRelease(&locks[(set - table->sets) % LOCKS].lock);
 }
 
-/*
- * Lengths
- */
-
-/* Returns the longest time for which a grant under the limits is worth asking. */
-static int64
-lease_length(const RlLimits *limits)
-{
-	int64		length = limits->lease;
-
-	for (int i = 0; i < limits->n; i++)
-	{
-		const RlLimit *limit = &limits->limit[i];
-
-		/* Grants end with the window, sub-window or lump.  Those of a calendar are long. */
-		if (limit->interval_ns == 0 && limit->calendar == RL_NO_CALENDAR)
-			length = Min(length, limit->step > 0 ? limit->step : limit->period);
-	}
-	return length;
-}
-
 /* Returns a length as this server counts it: the clocks may run 10 % apart. */
 static int64
 real_length(int64 length)
@@ -190,7 +169,7 @@ real_length(int64 length)
 static void
 roll(Entry *entry, int64 now)
 {
-	int64		length = real_length(lease_length(&entry->limits));
+	int64		length = real_length(rl_lease_length(&entry->limits));
 	int64		passed = now - entry->window;
 
 	if (passed >= 0 && passed < length)
@@ -216,7 +195,7 @@ roll(Entry *entry, int64 now)
 static int64
 recent_use(const Entry *entry, int64 now)
 {
-	double		length = Max(real_length(lease_length(&entry->limits)), 1);
+	double		length = Max(real_length(rl_lease_length(&entry->limits)), 1);
 	double		part = 1 - (now - entry->window) / length;
 
 	if (entry->actions + part * entry->actions_before < MIN_ACTIONS)
@@ -442,7 +421,7 @@ rl_lease_ask(const RlKey *key, RlKeyHash key_hash, const RlLimits *limits, RlLea
 	call->granted = 0;
 	call->asked = now;
 	call->generation = set->generation;
-	call->length = lease_length(limits);
+	call->length = rl_lease_length(limits);
 	if (entry != NULL)
 	{
 		roll(entry, now);
