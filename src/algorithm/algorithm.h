@@ -93,7 +93,7 @@ typedef struct RlLeftover
 typedef struct RlLeaseCall
 {
 	int64		asked;			/* the lease clock before the call */
-	uint64		generation;		/* of the key, then */
+	uint64		generation;		/* of the key's entry, then */
 	uint64		claim;			/* of the renewal; 0: none */
 	int64		want;			/* units beyond the action's, for a whole length; 0: none */
 	int64		length;			/* of the lease, at most RL_MAX_LEASE */

@@ -14,14 +14,14 @@
  * before the call was sent that charged it.  So an action was charged at most the
  * lease's length before, and windows and lumps have not ended since.
  *
- * A reset, a refund or a ban on this server ends the key's grants, and increases its
- * generation number, so that a grant that was asked for before is not stored.
+ * A reset, a refund or a ban on this server ends the key's grants, and changes the
+ * generation number of its entries, so that a grant that was asked for before is not
+ * stored.
  *
  * A key's entries are in one set.  When it is full, the entry that is used least is
  * evicted, with its grants.
  *
  * Locks: the LWLock of a set protects its entries; it serves several sets.  The
- * generation numbers are read and increased under the lock of the key's set.  The
  * counters' locks may be taken while a set is locked.
  */
 #include "postgres.h"
@@ -68,6 +68,7 @@ typedef struct Entry
 {
 	RlLimits	limits;			/* listed; n = 0: free */
 	bool		debug;			/* the times are by ratelimit.debug_clock */
+	uint64		generation;		/* changes when its grants are ended */
 	int64		window;			/* start of the span in which use is counted */
 	double		units;			/* used in it */
 	double		units_before;	/* in the span before */
@@ -85,13 +86,12 @@ typedef struct Entry
 typedef struct Set
 {
 	RlKeyHash	keys[WAYS];		/* of the entries */
-	uint64		generation;
 	Entry		entries[WAYS];
 } Set;
 
 typedef struct Table
 {
-	pg_atomic_uint64 ids;		/* the last id of a grant or a claim */
+	pg_atomic_uint64 ids;		/* the last id of a grant or a claim, or generation */
 	pg_atomic_uint32 used;		/* entries in use */
 	Set			sets[SETS];		/* locks[i % LOCKS] protects set i */
 } Table;
@@ -137,6 +137,12 @@ bool
 rl_lease_may_use(void)
 {
 	return table != NULL && (rl_debug_now[0] == '\0' || clock_is_debug());
+}
+
+static uint64
+new_id(void)
+{
+	return pg_atomic_add_fetch_u64(&table->ids, 1);
 }
 
 static Set *
@@ -276,6 +282,7 @@ make_entry(Set *set, RlKeyHash key_hash, const RlLimits *limits, int64 now)
 	set->keys[chosen] = key_hash;
 	rl_limits_copy(&entry->limits, limits);
 	entry->debug = clock_is_debug();
+	entry->generation = new_id();
 	entry->window = now;
 	return entry;
 }
@@ -420,11 +427,11 @@ rl_lease_ask(const RlKey *key, RlKeyHash key_hash, const RlLimits *limits, RlLea
 	memset(call, 0, offsetof(RlLeaseCall, left));
 	call->granted = 0;
 	call->asked = now;
-	call->generation = set->generation;
 	call->length = rl_lease_length(limits);
 	if (entry != NULL)
 	{
 		roll(entry, now);
+		call->generation = entry->generation;
 		take_leftovers(entry, key, now, call);
 		use = recent_use(entry, now);
 		if (use > 0 && (entry->claim == 0 || now >= entry->claim_ends))
@@ -438,7 +445,7 @@ rl_lease_ask(const RlKey *key, RlKeyHash key_hash, const RlLimits *limits, RlLea
 					call->want -= Min(entry->grants[g].units,
 									  (int64) (use * Min((entry->grants[g].ends - now) / length, 1.0)));
 			call->want = Max(call->want, 1);
-			call->claim = entry->claim = pg_atomic_add_fetch_u64(&table->ids, 1);
+			call->claim = entry->claim = new_id();
 			entry->claim_ends = now + (int64) rl_command_timeout * 1000;
 		}
 	}
@@ -463,7 +470,7 @@ store_grant(Entry *entry, const RlKey *key, const RlLeaseCall *call, const RlAns
 	grant->ends = call->asked + length;
 	/* A grant that ends with a window cannot be renewed before. */
 	grant->renew_at = call->valid < call->length ? PG_INT64_MAX : grant->ends - length / 4;
-	grant->id = pg_atomic_add_fetch_u64(&table->ids, 1);
+	grant->id = new_id();
 	grant->at = answer->at;
 	for (int i = 0; i < entry->limits.n; i++)
 		grant->mark[i] = charges[i].mark;
@@ -509,7 +516,7 @@ rl_lease_note(const RlKey *key, RlKeyHash key_hash, const RlLimits *limits, int6
 	}
 	if (allowed && call->granted > 0)
 	{
-		bool		stale = call->generation != set->generation;
+		bool		stale = call->generation != entry->generation;
 
 		rl_counters_add_lease(limits, key, call->granted, stale ? call->granted : 0);
 		if (!stale)
@@ -570,12 +577,14 @@ rl_lease_end(const RlKey *key, bool refund)
 		return;
 	key_hash = rl_key_hash(key);
 	set = lock_set(key_hash);
-	set->generation++;
 	for (int i = 0; i < WAYS; i++)
 	{
 		Entry	   *entry = entry_of(set, i, key_hash);
 
-		for (int g = 0; g < GRANTS && entry != NULL; g++)
+		if (entry == NULL)
+			continue;
+		entry->generation = new_id();
+		for (int g = 0; g < GRANTS; g++)
 		{
 			if (!refund)
 				end_grant(&entry->limits, key, &entry->grants[g]);

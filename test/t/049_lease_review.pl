@@ -1,0 +1,129 @@
+# Leases: rare orders of events.  No unit is lost that could be refunded, and none is
+# refunded that was deleted.
+#
+# The clocks of Redis and of the servers are virtual.  Sessions that write the path of
+# one Redis in different ways are servers of their own where leases are concerned.
+use strict;
+use warnings FATAL => 'all';
+
+use LyingServer;
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisServer;
+use Test::More;
+use Time::HiRes ();
+
+use constant { SECOND => 1_000_000, START => 1_700_000_000_000_000 };
+
+my $redis = RedisServer->new->start;
+my $node = shared_node($redis);
+my $hour = 'fixed_window 100000/1h lease 50ms';
+my $folder = PostgreSQL::Test::Utils::tempdir_short;
+my $link = "$folder/redis";
+
+# Makes new connections to the link go to this socket.
+sub link_to
+{
+	my ($path) = @_;
+
+	unlink "$link.new";
+	symlink($path, "$link.new") && rename("$link.new", $link) or die "$link: $!";
+	return;
+}
+
+# Returns a session at a time, with this path of a socket.
+sub client
+{
+	my ($path) = @_;
+	my $session = session($node);
+
+	$session->set(redis_url => "unix://$path", command_timeout => 180_000, on_error => 'error');
+	at($session, 0);
+	return $session;
+}
+
+# Sets the session's clocks to so many microseconds after the start.
+sub at
+{
+	my ($session, $us) = @_;
+
+	$session->set(debug_now => START + $us, debug_clock => 1_000 * SECOND + $us);
+	return;
+}
+
+# Returns the sources of so many calls, one for each run of the same.
+sub sources
+{
+	my ($session, $key, $limits, $n, $quota) = @_;
+	my $all = $session->ask(sprintf q{SELECT string_agg((rl_check('%s', '%s', %d)).source, ' ') FROM generate_series(1, %d)},
+		$key, $limits, $quota || 1, $n);
+
+	return $all =~ s/\b(\w+)( \1\b)+/$1/gr;
+}
+
+sub used
+{
+	my ($session, $key, $limits) = @_;
+
+	return $session->ask("SELECT capacity - remaining FROM rl_peek('$key', '$limits', 0)");
+}
+
+my $one = client($redis->socket);
+my $two = client('/' . $redis->socket);
+
+#
+# Calls under way
+#
+
+# Returns a server that answers a call that has a word when the file is there.
+sub slow_server
+{
+	my ($file, $word, $answer) = @_;
+
+	return LyingServer->new(sub {
+		return ":0\r\n" unless grep { $_ eq $word } @_;
+		for (my $i = 0; $i < 18_000 && !-e $file; $i++)
+		{
+			Time::HiRes::sleep(0.01);
+		}
+		return $answer;
+	});
+}
+
+# Lets a call of a lease be under way while something happens.  Returns the source of the next call.
+sub source_after
+{
+	my ($name, $happen) = @_;
+	my $file = "$folder/$name";
+	my $limits = '10000/1s lease 50ms';
+	my $liar = slow_server($file, '50000', "*6\r\n:0\r\n:0\r\n:1\r\n:0\r\n:16\r\n:50000\r\n");
+	my $asks = client($liar->path);
+
+	sources($asks, $name, $limits, 16);
+	my $before = $liar->requests;
+	$asks->send("SELECT rl_check('$name', '$limits');");
+	await('the call of a lease', sub { return $liar->requests > $before });
+	$happen->($liar);
+	append_to_file($file, '');
+	$asks->ask("SELECT 1");
+	my $source = sources($asks, $name, $limits, 1);
+	$asks->quit;
+	return $source;
+}
+
+is(source_after('alone', sub { }), 'lease', 'a grant is stored');
+# There are 512 sets of keys.
+is(source_after('others', sub { $one->ask(q{SELECT count(rl_unban('other ' || i)) FROM generate_series(1, 10000) i}) }),
+	'lease', 'repairs of other keys do not matter to a grant that was asked for before them');
+is(source_after('reset', sub {
+	my ($liar) = @_;
+	my $resets = client($liar->path);
+
+	$resets->set(command_timeout => 100);
+	like($resets->attempt(q{SELECT rl_reset('reset')})->{message} // '', qr/timeout/, 'a reset fails');
+	$resets->quit;
+}), 'redis', 'but a reset of its key does');
+
+$_->quit foreach $one, $two;
+done_testing();
