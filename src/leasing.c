@@ -130,6 +130,16 @@ rl_leasing_request(const RlLeasing *leasing, const RlAction *action)
 	return leasing->applies ? &leasing->request : action;
 }
 
+/* Returns true if the key is banned, or may be since this refusal. */
+static bool
+reports_ban(const RlAction *action, const RlDecision *decision)
+{
+	for (int i = 0; i < action->limits->n && !decision->allowed; i++)
+		if (action->limits->limit[i].ban > 0 && decision->retry_after >= action->limits->limit[i].ban)
+			return true;
+	return decision->ban_left > 0;
+}
+
 /*
  * Tells the lease what a store has answered; charges has the charge of each limit if it
  * allows the action.  If it refuses the action, the lease may have the units.  Does not
@@ -141,8 +151,8 @@ rl_leasing_note(RlLeasing *leasing, const RlAction *action, RlAnswer *answer, Rl
 {
 	RlDecision *decision = &answer->decision;
 
-	if (decision->ban_left > 0)
-		rl_lease_end(&action->key, true);
+	if (reports_ban(action, decision))
+		rl_lease_end(&action->key, false, NULL);
 	if (!leasing->applies || answer->local)
 		return;
 	if (leasing->call.nleft > 0)

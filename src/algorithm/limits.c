@@ -526,6 +526,17 @@ rl_limits_same(const RlLimits *a, const RlLimits *b)
 	return a->kind == b->kind && a->n == b->n && memcmp(a->limit, b->limit, a->n * sizeof(RlLimit)) == 0;
 }
 
+/* Returns true if one of these limits has one state with one of those. */
+bool
+rl_limits_share_state(const RlLimits *a, const RlLimits *b)
+{
+	for (int i = 0; i < a->n; i++)
+		for (int j = 0; j < b->n; j++)
+			if (rl_same_state(&a->limit[i], &b->limit[j]))
+				return true;
+	return false;
+}
+
 /* Returns the longest time for which a grant under the limits is worth asking. */
 int64
 rl_lease_length(const RlLimits *limits)

@@ -89,6 +89,7 @@ extern bool rl_limit_is_too_long(RlError *error);
 extern char *rl_limit_text(const RlLimits *limits, int i);
 extern char *rl_limits_text(const RlLimits *limits);
 extern bool rl_limits_same(const RlLimits *a, const RlLimits *b);
+extern bool rl_limits_share_state(const RlLimits *a, const RlLimits *b);
 extern int64 rl_lease_length(const RlLimits *limits);
 extern void rl_limits_complete(RlLimits *limits);
 

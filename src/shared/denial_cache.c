@@ -321,11 +321,7 @@ is_concerned(const Entry *entry, RlKeyHash key_hash, const RlLimits *limits)
 {
 	if (entry->trusted_until == 0 || !rl_same_key_hash(entry->key_hash, key_hash))
 		return false;
-	for (int i = 0; limits != NULL && i < limits->n; i++)
-		for (int j = 0; j < entry->limits.n; j++)
-			if (rl_same_state(&limits->limit[i], &entry->limits.limit[j]))
-				return true;
-	return limits == NULL;
+	return limits == NULL || rl_limits_share_state(limits, &entry->limits);
 }
 
 /*

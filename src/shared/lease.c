@@ -562,13 +562,14 @@ rl_lease_return(RlKeyHash key_hash, uint64 id, int64 units)
 }
 
 /*
- * Ends the key's leases, under whatever limits.  With refund, their units become
- * leftovers; otherwise these are lost.  To be called before and after a command that
- * resets, refunds or bans the key, and after an answer that reports a ban.  Does
- * nothing without shared memory.  Does not throw.
+ * Ends the key's leases, under whatever limits.  Their units become leftovers, unless
+ * their charges are deleted: by a reset of all of the key, or of the states of the
+ * limits if these are not NULL.  To be called before and after a command that resets,
+ * refunds or bans the key, and after an answer that reports a ban.  Does nothing without
+ * shared memory.  Does not throw.
  */
 void
-rl_lease_end(const RlKey *key, bool refund)
+rl_lease_end(const RlKey *key, bool reset, const RlLimits *limits)
 {
 	RlKeyHash	key_hash;
 	Set		   *set;
@@ -586,7 +587,7 @@ rl_lease_end(const RlKey *key, bool refund)
 		entry->generation = new_id();
 		for (int g = 0; g < GRANTS; g++)
 		{
-			if (!refund)
+			if (reset && (limits == NULL || rl_limits_share_state(limits, &entry->limits)))
 				end_grant(&entry->limits, key, &entry->grants[g]);
 			entry->grants[g].ends = 0;
 		}

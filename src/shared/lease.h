@@ -34,7 +34,7 @@ extern void rl_lease_ask(const RlKey *key, RlKeyHash key_hash, const RlLimits *l
 extern void rl_lease_note(const RlKey *key, RlKeyHash key_hash, const RlLimits *limits, int64 quota,
 						  const RlLeaseCall *call, const RlAnswer *answer, const RlCharge *charges);
 extern bool rl_lease_return(RlKeyHash key_hash, uint64 id, int64 units);
-extern void rl_lease_end(const RlKey *key, bool refund);
+extern void rl_lease_end(const RlKey *key, bool reset, const RlLimits *limits);
 extern bool rl_lease_leftover(const RlKey *key, RlLimits *limits, RlLeftover *left);
 extern void rl_lease_fill(int64 *keys, int64 *max_keys);
 

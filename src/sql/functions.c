@@ -299,6 +299,8 @@ rl_peek(PG_FUNCTION_ARGS)
 		rl_queue_leftovers(&action.key);
 		if (!rl_asked_store()->take(&action, each, &answer, &error))
 			rl_raise(&error);
+		if (each[0].ban_left > 0)
+			rl_lease_end(&action.key, false, NULL);
 	}
 	return_decisions(fcinfo, action.limits, each);
 	return (Datum) 0;
@@ -310,21 +312,21 @@ rl_peek(PG_FUNCTION_ARGS)
  * for a refusal or a grant that was on its way.
  */
 static void
-begin_repair(const RlKey *key, bool reset)
+begin_repair(const RlKey *key, bool reset, const RlLimits *limits)
 {
 	rl_shared_start();
 	rl_denial_delete(key);
-	/* A reset deletes the charges of leases too. */
-	rl_lease_end(key, !reset);
+	/* A reset of these limits, or of all, deletes the charges of leases too. */
+	rl_lease_end(key, reset, limits);
 	rl_queue_leftovers(key);
 }
 
 /* Ends a repair: raises the error unless it is done. */
 static void
-end_repair(const RlKey *key, bool done, const RlError *error)
+end_repair(const RlKey *key, bool reset, const RlLimits *limits, bool done, const RlError *error)
 {
 	rl_denial_delete(key);
-	rl_lease_end(key, false);
+	rl_lease_end(key, reset, limits);
 	if (!done)
 		rl_raise(error);
 }
@@ -346,7 +348,7 @@ rl_refund(PG_FUNCTION_ARGS)
 
 	if (limits->kind != RL_LISTED)
 		PG_RETURN_VOID();
-	begin_repair(&key, false);
+	begin_repair(&key, false, NULL);
 	for (int i = 0; i < limits->n; i++)
 		left[i] = rl_grants_refund(&key, &limits->limit[i], quota, rl_store()->is_local);
 	store = rl_asked_store();
@@ -362,7 +364,7 @@ rl_refund(PG_FUNCTION_ARGS)
 				same.limit[same.n++] = limits->limit[j];
 		/* Also if no quota is left, so that a store that fails raises its error. */
 		if (!done)
-			end_repair(&key, store->refund(&key, &same, left[i], &error), &error);
+			end_repair(&key, false, NULL, store->refund(&key, &same, left[i], &error), &error);
 	}
 	PG_RETURN_VOID();
 }
@@ -378,9 +380,9 @@ rl_reset(PG_FUNCTION_ARGS)
 
 	if (limits != NULL && limits->kind != RL_LISTED)
 		PG_RETURN_BOOL(false);
-	begin_repair(&key, true);
+	begin_repair(&key, true, limits);
 	rl_grants_forget(&key, limits, rl_store()->is_local);
-	end_repair(&key, rl_asked_store()->reset(&key, limits, &found, &error), &error);
+	end_repair(&key, true, limits, rl_asked_store()->reset(&key, limits, &found, &error), &error);
 	PG_RETURN_BOOL(found);
 }
 
@@ -400,8 +402,8 @@ rl_ban(PG_FUNCTION_ARGS)
 	int64		duration = rl_duration_argument(fcinfo, 1, "seconds");
 	RlError		error;
 
-	begin_repair(&key, false);
-	end_repair(&key, rl_asked_store()->ban(&key, duration, &error), &error);
+	begin_repair(&key, false, NULL);
+	end_repair(&key, false, NULL, rl_asked_store()->ban(&key, duration, &error), &error);
 	PG_RETURN_VOID();
 }
 
@@ -413,7 +415,7 @@ rl_unban(PG_FUNCTION_ARGS)
 	bool		found;
 	RlError		error;
 
-	begin_repair(&key, false);
-	end_repair(&key, rl_asked_store()->unban(&key, &found, &error), &error);
+	begin_repair(&key, false, NULL);
+	end_repair(&key, false, NULL, rl_asked_store()->unban(&key, &found, &error), &error);
 	PG_RETURN_BOOL(found);
 }

@@ -125,5 +125,43 @@ is(source_after('reset', sub {
 	$resets->quit;
 }), 'redis', 'but a reset of its key does');
 
+# A session whose ban is under way, while another session is granted a lease.
+{
+	my $file = "$folder/banned";
+	my $liar = slow_server($file, '1000001', ":1\r\n");
+
+	link_to($liar->path);
+	my $bans = client($link);
+	$bans->ask(q{SELECT rl_check('other', '5/1s')});
+	link_to($redis->socket);
+	my $asks = client($link);
+	is(sources($asks, 'ban', $hour, 16), 'redis', 'a key without a lease');
+	my $before = $liar->requests;
+	$bans->send(q{SELECT rl_ban('ban', 1.000001);});
+	await('the ban', sub { return $liar->requests > $before });
+	is(sources($asks, 'ban', $hour, 2), 'redis lease', 'a lease is granted while a ban is under way');
+	append_to_file($file, '');
+	$bans->ask("SELECT 1");
+	is(used($asks, 'ban', $hour), 18, 'the ban ends the lease, and its units are refunded');
+	$_->quit foreach $bans, $asks;
+}
+
+#
+# Ends of leases
+#
+
+is(sources($one, 'peek', $hour, 18), 'redis lease', 'a lease');
+$two->ask(q{SELECT rl_ban('peek', 1)});
+is($one->ask("SELECT source FROM rl_peek('peek', '$hour')"), 'ban', 'rl_peek reports a ban');
+is(sources($one, 'peek', $hour, 1), 'ban', 'and ends the lease');
+
+is(sources($one, 'starts', $hour, 18), 'redis lease', 'a lease');
+$one->ask(q{SELECT rl_check('starts', '1/1h ban 1s after 1', 1) FROM generate_series(1, 2)});
+is(sources($one, 'starts', $hour, 1), 'ban', 'a refusal that starts a ban ends the lease');
+
+is(sources($one, 'other state', $hour, 18), 'redis lease', 'a lease');
+$one->ask(q{SELECT rl_reset('other state', '5/1s')});
+is(used($one, 'other state', $hour), 18, 'a reset of another state refunds what is left');
+
 $_->quit foreach $one, $two;
 done_testing();
