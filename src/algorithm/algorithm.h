@@ -84,7 +84,7 @@ typedef struct RlLeftover
 	int64		mark[RL_MAX_LIMITS];	/* of each limit */
 } RlLeftover;
 
-#define RL_MAX_LEFTOVERS	2	/* of one call */
+#define RL_MAX_LEFTOVERS	3	/* of one call: as many as a key has grants under its limits */
 
 /*
  * What a call that takes quota also asks for its key's lease (shared/lease.c), and

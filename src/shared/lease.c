@@ -37,7 +37,7 @@
 #define SETS				512
 #define WAYS				8
 #define LOCKS				128
-#define GRANTS				3	/* of an entry */
+#define GRANTS				RL_MAX_LEFTOVERS	/* of an entry */
 
 /* With fewer actions within a lease's length, each of them asks Redis. */
 #define MIN_ACTIONS			16
@@ -393,22 +393,37 @@ rl_lease_take(RlKeyHash key_hash, const RlLimits *limits, int64 quota, bool rene
  * Asking
  */
 
-/* Moves leftovers into the call. */
+/* Ends a grant that has units, and moves these into the call. */
+static void
+take_leftover(const Entry *entry, const RlKey *key, Grant *grant, RlLeaseCall *call)
+{
+	RlLeftover *left = &call->left[call->nleft++];
+
+	left->at = grant->at;
+	memcpy(left->mark, grant->mark, sizeof(left->mark));
+	left->units = end_grant(&entry->limits, key, grant);
+}
+
+/* Moves leftovers into the call, as far as it has room. */
 static void
 take_leftovers(Entry *entry, const RlKey *key, int64 now, RlLeaseCall *call)
 {
 	for (int g = 0; g < GRANTS && call->nleft < RL_MAX_LEFTOVERS; g++)
-	{
-		Grant	   *grant = &entry->grants[g];
-		RlLeftover *left = &call->left[call->nleft];
+		if (entry->grants[g].units > 0 && now >= entry->grants[g].ends)
+			take_leftover(entry, key, &entry->grants[g], call);
+}
 
-		if (grant->units == 0 || now < grant->ends)
-			continue;
-		left->at = grant->at;
-		memcpy(left->mark, grant->mark, sizeof(left->mark));
-		left->units = end_grant(&entry->limits, key, grant);
-		call->nleft++;
-	}
+/* Returns the grant whose place a new one gets: that with the fewest units, or none. */
+static Grant *
+replaced_grant(Entry *entry)
+{
+	Grant	   *grant = &entry->grants[0];
+
+	for (int g = 1; g < GRANTS; g++)
+		if (entry->grants[g].units < grant->units ||
+			(entry->grants[g].units == grant->units && entry->grants[g].ends < grant->ends))
+			grant = &entry->grants[g];
+	return grant;
 }
 
 /*
@@ -438,6 +453,9 @@ rl_lease_ask(const RlKey *key, RlKeyHash key_hash, const RlLimits *limits, RlLea
 		{
 			double		length = Max(real_length(call->length), 1);
 
+			/* The new grant needs a place. */
+			if (replaced_grant(entry)->units > 0)
+				take_leftover(entry, key, replaced_grant(entry), call);
 			call->want = use;
 			/* Units of a grant that ends soon are used until then. */
 			for (int g = 0; g < GRANTS; g++)
@@ -457,14 +475,10 @@ static void
 store_grant(Entry *entry, const RlKey *key, const RlLeaseCall *call, const RlAnswer *answer,
 			const RlCharge *charges)
 {
-	Grant	   *grant = &entry->grants[0];
+	Grant	   *grant = replaced_grant(entry);
 	int64		length = real_length(call->valid);
 
-	/* The units of the grant that is replaced are lost, unless it has none. */
-	for (int g = 1; g < GRANTS; g++)
-		if (entry->grants[g].units < grant->units ||
-			(entry->grants[g].units == grant->units && entry->grants[g].ends < grant->ends))
-			grant = &entry->grants[g];
+	/* It has units only if a rollback has returned them during the call; they are lost. */
 	end_grant(&entry->limits, key, grant);
 	grant->units = call->granted;
 	grant->ends = call->asked + length;

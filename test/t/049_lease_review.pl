@@ -163,5 +163,20 @@ is(sources($one, 'other state', $hour, 18), 'redis lease', 'a lease');
 $one->ask(q{SELECT rl_reset('other state', '5/1s')});
 is(used($one, 'other state', $hour), 18, 'a reset of another state refunds what is left');
 
+# Leases with more units than are handed out, because each call takes several.
+{
+	my $limits = 'fixed_window 1000000/1h lease 1s';
+	my ($calls, $leased) = (0, 0);
+
+	foreach my $round (0 .. 9)
+	{
+		at($one, $round * 2_000);
+		$calls += 40;
+		sources($one, 'several', $limits, 40, 1 + 10 * $round);
+	}
+	at($one, 10 * SECOND);
+	is(used($one, 'several', $limits), 40 * (10 + 10 * 45), 'no unit of many grants is lost');
+}
+
 $_->quit foreach $one, $two;
 done_testing();
