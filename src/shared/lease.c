@@ -204,7 +204,8 @@ recent_use(const Entry *entry, int64 now)
 	double		length = Max(real_length(rl_lease_length(&entry->limits)), 1);
 	double		part = 1 - (now - entry->window) / length;
 
-	if (entry->actions + part * entry->actions_before < MIN_ACTIONS)
+	/* An estimate for the last length would count actions that are longer ago. */
+	if (Max(entry->actions, entry->actions_before) < MIN_ACTIONS)
 		return 0;
 	return (int64) Min(entry->units + part * entry->units_before, MAX_WANT);
 }
