@@ -1,99 +1,19 @@
-# Leases: quota that a server has taken ahead.  There is never one action too many, and
-# only Redis refuses.
-#
-# The clocks of Redis and of each server are virtual.  One PostgreSQL server stands for
-# several: it keeps leases by redis_url, and one Redis has many addresses.
-#
-# RATELIMIT_ACTIONS is the number of actions of the long test, RATELIMIT_SEED repeats a run.
+# Leases: quota that a server has taken ahead.  The life of a lease in virtual time, and the
+# calls that do not use leases.
 use strict;
 use warnings FATAL => 'all';
 
-use Engines;
-use FindBin;
-use List::Util qw(max min shuffle);
+use LeaseServers;
 use LyingServer;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
-use Promises;
 use RatelimitTest;
 use RedisServer;
 use Test::More;
 
-use constant { SECOND => 1_000_000, START => 1_700_000_000_000_000, SERVERS => 4 };
-
-my $seed = seed();
-my $actions = $ENV{RATELIMIT_ACTIONS} || 30_000;
 my $redis = RedisServer->new->start;
-
-# Returns a PostgreSQL server for the tests.
-sub lease_node
-{
-	my $node = shared_node($redis);
-
-	$node->safe_psql('postgres', q{
-		CREATE FUNCTION act(k text, limits rl_limits, now bigint, clock bigint, most int, cost int) RETURNS text
-			LANGUAGE plpgsql AS $$
-		DECLARE
-			d rl_decision;
-			allowed int := 0;
-			leased int := 0;
-		BEGIN
-			PERFORM set_config('ratelimit.debug_now', now::text, false), set_config('ratelimit.debug_clock', clock::text, false);
-			FOR i IN 1 .. most LOOP
-				d := rl_check(k, limits, cost);
-				EXIT WHEN NOT d.allowed;
-				allowed := allowed + 1;
-				leased := leased + (d.source = 'lease')::int;
-			END LOOP;
-			RETURN allowed || ' ' || leased || ' ' || d.source;
-		END $$});
-	return $node;
-}
-
-# Returns sessions that are servers of their own where leases are concerned.
-sub servers
-{
-	my ($node) = @_;
-
-	return map {
-		my $session = session($node);
-		$session->ask("SET ratelimit.redis_url = 'unix://" . '/' x $_ . $redis->socket . "'");
-		{ session => $session, drift => 0, offset => ($_ + 1) * 1_000_000 * SECOND }
-	} 0 .. SERVERS - 1;
-}
-
-# Returns the time on the server's clock.
-sub clock
-{
-	my ($server, $now) = @_;
-
-	return int($server->{offset} + ($now - START) * (1 + $server->{drift}));
-}
-
-# Returns a query that takes quota until a call is refused, at most so many times.
-sub act_sql
-{
-	my ($server, $key, $limits, $now, $most, $cost) = @_;
-
-	return sprintf q{SELECT act('%s', '%s', %d, %d, %d, %d)}, $key, $limits, $now, clock($server, $now), $most, $cost || 1;
-}
-
-# Takes quota until a call is refused, at most so many times.  Returns how many calls
-# were allowed, how many of them by a lease, and the last source.
-sub act
-{
-	my ($server, @args) = @_;
-	my $answer = $server->{session}->ask(act_sql($server, @args));
-
-	die $server->{session}{error} unless defined $answer && $answer =~ /^(\d+) (\d+) (\w+)$/;
-	return ($1, $2, $3);
-}
-
-# What is the length of a lease, as a server counts it.
-sub real { my ($length) = @_; return $length - int(($length + 9) / 10); }
-
-my $node = lease_node();
-my @servers = servers($node);
+my $node = lease_node($redis);
+my @servers = servers($node, $redis, 2);
 my $session = $servers[0]{session};
 
 # Compares what act() returns.
@@ -121,10 +41,48 @@ is(counted(), '1|16|0|17', 'the statistics count it');
 acts('2 1 lease', 'in its last quarter a call renews it, and others use it', 'life', $limits, START + real(50_000) - 1, 2);
 is(counted(), '2|34|0|18', 'the new lease has units for what is used');
 
-# Keys that are hardly used.
-$session->ask('SELECT rl_stat_reset()');
-acts('1 0 redis', 'a key without a lease', 'seldom', $limits, START + $_ * 3_000, 1) foreach 0 .. 99;
-is(counted(), '0|0|0|100', 'a key that is used 15 times within the length asks Redis each time');
+# Keys that are used less than 16 times within the length ask Redis as often as without a
+# lease: steadily, in bursts and at random times.
+$session->ask(q{
+	CREATE FUNCTION use_seldom(k text, limits rl_limits, uses int, how text, lengths int) RETURNS bigint LANGUAGE plpgsql AS $$
+	DECLARE
+		at bigint;
+		before bigint;
+		refused int := 0;
+	BEGIN
+		before := coalesce(sum(round_trips), 0) FROM rl_stat;
+		FOR i IN 0 .. lengths * uses - 1 LOOP
+			-- More than the length is between a use and the one that is "uses" later.
+			at := (i / uses) * 50001 + CASE how WHEN 'steady' THEN (i % uses) * 50001 / uses WHEN 'burst' THEN i % uses ELSE
+				(ARRAY[0, 1, 2, 3, 5, 800, 2000, 11000, 30000, 41000, 44000, 44999, 45000, 45001, 49999])[i % uses + 1] END;
+			PERFORM set_config('ratelimit.debug_now', (1700000000000000 + at)::text, false),
+				set_config('ratelimit.debug_clock', (1000000000000 + at)::text, false);
+			refused := refused + (NOT rl_allow(k, limits))::int;
+		END LOOP;
+		RETURN CASE refused WHEN 0 THEN (SELECT sum(round_trips) FROM rl_stat) - before ELSE -refused END;
+	END $$});
+foreach my $limits ('100000/1s lease 50ms', 'token_bucket 100000/1s lease 50ms', 'fixed_window 100000/1s lease 50ms', 'sliding_window 100000/1s lease 50ms',
+	'fixed_window 100000/day in UTC lease 50ms', 'fixed_window 100000/1s from_first lease 50ms', '100000/1s lease 50ms, fixed_window 100000/1h lease 1s',
+	'100000/1s lease 50ms, sliding_window 100000/1s step 100ms lease 50ms, token_bucket 100000/1min lease 60ms')
+{
+	my @wrong;
+
+	# The first call brings the script's source.
+	act($servers[0], 'warm up', $limits, START, 1);
+	$session->ask('SELECT rl_stat_reset()');
+	foreach my $how (qw(steady burst uneven))
+	{
+		foreach my $uses (1 .. 15)
+		{
+			my $lengths = $uses == 15 ? 40 : 4;
+			my $asked = $session->ask("SELECT use_seldom('seldom $limits $how $uses', '$limits', $uses, '$how', $lengths)");
+
+			push @wrong, "$how, $uses uses: $asked round trips for " . $uses * $lengths if $asked != $uses * $lengths;
+		}
+	}
+	is_deeply(\@wrong, [], "$limits: a key that is used less than 16 times within the length asks Redis each time");
+	like(counted(), qr/^0\|0\|0\|/, "$limits: Redis grants nothing");
+}
 
 # Returns the units in use.
 sub used
@@ -268,202 +226,6 @@ foreach my $case ([ 'a grant', '0 0 1 0 16 50000', 'redis lease' ], [ 'a smaller
 		is($got[0]{state}, 'PT503', "$what fails");
 		like($got[0]{message}, qr/^unexpected/, "$what: the message");
 	}
-}
-
-$_->{session}->quit foreach @servers;
-
-#
-# Never one action too many
-#
-# Servers whose clocks drift by up to a tenth, and jump, take leases and use them up in
-# their last microsecond, or leave them, and then others take all quota that is free.
-#
-
-# Limits with the capacity that they promise, which is that without the lease.
-my @promises = map { { length => 50_000, %$_, period => SECOND } } (
-	{ text => 'throttle 1000/1s burst 600 lease 50ms', algorithm => 'throttle', capacity => 600, count => 1000, interval_ns => 1_000_000 },
-	{ text => 'token_bucket 100/1s burst 200 lease 50ms', algorithm => 'token_bucket', capacity => 200, count => 100 },
-	{ text => 'fixed_window 200/1s lease 50ms', algorithm => 'fixed_window', capacity => 200, place => SECOND },
-	{ text => 'sliding_window 200/1s step 100ms lease 50ms', algorithm => 'sliding_window', capacity => 200, place => 100_000 },
-	{ text => 'throttle 1000/1s burst 200 lease 20ms, fixed_window 400/1s lease 50ms', algorithm => 'throttle', capacity => 200,
-		count => 1000, interval_ns => 1_000_000, length => 20_000 });
-
-# Returns by how many units the actions, each a time and its units, exceed the promise; 0
-# or less if they keep it.
-sub excess
-{
-	my ($limit, @acts) = @_;
-	my $least = 1_000_000_000;
-
-	foreach my $i (0 .. $#acts)
-	{
-		my $units = 0;
-
-		foreach my $j ($i .. $#acts)
-		{
-			my ($from, $to) = ($acts[$i][0], $acts[$j][0]);
-			last if $to - $from > 3 * $limit->{period};
-			$units += $acts[$j][1];
-			my $room = room($limit, $units, $to - $from, int($from / SECOND) == int($to / SECOND)) // next;
-			$room /= $limit->{interval_ns} if $limit->{interval_ns};
-			$least = min($least, $room);
-		}
-	}
-	return -$least;
-}
-
-# Returns a later time at which the server's clock shows a time, or the next one that it shows.
-sub when
-{
-	my ($server, $now, $clock) = @_;
-	my $at = $now + int(($clock - clock($server, $now)) / (1 + $server->{drift}));
-
-	$at++ while clock($server, $at) < $clock;
-	return max($at, $now);
-}
-
-# Runs a limit on a key until so many actions were allowed, or the promise is broken.
-# Returns the excess, and the numbers of actions and of those that leases decided.
-sub harass
-{
-	my ($servers, $limit, $key, $most) = @_;
-	my $now = START + below(SECOND);
-	my ($total, $by_lease, $worst, @acts) = (0, 0, -1_000_000_000);
-
-	while ($total < $most && $worst <= 0)
-	{
-		my ($holder, @others) = shuffle @$servers;
-		my $take = sub {
-			my ($server, $n) = @_;
-			my ($allowed, $leased) = act($server, $key, $limit->{text}, $now, $n);
-
-			push @acts, [ $now, $allowed ] if $allowed;
-			$total += $allowed;
-			$by_lease += $leased;
-		};
-
-		# A clock may jump forward, as after a suspension.
-		$_->{offset} += chance(5) ? below(SECOND) : 0 foreach @$servers;
-		# In one round of four the lease is left, until all quota is free again.
-		my $left = chance(25);
-		$now += $left ? SECOND + below(SECOND) : pick(1 + below(50_000), 1 + below(SECOND), below(3 * SECOND));
-		$take->($holder, $left ? 94 + below(40) : 17 + below(chance(50) ? 40 : 200));
-		my $valid = $limit->{length};
-		$valid = min($valid, $limit->{place} - $now % $limit->{place}) if $limit->{place};
-		my $end = clock($holder, $now) + real($valid);
-		$now += below(1000);
-		$take->($_, 1 + below(30)) foreach grep { chance(30) } @others;
-		$now = $left ? $now + SECOND + below(SECOND) : when($holder, $now, $end - (chance(80) ? 1 : below(50_000)));
-		$take->($_, 1_000) foreach chance(50) && !$left ? ($holder, @others) : (@others, $holder);
-		if (@acts > 60)
-		{
-			$worst = max($worst, excess($limit, @acts));
-			splice @acts, 0, 30;
-		}
-	}
-	return (max($worst, excess($limit, @acts)), $total, $by_lease);
-}
-
-sub drifting
-{
-	my ($node) = @_;
-
-	return [ map { $_->{drift} = rand(0.199) - 0.099; $_ } servers($node) ];
-}
-
-my $drifting = drifting($node);
-foreach my $limit (@promises)
-{
-	my ($excess, $total, $by_lease) = harass($drifting, $limit, "harass $limit->{text}", $actions / @promises);
-
-	cmp_ok($excess, '<=', 0, "$limit->{text}: not one of $total actions is too many");
-	cmp_ok($excess, '>=', -60, "$limit->{text}: but nearly all are allowed") if $limit->{place} || $limit->{interval_ns};
-	cmp_ok($by_lease, '>', $total / 20, "$limit->{text}: leases decided $by_lease");
-}
-$_->{session}->quit foreach @$drifting;
-
-#
-# Nothing lost
-#
-# Four servers with equal demand, in bursts of 20 or steady, at 0.5 and 0.8 of the limit.
-#
-
-# Returns how many actions of two periods are refused, and how many leases decide.
-sub demand
-{
-	my ($servers, $text, $share, $burst) = @_;
-	my $key = "demand $text $share $burst";
-	my $pause = int($burst * SERVERS / ($share * 10_000) * SECOND);
-	my ($refused, $leased) = (0, 0);
-
-	for (my $now = START; $now < START + 2 * SECOND; $now += $pause)
-	{
-		foreach my $n (0 .. $#$servers)
-		{
-			my @answer = act($servers->[$n], $key, $text, $now + int($n * $pause / SERVERS), $burst);
-
-			$refused += $burst - $answer[0];
-			$leased += $answer[1];
-		}
-	}
-	return ($refused, $leased);
-}
-
-my $equal = [ servers($node) ];
-foreach my $text ('10000/1s lease 50ms', 'fixed_window 10000/1s lease 50ms', 'sliding_window 10000/1s lease 50ms')
-{
-	foreach my $case ($text =~ /sliding/ ? ([ 0.5, 20 ], [ 0.8, 4 ]) : (), [ 0.8, 20 ])
-	{
-		my ($refused, $leased) = demand($equal, $text, @$case);
-
-		is($refused, 0, "$text: nothing is refused at $case->[0] of the limit in bursts of $case->[1]");
-		cmp_ok($leased, '>', 5_000, "$text: leases decided $leased");
-	}
-}
-$_->{session}->quit foreach @$equal;
-
-#
-# Wrong builds
-#
-# The sources are changed, so that a promise is broken.  The same run must find it.
-#
-
-# Returns a library that is built from these sources with a change in one file.
-sub wrong_library
-{
-	my ($file, $right, $wrong) = @_;
-	my $root = "$FindBin::RealBin/../..";
-	my $folder = PostgreSQL::Test::Utils::tempdir . '/build';
-	my $text = slurp_file("$root/$file");
-
-	die "$file has changed" unless $text =~ s/\Q$right\E/$wrong/;
-	mkdir $folder or die "$folder: $!";
-	# Objects that are there need not be compiled again.
-	run_log([ 'cp', '-a', (map { "$root/$_" } qw(Makefile ratelimit.control sql src)), $folder ]) or die 'could not copy the sources';
-	unlink "$folder/$file", "$folder/ratelimit.so";
-	append_to_file("$folder/$file", $text);
-	run_log([ 'make', '-s', '-C', $folder, 'with_llvm=no' ]) or die 'could not build the change';
-	return "$folder/ratelimit";
-}
-
-my $library = '$libdir/ratelimit';
-foreach my $case (
-	[ 'the capacity is not reduced', 'src/algorithm/limits.c', 'limit->capacity -= limit->reserve;', '' ],
-	[ 'a lease does not end', 'src/shared/lease.c', 'grant->ends = call->asked + length;', 'grant->ends = PG_INT64_MAX;' ],
-	[ 'a refund ignores what was replenished', 'src/redis/lease.lua', 'l:refund_charge(tonumber(at),', 'l:refund_charge(now,' ])
-{
-	my ($name, @change) = @$case;
-	my $wrong = wrong_library(@change);
-
-	$node->safe_psql('postgres', "UPDATE pg_proc SET probin = '$wrong' WHERE probin = '$library'");
-	$node->append_conf('postgresql.conf', "shared_preload_libraries = '$wrong'");
-	start_node($node, 'restart');
-	my $servers = drifting($node);
-	my ($excess, $total) = harass($servers, $promises[0], "wrong $name", 20 * $actions);
-
-	cmp_ok($excess, '>', 0, "$name: found after $total actions");
-	$_->{session}->quit foreach @$servers;
-	$library = $wrong;
 }
 
 done_testing();
