@@ -17,7 +17,7 @@ use Time::HiRes qw(usleep);
 
 my $seed = seed();
 my $redis = RedisServer->new->start;
-my $node = new_node($redis);
+my $node = shared_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');
 my $session = session($node);
 
 # Returns the Redis keys of a key.
@@ -180,6 +180,29 @@ foreach my $virtual (0, 1)
 	note join ', ', map { "$_ $fields{$_}" } sort keys %fields;
 	cmp_ok($fields{$_} || 0, '>', 0, "$_ was among the fields") foreach @fields;
 	$session->ask('RESET ratelimit.debug_now');
+}
+
+#
+# States that a lease has charged
+#
+# One statement makes the calls, so that the key is used often enough.
+#
+
+$refill{7_200_000_000} = 1000;
+foreach my $text ('100/20s burst 1000 lease 1s', 'token_bucket 1000/2h lease 1s', 'fixed_window 1000/1h from_first lease 1s',
+	'sliding_window 1000/1h step 1min lease 1s', '10000/1h burst 900 lease 1s, fixed_window 1000/2h lease 1s')
+{
+	foreach my $virtual (0, 1_800_000_000_000_000)
+	{
+		my %bound;
+		my $key = "leased $virtual $text";
+
+		$session->ask("SET ratelimit.debug_now = '$virtual'; SET ratelimit.debug_clock = '1000000'") if $virtual;
+		my $leased = $session->ask("SELECT count(*) FILTER (WHERE source = 'lease') FROM generate_series(1, 60) n, rl_check('$key', '$text', n / n)");
+		cmp_ok($leased, '>', 20, "$text: leases decide $leased of 60 calls") if $virtual;
+		is_deeply([ kept_wrong("rl:{$key}", \%bound, $virtual) ], [], "$text: the key lives until its states end");
+	}
+	$session->ask('RESET ratelimit.debug_now; RESET ratelimit.debug_clock');
 }
 
 #

@@ -64,6 +64,16 @@ is($here->ask(q{SELECT source FROM rl_check('shared', '5/1h')}), 'ban', 'a ban b
 $here->ask(q{SELECT rl_unban('shared')});
 is($there->left('5/1h', 'shared'), 1, 'rl_unban on the standby ends the ban');
 
+# Each server has leases of its own.
+$_->set(debug_now => '1700000000000000', debug_clock => '1000000') foreach $here, $there;
+foreach my $session ($here, $there)
+{
+	$session->ask(q{SELECT count(rl_check('leased', 'fixed_window 1000/1h lease 50ms')) FROM generate_series(1, 17)});
+	is($session->ask(q{SELECT source FROM rl_check('leased', 'fixed_window 1000/1h lease 50ms')}), 'lease', 'a server takes quota ahead');
+}
+is($there->ask(q{SELECT capacity - remaining FROM rl_peek('leased', 'fixed_window 1000/1h', 0)}), 66, 'both servers have charged the quota of their leases');
+$_->set(debug_now => undef, debug_clock => undef) foreach $here, $there;
+
 #
 # Every function that a user can call, in a read-only transaction
 #
