@@ -75,7 +75,13 @@ sub output_of
 	is($check->($limits[1], 1), 't|redis', 'another limit with the same hash is not refused');
 	is($session->ask('SELECT limits, allowed, denied, from_cache FROM rl_stat ORDER BY 1'),
 		"$limits[0]|1|2|1\n$limits[1]|1|0|0", 'the statistics have a row for each of both limits');
-	$session->ask('RESET ratelimit.debug_now');
+
+	# Leases compare limits by their numbers.
+	$session->ask(q{SET ratelimit.debug_clock = '1000000'});
+	$session->ask("SELECT count(rl_check('lease', '$limits[0] lease 50ms')) FROM generate_series(1, 17)");
+	is($session->ask("SELECT source FROM rl_check('lease', '$_->[0]')"), $_->[1], "$_->[0] after a lease under $limits[0] lease 50ms")
+	  foreach [ "$limits[1] lease 50ms", 'redis' ], [ $limits[0], 'redis' ], [ "$limits[0] lease 40ms", 'redis' ], [ "$limits[0] lease 50ms", 'lease' ];
+	$session->ask('RESET ratelimit.debug_now; RESET ratelimit.debug_clock');
 }
 
 #
