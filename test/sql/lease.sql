@@ -3,7 +3,9 @@ SELECT w, w::rl_limits::text::rl_limits = w::rl_limits AS same FROM (VALUES
 	('10000/1s lease 50ms'), ('10000/s LEASE 0.05s burst 10000'), ('1000/1s burst 50 lease 20ms refund_on_abort'),
 	('token_bucket 5/1s lease 1s'), ('fixed_window 5/1s from_first lease 1us'),
 	('sliding_window 5/1s step 100ms lease 10ms'), ('fixed_window 5/month in Europe/Berlin lease 1s'),
-	('1000/1s lease 5ms, fixed_window 9/1d lease second')
+	('1000/1s lease 5ms, fixed_window 9/1d lease second'), ('token_bucket 5/1s refund_on_abort lease 1ms burst 9'),
+	('sliding_window 5/1s lease 1000000us'), ('fixed_window 5/1s lease 0.000001s'), ('100/1s burst 10 lease 50ms'),
+	('100/1s burst 10 lease 60ms, fixed_window 5/1s lease 50ms')
 ) v (w);
 SELECT '10000/s lease 0.05s burst 10000'::rl_limits, '1000/1s refund_on_abort lease 20ms burst 50'::rl_limits;
 SELECT w, f.* FROM (VALUES
@@ -13,7 +15,13 @@ SELECT w, f.* FROM (VALUES
 	(9, '500/1s lease 1ms, fixed_window 5/1d'), (10, 'fixed_window 5/1d, 500/1s lease 1ms'),
 	(11, '500/1s lease 1ms, sliding_log 5/1d'), (12, '1/1s lease 1us'), (13, '5/1s burst 5 lease 600ms'),
 	(14, 'fixed_window 5/1d lease 1s, 4/1s lease 501ms'), (15, '500/1s lease 1ms shadow'),
-	(16, '500/1s shadow lease 1ms'), (17, 'concurrent 5/1s lease 1ms'), (18, 'fixed_window 5/day in UTC lease 1ms ban 1d after 1')
+	(16, '500/1s shadow lease 1ms'), (17, 'concurrent 5/1s lease 1ms'), (18, 'fixed_window 5/day in UTC lease 1ms ban 1d after 1'),
+	(19, 'sliding_window 5/1s count_denied lease 1ms'), (20, 'token_bucket 5/1s ban 1s after 2 lease 1ms'),
+	(21, '500/1s lease 1ms ban 1s after 2'), (22, 'sliding_window 5/1s lease 1ms shadow'), (23, 'fixed_window 5/1s lease 0.4us'),
+	(24, 'fixed_window 5/1s lease -1ms'), (25, 'fixed_window 5/1s lease 1.0000006s'), (26, 'fixed_window 5/1s lease NaN'),
+	(27, 'fixed_window 5/1s lease day'), (28, 'unlimited lease 1ms'), (29, 'blocked lease 1ms'), (30, '100/1s burst 10 lease 50001us'),
+	(31, 'fixed_window 5/1s lease 60ms, 100/1s burst 10 lease 51ms'), (32, '500/1s lease 1ms, fixed_window 5/1d lease 1ms, token_bucket 5/1d'),
+	(33, 'lease 1ms'), (34, '500 lease 1ms')
 ) v (id, w), LATERAL failure(format('SELECT %L::rl_limits', w)) f ORDER BY id;
 
 -- A throttle is reduced by what it replenishes during the shortest lease of the list.
