@@ -32,7 +32,7 @@ $node->safe_psql('postgres', q{
 		FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('{k}', 'public.limits_of({l})');
 	CREATE FUNCTION act_many(k text, limits rl_limits, n int, cost int) RETURNS text LANGUAGE sql AS $$
 		SELECT count(*) FILTER (WHERE allowed) || ' ' || count(*) FILTER (WHERE source = 'lease') || ' ' ||
-			coalesce(min(source) FILTER (WHERE NOT allowed), min(source))
+			coalesce(max(source) FILTER (WHERE NOT allowed), min(source))
 		FROM rl_check_many(array_fill(k, ARRAY[n]), limits, array_fill(cost::bigint, ARRAY[n]))
 	$$;
 	-- One action of n units.
@@ -233,8 +233,8 @@ my %events = (
 		my @others = grep { $_ != $server } @{ $run->{servers} };
 		$run->{now} += below(70_000);
 		take($run, pick(@others), 1 + below(200)) if chance(50);
+		# Units that return to a lease leave what Redis has refused in the denial cache.
 		ask($server, 'SELECT ' . at_sql($server, $run->{now}) . '; ROLLBACK');
-		$server->{refused} = [];
 		note_units($run->{limit}, $run->{history}, $run->{now}, -$taken, $charged) if $taken;
 	},
 	# All servers reset the key: from then on, the promise is as for a new key.
@@ -425,7 +425,8 @@ foreach my $case (
 	my $servers = drifting(4);
 	my $run = harass($servers, { %{ $promises[0] }, text => $promises[0]{text} =~ s/ refund_on_abort//r }, "wrong $name", 20 * $actions);
 
-	cmp_ok($run->{excess}, '>', 0, "$name: found after $run->{total} actions");
+	# If bans do not end leases, an action under a ban comes first.
+	ok($run->{excess} > 0 || @{ $run->{wrong} }, "$name: found after $run->{total} actions") or diag "RATELIMIT_SEED=$seed";
 	$_->{session}->quit foreach @$servers;
 	$library = $wrong;
 }
