@@ -322,18 +322,34 @@ foreach my $limits ('2/1h', 'token_bucket 2/1h', 'fixed_window 2/1h', 'sliding_w
 	}
 }
 
-# In a full Redis, and at a replica, refused keys are still refused, and other keys fail.
-is(sources(q{SELECT 'full' || i FROM generate_series(1, 100) i}, '1/1h'), 'redis t: 100', '100 keys are exhausted');
-foreach my $case ([ 'a full Redis', [qw(CONFIG SET maxmemory 1)], [qw(CONFIG SET maxmemory 0)] ],
-	[ 'a replica', [qw(REPLICAOF 127.0.0.1 1)], [qw(REPLICAOF NO ONE)] ])
+# A call has as many keys as docs/internals.md says, so that it ends soon.
+foreach my $case ([ '2/1h', 100 ], [ 'token_bucket 2/1h', 42 ], [ 'fixed_window 2/1h', 42 ], [ 'sliding_window 2/1h', 20 ],
+	[ 'sliding_log 2/1h', 8 ], [ '2/1h, sliding_log 2/2h count_denied', 7 ], [ 'sliding_log 2/1h, sliding_log 2/2h', 4 ])
 {
-	my ($what, $begin, $end) = @$case;
+	my ($limits, $most) = @$case;
 
-	$redis->cli(@$begin);
-	is(sources(q{SELECT 'full' || i FROM generate_series(1, 200) i}, '1/1h'), 'fail_closed f: 100, redis f: 100', "$what: each key has its answer");
-	$redis->cli(@$end);
+	$redis->cli('CONFIG', 'RESETSTAT');
+	is(sources("SELECT 'call $limits' || i FROM generate_series(1, 250) i", $limits), 'redis t: 250', "$limits: 250 keys");
+	is($redis->calls('evalsha'), ceil(250 / $most), "$limits: a call has $most keys");
 }
-is(sources(q{SELECT 'full' || i FROM generate_series(1, 200) i}, '1/1h'), 'redis f: 100, redis t: 100', 'the failed keys were not charged');
+
+# In a full Redis, and at a replica, refused keys are still refused, and other keys fail.
+foreach my $limits ('1/1h', 'sliding_log 1/1h')
+{
+	my $keys = "SELECT 'full $limits' || i FROM generate_series(1, %d) i";
+
+	is(sources(sprintf($keys, 100), $limits), 'redis t: 100', "$limits: 100 keys are exhausted");
+	foreach my $case ([ 'a full Redis', [qw(CONFIG SET maxmemory 1)], [qw(CONFIG SET maxmemory 0)] ],
+		[ 'a replica', [qw(REPLICAOF 127.0.0.1 1)], [qw(REPLICAOF NO ONE)] ])
+	{
+		my ($what, $begin, $end) = @$case;
+
+		$redis->cli(@$begin);
+		is(sources(sprintf($keys, 200), $limits), 'fail_closed f: 100, redis f: 100', "$limits, $what: each key has its answer");
+		$redis->cli(@$end);
+	}
+	is(sources(sprintf($keys, 200), $limits), 'redis f: 100, redis t: 100', "$limits: the failed keys were not charged");
+}
 
 # Redis runs no call with a key that the user may not use.
 $redis->cli(qw(ACL SETUSER default resetkeys), '~rl:{may*');
