@@ -379,6 +379,8 @@ sub half_way
 	{
 		table("$name$try", 'fixed_window 6/1d');
 		$victim->send("INSERT INTO $name$try SELECT lpad(i::text, 6, '0'), 1 FROM generate_series(0, $keys - 1) i\n;");
+		await('the statement', sub { return $session->ask("SELECT 1 FROM pg_stat_activity
+			WHERE pid = " . $victim->pid . " AND query LIKE 'INSERT INTO $name$try %'") });
 		await('the charges', sub { return left('fixed_window 6/1d', "$name$try:008192") == 5 || !is_active($victim) });
 		if ($on_redis)
 		{
