@@ -2,7 +2,8 @@
 # long enough for all its states and not much longer.  No state is lost before its end,
 # also if other programs change the expiry.
 #
-# RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes the test in real time longer.
+# RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes the test in real time longer.  That
+# test goes on until it has seen each kind of step.
 use strict;
 use warnings FATAL => 'all';
 
@@ -245,9 +246,13 @@ sub ends_of
 	return { map { $_ => useful_until($_, $fields->{$_}, \%entries) } grep { $_ ne 'expiry' } keys %$fields };
 }
 
+my @wanted = qw(seen call refund ban persist expire refused several stayed throttle token_bucket fixed_window fixed_window:first
+  sliding_window sliding_log sliding_log:denied);
+my $steps = $ENV{RATELIMIT_STEPS} || 700;
 my (%key, %done, @lost, @early);
-foreach my $step (1 .. $ENV{RATELIMIT_STEPS} || 700)
+foreach my $step (1 .. 5 * $steps)
 {
+	last if $step > $steps && !grep { ($done{$_} || 0) <= 5 } @wanted;
 	my $name = 'lost:' . below(12);
 	my $hash = "rl:{$name}";
 	my $k = $key{$name} ||= { fields => {}, ends => {}, refill => {}, changed => 0 };
@@ -311,12 +316,10 @@ foreach my $step (1 .. $ENV{RATELIMIT_STEPS} || 700)
 none(\@lost, 'real time: no state is lost before its end') or diag "repeat with RATELIMIT_SEED=$seed";
 none(\@early, 'real time: after each write, the key expires after all its states') or diag "repeat with RATELIMIT_SEED=$seed";
 note join ', ', map { "$_ $done{$_}" } sort keys %done;
-cmp_ok($done{$_} || 0, '>', 5, "$_: " . ($done{$_} || 0))
-  foreach qw(seen call refund ban persist expire refused several stayed throttle token_bucket fixed_window fixed_window:first
-	sliding_window sliding_log sliding_log:denied);
+cmp_ok($done{$_} || 0, '>', 5, "$_: " . ($done{$_} || 0)) foreach @wanted;
 
 #
-# A key that has lost its time to live
+# A key that has lost its time to live, or the field that says it
 #
 
 foreach my $limits ('1/10s', 'token_bucket 1/10s', 'fixed_window 1/10s', 'sliding_window 1/10s', 'sliding_log 1/10s', '1/10s, sliding_log 1/20s')
@@ -325,7 +328,19 @@ foreach my $limits ('1/10s', 'token_bucket 1/10s', 'fixed_window 1/10s', 'slidin
 	$redis->cli('PERSIST', "rl:{$limits}");
 	is($session->ask("SELECT rl_allow('$limits', '$limits')"), 't', "$limits: a short-lived state");
 	cmp_ok($redis->cli('PTTL', "rl:{$limits}"), '>=', 7_200_000, "$limits: the key lives until the long-lived state ends");
+	$redis->cli('HDEL', "rl:{$limits}", 'expiry');
+	is($session->ask("SELECT rl_reset('$limits', '$limits'), rl_allow('$limits', '$limits')"), 't|t', "$limits: without the field");
+	cmp_ok($redis->cli('PTTL', "rl:{$limits}"), '>=', 7_200_000, "$limits: a key without the field keeps its time to live");
+	$redis->cli('PEXPIRE', "rl:{$limits}", 90_000_000);
+	is($session->ask("SELECT rl_allow('$limits', 'fixed_window 1/1h from_first, 1/20h')"), 't', "$limits: a longer-lived state");
+	cmp_ok($redis->cli('PTTL', "rl:{$limits}"), '>', 80_000_000, "$limits: a late expiry that another program has set stays");
 }
+
+# Each key of an action has its own field.
+is($session->ask(q{SELECT rl_allow('all:a', 'sliding_window 9/2h'), rl_allow('all:b', '9/1s')}), 't|t', 'two keys, one of them long-lived');
+$redis->cli('PERSIST', 'rl:{all:a}');
+is($session->ask(q{SELECT count(*) FILTER (WHERE allowed) FROM rl_check_all('{all:a,all:b}', ARRAY['1/10s', '1/10s']::rl_limits[])}), 2, 'one action on both');
+cmp_ok($redis->cli('PTTL', 'rl:{all:a}'), '>=', 7_190_000, 'the key that has lost its time to live gets that of its own field');
 
 #
 # rl_reset
