@@ -50,6 +50,15 @@ fill() {
 	} | sql -o /dev/null
 }
 
+# talk CALLS LIMITS: makes 1,000 calls, one after the other, for keys that fill has made
+# with so many calls.
+talk() {
+	local step=1440
+	[[ $2 != *sliding_log* ]] || step=1
+	sql -o /dev/null -c "SET ratelimit.denial_cache = off; SET ratelimit.debug_now = '$(((1700000000 + $1 * step) * 1000000))';
+		SELECT count(*) FROM generate_series(1, 1000) i, rl_check('create_order:' || 1000001 + i % 100, '$2')"
+}
+
 # Prints the mean MEMORY USAGE of a key's hash, over a hundred keys.
 mean_usage() {
 	redis --raw EVAL "
@@ -64,7 +73,7 @@ mean_usage() {
 memory_row() { printf '| %-46s | %7s | %12s | %11s | %7s | %8s |\n' "$@"; }
 
 report_memory() {
-	local kind title limits keys calls base bytes in out first second
+	local kind title limits keys calls base bytes usage in out first second
 	memory_row "the key of the limit: $KEY" keys 'MEMORY USAGE' used_memory sent received
 	printf '|:%s-|%s:|%s:|%s:|%s:|%s:|\n' ---------------------------------------------- -------- ------------- ------------ -------- ---------
 	for kind in "${kinds[@]}"; do
@@ -75,16 +84,17 @@ report_memory() {
 		fill 1 1 "$limits"
 		redis FLUSHALL >/dev/null
 		base=$(settled_memory)
-		redis CONFIG RESETSTAT >/dev/null
 		fill "$keys" "$calls" "$limits"
-		in=$(memory_field total_net_input_bytes stats) out=$(memory_field total_net_output_bytes stats)
-		bytes=$(($(settled_memory) - base))
+		bytes=$(($(settled_memory) - base)) usage=$(mean_usage)
 		[[ $(redis --raw EVAL "return #redis.call('KEYS', '*}')" 0) == "$keys" ]] || die "Redis does not have the keys of $title"
-		memory_row "$title" "$keys" "$(mean_usage)" "$((bytes / keys))" "$((in / keys / calls))" "$((out / keys / calls))"
+		redis CONFIG RESETSTAT >/dev/null
+		talk "$calls" "$limits"
+		in=$(memory_field total_net_input_bytes stats) out=$(memory_field total_net_output_bytes stats)
+		memory_row "$title" "$keys" "$usage" "$((bytes / keys))" "$((in / 1000))" "$((out / 1000))"
 	done
 	redis FLUSHALL >/dev/null
 	echo
-	echo 'Bytes per key; sent and received: bytes per call. used_memory is the growth of Redis, including the tables of keys.'
+	echo 'Bytes per key; sent and received: bytes per call for one key. used_memory is the growth of Redis, including the tables of keys.'
 	first=$(shared_memory)
 	stop_postgres
 	start_postgres ratelimit.local_max_keys=100000
