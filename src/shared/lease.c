@@ -579,9 +579,8 @@ rl_lease_return(RlKeyHash key_hash, uint64 id, int64 units)
 /*
  * Ends the key's leases, under whatever limits.  Their units become leftovers, unless
  * their charges are deleted: by a reset of all of the key, or of the states of the
- * limits if these are not NULL.  To be called before and after a command that resets,
- * refunds or bans the key, and after an answer that reports a ban.  Does nothing without
- * shared memory.  Does not throw.
+ * limits if not NULL.  To be called before and after a command that resets, refunds or
+ * bans the key, and after a report of a ban.  Needs no shared memory.  Does not throw.
  */
 void
 rl_lease_end(const RlKey *key, bool reset, const RlLimits *limits)
