@@ -1,0 +1,434 @@
+# Leases in real time: two and four PostgreSQL servers share a Redis, and sixteen clients
+# take quota of the same keys, while servers are killed, backends are stopped between the
+# grant of a lease and its use, and keys are refunded, reset and banned.  S is within the
+# promise of each algorithm, in every span.  Three wrong builds exceed it.
+#
+# All times are of one clock, because all servers are on one machine.  An action happened
+# between the times before and after its call.  A refund, a reset or a ban takes effect
+# from the time when it was sent to the length of a lease after its answer; a rollback is
+# a refund.  Spans.pm says how S is counted by these times.
+#
+# RATELIMIT_ACTIONS is the least number of actions, RATELIMIT_SEED repeats the choices.
+use strict;
+use warnings FATAL => 'all';
+
+use Engines;
+use FindBin;
+use LeaseClients;
+use List::Util qw(max min shuffle sum0);
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use Promises;
+use RatelimitTest;
+use RedisServer;
+use Spans;
+use Test::More;
+use Time::HiRes qw(sleep time);
+
+my $seed = seed();
+my $least = $ENV{RATELIMIT_ACTIONS} || 1;
+my $redis = RedisServer->new->start;
+
+#
+# The checks agree with the sum of each span
+#
+
+# Returns the excess of the actions by the sum of each span.
+sub excess_of_all
+{
+	my ($limit, @acts) = @_;
+	my $least = 1e9;
+
+	foreach my $from (map { $_->[0] } @acts)
+	{
+		foreach my $to (map { $_->[1] } @acts)
+		{
+			my $s = sum0(map { $_->[2] } grep { $_->[0] >= $from && $_->[1] <= $to } @acts);
+			my $room = $s ? room($limit, $s, $to - $from, int($from / $limit->{period}) == int($to / $limit->{period})) : undef;
+
+			$least = min($least, $room / ($limit->{interval_ns} || 1)) if defined $room;
+		}
+	}
+	return -$least;
+}
+
+{
+	my @wrong;
+
+	foreach my $i (0 .. 99)
+	{
+		my $kind = (qw(throttle token_bucket fixed_window sliding_window))[ $i % 4 ];
+		my $limit = limit(algorithm => $kind, capacity => 1 + below(20), count => 1 + below(20), period => 100, step => 10);
+		my $at = 0;
+		my @acts = map { $at += below(20); my $since = $at + below(15); [ $since, $since + below(chance(20) ? 60 : 8), 1 + below(5) ] } 1 .. 2 + below(25);
+		my ($fast, $slow) = (excess($limit, \@acts, [], [], []), excess_of_all($limit, @acts));
+
+		push @wrong, "$limit->{text}: $fast, not $slow" if abs($fast - $slow) > 1e-6 && $slow > -$limit->{capacity};
+	}
+	none(\@wrong, 'the checks find the excess of the worst span');
+	my $limit = limit(algorithm => 'throttle', capacity => 5, count => 1, period => 1_000);
+	my @acts = map { [ 10 * $_, 10 * $_ + 1, 1 ] } 1 .. 10;
+	is(sprintf('%.2f', excess($limit, \@acts, [ [ 50, 60, 3 ] ], [])), '1.91', 'a refund');
+	is(sprintf('%.2f', excess($limit, \@acts, [], [ [ 45, 55 ] ])), '-0.04', 'a reset');
+}
+
+#
+# Servers and limits
+#
+
+# Returns four servers, which are copies.
+sub servers
+{
+	my $node = shared_node($redis, 'restart_after_crash = on', 'max_connections = 40', 'shared_buffers = 16MB',
+		'ratelimit.retry_interval = 0', 'fsync = off');
+	my @nodes = ($node);
+
+	$node->safe_psql('postgres', q{
+		CREATE FUNCTION us(float8) RETURNS bigint IMMUTABLE LANGUAGE sql RETURN round($1 * 1000000)::bigint;
+
+		-- Takes quota from one time to another.  Returns the start of the first action that
+		-- is allowed, in microseconds, then for each of them: the time since the start of the
+		-- one before, the time that it took, its units, and l if a lease has decided it.
+		CREATE FUNCTION act(key text, limits rl_limits, how text, begins float8, ends float8, most int, quota int) RETURNS text
+			LANGUAGE plpgsql AS $$
+		DECLARE
+			d rl_decision;
+			last timestamptz := to_timestamp(ends);
+			t timestamptz := clock_timestamp();
+			befores timestamptz[];
+			afters timestamptz[];
+			units text[];
+			n int := 0;
+		BEGIN
+			IF to_timestamp(begins) > t THEN
+				PERFORM pg_sleep(extract(epoch FROM to_timestamp(begins) - t));
+			END IF;
+			LOOP
+				t := clock_timestamp();
+				EXIT WHEN t >= last OR n >= most;
+				d := rl_check(key, limits, quota);
+				IF d.allowed THEN
+					n := n + 1;
+					afters[n] := clock_timestamp();
+					befores[n] := t;
+					units[n] := quota || CASE d.source WHEN 'lease' THEN 'l' ELSE '' END;
+					EXIT WHEN how = 'lease' AND d.source <> 'lease';
+				ELSIF how = 'rush' THEN
+					PERFORM pg_sleep(0.001);
+				ELSIF quota > 1 THEN
+					quota := quota / 2;
+				ELSE
+					EXIT;
+				END IF;
+			END LOOP;
+			RETURN (SELECT us(extract(epoch FROM befores[1])) || ' ' || string_agg(
+				concat(us(coalesce(extract(epoch FROM b - befores[i - 1]), 0)), ',', us(extract(epoch FROM a - b)), ',', u), ' ' ORDER BY i)
+				FROM unnest(befores, afters, units) WITH ORDINALITY x (b, a, u, i));
+		END $$});
+	$node->stop;
+	foreach my $n (1 .. 3)
+	{
+		my $copy = PostgreSQL::Test::Cluster->new("copy$n");
+
+		run_log([ 'cp', '-a', $node->data_dir, $copy->data_dir ]) or die 'could not copy the server';
+		$copy->append_conf('postgresql.conf', 'port = ' . $copy->port);
+		push @nodes, $copy;
+	}
+	start_node($_) foreach @nodes;
+	return @nodes;
+}
+
+# The keys of a part.  A limit has the capacity that it promises, which is that without the
+# lease.  "warm" is the quota of the actions that bring a lease about.  A key that has
+# "outlasts" is reset: another server may have units of a lease from before the reset, and
+# refunds them afterwards, so spans begin as much later as such a refund can have an effect.
+my ($second, $half) = (1_000_000, 500_000);
+my $day = { algorithm => 'fixed_window', capacity => 30_000, period => 86_400 * $second };
+my @limits = (
+	{ text => 'throttle 1000/1s burst 600 lease 200ms', length => 0.2, warm => 9,
+		promises => [ { algorithm => 'throttle', capacity => 600, interval_ns => 1_000_000 } ] },
+	{ text => 'throttle 1000/1s burst 1000 lease 50ms', length => 0.05, warm => 14,
+		promises => [ { algorithm => 'throttle', capacity => 1000, interval_ns => 1_000_000 } ] },
+	{ text => 'throttle 40000/1s burst 6000 lease 50ms refund_on_abort', length => 0.05, outlasts => 0.15,
+		promises => [ { algorithm => 'throttle', capacity => 6000, interval_ns => 25_000 } ] },
+	{ text => 'token_bucket 5000/100ms burst 10000 lease 50ms', length => 0.05, outlasts => 0.3,
+		promises => [ { algorithm => 'token_bucket', capacity => 10_000, count => 5000, period => 100_000 } ] },
+	{ text => 'fixed_window 6000/100ms lease 50ms refund_on_abort', length => 0.05, outlasts => 0.1,
+		promises => [ { algorithm => 'fixed_window', capacity => 6000, period => 100_000 } ] },
+	{ text => 'fixed_window 30000/day in UTC lease 50ms', length => 0.05, promises => [$day] },
+	{ text => 'fixed_window 10000/300ms from_first lease 50ms', length => 0.05, outlasts => 0.05,
+		promises => [ { algorithm => 'fixed_window', capacity => 10_000, period => 300_000, from_first => 1 } ] },
+	{ text => 'sliding_window 5000/100ms step 20ms lease 50ms refund_on_abort', length => 0.05, outlasts => 0.12,
+		promises => [ { algorithm => 'sliding_window', capacity => 5000, period => 100_000 } ] },
+	{ text => 'throttle 40000/1s burst 4000 lease 20ms, fixed_window 5000/100ms lease 50ms', length => 0.02, outlasts => 0.1,
+		promises => [ { algorithm => 'throttle', capacity => 4000, interval_ns => 25_000 },
+			{ algorithm => 'fixed_window', capacity => 5000, period => 100_000 } ] });
+
+my $parts = 0;
+
+# Returns the rounds of a part, and their keys.
+sub plan_part
+{
+	my ($cycles, $servers, @used) = @_;
+	my @keys = map { { %$_, name => 'key ' . $parts . ' ' . $_->{text} =~ s/ .*//r } } @used;
+	my @rounds;
+	my $at = time + 0.5;
+
+	$parts++;
+	$keys[$_]{name} .= " $_" foreach 0 .. $#keys;
+	$keys[$_]{number} = $_ foreach 0 .. $#keys;
+	foreach my $cycle (1 .. $cycles)
+	{
+		foreach my $key (@keys)
+		{
+			my $kind = !$key->{warm} ? 'rush' : $key->{length} > 0.1 ? 'late' : 'left';
+			my @at = shuffle 0 .. $servers - 1;
+			my $length = $kind eq 'rush' ? 0.1 + rand 0.1 : $kind eq 'late' ? 1.45 * $key->{length} + 0.08 : 0.45 + rand 0.3;
+
+			push @rounds, { key => $key, kind => $kind, at => $at, length => $length,
+				holders => [ map { $_ + $servers * below(CLIENTS / $servers) } @at[ 0 .. below($servers - 1) ] ] };
+			# Then most of the quota that was taken is replenished at the next round.
+			$at += $length + ($key->{warm} ? 0.2 : 0.02);
+		}
+	}
+	return (\@rounds, @keys);
+}
+
+#
+# Disturbances
+#
+
+# Returns the parent of a process, or 0 if there is none.
+sub parent_of
+{
+	my ($pid) = @_;
+
+	open my $stat, '<', "/proc/$pid/stat" or return 0;
+	return (<$stat> // '') =~ /^\d+ \(.*\) [^ZX] (\d+)/ ? $1 : 0;
+}
+
+# Kills all processes of a server, and starts it again.
+sub kill_server
+{
+	my ($node) = @_;
+	my $postmaster = $node->{_pid};
+
+	kill 'STOP', $postmaster;
+	my @all = grep { parent_of($_) == $postmaster } map { m{(\d+)$} } glob '/proc/[0-9]*';
+	kill 'KILL', $postmaster, @all;
+	await('the end of the server', sub { return !grep { parent_of($_) } $postmaster, @all });
+	# Its process may be there until its parent has waited for it.
+	unlink $node->data_dir . '/postmaster.pid', $node->host . '/.s.PGSQL.' . $node->port . '.lock';
+	$node->{_pid} = undef;
+	start_node($node);
+	return;
+}
+
+# Returns the backends of some clients that are there.
+sub backends
+{
+	my ($n, $clients, @nodes) = @_;
+	my @pids;
+
+	foreach my $client (shuffle @$clients)
+	{
+		my $pid = -s "$client->{file}.pid" ? slurp_file("$client->{file}.pid") : next;
+		push @pids, $pid if parent_of($pid) == ($nodes[ $client->{server} ]{_pid} // 0);
+	}
+	return splice @pids, 0, $n;
+}
+
+# Stops backends before Redis answers them, for longer than a lease lasts.
+sub stop_backends
+{
+	my ($clients, @nodes) = @_;
+	my @pids;
+
+	$redis->pause;
+	sleep 0.02;
+	@pids = backends(1 + below(3), $clients, @nodes);
+	kill 'STOP', @pids if @pids;
+	$redis->resume;
+	sleep 0.055 + rand 0.05;
+	kill 'CONT', @pids if @pids;
+	return scalar @pids;
+}
+
+# Starts a process that writes to a file each window that begins with its first action.
+sub start_watcher
+{
+	my ($file, @keys) = @_;
+	my $parent = $$;
+	my $pid = fork // die "fork: $!";
+
+	return $pid if $pid;
+	$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
+	$redis->{client} = undef;
+	my %seen;
+	while (getppid == $parent)
+	{
+		foreach my $key (@keys)
+		{
+			my ($start) = ($redis->cli('HGET', "rl:{$key->{name}}", "fixed_window:$key->{promises}[0]{period}:first") // '') =~ /^(\d+)/ or next;
+			append_to_file($file, "$key->{number} $start\n") unless $seen{"$key->{number} $start"}++;
+		}
+		sleep 0.02;
+	}
+	POSIX::_exit(0);
+}
+
+#
+# Parts
+#
+
+# Returns how many actions were allowed although the key was banned.
+sub while_banned
+{
+	my ($key, $noted, $length) = @_;
+	my $n = 0;
+
+	foreach my $ban (@{ $noted->{ban} || [] })
+	{
+		my ($sent, $until, $duration, $server) = @$ban;
+		my $end = $sent + $duration;
+
+		next if grep { $_->[0] < $end && $_->[1] > $sent } @{ $noted->{reset} || [] };
+		$n += grep { $_->[0] > ($_->[4] == $server ? $until : $until + $length) && $_->[1] < $end } @{ $noted->{act} || [] };
+	}
+	return $n;
+}
+
+# Runs a part.  Returns for each key its limits, the excess of each promise, and figures.
+sub play
+{
+	my ($nodes, $cycles, $disturb, @used) = @_;
+	my $dir = PostgreSQL::Test::Utils::tempdir;
+	my ($rounds, @keys) = plan_part($cycles, scalar @$nodes, @used);
+	my @clients = start_lease_clients($dir, $seed + 100 * $parts, $rounds, @$nodes);
+	my $watcher = start_watcher("$dir/starts", grep { $_->{promises}[0]{from_first} } @keys);
+	my %did = (stopped => 0, killed => 0);
+	my $end = $rounds->[-1]{at} + $rounds->[-1]{length};
+	my @kills = $disturb ? map { $rounds->[0]{at} + rand($end - $rounds->[0]{at}) * 0.8 } 1 .. 1 + $cycles / 4 : ();
+
+	while ($disturb && time < $end)
+	{
+		sleep 0.05 + rand 0.2;
+		if (@kills && time > $kills[0])
+		{
+			shift @kills;
+			my ($pid) = backends(1, \@clients, @$nodes);
+			# The postmaster restarts the server when a backend is killed.
+			chance(50) && $pid ? kill 'KILL', $pid : kill_server(pick(@$nodes));
+			$did{killed}++;
+		}
+		$did{stopped} += stop_backends(\@clients, @$nodes);
+	}
+	my ($noted, @errors) = finish_lease_clients(@clients);
+	kill 'KILL', $watcher;
+	waitpid $watcher, 0;
+	await('the servers', sub {
+		return @$nodes == grep { (eval { $_->safe_psql('postgres', 'SELECT 1') } // '') eq '1' } @$nodes;
+	});
+	my %starts;
+	push @{ $starts{ (split)[0] } }, (split)[1] foreach -s "$dir/starts" ? split /\n/, slurp_file("$dir/starts") : ();
+
+	foreach my $key (@keys)
+	{
+		my $of = $noted->{ $key->{number} } || {};
+		my $length = $key->{length} * $second;
+		my @refunds = map { [ $_->[0], $_->[1] + $length, $_->[2] ] } @{ $of->{refund} || [] };
+		my @resets = map { [ $_->[0], $_->[1] + $length + ($key->{outlasts} || 0) * $second ] } @{ $of->{reset} || [] };
+
+		$key->{excess} = [ map { excess($_, $of->{act} || [], \@refunds, \@resets, $starts{ $key->{number} } || []) } @{ $key->{promises} } ];
+		$key->{banned} = while_banned($key, $of, $length);
+		$key->{acts} = sum0(map { scalar @$_ } $of->{act} || []);
+		$key->{leased} = $of->{leased} || 0;
+		$key->{changes} = { map { ($_ => scalar @{ $of->{$_} || [] }) } qw(refund reset ban) };
+	}
+	return (\%did, \@errors, @keys);
+}
+
+my @nodes = servers();
+my (%worst, %acts, %leased, %changes, %did, @errors);
+my ($total, $banned) = (0, 0);
+
+for (my $part = 0; $part < 2 || $total < $least; $part++)
+{
+	my $servers = $part % 2 ? 4 : 2;
+	my ($did, $errors, @keys) = play([ @nodes[ 0 .. $servers - 1 ] ], $least > 1 ? 4 : 1 + $part, 1, @limits);
+
+	$did{$_} += $did->{$_} foreach keys %$did;
+	push @errors, @$errors;
+	foreach my $key (@keys)
+	{
+		my $text = $key->{text};
+
+		$worst{$text} = max(@{ $key->{excess} }, $worst{$text} // -1e9);
+		diag "part $part, $servers servers, $text: excess @{ $key->{excess} }" if max(@{ $key->{excess} }) > 0;
+		$acts{$text} += $key->{acts};
+		$total += $key->{acts};
+		$leased{$text} += $key->{leased};
+		$banned += $key->{banned};
+		$changes{$_} += $key->{changes}{$_} foreach keys %{ $key->{changes} };
+	}
+}
+foreach my $text (map { $_->{text} } @limits)
+{
+	cmp_ok($worst{$text}, '<=', 0, "$text: not one of $acts{$text} actions is too many, $leased{$text} by leases");
+}
+is($banned, 0, 'no action is allowed during a ban');
+none(\@errors, 'no call fails');
+note join ', ', "$total actions", map { "$_: " . ($did{$_} // $changes{$_}) } sort keys %did, keys %changes;
+
+#
+# Wrong builds
+#
+# The sources are changed, so that a promise is broken.  The same clients must find it.
+#
+
+# Returns a library that is built from these sources with a change in one file.
+sub wrong_library
+{
+	my ($file, $right, $wrong) = @_;
+	my $root = "$FindBin::RealBin/../..";
+	my $folder = PostgreSQL::Test::Utils::tempdir . '/build';
+	my $text = slurp_file("$root/$file");
+
+	die "$file has changed" unless $text =~ s/\Q$right\E/$wrong/;
+	mkdir $folder or die "$folder: $!";
+	# Objects that are there need not be compiled again.
+	run_log([ 'cp', '-a', (map { "$root/$_" } qw(Makefile ratelimit.control sql src)), $folder ]) or die 'could not copy the sources';
+	unlink "$folder/$file", "$folder/ratelimit.so";
+	append_to_file("$folder/$file", $text);
+	run_log([ 'make', '-s', '-C', $folder, 'with_llvm=no' ]) or die 'could not build the change';
+	return "$folder/ratelimit";
+}
+
+my $library = '$libdir/ratelimit';
+foreach my $case (
+	[ 'the capacity is not reduced', 0, 'src/algorithm/limits.c', 'limit->capacity -= limit->reserve;', '' ],
+	[ 'a lease does not end', 1, 'src/shared/lease.c', 'grant->ends = call->asked + length;', 'grant->ends = PG_INT64_MAX;' ],
+	[ 'a refund ignores what was replenished', 1, 'src/redis/lease.lua', 'l:refund_charge(tonumber(at),', 'l:refund_charge(now,' ])
+{
+	my ($name, $limit, @change) = @$case;
+	my $wrong = wrong_library(@change);
+	my ($excess, $acts, $tries) = (0, 0, 0);
+
+	foreach my $node (@nodes[ 0, 1 ])
+	{
+		$node->safe_psql('postgres', "UPDATE pg_proc SET probin = '$wrong' WHERE probin = '$library'");
+		$node->append_conf('postgresql.conf', "shared_preload_libraries = '$wrong'");
+		start_node($node, 'restart');
+	}
+	while ($excess <= 0 && $tries++ < 40)
+	{
+		my ($did, $errors, $key) = play([ @nodes[ 0, 1 ] ], 1, 0, $limits[$limit]);
+
+		$excess = max(@{ $key->{excess} });
+		$acts += $key->{acts};
+	}
+	cmp_ok($excess, '>', 0, "$name: found after $acts actions");
+	$library = $wrong;
+}
+
+done_testing();

@@ -1,0 +1,268 @@
+# Sixteen clients of servers with the function act() of 048_lease_real_time.pl: each is a
+# process with a psql of its own.  They take quota of the same keys in rounds, by one clock,
+# and each writes to a file which actions happened, and when.
+package LeaseClients;
+
+use strict;
+use warnings FATAL => 'all';
+
+use Exporter 'import';
+use IO::Handle;
+use IPC::Open2;
+use List::Util qw(min);
+use POSIX ();
+use PostgreSQL::Test::Utils;
+use Time::HiRes qw(sleep time);
+
+our @EXPORT = qw(start_lease_clients finish_lease_clients CLIENTS);
+
+use constant CLIENTS => 16;
+
+sub before { return int($_[0] * 1e6) - 1; }
+sub after  { return int($_[0] * 1e6) + 2; }
+
+sub start_psql
+{
+	my ($self) = @_;
+
+	delete $self->{dead};
+	$self->{pid} = open2($self->{from}, $self->{to}, 'sh', '-c', 'exec "$@" 2>&1', 'sh',
+		$self->{psql}, '-XAtq', '-d', $self->{connstr}, '-v', 'VERBOSITY=terse');
+	my $backend = $self->ask('SELECT pg_backend_pid()');
+	if (defined $backend)
+	{
+		open my $file, '>', "$self->{file}.pid" or die "$self->{file}.pid: $!";
+		print $file $backend;
+		close $file or die "$self->{file}.pid: $!";
+	}
+	return;
+}
+
+# Returns the line that a command returns, or undef if it fails.
+sub ask
+{
+	my ($self, $sql) = @_;
+	my ($answer, $failed) = ('', 0);
+
+	return undef if $self->{dead};
+	print { $self->{to} } "$sql;\n\\echo ready\n";
+	$self->{to}->flush;
+	while (defined(my $line = readline $self->{from}))
+	{
+		chomp $line;
+		return $failed ? undef : $answer if $line eq 'ready';
+		if ($line =~ /ERROR|FATAL|WARNING|connection|server closed|This probably|before or while/)
+		{
+			$failed = 1;
+			print { $self->{out} } "error $line\n" if $line =~ /^ERROR/;
+		}
+		else
+		{
+			$answer = $line;
+		}
+	}
+	# The server has closed the connection.
+	$self->{dead} = 1;
+	close $self->{$_} foreach qw(from to);
+	waitpid $self->{pid}, 0;
+	return undef;
+}
+
+# Runs act(); notes its actions.  Returns how many units it took.
+sub act
+{
+	my ($self, $key, $how, $from, $to, $most, $quota) = @_;
+	my $answer = $self->ask(sprintf q{SELECT act('%s', '%s', '%s', %.6f, %.6f, %d, %d)},
+		$key->{name}, $key->{text}, $how, $from, $to, $most, $quota);
+	my $units = 0;
+
+	return 0 unless defined $answer && $answer =~ / /;
+	print { $self->{out} } "act $key->{number} $answer\n";
+	$units += $1 while $answer =~ /,(\d+)l?(?: |$)/g;
+	return $units;
+}
+
+# Runs a command, and notes it with the times between which it takes effect.
+sub change
+{
+	my ($self, $key, $what, $sql, @more) = @_;
+	my $sent = before(time);
+	my $done = defined $self->ask($sql);
+
+	# A command that fails may be in Redis's socket for a while.
+	print { $self->{out} } join(' ', $what, $key->{number}, $sent, after(time + ($done ? 0 : 1)), @more), "\n"
+	  if $done || $what ne 'ban';
+	return;
+}
+
+# Takes quota as fast as possible until the end, and at times changes the key.
+sub rush
+{
+	my ($self, $key, $end) = @_;
+	my ($name, $text) = @$key{qw(name text)};
+
+	until ($self->{dead} || time > $end)
+	{
+		my $quota = rand() < 0.9 ? 1 : 1 + int rand 30;
+		my $aborts = $text =~ /refund_on_abort/ && rand() < 0.1;
+
+		$self->ask('BEGIN') if $aborts;
+		my $units = $self->act($key, 'rush', 0, $end, 50 + rand 500, $quota);
+		if ($aborts)
+		{
+			$self->change($key, 'refund', 'ROLLBACK', $units);
+			next;
+		}
+		next if rand() < 0.9;
+		my $chance = rand;
+		if ($chance < 0.5 && $units)
+		{
+			$units = 1 + int rand min($units, 100);
+			$self->change($key, 'refund', "SELECT rl_refund('$name', '$text', $units)", $units);
+		}
+		elsif ($chance < 0.6)
+		{
+			# All bans have one length, because a shorter one would end a longer one.
+			$self->change($key, 'ban', "SELECT rl_ban('$name', 0.08)", 80_000, $self->{server});
+		}
+		elsif ($chance < 0.7 && $key->{outlasts})
+		{
+			$self->change($key, 'reset', rand() < 0.5 ? "SELECT rl_reset('$name')" : "SELECT rl_reset('$name', '$text')");
+		}
+	}
+	return;
+}
+
+# Takes part in a round.  Its holders get leases, and wait.  Then these clients and those of
+# other servers take all quota that is free: in a round "late" just before the leases end,
+# and in a round "left" long after that.
+sub round
+{
+	my ($self, $round) = @_;
+	my ($key, $at, $length) = @$round{qw(key at length)};
+	my $lease = $key->{length};
+	my $holds = grep { $_ == $self->{number} } @{ $round->{holders} };
+
+	return $self->rush($key, $at + $length) if $round->{kind} eq 'rush';
+	my $takes = $at + ($round->{kind} eq 'late' ? 1.45 * $lease - 0.002 : $length - 0.08);
+	if ($holds)
+	{
+		# The seventeenth call gets a lease.
+		$self->act($key, 'rush', $at, $takes, $round->{kind} eq 'late' ? 16 : 17, $key->{warm});
+		if ($round->{kind} eq 'late')
+		{
+			# Until then, most of what was charged before is replenished.
+			$self->act($key, 'rush', $at + 0.55 * $lease, $takes, 1, 1);
+			$self->act($key, 'lease', $takes, $takes + 0.07, 100_000, 1);
+		}
+		else
+		{
+			$self->act($key, 'greedy', $takes + 0.003, $takes + 0.07, 100_000, 1024);
+		}
+	}
+	# The others are at other servers, where they do not use these leases.
+	elsif (!grep { $_ % $self->{servers} == $self->{server} } @{ $round->{holders} })
+	{
+		$self->act($key, 'greedy', $takes, $takes + 0.07, 100_000, 1024);
+	}
+	return;
+}
+
+sub run
+{
+	my ($self, $rounds, $parent) = @_;
+
+	srand $self->{seed};
+	$self->start_psql;
+	foreach my $round (@$rounds)
+	{
+		my $end = $round->{at} + $round->{length};
+
+		while ($self->{dead} && time < $end && getppid == $parent)
+		{
+			sleep 0.05;
+			$self->start_psql;
+		}
+		next if time > $end || $self->{dead};
+		sleep $round->{at} - time if time < $round->{at};
+		$self->round($round);
+	}
+	print { $self->{to} } "\\q\n" unless $self->{dead};
+	close $self->{out} or die "could not write: $!";
+	return;
+}
+
+# Starts the clients; returns their process IDs and files.  A round has key, kind, at,
+# length and, unless it is a rush, holders: numbers of clients.  Client n uses server n
+# modulo the number of servers.
+sub start_lease_clients
+{
+	my ($dir, $seed, $rounds, @nodes) = @_;
+	my $parent = $$;
+	my @clients;
+
+	foreach my $number (0 .. CLIENTS - 1)
+	{
+		my $file = "$dir/$number";
+		my $of = $nodes[ $number % @nodes ];
+		my $pid = fork // die "fork: $!";
+
+		if ($pid == 0)
+		{
+			$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
+			open my $out, '>', $file or POSIX::_exit(1);
+			my $client = bless { number => $number, seed => $seed + $number, out => $out, file => $file,
+				server => $number % @nodes, servers => scalar @nodes,
+				psql => $of->installed_command('psql'), connstr => $of->connstr('postgres') }, 'LeaseClients';
+			local $SIG{PIPE} = 'IGNORE';
+			eval { $client->run($rounds, $parent); 1 } or print STDERR $@;
+			POSIX::_exit($@ ? 1 : 0);
+		}
+		push @clients, { pid => $pid, file => $file, server => $number % @nodes };
+	}
+	return @clients;
+}
+
+# Waits for the clients.  Returns the notes on each key, by its number: lists of act, refund,
+# reset and ban; then the errors.
+sub finish_lease_clients
+{
+	my (@clients) = @_;
+	my (%noted, @errors);
+
+	foreach my $client (@clients)
+	{
+		waitpid $client->{pid}, 0;
+		push @errors, "a client ended with $?" if $?;
+		open my $in, '<', $client->{file} or die "$client->{file}: $!";
+		while (defined(my $line = <$in>))
+		{
+			my ($what, $number, @numbers) = split ' ', $line;
+
+			if ($what eq 'error')
+			{
+				push @errors, $line;
+			}
+			elsif ($what eq 'act')
+			{
+				my $time = shift @numbers;
+				my $acts = $noted{$number}{act} ||= [];
+				foreach my $act (@numbers)
+				{
+					my ($since, $took, $units) = split /,/, $act;
+					my $leased = $units =~ s/l$//;
+					$time += $since;
+					push @$acts, [ $time, $time + $took, $units, '', $client->{server} ];
+					$noted{$number}{leased} += $leased;
+				}
+			}
+			else
+			{
+				push @{ $noted{$number}{$what} }, \@numbers;
+			}
+		}
+	}
+	return (\%noted, @errors);
+}
+
+1;
