@@ -30,7 +30,7 @@ typedef struct Call
 	RlKeyHash	key_hash;		/* only with shared memory, as the next two */
 	int64		asked;			/* time before asking, on this server's clock */
 	uint64		generation;		/* of the key in the denial cache, before asking */
-	RlLeasing	leasing;
+	RlLeasing  *leasing;		/* NULL: its key's lease does not serve it */
 } Call;
 
 /* Returns the store that ratelimit.store names; it may lack shared memory. */
@@ -167,12 +167,12 @@ conclude(Call *call, const RlDecision *each, bool not_charged)
 	if (rl_all_shadow(action->limits))
 		decision->retry_after = 0;
 	if (decision->allowed && !not_charged &&
-		(answer->charges != NULL || action->limits->refunds || call->leasing.applies))
+		(answer->charges != NULL || action->limits->refunds || call->leasing != NULL))
 	{
 		rl_charges_set(action, answer->at, each, charges);
 		rl_charges_note(action, answer, charges, 0);
 	}
-	rl_leasing_note(&call->leasing, action, answer, call->key_hash, charges);
+	rl_leasing_note(call->leasing, action, answer, call->key_hash, charges);
 	call->answered = true;
 }
 
@@ -212,7 +212,7 @@ take(Call *call, const RlStore *store, RlError *error)
 		call->action->limits->n == 1 ? &answer->decision : room;
 
 	answer->local = store->is_local;
-	if (!store->take(rl_leasing_request(&call->leasing, call->action), each, answer, error))
+	if (!store->take(rl_leasing_request(call->leasing, call->action), each, answer, error))
 		return false;
 	if (store->is_local)
 		call->asked = answer->at;
@@ -241,7 +241,7 @@ take_many(Call *calls, int n, int64 *unanswered, RlError *error)
 	bool		done;
 
 	for (int i = 0; i < n; i++)
-		actions[i] = rl_leasing_request(&calls[i].leasing, calls[i].action);
+		actions[i] = rl_leasing_request(calls[i].leasing, calls[i].action);
 	done = calls->store->take_many(actions, n, took, calls, unanswered, &calls->answer->usage, error);
 	pfree(actions);
 	return done;
@@ -348,7 +348,7 @@ note_asking(Call *calls, int n)
 	now = rl_local_now();
 	for (int i = 0; i < n; i++)
 	{
-		rl_leasing_ask(&calls[i].leasing, calls[i].action, calls[i].key_hash);
+		rl_leasing_ask(calls[i].leasing, calls[i].action, calls[i].key_hash);
 		calls[i].asked = now;
 		calls[i].generation = rl_denial_generation(calls[i].key_hash);
 	}
@@ -394,9 +394,12 @@ ask_local(Call *calls, int n, bool together, RlError *error)
  * The sequence
  */
 
-/* Prepares a call.  Raises an error if a setting needs shared memory, and there is none. */
+/*
+ * Prepares a call; leasing is room for its key's lease.  Raises an error if a setting
+ * needs shared memory, and there is none.
+ */
 static inline void
-begin(Call *call, const RlAction *action, RlAnswer *answer, bool together)
+begin(Call *call, const RlAction *action, RlAnswer *answer, bool together, RlLeasing *leasing)
 {
 	bool		shared;
 
@@ -414,14 +417,14 @@ begin(Call *call, const RlAction *action, RlAnswer *answer, bool together)
 	if (shared)
 		call->key_hash = rl_key_hash(&action->key);
 	call->generation = RL_ANY_GENERATION;
-	rl_leasing_begin(&call->leasing, action, answer, call->store, together);
+	call->leasing = rl_leasing_begin(leasing, action, answer, call->store, together);
 }
 
 /* Answers the call from its key's lease, or returns false. */
 static inline bool
 take_leased(Call *call, bool renew)
 {
-	return call->answered = rl_leasing_take(&call->leasing, call->action, call->answer, call->key_hash, renew);
+	return call->answered = rl_leasing_take(call->leasing, call->action, call->answer, call->key_hash, renew);
 }
 
 /* Answers the call from the denial cache, or returns false. */
@@ -429,7 +432,7 @@ static bool
 find_cached(Call *call)
 {
 	/* A refund that is due may free quota that the cache believes taken. */
-	return call->may_cache && !call->leasing.must_ask && !rl_refunds_pending() &&
+	return call->may_cache && !(call->leasing != NULL && call->leasing->must_ask) && !rl_refunds_pending() &&
 		rl_denial_lookup(call->key_hash, call->action->limits, call->action->quota,
 						 &call->answer->decision, &call->answer->binding);
 }
@@ -479,11 +482,13 @@ take_failed(Call *calls, int n)
 
 /*
  * Takes n actions the whole way: begin, lease, cache, ask, conclude, count.  calls is
- * room for n.  Together, they are one action, for which these two are not used.  The
- * code that a single action runs here is inlined, which saves 2 % of a call.
+ * room for n, and so is leasing, unless no limits have a lease.  Together, they are one
+ * action, for which lease and cache are not used.  The code that a single action runs
+ * here is inlined, which saves 2 % of a call.
  */
 static pg_attribute_always_inline void
-run(const RlAction *actions, int n, RlAnswer *answers, Call *calls, bool together, int64 *unanswered)
+run(const RlAction *actions, int n, RlAnswer *answers, Call *calls, RlLeasing *leasing, bool together,
+	int64 *unanswered)
 {
 	int			asked = 0;
 	RlError		error;
@@ -504,7 +509,7 @@ run(const RlAction *actions, int n, RlAnswer *answers, Call *calls, bool togethe
 			decide_unasked(&actions[i], &answers[i]);
 			continue;
 		}
-		begin(call, &actions[i], &answers[i], together);
+		begin(call, &actions[i], &answers[i], together, leasing != NULL ? &leasing[asked] : NULL);
 		if (take_leased(call, true))
 			finish(call, false);
 		else if (find_cached(call))
@@ -533,8 +538,9 @@ void
 rl_decide(const RlAction *action, RlAnswer *answer)
 {
 	Call		call;
+	RlLeasing	leasing;
 
-	run(action, 1, answer, &call, false, NULL);
+	run(action, 1, answer, &call, &leasing, false, NULL);
 }
 
 /*
@@ -549,6 +555,7 @@ void
 rl_decide_many(const RlAction *actions, int n, RlAnswer *answers, int64 *unanswered)
 {
 	Call	   *calls;
+	RlLeasing  *leasing = NULL;
 
 	Assert(n <= RL_MAX_MANY);
 	if (rl_store()->take_many == NULL)
@@ -561,7 +568,13 @@ rl_decide_many(const RlAction *actions, int n, RlAnswer *answers, int64 *unanswe
 		return;
 	}
 	calls = palloc(n * sizeof(Call));
-	run(actions, n, answers, calls, false, unanswered);
+	/* It is four times as large as a call, so that it would fill the processor's cache. */
+	for (int i = 0; i < n && leasing == NULL; i++)
+		if (actions[i].limits->lease > 0)
+			leasing = palloc(n * sizeof(RlLeasing));
+	run(actions, n, answers, calls, leasing, false, unanswered);
+	if (leasing != NULL)
+		pfree(leasing);
 	pfree(calls);
 }
 
@@ -622,7 +635,7 @@ rl_decide_all(const RlAction *actions, int n, RlAnswer *answers)
 	Assert(n > 0 && n <= RL_MAX_KEYS);
 	rl_check_keys(actions, n);
 	if (!refuse_blocked(actions, n, answers))
-		run(actions, n, answers, calls, true, NULL);
+		run(actions, n, answers, calls, NULL, true, NULL);
 }
 
 /* Counts a wait that ended without quota; the answer is that of its last attempt. */

@@ -68,20 +68,24 @@ rl_queue_leftovers(const RlKey *key)
 }
 
 /*
- * Begins an action: sets whether leases serve it.  If they do not, what is left of the
- * key's leases is refunded ahead of its command.  Throws if there is no memory for that.
+ * Begins an action.  Returns NULL if leases do not serve it, otherwise the room.  What is
+ * left of the leases of a key that they do not serve is refunded ahead of its command.
+ * Throws if there is no memory for that.
  */
-void
-rl_leasing_begin(RlLeasing *leasing, const RlAction *action, const RlAnswer *answer,
+RlLeasing *
+rl_leasing_begin(RlLeasing *room, const RlAction *action, const RlAnswer *answer,
 				 const RlStore *store, bool together)
 {
-	bool		leases = action->limits->lease > 0 && !store->is_local;
-
-	leasing->applies = leases && !together && action->how == RL_TAKE && action->quota > 0 &&
-		answer->each == NULL && rl_lease_may_use();
-	leasing->must_ask = false;
-	if (leases && !leasing->applies)
-		rl_queue_leftovers(&action->key);
+	if (action->limits->lease == 0 || store->is_local)
+		return NULL;
+	if (!together && action->how == RL_TAKE && action->quota > 0 && answer->each == NULL &&
+		rl_lease_may_use())
+	{
+		room->must_ask = false;
+		return room;
+	}
+	rl_queue_leftovers(&action->key);
+	return NULL;
 }
 
 /*
@@ -95,7 +99,7 @@ rl_leasing_take(RlLeasing *leasing, const RlAction *action, RlAnswer *answer, Rl
 	RlLeased	leased;
 	RlLeaseState state;
 
-	if (!leasing->applies)
+	if (leasing == NULL)
 		return false;
 	state = rl_lease_take(key_hash, action->limits, action->quota, renew, &leased);
 	leasing->must_ask = state == RL_LEASE_ASK;
@@ -113,7 +117,7 @@ rl_leasing_take(RlLeasing *leasing, const RlAction *action, RlAnswer *answer, Rl
 void
 rl_leasing_ask(RlLeasing *leasing, const RlAction *action, RlKeyHash key_hash)
 {
-	if (!leasing->applies)
+	if (leasing == NULL)
 		return;
 	rl_lease_ask(&action->key, key_hash, action->limits, &leasing->call);
 	leasing->request = *action;
@@ -127,7 +131,7 @@ rl_leasing_ask(RlLeasing *leasing, const RlAction *action, RlKeyHash key_hash)
 const RlAction *
 rl_leasing_request(const RlLeasing *leasing, const RlAction *action)
 {
-	return leasing->applies ? &leasing->request : action;
+	return leasing != NULL ? &leasing->request : action;
 }
 
 /* Returns true if the key is banned, or may be since this refusal. */
@@ -153,7 +157,7 @@ rl_leasing_note(RlLeasing *leasing, const RlAction *action, RlAnswer *answer, Rl
 
 	if (reports_ban(action, decision))
 		rl_lease_end(&action->key, false, NULL);
-	if (!leasing->applies || answer->local)
+	if (leasing == NULL || answer->local)
 		return;
 	if (leasing->call.nleft > 0)
 		rl_denial_delete_hash(key_hash);

@@ -7,17 +7,16 @@
 
 #include "shared/lease.h"
 
-/* How an action stands to its key's lease. */
+/* How an action stands to its key's lease, which may answer it, and be granted. */
 typedef struct RlLeasing
 {
-	bool		applies;		/* a lease may answer, and be granted */
 	bool		must_ask;		/* Redis, and not the denial cache */
 	RlLeaseCall call;			/* what the call to Redis asks for */
 	RlAction	request;		/* the action with it */
 } RlLeasing;
 
-extern void rl_leasing_begin(RlLeasing *leasing, const RlAction *action, const RlAnswer *answer,
-							 const RlStore *store, bool together);
+extern RlLeasing *rl_leasing_begin(RlLeasing *room, const RlAction *action, const RlAnswer *answer,
+								   const RlStore *store, bool together);
 extern bool rl_leasing_take(RlLeasing *leasing, const RlAction *action, RlAnswer *answer,
 							RlKeyHash key_hash, bool renew);
 extern void rl_leasing_ask(RlLeasing *leasing, const RlAction *action, RlKeyHash key_hash);
