@@ -56,7 +56,7 @@ struct RowGroups
 	GroupId    *ids;
 	int			n;
 	int			room;			/* for groups, in actions and ids */
-	int			returned;		/* groups that rl_groups_next has returned */
+	bool		returned;		/* rl_groups_next was called */
 	bool		blocked;		/* the limits of a group are blocked */
 	Tuplesortstate *sort;		/* ids and quotas put aside, or NULL */
 	TupleTableSlot *sort_slot;
@@ -98,7 +98,7 @@ start(RowGroups *groups)
 	groups->room = MIN_GROUPS;
 	groups->actions = MemoryContextAlloc(groups->context, groups->room * sizeof(RlAction));
 	groups->ids = MemoryContextAlloc(groups->context, groups->room * sizeof(GroupId));
-	groups->n = groups->returned = 0;
+	groups->n = 0;
 }
 
 /*
@@ -396,20 +396,25 @@ rl_groups_finish(RowGroups *groups)
 	return groups->blocked;
 }
 
+/* Returns false if rl_groups_next has returned all groups. */
+bool
+rl_groups_left(const RowGroups *groups)
+{
+	return groups->merged != NULL || !groups->returned;
+}
+
 /*
- * Returns the number of the next groups, at most RL_MAX_MANY and 0 after the last, and
- * sets *actions to them.  The actions are valid until the next call.
+ * Returns the number of the next groups, which may be 0, and sets *actions to them.  The
+ * actions are valid until the next call.
  */
 int
 rl_groups_next(RowGroups *groups, const RlAction **actions)
 {
+	groups->returned = true;
 	if (groups->merged == NULL)
 	{
-		int			n = Min(groups->n - groups->returned, RL_MAX_MANY);
-
-		*actions = &groups->actions[groups->returned];
-		groups->returned += n;
-		return n;
+		*actions = groups->actions;
+		return groups->n;
 	}
 	start(groups);
 	while (groups->n < RL_MAX_MANY &&

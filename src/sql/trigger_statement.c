@@ -30,10 +30,10 @@ typedef struct Statement
 {
 	RlOrigin	origins[RL_MAX_PAIRS];
 	RowGroups  *groups;
-	MemoryContext context;		/* of the answers, while keys are asked */
+	MemoryContext context;		/* of the answers */
 	const RlAction *wanted;		/* the keys that are asked together */
 	int			n;
-	RlAnswer   *answers;		/* to wanted, while keys are asked, or NULL */
+	RlAnswer   *answers;		/* to wanted, until their charges are in "charged", or NULL */
 	int			remembered;		/* answers whose charges are in "charged" */
 	int64		asked;			/* keys so far */
 	int64		refused;
@@ -155,6 +155,26 @@ note_refusal(Statement *statement, const RlAction *wanted, const RlAnswer *answe
 	}
 }
 
+/* Remembers the charges of the keys asked, before others are asked. */
+static void
+remember_all(Statement *statement)
+{
+	while (statement->answers != NULL && statement->remembered < statement->n)
+		remember_next(statement);
+	statement->answers = NULL;
+	MemoryContextReset(statement->context);
+}
+
+/* Counts the keys to be refunded that are not remembered. */
+static void
+count_owed(Statement *statement)
+{
+	ChargedRoom room;
+
+	for (int i = statement->remembered; statement->answers != NULL && i < statement->n; i++)
+		statement->owed += get_charged(statement, i, &room.charged);
+}
+
 /* Asks for the next keys. */
 static void
 ask_keys(Statement *statement)
@@ -174,17 +194,14 @@ ask_keys(Statement *statement)
 	}
 	statement->answers = answers;
 	statement->remembered = 0;
-	rl_decide_many(statement->wanted, statement->n, answers, &statement->unanswered);
+	for (int i = 0; i < statement->n; i += RL_MAX_MANY)
+		rl_decide_many(&statement->wanted[i], Min(statement->n - i, RL_MAX_MANY), &answers[i],
+					   &statement->unanswered);
 	MemoryContextSwitchTo(old);
 	for (int i = 0; i < statement->n; i++)
-	{
-		remember_next(statement);
 		if (!answers[i].decision.allowed)
 			note_refusal(statement, &statement->wanted[i], &answers[i]);
-	}
 	statement->asked += statement->n;
-	statement->answers = NULL;
-	MemoryContextReset(statement->context);
 }
 
 /* Refuses those of the next keys whose limits are blocked, and asks for no key. */
@@ -360,12 +377,10 @@ static void
 fail_statement(int code pg_attribute_unused(), Datum arg)
 {
 	Statement  *statement = (Statement *) DatumGetPointer(arg);
-	ChargedRoom room;
 
 	if (!statement->refunding)
 	{
-		for (int i = statement->remembered; statement->answers != NULL && i < statement->n; i++)
-			statement->owed += get_charged(statement, i, &room.charged);
+		count_owed(statement);
 		if (statement->owed > 0 && !proc_exit_inprogress)
 			refund_after_error(statement);
 		else if (statement->owed > 0)
@@ -397,8 +412,12 @@ ask_rows(Statement *statement, const TriggerData *data)
 		tuplestore_select_read_pointer(rows, pointer);
 	}
 	blocked = rl_groups_finish(statement->groups) && rl_mode == RL_MODE_ENFORCE;
-	while ((statement->n = rl_groups_next(statement->groups, &statement->wanted)) > 0)
+	while (rl_groups_left(statement->groups))
 	{
+		remember_all(statement);
+		statement->n = rl_groups_next(statement->groups, &statement->wanted);
+		if (statement->n == 0)
+			break;
 		if (blocked)
 			refuse_blocked(statement);
 		else
@@ -424,6 +443,7 @@ rl_enforce_statement(TriggerData *data, Rule *rule)
 		ask_rows(&statement, data);
 		if (statement.refused > 0)
 		{
+			count_owed(&statement);
 			refund(&statement, false);
 			rl_raise_refused(&statement.first_refused, &statement.refusal,
 							 statement.asked == 1 ? NULL :
