@@ -62,6 +62,7 @@ rl_queue_leftovers(const RlKey *key)
 				continue;
 			charges[i] = rl_algorithm(limit)->charge(limit, left.units, left.at, 0);
 			charges[i].mark = left.mark[i];
+			charges[i].life = left.life;
 		}
 		(void) rl_queue_charges(key, &limits, charges, 0, RL_LEFTOVER);
 	}

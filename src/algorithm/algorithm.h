@@ -74,6 +74,7 @@ typedef struct RlCharge
 	int64		mark;			/* the place in the state: the bucket's anchor,
 								 * the window's start, the sub-window's number
 								 * or the entry's time; throttle: 0 */
+	int64		life;			/* of a leftover, as in RlLeftover; otherwise 0 */
 } RlCharge;
 
 /* Units of a lease's grant that were left when the lease ended. */
@@ -82,6 +83,7 @@ typedef struct RlLeftover
 	int64		units;
 	int64		at;				/* of their charge, as in RlCharge */
 	int64		mark[RL_MAX_LIMITS];	/* of each limit */
+	int64		life;			/* of the key in the store: a reset ends it */
 } RlLeftover;
 
 #define RL_MAX_LEFTOVERS	3	/* of one call: as many as a key has grants under its limits */
@@ -102,6 +104,7 @@ typedef struct RlLeaseCall
 	/* Set by the store if it allows the action: */
 	int64		granted;		/* units beyond the action's */
 	int64		valid;			/* how long they can be used, at most the length */
+	int64		life;			/* of the key, not 0 if units are granted */
 } RlLeaseCall;
 
 /* The most numbers of a limit that a script in Redis gets */

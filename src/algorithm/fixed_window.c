@@ -72,7 +72,7 @@ charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
 	return (RlCharge) {
 		quota, at,
 		limit->calendar != RL_NO_CALENDAR ? rl_windows_at(limit, at + reset_after - 1)->name[RL_CURRENT] :
-		at + reset_after - limit->period
+		at + reset_after - limit->period, 0
 	};
 }
 

@@ -6,13 +6,17 @@
 -- LIMIT arguments, its interval (throttle: microseconds and nanoseconds, others: 0 0),
 -- and for each leftover the CHARGE arguments of refund_charges.lua.
 --
--- Returns what check.lua returns, and two numbers more: the units that are granted
--- beyond the quota, and for how many microseconds they can be used; or only the time
--- (see no_window).
+-- Returns what check.lua returns, and three numbers more: the units that are granted
+-- beyond the quota, for how many microseconds they can be used, and the key's life, or
+-- 0 if it has none; or only the time (see no_window).
+--
+-- The life is Redis's own time of the first grant, in the field "lease". It ends when
+-- the key is deleted or a state is reset. A leftover of another life is lost: the
+-- quota in use does not contain it.
 
-local FIRST, CHARGE = 6, 4
+local FIRST, CHARGE = 6, 5
 local want, length, leftovers = tonumber(ARGV[2]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local limits, ban = load_limits(2 + CHARGE * leftovers, FIRST)
+local limits, ban, life = load_limits(2 + CHARGE * leftovers, FIRST, nil, 'lease')
 if no_window then
   return now
 end
@@ -20,7 +24,7 @@ end
 local function refund_leftovers(l)
   local cost_us, cost_ns = l.cost_us, l.cost_ns
   for a = l.more + 2, l.more + 1 + CHARGE * leftovers, CHARGE do
-    if (l.charged or l.used) > 0 then
+    if (l.charged or l.used) > 0 and ARGV[a + CHARGE - 1] == life then
       local amount, rest, at, mark = unpack(ARGV, a, a + CHARGE - 1)
       l:refund_charge(tonumber(at), tonumber(mark), tonumber(amount), tonumber(rest))
       l.changed = true
@@ -78,10 +82,15 @@ if verdict == 0 and want > 0 then
     end
   end
   quota = quota + extra
+  if extra > 0 and not life then
+    life = string.format('%.0f', real)
+    put('lease', life, 0)
+  end
 end
 local reply = {verdict, 0, now}
 reply[2] = act(limits, verdict, reply, true)
 reply[#reply + 1] = extra
 reply[#reply + 1] = valid
+reply[#reply + 1] = tonumber(life or 0)
 write()
 return reply

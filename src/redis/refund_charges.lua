@@ -3,16 +3,17 @@
 -- refused quota then count ARGV[3] as refused, unless it is 0 or the key is banned.
 -- Each charge has the LIMIT arguments of its limit and
 -- CHARGE more: the amount in two parts (throttle: microseconds and nanoseconds;
--- others: units and 0), the time of the charge, and its mark (see RlCharge in
--- algorithm.h).
+-- others: units and 0), the time of the charge, its mark, and of a leftover the key's
+-- life, otherwise 0 (see RlCharge in algorithm.h). A leftover of another life is lost.
 
-local CHARGE = 4
-local limits, ban = load_limits(CHARGE)
+local CHARGE = 5
+local limits, ban, life = load_limits(CHARGE, nil, nil, 'lease')
 for _, l in ipairs(limits) do
   -- Charges to limits with one tag change one state, each with its own refill.
   local state = l.state
   state.refill = l.refill
-  if (state.charged or state.used) > 0 then
+  local of_life = ARGV[l.more + CHARGE - 1]
+  if (state.charged or state.used) > 0 and (of_life == '0' or of_life == life) then
     local amount, rest, at, mark = unpack(ARGV, l.more, l.more + CHARGE - 1)
     state:refund_charge(tonumber(at), tonumber(mark), tonumber(amount), tonumber(rest))
     state.changed = true

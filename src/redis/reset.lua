@@ -1,7 +1,7 @@
 -- Deletes states of the key, and the refusals that their bans count, or the ban. From
 -- ARGV[FIRST] on each state has two arguments: its tag, and 1 if the state is
 -- logs. The tag of the ban is "ban". Returns how many fields and logs there were; chunks that were cut off
--- before do not count.
+-- before do not count. After the reset of a state, leftovers of leases are not refunded.
 
 local FIRST = 2
 local names, logs = {}, {}
@@ -27,7 +27,8 @@ if #logs > 0 then
   end
   write()
 end
-if redis.call('HLEN', hash) == 1 then
-  redis.call('HDEL', hash, 'expiry')
+if found > 0 and ARGV[FIRST] ~= 'ban' then
+  redis.call('HDEL', hash, 'lease')
 end
+delete_if_empty()
 return found

@@ -57,8 +57,16 @@ local function drop(field)
   gone[#gone + 1] = field
 end
 
+-- Deletes a hash that has no state and no ban left.
+local function delete_if_empty()
+  local fields, kept = call('HLEN', hash), call('HMGET', hash, 'expiry', 'lease')
+  if fields == (kept[1] and 1 or 0) + (kept[2] and 1 or 0) then
+    call('HDEL', hash, 'expiry', 'lease')
+  end
+end
+
 -- In a full Redis only the first write of a script fails. So the write that needs
--- memory comes first. A hash that has only the field "expiry" left is deleted.
+-- memory comes first.
 local function write()
   if #set > 0 then
     local needed = longest
@@ -74,17 +82,17 @@ local function write()
   end
   if #gone > 0 then
     call('HDEL', hash, unpack(gone))
-    if #set == 0 and call('HLEN', hash) == 1 then
-      call('HDEL', hash, 'expiry')
+    if #set == 0 then
+      delete_if_empty()
     end
   end
 end
 
 -- Reads and loads the limits, from ARGV[from] to ARGV[to]. Each has "more"
--- arguments after its own, from ARGV[l.more] on. Returns the limits and the field
--- "ban", and sets "expiry". Of limits with one tag, only the first is loaded; it is l.state of all of them.
-local function load_limits(more, from, to)
-  local limits, names, states = {}, {'ban', 'expiry'}, {}
+-- arguments after its own, from ARGV[l.more] on. Returns the limits, the field
+-- "ban", and the field "also" if it is not nil, and sets "expiry". Of limits with one tag, only the first is loaded; it is l.state of all of them.
+local function load_limits(more, from, to, also)
+  local limits, names, states = {}, {'ban', 'expiry', also}, {}
   for a = from or LIMITS, to or #ARGV, LIMIT + more do
     local algorithm, tag, period, n1, n2, n3, n4, count_denied, ban, after = unpack(ARGV, a, a + LIMIT - 1)
     local l = setmetatable({
@@ -115,5 +123,5 @@ local function load_limits(more, from, to)
     end
   end
   expiry = values[2]
-  return limits, values[1]
+  return limits, values[1], also and values[3]
 end

@@ -122,6 +122,7 @@ rl_append_charge(RlCommand *command, const RlLimit *limit, const RlCharge *charg
 	rl_command_number(command, charge->amount % split);
 	rl_command_number(command, charge->at);
 	rl_command_number(command, charge->mark);
+	rl_command_number(command, charge->life);
 }
 
 /*
@@ -291,6 +292,7 @@ rl_take_append_lease(RlCommand *command, const RlAction *action)
 			RlCharge	charge = rl_algorithm(limit)->charge(limit, left->units, left->at, 0);
 
 			charge.mark = left->mark[i];
+			charge.life = left->life;
 			rl_append_charge(command, limit, &charge);
 		}
 	}
@@ -404,14 +406,17 @@ rl_take_read_lease(const RlAction *action, const RlReply *reply, RlDecision *dec
 	RlLeaseCall *lease = action->lease;
 	int64		granted;
 	int64		valid;
+	int64		life;
 	int			n = 0;
 	RlTakeReply take;
 
-	if (!rl_take_read_check(action, reply, &n, &take) || n + 2 != reply->nvalues)
+	if (!rl_take_read_check(action, reply, &n, &take) || n + 3 != reply->nvalues)
 		return rl_wrong_reply(error);
 	granted = reply->values[n];
 	valid = reply->values[n + 1];
-	if (granted < 0 || granted > (take.verdict == 0 ? lease->want : 0) || valid < 0 || valid > lease->length)
+	life = reply->values[n + 2];
+	if (granted < 0 || granted > (take.verdict == 0 ? lease->want : 0) || valid < 0 || valid > lease->length ||
+		life < 0 || life >= RL_CALENDAR_END || (life == 0 && granted > 0))
 		return rl_wrong_reply(error);
 	whole.quota += granted;
 	if (!rl_take_decide(&whole, &take, take.verdict == 0, decisions))
@@ -419,6 +424,7 @@ rl_take_read_lease(const RlAction *action, const RlReply *reply, RlDecision *dec
 	*at = take.at;
 	lease->granted = granted;
 	lease->valid = valid;
+	lease->life = life;
 	return true;
 }
 

@@ -61,6 +61,7 @@ typedef struct Grant
 	uint64		id;
 	int64		at;				/* of the charge, as in RlCharge */
 	int64		mark[RL_MAX_LIMITS];
+	int64		life;			/* as in RlLeftover */
 } Grant;
 
 /* The use of a key under limits, and its lease.  The lock of its set protects it. */
@@ -401,6 +402,7 @@ take_leftover(const Entry *entry, const RlKey *key, Grant *grant, RlLeaseCall *c
 	RlLeftover *left = &call->left[call->nleft++];
 
 	left->at = grant->at;
+	left->life = grant->life;
 	memcpy(left->mark, grant->mark, sizeof(left->mark));
 	left->units = end_grant(&entry->limits, key, grant);
 }
@@ -487,6 +489,7 @@ store_grant(Entry *entry, const RlKey *key, const RlLeaseCall *call, const RlAns
 	grant->renew_at = call->valid < call->length ? PG_INT64_MAX : grant->ends - length / 4;
 	grant->id = new_id();
 	grant->at = answer->at;
+	grant->life = call->life;
 	for (int i = 0; i < entry->limits.n; i++)
 		grant->mark[i] = charges[i].mark;
 	entry->decision = answer->decision;
@@ -546,10 +549,7 @@ rl_lease_note(const RlKey *key, RlKeyHash key_hash, const RlLimits *limits, int6
  * Refunds
  */
 
-/*
- * Returns units to the grant that they were taken from.  Returns false if it has
- * ended.  Does not throw.
- */
+/* Returns units to the grant that had them, or returns false if it has ended.  Does not throw. */
 bool
 rl_lease_return(RlKeyHash key_hash, uint64 id, int64 units)
 {

@@ -90,6 +90,8 @@ sub kept_wrong
 	my $now = $virtual || $time->[0] * 1_000_000 + $time->[1];
 	my %state = @$fields;
 	my $field = delete $state{expiry};
+	# It needs no expiry of its own.
+	delete $state{lease};
 	my %entries;
 	foreach my $log (grep { /^sliding_log:\d+(?::denied)?$/ } keys %state)
 	{

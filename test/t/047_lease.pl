@@ -202,12 +202,14 @@ is($session->ask('SELECT count(*) FROM orders'), 54, 'a statement trigger allows
 like(counted(), qr/^2\|48\|0\|/, 'it is granted leases, and uses them');
 
 # Right and wrong replies to a call that asks for 16 units.
-foreach my $case ([ 'a grant', '0 0 1 0 16 50000', 'redis lease' ], [ 'a smaller one', '0 0 1 0 1 2', 'redis lease' ],
-	[ 'no grant', '0 0 1 0 0 50000', 'redis redis' ], [ 'a refusal', '-1 0 1 950000000 0 50000', 'redis' ],
-	(map { [ @$_, undef ] } [ 'too many units', '0 0 1 0 17 50000' ], [ 'fewer than no units', '0 0 1 0 -1 50000' ],
-		[ 'too long a time', '0 0 1 0 16 50001' ], [ 'a time that has passed', '0 0 1 0 16 -1' ],
-		[ 'units beside a refusal', '-1 0 1 950000000 1 50000' ], [ 'more units than are free', '0 0 1 949900000 16 50000' ],
-		[ 'no numbers of a grant', '0 0 1 0' ], [ 'a number too many', '0 0 1 0 16 50000 0' ]))
+foreach my $case ([ 'a grant', '0 0 1 0 16 50000 1', 'redis lease' ], [ 'a smaller one', '0 0 1 0 1 2 1', 'redis lease' ],
+	[ 'no grant', '0 0 1 0 0 50000 0', 'redis redis' ], [ 'a refusal', '-1 0 1 950000000 0 50000 1', 'redis' ],
+	(map { [ @$_, undef ] } [ 'too many units', '0 0 1 0 17 50000 1' ], [ 'fewer than no units', '0 0 1 0 -1 50000 1' ],
+		[ 'too long a time', '0 0 1 0 16 50001 1' ], [ 'a time that has passed', '0 0 1 0 16 -1 1' ],
+		[ 'units beside a refusal', '-1 0 1 950000000 1 50000 1' ], [ 'more units than are free', '0 0 1 949900000 16 50000 1' ],
+		[ 'a grant without a life', '0 0 1 0 16 50000 0' ], [ 'a life before 1970', '0 0 1 0 0 50000 -1' ],
+		[ 'a life too late', '0 0 1 0 16 50000 253402300800000000' ],
+		[ 'no numbers of a grant', '0 0 1 0' ], [ 'a number too few', '0 0 1 0 16 50000' ], [ 'a number too many', '0 0 1 0 16 50000 1 0' ]))
 {
 	my ($what, $numbers, $sources) = @$case;
 	my @numbers = split / /, $numbers;

@@ -248,8 +248,8 @@ my %events = (
 		}
 		new_history($run);
 	},
-	# One server resets it: other servers may use their leases, and refund what is left
-	# of them, until nothing counts that was charged before.
+	# One server resets it: other servers may use their leases until these end.  What is
+	# left of them is not refunded.
 	'reset by one' => sub {
 		my ($run, $server) = @_;
 
@@ -257,7 +257,8 @@ my %events = (
 		$server->{refused} = [];
 		new_history($run);
 		take($run, $_, 1 + below(100)) foreach @{ $run->{servers} };
-		$run->{now} += 2 * $run->{limit}{period} + SECOND;
+		# A window that begins with the first action is not known before it ends.
+		$run->{now} += $run->{limit}{parts}[0]{from_first} ? 2 * $run->{limit}{period} + SECOND : $run->{limit}{length};
 		$run->{history} = empty_history();
 	},
 	ban => sub {

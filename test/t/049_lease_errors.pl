@@ -175,7 +175,7 @@ foreach my $key (map { "cancelled $_" } 1 .. 5)
 {
 	my $liar = LyingServer->new(sub {
 		return ":0\r\n" if @_ <= 15;
-		return (grep { /broken/ } @_) ? undef : join("\r\n:", '*6', 0, 0, START, 0, 16, 50_000) . "\r\n";
+		return (grep { /broken/ } @_) ? undef : join("\r\n:", '*7', 0, 0, START, 0, 16, 50_000, START) . "\r\n";
 	});
 	my $text = '10000/1s lease 50ms';
 	my @keys = ((map { "sound $_" } 1 .. 3), map { "broken $_" } 1 .. 3);
@@ -238,22 +238,23 @@ settles('mode', 23, 'modes');
 
 my $text = '10000/1s lease 50ms';
 my @numbers = map {
-	my @numbers = chance(60) ? (0, 0, START, below(9_499 - 16) * 100_000, below(17), below(50_001))
-	  : chance(50) ? (-1, 0, START, 949_900_001 + below(50_000_000), 0, below(50_001)) : (1 + below(SECOND), 0, START, below(950_000_000), 0, 50_000);
+	my @numbers = chance(60) ? (0, 0, START, below(9_499 - 16) * 100_000, below(17), below(50_001), START)
+	  : chance(50) ? (-1, 0, START, 949_900_001 + below(50_000_000), 0, below(50_001), pick(0, START)) : (1 + below(SECOND), 0, START, below(950_000_000), 0, 50_000, pick(0, START));
 
-	$numbers[ below(6) ] = pick(-9223372036854775808, -2, -1, 0, 1, 2, 15, 16, 17, 50_000, 50_001, 948_300_000, 948_300_001, 949_900_000, 949_900_001,
-		2**40, 9223372036854775807) if chance(60);
-	splice @numbers, below(6), pick(0, 1), chance(50) ? pick(0, 1, 16) : () if chance(10);
+	$numbers[ below(7) ] = pick(-9223372036854775808, -2, -1, 0, 1, 2, 15, 16, 17, 50_000, 50_001, 948_300_000, 948_300_001, 949_900_000, 949_900_001,
+		2**40, 253_402_300_799_999_999, 253_402_300_800_000_000, 9223372036854775807) if chance(60);
+	splice @numbers, below(7), pick(0, 1), chance(50) ? pick(0, 1, 16) : () if chance(10);
 	[@numbers]
 } 1 .. $replies;
 
 # Returns the units that a reply grants, -1 if it grants none because it is no allowance, or undef if it is wrong.
 sub granted
 {
-	my ($verdict, $brought, $at, $backlog, $extra, $valid) = @_;
+	my ($verdict, $brought, $at, $backlog, $extra, $valid, $life) = @_;
 
-	return undef if @_ != 6;
+	return undef if @_ != 7;
 	return undef if $verdict < -1 || $brought != 0 || $at < 0 || $at >= 253_402_300_800_000_000 || $backlog < 0 || $extra < 0 || $valid < 0 || $valid > 50_000;
+	return undef if $life < 0 || $life >= 253_402_300_800_000_000 || ($extra > 0 && $life == 0);
 	return $extra > 0 ? undef : -1 if $verdict > 0;
 	return undef if ($verdict == 0) != ($backlog <= 9_499 * 100_000);
 	return $extra > 0 ? undef : -1 if $verdict != 0;

@@ -6,6 +6,7 @@
 use strict;
 use warnings FATAL => 'all';
 
+use List::Util qw(min);
 use LyingServer;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
@@ -97,7 +98,7 @@ sub source_after
 	my ($name, $happen) = @_;
 	my $file = "$folder/$name";
 	my $limits = '10000/1s lease 50ms';
-	my $liar = slow_server($file, '50000', "*6\r\n:0\r\n:0\r\n:1\r\n:0\r\n:16\r\n:50000\r\n");
+	my $liar = slow_server($file, '50000', "*7\r\n:0\r\n:0\r\n:1\r\n:0\r\n:16\r\n:50000\r\n:1\r\n");
 	my $asks = client($liar->path);
 
 	sources($asks, $name, $limits, 16);
@@ -176,6 +177,83 @@ is(used($one, 'other state', $hour), 18, 'a reset of another state refunds what 
 	}
 	at($one, 10 * SECOND);
 	is(used($one, 'several', $limits), 40 * (10 + 10 * 45), 'no unit of many grants is lost');
+}
+
+#
+# A reset by another server
+#
+# What is left of a lease that was charged before is not refunded after it.
+#
+
+# Takes quota so many times.  Returns how many calls are allowed.
+sub allowed
+{
+	my ($session, $key, $limits, $n) = @_;
+
+	return $session->ask("SELECT count(*) FILTER (WHERE (rl_check('$key', '$limits')).allowed) FROM generate_series(1, $n)");
+}
+
+my %resets = (
+	'rl_reset of the key' => sub { my ($key) = @_; $two->ask("SELECT rl_reset('$key')") },
+	'rl_reset of the state' => sub { my ($key, $limits) = @_; $two->ask("SELECT rl_reset('$key', '$limits')") },
+	'DEL' => sub { my ($key) = @_; $redis->cli('DEL', "rl:{$key}") });
+
+foreach my $case ([ 'fixed_window 100/1h lease 1s', 100 ], [ '100/1h burst 200 lease 1s', 199 ])
+{
+	my ($limits, $capacity) = @$case;
+
+	foreach my $reset (sort keys %resets)
+	{
+		# Of few calls none takes a lease.
+		foreach my $calls (5, 250)
+		{
+			foreach my $by (qw(rl_check rl_peek))
+			{
+				my $name = "$limits, $reset, $calls calls, $by";
+				my $passed = min($calls, $capacity);
+
+				at($_, 0) foreach $one, $two;
+				is(sources($one, $name, $limits, 18), 'redis lease', "$name: a lease");
+				$resets{$reset}->($name, $limits);
+				at($_, 10 * SECOND) foreach $one, $two;
+				is(allowed($two, $name, $limits, $calls), $passed, "$name: $passed pass after the reset");
+				if ($by eq 'rl_check')
+				{
+					my $fits = $passed < $capacity ? 1 : 0;
+
+					is(allowed($one, $name, $limits, 1), $fits, "$name: and the next call of the first server is " . ($fits ? 'allowed' : 'refused'));
+					$passed += $fits;
+				}
+				else
+				{
+					used($one, $name, $limits);
+				}
+				is(used($two, $name, $limits), $passed, "$name: nothing is refunded");
+			}
+		}
+	}
+}
+
+# The field that names the key's life
+{
+	my $fields = sub { my ($key) = @_; return join ' ', sort @{ $redis->cli('HKEYS', "rl:{$key}") } };
+
+	at($_, 20 * SECOND) foreach $one, $two;
+	sources($one, 'life', $hour, 17);
+	is($fields->('life'), 'expiry fixed_window:3600000000 lease', 'the first grant adds the field');
+	my $life = $redis->cli('HGET', 'rl:{life}', 'lease');
+	cmp_ok(abs($life / SECOND - $redis->cli('TIME')->[0]), '<', 3600, "its value is a time by Redis's own clock");
+	at($one, 21 * SECOND);
+	sources($one, 'life', $hour, 17);
+	is($redis->cli('HGET', 'rl:{life}', 'lease'), $life, 'the next grant keeps it');
+	$two->ask(q{SELECT rl_ban('life', 1), rl_unban('life'), rl_reset('life', '5/1s')});
+	is($redis->cli('HGET', 'rl:{life}', 'lease'), $life, 'the end of a ban, and a reset of a state that is not there, keep it');
+	is($two->ask("SELECT string_agg(state, ' ') FROM rl_inspect('life')"), 'fixed_window:3600000000', 'rl_inspect does not show it');
+	$two->ask(q{SELECT rl_check('life', 'sliding_log 5/2h'), rl_reset('life', '} . $hour . q{')});
+	is($fields->('life'), 'expiry sliding_log:7200000000', 'a reset of a state deletes it');
+	$redis->cli('HSET', 'rl:{life}', 'lease', $life);
+	$two->ask(q{SELECT rl_reset('life', 'sliding_log 5/2h')});
+	is($fields->('life'), '', 'a key that has only this field and its expiry is deleted');
 }
 
 $_->quit foreach $one, $two;
