@@ -35,3 +35,15 @@ else
   call('HSET', hash, tag, text)
 end
 -->
+
+-- Writes the fields and values of "set".
+--< keep_all
+if expires then
+  set[#set + 1] = 'expiry'
+  set[#set + 1] = expires
+end
+call('HSET', hash, unpack(set))
+if expires then
+  call('PEXPIREAT', hash, expires)
+end
+-->

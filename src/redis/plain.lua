@@ -59,14 +59,7 @@ if ARGV[2] == '1' and ARGV[3] ~= '0' then
     end
     if plain then
       --@ expiry
-      if expires then
-        set[#set + 1] = 'expiry'
-        set[#set + 1] = expires
-      end
-      call('HSET', hash, unpack(set))
-      if expires then
-        call('PEXPIREAT', hash, expires)
-      end
+      --@ keep_all
       return reply
     end
   end

@@ -71,14 +71,7 @@ local function write()
   if #set > 0 then
     local needed = longest
     --@ expiry
-    if expires then
-      set[#set + 1] = 'expiry'
-      set[#set + 1] = expires
-    end
-    call('HSET', hash, unpack(set))
-    if expires then
-      call('PEXPIREAT', hash, expires)
-    end
+    --@ keep_all
   end
   if #gone > 0 then
     call('HDEL', hash, unpack(gone))
