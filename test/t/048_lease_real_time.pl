@@ -13,7 +13,6 @@ use strict;
 use warnings FATAL => 'all';
 
 use Engines;
-use FindBin;
 use LeaseClients;
 use List::Util qw(max min shuffle sum0);
 use PostgreSQL::Test::Cluster;
@@ -385,24 +384,6 @@ note join ', ', "$total actions", map { "$_: " . ($did{$_} // $changes{$_}) } so
 #
 # The sources are changed, so that a promise is broken.  The same clients must find it.
 #
-
-# Returns a library that is built from these sources with a change in one file.
-sub wrong_library
-{
-	my ($file, $right, $wrong) = @_;
-	my $root = "$FindBin::RealBin/../..";
-	my $folder = PostgreSQL::Test::Utils::tempdir . '/build';
-	my $text = slurp_file("$root/$file");
-
-	die "$file has changed" unless $text =~ s/\Q$right\E/$wrong/;
-	mkdir $folder or die "$folder: $!";
-	# Objects that are there need not be compiled again.
-	run_log([ 'cp', '-a', (map { "$root/$_" } qw(Makefile ratelimit.control sql src)), $folder ]) or die 'could not copy the sources';
-	unlink "$folder/$file", "$folder/ratelimit.so";
-	append_to_file("$folder/$file", $text);
-	run_log([ 'make', '-s', '-C', $folder, 'with_llvm=no' ]) or die 'could not build the change';
-	return "$folder/ratelimit";
-}
 
 my $library = '$libdir/ratelimit';
 foreach my $case (

@@ -17,7 +17,7 @@ use Test::More;
 our @EXPORT = qw(await new_node shared_node needs_no_preload preload_setting restart_unshared start_node store version
 	has_program preload password_file new_log members
 	still_runs session start_clients finish_clients await_load count_of measures
-	none ttl_problems keys_in_virtual_time log_entries);
+	none ttl_problems keys_in_virtual_time log_entries wrong_library);
 
 # Objects must be destroyed, and so their servers stopped, when a test is interrupted.
 $SIG{$_} = sub { die "interrupted by a signal" } foreach qw(INT TERM HUP);
@@ -385,6 +385,24 @@ sub log_entries
 	push @wrong, "$name has an empty entry" if grep { $_->[1] == 0 } @entries;
 	push @wrong, "$name is there for nothing" if !@entries && !(defined $dead && $dead < $next);
 	return (\@entries, @wrong);
+}
+
+# Returns a library that is built from these sources with a change in one file.
+sub wrong_library
+{
+	my ($file, $right, $wrong) = @_;
+	my $root = "$FindBin::RealBin/../..";
+	my $folder = PostgreSQL::Test::Utils::tempdir . '/build';
+	my $text = slurp_file("$root/$file");
+
+	die "$file has changed" unless $text =~ s/\Q$right\E/$wrong/;
+	mkdir $folder or die "$folder: $!";
+	# Objects that are there need not be compiled again.
+	run_log([ 'cp', '-a', (map { "$root/$_" } qw(Makefile ratelimit.control sql src)), $folder ]) or die 'could not copy the sources';
+	unlink "$folder/$file", "$folder/ratelimit.so";
+	append_to_file("$folder/$file", $text);
+	run_log([ 'make', '-s', '-C', $folder, 'with_llvm=no' ]) or die 'could not build the change';
+	return "$folder/ratelimit";
 }
 
 package RatelimitTest::Session;
