@@ -114,8 +114,9 @@ rl_groups_make(Rule *rule, const RlOrigin *origins)
 	groups->origins = origins;
 	groups->context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit groups",
 											ALLOCSET_DEFAULT_SIZES);
+	/* The first block has room for the two StringInfos of three pairs, so that most rows need no other. */
 	groups->row_context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit row",
-												ALLOCSET_SMALL_SIZES);
+												ALLOCSET_DEFAULT_SIZES);
 	start(groups);
 	return groups;
 }
