@@ -184,10 +184,14 @@ rl_resp_arg(StringInfo out, const char *data, int len)
 	char	   *p;
 
 	/* Room for "$", the length, two ends of line, and a terminator. */
-	enlargeStringInfo(out, len + 16);
+	if (out->maxlen - out->len <= len + 16)
+		enlargeStringInfo(out, len + 16);
 	p = out->data + out->len;
 	*p++ = '$';
-	p += pg_ultoa_n(len, p);
+	if (len < 10)
+		*p++ = '0' + len;
+	else
+		p += pg_ultoa_n(len, p);
 	*p++ = '\r';
 	*p++ = '\n';
 	memcpy(p, data, len);
