@@ -106,14 +106,15 @@ $(CHECK_H): $(PLAIN_PARTS) $(call lua,redis/expiry redis/clock redis/plain redis
 	$(call lua,redis/act redis/check)
 
 # One limit.
+$(ALONE:%=src/redis/alone_%.lua.h): PARTS += $(call lua,redis/clock)
 src/redis/alone_throttle.lua.h src/redis/many_throttle.lua.h: PARTS += $(call lua,algorithm/gcra)
-src/redis/alone_throttle.lua.h: $(call lua,redis/expiry algorithm/gcra redis/clock algorithm/throttle)
+src/redis/alone_throttle.lua.h: $(call lua,redis/expiry algorithm/gcra redis/clock redis/clock_alone redis/throttle_read algorithm/throttle)
 src/redis/many_throttle.lua.h: $(call lua,redis/expiry algorithm/gcra redis/clock redis/many_begin algorithm/throttle redis/many)
 src/redis/alone_sliding_log.lua.h: PARTS += $(call lua,algorithm/log_tail)
-src/redis/alone_sliding_log.lua.h: $(call lua,redis/expiry algorithm/log_tail redis/clock algorithm/sliding_log_one redis/one \
+src/redis/alone_sliding_log.lua.h: $(call lua,redis/expiry algorithm/log_tail redis/clock redis/clock_alone algorithm/sliding_log_one redis/one \
 	algorithm/sliding_log_list redis/state $(addprefix algorithm/,$(sliding_log_lua)) redis/act redis/check)
 $(foreach a,$(ONE),$(eval src/redis/alone_$(a).lua.h: PARTS += $(call lua,algorithm/$(a))))
-$(ONE:%=src/redis/alone_%.lua.h): src/redis/alone_%.lua.h: $(call lua,redis/expiry algorithm/% redis/clock redis/one_read redis/one)
+$(ONE:%=src/redis/alone_%.lua.h): src/redis/alone_%.lua.h: $(call lua,redis/expiry algorithm/% redis/clock redis/clock_alone redis/one_read redis/one)
 
 src/redis/check_many.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/act redis/check_many)
 src/redis/check_all.lua.h: $(STATE_LUA) $(ALGORITHMS_LUA) $(call lua,redis/act redis/check_all)

@@ -216,8 +216,8 @@ typedef struct RlAlgorithm
 
 	/*
 	 * For the script for one limit without options, if the Makefile lists the
-	 * algorithm in ALONE.  It gets the quota and the period, unless the numbers
-	 * suffice, and then the numbers.
+	 * algorithm in ALONE.  It gets the quota, the period, and at most two numbers;
+	 * or only the numbers, if they suffice.
 	 */
 	bool		numbers_suffice;
 	/*

@@ -191,7 +191,10 @@ charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after pg_attribu
 	return (RlCharge) {refund_of(limit, quota), at, 0, 0};
 }
 
-/* The cost of the quota, and the longest backlog that leaves room for it */
+/*
+ * The cost of the quota, and the longest backlog that leaves room for it; then the
+ * nanoseconds of both, which are often 0, so that the faster scripts do without them.
+ */
 static int
 numbers(const RlLimit *limit, int64 quota, int64 *numbers)
 {
@@ -199,8 +202,8 @@ numbers(const RlLimit *limit, int64 quota, int64 *numbers)
 	int64		room = quota <= limit->capacity ? cost(limit, limit->capacity - quota) : -NS_PER_US;
 
 	numbers[0] = charge / NS_PER_US;
-	numbers[1] = charge % NS_PER_US;
-	numbers[2] = room / NS_PER_US;
+	numbers[1] = room / NS_PER_US;
+	numbers[2] = charge % NS_PER_US;
 	numbers[3] = room % NS_PER_US;
 	return 4;
 }

@@ -3,12 +3,12 @@
 --
 -- The field is the theoretical arrival time (TAT) in decimal nanoseconds since
 -- 1970. It is too long for a Lua number, so it is read as microseconds and
--- nanoseconds. The limit's numbers are the cost of the quota, and the longest
--- backlog that leaves room for it, in two parts each. l.us and l.ns are the
--- backlog. l.used is more than 0 if the backlog is.
+-- nanoseconds. The limit's numbers are the cost of the quota and the longest backlog
+-- that leaves room for it, in microseconds, and then the nanoseconds of both. l.us and
+-- l.ns are the backlog. l.used is more than 0 if the backlog is.
 
 algorithms.throttle = {
-  read = function(l, cost_us, cost_ns, room_us, room_ns)
+  read = function(l, cost_us, room_us, cost_ns, room_ns)
     l.cost_us, l.cost_ns = tonumber(cost_us), tonumber(cost_ns)
     l.room_us, l.room_ns = tonumber(room_us), tonumber(room_ns)
   end,

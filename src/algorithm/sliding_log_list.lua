@@ -1,4 +1,4 @@
 end
 
-local ARGV = {ARGV[1], '1', ARGV[3], 'sliding_log', tag, ARGV[4], ARGV[5], '', '', '', '', '0', '0'}
+local ARGV = {'', '1', ARGV[2], 'sliding_log', tag, ARGV[3], ARGV[4], '', '', '', '', '0', '0'}
 

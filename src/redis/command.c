@@ -112,14 +112,21 @@ rl_command_number(RlCommand *command, int64 number)
 	rl_command_arg(command, text, pg_lltoa(number, text));
 }
 
-/* Appends the number of keys, the name of the key's hash, and ARGV[1]: the time if a test sets it. */
+/* Appends the number of keys, and the name of the key's hash. */
 void
-rl_command_hash(RlCommand *command, const RlKey *key)
+rl_command_one_key(RlCommand *command, const RlKey *key)
 {
 	char		name[RL_MAX_REDIS_KEY];
 
 	rl_command_number(command, 1);
 	rl_command_arg(command, name, rl_redis_key(key, name));
+}
+
+/* Appends the number of keys, the name of the key's hash, and ARGV[1]: the time if a test sets it. */
+void
+rl_command_hash(RlCommand *command, const RlKey *key)
+{
+	rl_command_one_key(command, key);
 	rl_command_text(command, rl_debug_now);
 }
 

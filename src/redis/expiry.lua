@@ -20,7 +20,7 @@ if ends > kept or found < kept then
   if found == -1 and not expiry then
     kept = real / 1000 + 3155760000000
   elseif ends > kept then
-    kept = ends + math.min(math.max(needed / 4000, 100), 3600000)
+    kept = ends + math.min(math.max(needed / 4000, 1000), 3600000)
   end
   expires = string.format('%.0f', math.max(kept, found))
 end

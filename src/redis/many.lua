@@ -1,14 +1,16 @@
 end
 
 -- The end of the script that decides many keys under one limit each, in the order of
--- KEYS. ARGV[2] is the number of arguments of a limit. From ARGV[3] on there are runs:
--- a number of keys, and the arguments of the limit of each of these keys.
+-- KEYS. ARGV[2] is the number of arguments of a limit: those of throttle.lua, without
+-- those at the end that are 0 for all limits. From ARGV[3] on there are runs: a number
+-- of keys, and the arguments of the limit of each of these keys.
 --
 -- Returns the time, and the number of each key. At the end there are pairs for the keys
 -- that are banned: the key's position, and the rest of its ban in microseconds. A pair
 -- with -1 is for a key that has failed: it was not charged, and its number is 0.
 
-local size, at, left, arguments = tonumber(ARGV[2]), 3, 0, nil
+local size, at, left = tonumber(ARGV[2]), 3, 0
+local tag, cost, room, cost_ns, room_ns
 local reply, pairs_at_end, i = {now}, {}, 0
 
 local function add_pair(value)
@@ -20,11 +22,12 @@ local function take_keys()
   while i < #KEYS do
     i = i + 1
     if left == 0 then
-      left, arguments = tonumber(ARGV[at]), {'', unpack(ARGV, at + 1, at + size)}
+      left = tonumber(ARGV[at])
+      tag, cost, room, cost_ns, room_ns = unpack(ARGV, at + 1, at + size)
       at = at + 1 + size
     end
     left = left - 1
-    local number = take(KEYS[i], arguments)
+    local number = take(KEYS[i], tag, cost, room, cost_ns, room_ns)
     if type(number) == 'table' then
       add_pair(number[1])
       number = number[2]

@@ -2,7 +2,7 @@
 -- the script for the common call. It makes no function and only the tables of replies.
 -- The algorithm's file has the parts, which lists of limits use too.
 --
--- ARGV[2] is the limit's tag, ARGV[3] the quota, ARGV[4] the period, and then come the
+-- ARGV[1] is the limit's tag, ARGV[2] the quota, ARGV[3] the period, and then come the
 -- numbers for the algorithm. Returns the quota in use after the action, and the
 -- wait until nothing is in use. If the action is refused, the wait until the same
 -- call can succeed follows, and under a ban also the rest of the ban. Waits are in

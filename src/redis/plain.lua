@@ -23,9 +23,9 @@ if ARGV[2] == '1' and ARGV[3] ~= '0' then
       at = at + 1
       if algorithm == 'throttle' then
         --@ backlog of gcra
-        local room_us = ARGV[a + 5] + 0
+        local room_us = second + 0
         if us < room_us or us == room_us and ns <= ARGV[a + 6] + 0 then
-          local cost_us, cost_ns = first + 0, second + 0
+          local cost_us, cost_ns = first + 0, ARGV[a + 5] + 0
           reply[#reply + 1] = string.format('%.0f%03.0f', us, ns)
           --@ charge of gcra
           --@ tat

@@ -73,23 +73,6 @@ append_windows(RlCommand *command, const RlLimit *limit)
 	rl_command_arg(command, text, n);
 }
 
-/* Appends the numbers that the algorithm's script reads.  Returns how many they are. */
-static int
-append_numbers(RlCommand *command, const RlLimit *limit, int64 quota)
-{
-	int64		numbers[RL_NUMBERS];
-	int			n = rl_algorithm(limit)->numbers(limit, quota, numbers);
-
-	for (int i = 0; i < n; i++)
-		rl_command_number(command, numbers[i]);
-	if (limit->calendar != RL_NO_CALENDAR)
-	{
-		append_windows(command, limit);
-		n++;
-	}
-	return n;
-}
-
 /*
  * Appends the LIMIT arguments of one limit, in the order in which load_limits
  * in state.lua unpacks them.  Without trace, a refusal is not counted, neither
@@ -101,11 +84,20 @@ rl_append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trac
 {
 	bool		possible = quota <= limit->capacity;
 	bool		ban = trace && possible && limit->ban > 0;
+	int64		numbers[RL_NUMBERS];
+	int			n = rl_algorithm(limit)->numbers(limit, quota, numbers);
 
 	rl_command_text(command, rl_algorithm(limit)->name);
 	rl_append_tag(command, limit);
 	rl_command_number(command, limit->period);
-	for (int i = append_numbers(command, limit, quota); i < RL_NUMBERS; i++)
+	for (int i = 0; i < n; i++)
+		rl_command_number(command, numbers[i]);
+	if (limit->calendar != RL_NO_CALENDAR)
+	{
+		append_windows(command, limit);
+		n++;
+	}
+	for (; n < RL_NUMBERS; n++)
 		rl_command_arg(command, "", 0);
 	rl_command_text(command, trace && possible && limit->count_denied ? "1" : "");
 	rl_command_number(command, ban ? limit->ban : 0);
@@ -232,19 +224,39 @@ rl_take_script(const RlAction *action)
 	return &rl_check_scripts[limits->limit[0].algorithm];
 }
 
-/* Appends the arguments of the faster script for one limit: RL_FAST_ARGS if the numbers suffice. */
-void
-rl_take_append_fast(RlCommand *command, const RlAction *action)
+/*
+ * Sets RL_FAST_NUMBERS numbers for the faster script for one limit.  Returns how many
+ * it needs: those at the end may be left out if they are 0.
+ */
+int
+rl_take_fast_numbers(const RlAction *action, int64 *numbers)
 {
 	const RlLimit *limit = &action->limits->limit[0];
+	int			n = 0;
 
-	rl_append_tag(command, limit);
+	memset(numbers, 0, RL_FAST_NUMBERS * sizeof(int64));
 	if (!rl_algorithm(limit)->numbers_suffice)
 	{
-		rl_command_number(command, action->quota);
-		rl_command_number(command, limit->period);
+		numbers[n++] = action->quota;
+		numbers[n++] = limit->period;
 	}
-	append_numbers(command, limit, action->quota);
+	n += rl_algorithm(limit)->numbers(limit, action->quota, &numbers[n]);
+	Assert(n <= RL_FAST_NUMBERS);
+	while (n > 0 && numbers[n - 1] == 0)
+		n--;
+	return n;
+}
+
+/* Appends the tag, and the numbers that the faster script needs, at least "least". */
+void
+rl_take_append_fast(RlCommand *command, const RlAction *action, int least)
+{
+	int64		numbers[RL_FAST_NUMBERS];
+	int			n = Max(rl_take_fast_numbers(action, numbers), least);
+
+	rl_append_tag(command, &action->limits->limit[0]);
+	for (int i = 0; i < n; i++)
+		rl_command_number(command, numbers[i]);
 }
 
 /* Appends the arguments of check.lua, or with alone of the faster script for one limit. */
@@ -255,12 +267,17 @@ rl_take_append(RlCommand *command, const RlAction *action, bool alone)
 	int64		quota = action->quota;
 	RlTake		how = action->how;
 
-	rl_command_hash(command, &action->key);
 	if (alone)
 	{
-		rl_take_append_fast(command, action);
+		bool		debug = rl_debug_now[0] != '\0';
+
+		rl_command_one_key(command, &action->key);
+		rl_take_append_fast(command, action, debug ? RL_FAST_NUMBERS : 0);
+		if (debug)
+			rl_command_text(command, rl_debug_now);
 		return;
 	}
+	rl_command_hash(command, &action->key);
 	rl_command_text(command, how == RL_PEEK ? "0" : "1");
 	rl_command_number(command, quota);
 	for (int i = 0; i < limits->n; i++)

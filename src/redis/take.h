@@ -8,7 +8,7 @@
 #include "algorithm/algorithm.h"
 #include "redis/command.h"
 
-#define RL_FAST_ARGS		5	/* a tag, and the numbers of a limit */
+#define RL_FAST_NUMBERS		4	/* at most, of the faster script for one limit */
 
 /* The reply of a script that takes quota, for one key. */
 typedef struct RlTakeReply
@@ -33,7 +33,8 @@ extern RlScript *rl_take_script(const RlAction *action);
 extern void rl_take_append(RlCommand *command, const RlAction *action, bool alone);
 extern bool rl_take_asks_lease(const RlAction *action);
 extern void rl_take_append_lease(RlCommand *command, const RlAction *action);
-extern void rl_take_append_fast(RlCommand *command, const RlAction *action);
+extern int	rl_take_fast_numbers(const RlAction *action, int64 *numbers);
+extern void rl_take_append_fast(RlCommand *command, const RlAction *action, int least);
 extern bool rl_take_read(const RlAction *action, bool alone, const RlReply *reply,
 						 RlDecision *decisions, int64 *at, RlError *error);
 extern bool rl_take_read_lease(const RlAction *action, const RlReply *reply,

@@ -167,6 +167,17 @@ ask_again(Taking *taking, int call)
 	memset(&taking->again[taking->first[call]], true, taking->keys[call]);
 }
 
+/* Returns the end of the run that begins with action i: those with the same limits and quota. */
+static int
+run_end(const RlAction *const *actions, int i, int n)
+{
+	int			end = i + 1;
+
+	while (end < n && actions[end]->limits == actions[i]->limits && actions[end]->quota == actions[i]->quota)
+		end++;
+	return end;
+}
+
 /* Appends the arguments of check_many.lua or many.lua. */
 static bool
 append_call(RlCommand *command, int call, void *arg)
@@ -174,6 +185,8 @@ append_call(RlCommand *command, int call, void *arg)
 	Taking	   *taking = arg;
 	const RlAction *const *actions = &taking->actions[taking->first[call]];
 	int			n = taking->keys[call];
+	int			nnumbers = 0;
+	int64		numbers[RL_FAST_NUMBERS];
 	int			next;
 
 	/* Another call has shown that the server is a cluster's. */
@@ -190,20 +203,20 @@ append_call(RlCommand *command, int call, void *arg)
 		rl_command_arg(command, name, rl_redis_key(&actions[i]->key, name));
 	}
 	rl_command_text(command, rl_debug_now);
+	for (int i = 0; i < n && taking->fast; i = run_end(actions, i, n))
+		nnumbers = Max(nnumbers, rl_take_fast_numbers(actions[i], numbers));
 	if (taking->fast)
-		rl_command_number(command, RL_FAST_ARGS);
+		rl_command_number(command, 1 + nnumbers);
 	for (int i = 0; i < n; i = next)
 	{
 		const RlAction *action = actions[i];
 		const RlLimits *limits = action->limits;
 
-		next = i + 1;
-		while (next < n && actions[next]->limits == limits && actions[next]->quota == action->quota)
-			next++;
+		next = run_end(actions, i, n);
 		rl_command_number(command, next - i);
 		if (taking->fast)
 		{
-			rl_take_append_fast(command, action);
+			rl_take_append_fast(command, action, nnumbers);
 			continue;
 		}
 		rl_command_number(command, limits->n);

@@ -74,9 +74,10 @@ prepare_scripts() {
 		IFS='|' read -r name _ number title sql <<<"$row"
 		record_script "$number" "$sql" >"$T/scripts/$name"
 	done
-	# The former script has the same arguments.
-	rate=$(redis --raw SCRIPT LOAD "$(<"$SRC/test/bench/throttle_before.lua")")
-	sed -i "2s/.*/$rate/" "$T/scripts/before"
+	# The former script has the time first, empty, and both numbers of nanoseconds.
+	mapfile -t call <"$T/scripts/before"
+	call[1]=$(redis --raw SCRIPT LOAD "$(<"$SRC/test/bench/throttle_before.lua")")
+	printf '%s\n' "${call[@]:0:4}" '' "${call[4]}" "${call[5]}" 0 "${call[6]}" 0 >"$T/scripts/before"
 }
 
 # Measures one round of all scripts, with everything on one core.

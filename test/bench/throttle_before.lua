@@ -1,5 +1,6 @@
 -- The script of rl_throttle before the expiry was set in steps: the unit of the column
--- "x before" of script/bench --scripts. It has the arguments of throttle.lua.
+-- "x before" of script/bench --scripts, which makes its arguments: the time or empty, the
+-- tag, and then the cost and the room, each in microseconds and nanoseconds.
 
 local hash = KEYS[1]
 local now = tonumber(ARGV[1])

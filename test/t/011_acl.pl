@@ -48,6 +48,7 @@ my $log = 'sliding_log 4/1h';
 my @calls = (
 	(map { ("SELECT $_", "SELECT $_") } q{rl_throttle('k', 1, 1, 3600)}, q{rl_token_bucket('k', 1, 1, 3600)},
 		q{rl_fixed_window('k', 1, 3600)}, q{rl_sliding_window('k', 1, 3600, 60)}, q{rl_sliding_log('k', 1, 3600)}),
+	(map { "SELECT rl_throttle('busy', 1000, 1000, 3600, $_)" } 100, 1),
 	"SELECT rl_check('five', '$five', 2)", "SELECT rl_check('five', '$five', 2)",
 	(map { ("SELECT rl_check('$_', '$_ 1/1h ban 1h after 2')") x 3 }
 		qw(throttle token_bucket fixed_window sliding_window sliding_log)),

@@ -82,11 +82,12 @@ sub kept_wrong
 	my ($hash, $bound, $virtual, @expected) = @_;
 	my @wrong;
 
-	# One script, so that all values are of the same moment.  The time comes last.
-	# Otherwise the times to live could seem too short.
-	my ($ttl, $fields, $time) = @{ $redis->cli('EVAL', q{
-		return {redis.call('PTTL', KEYS[1]), redis.call('HGETALL', KEYS[1]), redis.call('TIME')}}, 1, $hash) };
+	# One script, so that all values are of the same moment.  It gets the time of the
+	# expiry, because PTTL is for the time at which the script began.
+	my ($expires, $fields, $time) = @{ $redis->cli('EVAL', q{
+		return {redis.call('PEXPIRETIME', KEYS[1]), redis.call('HGETALL', KEYS[1]), redis.call('TIME')}}, 1, $hash) };
 	my $real = $time->[0] * 1000 + $time->[1] / 1000;
+	my $ttl = $expires < 0 ? $expires : $expires - $real;
 	my $now = $virtual || $time->[0] * 1_000_000 + $time->[1];
 	my %state = @$fields;
 	my $field = delete $state{expiry};
@@ -112,16 +113,16 @@ sub kept_wrong
 
 		# In virtual time a key lives for at least an hour, and time passes faster.
 		$need = max($need, 3_600_000) if $virtual;
-		$bound->{$key} = max($bound->{$key} || 0, $real + $need + min(max($need / 4, 100), 3_600_000));
-		# A step gives at most a quarter more, but at least 0.1 s, and at most an hour.
+		$bound->{$key} = max($bound->{$key} || 0, $real + $need + min(max($need / 4, 1000), 3_600_000));
+		# A step gives at most a quarter more, but at least a second, and at most an hour.
 		my $most = $bound->{$key} - $real + 1000 + late();
 		push @wrong, "$key has no time to live" if $ttl == -1;
 		push @wrong, "$key lives $ttl ms, and is of use for $need" if $ttl < $need - ($virtual ? 120_000 : 0.6);
 		push @wrong, "$key lives $ttl ms, and was of use for $most at most" if $ttl > $most;
 	};
 
-	push @wrong, "$hash expires in $ttl ms, and its field says " . ($field // 'nothing')
-	  if %state && abs(($field || 0) - $real - $ttl) > 2;
+	push @wrong, "$hash expires at $expires, and its field says " . ($field // 'nothing')
+	  if %state && ($field // '') ne $expires;
 	$judge->($hash, $ttl, max(map { useful_until($_, $state{$_}, \%entries) } keys %state)) if %state;
 
 	# A sliding window's field is the sum, the newest counter, then the others from the

@@ -11,6 +11,7 @@ use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
 use POSIX qw(ceil);
+use RedisMonitor;
 use RedisServer;
 use Test::More;
 
@@ -225,7 +226,18 @@ $redis->cli('CONFIG', 'SET', 'client-output-buffer-limit', 'normal 0 0 0');
 # Scripts that are flushed repeatedly, and loaded by another client
 #
 
-my $text = join '', map { slurp_file($_) } map { "$ENV{PWD}/src/$_.lua" } qw(redis/clock redis/many_begin algorithm/throttle redis/many);
+# The script is loaded as the extension sends it.
+$redis->cli('SCRIPT', 'FLUSH');
+my $monitor = RedisMonitor->new($redis);
+$session->ask("SELECT taken('source', 2, 2)");
+my ($text) = map { $_->[1] =~ s/\\(.)/$1 eq 'n' ? "\n" : $1/ger } grep { uc $_->[0] eq 'EVAL' } $monitor->commands;
+undef $monitor;
+$redis->cli('SCRIPT', 'FLUSH');
+$redis->cli('SCRIPT', 'LOAD', $text);
+$redis->cli('CONFIG', 'RESETSTAT');
+is($session->ask("SELECT taken('source', 2, 2)"), '{1,1}', 'another client loads the script that the extension calls');
+is($redis->errors('NOSCRIPT'), 0, 'it is not missing then');
+
 foreach my $others (0, 1)
 {
 	$redis->cli('CONFIG', 'RESETSTAT');
