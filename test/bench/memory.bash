@@ -37,26 +37,25 @@ settled_memory() {
 	echo "$now"
 }
 
-# fill KEYS CALLS LIMITS: makes the keys.  24 minutes pass between the calls for a key, or 1 s with a log.
+# fill KEYS CALLS LIMITS: makes the keys.  24 minutes pass between the calls for a key, or
+# 1 s with a log; the last call is for the present time.
 fill() {
-	local step=1440 i
+	local step=1440 now i
 	[[ $3 != *sliding_log* ]] || step=1
+	now=$(date +%s)
 	{
 		echo "CREATE TEMP TABLE filled AS SELECT array_agg('create_order:' || 1000000 + i) AS keys FROM generate_series(1, $1) i;"
 		for ((i = 1; i <= $2; i++)); do
-			echo "SET ratelimit.debug_now = '$(((1700000000 + i * step) * 1000000))';"
+			echo "SET ratelimit.debug_now = '$(((now - ($2 - i) * step) * 1000000))';"
 			echo "SELECT count(*) FROM filled, rl_check_many(keys, '$3');"
 		done
 	} | sql -o /dev/null
 }
 
-# talk CALLS LIMITS: makes 1,000 calls, one after the other, for keys that fill has made
-# with so many calls.
+# talk LIMITS: makes 1,000 calls, one after the other, for keys that fill has made.
 talk() {
-	local step=1440
-	[[ $2 != *sliding_log* ]] || step=1
-	sql -o /dev/null -c "SET ratelimit.denial_cache = off; SET ratelimit.debug_now = '$(((1700000000 + $1 * step) * 1000000))';
-		SELECT count(*) FROM generate_series(1, 1000) i, rl_check('create_order:' || 1000001 + i % 100, '$2')"
+	sql -o /dev/null -c 'SET ratelimit.denial_cache = off' \
+		-c "SELECT count(*) FROM generate_series(1, 1000) i, rl_check('create_order:' || 1000001 + i % 100, '$1')"
 }
 
 # Prints the mean MEMORY USAGE of a key's hash, over a hundred keys.
@@ -88,7 +87,7 @@ report_memory() {
 		bytes=$(($(settled_memory) - base)) usage=$(mean_usage)
 		[[ $(redis --raw EVAL "return #redis.call('KEYS', '*}')" 0) == "$keys" ]] || die "Redis does not have the keys of $title"
 		redis CONFIG RESETSTAT >/dev/null
-		talk "$calls" "$limits"
+		talk "$limits"
 		in=$(memory_field total_net_input_bytes stats) out=$(memory_field total_net_output_bytes stats)
 		memory_row "$title" "$keys" "$usage" "$((bytes / keys))" "$((in / 1000))" "$((out / 1000))"
 	done
@@ -104,4 +103,4 @@ report_memory() {
 	echo
 }
 
-shared_memory() { sql -At -c "SELECT allocated_size FROM pg_shmem_allocations WHERE name = 'ratelimit'"; }
+shared_memory() { sql -At -c "SELECT allocated_size FROM pg_shmem_allocations WHERE name LIKE 'ratelimit %'"; }
