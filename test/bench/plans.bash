@@ -8,11 +8,12 @@
 # The rows come in three ways: one statement inserts all under a row trigger, one
 # statement inserts all under a statement trigger, or a client inserts each row by a
 # statement of its own, under a row trigger.  There the function by itself costs what a
-# SELECT of it takes more than SELECT 1.
+# SELECT of it takes more than SELECT 1.  This is measured for a function in PL/pgSQL too:
+# before PostgreSQL 18, one in SQL is planned again in each transaction.
 
 plan_rows=20000
 plans=(function fixed both by_function fixed_statement by_function_statement
-	single.nothing single.function single.fixed single.by_function)
+	single.nothing single.function single.plpgsql single.fixed single.by_function single.by_plpgsql)
 declare -A PLAN=(
 	[function]='the function called by itself, for each row of a table'
 	[fixed]='one INSERT, row trigger with fixed limits'
@@ -22,22 +23,25 @@ declare -A PLAN=(
 	[by_function_statement]='one INSERT, statement trigger with limits by the function'
 	[single.nothing]='SELECT 1 by a client'
 	[single.function]='SELECT of the function by a client'
+	[single.plpgsql]='SELECT of the same function in PL/pgSQL by a client'
 	[single.fixed]='an INSERT for each row, row trigger with fixed limits'
 	[single.by_function]='an INSERT for each row, row trigger with limits by the function'
+	[single.by_plpgsql]='an INSERT for each row, row trigger with limits by PL/pgSQL'
 )
 PLAN_TARGET=1.15
 
 prepare_plans() {
+	local name query='SELECT limits FROM plans JOIN customers ON plans.id = plan WHERE customers.id = customer'
 	sql <<-END
 		CREATE TABLE plans (id int PRIMARY KEY, limits rl_limits NOT NULL);
-		INSERT INTO plans SELECT i, format('%s/1h', 1000000 + i)::rl_limits FROM generate_series(0, 999) i;
+		INSERT INTO plans SELECT i, format('1000000/1h burst %s', 1000000 + i)::rl_limits FROM generate_series(0, 999) i;
 		CREATE TABLE customers (id int PRIMARY KEY, plan int NOT NULL);
 		INSERT INTO customers SELECT i, i % 1000 FROM generate_series(1, $plan_rows) i;
 		CREATE TABLE wanted AS SELECT id AS customer FROM customers ORDER BY random();
 		VACUUM ANALYZE plans, customers, wanted;
 		CREATE FUNCTION limits_of(customer int) RETURNS rl_limits LANGUAGE sql STABLE SECURITY DEFINER
 			SET search_path = public, pg_temp AS
-			'SELECT limits FROM plans JOIN customers ON plans.id = plan WHERE customers.id = customer';
+			'$query';
 		CREATE UNLOGGED TABLE fixed (customer int);
 		CREATE TRIGGER enforce BEFORE INSERT ON fixed
 			FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{customer}', '1000000/1h');
@@ -50,19 +54,26 @@ prepare_plans() {
 		CREATE UNLOGGED TABLE by_function_statement (customer int);
 		CREATE TRIGGER enforce AFTER INSERT ON by_function_statement REFERENCING NEW TABLE AS new_rows
 			FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('order:{customer}', 'public.limits_of({customer})');
+		CREATE FUNCTION limits_of_plpgsql(customer int) RETURNS rl_limits LANGUAGE plpgsql STABLE SECURITY DEFINER
+			SET search_path = public, pg_temp AS
+			'BEGIN RETURN ($query); END';
+		CREATE UNLOGGED TABLE by_plpgsql (customer int);
+		CREATE TRIGGER enforce BEFORE INSERT ON by_plpgsql
+			FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{customer}', 'public.limits_of_plpgsql({customer})');
 	END
-	local name
 	for name in 'nothing SELECT 1' 'function SELECT limits_of(:customer)' 'fixed INSERT INTO fixed VALUES (:customer)' \
-		'by_function INSERT INTO by_function VALUES (:customer)'; do
+		'by_function INSERT INTO by_function VALUES (:customer)' 'plpgsql SELECT limits_of_plpgsql(:customer)' \
+		'by_plpgsql INSERT INTO by_plpgsql VALUES (:customer)'; do
 		printf '\\set customer random(1, %d)\n%s;\n' "$plan_rows" "${name#* }" >"$T/single_${name%% *}.sql"
 	done
 }
 
-# time_plan STORE NAME STATEMENT: appends the microseconds for a row to the results.
+# time_plan STORE NAME STATEMENT: appends the microseconds for a row to the results.  The
+# second run is timed, because a session reads catalogs and parses each plan in the first.
 time_plan() {
 	local store=$1 name=$mode.$2 statement=$3
 	sql -At -c "SET ratelimit.store = $store" -c "SET ratelimit.key_prefix = 'round$round:'" -c 'SET jit = off' \
-		-c 'SELECT count(*) FROM wanted' -c '\timing on' -c "$statement" | sed -nE 's/^Time: ([0-9.]+) ms.*/\1/p' |
+		-c "$statement" -c '\timing on' -c "$statement" | sed -nE 's/^Time: ([0-9.]+) ms.*/\1/p' |
 		awk -v n="$plan_rows" '{ print $1 * 1000 / n }' >>"$T/results/plan.$store.$name"
 }
 
@@ -85,8 +96,8 @@ measure_plans() {
 			time_plan "$store" "$name" "INSERT INTO $name SELECT customer FROM wanted"
 		done
 		time_plan "$store" both 'INSERT INTO fixed SELECT customer FROM wanted WHERE limits_of(customer) IS NOT NULL'
-		for name in nothing function fixed by_function; do time_single "$store" "$name"; done
-		sql -c 'TRUNCATE fixed, by_function, fixed_statement, by_function_statement'
+		for name in nothing function plpgsql fixed by_function by_plpgsql; do time_single "$store" "$name"; done
+		sql -c 'TRUNCATE fixed, by_function, by_plpgsql, fixed_statement, by_function_statement'
 	done
 	redis FLUSHALL >/dev/null
 }
@@ -118,6 +129,8 @@ report_plans() {
 				plan_ratio 'one INSERT, statement trigger' "$PLAN_TARGET"
 			paste "$results.single."{by_function,function,nothing,fixed} | awk '{ print $1 / ($2 - $3 + $4) }' |
 				plan_ratio 'an INSERT for each row, row trigger' "$PLAN_TARGET"
+			paste "$results.single."{by_plpgsql,plpgsql,nothing,fixed} | awk '{ print $1 / ($2 - $3 + $4) }' |
+				plan_ratio 'an INSERT for each row, row trigger, PL/pgSQL' "$PLAN_TARGET"
 			echo
 		done
 	done
