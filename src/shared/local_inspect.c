@@ -215,6 +215,10 @@ rl_local_inspect(const RlKey *key, RlKeptFound found, void *arg)
 	}
 	rl_cells_unlock(&view);
 	for (int at = 0; at < copies.len; at += sizeof(Copy))
+	{
+		/* To find a zone takes long. */
+		CHECK_FOR_INTERRUPTS();
 		report((Copy *) (copies.data + at), found, arg);
+	}
 	pfree(copies.data);
 }
