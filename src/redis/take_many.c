@@ -6,7 +6,8 @@
  * order.  A key that fails in such a call, and all keys of a call that ends in an error
  * reply, were not charged.  They are asked again by a call each, which says why.  So
  * are the keys of a call that a cluster's node does not run, because they are in
- * several slots; in a cluster that is known each key has its own call at once.
+ * several slots; in a cluster that is known each key has its own call at once.  An error
+ * reply to a call with one key fails this key only.
  *
  * An action that asks for a lease has its own call, before the others: of actions on one
  * key, the first asks.
@@ -34,6 +35,8 @@ typedef struct Taking
 	int		   *alone;			/* those that are asked so now */
 	bool		is_last;		/* they are asked the last time */
 	int			nalone;
+	bool		failed;			/* an error reply has failed a key */
+	RlError    *error;			/* the first one */
 } Taking;
 
 /*
@@ -59,8 +62,16 @@ read_one(int i, const RlReply *reply, void *arg, RlError *error)
 	Taking	   *taking = arg;
 	int			action = taking->alone[i];
 	RlDecision	decisions[RL_MAX_LIMITS];
+	RlError		failure;
 	int64		at;
 
+	if (!rl_redis_check_reply(reply, &failure))
+	{
+		if (!taking->failed)
+			*taking->error = failure;
+		taking->failed = true;
+		return true;
+	}
 	if (!taking->is_last && rl_is_outside_windows(reply, taking->actions[action]->limits))
 	{
 		taking->again[action] = true;
@@ -103,10 +114,11 @@ take_one_by_one(Taking *taking, int n, bool lease, int64 *unanswered, RlUsage *u
 			taking->fast = false;
 		}
 		taking->again[i] = false;
+		taking->keys[taking->nalone] = 1;
 		taking->alone[taking->nalone++] = i;
 	}
 	return script == NULL ||
-		rl_redis_pipeline(script, taking->nalone, NULL, append_one, read_one, taking,
+		rl_redis_pipeline(script, taking->nalone, taking->keys, append_one, read_one, taking,
 						  unanswered, usage, error);
 }
 
@@ -345,7 +357,7 @@ bool
 rl_redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg,
 				   int64 *unanswered, RlUsage *usage, RlError *error)
 {
-	Taking		taking = {.actions = actions,.took = took,.arg = arg};
+	Taking		taking = {.actions = actions,.took = took,.arg = arg,.error = error};
 	bool		together = n > 1 && !rl_slots_known();
 	bool		done;
 
@@ -370,5 +382,5 @@ rl_redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg
 	pfree(taking.keys);
 	pfree(taking.alone);
 	pfree(taking.again);
-	return done;
+	return done && !taking.failed;
 }

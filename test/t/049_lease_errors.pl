@@ -131,6 +131,22 @@ foreach my $failure (sort keys %failures)
 	}
 }
 
+# An error reply to a call that has leftovers of a lease: the keys that are asked after it
+# have their answers.
+lease('wrong type');
+$redis->cli('DEL', 'rl:{wrong type}');
+$redis->cli('SET', 'rl:{wrong type}', 'no hash');
+at(200_000);
+$session->ask('SET ratelimit.on_error = deny');
+is($session->ask("SELECT string_agg(key || ': ' || source, ', ' ORDER BY ordinality)
+		FROM rl_check_many('{first new,wrong type,second new,wrong type,first new}', '$limits') WITH ORDINALITY"),
+	'first new: redis, wrong type: fail_closed, second new: redis, wrong type: fail_closed, first new: redis',
+	'in a batch, only the key of a wrong type fails');
+is($session->ask("SELECT source FROM rl_check_many('{wrong type}', '$limits')"), 'fail_closed', 'and so it does by itself');
+$session->ask('RESET ratelimit.on_error');
+is($session->attempt("SELECT count(*) FROM rl_check_many('{third new,wrong type}', '$limits')")->{state}, 'PT503', 'the failure is an error');
+like($session->attempt("SELECT count(*) FROM rl_check_many('{third new,wrong type}', '$limits')")->{message}, qr/WRONGTYPE/, 'which has the reason');
+
 # The script is not known: the call is sent with its source.
 lease('unknown');
 my $handed = 18;
