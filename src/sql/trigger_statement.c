@@ -392,15 +392,14 @@ fail_statement(int code pg_attribute_unused(), Datum arg)
 	log_lost(statement);
 }
 
-/* Groups the rows that the statement has written, and asks for all keys. */
-static void
-ask_rows(Statement *statement, const TriggerData *data)
+/* Groups the rows that the statement has written.  Returns true if all of them are refused unasked. */
+static bool
+group_rows(Statement *statement, const TriggerData *data)
 {
 	Tuplestorestate *rows = TRIGGER_FIRED_BY_DELETE(data->tg_event) ? data->tg_oldtable : data->tg_newtable;
 	TupleTableSlot *row = MakeSingleTupleTableSlot(RelationGetDescr(data->tg_relation),
 												   &TTSOpsMinimalTuple);
 	int			pointer = tuplestore_alloc_read_pointer(rows, EXEC_FLAG_REWIND);
-	bool		blocked;
 
 	/* Other triggers read the same rows. */
 	tuplestore_select_read_pointer(rows, pointer);
@@ -411,7 +410,14 @@ ask_rows(Statement *statement, const TriggerData *data)
 		rl_groups_add(statement->groups, data->tg_relation, row);
 		tuplestore_select_read_pointer(rows, pointer);
 	}
-	blocked = rl_groups_finish(statement->groups) && rl_mode == RL_MODE_ENFORCE;
+	ExecDropSingleTupleTableSlot(row);
+	return rl_groups_finish(statement->groups) && rl_mode == RL_MODE_ENFORCE;
+}
+
+/* Asks for all keys. */
+static void
+ask_groups(Statement *statement, bool blocked)
+{
 	while (rl_groups_left(statement->groups))
 	{
 		remember_all(statement);
@@ -423,7 +429,6 @@ ask_rows(Statement *statement, const TriggerData *data)
 		else
 			ask_keys(statement);
 	}
-	ExecDropSingleTupleTableSlot(row);
 }
 
 /* Takes the quota of all rows that the statement has written, or raises an error. */
@@ -431,6 +436,7 @@ void
 rl_enforce_statement(TriggerData *data, Rule *rule)
 {
 	Statement	statement = {0};
+	bool		blocked;
 
 	rl_error_set(&statement.why, ERRCODE_STORE_FAILED, "there was no answer to some calls");
 	for (int i = 0; i < rule->npairs; i++)
@@ -438,9 +444,11 @@ rl_enforce_statement(TriggerData *data, Rule *rule)
 	statement.groups = rl_groups_make(rule, statement.origins);
 	statement.context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit statement",
 											  ALLOCSET_DEFAULT_SIZES);
+	/* This calls functions of users, so not while this statement has a callback for the backend's end. */
+	blocked = group_rows(&statement, data);
 	PG_ENSURE_ERROR_CLEANUP(fail_statement, PointerGetDatum(&statement));
 	{
-		ask_rows(&statement, data);
+		ask_groups(&statement, blocked);
 		if (statement.refused > 0)
 		{
 			count_owed(&statement);
