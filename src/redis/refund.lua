@@ -12,5 +12,9 @@ for _, l in ipairs(limits) do
     l:save()
   end
 end
+if #set == 0 and #gone == 0 then
+  -- A replica refuses to delete. Otherwise it would answer for its old data.
+  call('HDEL', hash, '')
+end
 write()
 return 1

@@ -127,6 +127,14 @@ foreach my $look (q{count(*) FROM rl_bans()}, q{count(*) FROM rl_inspect('banned
 	is($new->attempt("SELECT $look")->{answer}, '0', "$look does not read the replica");
 	$new->quit;
 }
+$session->set(redis_url => $a->url);
+$session->ask(q{SELECT rl_check('charged', 'fixed_window 10/1d', 4)});
+my $new = session($node);
+$new->set(redis_url => $both);
+is($new->attempt(q{SELECT rl_refund('charged', 'fixed_window 10/1d', 3)})->{state}, '00000', 'rl_refund skips the replica, which does not have the charge');
+is($new->ask(q{SELECT remaining FROM rl_peek('charged', 'fixed_window 10/1d', 0)}), 9, 'and refunds');
+$new->quit;
+$session->set(redis_url => $both);
 follow($b, $a);
 $session->set(redis_url => $b->url);
 foreach my $try (1, 2)
