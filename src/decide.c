@@ -334,10 +334,7 @@ apply_on_error(Call *calls, int n, bool together, const RlError *failure)
 	}
 }
 
-/*
- * Sets what the calls ask for leases, and the time and the generation before asking, by
- * which the denial cache judges a refusal.
- */
+/* Sets what the calls ask for leases, and the time and the generation by which the denial cache judges refusals. */
 static void
 note_asking(Call *calls, int n)
 {
@@ -352,6 +349,14 @@ note_asking(Call *calls, int n)
 		calls[i].asked = now;
 		calls[i].generation = rl_denial_generation(calls[i].key_hash);
 	}
+}
+
+/* Ends calls that have failed or were interrupted: if nothing was sent, leases keep their leftovers. */
+static void
+note_failed(Call *calls, int n)
+{
+	for (int i = 0; i < n && calls->answer->usage.round_trips == 0 && rl_shared_available(); i++)
+		rl_leasing_not_asked(calls[i].leasing, calls[i].action, calls[i].key_hash);
 }
 
 /*
@@ -374,10 +379,13 @@ ask_redis(Call *calls, int n, bool together, int64 *unanswered, RlError *error)
 	}
 	PG_CATCH();
 	{
+		note_failed(calls, n);
 		count_ended(calls, n);
 		PG_RE_THROW();
 	}
 	PG_END_TRY();
+	if (!done)
+		note_failed(calls, n);
 	return done;
 }
 
@@ -471,10 +479,8 @@ take_failed(Call *calls, int n)
 
 	for (int i = 0; i < n; i++)
 	{
-		if (calls[i].answered)
-			continue;
-		failed++;
-		if (!take_leased(&calls[i], false))
+		failed += !calls[i].answered;
+		if (!calls[i].answered && !take_leased(&calls[i], false))
 			return false;
 	}
 	return failed > 0;
@@ -611,14 +617,10 @@ refuse_blocked(const RlAction *actions, int n, RlAnswer *answers)
 
 /*
  * Decides one action on 1 to RL_MAX_KEYS keys, each with its own limits and quota and
- * with RL_TAKE, and charges all of them or none.  The caller has zeroed the answers, but
- * for the room that they may point to.  Each answer is that of its key's own limits: the
- * action is allowed if all are, and rl_refused_key says which key refused it.  If a key
- * is blocked, no store is asked, and the answers of the other keys say so too.  Only the
- * first answer of a store has the usage.
- *
- * Outside a Cluster, and for keys of one slot, this is one step of the store.  Otherwise
- * the keys of each slot are charged, and refunded if another slot refuses.
+ * with RL_TAKE, and charges all of them or none.  The caller has zeroed the answers, as
+ * for rl_decide.  Each is that of its key's own limits: the action is allowed if all are,
+ * and rl_refused_key says which key refused it.  If a key is blocked, no store is asked,
+ * and the others' answers say so too.  Only the first answer of a store has the usage.
  *
  * When the store fails, ratelimit.on_error applies to all keys together, as in
  * rl_decide.  Raises an error as rl_decide does, and if two keys are the same or there

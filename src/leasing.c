@@ -128,6 +128,14 @@ rl_leasing_ask(RlLeasing *leasing, const RlAction *action, RlKeyHash key_hash)
 		rl_denial_delete_hash(key_hash);
 }
 
+/* Returns what the call would have refunded to the lease, because it was not sent.  Does not throw. */
+void
+rl_leasing_not_asked(RlLeasing *leasing, const RlAction *action, RlKeyHash key_hash)
+{
+	if (leasing != NULL)
+		rl_lease_not_asked(&action->key, key_hash, action->limits, &leasing->call);
+}
+
 /* Returns the action as Redis is asked for it. */
 const RlAction *
 rl_leasing_request(const RlLeasing *leasing, const RlAction *action)

@@ -20,6 +20,7 @@ extern RlLeasing *rl_leasing_begin(RlLeasing *room, const RlAction *action, cons
 extern bool rl_leasing_take(RlLeasing *leasing, const RlAction *action, RlAnswer *answer,
 							RlKeyHash key_hash, bool renew);
 extern void rl_leasing_ask(RlLeasing *leasing, const RlAction *action, RlKeyHash key_hash);
+extern void rl_leasing_not_asked(RlLeasing *leasing, const RlAction *action, RlKeyHash key_hash);
 extern const RlAction *rl_leasing_request(const RlLeasing *leasing, const RlAction *action);
 extern void rl_leasing_note(RlLeasing *leasing, const RlAction *action, RlAnswer *answer,
 							RlKeyHash key_hash, const RlCharge *charges);

@@ -282,6 +282,8 @@ rl_grants_prepare(void)
 	MemoryContext new;
 
 	asked = rl_monotonic_now();
+	/* An action that a lease serves sends no refunds, and changes the room of their calls. */
+	rl_refund_settle();
 	if (context != NULL)
 		return;
 	rl_redis_reserve_refunds();

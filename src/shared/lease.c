@@ -15,11 +15,12 @@
  * lease's length before, and windows and lumps have not ended since.
  *
  * A reset, a refund or a ban on this server ends the key's grants, and changes the
- * generation number of its entries, so that a grant that was asked for before is not
- * stored.
+ * generation number of its entries, so that a grant that was asked for before becomes a
+ * leftover.
  *
  * A key's entries are in one set.  When it is full, the entry that is used least is
- * evicted, with its grants.
+ * evicted, with its grants: their units stay charged.  An entry with units counts as
+ * used, so that entries of rare keys are evicted before it.
  *
  * Locks: the LWLock of a set protects its entries; it serves several sets.  The
  * counters' locks may be taken while a set is locked.
@@ -32,12 +33,10 @@
 
 #include "algorithm/limits.h"
 #include "shared/counters.h"
-#include "shared/lease.h"
+#include "shared/lease_table.h"
 
 #define SETS				512
-#define WAYS				8
 #define LOCKS				128
-#define GRANTS				RL_MAX_LEFTOVERS	/* of an entry */
 
 /* With fewer actions within a lease's length, each of them asks Redis. */
 #define MIN_ACTIONS			16
@@ -50,45 +49,6 @@
 #else
 #define LEASE_CLOCK			CLOCK_MONOTONIC
 #endif
-
-/* Units that one call has charged ahead. */
-typedef struct Grant
-{
-	int64		units;			/* left */
-	int64		ends;			/* on the lease clock, as the next */
-	int64		renew_at;		/* a quarter of the length before the end; never:
-								 * PG_INT64_MAX */
-	uint64		id;
-	int64		at;				/* of the charge, as in RlCharge */
-	int64		mark[RL_MAX_LIMITS];
-	int64		life;			/* as in RlLeftover */
-} Grant;
-
-/* The use of a key under limits, and its lease.  The lock of its set protects it. */
-typedef struct Entry
-{
-	RlLimits	limits;			/* listed; n = 0: free */
-	bool		debug;			/* the times are by ratelimit.debug_clock */
-	uint64		generation;		/* changes when its grants are ended */
-	int64		window;			/* start of the span in which use is counted */
-	double		units;			/* used in it */
-	double		units_before;	/* in the span before */
-	int64		actions;
-	int64		actions_before;
-	uint64		claim;			/* of the call that renews */
-	int64		claim_ends;
-	int64		size;			/* units of all grants after the last one was made */
-	int64		decided;		/* when the next two were made */
-	RlDecision	decision;		/* of the last grant; its units are not free */
-	int			binding;
-	Grant		grants[GRANTS];
-} Entry;
-
-typedef struct Set
-{
-	RlKeyHash	keys[WAYS];		/* of the entries */
-	Entry		entries[WAYS];
-} Set;
 
 typedef struct Table
 {
@@ -122,8 +82,8 @@ clock_is_debug(void)
 }
 
 /* Returns microseconds on the lease clock. */
-static int64
-lease_now(void)
+int64
+rl_lease_now(void)
 {
 	struct timespec t;
 
@@ -140,14 +100,14 @@ rl_lease_may_use(void)
 	return table != NULL && (rl_debug_now[0] == '\0' || clock_is_debug());
 }
 
-static uint64
-new_id(void)
+uint64
+rl_lease_new_id(void)
 {
 	return pg_atomic_add_fetch_u64(&table->ids, 1);
 }
 
-static Set *
-lock_set(RlKeyHash key_hash)
+Set *
+rl_lease_lock(RlKeyHash key_hash)
 {
 	int			number = (key_hash.low >> 32) % SETS;
 
@@ -155,8 +115,8 @@ lock_set(RlKeyHash key_hash)
 	return &table->sets[number];
 }
 
-static void
-unlock_set(const Set *set)
+void
+rl_lease_unlock(const Set *set)
 {
 	LWLockRelease(&locks[(set - table->sets) % LOCKS].lock);
 }
@@ -212,8 +172,8 @@ recent_use(const Entry *entry, int64 now)
 }
 
 /* Returns entry i if it is the key's, on the present clock, and otherwise NULL. */
-static Entry *
-entry_of(Set *set, int i, RlKeyHash key_hash)
+Entry *
+rl_lease_entry_of(Set *set, int i, RlKeyHash key_hash)
 {
 	Entry	   *entry = &set->entries[i];
 
@@ -221,12 +181,12 @@ entry_of(Set *set, int i, RlKeyHash key_hash)
 		entry->debug == clock_is_debug() ? entry : NULL;
 }
 
-static Entry *
-find_entry(Set *set, RlKeyHash key_hash, const RlLimits *limits)
+Entry *
+rl_lease_find(Set *set, RlKeyHash key_hash, const RlLimits *limits)
 {
 	for (int i = 0; i < WAYS; i++)
 	{
-		Entry	   *entry = entry_of(set, i, key_hash);
+		Entry	   *entry = rl_lease_entry_of(set, i, key_hash);
 
 		if (entry != NULL && rl_limits_same(&entry->limits, limits))
 			return entry;
@@ -235,8 +195,8 @@ find_entry(Set *set, RlKeyHash key_hash, const RlLimits *limits)
 }
 
 /* Ends a grant.  Counts its units as unused, unless the key is not known. */
-static int64
-end_grant(const RlLimits *limits, const RlKey *key, Grant *grant)
+int64
+rl_lease_end_grant(const RlLimits *limits, const RlKey *key, Grant *grant)
 {
 	int64		units = grant->units;
 
@@ -247,18 +207,28 @@ end_grant(const RlLimits *limits, const RlKey *key, Grant *grant)
 	return units;
 }
 
-/* Returns a new entry: a free one, or the one that was used least. */
+/* Returns the entry's actions in two spans, and a lease's fewest actions more if it has units. */
+static int64
+worth(const Entry *entry)
+{
+	int64		actions = entry->actions + entry->actions_before;
+
+	for (int g = 0; g < GRANTS; g++)
+		if (entry->grants[g].units > 0)
+			return actions + MIN_ACTIONS;
+	return actions;
+}
+
+/* Returns a new entry: a free one, or the one that is worth least. */
 static Entry *
 make_entry(Set *set, RlKeyHash key_hash, const RlLimits *limits, int64 now)
 {
 	int			chosen = 0;
-	double		least = 0;
+	int64		least = 0;
 	Entry	   *entry;
 
 	for (int i = 0; i < WAYS; i++)
 	{
-		double		use;
-
 		entry = &set->entries[i];
 		if (entry->limits.n == 0)
 		{
@@ -267,11 +237,10 @@ make_entry(Set *set, RlKeyHash key_hash, const RlLimits *limits, int64 now)
 		}
 		if (entry->debug == clock_is_debug())
 			roll(entry, now);
-		use = entry->actions + entry->actions_before;
-		if (i == 0 || use < least)
+		if (i == 0 || worth(entry) < least)
 		{
 			chosen = i;
-			least = use;
+			least = worth(entry);
 		}
 	}
 	entry = &set->entries[chosen];
@@ -279,12 +248,12 @@ make_entry(Set *set, RlKeyHash key_hash, const RlLimits *limits, int64 now)
 		pg_atomic_fetch_add_u32(&table->used, 1);
 	else
 		for (int g = 0; g < GRANTS; g++)
-			end_grant(&entry->limits, NULL, &entry->grants[g]);
+			rl_lease_end_grant(&entry->limits, NULL, &entry->grants[g]);
 	memset(entry, 0, sizeof(*entry));
 	set->keys[chosen] = key_hash;
 	rl_limits_copy(&entry->limits, limits);
 	entry->debug = clock_is_debug();
-	entry->generation = new_id();
+	entry->generation = rl_lease_new_id();
 	entry->window = now;
 	return entry;
 }
@@ -366,13 +335,13 @@ set_leased(const Entry *entry, const Grant *grant, int64 quota, int64 now, RlLea
 RlLeaseState
 rl_lease_take(RlKeyHash key_hash, const RlLimits *limits, int64 quota, bool renew, RlLeased *leased)
 {
-	Set		   *set = lock_set(key_hash);
-	Entry	   *entry = find_entry(set, key_hash, limits);
+	Set		   *set = rl_lease_lock(key_hash);
+	Entry	   *entry = rl_lease_find(set, key_hash, limits);
 	RlLeaseState state = RL_LEASE_NONE;
 
 	if (entry != NULL)
 	{
-		int64		now = lease_now();
+		int64		now = rl_lease_now();
 		Grant	   *grant = find_grant(entry, quota, now);
 
 		roll(entry, now);
@@ -387,7 +356,7 @@ rl_lease_take(RlKeyHash key_hash, const RlLimits *limits, int64 quota, bool rene
 		else if (grant != NULL || units_of(entry, now, false) > 0)
 			state = RL_LEASE_ASK;
 	}
-	unlock_set(set);
+	rl_lease_unlock(set);
 	return state;
 }
 
@@ -404,7 +373,7 @@ take_leftover(const Entry *entry, const RlKey *key, Grant *grant, RlLeaseCall *c
 	left->at = grant->at;
 	left->life = grant->life;
 	memcpy(left->mark, grant->mark, sizeof(left->mark));
-	left->units = end_grant(&entry->limits, key, grant);
+	left->units = rl_lease_end_grant(&entry->limits, key, grant);
 }
 
 /* Moves leftovers into the call, as far as it has room. */
@@ -417,8 +386,8 @@ take_leftovers(Entry *entry, const RlKey *key, int64 now, RlLeaseCall *call)
 }
 
 /* Returns the grant whose place a new one gets: that with the fewest units, or none. */
-static Grant *
-replaced_grant(Entry *entry)
+Grant *
+rl_lease_replaced(Entry *entry)
 {
 	Grant	   *grant = &entry->grants[0];
 
@@ -431,15 +400,16 @@ replaced_grant(Entry *entry)
 
 /*
  * Begins a call that asks Redis for an action on the key, and sets what it asks for
- * the lease.  Must be called before the call is sent.  If the call then fails, its
- * leftovers are lost.  Needs rl_lease_may_use.  Does not throw.
+ * the lease.  Must be called before the call is sent.  If it is not sent,
+ * rl_lease_not_asked must be called.  If it fails otherwise, its leftovers are lost.
+ * Needs rl_lease_may_use.  Does not throw.
  */
 void
 rl_lease_ask(const RlKey *key, RlKeyHash key_hash, const RlLimits *limits, RlLeaseCall *call)
 {
-	Set		   *set = lock_set(key_hash);
-	Entry	   *entry = find_entry(set, key_hash, limits);
-	int64		now = lease_now();
+	Set		   *set = rl_lease_lock(key_hash);
+	Entry	   *entry = rl_lease_find(set, key_hash, limits);
+	int64		now = rl_lease_now();
 	int64		use;
 
 	memset(call, 0, offsetof(RlLeaseCall, left));
@@ -457,8 +427,8 @@ rl_lease_ask(const RlKey *key, RlKeyHash key_hash, const RlLimits *limits, RlLea
 			double		length = Max(real_length(call->length), 1);
 
 			/* The new grant needs a place. */
-			if (replaced_grant(entry)->units > 0)
-				take_leftover(entry, key, replaced_grant(entry), call);
+			if (rl_lease_replaced(entry)->units > 0)
+				take_leftover(entry, key, rl_lease_replaced(entry), call);
 			call->want = use;
 			/* Units of a grant that ends soon are used until then. */
 			for (int g = 0; g < GRANTS; g++)
@@ -466,32 +436,37 @@ rl_lease_ask(const RlKey *key, RlKeyHash key_hash, const RlLimits *limits, RlLea
 					call->want -= Min(entry->grants[g].units,
 									  (int64) (use * Min((entry->grants[g].ends - now) / length, 1.0)));
 			call->want = Max(call->want, 1);
-			call->claim = entry->claim = new_id();
+			call->claim = entry->claim = rl_lease_new_id();
 			entry->claim_ends = now + (int64) rl_command_timeout * 1000;
 		}
 	}
-	unlock_set(set);
+	rl_lease_unlock(set);
 }
 
-/* Stores the grant of a call that has just been answered. */
+/*
+ * Stores the grant of a call that has just been answered.  If it is stale, the key was
+ * repaired during the call, and the grant is a leftover.
+ */
 static void
 store_grant(Entry *entry, const RlKey *key, const RlLeaseCall *call, const RlAnswer *answer,
-			const RlCharge *charges)
+			const RlCharge *charges, bool stale)
 {
-	Grant	   *grant = replaced_grant(entry);
+	Grant	   *grant = rl_lease_replaced(entry);
 	int64		length = real_length(call->valid);
 
 	/* It has units only if a rollback has returned them during the call; they are lost. */
-	end_grant(&entry->limits, key, grant);
+	rl_lease_end_grant(&entry->limits, key, grant);
 	grant->units = call->granted;
-	grant->ends = call->asked + length;
+	grant->ends = stale ? 0 : call->asked + length;
 	/* A grant that ends with a window cannot be renewed before. */
 	grant->renew_at = call->valid < call->length ? PG_INT64_MAX : grant->ends - length / 4;
-	grant->id = new_id();
+	grant->id = rl_lease_new_id();
 	grant->at = answer->at;
 	grant->life = call->life;
 	for (int i = 0; i < entry->limits.n; i++)
 		grant->mark[i] = charges[i].mark;
+	if (stale)
+		return;
 	entry->decision = answer->decision;
 	entry->binding = answer->binding;
 	entry->decided = call->asked;
@@ -510,7 +485,7 @@ end_claim(Entry *entry, const RlLeaseCall *call)
 
 /*
  * Notes the answer to a call for which rl_lease_ask was called: counts the use of an
- * action that is allowed, and stores the grant, unless the generation has changed.
+ * action that is allowed, and stores the grant.
  * charges has the charge of each limit.  The answer's decision does not count the
  * grant's units as free.  Needs rl_lease_may_use.  Does not throw.
  */
@@ -518,9 +493,9 @@ void
 rl_lease_note(const RlKey *key, RlKeyHash key_hash, const RlLimits *limits, int64 quota,
 			  const RlLeaseCall *call, const RlAnswer *answer, const RlCharge *charges)
 {
-	Set		   *set = lock_set(key_hash);
-	Entry	   *entry = find_entry(set, key_hash, limits);
-	int64		now = lease_now();
+	Set		   *set = rl_lease_lock(key_hash);
+	Entry	   *entry = rl_lease_find(set, key_hash, limits);
+	int64		now = rl_lease_now();
 	bool		allowed = answer->decision.allowed;
 
 	if (entry == NULL && allowed)
@@ -534,79 +509,12 @@ rl_lease_note(const RlKey *key, RlKeyHash key_hash, const RlLimits *limits, int6
 	}
 	if (allowed && call->granted > 0)
 	{
-		bool		stale = call->generation != entry->generation;
-
-		rl_counters_add_lease(limits, key, call->granted, stale ? call->granted : 0);
-		if (!stale)
-			store_grant(entry, key, call, answer, charges);
+		rl_counters_add_lease(limits, key, call->granted, 0);
+		store_grant(entry, key, call, answer, charges, call->generation != entry->generation);
 	}
 	if (entry != NULL && call->claim != 0)
 		entry->size = units_of(entry, now, true);
-	unlock_set(set);
-}
-
-/*
- * Refunds
- */
-
-/* Returns units to the grant that had them, or returns false if it has ended.  Does not throw. */
-bool
-rl_lease_return(RlKeyHash key_hash, uint64 id, int64 units)
-{
-	Set		   *set;
-	bool		found = false;
-
-	if (!rl_lease_may_use())
-		return false;
-	set = lock_set(key_hash);
-	for (int i = 0; i < WAYS && !found; i++)
-	{
-		Entry	   *entry = entry_of(set, i, key_hash);
-
-		for (int g = 0; g < GRANTS && entry != NULL && !found; g++)
-		{
-			Grant	   *grant = &entry->grants[g];
-
-			found = grant->id == id && lease_now() < grant->ends;
-			if (found)
-				grant->units += units;
-		}
-	}
-	unlock_set(set);
-	return found;
-}
-
-/*
- * Ends the key's leases, under whatever limits.  Their units become leftovers, unless
- * their charges are deleted: by a reset of all of the key, or of the states of the
- * limits if not NULL.  To be called before and after a command that resets, refunds or
- * bans the key, and after a report of a ban.  Needs no shared memory.  Does not throw.
- */
-void
-rl_lease_end(const RlKey *key, bool reset, const RlLimits *limits)
-{
-	RlKeyHash	key_hash;
-	Set		   *set;
-
-	if (table == NULL)
-		return;
-	key_hash = rl_key_hash(key);
-	set = lock_set(key_hash);
-	for (int i = 0; i < WAYS; i++)
-	{
-		Entry	   *entry = entry_of(set, i, key_hash);
-
-		if (entry == NULL)
-			continue;
-		entry->generation = new_id();
-		for (int g = 0; g < GRANTS; g++)
-		{
-			if (reset && (limits == NULL || rl_limits_share_state(limits, &entry->limits)))
-				end_grant(&entry->limits, key, &entry->grants[g]);
-			entry->grants[g].ends = 0;
-		}
-	}
-	unlock_set(set);
+	rl_lease_unlock(set);
 }
 
 /*
@@ -624,17 +532,17 @@ rl_lease_leftover(const RlKey *key, RlLimits *limits, RlLeftover *left)
 		return false;
 	call.nleft = RL_MAX_LEFTOVERS - 1;
 	key_hash = rl_key_hash(key);
-	set = lock_set(key_hash);
+	set = rl_lease_lock(key_hash);
 	for (int i = 0; i < WAYS && call.nleft < RL_MAX_LEFTOVERS; i++)
 	{
-		Entry	   *entry = entry_of(set, i, key_hash);
+		Entry	   *entry = rl_lease_entry_of(set, i, key_hash);
 
 		if (entry == NULL)
 			continue;
 		*limits = entry->limits;
-		take_leftovers(entry, key, lease_now(), &call);
+		take_leftovers(entry, key, rl_lease_now(), &call);
 	}
-	unlock_set(set);
+	rl_lease_unlock(set);
 	if (call.nleft < RL_MAX_LEFTOVERS)
 		return false;
 	*left = call.left[RL_MAX_LEFTOVERS - 1];

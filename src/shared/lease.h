@@ -31,6 +31,8 @@ extern RlLeaseState rl_lease_take(RlKeyHash key_hash, const RlLimits *limits, in
 								  bool renew, RlLeased *leased);
 extern void rl_lease_ask(const RlKey *key, RlKeyHash key_hash, const RlLimits *limits,
 						 RlLeaseCall *call);
+extern void rl_lease_not_asked(const RlKey *key, RlKeyHash key_hash, const RlLimits *limits,
+							   RlLeaseCall *call);
 extern void rl_lease_note(const RlKey *key, RlKeyHash key_hash, const RlLimits *limits, int64 quota,
 						  const RlLeaseCall *call, const RlAnswer *answer, const RlCharge *charges);
 extern bool rl_lease_return(RlKeyHash key_hash, uint64 id, int64 units);

@@ -296,39 +296,85 @@ rl_peek(PG_FUNCTION_ARGS)
 		each[0] = rl_unasked_decision(action.limits);
 	else
 	{
+		rl_shared_start();
 		rl_queue_leftovers(&action.key);
 		if (!rl_asked_store()->take(&action, each, &answer, &error))
 			rl_raise(&error);
-		if (each[0].ban_left > 0)
-			rl_lease_end(&action.key, false, NULL);
+		/* A shadow limit shows no ban. */
+		for (int i = 0; i < action.limits->n; i++)
+			if (each[i].ban_left > 0)
+				rl_lease_end(&action.key, false, NULL);
 	}
 	return_decisions(fcinfo, action.limits, each);
 	return (Datum) 0;
 }
 
+typedef enum Repair
+{
+	REFUND,						/* number: the quota */
+	RESET,
+	BAN,						/* number: the length */
+	UNBAN
+} Repair;
+
 /*
- * Begins a repair: ends what this server knows of the key.  Also when the repair
- * fails, quota may be free again.  So this is done before, and by end_repair after it
- * for a refusal or a grant that was on its way.
+ * Ends what this server knows of the key.  Also when a repair fails, quota may be free
+ * again.  So this is done before it, and after it for a refusal or a grant that was on
+ * its way.
  */
 static void
-begin_repair(const RlKey *key, bool reset, const RlLimits *limits)
+forget_key(const RlKey *key, Repair repair, const RlLimits *limits)
 {
-	rl_shared_start();
 	rl_denial_delete(key);
 	/* A reset of these limits, or of all, deletes the charges of leases too. */
-	rl_lease_end(key, reset, limits);
+	rl_lease_end(key, repair == RESET, limits);
+}
+
+static void
+begin_repair(const RlKey *key, Repair repair, const RlLimits *limits)
+{
+	rl_shared_start();
+	forget_key(key, repair, limits);
 	rl_queue_leftovers(key);
 }
 
-/* Ends a repair: raises the error unless it is done. */
-static void
-end_repair(const RlKey *key, bool reset, const RlLimits *limits, bool done, const RlError *error)
+/* Has the store repair the key.  Returns false if there was nothing to reset or unban. */
+static bool
+run_repair(const RlStore *store, const RlKey *key, Repair repair, const RlLimits *limits, int64 number)
 {
-	rl_denial_delete(key);
-	rl_lease_end(key, reset, limits);
+	bool		found = true;
+	volatile bool done = false;
+	RlError		error;
+
+	/* An interrupt ends the wait for a command that Redis still runs. */
+	PG_TRY();
+	{
+		switch (repair)
+		{
+			case REFUND:
+				done = store->refund(key, limits, number, &error);
+				break;
+			case RESET:
+				done = store->reset(key, limits, &found, &error);
+				break;
+			case BAN:
+				done = store->ban(key, number, &error);
+				break;
+			case UNBAN:
+				done = store->unban(key, &found, &error);
+				break;
+		}
+	}
+	PG_CATCH();
+	{
+		forget_key(key, repair, limits);
+		PG_RE_THROW();
+	}
+	PG_END_TRY();
+	forget_key(key, repair, limits);
 	if (!done)
-		rl_raise(error);
+		rl_raise(&error);
+	return found;
 }
 
 /*
@@ -344,11 +390,10 @@ rl_refund(PG_FUNCTION_ARGS)
 	int64		quota = rl_quota_argument(fcinfo, 2);
 	int64		left[RL_MAX_LIMITS];
 	const RlStore *store;
-	RlError		error;
 
 	if (limits->kind != RL_LISTED)
 		PG_RETURN_VOID();
-	begin_repair(&key, false, NULL);
+	begin_repair(&key, REFUND, limits);
 	for (int i = 0; i < limits->n; i++)
 		left[i] = rl_grants_refund(&key, &limits->limit[i], quota, rl_store()->is_local);
 	store = rl_asked_store();
@@ -364,7 +409,7 @@ rl_refund(PG_FUNCTION_ARGS)
 				same.limit[same.n++] = limits->limit[j];
 		/* Also if no quota is left, so that a store that fails raises its error. */
 		if (!done)
-			end_repair(&key, false, NULL, store->refund(&key, &same, left[i], &error), &error);
+			(void) run_repair(store, &key, REFUND, &same, left[i]);
 	}
 	PG_RETURN_VOID();
 }
@@ -375,14 +420,16 @@ rl_reset(PG_FUNCTION_ARGS)
 {
 	RlKey		key = rl_key_argument(fcinfo, 0);
 	const RlLimits *limits = PG_NARGS() > 1 ? rl_limits_argument(fcinfo, 1) : NULL;
+	const RlStore *store;
 	bool		found;
-	RlError		error;
 
 	if (limits != NULL && limits->kind != RL_LISTED)
 		PG_RETURN_BOOL(false);
-	begin_repair(&key, true, limits);
-	rl_grants_forget(&key, limits, rl_store()->is_local);
-	end_repair(&key, true, limits, rl_asked_store()->reset(&key, limits, &found, &error), &error);
+	begin_repair(&key, RESET, limits);
+	store = rl_asked_store();
+	found = run_repair(store, &key, RESET, limits, 0);
+	/* After a failure, a rollback refunds what a reset would have deleted. */
+	rl_grants_forget(&key, limits, store->is_local);
 	PG_RETURN_BOOL(found);
 }
 
@@ -400,10 +447,9 @@ rl_ban(PG_FUNCTION_ARGS)
 {
 	RlKey		key = rl_key_argument(fcinfo, 0);
 	int64		duration = rl_duration_argument(fcinfo, 1, "seconds");
-	RlError		error;
 
-	begin_repair(&key, false, NULL);
-	end_repair(&key, false, NULL, rl_asked_store()->ban(&key, duration, &error), &error);
+	begin_repair(&key, BAN, NULL);
+	(void) run_repair(rl_asked_store(), &key, BAN, NULL, duration);
 	PG_RETURN_VOID();
 }
 
@@ -412,10 +458,7 @@ Datum
 rl_unban(PG_FUNCTION_ARGS)
 {
 	RlKey		key = rl_key_argument(fcinfo, 0);
-	bool		found;
-	RlError		error;
 
-	begin_repair(&key, false, NULL);
-	end_repair(&key, false, NULL, rl_asked_store()->unban(&key, &found, &error), &error);
-	PG_RETURN_BOOL(found);
+	begin_repair(&key, UNBAN, NULL);
+	PG_RETURN_BOOL(run_repair(rl_asked_store(), &key, UNBAN, NULL, 0));
 }

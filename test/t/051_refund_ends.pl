@@ -92,6 +92,18 @@ foreach my $end (
 	is(free($key), 8, 'the refund is sent once');
 }
 
+# A reset that Redis does not run deletes no charge.
+{
+	my $key = new_key();
+
+	$session->ask("BEGIN; SELECT take('$key', 5); SAVEPOINT s");
+	$redis->cli(qw(ACL SETUSER default -hdel -unlink));
+	is($session->attempt("SELECT rl_reset('$key')")->{state}, 'PT503', 'rl_reset fails');
+	$redis->cli(qw(ACL SETUSER default +hdel +unlink));
+	$session->ask('ROLLBACK');
+	is(free($key), 10, 'afterwards a rollback refunds');
+}
+
 # A transaction that is canceled or terminated, and a client that disconnects.
 {
 	my $key = new_key();
