@@ -454,7 +454,10 @@ store_grant(Entry *entry, const RlKey *key, const RlLeaseCall *call, const RlAns
 	Grant	   *grant = rl_lease_replaced(entry);
 	int64		length = real_length(call->valid);
 
-	/* It has units only if a rollback has returned them during the call; they are lost. */
+	/*
+	 * It has units only if they came during the call: from a rollback, or from
+	 * other calls after a repair.  They are lost.
+	 */
 	rl_lease_end_grant(&entry->limits, key, grant);
 	grant->units = call->granted;
 	grant->ends = stale ? 0 : call->asked + length;
@@ -485,9 +488,8 @@ end_claim(Entry *entry, const RlLeaseCall *call)
 
 /*
  * Notes the answer to a call for which rl_lease_ask was called: counts the use of an
- * action that is allowed, and stores the grant.
- * charges has the charge of each limit.  The answer's decision does not count the
- * grant's units as free.  Needs rl_lease_may_use.  Does not throw.
+ * action that is allowed, and stores the grant.  charges has the charge of each limit.
+ * The answer's decision does not count the grant's units as free.  Needs rl_lease_may_use.  Does not throw.
  */
 void
 rl_lease_note(const RlKey *key, RlKeyHash key_hash, const RlLimits *limits, int64 quota,

@@ -330,6 +330,7 @@ forget_key(const RlKey *key, Repair repair, const RlLimits *limits)
 	rl_lease_end(key, repair == RESET, limits);
 }
 
+/* To be called before a repair.  Throws if there is no memory. */
 static void
 begin_repair(const RlKey *key, Repair repair, const RlLimits *limits)
 {
