@@ -153,7 +153,7 @@ CREATE FUNCTION rl_throttle(key text, capacity bigint, rate bigint, period doubl
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_throttle(text, bigint, bigint, double precision, bigint) IS
-	'GCRA: allows "rate" units per "period" seconds after a burst of "capacity" units, and takes "quota" units if it allows the action; errors: 22004 for NULL, 22023 or 22003 for a number out of range; ratelimit.on_error selects what happens if the store fails (error: PT503)';
+	'GCRA: allows "rate" units per "period" seconds after a burst of "capacity" units, and takes "quota" units if it allows the action; errors: 22004 for NULL, 22023 or 22003 for a number out of range; ratelimit.on_error selects what happens if the store fails (error: PT504)';
 
 CREATE FUNCTION rl_token_bucket(key text, capacity bigint, refill bigint, period double precision, quota bigint DEFAULT 1)
 	RETURNS rl_decision
@@ -183,7 +183,7 @@ CREATE FUNCTION rl_check(key text, limits rl_limits, quota bigint DEFAULT 1)
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_check(text, rl_limits, bigint) IS
-	'takes "quota" units from each of the limits if all of them allow the action, and otherwise from none; errors: 22004 for NULL, 22023 for a key or quota out of range; ratelimit.on_error selects what happens if the store fails (error: PT503)';
+	'takes "quota" units from each of the limits if all of them allow the action, and otherwise from none; errors: 22004 for NULL, 22023 for a key or quota out of range; ratelimit.on_error selects what happens if the store fails (error: PT504)';
 
 CREATE FUNCTION rl_check_each(key text, limits rl_limits, quota bigint DEFAULT 1,
 		OUT rule text, OUT allowed boolean, OUT capacity bigint, OUT remaining bigint,
@@ -211,7 +211,7 @@ CREATE FUNCTION rl_enforce(key text, limits rl_limits, quota bigint DEFAULT 1)
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME', 'rl_enforce_check' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_enforce(text, rl_limits, bigint) IS
-	'does the same as rl_check, but raises an error when the action is refused: PT429, PT413 for more quota than the limit ever has, or PT403 under blocked; raises PT503 when the store fails and ratelimit.on_error is error or deny; other errors as for rl_check';
+	'does the same as rl_check, but raises an error when the action is refused: PT429, PT413 for more quota than the limit ever has, or PT403 under blocked; raises PT504 when the store fails and ratelimit.on_error is error or deny; other errors as for rl_check';
 
 CREATE FUNCTION rl_check_all(keys text[], limits rl_limits[], quotas bigint[] DEFAULT NULL,
 		OUT key text, OUT allowed boolean, OUT capacity bigint, OUT remaining bigint,
@@ -227,7 +227,7 @@ CREATE FUNCTION rl_enforce_all(keys text[], limits rl_limits[], quotas bigint[] 
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 2;
 COMMENT ON FUNCTION rl_enforce_all(text[], rl_limits[], bigint[]) IS
-	'does the same as rl_check_all, but raises an error when the action is refused: PT429, PT413 for more quota than a limit ever has, or PT403 for a key under blocked; raises PT503 when the store fails and ratelimit.on_error is error or deny; other errors as for rl_check_all';
+	'does the same as rl_check_all, but raises an error when the action is refused: PT429, PT413 for more quota than a limit ever has, or PT403 for a key under blocked; raises PT504 when the store fails and ratelimit.on_error is error or deny; other errors as for rl_check_all';
 
 CREATE FUNCTION rl_wait(key text, limits rl_limits, quota bigint DEFAULT 1, max_wait double precision DEFAULT NULL)
 	RETURNS rl_decision
@@ -245,7 +245,7 @@ CREATE FUNCTION rl_peek(key text, limits rl_limits, quota bigint DEFAULT 1,
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 1;
 COMMENT ON FUNCTION rl_peek(text, rl_limits, bigint) IS
-	'returns a row for each limit: its text and the decision that rl_check would return now, with waits in seconds; changes nothing; errors: 22004 for NULL, 22023 for a key or quota out of range, and PT503 if the store fails';
+	'returns a row for each limit: its text and the decision that rl_check would return now, with waits in seconds; changes nothing; errors: 22004 for NULL, 22023 for a key or quota out of range, and PT504 if the store fails';
 
 CREATE FUNCTION rl_refund(key text, limits rl_limits, quota bigint)
 	RETURNS void
@@ -316,7 +316,7 @@ CREATE FUNCTION rl_enforce()
 	RETURNS trigger
 	AS 'MODULE_PATHNAME', 'rl_enforce_trigger' LANGUAGE C COST 1000;
 COMMENT ON FUNCTION rl_enforce() IS
-	'trigger that takes quota for each row, or, AFTER ... FOR EACH STATEMENT, for all rows of the statement together, by key: rl_enforce(key template, limits [, key template, limits ...] [, ''quota={column}''] [, ''on_deny=skip'']), with schema.function({column}, ...) in place of limits for a function that returns the limits of the row; errors: PT429 for a refused action, PT413 for more quota than the limit ever has, PT403 under blocked, PT503 if the store fails and ratelimit.on_error is error or deny, 22004 for a NULL column or NULL instead of limits, 42501 without EXECUTE on such a function and the errors of the function, 22023, 22P02, 3F000, 42703, 42725, 42804, 42809, 42883, 54023 or 0A000 for invalid arguments (see rl_triggers.problem)';
+	'trigger that takes quota for each row, or, AFTER ... FOR EACH STATEMENT, for all rows of the statement together, by key: rl_enforce(key template, limits [, key template, limits ...] [, ''quota={column}''] [, ''on_deny=skip'']), with schema.function({column}, ...) in place of limits for a function that returns the limits of the row; errors: PT429 for a refused action, PT413 for more quota than the limit ever has, PT403 under blocked, PT504 if the store fails and ratelimit.on_error is error or deny, 22004 for a NULL column or NULL instead of limits, 42501 without EXECUTE on such a function and the errors of the function, 22023, 22P02, 3F000, 42703, 42725, 42804, 42809, 42883, 54023 or 0A000 for invalid arguments (see rl_triggers.problem)';
 
 CREATE FUNCTION rl_trigger_rule(trigger oid,
 		OUT key text, OUT limits text, OUT quota text, OUT on_deny text, OUT problem text, OUT warning text)
@@ -340,7 +340,7 @@ COMMENT ON COLUMN rl_triggers.enabled IS 'whether it fires in an ordinary sessio
 COMMENT ON COLUMN rl_triggers.key IS 'the template of the key, or of each key, separated by ''; ''; {column} stands for that column of the row';
 COMMENT ON COLUMN rl_triggers.limits IS 'the limits of each key, as canonical text if they are valid, or the call of the function that returns them';
 COMMENT ON COLUMN rl_triggers.quota IS 'how much a row costs, in units of quota: a number, or {column}';
-COMMENT ON COLUMN rl_triggers.on_deny IS 'error: a refused row raises PT429, or PT403 under blocked; skip: it is left out; PT413 and PT503 are raised with both';
+COMMENT ON COLUMN rl_triggers.on_deny IS 'error: a refused row raises PT429, or PT403 under blocked; skip: it is left out; PT413 and PT504 are raised with both';
 COMMENT ON COLUMN rl_triggers.problem IS 'NULL, or the error that each write to the table raises, or that the table is locked';
 COMMENT ON COLUMN rl_triggers.warning IS 'NULL, or how users can get around row security with this trigger, and which kind of trigger prevents that';
 

@@ -281,7 +281,7 @@ define_outcome_settings(void)
 	/* Superuser only: clients rely on the SQLSTATE. */
 	DefineCustomEnumVariable("ratelimit.error_format",
 							 "Selects the form of the errors that refuse an action or report a failed store.",
-							 "sql: SQLSTATE PT429, PT403, PT413 or PT503, with detail and hint; postgrest: SQLSTATE PGRST with JSON, from which PostgREST answers with status and headers.",
+							 "sql: SQLSTATE PT429, PT403, PT413 or PT504, with detail and hint; postgrest: SQLSTATE PGRST with JSON, from which PostgREST answers with status and headers.",
 							 &rl_error_format,
 							 RL_FORMAT_SQL,
 							 error_format_options,

@@ -64,7 +64,7 @@
 #define ERRCODE_RATE_LIMITED MAKE_SQLSTATE('P', 'T', '4', '2', '9')
 #define ERRCODE_BLOCKED MAKE_SQLSTATE('P', 'T', '4', '0', '3')
 #define ERRCODE_ACTION_TOO_LARGE MAKE_SQLSTATE('P', 'T', '4', '1', '3')
-#define ERRCODE_STORE_FAILED MAKE_SQLSTATE('P', 'T', '5', '0', '3')
+#define ERRCODE_STORE_FAILED MAKE_SQLSTATE('P', 'T', '5', '0', '4')
 #define ERRCODE_POSTGREST MAKE_SQLSTATE('P', 'G', 'R', 'S', 'T')
 
 /* An error that the caller raises, returns, or treats as ratelimit.on_error says. */

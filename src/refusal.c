@@ -21,7 +21,7 @@
 /* The name of the policy in header fields where no trigger names it. */
 #define DEFAULT_POLICY		"default"
 
-/* Returns true if the error of a refused action is PT429 or PT403, and not PT413 or PT503. */
+/* Returns true if the error of a refused action is PT429 or PT403, and not PT413 or PT504. */
 bool
 rl_can_skip(const RlDecision *decision)
 {

@@ -289,8 +289,8 @@ foreach my $client (@working)
 	my $insert = ask($started, 'INSERT INTO orders (customer) VALUES (?)', 'i:1');
 	my %backends = map { ($_->{backend} => 1) } @answers, $insert;
 
-	is(join(' ', map { $_->{state} } @answers), join(' ', ('PT503') x 10), "$name: an outage raises PT503");
-	is($insert->{state}, 'PT503', "$name: so it does in a trigger");
+	is(join(' ', map { $_->{state} } @answers), join(' ', ('PT504') x 10), "$name: an outage raises PT504");
+	is($insert->{state}, 'PT504', "$name: so it does in a trigger");
 	is(join(' ', sort keys %backends), $client->{refusal}{backend}, "$name: the connection stays");
 	$client->{outage} = $answers[0];
 	$client->{kept} = keys %backends == 1;

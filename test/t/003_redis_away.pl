@@ -68,7 +68,7 @@ foreach my $policy (qw(error allow deny))
 }
 $redis->pause;
 $session->with({ command_timeout => '100ms' }, sub {
-	policy_is('suspended', 'PT503', qr/^lost the connection to Redis: ratelimit\.command_timeout has passed$/);
+	policy_is('suspended', 'PT504', qr/^lost the connection to Redis: ratelimit\.command_timeout has passed$/);
 });
 $redis->resume;
 works('after the suspension');
@@ -79,7 +79,7 @@ works('after the suspension');
 	$session->set(connect_timeout => '200ms', redis_url => 'redis://127.0.0.1:' . $full->[0]->sockport);
 	my $got;
 	my @ms = measures(250, sub { return ($got = $session->attempt($take))->{ms} });
-	is($got->{state}, 'PT503', 'no connection: the SQLSTATE');
+	is($got->{state}, 'PT504', 'no connection: the SQLSTATE');
 	like($got->{message}, qr/connect_timeout has passed$/, 'no connection: the message');
 	like($got->{detail}, qr/127\.0\.0\.1:\d+/, 'no connection: the detail names the server');
 	cmp_ok(min(@ms), '<=', 250, 'no connection: the call takes at most connect_timeout + 50 ms');
@@ -230,7 +230,7 @@ foreach my $round (0 .. 29)
 		$state = $session->attempt($lost)->{state};
 	}
 	push @wrong, "round $round: $by gave $state"
-	  unless $state eq ($by eq 'command_timeout' ? 'PT503' : '57014');
+	  unless $state eq ($by eq 'command_timeout' ? 'PT504' : '57014');
 	$session->ask('RESET statement_timeout; RESET ratelimit.command_timeout');
 
 	# The lost answer arrives before the next call, or while the next call waits.
@@ -262,7 +262,7 @@ $redis->pause;
 $session->send("SELECT state || message FROM attempt(\$\$$take\$\$)\n;");
 $watcher->await_waiting($pid);
 $redis->stop;
-like($session->ask(''), qr/^PT503lost the connection to Redis: /, 'the server is killed during a call');
+like($session->ask(''), qr/^PT504lost the connection to Redis: /, 'the server is killed during a call');
 
 foreach my $tcp (0, 1)
 {
@@ -272,7 +272,7 @@ foreach my $tcp (0, 1)
 	$session->set(redis_url => $redis->url(tcp => $tcp));
 	works("over $way");
 	$redis->stop;
-	policy_is("killed, over $way", 'PT503', qr/^could not connect to Redis: /);
+	policy_is("killed, over $way", 'PT504', qr/^could not connect to Redis: /);
 	$redis->start;
 	is($session->attempt(q{SELECT rl_throttle('away', 7, 1, 86400)})->{answer},
 		'(t,7,6,,86400,redis)', "restarted, over $way: the next call works, the state is lost");
@@ -308,23 +308,23 @@ foreach my $call ($take, q{SELECT rl_check('s', '5/10s, 100/1d')}, q{SELECT rl_p
 
 $redis->cli('DEL', 'rl:{away}');
 $redis->cli('CONFIG', 'SET', 'maxmemory', '1');
-policy_is('out of memory', 'PT503', qr/OOM/);
+policy_is('out of memory', 'PT504', qr/OOM/);
 $redis->cli('CONFIG', 'SET', 'maxmemory', '0');
 works('out of memory');
 
 $redis->cli('REPLICAOF', '127.0.0.1', '1');
-policy_is('a replica', 'PT503', qr/READONLY/);
+policy_is('a replica', 'PT504', qr/READONLY/);
 $redis->cli('REPLICAOF', 'NO', 'ONE');
 works('a replica');
 
 $redis->cli('SET', 'rl:{away}', 'another program\'s');
-policy_is('a string at the key', 'PT503', qr/WRONGTYPE/);
+policy_is('a string at the key', 'PT504', qr/WRONGTYPE/);
 is($redis->cli('GET', 'rl:{away}'), 'another program\'s', 'a string at the key: the call does not change it');
 $redis->cli('DEL', 'rl:{away}');
 works('a string at the key');
 
 $redis->cli('HSET', 'rl:{away}', 'throttle:86400000000', 'no number');
-policy_is('no number in the state', 'PT503', qr/^Redis answered with an error/);
+policy_is('no number in the state', 'PT504', qr/^Redis answered with an error/);
 $redis->cli('DEL', 'rl:{away}');
 works('no number in the state');
 
@@ -338,7 +338,7 @@ works('no number in the state');
 	push @{ $slow->{args} }, '--key-load-delay', '10000';
 	$slow->{loading} = 1;
 	$slow->start;
-	$session->with({ redis_url => $slow->url }, sub { policy_is('loading', 'PT503', qr/LOADING/) });
+	$session->with({ redis_url => $slow->url }, sub { policy_is('loading', 'PT504', qr/LOADING/) });
 	works('loading');
 }
 
@@ -354,16 +354,16 @@ $session->ask(q{
 		RETURN (SELECT source FROM rl_enforce('away', '7/1d'))});
 $redis->stop;
 my %expected = (
-	error => [ [ 'PT503', '' ], [ 'PT503', '' ], [ 'PT503', '' ] ],
+	error => [ [ 'PT504', '' ], [ 'PT504', '' ], [ 'PT504', '' ] ],
 	allow => [ [ '00000', 'true' ], [ '00000', 'fail_open' ], [ '00000', 'ann' ] ],
-	deny  => [ [ '00000', 'false' ], [ 'PT503', '' ], [ 'PT503', '' ] ]);
+	deny  => [ [ '00000', 'false' ], [ 'PT504', '' ], [ 'PT504', '' ] ]);
 foreach my $policy (qw(error allow deny))
 {
 	$session->ask("SET ratelimit.on_error = $policy");
 	foreach my $call (q{rl_peek('away', '7/1d')}, q{rl_refund('away', '7/1d', 1)},
 		q{rl_reset('away')}, q{rl_reset('away', '7/1d')}, q{rl_ban('away', 1)}, q{rl_unban('away')})
 	{
-		is($session->attempt("SELECT $call")->{state}, 'PT503', "on_error = $policy: $call raises an error");
+		is($session->attempt("SELECT $call")->{state}, 'PT504', "on_error = $policy: $call raises an error");
 	}
 	my @got = map { $session->attempt($_) } q{SELECT rl_allow('away', '7/1d')},
 	  'SELECT enforce()', q{INSERT INTO orders VALUES ('ann') RETURNING customer};
@@ -393,15 +393,15 @@ my $descriptors = $session->descriptors;
 is(failures(10, '00000'), 10, 'ten calls succeed');
 is($session->descriptors, $descriptors, "ten calls need as many descriptors as one call: $descriptors");
 $redis->stop;
-is(failures(300, 'PT503'), 300, '300 calls fail because no server listens on the socket');
+is(failures(300, 'PT504'), 300, '300 calls fail because no server listens on the socket');
 $session->ask("SET ratelimit.redis_url = '" . $redis->url(tcp => 1) . "'");
-is(failures(300, 'PT503'), 300, '300 calls fail because no server listens on the port');
+is(failures(300, 'PT504'), 300, '300 calls fail because no server listens on the port');
 $redis->start;
 $redis->pause;
 $session->ask("SET ratelimit.command_timeout = '1ms'");
-is(failures(200, 'PT503'), 200, '200 calls time out over TCP');
+is(failures(200, 'PT504'), 200, '200 calls time out over TCP');
 $session->ask('RESET ratelimit.redis_url');
-is(failures(200, 'PT503'), 200, '200 calls time out over the socket');
+is(failures(200, 'PT504'), 200, '200 calls time out over the socket');
 $session->ask("RESET ratelimit.command_timeout; SET statement_timeout = '2ms'");
 my $canceled = 0;
 foreach (1 .. 50)

@@ -53,9 +53,9 @@ sub clients
 # A password
 #
 
-fails('no password', 'PT503', qr/NOAUTH/);
+fails('no password', 'PT504', qr/NOAUTH/);
 with(redis_url => $redis->url(db => 2));
-fails('no password and a database', 'PT503', qr/NOAUTH/);
+fails('no password and a database', 'PT504', qr/NOAUTH/);
 with(redis_url => $redis->url);
 
 write_file($passfile, "$password\n", 0600);
@@ -71,17 +71,17 @@ works('a password, a carriage return, another line');
 # Each policy: a store that rejects the password is a store that fails.
 write_file("$dir/wrong", "s3cr3t\n", 0600);
 with(redis_passfile => "$dir/wrong");
-fails('a wrong password', 'PT503', qr/WRONGPASS/);
+fails('a wrong password', 'PT504', qr/WRONGPASS/);
 with(on_error => 'allow');
 is($session->attempt($take)->{answer}, '(t,7,,,,fail_open)', 'a wrong password: on_error = allow');
 with(on_error => 'deny');
 is($session->attempt($take)->{answer}, '(f,7,,,,fail_closed)', 'a wrong password: on_error = deny');
-is($session->attempt(q{SELECT rl_peek('auth', '7/1d')})->{state}, 'PT503', 'a wrong password: rl_peek raises an error');
+is($session->attempt(q{SELECT rl_peek('auth', '7/1d')})->{state}, 'PT504', 'a wrong password: rl_peek raises an error');
 with(on_error => 'error');
 
 # A password for a server that needs no password.
 with(redis_url => $open->url, redis_passfile => $passfile);
-fails('a password that the server does not need', 'PT503', qr/AUTH/);
+fails('a password that the server does not need', 'PT504', qr/AUTH/);
 with(redis_passfile => '');
 works('no password for a server that needs no password');
 
@@ -95,16 +95,16 @@ with(redis_url => $redis->url(user => 'limiter'), redis_passfile => "$dir/user")
 works('a user');
 like(clients($redis), qr/user=limiter/, 'a user: Redis knows the client by this name');
 with(redis_url => $redis->url(user => 'nobody'));
-fails('an unknown user', 'PT503', qr/WRONGPASS/);
+fails('an unknown user', 'PT504', qr/WRONGPASS/);
 with(redis_url => $redis->url(user => 'limiter', tcp => 1));
 works('a user over TCP');
 with(redis_passfile => $passfile);
-fails('another user\'s password', 'PT503', qr/WRONGPASS/);
+fails('another user\'s password', 'PT504', qr/WRONGPASS/);
 
 # A user without permission to run scripts: an error, not a verdict.
 $redis->cli('ACL', 'SETUSER', 'reader', 'on', '>s3cr3t user', '~*', '+@read');
 with(redis_url => $redis->url(user => 'reader'), redis_passfile => "$dir/user");
-fails('a user without permissions', 'PT503', qr/NOPERM/);
+fails('a user without permissions', 'PT504', qr/NOPERM/);
 with(redis_passfile => '');
 is($session->attempt($take)->{state}, '22023', 'a user without a password is an error');
 
@@ -152,7 +152,7 @@ foreach my $tcp (0, 1)
 	is_deeply($redis->cli('KEYS', '*'), [], "database 5 over $way: the key is not in database 0");
 }
 with(redis_url => $redis->url(db => 16));
-fails('no such database', 'PT503', qr/DB index is out of range/);
+fails('no such database', 'PT504', qr/DB index is out of range/);
 is_deeply($redis->cli('KEYS', '*'), [], 'no such database: nothing is charged in database 0');
 $redis->cli('FLUSHDB');
 
@@ -246,7 +246,7 @@ SKIP:
 	works('a long password');
 	$without->('connected');
 	with(redis_passfile => write_file("$dir/no-password", "$part$long\nthe second line has $part, too\n", 0600));
-	fails('a wrong long password', 'PT503', qr/WRONGPASS/);
+	fails('a wrong long password', 'PT504', qr/WRONGPASS/);
 	$without->('refused');
 	with(redis_passfile => write_file("$dir/endless-password", $long x 10, 0600));
 	fails('an endless password again', 'F0000', qr/too long/);
@@ -259,7 +259,7 @@ SKIP:
 	$without->('an error');
 	with(redis_url => $silent->url, tls_cert_file => '');
 	$session->ask("SET ratelimit.command_timeout = '100ms'");
-	fails('no answer to AUTH', 'PT503', qr/timeout has passed/);
+	fails('no answer to AUTH', 'PT504', qr/timeout has passed/);
 	$without->('no answer');
 
 	# For a signal's handler the kernel saves the registers on the stack, and memcpy()
@@ -296,7 +296,7 @@ foreach my $url ('', ' ', 'localhost', '127.0.0.1:6379', 'http://127.0.0.1', 'RE
 	with(redis_url => $open->url);
 	works('a good URL');
 	with(redis_url => $url);
-	is($session->attempt($take)->{state}, $url eq 'unix:///' ? 'PT503' : '22023',
+	is($session->attempt($take)->{state}, $url eq 'unix:///' ? 'PT504' : '22023',
 		'bad URL "' . substr($url, 0, 60) . '"');
 }
 

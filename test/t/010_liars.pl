@@ -84,7 +84,7 @@ foreach my $case (
 	# Only replies that do not end need a short timeout.
 	$session->set(redis_url => $liar->url, on_error => 'error', command_timeout => $state eq 'lost' ? '100ms' : '60s');
 	my $got = $session->attempt($take);
-	is($got->{state}, $state eq '00000' ? $state : 'PT503', "$what: SQLSTATE") or diag "$got->{message} $got->{answer}";
+	is($got->{state}, $state eq '00000' ? $state : 'PT504', "$what: SQLSTATE") or diag "$got->{message} $got->{answer}";
 	like($got->{message}, $message{$state}, "$what: message");
 	unlike("$got->{message}$got->{detail}", qr/[^ -~]/, "$what: the message is printable");
 	next if $state eq '00000';
@@ -96,7 +96,7 @@ foreach my $case (
 
 	# Such a reply is wrong for every function.  Numbers and silence are not.
 	next if $state eq 'lost' || $answer =~ /^[:*]/ || $what eq 'a status';
-	like($session->attempt("SELECT $_")->{state}, qr/^PT503$/, "$what: $_ raises an error")
+	like($session->attempt("SELECT $_")->{state}, qr/^PT504$/, "$what: $_ raises an error")
 	  foreach q{rl_peek('k', '7/1d')}, q{rl_reset('k')}, q{rl_unban('k')};
 }
 
@@ -108,7 +108,7 @@ is($session->attempt($take)->{answer}, '(f,7,0,0.005,0.005,ban)', 'a reply in pi
 # The next call does not use a second reply.
 my $talker = liar(":0\r\n:86400000000000\r\n:86400000000000\r\n");
 $session->set(on_error => 'error', redis_url => $talker->url);
-is($session->attempt($take)->{state}, 'PT503', "too many replies, call $_") foreach 1 .. 4;
+is($session->attempt($take)->{state}, 'PT504', "too many replies, call $_") foreach 1 .. 4;
 
 # One backend made all these calls.
 $session->set(redis_url => undef);

@@ -33,7 +33,7 @@ $node->safe_psql('postgres', q{
 		EXCEPTION WHEN raise_exception THEN
 			-- A refund that Redis does not permit is only logged.
 			IF (SELECT remaining FROM rl_peek('refund', 'sliding_log 9/1h', 0)) <> 8 THEN
-				RAISE 'not refunded because a permission is missing' USING ERRCODE = 'PT503';
+				RAISE 'not refunded because a permission is missing' USING ERRCODE = 'PT504';
 			END IF;
 			RETURN 'refunded';
 		END;
@@ -103,7 +103,7 @@ foreach my $left_out (@rule)
 	my @failures = failures();
 
 	cmp_ok(scalar @failures, '>', 0, "without $left_out a call fails");
-	is_deeply([ grep { !/^PT503 .*(?:can't run|permission|WRONGPASS)/ } @failures ], [],
+	is_deeply([ grep { !/^PT504 .*(?:can't run|permission|WRONGPASS)/ } @failures ], [],
 		"without $left_out: the errors are permissions that are missing, not verdicts");
 }
 
@@ -117,7 +117,7 @@ foreach my $prefix ('other:', 'rl', '')
 	$session->set(key_prefix => $prefix);
 	foreach my $call (q{rl_throttle('k', 1, 1, 3600)}, "rl_check('k', '$five')", q{rl_ban('k', 3600)}, q{rl_reset('k')})
 	{
-		$session->fails("SELECT $call", "the prefix '$prefix': $call", 'PT503', qr/NOPERM .* key/);
+		$session->fails("SELECT $call", "the prefix '$prefix': $call", 'PT504', qr/NOPERM .* key/);
 	}
 }
 is_deeply($redis->cli('KEYS', '*'), [], 'Redis has no key');
@@ -127,7 +127,7 @@ is($session->attempt($calls[0])->{state}, '00000', 'with its own prefix the call
 # The page says when the user also needs +select.
 like(slurp_file("$FindBin::RealBin/../../docs/operations.md"), qr/`\+select`/, 'the page names +select');
 $session->set(redis_url => $redis->url(user => $user, db => 1));
-is($session->attempt($calls[0])->{state}, 'PT503', 'another database than 0 needs +select');
+is($session->attempt($calls[0])->{state}, 'PT504', 'another database than 0 needs +select');
 with_rule(@rule, '+select');
 is_deeply([ failures() ], [], 'with +select every function works');
 

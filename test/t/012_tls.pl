@@ -164,7 +164,7 @@ foreach my $case (
 
 	show($shown);
 	with(redis_url => $from, tls_ca_file => $trusted && "$dir/$trusted.crt");
-	fails($what, 'PT503', qr/^could not connect to Redis: the server's certificate is not trusted: $message$/);
+	fails($what, 'PT504', qr/^could not connect to Redis: the server's certificate is not trusted: $message$/);
 	with(on_error => 'allow');
 	is($session->attempt($take)->{answer}, '(t,7,,,,fail_open)', "$what: on_error = allow");
 	with(on_error => 'deny');
@@ -181,7 +181,7 @@ works('a good certificate again');
 #
 
 with(tls_ca_file => "$dir/other_ca.crt");
-fails('another authority', 'PT503', qr/not trusted: self.signed certificate in certificate chain/);
+fails('another authority', 'PT504', qr/not trusted: self.signed certificate in certificate chain/);
 with(tls_ca_file => "$dir/ca.crt");
 works('the first authority');
 
@@ -193,14 +193,14 @@ $redis->cli('CONFIG', 'SET', 'tls-auth-clients', 'yes');
 $redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
 my $refused = qr/^could not connect to Redis: /;
 my $reason = qr/ratelimit\.tls_cert_file\.$/;
-fails('no certificate for a server that needs a certificate', 'PT503', $refused, $reason);
+fails('no certificate for a server that needs a certificate', 'PT504', $refused, $reason);
 $redis->cli('CONFIG', 'SET', 'tls-protocols', 'TLSv1.2');
-fails('the same with TLS 1.2', 'PT503', qr/^could not connect to Redis: TLS failed: .*alert/);
+fails('the same with TLS 1.2', 'PT504', qr/^could not connect to Redis: TLS failed: .*alert/);
 $redis->cli('CONFIG', 'SET', 'tls-protocols', '');
 with(tls_cert_file => "$dir/client.crt", tls_key_file => "$dir/client.key");
 works('a certificate');
 with(tls_cert_file => "$dir/stranger.crt", tls_key_file => "$dir/stranger.key");
-fails('a certificate that the server does not trust', 'PT503', $refused, $reason);
+fails('a certificate that the server does not trust', 'PT504', $refused, $reason);
 is_deeply($redis->cli('KEYS', '*'), [], 'nothing was charged');
 with(tls_cert_file => "$dir/client.crt", tls_key_file => "$dir/client.key");
 works('the first certificate again');
@@ -252,16 +252,16 @@ works('no certificate for a server that needs no certificate');
 #
 
 with(redis_url => "redis://127.0.0.1:$tls_port");
-fails('no TLS to a port with TLS', 'PT503', qr/^lost the connection/);
+fails('no TLS to a port with TLS', 'PT504', qr/^lost the connection/);
 with(redis_url => 'rediss://127.0.0.1:' . $redis->port, connect_timeout => '200ms');
-fails('TLS to a port without TLS', 'PT503', qr/^could not connect/);
+fails('TLS to a port without TLS', 'PT504', qr/^could not connect/);
 {
 	my $silent = IO::Socket::INET->new(LocalAddr => '127.0.0.1', Listen => 100) or die "no socket: $!";
 
 	with(redis_url => 'rediss://127.0.0.1:' . $silent->sockport);
 	my $got;
 	my @ms = measures(250, sub { return ($got = $session->attempt($take))->{ms} });
-	is($got->{state}, 'PT503', 'no handshake: SQLSTATE');
+	is($got->{state}, 'PT504', 'no handshake: SQLSTATE');
 	like($got->{message}, qr/connect_timeout has passed$/, 'no handshake: message');
 	cmp_ok(min(@ms), '<=', 250, 'no handshake: the call takes at most connect_timeout + 50 ms');
 	with(connect_timeout => '10min');
@@ -286,7 +286,7 @@ foreach my $round (0 .. 9)
 	{
 		with(command_timeout => '100ms');
 		my $got = $session->attempt($take);
-		is($got->{state}, 'PT503', 'suspended: SQLSTATE');
+		is($got->{state}, 'PT504', 'suspended: SQLSTATE');
 		cmp_ok($got->{ms}, '>=', 99, 'suspended: the call waits for command_timeout');
 		with(command_timeout => '10s');
 	}
@@ -304,7 +304,7 @@ foreach my $round (0 .. 9)
 $redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
 works('after the connection was ended');
 $redis->stop;
-fails('a killed server', 'PT503', qr/Connection refused/);
+fails('a killed server', 'PT504', qr/Connection refused/);
 $redis->start;
 show('server');
 works('after a restart');

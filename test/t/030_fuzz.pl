@@ -24,7 +24,7 @@ my $session = $sessions[0];
 $session->pid;
 
 # The SQLSTATEs of replies that are not decisions.
-my $error = qr/^PT503$/;
+my $error = qr/^PT504$/;
 
 #
 # The replies that are sent, and the answers that are received
@@ -344,7 +344,7 @@ never($_) foreach 'a message with unprintable bytes', 'a late answer', 'an unexp
 cmp_ok($silence[0], '>=', 19, 'a call waits when no reply comes');
 cmp_ok($silence[9], '<=', 70, 'it waits for command_timeout and at most 50 ms more');
 cmp_ok($outcome{$_} || 0, '>=', $replies / 1000, "$_: " . ($outcome{$_} || 0)) foreach 'right, 00000',
-  'wrong, PT503 lost the connection', 'wrong, PT503 unexpected reply', 'wrong, PT503 Redis answered';
+  'wrong, PT504 lost the connection', 'wrong, PT504 unexpected reply', 'wrong, PT504 Redis answered';
 cmp_ok($told{$_}, '>=', $replies / 10_000, "told $_: $told{$_}") foreach sort keys %told;
 
 done_testing();

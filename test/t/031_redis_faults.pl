@@ -126,8 +126,8 @@ my ($ended, $wrong, $allowed, $longest) = split /\|/, $session->ask(q{
 note 'calls: ', join(', ', map { "$_ $calls{$_}" } sort keys %calls), "; the longest took $longest ms";
 is($ended, 8, 'eight backends have survived');
 is($wrong, 0, 'no call got the reply of another call');
-is_deeply([ grep { !/^(?:00000|PT503 could not connect to Redis|PT503 lost the connection to Redis)$/ } keys %calls ], [], 'the errors are those of a server that is down');
-cmp_ok($calls{$_} || 0, '>', 0, "$_ was among them: " . ($calls{$_} || 0)) foreach '00000', 'PT503 could not connect to Redis', 'PT503 lost the connection to Redis';
+is_deeply([ grep { !/^(?:00000|PT504 could not connect to Redis|PT504 lost the connection to Redis)$/ } keys %calls ], [], 'the errors are those of a server that is down');
+cmp_ok($calls{$_} || 0, '>', 0, "$_ was among them: " . ($calls{$_} || 0)) foreach '00000', 'PT504 could not connect to Redis', 'PT504 lost the connection to Redis';
 cmp_ok($allowed, '<=', 50 * $lives, "$lives lives of Redis allow $allowed");
 cmp_ok($allowed, '>', 0, 'Redis allowed some calls');
 cmp_ok($longest, '<', 20_000, 'no call hangs');
@@ -141,7 +141,7 @@ my $slow = IO::Socket::UNIX->new(Peer => $redis->socket) or die "could not conne
 print $slow "*3\r\n\$4\r\nEVAL\r\n\$19\r\nwhile true do end  \r\n\$1\r\n0\r\n";
 $slow->flush;
 await('Redis to be busy', sub { return !eval { $redis->cli('PING') } && $@ =~ /^BUSY/ });
-policy_is('a script that does not end', 'PT503', qr/BUSY/);
+policy_is('a script that does not end', 'PT504', qr/BUSY/);
 $redis->cli('SCRIPT', 'KILL');
 await('Redis to be idle', sub { return eval { $redis->cli('PING') } });
 works('a script that does not end');
@@ -149,7 +149,7 @@ works('a script that does not end');
 # CLIENT PAUSE delays the clients' commands, and runs them later.
 $redis->cli('DEL', 'rl:{fault}');
 $redis->cli('CLIENT', 'PAUSE', '600000', 'WRITE');
-$session->with({ command_timeout => '50ms' }, sub { policy_is('a pause', 'PT503', qr/command_timeout has passed$/) });
+$session->with({ command_timeout => '50ms' }, sub { policy_is('a pause', 'PT504', qr/command_timeout has passed$/) });
 my $waiting = start_clients($node, 'pause', $take, '-t', 1);
 $watcher->await_waiting_clients(8);
 $redis->cli('CLIENT', 'UNPAUSE');
@@ -165,7 +165,7 @@ works('before a password');
 $redis->cli('CONFIG', 'SET', 'requirepass', 'new');
 works('a new password does not affect an open connection');
 $redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
-policy_is('a new password', 'PT503', qr/NOAUTH/);
+policy_is('a new password', 'PT504', qr/NOAUTH/);
 $redis->cli('AUTH', 'new');
 $redis->cli('CONFIG', 'SET', 'requirepass', '');
 works('a removed password');
@@ -180,7 +180,7 @@ works('a removed password');
 	works('before the snapshot');
 	$broken->cli('BGSAVE');
 	await('the snapshot to fail', sub { return $broken->field('persistence', 'rdb_last_bgsave_status') eq 'err' });
-	policy_is('no snapshot', 'PT503', qr/MISCONF/);
+	policy_is('no snapshot', 'PT504', qr/MISCONF/);
 	works('no snapshot, and a call that writes nothing');
 	$broken->cli('CONFIG', 'SET', 'stop-writes-on-bgsave-error', 'no');
 	is($session->attempt($take)->{state}, '00000', 'no snapshot, and stop-writes-on-bgsave-error is off');
@@ -200,13 +200,13 @@ foreach my $tcp (0, 1)
 	# Redis sends the reason and ends the connection.  If the request arrives after
 	# that, TCP discards the reason.  Over a socket, rl_check_many does not read it if
 	# the connection has ended between its first request and the second.
-	policy_is("too many clients over $way", 'PT503', qr/max number of clients/) if !$tcp;
+	policy_is("too many clients over $way", 'PT504', qr/max number of clients/) if !$tcp;
 	foreach my $try (1 .. 30)
 	{
 		my $got = $session->attempt($try % 2 ? $take : q{SELECT count(*) FROM rl_check_many('{a,b}', '1/1s')});
 
 		like("$got->{state} $got->{message}",
-			$tcp ? qr/^PT503 / : $try % 2 ? qr/^PT503 .*max number of clients/ : qr/^PT503 .*(?:max number of clients|Connection reset by peer)/,
+			$tcp ? qr/^PT504 / : $try % 2 ? qr/^PT504 .*max number of clients/ : qr/^PT504 .*(?:max number of clients|Connection reset by peer)/,
 			"too many clients over $way: an error, try $try");
 	}
 	@others = ();
@@ -224,7 +224,7 @@ foreach my $tcp (0, 1)
 	my $proxy = LyingServer->new(undef, tcp => 1);
 
 	$session->with({ redis_url => $proxy->url }, sub {
-		like($session->attempt($take)->{state}, qr/^PT503$/, "a connection that is ended at once, try $_") foreach 1 .. 20;
+		like($session->attempt($take)->{state}, qr/^PT504$/, "a connection that is ended at once, try $_") foreach 1 .. 20;
 	});
 	works('a connection that is ended at once');
 }
@@ -243,7 +243,7 @@ foreach my $tcp (0, 1)
 		push @queue, $client;
 	}
 	$session->set(connect_timeout => '50ms', redis_url => "unix://$path");
-	policy_is('a full queue', 'PT503', qr/connect_timeout has passed$/);
+	policy_is('a full queue', 'PT504', qr/connect_timeout has passed$/);
 	$session->ask("SET ratelimit.connect_timeout = '10min'; SET statement_timeout = '50ms'");
 	is($session->attempt($take)->{state}, '57014', 'a full queue: statement_timeout works');
 	$session->ask('RESET ratelimit.connect_timeout; RESET statement_timeout; RESET ratelimit.redis_url');
@@ -299,7 +299,7 @@ SKIP:
 		works("after room for $more descriptors");
 	}
 	is($session->pid, $pid, 'the backend is alive');
-	cmp_ok($states{'PT503'} || 0, '>', 0, 'a connection failed for lack of descriptors');
+	cmp_ok($states{'PT504'} || 0, '>', 0, 'a connection failed for lack of descriptors');
 	cmp_ok($states{'00000'} || 0, '>', 0, 'a connection worked with enough descriptors');
 }
 
@@ -321,10 +321,10 @@ SKIP:
 	}
 	cmp_ok($n, '>', 3, "dblink has taken $n descriptors");
 	my $before = $session->descriptors;
-	policy_is('no external descriptor is left', 'PT503', qr/too many files are open in this server process/);
+	policy_is('no external descriptor is left', 'PT504', qr/too many files are open in this server process/);
 	$n--;
 	$session->ask("SELECT dblink_disconnect('c$n')");
-	policy_is('one external descriptor is left', 'PT503', qr/too many files are open in this server process/);
+	policy_is('one external descriptor is left', 'PT504', qr/too many files are open in this server process/);
 	$n--;
 	$session->ask("SELECT dblink_disconnect('c$n')");
 	works('two external descriptors are left');

@@ -108,7 +108,7 @@ SKIP:
 	skip 'prlimit is not there', 4 unless has_program('prlimit');
 	$session->ask('SET ratelimit.on_error = error');
 	$session->with({ redis_url => 'redis://' }, sub { $session->attempt($call) });
-	is($session->attempt_below(0, $call)->{state}, 'PT503', 'a backend without descriptors cannot connect');
+	is($session->attempt_below(0, $call)->{state}, 'PT504', 'a backend without descriptors cannot connect');
 	is($session->ask(q{SELECT breaker FROM rl_status()}), 'closed', 'the breaker stays closed');
 	$session->ask('RESET ratelimit.on_error');
 }
@@ -128,7 +128,7 @@ my $half_open = sub {
 	await('Redis to be asked', sub { return $session->attempt($call)->{state} eq '00000' });
 	$redis->pause;
 	$session->ask("SET ratelimit.command_timeout = '20ms'");
-	is($session->attempt($call)->{state}, 'PT503', 'Redis does not answer');
+	is($session->attempt($call)->{state}, 'PT504', 'Redis does not answer');
 	$session->ask('RESET ratelimit.command_timeout');
 	await('the breaker to be half-open', sub { return $breaker->() eq 'half-open' });
 };
@@ -297,7 +297,7 @@ $watcher->ask(q{
 			EXCEPTION
 				WHEN SQLSTATE 'PT429' OR SQLSTATE 'PT413' THEN
 					outcome := 'denied';
-				WHEN SQLSTATE 'PT503' THEN
+				WHEN SQLSTATE 'PT504' THEN
 					outcome := CASE current_setting('ratelimit.on_error') WHEN 'deny' THEN 'failed_closed' ELSE 'errors' END;
 			END;
 			name := r.limits::text || '|' || outcome || '|' || coalesce(d.source, '');

@@ -86,7 +86,7 @@ $session->ask('RESET ratelimit.mode');
 # Redis is down: there is no breaker, so each call tries to connect, and the first call
 # after a restart uses Redis.
 $redis->stop;
-is($session->attempt(q{SELECT rl_throttle('k', 10, 10, 60)})->{state}, 'PT503', "Redis is down, try $_") foreach 1 .. 3;
+is($session->attempt(q{SELECT rl_throttle('k', 10, 10, 60)})->{state}, 'PT504', "Redis is down, try $_") foreach 1 .. 3;
 is($session->ask(q{SELECT connected, error LIKE 'could not connect to Redis%', breaker FROM rl_status()}), 'f|t|', 'rl_status shows the error');
 $redis->start;
 is($session->ask(q{SELECT source FROM rl_throttle('k', 10, 10, 60)}), 'redis', 'Redis is up: the first call uses it');

@@ -59,7 +59,7 @@ $session->ask(q{SELECT rl_allow('local', '3/1h')});
 is($other->ask(q{SELECT remaining, source FROM rl_check('local', '3/1h')}), '1|local', 'the local store serves both sessions');
 $_->ask('RESET ratelimit.store') foreach $session, $other;
 $redis->stop;
-is($session->attempt(q{SELECT rl_allow('down', '3/1h')})->{state}, 'PT503', 'Redis is down');
+is($session->attempt(q{SELECT rl_allow('down', '3/1h')})->{state}, 'PT504', 'Redis is down');
 is($other->ask('SELECT breaker FROM rl_status()'), 'open', 'the breaker is open for the other session');
 $redis->start;
 unlike(slurp_file($node->logfile), qr/could not create the shared memory/, 'nothing about the memory is logged');
@@ -204,7 +204,7 @@ SKIP:
 	cmp_ok(time - $began, '>=', 59, 'once a minute');
 	await('the first session to attach it', sub { return $last->ask('SELECT local_keys IS NOT NULL FROM rl_status()') eq 't' });
 	$redis->stop;
-	is($last->attempt(q{SELECT rl_allow('down', '3/1h')})->{state}, 'PT503', 'Redis is down');
+	is($last->attempt(q{SELECT rl_allow('down', '3/1h')})->{state}, 'PT504', 'Redis is down');
 	like($last->attempt(q{SELECT rl_allow('down', '3/1h')})->{message}, qr/^not retrying Redis/, 'the first session has a breaker now');
 	is(count_of($failure, new_log($node)), 0, 'nothing more is logged');
 }

@@ -187,18 +187,18 @@ $session->ask(qq{CREATE FUNCTION fill_all() RETURNS bigint LANGUAGE plpgsql AS \
 			n := n + 1;
 		END LOOP;
 		RAISE 'it ends with a refusal';
-	EXCEPTION WHEN SQLSTATE 'PT503' THEN
+	EXCEPTION WHEN SQLSTATE 'PT504' THEN
 		RETURN n;
 	END \$\$});
 my $most = $session->ask('SELECT fill_all()');
 cmp_ok($most, '>', 1000, "the memory is full after $most actions");
 my $attempt = $session->attempt("SELECT rl_check('greedy', '$logs')");
-is_deeply([ @$attempt{qw(state message)} ], [ 'PT503', 'out of shared memory for rate limits' ], 'the error says that the memory is full');
+is_deeply([ @$attempt{qw(state message)} ], [ 'PT504', 'out of shared memory for rate limits' ], 'the error says that the memory is full');
 is($attempt->{detail}, 'ratelimit.local_max_keys sets its size.', 'its detail names the setting');
 is($session->ask("SELECT string_agg(DISTINCT remaining::text, ',') FROM rl_peek('greedy', '$logs', 0)"),
 	100000 - $most, 'each action was charged to all limits or to none');
 # A flood of keys must not lift limits.
-is($session->attempt("SET ratelimit.on_error = $_; SELECT rl_check('greedy', '$logs')")->{state}, 'PT503', "on_error = $_ does not apply")
+is($session->attempt("SET ratelimit.on_error = $_; SELECT rl_check('greedy', '$logs')")->{state}, 'PT504', "on_error = $_ does not apply")
   foreach qw(allow deny local);
 $session->ask('RESET ratelimit.on_error');
 is($session->ask(q{SELECT (allowed, remaining) FROM rl_sliding_log('modest', 5, 60)}), '(t,4)', 'other keys still work');

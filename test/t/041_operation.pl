@@ -125,7 +125,7 @@ foreach my $policy (qw(error allow deny))
 answers(q{INSERT INTO orders VALUES (2); SELECT allowed FROM rl_wait('away', '1/1h')}, 't', 'shadow mode while Redis is down: a trigger and rl_wait');
 answers(q{SET ratelimit.on_error = local; SELECT allowed, source FROM rl_check('away', '1/1h')}, 't|local', 'on_error = local: the local store decides');
 answers(q{SELECT allowed, source FROM rl_check('away', '1/1h')}, 't|shadow', 'on_error = local: a call that would be refused is allowed');
-is($session->attempt(q{SELECT rl_peek('away', '1/1h')})->{state}, 'PT503', 'rl_peek raises an error');
+is($session->attempt(q{SELECT rl_peek('away', '1/1h')})->{state}, 'PT504', 'rl_peek raises an error');
 
 #
 # mode = off
@@ -213,7 +213,7 @@ counts('a cancel while Redis is silent', '', errors => 1, round_trips => 1);
 $redis->resume;
 $redis->stop;
 counts('Redis is down', q{SELECT rl_check('stat 6', '2/1h')}, errors => 1);
-is($ended, 'PT503', 'a call raises an error while Redis is down');
+is($ended, 'PT504', 'a call raises an error while Redis is down');
 counts('on_error = allow', q{SET ratelimit.on_error = allow; SELECT rl_check('stat 6', '2/1h')}, failed_open => 1);
 counts('on_error = deny', q{SET ratelimit.on_error = deny; SELECT rl_check('stat 6', '2/1h')}, failed_closed => 1);
 counts('on_error = deny, rl_wait', q{SELECT rl_wait('stat 6', '2/1h')}, failed_closed => 1);

@@ -56,11 +56,11 @@ cmp_ok($charged, '<', 20_000, 'the memory is full');
 
 # The buffers of the pipeline are free again.
 $session->ask(q{SELECT count(rl_check('more ' || n, '5/1d')) FROM generate_series(1, 100000) n});
-is($session->state, 'PT503', 'noeviction and full memory: an error');
+is($session->state, 'PT504', 'noeviction and full memory: an error');
 like($session->error, qr/Redis answered with an error: OOM/, 'the error is Redis\'s');
 foreach my $name (sort keys %limits)
 {
-	foreach my $case ([ 'error', 'PT503', '' ], [ 'allow', '00000', '(t,5,,,,fail_open)' ],
+	foreach my $case ([ 'error', 'PT504', '' ], [ 'allow', '00000', '(t,5,,,,fail_open)' ],
 		[ 'deny', '00000', '(f,5,,,,fail_closed)' ], [ 'local', '00000', '(t,5,4,' ])
 	{
 		my ($on_error, $state, $answer) = @$case;
@@ -72,13 +72,13 @@ foreach my $name (sort keys %limits)
 	$session->ask('RESET ratelimit.on_error');
 }
 answers(q{SELECT breaker FROM rl_status()}, 'closed', 'full memory does not open the breaker');
-is($session->attempt(q{SELECT rl_check('half', '5/1d')})->{state}, 'PT503', 'a key with a state cannot be charged');
+is($session->attempt(q{SELECT rl_check('half', '5/1d')})->{state}, 'PT504', 'a key with a state cannot be charged');
 answers(q{SELECT remaining FROM rl_peek('half', '5/1d', 0)}, '3', 'the key was not charged');
 answers(q{SELECT allowed, source FROM rl_check('spent', '5/1d')}, 'f|redis', 'a key without quota is refused');
 answers(q{SELECT allowed, source FROM rl_check('banned', '5/1d')}, 'f|ban', 'a banned key is refused');
 is(known('fill', 20_000, '5/1d'), $charged, 'each key still has its state');
 is(evicted(), 0, 'no key was evicted');
-is($session->attempt(q{SELECT rl_ban('other', 60)})->{state}, 'PT503', 'a ban needs memory');
+is($session->attempt(q{SELECT rl_ban('other', 60)})->{state}, 'PT504', 'a ban needs memory');
 answers(q{SELECT rl_unban('banned'); SELECT count(*) FROM generate_series(1, 20000) n WHERE rl_reset('fill ' || n)}, "t\n$charged", 'rl_unban and rl_reset work');
 answers(q{SELECT allowed FROM rl_check('half', '5/1d')}, 't', 'after that a key can be charged');
 
@@ -148,7 +148,7 @@ take();
 chmod 0500, dirname($failing->logfile);
 $failing->cli('BGSAVE');
 await('the snapshot to fail', sub { return $failing->field('persistence', 'rdb_last_bgsave_status') eq 'err' });
-$session->fails("SELECT rl_check('k', '$five')", 'a snapshot that fails', 'PT503', qr/MISCONF/);
+$session->fails("SELECT rl_check('k', '$five')", 'a snapshot that fails', 'PT504', qr/MISCONF/);
 chmod 0700, dirname($failing->logfile);
 $failing->cli('BGSAVE');
 await('the snapshot', sub { return $failing->field('persistence', 'rdb_last_bgsave_status') eq 'ok' });

@@ -491,9 +491,9 @@ if (store() ne 'local')
 	$session->answers(q{SELECT * FROM rl_check_all('{away,gone}', '{2/1h shadow,3/1h}')}, "away|t|2||||fail_open\ngone|f|3||||fail_closed", 'rl_check_all');
 	is(counted('throttle 2/1h shadow, throttle 3/1d shadow'), '0|0|0|3|0', 'rl_stat');
 	$session->set(on_error => 'error');
-	is($session->attempt(q{SELECT rl_check('away', '2/1h shadow, 3/1h')})->{state}, 'PT503', 'on_error = error: a limit in force has an error');
-	is($session->attempt(q{SELECT rl_check_all('{away,gone}', '{2/1h shadow,3/1h}')})->{state}, 'PT503', 'rl_check_all has an error');
-	is($session->attempt(q{SELECT count(*) FROM rl_peek('away', '2/1h shadow')})->{state}, 'PT503', 'rl_peek has an error');
+	is($session->attempt(q{SELECT rl_check('away', '2/1h shadow, 3/1h')})->{state}, 'PT504', 'on_error = error: a limit in force has an error');
+	is($session->attempt(q{SELECT rl_check_all('{away,gone}', '{2/1h shadow,3/1h}')})->{state}, 'PT504', 'rl_check_all has an error');
+	is($session->attempt(q{SELECT count(*) FROM rl_peek('away', '2/1h shadow')})->{state}, 'PT504', 'rl_peek has an error');
 }
 
 done_testing();

@@ -225,7 +225,7 @@ foreach my $case ([ 'a grant', '0 0 1 0 16 50000 1', 'redis lease' ], [ 'a small
 	}
 	else
 	{
-		is($got[0]{state}, 'PT503', "$what fails");
+		is($got[0]{state}, 'PT504', "$what fails");
 		like($got[0]{message}, qr/^unexpected/, "$what: the message");
 	}
 }

@@ -50,7 +50,7 @@ sub charged
 	return (split / /, $state)[1];
 }
 
-# Returns the outcomes of so many calls, each a source or a SQLSTATE, as a text like "15 lease, 2 PT503".
+# Returns the outcomes of so many calls, each a source or a SQLSTATE, as a text like "15 lease, 2 PT504".
 sub outcomes
 {
 	my ($key, $calls, $text) = @_;
@@ -102,7 +102,7 @@ foreach my $failure (sort keys %failures)
 
 	lease($failure);
 	$begin->();
-	is(outcomes($failure, 17), '15 lease, 2 PT503', "$failure: the lease has its units, and then each call fails");
+	is(outcomes($failure, 17), '15 lease, 2 PT504', "$failure: the lease has its units, and then each call fails");
 	$end->();
 	is(outcomes($failure, 3), '3 redis', "$failure: afterwards Redis is asked");
 	# A Redis that was killed has lost its data.
@@ -144,7 +144,7 @@ is($session->ask("SELECT string_agg(key || ': ' || source, ', ' ORDER BY ordinal
 	'in a batch, only the key of a wrong type fails');
 is($session->ask("SELECT source FROM rl_check_many('{wrong type}', '$limits')"), 'fail_closed', 'and so it does by itself');
 $session->ask('RESET ratelimit.on_error');
-is($session->attempt("SELECT count(*) FROM rl_check_many('{third new,wrong type}', '$limits')")->{state}, 'PT503', 'the failure is an error');
+is($session->attempt("SELECT count(*) FROM rl_check_many('{third new,wrong type}', '$limits')")->{state}, 'PT504', 'the failure is an error');
 like($session->attempt("SELECT count(*) FROM rl_check_many('{third new,wrong type}', '$limits')")->{message}, qr/WRONGTYPE/, 'which has the reason');
 
 # The script is not known: the call is sent with its source.
@@ -227,7 +227,7 @@ is(insert(([ 'row', $limits ]) x 5, [ 'few', 'fixed_window 1/1h lease 50ms' ]), 
 settles('row', 23, 'statements');
 lease('full row');
 $redis->cli('CONFIG', 'SET', 'maxmemory', 1);
-is(insert(([ 'full row', $limits ]) x 5, [ 'full', $limits ]), 'PT503', 'another key has no memory: what was taken is refunded or lost');
+is(insert(([ 'full row', $limits ]) x 5, [ 'full', $limits ]), 'PT504', 'another key has no memory: what was taken is refunded or lost');
 $redis->cli('CONFIG', 'SET', 'maxmemory', 0);
 settles('full row', 18, 'a statement that fails', 1);
 
@@ -303,7 +303,7 @@ $session->ask(q{
 			leased := leased + 1;
 		END LOOP;
 		RETURN outcome || ' ' || leased;
-	EXCEPTION WHEN SQLSTATE 'PT503' THEN
+	EXCEPTION WHEN SQLSTATE 'PT504' THEN
 		RETURN outcome || ' ' || leased;
 	END $$;
 	SET ratelimit.redis_url = '} . $liar->url . q{'});
@@ -316,7 +316,7 @@ foreach my $n (0 .. $#numbers)
 	my ($outcome, $leased) = $got =~ /^(.*) (\d+)$/ or do { push @wrong, "@{ $numbers[$n] }: " . $session->error; next };
 	# A call renews when a quarter is left.  A tenth of the time is not used.
 	my $usable = ($granted // 0) > 0 && real($numbers[$n][5]) > 0 ? $granted : 0;
-	my $expected = !defined $granted ? 'PT503' : $granted < 0 ? qr/^(?:redis|ban) refused$/ : 'redis';
+	my $expected = !defined $granted ? 'PT504' : $granted < 0 ? qr/^(?:redis|ban) refused$/ : 'redis';
 
 	$seen{ !defined $granted ? 'wrong' : $granted < 0 ? 'refused' : $usable ? 'granted' : 'nothing granted' }++;
 	push @wrong, "@{ $numbers[$n] }: $outcome, $leased by leases, and " . ($granted // 'an error') . ' is right'

@@ -60,8 +60,8 @@ lease('unreachable');
 $redis->cli('SAVE');
 $redis->stop;
 at(200_000);
-is(source('unreachable'), 'PT503', 'Redis cannot be reached') foreach 1, 2;
-is($session->attempt(q{SELECT count(*) FROM rl_check_many('{unreachable,new}', 'fixed_window 100000/1h lease 50ms')})->{state}, 'PT503',
+is(source('unreachable'), 'PT504', 'Redis cannot be reached') foreach 1, 2;
+is($session->attempt(q{SELECT count(*) FROM rl_check_many('{unreachable,new}', 'fixed_window 100000/1h lease 50ms')})->{state}, 'PT504',
 	'nor in a batch');
 $redis->start;
 settles('unreachable', 18, 'after calls that were not sent');

@@ -98,7 +98,7 @@ foreach my $end (
 
 	$session->ask("BEGIN; SELECT take('$key', 5); SAVEPOINT s");
 	$redis->cli(qw(ACL SETUSER default -hdel -unlink));
-	is($session->attempt("SELECT rl_reset('$key')")->{state}, 'PT503', 'rl_reset fails');
+	is($session->attempt("SELECT rl_reset('$key')")->{state}, 'PT504', 'rl_reset fails');
 	$redis->cli(qw(ACL SETUSER default +hdel +unlink));
 	$session->ask('ROLLBACK');
 	is(free($key), 10, 'afterwards a rollback refunds');
@@ -239,7 +239,7 @@ is_deeply([ lost() ], [], 'no refund is lost');
 	$session->ask("BEGIN; SELECT take('$key', 5); SET LOCAL ratelimit.command_timeout = '100ms'");
 	$redis->pause;
 	$session->ask("SELECT take('$key', 1)");
-	is(join(' ', $session->error =~ /(?:ERROR|FATAL|PANIC|WARNING):  (\w+)/g), 'PT503', 'a call that is not answered');
+	is(join(' ', $session->error =~ /(?:ERROR|FATAL|PANIC|WARNING):  (\w+)/g), 'PT504', 'a call that is not answered');
 	$session->ask('ROLLBACK');
 	$redis->resume;
 	is_deeply([ lost() ], [ [ 5, 'there is no connection to Redis' ] ], 'the log shows that the connection and the refund are lost');
@@ -361,7 +361,7 @@ is_deeply([ lost() ], [], 'no refund is lost');
 	is($victim->state, '57014', 'canceled while connecting');
 	$victim->ask("ROLLBACK");
 	$victim->ask("SELECT take('db', 1)");
-	is($victim->state, 'PT503', 'the next call finds that SELECT is not permitted');
+	is($victim->state, 'PT504', 'the next call finds that SELECT is not permitted');
 	is($redis->cli('EXISTS', 'rl:{db}'), 0, 'no key is in database 0');
 	is_deeply([ map { $_->[0] } lost() ], [5], 'the log shows the lost refund of the database');
 	$redis->cli('ACL', 'SETUSER', 'default', '+select');

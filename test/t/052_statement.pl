@@ -418,7 +418,7 @@ foreach my $how ('pg_cancel_backend', 'pg_terminate_backend', $on_redis ? 'silen
 	if ($how eq 'silence')
 	{
 		$victim->ask('');
-		is($victim->state, 'PT503', "$how in the middle of a statement");
+		is($victim->state, 'PT504', "$how in the middle of a statement");
 		$redis->resume;
 	}
 	elsif ($how eq 'pg_cancel_backend')
@@ -560,13 +560,13 @@ table('away', '5/1h');
 is(insert('away', q{('a', 2)})->[0], '00000', 'a row while Redis is up');
 $redis->stop;
 lost();
-is(insert('away', q{('a', 2), ('b', 6)})->[0], 'PT503', 'Redis is down, on_error = error');
+is(insert('away', q{('a', 2), ('b', 6)})->[0], 'PT504', 'Redis is down, on_error = error');
 is_deeply([ lost() ], [], 'a charge that was not sent is no lost refund');
 $session->ask('SET ratelimit.on_error = allow');
 is(insert('away', q{('a', 2), ('b', 6)})->[0], '00000', 'Redis is down, on_error = allow');
 $session->ask('SET ratelimit.on_error = deny');
 my $got = insert('away', q{('a', 2), ('b', 6)});
-is($got->[0], 'PT503', 'Redis is down, on_error = deny');
+is($got->[0], 'PT504', 'Redis is down, on_error = deny');
 like($got->[1], qr/^could not connect to Redis: /, 'the message has the reason');
 like($got->[2], qr/^The server is "/, 'the detail has the server');
 $session->ask('SET ratelimit.on_error = local');
@@ -604,7 +604,7 @@ is(insert('away', q{('c', 2), ('d', 2)})->[0], '00000', 'the next statement is a
 is(left('5/1h', 'away:c', 'away:d'), '3 3', 'the next statement is charged');
 $session->ask(q{SET ratelimit.command_timeout = '50ms'});
 $redis->pause;
-is(insert('away', q{('c', 2), ('d', 2)})->[0], 'PT503', 'a statement while Redis is suspended');
+is(insert('away', q{('c', 2), ('d', 2)})->[0], 'PT504', 'a statement while Redis is suspended');
 $redis->resume;
 $session->ask('RESET ratelimit.command_timeout');
 is(insert('away', q{('c', 0)})->[0], '00000', 'a statement works after the timeout');

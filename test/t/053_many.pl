@@ -275,7 +275,7 @@ cmp_ok($allowed + $errors, '>=', $taken, "rl_stat: the other units are among $er
 $redis->pause;
 $session->set(command_timeout => '100ms');
 my $got = $session->attempt(q{SELECT taken('silent', 100000, 1000)});
-is($got->{state}, 'PT503', 'Redis is suspended');
+is($got->{state}, 'PT504', 'Redis is suspended');
 cmp_ok($got->{ms}, '>=', 99, 'Redis is suspended: the call waits for command_timeout');
 $redis->resume;
 $session->set(command_timeout => '10s');
@@ -301,7 +301,7 @@ $session->ask("SET ratelimit.command_timeout = '10s'");
 
 $redis->cli('SET', 'rl:{bad700}', 'no hash');
 $got = $session->attempt(q{SELECT taken('bad', 1000, 1000)});
-is($got->{state}, 'PT503', 'a key of a wrong type makes the call fail');
+is($got->{state}, 'PT504', 'a key of a wrong type makes the call fail');
 like($got->{message}, qr/WRONGTYPE/, 'the message has the reason');
 is($session->attempt(q{SELECT taken('bad', 3, 3)})->{answer}, '{1,1,1}', 'the keys before it were charged once');
 $session->ask('SET ratelimit.on_error = deny');
@@ -495,7 +495,7 @@ foreach my $case (
 
 	$session->set(redis_url => $liar->url, command_timeout => $message =~ /lost/ ? '100ms' : '2s');
 	$got = $session->attempt(q{SELECT taken('liar', 1000, 1000)});
-	is($got->{state}, 'PT503', "$what after $answers answers") or diag substr $got->{answer}, 0, 50;
+	is($got->{state}, 'PT504', "$what after $answers answers") or diag substr $got->{answer}, 0, 50;
 	like($got->{message}, $message, "$what after $answers answers: message");
 }
 
@@ -504,13 +504,13 @@ foreach my $case (
 my $log = ":0\r\n:0\r\n:1\r\n:1\r\n:1\r\n:0\r\n:1\r\n";
 foreach my $case (
 	[ 'a right reply', '*14' => $log x 2, '00000' ],
-	[ 'a key too few', '*7' => $log, 'PT503' ],
-	[ 'a key too many', '*21' => $log x 3, 'PT503' ],
-	[ 'a failed key and its numbers', '*15' => ":-2\r\n" . $log x 2, 'PT503' ],
-	[ 'a verdict below -2', '*8' => "$log:-3\r\n", 'PT503' ],
-	[ 'a refusal that allows', '*14' => $log . $log =~ s/0/-1/r, 'PT503' ],
-	[ 'half of a key', '*10' => "$log:0\r\n:0\r\n:1\r\n", 'PT503' ],
-	[ 'nothing', '*0' => '', 'PT503' ])
+	[ 'a key too few', '*7' => $log, 'PT504' ],
+	[ 'a key too many', '*21' => $log x 3, 'PT504' ],
+	[ 'a failed key and its numbers', '*15' => ":-2\r\n" . $log x 2, 'PT504' ],
+	[ 'a verdict below -2', '*8' => "$log:-3\r\n", 'PT504' ],
+	[ 'a refusal that allows', '*14' => $log . $log =~ s/0/-1/r, 'PT504' ],
+	[ 'half of a key', '*10' => "$log:0\r\n:0\r\n:1\r\n", 'PT504' ],
+	[ 'nothing', '*0' => '', 'PT504' ])
 {
 	my ($what, $length, $numbers, $state) = @$case;
 	my $liar = LyingServer->new(sub { return "$length\r\n$numbers" });
@@ -545,7 +545,7 @@ foreach my $limits ('5/1h', 'sliding_log 5/1h')
 	{
 		$got = $session->attempt("SELECT count(*) || ' ' || count(*) FILTER (WHERE remaining BETWEEN 0 AND 5 AND reset_after >= 0
 			AND CASE WHEN allowed THEN retry_after IS NULL ELSE retry_after > 0 END) FROM rl_check_many('{a,b,c,d,e,f}', '$limits')");
-		$outcome{ $got->{state} eq 'PT503' ? 'failed' : "$got->{state} $got->{answer}" }++;
+		$outcome{ $got->{state} eq 'PT504' ? 'failed' : "$got->{state} $got->{answer}" }++;
 	}
 	is(join(',', grep { $_ ne 'failed' && $_ ne '00000 6 6' } sort keys %outcome), '', "$rounds changed replies, $limits: "
 		. join ', ', map { "$_: $outcome{$_}" } sort keys %outcome);
@@ -578,7 +578,7 @@ my @ms = measures(150, sub {
 	return $try->{message} eq $too_long ? $try->{ms} : 10_000;
 });
 note "50 keys in two calls, each answered after 90 ms: @ms ms";
-is($got->{state}, 'PT503', 'two calls, each answered after 90 ms: SQLSTATE');
+is($got->{state}, 'PT504', 'two calls, each answered after 90 ms: SQLSTATE');
 is($got->{message}, $too_long, 'two calls, each answered after 90 ms: message');
 cmp_ok(min(@ms), '<=', 150, 'two calls, each answered after 90 ms: the batch takes at most command_timeout + 50 ms');
 

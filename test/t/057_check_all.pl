@@ -316,7 +316,7 @@ if ($store eq 'redis')
 	like($calls->()->{message}, qr/WRONGTYPE/, 'a key of a wrong type is an error');
 	$redis->cli('DEL', 'rl:{bad}');
 	$redis->cli('HSET', 'rl:{bad}', 'fixed_window:3600000000', 'nonsense');
-	is($session->attempt(q{SELECT count(*) FROM rl_check_all('{good,bad}', '{fixed_window 5/1h,fixed_window 5/1h}')})->{state}, 'PT503', 'a value that makes no sense is an error');
+	is($session->attempt(q{SELECT count(*) FROM rl_check_all('{good,bad}', '{fixed_window 5/1h,fixed_window 5/1h}')})->{state}, 'PT504', 'a value that makes no sense is an error');
 	$redis->cli('DEL', 'rl:{bad}');
 	$redis->cli('CONFIG', 'SET', 'maxmemory', 1);
 	like($calls->()->{message}, qr/OOM/, 'a full Redis is an error');
@@ -327,7 +327,7 @@ if ($store eq 'redis')
 	my $each = q{SELECT string_agg(source || ' ' || allowed, ',') FROM rl_check_all('{s:a,t:c}', '{fixed_window 1/3650d,fixed_window 2/3650d}')};
 	$session->ask("SET ratelimit.command_timeout = '50ms'; SET ratelimit.connect_timeout = '50ms'; SET ratelimit.retry_interval = 0");
 	$redis->pause;
-	is($session->attempt($each)->{state}, 'PT503', 'error');
+	is($session->attempt($each)->{state}, 'PT504', 'error');
 	foreach my $case ([ 'allow', 'fail_open true,fail_open true' ], [ 'deny', 'fail_closed false,fail_closed false' ],
 		[ 'local', 'local true,local true' ], [ 'local', 'local false,local true' ])
 	{
@@ -335,7 +335,7 @@ if ($store eq 'redis')
 		is($session->ask($each), $case->[1], "on_error = $case->[0]");
 	}
 	$session->ask('SET ratelimit.on_error = deny');
-	is($session->attempt(q{SELECT count(*) FROM rl_enforce_all('{s:a,t:c}', '{1/1h,1/1h}')})->{state}, 'PT503', 'rl_enforce_all raises the error of the store');
+	is($session->attempt(q{SELECT count(*) FROM rl_enforce_all('{s:a,t:c}', '{1/1h,1/1h}')})->{state}, 'PT504', 'rl_enforce_all raises the error of the store');
 	$session->ask("RESET ratelimit.on_error; SET ratelimit.command_timeout = '10min'; SET statement_timeout = '100ms'");
 	is($session->attempt($each)->{state}, '57014', 'a call can be cancelled');
 	$session->ask("RESET statement_timeout; RESET ratelimit.command_timeout; RESET ratelimit.connect_timeout; RESET ratelimit.retry_interval");
@@ -356,7 +356,7 @@ if ($store eq 'redis')
 
 		$session->set(redis_url => $liar->url);
 		my $got = $session->attempt(q{SELECT string_agg(allowed::text, ' ') FROM rl_check_all('{l:a,l:b}', '{fixed_window 1/3650d,fixed_window 1/3650d}')});
-		is($got->{state} eq '00000' ? $got->{answer} : $got->{state}, $want // 'PT503', "a reply: $name");
+		is($got->{state} eq '00000' ? $got->{answer} : $got->{state}, $want // 'PT504', "a reply: $name");
 		is($liar->requests, 1, "a reply: $name: the call is sent once");
 	}
 	$session->set(redis_url => undef);

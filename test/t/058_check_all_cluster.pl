@@ -150,7 +150,7 @@ $session->ask("SELECT rl_reset(k) FROM unnest('{$same[0],$same[1]}'::text[]) k")
 $session->ask("SELECT rl_check('$same[0]', '$rule')");
 $cluster->begin_move($slot, $from, $to);
 $session->set(command_timeout => '500ms');
-is($session->attempt(call($rule, @same))->{state}, 'PT503', 'keys at two nodes while their slot moves');
+is($session->attempt(call($rule, @same))->{state}, 'PT504', 'keys at two nodes while their slot moves');
 $session->set(command_timeout => undef);
 $cluster->end_move($slot, $from, $to);
 is($session->ask(call($rule, @same)), 'true true', 'when the slot has moved the call works');
@@ -232,7 +232,7 @@ foreach my $case ('cancel', 'caught', 'timeout', 'terminate')
 	else
 	{
 		$victim->ask(call($long, @ends));
-		like($victim->error, $case eq 'cancel' ? qr/57014/ : qr/PT503/, "$case: the error");
+		like($victim->error, $case eq 'cancel' ? qr/57014/ : qr/PT504/, "$case: the error");
 	}
 	await("$case: the refunds", sub { $session->ask(used($long, @ends[ 0, 1 ])) eq $before });
 	pass("$case: the charges of the others are refunded");
@@ -246,7 +246,7 @@ $session->ask("SET ratelimit.command_timeout = '200ms'; SET ratelimit.connect_ti
 $cluster->master(2)->pause;
 my @errors = names(0, 1, 2);
 my $sources = q[SELECT string_agg(source, ' ') FROM rl_check_all('{] . join(',', @errors) . qq[}', ARRAY['$rule', '$rule', '$rule']::rl_limits[])];
-is($session->attempt($sources)->{state}, 'PT503', 'error');
+is($session->attempt($sources)->{state}, 'PT504', 'error');
 foreach my $case ([ allow => 'fail_open' ], [ deny => 'fail_closed' ], [ local => 'local' ])
 {
 	$session->ask("SET ratelimit.on_error = $case->[0]");
@@ -277,7 +277,7 @@ $session->ask(q{
 		SELECT array_agg(k), array_agg(rule) INTO ks, rs FROM (SELECT * FROM pool ORDER BY random() LIMIT 2 + random() * 3) s;
 		BEGIN
 			SELECT bool_and(allowed) INTO ok FROM rl_check_all(ks, rs);
-		EXCEPTION WHEN SQLSTATE 'PT503' THEN
+		EXCEPTION WHEN SQLSTATE 'PT504' THEN
 			ok := NULL;
 		END;
 		INSERT INTO charged VALUES (ks, ok, ok IS NULL);

@@ -79,20 +79,20 @@ $session->set(redis_url => "redis+sentinel://127.0.0.1:$silent,127.0.0.1:" . $se
 is($session->attempt($take)->{state}, '00000', 'a Sentinel that does not answer is skipped');
 is($a->cli('EVAL', q{redis.call('SELECT', 1) return redis.call('DBSIZE')}, 0), 1, 'the master uses the database of the URL');
 $session->set(redis_url => url(\@sentinels, service => 'nothing'));
-$session->fails($take, 'an unknown service', 'PT503', qr/^could not connect to Redis: the Sentinel knows no service "nothing"$/,
+$session->fails($take, 'an unknown service', 'PT504', qr/^could not connect to Redis: the Sentinel knows no service "nothing"$/,
 	qr/^The server is "127\.0\.0\.1:${\ $sentinels[0]->port }"\.$/);
 # Another port, because the breaker of the first is open.
 $silent = RedisServer::free_port();
 $session->set(redis_url => "redis+sentinel://127.0.0.1:$silent/service");
-$session->fails($take, 'no Sentinel', 'PT503', qr/^could not connect to Redis: Connection refused/);
+$session->fails($take, 'no Sentinel', 'PT504', qr/^could not connect to Redis: Connection refused/);
 is($session->ask('SELECT redis, breaker FROM rl_status()'), qq{"127.0.0.1:$silent"/service|open}, 'rl_status shows the open breaker of the Sentinel');
 $session->set(redis_url => 'redis+sentinel://127.0.0.1:' . $a->port . '/service');
-is($session->attempt($take)->{state}, 'PT503', 'a Redis server instead of a Sentinel');
+is($session->attempt($take)->{state}, 'PT504', 'a Redis server instead of a Sentinel');
 
 # A Sentinel and a server that need a password.
 my $secret = sentinel(9, password => 'sesame');
 $session->set(redis_url => url([$secret]));
-is($session->attempt($take)->{state}, 'PT503', 'a Sentinel that needs a password, without a password');
+is($session->attempt($take)->{state}, 'PT504', 'a Sentinel that needs a password, without a password');
 $a->cli('CONFIG', 'SET', 'requirepass', 'sesame');
 $session->set(redis_passfile => password_file('sesame'));
 is($session->attempt($take)->{state}, '00000', 'a Sentinel that needs a password, with a password');
@@ -141,7 +141,7 @@ foreach my $try (1, 2)
 {
 	my $before = $b->field('stats', 'total_connections_received');
 
-	is($session->attempt($take)->{state}, 'PT503', "a replica as only server, try $try");
+	is($session->attempt($take)->{state}, 'PT504', "a replica as only server, try $try");
 	is($b->field('stats', 'total_connections_received') - $before, 1, "try $try makes a new connection");
 }
 
@@ -158,7 +158,7 @@ is($session->ask('SELECT redis FROM rl_status()'), '"127.0.0.1:' . $b->port . '"
 $alone->cli('SENTINEL', 'REMOVE', 'service');
 $alone->cli('SENTINEL', 'MONITOR', 'service', '127.0.0.1', $a->port, 9);
 $b->cli('CLIENT', 'KILL', 'TYPE', 'normal');
-$session->fails($take, 'a Sentinel that names the wrong master', 'PT503', qr/READONLY/);
+$session->fails($take, 'a Sentinel that names the wrong master', 'PT504', qr/READONLY/);
 undef $alone;
 
 #

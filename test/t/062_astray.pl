@@ -68,7 +68,7 @@ my $slot = $cluster->slot($traveller);
 $_->cli('ACL', 'SETUSER', $user, '-asking') foreach $cluster->masters;
 $cluster->begin_move($slot, 1, 2);
 $session->ask('BEGIN; ' . take($key[2]));
-$session->fails(take($traveller), 'ASKING without permission', 'PT503', qr/NOPERM/);
+$session->fails(take($traveller), 'ASKING without permission', 'PT504', qr/NOPERM/);
 $session->ask('ROLLBACK');
 is(remaining(), '5 5 5', 'the charge on the target is refunded');
 $_->cli('ACL', 'SETUSER', $user, '+asking') foreach $cluster->masters;
@@ -112,7 +112,7 @@ $session->set(on_error => undef, command_timeout => undef, redis_url => undef);
 	my $late = liar(sub { my ($command) = @_; return $command eq 'AUTH' ? "+OK\r\n" : (\0.7, "-MOVED 1 127.0.0.1:${\ $lost->port }\r\n") });
 	$session->set(command_timeout => '1s', redis_url => $late->url(user => $user));
 	$lost->pause;
-	is($session->attempt($take)->{state}, 'PT503', 'a server that is asked when there is little time does not answer in time');
+	is($session->attempt($take)->{state}, 'PT504', 'a server that is asked when there is little time does not answer in time');
 	$lost->resume;
 	$session->set(command_timeout => undef, redis_url => $lost->url(tcp => 1, user => $user));
 	is($session->ask($take), 'redis', 'the breaker of this server stays closed');
@@ -153,11 +153,11 @@ foreach my $error ($masterdown, $noreplicas, 'CLUSTERDOWN The cluster is down',
 		$first->quit;
 	}
 	$session->set(redis_url => $bad->url);
-	$session->fails($take, "$code: with no other server the call fails", 'PT503', qr/\Q$error\E$/);
+	$session->fails($take, "$code: with no other server the call fails", 'PT504', qr/\Q$error\E$/);
 	my $before = $bad->requests;
 	my $only = liar(sub { return address($bad) });
 	$session->set(redis_url => sentinels($only));
-	is($session->attempt($take)->{state}, 'PT503', "$code: the call fails when the Sentinel names no other server");
+	is($session->attempt($take)->{state}, 'PT504', "$code: the call fails when the Sentinel names no other server");
 	is($bad->requests, $before + 1, "$code: the server is asked once");
 	$session->set(redis_url => undef);
 }
@@ -169,7 +169,7 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 	my $bad = liar(sub { return "-$error\r\n" });
 
 	$session->set(redis_url => servers($bad, $single));
-	like($session->attempt($take)->{state}, qr/^PT503$/, "$error: the call fails") foreach 1, 2;
+	like($session->attempt($take)->{state}, qr/^PT504$/, "$error: the call fails") foreach 1, 2;
 	is($bad->requests, 2, "$error: the server stays in use");
 	$session->set(redis_url => undef);
 }
@@ -208,7 +208,7 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 		unlink $file;
 		append_to_file($file, $server->port);
 		$session->with({ command_timeout => '200ms', redis_url => $one->url }, sub {
-			$session->fails($_, 'a call that is redirected to and fro', 'PT503', qr/MOVED|ASK/)
+			$session->fails($_, 'a call that is redirected to and fro', 'PT504', qr/MOVED|ASK/)
 			  foreach $take, q{SELECT count(*) FROM rl_check_many('{a,b,c}', '1/1d')};
 		});
 	}
@@ -237,7 +237,7 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 	my $right = liar(sub { return address($single) });
 
 	$session->set(retry_interval => 0, redis_url => sentinels($wrong, $right));
-	is($session->attempt($take)->{state}, 'PT503', 'a Sentinel that does not know the new master');
+	is($session->attempt($take)->{state}, 'PT504', 'a Sentinel that does not know the new master');
 	is($session->ask($take), 'redis', 'the next call asks another Sentinel');
 	is($session->ask($take), 'redis', 'a further call uses its answer');
 	$session->set(retry_interval => undef);
@@ -251,7 +251,7 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 	$session->set(connect_timeout => '200ms', command_timeout => '100ms', retry_interval => 0, redis_url => sentinels(@silent));
 	my $got;
 	my @ms = measures(350, sub { return ($got = $session->attempt($take))->{ms} });
-	is($got->{state}, 'PT503', 'four silent Sentinels');
+	is($got->{state}, 'PT504', 'four silent Sentinels');
 	note "four silent Sentinels: @ms ms";
 	cmp_ok(min(@ms), '<=', 350, 'the search ends within connect_timeout + command_timeout + 50 ms');
 	$session->set(command_timeout => '2s', redis_url => sentinels(@silent, $right));
@@ -283,7 +283,7 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 
 	$session->set(redis_url => sentinels($sentinel));
 	is($session->attempt(q{SELECT count(*) FROM (SELECT array_agg('k' || n) AS ks FROM generate_series(1, 2000) n) k, rl_check_many(ks, '1/1d')})->{state},
-		'PT503', 'a master that ends the connection during a call of many keys');
+		'PT504', 'a master that ends the connection during a call of many keys');
 	is($sentinel->requests, 1, 'the call asks the Sentinel once');
 }
 
@@ -293,7 +293,7 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 	my $sentinel = liar(sub { return address($master) });
 
 	$session->set(redis_url => sentinels($sentinel));
-	$session->fails($_, 'a session with Sentinels does not follow redirects', 'PT503', qr/MOVED/)
+	$session->fails($_, 'a session with Sentinels does not follow redirects', 'PT504', qr/MOVED/)
 	  foreach $take, q{SELECT count(*) FROM rl_check_many('{a,b,c}', '1/1d')};
 }
 

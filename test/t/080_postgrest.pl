@@ -19,7 +19,7 @@ use Test::More;
 
 my $json = JSON::PP->new->allow_nonref;
 my %reasons = (200 => 'OK', 201 => 'Created', 413 => 'Request Entity Too Large', 429 => 'Too Many Requests',
-	500 => 'Internal Server Error', 503 => 'Service Unavailable');
+	500 => 'Internal Server Error', 504 => 'Gateway Timeout');
 my %order = ('RateLimit-Policy' => 0, 'RateLimit' => 1, 'Retry-After' => 2);
 my $redis = RedisServer->new->start;
 
@@ -186,7 +186,7 @@ my %cases = (
 	refused => [ 1, qr/^429$/, 'PT429', @headers, 'Retry-After' ],
 	large => [ 6, qr/^413$/, 'PT413', @headers ],
 	banned => [ 1, qr/^429$/, 'PT429', @headers, 'Retry-After' ],
-	failed => [ 1, qr/^503$/, 'PT503', 'Retry-After' ]);
+	failed => [ 1, qr/^504$/, 'PT504', 'Retry-After' ]);
 
 foreach my $format (qw(postgrest sql))
 {

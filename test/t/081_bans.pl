@@ -126,7 +126,7 @@ is($session->ask(q{SELECT rl_allow('after', '1/1h')}), 't', 'the session can mak
 $session->send(q{SELECT state, message FROM attempt('SELECT count(*) FROM rl_bans()');});
 await('rl_bans', sub { return $watcher->ask(q{SELECT wait_event_type FROM pg_stat_activity WHERE pid = } . $session->pid) eq 'Extension' });
 $redis->cli('CLIENT', 'KILL', 'TYPE', 'normal', 'SKIPME', 'yes');
-like($session->ask(''), qr/^PT503\|lost the connection to Redis: /, 'a lost connection is an error');
+like($session->ask(''), qr/^PT504\|lost the connection to Redis: /, 'a lost connection is an error');
 $redis->cli('FLUSHALL', 'ASYNC');
 is_deeply(bans($session), [], 'no ban');
 
@@ -171,7 +171,7 @@ $redis->cli('HSET', "rl:{$_}", 'ban', $ends)
 $redis->cli('HSET', $_, 'ban', $ends) foreach 'rl:ours', 'rl:{ours', 'rl:{ours}x', 'xrl:{ours}', 'rl{ours}', 'RL:{ours}', '{ours}';
 is_deeply(bans($session), ['ours'], 'only keys of the extension');
 is($session->ask(q{SELECT count(*) FROM rl_inspect('hash x')}), 0, 'an invalid ban');
-is($session->attempt(q{SELECT rl_inspect('string')})->{state}, 'PT503', 'rl_inspect of another type is an error');
+is($session->attempt(q{SELECT rl_inspect('string')})->{state}, 'PT504', 'rl_inspect of another type is an error');
 $redis->cli('HSET', 'rl:{mixed}', 'field', 'x', 'throttle', 'x', 'throttle:x', 'x', 'throttle:1:2', 'x', 'sliding_window:60', 'x', 'sliding_log:60:7', 'x',
 	'sliding_log:60:chunks', 'x', 'sliding_log:60:denied:3', 'x', 'ban:refused', 'x', ':refused', 'x', 'other:60', 'x', 'ban', $ends);
 is($session->ask(q{SELECT state, raw FROM rl_inspect('mixed')}), "ban|$ends", 'other fields are left out');
@@ -242,7 +242,7 @@ foreach my $left_out ('', @second_rule)
 		my $got = $of_user->attempt("SELECT string_agg(c::text, ' ') FROM $call c");
 		my $needs = $left_out ne '' && ($left_out eq '+hkeys' xor $call =~ /bans/);
 
-		is($got->{state}, $needs ? 'PT503' : '00000', "$call without $left_out") or diag $got->{message};
+		is($got->{state}, $needs ? 'PT504' : '00000', "$call without $left_out") or diag $got->{message};
 		next unless $needs;
 		$of_user->ask("SELECT * FROM $call");
 		like($of_user->error, qr/DETAIL: .*The user in Redis needs .*\Q$left_out\E/, 'the error names the privilege');
@@ -251,7 +251,7 @@ foreach my $left_out ('', @second_rule)
 $redis->cli('ACL', 'SETUSER', $user, @rule, @second_rule);
 $of_user->set(key_prefix => 'other:');
 is_deeply(bans($of_user), [], 'another prefix has no keys');
-is($of_user->attempt(q{SELECT rl_inspect('ours')})->{state}, 'PT503', 'a key that the user may not read is an error');
+is($of_user->attempt(q{SELECT rl_inspect('ours')})->{state}, 'PT504', 'a key that the user may not read is an error');
 
 #
 # Servers that lie
@@ -269,9 +269,9 @@ foreach my $text ('', 'hello', '0', '1:', '1:0', '2:0', '2:0x', '1:0x', '1:01 ',
 		my $got = $session->attempt("SELECT count(*) FROM $call");
 		my $fits = $call =~ /bans/ ? $text eq '1:0' : $text eq '0:';
 
-		is($got->{state}, $fits ? '00000' : 'PT503', "$call gets \"" . substr($text, 0, 20) =~ s/[^ -~]/?/gr . '"') or diag $got->{message};
+		is($got->{state}, $fits ? '00000' : 'PT504', "$call gets \"" . substr($text, 0, 20) =~ s/[^ -~]/?/gr . '"') or diag $got->{message};
 	}
-	is($session->attempt(q{SELECT rl_allow('k', '1/1h')})->{state}, 'PT503', 'rl_allow rejects the text') if $text ne '0';
+	is($session->attempt(q{SELECT rl_allow('k', '1/1h')})->{state}, 'PT504', 'rl_allow rejects the text') if $text ne '0';
 }
 foreach my $host ("a\x1b[31m", "a\nb", "\xff\xfe", 'a b', 'x' x 300)
 {
@@ -369,9 +369,9 @@ $cluster->master(1)->cli('ACL', 'SETUSER', $user, '-scan');
 like(new_session($node, $cluster)->attempt('SELECT rl_bans()')->{message}, qr/can't run|permission/, 'a node without the rule');
 $_->cli('ACL', 'SETUSER', $user, '+cluster', '+scan') foreach $cluster->servers;
 $cluster->master(1)->stop;
-like($session->attempt('SELECT rl_bans()')->{state}, qr/^PT503/, 'a lost node is an error');
+like($session->attempt('SELECT rl_bans()')->{state}, qr/^PT504/, 'a lost node is an error');
 await('the loss to be known', sub { return $cluster->master(0)->cli('CLUSTER', 'NODES') =~ /fail /; });
-like($session->attempt('SELECT rl_bans()')->{state}, qr/^PT503/, 'a node that the others know to be lost is an error');
+like($session->attempt('SELECT rl_bans()')->{state}, qr/^PT504/, 'a node that the others know to be lost is an error');
 
 #
 # Sentinel

@@ -210,7 +210,7 @@ foreach my $sql (q{INSERT INTO shop.statements VALUES ('many 1'), ('many 2'), ('
 	$session->set(command_timeout => '100ms');
 	my %error = error_of($sql);
 
-	is($error{state}, 'PT503', 'Redis is suspended, many keys: SQLSTATE');
+	is($error{state}, 'PT504', 'Redis is suspended, many keys: SQLSTATE');
 	like($error{message}, qr/^lost the connection to Redis: /, 'Redis is suspended, many keys: message');
 	like($error{HINT}, qr/^Retry after 60\.000 seconds\.$/, 'Redis is suspended, many keys: hint');
 	$redis->resume;
@@ -226,7 +226,7 @@ foreach my $message (qr/^could not connect to Redis: /, qr/^not retrying Redis u
 {
 	my %error = error_of(q{SELECT rl_enforce('away', '1/1d')});
 
-	is($error{state}, 'PT503', 'Redis is down: SQLSTATE');
+	is($error{state}, 'PT504', 'Redis is down: SQLSTATE');
 	like($error{message}, $message, 'Redis is down: message');
 	like($error{HINT}, qr/^Retry after (?:60\.000|[1-5]\d\.\d{3}) seconds\.$/, 'Redis is down: the hint says when Redis is tried');
 }
@@ -237,14 +237,14 @@ foreach my $policy (qw(error deny))
 	{
 		my %error = error_of($insert{$kind}[1] =~ s/ann/new $policy/r);
 
-		is($error{state}, 'PT503', "on_error = $policy, $kind: SQLSTATE");
+		is($error{state}, 'PT504', "on_error = $policy, $kind: SQLSTATE");
 		fields_are($kind, "on_error = $policy", %error);
 		like($error{HINT}, qr/^Retry after \d+\.\d{3} seconds\.$/, "on_error = $policy, $kind: hint");
 		like($error{log}, qr/ERROR:  not retrying Redis/, "on_error = $policy, $kind: the log has it");
 	}
-	is({ error_of(q{INSERT INTO shop.skipped VALUES ('eve', 1)}) }->{state}, 'PT503', "on_error = $policy, on_deny=skip: an error");
+	is({ error_of(q{INSERT INTO shop.skipped VALUES ('eve', 1)}) }->{state}, 'PT504', "on_error = $policy, on_deny=skip: an error");
 	$session->ask('SET ratelimit.error_format = postgrest');
-	postgrest("on_error = $policy", q{SELECT rl_enforce('away', '1/1d')}, 'PT503', 503, 'Retry-After');
+	postgrest("on_error = $policy", q{SELECT rl_enforce('away', '1/1d')}, 'PT504', 503, 'Retry-After');
 	$session->ask('RESET ratelimit.error_format');
 }
 
