@@ -1,5 +1,5 @@
 # The sources are arranged as src/README.md says: includes point one way
-# and have no cycle, and files and functions are short.
+# and have no cycle, and functions are short.
 use strict;
 use warnings FATAL => 'all';
 
@@ -70,15 +70,6 @@ sub long_functions
 	return \@long;
 }
 
-# Returns the files that have more than 650 lines.
-sub long_files
-{
-	my (@files) = @_;
-	my %count = map { ($_ => scalar lines($_)) } @files;
-
-	return [ map { "$_ has $count{$_} lines" } grep { $count{$_} > 650 } @files ];
-}
-
 #
 # Includes
 #
@@ -125,8 +116,6 @@ none([ map { cycle($_) } @c_files ], 'includes have no cycle');
 # Lengths
 #
 
-none(long_files(files('src', qr/(?<!\.lua)\.[ch]$|\.lua$|\.md$/)), 'no source file has more than 650 lines');
-none(long_files(files('test', qr/\.(?:pl|pm|sh|bash|c|sql)$/), files('script', qr/./)), 'no file of tests and scripts has more than 650 lines');
 none(long_functions(@c_files), 'no function of the sources has more than 100 lines');
 none(long_functions(files('test', qr/\.(?:c|pl|pm)$/)), 'no function of the tests has more than 100 lines');
 
