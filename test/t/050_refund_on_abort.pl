@@ -9,7 +9,7 @@
 use strict;
 use warnings FATAL => 'all';
 
-use Engines qw(seed);
+use Engines qw(limit seed);
 use IPC::Run;
 use List::Util qw(max min sum0);
 use PostgreSQL::Test::Cluster;
@@ -88,6 +88,13 @@ $node->safe_psql('postgres', q{
 
 my $acts;
 $acts = new_program($_) foreach 1 .. $programs;
+# Refusals of a day, and then of the next day, in which the clock is set back over midnight:
+# the day does not begin again, and its refusals do not count for a ban any more.
+my $midnight = 1_668_470_400_000_000;
+$acts = program_of_calls($programs + 1,
+	limit(algorithm => 'fixed_window', calendar => 'day', period => 86_400_000_000, capacity => 1, count => 1,
+		ban => 765_011, ban_after => 3, tag => 'midnight'),
+	map { $midnight + $_ } -3, -2, -1, 0, -1, -1, -1, 765_009, 765_010);
 my $file = PostgreSQL::Test::Utils::tempdir . '/programs.sql';
 append_to_file($file, join "\n", 'SET client_min_messages = info;', @sql, '');
 my ($out, $err) = ('', '');
@@ -97,7 +104,7 @@ ok(IPC::Run::run([ $node->installed_command('psql'), '-XAtq', '-v', 'VERBOSITY=t
 my %got = $err =~ /INFO:  @(\d+) (.*)$/mg;
 
 my @differ = grep { ($got{$_} // 'none') ne ($expected{$_} // 'none') } 0 .. $acts - 1;
-is(scalar @differ, 0, "$acts answers and looks of $programs programs are the model's");
+is(scalar @differ, 0, "$acts answers and looks of programs are the model's");
 if (@differ)
 {
 	my $p = $program_of{ $differ[0] };

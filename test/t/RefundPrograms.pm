@@ -12,7 +12,7 @@ use Exporter 'import';
 use List::Util qw(all max min);
 use StateModel;
 
-our @EXPORT = qw(new_program @sql %expected @looks %program_of @events %refunds);
+our @EXPORT = qw(new_program program_of_calls @sql %expected @looks %program_of @events %refunds);
 
 # All programs' SQL; by the number of an act or a look, its answer and its program;
 # the looks.
@@ -485,6 +485,26 @@ sub new_program
 	my @quotas = (0, 1, 1 + below(8), 1 + below(16));
 
 	add_look($_, \@limits, \@times, \@quotas) foreach @{ $program->{keys} };
+	push @sql, "-- program $number", @{ $program->{sql} };
+	return $id;
+}
+
+# Makes a program of calls for one unit under one limit, at these times.  Returns the
+# number of acts and looks of all programs.
+sub program_of_calls
+{
+	my ($number, $limit, @times) = @_;
+
+	$program = { number => $number, sql => ['SET ratelimit.denial_cache = off;'], steps_back => 1 };
+	foreach my $now (@times)
+	{
+		my $a = { act => $id++, now => $now, key => "p$number", form => 'each', quota => 1, limits => $limit->{text}, rules => [$limit] };
+
+		begin_level();
+		do_act($a);
+		commit_level();
+		add_sql("SELECT act('" . as_json($a) . "');");
+	}
 	push @sql, "-- program $number", @{ $program->{sql} };
 	return $id;
 }
