@@ -33,6 +33,7 @@
 
 #define MAX_HOST_ADDRESSES	16
 #define MAX_ADDRESS_TEXT	64	/* an address of IP version 6 with its scope */
+#define MAX_CODE			16	/* letters of the code of an error reply */
 
 /*
  * Errors.  These functions set the error and return false.
@@ -81,11 +82,61 @@ rl_protocol_violation(const RlConnection *conn, RlError *error, const char *why)
 	return set_error(conn, error, false, "unexpected reply from Redis", why);
 }
 
+/*
+ * Copies the part of an error reply that may be shown.  A server can repeat a
+ * command's arguments: while the connection is set up the password, later keys.  So of
+ * a reply to the set-up only the code is shown, or a text that has no argument.
+ */
+static void
+copy_shown(bool set_up, const char *line, char *shown, size_t size)
+{
+	static const char *const texts[] = {
+		"ERR AUTH <password> called without any password configured",
+		"ERR DB index is out of range",
+		"ERR SELECT is not allowed in cluster mode",
+		"ERR max number of clients reached"
+	};
+	size_t		len = strlen(line);
+
+	if (set_up)
+	{
+		len = strspn(line, "ABCDEFGHIJKLMNOPQRSTUVWXYZ");
+		if (len > MAX_CODE || (line[len] != ' ' && line[len] != '\0'))
+			len = 0;
+		for (size_t i = 0; i < lengthof(texts); i++)
+			if (strncmp(line, texts[i], strlen(texts[i])) == 0)
+				len = strlen(texts[i]);
+		line = len > 0 ? line : "it has no code";
+		len = len > 0 ? len : strlen(line);
+	}
+	else
+	{
+		/* As in: unknown command 'EVALSHA', with args beginning with: '<sha1>' ... */
+		const char *args = strstr(line, "with args");
+		const char *key = strchr(line, '{');	/* in each name, and in no text of Redis */
+
+		if (args != NULL)
+			len = args - line;
+		if (key != NULL && key < line + len)
+			for (len = key - line; len > 0 && line[len - 1] != ' ';)
+				len--;
+		while ((args != NULL || key != NULL) && len > 0 && strchr(" ,:", line[len - 1]) != NULL)
+			len--;
+	}
+	strlcpy(shown, line, Min(size, len + 1));
+}
+
 /* The server sent an error reply: to a command, or while the connection was set up. */
 bool
 rl_error_reply(const RlConnection *conn, bool set_up, const char *line, RlError *error)
 {
-	set_error(conn, error, false, "Redis answered with an error", line);
+	char		shown[sizeof(error->message)];
+
+	copy_shown(set_up, line, shown, sizeof(shown));
+	set_error(conn, error, false, "Redis answered with an error", shown);
+	if (set_up)
+		rl_error_detail(error, "The server is %s. It answered a command that sets up the connection, such as AUTH.",
+						conn->server);
 	error->wrong_password = strncmp(line, "NOAUTH", 6) == 0 ||
 		(set_up && (strstr(line, "AUTH") || strstr(line, "PASS") || strstr(line, "password")));
 	return false;
