@@ -17,6 +17,13 @@
 
 #define MAX_REPLY_BYTES		65536
 
+/* Returns true if bytes were read that are in no reply yet. */
+static bool
+has_unread(const RlConnection *conn)
+{
+	return conn->ctx->reader->pos < conn->ctx->reader->len;
+}
+
 /*
  * Finds the next reply, to which the reader is attached, in the bytes that
  * were read.  Returns false with the error set; *found is false if more must
@@ -29,7 +36,7 @@ find_reply(RlConnection *conn, const RlReply *reply, bool *found, RlError *error
 	void	   *object = NULL;
 
 	/* Without a byte the reader would begin a reply, and could not be left then. */
-	if (reader->pos < reader->len && redisReaderGetReply(reader, &object) != REDIS_OK)
+	if (has_unread(conn) && redisReaderGetReply(reader, &object) != REDIS_OK)
 		return rl_protocol_violation(conn, error, reader->errstr);
 	*found = object != NULL;
 	if (!*found && conn->reply_bytes > MAX_REPLY_BYTES)
@@ -211,7 +218,8 @@ rl_stream_receive(RlStream *stream, RlError *error)
 
 /*
  * Finds the next reply, which replaces the last one in reply; found tells whether
- * it is there.  Returns false with the error set, also if the reply is late.
+ * it is there.  Returns false with the error set, also if the reply is late, or bytes
+ * have come and no reply is due.
  */
 bool
 rl_stream_next(RlStream *stream, RlError *error)
@@ -220,7 +228,8 @@ rl_stream_next(RlStream *stream, RlError *error)
 		rl_resp_attach(stream->conn->ctx->reader, stream->reply);
 	stream->found = false;
 	if (stream->due == 0)
-		return true;
+		return !has_unread(stream->conn) ||
+			rl_protocol_violation(stream->conn, error, "it answers no command");
 	if (!find_reply(stream->conn, stream->reply, &stream->found, error))
 		return false;
 	if (!stream->found)
@@ -243,8 +252,8 @@ rl_stream_end(RlStream *stream, RlError *error)
 {
 	RlConnection *conn = stream->conn;
 
-	if (conn->ctx->reader->pos < conn->ctx->reader->len)
-		return rl_protocol_violation(conn, error, "it is followed by another");
+	if (has_unread(conn))
+		return rl_protocol_violation(conn, error, "it answers no command");
 	if (!rl_stream_is_sent(stream))
 		return rl_protocol_violation(conn, error, "it answers a command that is not sent yet");
 	conn->in_flight = false;

@@ -62,4 +62,35 @@ foreach my $case (
 is($session->error, '', 'with on_error = allow the call succeeds');
 unlike(join('', grep { !/STATEMENT|CONTEXT/ } split /^/, new_log($node)), qr/s3cr3t|hidden/, 'the log has neither password nor key');
 
+#
+# Bytes while no reply is due
+#
+
+# A node of a Cluster has answered its calls, and sends 64 MB while the calls to another
+# node are under way.
+my $keys = 40;
+my $other = LyingServer->new(do {
+	my $waited = 0;
+	sub { return ($waited++ ? () : \0.5, ":0\r\n") };
+}, tcp => 1);
+my $flood = LyingServer->new(do {
+	my $asked = 0;
+	sub {
+		my ($command, $script, $nkeys) = @_;
+
+		return "-CROSSSLOT Keys in request don't hash to the same slot\r\n" if $nkeys > 1;
+		return ":0\r\n" if $asked++ == 0;
+		return ('-MOVED 0 127.0.0.1:' . $other->port . "\r\n", $asked < $keys ? () : ('x' x 1_048_576) x 64);
+	};
+}, tcp => 1);
+
+sub peak_memory { return slurp_file('/proc/' . $session->pid . '/status') =~ /^VmHWM:\s*(\d+) kB/m ? $1 : die 'no VmHWM'; }
+
+$session->set(redis_passfile => undef, redis_url => $flood->url);
+my $before = peak_memory();
+my $got = $session->attempt("SELECT count(*) FILTER (WHERE source = 'redis') FROM rl_check_many(ARRAY(SELECT 'k' || i FROM generate_series(1, $keys) i), '9/1h')");
+# The flood may come together with the last reply.
+like("$got->{answer}$got->{message}", qr/^(?:$keys|unexpected reply from Redis: it answers no command)$/, 'a flood on a line without calls: the batch ends');
+cmp_ok(peak_memory() - $before, '<', 16384, 'a flood on a line without calls needs no memory');
+
 done_testing();
