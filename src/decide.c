@@ -40,12 +40,16 @@ rl_store(void)
 	return rl_store_is_local ? &rl_local_store : &rl_redis_store;
 }
 
-/* Returns the store that ratelimit.store names.  Raises an error if it lacks shared memory. */
-static const RlStore *
-require_store(void)
+/*
+ * Returns the store that ratelimit.store names.  Raises an error if it lacks shared
+ * memory, or if ratelimit.key_prefix is invalid.
+ */
+const RlStore *
+rl_require_store(void)
 {
 	const RlStore *store = rl_store();
 
+	rl_require_key_prefix();
 	if (store->is_local)
 		rl_require_shared("ratelimit.store = local");
 	return store;
@@ -53,7 +57,7 @@ require_store(void)
 
 /*
  * Sends the refunds that are due, and returns the store in which a function looks or
- * repairs.  Raises an error if it lacks shared memory, or if Redis fails.
+ * repairs.  Raises an error as rl_require_store does, or if Redis fails.
  */
 const RlStore *
 rl_asked_store(void)
@@ -62,7 +66,7 @@ rl_asked_store(void)
 	RlError		error;
 
 	rl_shared_start();
-	store = require_store();
+	store = rl_require_store();
 	if (!rl_refunds_flush(NULL, &error) && !store->is_local)
 		rl_raise(&error);
 	return store;
@@ -417,7 +421,7 @@ begin(Call *call, const RlAction *action, RlAnswer *answer, bool together, RlLea
 		rl_require_shared("ratelimit.on_error = local");
 	call->action = action;
 	call->answer = answer;
-	call->store = require_store();
+	call->store = rl_require_store();
 	shared = rl_shared_available();
 	call->may_cache = shared && rl_denial_cache && call->store->may_cache &&
 		action->how == RL_TAKE && answer->each == NULL && !together && !action->limits->concurrent;

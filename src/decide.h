@@ -10,6 +10,7 @@
 #define RL_MAX_MANY			4096
 
 extern const RlStore *rl_store(void);
+extern const RlStore *rl_require_store(void);
 extern const RlStore *rl_asked_store(void);
 extern void rl_decide(const RlAction *action, RlAnswer *answer);
 extern void rl_decide_many(const RlAction *actions, int n, RlAnswer *answers, int64 *unanswered);

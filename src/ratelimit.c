@@ -45,6 +45,8 @@ int			rl_local_max_keys;
 char	   *rl_debug_now;
 char	   *rl_debug_clock;
 
+static bool key_prefix_valid;
+
 static const struct config_enum_entry on_error_options[] = {
 	{"error", RL_ON_ERROR_ERROR, false},
 	{"allow", RL_ON_ERROR_ALLOW, false},
@@ -81,30 +83,33 @@ static const struct config_enum_entry log_refusals_options[] = {
 
 void		_PG_init(void);
 
-/* Braces delimit the key.  Only ASCII is the same in every database's encoding. */
-static bool
-check_key_prefix(char **newval, void **extra pg_attribute_unused(),
-				 GucSource source pg_attribute_unused())
-{
-	for (const char *p = *newval; *p; p++)
-		if (*p <= ' ' || *p > '~' || *p == '{' || *p == '}')
-		{
-			GUC_check_errdetail("The prefix must be printable ASCII without spaces and braces.");
-			return false;
-		}
-	if (strlen(*newval) > RL_MAX_PREFIX)
-	{
-		GUC_check_errdetail("The prefix must not be longer than %d bytes.", RL_MAX_PREFIX);
-		return false;
-	}
-	return true;
-}
-
 /* Makes results that were computed from the settings out of date. */
 static void
 count_change(const char *newval pg_attribute_unused(), void *extra pg_attribute_unused())
 {
 	rl_settings_version++;
+}
+
+/* Braces delimit the key.  Only ASCII is the same in every database's encoding. */
+static void
+assign_key_prefix(const char *newval, void *extra)
+{
+	key_prefix_valid = strlen(newval) <= RL_MAX_PREFIX;
+	for (const char *p = newval; *p; p++)
+		key_prefix_valid &= *p > ' ' && *p <= '~' && *p != '{' && *p != '}';
+	count_change(newval, extra);
+}
+
+/* Raises an error if keys have no valid prefix. */
+void
+rl_require_key_prefix(void)
+{
+	if (!key_prefix_valid)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("invalid value for parameter \"ratelimit.key_prefix\""),
+				 errdetail("The prefix must be at most %d printable ASCII characters, without spaces and braces.",
+						   RL_MAX_PREFIX)));
 }
 
 /* Even with the longest limit added, the largest value is exact in Lua, and in ns in an int64. */
@@ -202,14 +207,17 @@ define_server_settings(void)
 				"Sets the file with the private key of ratelimit.tls_cert_file.",
 				"No other user than the server's may have access to it.");
 
-	/* Superuser only: another prefix is a fresh set of limits. */
+	/*
+	 * Superuser only: another prefix is a fresh set of limits.  A wrong value is an error
+	 * at the next call: in a check hook, the default would take its place.
+	 */
 	DefineCustomStringVariable("ratelimit.key_prefix",
 							   "Sets the prefix of every key in Redis.",
 							   NULL,
 							   &rl_key_prefix,
 							   "rl:",
 							   PGC_SUSET, 0,
-							   check_key_prefix, count_change, NULL);
+							   NULL, assign_key_prefix, NULL);
 }
 
 /* How long to wait for Redis. */

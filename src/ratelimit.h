@@ -351,5 +351,6 @@ extern bool rl_denial_cache;
 extern int	rl_local_max_keys;
 extern char *rl_debug_now;
 extern char *rl_debug_clock;
+extern void rl_require_key_prefix(void);
 
 #endif							/* RATELIMIT_H */

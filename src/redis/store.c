@@ -25,7 +25,7 @@
 int
 rl_redis_key(const RlKey *key, char *name)
 {
-	int			n = strlen(rl_key_prefix);
+	int			n = strnlen(rl_key_prefix, RL_MAX_PREFIX);
 
 	memcpy(name, rl_key_prefix, n);
 	name[n++] = '{';

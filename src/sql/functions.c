@@ -396,7 +396,7 @@ rl_refund(PG_FUNCTION_ARGS)
 		PG_RETURN_VOID();
 	begin_repair(&key, REFUND, limits);
 	for (int i = 0; i < limits->n; i++)
-		left[i] = rl_grants_refund(&key, &limits->limit[i], quota, rl_store()->is_local);
+		left[i] = rl_grants_refund(&key, &limits->limit[i], quota, rl_require_store()->is_local);
 	store = rl_asked_store();
 	for (int i = 0; i < limits->n; i++)
 	{
