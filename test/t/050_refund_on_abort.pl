@@ -109,13 +109,13 @@ if (@differ)
 {
 	my $p = $program_of{ $differ[0] };
 
-	diag "repeat with RATELIMIT_SEED=$seed; program $p->{number}:";
-	diag "  $_" foreach @{ $p->{sql} };
 	foreach my $n (grep { $program_of{$_} && $program_of{$_} == $p } @differ)
 	{
 		diag "$n: SQL:   ", $got{$n} // 'none';
 		diag "$n: model: ", $expected{$n} // 'none';
 	}
+	diag "repeat with RATELIMIT_SEED=$seed; program $p->{number}:";
+	diag "  $_" foreach @{ $p->{sql} };
 }
 
 # The states in Redis: no entry of a log, charged or refused, and no sub-window is

@@ -5,6 +5,7 @@
 use strict;
 use warnings FATAL => 'all';
 
+use Engines qw(seed);
 use List::Util qw(max min sum);
 use LyingServer;
 use PostgreSQL::Test::Cluster;
@@ -522,9 +523,8 @@ foreach my $case (
 }
 
 # Replies in which bytes have changed: the call fails, or has an answer for each key.
-my $seed = $ENV{RATELIMIT_SEED} || int rand 2**31;
+my $seed = seed();
 my $rounds = $ENV{RATELIMIT_MANY_REPLIES} || 60;
-note "RATELIMIT_SEED=$seed";
 foreach my $limits ('5/1h', 'sliding_log 5/1h')
 {
 	my %outcome;
