@@ -25,7 +25,7 @@ ALONE = throttle $(ONE) sliding_log
 MANY = throttle
 SCRIPTS_H = $(patsubst %,src/redis/%.lua.h,alone many check check_mixed check_many check_all lease refund refund_charges reset ban bans masters inspect version)
 ALGORITHMS_H = $(patsubst %,src/redis/%.lua.h,$(ALONE:%=alone_%) $(MANY:%=many_%) $(ALGORITHMS:%=check_%))
-EXTRA_CLEAN = $(SCRIPTS_H) $(ALGORITHMS_H) $(OBJS:.o=.d)
+EXTRA_CLEAN = src/commit.h $(SCRIPTS_H) $(ALGORITHMS_H) $(OBJS:.o=.d)
 
 # The version is written in the control file only.
 EXTVERSION = $(shell sed -n "s/^default_version *= *'\(.*\)'.*/\1/p" $(srcdir)/ratelimit.control)
@@ -70,7 +70,7 @@ PROVE_FLAGS += -I test/t
 # make looks for relative names in $(srcdir) too.
 ifneq ($(realpath $(srcdir)),$(realpath .))
 FOLDERS = $(sort $(dir $(OBJS:%=$(CURDIR)/%)))
-$(OBJS) $(SCRIPTS_H) $(ALGORITHMS_H): | $(FOLDERS)
+$(OBJS) $(SCRIPTS_H) $(ALGORITHMS_H) src/commit.h: | $(FOLDERS)
 $(FOLDERS):
 	mkdir -p $@
 
@@ -156,4 +156,11 @@ override CFLAGS += -MMD -MP
 endif
 $(OBJS:.o=.bc): %.bc: %.o
 src/redis/scripts.o: $(SCRIPTS_H)
-src/ratelimit.o: ratelimit.control
+src/ratelimit.o src/sql/status.o: ratelimit.control
+
+# The commit of a checkout, for rl_status.  The file changes only when the commit does.
+RL_COMMIT ?= $(shell test ! -e $(srcdir)/.git || git -c safe.directory='*' -C $(srcdir) describe --tags --always --dirty)
+src/sql/status.o: src/commit.h
+src/commit.h: FORCE
+	@line='#define RL_COMMIT "$(RL_COMMIT)"'; test "$$(cat $@ 2>/dev/null)" = "$$line" || echo "$$line" >$@
+.PHONY: FORCE

@@ -1,13 +1,14 @@
 /*
  * status.c
  *		rl_status(): the settings of the store, the state of Redis, and the fill
- *		level of shared memory.
+ *		level of shared memory, and the build.
  */
 #include "postgres.h"
 
 #include "utils/guc.h"
 #include "utils/timestamp.h"
 
+#include "commit.h"
 #include "decide.h"
 #include "error.h"
 #include "redis/redis.h"
@@ -16,7 +17,7 @@
 #include "shared/lease.h"
 #include "sql/arguments.h"
 
-#define COLUMNS				17
+#define COLUMNS				18
 
 PG_FUNCTION_INFO_V1(rl_status);
 Datum
@@ -66,5 +67,6 @@ rl_status(PG_FUNCTION_ARGS)
 		for (int i = 0; i < 8; i++)
 			nulls[n + i] = false;
 	}
+	rl_set_text(values, nulls, COLUMNS - 1, RL_COMMIT[0] == '\0' ? RL_VERSION : RL_VERSION " (" RL_COMMIT ")");
 	return rl_row(fcinfo, values, nulls);
 }

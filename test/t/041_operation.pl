@@ -333,6 +333,8 @@ $session->ask('RESET ratelimit.store; RESET ratelimit.mode; RESET ratelimit.on_e
 answers(qq{SET ratelimit.redis_url = '@{[ $redis->url(tcp => 1) ]}'; SELECT redis, connected, version FROM rl_status(); RESET ratelimit.redis_url},
 	'"127.0.0.1:' . $redis->port . qq{"|t|$version}, 'rl_status of another server');
 
+like($session->ask('SELECT build FROM rl_status()'), qr/^\Q@{[ version() ]}\E(?: \(.+\))?$/, 'rl_status shows the version of the library');
+
 # The watcher does not use Redis, so it does not close the breaker.
 my $breaker = 'SELECT breaker, breaker_left > 0, breaker_left <= 0.5 FROM rl_status()';
 $watcher->ask("SET ratelimit.store = local; SET ratelimit.mode = enforce; SET ratelimit.retry_interval = '500ms'");

@@ -101,6 +101,49 @@ END
 }
 
 #
+# The commit
+#
+
+# A checkout is built, built again, and built at another commit.
+my $checkout = <<'END';
+set -euo pipefail
+. "$1/script/lib.sh"
+set_up
+commit() {
+	run git -C "$SRC" add src/sql/status.c
+	run git -C "$SRC" -c user.name=test -c user.email=test@localhost commit -q --allow-empty -m "$1"
+}
+# objects TEXT...: builds two objects, and prints whether a text is in the first, and the times of both.
+objects() {
+	run make -s -C "$SRC" with_llvm=no src/sql/status.o src/sql/key.o
+	for text; do grep -qF "$text" "$SRC/src/sql/status.o" && echo "has $text"; done || true
+	date -r "$SRC/src/sql/status.o" '+status %s.%N'
+	date -r "$SRC/src/sql/key.o" '+key %s.%N'
+}
+objects
+run git init -q "$SRC"
+commit first
+for again in 1 2; do objects "($("${AS[@]}" git -C "$SRC" describe --always))"; done
+commit second
+run git -C "$SRC" tag v1.2 HEAD~
+objects '(v1.2-1-g'
+RL_COMMIT='' objects '(v1.2-1-g'
+END
+SKIP:
+{
+	skip 'there is no git', 1 unless output_of('sh', '-c', 'command -v git');
+	local $ENV{PG_CONFIG} = "$bin/pg_config";
+	my $output = output_of('bash', '-c', $checkout, 'script', $root);
+	my @built = $output =~ /^((?:has .*\n)*)status (.*)\nkey (.*)$/mg;
+
+	is(join('', map { $_ // '' } @built[ 0, 3, 6, 9, 12 ]) =~ s/[0-9a-f]{7,}/ID/gr,
+		"has (ID)\nhas (ID)\nhas (v1.2-1-g\n", 'a build in a checkout has its commit, and no other build') or diag $output;
+	is($built[7], $built[4], 'nothing is compiled again at the same commit');
+	isnt($built[10], $built[7], 'rl_status is compiled again at another commit');
+	is_deeply([ @built[ 5, 8, 11, 14 ] ], [ ($built[2]) x 4 ], 'and no other object is');
+}
+
+#
 # make installcheck
 #
 

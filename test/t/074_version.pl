@@ -20,7 +20,7 @@ sub files
 	my (@names) = @_;
 	my @files;
 
-	find({ no_chdir => 1, wanted => sub { push @files, substr $_, length "$root/" if -f && !/\.(?:o|bc|d)$/ } }, grep { -e } map { "$root/$_" } @names);
+	find({ no_chdir => 1, wanted => sub { push @files, substr $_, length "$root/" if -f && !/\.(?:o|bc|d)$|\/commit\.h$/ } }, grep { -e } map { "$root/$_" } @names);
 	return sort @files;
 }
 
