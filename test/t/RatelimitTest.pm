@@ -435,6 +435,19 @@ sub attempt
 	return \%attempt;
 }
 
+# Runs one command under a statement_timeout and returns its SQLSTATE.  The timeout may
+# also end the command before attempt() could catch the error, or its own RESET.
+sub state_under_timeout
+{
+	my ($self, $timeout, $command) = @_;
+
+	$self->ask("SET statement_timeout = '$timeout'");
+	$self->ask($command);
+	my $state = $self->state;
+	await('RESET statement_timeout', sub { $self->ask('RESET statement_timeout'); return $self->error eq '' });
+	return $state;
+}
+
 # Runs one command as attempt() does, while the backend can open only the
 # descriptors below a number.
 sub attempt_below
