@@ -38,6 +38,7 @@ typedef struct RlGrant
 	RlGrantId	id;
 	RlLimit		limit;
 	RlCharge	charge;
+	RlSpan		span;
 	int64		asked;			/* monotonic time before the first charge */
 	RlKeyHash	key_hash;		/* only with shared memory */
 	int64		quota;			/* of the action, if held */

@@ -64,17 +64,17 @@ rl_grant_drop(RlGrant *grant)
 	ngrants--;
 }
 
-/* Adds a later charge to a grant; the numbers of its limit apply from now on. */
+/* Adds later charges to a grant; the numbers of their limit apply from now on. */
 static void
-merge(RlGrant *grant, const RlLimit *limit, const RlCharge *charge)
+merge(RlGrant *grant, const RlLimit *limit, const RlCharge *charge, const RlSpan *span)
 {
-	rl_charge_merge(limit, &grant->charge, charge);
+	rl_charge_merge(limit, &grant->charge, &grant->span, charge, span);
 	grant->limit = *limit;
 }
 
 /*
  * Makes a grant one of another level.  If that level has one of the same state,
- * merges both, so that time that has passed since is subtracted from their sum and
+ * merges both, so that time that has passed is subtracted from their sum and
  * not from each; then returns false, and the grant is deleted.
  */
 static bool
@@ -95,11 +95,12 @@ change_level(RlGrant *grant, int level)
 	/* The queue begins with the newest; the numbers of the later call apply. */
 	if (level == RL_QUEUED && other->grant->charge.at > grant->charge.at)
 	{
-		merge(grant, &other->grant->limit, &other->grant->charge);
+		merge(grant, &other->grant->limit, &other->grant->charge, &other->grant->span);
 		other->grant->charge = grant->charge;
+		other->grant->span = grant->span;
 	}
 	else
-		merge(other->grant, &grant->limit, &grant->charge);
+		merge(other->grant, &grant->limit, &grant->charge, &grant->span);
 	rl_grant_drop(grant);
 	return false;
 }
@@ -333,6 +334,7 @@ make_grant(const RlGrantId *id, const RlKey *key, const char *redis_key, int len
 	grant->id = *id;
 	grant->limit = *limit;
 	grant->charge = charge;
+	grant->span = (RlSpan) {.at = charge.at,.mark = charge.mark};
 	grant->asked = asked;
 	if (rl_shared_available())
 		grant->key_hash = rl_key_hash(key);
@@ -366,7 +368,7 @@ note(const RlKey *key, const RlLimit *limit, const RlCharge *charge, bool local,
 		return false;
 	if (found)
 	{
-		merge(entry->grant, limit, charge);
+		merge(entry->grant, limit, charge, &(RlSpan) {.at = charge->at,.mark = charge->mark});
 		return true;
 	}
 	grant = !rl_refund_reserve(ngrants + 1) ? NULL :

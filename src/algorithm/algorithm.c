@@ -460,16 +460,39 @@ rl_refund_quota(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, i
  * amount is estimated, the refund is never too large.
  */
 
-/* Adds a later charge, which must merge with this one. */
-void
-rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlCharge *later)
+/* Returns the sum of two numbers that are not negative, or the largest number. */
+static int64
+add(int64 a, int64 b)
 {
+	return a > PG_INT64_MAX - b ? PG_INT64_MAX : a + b;
+}
+
+/*
+ * Adds later charges, which must merge with these; each has its span.  Time that passes
+ * replenishes both together.  So what it has replenished of the later ones since their first
+ * is not subtracted from the earlier ones again.
+ */
+void
+rl_charge_merge(const RlLimit *limit, RlCharge *charge, RlSpan *span, const RlCharge *later,
+				const RlSpan *later_span)
+{
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
 	int64		left = charge->amount;
 
-	if (rl_algorithm(limit)->left != NULL)
-		left = rl_algorithm(limit)->left(limit, charge, later);
+	if (algorithm->left != NULL && later_span->at < charge->at)
+		left = algorithm->left(limit, charge, later);
+	else if (algorithm->left != NULL)
+	{
+		RlCharge	then = {.at = later_span->at,.mark = later_span->mark};
+		int64		left_then = algorithm->left(limit, charge, &then);
+
+		then.amount = add(left_then, later_span->replenished);
+		left = Min(algorithm->left(limit, &then, later), left_then);
+	}
+	left = Min(left, RL_MAX_BACKLOG - later->amount);
+	span->replenished = add(add(span->replenished, later_span->replenished), charge->amount - left);
 	*charge = *later;
-	charge->amount = Min(left, RL_MAX_BACKLOG - later->amount) + later->amount;
+	charge->amount += left;
 }
 
 /* Refunds a charge.  Returns true if it changed the state. */

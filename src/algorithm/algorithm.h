@@ -77,6 +77,14 @@ typedef struct RlCharge
 	int64		life;			/* of a leftover, as in RlLeftover; otherwise 0 */
 } RlCharge;
 
+/* The charges that were merged into one: where the first is, and what time has replenished since. */
+typedef struct RlSpan
+{
+	int64		at;				/* of the first charge, as in RlCharge */
+	int64		mark;
+	int64		replenished;	/* and so is not in the amount any more */
+} RlSpan;
+
 /* Units of a lease's grant that were left when the lease ended. */
 typedef struct RlLeftover
 {
@@ -299,7 +307,8 @@ extern uint32 rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int6
 					 int64 now, int64 quota, bool commit, RlDecision *decisions);
 extern bool rl_refund_quota(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
 							int64 quota);
-extern void rl_charge_merge(const RlLimit *limit, RlCharge *charge, const RlCharge *later);
+extern void rl_charge_merge(const RlLimit *limit, RlCharge *charge, RlSpan *span,
+							const RlCharge *later, const RlSpan *later_span);
 extern bool rl_refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
 							 const RlCharge *charge);
 

@@ -270,4 +270,37 @@ my %least = (held => 150, beside_refusals => 100, refunded => 300, own => 200, r
 	merged => 1000, queued => 500, caught => 500, failed => 500, released => 300, rolled_back_to => 500, committed => 300,
 	rolled_back => 500, refused => 2000, bans => 50, full => 500, only_by_refund => 150, shadow => 1000, in_shadow => 300, without_option => 500, rolled_back_without_option => 50);
 cmp_ok($count{$_} || 0, '>=', $least{$_} * $programs / 2000, "$_: " . ($count{$_} || 0)) foreach sort keys %least;
+# A savepoint that is released does not matter: time replenishes the charges before it and
+# those in it together.
+{
+	my $session = session($node);
+
+	foreach my $limit ('throttle 20/10s', 'token_bucket 2/1s burst 20')
+	{
+		my @left;
+
+		foreach my $levels (0 .. 2)
+		{
+			my $act = sub {
+				my ($ms, $quota, $option) = @_;
+				$session->ask("SET ratelimit.debug_now = '" . (1_700_000_000_000 + $ms) . "000'");
+				return $session->ask("SELECT allowed FROM rl_check('levels $limit $levels', '$limit$option', $quota)");
+			};
+
+			$session->ask('BEGIN');
+			$act->(0, 3, ' refund_on_abort');
+			$act->(0, 4, '');
+			$session->ask('SAVEPOINT s') foreach 1 .. $levels;
+			$act->(0, 1, ' refund_on_abort');
+			$act->(200, 1, ' refund_on_abort');
+			$act->(1100, 2, ' refund_on_abort');
+			$session->ask('RELEASE s') foreach 1 .. $levels;
+			$session->ask('ROLLBACK');
+			$session->ask("SET ratelimit.debug_now = '1700000001100000'");
+			push @left, $session->ask("SELECT reset_after FROM rl_peek('levels $limit $levels', '$limit', 0)");
+		}
+		like("@left", qr/^(\S+)( \1)+$/, "$limit: a rollback refunds as much with savepoints that were released as without: @left");
+	}
+}
+
 done_testing();

@@ -232,16 +232,37 @@ sub refundable
 # a number of whole periods.
 sub never_full { my ($l, $a, $b) = @_; use integer; return ($a - $b) % $l->{period} == 0; }
 
-# Makes one charge of two charges of one level, at the time of the later.
+# Returns how much of a charge of another grant is left when this one is made.
+sub left_at
+{
+	my ($l, $c, $place, $at) = @_;
+
+	return 0 if $l->{algorithm} eq 'token_bucket' && !never_full($l, $c->{place}, $place);
+	return refundable($l, $c, $at);
+}
+
+# Makes one grant of two grants: their charges at the time of the last. What time has
+# replenished since the first charge is subtracted from their sum once.
 sub merge
 {
 	my ($c, $later) = @_;
 	my $l = $later->{limit};
-	my $left = $l->{algorithm} eq 'token_bucket' && !never_full($l, $c->{place}, $later->{place}) ? 0
-	  : refundable($l, $c, $later->{at});
+	my ($first, $replenished) = ($later->{first} || $later, $later->{replenished} || 0);
+	my $left;
 
+	if ($first->{at} < $c->{at})
+	{
+		$left = left_at($l, $c, $later->{place}, $later->{at});
+	}
+	else
+	{
+		my $then = left_at($l, $c, $first->{place}, $first->{at});
+
+		$left = min($then, left_at($l, { place => $first->{place}, at => $first->{at}, amount => $then + $replenished }, $later->{place}, $later->{at}));
+	}
 	$count{merged}++;
-	%$c = (%$later, amount => $left + $later->{amount});
+	%$c = (%$later, amount => $left + $later->{amount}, first => $c->{first} || { at => $c->{at}, place => $c->{place} },
+		replenished => ($c->{replenished} || 0) + $replenished + $c->{amount} - $left);
 	return;
 }
 
