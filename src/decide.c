@@ -355,11 +355,14 @@ note_asking(Call *calls, int n)
 	}
 }
 
-/* Ends calls that have failed or were interrupted: if nothing was sent, leases keep their leftovers. */
+/*
+ * Ends calls that have failed or were interrupted.  If nothing was sent since there were so
+ * many round trips, leases keep their leftovers.
+ */
 static void
-note_failed(Call *calls, int n)
+note_failed(Call *calls, int n, int64 round_trips)
 {
-	for (int i = 0; i < n && calls->answer->usage.round_trips == 0 && rl_shared_available(); i++)
+	for (int i = 0; i < n && calls->answer->usage.round_trips <= round_trips && rl_shared_available(); i++)
 		rl_leasing_not_asked(calls[i].leasing, calls[i].action, calls[i].key_hash);
 }
 
@@ -371,25 +374,31 @@ note_failed(Call *calls, int n)
 static bool
 ask_redis(Call *calls, int n, bool together, int64 *unanswered, RlError *error)
 {
+	/* Of the refunds that are due; what is sent until they are counted is theirs. */
+	volatile int64 round_trips = PG_INT64_MAX;
 	bool		done;
 
 	note_asking(calls, n);
 	PG_TRY();
 	{
-		done = rl_refunds_flush(&calls->answer->usage, error) &&
-			(together ? take_all(calls, n, calls->store, error) :
-			 unanswered == NULL ? take(calls, calls->store, error) :
-			 take_many(calls, n, unanswered, error));
+		done = rl_refunds_flush(&calls->answer->usage, error);
+		if (done)
+		{
+			round_trips = calls->answer->usage.round_trips;
+			done = together ? take_all(calls, n, calls->store, error) :
+				unanswered == NULL ? take(calls, calls->store, error) :
+				take_many(calls, n, unanswered, error);
+		}
 	}
 	PG_CATCH();
 	{
-		note_failed(calls, n);
+		note_failed(calls, n, round_trips);
 		count_ended(calls, n);
 		PG_RE_THROW();
 	}
 	PG_END_TRY();
 	if (!done)
-		note_failed(calls, n);
+		note_failed(calls, n, round_trips);
 	return done;
 }
 

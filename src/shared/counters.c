@@ -249,7 +249,8 @@ rl_counters_add_lease(const RlLimits *limits, const RlKey *key, int64 leased, in
 	Entry	   *entry = lock_entry(limits, key);
 
 	entry->leased += leased;
-	entry->leased_unused += unused;
+	/* The units that come back may have been counted before a reset. */
+	entry->leased_unused = Max(entry->leased_unused + unused, 0);
 	SpinLockRelease(&entry->mutex);
 }
 

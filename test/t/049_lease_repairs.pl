@@ -66,6 +66,51 @@ is($session->attempt(q{SELECT count(*) FROM rl_check_many('{unreachable,new}', '
 $redis->start;
 settles('unreachable', 18, 'after calls that were not sent');
 
+# Refunds that are due are sent ahead of the call, and the call is not: the refunds succeed and
+# the connection ends, or they are cancelled, after a reset of the counters.
+{
+	my $pid = $session->pid;
+	my $unused = "SELECT coalesce(sum(leased_unused), 0) FROM rl_stat";
+	my $text = '10000/1s lease 50ms';
+
+	foreach my $how ('end', 'cancel')
+	{
+		my $got;
+
+		foreach my $try (1 .. 100)
+		{
+			my $liar = LyingServer->new(sub {
+				my $refunds = grep { /\{owed\}/ } @_;
+				return (":1\r\n", undef) if $refunds && @_ == 22 && $how eq 'end';
+				return () if $refunds && @_ == 22;
+				return join("\r\n:", '*4', 0, 0, START, 0) . "\r\n" if $refunds;
+				return @_ > 18 ? join("\r\n:", '*7', 0, 0, START, 0, 16, 50_000, START) . "\r\n" : ":0\r\n";
+			});
+			$session->ask("SET ratelimit.redis_url = '" . $liar->url . "'; SELECT " . at_sql($server, START));
+			my @got = act($server, 'left', $text, START, 18);
+			is(join(' ', @got), '18 1 lease', 'a lease') if $try == 1;
+			$session->ask("SET ratelimit.command_timeout = '10min'; BEGIN; SAVEPOINT s; SELECT rl_check('owed', '10/1s refund_on_abort'); ROLLBACK TO s; SAVEPOINT s");
+			at(200_000);
+			unlink $liar->path;
+			my $before = $watcher->ask($unused);
+			$session->send("SELECT rl_check('left', '$text');");
+			if ($how eq 'cancel')
+			{
+				$watcher->await_waiting_clients(1);
+				$watcher->ask("SELECT rl_stat_reset(); SELECT pg_cancel_backend($pid)");
+				$before = 0;
+			}
+			$session->ask('');
+			$got = $session->error;
+			is($watcher->ask($unused), $before, "$how: the leftovers are kept") if $how eq 'cancel' || $got =~ /could not connect/;
+			$session->ask('ROLLBACK');
+			last if $how eq 'cancel' || $got =~ /could not connect/;
+		}
+		like($got, $how eq 'end' ? qr/could not connect/ : qr/57014/, "$how: the call fails unsent");
+	}
+	$session->ask("SET ratelimit.redis_url = '" . server_url($redis, 0) . "'; RESET ratelimit.command_timeout");
+}
+
 # Keys that are used once do not evict them.
 lease('rare');
 at(200_000);
