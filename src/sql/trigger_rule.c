@@ -15,6 +15,8 @@
 #include "catalog/pg_trigger.h"
 #include "catalog/pg_type.h"
 #include "executor/tuptable.h"
+#include "mb/pg_wchar.h"
+#include "miscadmin.h"
 #include "parser/parse_relation.h"
 #include "utils/builtins.h"
 #include "utils/hsearch.h"
@@ -83,10 +85,57 @@ rl_rule_column(Relation rel, const Trigger *trigger, const char *name, int len, 
 	return attnum;
 }
 
+/* Sets the error of a template with a brace that has no partner. */
+static void
+unmatched_brace(char brace, const char *template, RlError *error)
+{
+	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+				 "unmatched \"%c\" in rate-limit key \"%s\"", brace, template);
+	rl_error_detail(error, "A literal brace is written twice.");
+}
+
+/* Ends the text of a piece with the column of that name.  Returns false with the error set. */
+static bool
+set_column(Pair *pair, Piece *piece, Relation rel, const Trigger *trigger, const char *name, int len, RlError *error)
+{
+	Oid			type;
+
+	piece->attnum = rl_rule_column(rel, trigger, name, len, error);
+	if (piece->attnum == 0)
+		return false;
+	pair->columns = bms_add_member(pair->columns, piece->attnum);
+	type = attnumTypeId(rel, piece->attnum);
+	if (rl_key_part_init(&piece->column, type, CurrentMemoryContext))
+		return true;
+	rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+				 "column \"%.*s\" of type %s cannot be part of a rate-limit key",
+				 len, name, format_type_be(type));
+	rl_error_detail(error, "A session setting can change the text of its values.");
+	return false;
+}
+
+/*
+ * Returns false with the error set if the text of the template is too long for every row.
+ * In UTF-8, a character has at least one byte.
+ */
+static bool
+check_length(const char *text, int len, RlError *error)
+{
+	if (GetDatabaseEncoding() != PG_UTF8)
+		len = pg_mbstrlen_with_len(text, len);
+	if (len <= RL_MAX_KEY)
+		return true;
+	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be longer than %d bytes", RL_MAX_KEY);
+	rl_error_detail(error, "Its template has %d bytes without the columns.", len);
+	return false;
+}
+
 /* Sets the pieces of the key, in the current memory context.  Returns false with the error set. */
 static bool
 parse_template(Pair *pair, Relation rel, const Trigger *trigger, const char *template, RlError *error)
 {
+	char	   *text = palloc(strlen(template) + 1);
+	char	   *end = text;
 	Piece	   *piece;
 	int			npieces = 1;
 
@@ -96,45 +145,34 @@ parse_template(Pair *pair, Relation rel, const Trigger *trigger, const char *tem
 		return false;
 	}
 	for (const char *p = template; *p; p++)
-		npieces += (*p == '{');
+		npieces += *p == '{' && p[1] != '{';
 	pair->pieces = piece = palloc0(npieces * sizeof(Piece));
-	initStringInfo(&piece->text);
+	piece->text = end;
 	for (const char *p = template; *p; p++)
 	{
-		const char *close = strchr(p, '}');
-		Oid			type;
+		const char *close;
 
 		if ((*p == '{' || *p == '}') && p[1] == *p)
 			p++;
-		else if (*p == '}' || (*p == '{' && close == NULL))
+		else if (*p == '{' || *p == '}')
 		{
-			rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
-						 "unmatched \"%c\" in rate-limit key \"%s\"", *p, template);
-			rl_error_detail(error, "A literal brace is written twice.");
-			return false;
-		}
-		else if (*p == '{')
-		{
-			piece->attnum = rl_rule_column(rel, trigger, p + 1, close - p - 1, error);
-			if (piece->attnum == 0)
-				return false;
-			pair->columns = bms_add_member(pair->columns, piece->attnum);
-			type = attnumTypeId(rel, piece->attnum);
-			if (!rl_key_part_init(&piece->column, type, CurrentMemoryContext))
+			CHECK_FOR_INTERRUPTS();
+			close = *p == '{' ? strchr(p, '}') : NULL;
+			if (close == NULL)
 			{
-				rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-							 "column \"%.*s\" of type %s cannot be part of a rate-limit key",
-							 (int) (close - p - 1), p + 1, format_type_be(type));
-				rl_error_detail(error, "A session setting can change the text of its values.");
+				unmatched_brace(*p, template, error);
 				return false;
 			}
-			initStringInfo(&(++piece)->text);
+			if (!set_column(pair, piece, rel, trigger, p + 1, close - p - 1, error))
+				return false;
+			(++piece)->text = end;
 			p = close;
 			continue;
 		}
-		appendStringInfoChar(&piece->text, *p);
+		*end++ = *p;
+		piece->len++;
 	}
-	return true;
+	return check_length(text, end - text, error);
 }
 
 /* Rejects a quota above the capacity of fixed limits, which would refuse each write. */
@@ -472,7 +510,7 @@ rl_rule_key(Pair *pair, Relation rel, TupleTableSlot *row)
 	initStringInfo(&key);
 	for (Piece *piece = pair->pieces;; piece++)
 	{
-		appendBinaryStringInfo(&key, piece->text.data, piece->text.len);
+		appendBinaryStringInfo(&key, piece->text, piece->len);
 		if (piece->attnum == 0)
 			break;
 		rl_key_part_append(&key, &piece->column,

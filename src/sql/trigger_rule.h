@@ -16,7 +16,8 @@
 /* A piece of the key's template: text, then a column. */
 typedef struct Piece
 {
-	StringInfoData text;
+	const char *text;
+	int			len;
 	AttrNumber	attnum;			/* 0: none; this is the last piece */
 	RlKeyPart	column;
 } Piece;
