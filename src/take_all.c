@@ -16,25 +16,47 @@
 #include "error.h"
 #include "leasing.h"
 #include "refund.h"
+#include "report.h"
 #include "take_all.h"
 #include "transaction.h"
+
+/* Returns how many of the limits keep entries. */
+int
+rl_sliding_limits(const RlLimits *limits)
+{
+	int			n = 0;
+
+	for (int i = 0; i < limits->n; i++)
+		n += rl_algorithm(&limits->limit[i])->skip != NULL;
+	return n;
+}
+
+/* Sets the error of too many such limits: each may have many entries, and no call may occupy Redis for long. */
+void
+rl_sliding_error(int n, RlError *error)
+{
+	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+				 "the keys of an action must not have more than %d limits of sliding_window, sliding_log and concurrent",
+				 RL_MAX_SLIDING);
+	rl_error_detail(error, "They have %d.", n);
+}
 
 /* Raises an error if two of the actions have the same key, or if there are too many sliding limits. */
 void
 rl_check_keys(const RlAction *actions, int n)
 {
+	const RlOrigin *origin = actions->origin;
 	int			sliding = 0;
 
 	for (int i = 0; i < n; i++)
-		for (int l = 0; l < actions[i].limits->n; l++)
-			sliding += rl_algorithm(&actions[i].limits->limit[l])->skip != NULL;
-	/* Each may have many entries, and no call may occupy Redis for long. */
+		sliding += rl_sliding_limits(actions[i].limits);
 	if (sliding > RL_MAX_SLIDING)
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("the keys of an action must not have more than %d limits of sliding_window, sliding_log and concurrent",
-						RL_MAX_SLIDING),
-				 errdetail("They have %d.", sliding)));
+	{
+		RlError		error;
+
+		rl_sliding_error(sliding, &error);
+		rl_raise_for(&error, origin);
+	}
 	for (int i = 1; i < n; i++)
 		for (int j = 0; j < i; j++)
 			if (actions[i].key.len == actions[j].key.len &&
@@ -42,7 +64,8 @@ rl_check_keys(const RlAction *actions, int n)
 				ereport(ERROR,
 						(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 						 errmsg("an action must not have the same key twice"),
-						 errdetail("Key number %d is the same as key number %d.", i + 1, j + 1)));
+						 errdetail("Key number %d is the same as key number %d.", i + 1, j + 1),
+						 origin ? errtableconstraint(origin->rel, origin->trigger) : 0));
 }
 
 typedef struct Parts

@@ -95,14 +95,13 @@ rl_quota_argument(FunctionCallInfo fcinfo, int n)
 }
 
 /*
- * Returns the key of text in the database's encoding: the text itself if it is
- * ASCII, or else a palloc'd copy in UTF-8.  Raises an error if it is empty, too
- * long, or cannot be converted.
+ * Sets the key of text in the database's encoding: to the text itself if it is
+ * ASCII, or else to a palloc'd copy in UTF-8.  Returns false with the error set if it
+ * is empty or too long.  Raises an error if it cannot be converted.
  */
-RlKey
-rl_key_checked(const char *data, int len)
+bool
+rl_key_make(const char *data, int len, RlKey *key, RlError *error)
 {
-	RlKey		key;
 	uint64		bits = 0;
 	int			i = 0;
 
@@ -115,25 +114,32 @@ rl_key_checked(const char *data, int len)
 	}
 	for (; i < len; i++)
 		bits |= (unsigned char) data[i];
-	key.data = (bits & UINT64CONST(0x8080808080808080)) == 0 ? data : pg_server_to_any(data, len, PG_UTF8);
-	key.len = key.data == data ? len : (int) strlen(key.data);
-	if (key.len == 0)
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("key must not be empty")));
-	if (key.len > RL_MAX_KEY)
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("key must not be longer than %d bytes", RL_MAX_KEY),
-				 errdetail("It has %d bytes in UTF-8.", key.len)));
-	return key;
+	key->data = (bits & UINT64CONST(0x8080808080808080)) == 0 ? data : pg_server_to_any(data, len, PG_UTF8);
+	key->len = key->data == data ? len : (int) strlen(key->data);
+	if (key->len == 0)
+	{
+		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be empty");
+		return false;
+	}
+	if (key->len > RL_MAX_KEY)
+	{
+		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be longer than %d bytes", RL_MAX_KEY);
+		rl_error_detail(error, "It has %d bytes in UTF-8.", key->len);
+		return false;
+	}
+	return true;
 }
 
-/* Returns the key that rl_key_checked makes of text. */
+/* Returns the key that rl_key_make makes of text, or raises its error. */
 RlKey
 rl_text_key(const text *value)
 {
-	return rl_key_checked(VARDATA_ANY(value), VARSIZE_ANY_EXHDR(value));
+	RlKey		key;
+	RlError		error;
+
+	if (!rl_key_make(VARDATA_ANY(value), VARSIZE_ANY_EXHDR(value), &key, &error))
+		rl_raise(&error);
+	return key;
 }
 
 RlKey

@@ -25,7 +25,7 @@ extern RlKey rl_key_argument(FunctionCallInfo fcinfo, int n);
 extern const RlLimits *rl_limits_argument(FunctionCallInfo fcinfo, int n);
 
 extern int64 rl_quota_checked(int64 quota);
-extern RlKey rl_key_checked(const char *data, int len);
+extern bool rl_key_make(const char *data, int len, RlKey *key, RlError *error);
 extern RlKey rl_text_key(const text *value);
 extern void rl_limits_of_text(const char *text, int len, RlLimits *limits);
 extern const RlLimits *rl_text_limits(FmgrInfo *call_site, const text *value);

@@ -27,17 +27,16 @@
 
 /* Sets the key and the limits of a row by a pair of the rule.  Limits of a function are written to room. */
 static void
-set_key_and_limits(RlAction *action, Rule *rule, Pair *pair, Relation rel, TupleTableSlot *row,
-				   RlLimits *room)
+set_key_and_limits(RlAction *action, Rule *rule, Pair *pair, TupleTableSlot *row, RlLimits *room)
 {
 	NullableDatum values[FUNC_MAX_ARGS];
 
-	action->key = rl_rule_key(pair, rel, row);
+	action->key = rl_rule_key(action->origin, pair, row);
 	action->limits = &pair->limits;
 	if (pair->call == NULL)
 		return;
 	rl_limits_call_read(pair->call, row, values);
-	rl_limits_call_run(pair->call, values, rule->users > 1, room);
+	rl_limits_call_run(pair->call, action->origin, values, rule->users > 1, room);
 	action->limits = room;
 }
 
@@ -62,7 +61,6 @@ enforce_row(TriggerData *data, Rule *rule)
 {
 	bool		updated = TRIGGER_FIRED_BY_UPDATE(data->tg_event);
 	TupleTableSlot *row = updated ? data->tg_newslot : data->tg_trigslot;
-	int64		quota = rl_rule_quota(rule, data->tg_relation, row);
 	RlOrigin	origins[RL_MAX_PAIRS];
 	RlLimits	room[RL_MAX_PAIRS];
 	RlAction	actions[RL_MAX_PAIRS];
@@ -72,9 +70,10 @@ enforce_row(TriggerData *data, Rule *rule)
 	for (int i = 0; i < rule->npairs; i++)
 	{
 		origins[i] = (RlOrigin) {data->tg_relation, data->tg_trigger->tgname, rule->pairs[i].columns};
-		actions[i] = (RlAction) {.quota = quota,.how = RL_TAKE,.origin = &origins[i]};
+		actions[i] = (RlAction) {.how = RL_TAKE,.origin = &origins[i]};
+		actions[i].quota = i == 0 ? rl_rule_quota(origins, rule, row) : actions->quota;
 		answers[i] = (RlAnswer) {0};
-		set_key_and_limits(&actions[i], rule, &rule->pairs[i], data->tg_relation, row, &room[i]);
+		set_key_and_limits(&actions[i], rule, &rule->pairs[i], row, &room[i]);
 	}
 	refused = decide_row(actions, rule->npairs, answers);
 	if (refused >= 0)

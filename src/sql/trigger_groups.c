@@ -235,11 +235,11 @@ put_aside(RowGroups *groups)
 
 /* Returns the id of a row's group by a pair, in the memory of the row. */
 static GroupId
-row_id(RowGroups *groups, int i, Relation rel, TupleTableSlot *row)
+row_id(RowGroups *groups, int i, TupleTableSlot *row)
 {
 	MemoryContext old = MemoryContextSwitchTo(groups->row_context);
 	Pair	   *pair = &groups->rule->pairs[i];
-	RlKey		key = rl_rule_key(pair, rel, row);
+	RlKey		key = rl_rule_key(&groups->origins[i], pair, row);
 	NullableDatum values[FUNC_MAX_ARGS];
 	StringInfoData id;
 
@@ -261,13 +261,13 @@ row_id(RowGroups *groups, int i, Relation rel, TupleTableSlot *row)
  * is not valid, or the group's sum is out of range.
  */
 void
-rl_groups_add(RowGroups *groups, Relation rel, TupleTableSlot *row)
+rl_groups_add(RowGroups *groups, TupleTableSlot *row)
 {
-	int64		quota = rl_rule_quota(groups->rule, rel, row);
+	int64		quota = rl_rule_quota(groups->origins, groups->rule, row);
 
 	for (int i = 0; i < groups->rule->npairs; i++)
 	{
-		GroupId		id = row_id(groups, i, rel, row);
+		GroupId		id = row_id(groups, i, row);
 		GroupEntry *entry;
 		bool		found;
 		RlAction   *action;
@@ -282,7 +282,7 @@ rl_groups_add(RowGroups *groups, Relation rel, TupleTableSlot *row)
 		}
 		action = &groups->actions[entry->i];
 		/* Neither exceeds RL_MAX_COUNT, so that the sum does not overflow. */
-		action->quota = rl_quota_checked(action->quota + quota);
+		action->quota = rl_rule_check_quota(groups->origins, groups->rule, action->quota + quota);
 	}
 	MemoryContextReset(groups->row_context);
 }
@@ -291,16 +291,17 @@ rl_groups_add(RowGroups *groups, Relation rel, TupleTableSlot *row)
  * Limits
  */
 
-/* Calls the function of a group's pair, and sets the limits that it returns. */
+/* Calls the function of a pair with the arguments of a group, and sets the limits that it returns. */
 static void
-call_limits(RowGroups *groups, LimitsCall *call, const char *args, RlLimits *limits)
+call_limits(RowGroups *groups, int pair, const char *args, RlLimits *limits)
 {
 	MemoryContext old = MemoryContextSwitchTo(groups->row_context);
+	LimitsCall *call = groups->rule->pairs[pair].call;
 	NullableDatum values[FUNC_MAX_ARGS];
 
 	CHECK_FOR_INTERRUPTS();
 	rl_limits_call_restore(call, args, values);
-	rl_limits_call_run(call, values, groups->rule->users > 1, limits);
+	rl_limits_call_run(call, &groups->origins[pair], values, groups->rule->users > 1, limits);
 	/* A refund needs the time of the charge. */
 	limits->timed = true;
 	groups->blocked |= limits->kind == RL_BLOCKED;
@@ -320,7 +321,7 @@ put_merged(RowGroups *groups, const GroupId *id, int64 quota)
 	MemoryContext old;
 
 	if (call != NULL)
-		call_limits(groups, call, pair + 1, &limits);
+		call_limits(groups, *pair, pair + 1, &limits);
 	else
 		groups->blocked |= groups->rule->pairs[(int) *pair].limits.kind == RL_BLOCKED;
 	old = MemoryContextSwitchTo(groups->row_context);
@@ -360,7 +361,7 @@ merge(RowGroups *groups)
 
 			if (!same_id(&next, &(GroupId) {id.data, id.len}))
 				break;
-			sum = rl_quota_checked(sum + quota);
+			sum = rl_rule_check_quota(groups->origins, groups->rule, sum + quota);
 		}
 		put_merged(groups, &(GroupId) {id.data, id.len}, sum);
 	}
@@ -391,7 +392,7 @@ rl_groups_finish(RowGroups *groups)
 		groups->blocked |= action->limits->kind == RL_BLOCKED;
 		if (call == NULL)
 			continue;
-		call_limits(groups, call, pair + 1, &limits);
+		call_limits(groups, *pair, pair + 1, &limits);
 		action->limits = copy_limits(groups, &limits, rl_limits_size(&limits));
 	}
 	return groups->blocked;

@@ -10,7 +10,7 @@
 typedef struct RowGroups RowGroups;
 
 extern RowGroups *rl_groups_make(Rule *rule, const RlOrigin *origins);
-extern void rl_groups_add(RowGroups *groups, Relation rel, struct TupleTableSlot *row);
+extern void rl_groups_add(RowGroups *groups, struct TupleTableSlot *row);
 extern bool rl_groups_finish(RowGroups *groups);
 extern bool rl_groups_left(const RowGroups *groups);
 extern int	rl_groups_next(RowGroups *groups, const RlAction **actions);

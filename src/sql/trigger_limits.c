@@ -415,7 +415,8 @@ rl_limits_call_restore(const LimitsCall *call, const char *bytes, NullableDatum 
  * not execute the function, or if it returns NULL; and the function's own errors.
  */
 void
-rl_limits_call_run(LimitsCall *call, const NullableDatum *values, bool nested, RlLimits *limits)
+rl_limits_call_run(LimitsCall *call, const RlOrigin *origin, const NullableDatum *values, bool nested,
+				   RlLimits *limits)
 {
 	CallState  *state = nested ? make_state(call) : get_state(call);
 	Datum		result;
@@ -438,7 +439,8 @@ rl_limits_call_run(LimitsCall *call, const NullableDatum *values, bool nested, R
 		ereport(ERROR,
 				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
 				 errmsg("function %s returned NULL instead of limits", call->signature),
-				 errhint("For no limit, return \"unlimited\".")));
+				 errhint("For no limit, return \"unlimited\"."),
+				 errtableconstraint(origin->rel, origin->trigger)));
 	value = DatumGetTextPP(result);
 	rl_limits_of_text(VARDATA_ANY(value), VARSIZE_ANY_EXHDR(value), limits);
 }

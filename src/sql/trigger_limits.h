@@ -9,7 +9,7 @@
 #include "nodes/primnodes.h"
 #include "utils/rel.h"
 
-#include "ratelimit.h"
+#include "report.h"
 
 /* An argument: a column of the row. */
 typedef struct LimitsArgument
@@ -43,7 +43,7 @@ extern void rl_limits_call_read(const LimitsCall *call, struct TupleTableSlot *r
 extern void rl_limits_call_append(const LimitsCall *call, const NullableDatum *values,
 								  StringInfo bytes);
 extern void rl_limits_call_restore(const LimitsCall *call, const char *bytes, NullableDatum *values);
-extern void rl_limits_call_run(LimitsCall *call, const NullableDatum *values, bool nested,
-							   RlLimits *limits);
+extern void rl_limits_call_run(LimitsCall *call, const RlOrigin *origin, const NullableDatum *values,
+							   bool nested, RlLimits *limits);
 
 #endif							/* TRIGGER_LIMITS_H */

@@ -29,6 +29,7 @@
 #include "error.h"
 #include "sql/arguments.h"
 #include "sql/trigger_rule.h"
+#include "take_all.h"
 
 typedef struct RuleEntry
 {
@@ -114,19 +115,33 @@ set_column(Pair *pair, Piece *piece, Relation rel, const Trigger *trigger, const
 	return false;
 }
 
-/*
- * Returns false with the error set if the text of the template is too long for every row.
- * In UTF-8, a character has at least one byte.
- */
-static bool
-check_length(const char *text, int len, RlError *error)
+/* Returns how many bytes each value of the column has at least. */
+static int
+least_length(const Piece *piece)
 {
+	switch (piece->column.type)
+	{
+		case TEXTOID:
+		case VARCHAROID:
+		case BPCHAROID:
+		case NAMEOID:
+			return 0;
+		default:
+			return type_is_enum(piece->column.type) ? 0 : 1;
+	}
+}
+
+/* Returns false with the error set if the text of a template and this many more bytes are too long. */
+static bool
+check_length(const char *text, int len, int more, RlError *error)
+{
+	/* In UTF-8, a character has at least one byte. */
 	if (GetDatabaseEncoding() != PG_UTF8)
 		len = pg_mbstrlen_with_len(text, len);
-	if (len <= RL_MAX_KEY)
+	if (len + more <= RL_MAX_KEY)
 		return true;
 	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be longer than %d bytes", RL_MAX_KEY);
-	rl_error_detail(error, "Its template has %d bytes without the columns.", len);
+	rl_error_detail(error, "By its template, it has at least %d bytes in UTF-8.", len + more);
 	return false;
 }
 
@@ -138,6 +153,7 @@ parse_template(Pair *pair, Relation rel, const Trigger *trigger, const char *tem
 	char	   *end = text;
 	Piece	   *piece;
 	int			npieces = 1;
+	int			more = 0;
 
 	if (template[0] == '\0')
 	{
@@ -165,6 +181,7 @@ parse_template(Pair *pair, Relation rel, const Trigger *trigger, const char *tem
 			}
 			if (!set_column(pair, piece, rel, trigger, p + 1, close - p - 1, error))
 				return false;
+			more += least_length(piece);
 			(++piece)->text = end;
 			p = close;
 			continue;
@@ -172,7 +189,7 @@ parse_template(Pair *pair, Relation rel, const Trigger *trigger, const char *tem
 		*end++ = *p;
 		piece->len++;
 	}
-	return check_length(text, end - text, error);
+	return check_length(text, end - text, more, error);
 }
 
 /* Rejects a quota above the capacity of fixed limits, which would refuse each write. */
@@ -273,10 +290,38 @@ parse_pair(Rule *rule, Relation rel, const Trigger *trigger, const char *key, co
 		return false;
 	}
 	pair->limits.timed |= !TRIGGER_FOR_ROW(trigger->tgtype);
+	pair->template = key;
 	if (!parse_template(pair, rel, trigger, key, error))
 		return false;
 	rule->npairs++;
 	return true;
+}
+
+/*
+ * Returns false with the error set if the pairs of a trigger for each row can charge no
+ * row, because rl_check_keys raises an error for each one.
+ */
+static bool
+check_pairs(const Rule *rule, RlError *error)
+{
+	int			sliding = 0;
+
+	for (int i = 0; i < rule->npairs; i++)
+	{
+		for (int j = 0; j < i; j++)
+			if (strcmp(rule->pairs[i].template, rule->pairs[j].template) == 0)
+			{
+				rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+							 "an action must not have the same key twice");
+				rl_error_detail(error, "Template number %d is the same as template number %d.", i + 1, j + 1);
+				return false;
+			}
+		sliding += rl_sliding_limits(&rule->pairs[i].limits);
+	}
+	if (rule->npairs == 1 || sliding <= RL_MAX_SLIDING)
+		return true;
+	rl_sliding_error(sliding, error);
+	return false;
 }
 
 /* Returns true if the argument is not a key. */
@@ -336,6 +381,8 @@ parse_rule(Rule *rule, Relation rel, const Trigger *trigger, RlError *error)
 			return false;
 		i += 2;
 	} while (i + 1 < rule->nargs && !is_option(rule->args[i]) && !is_option(rule->args[i + 1]));
+	if (TRIGGER_FOR_ROW(trigger->tgtype) && !check_pairs(rule, error))
+		return false;
 	for (; i < rule->nargs; i++)
 		if (!parse_option(rule, rel, trigger, rule->args[i], error))
 			return false;
@@ -472,7 +519,7 @@ rl_rule_find(Relation rel, const Trigger *trigger)
 	entry->rule = NULL;
 	rule = rl_rule_make(rel, trigger, &valid, &error);
 	if (!valid)
-		rl_raise(&error);
+		rl_raise_for(&error, &(RlOrigin) {rel, trigger->tgname, NULL});
 	MemoryContextSetParent(rule->context, TopMemoryContext);
 	entry->rule = rule;
 	return rule;
@@ -482,9 +529,20 @@ rl_rule_find(Relation rel, const Trigger *trigger)
  * Rows
  */
 
+/* Sets the error's table, its column unless that is 0, and the trigger as its constraint. */
+static int
+errtrigger(const RlOrigin *origin, AttrNumber column)
+{
+	if (column != 0)
+		errtablecol(origin->rel, column);
+	else
+		errtable(origin->rel);
+	return err_generic_string(PG_DIAG_CONSTRAINT_NAME, origin->trigger);
+}
+
 /* Returns a column of the row.  Raises an error if it is NULL. */
 static Datum
-row_value(TupleTableSlot *row, Relation rel, AttrNumber attnum, const char *use)
+row_value(const RlOrigin *origin, TupleTableSlot *row, AttrNumber attnum, const char *use)
 {
 	bool		isnull;
 	Datum		value = slot_getattr(row, attnum, &isnull);
@@ -493,8 +551,9 @@ row_value(TupleTableSlot *row, Relation rel, AttrNumber attnum, const char *use)
 		ereport(ERROR,
 				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
 				 errmsg("null value in column \"%s\" of relation \"%s\" cannot be %s",
-						NameStr(*attnumAttName(rel, attnum)),
-						RelationGetRelationName(rel), use)));
+						NameStr(*attnumAttName(origin->rel, attnum)),
+						RelationGetRelationName(origin->rel), use),
+				 errtrigger(origin, attnum)));
 	return value;
 }
 
@@ -503,38 +562,61 @@ row_value(TupleTableSlot *row, Relation rel, AttrNumber attnum, const char *use)
  * column is NULL, or the key is empty or too long.
  */
 RlKey
-rl_rule_key(Pair *pair, Relation rel, TupleTableSlot *row)
+rl_rule_key(const RlOrigin *origin, Pair *pair, TupleTableSlot *row)
 {
-	StringInfoData key;
+	StringInfoData text;
+	RlKey		key;
+	RlError		error;
 
-	initStringInfo(&key);
+	initStringInfo(&text);
 	for (Piece *piece = pair->pieces;; piece++)
 	{
-		appendBinaryStringInfo(&key, piece->text, piece->len);
+		appendBinaryStringInfo(&text, piece->text, piece->len);
 		if (piece->attnum == 0)
 			break;
-		rl_key_part_append(&key, &piece->column,
-						   row_value(row, rel, piece->attnum, "part of a rate-limit key"));
+		rl_key_part_append(&text, &piece->column,
+						   row_value(origin, row, piece->attnum, "part of a rate-limit key"));
 	}
-	return rl_key_checked(key.data, key.len);
+	if (!rl_key_make(text.data, text.len, &key, &error))
+		ereport(ERROR,
+				(errcode(error.sqlstate),
+				 errmsg_internal("%s", error.message),
+				 errdetail("%s%sIts template is \"%s\".", error.detail, error.detail[0] ? " " : "", pair->template),
+				 errtrigger(origin, bms_membership(pair->columns) == BMS_SINGLETON ? bms_singleton_member(pair->columns) : 0)));
+	return key;
+}
+
+/* Returns a quota of the rule, or raises an error if it is out of range. */
+int64
+rl_rule_check_quota(const RlOrigin *origin, const Rule *rule, int64 quota)
+{
+	if (quota < 0 || quota > RL_MAX_COUNT)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("quota must be between 0 and %lld", (long long) RL_MAX_COUNT),
+				 rule->quota_attnum != 0 ?
+				 errdetail("It comes from column \"%s\".",
+						   NameStr(*attnumAttName(origin->rel, rule->quota_attnum))) : 0,
+				 errtrigger(origin, rule->quota_attnum)));
+	return quota;
 }
 
 /* Returns the row's quota.  Raises an error if it is NULL or out of range. */
 int64
-rl_rule_quota(Rule *rule, Relation rel, TupleTableSlot *row)
+rl_rule_quota(const RlOrigin *origin, const Rule *rule, TupleTableSlot *row)
 {
 	Datum		value;
 
 	if (rule->quota_attnum == 0)
 		return rule->quota;
-	value = row_value(row, rel, rule->quota_attnum, "a quota");
+	value = row_value(origin, row, rule->quota_attnum, "a quota");
 	switch (rule->quota_type)
 	{
 		case INT2OID:
-			return rl_quota_checked(DatumGetInt16(value));
+			return rl_rule_check_quota(origin, rule, DatumGetInt16(value));
 		case INT4OID:
-			return rl_quota_checked(DatumGetInt32(value));
+			return rl_rule_check_quota(origin, rule, DatumGetInt32(value));
 		default:
-			return rl_quota_checked(DatumGetInt64(value));
+			return rl_rule_check_quota(origin, rule, DatumGetInt64(value));
 	}
 }

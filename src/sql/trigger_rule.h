@@ -25,6 +25,7 @@ typedef struct Piece
 /* A key and its limits. */
 typedef struct Pair
 {
+	const char *template;
 	Piece	   *pieces;
 	Bitmapset  *columns;		/* of the key */
 	RlLimits	limits;			/* if call is NULL */
@@ -51,8 +52,9 @@ typedef struct Rule
 struct TupleTableSlot;
 
 extern Rule *rl_rule_find(Relation rel, const Trigger *trigger);
-extern RlKey rl_rule_key(Pair *pair, Relation rel, struct TupleTableSlot *row);
-extern int64 rl_rule_quota(Rule *rule, Relation rel, struct TupleTableSlot *row);
+extern RlKey rl_rule_key(const RlOrigin *origin, Pair *pair, struct TupleTableSlot *row);
+extern int64 rl_rule_quota(const RlOrigin *origin, const Rule *rule, struct TupleTableSlot *row);
+extern int64 rl_rule_check_quota(const RlOrigin *origin, const Rule *rule, int64 quota);
 extern Rule *rl_rule_make(Relation rel, const Trigger *trigger, bool *valid, RlError *error);
 extern AttrNumber rl_rule_column(Relation rel, const Trigger *trigger, const char *name, int len,
 								 RlError *error);

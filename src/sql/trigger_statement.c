@@ -407,7 +407,7 @@ group_rows(Statement *statement, const TriggerData *data)
 	while (tuplestore_gettupleslot(rows, true, false, row))
 	{
 		CHECK_FOR_INTERRUPTS();
-		rl_groups_add(statement->groups, data->tg_relation, row);
+		rl_groups_add(statement->groups, row);
 		tuplestore_select_read_pointer(rows, pointer);
 	}
 	ExecDropSingleTupleTableSlot(row);

@@ -19,10 +19,73 @@ my $session = session($node);
 $session->ask(q{SET statement_timeout = '60s';
 	CREATE TABLE long (a text);
 	DO $$BEGIN EXECUTE format('CREATE TRIGGER enforce BEFORE INSERT ON long FOR EACH ROW EXECUTE FUNCTION rl_enforce(%L, %L)', repeat('x', 5000000), '5/1s'); END$$});
-is($session->ask('SELECT problem FROM rl_triggers'), 'key must not be longer than 512 bytes: Its template has 5000000 bytes without the columns.',
+is($session->ask('SELECT problem FROM rl_triggers'), 'key must not be longer than 512 bytes: By its template, it has at least 5000000 bytes in UTF-8.',
 	'a template that is too long');
 $session->fails(q{INSERT INTO long VALUES ('a')}, 'a row under it', '22023', qr/^key must not be longer than 512 bytes/);
 $session->ask('DROP TABLE long; RESET statement_timeout');
+
+#
+# Rules that no row can satisfy are problems of the view
+#
+
+my $text = 'x' x 512;
+my $sliding = join ', ', map { "sliding_log $_/${_}s" } 1 .. 5;
+foreach my $case ([ "'{a}$text', '5/1s'", 'key must not be longer than 512 bytes: By its template, it has at least 513 bytes in UTF-8.' ],
+	[ "'{b}$text', '5/1s'", '' ],
+	[ "'k:{a}', '5/1s', 'k:{a}', 'sliding_log 5/1s'", 'an action must not have the same key twice: Template number 2 is the same as template number 1.' ],
+	[ "'k:{a}', '$sliding', 'l:{a}', '$sliding'",
+		'the keys of an action must not have more than 8 limits of sliding_window, sliding_log and concurrent: They have 10.' ])
+{
+	my ($arguments, $problem) = @$case;
+
+	$session->ask("CREATE TABLE never (a int, b text);
+		CREATE TRIGGER enforce BEFORE INSERT ON never FOR EACH ROW EXECUTE FUNCTION rl_enforce($arguments)");
+	is($session->ask('SELECT problem FROM rl_triggers'), $problem, "problem: $problem");
+	my $got = $session->attempt(q{INSERT INTO never VALUES (1, '')});
+	is("$got->{message}: $got->{detail}", $problem || ': ', 'a row has the same error');
+	$session->ask('DROP TABLE never');
+}
+
+#
+# The fields of errors about the values of a row
+#
+
+$session->ask(q{
+	CREATE TABLE fields (a text, b text, q int);
+	CREATE TRIGGER lim BEFORE INSERT ON fields FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}', '5/1h', '{b}', '5/1h', 'quota={q}');
+	CREATE FUNCTION no_limits(a text) RETURNS rl_limits LANGUAGE sql AS 'SELECT NULL::rl_limits';
+	CREATE TABLE by_call (a text);
+	CREATE TRIGGER lim BEFORE INSERT ON by_call FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}', 'public.no_limits({a})');
+	CREATE TABLE sums (a text, b text, q bigint);
+	CREATE TRIGGER lim AFTER INSERT ON sums REFERENCING NEW TABLE AS n FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('{a}:{b}', '5/1h', 'quota={q}');
+	CREATE TABLE wrong (a text);
+	CREATE TRIGGER lim BEFORE INSERT ON wrong FOR EACH ROW EXECUTE FUNCTION rl_enforce('{c}', '5/1h');
+	CREATE FUNCTION fields_of(command text) RETURNS text LANGUAGE plpgsql AS $$
+		DECLARE s text; t text; c text; n text; m text; d text;
+		BEGIN
+			EXECUTE command;
+			RETURN 'no error';
+		EXCEPTION WHEN OTHERS THEN
+			GET STACKED DIAGNOSTICS s = SCHEMA_NAME, t = TABLE_NAME, c = COLUMN_NAME, n = CONSTRAINT_NAME, m = MESSAGE_TEXT, d = PG_EXCEPTION_DETAIL;
+			RETURN concat_ws('|', s, t, c, n, m, d);
+		END$$});
+foreach my $case (
+	[ q{fields VALUES ('x', 'y', -1)}, 'fields|q', 'quota must be between 0 and 1000000000000000|It comes from column "q".' ],
+	[ q{fields VALUES ('', 'y', 1)}, 'fields|a', 'key must not be empty|Its template is "{a}".' ],
+	[ q{fields VALUES ('x', repeat('x', 600), 1)}, 'fields|b', 'key must not be longer than 512 bytes|It has 600 bytes in UTF-8. Its template is "{b}".' ],
+	[ q{fields VALUES ('x', 'x', 1)}, 'fields|', 'an action must not have the same key twice|Key number 2 is the same as key number 1.' ],
+	[ q{fields VALUES (NULL, 'x', 1)}, 'fields|a', 'null value in column "a" of relation "fields" cannot be part of a rate-limit key|' ],
+	[ q{fields VALUES ('x', 'y', NULL)}, 'fields|q', 'null value in column "q" of relation "fields" cannot be a quota|' ],
+	[ q{by_call VALUES ('x')}, 'by_call|', 'function public.no_limits(text) returned NULL instead of limits|' ],
+	[ q{sums SELECT 'x', 'y', 1000000000000000 FROM generate_series(1, 2)}, 'sums|q',
+		'quota must be between 0 and 1000000000000000|It comes from column "q".' ],
+	[ q{wrong VALUES ('x')}, 'wrong|', 'column "c" of relation "wrong" does not exist|' ])
+{
+	my ($insert, $place, $text) = @$case;
+
+	is($session->ask("SELECT fields_of(\$x\$INSERT INTO $insert\$x\$)"), "public|$place|lim|$text", "fields: $insert");
+}
+$session->ask('DROP TABLE fields, by_call, sums, wrong');
 
 $session->quit;
 $node->stop;
