@@ -100,8 +100,7 @@ outcome_of(const RlAnswer *answer)
 		case RL_FAIL_CLOSED:
 			return RL_WAS_FAILED_CLOSED;
 		case RL_SHADOW:
-			/* Of shadow limits, if another key has refused the action. */
-			return rl_mode == RL_MODE_SHADOW ? RL_WAS_SHADOW_DENIED : RL_WAS_ALLOWED;
+			return RL_WAS_SHADOW_DENIED;
 		default:
 			return answer->decision.allowed ? RL_WAS_ALLOWED : RL_WAS_DENIED;
 	}
@@ -165,7 +164,7 @@ conclude(Call *call, const RlDecision *each, bool not_charged)
 		/* A limit that has counted the refusal may have a wait. */
 		if (not_charged && !action->limits->limit[i].shadow)
 			decision->retry_after = Max(decision->retry_after, each[i].retry_after);
-		else if (!not_charged && each[i].source == RL_SHADOW)
+		else if (each[i].source == RL_SHADOW)
 			answer->shadow = i + 1;
 	}
 	if (rl_all_shadow(action->limits))

@@ -200,7 +200,8 @@ refuses(const RlDecision *decision)
  * allows the action can have a wait too, if it counted the refusal.
  *
  * A shadow limit is the binding limit only if all limits are shadow limits.  Then it
- * is the limit that would be binding if they were not.
+ * is the limit that would be binding if they were not, and the source is shadow if one of
+ * them would have refused.
  */
 RlDecision
 rl_combine(const RlLimits *limits, const RlDecision *decisions, int *binding)
@@ -227,6 +228,8 @@ rl_combine(const RlLimits *limits, const RlDecision *decisions, int *binding)
 	}
 	combined = decisions[*binding];
 	combined.allowed = shadow || !refused;
+	if (shadow && refused)
+		combined.source = RL_SHADOW;
 	return combined;
 }
 

@@ -54,6 +54,14 @@ SELECT n, c.* FROM generate_series(1, 3) n, LATERAL (SELECT key, allowed, remain
 SELECT key, rule, allowed, remaining, retry_after, source FROM unnest('{shadow:a,shadow:b}'::text[]) key,
 	LATERAL rl_peek(key, 'fixed_window 2/1d, fixed_window 1/1h shadow, fixed_window 9/1d count_denied shadow');
 
+-- If another key refuses, keys under shadow limits have the source that they have alone.
+SELECT allowed FROM rl_check('shadow:full', 'fixed_window 1/10h');
+SELECT key, allowed FROM unnest('{shadow:c,shadow:d,shadow:e}'::text[]) key, LATERAL rl_check(key, 'fixed_window 1/10h shadow');
+SELECT rule, remaining, source FROM rl_peek('shadow:c', 'fixed_window 1/10h shadow, fixed_window 1/1d count_denied shadow');
+SELECT key, allowed, remaining, retry_after, source FROM rl_check_all('{shadow:full,shadow:c,shadow:d,shadow:e}', ARRAY['fixed_window 1/10h',
+	'fixed_window 1/10h shadow, fixed_window 1/1d count_denied shadow', 'fixed_window 1/10h shadow, fixed_window 9/1d shadow',
+	'fixed_window 1/10h shadow, fixed_window 9/1d']::rl_limits[]);
+
 -- refund_on_abort refunds the charges of all keys.
 BEGIN;
 SELECT key, remaining FROM rl_check_all('{abort:a,abort:b}', '{fixed_window 5/1d refund_on_abort,sliding_log 5/1d refund_on_abort}');

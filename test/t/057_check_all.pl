@@ -300,6 +300,11 @@ $session->ask("SELECT rl_stat_reset(); SELECT count(*) FROM $two; SELECT count(*
 is($session->ask('SELECT limits, scope, allowed, denied, round_trips FROM rl_stat ORDER BY scope'),
 	$store eq 'redis' ? "fixed_window 1/3650d|s|1|1|2\nfixed_window 2/3650d|t|2|0|0" : "fixed_window 1/3650d|s|1|1|0\nfixed_window 2/3650d|t|2|0|0",
 	'each key is counted by its own decision, and a round trip once');
+$session->ask(q{SELECT rl_check('u:a', 'fixed_window 1/3650d shadow'), rl_check('v:a', 'fixed_window 1/3650d shadow'); SELECT rl_stat_reset();
+	SELECT rl_check_all('{s:a,u:a,v:a,w:a}', ARRAY['fixed_window 1/3650d', 'fixed_window 1/3650d shadow, 9/1d shadow',
+		'fixed_window 1/3650d shadow, 9/1d', 'fixed_window 1/3650d shadow']::rl_limits[])});
+is($session->ask('SELECT scope, allowed, denied, shadow_denied FROM rl_stat ORDER BY scope'), "s|0|1|0\nu|0|0|1\nv|0|0|1\nw|1|0|0",
+	'also keys that only shadow limits would refuse');
 is($session->ask(q{SELECT key, limits FROM rl_denied WHERE key IN ('s:a', 't:b')}), 's:a|fixed_window 1/3650d', 'rl_denied shows the key that refuses');
 
 if ($store eq 'redis')
