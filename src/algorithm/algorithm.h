@@ -135,6 +135,7 @@ typedef struct RlAlgorithm
 	 */
 
 	int64		most;			/* largest count and capacity */
+	const char *more;			/* a hint for larger ones, or NULL */
 	bool		has_burst;
 	bool		has_step;
 	bool		has_from_first;

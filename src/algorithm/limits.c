@@ -34,12 +34,14 @@ typedef struct Scan
  */
 
 static bool
-check_range(int64 value, int64 most, const char *name, RlError *error)
+check_range(int64 value, const RlAlgorithm *algorithm, const char *name, RlError *error)
 {
-	if (value >= 1 && value <= most)
+	if (value >= 1 && value <= algorithm->most)
 		return true;
 	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
-				 "%s must be between 1 and %lld", name, (long long) most);
+				 "%s must be between 1 and %lld", name, (long long) algorithm->most);
+	if (value > 1)
+		error->hint = algorithm->more;
 	return false;
 }
 
@@ -62,8 +64,8 @@ rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error)
 {
 	const RlAlgorithm *algorithm = rl_algorithm(limit);
 
-	if (!check_range(limit->capacity, algorithm->most, "capacity", error) ||
-		!check_range(limit->count, algorithm->most, count_name, error))
+	if (!check_range(limit->capacity, algorithm, "capacity", error) ||
+		!check_range(limit->count, algorithm, count_name, error))
 		return false;
 	if (limit->period < 1 || limit->period > RL_MAX_PERIOD)
 	{
@@ -117,6 +119,18 @@ word_length(const Scan *scan)
 	return p - scan->at;
 }
 
+/* Sets the detail of the error: the text that starts here. */
+static void
+show_text(Scan *scan, int len, const char *complaint)
+{
+	if (len == 0)
+		rl_error_detail(scan->error, "%s at the end.", complaint);
+	else
+		rl_error_detail(scan->error, "%s at character %d, \"%.*s\".", complaint,
+						pg_mbstrlen_with_len(scan->start, scan->at - scan->start) + 1,
+						pg_mbcliplen(scan->at, len, 64), scan->at);
+}
+
 /* Sets the error that shows the text that starts here, and returns false. */
 static bool
 wrong_text(Scan *scan, int len, const char *complaint)
@@ -125,12 +139,7 @@ wrong_text(Scan *scan, int len, const char *complaint)
 				 "invalid input syntax for type rl_limits: \"%.*s\"",
 				 pg_mbcliplen(scan->start, scan->end - scan->start, 150), scan->start);
 	scan->error->hint = "Write, for example, \"5/10s\", \"throttle 30/min burst 15\" or \"sliding_log 5/10s, fixed_window 1000/day\".";
-	if (len == 0)
-		rl_error_detail(scan->error, "%s at the end.", complaint);
-	else
-		rl_error_detail(scan->error, "%s at character %d, \"%.*s\".", complaint,
-						pg_mbstrlen_with_len(scan->start, scan->at - scan->start) + 1,
-						pg_mbcliplen(scan->at, len, 64), scan->at);
+	show_text(scan, len, complaint);
 	return false;
 }
 
@@ -139,6 +148,16 @@ static bool
 wrong_word(Scan *scan, const char *complaint)
 {
 	return wrong_text(scan, word_length(scan), complaint);
+}
+
+/* Does the same where a period is expected, with a hint about periods. */
+static bool
+wrong_period(Scan *scan, const char *complaint)
+{
+	wrong_word(scan, complaint);
+	scan->error->hint = "The units are us, ms, s, min, h and d, and second, minute, hour and day with or without s: \"5/10s\", \"100/hour\". "
+		"A fixed_window also has week, month, quarter and year: \"fixed_window 1000/month\".";
+	return false;
 }
 
 /* Moves past the word if it comes next.  Returns false if it does not. */
@@ -221,10 +240,10 @@ scan_period(Scan *scan, int64 *period)
 			break;
 	}
 	if (fraction && !digits)
-		return wrong_word(scan, "A period is expected");
+		return wrong_period(scan, "A period is expected");
 	if (!take_unit(&unit, &duration))
-		return digits ? wrong_word(&unit, "A unit is expected (us, ms, s, min, h, d)") :
-			wrong_word(scan, "A period is expected");
+		return digits ? wrong_period(&unit, "A unit is expected (us, ms, s, min, h, d)") :
+			wrong_period(scan, "A period is expected");
 	if (!digits)
 		number = 1;
 	while (divisor > 1 && number % 10 == 0)
@@ -292,7 +311,11 @@ scan_calendar(Scan *scan, RlLimit *limit, bool *found)
 		return true;
 	}
 	if (!rl_algorithm(limit)->has_calendar)
-		return wrong_word(&word, "The algorithm has no such period");
+	{
+		wrong_word(&word, "The algorithm has no such period");
+		scan->error->hint = "Only fixed_window has such periods: \"fixed_window 1000/month\".";
+		return false;
+	}
 	rl_calendar_set(limit, c);
 	return has_zone ? scan_zone(scan, limit) : rl_calendar_set_zone(limit, "UTC", 3);
 }
@@ -405,6 +428,7 @@ take_kind(Scan *scan)
 static bool
 scan_limit(Scan *scan, RlLimit *limit)
 {
+	Scan		start = *scan;
 	bool		more = true;
 	bool		found;
 
@@ -440,7 +464,10 @@ scan_limit(Scan *scan, RlLimit *limit)
 
 	if (limit->capacity == -1)
 		limit->capacity = limit->count;
-	return rl_limit_complete(limit, "count", scan->error);
+	if (rl_limit_complete(limit, "count", scan->error))
+		return true;
+	show_text(&start, scan->at - start.at, "The limit is");
+	return false;
 }
 
 /*

@@ -198,6 +198,7 @@ const RlAlgorithm rl_algorithm_sliding_log = {
 	.name = "sliding_log",
 	SLIDES,
 	.most = RL_MAX_LOG,
+	.more = "For larger counts, use sliding_window.",
 	.share = 12,
 	.has_count_denied = true,
 	.has_logs = true

@@ -112,3 +112,12 @@ SELECT count(*) FROM plans a JOIN plans b USING (limits);
 SELECT rl_limits_hash('unlimited') = rl_limits_hash(' unlimited') AS same, 'unlimited'::rl_limits = 'blocked' AS equal;
 SELECT encode(rl_limits_send('Blocked'), 'escape') AS sent;
 DROP TABLE plans;
+-- Near misses have a hint that helps.
+SELECT '5 per 10s'::rl_limits;
+SELECT '5/10 sec'::rl_limits;
+SELECT '100/hr'::rl_limits;
+SELECT '1000/month'::rl_limits;
+SELECT 'fixed_window 100/2weeks'::rl_limits;
+SELECT '5/10s, sliding_log 1000000/1d'::rl_limits;
+SELECT rl_sliding_log('k', 1000000, 86400);
+SELECT 'concurrent 5000/1h'::rl_limits;
