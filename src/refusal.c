@@ -8,6 +8,7 @@
  */
 #include "postgres.h"
 
+#include "catalog/pg_trigger.h"
 #include "miscadmin.h"
 #include "utils/acl.h"
 #include "utils/rls.h"
@@ -28,27 +29,40 @@ rl_can_skip(const RlDecision *decision)
 	return decision->retry_after != RL_NEVER || decision->source == RL_FROM_BLOCKED;
 }
 
+/* Returns true if the role may read the columns of the key, and no row security is in force for it. */
+static bool
+may_read_columns(const RlOrigin *origin, Oid role)
+{
+	Oid			table = RelationGetRelid(origin->rel);
+	int			column = -1;
+
+	if (check_enable_rls(table, role, true) == RLS_ENABLED)
+		return false;
+	if (pg_class_aclcheck(table, role, ACL_SELECT) == ACLCHECK_OK)
+		return true;
+	while ((column = bms_next_member(origin->columns, column)) >= 0)
+		if (pg_attribute_aclcheck(table, column, role, ACL_SELECT) != ACLCHECK_OK)
+			return false;
+	return true;
+}
+
 /*
  * Returns true if the client may see a key that was made of the trigger's columns.
- * The rule is that of core for index values in errors: the role may read the
- * columns, and no row security is in force.
+ * The rule is that of core for index values in errors.  A foreign key's query is an
+ * exception: it runs as the owner of the table, for any client.
  */
 static bool
 may_show_key(const RlOrigin *origin)
 {
-	Oid			table;
-	int			column = -1;
-
 	if (origin == NULL || bms_is_empty(origin->columns))
 		return true;
-	table = RelationGetRelid(origin->rel);
-	if (check_enable_rls(table, InvalidOid, true) == RLS_ENABLED)
+	if (InNoForceRLSOperation() || !may_read_columns(origin, GetUserId()))
 		return false;
-	if (pg_class_aclcheck(table, GetUserId(), ACL_SELECT) == ACLCHECK_OK)
-		return true;
-	while ((column = bms_next_member(origin->columns, column)) >= 0)
-		if (pg_attribute_aclcheck(table, column, GetUserId(), ACL_SELECT) != ACLCHECK_OK)
-			return false;
+#if PG_VERSION_NUM >= 180000
+	/* An AFTER trigger runs as the role that wrote the row, so as the owner after a foreign key's query. */
+	if (InLocalUserIdChange() && TRIGGER_FOR_AFTER(origin->trigger->tgtype))
+		return may_read_columns(origin, GetOuterUserId());
+#endif
 	return true;
 }
 
@@ -73,7 +87,7 @@ rl_raise_refused(const RlAction *action, const RlAnswer *answer, const char *als
 {
 	const char *limit = rl_limit_text(action->limits, answer->binding);
 	const RlDecision *decision = &answer->decision;
-	const char *policy = action->origin != NULL ? action->origin->trigger : DEFAULT_POLICY;
+	const char *policy = action->origin != NULL ? action->origin->trigger->tgname : DEFAULT_POLICY;
 	RlReport	report = {.sqlstate = ERRCODE_RATE_LIMITED,.origin = action->origin};
 	int64		wait;
 

@@ -77,7 +77,7 @@ rl_report(const RlReport *report)
 					detail ? errdetail_internal("%s", detail) : 0,
 					detail_log ? errdetail_log("%s", detail_log) : 0,
 					report->hint && !postgrest ? errhint("%s", report->hint) : 0,
-					origin ? errtableconstraint(origin->rel, origin->trigger) : 0));
+					origin ? errtableconstraint(origin->rel, origin->trigger->tgname) : 0));
 }
 
 /*

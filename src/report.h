@@ -15,7 +15,7 @@
 typedef struct RlOrigin
 {
 	Relation	rel;
-	const char *trigger;
+	const Trigger *trigger;
 	const Bitmapset *columns;	/* that the key is made of */
 } RlOrigin;
 

@@ -65,7 +65,7 @@ rl_check_keys(const RlAction *actions, int n)
 						(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 						 errmsg("an action must not have the same key twice"),
 						 errdetail("Key number %d is the same as key number %d.", i + 1, j + 1),
-						 origin ? errtableconstraint(origin->rel, origin->trigger) : 0));
+						 origin ? errtableconstraint(origin->rel, origin->trigger->tgname) : 0));
 }
 
 typedef struct Parts

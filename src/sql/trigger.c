@@ -69,7 +69,7 @@ enforce_row(TriggerData *data, Rule *rule)
 
 	for (int i = 0; i < rule->npairs; i++)
 	{
-		origins[i] = (RlOrigin) {data->tg_relation, data->tg_trigger->tgname, rule->pairs[i].columns};
+		origins[i] = (RlOrigin) {data->tg_relation, data->tg_trigger, rule->pairs[i].columns};
 		actions[i] = (RlAction) {.how = RL_TAKE,.origin = &origins[i]};
 		actions[i].quota = i == 0 ? rl_rule_quota(origins, rule, row) : actions->quota;
 		answers[i] = (RlAnswer) {0};

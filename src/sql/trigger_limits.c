@@ -440,7 +440,7 @@ rl_limits_call_run(LimitsCall *call, const RlOrigin *origin, const NullableDatum
 				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
 				 errmsg("function %s returned NULL instead of limits", call->signature),
 				 errhint("For no limit, return \"unlimited\"."),
-				 errtableconstraint(origin->rel, origin->trigger)));
+				 errtableconstraint(origin->rel, origin->trigger->tgname)));
 	value = DatumGetTextPP(result);
 	rl_limits_of_text(VARDATA_ANY(value), VARSIZE_ANY_EXHDR(value), limits);
 }

@@ -519,7 +519,7 @@ rl_rule_find(Relation rel, const Trigger *trigger)
 	entry->rule = NULL;
 	rule = rl_rule_make(rel, trigger, &valid, &error);
 	if (!valid)
-		rl_raise_for(&error, &(RlOrigin) {rel, trigger->tgname, NULL});
+		rl_raise_for(&error, &(RlOrigin) {rel, trigger, NULL});
 	MemoryContextSetParent(rule->context, TopMemoryContext);
 	entry->rule = rule;
 	return rule;
@@ -537,7 +537,7 @@ errtrigger(const RlOrigin *origin, AttrNumber column)
 		errtablecol(origin->rel, column);
 	else
 		errtable(origin->rel);
-	return err_generic_string(PG_DIAG_CONSTRAINT_NAME, origin->trigger);
+	return err_generic_string(PG_DIAG_CONSTRAINT_NAME, origin->trigger->tgname);
 }
 
 /* Returns a column of the row.  Raises an error if it is NULL. */

@@ -440,7 +440,7 @@ rl_enforce_statement(TriggerData *data, Rule *rule)
 
 	rl_error_set(&statement.why, ERRCODE_STORE_FAILED, "there was no answer to some calls");
 	for (int i = 0; i < rule->npairs; i++)
-		statement.origins[i] = (RlOrigin) {data->tg_relation, data->tg_trigger->tgname, rule->pairs[i].columns};
+		statement.origins[i] = (RlOrigin) {data->tg_relation, data->tg_trigger, rule->pairs[i].columns};
 	statement.groups = rl_groups_make(rule, statement.origins);
 	statement.context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit statement",
 											  ALLOCSET_DEFAULT_SIZES);
