@@ -96,19 +96,23 @@ enforce(TriggerData *data, Rule *rule)
 	return PointerGetDatum(NULL);
 }
 
-PG_FUNCTION_INFO_V1(rl_enforce_trigger);
-Datum
-rl_enforce_trigger(PG_FUNCTION_ARGS)
+/* Adds the trigger to an error's context. */
+static void
+add_context(void *arg)
 {
-	TriggerData *data = (TriggerData *) fcinfo->context;
-	Rule	   *rule;
+	const TriggerData *data = arg;
+
+	errcontext("rate-limit trigger \"%s\" on table \"%s\"", data->tg_trigger->tgname,
+			   RelationGetRelationName(data->tg_relation));
+}
+
+/* Enforces the trigger's rule. */
+static Datum
+enforce_trigger(TriggerData *data)
+{
+	Rule	   *rule = rl_rule_find(data->tg_relation, data->tg_trigger);
 	Datum		result;
 
-	if (!CALLED_AS_TRIGGER(fcinfo))
-		ereport(ERROR,
-				(errcode(ERRCODE_E_R_I_E_TRIGGER_PROTOCOL_VIOLATED),
-				 errmsg("rl_enforce without arguments can only be called as a trigger")));
-	rule = rl_rule_find(data->tg_relation, data->tg_trigger);
 	if (!rule->calls)
 		return enforce(data, rule);
 
@@ -123,6 +127,23 @@ rl_enforce_trigger(PG_FUNCTION_ARGS)
 		rule->users--;
 	}
 	PG_END_TRY();
+	return result;
+}
+
+PG_FUNCTION_INFO_V1(rl_enforce_trigger);
+Datum
+rl_enforce_trigger(PG_FUNCTION_ARGS)
+{
+	ErrorContextCallback context = {error_context_stack, add_context, fcinfo->context};
+	Datum		result;
+
+	if (!CALLED_AS_TRIGGER(fcinfo))
+		ereport(ERROR,
+				(errcode(ERRCODE_E_R_I_E_TRIGGER_PROTOCOL_VIOLATED),
+				 errmsg("rl_enforce without arguments can only be called as a trigger")));
+	error_context_stack = &context;
+	result = enforce_trigger((TriggerData *) fcinfo->context);
+	error_context_stack = context.previous;
 	return result;
 }
 
