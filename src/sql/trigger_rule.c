@@ -111,7 +111,7 @@ set_column(Pair *pair, Piece *piece, Relation rel, const Trigger *trigger, const
 	rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
 				 "column \"%.*s\" of type %s cannot be part of a rate-limit key",
 				 len, name, format_type_be(type));
-	rl_error_detail(error, "A session setting can change the text of its values.");
+	rl_error_detail(error, "It must be an integer, numeric, text, varchar, char, name, uuid, boolean, inet, an enum, or a domain over one of them.");
 	return false;
 }
 

@@ -88,7 +88,7 @@ INSERT INTO typed VALUES (1, 2, 3, 4.500, 'e', 'f', 'g  ', '00000000-0000-0000-0
 SELECT remaining FROM rl_peek('{1:2:3:4.5:e:f:g:00000000-0000-0000-0000-000000000001:t:10.0.0.1:free:5}', '3/1h', 0);
 
 -- rl_triggers shows the triggers that make each write fail.
-CREATE TABLE broken (a int, b float8, c int GENERATED ALWAYS AS (a + 1) STORED, d date);
+CREATE TABLE broken (a int, b float8, c int GENERATED ALWAYS AS (a + 1) STORED, d date, e jsonb);
 CREATE TRIGGER t01 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce();
 CREATE TRIGGER t02 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}');
 CREATE TRIGGER t03 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{x}', '5/10s');
@@ -113,6 +113,7 @@ CREATE TRIGGER t21 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enfo
 CREATE TRIGGER t23 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}', '5/10s', 'quota=6');
 CREATE TRIGGER t24 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}', '5/10s', 'quota= 3');
 CREATE TRIGGER t22 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{d}', '5/10s');
+CREATE TRIGGER t25 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{e}', '5/10s');
 ALTER TABLE broken DISABLE TRIGGER t20;
 SELECT relation, trigger, enabled, key, limits, quota, on_deny, problem FROM rl_triggers WHERE relation = 'broken'::regclass ORDER BY trigger;
 SELECT failure('INSERT INTO broken VALUES (1)');
