@@ -424,7 +424,7 @@ start_redis() {
 			--dir "$T/redis" --save '' --appendonly no --daemonize no >"$T/redis/log" 2>&1 </dev/null &
 		REDIS_PID=$!
 		set +m
-		await 10 redis_answers || break
+		await 120 redis_answers || break
 		if redis_alive; then
 			# shellcheck disable=SC2034 # for the scripts
 			REDIS_TCP_URL=redis://127.0.0.1:$REDIS_PORT/0 REDIS_UNIX_URL=unix://$REDIS_SOCKET
