@@ -244,9 +244,9 @@ foreach my $tcp (0, 1)
 	}
 	$session->set(connect_timeout => '50ms', redis_url => "unix://$path");
 	policy_is('a full queue', 'PT504', qr/connect_timeout has passed$/);
-	$session->ask("SET ratelimit.connect_timeout = '10min'; SET statement_timeout = '50ms'");
-	is($session->attempt($take)->{state}, '57014', 'a full queue: statement_timeout works');
-	$session->ask('RESET ratelimit.connect_timeout; RESET statement_timeout; RESET ratelimit.redis_url');
+	$session->ask("SET ratelimit.connect_timeout = '10min'");
+	is($session->state_under_timeout('200ms', $take), '57014', 'a full queue: statement_timeout works');
+	$session->ask('RESET ratelimit.connect_timeout; RESET ratelimit.redis_url');
 	works('a full queue');
 }
 

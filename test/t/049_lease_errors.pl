@@ -165,10 +165,8 @@ lease('cancelled');
 at(0);
 is(outcomes('cancelled', 11), '11 lease', 'units down to a quarter');
 $redis->pause;
-$session->ask("SET statement_timeout = '100ms'; SELECT rl_check('cancelled', '$limits')");
-is($session->state, '57014', 'the call that renews is cancelled');
+is($session->state_under_timeout('500ms', "SELECT rl_check('cancelled', '$limits')"), '57014', 'the call that renews is cancelled');
 $redis->resume;
-$session->ask('RESET statement_timeout');
 is(outcomes('cancelled', 6), '4 lease, 2 redis', 'the units that were left are handed out');
 settles('cancelled', 35, 'after a cancel', 1);
 
@@ -176,10 +174,9 @@ settles('cancelled', 35, 'after a cancel', 1);
 lease("cancelled $_") foreach 1 .. 5;
 at(real(50_000) - 1);
 $redis->pause;
-$session->ask("SET statement_timeout = '100ms'; SELECT rl_check_many('{cancelled 1,cancelled 2,cancelled 3,cancelled 4,cancelled 5}', '$limits')");
-is($session->state, '57014', 'a batch that renews is cancelled');
+is($session->state_under_timeout('500ms', "SELECT rl_check_many('{cancelled 1,cancelled 2,cancelled 3,cancelled 4,cancelled 5}', '$limits')"), '57014',
+	'a batch that renews is cancelled');
 $redis->resume;
-$session->ask('RESET statement_timeout');
 foreach my $key (map { "cancelled $_" } 1 .. 5)
 {
 	at(real(50_000) - 1);

@@ -175,7 +175,7 @@ my $refunding = "$limits refund_on_abort";
 lease('freed', $refunding);
 $session->ask(q{BEGIN; SAVEPOINT a;
 	SELECT count(*) FROM rl_check_many((SELECT array_agg('back' || i) FROM generate_series(1, 4096) i), '10/1h refund_on_abort');
-	ROLLBACK TO a; SAVEPOINT b; SET ratelimit.command_timeout = '10min'; SET statement_timeout = '200ms'});
+	ROLLBACK TO a; SAVEPOINT b; SET ratelimit.command_timeout = '10min'; SET statement_timeout = '500ms'});
 $redis->pause;
 is($session->attempt(q{SELECT rl_check('another', '10/1h')})->{state}, '57014', 'the refunds of a savepoint are interrupted');
 $session->ask('ROLLBACK TO b');

@@ -263,9 +263,7 @@ $session->ask(q{SET ratelimit.command_timeout = '10min'; SELECT rl_stat_reset()}
 foreach my $round (1 .. 5)
 {
 	my $ms = 20 * $round;
-	$session->ask("SET statement_timeout = '${ms}ms'");
-	is($session->attempt("SELECT taken('stop', 1000000, 1000)")->{state}, '57014', "statement_timeout after $ms ms");
-	$session->ask('RESET statement_timeout');
+	is($session->state_under_timeout("${ms}ms", "SELECT taken('stop', 1000000, 1000)"), '57014', "statement_timeout after $ms ms");
 	is($session->attempt("SELECT taken('after$round', 3, 1)")->{answer}, '{0,1,2}', "after $ms ms: the next call gets its own answers");
 }
 my ($allowed, $errors) = split /\|/, $session->ask('SELECT allowed, errors FROM rl_stat');
