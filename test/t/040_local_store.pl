@@ -432,10 +432,10 @@ is($node->safe_psql('postgres', q{SELECT string_agg(remaining::text, ',') FROM r
 		'1/1d burst 200, sliding_log 137/1d, fixed_window 300/1d from_first, token_bucket 1/1d burst 150', 0)}),
 	'63,0,163,13', 'several: all limits were charged, or none');
 
-# '1000/1s' for five and a half seconds, by each algorithm.  Each client continues
+# '200/1s' for five and a half seconds, by each algorithm.  Each client continues
 # until it is refused.  Between the first refusal and the last, the clients took all
 # quota.
-my %limit = (map({ $_ => "$_ 1000/1s" } qw(throttle token_bucket fixed_window sliding_log)), sliding_window => 'sliding_window 1000/1s step 20ms');
+my %limit = (map({ $_ => "$_ 200/1s" } qw(throttle token_bucket fixed_window sliding_log)), sliding_window => 'sliding_window 200/1s step 20ms');
 $node->safe_psql('postgres', q{
 	CREATE UNLOGGED TABLE hammered (run text, calls bigint, allowed bigint, first_refusal timestamptz, last_refusal timestamptz);
 	CREATE FUNCTION hammer(name text, limits rl_limits[]) RETURNS void LANGUAGE plpgsql AS $$
@@ -481,9 +481,9 @@ foreach my $try (1 .. 3)
 		my ($clients, $calls, $allowed, $span) = split /\|/, $node->safe_psql('postgres', qq{
 			SELECT count(*), sum(calls), sum(allowed), extract(epoch FROM max(last_refusal) - min(first_refusal))
 			FROM hammered WHERE run = '$limit{$run}'});
-		my $promised = $run eq 'throttle' ? 1000 + 1000 * $took
-		  : $run =~ /^(token_bucket|fixed_window)$/ ? 1000 * (2 + int($took)) : 1000 * (1 + int($took));
-		my $least = $run eq 'throttle' ? 1000 * $span - 2 : 1000 * int($span / ($run eq 'sliding_window' ? 1.02 : 1));
+		my $promised = $run eq 'throttle' ? 200 + 200 * $took
+		  : $run =~ /^(token_bucket|fixed_window)$/ ? 200 * (2 + int($took)) : 200 * (1 + int($took));
+		my $least = $run eq 'throttle' ? 200 * $span - 2 : 200 * int($span / ($run eq 'sliding_window' ? 1.02 : 1));
 
 		note "$run: $calls calls, $allowed allowed, $span s of $took s";
 		is($clients, 8, "$run: eight clients");
