@@ -219,7 +219,7 @@ foreach my $text ('100/20s burst 1000 lease 1s', 'token_bucket 1000/2h lease 1s'
 #
 
 # Tags with short periods, and one whose states outlive the test.
-my @short = map { my $algorithm = $_; map { { algorithm => $algorithm, period => $_ } } 50_000, 120_000, 500_000 }
+my @short = map { my $algorithm = $_; map { { algorithm => $algorithm, period => $_ } } 100_000, 240_000, 1_000_000 }
   qw(throttle token_bucket fixed_window sliding_window sliding_log);
 my %long = (algorithm => 'fixed_window', period => 3_600_000_000, from_first => 1);
 
