@@ -401,7 +401,7 @@ foreach my $case (
 		$node->append_conf('postgresql.conf', "shared_preload_libraries = '$wrong'");
 		start_node($node, 'restart');
 	}
-	while ($excess <= 0 && $tries++ < 40)
+	while ($excess <= 0 && $tries++ < 300)
 	{
 		my ($did, $errors, $key) = play([ @nodes[ 0, 1 ] ], 1, 0, $limits[$limit]);
 

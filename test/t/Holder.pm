@@ -17,7 +17,7 @@ use PostgreSQL::Test::Utils;
 use Test::More;
 use Time::HiRes qw(sleep time);
 
-our @EXPORT = qw(start_holders finish_holders most_held);
+our @EXPORT = qw(start_holders times_held finish_holders most_held);
 
 sub start_psql
 {
@@ -182,6 +182,9 @@ sub start_holders
 	}
 	return @holders;
 }
+
+# Returns how many times the clients have held units.
+sub times_held { return scalar grep { /^held/ } map { split /\n/, slurp_file($_->{file}) } grep { -e $_->{file} } @_; }
 
 # Stops the clients; returns what they held: units, sent, since, until.
 sub finish_holders

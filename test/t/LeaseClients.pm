@@ -90,7 +90,7 @@ sub change
 	my $done = defined $self->ask($sql);
 
 	# A command that fails may be in Redis's socket for a while.
-	print { $self->{out} } join(' ', $what, $key->{number}, $sent, after(time + ($done ? 0 : 1)), @more), "\n"
+	print { $self->{out} } join(' ', $what, $key->{number}, $sent, after(time + ($done ? 0 : 5)), @more), "\n"
 	  if $done || $what ne 'ban';
 	return;
 }
