@@ -8,7 +8,7 @@
  *
  * As for a column's default, a role that writes needs no privilege on the schema,
  * and EXECUTE on the function.  The executor checks EXECUTE when it prepares the
- * call, which is done once for each role and transaction.
+ * call, which is done once for each role and transaction, and again after a change of catalogs.
  */
 #include "postgres.h"
 
@@ -30,6 +30,7 @@
 #include "utils/datum.h"
 #include "utils/lsyscache.h"
 #include "utils/memutils.h"
+#include "utils/rls.h"
 #include "utils/syscache.h"
 #include "utils/varlena.h"
 
@@ -44,13 +45,34 @@
 #define vxid_lxid(proc) ((proc)->vxid.lxid)
 #endif
 
-/* The state with which a call is run: for one role, in one transaction. */
+#if PG_VERSION_NUM < 170000
+#define SearchPathMatcher OverrideSearchPath
+#define GetSearchPathMatcher GetOverrideSearchPath
+#define SearchPathMatchesCurrentEnvironment OverrideSearchPathMatchesCurrent
+#endif
+
+/*
+ * The state with which a call is run.  Before PostgreSQL 18, a function in SQL keeps in
+ * it the plans of its queries, which belong to one role, one transaction, one search_path
+ * and one row_security, and to the catalogs as they are.
+ */
 typedef struct CallState
 {
+	SearchPathMatcher *path;
+	bool		row_security;
 	ExprState  *expr;
 	ExprContext *econtext;
 	ParamListInfo params;
 } CallState;
+
+static uint64 changes = 0;		/* of catalogs that plans depend on */
+
+/* Lets each call make its state again, because a catalog has changed.  Does not throw. */
+void
+rl_limits_calls_outdate(void)
+{
+	changes++;
+}
 
 /* Returns true if the text in place of limits is a call.  Limits never have a parenthesis. */
 bool
@@ -350,18 +372,30 @@ make_state(const LimitsCall *call)
 	state->expr = ExecInitExpr((Expr *) function, NULL);
 	state->econtext = CreateStandaloneExprContext();
 	state->econtext->ecxt_param_list_info = state->params;
+	state->path = GetSearchPathMatcher(CurrentMemoryContext);
+	state->row_security = row_security;
 	return state;
 }
 
-/* Returns the state of the last run, or a new state if the transaction or the role has changed. */
+/* Returns true if the state of the last run is still valid. */
+static bool
+state_is_valid(const LimitsCall *call)
+{
+	return call->state != NULL && call->transaction == vxid_lxid(MyProc) && call->role == GetUserId() &&
+		call->changes == changes && call->state->row_security == row_security &&
+		SearchPathMatchesCurrentEnvironment(call->state->path);
+}
+
+/* Returns the state of the last run, or a new state. */
 static CallState *
 get_state(LimitsCall *call)
 {
 	MemoryContext old;
 
-	if (call->state != NULL && call->transaction == vxid_lxid(MyProc) && call->role == GetUserId())
+	if (state_is_valid(call))
 		return call->state;
 	call->state = NULL;
+	call->changes = changes;
 	MemoryContextReset(call->context);
 	old = MemoryContextSwitchTo(call->context);
 	call->state = make_state(call);

@@ -31,10 +31,12 @@ typedef struct LimitsCall
 	struct CallState *state;	/* for the next run, or NULL */
 	LocalTransactionId transaction; /* in which the state was made */
 	Oid			role;			/* whose EXECUTE was checked then */
+	uint64		changes;		/* of the catalogs, before it was made */
 } LimitsCall;
 
 struct TupleTableSlot;
 
+extern void rl_limits_calls_outdate(void);
 extern bool rl_limits_is_call(const char *text);
 extern LimitsCall *rl_limits_call_make(Relation rel, const Trigger *trigger, const char *text,
 									   RlError *error);

@@ -419,10 +419,19 @@ mark_stale(Datum arg pg_attribute_unused(), Oid relation)
 	HASH_SEQ_STATUS seq;
 	RuleEntry  *entry;
 
+	rl_limits_calls_outdate();
 	hash_seq_init(&seq, rules);
 	while ((entry = hash_seq_search(&seq)) != NULL)
 		if (relation == InvalidOid || entry->relation == relation)
 			entry->stale = true;
+}
+
+/* Lets functions plan their queries again; a syscache callback. */
+static void
+outdate_calls(Datum arg pg_attribute_unused(), SysCacheIdentifier cache pg_attribute_unused(),
+			  uint32 hash pg_attribute_unused())
+{
+	rl_limits_calls_outdate();
 }
 
 /* Marks the rules that call a function; a syscache callback. */
@@ -503,6 +512,12 @@ rl_rule_find(Relation rel, const Trigger *trigger)
 		CacheRegisterRelcacheCallback(mark_stale, (Datum) 0);
 		CacheRegisterSyscacheCallback(PROCOID, mark_calls_stale, (Datum) 0);
 		CacheRegisterSyscacheCallback(NAMESPACEOID, mark_calls_stale, (Datum) 0);
+		/* As core's cache of plans. */
+		CacheRegisterSyscacheCallback(TYPEOID, outdate_calls, (Datum) 0);
+		CacheRegisterSyscacheCallback(OPEROID, outdate_calls, (Datum) 0);
+		CacheRegisterSyscacheCallback(AMOPOPID, outdate_calls, (Datum) 0);
+		CacheRegisterSyscacheCallback(FOREIGNSERVEROID, outdate_calls, (Datum) 0);
+		CacheRegisterSyscacheCallback(FOREIGNDATAWRAPPEROID, outdate_calls, (Datum) 0);
 	}
 	entry = hash_search(rules, &trigger->tgoid, HASH_FIND, NULL);
 	if (entry != NULL && !entry->stale && entry->rule != NULL &&

@@ -87,6 +87,44 @@ foreach my $case (
 }
 $session->ask('DROP TABLE fields, by_call, sums, wrong');
 
+#
+# A function in SQL is planned again when something that its plan depends on has changed
+#
+
+$session->ask(q{
+	SET check_function_bodies = off;
+	CREATE TABLE customer_plans (c int, l rl_limits);
+	INSERT INTO customer_plans VALUES (1, '1000/1h');
+	CREATE VIEW customer_view AS SELECT 1 AS c, '1000/1h'::rl_limits AS l;
+	CREATE SCHEMA one;
+	CREATE SCHEMA two;
+	CREATE TABLE one.p AS SELECT '1000/1h'::rl_limits AS l;
+	CREATE TABLE two.p AS SELECT 'blocked'::rl_limits AS l;
+	CREATE FUNCTION by_table(c int) RETURNS rl_limits LANGUAGE sql STABLE AS 'SELECT l FROM customer_plans p WHERE p.c = $1';
+	CREATE FUNCTION by_view(c int) RETURNS rl_limits LANGUAGE sql STABLE AS 'SELECT l FROM customer_view p WHERE p.c = $1';
+	CREATE FUNCTION by_path(c int) RETURNS rl_limits LANGUAGE sql STABLE AS 'SELECT l FROM p';
+	CREATE TABLE stale (by text, c int);
+	CREATE TRIGGER t BEFORE INSERT ON stale FOR EACH ROW WHEN (NEW.by = 'table') EXECUTE FUNCTION rl_enforce('stale:{c}', 'public.by_table({c})');
+	CREATE TRIGGER v BEFORE INSERT ON stale FOR EACH ROW WHEN (NEW.by = 'view') EXECUTE FUNCTION rl_enforce('stale:{c}', 'public.by_view({c})');
+	CREATE TRIGGER p BEFORE INSERT ON stale FOR EACH ROW WHEN (NEW.by = 'path') EXECUTE FUNCTION rl_enforce('stale:{c}', 'public.by_path({c})')});
+is($session->error, '', 'stale plans: the tables are made');
+foreach my $case (
+	[ 'a view is replaced', 'view', q{CREATE OR REPLACE VIEW customer_view AS SELECT 1 AS c, 'blocked'::rl_limits AS l}, 'PT403' ],
+	[ 'a table is made again', 'table', q{DROP TABLE customer_plans; CREATE TABLE customer_plans AS SELECT 1 AS c, 'blocked'::rl_limits AS l}, 'PT403' ],
+	[ 'the type of a column is changed', 'table', q{ALTER TABLE customer_plans ALTER l TYPE int USING 1}, '42P13' ],
+	[ 'an index is added', 'table', q{ALTER TABLE customer_plans ADD UNIQUE (c)}, '00000' ],
+	[ 'search_path is changed', 'path', q{SET LOCAL search_path = two, public}, 'PT403' ])
+{
+	my ($what, $by, $change, $state) = @$case;
+
+	$session->ask("BEGIN; SET LOCAL search_path = one, public; INSERT INTO stale VALUES ('$by', 1)");
+	is($session->error, '', "stale plans: $what: a row before");
+	$session->ask("$change; INSERT INTO stale VALUES ('$by', 1)");
+	is($session->state, $state, "stale plans: $what: a row after");
+	$session->ask('ROLLBACK');
+}
+$session->ask('DROP TABLE stale');
+
 $session->quit;
 $node->stop;
 $redis->stop;
