@@ -206,13 +206,38 @@ rl_events_wait(WaitEventSet *set, int64 deadline, WaitEvent *events, int n)
 	}
 }
 
-/* Waits as rl_socket_wait does, without the latch. */
-static bool
-poll_socket(const RlConnection *conn, uint32 what, int64 deadline)
+/*
+ * Returns true if there is a descriptor for a set of events, beside that of a socket.
+ * Otherwise sets errno, and rl_events_create would raise an error.
+ */
+bool
+rl_events_have_room(int socket)
+{
+	int			spare;
+
+	if (!AcquireExternalFD())
+		return false;
+	ReleaseExternalFD();
+	spare = dup(socket);
+	return spare >= 0 && close(spare) == 0;
+}
+
+/* Returns what poll(2) must be told to wait for. */
+struct pollfd
+rl_poll_for(const RlConnection *conn, uint32 what)
 {
 	struct pollfd fd = {.fd = conn->ctx->fd};
 
 	fd.events = ((what & WL_SOCKET_READABLE) ? POLLIN : 0) | ((what & WL_SOCKET_WRITEABLE) ? POLLOUT : 0);
+	return fd;
+}
+
+/* Waits as rl_socket_wait does, without the latch. */
+static bool
+poll_socket(const RlConnection *conn, uint32 what, int64 deadline)
+{
+	struct pollfd fd = rl_poll_for(conn, what);
+
 	for (;;)
 	{
 		int64		left = Max(deadline - rl_monotonic_now(), 0);
@@ -400,7 +425,6 @@ static bool
 connect_to(RlConnection *conn, const RlAddress *address, const char *host, int64 deadline,
 		   RlError *error)
 {
-	int			spare;
 	int			socket_error = 0;
 	socklen_t	len = sizeof(socket_error);
 
@@ -409,11 +433,8 @@ connect_to(RlConnection *conn, const RlAddress *address, const char *host, int64
 	/* Programs that the server starts must not inherit it. */
 	(void) fcntl(conn->ctx->fd, F_SETFD, FD_CLOEXEC);
 
-	/* Without a descriptor, creating the WaitEventSet would raise an error. */
-	spare = dup(conn->ctx->fd);
-	if (spare < 0)
+	if (!rl_events_have_room(conn->ctx->fd))
 		return cannot_connect(conn, error, false, strerror(errno));
-	(void) close(spare);
 	conn->events = rl_events_create(1);
 	conn->socket_event = AddWaitEventToSet(conn->events, WL_SOCKET_WRITEABLE,
 										  conn->ctx->fd, NULL, NULL);

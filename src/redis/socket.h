@@ -5,6 +5,8 @@
 #ifndef SOCKET_H
 #define SOCKET_H
 
+#include <poll.h>
+
 #include "lib/stringinfo.h"
 #include "storage/latch.h"
 #if PG_VERSION_NUM >= 180000
@@ -34,6 +36,8 @@ typedef struct RlConnection
 } RlConnection;
 
 extern WaitEventSet *rl_events_create(int nsockets);
+extern bool rl_events_have_room(int socket);
+extern struct pollfd rl_poll_for(const RlConnection *conn, uint32 what);
 extern int	rl_events_wait(WaitEventSet *set, int64 deadline, WaitEvent *events, int n);
 extern void rl_pause(int64 deadline);
 

@@ -12,6 +12,8 @@
 
 #include <hiredis/hiredis.h>
 
+#include "miscadmin.h"
+
 #include "redis/stream.h"
 #include "shared/shared.h"
 
@@ -181,11 +183,31 @@ watch_streams(RlStream **streams, int n)
 	}
 }
 
+/* Waits for streams without a descriptor for their events, and so without the latch. */
+static void
+poll_streams(RlStream **streams, int n, int64 deadline)
+{
+	struct pollfd fds[RL_MAX_STREAMS];
+	int64		left = PG_INT64_MAX;
+	int			nready = 0;
+
+	for (int i = 0; i < n; i++)
+		fds[i] = rl_poll_for(streams[i]->conn, stream_wants(streams[i]));
+	while (nready <= 0 && left > 0)
+	{
+		CHECK_FOR_INTERRUPTS();
+		left = Max(deadline - rl_monotonic_now(), 0);
+		nready = poll(fds, n, Min((left + 999) / 1000, RL_PAUSE_MS));
+	}
+	for (int i = 0; nready > 0 && i < n; i++)
+		streams[i]->ready = fds[i].revents != 0;
+}
+
 /*
  * Waits until one of the streams is ready to go on, or the deadline has
  * passed; sets the flag of those that are.  Several streams are all without
- * no_throw.  May raise an error at an interrupt, and for several streams the
- * lack of a descriptor; a single one with no_throw raises nothing.
+ * no_throw.  May raise an error at an interrupt; a single one with no_throw raises
+ * nothing.
  */
 void
 rl_streams_wait(RlStream **streams, int n, int64 deadline)
@@ -197,6 +219,11 @@ rl_streams_wait(RlStream **streams, int n, int64 deadline)
 	{
 		streams[0]->ready = rl_socket_wait(streams[0]->conn, stream_wants(streams[0]), deadline,
 										   streams[0]->no_throw);
+		return;
+	}
+	if (joint_events == NULL && !rl_events_have_room(streams[0]->conn->ctx->fd))
+	{
+		poll_streams(streams, n, deadline);
 		return;
 	}
 	watch_streams(streams, n);

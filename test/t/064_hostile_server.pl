@@ -93,4 +93,34 @@ my $got = $session->attempt("SELECT count(*) FILTER (WHERE source = 'redis') FRO
 like("$got->{answer}$got->{message}", qr/^(?:$keys|unexpected reply from Redis: it answers no command)$/, 'a flood on a line without calls: the batch ends');
 cmp_ok(peak_memory() - $before, '<', 16384, 'a flood on a line without calls needs no memory');
 
+#
+# A batch over two nodes, in a backend without a descriptor for waiting for both
+#
+
+SKIP:
+{
+	my $second = LyingServer->new(sub { return ":0\r\n" }, tcp => 1);
+	my $first = LyingServer->new(do {
+		my $asked = 0;
+		sub {
+			return "-CROSSSLOT Keys in request don't hash to the same slot\r\n" if $_[2] > 1;
+			return $asked++ % 2 ? ":0\r\n" : '-MOVED 0 127.0.0.1:' . $second->port . "\r\n";
+		};
+	}, tcp => 1);
+	my $batch = q{SELECT count(*) FILTER (WHERE source = 'redis') FROM rl_check_many(ARRAY(SELECT 'k' || i FROM generate_series(1, 40) i), '9/1h')};
+	my $end = 0;
+
+	skip 'prlimit is not there', 2 unless has_program('prlimit');
+	# A wrong URL makes the backend close its connections.
+	$session->with({ redis_url => 'redis://' }, sub { $session->attempt($batch) });
+	$session->set(redis_url => $first->url);
+	# Two connections need four descriptors, and waiting for both one more.
+	for (my $room = 0; $room < 4 || -l '/proc/' . $session->pid . "/fd/$end"; $end++)
+	{
+		$room++ unless -l '/proc/' . $session->pid . "/fd/$end";
+	}
+	$got = $session->attempt_below($end, $batch);
+	is("$got->{state} $got->{answer} $got->{message}", '00000 40 ', 'a batch over two nodes without a descriptor');
+}
+
 done_testing();
