@@ -72,6 +72,7 @@ typedef struct RlError
 {
 	int			sqlstate;
 	bool		unreachable;	/* the server is, for all backends */
+	bool		replica;		/* the server is; another one may be the master */
 	bool		wrong_password; /* Redis wants another one, or none */
 	int64		retry_after;	/* us until the open breaker lets a call through, or 0 */
 	const char *hint;			/* NULL: none */

@@ -1,6 +1,6 @@
 /*
  * connection.c
- *		A connection to a Redis server: opening and setting up (AUTH, SELECT),
+ *		A connection to a Redis server: opening and setting up (AUTH, SELECT, HELLO),
  *		and whether it can carry the next call.
  */
 #include "postgres.h"
@@ -31,9 +31,10 @@ rl_connection_settle(RlConnection *conn, int64 deadline, RlError *error)
 }
 
 /*
- * Sends AUTH if there is a password and SELECT if it is not database 0; or else,
- * with TLS, PING, because TLS is not up before the server has sent something.  out
- * is for the commands.  Returns false with the error set.
+ * Sends AUTH if there is a password, SELECT if it is not database 0, and HELLO if the
+ * server must be no replica; or if it sends none of them, with TLS, PING, because TLS is
+ * not up before the server has sent something.  out is for the commands.  Returns false
+ * with the error set.
  */
 static bool
 set_up(RlConnection *conn, const RlAddress *address, const char *password, StringInfo out,
@@ -41,6 +42,7 @@ set_up(RlConnection *conn, const RlAddress *address, const char *password, Strin
 {
 	RlReply		reply;
 	int			n = 0;
+	bool		asks = false;
 
 	if (password[0] != '\0')
 	{
@@ -60,20 +62,31 @@ set_up(RlConnection *conn, const RlAddress *address, const char *password, Strin
 		rl_resp_arg(out, db, pg_ltoa(address->db, db));
 		n++;
 	}
-	if (n == 0)
+	/* Both change nothing, so they may be sent with AUTH. */
+	if (conn->needs_master || (n == 0 && conn->tls != NULL))
 	{
-		if (conn->tls == NULL)
-			return true;
+		asks = true;
 		rl_resp_start(out, 1);
-		rl_resp_arg(out, "PING", 4);
+		rl_resp_arg(out, conn->needs_master ? "HELLO" : "PING", conn->needs_master ? 5 : 4);
+		n++;
 	}
-	if (rl_stream_exchange(conn, out, Max(n, 1), deadline, &reply, error) != RL_DONE)
+	if (n == 0)
+		return true;
+	if (rl_stream_exchange(conn, out, n, deadline, &reply, error) != RL_DONE)
 		return false;
-	if (reply.kind == RL_REPLY_ERROR && !(n == 0 && strncmp(reply.text, "NOPERM", 6) == 0))
+	/*
+	 * A server that does not know the question, does not let the user ask, or cannot run
+	 * calls now, has answered.  After other errors it closes the connection.
+	 */
+	if (asks && conn->due == 0 && reply.kind == RL_REPLY_ERROR && strncmp(reply.text, "DENIED", 6) != 0 &&
+		(strncmp(reply.text, "ERR ", 4) != 0 || strncmp(reply.text, "ERR unknown command", 19) == 0))
+		return true;
+	if (reply.kind == RL_REPLY_ERROR)
 		return rl_error_reply(conn, true, reply.text, error);
-	/* A server that does not let the user PING has answered. */
-	return reply.kind == RL_REPLY_STATUS || reply.kind == RL_REPLY_ERROR ||
-		rl_protocol_violation(conn, error, "it is not a status");
+	/* A replica of a Cluster redirects calls to its master. */
+	if (asks && reply.kind == RL_REPLY_HELLO)
+		return !reply.replica || reply.cluster || rl_not_master(conn, error);
+	return reply.kind == RL_REPLY_STATUS || rl_protocol_violation(conn, error, "it is not a status");
 }
 
 /* rl_connection_open, whose buffers the caller wipes.  Inlined, gcc's -Wclobbered warns. */
@@ -100,7 +113,8 @@ open_and_set_up(RlConnection *conn, const RlAddress *address, const char *passwo
  * Connects a connection that is closed and sets it up, with the password of
  * ratelimit.redis_passfile if that is wanted.  Setting up is a round trip of its
  * own: a command sent with it would run even if the server did not accept the
- * password or the database, as another user or in another database.
+ * password or the database, as another user or in another database.  If needs_master of the
+ * connection is set before, a replica is an error, unless it is a Cluster's.
  *
  * *deadline is the set-up's.  If it is 0 it is set; otherwise it is moved by
  * the time that the socket takes to be up.  No wait goes past until.  Returns

@@ -33,6 +33,8 @@ got_value(const redisReadTask *task, bool valid, int64 value)
 	RlReply    *reply = task->privdata;
 	bool		top = task->parent == NULL;
 
+	if (reply->kind == RL_REPLY_HELLO)
+		return reply;
 	if (!valid || (!top && task->parent->parent != NULL) || reply->nvalues == RL_MAX_VALUES)
 		reply->kind = RL_REPLY_OTHER;
 	else
@@ -56,6 +58,34 @@ read_int64(const char *str, size_t len, int64 *value)
 	return errno == 0 && end == copy + len;
 }
 
+/*
+ * Takes a string of the reply to HELLO: names and values, of which role and mode count.
+ * Returns false if this is another reply.
+ */
+static bool
+got_hello(const redisReadTask *task, const char *str, size_t len)
+{
+	RlReply    *reply = task->privdata;
+
+	if (task->parent == NULL)
+		return false;
+	/* A host has that name in an array of two. */
+	if (task->parent->parent == NULL && task->idx == 0 && task->parent->elements > 2 &&
+		len == 6 && memcmp(str, "server", 6) == 0)
+	{
+		reply->kind = RL_REPLY_HELLO;
+		reply->replica = reply->cluster = false;
+	}
+	if (reply->kind != RL_REPLY_HELLO)
+		return false;
+	if (task->parent->parent == NULL && task->idx % 2 == 1 && len == 7)
+	{
+		reply->replica |= memcmp(str, "replica", 7) == 0;
+		reply->cluster |= memcmp(str, "cluster", 7) == 0;
+	}
+	return true;
+}
+
 static void *
 got_string(const redisReadTask *task, char *str, size_t len)
 {
@@ -63,6 +93,8 @@ got_string(const redisReadTask *task, char *str, size_t len)
 	static char text[RL_MAX_TEXT];
 	RlReply    *reply = task->privdata;
 
+	if (task->type == REDIS_REPLY_STRING && got_hello(task, str, len))
+		return reply;
 	if (task->type == REDIS_REPLY_STRING)
 	{
 		int64		value = 0;
@@ -108,6 +140,8 @@ got_array(const redisReadTask *task, ElementCount n)
 {
 	RlReply    *reply = task->privdata;
 
+	if (reply->kind == RL_REPLY_HELLO)
+		return reply;
 	/* Maps and sets come here too. */
 	if (task->parent != NULL || task->type != REDIS_REPLY_ARRAY || n > RL_MAX_VALUES)
 		reply->kind = RL_REPLY_OTHER;

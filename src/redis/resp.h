@@ -21,6 +21,7 @@ typedef enum RlReplyKind
 	RL_REPLY_NIL,
 	RL_REPLY_ADDRESS,			/* an array of a host and a port */
 	RL_REPLY_TEXT,				/* a string that is no number */
+	RL_REPLY_HELLO,				/* what HELLO tells of the server */
 	RL_REPLY_OTHER				/* no answer to any command of this extension */
 } RlReplyKind;
 
@@ -29,6 +30,8 @@ typedef struct RlReply
 {
 	RlReplyKind kind;
 	bool		is_array;
+	bool		replica;		/* of RL_REPLY_HELLO: its role */
+	bool		cluster;		/* and its mode */
 	int			nvalues;
 	int64		values[RL_MAX_VALUES];
 	char		text[320];		/* the line of an error or a status, in ASCII; a host */

@@ -6,9 +6,11 @@
  * calls go there until a reply says that another server has the key's slot.  Then
  * this is a cluster, and the owner of each slot is remembered.  A call that no
  * server can have run, because it was not sent or was redirected, may look for
- * another server; a call that was sent and not answered never does.  A server
- * whose error reply says that it cannot run calls (resp.c) is left for the next
- * seed, and its name is looked up again before the next call to it.
+ * another server; a call that was sent and not answered never does.  A new connection
+ * to a server of a list, or to the master that a Sentinel names, is used only if the
+ * server is no replica, because a replica may be stale.  A server whose error reply says
+ * that it cannot run calls (resp.c) is left for the next seed, and its name is looked up
+ * again before the next call to it.
  *
  * If the URL names Sentinels, the current node is the master that they name.
  * They are asked again whenever the connection to it is gone, or it is no master.
@@ -225,12 +227,15 @@ rl_route_try(RlRoute *route, bool *others, RlError *error)
 		left = route->deadline == 0 ? PG_INT64_MAX : route->deadline - start;
 		rl_connection_close(&node->conn);
 		rl_nodes_make_room(route->number);
+		/* Where only one server can be meant, it is asked whatever it is. */
+		node->conn.needs_master = rl_target.deployment == RL_SENTINELS ||
+			(rl_target.n > 1 && !rl_slots_known());
 		connected = rl_connection_open(&node->conn, &node->address, true, &route->deadline,
 									   PG_INT64_MAX, error);
 		route->spent += rl_monotonic_now() - start;
 		if (connected)
 			return true;
-		*others = error->unreachable;
+		*others = error->unreachable || error->replica;
 		rl_server_failed(node->breaker, left, error);
 	}
 	lose_node(route, error);

@@ -82,6 +82,15 @@ rl_protocol_violation(const RlConnection *conn, RlError *error, const char *why)
 	return set_error(conn, error, false, "unexpected reply from Redis", why);
 }
 
+/* The server is a replica, and a call needs the master. */
+bool
+rl_not_master(const RlConnection *conn, RlError *error)
+{
+	set_error(conn, error, false, "could not connect to Redis", "the server is a replica");
+	error->replica = true;
+	return false;
+}
+
 /*
  * Copies the part of an error reply that may be shown.  A server can repeat a
  * command's arguments: while the connection is set up the password, later keys.  So of

@@ -26,6 +26,7 @@ typedef struct RlConnection
 	struct ssl_st *tls;			/* NULL: no TLS */
 	bool		fd_acquired;
 	bool		heard;			/* something has come from the server */
+	bool		needs_master;	/* opening fails if the server is a replica */
 	uint32		send_wants;		/* the event that sending more must wait for */
 	uint32		receive_wants;	/* the event that receiving more must wait for */
 	char		server[RL_MAX_SERVER];	/* for error details */
@@ -52,6 +53,7 @@ extern bool rl_socket_receive(RlConnection *conn, RlError *error);
 
 extern bool rl_connection_lost(const RlConnection *conn, RlError *error, const char *why);
 extern bool rl_protocol_violation(const RlConnection *conn, RlError *error, const char *why);
+extern bool rl_not_master(const RlConnection *conn, RlError *error);
 extern bool rl_error_reply(const RlConnection *conn, bool set_up, const char *line, RlError *error);
 
 #endif							/* SOCKET_H */

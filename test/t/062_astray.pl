@@ -158,7 +158,7 @@ foreach my $error ($masterdown, $noreplicas, 'CLUSTERDOWN The cluster is down',
 	my $only = liar(sub { return address($bad) });
 	$session->set(redis_url => sentinels($only));
 	is($session->attempt($take)->{state}, 'PT504', "$code: the call fails when the Sentinel names no other server");
-	is($bad->requests, $before + 1, "$code: the server is asked once");
+	is($bad->requests, $before + 2, "$code: the server is asked for its role, and once for the call");
 	$session->set(redis_url => undef);
 }
 
@@ -170,7 +170,7 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 
 	$session->set(redis_url => servers($bad, $single));
 	like($session->attempt($take)->{state}, qr/^PT504$/, "$error: the call fails") foreach 1, 2;
-	is($bad->requests, 2, "$error: the server stays in use");
+	is($bad->requests, 3, "$error: the server stays in use, and is asked for its role once");
 	$session->set(redis_url => undef);
 }
 

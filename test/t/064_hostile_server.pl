@@ -123,4 +123,51 @@ SKIP:
 	is("$got->{state} $got->{answer} $got->{message}", '00000 40 ', 'a batch over two nodes without a descriptor');
 }
 
+#
+# A replica that has lost its master
+#
+
+my $master = RedisServer->new->start;
+my $replica = RedisServer->new->start;
+my $limit = "'fixed_window 2/1d'";
+
+$session->set(redis_url => $master->url(tcp => 1));
+$session->ask("SELECT rl_ban('banned', 3600); SELECT rl_check('full', $limit, 2)");
+$replica->cli('REPLICAOF', '127.0.0.1', $master->port);
+await('the replica to have the keys', sub { return $replica->cli('DBSIZE') == 2 });
+$replica->cli('REPLICAOF', '127.0.0.1', 1);
+$session->ask("SELECT rl_unban('banned'); SELECT rl_reset('full'); SELECT rl_check('new', $limit, 2)");
+
+my $list = $replica->url(tcp => 1) . ',127.0.0.1:' . $master->port;
+foreach my $how ([ 'a list', $list ], [ 'a list with a user', $list, 'limiter' ])
+{
+	my ($what, $url, $user) = @$how;
+
+	if ($user)
+	{
+		$_->cli('ACL', 'SETUSER', $user, 'on', '>s3cr3t', '~*', '+eval', '+evalsha', '+time', '+hmget', '+hset', '+pexpireat', '+pexpiretime', '+hdel')
+		  foreach $master, $replica;
+		$url =~ s{//}{//$user\@};
+		$session->set(redis_passfile => password_file('s3cr3t'));
+	}
+	$session->set(redis_url => $url);
+	$session->answers("SELECT allowed, source FROM rl_check('banned', '5/10s', 0)", 't|redis', "$what: no ban that has ended");
+	$session->answers("SELECT remaining FROM rl_check('full', $limit, 0)", 2, "$what: no earlier state");
+	$session->answers("SELECT allowed FROM rl_check('new', 'fixed_window 1/1d', 0)", 'f', "$what: quota 0 is refused as the master says");
+	$session->answers('SELECT redis FROM rl_status()', '"127.0.0.1:' . $master->port . '"', "$what: the master is asked");
+}
+$session->set(redis_passfile => undef, redis_url => $replica->url(tcp => 1) . ',127.0.0.1:' . $replica->port);
+$session->fails($take, 'a list of replicas', 'PT504', qr/^could not connect to Redis: the server is a replica$/);
+$session->set(redis_url => $replica->url(tcp => 1));
+$session->answers("SELECT remaining FROM rl_check('full', $limit, 0)", 0, 'a URL with one server: it is asked, whatever it is');
+
+# A server that does not know HELLO, and one that does not permit it, are asked.
+foreach my $error ("ERR unknown command 'HELLO', with args beginning with: ", "NOPERM User default has no permissions to run the 'hello' command")
+{
+	my $liar = LyingServer->new(sub { return $_[0] eq 'HELLO' ? "-$error\r\n" : ":0\r\n" }, tcp => 1);
+
+	$session->set(redis_url => $liar->url . ',127.0.0.1:1');
+	is($session->attempt($take)->{state}, '00000', "after $error: the server is asked");
+}
+
 done_testing();
