@@ -340,7 +340,7 @@ COMMENT ON COLUMN rl_triggers.enabled IS 'whether it fires in an ordinary sessio
 COMMENT ON COLUMN rl_triggers.key IS 'the template of the key, or of each key, separated by ''; ''; {column} stands for that column of the row';
 COMMENT ON COLUMN rl_triggers.limits IS 'the limits of each key, as canonical text if they are valid, or the call of the function that returns them';
 COMMENT ON COLUMN rl_triggers.quota IS 'how much a row costs, in units of quota: a number, or {column}';
-COMMENT ON COLUMN rl_triggers.on_deny IS 'error: a refused row raises PT429, or PT403 under blocked; skip: it is left out; PT413 and PT504 are raised with both';
+COMMENT ON COLUMN rl_triggers.on_deny IS 'error: a refused row raises PT429, or PT403 under blocked; skip: it is left out, unless an UPDATE moves it to another partition, or a foreign key or a subscription writes it; PT413 and PT504 are raised with both';
 COMMENT ON COLUMN rl_triggers.problem IS 'NULL, or the error that each write to the table raises, or that the table is locked';
 COMMENT ON COLUMN rl_triggers.warning IS 'NULL, or how users can get around row security with this trigger, and which kind of trigger prevents that';
 

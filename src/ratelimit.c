@@ -17,6 +17,7 @@
 #include "ratelimit.h"
 #include "shared/refusal_log.h"
 #include "shared/shared.h"
+#include "skip.h"
 
 /* From PostgreSQL 18 on, pg_get_loaded_modules() shows the version. */
 #ifdef PG_MODULE_MAGIC_EXT
@@ -362,6 +363,7 @@ _PG_init(void)
 	define_other_settings();
 	MarkGUCPrefixReserved("ratelimit");
 	rl_refusal_log_init();
+	rl_skip_init();
 
 	if (process_shared_preload_libraries_in_progress)
 		rl_shared_request();

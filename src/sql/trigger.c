@@ -24,6 +24,7 @@
 #include "sql/arguments.h"
 #include "sql/trigger_rule.h"
 #include "sql/trigger_statement.h"
+#include "skip.h"
 
 /* Sets the key and the limits of a row by a pair of the rule.  Limits of a function are written to room. */
 static void
@@ -54,7 +55,7 @@ decide_row(const RlAction *actions, int n, RlAnswer *answers)
 
 /*
  * Takes the quota of a row.  Returns the row, or NULL to leave it out.  Raises an
- * error if the action is refused and on_deny is not "skip".
+ * error if the action is refused and on_deny is not "skip", or the row must not be left out.
  */
 static Datum
 enforce_row(TriggerData *data, Rule *rule)
@@ -78,10 +79,16 @@ enforce_row(TriggerData *data, Rule *rule)
 	refused = decide_row(actions, rule->npairs, answers);
 	if (refused >= 0)
 	{
+		const char *forbidden = NULL;
+
 		/* A row that is skipped for a failure or for its size would be lost unnoticed. */
 		if (rule->skip && rl_can_skip(&answers[refused].decision))
-			return PointerGetDatum(NULL);
-		rl_raise_refused_all(actions, rule->npairs, answers, NULL);
+		{
+			forbidden = rl_skip_forbidden(data);
+			if (forbidden == NULL)
+				return PointerGetDatum(NULL);
+		}
+		rl_raise_refused_all(actions, rule->npairs, answers, forbidden);
 	}
 	return PointerGetDatum(updated ? data->tg_newtuple : data->tg_trigtuple);
 }

@@ -9,7 +9,7 @@ use RedisServer;
 use Test::More;
 
 my $redis = RedisServer->new->start;
-my $node = new_node($redis);
+my $node = shared_node($redis, 'wal_level = logical', 'max_wal_senders = 4', 'wal_retrieve_retry_interval = 100ms');
 my $admin = session($node);
 
 $node->safe_psql('postgres', q{
@@ -49,5 +49,138 @@ hides('TRIGGER t BEFORE UPDATE ON history FOR EACH ROW', 'UPDATE accounts SET id
 $admin->ask(q{CREATE TRIGGER t BEFORE UPDATE ON history FOR EACH ROW EXECUTE FUNCTION rl_enforce('seen:{iban}', '1/1d')});
 $admin->fails('UPDATE history SET account = 1', 'an update without a foreign key', 'PT429', qr/exceeded$/, qr/^Key "seen:DE89" has 0 of 1 left/);
 $admin->ask('DROP TABLE history, accounts');
+
+#
+# on_deny=skip where leaving out the row would lose data
+#
+
+$admin->ask(q{
+	CREATE TABLE items (id int, region text, note text) PARTITION BY LIST (region);
+	CREATE TABLE items_eu PARTITION OF items FOR VALUES IN ('eu');
+	CREATE TABLE items_us (note text, region text, id int);
+	ALTER TABLE items ATTACH PARTITION items_us FOR VALUES IN ('us');
+	CREATE TRIGGER pace BEFORE INSERT ON items FOR EACH ROW EXECUTE FUNCTION rl_enforce('item:{region}', '3/1d', 'on_deny=skip');
+	INSERT INTO items SELECT n, region FROM generate_series(1, 4) n, unnest('{eu,us}'::text[]) region;
+	CREATE FUNCTION run(command text) RETURNS void LANGUAGE plpgsql AS 'BEGIN EXECUTE command; END';
+	CREATE FUNCTION run_sql() RETURNS void LANGUAGE sql AS $$UPDATE items SET region = 'us' WHERE region = 'eu'$$});
+is($admin->error, '', 'items');
+my $rows = q{SELECT string_agg(id || region, ' ' ORDER BY id, region) FROM items};
+my $all = '1eu 1us 2eu 2us 3eu 3us';
+is($admin->ask($rows), $all, 'an INSERT leaves out rows of partitions');
+
+my $update = q{UPDATE items SET region = 'us' WHERE region = 'eu'};
+foreach my $move ($update, "WITH moved AS ($update RETURNING id) SELECT * FROM moved", "PREPARE p AS $update; EXECUTE p", "EXPLAIN (ANALYZE) $update",
+	"SELECT run(\$\$$update\$\$)", 'SELECT run_sql()', "INSERT INTO items VALUES (1, 'eu') ON CONFLICT DO NOTHING; $update",
+	q{MERGE INTO items i USING (VALUES (1)) s (id) ON i.id = s.id AND region = 'eu' WHEN MATCHED THEN UPDATE SET region = 'us'})
+{
+	$admin->ask($move);
+	is($admin->state, 'PT429', "a move to another partition raises: $move");
+	like($admin->error, qr/Key "item:us" has 0 of 3 left; the action takes 1\. A row that may be moved from another partition is not left out\.\n/, 'with the reason');
+	is($admin->ask($rows), $all, 'and no row is lost');
+}
+foreach my $insert (q{INSERT INTO items VALUES (5, 'us')}, q{INSERT INTO items_us (id, region) VALUES (5, 'us')}, q{SELECT run('INSERT INTO items VALUES (5, $$us$$)')},
+	q{COPY items FROM PROGRAM 'printf "5\tus\t\n"'}, q{SELECT run($$COPY items FROM PROGRAM 'printf "5\tus\t\n"'$$)},
+	q{WITH a AS (INSERT INTO items VALUES (5, 'us') RETURNING id) SELECT * FROM a},
+	q{MERGE INTO items i USING (VALUES (5)) s (id) ON i.id = s.id WHEN NOT MATCHED THEN INSERT VALUES (s.id, 'us')})
+{
+	$admin->ask($insert);
+	is($admin->error, '', "a refused row is left out: $insert");
+	is($admin->ask($rows), $all, 'and only this row');
+}
+
+# A statement in a trigger of the statement that moves the row.
+$admin->ask(q{
+	CREATE FUNCTION also() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN INSERT INTO items VALUES (6, 'us'); RETURN NEW; END$$;
+	CREATE TRIGGER also BEFORE UPDATE ON items_eu FOR EACH ROW EXECUTE FUNCTION also();
+	UPDATE items SET note = 'changed' WHERE region = 'eu'});
+is($admin->error, '', 'a refused row of another statement is left out');
+is($admin->ask($rows), $all, 'a refused row of another statement: only this one');
+$admin->ask('DROP TABLE items; DROP FUNCTION also, run_sql');
+
+# Foreign keys.
+$admin->ask(q{
+	CREATE TABLE parents (id int PRIMARY KEY);
+	CREATE TABLE children (parent int REFERENCES parents ON DELETE CASCADE ON UPDATE SET NULL, owner text);
+	INSERT INTO parents VALUES (1), (2);
+	INSERT INTO children VALUES (1, 'ann'), (2, 'ann');
+	CREATE TRIGGER pace BEFORE DELETE OR UPDATE ON children FOR EACH ROW EXECUTE FUNCTION rl_enforce('child:{owner}', '1/1d', 'on_deny=skip')});
+foreach my $statement ('DELETE FROM parents', 'UPDATE parents SET id = id + 10')
+{
+	$admin->ask($statement);
+	is($admin->state, 'PT429', "$statement raises");
+	like($admin->error, qr/A row is not left out by a foreign key's query\.\n/, 'with the reason');
+	is($admin->ask('SELECT (SELECT sum(id) FROM parents), (SELECT sum(parent) FROM children)'), '3|3', 'and no row is lost');
+}
+is($admin->ask('DELETE FROM children RETURNING parent'), '', 'a DELETE of the client leaves out refused rows');
+is($admin->error, '', 'without an error');
+$admin->ask(q{
+	DROP TABLE children, parents;
+	CREATE TABLE parents (id int PRIMARY KEY);
+	CREATE TABLE children (parent int REFERENCES parents ON UPDATE CASCADE) PARTITION BY RANGE (parent);
+	CREATE TABLE children_1 PARTITION OF children FOR VALUES FROM (1) TO (10);
+	CREATE TABLE children_10 PARTITION OF children FOR VALUES FROM (10) TO (20);
+	INSERT INTO parents VALUES (1), (2), (11);
+	INSERT INTO children VALUES (1), (2);
+	CREATE TRIGGER pace BEFORE INSERT ON children FOR EACH ROW EXECUTE FUNCTION rl_enforce('moved', '1/1d', 'on_deny=skip');
+	UPDATE parents SET id = 12 WHERE id = 1;
+	UPDATE parents SET id = 13 WHERE id = 2});
+is($admin->state, 'PT429', 'ON UPDATE CASCADE to another partition raises');
+is($admin->ask('SELECT string_agg(parent::text, $$ $$ ORDER BY parent) FROM children'), '2 12', 'and no row is lost');
+$admin->ask(q{SELECT run('INSERT INTO children VALUES (11)')});
+is($admin->error, '', 'an INSERT after a failed move leaves out the row');
+
+# A subscription, which charges the row again that the publisher has charged.
+my $events = q{
+	CREATE TABLE events (id int PRIMARY KEY, source text);
+	CREATE TRIGGER pace BEFORE INSERT ON events FOR EACH ROW EXECUTE FUNCTION rl_enforce('event:{source}', '3/1d', 'on_deny=skip')};
+
+$admin->ask($events);
+$admin->ask('CREATE DATABASE copy');
+$admin->ask(q{CREATE PUBLICATION events FOR TABLE events});
+$admin->ask(q{SELECT pg_create_logical_replication_slot('events', 'pgoutput')});
+my $copy = session($node, 'copy');
+$copy->ask("CREATE EXTENSION ratelimit; $events; ALTER TABLE events ENABLE ALWAYS TRIGGER pace");
+$copy->ask('CREATE SUBSCRIPTION events CONNECTION $$' . $node->connstr('postgres') . '$$ PUBLICATION events
+	WITH (create_slot = false, slot_name = events, copy_data = false)');
+is($copy->error, '', 'the subscription');
+new_log($node);
+$admin->ask(q{INSERT INTO events VALUES (1, 'meter')});
+await('the first row', sub { $copy->ask('SELECT count(*) FROM events') eq '1' });
+is($admin->left('3/1d', 'event:meter'), 1, 'an ENABLE ALWAYS trigger charges a row again');
+$admin->ask(q{INSERT INTO events VALUES (2, 'meter')});
+my $log = '';
+await('the refusal', sub { ($log .= new_log($node)) =~ /A row of a subscription is not left out\./ });
+is($copy->ask('SELECT count(*) FROM events'), 1, 'the subscription waits');
+$copy->ask('ALTER TABLE events DISABLE TRIGGER pace');
+await('the second row', sub { $copy->ask('SELECT count(*) FROM events') eq '2' });
+pass('and no row is lost');
+$copy->ask('DROP SUBSCRIPTION events');
+is($copy->state, '00000', 'the subscription has ended');
+$copy->quit;
+
+# The first statement of a session loads the library, unless it is preloaded.  If the
+# library cannot know that the statement moves no row, the trigger raises an error.
+sub first
+{
+	my ($statement, $state, $name) = @_;
+	my $session = session($node);
+
+	$session->ask($statement);
+	is($session->state, $state, "the library is not preloaded: $name");
+	$session->ask(q{SELECT run('INSERT INTO children VALUES (11)')});
+	is($session->state, '00000', "the library is not preloaded: $name, then a function");
+	is($session->ask('SELECT string_agg(parent::text, $$ $$ ORDER BY parent) FROM children'), '2 12', 'and no row is lost');
+	$session->quit;
+	return;
+}
+
+$admin->quit;
+restart_unshared($node);
+first('INSERT INTO children VALUES (11)', '00000', 'INSERT');
+first(q{COPY children FROM PROGRAM 'echo 11'}, '00000', 'COPY');
+first('UPDATE children SET parent = 11', 'PT429', 'UPDATE');
+first('EXPLAIN (ANALYZE) UPDATE children SET parent = 11', 'PT429', 'EXPLAIN');
+first(q{SELECT run('UPDATE children SET parent = 11')}, 'PT429', 'UPDATE in a function');
+first(q{SELECT run('INSERT INTO children VALUES (11)')}, 'PT429', 'INSERT in a function');
 
 done_testing();
