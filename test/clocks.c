@@ -3,9 +3,10 @@
  *		Preloaded into a server, gives it another clock and other time zone data.
  *
  * RATELIMIT_CLOCK names a file.  It has a number of microseconds that are added to the
- * clock, or after "=" the time at which the clock stands.  RATELIMIT_ZONES names a file
- * with "zone=file": that file is opened in place of the data of the zone.  Both are read at
- * each use.
+ * clock, or after "=" the time at which the clock stands.  RATELIMIT_SUSPENDED names a file
+ * with microseconds that are added to CLOCK_BOOTTIME.  RATELIMIT_ZONES names a file with
+ * "zone=file": that file is opened in place of the data of the zone.  All are read at each
+ * use.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -14,6 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/time.h>
+#include <time.h>
 #include <unistd.h>
 
 typedef int (*Open) (const char *, int,...);
@@ -51,6 +53,22 @@ gettimeofday(struct timeval *restrict now, void *restrict zone)
 	us = text[0] == '=' ? atoll(text + 1) : now->tv_sec * 1000000LL + now->tv_usec + atoll(text);
 	now->tv_sec = us / 1000000;
 	now->tv_usec = us % 1000000;
+	return 0;
+}
+
+int
+clock_gettime(clockid_t clock, struct timespec *now)
+{
+	char		text[64];
+	long long	us;
+
+	if (((int (*) (clockid_t, struct timespec *)) dlsym(RTLD_NEXT, "clock_gettime")) (clock, now) != 0)
+		return -1;
+	if (clock != CLOCK_BOOTTIME || !read_setting("RATELIMIT_SUSPENDED", text, sizeof(text)))
+		return 0;
+	us = now->tv_sec * 1000000LL + now->tv_nsec / 1000 + atoll(text);
+	now->tv_sec = us / 1000000;
+	now->tv_nsec = us % 1000000 * 1000;
 	return 0;
 }
 

@@ -27,8 +27,6 @@
  */
 #include "postgres.h"
 
-#include <time.h>
-
 #include "port/atomics.h"
 
 #include "algorithm/limits.h"
@@ -42,13 +40,6 @@
 #define MIN_ACTIONS			16
 
 #define MAX_WANT			1e9
-
-/* Runs while the system is suspended, if there is such a clock. */
-#ifdef CLOCK_BOOTTIME
-#define LEASE_CLOCK			CLOCK_BOOTTIME
-#else
-#define LEASE_CLOCK			CLOCK_MONOTONIC
-#endif
 
 typedef struct Table
 {
@@ -85,12 +76,7 @@ clock_is_debug(void)
 int64
 rl_lease_now(void)
 {
-	struct timespec t;
-
-	if (clock_is_debug())
-		return strtoll(rl_debug_clock, NULL, 10);
-	clock_gettime(LEASE_CLOCK, &t);
-	return (int64) t.tv_sec * 1000000 + t.tv_nsec / 1000;
+	return clock_is_debug() ? strtoll(rl_debug_clock, NULL, 10) : rl_boottime_now();
 }
 
 /* Returns true if there can be leases: with shared memory, and not on Redis's test clock alone. */

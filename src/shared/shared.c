@@ -15,6 +15,7 @@
 #include <time.h>
 
 #include "miscadmin.h"
+#include "port/atomics.h"
 #include "storage/dsm.h"
 #if PG_VERSION_NUM >= 170000
 #include "storage/dsm_registry.h"
@@ -44,18 +45,20 @@
  * meaning of a member, or the size of an area changes: while a package is upgraded, old
  * and new libraries run in one server.  Each must find only memory of its own layout.
  */
-#define LAYOUT				4
+#define LAYOUT				5
 #define NAME				"ratelimit " CppAsString2(LAYOUT)
 #define TRANCHE				"ratelimit"
 
 /* Between two attempts to create the memory. */
 #define RETRY_INTERVAL		(60 * RL_SECOND)
 
-/* Written once, when the memory is created; then read without a lock. */
+/* Between two looks of a backend at the wall clock. */
+#define CLOCK_CHECK			(RL_SECOND / 100)
+
+/* Written once, when the memory is created, but for wall_ahead; then read without a lock. */
 typedef struct Header
 {
-	int64		wall_at_start;	/* microseconds since 1970 */
-	int64		monotonic_at_start;
+	pg_atomic_uint64 wall_ahead;	/* the local store's time less rl_boottime_now; grows only */
 	RlHash		secret;			/* random */
 	int			tranche;		/* of the locks */
 	int			max_keys;		/* ratelimit.local_max_keys at this time */
@@ -81,14 +84,43 @@ static Header *header = NULL;
 static shmem_request_hook_type prev_shmem_request_hook = NULL;
 static shmem_startup_hook_type prev_shmem_startup_hook = NULL;
 
+static int64
+read_clock(clockid_t clock)
+{
+	struct timespec t;
+
+	clock_gettime(clock, &t);
+	return (int64) t.tv_sec * 1000000 + t.tv_nsec / 1000;
+}
+
 /* Returns microseconds on a clock that is never set. */
 int64
 rl_monotonic_now(void)
 {
-	struct timespec t;
+	return read_clock(CLOCK_MONOTONIC);
+}
 
-	clock_gettime(CLOCK_MONOTONIC, &t);
-	return (int64) t.tv_sec * 1000000 + t.tv_nsec / 1000;
+/* Does the same on one that runs while the system is suspended, if there is such a clock. */
+int64
+rl_boottime_now(void)
+{
+#ifdef CLOCK_BOOTTIME
+	return read_clock(CLOCK_BOOTTIME);
+#else
+	return read_clock(CLOCK_MONOTONIC);
+#endif
+}
+
+/*
+ * Returns the wall clock less rl_boottime_now.  The wall clock is read first, so that a
+ * pause between the two makes the result smaller and never larger.
+ */
+static int64
+wall_ahead(void)
+{
+	int64		wall = GetCurrentTimestamp() + RL_UNIX_EPOCH;
+
+	return wall - rl_boottime_now();
 }
 
 /*
@@ -150,8 +182,7 @@ areas_size(int max_keys, int *nlocks)
 static void
 init_header(Header *new)
 {
-	new->wall_at_start = GetCurrentTimestamp() + RL_UNIX_EPOCH;
-	new->monotonic_at_start = rl_monotonic_now();
+	pg_atomic_init_u64(&new->wall_ahead, wall_ahead());
 	if (!pg_strong_random(&new->secret, sizeof(new->secret)))
 		elog(ERROR, "could not generate a random key");
 	new->tranche = LWLockNewTrancheId(TRANCHE);
@@ -389,16 +420,33 @@ rl_require_shared(const char *what)
 }
 
 /*
- * Returns the time of the local store, in microseconds since 1970: the wall
- * clock at server start, advanced by the monotonic clock, or
+ * Returns the time of the local store, in microseconds since 1970, or
  * ratelimit.debug_now if it is set.  Needs shared memory.
+ *
+ * This time never goes back.  It is that of a clock that is never set, and follows the
+ * wall clock within CLOCK_CHECK when that is set forward: all backends are as far ahead.
  */
 int64
 rl_local_now(void)
 {
+	static int64 next_check = 0;
+	int64		now;
+	int64		ahead;
+	uint64		known;
+
 	if (rl_debug_now[0] != '\0')
 		return strtoll(rl_debug_now, NULL, 10);
-	return header->wall_at_start + (rl_monotonic_now() - header->monotonic_at_start);
+	now = rl_boottime_now();
+	if (now >= next_check)
+	{
+		next_check = now + CLOCK_CHECK;
+		ahead = wall_ahead();
+		known = pg_atomic_read_u64(&header->wall_ahead);
+		while (ahead > (int64) known &&
+			   !pg_atomic_compare_exchange_u64(&header->wall_ahead, &known, ahead))
+			;
+	}
+	return now + (int64) pg_atomic_read_u64(&header->wall_ahead);
 }
 
 /*

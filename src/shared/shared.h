@@ -36,6 +36,7 @@ typedef struct RlSharedPart
 } RlSharedPart;
 
 extern int64 rl_monotonic_now(void);
+extern int64 rl_boottime_now(void);
 extern void rl_sleep_until(int64 until, uint32 wait_event);
 
 extern void rl_shared_request(void);
