@@ -9,13 +9,11 @@
 #include "access/htup_details.h"
 #include "access/relation.h"
 #include "access/table.h"
-#include "catalog/partition.h"
-#include "catalog/pg_class.h"
 #include "catalog/pg_trigger.h"
 #include "commands/trigger.h"
 #include "storage/lmgr.h"
 #include "utils/fmgroids.h"
-#include "utils/syscache.h"
+#include "utils/fmgrprotos.h"
 
 #include "algorithm/limits.h"
 #include "decide.h"
@@ -24,6 +22,7 @@
 #include "sql/arguments.h"
 #include "sql/trigger_rule.h"
 #include "sql/trigger_statement.h"
+#include "sql/trigger_warnings.h"
 #include "skip.h"
 
 /* Sets the key and the limits of a row by a pair of the rule.  Limits of a function are written to room. */
@@ -179,50 +178,6 @@ trigger_relation(Oid trigger)
 	return relation;
 }
 
-/*
- * Returns true if row security applies to the table, or to a partitioned table
- * above it: a row that is inserted there is routed to this table, and then
- * checked by the policies of the other.
- */
-static bool
-has_row_security(Relation rel)
-{
-	ListCell   *cell;
-
-	if (rel->rd_rel->relrowsecurity)
-		return true;
-	if (!rel->rd_rel->relispartition)
-		return false;
-	foreach(cell, get_partition_ancestors(RelationGetRelid(rel)))
-	{
-		HeapTuple	tuple = SearchSysCache1(RELOID, ObjectIdGetDatum(lfirst_oid(cell)));
-		bool		secured;
-
-		if (!HeapTupleIsValid(tuple))
-			continue;
-		secured = ((Form_pg_class) GETSTRUCT(tuple))->relrowsecurity;
-		ReleaseSysCache(tuple);
-		if (secured)
-			return true;
-	}
-	return false;
-}
-
-/*
- * Returns a warning about the trigger, or NULL.  The executor checks WITH
- * CHECK after BEFORE ROW triggers.  A DELETE has no such check.
- */
-static const char *
-trigger_warning(Relation rel, const Trigger *trigger)
-{
-	if (!TRIGGER_FOR_BEFORE(trigger->tgtype) || !TRIGGER_FOR_ROW(trigger->tgtype) ||
-		!(TRIGGER_FOR_INSERT(trigger->tgtype) || TRIGGER_FOR_UPDATE(trigger->tgtype)) ||
-		!has_row_security(rel))
-		return NULL;
-	return "the trigger charges a row before row security checks it, so a user can use up another user's quota; "
-		"an AFTER trigger charges only rows that the policies allow";
-}
-
 /* Returns the limits of a pair as canonical text; if they are wrong or a call, the trigger's argument. */
 static const char *
 pair_limits(const Rule *rule, int i)
@@ -232,10 +187,11 @@ pair_limits(const Rule *rule, int i)
 	return rl_limits_given(limits) ? rl_limits_text(limits) : rule->args[2 * i + 1];
 }
 
-/* Sets the columns of rl_trigger_rule. */
+/* Sets the columns of rl_trigger_rule for trigger n of the table. */
 static void
-describe_rule(Relation rel, const Trigger *trigger, Datum *values, bool *nulls)
+describe_rule(Relation rel, const TriggerDesc *triggers, int n, Datum *values, bool *nulls)
 {
+	const Trigger *trigger = &triggers->triggers[n];
 	bool		valid;
 	RlError		error;
 	Rule	   *rule = rl_rule_make(rel, trigger, &valid, &error);
@@ -257,8 +213,10 @@ describe_rule(Relation rel, const Trigger *trigger, Datum *values, bool *nulls)
 	}
 	rl_set_text(values, nulls, 2, rule->quota_text ? rule->quota_text : "1");
 	rl_set_text(values, nulls, 3, rule->skip ? "skip" : "error");
-	rl_set_text(values, nulls, 4, valid ? NULL : rl_error_text(&error));
-	rl_set_text(values, nulls, 5, trigger_warning(rel, trigger));
+	values[4] = DirectFunctionCall2(pg_get_triggerdef_ext, ObjectIdGetDatum(trigger->tgoid), BoolGetDatum(true));
+	nulls[4] = false;
+	rl_set_text(values, nulls, 5, valid ? NULL : rl_error_text(&error));
+	rl_set_text(values, nulls, 6, rl_trigger_warnings(rel, triggers, n, rule));
 }
 
 PG_FUNCTION_INFO_V1(rl_trigger_rule);
@@ -268,8 +226,8 @@ rl_trigger_rule(PG_FUNCTION_ARGS)
 	Oid			oid = PG_GETARG_OID(0);
 	Oid			relation = trigger_relation(oid);
 	Relation	rel = NULL;
-	Datum		values[6] = {0};
-	bool		nulls[6] = {true, true, true, true, true, true};
+	Datum		values[7] = {0};
+	bool		nulls[7] = {true, true, true, true, true, true, true};
 
 	/* The view must not wait for a table that is being altered. */
 	if (OidIsValid(relation))
@@ -277,7 +235,7 @@ rl_trigger_rule(PG_FUNCTION_ARGS)
 		if (ConditionalLockRelationOid(relation, AccessShareLock))
 			rel = try_relation_open(relation, NoLock);
 		else
-			rl_set_text(values, nulls, 4, "the table is locked");
+			rl_set_text(values, nulls, 5, "the table is locked");
 	}
 	if (rel != NULL)
 	{
@@ -286,7 +244,7 @@ rl_trigger_rule(PG_FUNCTION_ARGS)
 
 		for (int i = 0; triggers && i < triggers->numtriggers; i++)
 			if (triggers->triggers[i].tgoid == oid)
-				describe_rule(rel, &triggers->triggers[i], values, nulls);
+				describe_rule(rel, triggers, i, values, nulls);
 		relation_close(rel, AccessShareLock);
 	}
 	return rl_row(fcinfo, values, nulls);

@@ -158,6 +158,67 @@ $copy->ask('DROP SUBSCRIPTION events');
 is($copy->state, '00000', 'the subscription has ended');
 $copy->quit;
 
+#
+# Warnings
+#
+
+# Returns the warnings of a trigger, or of all triggers of a table.
+sub warnings_of { my ($table) = @_; return $admin->ask("SELECT warning FROM rl_triggers WHERE relation = '$table'::regclass"); }
+
+my $late = q{so a user can use up another user's quota; an AFTER trigger charges only rows that pass};
+$admin->ask(q{
+	CREATE TABLE posts (author name, body text CHECK (body <> ''));
+	CREATE TABLE others (author name);
+	CREATE TRIGGER pace BEFORE INSERT ON posts FOR EACH ROW EXECUTE FUNCTION rl_enforce('post:{author}', '2/1h');
+	CREATE VIEW all_posts AS SELECT * FROM posts;
+	CREATE VIEW posts_and_others WITH (check_option = local) AS SELECT * FROM others WHERE author IN (SELECT author FROM posts)});
+is($admin->error, '', 'posts');
+is(warnings_of('posts'), '', 'no warning of other constraints and views');
+$admin->ask('CREATE VIEW own_posts AS SELECT * FROM all_posts WHERE author = current_user WITH CHECK OPTION');
+is(warnings_of('posts'), qq{the trigger charges a row before the view "own_posts" WITH CHECK OPTION checks it, $late}, 'a view WITH CHECK OPTION');
+$admin->ask('BEGIN; DROP VIEW own_posts');
+{
+	my $other = session($node);
+	is($other->ask(q{SELECT count(*) FROM rl_triggers WHERE relation = 'posts'::regclass}), 1, 'rl_triggers does not wait for a view');
+	$other->quit;
+}
+$admin->ask(q{COMMIT; ALTER TABLE posts ADD CONSTRAINT own CHECK (author = current_user)});
+is(warnings_of('posts'), qq{the trigger charges a row before the constraint "own" checks it, $late}, 'a CHECK constraint on the user');
+$admin->ask(q{DROP TABLE posts CASCADE; DROP TABLE others});
+
+$admin->ask(q{
+	CREATE TABLE notes (author name, body text);
+	CREATE FUNCTION set_author() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN NEW.author := current_user; RETURN NEW; END';
+	CREATE TRIGGER limit_1 BEFORE INSERT ON notes FOR EACH ROW EXECUTE FUNCTION rl_enforce('note:{author}', '2/1h');
+	CREATE TRIGGER limit_2 BEFORE INSERT ON notes FOR EACH ROW WHEN (NEW.body <> '') EXECUTE FUNCTION rl_enforce('notes', '2/1h');
+	CREATE TRIGGER set_author BEFORE INSERT ON notes FOR EACH ROW EXECUTE FUNCTION set_author()});
+my $order = q{SELECT string_agg(format('%s: %s', trigger, warning), E'\n' ORDER BY trigger) FROM rl_triggers WHERE relation = 'notes'::regclass};
+is($admin->ask($order), qq{limit_1: trigger "set_author" fires after this one and can change the columns that it has read; }
+	. "rename one of them, or use an AFTER trigger\nlimit_2: ", 'a trigger that fires later, and a key without a column');
+is($admin->ask(q{SELECT definition FROM rl_triggers WHERE trigger = 'limit_2'}),
+	q{CREATE TRIGGER limit_2 BEFORE INSERT ON notes FOR EACH ROW WHEN (new.body <> ''::text) EXECUTE FUNCTION rl_enforce('notes', '2/1h')},
+	'the definition has the condition');
+foreach my $change ('ALTER TABLE notes DISABLE TRIGGER set_author', 'ALTER TABLE notes ENABLE TRIGGER set_author; ALTER TRIGGER limit_1 ON notes RENAME TO zz')
+{
+	$admin->ask($change);
+	is($admin->ask($order) =~ s/^\w+: $//gmr, "\n", $change);
+}
+$admin->ask('DROP TABLE notes');
+
+$admin->ask(q{
+	CREATE FUNCTION limits_of(text) RETURNS rl_limits LANGUAGE sql AS $$SELECT '1/1h'::rl_limits$$;
+	CREATE TABLE bills (customer text);
+	CREATE CONSTRAINT TRIGGER pace AFTER INSERT ON bills DEFERRABLE FOR EACH ROW EXECUTE FUNCTION rl_enforce('bill:{customer}', 'public.limits_of({customer})')});
+is(warnings_of('bills'), $node->pg_version->major < 18 ? 'if the trigger is deferred, it calls the function for the limits as the role that commits' : '',
+	'a function for limits in a deferrable trigger');
+$admin->ask(q{
+	DROP TRIGGER pace ON bills;
+	CREATE TRIGGER pace BEFORE INSERT ON bills FOR EACH ROW EXECUTE FUNCTION rl_enforce('bill', '1/1h', 'on_deny=skip');
+	ALTER TABLE bills ENABLE ALWAYS TRIGGER pace});
+is(warnings_of('bills'), "a refused row is left out without an error, and clients that use RETURNING, as ORMs do, take it for written\n"
+	. 'the trigger fires for rows of a subscription too: a row that the publisher has charged is charged again', 'two warnings');
+$admin->ask('DROP TABLE bills');
+
 # The first statement of a session loads the library, unless it is preloaded.  If the
 # library cannot know that the statement moves no row, the trigger raises an error.
 sub first
