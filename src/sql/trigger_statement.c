@@ -15,6 +15,7 @@
 #include "storage/ipc.h"
 #include "utils/memutils.h"
 #include "utils/tuplestore.h"
+#include "utils/wait_event.h"
 
 #include "algorithm/limits.h"
 #include "decide.h"
@@ -23,8 +24,11 @@
 #include "refusal.h"
 #include "shared/denial_cache.h"
 #include "shared/local_store.h"
+#include "shared/shared.h"
 #include "sql/trigger_groups.h"
 #include "sql/trigger_statement.h"
+
+#define PAUSE_US			50000	/* between two attempts to reach Redis for refunds */
 
 typedef struct Statement
 {
@@ -46,6 +50,7 @@ typedef struct Statement
 	int64		owed;			/* keys to be refunded, less those that were */
 	int64		unanswered;		/* keys that were perhaps charged */
 	bool		refunding;		/* a refund has begun, and is never begun again */
+	bool		awaited;		/* Redis, after calls without an answer */
 	struct Batch *batch;		/* the refunds under way, or NULL */
 	RlError		why;			/* the reason why keys were not refunded */
 } Statement;
@@ -282,10 +287,82 @@ end_batch(Statement *statement)
 }
 
 /*
- * Refunds the keys' charges, as far as that is possible.  Throws when it is
- * interrupted.  With no_throw, which is for the end of the backend, no call to Redis
- * throws, and all of them end within twice ratelimit.command_timeout; it then needs
- * rl_redis_reserve_refunds.
+ * Waits until Redis answers, until the time at most.  Returns false with the error set if
+ * it does not answer.
+ */
+static bool
+await_redis(int64 until, RlError *error)
+{
+	char		version[64];
+
+	while (!rl_redis_version(version, sizeof(version), error))
+	{
+		if (rl_monotonic_now() >= until)
+			return false;
+		/* An open breaker lets no call through earlier, but it may close. */
+		rl_sleep_until(rl_monotonic_now() + Max(Min(error->retry_after, PAUSE_US), PAUSE_US / 10),
+					   PG_WAIT_EXTENSION);
+	}
+	return true;
+}
+
+/* Moves the calls of a batch that were not sent to its end.  Returns where they begin. */
+static int
+sort_unsent(Batch *batch)
+{
+	int			sent = 0;
+
+	for (int i = 0; i < batch->n; i++)
+	{
+		RlRefundCall call = batch->calls[i];
+		const Charged *charged = batch->charged[i];
+
+		if (call.outcome == RL_REFUND_UNSENT)
+			continue;
+		batch->calls[i] = batch->calls[sent];
+		batch->charged[i] = batch->charged[sent];
+		batch->calls[sent] = call;
+		batch->charged[sent++] = charged;
+	}
+	return sent;
+}
+
+/*
+ * Sends the calls of a batch; those that Redis cannot have run, again.  It gives up
+ * when no call was answered for patience microseconds: 0 to send each only once.
+ * Returns false then.
+ */
+static bool
+send_refunds(Statement *statement, Batch *batch, int64 patience, bool no_throw)
+{
+	int64		progress = rl_monotonic_now();
+	int			first = 0;
+
+	for (;;)
+	{
+		int			before = first;
+		bool		done = rl_redis_refund_charges(&batch->calls[first], batch->n - first, no_throw, NULL,
+												   &statement->why, &statement->why);
+
+		if (done || patience == 0)
+			return done;
+		first = sort_unsent(batch);
+		if (first == batch->n)
+			return true;
+		for (int i = before; i < first; i++)
+			if (batch->calls[i].outcome != RL_REFUND_SENT)
+				progress = rl_monotonic_now();
+		if (!await_redis(progress + patience, &statement->why) || rl_monotonic_now() >= progress + patience)
+			return false;
+	}
+}
+
+/*
+ * Refunds the keys' charges, as far as that is possible: waits for a Redis that has just
+ * failed, but not longer than a second and ratelimit.command_timeout without an answer.
+ * Throws when it is interrupted.  With no_throw, which is for the end of the backend, it
+ * does not wait so, no call to Redis throws, and all of them end within twice
+ * ratelimit.command_timeout; it then needs rl_redis_reserve_refunds.
  */
 static void
 refund(Statement *statement, bool no_throw)
@@ -293,6 +370,7 @@ refund(Statement *statement, bool no_throw)
 	MemoryContext context = AllocSetContextCreate(statement->context, "rate-limit refund",
 												  ALLOCSET_DEFAULT_SIZES);
 	int64		end = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
+	int64		patience = no_throw ? 0 : (int64) (Min(rl_retry_interval, 1000) + rl_command_timeout) * 1000;
 	Batch	   *batch = MemoryContextAlloc(statement->context, sizeof(Batch));
 	const Charged *charged;
 	bool		failed = false;
@@ -312,10 +390,13 @@ refund(Statement *statement, bool no_throw)
 			failed = true;
 			rl_error_set(&statement->why, ERRCODE_STORE_FAILED, "there was no time left");
 		}
+		/* Calls to a Redis that is still silent would be lost. */
+		if (!no_throw && !failed && !statement->awaited && statement->unanswered > 0)
+			failed = !await_redis(rl_monotonic_now() + patience, &statement->why);
+		statement->awaited = true;
 		statement->batch = batch;
 		/* A store that has failed is not waited for again. */
-		failed = failed || !rl_redis_refund_charges(batch->calls, batch->n, no_throw, NULL, &statement->why,
-													&statement->why);
+		failed = failed || !send_refunds(statement, batch, patience, no_throw);
 		end_batch(statement);
 		/* Again, for a refusal that Redis sent before. */
 		for (int i = 0; i < batch->n && rl_shared_available(); i++)
@@ -325,8 +406,11 @@ refund(Statement *statement, bool no_throw)
 	MemoryContextDelete(context);
 }
 
-/* Logs how many keys could not be refunded; an error would hide the statement's own. */
-static void
+/*
+ * Logs how many keys could not be refunded, and returns their number; an error would hide
+ * the statement's own.
+ */
+static int64
 log_lost(Statement *statement)
 {
 	int64		lost;
@@ -339,6 +423,7 @@ log_lost(Statement *statement)
 				 errmsg("could not refund the charges of up to %lld keys of a failed statement",
 						(long long) lost),
 				 errdetail_internal("%s", statement->why.message)));
+	return lost;
 }
 
 /* Refunds after an error that is being handled, and throws it again. */
@@ -346,13 +431,15 @@ pg_noreturn static void
 refund_after_error(Statement *statement)
 {
 	ErrorData  *error;
+	int64		lost;
 
 	MemoryContextSwitchTo(statement->context);
 	error = CopyErrorData();
 	FlushErrorState();
 	PG_TRY();
 	{
-		refund(statement, false);
+		if (statement->owed > 0)
+			refund(statement, false);
 	}
 	PG_CATCH();
 	{
@@ -364,7 +451,10 @@ refund_after_error(Statement *statement)
 		rl_error_set(&statement->why, second->sqlerrcode, "%s", second->message);
 	}
 	PG_END_TRY();
-	log_lost(statement);
+	lost = log_lost(statement);
+	if (lost > 0 && error->sqlerrcode == ERRCODE_STORE_FAILED)
+		error->detail = psprintf("%s%sKeys of the statement that may stay charged: %lld.",
+								 error->detail ? error->detail : "", error->detail ? " " : "", (long long) lost);
 	ReThrowError(error);
 }
 
@@ -381,7 +471,7 @@ fail_statement(int code pg_attribute_unused(), Datum arg)
 	if (!statement->refunding)
 	{
 		count_owed(statement);
-		if (statement->owed > 0 && !proc_exit_inprogress)
+		if (statement->owed + statement->unanswered > 0 && !proc_exit_inprogress)
 			refund_after_error(statement);
 		else if (statement->owed > 0)
 		{
@@ -389,7 +479,7 @@ fail_statement(int code pg_attribute_unused(), Datum arg)
 			refund(statement, true);
 		}
 	}
-	log_lost(statement);
+	(void) log_lost(statement);
 }
 
 /* Groups the rows that the statement has written.  Returns true if all of them are refused unasked. */

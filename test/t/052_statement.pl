@@ -397,6 +397,13 @@ sub half_way
 	die 'each statement ended too early';
 }
 
+sub sockets_of
+{
+	my ($pid) = @_;
+
+	return grep { defined && /^socket:/ } map { readlink } glob "/proc/$pid/fd/*";
+}
+
 sub charged_of
 {
 	my ($table, $n) = @_;
@@ -414,14 +421,19 @@ foreach my $how ('pg_cancel_backend', 'pg_terminate_backend', $on_redis ? 'silen
 	$victim->ask("SET ratelimit.debug_now = 1700000000000000");
 	# Long enough for a busy machine to answer the keys before, and the refunds.
 	$victim->ask("SET ratelimit.command_timeout = '" . ($how eq 'silence' ? 5 : 120) . "s'");
+	# So that calls fail at once while the breaker is open.
+	$victim->ask("SET ratelimit.retry_interval = '1s'") if $how eq 'silence';
 	my $name = half_way(($how =~ /_(\w+)_/ ? $1 : $how) . '_', $keys, $victim, sub {
 		$session->ask("SELECT $how($victim_pid)") if $how ne 'silence';
 	});
 	if ($how eq 'silence')
 	{
+		# The connection without an answer is closed, and then Redis answers again.
+		my @before = sockets_of($victim_pid);
+		await('the end of the connection', sub { my %now = map { $_ => 1 } sockets_of($victim_pid); return grep { !$now{$_} } @before });
+		$redis->resume;
 		$victim->ask('');
 		is($victim->state, 'PT504', "$how in the middle of a statement");
-		$redis->resume;
 	}
 	elsif ($how eq 'pg_cancel_backend')
 	{
@@ -441,7 +453,9 @@ foreach my $how ('pg_cancel_backend', 'pg_terminate_backend', $on_redis ? 'silen
 	{
 		is(scalar @lost, 1, "$how: the log has one line about lost refunds");
 		cmp_ok($charged, '<=', $lost[0], "$how: the log counts at least the $charged keys that are charged");
-		cmp_ok($lost[0], '<=', 512, "$how: the log counts only the keys that were asked for last") if $how ne 'silence';
+		cmp_ok($lost[0], '<=', 512, "$how: the log counts only the keys that were asked for last");
+		like($victim->error, qr/DETAIL:  .*Keys of the statement that may stay charged: $lost[0]\./, "$how: the detail has their number")
+		  if $how eq 'silence';
 	}
 	else
 	{
