@@ -63,6 +63,17 @@ rl_connection_lost(const RlConnection *conn, RlError *error, const char *why)
 	return set_error(conn, error, true, "lost the connection to Redis", why);
 }
 
+/* The socket failed.  A server with TLS closes a connection whose first bytes are not TLS. */
+static bool
+socket_failed(const RlConnection *conn, RlError *error, const char *why)
+{
+	rl_connection_lost(conn, error, why);
+	if (!conn->heard && strchr(conn->server, '/') == NULL)
+		rl_error_detail(error, "The server is %s. It closed the connection without an answer. If it uses TLS, ratelimit.redis_url must begin with rediss.",
+						conn->server);
+	return false;
+}
+
 /* A server checks a client's certificate after the handshake, and its alert may get lost. */
 static bool
 tls_failed(const RlConnection *conn, RlError *error, const char *why)
@@ -340,10 +351,24 @@ backlog_is_full(const RlConnection *conn, const RlAddress *address)
 	return getpeername(conn->ctx->fd, (struct sockaddr *) &peer, &len) != 0;
 }
 
+/* The handshake failed, and first is the first byte from the server, or 0. */
+static bool
+handshake_failed(const RlConnection *conn, char first, RlError *error, const char *why)
+{
+	cannot_connect(conn, error, true, why);
+	/* Redis without TLS waits for more, and later sends an error reply. */
+	if (first == 0 || first == '-')
+		rl_error_detail(error, "The server is %s. It has not answered by TLS. If it uses no TLS, ratelimit.redis_url must begin with redis.",
+						conn->server);
+	return false;
+}
+
 /* Does the TLS handshake.  Returns false with the error set. */
 static bool
 start_tls(RlConnection *conn, int64 deadline, RlError *error)
 {
+	char		first = 0;
+
 	if (!rl_tls_attach(conn->tls, conn->ctx->fd))
 		return cannot_connect(conn, error, false, "out of memory");
 	for (bool late = false;; late = rl_monotonic_now() > deadline)
@@ -355,9 +380,11 @@ start_tls(RlConnection *conn, int64 deadline, RlError *error)
 		if (done > 0)
 			return true;
 		if (done < 0)
-			return cannot_connect(conn, error, true, why);
+			return handshake_failed(conn, first, error, why);
 		if (late || !rl_socket_wait(conn, wants, deadline, false))
-			return cannot_connect(conn, error, true, "ratelimit.connect_timeout has passed");
+			return handshake_failed(conn, first, error, "ratelimit.connect_timeout has passed");
+		if (first == 0)
+			(void) recv(conn->ctx->fd, &first, 1, MSG_PEEK | MSG_DONTWAIT);
 	}
 }
 
@@ -540,7 +567,7 @@ rl_socket_send(RlConnection *conn, StringInfo out, int *sent, RlError *error)
 	{
 		n = send(conn->ctx->fd, data, len, 0);
 		if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
-			return rl_connection_lost(conn, error, strerror(errno));
+			return socket_failed(conn, error, strerror(errno));
 	}
 	*sent += Max(n, 0);
 	return true;
@@ -569,7 +596,7 @@ rl_socket_receive(RlConnection *conn, RlError *error)
 		if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
 			return true;
 		if (n <= 0)
-			return rl_connection_lost(conn, error, n < 0 ? strerror(errno) : "Server closed the connection");
+			return socket_failed(conn, error, n < 0 ? strerror(errno) : "Server closed the connection");
 	}
 	conn->heard = true;
 	conn->reply_bytes += n;
