@@ -32,7 +32,8 @@ rl_error_set(RlError *error, int sqlstate, const char *fmt,...)
 	va_list		args;
 
 	error->sqlstate = sqlstate;
-	error->unreachable = error->replica = error->wrong_password = false;
+	error->unreachable = error->timed_out = error->answered = false;
+	error->replica = error->wrong_password = false;
 	error->retry_after = 0;
 	error->hint = NULL;
 	error->detail[0] = '\0';

@@ -245,7 +245,7 @@ define_time_settings(void)
 
 	/* Superuser only: during this time on_error applies to all sessions. */
 	DefineCustomIntVariable("ratelimit.retry_interval",
-							"Sets the time after which Redis is retried when it could not be reached.",
+							"Sets the longest time until Redis is retried when it could not be reached.",
 							"With shared memory, all sessions share it, and one of them retries. 0: each call retries.",
 							&rl_retry_interval,
 							1000, 0, INT_MAX / 2,

@@ -71,7 +71,9 @@
 typedef struct RlError
 {
 	int			sqlstate;
-	bool		unreachable;	/* the server is, for all backends */
+	bool		unreachable;	/* the server is, at least on this connection */
+	bool		timed_out;		/* on a connection, no answer came in time */
+	bool		answered;		/* the server has sent an error reply, or nonsense */
 	bool		replica;		/* the server is; another one may be the master */
 	bool		wrong_password; /* Redis wants another one, or none */
 	int64		retry_after;	/* us until the open breaker lets a call through, or 0 */

@@ -32,13 +32,13 @@ rl_connection_settle(RlConnection *conn, int64 deadline, RlError *error)
 
 /*
  * Sends AUTH if there is a password, SELECT if it is not database 0, and HELLO if the
- * server must be no replica; or if it sends none of them, with TLS, PING, because TLS is
- * not up before the server has sent something.  out is for the commands.  Returns false
- * with the error set.
+ * server must be no replica; or if it sends none of them, PING if the server is to be checked,
+ * and with TLS, which is not up before the server has sent something.  out is for the
+ * commands.  Returns false with the error set.
  */
 static bool
-set_up(RlConnection *conn, const RlAddress *address, const char *password, StringInfo out,
-	   int64 deadline, RlError *error)
+set_up(RlConnection *conn, const RlAddress *address, const char *password, bool check,
+	   StringInfo out, int64 deadline, RlError *error)
 {
 	RlReply		reply;
 	int			n = 0;
@@ -63,7 +63,7 @@ set_up(RlConnection *conn, const RlAddress *address, const char *password, Strin
 		n++;
 	}
 	/* Both change nothing, so they may be sent with AUTH. */
-	if (conn->needs_master || (n == 0 && conn->tls != NULL))
+	if (conn->needs_master || (n == 0 && (check || conn->tls != NULL)))
 	{
 		asks = true;
 		rl_resp_start(out, 1);
@@ -91,8 +91,8 @@ set_up(RlConnection *conn, const RlAddress *address, const char *password, Strin
 
 /* rl_connection_open, whose buffers the caller wipes.  Inlined, gcc's -Wclobbered warns. */
 static pg_noinline bool
-open_and_set_up(RlConnection *conn, const RlAddress *address, const char *password, StringInfo out,
-				int64 *deadline, int64 until, RlError *error)
+open_and_set_up(RlConnection *conn, const RlAddress *address, const char *password, bool check,
+				StringInfo out, int64 *deadline, int64 until, RlError *error)
 {
 	int64		start = rl_monotonic_now();
 
@@ -103,7 +103,7 @@ open_and_set_up(RlConnection *conn, const RlAddress *address, const char *passwo
 	if (*deadline == 0)
 		*deadline = start + (int64) rl_command_timeout * 1000;
 	*deadline = Min(*deadline + rl_monotonic_now() - start, until);
-	if (!set_up(conn, address, password, out, *deadline, error))
+	if (!set_up(conn, address, password, check, out, *deadline, error))
 		return false;
 	conn->in_flight = false;
 	return true;
@@ -111,7 +111,8 @@ open_and_set_up(RlConnection *conn, const RlAddress *address, const char *passwo
 
 /*
  * Connects a connection that is closed and sets it up, with the password of
- * ratelimit.redis_passfile if that is wanted.  Setting up is a round trip of its
+ * ratelimit.redis_passfile if that is wanted.  With check, the server must have sent an
+ * answer, also if there is nothing to set up.  Setting up is a round trip of its
  * own: a command sent with it would run even if the server did not accept the
  * password or the database, as another user or in another database.  If needs_master of the
  * connection is set before, a replica is an error, unless it is a Cluster's.
@@ -123,7 +124,7 @@ open_and_set_up(RlConnection *conn, const RlAddress *address, const char *passwo
  */
 bool
 rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_password,
-				   int64 *deadline, int64 until, RlError *error)
+				   bool check, int64 *deadline, int64 until, RlError *error)
 {
 	char		password[RL_MAX_PASSWORD] = "";
 	StringInfoData out;
@@ -136,7 +137,7 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_passw
 	{
 		if (with_password)
 			rl_password_read(password);
-		opened = open_and_set_up(conn, address, password, &out, deadline, until, error);
+		opened = open_and_set_up(conn, address, password, check, &out, deadline, until, error);
 	}
 	PG_FINALLY();
 	{

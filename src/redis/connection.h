@@ -8,7 +8,7 @@
 #include "redis/stream.h"
 
 extern bool rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_password,
-							   int64 *deadline, int64 until, RlError *error);
+							   bool check, int64 *deadline, int64 until, RlError *error);
 extern bool rl_connection_is_usable(RlConnection *conn);
 extern bool rl_connection_settle(RlConnection *conn, int64 deadline, RlError *error);
 

@@ -145,8 +145,7 @@ rl_node_breaker(RlNode *node)
 		char		name[RL_MAX_SERVER];
 
 		rl_address_name(&node->address, name);
-		node->breaker = rl_target.deployment == RL_SENTINELS ? rl_target_breaker(&rl_target)
-			: rl_breaker_find(name);
+		node->breaker = rl_breaker_find(name);
 	}
 	return node->breaker;
 }
@@ -195,15 +194,77 @@ rl_nodes_make_room(uint64 route)
 	}
 }
 
-/* Notes that the node has answered, which closes its breaker. */
+/* Returns how much of ratelimit.retry_interval is left since the time; 0 if the time is 0, which is never. */
+int64
+rl_interval_left(int64 since)
+{
+	return since == 0 ? 0 : Max(since + (int64) rl_retry_interval * 1000 - rl_monotonic_now(), 0);
+}
+
+/*
+ * Returns for how many microseconds this backend makes no new connection to the node: if
+ * the connection that replaced a failed one fails too, without an answer to a call,
+ * the backend waits until ratelimit.retry_interval has passed.  Without a breaker, each call
+ * connects.
+ */
+static int64
+connect_pause(const RlNode *node)
+{
+	return node->failed && node->breaker != NULL ? rl_interval_left(node->reconnected) : 0;
+}
+
+/* Returns true if this backend may connect the node; or sets the error. */
+bool
+rl_node_may_connect(RlNode *node, RlError *error)
+{
+	int64		left = connect_pause(node);
+	char		name[RL_MAX_SERVER];
+
+	if (left == 0)
+		return true;
+	rl_address_name(&node->address, name);
+	rl_not_retrying(error, name, node->failure, left);
+	return false;
+}
+
+/* Notes that the node is connected. */
+void
+rl_node_connected(RlNode *node)
+{
+	node->failed = false;
+	rl_breaker_connected(node->breaker, node->conn.heard);
+}
+
+/* Notes that the node has answered. */
 void
 rl_node_answered(RlNode *node)
 {
 	last_answered = node;
-	rl_breaker_succeeded(node->breaker);
+	rl_breaker_answered(node->breaker);
 }
 
-/* Returns the breaker of the target, or of its first seed. */
+/*
+ * Notes that the node's connection failed, or that it could not be connected; given is the
+ * time that the node had.  With less than half of ratelimit.command_timeout the server may
+ * be well, and its breaker stays as it is.  Completes the error: if the breaker is open, the
+ * error says when Redis is tried again.
+ */
+void
+rl_node_failed(RlNode *node, RlFailure failure, int64 given, RlError *error)
+{
+	if (error->answered || failure == RL_CALL_FAILED)
+	{
+		node->failed = true;
+		strlcpy(node->failure, error->message, sizeof(node->failure));
+	}
+	if (error->answered && failure != RL_CALL_FAILED)
+		rl_breaker_connected(node->breaker, true);
+	else if (error->unreachable && given >= (int64) rl_command_timeout * 500)
+		rl_breaker_failed(node->breaker, failure, (int64) rl_retry_interval * 1000, error);
+	error->retry_after = Max(error->retry_after, connect_pause(node));
+}
+
+/* Returns the breaker of the search at Sentinels; without Sentinels, of the first seed. */
 RlBreaker *
 rl_target_breaker(const RlTarget *target)
 {
@@ -211,16 +272,4 @@ rl_target_breaker(const RlTarget *target)
 
 	rl_target_name(target, name);
 	return rl_breaker_find(name);
-}
-
-/*
- * Opens the breaker of a server that could not be reached or did not answer in
- * the time that it was given.  With less than half of ratelimit.command_timeout
- * the server may be well, and its breaker stays as it is.
- */
-void
-rl_server_failed(RlBreaker *breaker, int64 given, RlError *error)
-{
-	if (error->unreachable && given >= (int64) rl_command_timeout * 500)
-		rl_breaker_failed(breaker, error);
 }

@@ -19,6 +19,9 @@ typedef struct RlNode
 	RlConnection conn;
 	uint64		used;			/* number of the route that used it last; 0: free */
 	uint64		lost;			/* number of the route that found it lost last */
+	bool		failed;			/* the last connection has failed a call, or could not be set up */
+	int64		reconnected;	/* when it was replaced; 0: a call was answered since */
+	char		failure[sizeof(((RlError *) 0)->message)];	/* of the last failed one */
 } RlNode;
 
 extern RlTarget rl_target;		/* of ratelimit.redis_url */
@@ -35,8 +38,11 @@ extern RlNode *rl_node_that_has(int slot);
 extern RlNode *rl_node_in_use(void);
 
 extern void rl_nodes_make_room(uint64 route);
+extern bool rl_node_may_connect(RlNode *node, RlError *error);
+extern void rl_node_connected(RlNode *node);
 extern void rl_node_answered(RlNode *node);
+extern void rl_node_failed(RlNode *node, RlFailure failure, int64 given, RlError *error);
 extern RlBreaker *rl_target_breaker(const RlTarget *target);
-extern void rl_server_failed(RlBreaker *breaker, int64 given, RlError *error);
+extern int64 rl_interval_left(int64 since);
 
 #endif							/* NODE_H */

@@ -492,7 +492,7 @@ give_up(Pipeline *p)
 			continue;
 		rl_error_detail(&error, "The server is %s.", line->node->conn.server);
 		/* A server that answers is slow, but a single call may have time enough there. */
-		error.unreachable = !line->answered;
+		error.unreachable = error.timed_out = !line->answered;
 		break_line(p, line, (int64) rl_command_timeout * 1000 - left, &error);
 		note_failure(p, &error);
 	}

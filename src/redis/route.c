@@ -35,7 +35,6 @@ rl_route_begin(RlRoute *route, const char *key, int len)
 	route->number = ++routes;
 	route->slot = key != NULL && rl_slots_known() ? rl_slot(key, len) : -1;
 	route->node = route->sentinel_master = NULL;
-	route->admitted = NULL;
 	route->reused = route->asking = route->pinned = false;
 	route->resends = 0;
 	route->deadline = 0;
@@ -97,6 +96,17 @@ choose_node(const RlRoute *route)
 	return other;
 }
 
+/* Notes that the route does not use its node. */
+static void
+skip_node(RlRoute *route, const RlError *error)
+{
+	route->node->lost = route->number;
+	route->node = NULL;
+	route->asking = false;
+	if (route->first_error.sqlstate == 0)
+		route->first_error = *error;
+}
+
 /*
  * Notes that the route cannot use its node, and forgets the node's slots.  The
  * next call asks the seed after it first, or the next Sentinel, because the
@@ -107,30 +117,36 @@ lose_node(RlRoute *route, const RlError *error)
 {
 	RlNode	   *node = route->node;
 
-	node->lost = route->number;
 	rl_slots_forget(rl_node_number(node));
 	if (rl_target.deployment == RL_SENTINELS)
 		rl_target.first = (rl_target.first + (rl_current_node == node)) % rl_target.n;
 	else
+	{
 		for (int i = 0; i < rl_target.n; i++)
 			if (rl_node_at(&rl_target.seeds[i]) == node)
 				rl_target.first = (i + 1) % rl_target.n;
-	if (rl_current_node == node)
-		rl_current_node = NULL;
-	route->node = NULL;
-	route->asking = false;
-	if (route->first_error.sqlstate == 0)
-		route->first_error = *error;
+		if (rl_current_node == node)
+			rl_current_node = NULL;
+	}
+	skip_node(route, error);
 }
 
-/* Returns true if the breaker admits the call, which asks it only once; or sets the error. */
-static bool
-is_admitted(RlRoute *route, RlBreaker *breaker, RlError *error)
+/* The time for a search at Sentinels, or for connecting and a call */
+static int64
+whole_time(void)
 {
-	if (breaker != route->admitted && !rl_breaker_admits(breaker, error))
-		return false;
-	route->admitted = breaker;
-	return true;
+	return ((int64) rl_connect_timeout + rl_command_timeout) * 1000;
+}
+
+/* Adds the time since start to the time that the route has spent, and to its deadline. */
+static void
+spend(RlRoute *route, int64 start)
+{
+	int64		us = rl_monotonic_now() - start;
+
+	route->spent += us;
+	if (route->deadline != 0)
+		route->deadline += us;
 }
 
 /*
@@ -143,33 +159,36 @@ ask_sentinels(RlRoute *route, RlError *error)
 	char		password[RL_MAX_PASSWORD];
 	RlBreaker  *breaker = rl_target_breaker(&rl_target);
 	int64		start = rl_monotonic_now();
-	int64		us;
 	bool		found;
 
 	/* The server that they named has been lost since. */
-	if (route->sentinel_master != NULL && is_lost(route, route->sentinel_master))
+	if (route->sentinel_master == NULL || !is_lost(route, route->sentinel_master))
 	{
-		*error = route->first_error;
-		return false;
+		if (rl_breaker_admits(breaker, false, error) == RL_OPEN)
+			return false;
+		rl_nodes_make_room(route->number);
+		/* A password file that is wrong is an error even if no Sentinel wants it. */
+		rl_password_read(password);
+		explicit_bzero(password, sizeof(password));
+		found = rl_sentinels_ask(route->number, start + whole_time(), &route->sentinel_master, error);
+		spend(route, start);
+		if (found)
+		{
+			rl_current_node = route->node = route->sentinel_master;
+			return true;
+		}
+		if (route->sentinel_master == NULL)
+		{
+			if (error->unreachable)
+				rl_breaker_failed(breaker, RL_CONNECT_FAILED, (int64) rl_retry_interval * 1000, error);
+			return false;
+		}
 	}
-	if (!is_admitted(route, breaker, error))
-		return false;
-	rl_nodes_make_room(route->number);
-	/* A password file that is wrong is an error even if no Sentinel wants it. */
-	rl_password_read(password);
-	explicit_bzero(password, sizeof(password));
-	found = rl_sentinels_ask(route->number, &route->sentinel_master, error);
-	us = rl_monotonic_now() - start;
-	route->spent += us;
-	if (route->deadline != 0)
-		route->deadline += us;
-	if (found)
-		rl_current_node = route->node = route->sentinel_master;
-	else if (route->sentinel_master != NULL)
-		*error = route->first_error;
-	else if (error->unreachable)
-		rl_breaker_failed(breaker, error);
-	return found;
+	/* Search again when the master that they name is tried again. */
+	*error = route->first_error;
+	if (error->retry_after > 0 && !error->answered)
+		rl_breaker_failed(breaker, RL_CONNECT_FAILED, error->retry_after, error);
+	return false;
 }
 
 /*
@@ -194,6 +213,64 @@ rl_route_choose(RlRoute *route, RlError *error)
 }
 
 /*
+ * Asks the node's breaker whether it may be called, with its connection if that is usable,
+ * until another backend has checked the server.  *until is then the end of the time for
+ * connecting.  Returns no RL_WAIT; with RL_OPEN the error is set.
+ */
+static RlAdmission
+ask_breaker(RlRoute *route, bool usable, int64 *until, RlError *error)
+{
+	RlBreaker  *breaker = rl_node_breaker(route->node);
+
+	for (;;)
+	{
+		RlAdmission admission = rl_breaker_admits(breaker, usable, error);
+		int64		start;
+		bool		in_time;
+
+		if (admission != RL_WAIT)
+			return admission;
+		start = rl_monotonic_now();
+		*until = Min(*until, start + whole_time());
+		in_time = rl_breaker_wait(breaker, *until);
+		spend(route, start);
+		if (!in_time)
+			return RL_OPEN;
+	}
+}
+
+/* Connects the route's node.  Returns false, with the error set, if that fails; *others as in rl_route_try. */
+static bool
+connect_node(RlRoute *route, bool check, int64 until, bool *others, RlError *error)
+{
+	RlNode	   *node = route->node;
+	int64		start = rl_monotonic_now();
+	int64		given = Min(route->deadline == 0 ? PG_INT64_MAX : route->deadline - start,
+							until - start - (int64) rl_connect_timeout * 1000);
+	bool		connected;
+
+	rl_connection_close(&node->conn);
+	rl_nodes_make_room(route->number);
+	/* Where only one server can be meant, it is asked whatever it is. */
+	node->conn.needs_master = rl_target.deployment == RL_SENTINELS ||
+		(rl_target.n > 1 && !rl_slots_known());
+	connected = rl_connection_open(&node->conn, &node->address, true, check, &route->deadline,
+								   until, error);
+	route->spent += rl_monotonic_now() - start;
+	if (node->failed && (connected || error->answered))
+		node->reconnected = start;
+	if (connected)
+	{
+		rl_node_connected(node);
+		return true;
+	}
+	*others = error->unreachable || error->replica;
+	rl_node_failed(node, error->timed_out ? RL_SILENT : RL_CONNECT_FAILED, given, error);
+	lose_node(route, error);
+	return false;
+}
+
+/*
  * Connects the chosen node if necessary.  Returns false if it is not
  * connected; *others is true then if another node may be chosen, otherwise the
  * error is set.  Raises an error if a setting is wrong, or at an interrupt.
@@ -202,46 +279,38 @@ bool
 rl_route_try(RlRoute *route, bool *others, RlError *error)
 {
 	RlNode	   *node = route->node;
+	bool		usable = rl_connection_is_usable(&node->conn);
+	bool		ready;
+	int64		until = PG_INT64_MAX;
+	RlAdmission admission;
 
 	*others = true;
 	node->used = route->number;
-	if (is_admitted(route, rl_node_breaker(node), error))
+	if (!usable && !rl_node_may_connect(node, error))
 	{
-		int64		start;
-		int64		left;
-		bool		connected;
-
-		route->reused = rl_connection_is_usable(&node->conn);
-		if (route->reused)
-		{
-			if (route->deadline == 0)
-				route->deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
-			return true;
-		}
-		if (rl_target.deployment == RL_SENTINELS && route->sentinel_master != node)
-		{
-			rl_current_node = route->node = NULL;
-			return false;
-		}
-		start = rl_monotonic_now();
-		left = route->deadline == 0 ? PG_INT64_MAX : route->deadline - start;
-		rl_connection_close(&node->conn);
-		rl_nodes_make_room(route->number);
-		/* Where only one server can be meant, it is asked whatever it is. */
-		node->conn.needs_master = rl_target.deployment == RL_SENTINELS ||
-			(rl_target.n > 1 && !rl_slots_known());
-		connected = rl_connection_open(&node->conn, &node->address, true, &route->deadline,
-									   PG_INT64_MAX, error);
-		route->spent += rl_monotonic_now() - start;
-		if (connected)
-			return true;
-		*others = error->unreachable || error->replica;
-		rl_server_failed(node->breaker, left, error);
+		/* That is no reason to search at Sentinels. */
+		*others = rl_target.deployment != RL_SENTINELS && route->resends == 0 && !route->pinned;
+		skip_node(route, error);
+		return false;
 	}
-	lose_node(route, error);
+	if (!usable && rl_target.deployment == RL_SENTINELS && route->sentinel_master != node)
+	{
+		rl_current_node = route->node = NULL;
+		return false;
+	}
+	admission = ask_breaker(route, usable, &until, error);
+	route->reused = ready = usable && admission == RL_ADMITTED;
+	if (ready && route->deadline == 0)
+		route->deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
+	else if (admission == RL_OPEN)
+		skip_node(route, error);
+	else if (!ready)
+		ready = connect_node(route, admission == RL_CHECK, until, others, error);
+	if (ready && route->sentinel_master == node)
+		rl_breaker_connected(rl_target_breaker(&rl_target), true);
 	/* After a redirect, or if the call is pinned, no other node may run it. */
 	*others &= route->resends == 0 && !route->pinned;
-	return false;
+	return ready;
 }
 
 /* Chooses and connects a node for the call's next attempt, or returns false with the error set. */
@@ -267,8 +336,10 @@ rl_route_connect(RlRoute *route, RlError *error)
 void
 rl_route_failed(RlRoute *route, int64 given, RlError *error)
 {
+	bool		worked = route->node->conn.heard || error->timed_out;
+
 	rl_connection_close(&route->node->conn);
-	rl_server_failed(route->node->breaker, given, error);
+	rl_node_failed(route->node, worked ? RL_CALL_FAILED : RL_CONNECT_FAILED, given, error);
 	lose_node(route, error);
 }
 
@@ -324,6 +395,8 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 	RlNextStep	step = rl_reply_next_step(reply);
 
 	rl_node_answered(route->node);
+	if (reply->kind != RL_REPLY_ERROR)
+		route->node->reconnected = 0;
 	if (route->pinned)
 		return false;
 	if (reply->kind != RL_REPLY_ERROR && route->slot >= 0 && !route->asking)

@@ -13,14 +13,14 @@ typedef struct RlRoute
 	uint64		number;			/* grows with each route */
 	int			slot;			/* of the call's key; -1: not known */
 	RlNode	   *node;			/* that is asked; NULL: not chosen yet */
-	RlBreaker  *admitted;		/* has let this call through */
 	RlNode	   *sentinel_master;	/* that a Sentinel has named to this call */
 	bool		reused;			/* the connection was there before */
 	bool		asking;			/* the node runs the call only after ASKING */
 	bool		pinned;			/* no node but the first may run the call */
 	int			resends;		/* how often a reply has sent the call elsewhere */
 	int64		deadline;		/* 0: nothing was sent yet */
-	int64		spent;			/* on connecting and on asking Sentinels */
+	int64		spent;			/* on connecting, on waiting for another backend's check,
+								 * and on asking Sentinels */
 	RlError		first_error;	/* of the first node that was lost; sqlstate 0: none */
 } RlRoute;
 

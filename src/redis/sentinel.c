@@ -21,7 +21,7 @@ ask(RlConnection *conn, const RlAddress *sentinel, bool with_password, int64 unt
 	bool		answered;
 
 	rl_connection_close(conn);
-	if (!rl_connection_open(conn, sentinel, with_password, &deadline, until, error))
+	if (!rl_connection_open(conn, sentinel, with_password, false, &deadline, until, error))
 		return false;
 	initStringInfo(&out);
 	rl_resp_start(&out, 3);
@@ -45,6 +45,7 @@ ask(RlConnection *conn, const RlAddress *sentinel, bool with_password, int64 unt
 		rl_error_set(error, ERRCODE_STORE_FAILED,
 					 "unexpected reply from the Sentinel: it is no address");
 	rl_error_detail(error, "The server is %s.", conn->server);
+	error->answered = true;
 	return false;
 }
 
@@ -64,7 +65,7 @@ ask_if_admitted(RlAddress sentinel, int64 until, RlAddress *master, RlError *err
 
 	rl_address_name(&sentinel, name);
 	breaker = rl_breaker_find(name);
-	if (!rl_breaker_admits(breaker, error))
+	if (rl_breaker_admits(breaker, false, error) == RL_OPEN)
 		return false;
 	*master = sentinel;
 	sentinel.db = 0;
@@ -72,10 +73,10 @@ ask_if_admitted(RlAddress sentinel, int64 until, RlAddress *master, RlError *err
 	if (!found && error->wrong_password && rl_redis_passfile[0] != '\0')
 		found = ask(&conn, &sentinel, true, until, &reply, error);
 	rl_connection_close(&conn);
-	if (found || !error->unreachable)
-		rl_breaker_succeeded(breaker);
-	else
-		rl_server_failed(breaker, given, error);
+	if (found || error->answered)
+		rl_breaker_connected(breaker, true);
+	else if (error->unreachable && given >= (int64) rl_command_timeout * 500)
+		rl_breaker_failed(breaker, RL_CONNECT_FAILED, (int64) rl_retry_interval * 1000, error);
 	if (!found)
 		return false;
 	master->port = reply.values[0];
@@ -87,17 +88,15 @@ ask_if_admitted(RlAddress sentinel, int64 until, RlAddress *master, RlError *err
  * Asks the Sentinels, the first one first, until one of them names a master that
  * the route has not lost; the next search begins with that Sentinel.  *master is
  * set to the node of the last named master; NULL if the route uses all nodes.
- * All of it ends within ratelimit.connect_timeout and ratelimit.command_timeout
- * together, and each Sentinel has an equal share of the time that is left.
+ * All of it ends at the deadline, and each Sentinel has an equal share of the time that
+ * is left.
  * Returns false, with the error of the first that failed set if one did.  Raises
  * an error if a setting is wrong.
  */
 bool
-rl_sentinels_ask(uint64 route, RlNode **master, RlError *error)
+rl_sentinels_ask(uint64 route, int64 deadline, RlNode **master, RlError *error)
 {
 	int			first = rl_target.first;
-	int64		deadline = rl_monotonic_now() +
-		((int64) rl_connect_timeout + rl_command_timeout) * 1000;
 	bool		failed = false;
 	RlError		failure;
 

@@ -7,6 +7,6 @@
 
 #include "redis/node.h"
 
-extern bool rl_sentinels_ask(uint64 route, RlNode **master, RlError *error);
+extern bool rl_sentinels_ask(uint64 route, int64 deadline, RlNode **master, RlError *error);
 
 #endif							/* SENTINEL_H */

@@ -20,7 +20,6 @@
 #include "miscadmin.h"
 #include "storage/fd.h"
 #include "utils/memutils.h"
-#include "utils/wait_event.h"
 
 #include "error.h"
 #include "redis/socket.h"
@@ -86,11 +85,22 @@ tls_failed(const RlConnection *conn, RlError *error, const char *why)
 	return false;
 }
 
+/* No reply came in time. */
+bool
+rl_reply_late(const RlConnection *conn, RlError *error)
+{
+	rl_connection_lost(conn, error, "ratelimit.command_timeout has passed");
+	error->timed_out = true;
+	return false;
+}
+
 /* The server sent a reply that does not answer the command. */
 bool
 rl_protocol_violation(const RlConnection *conn, RlError *error, const char *why)
 {
-	return set_error(conn, error, false, "unexpected reply from Redis", why);
+	set_error(conn, error, false, "unexpected reply from Redis", why);
+	error->answered = true;
+	return false;
 }
 
 /* The server is a replica, and a call needs the master. */
@@ -98,7 +108,7 @@ bool
 rl_not_master(const RlConnection *conn, RlError *error)
 {
 	set_error(conn, error, false, "could not connect to Redis", "the server is a replica");
-	error->replica = true;
+	error->replica = error->answered = true;
 	return false;
 }
 
@@ -154,6 +164,7 @@ rl_error_reply(const RlConnection *conn, bool set_up, const char *line, RlError 
 
 	copy_shown(set_up, line, shown, sizeof(shown));
 	set_error(conn, error, false, "Redis answered with an error", shown);
+	error->answered = true;
 	if (set_up)
 		rl_error_detail(error, "The server is %s. It answered a command that sets up the connection, such as AUTH.",
 						conn->server);
@@ -165,21 +176,6 @@ rl_error_reply(const RlConnection *conn, bool set_up, const char *line, RlError 
 /*
  * Waiting
  */
-
-/* Returns the wait event that pg_stat_activity shows for all waits for Redis. */
-static uint32
-wait_event(void)
-{
-#if PG_VERSION_NUM >= 170000
-	static uint32 event = 0;
-
-	if (event == 0)
-		event = WaitEventExtensionNew("RatelimitRedis");
-	return event;
-#else
-	return PG_WAIT_EXTENSION;
-#endif
-}
 
 /*
  * Creates a set of events with this backend's latch and room for sockets.  The
@@ -207,7 +203,7 @@ rl_events_wait(WaitEventSet *set, int64 deadline, WaitEvent *events, int n)
 	for (;;)
 	{
 		int64		left = Max(deadline - rl_monotonic_now(), 0);
-		int			found = WaitEventSetWait(set, (left + 999) / 1000, events, n, wait_event());
+		int			found = WaitEventSetWait(set, (left + 999) / 1000, events, n, rl_wait_event());
 		int			ready = 0;
 
 		for (int i = 0; i < found; i++)
@@ -289,7 +285,7 @@ rl_socket_wait(RlConnection *conn, uint32 what, int64 deadline, bool no_throw)
 void
 rl_pause(int64 deadline)
 {
-	rl_sleep_until(Min(deadline, rl_monotonic_now() + RL_PAUSE_MS * 1000), wait_event());
+	rl_sleep_until(Min(deadline, rl_monotonic_now() + RL_PAUSE_MS * 1000), rl_wait_event());
 }
 
 /*

@@ -52,6 +52,7 @@ extern bool rl_socket_send(RlConnection *conn, StringInfo out, int *sent, RlErro
 extern bool rl_socket_receive(RlConnection *conn, RlError *error);
 
 extern bool rl_connection_lost(const RlConnection *conn, RlError *error, const char *why);
+extern bool rl_reply_late(const RlConnection *conn, RlError *error);
 extern bool rl_protocol_violation(const RlConnection *conn, RlError *error, const char *why);
 extern bool rl_not_master(const RlConnection *conn, RlError *error);
 extern bool rl_error_reply(const RlConnection *conn, bool set_up, const char *line, RlError *error);

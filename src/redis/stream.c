@@ -261,7 +261,7 @@ rl_stream_next(RlStream *stream, RlError *error)
 		return false;
 	if (!stream->found)
 		return !stream->waited || rl_monotonic_now() <= stream->deadline ||
-			rl_connection_lost(stream->conn, error, "ratelimit.command_timeout has passed");
+			rl_reply_late(stream->conn, error);
 	stream->due--;
 	if (stream->conn->due > 0)
 		stream->conn->due--;

@@ -1,37 +1,51 @@
 /*
  * breaker.c
- *		Circuit breakers: after one backend failed to reach a server, no backend
- *		tries it until ratelimit.retry_interval has passed.  Then one of them
- *		tries.
+ *		Circuit breakers: what backends know together about servers that fail.
  *
- * Shared memory has an entry for each server whose breaker is not closed.  A
- * failure makes the entry, and an answer removes it.  When there is no room, the
- * entry that opened first is evicted, so the number of servers that were ever
- * asked does not matter.
+ * Two facts are apart, because a backend's connection says nothing about those of
+ * other backends.  If connecting fails, no backend makes a new connection until
+ * ratelimit.retry_interval has passed, and backends with a connection go on.  If the
+ * server is silent, which means that a new connection got no answer in time, no backend
+ * asks it; one tries after FIRST_PAUSE, and then after twice the time, up to
+ * ratelimit.retry_interval.
+ *
+ * A call that fails on a connection that has worked makes the server suspect.  Then the
+ * backend that connects next checks it, and other backends that need a connection wait
+ * for the result.
+ *
+ * Shared memory has an entry for each server that is suspect or fails.  An answer
+ * removes it.  When there is no room, the entry that lets a backend try first is
+ * evicted, so the number of servers that were ever asked does not matter.
  *
  * Locks: one LWLock protects the entries.  Their number is an atomic, which is
  * changed under the lock held exclusively, and also read without it: while it is
- * 0, a call takes no lock.  The handles are local to the backend.
+ * 0, a call takes no lock.  Nobody waits while holding the lock.  The handles are
+ * local to the backend.
  */
 #include "postgres.h"
 
 #include "access/xact.h"
 #include "port/atomics.h"
+#include "storage/condition_variable.h"
 
 #include "error.h"
 #include "shared/breaker.h"
 
 #define ENTRIES				256
 #define MAX_ADDRESS			300
+#define FIRST_PAUSE			INT64CONST(100000)	/* microseconds */
 
 /* Several times the nodes and Sentinels that a backend has. */
 #define HANDLES				256
 
-/* A server that failed.  The lock protects all members. */
+/* A server that is suspect (neither of the first two times is set) or fails.  The lock protects all members. */
 typedef struct Entry
 {
 	char		address[MAX_ADDRESS];
-	int64		open_until;		/* monotonic, as the next one */
+	int64		connect_at;		/* connecting failed: no new connection before; 0: it did
+								 * not fail.  Monotonic, as the other times */
+	int64		ask_at;			/* the server is silent: no call before; 0: it is not */
+	int64		pause;			/* the last one before ask_at */
 	int64		trying_until;	/* when the time of the backend that tries ends;
 								 * 0: none tries */
 	char		message[256];
@@ -40,6 +54,7 @@ typedef struct Entry
 typedef struct Breakers
 {
 	pg_atomic_uint32 n;			/* of entries */
+	ConditionVariable changed;	/* an entry may let a waiting backend go on */
 	Entry		entries[ENTRIES];	/* protected by the lock */
 } Breakers;
 
@@ -68,6 +83,7 @@ attach(void *memory, LWLockPadded *locks, bool found)
 		return;
 	memset(breakers, 0, sizeof(Breakers));
 	pg_atomic_init_u32(&breakers->n, 0);
+	ConditionVariableInit(&breakers->changed);
 }
 
 const RlSharedPart rl_breaker_part = {sizeof(Breakers), 1, NULL, attach};
@@ -126,6 +142,13 @@ set_trying(RlBreaker *breaker, int64 until)
  * Entries
  */
 
+/* Returns the time at which a backend may try the server; for a suspect one 0. */
+static int64
+try_at(const Entry *entry)
+{
+	return Max(entry->connect_at, entry->ask_at);
+}
+
 /* Returns the entry of the breaker, or NULL if it is closed. */
 static Entry *
 find_entry(const RlBreaker *breaker)
@@ -152,7 +175,7 @@ copy_entry(const RlBreaker *breaker, Entry *copy)
 	return entry != NULL;
 }
 
-/* Makes an entry for the breaker. */
+/* Makes an entry for the breaker, of a suspect server. */
 static Entry *
 add_entry(const RlBreaker *breaker)
 {
@@ -166,8 +189,9 @@ add_entry(const RlBreaker *breaker)
 	}
 	else
 		for (int i = 1; i < n; i++)
-			if (breakers->entries[i].open_until < entry->open_until)
+			if (try_at(&breakers->entries[i]) < try_at(entry))
 				entry = &breakers->entries[i];
+	memset(entry, 0, sizeof(*entry));
 	strlcpy(entry->address, breaker->address, MAX_ADDRESS);
 	return entry;
 }
@@ -183,11 +207,11 @@ remove_entry(Entry *entry)
 	pg_atomic_write_u32(&breakers->n, n);
 }
 
-/* Returns true if the next call may try the server. */
+/* Returns true if a backend may try the server. */
 static bool
 is_half_open(const Entry *entry, int64 now)
 {
-	return now >= entry->open_until && now >= entry->trying_until;
+	return now >= try_at(entry) && now >= entry->trying_until;
 }
 
 /*
@@ -235,76 +259,152 @@ begin_trying(RlBreaker *breaker)
 	LWLockRelease(lock);
 }
 
+/* Sets the error of a call that does not ask the server, because of an earlier failure. */
+void
+rl_not_retrying(RlError *error, const char *address, const char *failure, int64 left)
+{
+	rl_error_set(error, ERRCODE_STORE_FAILED, "not retrying Redis yet, because it has failed");
+	rl_error_detail(error, "The server is %s. The failure was: %s.", address, failure);
+	error->retry_after = Max(left, 1);
+}
+
 /*
- * Returns true if the caller may call the server.  It then must call
- * rl_breaker_succeeded, rl_breaker_failed or rl_breakers_release.  Returns false,
- * with the error set, if the breaker is open.
+ * Returns whether the caller may call the server, with its connection or without one.
+ * With RL_ADMITTED and RL_CHECK the caller then must call rl_breaker_connected,
+ * rl_breaker_answered, rl_breaker_failed or rl_breakers_release.  With RL_WAIT and
+ * RL_OPEN the error is set.
  */
-bool
-rl_breaker_admits(RlBreaker *breaker, RlError *error)
+RlAdmission
+rl_breaker_admits(RlBreaker *breaker, bool connected, RlError *error)
 {
 	if (breaker == NULL || rl_retry_interval == 0)
-		return true;
+		return RL_ADMITTED;
 	touch(breaker);
 	while (pg_atomic_read_u32(&breakers->n) > 0 && breaker->trying_until == 0)
 	{
 		int64		now = rl_monotonic_now();
 		Entry		entry;
 
-		if (!copy_entry(breaker, &entry))
-			break;
+		if (!copy_entry(breaker, &entry) || (connected && entry.ask_at == 0))
+			return RL_ADMITTED;
 		if (!is_half_open(&entry, now))
 		{
-			rl_error_set(error, ERRCODE_STORE_FAILED, "not retrying Redis until ratelimit.retry_interval has passed");
-			rl_error_detail(error, "The server is %s. The failure was: %s.", breaker->address, entry.message);
-			error->retry_after = Max(Max(entry.open_until, entry.trying_until) - now, 1);
-			return false;
+			rl_not_retrying(error, breaker->address, entry.message,
+							Max(try_at(&entry), entry.trying_until) - now);
+			return try_at(&entry) == 0 ? RL_WAIT : RL_OPEN;
 		}
 		begin_trying(breaker);
 	}
-	return true;
+	return breaker->trying_until != 0 ? RL_CHECK : RL_ADMITTED;
 }
 
-/* Closes the breaker.  To be called when the server has answered.  Does not throw. */
-void
-rl_breaker_succeeded(RlBreaker *breaker)
+/*
+ * Waits while another backend tries the server, or until the time.  Returns false once the
+ * time has passed.  May raise an error at an interrupt.
+ */
+bool
+rl_breaker_wait(RlBreaker *breaker, int64 until)
+{
+	int64		now;
+	Entry		entry;
+
+	ConditionVariablePrepareToSleep(&breakers->changed);
+	now = rl_monotonic_now();
+	if (copy_entry(breaker, &entry) && now < Min(entry.trying_until, until))
+		(void) ConditionVariableTimedSleep(&breakers->changed,
+										   (Min(entry.trying_until, until) - now + 999) / 1000,
+										   rl_wait_event());
+	ConditionVariableCancelSleep();
+	return rl_monotonic_now() < until;
+}
+
+/* Forgets that connecting failed, or that the server is silent, or both; if neither is left, removes the entry. */
+static void
+forget_failure(RlBreaker *breaker, bool connected, bool answered)
 {
 	Entry	   *entry;
 	Entry		copy;
 
 	if (breaker == NULL || pg_atomic_read_u32(&breakers->n) == 0)
 		return;
-	set_trying(breaker, 0);
-	if (!copy_entry(breaker, &copy))
+	/* An answer on a connection that is there does not say that another one can be made. */
+	if (!copy_entry(breaker, &copy) || (!connected && copy.connect_at != 0 && copy.ask_at == 0))
 		return;
+	set_trying(breaker, 0);
 	LWLockAcquire(lock, LW_EXCLUSIVE);
 	entry = find_entry(breaker);
 	if (entry != NULL)
-		remove_entry(entry);
+	{
+		if (connected)
+			entry->connect_at = 0;
+		if (answered)
+			entry->ask_at = 0;
+		if (try_at(entry) == 0)
+			remove_entry(entry);
+	}
 	LWLockRelease(lock);
+	ConditionVariableBroadcast(&breakers->changed);
+}
+
+/* Notes that a connection was made, and whether the server has sent an answer.  Does not throw. */
+void
+rl_breaker_connected(RlBreaker *breaker, bool answered)
+{
+	forget_failure(breaker, true, answered);
+}
+
+/* Notes that the server has answered on a connection that was there.  Does not throw. */
+void
+rl_breaker_answered(RlBreaker *breaker)
+{
+	forget_failure(breaker, false, true);
 }
 
 /*
- * Opens the breaker.  To be called when the server could not be reached, or did
- * not answer in time.  Does not throw.
+ * Notes a failure; pause is the time until the next attempt to connect, if connecting
+ * failed.  Sets when the server is tried again in the error, whose message is kept.  Does
+ * not throw.
  */
 void
-rl_breaker_failed(RlBreaker *breaker, RlError *error)
+rl_breaker_failed(RlBreaker *breaker, RlFailure failure, int64 pause, RlError *error)
 {
+	int64		interval = (int64) rl_retry_interval * 1000;
+	bool		tried;
+	int64		now;
 	Entry	   *entry;
 
-	if (breaker == NULL || rl_retry_interval == 0)
+	if (breaker == NULL || interval == 0)
 		return;
+	tried = breaker->trying_until != 0;
 	set_trying(breaker, 0);
 	LWLockAcquire(lock, LW_EXCLUSIVE);
+	now = rl_monotonic_now();
 	entry = find_entry(breaker);
 	if (entry == NULL)
 		entry = add_entry(breaker);
-	entry->open_until = rl_monotonic_now() + (int64) rl_retry_interval * 1000;
-	entry->trying_until = 0;
-	strlcpy(entry->message, error->message, sizeof(entry->message));
-	error->retry_after = (int64) rl_retry_interval * 1000;
+	if (failure == RL_CONNECT_FAILED)
+	{
+		/* Without a new connection it is not known that the server is silent. */
+		entry->ask_at = 0;
+		entry->connect_at = now + pause;
+	}
+	else if (failure == RL_SILENT)
+	{
+		entry->connect_at = 0;
+		if (entry->ask_at == 0)
+			entry->pause = Min(FIRST_PAUSE, interval);
+		else if (tried)
+			entry->pause = Min(entry->pause * 2, interval);
+		entry->ask_at = now + entry->pause;
+	}
+	if (failure != RL_CALL_FAILED)
+		entry->trying_until = 0;
+	if (failure != RL_CALL_FAILED || entry->message[0] == '\0')
+		strlcpy(entry->message, error->message, sizeof(entry->message));
+	error->retry_after = Max(try_at(entry) - now, 0);
 	LWLockRelease(lock);
+	if (failure != RL_CALL_FAILED)
+		ConditionVariableBroadcast(&breakers->changed);
 }
 
 /*
@@ -328,12 +428,13 @@ rl_breakers_release(void)
 			entry->trying_until = 0;
 		LWLockRelease(lock);
 		set_trying(breaker, 0);
+		ConditionVariableBroadcast(&breakers->changed);
 	}
 }
 
 /*
  * Returns the breaker's state for rl_status, or NULL without a breaker, and sets
- * for how many microseconds it stays open.
+ * for how many microseconds no backend tries the server.
  */
 const char *
 rl_breaker_state(RlBreaker *breaker, int64 *left)
@@ -346,8 +447,10 @@ rl_breaker_state(RlBreaker *breaker, int64 *left)
 		return NULL;
 	if (!copy_entry(breaker, &entry))
 		return "closed";
-	*left = Max(entry.open_until - now, 0);
-	if (is_half_open(&entry, now))
-		return "half-open";
-	return now < entry.open_until ? "open" : "trying";
+	if (now < entry.trying_until)
+		return "trying";
+	if (try_at(&entry) == 0)
+		return "suspect";
+	*left = Max(try_at(&entry) - now, 0);
+	return *left == 0 ? "half-open" : entry.ask_at != 0 ? "open" : "connect-failed";
 }

@@ -25,6 +25,7 @@
 #include "storage/shmem.h"
 #include "utils/resowner.h"
 #include "utils/timestamp.h"
+#include "utils/wait_event.h"
 
 #include "shared/breaker.h"
 #include "shared/cells.h"
@@ -45,7 +46,7 @@
  * meaning of a member, or the size of an area changes: while a package is upgraded, old
  * and new libraries run in one server.  Each must find only memory of its own layout.
  */
-#define LAYOUT				5
+#define LAYOUT				6
 #define NAME				"ratelimit " CppAsString2(LAYOUT)
 #define TRANCHE				"ratelimit"
 
@@ -121,6 +122,21 @@ wall_ahead(void)
 	int64		wall = GetCurrentTimestamp() + RL_UNIX_EPOCH;
 
 	return wall - rl_boottime_now();
+}
+
+/* Returns the wait event that pg_stat_activity shows for all waits for Redis. */
+uint32
+rl_wait_event(void)
+{
+#if PG_VERSION_NUM >= 170000
+	static uint32 event = 0;
+
+	if (event == 0)
+		event = WaitEventExtensionNew("RatelimitRedis");
+	return event;
+#else
+	return PG_WAIT_EXTENSION;
+#endif
 }
 
 /*

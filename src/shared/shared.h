@@ -37,6 +37,7 @@ typedef struct RlSharedPart
 
 extern int64 rl_monotonic_now(void);
 extern int64 rl_boottime_now(void);
+extern uint32 rl_wait_event(void);
 extern void rl_sleep_until(int64 until, uint32 wait_event);
 
 extern void rl_shared_request(void);

@@ -597,7 +597,7 @@ unless ($local)
 
 		is($ended->ask("BEGIN; " . take('open', 2)), 't', "$name: units are taken");
 		$redis->pause;
-		$failing->ask("SET ratelimit.retry_interval = '1h'; SET ratelimit.command_timeout = '100ms'; SELECT rl_peek('another', '1/1h')");
+		$failing->ask("SET ratelimit.retry_interval = '1h'; SET ratelimit.command_timeout = '100ms'; SELECT rl_peek('another', '1/1h'); SELECT rl_peek('another', '1/1h')");
 		is($failing->state, 'PT504', 'another session finds that Redis does not answer');
 		$redis->resume;
 		$ended->ask("SET LOCAL ratelimit.retry_interval = '1h'; $end");

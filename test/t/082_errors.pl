@@ -203,7 +203,8 @@ is({ error_of(q{INSERT INTO shop.skipped VALUES ('ann', 2)}) }->{state}, 'PT413'
 # A store that failed
 #
 
-# The error that opens the breaker, of a call about many keys on an open connection.
+# A call about many keys on an open connection: the next call tries again, and its error
+# opens the breaker.
 foreach my $sql (q{INSERT INTO shop.statements VALUES ('many 1'), ('many 2'), ('many 3')}, q{SELECT rl_check_many('{many 1,many 2,many 3}', '1/1d')})
 {
 	$redis->pause;
@@ -212,7 +213,10 @@ foreach my $sql (q{INSERT INTO shop.statements VALUES ('many 1'), ('many 2'), ('
 
 	is($error{state}, 'PT504', 'Redis is suspended, many keys: SQLSTATE');
 	like($error{message}, qr/^lost the connection to Redis: /, 'Redis is suspended, many keys: message');
-	like($error{HINT}, qr/^Retry after 60\.000 seconds\.$/, 'Redis is suspended, many keys: hint');
+	is($error{HINT}, undef, 'Redis is suspended, many keys: no hint, because the next call tries');
+	%error = error_of($sql);
+	like($error{message}, qr/^lost the connection to Redis: /, 'Redis is suspended, a new connection: message');
+	like($error{HINT}, qr/^Retry after 0\.\d{3} seconds\.$/, 'Redis is suspended, a new connection: hint');
 	$redis->resume;
 	# Closes the breaker.
 	$session->set(command_timeout => '10s', retry_interval => 0);
@@ -222,7 +226,7 @@ foreach my $sql (q{INSERT INTO shop.statements VALUES ('many 1'), ('many 2'), ('
 
 $redis->stop;
 # The error that opens the breaker, and the next one.
-foreach my $message (qr/^could not connect to Redis: /, qr/^not retrying Redis until ratelimit\.retry_interval has passed$/)
+foreach my $message (qr/^could not connect to Redis: /, qr/^not retrying Redis yet, because it has failed$/)
 {
 	my %error = error_of(q{SELECT rl_enforce('away', '1/1d')});
 
@@ -244,7 +248,7 @@ foreach my $policy (qw(error deny))
 	}
 	is({ error_of(q{INSERT INTO shop.skipped VALUES ('eve', 1)}) }->{state}, 'PT504', "on_error = $policy, on_deny=skip: an error");
 	$session->ask('SET ratelimit.error_format = postgrest');
-	postgrest("on_error = $policy", q{SELECT rl_enforce('away', '1/1d')}, 'PT504', 503, 'Retry-After');
+	postgrest("on_error = $policy", q{SELECT rl_enforce('away', '1/1d')}, 'PT504', 504, 'Retry-After');
 	$session->ask('RESET ratelimit.error_format');
 }
 

@@ -1,6 +1,6 @@
 # A server that gives the answers that a test wants.  It is a process of its own and
-# listens on a Unix socket or, with tcp => 1, on a port of 127.0.0.1.  It ends with
-# the object.
+# listens on a Unix socket or, with tcp => 1, on a port of 127.0.0.1, with
+# address => '0.0.0.0' of all addresses of the machine.  It ends with the object.
 #
 #   my $liar = LyingServer->new(sub { return (":1\r\n", undef) });
 #   $session->set(redis_url => $liar->url);
@@ -31,7 +31,7 @@ sub new
 {
 	my ($class, $answer, %how) = @_;
 	my $path = PostgreSQL::Test::Utils::tempdir_short . '/liar';
-	my $listener = ($how{tcp} ? IO::Socket::INET->new(LocalAddr => '127.0.0.1', Listen => 10)
+	my $listener = ($how{tcp} ? IO::Socket::INET->new(LocalAddr => $how{address} || '127.0.0.1', Listen => 10)
 		: IO::Socket::UNIX->new(Local => $path, Listen => 10)) or die "no socket: $!";
 	my $port = $how{tcp} && $listener->sockport;
 	my $parent = $$;

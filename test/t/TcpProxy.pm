@@ -1,0 +1,127 @@
+# A proxy in front of a Redis server, whose connections a test can break.  It is a
+# process of its own and listens on a port of 127.0.0.1.  It ends with the object.
+#
+#   my $proxy = TcpProxy->new($redis->port);
+#   $session->set(redis_url => $proxy->url);
+#   $proxy->tell('drop');
+#
+# tell() returns when the proxy has obeyed:
+#
+#   drop     the connections that exist carry nothing more, and stay open
+#   reset    the connections that exist are reset at the next byte of the client
+#   refuse   new connections are closed at once
+#   accept   new connections are served again
+package TcpProxy;
+
+use strict;
+use warnings FATAL => 'all';
+
+use IO::Select;
+use IO::Socket::INET;
+use POSIX ();
+use Socket qw(SOL_SOCKET SO_LINGER AF_UNIX SOCK_STREAM PF_UNSPEC);
+
+sub new
+{
+	my ($class, $target) = @_;
+	my $listener = IO::Socket::INET->new(LocalAddr => '127.0.0.1', Listen => 100) or die "no socket: $!";
+	my $parent = $$;
+
+	socketpair(my $control, my $commands, AF_UNIX, SOCK_STREAM, PF_UNSPEC) or die "no socket: $!";
+	my $child = fork // die "could not fork: $!";
+	if ($child == 0)
+	{
+		$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
+		$SIG{PIPE} = 'IGNORE';
+		close $control;
+		eval { _serve($listener, $target, $commands, $parent) };
+		print STDERR "the proxy: $@" if $@;
+		POSIX::_exit(1);
+	}
+	return bless { port => $listener->sockport, pid => $child, owner => $parent, control => $control }, $class;
+}
+
+sub port { my ($self) = @_; return $self->{port}; }
+
+sub url { my ($self) = @_; return "redis://127.0.0.1:$self->{port}"; }
+
+sub tell
+{
+	my ($self, $command) = @_;
+
+	syswrite $self->{control}, "$command\n";
+	sysread $self->{control}, my $done, 1 or die 'the proxy has ended';
+	return;
+}
+
+sub _serve
+{
+	my ($listener, $target, $commands, $parent) = @_;
+	my $select = IO::Select->new($listener, $commands);
+	# By socket: its peer, whether it is the client's, and how it is broken.
+	my (%peer, %is_client, %broken);
+	my $refuse = 0;
+
+	while (getppid == $parent)
+	{
+		foreach my $socket ($select->can_read(1))
+		{
+			if ($socket == $commands)
+			{
+				sysread $socket, my $command, 100 or return;
+				if ($command =~ /drop|reset/)
+				{
+					$broken{$_} = $command =~ /drop/ ? 'drop' : 'reset' foreach keys %peer;
+				}
+				$refuse = $command =~ /refuse/ if $command =~ /refuse|accept/;
+				syswrite $socket, '.';
+				next;
+			}
+			if ($socket == $listener)
+			{
+				my $client = $listener->accept;
+				my $server = !$refuse && IO::Socket::INET->new(PeerAddr => '127.0.0.1', PeerPort => $target);
+
+				if (!$server) { close $client; next; }
+				@peer{ $client, $server } = ($server, $client);
+				$is_client{$client} = 1;
+				$select->add($client, $server);
+				next;
+			}
+			next unless $peer{$socket};
+			my $data;
+			my $n = sysread $socket, $data, 65536;
+			my $how = $broken{$socket} || '';
+
+			next if $n && $how eq 'drop';
+			if ($n && !$how)
+			{
+				syswrite $peer{$socket}, $data;
+				next;
+			}
+			next if $n && !$is_client{$socket};
+			my $peer = $peer{$socket};
+			foreach my $end ($socket, $peer)
+			{
+				setsockopt $end, SOL_SOCKET, SO_LINGER, pack 'ii', 1, 0 if $how eq 'reset';
+				delete $_->{$end} foreach \(%peer, %is_client, %broken);
+				$select->remove($end);
+				close $end;
+			}
+		}
+	}
+	return;
+}
+
+sub DESTROY
+{
+	my ($self) = @_;
+	local ($?, $@, $!);
+
+	return unless $self->{owner} == $$;
+	kill 'KILL', $self->{pid};
+	waitpid $self->{pid}, 0;
+	return;
+}
+
+1;
