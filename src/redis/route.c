@@ -37,7 +37,8 @@ rl_route_begin(RlRoute *route, const char *key, int len)
 	route->node = route->sentinel_master = NULL;
 	route->reused = route->asking = route->pinned = false;
 	route->resends = 0;
-	route->deadline = 0;
+	route->deadline = route->search_until = 0;
+	route->until = PG_INT64_MAX;
 	route->spent = 0;
 	route->first_error.sqlstate = 0;
 }
@@ -151,7 +152,8 @@ spend(RlRoute *route, int64 start)
 
 /*
  * Asks the Sentinels for the master, which is then the route's node.  The call's
- * deadline moves by the time that this takes.  Returns false with the error set.
+ * deadline moves by the time that this takes; all searches of a call have one deadline.
+ * Returns false with the error set.
  */
 static bool
 ask_sentinels(RlRoute *route, RlError *error)
@@ -159,10 +161,17 @@ ask_sentinels(RlRoute *route, RlError *error)
 	char		password[RL_MAX_PASSWORD];
 	RlBreaker  *breaker = rl_target_breaker(&rl_target);
 	int64		start = rl_monotonic_now();
+	bool		first = route->search_until == 0;
 	bool		found;
 
-	/* The server that they named has been lost since. */
-	if (route->sentinel_master == NULL || !is_lost(route, route->sentinel_master))
+	if (first)
+	{
+		route->search_until = start + whole_time();
+		route->until = route->search_until + whole_time();
+	}
+	/* The server that they named has been lost since, or they name others without end. */
+	if (start < route->search_until &&
+		(route->sentinel_master == NULL || !is_lost(route, route->sentinel_master)))
 	{
 		if (rl_breaker_admits(breaker, false, error) == RL_OPEN)
 			return false;
@@ -170,7 +179,7 @@ ask_sentinels(RlRoute *route, RlError *error)
 		/* A password file that is wrong is an error even if no Sentinel wants it. */
 		rl_password_read(password);
 		explicit_bzero(password, sizeof(password));
-		found = rl_sentinels_ask(route->number, start + whole_time(), &route->sentinel_master, error);
+		found = rl_sentinels_ask(route->number, route->search_until, &route->sentinel_master, error);
 		spend(route, start);
 		if (found)
 		{
@@ -179,7 +188,7 @@ ask_sentinels(RlRoute *route, RlError *error)
 		}
 		if (route->sentinel_master == NULL)
 		{
-			if (error->unreachable)
+			if (error->unreachable && first)
 				rl_breaker_failed(breaker, RL_CONNECT_FAILED, (int64) rl_retry_interval * 1000, error);
 			return false;
 		}
@@ -281,7 +290,7 @@ rl_route_try(RlRoute *route, bool *others, RlError *error)
 	RlNode	   *node = route->node;
 	bool		usable = rl_connection_is_usable(&node->conn);
 	bool		ready;
-	int64		until = PG_INT64_MAX;
+	int64		until = route->until;
 	RlAdmission admission;
 
 	*others = true;

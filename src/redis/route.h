@@ -19,6 +19,8 @@ typedef struct RlRoute
 	bool		pinned;			/* no node but the first may run the call */
 	int			resends;		/* how often a reply has sent the call elsewhere */
 	int64		deadline;		/* 0: nothing was sent yet */
+	int64		search_until;	/* of all searches at Sentinels; 0: none has begun */
+	int64		until;			/* no connecting goes past it */
 	int64		spent;			/* on connecting, on waiting for another backend's check,
 								 * and on asking Sentinels */
 	RlError		first_error;	/* of the first node that was lost; sqlstate 0: none */

@@ -284,4 +284,20 @@ foreach my $how (qw(drop reset))
 	$session->quit;
 }
 
+#
+# A Sentinel that names another server each time
+#
+
+{
+	my $loading = liar(sub { return "-LOADING Redis is loading the dataset in memory\r\n" }, address => '0.0.0.0');
+	my $n = 1;
+	my $sentinel = liar(sub { return (\0.08, address('127.0.0.' . ++$n, $loading->port)) });
+	my $session = session($node);
+
+	$session->set(redis_url => sentinel_url($sentinel), connect_timeout => '200ms', command_timeout => '100ms');
+	is($session->ask($take), 'fail_open', 'a Sentinel that names another server each time');
+	cmp_ok($sentinel->requests, '<=', 6, 'all searches of a call end within connect_timeout + command_timeout: ' . $sentinel->requests);
+	$session->quit;
+}
+
 done_testing();
