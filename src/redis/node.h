@@ -19,6 +19,7 @@ typedef struct RlNode
 	RlConnection conn;
 	uint64		used;			/* number of the route that used it last; 0: free */
 	uint64		lost;			/* number of the route that found it lost last */
+	int64		retired;		/* when a connection was retired last; 0: never */
 	bool		failed;			/* the last connection has failed a call, or could not be set up */
 	int64		reconnected;	/* when it was replaced; 0: a call was answered since */
 	char		failure[sizeof(((RlError *) 0)->message)];	/* of the last failed one */

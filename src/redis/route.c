@@ -370,7 +370,7 @@ read_redirect(const char *text, RlRoute *route)
 /*
  * Leaves the node, which cannot run calls now.  Returns true if another server may
  * run this one.  Unless this is a cluster, the node's name may have another address
- * by the next call, so the connection is not used again.
+ * by the next call, so once in ratelimit.retry_interval the connection is not used again.
  */
 static bool
 leave_node(RlRoute *route, const RlReply *reply)
@@ -380,9 +380,15 @@ leave_node(RlRoute *route, const RlReply *reply)
 
 	if (!is_lost(route, node))
 	{
-		(void) rl_error_reply(&node->conn, false, reply->text, &error);
-		node->conn.retired = !rl_slots_known();
+		bool		retire = rl_interval_left(node->retired) == 0;
+
 		/* Another Sentinel may name another master. */
+		if (rl_target.deployment == RL_SENTINELS && !retire)
+			return false;
+		(void) rl_error_reply(&node->conn, false, reply->text, &error);
+		node->conn.retired |= retire && !rl_slots_known();
+		if (retire)
+			node->retired = rl_monotonic_now();
 		if (route->sentinel_master == node)
 			route->sentinel_master = NULL;
 		lose_node(route, &error);

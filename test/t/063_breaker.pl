@@ -273,10 +273,24 @@ foreach my $how (qw(drop reset))
 {
 	my $session = session($node);
 
+	$redis->cli('CONFIG', 'SET', 'min-replicas-to-write', 1);
+	$session->set(redis_url => $tcp);
+	my $before = connections();
+	is($session->ask($take), 'fail_open', 'the server lacks replicas') foreach 1 .. 20;
+	cmp_ok(connections() - $before, '<=', 2, 'calls get error replies: a backend reconnects once in retry_interval');
+
+	# Nor does each call search at the Sentinels.
+	my $sentinel = liar(sub { return address('127.0.0.1', $redis->port) });
+	$session->set(redis_url => sentinel_url($sentinel));
+	is($session->ask($take), 'fail_open', 'the server lacks replicas') foreach 1 .. 10;
+	cmp_ok($sentinel->requests, '<=', 3, 'calls get error replies: a backend searches once in retry_interval');
+	$redis->cli('CONFIG', 'SET', 'min-replicas-to-write', 0);
+	is($session->ask($take), 'redis', 'the server works again, and its connection is in use');
+
 	# While the connection is set up.
 	my $strict = RedisServer->new(password => 'secret')->start;
 	$session->set(redis_url => $strict->url(tcp => 1), redis_passfile => password_file('wrong'));
-	my $before = $strict->field('stats', 'total_connections_received');
+	$before = $strict->field('stats', 'total_connections_received');
 	is($session->ask($take), 'fail_open', 'the password is wrong') foreach 1 .. 10;
 	cmp_ok($strict->field('stats', 'total_connections_received') - $before, '<=', 2, 'the password is wrong: a backend reconnects once in retry_interval');
 	$session->set(redis_passfile => password_file('secret'));
