@@ -457,6 +457,7 @@ static bool
 connect_to(RlConnection *conn, const RlAddress *address, const char *host, int64 deadline,
 		   RlError *error)
 {
+	int			on = 1;
 	int			socket_error = 0;
 	socklen_t	len = sizeof(socket_error);
 
@@ -464,6 +465,9 @@ connect_to(RlConnection *conn, const RlAddress *address, const char *host, int64
 		return false;
 	/* Programs that the server starts must not inherit it. */
 	(void) fcntl(conn->ctx->fd, F_SETFD, FD_CLOEXEC);
+	/* As libpq does: so the kernel finds a lost server, and gateways keep an idle connection. */
+	if (!address->is_path)
+		(void) setsockopt(conn->ctx->fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
 
 	if (!rl_events_have_room(conn->ctx->fd))
 		return cannot_connect(conn, error, false, strerror(errno));

@@ -314,4 +314,23 @@ foreach my $how (qw(drop reset))
 	$session->quit;
 }
 
+#
+# SO_KEEPALIVE
+#
+
+SKIP:
+{
+	skip 'there is no /proc/net/tcp', 1 unless -r '/proc/net/tcp';
+	my ($session) = connected(1, redis_url => $tcp);
+	my $port = sprintf '%04X', $redis->port;
+
+	# The timer's kind follows the queues: 02 is keepalive.  The timer may have another
+	# kind while bytes are under way.
+	await('a socket with keepalive', sub {
+		return slurp_file('/proc/net/tcp') =~ /^ *\d+: \w+:\w+ \w+:$port 01 \w+:\w+ 02:/m;
+	});
+	pass('a connection over TCP has SO_KEEPALIVE');
+	$session->quit;
+}
+
 done_testing();
