@@ -244,4 +244,22 @@ $monitor->scripts;
 $node->command_ok([ 'psql', '-X', '-q', '-v', 'ON_ERROR_STOP=1', '-d', $node->connstr('filled'), '-f', $dump, '-o', '/dev/null' ], 'restored');
 is($monitor->scripts, 0, 'restoring with --disable-triggers does not call Redis');
 
+#
+# The series of the collector
+#
+
+# Limits with texts of their own do not make series without bound.
+{
+	my ($collected) = slurp_file("$FindBin::RealBin/../../monitoring/prometheus-sql-exporter.yml") =~ /- name: ratelimit_stat\n.*?\n        query: \|\n(.*?)\n\n/s
+	  or die 'the collector has no query';
+
+	$session->ask(q{SELECT rl_check('series:' || l || ':' || n, ('1/' || 3000 + l || 's')::rl_limits, 1)
+		FROM generate_series(1, 60) l, generate_series(1, CASE WHEN l > 50 THEN 3 ELSE 1 END) n, generate_series(1, 2)});
+	my $series = sub {
+		return $session->ask("SELECT count(DISTINCT limits), sum(value) = (SELECT count(*) FROM rl_denied), max(value) FILTER (WHERE limits ~ '305[1-9]s|3060s') "
+			. "FROM ($collected) s WHERE metric = 'refused_keys'");
+	};
+	is($series->(), '21|t|3', 'the refused keys have 21 series: the limits that refuse the most keys, and the sum of the others');
+}
+
 done_testing();
