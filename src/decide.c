@@ -51,7 +51,7 @@ rl_require_store(void)
 
 	rl_require_key_prefix();
 	if (store->is_local)
-		rl_require_shared("ratelimit.store = local");
+		rl_require_local_store("ratelimit.store = local");
 	return store;
 }
 
@@ -426,7 +426,7 @@ begin(Call *call, const RlAction *action, RlAnswer *answer, bool together, RlLea
 	if (action->limits->refunds)
 		rl_grants_prepare();
 	if (rl_on_error == RL_ON_ERROR_LOCAL)
-		rl_require_shared("ratelimit.on_error = local");
+		rl_require_local_store("ratelimit.on_error = local");
 	call->action = action;
 	call->answer = answer;
 	call->store = rl_require_store();

@@ -147,12 +147,18 @@ attach(void *memory, LWLockPadded *my_locks, bool found)
 
 const RlSharedPart rl_cells_part = {.need = need,.attach = attach};
 
-/* Sets the fill level of the memory.  Needs shared memory. */
+/* Sets the fill level of the memory, which is 0 until it is created.  Needs shared memory. */
 void
 rl_cells_fill(RlCellsFill *fill)
 {
 	int64		chunks_in_use;
 
+	if (!rl_find_local_store())
+	{
+		set_sizes(rl_shared_max_keys());
+		*fill = (RlCellsFill) {.max_keys = ncells,.max_entries = (int64) nchunks * RL_CHUNK_ENTRIES};
+		return;
+	}
 	SpinLockAcquire(&free_memory->mutex);
 	fill->keys = free_memory->used_cells - free_memory->ncells;
 	chunks_in_use = (int64) free_memory->used_chunks - free_memory->pool.nspare;

@@ -2,11 +2,12 @@
  * shared.c
  *		Memory that all backends share, divided among the modules that use it.
  *
- * It has a header of fixed size, and areas: the locks, and a part for each module.
- * If the library is preloaded, the postmaster creates it.  Otherwise, from
- * PostgreSQL 17 on, the first backend that needs it creates two segments of dynamic
- * shared memory: one for the header, which other backends find by its name, and one
- * for the areas.  They exist until the server stops.
+ * It has a header of fixed size, and two areas, each with locks and parts: one for the
+ * local store, which is by far the larger, and one for the other modules.  If the library
+ * is preloaded, the postmaster creates all of it.  Otherwise, from PostgreSQL 17 on, the
+ * first backend that needs an area creates it, as a segment of dynamic shared memory.
+ * Another one is for the header, which other backends find by its name.  They exist until
+ * the server stops.
  *
  * Locks: AddinShmemInitLock, while the memory is created or attached.
  */
@@ -56,18 +57,25 @@
 /* Between two looks of a backend at the wall clock. */
 #define CLOCK_CHECK			(RL_SECOND / 100)
 
-/* Written once, when the memory is created, but for wall_ahead; then read without a lock. */
+typedef enum Area
+{
+	BASE,
+	LOCAL_STORE,
+	AREAS
+} Area;
+
+/* Written once, when the memory is created, but for wall_ahead and areas; then read without a lock. */
 typedef struct Header
 {
 	pg_atomic_uint64 wall_ahead;	/* the local store's time less rl_boottime_now; grows only */
 	RlHash		secret;			/* random */
 	int			tranche;		/* of the locks */
 	int			max_keys;		/* ratelimit.local_max_keys at this time */
-	dsm_handle	areas;			/* unless the library is preloaded */
+	dsm_handle	areas[AREAS];	/* unless the library is preloaded; AddinShmemInitLock protects them */
 } Header;
 
 /*
- * Whether the memory was created.  It is in the server's main memory, because
+ * Whether an area was created.  It is in the server's main memory, because
  * dynamic shared memory may be full.  AddinShmemInitLock protects all members.
  */
 typedef struct Attempt
@@ -76,12 +84,13 @@ typedef struct Attempt
 	bool		succeeded;
 } Attempt;
 
-static const RlSharedPart *const parts[] = {
-	&rl_cells_part, &rl_denial_part, &rl_counters_part, &rl_breaker_part,
-	&rl_refusal_log_part, &rl_lease_part
+static const RlSharedPart *const parts[AREAS][6] = {
+	[BASE] = {&rl_denial_part, &rl_counters_part, &rl_breaker_part, &rl_refusal_log_part, &rl_lease_part, NULL},
+	[LOCAL_STORE] = {&rl_cells_part, NULL}
 };
 
-static Header *header = NULL;
+static Header *header = NULL;	/* not NULL: this process has the base */
+static bool has_area[AREAS];
 static shmem_request_hook_type prev_shmem_request_hook = NULL;
 static shmem_startup_hook_type prev_shmem_startup_hook = NULL;
 
@@ -177,18 +186,18 @@ part_size(const RlSharedPart *part, int max_keys, int *nlocks)
 	return CACHELINEALIGN(size);
 }
 
-/* Returns the bytes of the areas, and sets the number of locks. */
+/* Returns the bytes of the area, and sets the number of locks. */
 static Size
-areas_size(int max_keys, int *nlocks)
+area_size(Area area, int max_keys, int *nlocks)
 {
 	Size		total = 0;
 
 	*nlocks = 0;
-	for (size_t i = 0; i < lengthof(parts); i++)
+	for (const RlSharedPart *const *part = parts[area]; *part != NULL; part++)
 	{
 		int			n;
 
-		total = add_size(total, part_size(parts[i], max_keys, &n));
+		total = add_size(total, part_size(*part, max_keys, &n));
 		*nlocks += n;
 	}
 	return add_size(total, mul_size(*nlocks, sizeof(LWLockPadded)));
@@ -205,27 +214,28 @@ init_header(Header *new)
 	new->max_keys = rl_local_max_keys;
 }
 
-/* Attaches all parts to the areas.  "found" says that the areas are initialized. */
+/* Attaches the parts of an area to its memory.  "found" says that it is initialized. */
 static void
-attach_areas(Header *new, char *areas, bool found)
+attach_area(Header *new, Area area, char *memory, bool found)
 {
-	LWLockPadded *locks = (LWLockPadded *) areas;
+	LWLockPadded *locks = (LWLockPadded *) memory;
 	int			nlocks;
 
-	(void) areas_size(new->max_keys, &nlocks);
-	areas += nlocks * sizeof(LWLockPadded);
+	(void) area_size(area, new->max_keys, &nlocks);
+	memory += nlocks * sizeof(LWLockPadded);
 	LWLockRegisterTranche(new->tranche, TRANCHE);
 	for (int i = 0; i < nlocks && !found; i++)
 		LWLockInitialize(&locks[i].lock, new->tranche);
-	for (size_t i = 0; i < lengthof(parts); i++)
+	for (const RlSharedPart *const *part = parts[area]; *part != NULL; part++)
 	{
-		Size		size = part_size(parts[i], new->max_keys, &nlocks);
+		Size		size = part_size(*part, new->max_keys, &nlocks);
 
-		parts[i]->attach(areas, locks, found);
-		areas += size;
+		(*part)->attach(memory, locks, found);
+		memory += size;
 		locks += nlocks;
 	}
 	header = new;
+	has_area[area] = true;
 }
 
 /*
@@ -235,9 +245,12 @@ attach_areas(Header *new, char *areas, bool found)
 static Size
 main_size(void)
 {
+	Size		size = CACHELINEALIGN(sizeof(Header));
 	int			nlocks;
 
-	return add_size(CACHELINEALIGN(sizeof(Header)), areas_size(rl_local_max_keys, &nlocks));
+	for (Area area = 0; area < AREAS; area++)
+		size = add_size(size, area_size(area, rl_local_max_keys, &nlocks));
+	return size;
 }
 
 static void
@@ -252,15 +265,24 @@ static void
 startup(void)
 {
 	bool		found;
+	Header	   *new;
 	char	   *memory;
+	int			nlocks;
 
 	if (prev_shmem_startup_hook)
 		prev_shmem_startup_hook();
 	LWLockAcquire(AddinShmemInitLock, LW_EXCLUSIVE);
-	memory = ShmemInitStruct(NAME, main_size(), &found);
+	new = ShmemInitStruct(NAME, main_size(), &found);
 	if (!found)
-		init_header((Header *) memory);
-	attach_areas((Header *) memory, memory + CACHELINEALIGN(sizeof(Header)), found);
+		init_header(new);
+	memory = (char *) new + CACHELINEALIGN(sizeof(Header));
+	for (Area area = 0; area < AREAS; area++)
+	{
+		Size		size = area_size(area, new->max_keys, &nlocks);
+
+		attach_area(new, area, memory, found);
+		memory += size;
+	}
 	LWLockRelease(AddinShmemInitLock);
 }
 
@@ -281,14 +303,14 @@ rl_shared_request(void)
 #if PG_VERSION_NUM >= 170000
 
 /*
- * Creates the memory if no backend has, and attaches it.  AddinShmemInitLock must be
- * held.  Raises an error if that fails; the resource owner then has the segments.
+ * Creates the area if no backend has, and attaches it.  AddinShmemInitLock must be held.
+ * Raises an error if that fails; the resource owner then has the segments.
  */
 static void
-find_memory(Attempt *attempt)
+find_area(Area area, Attempt *attempt)
 {
-	Header	   *new;
-	dsm_segment *areas = NULL;
+	Header	   *new = header;
+	dsm_segment *segment = NULL;
 	int			nlocks;
 	bool		found;
 
@@ -297,32 +319,35 @@ find_memory(Attempt *attempt)
 	 * the name may be unusable until the server is restarted.
 	 */
 	if (!attempt->succeeded)
-		areas = dsm_create(areas_size(rl_local_max_keys, &nlocks), 0);
-	new = GetNamedDSMSegment(NAME, sizeof(Header), NULL, &found, NULL);
-	if (areas != NULL)
+		segment = dsm_create(area_size(area, area == BASE ? rl_local_max_keys : new->max_keys, &nlocks), 0);
+	if (area == BASE)
+		new = GetNamedDSMSegment(NAME, sizeof(Header), NULL, &found, NULL);
+	if (segment != NULL)
 	{
-		init_header(new);
-		new->areas = dsm_segment_handle(areas);
+		if (area == BASE)
+			init_header(new);
+		new->areas[area] = dsm_segment_handle(segment);
 	}
-	else if ((areas = dsm_find_mapping(new->areas)) == NULL && (areas = dsm_attach(new->areas)) == NULL)
+	else if ((segment = dsm_find_mapping(new->areas[area])) == NULL &&
+			 (segment = dsm_attach(new->areas[area])) == NULL)
 		elog(ERROR, "could not map dynamic shared memory segment");
-	attach_areas(new, dsm_segment_address(areas), attempt->succeeded);
-	dsm_pin_mapping(areas);
+	attach_area(new, area, dsm_segment_address(segment), attempt->succeeded);
+	dsm_pin_mapping(segment);
 	if (!attempt->succeeded)
-		dsm_pin_segment(areas);
+		dsm_pin_segment(segment);
 	attempt->succeeded = true;
 }
 
-/* Returns the record of the attempts.  AddinShmemInitLock must be held.  Raises an error if memory is full. */
+/* Returns the records of the areas' attempts.  AddinShmemInitLock must be held.  Raises an error if memory is full. */
 static Attempt *
-find_attempt(void)
+find_attempts(void)
 {
 	bool		found;
-	Attempt    *attempt = ShmemInitStruct(NAME " attempt", sizeof(Attempt), &found);
+	Attempt    *attempts = ShmemInitStruct(NAME " attempts", AREAS * sizeof(Attempt), &found);
 
 	if (!found)
-		memset(attempt, 0, sizeof(Attempt));
-	return attempt;
+		memset(attempts, 0, AREAS * sizeof(Attempt));
+	return attempts;
 }
 
 /* Releases all resources of the owner, and deletes it. */
@@ -352,14 +377,15 @@ is_first_failure(Attempt *attempt, int64 now)
 }
 
 /*
- * Attaches the memory if this process has not, and creates it if no process has.
- * Does not throw: if the memory cannot be created, the server's log says so, and
- * no process tries again within RETRY_INTERVAL.  The caller must not hold LWLocks.
+ * Attaches the area if this process has not, and creates it if no process has; without
+ * "create", only attaches it.  Does not throw: if it cannot be created, the server's log
+ * says so, and no process tries again within RETRY_INTERVAL.  The caller must not hold
+ * LWLocks, and must have the base unless that is the area.
  */
-void
-rl_shared_start(void)
+static void
+start_area(Area area, bool create)
 {
-	static int64 next_attempt = 0;
+	static int64 next_attempts[AREAS] = {0};
 	MemoryContext context = CurrentMemoryContext;
 	ResourceOwner caller_owner = CurrentResourceOwner;
 	ResourceOwner owner;
@@ -367,19 +393,21 @@ rl_shared_start(void)
 	ErrorData  *volatile error = NULL;
 	int64		now;
 
-	if (header != NULL || (now = rl_monotonic_now()) < next_attempt)
+	if ((now = rl_monotonic_now()) < next_attempts[area] && create)
 		return;
-	next_attempt = now + RETRY_INTERVAL;
 	owner = ResourceOwnerCreate(caller_owner, "ratelimit");
 	CurrentResourceOwner = owner;
 	PG_TRY();
 	{
 		LWLockAcquire(AddinShmemInitLock, LW_EXCLUSIVE);
-		attempt = find_attempt();
-		if (attempt->succeeded || attempt->failed_at == 0 || now - attempt->failed_at >= RETRY_INTERVAL)
-			find_memory(attempt);
-		else
-			next_attempt = attempt->failed_at + RETRY_INTERVAL;
+		attempt = &find_attempts()[area];
+		if (create)
+			next_attempts[area] = now + RETRY_INTERVAL;
+		if (attempt->succeeded ||
+			(create && (attempt->failed_at == 0 || now - attempt->failed_at >= RETRY_INTERVAL)))
+			find_area(area, attempt);
+		else if (create)
+			next_attempts[area] = attempt->failed_at + RETRY_INTERVAL;
 		LWLockRelease(AddinShmemInitLock);
 	}
 	PG_CATCH();
@@ -397,7 +425,8 @@ rl_shared_start(void)
 	if (is_first_failure(attempt, now))
 		ereport(LOG_SERVER_ONLY,
 				(errcode(error->sqlerrcode),
-				 errmsg("could not create the shared memory of ratelimit"),
+				 area == BASE ? errmsg("could not create the shared memory of ratelimit") :
+				 errmsg("could not create the shared memory of ratelimit's local store"),
 				 errdetail_internal("%s", error->message),
 				 errhint("Make more room for dynamic shared memory (usually /dev/shm), or add ratelimit to shared_preload_libraries.")));
 	FreeErrorData(error);
@@ -405,34 +434,83 @@ rl_shared_start(void)
 
 #else
 
-void
-rl_shared_start(void)
+static void
+start_area(Area area pg_attribute_unused(), bool create pg_attribute_unused())
 {
 }
 
 #endif
 
-/* Returns true if there is shared memory. */
+/*
+ * Attaches the shared memory but that of the local store, and creates it if no process
+ * has.  Does not throw.  The caller must not hold LWLocks.
+ */
+void
+rl_shared_start(void)
+{
+	if (header == NULL)
+		start_area(BASE, true);
+}
+
+/* Returns true if there is shared memory; the local store's may still be missing. */
 bool
 rl_shared_available(void)
 {
 	return header != NULL;
 }
 
-/* Raises an error if there is no shared memory; "what" is the feature that needs it. */
+/* Raises an error because a feature has no shared memory. */
+pg_noreturn static void
+raise_unshared(const char *what)
+{
+	ereport(ERROR,
+			(errcode(ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE),
+			 errmsg("%s needs shared memory", what),
+#if PG_VERSION_NUM >= 170000
+			 errhint("The server's log shows why it could not be created.")));
+#else
+			 errhint("Add ratelimit to shared_preload_libraries, and restart the server.")));
+#endif
+}
+
+/* Starts shared memory.  Raises an error if there is none; "what" is the feature that needs it. */
 void
 rl_require_shared(const char *what)
 {
 	rl_shared_start();
 	if (header == NULL)
-		ereport(ERROR,
-				(errcode(ERRCODE_OBJECT_NOT_IN_PREREQUISITE_STATE),
-				 errmsg("%s needs shared memory", what),
-#if PG_VERSION_NUM >= 170000
-				 errhint("The server's log shows why it could not be created.")));
-#else
-				 errhint("Add ratelimit to shared_preload_libraries, and restart the server.")));
-#endif
+		raise_unshared(what);
+}
+
+/*
+ * Does the same, and starts the memory of the local store.  A backend must call this
+ * before it uses that, and so has it when a callback refunds charges there.
+ */
+void
+rl_require_local_store(const char *what)
+{
+	if (has_area[LOCAL_STORE])
+		return;
+	rl_require_shared(what);
+	start_area(LOCAL_STORE, true);
+	if (!has_area[LOCAL_STORE])
+		raise_unshared(what);
+}
+
+/* Attaches the memory of the local store if a process has created it.  Returns false if none has.  Needs shared memory. */
+bool
+rl_find_local_store(void)
+{
+	if (!has_area[LOCAL_STORE])
+		start_area(LOCAL_STORE, false);
+	return has_area[LOCAL_STORE];
+}
+
+/* Returns how many states of the local store there is room for.  Needs shared memory. */
+int
+rl_shared_max_keys(void)
+{
+	return header->max_keys;
 }
 
 /*

@@ -44,6 +44,9 @@ extern void rl_shared_request(void);
 extern void rl_shared_start(void);
 extern bool rl_shared_available(void);
 extern void rl_require_shared(const char *what);
+extern void rl_require_local_store(const char *what);
+extern bool rl_find_local_store(void);
+extern int	rl_shared_max_keys(void);
 extern RlKeyHash rl_key_hash(const RlKey *key);
 extern int64 rl_local_now(void);
 

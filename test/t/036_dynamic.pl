@@ -7,6 +7,7 @@ use strict;
 use warnings FATAL => 'all';
 
 use File::Copy qw(move);
+use List::Util qw(sum0);
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
@@ -31,6 +32,38 @@ sub new_session
 }
 
 is($session->ask('SHOW shared_preload_libraries'), '', 'the library is not preloaded');
+
+# Returns the bytes of the dynamic shared memory that a session has mapped.
+sub mapped
+{
+	my ($of) = @_;
+	no warnings 'portable';
+
+	return sum0(map { m{^([0-9a-f]+)-([0-9a-f]+) .* /dev/shm/PostgreSQL} ? hex($2) - hex($1) : () } split /\n/, slurp_file('/proc/' . $of->pid . '/maps'));
+}
+
+#
+# The memory of the local store is created by the first call that needs it
+#
+
+my $local_fill = 'SELECT local_keys, local_max_keys, local_entries, local_max_entries > 400000, local_evicted FROM rl_status()';
+is($session->ask(q{SELECT source FROM rl_check('k', '1000/1h'); SELECT count(*) FROM rl_stat}), "redis\n1", 'with Redis, there is shared memory');
+is($session->ask($local_fill), '0|100000|0|t|0', 'rl_status shows an empty local store');
+cmp_ok(mapped($session), '<', 16 * 2**20, 'which has no memory: ' . mapped($session));
+my $second = session($node);
+$session->set(on_error => 'local');
+is($session->ask(q{SELECT source FROM rl_check('k2', '1/1h')}), 'redis', 'on_error = local needs the memory');
+cmp_ok(mapped($session), '>', 30 * 2**20, 'it is created: ' . mapped($session));
+$session->set(store => 'local');
+$session->ask(q{SELECT rl_check('l', '1/1h')});
+is($second->ask($local_fill), '1|100000|0|t|0', 'rl_status of another session attaches it');
+$second->set(store => 'local');
+is($second->ask(q{SELECT source, remaining FROM rl_check('l', '9/1h burst 1')}), 'local|0', 'and so does a call');
+$second->ask(q{SELECT rl_check('back', 'sliding_log 3/1d refund_on_abort'); BEGIN; SELECT rl_check('back', 'sliding_log 3/1d refund_on_abort'); ROLLBACK});
+is($session->left('sliding_log 3/1d', 'back'), 2, 'a rollback refunds there');
+$second->quit;
+start_node($node, 'restart');
+$session = session($node);
 
 #
 # One memory
@@ -180,6 +213,20 @@ SKIP:
 	$node->safe_psql('postgres', q{UPDATE pg_proc SET probin = '$libdir/ratelimit' WHERE probin LIKE '%ratelimit%'});
 	open my $file, '>', $full or die "$full: $!";
 	# To the last byte.
+	1 while defined syswrite $file, "\0" x 65536;
+	1 while defined syswrite $file, "\0";
+	# Room for all but the local store.
+	truncate $file, (-s $full) - 18 * 2**20;
+	sysseek $file, 0, 2;
+	my $small = session($node);
+	is($small->ask(q{SELECT source FROM rl_check('small', '3/1h'); SELECT allowed FROM rl_stat; SET max_parallel_workers_per_gather = 2;
+		SET parallel_setup_cost = 0; SET parallel_tuple_cost = 0; SET min_parallel_table_scan_size = 0; SELECT count(*) > 0 FROM pg_class}), "redis\n1\nt",
+		'small: statistics, and a parallel query');
+	is($small->attempt(q{SET ratelimit.store = local; SELECT rl_allow('small', '3/1h')})->{state}, '55000', 'small: no local store') foreach 1 .. 2;
+	is(count_of(qr/LOG:  could not create the shared memory of ratelimit's local store\n/, new_log($node)), 1, 'small: the log says so once');
+	is($small->ask(q{RESET ratelimit.store; SELECT source FROM rl_check('small', '3/1h')}), 'redis', 'small: Redis decides');
+	$node->stop;
+	start_node($node);
 	1 while defined syswrite $file, "\0" x 65536;
 	1 while defined syswrite $file, "\0";
 	new_log($node);
