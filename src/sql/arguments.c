@@ -237,10 +237,18 @@ rl_text_limits(FmgrInfo *call_site, const text *value)
 	return rl_limits_parsed(call_site->fn_extra, call_site->fn_mcxt, value);
 }
 
+/* Returns argument n of a call for this key, or for no key if it is NULL. */
 const RlLimits *
-rl_limits_argument(FunctionCallInfo fcinfo, int n)
+rl_limits_argument(FunctionCallInfo fcinfo, int n, const RlKey *key)
 {
-	rl_require_argument(fcinfo, n, "limits");
+	/* They may come from a query that has found no row for the key. */
+	if (PG_ARGISNULL(n))
+		ereport(ERROR,
+				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				 errmsg("limits must not be null"),
+				 key == NULL ? 0 :
+				 errdetail("Function %s was called for key \"%s\".", get_func_name(fcinfo->flinfo->fn_oid),
+						   rl_key_shown(key->data, key->len))));
 	return rl_text_limits(fcinfo->flinfo, PG_GETARG_TEXT_PP(n));
 }
 

@@ -22,7 +22,7 @@ extern int64 rl_count_argument(FunctionCallInfo fcinfo, int n, const char *name)
 extern int64 rl_duration_argument(FunctionCallInfo fcinfo, int n, const char *name);
 extern int64 rl_quota_argument(FunctionCallInfo fcinfo, int n);
 extern RlKey rl_key_argument(FunctionCallInfo fcinfo, int n);
-extern const RlLimits *rl_limits_argument(FunctionCallInfo fcinfo, int n);
+extern const RlLimits *rl_limits_argument(FunctionCallInfo fcinfo, int n, const RlKey *key);
 
 extern int64 rl_quota_checked(int64 quota);
 extern bool rl_key_make(const char *data, int len, RlKey *key, RlError *error);

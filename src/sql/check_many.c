@@ -14,7 +14,7 @@ PG_FUNCTION_INFO_V1(rl_check_many);
 Datum
 rl_check_many(PG_FUNCTION_ARGS)
 {
-	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
+	const RlLimits *limits = rl_limits_argument(fcinfo, 1, NULL);
 	MemoryContext context;
 	MemoryContext caller;
 	Datum	   *keys;

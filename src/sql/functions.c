@@ -118,7 +118,7 @@ static RlAction
 action_arguments(FunctionCallInfo fcinfo, RlTake how)
 {
 	RlKey		key = rl_key_argument(fcinfo, 0);
-	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
+	const RlLimits *limits = rl_limits_argument(fcinfo, 1, &key);
 	int64		quota = rl_quota_argument(fcinfo, 2);
 
 	return (RlAction) {.key = key,.limits = limits,.quota = quota,.how = how};
@@ -387,7 +387,7 @@ Datum
 rl_refund(PG_FUNCTION_ARGS)
 {
 	RlKey		key = rl_key_argument(fcinfo, 0);
-	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
+	const RlLimits *limits = rl_limits_argument(fcinfo, 1, &key);
 	int64		quota = rl_quota_argument(fcinfo, 2);
 	int64		left[RL_MAX_LIMITS];
 	const RlStore *store;
@@ -420,7 +420,7 @@ Datum
 rl_reset(PG_FUNCTION_ARGS)
 {
 	RlKey		key = rl_key_argument(fcinfo, 0);
-	const RlLimits *limits = PG_NARGS() > 1 ? rl_limits_argument(fcinfo, 1) : NULL;
+	const RlLimits *limits = PG_NARGS() > 1 ? rl_limits_argument(fcinfo, 1, &key) : NULL;
 	const RlStore *store;
 	bool		found;
 

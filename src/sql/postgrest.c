@@ -65,7 +65,7 @@ Datum
 rl_headers_json(PG_FUNCTION_ARGS)
 {
 	char	   *name = name_argument(fcinfo, 0);
-	const RlLimits *limits = rl_limits_argument(fcinfo, 1);
+	const RlLimits *limits = rl_limits_argument(fcinfo, 1, NULL);
 	RlDecision	decision = rl_decision_argument(fcinfo, 2);
 	RlHeader	headers[RL_MAX_HEADERS];
 	int			n = rl_headers(name, limits, binding_limit(limits, &decision), &decision, headers);
