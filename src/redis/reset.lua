@@ -30,5 +30,5 @@ end
 if found > 0 and ARGV[FIRST] ~= 'ban' then
   redis.call('HDEL', hash, 'lease')
 end
-delete_if_empty()
+after_deletion()
 return found

@@ -57,11 +57,18 @@ local function drop(field)
   gone[#gone + 1] = field
 end
 
--- Deletes a hash that has no state and no ban left.
-local function delete_if_empty()
+-- Ends the deletion of fields: deletes a hash that has no state and no ban left, and
+-- sets the expiry of another hash if it is not that of the field.
+local function after_deletion()
   local fields, kept = call('HLEN', hash), call('HMGET', hash, 'expiry', 'lease')
   if fields == (kept[1] and 1 or 0) + (kept[2] and 1 or 0) then
     call('HDEL', hash, 'expiry', 'lease')
+    return
+  end
+  local expiry, needed, set = kept[1], 0, {}
+  --@ expiry
+  if expires then
+    --@ keep_all
   end
 end
 
@@ -76,7 +83,7 @@ local function write()
   if #gone > 0 then
     call('HDEL', hash, unpack(gone))
     if #set == 0 then
-      delete_if_empty()
+      after_deletion()
     end
   end
 end

@@ -118,4 +118,20 @@ $session->ask(q{SET ratelimit.debug_now = '1000000000000000'; SELECT rl_throttle
 	SELECT rl_ban('banned', 1)});
 cmp_ok($redis->cli('PTTL', $_), '>', 3_500_000, "virtual time: $_") foreach 'rl:{virtual}', 'rl:{banned}';
 
+# A call that only deletes fields also repairs an expiry that another program has changed.
+$session->ask('RESET ratelimit.debug_now');
+foreach my $change ([ 'PERSIST' ], [ 'PEXPIRE', 5000 ])
+{
+	foreach my $call (q{rl_refund('changed', 'sliding_log 5/1h', 1)}, q{rl_refund('changed', 'fixed_window 9/2h from_first', 1)},
+		q{rl_unban('changed')}, q{rl_reset('changed', 'sliding_log 5/1h')})
+	{
+		$redis->cli('DEL', 'rl:{changed}');
+		$session->ask(q{SELECT rl_check('changed', 'sliding_log 5/1h, fixed_window 9/2h from_first, 9/3h'), rl_ban('changed', 3600)});
+		my ($command, @time) = @$change;
+		$redis->cli($command, 'rl:{changed}', @time);
+		$session->ask("SELECT $call");
+		is($redis->cli('PEXPIRETIME', 'rl:{changed}'), $redis->cli('HGET', 'rl:{changed}', 'expiry'), "$call after $command");
+	}
+}
+
 done_testing();
