@@ -1,4 +1,4 @@
--- Parts of the scripts that write: the expiry of a hash. It is late enough for all
+-- Parts of the scripts that write: the expiry of a hash, and the end of old states. The expiry is late enough for all
 -- fields. The field "expiry" has it too, in milliseconds of Redis's own clock. Most
 -- calls need a hash until an earlier time, and leave the expiry as it is. Otherwise
 -- it is set later than is needed, so that the next calls leave it.
@@ -28,12 +28,14 @@ end
 
 -- Writes "text" to the field "tag".
 --< keep
+local added
 if expires then
-  call('HSET', hash, tag, text, 'expiry', expires)
+  added = call('HSET', hash, tag, text, 'expiry', expires)
   call('PEXPIREAT', hash, expires)
 else
-  call('HSET', hash, tag, text)
+  added = call('HSET', hash, tag, text)
 end
+--@ sweep
 -->
 
 -- Writes the fields and values of "set".
@@ -42,8 +44,95 @@ if expires then
   set[#set + 1] = 'expiry'
   set[#set + 1] = expires
 end
-call('HSET', hash, unpack(set))
+local added = call('HSET', hash, unpack(set))
 if expires then
   call('PEXPIREAT', hash, expires)
+end
+--@ sweep
+-->
+
+-- Deletes states that have ended, and that no call uses any more, from a hash whose
+-- expiry was set or that has got a field, as few calls do. Looks at some random fields,
+-- and goes on while half of them have ended. So most fields of a hash have not ended,
+-- however many texts of limits were used.
+--
+-- A state is kept for a second longer, for clocks that differ or are set back a little; if
+-- a test sets the time, for 11 years, because it also sets it back. A token bucket's refill
+-- is not known, so it counts as 1. Other fields and values are kept.
+--< sweep
+if expiry and (expires or added > 0) then
+  local match = string.match
+  local slack = least > 0 and 347133600000000 or 1000000
+  local sample, rounds, most = 8, 24, 64
+  if KEYS[2] then
+    sample, rounds, most = 2, 1, 16
+  end
+
+  -- Returns the field of the state to which a field belongs.
+  local function state_of(field)
+    if match(field, '^sliding_log:') or match(field, '^concurrent:') then
+      return match(field, '^(.+:%d+.-):%d+$') or match(field, '^(.+):chunks$') or field
+    end
+    return field
+  end
+
+  -- Returns the end of a state; of a log with chunks also the first number that may have a
+  -- field, and the next number. Raises an error if the value is invalid.
+  local function end_of(field, value)
+    local name, period, rest = match(field, '^([%l_]+):(%d+)(.*)$')
+    if field == 'ban' then
+      return match(value, '^%d+') + 0
+    elseif not name then
+      -- A calendar, and its slack (see state.lua).
+      return match(field, '^fixed_window:%l+:') and match(value, '^%d+ (%-?%d+) ') + 172800000000
+    elseif name == 'fixed_window' or match(rest, ':refused$') then
+      return match(value, '^(%d+) ') + period
+    elseif name == 'throttle' then
+      return string.sub(value, 1, -4) + 1
+    elseif name == 'token_bucket' then
+      local anchor, missing = match(value, '^(%d+) (%d+)$')
+      return anchor + missing * period
+    elseif name == 'sliding_window' then
+      return (match(value, ' (%d+):') + 1) * match(rest, '^:(%d+)') + period
+    elseif name == 'sliding_log' or name == 'concurrent' then
+      local dead, first, next, tail = match(value, '^%d+ (%d+) (%d+) %d+ %d+ (%d+) (.*)$')
+      tail = tail or match(value, ' (.*)$')
+      if tail == '' and first ~= next then
+        tail = string.sub(call('HMGET', hash, field .. ':chunks')[1], 1, -11)
+      end
+      return tail == '' and 0 or string.sub(tail, -22, -7) + period, dead, next
+    end
+  end
+
+  local dropped = 0
+  repeat
+    local states, gone, ended = {}, {}, 0
+    for _, field in ipairs(call('HRANDFIELD', hash, sample)) do
+      local state = state_of(field)
+      if not states[state] then
+        states[#states + 1], states[state] = state, true
+      end
+    end
+    for i, value in ipairs(call('HMGET', hash, unpack(states))) do
+      local valid, ends, dead, next = pcall(end_of, states[i], value)
+      if valid and ends and ends + slack < now then
+        local upto = math.min(next or 0, (dead or 0) + most)
+        for n = dead or 0, upto - 1 do
+          gone[#gone + 1] = string.format('%s:%.0f', states[i], n)
+        end
+        if upto < (next or 0) + 0 then
+          call('HSET', hash, states[i], string.format('0 %.0f %s 0 0 %s ', upto, next, next))
+        else
+          gone[#gone + 1] = states[i]
+        end
+        gone[#gone + 1] = next and states[i] .. ':chunks'
+        ended = ended + 1
+      end
+    end
+    if ended > 0 then
+      call('HDEL', hash, unpack(gone))
+    end
+    rounds, dropped = rounds - 1, dropped + #gone
+  until ended * 2 < #states or rounds == 0 or dropped >= 512
 end
 -->

@@ -134,4 +134,90 @@ foreach my $change ([ 'PERSIST' ], [ 'PEXPIRE', 5000 ])
 	}
 }
 
+# Writes delete states that have ended, whichever limits a call has, and no others.
+# In virtual time they are kept for 11 years.
+my $start = 1_700_000_000_000_000;
+my $years = 347_133_600_000_000;
+my $used = 'fixed_window 1000/30d from_first';
+
+# Returns calls, each a microsecond after the one before.
+sub calls
+{
+	my ($n, $at, $limits) = @_;
+	return "SELECT count(rl_check('swept', '$limits', length(set_config('ratelimit.debug_now', ($at + n)::text, false)) / 16))
+		FROM generate_series(1, $n) n;";
+}
+
+# Makes states of all kinds, whose periods have this unit.
+sub make_states
+{
+	my ($unit, $calendar, $at) = @_;
+	my $rolled_back = "sliding_log 1000/14$unit refund_on_abort";
+
+	$session->ask("SET ratelimit.debug_now = '$at';" . calls(1, $at, "$calendar, 100/1$unit, token_bucket 9/2$unit, fixed_window 9/3$unit")
+		. calls(1, $at, "sliding_window 9/4$unit, sliding_log 9/5$unit, concurrent 9/7$unit")
+		. calls(3, $at, "1/8$unit ban 1$unit after 9, sliding_log 2/9$unit count_denied shadow, fixed_window 1/11$unit from_first shadow")
+		. calls(300, $at, "sliding_log 1000/12$unit") . calls(200, $at, "sliding_log 100/13$unit count_denied")
+		. calls(64, $at, $rolled_back) . 'BEGIN;' . calls(1, $at, $rolled_back) . 'ROLLBACK');
+	is($session->error, '', "states that end after some $unit");
+	return;
+}
+
+sub swept { return { @{ $redis->cli('HGETALL', 'rl:{swept}') } } }
+
+foreach my $way ('the expiry is set', 'a field is new', 'a field is new, one of two keys')
+{
+	my $calls = 0;
+	my $call = sub {
+		my ($at) = @_;
+		my $limits = $way eq 'the expiry is set' ? $used : 'fixed_window 9/' . (100 + $calls++) . 'h from_first';
+
+		$redis->cli('PEXPIRE', 'rl:{swept}', 1_000_000) if $way eq 'the expiry is set';
+		$session->ask("SET ratelimit.debug_now = '$at'; "
+			. ($way =~ /two/ ? "SELECT count(*) FROM rl_check_all('{swept,beside}', ARRAY['$limits', '1000/1s']::rl_limits[])"
+				: "SELECT rl_check('swept', '$limits')"));
+		return;
+	};
+
+	$redis->cli('FLUSHDB');
+	make_states('s', 'fixed_window 9/day in Asia/Tokyo', $start);
+	my @ended = grep { $_ ne 'expiry' } keys %{ swept() };
+	cmp_ok(scalar @ended, '>=', 20, 'many states');
+	$call->($start + $years) foreach 1 .. 3;
+	is_deeply([ grep { !exists swept()->{$_} } @ended ], [], 'states are kept until they end');
+	$redis->cli('HSET', 'rl:{swept}', 'ban', $start + 1_000_000);
+	push @ended, 'ban';
+	make_states('h', 'fixed_window 9/year in Asia/Tokyo', $start + $years);
+	$redis->cli('HSET', 'rl:{swept}', 'another', '1', 'throttle:x', '1', 'fixed_window:9', 'x', 'sliding_log:1:7', '', 'sliding_log:2', '');
+	my %live = %{ swept() };
+	delete @live{ 'expiry', 'fixed_window:2592000000000:first', @ended };
+
+	# The last state but that of the day ends after 14 seconds; the day is kept for two days more.
+	my @days = grep { /day/ } @ended;
+	my $gone = sub { my ($fields) = (swept()); return !grep { exists $fields->{$_} } @_ };
+	foreach (1 .. 500)
+	{
+		$call->($start + $years + 15_000_100);
+		last if $gone->(grep { !/day/ } @ended);
+	}
+	my $fields = swept();
+	is_deeply([ sort grep { exists $fields->{$_} } @ended ], \@days, "$way: the ended states are deleted");
+	is_deeply([ grep { ($fields->{$_} // '') ne $live{$_} } sort keys %live ], [], 'the others are kept');
+	foreach (1 .. 400)
+	{
+		$call->($start + $years + 4 * 86_400_000_000);
+		last if $gone->(@days);
+	}
+	ok($gone->(@days), 'the state of a day is deleted two days after its end');
+}
+
+# The same in real time.
+$session->ask(q{RESET ratelimit.debug_now; SELECT count(rl_check('real', format('token_bucket 1/%sus, sliding_log 1/%sus', n, n)::rl_limits))
+	FROM generate_series(1, 100) n; SELECT rl_check('real', 'fixed_window 1000000/30d from_first')});
+await('the end of the states', sub {
+	$redis->cli('PEXPIRE', 'rl:{real}', 1_000_000);
+	$session->ask(q{SELECT rl_check('real', 'fixed_window 1000000/30d from_first')});
+	return $redis->cli('HLEN', 'rl:{real}') == 2;
+});
+
 done_testing();
