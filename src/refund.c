@@ -212,7 +212,8 @@ prepare_calls(void)
 			memcmp(call->redis_key, grant->redis_key, grant->redis_key_len) != 0)
 		{
 			call = &calls[n++];
-			*call = (RlRefundCall) {grant->redis_key, grant->redis_key_len, 0, refund, RL_REFUND_UNSENT, refused};
+			*call = (RlRefundCall) {.redis_key = grant->redis_key,.redis_key_len = grant->redis_key_len,
+			.refunds = refund,.refused = refused};
 		}
 		*refund++ = (RlRefund) {&grant->limit, &grant->charge};
 		call->n++;

@@ -8,10 +8,6 @@
  * again.  When a server is lost, the calls on its line fail, and all others go on.
  * Each reply must come within ratelimit.command_timeout of the one before, and all
  * of them within that time, plus as much for each KEYS_PER_TIMEOUT keys.
- *
- * With no_throw, a pipeline raises nothing and needs no memory, so that it can
- * run while a transaction ends.  It uses only connections that are there, one
- * after the other, and all of it ends within ratelimit.command_timeout.
  */
 #include "postgres.h"
 
@@ -66,13 +62,10 @@ typedef struct Pipeline
 	void	   *arg;
 	int64	   *unanswered;		/* to which the keys of calls under way are added */
 	RlUsage    *usage;			/* to which the cost is added; or NULL */
-	bool		no_throw;
 	bool		takes_errors;	/* reply() does: an error reply is no failure */
 	RlError    *error;
 	bool		failed;			/* error is that of the first call */
-	bool		script_missing; /* with no_throw: some calls were not run without it */
 	int			next;			/* the call to be sent next */
-	int			answered;
 	RlRoute		route;			/* of the call that is looked at */
 	RlCommand  *command;		/* of that call; NULL: not written yet */
 	bool		no_server;		/* none is left to ask */
@@ -88,7 +81,7 @@ typedef struct Pipeline
 
 /* The number of keys that a call is about */
 #define KEYS_OF(p, call)	((p)->keys ? (p)->keys[(call).i] : 1)
-/* The first line of each pipeline, which needs no memory then. */
+/* The first line of each pipeline, which most have only. */
 static Line kept_line;
 
 /* Returns the line to the node, or NULL. */
@@ -121,8 +114,7 @@ add_line(Pipeline *p, RlNode *node, bool reused)
 	line->load = false;
 	line->loads = 0;
 	line->first = 0;
-	rl_stream_begin(&line->stream, &node->conn, &line->out, &line->reply,
-					p->no_throw ? p->end : 0, p->no_throw);
+	rl_stream_begin(&line->stream, &node->conn, &line->out, &line->reply, 0, false);
 	p->lines[p->nlines++] = line;
 	rl_streams_changed();
 	return line;
@@ -175,11 +167,7 @@ break_line(Pipeline *p, Line *line, int64 given, RlError *error)
 {
 	p->route.node = line->node;
 	remove_line(p, line);
-	/* With no_throw the nodes share the time, so that a node may have had little. */
-	if (p->no_throw)
-		rl_connection_close(&p->route.node->conn);
-	else
-		rl_route_failed(&p->route, given, error);
+	rl_route_failed(&p->route, given, error);
 }
 
 /* Queues a call that was not run. */
@@ -224,14 +212,12 @@ find_line(Pipeline *p, Call *call)
 
 	p->command = NULL;
 	call->slot = -1;
-	if ((p->no_throw || rl_slots_known()) && !write_command(p, call))
-		return NULL;
 	if (rl_slots_known())
+	{
+		if (!write_command(p, call))
+			return NULL;
 		call->slot = rl_slot(rl_command_key(p->command), p->command->key_len);
-	/* With no_throw there is one line; a call for another node has its turn later. */
-	if (p->no_throw)
-		return p->nlines == 0 ? NULL : line_to(p, rl_node_that_has(call->slot));
-
+	}
 	route->slot = call->slot;
 	route->node = call->node ? rl_node_numbered(call->node) : NULL;
 	route->asking = call->asking;
@@ -327,7 +313,7 @@ send_line(Pipeline *p, Line *line)
 	RlError		error;
 	RlOutcome	outcome = rl_stream_send(&line->stream, &error);
 
-	if (outcome == RL_NOT_SENT && line->reused && !p->no_throw)
+	if (outcome == RL_NOT_SENT && line->reused)
 	{
 		/* The connection was dead before, so no call was run. */
 		for (int i = 0; i < line->stream.due; i++)
@@ -370,7 +356,7 @@ take_reply(Pipeline *p, Line *line, Call call, RlError *error)
 	route->slot = call.slot;
 	route->asking = call.asking;
 	route->resends = call.resends;
-	if (no_script || (p->no_throw && reply->kind == RL_REPLY_ERROR))
+	if (no_script)
 		rl_node_answered(line->node);
 	else if (rl_route_answered(route, reply) && may_resend(p))
 	{
@@ -386,14 +372,11 @@ take_reply(Pipeline *p, Line *line, Call call, RlError *error)
 		/* The calls sent before the source came there are answered so too. */
 		line->load = line->loads == 0;
 		call.node = call.asking ? rl_node_number(line->node) : 0;
-		if (p->no_throw)
-			p->script_missing = true;
-		else
-			send_again(p, call);
+		send_again(p, call);
 		return true;
 	}
 	/* The source would bring the same answer again. */
-	if (no_script && !p->no_throw)
+	if (no_script)
 		return rl_redis_check_reply(reply, error);
 	if (!p->takes_errors && !rl_redis_check_reply(reply, &failure))
 		note_failure(p, &failure);
@@ -401,7 +384,6 @@ take_reply(Pipeline *p, Line *line, Call call, RlError *error)
 		return false;
 	else
 	{
-		p->answered++;
 		line->answered = true;
 		p->progress = rl_monotonic_now();
 	}
@@ -542,25 +524,6 @@ run(Pipeline *p)
 	}
 }
 
-/* Runs the pipeline without no_throw.  Returns false with the error set if calls failed. */
-static bool
-run_pipeline(Pipeline *p)
-{
-	int64		start = rl_monotonic_now();
-
-	rl_script_prepare(p->script);
-	rl_route_begin(&p->route, NULL, 0);
-	rl_streams_changed();
-	p->progress = start;
-	p->end = start + (int64) rl_command_timeout * 1000 * (1 + p->nkeys / KEYS_PER_TIMEOUT);
-	run(p);
-	rl_breakers_release();
-	list_free_deep(p->to_resend);
-	if (p->usage != NULL)
-		p->usage->us += rl_monotonic_now() - start;
-	return !p->failed;
-}
-
 /*
  * Runs a script n times.  append() writes the arguments of call i, and may be asked for
  * them again, or returns false when that call is done.  reply() gets the replies that are
@@ -579,72 +542,21 @@ rl_redis_pipeline(RlScript *script, int n, const int *keys, RlPipelineAppend app
 	Pipeline	p = {.script = script,.n = n,.keys = keys,.nkeys = n,.append = append,.reply = reply,.arg = arg,
 	.unanswered = unanswered,.usage = usage,.error = error,.takes_errors = keys != NULL};
 
+	int64		start = rl_monotonic_now();
+
 	for (int i = 0; keys != NULL && i < n; i++)
 		p.nkeys += keys[i] - 1;
 	/* Many keys under way would lose their order if a call had to be sent again. */
 	p.max_due = Max(RL_MAX_DUE * n / p.nkeys, 2);
-	return run_pipeline(&p);
-}
-
-/* Reserves the memory that rl_redis_pipeline_all needs for the script with no_throw. */
-void
-rl_redis_reserve(RlScript *script)
-{
-	/* A pipeline's reply() may call this while the line is in use. */
-	if (kept_line.out.data == NULL)
-		rl_resp_reset(&kept_line.out);
-	enlargeStringInfo(&kept_line.out,
-					  RL_MAX_UNSENT + RL_MAX_NO_THROW_ARGS + strlen(script->source) + 128);
-	enlargeStringInfo(&rl_command_start()->args, RL_MAX_NO_THROW_ARGS);
 	rl_script_prepare(script);
-}
-
-/*
- * Runs a script n times, like rl_redis_pipeline, but reply() gets error replies too.
- * With no_throw, which is for the end of a transaction and after
- * rl_redis_reserve, it raises nothing, needs no memory, and opens no
- * connection.  Each server that is connected has its share of
- * ratelimit.command_timeout, one after the other; calls for others fail.
- */
-bool
-rl_redis_pipeline_all(RlScript *script, int n, RlPipelineAppend append, RlPipelineReply reply,
-					  void *arg, bool no_throw, RlUsage *usage, RlError *error)
-{
-	int64		unanswered = 0;
-	Pipeline	p = {.script = script,.n = n,.append = append,.reply = reply,.arg = arg,
-	.unanswered = &unanswered,.usage = usage,.error = error,.no_throw = no_throw,
-	.takes_errors = true,.nkeys = n,.max_due = RL_MAX_DUE};
-	int64		end = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
-	int			connected = 0;
-
-	if (!no_throw)
-		return run_pipeline(&p);
-	rl_error_set(error, ERRCODE_STORE_FAILED, "there is no connection to Redis");
+	rl_route_begin(&p.route, NULL, 0);
 	rl_streams_changed();
-	for (int i = 1; i <= RL_MAX_NODES; i++)
-		connected += (rl_node_numbered(i)->conn.ctx != NULL);
-	for (int i = 1; i <= RL_MAX_NODES && p.answered < n && rl_nodes_are_current(); i++)
-	{
-		RlNode	   *node = rl_node_numbered(i);
-		int64		left = end - rl_monotonic_now();
-		RlError		failure;
-
-		if (node->conn.ctx == NULL || left < 0)
-			continue;
-		p.end = end - left + left / connected--;
-		if (!rl_connection_settle(&node->conn, p.end, &failure))
-		{
-			note_failure(&p, &failure);
-			rl_connection_close(&node->conn);
-			continue;
-		}
-		do
-		{
-			/* A round that begins with the source runs at least one call, so the loop ends. */
-			add_line(&p, node, true)->load = p.script_missing;
-			p.script_missing = false;
-			run(&p);
-		} while (p.script_missing && node->conn.ctx != NULL);
-	}
-	return p.answered == n;
+	p.progress = start;
+	p.end = start + (int64) rl_command_timeout * 1000 * (1 + p.nkeys / KEYS_PER_TIMEOUT);
+	run(&p);
+	rl_breakers_release();
+	list_free_deep(p.to_resend);
+	if (usage != NULL)
+		usage->us += rl_monotonic_now() - start;
+	return !p.failed;
 }

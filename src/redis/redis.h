@@ -25,7 +25,7 @@ typedef enum RlRefundOutcome
 	RL_REFUND_FAILED			/* with an error reply */
 } RlRefundOutcome;
 
-/* A call that refunds charges of one key. */
+/* Charges of one key that are refunded in one call, also together with those of other keys. */
 typedef struct RlRefundCall
 {
 	const char *redis_key;		/* the key's name in Redis */
@@ -35,6 +35,13 @@ typedef struct RlRefundCall
 	RlRefundOutcome outcome;
 	int64		refused;		/* units to be counted as refused by limits with
 								 * count_denied, or 0 */
+	/* For refunds.c; zero at first: */
+	bool		late;			/* there was no time to send it */
+	bool		alone;			/* it has a call of its own */
+	bool		asking;			/* the node runs it only after ASKING */
+	uint8		node;			/* number of the node that is asked; 0: none is connected */
+	uint8		named;			/* of the one that a redirect named; 0: none */
+	uint8		redirects;
 } RlRefundCall;
 
 /* store.c */
@@ -42,7 +49,11 @@ extern const RlStore rl_redis_store;
 extern bool rl_redis_version(char *version, Size size, RlError *error);
 extern int	rl_redis_key(const RlKey *key, char *redis_key);
 extern bool rl_redis_read_key(const char *name, int name_len, char *key, int *len);
+
+/* refunds.c */
 extern void rl_redis_reserve_refunds(void);
+extern bool rl_redis_refund_until(RlRefundCall *calls, int n, int64 until, RlUsage *usage,
+								  RlError *why, RlError *error);
 extern bool rl_redis_refund_charges(RlRefundCall *calls, int n, bool no_throw, RlUsage *usage,
 									RlError *why, RlError *error);
 

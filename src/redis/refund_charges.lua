@@ -1,40 +1,59 @@
--- Refunds charges of one key, less the quota that has been replenished since, as
--- rl_refund_charge in algorithm.c does. ARGV[2] is not used. Limits that count
--- refused quota then count ARGV[3] as refused, unless it is 0 or the key is banned.
+-- Refunds charges of 1 to 100 keys, in the order of KEYS, less the quota that has been
+-- replenished since, as rl_refund_charge in algorithm.c does. From ARGV[2] on there are
+-- for each key: quota, number of charges, charges. Limits that count refused quota then
+-- count the key's quota as refused, unless it is 0 or the key is banned.
 -- Each charge has the LIMIT arguments of its limit and
 -- CHARGE more: the amount in two parts (throttle: microseconds and nanoseconds;
 -- others: units and 0), the time of the charge, its mark, and of a leftover the key's
 -- life, otherwise 0 (see RlCharge in algorithm.h). A leftover of another life is lost.
+--
+-- Returns 1, or the positions of the keys that have failed: these are not refunded. If
+-- the first key fails, none is, and the reply is its error.
 
 local CHARGE = 5
-local limits, ban, life = load_limits(CHARGE, nil, nil, 'lease')
-for _, l in ipairs(limits) do
-  -- Charges to limits with one tag change one state, each with its own refill.
-  local state = l.state
-  state.refill = l.refill
-  local of_life = ARGV[l.more + CHARGE - 1]
-  if (state.charged or state.used) > 0 and (of_life == '0' or of_life == life) then
-    local amount, rest, at, mark = unpack(ARGV, l.more, l.more + CHARGE - 1)
-    state:refund_charge(tonumber(at), tonumber(mark), tonumber(amount), tonumber(rest))
-    state.changed = true
-  end
-end
-if quota > 0 and not (ban and tonumber(ban) > now) then
+local at, i, failed = 2, 0, {}
+
+local function refund_key()
+  local from, to = at + 2, at + 1 + ARGV[at + 1] * (LIMIT + CHARGE)
+  i = i + 1
+  quota, at = tonumber(ARGV[at]), to + 1
+  hash, set, gone, longest = KEYS[i], {}, {}, 0
+  local limits, ban, life = load_limits(CHARGE, from, to, 'lease')
   for _, l in ipairs(limits) do
-    if l.count_denied then
-      l.state:deny()
-      l.state.changed = true
+    -- Charges to limits with one tag change one state, each with its own refill.
+    local state = l.state
+    state.refill = l.refill
+    local of_life = ARGV[l.more + CHARGE - 1]
+    if (state.charged or state.used) > 0 and (of_life == '0' or of_life == life) then
+      local amount, rest, time, mark = unpack(ARGV, l.more, l.more + CHARGE - 1)
+      state:refund_charge(tonumber(time), tonumber(mark), tonumber(amount), tonumber(rest))
+      state.changed = true
     end
   end
+  if quota > 0 and not (ban and tonumber(ban) > now) then
+    for _, l in ipairs(limits) do
+      if l.count_denied then
+        l.state:deny()
+        l.state.changed = true
+      end
+    end
+  end
+  for _, l in ipairs(limits) do
+    if l.changed then
+      l:save()
+    end
+  end
+  if #set == 0 and #gone == 0 then
+    -- A replica refuses to delete. Otherwise it would answer for its old data.
+    call('HDEL', hash, '')
+  end
+  write()
 end
-for _, l in ipairs(limits) do
-  if l.changed then
-    l:save()
+
+refund_key()
+while i < #KEYS do
+  if not pcall(refund_key) then
+    failed[#failed + 1] = i
   end
 end
-if #set == 0 and #gone == 0 then
-  -- A replica refuses to delete. Otherwise it would answer for its old data.
-  call('HDEL', hash, '')
-end
-write()
-return 1
+return #failed > 0 and failed or 1

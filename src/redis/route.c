@@ -352,19 +352,41 @@ rl_route_failed(RlRoute *route, int64 given, RlError *error)
 	lose_node(route, error);
 }
 
-/* Reads "slot host:port".  Returns the node there, or NULL; with Sentinels none is followed. */
-static RlNode *
-read_redirect(const char *text, RlRoute *route)
+/*
+ * Reads "slot host:port" in the reply of a node.  Returns false if it names no node; with
+ * Sentinels none is followed.
+ */
+static bool
+read_redirect(const RlReply *reply, const RlNode *from, int *slot, RlAddress *address)
 {
-	RlAddress	address = route->node->address;
+	const char *text = strchr(reply->text, ' ') + 1;
 	char	   *end;
-	long		slot = strtol(text, &end, 10);
+	long		number = strtol(text, &end, 10);
 
-	if (rl_target.deployment == RL_SENTINELS || end == text || *end != ' ' ||
-		slot < 0 || slot >= RL_SLOTS || !rl_address_redirect(end + 1, &address))
+	*address = from->address;
+	*slot = number;
+	return rl_target.deployment != RL_SENTINELS && end != text && *end == ' ' &&
+		number >= 0 && number < RL_SLOTS && rl_address_redirect(end + 1, address);
+}
+
+/*
+ * Returns the node that a redirect names, or NULL if the reply is none or this backend does
+ * not know the node.  Does not throw.
+ */
+RlNode *
+rl_route_redirected(const RlNode *from, const RlReply *reply)
+{
+	RlNextStep	step = rl_reply_next_step(reply);
+	RlAddress	address;
+	RlNode	   *node;
+	int			slot;
+
+	if ((step != RL_STEP_MOVED && step != RL_STEP_ASK) || !read_redirect(reply, from, &slot, &address))
 		return NULL;
-	route->slot = slot;
-	return rl_node_find(&address, route->number);
+	node = rl_node_at(&address);
+	if (node != NULL && step == RL_STEP_MOVED)
+		rl_slot_learn(slot, rl_node_number(node));
+	return node;
 }
 
 /*
@@ -408,6 +430,8 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 {
 	RlNode	   *next = NULL;
 	RlNextStep	step = rl_reply_next_step(reply);
+	RlAddress	address;
+	int			slot;
 
 	rl_node_answered(route->node);
 	if (reply->kind != RL_REPLY_ERROR)
@@ -420,7 +444,10 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 	{
 		case RL_STEP_MOVED:
 		case RL_STEP_ASK:
-			next = read_redirect(strchr(reply->text, ' ') + 1, route);
+			if (!read_redirect(reply, route->node, &slot, &address))
+				return false;
+			route->slot = slot;
+			next = rl_node_find(&address, route->number);
 			if (next == NULL)
 				return false;
 			/* The replica of a lost node may own the slot by the next call. */

@@ -33,5 +33,6 @@ extern bool rl_route_connect(RlRoute *route, RlError *error);
 extern void rl_route_failed(RlRoute *route, int64 given, RlError *error);
 extern bool rl_route_answered(RlRoute *route, const RlReply *reply);
 extern bool rl_route_should_pause(const RlRoute *route);
+extern RlNode *rl_route_redirected(const RlNode *from, const RlReply *reply);
 
 #endif							/* ROUTE_H */

@@ -12,7 +12,6 @@
 
 #include "mb/pg_wchar.h"
 
-#include "redis/pipeline.h"
 #include "redis/redis.h"
 #include "redis/scripts.h"
 #include "redis/take.h"
@@ -184,81 +183,6 @@ const RlStore rl_redis_store = {
 	.ban = redis_ban,
 	.unban = redis_unban
 };
-
-/*
- * Refunding charges
- */
-
-/* A pipeline's calls. */
-typedef struct RefundCalls
-{
-	RlRefundCall *calls;
-	RlError    *why;			/* the last error reply */
-} RefundCalls;
-
-static bool
-append_refund_call(RlCommand *command, int i, void *arg)
-{
-	RlRefundCall *call = &((const RefundCalls *) arg)->calls[i];
-
-	/* A no-throw pipeline asks again at each node. */
-	if (call->outcome == RL_REFUND_DONE || call->outcome == RL_REFUND_FAILED)
-		return false;
-	call->outcome = RL_REFUND_SENT;
-	rl_command_number(command, 1);
-	rl_command_arg(command, call->redis_key, call->redis_key_len);
-	rl_command_text(command, rl_debug_now);
-	rl_command_text(command, "");
-	rl_command_number(command, call->refused);
-	for (int j = 0; j < call->n; j++)
-	{
-		const RlLimit *limit = call->refunds[j].limit;
-
-		rl_append_limit(command, limit, 0, call->refused > 0);
-		rl_append_charge(command, limit, call->refunds[j].charge);
-	}
-	return true;
-}
-
-static bool
-read_refund_call(int i, const RlReply *reply, void *arg, RlError *error)
-{
-	const RefundCalls *all = arg;
-	bool		accepted = rl_redis_check_reply(reply, all->why);
-
-	if (accepted && !read_done(reply, error))
-		return false;
-	all->calls[i].outcome = accepted ? RL_REFUND_DONE : RL_REFUND_FAILED;
-	return true;
-}
-
-/*
- * Runs n calls, whose outcome is RL_REFUND_UNSENT, and sets their outcomes; also
- * when an error or the end of the backend interrupts it.  *why is set to the last
- * error reply, if there is any.  Returns false with the error set when some calls
- * have no reply.  With no_throw it connects to no server, and neither throws nor
- * allocates memory; it then needs rl_redis_reserve_refunds, and ends within
- * ratelimit.command_timeout.
- */
-bool
-rl_redis_refund_charges(RlRefundCall *calls, int n, bool no_throw, RlUsage *usage, RlError *why,
-						RlError *error)
-{
-	RefundCalls all = {calls, why};
-
-	return rl_redis_pipeline_all(&rl_refund_charges_script, n, append_refund_call, read_refund_call,
-								 &all, no_throw, usage, error);
-}
-
-/*
- * Allocates the memory that rl_redis_refund_charges needs with no_throw;
- * throws if there is no memory.
- */
-void
-rl_redis_reserve_refunds(void)
-{
-	rl_redis_reserve(&rl_refund_charges_script);
-}
 
 /*
  * Writes the server's name and version.  Returns false with the error set when

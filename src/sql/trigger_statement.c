@@ -238,7 +238,8 @@ refund_one(Statement *statement, Batch *batch, const Charged *charged, MemoryCon
 	if (!charged->local)
 	{
 		batch->charged[batch->n] = charged;
-		batch->calls[batch->n++] = (RlRefundCall) {redis_key(charged), charged->redis_key_len, charged->n, refunds, RL_REFUND_UNSENT, 0};
+		batch->calls[batch->n++] = (RlRefundCall) {.redis_key = redis_key(charged),.redis_key_len = charged->redis_key_len,
+		.n = charged->n,.refunds = refunds};
 		return;
 	}
 	for (int i = 0; i < charged->n; i++)
@@ -361,7 +362,7 @@ send_refunds(Statement *statement, Batch *batch, int64 patience, bool no_throw)
  * Refunds the keys' charges, as far as that is possible: waits for a Redis that has just
  * failed, but not longer than a second and ratelimit.command_timeout without an answer.
  * Throws when it is interrupted.  With no_throw, which is for the end of the backend, it
- * does not wait so, no call to Redis throws, and all of them end within twice
+ * does not wait so, no call to Redis throws, and none begins after
  * ratelimit.command_timeout; it then needs rl_redis_reserve_refunds.
  */
 static void

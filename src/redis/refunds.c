@@ -1,0 +1,494 @@
+/*
+ * refunds.c
+ *		Refunds the charges of many keys.
+ *
+ * If one server has all keys, a call refunds the charges of many of them.  A key that
+ * fails in such a call, and all keys of a call that ends in an error reply, were not
+ * refunded.  They have a call each then, which says why.  In a cluster, each key has its
+ * own call at once.
+ *
+ * At the end of a transaction nothing may be raised, and there may be no memory.  So the
+ * calls go only to servers that are connected, to one after the other.  A call that was
+ * not run, because the server does not know the script, or is a replica, or another node
+ * has the slot, is sent again if a server that may run it is connected.
+ */
+#include "postgres.h"
+
+#include "error.h"
+#include "redis/cluster.h"
+#include "redis/pipeline.h"
+#include "redis/redis.h"
+#include "redis/route.h"
+#include "redis/scripts.h"
+#include "redis/take.h"
+#include "shared/shared.h"
+
+#define MAX_ARGS			49152	/* bytes of a call's arguments */
+#define MAX_CHARGE			768		/* of these, at most, for a charge */
+#define MAX_KEY				96		/* and for a key without its name and charges */
+#define MAX_REDIRECTS		5		/* of a key at the end of a transaction */
+#define KEYS_PER_TIMEOUT	1000	/* then */
+
+/* Keys whose charges are refunded; as the arguments of a pipeline's functions. */
+typedef struct Refunding
+{
+	RlRefundCall *calls;
+	int			n;
+	int64		until;			/* no call is written after it */
+	int		   *first;			/* of each call's keys */
+	int		   *keys;			/* how many each call has */
+	RlError    *why;			/* the last error reply about one key */
+} Refunding;
+
+/* Returns the key after the last of the call that begins with this key. */
+static int
+call_end(const Refunding *refunding, int first)
+{
+	const RlRefundCall *calls = refunding->calls;
+	int			share = 0;
+	int			bytes = MAX_KEY;
+	int			i;
+
+	for (i = first; i < refunding->n && i < first + RL_MAX_TOGETHER; i++)
+	{
+		if (i > first && (rl_slots_known() || calls[first].alone || calls[i].alone ||
+						  calls[i].outcome != RL_REFUND_UNSENT || calls[i].node != calls[first].node))
+			break;
+		/* To count refused quota may take as long as the largest state allows. */
+		share += calls[i].refused > 0 ? 100 : 0;
+		for (int j = 0; j < calls[i].n; j++)
+			share += rl_algorithm(calls[i].refunds[j].limit)->share;
+		bytes += MAX_KEY + calls[i].redis_key_len + calls[i].n * MAX_CHARGE;
+		if (i > first && (share > 100 || bytes > MAX_ARGS))
+			break;
+	}
+	return i;
+}
+
+/* Appends the arguments of a call for n keys. */
+static void
+append_keys(RlCommand *command, RlRefundCall *calls, int n)
+{
+	rl_command_number(command, n);
+	for (int i = 0; i < n; i++)
+		rl_command_arg(command, calls[i].redis_key, calls[i].redis_key_len);
+	rl_command_text(command, rl_debug_now);
+	for (int i = 0; i < n; i++)
+	{
+		calls[i].outcome = RL_REFUND_SENT;
+		rl_command_number(command, calls[i].refused);
+		rl_command_number(command, calls[i].n);
+		for (int j = 0; j < calls[i].n; j++)
+		{
+			const RlLimit *limit = calls[i].refunds[j].limit;
+
+			rl_append_limit(command, limit, 0, calls[i].refused > 0);
+			rl_append_charge(command, limit, calls[i].refunds[j].charge);
+		}
+	}
+}
+
+static void
+set_outcome(RlRefundCall *calls, int n, RlRefundOutcome outcome)
+{
+	for (int i = 0; i < n; i++)
+		calls[i].outcome = outcome;
+}
+
+/* Sets the outcome of a call's keys.  Returns false with the error set if the reply makes no sense. */
+static bool
+read_keys(RlRefundCall *calls, int n, const RlReply *reply, RlError *why, RlError *error)
+{
+	if (reply->kind == RL_REPLY_ERROR)
+	{
+		if (n == 1)
+			(void) rl_redis_check_reply(reply, why);
+		for (int i = 0; n > 1 && i < n; i++)
+			calls[i].alone = true;
+		set_outcome(calls, n, n > 1 ? RL_REFUND_UNSENT : RL_REFUND_FAILED);
+		return true;
+	}
+	if (reply->kind != RL_REPLY_NUMBERS || reply->nvalues == 0 || (!reply->is_array && reply->values[0] != 1))
+		return rl_wrong_reply(error);
+	/* The positions of the keys that have failed; the first key cannot. */
+	for (int i = 0; reply->is_array && i < reply->nvalues; i++)
+		if (reply->values[i] <= (i > 0 ? reply->values[i - 1] : 1) || reply->values[i] > n)
+			return rl_wrong_reply(error);
+	set_outcome(calls, n, RL_REFUND_DONE);
+	for (int i = 0; reply->is_array && i < reply->nvalues; i++)
+	{
+		calls[reply->values[i] - 1].alone = true;
+		calls[reply->values[i] - 1].outcome = RL_REFUND_UNSENT;
+	}
+	return true;
+}
+
+/*
+ * By a pipeline
+ */
+
+static bool
+append_call(RlCommand *command, int i, void *arg)
+{
+	const Refunding *refunding = arg;
+	RlRefundCall *calls = &refunding->calls[refunding->first[i]];
+	int			n = refunding->keys[i];
+	bool		late = rl_monotonic_now() > refunding->until;
+
+	/* Another call may have shown that the server is a cluster's.  A call that is asked for again was not run. */
+	if (late || (n > 1 && rl_slots_known()))
+	{
+		set_outcome(calls, n, RL_REFUND_UNSENT);
+		for (int j = 0; j < n; j++)
+			calls[j].late = late;
+		return false;
+	}
+	append_keys(command, calls, n);
+	return true;
+}
+
+static bool
+read_call(int i, const RlReply *reply, void *arg, RlError *error)
+{
+	const Refunding *refunding = arg;
+
+	return read_keys(&refunding->calls[refunding->first[i]], refunding->keys[i], reply, refunding->why, error);
+}
+
+/*
+ * Refunds n keys, whose outcome is RL_REFUND_UNSENT, and sets their outcomes; also when
+ * an error or the end of the backend interrupts it.  Begins no call after "until": keys
+ * that are left then stay RL_REFUND_UNSENT, and are "late".  *why is set to the last
+ * error reply, if there is any.  Returns false with the error set when some keys have no
+ * reply.  Raises an error if a setting is wrong, or at an interrupt.
+ */
+bool
+rl_redis_refund_until(RlRefundCall *calls, int n, int64 until, RlUsage *usage, RlError *why,
+					  RlError *error)
+{
+	Refunding	refunding = {.calls = calls,.n = n,.until = until,.why = why};
+	int64		unanswered = 0;
+	bool		done = true;
+	int			ncalls = n;
+
+	refunding.first = palloc(n * sizeof(int));
+	refunding.keys = palloc(n * sizeof(int));
+	/* The second time for keys that are asked alone. */
+	for (int round = 0; round < 2 && done && ncalls > 0; round++)
+	{
+		int			end;
+
+		ncalls = 0;
+		for (int i = 0; i < n; i = end)
+		{
+			end = i + 1;
+			if (calls[i].outcome != RL_REFUND_UNSENT || calls[i].late)
+				continue;
+			end = call_end(&refunding, i);
+			refunding.first[ncalls] = i;
+			refunding.keys[ncalls++] = end - i;
+		}
+		done = ncalls == 0 ||
+			rl_redis_pipeline(&rl_refund_charges_script, ncalls, refunding.keys, append_call, read_call,
+							  &refunding, &unanswered, usage, error);
+	}
+	pfree(refunding.first);
+	pfree(refunding.keys);
+	return done;
+}
+
+/*
+ * At the end of a transaction
+ */
+
+/* A call under way; n 0: an ASKING, ahead of its call. */
+typedef struct Sent
+{
+	int			first;
+	int			n;
+	bool		by_source;
+} Sent;
+
+/* The calls to a server, which have their memory before. */
+typedef struct Line
+{
+	RlNode	   *node;
+	RlStream	stream;
+	StringInfoData out;
+	RlReply		reply;
+	bool		load;			/* the next call is to bring the script's source */
+	int			loads;			/* calls under way that bring it */
+	int			next;			/* key */
+	int			oldest;			/* of the ring; stream.due are in it */
+	Sent		sent[RL_MAX_DUE];
+} Line;
+
+typedef struct Ending
+{
+	Refunding	refunding;
+	int64		end;			/* of all calls */
+	int64		patience;		/* the longest wait for a reply */
+	int64		heard;			/* when the last one came, or the first was waited for */
+	RlError    *error;			/* why keys are left; the first reason counts */
+	bool		failed;
+	bool		lost[RL_MAX_NODES + 1]; /* by number: servers that run no more calls */
+} Ending;
+
+static Line line;
+
+/*
+ * Allocates the memory that rl_redis_refund_charges needs with no_throw.  Throws if there
+ * is no memory.
+ */
+void
+rl_redis_reserve_refunds(void)
+{
+	RlScript   *script = &rl_refund_charges_script;
+
+	if (line.out.data == NULL)
+	{
+		rl_resp_reset(&line.out);
+		enlargeStringInfo(&line.out, RL_MAX_UNSENT + MAX_ARGS + strlen(script->source) + 256);
+	}
+	enlargeStringInfo(&rl_command_start()->args, MAX_ARGS);
+	rl_script_prepare(script);
+}
+
+static void
+note_reason(Ending *ending, const RlError *error)
+{
+	if (!ending->failed)
+		*ending->error = *error;
+	ending->failed = true;
+}
+
+/* Returns true if calls can be sent to the server. */
+static bool
+is_open(const Ending *ending, const RlNode *node)
+{
+	return node != NULL && node->conn.ctx != NULL && !node->conn.retired && !ending->lost[rl_node_number(node)];
+}
+
+/*
+ * Returns the server for a key, or NULL if it is not connected.  If the server that has
+ * the key cannot run calls, another server may: it is the new master, or names the owner.
+ */
+static RlNode *
+server_for(const Ending *ending, const RlRefundCall *call)
+{
+	RlNode	   *node = call->named != 0 ? rl_node_numbered(call->named) :
+		rl_node_that_has(rl_slots_known() ? rl_slot(call->redis_key, call->redis_key_len) : -1);
+
+	for (int i = 1; i <= RL_MAX_NODES && !is_open(ending, node) && rl_target.deployment != RL_SENTINELS; i++)
+		node = rl_node_numbered(i);
+	return is_open(ending, node) ? node : NULL;
+}
+
+/* Sets the server of each key that is left.  Returns the first of them, or NULL, and how many there are. */
+static RlNode *
+choose_server(const Ending *ending, int *nservers)
+{
+	bool		seen[RL_MAX_NODES + 1] = {false};
+	RlNode	   *first = NULL;
+
+	*nservers = 0;
+	for (int i = 0; i < ending->refunding.n; i++)
+	{
+		RlRefundCall *call = &ending->refunding.calls[i];
+		RlNode	   *node = call->outcome == RL_REFUND_UNSENT ? server_for(ending, call) : NULL;
+
+		call->node = node != NULL ? rl_node_number(node) : 0;
+		if (node == NULL || seen[call->node])
+			continue;
+		seen[call->node] = true;
+		(*nservers)++;
+		if (first == NULL)
+			first = node;
+	}
+	return first;
+}
+
+static void
+add_sent(Sent sent)
+{
+	line.sent[(line.oldest + line.stream.due) % RL_MAX_DUE] = sent;
+	rl_stream_appended(&line.stream);
+}
+
+/* Writes the next call for the server.  Returns false if there is none, or no time. */
+static bool
+write_next(Ending *ending)
+{
+	Refunding  *refunding = &ending->refunding;
+	int			number = rl_node_number(line.node);
+	int			first = line.next;
+	RlCommand  *command;
+
+	while (first < refunding->n && (refunding->calls[first].outcome != RL_REFUND_UNSENT || refunding->calls[first].node != number))
+		first++;
+	line.next = first;
+	if (first == refunding->n || ending->lost[number] || rl_monotonic_now() > ending->end)
+		return false;
+	line.next = call_end(refunding, first);
+	command = rl_command_start();
+	append_keys(command, &refunding->calls[first], line.next - first);
+	rl_command_append(&line.out, command, &rl_refund_charges_script, line.load, refunding->calls[first].asking);
+	if (refunding->calls[first].asking)
+		add_sent((Sent) {0});
+	add_sent((Sent) {first, line.next - first, line.load});
+	line.loads += line.load;
+	line.load = false;
+	return true;
+}
+
+/* The server cannot run calls, so it has not run this one. */
+static void
+leave_server(Ending *ending, RlRefundCall *calls, int n)
+{
+	RlError	   *why = ending->refunding.why;
+
+	(void) rl_redis_check_reply(&line.reply, why);
+	note_reason(ending, why);
+	line.node->conn.retired = !rl_slots_known();
+	ending->lost[rl_node_number(line.node)] = true;
+	for (int i = 0; i < n; i++)
+	{
+		calls[i].named = 0;
+		calls[i].asking = false;
+		calls[i].outcome = server_for(ending, &calls[i]) != NULL ? RL_REFUND_UNSENT : RL_REFUND_FAILED;
+	}
+}
+
+/* Takes the reply to a call.  Returns false with the error set if it makes no sense. */
+static bool
+take_reply(Ending *ending, Sent sent, RlError *error)
+{
+	RlRefundCall *calls = &ending->refunding.calls[sent.first];
+	RlNextStep	step = rl_reply_next_step(&line.reply);
+	RlNode	   *owner;
+
+	if (step == RL_STEP_SEND_SOURCE && !sent.by_source)
+	{
+		/* The calls sent before the source came there are answered so too. */
+		line.load = line.loads == 0;
+		set_outcome(calls, sent.n, RL_REFUND_UNSENT);
+		return true;
+	}
+	if (step == RL_STEP_LEAVE)
+	{
+		leave_server(ending, calls, sent.n);
+		return true;
+	}
+	owner = sent.n == 1 && calls->redirects < MAX_REDIRECTS ? rl_route_redirected(line.node, &line.reply) : NULL;
+	if (!is_open(ending, owner))
+		return read_keys(calls, sent.n, &line.reply, ending->refunding.why, error);
+	calls->named = rl_node_number(owner);
+	calls->asking = step == RL_STEP_ASK;
+	calls->alone = true;
+	calls->redirects++;
+	calls->outcome = RL_REFUND_UNSENT;
+	return true;
+}
+
+/* Takes the replies that have come.  Returns false with the error set if the server is lost. */
+static bool
+take_replies(Ending *ending, RlError *error)
+{
+	if (!rl_stream_receive(&line.stream, error))
+		return false;
+	for (;;)
+	{
+		Sent		sent = line.sent[line.oldest];
+
+		if (!rl_stream_next(&line.stream, error))
+			return false;
+		if (!line.stream.found)
+			return true;
+		line.oldest = (line.oldest + 1) % RL_MAX_DUE;
+		line.loads -= sent.by_source;
+		ending->heard = rl_monotonic_now();
+		line.stream.deadline = Min(ending->heard + ending->patience, ending->end);
+		rl_node_answered(line.node);
+		if (sent.n > 0 && !take_reply(ending, sent, error))
+			return false;
+	}
+}
+
+/* Sends the calls for a server, and takes the replies.  Returns false with the error set if it is lost. */
+static bool
+run_line(Ending *ending, RlNode *node, RlError *error)
+{
+	RlStream   *stream = &line.stream;
+	int64		deadline;
+
+	ending->heard = rl_monotonic_now();
+	deadline = Min(ending->heard + ending->patience, ending->end);
+	line.load &= line.node == node;
+	line.node = node;
+	line.loads = line.next = line.oldest = 0;
+	rl_resp_reset(&line.out);
+	if (!rl_connection_settle(&node->conn, deadline, error))
+		return false;
+	rl_stream_begin(stream, &node->conn, &line.out, &line.reply, deadline, true);
+	for (;;)
+	{
+		while (rl_stream_has_room(stream) && write_next(ending))
+			;
+		if (stream->due == 0)
+			return rl_stream_end(stream, error);
+		if (rl_stream_send(stream, error) != RL_DONE)
+			return false;
+		rl_streams_wait(&stream, 1, stream->deadline);
+		if (!take_replies(ending, error))
+			return false;
+	}
+}
+
+/*
+ * Refunds as rl_redis_refund_until does, but raises nothing, needs no memory, and opens
+ * no connection.  Servers that do not answer have ratelimit.command_timeout together.
+ */
+static bool
+refund_no_throw(RlRefundCall *calls, int n, RlError *why, RlError *error)
+{
+	int64		whole = (int64) rl_command_timeout * 1000;
+	int64		silence = whole;
+	Ending		ending = {.refunding = {.calls = calls,.n = n,.why = why},.error = error};
+	int			nservers;
+	RlNode	   *node;
+
+	ending.end = rl_monotonic_now() + whole * (1 + n / KEYS_PER_TIMEOUT);
+	rl_error_set(error, ERRCODE_STORE_FAILED, "there is no connection to Redis");
+	line.load = false;
+	while (rl_nodes_are_current() && rl_monotonic_now() <= ending.end &&
+		   (node = choose_server(&ending, &nservers)) != NULL)
+	{
+		RlError		failure;
+
+		ending.patience = silence / nservers;
+		if (run_line(&ending, node, &failure))
+			continue;
+		silence -= Min(rl_monotonic_now() - ending.heard, ending.patience);
+		note_reason(&ending, &failure);
+		ending.lost[rl_node_number(node)] = true;
+		rl_connection_close(&node->conn);
+	}
+	for (int i = 0; i < n; i++)
+		if (calls[i].outcome == RL_REFUND_UNSENT || calls[i].outcome == RL_REFUND_SENT)
+			return false;
+	return true;
+}
+
+/*
+ * Refunds all keys, as rl_redis_refund_until does.  With no_throw, it connects to no
+ * server, and neither throws nor allocates memory; it then needs rl_redis_reserve_refunds.
+ * It ends when no reply has come for ratelimit.command_timeout, and after that time and
+ * as much for each 1000 keys in any case.
+ */
+bool
+rl_redis_refund_charges(RlRefundCall *calls, int n, bool no_throw, RlUsage *usage, RlError *why,
+						RlError *error)
+{
+	return no_throw ? refund_no_throw(calls, n, why, error) :
+		rl_redis_refund_until(calls, n, PG_INT64_MAX, usage, why, error);
+}

@@ -1,0 +1,127 @@
+# Refunds of thousands of charges at the end of a transaction.
+use strict;
+use warnings FATAL => 'all';
+
+use List::Util qw(sum0);
+use PostgreSQL::Test::Cluster;
+use PostgreSQL::Test::Utils;
+use RatelimitTest;
+use RedisCluster;
+use RedisServer;
+use Test::More;
+
+my $redis = RedisServer->new->start;
+# On a busy machine the refunds of thousands of keys need more time than the default.
+my $node = shared_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0', 'ratelimit.command_timeout = 2s');
+my $session = session($node);
+my $watcher = session($node);
+my $keys = 0;
+
+$session->ask(q{
+	CREATE TABLE jobs (id text);
+	CREATE TRIGGER jobs AFTER INSERT ON jobs REFERENCING NEW TABLE AS new
+		FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('{id}', 'concurrent 1/30min');
+	CREATE FUNCTION keys(name text, n int) RETURNS text[] LANGUAGE sql RETURN (SELECT array_agg(name || i) FROM generate_series(1, n) i);
+	-- How many of the keys have charges under the limits.
+	CREATE FUNCTION charged(name text, n int, limits rl_limits) RETURNS bigint LANGUAGE sql
+		RETURN (SELECT count(DISTINCT i) FROM generate_series(1, n) i, rl_peek(name || i, limits, 0) p WHERE p.remaining < p.capacity)});
+
+# A trigger would escape a colon.
+sub new_name { return 'n' . ++$keys . '_'; }
+
+# Returns the number of charges that could not be refunded, by the new lines of the log.
+sub lost { return sum0(new_log($node) =~ /could not refund (\d+)/g); }
+
+
+# Returns the number of script calls that Redis has run.
+sub calls
+{
+	my $stats = $redis->cli('INFO', 'commandstats');
+	my $n = 0;
+
+	$n += $1 while $stats =~ /^cmdstat_eval(?:sha)?:calls=(\d+)/mg;
+	return $n;
+}
+
+#
+# The end of a transaction
+#
+
+foreach my $case ([ 'COMMIT', 20_000 ], [ 'ROLLBACK', 20_000 ], [ 'ROLLBACK', 500 ])
+{
+	my ($end, $n) = @$case;
+	my $name = new_name();
+
+	$session->ask("BEGIN; INSERT INTO jobs SELECT '$name' || i FROM generate_series(1, $n) i");
+	is($watcher->ask("SELECT charged('$name', 500, 'concurrent 1/30min')"), 500, "a statement holds units of $n keys");
+	my $before = calls();
+	$session->ask($end);
+	my $calls = calls() - $before;
+	is($watcher->ask("SELECT charged('$name', $n, 'concurrent 1/30min')"), 0, "$end refunds all of them");
+	cmp_ok($calls, '<=', $n / 40, "in $calls calls");
+	is(lost(), 0, 'no refund is lost');
+	$redis->cli('FLUSHALL');
+}
+
+# Limits of all algorithms, several for each key; one key is of another type.
+{
+	my $limits = join ', ', map { "$_ refund_on_abort" } '5/10d', 'token_bucket 5/10d', 'fixed_window 5/10d', 'fixed_window 5/month',
+	  'sliding_window 5/10d', 'sliding_log 5/10d';
+
+	foreach my $refused ('', ' count_denied')
+	{
+		my $name = new_name();
+
+		$session->ask("BEGIN; SELECT count(*) FROM rl_check_many(keys('$name', 1000), '$limits')");
+		is($watcher->ask("SELECT charged('$name', 1000, '$limits')"), 1000, 'six limits of each of a thousand keys are charged');
+		foreach my $i (1, 500)
+		{
+			$redis->cli('DEL', "rl:{$name$i}");
+			$redis->cli('SET', "rl:{$name$i}", 'no hash');
+		}
+		$redis->cli('SCRIPT', 'FLUSH');
+		$session->ask('ROLLBACK');
+		$redis->cli('DEL', "rl:{$name$_}") foreach 1, 500;
+		is($watcher->ask("SELECT charged('$name', 1000, '$limits')"), 0, 'a rollback refunds all of them, also with scripts that are not known');
+		is(lost(), 12, 'but those of keys of a wrong type');
+	}
+}
+
+# Redis dies: what was sent and has no reply is not sent again.
+{
+	my $name = new_name();
+
+	$session->ask("BEGIN; INSERT INTO jobs SELECT '$name' || i FROM generate_series(1, 5000) i; SET LOCAL ratelimit.command_timeout = '100ms'");
+	$redis->pause;
+	$session->ask('COMMIT');
+	is($session->error, '', 'COMMIT while Redis is suspended');
+	$redis->resume;
+	is(lost(), 5000, 'refunds without a reply are lost');
+	$redis->cli('FLUSHALL');
+}
+
+#
+# A Redis Cluster
+#
+
+{
+	my $cluster = RedisCluster->new(masters => 3);
+	my $name = new_name();
+
+	$_->ask("SET ratelimit.redis_url = '" . $cluster->url . "'") foreach $session, $watcher;
+	foreach my $end ('COMMIT', 'ROLLBACK')
+	{
+		$session->ask("BEGIN; INSERT INTO jobs SELECT '$name' || i FROM generate_series(1, 3000) i");
+		my $slot = $cluster->slot("${name}7");
+		my $from = $cluster->first_owner($slot);
+
+		$cluster->move_slot($slot, $from, ($from + 1) % 3) if $end eq 'COMMIT';
+		$cluster->begin_move($slot, ($from + 1) % 3, $from) if $end eq 'ROLLBACK';
+		$session->ask($end);
+		$cluster->end_move($slot, ($from + 1) % 3, $from) if $end eq 'ROLLBACK';
+		is($watcher->ask("SELECT charged('$name', 3000, 'concurrent 1/30min')"), 0, "$end refunds at all nodes, also while a slot moves");
+		is(lost(), 0, 'no refund is lost');
+	}
+}
+
+done_testing();
