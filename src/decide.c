@@ -56,17 +56,20 @@ rl_require_store(void)
 }
 
 /*
- * Sends the refunds that are due, and returns the store in which a function looks or
- * repairs.  Raises an error as rl_require_store does, or if Redis fails.
+ * Sends the refunds that are due, those of the key first if it is not NULL, and returns the
+ * store in which a function looks or repairs.  Raises an error as rl_require_store does, or if
+ * Redis fails.
  */
 const RlStore *
-rl_asked_store(void)
+rl_asked_store(const RlKey *key)
 {
 	const RlStore *store;
 	RlError		error;
 
 	rl_shared_start();
 	store = rl_require_store();
+	if (key != NULL)
+		rl_refunds_advance(key);
 	if (!rl_refunds_flush(NULL, &error) && !store->is_local)
 		rl_raise(&error);
 	return store;
@@ -365,6 +368,15 @@ note_failed(Call *calls, int n, int64 round_trips)
 		rl_leasing_not_asked(calls[i].leasing, calls[i].action, calls[i].key_hash);
 }
 
+/* Sends refunds that are due, those of the calls' keys first.  Returns false with the error set if the store fails. */
+static inline bool
+flush(Call *calls, int n, RlError *error)
+{
+	for (int i = n - 1; i >= 0 && rl_refunds_pending(); i--)
+		rl_refunds_advance(&calls[i].action->key);
+	return rl_refunds_flush(&calls->answer->usage, error);
+}
+
 /*
  * Asks Redis for n calls, together or each by itself, or for one if unanswered is NULL.
  * Returns false with the error set if a call has no answer.  If it raises an error, the
@@ -380,7 +392,7 @@ ask_redis(Call *calls, int n, bool together, int64 *unanswered, RlError *error)
 	note_asking(calls, n);
 	PG_TRY();
 	{
-		done = rl_refunds_flush(&calls->answer->usage, error);
+		done = flush(calls, n, error);
 		if (done)
 		{
 			round_trips = calls->answer->usage.round_trips;
@@ -406,7 +418,7 @@ static inline bool
 ask_local(Call *calls, int n, bool together, RlError *error)
 {
 	/* The local store decides even if Redis cannot run the refunds that are due. */
-	(void) rl_refunds_flush(&calls->answer->usage, error);
+	(void) flush(calls, n, error);
 	return together ? take_all(calls, n, calls->store, error) : take(calls, calls->store, error);
 }
 

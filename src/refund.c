@@ -3,6 +3,9 @@
  *		The queue of grants to be refunded: each to the store that granted it,
  *		and to Redis those of one key that follow one another in one call.
  *
+ * Ahead of an action, only a part of a long queue is sent.  Those of the action's own keys
+ * are moved to its beginning before.
+ *
  * The array of calls is allocated while quota is granted, so that refunds at the
  * end of a transaction need no memory.
  */
@@ -11,6 +14,7 @@
 #include "common/hashfn.h"
 #include "utils/memutils.h"
 
+#include "algorithm/limits.h"
 #include "error.h"
 #include "refund.h"
 #include "shared/denial_cache.h"
@@ -23,13 +27,86 @@
  */
 #define MAX_KEPT			1024
 
+/* The most grants that are refunded ahead of an action, so that a long queue costs it little. */
+#define MAX_AHEAD			4096
+
+/* Places of keys in the index of the queue; so one has 16 grants at most, usually. */
+#define PLACES				4096
+
 dlist_head	rl_refunds = DLIST_STATIC_INIT(rl_refunds);
+static dlist_head places[PLACES];	/* the queue's grants, by key */
 
 static RlRefundCall *calls = NULL;
 static RlRefund *refunds = NULL;	/* of all calls */
 static int	room = 0;			/* of both, in grants */
 static bool unsettled = false;	/* grants in the queue have calls that may have run */
 static RlError error_reply;		/* the last one */
+
+static dlist_head *
+place_of(const RlGrantId *key)
+{
+	return &places[key->redis_key[0] % PLACES];
+}
+
+/* Adds a grant to the end of the queue.  Does not throw. */
+void
+rl_refund_enqueue(RlGrant *grant)
+{
+	dlist_push_tail(&rl_refunds, &grant->node);
+	dlist_push_tail(place_of(&grant->id), &grant->of_key);
+}
+
+/* Removes a grant from the queue.  Does not throw. */
+void
+rl_refund_dequeue(RlGrant *grant)
+{
+	dlist_delete(&grant->node);
+	dlist_delete(&grant->of_key);
+}
+
+static bool
+is_of_key(const RlGrant *grant, const RlGrantId *key)
+{
+	return grant->id.redis_key[0] == key->redis_key[0] && grant->id.redis_key[1] == key->redis_key[1];
+}
+
+/* Moves the grants of a key to the beginning of the queue, in their order.  Does not throw. */
+void
+rl_refund_advance(const RlGrantId *key)
+{
+	dlist_iter	iter;
+
+	rl_refund_settle();
+	dlist_reverse_foreach(iter, place_of(key))
+	{
+		RlGrant    *grant = dlist_container(RlGrant, of_key, iter.cur);
+
+		if (is_of_key(grant, key))
+			dlist_move_head(&rl_refunds, &grant->node);
+	}
+}
+
+/*
+ * Deletes the grants of a key of one store under these limits' states, or if they are NULL
+ * all of the key's.  Does not throw.
+ */
+void
+rl_refund_forget(const RlGrantId *key, const RlLimits *limits)
+{
+	dlist_mutable_iter iter;
+
+	rl_refund_settle();
+	dlist_foreach_modify(iter, place_of(key))
+	{
+		RlGrant    *grant = dlist_container(RlGrant, of_key, iter.cur);
+		bool		found = limits == NULL;
+
+		for (int i = 0; limits != NULL && i < limits->n; i++)
+			found |= rl_same_state(&grant->limit, &limits->limit[i]);
+		if (found && is_of_key(grant, key) && grant->id.server == key->server && grant->id.local == key->local)
+			rl_grant_drop(grant);
+	}
+}
 
 /* Returns a hash of the server that the settings name. */
 uint64
@@ -97,7 +174,7 @@ typedef enum Cause
 static Cause
 cause_of(const RlGrant *grant)
 {
-	if (grant->id.level == RL_HELD)
+	if (grant->id.level == RL_HELD || grant->id.level == RL_RELEASED)
 		return OF_ACTION;
 	if (grant->id.level == RL_LEFTOVER)
 		return OF_LEASE;
@@ -119,11 +196,12 @@ log_lost(int n, Cause cause, const RlError *why)
 }
 
 /*
- * Deletes the queue's grants whose calls may have run, or all, and logs how many
- * of them are lost, by error replies or for the reason in error.
+ * Deletes the queue's grants whose calls may have run, or that are lost: those that had a
+ * call, and were not late, or all.  Logs how many are lost, by error replies or for the
+ * reason in error.
  */
 static void
-settle(bool all, const RlError *error)
+settle(bool called, bool all, const RlError *error)
 {
 	int			n[CAUSES][RL_REFUND_FAILED + 1] = {{0}};
 	dlist_mutable_iter iter;
@@ -131,10 +209,14 @@ settle(bool all, const RlError *error)
 	dlist_foreach_modify(iter, &rl_refunds)
 	{
 		RlGrant    *grant = dlist_container(RlGrant, node, iter.cur);
-		RlRefundOutcome outcome = grant->call ? grant->call->outcome : RL_REFUND_UNSENT;
+		const RlRefundCall *call = grant->call;
+		RlRefundOutcome outcome = call ? call->outcome : RL_REFUND_UNSENT;
 
+		/* Those with calls are at the beginning. */
+		if (call == NULL && !all)
+			break;
 		grant->call = NULL;
-		if (outcome == RL_REFUND_UNSENT && !all)
+		if (outcome == RL_REFUND_UNSENT && !all && !(called && !call->late))
 			continue;
 		n[cause_of(grant)][outcome]++;
 		end_grant(grant);
@@ -161,7 +243,7 @@ rl_refund_settle(void)
 	if (!unsettled)
 		return;
 	rl_error_set(&error, ERRCODE_STORE_FAILED, "the call that refunds them was interrupted");
-	settle(false, &error);
+	settle(false, false, &error);
 }
 
 /* Returns the units of a grant to the lease that had them.  Returns false if it has ended, or there is none. */
@@ -175,11 +257,12 @@ return_to_lease(const RlGrant *grant)
 }
 
 /*
- * Refunds the queue's grants of the local store and of leases, deletes those of another
- * Redis, and prepares calls for the others.  Returns the number of calls.
+ * Refunds the queue's first grants, as many as "most", if they are of the local store or of
+ * leases, deletes those of another Redis, and prepares calls for the others.  Returns the
+ * number of calls.
  */
 static int
-prepare_calls(void)
+prepare_calls(int most)
 {
 	uint64		server = rl_refund_server();
 	int			elsewhere[CAUSES] = {0};
@@ -194,6 +277,8 @@ prepare_calls(void)
 		RlGrant    *grant = dlist_container(RlGrant, node, iter.cur);
 		int64		refused = grant->refused ? grant->quota : 0;
 
+		if (most-- == 0)
+			break;
 		if (grant->id.local)
 			rl_local_refund_charge(grant->key_hash, &grant->limit, &grant->charge);
 		else if (return_to_lease(grant))
@@ -226,28 +311,30 @@ prepare_calls(void)
 }
 
 /*
- * Refunds the queue's grants in their order; there must be room for its calls.
- * Deletes each grant that is refunded or lost, and logs how many are lost.  Returns
- * false with the error set when Redis cannot be reached; the grants for which
- * nothing was sent are then still in the queue.  With no_throw, which is for the
- * end of a transaction, it does not throw, allocates no memory, and empties the
- * queue.
+ * Refunds the queue's grants in their order, as many as ratelimit.command_timeout allows;
+ * there must be room for its calls.  Deletes each grant that is refunded or lost, and
+ * logs how many are lost.  Returns false with the error set when Redis cannot be
+ * reached; the grants for which nothing was sent are then still in the queue.  With
+ * no_throw, which is for the end of a transaction, it does not throw, allocates no
+ * memory, and empties the queue.
  */
 bool
 rl_refund_queue(bool no_throw, RlUsage *usage, RlError *error)
 {
 	bool		done;
-	bool		all;
+	bool		lost;
 	int			n;
 
 	rl_refund_settle();
-	n = prepare_calls();
+	n = prepare_calls(no_throw ? INT_MAX : MAX_AHEAD);
 	if (n == 0)
 		return true;
 	unsettled = true;
-	done = rl_redis_refund_charges(calls, n, no_throw, usage, &error_reply, error);
+	done = no_throw ? rl_redis_refund_charges(calls, n, true, usage, &error_reply, error) :
+		rl_redis_refund_until(calls, n, rl_monotonic_now() + (int64) rl_command_timeout * 1000,
+							  usage, &error_reply, error);
 	/* Of a cluster only a part has failed, and calls for other keys do not wait for it. */
-	all = !done && (no_throw || rl_redis_is_cluster());
-	settle(all, error);
-	return done || all;
+	lost = !done && (no_throw || rl_redis_is_cluster());
+	settle(lost, no_throw, error);
+	return done || lost;
 }

@@ -10,11 +10,12 @@
 #include "redis/redis.h"
 #include "shared/shared.h"
 
-/* Levels of the queue; parts of grants and held charges are not merged with others. */
+/* Levels of the queue; grants of the first only are merged with others. */
 #define RL_QUEUED			0
-#define RL_QUEUED_PART		(-1)
-#define RL_HELD				(-2)
-#define RL_LEFTOVER			(-3)	/* of a lease; none is logged when it is lost */
+#define RL_QUEUED_PART		(-1)	/* part of a grant */
+#define RL_HELD				(-2)	/* of an action on several keys; at the end of the queue */
+#define RL_RELEASED			(-3)	/* the same, of an action that was refused or failed */
+#define RL_LEFTOVER			(-4)	/* of a lease; none is logged when it is lost */
 
 /* The identity of a grant in its transaction; padding is zero. */
 typedef struct RlGrantId
@@ -35,6 +36,7 @@ typedef struct RlGrantId
 typedef struct RlGrant
 {
 	dlist_node	node;			/* of the transaction's grants, or of rl_refunds */
+	dlist_node	of_key;			/* in rl_refunds: of those whose keys have a place in common */
 	RlGrantId	id;
 	RlLimit		limit;
 	RlCharge	charge;
@@ -48,9 +50,16 @@ typedef struct RlGrant
 	char		redis_key[FLEXIBLE_ARRAY_MEMBER];	/* the key's name in Redis */
 } RlGrant;
 
-/* The queue of grants to be refunded.  Call rl_refund_settle before each change. */
+/*
+ * The queue of grants to be refunded.  Call rl_refund_settle before each change, and
+ * rl_refund_enqueue to add one.
+ */
 extern dlist_head rl_refunds;
 
+extern void rl_refund_enqueue(RlGrant *grant);
+extern void rl_refund_dequeue(RlGrant *grant);
+extern void rl_refund_advance(const RlGrantId *key);
+extern void rl_refund_forget(const RlGrantId *key, const RlLimits *limits);
 extern uint64 rl_refund_server(void);
 extern bool rl_refund_reserve(int n);
 extern void rl_refund_release(void);

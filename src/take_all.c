@@ -157,8 +157,9 @@ take_parts(const RlStore *store, const RlAction *const *actions, int n, RlTaken 
 		return true;
 	}
 	log_lost(0, PointerGetDatum(&parts));
-	if (done)
-		rl_holds_refuse();
+	rl_holds_release(done);
+	for (int i = 0; i < n; i++)
+		rl_refunds_advance(&actions[i]->key);
 	/* Charges that cannot be refunded now are logged, or are refunded before the next command. */
 	(void) rl_refunds_flush(usage, &refund_error);
 	for (int i = 0; i < n && done; i++)

@@ -59,7 +59,10 @@ void
 rl_grant_drop(RlGrant *grant)
 {
 	hash_search(entries, &grant->id, HASH_REMOVE, NULL);
-	dlist_delete(&grant->node);
+	if (grant->id.level < 1)
+		rl_refund_dequeue(grant);
+	else
+		dlist_delete(&grant->node);
 	pfree(grant);
 	ngrants--;
 }
@@ -152,7 +155,7 @@ enqueue(RlGrant *grant)
 	if (!change_level(grant, RL_QUEUED))
 		return;
 	dlist_delete(&grant->node);
-	dlist_push_tail(&rl_refunds, &grant->node);
+	rl_refund_enqueue(grant);
 }
 
 static void
@@ -259,7 +262,7 @@ transaction_ends(XactEvent event, void *arg pg_attribute_unused())
 	log_outlived();
 	rl_refund_release();
 	dlist_init(&grants);
-	dlist_init(&rl_refunds);
+	Assert(dlist_is_empty(&rl_refunds));
 	ngrants = 0;
 	overflowed = false;
 	MemoryContextDelete(context);
@@ -416,12 +419,24 @@ rl_grants_note(const RlKey *key, const RlLimits *limits, const RlCharge *charges
  * refunded whatever ends the action, unless rl_holds_drop is called.
  */
 
+/* Returns the last of the queue's grants if it is of a held charge, or NULL. */
+static RlGrant *
+last_hold(void)
+{
+	RlGrant    *grant = dlist_is_empty(&rl_refunds) ? NULL :
+		dlist_container(RlGrant, node, dlist_tail_node(&rl_refunds));
+
+	return grant != NULL && grant->id.level == RL_HELD ? grant : NULL;
+}
+
 /* Makes room for n held charges.  Throws if there is no memory. */
 void
 rl_holds_prepare(int n)
 {
 	rl_grants_prepare();
 	rl_refund_settle();
+	/* Those of an action that was interrupted. */
+	rl_holds_release(false);
 	if (!rl_refund_reserve(ngrants + n))
 		ereport(ERROR, (errcode(ERRCODE_OUT_OF_MEMORY), errmsg("out of memory")));
 }
@@ -451,22 +466,28 @@ rl_queue_charges(const RlKey *key, const RlLimits *limits, const RlCharge *charg
 		if (grant == NULL)
 			continue;
 		grant->quota = quota;
-		dlist_push_tail(&rl_refunds, &grant->node);
+		rl_refund_enqueue(grant);
 	}
 	return all;
 }
 
-/* Lets the refund of held charges count their quota as refused, where limits have count_denied. */
+/*
+ * Ends the hold of all charges: the action does not happen.  If it was refused, their refund
+ * counts their quota as refused, where limits have count_denied.
+ */
 void
-rl_holds_refuse(void)
+rl_holds_release(bool refused)
 {
 	dlist_iter	iter;
 
-	dlist_foreach(iter, &rl_refunds)
+	dlist_reverse_foreach(iter, &rl_refunds)
 	{
 		RlGrant    *grant = dlist_container(RlGrant, node, iter.cur);
 
-		grant->refused = grant->id.level == RL_HELD;
+		if (grant->id.level != RL_HELD)
+			break;
+		grant->id.level = RL_RELEASED;
+		grant->refused = refused;
 	}
 }
 
@@ -474,15 +495,8 @@ rl_holds_refuse(void)
 void
 rl_holds_drop(void)
 {
-	dlist_mutable_iter iter;
-
-	dlist_foreach_modify(iter, &rl_refunds)
-	{
-		RlGrant    *grant = dlist_container(RlGrant, node, iter.cur);
-
-		if (grant->id.level == RL_HELD)
-			rl_grant_drop(grant);
-	}
+	for (RlGrant *grant; (grant = last_hold()) != NULL;)
+		rl_grant_drop(grant);
 }
 
 /* Returns true if savepoints were rolled back whose charges are not refunded yet. */
@@ -492,8 +506,21 @@ rl_refunds_pending(void)
 	return !dlist_is_empty(&rl_refunds);
 }
 
+/* Lets the charges of a key be refunded first.  Does not throw. */
+void
+rl_refunds_advance(const RlKey *key)
+{
+	RlGrantId	id;
+	char		redis_key[RL_MAX_REDIS_KEY];
+
+	if (dlist_is_empty(&rl_refunds))
+		return;
+	set_key(&id, key, false, redis_key);
+	rl_refund_advance(&id);
+}
+
 /*
- * Refunds these charges, and adds the cost to the usage, unless that is NULL.
+ * Refunds these charges, as many as ratelimit.command_timeout allows, and adds the cost to the usage, unless that is NULL.
  * Returns false with the error set when Redis cannot be reached; throws when it is
  * interrupted.
  */
@@ -560,7 +587,7 @@ enqueue_part(const RlGrant *grant, int64 amount)
 	memcpy(part, grant, size);
 	part->id.level = RL_QUEUED_PART;
 	part->charge.amount = amount;
-	dlist_push_tail(&rl_refunds, &part->node);
+	rl_refund_enqueue(part);
 	ngrants++;
 }
 
@@ -621,9 +648,10 @@ rl_grants_forget(const RlKey *key, const RlLimits *limits, bool local)
 	char		redis_key[RL_MAX_REDIS_KEY];
 	dlist_mutable_iter iter;
 
-	if (context == NULL || dlist_is_empty(&grants))
+	if (context == NULL)
 		return;
 	set_key(&searched, key, local, redis_key);
+	rl_refund_forget(&searched, limits);
 	dlist_foreach_modify(iter, &grants)
 	{
 		RlGrant    *grant = dlist_container(RlGrant, node, iter.cur);

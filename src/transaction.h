@@ -17,9 +17,10 @@ extern void rl_grants_forget(const RlKey *key, const RlLimits *limits, bool loca
 extern void rl_holds_prepare(int n);
 extern bool rl_queue_charges(const RlKey *key, const RlLimits *limits, const RlCharge *charges,
 							 int64 quota, int level);
-extern void rl_holds_refuse(void);
+extern void rl_holds_release(bool refused);
 extern void rl_holds_drop(void);
 extern bool rl_refunds_pending(void);
+extern void rl_refunds_advance(const RlKey *key);
 extern bool rl_refunds_flush(RlUsage *usage, RlError *error);
 
 #endif							/* TRANSACTION_H */

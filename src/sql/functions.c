@@ -298,7 +298,7 @@ rl_peek(PG_FUNCTION_ARGS)
 	{
 		rl_shared_start();
 		rl_queue_leftovers(&action.key);
-		if (!rl_asked_store()->take(&action, each, &answer, &error))
+		if (!rl_asked_store(&action.key)->take(&action, each, &answer, &error))
 			rl_raise(&error);
 		/* A shadow limit shows no ban. */
 		for (int i = 0; i < action.limits->n; i++)
@@ -397,7 +397,7 @@ rl_refund(PG_FUNCTION_ARGS)
 	begin_repair(&key, REFUND, limits);
 	for (int i = 0; i < limits->n; i++)
 		left[i] = rl_grants_refund(&key, &limits->limit[i], quota, rl_require_store()->is_local);
-	store = rl_asked_store();
+	store = rl_asked_store(&key);
 	for (int i = 0; i < limits->n; i++)
 	{
 		RlLimits	same = {.n = 0};
@@ -427,7 +427,7 @@ rl_reset(PG_FUNCTION_ARGS)
 	if (limits != NULL && limits->kind != RL_LISTED)
 		PG_RETURN_BOOL(false);
 	begin_repair(&key, RESET, limits);
-	store = rl_asked_store();
+	store = rl_asked_store(&key);
 	found = run_repair(store, &key, RESET, limits, 0);
 	/* After a failure, a rollback refunds what a reset would have deleted. */
 	rl_grants_forget(&key, limits, store->is_local);
@@ -450,7 +450,7 @@ rl_ban(PG_FUNCTION_ARGS)
 	int64		duration = rl_duration_argument(fcinfo, 1, "seconds");
 
 	begin_repair(&key, BAN, NULL);
-	(void) run_repair(rl_asked_store(), &key, BAN, NULL, duration);
+	(void) run_repair(rl_asked_store(&key), &key, BAN, NULL, duration);
 	PG_RETURN_VOID();
 }
 
@@ -461,5 +461,5 @@ rl_unban(PG_FUNCTION_ARGS)
 	RlKey		key = rl_key_argument(fcinfo, 0);
 
 	begin_repair(&key, UNBAN, NULL);
-	PG_RETURN_BOOL(run_repair(rl_asked_store(), &key, UNBAN, NULL, 0));
+	PG_RETURN_BOOL(run_repair(rl_asked_store(&key), &key, UNBAN, NULL, 0));
 }

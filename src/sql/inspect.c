@@ -199,7 +199,7 @@ rl_bans(PG_FUNCTION_ARGS)
 	set_pattern(&bans, fcinfo);
 	InitMaterializedSRF(fcinfo, 0);
 	begin_sort(&bans);
-	if (rl_asked_store()->is_local)
+	if (rl_asked_store(NULL)->is_local)
 		rl_local_bans(add_ban, &bans);
 	else if (!rl_redis_bans(add_ban, &bans, &error))
 		rl_raise(&error);
@@ -236,7 +236,7 @@ rl_inspect(PG_FUNCTION_ARGS)
 	RlError		error;
 
 	InitMaterializedSRF(fcinfo, 0);
-	if (rl_asked_store()->is_local)
+	if (rl_asked_store(&key)->is_local)
 		rl_local_inspect(&key, add_state, fcinfo->resultinfo);
 	else if (!rl_redis_inspect(&key, add_state, fcinfo->resultinfo, &error))
 		rl_raise(&error);

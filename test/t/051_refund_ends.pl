@@ -380,13 +380,13 @@ foreach my $how ('ROLLBACK', 'ROLLBACK TO')
 {
 	my $key = new_key();
 
-	$session->ask("BEGIN; SAVEPOINT s; SELECT count(take('$key:' || n, 5)) FROM generate_series(1, 1500) n");
-	$redis->cli('DEL', "rl:{$key:$_}") foreach 7, 1300;
-	$redis->cli('SET', "rl:{$key:$_}", 'a string') foreach 7, 1300;
+	$session->ask("BEGIN; SAVEPOINT s; SELECT count(take('$key:' || n, 5)) FROM generate_series(1, 800) n");
+	$redis->cli('DEL', "rl:{$key:$_}") foreach 7, 780;
+	$redis->cli('SET', "rl:{$key:$_}", 'a string') foreach 7, 780;
 	$session->ask($how eq 'ROLLBACK' ? 'ROLLBACK' : "ROLLBACK TO s; SELECT take('$key', 1)");
 	is($session->error, '', "$how with two keys that are not a hash raises no error");
 	$session->ask('COMMIT') if $how ne 'ROLLBACK';
-	is($watcher->ask("SELECT string_agg(DISTINCT free('$key:' || n), ',') FROM generate_series(1, 1500) n WHERE n NOT IN (7, 1300)"),
+	is($watcher->ask("SELECT string_agg(DISTINCT free('$key:' || n), ',') FROM generate_series(1, 800) n WHERE n NOT IN (7, 780)"),
 		10, "$how refunds the other keys");
 	my @lost = lost();
 	is(scalar @lost, 1, "$how: the log has one line");

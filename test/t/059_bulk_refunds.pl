@@ -1,4 +1,4 @@
-# Refunds of thousands of charges at the end of a transaction.
+# Refunds of thousands of charges at the end of a transaction, and ahead of an action.
 use strict;
 use warnings FATAL => 'all';
 
@@ -47,7 +47,7 @@ sub calls
 # The end of a transaction
 #
 
-foreach my $case ([ 'COMMIT', 20_000 ], [ 'ROLLBACK', 20_000 ], [ 'ROLLBACK', 500 ])
+foreach my $case ([ 'COMMIT', 20_000 ], [ 'ROLLBACK', 5000 ], [ 'COMMIT', 500 ])
 {
 	my ($end, $n) = @$case;
 	my $name = new_name();
@@ -97,6 +97,51 @@ foreach my $case ([ 'COMMIT', 20_000 ], [ 'ROLLBACK', 20_000 ], [ 'ROLLBACK', 50
 	is($session->error, '', 'COMMIT while Redis is suspended');
 	$redis->resume;
 	is(lost(), 5000, 'refunds without a reply are lost');
+	$redis->cli('FLUSHALL');
+}
+
+#
+# Ahead of an action
+#
+
+# The charges of the action's own key are refunded first.
+{
+	my $name = new_name();
+	my $limit = 'sliding_log 50/1h refund_on_abort';
+	my $left = "SELECT charged('$name', 20000, '$limit')";
+
+	$session->ask("BEGIN; SAVEPOINT s; SELECT count(*) FROM rl_check_many(keys('$name', 20000), '$limit'); ROLLBACK TO s");
+	my $before = calls();
+	is($session->ask("SELECT remaining FROM rl_check('${name}10000', '$limit')"), 49, 'the figures of an action are those after its own refund');
+	my $calls = calls() - $before;
+	cmp_ok($calls, '<', 1500, "ahead of it, $calls calls are made");
+	cmp_ok($watcher->ask($left), '>', 10_000, 'and most of the refunds stay queued');
+	is($session->ask("SELECT remaining FROM rl_peek('${name}10001', '$limit', 0)"), 50, 'the same for rl_peek');
+	is($session->ask("SELECT string_agg(remaining::text, ' ') FROM rl_check_many('{${name}9000,${name}9001}', '$limit')"), '49 49', 'and for several keys');
+	is($session->ask("SELECT rl_refund('${name}10000', '$limit', 1)"), '', 'a key of the queue is used');
+	$session->ask('COMMIT');
+	is($watcher->ask($left), 2, 'the end of the transaction refunds the rest');
+	is(lost(), 0, 'no refund is lost');
+	$redis->cli('FLUSHALL');
+}
+
+# Without time, nothing but the refunds that are under way is sent.
+{
+	my $name = new_name();
+	my $limit = 'fixed_window 5/1h refund_on_abort';
+
+	$session->ask("BEGIN; SAVEPOINT s; SELECT count(*) FROM rl_check_many(keys('$name', 10000), '$limit'); ROLLBACK TO s; SAVEPOINT s");
+	# A cancel: what was sent may have been run, and is not repeated.
+	$session->ask("SET LOCAL statement_timeout = '200ms'; SET LOCAL ratelimit.command_timeout = '10min'");
+	$redis->pause;
+	$session->ask("SELECT rl_check('${name}1', '$limit')");
+	is($session->state, '57014', 'a cancel while refunds are sent ahead of an action');
+	$redis->resume;
+	$session->ask('ROLLBACK TO s; COMMIT');
+	my $lost = lost();
+	cmp_ok($lost, '>', 0, "refunds that were sent are lost for the log: $lost");
+	cmp_ok($lost, '<=', 4096, 'which are a part');
+	cmp_ok($watcher->ask("SELECT charged('$name', 10000, '$limit')"), '<=', $lost, 'the others are refunded');
 	$redis->cli('FLUSHALL');
 }
 
