@@ -10,7 +10,8 @@
  *
  * The grants of concurrent limits are refunded also when the transaction commits: after
  * that, so that no unit is free before, and while the transaction still has its locks.
- * A lost connection cannot be opened then, so this is done before the commit.
+ * A connection that is lost or that a redirect needs cannot be opened then, so this is done
+ * before the commit.
  *
  * rl_refund first refunds the transaction's own grants, and rl_reset deletes
  * the grants of the states that it resets: no rollback refunds these again.
@@ -29,6 +30,13 @@
 
 /* A transaction's grants beyond these are not refunded, and logged. */
 #define MAX_GRANTS			65536
+
+/*
+ * A commit asks for the servers of keys that were charged so long ago, at most for so many
+ * keys: meanwhile a replica may have taken over, or the slot may have moved.
+ */
+#define FIND_AFTER			RL_SECOND
+#define MAX_FOUND			1000
 
 typedef struct GrantEntry
 {
@@ -192,7 +200,11 @@ static bool
 connect_servers(dlist_head *list, bool is_queue)
 {
 	uint64		server = rl_refund_server();
+	int64		now = rl_monotonic_now();
+	RlRefundCall *found = NULL;
+	int			nfound = 0;
 	dlist_iter	iter;
+	RlError		why;
 
 	dlist_foreach(iter, list)
 	{
@@ -203,15 +215,24 @@ connect_servers(dlist_head *list, bool is_queue)
 			continue;
 		if (!rl_redis_connect(grant->redis_key, grant->redis_key_len, &error))
 			return false;
+		if (now - grant->asked >= FIND_AFTER && nfound < MAX_FOUND)
+		{
+			if (found == NULL)
+				found = palloc0(MAX_FOUND * sizeof(RlRefundCall));
+			found[nfound].redis_key = grant->redis_key;
+			found[nfound++].redis_key_len = grant->redis_key_len;
+		}
 		if (!rl_redis_is_cluster())
 			break;
 	}
-	return true;
+	/* To refund nothing is to follow the redirects. */
+	return nfound == 0 || rl_redis_refund_charges(found, nfound, false, NULL, &why, &why);
 }
 
 /*
- * Connects the servers to which a commit sends refunds, if a connection is lost.  If that
- * fails the refund fails too, and the commit does not.  Throws at a cancel.
+ * Connects the servers to which a commit sends refunds, if a connection is lost or another
+ * server has the keys by now.  If that fails the refund fails too, and the commit does not.
+ * Throws at a cancel.
  */
 static void
 connect_before_commit(void)
