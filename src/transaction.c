@@ -570,11 +570,12 @@ is_of_key(const RlGrant *grant, const RlGrantId *key)
 }
 
 /*
- * Returns how many units of a concurrent limit this transaction holds of the key.  Those
- * whose refund is queued do not count.
+ * Returns how many units of the limit this transaction was granted for the key, less what
+ * has been replenished at the store's time now; 0 subtracts nothing.  Those whose refund
+ * is queued do not count.
  */
 int64
-rl_grants_held(const RlKey *key, const RlLimit *limit, bool local)
+rl_grants_held(const RlKey *key, const RlLimit *limit, bool local, int64 now)
 {
 	RlGrantId	searched;
 	char		redis_key[RL_MAX_REDIS_KEY];
@@ -589,7 +590,7 @@ rl_grants_held(const RlKey *key, const RlLimit *limit, bool local)
 		const RlGrant *grant = dlist_container(RlGrant, node, iter.cur);
 
 		if (is_of_key(grant, &searched) && rl_same_state(&grant->limit, limit) && !is_outlived(grant))
-			held += grant->charge.amount;
+			held += rl_charge_left(&grant->limit, &grant->charge, now);
 	}
 	return held;
 }

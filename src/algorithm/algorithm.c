@@ -498,6 +498,35 @@ rl_charge_merge(const RlLimit *limit, RlCharge *charge, RlSpan *span, const RlCh
 	charge->amount += left;
 }
 
+/* Returns the charge of units at a time to a limit that was not in use before. */
+RlCharge
+rl_charge_first(const RlLimit *limit, int64 units, int64 at)
+{
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
+	RlState		state = RL_NO_STATE;
+	RlView		view = {.start = -1};
+	int64		reset_after = 0;
+
+	if (algorithm->next_free != NULL && algorithm->skip == NULL)
+		reset_after = algorithm->next_free(limit, &state, NULL, &view, at, units) - at;
+	return algorithm->charge(limit, units, at, reset_after);
+}
+
+/* Returns how many units of a charge still count at a time, rounded up. */
+int64
+rl_charge_left(const RlLimit *limit, const RlCharge *charge, int64 now)
+{
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
+	int64		left;
+
+	if (algorithm->skip != NULL)
+		return now - charge->at < limit->period ? charge->amount : 0;
+	if (algorithm->left == NULL)
+		return now < rl_period_end(limit, charge->mark) ? charge->amount : 0;
+	left = algorithm->left(limit, charge, &(RlCharge) {.at = now,.mark = charge->mark});
+	return algorithm->in_ns ? rl_divide_up(left, limit->interval_ns) : left;
+}
+
 /* Refunds a charge.  Returns true if it changed the state. */
 bool
 rl_refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, const RlCharge *charge)

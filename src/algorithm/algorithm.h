@@ -308,6 +308,8 @@ extern uint32 rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int6
 					 int64 now, int64 quota, bool commit, RlDecision *decisions);
 extern bool rl_refund_quota(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
 							int64 quota);
+extern RlCharge rl_charge_first(const RlLimit *limit, int64 units, int64 at);
+extern int64 rl_charge_left(const RlLimit *limit, const RlCharge *charge, int64 now);
 extern void rl_charge_merge(const RlLimit *limit, RlCharge *charge, RlSpan *span,
 							const RlCharge *later, const RlSpan *later_span);
 extern bool rl_refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,

@@ -202,7 +202,7 @@ next_try(const RlAction *action, const RlAnswer *answer, int64 pause, int64 left
 			wait = Max(wait, d->retry_after);
 		else if (d->retry_after > answer->decision.ban_left)
 		{
-			if (rl_grants_held(&action->key, limit, answer->local) > limit->capacity - action->quota)
+			if (rl_grants_held(&action->key, limit, answer->local, 0) > limit->capacity - action->quota)
 				return RL_NEVER;
 			held = true;
 			pause = Min(pause, d->retry_after);

@@ -20,6 +20,7 @@
 #include "error.h"
 #include "refusal.h"
 #include "sql/arguments.h"
+#include "sql/trigger_charges.h"
 #include "sql/trigger_rule.h"
 #include "sql/trigger_statement.h"
 #include "sql/trigger_warnings.h"
@@ -76,18 +77,22 @@ enforce_row(TriggerData *data, Rule *rule)
 		set_key_and_limits(&actions[i], rule, &rule->pairs[i], row, &room[i]);
 	}
 	refused = decide_row(actions, rule->npairs, answers);
+	for (int i = 0; i < rule->npairs && refused < 0 && !rule->skip; i++)
+		rl_statement_note(&actions[i], &answers[i]);
 	if (refused >= 0)
 	{
-		const char *forbidden = NULL;
+		const char *also = NULL;
 
 		/* A row that is skipped for a failure or for its size would be lost unnoticed. */
 		if (rule->skip && rl_can_skip(&answers[refused].decision))
 		{
-			forbidden = rl_skip_forbidden(data);
-			if (forbidden == NULL)
+			also = rl_skip_forbidden(data);
+			if (also == NULL)
 				return PointerGetDatum(NULL);
 		}
-		rl_raise_refused_all(actions, rule->npairs, answers, forbidden);
+		for (int i = 0; i < rule->npairs && also == NULL; i++)
+			also = rl_statement_exceeds(&actions[i], &answers[i]);
+		rl_raise_refused_all(actions, rule->npairs, answers, also);
 	}
 	return PointerGetDatum(updated ? data->tg_newtuple : data->tg_trigtuple);
 }

@@ -25,6 +25,7 @@
 #include "shared/denial_cache.h"
 #include "shared/local_store.h"
 #include "shared/shared.h"
+#include "sql/trigger_charges.h"
 #include "sql/trigger_groups.h"
 #include "sql/trigger_statement.h"
 
@@ -522,6 +523,20 @@ ask_groups(Statement *statement, bool blocked)
 	}
 }
 
+/* Raises the error of the first key that was refused. */
+pg_noreturn static void
+raise_refusal(Statement *statement)
+{
+	const char *before = rl_statement_exceeds(&statement->first_refused, &statement->refusal);
+	const char *also = statement->asked == 1 ? NULL :
+		psprintf("Keys of the statement that were refused: %lld of %lld.",
+				 (long long) statement->refused, (long long) statement->asked);
+
+	if (before != NULL && also != NULL)
+		also = psprintf("%s %s", before, also);
+	rl_raise_refused(&statement->first_refused, &statement->refusal, also != NULL ? also : before);
+}
+
 /* Takes the quota of all rows that the statement has written, or raises an error. */
 void
 rl_enforce_statement(TriggerData *data, Rule *rule)
@@ -544,10 +559,7 @@ rl_enforce_statement(TriggerData *data, Rule *rule)
 		{
 			count_owed(&statement);
 			refund(&statement, false);
-			rl_raise_refused(&statement.first_refused, &statement.refusal,
-							 statement.asked == 1 ? NULL :
-							 psprintf("Keys of the statement that were refused: %lld of %lld.",
-									  (long long) statement.refused, (long long) statement.asked));
+			raise_refusal(&statement);
 		}
 	}
 	PG_END_ENSURE_ERROR_CLEANUP(fail_statement, PointerGetDatum(&statement));

@@ -102,7 +102,7 @@ SELECT * FROM play('denied wait', 'sliding_log 3/10s count_denied', ARRAY[
 	[20,1]]);							-- 1 charged and 1 refused of 11 are in use
 
 -- A refund erases no refusal. A statement of six rows is rolled back each time
--- and is refused once: after three times three refusals are in use.
+-- and is refused once: after three times three refusals are in use.  The first time, it is larger than the limit.
 CREATE TABLE guess (n int);
 CREATE TRIGGER fixed BEFORE INSERT ON guess FOR EACH ROW WHEN (NEW.n < 10)
 	EXECUTE FUNCTION rl_enforce('guess', 'fixed_window 5/1h count_denied refund_on_abort');

@@ -125,6 +125,94 @@ foreach my $case (
 }
 $session->ask('DROP TABLE stale');
 
+#
+# A statement that its own charges stop can never pass: PT413
+#
+
+$session->ask(q{
+	CREATE TABLE many ();
+	CREATE TABLE audit (c text);
+	CREATE TRIGGER enforce BEFORE INSERT ON audit FOR EACH ROW EXECUTE FUNCTION rl_enforce('audit:{c}', '1000/1h');
+	CREATE FUNCTION audit() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN INSERT INTO audit VALUES (NEW.c); RETURN NEW; END';
+	CREATE FUNCTION limits_of(c text) RETURNS rl_limits LANGUAGE sql AS $$SELECT 'fixed_window 5/1h from_first'::rl_limits$$});
+my $keys = 0;
+
+# Makes a table with a trigger; returns its key's prefix.
+sub limit_rows
+{
+	my ($limits, %how) = @_;
+	my ($kind, $each, $option) = ($how{kind} || 'TRIGGER t BEFORE INSERT', $how{each} || 'FOR EACH ROW', $how{option} || '');
+	my $key = 'k' . ++$keys;
+
+	$session->ask("DROP TABLE many; CREATE TABLE many (c text, n int DEFAULT 1);
+		CREATE $kind ON many $each EXECUTE FUNCTION rl_enforce('$key:{c}', '$limits'$option)");
+	is($session->error, '', "a trigger with $limits") or die;
+	return $key;
+}
+
+# Checks that a command fails as too large, after so many units of five were charged.
+sub too_large
+{
+	my ($command, $what, $key, $before, $by) = @_;
+
+	return $session->fails($command, $what, 'PT413', qr/^action of \d is larger than rate limit ".*" allows$/,
+		qr/^Key "$key:x" never has more than 5\. The @{[ $by || 'statement' ]} charged $before before\./);
+}
+
+my $six = q{INSERT INTO many SELECT 'x' FROM generate_series(1, 6)};
+my $loop = q{DO $loop$BEGIN FOR i IN 1 .. 6 LOOP INSERT INTO many VALUES ('x'); END LOOP; END$loop$};
+foreach my $limits ('5/10h', 'token_bucket 5/10h', 'fixed_window 5/1h from_first', 'fixed_window 5/year', 'sliding_window 5/1h',
+	'sliding_log 5/1h', '100/1s, sliding_log 5/1h, 1000/1h')
+{
+	my $key = limit_rows($limits);
+
+	too_large($six, "one statement, $limits", $key, 5);
+	$session->fails($six, 'and again: another client could have charged the units', 'PT429', qr/exceeded$/);
+	limit_rows($limits);
+	$session->fails($loop, "six statements in a loop, $limits", 'PT429', qr/exceeded$/);
+}
+too_large($six, 'AFTER ROW', limit_rows('5/10h', kind => 'TRIGGER t AFTER INSERT'), 5);
+too_large($six, 'limits by a function', limit_rows('public.limits_of({c})'), 5);
+my $key = limit_rows('5/10h', option => q{, 'quota={n}'});
+too_large(q{INSERT INTO many VALUES ('x', 3), ('y', 5), ('x', 3)}, 'a quota', $key, 3);
+$session->fails(q{INSERT INTO many VALUES ('z', 6)}, 'a quota above the capacity', 'PT413', qr/^action of 6 is larger/, qr/^Key "$key:z" never has more than 5\.$/);
+$key = limit_rows('5/10h', option => q{, 'second', 'token_bucket 100/1h'});
+too_large($six, 'two keys', $key, 5);
+$key = limit_rows('5/10h', kind => 'CONSTRAINT TRIGGER t AFTER INSERT', each => 'DEFERRABLE INITIALLY DEFERRED FOR EACH ROW');
+$session->ask("BEGIN; $loop; COMMIT");
+like($session->error, qr/PT413.*\nDETAIL:  Key "$key:x" never has more than 5\. The statement charged 5 before\./, 'a commit with deferred triggers');
+$key = limit_rows('5/10h');
+$session->ask('CREATE TRIGGER a BEFORE INSERT ON many FOR EACH ROW EXECUTE FUNCTION audit()');
+too_large($six, 'another trigger runs statements in between', $key, 5);
+$key = limit_rows('5/10h');
+too_large(q{INSERT INTO many SELECT CASE WHEN n BETWEEN 6 AND 2000 THEN n::text ELSE 'x' END FROM generate_series(1, 2001) n},
+	'2,000 other keys in between', $key, 5);
+limit_rows('5/10h', option => q{, 'on_deny=skip'});
+is($session->ask("$six; SELECT count(*) FROM many"), 5, 'on_deny=skip: the sixth row is left out');
+$session->set(debug_now => '1700000000000000');
+limit_rows('fixed_window 5/10s');
+$session->fails(q{INSERT INTO many SELECT left(set_config('ratelimit.debug_now', (1700000000000000 + least(n / 4, 1) * 10000000)::text, false), 0) || 'x'
+	FROM generate_series(1, 9) n}, 'a charge of an earlier window does not count', 'PT429', qr/exceeded$/);
+$session->set(debug_now => '1700000000000000');
+$key = limit_rows('5/10s');
+$session->fails(q{INSERT INTO many SELECT left(set_config('ratelimit.debug_now', (1700000000000000 + n / 6 * 1000000)::text, false), 0) || 'x'
+	FROM generate_series(1, 6) n}, 'half of a unit was replenished: not enough', 'PT413', qr/^action of 1 is larger/);
+$session->set(debug_now => undef);
+
+# With refund_on_abort, the charges of the transaction count.
+foreach my $limits ('5/10h refund_on_abort', 'sliding_log 5/1h refund_on_abort', 'fixed_window 5/1h from_first refund_on_abort', 'concurrent 5/1h')
+{
+	too_large($loop, "one transaction, $limits", limit_rows($limits), 5, 'transaction');
+}
+$key = limit_rows('5/10h refund_on_abort', kind => 'TRIGGER t AFTER INSERT', each => 'REFERENCING NEW TABLE AS rows FOR EACH STATEMENT');
+$session->ask(q{BEGIN; INSERT INTO many VALUES ('x'), ('x'), ('x')});
+too_large(q{INSERT INTO many VALUES ('x'), ('x'), ('x'), ('y')}, 'FOR EACH STATEMENT', $key, 3, 'transaction');
+$session->ask('ROLLBACK');
+limit_rows('sliding_log 5/1h refund_on_abort');
+$session->ask(q{BEGIN; SAVEPOINT s; INSERT INTO many VALUES ('x'), ('x'), ('x'); ROLLBACK TO s; INSERT INTO many VALUES ('x'), ('x'), ('x')});
+is($session->ask('SELECT count(*) FROM many'), 3, 'the charges of a savepoint that was rolled back do not count');
+$session->ask('ROLLBACK; DROP TABLE many, audit; DROP FUNCTION audit');
+
 $session->quit;
 $node->stop;
 $redis->stop;
