@@ -27,6 +27,7 @@ rl_key_part_init(RlKeyPart *part, Oid type, MemoryContext context)
 	bool		is_varlena;
 
 	part->type = getBaseType(type);
+	part->also = '\0';
 	switch (part->type)
 	{
 		case INT2OID:
@@ -51,7 +52,7 @@ rl_key_part_init(RlKeyPart *part, Oid type, MemoryContext context)
 	return true;
 }
 
-/* Appends the text of a value, with ':' and '%' escaped. */
+/* Appends the text of a value, with ':', '%' and part->also escaped. */
 void
 rl_key_part_append(StringInfo key, RlKeyPart *part, Datum value)
 {
@@ -71,10 +72,8 @@ rl_key_part_append(StringInfo key, RlKeyPart *part, Datum value)
 	for (size_t i = 0; i < len; i++)
 	{
 		/* In server encodings an ASCII byte is always an ASCII character. */
-		if (text[i] == ':')
-			appendStringInfoString(key, "%3A");
-		else if (text[i] == '%')
-			appendStringInfoString(key, "%25");
+		if (text[i] == ':' || text[i] == '%' || text[i] == part->also)
+			appendStringInfo(key, "%%%02X", text[i]);
 		else
 			appendStringInfoChar(key, text[i]);
 	}

@@ -12,6 +12,7 @@
 typedef struct RlKeyPart
 {
 	Oid			type;			/* base type: some types are special */
+	char		also;			/* an ASCII character that is escaped too, or 0 */
 	FmgrInfo	output;
 } RlKeyPart;
 

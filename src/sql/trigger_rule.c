@@ -145,6 +145,39 @@ check_length(const char *text, int len, int more, RlError *error)
 	return false;
 }
 
+/*
+ * Lets the values of a piece's column escape a character of the text between it and the
+ * next column, so that the end of the value is known.  Returns false if the text has no
+ * such character: those of escapes, %3A, cannot be it.
+ */
+static bool
+separate(Piece *piece, const Piece *next)
+{
+	const char *text = next->text;
+
+	if (memchr(text, ':', next->len) != NULL || piece->column.type == UUIDOID || piece->column.type == BOOLOID)
+		return true;
+	for (int i = 0; i < next->len && piece->column.also == '\0'; i++)
+		if (!IS_HIGHBIT_SET(text[i]) && strchr("%0123456789ABCDEF", text[i]) == NULL)
+			piece->column.also = text[i];
+	return piece->column.also != '\0';
+}
+
+/* Separates the columns of a key.  Returns false with the error set. */
+static bool
+separate_columns(const Pair *pair, RlError *error)
+{
+	for (Piece *piece = pair->pieces; piece->attnum != 0 && piece[1].attnum != 0; piece++)
+		if (!separate(piece, piece + 1))
+		{
+			rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+						 "two columns of a rate-limit key must have a separator");
+			rl_error_detail(error, "Write \":\", or another ASCII character except %% and 0 to 9 and A to F, between them.");
+			return false;
+		}
+	return true;
+}
+
 /* Sets the pieces of the key, in the current memory context.  Returns false with the error set. */
 static bool
 parse_template(Pair *pair, Relation rel, const Trigger *trigger, const char *template, RlError *error)
@@ -189,7 +222,7 @@ parse_template(Pair *pair, Relation rel, const Trigger *trigger, const char *tem
 		*end++ = *p;
 		piece->len++;
 	}
-	return check_length(text, end - text, more, error);
+	return separate_columns(pair, error) && check_length(text, end - text, more, error);
 }
 
 /* Rejects a quota above the capacity of fixed limits, which would refuse each write. */

@@ -25,6 +25,30 @@ $session->fails(q{INSERT INTO long VALUES ('a')}, 'a row under it', '22023', qr/
 $session->ask('DROP TABLE long; RESET statement_timeout');
 
 #
+# Different rows have different keys, whatever separates the columns
+#
+
+foreach my $case ([ 'amb-{a}-{b}', 'a-1', 'x', 'amb-a%2D1-x' ], [ 'amb-{a}-{b}', 'a', '1-x', 'amb-a-1-x' ],
+	[ '{a}--{b}', 'a-', 'x', 'a%2D--x' ], [ '{a}9.A{b}', 'a.9%', '.', 'a%2E9%259.A.' ], [ '{a}-{b}', 'a%2D', 'x', 'a%252D-x' ],
+	[ '{a}-:{b}', 'a-', ':', 'a--:%3A' ], [ '{a}:{b}', 'a-', '-', 'a-:-' ], [ '{b}-{c}', 'x-', '-1', 'x%2D--1' ],
+	[ '{u}{a}', '-', 0, '11111111-1111-1111-1111-111111111111-' ])
+{
+	my ($template, $a, $b, $key) = @$case;
+
+	$b = $template =~ /c/ ? "'$a', $b" : "'$b', 0";
+	$session->ask("CREATE TABLE keys (a text, b text, c int, u uuid DEFAULT '11111111-1111-1111-1111-111111111111');
+		CREATE TRIGGER enforce BEFORE INSERT ON keys FOR EACH ROW EXECUTE FUNCTION rl_enforce('$template', 'blocked')");
+	$session->fails("INSERT INTO keys VALUES ('$a', $b)", "separator: $template", 'PT403', qr/^rate limit/, qr/^Key "\Q$key\E" is blocked\.$/);
+	$session->ask('DROP TABLE keys');
+}
+$session->ask(q{CREATE TABLE keys (a text, b text);
+	CREATE TRIGGER t1 BEFORE INSERT ON keys FOR EACH ROW EXECUTE FUNCTION rl_enforce('k:{a}{b}', '5/1s');
+	CREATE TRIGGER t2 BEFORE INSERT ON keys FOR EACH ROW EXECUTE FUNCTION rl_enforce('k:{a}2%F{b}', '5/1s')});
+is($session->ask('SELECT DISTINCT problem FROM rl_triggers'), 'two columns of a rate-limit key must have a separator: '
+	. 'Write ":", or another ASCII character except % and 0 to 9 and A to F, between them.', 'columns without a separator');
+$session->ask('DROP TABLE keys');
+
+#
 # Rules that no row can satisfy are problems of the view
 #
 
