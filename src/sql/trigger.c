@@ -33,7 +33,7 @@ set_key_and_limits(RlAction *action, Rule *rule, Pair *pair, TupleTableSlot *row
 	NullableDatum values[FUNC_MAX_ARGS];
 
 	action->key = rl_rule_key(action->origin, pair, row);
-	action->limits = &pair->limits;
+	action->limits = pair->limits;
 	if (pair->call == NULL)
 		return;
 	rl_limits_call_read(pair->call, row, values);
@@ -187,9 +187,9 @@ trigger_relation(Oid trigger)
 static const char *
 pair_limits(const Rule *rule, int i)
 {
-	const RlLimits *limits = &rule->pairs[i].limits;
+	const RlLimits *limits = rule->pairs[i].limits;
 
-	return rl_limits_given(limits) ? rl_limits_text(limits) : rule->args[2 * i + 1];
+	return limits != NULL ? rl_limits_text(limits) : rule->args[2 * i + 1];
 }
 
 /* Sets the columns of rl_trigger_rule for trigger n of the table. */

@@ -157,7 +157,7 @@ add_group(RowGroups *groups, GroupId *id)
 	groups->ids[groups->n++] = *id;
 	action->key = (RlKey) {id->data, strlen(id->data)};
 	pair = id->data[action->key.len + 1];
-	*action = (RlAction) {.key = action->key,.limits = &groups->rule->pairs[pair].limits,.origin = &groups->origins[pair]};
+	*action = (RlAction) {.key = action->key,.limits = groups->rule->pairs[pair].limits,.origin = &groups->origins[pair]};
 	return action;
 }
 
@@ -323,7 +323,7 @@ put_merged(RowGroups *groups, const GroupId *id, int64 quota)
 	if (call != NULL)
 		call_limits(groups, *pair, pair + 1, &limits);
 	else
-		groups->blocked |= groups->rule->pairs[(int) *pair].limits.kind == RL_BLOCKED;
+		groups->blocked |= groups->rule->pairs[(int) *pair].limits->kind == RL_BLOCKED;
 	old = MemoryContextSwitchTo(groups->row_context);
 	values[0] = PointerGetDatum(cstring_to_text_with_len(id->data, id->len));
 	values[1] = Int64GetDatum(quota);
@@ -389,9 +389,11 @@ rl_groups_finish(RowGroups *groups)
 		LimitsCall *call = groups->rule->pairs[(int) *pair].call;
 		RlLimits	limits;
 
-		groups->blocked |= action->limits->kind == RL_BLOCKED;
 		if (call == NULL)
+		{
+			groups->blocked |= action->limits->kind == RL_BLOCKED;
 			continue;
+		}
 		call_limits(groups, *pair, pair + 1, &limits);
 		action->limits = copy_limits(groups, &limits, rl_limits_size(&limits));
 	}

@@ -137,6 +137,12 @@ add_argument(LimitsCall *call, List **params, Relation rel, const Trigger *trigg
 
 	if (attnum == 0)
 		return false;
+	if (call->nargs == FUNC_MAX_ARGS)
+	{
+		rl_error_set(error, ERRCODE_TOO_MANY_ARGUMENTS,
+					 "cannot pass more than %d arguments to a function", FUNC_MAX_ARGS);
+		return false;
+	}
 	attribute = TupleDescAttr(RelationGetDescr(rel), attnum - 1);
 	call->args[call->nargs++] = (LimitsArgument) {attnum, attribute->atttypid, attribute->attbyval, attribute->attlen};
 	param = makeNode(Param);
@@ -157,7 +163,7 @@ parse_arguments(LimitsCall *call, List **params, Relation rel, const Trigger *tr
 {
 	const char *p = skip_space(args);
 
-	call->args = palloc((strlen(args) + 1) * sizeof(LimitsArgument));
+	call->args = palloc(FUNC_MAX_ARGS * sizeof(LimitsArgument));
 	if (*p != ')')
 		for (;;)
 		{
@@ -174,11 +180,7 @@ parse_arguments(LimitsCall *call, List **params, Relation rel, const Trigger *tr
 		}
 	if (*p != ')' || *skip_space(p + 1) != '\0')
 		return wrong_call(error, text);
-	if (call->nargs <= FUNC_MAX_ARGS)
-		return true;
-	rl_error_set(error, ERRCODE_TOO_MANY_ARGUMENTS,
-				 "cannot pass more than %d arguments to a function", FUNC_MAX_ARGS);
-	return false;
+	return true;
 }
 
 /*
@@ -329,13 +331,14 @@ resolve(LimitsCall *call, List *names, List *params, Oid limits_type, RlError *e
 }
 
 /*
- * Parses and resolves a call, in the current memory context.  Returns NULL with the
+ * Parses and resolves a call, which is allocated in the context.  Returns NULL with the
  * error set if it is not valid.
  */
 LimitsCall *
-rl_limits_call_make(Relation rel, const Trigger *trigger, const char *text, RlError *error)
+rl_limits_call_make(Relation rel, const Trigger *trigger, const char *text, MemoryContext context, RlError *error)
 {
-	LimitsCall *call = palloc0(sizeof(LimitsCall));
+	LimitsCall *call = MemoryContextAllocZero(context, sizeof(LimitsCall));
+	MemoryContext old;
 	List	   *names = NIL;
 	List	   *params = NIL;
 	const char *args;
@@ -346,7 +349,12 @@ rl_limits_call_make(Relation rel, const Trigger *trigger, const char *text, RlEr
 		!parse_arguments(call, &params, rel, trigger, text, args, error) ||
 		!resolve(call, names, params, limits_type, error))
 		return NULL;
-	call->context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit call", ALLOCSET_SMALL_SIZES);
+	old = MemoryContextSwitchTo(context);
+	call->args = memcpy(palloc(call->nargs * sizeof(LimitsArgument)), call->args, call->nargs * sizeof(LimitsArgument));
+	call->signature = pstrdup(call->signature);
+	call->function = copyObject(call->function);
+	call->context = AllocSetContextCreate(context, "rate-limit call", ALLOCSET_SMALL_SIZES);
+	MemoryContextSwitchTo(old);
 	return call;
 }
 

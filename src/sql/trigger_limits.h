@@ -39,7 +39,7 @@ struct TupleTableSlot;
 extern void rl_limits_calls_outdate(void);
 extern bool rl_limits_is_call(const char *text);
 extern LimitsCall *rl_limits_call_make(Relation rel, const Trigger *trigger, const char *text,
-									   RlError *error);
+									   MemoryContext context, RlError *error);
 extern void rl_limits_call_read(const LimitsCall *call, struct TupleTableSlot *row,
 								NullableDatum *values);
 extern void rl_limits_call_append(const LimitsCall *call, const NullableDatum *values,

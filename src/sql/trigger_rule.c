@@ -97,7 +97,8 @@ unmatched_brace(char brace, const char *template, RlError *error)
 
 /* Ends the text of a piece with the column of that name.  Returns false with the error set. */
 static bool
-set_column(Pair *pair, Piece *piece, Relation rel, const Trigger *trigger, const char *name, int len, RlError *error)
+set_column(Pair *pair, Piece *piece, Relation rel, const Trigger *trigger, const char *name, int len,
+		   MemoryContext context, RlError *error)
 {
 	Oid			type;
 
@@ -106,7 +107,7 @@ set_column(Pair *pair, Piece *piece, Relation rel, const Trigger *trigger, const
 		return false;
 	pair->columns = bms_add_member(pair->columns, piece->attnum);
 	type = attnumTypeId(rel, piece->attnum);
-	if (rl_key_part_init(&piece->column, type, CurrentMemoryContext))
+	if (rl_key_part_init(&piece->column, type, context))
 		return true;
 	rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
 				 "column \"%.*s\" of type %s cannot be part of a rate-limit key",
@@ -178,11 +179,12 @@ separate_columns(const Pair *pair, RlError *error)
 	return true;
 }
 
-/* Sets the pieces of the key, in the current memory context.  Returns false with the error set. */
+/* Sets the pieces of the key, in the context.  Returns false with the error set. */
 static bool
-parse_template(Pair *pair, Relation rel, const Trigger *trigger, const char *template, RlError *error)
+parse_template(Pair *pair, Relation rel, const Trigger *trigger, const char *template, MemoryContext context,
+			   RlError *error)
 {
-	char	   *text = palloc(strlen(template) + 1);
+	char	   *text = MemoryContextAlloc(context, strlen(template) + 1);
 	char	   *end = text;
 	Piece	   *piece;
 	int			npieces = 1;
@@ -195,7 +197,7 @@ parse_template(Pair *pair, Relation rel, const Trigger *trigger, const char *tem
 	}
 	for (const char *p = template; *p; p++)
 		npieces += *p == '{' && p[1] != '{';
-	pair->pieces = piece = palloc0(npieces * sizeof(Piece));
+	pair->pieces = piece = MemoryContextAllocZero(context, npieces * sizeof(Piece));
 	piece->text = end;
 	for (const char *p = template; *p; p++)
 	{
@@ -212,7 +214,7 @@ parse_template(Pair *pair, Relation rel, const Trigger *trigger, const char *tem
 				unmatched_brace(*p, template, error);
 				return false;
 			}
-			if (!set_column(pair, piece, rel, trigger, p + 1, close - p - 1, error))
+			if (!set_column(pair, piece, rel, trigger, p + 1, close - p - 1, context, error))
 				return false;
 			more += least_length(piece);
 			(++piece)->text = end;
@@ -231,9 +233,9 @@ check_quota_fits(const Rule *rule, RlError *error)
 {
 	for (int p = 0; p < rule->npairs; p++)
 	{
-		const RlLimits *limits = &rule->pairs[p].limits;
+		const RlLimits *limits = rule->pairs[p].limits;
 
-		for (int i = 0; i < limits->n; i++)
+		for (int i = 0; limits != NULL && i < limits->n; i++)
 		{
 			if (rule->quota <= limits->limit[i].capacity || limits->limit[i].shadow)
 				continue;
@@ -252,7 +254,7 @@ parse_quota(Rule *rule, Relation rel, const Trigger *trigger, const char *value,
 {
 	size_t		len = strlen(value);
 
-	rule->quota_text = pstrdup(value);
+	rule->quota_text = value;
 	if (len > 2 && value[0] == '{' && value[len - 1] == '}')
 	{
 		rule->quota_attnum = rl_rule_column(rel, trigger, value + 1, len - 2, error);
@@ -300,31 +302,31 @@ parse_option(Rule *rule, Relation rel, const Trigger *trigger, const char *optio
 	return false;
 }
 
-/*
- * Parses a key and its limits, in the current memory context.  Returns false with the
- * error set.
- */
+/* Parses a key and its limits.  Returns false with the error set. */
 static bool
 parse_pair(Rule *rule, Relation rel, const Trigger *trigger, const char *key, const char *limits,
 		   RlError *error)
 {
 	Pair	   *pair = &rule->pairs[rule->npairs];
+	RlLimits	parsed;
 
+	pair->template = key;
 	if (rl_limits_is_call(limits))
 	{
 		rule->calls = true;
-		pair->call = rl_limits_call_make(rel, trigger, limits, error);
+		pair->call = rl_limits_call_make(rel, trigger, limits, rule->context, error);
 		if (pair->call == NULL)
 			return false;
 	}
-	else if (!rl_limits_parse(limits, strlen(limits), &pair->limits, error))
+	else if (rl_limits_parse(limits, strlen(limits), &parsed, error))
 	{
-		pair->limits.n = 0;
-		return false;
+		pair->limits = MemoryContextAlloc(rule->context, rl_limits_size(&parsed));
+		rl_limits_copy(pair->limits, &parsed);
+		pair->limits->timed |= !TRIGGER_FOR_ROW(trigger->tgtype);
 	}
-	pair->limits.timed |= !TRIGGER_FOR_ROW(trigger->tgtype);
-	pair->template = key;
-	if (!parse_template(pair, rel, trigger, key, error))
+	else
+		return false;
+	if (!parse_template(pair, rel, trigger, key, rule->context, error))
 		return false;
 	rule->npairs++;
 	return true;
@@ -349,7 +351,8 @@ check_pairs(const Rule *rule, RlError *error)
 				rl_error_detail(error, "Template number %d is the same as template number %d.", i + 1, j + 1);
 				return false;
 			}
-		sliding += rl_sliding_limits(&rule->pairs[i].limits);
+		if (rule->pairs[i].limits != NULL)
+			sliding += rl_sliding_limits(rule->pairs[i].limits);
 	}
 	if (rule->npairs == 1 || sliding <= RL_MAX_SLIDING)
 		return true;
@@ -365,9 +368,8 @@ is_option(const char *arg)
 }
 
 /*
- * Fills the rule from the trigger's arguments, in the current memory context.
- * Returns false with the error set; the rule then has the parts that were
- * parsed before.
+ * Fills the rule from the trigger's arguments.  Returns false with the error set; the
+ * rule then has the parts that were parsed before.
  */
 static bool
 parse_rule(Rule *rule, Relation rel, const Trigger *trigger, RlError *error)
@@ -395,10 +397,10 @@ parse_rule(Rule *rule, Relation rel, const Trigger *trigger, RlError *error)
 		return false;
 	}
 
-	rule->args = palloc(trigger->tgnargs * sizeof(char *));
+	rule->args = MemoryContextAlloc(rule->context, trigger->tgnargs * sizeof(char *));
 	while (rule->nargs < trigger->tgnargs)
 	{
-		rule->args[rule->nargs] = pstrdup(trigger->tgargs[rule->nargs]);
+		rule->args[rule->nargs] = MemoryContextStrdup(rule->context, trigger->tgargs[rule->nargs]);
 		rule->nargs++;
 	}
 
@@ -430,13 +432,24 @@ parse_rule(Rule *rule, Relation rel, const Trigger *trigger, RlError *error)
 Rule *
 rl_rule_make(Relation rel, const Trigger *trigger, bool *valid, RlError *error)
 {
-	MemoryContext context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit rule",
-												  ALLOCSET_SMALL_SIZES);
-	MemoryContext old = MemoryContextSwitchTo(context);
-	Rule	   *rule = palloc0(sizeof(Rule));
+	/* It does not round sizes up. */
+	MemoryContext context = GenerationContextCreate(CurrentMemoryContext, "rate-limit rule",
+													ALLOCSET_SMALL_SIZES);
+	Rule	   *rule = MemoryContextAllocZero(context, sizeof(Rule));
+	Pair		pairs[RL_MAX_PAIRS] = {{0}};
+	int			npairs;
+	MemoryContext old;
 
 	rule->context = context;
+	rule->pairs = pairs;
 	*valid = parse_rule(rule, rel, trigger, error);
+	/* A pair that is wrong has some parts too. */
+	npairs = Max(rule->npairs, 1);
+	old = MemoryContextSwitchTo(context);
+	rule->pairs = palloc(npairs * sizeof(Pair));
+	memcpy(rule->pairs, pairs, npairs * sizeof(Pair));
+	for (int i = 0; i < npairs; i++)
+		rule->pairs[i].columns = bms_copy(pairs[i].columns);
 	MemoryContextSwitchTo(old);
 	return rule;
 }

@@ -28,11 +28,11 @@ typedef struct Pair
 	const char *template;
 	Piece	   *pieces;
 	Bitmapset  *columns;		/* of the key */
-	RlLimits	limits;			/* if call is NULL */
+	RlLimits   *limits;			/* with room for its limits only; NULL: those of the call */
 	LimitsCall *call;			/* returns the limits of a row */
 } Pair;
 
-/* A rule and all its data are allocated in a context of its own. */
+/* A rule and all its data are allocated in a context of its own, of 1 kB for one pair with one limit. */
 typedef struct Rule
 {
 	MemoryContext context;
@@ -40,13 +40,13 @@ typedef struct Rule
 	int			nargs;			/* the trigger's arguments */
 	char	  **args;
 	int			npairs;
-	Pair		pairs[RL_MAX_PAIRS];
+	Pair	   *pairs;
 	bool		calls;			/* a pair has a call */
 	int64		quota;			/* if quota_attnum is 0 */
 	AttrNumber	quota_attnum;
 	Oid			quota_type;
 	bool		skip;			/* on_deny=skip */
-	char	   *quota_text;		/* for rl_triggers; NULL: the default */
+	const char *quota_text;		/* for rl_triggers; NULL: the default */
 } Rule;
 
 struct TupleTableSlot;

@@ -237,6 +237,22 @@ $session->ask(q{BEGIN; SAVEPOINT s; INSERT INTO many VALUES ('x'), ('x'), ('x');
 is($session->ask('SELECT count(*) FROM many'), 3, 'the charges of a savepoint that was rolled back do not count');
 $session->ask('ROLLBACK; DROP TABLE many, audit; DROP FUNCTION audit');
 
+#
+# Memory
+#
+
+my $other = session($node);
+$other->ask(q{
+	CREATE TABLE parts (k int, u text) PARTITION BY LIST (k);
+	DO $$BEGIN FOR i IN 1 .. 50 LOOP EXECUTE format('CREATE TABLE parts%s PARTITION OF parts FOR VALUES IN (%s)', i, i); END LOOP; END$$;
+	CREATE TRIGGER t BEFORE INSERT ON parts FOR EACH ROW EXECUTE FUNCTION rl_enforce('parts:{u}', '1000000/1s');
+	INSERT INTO parts SELECT n, 'u' FROM generate_series(1, 50) n});
+my ($rules, $bytes) = split /\|/, $other->ask(q{SELECT count(*), sum(total_bytes) FROM pg_backend_memory_contexts WHERE name = 'rate-limit rule'});
+is($rules, 50, 'a rule for each partition');
+cmp_ok($bytes / $rules, '<=', 2048, "a rule takes @{[ int $bytes / $rules ]} bytes");
+$other->ask('DROP TABLE parts');
+$other->quit;
+
 $session->quit;
 $node->stop;
 $redis->stop;
