@@ -4,8 +4,9 @@
  *		the same arguments of the function that returns their limits.
  *
  * The quotas of the rows are summed by group: in a table, or by sorting if there
- * are more than MAX_GROUPS groups.  After the last row, the limits of all groups are
- * set before the first group is returned.
+ * are more than MAX_GROUPS groups, or if they take more memory than a hash table of the
+ * executor may.  After the last row, the limits of all groups are set before the first
+ * group is returned.
  *
  * A group is found by its id: the key, a zero byte, the number of its pair as a
  * byte, and if the pair calls a function, the bytes of the arguments.
@@ -56,6 +57,7 @@ struct RowGroups
 	GroupId    *ids;
 	int			n;
 	int			room;			/* for groups, in actions and ids */
+	bool		full;			/* no group can be added */
 	bool		returned;		/* rl_groups_next was called */
 	bool		blocked;		/* the limits of a group are blocked */
 	Tuplesortstate *sort;		/* ids and quotas put aside, or NULL */
@@ -99,6 +101,7 @@ start(RowGroups *groups)
 	groups->actions = MemoryContextAlloc(groups->context, groups->room * sizeof(RlAction));
 	groups->ids = MemoryContextAlloc(groups->context, groups->room * sizeof(GroupId));
 	groups->n = 0;
+	groups->full = false;
 }
 
 /*
@@ -157,6 +160,9 @@ add_group(RowGroups *groups, GroupId *id)
 	groups->ids[groups->n++] = *id;
 	action->key = (RlKey) {id->data, strlen(id->data)};
 	pair = id->data[action->key.len + 1];
+	groups->full = groups->n == MAX_GROUPS ||
+		MemoryContextMemAllocated(groups->context, true) + (groups->rule->calls ? groups->n * sizeof(RlLimits) : 0) >
+		get_hash_memory_limit();
 	*action = (RlAction) {.key = action->key,.limits = groups->rule->pairs[pair].limits,.origin = &groups->origins[pair]};
 	return action;
 }
@@ -272,7 +278,7 @@ rl_groups_add(RowGroups *groups, TupleTableSlot *row)
 		bool		found;
 		RlAction   *action;
 
-		if (groups->n == MAX_GROUPS)
+		if (groups->full)
 			put_aside(groups);
 		entry = hash_search(groups->by_id, &id, HASH_ENTER, &found);
 		if (!found)
@@ -325,7 +331,8 @@ put_merged(RowGroups *groups, const GroupId *id, int64 quota)
 	else
 		groups->blocked |= groups->rule->pairs[(int) *pair].limits->kind == RL_BLOCKED;
 	old = MemoryContextSwitchTo(groups->row_context);
-	values[0] = PointerGetDatum(cstring_to_text_with_len(id->data, id->len));
+	/* The arguments are no longer needed. */
+	values[0] = PointerGetDatum(cstring_to_text_with_len(id->data, pair + 1 - id->data));
 	values[1] = Int64GetDatum(quota);
 	if (call != NULL)
 		values[2] = PointerGetDatum(cstring_to_text_with_len((char *) &limits, rl_limits_size(&limits)));
@@ -421,7 +428,7 @@ rl_groups_next(RowGroups *groups, const RlAction **actions)
 		return groups->n;
 	}
 	start(groups);
-	while (groups->n < RL_MAX_MANY &&
+	while (groups->n < RL_MAX_MANY && !groups->full &&
 		   tuplestore_gettupleslot(groups->merged, true, false, groups->merged_slot))
 	{
 		GroupId		id;

@@ -251,6 +251,27 @@ my ($rules, $bytes) = split /\|/, $other->ask(q{SELECT count(*), sum(total_bytes
 is($rules, 50, 'a rule for each partition');
 cmp_ok($bytes / $rules, '<=', 2048, "a rule takes @{[ int $bytes / $rules ]} bytes");
 $other->ask('DROP TABLE parts');
+$other->ask(q{
+	CREATE TABLE long (c int, body text);
+	CREATE FUNCTION used(body text) RETURNS rl_limits LANGUAGE plpgsql AS $$
+		DECLARE kb int;
+		BEGIN
+			SELECT sum(total_bytes) / 1024 INTO kb FROM pg_backend_memory_contexts WHERE name IN ('rate-limit groups', 'TupleSort main', 'Caller tuples');
+			PERFORM set_config('used.kb', greatest(kb, current_setting('used.kb')::int)::text, false),
+				set_config('used.calls', (current_setting('used.calls')::int + 1)::text, false);
+			RETURN '2/1h';
+		END$$;
+	SET used.kb = 0;
+	SET used.calls = 0;
+	SET work_mem = '1MB';
+	CREATE TRIGGER t AFTER INSERT ON long REFERENCING NEW TABLE AS n FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('long:{c}', 'public.used({body})');
+	INSERT INTO long SELECT n % 200, (n % 200) || repeat('x', 100000) FROM generate_series(1, 400) n});
+is($other->error, '', 'groups with long arguments');
+is($other->ask(q{SELECT current_setting('used.calls')}), 200, 'the function is called once for each group');
+is($session->left('2/1h', 'long:0', 'long:199'), '0 0', 'the quotas of each group are summed');
+my $kb = $other->ask(q{SELECT current_setting('used.kb')});
+cmp_ok($kb, '<', 8 * 1024, "20 MB of arguments take $kb kB with work_mem = 1 MB");
+$other->ask('DROP TABLE long');
 $other->quit;
 
 $session->quit;
