@@ -311,26 +311,26 @@ prepare_calls(int most)
 }
 
 /*
- * Refunds the queue's grants in their order, as many as ratelimit.command_timeout allows;
- * there must be room for its calls.  Deletes each grant that is refunded or lost, and
+ * Refunds the queue's grants in their order, the whole queue or as many as
+ * ratelimit.command_timeout allows; there must be room for its calls.  Deletes each grant that is refunded or lost, and
  * logs how many are lost.  Returns false with the error set when Redis cannot be
  * reached; the grants for which nothing was sent are then still in the queue.  With
  * no_throw, which is for the end of a transaction, it does not throw, allocates no
  * memory, and empties the queue.
  */
 bool
-rl_refund_queue(bool no_throw, RlUsage *usage, RlError *error)
+rl_refund_queue(bool no_throw, bool whole, RlUsage *usage, RlError *error)
 {
 	bool		done;
 	bool		lost;
 	int			n;
 
 	rl_refund_settle();
-	n = prepare_calls(no_throw ? INT_MAX : MAX_AHEAD);
+	n = prepare_calls(whole ? INT_MAX : MAX_AHEAD);
 	if (n == 0)
 		return true;
 	unsettled = true;
-	done = no_throw ? rl_redis_refund_charges(calls, n, true, usage, &error_reply, error) :
+	done = whole ? rl_redis_refund_charges(calls, n, no_throw, usage, &error_reply, error) :
 		rl_redis_refund_until(calls, n, rl_monotonic_now() + (int64) rl_command_timeout * 1000,
 							  usage, &error_reply, error);
 	/* Of a cluster only a part has failed, and calls for other keys do not wait for it. */

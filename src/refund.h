@@ -64,7 +64,7 @@ extern uint64 rl_refund_server(void);
 extern bool rl_refund_reserve(int n);
 extern void rl_refund_release(void);
 extern void rl_refund_settle(void);
-extern bool rl_refund_queue(bool no_throw, RlUsage *usage, RlError *error);
+extern bool rl_refund_queue(bool no_throw, bool whole, RlUsage *usage, RlError *error);
 
 /* transaction.c */
 extern void rl_grant_drop(RlGrant *grant);

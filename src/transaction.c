@@ -279,7 +279,7 @@ transaction_ends(XactEvent event, void *arg pg_attribute_unused())
 			enqueue(grant);
 	}
 	if (!dlist_is_empty(&rl_refunds))
-		rl_refund_queue(true, NULL, &error);
+		rl_refund_queue(true, true, NULL, &error);
 	log_outlived();
 	rl_refund_release();
 	dlist_init(&grants);
@@ -541,14 +541,15 @@ rl_refunds_advance(const RlKey *key)
 }
 
 /*
- * Refunds these charges, as many as ratelimit.command_timeout allows, and adds the cost to the usage, unless that is NULL.
+ * Refunds these charges, as many as ratelimit.command_timeout allows, or all if there is
+ * little room for the grants of later charges; and adds the cost to the usage, unless that is NULL.
  * Returns false with the error set when Redis cannot be reached; throws when it is
  * interrupted.
  */
 bool
 rl_refunds_flush(RlUsage *usage, RlError *error)
 {
-	return dlist_is_empty(&rl_refunds) || rl_refund_queue(false, usage, error);
+	return dlist_is_empty(&rl_refunds) || rl_refund_queue(false, ngrants > MAX_GRANTS / 2, usage, error);
 }
 
 /*

@@ -122,6 +122,18 @@ foreach my $case ([ 'COMMIT', 20_000 ], [ 'ROLLBACK', 5000 ], [ 'COMMIT', 500 ])
 	$redis->cli('FLUSHALL');
 }
 
+# Refunds that are queued leave room for other charges.
+{
+	my $name = new_name();
+	my $limits = join ', ', map { "fixed_window 5/${_}d refund_on_abort" } 11 .. 18;
+
+	$session->ask("BEGIN; SAVEPOINT s; SELECT count(*) FROM rl_check_many(keys('$name', 5000), '$limits'); ROLLBACK TO s;
+		SELECT count(*) FROM rl_check_many(keys('$name', 5000), '$limits'); ROLLBACK");
+	is($watcher->ask("SELECT charged('$name', 5000, '$limits')"), 0, 'twice 40,000 charges are refunded');
+	unlike(new_log($node), qr/too many|could not/, 'there was room for all of them');
+	$redis->cli('FLUSHALL');
+}
+
 # Without time, nothing but the refunds that are under way is sent.
 {
 	my $name = new_name();
