@@ -9,7 +9,7 @@ EXTENSION = ratelimit
 DATA = $(patsubst $(srcdir)/%,%,$(wildcard $(srcdir)/sql/ratelimit--*.sql))
 PGFILEDESC = "ratelimit - rate limits enforced in the database, counted in Redis"
 
-REGRESS = setup type calendar lease throttle algorithms functions check_all headers inspect trigger simulate plans errors privileges settings
+REGRESS = setup type calendar lease throttle algorithms functions check_all headers inspect trigger simulate plans errors privileges settings teardown
 REGRESS_OPTS = --inputdir=$(srcdir)/test --encoding=UTF8
 ifneq ($(shell id -u),0)
 TAP_TESTS = 1
@@ -60,6 +60,14 @@ say_without_tap:
 	@echo "The TAP tests are left out, because PostgreSQL does not run as root." >&2
 	@echo "To run them, run make installcheck as another user, or script/test." >&2
 	@test -n "$(strip $(REGRESS))"
+endif
+
+# Without a Redis, each pg_regress test would fail.
+ifneq ($(strip $(REGRESS)),)
+installcheck: check_redis
+.PHONY: check_redis
+check_redis:
+	@$(bindir)/psql -X -q -o /dev/null -v ON_ERROR_STOP=1 -d postgres -f $(srcdir)/test/redis.sql
 endif
 
 # This is below the include, because PGXS sets PROVE_FLAGS.  Tests run in $(srcdir).

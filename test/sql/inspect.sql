@@ -109,6 +109,7 @@ SELECT set_config('ratelimit.key_prefix', '*?[a-z]\^' || right(:'prefix', 20), f
 SELECT * FROM bans('%');
 SELECT rl_ban('here', 5);
 SELECT * FROM bans('%');
+SELECT rl_reset('here');
 SET ratelimit.key_prefix = '';
 SELECT * FROM bans('%') WHERE key ~ '^here$';
 SELECT set_config('ratelimit.key_prefix', :'prefix', false) = :'prefix' AS set;

@@ -1,13 +1,11 @@
--- The environment names the Redis. The prefix is new each time, so that no earlier
--- run is visible and no flush is necessary.
+-- The environment may name another Redis than the server's own. The prefix is new each
+-- time, so that no earlier run is visible and no flush is necessary.
 \getenv redis_url RATELIMIT_REDIS_URL
-\if :{?redis_url}
-\else
-\set redis_url redis://127.0.0.1:6379/0
-\endif
 CREATE EXTENSION ratelimit;
 SELECT 'rl_test_' || gen_random_uuid() || ':' AS prefix \gset
+\if :{?redis_url}
 ALTER DATABASE :"DBNAME" SET ratelimit.redis_url = :'redis_url';
+\endif
 ALTER DATABASE :"DBNAME" SET ratelimit.key_prefix = :'prefix';
 ALTER DATABASE :"DBNAME" SET ratelimit.connect_timeout = '10s';
 ALTER DATABASE :"DBNAME" SET ratelimit.command_timeout = '10s';

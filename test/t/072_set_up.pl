@@ -87,6 +87,12 @@ run make "${args[@]}" install
 start_redis
 start_postgres
 run env RATELIMIT_REDIS_URL="$REDIS_UNIX_URL" make "${args[@]}" TAP_TESTS= REGRESS='setup type' installcheck && echo tested
+redis FLUSHALL
+sql -c "LOAD 'ratelimit'" -c "ALTER SYSTEM SET ratelimit.redis_url = '$REDIS_UNIX_URL'" -c 'SELECT pg_reload_conf()'
+own=(env -u RATELIMIT_REDIS_URL make "${args[@]}" TAP_TESTS= REGRESS='setup throttle inspect teardown' installcheck)
+run "${own[@]}" && echo "tested with the server's Redis, $(redis DBSIZE) keys are left"
+stop_redis
+run "${own[@]}" || echo 'failed without Redis'
 run make "${args[@]}" clean
 [[ -e $SRC/expected/type.out && -z $(find "$T/build" ! -type d) ]] && echo cleaned
 END
@@ -97,6 +103,9 @@ END
 	is(() = $output =~ /^same files$/mg, 2, 'builds in other folders install the same files') or diag $output;
 	like($output, qr/^clean sources$/m, 'they write nothing into the sources') or diag $output;
 	like($output, qr/^tested$/m, 'make installcheck runs in another folder') or diag $output;
+	like($output, qr/^tested with the server's Redis, 0 keys are left$/m, 'by default it uses the Redis of the server, and deletes its keys') or diag $output;
+	like($output, qr/^tested with[^\n]*\n(?:psql[^\n]*NOTICE[^\n]*\n)*psql:[^\n]*ERROR:  could not connect to Redis[^\n]*\n(?:DETAIL[^\n]*\n)?make[^\n]*Error 3\nfailed without Redis$/m,
+		'without Redis it fails at once, with the reason') or diag $output;
 	like($output, qr/^cleaned$/m, 'make clean removes all files there, and none of the sources') or diag $output;
 }
 
