@@ -140,7 +140,8 @@ note_change(Call *call)
 	}
 	/* A ban is in force under all limits. */
 	if (changed || may_ban)
-		rl_denial_outdate(call->key_hash, may_ban ? NULL : action->limits, &call->generation);
+		rl_denial_outdate(call->key_hash, may_ban ? NULL : action->limits,
+						  decision->allowed ? action->quota : 0, &call->generation);
 }
 
 /*

@@ -7,9 +7,9 @@
  * over, because time only frees quota and other calls only take it.  A refund or
  * reset on this server deletes the key's entries.  Those of other servers are not
  * known here, so an entry answers for MAX_TRUST at most.  When an action on this
- * server takes quota, the figures of earlier refusals are out of date, and their
- * entries no longer answer.  Both increase the key's generation number, so that a
- * refusal that was asked for before is not stored.
+ * server takes quota, the figures of earlier refusals are out of date: their entries no
+ * longer answer, and those that it contradicts are deleted.  Both increase the key's
+ * generation number, so that a refusal that was asked for before is not stored.
  *
  * A key's entries are in one set.  When it is full, the entry with the earliest
  * end is evicted.
@@ -325,12 +325,26 @@ is_concerned(const Entry *entry, RlKeyHash key_hash, const RlLimits *limits)
 }
 
 /*
+ * Returns true if the entry says that an action is refused which was allowed: that of at
+ * least its quota under its limits, or during a ban.
+ */
+static bool
+is_contradicted(const Entry *entry, RlKeyHash key_hash, const RlLimits *limits, int64 allowed)
+{
+	if (allowed == 0 || entry->limits.n == 0 || !rl_same_key_hash(entry->key_hash, key_hash))
+		return false;
+	return (entry->decision.ban_left > 0 && !rl_all_shadow(limits)) ||
+		(allowed >= entry->quota && is_entry_of(entry, key_hash, limits));
+}
+
+/*
  * Ends answers from refusals whose figures an action under these limits has
- * changed; NULL: all of the key's.  Corrects *generation, so that a refusal of the
+ * changed; NULL: all of the key's.  Deletes those that it contradicts: "allowed" is its
+ * quota, or 0 if it was refused.  Corrects *generation, so that a refusal of the
  * same action can still be noted.  Needs shared memory.  Does not throw.
  */
 void
-rl_denial_outdate(RlKeyHash key_hash, const RlLimits *limits, uint64 *generation)
+rl_denial_outdate(RlKeyHash key_hash, const RlLimits *limits, int64 allowed, uint64 *generation)
 {
 	uint64		before = pg_atomic_fetch_add_u64(generation_of(key_hash), 1);
 	Set		   *set = lock_set(key_hash, LW_SHARED);
@@ -339,14 +353,19 @@ rl_denial_outdate(RlKeyHash key_hash, const RlLimits *limits, uint64 *generation
 	if (*generation == before)
 		(*generation)++;
 	for (int i = 0; i < WAYS; i++)
-		any |= is_concerned(&set->entries[i], key_hash, limits);
+		any |= is_concerned(&set->entries[i], key_hash, limits) ||
+			is_contradicted(&set->entries[i], key_hash, limits, allowed);
 	unlock_set(set);
 	if (!any)
 		return;
 	set = lock_set(key_hash, LW_EXCLUSIVE);
 	for (int i = 0; i < WAYS; i++)
-		if (is_concerned(&set->entries[i], key_hash, limits))
+	{
+		if (is_contradicted(&set->entries[i], key_hash, limits, allowed))
+			last.limits.n = set->entries[i].limits.n = 0;
+		else if (is_concerned(&set->entries[i], key_hash, limits))
 			set->entries[i].trusted_until = 0;
+	}
 	unlock_set(set);
 }
 

@@ -17,7 +17,8 @@ extern uint64 rl_denial_generation(RlKeyHash key_hash);
 extern void rl_denial_note(RlKeyHash key_hash, const RlKey *key, const RlLimits *limits, int64 quota,
 						   const RlDecision *decision, int binding, int64 asked,
 						   uint64 generation, bool may_answer);
-extern void rl_denial_outdate(RlKeyHash key_hash, const RlLimits *limits, uint64 *generation);
+extern void rl_denial_outdate(RlKeyHash key_hash, const RlLimits *limits, int64 allowed,
+							  uint64 *generation);
 extern void rl_denial_delete(const RlKey *key);
 extern void rl_denial_delete_hash(RlKeyHash key_hash);
 

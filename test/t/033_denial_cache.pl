@@ -322,4 +322,34 @@ foreach my $limits ('1/3650d burst 5', 'sliding_log 5/3650d', 'fixed_window 5/36
 	$session->ask("SELECT rl_reset('refunded')");
 }
 
+#
+# What rl_denied shows of a key that is free again: another server has ended its ban, or
+# Redis has lost its data
+#
+
+sub denied
+{
+	my ($key) = @_;
+	return $session->ask("SELECT string_agg(limits || ' ' || quota || ' ' || banned, ', ' ORDER BY limits) FROM rl_denied WHERE key = '$key'");
+}
+sub allowed_at
+{
+	my ($seconds, $key, $limits, $quota) = @_;
+	return $session->ask('SET ratelimit.debug_now = \'' . (1_700_000_000 + $seconds) . "000000'; SELECT rl_allow('$key', '$limits', $quota)");
+}
+$redis->cli('FLUSHDB');
+$session->ask(q{SET ratelimit.debug_now = '1700000000000000'; SELECT rl_ban('unbanned', 86400)});
+is(allowed_at(0, 'unbanned', $_, 1), 'f', "a ban refuses $_") foreach '9/1h', '8/1h';
+is(denied('unbanned'), 'throttle 8/1h 1 true, throttle 9/1h 1 true', 'rl_denied shows it');
+is(allowed_at(0, 'unbanned', '9/1h shadow', 1), 't', 'a shadow limit ignores the ban');
+is(denied('unbanned'), 'throttle 8/1h 1 true, throttle 9/1h 1 true', 'rl_denied still shows it');
+$redis->cli('HDEL', 'rl:{unbanned}', 'ban');
+is(allowed_at(2, 'unbanned', '9/1h', 1), 't', 'the key is allowed again');
+is(denied('unbanned'), '', 'rl_denied does not show it any more');
+is(join(' ', map { allowed_at(3, 'lost', '10/1h', $_) } 7, 5, 1), 't f t', 'a refusal, and an action of less quota');
+is(denied('lost'), 'throttle 10/1h 5 false', 'rl_denied shows the refusal');
+$redis->cli('FLUSHDB');
+is(allowed_at(5, 'lost', '10/1h', 5), 't', 'after Redis has lost its data the action is allowed');
+is(denied('lost'), '', 'rl_denied does not show the refusal any more');
+
 done_testing();
