@@ -287,8 +287,9 @@ foreach my $how ('killed', 'suspended')
 	cmp_ok($failed, '>', 0, "a master is $how: some calls failed");
 	is($watcher->ask("SELECT count(*) FROM asked WHERE source <> 'redis' AND NOT $of_victim"), 0,
 		"a master is $how: only calls for its slots failed");
-	is($watcher->ask("SELECT count(*) FROM asked WHERE source <> 'redis' AND began > '$taken_over'"), 0,
-		"a master is $how: no call failed after the replica took over")
+	# Each of the eight clients may still have a connection to a master that is suspended.
+	cmp_ok($watcher->ask("SELECT count(*) FROM asked WHERE source <> 'redis' AND began > '$taken_over'"), '<=', $how eq 'killed' ? 0 : 8,
+		"a master is $how: no call failed after the replica took over, or one on each connection to the old master")
 	  or diag "lost at $lost, taken over at $taken_over\n", $watcher->ask("SELECT began, ms, source, key FROM asked WHERE source <> 'redis' AND began > '$taken_over' ORDER BY began");
 	is($watcher->ask("SELECT count(*) FROM asked WHERE NOT $of_victim AND ms >= 2000"), 0,
 		"a master is $how: no call on another node waited for it")
