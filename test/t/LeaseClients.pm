@@ -134,17 +134,17 @@ sub rush
 }
 
 # Takes part in a round.  Its holders get leases, and wait.  Then these clients and those of
-# other servers take all quota that is free: in a round "late" just before the leases end,
-# and in a round "left" long after that.
+# other servers take all quota that is free, and that becomes free for a while: in a round
+# "late" just before the leases end, and in a round "left" long after that.
 sub round
 {
 	my ($self, $round) = @_;
-	my ($key, $at, $length) = @$round{qw(key at length)};
+	my ($key, $at, $length, $slack) = @$round{qw(key at length slack)};
 	my $lease = $key->{length};
 	my $holds = grep { $_ == $self->{number} } @{ $round->{holders} };
 
 	return $self->rush($key, $at + $length) if $round->{kind} eq 'rush';
-	my $takes = $at + ($round->{kind} eq 'late' ? 1.45 * $lease - 0.002 : $length - 0.08);
+	my $takes = $at + ($round->{kind} eq 'late' ? 1.45 * $lease - 0.002 : $length - 0.01 - $slack);
 	if ($holds)
 	{
 		# The seventeenth call gets a lease.
@@ -153,17 +153,17 @@ sub round
 		{
 			# Until then, most of what was charged before is replenished.
 			$self->act($key, 'rush', $at + 0.55 * $lease, $takes, 1, 1);
-			$self->act($key, 'lease', $takes, $takes + 0.07, 100_000, 1);
+			$self->act($key, 'lease', $takes, $takes + $slack, 100_000, 1);
 		}
 		else
 		{
-			$self->act($key, 'greedy', $takes + 0.003, $takes + 0.07, 100_000, 1024);
+			$self->act($key, 'greedy', $takes + 0.003, $takes + $slack, 100_000, 1024);
 		}
 	}
 	# The others are at other servers, where they do not use these leases.
 	elsif (!grep { $_ % $self->{servers} == $self->{server} } @{ $round->{holders} })
 	{
-		$self->act($key, 'greedy', $takes, $takes + 0.07, 100_000, 1024);
+		$self->act($key, 'exhaust', $takes, $takes + $slack, 100_000, 1024);
 	}
 	return;
 }
@@ -193,7 +193,7 @@ sub run
 }
 
 # Starts the clients; returns their process IDs and files.  A round has key, kind, at,
-# length and, unless it is a rush, holders: numbers of clients.  Client n uses server n
+# length and, unless it is a rush, slack and holders: numbers of clients.  Client n uses server n
 # modulo the number of servers.
 sub start_lease_clients
 {
