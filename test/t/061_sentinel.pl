@@ -83,10 +83,10 @@ $session->fails($take, 'an unknown service', 'PT504', qr/^could not connect to R
 	qr/^The server is "127\.0\.0\.1:${\ $sentinels[0]->port }"\.$/);
 # Another port, because the breaker of the first is open.
 $silent = RedisServer::free_port();
-$session->set(redis_url => "redis+sentinel://127.0.0.1:$silent/service");
+$session->set(retry_interval => '1h', redis_url => "redis+sentinel://127.0.0.1:$silent/service");
 $session->fails($take, 'no Sentinel', 'PT504', qr/^could not connect to Redis: Connection refused/);
 is($session->ask('SELECT redis, breaker FROM rl_status()'), qq{"127.0.0.1:$silent"/service|connect-failed}, 'rl_status shows the breaker of the search');
-$session->set(redis_url => 'redis+sentinel://127.0.0.1:' . $a->port . '/service');
+$session->set(retry_interval => undef, redis_url => 'redis+sentinel://127.0.0.1:' . $a->port . '/service');
 is($session->attempt($take)->{state}, 'PT504', 'a Redis server instead of a Sentinel');
 
 # A Sentinel and a server that need a password.
