@@ -155,7 +155,7 @@ is(orders('cid'), '10 10 10', 'all rows are refunded, those of a deferred trigge
 $session->ask(q{BEGIN; INSERT INTO orders VALUES (8, 'dan', 1); SET CONSTRAINTS ALL IMMEDIATE; INSERT INTO orders VALUES (1, 'dan', 1)});
 is($session->state . orders('dan'), '2350510 10 10', 'all rows are refunded when constraints are made immediate');
 $session->ask(q{ROLLBACK; INSERT INTO orders SELECT n, 'eve', 1 FROM generate_series(20, 31) n});
-is($session->state . orders('eve'), 'PT42910 10 10', 'the eleventh row is refused, and ten rows are refunded');
+is($session->state . orders('eve'), 'PT41310 10 10', 'the eleventh row is refused, and ten rows are refunded');
 is($session->ask(q{SELECT count(*) FROM orders}), 3, 'the table has none of these rows');
 
 #
