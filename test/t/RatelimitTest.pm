@@ -41,7 +41,8 @@ sub _node
 
 	push @conf, preload_setting(), 'ratelimit.store = local' if store() eq 'local';
 
-	$node->init(extra => [ '--no-locale', '--encoding=UTF8' ]);
+	# With small files of WAL, restart_unshared can forbid files of the size of shared memory.
+	$node->init(extra => [ '--no-locale', '--encoding=UTF8', needs_no_preload() ? '--wal-segsize=1' : () ]);
 	$node->append_conf('postgresql.conf', join "\n", 'log_statement = none',
 		"ratelimit.redis_url = '" . $redis->url . "'",
 		'ratelimit.command_timeout = 10s', 'ratelimit.connect_timeout = 10s', @conf);
@@ -120,11 +121,10 @@ sub restart_unshared
 		my $folder = PostgreSQL::Test::Utils::tempdir;
 
 		chomp(my $bin = qx(pg_config --bindir));
-		# In blocks of 512 or 1024 bytes; WAL's files have 16 MB.
-		append_to_file("$folder/pg_ctl", "#!/bin/sh\nulimit -f 65536\nexec '$bin/pg_ctl' \"\$\@\"\n");
+		# In blocks of 512 or 1024 bytes.
+		append_to_file("$folder/pg_ctl", "#!/bin/sh\nulimit -f 8192\nexec '$bin/pg_ctl' \"\$\@\"\n");
 		chmod 0755, "$folder/pg_ctl";
 		$node->{ratelimit_path} = $folder;
-		$node->append_conf('postgresql.conf', 'ratelimit.local_max_keys = 1000000');
 	}
 	start_node($node, 'restart');
 	return;
