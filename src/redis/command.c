@@ -231,6 +231,9 @@ send_command(const RlCommand *command, const RlScript *script, RlReply *reply, R
 		given = route.deadline - rl_monotonic_now();
 		outcome = rl_stream_exchange(&route.node->conn, &out, route.asking ? 2 : 1,
 									 route.deadline, reply, error);
+		/* What is not sent is no round trip: a lease then keeps its leftovers. */
+		if (outcome == RL_NOT_SENT && command->usage != NULL)
+			command->usage->round_trips--;
 		if (outcome == RL_NOT_SENT && route.reused)
 			rl_connection_close(&route.node->conn);
 		else if (outcome != RL_DONE)

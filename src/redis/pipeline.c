@@ -318,7 +318,11 @@ send_line(Pipeline *p, Line *line)
 		/* The connection was dead before, so no call was run. */
 		for (int i = 0; i < line->stream.due; i++)
 			if (due_call(line, i)->i >= 0)
+			{
+				if (p->usage != NULL)
+					p->usage->round_trips--;
 				send_again(p, *due_call(line, i));
+			}
 		rl_connection_close(&line->node->conn);
 		remove_line(p, line);
 	}
