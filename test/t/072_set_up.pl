@@ -104,7 +104,7 @@ END
 	like($output, qr/^clean sources$/m, 'they write nothing into the sources') or diag $output;
 	like($output, qr/^tested$/m, 'make installcheck runs in another folder') or diag $output;
 	like($output, qr/^tested with the server's Redis, 0 keys are left$/m, 'by default it uses the Redis of the server, and deletes its keys') or diag $output;
-	like($output, qr/^tested with[^\n]*\n(?:psql[^\n]*NOTICE[^\n]*\n)*psql:[^\n]*ERROR:  could not connect to Redis[^\n]*\n(?:DETAIL[^\n]*\n)?make[^\n]*Error 3\nfailed without Redis$/m,
+	like($output, qr/^tested with[^\n]*\n(?:psql[^\n]*NOTICE[^\n]*\n)*psql:[^\n]*ERROR:  could not connect to Redis[^\n]*\n(?:DETAIL[^\n]*\n)?(?:HINT[^\n]*\n)?make[^\n]*Error 3\nfailed without Redis$/m,
 		'without Redis it fails at once, with the reason') or diag $output;
 	like($output, qr/^cleaned$/m, 'make clean removes all files there, and none of the sources') or diag $output;
 }
