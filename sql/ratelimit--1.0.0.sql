@@ -265,11 +265,11 @@ CREATE FUNCTION rl_reset(key text, limits rl_limits)
 COMMENT ON FUNCTION rl_reset(text, rl_limits) IS
 	'deletes the state of these limits for the key; returns true if there was something; errors as for rl_peek';
 
-CREATE FUNCTION rl_ban(key text, seconds double precision)
+CREATE FUNCTION rl_ban(key text, seconds double precision, reason text DEFAULT NULL)
 	RETURNS void
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
-COMMENT ON FUNCTION rl_ban(text, double precision) IS
-	'bans the key: every action of it is refused, under any limit, for this number of seconds from now; replaces an earlier ban; errors: 22023 for less than a microsecond or more than 10 years, and those of rl_peek';
+COMMENT ON FUNCTION rl_ban(text, double precision, text) IS
+	'bans the key: every action of it is refused, under any limit, for this number of seconds from now; replaces an earlier ban; rl_bans shows the reason, NULL or "" for none; errors: 22023 for less than a microsecond or more than 10 years, and for a reason of more than 128 bytes in UTF-8 or with control characters, and those of rl_peek';
 
 CREATE FUNCTION rl_unban(key text)
 	RETURNS boolean
@@ -277,11 +277,12 @@ CREATE FUNCTION rl_unban(key text)
 COMMENT ON FUNCTION rl_unban(text) IS
 	'ends the ban of the key; returns true if there was a ban; errors as for rl_peek';
 
-CREATE FUNCTION rl_bans(pattern text DEFAULT '%', OUT key text, OUT until timestamptz)
+CREATE FUNCTION rl_bans(pattern text DEFAULT '%', OUT key text, OUT until timestamptz,
+	OUT began timestamptz, OUT rule text, OUT reason text)
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000000 ROWS 100;
 COMMENT ON FUNCTION rl_bans(text) IS
-	'returns the banned keys of ratelimit.key_prefix that match the pattern, as for LIKE, and the end of each ban; control characters of keys are escaped; it reads the names of all keys in Redis by SCAN, about 3 ms of Redis for 1,000 keys, 250 keys in a call; the user in Redis needs further privileges; errors: 22004 for NULL, 22025 for a pattern that ends with its escape character, and those of rl_peek';
+	'returns the banned keys of ratelimit.key_prefix that match the pattern, as for LIKE, with the end and the beginning of each ban, the limit that set it or NULL, and the reason that rl_ban was given or NULL; control characters of keys are escaped; it reads the names of all keys in Redis by SCAN, about 3 ms of Redis for 1,000 keys, 250 keys in a call; the user in Redis needs further privileges; errors: 22004 for NULL, 22025 for a pattern that ends with its escape character, and those of rl_peek';
 
 CREATE FUNCTION rl_inspect(key text, OUT state text, OUT used bigint, OUT until timestamptz, OUT raw text)
 	RETURNS SETOF record

@@ -105,6 +105,14 @@ typedef enum RlCalendar
 	RL_CALENDAR_YEAR
 } RlCalendar;
 
+#define RL_MAX_LIMIT_TEXT	200	/* bytes of a limit's canonical text, with the terminator */
+#define RL_MAX_REASON		128	/* bytes of a ban's reason, in UTF-8 */
+
+/* Why a key is banned: empty, or one of these words and a limit's text or the reason, in UTF-8. */
+#define RL_WHY_LIMIT		"limit "
+#define RL_WHY_REASON		"reason "
+#define RL_MAX_WHY			(RL_MAX_LIMIT_TEXT + 6)	/* bytes, with the terminator */
+
 #define RL_MAX_ZONE			39	/* bytes of a time zone's name, with the terminator */
 
 /* Has no padding, so that its bytes can be compared and hashed. */
@@ -313,7 +321,8 @@ typedef enum RlMode
  * take_parts.
  *
  * refund refunds the quota to each of the limits, never above full.  reset deletes
- * the states of the limits, or all of the key if they are NULL, and unban the ban.
+ * the states of the limits, or all of the key if they are NULL, and unban the ban.  "why"
+ * of a ban has less than RL_MAX_WHY bytes.
  * Both set *found to whether there was something to delete.
  */
 typedef struct RlStore
@@ -330,7 +339,7 @@ typedef struct RlStore
 							   void *arg, int64 *unanswered, RlUsage *usage, RlError *error);
 	bool		(*refund) (const RlKey *key, const RlLimits *limits, int64 quota, RlError *error);
 	bool		(*reset) (const RlKey *key, const RlLimits *limits, bool *found, RlError *error);
-	bool		(*ban) (const RlKey *key, int64 duration, RlError *error);
+	bool		(*ban) (const RlKey *key, int64 duration, const char *why, RlError *error);
 	bool		(*unban) (const RlKey *key, bool *found, RlError *error);
 } RlStore;
 

@@ -50,7 +50,7 @@ typedef struct Key
 {
 	struct Key *next;
 	char		name[64];
-	int64		banned_until;
+	RlBan		ban;
 	Kept	   *kept;
 } Key;
 
@@ -271,7 +271,7 @@ take(Part *parts, int n, int64 now, bool quietly, bool commit)
 	{
 		Part	   *part = &parts[p];
 
-		part->verdict = rl_act_decide(&part->limits, part->states, &pool, part->key->banned_until, now,
+		part->verdict = rl_act_decide(&part->limits, part->states, &pool, part->key->ban.until, now,
 									  part->quota, part->views, part->decisions);
 		allowed &= part->verdict == RL_VERDICT_ALLOWED;
 	}
@@ -282,7 +282,7 @@ take(Part *parts, int n, int64 now, bool quietly, bool commit)
 
 		if (!allowed && act.verdict == RL_VERDICT_ALLOWED)
 			act.verdict = RL_VERDICT_REFUSED;
-		rl_act_complete(&part->limits, part->states, &pool, &part->key->banned_until, &act, part->views,
+		rl_act_complete(&part->limits, part->states, &pool, &part->key->ban, &act, part->views,
 						part->decisions);
 		for (int i = 0; i < part->limits.n; i++)
 		{
@@ -429,16 +429,16 @@ main(void)
 			else if (strcmp(op, "undo") == 0)
 				undo(key, &limits, now, argument);
 			else if (strcmp(op, "ban") == 0)
-				key->banned_until = now + argument;
+				key->ban.until = now + argument;
 			else if (strcmp(op, "unban") == 0)
-				key->banned_until = 0;
+				key->ban.until = 0;
 			else if (strcmp(op, "reset") == 0)
 			{
 				for (int i = 0; i < limits.n; i++)
 					forget(find_kept(key, &limits.limit[i]));
 				if (limits.n == 0)
 				{
-					key->banned_until = 0;
+					key->ban.until = 0;
 					for (Kept *kept = key->kept; kept; kept = kept->next)
 						forget(kept);
 				}

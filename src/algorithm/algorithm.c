@@ -393,16 +393,15 @@ rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool,
 /*
  * Completes the decisions of a key that rl_act_decide has begun, by the verdict on the
  * action, which other keys may have refused.  With commit, it charges the quota to all
- * the limits, or counts the refusal, and sets *banned_until if the refusal starts a
- * ban.  Returns a bit, 1 << i, for each state that has changed.
+ * the limits, or counts the refusal, and sets *ban if the refusal starts one.  Returns a bit, 1 << i, for each state that has changed.
  *
  * The pool has as many spare chunks as rl_chunks_wanted returns for all limits together.
  */
 uint32
-rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,
+rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ban,
 				const RlAct *act, RlView *views, RlDecision *decisions)
 {
-	int64		ban = 0;
+	int64		longest = 0;
 	uint32		changed = 0;
 
 	for (int i = 0; i < limits->n; i++)
@@ -415,7 +414,9 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, int64 *ba
 		{
 			int64		brought = count_refusal(limit, &states[i], &views[i], act->now, act->commit);
 
-			ban = Max(ban, brought);
+			if (brought > longest && act->commit)
+				ban->by = limit;
+			longest = Max(longest, brought);
 			changed |= act->commit << i;
 		}
 		if (act->verdict == RL_VERDICT_ALLOWED && decisions[i].source == RL_SHADOW)
@@ -424,25 +425,25 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, int64 *ba
 		decisions[i].allowed |= limit->shadow;
 	}
 
-	if (ban > 0 && act->commit)
-		*banned_until = act->now + ban;
+	if (longest > 0 && act->commit)
+		ban->until = act->now + longest;
 	if (act->verdict == RL_VERDICT_BANNED)
-		rl_apply_ban(limits, decisions, *banned_until - act->now, true);
-	else if (ban > 0)
-		rl_apply_ban(limits, decisions, ban, false);
+		rl_apply_ban(limits, decisions, ban->until - act->now, true);
+	else if (longest > 0)
+		rl_apply_ban(limits, decisions, longest, false);
 	return changed;
 }
 
 /* Decides an action on one key, and completes it. */
 uint32
-rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,
+rl_act(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ban,
 	   int64 now, int64 quota, bool commit, RlDecision *decisions)
 {
 	RlView		views[RL_MAX_LIMITS];
 	RlAct		act = {now, quota, RL_VERDICT_BANNED, commit};
 
-	act.verdict = rl_act_decide(limits, states, pool, *banned_until, now, quota, views, decisions);
-	return rl_act_complete(limits, states, pool, banned_until, &act, views, decisions);
+	act.verdict = rl_act_decide(limits, states, pool, ban->until, now, quota, views, decisions);
+	return rl_act_complete(limits, states, pool, ban, &act, views, decisions);
 }
 
 /* Refunds the quota, or as much of it as is charged.  Returns true if it changed the state. */

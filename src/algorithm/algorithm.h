@@ -57,6 +57,13 @@ typedef enum RlVerdict
 	RL_VERDICT_BANNED			/* the key was banned before the action */
 } RlVerdict;
 
+/* The ban of a key. */
+typedef struct RlBan
+{
+	int64		until;			/* or any time that has passed */
+	const RlLimit *by;			/* the limit that has just set it; NULL: none */
+} RlBan;
+
 /* An action, for each of its limits. */
 typedef struct RlAct
 {
@@ -302,9 +309,9 @@ extern RlVerdict rl_act_decide(const RlLimits *limits, const RlState *states, co
 							   int64 banned_until, int64 now, int64 quota, RlView *views,
 							   RlDecision *decisions);
 extern uint32 rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool,
-							  int64 *banned_until, const RlAct *act, RlView *views,
+							  RlBan *ban, const RlAct *act, RlView *views,
 							  RlDecision *decisions);
-extern uint32 rl_act(const RlLimits *limits, RlState *states, RlPool *pool, int64 *banned_until,
+extern uint32 rl_act(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ban,
 					 int64 now, int64 quota, bool commit, RlDecision *decisions);
 extern bool rl_refund_quota(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
 							int64 quota);

@@ -17,6 +17,9 @@ typedef struct RlKept
 	int			name_len;
 	int64		used;			/* or RL_UNKNOWN */
 	int64		until;			/* microseconds since 1970, or RL_UNKNOWN */
+	int64		began;			/* for rl_bans; as until */
+	const char *why;			/* for rl_bans */
+	int			why_len;
 	const char *raw;			/* its value; for rl_bans, NULL */
 	int			raw_len;
 } RlKept;

@@ -4,6 +4,8 @@
  */
 #include "postgres.h"
 
+#include <stdarg.h>
+
 #include "lib/stringinfo.h"
 
 #include "algorithm/algorithm.h"
@@ -29,66 +31,85 @@ const char *const rl_kind_texts[] = {
 	[RL_BLOCKED] = "blocked"
 };
 
+/* Appends to the text of a limit, which has room for all that the grammar allows. */
+static void append(char *text, int *len, const char *format,...) pg_attribute_printf(3, 4);
+
 static void
-append_period(StringInfo text, int64 period)
+append(char *text, int *len, const char *format,...)
+{
+	va_list		args;
+
+	va_start(args, format);
+	*len += vsnprintf(text + *len, RL_MAX_LIMIT_TEXT - *len, format, args);
+	va_end(args);
+	Assert(*len < RL_MAX_LIMIT_TEXT);
+}
+
+static void
+append_period(char *text, int *len, const char *word, int64 period)
 {
 	int			i = 0;
 
 	while (period % rl_units[i].duration != 0)
 		i++;
-	appendStringInfo(text, "%lld%s", (long long) (period / rl_units[i].duration), rl_units[i].name);
+	append(text, len, "%s%lld%s", word, (long long) (period / rl_units[i].duration), rl_units[i].name);
 }
 
-static void
-append_limit(StringInfo text, const RlLimit *limit)
+/* Writes the canonical text of a limit into a buffer of RL_MAX_LIMIT_TEXT bytes.  Returns its length. */
+static int
+write_limit(const RlLimit *limit, char *text)
 {
 	int64		burst = limit->capacity + limit->reserve;
+	int			len = 0;
 
-	appendStringInfo(text, "%s %lld/", rl_algorithm(limit)->name, (long long) limit->count);
+	append(text, &len, "%s %lld/", rl_algorithm(limit)->name, (long long) limit->count);
 	if (limit->calendar != RL_NO_CALENDAR)
-		appendStringInfo(text, "%s in %s", rl_calendar_names[limit->calendar], limit->zone);
+		append(text, &len, "%s in %s", rl_calendar_names[limit->calendar], limit->zone);
 	else
-		append_period(text, limit->period);
+		append_period(text, &len, "", limit->period);
 	if (burst != limit->count)
-		appendStringInfo(text, " burst %lld", (long long) burst);
+		append(text, &len, " burst %lld", (long long) burst);
 	if (limit->step != 0 && limit->calendar == RL_NO_CALENDAR)
-	{
-		appendStringInfoString(text, " step ");
-		append_period(text, limit->step);
-	}
+		append_period(text, &len, " step ", limit->step);
 	if (limit->from_first)
-		appendStringInfoString(text, " from_first");
+		append(text, &len, " from_first");
 	if (limit->count_denied)
-		appendStringInfoString(text, " count_denied");
+		append(text, &len, " count_denied");
 	if (limit->ban != 0)
 	{
-		appendStringInfoString(text, " ban ");
-		append_period(text, limit->ban);
-		appendStringInfo(text, " after %lld", (long long) limit->ban_after);
+		append_period(text, &len, " ban ", limit->ban);
+		append(text, &len, " after %lld", (long long) limit->ban_after);
 	}
 	if (limit->shadow)
-		appendStringInfoString(text, " shadow");
+		append(text, &len, " shadow");
 	if (limit->lease != 0)
-	{
-		appendStringInfoString(text, " lease ");
-		append_period(text, limit->lease);
-	}
+		append_period(text, &len, " lease ", limit->lease);
 	if (limit->refund_on_abort && !rl_algorithm(limit)->until_end)
-		appendStringInfoString(text, " refund_on_abort");
+		append(text, &len, " refund_on_abort");
+	return len;
+}
+
+/*
+ * Writes why a key is banned that this limit bans: "limit " and the canonical text, into
+ * a buffer of RL_MAX_WHY bytes.  Returns the length.
+ */
+int
+rl_limit_why(const RlLimit *limit, char *why)
+{
+	memcpy(why, RL_WHY_LIMIT, strlen(RL_WHY_LIMIT));
+	return strlen(RL_WHY_LIMIT) + write_limit(limit, why + strlen(RL_WHY_LIMIT));
 }
 
 /* Returns the canonical text of limit i, or of unlimited or blocked; palloc'd. */
 char *
 rl_limit_text(const RlLimits *limits, int i)
 {
-	StringInfoData text;
+	char		text[RL_MAX_LIMIT_TEXT];
 
-	initStringInfo(&text);
-	if (limits->kind == RL_LISTED)
-		append_limit(&text, &limits->limit[i]);
-	else
-		appendStringInfoString(&text, rl_kind_texts[limits->kind]);
-	return text.data;
+	if (limits->kind != RL_LISTED)
+		return pstrdup(rl_kind_texts[limits->kind]);
+	(void) write_limit(&limits->limit[i], text);
+	return pstrdup(text);
 }
 
 /* Returns the canonical text of limits, palloc'd. */
@@ -102,9 +123,10 @@ rl_limits_text(const RlLimits *limits)
 	initStringInfo(&text);
 	for (int i = 0; i < limits->n; i++)
 	{
-		if (i > 0)
-			appendStringInfoString(&text, ", ");
-		append_limit(&text, &limits->limit[i]);
+		char		limit[RL_MAX_LIMIT_TEXT];
+
+		(void) write_limit(&limits->limit[i], limit);
+		appendStringInfo(&text, "%s%s", i > 0 ? ", " : "", limit);
 	}
 	return text.data;
 }

@@ -13,7 +13,7 @@ local value, ban, expiry = state[1], state[2], state[3]
 --@ backlog
 
 if ban then
-  ban = tonumber(ban) - now
+  ban = string.match(ban, '^%d+') - now
   if ban > 0 then
     return {string.format('%.0f', ban), string.format('%.0f%03.0f', us, ns)}
   end

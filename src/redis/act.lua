@@ -21,7 +21,7 @@ local function count_refusal(l)
     end
   end
   count = count + 1
-  if count >= l.after then
+  if count >= string.match(l.after, '^%d+') + 0 then
     drop(l.tag .. ':refused')
     return l.ban
   end
@@ -53,7 +53,7 @@ local function decide(limits, ban)
       verdict = -1
     end
   end
-  ban = ban and tonumber(ban) - now or 0
+  ban = ban and string.match(ban, '^%d+') - now or 0
   if ban > 0 then
     for _, l in ipairs(limits) do
       if not is_shadow(l) then
@@ -69,7 +69,7 @@ end
 -- the action were refused. Appends the numbers of each limit to the reply. With
 -- commit, queues the writes. Returns the length of the ban that this refusal starts, or 0.
 local function act(limits, verdict, reply, commit)
-  local brought = 0
+  local brought, by = 0
   for _, l in ipairs(limits) do
     local verdict = verdict == 0 and not l.allowed and -1 or verdict
     if l.fits then
@@ -84,7 +84,10 @@ local function act(limits, verdict, reply, commit)
         l.changed = true
       end
       if not l.allowed and l.ban > 0 then
-        brought = math.max(brought, count_refusal(l))
+        local length = count_refusal(l)
+        if length > brought then
+          brought, by = length, l
+        end
       end
     end
     if not l.fits then
@@ -102,7 +105,7 @@ local function act(limits, verdict, reply, commit)
       end
     end
     if brought > 0 then
-      put('ban', string.format('%.0f', now + brought), brought)
+      put('ban', pair_text(now + brought, now) .. string.match(by.after, '^%d+(.*)$'), brought)
     end
   end
   return brought

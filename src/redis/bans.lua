@@ -1,17 +1,17 @@
 -- Returns a part of the bans at one server, as one string: "<bytes>:<cursor>" for the
--- next part, then "<end> <bytes>:<key>" for each ban, in microseconds and with the key
--- as the name of its hash has it. The last part's cursor is 0. A ban can be in two
+-- next part, then "<end> <began> <bytes>:<key><bytes>:<why>" for each ban, in microseconds and
+-- with the key as the name of its hash has it. The last part's cursor is 0. A ban can be in two
 -- parts. ARGV[2] is the cursor (0 at first), ARGV[3] the pattern of the names, and
 -- ARGV[4] how many bytes are before the key in a name.
 --
--- A key that could not be read has "-" as its end. In a script that reads several slots
+-- A beginning that is not known is "-". A key that could not be read has "-" as its end. In a script that reads several slots
 -- of a Cluster, Redis 8 does not find the keys of a slot that is moving. For such a
 -- key, the caller sends another call with its hash as KEYS[1].
 --
 -- A part has a bounded number of keys and bytes, so that it does not occupy Redis for
 -- long. If a single bucket of Redis's table has more bytes, the script fails.
 
-local COUNT, LONGEST, LONGEST_KEY = 250, 30000, 3 * 512
+local COUNT, LONGEST, LONGEST_KEY, LONGEST_WHY = 250, 30000, 3 * 512, 256
 local cursor, pattern, prefix = ARGV[2], ARGV[3], tonumber(ARGV[4])
 
 -- Returns the text of the bans of these hashes; or nil and the error reply.
@@ -19,10 +19,13 @@ local function bans_of(names)
   local out = {}
   for _, name in ipairs(names) do
     local value, key = redis.pcall('HMGET', name, 'ban'), string.sub(name, prefix + 1, -2)
-    local ends = nil
+    local ends, began, why = nil, '-', ''
     if not value.err then
-      local ban = tonumber(value[1] or nil)
-      ends = ban and ban > now and ban < 1e16 and string.format('%.0f', ban)
+      local ban, since, rest = string.match(value[1] or '', '^(%d+) ?(%d*) ?(.*)$')
+      ends = ban and tonumber(ban) > now and #ban <= 16 and ban
+      if ends then
+        began, why = #since > 0 and #since <= 16 and since or '-', string.sub(rest, 1, LONGEST_WHY)
+      end
     elseif string.find(value.err, 'non local key', 1, true) and not hash then
       ends = '-'
     elseif not string.find(value.err, '^WRONGTYPE') then
@@ -30,8 +33,10 @@ local function bans_of(names)
       return nil, value
     end
     if ends and #key <= LONGEST_KEY then
-      out[#out + 1] = string.format('%s %.0f:', ends, #key)
+      out[#out + 1] = string.format('%s %s %.0f:', ends, began, #key)
       out[#out + 1] = key
+      out[#out + 1] = string.format('%.0f:', #why)
+      out[#out + 1] = why
     end
   end
   return table.concat(out)

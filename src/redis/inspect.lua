@@ -32,7 +32,7 @@ local function describe(state)
   local values = redis.call('HMGET', hash, state, state .. ':denied')
   local value = values[1] or values[2]
   if state == 'ban' then
-    return nil, tonumber(value) or 0, value
+    return nil, tonumber(string.match(value, '^%d+') or 0), value
   elseif refused then
     local _, ends, count = refusals(limit_of(refused), value)
     return count, ends, value

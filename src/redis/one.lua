@@ -10,7 +10,7 @@
 
 --@ load
 
-ban = ban and tonumber(ban) - now or 0
+ban = ban and string.match(ban, '^%d+') - now or 0
 local allowed = ban <= 0 and used + quota <= capacity
 if allowed and quota > 0 then
   --@ take

@@ -15,7 +15,7 @@ if ARGV[2] == '1' and ARGV[3] ~= '0' then
     end
   end
   local values = plain and call('HMGET', hash, unpack(names))
-  if plain and not (values[1] and tonumber(values[1]) > now) then
+  if plain and not (values[1] and string.match(values[1], '^%d+') + 0 > now) then
     local expiry, set, reply, needed, at = values[2], {}, {0, 0, now}, 0, 3
     for a = 4, #ARGV, LIMIT do
       local algorithm, period, first, second = ARGV[a], ARGV[a + 2], ARGV[a + 3], ARGV[a + 4]

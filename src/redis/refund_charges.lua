@@ -30,7 +30,7 @@ local function refund_key()
       state.changed = true
     end
   end
-  if quota > 0 and not (ban and tonumber(ban) > now) then
+  if quota > 0 and not (ban and string.match(ban, '^%d+') + 0 > now) then
     for _, l in ipairs(limits) do
       if l.count_denied then
         l.state:deny()

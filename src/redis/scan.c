@@ -12,6 +12,7 @@
  */
 #include "postgres.h"
 
+#include "mb/pg_wchar.h"
 #include "miscadmin.h"
 
 #include "error.h"
@@ -126,7 +127,7 @@ append_scan(RlCommand *command, const char *cursor)
 /*
  * Reads the part of a server's bans at the cursor, and sets the cursor for the next
  * part.  The command already has its keys and the time.  Appends the keys that the
- * script could not read, each as "<bytes>:<key>".
+ * script could not read, each as "- <bytes>:<key><bytes>:<why>".
  */
 static bool
 read_part(RlCommand *command, char *cursor, StringInfo unread, RlKeptFound found, void *arg,
@@ -155,12 +156,16 @@ read_part(RlCommand *command, char *cursor, StringInfo unread, RlKeptFound found
 		if (!read_number(&text, ' ', &kept.until))
 			return rl_wrong_reply(error);
 		record = text.data;
-		if (!read_bytes(&text, &data, &len))
+		if (!read_number(&text, ' ', &kept.began) || !read_bytes(&text, &data, &len) ||
+			!read_bytes(&text, &kept.why, &kept.why_len))
 			return rl_wrong_reply(error);
 		if (kept.until == RL_UNKNOWN)
 			appendBinaryStringInfo(unread, record, text.data - record);
 		else if (rl_redis_read_key(data, len, key, &kept.name_len))
+		{
+			kept.why_len = pg_encoding_verifymbstr(PG_UTF8, kept.why, kept.why_len);
 			found(&kept, arg);
+		}
 	}
 	return true;
 }
@@ -170,11 +175,15 @@ static bool
 read_each(Text unread, RlKeptFound found, void *arg, RlError *error)
 {
 	StringInfoData none;
+	int64		began;
 	const char *data;
+	const char *why;
 	int			len;
+	int			why_len;
 
 	initStringInfo(&none);
-	while (read_bytes(&unread, &data, &len))
+	while (read_number(&unread, ' ', &began) && read_bytes(&unread, &data, &len) &&
+		   read_bytes(&unread, &why, &why_len))
 	{
 		RlCommand  *command = rl_command_start();
 		char		cursor[MAX_CURSOR] = "0";
@@ -313,7 +322,12 @@ rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlError *error)
 			if (!read_number(&text, ' ', &kept.used) || !read_number(&text, ' ', &kept.until) ||
 				!read_bytes(&text, &kept.name, &kept.name_len) ||
 				!read_bytes(&text, &kept.raw, &kept.raw_len) ||
-				!is_printable(kept.name, kept.name_len) || !is_printable(kept.raw, kept.raw_len))
+				!is_printable(kept.name, kept.name_len))
+				return rl_wrong_reply(error);
+			/* A ban may have a reason. */
+			if (kept.name_len == 3 && memcmp(kept.name, "ban", 3) == 0)
+				kept.raw_len = pg_encoding_verifymbstr(PG_UTF8, kept.raw, kept.raw_len);
+			else if (!is_printable(kept.raw, kept.raw_len))
 				return rl_wrong_reply(error);
 			found(&kept, arg);
 		}

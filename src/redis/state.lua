@@ -4,7 +4,7 @@
 -- the order in which load_limits unpacks them: algorithm, tag (the name of its
 -- field), period, four numbers for the algorithm's "read", 1 if it counts
 -- refused quota, its ban's length (0: none), and the number of refusals that
--- bring the ban. rl_append_limit in take.c sends them. A script for several keys sets
+-- bring the ban, with " limit <text>" behind it. rl_append_limit in take.c sends them. A script for several keys sets
 -- hash, quota, and the queue of writes for each key.
 --
 -- An algorithm is a table of functions of a limit l. "read" sets its numbers and
@@ -97,7 +97,7 @@ local function load_limits(more, from, to, also)
     local algorithm, tag, period, n1, n2, n3, n4, count_denied, ban, after = unpack(ARGV, a, a + LIMIT - 1)
     local l = setmetatable({
       tag = tag, period = tonumber(period), count_denied = count_denied == '1',
-      ban = tonumber(ban), after = tonumber(after), more = a + LIMIT
+      ban = tonumber(ban), after = after, more = a + LIMIT
     }, algorithms[algorithm])
     l:read(n1, n2, n3, n4)
     limits[#limits + 1] = l

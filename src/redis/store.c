@@ -148,7 +148,7 @@ redis_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *erro
 }
 
 static bool
-redis_ban(const RlKey *key, int64 duration, RlError *error)
+redis_ban(const RlKey *key, int64 duration, const char *why, RlError *error)
 {
 	RlCommand  *command = rl_command_start();
 	RlReply		reply;
@@ -156,6 +156,7 @@ redis_ban(const RlKey *key, int64 duration, RlError *error)
 	rl_command_hash(command, key);
 	rl_command_text(command, "");
 	rl_command_number(command, duration);
+	rl_command_text(command, why);
 	return rl_redis_script(&rl_ban_script, command, &reply, error) && read_done(&reply, error);
 }
 

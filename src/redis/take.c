@@ -4,6 +4,7 @@
  */
 #include "postgres.h"
 
+#include "utils/builtins.h"
 #include "utils/timestamp.h"
 
 #include "algorithm/calendar.h"
@@ -101,7 +102,17 @@ rl_append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trac
 		rl_command_arg(command, "", 0);
 	rl_command_text(command, trace && possible && limit->count_denied ? "1" : "");
 	rl_command_number(command, ban ? limit->ban : 0);
-	rl_command_number(command, ban ? limit->ban_after : 0);
+	if (ban)
+	{
+		char		text[32 + RL_MAX_WHY];
+		int			len = pg_lltoa(limit->ban_after, text);
+
+		text[len++] = ' ';
+		len += rl_limit_why(limit, text + len);
+		rl_command_arg(command, text, len);
+	}
+	else
+		rl_command_number(command, 0);
 }
 
 /* Appends the CHARGE arguments of a charge, as refund_charges.lua reads them. */

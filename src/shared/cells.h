@@ -13,15 +13,18 @@
 #define RL_BAN_CELL			63	/* in place of an algorithm */
 #define RL_NO_CELL			0	/* cells are numbered from 1 */
 
-#define RL_CELL_TEXT		64	/* bytes of a banned key in a cell */
+#define RL_CELL_TEXT		56	/* bytes of a ban's text in a cell */
+
+/* The most cells that a ban needs. */
+#define RL_MAX_BAN_CELLS	((RL_MAX_KEY + RL_MAX_WHY + RL_CELL_TEXT - 1) / RL_CELL_TEXT)
 
 /* The most cells that an act on one key may need: one for each limit, and those of the ban. */
-#define RL_MAX_WANTED		(RL_MAX_LIMITS + RL_MAX_KEY / RL_CELL_TEXT)
+#define RL_MAX_WANTED		(RL_MAX_LIMITS + RL_MAX_BAN_CELLS)
 
 /*
- * One state of one key, or its ban.  A ban also has the key itself, for rl_bans; the
- * rest of a long key is in further cells, which are in no hash chain and no heap, and
- * only have "key" and "rest".
+ * One state of one key, or its ban.  The text of a ban is the key itself, for rl_bans, and
+ * why it is banned; the rest of a long text is in further cells, which are in no hash
+ * chain and no heap, and only have "text" and "rest".
  *
  * The lock of the key's partition protects all members while the cell is in use.
  * While it is free, the mutex of the free memory protects "next".  With 128 bytes
@@ -37,9 +40,11 @@ typedef struct RlCell
 		struct
 		{
 			int64		until;
-			uint32		key_len;
-			uint32		rest;	/* the cell with the rest of the key, or RL_NO_CELL */
-			char		key[RL_CELL_TEXT];
+			int64		began;
+			uint16		key_len;
+			uint16		why_len;
+			uint32		rest;	/* the cell with the rest of the text, or RL_NO_CELL */
+			char		text[RL_CELL_TEXT];
 		}			ban;
 	};
 	int64		end;			/* from then on it is as if it did not exist */
@@ -86,11 +91,11 @@ rl_cell_at(const RlCells *view, uint32 c)
 	return &view->cells[c - 1];
 }
 
-/* Returns how many cells the ban of the key needs. */
+/* Returns how many cells a ban needs, with so many bytes of its key and about why. */
 static inline uint32
-rl_ban_cells(const RlKey *key)
+rl_ban_cells(int key_len, int why_len)
 {
-	return (key->len + RL_CELL_TEXT - 1) / RL_CELL_TEXT;
+	return (key_len + why_len + RL_CELL_TEXT - 1) / RL_CELL_TEXT;
 }
 
 /* True if the cell is the limit's; without a limit, the ban. */

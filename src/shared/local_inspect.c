@@ -15,28 +15,36 @@
 #include "shared/cells.h"
 #include "shared/local_store.h"
 
-/* A copied ban.  Its key follows. */
+/* A copied ban. */
 typedef struct Ban
 {
 	RlKeyHash	key_hash;
 	int64		until;
-	int			len;
+	int64		began;
+	int			key_len;
+	int			why_len;
+	char		text[RL_MAX_KEY + RL_MAX_WHY];	/* the key, then why */
 } Ban;
 
-/* Copies a ban.  Its partition is locked. */
-static void
-copy_ban(const RlCells *view, const RlCell *cell, StringInfo out)
+/* Copies a ban, and returns how many bytes of the copy are used.  Its partition is locked. */
+static int
+copy_ban(const RlCells *view, const RlCell *cell, Ban *ban)
 {
-	Ban			ban = {cell->key_hash, cell->ban.until, cell->ban.key_len};
+	int			len = cell->ban.key_len + cell->ban.why_len;
 
-	appendBinaryStringInfo(out, (char *) &ban, sizeof(ban));
-	for (int left = ban.len;; cell = rl_cell_at(view, cell->ban.rest))
+	ban->key_hash = cell->key_hash;
+	ban->until = cell->ban.until;
+	ban->began = cell->ban.began;
+	ban->key_len = cell->ban.key_len;
+	ban->why_len = cell->ban.why_len;
+	for (int at = 0;; cell = rl_cell_at(view, cell->ban.rest))
 	{
-		appendBinaryStringInfo(out, cell->ban.key, Min(left, RL_CELL_TEXT));
-		left -= RL_CELL_TEXT;
-		if (left <= 0)
+		memcpy(ban->text + at, cell->ban.text, Min(len - at, RL_CELL_TEXT));
+		at += RL_CELL_TEXT;
+		if (at >= len)
 			break;
 	}
+	return offsetof(Ban, text) + len;
 }
 
 /*
@@ -47,6 +55,7 @@ void
 rl_local_bans(RlKeptFound found, void *arg)
 {
 	StringInfoData copies;
+	Ban			ban;
 
 	initStringInfo(&copies);
 	for (int slice = 0; slice < rl_cells_slices(); slice++)
@@ -58,21 +67,28 @@ rl_local_bans(RlKeptFound found, void *arg)
 		for (; view.bucket < end; view.bucket++)
 			for (uint32 c = *view.bucket; c != RL_NO_CELL; c = rl_cell_at(&view, c)->next)
 				if (rl_cell_is_of(rl_cell_at(&view, c), NULL) && rl_cell_at(&view, c)->ban.until > view.now)
-					copy_ban(&view, rl_cell_at(&view, c), &copies);
+				{
+					int			len = copy_ban(&view, rl_cell_at(&view, c), &ban);
+
+					appendBinaryStringInfo(&copies, (char *) &ban, len);
+				}
 		rl_cells_unlock(&view);
 		CHECK_FOR_INTERRUPTS();
 
 		while (copies.cursor < copies.len)
 		{
-			Ban			ban;
+			const char *copy = copies.data + copies.cursor;
 			RlKey		key;
 			RlKept		kept = {.used = RL_UNKNOWN};
 
-			memcpy(&ban, copies.data + copies.cursor, sizeof(ban));
-			key.data = kept.name = copies.data + copies.cursor + sizeof(ban);
-			key.len = kept.name_len = ban.len;
+			memcpy(&ban, copy, offsetof(Ban, text));
+			key.data = kept.name = copy + offsetof(Ban, text);
+			key.len = kept.name_len = ban.key_len;
 			kept.until = ban.until;
-			copies.cursor += sizeof(ban) + ban.len;
+			kept.began = ban.began;
+			kept.why = kept.name + ban.key_len;
+			kept.why_len = ban.why_len;
+			copies.cursor += offsetof(Ban, text) + ban.key_len + ban.why_len;
 			if (rl_same_key_hash(rl_key_hash(&key), ban.key_hash))
 				found(&kept, arg);
 		}
@@ -89,6 +105,7 @@ typedef struct Copy
 	int64		used;
 	int64		until;
 	RlState		state;			/* without its logs */
+	char		raw[RL_MAX_RAW];	/* of a ban */
 } Copy;
 
 /* Completes a copied state, whose logs the pool still has. */
@@ -110,6 +127,7 @@ static void
 copy_state(const RlCells *view, uint32 c, Copy *copy)
 {
 	const RlCell *cell = rl_cell_at(view, c);
+	Ban			ban;
 
 	memset(copy, 0, sizeof(*copy));
 	copy->limit.algorithm = cell->tag.algorithm;
@@ -121,7 +139,10 @@ copy_state(const RlCells *view, uint32 c, Copy *copy)
 	if (rl_cell_is_of(cell, NULL))
 	{
 		copy->used = RL_UNKNOWN;
-		copy->until = cell->ban.until;
+		(void) copy_ban(view, cell, &ban);
+		copy->until = ban.until;
+		snprintf(copy->raw, sizeof(copy->raw), "%lld %lld%s%.*s", (long long) ban.until, (long long) ban.began,
+				 ban.why_len > 0 ? " " : "", ban.why_len, ban.text + ban.key_len);
 		copy->is_kept = copy->until > view->now;
 		return;
 	}
@@ -171,7 +192,7 @@ report(Copy *copy, RlKeptFound found, void *arg)
 	if (copy->is_kept)
 	{
 		if (is_ban)
-			snprintf(raw, sizeof(raw), "%lld", (long long) copy->until);
+			strlcpy(raw, copy->raw, sizeof(raw));
 		else
 			write_raw(copy, raw);
 		kept.name_len = strlen(name);

@@ -30,38 +30,58 @@ save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state)
 		rl_cell_set_end(view, c, rl_state_end(limit, state, &view->pool));
 }
 
-/*
- * Makes the key's ban, with the key for rl_bans.  There must be as many spare cells
- * as rl_ban_cells returns.
- */
+/* Returns how many spare cells a ban of the key needs, in place of cell c or for RL_NO_CELL of none. */
 static uint32
-make_ban(RlCells *view, const RlKey *key)
+spares_for_ban(const RlCells *view, uint32 c, const RlKey *key, int why_len)
 {
-	uint32		c = rl_cell_make(view, NULL);
-	RlCell	   *cell = rl_cell_at(view, c);
+	uint32		n = rl_ban_cells(key->len, why_len);
+	uint32		has = 0;
 
+	if (c != RL_NO_CELL)
+		has = rl_ban_cells(rl_cell_at(view, c)->ban.key_len, rl_cell_at(view, c)->ban.why_len);
+	return n > has ? n - has : 0;
+}
+
+/* Makes the key's ban.  There must be as many spare cells as spares_for_ban returns. */
+static void
+set_ban(RlCells *view, uint32 c, const RlKey *key, int64 until, const char *why, int why_len)
+{
+	char		text[RL_MAX_KEY + RL_MAX_WHY];
+	int			len = key->len + why_len;
+	RlCell	   *cell;
+
+	if (c != RL_NO_CELL)
+		rl_cell_remove(view, c);
+	memcpy(text, key->data, key->len);
+	memcpy(text + key->len, why, why_len);
+	c = rl_cell_make(view, NULL);
+	cell = rl_cell_at(view, c);
+	cell->ban.until = until;
+	cell->ban.began = view->now;
 	cell->ban.key_len = key->len;
+	cell->ban.why_len = why_len;
 	for (int at = 0;;)
 	{
-		int			n = Min(key->len - at, RL_CELL_TEXT);
+		int			n = Min(len - at, RL_CELL_TEXT);
 
-		memcpy(cell->ban.key, key->data + at, n);
+		memcpy(cell->ban.text, text + at, n);
 		at += n;
-		if (at == key->len)
-			return c;
+		if (at == len)
+			break;
 		cell->ban.rest = rl_cell_take(view);
 		cell = rl_cell_at(view, cell->ban.rest);
 	}
+	rl_cell_set_end(view, c, until);
 }
 
-/* Sets the end of the key's ban, in cell c or for RL_NO_CELL in a new one. */
+/* Stores the ban that a limit has set. */
 static void
-set_ban(RlCells *view, uint32 c, const RlKey *key, int64 until)
+save_ban(RlCells *view, uint32 c, const RlKey *key, const RlBan *ban)
 {
-	if (c == RL_NO_CELL)
-		c = make_ban(view, key);
-	rl_cell_at(view, c)->ban.until = until;
-	rl_cell_set_end(view, c, until);
+	char		why[RL_MAX_WHY];
+
+	if (ban->by != NULL)
+		set_ban(view, c, key, ban->until, why, rl_limit_why(ban->by, why));
 }
 
 /* Ends an act: unlocks the partition and frees the spares. */
@@ -152,7 +172,7 @@ find_cells(const RlCells *view, const RlKey *key, const RlLimits *limits, int64 
 		   uint32 *found, RlState *states, uint32 *ban, uint32 *cells, uint32 *chunks)
 {
 	bool		may_change;
-	bool		may_ban = false;
+	int			why_len = 0;
 
 	*ban = rl_cell_find(view, NULL);
 	may_change = how != RL_PEEK && quota > 0 &&
@@ -167,10 +187,15 @@ find_cells(const RlCells *view, const RlKey *key, const RlLimits *limits, int64 
 			continue;
 		*cells += found[i] == RL_NO_CELL;
 		*chunks += rl_chunks_wanted(limit, &states[i], &view->pool, view->now, quota);
-		may_ban |= limit->ban > 0;
+		if (limit->ban > 0 && states[i].ban_count + 1 >= limit->ban_after)
+		{
+			char		why[RL_MAX_WHY];
+
+			why_len = Max(why_len, rl_limit_why(limit, why));
+		}
 	}
-	if (may_ban && *ban == RL_NO_CELL)
-		*cells += rl_ban_cells(key);
+	if (why_len > 0)
+		*cells += spares_for_ban(view, *ban, key, why_len);
 }
 
 /*
@@ -204,9 +229,8 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 	RlLimits	uncounted;
 	RlState		states[RL_MAX_LIMITS];
 	uint32		found[RL_MAX_LIMITS];
-	uint32		ban;
-	int64		old_ban;
-	int64		banned_until;
+	uint32		old_ban;
+	RlBan		ban = {0};
 	uint32		changed;
 	RlCells		view = {.key_hash = rl_key_hash(&action->key)};
 
@@ -230,16 +254,16 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 		finish(&view);
 		return true;
 	}
-	if (!begin_act(&view, &action->key, limits, quota, how, found, states, &ban, error))
+	if (!begin_act(&view, &action->key, limits, quota, how, found, states, &old_ban, error))
 		return false;
 	answer->at = view.now;
-	banned_until = old_ban = ban == RL_NO_CELL ? 0 : rl_cell_at(&view, ban)->ban.until;
-	changed = rl_act(limits, states, &view.pool, &banned_until, view.now, quota, how != RL_PEEK, decisions);
+	if (old_ban != RL_NO_CELL)
+		ban.until = rl_cell_at(&view, old_ban)->ban.until;
+	changed = rl_act(limits, states, &view.pool, &ban, view.now, quota, how != RL_PEEK, decisions);
 	for (int i = 0; i < limits->n; i++)
 		if (changed & 1 << i)
 			save_state(&view, found[i], &limits->limit[i], &states[i]);
-	if (banned_until != old_ban)
-		set_ban(&view, ban, &action->key, banned_until);
+	save_ban(&view, old_ban, &action->key, &ban);
 	finish(&view);
 	return true;
 }
@@ -293,13 +317,12 @@ begin_all(RlCells *view, const RlAction *const *actions, int n, Key *keys, RlErr
 
 /* Stores the states of the view's key that have changed, and its ban. */
 static void
-save_key(RlCells *view, const RlAction *action, const Key *key, uint32 changed, int64 banned_until)
+save_key(RlCells *view, const RlAction *action, const Key *key, uint32 changed, const RlBan *ban)
 {
 	for (int i = 0; i < action->limits->n; i++)
 		if (changed & 1 << i)
 			save_state(view, key->found[i], &action->limits->limit[i], &key->states[i]);
-	if (banned_until != key->banned_until)
-		set_ban(view, key->ban, &action->key, banned_until);
+	save_ban(view, key->ban, &action->key, ban);
 }
 
 static bool
@@ -329,15 +352,15 @@ local_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apar
 	{
 		Key		   *key = &keys[i];
 		RlAct		act = {view.now, actions[i]->quota, key->verdict, true};
-		int64		banned_until = key->banned_until;
+		RlBan		ban = {.until = key->banned_until};
 		uint32		changed;
 
 		if (!allowed && act.verdict == RL_VERDICT_ALLOWED)
 			act.verdict = RL_VERDICT_REFUSED;
 		rl_cells_select(&view, i);
-		changed = rl_act_complete(actions[i]->limits, key->states, &view.pool, &banned_until, &act,
+		changed = rl_act_complete(actions[i]->limits, key->states, &view.pool, &ban, &act,
 								  key->views, taken[i].each);
-		save_key(&view, actions[i], key, changed, banned_until);
+		save_key(&view, actions[i], key, changed, &ban);
 		taken[i].at = view.now;
 		taken[i].charged = allowed;
 	}
@@ -419,17 +442,24 @@ local_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *erro
 }
 
 static bool
-local_ban(const RlKey *key, int64 duration, RlError *error)
+local_ban(const RlKey *key, int64 duration, const char *why, RlError *error)
 {
 	RlCells		view = {.key_hash = rl_key_hash(key)};
-	uint32		cells = rl_ban_cells(key);
+	int			why_len = strlen(why);
 	uint32		ban;
+	uint32		cells;
 
 	rl_cells_lock(&view, LW_EXCLUSIVE);
-	while ((ban = rl_cell_find(&view, NULL)) == RL_NO_CELL && !rl_cells_reserve(&view, cells, 0))
+	for (;;)
+	{
+		ban = rl_cell_find(&view, NULL);
+		cells = spares_for_ban(&view, ban, key, why_len);
+		if (rl_cells_reserve(&view, cells, 0))
+			break;
 		if (!make_room(&view, cells, 0, error))
 			return false;
-	set_ban(&view, ban, key, view.now + duration);
+	}
+	set_ban(&view, ban, key, view.now + duration, why, why_len);
 	finish(&view);
 	return true;
 }

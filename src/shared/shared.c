@@ -47,7 +47,7 @@
  * meaning of a member, or the size of an area changes: while a package is upgraded, old
  * and new libraries run in one server.  Each must find only memory of its own layout.
  */
-#define LAYOUT				6
+#define LAYOUT				7
 #define NAME				"ratelimit " CppAsString2(LAYOUT)
 #define TRANCHE				"ratelimit"
 

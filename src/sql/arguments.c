@@ -77,6 +77,31 @@ rl_duration_argument(FunctionCallInfo fcinfo, int n, const char *name)
 	return (int64) us;
 }
 
+/* Returns the reason of a ban, in UTF-8, or "".  Raises an error if it is too long or has control characters. */
+const char *
+rl_reason_argument(FunctionCallInfo fcinfo, int n)
+{
+	const char *given;
+	const char *reason;
+
+	if (PG_ARGISNULL(n))
+		return "";
+	given = text_to_cstring(PG_GETARG_TEXT_PP(n));
+	reason = pg_server_to_any(given, strlen(given), PG_UTF8);
+	if (strlen(reason) > RL_MAX_REASON)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("reason must not be longer than %d bytes", RL_MAX_REASON),
+				 errdetail("It has %d bytes in UTF-8.", (int) strlen(reason))));
+	for (const unsigned char *c = (const unsigned char *) reason; *c != '\0'; c++)
+		/* Those from U+0080 to U+009F have two bytes. */
+		if (*c < ' ' || *c == 0x7f || (*c == 0xc2 && c[1] < 0xa0))
+			ereport(ERROR,
+					(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+					 errmsg("reason must not contain control characters")));
+	return reason;
+}
+
 /* Returns the quota, or raises an error if it is out of range. */
 int64
 rl_quota_checked(int64 quota)

@@ -20,6 +20,7 @@ rl_require_argument(FunctionCallInfo fcinfo, int n, const char *name)
 /* Each returns argument n, and raises an error if it is NULL or out of range. */
 extern int64 rl_count_argument(FunctionCallInfo fcinfo, int n, const char *name);
 extern int64 rl_duration_argument(FunctionCallInfo fcinfo, int n, const char *name);
+extern const char *rl_reason_argument(FunctionCallInfo fcinfo, int n);
 extern int64 rl_quota_argument(FunctionCallInfo fcinfo, int n);
 extern RlKey rl_key_argument(FunctionCallInfo fcinfo, int n);
 extern const RlLimits *rl_limits_argument(FunctionCallInfo fcinfo, int n, const RlKey *key);

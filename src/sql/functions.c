@@ -341,7 +341,8 @@ begin_repair(const RlKey *key, Repair repair, const RlLimits *limits)
 
 /* Has the store repair the key.  Returns false if there was nothing to reset or unban. */
 static bool
-run_repair(const RlStore *store, const RlKey *key, Repair repair, const RlLimits *limits, int64 number)
+run_repair(const RlStore *store, const RlKey *key, Repair repair, const RlLimits *limits, int64 number,
+		   const char *why)
 {
 	bool		found = true;
 	volatile bool done = false;
@@ -359,7 +360,7 @@ run_repair(const RlStore *store, const RlKey *key, Repair repair, const RlLimits
 				done = store->reset(key, limits, &found, &error);
 				break;
 			case BAN:
-				done = store->ban(key, number, &error);
+				done = store->ban(key, number, why, &error);
 				break;
 			case UNBAN:
 				done = store->unban(key, &found, &error);
@@ -410,7 +411,7 @@ rl_refund(PG_FUNCTION_ARGS)
 				same.limit[same.n++] = limits->limit[j];
 		/* Also if no quota is left, so that a store that fails raises its error. */
 		if (!done)
-			(void) run_repair(store, &key, REFUND, &same, left[i]);
+			(void) run_repair(store, &key, REFUND, &same, left[i], NULL);
 	}
 	PG_RETURN_VOID();
 }
@@ -428,7 +429,7 @@ rl_reset(PG_FUNCTION_ARGS)
 		PG_RETURN_BOOL(false);
 	begin_repair(&key, RESET, limits);
 	store = rl_asked_store(&key);
-	found = run_repair(store, &key, RESET, limits, 0);
+	found = run_repair(store, &key, RESET, limits, 0, NULL);
 	/* After a failure, a rollback refunds what a reset would have deleted. */
 	rl_grants_forget(&key, limits, store->is_local);
 	PG_RETURN_BOOL(found);
@@ -448,9 +449,11 @@ rl_ban(PG_FUNCTION_ARGS)
 {
 	RlKey		key = rl_key_argument(fcinfo, 0);
 	int64		duration = rl_duration_argument(fcinfo, 1, "seconds");
+	const char *reason = rl_reason_argument(fcinfo, 2);
 
 	begin_repair(&key, BAN, NULL);
-	(void) run_repair(rl_asked_store(&key), &key, BAN, NULL, duration);
+	(void) run_repair(rl_asked_store(&key), &key, BAN, NULL, duration,
+					  reason[0] == '\0' ? "" : psprintf(RL_WHY_REASON "%s", reason));
 	PG_RETURN_VOID();
 }
 
@@ -461,5 +464,5 @@ rl_unban(PG_FUNCTION_ARGS)
 	RlKey		key = rl_key_argument(fcinfo, 0);
 
 	begin_repair(&key, UNBAN, NULL);
-	PG_RETURN_BOOL(run_repair(rl_asked_store(&key), &key, UNBAN, NULL, 0));
+	PG_RETURN_BOOL(run_repair(rl_asked_store(&key), &key, UNBAN, NULL, 0, NULL));
 }

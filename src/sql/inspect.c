@@ -23,6 +23,9 @@
 #include "sql/arguments.h"
 
 #define INSPECT_COLUMNS		4
+#define BANS_COLUMNS		5
+#define SORTED				4	/* columns of the sort of bans */
+#define MAX_WHY				256 /* bytes, also of a ban that another program has changed */
 
 /* Sets a column to a time in microseconds since 1970; NULL if there is no such time. */
 static void
@@ -43,7 +46,7 @@ typedef struct Bans
 {
 	const char *pattern;		/* as for LIKE, in UTF-8 */
 	int			pattern_len;
-	Tuplesortstate *sort;		/* of bytea, the key in UTF-8, and timestamptz */
+	Tuplesortstate *sort;		/* of bytea, the key in UTF-8, two timestamptz, and bytea, why */
 	TupleTableSlot *slot;
 } Bans;
 
@@ -113,25 +116,37 @@ matches(const Bans *bans, const char *key, int len)
 	return p == end;
 }
 
+/* Bytes with the header of a bytea. */
+typedef union Bytes
+{
+	int32		aligned;
+	char		data[VARHDRSZ + Max(RL_MAX_KEY, MAX_WHY)];
+} Bytes;
+
+static Datum
+make_bytes(Bytes *bytes, const char *data, int len)
+{
+	SET_VARSIZE(bytes->data, VARHDRSZ + len);
+	memcpy(VARDATA(bytes->data), data, len);
+	return PointerGetDatum(bytes->data);
+}
+
 static void
 add_ban(const RlKept *ban, void *arg)
 {
 	Bans	   *bans = arg;
-	union
-	{
-		int32		aligned;
-		char		data[VARHDRSZ + RL_MAX_KEY];
-	}			key;
+	Bytes		key;
+	Bytes		why;
 	TupleTableSlot *slot = bans->slot;
 
 	if (!matches(bans, ban->name, ban->name_len))
 		return;
-	SET_VARSIZE(key.data, VARHDRSZ + ban->name_len);
-	memcpy(VARDATA(key.data), ban->name, ban->name_len);
 	ExecClearTuple(slot);
-	slot->tts_values[0] = PointerGetDatum(key.data);
-	slot->tts_isnull[0] = false;
+	memset(slot->tts_isnull, false, SORTED * sizeof(bool));
+	slot->tts_values[0] = make_bytes(&key, ban->name, ban->name_len);
 	set_time(&slot->tts_values[1], &slot->tts_isnull[1], ban->until);
+	set_time(&slot->tts_values[2], &slot->tts_isnull[2], ban->began);
+	slot->tts_values[3] = make_bytes(&why, ban->why, Min(ban->why_len, MAX_WHY));
 	ExecStoreVirtualTuple(slot);
 	tuplesort_puttupleslot(bans->sort, slot);
 }
@@ -140,7 +155,7 @@ add_ban(const RlKept *ban, void *arg)
 static void
 begin_sort(Bans *bans)
 {
-	TupleDesc	desc = CreateTemplateTupleDesc(2);
+	TupleDesc	desc = CreateTemplateTupleDesc(SORTED);
 	AttrNumber	columns[] = {1, 2};
 	Oid			operators[2];
 	Oid			collations[] = {InvalidOid, InvalidOid};
@@ -148,12 +163,27 @@ begin_sort(Bans *bans)
 
 	TupleDescInitEntry(desc, 1, "key", BYTEAOID, -1, 0);
 	TupleDescInitEntry(desc, 2, "until", TIMESTAMPTZOID, -1, 0);
+	TupleDescInitEntry(desc, 3, "began", TIMESTAMPTZOID, -1, 0);
+	TupleDescInitEntry(desc, 4, "why", BYTEAOID, -1, 0);
 	TupleDescFinalize(desc);
 	operators[0] = lookup_type_cache(BYTEAOID, TYPECACHE_LT_OPR)->lt_opr;
 	operators[1] = lookup_type_cache(TIMESTAMPTZOID, TYPECACHE_GT_OPR)->gt_opr;
 	bans->sort = tuplesort_begin_heap(desc, 2, columns, operators, collations, nulls_first,
 									  work_mem, NULL, TUPLESORT_NONE);
 	bans->slot = MakeSingleTupleTableSlot(desc, &TTSOpsVirtual);
+}
+
+/* Sets a column to what follows a word in why a key is banned; NULL if it begins with another. */
+static void
+set_why(Datum *value, bool *isnull, const bytea *why, const char *word)
+{
+	const char *data = VARDATA_ANY(why);
+	int			len = VARSIZE_ANY_EXHDR(why);
+	int			n = strlen(word);
+
+	*isnull = len < n || memcmp(data, word, n) != 0;
+	if (!*isnull)
+		*value = CStringGetTextDatum(rl_key_shown(data + n, len - n));
 }
 
 /* Returns the sorted bans: for each key, the ban with the latest end. */
@@ -167,7 +197,10 @@ return_bans(Bans *bans, ReturnSetInfo *result)
 
 	while (tuplesort_gettupleslot(bans->sort, true, false, slot, NULL))
 	{
+		Datum		values[BANS_COLUMNS];
+		bool		nulls[BANS_COLUMNS] = {false};
 		bytea	   *found;
+		bytea	   *why;
 		const char *key;
 		int			len;
 		MemoryContext old;
@@ -182,9 +215,17 @@ return_bans(Bans *bans, ReturnSetInfo *result)
 		memcpy(last, key, len);
 		last_len = len;
 		old = MemoryContextSwitchTo(row);
-		slot->tts_values[0] = CStringGetTextDatum(rl_key_shown(key, len));
+		why = DatumGetByteaPP(slot->tts_values[3]);
+		values[0] = CStringGetTextDatum(rl_key_shown(key, len));
+		for (int i = 1; i <= 2; i++)
+		{
+			values[i] = slot->tts_values[i];
+			nulls[i] = slot->tts_isnull[i];
+		}
+		set_why(&values[3], &nulls[3], why, RL_WHY_LIMIT);
+		set_why(&values[4], &nulls[4], why, RL_WHY_REASON);
 		MemoryContextSwitchTo(old);
-		tuplestore_putvalues(result->setResult, result->setDesc, slot->tts_values, slot->tts_isnull);
+		tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
 		MemoryContextReset(row);
 	}
 }
@@ -224,7 +265,7 @@ add_state(const RlKept *kept, void *arg)
 	values[1] = Int64GetDatum(kept->used);
 	nulls[1] = kept->used == RL_UNKNOWN;
 	set_time(&values[2], &nulls[2], kept->until);
-	values[3] = PointerGetDatum(cstring_to_text_with_len(kept->raw, kept->raw_len));
+	values[3] = CStringGetTextDatum(rl_key_shown(kept->raw, kept->raw_len));
 	tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
 }
 

@@ -24,7 +24,7 @@ typedef struct Partition
 	RlState		states[RL_MAX_LIMITS];
 	RlPool		pool;			/* of the states' entries */
 	uint32		nchunks;		/* that are allocated */
-	int64		banned_until;
+	RlBan		ban;
 	int64		at;
 } Partition;
 
@@ -133,7 +133,7 @@ rl_simulate(PG_FUNCTION_ARGS)
 		decision = rl_unasked_decision(&partition->limits);
 	else
 	{
-		rl_act(&partition->limits, partition->states, &partition->pool, &partition->banned_until,
+		rl_act(&partition->limits, partition->states, &partition->pool, &partition->ban,
 			   now, quota, true, decisions);
 		decision = rl_combine(&partition->limits, decisions, &binding);
 	}

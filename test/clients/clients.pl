@@ -74,7 +74,7 @@ my @calls = (
 	[ 'rl_refund(text,rl_limits,bigint)', [qw(s:%k s:5/1h i:1)], '' ],
 	[ 'rl_reset(text)', [qw(s:%k)], 'false' ],
 	[ 'rl_reset(text,rl_limits)', [qw(s:%k s:5/1h)], 'false' ],
-	[ 'rl_ban(text,double precision)', [qw(s:%k f:60)], '' ],
+	[ 'rl_ban(text,double precision,text)', [qw(s:%k f:60 s:reason)], '' ],
 	[ 'rl_unban(text)', [qw(s:%k)], 'false' ],
 	[ 'rl_inspect(text)', [qw(s:%k)], '' ],
 	[ 'rl_bans(text)', [qw(s:%k%)], '' ],

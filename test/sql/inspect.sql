@@ -131,3 +131,49 @@ SELECT count(*) FILTER (WHERE rl_allow('held', 'concurrent 1000/1h')) FROM gener
 SELECT state, used FROM rl_inspect('held') ORDER BY state COLLATE "C";
 COMMIT;
 SELECT state, used FROM rl_inspect('held') ORDER BY state COLLATE "C";
+
+-- When a ban began, and the limit that set it or the reason of rl_ban.
+CREATE FUNCTION why(pattern text, OUT key text, OUT began numeric, OUT ends numeric, OUT rule text, OUT reason text)
+	RETURNS SETOF record LANGUAGE sql AS
+$$ SELECT key, round(extract(epoch FROM began) - 1704067200, 6), round(extract(epoch FROM until) - 1704067200, 6), rule, reason
+	FROM rl_bans($1) ORDER BY key COLLATE "C" $$;
+SELECT at(100);
+SELECT rl_ban('why:none', 60), rl_ban('why:null', 60, NULL), rl_ban('why:empty', 60, ''), rl_ban('why:told', 60, 'ticket 7: limit 5/1s'),
+	rl_ban('why:ü', 60, 'Mißbrauch 日本 \x0a'), rl_ban('why:long', 60, repeat('é', 64)), rl_ban('why:' || repeat('k', 508), 60, repeat('r', 128));
+SELECT left(key, 20) AS key, began, ends, rule, reason FROM why('why:%');
+SELECT state, used, ends, raw FROM states('why:none'), LATERAL at(101);
+SELECT raw FROM states('why:told');
+SELECT raw FROM states('why:long');
+SELECT raw FROM states('why:ü');
+-- Of several limits, the one whose ban is the longest; of these, the first. The text is canonical.
+SELECT rl_allow('why:rule', 'throttle 1 / 60 s ban 60s after 1') FROM generate_series(1, 2);
+SELECT rl_allow('why:rules', '1/1min ban 1min after 1, 1/2min burst 1 ban 2min after 1, fixed_window 1/1h from_first count_denied ban 120s after 1 refund_on_abort') FROM generate_series(1, 2);
+SELECT rl_allow('why:month', 'fixed_window 1/month in America/Argentina/ComodRivadavia ban 1d after 2, 1/1h') FROM generate_series(1, 3);
+SELECT rl_allow('why:window', 'sliding_window 999999999999999/299999999999997us step 99999999999999us count_denied ban 299999999999999us after 1 refund_on_abort', 999999999999998) FROM generate_series(1, 2);
+SELECT rl_check_all('{why:all:1,why:all:2}', ARRAY['1/1h ban 30min after 1', '2/1h ban 1d after 1']::rl_limits[]) IS NOT NULL AS all FROM generate_series(1, 2);
+SELECT key, allowed FROM rl_check_many('{why:many:1,why:many:1,why:many:2}', '1/1h ban 1h after 1') ORDER BY 1, 2;
+SELECT * FROM why('why:rul%') UNION ALL SELECT * FROM why('why:month') UNION ALL SELECT * FROM why('why:window') UNION ALL SELECT * FROM why('why:all:%') UNION ALL SELECT * FROM why('why:many:%');
+SELECT raw FROM states('why:window') WHERE state = 'ban';
+-- A call that does not count its refusal bans nothing.
+SELECT rl_wait('why:wait', '1/1h ban 1h after 1', 1, 0) FROM generate_series(1, 2);
+SELECT rl_allow('why:wait', '1/1h ban 1h after 1', 2);
+SELECT * FROM why('why:wait');
+-- Another ban replaces the ban, its beginning and its text.
+SELECT at(110);
+SELECT rl_ban('why:told', 30), rl_ban('why:rule', 90, 'again'), rl_ban('why:none', 90, 'now');
+SELECT * FROM why('why:told') UNION ALL SELECT * FROM why('why:rule') UNION ALL SELECT * FROM why('why:none');
+SELECT at(141);
+SELECT rl_allow('why:told', '1/1min ban 60s after 1') FROM generate_series(1, 2);
+SELECT * FROM why('why:told');
+SELECT rl_unban('why:told'), rl_unban('why:told');
+SELECT * FROM why('why:told');
+SELECT rl_ban(key => 'why:told', seconds => 5, reason => 'named');
+SELECT * FROM why('why:told');
+-- Invalid reasons.
+SELECT failure($$SELECT rl_ban('why:bad', 60, repeat('r', 129))$$);
+SELECT failure($$SELECT rl_ban('why:bad', 60, repeat('é', 64) || 'r')$$);
+SELECT failure($$SELECT rl_ban('why:bad', 60, E'a\nb')$$);
+SELECT failure($$SELECT rl_ban('why:bad', 60, E'\x7f')$$);
+SELECT failure($$SELECT rl_ban('why:bad', 60, E'\u0085')$$);
+SELECT count(*) FROM why('why:bad');
+SELECT count(*) FILTER (WHERE rl_unban(key)) FROM rl_bans('why:%');

@@ -29,11 +29,19 @@ foreach my $case ([ 'throttle:60000000', 6_000_000, 1000 ], [ 'throttle:54000000
 {
 	my ($field, $ahead, $unit) = @$case;
 
-	like($fields{$field}, qr/^\d+$/, "$field: a decimal number");
+	like($fields{$field}, $field eq 'ban' ? qr/^\d+ \d+$/ : qr/^\d+$/, "$field: decimal numbers");
+	$fields{$field} =~ s/ .*//;
 	my $late = $now + $ahead - $fields{$field} / $unit;
 	cmp_ok(abs($late), '<', 10_000_000, "$field: a time since 1970, in its unit");
 	cmp_ok($late, '>=', -1, "$field: a time that was set before it was read");
 }
+
+# A ban has its end, its beginning, and the limit that set it or the reason of rl_ban.
+$session->set(debug_now => '1700000000000000');
+$session->ask(q{SELECT rl_ban('why', 60, 'ticket 7'); SELECT rl_allow('why:2', '1/1h ban 1h after 2') FROM generate_series(1, 3)});
+is($redis->cli('HGET', 'rl:{why}', 'ban'), '1700000060000000 1700000000000000 reason ticket 7', 'a ban with a reason');
+is($redis->cli('HGET', 'rl:{why:2}', 'ban'), '1700003600000000 1700000000000000 limit throttle 1/1h ban 1h after 2', 'a ban that a limit set');
+$session->set(debug_now => undef);
 
 # A state that has ended is as if never used, although it is still stored.
 $redis->cli('HSET', 'rl:{old}', 'throttle:60000000', '1000000000', 'ban', '1000000');

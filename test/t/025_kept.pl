@@ -53,7 +53,7 @@ sub useful_until
 	my ($field, $value, $entries) = @_;
 	use integer;
 
-	return $value if $field eq 'ban';
+	return $value =~ s{ .*}{}r if $field eq 'ban';
 	return (split / /, $value)[0] + $1 if $field =~ /^[a-z_]+:(\d+)(?::first|:\d+)?:refused$/;
 	return $value / 1000 if $field =~ /^throttle:\d+$/;
 	if ($field =~ /^token_bucket:(\d+)$/)

@@ -112,7 +112,7 @@ sub changes
 	my $type = statement('CREATE TYPE rl_limits (');
 	my ($triggers) = $script =~ /^(CREATE VIEW rl_triggers.*?^COMMENT ON COLUMN rl_triggers\.warning.*?;\n)/ms or die 'no rl_triggers';
 	my $reset = statement('COMMENT ON FUNCTION rl_reset(text) IS');
-	my ($ban, $key_name) = ('function public.rl_ban(pg_catalog.text,double precision)', 'function public.rl_key(pg_catalog.text[])');
+	my ($ban, $key_name) = ('function public.rl_ban(pg_catalog.text,double precision,pg_catalog.text)', 'function public.rl_key(pg_catalog.text[])');
 	my $status = 'function public.rl_status()';
 	my $member = 'function of access method function 2 (public.rl_limits, public.rl_limits) of public.rl_limits_ops USING hash';
 

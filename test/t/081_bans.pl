@@ -146,8 +146,8 @@ $redis->cli('FLUSHALL');
 #
 
 my $long = 'x' x 500;
-is($session->ask("SELECT count(rl_ban('$long' || n, 3600)) FROM generate_series(1, 1500) n"), 1500, '1,500 long keys are banned');
-is($session->ask('SELECT count(*), count(DISTINCT key), min(length(key)) FROM rl_bans()'), '1500|1500|501', 'rl_bans returns all of them');
+is($session->ask("SELECT count(rl_ban('$long' || n, 3600, repeat('r', 128))) FROM generate_series(1, 1500) n"), 1500, '1,500 long keys are banned');
+is($session->ask('SELECT count(*), count(DISTINCT key), min(length(key)), min(length(reason)) FROM rl_bans()'), '1500|1500|501|128', 'rl_bans returns all of them');
 is($session->ask("SELECT count(*) FROM rl_bans('%99')"), 15, 'a pattern returns some of them');
 $session->ask("SET work_mem = '64kB'");
 is($session->ask('SELECT count(*) FROM rl_bans()'), 1500, 'a sort with little memory');
@@ -159,7 +159,7 @@ $session->ask('RESET work_mem');
 
 $redis->cli('FLUSHALL');
 ban($session, 'ours');
-my $ends = $redis->cli('HGET', 'rl:{ours}', 'ban');
+my ($ends) = $redis->cli('HGET', 'rl:{ours}', 'ban') =~ /^(\d+) /;
 $redis->cli('SET', 'rl:{string}', 'x');
 $redis->cli('RPUSH', 'rl:{list}', 'ban', $ends);
 $redis->cli('SADD', 'rl:{set}', 'ban');
@@ -183,6 +183,22 @@ like($session->attempt(q{SELECT rl_inspect('states')})->{message}, qr/the key ha
 $redis->cli('HDEL', 'rl:{states}', 'sliding_window:1:1000');
 is($session->ask(q{SELECT count(*), count(DISTINCT state), min(used), max(used), max(length(raw)) FROM rl_inspect('states')}),
 	'256|256|101|101|256', '256 states are returned');
+
+# Bans that another program has changed are in force, and are listed.
+$redis->cli('FLUSHALL');
+my %others = (' 7' => '|', ' 7 limit x' => 'x|', ' 7 reason x' => '|x', ' 7 reason ' => '|', ' 7 other' => '|', ' x' => '|', 'x' => '|',
+	" 7 reason a\xff" => '|a', " 7 reason a\xc3\xa9" => "|a\xc3\xa9", " 7 reason a\nb" => '|a\x0ab', ' 7 limit ' . 'x' x 1000 => 'x' x 250 . '|', ' ' . '7' x 30 => '|');
+foreach my $other (sort keys %others)
+{
+	my $value = $ends . $other;
+
+	$redis->cli('HSET', 'rl:{other}', 'ban', $value);
+	is($session->ask(q{SELECT extract(epoch FROM until) * 1e6 = } . $ends . q{, extract(epoch FROM began), rule, reason FROM rl_bans()}),
+		't|' . ($other =~ /^ 7(?!7)/ ? '0.000007' : '') . "|$others{$other}", 'a ban' . substr($other, 0, 12) =~ s/[^ -~]/?/gr);
+	is($session->ask(q{SELECT state, left(raw, 18) FROM rl_inspect('other')}), 'ban|' . (substr($value, 0, 18) =~ s/\n.*//sr), 'rl_inspect shows it');
+	is($session->ask(qq{SELECT count(*) FROM unnest('{5/1h,token_bucket 5/1h,"5/1h, 5/1d","5/1h, concurrent 5/1h"}'::rl_limits[]) l, rl_check('other', l) c WHERE source = 'ban'}),
+		4, 'it is in force');
+}
 
 # Bans and keys end meanwhile.
 $redis->cli('FLUSHALL');
@@ -259,7 +275,8 @@ is($of_user->attempt(q{SELECT rl_inspect('ours')})->{state}, 'PT504', 'a key tha
 
 $of_user->quit;
 foreach my $text ('', 'hello', '0', '1:', '1:0', '2:0', '2:0x', '1:0x', '1:01 ', '0:1 1 1:a0:1:', '1:01 2:x', '1:0x 1:x', '1:01 9999999999:x', '1:0' . '9' x 19 . ' 1:x', '30:' . '0' x 30,
-	'0:', '-:', '1:01 1:xx', '1:0- 1:x', '0:1 1 1:', '0:1 1 1:a5:x', "0:1 1 1:\x011:x", '99:', "1:\xff")
+	'0:', '-:', '1:01 1:xx', '1:0- 1:x', '0:1 1 1:', '0:1 1 1:a5:x', "0:1 1 1:\x011:x", '99:', "1:\xff",
+	'1:01 1 1:x', '1:01 1 1:x2:y', '1:01 1 2:x0:', '1:01 x 1:x0:', '1:01 1 1:x0:x', '1:01 1 1:x-:', '0:- 1 3:ban9:x', "0:1 1 1:a2:\xc3\xa9")
 {
 	my $liar = LyingServer->new(sub { return @_ == 4 ? "\$0\r\n\r\n" : '$' . length($text) . "\r\n$text\r\n" });
 
@@ -391,7 +408,7 @@ $session->ask(q{SELECT count(rl_allow('key:' || n, '1/1h')) FROM generate_series
 my $states = $session->ask('SELECT local_keys FROM rl_status()');
 is($states, 50_000, '50,000 states');
 ban($session, @banned, map { $long . $_ } 1 .. 100);
-is($session->ask('SELECT local_keys FROM rl_status()'), 50_000 + $BANNED + 800, 'each ban is a state for each 64 bytes of its key');
+is($session->ask('SELECT local_keys FROM rl_status()'), 50_000 + $BANNED + 900, 'each ban is a state for each 56 bytes of its key');
 is_deeply(bans($session, 'key:%'), \@banned, 'the banned keys');
 is($session->ask("SELECT count(*), min(length(key)) FROM rl_bans('x%')"), '100|501', 'the banned long keys');
 
@@ -399,7 +416,7 @@ is($session->ask("SELECT count(*), min(length(key)) FROM rl_bans('x%')"), '100|5
 my $keys = $session->ask('SELECT local_keys FROM rl_status()');
 $session->ask("SELECT rl_allow(repeat('z', 500) || n, '1/1h ban 1h after 1') FROM generate_series(1, 100) n, generate_series(1, 2)");
 is($session->ask("SELECT count(*), min(length(key)) FROM rl_bans('z%')"), '100|501', 'the long keys that refusals banned');
-is($session->ask('SELECT local_keys FROM rl_status()') - $keys, 900, 'their bans and their states');
+is($session->ask('SELECT local_keys FROM rl_status()') - $keys, 1100, 'their bans, with their limits, and their states');
 is($session->ask("SELECT count(*) FILTER (WHERE rl_reset(repeat('z', 500) || n)) FROM generate_series(1, 100) n"), 100, 'they are reset');
 is($session->ask('SELECT local_keys FROM rl_status()'), $keys, 'their cells are free');
 
@@ -409,10 +426,20 @@ $session->set(key_prefix => undef);
 is($session->ask(q{SELECT count(rl_unban(key)) FROM rl_bans()}), $BANNED + 100, 'the bans end');
 is($session->ask('SELECT local_keys FROM rl_status()'), 50_000, 'the cells of the bans are free');
 
+# A ban has the cells that its text needs.
+$session->ask(q{SELECT rl_ban(repeat('c', 50), 3600, repeat('r', 128))});
+is($session->ask('SELECT local_keys FROM rl_status()'), 50_004, 'a long reason');
+$session->ask(q{SELECT rl_ban(repeat('c', 50), 3600, 'short')});
+is($session->ask('SELECT local_keys FROM rl_status()'), 50_002, 'a short one in its place');
+$session->ask(q{SELECT rl_ban(repeat('c', 50), 3600)});
+is($session->ask('SELECT local_keys FROM rl_status()'), 50_001, 'none in its place');
+$session->ask(q{SELECT rl_ban(repeat('c', 50), 3600, repeat('r', 128))});
+is($session->ask('SELECT rule, reason = repeat(chr(114), 128), rl_unban(key) FROM rl_bans()'), '|t|t', 'a long one again');
+
 # A full store evicts the bans that end first.
 $session->ask(q{SELECT count(rl_ban(repeat('y', 400) || n, n)) FROM generate_series(1, 20000) n});
 is($session->error, '', 'more bans than it holds');
-is($session->ask(q{SELECT count(*) BETWEEN 14000 AND 15000, min(extract(epoch FROM until - now())) BETWEEN 4500 AND 6500 FROM rl_bans()}), 't|t',
+is($session->ask(q{SELECT count(*) BETWEEN 12000 AND 13000, min(extract(epoch FROM until - now())) BETWEEN 6300 AND 8300 FROM rl_bans()}), 't|t',
 	'the bans that end last are kept') or diag $session->ask(q{SELECT count(*), min(extract(epoch FROM until - now())) FROM rl_bans()});
 is($session->ask('SELECT local_keys <= local_max_keys FROM rl_status()'), 't', 'local_keys is at most local_max_keys');
 
@@ -425,10 +452,15 @@ $node->safe_psql('latin', 'CREATE EXTENSION ratelimit');
 $session->set(store => undef);
 $redis->cli('FLUSHALL');
 ban($session, "caf\xc3\xa9", "\xe6\x97\xa5:1", 'plain');
+$session->ask("SELECT rl_ban('plain', 3600, 'caf\xc3\xa9'), rl_ban('caf\xc3\xa9', 3600, '\xe6\x97\xa5')");
 my $latin = session($node, 'latin');
 $latin->ask('SET client_encoding = UTF8');
 is_deeply(bans($latin), [ '\xe6\x97\xa5:1', "caf\xc3\xa9", 'plain' ], 'a key is escaped only if the encoding lacks a character');
 is_deeply(bans($latin, "caf\xc3\xa9"), ["caf\xc3\xa9"], 'the pattern has the encoding of the database');
+is($latin->ask(q{SELECT string_agg(reason, ' ' ORDER BY reason) FROM rl_bans()}), "\\xe6\\x97\\xa5 caf\xc3\xa9", 'and a reason');
+is($latin->ask(q{SELECT substr(raw, 35) FROM rl_inspect('plain')}), "reason caf\xc3\xa9", 'rl_inspect too');
+$latin->ask(q{SELECT rl_ban('latin', 3600, 'caf' || chr(233))});
+is($session->ask(q{SELECT reason FROM rl_bans('latin')}), "caf\xc3\xa9", 'a reason is kept in UTF-8');
 is_deeply(bans($latin, 'caf_'), ["caf\xc3\xa9"], '_ is a character of the key');
 is_deeply(bans($latin, '__1'), ['\xe6\x97\xa5:1'], '_ matches a character that the encoding lacks');
 is($latin->ask(q{SELECT rl_unban('caf' || chr(233))}), 't', 'the ban of such a key ends');

@@ -307,7 +307,7 @@ sub ttl_problems
 		my $needed = 0;
 		foreach my $field (keys %state)
 		{
-			my $until = $field eq 'ban' ? $state{$field}
+			my $until = $field eq 'ban' ? $state{$field} =~ s/ .*//r
 			  : $field eq 'expiry' ? $state{$field} * 1000
 			  : $field =~ /^throttle:\d+$/ ? $state{$field} / 1000 : undef;
 
