@@ -394,7 +394,7 @@ COMMENT ON FUNCTION rl_stat_reset() IS
 	'sets all counters of rl_stat to zero; errors: 55000 without shared memory';
 
 CREATE FUNCTION rl_denied(OUT key text, OUT limits text, OUT quota bigint, OUT banned boolean,
-		OUT since timestamptz, OUT retry_after double precision)
+		OUT since timestamptz, OUT retry_after double precision, OUT datname name)
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED ROWS 20;
 COMMENT ON FUNCTION rl_denied() IS
@@ -407,17 +407,19 @@ COMMENT ON COLUMN rl_denied.quota IS 'units of quota of the refused action: this
 COMMENT ON COLUMN rl_denied.banned IS 'whether a ban refused';
 COMMENT ON COLUMN rl_denied.since IS 'the time since which the key has been refused without a gap';
 COMMENT ON COLUMN rl_denied.retry_after IS 'seconds until the same action can succeed, under a concurrent limit at the latest';
+COMMENT ON COLUMN rl_denied.datname IS 'the database of the last refusal that the store decided, or NULL if it was dropped';
 
 CREATE FUNCTION rl_status(OUT store text, OUT mode text, OUT on_error text,
 		OUT redis text, OUT connected boolean, OUT version text, OUT error text,
 		OUT breaker text, OUT breaker_left double precision,
 		OUT local_keys bigint, OUT local_max_keys bigint,
 		OUT local_entries bigint, OUT local_max_entries bigint, OUT local_evicted bigint,
-		OUT lease_keys bigint, OUT lease_max_keys bigint, OUT stat_since timestamptz, OUT build text)
+		OUT lease_keys bigint, OUT lease_max_keys bigint,
+		OUT denials_evicted bigint, OUT stat_since timestamptz, OUT build text)
 	RETURNS record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_status() IS
-	'returns one row: the settings store, mode and on_error; the address of Redis, whether this session is connected, and its version or the reason why it is not known; the breaker (closed, suspect, connect-failed, open, half-open, trying) and the seconds until it is half-open; the number of states and of entries in shared memory, the most that it can hold, and the number of states that were evicted before their end; the number of keys whose use is counted for leases, and the most that it can be; when the counters of rl_stat began; and the version of the library, with the commit if it was built in a checkout; raises no error if Redis fails';
+	'returns one row: the settings store, mode and on_error; the address of Redis, whether this session is connected, and its version or the reason why it is not known; the breaker (closed, suspect, connect-failed, open, half-open, trying) and the seconds until it is half-open; the number of states and of entries in shared memory, the most that it can hold, and the number of states that were evicted before their end; the number of keys whose use is counted for leases, and the most that it can be; the number of refusals that rl_denied has lost to make room while they were in force; when the counters of rl_stat began; and the version of the library, with the commit if it was built in a checkout; raises no error if Redis fails';
 
 --
 -- Privileges

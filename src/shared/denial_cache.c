@@ -12,7 +12,7 @@
  * generation number, so that a refusal that was asked for before is not stored.
  *
  * A key's entries are in one set.  When it is full, the entry with the earliest
- * end is evicted.
+ * end is evicted, and counted if it is in force.
  *
  * Locks: the LWLock of a set protects its entries; it serves several sets.  Only
  * "asking" is also changed under the shared lock, as an atomic.  The generation
@@ -20,7 +20,9 @@
  */
 #include "postgres.h"
 
+#include "commands/dbcommands.h"
 #include "funcapi.h"
+#include "miscadmin.h"
 #include "port/atomics.h"
 #include "utils/builtins.h"
 #include "utils/timestamp.h"
@@ -42,7 +44,7 @@
 /* Between two notes of the same refusal by a backend. */
 #define NOTE_INTERVAL		(RL_SECOND / 10)
 
-#define COLUMNS				6
+#define COLUMNS				7
 
 /* A refusal.  The lock of its set protects all members; "asking" is atomic. */
 typedef struct Entry
@@ -58,6 +60,7 @@ typedef struct Entry
 	int			binding;
 	RlDecision	decision;
 	TimestampTz since;			/* first of the refusals without a gap */
+	Oid			database;		/* of the last refusal */
 	int			key_len;
 	char		key[RL_MAX_KEY];
 } Entry;
@@ -70,6 +73,7 @@ typedef struct Set
 typedef struct Cache
 {
 	pg_atomic_uint64 generations[GENERATIONS];	/* several keys share one */
+	pg_atomic_uint64 evicted;	/* refusals in force that were evicted */
 	Set			sets[SETS];		/* locks[i % LOCKS] protects set i */
 } Cache;
 
@@ -91,6 +95,7 @@ attach(void *memory, LWLockPadded *my_locks, bool found)
 	if (found)
 		return;
 	memset(cache, 0, sizeof(Cache));
+	pg_atomic_init_u64(&cache->evicted, 0);
 	for (int i = 0; i < GENERATIONS; i++)
 		pg_atomic_init_u64(&cache->generations[i], 0);
 	for (int i = 0; i < SETS; i++)
@@ -269,6 +274,8 @@ rl_denial_note(RlKeyHash key_hash, const RlKey *key, const RlLimits *limits, int
 	{
 		if (is_new)
 		{
+			if (entry->limits.n > 0 && entry->refused_until > asked && entry->debug == clock_is_debug())
+				pg_atomic_fetch_add_u64(&cache->evicted, 1);
 			entry->key_hash = key_hash;
 			rl_limits_copy(&entry->limits, limits);
 			entry->debug = clock_is_debug();
@@ -278,6 +285,7 @@ rl_denial_note(RlKeyHash key_hash, const RlKey *key, const RlLimits *limits, int
 		}
 		else if (entry->refused_until < asked)
 			entry->since = GetCurrentTimestamp();
+		entry->database = MyDatabaseId;
 		entry->quota = quota;
 		entry->asked = asked;
 		entry->trusted_until = may_answer ? asked + trusted_for(limits, decision) : 0;
@@ -369,6 +377,13 @@ rl_denial_outdate(RlKeyHash key_hash, const RlLimits *limits, int64 allowed, uin
 	unlock_set(set);
 }
 
+/* Returns the number of refusals that were evicted while in force.  Needs shared memory. */
+int64
+rl_denials_evicted(void)
+{
+	return pg_atomic_read_u64(&cache->evicted);
+}
+
 PG_FUNCTION_INFO_V1(rl_denied);
 Datum
 rl_denied(PG_FUNCTION_ARGS)
@@ -392,6 +407,7 @@ rl_denied(PG_FUNCTION_ARGS)
 			const RlDecision *d = &entry->decision;
 			Datum		values[COLUMNS];
 			bool		nulls[COLUMNS] = {false};
+			const char *database;
 
 			if (entry->limits.n == 0 || entry->refused_until <= now ||
 				entry->debug != clock_is_debug())
@@ -402,6 +418,10 @@ rl_denied(PG_FUNCTION_ARGS)
 			values[3] = BoolGetDatum(d->ban_left > 0);
 			values[4] = TimestampTzGetDatum(entry->since);
 			values[5] = Float8GetDatum((double) (entry->refused_until - now) / RL_SECOND);
+			database = get_database_name(entry->database);
+			nulls[6] = database == NULL;
+			if (database != NULL)
+				values[6] = DirectFunctionCall1(namein, CStringGetDatum(database));
 			tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
 		}
 	}

@@ -21,5 +21,6 @@ extern void rl_denial_outdate(RlKeyHash key_hash, const RlLimits *limits, int64 
 							  uint64 *generation);
 extern void rl_denial_delete(const RlKey *key);
 extern void rl_denial_delete_hash(RlKeyHash key_hash);
+extern int64 rl_denials_evicted(void);
 
 #endif							/* DENIAL_CACHE_H */

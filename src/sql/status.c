@@ -14,10 +14,11 @@
 #include "redis/redis.h"
 #include "shared/cells.h"
 #include "shared/counters.h"
+#include "shared/denial_cache.h"
 #include "shared/lease.h"
 #include "sql/arguments.h"
 
-#define COLUMNS				18
+#define COLUMNS				19
 
 PG_FUNCTION_INFO_V1(rl_status);
 Datum
@@ -63,8 +64,9 @@ rl_status(PG_FUNCTION_ARGS)
 		values[n + 4] = Int64GetDatum(fill.evicted);
 		values[n + 5] = Int64GetDatum(keys);
 		values[n + 6] = Int64GetDatum(max_keys);
-		values[n + 7] = TimestampTzGetDatum(rl_counters_since());
-		for (int i = 0; i < 8; i++)
+		values[n + 7] = Int64GetDatum(rl_denials_evicted());
+		values[n + 8] = TimestampTzGetDatum(rl_counters_since());
+		for (int i = 0; i < 9; i++)
 			nulls[n + i] = false;
 	}
 	rl_set_text(values, nulls, COLUMNS - 1, RL_COMMIT[0] == '\0' ? RL_VERSION : RL_VERSION " (" RL_COMMIT ")");

@@ -161,7 +161,7 @@ my $figures = join ' UNION ALL ',
 	map { [ @$_, "''", "''", "''" ] } [ 'shared_memory', 1 ], [ 'redis_up', '(version IS NOT NULL)::int' ],
 	[ 'breaker_open', "(breaker NOT IN ('closed', 'suspect'))::int" ], [ 'local_keys', 'local_keys' ], [ 'local_keys_max', 'local_max_keys' ],
 	[ 'local_entries', 'local_entries' ], [ 'local_entries_max', 'local_max_entries' ],
-	[ 'local_evictions_total', 'local_evicted' ],
+	[ 'local_evictions_total', 'local_evicted' ], [ 'denial_evictions_total', 'denials_evicted' ],
 	[ 'stat_start_time_seconds', 'extract(epoch FROM stat_since)' ]);
 
 # Checks that Prometheus gets the figures that the session sees, and no others.

@@ -296,13 +296,23 @@ $node->safe_psql('latin1', 'CREATE EXTENSION ratelimit');
 my $latin1 = session($node, 'latin1');
 is($latin1->ask(q{SELECT bool_and(allowed) FROM generate_series(1, 2) n, LATERAL rl_check('caf' || chr(233) || repeat('', n), '1/1h')}), 'f', 'a key in LATIN1 is refused');
 is($latin1->ask(q{SELECT key = 'caf' || chr(233) FROM rl_denied WHERE key LIKE 'caf%'}), 't', 'LATIN1 shows the key');
+answers(q{SELECT datname FROM rl_denied WHERE key LIKE 'caf%'}, 'latin1', 'rl_denied shows the database');
+answers(q{SET ratelimit.denial_cache = off; SELECT rl_check('caf' || chr(233), '1/1h') IS NULL; SELECT datname FROM rl_denied WHERE key LIKE 'caf%'; RESET ratelimit.denial_cache}, "f\npostgres", 'it is that of the last refusal');
+is($latin1->ask(q{SELECT bool_and(allowed) FROM generate_series(1, 2) n, LATERAL rl_check('dropped' || repeat('', n), '1/1h')}), 'f', 'another key is refused there');
 answers(q{SELECT key = U&'caf\00e9' FROM rl_denied WHERE key LIKE 'caf%'}, 't', 'UTF-8 shows the key');
 answers(q{SELECT rl_check(U&'\6ce8\6587', '1/1h') IS NULL, rl_allow(U&'\6ce8\6587', '1/1h')}, 'f|f', 'a key that LATIN1 cannot represent is refused');
 is($latin1->ask(q{SELECT count(*) FROM rl_denied WHERE key = '\xe6\xb3\xa8\xe6\x96\x87'}), '1', 'LATIN1 shows the bytes of this key in UTF-8');
 
+# A database that was dropped.
+$latin1->quit;
+$node->safe_psql('postgres', 'DROP DATABASE latin1');
+answers(q{SELECT datname IS NULL FROM rl_denied WHERE key = 'dropped'}, 't', 'rl_denied shows no database that was dropped');
+
 # More keys than there is room for: those that are refused longest stay.
+my $evicted = $session->ask('SELECT denials_evicted FROM rl_status()');
 answers(q{SET ratelimit.store = local; SELECT count(*) FILTER (WHERE NOT (d).allowed) FROM (
 		SELECT rl_check('crowd ' || n, format('1/%ss', 100 + n)::rl_limits) d FROM generate_series(1, 6000) n, generate_series(1, 2) OFFSET 0) s}, '6000', '6,000 keys are refused');
+answers("SELECT denials_evicted - $evicted BETWEEN 6000 - 2048 AND 6000 FROM rl_status()", 't', 'denials_evicted counts the others');
 answers(q{SELECT count(*) BETWEEN 1024 AND 2048 FROM rl_denied}, 't', 'rl_denied shows as many keys as there is room for');
 answers(q{SELECT avg(substr(key, 7)::int) > 4000 FROM rl_denied WHERE key LIKE 'crowd%'}, 't', 'rl_denied shows the keys that are refused longest');
 $session->ask('RESET ratelimit.store');
