@@ -20,11 +20,14 @@
  */
 #include "postgres.h"
 
+#if PG_VERSION_NUM < 190000
 #include "commands/dbcommands.h"
+#endif
 #include "funcapi.h"
 #include "miscadmin.h"
 #include "port/atomics.h"
 #include "utils/builtins.h"
+#include "utils/lsyscache.h"
 #include "utils/timestamp.h"
 #include "utils/tuplestore.h"
 
