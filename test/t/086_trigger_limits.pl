@@ -133,8 +133,8 @@ $session->ask(q{
 	CREATE TRIGGER p BEFORE INSERT ON stale FOR EACH ROW WHEN (NEW.by = 'path') EXECUTE FUNCTION rl_enforce('stale:{c}', 'public.by_path({c})')});
 is($session->error, '', 'stale plans: the tables are made');
 foreach my $case (
-	[ 'a view is replaced', 'view', q{CREATE OR REPLACE VIEW customer_view AS SELECT 1 AS c, 'blocked'::rl_limits AS l}, 'PT403' ],
-	[ 'a table is made again', 'table', q{DROP TABLE customer_plans; CREATE TABLE customer_plans AS SELECT 1 AS c, 'blocked'::rl_limits AS l}, 'PT403' ],
+	[ 'a view is replaced', 'view', q{CREATE OR REPLACE VIEW public.customer_view AS SELECT 1 AS c, 'blocked'::rl_limits AS l}, 'PT403' ],
+	[ 'a table is made again', 'table', q{DROP TABLE customer_plans; CREATE TABLE public.customer_plans AS SELECT 1 AS c, 'blocked'::rl_limits AS l}, 'PT403' ],
 	[ 'the type of a column is changed', 'table', q{ALTER TABLE customer_plans ALTER l TYPE int USING 1}, '42P13' ],
 	[ 'an index is added', 'table', q{ALTER TABLE customer_plans ADD UNIQUE (c)}, '00000' ],
 	[ 'search_path is changed', 'path', q{SET LOCAL search_path = two, public}, 'PT403' ])
