@@ -23,6 +23,13 @@ typedef size_t ElementCount;
 typedef int ElementCount;
 #endif
 
+/* Returns the reply that is being read. */
+static RlReply *
+reply_of(const redisReadTask *task)
+{
+	return *(RlReply **) task->privdata;
+}
+
 /*
  * The parser's functions.  Each adds the value that was found to the reply,
  * and returns the reply, because NULL would be a lack of memory.
@@ -30,7 +37,7 @@ typedef int ElementCount;
 static void *
 got_value(const redisReadTask *task, bool valid, int64 value)
 {
-	RlReply    *reply = task->privdata;
+	RlReply    *reply = reply_of(task);
 	bool		top = task->parent == NULL;
 
 	if (reply->kind == RL_REPLY_HELLO)
@@ -65,7 +72,7 @@ read_int64(const char *str, size_t len, int64 *value)
 static bool
 got_hello(const redisReadTask *task, const char *str, size_t len)
 {
-	RlReply    *reply = task->privdata;
+	RlReply    *reply = reply_of(task);
 
 	if (task->parent == NULL)
 		return false;
@@ -91,7 +98,7 @@ got_string(const redisReadTask *task, char *str, size_t len)
 {
 	/* Static, because RlReply is on the stack of each call and must be small. */
 	static char text[RL_MAX_TEXT];
-	RlReply    *reply = task->privdata;
+	RlReply    *reply = reply_of(task);
 
 	if (task->type == REDIS_REPLY_STRING && got_hello(task, str, len))
 		return reply;
@@ -138,7 +145,7 @@ got_string(const redisReadTask *task, char *str, size_t len)
 static void *
 got_array(const redisReadTask *task, ElementCount n)
 {
-	RlReply    *reply = task->privdata;
+	RlReply    *reply = reply_of(task);
 
 	if (reply->kind == RL_REPLY_HELLO)
 		return reply;
@@ -158,7 +165,7 @@ got_integer(const redisReadTask *task, long long value)
 static void *
 got_nil(const redisReadTask *task)
 {
-	RlReply    *reply = task->privdata;
+	RlReply    *reply = reply_of(task);
 
 	if (task->parent == NULL)
 	{
@@ -200,15 +207,19 @@ static redisReplyObjectFunctions object_functions = {
 	.freeObject = free_nothing
 };
 
-/* Makes the reader put the next reply into *reply, and empties that. */
+/*
+ * Makes the reader put the next reply into *reply, and empties that.  If the reader is
+ * within a reply, it puts the rest there.  place is the reader's own, and keeps the address.
+ */
 void
-rl_resp_attach(struct redisReader *reader, RlReply *reply)
+rl_resp_attach(struct redisReader *reader, RlReply **place, RlReply *reply)
 {
+	*place = reply;
 	reply->kind = RL_REPLY_NUMBERS;
 	reply->is_array = false;
 	reply->nvalues = 0;
 	reader->fn = &object_functions;
-	reader->privdata = reply;
+	reader->privdata = place;
 }
 
 /* Appends one argument of a command. */

@@ -57,6 +57,6 @@ extern RlNextStep rl_reply_next_step(const RlReply *reply);
 extern void rl_resp_reset(StringInfo out);
 extern void rl_resp_start(StringInfo out, int nargs);
 extern void rl_resp_arg(StringInfo out, const char *data, int len);
-extern void rl_resp_attach(struct redisReader *reader, RlReply *reply);
+extern void rl_resp_attach(struct redisReader *reader, RlReply **place, RlReply *reply);
 
 #endif							/* RESP_H */

@@ -30,6 +30,7 @@ typedef struct RlConnection
 	uint32		send_wants;		/* the event that sending more must wait for */
 	uint32		receive_wants;	/* the event that receiving more must wait for */
 	char		server[RL_MAX_SERVER];	/* for error details */
+	struct RlReply *reply;		/* the next one; its memory is the stream's */
 	size_t		reply_bytes;	/* read since the last complete reply */
 	bool		retired;		/* to be closed before the next command */
 	bool		in_flight;		/* a call has begun, and not all its replies are read */

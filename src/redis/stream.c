@@ -73,7 +73,7 @@ rl_stream_begin(RlStream *stream, RlConnection *conn, StringInfo out, RlReply *r
 	stream->ready = stream->waited = stream->found = false;
 	conn->in_flight = true;
 	conn->due = 0;
-	rl_resp_attach(conn->ctx->reader, reply);
+	rl_resp_attach(conn->ctx->reader, &conn->reply, reply);
 }
 
 /* Returns true if commands may be appended to out, each followed by rl_stream_appended. */
@@ -120,7 +120,7 @@ sending_failed(RlConnection *conn, bool wrote, RlError *error)
 		return RL_FAILED;
 	if (!conn->heard && conn->tls == NULL)
 	{
-		rl_resp_attach(conn->ctx->reader, &reply);
+		rl_resp_attach(conn->ctx->reader, &conn->reply, &reply);
 		if (rl_socket_receive(conn, &unused) && find_reply(conn, &reply, &found, &unused) && found &&
 			reply.kind == RL_REPLY_ERROR)
 			rl_error_reply(conn, false, reply.text, error);
@@ -252,7 +252,7 @@ bool
 rl_stream_next(RlStream *stream, RlError *error)
 {
 	if (stream->found)
-		rl_resp_attach(stream->conn->ctx->reader, stream->reply);
+		rl_resp_attach(stream->conn->ctx->reader, &stream->conn->reply, stream->reply);
 	stream->found = false;
 	if (stream->due == 0)
 		return !has_unread(stream->conn) ||
@@ -349,8 +349,7 @@ rl_stream_drain(RlConnection *conn, int64 deadline, RlError *error)
 	RlReply		reply;
 	int			due = conn->due;
 
-	/* The reader must not be within a reply: that goes to memory which is gone. */
-	if (conn->ctx == NULL || due < 0 || conn->ctx->reader->ridx != -1)
+	if (conn->ctx == NULL || due < 0)
 		return rl_connection_lost(conn, error, "a call was interrupted");
 	rl_stream_begin(&stream, conn, &nothing, &reply, deadline, true);
 	stream.due = conn->due = due;

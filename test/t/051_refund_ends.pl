@@ -7,6 +7,7 @@ use strict;
 use warnings FATAL => 'all';
 
 use List::Util qw(max min);
+use LyingServer;
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RatelimitTest;
@@ -231,6 +232,28 @@ foreach my $how ('statement_timeout', 'pg_cancel_backend', 'pg_terminate_backend
 	is(free($key), 9, "$how in a call: charges that were answered before are refunded");
 }
 is_deeply([ lost() ], [], 'no refund is lost');
+
+# The call is interrupted when a part of its reply has come.
+{
+	my ($begun, $goes_on) = map { PostgreSQL::Test::Utils::tempdir . "/$_" } qw(begun goes_on);
+	my @replies = ([ join("\r\n:", '*4', 0, 0, time * 1_000_000, 0) . "\r\n" ], [ "*2\r\n:1\r\n", sub { append_to_file($begun, ''); return -e $goes_on }, ":1000000\r\n" ], [":1\r\n"]);
+	my $liar = LyingServer->new(sub { return @{ shift @replies } });
+	my $victim = session($node);
+	my $victim_pid = $victim->pid;
+
+	is($victim->ask("SET ratelimit.redis_url = '" . $liar->url . "'; BEGIN; SELECT allowed FROM rl_check('first', '10/10d refund_on_abort')"), 't', 'a charge');
+	$victim->send("SELECT rl_check('second', 'fixed_window 10/10d from_first')\n;");
+	await('a part of the reply', sub { return -e $begun });
+	$watcher->await_waiting($victim_pid);
+	$watcher->ask("SELECT pg_cancel_backend($victim_pid)");
+	await('the wait to end', sub { return $watcher->waits_for($victim_pid) ne 'Extension' });
+	append_to_file($goes_on, '');
+	$victim->ask('');
+	is($victim->state, '57014', 'a cancel interrupts a call within its reply');
+	is($liar->requests, 3, 'the refund of an earlier charge is sent after the rest of the reply');
+	$victim->quit;
+	is_deeply([ lost() ], [], 'it is not lost');
+}
 
 # A call that is not answered loses all refunds.
 {

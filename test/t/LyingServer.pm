@@ -10,6 +10,7 @@
 #
 #   a string   is sent; the next step begins when the client has read it
 #   \seconds   is a pause
+#   sub        is called until it returns true
 #   undef      ends the connection
 #
 # Without a function, the server ends each connection at once.
@@ -139,7 +140,8 @@ sub _send
 		return 0 unless defined $step;
 		if (ref $step)
 		{
-			select undef, undef, undef, $$step;
+			if (ref $step eq 'CODE') { select undef, undef, undef, 0.005 until $step->(); }
+			else { select undef, undef, undef, $$step; }
 			next;
 		}
 		while (length $step)
