@@ -11,6 +11,7 @@
 #include "algorithm/algorithm.h"
 #include "algorithm/calendar.h"
 #include "algorithm/limits.h"
+#include "error.h"
 
 /*
  * Largest first, so that the canonical text takes the largest that fits.  The
@@ -32,7 +33,7 @@ const char *const rl_kind_texts[] = {
 };
 
 /* Appends to the text of a limit, which has room for all that the grammar allows. */
-static void append(char *text, int *len, const char *format,...) pg_attribute_printf(3, 4);
+static void append(char *text, int *len, const char *format,...) rl_attribute_printf(3, 4);
 
 static void
 append(char *text, int *len, const char *format,...)
