@@ -207,7 +207,7 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 	{
 		unlink $file;
 		append_to_file($file, $server->port);
-		$session->with({ command_timeout => '200ms', redis_url => $one->url }, sub {
+		$session->with({ command_timeout => '2s', redis_url => $one->url }, sub {
 			$session->fails($_, 'a call that is redirected to and fro', 'PT504', qr/MOVED|ASK/)
 			  foreach $take, q{SELECT count(*) FROM rl_check_many('{a,b,c}', '1/1d')};
 		});
