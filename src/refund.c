@@ -64,10 +64,18 @@ rl_refund_dequeue(RlGrant *grant)
 	dlist_delete(&grant->of_key);
 }
 
+/* Returns true if the grant is of a key with this name, in any store. */
 static bool
-is_of_key(const RlGrant *grant, const RlGrantId *key)
+has_name(const RlGrant *grant, const RlGrantId *key)
 {
 	return grant->id.redis_key[0] == key->redis_key[0] && grant->id.redis_key[1] == key->redis_key[1];
+}
+
+/* Returns true if the grant is of the key. */
+bool
+rl_grant_is_of(const RlGrant *grant, const RlGrantId *key)
+{
+	return has_name(grant, key) && grant->id.server == key->server && grant->id.local == key->local;
 }
 
 /* Moves the grants of a key to the beginning of the queue, in their order.  Does not throw. */
@@ -81,7 +89,7 @@ rl_refund_advance(const RlGrantId *key)
 	{
 		RlGrant    *grant = dlist_container(RlGrant, of_key, iter.cur);
 
-		if (is_of_key(grant, key))
+		if (has_name(grant, key))
 			dlist_move_head(&rl_refunds, &grant->node);
 	}
 }
@@ -103,7 +111,7 @@ rl_refund_forget(const RlGrantId *key, const RlLimits *limits)
 
 		for (int i = 0; limits != NULL && i < limits->n; i++)
 			found |= rl_same_state(&grant->limit, &limits->limit[i]);
-		if (found && is_of_key(grant, key) && grant->id.server == key->server && grant->id.local == key->local)
+		if (found && rl_grant_is_of(grant, key))
 			rl_grant_drop(grant);
 	}
 }

@@ -56,6 +56,7 @@ typedef struct RlGrant
  */
 extern dlist_head rl_refunds;
 
+extern bool rl_grant_is_of(const RlGrant *grant, const RlGrantId *key);
 extern void rl_refund_enqueue(RlGrant *grant);
 extern void rl_refund_dequeue(RlGrant *grant);
 extern void rl_refund_advance(const RlGrantId *key);

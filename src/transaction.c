@@ -560,16 +560,6 @@ rl_refunds_flush(RlUsage *usage, RlError *error)
  * charges.
  */
 
-/* Returns true if the grant is of the key for which set_key was called. */
-static bool
-is_of_key(const RlGrant *grant, const RlGrantId *key)
-{
-	const RlGrantId *id = &grant->id;
-
-	return id->server == key->server && id->redis_key[0] == key->redis_key[0] &&
-		id->redis_key[1] == key->redis_key[1] && id->local == key->local;
-}
-
 /*
  * Returns how many units of the limit this transaction was granted for the key, less what
  * has been replenished at the store's time now; 0 subtracts nothing.  Those whose refund
@@ -590,7 +580,7 @@ rl_grants_held(const RlKey *key, const RlLimit *limit, bool local, int64 now)
 	{
 		const RlGrant *grant = dlist_container(RlGrant, node, iter.cur);
 
-		if (is_of_key(grant, &searched) && rl_same_state(&grant->limit, limit) && !is_outlived(grant))
+		if (rl_grant_is_of(grant, &searched) && rl_same_state(&grant->limit, limit) && !is_outlived(grant))
 			held += rl_charge_left(&grant->limit, &grant->charge, now);
 	}
 	return held;
@@ -642,7 +632,7 @@ rl_grants_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local
 		int64		part = Min(left, grant->charge.amount);
 
 		previous = node->prev;
-		if (!is_of_key(grant, &searched) || !rl_same_state(&grant->limit, limit))
+		if (!rl_grant_is_of(grant, &searched) || !rl_same_state(&grant->limit, limit))
 			continue;
 		left -= part;
 		if (part < grant->charge.amount)
@@ -682,7 +672,7 @@ rl_grants_forget(const RlKey *key, const RlLimits *limits, bool local)
 
 		for (int i = 0; limits != NULL && i < limits->n; i++)
 			found |= rl_same_state(&grant->limit, &limits->limit[i]);
-		if (found && is_of_key(grant, &searched))
+		if (found && rl_grant_is_of(grant, &searched))
 			rl_grant_drop(grant);
 	}
 }
