@@ -393,7 +393,8 @@ rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool,
 /*
  * Completes the decisions of a key that rl_act_decide has begun, by the verdict on the
  * action, which other keys may have refused.  With commit, it charges the quota to all
- * the limits, or counts the refusal, and sets *ban if the refusal starts one.  Returns a bit, 1 << i, for each state that has changed.
+ * the limits, or counts the refusal, and sets *ban if the refusal starts one.  Returns a
+ * bit, 1 << i, for each state that has changed.
  *
  * The pool has as many spare chunks as rl_chunks_wanted returns for all limits together.
  */

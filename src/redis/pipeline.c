@@ -545,7 +545,6 @@ rl_redis_pipeline(RlScript *script, int n, const int *keys, RlPipelineAppend app
 {
 	Pipeline	p = {.script = script,.n = n,.keys = keys,.nkeys = n,.append = append,.reply = reply,.arg = arg,
 	.unanswered = unanswered,.usage = usage,.error = error,.takes_errors = keys != NULL};
-
 	int64		start = rl_monotonic_now();
 
 	for (int i = 0; keys != NULL && i < n; i++)

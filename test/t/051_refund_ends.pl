@@ -236,7 +236,8 @@ is_deeply([ lost() ], [], 'no refund is lost');
 # The call is interrupted when a part of its reply has come.
 {
 	my ($begun, $goes_on) = map { PostgreSQL::Test::Utils::tempdir . "/$_" } qw(begun goes_on);
-	my @replies = ([ join("\r\n:", '*4', 0, 0, time * 1_000_000, 0) . "\r\n" ], [ "*2\r\n:1\r\n", sub { append_to_file($begun, ''); return -e $goes_on }, ":1000000\r\n" ], [":1\r\n"]);
+	my @replies = ([ join("\r\n:", '*4', 0, 0, time * 1_000_000, 0) . "\r\n" ],
+		[ "*2\r\n:1\r\n", sub { append_to_file($begun, ''); return -e $goes_on }, ":1000000\r\n" ], [":1\r\n"]);
 	my $liar = LyingServer->new(sub { return @{ shift @replies } });
 	my $victim = session($node);
 	my $victim_pid = $victim->pid;
