@@ -71,7 +71,7 @@ is($redis->cli('DBSIZE'), $KEYS, "$KEYS keys, $BANNED of them banned");
 
 # Reads the bans; adds to each step's times in Redis, and returns how long all took, and
 # how much memory of its own the backend needed meanwhile, in MB.
-my (@reads, %step_ms);
+my (@reads, %steps);
 
 sub read_all
 {
@@ -89,21 +89,36 @@ sub read_all
 	is($got->{answer}, $session->ask(q{SELECT md5('} . join(' ', @banned) . q{')}), 'the banned keys, and no others') or diag $got->{message};
 	foreach my $entry (grep { $_->[3][0] =~ /^EVAL/i && $_->[3][2] eq '0' && @{ $_->[3] } == 7 } @{ $redis->cli('SLOWLOG', 'GET', -1) })
 	{
-		push @{ $step_ms{ $entry->[3][4] } }, $entry->[2] / 1000;
+		my $step = $steps{ $entry->[3][4] } ||= {};
+
+		push @{ $step->{ms} }, $entry->[2] / 1000;
+		$step->{call} = $entry->[3];
 	}
 	return [ $got->{ms} / 1000, $mb ];
 }
 
-# Returns the longest step, in milliseconds.  A step is given by its cursor.  The machine
-# may be busy, so the best of its times counts, or 0 if it was not in the slow log.
-sub longest_step { return max(0, map { @$_ == @reads ? min(@$_) : 0 } values %step_ms); }
+# Returns how long a step takes, in milliseconds.  The machine may be busy, so the best of
+# its times counts, and a step that took too long is made again.
+sub step_ms
+{
+	my ($step) = @_;
+	my @ms = @{ $step->{ms} };
+
+	return @ms < @reads ? 0 : min(@ms) <= 5 ? min(@ms) : min(@ms, measures(5, sub {
+		$redis->cli('CONFIG', 'RESETSTAT');
+		$redis->cli(@{ $step->{call} });
+		return $redis->field('commandstats', 'cmdstat_evalsha') =~ /^calls=1,usec=(\d+)/ ? $1 / 1000 : die 'no call';
+	}));
+}
 
 $redis->cli('CONFIG', 'SET', 'slowlog-max-len', 100_000);
 $redis->cli('CONFIG', 'RESETSTAT');
-push @reads, read_all() while !@reads || longest_step() > 5 && @reads < 6;
+push @reads, read_all() foreach 1 .. 2;
+my $calls = $redis->calls('evalsha') / @reads;
+my $longest = max(0, map { step_ms($_) } values %steps);
 note sprintf 'measured: rl_bans over %d keys: %.1f s, %d steps, the longest %.1f ms, %.1f MB', $KEYS, min(map { $_->[0] } @reads),
-  $redis->calls('evalsha') / @reads, longest_step(), max(map { $_->[1] } @reads);
-cmp_ok(longest_step(), '<=', 5, 'no step takes Redis more than 5 ms');
+  $calls, $longest, max(map { $_->[1] } @reads);
+cmp_ok($longest, '<=', 5, 'no step takes Redis more than 5 ms');
 cmp_ok(max(map { $_->[1] } @reads), '<', 20, 'the backend needs less than 20 MB');
 
 # Cancels it at different moments.
