@@ -71,12 +71,13 @@ sub response_headers
 	return { map { %$_ } @$list };
 }
 
-# Plays one request: POST or GET, a table or rpc/function, the row or the arguments, and
-# the claims of the token.  Returns status, reason, headers and body of the answer.
+# Plays one request: POST or GET, a table or rpc/function, the row or the arguments, the
+# claims of the token, and the client's address.  Returns status, reason, headers and body
+# of the answer.
 sub answer
 {
 	my ($request) = @_;
-	my ($method, $path, $arguments, $claims) = $request =~ m!^(GET|POST) /(\S+)(?: (\{.*?\}))?(?: as (\{.*\}))?$!
+	my ($method, $path, $arguments, $claims, $address) = $request =~ m!^(GET|POST) /(\S+)(?: (\{.*?\}))?(?: as (\{.*\}))?(?: from (\S+))?$!
 	  or die "no request: $request";
 	my %row = %{ $json->decode($arguments // '{}') };
 	my @names = sort keys %row;
@@ -87,6 +88,9 @@ sub answer
 	my $mode = $method eq 'GET' ? 'READ ONLY' : 'READ WRITE';
 	my ($stdout, $stderr);
 
+	# The client wrote the first address itself, and the proxy added the last.
+	my $headers = $json->encode($address ? { 'x-forwarded-for' => "192.0.2.1, $address" } : {});
+
 	$claims //= '{}';
 	my $failed = $node->psql('shop', <<"SQL", connstr => $node->connstr('shop') . ' user=authenticator', stdout => \$stdout, stderr => \$stderr);
 \\set VERBOSITY verbose
@@ -94,7 +98,8 @@ SELECT coalesce(current_setting('pgrst.db_pre_request', true), '') AS gate \\gse
 SELECT :'gate' <> '' AS has_gate \\gset
 BEGIN TRANSACTION $mode;
 SET LOCAL ROLE web_user;
-SELECT set_config('request.method', '$method', true), set_config('request.jwt.claims', '$claims', true) \\g /dev/null
+SELECT set_config('request.method', '$method', true), set_config('request.jwt.claims', '$claims', true),
+	set_config('request.headers', '$headers', true) \\g /dev/null
 \\if :has_gate
 SELECT :gate() \\g /dev/null
 \\endif
