@@ -12,6 +12,7 @@
 extern const RlStore *rl_store(void);
 extern const RlStore *rl_require_store(void);
 extern const RlStore *rl_asked_store(const RlKey *key);
+extern void rl_queue_leftovers(const RlKey *key);
 extern void rl_decide(const RlAction *action, RlAnswer *answer);
 extern void rl_decide_many(const RlAction *actions, int n, RlAnswer *answers, int64 *unanswered);
 extern void rl_decide_all(const RlAction *actions, int n, RlAnswer *answers);

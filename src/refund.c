@@ -17,8 +17,7 @@
 #include "algorithm/limits.h"
 #include "error.h"
 #include "refund.h"
-#include "shared/denial_cache.h"
-#include "shared/lease.h"
+#include "shared/known.h"
 #include "shared/local_store.h"
 
 /*
@@ -165,7 +164,7 @@ static void
 end_grant(RlGrant *grant)
 {
 	if (rl_shared_available())
-		rl_denial_delete_hash(grant->key_hash);
+		rl_known_refunded(grant->key_hash);
 	rl_grant_drop(grant);
 }
 
@@ -261,7 +260,7 @@ return_to_lease(const RlGrant *grant)
 	int64		unit = rl_algorithm(&grant->limit)->in_ns ? grant->limit.interval_ns : 1;
 
 	return grant->id.lease != 0 &&
-		rl_lease_return(grant->key_hash, grant->id.lease, grant->charge.amount / unit);
+		rl_known_return(grant->key_hash, grant->id.lease, grant->charge.amount / unit);
 }
 
 /*

@@ -14,7 +14,6 @@
 
 #include "algorithm/algorithm.h"
 #include "error.h"
-#include "leasing.h"
 #include "refund.h"
 #include "report.h"
 #include "take_all.h"

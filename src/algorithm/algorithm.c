@@ -193,6 +193,22 @@ refuses(const RlDecision *decision)
 }
 
 /*
+ * Sets the charge of each limit, for an action that a store has allowed with these
+ * decisions at that time.  A shadow limit that the action did not fit was not charged.
+ */
+void
+rl_charges_set(const RlAction *action, int64 at, const RlDecision *each, RlCharge *charges)
+{
+	for (int i = 0; i < action->limits->n; i++)
+	{
+		const RlLimit *limit = &action->limits->limit[i];
+
+		charges[i] = each[i].source == RL_SHADOW ? (RlCharge) {0} :
+			rl_algorithm(limit)->charge(limit, action->quota, at, each[i].reset_after);
+	}
+}
+
+/*
  * Returns the decision of an action from the decisions of its limits: that of the
  * binding limit, and sets *binding to its index.  If the action is refused, the
  * binding limit is the limit with the longest wait; otherwise it is the limit

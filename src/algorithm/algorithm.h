@@ -92,7 +92,7 @@ typedef struct RlSpan
 	int64		replenished;	/* and so is not in the amount any more */
 } RlSpan;
 
-/* Units of a lease's grant that were left when the lease ended. */
+/* Units of a lease's lot that were left when the lot ended. */
 typedef struct RlLeftover
 {
 	int64		units;
@@ -101,10 +101,10 @@ typedef struct RlLeftover
 	int64		life;			/* of the key in the store: a reset ends it */
 } RlLeftover;
 
-#define RL_MAX_LEFTOVERS	3	/* of one call: as many as a key has grants under its limits */
+#define RL_MAX_LEFTOVERS	3	/* of one call: as many as a key has lots under its limits */
 
 /*
- * What a call that takes quota also asks for its key's lease (shared/lease.c), and
+ * What a call that takes quota also asks for its key's lease (shared/known.c), and
  * what the store grants.
  */
 typedef struct RlLeaseCall
@@ -287,6 +287,7 @@ extern RlDecision rl_unasked_decision(const RlLimits *limits);
 extern void rl_set_unasked(const RlAction *action, RlAnswer *answer, bool allowed, RlSource source);
 extern bool rl_longer_wait(int64 a, int64 b);
 extern int64 rl_told_wait(const RlLimits *limits, int binding, const RlDecision *decision);
+extern void rl_charges_set(const RlAction *action, int64 at, const RlDecision *each, RlCharge *charges);
 extern RlDecision rl_combine(const RlLimits *limits, const RlDecision *decisions, int *binding);
 extern void rl_apply_ban(const RlLimits *limits, RlDecision *decisions, int64 left, bool in_force);
 

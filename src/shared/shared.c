@@ -31,8 +31,7 @@
 #include "shared/breaker.h"
 #include "shared/cells.h"
 #include "shared/counters.h"
-#include "shared/denial_cache.h"
-#include "shared/lease.h"
+#include "shared/known.h"
 #include "shared/refusal_log.h"
 
 #if PG_VERSION_NUM < 190000
@@ -47,7 +46,7 @@
  * meaning of a member, or the size of an area changes: while a package is upgraded, old
  * and new libraries run in one server.  Each must find only memory of its own layout.
  */
-#define LAYOUT				7
+#define LAYOUT				8
 #define NAME				"ratelimit " CppAsString2(LAYOUT)
 #define TRANCHE				"ratelimit"
 
@@ -85,7 +84,7 @@ typedef struct Attempt
 } Attempt;
 
 static const RlSharedPart *const parts[AREAS][6] = {
-	[BASE] = {&rl_denial_part, &rl_counters_part, &rl_breaker_part, &rl_refusal_log_part, &rl_lease_part, NULL},
+	[BASE] = {&rl_known_part, &rl_counters_part, &rl_breaker_part, &rl_refusal_log_part, NULL},
 	[LOCAL_STORE] = {&rl_cells_part, NULL}
 };
 

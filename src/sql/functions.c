@@ -14,10 +14,8 @@
 #include "algorithm/limits.h"
 #include "decide.h"
 #include "error.h"
-#include "leasing.h"
 #include "refusal.h"
-#include "shared/denial_cache.h"
-#include "shared/lease.h"
+#include "shared/known.h"
 #include "sql/arguments.h"
 #include "transaction.h"
 
@@ -303,7 +301,7 @@ rl_peek(PG_FUNCTION_ARGS)
 		/* A shadow limit shows no ban. */
 		for (int i = 0; i < action.limits->n; i++)
 			if (each[i].ban_left > 0)
-				rl_lease_end(&action.key, false, NULL);
+				rl_known_end(&action.key, RL_END_LEASES, NULL);
 	}
 	return_decisions(fcinfo, action.limits, each);
 	return (Datum) 0;
@@ -319,15 +317,13 @@ typedef enum Repair
 
 /*
  * Ends what this server knows of the key.  Also when a repair fails, quota may be free
- * again.  So this is done before it, and after it for a refusal or a grant that was on
+ * again.  So this is done before it, and after it for a refusal or a lot that was on
  * its way.
  */
 static void
 forget_key(const RlKey *key, Repair repair, const RlLimits *limits)
 {
-	rl_denial_delete(key);
-	/* A reset of these limits, or of all, deletes the charges of leases too. */
-	rl_lease_end(key, repair == RESET, limits);
+	rl_known_end(key, repair == RESET ? RL_RESET : RL_END_ALL, limits);
 }
 
 /* To be called before a repair.  Throws if there is no memory. */

@@ -14,8 +14,7 @@
 #include "redis/redis.h"
 #include "shared/cells.h"
 #include "shared/counters.h"
-#include "shared/denial_cache.h"
-#include "shared/lease.h"
+#include "shared/known.h"
 #include "sql/arguments.h"
 
 #define COLUMNS				19
@@ -52,19 +51,18 @@ rl_status(PG_FUNCTION_ARGS)
 	if (rl_shared_available())
 	{
 		RlCellsFill fill;
-		int64		keys;
-		int64		max_keys;
+		RlKnownFill known;
 
 		rl_cells_fill(&fill);
-		rl_lease_fill(&keys, &max_keys);
+		rl_known_fill(&known);
 		values[n] = Int64GetDatum(fill.keys);
 		values[n + 1] = Int64GetDatum(fill.max_keys);
 		values[n + 2] = Int64GetDatum(fill.entries);
 		values[n + 3] = Int64GetDatum(fill.max_entries);
 		values[n + 4] = Int64GetDatum(fill.evicted);
-		values[n + 5] = Int64GetDatum(keys);
-		values[n + 6] = Int64GetDatum(max_keys);
-		values[n + 7] = Int64GetDatum(rl_denials_evicted());
+		values[n + 5] = Int64GetDatum(known.leases);
+		values[n + 6] = Int64GetDatum(known.max_leases);
+		values[n + 7] = Int64GetDatum(known.denials_evicted);
 		values[n + 8] = TimestampTzGetDatum(rl_counters_since());
 		for (int i = 0; i < 9; i++)
 			nulls[n + i] = false;

@@ -22,7 +22,7 @@
 #include "error.h"
 #include "redis/redis.h"
 #include "refusal.h"
-#include "shared/denial_cache.h"
+#include "shared/known.h"
 #include "shared/local_store.h"
 #include "shared/shared.h"
 #include "sql/trigger_charges.h"
@@ -235,7 +235,7 @@ refund_one(Statement *statement, Batch *batch, const Charged *charged, MemoryCon
 	for (int i = 0; i < charged->n; i++)
 		refunds[i] = (RlRefund) {&charged->charges[i].limit, &charged->charges[i].charge};
 	if (rl_shared_available())
-		rl_denial_delete_hash(charged->key_hash);
+		rl_known_refunded(charged->key_hash);
 	if (!charged->local)
 	{
 		batch->charged[batch->n] = charged;
@@ -402,7 +402,7 @@ refund(Statement *statement, bool no_throw)
 		end_batch(statement);
 		/* Again, for a refusal that Redis sent before. */
 		for (int i = 0; i < batch->n && rl_shared_available(); i++)
-			rl_denial_delete_hash(batch->charged[i]->key_hash);
+			rl_known_refunded(batch->charged[i]->key_hash);
 	} while (charged != NULL);
 	pfree(batch);
 	MemoryContextDelete(context);

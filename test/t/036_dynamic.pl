@@ -125,7 +125,7 @@ await('new memory', sub { return new_session('SELECT count(*) FROM rl_stat') eq 
 # Libraries of two layouts: a package is upgraded under open sessions
 #
 
-# Returns a build of the extension whose entries of the denial cache, and so its layout, differ.
+# Returns a build of the extension whose table of known keys, and so its layout, differs.
 sub other_build
 {
 	my $folder = PostgreSQL::Test::Utils::tempdir;
@@ -133,7 +133,7 @@ sub other_build
 
 	mkdir $source;
 	return undef if !IPC::Run::run([ 'cp', '-r', 'Makefile', 'ratelimit.control', 'sql', 'src', $source ], '>&', \$output);
-	foreach ([ 'denial_cache.c', qr/(#define WAYS\s+)8/, '16' ], [ 'shared.c', qr/(#define LAYOUT\s+)(\d+)/, '99' ])
+	foreach ([ 'known.c', qr/(#define DENIALS\s+)8/, '16' ], [ 'shared.c', qr/(#define LAYOUT\s+)(\d+)/, '99' ])
 	{
 		my ($file, $pattern, $value) = @$_;
 		my $text = slurp_file("$source/src/shared/$file");

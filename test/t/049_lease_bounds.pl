@@ -393,8 +393,8 @@ cmp_ok($refused{$_} || 0, '>', 0, "refused by $_: " . ($refused{$_} || 0)) forea
 my $library = '$libdir/ratelimit';
 foreach my $case (
 	[ 'the capacity is not reduced', 'src/algorithm/limits.c', 'limit->capacity -= limit->reserve;', '' ],
-	[ 'a lease does not end', 'src/shared/lease.c', 'grant->ends = stale ? 0 : call->asked + length;', 'grant->ends = PG_INT64_MAX;' ],
-	[ 'a reset does not end leases', 'src/shared/lease_end.c', "if (!rl_shared_available())\n\t\treturn;", 'return;' ],
+	[ 'a lease does not end', 'src/shared/known.c', 'lot->ends = stale ? 0 : call->asked + length;', 'lot->ends = PG_INT64_MAX;' ],
+	[ 'a reset does not end leases', 'src/shared/known.c', 'entry->lease.generation = new_id();', 'continue;' ],
 	[ 'a refund ignores what was replenished', 'src/redis/lease.lua', 'l:refund_charge(tonumber(at),', 'l:refund_charge(now,' ])
 {
 	my ($name, @change) = @$case;
