@@ -564,7 +564,7 @@ rl_limits_share_state(const RlLimits *a, const RlLimits *b)
 	return false;
 }
 
-/* Returns the longest time for which a grant under the limits is worth asking. */
+/* Returns the longest time for which a lot under the limits is worth asking. */
 int64
 rl_lease_length(const RlLimits *limits)
 {
@@ -574,7 +574,7 @@ rl_lease_length(const RlLimits *limits)
 	{
 		const RlLimit *limit = &limits->limit[i];
 
-		/* Grants end with the window, sub-window or lump.  Those of a calendar are long. */
+		/* Lots end with the window, sub-window or lump.  Those of a calendar are long. */
 		if (limit->interval_ns == 0 && limit->calendar == RL_NO_CALENDAR)
 			length = Min(length, limit->step > 0 ? limit->step : limit->period);
 	}

@@ -10,7 +10,7 @@
 -- beyond the quota, for how many microseconds they can be used, and the key's life, or
 -- 0 if it has none; or only the time (see no_window).
 --
--- The life is Redis's own time of the first grant, in the field "lease". It ends when
+-- The life is Redis's own time of the first lot, in the field "lease". It ends when
 -- the key is deleted or a state is reset. A leftover of another life is lost: the
 -- quota in use does not contain it.
 
