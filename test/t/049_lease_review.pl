@@ -114,7 +114,7 @@ sub source_after
 }
 
 is(source_after('alone', sub { }), 'lease', 'a grant is stored');
-# There are 512 sets of keys.
+# There are 256 sets of keys.
 is(source_after('others', sub { $one->ask(q{SELECT count(rl_unban('other ' || i)) FROM generate_series(1, 10000) i}) }),
 	'lease', 'repairs of other keys do not matter to a grant that was asked for before them');
 is(source_after('reset', sub {
@@ -255,6 +255,19 @@ foreach my $case ([ 'fixed_window 100/1h lease 1s', 100 ], [ '100/1h burst 200 l
 	$two->ask(q{SELECT rl_reset('life', 'sliding_log 5/2h')});
 	is($fields->('life'), '', 'a key that has only this field and its expiry is deleted');
 }
+
+#
+# A full table
+#
+
+is(sources($one, 'stays', $hour, 18), 'redis lease', 'a lease');
+$one->ask(q{SELECT count(rl_check('flood ' || n, '1/1h')) FROM generate_series(1, 6000) n, generate_series(1, 2)});
+is(sources($one, 'stays', $hour, 1), 'lease', 'a flood of denials evicts no lease');
+is(sources($one, 'refused', '1/1h', 3), 'redis denial_cache', 'a denial');
+$one->ask("SELECT count(rl_check('lease ' || n, '$hour')) FROM generate_series(1, 6000) n");
+is(sources($one, 'refused', '1/1h', 1), 'denial_cache', 'a flood of leased keys evicts no denial');
+is(sources($one, 'stays', $hour, 1), 'lease', 'nor a lease that has units');
+is($one->ask('SELECT lease_keys BETWEEN 3900 AND lease_max_keys FROM rl_status()'), 't', 'the table is full of leases');
 
 $_->quit foreach $one, $two;
 done_testing();
