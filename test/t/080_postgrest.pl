@@ -162,9 +162,9 @@ $node->safe_psql('shop', q{
 	CREATE TABLE plain (n integer);
 	GRANT SELECT, INSERT ON by_trigger, by_policy, plain TO web_user;
 	CREATE TRIGGER by_trigger BEFORE INSERT ON by_trigger
-		FOR EACH ROW EXECUTE FUNCTION rl_enforce('trigger:{key}', 'sliding_log 5/1h', 'quota={quota}');
+		FOR EACH ROW EXECUTE FUNCTION ratelimit.rl_enforce('trigger:{key}', 'sliding_log 5/1h', 'quota={quota}');
 	CREATE FUNCTION by_function(kind text, key text, quota bigint) RETURNS boolean
-		LANGUAGE plpgsql SECURITY DEFINER SET search_path = public, pg_temp AS $$
+		LANGUAGE plpgsql SECURITY DEFINER SET search_path = ratelimit, public, pg_temp AS $$
 	BEGIN
 		PERFORM rl_enforce(rl_key(kind, key), 'sliding_log 5/1h', quota);
 		RETURN true;
@@ -206,7 +206,7 @@ foreach my $format (qw(postgrest sql))
 			my ($quota, $status, $code, @expected) = @{ $cases{$case} };
 			my $name = "$format, $kind, $case";
 
-			$node->safe_psql('shop', "SELECT rl_ban(rl_key('$kind', '$key'), 60)") if $case eq 'banned';
+			$node->safe_psql('shop', "SELECT ratelimit.rl_ban(ratelimit.rl_key('$kind', '$key'), 60)") if $case eq 'banned';
 			$node->safe_psql('shop', q{ALTER ROLE authenticator SET ratelimit.redis_url = 'redis://127.0.0.1:1'}) if $case eq 'failed';
 			my $answer = answer(sprintf $request{$kind}, $key, $quota);
 			$node->safe_psql('shop', 'ALTER ROLE authenticator RESET ratelimit.redis_url');
