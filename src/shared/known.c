@@ -123,7 +123,10 @@ typedef struct Lease
 	Lot			lots[LOTS];
 } Lease;
 
-/* What is known of a key under limits.  It is free if it has neither denial nor lease. */
+/*
+ * What is known of a key under limits.  It is free if it has neither denial nor lease.  The
+ * lock of its set protects all members; "asking" is atomic.
+ */
 typedef struct Entry
 {
 	RlLimits	limits;			/* listed */
@@ -238,6 +241,13 @@ has_lease(const Entry *entry)
 	return entry->lease.generation != 0;
 }
 
+/* Returns true if the entry has a lease on the present clock. */
+static bool
+has_present_lease(const Entry *entry)
+{
+	return has_lease(entry) && entry->clocks == clocks();
+}
+
 static bool
 is_free(const Entry *entry)
 {
@@ -284,20 +294,13 @@ roll(Entry *entry, int64 now)
 	Lease	   *lease = &entry->lease;
 	int64		length = real_length(&entry->limits);
 	int64		passed = now - lease->window;
+	bool		next = passed >= 0 && passed < 2 * length;
 
 	if (passed >= 0 && passed < length)
 		return;
-	if (passed >= 0 && passed < 2 * length)
-	{
-		lease->units_before = lease->units;
-		lease->actions_before = lease->actions;
-		lease->window += length;
-	}
-	else
-	{
-		lease->units_before = lease->actions_before = 0;
-		lease->window = now;
-	}
+	lease->units_before = next ? lease->units : 0;
+	lease->actions_before = next ? lease->actions : 0;
+	lease->window = next ? lease->window + length : now;
 	lease->units = lease->actions = 0;
 }
 
@@ -666,25 +669,14 @@ take_leased(Entry *entry, const RlAction *action, bool renew, RlAnswer *answer, 
  * Asking for a lease
  */
 
-/* Ends a lot that has units, and moves these into the call. */
+/* Ends a lot that has units, which become a leftover. */
 static void
-take_leftover(const Entry *entry, const RlKey *key, Lot *lot, RlLeaseCall *call)
+take_leftover(const Entry *entry, const RlKey *key, Lot *lot, RlLeftover *left)
 {
-	RlLeftover *left = &call->left[call->nleft++];
-
 	left->at = lot->at;
 	left->life = lot->life;
 	memcpy(left->mark, lot->mark, sizeof(left->mark));
 	left->units = end_lot(&entry->limits, key, lot);
-}
-
-/* Moves leftovers into the call, as far as it has room. */
-static void
-take_leftovers(Entry *entry, const RlKey *key, int64 now, RlLeaseCall *call)
-{
-	for (int i = 0; i < LOTS && call->nleft < RL_MAX_LEFTOVERS; i++)
-		if (entry->lease.lots[i].units > 0 && now >= entry->lease.lots[i].ends)
-			take_leftover(entry, key, &entry->lease.lots[i], call);
 }
 
 /* Returns the lot whose place a new one gets: that with the fewest units, or none. */
@@ -711,13 +703,15 @@ ask_lease(Entry *entry, const RlKey *key, RlLeaseCall *call)
 
 	roll(entry, now);
 	call->generation = lease->generation;
-	take_leftovers(entry, key, now, call);
+	for (int i = 0; i < LOTS; i++)
+		if (lease->lots[i].units > 0 && now >= lease->lots[i].ends)
+			take_leftover(entry, key, &lease->lots[i], &call->left[call->nleft++]);
 	use = recent_use(entry, now);
 	if (use == 0 || (lease->claim != 0 && now < lease->claim_ends))
 		return;
 	/* The new lot needs a place. */
 	if (replaced_lot(lease)->units > 0)
-		take_leftover(entry, key, replaced_lot(lease), call);
+		take_leftover(entry, key, replaced_lot(lease), &call->left[call->nleft++]);
 	call->want = use;
 	/* Units of a lot that ends soon are used until then. */
 	for (int i = 0; i < LOTS; i++)
@@ -940,8 +934,8 @@ rl_known_note(RlKnown *known, const RlAction *action, RlAnswer *answer, RlCharge
 	const RlLimits *limits = action->limits;
 	RlDecision *decision = &answer->decision;
 	bool		allowed = decision->allowed;
-	bool		asked = decision->source == RL_FROM_REDIS && action->quota > 0;
-	bool		changed = asked && allowed;
+	bool		by_redis = decision->source == RL_FROM_REDIS && action->quota > 0;
+	bool		changed = by_redis && allowed;
 	bool		may_ban = false;	/* a ban is in force under all limits */
 	bool		banned = reports_ban(limits, decision);
 	bool		leases = action->lease != NULL && !answer->local;
@@ -950,7 +944,7 @@ rl_known_note(RlKnown *known, const RlAction *action, RlAnswer *answer, RlCharge
 	Set		   *set;
 	Entry	   *entry = NULL;
 
-	for (int i = 0; asked && i < limits->n && !allowed && action->how == RL_TAKE; i++)
+	for (int i = 0; by_redis && i < limits->n && !allowed && action->how == RL_TAKE; i++)
 	{
 		changed |= limits->limit[i].count_denied;
 		may_ban |= limits->limit[i].ban > 0;
@@ -1050,7 +1044,7 @@ rl_known_return(RlKeyHash key_hash, uint64 lot, int64 units)
 	set = lock_set(key_hash, LW_EXCLUSIVE);
 	foreach_entry(entry, set, key_hash)
 	{
-		for (int i = 0; i < LOTS && has_lease(entry) && entry->clocks == clocks() && !found; i++)
+		for (int i = 0; i < LOTS && has_present_lease(entry) && !found; i++)
 		{
 			found = entry->lease.lots[i].id == lot && lease_now() < entry->lease.lots[i].ends;
 			if (found)
@@ -1070,25 +1064,26 @@ rl_known_leftover(const RlKey *key, RlLimits *limits, RlLeftover *left)
 {
 	RlKeyHash	key_hash;
 	Set		   *set;
-	RlLeaseCall call;
 
 	if (!rl_leases_available() || pg_atomic_read_u32(&table->leases) == 0)
 		return false;
-	call.nleft = RL_MAX_LEFTOVERS - 1;
+	left->units = 0;
 	key_hash = rl_key_hash(key);
 	set = lock_set(key_hash, LW_EXCLUSIVE);
 	foreach_entry(entry, set, key_hash)
 	{
-		if (!has_lease(entry) || entry->clocks != clocks() || call.nleft == RL_MAX_LEFTOVERS)
-			continue;
-		*limits = entry->limits;
-		take_leftovers(entry, key, lease_now(), &call);
+		for (int i = 0; i < LOTS && left->units == 0 && has_present_lease(entry); i++)
+		{
+			Lot		   *lot = &entry->lease.lots[i];
+
+			if (lot->units == 0 || lease_now() < lot->ends)
+				continue;
+			*limits = entry->limits;
+			take_leftover(entry, key, lot, left);
+		}
 	}
 	unlock_set(set);
-	if (call.nleft < RL_MAX_LEFTOVERS)
-		return false;
-	*left = call.left[RL_MAX_LEFTOVERS - 1];
-	return true;
+	return left->units > 0;
 }
 
 /*
