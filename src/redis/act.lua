@@ -43,6 +43,7 @@ end
 -- are shadow limits, a ban does not matter.
 local function decide(limits, ban)
   local verdict = 0
+  check_windows()
   for _, l in ipairs(limits) do
     if l.fits then
       l.allowed = l:fits()

@@ -3,7 +3,7 @@
 --
 -- Returns the verdict (0: allowed, -1: refused, else the rest of a ban in
 -- microseconds), the length of the ban that this refusal starts (0: none), the
--- time, and the numbers of each limit (see act.lua); or only the time (see no_window).
+-- time, and the numbers of each limit (see act.lua).
 
 local COMMIT = ARGV[2] == '1'
 
@@ -13,9 +13,6 @@ if not COMMIT then
 end
 
 local limits, ban = load_limits(0)
-if no_window then
-  return now
-end
 local verdict = decide(limits, ban)
 local reply = {verdict, 0, now}
 reply[2] = act(limits, verdict, reply, COMMIT)

@@ -1,18 +1,15 @@
 -- Charges one action to several keys, or to none of them. For each key there are,
 -- from ARGV[2] on: the number of its limits, its quota, and its limits.
 --
--- Returns for each key what check.lua returns, or only the time (see no_window). The
--- action is allowed if all verdicts are 0; otherwise each key has the verdict of its
--- own limits, and counts a refusal unless it is banned.
+-- Returns for each key what check.lua returns. The action is allowed if all verdicts are
+-- 0; otherwise each key has the verdict of its own limits, and counts a refusal unless it
+-- is banned.
 
 local keys, allowed, at = {}, true, 2
 for i, name in ipairs(KEYS) do
   local n = tonumber(ARGV[at])
   hash, quota = name, tonumber(ARGV[at + 1])
   local limits, ban = load_limits(0, at + 2, at + 1 + n * LIMIT)
-  if no_window then
-    return now
-  end
   keys[i] = {hash = hash, quota = quota, limits = limits, expiry = expiry, verdict = decide(limits, ban)}
   allowed = allowed and keys[i].verdict == 0
   at = at + 2 + n * LIMIT

@@ -3,7 +3,7 @@
 -- quota, and the limits.
 --
 -- Returns for each key what check.lua returns, or only -2 if the key has failed, also
--- because of no_window: then it was not charged.
+-- because of its windows: then it was not charged.
 
 local at, left, n, reply, i, complete = 2, 0, 0, {}, 0, 0
 
@@ -17,10 +17,6 @@ local function take_keys()
     left = left - 1
     hash, set, gone, longest = KEYS[i], {}, {}, 0
     local limits, ban = load_limits(0, at - n * LIMIT, at - 1)
-    if no_window then
-      no_window = false
-      error('the time is in none of the windows')
-    end
     local verdict = decide(limits, ban)
     reply[complete + 1], reply[complete + 2], reply[complete + 3] = verdict, 0, now
     reply[complete + 2] = act(limits, verdict, reply, true)

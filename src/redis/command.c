@@ -10,7 +10,9 @@
 #include "common/cryptohash.h"
 #include "common/sha1.h"
 #include "utils/builtins.h"
+#include "utils/timestamp.h"
 
+#include "algorithm/calendar.h"
 #include "error.h"
 #include "redis/cluster.h"
 #include "redis/command.h"
@@ -79,6 +81,7 @@ rl_command_start(void)
 	rl_resp_reset(&command.args);
 	command.nargs = 0;
 	command.key_len = 0;
+	command.append = NULL;
 	command.usage = NULL;
 	command.node = NULL;
 	return &command;
@@ -196,17 +199,51 @@ rl_redis_check_reply(const RlReply *reply, RlError *error)
 }
 
 /*
+ * How far Redis's clock is ahead of this server's, if they are so far apart that Redis's
+ * time was in none of the windows around this server's time; otherwise 0.
+ */
+static int64 clock_ahead = 0;
+
+/* Returns the time around which a script gets the windows of calendars. */
+int64
+rl_redis_time(void)
+{
+	if (rl_debug_now[0] != '\0')
+		return strtoll(rl_debug_now, NULL, 10);
+	return GetCurrentTimestamp() + RL_UNIX_EPOCH + clock_ahead;
+}
+
+/*
+ * Takes Redis's time from a reply that asks for other windows.  Returns false if the
+ * reply does not, or has no such time.
+ */
+bool
+rl_redis_set_time(const RlReply *reply)
+{
+	int64		now;
+
+	if (rl_reply_next_step(reply) != RL_STEP_SEND_WINDOWS || rl_debug_now[0] != '\0')
+		return false;
+	now = strtoll(strchr(reply->text, ' '), NULL, 10);
+	if (now <= 0 || now >= RL_CALENDAR_END)
+		return false;
+	clock_ahead = now - (GetCurrentTimestamp() + RL_UNIX_EPOCH);
+	return true;
+}
+
+/*
  * Sends a command and reads its reply, connecting first if necessary.  If the
  * connection proves dead before a byte was sent, connects again.  A call that was
- * not run is sent to the server that can run it, or with the script's source.
- * Returns false with the error set.
+ * not run is sent to the server that can run it, with the script's source, or with
+ * other windows.  Returns false with the error set.
  */
 static bool
-send_command(const RlCommand *command, const RlScript *script, RlReply *reply, RlError *error)
+send_command(RlCommand *command, const RlScript *script, RlReply *reply, RlError *error)
 {
 	static StringInfoData out;
 	RlRoute		route;
 	bool		by_source = false;
+	bool		has_time = command->append == NULL;
 
 	rl_route_begin(&route, rl_command_key(command), command->key_len);
 	if (command->node != NULL)
@@ -252,6 +289,13 @@ send_command(const RlCommand *command, const RlScript *script, RlReply *reply, R
 		}
 		else if (script != NULL && !by_source && rl_reply_next_step(reply) == RL_STEP_SEND_SOURCE)
 			by_source = true;
+		else if (!has_time && rl_redis_set_time(reply))
+		{
+			has_time = true;
+			rl_resp_reset(&command->args);
+			command->nargs = 0;
+			(void) command->append(command, 0, command->arg);
+		}
 		else
 			return true;
 	}
@@ -276,6 +320,22 @@ rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *e
 	if (command->usage != NULL)
 		command->usage->us += rl_monotonic_now() - start;
 	return answered && rl_redis_check_reply(reply, error);
+}
+
+/*
+ * Does the same for a script whose number of keys, keys and arguments append() writes.
+ * Adds the cost to *usage, if that is not NULL.
+ */
+bool
+rl_redis_call(RlScript *script, RlAppend append, void *arg, RlUsage *usage, RlReply *reply, RlError *error)
+{
+	RlCommand  *command = rl_command_start();
+
+	command->append = append;
+	command->arg = arg;
+	command->usage = usage;
+	(void) append(command, 0, arg);
+	return rl_redis_script(script, command, reply, error);
 }
 
 /*

@@ -9,6 +9,11 @@
 
 struct RlNode;
 
+struct RlCommand;
+
+/* Writes the arguments of call i, also again if it was not run.  Returns false if that call is done. */
+typedef bool (*RlAppend) (struct RlCommand *command, int i, void *arg);
+
 typedef struct RlScript
 {
 	const char *source;
@@ -25,6 +30,8 @@ typedef struct RlCommand
 	int			nargs;
 	int			key;			/* where in args the second argument is: the key */
 	int			key_len;
+	RlAppend	append;			/* writes the arguments again; NULL: they stay */
+	void	   *arg;
 	RlUsage    *usage;			/* to which the cost of the call is added; or NULL */
 	struct RlNode *node;		/* the only node that may run it; NULL: any */
 	bool		asking;			/* send ASKING first: slots may be moving to the node */
@@ -42,6 +49,10 @@ extern void rl_command_append(StringInfo out, const RlCommand *command, const Rl
 							  bool by_source, bool asking);
 extern void rl_script_prepare(RlScript *script);
 
+extern int64 rl_redis_time(void);
+extern bool rl_redis_set_time(const RlReply *reply);
+extern bool rl_redis_call(RlScript *script, RlAppend append, void *arg, RlUsage *usage,
+						  RlReply *reply, RlError *error);
 extern bool rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error);
 extern bool rl_redis_check_reply(const RlReply *reply, RlError *error);
 extern bool rl_wrong_reply(RlError *error);

@@ -8,7 +8,7 @@
 --
 -- Returns what check.lua returns, and three numbers more: the units that are granted
 -- beyond the quota, for how many microseconds they can be used, and the key's life, or
--- 0 if it has none; or only the time (see no_window).
+-- 0 if it has none.
 --
 -- The life is Redis's own time of the first lot, in the field "lease". It ends when
 -- the key is deleted or a state is reset. A leftover of another life is lost: the
@@ -17,9 +17,6 @@
 local FIRST, CHARGE = 6, 5
 local want, length, leftovers = tonumber(ARGV[2]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local limits, ban, life = load_limits(2 + CHARGE * leftovers, FIRST, nil, 'lease')
-if no_window then
-  return now
-end
 
 local function refund_leftovers(l)
   local cost_us, cost_ns = l.cost_us, l.cost_ns

@@ -30,6 +30,7 @@ typedef struct Call
 	uint8		node;			/* number of the one that a reply named; 0: none */
 	bool		asking;
 	bool		by_source;
+	bool		has_time;		/* its windows are those around the server's time */
 	bool		resent;			/* it was sent before */
 	uint8		resends;		/* as of a route */
 } Call;
@@ -57,12 +58,11 @@ typedef struct Pipeline
 	const int  *keys;			/* how many each call is about; NULL: one */
 	int			nkeys;			/* all of them */
 	int			max_due;		/* calls under way on a line */
-	RlPipelineAppend append;
+	RlAppend	append;
 	RlPipelineReply reply;
 	void	   *arg;
 	int64	   *unanswered;		/* to which the keys of calls under way are added */
 	RlUsage    *usage;			/* to which the cost is added; or NULL */
-	bool		takes_errors;	/* reply() does: an error reply is no failure */
 	RlError    *error;
 	bool		failed;			/* error is that of the first call */
 	int			next;			/* the call to be sent next */
@@ -354,7 +354,6 @@ take_reply(Pipeline *p, Line *line, Call call, RlError *error)
 	RlRoute    *route = &p->route;
 	const RlReply *reply = &line->reply;
 	bool		no_script = rl_reply_next_step(reply) == RL_STEP_SEND_SOURCE;
-	RlError		failure;
 
 	route->node = line->node;
 	route->slot = call.slot;
@@ -382,15 +381,17 @@ take_reply(Pipeline *p, Line *line, Call call, RlError *error)
 	/* The source would bring the same answer again. */
 	if (no_script)
 		return rl_redis_check_reply(reply, error);
-	if (!p->takes_errors && !rl_redis_check_reply(reply, &failure))
-		note_failure(p, &failure);
-	else if (!p->reply(call.i, reply, p->arg, error))
-		return false;
-	else
+	if (!call.has_time && rl_redis_set_time(reply))
 	{
-		line->answered = true;
-		p->progress = rl_monotonic_now();
+		call.has_time = true;
+		call.node = call.asking ? rl_node_number(line->node) : 0;
+		send_again(p, call);
+		return true;
 	}
+	if (!p->reply(call.i, reply, p->arg, error))
+		return false;
+	line->answered = true;
+	p->progress = rl_monotonic_now();
 	*p->unanswered -= KEYS_OF(p, call);
 	return true;
 }
@@ -529,22 +530,19 @@ run(Pipeline *p)
 }
 
 /*
- * Runs a script n times.  append() writes the arguments of call i, and may be asked for
- * them again, or returns false when that call is done.  reply() gets the replies that are
- * no error replies, in the order in which they come, and returns false with the error
- * set if one makes no sense.  With keys, call i is about keys[i] keys, and reply() gets
- * error replies too, which fail no call.  *unanswered is increased by the keys of calls
- * under way, and stays increased by those that may have run and have no reply.  Returns
- * false with the first call's error set when calls fail: those with an error reply, and
- * those that were sent and have no reply.  Raises an error if a setting is wrong, or at
- * an interrupt.
+ * Runs a script n times.  reply() gets the replies, also error replies, in the order in
+ * which they come, and returns false with the error set if one makes no sense.  Call i is
+ * about keys[i] keys, or about one if keys is NULL.  *unanswered is increased by the keys
+ * of calls under way, and stays increased by those that may have run and have no reply.
+ * Returns false with the first such call's error set.  Raises an error if a setting is
+ * wrong, or at an interrupt.
  */
 bool
-rl_redis_pipeline(RlScript *script, int n, const int *keys, RlPipelineAppend append,
+rl_redis_pipeline(RlScript *script, int n, const int *keys, RlAppend append,
 				  RlPipelineReply reply, void *arg, int64 *unanswered, RlUsage *usage, RlError *error)
 {
 	Pipeline	p = {.script = script,.n = n,.keys = keys,.nkeys = n,.append = append,.reply = reply,.arg = arg,
-	.unanswered = unanswered,.usage = usage,.error = error,.takes_errors = keys != NULL};
+	.unanswered = unanswered,.usage = usage,.error = error};
 	int64		start = rl_monotonic_now();
 
 	for (int i = 0; keys != NULL && i < n; i++)

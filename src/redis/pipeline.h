@@ -7,10 +7,9 @@
 
 #include "redis/command.h"
 
-typedef bool (*RlPipelineAppend) (RlCommand *command, int i, void *arg);
 typedef bool (*RlPipelineReply) (int i, const RlReply *reply, void *arg, RlError *error);
 
-extern bool rl_redis_pipeline(RlScript *script, int n, const int *keys, RlPipelineAppend append,
+extern bool rl_redis_pipeline(RlScript *script, int n, const int *keys, RlAppend append,
 							  RlPipelineReply reply, void *arg, int64 *unanswered, RlUsage *usage,
 							  RlError *error);
 

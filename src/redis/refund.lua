@@ -1,11 +1,8 @@
 -- Refunds the quota at each limit, or as much of it as is charged there. If the key
--- does not exist, this writes nothing. ARGV[2] is not used. Returns 1, or the time
--- (see no_window).
+-- does not exist, this writes nothing. ARGV[2] is not used. Returns 1.
 
 local limits = load_limits(0)
-if no_window then
-  return now
-end
+check_windows()
 for _, l in ipairs(limits) do
   if (l.charged or l.used) > 0 then
     l:refund()

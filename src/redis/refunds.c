@@ -15,12 +15,12 @@
 #include "postgres.h"
 
 #include "error.h"
+#include "redis/call.h"
 #include "redis/cluster.h"
 #include "redis/pipeline.h"
 #include "redis/redis.h"
 #include "redis/route.h"
 #include "redis/scripts.h"
-#include "redis/take.h"
 #include "shared/shared.h"
 
 #define MAX_ARGS			49152	/* bytes of a call's arguments */

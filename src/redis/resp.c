@@ -259,6 +259,8 @@ static const struct
 	{"MOVED ", RL_STEP_MOVED},
 	{"ASK ", RL_STEP_ASK},
 	{"NOSCRIPT", RL_STEP_SEND_SOURCE},
+	/* A script's error: Redis's time is in none of the windows of a calendar. */
+	{"NOWINDOW ", RL_STEP_SEND_WINDOWS},
 
 	/* The keys of the call are on two nodes while their slot moves. */
 	{"TRYAGAIN", RL_STEP_WAIT},

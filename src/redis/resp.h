@@ -46,6 +46,7 @@ typedef enum RlNextStep
 	RL_STEP_FAIL,				/* the call fails; the server stays in use */
 	RL_STEP_WAIT,				/* the server can run it a moment later */
 	RL_STEP_SEND_SOURCE,		/* the server needs the script's source */
+	RL_STEP_SEND_WINDOWS,		/* the script needs other windows of a calendar */
 	RL_STEP_LEAVE,				/* another server may be able to run it */
 	RL_STEP_MOVED,				/* the server that the reply names has the slot */
 	RL_STEP_ASK					/* that server has the slot for this call only */

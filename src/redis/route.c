@@ -464,6 +464,7 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 			route->resends += FREE_RESENDS;
 			break;
 		case RL_STEP_SEND_SOURCE:
+		case RL_STEP_SEND_WINDOWS:
 		case RL_STEP_FAIL:
 			return false;
 	}

@@ -4,7 +4,7 @@
 -- the order in which load_limits unpacks them: algorithm, tag (the name of its
 -- field), period, four numbers for the algorithm's "read", 1 if it counts
 -- refused quota, its ban's length (0: none), and the number of refusals that
--- bring the ban, with " limit <text>" behind it. rl_append_limit in take.c sends them. A script for several keys sets
+-- bring the ban, with " limit <text>" behind it. rl_append_limit in call.c sends them. A script for several keys sets
 -- hash, quota, and the queue of writes for each key.
 --
 -- An algorithm is a table of functions of a limit l. "read" sets its numbers and
@@ -13,7 +13,6 @@
 -- "refund" and "refund_charge" change l only; "save" queues l for write().
 --
 -- no_window is true if the time is in none of the windows that came with a calendar.
--- Then the script returns the time, and is called again with the windows around it.
 
 local LIMITS, LIMIT = 4, 10
 local quota = tonumber(ARGV[3])
@@ -25,6 +24,15 @@ local no_window = false
 -- A calendar's state is kept two days longer than its window: for another server, whose
 -- zone data differ, the window may not have ended yet.
 local CALENDAR_SLACK = 172800000000
+
+-- Raises an error with the time if that is in none of the windows. Then the script, which
+-- has changed nothing, is called again with the windows around this time.
+local function check_windows()
+  if no_window then
+    no_window = false
+    error({err = string.format('NOWINDOW %.0f', now)})
+  end
+end
 
 -- Two whole numbers as fields have them.
 local function pair_text(a, b)

@@ -1,7 +1,7 @@
 /*
  * store.c
  *		The store in Redis: turns calls into scripts and their arguments, and
- *		reads the replies.  take.c has those that take quota.
+ *		reads the replies.  call.c has those that take quota.
  *
  * Redis keeps a key in one hash, "<prefix>{<key>}".  The hash has a field for
  * each state, named by the limit's state tag, and the field "ban".  (A
@@ -12,9 +12,9 @@
 
 #include "mb/pg_wchar.h"
 
+#include "redis/call.h"
 #include "redis/redis.h"
 #include "redis/scripts.h"
-#include "redis/take.h"
 
 /*
  * Writes the key's name in Redis, which has RL_MAX_REDIS_KEY bytes at most, and
@@ -93,25 +93,26 @@ read_done(const RlReply *reply, RlError *error)
 }
 
 static bool
+append_refund(RlCommand *command, int i pg_attribute_unused(), void *arg)
+{
+	const RlAction *action = arg;
+
+	rl_command_hash(command, &action->key);
+	rl_command_text(command, "");
+	rl_command_number(command, action->quota);
+	for (int l = 0; l < action->limits->n; l++)
+		rl_append_limit(command, &action->limits->limit[l], action->quota, false);
+	return true;
+}
+
+static bool
 redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *error)
 {
-	bool		again = false;
+	RlAction	action = {.key = *key,.limits = limits,.quota = quota};
 	RlReply		reply;
 
-	do
-	{
-		RlCommand  *command = rl_command_start();
-
-		rl_command_hash(command, key);
-		rl_command_text(command, "");
-		rl_command_number(command, quota);
-		for (int i = 0; i < limits->n; i++)
-			rl_append_limit(command, &limits->limit[i], quota, false);
-		if (!rl_redis_script(&rl_refund_script, command, &reply, error))
-			return false;
-		again = !again && rl_is_outside_windows(&reply, limits);
-	} while (again);
-	return read_done(&reply, error);
+	return rl_redis_call(&rl_refund_script, append_refund, &action, NULL, &reply, error) &&
+		read_done(&reply, error);
 }
 
 /* Runs a script, or a plain command if it is NULL, whose reply is the number of deletions. */

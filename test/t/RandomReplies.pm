@@ -184,7 +184,7 @@ my @others = ("+OK\r\n", "-ERR\r\n", "\$-1\r\n", "*-1\r\n", "*0\r\n", "\$0\r\n\r
 	"\$?\r\n;1\r\n1\r\n;0\r\n", "*?\r\n:1\r\n.\r\n", ".\r\n");
 my @errors = ('LOADING Redis is loading', 'BUSY Redis is busy', 'READONLY You can\'t write', 'OOM command not allowed', 'MISCONF Redis',
 	'CLUSTERDOWN The cluster is down', 'MOVED 1 127.0.0.1:1', 'ASK 1 127.0.0.1:1', 'NOPERM', 'WRONGTYPE', 'ERR',
-	'NOSCRIPT No matching script', 'NOAUTH Authentication required.', 'ERR max number of clients reached', 'WRONGPASS', 'ERR DB index');
+	'NOSCRIPT No matching script', 'NOWINDOW 1700000000000000', 'NOWINDOW x', 'NOAUTH Authentication required.', 'ERR max number of clients reached', 'WRONGPASS', 'ERR DB index');
 
 sub random_bytes { my ($n) = @_; return join '', map { chr below(256) } 1 .. $n; }
 

@@ -1,0 +1,878 @@
+/*
+ * call.c
+ *		Calls that take quota: of one key or of many, each decided by itself or all together.
+ *
+ * A call is a script with 1 to RL_MAX_TOGETHER keys.  One action has a call of its own.
+ * Of many actions, each decided by itself, a call has as many as fit, in their order, if
+ * one server has all keys.  A key that fails in such a call, and all keys of a call that
+ * ends in an error reply, were not charged.  They are asked again by a call each, which
+ * says why.  So are the keys of a call that a cluster's node does not run, because they
+ * are in several slots; in a cluster that is known each key has its own call at once.  An
+ * error reply to a call with one key fails this key only.  An action that asks for a
+ * lease has its own call, before the others: of actions on one key, the first asks.
+ *
+ * An action on several keys is one call, or if the keys are in several slots a call for
+ * the keys of each slot.
+ */
+#include "postgres.h"
+
+#include "utils/builtins.h"
+
+#include "algorithm/calendar.h"
+#include "algorithm/limits.h"
+#include "redis/call.h"
+#include "redis/cluster.h"
+#include "redis/pipeline.h"
+#include "redis/redis.h"
+#include "redis/scripts.h"
+
+#define MAX_KEY_BYTES		16384	/* of a call's keys */
+#define STRAIGHT_NUMBERS	4	/* at most, of the straight script for one limit */
+
+StaticAssertDecl(RL_MAX_VALUES >= RL_MAX_KEYS * (3 + RL_REPORTED * RL_MAX_LIMITS),
+				 "check_all.lua has too long a reply");
+
+/* How a call decides its keys: the arguments and the reply of its script. */
+typedef enum Form
+{
+	STRAIGHT,					/* one key, by the straight script for its limit */
+	LISTED,						/* one key, by check.lua */
+	LEASED,						/* one key, by lease.lua */
+	MANY_STRAIGHT,				/* each key by itself, by many.lua */
+	MANY,						/* each key by itself, by check_many.lua */
+	TOGETHER					/* all keys together, by check_all.lua */
+} Form;
+
+/* Actions, and the calls that decide them. */
+typedef struct Taking
+{
+	const RlAction *const *actions;
+	RlTook		took;			/* of actions that are decided each by itself */
+	RlTaken    *taken;			/* of one action on several keys */
+	RlTookPart	took_part;		/* or NULL */
+	void	   *arg;
+	Form		form;			/* of all calls */
+	RlScript   *script;
+	int			ncalls;
+	int		   *order;			/* indexes of the actions, call by call */
+	int		   *first;			/* of each call, in order */
+	int		   *keys;			/* how many each call has */
+	bool	   *left;			/* of many actions: it is not asked yet, or is to be asked by a call of its own */
+	bool		failed;			/* an error reply has failed a key */
+	RlError    *error;			/* the first one */
+} Taking;
+
+/* The reply about one key.  It must not be copied. */
+typedef struct KeyReply
+{
+	bool		failed;			/* the key was not charged, and nothing else is set */
+	int64		verdict;		/* 0: allowed, -1: refused, else the rest of a ban */
+	int64		ban;			/* length of the ban that this refusal starts, or 0 */
+	int64		at;				/* the store's time, or 0: not known */
+	const int64 *reported;		/* the numbers of all limits */
+	int			nreported;
+	int64		straight[RL_REPORTED];	/* "reported" of a straight script */
+	const int64 *grant;			/* of a lease: units, how long they can be used, the key's life; or NULL */
+} KeyReply;
+
+/*
+ * Arguments
+ */
+
+/* Appends the limit's state tag. */
+void
+rl_append_tag(RlCommand *command, const RlLimit *limit)
+{
+	char		name[RL_MAX_STATE_NAME];
+
+	rl_command_arg(command, name, rl_state_name(limit, name));
+}
+
+/* Appends the windows of the limit's calendar: the start and name of each, and the last end. */
+static void
+append_windows(RlCommand *command, const RlLimit *limit)
+{
+	const RlWindows *windows = rl_windows_at(limit, rl_redis_time());
+	char		text[256];
+	int			n = 0;
+
+	for (int i = 0; i < (int) lengthof(windows->name); i++)
+		n += snprintf(text + n, sizeof(text) - n, "%lld %lld ", (long long) windows->start[i],
+					  (long long) windows->name[i]);
+	n += snprintf(text + n, sizeof(text) - n, "%lld", (long long) windows->start[lengthof(windows->name)]);
+	rl_command_arg(command, text, n);
+}
+
+/*
+ * Appends the LIMIT arguments of one limit, in the order in which load_limits
+ * in state.lua unpacks them.  Without trace, a refusal is not counted, neither
+ * as quota nor for a ban.  The quota may exceed the capacity: then no action
+ * is allowed, and a refund has the whole quota.
+ */
+void
+rl_append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace)
+{
+	bool		possible = quota <= limit->capacity;
+	bool		ban = trace && possible && limit->ban > 0;
+	int64		numbers[RL_NUMBERS];
+	int			n = rl_algorithm(limit)->numbers(limit, quota, numbers);
+
+	rl_command_text(command, rl_algorithm(limit)->name);
+	rl_append_tag(command, limit);
+	rl_command_number(command, limit->period);
+	for (int i = 0; i < n; i++)
+		rl_command_number(command, numbers[i]);
+	if (limit->calendar != RL_NO_CALENDAR)
+	{
+		append_windows(command, limit);
+		n++;
+	}
+	for (; n < RL_NUMBERS; n++)
+		rl_command_arg(command, "", 0);
+	rl_command_text(command, trace && possible && limit->count_denied ? "1" : "");
+	rl_command_number(command, ban ? limit->ban : 0);
+	if (ban)
+	{
+		char		text[32 + RL_MAX_WHY];
+		int			len = pg_lltoa(limit->ban_after, text);
+
+		text[len++] = ' ';
+		len += rl_limit_why(limit, text + len);
+		rl_command_arg(command, text, len);
+	}
+	else
+		rl_command_number(command, 0);
+}
+
+/* Appends the CHARGE arguments of a charge, as refund_charges.lua reads them. */
+void
+rl_append_charge(RlCommand *command, const RlLimit *limit, const RlCharge *charge)
+{
+	int64		split = rl_algorithm(limit)->in_ns ? 1000 : 1;
+
+	rl_command_number(command, charge->amount / split);
+	rl_command_number(command, charge->amount % split);
+	rl_command_number(command, charge->at);
+	rl_command_number(command, charge->mark);
+	rl_command_number(command, charge->life);
+}
+
+/*
+ * Returns true if a straight script for one limit suffices: it counts no refusals, and is
+ * not for shadow limits, calendars and rl_peek.  Only that for many keys reports the time.
+ */
+static bool
+is_straight(const RlAction *action, bool many)
+{
+	const RlLimits *limits = action->limits;
+	const RlLimit *limit = &limits->limit[0];
+
+	return limits->n == 1 && limit->ban == 0 && !limit->count_denied && !limit->shadow &&
+		limit->calendar == RL_NO_CALENDAR && (many || !limits->timed) && action->how != RL_PEEK;
+}
+
+/* Returns true if the call has something to ask for a lease, or to refund. */
+static bool
+asks_lease(const RlAction *action)
+{
+	return action->lease != NULL && (action->lease->want > 0 || action->lease->nleft > 0);
+}
+
+/* Sets form and script of a call for this action, or of calls for many such actions. */
+static void
+set_form(Taking *taking, const RlAction *action, bool many)
+{
+	const RlLimits *limits = action->limits;
+	RlAlgorithmId algorithm = limits->limit[0].algorithm;
+
+	taking->script = many ? &rl_many_scripts[algorithm] : &rl_alone_scripts[algorithm];
+	taking->form = many ? MANY_STRAIGHT : STRAIGHT;
+	if (!many && asks_lease(action))
+	{
+		taking->script = &rl_lease_script;
+		taking->form = LEASED;
+	}
+	else if (!is_straight(action, many) || taking->script->source == NULL)
+	{
+		taking->script = many ? &rl_check_many_script : &rl_check_scripts[algorithm];
+		taking->form = many ? MANY : LISTED;
+		for (int i = 1; i < limits->n && !many; i++)
+			if (limits->limit[i].algorithm != algorithm)
+				taking->script = &rl_check_mixed_script;
+	}
+}
+
+/*
+ * Sets the numbers that the straight script for one limit needs, and those after them to
+ * 0.  Returns how many it needs: those at the end may be left out if they are 0.
+ */
+static int
+straight_numbers(const RlAction *action, int64 *numbers)
+{
+	const RlLimit *limit = &action->limits->limit[0];
+	int			n = 0;
+
+	memset(numbers, 0, STRAIGHT_NUMBERS * sizeof(int64));
+	if (!rl_algorithm(limit)->numbers_suffice)
+	{
+		numbers[n++] = action->quota;
+		numbers[n++] = limit->period;
+	}
+	n += rl_algorithm(limit)->numbers(limit, action->quota, &numbers[n]);
+	Assert(n <= STRAIGHT_NUMBERS);
+	while (n > 0 && numbers[n - 1] == 0)
+		n--;
+	return n;
+}
+
+/* Appends the tag, and the numbers that the straight script needs, at least "least". */
+static void
+append_straight(RlCommand *command, const RlAction *action, int least)
+{
+	int64		numbers[STRAIGHT_NUMBERS];
+	int			n = Max(straight_numbers(action, numbers), least);
+
+	rl_append_tag(command, &action->limits->limit[0]);
+	for (int i = 0; i < n; i++)
+		rl_command_number(command, numbers[i]);
+}
+
+/* Appends the limits, and of a lease what is refunded to each of them. */
+static void
+append_limits(RlCommand *command, const RlAction *action, const RlLeaseCall *lease)
+{
+	for (int i = 0; i < action->limits->n; i++)
+	{
+		const RlLimit *limit = &action->limits->limit[i];
+
+		rl_append_limit(command, limit, action->quota, action->how != RL_TRY);
+		if (lease == NULL)
+			continue;
+		rl_command_number(command, limit->interval_ns / 1000);
+		rl_command_number(command, limit->interval_ns % 1000);
+		for (int j = 0; j < lease->nleft; j++)
+		{
+			const RlLeftover *left = &lease->left[j];
+			RlCharge	charge = rl_algorithm(limit)->charge(limit, left->units, left->at, 0);
+
+			charge.mark = left->mark[i];
+			charge.life = left->life;
+			rl_append_charge(command, limit, &charge);
+		}
+	}
+}
+
+/* Returns the end of the run that begins with key i: keys with the same limits and quota. */
+static int
+run_end(const RlAction *const *actions, const int *order, int i, int n)
+{
+	const RlAction *action = actions[order[i]];
+
+	do
+		i++;
+	while (i < n && actions[order[i]]->limits == action->limits && actions[order[i]]->quota == action->quota);
+	return i;
+}
+
+/* Appends the arguments of many.lua and check_many.lua by runs, or of check_all.lua by keys. */
+static void
+append_keys(RlCommand *command, const Taking *taking, const int *order, int n)
+{
+	const RlAction *const *actions = taking->actions;
+	int			nnumbers = 0;
+	int64		numbers[STRAIGHT_NUMBERS];
+	int			next;
+
+	if (taking->form == MANY_STRAIGHT)
+	{
+		for (int i = 0; i < n; i = run_end(actions, order, i, n))
+			nnumbers = Max(nnumbers, straight_numbers(actions[order[i]], numbers));
+		rl_command_number(command, 1 + nnumbers);
+	}
+	for (int i = 0; i < n; i = next)
+	{
+		const RlAction *action = actions[order[i]];
+
+		next = taking->form == TOGETHER ? i + 1 : run_end(actions, order, i, n);
+		if (taking->form != TOGETHER)
+			rl_command_number(command, next - i);
+		if (taking->form == MANY_STRAIGHT)
+		{
+			append_straight(command, action, nnumbers);
+			continue;
+		}
+		rl_command_number(command, action->limits->n);
+		rl_command_number(command, action->quota);
+		append_limits(command, action, NULL);
+	}
+}
+
+/* Has the actions of a call, none of which was charged, asked by a call each. */
+static void
+ask_again(Taking *taking, int call)
+{
+	for (int i = 0; i < taking->keys[call]; i++)
+		taking->left[taking->order[taking->first[call] + i]] = true;
+}
+
+/* Appends the arguments of a call.  Returns false if its keys are to be asked by a call each. */
+static bool
+append_call(RlCommand *command, int call, void *arg)
+{
+	Taking	   *taking = arg;
+	const int  *order = &taking->order[taking->first[call]];
+	int			n = taking->keys[call];
+	const RlAction *action = taking->actions[order[0]];
+	bool		debug = rl_debug_now[0] != '\0';
+
+	/* Another call has shown that the server is a cluster's. */
+	if ((taking->form == MANY_STRAIGHT || taking->form == MANY) && rl_slots_known())
+	{
+		ask_again(taking, call);
+		return false;
+	}
+	rl_command_number(command, n);
+	for (int i = 0; i < n; i++)
+	{
+		char		name[RL_MAX_REDIS_KEY];
+
+		rl_command_arg(command, name, rl_redis_key(&taking->actions[order[i]]->key, name));
+	}
+	if (taking->form == STRAIGHT)
+	{
+		append_straight(command, action, debug ? STRAIGHT_NUMBERS : 0);
+		if (debug)
+			rl_command_text(command, rl_debug_now);
+		return true;
+	}
+	rl_command_text(command, rl_debug_now);
+	switch (taking->form)
+	{
+		case LISTED:
+			rl_command_text(command, action->how == RL_PEEK ? "0" : "1");
+			rl_command_number(command, action->quota);
+			append_limits(command, action, NULL);
+			break;
+		case LEASED:
+			rl_command_number(command, action->lease->want);
+			rl_command_number(command, action->quota);
+			rl_command_number(command, action->lease->length);
+			rl_command_number(command, action->lease->nleft);
+			append_limits(command, action, action->lease);
+			break;
+		default:
+			append_keys(command, taking, order, n);
+	}
+	return true;
+}
+
+/*
+ * Replies
+ */
+
+/*
+ * Sets the decision of a limit from its reported numbers.  An allowed action may not fit
+ * a shadow limit; "refused" is the verdict by which the script then acts on this limit.
+ * Returns false if no action can have these numbers.
+ */
+static bool
+read_decision(const RlLimit *limit, int64 quota, RlVerdict verdict, RlVerdict refused,
+			  const int64 *reported, RlDecision *decision)
+{
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
+
+	if (!algorithm->decide(limit, quota, verdict, reported, decision) &&
+		(!limit->shadow || verdict != RL_VERDICT_ALLOWED ||
+		 !algorithm->decide(limit, quota, refused, reported, decision) || decision->allowed))
+		return false;
+	decision->source = RL_FROM_REDIS;
+	decision->ban_left = 0;
+	if (limit->shadow)
+		rl_allow_in_shadow(decision);
+	return true;
+}
+
+/*
+ * Sets a decision for each limit from the reported numbers; charged is false if a limit
+ * of this or of another key has refused.  Returns false if no action can have these
+ * numbers.
+ */
+static bool
+read_decisions(const RlAction *action, const KeyReply *take, bool charged, RlDecision *decisions)
+{
+	const RlLimits *limits = action->limits;
+	int64		quota = action->quota + (take->grant != NULL ? take->grant[0] : 0);
+	RlVerdict	refused = action->how == RL_TRY ? RL_VERDICT_UNCOUNTED : RL_VERDICT_REFUSED;
+	RlVerdict	verdict = charged ? RL_VERDICT_ALLOWED : take->verdict > 0 ? RL_VERDICT_BANNED : refused;
+	int			next = 0;
+
+	for (int i = 0; i < take->nreported; i++)
+		if (take->reported[i] < 0)
+			return false;
+	for (int i = 0; i < limits->n; i++)
+	{
+		const RlLimit *limit = &limits->limit[i];
+		const int64 *reported = &take->reported[next];
+
+		next += rl_algorithm(limit)->nreported;
+		if (next > take->nreported ||
+			!read_decision(limit, quota, verdict, refused, reported, &decisions[i]))
+			return false;
+	}
+	return next == take->nreported;
+}
+
+/* Returns true if a refusal can start a ban. */
+static bool
+may_ban(const RlAction *action)
+{
+	for (int i = 0; i < action->limits->n; i++)
+		if (action->limits->limit[i].ban > 0)
+			return action->how != RL_TRY;
+	return false;
+}
+
+/*
+ * Sets the decisions of a key; charged is false if a limit of this or of another key has
+ * refused.  Returns false if they contradict the verdict.
+ */
+static bool
+decide_key(const RlAction *action, const KeyReply *take, bool charged, RlDecision *decisions)
+{
+	const RlLimits *limits = action->limits;
+	bool		allowed = true;
+
+	if (!read_decisions(action, take, charged, decisions))
+		return false;
+	/* The figures must agree with the verdict, by which the script charged the action or not. */
+	for (int i = 0; i < limits->n; i++)
+		allowed &= decisions[i].allowed;
+	if (take->verdict > 0 ? rl_all_shadow(limits) : allowed != (take->verdict == 0))
+		return false;
+
+	if (take->verdict > 0)
+		rl_apply_ban(limits, decisions, Min(take->verdict, RL_MAX_WAIT), true);
+	else if (take->ban > 0)
+		rl_apply_ban(limits, decisions, Min(take->ban, RL_MAX_WAIT), false);
+	return true;
+}
+
+/* The numbers of a reply, and those of them that are not read yet. */
+typedef struct Reader
+{
+	const RlReply *reply;
+	int			at;
+	int			pairs;			/* where the pairs of many.lua are */
+} Reader;
+
+/* Reads the numbers that check.lua returns for a key.  Returns false if they are no such numbers. */
+static bool
+read_listed(const RlAction *action, Reader *reader, KeyReply *take)
+{
+	const int64 *values = &reader->reply->values[reader->at];
+
+	*take = (KeyReply) {.reported = &values[3]};
+	for (int i = 0; i < action->limits->n; i++)
+		take->nreported += rl_algorithm(&action->limits->limit[i])->nreported;
+	reader->at += 3 + take->nreported;
+	if (reader->at > reader->reply->nvalues)
+		return false;
+	take->verdict = values[0];
+	take->ban = values[1];
+	take->at = values[2];
+	return take->verdict >= -1 && take->ban >= 0 && take->at >= 0 && take->at < RL_CALENDAR_END &&
+		(take->ban == 0 || (take->verdict == -1 && may_ban(action)));
+}
+
+/* Reads the n numbers that a straight script returns for a key.  Returns false if it cannot send them. */
+static bool
+read_straight(const RlAction *action, const int64 *values, int n, KeyReply *take)
+{
+	const RlLimit *limit = &action->limits->limit[0];
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
+
+	*take = (KeyReply) {.reported = take->straight,.nreported = algorithm->nreported};
+	return algorithm->read_alone(limit, action->quota, values, n, &take->verdict, take->straight);
+}
+
+/* Reads what many.lua returns for key i of its call. */
+static bool
+read_of_many(const RlAction *action, Reader *reader, int i, KeyReply *take)
+{
+	const int64 *values = reader->reply->values;
+	int64		ban = 0;
+	int64		number[2];
+
+	if (reader->pairs + 1 < reader->reply->nvalues && values[reader->pairs] == i + 1)
+	{
+		ban = values[reader->pairs + 1];
+		reader->pairs += 2;
+		if (ban < -1 || ban == 0)
+			return false;
+	}
+	number[0] = ban;
+	number[1] = values[reader->at++];
+	if (ban == -1)
+		*take = (KeyReply) {.failed = true};
+	else if (!read_straight(action, &number[ban == 0], ban == 0 ? 1 : 2, take))
+		return false;
+	take->at = values[0];
+	return true;
+}
+
+/* Reads what lease.lua grants.  Returns false if it cannot grant that. */
+static bool
+read_grant(const RlLeaseCall *lease, Reader *reader, KeyReply *take)
+{
+	const int64 *grant = take->grant = &reader->reply->values[reader->at];
+
+	reader->at += 3;
+	return reader->at <= reader->reply->nvalues &&
+		grant[0] >= 0 && grant[0] <= (take->verdict == 0 ? lease->want : 0) &&
+		grant[1] >= 0 && grant[1] <= lease->length &&
+		grant[2] >= 0 && grant[2] < RL_CALENDAR_END && (grant[2] > 0 || grant[0] == 0);
+}
+
+/* Reads what the script returns for key i of a call.  Returns false if no script can send it. */
+static bool
+read_key(Form form, const RlAction *action, Reader *reader, int i, KeyReply *take)
+{
+	const RlReply *reply = reader->reply;
+
+	if (form == MANY_STRAIGHT)
+		return read_of_many(action, reader, i, take);
+	/* A straight script may go on like check.lua, if a log is not only a tail. */
+	if (form == STRAIGHT &&
+		(reply->nvalues <= RL_REPORTED || !rl_algorithm(&action->limits->limit[0])->has_logs))
+	{
+		reader->at = reply->nvalues;
+		return reply->is_array == (reply->nvalues > 1) && read_straight(action, reply->values, reply->nvalues, take);
+	}
+	if (form == MANY && reader->at < reply->nvalues && reply->values[reader->at] == -2)
+	{
+		reader->at++;
+		*take = (KeyReply) {.failed = true};
+		return true;
+	}
+	return reply->is_array && read_listed(action, reader, take) &&
+		(form != LEASED || read_grant(action->lease, reader, take));
+}
+
+/*
+ * Returns true if the error reply says that the keys of the call are in several slots,
+ * which shows that the server is a cluster's.
+ */
+static bool
+learn_slots(const RlReply *reply, const RlKey *key)
+{
+	char		name[RL_MAX_REDIS_KEY];
+
+	if (reply->kind != RL_REPLY_ERROR || strncmp(reply->text, "CROSSSLOT", 9) != 0)
+		return false;
+	rl_slot_learn(rl_slot(name, rl_redis_key(key, name)), 0);
+	return true;
+}
+
+/* Takes an error reply to one of many calls: fails the call's key, or has its keys asked by a call each. */
+static void
+take_error(Taking *taking, int call, const RlReply *reply)
+{
+	RlError		failure;
+
+	if (taking->form == MANY_STRAIGHT || taking->form == MANY)
+	{
+		(void) learn_slots(reply, &taking->actions[taking->order[taking->first[call]]]->key);
+		ask_again(taking, call);
+		return;
+	}
+	(void) rl_redis_check_reply(reply, &failure);
+	if (!taking->failed)
+		*taking->error = failure;
+	taking->failed = true;
+}
+
+/* Tells the answer of action i. */
+static void
+answer(Taking *taking, int i, const KeyReply *take, const RlDecision *each, bool charged)
+{
+	const RlAction *action = taking->actions[i];
+
+	if (take->grant != NULL)
+	{
+		action->lease->granted = take->grant[0];
+		action->lease->valid = take->grant[1];
+		action->lease->life = take->grant[2];
+	}
+	if (taking->taken == NULL)
+	{
+		taking->took(i, each, take->at, taking->arg);
+		return;
+	}
+	memcpy(taking->taken[i].each, each, action->limits->n * sizeof(RlDecision));
+	taking->taken[i].at = take->at;
+	taking->taken[i].charged = charged;
+	if (taking->took_part != NULL)
+		taking->took_part(i, taking->arg);
+}
+
+/*
+ * Tells the answers of a call's actions, or has them asked again.  Returns false with the
+ * error set, and without an answer, if no script can send this reply.
+ */
+static bool
+read_call(int call, const RlReply *reply, void *arg, RlError *error)
+{
+	Taking	   *taking = arg;
+	const int  *order = &taking->order[taking->first[call]];
+	int			n = taking->keys[call];
+	bool		together = taking->form == TOGETHER;
+	bool		charged = true;
+	KeyReply	take[RL_MAX_TOGETHER];
+	RlDecision	decisions[RL_MAX_TOGETHER];
+	RlDecision *next = decisions;
+	Reader		reader = {.reply = reply};
+
+	if (reply->kind == RL_REPLY_ERROR)
+	{
+		take_error(taking, call, reply);
+		return true;
+	}
+	if (taking->form == MANY_STRAIGHT)
+	{
+		reader.at = 1;
+		reader.pairs = n + 1;
+	}
+	if (reply->kind != RL_REPLY_NUMBERS || reader.pairs > reply->nvalues ||
+		(taking->form == MANY_STRAIGHT && (!reply->is_array || reply->values[0] < 0)))
+		return rl_wrong_reply(error);
+	for (int i = 0; i < n; i++)
+	{
+		if (!read_key(taking->form, taking->actions[order[i]], &reader, i, &take[i]))
+			return rl_wrong_reply(error);
+		charged &= take[i].verdict == 0;
+	}
+	if (Max(reader.at, reader.pairs) != reply->nvalues)
+		return rl_wrong_reply(error);
+	/* A wrong number must not be found when some actions are answered already. */
+	for (int i = 0; i < n; i++)
+	{
+		const RlAction *action = taking->actions[order[i]];
+
+		if (!take[i].failed && !decide_key(action, &take[i], together ? charged : take[i].verdict == 0, next))
+			return rl_wrong_reply(error);
+		next += action->limits->n;
+	}
+	next = decisions;
+	for (int i = 0; i < n; i++)
+	{
+		if (take[i].failed)
+			taking->left[order[i]] = true;
+		else
+			answer(taking, order[i], &take[i], next, charged);
+		next += taking->actions[order[i]]->limits->n;
+	}
+	return true;
+}
+
+/*
+ * One action on one key
+ */
+
+/* Where the answer of a single action goes */
+typedef struct Single
+{
+	RlDecision *each;
+	int			n;
+	RlAnswer   *answer;
+} Single;
+
+static void
+took_single(int i pg_attribute_unused(), const RlDecision *each, int64 at, void *arg)
+{
+	Single	   *single = arg;
+
+	memcpy(single->each, each, single->n * sizeof(RlDecision));
+	single->answer->at = at;
+}
+
+bool
+rl_redis_take(const RlAction *action, RlDecision *each, RlAnswer *answer, RlError *error)
+{
+	int			none = 0;
+	int			one = 1;
+	Single		single = {each, action->limits->n, answer};
+	Taking		taking = {.actions = &action,.took = took_single,.arg = &single,
+	.order = &none,.first = &none,.keys = &one};
+	RlReply		reply;
+
+	set_form(&taking, action, false);
+	return rl_redis_call(taking.script, append_call, &taking, &answer->usage, &reply, error) &&
+		read_call(0, &reply, &taking, error);
+}
+
+/*
+ * Many actions, each decided by itself
+ */
+
+/*
+ * Divides n actions into calls.  A call takes 1 ms in Redis usually, and 5 ms at most; its
+ * reply has RL_MAX_VALUES numbers at most.
+ */
+static void
+set_calls(Taking *taking, int n, bool many)
+{
+	int			bytes = 0;
+	int			share = 0;
+	int			values = 0;
+
+	taking->ncalls = 0;
+	for (int i = 0; i < n; i++)
+	{
+		const RlAction *action = taking->actions[taking->order[i]];
+		const RlLimits *limits = action->limits;
+		int			action_share = 0;
+		int			action_values = 3;
+
+		for (int l = 0; l < limits->n; l++)
+		{
+			action_share += rl_algorithm(&limits->limit[l])->share;
+			action_values += taking->form == MANY_STRAIGHT ? 0 : rl_algorithm(&limits->limit[l])->nreported;
+		}
+		/* So a call has RL_MAX_TOGETHER limits at most, for which read_call has room. */
+		Assert(action_share >= limits->n);
+		bytes += action->key.len;
+		share += action_share;
+		values += action_values;
+		if (i == 0 || !many || bytes > MAX_KEY_BYTES || share > 100 || values > RL_MAX_VALUES - 1)
+		{
+			taking->first[taking->ncalls] = i;
+			taking->keys[taking->ncalls++] = 0;
+			bytes = action->key.len;
+			share = action_share;
+			values = action_values;
+		}
+		taking->keys[taking->ncalls - 1]++;
+	}
+}
+
+/*
+ * Asks for those of n actions that are left and ask for a lease, or do not, by a call each
+ * or with many in a call.  Returns false with the error set if Redis fails.
+ */
+static bool
+take_left(Taking *taking, int n, bool lease, bool many, int64 *unanswered, RlUsage *usage, RlError *error)
+{
+	RlScript   *script = NULL;
+	int			nasked = 0;
+
+	for (int i = 0; i < n; i++)
+	{
+		if (!taking->left[i] || asks_lease(taking->actions[i]) != lease)
+			continue;
+		set_form(taking, taking->actions[i], many);
+		/* One script is for all. */
+		if (script != NULL && taking->script != script)
+		{
+			taking->script = many ? &rl_check_many_script : &rl_check_mixed_script;
+			taking->form = many ? MANY : LISTED;
+		}
+		script = taking->script;
+		taking->left[i] = false;
+		taking->order[nasked++] = i;
+	}
+	set_calls(taking, nasked, many);
+	return nasked == 0 ||
+		rl_redis_pipeline(script, taking->ncalls, taking->keys, append_call, read_call, taking, unanswered,
+						  usage, error);
+}
+
+bool
+rl_redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg,
+				   int64 *unanswered, RlUsage *usage, RlError *error)
+{
+	int		   *room = palloc(3 * n * sizeof(int));
+	Taking		taking = {.actions = actions,.took = took,.arg = arg,.error = error,
+	.order = room,.first = room + n,.keys = room + 2 * n,.left = palloc(n * sizeof(bool))};
+	bool		done;
+
+	memset(taking.left, true, n);
+	/* After a failure, no more is sent to the server. */
+	done = take_left(&taking, n, true, false, unanswered, usage, error) &&
+		(n == 1 || rl_slots_known() || take_left(&taking, n, false, true, unanswered, usage, error)) &&
+		take_left(&taking, n, false, false, unanswered, usage, error);
+	pfree(room);
+	pfree(taking.left);
+	return done && !taking.failed;
+}
+
+/*
+ * One action on several keys
+ */
+
+/* Makes a call for the keys of each slot, or one for all keys; room is for their numbers. */
+static void
+set_parts(Taking *taking, int *room, int n, bool by_slot)
+{
+	int			slot[RL_MAX_KEYS] = {0};
+	int			next = 0;
+	char		name[RL_MAX_REDIS_KEY];
+
+	taking->form = TOGETHER;
+	taking->script = &rl_check_all_script;
+	taking->order = room;
+	taking->first = room + RL_MAX_KEYS;
+	taking->keys = room + 2 * RL_MAX_KEYS;
+	taking->ncalls = 0;
+	for (int i = 0; i < n && by_slot; i++)
+		slot[i] = rl_slot(name, rl_redis_key(&taking->actions[i]->key, name));
+	for (int i = 0; i < n; i++)
+	{
+		int			first = slot[i];
+
+		if (first < 0)
+			continue;
+		taking->first[taking->ncalls] = next;
+		for (int j = i; j < n; j++)
+			if (slot[j] == first)
+			{
+				taking->order[next++] = j;
+				slot[j] = -1;
+			}
+		taking->keys[taking->ncalls] = next - taking->first[taking->ncalls];
+		taking->ncalls++;
+	}
+}
+
+bool
+rl_redis_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apart,
+				  RlUsage *usage, RlError *error)
+{
+	int			room[3 * RL_MAX_KEYS];
+	Taking		taking = {.actions = actions,.taken = taken};
+	RlReply		reply = {.kind = RL_REPLY_NIL};
+
+	set_parts(&taking, room, n, rl_slots_known());
+	*apart = taking.ncalls > 1;
+	if (*apart)
+		return false;
+	if (rl_redis_call(taking.script, append_call, &taking, usage, &reply, error))
+		return read_call(0, &reply, &taking, error);
+	if (learn_slots(&reply, &actions[0]->key))
+	{
+		set_parts(&taking, room, n, true);
+		*apart = taking.ncalls > 1;
+	}
+	return false;
+}
+
+bool
+rl_redis_take_parts(const RlAction *const *actions, int n, RlTaken *taken, RlTookPart took, void *arg,
+					int64 *unanswered, RlUsage *usage, RlError *error)
+{
+	int			room[3 * RL_MAX_KEYS];
+	Taking		taking = {.actions = actions,.taken = taken,.took_part = took,.arg = arg,.error = error};
+
+	set_parts(&taking, room, n, true);
+	return rl_redis_pipeline(taking.script, taking.ncalls, NULL, append_call, read_call, &taking, unanswered,
+							 usage, error) && !taking.failed;
+}
