@@ -47,6 +47,8 @@ typedef struct RlRefundCall
 /* store.c */
 extern const RlStore rl_redis_store;
 extern bool rl_redis_version(char *version, Size size, RlError *error);
+
+/* key_name.c */
 extern int	rl_redis_key(const RlKey *key, char *redis_key);
 extern bool rl_redis_read_key(const char *name, int name_len, char *key, int *len);
 
