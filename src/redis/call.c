@@ -32,27 +32,26 @@
 StaticAssertDecl(RL_MAX_VALUES >= RL_MAX_KEYS * (3 + RL_REPORTED * RL_MAX_LIMITS),
 				 "check_all.lua has too long a reply");
 
-/* How a call decides its keys: the arguments and the reply of its script. */
+/* The arguments and the reply of a call's script */
 typedef enum Form
 {
-	STRAIGHT,					/* one key, by the straight script for its limit */
-	LISTED,						/* one key, by check.lua */
-	LEASED,						/* one key, by lease.lua */
-	MANY_STRAIGHT,				/* each key by itself, by many.lua */
-	MANY,						/* each key by itself, by check_many.lua */
-	TOGETHER					/* all keys together, by check_all.lua */
+	STRAIGHT,					/* a straight script for one limit, or many.lua */
+	LISTED,						/* check.lua, or check_many.lua */
+	LEASED,						/* lease.lua, for one key */
+	TOGETHER					/* check_all.lua, which decides all keys together */
 } Form;
 
 /* Actions, and the calls that decide them. */
 typedef struct Taking
 {
 	const RlAction *const *actions;
-	RlTook		took;			/* of actions that are decided each by itself */
-	RlTaken    *taken;			/* of one action on several keys */
+	RlTook		took;			/* of many actions, each decided by itself */
+	RlTaken    *taken;			/* of other actions */
 	RlTookPart	took_part;		/* or NULL */
 	void	   *arg;
-	Form		form;			/* of all calls */
-	RlScript   *script;
+	RlScript   *script;			/* of all calls */
+	Form		form;
+	bool		many;			/* each call decides many keys, each by itself */
 	int			ncalls;
 	int		   *order;			/* indexes of the actions, call by call */
 	int		   *first;			/* of each call, in order */
@@ -185,17 +184,18 @@ set_form(Taking *taking, const RlAction *action, bool many)
 	const RlLimits *limits = action->limits;
 	RlAlgorithmId algorithm = limits->limit[0].algorithm;
 
+	taking->many = many;
+	taking->form = STRAIGHT;
 	taking->script = many ? &rl_many_scripts[algorithm] : &rl_alone_scripts[algorithm];
-	taking->form = many ? MANY_STRAIGHT : STRAIGHT;
 	if (!many && asks_lease(action))
 	{
-		taking->script = &rl_lease_script;
 		taking->form = LEASED;
+		taking->script = &rl_lease_script;
 	}
 	else if (!is_straight(action, many) || taking->script->source == NULL)
 	{
+		taking->form = LISTED;
 		taking->script = many ? &rl_check_many_script : &rl_check_scripts[algorithm];
-		taking->form = many ? MANY : LISTED;
 		for (int i = 1; i < limits->n && !many; i++)
 			if (limits->limit[i].algorithm != algorithm)
 				taking->script = &rl_check_mixed_script;
@@ -274,37 +274,30 @@ run_end(const RlAction *const *actions, const int *order, int i, int n)
 	return i;
 }
 
-/* Appends the arguments of many.lua and check_many.lua by runs, or of check_all.lua by keys. */
+/* Appends the arguments that n keys share, at least "least" numbers of a straight script. */
 static void
-append_keys(RlCommand *command, const Taking *taking, const int *order, int n)
+append_run(RlCommand *command, const Taking *taking, const RlAction *action, int n, int least)
 {
-	const RlAction *const *actions = taking->actions;
-	int			nnumbers = 0;
-	int64		numbers[STRAIGHT_NUMBERS];
-	int			next;
+	const RlLeaseCall *lease = taking->form == LEASED ? action->lease : NULL;
 
-	if (taking->form == MANY_STRAIGHT)
+	if (taking->many)
+		rl_command_number(command, n);
+	if (taking->form == STRAIGHT)
 	{
-		for (int i = 0; i < n; i = run_end(actions, order, i, n))
-			nnumbers = Max(nnumbers, straight_numbers(actions[order[i]], numbers));
-		rl_command_number(command, 1 + nnumbers);
+		append_straight(command, action, least);
+		return;
 	}
-	for (int i = 0; i < n; i = next)
+	if (lease != NULL)
+		rl_command_number(command, lease->want);
+	else
+		rl_command_number(command, taking->many || taking->form == TOGETHER ? action->limits->n : action->how != RL_PEEK);
+	rl_command_number(command, action->quota);
+	if (lease != NULL)
 	{
-		const RlAction *action = actions[order[i]];
-
-		next = taking->form == TOGETHER ? i + 1 : run_end(actions, order, i, n);
-		if (taking->form != TOGETHER)
-			rl_command_number(command, next - i);
-		if (taking->form == MANY_STRAIGHT)
-		{
-			append_straight(command, action, nnumbers);
-			continue;
-		}
-		rl_command_number(command, action->limits->n);
-		rl_command_number(command, action->quota);
-		append_limits(command, action, NULL);
+		rl_command_number(command, lease->length);
+		rl_command_number(command, lease->nleft);
 	}
+	append_limits(command, action, lease);
 }
 
 /* Has the actions of a call, none of which was charged, asked by a call each. */
@@ -320,13 +313,16 @@ static bool
 append_call(RlCommand *command, int call, void *arg)
 {
 	Taking	   *taking = arg;
+	const RlAction *const *actions = taking->actions;
 	const int  *order = &taking->order[taking->first[call]];
 	int			n = taking->keys[call];
-	const RlAction *action = taking->actions[order[0]];
-	bool		debug = rl_debug_now[0] != '\0';
+	bool		single = taking->form == STRAIGHT && !taking->many;
+	int			least = single && rl_debug_now[0] != '\0' ? STRAIGHT_NUMBERS : 0;
+	int64		numbers[STRAIGHT_NUMBERS];
+	int			next;
 
 	/* Another call has shown that the server is a cluster's. */
-	if ((taking->form == MANY_STRAIGHT || taking->form == MANY) && rl_slots_known())
+	if (taking->many && rl_slots_known())
 	{
 		ask_again(taking, call);
 		return false;
@@ -336,33 +332,23 @@ append_call(RlCommand *command, int call, void *arg)
 	{
 		char		name[RL_MAX_REDIS_KEY];
 
-		rl_command_arg(command, name, rl_redis_key(&taking->actions[order[i]]->key, name));
+		rl_command_arg(command, name, rl_redis_key(&actions[order[i]]->key, name));
 	}
-	if (taking->form == STRAIGHT)
+	if (!single)
+		rl_command_text(command, rl_debug_now);
+	if (taking->form == STRAIGHT && taking->many)
 	{
-		append_straight(command, action, debug ? STRAIGHT_NUMBERS : 0);
-		if (debug)
-			rl_command_text(command, rl_debug_now);
-		return true;
+		for (int i = 0; i < n; i = run_end(actions, order, i, n))
+			least = Max(least, straight_numbers(actions[order[i]], numbers));
+		rl_command_number(command, 1 + least);
 	}
-	rl_command_text(command, rl_debug_now);
-	switch (taking->form)
+	for (int i = 0; i < n; i = next)
 	{
-		case LISTED:
-			rl_command_text(command, action->how == RL_PEEK ? "0" : "1");
-			rl_command_number(command, action->quota);
-			append_limits(command, action, NULL);
-			break;
-		case LEASED:
-			rl_command_number(command, action->lease->want);
-			rl_command_number(command, action->quota);
-			rl_command_number(command, action->lease->length);
-			rl_command_number(command, action->lease->nleft);
-			append_limits(command, action, action->lease);
-			break;
-		default:
-			append_keys(command, taking, order, n);
+		next = taking->many ? run_end(actions, order, i, n) : i + 1;
+		append_run(command, taking, actions[order[i]], next - i, least);
 	}
+	if (single && least > 0)
+		rl_command_text(command, rl_debug_now);
 	return true;
 }
 
@@ -535,27 +521,29 @@ read_grant(const RlLeaseCall *lease, Reader *reader, KeyReply *take)
 
 /* Reads what the script returns for key i of a call.  Returns false if no script can send it. */
 static bool
-read_key(Form form, const RlAction *action, Reader *reader, int i, KeyReply *take)
+read_key(const Taking *taking, const RlAction *action, Reader *reader, int i, KeyReply *take)
 {
 	const RlReply *reply = reader->reply;
 
-	if (form == MANY_STRAIGHT)
+	if (taking->form == STRAIGHT && taking->many)
 		return read_of_many(action, reader, i, take);
 	/* A straight script may go on like check.lua, if a log is not only a tail. */
-	if (form == STRAIGHT &&
+	if (taking->form == STRAIGHT &&
 		(reply->nvalues <= RL_REPORTED || !rl_algorithm(&action->limits->limit[0])->has_logs))
 	{
 		reader->at = reply->nvalues;
 		return reply->is_array == (reply->nvalues > 1) && read_straight(action, reply->values, reply->nvalues, take);
 	}
-	if (form == MANY && reader->at < reply->nvalues && reply->values[reader->at] == -2)
+	if (!reply->is_array)
+		return false;
+	if (taking->many && reader->at < reply->nvalues && reply->values[reader->at] == -2)
 	{
 		reader->at++;
 		*take = (KeyReply) {.failed = true};
 		return true;
 	}
-	return reply->is_array && read_listed(action, reader, take) &&
-		(form != LEASED || read_grant(action->lease, reader, take));
+	return read_listed(action, reader, take) &&
+		(taking->form != LEASED || read_grant(action->lease, reader, take));
 }
 
 /*
@@ -579,7 +567,7 @@ take_error(Taking *taking, int call, const RlReply *reply)
 {
 	RlError		failure;
 
-	if (taking->form == MANY_STRAIGHT || taking->form == MANY)
+	if (taking->many)
 	{
 		(void) learn_slots(reply, &taking->actions[taking->order[taking->first[call]]]->key);
 		ask_again(taking, call);
@@ -637,17 +625,17 @@ read_call(int call, const RlReply *reply, void *arg, RlError *error)
 		take_error(taking, call, reply);
 		return true;
 	}
-	if (taking->form == MANY_STRAIGHT)
+	if (taking->form == STRAIGHT && taking->many)
 	{
 		reader.at = 1;
 		reader.pairs = n + 1;
 	}
 	if (reply->kind != RL_REPLY_NUMBERS || reader.pairs > reply->nvalues ||
-		(taking->form == MANY_STRAIGHT && (!reply->is_array || reply->values[0] < 0)))
+		(reader.pairs > 0 && (!reply->is_array || reply->values[0] < 0)))
 		return rl_wrong_reply(error);
 	for (int i = 0; i < n; i++)
 	{
-		if (!read_key(taking->form, taking->actions[order[i]], &reader, i, &take[i]))
+		if (!read_key(taking, taking->actions[order[i]], &reader, i, &take[i]))
 			return rl_wrong_reply(error);
 		charged &= take[i].verdict == 0;
 	}
@@ -678,36 +666,22 @@ read_call(int call, const RlReply *reply, void *arg, RlError *error)
  * One action on one key
  */
 
-/* Where the answer of a single action goes */
-typedef struct Single
-{
-	RlDecision *each;
-	int			n;
-	RlAnswer   *answer;
-} Single;
-
-static void
-took_single(int i pg_attribute_unused(), const RlDecision *each, int64 at, void *arg)
-{
-	Single	   *single = arg;
-
-	memcpy(single->each, each, single->n * sizeof(RlDecision));
-	single->answer->at = at;
-}
-
 bool
 rl_redis_take(const RlAction *action, RlDecision *each, RlAnswer *answer, RlError *error)
 {
 	int			none = 0;
 	int			one = 1;
-	Single		single = {each, action->limits->n, answer};
-	Taking		taking = {.actions = &action,.took = took_single,.arg = &single,
-	.order = &none,.first = &none,.keys = &one};
+	RlTaken		taken;
+	Taking		taking = {.actions = &action,.taken = &taken,.order = &none,.first = &none,.keys = &one};
 	RlReply		reply;
 
 	set_form(&taking, action, false);
-	return rl_redis_call(taking.script, append_call, &taking, &answer->usage, &reply, error) &&
-		read_call(0, &reply, &taking, error);
+	if (!rl_redis_call(taking.script, append_call, &taking, &answer->usage, &reply, error) ||
+		!read_call(0, &reply, &taking, error))
+		return false;
+	memcpy(each, taken.each, action->limits->n * sizeof(RlDecision));
+	answer->at = taken.at;
+	return true;
 }
 
 /*
@@ -719,7 +693,7 @@ rl_redis_take(const RlAction *action, RlDecision *each, RlAnswer *answer, RlErro
  * reply has RL_MAX_VALUES numbers at most.
  */
 static void
-set_calls(Taking *taking, int n, bool many)
+set_calls(Taking *taking, int n)
 {
 	int			bytes = 0;
 	int			share = 0;
@@ -736,14 +710,14 @@ set_calls(Taking *taking, int n, bool many)
 		for (int l = 0; l < limits->n; l++)
 		{
 			action_share += rl_algorithm(&limits->limit[l])->share;
-			action_values += taking->form == MANY_STRAIGHT ? 0 : rl_algorithm(&limits->limit[l])->nreported;
+			action_values += taking->form == STRAIGHT ? 0 : rl_algorithm(&limits->limit[l])->nreported;
 		}
 		/* So a call has RL_MAX_TOGETHER limits at most, for which read_call has room. */
 		Assert(action_share >= limits->n);
 		bytes += action->key.len;
 		share += action_share;
 		values += action_values;
-		if (i == 0 || !many || bytes > MAX_KEY_BYTES || share > 100 || values > RL_MAX_VALUES - 1)
+		if (i == 0 || !taking->many || bytes > MAX_KEY_BYTES || share > 100 || values > RL_MAX_VALUES - 1)
 		{
 			taking->first[taking->ncalls] = i;
 			taking->keys[taking->ncalls++] = 0;
@@ -762,25 +736,30 @@ set_calls(Taking *taking, int n, bool many)
 static bool
 take_left(Taking *taking, int n, bool lease, bool many, int64 *unanswered, RlUsage *usage, RlError *error)
 {
+	const RlLimits *limits = NULL;
 	RlScript   *script = NULL;
 	int			nasked = 0;
 
 	for (int i = 0; i < n; i++)
 	{
-		if (!taking->left[i] || asks_lease(taking->actions[i]) != lease)
+		const RlAction *action = taking->actions[i];
+
+		if (!taking->left[i] || asks_lease(action) != lease)
 			continue;
-		set_form(taking, taking->actions[i], many);
+		if (action->limits != limits)
+			set_form(taking, action, many);
 		/* One script is for all. */
 		if (script != NULL && taking->script != script)
 		{
 			taking->script = many ? &rl_check_many_script : &rl_check_mixed_script;
-			taking->form = many ? MANY : LISTED;
+			taking->form = LISTED;
 		}
+		limits = action->limits;
 		script = taking->script;
 		taking->left[i] = false;
 		taking->order[nasked++] = i;
 	}
-	set_calls(taking, nasked, many);
+	set_calls(taking, nasked);
 	return nasked == 0 ||
 		rl_redis_pipeline(script, taking->ncalls, taking->keys, append_call, read_call, taking, unanswered,
 						  usage, error);
