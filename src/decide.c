@@ -11,8 +11,8 @@
 #include "algorithm/limits.h"
 #include "decide.h"
 #include "error.h"
+#include "ledger.h"
 #include "redis/redis.h"
-#include "refund.h"
 #include "refusal.h"
 #include "shared/counters.h"
 #include "shared/known.h"
@@ -82,10 +82,12 @@ rl_queue_leftovers(const RlKey *key)
 	RlLimits	limits;
 	RlLeftover	left;
 	RlCharge	charges[RL_MAX_LIMITS];
+	RlOwner		owner;
 
 	while (rl_known_leftover(key, &limits, &left))
 	{
-		rl_holds_prepare(limits.n);
+		rl_grants_prepare();
+		rl_owner_begin(&owner, RL_OF_LEASE);
 		for (int i = 0; i < limits.n; i++)
 		{
 			RlLimit    *limit = &limits.limit[i];
@@ -98,7 +100,8 @@ rl_queue_leftovers(const RlKey *key)
 			charges[i].mark = left.mark[i];
 			charges[i].life = left.life;
 		}
-		(void) rl_queue_charges(key, &limits, charges, 0, RL_LEFTOVER);
+		rl_owner_add(&owner, key, &limits, charges, 0);
+		rl_owner_queue(&owner, false);
 	}
 }
 

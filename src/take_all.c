@@ -3,10 +3,9 @@
  *		Takes quota for one action on several keys.
  *
  * If the store cannot decide all keys in one step, each part of the keys is charged by
- * itself.  If a part refuses or fails, the charges of the other parts are refunded.
- * Until all parts have answered, charges are held in the queue of refunds
- * (transaction.c), so that an error or the end of the backend refunds them too.  The
- * server's log says how many charges could not be refunded.
+ * itself.  If a part refuses or fails, or an error or the end of the backend interrupts it,
+ * the charges of the other parts are refunded (ledger.c).  The server's log says how many
+ * charges could not be refunded.
  */
 #include "postgres.h"
 
@@ -14,7 +13,7 @@
 
 #include "algorithm/algorithm.h"
 #include "error.h"
-#include "refund.h"
+#include "ledger.h"
 #include "report.h"
 #include "take_all.h"
 #include "transaction.h"
@@ -71,13 +70,12 @@ typedef struct Parts
 {
 	const RlAction *const *actions;
 	RlTaken    *taken;
-	int64		unanswered;		/* calls that perhaps charged their keys */
-	int64		lost;			/* keys without memory for a hold */
+	RlOwner		owner;			/* until all parts have answered */
 } Parts;
 
-/* Holds the charges of a key that was charged; an RlTookPart. */
+/* Notes the charges of a key that was charged; an RlTookPart. */
 static void
-hold(int i, void *arg)
+took_part(int i, void *arg)
 {
 	Parts	   *parts = arg;
 	const RlAction *action = parts->actions[i];
@@ -87,23 +85,14 @@ hold(int i, void *arg)
 	if (!taken->charged)
 		return;
 	rl_charges_set(action, taken->at, taken->each, charges);
-	if (!rl_queue_charges(&action->key, action->limits, charges, action->quota, RL_HELD))
-		parts->lost++;
+	rl_owner_add(&parts->owner, &action->key, action->limits, charges, action->quota);
 }
 
-/* Logs how many charges may stay. */
+/* Ends an action that was interrupted. */
 static void
-log_lost(int code pg_attribute_unused(), Datum arg)
+fail_action(int code pg_attribute_unused(), Datum arg)
 {
-	Parts	   *parts = (Parts *) DatumGetPointer(arg);
-
-	if (parts->unanswered + parts->lost > 0)
-		ereport(LOG_SERVER_ONLY,
-				(errcode(ERRCODE_STORE_FAILED),
-				 errmsg("could not refund the charges of up to %lld calls of a refused or failed action",
-						(long long) (parts->unanswered + parts->lost)),
-				 errdetail_internal(parts->lost > 0 ? "There was no memory for them." :
-									"There was no answer to these calls.")));
+	rl_owner_queue((RlOwner *) DatumGetPointer(arg), false);
 }
 
 /* Sets the decisions of a key whose charge is refunded to those before the charge. */
@@ -138,25 +127,25 @@ static bool
 take_parts(const RlStore *store, const RlAction *const *actions, int n, RlTaken *taken,
 		   RlUsage *usage, RlError *error)
 {
-	Parts		parts = {actions, taken, 0, 0};
+	Parts		parts = {.actions = actions,.taken = taken};
 	bool		done;
 	RlError		refund_error;
 
-	rl_holds_prepare(n * RL_MAX_LIMITS);
+	rl_grants_prepare();
+	rl_owner_begin(&parts.owner, RL_OF_ACTION);
 	for (int i = 0; i < n; i++)
 		taken[i].charged = false;
-	PG_ENSURE_ERROR_CLEANUP(log_lost, PointerGetDatum(&parts));
+	PG_ENSURE_ERROR_CLEANUP(fail_action, PointerGetDatum(&parts.owner));
 	{
-		done = store->take_parts(actions, n, taken, hold, &parts, &parts.unanswered, usage, error);
+		done = store->take_parts(actions, n, taken, took_part, &parts, &parts.owner.unanswered, usage, error);
 	}
-	PG_END_ENSURE_ERROR_CLEANUP(log_lost, PointerGetDatum(&parts));
+	PG_END_ENSURE_ERROR_CLEANUP(fail_action, PointerGetDatum(&parts.owner));
 	if (done && all_charged(taken, n))
 	{
-		rl_holds_drop();
+		rl_owner_keep(&parts.owner);
 		return true;
 	}
-	log_lost(0, PointerGetDatum(&parts));
-	rl_holds_release(done);
+	rl_owner_queue(&parts.owner, done);
 	for (int i = 0; i < n; i++)
 		rl_refunds_advance(&actions[i]->key);
 	/* Charges that cannot be refunded now are logged, or are refunded before the next command. */

@@ -14,13 +14,5 @@ extern void rl_grants_note(const RlKey *key, const RlLimits *limits, const RlCha
 extern int64 rl_grants_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local);
 extern int64 rl_grants_held(const RlKey *key, const RlLimit *limit, bool local, int64 now);
 extern void rl_grants_forget(const RlKey *key, const RlLimits *limits, bool local);
-extern void rl_holds_prepare(int n);
-extern bool rl_queue_charges(const RlKey *key, const RlLimits *limits, const RlCharge *charges,
-							 int64 quota, int level);
-extern void rl_holds_release(bool refused);
-extern void rl_holds_drop(void);
-extern bool rl_refunds_pending(void);
-extern void rl_refunds_advance(const RlKey *key);
-extern bool rl_refunds_flush(RlUsage *usage, RlError *error);
 
 #endif							/* TRANSACTION_H */

@@ -237,7 +237,7 @@ typedef struct Ending
 static Line line;
 
 /*
- * Allocates the memory that rl_redis_refund_charges needs with no_throw.  Throws if there
+ * Allocates the memory that rl_redis_refund_no_throw needs.  Throws if there
  * is no memory.
  */
 void
@@ -445,11 +445,12 @@ run_line(Ending *ending, RlNode *node, RlError *error)
 }
 
 /*
- * Refunds as rl_redis_refund_until does, but raises nothing, needs no memory, and opens
- * no connection.  Servers that do not answer have ratelimit.command_timeout together.
+ * Refunds as rl_redis_refund_until does, but raises nothing, opens no connection, and needs
+ * only the memory of rl_redis_reserve_refunds.  It ends when no reply has come for
+ * ratelimit.command_timeout, and after that time and as much for each 1000 keys in any case.
  */
-static bool
-refund_no_throw(RlRefundCall *calls, int n, RlError *why, RlError *error)
+bool
+rl_redis_refund_no_throw(RlRefundCall *calls, int n, RlError *why, RlError *error)
 {
 	int64		whole = (int64) rl_command_timeout * 1000;
 	int64		silence = whole;
@@ -477,18 +478,4 @@ refund_no_throw(RlRefundCall *calls, int n, RlError *why, RlError *error)
 		if (calls[i].outcome == RL_REFUND_UNSENT || calls[i].outcome == RL_REFUND_SENT)
 			return false;
 	return true;
-}
-
-/*
- * Refunds all keys, as rl_redis_refund_until does.  With no_throw, it connects to no
- * server, and neither throws nor allocates memory; it then needs rl_redis_reserve_refunds.
- * It ends when no reply has come for ratelimit.command_timeout, and after that time and
- * as much for each 1000 keys in any case.
- */
-bool
-rl_redis_refund_charges(RlRefundCall *calls, int n, bool no_throw, RlUsage *usage, RlError *why,
-						RlError *error)
-{
-	return no_throw ? refund_no_throw(calls, n, why, error) :
-		rl_redis_refund_until(calls, n, PG_INT64_MAX, usage, why, error);
 }

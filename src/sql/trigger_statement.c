@@ -343,8 +343,10 @@ send_refunds(Statement *statement, Batch *batch, int64 patience, bool no_throw)
 	for (;;)
 	{
 		int			before = first;
-		bool		done = rl_redis_refund_charges(&batch->calls[first], batch->n - first, no_throw, NULL,
-												   &statement->why, &statement->why);
+		bool		done = no_throw ?
+			rl_redis_refund_no_throw(&batch->calls[first], batch->n - first, &statement->why, &statement->why) :
+			rl_redis_refund_until(&batch->calls[first], batch->n - first, PG_INT64_MAX, NULL,
+								  &statement->why, &statement->why);
 
 		if (done || patience == 0)
 			return done;

@@ -1,0 +1,629 @@
+/*
+ * ledger.c
+ *		Charges that may have to be refunded: entries of an owner, which keeps its charges
+ *		or moves its entries into the queue.
+ *
+ * The queue is sent ahead of the next command, and at the end of a transaction: each entry
+ * to the store that it was charged in, and to Redis those of many keys in one call.  Ahead
+ * of an action, only a part of a long queue is sent.  Those of the action's own keys are
+ * moved to its beginning before.
+ *
+ * Entries and the array of calls are allocated while quota is charged, so that refunds at
+ * the end of a transaction, in callbacks that must not throw, need no memory.
+ */
+#include "postgres.h"
+
+#include "common/hashfn.h"
+#include "utils/hsearch.h"
+#include "utils/memutils.h"
+
+#include "algorithm/limits.h"
+#include "error.h"
+#include "ledger.h"
+#include "shared/known.h"
+#include "shared/local_store.h"
+
+/*
+ * Room that is kept for the next transaction.  If each allocates it, a transaction
+ * of 600 entries of the local store has 30 page faults and takes 25 % longer.
+ */
+#define MAX_KEPT			1024
+
+/* The most entries that are refunded ahead of an action, so that a long queue costs it little. */
+#define MAX_AHEAD			4096
+
+/* Places of keys in the index of the queue; so one has 16 entries at most, usually. */
+#define PLACES				4096
+
+typedef struct Merging
+{
+	RlLedgerId	id;				/* hash key */
+	RlLedgerEntry *entry;
+} Merging;
+
+RlOwner		rl_queue = {.entries = DLIST_STATIC_INIT(rl_queue.entries)};
+static dlist_head places[PLACES];	/* the queue's entries, by key */
+
+static MemoryContext context = NULL;	/* of all entries */
+static HTAB *merging = NULL;	/* the entries that others can be merged into */
+static int	nentries = 0;
+static int64 asked;				/* the time before the store was asked, on the monotonic clock */
+
+static RlRefundCall *calls = NULL;
+static RlRefund *refunds = NULL;	/* of all calls */
+static int	room = 0;			/* of both, in entries */
+static RlOwner *unsettled = NULL;	/* its entries have calls that may have run */
+static RlError error_reply;		/* the last one */
+
+static void settle_interrupted(void);
+
+/*
+ * Entries
+ */
+
+/* Allocates the memory of entries, unless there is; to be called before a store is asked. */
+void
+rl_ledger_open(void)
+{
+	HASHCTL		ctl = {.keysize = sizeof(RlLedgerId),.entrysize = sizeof(Merging)};
+	MemoryContext new;
+
+	asked = rl_monotonic_now();
+	if (context != NULL)
+		return;
+	rl_redis_reserve_refunds();
+	new = AllocSetContextCreate(TopMemoryContext, "rate-limit charges", ALLOCSET_DEFAULT_SIZES);
+	ctl.hcxt = new;
+	merging = hash_create("rate-limit charges", 64, &ctl, HASH_ELEM | HASH_BLOBS | HASH_CONTEXT);
+	context = new;
+}
+
+bool
+rl_ledger_is_open(void)
+{
+	return context != NULL;
+}
+
+/* Frees all entries, and the room of their calls if it is large.  The queue is empty. */
+void
+rl_ledger_close(void)
+{
+	Assert(dlist_is_empty(&rl_queue.entries));
+	unsettled = NULL;
+	nentries = 0;
+	MemoryContextDelete(context);
+	context = NULL;
+	if (room <= MAX_KEPT)
+		return;
+	pfree(calls);
+	calls = NULL;
+	room = 0;
+}
+
+/* Returns a hash of the server that the settings name. */
+uint64
+rl_ledger_server(void)
+{
+	return hash_bytes_extended((const unsigned char *) rl_redis_url, strlen(rl_redis_url), 0);
+}
+
+/*
+ * Sets the members that are the same in all entries of the key, and the others
+ * to 0.  Writes the key's name in Redis too, and returns its length.
+ */
+int
+rl_ledger_key(RlLedgerId *id, const RlKey *key, bool local, char *redis_key)
+{
+	int			len = rl_redis_key(key, redis_key);
+	const unsigned char *bytes = (const unsigned char *) redis_key;
+
+	memset(id, 0, sizeof(*id));
+	id->server = rl_ledger_server();
+	id->redis_key[0] = hash_bytes_extended(bytes, len, 0);
+	id->redis_key[1] = hash_bytes_extended(bytes, len, id->redis_key[0]);
+	id->local = local;
+	return len;
+}
+
+/* Returns true if the entry is of a key with this name, in any store. */
+static bool
+has_name(const RlLedgerEntry *entry, const RlLedgerId *key)
+{
+	return entry->id.redis_key[0] == key->redis_key[0] && entry->id.redis_key[1] == key->redis_key[1];
+}
+
+/* Returns true if the entry is of the key, and of one of these limits' states, or they are NULL. */
+bool
+rl_ledger_is_of(const RlLedgerEntry *entry, const RlLedgerId *key, const RlLimits *limits)
+{
+	if (!has_name(entry, key) || entry->id.server != key->server || entry->id.local != key->local)
+		return false;
+	for (int i = 0; limits != NULL && i < limits->n; i++)
+		if (rl_same_state(&entry->limit, &limits->limit[i]))
+			return true;
+	return limits == NULL;
+}
+
+/* Makes room for the calls of n entries.  Returns false if there is no memory. */
+static bool
+reserve(int n)
+{
+	int			size = Max(Max(n, 16), 2 * room);
+	RlRefundCall *more;
+
+	if (n <= room)
+		return true;
+	settle_interrupted();
+	more = MemoryContextAllocExtended(TopMemoryContext, size * (sizeof(RlRefundCall) + sizeof(RlRefund)),
+									  MCXT_ALLOC_NO_OOM);
+	if (more == NULL)
+		return false;
+	if (calls != NULL)
+		pfree(calls);
+	calls = more;
+	refunds = (RlRefund *) (calls + size);
+	room = size;
+	return true;
+}
+
+/* Adds later charges to an entry; the numbers of their limit apply from now on. */
+static void
+merge(RlLedgerEntry *entry, const RlLimit *limit, const RlCharge *charge, const RlSpan *span)
+{
+	rl_charge_merge(limit, &entry->charge, &entry->span, charge, span);
+	entry->limit = *limit;
+}
+
+/*
+ * Adds a charge to the owner; lease is the grant of a lease that had the units, or 0.  At a
+ * level of the transaction nest the charge is merged into the entry that it belongs to.
+ * Returns the entry, or NULL if there is no room or no memory for a new one.  Does not throw.
+ * Needs rl_ledger_open.
+ */
+RlLedgerEntry *
+rl_ledger_add(RlOwner *owner, const RlKey *key, const RlLimit *limit, const RlCharge *charge,
+			 bool local, uint64 lease, int level)
+{
+	RlSpan		span = {.at = charge->at,.mark = charge->mark};
+	RlLedgerId	id;
+	Merging    *merges = NULL;
+	RlLedgerEntry *entry;
+	char		redis_key[RL_MAX_REDIS_KEY];
+	int			len = rl_ledger_key(&id, key, local, redis_key);
+
+	id.level = level;
+	id.lease = lease;
+	if (level != RL_APART)
+	{
+		bool		found;
+
+		id.tag = rl_state_tag(limit);
+		if (rl_algorithm(limit)->left == NULL)
+			id.mark = charge->mark;
+		merges = hash_search(merging, &id, nentries < RL_MAX_ENTRIES ? HASH_ENTER_NULL : HASH_FIND, &found);
+		if (merges == NULL)
+			return NULL;
+		if (found)
+		{
+			merge(merges->entry, limit, charge, &span);
+			return merges->entry;
+		}
+	}
+	entry = !reserve(nentries + 1) ? NULL :
+		MemoryContextAllocExtended(context, offsetof(RlLedgerEntry, redis_key) + len,
+								   MCXT_ALLOC_NO_OOM | MCXT_ALLOC_ZERO);
+	if (entry == NULL)
+	{
+		if (merges != NULL)
+			hash_search(merging, &id, HASH_REMOVE, NULL);
+		return NULL;
+	}
+	if (merges != NULL)
+		merges->entry = entry;
+	entry->id = id;
+	entry->cause = owner->cause == RL_OF_ABORT && rl_algorithm(limit)->until_end ? RL_OF_CONCURRENT : owner->cause;
+	entry->limit = *limit;
+	entry->charge = *charge;
+	entry->span = span;
+	entry->asked = asked;
+	if (rl_shared_available())
+		entry->key_hash = rl_key_hash(key);
+	entry->redis_key_len = len;
+	memcpy(entry->redis_key, redis_key, len);
+	dlist_push_head(&owner->entries, &entry->node);
+	nentries++;
+	return entry;
+}
+
+/* Deletes an entry, which may be in the queue.  Does not throw. */
+void
+rl_ledger_drop(RlLedgerEntry *entry)
+{
+	if (entry->id.level != RL_APART)
+		hash_search(merging, &entry->id, HASH_REMOVE, NULL);
+	dlist_delete(&entry->node);
+	if (entry->queued)
+		dlist_delete(&entry->of_key);
+	pfree(entry);
+	nentries--;
+}
+
+/*
+ * Makes an entry one of another level.  If that level has one of the same state,
+ * merges both, so that time that has passed is subtracted from their sum and
+ * not from each; then returns false, and the entry is deleted.  Does not throw.
+ */
+bool
+rl_ledger_set_level(RlLedgerEntry *entry, int level)
+{
+	Merging    *merges = hash_search(merging, &entry->id, HASH_FIND, NULL);
+	const Merging *other;
+	RlLedgerId	id = entry->id;
+
+	id.level = level;
+	other = hash_search(merging, &id, HASH_FIND, NULL);
+	if (other == NULL)
+	{
+		hash_update_hash_key(merging, merges, &id);
+		entry->id = id;
+		return true;
+	}
+	/* The queue begins with the newest; the numbers of the later call apply. */
+	if (level == RL_QUEUED && other->entry->charge.at > entry->charge.at)
+	{
+		merge(entry, &other->entry->limit, &other->entry->charge, &other->entry->span);
+		other->entry->charge = entry->charge;
+		other->entry->span = entry->span;
+	}
+	else
+		merge(other->entry, &entry->limit, &entry->charge, &entry->span);
+	rl_ledger_drop(entry);
+	return false;
+}
+
+/*
+ * Losses
+ */
+
+/* Logs how many charges of each cause could not be refunded.  Does not throw. */
+static void
+log_lost(const int64 *lost, const RlError *why)
+{
+	static const char *const texts[RL_CAUSES] = {
+		[RL_OF_ABORT] = "could not refund %lld rate-limit charges of an aborted transaction",
+		[RL_OF_CONCURRENT] = "could not refund %lld charges of concurrent rate limits",
+		[RL_OF_ACTION] = "could not refund %lld rate-limit charges of a refused or failed action",
+		[RL_OF_CALLS] = "could not refund the charges of up to %lld calls of a refused or failed action"
+	};
+
+	for (RlCause cause = 0; cause < RL_CAUSES; cause++)
+		if (lost[cause] > 0 && texts[cause] != NULL)
+			ereport(LOG_SERVER_ONLY,
+					(errcode(why->sqlstate),
+					 errmsg_internal(texts[cause], (long long) lost[cause]),
+					 errdetail_internal("%s", why->message),
+					 cause == RL_OF_CONCURRENT ? errhint("Their units become free when the period of their limit has passed.") : 0));
+}
+
+/*
+ * Logs the calls for an owner's charges that perhaps charged their keys, and charges for
+ * which there was no memory.
+ */
+static void
+log_owner(const RlOwner *owner)
+{
+	int64		lost[RL_CAUSES] = {0};
+	RlError		why;
+
+	rl_error_set(&why, ERRCODE_STORE_FAILED, owner->lost > 0 ? "There was no memory for them." :
+				 "There was no answer to these calls.");
+	lost[owner->cause == RL_OF_ACTION ? RL_OF_CALLS : owner->cause] = owner->unanswered + owner->lost;
+	log_lost(lost, &why);
+}
+
+/*
+ * Owners
+ */
+
+/* Begins an owner without entries. */
+void
+rl_owner_begin(RlOwner *owner, RlCause cause)
+{
+	memset(owner, 0, sizeof(*owner));
+	owner->cause = cause;
+	dlist_init(&owner->entries);
+}
+
+/*
+ * Adds charges of Redis, one for each limit, of an action of this quota; not those of the
+ * amount 0.  Does not throw: if there is no memory, the charges are lost.
+ */
+void
+rl_owner_add(RlOwner *owner, const RlKey *key, const RlLimits *limits, const RlCharge *charges,
+			 int64 quota)
+{
+	for (int i = 0; i < limits->n; i++)
+	{
+		RlLedgerEntry *entry;
+
+		if (charges[i].amount == 0)
+			continue;
+		entry = rl_ledger_add(owner, key, &limits->limit[i], &charges[i], false, 0, RL_APART);
+		if (entry != NULL)
+			entry->quota = quota;
+		else
+			owner->lost++;
+	}
+}
+
+/* Ends the owner's charges; they stay.  Does not throw. */
+void
+rl_owner_keep(RlOwner *owner)
+{
+	dlist_mutable_iter iter;
+
+	dlist_foreach_modify(iter, &owner->entries)
+		rl_ledger_drop(dlist_container(RlLedgerEntry, node, iter.cur));
+}
+
+/* Moves an entry to the end of the queue.  Does not throw. */
+void
+rl_ledger_queue(RlLedgerEntry *entry)
+{
+	settle_interrupted();
+	if (entry->id.level != RL_APART && !rl_ledger_set_level(entry, RL_QUEUED))
+		return;
+	dlist_delete(&entry->node);
+	dlist_push_tail(&rl_queue.entries, &entry->node);
+	dlist_push_tail(&places[entry->id.redis_key[0] % PLACES], &entry->of_key);
+	entry->queued = true;
+}
+
+/*
+ * Moves the owner's entries to the end of the queue, and logs how many charges are lost.  If
+ * the action was refused, the refund counts its quota as refused, where limits have
+ * count_denied.  Does not throw.
+ */
+void
+rl_owner_queue(RlOwner *owner, bool refused)
+{
+	dlist_mutable_iter iter;
+
+	dlist_foreach_modify(iter, &owner->entries)
+	{
+		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, node, iter.cur);
+
+		entry->refused = refused ? entry->quota : 0;
+		rl_ledger_queue(entry);
+	}
+	log_owner(owner);
+}
+
+/*
+ * The queue
+ */
+
+/* Returns true if charges are queued. */
+bool
+rl_refunds_pending(void)
+{
+	return !dlist_is_empty(&rl_queue.entries);
+}
+
+/* Moves the entries of a key to the beginning of the queue, in their order.  Does not throw. */
+void
+rl_refunds_advance(const RlKey *key)
+{
+	RlLedgerId	id;
+	char		redis_key[RL_MAX_REDIS_KEY];
+	dlist_iter	iter;
+
+	if (!rl_refunds_pending())
+		return;
+	settle_interrupted();
+	rl_ledger_key(&id, key, false, redis_key);
+	dlist_reverse_foreach(iter, &places[id.redis_key[0] % PLACES])
+	{
+		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, of_key, iter.cur);
+
+		if (has_name(entry, &id))
+			dlist_move_head(&rl_queue.entries, &entry->node);
+	}
+}
+
+/*
+ * Deletes the queue's entries of a key of one store under these limits' states, or if they
+ * are NULL all of the key's.  Does not throw.
+ */
+void
+rl_refunds_forget(const RlLedgerId *key, const RlLimits *limits)
+{
+	dlist_mutable_iter iter;
+
+	settle_interrupted();
+	dlist_foreach_modify(iter, &places[key->redis_key[0] % PLACES])
+	{
+		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, of_key, iter.cur);
+
+		if (rl_ledger_is_of(entry, key, limits))
+			rl_ledger_drop(entry);
+	}
+}
+
+/*
+ * Sending
+ */
+
+/* Deletes an entry that is refunded or lost, and the refusals of its key in the denial cache. */
+static void
+end_entry(RlLedgerEntry *entry)
+{
+	if (rl_shared_available())
+		rl_known_refunded(entry->key_hash);
+	rl_ledger_drop(entry);
+}
+
+/* What becomes of entries for which nothing was sent. */
+typedef enum Unsent
+{
+	KEEP,
+	LOSE_CALLED,				/* those with a call for which there was time are lost */
+	LOSE_ALL
+} Unsent;
+
+/*
+ * Deletes the entries of an owner whose calls may have run, or that are lost, and logs how
+ * many are lost: by error replies, or for the reason "why".  Does not throw.
+ */
+static void
+settle(RlOwner *owner, Unsent unsent, const RlError *why)
+{
+	int64		by_reply[RL_CAUSES] = {0};
+	int64		lost[RL_CAUSES] = {0};
+	dlist_mutable_iter iter;
+
+	dlist_foreach_modify(iter, &owner->entries)
+	{
+		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, node, iter.cur);
+		const RlRefundCall *call = entry->call;
+		RlRefundOutcome outcome = call ? call->outcome : RL_REFUND_UNSENT;
+
+		/* Those with calls are at the beginning. */
+		if (call == NULL && unsent != LOSE_ALL)
+			break;
+		entry->call = NULL;
+		if (outcome == RL_REFUND_UNSENT && (unsent == KEEP || (unsent == LOSE_CALLED && call->late)))
+			continue;
+		if (outcome != RL_REFUND_DONE)
+			(outcome == RL_REFUND_FAILED ? by_reply : lost)[entry->cause]++;
+		end_entry(entry);
+	}
+	unsettled = NULL;
+	log_lost(by_reply, &error_reply);
+	log_lost(lost, why);
+}
+
+/*
+ * Deletes the entries that a call may have refunded before an error or the end of the
+ * backend interrupted it.  To be called before the queue or the room for calls is changed.
+ */
+static void
+settle_interrupted(void)
+{
+	RlError		error;
+
+	if (unsettled == NULL)
+		return;
+	rl_error_set(&error, ERRCODE_STORE_FAILED, "the call that refunds them was interrupted");
+	settle(unsettled, KEEP, &error);
+}
+
+/* Returns the units of an entry to the lease that had them.  Returns false if it has ended, or there is none. */
+static bool
+return_to_lease(const RlLedgerEntry *entry)
+{
+	int64		unit = rl_algorithm(&entry->limit)->in_ns ? entry->limit.interval_ns : 1;
+
+	return entry->id.lease != 0 &&
+		rl_known_return(entry->key_hash, entry->id.lease, entry->charge.amount / unit);
+}
+
+/*
+ * Refunds the owner's first entries, as many as "most", if they are of the local store or of
+ * leases, deletes those of another Redis, and prepares calls for the others.  Returns the
+ * number of calls.
+ */
+static int
+prepare_calls(RlOwner *owner, int most)
+{
+	uint64		server = rl_ledger_server();
+	int64		elsewhere[RL_CAUSES] = {0};
+	int			n = 0;
+	RlRefund   *refund = refunds;
+	RlRefundCall *call = NULL;
+	RlError		error;
+	dlist_mutable_iter iter;
+
+	dlist_foreach_modify(iter, &owner->entries)
+	{
+		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, node, iter.cur);
+
+		if (most-- == 0)
+			break;
+		if (entry->id.local)
+			rl_local_refund_charge(entry->key_hash, &entry->limit, &entry->charge);
+		else if (return_to_lease(entry))
+		{
+			rl_ledger_drop(entry);
+			continue;
+		}
+		if (entry->id.local || entry->id.server != server)
+		{
+			elsewhere[entry->cause] += !entry->id.local;
+			end_entry(entry);
+			continue;
+		}
+		if (call == NULL || call->n == RL_MAX_REFUNDS || call->refused != entry->refused ||
+			call->redis_key_len != entry->redis_key_len ||
+			memcmp(call->redis_key, entry->redis_key, entry->redis_key_len) != 0)
+		{
+			call = &calls[n++];
+			*call = (RlRefundCall) {.redis_key = entry->redis_key,.redis_key_len = entry->redis_key_len,
+			.refunds = refund,.refused = entry->refused};
+		}
+		*refund++ = (RlRefund) {&entry->limit, &entry->charge};
+		call->n++;
+		entry->call = call;
+	}
+	rl_error_set(&error, ERRCODE_STORE_FAILED, "ratelimit.redis_url was changed meanwhile");
+	log_lost(elsewhere, &error);
+	unsettled = n > 0 ? owner : NULL;
+	return n;
+}
+
+/*
+ * Refunds queued charges ahead of a command, as many as ratelimit.command_timeout allows, or
+ * all if there is little room for later charges; and adds the cost to the usage, unless that
+ * is NULL.  Logs how many are lost.  Returns false with the error set when Redis cannot be
+ * reached; the entries for which nothing was sent are then still in the queue.  Throws when
+ * it is interrupted.
+ */
+bool
+rl_refunds_flush(RlUsage *usage, RlError *error)
+{
+	bool		whole = nentries > RL_MAX_ENTRIES / 2;
+	bool		done;
+	bool		lost;
+	int			n;
+
+	if (!rl_refunds_pending())
+		return true;
+	settle_interrupted();
+	n = prepare_calls(&rl_queue, whole ? INT_MAX : MAX_AHEAD);
+	if (n == 0)
+		return true;
+	done = rl_redis_refund_until(calls, n, whole ? PG_INT64_MAX : rl_monotonic_now() + (int64) rl_command_timeout * 1000,
+								 usage, &error_reply, error);
+	/* Of a cluster only a part has failed, and calls for other keys do not wait for it. */
+	lost = !done && rl_redis_is_cluster();
+	settle(&rl_queue, lost ? LOSE_CALLED : KEEP, error);
+	return done || lost;
+}
+
+/*
+ * Refunds the queue's charges at the end of a transaction, and logs how many are lost.  Does
+ * not throw, needs no memory, and empties the queue.
+ */
+void
+rl_refunds_end(void)
+{
+	RlError		error;
+	int			n;
+
+	settle_interrupted();
+	n = prepare_calls(&rl_queue, INT_MAX);
+	if (n == 0)
+		return;
+	(void) rl_redis_refund_no_throw(calls, n, &error_reply, &error);
+	settle(&rl_queue, LOSE_ALL, &error);
+}
