@@ -100,7 +100,7 @@ rl_queue_leftovers(const RlKey *key)
 			charges[i].mark = left.mark[i];
 			charges[i].life = left.life;
 		}
-		rl_owner_add(&owner, key, &limits, charges, 0);
+		rl_owner_add(&owner, key, &limits, charges, false, 0);
 		rl_owner_queue(&owner, false);
 	}
 }

@@ -1,7 +1,8 @@
 /*
  * ledger.c
  *		Charges that may have to be refunded: entries of an owner, which keeps its charges
- *		or moves its entries into the queue.
+ *		or moves its entries into the queue.  A statement, which may have millions, refunds
+ *		them itself, and keeps them in a tuplestore until then.
  *
  * The queue is sent ahead of the next command, and at the end of a transaction: each entry
  * to the store that it was charged in, and to Redis those of many keys in one call.  Ahead
@@ -13,9 +14,14 @@
  */
 #include "postgres.h"
 
+#include "catalog/pg_type.h"
 #include "common/hashfn.h"
+#include "executor/tuptable.h"
+#include "miscadmin.h"
 #include "utils/hsearch.h"
 #include "utils/memutils.h"
+#include "utils/tuplestore.h"
+#include "utils/wait_event.h"
 
 #include "algorithm/limits.h"
 #include "error.h"
@@ -31,6 +37,12 @@
 
 /* The most entries that are refunded ahead of an action, so that a long queue costs it little. */
 #define MAX_AHEAD			4096
+
+/* Time between two attempts to reach Redis for a statement's refunds */
+#define PAUSE_US			50000
+
+/* A batch of a statement's refunds has this many entries, and the rest of a key. */
+#define MAX_BATCH			4096
 
 /* Places of keys in the index of the queue; so one has 16 entries at most, usually. */
 #define PLACES				4096
@@ -84,7 +96,7 @@ rl_ledger_is_open(void)
 	return context != NULL;
 }
 
-/* Frees all entries, and the room of their calls if it is large.  The queue is empty. */
+/* Frees all entries, and the room of their calls if it is large.  The queue must be empty. */
 void
 rl_ledger_close(void)
 {
@@ -166,6 +178,12 @@ reserve(int n)
 	return true;
 }
 
+static Size
+entry_size(int redis_key_len)
+{
+	return offsetof(RlLedgerEntry, redis_key) + redis_key_len;
+}
+
 /* Adds later charges to an entry; the numbers of their limit apply from now on. */
 static void
 merge(RlLedgerEntry *entry, const RlLimit *limit, const RlCharge *charge, const RlSpan *span)
@@ -182,7 +200,7 @@ merge(RlLedgerEntry *entry, const RlLimit *limit, const RlCharge *charge, const 
  */
 RlLedgerEntry *
 rl_ledger_add(RlOwner *owner, const RlKey *key, const RlLimit *limit, const RlCharge *charge,
-			 bool local, uint64 lease, int level)
+			  bool local, uint64 lease, int level)
 {
 	RlSpan		span = {.at = charge->at,.mark = charge->mark};
 	RlLedgerId	id;
@@ -210,8 +228,7 @@ rl_ledger_add(RlOwner *owner, const RlKey *key, const RlLimit *limit, const RlCh
 		}
 	}
 	entry = !reserve(nentries + 1) ? NULL :
-		MemoryContextAllocExtended(context, offsetof(RlLedgerEntry, redis_key) + len,
-								   MCXT_ALLOC_NO_OOM | MCXT_ALLOC_ZERO);
+		MemoryContextAllocExtended(context, entry_size(len), MCXT_ALLOC_NO_OOM | MCXT_ALLOC_ZERO);
 	if (entry == NULL)
 	{
 		if (merges != NULL)
@@ -282,89 +299,8 @@ rl_ledger_set_level(RlLedgerEntry *entry, int level)
 }
 
 /*
- * Losses
+ * The queue
  */
-
-/* Logs how many charges of each cause could not be refunded.  Does not throw. */
-static void
-log_lost(const int64 *lost, const RlError *why)
-{
-	static const char *const texts[RL_CAUSES] = {
-		[RL_OF_ABORT] = "could not refund %lld rate-limit charges of an aborted transaction",
-		[RL_OF_CONCURRENT] = "could not refund %lld charges of concurrent rate limits",
-		[RL_OF_ACTION] = "could not refund %lld rate-limit charges of a refused or failed action",
-		[RL_OF_CALLS] = "could not refund the charges of up to %lld calls of a refused or failed action"
-	};
-
-	for (RlCause cause = 0; cause < RL_CAUSES; cause++)
-		if (lost[cause] > 0 && texts[cause] != NULL)
-			ereport(LOG_SERVER_ONLY,
-					(errcode(why->sqlstate),
-					 errmsg_internal(texts[cause], (long long) lost[cause]),
-					 errdetail_internal("%s", why->message),
-					 cause == RL_OF_CONCURRENT ? errhint("Their units become free when the period of their limit has passed.") : 0));
-}
-
-/*
- * Logs the calls for an owner's charges that perhaps charged their keys, and charges for
- * which there was no memory.
- */
-static void
-log_owner(const RlOwner *owner)
-{
-	int64		lost[RL_CAUSES] = {0};
-	RlError		why;
-
-	rl_error_set(&why, ERRCODE_STORE_FAILED, owner->lost > 0 ? "There was no memory for them." :
-				 "There was no answer to these calls.");
-	lost[owner->cause == RL_OF_ACTION ? RL_OF_CALLS : owner->cause] = owner->unanswered + owner->lost;
-	log_lost(lost, &why);
-}
-
-/*
- * Owners
- */
-
-/* Begins an owner without entries. */
-void
-rl_owner_begin(RlOwner *owner, RlCause cause)
-{
-	memset(owner, 0, sizeof(*owner));
-	owner->cause = cause;
-	dlist_init(&owner->entries);
-}
-
-/*
- * Adds charges of Redis, one for each limit, of an action of this quota; not those of the
- * amount 0.  Does not throw: if there is no memory, the charges are lost.
- */
-void
-rl_owner_add(RlOwner *owner, const RlKey *key, const RlLimits *limits, const RlCharge *charges,
-			 int64 quota)
-{
-	for (int i = 0; i < limits->n; i++)
-	{
-		RlLedgerEntry *entry;
-
-		if (charges[i].amount == 0)
-			continue;
-		entry = rl_ledger_add(owner, key, &limits->limit[i], &charges[i], false, 0, RL_APART);
-		if (entry != NULL)
-			entry->quota = quota;
-		else
-			owner->lost++;
-	}
-}
-
-/* Ends the owner's charges; they stay.  Does not throw. */
-void
-rl_owner_keep(RlOwner *owner)
-{
-	dlist_mutable_iter iter;
-
-	dlist_foreach_modify(iter, &owner->entries)
-		rl_ledger_drop(dlist_container(RlLedgerEntry, node, iter.cur));
-}
 
 /* Moves an entry to the end of the queue.  Does not throw. */
 void
@@ -378,30 +314,6 @@ rl_ledger_queue(RlLedgerEntry *entry)
 	dlist_push_tail(&places[entry->id.redis_key[0] % PLACES], &entry->of_key);
 	entry->queued = true;
 }
-
-/*
- * Moves the owner's entries to the end of the queue, and logs how many charges are lost.  If
- * the action was refused, the refund counts its quota as refused, where limits have
- * count_denied.  Does not throw.
- */
-void
-rl_owner_queue(RlOwner *owner, bool refused)
-{
-	dlist_mutable_iter iter;
-
-	dlist_foreach_modify(iter, &owner->entries)
-	{
-		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, node, iter.cur);
-
-		entry->refused = refused ? entry->quota : 0;
-		rl_ledger_queue(entry);
-	}
-	log_owner(owner);
-}
-
-/*
- * The queue
- */
 
 /* Returns true if charges are queued. */
 bool
@@ -432,27 +344,29 @@ rl_refunds_advance(const RlKey *key)
 }
 
 /*
- * Deletes the queue's entries of a key of one store under these limits' states, or if they
- * are NULL all of the key's.  Does not throw.
- */
-void
-rl_refunds_forget(const RlLedgerId *key, const RlLimits *limits)
-{
-	dlist_mutable_iter iter;
-
-	settle_interrupted();
-	dlist_foreach_modify(iter, &places[key->redis_key[0] % PLACES])
-	{
-		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, of_key, iter.cur);
-
-		if (rl_ledger_is_of(entry, key, limits))
-			rl_ledger_drop(entry);
-	}
-}
-
-/*
  * Sending
  */
+
+/* Logs how many charges of each cause could not be refunded.  Does not throw. */
+static void
+log_lost(const int64 *lost, const RlError *why)
+{
+	static const char *const texts[RL_CAUSES] = {
+		[RL_OF_ABORT] = "could not refund %lld rate-limit charges of an aborted transaction",
+		[RL_OF_CONCURRENT] = "could not refund %lld charges of concurrent rate limits",
+		[RL_OF_ACTION] = "could not refund %lld rate-limit charges of a refused or failed action",
+		[RL_OF_CALLS] = "could not refund the charges of up to %lld calls of a refused or failed action",
+		[RL_OF_STATEMENT] = "could not refund the charges of up to %lld keys of a failed statement"
+	};
+
+	for (RlCause cause = 0; cause < RL_CAUSES; cause++)
+		if (lost[cause] > 0 && texts[cause] != NULL)
+			ereport(LOG_SERVER_ONLY,
+					(errcode(why->sqlstate),
+					 errmsg_internal(texts[cause], (long long) lost[cause]),
+					 errdetail_internal("%s", why->message),
+					 cause == RL_OF_CONCURRENT ? errhint("Their units become free when the period of their limit has passed.") : 0));
+}
 
 /* Deletes an entry that is refunded or lost, and the refusals of its key in the denial cache. */
 static void
@@ -494,18 +408,23 @@ settle(RlOwner *owner, Unsent unsent, const RlError *why)
 		entry->call = NULL;
 		if (outcome == RL_REFUND_UNSENT && (unsent == KEEP || (unsent == LOSE_CALLED && call->late)))
 			continue;
-		if (outcome != RL_REFUND_DONE)
+		if (outcome == RL_REFUND_DONE)
+			;
+		else if (owner->cause == RL_OF_STATEMENT)
+			owner->lost += entry->counted;
+		else
 			(outcome == RL_REFUND_FAILED ? by_reply : lost)[entry->cause]++;
 		end_entry(entry);
 	}
-	unsettled = NULL;
+	if (unsettled == owner)
+		unsettled = NULL;
 	log_lost(by_reply, &error_reply);
 	log_lost(lost, why);
 }
 
 /*
  * Deletes the entries that a call may have refunded before an error or the end of the
- * backend interrupted it.  To be called before the queue or the room for calls is changed.
+ * backend interrupted it.  To be called before the queue or the array of calls is changed.
  */
 static void
 settle_interrupted(void)
@@ -544,6 +463,7 @@ prepare_calls(RlOwner *owner, int most)
 	RlError		error;
 	dlist_mutable_iter iter;
 
+	settle_interrupted();
 	dlist_foreach_modify(iter, &owner->entries)
 	{
 		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, node, iter.cur);
@@ -598,7 +518,6 @@ rl_refunds_flush(RlUsage *usage, RlError *error)
 
 	if (!rl_refunds_pending())
 		return true;
-	settle_interrupted();
 	n = prepare_calls(&rl_queue, whole ? INT_MAX : MAX_AHEAD);
 	if (n == 0)
 		return true;
@@ -620,10 +539,228 @@ rl_refunds_end(void)
 	RlError		error;
 	int			n;
 
-	settle_interrupted();
 	n = prepare_calls(&rl_queue, INT_MAX);
 	if (n == 0)
 		return;
 	(void) rl_redis_refund_no_throw(calls, n, &error_reply, &error);
 	settle(&rl_queue, LOSE_ALL, &error);
+}
+
+/*
+ * Owners
+ */
+
+/* Begins an owner without entries. */
+void
+rl_owner_begin(RlOwner *owner, RlCause cause)
+{
+	memset(owner, 0, sizeof(*owner));
+	owner->cause = cause;
+	dlist_init(&owner->entries);
+	rl_error_set(&owner->why, ERRCODE_STORE_FAILED, "there was no answer to some calls");
+}
+
+/*
+ * Adds charges of an action of this quota, one for each limit; not those of the amount 0.
+ * Does not throw: if there is no memory, charges are lost.
+ */
+void
+rl_owner_add(RlOwner *owner, const RlKey *key, const RlLimits *limits, const RlCharge *charges,
+			 bool local, int64 quota)
+{
+	bool		counted = true;
+
+	for (int i = 0; i < limits->n; i++)
+	{
+		RlLedgerEntry *entry;
+
+		/* The transaction refunds these when a statement fails. */
+		if (charges[i].amount == 0 || (owner->cause == RL_OF_STATEMENT && limits->limit[i].refund_on_abort))
+			continue;
+		entry = rl_ledger_add(owner, key, &limits->limit[i], &charges[i], local, 0, RL_APART);
+		if (entry == NULL)
+		{
+			owner->lost++;
+			rl_error_set(&owner->why, ERRCODE_OUT_OF_MEMORY, "out of memory");
+			continue;
+		}
+		entry->refused = quota;
+		entry->counted = counted;
+		counted = owner->cause != RL_OF_STATEMENT;
+	}
+}
+
+/* Ends the owner's charges; they stay.  Does not throw. */
+void
+rl_owner_keep(RlOwner *owner)
+{
+	dlist_mutable_iter iter;
+
+	dlist_foreach_modify(iter, &owner->entries)
+		rl_ledger_drop(dlist_container(RlLedgerEntry, node, iter.cur));
+	if (owner->spilled != NULL)
+	{
+		tuplestore_end(owner->spilled);
+		ExecDropSingleTupleTableSlot(owner->slot);
+	}
+}
+
+/*
+ * Logs the charges of an owner that are lost, or perhaps were made without an answer, and
+ * returns how many there are.  Does not throw.
+ */
+int64
+rl_owner_lost(RlOwner *owner)
+{
+	int64		lost[RL_CAUSES] = {0};
+	RlCause		cause = owner->cause == RL_OF_ACTION ? RL_OF_CALLS : owner->cause;
+
+	settle(owner, LOSE_ALL, &owner->why);
+	lost[cause] = owner->unanswered + owner->lost + owner->nspilled;
+	log_lost(lost, &owner->why);
+	return lost[cause];
+}
+
+/*
+ * Moves the owner's entries to the end of the queue, and logs how many charges are lost.  If
+ * the action was refused, the refund counts its quota as refused, where limits have
+ * count_denied.  Does not throw.
+ */
+void
+rl_owner_queue(RlOwner *owner, bool refused)
+{
+	dlist_mutable_iter iter;
+
+	dlist_foreach_modify(iter, &owner->entries)
+	{
+		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, node, iter.cur);
+
+		if (!refused)
+			entry->refused = 0;
+		rl_ledger_queue(entry);
+	}
+	(void) rl_owner_lost(owner);
+}
+
+/*
+ * Statements
+ */
+
+/* Moves the owner's entries into its tuplestore, which has work_mem, and then a file. */
+void
+rl_owner_spill(RlOwner *owner)
+{
+	dlist_mutable_iter iter;
+
+	if (owner->spilled == NULL)
+	{
+		TupleDesc	desc = CreateTemplateTupleDesc(1);
+
+		TupleDescInitEntry(desc, 1, "entry", BYTEAOID, -1, 0);
+		TupleDescFinalize(desc);
+		owner->spilled = tuplestore_begin_heap(false, false, work_mem);
+		owner->slot = MakeSingleTupleTableSlot(desc, &TTSOpsMinimalTuple);
+	}
+	dlist_foreach_modify(iter, &owner->entries)
+	{
+		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, node, iter.cur);
+		Datum		value = PointerGetDatum(entry);
+		bool		isnull = false;
+
+		SET_VARSIZE(entry, entry_size(entry->redis_key_len));
+		tuplestore_putvalues(owner->spilled, owner->slot->tts_tupleDescriptor, &value, &isnull);
+		owner->nspilled += entry->counted;
+		rl_ledger_drop(entry);
+	}
+}
+
+/* Reads entries of whole keys back from the tuplestore.  Returns false if there are none. */
+static bool
+load_batch(RlOwner *owner)
+{
+	RlLedgerEntry *entry = NULL;
+	int			n = 0;
+
+	while (owner->nspilled > 0 && (n < MAX_BATCH || !entry->counted) &&
+		   tuplestore_gettupleslot(owner->spilled, true, false, owner->slot))
+	{
+		bool		isnull;
+		Pointer		value = DatumGetPointer(slot_getattr(owner->slot, 1, &isnull));
+
+		Assert(!isnull);
+		if (!reserve(nentries + 1))
+			ereport(ERROR, (errcode(ERRCODE_OUT_OF_MEMORY), errmsg("out of memory")));
+		entry = MemoryContextAlloc(context, VARSIZE_ANY(value));
+		memcpy(entry, value, VARSIZE_ANY(value));
+		dlist_push_head(&owner->entries, &entry->node);
+		nentries++;
+		n++;
+		owner->nspilled -= entry->counted;
+	}
+	return n > 0;
+}
+
+/*
+ * Waits until Redis answers, until the time at most.  Returns false with the error set if
+ * it does not answer.
+ */
+static bool
+await_redis(int64 until, RlError *error)
+{
+	char		version[64];
+
+	while (!rl_redis_version(version, sizeof(version), error))
+	{
+		if (rl_monotonic_now() >= until)
+			return false;
+		/* An open breaker lets no call through earlier, but it may close. */
+		rl_sleep_until(rl_monotonic_now() + Max(Min(error->retry_after, PAUSE_US), PAUSE_US / 10),
+					   PG_WAIT_EXTENSION);
+	}
+	return rl_monotonic_now() < until;
+}
+
+/*
+ * Refunds a statement's charges, as far as that is possible: waits for a Redis that has just
+ * failed, but not longer than a second and ratelimit.command_timeout without an answer.
+ * Throws when it is interrupted.  With no_throw, which is for the end of the backend, it does
+ * not wait so, no call to Redis throws, and none begins after ratelimit.command_timeout.
+ * Needs rl_ledger_open.
+ */
+void
+rl_owner_refund(RlOwner *owner, bool no_throw)
+{
+	int64		end = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
+	int64		patience = (int64) (Min(rl_retry_interval, 1000) + rl_command_timeout) * 1000;
+	bool		silent = !no_throw && owner->unanswered > 0;
+	bool		failed = false;
+
+	do
+	{
+		int64		progress = rl_monotonic_now();
+		int			n;
+
+		/* Those of the local store are refunded also when Redis has failed; it is not waited for again. */
+		while ((n = prepare_calls(owner, INT_MAX)) > 0 && !failed)
+		{
+			if (no_throw && rl_monotonic_now() >= end)
+			{
+				rl_error_set(&owner->why, ERRCODE_STORE_FAILED, "there was no time left");
+				break;
+			}
+			/* Calls to a Redis that is still silent would be lost. */
+			failed = silent && !await_redis(progress + patience, &owner->why);
+			if (failed)
+				break;
+			silent = !(no_throw ? rl_redis_refund_no_throw(calls, n, &owner->why, &owner->why) :
+					   rl_redis_refund_until(calls, n, PG_INT64_MAX, NULL, &owner->why, &owner->why));
+			for (int i = 0; i < n; i++)
+				if (calls[i].outcome == RL_REFUND_DONE || calls[i].outcome == RL_REFUND_FAILED)
+					progress = rl_monotonic_now();
+			settle(owner, KEEP, &owner->why);
+			silent |= !dlist_is_empty(&owner->entries);
+			failed = silent && no_throw;
+		}
+		settle(owner, LOSE_ALL, &owner->why);
+	} while (load_batch(owner));
 }

@@ -24,6 +24,7 @@ typedef enum RlCause
 	RL_OF_CONCURRENT,
 	RL_OF_ACTION,				/* on several keys */
 	RL_OF_CALLS,				/* of such an action, which perhaps charged their keys */
+	RL_OF_STATEMENT,			/* counted by key */
 	RL_OF_LEASE					/* a leftover, whose loss is not logged */
 } RlCause;
 
@@ -47,6 +48,7 @@ typedef struct RlLedgerId
  */
 typedef struct RlLedgerEntry
 {
+	int32		vl_len_;		/* a bytea, in a tuplestore */
 	dlist_node	node;			/* of the owner's entries */
 	dlist_node	of_key;			/* in the queue: of those whose keys have a place in common */
 	RlLedgerId	id;
@@ -56,21 +58,30 @@ typedef struct RlLedgerEntry
 	RlSpan		span;
 	int64		asked;			/* monotonic time before the first charge */
 	RlKeyHash	key_hash;		/* only with shared memory */
-	int64		quota;			/* of the action, unless the transaction is the owner */
-	int64		refused;		/* how much of it the refund counts as refused */
+	int64		refused;		/* quota that the refund counts as refused */
+	bool		counted;		/* by the log; of a statement's key, one entry is */
 	bool		queued;
 	const RlRefundCall *call;	/* which refunds it; NULL: none yet */
 	int			redis_key_len;
 	char		redis_key[FLEXIBLE_ARRAY_MEMBER];	/* the key's name in Redis */
 } RlLedgerEntry;
 
-/* An owner of entries: the transaction, an action on several keys, a lease that ends, the queue. */
+/*
+ * An owner of entries: the transaction, an action on several keys, a statement, a lease that
+ * ends, the queue.
+ */
 typedef struct RlOwner
 {
 	RlCause		cause;
 	dlist_head	entries;		/* the newest first; of the queue, the first to be refunded */
-	int64		unanswered;		/* calls that perhaps charged their keys */
-	int64		lost;			/* charges without memory for an entry */
+	int64		unanswered;		/* calls, or a statement's keys, that were perhaps charged */
+	int64		lost;			/* charges without memory for an entry, or a statement's
+								 * keys that were not refunded */
+	/* Of a statement: */
+	struct Tuplestorestate *spilled;	/* charges that are no entries; or NULL */
+	struct TupleTableSlot *slot;
+	int64		nspilled;		/* keys in it */
+	RlError		why;			/* the last reason why keys were not refunded */
 } RlOwner;
 
 /* The entries that are to be refunded. */
@@ -83,20 +94,22 @@ extern uint64 rl_ledger_server(void);
 extern int	rl_ledger_key(RlLedgerId *id, const RlKey *key, bool local, char *redis_key);
 extern bool rl_ledger_is_of(const RlLedgerEntry *entry, const RlLedgerId *key, const RlLimits *limits);
 extern RlLedgerEntry *rl_ledger_add(RlOwner *owner, const RlKey *key, const RlLimit *limit,
-							 const RlCharge *charge, bool local, uint64 lease, int level);
+									const RlCharge *charge, bool local, uint64 lease, int level);
 extern void rl_ledger_drop(RlLedgerEntry *entry);
 extern bool rl_ledger_set_level(RlLedgerEntry *entry, int level);
 extern void rl_ledger_queue(RlLedgerEntry *entry);
 
 extern void rl_owner_begin(RlOwner *owner, RlCause cause);
 extern void rl_owner_add(RlOwner *owner, const RlKey *key, const RlLimits *limits,
-						 const RlCharge *charges, int64 quota);
+						 const RlCharge *charges, bool local, int64 quota);
+extern void rl_owner_spill(RlOwner *owner);
+extern void rl_owner_refund(RlOwner *owner, bool no_throw);
+extern int64 rl_owner_lost(RlOwner *owner);
 extern void rl_owner_keep(RlOwner *owner);
 extern void rl_owner_queue(RlOwner *owner, bool refused);
 
 extern bool rl_refunds_pending(void);
 extern void rl_refunds_advance(const RlKey *key);
-extern void rl_refunds_forget(const RlLedgerId *key, const RlLimits *limits);
 extern bool rl_refunds_flush(RlUsage *usage, RlError *error);
 extern void rl_refunds_end(void);
 

@@ -85,7 +85,7 @@ took_part(int i, void *arg)
 	if (!taken->charged)
 		return;
 	rl_charges_set(action, taken->at, taken->each, charges);
-	rl_owner_add(&parts->owner, &action->key, action->limits, charges, action->quota);
+	rl_owner_add(&parts->owner, &action->key, action->limits, charges, false, action->quota);
 }
 
 /* Ends an action that was interrupted. */

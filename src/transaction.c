@@ -346,27 +346,29 @@ rl_grants_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local
 	return has_entries ? left : quota;
 }
 
-/*
- * Deletes the grants of the key under these limits' states, or if they are
- * NULL all of the key's: a rollback after a reset must not refund quota that
- * others took.
- */
+/* Deletes the owner's entries of the key under these limits' states, or if they are NULL all of the key's. */
+static void
+forget(RlOwner *owner, const RlLedgerId *key, const RlLimits *limits)
+{
+	dlist_mutable_iter iter;
+
+	dlist_foreach_modify(iter, &owner->entries)
+	{
+		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, node, iter.cur);
+
+		if (rl_ledger_is_of(entry, key, limits))
+			rl_ledger_drop(entry);
+	}
+}
+
+/* Deletes the grants of states after a reset: a rollback must not refund quota that others took. */
 void
 rl_grants_forget(const RlKey *key, const RlLimits *limits, bool local)
 {
 	RlLedgerId	searched;
 	char		redis_key[RL_MAX_REDIS_KEY];
-	dlist_mutable_iter iter;
 
-	if (!rl_ledger_is_open())
-		return;
 	rl_ledger_key(&searched, key, local, redis_key);
-	rl_refunds_forget(&searched, limits);
-	dlist_foreach_modify(iter, &transaction.entries)
-	{
-		RlLedgerEntry *grant = dlist_container(RlLedgerEntry, node, iter.cur);
-
-		if (rl_ledger_is_of(grant, &searched, limits))
-			rl_ledger_drop(grant);
-	}
+	forget(&rl_queue, &searched, limits);
+	forget(&transaction, &searched, limits);
 }

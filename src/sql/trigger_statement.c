@@ -8,28 +8,24 @@
  */
 #include "postgres.h"
 
-#include "catalog/pg_type.h"
 #include "commands/trigger.h"
 #include "executor/executor.h"
 #include "miscadmin.h"
 #include "storage/ipc.h"
 #include "utils/memutils.h"
 #include "utils/tuplestore.h"
-#include "utils/wait_event.h"
 
 #include "algorithm/limits.h"
 #include "decide.h"
 #include "error.h"
-#include "redis/redis.h"
+#include "ledger.h"
 #include "refusal.h"
-#include "shared/known.h"
-#include "shared/local_store.h"
-#include "shared/shared.h"
 #include "sql/trigger_charges.h"
 #include "sql/trigger_groups.h"
 #include "sql/trigger_statement.h"
+#include "transaction.h"
 
-#define PAUSE_US			50000	/* between two attempts to reach Redis for refunds */
+#define SPILL_AFTER			1024	/* keys, so that few charges are entries in memory */
 
 typedef struct Statement
 {
@@ -38,110 +34,17 @@ typedef struct Statement
 	MemoryContext context;		/* of the answers */
 	const RlAction *wanted;		/* the keys that are asked together */
 	int			n;
-	RlAnswer   *answers;		/* to wanted, until their charges are in "charged", or NULL */
-	int			remembered;		/* answers whose charges are in "charged" */
+	RlAnswer   *answers;		/* to wanted, until the owner has their charges, or NULL */
+	int			noted;			/* answers whose charges the owner has */
 	int64		asked;			/* keys so far */
 	int64		refused;
 	RlAction	first_refused;
 	RlLimits	refused_limits; /* those of first_refused */
 	RlAnswer	refusal;		/* the answer to first_refused */
 	RlError		error;			/* why no store decided it */
-	Tuplestorestate *charged;	/* the charges to be refunded then */
-	TupleTableSlot *slot;
-	int64		owed;			/* keys to be refunded, less those that were */
-	int64		unanswered;		/* keys that were perhaps charged */
+	RlOwner		owner;			/* of the charges */
 	bool		refunding;		/* a refund has begun, and is never begun again */
-	bool		awaited;		/* Redis, after calls without an answer */
-	struct Batch *batch;		/* the refunds under way, or NULL */
-	RlError		why;			/* the reason why keys were not refunded */
 } Statement;
-
-/* The charges of one key, as they are in the tuplestore: these, then the name in Redis. */
-typedef struct Charged
-{
-	int32		vl_len_;		/* a bytea */
-	bool		local;
-	RlKeyHash	key_hash;		/* only with shared memory */
-	int			redis_key_len;
-	int			n;
-	struct
-	{
-		RlLimit		limit;
-		RlCharge	charge;
-	}			charges[FLEXIBLE_ARRAY_MEMBER];
-} Charged;
-
-typedef union ChargedRoom
-{
-	Charged		charged;
-	char		bytes[offsetof(Charged, charges[RL_MAX_LIMITS]) + RL_MAX_REDIS_KEY];
-} ChargedRoom;
-
-/* Keys that are refunded together, by a call each. */
-typedef struct Batch
-{
-	int			n;
-	const Charged *charged[RL_MAX_MANY];
-	RlRefundCall calls[RL_MAX_MANY];
-} Batch;
-
-static inline char *
-redis_key(const Charged *charged)
-{
-	return (char *) &charged->charges[charged->n];
-}
-
-/*
- * Sets the charges of key i of those asked, except those that an error refunds
- * anyway.  Returns false if there are none.
- */
-static bool
-get_charged(const Statement *statement, int i, Charged *charged)
-{
-	const RlKey *key = &statement->wanted[i].key;
-	const RlLimits *limits = statement->wanted[i].limits;
-	const RlAnswer *answer = &statement->answers[i];
-
-	charged->n = 0;
-	for (int l = 0; answer->decision.allowed && l < limits->n; l++)
-	{
-		if (limits->limit[l].refund_on_abort || answer->charges[l].amount == 0)
-			continue;
-		charged->charges[charged->n].limit = limits->limit[l];
-		charged->charges[charged->n++].charge = answer->charges[l];
-	}
-	if (charged->n == 0)
-		return false;
-	charged->local = answer->local;
-	charged->key_hash = rl_shared_available() ? rl_key_hash(key) : (RlKeyHash) {0};
-	charged->redis_key_len = rl_redis_key(key, redis_key(charged));
-	SET_VARSIZE(charged, redis_key(charged) - (char *) charged + charged->redis_key_len);
-	return true;
-}
-
-/* Remembers the charges of the next of the keys asked. */
-static void
-remember_next(Statement *statement)
-{
-	ChargedRoom room;
-	Datum		value;
-	bool		isnull = false;
-
-	if (!get_charged(statement, statement->remembered++, &room.charged))
-		return;
-	value = PointerGetDatum(&room);
-	statement->owed++;
-	if (statement->charged == NULL)
-	{
-		TupleDesc	desc = CreateTemplateTupleDesc(1);
-
-		TupleDescInitEntry(desc, 1, "charged", BYTEAOID, -1, 0);
-		TupleDescFinalize(desc);
-		statement->charged = tuplestore_begin_heap(false, false, work_mem);
-		statement->slot = MakeSingleTupleTableSlot(desc, &TTSOpsMinimalTuple);
-	}
-	tuplestore_putvalues(statement->charged, statement->slot->tts_tupleDescriptor, &value, &isnull);
-}
 
 /* Notes a refusal.  The first refusal becomes the statement's error. */
 static void
@@ -161,24 +64,25 @@ note_refusal(Statement *statement, const RlAction *wanted, const RlAnswer *answe
 	}
 }
 
-/* Remembers the charges of the keys asked, before others are asked. */
+/* Gives the owner the charges of the keys asked. */
 static void
-remember_all(Statement *statement)
+note_charges(Statement *statement)
 {
-	while (statement->answers != NULL && statement->remembered < statement->n)
-		remember_next(statement);
+	if (statement->answers == NULL)
+		return;
+	rl_grants_prepare();
+	while (statement->noted < statement->n)
+	{
+		const RlAction *wanted = &statement->wanted[statement->noted];
+		const RlAnswer *answer = &statement->answers[statement->noted++];
+
+		if (answer->decision.allowed)
+			rl_owner_add(&statement->owner, &wanted->key, wanted->limits, answer->charges, answer->local, 0);
+		if (statement->noted % SPILL_AFTER == 0)
+			rl_owner_spill(&statement->owner);
+	}
 	statement->answers = NULL;
 	MemoryContextReset(statement->context);
-}
-
-/* Counts the keys to be refunded that are not remembered. */
-static void
-count_owed(Statement *statement)
-{
-	ChargedRoom room;
-
-	for (int i = statement->remembered; statement->answers != NULL && i < statement->n; i++)
-		statement->owed += get_charged(statement, i, &room.charged);
 }
 
 /* Asks for the next keys. */
@@ -199,10 +103,10 @@ ask_keys(Statement *statement)
 		charges += statement->wanted[i].limits->n;
 	}
 	statement->answers = answers;
-	statement->remembered = 0;
+	statement->noted = 0;
 	for (int i = 0; i < statement->n; i += RL_MAX_MANY)
 		rl_decide_many(&statement->wanted[i], Min(statement->n - i, RL_MAX_MANY), &answers[i],
-					   &statement->unanswered);
+					   &statement->owner.unanswered);
 	MemoryContextSwitchTo(old);
 	for (int i = 0; i < statement->n; i++)
 		if (!answers[i].decision.allowed)
@@ -226,233 +130,46 @@ refuse_blocked(Statement *statement)
 	statement->asked += statement->n;
 }
 
-/* Refunds a key that the local store has charged, or prepares the call that does. */
-static void
-refund_one(Statement *statement, Batch *batch, const Charged *charged, MemoryContext context)
-{
-	RlRefund   *refunds = MemoryContextAlloc(context, charged->n * sizeof(RlRefund));
-
-	for (int i = 0; i < charged->n; i++)
-		refunds[i] = (RlRefund) {&charged->charges[i].limit, &charged->charges[i].charge};
-	if (rl_shared_available())
-		rl_known_refunded(charged->key_hash);
-	if (!charged->local)
-	{
-		batch->charged[batch->n] = charged;
-		batch->calls[batch->n++] = (RlRefundCall) {.redis_key = redis_key(charged),.redis_key_len = charged->redis_key_len,
-		.n = charged->n,.refunds = refunds};
-		return;
-	}
-	for (int i = 0; i < charged->n; i++)
-		rl_local_refund_charge(charged->key_hash, refunds[i].limit, refunds[i].charge);
-	statement->owed--;
-}
-
-/* Returns the charges of the next key, allocated in the context, or NULL after the last one. */
-static const Charged *
-next_charged(Statement *statement, MemoryContext context)
-{
-	ChargedRoom room;
-	Pointer		value = NULL;
-	Charged    *copy;
-	int			len;
-	bool		isnull;
-
-	while (value == NULL && statement->answers != NULL && statement->remembered < statement->n)
-		if (get_charged(statement, statement->remembered++, &room.charged))
-			value = (Pointer) &room;
-	if (value == NULL)
-	{
-		if (statement->charged == NULL ||
-			!tuplestore_gettupleslot(statement->charged, true, false, statement->slot))
-			return NULL;
-		value = DatumGetPointer(slot_getattr(statement->slot, 1, &isnull));
-		Assert(!isnull);
-	}
-	/* The copy is aligned, and has a header of four bytes. */
-	len = VARSIZE_ANY_EXHDR(value);
-	copy = MemoryContextAlloc(context, VARHDRSZ + len);
-	SET_VARSIZE(copy, VARHDRSZ + len);
-	memcpy(VARDATA(copy), VARDATA_ANY(value), len);
-	return copy;
-}
-
-/* Counts the keys that a batch has refunded, also one that was interrupted. */
-static void
-end_batch(Statement *statement)
-{
-	const Batch *batch = statement->batch;
-
-	for (int i = 0; batch != NULL && i < batch->n; i++)
-		statement->owed -= batch->calls[i].outcome == RL_REFUND_DONE;
-	statement->batch = NULL;
-}
-
-/*
- * Waits until Redis answers, until the time at most.  Returns false with the error set if
- * it does not answer.
- */
-static bool
-await_redis(int64 until, RlError *error)
-{
-	char		version[64];
-
-	while (!rl_redis_version(version, sizeof(version), error))
-	{
-		if (rl_monotonic_now() >= until)
-			return false;
-		/* An open breaker lets no call through earlier, but it may close. */
-		rl_sleep_until(rl_monotonic_now() + Max(Min(error->retry_after, PAUSE_US), PAUSE_US / 10),
-					   PG_WAIT_EXTENSION);
-	}
-	return true;
-}
-
-/* Moves the calls of a batch that were not sent to its end.  Returns where they begin. */
-static int
-sort_unsent(Batch *batch)
-{
-	int			sent = 0;
-
-	for (int i = 0; i < batch->n; i++)
-	{
-		RlRefundCall call = batch->calls[i];
-		const Charged *charged = batch->charged[i];
-
-		if (call.outcome == RL_REFUND_UNSENT)
-			continue;
-		batch->calls[i] = batch->calls[sent];
-		batch->charged[i] = batch->charged[sent];
-		batch->calls[sent] = call;
-		batch->charged[sent++] = charged;
-	}
-	return sent;
-}
-
-/*
- * Sends the calls of a batch; those that Redis cannot have run, again.  It gives up
- * when no call was answered for patience microseconds: 0 to send each only once.
- * Returns false then.
- */
-static bool
-send_refunds(Statement *statement, Batch *batch, int64 patience, bool no_throw)
-{
-	int64		progress = rl_monotonic_now();
-	int			first = 0;
-
-	for (;;)
-	{
-		int			before = first;
-		bool		done = no_throw ?
-			rl_redis_refund_no_throw(&batch->calls[first], batch->n - first, &statement->why, &statement->why) :
-			rl_redis_refund_until(&batch->calls[first], batch->n - first, PG_INT64_MAX, NULL,
-								  &statement->why, &statement->why);
-
-		if (done || patience == 0)
-			return done;
-		first = sort_unsent(batch);
-		if (first == batch->n)
-			return true;
-		for (int i = before; i < first; i++)
-			if (batch->calls[i].outcome != RL_REFUND_SENT)
-				progress = rl_monotonic_now();
-		if (!await_redis(progress + patience, &statement->why) || rl_monotonic_now() >= progress + patience)
-			return false;
-	}
-}
-
-/*
- * Refunds the keys' charges, as far as that is possible: waits for a Redis that has just
- * failed, but not longer than a second and ratelimit.command_timeout without an answer.
- * Throws when it is interrupted.  With no_throw, which is for the end of the backend, it
- * does not wait so, no call to Redis throws, and none begins after
- * ratelimit.command_timeout; it then needs rl_redis_reserve_refunds.
- */
+/* Refunds the charges of all keys, as rl_owner_refund does. */
 static void
 refund(Statement *statement, bool no_throw)
 {
-	MemoryContext context = AllocSetContextCreate(statement->context, "rate-limit refund",
-												  ALLOCSET_DEFAULT_SIZES);
-	int64		end = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
-	int64		patience = no_throw ? 0 : (int64) (Min(rl_retry_interval, 1000) + rl_command_timeout) * 1000;
-	Batch	   *batch = MemoryContextAlloc(statement->context, sizeof(Batch));
-	const Charged *charged;
-	bool		failed = false;
-
 	statement->refunding = true;
-	do
-	{
-		MemoryContextReset(context);
-		batch->n = 0;
-		charged = NULL;
-		for (int i = 0; i < RL_MAX_MANY && (charged = next_charged(statement, context)) != NULL; i++)
-			refund_one(statement, batch, charged, context);
-		if (batch->n == 0)
-			continue;
-		if (no_throw && !failed && rl_monotonic_now() >= end)
-		{
-			failed = true;
-			rl_error_set(&statement->why, ERRCODE_STORE_FAILED, "there was no time left");
-		}
-		/* Calls to a Redis that is still silent would be lost. */
-		if (!no_throw && !failed && !statement->awaited && statement->unanswered > 0)
-			failed = !await_redis(rl_monotonic_now() + patience, &statement->why);
-		statement->awaited = true;
-		statement->batch = batch;
-		/* A store that has failed is not waited for again. */
-		failed = failed || !send_refunds(statement, batch, patience, no_throw);
-		end_batch(statement);
-		/* Again, for a refusal that Redis sent before. */
-		for (int i = 0; i < batch->n && rl_shared_available(); i++)
-			rl_known_refunded(batch->charged[i]->key_hash);
-	} while (charged != NULL);
-	pfree(batch);
-	MemoryContextDelete(context);
+	note_charges(statement);
+	rl_owner_refund(&statement->owner, no_throw);
 }
 
-/*
- * Logs how many keys could not be refunded, and returns their number; an error would hide
- * the statement's own.
- */
+/* Logs how many keys may stay charged, and returns their number; an error would hide the statement's own. */
 static int64
 log_lost(Statement *statement)
 {
-	int64		lost;
-
-	end_batch(statement);
-	lost = statement->owed + statement->unanswered;
-	if (lost > 0)
-		ereport(LOG_SERVER_ONLY,
-				(errcode(statement->why.sqlstate),
-				 errmsg("could not refund the charges of up to %lld keys of a failed statement",
-						(long long) lost),
-				 errdetail_internal("%s", statement->why.message)));
-	return lost;
+	if (statement->answers != NULL)
+		statement->owner.lost += statement->n - statement->noted;
+	statement->answers = NULL;
+	return rl_owner_lost(&statement->owner);
 }
 
 /* Refunds after an error that is being handled, and throws it again. */
 pg_noreturn static void
 refund_after_error(Statement *statement)
 {
-	ErrorData  *error;
+	MemoryContext context = CurrentMemoryContext;
+	ErrorData  *error = CopyErrorData();
 	int64		lost;
 
-	MemoryContextSwitchTo(statement->context);
-	error = CopyErrorData();
 	FlushErrorState();
 	PG_TRY();
 	{
-		if (statement->owed > 0)
-			refund(statement, false);
+		refund(statement, false);
 	}
 	PG_CATCH();
 	{
 		ErrorData  *second;
 
-		MemoryContextSwitchTo(statement->context);
+		MemoryContextSwitchTo(context);
 		second = CopyErrorData();
 		FlushErrorState();
-		rl_error_set(&statement->why, second->sqlerrcode, "%s", second->message);
+		rl_error_set(&statement->owner.why, second->sqlerrcode, "%s", second->message);
 	}
 	PG_END_TRY();
 	lost = log_lost(statement);
@@ -472,17 +189,11 @@ fail_statement(int code pg_attribute_unused(), Datum arg)
 {
 	Statement  *statement = (Statement *) DatumGetPointer(arg);
 
+	MemoryContextSwitchTo(MemoryContextGetParent(statement->context));
+	if (!statement->refunding && !proc_exit_inprogress)
+		refund_after_error(statement);
 	if (!statement->refunding)
-	{
-		count_owed(statement);
-		if (statement->owed + statement->unanswered > 0 && !proc_exit_inprogress)
-			refund_after_error(statement);
-		else if (statement->owed > 0)
-		{
-			rl_redis_reserve_refunds();
-			refund(statement, true);
-		}
-	}
+		refund(statement, true);
 	(void) log_lost(statement);
 }
 
@@ -514,7 +225,7 @@ ask_groups(Statement *statement, bool blocked)
 {
 	while (rl_groups_left(statement->groups))
 	{
-		remember_all(statement);
+		note_charges(statement);
 		statement->n = rl_groups_next(statement->groups, &statement->wanted);
 		if (statement->n == 0)
 			break;
@@ -546,7 +257,7 @@ rl_enforce_statement(TriggerData *data, Rule *rule)
 	Statement	statement = {0};
 	bool		blocked;
 
-	rl_error_set(&statement.why, ERRCODE_STORE_FAILED, "there was no answer to some calls");
+	rl_owner_begin(&statement.owner, RL_OF_STATEMENT);
 	for (int i = 0; i < rule->npairs; i++)
 		statement.origins[i] = (RlOrigin) {data->tg_relation, data->tg_trigger, rule->pairs[i].columns};
 	statement.groups = rl_groups_make(rule, statement.origins);
@@ -559,17 +270,12 @@ rl_enforce_statement(TriggerData *data, Rule *rule)
 		ask_groups(&statement, blocked);
 		if (statement.refused > 0)
 		{
-			count_owed(&statement);
 			refund(&statement, false);
 			raise_refusal(&statement);
 		}
 	}
 	PG_END_ENSURE_ERROR_CLEANUP(fail_statement, PointerGetDatum(&statement));
-	if (statement.charged != NULL)
-	{
-		tuplestore_end(statement.charged);
-		ExecDropSingleTupleTableSlot(statement.slot);
-	}
+	rl_owner_keep(&statement.owner);
 	rl_groups_free(statement.groups);
 	MemoryContextDelete(statement.context);
 }
