@@ -193,14 +193,14 @@ merge(RlLedgerEntry *entry, const RlLimit *limit, const RlCharge *charge, const 
 }
 
 /*
- * Adds a charge to the owner; lease is the grant of a lease that had the units, or 0.  At a
+ * Adds a charge to the owner; lot is that of a lease that had the units, or 0.  At a
  * level of the transaction nest the charge is merged into the entry that it belongs to.
  * Returns the entry, or NULL if there is no room or no memory for a new one.  Does not throw.
  * Needs rl_ledger_open.
  */
 RlLedgerEntry *
 rl_ledger_add(RlOwner *owner, const RlKey *key, const RlLimit *limit, const RlCharge *charge,
-			  bool local, uint64 lease, int level)
+			  bool local, uint64 lot, int level)
 {
 	RlSpan		span = {.at = charge->at,.mark = charge->mark};
 	RlLedgerId	id;
@@ -210,7 +210,7 @@ rl_ledger_add(RlOwner *owner, const RlKey *key, const RlLimit *limit, const RlCh
 	int			len = rl_ledger_key(&id, key, local, redis_key);
 
 	id.level = level;
-	id.lease = lease;
+	id.lot = lot;
 	if (level != RL_APART)
 	{
 		bool		found;
@@ -443,8 +443,8 @@ return_to_lease(const RlLedgerEntry *entry)
 {
 	int64		unit = rl_algorithm(&entry->limit)->in_ns ? entry->limit.interval_ns : 1;
 
-	return entry->id.lease != 0 &&
-		rl_known_return(entry->key_hash, entry->id.lease, entry->charge.amount / unit);
+	return entry->id.lot != 0 &&
+		rl_known_return(entry->key_hash, entry->id.lot, entry->charge.amount / unit);
 }
 
 /*

@@ -37,7 +37,7 @@ typedef struct RlLedgerId
 	uint64		redis_key[2];	/* a hash */
 	RlStateTag	tag;
 	int64		mark;			/* of charges that do not merge */
-	uint64		lease;			/* the grant of a lease that had the units; 0: none */
+	uint64		lot;			/* of a lease, which had the units; 0: none */
 	int			level;
 	bool		local;
 } RlLedgerId;
@@ -94,7 +94,7 @@ extern uint64 rl_ledger_server(void);
 extern int	rl_ledger_key(RlLedgerId *id, const RlKey *key, bool local, char *redis_key);
 extern bool rl_ledger_is_of(const RlLedgerEntry *entry, const RlLedgerId *key, const RlLimits *limits);
 extern RlLedgerEntry *rl_ledger_add(RlOwner *owner, const RlKey *key, const RlLimit *limit,
-									const RlCharge *charge, bool local, uint64 lease, int level);
+									const RlCharge *charge, bool local, uint64 lot, int level);
 extern void rl_ledger_drop(RlLedgerEntry *entry);
 extern bool rl_ledger_set_level(RlLedgerEntry *entry, int level);
 extern void rl_ledger_queue(RlLedgerEntry *entry);

@@ -225,22 +225,22 @@ rl_grants_prepare(void)
 
 /*
  * Notes an action that was allowed: charges has that of each limit, of the amount 0 if the
- * limit was not charged.  lease is the grant of a lease that had the units, or 0.  Does
+ * limit was not charged.  lot is that of a lease that had the units, or 0.  Does
  * not throw; a charge without room is not refunded, and logged.
  */
 void
 rl_grants_note(const RlKey *key, const RlLimits *limits, const RlCharge *charges, bool local,
-			   uint64 lease)
+			   uint64 lot)
 {
 	int			level = GetCurrentTransactionNestLevel();
 
-	/* Units of a lease are charged to all limits, so a rollback returns them only if it refunds all. */
+	/* Units of a lot are charged to all limits, so a rollback returns them only if it refunds all. */
 	if (limits->n > 1)
-		lease = 0;
+		lot = 0;
 	for (int i = 0; i < limits->n; i++)
 	{
 		if (!limits->limit[i].refund_on_abort || charges[i].amount == 0 ||
-			rl_ledger_add(&transaction, key, &limits->limit[i], &charges[i], local, lease, level) ||
+			rl_ledger_add(&transaction, key, &limits->limit[i], &charges[i], local, lot, level) ||
 			overflowed)
 			continue;
 		overflowed = true;
@@ -294,7 +294,7 @@ queue_part(RlLedgerEntry *grant, const RlKey *key, int64 amount)
 
 	charge.amount = amount;
 	note_outlived(grant);
-	part = rl_ledger_add(&transaction, key, &grant->limit, &charge, grant->id.local, grant->id.lease, RL_APART);
+	part = rl_ledger_add(&transaction, key, &grant->limit, &charge, grant->id.local, grant->id.lot, RL_APART);
 	if (part == NULL)
 		ereport(ERROR, (errcode(ERRCODE_OUT_OF_MEMORY), errmsg("out of memory")));
 	rl_ledger_queue(part);
