@@ -1,21 +1,31 @@
-# Prints Lua files as a C string.  A line "--@ name" is replaced by the part of this
-# name: the lines between "--< name ..." and "-->" in one of the files "parts".  A line
-# "--@ name of file" is replaced by the part "name", in which lines "--@" stand for
-# parts of this file first.
-function show(line, file,    words, count, lines, i, name) {
+# Prints scripts as C strings: that of <name>.lua is <name>_lua. A line "--@ NAME..." stands
+# for parts of the files "parts": for the lines between "--< NAME ..." and "-->" there, or for
+# the whole file NAME.lua. In a part that is named by "NAME of FILE", and in the parts that it
+# names, such a line stands for parts of FILE first.
+function fail(text) {
+	print FILENAME ": " text > "/dev/stderr"
+	failed = 1
+	exit 1
+}
+function show(line, file,    words, count, i) {
 	if (line !~ /^ *--@ /) {
 		gsub(/["\\]/, "\\\\&", line)
 		print "\"" line "\\n\""
 		return
 	}
-	split(substr(line, index(line, "@") + 2), words, " ")
-	file = words[2] == "of" ? words[3] : file
-	name = (file, words[1]) in part ? file SUBSEP words[1] : words[1]
-	if (!(name in part)) {
-		print FILENAME ": no part " words[1] > "/dev/stderr"
-		exit 1
-	}
-	count = split(part[name], lines, "\n")
+	count = split(substr(line, index(line, "@") + 2), words, " ")
+	for (i = 1; i <= count; i++)
+		if (words[i + 1] == "of") {
+			include(words[i], words[i + 2])
+			i += 2
+		} else
+			include(words[i], file)
+}
+function include(name, file,    key, count, lines, i) {
+	key = (file, name) in part ? file SUBSEP name : name
+	if (!(key in part) || part[key] == "twice")
+		fail((key in part ? "several parts " : "no part ") name)
+	count = split(part[key], lines, "\n")
 	for (i = 1; i < count; i++)
 		show(lines[i], file)
 }
@@ -30,12 +40,27 @@ BEGIN {
 				names = 0
 			else if (line ~ /^ *--< /)
 				names = split(substr(line, index(line, "<") + 2), name, " ")
-			else
+			else {
+				whole[file] = whole[file] line "\n"
 				for (n = 1; n <= names; n++) {
-					part[name[n]] = part[name[n]] line "\n"
 					part[file, name[n]] = part[file, name[n]] line "\n"
+					part[name[n]] = name[n] in of && of[name[n]] != file ? "twice" : part[file, name[n]]
+					of[name[n]] = file
 				}
+			}
 		}
 	}
+	for (file in whole)
+		if (!(file in part))
+			part[file] = whole[file]
+}
+FNR == 1 {
+	script = FILENAME
+	gsub(/^.*\/|[.]lua$/, "", script)
+	printf "%sstatic const char %s_lua[] =\n", NR == 1 ? "" : ";\n\n", script
 }
 { show($0, "") }
+END {
+	if (!failed)
+		print ";"
+}

@@ -2,6 +2,7 @@
 --
 -- l.log is the log of the charged units, l.denied of the refused units; see
 -- log.lua.
+--@ log log_change
 
 -- Returns the time of the n-th oldest unit of two logs. A chunk is passed as a
 -- whole while the units at the two cursors are fewer than n: then the n-th unit is

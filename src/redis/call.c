@@ -35,7 +35,7 @@ StaticAssertDecl(RL_MAX_VALUES >= RL_MAX_KEYS * (3 + RL_REPORTED * RL_MAX_LIMITS
 /* The arguments and the reply of a call's script */
 typedef enum Form
 {
-	STRAIGHT,					/* a straight script for one limit, or many.lua */
+	STRAIGHT,					/* a straight script for one limit, or many_throttle.lua */
 	LISTED,						/* check.lua, or check_many.lua */
 	LEASED,						/* lease.lua, for one key */
 	TOGETHER					/* check_all.lua, which decides all keys together */
@@ -448,7 +448,7 @@ typedef struct Reader
 {
 	const RlReply *reply;
 	int			at;
-	int			pairs;			/* where the pairs of many.lua are */
+	int			pairs;			/* where the pairs of many_throttle.lua are */
 } Reader;
 
 /* Reads the numbers that check.lua returns for a key.  Returns false if they are no such numbers. */
@@ -481,7 +481,7 @@ read_straight(const RlAction *action, const int64 *values, int n, KeyReply *take
 	return algorithm->read_alone(limit, action->quota, values, n, &take->verdict, take->straight);
 }
 
-/* Reads what many.lua returns for key i of its call. */
+/* Reads what many_throttle.lua returns for key i of its call. */
 static bool
 read_of_many(const RlAction *action, Reader *reader, int i, KeyReply *take)
 {

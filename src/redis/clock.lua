@@ -1,11 +1,11 @@
--- The time. All scripts but masters.lua and version.lua begin with this file, or with
+-- The time. All scripts but masters.lua and version.lua begin with it, or with
 -- clock_alone.lua.
 --
 -- KEYS[1] is the key's hash, or absent in bans.lua. ARGV[1] is the time in microseconds, or empty for
 -- Redis's own clock. Numbers stay below 2^53; %.0f makes them text, or %d of parts below 2^31.
 
 local hash, call, given = KEYS[1], redis.call, ARGV[1]
---< clock
+--< time
 local clock = call('TIME')
 -- Redis's own time, by which it deletes keys, and the time that decides.
 local real = clock[1] * 1000000 + clock[2]

@@ -4,4 +4,4 @@
 -- the end. If a test sets the time, it is ARGV[6], and zeros fill the places before it.
 
 local hash, call, given = KEYS[1], redis.call, ARGV[6]
---@ clock
+--@ time

@@ -26,6 +26,15 @@ if ends > kept or found < kept then
 end
 -->
 
+-- Writes what a refund has changed. A replica refuses to delete. Otherwise it would answer
+-- for its old data.
+--< write_refund
+if #set == 0 and #gone == 0 then
+  call('HDEL', hash, '')
+end
+write()
+-->
+
 -- Writes "text" to the field "tag".
 --< keep
 local added

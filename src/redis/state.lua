@@ -68,12 +68,12 @@ end
 -- Ends the deletion of fields: deletes a hash that has no state and no ban left, and
 -- sets the expiry of another hash if it is not that of the field.
 local function after_deletion()
-  local fields, kept = call('HLEN', hash), call('HMGET', hash, 'expiry', 'lease')
-  if fields == (kept[1] and 1 or 0) + (kept[2] and 1 or 0) then
+  local fields, others = call('HLEN', hash), call('HMGET', hash, 'expiry', 'lease')
+  if fields == (others[1] and 1 or 0) + (others[2] and 1 or 0) then
     call('HDEL', hash, 'expiry', 'lease')
     return
   end
-  local expiry, needed, set = kept[1], 0, {}
+  local expiry, needed, set = others[1], 0, {}
   --@ expiry
   if expires then
     --@ keep_all

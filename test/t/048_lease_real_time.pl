@@ -393,7 +393,7 @@ my $library = '$libdir/ratelimit';
 foreach my $case (
 	[ 'the capacity is not reduced', 0, 'src/algorithm/limits.c', 'limit->capacity -= limit->reserve;', '' ],
 	[ 'a lease does not end', 1, 'src/shared/known.c', 'lot->ends = stale ? 0 : call->asked + length;', 'lot->ends = PG_INT64_MAX;' ],
-	[ 'a refund ignores what was replenished', 1, 'src/redis/lease.lua', 'l:refund_charge(tonumber(at),', 'l:refund_charge(now,' ])
+	[ 'a refund ignores what was replenished', 1, 'src/redis/scripts/lease.lua', 'l:refund_charge(tonumber(at),', 'l:refund_charge(now,' ])
 {
 	my ($name, $limit, @change) = @$case;
 	my $wrong = wrong_library(@change);

@@ -4,6 +4,7 @@
 -- Returns for each key what check.lua returns. The action is allowed if all verdicts are
 -- 0; otherwise each key has the verdict of its own limits, and counts a refusal unless it
 -- is banned.
+--@ clock state algorithms act
 
 local keys, allowed, at = {}, true, 2
 for i, name in ipairs(KEYS) do

@@ -10,6 +10,7 @@
 --
 -- A part has a bounded number of keys and bytes, so that it does not occupy Redis for
 -- long. If a single bucket of Redis's table has more bytes, the script fails.
+--@ clock
 
 local COUNT, LONGEST, LONGEST_KEY, LONGEST_WHY = 250, 30000, 3 * 512, 256
 local cursor, pattern, prefix = ARGV[2], ARGV[3], tonumber(ARGV[4])

@@ -1,2 +1,4 @@
--- The arguments of throttle.lua, for one key.
+-- One throttle without a ban. See throttle.lua.
+--@ clock_alone
 local tag, cost, room, cost_ns, room_ns = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
+--@ throttle

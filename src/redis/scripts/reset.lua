@@ -2,6 +2,7 @@
 -- ARGV[FIRST] on each state has two arguments: its tag, and 1 if the state is
 -- logs. The tag of the ban is "ban". Returns how many fields and logs there were; chunks that were cut off
 -- before do not count. After the reset of a state, leftovers of leases are not refunded.
+--@ clock state log
 
 local FIRST = 2
 local names, logs = {}, {}

@@ -8,6 +8,7 @@
 -- A state's name is its tag, or "ban", or "<tag>:refused" for the refusals that a ban
 -- counts. The chunks of logs are not read, except where a log begins. For
 -- MOST_FIELDS fields and MOST_STATES states Redis needs a few milliseconds.
+--@ clock state algorithms
 
 local MOST_FIELDS, MOST_STATES, LONGEST, LONGEST_RAW = 4096, 256, 30000, 256
 

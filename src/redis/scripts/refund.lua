@@ -1,5 +1,6 @@
 -- Refunds the quota at each limit, or as much of it as is charged there. If the key
 -- does not exist, this writes nothing. ARGV[2] is not used. Returns 1.
+--@ clock state algorithms
 
 local limits = load_limits(0)
 check_windows()
@@ -9,9 +10,5 @@ for _, l in ipairs(limits) do
     l:save()
   end
 end
-if #set == 0 and #gone == 0 then
-  -- A replica refuses to delete. Otherwise it would answer for its old data.
-  call('HDEL', hash, '')
-end
-write()
+--@ write_refund
 return 1

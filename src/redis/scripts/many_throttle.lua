@@ -1,13 +1,17 @@
-end
-
--- The end of the script that decides many keys under one limit each, in the order of
--- KEYS. ARGV[2] is the number of arguments of a limit: those of throttle.lua, without
--- those at the end that are 0 for all limits. From ARGV[3] on there are runs: a number
--- of keys, and the arguments of the limit of each of these keys.
+-- Decides many keys under one limit each, in the order of KEYS. ARGV[2] is the number of
+-- arguments of a limit: those of throttle.lua, without those at the end that are 0 for all
+-- limits. From ARGV[3] on there are runs: a number of keys, and the arguments of the limit
+-- of each of these keys.
 --
 -- Returns the time, and the number of each key. At the end there are pairs for the keys
 -- that are banned: the key's position, and the rest of its ban in microseconds. A pair
 -- with -1 is for a key that has failed: it was not charged, and its number is 0.
+--@ clock
+
+-- Returns the numbers of one key.
+local function take(hash, tag, cost, room, cost_ns, room_ns)
+  --@ throttle
+end
 
 local size, at, left = tonumber(ARGV[2]), 3, 0
 local tag, cost, room, cost_ns, room_ns

@@ -4,6 +4,7 @@
 --
 -- Returns for each key what check.lua returns, or only -2 if the key has failed, also
 -- because of its windows: then it was not charged.
+--@ clock state algorithms act
 
 local at, left, n, reply, i, complete = 2, 0, 0, {}, 0, 0
 

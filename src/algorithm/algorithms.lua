@@ -1,0 +1,2 @@
+-- All algorithms.
+--@ gcra token_bucket fixed_window sliding_window concurrent

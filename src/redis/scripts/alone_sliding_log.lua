@@ -1,0 +1,16 @@
+-- One sliding_log without options. See one.lua for the arguments and the reply. If the log
+-- is more than a tail, or refusals count, the script goes on as for a list of limits, and
+-- its reply is that of check.lua.
+--@ clock_alone
+do
+  local tag, quota, period, capacity = ARGV[1], ARGV[2] + 0, ARGV[3] + 0, ARGV[4] + 0
+  local state = call('HMGET', hash, tag, 'ban', 'expiry', tag .. ':denied')
+  local value, ban, expiry, denied = state[1], state[2], state[3], state[4]
+  --@ is_tail
+  if is_tail then
+    --@ one of log_tail
+  end
+end
+
+local ARGV = {'', '1', ARGV[2], 'sliding_log', ARGV[1], ARGV[3], ARGV[4], '', '', '', '', '0', '0'}
+--@ state sliding_log act check

@@ -1,0 +1,2 @@
+-- A list of limits of concurrent. See check.lua.
+--@ clock plain state concurrent act check

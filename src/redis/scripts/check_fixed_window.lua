@@ -1,0 +1,2 @@
+-- A list of limits of fixed_window. See check.lua.
+--@ clock plain state fixed_window act check

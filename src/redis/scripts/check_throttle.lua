@@ -1,0 +1,2 @@
+-- A list of limits of throttle. See check.lua.
+--@ clock plain state gcra act check

@@ -1,0 +1,60 @@
+# luacheck finds no fault in a script as Redis gets it, nor an open block in a part.
+use strict;
+use warnings FATAL => 'all';
+
+use File::Temp;
+use FindBin;
+use Test::More;
+
+my $root = "$FindBin::RealBin/../..";
+
+plan skip_all => 'there is no luacheck' if system('command -v luacheck >/dev/null');
+
+# Returns what luacheck says of texts, by name.  Options can leave out warnings.
+sub faults
+{
+	my ($texts, @options) = @_;
+	my $folder = File::Temp->newdir;
+
+	foreach my $name (keys %$texts)
+	{
+		open my $out, '>', "$folder/$name.lua" or die "$name: $!";
+		print $out $texts->{$name};
+		close $out;
+	}
+	return scalar qx(cd $folder && luacheck . --config '$root/.luacheckrc' --no-cache --formatter plain --codes @options 2>&1);
+}
+
+like(faults({ unused => 'local function never_called() return unknown end' }), qr/W211.*W113/s, 'luacheck finds faults');
+like(faults({ open => "if x then\n" }, '--only 0'), qr/E011/, 'luacheck finds an open block');
+
+# The scripts, in the header for C.
+my @parts = glob "$root/src/{algorithm,redis}/*.lua";
+my @scripts = glob "$root/src/redis/scripts/*.lua";
+my $header = qx(awk -v parts='@parts' -f '$root/src/parts.awk' @scripts);
+my %script;
+
+while ($header =~ /^static const char (\w+)_lua\[\] =\n((?:".*\\n"\n)+);/mg)
+{
+	$script{$1} = join '', map { s/^"|\\n"$//gr =~ s/\\(["\\])/$1/gr . "\n" } split /\n/, $2;
+}
+is(scalar keys %script, scalar @scripts, @scripts . ' scripts');
+is(faults(\%script), '', 'the scripts have no fault');
+
+# Each file by itself, and each part of it.
+my %part;
+
+foreach my $file (@parts, @scripts)
+{
+	open my $in, '<', $file or die "$file: $!";
+	my $lua = join '', <$in>;
+	close $in;
+	my ($name) = $file =~ m{([^/]+)[.]lua$};
+
+	$part{$name} = $lua;
+	while ($lua =~ /^ *--< (\w+)[^\n]*\n(.*?)^ *-->$/msg) { $part{"$name.$1"} = $2; }
+}
+cmp_ok(scalar keys %part, '>', 60, keys(%part) . ' files and parts');
+is(faults(\%part, '--only 0'), '', 'no file and no part has an open block');
+
+done_testing();
