@@ -21,19 +21,10 @@
 # written.  Every user must have the right to write there.
 #
 # Runs alone: it measures how long clients wait.
-use strict;
-use warnings FATAL => 'all';
-
+use RatelimitTest;
 use DocPage;
-use FindBin;
 use IO::Socket::INET;
 use IPC::Open2;
-use IPC::Run;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use RatelimitTest;
-use RedisServer;
-use Test::More;
 use Time::HiRes qw(time);
 
 my @FIELDS = qw(class state seconds message detail hint schema table constraint);

@@ -10,19 +10,10 @@
 # the series of test/alerts.yml.
 #
 # Runs alone: it measures rates, and alerts depend on them.
-use strict;
-use warnings FATAL => 'all';
-
-use DocPage;
-use FindBin;
-use HTTP::Tiny;
-use IPC::Run;
-use JSON::PP;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use DocPage;
+use HTTP::Tiny;
+use JSON::PP;
 use Time::HiRes qw(sleep time);
 
 foreach my $program (qw(prometheus-sql-exporter prometheus promtool))

@@ -1,14 +1,6 @@
 # Eight backends at the same time: on one key exactly the capacity is allowed, and
 # while the scripts are flushed ten times a second the promise is kept and reached.
-use strict;
-use warnings FATAL => 'all';
-
-use List::Util qw(max);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
 use Time::HiRes qw(sleep time);
 
 my $redis = RedisServer->new->start;

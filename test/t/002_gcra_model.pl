@@ -3,15 +3,8 @@
 # answer is exact to the microsecond.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer.
-use strict;
-use warnings FATAL => 'all';
-
-use Engines qw(seed below log_uniform chance);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use Engines qw(seed below log_uniform chance);
 
 my $seed = seed();
 my $wanted = $ENV{RATELIMIT_STEPS} || 24_000;

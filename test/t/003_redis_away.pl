@@ -3,19 +3,9 @@
 # call.
 #
 # Runs alone: it measures how late a call ends after a timeout or a cancel.
-use strict;
-use warnings FATAL => 'all';
-
-use FindBin;
+use RatelimitTest;
 use IO::Socket::INET;
 use IO::Socket::IP;
-use IPC::Run;
-use List::Util qw(max min);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 my $redis = RedisServer->new->start;
 

@@ -1,15 +1,8 @@
 # Passwords, users, databases and URLs: which of them Redis receives, which of them
 # are errors, and no password is ever shown.
-use strict;
-use warnings FATAL => 'all';
-
+use RatelimitTest;
 use LyingServer;
 use POSIX ();
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 my $password = 'sesame:@/?#%41{} "\'$x';
 my $redis = RedisServer->new(password => $password)->start;

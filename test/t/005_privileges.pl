@@ -1,15 +1,7 @@
 # A role without privileges: it can call no function, change no setting of the
 # extension, and is limited by the trigger whatever it sets.  No other setting makes
 # a new key.
-use strict;
-use warnings FATAL => 'all';
-
-use FindBin;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 # Each setting has another value than its default, so that a lost value is visible.
 my $redis = RedisServer->new(password => 'sesame')->start;

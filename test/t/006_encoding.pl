@@ -1,13 +1,6 @@
 # A key is the same key in Redis for databases of all encodings, and Redis stores it
 # in UTF-8.
-use strict;
-use warnings FATAL => 'all';
-
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 my $redis = RedisServer->new->start;
 my $node = new_node($redis, "ratelimit.key_prefix = 'enc:'");

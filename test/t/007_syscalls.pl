@@ -1,15 +1,7 @@
 # A decision takes one round trip and at most four system calls.
 #
 # Runs alone: it counts system calls, of which a busy machine causes more.
-use strict;
-use warnings FATAL => 'all';
-
-use IPC::Run;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 my $redis = RedisServer->new->start;
 my $node = new_node($redis);

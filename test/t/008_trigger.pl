@@ -1,13 +1,6 @@
 # The trigger with several sessions: another session replaces it, it is deferred to
 # the commit, and many sessions fire it at the same time.
-use strict;
-use warnings FATAL => 'all';
-
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 my $redis = RedisServer->new->start;
 my $node = new_node($redis);

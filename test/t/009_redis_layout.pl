@@ -1,14 +1,7 @@
 # The layout in Redis: a hash for each key, with a time to live at all times.  No
 # verdict depends on a missing key.
-use strict;
-use warnings FATAL => 'all';
-
-use Engines qw(seed);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use Engines qw(seed);
 
 my $seed = seed();
 my $redis = RedisServer->new->start;

@@ -1,14 +1,7 @@
 # A server that is not Redis, or sends wrong replies: each call ends with an error in
 # time and without a crash, and the failure policy applies.
-use strict;
-use warnings FATAL => 'all';
-
-use LyingServer;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use LyingServer;
 
 my $redis = RedisServer->new->start;
 my $node = new_node($redis);

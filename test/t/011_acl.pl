@@ -1,15 +1,8 @@
 # The smallest rule for a user of Redis, as docs/operations.md shows it.  Every
 # function works under it, each of its words is necessary, and keys with another
 # prefix are not accessible.
-use strict;
-use warnings FATAL => 'all';
-
-use FindBin;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
 use RedisServer qw(documented_user);
-use Test::More;
 
 my ($user, $password, @rule) = documented_user();
 my @commands = grep { /^\+/ } @rule;

@@ -1,17 +1,9 @@
 # rediss://: the server must prove its identity, a client can do so, and waits,
 # interrupts and failures are as without TLS.
-use strict;
-use warnings FATAL => 'all';
-
-use IO::Socket::INET;
-use List::Util qw(min);
-use POSIX ();
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
+use IO::Socket::INET;
+use POSIX ();
 use RedisCluster;
-use RedisServer;
-use Test::More;
 
 my $dir = PostgreSQL::Test::Utils::tempdir_short;
 my $take = q{SELECT rl_throttle('tls', 7, 1, 86400)};

@@ -1,15 +1,7 @@
 # The extension in a schema of another role, which has made functions and operators
 # there that have the names in the install script.  None of these look-alikes is ever
 # called, and no object of the extension depends on them.
-use strict;
-use warnings FATAL => 'all';
-
-use FindBin;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 my $redis = RedisServer->new->start;
 my $node = shared_node($redis);

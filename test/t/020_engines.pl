@@ -5,16 +5,8 @@
 # quota can be taken, one unit more cannot; after reset_after nothing is in use.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
-use strict;
-use warnings FATAL => 'all';
-
-use Engines;
-use List::Util qw(min max sum0);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use Engines;
 
 # The local store runs the same C functions.
 my $wanted = $ENV{RATELIMIT_STEPS} || (store() eq 'local' ? 116_000 : 232_000);

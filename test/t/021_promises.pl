@@ -4,17 +4,9 @@
 # history.
 #
 # RATELIMIT_SEED repeats a run.
-use strict;
-use warnings FATAL => 'all';
-
-use Engines;
-use List::Util qw(max min sum0);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use Promises;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use Engines;
+use Promises;
 
 my $seed = seed();
 my $redis = RedisServer->new->start;

@@ -5,17 +5,9 @@
 # RATELIMIT_SEED repeats a run.
 #
 # Runs alone: it compares the times of two queries.
-use strict;
-use warnings FATAL => 'all';
-
+use RatelimitTest;
 use Engines;
 use JSON::PP;
-use List::Util qw(max min);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 my $seed = seed();
 my $redis = RedisServer->new->start;

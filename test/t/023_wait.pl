@@ -2,17 +2,8 @@
 # any time, does not begin if it would be too long, and never counts as a refusal.
 #
 # Runs alone: it counts the actions that pass in three seconds.
-use strict;
-use warnings FATAL => 'all';
-
-use IPC::Run;
-use List::Util qw(max min);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
 use RedisMonitor;
-use RedisServer;
-use Test::More;
 use Time::HiRes qw(sleep time);
 
 my $redis = RedisServer->new->start;

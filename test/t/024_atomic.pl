@@ -2,17 +2,9 @@
 # period ever holds more than its capacity.
 #
 # RATELIMIT_SEED repeats the steps of a run.
-use strict;
-use warnings FATAL => 'all';
-
-use Engines;
-use List::Util qw(max min sum0);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
+use Engines;
 use RedisMonitor;
-use RedisServer;
-use Test::More;
 
 my $seed = seed();
 my $redis = RedisServer->new->start;

@@ -4,16 +4,8 @@
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes the test in real time longer.  That
 # test goes on until it has seen each kind of step.
-use strict;
-use warnings FATAL => 'all';
-
-use Engines;
-use List::Util qw(max min shuffle);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use Engines;
 use Time::HiRes qw(time usleep);
 
 my $seed = seed();

@@ -3,17 +3,9 @@
 # The fields in Redis have the documented layout.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
-use strict;
-use warnings FATAL => 'all';
-
-use Engines;
-use List::Util qw(max min);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use Promises;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use Engines;
+use Promises;
 
 my $steps = $ENV{RATELIMIT_STEPS} || 12_000;
 my $seed = seed();

@@ -7,17 +7,9 @@
 # are mixed, in virtual time.
 #
 # RATELIMIT_SEED repeats a run.
-use strict;
-use warnings FATAL => 'all';
-
-use Engines;
-use List::Util qw(max);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use Promises;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use Engines;
+use Promises;
 
 my $seed = seed();
 my $redis = RedisServer->new->start;

@@ -2,18 +2,10 @@
 # that its reply contains.  No backend crashes, and no memory and no descriptor leaks.
 #
 # RATELIMIT_SEED repeats a run.
-use strict;
-use warnings FATAL => 'all';
-
+use RatelimitTest;
 use Engines;
 use LyingServer;
-use List::Util qw(max min);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RandomReplies;
-use RatelimitTest;
-use RedisServer;
-use Test::More;
 use Time::HiRes qw(time);
 
 my $seed = seed();

@@ -1,15 +1,8 @@
 # Faults of Redis, a backend without descriptors, a killed backend: each call ends with
 # its own answer or with an error in time, and later calls work.
-use strict;
-use warnings FATAL => 'all';
-
+use RatelimitTest;
 use IO::Socket::UNIX;
 use LyingServer;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 my $redis = RedisServer->new->start;
 my $node = new_node($redis, 'restart_after_crash = on', 'max_files_per_process = 64');

@@ -3,14 +3,7 @@
 # outcomes of the calls.
 #
 # Runs alone: it measures how long calls wait while Redis is down.
-use strict;
-use warnings FATAL => 'all';
-
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
 use Time::HiRes qw(time);
 
 my $redis = RedisServer->new->start;

@@ -2,17 +2,9 @@
 # verdicts equal those of Redis, also after refunds.
 #
 # RATELIMIT_SEED repeats the steps of a run in virtual time.
-use strict;
-use warnings FATAL => 'all';
-
-use Engines;
-use List::Util qw(max min);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
+use Engines;
 use RedisMonitor;
-use RedisServer;
-use Test::More;
 
 my $seed = seed();
 my $redis = RedisServer->new->start;

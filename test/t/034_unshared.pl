@@ -1,13 +1,6 @@
 # Without shared memory: features that need it raise an error that says so, and all
 # other features work.
-use strict;
-use warnings FATAL => 'all';
-
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 my $redis = RedisServer->new->start;
 my $node = shared_node($redis);

@@ -1,15 +1,7 @@
 # Names in shared memory: two keys, or two lists of limits, are never confused, even if
 # they were constructed to have the same hash.
-use strict;
-use warnings FATAL => 'all';
-
-use Engines;
-use IPC::Run;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use Engines;
 
 my $redis = RedisServer->new->start;
 my $node = shared_node($redis);

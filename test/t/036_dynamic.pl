@@ -3,16 +3,8 @@
 # layouts run in one server.
 #
 # Runs alone: it fills /dev/shm, which all servers use.
-use strict;
-use warnings FATAL => 'all';
-
-use File::Copy qw(move);
-use List::Util qw(sum0);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer qw(await);
-use Test::More;
+use File::Copy qw(move);
 
 plan skip_all => 'before PostgreSQL 17, shared memory needs the library in shared_preload_libraries' if !needs_no_preload();
 

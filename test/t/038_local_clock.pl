@@ -1,14 +1,6 @@
 # The clock of the local store: it runs while the system is suspended, follows the wall
 # clock forward, and never goes back.
-use strict;
-use warnings FATAL => 'all';
-
-use FindBin;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer qw(await);
-use Test::More;
 
 use constant HOUR => 3_600_000_000;
 

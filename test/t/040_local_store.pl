@@ -2,16 +2,8 @@
 # databases share; the quota that eight clients get.  No Redis is used.
 #
 # RATELIMIT_SEED repeats the random acts of a run.
-use strict;
-use warnings FATAL => 'all';
-
-use Engines;
-use List::Util qw(max min sum0);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use Engines;
 use Time::HiRes qw(time);
 
 seed();

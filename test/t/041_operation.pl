@@ -1,14 +1,7 @@
 # The operator's tools: shadow mode, turning limits off, the statistics, the list of
 # refused keys, and the status of Redis.
-use strict;
-use warnings FATAL => 'all';
-
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
 use RedisMonitor;
-use RedisServer;
-use Test::More;
 use Time::HiRes qw(time);
 
 my $redis = RedisServer->new->start;

@@ -1,16 +1,8 @@
 # The statements of docs/operations.md about full memory, restarts, connections,
 # monitoring and dumps, with real servers.
-use strict;
-use warnings FATAL => 'all';
-
-use File::Basename;
-use FindBin;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
+use File::Basename;
 use RedisMonitor;
-use RedisServer;
-use Test::More;
 use Time::HiRes qw(time);
 
 my $redis = RedisServer->new->start;

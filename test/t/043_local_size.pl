@@ -2,15 +2,7 @@
 # of n keys holds n keys, and no call makes other calls wait for long.
 #
 # Runs alone: it measures processor time, which other work of the processor makes longer.
-use strict;
-use warnings FATAL => 'all';
-
-use List::Util qw(max min);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
 use Time::HiRes qw(clock_gettime);
 
 # There is no server behind the URL.

@@ -6,16 +6,8 @@
 # alone would have refused.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
-use strict;
-use warnings FATAL => 'all';
-
-use Engines;
-use List::Util qw(min);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use Engines;
 use Time::HiRes qw(time);
 
 my $wanted = $ENV{RATELIMIT_STEPS} || 10_000;

@@ -4,16 +4,8 @@
 # and clocks never open a window twice, and ask once for each call.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
-use strict;
-use warnings FATAL => 'all';
-
-use Engines;
-use FindBin;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use Engines;
 use Time::HiRes qw(time);
 use Time::Local qw(timegm);
 

@@ -4,17 +4,9 @@
 # limit has.
 #
 # RATELIMIT_SECONDS is how long each half of that runs; RATELIMIT_SEED repeats its choices.
-use strict;
-use warnings FATAL => 'all';
-
+use RatelimitTest;
 use Engines;
 use Holder;
-use List::Util qw(max min sum0);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use RatelimitTest;
-use RedisServer;
-use Test::More;
 use Time::HiRes qw(sleep time);
 
 my $seconds = $ENV{RATELIMIT_SECONDS} || 5;

@@ -1,15 +1,8 @@
 # Leases: quota that a server has taken ahead.  The life of a lease in virtual time, and the
 # calls that do not use leases.
-use strict;
-use warnings FATAL => 'all';
-
+use RatelimitTest;
 use LeaseServers;
 use LyingServer;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 my $redis = RedisServer->new->start;
 my $node = lease_node($redis);

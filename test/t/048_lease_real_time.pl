@@ -9,19 +9,11 @@
 # a refund.  Spans.pm says how S is counted by these times.
 #
 # RATELIMIT_ACTIONS is the least number of actions, RATELIMIT_SEED repeats the choices.
-use strict;
-use warnings FATAL => 'all';
-
+use RatelimitTest;
 use Engines;
 use LeaseClients;
-use List::Util qw(max min shuffle sum0);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use Promises;
-use RatelimitTest;
-use RedisServer;
 use Spans;
-use Test::More;
 use Time::HiRes qw(sleep time);
 
 my $seed = seed();

@@ -5,18 +5,10 @@
 # between there are refunds, rollbacks, resets and bans.  Wrong builds are found.
 #
 # RATELIMIT_ACTIONS is the number of actions of the long test, RATELIMIT_SEED repeats a run.
-use strict;
-use warnings FATAL => 'all';
-
+use RatelimitTest;
 use Engines;
 use LeaseServers;
-use List::Util qw(max min shuffle sum0);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use Promises;
-use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 use constant DAY => 86_400 * SECOND;
 

@@ -2,15 +2,8 @@
 # the limit and at twice the limit, in virtual time.
 #
 # RATELIMIT_SECONDS is the length of the runs at twice the limit.
-use strict;
-use warnings FATAL => 'all';
-
-use LeaseServers;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use LeaseServers;
 
 my $seconds = $ENV{RATELIMIT_SECONDS} || 3;
 my $redis = RedisServer->new->start;

@@ -2,18 +2,11 @@
 # handed out that was not charged, and none is handed out twice.  The clocks are virtual.
 #
 # RATELIMIT_REPLIES is the number of random replies, RATELIMIT_SEED repeats a run.
-use strict;
-use warnings FATAL => 'all';
-
+use RatelimitTest;
 use Engines;
 use LeaseServers;
 use LyingServer;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use RatelimitTest;
 use RedisCluster;
-use RedisServer;
-use Test::More;
 
 my $seed = seed();
 my $replies = $ENV{RATELIMIT_REPLIES} || 1000;

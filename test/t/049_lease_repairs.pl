@@ -1,15 +1,8 @@
 # Units of leases around failures and repairs: none is lost while its key is used, and
 # none is handed out after a repair.  The clocks are virtual.
-use strict;
-use warnings FATAL => 'all';
-
+use RatelimitTest;
 use LeaseServers;
 use LyingServer;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 my $redis = RedisServer->new->start;
 my $node = lease_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');

@@ -3,16 +3,8 @@
 #
 # The clocks of Redis and of the servers are virtual.  Sessions that write the path of
 # one Redis in different ways are servers of their own where leases are concerned.
-use strict;
-use warnings FATAL => 'all';
-
-use List::Util qw(min);
-use LyingServer;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use LyingServer;
 use Time::HiRes ();
 
 use constant { SECOND => 1_000_000, START => 1_700_000_000_000_000 };

@@ -6,20 +6,11 @@
 # and reset too: quota that they were granted is refunded once.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_PROGRAMS makes it longer or shorter.
-use strict;
-use warnings FATAL => 'all';
-
-use Engines qw(limit seed);
-use IPC::Run;
-use List::Util qw(max min sum0);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use Promises;
 use RatelimitTest;
-use RedisServer;
+use Engines qw(limit seed);
+use Promises;
 use RefundPrograms;
 use StateModel qw(%count divide_up);
-use Test::More;
 
 my $programs = $ENV{RATELIMIT_PROGRAMS} || 2000;
 my $seed = seed();

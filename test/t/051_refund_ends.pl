@@ -3,17 +3,9 @@
 # that it was not.  No second error is raised.
 #
 # Runs alone: it measures how long transactions take to end.
-use strict;
-use warnings FATAL => 'all';
-
-use List::Util qw(max min);
-use LyingServer;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
+use LyingServer;
 use RedisMonitor;
-use RedisServer;
-use Test::More;
 
 my $redis = RedisServer->new->start;
 my $node = shared_node($redis, 'max_prepared_transactions = 2', 'ratelimit.retry_interval = 0');

@@ -2,17 +2,9 @@
 # once.  If a key is refused, the charges of the other keys are refunded.
 #
 # RATELIMIT_SEED repeats the random statements of a run.
-use strict;
-use warnings FATAL => 'all';
-
-use Engines;
-use List::Util qw(max);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
+use Engines;
 use RedisMonitor;
-use RedisServer;
-use Test::More;
 
 my $seed = seed();
 my $on_redis = store() eq 'redis';

@@ -2,18 +2,11 @@
 # happens to the script, to Redis and to the connection during the call.
 #
 # Runs alone: it measures how long calls take, with a server that answers late.
-use strict;
-use warnings FATAL => 'all';
-
+use RatelimitTest;
 use Engines qw(seed);
 use List::Util qw(max min sum);
 use LyingServer;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use RatelimitTest;
 use POSIX qw(ceil);
-use RedisServer;
-use Test::More;
 
 my $store = store();
 my $on_redis = $store eq 'redis';

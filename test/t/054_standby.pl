@@ -1,13 +1,6 @@
 # A hot standby and read-only transactions: every function works there, and the
 # standby shares its limits with its primary.  Limits in policies and in views.
-use strict;
-use warnings FATAL => 'all';
-
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 my $redis = RedisServer->new->start;
 my $primary = shared_node($redis, 'wal_level = replica', 'max_wal_senders = 4',

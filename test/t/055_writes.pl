@@ -1,12 +1,5 @@
 # The rows that the triggers count for each kind of write, as in docs/triggers.md.
-use strict;
-use warnings FATAL => 'all';
-
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 my $redis = RedisServer->new->start;
 my $node = shared_node($redis, 'wal_level = logical', 'max_wal_senders = 4', 'max_replication_slots = 4',

@@ -1,14 +1,7 @@
 # Limits that depend on the customer: unlimited and blocked, and limits by function
 # in triggers.
-use strict;
-use warnings FATAL => 'all';
-
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
 use RedisMonitor;
-use RedisServer;
-use Test::More;
 
 my $redis = RedisServer->new->start;
 my $node = shared_node($redis, 'ratelimit.denial_cache = off');

@@ -3,17 +3,9 @@
 # with eight clients a refused call never changes a key that does not count refusals.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
-use strict;
-use warnings FATAL => 'all';
-
-use Engines;
-use List::Util qw(max min shuffle sum0);
-use LyingServer;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use Engines;
+use LyingServer;
 
 my $wanted = $ENV{RATELIMIT_STEPS} || 50_000;
 my $seed = seed();

@@ -5,17 +5,9 @@
 # RATELIMIT_SEED repeats a run.
 #
 # Runs alone: its calls have short timeouts, and it takes a master away under load.
-use strict;
-use warnings FATAL => 'all';
-
-use Engines;
-use List::Util qw(max min shuffle sum0);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
+use Engines;
 use RedisCluster;
-use RedisServer;
-use Test::More;
 
 my $seed = seed();
 my $cluster = RedisCluster->new(masters => 3);

@@ -1,14 +1,6 @@
 # Refunds of thousands of charges at the end of a transaction, and ahead of an action.
-use strict;
-use warnings FATAL => 'all';
-
-use List::Util qw(sum0);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
 use RedisCluster;
-use RedisServer;
-use Test::More;
 
 my $redis = RedisServer->new->start;
 # On a busy machine the refunds of thousands of keys need more time than the default.

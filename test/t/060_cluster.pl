@@ -3,16 +3,10 @@
 # only the calls of its keys do.
 #
 # Runs alone: it measures how long a failover takes.
-use strict;
-use warnings FATAL => 'all';
-
-use List::Util qw(sum);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
+use List::Util qw(sum);
 use RedisCluster;
 use RedisServer qw(documented_user);
-use Test::More;
 
 my $cluster = RedisCluster->new(masters => 3, replicas => 1);
 my $single = RedisServer->new->start;

@@ -2,14 +2,7 @@
 # has become a replica.  A failover ends no session.
 #
 # Runs alone: it measures how long a failover takes.
-use strict;
-use warnings FATAL => 'all';
-
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 my $take = q{SELECT rl_throttle('k', 1000000, 1000000, 86400)};
 

@@ -2,17 +2,10 @@
 # neither their calls nor their refunds, nor the backend.
 #
 # Runs alone: its calls have short timeouts, and it measures how long they take.
-use strict;
-use warnings FATAL => 'all';
-
-use List::Util qw(min);
-use LyingServer;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
+use LyingServer;
 use RedisCluster;
 use RedisServer qw(documented_user);
-use Test::More;
 
 my $take = q{SELECT source FROM rl_throttle('k', 1000000, 1000000, 86400)};
 my $single = RedisServer->new->start;

@@ -1,16 +1,9 @@
 # One session's failure does not spread to other sessions: stale connections, a stall,
 # a server that accepts no new connections, Sentinels that are down.  What a server that
 # fails costs is bounded: time, connections and searches.
-use strict;
-use warnings FATAL => 'all';
-
-use LyingServer;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
+use LyingServer;
 use TcpProxy;
-use Test::More;
 
 my $redis = RedisServer->new->start;
 # A breaker that opens for retry_interval stays open.

@@ -1,14 +1,7 @@
 # A server that repeats what it received, sends what was not asked for, or is no master:
 # errors show no argument, memory is bounded, and no replica decides.
-use strict;
-use warnings FATAL => 'all';
-
-use LyingServer;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use LyingServer;
 
 my $redis = RedisServer->new->start;
 my $node = new_node($redis);

@@ -6,18 +6,9 @@
 # With RATELIMIT_PAGES='README.md docs/faq.md', only the blocks of these pages run.
 # RATELIMIT_PAGES_TO names a folder to which the pages are written with the outputs
 # that psql printed.  Every user must be able to write there.
-use strict;
-use warnings FATAL => 'all';
-
+use RatelimitTest;
 use DocPage;
 use File::Basename;
-use FindBin;
-use IPC::Run;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 my $root = "$FindBin::RealBin/../..";
 my %page = map { (substr($_, length("$root/")) => DocPage->new($_)) } glob "$root/*.md $root/docs/*.md";

@@ -3,18 +3,9 @@
 # the same answers.
 #
 # RATELIMIT_SEED repeats a run.
-use strict;
-use warnings FATAL => 'all';
-
-use Engines qw(seed below chance pick);
-use FindBin;
-use List::Util qw(max min);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use POSIX qw(floor);
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use Engines qw(seed below chance pick);
+use POSIX qw(floor);
 
 my $seed = seed();
 my $redis = RedisServer->new->start;

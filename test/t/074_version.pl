@@ -1,14 +1,8 @@
 # The control file, META.json, the changelogs and the docs name the same version, and
 # the code gets it from the control file.
-use strict;
-use warnings FATAL => 'all';
-
-use File::Find;
-use FindBin;
-use JSON::PP;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use Test::More;
+use File::Find;
+use JSON::PP;
 
 my $root = "$FindBin::RealBin/../..";
 my $version = version();

@@ -5,18 +5,10 @@
 # another version, or the revision in RATELIMIT_UPGRADE_FROM.  A revision with the
 # present version is installed as version "old", which an empty script upgrades.  So
 # it shows which catalogs have changed since.
-use strict;
-use warnings FATAL => 'all';
-
+use RatelimitTest;
 use ExtensionCatalogs;
 use File::Basename;
 use File::Path qw(make_path);
-use FindBin;
-use IPC::Run;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use RatelimitTest;
-use Test::More;
 
 my $version = version();
 my %folder = map { chomp(my $path = qx(pg_config --$_)); ($_ => $path) } qw(bindir pkglibdir sharedir);

@@ -5,17 +5,9 @@
 # as PostgREST does.
 #
 # RATELIMIT_PAGES_TO names a folder to which the page is written with the answers.
-use strict;
-use warnings FATAL => 'all';
-
-use DocPage;
-use FindBin;
-use JSON::PP;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use DocPage;
+use JSON::PP;
 
 my $json = JSON::PP->new->allow_nonref;
 my %reasons = (200 => 'OK', 201 => 'Created', 413 => 'Request Entity Too Large', 429 => 'Too Many Requests',

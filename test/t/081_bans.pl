@@ -4,17 +4,11 @@
 # RATELIMIT_KEYS is the number of keys in the large Redis (1,000,000).
 #
 # Runs alone: it measures how long steps take in Redis.
-use strict;
-use warnings FATAL => 'all';
-
+use RatelimitTest;
 use LyingServer;
 use List::Util qw(first max min);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use RatelimitTest;
 use RedisCluster;
 use RedisServer qw(documented_user);
-use Test::More;
 
 my $KEYS = $ENV{RATELIMIT_KEYS} || 1_000_000;
 my $BANNED = 1000;

@@ -1,14 +1,7 @@
 # What clients see of a refusal and of a failed store: the fields of the error, the key
 # only if they may read it, control characters only escaped, and JSON for PostgREST.
-use strict;
-use warnings FATAL => 'all';
-
-use JSON::PP;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
+use JSON::PP;
 
 my $redis = RedisServer->new->start;
 my $node = shared_node($redis, 'ratelimit.log_refusals = all', 'ratelimit.retry_interval = 60s');

@@ -5,16 +5,7 @@
 # psql.  RATELIMIT_STEPS makes the floods longer or shorter.
 #
 # Runs alone: it counts the lines that are logged in a second.
-use strict;
-use warnings FATAL => 'all';
-
-use IPC::Run;
-use List::Util qw(max sum0);
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
 use Time::HiRes qw(time);
 
 my $wanted = $ENV{RATELIMIT_STEPS} || 20_000;

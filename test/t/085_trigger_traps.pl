@@ -1,12 +1,5 @@
 # Triggers that could lose rows, show keys or be bypassed, and what rl_triggers says of them.
-use strict;
-use warnings FATAL => 'all';
-
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 my $redis = RedisServer->new->start;
 my $node = shared_node($redis, 'wal_level = logical', 'max_wal_senders = 4', 'wal_retrieve_retry_interval = 100ms');

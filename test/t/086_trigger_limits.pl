@@ -1,12 +1,5 @@
 # Triggers: templates of keys, the fields of errors, and rules that no row can satisfy.
-use strict;
-use warnings FATAL => 'all';
-
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
 use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 my $redis = RedisServer->new->start;
 my $node = shared_node($redis);

@@ -4,11 +4,8 @@
 # several: it keeps leases by redis_url, and one Redis has many addresses.
 package LeaseServers;
 
-use strict;
-use warnings FATAL => 'all';
-
-use Exporter 'import';
 use RatelimitTest;
+use Exporter 'import';
 
 use constant { SECOND => 1_000_000, START => 1_700_000_000_000_000 };
 

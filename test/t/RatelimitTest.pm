@@ -1,14 +1,16 @@
 # Functions that most tests use: a PostgreSQL server with the extension in it,
 # sessions that keep their errors, and checks of what Redis stores.
+#
+# A file that uses this one is strict, and has what most tests use of the other modules.
 package RatelimitTest;
 
 use strict;
 use warnings FATAL => 'all';
 
-use Exporter 'import';
+use Exporter ();
 use FindBin;
 use IPC::Run;
-use List::Util qw(min sum0);
+use List::Util qw(max min shuffle sum0);
 use PostgreSQL::Test::Cluster;
 use PostgreSQL::Test::Utils;
 use RedisServer qw(await);
@@ -18,6 +20,17 @@ our @EXPORT = qw(await new_node shared_node needs_no_preload preload_setting res
 	has_program preload password_file new_log members
 	still_runs session start_clients finish_clients await_load count_of measures
 	none ttl_problems keys_in_virtual_time log_entries wrong_library);
+
+sub import
+{
+	local $Exporter::ExportLevel = 1;
+
+	strict->import;
+	warnings->import(FATAL => 'all');
+	$_->import foreach qw(Test::More PostgreSQL::Test::Utils);
+	List::Util->import(qw(max min shuffle sum0));
+	return Exporter::import(@_);
+}
 
 # Objects must be destroyed, and so their servers stopped, when a test is interrupted.
 $SIG{$_} = sub { die "interrupted by a signal" } foreach qw(INT TERM HUP);

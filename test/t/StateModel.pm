@@ -8,13 +8,10 @@
 # and refused, which count refusals for a ban.
 package StateModel;
 
-use strict;
-use warnings FATAL => 'all';
-
+use RatelimitTest;
 use Exporter 'import';
 use List::Util qw(all max min);
 use Promises;
-use RatelimitTest;
 
 our @EXPORT = qw(%count act refund_charge refund_units delete_states merge divide_up);
 
