@@ -7,9 +7,9 @@ package LeaseServers;
 use RatelimitTest;
 use Exporter 'import';
 
-use constant { SECOND => 1_000_000, START => 1_700_000_000_000_000 };
+use constant { SECOND => 1_000_000, START => 1_700_000_000_000_000, LEASED => 'fixed_window 100000/1h lease 50ms' };
 
-our @EXPORT = qw(SECOND START lease_node servers server_url clock at_sql act_sql act real);
+our @EXPORT = qw(SECOND START LEASED lease_node servers server_url clock at_sql at act_sql act lease charged real);
 
 # Returns a PostgreSQL server for the tests.
 sub lease_node
@@ -74,6 +74,9 @@ sub at_sql
 	  $now, clock($server, $now);
 }
 
+# Sets the clocks to so many microseconds after the start.
+sub at { my ($server, $us) = @_; $server->{session}->ask('SELECT ' . at_sql($server, START + $us)); return; }
+
 # Returns a query that takes quota until a call is refused, at most so many times.
 sub act_sql
 {
@@ -91,6 +94,24 @@ sub act
 
 	die $server->{session}{error} unless defined $answer && $answer =~ /^(\d+) (\d+) (\w+)$/;
 	return ($1, $2, $3);
+}
+
+# Takes quota until the key has a lease with 15 units; so 18 are handed out and 33 charged.
+sub lease
+{
+	my ($server, $key, $text) = @_;
+	my @got = act($server, $key, $text || LEASED, START, 18);
+
+	return join(' ', @got) eq '18 1 lease' || die "no lease: @got";
+}
+
+# Returns the units that Redis has charged to a limit such as LEASED.
+sub charged
+{
+	my ($redis, $key) = @_;
+	my $state = $redis->cli('HGET', "rl:{$key}", 'fixed_window:3600000000') // '0 0';
+
+	return (split / /, $state)[1];
 }
 
 # Returns the length of a lease, as a server counts it.

@@ -10,18 +10,9 @@ my ($server) = servers($node, $redis, 1);
 my $session = $server->{session};
 my $other = session($node);
 my $watcher = session($node);
-my $limits = 'fixed_window 100000/1h lease 50ms';
+my $limits = LEASED;
 
 $other->ask("SET ratelimit.redis_url = '" . server_url($redis, 0) . "'; SELECT " . at_sql($server, START));
-
-# Takes quota until the key has a lease with 15 units; so 18 are handed out and 33 charged.
-sub lease
-{
-	my ($key, $text) = @_;
-	my @got = act($server, $key, $text || $limits, START, 18);
-
-	return join(' ', @got) eq '18 1 lease' || die "no lease: @got";
-}
 
 # Returns the source or the SQLSTATE of a call at the present time.
 sub source
@@ -38,21 +29,18 @@ sub settles
 	my ($key, $handed, $what) = @_;
 
 	act($server, $key, $limits, START + 20 * SECOND, 2);
-	return is((split / /, $redis->cli('HGET', "rl:{$key}", 'fixed_window:3600000000'))[1] - 2, $handed, "$what: $handed units are charged");
+	return is(charged($redis, $key) - 2, $handed, "$what: $handed units are charged");
 }
-
-# Sets the clocks to a time after the start.
-sub at { my ($us) = @_; $session->ask('SELECT ' . at_sql($server, START + $us)); return; }
 
 #
 # Units that are left
 #
 
 # A call that cannot be sent keeps them.
-lease('unreachable');
+lease($server, 'unreachable');
 $redis->cli('SAVE');
 $redis->stop;
-at(200_000);
+at($server, 200_000);
 is(source('unreachable'), 'PT504', 'Redis cannot be reached') foreach 1, 2;
 is($session->attempt(q{SELECT count(*) FROM rl_check_many('{unreachable,new}', 'fixed_window 100000/1h lease 50ms')})->{state}, 'PT504',
 	'nor in a batch');
@@ -83,7 +71,7 @@ settles('unreachable', 18, 'after calls that were not sent');
 			my @got = act($server, 'left', $text, START, 18);
 			is(join(' ', @got), '18 1 lease', 'a lease') if $try == 1;
 			$session->ask("SET ratelimit.command_timeout = '10min'; BEGIN; SAVEPOINT s; SELECT rl_check('owed', '10/1s refund_on_abort'); ROLLBACK TO s; SAVEPOINT s");
-			at(200_000);
+			at($server, 200_000);
 			unlink $liar->path;
 			my $before = $watcher->ask($unused);
 			$session->send("SELECT rl_check('left', '$text');");
@@ -105,8 +93,8 @@ settles('unreachable', 18, 'after calls that were not sent');
 }
 
 # Keys that are used once do not evict them.
-lease('rare');
-at(200_000);
+lease($server, 'rare');
+at($server, 200_000);
 is($session->ask("SELECT count(*) FROM rl_check_many((SELECT array_agg('once' || i) FROM generate_series(1, 30000) i), '$limits')"), 30000,
 	'30,000 keys are used once');
 settles('rare', 18, 'among 30,000 keys');
@@ -154,7 +142,7 @@ foreach my $repair (q{rl_ban('%s', 60)}, q{rl_unban('%s')}, q{rl_reset('%s')}, q
 $_->ask("SET ratelimit.redis_url = '" . server_url($redis, 0) . "'; RESET ratelimit.command_timeout") foreach $session, $other;
 
 # A ban that only the second limit shows.
-lease('banned');
+lease($server, 'banned');
 $redis->cli('HSET', 'rl:{banned}', 'ban', START + 3600 * SECOND);
 is($session->ask(q{SELECT string_agg(source, ' ') FROM rl_peek('banned', '1/1s shadow, 5/10s')}), 'redis ban', 'rl_peek sees the ban');
 is(source('banned'), 'ban', 'and ends the lease');
@@ -165,7 +153,7 @@ is(source('banned'), 'ban', 'and ends the lease');
 
 # After a flush of refunds that was interrupted, a lease serves an action.
 my $refunding = "$limits refund_on_abort";
-lease('freed', $refunding);
+lease($server, 'freed', $refunding);
 $session->ask(q{BEGIN; SAVEPOINT a;
 	SELECT count(*) FROM rl_check_many((SELECT array_agg('back' || i) FROM generate_series(1, 4096) i), '10/1h refund_on_abort');
 	ROLLBACK TO a; SAVEPOINT b; SET ratelimit.command_timeout = '10min'; SET statement_timeout = '500ms'});

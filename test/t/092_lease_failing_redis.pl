@@ -14,34 +14,13 @@ my $redis = RedisServer->new->start;
 my $node = lease_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');
 my ($server) = servers($node, $redis, 1);
 my $session = $server->{session};
-my $limits = 'fixed_window 100000/1h lease 50ms';
+my $limits = LEASED;
 
 $session->ask(q{
 	CREATE FUNCTION limits_of(text) RETURNS rl_limits LANGUAGE sql AS 'SELECT $1::rl_limits';
 	CREATE TABLE orders (tenant text, l text);
 	CREATE TRIGGER enforce AFTER INSERT ON orders REFERENCING NEW TABLE AS new
 		FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('{tenant}', 'public.limits_of({l})')});
-
-# Sets the clocks to a time after the start.
-sub at { my ($us) = @_; $session->ask('SELECT ' . at_sql($server, START + $us)); return; }
-
-# Takes quota until the key has a lease with 15 units; so 18 are handed out and 33 charged.
-sub lease
-{
-	my ($key, $text) = @_;
-	my @got = act($server, $key, $text || $limits, START, 18);
-
-	return join(' ', @got) eq '18 1 lease' || die "no lease: @got";
-}
-
-# Returns the units that Redis has charged.
-sub charged
-{
-	my ($key, $of) = @_;
-	my $state = ($of || $redis)->cli('HGET', "rl:{$key}", 'fixed_window:3600000000') // '0 0';
-
-	return (split / /, $state)[1];
-}
 
 # Returns the outcomes of so many calls, each a source or a SQLSTATE, as a text like "15 lease, 2 PT504".
 sub outcomes
@@ -72,7 +51,7 @@ sub settles
 
 	# Two calls for the leftovers of several grants, after all claims.
 	act($server, $key, $limits, START + 20 * SECOND, 2);
-	my $units = charged($key) - 2;
+	my $units = charged($redis, $key) - 2;
 	return $lost ? cmp_ok($units, '>=', $handed, "$what: $handed units were handed out, and at least as many are charged: $units")
 	  : is($units, $handed, "$what: $handed units were handed out and are charged");
 }
@@ -93,7 +72,7 @@ foreach my $failure (sort keys %failures)
 	my ($begin, $end) = @{ $failures{$failure} };
 	my $lost = $failure =~ /reply/;
 
-	lease($failure);
+	lease($server, $failure);
 	$begin->();
 	is(outcomes($failure, 17), '15 lease, 2 PT504', "$failure: the lease has its units, and then each call fails");
 	$end->();
@@ -107,7 +86,7 @@ foreach my $failure (sort keys %failures)
 		my ($on_error, $source) = @$policy;
 		my $name = "$failure, $on_error";
 
-		lease("$name $_") foreach qw(single batch), 1 .. 3;
+		lease($server, "$name $_") foreach qw(single batch), 1 .. 3;
 		$session->ask("SET ratelimit.on_error = $on_error");
 		$begin->();
 		is(outcomes("$name single", 17), "15 lease, 2 $source", "$name: the lease has its units, and then the policy decides");
@@ -126,10 +105,10 @@ foreach my $failure (sort keys %failures)
 
 # An error reply to a call that has leftovers of a lease: the keys that are asked after it
 # have their answers.
-lease('wrong type');
+lease($server, 'wrong type');
 $redis->cli('DEL', 'rl:{wrong type}');
 $redis->cli('SET', 'rl:{wrong type}', 'no hash');
-at(200_000);
+at($server, 200_000);
 $session->ask('SET ratelimit.on_error = deny');
 is($session->ask("SELECT string_agg(key || ': ' || source, ', ' ORDER BY ordinality)
 		FROM rl_check_many('{first new,wrong type,second new,wrong type,first new}', '$limits') WITH ORDINALITY"),
@@ -141,12 +120,12 @@ is($session->attempt("SELECT count(*) FROM rl_check_many('{third new,wrong type}
 like($session->attempt("SELECT count(*) FROM rl_check_many('{third new,wrong type}', '$limits')")->{message}, qr/WRONGTYPE/, 'which has the reason');
 
 # The script is not known: the call is sent with its source.
-lease('unknown');
+lease($server, 'unknown');
 my $handed = 18;
 foreach my $i (1 .. 60)
 {
 	$redis->cli('SCRIPT', 'FLUSH');
-	at($i * 1000);
+	at($server, $i * 1000);
 	$handed++ if $session->attempt("SELECT allowed::text FROM rl_check('unknown', '$limits')")->{answer} eq 'true';
 }
 is($handed, 78, 'scripts that are not known: each call succeeds');
@@ -154,8 +133,8 @@ settles('unknown', 78, 'scripts that are not known');
 
 # A cancel while a call renews the lease: the other units are handed out, and none of the
 # grant that was not received.
-lease('cancelled');
-at(0);
+lease($server, 'cancelled');
+at($server, 0);
 is(outcomes('cancelled', 11), '11 lease', 'units down to a quarter');
 $redis->pause;
 is($session->state_under_timeout('500ms', "SELECT rl_check('cancelled', '$limits')"), '57014', 'the call that renews is cancelled');
@@ -164,15 +143,15 @@ is(outcomes('cancelled', 6), '4 lease, 2 redis', 'the units that were left are h
 settles('cancelled', 35, 'after a cancel', 1);
 
 # The same in a batch.
-lease("cancelled $_") foreach 1 .. 5;
-at(real(50_000) - 1);
+lease($server, "cancelled $_") foreach 1 .. 5;
+at($server, real(50_000) - 1);
 $redis->pause;
 is($session->state_under_timeout('500ms', "SELECT rl_check_many('{cancelled 1,cancelled 2,cancelled 3,cancelled 4,cancelled 5}', '$limits')"), '57014',
 	'a batch that renews is cancelled');
 $redis->resume;
 foreach my $key (map { "cancelled $_" } 1 .. 5)
 {
-	at(real(50_000) - 1);
+	at($server, real(50_000) - 1);
 	is(outcomes($key, 17), '15 lease, 2 redis', "$key: the units that were left are handed out");
 	settles($key, 35, $key, 1);
 }
@@ -207,15 +186,15 @@ sub insert
 	return $session->state;
 }
 
-at(0);
-lease('row');
+at($server, 0);
+lease($server, 'row');
 is(insert(([ 'row', $limits ]) x 5), '00000', 'a statement takes five units of the lease');
 is(insert(([ 'row', $limits ]) x 5, [ 'none', 'blocked' ]), 'PT403', 'another key is blocked: nothing is taken');
 is(insert(([ 'row', $limits ]) x 5, ([ 'few', 'fixed_window 1/1h lease 50ms' ]) x 2), 'PT413', 'another key is larger than its limit');
 is(insert([ 'few', 'fixed_window 1/1h lease 50ms' ]), '00000', 'another key is used up');
 is(insert(([ 'row', $limits ]) x 5, [ 'few', 'fixed_window 1/1h lease 50ms' ]), 'PT429', 'another key refuses: what was taken is refunded');
 settles('row', 23, 'statements');
-lease('full row');
+lease($server, 'full row');
 $redis->cli('CONFIG', 'SET', 'maxmemory', 1);
 is(insert(([ 'full row', $limits ]) x 5, [ 'full', $limits ]), 'PT504', 'another key has no memory: what was taken is refunded or lost');
 $redis->cli('CONFIG', 'SET', 'maxmemory', 0);
@@ -225,8 +204,8 @@ settles('full row', 18, 'a statement that fails', 1);
 # Modes
 #
 
-at(0);
-lease('mode');
+at($server, 0);
+lease($server, 'mode');
 $session->with({ mode => 'off' }, sub { is(outcomes('mode', 2), '2 off', 'with mode off, no lease is used') });
 $session->with({ mode => 'shadow' }, sub {
 	is(outcomes('mode', 5), '5 lease', 'with mode shadow, leases decide');
@@ -297,7 +276,7 @@ $session->ask(q{
 		RETURN outcome || ' ' || leased;
 	END $$;
 	SET ratelimit.redis_url = '} . $liar->url . q{'});
-at(0);
+at($server, 0);
 my (@wrong, %seen);
 foreach my $n (0 .. $#numbers)
 {
@@ -347,7 +326,7 @@ cmp_ok($seen{$_} || 0, '>', $replies / 50, "$_: " . ($seen{$_} || 0)) foreach 'w
 	is(join(' ', sort keys %sources), 'lease redis', 'a key is used while its slot moves');
 	cmp_ok($sources{lease}, '>', 100, "leases decided $sources{lease} of 180");
 	act($server, $key, $limits, $now + 20 * SECOND, 2);
-	is(charged($key, $cluster->master($to)), 182, 'each unit that was handed out is charged');
+	is(charged($cluster->master($to), $key), 182, 'each unit that was handed out is charged');
 }
 
 done_testing();
