@@ -3,9 +3,7 @@
 # Runs alone: it counts system calls, of which a busy machine causes more.
 use RatelimitTest;
 
-my $redis = RedisServer->new->start;
-my $node = new_node($redis);
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&new_node);
 my $n = 2000;
 
 # Half allowed, half refused.

@@ -2,9 +2,7 @@
 # the commit, and many sessions fire it at the same time.
 use RatelimitTest;
 
-my $redis = RedisServer->new->start;
-my $node = new_node($redis);
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&new_node);
 my $admin = session($node);
 
 #

@@ -4,9 +4,7 @@ use RatelimitTest;
 use Engines qw(seed);
 
 my $seed = seed();
-my $redis = RedisServer->new->start;
-my $node = new_node($redis);
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&new_node);
 
 # The documented layout, which other programs may read.
 $session->ask(q{SELECT rl_check('k', '10/1min, 100/1.5h burst 3'); SELECT rl_ban('k', 2.5)});

@@ -3,9 +3,7 @@
 use RatelimitTest;
 use LyingServer;
 
-my $redis = RedisServer->new->start;
-my $node = new_node($redis);
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&new_node);
 my $pid = $session->pid;
 my $take = q{SELECT rl_throttle('k', 7, 1, 86400)};
 

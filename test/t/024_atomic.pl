@@ -7,9 +7,7 @@ use Engines;
 use RedisMonitor;
 
 my $seed = seed();
-my $redis = RedisServer->new->start;
-my $node = new_node($redis);
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&new_node);
 my $engine = c_engine($node);
 redis_engine($node);
 

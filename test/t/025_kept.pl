@@ -9,9 +9,7 @@ use Engines;
 use Time::HiRes qw(time usleep);
 
 my $seed = seed();
-my $redis = RedisServer->new->start;
-my $node = shared_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&shared_node, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');
 
 # Returns the Redis keys of a key.
 sub kept

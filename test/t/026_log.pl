@@ -9,9 +9,7 @@ use Promises;
 
 my $steps = $ENV{RATELIMIT_STEPS} || 12_000;
 my $seed = seed();
-my $redis = RedisServer->new->start;
-my $node = new_node($redis);
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&new_node);
 my $period = 1_000_000;
 
 #

@@ -4,9 +4,7 @@ use RatelimitTest;
 use IO::Socket::UNIX;
 use LyingServer;
 
-my $redis = RedisServer->new->start;
-my $node = new_node($redis, 'restart_after_crash = on', 'max_files_per_process = 64');
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&new_node, 'restart_after_crash = on', 'max_files_per_process = 64');
 my $watcher = session($node);
 my $look = q{SELECT rl_throttle('fault', 7, 1, 86400, 0)};
 my $take = q{SELECT rl_throttle('fault', 7, 1, 86400)};

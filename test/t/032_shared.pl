@@ -6,9 +6,7 @@
 use RatelimitTest;
 use Time::HiRes qw(time);
 
-my $redis = RedisServer->new->start;
-my $node = shared_node($redis, 'restart_after_crash = on', 'autovacuum = off');
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&shared_node, 'restart_after_crash = on', 'autovacuum = off');
 my $watcher = session($node);
 
 #

@@ -7,9 +7,7 @@ use Engines;
 use RedisMonitor;
 
 my $seed = seed();
-my $redis = RedisServer->new->start;
-my $node = shared_node($redis);
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&shared_node);
 my $watcher = session($node);
 my $engine = c_engine($node);
 redis_engine($node);

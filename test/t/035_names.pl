@@ -3,9 +3,7 @@
 use RatelimitTest;
 use Engines;
 
-my $redis = RedisServer->new->start;
-my $node = shared_node($redis);
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&shared_node);
 
 # Returns a program's output.
 sub output_of

@@ -4,9 +4,7 @@ use RatelimitTest;
 use RedisMonitor;
 use Time::HiRes qw(time);
 
-my $redis = RedisServer->new->start;
-my $node = shared_node($redis, 'ratelimit.store = redis', q{log_line_prefix = '%m '});
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&shared_node, 'ratelimit.store = redis', q{log_line_prefix = '%m '});
 my $watcher = session($node);
 my $monitor = RedisMonitor->new($redis);
 my $pid = $session->pid;

@@ -5,9 +5,7 @@ use File::Basename;
 use RedisMonitor;
 use Time::HiRes qw(time);
 
-my $redis = RedisServer->new->start;
-my $node = shared_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&shared_node, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');
 
 sub answers { return $session->answers(@_); }
 

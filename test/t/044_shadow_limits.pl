@@ -11,9 +11,7 @@ use Engines;
 use Time::HiRes qw(time);
 
 my $wanted = $ENV{RATELIMIT_STEPS} || 10_000;
-my $redis = RedisServer->new->start;
-my $node = shared_node($redis);
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&shared_node);
 
 seed();
 

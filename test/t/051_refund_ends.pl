@@ -7,9 +7,7 @@ use RatelimitTest;
 use LyingServer;
 use RedisMonitor;
 
-my $redis = RedisServer->new->start;
-my $node = shared_node($redis, 'max_prepared_transactions = 2', 'ratelimit.retry_interval = 0');
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&shared_node, 'max_prepared_transactions = 2', 'ratelimit.retry_interval = 0');
 my $watcher = session($node);
 my $pid = $session->pid;
 

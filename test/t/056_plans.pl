@@ -3,9 +3,7 @@
 use RatelimitTest;
 use RedisMonitor;
 
-my $redis = RedisServer->new->start;
-my $node = shared_node($redis, 'ratelimit.denial_cache = off');
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&shared_node, 'ratelimit.denial_cache = off');
 my $monitor = RedisMonitor->new($redis);
 
 # Returns the commands that Redis has got since the last time, without those of connecting.

@@ -10,9 +10,7 @@ use LyingServer;
 my $wanted = $ENV{RATELIMIT_STEPS} || 50_000;
 my $seed = seed();
 my $store = store();
-my $redis = RedisServer->new->start;
-my $node = shared_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&shared_node, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');
 my $engine = c_engine($node);
 redis_engine($node);
 

@@ -8,9 +8,7 @@ use Engines qw(seed below chance pick);
 use POSIX qw(floor);
 
 my $seed = seed();
-my $redis = RedisServer->new->start;
-my $node = new_node($redis);
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&new_node);
 my $page = slurp_file("$FindBin::RealBin/../../docs/coming-from.md");
 my $keys = 0;
 

@@ -16,9 +16,7 @@ my $BANNED = 1000;
 my ($user, $password, @rule) = documented_user();
 my @second_rule = slurp_file("$FindBin::RealBin/../../docs/operations.md") =~ /^redis-cli ACL SETUSER ratelimit (\+scan .*)$/m
   ? map { s/'//gr } split / /, $1 : die 'the documentation has no second rule';
-my $redis = RedisServer->new->start;
-my $node = shared_node($redis, "ratelimit.denial_cache = off", 'ratelimit.retry_interval = 0');
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&shared_node, "ratelimit.denial_cache = off", 'ratelimit.retry_interval = 0');
 my $watcher = session($node);
 
 # Returns the keys that rl_bans returns, sorted.

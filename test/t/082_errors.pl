@@ -3,9 +3,7 @@
 use RatelimitTest;
 use JSON::PP;
 
-my $redis = RedisServer->new->start;
-my $node = shared_node($redis, 'ratelimit.log_refusals = all', 'ratelimit.retry_interval = 60s');
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&shared_node, 'ratelimit.log_refusals = all', 'ratelimit.retry_interval = 60s');
 
 # Runs commands.  Returns the fields of their only error, and what the server has logged.
 sub error_of

@@ -10,9 +10,7 @@ use Time::HiRes qw(time);
 
 my $wanted = $ENV{RATELIMIT_STEPS} || 20_000;
 my $clients = 4;
-my $redis = RedisServer->new->start;
-my $node = shared_node($redis, q{log_line_prefix = '%m '}, 'log_min_error_statement = error');
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&shared_node, q{log_line_prefix = '%m '}, 'log_min_error_statement = error');
 my $line = qr/^(\S+ \S+)\.\d+ \S+ ERROR:  rate limit .*$/m;
 
 # Makes n refused calls from some clients, as psql's \gexec sends them; %d is the number

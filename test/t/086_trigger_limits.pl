@@ -1,9 +1,7 @@
 # Triggers: templates of keys, the fields of errors, and rules that no row can satisfy.
 use RatelimitTest;
 
-my $redis = RedisServer->new->start;
-my $node = shared_node($redis);
-my $session = session($node);
+my ($redis, $node, $session) = start_servers(\&shared_node);
 
 #
 # Long templates: if their parsing were quadratic, it would take minutes

@@ -4,10 +4,9 @@
 # The clocks of Redis and of the servers are virtual.  Sessions that write the path of
 # one Redis in different ways are servers of their own where leases are concerned.
 use RatelimitTest;
+use LeaseServers qw(SECOND START);
 use LyingServer;
 use Time::HiRes ();
-
-use constant { SECOND => 1_000_000, START => 1_700_000_000_000_000 };
 
 my $redis = RedisServer->new->start;
 my $node = shared_node($redis);

@@ -16,7 +16,7 @@ use PostgreSQL::Test::Utils;
 use RedisServer qw(await);
 use Test::More;
 
-our @EXPORT = qw(await new_node shared_node needs_no_preload preload_setting restart_unshared start_node store version
+our @EXPORT = qw(await start_servers new_node shared_node needs_no_preload preload_setting restart_unshared start_node store version
 	has_program preload password_file new_log members
 	still_runs session start_clients finish_clients await_load count_of measures
 	none ttl_problems keys_in_virtual_time log_entries wrong_library);
@@ -107,6 +107,16 @@ sub shared_node
 	my ($redis, @conf) = @_;
 
 	return _node($redis, preload_setting(), @conf);
+}
+
+# Starts Redis, and PostgreSQL by new_node or shared_node.  Returns both, and a session.
+sub start_servers
+{
+	my ($new, @conf) = @_;
+	my $redis = RedisServer->new->start;
+	my $node = $new->($redis, @conf);
+
+	return ($redis, $node, session($node));
 }
 
 # Starts or restarts the server with the libraries in RATELIMIT_PRELOAD, which
