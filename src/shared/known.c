@@ -109,6 +109,7 @@ typedef struct Lot
 typedef struct Lease
 {
 	uint64		generation;		/* changes when its lots are ended; 0: no lease */
+	int64		length;			/* as real_length */
 	int64		window;			/* start of the span in which use is counted */
 	double		units;			/* used in it */
 	double		units_before;	/* in the span before */
@@ -225,6 +226,13 @@ new_id(void)
 	return pg_atomic_add_fetch_u64(&table->ids, 1);
 }
 
+/* Returns a length as this server counts it: the clocks may run 10 % apart. */
+static int64
+real_length(int64 length)
+{
+	return length - rl_divide_up(length, 10);
+}
+
 /*
  * Entries
  */
@@ -268,39 +276,35 @@ next_entry(Set *set, RlKeyHash key_hash, const Entry *entry)
 	for (Entry *entry = next_entry(set, key_hash, NULL); entry != NULL; \
 		 entry = next_entry(set, key_hash, entry))
 
+/* Returns true if a key's entry is in use, under these limits and on the present clocks. */
+static bool
+is_entry_of(const Entry *entry, const RlLimits *limits)
+{
+	return !is_free(entry) && entry->clocks == clocks() && rl_limits_same(&entry->limits, limits);
+}
+
 /* Returns the key's entry under these limits, on the present clocks, or NULL. */
 static Entry *
 find_entry(Set *set, RlKeyHash key_hash, const RlLimits *limits)
 {
 	foreach_entry(entry, set, key_hash)
-		if (!is_free(entry) && entry->clocks == clocks() && rl_limits_same(&entry->limits, limits))
+		if (is_entry_of(entry, limits))
 			return entry;
 	return NULL;
 }
 
-/* Returns the length of a lease as this server counts it: the clocks may run 10 % apart. */
-static int64
-real_length(const RlLimits *limits)
-{
-	int64		length = rl_lease_length(limits);
-
-	return length - rl_divide_up(length, 10);
-}
-
 /* Moves the span in which use is counted on to the present. */
 static void
-roll(Entry *entry, int64 now)
+roll(Lease *lease, int64 now)
 {
-	Lease	   *lease = &entry->lease;
-	int64		length = real_length(&entry->limits);
 	int64		passed = now - lease->window;
-	bool		next = passed >= 0 && passed < 2 * length;
+	bool		next = passed >= 0 && passed < 2 * lease->length;
 
-	if (passed >= 0 && passed < length)
+	if (passed >= 0 && passed < lease->length)
 		return;
 	lease->units_before = next ? lease->units : 0;
 	lease->actions_before = next ? lease->actions : 0;
-	lease->window = next ? lease->window + length : now;
+	lease->window = next ? lease->window + lease->length : now;
 	lease->units = lease->actions = 0;
 }
 
@@ -349,7 +353,7 @@ evict(Set *set, bool leases, int most)
 		if (has_lease(entry) != leases || is_free(entry))
 			continue;
 		if (leases && (entry->clocks & 2) == (clocks() & 2))
-			roll(entry, now);
+			roll(&entry->lease, now);
 		value = leases ? worth(&entry->lease) : entry->denial.refused_until;
 		if (n++ == 0 || value < least)
 		{
@@ -532,8 +536,7 @@ outdate(Set *set, RlKeyHash key_hash, const RlAction *action, bool allowed, bool
 			continue;
 		contradicted = allowed &&
 			((denial->decision.ban_left > 0 && !rl_all_shadow(action->limits)) ||
-			 (action->quota >= denial->quota && entry->clocks == clocks() &&
-			  rl_limits_same(&entry->limits, action->limits)));
+			 (action->quota >= denial->quota && is_entry_of(entry, action->limits)));
 		concerned = denial->trusted_until > 0 &&
 			(all || rl_limits_share_state(action->limits, &entry->limits));
 		any |= contradicted || concerned;
@@ -561,14 +564,12 @@ delete_denials(Set *set, RlKeyHash key_hash)
 
 /*
  * Returns the units that were used within the last real length, or 0 if there were too
- * few actions for a lease.  The entry is rolled to now.
+ * few actions for a lease.  The lease is rolled to now.
  */
 static int64
-recent_use(const Entry *entry, int64 now)
+recent_use(const Lease *lease, int64 now)
 {
-	const Lease *lease = &entry->lease;
-	double		length = Max(real_length(&entry->limits), 1);
-	double		part = 1 - (now - lease->window) / length;
+	double		part = 1 - (now - lease->window) / (double) Max(lease->length, 1);
 
 	/* An estimate for the last length would count actions that are longer ago. */
 	if (Max(lease->actions, lease->actions_before) < MIN_ACTIONS)
@@ -606,10 +607,9 @@ find_lot(Lease *lease, int64 quota, int64 now)
 
 /* Returns true if a call is to renew the lease: a quarter of the units or of the time is left. */
 static bool
-wants_renewal(const Entry *entry, int64 now)
+wants_renewal(const Lease *lease, int64 now)
 {
-	const Lease *lease = &entry->lease;
-	int64		use = recent_use(entry, now);
+	int64		use = recent_use(lease, now);
 	int64		renew_at = 0;
 
 	if (use == 0 || (lease->claim != 0 && now < lease->claim_ends))
@@ -638,8 +638,8 @@ take_leased(Entry *entry, const RlAction *action, bool renew, RlAnswer *answer, 
 		return false;
 	now = lease_now();
 	lot = find_lot(lease, action->quota, now);
-	roll(entry, now);
-	if (lot == NULL || (renew && wants_renewal(entry, now)))
+	roll(lease, now);
+	if (lot == NULL || (renew && wants_renewal(lease, now)))
 	{
 		*ask = lot != NULL || units_of(lease, now, false) > 0;
 		return false;
@@ -698,15 +698,15 @@ ask_lease(Entry *entry, const RlKey *key, RlLeaseCall *call)
 {
 	Lease	   *lease = &entry->lease;
 	int64		now = call->asked;
-	double		length = Max(real_length(&entry->limits), 1);
+	double		length = Max(lease->length, 1);
 	int64		use;
 
-	roll(entry, now);
+	roll(lease, now);
 	call->generation = lease->generation;
 	for (int i = 0; i < LOTS; i++)
 		if (lease->lots[i].units > 0 && now >= lease->lots[i].ends)
 			take_leftover(entry, key, &lease->lots[i], &call->left[call->nleft++]);
-	use = recent_use(entry, now);
+	use = recent_use(lease, now);
 	if (use == 0 || (lease->claim != 0 && now < lease->claim_ends))
 		return;
 	/* The new lot needs a place. */
@@ -736,7 +736,7 @@ store_lot(Entry *entry, const RlKey *key, const RlLeaseCall *call, const RlAnswe
 {
 	Lease	   *lease = &entry->lease;
 	Lot		   *lot = replaced_lot(lease);
-	int64		length = call->valid - rl_divide_up(call->valid, 10);
+	int64		length = real_length(call->valid);
 
 	/*
 	 * It has units only if they came during the call: from a rollback, or from
@@ -781,10 +781,11 @@ note_lease(Set *set, Entry *entry, const RlKnown *known, const RlAction *action,
 		else
 			evict(set, true, LEASES - 1);
 		entry->lease = (Lease) {.generation = new_id(),.window = now};
+		entry->lease.length = real_length(rl_lease_length(action->limits));
 		pg_atomic_fetch_add_u32(&table->leases, 1);
 	}
 	lease = &entry->lease;
-	roll(entry, now);
+	roll(lease, now);
 	/* No later call renews because of a time for which this one has renewed. */
 	if (call->claim != 0 && lease->claim == call->claim)
 	{
