@@ -23,6 +23,7 @@ CREATE TYPE rl_decision AS (
 	remaining bigint,
 	retry_after double precision,
 	reset_after double precision,
+	rule text,
 	source text
 );
 COMMENT ON TYPE rl_decision IS 'the answer to one action: whether it may happen, and the figures of the binding limit';
@@ -31,6 +32,7 @@ COMMENT ON COLUMN rl_decision.capacity IS 'the size of the binding limit, in uni
 COMMENT ON COLUMN rl_decision.remaining IS 'units of quota that are still free now, after this action if it was allowed; NULL if no store decided';
 COMMENT ON COLUMN rl_decision.retry_after IS 'seconds until the same call can succeed if no other call takes quota, under a concurrent limit at the latest; NULL when allowed, when no wait helps, and if no store decided';
 COMMENT ON COLUMN rl_decision.reset_after IS 'seconds until the limit is as if it had never been used; NULL if no store decided';
+COMMENT ON COLUMN rl_decision.rule IS 'the binding limit, as canonical text; of a ban, the limit that set it; NULL if no limit decided: under unlimited and blocked, if no store decided, and for a ban by rl_ban';
 COMMENT ON COLUMN rl_decision.source IS 'the part that decided: redis, local, lease, denial_cache, ban, fail_open, fail_closed, unlimited, blocked, shadow (allowed only because of ratelimit.mode or of the option shadow) or off';
 
 --
@@ -195,7 +197,7 @@ COMMENT ON FUNCTION rl_check_each(text, rl_limits, bigint) IS
 
 CREATE FUNCTION rl_check_many(keys text[], limits rl_limits, quotas bigint[] DEFAULT NULL,
 		OUT key text, OUT allowed boolean, OUT capacity bigint, OUT remaining bigint,
-		OUT retry_after double precision, OUT reset_after double precision, OUT source text)
+		OUT retry_after double precision, OUT reset_after double precision, OUT rule text, OUT source text)
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_check_many(text[], rl_limits, bigint[]) IS
@@ -215,7 +217,7 @@ COMMENT ON FUNCTION rl_enforce(text, rl_limits, bigint) IS
 
 CREATE FUNCTION rl_check_all(keys text[], limits rl_limits[], quotas bigint[] DEFAULT NULL,
 		OUT key text, OUT allowed boolean, OUT capacity bigint, OUT remaining bigint,
-		OUT retry_after double precision, OUT reset_after double precision, OUT source text)
+		OUT retry_after double precision, OUT reset_after double precision, OUT rule text, OUT source text)
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 2;
 COMMENT ON FUNCTION rl_check_all(text[], rl_limits[], bigint[]) IS
@@ -223,7 +225,7 @@ COMMENT ON FUNCTION rl_check_all(text[], rl_limits[], bigint[]) IS
 
 CREATE FUNCTION rl_enforce_all(keys text[], limits rl_limits[], quotas bigint[] DEFAULT NULL,
 		OUT key text, OUT allowed boolean, OUT capacity bigint, OUT remaining bigint,
-		OUT retry_after double precision, OUT reset_after double precision, OUT source text)
+		OUT retry_after double precision, OUT reset_after double precision, OUT rule text, OUT source text)
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 2;
 COMMENT ON FUNCTION rl_enforce_all(text[], rl_limits[], bigint[]) IS

@@ -200,6 +200,8 @@ typedef struct RlDecision
 	int64		retry_after;	/* 0 when allowed, or RL_NEVER */
 	int64		reset_after;	/* or RL_UNKNOWN */
 	int64		ban_left;		/* 0: no ban is in force */
+	const char *ban_rule;		/* of a ban in force: the text of the limit that set it, in
+								 * the memory context of the call; NULL: not known */
 	RlSource	source;
 } RlDecision;
 

@@ -302,7 +302,7 @@ rl_set_unasked(const RlAction *action, RlAnswer *answer, bool allowed, RlSource 
  * shadow limits.  in_force is false if this refusal has started the ban.
  */
 void
-rl_apply_ban(const RlLimits *limits, RlDecision *decisions, int64 left, bool in_force)
+rl_apply_ban(const RlLimits *limits, RlDecision *decisions, int64 left, bool in_force, const char *rule)
 {
 	for (int i = 0; i < limits->n; i++)
 	{
@@ -318,6 +318,7 @@ rl_apply_ban(const RlLimits *limits, RlDecision *decisions, int64 left, bool in_
 		{
 			d->allowed = false;
 			d->ban_left = left;
+			d->ban_rule = rule;
 			d->source = RL_FROM_BAN;
 		}
 	}
@@ -445,9 +446,9 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ba
 	if (longest > 0 && act->commit)
 		ban->until = act->now + longest;
 	if (act->verdict == RL_VERDICT_BANNED)
-		rl_apply_ban(limits, decisions, ban->until - act->now, true);
+		rl_apply_ban(limits, decisions, ban->until - act->now, true, ban->rule);
 	else if (longest > 0)
-		rl_apply_ban(limits, decisions, longest, false);
+		rl_apply_ban(limits, decisions, longest, false, NULL);
 	return changed;
 }
 

@@ -62,6 +62,7 @@ typedef struct RlBan
 {
 	int64		until;			/* or any time that has passed */
 	const RlLimit *by;			/* the limit that has just set it; NULL: none */
+	const char *rule;			/* of a ban in force, as in RlDecision */
 } RlBan;
 
 /* An action, for each of its limits. */
@@ -289,7 +290,8 @@ extern bool rl_longer_wait(int64 a, int64 b);
 extern int64 rl_told_wait(const RlLimits *limits, int binding, const RlDecision *decision);
 extern void rl_charges_set(const RlAction *action, int64 at, const RlDecision *each, RlCharge *charges);
 extern RlDecision rl_combine(const RlLimits *limits, const RlDecision *decisions, int *binding);
-extern void rl_apply_ban(const RlLimits *limits, RlDecision *decisions, int64 left, bool in_force);
+extern void rl_apply_ban(const RlLimits *limits, RlDecision *decisions, int64 left, bool in_force,
+						 const char *rule);
 
 /*
  * For stores

@@ -86,8 +86,10 @@ rl_limits_rows(const RlLimits *limits)
 extern bool rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error);
 extern bool rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error);
 extern bool rl_limit_is_too_long(RlError *error);
+extern int	rl_limit_write(const RlLimit *limit, char *text);
 extern char *rl_limit_text(const RlLimits *limits, int i);
 extern int	rl_limit_why(const RlLimit *limit, char *why);
+extern const char *rl_ban_rule(const char *why, int len);
 extern char *rl_limits_text(const RlLimits *limits);
 extern bool rl_limits_same(const RlLimits *a, const RlLimits *b);
 extern bool rl_limits_share_state(const RlLimits *a, const RlLimits *b);

@@ -4,14 +4,12 @@
  */
 #include "postgres.h"
 
-#include <stdarg.h>
-
 #include "lib/stringinfo.h"
+#include "utils/builtins.h"
 
 #include "algorithm/algorithm.h"
 #include "algorithm/calendar.h"
 #include "algorithm/limits.h"
-#include "error.h"
 
 /*
  * Largest first, so that the canonical text takes the largest that fits.  The
@@ -33,16 +31,21 @@ const char *const rl_kind_texts[] = {
 };
 
 /* Appends to the text of a limit, which has room for all that the grammar allows. */
-static void append(char *text, int *len, const char *format,...) rl_attribute_printf(3, 4);
+static void
+append(char *text, int *len, const char *word)
+{
+	int			n = strlen(word);
+
+	Assert(*len + n < RL_MAX_LIMIT_TEXT);
+	memcpy(text + *len, word, n + 1);
+	*len += n;
+}
 
 static void
-append(char *text, int *len, const char *format,...)
+append_count(char *text, int *len, const char *word, int64 count)
 {
-	va_list		args;
-
-	va_start(args, format);
-	*len += vsnprintf(text + *len, RL_MAX_LIMIT_TEXT - *len, format, args);
-	va_end(args);
+	append(text, len, word);
+	*len += pg_lltoa(count, text + *len);
 	Assert(*len < RL_MAX_LIMIT_TEXT);
 }
 
@@ -53,23 +56,30 @@ append_period(char *text, int *len, const char *word, int64 period)
 
 	while (period % rl_units[i].duration != 0)
 		i++;
-	append(text, len, "%s%lld%s", word, (long long) (period / rl_units[i].duration), rl_units[i].name);
+	append_count(text, len, word, period / rl_units[i].duration);
+	append(text, len, rl_units[i].name);
 }
 
 /* Writes the canonical text of a limit into a buffer of RL_MAX_LIMIT_TEXT bytes.  Returns its length. */
-static int
-write_limit(const RlLimit *limit, char *text)
+int
+rl_limit_write(const RlLimit *limit, char *text)
 {
 	int64		burst = limit->capacity + limit->reserve;
 	int			len = 0;
 
-	append(text, &len, "%s %lld/", rl_algorithm(limit)->name, (long long) limit->count);
+	append(text, &len, rl_algorithm(limit)->name);
+	append_count(text, &len, " ", limit->count);
 	if (limit->calendar != RL_NO_CALENDAR)
-		append(text, &len, "%s in %s", rl_calendar_names[limit->calendar], limit->zone);
+	{
+		append(text, &len, "/");
+		append(text, &len, rl_calendar_names[limit->calendar]);
+		append(text, &len, " in ");
+		append(text, &len, limit->zone);
+	}
 	else
-		append_period(text, &len, "", limit->period);
+		append_period(text, &len, "/", limit->period);
 	if (burst != limit->count)
-		append(text, &len, " burst %lld", (long long) burst);
+		append_count(text, &len, " burst ", burst);
 	if (limit->step != 0 && limit->calendar == RL_NO_CALENDAR)
 		append_period(text, &len, " step ", limit->step);
 	if (limit->from_first)
@@ -79,7 +89,7 @@ write_limit(const RlLimit *limit, char *text)
 	if (limit->ban != 0)
 	{
 		append_period(text, &len, " ban ", limit->ban);
-		append(text, &len, " after %lld", (long long) limit->ban_after);
+		append_count(text, &len, " after ", limit->ban_after);
 	}
 	if (limit->shadow)
 		append(text, &len, " shadow");
@@ -98,7 +108,23 @@ int
 rl_limit_why(const RlLimit *limit, char *why)
 {
 	memcpy(why, RL_WHY_LIMIT, strlen(RL_WHY_LIMIT));
-	return strlen(RL_WHY_LIMIT) + write_limit(limit, why + strlen(RL_WHY_LIMIT));
+	return strlen(RL_WHY_LIMIT) + rl_limit_write(limit, why + strlen(RL_WHY_LIMIT));
+}
+
+/*
+ * Returns the text of the limit that set a ban, from why the key is banned, palloc'd; NULL if
+ * no limit has set it, or there is no memory.  Another program may have changed it.
+ */
+const char *
+rl_ban_rule(const char *why, int len)
+{
+	int			word = strlen(RL_WHY_LIMIT);
+	char	   *rule;
+
+	if (len <= word || len >= RL_MAX_WHY || memcmp(why, RL_WHY_LIMIT, word) != 0)
+		return NULL;
+	rule = palloc_extended(len - word + 1, MCXT_ALLOC_NO_OOM | MCXT_ALLOC_ZERO);
+	return rule ? memcpy(rule, why + word, len - word) : NULL;
 }
 
 /* Returns the canonical text of limit i, or of unlimited or blocked; palloc'd. */
@@ -109,7 +135,7 @@ rl_limit_text(const RlLimits *limits, int i)
 
 	if (limits->kind != RL_LISTED)
 		return pstrdup(rl_kind_texts[limits->kind]);
-	(void) write_limit(&limits->limit[i], text);
+	(void) rl_limit_write(&limits->limit[i], text);
 	return pstrdup(text);
 }
 
@@ -126,7 +152,7 @@ rl_limits_text(const RlLimits *limits)
 	{
 		char		limit[RL_MAX_LIMIT_TEXT];
 
-		(void) write_limit(&limits->limit[i], limit);
+		(void) rl_limit_write(&limits->limit[i], limit);
 		appendStringInfo(&text, "%s%s", i > 0 ? ", " : "", limit);
 	}
 	return text.data;

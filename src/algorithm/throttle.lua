@@ -5,18 +5,16 @@
 -- backlog that leaves room for it, in microseconds. "cost_ns" and "room_ns" are the
 -- nanoseconds of the two. All but the first two may be absent. Returns the backlog
 -- before the action in nanoseconds, negative if the action is refused, and as text if
--- it is too long for a number. Under a ban, returns two numbers: the rest of the ban in
--- microseconds, and the backlog.
+-- it is too long for a number. Under a ban, returns the rest of the ban in
+-- microseconds, the backlog, and the limit that set it (see expiry.lua), if it is known.
 
 local state = call('HMGET', hash, tag, 'ban', 'expiry')
 local value, ban, expiry = state[1], state[2], state[3]
 --@ backlog
 
-if ban then
-  ban = string.match(ban, '^%d+') - now
-  if ban > 0 then
-    return {string.format('%.0f', ban), string.format('%.0f%03.0f', us, ns)}
-  end
+--@ ban
+if left > 0 then
+  return {string.format('%.0f', left), string.format('%.0f%03.0f', us, ns), by}
 end
 
 local sign, before_us, before_ns = 1, us, ns

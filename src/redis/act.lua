@@ -39,8 +39,8 @@ local function is_shadow(l)
 end
 
 -- Returns the verdict of a key's limits and its field "ban": 0: they allow the
--- action, -1: they refuse it, else the rest of the ban in microseconds. If all limits
--- are shadow limits, a ban does not matter.
+-- action, -1: they refuse it, else the rest of the ban in microseconds, and the limit that
+-- set it (see expiry.lua). If all limits are shadow limits, a ban does not matter.
 local function decide(limits, ban)
   local verdict = 0
   check_windows()
@@ -54,11 +54,11 @@ local function decide(limits, ban)
       verdict = -1
     end
   end
-  ban = ban and string.match(ban, '^%d+') - now or 0
-  if ban > 0 then
+  --@ ban
+  if left > 0 then
     for _, l in ipairs(limits) do
       if not is_shadow(l) then
-        return ban
+        return left, by
       end
     end
   end

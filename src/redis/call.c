@@ -71,6 +71,8 @@ typedef struct KeyReply
 	const int64 *reported;		/* the numbers of all limits */
 	int			nreported;
 	int64		straight[RL_REPORTED];	/* "reported" of a straight script */
+	const char *why;			/* of a ban in force: "limit " and the limit that set it */
+	int			why_len;		/* 0: not known */
 	const int64 *grant;			/* of a lease: units, how long they can be used, the key's life; or NULL */
 } KeyReply;
 
@@ -437,19 +439,37 @@ decide_key(const RlAction *action, const KeyReply *take, bool charged, RlDecisio
 		return false;
 
 	if (take->verdict > 0)
-		rl_apply_ban(limits, decisions, Min(take->verdict, RL_MAX_WAIT), true);
+		rl_apply_ban(limits, decisions, Min(take->verdict, RL_MAX_WAIT), true, rl_ban_rule(take->why, take->why_len));
 	else if (take->ban > 0)
-		rl_apply_ban(limits, decisions, Min(take->ban, RL_MAX_WAIT), false);
+		rl_apply_ban(limits, decisions, Min(take->ban, RL_MAX_WAIT), false, NULL);
 	return true;
 }
 
-/* The numbers of a reply, and those of them that are not read yet. */
+/* A reply, and the part of it that is not read yet. */
 typedef struct Reader
 {
 	const RlReply *reply;
 	int			at;
 	int			pairs;			/* where the pairs of many_throttle.lua are */
+	const char *rules;			/* the rest of its text: a line for each banned key */
+	int			rules_len;
 } Reader;
+
+/* Reads the line about the ban of a key, if there is one.  Returns false if no script can send it. */
+static bool
+read_rule(Reader *reader, KeyReply *take)
+{
+	int			word = strlen(RL_WHY_LIMIT);
+	const char *end = reader->rules_len > 0 ? memchr(reader->rules, '\n', reader->rules_len) : NULL;
+	int			len = end != NULL ? end - reader->rules : reader->rules_len;
+
+	take->why = reader->rules;
+	take->why_len = len;
+	reader->rules += len + (end != NULL);
+	reader->rules_len -= len + (end != NULL);
+	return len == 0 ||
+		(len > word && memcmp(take->why, RL_WHY_LIMIT, word) == 0 && rl_is_printable(take->why, len));
+}
 
 /* Reads the numbers that check.lua returns for a key.  Returns false if they are no such numbers. */
 static bool
@@ -467,18 +487,20 @@ read_listed(const RlAction *action, Reader *reader, KeyReply *take)
 	take->ban = values[1];
 	take->at = values[2];
 	return take->verdict >= -1 && take->ban >= 0 && take->at >= 0 && take->at < RL_CALENDAR_END &&
-		(take->ban == 0 || (take->verdict == -1 && may_ban(action)));
+		(take->ban == 0 || (take->verdict == -1 && may_ban(action))) &&
+		(take->verdict <= 0 || read_rule(reader, take));
 }
 
 /* Reads the n numbers that a straight script returns for a key.  Returns false if it cannot send them. */
 static bool
-read_straight(const RlAction *action, const int64 *values, int n, KeyReply *take)
+read_straight(const RlAction *action, Reader *reader, const int64 *values, int n, KeyReply *take)
 {
 	const RlLimit *limit = &action->limits->limit[0];
 	const RlAlgorithm *algorithm = rl_algorithm(limit);
 
 	*take = (KeyReply) {.reported = take->straight,.nreported = algorithm->nreported};
-	return algorithm->read_alone(limit, action->quota, values, n, &take->verdict, take->straight);
+	return algorithm->read_alone(limit, action->quota, values, n, &take->verdict, take->straight) &&
+		(take->verdict <= 0 || read_rule(reader, take));
 }
 
 /* Reads what many_throttle.lua returns for key i of its call. */
@@ -500,7 +522,7 @@ read_of_many(const RlAction *action, Reader *reader, int i, KeyReply *take)
 	number[1] = values[reader->at++];
 	if (ban == -1)
 		*take = (KeyReply) {.failed = true};
-	else if (!read_straight(action, &number[ban == 0], ban == 0 ? 1 : 2, take))
+	else if (!read_straight(action, reader, &number[ban == 0], ban == 0 ? 1 : 2, take))
 		return false;
 	take->at = values[0];
 	return true;
@@ -532,7 +554,8 @@ read_key(const Taking *taking, const RlAction *action, Reader *reader, int i, Ke
 		(reply->nvalues <= RL_REPORTED || !rl_algorithm(&action->limits->limit[0])->has_logs))
 	{
 		reader->at = reply->nvalues;
-		return reply->is_array == (reply->nvalues > 1) && read_straight(action, reply->values, reply->nvalues, take);
+		return reply->is_array == (reply->nvalues > 1) &&
+			read_straight(action, reader, reply->values, reply->nvalues, take);
 	}
 	if (!reply->is_array)
 		return false;
@@ -618,7 +641,7 @@ read_call(int call, const RlReply *reply, void *arg, RlError *error)
 	KeyReply	take[RL_MAX_TOGETHER];
 	RlDecision	decisions[RL_MAX_TOGETHER];
 	RlDecision *next = decisions;
-	Reader		reader = {.reply = reply};
+	Reader		reader = {.reply = reply,.rules = reply->data,.rules_len = reply->len};
 
 	if (reply->kind == RL_REPLY_ERROR)
 	{
@@ -630,7 +653,7 @@ read_call(int call, const RlReply *reply, void *arg, RlError *error)
 		reader.at = 1;
 		reader.pairs = n + 1;
 	}
-	if (reply->kind != RL_REPLY_NUMBERS || reader.pairs > reply->nvalues ||
+	if ((reply->kind != RL_REPLY_NUMBERS && reply->kind != RL_REPLY_MIXED) || reader.pairs > reply->nvalues ||
 		(reader.pairs > 0 && (!reply->is_array || reply->values[0] < 0)))
 		return rl_wrong_reply(error);
 	for (int i = 0; i < n; i++)
@@ -639,7 +662,7 @@ read_call(int call, const RlReply *reply, void *arg, RlError *error)
 			return rl_wrong_reply(error);
 		charged &= take[i].verdict == 0;
 	}
-	if (Max(reader.at, reader.pairs) != reply->nvalues)
+	if (Max(reader.at, reader.pairs) != reply->nvalues || reader.rules_len > 0)
 		return rl_wrong_reply(error);
 	/* A wrong number must not be found when some actions are answered already. */
 	for (int i = 0; i < n; i++)

@@ -3,7 +3,8 @@
 --
 -- Returns the verdict (0: allowed, -1: refused, else the rest of a ban in
 -- microseconds), the length of the ban that this refusal starts (0: none), the
--- time, and the numbers of each limit (see act.lua).
+-- time, the numbers of each limit (see act.lua), and under a ban the limit that set it, if it
+-- is known.
 
 local COMMIT = ARGV[2] == '1'
 
@@ -13,10 +14,11 @@ if not COMMIT then
 end
 
 local limits, ban = load_limits(0)
-local verdict = decide(limits, ban)
+local verdict, by = decide(limits, ban)
 local reply = {verdict, 0, now}
 reply[2] = act(limits, verdict, reply, COMMIT)
 if COMMIT then
   write()
 end
+reply[#reply + 1] = by
 return reply

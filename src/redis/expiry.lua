@@ -1,3 +1,14 @@
+-- Parts of the scripts that take quota. The first reads the field "ban": it sets "left" to
+-- the rest of the ban in microseconds, or 0, and "by" to "limit " and the limit that set it,
+-- or nil.
+--< ban
+local left, by = 0
+if ban then
+  left = string.match(ban, '^%d+') - now
+  by = left > 0 and string.match(string.sub(ban, 1, 300), '^%d+ %d+ (limit [ -~]+)$') or nil
+end
+-->
+
 -- Parts of the scripts that write: the expiry of a hash, and the end of old states. The expiry is late enough for all
 -- fields. The field "expiry" has it too, in milliseconds of Redis's own clock. Most
 -- calls need a hash until an earlier time, and leave the expiry as it is. Otherwise

@@ -5,13 +5,13 @@
 -- ARGV[1] is the limit's tag, ARGV[2] the quota, ARGV[3] the period, and then come the
 -- numbers for the algorithm. Returns the quota in use after the action, and the
 -- wait until nothing is in use. If the action is refused, the wait until the same
--- call can succeed follows, and under a ban also the rest of the ban. Waits are in
--- microseconds.
+-- call can succeed follows, and under a ban also the rest of the ban, and the limit
+-- that set it (see expiry.lua), if it is known. Waits are in microseconds.
 
 --@ load
 
-ban = ban and string.match(ban, '^%d+') - now or 0
-local allowed = ban <= 0 and used + quota <= capacity
+--@ ban
+local allowed = left <= 0 and used + quota <= capacity
 if allowed and quota > 0 then
   --@ take
   --@ text
@@ -37,7 +37,7 @@ if lacking > 0 and quota <= capacity then
   --@ wait
   wait = free
 end
-if ban > 0 then
-  return {used, reset, wait, ban}
+if left > 0 then
+  return {used, reset, wait, left, by}
 end
 return {used, reset, wait}

@@ -106,10 +106,13 @@ got_string(const redisReadTask *task, char *str, size_t len)
 	{
 		int64		value = 0;
 		bool		valid = read_int64(str, len, &value);
+		bool		is_last = task->parent != NULL && task->parent->parent == NULL &&
+			task->idx > 0 && task->idx == (int) task->parent->elements - 1;
 
-		if (!valid && task->parent == NULL && len <= sizeof(text))
+		/* A string that ends its reply is read before another reply can replace it. */
+		if (!valid && (task->parent == NULL || (is_last && len > 0 && reply->kind == RL_REPLY_NUMBERS)) && len <= sizeof(text))
 		{
-			reply->kind = RL_REPLY_TEXT;
+			reply->kind = is_last ? RL_REPLY_MIXED : RL_REPLY_TEXT;
 			reply->data = memcpy(text, str, len);
 			reply->len = len;
 			return reply;
@@ -218,8 +221,19 @@ rl_resp_attach(struct redisReader *reader, RlReply **place, RlReply *reply)
 	reply->kind = RL_REPLY_NUMBERS;
 	reply->is_array = false;
 	reply->nvalues = 0;
+	reply->len = 0;
 	reader->fn = &object_functions;
 	reader->privdata = place;
+}
+
+/* Returns true if all bytes are printable ASCII. */
+bool
+rl_is_printable(const char *data, int len)
+{
+	for (int i = 0; i < len; i++)
+		if (data[i] < ' ' || data[i] > '~')
+			return false;
+	return true;
 }
 
 /* Appends one argument of a command. */

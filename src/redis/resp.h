@@ -16,6 +16,7 @@ typedef enum RlReplyKind
 {
 	RL_REPLY_NUMBERS,			/* an integer, a string that is one, or an
 								 * array of these */
+	RL_REPLY_MIXED,				/* an array of these, and then a string that is none */
 	RL_REPLY_STATUS,
 	RL_REPLY_ERROR,
 	RL_REPLY_NIL,
@@ -35,8 +36,8 @@ typedef struct RlReply
 	int			nvalues;
 	int64		values[RL_MAX_VALUES];
 	char		text[320];		/* the line of an error or a status, in ASCII; a host */
-	const char *data;			/* of RL_REPLY_TEXT: its bytes, which last until the
-								 * next such reply */
+	const char *data;			/* of RL_REPLY_TEXT, and of the string of RL_REPLY_MIXED:
+								 * its bytes, which last until the next such reply */
 	int			len;
 } RlReply;
 
@@ -54,6 +55,7 @@ typedef enum RlNextStep
 
 struct redisReader;
 
+extern bool rl_is_printable(const char *data, int len);
 extern RlNextStep rl_reply_next_step(const RlReply *reply);
 extern void rl_resp_reset(StringInfo out);
 extern void rl_resp_start(StringInfo out, int nargs);

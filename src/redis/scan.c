@@ -53,16 +53,6 @@ read_number(Text *text, char end, int64 *number)
 	return true;
 }
 
-/* Returns true if all bytes are printable ASCII. */
-static bool
-is_printable(const char *data, int len)
-{
-	for (int i = 0; i < len; i++)
-		if (data[i] < ' ' || data[i] > '~')
-			return false;
-	return true;
-}
-
 /* Reads "<bytes>:" and that number of bytes. */
 static bool
 read_bytes(Text *text, const char **data, int *len)
@@ -241,7 +231,7 @@ read_master(Text *masters, const RlAddress *asked)
 	int			len;
 
 	if (!read_number(masters, ' ', &port) || !read_number(masters, ' ', &tls_port) ||
-		!read_bytes(masters, &host, &len) || !is_printable(host, len))
+		!read_bytes(masters, &host, &len) || !rl_is_printable(host, len))
 		return NULL;
 	if (asked->tls ? tls_port > 0 : port == 0)
 		port = tls_port;
@@ -309,7 +299,7 @@ rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlError *error)
 		rl_command_text(command, more);
 		if (!run(&rl_inspect_script, command, INSPECT_NEEDS, &text, error))
 			return false;
-		if (!read_bytes(&text, &data, &len) || len >= RL_MAX_STATE_NAME || !is_printable(data, len))
+		if (!read_bytes(&text, &data, &len) || len >= RL_MAX_STATE_NAME || !rl_is_printable(data, len))
 			return rl_wrong_reply(error);
 		memcpy(more, data, len);
 		more[len] = '\0';
@@ -322,12 +312,12 @@ rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlError *error)
 			if (!read_number(&text, ' ', &kept.used) || !read_number(&text, ' ', &kept.until) ||
 				!read_bytes(&text, &kept.name, &kept.name_len) ||
 				!read_bytes(&text, &kept.raw, &kept.raw_len) ||
-				!is_printable(kept.name, kept.name_len))
+				!rl_is_printable(kept.name, kept.name_len))
 				return rl_wrong_reply(error);
 			/* A ban may have a reason. */
 			if (kept.name_len == 3 && memcmp(kept.name, "ban", 3) == 0)
 				kept.raw_len = pg_encoding_verifymbstr(PG_UTF8, kept.raw, kept.raw_len);
-			else if (!is_printable(kept.raw, kept.raw_len))
+			else if (!rl_is_printable(kept.raw, kept.raw_len))
 				return rl_wrong_reply(error);
 			found(&kept, arg);
 		}

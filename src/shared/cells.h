@@ -98,6 +98,21 @@ rl_ban_cells(int key_len, int why_len)
 	return (key_len + why_len + RL_CELL_TEXT - 1) / RL_CELL_TEXT;
 }
 
+/* Copies the text of a ban, which begins in this cell: the key, then why. */
+static inline void
+rl_cell_ban_text(const RlCells *view, const RlCell *cell, char *text)
+{
+	int			len = cell->ban.key_len + cell->ban.why_len;
+
+	for (int at = 0;; cell = rl_cell_at(view, cell->ban.rest))
+	{
+		memcpy(text + at, cell->ban.text, Min(len - at, RL_CELL_TEXT));
+		at += RL_CELL_TEXT;
+		if (at >= len)
+			break;
+	}
+}
+
 /* True if the cell is the limit's; without a limit, the ban. */
 static inline bool
 rl_cell_is_of(const RlCell *cell, const RlLimit *limit)

@@ -85,7 +85,8 @@ typedef struct Denial
 	int64		refused_until;
 	pg_atomic_uint32 asking;	/* 1: a backend asks Redis again */
 	int			binding;
-	RlDecision	decision;
+	RlDecision	decision;		/* its ban_rule only says whether the next one is set */
+	char		ban_rule[RL_MAX_LIMIT_TEXT];
 	TimestampTz since;			/* first of the refusals without a gap */
 	Oid			database;		/* of the last refusal */
 	int			key_len;
@@ -439,7 +440,12 @@ refuses(Entry *entry, int64 quota, RlAnswer *answer)
 	decision->retry_after -= passed;
 	decision->reset_after = Max(decision->reset_after - passed, 0);
 	if (decision->ban_left > 0)
+	{
+		char	   *rule = palloc_extended(RL_MAX_LIMIT_TEXT, MCXT_ALLOC_NO_OOM);
+
 		decision->ban_left = Max(decision->ban_left - passed, 1);
+		decision->ban_rule = decision->ban_rule && rule ? strcpy(rule, denial->ban_rule) : NULL;
+	}
 	return true;
 }
 
@@ -511,6 +517,8 @@ note_denial(Set *set, Entry *entry, const RlKnown *known, const RlAction *action
 		known->asked + trusted_for(action->limits, decision) : 0;
 	denial->refused_until = until;
 	denial->decision = *decision;
+	if (decision->ban_left > 0 && decision->ban_rule != NULL)
+		strlcpy(denial->ban_rule, decision->ban_rule, sizeof(denial->ban_rule));
 	denial->binding = answer->binding;
 	pg_atomic_init_u32(&denial->asking, 0);
 }

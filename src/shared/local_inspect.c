@@ -30,21 +30,13 @@ typedef struct Ban
 static int
 copy_ban(const RlCells *view, const RlCell *cell, Ban *ban)
 {
-	int			len = cell->ban.key_len + cell->ban.why_len;
-
 	ban->key_hash = cell->key_hash;
 	ban->until = cell->ban.until;
 	ban->began = cell->ban.began;
 	ban->key_len = cell->ban.key_len;
 	ban->why_len = cell->ban.why_len;
-	for (int at = 0;; cell = rl_cell_at(view, cell->ban.rest))
-	{
-		memcpy(ban->text + at, cell->ban.text, Min(len - at, RL_CELL_TEXT));
-		at += RL_CELL_TEXT;
-		if (at >= len)
-			break;
-	}
-	return offsetof(Ban, text) + len;
+	rl_cell_ban_text(view, cell, ban->text);
+	return offsetof(Ban, text) + ban->key_len + ban->why_len;
 }
 
 /*

@@ -74,6 +74,24 @@ set_ban(RlCells *view, uint32 c, const RlKey *key, int64 until, const char *why,
 	rl_cell_set_end(view, c, until);
 }
 
+/* Sets the ban to that in cell c, or for RL_NO_CELL to none. */
+static void
+load_ban(const RlCells *view, uint32 c, RlBan *ban)
+{
+	char		text[RL_MAX_KEY + RL_MAX_WHY];
+	const RlCell *cell;
+
+	*ban = (RlBan) {0};
+	if (c == RL_NO_CELL)
+		return;
+	cell = rl_cell_at(view, c);
+	ban->until = cell->ban.until;
+	if (ban->until <= view->now)
+		return;
+	rl_cell_ban_text(view, cell, text);
+	ban->rule = rl_ban_rule(text + cell->ban.key_len, cell->ban.why_len);
+}
+
 /* Stores the ban that a limit has set. */
 static void
 save_ban(RlCells *view, uint32 c, const RlKey *key, const RlBan *ban)
@@ -230,7 +248,7 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 	RlState		states[RL_MAX_LIMITS];
 	uint32		found[RL_MAX_LIMITS];
 	uint32		old_ban;
-	RlBan		ban = {0};
+	RlBan		ban;
 	uint32		changed;
 	RlCells		view = {.key_hash = rl_key_hash(&action->key)};
 
@@ -257,8 +275,7 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 	if (!begin_act(&view, &action->key, limits, quota, how, found, states, &old_ban, error))
 		return false;
 	answer->at = view.now;
-	if (old_ban != RL_NO_CELL)
-		ban.until = rl_cell_at(&view, old_ban)->ban.until;
+	load_ban(&view, old_ban, &ban);
 	changed = rl_act(limits, states, &view.pool, &ban, view.now, quota, how != RL_PEEK, decisions);
 	for (int i = 0; i < limits->n; i++)
 		if (changed & 1 << i)
@@ -274,8 +291,8 @@ typedef struct Key
 	RlState		states[RL_MAX_LIMITS];
 	RlView		views[RL_MAX_LIMITS];
 	uint32		found[RL_MAX_LIMITS];
-	uint32		ban;
-	int64		banned_until;
+	uint32		ban_cell;
+	RlBan		ban;
 	RlVerdict	verdict;
 } Key;
 
@@ -299,7 +316,7 @@ begin_all(RlCells *view, const RlAction *const *actions, int n, Key *keys, RlErr
 			chunks[i] = i > 0 ? chunks[i - 1] : 0;
 			rl_cells_select(view, i);
 			find_cells(view, &actions[i]->key, actions[i]->limits, actions[i]->quota, RL_TAKE,
-					   keys[i].found, keys[i].states, &keys[i].ban, &cells[i], &chunks[i]);
+					   keys[i].found, keys[i].states, &keys[i].ban_cell, &cells[i], &chunks[i]);
 			/* The keys share the spares, so a key's numbers include those of the keys before it. */
 			reserved &= rl_cells_reserve(view, cells[i], chunks[i]);
 		}
@@ -317,12 +334,12 @@ begin_all(RlCells *view, const RlAction *const *actions, int n, Key *keys, RlErr
 
 /* Stores the states of the view's key that have changed, and its ban. */
 static void
-save_key(RlCells *view, const RlAction *action, const Key *key, uint32 changed, const RlBan *ban)
+save_key(RlCells *view, const RlAction *action, const Key *key, uint32 changed)
 {
 	for (int i = 0; i < action->limits->n; i++)
 		if (changed & 1 << i)
 			save_state(view, key->found[i], &action->limits->limit[i], &key->states[i]);
-	save_ban(view, key->ban, &action->key, ban);
+	save_ban(view, key->ban_cell, &action->key, &key->ban);
 }
 
 static bool
@@ -343,8 +360,8 @@ local_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apar
 	{
 		Key		   *key = &keys[i];
 
-		key->banned_until = key->ban == RL_NO_CELL ? 0 : rl_cell_at(&view, key->ban)->ban.until;
-		key->verdict = rl_act_decide(actions[i]->limits, key->states, &view.pool, key->banned_until,
+		load_ban(&view, key->ban_cell, &key->ban);
+		key->verdict = rl_act_decide(actions[i]->limits, key->states, &view.pool, key->ban.until,
 									 view.now, actions[i]->quota, key->views, taken[i].each);
 		allowed &= key->verdict == RL_VERDICT_ALLOWED;
 	}
@@ -352,15 +369,14 @@ local_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apar
 	{
 		Key		   *key = &keys[i];
 		RlAct		act = {view.now, actions[i]->quota, key->verdict, true};
-		RlBan		ban = {.until = key->banned_until};
 		uint32		changed;
 
 		if (!allowed && act.verdict == RL_VERDICT_ALLOWED)
 			act.verdict = RL_VERDICT_REFUSED;
 		rl_cells_select(&view, i);
-		changed = rl_act_complete(actions[i]->limits, key->states, &view.pool, &ban, &act,
+		changed = rl_act_complete(actions[i]->limits, key->states, &view.pool, &key->ban, &act,
 								  key->views, taken[i].each);
-		save_key(&view, actions[i], key, changed, &ban);
+		save_key(&view, actions[i], key, changed);
 		taken[i].at = view.now;
 		taken[i].charged = allowed;
 	}

@@ -22,7 +22,7 @@
 #include "error.h"
 #include "sql/arguments.h"
 
-#define DECISION_COLUMNS	6
+#define DECISION_COLUMNS	7
 
 /* The most columns that a later version of rl_decision may have. */
 #define MAX_COLUMNS			16
@@ -334,11 +334,11 @@ static const char source_names[][MAX_SOURCE] = {
 };
 
 /*
- * Sets DECISION_COLUMNS values, in the order of rl_decision.  They last until the
+ * Sets the columns from allowed to reset_after, and then the source.  That lasts until the
  * next call: a text that is palloc'd makes rl_throttle in the local store 3 % slower.
  */
 static void
-set_decision(const RlDecision *d, Datum *values, bool *nulls)
+set_figures(const RlDecision *d, Datum *values, bool *nulls)
 {
 	static union
 	{
@@ -348,7 +348,7 @@ set_decision(const RlDecision *d, Datum *values, bool *nulls)
 	const char *name = source_names[d->source];
 	int			len = strlen(name);
 
-	memset(nulls, false, DECISION_COLUMNS * sizeof(bool));
+	memset(nulls, false, 6 * sizeof(bool));
 	values[0] = BoolGetDatum(d->allowed);
 	values[1] = Int64GetDatum(d->capacity);
 	nulls[1] = d->capacity == RL_UNKNOWN;
@@ -362,17 +362,75 @@ set_decision(const RlDecision *d, Datum *values, bool *nulls)
 	values[5] = PointerGetDatum(source.data);
 }
 
-/* Adds a row to the set that the function returns: a value, not NULL, and a decision. */
+/*
+ * Returns the text of the limit that decided, or 0 if no limit did.  It lasts until the next
+ * call.
+ *
+ * A cache (src/README.md): the last limit and its text, so that most calls write no text.
+ */
+static Datum
+rule_datum(const RlLimits *limits, const RlAnswer *answer)
+{
+	static RlLimit last;
+	static union
+	{
+		int32		header;
+		char		data[VARHDRSZ + RL_MAX_LIMIT_TEXT];
+	}			rule;
+	const RlDecision *d = &answer->decision;
+	const RlLimit *limit = &limits->limit[answer->binding];
+
+	if (d->ban_left > 0)
+		return d->ban_rule != NULL ? CStringGetTextDatum(d->ban_rule) : (Datum) 0;
+	if (d->remaining == RL_UNKNOWN)
+		return (Datum) 0;
+	if (memcmp(&last, limit, sizeof(RlLimit)) != 0)
+	{
+		SET_VARSIZE(rule.data, VARHDRSZ + rl_limit_write(limit, rule.data + VARHDRSZ));
+		last = *limit;
+	}
+	return PointerGetDatum(rule.data);
+}
+
+/* Sets DECISION_COLUMNS values, in the order of rl_decision.  They last until the next call. */
+static void
+set_decision(const RlLimits *limits, const RlAnswer *answer, Datum *values, bool *nulls)
+{
+	set_figures(&answer->decision, values, nulls);
+	values[6] = values[5];
+	nulls[6] = false;
+	values[5] = rule_datum(limits, answer);
+	nulls[5] = values[5] == (Datum) 0;
+}
+
+/* Adds a row to the set that the function returns: a value, not NULL, and the decision. */
 void
-rl_put_decision(FunctionCallInfo fcinfo, Datum value, const RlDecision *decision)
+rl_put_decision(FunctionCallInfo fcinfo, Datum value, const RlLimits *limits, const RlAnswer *answer)
 {
 	ReturnSetInfo *result = (ReturnSetInfo *) fcinfo->resultinfo;
 	Datum		values[1 + DECISION_COLUMNS];
 	bool		nulls[1 + DECISION_COLUMNS] = {false};
 
 	values[0] = value;
-	set_decision(decision, values + 1, nulls + 1);
+	set_decision(limits, answer, values + 1, nulls + 1);
 	tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
+}
+
+/* Makes the function return a row for each limit: its text and its decision. */
+void
+rl_put_each(FunctionCallInfo fcinfo, const RlLimits *limits, const RlDecision *decisions)
+{
+	ReturnSetInfo *result = (ReturnSetInfo *) fcinfo->resultinfo;
+	Datum		values[DECISION_COLUMNS];
+	bool		nulls[DECISION_COLUMNS] = {false};
+
+	InitMaterializedSRF(fcinfo, 0);
+	for (int i = 0; i < rl_limits_rows(limits); i++)
+	{
+		values[0] = CStringGetTextDatum(rl_limit_text(limits, i));
+		set_figures(&decisions[i], values + 1, nulls + 1);
+		tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
+	}
 }
 
 /* Sets column n of a row to the text, or to null if it is NULL. */
@@ -399,7 +457,7 @@ static void
 check_decision_type(Oid type, TupleDesc desc)
 {
 	static const Oid column_types[DECISION_COLUMNS] = {
-		BOOLOID, INT8OID, INT8OID, FLOAT8OID, FLOAT8OID, TEXTOID
+		BOOLOID, INT8OID, INT8OID, FLOAT8OID, FLOAT8OID, TEXTOID, TEXTOID
 	};
 	bool		fits = desc != NULL && desc->natts >= DECISION_COLUMNS && desc->natts <= MAX_COLUMNS;
 
@@ -423,9 +481,12 @@ seconds_value(Datum value, bool isnull, int64 unknown)
 	return !isnull && us >= 0 ? (int64) Min(us, (double) RL_MAX_WAIT) : unknown;
 }
 
-/* Returns a decision that is an argument.  Raises an error if it or its verdict is NULL. */
+/*
+ * Returns a decision that is an argument, and sets *rule to its limit's text, or to NULL.
+ * Raises an error if it or its verdict is NULL.
+ */
 RlDecision
-rl_decision_argument(FunctionCallInfo fcinfo, int n)
+rl_decision_argument(FunctionCallInfo fcinfo, int n, const char **rule)
 {
 	RlDecision	decision = {.source = RL_FROM_REDIS};
 	HeapTupleHeader row;
@@ -448,8 +509,9 @@ rl_decision_argument(FunctionCallInfo fcinfo, int n)
 	decision.remaining = nulls[2] ? RL_UNKNOWN : Max(DatumGetInt64(values[2]), 0);
 	decision.retry_after = decision.allowed ? 0 : seconds_value(values[3], nulls[3], RL_NEVER);
 	decision.reset_after = seconds_value(values[4], nulls[4], RL_UNKNOWN);
-	for (size_t i = 0; !nulls[5] && i < lengthof(source_names); i++)
-		if (strcmp(text_to_cstring(DatumGetTextPP(values[5])), source_names[i]) == 0)
+	*rule = nulls[5] ? NULL : TextDatumGetCString(values[5]);
+	for (size_t i = 0; !nulls[6] && i < lengthof(source_names); i++)
+		if (strcmp(TextDatumGetCString(values[6]), source_names[i]) == 0)
 			decision.source = i;
 	return decision;
 }
@@ -464,7 +526,7 @@ rl_decision_argument(FunctionCallInfo fcinfo, int n)
  * identifier.
  */
 Datum
-rl_decision_row(FunctionCallInfo fcinfo, const RlDecision *decision)
+rl_decision_row(FunctionCallInfo fcinfo, const RlLimits *limits, const RlAnswer *answer)
 {
 	static Oid	function = InvalidOid;
 	static TypeCacheEntry *type = NULL;
@@ -485,7 +547,7 @@ rl_decision_row(FunctionCallInfo fcinfo, const RlDecision *decision)
 		function = fcinfo->flinfo->fn_oid;
 	}
 	natts = type->tupDesc->natts;
-	set_decision(decision, values, nulls);
+	set_decision(limits, answer, values, nulls);
 	for (int i = DECISION_COLUMNS; i < natts; i++)
 	{
 		values[i] = (Datum) 0;

@@ -41,10 +41,12 @@ typedef struct RlParsedLimits
 extern const RlLimits *rl_limits_parsed(RlParsedLimits *kept, MemoryContext context, const text *value);
 extern Datum *rl_array_elements(FunctionCallInfo fcinfo, int n, const char *name, int *count);
 
-extern RlDecision rl_decision_argument(FunctionCallInfo fcinfo, int n);
+extern RlDecision rl_decision_argument(FunctionCallInfo fcinfo, int n, const char **rule);
 
-extern Datum rl_decision_row(FunctionCallInfo fcinfo, const RlDecision *decision);
-extern void rl_put_decision(FunctionCallInfo fcinfo, Datum value, const RlDecision *decision);
+extern Datum rl_decision_row(FunctionCallInfo fcinfo, const RlLimits *limits, const RlAnswer *answer);
+extern void rl_put_decision(FunctionCallInfo fcinfo, Datum value, const RlLimits *limits,
+							const RlAnswer *answer);
+extern void rl_put_each(FunctionCallInfo fcinfo, const RlLimits *limits, const RlDecision *decisions);
 extern void rl_set_text(Datum *values, bool *nulls, int n, const char *text);
 extern Datum rl_row(FunctionCallInfo fcinfo, Datum *values, bool *nulls);
 

@@ -81,7 +81,7 @@ check_all(FunctionCallInfo fcinfo, bool enforce)
 	if (enforce && rl_refused_key(answers, arguments.n) >= 0)
 		rl_raise_refused_all(arguments.actions, arguments.n, answers, NULL);
 	for (int i = 0; i < arguments.n; i++)
-		rl_put_decision(fcinfo, arguments.keys[i], &answers[i].decision);
+		rl_put_decision(fcinfo, arguments.keys[i], arguments.actions[i].limits, &answers[i]);
 	return (Datum) 0;
 }
 

@@ -63,7 +63,7 @@ rl_check_many(PG_FUNCTION_ARGS)
 		}
 		rl_decide_many(actions, some, answers, &unanswered);
 		for (int i = 0; i < some; i++)
-			rl_put_decision(fcinfo, keys[first + i], &answers[i].decision);
+			rl_put_decision(fcinfo, keys[first + i], limits, &answers[i]);
 	}
 	MemoryContextSwitchTo(caller);
 	MemoryContextDelete(context);

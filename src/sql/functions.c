@@ -73,7 +73,7 @@ decide_one(FunctionCallInfo fcinfo, RlAlgorithmId algorithm, const char *count_n
 	action.limits = one_limit(&limit, count_name);
 	action.quota = rl_quota_argument(fcinfo, n);
 	rl_decide(&action, &answer);
-	return rl_decision_row(fcinfo, &answer.decision);
+	return rl_decision_row(fcinfo, action.limits, &answer);
 }
 
 PG_FUNCTION_INFO_V1(rl_throttle);
@@ -130,7 +130,7 @@ rl_check(PG_FUNCTION_ARGS)
 	RlAnswer	answer = {0};
 
 	rl_decide(&action, &answer);
-	return rl_decision_row(fcinfo, &answer.decision);
+	return rl_decision_row(fcinfo, action.limits, &answer);
 }
 
 PG_FUNCTION_INFO_V1(rl_allow);
@@ -154,7 +154,7 @@ rl_enforce_check(PG_FUNCTION_ARGS)
 	rl_decide(&action, &answer);
 	if (!answer.decision.allowed)
 		rl_raise_refused(&action, &answer, NULL);
-	return rl_decision_row(fcinfo, &answer.decision);
+	return rl_decision_row(fcinfo, action.limits, &answer);
 }
 
 /* Returns how long rl_wait may wait; NULL is forever. */
@@ -256,16 +256,7 @@ rl_wait(PG_FUNCTION_ARGS)
 		left = Max(left - (rl_monotonic_now() - start), 0);
 		pause = Min(2 * pause, LONGEST_PAUSE);
 	}
-	return rl_decision_row(fcinfo, &answer.decision);
-}
-
-/* Makes the function return a row for each limit: its text and its decision. */
-static void
-return_decisions(FunctionCallInfo fcinfo, const RlLimits *limits, const RlDecision *decisions)
-{
-	InitMaterializedSRF(fcinfo, 0);
-	for (int i = 0; i < rl_limits_rows(limits); i++)
-		rl_put_decision(fcinfo, CStringGetTextDatum(rl_limit_text(limits, i)), &decisions[i]);
+	return rl_decision_row(fcinfo, action.limits, &answer);
 }
 
 PG_FUNCTION_INFO_V1(rl_check_each);
@@ -277,7 +268,7 @@ rl_check_each(PG_FUNCTION_ARGS)
 	RlAnswer	answer = {.each = each};
 
 	rl_decide(&action, &answer);
-	return_decisions(fcinfo, action.limits, each);
+	rl_put_each(fcinfo, action.limits, each);
 	return (Datum) 0;
 }
 
@@ -303,7 +294,7 @@ rl_peek(PG_FUNCTION_ARGS)
 			if (each[i].ban_left > 0)
 				rl_known_end(&action.key, RL_END_LEASES, NULL);
 	}
-	return_decisions(fcinfo, action.limits, each);
+	rl_put_each(fcinfo, action.limits, each);
 	return (Datum) 0;
 }
 

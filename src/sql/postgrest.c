@@ -27,36 +27,40 @@ name_argument(FunctionCallInfo fcinfo, int n)
 }
 
 /*
- * Returns the index of the limit that the decision's figures describe.  The
- * row does not name the limit.  So this is the first limit that has the same
- * capacity and can take as long as the decision says to become free; under a ban
- * the waits are those of the ban, so only the capacity is compared.  Raises an error
- * if no limit has the capacity; the capacity under unlimited or blocked is NULL.
- * A shadow limit is the binding limit only if all limits are shadow limits.
+ * Returns the index of the limit that decided, which may have other options here, or of the
+ * first limit that can refuse actions if no store decided, or a ban that another limit or a
+ * role has set.  Raises an error if the decision is not one under these limits; the capacity
+ * under unlimited or blocked is NULL.
  */
 static int
-binding_limit(const RlLimits *limits, const RlDecision *decision)
+binding_limit(const RlLimits *limits, const RlDecision *decision, const char *rule)
 {
-	int64		wait = decision->source == RL_FROM_BAN ? 0 :
-		Max(decision->reset_after, decision->retry_after);
-	bool		shadow = rl_all_shadow(limits);
+	bool		all_shadow = rl_all_shadow(limits);
+	bool		may_be_ban = decision->remaining == 0 && decision->source != RL_FROM_REDIS &&
+		decision->source != RL_FROM_LOCAL && decision->source != RL_FROM_LEASE;
+	bool		found = false;
 	int			binding = -1;
+	RlLimits	decided;
+	RlError		error;
+	bool		known = rule != NULL && rl_limits_parse(rule, strlen(rule), &decided, &error) && decided.n == 1;
 
-	for (int i = limits->n - 1; i >= 0; i--)
+	for (int i = limits->n - 1; i >= 0 && !found; i--)
 	{
 		const RlLimit *limit = &limits->limit[i];
-		int64		periods = limit->capacity / limit->count + 1;
 
-		if (limit->capacity == decision->capacity && limit->shadow == shadow &&
-			(binding < 0 || wait / periods <= limit->period))
-			binding = i;
+		if (limit->shadow != all_shadow)
+			continue;
+		found = known && rl_same_state(limit, &decided.limit[0]) &&
+			(limit->capacity == decision->capacity || may_be_ban);
+		binding = i;
 	}
-	if (binding < 0 && (limits->kind == RL_LISTED || decision->capacity != RL_UNKNOWN))
+	if ((limits->kind == RL_LISTED) != (decision->capacity != RL_UNKNOWN) ||
+		(!found && decision->remaining != RL_UNKNOWN && !may_be_ban))
 		ereport(ERROR,
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("decision is not one under these limits"),
 				 decision->capacity == RL_UNKNOWN ? errdetail("Its capacity is NULL.") :
-				 errdetail("Its capacity is %lld.", (long long) decision->capacity)));
+				 rule == NULL ? errdetail("Its rule is NULL.") : errdetail("Its rule is \"%s\".", rule)));
 	return binding;
 }
 
@@ -66,9 +70,10 @@ rl_headers_json(PG_FUNCTION_ARGS)
 {
 	char	   *name = name_argument(fcinfo, 0);
 	const RlLimits *limits = rl_limits_argument(fcinfo, 1, NULL);
-	RlDecision	decision = rl_decision_argument(fcinfo, 2);
+	const char *rule;
+	RlDecision	decision = rl_decision_argument(fcinfo, 2, &rule);
 	RlHeader	headers[RL_MAX_HEADERS];
-	int			n = rl_headers(name, limits, binding_limit(limits, &decision), &decision, headers);
+	int			n = rl_headers(name, limits, binding_limit(limits, &decision, rule), &decision, headers);
 	StringInfoData json;
 
 	initStringInfo(&json);

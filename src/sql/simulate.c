@@ -114,10 +114,9 @@ rl_simulate(PG_FUNCTION_ARGS)
 	Partition  *partition = WinGetPartitionLocalMemory(window, sizeof(Partition));
 	int64		now;
 	int64		quota;
-	int			binding;
 	int			wanted = 0;
 	RlDecision	decisions[RL_MAX_LIMITS];
-	RlDecision	decision;
+	RlAnswer	answer = {0};
 
 	/* Otherwise all rows of the partition would be kept. */
 	WinSetMarkPosition(window, WinGetCurrentPosition(window));
@@ -130,12 +129,15 @@ rl_simulate(PG_FUNCTION_ARGS)
 								   &partition->pool, now, quota);
 	reserve_chunks(partition, wanted);
 	if (partition->limits.kind != RL_LISTED)
-		decision = rl_unasked_decision(&partition->limits);
+		answer.decision = rl_unasked_decision(&partition->limits);
 	else
 	{
+		/* A ban in force was set by a limit of the partition. */
+		if (partition->ban.by != NULL && partition->ban.until > now)
+			partition->ban.rule = rl_limit_text(&partition->limits, partition->ban.by - partition->limits.limit);
 		rl_act(&partition->limits, partition->states, &partition->pool, &partition->ban,
 			   now, quota, true, decisions);
-		decision = rl_combine(&partition->limits, decisions, &binding);
+		answer.decision = rl_combine(&partition->limits, decisions, &answer.binding);
 	}
-	return rl_decision_row(fcinfo, &decision);
+	return rl_decision_row(fcinfo, &partition->limits, &answer);
 }

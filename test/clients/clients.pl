@@ -245,7 +245,7 @@ foreach my $client (@clients)
 
 	call_functions($name, \%known, $started);
 	my $decision = ask($started, 'SELECT * FROM rl_throttle(?, ?, ?, ?)', "s:$name types", qw(i:15 i:30 f:60));
-	is(scalar @{ $decision->{types} }, 6, "$name: a decision has six values");
+	is(scalar @{ $decision->{types} }, 7, "$name: a decision has seven values");
 	$client->{types} = $decision->{types};
 
 	my $customer = 1000 + $keys;

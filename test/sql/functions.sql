@@ -243,3 +243,27 @@ SELECT rule, remaining, reset_after FROM rl_peek('grant 16', '10/10s, token_buck
 ROLLBACK;
 RESET ratelimit.debug_now;
 DROP FUNCTION remaining;
+
+-- The limit that decided; of a ban, the limit that set it, whichever limits the call has.
+SELECT n, allowed, rule, source FROM generate_series(1, 3) n, rl_check(repeat('rule', n / n), 'fixed_window 1/1h ban 1d after 1, 9/1d');
+SELECT what, (d).rule, (d).source FROM (
+	SELECT 'throttle' AS what, rl_throttle('rule', 5, 5, 10) AS d
+	UNION ALL SELECT 'token_bucket', rl_token_bucket('rule', 5, 5, 10)
+	UNION ALL SELECT 'sliding_log', rl_sliding_log('rule', 5, 10, 6)
+	UNION ALL SELECT 'list', rl_check('rule', '5/1h, 5/1d')
+	UNION ALL SELECT 'concurrent', rl_check('rule', 'concurrent 5/1h')
+	UNION ALL SELECT 'shadow', rl_check('rule', '5/1h shadow')
+	UNION ALL SELECT 'wait', rl_wait('rule', '5/1h', 1, 0)
+	UNION ALL SELECT 'peek', (p.allowed, p.capacity, p.remaining, p.retry_after, p.reset_after, p.rule, p.source)::rl_decision FROM rl_peek('rule', '5/1h') p
+) a (what, d);
+SELECT key, rule, source FROM rl_check_many('{free,rule,free:2,rule:2}', '5/1h');
+SELECT rl_ban('rule:2', 60), rl_ban('rule:3', 60, 'limit 5/1h');
+SELECT key, rule, source FROM rl_check_many('{rule:2,rule,rule:3,free}', 'fixed_window 5/1h');
+SELECT key, rule, source FROM rl_check_many('{rule:2,rule,rule:3,free}', '5/1h');
+SELECT key, rule, source FROM rl_check_all('{free,rule,rule:2}', '{5/1h,"5/1h, sliding_log 5/1d",5/1h}');
+SELECT key, rule, source FROM rl_check_all('{rule:2,rule:3}', '{5/1h,5/1h}');
+SET ratelimit.mode = shadow;
+SELECT allowed, rule, source FROM rl_check('rule', '5/1h');
+SET ratelimit.mode = off;
+SELECT allowed, rule, source FROM rl_check('rule', '5/1h');
+RESET ratelimit.mode;

@@ -35,7 +35,7 @@ $node->safe_psql('postgres', q{
 					d.allowed := rl_allow(s.key, s.limits, s.quota);
 				WHEN 'peek' THEN
 					INSERT INTO answer SELECT s.id, p.ordinality, (p.allowed, p.capacity,
-							p.remaining, p.retry_after, p.reset_after, p.source)::rl_decision
+							p.remaining, p.retry_after, p.reset_after, p.rule, p.source)::rl_decision
 						FROM rl_peek(s.key, s.limits, s.quota) WITH ORDINALITY p;
 				WHEN 'refund' THEN
 					PERFORM rl_refund(s.key, s.limits, s.quota);
@@ -67,7 +67,7 @@ sub replay
 		TRUNCATE step, answer;
 		COPY step FROM '$dir/steps';
 		SELECT replay();
-		COPY (SELECT id, (d).* FROM answer ORDER BY id, n) TO '$dir/answers';
+		COPY (SELECT id, (d).allowed, (d).capacity, (d).remaining, (d).retry_after, (d).reset_after, (d).source FROM answer ORDER BY id, n) TO '$dir/answers';
 	});
 	foreach my $line (split /\n/, slurp_file("$dir/answers"))
 	{

@@ -37,7 +37,7 @@ $session->set(debug_now => undef);
 # A state that has ended is as if never used, although it is still stored.
 $redis->cli('HSET', 'rl:{old}', 'throttle:60000000', '1000000000', 'ban', '1000000');
 $redis->cli('PEXPIRE', 'rl:{old}', 3_600_000);
-is($session->ask(q{SELECT * FROM rl_throttle('old', 10, 10, 60)}), 't|10|9||6|redis', 'an old state is as if never used');
+is($session->ask(q{SELECT * FROM rl_throttle('old', 10, 10, 60)}), 't|10|9||6|throttle 10/1min|redis', 'an old state is as if never used');
 
 # The next write sets the time to live of a key that has none.  It is long enough for
 # all states of the key.  Before the write, the key's state counts too.

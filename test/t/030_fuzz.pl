@@ -162,10 +162,10 @@ $session->ask(q{
 					WHEN 'wait' THEN d := rl_wait(key, l.limits, l.quota, 0);
 					WHEN 'allow' THEN d.allowed := rl_allow(key, l.limits, l.quota);
 					WHEN 'each' THEN
-						ds := ARRAY(SELECT ROW (e.allowed, e.capacity, e.remaining, e.retry_after, e.reset_after, e.source)::rl_decision
+						ds := ARRAY(SELECT ROW (e.allowed, e.capacity, e.remaining, e.retry_after, e.reset_after, e.rule, e.source)::rl_decision
 							FROM rl_check_each(key, l.limits, l.quota) e);
 					WHEN 'peek' THEN
-						ds := ARRAY(SELECT ROW (e.allowed, e.capacity, e.remaining, e.retry_after, e.reset_after, e.source)::rl_decision
+						ds := ARRAY(SELECT ROW (e.allowed, e.capacity, e.remaining, e.retry_after, e.reset_after, e.rule, e.source)::rl_decision
 							FROM rl_peek(key, l.limits, l.quota) e);
 					WHEN 'refund' THEN PERFORM rl_refund(key, l.limits, l.quota);
 					WHEN 'reset' THEN d.allowed := rl_reset(key);
@@ -179,7 +179,7 @@ $session->ask(q{
 			INSERT INTO heard
 				SELECT l.id, a.n, state, message, extract(epoch FROM clock_timestamp() - began) * 1000,
 					a.allowed, a.capacity, a.remaining, a.retry_after, a.reset_after, a.source
-				FROM unnest(coalesce(ds, ARRAY[d])) WITH ORDINALITY a(allowed, capacity, remaining, retry_after, reset_after, source, n);
+				FROM unnest(coalesce(ds, ARRAY[d])) WITH ORDINALITY a(allowed, capacity, remaining, retry_after, reset_after, rule, source, n);
 		END LOOP;
 	END $$;
 });

@@ -463,7 +463,7 @@ $session->answers(qq{SELECT string_agg(concat_ws(' ', source, remaining), ', ') 
 	"$source 2, $source 1, $source 0, shadow 0", 'mode shadow');
 is(counted('sliding_log 3/1h, sliding_log 2/1h shadow'), '2|0|2|0|0', 'mode shadow: rl_stat counts an action once');
 $session->set(mode => 'off');
-$session->answers(q{SELECT * FROM rl_check('off', '2/1h shadow, 3/1h')}, 't|3||||off', 'mode off: the figures of the limit in force');
+$session->answers(q{SELECT * FROM rl_check('off', '2/1h shadow, 3/1h')}, 't|3|||||off', 'mode off: the figures of the limit in force');
 $session->set(mode => undef);
 
 if (store() ne 'local')
@@ -473,12 +473,12 @@ if (store() ne 'local')
 	foreach my $policy (qw(error allow deny))
 	{
 		$session->set(on_error => $policy);
-		$session->answers(q{SELECT * FROM rl_check('away', '2/1h shadow, 3/1d shadow')}, 't|2||||fail_open', "Redis is down, on_error = $policy: shadow limits refuse nothing");
+		$session->answers(q{SELECT * FROM rl_check('away', '2/1h shadow, 3/1d shadow')}, 't|2|||||fail_open', "Redis is down, on_error = $policy: shadow limits refuse nothing");
 	}
 	$session->answers(q{SELECT rule, allowed, capacity, source FROM rl_check_each('away', '2/1h shadow, 3/1h')}, "throttle 2/1h shadow|t|2|fail_open\nthrottle 3/1h|f|3|fail_closed",
 		'on_error = deny: the limit in force refuses');
-	$session->answers(q{SELECT * FROM rl_check('away', '2/1h shadow, 3/1h')}, 'f|3||||fail_closed', 'with its figures');
-	$session->answers(q{SELECT * FROM rl_check_all('{away,gone}', '{2/1h shadow,3/1h}')}, "away|t|2||||fail_open\ngone|f|3||||fail_closed", 'rl_check_all');
+	$session->answers(q{SELECT * FROM rl_check('away', '2/1h shadow, 3/1h')}, 'f|3|||||fail_closed', 'with its figures');
+	$session->answers(q{SELECT * FROM rl_check_all('{away,gone}', '{2/1h shadow,3/1h}')}, "away|t|2|||||fail_open\ngone|f|3|||||fail_closed", 'rl_check_all');
 	is(counted('throttle 2/1h shadow, throttle 3/1d shadow'), '0|0|0|3|0', 'rl_stat');
 	$session->set(on_error => 'error');
 	is($session->attempt(q{SELECT rl_check('away', '2/1h shadow, 3/1h')})->{state}, 'PT504', 'on_error = error: a limit in force has an error');

@@ -35,7 +35,7 @@ $session->ask(q{
 	-- The same by rl_check, for each key.
 	CREATE FUNCTION one_by_one(keys text[], limits rl_limits, quotas bigint[])
 		RETURNS TABLE (key text, allowed boolean, capacity bigint, remaining bigint,
-			retry_after float8, reset_after float8, source text) LANGUAGE plpgsql AS $$
+			retry_after float8, reset_after float8, rule text, source text) LANGUAGE plpgsql AS $$
 	BEGIN
 		FOR i IN 1 .. cardinality(keys) LOOP
 			RETURN QUERY SELECT keys[i], c.* FROM rl_check(keys[i], limits, coalesce(quotas[i], 1)) c;
@@ -63,11 +63,11 @@ $session->ask(q{
 				CASE WHEN random() > 0.2 THEN array_agg((random() * 4)::bigint) END
 				INTO keys, quotas FROM generate_series(1, (random() * 12)::int);
 			SELECT string_agg(r::text, ' ' ORDER BY o), refused + count(*) FILTER (WHERE NOT r.allowed) INTO a, refused
-				FROM (SELECT substr(key, 36) AS key, allowed, capacity, remaining, retry_after, reset_after, source, ordinality AS o
+				FROM (SELECT substr(key, 36) AS key, allowed, capacity, remaining, retry_after, reset_after, rule, source, ordinality AS o
 					FROM rl_check_many((SELECT coalesce(array_agg('a:' || name || k ORDER BY o), '{}')
 						FROM unnest(keys) WITH ORDINALITY u (k, o)), limits, quotas) WITH ORDINALITY) r;
 			SELECT string_agg(r::text, ' ' ORDER BY o) INTO b
-				FROM (SELECT substr(key, 36) AS key, allowed, capacity, remaining, retry_after, reset_after, source, ordinality AS o
+				FROM (SELECT substr(key, 36) AS key, allowed, capacity, remaining, retry_after, reset_after, rule, source, ordinality AS o
 					FROM one_by_one((SELECT coalesce(array_agg('b:' || name || k ORDER BY o), '{}')
 						FROM unnest(keys) WITH ORDINALITY u (k, o)), limits, quotas) WITH ORDINALITY) r;
 			IF a IS DISTINCT FROM b THEN
@@ -111,7 +111,7 @@ is(answers(q{'{z,a,m,a,z,a}', '5/1h'}), 'z=4 a=4 m=4 a=3 z=3 a=2', 'rows come in
 is(answers(q{'{z,a,m}', '5/1h', '{0,2,6}'}), 'z=3 a=0 m=4', 'each key has its quota');
 is(answers(q{'[5:6]={z,a}'::text[], '5/1h', '[-3:-2]={1,0}'::bigint[]}), 'z=2 a=0', 'the arrays can have any bounds');
 is(answers(q{'{}', '5/1h'}) . answers(q{'{}', '5/1h', '{}'}), '', 'without keys there are no rows');
-is($session->ask(q{SELECT rl_check_many('{r,s}', '5/1h')}), "(r,t,5,4,,720,$store)\n(s,t,5,4,,720,$store)",
+is($session->ask(q{SELECT rl_check_many('{r,s}', '5/1h')}), qq{(r,t,5,4,,720,"throttle 5/1h",$store)\n(s,t,5,4,,720,"throttle 5/1h",$store)},
 	'rl_check_many in the list of columns');
 fails(q{NULL, '5/1h'}, '22004', 'keys must not be null');
 fails(q{'{a}', NULL}, '22004', 'limits must not be null');
@@ -456,7 +456,7 @@ $session->ask('SET ratelimit.on_error = deny');
 my ($right, $from_cache) = split /\|/, $session->ask(q{SELECT string_agg(DISTINCT CASE WHEN key = 'h' || n AND allowed = (n % 3 > 0 AND n <> 200)
 	AND (n = 200) = (source = 'fail_closed') THEN 'right' ELSE key END, ' '), count(*) FILTER (WHERE source = 'denial_cache')
 	FROM rl_check_many((SELECT array_agg('h' || i ORDER BY i) FROM generate_series(1, 300) i), '1/1h')
-	WITH ORDINALITY c (key, allowed, capacity, remaining, retry_after, reset_after, source, n)});
+	WITH ORDINALITY c (key, allowed, capacity, remaining, retry_after, reset_after, rule, source, n)});
 is($right, 'right', "rows of the cache ($from_cache), of Redis and of a failure come in order");
 is($redis->calls('hmget'), 300 - $from_cache + 1, 'keys that the cache refuses are not in the call; the key that failed is asked again');
 $session->ask('RESET ratelimit.on_error');

@@ -133,26 +133,29 @@ sub right_numbers
 			$ban ? 'banned' : $allowed ? 'allowed' : 'refused')
 	} 0 .. $#$limits;
 
+	# The limit that set the ban may be known.
+	my @rule = $ban && chance(50) ? 'limit ' . limits_text(pick(@$limits)) : ();
+
 	if ($call->{shape} eq 'fast')
 	{
-		return ($ban, @figures) if $ban;
+		return ($ban, @figures, @rule) if $ban;
 		return $allowed ? $figures[0] : -$figures[0];
 	}
 	if ($call->{shape} eq 'units' && !($limits->[0]{algorithm} eq 'sliding_log' && chance(20)))
 	{
 		my (undef, $used, $wait, $reset) = @figures;
 
-		return ($used, $reset, $ban ? ($wait, $ban) : $allowed ? () : $wait);
+		return ($used, $reset, $ban ? ($wait, $ban, @rule) : $allowed ? () : $wait);
 	}
 	my $brought = !$allowed && !$impossible && $quota > 0 && $limits->[$refuses]{ban}
 	  && $call->{form} ne 'wait' && chance(30) ? 1 + below(MAX_PERIOD) : 0;
-	return ($ban || ($allowed ? 0 : -1), $ban ? 0 : $brought, 1 + below(4 * 10**15), @figures);
+	return ($ban || ($allowed ? 0 : -1), $ban ? 0 : $brought, 1 + below(4 * 10**15), @figures, @rule);
 }
 
 sub encode_number
 {
 	my ($number) = @_;
-	return chance(70) ? ":$number\r\n" : '$' . length($number) . "\r\n$number\r\n";
+	return chance(70) && $number !~ /^limit/ ? ":$number\r\n" : '$' . length($number) . "\r\n$number\r\n";
 }
 
 sub encode
@@ -320,16 +323,23 @@ sub is_int64
 	return length $digits < 19 || length $digits == 19 && $digits le ($sign ? '9223372036854775808' : '9223372036854775807');
 }
 
-# Returns whether a reply is an array, and its numbers, or nothing if it has other
-# elements.  Any two bytes can end a string, because hiredis skips them.
+# Returns whether a reply is an array, whether it ends with a limit, and its numbers, or
+# nothing if it has other elements.  Any two bytes can end a string, because hiredis skips them.
 sub numbers
 {
 	my ($reply) = @_;
 	my ($array, $n) = $reply =~ /\G(\*)(0|[1-9]\d{0,3})\r\n/gc ? (1, $2) : (0, 1);
+	my $rule = 0;
 	my @numbers;
 
 	foreach (1 .. $n)
 	{
+		if ($array && $_ == $n && $n > 1 && $reply =~ /\G\$([1-9]\d?|1\d\d)\r\n(?=limit )/gc
+			&& $1 > 6 && substr($reply, pos $reply) =~ /^limit [ -~]{@{[ $1 - 6 ]}}..\z/s)
+		{
+			($rule, pos $reply) = (1, length $reply);
+			next;
+		}
 		if ($reply =~ /\G:(0|-?[1-9]\d{0,18})\r\n/gc)
 		{
 			push @numbers, $1;
@@ -344,7 +354,7 @@ sub numbers
 		$numbers[-1] = 0 + $numbers[-1];
 	}
 	return unless (pos $reply || 0) == length $reply;
-	return ($array, @numbers);
+	return ($array, $rule, @numbers);
 }
 
 # Returns the meaning of a reply: "right" is a decision, "wrong" is no decision, and
@@ -354,12 +364,13 @@ sub numbers
 sub meaning
 {
 	my ($call, $reply) = @_;
-	my ($array, @numbers) = numbers($reply) or return 'wrong';
+	my ($array, $rule, @numbers) = numbers($reply) or return 'wrong';
 
 	return 'wrong' if $array != ($call->{shape} =~ /check|units/ || $call->{shape} eq 'fast' && @numbers == 2);
 	my ($meaning, $verdict) = $call->{shape} eq 'count' ? count_meaning($call, @numbers)
 	  : $call->{shape} eq 'fast' ? fast_meaning($call, @numbers)
 	  : $call->{shape} eq 'units' ? units_meaning($call, @numbers) : check_meaning($call, @numbers);
+	return 'wrong' if $rule && ($verdict // '') ne 'banned' && $meaning ne 'odd';
 	return ($meaning, $verdict);
 }
 

@@ -1,9 +1,10 @@
 -- Charges one action to several keys, or to none of them. For each key there are,
 -- from ARGV[2] on: the number of its limits, its quota, and its limits.
 --
--- Returns for each key what check.lua returns. The action is allowed if all verdicts are
--- 0; otherwise each key has the verdict of its own limits, and counts a refusal unless it
--- is banned.
+-- Returns for each key the numbers that check.lua returns, and a text if keys are banned: a
+-- line for each of them, with the limit that set the ban. The action is allowed if all
+-- verdicts are 0; otherwise each key has the verdict of its own limits, and counts a
+-- refusal unless it is banned.
 --@ clock state algorithms act
 
 local keys, allowed, at = {}, true, 2
@@ -11,22 +12,29 @@ for i, name in ipairs(KEYS) do
   local n = tonumber(ARGV[at])
   hash, quota = name, tonumber(ARGV[at + 1])
   local limits, ban = load_limits(0, at + 2, at + 1 + n * LIMIT)
-  keys[i] = {hash = hash, quota = quota, limits = limits, expiry = expiry, verdict = decide(limits, ban)}
+  keys[i] = {hash = hash, quota = quota, limits = limits, expiry = expiry}
+  keys[i].verdict, keys[i].by = decide(limits, ban)
   allowed = allowed and keys[i].verdict == 0
   at = at + 2 + n * LIMIT
 end
 
 -- A field with an invalid value raises an error. So no key is written before all are decided.
-local reply = {}
+local reply, rules = {}, {}
 for _, key in ipairs(keys) do
   local first = #reply + 1
   hash, quota, set, gone, longest = key.hash, key.quota, {}, {}, 0
   reply[first], reply[first + 1], reply[first + 2] = key.verdict, 0, now
   reply[first + 1] = act(key.limits, key.verdict == 0 and not allowed and -1 or key.verdict, reply, true)
   key.set, key.gone, key.longest = set, gone, longest
+  if key.verdict > 0 then
+    rules[#rules + 1] = (key.by or '') .. '\n'
+  end
 end
 for _, key in ipairs(keys) do
   hash, set, gone, longest, expiry = key.hash, key.set, key.gone, key.longest, key.expiry
   write()
+end
+if #rules > 0 then
+  reply[#reply + 1] = table.concat(rules)
 end
 return reply

@@ -2,11 +2,12 @@
 -- runs: a number of keys, and what they have in common: the number of limits, the
 -- quota, and the limits.
 --
--- Returns for each key what check.lua returns, or only -2 if the key has failed, also
--- because of its windows: then it was not charged.
+-- Returns for each key the numbers that check.lua returns, or only -2 if the key has failed,
+-- also because of its windows: then it was not charged. If keys are banned, a text follows: a
+-- line for each of them, with the limit that set the ban.
 --@ clock state algorithms act
 
-local at, left, n, reply, i, complete = 2, 0, 0, {}, 0, 0
+local at, left, n, reply, i, complete, rules = 2, 0, 0, {}, 0, 0, {}
 
 local function take_keys()
   while i < #KEYS do
@@ -18,11 +19,14 @@ local function take_keys()
     left = left - 1
     hash, set, gone, longest = KEYS[i], {}, {}, 0
     local limits, ban = load_limits(0, at - n * LIMIT, at - 1)
-    local verdict = decide(limits, ban)
+    local verdict, by = decide(limits, ban)
     reply[complete + 1], reply[complete + 2], reply[complete + 3] = verdict, 0, now
     reply[complete + 2] = act(limits, verdict, reply, true)
     write()
     complete = #reply
+    if verdict > 0 then
+      rules[#rules + 1] = (by or '') .. '\n'
+    end
   end
 end
 
@@ -35,5 +39,8 @@ while i < #KEYS do
     complete = complete + 1
     reply[complete] = -2
   end
+end
+if #rules > 0 then
+  reply[complete + 1] = table.concat(rules)
 end
 return reply

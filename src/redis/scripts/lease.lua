@@ -6,9 +6,9 @@
 -- LIMIT arguments, its interval (throttle: microseconds and nanoseconds, others: 0 0),
 -- and for each leftover the CHARGE arguments of refund_charges.lua.
 --
--- Returns what check.lua returns, and three numbers more: the units that are granted
--- beyond the quota, for how many microseconds they can be used, and the key's life, or
--- 0 if it has none.
+-- Returns what check.lua returns, with three numbers more behind the others: the units that
+-- are granted beyond the quota, for how many microseconds they can be used, and the key's
+-- life, or 0 if it has none.
 --
 -- The life is Redis's own time of the first lot, in the field "lease". It ends when
 -- the key is deleted or a state is reset. A leftover of another life is lost: the
@@ -63,7 +63,7 @@ for _, l in ipairs(limits) do
   l.interval_us, l.interval_ns = tonumber(ARGV[l.more]), tonumber(ARGV[l.more + 1])
   refund_leftovers(l)
 end
-local verdict = decide(limits, ban)
+local verdict, by = decide(limits, ban)
 local extra, valid = 0, length
 if verdict == 0 and want > 0 then
   for _, l in ipairs(limits) do
@@ -90,5 +90,6 @@ reply[2] = act(limits, verdict, reply, true)
 reply[#reply + 1] = extra
 reply[#reply + 1] = valid
 reply[#reply + 1] = tonumber(life or 0)
+reply[#reply + 1] = by
 write()
 return reply

@@ -3,9 +3,10 @@
 -- limits. From ARGV[3] on there are runs: a number of keys, and the arguments of the limit
 -- of each of these keys.
 --
--- Returns the time, and the number of each key. At the end there are pairs for the keys
+-- Returns the time, and the number of each key. Behind them there are pairs for the keys
 -- that are banned: the key's position, and the rest of its ban in microseconds. A pair
--- with -1 is for a key that has failed: it was not charged, and its number is 0.
+-- with -1 is for a key that has failed: it was not charged, and its number is 0. If keys are
+-- banned, a text follows: a line for each of them, with the limit that set the ban.
 --@ clock
 
 -- Returns the numbers of one key.
@@ -15,7 +16,7 @@ end
 
 local size, at, left = tonumber(ARGV[2]), 3, 0
 local tag, cost, room, cost_ns, room_ns
-local reply, pairs_at_end, i = {now}, {}, 0
+local reply, pairs_at_end, rules, i = {now}, {}, {}, 0
 
 local function add_pair(value)
   pairs_at_end[#pairs_at_end + 1] = i
@@ -34,6 +35,7 @@ local function take_keys()
     local number = take(KEYS[i], tag, cost, room, cost_ns, room_ns)
     if type(number) == 'table' then
       add_pair(number[1])
+      rules[#rules + 1] = (number[3] or '') .. '\n'
       number = number[2]
     end
     reply[i + 1] = number
@@ -49,5 +51,8 @@ while i < #KEYS do
 end
 for _, value in ipairs(pairs_at_end) do
   reply[#reply + 1] = value
+end
+if #rules > 0 then
+  reply[#reply + 1] = table.concat(rules)
 end
 return reply
