@@ -81,6 +81,26 @@ rl_report(const RlReport *report)
 }
 
 /*
+ * Adds a sentence without quotes to the detail of an error that is being handled, if the
+ * error is the failure of a store, in either format.
+ */
+void
+rl_report_add_detail(ErrorData *error, const char *sentence)
+{
+	static const char status[] = "{\"status\": 504,";
+	const char *end;
+
+	if (error->sqlerrcode == ERRCODE_STORE_FAILED)
+		error->detail = error->detail ? psprintf("%s %s", error->detail, sentence) : pstrdup(sentence);
+	if (error->sqlerrcode != ERRCODE_POSTGREST || !error->detail || strncmp(error->detail, status, strlen(status)) != 0)
+		return;
+	/* A quote within a text has a backslash before it. */
+	end = strstr(error->message, "\", \"hint\": ");
+	if (end != NULL)
+		error->message = psprintf("%.*s %s%s", (int) (end - error->message), error->message, sentence, end);
+}
+
+/*
  * Raises the error: the failure of a store in ratelimit.error_format.  If its
  * breaker is open, the hint says when Redis is tried again.
  */

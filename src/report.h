@@ -34,6 +34,7 @@ typedef struct RlReport
 } RlReport;
 
 extern void rl_append_member(StringInfo json, const char *name, const char *value);
+extern void rl_report_add_detail(ErrorData *error, const char *sentence);
 extern char *rl_retry_hint(int64 retry_after);
 pg_noreturn extern void rl_raise_for(const RlError *error, const RlOrigin *origin);
 pg_noreturn extern void rl_report(const RlReport *report);

@@ -173,9 +173,8 @@ refund_after_error(Statement *statement)
 	}
 	PG_END_TRY();
 	lost = log_lost(statement);
-	if (lost > 0 && error->sqlerrcode == ERRCODE_STORE_FAILED)
-		error->detail = psprintf("%s%sKeys of the statement that may stay charged: %lld.",
-								 error->detail ? error->detail : "", error->detail ? " " : "", (long long) lost);
+	if (lost > 0)
+		rl_report_add_detail(error, psprintf("Keys of the statement that may stay charged: %lld.", (long long) lost));
 	ReThrowError(error);
 }
 

@@ -586,6 +586,21 @@ $session->ask('RESET ratelimit.store; RESET ratelimit.on_error');
 $redis->start;
 is(insert('away', q{('a', 2), ('b', 5)})->[0], '00000', 'a row when Redis is up again');
 
+# The detail has the number of keys that may stay charged, also in PostgREST's form.
+my %told = (
+	sql => qr/\|The server is "[^"]*"\. Keys of the statement that may stay charged: 2\.$/,
+	postgrest => qr/"details": "The server is \\"[^"]*\\"\. Keys of the statement that may stay charged: 2\.", "hint": /);
+foreach my $format (sort keys %told)
+{
+	await('Redis', sub { return insert('away', q{('c', 0)})->[0] eq '00000' });
+	$session->ask("SET ratelimit.error_format = $format");
+	$redis->pause;
+	$got = insert('away', q{('a', 1), ('b', 1)});
+	$redis->resume;
+	$session->ask('RESET ratelimit.error_format');
+	like(join('|', @$got), $told{$format}, "calls without an answer, $format: the number of keys");
+}
+
 # A user that may charge but not refund.
 $redis->cli('ACL', 'SETUSER', 'taker', 'on', '>secret', '~*', '+@all', '-hdel');
 table('kept', '5/1h');
