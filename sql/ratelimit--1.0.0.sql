@@ -279,10 +279,25 @@ CREATE FUNCTION rl_unban(key text)
 COMMENT ON FUNCTION rl_unban(text) IS
 	'ends the ban of the key; returns true if there was a ban; errors as for rl_peek';
 
-CREATE FUNCTION rl_bans(pattern text DEFAULT '%', OUT key text, OUT until timestamptz,
+CREATE FUNCTION rl_bans_found(pattern text, OUT name bytea, OUT matched text, OUT key text, OUT until timestamptz,
 	OUT began timestamptz, OUT rule text, OUT reason text)
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000000 ROWS 100;
+COMMENT ON FUNCTION rl_bans_found(text) IS
+	'returns all bans for rl_bans, which calls it, some of them perhaps twice: the name of the key in UTF-8, its text to be compared with the pattern, and the columns of rl_bans; errors as for rl_bans';
+
+-- Its caller needs no privilege on rl_bans_found.  The body is parsed here, so that no
+-- search_path changes it.
+CREATE FUNCTION rl_bans(pattern text DEFAULT '%', OUT key text, OUT until timestamptz,
+	OUT began timestamptz, OUT rule text, OUT reason text)
+	RETURNS SETOF record
+	LANGUAGE sql VOLATILE PARALLEL RESTRICTED SECURITY DEFINER COST 1000000 ROWS 100
+BEGIN ATOMIC
+	SELECT DISTINCT ON (b.name) b.key, b.until, b.began, b.rule, b.reason
+		FROM rl_bans_found(pattern) b
+		WHERE b.matched OPERATOR(pg_catalog.~~) pattern COLLATE pg_catalog."C"
+		ORDER BY b.name, b.until DESC NULLS LAST;
+END;
 COMMENT ON FUNCTION rl_bans(text) IS
 	'returns the banned keys of ratelimit.key_prefix that match the pattern, as for LIKE, with the end and the beginning of each ban, the limit that set it or NULL, and the reason that rl_ban was given or NULL; control characters of keys are escaped; it reads the names of all keys in Redis by SCAN, about 3 ms of Redis for 1,000 keys, 250 keys in a call; the user in Redis needs further privileges; errors: 22004 for NULL, 22025 for a pattern that ends with its escape character, and those of rl_peek';
 

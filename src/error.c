@@ -124,6 +124,30 @@ rl_key_shown(const char *data, int len)
 	return plain.data;
 }
 
+/*
+ * Returns a key, which is in UTF-8, in the database's encoding, palloc'd, to be compared with
+ * a pattern.  A character that the encoding lacks is one character there too.
+ */
+char *
+rl_key_matched(const char *data, int len)
+{
+	StringInfoData text;
+	int			n;
+
+	initStringInfo(&text);
+	for (int i = 0; i < len; i += n)
+	{
+		const char *c;
+
+		n = pg_utf_mblen((const unsigned char *) data + i);
+		if (n == 1 || GetDatabaseEncoding() == PG_UTF8 || GetDatabaseEncoding() == PG_SQL_ASCII)
+			appendBinaryStringInfo(&text, data + i, n);
+		else
+			appendStringInfoString(&text, (c = convert(data + i, n)) != NULL ? c : "\032");
+	}
+	return text.data;
+}
+
 /* Raises the error. */
 void
 rl_raise(const RlError *error)

@@ -69,6 +69,7 @@ my @calls = (
 	[ 'rl_unban(text)', [qw(s:%k)], 'false' ],
 	[ 'rl_inspect(text)', [qw(s:%k)], '' ],
 	[ 'rl_bans(text)', [qw(s:%k%)], '' ],
+	[ 'rl_bans_found(text)', [qw(s:%k%)], '' ],
 	[ 'rl_headers(text,rl_limits,rl_decision)', [qw(s:api s:5/1h s:%k s:5/1h)], '', 'SELECT rl_headers(?, ?, d) FROM rl_check(?, ?) AS d' ],
 	[ 'rl_key("any")', [qw(s:ada i:42)], 'login:ada:42', q{SELECT rl_key('login', ?::text, ?::bigint)} ],
 	[ 'rl_key(text[])', [qw(s:ada)], 'login:ada', q{SELECT rl_key('login', ?)} ],

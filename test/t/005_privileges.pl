@@ -31,7 +31,7 @@ my $plain = session($node, 'postgres', 'plain');
 foreach my $call (q{rl_throttle('k', 1, 1, 1)}, q{rl_check('k', '1/1s')}, q{rl_allow('k', '1/1s')},
 	q{rl_enforce('k', '1/1s')}, q{rl_peek('k', '1/1s')}, q{rl_refund('k', '1/1s', 1)},
 	q{rl_reset('k')}, q{rl_reset('k', '1/1s')}, q{rl_ban('k', 1)}, q{rl_unban('k')},
-	q{rl_trigger_rule(1)})
+	q{rl_bans()}, q{rl_bans_found('%')}, q{rl_trigger_rule(1)})
 {
 	is($plain->attempt("SELECT $call")->{state}, '42501', "without privileges: $call");
 }

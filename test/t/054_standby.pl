@@ -93,6 +93,7 @@ my %calls = (
 	'rl_key'            => q{SELECT rl_key('a', 1) = 'a:1'},
 	'rl_headers'        => q{SELECT rl_headers('n', '5/1h', rl_check('f', '5/1h', 0)) IS NOT NULL},
 	'rl_bans'           => q{SELECT count(*) >= 0 FROM rl_bans()},
+	'rl_bans_found'     => q{SELECT count(*) >= 0 FROM rl_bans_found('%')},
 	'rl_inspect'        => q{SELECT count(*) > 0 FROM rl_inspect('f')},
 	'rl_simulate'       => q{SELECT bool_and((d).allowed) FROM (SELECT rl_simulate('5/1h', now()) OVER () AS d) s},
 	'rl_status'         => q{SELECT connected FROM rl_status()},
