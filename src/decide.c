@@ -189,7 +189,7 @@ conclude(Call *call, const RlDecision *each, bool not_charged)
 		/* A limit that has counted the refusal may have a wait. */
 		if (not_charged && !action->limits->limit[i].shadow)
 			decision->retry_after = Max(decision->retry_after, each[i].retry_after);
-		else if (each[i].source == RL_SHADOW)
+		else if (!each[i].charged)
 			answer->shadow = i + 1;
 	}
 	if (rl_all_shadow(action->limits))

@@ -129,7 +129,11 @@ typedef struct RlLimit
 	int64		count;			/* quota per period: GCRA's rate, the refill */
 	int64		period;			/* calendar: longer than any of its windows */
 	int64		interval_ns;	/* throttle: the time that replenishes one unit */
-	int64		step;			/* sliding_window: length of a sub-window; calendar: hash of the zone */
+	union
+	{
+		int64		step;		/* sliding_window: length of a sub-window */
+		int64		zone_hash;	/* of the calendar */
+	};
 	int64		ban;			/* 0: none */
 	int64		ban_after;		/* this many refusals in a period set the ban */
 	int64		lease;			/* as the text names it; 0: none */
@@ -149,7 +153,7 @@ typedef struct RlStateTag
 	uint64		algorithm:6;
 	uint64		from_first:1;
 	uint64		shadow:1;
-	int64		step;
+	int64		step;			/* or zone_hash */
 } RlStateTag;
 
 StaticAssertDecl(sizeof(RlStateTag) == 16, "a state tag has padding");
@@ -167,7 +171,6 @@ typedef struct RlLimits
 	RlLimitsKind kind;
 	int			n;				/* 0 unless RL_LISTED */
 	bool		refunds;		/* one of them has refund_on_abort */
-	bool		timed;			/* charges may be refunded, which needs their time */
 	bool		concurrent;		/* one of them is: refusals are not cached */
 	int64		lease;			/* the shortest of the limits' leases; 0: none has one */
 	uint64		hash;			/* of the canonical text's meaning */
@@ -195,6 +198,9 @@ typedef enum RlSource
 typedef struct RlDecision
 {
 	bool		allowed;
+	bool		charged;		/* the limit takes the quota if the action is allowed: false
+								 * also of a shadow limit that it does not fit */
+	bool		ban_started;	/* by this refusal */
 	int64		capacity;		/* or RL_UNKNOWN: unlimited or blocked */
 	int64		remaining;		/* or RL_UNKNOWN */
 	int64		retry_after;	/* 0 when allowed, or RL_NEVER */
@@ -227,6 +233,7 @@ typedef struct RlAction
 	const RlLimits *limits;
 	int64		quota;
 	RlTake		how;
+	bool		timed;			/* the caller may refund the charges, which needs their time */
 	const struct RlOrigin *origin;	/* the trigger (report.h); NULL: none */
 	struct RlLeaseCall *lease;	/* what the call also asks for (algorithm.h); NULL: nothing */
 } RlAction;

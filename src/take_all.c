@@ -105,11 +105,8 @@ set_uncharged(const RlAction *action, RlTaken *taken)
 		const RlLimit *limit = &action->limits->limit[i];
 		RlDecision *d = &taken->each[i];
 
-		/*
-		 * With count_denied, the refund counts the quota as refused, so it stays in use.  A
-		 * shadow limit may not have been charged.
-		 */
-		if (!limit->count_denied && d->source != RL_SHADOW)
+		/* With count_denied, the refund counts the quota as refused, so it stays in use. */
+		if (!limit->count_denied && d->charged)
 			d->remaining = Min(d->remaining + action->quota, limit->capacity);
 	}
 }

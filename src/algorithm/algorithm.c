@@ -189,12 +189,12 @@ all_allowed(const RlDecision *decisions, int n)
 static bool
 refuses(const RlDecision *decision)
 {
-	return !decision->allowed || decision->source == RL_SHADOW;
+	return !decision->allowed || !decision->charged;
 }
 
 /*
  * Sets the charge of each limit, for an action that a store has allowed with these
- * decisions at that time.  A shadow limit that the action did not fit was not charged.
+ * decisions at that time.
  */
 void
 rl_charges_set(const RlAction *action, int64 at, const RlDecision *each, RlCharge *charges)
@@ -203,8 +203,8 @@ rl_charges_set(const RlAction *action, int64 at, const RlDecision *each, RlCharg
 	{
 		const RlLimit *limit = &action->limits->limit[i];
 
-		charges[i] = each[i].source == RL_SHADOW ? (RlCharge) {0} :
-			rl_algorithm(limit)->charge(limit, action->quota, at, each[i].reset_after);
+		charges[i] = each[i].charged ?
+			rl_algorithm(limit)->charge(limit, action->quota, at, each[i].reset_after) : (RlCharge) {0};
 	}
 }
 
@@ -314,6 +314,7 @@ rl_apply_ban(const RlLimits *limits, RlDecision *decisions, int64 left, bool in_
 			d->retry_after = Max(d->retry_after, left);
 		d->reset_after = Max(d->reset_after, left);
 		d->remaining = 0;
+		d->ban_started = !in_force;
 		if (in_force)
 		{
 			d->allowed = false;
@@ -397,6 +398,8 @@ rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool,
 
 		rl_algorithm(limit)->load(limit, &states[i], pool, now, &views[i]);
 		decisions[i].allowed = quota <= limit->capacity && rl_algorithm(limit)->fits(limit, &views[i], quota);
+		decisions[i].charged = decisions[i].allowed;
+		decisions[i].ban_started = false;
 		decisions[i].source = RL_FROM_LOCAL;
 		if (limit->shadow)
 			rl_allow_in_shadow(&decisions[i]);
@@ -437,7 +440,7 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ba
 			longest = Max(longest, brought);
 			changed |= act->commit << i;
 		}
-		if (act->verdict == RL_VERDICT_ALLOWED && decisions[i].source == RL_SHADOW)
+		if (act->verdict == RL_VERDICT_ALLOWED && !decisions[i].charged)
 			own.verdict = RL_VERDICT_REFUSED;
 		changed |= rl_algorithm(limit)->act(limit, &states[i], pool, &views[i], &own, &decisions[i]) << i;
 		decisions[i].allowed |= limit->shadow;

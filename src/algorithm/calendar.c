@@ -113,7 +113,7 @@ rl_calendar_set_zone(RlLimit *limit, const char *name, int len)
 		return false;
 	memset(limit->zone, 0, RL_MAX_ZONE);
 	strcpy(limit->zone, canonical);
-	limit->step = zone_hash(canonical);
+	limit->zone_hash = zone_hash(canonical);
 	return true;
 }
 
@@ -230,7 +230,7 @@ static Cached *
 find_cached(const RlLimit *limit, bool *valid)
 {
 	static Cached cache[CACHED];
-	Cached	   *cached = &cache[(limit->step ^ limit->calendar) & (CACHED - 1)];
+	Cached	   *cached = &cache[(limit->zone_hash ^ limit->calendar) & (CACHED - 1)];
 
 	*valid = cached->calendar == limit->calendar && memcmp(cached->zone, limit->zone, RL_MAX_ZONE) == 0;
 	return cached;
@@ -296,22 +296,22 @@ rl_calendar_find_zone(RlLimit *limit)
 	bool		valid;
 	bool		found = false;
 
-	if (limit->algorithm != RL_FIXED_WINDOW || limit->step == 0)
+	if (limit->algorithm != RL_FIXED_WINDOW || limit->zone_hash == 0)
 		return true;
 	for (limit->calendar = RL_CALENDAR_DAY; limit->period != longest(limit->calendar); limit->calendar++)
 		if (limit->calendar == RL_CALENDAR_YEAR)
 			return false;
 	cached = find_cached(limit, &valid);
-	if (cached->calendar != RL_NO_CALENDAR && zone_hash(cached->zone) == limit->step)
+	if (cached->calendar != RL_NO_CALENDAR && zone_hash(cached->zone) == limit->zone_hash)
 		return rl_calendar_set_zone(limit, cached->zone, strlen(cached->zone));
-	if (zone_hash("UTC") == limit->step)
+	if (zone_hash("UTC") == limit->zone_hash)
 		return rl_calendar_set_zone(limit, "UTC", 3);
 	zones = pg_tzenumerate_start();
 	while (!found && (zone = pg_tzenumerate_next(zones)) != NULL)
 	{
 		const char *name = pg_get_timezone_name(zone);
 
-		if (zone_hash(name) == limit->step)
+		if (zone_hash(name) == limit->zone_hash)
 			found = rl_calendar_set_zone(limit, name, strlen(name));
 	}
 	pg_tzenumerate_end(zones);

@@ -142,6 +142,8 @@ act_alone(const RlLimit *limit, int64 *start, int64 now, int64 quota, RlDecision
 	int64		now_ns = now * NS_PER_US;
 	int64		after = act_on_backlog(limit, Max(*start - now_ns, 0), quota, true, decision);
 
+	decision->charged = decision->allowed;
+	decision->ban_started = false;
 	decision->ban_left = 0;
 	decision->source = RL_FROM_LOCAL;
 	*start = now_ns + after;

@@ -581,7 +581,7 @@ rl_lease_length(const RlLimits *limits)
 	return length;
 }
 
-/* Sets refunds, timed, concurrent, lease and hash from the limits, which are complete. */
+/* Sets refunds, concurrent, lease and hash from the limits, which are complete. */
 void
 rl_limits_complete(RlLimits *limits)
 {
@@ -593,7 +593,6 @@ rl_limits_complete(RlLimits *limits)
 		limits->concurrent |= rl_algorithm(&limits->limit[i])->until_end;
 		limits->lease = Min(limits->lease, limits->limit[i].lease);
 	}
-	limits->timed = limits->refunds;
 	limits->hash = hash_bytes_extended((const unsigned char *) limits->limit,
 									   limits->n * sizeof(RlLimit), limits->kind);
 }

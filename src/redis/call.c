@@ -169,7 +169,7 @@ is_straight(const RlAction *action, bool many)
 	const RlLimit *limit = &limits->limit[0];
 
 	return limits->n == 1 && limit->ban == 0 && !limit->count_denied && !limit->shadow &&
-		limit->calendar == RL_NO_CALENDAR && (many || !limits->timed) && action->how != RL_PEEK;
+		limit->calendar == RL_NO_CALENDAR && (many || !(limits->refunds || action->timed)) && action->how != RL_PEEK;
 }
 
 /* Returns true if the call has something to ask for a lease, or to refund. */
@@ -373,6 +373,8 @@ read_decision(const RlLimit *limit, int64 quota, RlVerdict verdict, RlVerdict re
 		(!limit->shadow || verdict != RL_VERDICT_ALLOWED ||
 		 !algorithm->decide(limit, quota, refused, reported, decision) || decision->allowed))
 		return false;
+	decision->charged = decision->allowed;
+	decision->ban_started = false;
 	decision->source = RL_FROM_REDIS;
 	decision->ban_left = 0;
 	if (limit->shadow)

@@ -924,16 +924,6 @@ rl_known_not_asked(const RlKnown *known, const RlAction *action)
 	unlock_set(set);
 }
 
-/* Returns true if the key is banned, or may be since this refusal. */
-static bool
-reports_ban(const RlLimits *limits, const RlDecision *decision)
-{
-	for (int i = 0; i < limits->n && !decision->allowed; i++)
-		if (limits->limit[i].ban > 0 && decision->retry_after >= limits->limit[i].ban)
-			return true;
-	return decision->ban_left > 0;
-}
-
 /*
  * Notes what a store has answered: outdates denials, ends leases if the key is banned, stores
  * the lot or the refusal.  charges has the charge of each limit if the action has a lease and
@@ -949,7 +939,7 @@ rl_known_note(RlKnown *known, const RlAction *action, RlAnswer *answer, RlCharge
 	bool		by_redis = decision->source == RL_FROM_REDIS && action->quota > 0;
 	bool		changed = by_redis && allowed;
 	bool		may_ban = false;	/* a ban is in force under all limits */
-	bool		banned = reports_ban(limits, decision);
+	bool		banned = decision->ban_left > 0 || decision->ban_started;
 	bool		leases = action->lease != NULL && !answer->local;
 	bool		refused = is_to_note(known, action, answer);
 	uint64		lot = 0;

@@ -139,7 +139,7 @@ copy_state(const RlCells *view, uint32 c, Copy *copy)
 		return;
 	}
 	copy->state = cell->state;
-	if (copy->limit.algorithm != RL_FIXED_WINDOW || copy->limit.step == 0)
+	if (copy->limit.algorithm != RL_FIXED_WINDOW || copy->limit.zone_hash == 0)
 		describe_state(copy, &view->pool);
 }
 

@@ -163,7 +163,7 @@ add_group(RowGroups *groups, GroupId *id)
 	groups->full = groups->n == MAX_GROUPS ||
 		MemoryContextMemAllocated(groups->context, true) + (groups->rule->calls ? groups->n * sizeof(RlLimits) : 0) >
 		get_hash_memory_limit();
-	*action = (RlAction) {.key = action->key,.limits = groups->rule->pairs[pair].limits,.origin = &groups->origins[pair]};
+	*action = (RlAction) {.key = action->key,.limits = groups->rule->pairs[pair].limits,.timed = true,.origin = &groups->origins[pair]};
 	return action;
 }
 
@@ -308,8 +308,6 @@ call_limits(RowGroups *groups, int pair, const char *args, RlLimits *limits)
 	CHECK_FOR_INTERRUPTS();
 	rl_limits_call_restore(call, args, values);
 	rl_limits_call_run(call, &groups->origins[pair], values, groups->rule->users > 1, limits);
-	/* A refund needs the time of the charge. */
-	limits->timed = true;
 	groups->blocked |= limits->kind == RL_BLOCKED;
 	MemoryContextSwitchTo(old);
 	MemoryContextReset(groups->row_context);

@@ -322,7 +322,6 @@ parse_pair(Rule *rule, Relation rel, const Trigger *trigger, const char *key, co
 	{
 		pair->limits = MemoryContextAlloc(rule->context, rl_limits_size(&parsed));
 		rl_limits_copy(pair->limits, &parsed);
-		pair->limits->timed |= !TRIGGER_FOR_ROW(trigger->tgtype);
 	}
 	else
 		return false;
