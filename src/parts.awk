@@ -44,8 +44,9 @@ BEGIN {
 				whole[file] = whole[file] line "\n"
 				for (n = 1; n <= names; n++) {
 					part[file, name[n]] = part[file, name[n]] line "\n"
-					part[name[n]] = name[n] in of && of[name[n]] != file ? "twice" : part[file, name[n]]
-					of[name[n]] = file
+					if (!(name[n] in of))
+						of[name[n]] = file
+					part[name[n]] = of[name[n]] == file ? part[file, name[n]] : "twice"
 				}
 			}
 		}

@@ -41,6 +41,11 @@ while ($header =~ /^static const char (\w+)_lua\[\] =\n((?:".*\\n"\n)+);/mg)
 is(scalar keys %script, scalar @scripts, @scripts . ' scripts');
 is(faults(\%script), '', 'the scripts have no fault');
 
+foreach my $name (qw(load unknown))
+{
+	isnt(system("echo '--@ $name' | awk -v parts='@parts' -f '$root/src/parts.awk' >/dev/null 2>&1"), 0, "a script cannot name the part $name alone");
+}
+
 # Each file by itself, and each part of it.
 my %part;
 
