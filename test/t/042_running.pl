@@ -50,8 +50,8 @@ is($session->state, 'PT504', 'noeviction and full memory: an error');
 like($session->error, qr/Redis answered with an error: OOM/, 'the error is Redis\'s');
 foreach my $name (sort keys %limits)
 {
-	foreach my $case ([ 'error', 'PT504', '' ], [ 'allow', '00000', '(t,5,,,,fail_open)' ],
-		[ 'deny', '00000', '(f,5,,,,fail_closed)' ], [ 'local', '00000', '(t,5,4,' ])
+	foreach my $case ([ 'error', 'PT504', '' ], [ 'allow', '00000', '(t,5,,,,,fail_open)' ],
+		[ 'deny', '00000', '(f,5,,,,,fail_closed)' ], [ 'local', '00000', '(t,5,4,' ])
 	{
 		my ($on_error, $state, $answer) = @$case;
 
