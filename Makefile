@@ -10,7 +10,7 @@ DATA = $(patsubst $(srcdir)/%,%,$(wildcard $(srcdir)/sql/ratelimit--*.sql))
 PGFILEDESC = "ratelimit - rate limits enforced in the database, counted in Redis"
 
 REGRESS = setup type calendar lease throttle algorithms functions check_all headers inspect trigger simulate plans errors privileges settings teardown
-REGRESS_OPTS = --inputdir=$(srcdir)/test --encoding=UTF8 --launcher="sh $(srcdir)/test/unaligned.sh"
+REGRESS_OPTS = --inputdir=$(srcdir)/test --encoding=UTF8
 ifneq ($(shell id -u),0)
 TAP_TESTS = 1
 endif

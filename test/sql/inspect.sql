@@ -79,13 +79,10 @@ SELECT rl_ban(key, n * 10) FROM unnest(ARRAY['login:ada', 'login:bob', 'log_n:ad
 SELECT count(*) FROM rl_bans();
 SELECT left(key, 20), ends, length(key) FROM bans('%');
 SELECT rl_allow('login:ada', '1/1h');
--- The aligned format escapes control characters.
-\pset format aligned
 SELECT pattern, array_agg(left(key, 20)) FROM unnest(ARRAY['login:%', 'login:_o_', 'log\_n:%', 'log_n:%', '%ada', '%:%', 'a\%b', 'a%b', 'a\\b', 'a\_b', 'a_b', 'a{%',
 	'{', '{%', '%', '_', 'caf_', 'caf__', 'ca%é', '__:1', '日%', E'%\n%', E'line_end', E'bell\x07 \x1b[2J', E'%\u0085', E'%\\x0a%', 'LOGIN:ada', '', '%%%', '%x%x%x', '%é_', '%{{',
 	'login:ada%', 'login:ad', 'ogin:ada', '%_ada%', '%a%a%a', '\l\o\g\i\n:ada']) WITH ORDINALITY p (pattern, n), LATERAL bans(pattern)
 	WHERE pattern <> '%' AND pattern <> '%%%' GROUP BY n, pattern ORDER BY n;
-\pset format unaligned
 SELECT count(*) FROM bans('nobody');
 SELECT failure($$SELECT rl_bans('a\')$$);
 SELECT failure($$SELECT rl_bans('a\\\')$$);
