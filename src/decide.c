@@ -342,10 +342,10 @@ apply_on_error(Call *calls, int n, bool together, const RlError *failure)
 			allowed = allows_unasked(calls, n, &local_failure);
 		}
 		rl_log_failure(local ? &local_failure : failure,
-					allowed ? "Actions are allowed unasked, as ratelimit.on_error or ratelimit.mode says." :
-					"Actions are refused unasked, as ratelimit.on_error says.");
+					   allowed ? "Actions are allowed unasked, as ratelimit.on_error or ratelimit.mode says." :
+					   "Actions are refused unasked, as ratelimit.on_error says.");
 		rl_set_unasked(&calls[i].action, calls[i].answer, allowed,
-					allowed ? RL_FAIL_OPEN : RL_FAIL_CLOSED);
+					   allowed ? RL_FAIL_OPEN : RL_FAIL_CLOSED);
 		calls[i].answer->error = kept;
 		calls[i].answered = true;
 	}

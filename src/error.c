@@ -155,26 +155,16 @@ rl_raise(const RlError *error)
 	rl_raise_for(error, NULL);
 }
 
-/* Returns true once a second at most, for a caller that keeps *last. */
-bool
-rl_may_log(int64 *last)
-{
-	int64		now = rl_monotonic_now();
-
-	if (now - *last < RL_SECOND)
-		return false;
-	*last = now;
-	return true;
-}
-
 /* Logs, once a second at most, an error that on_error hides, and its consequence. */
 void
 rl_log_failure(const RlError *error, const char *consequence)
 {
 	static int64 last = 0;
+	int64		now = rl_monotonic_now();
 
-	if (!rl_may_log(&last))
+	if (now - last < RL_SECOND)
 		return;
+	last = now;
 	ereport(LOG_SERVER_ONLY,
 			(errcode(error->sqlstate),
 			 errmsg_internal("%s", error->message),

@@ -15,7 +15,6 @@ extern void rl_error_detail(RlError *error, const char *fmt,...) rl_attribute_pr
 extern const char *rl_error_text(const RlError *error);
 extern char *rl_key_shown(const char *data, int len);
 extern char *rl_key_matched(const char *data, int len);
-extern bool rl_may_log(int64 *last);
 extern void rl_log_failure(const RlError *error, const char *consequence);
 pg_noreturn extern void rl_raise(const RlError *error);
 

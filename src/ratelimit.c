@@ -116,7 +116,7 @@ rl_require_key_prefix(void)
 /* Even with the longest limit added, the largest value is exact in Lua, and in ns in an int64. */
 static bool
 check_debug_now(char **newval, void **extra pg_attribute_unused(),
-				 GucSource source pg_attribute_unused())
+				GucSource source pg_attribute_unused())
 {
 	size_t		len = strlen(*newval);
 

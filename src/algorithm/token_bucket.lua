@@ -40,11 +40,13 @@ algorithms.token_bucket = {
   end,
 
   -- The anchors are of one series unless the bucket was full in between.
-  refund_charge = function(l, _, anchor, amount)
+  -- "of" is the limit that was charged, if it can be another one with this state.
+  refund_charge = function(l, _, anchor, amount, _, of)
+    local refill = (of or l).refill
     if (l.anchor - anchor) % l.period == 0 then
       local lumps = math.max(math.floor((now - anchor) / l.period), 0)
-      if lumps < math.ceil(amount / l.refill) then
-        l.used = math.max(l.used - (amount - lumps * l.refill), 0)
+      if lumps < math.ceil(amount / refill) then
+        l.used = math.max(l.used - (amount - lumps * refill), 0)
       end
     end
   end,

@@ -1,7 +1,6 @@
 /*
  * functions.c
- *		The SQL functions that take quota, look, or repair, except those in
- *		check_many.c and inspect.c.
+ *		The SQL functions that take quota of one key, look at its limits, or repair it.
  */
 #include "postgres.h"
 

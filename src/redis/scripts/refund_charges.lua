@@ -21,13 +21,12 @@ local function refund_key()
   hash, set, gone, longest = KEYS[i], {}, {}, 0
   local limits, ban, life = load_limits(CHARGE, from, to, 'lease')
   for _, l in ipairs(limits) do
-    -- Charges to limits with one tag change one state, each with its own refill.
+    -- Charges to limits with one tag change one state.
     local state = l.state
-    state.refill = l.refill
     local of_life = ARGV[l.more + CHARGE - 1]
     if (state.charged or state.used) > 0 and (of_life == '0' or of_life == life) then
       local amount, rest, time, mark = unpack(ARGV, l.more, l.more + CHARGE - 1)
-      state:refund_charge(tonumber(time), tonumber(mark), tonumber(amount), tonumber(rest))
+      state:refund_charge(tonumber(time), tonumber(mark), tonumber(amount), tonumber(rest), l)
       state.changed = true
     end
   end
