@@ -10,6 +10,7 @@
 #include "algorithm/calendar.h"
 #include "algorithm/limits.h"
 #include "decide.h"
+#include "decision.h"
 #include "error.h"
 #include "ledger.h"
 #include "redis/redis.h"

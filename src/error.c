@@ -11,7 +11,6 @@
 #include "mb/pg_wchar.h"
 
 #include "error.h"
-#include "report.h"
 #include "shared/shared.h"
 
 /* If text fills its buffer, cuts it where a character ends. */
@@ -146,13 +145,6 @@ rl_key_matched(const char *data, int len)
 			appendStringInfoString(&text, (c = convert(data + i, n)) != NULL ? c : "\032");
 	}
 	return text.data;
-}
-
-/* Raises the error. */
-void
-rl_raise(const RlError *error)
-{
-	rl_raise_for(error, NULL);
 }
 
 /* Logs, once a second at most, an error that on_error hides, and its consequence. */

@@ -10,6 +10,7 @@
 
 #include "algorithm/algorithm.h"
 #include "algorithm/limits.h"
+#include "decision.h"
 #include "headers.h"
 
 /* The largest integer of a Structured Field */

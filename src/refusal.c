@@ -15,6 +15,7 @@
 
 #include "algorithm/algorithm.h"
 #include "algorithm/limits.h"
+#include "decision.h"
 #include "error.h"
 #include "refusal.h"
 #include "shared/refusal_log.h"

@@ -6,6 +6,7 @@
 
 #include "utils/json.h"
 
+#include "error.h"
 #include "report.h"
 
 /* Returns the hint from which clients read when to retry; its form is a contract. */
@@ -121,4 +122,11 @@ rl_raise_for(const RlError *error, const RlOrigin *origin)
 		report.headers[report.nheaders++] = rl_header_retry_after(error->retry_after);
 	}
 	rl_report(&report);
+}
+
+/* Raises the error, which no trigger has. */
+void
+rl_raise(const RlError *error)
+{
+	rl_raise_for(error, NULL);
 }

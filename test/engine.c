@@ -33,6 +33,7 @@
 #include "algorithm/algorithm.h"
 #include "algorithm/calendar.h"
 #include "algorithm/limits.h"
+#include "decision.h"
 
 #define BUCKETS				65536
 #define CHARGES				1024

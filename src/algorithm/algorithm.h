@@ -284,12 +284,8 @@ rl_allow_in_shadow(RlDecision *decision)
 	decision->source = RL_SHADOW;
 }
 
-extern RlDecision rl_unasked_decision(const RlLimits *limits);
-extern void rl_set_unasked(const RlAction *action, RlAnswer *answer, bool allowed, RlSource source);
 extern bool rl_longer_wait(int64 a, int64 b);
-extern int64 rl_told_wait(const RlLimits *limits, int binding, const RlDecision *decision);
 extern void rl_charges_set(const RlAction *action, int64 at, const RlDecision *each, RlCharge *charges);
-extern RlDecision rl_combine(const RlLimits *limits, const RlDecision *decisions, int *binding);
 extern void rl_apply_ban(const RlLimits *limits, RlDecision *decisions, int64 left, bool in_force,
 						 const char *rule);
 

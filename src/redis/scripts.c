@@ -7,7 +7,7 @@
 #include "redis/scripts.h"
 #include "redis/scripts.lua.h"
 
-/* For one limit, where rl_take_is_alone returns true. */
+/* For one limit: the straight scripts (is_straight in call.c). */
 RlScript	rl_alone_scripts[RL_ALGORITHMS] = {
 	[RL_THROTTLE] = {.source = alone_throttle_lua},
 	[RL_TOKEN_BUCKET] = {.source = alone_token_bucket_lua},
@@ -16,7 +16,7 @@ RlScript	rl_alone_scripts[RL_ALGORITHMS] = {
 	[RL_SLIDING_LOG] = {.source = alone_sliding_log_lua},
 };
 
-/* For many keys under one limit each, where rl_take_is_fast returns true for all. */
+/* The same for many keys, each decided by itself. */
 RlScript	rl_many_scripts[RL_ALGORITHMS] = {
 	[RL_THROTTLE] = {.source = many_throttle_lua},
 };

@@ -12,6 +12,7 @@
 
 #include "algorithm/limits.h"
 #include "decide.h"
+#include "decision.h"
 #include "error.h"
 #include "refusal.h"
 #include "shared/known.h"

@@ -13,6 +13,7 @@
 
 #include "algorithm/algorithm.h"
 #include "algorithm/limits.h"
+#include "decision.h"
 #include "sql/arguments.h"
 
 /* The latest time that leaves room for the longest limit, in 2096. */

@@ -36,8 +36,8 @@
 
 #include "error.h"
 #include "sql/arguments.h"
+#include "sql/rule_column.h"
 #include "sql/trigger_limits.h"
-#include "sql/trigger_rule.h"
 
 #if PG_VERSION_NUM < 170000
 #define vxid_lxid(proc) ((proc)->lxid)

@@ -28,6 +28,7 @@
 #include "algorithm/limits.h"
 #include "error.h"
 #include "sql/arguments.h"
+#include "sql/rule_column.h"
 #include "sql/trigger_rule.h"
 #include "take_all.h"
 
@@ -46,44 +47,11 @@ static List *retired = NIL;		/* rules without an entry that were in use */
  * Parsing
  */
 
-/* Returns true if the trigger fires for rows that are not written yet. */
-static bool
-sees_unwritten_row(const Trigger *trigger)
-{
-	return TRIGGER_FOR_BEFORE(trigger->tgtype) &&
-		(TRIGGER_FOR_INSERT(trigger->tgtype) || TRIGGER_FOR_UPDATE(trigger->tgtype));
-}
-
 /* Returns true if a trigger for each statement has the transition table that rl_enforce reads. */
 static bool
 sees_statement(const Trigger *trigger)
 {
 	return TRIGGER_FOR_DELETE(trigger->tgtype) ? trigger->tgoldtable != NULL : trigger->tgnewtable != NULL;
-}
-
-/* Returns the number of the column with that name, or 0 with the error set. */
-AttrNumber
-rl_rule_column(Relation rel, const Trigger *trigger, const char *name, int len, RlError *error)
-{
-	AttrNumber	attnum = attnameAttNum(rel, pnstrdup(name, len), false);
-	char		generated;
-
-	if (attnum == InvalidAttrNumber)
-	{
-		rl_error_set(error, ERRCODE_UNDEFINED_COLUMN,
-					 "column \"%.*s\" of relation \"%s\" does not exist",
-					 len, name, RelationGetRelationName(rel));
-		return 0;
-	}
-	generated = TupleDescAttr(RelationGetDescr(rel), attnum - 1)->attgenerated;
-	if (generated != '\0' && (generated != ATTRIBUTE_GENERATED_STORED || sees_unwritten_row(trigger)))
-	{
-		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-					 "generated column \"%.*s\" has no value yet when a rate limit is enforced",
-					 len, name);
-		return 0;
-	}
-	return attnum;
 }
 
 /* Sets the error of a template with a brace that has no partner. */

@@ -56,7 +56,5 @@ extern RlKey rl_rule_key(const RlOrigin *origin, Pair *pair, struct TupleTableSl
 extern int64 rl_rule_quota(const RlOrigin *origin, const Rule *rule, struct TupleTableSlot *row);
 extern int64 rl_rule_check_quota(const RlOrigin *origin, const Rule *rule, int64 quota);
 extern Rule *rl_rule_make(Relation rel, const Trigger *trigger, bool *valid, RlError *error);
-extern AttrNumber rl_rule_column(Relation rel, const Trigger *trigger, const char *name, int len,
-								 RlError *error);
 
 #endif							/* TRIGGER_RULE_H */

@@ -1,5 +1,5 @@
 # The sources are arranged as src/README.md says: includes point one way
-# and have no cycle, and functions are short.
+# and have no cycle, neither have calls between files, and functions are short.
 use strict;
 use warnings FATAL => 'all';
 
@@ -96,21 +96,58 @@ cmp_ok(scalar keys %includes, '>', 50, 'files with includes: ' . keys %includes)
 my @upwards = map { my $file = $_; map { "$file includes $_" } grep { level($_) > level($file) } @{ $includes{$file} } } sort keys %includes;
 none(\@upwards, 'includes point from sql to src, redis, shared and algorithm');
 
-# Returns the cycle that a path through the includes ends with, if it has one.
-my %done;
-
-sub cycle
+# Returns the cycles with which paths from a file end; "next" has the next files of each
+# file, and "done" those that need not be followed again.
+sub cycles
 {
-	my (@path) = @_;
+	my ($next, $done, @path) = @_;
 	my $file = $path[-1];
 	my ($begin) = grep { $path[$_] eq $file } 0 .. $#path - 1;
 
 	return join ' > ', @path[ $begin .. $#path ] if defined $begin;
-	return if $done{$file}++;
-	return map { cycle(@path, $_) } @{ $includes{$file} || [] };
+	return if $done->{$file}++;
+	return map { cycles($next, $done, @path, $_) } @{ $next->{$file} || [] };
 }
 
-none([ map { cycle($_) } @c_files ], 'includes have no cycle');
+# Returns the cycles of a graph.
+sub cycles_of
+{
+	my ($next) = @_;
+	my %done;
+
+	return [ map { cycles($next, \%done, $_) } sort keys %$next ];
+}
+
+none(cycles_of(\%includes), 'includes have no cycle');
+
+#
+# Calls
+#
+
+# Returns the files whose functions each object calls; not through a table of functions.
+sub calls
+{
+	my (@objects) = @_;
+	my (%file_of, %wants, %calls);
+
+	foreach my $object (@objects)
+	{
+		foreach (`nm '$root/$object'`)
+		{
+			$file_of{$1} = $object if / T (\w+)$/;
+			push @{ $wants{$object} }, $1 if / U (\w+)$/;
+		}
+	}
+	foreach my $object (@objects)
+	{
+		$calls{$object} = [ grep { defined } map { $file_of{$_} } @{ $wants{$object} } ];
+	}
+	return \%calls;
+}
+
+my $calls = calls(grep { $is_file{s/o$/c/r} } files('src', qr/\.o$/));
+cmp_ok(scalar keys %$calls, '>', 50, 'objects: ' . keys %$calls);
+none(cycles_of($calls), 'no files call each other in a circle');
 
 #
 # Lengths

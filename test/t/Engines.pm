@@ -255,7 +255,7 @@ sub c_program
 sub c_engine
 {
 	my ($node) = @_;
-	my $program = c_program($node, 'test/engine.c', map { "src/algorithm/$_.c" } qw(log algorithm gcra token_bucket fixed_window sliding));
+	my $program = c_program($node, 'test/engine.c', 'src/decision.c', map { "src/algorithm/$_.c" } qw(log algorithm gcra token_bucket fixed_window sliding));
 
 	my $pid = open2(my $from, my $to, $program);
 	return { pid => $pid, from => $from, to => $to, takes => {}, grants => {} };
