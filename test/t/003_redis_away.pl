@@ -264,7 +264,7 @@ foreach my $tcp (0, 1)
 	policy_is("killed, over $way", 'PT504', qr/^could not connect to Redis: /);
 	$redis->start;
 	is($session->attempt(q{SELECT rl_throttle('away', 7, 1, 86400)})->{answer},
-		'(t,7,6,,86400,redis)', "restarted, over $way: the next call works, the state is lost");
+		'(t,7,6,,86400,"throttle 1/1d burst 7",redis)', "restarted, over $way: the next call works, the state is lost");
 
 	my @errors;
 	foreach my $round (1 .. 20)

@@ -66,9 +66,9 @@ write_file("$dir/wrong", "s3cr3t\n", 0600);
 with(redis_passfile => "$dir/wrong");
 fails('a wrong password', 'PT504', qr/WRONGPASS/);
 with(on_error => 'allow');
-is($session->attempt($take)->{answer}, '(t,7,,,,fail_open)', 'a wrong password: on_error = allow');
+is($session->attempt($take)->{answer}, '(t,7,,,,,fail_open)', 'a wrong password: on_error = allow');
 with(on_error => 'deny');
-is($session->attempt($take)->{answer}, '(f,7,,,,fail_closed)', 'a wrong password: on_error = deny');
+is($session->attempt($take)->{answer}, '(f,7,,,,,fail_closed)', 'a wrong password: on_error = deny');
 is($session->attempt(q{SELECT rl_peek('auth', '7/1d')})->{state}, 'PT504', 'a wrong password: rl_peek raises an error');
 with(on_error => 'error');
 
@@ -139,7 +139,7 @@ foreach my $tcp (0, 1)
 	with(redis_url => $redis->url(db => 5, tcp => $tcp));
 	$redis->cli('SELECT', 5);
 	$redis->cli('DEL', 'rl:{auth}');
-	is($session->attempt($take)->{answer}, '(t,7,6,,86400,redis)', "database 5 over $way: another state");
+	is($session->attempt($take)->{answer}, '(t,7,6,,86400,"throttle 1/1d burst 7",redis)', "database 5 over $way: another state");
 	is_deeply($redis->cli('KEYS', '*'), ['rl:{auth}'], "database 5 over $way: the key is in database 5");
 	$redis->cli('SELECT', 0);
 	is_deeply($redis->cli('KEYS', '*'), [], "database 5 over $way: the key is not in database 0");

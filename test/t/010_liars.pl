@@ -79,7 +79,7 @@ foreach my $case (
 	like($got->{message}, $message{$state}, "$what: message");
 	unlike("$got->{message}$got->{detail}", qr/[^ -~]/, "$what: the message is printable");
 	next if $state eq '00000';
-	foreach my $policy ([ allow => '(t,7,,,,fail_open)' ], [ deny => '(f,7,,,,fail_closed)' ])
+	foreach my $policy ([ allow => '(t,7,,,,,fail_open)' ], [ deny => '(f,7,,,,,fail_closed)' ])
 	{
 		$session->ask("SET ratelimit.on_error = $policy->[0]");
 		is($session->attempt($take)->{answer}, $policy->[1], "$what: on_error = $policy->[0]");
@@ -94,7 +94,7 @@ foreach my $case (
 # A reply that comes in pieces is a valid reply.
 my $slow = liar("*2\r\n\$4\r\n5000\r\n:0\r\n", slowly => 1);
 $session->set(command_timeout => '60s', redis_url => $slow->url);
-is($session->attempt($take)->{answer}, '(f,7,0,0.005,0.005,ban)', 'a reply in pieces');
+is($session->attempt($take)->{answer}, '(f,7,0,0.005,0.005,,ban)', 'a reply in pieces');
 
 # The next call does not use a second reply.
 my $talker = liar(":0\r\n:86400000000000\r\n:86400000000000\r\n");
@@ -104,6 +104,6 @@ is($session->attempt($take)->{state}, 'PT504', "too many replies, call $_") fore
 # One backend made all these calls.
 $session->set(redis_url => undef);
 is($session->ask('SELECT pg_backend_pid()'), $pid, 'the backend is alive');
-is($session->attempt($take)->{answer}, '(t,7,6,,86400,redis)', 'Redis decides again');
+is($session->attempt($take)->{answer}, '(t,7,6,,86400,"throttle 1/1d burst 7",redis)', 'Redis decides again');
 
 done_testing();

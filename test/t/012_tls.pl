@@ -105,7 +105,7 @@ works('an address');
 with(redis_url => $by_name);
 works('a name');
 with(redis_url => "$by_name/3");
-is($session->attempt($take)->{answer}, '(t,7,6,,86400,redis)', 'a database');
+is($session->attempt($take)->{answer}, '(t,7,6,,86400,"throttle 1/1d burst 7",redis)', 'a database');
 $redis->cli('SELECT', 3);
 is_deeply($redis->cli('KEYS', '*'), ['rl:{tls}'], 'a database: the key is in this database');
 $redis->cli('SELECT', 0);
@@ -158,9 +158,9 @@ foreach my $case (
 	with(redis_url => $from, tls_ca_file => $trusted && "$dir/$trusted.crt");
 	fails($what, 'PT504', qr/^could not connect to Redis: the server's certificate is not trusted: $message$/);
 	with(on_error => 'allow');
-	is($session->attempt($take)->{answer}, '(t,7,,,,fail_open)', "$what: on_error = allow");
+	is($session->attempt($take)->{answer}, '(t,7,,,,,fail_open)', "$what: on_error = allow");
 	with(on_error => 'deny');
-	is($session->attempt($take)->{answer}, '(f,7,,,,fail_closed)', "$what: on_error = deny");
+	is($session->attempt($take)->{answer}, '(f,7,,,,,fail_closed)', "$what: on_error = deny");
 	with(on_error => 'error');
 }
 is_deeply($redis->cli('KEYS', '*'), [], 'nothing was charged');

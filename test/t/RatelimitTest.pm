@@ -556,8 +556,8 @@ sub policy_is
 	my ($self, $take, $how, $sqlstate, $message) = @_;
 	my %expected = (
 		error => [ $sqlstate, '' ],
-		allow => [ '00000', '(t,7,,,,fail_open)' ],
-		deny  => [ '00000', '(f,7,,,,fail_closed)' ]);
+		allow => [ '00000', '(t,7,,,,,fail_open)' ],
+		deny  => [ '00000', '(f,7,,,,,fail_closed)' ]);
 
 	foreach my $policy (qw(error allow deny))
 	{
