@@ -1,5 +1,5 @@
-# The statements of docs/operations.md about full memory, restarts, connections,
-# monitoring and dumps, with real servers.
+# The statements of docs/operations.md about full memory, restarts, connections and
+# dumps, and the queries of docs/monitoring.md, with real servers.
 use RatelimitTest;
 use File::Basename;
 use RedisMonitor;
@@ -167,11 +167,11 @@ $redis->cli('CONFIG', 'SET', 'maxclients', 10_000);
 is($late->ask(q{SELECT source FROM rl_check('k', '5/1s', 0)}), 'redis', 'the session connects when there is room');
 
 #
-# The queries of docs/operations.md
+# The queries of docs/monitoring.md
 #
 
-my $page = slurp_file("$FindBin::RealBin/../../docs/operations.md");
-my ($monitoring) = $page =~ /^## Monitoring\n(.*?)(?=^## |\z)/ms or die 'docs/operations.md has no chapter Monitoring';
+my $page = slurp_file("$FindBin::RealBin/../../docs/monitoring.md");
+my ($monitoring) = $page =~ /^## The views\n(.*?)(?=^## |\z)/ms or die 'docs/monitoring.md has no chapter The views';
 my ($fields) = $monitoring =~ /^redis-cli INFO \| grep -E '\^\((.*?)\):'/m or die 'the chapter has no redis-cli INFO';
 my %info = $redis->info('everything');
 my %query;
