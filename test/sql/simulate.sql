@@ -41,4 +41,9 @@ SELECT failure(q) FROM (VALUES
 -- The first time and the last.
 SELECT at, (rl_simulate('1/1s', at) OVER (ORDER BY at)).allowed FROM (VALUES (to_timestamp(0)), (to_timestamp(4000000000))) t (at);
 SELECT failure($$SELECT rl_simulate('1/1s', to_timestamp(4000000000) + '1 us') OVER ()$$);
+-- The actions that pass within ten seconds: GCRA allows a burst, and one every two seconds.
+SELECT limits, count(*) FILTER (WHERE (r).allowed) AS allowed
+FROM (SELECT limits, rl_simulate(limits::rl_limits, '2024-01-01'::timestamptz + n * interval '0.1 s') OVER (PARTITION BY limits ORDER BY n) AS r
+	FROM unnest(ARRAY['5/10s', 'sliding_log 5/10s']) limits, generate_series(0, 99) n) s
+GROUP BY limits ORDER BY limits COLLATE "C";
 DROP TABLE past;
