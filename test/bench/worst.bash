@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2154 # rounds, SRC and T are script/bench's
 #
 # For script/bench: the longest time that one call can occupy Redis.  The state is
-# the largest that exists, in the layout of docs/internals.md: in each limit 100,000
+# the largest that exists, in the layout of src/README.md: in each limit 100,000
 # charged and 100,000 refused entries of one unit, at times that alternate.  A call for
 # many keys has such a state in each of them, as far as they have a place in one call.
 

@@ -330,7 +330,7 @@ foreach my $limits ('2/1h', 'token_bucket 2/1h', 'fixed_window 2/1h', 'sliding_w
 	}
 }
 
-# A call has as many keys as docs/internals.md says, so that it ends soon.
+# A call has as many keys as src/README.md says, so that it ends soon.
 foreach my $case ([ '2/1h', 100 ], [ 'token_bucket 2/1h', 42 ], [ 'fixed_window 2/1h', 42 ], [ 'sliding_window 2/1h', 20 ],
 	[ 'sliding_log 2/1h', 8 ], [ '2/1h, sliding_log 2/2h count_denied', 7 ], [ 'sliding_log 2/1h, sliding_log 2/2h', 4 ])
 {
