@@ -1000,7 +1000,7 @@ rl_known_note(RlKnown *known, const RlAction *action, RlAnswer *answer, RlCharge
  */
 
 /*
- * Deletes the key's denials.  To be called before and after quota is refunded to it, or
+ * Deletes the key's denials.  To be called after quota is refunded to it, or
  * may have been.  Needs shared memory.  Does not throw.
  */
 void
