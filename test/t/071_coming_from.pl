@@ -193,7 +193,7 @@ foreach my $case ([ 14, 30, 60, 1, 1_200 ], [ 15, 30, 60, 3, 2_500 ], [ 0, 1, 1,
 }
 is(join('|', answers(q{SELECT cl_throttle('book', 14, 30, 60)}, [ 0, 1 ])), '{0,15,14,-1,2}',
 	"the book's five results are those of max_burst 14");
-is(join('|', answers(q{SELECT rl_throttle('book of 15', 15, 30, 60)}, [ 0, 1 ])), '(t,15,14,,2,' . store() . ')',
+is(join('|', answers(q{SELECT rl_throttle('book of 15', 15, 30, 60)}, [ 0, 1 ])), '(t,15,14,,2,"throttle 30/1min burst 15",' . store() . ')',
 	"the book's results are those of capacity 15");
 
 #
