@@ -85,12 +85,11 @@ typedef struct Denial
 	int64		refused_until;
 	pg_atomic_uint32 asking;	/* 1: a backend asks Redis again */
 	int			binding;
-	RlDecision	decision;		/* its ban_rule only says whether the next one is set */
-	char		ban_rule[RL_MAX_LIMIT_TEXT];
+	RlDecision	decision;		/* its ban_rule only says whether a text follows the key */
 	TimestampTz since;			/* first of the refusals without a gap */
 	Oid			database;		/* of the last refusal */
 	int			key_len;
-	char		key[RL_MAX_KEY];
+	char		key[RL_MAX_KEY];	/* then the limit that set the ban, if there is room */
 } Denial;
 
 /* Units that one call has charged ahead. */
@@ -444,7 +443,7 @@ refuses(Entry *entry, int64 quota, RlAnswer *answer)
 		char	   *rule = palloc_extended(RL_MAX_LIMIT_TEXT, MCXT_ALLOC_NO_OOM);
 
 		decision->ban_left = Max(decision->ban_left - passed, 1);
-		decision->ban_rule = decision->ban_rule && rule ? strcpy(rule, denial->ban_rule) : NULL;
+		decision->ban_rule = decision->ban_rule && rule ? strcpy(rule, denial->key + denial->key_len) : NULL;
 	}
 	return true;
 }
@@ -485,6 +484,7 @@ note_denial(Set *set, Entry *entry, const RlKnown *known, const RlAction *action
 {
 	const RlDecision *decision = &answer->decision;
 	int64		until = known->asked + decision->retry_after;
+	size_t		room = RL_MAX_KEY - action->key.len;
 	Denial	   *denial;
 
 	last.key_hash = known->key_hash;
@@ -517,8 +517,9 @@ note_denial(Set *set, Entry *entry, const RlKnown *known, const RlAction *action
 		known->asked + trusted_for(action->limits, decision) : 0;
 	denial->refused_until = until;
 	denial->decision = *decision;
-	if (decision->ban_left > 0 && decision->ban_rule != NULL)
-		strlcpy(denial->ban_rule, decision->ban_rule, sizeof(denial->ban_rule));
+	if (decision->ban_left > 0 && decision->ban_rule != NULL &&
+		strlcpy(denial->key + denial->key_len, decision->ban_rule, room) >= room)
+		denial->decision.ban_rule = NULL;
 	denial->binding = answer->binding;
 	pg_atomic_init_u32(&denial->asking, 0);
 }

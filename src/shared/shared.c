@@ -46,7 +46,7 @@
  * meaning of a member, or the size of an area changes: while a package is upgraded, old
  * and new libraries run in one server.  Each must find only memory of its own layout.
  */
-#define LAYOUT				9
+#define LAYOUT				10
 #define NAME				"ratelimit " CppAsString2(LAYOUT)
 #define TRANCHE				"ratelimit"
 

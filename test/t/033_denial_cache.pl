@@ -144,6 +144,20 @@ foreach my $i (0 .. $#steps)
 }
 note 'seen: ', join ', ', map { "$_ $seen{$_}" } sort keys %seen;
 none(\@wrong, 'with and without the cache the verdicts are the same') or diag "RATELIMIT_SEED=$seed";
+
+# The limit that set a ban is kept behind the key, if there is room.
+{
+	my $text = 'fixed_window 1/1h ban 1h after 1';
+
+	foreach my $case ([ 512 - 1 - length($text), $text ], [ 512 - length $text, '' ])
+	{
+		my $key = 'k' x $case->[0];
+
+		$session->ask("SELECT rl_check('$key', '$text') FROM generate_series(1, 2)");
+		is($session->ask("SELECT source, rule FROM rl_check('$key', '$text')"), "ban|$text", "a key of $case->[0] bytes: Redis");
+		is($session->ask("SELECT source, rule FROM rl_check('$key', '$text')"), "denial_cache|$case->[1]", "a key of $case->[0] bytes: the denial cache");
+	}
+}
 cmp_ok($seen{$_} || 0, '>', 100, "$_: " . ($seen{$_} || 0)) foreach 'denial_cache refused', 'redis refused', 'redis allowed', 'ban refused';
 
 #
