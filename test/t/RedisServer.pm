@@ -104,11 +104,14 @@ sub _binary
 
 # Returns a port below the range from which systems choose ports, so that it is
 # still free at a restart.  Tests of different lanes of script/test have different ports.
+# The choice does not depend on RATELIMIT_SEED, so that runs side by side differ.
 sub free_port
 {
+	open my $random, '<:raw', '/dev/urandom' or die "/dev/urandom: $!";
 	foreach (1 .. 200)
 	{
-		my $port = 10200 + 2 * int(rand(11000)) + ($ENV{RATELIMIT_LANE} || 0);
+		read $random, my $bytes, 2;
+		my $port = 10200 + 2 * (unpack('S', $bytes) % 11000) + ($ENV{RATELIMIT_LANE} || 0);
 		my $socket = IO::Socket::INET->new(
 			LocalAddr => '127.0.0.1', LocalPort => $port, Listen => 1, ReuseAddr => 1);
 
