@@ -25,32 +25,24 @@ SELECT q, f.* FROM (VALUES
 	(28, $$rl_refund('k', '1/1s', -1)$$), (29, $$rl_check('k', '1/1s', -1)$$), (30, $$rl_peek('k', '1/1s', -1)$$)
 ) v (id, q), LATERAL failure('SELECT ' || q) f ORDER BY id;
 -- None of these calls has reached Redis. Valid extreme values do.
-SELECT rl_reset('k');
-SELECT allowed FROM rl_throttle('k', 10, 1, 315576000);
-SELECT allowed FROM rl_throttle('k', 1, 1000000000, 1);
+SELECT rl_reset('k'), (rl_throttle('k', 10, 1, 315576000)).allowed, (rl_throttle('k', 1, 1000000000, 1)).allowed;
 SELECT allowed, retry_after FROM rl_throttle('k', 1, 1, 1, 1000000000000000);
 
 -- Redis cannot be reached: on_error applies only to functions that take quota.
 SET ratelimit.store = redis;
 SET ratelimit.redis_url = 'unix:///nonexistent/socket';
-SELECT failure($$SELECT rl_throttle('k', 1, 1, 1)$$);
-SELECT failure($$SELECT rl_check('k', '1/1s')$$);
+SELECT failure(statement) FROM unnest(ARRAY[$$SELECT rl_throttle('k', 1, 1, 1)$$, $$SELECT rl_check('k', '1/1s')$$]) statement;
 SET ratelimit.on_error = allow;
 SELECT * FROM rl_throttle('k', 5, 1, 1);
 SELECT rl_allow('k', '1/1s'), (rl_enforce('k', '1/1s')).source;
 SET ratelimit.on_error = deny;
 SELECT * FROM rl_throttle('k', 5, 1, 1);
 SELECT rl_allow('k', '1/1s');
-SELECT failure($$SELECT rl_enforce('k', '1/1s')$$);
-SELECT failure($$SELECT rl_peek('k', '1/1s')$$);
-SELECT failure($$SELECT rl_refund('k', '1/1s', 1)$$);
-SELECT failure($$SELECT rl_reset('k')$$);
-SELECT failure($$SELECT rl_ban('k', 1)$$);
-SELECT failure($$SELECT rl_unban('k')$$);
+SELECT failure(statement) FROM unnest(ARRAY[$$SELECT rl_enforce('k', '1/1s')$$, $$SELECT rl_peek('k', '1/1s')$$, $$SELECT rl_refund('k', '1/1s', 1)$$,
+	$$SELECT rl_reset('k')$$, $$SELECT rl_ban('k', 1)$$, $$SELECT rl_unban('k')$$]) statement;
 -- Bad input and bad settings are errors whatever on_error says.
 SET ratelimit.on_error = allow;
-SELECT failure($$SELECT rl_throttle(NULL, 1, 1, 1)$$);
-SELECT failure($$SELECT rl_wait('k', '1/1s')$$);
+SELECT failure(statement) FROM unnest(ARRAY[$$SELECT rl_throttle(NULL, 1, 1, 1)$$, $$SELECT rl_wait('k', '1/1s')$$]) statement;
 SELECT left(u, 30) AS url, f.* FROM (VALUES
 	(1, ''), (2, 'localhost'), (3, 'http://localhost'), (4, 'redis://'), (5, 'redis://:6379'), (6, 'redis://h:0'), (7, 'redis://h:65536'),
 	(8, 'redis://h:'), (9, 'redis://h:12x'), (10, 'redis://h/x'), (11, 'redis://h/0/1'), (12, 'redis://h/-1'), (13, 'redis://:secret@h'),

@@ -1,53 +1,41 @@
 -- Ban and unban.
-SELECT at(0);
-SELECT allowed FROM rl_throttle('abuser', 5, 5, 10);
-SELECT rl_ban('abuser', 60);
-SELECT * FROM rl_throttle('abuser', 5, 5, 10);
-SELECT * FROM rl_check('abuser', '5/1h');				-- applies to every limit
-SELECT * FROM rl_check('abuser', '5/1h, 1/1d');
-SELECT * FROM rl_check('abuser', '5/1h', 0);
+SELECT at(0) \g /dev/null
+SELECT (rl_throttle('abuser', 5, 5, 10)).allowed, rl_ban('abuser', 60);
+SELECT * FROM rl_throttle('abuser', 5, 5, 10) UNION ALL
+SELECT * FROM rl_check('abuser', '5/1h') UNION ALL				-- applies to every limit
+SELECT * FROM rl_check('abuser', '5/1h, 1/1d') UNION ALL
+SELECT * FROM rl_check('abuser', '5/1h', 0) UNION ALL
 SELECT * FROM rl_check('abuser', '5/1h', 6);			-- no wait helps this call
 SELECT rl_allow('abuser', '5/1h');
 SELECT * FROM rl_peek('abuser', '5/1h');
 SELECT failure($$SELECT rl_enforce('abuser', '5/1h')$$);
-SELECT at(59.999999);
+SELECT at(59.999999) \g /dev/null
 SELECT allowed, retry_after, source FROM rl_throttle('abuser', 5, 5, 10);
-SELECT at(60);
+SELECT at(60) \g /dev/null
 SELECT allowed, remaining, source FROM rl_throttle('abuser', 5, 5, 10);	-- attempts did not count
 -- A ban is replaced, and the wait is the longer of both.
-SELECT rl_ban('abuser', 10), rl_ban('abuser', 1);
+SELECT rl_ban('abuser', 10), rl_ban('abuser', 1) \g /dev/null
 SELECT rl_throttle('abuser', 5, 5, 10, 4);
-SELECT at(61);
-SELECT allowed FROM rl_throttle('abuser', 5, 5, 10, 5);
-SELECT rl_ban('abuser', 1);
-SELECT retry_after FROM rl_throttle('abuser', 5, 5, 10, 5);
-SELECT rl_unban('abuser'), rl_unban('abuser');
-SELECT allowed FROM rl_throttle('abuser', 5, 5, 10);
+SELECT at(61) \g /dev/null
+SELECT (rl_throttle('abuser', 5, 5, 10, 5)).allowed, rl_ban('abuser', 1), (rl_throttle('abuser', 5, 5, 10, 5)).retry_after, rl_unban('abuser'), rl_unban('abuser'),
+	(rl_throttle('abuser', 5, 5, 10)).allowed;
 
 -- rl_reset of a limit, and of the key.
-SELECT rl_reset('abuser', '5/10s'), rl_reset('abuser', '5/10s'), rl_reset('abuser', '7/10s, 5/1h');
-SELECT rl_ban('reset', 60);
-SELECT rl_reset('reset'), rl_reset('reset');
-SELECT rl_ban('reset', 60);
-SELECT rl_unban('reset'), rl_reset('reset');
-SELECT allowed FROM rl_throttle('reset', 5, 5, 10);
+SELECT rl_reset('abuser', '5/10s'), rl_reset('abuser', '5/10s'), rl_reset('abuser', '7/10s, 5/1h'), rl_ban('reset', 60), rl_reset('reset'), rl_reset('reset'),
+	rl_ban('reset', 60), rl_unban('reset'), rl_reset('reset'), (rl_throttle('reset', 5, 5, 10)).allowed;
 
 -- rl_allow and rl_enforce.
 SELECT rl_allow('allow', '1/1h'), rl_allow('allow', '1/1h');
 SELECT * FROM rl_enforce('enforce', '1/1h');
-SELECT failure($$SELECT rl_enforce('enforce', '1/1h')$$);
-SELECT failure($$SELECT rl_enforce('enforce', '1/1h', 2)$$);
+SELECT failure(statement) FROM unnest(ARRAY[$$SELECT rl_enforce('enforce', '1/1h')$$, $$SELECT rl_enforce('enforce', '1/1h', 2)$$]) statement;
 DO $$ BEGIN PERFORM rl_enforce('enforce', '1/1h, 2/1d'); EXCEPTION WHEN SQLSTATE 'PT429' THEN RAISE NOTICE 'caught %', SQLERRM; END $$;
 
 -- Many keys, each by itself, in the order of the array.
-SELECT * FROM rl_check_many('{m2,m1,m2,m3}', '2/1h', '{1,2,2,3}');
+SELECT * FROM rl_check_many('{m2,m1,m2,m3}', '2/1h', '{1,2,2,3}') UNION ALL
 SELECT * FROM rl_check_many('{m1,m4}', '2/1h');
 SELECT count(*) FROM rl_check_many('{}', '2/1h');
-SELECT failure($$SELECT rl_check_many('{m5,NULL}', '2/1h')$$);
-SELECT failure($$SELECT rl_check_many('{m5}', '2/1h', '{1,1}')$$);
-SELECT failure($$SELECT rl_check_many('{m5}', '2/1h', '{NULL}')$$);
-SELECT failure($$SELECT rl_check_many('{{m5}}', '2/1h')$$);
-SELECT failure($$SELECT rl_check_many(NULL, '2/1h')$$);
+SELECT failure(statement) FROM unnest(ARRAY[$$SELECT rl_check_many('{m5,NULL}', '2/1h')$$, $$SELECT rl_check_many('{m5}', '2/1h', '{1,1}')$$,
+	$$SELECT rl_check_many('{m5}', '2/1h', '{NULL}')$$, $$SELECT rl_check_many('{{m5}}', '2/1h')$$, $$SELECT rl_check_many(NULL, '2/1h')$$]) statement;
 
 -- Peek writes nothing.
 SELECT * FROM rl_peek('peeked', '5/10s, 7/1h', 2);
@@ -76,10 +64,8 @@ DROP TYPE plan;
 DROP DOMAIN customer;
 
 -- Key escaping on the way to Redis keeps keys apart.
-SELECT allowed FROM rl_throttle('{x}', 1, 1, 3600);
-SELECT allowed FROM rl_throttle('%7Bx%7D', 1, 1, 3600);
-SELECT allowed FROM rl_throttle('{x}', 1, 1, 3600);
-SELECT allowed FROM rl_throttle(repeat('é', 256), 1, 1, 3600);
+SELECT (rl_throttle('{x}', 1, 1, 3600)).allowed, (rl_throttle('%7Bx%7D', 1, 1, 3600)).allowed, (rl_throttle('{x}', 1, 1, 3600)).allowed,
+	(rl_throttle(repeat('é', 256), 1, 1, 3600)).allowed;
 
 -- The first form charges six times.
 SELECT (rl_throttle('trap', 100, 1, 3600)).*;
@@ -96,8 +82,7 @@ SELECT rule, remaining FROM rl_peek('read only', '2/1h, sliding_log 2/1d', 0);
 SELECT 'ADD ATTRIBUTE extra1 int' AS one_column,
 	string_agg('ADD ATTRIBUTE extra' || i || ' int', ', ' ORDER BY i) AS forty_columns
 FROM generate_series(1, 40) i \gset
-SELECT rl_reset('altered');
-SELECT (rl_throttle('altered', 15, 30, 60)).remaining;
+SELECT rl_reset('altered'), (rl_throttle('altered', 15, 30, 60)).remaining;
 BEGIN;
 ALTER TYPE rl_decision :one_column;
 SELECT NULL::rl_decision IS NULL AS loaded, (NULL::rl_decision).extra1;
@@ -125,7 +110,7 @@ SELECT string_agg(l, ', ') AS plain, string_agg(l || ' refund_on_abort', ', ') A
 	fixed_window 10/20s from_first,sliding_window 10/20s step 1s,sliding_log 10/20s}'::text[]) l \gset
 CREATE FUNCTION remaining(key text, limits rl_limits) RETURNS text LANGUAGE sql AS
 $$ SELECT string_agg(remaining::text, ' ' ORDER BY o) FROM rl_peek(key, limits, 0) WITH ORDINALITY p (rule, a, c, remaining, r, s, t, o) $$;
-SELECT at(0);
+SELECT at(0) \g /dev/null
 SELECT count(rl_allow('grant ' || n, :'plain', 4)) FROM generate_series(1, 20) n;
 BEGIN;
 SELECT rl_allow('grant 1', :'held', 5), rl_refund('grant 1', :'plain', 5), remaining('grant 1', :'plain');
@@ -157,7 +142,7 @@ SELECT remaining('grant 5', :'plain') AS the_first_stays;
 BEGIN;
 SELECT rl_allow('grant 6', :'held', 5);
 SAVEPOINT a;
-SELECT rl_refund('grant 6', :'held', 5);
+SELECT rl_refund('grant 6', :'held', 5) \g /dev/null
 ROLLBACK TO a;
 ROLLBACK;
 SELECT remaining('grant 6', :'plain') AS a_refund_stays;
@@ -187,14 +172,14 @@ BEGIN
 END $$;
 SELECT remaining('grant 9', :'plain') AS caught;
 -- Its own units, not older units, which are free at 20.
-SELECT at(5);
+SELECT at(5) \g /dev/null
 BEGIN;
 SELECT rl_allow('grant 10', :'held', 3), rl_refund('grant 10', :'held', 2);
 COMMIT;
-SELECT at(21);
+SELECT at(21) \g /dev/null
 SELECT rule, remaining FROM rl_peek('grant 10', 'sliding_window 10/20s step 1s, sliding_log 10/20s', 0);
 -- rl_refund refunds charges of a committed transaction as those of any other.
-SELECT at(0);
+SELECT at(0) \g /dev/null
 BEGIN;
 SELECT rl_allow('grant 11', :'held', 3);
 COMMIT;
@@ -257,10 +242,10 @@ SELECT what, (d).rule, (d).source FROM (
 	UNION ALL SELECT 'peek', (p.allowed, p.capacity, p.remaining, p.retry_after, p.reset_after, p.rule, p.source)::rl_decision FROM rl_peek('rule', '5/1h') p
 ) a (what, d);
 SELECT key, rule, source FROM rl_check_many('{free,rule,free:2,rule:2}', '5/1h');
-SELECT rl_ban('rule:2', 60), rl_ban('rule:3', 60, 'limit 5/1h');
-SELECT key, rule, source FROM rl_check_many('{rule:2,rule,rule:3,free}', 'fixed_window 5/1h');
+SELECT rl_ban('rule:2', 60), rl_ban('rule:3', 60, 'limit 5/1h') \g /dev/null
+SELECT key, rule, source FROM rl_check_many('{rule:2,rule,rule:3,free}', 'fixed_window 5/1h') UNION ALL
 SELECT key, rule, source FROM rl_check_many('{rule:2,rule,rule:3,free}', '5/1h');
-SELECT key, rule, source FROM rl_check_all('{free,rule,rule:2}', '{5/1h,"5/1h, sliding_log 5/1d",5/1h}');
+SELECT key, rule, source FROM rl_check_all('{free,rule,rule:2}', '{5/1h,"5/1h, sliding_log 5/1d",5/1h}') UNION ALL
 SELECT key, rule, source FROM rl_check_all('{rule:2,rule:3}', '{5/1h,5/1h}');
 SET ratelimit.mode = shadow;
 SELECT allowed, rule, source FROM rl_check('rule', '5/1h');

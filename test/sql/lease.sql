@@ -40,5 +40,4 @@ SELECT n, (d).allowed, (d).capacity, (d).remaining FROM (
 	SELECT n, rl_simulate('20/1s lease 100ms', '2024-01-01'::timestamptz, n) OVER (ORDER BY n) AS d FROM unnest(ARRAY[1, 2, 16, 19]) AS n
 ) r ORDER BY n;
 -- The state is that of the same limit without a lease.
-SELECT remaining FROM rl_check('lease:state', 'fixed_window 10/1d lease 1s', 4);
-SELECT remaining FROM rl_check('lease:state', 'fixed_window 10/1d', 4);
+SELECT (rl_check('lease:state', 'fixed_window 10/1d lease 1s', 4)).remaining, (rl_check('lease:state', 'fixed_window 10/1d', 4)).remaining;

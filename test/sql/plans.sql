@@ -1,5 +1,5 @@
 -- unlimited and blocked: no store is asked, and bans have no effect.
-SELECT rl_ban('plan:1', 60);
+SELECT rl_ban('plan:1', 60) \g /dev/null
 CREATE FUNCTION each_function(limits rl_limits, OUT call text, OUT result text, OUT code text, OUT message text, OUT detail text, OUT hint text)
 	RETURNS SETOF record LANGUAGE plpgsql AS
 $$
@@ -25,13 +25,13 @@ END
 $$;
 -- Both stores fail: none of these calls asks a store.
 SET ratelimit.redis_url = 'unix:///nonexistent/socket';
-SELECT * FROM each_function('unlimited');
+SELECT * FROM each_function('unlimited') UNION ALL
 SELECT * FROM each_function('blocked');
 SET ratelimit.mode = shadow;
 SELECT call, result FROM each_function('unlimited') WHERE result LIKE '%shadow%' OR code <> '';
 SELECT call, result, code FROM each_function('blocked');
 SET ratelimit.mode = off;
-SELECT call, result, code FROM each_function('unlimited') WHERE result LIKE '%unlimited%' OR code <> '';
+SELECT call, result, code FROM each_function('unlimited') WHERE result LIKE '%unlimited%' OR code <> '' UNION ALL
 SELECT call, result, code FROM each_function('blocked') WHERE result LIKE '%blocked%' OR code <> '';
 RESET ratelimit.mode;
 SET ratelimit.error_format = postgrest;
@@ -95,7 +95,7 @@ CREATE TABLE orders (customer int, items int DEFAULT 1, note varchar);
 CREATE TRIGGER enforce BEFORE INSERT ON orders FOR EACH ROW
 	EXECUTE FUNCTION rl_enforce('order:{customer}', 'shop.order_limits({customer})', 'quota={items}');
 SELECT key, limits, quota, problem FROM rl_triggers WHERE relation = 'orders'::regclass;
-SELECT at(0);
+SELECT at(0) \g /dev/null
 INSERT INTO orders SELECT c FROM generate_series(1, 3) c, generate_series(1, 2);
 SELECT customer, count(*) FROM shop.calls GROUP BY customer ORDER BY customer;
 INSERT INTO orders VALUES (1);
@@ -255,10 +255,10 @@ DROP SCHEMA shop CASCADE;
 RESET client_min_messages;
 
 -- Several keys: unlimited is not asked, and blocked refuses before another key is asked.
-SELECT * FROM rl_check_all('{all:1,all:2}', '{5/1h,unlimited}', '{2,7}');
+SELECT * FROM rl_check_all('{all:1,all:2}', '{5/1h,unlimited}', '{2,7}') UNION ALL
 SELECT * FROM rl_check_all('{all:1,all:2,all:3}', '{5/1h,blocked,unlimited}');
-SELECT failure($$SELECT rl_enforce_all('{all:1,all:2}', '{5/1h,blocked}', '{9,1}')$$);
-SELECT failure($$SELECT rl_check_all('{all:1,all:1}', '{5/1h,blocked}')$$);
+SELECT failure(statement) FROM unnest(ARRAY[$$SELECT rl_enforce_all('{all:1,all:2}', '{5/1h,blocked}', '{9,1}')$$,
+	$$SELECT rl_check_all('{all:1,all:1}', '{5/1h,blocked}')$$]) statement;
 SET ratelimit.mode = shadow;
 SELECT * FROM rl_check_all('{all:1,all:2}', '{5/1h,blocked}');
 RESET ratelimit.mode;
@@ -273,7 +273,7 @@ INSERT INTO logins VALUES ('ann', '10.0.0.2');
 INSERT INTO logins VALUES ('bob', '10.0.0.1', 2);
 INSERT INTO logins VALUES ('eve', '10.0.0.1');
 INSERT INTO logins VALUES ('eve', '10.0.0.3', 4);
-SELECT key, remaining FROM rl_check_many('{account:ann,account:bob,account:eve}', 'sliding_log 3/1h', '{0,0,0}');
+SELECT key, remaining FROM rl_check_many('{account:ann,account:bob,account:eve}', 'sliding_log 3/1h', '{0,0,0}') UNION ALL
 SELECT key, remaining FROM rl_check_many('{address:10.0.0.1,address:10.0.0.2,address:10.0.0.3}', 'sliding_log 5/1h', '{0,0,0}');
 INSERT INTO logins VALUES (NULL, '10.0.0.4');
 CREATE FUNCTION account_limits(account text) RETURNS rl_limits LANGUAGE sql AS

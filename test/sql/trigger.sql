@@ -1,4 +1,4 @@
-SELECT at(0);
+SELECT at(0) \g /dev/null
 CREATE TABLE orders (id int GENERATED ALWAYS AS IDENTITY, customer bigint, kind varchar, items int DEFAULT 1, at timestamptz,
 	total numeric, label text GENERATED ALWAYS AS ('o' || customer) STORED);
 CREATE TRIGGER limit_orders BEFORE INSERT ON orders
@@ -9,7 +9,7 @@ INSERT INTO orders (customer) VALUES (43);
 SELECT failure($$INSERT INTO orders (customer) VALUES (42)$$);
 -- The key is that of rl_key.
 SELECT allowed, retry_after FROM rl_peek(rl_key('create_order', 42), '5/10s');
-SELECT at(2);
+SELECT at(2) \g /dev/null
 INSERT INTO orders (customer) VALUES (42);
 INSERT INTO orders (customer) VALUES (42);
 -- A multi-row statement is all or nothing to the table, not to the limit.
@@ -19,7 +19,7 @@ SELECT remaining FROM rl_peek('create_order:44', '5/10s', 0);
 -- NULL is an error, and allows nothing.
 INSERT INTO orders (customer) VALUES (NULL);
 -- A ban applies to the trigger.
-SELECT rl_ban('create_order:45', 60);
+SELECT rl_ban('create_order:45', 60) \g /dev/null
 INSERT INTO orders (customer) VALUES (45);
 
 -- CREATE OR REPLACE keeps the OID; the arguments are new.
@@ -129,7 +129,7 @@ DROP VIEW order_view;
 CREATE TABLE lines (customer bigint, items int);
 CREATE TRIGGER limit_lines AFTER INSERT ON lines REFERENCING NEW TABLE AS added
 	FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('line:{customer}', '5/10s', 'quota={items}');
-SELECT at(0);
+SELECT at(0) \g /dev/null
 INSERT INTO lines VALUES (1, 2), (2, 1), (1, 1);
 SELECT remaining FROM rl_check_many('{line:1,line:2}', '5/10s', '{0,0}');
 INSERT INTO lines VALUES (2, 1), (3, 1), (1, 3), (4, 6);
