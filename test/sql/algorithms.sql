@@ -3,13 +3,14 @@
 
 -- The scenarios of the literature.
 -- Two in 3 s from the first action: t t f, 3 s later t t, 2 s after that f.
-SELECT * FROM play('book window', 'fixed_window 2/3s from_first', ARRAY[[0.5,1], [0.5,1], [1,1], [3.5,1], [4.5,1], [5.5,1]]);
--- One a second and five a minute: t f t t t t f t.
-SELECT t, (decision).allowed, (decision).capacity, (decision).retry_after
-FROM play('book log', 'sliding_log 1/1s, sliding_log 5/1min', ARRAY[[0,1], [0,1], [1,1], [2,1], [3,1], [4,1], [5,1], [66,1]]);
--- Refused attempts count: t t t f f t t. At 14 s the log holds 10.5 and the
--- attempt at 3 s has gone; at 10.5 s it held 1, 2, 3 s.
-SELECT * FROM play('book denied', 'sliding_log 3/10s count_denied', ARRAY[[0,1], [1,1], [2,1], [3,1], [10.5,1], [14,1], [24.1,1]]);
+SELECT * FROM run(
+	$$SELECT * FROM play('book window', 'fixed_window 2/3s from_first', ARRAY[[0.5,1], [0.5,1], [1,1], [3.5,1], [4.5,1], [5.5,1]])$$,
+	-- One a second and five a minute: t f t t t t f t.
+	$$SELECT t, (decision).allowed, (decision).capacity, (decision).retry_after
+	FROM play('book log', 'sliding_log 1/1s, sliding_log 5/1min', ARRAY[[0,1], [0,1], [1,1], [2,1], [3,1], [4,1], [5,1], [66,1]])$$,
+	-- Refused attempts count: t t t f f t t. At 14 s the log holds 10.5 and the
+	-- attempt at 3 s has gone; at 10.5 s it held 1, 2, 3 s.
+	$$SELECT * FROM play('book denied', 'sliding_log 3/10s count_denied', ARRAY[[0,1], [1,1], [2,1], [3,1], [10.5,1], [14,1], [24.1,1]])$$);
 -- 240 at 6:59 and 240 at 7:00 against 240 an hour: 480 pass a fixed window, 240 a sliding window.
 CREATE FUNCTION burst(key text, limits rl_limits) RETURNS TABLE (t numeric, passed bigint) LANGUAGE sql AS
 $$
@@ -17,11 +18,12 @@ $$
 	FROM play(key, limits, (SELECT array_agg(ARRAY[t, 1]) FROM unnest(ARRAY[25140, 25200]) t, generate_series(1, 240)))
 	GROUP BY t ORDER BY t
 $$;
-SELECT * FROM burst('book fixed', 'fixed_window 240/1h') UNION ALL
-SELECT * FROM burst('book sliding', 'sliding_window 240/1h step 1min');
--- A bucket of 10 with a token a second never refuses an action a second.
-SELECT count(*), count(*) FILTER (WHERE (decision).allowed) AS allowed, min((decision).remaining)
-FROM play('book bucket', 'token_bucket 1/1s burst 10', (SELECT array_agg(ARRAY[t, 1] ORDER BY t) FROM generate_series(0, 99) t));
+SELECT * FROM run(
+	$$SELECT * FROM burst('book fixed', 'fixed_window 240/1h') UNION ALL
+	SELECT * FROM burst('book sliding', 'sliding_window 240/1h step 1min')$$,
+	-- A bucket of 10 with a token a second never refuses an action a second.
+	$$SELECT count(*), count(*) FILTER (WHERE (decision).allowed) AS allowed, min((decision).remaining)
+	FROM play('book bucket', 'token_bucket 1/1s burst 10', (SELECT array_agg(ARRAY[t, 1] ORDER BY t) FROM generate_series(0, 99) t))$$);
 
 -- token_bucket: 3 tokens each 10 s into a bucket of 5.
 SELECT * FROM play('bucket', 'token_bucket 3/10s burst 5', ARRAY[
@@ -65,10 +67,11 @@ SELECT * FROM play('sliding', 'sliding_window 4/10s step 5s', ARRAY[
 	[20,2],								-- sub-window 1 has gone: 0 remain
 	[20,5]]);
 -- The default step is the shortest that divides the period and is at least a 60th of it.
-SELECT at(59) \g /dev/null
-SELECT * FROM rl_sliding_window('default', 5, 3600, 60);
-SELECT at(60) \g /dev/null
-SELECT rule FROM rl_peek('default', 'sliding_window 5/1h');
+SELECT * FROM run(
+	$$at(59)$$,
+	$$SELECT * FROM rl_sliding_window('default', 5, 3600, 60)$$,
+	$$at(60)$$,
+	$$SELECT rule FROM rl_peek('default', 'sliding_window 5/1h')$$);
 
 -- sliding_log: an entry exactly one period old is gone.
 SELECT * FROM play('log', 'sliding_log 4/10s', ARRAY[
@@ -110,10 +113,11 @@ CREATE TRIGGER sliding BEFORE INSERT ON guess FOR EACH ROW WHEN (NEW.n BETWEEN 1
 	EXECUTE FUNCTION rl_enforce('guess', 'sliding_window 5/1h count_denied refund_on_abort');
 CREATE TRIGGER log BEFORE INSERT ON guess FOR EACH ROW WHEN (NEW.n > 20)
 	EXECUTE FUNCTION rl_enforce('guess', 'sliding_log 5/1h count_denied refund_on_abort');
-SELECT at(0) \g /dev/null
-SELECT (failure(format('INSERT INTO guess SELECT generate_series(%s, %s)', first, first + 5))).code
-FROM generate_series(1, 3), unnest('{1,11,21}'::int[]) first;
-SELECT rule, remaining FROM rl_peek('guess', 'fixed_window 5/1h, sliding_window 5/1h, sliding_log 5/1h', 0);
+SELECT * FROM run(
+	$$at(0)$$,
+	$$SELECT (failure(format('INSERT INTO guess SELECT generate_series(%s, %s)', first, first + 5))).code
+	FROM generate_series(1, 3), unnest('{1,11,21}'::int[]) first$$,
+	$$SELECT rule, remaining FROM rl_peek('guess', 'fixed_window 5/1h, sliding_window 5/1h, sliding_log 5/1h', 0)$$);
 DROP TABLE guess;
 -- The same with rl_refund: of 5 charged units and 1 refused unit, the refused unit stays.
 CREATE FUNCTION take_and_refund(key text, limits rl_limits, OUT allowed bigint, OUT remaining bigint) LANGUAGE plpgsql AS
@@ -139,28 +143,29 @@ FROM (VALUES (1, 10, 10), (2, 2, 2), (3, 10, 8), (4, 20, 8)) act (n, count, quot
 ORDER BY algorithm, n;
 -- A log keeps the newest refusals, as many units as the count; the windows keep
 -- all, up to 10^15.
-SELECT at(0) \g /dev/null
-SELECT count(*) FILTER (WHERE c.allowed) FROM generate_series(1, 4) n,
-	rl_check('many refused', 'sliding_log 3/10s count_denied, sliding_window 3/10s count_denied, fixed_window 3/10s count_denied', 2 + n * 0) c;
-SELECT rule, remaining FROM rl_peek('many refused', 'sliding_log 100/10s, sliding_window 100/10s, fixed_window 100/10s', 0);
-SELECT count(*) FILTER (WHERE c.allowed) FROM generate_series(1, 4) n,
-	rl_check('most refused', 'sliding_window 1000000000000000/10s count_denied, fixed_window 1000000000000000/10s count_denied', 1000000000000000 - n % 2) c;
-SELECT rl_refund('most refused', 'sliding_window 1/10s, fixed_window 1/10s', 1000000000000000) \g /dev/null
-SELECT rule, allowed, remaining, retry_after FROM rl_peek('most refused', 'sliding_window 1000000000000000/10s, fixed_window 1000000000000000/10s');
--- A from_first window whose units were all refunded is as if never used; a window
--- with refusals continues.
-SELECT at(3) \g /dev/null
-SELECT allowed, reset_after FROM rl_check('first refunded', 'fixed_window 2/10s from_first', 2);
-SELECT at(5) \g /dev/null
-SELECT rl_refund('first refunded', 'fixed_window 2/10s from_first', 2) \g /dev/null
-SELECT remaining, reset_after FROM rl_peek('first refunded', 'fixed_window 2/10s from_first', 0);
-SELECT allowed, remaining, reset_after FROM rl_check('first refunded', 'fixed_window 2/10s from_first') UNION ALL
-SELECT allowed, remaining, reset_after FROM rl_check('first refunded', 'fixed_window 2/10s from_first count_denied', 2);
-SELECT at(9) \g /dev/null
-SELECT rl_refund('first refunded', 'fixed_window 2/10s from_first', 2) \g /dev/null
-SELECT remaining, reset_after FROM rl_peek('first refunded', 'fixed_window 2/10s from_first', 0);
-SELECT (rl_check('all refunded', 'fixed_window 2/10s from_first, fixed_window 2/10s, sliding_window 2/10s, sliding_log 2/10s', 2)).allowed,
-	rl_refund('all refunded', 'fixed_window 2/10s from_first, fixed_window 2/10s, sliding_window 2/10s, sliding_log 2/10s', 2), rl_reset('all refunded');
+SELECT * FROM run(
+	$$at(0)$$,
+	$$SELECT count(*) FILTER (WHERE c.allowed) FROM generate_series(1, 4) n,
+		rl_check('many refused', 'sliding_log 3/10s count_denied, sliding_window 3/10s count_denied, fixed_window 3/10s count_denied', 2 + n * 0) c$$,
+	$$SELECT rule, remaining FROM rl_peek('many refused', 'sliding_log 100/10s, sliding_window 100/10s, fixed_window 100/10s', 0)$$,
+	$$SELECT count(*) FILTER (WHERE c.allowed) FROM generate_series(1, 4) n,
+		rl_check('most refused', 'sliding_window 1000000000000000/10s count_denied, fixed_window 1000000000000000/10s count_denied', 1000000000000000 - n % 2) c$$,
+	$$rl_refund('most refused', 'sliding_window 1/10s, fixed_window 1/10s', 1000000000000000)$$,
+	$$SELECT rule, allowed, remaining, retry_after FROM rl_peek('most refused', 'sliding_window 1000000000000000/10s, fixed_window 1000000000000000/10s')$$,
+	-- A from_first window whose units were all refunded is as if never used; a window
+	-- with refusals continues.
+	$$at(3)$$,
+	$$SELECT allowed, reset_after FROM rl_check('first refunded', 'fixed_window 2/10s from_first', 2)$$,
+	$$at(5)$$,
+	$$rl_refund('first refunded', 'fixed_window 2/10s from_first', 2)$$,
+	$$SELECT remaining, reset_after FROM rl_peek('first refunded', 'fixed_window 2/10s from_first', 0)$$,
+	$$SELECT allowed, remaining, reset_after FROM rl_check('first refunded', 'fixed_window 2/10s from_first') UNION ALL
+	SELECT allowed, remaining, reset_after FROM rl_check('first refunded', 'fixed_window 2/10s from_first count_denied', 2)$$,
+	$$at(9)$$,
+	$$rl_refund('first refunded', 'fixed_window 2/10s from_first', 2)$$,
+	$$SELECT remaining, reset_after FROM rl_peek('first refunded', 'fixed_window 2/10s from_first', 0)$$,
+	$$SELECT (rl_check('all refunded', 'fixed_window 2/10s from_first, fixed_window 2/10s, sliding_window 2/10s, sliding_log 2/10s', 2)).allowed,
+		rl_refund('all refunded', 'fixed_window 2/10s from_first, fixed_window 2/10s, sliding_window 2/10s, sliding_log 2/10s', 2), rl_reset('all refunded')$$);
 
 -- ban: the third refusal within a period from the first starts a ban.
 SELECT * FROM play('banned', '1/10s ban 1h after 3', ARRAY[
@@ -176,74 +181,80 @@ SELECT * FROM play('banned by two', 'fixed_window 1/10s ban 1min after 1, slidin
 -- The refusal that starts a ban leaves nothing free under any limit.
 SELECT * FROM play('ban with room', '5/10s ban 1min after 1', ARRAY[[0,3], [0,3], [0,1]]) UNION ALL
 SELECT * FROM play('window ban with room', 'fixed_window 5/10s ban 1min after 1', ARRAY[[0,3], [0,3], [0,1]]);
-SELECT at(0) \g /dev/null
-SELECT allowed FROM rl_check('each ban with room', 'sliding_log 5/10s ban 1min after 1, 9/1d', 3);
-SELECT * FROM rl_peek('each ban with room', 'sliding_log 5/10s ban 1min after 1, 9/1d', 3);
-SELECT * FROM rl_check_each('each ban with room', 'sliding_log 5/10s ban 1min after 1, 9/1d', 3);
--- rl_peek returns the answer of a call, and writes nothing.
-SELECT at(0) \g /dev/null
-SELECT allowed FROM rl_check('peeked ban', 'sliding_log 1/10s count_denied ban 1h after 1');
-SELECT * FROM rl_peek('peeked ban', 'sliding_log 1/10s count_denied ban 1h after 1') UNION ALL
-SELECT * FROM rl_peek('peeked ban', 'sliding_log 1/10s count_denied ban 1h after 1');
-SELECT * FROM rl_check('peeked ban', 'sliding_log 1/10s');
+SELECT * FROM run(
+	$$at(0)$$,
+	$$SELECT allowed FROM rl_check('each ban with room', 'sliding_log 5/10s ban 1min after 1, 9/1d', 3)$$,
+	$$SELECT * FROM rl_peek('each ban with room', 'sliding_log 5/10s ban 1min after 1, 9/1d', 3)$$,
+	$$SELECT * FROM rl_check_each('each ban with room', 'sliding_log 5/10s ban 1min after 1, 9/1d', 3)$$,
+	-- rl_peek returns the answer of a call, and writes nothing.
+	$$at(0)$$,
+	$$SELECT allowed FROM rl_check('peeked ban', 'sliding_log 1/10s count_denied ban 1h after 1')$$,
+	$$SELECT * FROM rl_peek('peeked ban', 'sliding_log 1/10s count_denied ban 1h after 1') UNION ALL
+	SELECT * FROM rl_peek('peeked ban', 'sliding_log 1/10s count_denied ban 1h after 1')$$,
+	$$SELECT * FROM rl_check('peeked ban', 'sliding_log 1/10s')$$);
 
 -- Each limit's own decision.
 SELECT at(0) \g /dev/null
 SELECT * FROM rl_check_each('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min, 6/1min', 2) UNION ALL
 SELECT * FROM rl_check_each('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min, 6/1min', 2);
-SELECT at(1) \g /dev/null
-SELECT * FROM rl_check_each('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min, 6/1min', 1);
-SELECT * FROM rl_peek('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min, 6/1min', 0);
--- The functions of one algorithm share the state of the text.
-SELECT at(1) \g /dev/null
-SELECT (rl_token_bucket('each', 2, 2, 1)).remaining, (rl_fixed_window('each', 3, 60, 0)).remaining, (rl_sliding_window('each', 4, 60, 1)).remaining,
-	(rl_sliding_log('each', 5, 60)).remaining;
-SELECT rule, remaining FROM rl_peek('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min', 0);
+SELECT * FROM run(
+	$$at(1)$$,
+	$$SELECT * FROM rl_check_each('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min, 6/1min', 1)$$,
+	$$SELECT * FROM rl_peek('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min, 6/1min', 0)$$,
+	-- The functions of one algorithm share the state of the text.
+	$$at(1)$$,
+	$$SELECT (rl_token_bucket('each', 2, 2, 1)).remaining, (rl_fixed_window('each', 3, 60, 0)).remaining, (rl_sliding_window('each', 4, 60, 1)).remaining,
+		(rl_sliding_log('each', 5, 60)).remaining$$,
+	$$SELECT rule, remaining FROM rl_peek('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min', 0)$$);
 
 -- Refunds: in the current window, the oldest entries first, an entry is split.
-SELECT at(0) \g /dev/null
-SELECT allowed FROM rl_check('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 4);
-SELECT at(20) \g /dev/null
-SELECT (rl_check('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 3)).allowed,
-	rl_refund('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 3);
-SELECT rule, remaining, reset_after FROM rl_peek('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 0);
--- The last unit of the entry at 0 ends here.
-SELECT at(60) \g /dev/null
-SELECT rule, remaining, reset_after FROM rl_peek('back', 'sliding_log 9/1min, sliding_window 9/1min step 10s', 0);
-SELECT rl_refund('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 100) \g /dev/null
-SELECT rule, remaining, reset_after FROM rl_peek('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 0);
-SELECT rl_refund('gone', 'token_bucket 1/10s, fixed_window 9/1min, sliding_window 9/1min, sliding_log 9/1min', 1), rl_reset('gone');
+SELECT * FROM run(
+	$$at(0)$$,
+	$$SELECT allowed FROM rl_check('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 4)$$,
+	$$at(20)$$,
+	$$SELECT (rl_check('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 3)).allowed,
+		rl_refund('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 3)$$,
+	$$SELECT rule, remaining, reset_after FROM rl_peek('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 0)$$,
+	-- The last unit of the entry at 0 ends here.
+	$$at(60)$$,
+	$$SELECT rule, remaining, reset_after FROM rl_peek('back', 'sliding_log 9/1min, sliding_window 9/1min step 10s', 0)$$,
+	$$rl_refund('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 100)$$,
+	$$SELECT rule, remaining, reset_after FROM rl_peek('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 0)$$,
+	$$SELECT rl_refund('gone', 'token_bucket 1/10s, fixed_window 9/1min, sliding_window 9/1min, sliding_log 9/1min', 1), rl_reset('gone')$$);
 
 -- A throttle refunds the quota of the call, whatever capacity the call names.
-SELECT at(0) \g /dev/null
-SELECT allowed, remaining FROM rl_check('back throttle', '5/10s', 5);
-SELECT rl_refund('back throttle', '5/10s burst 2', 3) \g /dev/null
-SELECT rule, remaining, reset_after FROM rl_peek('back throttle', '5/10s', 0);
-SELECT rl_refund('back throttle', '5/10s burst 1', 1000000000000000) \g /dev/null
-SELECT rule, remaining, reset_after FROM rl_peek('back throttle', '5/10s', 0);
-SELECT rl_reset('back throttle');
--- A refund of all quota leaves nothing that a clock that is set back would find.
-SELECT at(100) \g /dev/null
-SELECT rl_allow('back in time', '1/1h'), rl_refund('back in time', '1/1h', 1);
-SELECT at(50) \g /dev/null
-SELECT remaining, reset_after FROM rl_peek('back in time', '1/1h', 0);
-SELECT at(0) \g /dev/null
--- By the rate that the call names.  A refund of more nanoseconds than 64 bits hold refunds all.
-SELECT (rl_check('back long', '10/3650d burst 100', 100)).allowed, rl_refund('back long', '1/3650d burst 1', 9);
-SELECT rule, remaining FROM rl_peek('back long', '10/3650d burst 100', 0);
+SELECT * FROM run(
+	$$at(0)$$,
+	$$SELECT allowed, remaining FROM rl_check('back throttle', '5/10s', 5)$$,
+	$$rl_refund('back throttle', '5/10s burst 2', 3)$$,
+	$$SELECT rule, remaining, reset_after FROM rl_peek('back throttle', '5/10s', 0)$$,
+	$$rl_refund('back throttle', '5/10s burst 1', 1000000000000000)$$,
+	$$SELECT rule, remaining, reset_after FROM rl_peek('back throttle', '5/10s', 0)$$,
+	$$SELECT rl_reset('back throttle')$$,
+	-- A refund of all quota leaves nothing that a clock that is set back would find.
+	$$at(100)$$,
+	$$SELECT rl_allow('back in time', '1/1h'), rl_refund('back in time', '1/1h', 1)$$,
+	$$at(50)$$,
+	$$SELECT remaining, reset_after FROM rl_peek('back in time', '1/1h', 0)$$,
+	$$at(0)$$,
+	-- By the rate that the call names.  A refund of more nanoseconds than 64 bits hold refunds all.
+	$$SELECT (rl_check('back long', '10/3650d burst 100', 100)).allowed, rl_refund('back long', '1/3650d burst 1', 9)$$,
+	$$SELECT rule, remaining FROM rl_peek('back long', '10/3650d burst 100', 0)$$);
 SELECT q, rl_allow('back long', '10/3650d burst 100', 90), rl_refund('back long', '1/3650d', q),
 	(SELECT remaining FROM rl_peek('back long', '10/3650d burst 100', q * 0))
 FROM unnest('{8,1,10,19,20,21,29,30,59,1000000000000000}'::bigint[]) q;
 -- Beside other limits each is refunded by its own rules.
-SELECT (rl_check('back both', '5/10s, fixed_window 9/1min', 4)).allowed, rl_refund('back both', '5/10s burst 1, fixed_window 1/1min', 3);
-SELECT rule, remaining, reset_after FROM rl_peek('back both', '5/10s, fixed_window 9/1min', 0);
+SELECT * FROM run(
+	$$SELECT (rl_check('back both', '5/10s, fixed_window 9/1min', 4)).allowed, rl_refund('back both', '5/10s burst 1, fixed_window 1/1min', 3)$$,
+	$$SELECT rule, remaining, reset_after FROM rl_peek('back both', '5/10s, fixed_window 9/1min', 0)$$);
 
 -- rl_reset of a limit, and of the key with its log.
-SELECT (rl_check('forget', 'sliding_log 1/1h, fixed_window 5/1h')).allowed, (rl_check('forget', 'sliding_log 1/1h')).allowed, rl_reset('forget', 'sliding_log 1/1h'),
-	rl_reset('forget', 'sliding_log 1/1h');
-SELECT rule, allowed, remaining FROM rl_check_each('forget', 'sliding_log 1/1h, fixed_window 5/1h');
-SELECT rl_reset('forget'), rl_reset('forget');
-SELECT rule, allowed, remaining FROM rl_check_each('forget', 'sliding_log 1/1h, fixed_window 5/1h');
+SELECT * FROM run(
+	$$SELECT (rl_check('forget', 'sliding_log 1/1h, fixed_window 5/1h')).allowed, (rl_check('forget', 'sliding_log 1/1h')).allowed, rl_reset('forget', 'sliding_log 1/1h'),
+		rl_reset('forget', 'sliding_log 1/1h')$$,
+	$$SELECT rule, allowed, remaining FROM rl_check_each('forget', 'sliding_log 1/1h, fixed_window 5/1h')$$,
+	$$SELECT rl_reset('forget'), rl_reset('forget')$$,
+	$$SELECT rule, allowed, remaining FROM rl_check_each('forget', 'sliding_log 1/1h, fixed_window 5/1h')$$);
 
 -- The first microsecond of 1970.
 SET ratelimit.debug_now = '0';
@@ -255,10 +266,11 @@ FROM unnest(ARRAY['2/1h', 'token_bucket 2/1h', 'fixed_window 2/1h', 'sliding_win
 SELECT allowed, retry_after FROM rl_wait('waited', '1/1h') UNION ALL
 SELECT allowed, retry_after FROM rl_wait('waited', '1/1h ban 1h after 1');
 RESET ratelimit.debug_now;
-SELECT count(*) FILTER (WHERE (rl_wait('waiting', '1/20ms')).allowed) FROM generate_series(1, 5);
-SELECT allowed FROM rl_wait('waiting', '1/20ms, 1/1h', 1, 60);
-SELECT allowed, retry_after > 3500 AS an_hour FROM rl_wait('waiting', '1/20ms, 1/1h', 1, 60);
-SELECT allowed FROM rl_wait('waiting', '1/20ms', 2);
+SELECT * FROM run(
+	$$SELECT count(*) FILTER (WHERE (rl_wait('waiting', '1/20ms')).allowed) FROM generate_series(1, 5)$$,
+	$$SELECT allowed FROM rl_wait('waiting', '1/20ms, 1/1h', 1, 60)$$,
+	$$SELECT allowed, retry_after > 3500 AS an_hour FROM rl_wait('waiting', '1/20ms, 1/1h', 1, 60)$$,
+	$$SELECT allowed FROM rl_wait('waiting', '1/20ms', 2)$$);
 SELECT q, f.code, f.message FROM (VALUES
 	(1, $$rl_wait(NULL, '1/1s')$$), (2, $$rl_wait('k', NULL)$$), (3, $$rl_wait('k', '1/1s', NULL)$$), (4, $$rl_wait('k', '1/1s', 1, -1)$$), (5, $$rl_wait('k', '1/1s', 1, 'NaN')$$),
 	(6, $$rl_token_bucket('k', 1, NULL, 1)$$), (7, $$rl_token_bucket('k', 1, 0, 1)$$), (8, $$rl_fixed_window('k', NULL, 1)$$), (9, $$rl_fixed_window('k', 0, 1)$$),

@@ -49,10 +49,11 @@ SELECT * FROM play('back', 'fixed_window 9/day in America/St_Johns', '{{-5419782
 SELECT * FROM play('set back', 'fixed_window 9/month in Europe/Berlin', '{{2674800,1},{2674799,1},{0,1},{-3000000,1},{2674801,1}}');
 
 -- rl_peek, refunds, and the end of a transaction.
-SELECT at(0) \g /dev/null
-SELECT allowed, remaining FROM rl_check('refund', 'fixed_window 5/month in Asia/Tokyo', 4);
-SELECT rl_refund('refund', 'fixed_window 5/month in Asia/Tokyo', 3) \g /dev/null
-SELECT * FROM rl_peek('refund', 'fixed_window 5/month in Asia/Tokyo', 5);
+SELECT * FROM run(
+	$$at(0)$$,
+	$$SELECT allowed, remaining FROM rl_check('refund', 'fixed_window 5/month in Asia/Tokyo', 4)$$,
+	$$rl_refund('refund', 'fixed_window 5/month in Asia/Tokyo', 3)$$,
+	$$SELECT * FROM rl_peek('refund', 'fixed_window 5/month in Asia/Tokyo', 5)$$);
 BEGIN;
 SELECT allowed, remaining FROM rl_check('refund', 'fixed_window 5/month in Asia/Tokyo refund_on_abort', 4);
 ROLLBACK;
@@ -60,38 +61,42 @@ SELECT remaining FROM rl_peek('refund', 'fixed_window 5/month in Asia/Tokyo');
 -- A charge of the former month is not refunded.
 SELECT at(2646000 - 1) \g /dev/null
 BEGIN;
-SELECT allowed, remaining FROM rl_check('refund', 'fixed_window 5/month in Asia/Tokyo refund_on_abort', 4);
-SELECT at(2646000) \g /dev/null
-SELECT allowed, remaining FROM rl_check('refund', 'fixed_window 5/month in Asia/Tokyo', 2);
+SELECT * FROM run(
+	$$SELECT allowed, remaining FROM rl_check('refund', 'fixed_window 5/month in Asia/Tokyo refund_on_abort', 4)$$,
+	$$at(2646000)$$,
+	$$SELECT allowed, remaining FROM rl_check('refund', 'fixed_window 5/month in Asia/Tokyo', 2)$$);
 ROLLBACK;
-SELECT at(2646000) \g /dev/null
-SELECT remaining FROM rl_peek('refund', 'fixed_window 5/month in Asia/Tokyo');
-SELECT rl_refund('refund', 'fixed_window 5/month in Asia/Tokyo', 9) \g /dev/null
-SELECT remaining, reset_after FROM rl_peek('refund', 'fixed_window 5/month in Asia/Tokyo');
+SELECT * FROM run(
+	$$at(2646000)$$,
+	$$SELECT remaining FROM rl_peek('refund', 'fixed_window 5/month in Asia/Tokyo')$$,
+	$$rl_refund('refund', 'fixed_window 5/month in Asia/Tokyo', 9)$$,
+	$$SELECT remaining, reset_after FROM rl_peek('refund', 'fixed_window 5/month in Asia/Tokyo')$$);
 
 -- A ban counts the refusals within the window: the second refusal of December does not count in January.
 SELECT * FROM play('ban', 'fixed_window 1/month in Europe/Berlin ban 1h after 3', '{{-3603,1},{-3602,1},{-3601,1},{-3600,1},{0,1},{1,1},{2,1},{3,1}}') UNION ALL
 -- Refused quota counts until the window ends.
 SELECT * FROM play('denied', 'fixed_window 3/day in Europe/Berlin count_denied', '{{0,2},{1,2},{2,1},{82799,1},{82800,3}}');
 -- Several keys, many keys, waits.
-SELECT at(0) \g /dev/null
-SELECT * FROM rl_check_all('{all:1,all:2}', '{"fixed_window 1/month in Europe/Berlin","5/10s, fixed_window 3/day in Asia/Kolkata"}'::rl_limits[]) UNION ALL
-SELECT * FROM rl_check_all('{all:1,all:2}', '{"fixed_window 1/month in Europe/Berlin","5/10s, fixed_window 3/day in Asia/Kolkata"}'::rl_limits[]);
-SELECT * FROM rl_check_many('{many:1,many:2,many:1}', 'fixed_window 1/quarter in Europe/Berlin');
-SELECT * FROM rl_wait('wait', 'fixed_window 1/month in Europe/Berlin', 1, 0) UNION ALL
-SELECT * FROM rl_wait('wait', 'fixed_window 1/month in Europe/Berlin', 1, 0);
-SELECT failure($$SELECT rl_enforce('wait', 'fixed_window 1/month in Europe/Berlin')$$);
+SELECT * FROM run(
+	$$at(0)$$,
+	$$SELECT * FROM rl_check_all('{all:1,all:2}', '{"fixed_window 1/month in Europe/Berlin","5/10s, fixed_window 3/day in Asia/Kolkata"}'::rl_limits[]) UNION ALL
+	SELECT * FROM rl_check_all('{all:1,all:2}', '{"fixed_window 1/month in Europe/Berlin","5/10s, fixed_window 3/day in Asia/Kolkata"}'::rl_limits[])$$,
+	$$SELECT * FROM rl_check_many('{many:1,many:2,many:1}', 'fixed_window 1/quarter in Europe/Berlin')$$,
+	$$SELECT * FROM rl_wait('wait', 'fixed_window 1/month in Europe/Berlin', 1, 0) UNION ALL
+	SELECT * FROM rl_wait('wait', 'fixed_window 1/month in Europe/Berlin', 1, 0)$$,
+	$q$SELECT failure($$SELECT rl_enforce('wait', 'fixed_window 1/month in Europe/Berlin')$$)$q$);
 
 -- What the store keeps. "raw" has the window's first day and its end.
-SELECT rl_allow('kept', 'fixed_window 3/month in Europe/Berlin count_denied ban 1h after 9, fixed_window 1/day in Asia/Kolkata ban 1h after 9, fixed_window 7/year') FROM generate_series(1, 3);
-SELECT state, used, until AT TIME ZONE 'UTC' AS until, raw FROM rl_inspect('kept') ORDER BY state COLLATE "C";
-SELECT at(86400) \g /dev/null
-SELECT state, used FROM rl_inspect('kept') ORDER BY state COLLATE "C";
-SELECT rl_reset('kept', 'fixed_window 1/year');
-SELECT state, used FROM rl_inspect('kept') ORDER BY state COLLATE "C";
--- The zones of states in the local store are found by a hash of their names.
-SELECT count(*) > 300 AS zones, count(DISTINCT hashtextextended(name, 0)) = count(*) AS differ, bool_or(hashtextextended(name, 0) = 0) AS zero
-FROM (SELECT name FROM pg_timezone_names UNION SELECT 'UTC') z;
+SELECT * FROM run(
+	$$SELECT rl_allow('kept', 'fixed_window 3/month in Europe/Berlin count_denied ban 1h after 9, fixed_window 1/day in Asia/Kolkata ban 1h after 9, fixed_window 7/year') FROM generate_series(1, 3)$$,
+	$$SELECT state, used, until AT TIME ZONE 'UTC' AS until, raw FROM rl_inspect('kept') ORDER BY state COLLATE "C"$$,
+	$$at(86400)$$,
+	$$SELECT state, used FROM rl_inspect('kept') ORDER BY state COLLATE "C"$$,
+	$$SELECT rl_reset('kept', 'fixed_window 1/year')$$,
+	$$SELECT state, used FROM rl_inspect('kept') ORDER BY state COLLATE "C"$$,
+	-- The zones of states in the local store are found by a hash of their names.
+	$$SELECT count(*) > 300 AS zones, count(DISTINCT hashtextextended(name, 0)) = count(*) AS differ, bool_or(hashtextextended(name, 0) = 0) AS zero
+	FROM (SELECT name FROM pg_timezone_names UNION SELECT 'UTC') z$$);
 \c
 SELECT at(0) \g /dev/null
 SELECT state, used FROM rl_inspect('kept') ORDER BY state COLLATE "C";
@@ -100,10 +105,11 @@ SELECT state, used FROM rl_inspect('kept') ORDER BY state COLLATE "C";
 SELECT rl_headers('api', 'fixed_window 1000/month in Europe/Berlin, 5/10s', rl_check('headers', 'fixed_window 1000/month in Europe/Berlin, 5/10s', 3));
 
 -- rl_simulate
-SELECT at, (r).allowed, (r).remaining, (r).reset_after FROM (
-	SELECT at, rl_simulate('fixed_window 2/month in Europe/Berlin', at) OVER (ORDER BY at) AS r
-	FROM unnest('{2023-12-31 22:59:59Z,2023-12-31 23:00:00Z,2024-01-31 22:59:58Z,2024-01-31 22:59:59Z,2024-01-31 23:00:00Z}'::timestamptz[]) at) s ORDER BY at;
-SELECT extract(epoch FROM at), (rl_simulate('fixed_window 1/year in Pacific/Apia', at) OVER (ORDER BY at)).allowed FROM (VALUES (to_timestamp(0)), (to_timestamp(4000000000))) t (at);
+SELECT * FROM run(
+	$$SELECT at, (r).allowed, (r).remaining, (r).reset_after FROM (
+		SELECT at, rl_simulate('fixed_window 2/month in Europe/Berlin', at) OVER (ORDER BY at) AS r
+		FROM unnest('{2023-12-31 22:59:59Z,2023-12-31 23:00:00Z,2024-01-31 22:59:58Z,2024-01-31 22:59:59Z,2024-01-31 23:00:00Z}'::timestamptz[]) at) s ORDER BY at$$,
+	$$SELECT extract(epoch FROM at), (rl_simulate('fixed_window 1/year in Pacific/Apia', at) OVER (ORDER BY at)).allowed FROM (VALUES (to_timestamp(0)), (to_timestamp(4000000000))) t (at)$$);
 
 -- A trigger, limits from a table.
 CREATE TABLE customers (id int PRIMARY KEY, limits rl_limits);
@@ -114,15 +120,17 @@ CREATE TRIGGER limit_calls BEFORE INSERT ON calls FOR EACH ROW EXECUTE FUNCTION 
 CREATE TRIGGER limit_days BEFORE INSERT ON calls FOR EACH ROW EXECUTE FUNCTION rl_enforce('days:{customer}', 'fixed_window 9/day in Asia/Kolkata');
 SELECT at(2674800) \g /dev/null
 INSERT INTO calls VALUES (1, 1), (2, 1);
-SELECT failure('INSERT INTO calls VALUES (1, 2)'), failure('INSERT INTO calls VALUES (2, 2)');
--- In New York the month ends six hours after Berlin's.
-SELECT at(2674800 + 21600) \g /dev/null
-SELECT failure('INSERT INTO calls VALUES (1, 3)'), failure('INSERT INTO calls VALUES (2, 3)');
+SELECT * FROM run(
+	$$SELECT failure('INSERT INTO calls VALUES (1, 2)'), failure('INSERT INTO calls VALUES (2, 2)')$$,
+	-- In New York the month ends six hours after Berlin's.
+	$$at(2674800 + 21600)$$,
+	$$SELECT failure('INSERT INTO calls VALUES (1, 3)'), failure('INSERT INTO calls VALUES (2, 3)')$$);
 DROP TABLE customers, calls CASCADE;
 DROP FUNCTION call_limits;
 
 -- A shadow limit has a state of its own.
-SELECT 'fixed_window 2/month shadow, fixed_window 3/month in UTC'::rl_limits;
-SELECT at(0) \g /dev/null
-SELECT rl_allow('shadow', 'fixed_window 2/month shadow, fixed_window 4/month') FROM generate_series(1, 3);
-SELECT state, used, raw FROM rl_inspect('shadow') ORDER BY state COLLATE "C";
+SELECT * FROM run(
+	$$SELECT 'fixed_window 2/month shadow, fixed_window 3/month in UTC'::rl_limits$$,
+	$$at(0)$$,
+	$$SELECT rl_allow('shadow', 'fixed_window 2/month shadow, fixed_window 4/month') FROM generate_series(1, 3)$$,
+	$$SELECT state, used, raw FROM rl_inspect('shadow') ORDER BY state COLLATE "C"$$);

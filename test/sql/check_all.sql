@@ -12,15 +12,16 @@ SELECT * FROM rl_check_all(ARRAY['account:2', 'address:1'], ARRAY['sliding_log 2
 SELECT k, (rl_check(k, 'sliding_log 3/1h', 0)).remaining FROM unnest(ARRAY['account:1', 'account:2', 'address:1']) k;
 
 -- One to eight keys, each with its own limits and quota. Rows are in input order.
-SELECT * FROM rl_check_all(ARRAY['one'], ARRAY['5/10s']::rl_limits[]);
-SELECT * FROM rl_check_all('{z,b,c,d,e,f,g,a}',
-	ARRAY['5/10s', 'token_bucket 5/10s', 'fixed_window 5/10s', 'sliding_window 5/10s', 'sliding_log 5/10s',
-		'5/10s, fixed_window 9/1d', '7/10s ban 1h after 3', 'sliding_log 5/10s count_denied']::rl_limits[],
-	'{1,2,3,4,5,2,1,0}');
-SELECT key, allowed, remaining, retry_after FROM rl_check_all('{z,b,c,d,e,f,g,a}',
-	ARRAY['5/10s', 'token_bucket 5/10s', 'fixed_window 5/10s', 'sliding_window 5/10s', 'sliding_log 5/10s',
-		'5/10s, fixed_window 9/1d', '7/10s ban 1h after 3', 'sliding_log 5/10s count_denied']::rl_limits[],
-	'{1,2,3,4,0,2,1,2}');
+SELECT * FROM run(
+	$$SELECT * FROM rl_check_all(ARRAY['one'], ARRAY['5/10s']::rl_limits[])$$,
+	$$SELECT * FROM rl_check_all('{z,b,c,d,e,f,g,a}',
+		ARRAY['5/10s', 'token_bucket 5/10s', 'fixed_window 5/10s', 'sliding_window 5/10s', 'sliding_log 5/10s',
+			'5/10s, fixed_window 9/1d', '7/10s ban 1h after 3', 'sliding_log 5/10s count_denied']::rl_limits[],
+		'{1,2,3,4,5,2,1,0}')$$,
+	$$SELECT key, allowed, remaining, retry_after FROM rl_check_all('{z,b,c,d,e,f,g,a}',
+		ARRAY['5/10s', 'token_bucket 5/10s', 'fixed_window 5/10s', 'sliding_window 5/10s', 'sliding_log 5/10s',
+			'5/10s, fixed_window 9/1d', '7/10s ban 1h after 3', 'sliding_log 5/10s count_denied']::rl_limits[],
+		'{1,2,3,4,0,2,1,2}')$$);
 
 -- Quota 0 looks.
 SELECT key, allowed, remaining FROM rl_check_all('{look:1,look:2}', '{"fixed_window 1/1h","fixed_window 2/1h"}', '{0,0}') UNION ALL
@@ -29,38 +30,42 @@ SELECT key, allowed, remaining FROM rl_check_all('{look:1,look:2}', '{"fixed_win
 
 -- A limit with count_denied counts the refusals of other keys, and its own, but none
 -- that is larger than the limit.
-SELECT key, allowed, remaining FROM rl_check_all('{full,counts,larger}',
-	ARRAY['fixed_window 1/1d', 'fixed_window 5/1d count_denied', 'fixed_window 2/1d count_denied']::rl_limits[], '{1,2,1}');
-SELECT key, allowed, remaining FROM rl_check_all('{full,counts,larger}',
-	ARRAY['fixed_window 1/1d', 'fixed_window 5/1d count_denied', 'fixed_window 2/1d count_denied']::rl_limits[], '{1,2,3}');
-SELECT key, allowed, remaining FROM rl_check_all('{full,counts,larger}',
-	ARRAY['fixed_window 1/1d', 'fixed_window 5/1d count_denied', 'fixed_window 2/1d count_denied']::rl_limits[], '{1,2,1}');
+SELECT * FROM run(
+	$$SELECT key, allowed, remaining FROM rl_check_all('{full,counts,larger}',
+		ARRAY['fixed_window 1/1d', 'fixed_window 5/1d count_denied', 'fixed_window 2/1d count_denied']::rl_limits[], '{1,2,1}')$$,
+	$$SELECT key, allowed, remaining FROM rl_check_all('{full,counts,larger}',
+		ARRAY['fixed_window 1/1d', 'fixed_window 5/1d count_denied', 'fixed_window 2/1d count_denied']::rl_limits[], '{1,2,3}')$$,
+	$$SELECT key, allowed, remaining FROM rl_check_all('{full,counts,larger}',
+		ARRAY['fixed_window 1/1d', 'fixed_window 5/1d count_denied', 'fixed_window 2/1d count_denied']::rl_limits[], '{1,2,1}')$$);
 
 -- A ban counts the refusals of its own limit only. A banned key refuses all, and
 -- counts nothing; the other keys count.
-SELECT key, allowed, remaining, retry_after, source FROM rl_check_all('{ban:full,ban:b}',
-	ARRAY['fixed_window 1/1d', 'fixed_window 1/1d ban 1h after 2']::rl_limits[]);
-SELECT n, b.* FROM generate_series(1, 3) n, LATERAL (SELECT key, allowed, source FROM rl_check_all('{ban:full,ban:c}',
-	ARRAY['fixed_window 1/1d', 'fixed_window 1/1d ban 1h after 2']::rl_limits[], ARRAY[1, n - n])) b;
-SELECT n, b.* FROM generate_series(1, 3) n, LATERAL (SELECT key, allowed, remaining, retry_after, source FROM rl_check_all('{ban:d,ban:b}',
-	ARRAY['fixed_window 9/1d count_denied', 'fixed_window 1/1d ban 1h after 2']::rl_limits[], ARRAY[n, 1])) b;
-SELECT rule, remaining FROM rl_peek('ban:d', 'fixed_window 9/1d', 0);
-SELECT rl_unban('ban:b');
+SELECT * FROM run(
+	$$SELECT key, allowed, remaining, retry_after, source FROM rl_check_all('{ban:full,ban:b}',
+		ARRAY['fixed_window 1/1d', 'fixed_window 1/1d ban 1h after 2']::rl_limits[])$$,
+	$$SELECT n, b.* FROM generate_series(1, 3) n, LATERAL (SELECT key, allowed, source FROM rl_check_all('{ban:full,ban:c}',
+		ARRAY['fixed_window 1/1d', 'fixed_window 1/1d ban 1h after 2']::rl_limits[], ARRAY[1, n - n])) b$$,
+	$$SELECT n, b.* FROM generate_series(1, 3) n, LATERAL (SELECT key, allowed, remaining, retry_after, source FROM rl_check_all('{ban:d,ban:b}',
+		ARRAY['fixed_window 9/1d count_denied', 'fixed_window 1/1d ban 1h after 2']::rl_limits[], ARRAY[n, 1])) b$$,
+	$$SELECT rule, remaining FROM rl_peek('ban:d', 'fixed_window 9/1d', 0)$$,
+	$$SELECT rl_unban('ban:b')$$);
 
 -- A shadow limit refuses for no key. It is charged if the action happens and fits it, and
 -- counts the refusals of other keys.
-SELECT n, c.* FROM generate_series(1, 3) n, LATERAL (SELECT key, allowed, remaining, source FROM rl_check_all('{shadow:a,shadow:b}',
-	ARRAY['fixed_window 2/1d, fixed_window 1/1h shadow', 'fixed_window 9/1d count_denied shadow, fixed_window 1/1h shadow']::rl_limits[], ARRAY[1, n / n])) c;
-SELECT key, rule, allowed, remaining, retry_after, source FROM unnest('{shadow:a,shadow:b}'::text[]) key,
-	LATERAL rl_peek(key, 'fixed_window 2/1d, fixed_window 1/1h shadow, fixed_window 9/1d count_denied shadow');
+SELECT * FROM run(
+	$$SELECT n, c.* FROM generate_series(1, 3) n, LATERAL (SELECT key, allowed, remaining, source FROM rl_check_all('{shadow:a,shadow:b}',
+		ARRAY['fixed_window 2/1d, fixed_window 1/1h shadow', 'fixed_window 9/1d count_denied shadow, fixed_window 1/1h shadow']::rl_limits[], ARRAY[1, n / n])) c$$,
+	$$SELECT key, rule, allowed, remaining, retry_after, source FROM unnest('{shadow:a,shadow:b}'::text[]) key,
+		LATERAL rl_peek(key, 'fixed_window 2/1d, fixed_window 1/1h shadow, fixed_window 9/1d count_denied shadow')$$);
 
 -- If another key refuses, keys under shadow limits have the source that they have alone.
-SELECT allowed FROM rl_check('shadow:full', 'fixed_window 1/10h');
-SELECT key, allowed FROM unnest('{shadow:c,shadow:d,shadow:e}'::text[]) key, LATERAL rl_check(key, 'fixed_window 1/10h shadow');
-SELECT rule, remaining, source FROM rl_peek('shadow:c', 'fixed_window 1/10h shadow, fixed_window 1/1d count_denied shadow');
-SELECT key, allowed, remaining, retry_after, source FROM rl_check_all('{shadow:full,shadow:c,shadow:d,shadow:e}', ARRAY['fixed_window 1/10h',
-	'fixed_window 1/10h shadow, fixed_window 1/1d count_denied shadow', 'fixed_window 1/10h shadow, fixed_window 9/1d shadow',
-	'fixed_window 1/10h shadow, fixed_window 9/1d']::rl_limits[]);
+SELECT * FROM run(
+	$$SELECT allowed FROM rl_check('shadow:full', 'fixed_window 1/10h')$$,
+	$$SELECT key, allowed FROM unnest('{shadow:c,shadow:d,shadow:e}'::text[]) key, LATERAL rl_check(key, 'fixed_window 1/10h shadow')$$,
+	$$SELECT rule, remaining, source FROM rl_peek('shadow:c', 'fixed_window 1/10h shadow, fixed_window 1/1d count_denied shadow')$$,
+	$$SELECT key, allowed, remaining, retry_after, source FROM rl_check_all('{shadow:full,shadow:c,shadow:d,shadow:e}', ARRAY['fixed_window 1/10h',
+		'fixed_window 1/10h shadow, fixed_window 1/1d count_denied shadow', 'fixed_window 1/10h shadow, fixed_window 9/1d shadow',
+		'fixed_window 1/10h shadow, fixed_window 9/1d']::rl_limits[])$$);
 
 -- refund_on_abort refunds the charges of all keys.
 BEGIN;
@@ -70,11 +75,12 @@ SELECT key, remaining FROM rl_check_all('{abort:a,abort:b}', '{fixed_window 5/1d
 
 -- A key that is unlimited does not refuse, and is not asked for. If a key is blocked, none
 -- is asked for.
-SELECT * FROM rl_check_all('{kind:a,kind:b}', '{unlimited,fixed_window 1/1d}') UNION ALL
-SELECT * FROM rl_check_all('{kind:b,kind:a}', '{fixed_window 1/1d,unlimited}') UNION ALL
-SELECT * FROM rl_check_all('{kind:a,kind:b}', '{unlimited,unlimited}') UNION ALL
-SELECT * FROM rl_check_all('{kind:c,kind:d,kind:e}', '{fixed_window 1/1d,blocked,unlimited}', '{2,1,1}');
-SELECT remaining FROM rl_peek('kind:c', 'fixed_window 1/1d', 0);
+SELECT * FROM run(
+	$$SELECT * FROM rl_check_all('{kind:a,kind:b}', '{unlimited,fixed_window 1/1d}') UNION ALL
+	SELECT * FROM rl_check_all('{kind:b,kind:a}', '{fixed_window 1/1d,unlimited}') UNION ALL
+	SELECT * FROM rl_check_all('{kind:a,kind:b}', '{unlimited,unlimited}') UNION ALL
+	SELECT * FROM rl_check_all('{kind:c,kind:d,kind:e}', '{fixed_window 1/1d,blocked,unlimited}', '{2,1,1}')$$,
+	$$SELECT remaining FROM rl_peek('kind:c', 'fixed_window 1/1d', 0)$$);
 SELECT rl_enforce_all('{kind:c,kind:d}', '{fixed_window 1/1d,blocked}', '{2,1}');
 
 -- Modes.
@@ -95,8 +101,9 @@ DO $$ BEGIN PERFORM rl_enforce_all('{e:c,e:f,e:b}', '{fixed_window 1/1d,fixed_wi
 SELECT rl_ban('e:c', 7200) \g /dev/null
 DO $$ BEGIN PERFORM rl_enforce_all('{e:b,e:c}', '{fixed_window 1/1h,fixed_window 1/1h}'); END $$;
 
-SELECT code, message FROM failure('SELECT rl_enforce_all(''{e:b}'', ''{fixed_window 1/1h}'')');
-SELECT code, message FROM failure('SELECT rl_enforce_all(''{e:b}'', ''{fixed_window 1/1h}'', ''{2}'')');
+SELECT * FROM run(
+	$$SELECT code, message FROM failure('SELECT rl_enforce_all(''{e:b}'', ''{fixed_window 1/1h}'')')$$,
+	$$SELECT code, message FROM failure('SELECT rl_enforce_all(''{e:b}'', ''{fixed_window 1/1h}'', ''{2}'')')$$);
 
 -- Wrong arguments are errors before any key is asked.
 SELECT code, message, detail FROM unnest(ARRAY[
@@ -109,8 +116,9 @@ SELECT code, message, detail FROM unnest(ARRAY[
 	'''{bad,b}'', ''{5/1h,5/1h}'', ''{1,-1}''', '''{bad,b}'', ''{5/1h,5/1h}'', ''{1,1000000000000001}''',
 	'ARRAY[''bad'', repeat(''k'', 513)], ''{5/1h,5/1h}''']) a,
 	LATERAL failure('SELECT rl_check_all(' || a || ')');
-SELECT code, message FROM failure('SELECT rl_enforce_all(''{bad,bad}'', ''{5/1h,5/1h}'')');
-SELECT reset_after FROM rl_peek('bad', '5/1h', 0);
+SELECT * FROM run(
+	$$SELECT code, message FROM failure('SELECT rl_enforce_all(''{bad,bad}'', ''{5/1h,5/1h}'')')$$,
+	$$SELECT reset_after FROM rl_peek('bad', '5/1h', 0)$$);
 
 -- What a driver sends without types, or as text[], finds the functions.
 PREPARE all_text(text[], text[]) AS SELECT count(*) FROM rl_check_all($1, $2::rl_limits[]);

@@ -6,54 +6,60 @@ SELECT * FROM rl_check('abuser', '5/1h') UNION ALL				-- applies to every limit
 SELECT * FROM rl_check('abuser', '5/1h, 1/1d') UNION ALL
 SELECT * FROM rl_check('abuser', '5/1h', 0) UNION ALL
 SELECT * FROM rl_check('abuser', '5/1h', 6);			-- no wait helps this call
-SELECT rl_allow('abuser', '5/1h');
-SELECT * FROM rl_peek('abuser', '5/1h');
-SELECT failure($$SELECT rl_enforce('abuser', '5/1h')$$);
-SELECT at(59.999999) \g /dev/null
-SELECT allowed, retry_after, source FROM rl_throttle('abuser', 5, 5, 10);
-SELECT at(60) \g /dev/null
-SELECT allowed, remaining, source FROM rl_throttle('abuser', 5, 5, 10);	-- attempts did not count
--- A ban is replaced, and the wait is the longer of both.
-SELECT rl_ban('abuser', 10), rl_ban('abuser', 1) \g /dev/null
-SELECT rl_throttle('abuser', 5, 5, 10, 4);
-SELECT at(61) \g /dev/null
-SELECT (rl_throttle('abuser', 5, 5, 10, 5)).allowed, rl_ban('abuser', 1), (rl_throttle('abuser', 5, 5, 10, 5)).retry_after, rl_unban('abuser'), rl_unban('abuser'),
-	(rl_throttle('abuser', 5, 5, 10)).allowed;
+SELECT * FROM run(
+	$$SELECT rl_allow('abuser', '5/1h')$$,
+	$$SELECT * FROM rl_peek('abuser', '5/1h')$$,
+	$q$SELECT failure($$SELECT rl_enforce('abuser', '5/1h')$$)$q$,
+	$$at(59.999999)$$,
+	$$SELECT allowed, retry_after, source FROM rl_throttle('abuser', 5, 5, 10)$$,
+	$$at(60)$$,
+	$$SELECT allowed, remaining, source FROM rl_throttle('abuser', 5, 5, 10)$$,	-- attempts did not count
+	-- A ban is replaced, and the wait is the longer of both.
+	$$rl_ban('abuser', 10), rl_ban('abuser', 1)$$,
+	$$SELECT rl_throttle('abuser', 5, 5, 10, 4)$$,
+	$$at(61)$$,
+	$$SELECT (rl_throttle('abuser', 5, 5, 10, 5)).allowed, rl_ban('abuser', 1), (rl_throttle('abuser', 5, 5, 10, 5)).retry_after, rl_unban('abuser'), rl_unban('abuser'),
+		(rl_throttle('abuser', 5, 5, 10)).allowed$$);
 
 -- rl_reset of a limit, and of the key.
 SELECT rl_reset('abuser', '5/10s'), rl_reset('abuser', '5/10s'), rl_reset('abuser', '7/10s, 5/1h'), rl_ban('reset', 60), rl_reset('reset'), rl_reset('reset'),
 	rl_ban('reset', 60), rl_unban('reset'), rl_reset('reset'), (rl_throttle('reset', 5, 5, 10)).allowed;
 
 -- rl_allow and rl_enforce.
-SELECT rl_allow('allow', '1/1h'), rl_allow('allow', '1/1h');
-SELECT * FROM rl_enforce('enforce', '1/1h');
-SELECT failure(statement) FROM unnest(ARRAY[$$SELECT rl_enforce('enforce', '1/1h')$$, $$SELECT rl_enforce('enforce', '1/1h', 2)$$]) statement;
+SELECT * FROM run(
+	$$SELECT rl_allow('allow', '1/1h'), rl_allow('allow', '1/1h')$$,
+	$$SELECT * FROM rl_enforce('enforce', '1/1h')$$,
+	$q$SELECT failure(statement) FROM unnest(ARRAY[$$SELECT rl_enforce('enforce', '1/1h')$$, $$SELECT rl_enforce('enforce', '1/1h', 2)$$]) statement$q$);
 DO $$ BEGIN PERFORM rl_enforce('enforce', '1/1h, 2/1d'); EXCEPTION WHEN SQLSTATE 'PT429' THEN RAISE NOTICE 'caught %', SQLERRM; END $$;
 
 -- Many keys, each by itself, in the order of the array.
-SELECT * FROM rl_check_many('{m2,m1,m2,m3}', '2/1h', '{1,2,2,3}') UNION ALL
-SELECT * FROM rl_check_many('{m1,m4}', '2/1h');
-SELECT count(*) FROM rl_check_many('{}', '2/1h');
-SELECT failure(statement) FROM unnest(ARRAY[$$SELECT rl_check_many('{m5,NULL}', '2/1h')$$, $$SELECT rl_check_many('{m5}', '2/1h', '{1,1}')$$,
-	$$SELECT rl_check_many('{m5}', '2/1h', '{NULL}')$$, $$SELECT rl_check_many('{{m5}}', '2/1h')$$, $$SELECT rl_check_many(NULL, '2/1h')$$]) statement;
+SELECT * FROM run(
+	$$SELECT * FROM rl_check_many('{m2,m1,m2,m3}', '2/1h', '{1,2,2,3}') UNION ALL
+	SELECT * FROM rl_check_many('{m1,m4}', '2/1h')$$,
+	$$SELECT count(*) FROM rl_check_many('{}', '2/1h')$$,
+	$q$SELECT failure(statement) FROM unnest(ARRAY[$$SELECT rl_check_many('{m5,NULL}', '2/1h')$$, $$SELECT rl_check_many('{m5}', '2/1h', '{1,1}')$$,
+		$$SELECT rl_check_many('{m5}', '2/1h', '{NULL}')$$, $$SELECT rl_check_many('{{m5}}', '2/1h')$$, $$SELECT rl_check_many(NULL, '2/1h')$$]) statement$q$);
 
 -- Peek writes nothing.
-SELECT * FROM rl_peek('peeked', '5/10s, 7/1h', 2);
-SELECT rl_reset('peeked');
+SELECT * FROM run(
+	$$SELECT * FROM rl_peek('peeked', '5/10s, 7/1h', 2)$$,
+	$$SELECT rl_reset('peeked')$$);
 
 -- Two lists of values never make the same key.
-SELECT rl_key('create_order', 42), rl_key('a:b', 'c') AS a, rl_key('a', 'b:c') AS b, rl_key('a%3Ab', 'c') AS c;
-SELECT rl_key(1::smallint, 2::bigint, 3.50, 'v'::varchar, 'c'::char(3), 'n'::name, false,
-	'00000000-0000-0000-0000-000000000001'::uuid, '10.0.0.1/8'::inet);
-SELECT rl_key(1.0) = rl_key(1.000) AS one_number, rl_key('NaN'::numeric), rl_key(1e10::numeric);
+SELECT * FROM run(
+	$$SELECT rl_key('create_order', 42), rl_key('a:b', 'c') AS a, rl_key('a', 'b:c') AS b, rl_key('a%3Ab', 'c') AS c$$,
+	$$SELECT rl_key(1::smallint, 2::bigint, 3.50, 'v'::varchar, 'c'::char(3), 'n'::name, false,
+		'00000000-0000-0000-0000-000000000001'::uuid, '10.0.0.1/8'::inet)$$,
+	$$SELECT rl_key(1.0) = rl_key(1.000) AS one_number, rl_key('NaN'::numeric), rl_key(1e10::numeric)$$);
 CREATE TYPE plan AS ENUM ('free', 'paid');
 CREATE DOMAIN customer AS bigint CHECK (VALUE > 0);
 SELECT rl_key('free'::plan, 7::customer), rl_key('');
 -- Parameters without a type are text; lists that only one of the overloads takes go there.
 PREPARE untyped AS SELECT rl_key('login', $1), rl_key($1, $2, $3);
 EXECUTE untyped ('a:b', 'c', '%');
-SELECT rl_key('a ', 'b '::char(4), 'c'::varchar, 'd'::name) AS texts, rl_key(VARIADIC ARRAY['a', 'b']) AS array, rl_key('a', 42) AS mixed;
-SELECT rl_key(VARIADIC ARRAY['a', 'b:c']), rl_key(VARIADIC ARRAY[1, 2]), rl_key(VARIADIC '{}'::text[]);
+SELECT * FROM run(
+	$$SELECT rl_key('a ', 'b '::char(4), 'c'::varchar, 'd'::name) AS texts, rl_key(VARIADIC ARRAY['a', 'b']) AS array, rl_key('a', 42) AS mixed$$,
+	$$SELECT rl_key(VARIADIC ARRAY['a', 'b:c']), rl_key(VARIADIC ARRAY[1, 2]), rl_key(VARIADIC '{}'::text[])$$);
 SELECT q, f.* FROM (VALUES
 	(1, $$rl_key(now())$$), (2, $$rl_key(1.5::float8)$$), (3, $$rl_key('\x01'::bytea)$$), (4, $$rl_key(current_date)$$),
 	(5, $$rl_key('1 day'::interval)$$), (6, $$rl_key('pg_class'::regclass)$$), (7, $$rl_key(1, NULL)$$), (8, $$rl_key(NULL::text)$$),
@@ -68,8 +74,9 @@ SELECT (rl_throttle('{x}', 1, 1, 3600)).allowed, (rl_throttle('%7Bx%7D', 1, 1, 3
 	(rl_throttle(repeat('é', 256), 1, 1, 3600)).allowed;
 
 -- The first form charges six times.
-SELECT (rl_throttle('trap', 100, 1, 3600)).*;
-SELECT * FROM rl_throttle('trap', 100, 1, 3600);
+SELECT * FROM run(
+	$$SELECT (rl_throttle('trap', 100, 1, 3600)).*$$,
+	$$SELECT * FROM rl_throttle('trap', 100, 1, 3600)$$);
 
 -- A read-only transaction takes quota, and its rollback refunds nothing.
 BEGIN READ ONLY;
@@ -85,8 +92,9 @@ FROM generate_series(1, 40) i \gset
 SELECT rl_reset('altered'), (rl_throttle('altered', 15, 30, 60)).remaining;
 BEGIN;
 ALTER TYPE rl_decision :one_column;
-SELECT NULL::rl_decision IS NULL AS loaded, (NULL::rl_decision).extra1;
-SELECT (rl_throttle('altered', 15, 30, 60, 0)).*;
+SELECT * FROM run(
+	$$SELECT NULL::rl_decision IS NULL AS loaded, (NULL::rl_decision).extra1$$,
+	$$SELECT (rl_throttle('altered', 15, 30, 60, 0)).*$$);
 ROLLBACK;
 BEGIN;
 ALTER TYPE rl_decision :forty_columns;
@@ -241,12 +249,13 @@ SELECT what, (d).rule, (d).source FROM (
 	UNION ALL SELECT 'wait', rl_wait('rule', '5/1h', 1, 0)
 	UNION ALL SELECT 'peek', (p.allowed, p.capacity, p.remaining, p.retry_after, p.reset_after, p.rule, p.source)::rl_decision FROM rl_peek('rule', '5/1h') p
 ) a (what, d);
-SELECT key, rule, source FROM rl_check_many('{free,rule,free:2,rule:2}', '5/1h');
-SELECT rl_ban('rule:2', 60), rl_ban('rule:3', 60, 'limit 5/1h') \g /dev/null
-SELECT key, rule, source FROM rl_check_many('{rule:2,rule,rule:3,free}', 'fixed_window 5/1h') UNION ALL
-SELECT key, rule, source FROM rl_check_many('{rule:2,rule,rule:3,free}', '5/1h');
-SELECT key, rule, source FROM rl_check_all('{free,rule,rule:2}', '{5/1h,"5/1h, sliding_log 5/1d",5/1h}') UNION ALL
-SELECT key, rule, source FROM rl_check_all('{rule:2,rule:3}', '{5/1h,5/1h}');
+SELECT * FROM run(
+	$$SELECT key, rule, source FROM rl_check_many('{free,rule,free:2,rule:2}', '5/1h')$$,
+	$$rl_ban('rule:2', 60), rl_ban('rule:3', 60, 'limit 5/1h')$$,
+	$$SELECT key, rule, source FROM rl_check_many('{rule:2,rule,rule:3,free}', 'fixed_window 5/1h') UNION ALL
+	SELECT key, rule, source FROM rl_check_many('{rule:2,rule,rule:3,free}', '5/1h')$$,
+	$$SELECT key, rule, source FROM rl_check_all('{free,rule,rule:2}', '{5/1h,"5/1h, sliding_log 5/1d",5/1h}') UNION ALL
+	SELECT key, rule, source FROM rl_check_all('{rule:2,rule:3}', '{5/1h,5/1h}')$$);
 SET ratelimit.mode = shadow;
 SELECT allowed, rule, source FROM rl_check('rule', '5/1h');
 SET ratelimit.mode = off;

@@ -25,19 +25,21 @@ SELECT w, f.* FROM (VALUES
 ) v (id, w), LATERAL failure(format('SELECT %L::rl_limits', w)) f ORDER BY id;
 
 -- A throttle is reduced by what it replenishes during the shortest lease of the list.
-SELECT limits, (rl_peek('lease:capacity', limits::rl_limits)).capacity FROM unnest(ARRAY[
-	'10000/1s lease 50ms', '10000/1s burst 1000 lease 50ms', '3/1s burst 8 lease 1s', '3/1s burst 8 lease 1us', '5/1s lease 400ms',
-	'token_bucket 10/1s lease 1s', 'fixed_window 10/1s lease 1s', 'sliding_window 10/1s lease 1s'
-]) AS limits;
-SELECT rule, capacity FROM rl_peek('lease:list', '1000/1s lease 100ms, 500/2s burst 700 lease 50ms, fixed_window 9/1s lease 1s');
+SELECT * FROM run(
+	$$SELECT limits, (rl_peek('lease:capacity', limits::rl_limits)).capacity FROM unnest(ARRAY[
+		'10000/1s lease 50ms', '10000/1s burst 1000 lease 50ms', '3/1s burst 8 lease 1s', '3/1s burst 8 lease 1us', '5/1s lease 400ms',
+		'token_bucket 10/1s lease 1s', 'fixed_window 10/1s lease 1s', 'sliding_window 10/1s lease 1s'
+	]) AS limits$$,
+	$$SELECT rule, capacity FROM rl_peek('lease:list', '1000/1s lease 100ms, 500/2s burst 700 lease 50ms, fixed_window 9/1s lease 1s')$$);
 
 -- All answers use the reduced capacity: those of calls, errors, header fields and history.
-SELECT * FROM play('lease:play', '20/1s lease 100ms', ARRAY[[0, 17], [0, 1], [0, 1], [0.05, 1], [0.05, 19], [0.9, 18]]);
-SELECT * FROM failure($$SELECT rl_enforce('lease:large', '20/1s lease 100ms', 19)$$);
-SELECT rl_headers('api', '20/1s lease 100ms', rl_check('lease:headers', '20/1s lease 100ms')) - 2;
-SELECT rl_headers('api', '20/1s burst 9 lease 100ms', rl_check('lease:burst', '20/1s burst 9 lease 100ms')) - 2;
-SELECT n, (d).allowed, (d).capacity, (d).remaining FROM (
-	SELECT n, rl_simulate('20/1s lease 100ms', '2024-01-01'::timestamptz, n) OVER (ORDER BY n) AS d FROM unnest(ARRAY[1, 2, 16, 19]) AS n
-) r ORDER BY n;
--- The state is that of the same limit without a lease.
-SELECT (rl_check('lease:state', 'fixed_window 10/1d lease 1s', 4)).remaining, (rl_check('lease:state', 'fixed_window 10/1d', 4)).remaining;
+SELECT * FROM run(
+	$$SELECT * FROM play('lease:play', '20/1s lease 100ms', ARRAY[[0, 17], [0, 1], [0, 1], [0.05, 1], [0.05, 19], [0.9, 18]])$$,
+	$q$SELECT * FROM failure($$SELECT rl_enforce('lease:large', '20/1s lease 100ms', 19)$$)$q$,
+	$$SELECT rl_headers('api', '20/1s lease 100ms', rl_check('lease:headers', '20/1s lease 100ms')) - 2$$,
+	$$SELECT rl_headers('api', '20/1s burst 9 lease 100ms', rl_check('lease:burst', '20/1s burst 9 lease 100ms')) - 2$$,
+	$$SELECT n, (d).allowed, (d).capacity, (d).remaining FROM (
+		SELECT n, rl_simulate('20/1s lease 100ms', '2024-01-01'::timestamptz, n) OVER (ORDER BY n) AS d FROM unnest(ARRAY[1, 2, 16, 19]) AS n
+	) r ORDER BY n$$,
+	-- The state is that of the same limit without a lease.
+	$$SELECT (rl_check('lease:state', 'fixed_window 10/1d lease 1s', 4)).remaining, (rl_check('lease:state', 'fixed_window 10/1d', 4)).remaining$$);

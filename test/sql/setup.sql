@@ -34,6 +34,24 @@ BEGIN
 END
 $$;
 
+-- The rows of queries, in order, each with the beginning of its query.  Other calls, such
+-- as of at(), only happen.
+CREATE FUNCTION run(VARIADIC calls text[], OUT call text, OUT result text)
+	RETURNS SETOF record LANGUAGE plpgsql AS
+$$
+DECLARE
+	query text;
+BEGIN
+	FOREACH query IN ARRAY calls LOOP
+		IF query LIKE 'SELECT %' THEN
+			RETURN QUERY EXECUTE 'SELECT substr($1, 8, 60), r::text FROM (' || query || ') r' USING query;
+		ELSE
+			EXECUTE 'SELECT ' || query;
+		END IF;
+	END LOOP;
+END
+$$;
+
 -- The SQLSTATE and message of a statement that must fail, without the parts that
 -- differ between servers or versions.
 CREATE FUNCTION failure(statement text, OUT code text, OUT message text, OUT detail text)

@@ -3,13 +3,14 @@
 -- capacity * interval after an action, remaining is the room in whole quotas.
 
 -- The book's example: an interval of 2 s, room for 15.
-SELECT at(0) \g /dev/null
-SELECT * FROM rl_throttle('laoqian:reply', 15, 30, 60);
-SELECT count(*) FILTER (WHERE (rl_throttle('laoqian:reply', 15, 30, 60)).allowed) FROM generate_series(1, 14);
-SELECT * FROM rl_throttle('laoqian:reply', 15, 30, 60);
-SELECT at(1.999999) \g /dev/null
-SELECT * FROM rl_throttle('laoqian:reply', 15, 30, 60);
-SELECT at(2) \g /dev/null
+SELECT * FROM run(
+	$$at(0)$$,
+	$$SELECT * FROM rl_throttle('laoqian:reply', 15, 30, 60)$$,
+	$$SELECT count(*) FILTER (WHERE (rl_throttle('laoqian:reply', 15, 30, 60)).allowed) FROM generate_series(1, 14)$$,
+	$$SELECT * FROM rl_throttle('laoqian:reply', 15, 30, 60)$$,
+	$$at(1.999999)$$,
+	$$SELECT * FROM rl_throttle('laoqian:reply', 15, 30, 60)$$,
+	$$at(2)$$);
 SELECT * FROM rl_throttle('laoqian:reply', 15, 30, 60) UNION ALL
 -- The text form is the same limit with the same state.
 SELECT * FROM rl_check('laoqian:reply', 'throttle 30/60s burst 15');
@@ -61,36 +62,42 @@ SELECT * FROM play('several', '2/10s, 3/1min', ARRAY[
 	[10,1],								-- refused by 3/1min for 10 s
 	[10,3],								-- more than 2: impossible
 	[20,1], [1000,2], [1000,1]]);
-SELECT at(1000) \g /dev/null
-SELECT * FROM rl_peek('several', '2/10s, 3/1min') UNION ALL
-SELECT * FROM rl_peek('several', '3/1min', 2);
--- A refused call has charged neither.
-SELECT at(2000) \g /dev/null
-SELECT allowed FROM rl_check('neither', '1/10s');
+SELECT * FROM run(
+	$$at(1000)$$,
+	$$SELECT * FROM rl_peek('several', '2/10s, 3/1min') UNION ALL
+	SELECT * FROM rl_peek('several', '3/1min', 2)$$,
+	-- A refused call has charged neither.
+	$$at(2000)$$,
+	$$SELECT allowed FROM rl_check('neither', '1/10s')$$);
 CREATE TEMP TABLE before AS SELECT * FROM rl_peek('neither', '1/10s, 100/1h');
-SELECT allowed, capacity, retry_after FROM rl_check('neither', '1/10s, 100/1h');
-SELECT count(*) FROM (SELECT * FROM before INTERSECT SELECT * FROM rl_peek('neither', '1/10s, 100/1h')) same;
+SELECT * FROM run(
+	$$SELECT allowed, capacity, retry_after FROM rl_check('neither', '1/10s, 100/1h')$$,
+	$$SELECT count(*) FROM (SELECT * FROM before INTERSECT SELECT * FROM rl_peek('neither', '1/10s, 100/1h')) same$$);
 
 -- The longest limits: 100 years to drain, in nanoseconds.
-SELECT * FROM play('years', '1/3650d burst 10', ARRAY[
-	[0,9], [0,2], [0,1], [0,1], [315359999.999999,1], [315360000,1]]);
-SELECT * FROM play('finest', '1000/1us burst 1000000000', ARRAY[[0,1], [0,999999999], [0,1], [0.000001,1000], [0.000001,1]]);
+SELECT * FROM run(
+	$$SELECT * FROM play('years', '1/3650d burst 10', ARRAY[
+		[0,9], [0,2], [0,1], [0,1], [315359999.999999,1], [315360000,1]])$$,
+	$$SELECT * FROM play('finest', '1000/1us burst 1000000000', ARRAY[[0,1], [0,999999999], [0,1], [0.000001,1000], [0.000001,1]])$$);
 
 -- Refunds: at most the used quota, and an absent key stays absent.
-SELECT at(0) \g /dev/null
-SELECT (rl_throttle('refund', 10, 10, 10, 8)).remaining, rl_refund('refund', '10/10s', 3);
-SELECT remaining, reset_after FROM rl_peek('refund', '10/10s', 0);
-SELECT rl_refund('refund', '10/10s', 100) \g /dev/null
-SELECT remaining, reset_after FROM rl_peek('refund', '10/10s', 0);
-SELECT rl_refund('refund', '10/10s', 0), rl_refund('absent', '10/10s', 3), rl_reset('absent');
+SELECT * FROM run(
+	$$at(0)$$,
+	$$SELECT (rl_throttle('refund', 10, 10, 10, 8)).remaining, rl_refund('refund', '10/10s', 3)$$,
+	$$SELECT remaining, reset_after FROM rl_peek('refund', '10/10s', 0)$$,
+	$$rl_refund('refund', '10/10s', 100)$$,
+	$$SELECT remaining, reset_after FROM rl_peek('refund', '10/10s', 0)$$,
+	$$SELECT rl_refund('refund', '10/10s', 0), rl_refund('absent', '10/10s', 3), rl_reset('absent')$$);
 
 -- The store's own clock.
 RESET ratelimit.debug_now;
-SELECT allowed, capacity, remaining, retry_after, reset_after, source FROM rl_throttle('clock', 15, 30, 60);
-SELECT bool_and((rl_throttle('clock', 15, 30, 60)).allowed) FROM generate_series(1, 14);
-SELECT allowed, remaining, retry_after > 1 AND retry_after < 2 AS nearly_two FROM rl_throttle('clock', 15, 30, 60);
+SELECT * FROM run(
+	$$SELECT allowed, capacity, remaining, retry_after, reset_after, source FROM rl_throttle('clock', 15, 30, 60)$$,
+	$$SELECT bool_and((rl_throttle('clock', 15, 30, 60)).allowed) FROM generate_series(1, 14)$$,
+	$$SELECT allowed, remaining, retry_after > 1 AND retry_after < 2 AS nearly_two FROM rl_throttle('clock', 15, 30, 60)$$);
 
 -- A refund with a borrow of nanoseconds: intervals of 333333 ns and 142857 ns.
-SELECT at(0) \g /dev/null
-SELECT (rl_throttle('borrow', 3, 3, 0.001)).reset_after, rl_refund('borrow', '7/1ms', 1);
-SELECT remaining FROM rl_peek('borrow', '1000000/1ms burst 190477', 0);	-- 190476 ns are left
+SELECT * FROM run(
+	$$at(0)$$,
+	$$SELECT (rl_throttle('borrow', 3, 3, 0.001)).reset_after, rl_refund('borrow', '7/1ms', 1)$$,
+	$$SELECT remaining FROM rl_peek('borrow', '1000000/1ms burst 190477', 0)$$);	-- 190476 ns are left
