@@ -3,6 +3,8 @@
 # answer is exact to the microsecond.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer.
+#
+# Runs once: it compares GCRA with a model, and 020_engines compares the engines in each row.
 use RatelimitTest;
 use Engines qw(seed below log_uniform chance);
 

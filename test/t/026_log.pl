@@ -3,6 +3,8 @@
 # The fields in Redis have the documented layout.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
+#
+# Runs once: it compares the log with a model, and 020_engines compares the engines in each row.
 use RatelimitTest;
 use Engines;
 use Promises;

@@ -7,6 +7,8 @@
 # are mixed, in virtual time.
 #
 # RATELIMIT_SEED repeats a run.
+#
+# Runs once: it compares refusals with a model, and 020_engines compares the engines in each row.
 use RatelimitTest;
 use Engines;
 use Promises;

@@ -3,6 +3,8 @@
 # the same answers.
 #
 # RATELIMIT_SEED repeats a run.
+#
+# Runs once: it compares limits with models, and 020_engines compares the engines in each row.
 use RatelimitTest;
 use Engines qw(seed below chance pick);
 use POSIX qw(floor);

@@ -1,5 +1,7 @@
 # The sources are arranged as src/README.md says: includes point one way
 # and have no cycle, neither have calls between files, and functions are short.
+#
+# Runs once: it reads only the sources and the names in their objects.
 use strict;
 use warnings FATAL => 'all';
 

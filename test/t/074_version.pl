@@ -1,5 +1,7 @@
 # The control file, META.json, the changelogs and the docs name the same version, and
 # the code gets it from the control file.
+#
+# Runs once: it reads only the files.
 use RatelimitTest;
 use File::Find;
 use JSON::PP;

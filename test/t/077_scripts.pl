@@ -1,4 +1,6 @@
 # luacheck finds no fault in a script as Redis gets it, nor an open block in a part.
+#
+# Runs once: it reads only the scripts.
 use strict;
 use warnings FATAL => 'all';
 
