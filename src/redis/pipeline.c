@@ -22,34 +22,6 @@
 /* A healthy server answers for 100 keys in some ms; fewer keys have the time of one call. */
 #define KEYS_PER_TIMEOUT	100
 
-/* A call, and how to send it. */
-typedef struct Call
-{
-	int			i;				/* -1: an ASKING, ahead of its call */
-	int16		slot;			/* -1: not known */
-	uint8		node;			/* number of the one that a reply named; 0: none */
-	bool		asking;
-	bool		by_source;
-	bool		has_time;		/* its windows are those around the server's time */
-	bool		resent;			/* it was sent before */
-	uint8		resends;		/* as of a route */
-} Call;
-
-/* The calls under way to a node. */
-typedef struct Line
-{
-	RlNode	   *node;
-	RlStream	stream;
-	StringInfoData out;
-	RlReply		reply;
-	bool		reused;			/* the connection was there before */
-	bool		answered;		/* a call of this pipeline */
-	bool		load;			/* the next call is to bring the script's source */
-	int			loads;			/* calls under way that bring it */
-	int			first;			/* of the ring, the oldest; stream.due are in it */
-	Call		calls[RL_MAX_DUE];
-} Line;
-
 /* One pipeline; pipelines do not nest. */
 typedef struct Pipeline
 {
@@ -73,19 +45,67 @@ typedef struct Pipeline
 	int64		progress;		/* when the last call was answered */
 	List	   *to_resend;		/* calls */
 	int64		pause_until;	/* before that nothing is sent again */
-	Line	   *blocked;		/* the line that the next call must wait for */
+	RlLine	   *blocked;		/* the line that the next call must wait for */
 	int			resent;			/* calls under way that were sent before */
 	int			nlines;
-	Line	   *lines[RL_MAX_STREAMS];
+	RlLine	   *lines[RL_MAX_STREAMS];
 } Pipeline;
 
-/* The number of keys that a call is about */
-#define KEYS_OF(p, call)	((p)->keys ? (p)->keys[(call).i] : 1)
 /* The first line of each pipeline, which most have only. */
-static Line kept_line;
+static RlLine kept_line;
 
-/* Returns the line to the node, or NULL. */
-static Line *
+/* Begins a line to a node that is connected, as rl_stream_begin does.  The caller sets "load". */
+void
+rl_line_begin(RlLine *line, RlNode *node, int64 deadline, bool no_throw)
+{
+	rl_resp_reset(&line->out);
+	line->node = node;
+	line->loads = line->first = 0;
+	rl_stream_begin(&line->stream, &node->conn, &line->out, &line->reply, deadline, no_throw);
+}
+
+static RlCall *
+due_call(RlLine *line, int i)
+{
+	return &line->calls[(line->first + i) % RL_MAX_DUE];
+}
+
+/* Puts a call, with its command, on a line, which must have room. */
+void
+rl_line_append(RlLine *line, const RlCommand *command, const RlScript *script, RlCall call)
+{
+	call.by_source = line->load;
+	line->loads += line->load;
+	line->load = false;
+	rl_command_append(&line->out, command, script, call.by_source, call.asking);
+	if (call.asking)
+	{
+		*due_call(line, line->stream.due) = (RlCall) {.i = -1};
+		rl_stream_appended(&line->stream);
+	}
+	*due_call(line, line->stream.due) = call;
+	rl_stream_appended(&line->stream);
+}
+
+/*
+ * Finds the next reply and its call; line->stream.found tells whether it has come.  Returns
+ * false with the error set if the line failed.
+ */
+bool
+rl_line_next(RlLine *line, RlCall *call, RlError *error)
+{
+	*call = *due_call(line, 0);
+	if (!rl_stream_next(&line->stream, error))
+		return false;
+	if (line->stream.found)
+	{
+		line->first = (line->first + 1) % RL_MAX_DUE;
+		line->loads -= call->by_source;
+	}
+	return true;
+}
+
+static RlLine *
 line_to(const Pipeline *p, const RlNode *node)
 {
 	for (int i = 0; i < p->nlines; i++)
@@ -94,42 +114,29 @@ line_to(const Pipeline *p, const RlNode *node)
 	return NULL;
 }
 
-/* Begins a line to a node that is connected. */
-static Line *
+static RlLine *
 add_line(Pipeline *p, RlNode *node, bool reused)
 {
-	Line	   *line = &kept_line;
+	RlLine	   *line = &kept_line;
 
 	for (int i = 0; i < p->nlines; i++)
 		if (p->lines[i] == line)
 		{
-			line = palloc(sizeof(Line));
+			line = palloc(sizeof(RlLine));
 			initStringInfo(&line->out);
 			break;
 		}
-	rl_resp_reset(&line->out);
-	line->node = node;
+	rl_line_begin(line, node, 0, false);
 	line->reused = reused;
-	line->answered = false;
-	line->load = false;
-	line->loads = 0;
-	line->first = 0;
-	rl_stream_begin(&line->stream, &node->conn, &line->out, &line->reply, 0, false);
+	line->answered = line->load = false;
 	p->lines[p->nlines++] = line;
 	rl_streams_changed();
 	return line;
 }
 
-/* Returns the i-th call that a line waits for. */
-static Call *
-due_call(Line *line, int i)
-{
-	return &line->calls[(line->first + i) % RL_MAX_DUE];
-}
-
 /* Ends a line; if calls are under way the caller closes the connection. */
 static void
-remove_line(Pipeline *p, Line *line)
+remove_line(Pipeline *p, RlLine *line)
 {
 	RlStream   *stream = &line->stream;
 	int			i = 0;
@@ -149,7 +156,6 @@ remove_line(Pipeline *p, Line *line)
 	}
 }
 
-/* Keeps the error if it is the first one. */
 static void
 note_failure(Pipeline *p, const RlError *error)
 {
@@ -158,30 +164,26 @@ note_failure(Pipeline *p, const RlError *error)
 	p->failed = true;
 }
 
-/*
- * Drops a line that failed; given is the time that the node had for the next reply.
- * Completes the error: if the breaker opens, the error says when Redis is tried again.
- */
+/* Drops a line that failed; "given" and the error as for rl_route_failed. */
 static void
-break_line(Pipeline *p, Line *line, int64 given, RlError *error)
+break_line(Pipeline *p, RlLine *line, int64 given, RlError *error)
 {
 	p->route.node = line->node;
 	remove_line(p, line);
 	rl_route_failed(&p->route, given, error);
 }
 
-/* Queues a call that was not run. */
 static void
-send_again(Pipeline *p, Call call)
+send_again(Pipeline *p, RlCall call)
 {
 	call.resent = true;
-	p->to_resend = lappend(p->to_resend, memcpy(palloc(sizeof(Call)), &call, sizeof(Call)));
-	*p->unanswered -= KEYS_OF(p, call);
+	p->to_resend = lappend(p->to_resend, memcpy(palloc(sizeof(RlCall)), &call, sizeof(RlCall)));
+	*p->unanswered -= call.n;
 }
 
 /* Writes the call's command.  Returns false if the call is already done. */
 static bool
-write_command(Pipeline *p, const Call *call)
+write_command(Pipeline *p, const RlCall *call)
 {
 	p->command = rl_command_start();
 	return p->append(p->command, call->i, p->arg);
@@ -203,8 +205,8 @@ try_node(Pipeline *p, bool *others, RlError *error)
 }
 
 /* Returns the call's line, or NULL if it has failed or is done; may write its command. */
-static Line *
-find_line(Pipeline *p, Call *call)
+static RlLine *
+find_line(Pipeline *p, RlCall *call)
 {
 	RlRoute    *route = &p->route;
 	RlError		error;
@@ -224,7 +226,7 @@ find_line(Pipeline *p, Call *call)
 	route->resends = call->resends;
 	while (others)
 	{
-		Line	   *line;
+		RlLine	   *line;
 
 		if (!rl_route_choose(route, &error))
 		{
@@ -245,32 +247,20 @@ find_line(Pipeline *p, Call *call)
 	return NULL;
 }
 
-/* Puts a call, whose command is written, on the line. */
 static void
-append_call(Pipeline *p, Line *line, Call call)
+append_call(Pipeline *p, RlLine *line, RlCall call)
 {
-	if (call.asking)
-	{
-		*due_call(line, line->stream.due) = (Call) {.i = -1};
-		rl_stream_appended(&line->stream);
-	}
-	call.by_source = line->load;
-	line->loads += line->load;
-	line->load = false;
+	rl_line_append(line, p->command, p->script, call);
 	p->resent += call.resent;
-	rl_command_append(&line->out, p->command, p->script, call.by_source, call.asking);
-	*due_call(line, line->stream.due) = call;
-	rl_stream_appended(&line->stream);
 	if (p->usage != NULL)
 		p->usage->round_trips++;
-	*p->unanswered += KEYS_OF(p, call);
+	*p->unanswered += call.n;
 }
 
 /*
- * Puts calls on their lines until a line has no room.  Goes on when that line
- * has room for many calls, so that a write has many commands.  While calls
- * must be sent again no new ones are sent: calls about one key keep their
- * order, unless they were under way together.
+ * Puts calls on their lines until a line has no room, and goes on when it has room for many, so
+ * that a write has many commands.  While calls must be sent again no new ones are sent: calls
+ * about one key keep their order, unless they were under way together.
  */
 static void
 fill_lines(Pipeline *p)
@@ -280,14 +270,16 @@ fill_lines(Pipeline *p)
 		p->blocked = NULL;
 	while (p->blocked == NULL && !p->no_server)
 	{
-		Call	   *again = p->to_resend != NIL ? linitial(p->to_resend) : NULL;
-		Call		call = {.i = p->next};
-		Line	   *line;
+		RlCall	   *again = p->to_resend != NIL ? linitial(p->to_resend) : NULL;
+		RlCall		call = {.i = p->next,.n = 1};
+		RlLine	   *line;
 
 		if (again ? rl_monotonic_now() < p->pause_until : p->next == p->n || p->resent > 0)
 			return;
 		if (again)
 			call = *again;
+		else if (p->keys != NULL)
+			call.n = p->keys[call.i];
 		line = find_line(p, &call);
 		if (line != NULL && (line->stream.due >= p->max_due || !rl_stream_has_room(&line->stream)))
 		{
@@ -306,9 +298,8 @@ fill_lines(Pipeline *p)
 	}
 }
 
-/* Sends as much as the line's socket takes, or drops the line. */
 static void
-send_line(Pipeline *p, Line *line)
+send_line(Pipeline *p, RlLine *line)
 {
 	RlError		error;
 	RlOutcome	outcome = rl_stream_send(&line->stream, &error);
@@ -347,9 +338,8 @@ may_resend(Pipeline *p)
 	return now < p->progress + whole && now < p->end + p->route.spent - whole / 4;
 }
 
-/* Takes a call's reply.  Returns false with the error set if it makes no sense. */
 static bool
-take_reply(Pipeline *p, Line *line, Call call, RlError *error)
+take_reply(Pipeline *p, RlLine *line, RlCall call, RlError *error)
 {
 	RlRoute    *route = &p->route;
 	const RlReply *reply = &line->reply;
@@ -392,26 +382,24 @@ take_reply(Pipeline *p, Line *line, Call call, RlError *error)
 		return false;
 	line->answered = true;
 	p->progress = rl_monotonic_now();
-	*p->unanswered -= KEYS_OF(p, call);
+	*p->unanswered -= call.n;
 	return true;
 }
 
-/* Takes the replies on a line.  Returns false with the error set if the line failed. */
+/* Returns false with the error set if the line failed. */
 static bool
-take_replies(Pipeline *p, Line *line, RlError *error)
+take_replies(Pipeline *p, RlLine *line, RlError *error)
 {
 	if (!rl_stream_receive(&line->stream, error))
 		return false;
 	for (;;)
 	{
-		Call		call = line->calls[line->first];
+		RlCall		call;
 
-		if (!rl_stream_next(&line->stream, error))
+		if (!rl_line_next(line, &call, error))
 			return false;
 		if (!line->stream.found)
 			return true;
-		line->first = (line->first + 1) % RL_MAX_DUE;
-		line->loads -= call.by_source;
 		p->resent -= call.resent;
 		if (call.i >= 0 && !take_reply(p, line, call, error))
 			return false;
@@ -440,7 +428,6 @@ wait_for_lines(Pipeline *p)
 	return true;
 }
 
-/* Takes the replies that have come on all lines, and drops the lines that fail. */
 static void
 take_all_replies(Pipeline *p)
 {
@@ -449,7 +436,7 @@ take_all_replies(Pipeline *p)
 	/* From the end, because lines may be removed. */
 	for (int i = p->nlines - 1; i >= 0; i--)
 	{
-		Line	   *line = p->lines[i];
+		RlLine	   *line = p->lines[i];
 		bool		due = line->stream.due > 0;
 
 		if (take_replies(p, line, &error))
@@ -472,7 +459,7 @@ give_up(Pipeline *p)
 				 p->nkeys);
 	for (int i = p->nlines - 1; i >= 0; i--)
 	{
-		Line	   *line = p->lines[i];
+		RlLine	   *line = p->lines[i];
 		int64		left = line->stream.deadline - rl_monotonic_now();
 
 		if (line->stream.due == 0)
@@ -488,7 +475,6 @@ give_up(Pipeline *p)
 	p->no_server = true;
 }
 
-/* Runs the pipeline until each call is answered or has failed. */
 static void
 run(Pipeline *p)
 {
@@ -517,7 +503,7 @@ run(Pipeline *p)
 	}
 	while (p->nlines > 0)
 	{
-		Line	   *line = p->lines[p->nlines - 1];
+		RlLine	   *line = p->lines[p->nlines - 1];
 
 		if (rl_stream_end(&line->stream, &error))
 			remove_line(p, line);
@@ -530,12 +516,11 @@ run(Pipeline *p)
 }
 
 /*
- * Runs a script n times.  reply() gets the replies, also error replies, in the order in
- * which they come, and returns false with the error set if one makes no sense.  Call i is
- * about keys[i] keys, or about one if keys is NULL.  *unanswered is increased by the keys
- * of calls under way, and stays increased by those that may have run and have no reply.
- * Returns false with the first such call's error set.  Raises an error if a setting is
- * wrong, or at an interrupt.
+ * Runs a script n times. reply() gets the replies, also error replies, as they come, and
+ * returns false with the error set if one makes no sense.  Call i is about keys[i] keys, or
+ * about one if keys is NULL.  *unanswered is increased by the keys of calls under way, and stays
+ * increased by those that may have run and have no reply.  Returns false with the first such
+ * call's error set.  Raises an error if a setting is wrong, or at an interrupt.
  */
 bool
 rl_redis_pipeline(RlScript *script, int n, const int *keys, RlAppend append,

@@ -6,9 +6,42 @@
 #define PIPELINE_H
 
 #include "redis/command.h"
+#include "redis/node.h"
 
 typedef bool (*RlPipelineReply) (int i, const RlReply *reply, void *arg, RlError *error);
 
+/* A call, and how to send it. */
+typedef struct RlCall
+{
+	int			i;				/* -1: an ASKING, ahead of its call */
+	int			n;				/* keys that it is about */
+	int16		slot;			/* -1: not known */
+	uint8		node;			/* number of the one that a reply named; 0: none */
+	bool		asking;
+	bool		by_source;
+	bool		has_time;		/* its windows are those around the server's time */
+	bool		resent;			/* it was sent before */
+	uint8		resends;		/* as of a route */
+} RlCall;
+
+/* The calls under way to a node. */
+typedef struct RlLine
+{
+	RlNode	   *node;
+	RlStream	stream;
+	StringInfoData out;
+	RlReply		reply;
+	bool		reused;			/* the connection was there before */
+	bool		answered;		/* a call of this pipeline */
+	bool		load;			/* the next call is to bring the script's source */
+	int			loads;			/* calls under way that bring it */
+	int			first;			/* of the ring, the oldest; stream.due are in it */
+	RlCall		calls[RL_MAX_DUE];
+} RlLine;
+
+extern void rl_line_begin(RlLine *line, RlNode *node, int64 deadline, bool no_throw);
+extern void rl_line_append(RlLine *line, const RlCommand *command, const RlScript *script, RlCall call);
+extern bool rl_line_next(RlLine *line, RlCall *call, RlError *error);
 extern bool rl_redis_pipeline(RlScript *script, int n, const int *keys, RlAppend append,
 							  RlPipelineReply reply, void *arg, int64 *unanswered, RlUsage *usage,
 							  RlError *error);

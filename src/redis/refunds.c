@@ -40,7 +40,7 @@ typedef struct Refunding
 	RlError    *why;			/* the last error reply about one key */
 } Refunding;
 
-/* Returns the key after the last of the call that begins with this key. */
+/* Returns the key after the last of the call that begins with this one. */
 static int
 call_end(const Refunding *refunding, int first)
 {
@@ -65,7 +65,6 @@ call_end(const Refunding *refunding, int first)
 	return i;
 }
 
-/* Appends the arguments of a call for n keys. */
 static void
 append_keys(RlCommand *command, RlRefundCall *calls, int n)
 {
@@ -156,11 +155,10 @@ read_call(int i, const RlReply *reply, void *arg, RlError *error)
 }
 
 /*
- * Refunds n keys, whose outcome is RL_REFUND_UNSENT, and sets their outcomes; also when
- * an error or the end of the backend interrupts it.  Begins no call after "until": keys
- * that are left then stay RL_REFUND_UNSENT, and are "late".  *why is set to the last
- * error reply, if there is any.  Returns false with the error set when some keys have no
- * reply.  Raises an error if a setting is wrong, or at an interrupt.
+ * Refunds n keys, whose outcome is RL_REFUND_UNSENT, and sets their outcomes, also at an error.
+ * Begins no call after "until": keys that are left then stay RL_REFUND_UNSENT, and are "late".
+ * *why is set to the last error reply, if there is any.  Returns false with the error set when
+ * some keys have no reply.  Raises an error if a setting is wrong, or at an interrupt.
  */
 bool
 rl_redis_refund_until(RlRefundCall *calls, int n, int64 until, RlUsage *usage, RlError *why,
@@ -201,31 +199,10 @@ rl_redis_refund_until(RlRefundCall *calls, int n, int64 until, RlUsage *usage, R
  * At the end of a transaction
  */
 
-/* A call under way; n 0: an ASKING, ahead of its call. */
-typedef struct Sent
-{
-	int			first;
-	int			n;
-	bool		by_source;
-} Sent;
-
-/* The calls to a server, which have their memory before. */
-typedef struct Line
-{
-	RlNode	   *node;
-	RlStream	stream;
-	StringInfoData out;
-	RlReply		reply;
-	bool		load;			/* the next call is to bring the script's source */
-	int			loads;			/* calls under way that bring it */
-	int			next;			/* key */
-	int			oldest;			/* of the ring; stream.due are in it */
-	Sent		sent[RL_MAX_DUE];
-} Line;
-
 typedef struct Ending
 {
 	Refunding	refunding;
+	int			next;			/* key to be sent to the server */
 	int64		end;			/* of all calls */
 	int64		patience;		/* the longest wait for a reply */
 	int64		heard;			/* when the last one came, or the first was waited for */
@@ -234,12 +211,10 @@ typedef struct Ending
 	bool		lost[RL_MAX_NODES + 1]; /* by number: servers that run no more calls */
 } Ending;
 
-static Line line;
+/* The calls to a server, which have their memory before. */
+static RlLine line;
 
-/*
- * Allocates the memory that rl_redis_refund_no_throw needs.  Throws if there
- * is no memory.
- */
+/* Allocates the memory that rl_redis_refund_no_throw needs.  Throws if there is none. */
 void
 rl_redis_reserve_refunds(void)
 {
@@ -262,7 +237,6 @@ note_reason(Ending *ending, const RlError *error)
 	ending->failed = true;
 }
 
-/* Returns true if calls can be sent to the server. */
 static bool
 is_open(const Ending *ending, const RlNode *node)
 {
@@ -308,40 +282,28 @@ choose_server(const Ending *ending, int *nservers)
 	return first;
 }
 
-static void
-add_sent(Sent sent)
-{
-	line.sent[(line.oldest + line.stream.due) % RL_MAX_DUE] = sent;
-	rl_stream_appended(&line.stream);
-}
-
 /* Writes the next call for the server.  Returns false if there is none, or no time. */
 static bool
 write_next(Ending *ending)
 {
 	Refunding  *refunding = &ending->refunding;
 	int			number = rl_node_number(line.node);
-	int			first = line.next;
+	int			first = ending->next;
 	RlCommand  *command;
 
 	while (first < refunding->n && (refunding->calls[first].outcome != RL_REFUND_UNSENT || refunding->calls[first].node != number))
 		first++;
-	line.next = first;
+	ending->next = first;
 	if (first == refunding->n || ending->lost[number] || rl_monotonic_now() > ending->end)
 		return false;
-	line.next = call_end(refunding, first);
+	ending->next = call_end(refunding, first);
 	command = rl_command_start();
-	append_keys(command, &refunding->calls[first], line.next - first);
-	rl_command_append(&line.out, command, &rl_refund_charges_script, line.load, refunding->calls[first].asking);
-	if (refunding->calls[first].asking)
-		add_sent((Sent) {0});
-	add_sent((Sent) {first, line.next - first, line.load});
-	line.loads += line.load;
-	line.load = false;
+	append_keys(command, &refunding->calls[first], ending->next - first);
+	rl_line_append(&line, command, &rl_refund_charges_script,
+				   (RlCall) {.i = first,.n = ending->next - first,.asking = refunding->calls[first].asking});
 	return true;
 }
 
-/* The server cannot run calls, so it has not run this one. */
 static void
 leave_server(Ending *ending, RlRefundCall *calls, int n)
 {
@@ -359,11 +321,11 @@ leave_server(Ending *ending, RlRefundCall *calls, int n)
 	}
 }
 
-/* Takes the reply to a call.  Returns false with the error set if it makes no sense. */
+/* Returns false with the error set if the reply makes no sense. */
 static bool
-take_reply(Ending *ending, Sent sent, RlError *error)
+take_reply(Ending *ending, RlCall sent, RlError *error)
 {
-	RlRefundCall *calls = &ending->refunding.calls[sent.first];
+	RlRefundCall *calls = &ending->refunding.calls[sent.i];
 	RlNextStep	step = rl_reply_next_step(&line.reply);
 	RlNode	   *owner;
 
@@ -390,7 +352,7 @@ take_reply(Ending *ending, Sent sent, RlError *error)
 	return true;
 }
 
-/* Takes the replies that have come.  Returns false with the error set if the server is lost. */
+/* Returns false with the error set if the server is lost. */
 static bool
 take_replies(Ending *ending, RlError *error)
 {
@@ -398,23 +360,21 @@ take_replies(Ending *ending, RlError *error)
 		return false;
 	for (;;)
 	{
-		Sent		sent = line.sent[line.oldest];
+		RlCall		sent;
 
-		if (!rl_stream_next(&line.stream, error))
+		if (!rl_line_next(&line, &sent, error))
 			return false;
 		if (!line.stream.found)
 			return true;
-		line.oldest = (line.oldest + 1) % RL_MAX_DUE;
-		line.loads -= sent.by_source;
 		ending->heard = rl_monotonic_now();
 		line.stream.deadline = Min(ending->heard + ending->patience, ending->end);
 		rl_node_answered(line.node);
-		if (sent.n > 0 && !take_reply(ending, sent, error))
+		if (sent.i >= 0 && !take_reply(ending, sent, error))
 			return false;
 	}
 }
 
-/* Sends the calls for a server, and takes the replies.  Returns false with the error set if it is lost. */
+/* Sends the calls for a server.  Returns false with the error set if it is lost. */
 static bool
 run_line(Ending *ending, RlNode *node, RlError *error)
 {
@@ -424,12 +384,10 @@ run_line(Ending *ending, RlNode *node, RlError *error)
 	ending->heard = rl_monotonic_now();
 	deadline = Min(ending->heard + ending->patience, ending->end);
 	line.load &= line.node == node;
-	line.node = node;
-	line.loads = line.next = line.oldest = 0;
-	rl_resp_reset(&line.out);
+	ending->next = 0;
 	if (!rl_connection_settle(&node->conn, deadline, error))
 		return false;
-	rl_stream_begin(stream, &node->conn, &line.out, &line.reply, deadline, true);
+	rl_line_begin(&line, node, deadline, true);
 	for (;;)
 	{
 		while (rl_stream_has_room(stream) && write_next(ending))

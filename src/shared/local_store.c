@@ -3,8 +3,7 @@
  *		The store in this server's shared memory, with the same algorithms as in
  *		Redis.
  *
- * Each function locks the partition of the key (cells.c), or those of all keys,
- * while it reads and writes their cells.
+ * Each function locks the partition of the key (cells.c), or those of all keys.
  */
 #include "postgres.h"
 
@@ -12,11 +11,22 @@
 #include "shared/cells.h"
 #include "shared/local_store.h"
 
+/* A key of an action, while its partition is locked. */
+typedef struct Key
+{
+	RlState		states[RL_MAX_LIMITS];
+	RlView		views[RL_MAX_LIMITS];
+	uint32		found[RL_MAX_LIMITS];
+	uint32		ban_cell;
+	RlBan		ban;
+	RlVerdict	verdict;
+} Key;
+
 /*
  * Keeping
  */
 
-/* Stores a state that has changed, in cell c or for RL_NO_CELL in a new one. */
+/* Stores a state, in cell c or for RL_NO_CELL in a new one. */
 static void
 save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state)
 {
@@ -30,7 +40,7 @@ save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state)
 		rl_cell_set_end(view, c, rl_state_end(limit, state, &view->pool));
 }
 
-/* Returns how many spare cells a ban of the key needs, in place of cell c or for RL_NO_CELL of none. */
+/* Returns how many spare cells a ban of the key needs, which replaces that in cell c. */
 static uint32
 spares_for_ban(const RlCells *view, uint32 c, const RlKey *key, int why_len)
 {
@@ -42,7 +52,7 @@ spares_for_ban(const RlCells *view, uint32 c, const RlKey *key, int why_len)
 	return n > has ? n - has : 0;
 }
 
-/* Makes the key's ban.  There must be as many spare cells as spares_for_ban returns. */
+/* There must be as many spare cells as spares_for_ban returns. */
 static void
 set_ban(RlCells *view, uint32 c, const RlKey *key, int64 until, const char *why, int why_len)
 {
@@ -92,17 +102,19 @@ load_ban(const RlCells *view, uint32 c, RlBan *ban)
 	ban->rule = rl_ban_rule(text + cell->ban.key_len, cell->ban.why_len);
 }
 
-/* Stores the ban that a limit has set. */
+/* Stores the states of the view's key that have changed, and the ban that a limit has set. */
 static void
-save_ban(RlCells *view, uint32 c, const RlKey *key, const RlBan *ban)
+save_key(RlCells *view, const RlKey *name, const RlLimits *limits, const Key *key, uint32 changed)
 {
 	char		why[RL_MAX_WHY];
 
-	if (ban->by != NULL)
-		set_ban(view, c, key, ban->until, why, rl_limit_why(ban->by, why));
+	for (int i = 0; i < limits->n; i++)
+		if (changed & 1 << i)
+			save_state(view, key->found[i], &limits->limit[i], &key->states[i]);
+	if (key->ban.by != NULL)
+		set_ban(view, key->ban_cell, name, key->ban.until, why, rl_limit_why(key->ban.by, why));
 }
 
-/* Ends an act: unlocks the partition and frees the spares. */
 static void
 finish(RlCells *view)
 {
@@ -111,8 +123,8 @@ finish(RlCells *view)
 }
 
 /*
- * Evicts cells of other keys to make room for an act, whose partitions are unlocked.
- * Returns false with the error set, and the spares freed, if there is no room.
+ * Evicts cells of other keys to make room for an act, whose partitions are unlocked.  Returns
+ * false with the error set, and the spares freed, if there is no room.
  */
 static bool
 evict(RlCells *view, uint32 cells, uint32 chunks, RlError *error)
@@ -126,9 +138,8 @@ evict(RlCells *view, uint32 cells, uint32 chunks, RlError *error)
 }
 
 /*
- * Makes room for an act on one key.  The partition is unlocked meanwhile, so the act
- * must start again.  Returns false with the error set, and the partition unlocked, if
- * there is no room.
+ * Makes room for an act on one key, which must start again, because the partition is unlocked
+ * meanwhile.  Returns false with the error set, and the partition unlocked, if there is no room.
  */
 static bool
 make_room(RlCells *view, uint32 cells, uint32 chunks, RlError *error)
@@ -145,9 +156,9 @@ make_room(RlCells *view, uint32 cells, uint32 chunks, RlError *error)
  */
 
 /*
- * Takes the fast path for one limit without the options ban and shadow, of an
- * algorithm that has act_alone.  Returns false, with nothing done, if the key has a ban or
- * counted refusals, or there is no room.
+ * Takes the fast path for one limit without the options ban and shadow, of an algorithm that
+ * has act_alone.  Returns false, with nothing done, if the key has a ban or counted refusals, or
+ * there is no room.
  */
 static bool
 take_alone(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decision)
@@ -182,30 +193,31 @@ take_alone(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decisio
 }
 
 /*
- * Finds the cells of an act on the view's key, whose partition is locked, and their
- * states.  Adds to "cells" and "chunks" those that the act may need.
+ * Finds the cells and states of an act on the view's key.  Adds to "cells" and "chunks" those
+ * that it may need.
  */
 static void
-find_cells(const RlCells *view, const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
-		   uint32 *found, RlState *states, uint32 *ban, uint32 *cells, uint32 *chunks)
+find_cells(const RlCells *view, const RlAction *action, const RlLimits *limits, Key *key, uint32 *cells,
+		   uint32 *chunks)
 {
-	bool		may_change;
+	uint32		ban = key->ban_cell = rl_cell_find(view, NULL);
+	bool		may_change = action->how != RL_PEEK && action->quota > 0 &&
+		(ban == RL_NO_CELL || rl_cell_at(view, ban)->ban.until <= view->now || rl_all_shadow(limits));
 	int			why_len = 0;
 
-	*ban = rl_cell_find(view, NULL);
-	may_change = how != RL_PEEK && quota > 0 &&
-		(*ban == RL_NO_CELL || rl_cell_at(view, *ban)->ban.until <= view->now || rl_all_shadow(limits));
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
 
-		found[i] = rl_cell_find(view, limit);
-		states[i] = found[i] != RL_NO_CELL ? rl_cell_at(view, found[i])->state : (RlState) RL_NO_STATE;
+		uint32		found = key->found[i] = rl_cell_find(view, limit);
+		RlState    *state = &key->states[i];
+
+		*state = found != RL_NO_CELL ? rl_cell_at(view, found)->state : (RlState) RL_NO_STATE;
 		if (!may_change)
 			continue;
-		*cells += found[i] == RL_NO_CELL;
-		*chunks += rl_chunks_wanted(limit, &states[i], &view->pool, view->now, quota);
-		if (limit->ban > 0 && states[i].ban_count + 1 >= limit->ban_after)
+		*cells += found == RL_NO_CELL;
+		*chunks += rl_chunks_wanted(limit, state, &view->pool, view->now, action->quota);
+		if (limit->ban > 0 && state->ban_count + 1 >= limit->ban_after)
 		{
 			char		why[RL_MAX_WHY];
 
@@ -213,24 +225,22 @@ find_cells(const RlCells *view, const RlKey *key, const RlLimits *limits, int64 
 		}
 	}
 	if (why_len > 0)
-		*cells += spares_for_ban(view, *ban, key, why_len);
+		*cells += spares_for_ban(view, ban, &action->key, why_len);
 }
 
 /*
- * Finds the cells of an act, whose partition is locked, and their states, and
- * reserves the cells and chunks that the act may need.  Returns false with the error
- * set, and the partition unlocked, if there is no room.
+ * Does the same, and reserves them.  Returns false with the error set, and the partition
+ * unlocked, if there is no room.
  */
 static bool
-begin_act(RlCells *view, const RlKey *key, const RlLimits *limits, int64 quota, RlTake how,
-		  uint32 *found, RlState *states, uint32 *ban, RlError *error)
+begin_act(RlCells *view, const RlAction *action, const RlLimits *limits, Key *key, RlError *error)
 {
 	for (;;)
 	{
 		uint32		cells = 0;
 		uint32		chunks = 0;
 
-		find_cells(view, key, limits, quota, how, found, states, ban, &cells, &chunks);
+		find_cells(view, action, limits, key, &cells, &chunks);
 		if (rl_cells_reserve(view, cells, chunks))
 			return true;
 		if (!make_room(view, cells, chunks, error))
@@ -245,10 +255,7 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 	int64		quota = action->quota;
 	RlTake		how = action->how;
 	RlLimits	uncounted;
-	RlState		states[RL_MAX_LIMITS];
-	uint32		found[RL_MAX_LIMITS];
-	uint32		old_ban;
-	RlBan		ban;
+	Key			key;
 	uint32		changed;
 	RlCells		view = {.key_hash = rl_key_hash(&action->key)};
 
@@ -272,34 +279,17 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 		finish(&view);
 		return true;
 	}
-	if (!begin_act(&view, &action->key, limits, quota, how, found, states, &old_ban, error))
+	if (!begin_act(&view, action, limits, &key, error))
 		return false;
 	answer->at = view.now;
-	load_ban(&view, old_ban, &ban);
-	changed = rl_act(limits, states, &view.pool, &ban, view.now, quota, how != RL_PEEK, decisions);
-	for (int i = 0; i < limits->n; i++)
-		if (changed & 1 << i)
-			save_state(&view, found[i], &limits->limit[i], &states[i]);
-	save_ban(&view, old_ban, &action->key, &ban);
+	load_ban(&view, key.ban_cell, &key.ban);
+	changed = rl_act(limits, key.states, &view.pool, &key.ban, view.now, quota, how != RL_PEEK, decisions);
+	save_key(&view, &action->key, limits, &key, changed);
 	finish(&view);
 	return true;
 }
 
-/* A key of an action on several keys, while its partition is locked. */
-typedef struct Key
-{
-	RlState		states[RL_MAX_LIMITS];
-	RlView		views[RL_MAX_LIMITS];
-	uint32		found[RL_MAX_LIMITS];
-	uint32		ban_cell;
-	RlBan		ban;
-	RlVerdict	verdict;
-} Key;
-
-/*
- * Locks the keys' partitions, finds their cells, and reserves what the act may need.
- * Returns false with the error set, and nothing locked, if there is no room.
- */
+/* Does the same for several keys, whose partitions it locks. */
 static bool
 begin_all(RlCells *view, const RlAction *const *actions, int n, Key *keys, RlError *error)
 {
@@ -315,8 +305,7 @@ begin_all(RlCells *view, const RlAction *const *actions, int n, Key *keys, RlErr
 			cells[i] = i > 0 ? cells[i - 1] : 0;
 			chunks[i] = i > 0 ? chunks[i - 1] : 0;
 			rl_cells_select(view, i);
-			find_cells(view, &actions[i]->key, actions[i]->limits, actions[i]->quota, RL_TAKE,
-					   keys[i].found, keys[i].states, &keys[i].ban_cell, &cells[i], &chunks[i]);
+			find_cells(view, actions[i], actions[i]->limits, &keys[i], &cells[i], &chunks[i]);
 			/* The keys share the spares, so a key's numbers include those of the keys before it. */
 			reserved &= rl_cells_reserve(view, cells[i], chunks[i]);
 		}
@@ -330,16 +319,6 @@ begin_all(RlCells *view, const RlAction *const *actions, int n, Key *keys, RlErr
 				return false;
 		}
 	}
-}
-
-/* Stores the states of the view's key that have changed, and its ban. */
-static void
-save_key(RlCells *view, const RlAction *action, const Key *key, uint32 changed)
-{
-	for (int i = 0; i < action->limits->n; i++)
-		if (changed & 1 << i)
-			save_state(view, key->found[i], &action->limits->limit[i], &key->states[i]);
-	save_ban(view, key->ban_cell, &action->key, &key->ban);
 }
 
 static bool
@@ -376,7 +355,7 @@ local_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apar
 		rl_cells_select(&view, i);
 		changed = rl_act_complete(actions[i]->limits, key->states, &view.pool, &key->ban, &act,
 								  key->views, taken[i].each);
-		save_key(&view, actions[i], key, changed);
+		save_key(&view, &actions[i]->key, actions[i]->limits, key, changed);
 		taken[i].at = view.now;
 		taken[i].charged = allowed;
 	}
@@ -423,8 +402,8 @@ rl_local_refund_charge(RlKeyHash key_hash, const RlLimit *limit, const RlCharge 
 }
 
 /*
- * Deletes a cell.  Returns false if it is RL_NO_CELL or has ended.  With
- * ratelimit.debug_now no cell has ended, as Redis then keeps its keys.
+ * Returns false if it is RL_NO_CELL or has ended.  With ratelimit.debug_now no cell has ended,
+ * as Redis then keeps its keys.
  */
 static bool
 delete_cell(RlCells *view, uint32 c)
