@@ -4,10 +4,9 @@
  *		states, a time and a quota.  They do no I/O, allocate no memory and call
  *		no function of the backend.
  *
- * All algorithms except GCRA count units in use: charged units and refused units
- * together.  The oldest unit becomes free first; "the n-th unit" is the n-th
- * oldest.  A state can have a time in the future, if the clock was set back.  It
- * counts like any other time, and never allows more actions.
+ * All algorithms except GCRA count units in use: charged and refused units together.  The oldest
+ * unit becomes free first; "the n-th unit" is the n-th oldest.  A time in the future, if the
+ * clock was set back, counts like any other, and never allows more actions.
  */
 #include "postgres.h"
 
@@ -36,9 +35,8 @@ rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota)
 }
 
 /*
- * For RlAlgorithm.act.  A limit keeps at most RL_MAX_COUNT refused units, or its
- * capacity if the algorithm keeps an entry for each unit.  Above that the oldest
- * refused units are removed.
+ * For RlAlgorithm.act.  A limit keeps at most RL_MAX_COUNT refused units, or its capacity if the
+ * algorithm keeps an entry for each unit; then the oldest are removed.
  */
 bool
 rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, const RlAct *act,
@@ -170,10 +168,7 @@ all_allowed(const RlDecision *decisions, int n)
 	return true;
 }
 
-/*
- * Sets the charge of each limit, for an action that a store has allowed with these
- * decisions at that time.
- */
+/* Sets the charge of each limit, for an action that a store has allowed with these decisions then. */
 void
 rl_charges_set(const RlAction *action, int64 at, const RlDecision *each, RlCharge *charges)
 {
@@ -187,8 +182,8 @@ rl_charges_set(const RlAction *action, int64 at, const RlDecision *each, RlCharg
 }
 
 /*
- * Changes the decisions for a ban of the key that ends after "left", except those of
- * shadow limits.  in_force is false if this refusal has started the ban.
+ * Changes the decisions for a ban that ends after "left", except those of shadow limits.
+ * in_force is false if this refusal has started the ban.
  */
 void
 rl_apply_ban(const RlLimits *limits, RlDecision *decisions, int64 left, bool in_force, const char *rule)
@@ -222,9 +217,8 @@ rl_period_end(const RlLimit *limit, int64 start)
 }
 
 /*
- * Counts a refusal, in a window that begins with the first one and is one period
- * long, or in the window of a calendar.  Returns the length of the ban that it starts,
- * or 0.
+ * Counts a refusal, in a window that begins with the first one and is one period long, or in
+ * that of a calendar.  Returns the length of the ban that it starts, or 0.
  */
 static int64
 count_refusal(const RlLimit *limit, RlState *state, const RlView *view, int64 now, bool commit)
@@ -272,10 +266,9 @@ rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
 }
 
 /*
- * Decides an action on one key: sets a decision and a view for each limit, and returns
- * the verdict of the key's limits and its ban.  states has one state for each limit.
- * banned_until is the end of the key's ban, or any time that has passed.  If all limits
- * are shadow limits, a ban does not matter.
+ * Decides an action on one key: sets a decision and a view for each limit, and returns the
+ * verdict. states has one state for each limit. banned_until is the end of the key's ban, or
+ * any time that has passed; if all limits are shadow limits, it does not matter.
  */
 RlVerdict
 rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool, int64 banned_until,
@@ -300,10 +293,10 @@ rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool,
 }
 
 /*
- * Completes the decisions of a key that rl_act_decide has begun, by the verdict on the
- * action, which other keys may have refused.  With commit, it charges the quota to all
- * the limits, or counts the refusal, and sets *ban if the refusal starts one.  Returns a
- * bit, 1 << i, for each state that has changed.
+ * Completes the decisions of a key that rl_act_decide has begun, by the verdict on the action,
+ * which other keys may have refused.  With commit, it charges the quota to all the limits, or
+ * counts the refusal, and sets *ban if the refusal starts one.  Returns a bit, 1 << i, for each
+ * state that has changed.
  *
  * The pool has as many spare chunks as rl_chunks_wanted returns for all limits together.
  */
@@ -369,9 +362,9 @@ rl_refund_quota(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, i
 /*
  * Charges
  *
- * The refund of a charge leaves out the quota that has been replenished since.
- * Otherwise other actions could get more than the limit promises.  Where the
- * amount is estimated, the refund is never too large.
+ * The refund of a charge leaves out the quota that has been replenished since; otherwise other
+ * actions could get more than the limit promises.  Where the amount is estimated, the refund is
+ * never too large.
  */
 
 /* Returns the sum of two numbers that are not negative, or the largest number. */
@@ -383,8 +376,8 @@ add(int64 a, int64 b)
 
 /*
  * Adds later charges, which must merge with these; each has its span.  Time that passes
- * replenishes both together.  So what it has replenished of the later ones since their first
- * is not subtracted from the earlier ones again.
+ * replenishes both together, so what it has replenished of the later ones since their first is
+ * not subtracted from the earlier ones again.
  */
 void
 rl_charge_merge(const RlLimit *limit, RlCharge *charge, RlSpan *span, const RlCharge *later,

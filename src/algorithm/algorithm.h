@@ -13,14 +13,13 @@
 #define RL_REFUSED			1
 
 /*
- * The state of one limit on one key.  It keeps the units that were charged apart
- * from those that count_denied counted for refusals.  Sliding windows and logs
- * keep them as entries; charged and refused are then the sums.
+ * The state of one limit on one key.  Units that were charged are apart from those that
+ * count_denied counted for refusals.  Sliding windows and logs keep them as entries; charged and
+ * refused are then the sums.
  *
- * The chunks of the entries belong to the RlPool that the functions below get
- * together with the state.  A copy of a state names the same chunks, so after an
- * act only the state that was passed may be used.  A store that deletes a state
- * first puts its chunks back with rl_log_clear.
+ * The chunks of the entries belong to the RlPool that the functions below get with the state.  A
+ * copy of a state names the same chunks, so after an act only the state that was passed may be
+ * used.  A store that deletes a state first puts its chunks back with rl_log_clear.
  */
 typedef struct RlState
 {
@@ -46,8 +45,8 @@ typedef struct RlView
 } RlView;
 
 /*
- * The verdict on an action, of all its limits together.  A shadow limit that an allowed
- * action does not fit acts as if the action were refused.
+ * The verdict on an action, of all its limits together.  A shadow limit that an allowed action
+ * does not fit acts as if the action were refused.
  */
 typedef enum RlVerdict
 {
@@ -104,10 +103,7 @@ typedef struct RlLeftover
 
 #define RL_MAX_LEFTOVERS	3	/* of one call: as many as a key has lots under its limits */
 
-/*
- * What a call that takes quota also asks for its key's lease (shared/known.c), and
- * what the store grants.
- */
+/* What a call that takes quota also asks for its key's lease, and what the store grants. */
 typedef struct RlLeaseCall
 {
 	int64		asked;			/* the lease clock before the call */
@@ -130,9 +126,8 @@ typedef struct RlLeaseCall
 #define RL_REPORTED			4
 
 /*
- * An algorithm: a row of the table.  Other code calls these functions and does
- * not test which algorithm a limit has.  They do no I/O, allocate no memory and
- * do not throw.  Algorithms that count units use the functions rl_units_...
+ * An algorithm: a row of the table.  Other code calls these functions and does not test which
+ * algorithm a limit has.  They do no I/O, allocate no memory and do not throw.
  */
 typedef struct RlAlgorithm
 {
@@ -152,10 +147,7 @@ typedef struct RlAlgorithm
 	bool		has_lease;
 	bool		until_end;		/* a charge is refunded when its transaction ends, also when it commits */
 
-	/*
-	 * Checks the numbers and derives the rest.  Returns false with the error set.
-	 * NULL: there is nothing to check or to derive.
-	 */
+	/* Checks the numbers and derives the rest.  Returns false with the error set.  NULL: nothing to do. */
 	bool		(*complete) (RlLimit *limit, const char *count_name, RlError *error);
 
 	/*
@@ -171,9 +163,9 @@ typedef struct RlAlgorithm
 	/* Returns true if the limit allows the quota, which is at most the capacity. */
 	bool		(*fits) (const RlLimit *limit, const RlView *view, int64 quota);
 	/*
-	 * Sets the decision except allowed, ban_left and source.  With act->commit, it
-	 * charges the quota, or counts the refusal, in the state.  This function
-	 * and the next two return true if they have changed the state.
+	 * Sets the decision except allowed, ban_left and source.  With act->commit, it charges the
+	 * quota, or counts the refusal.  This function and the next two return true if they have
+	 * changed the state.
 	 */
 	bool		(*act) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 						const RlAct *act, RlDecision *decision);
@@ -185,9 +177,9 @@ typedef struct RlAlgorithm
 								  RlView *view, int64 now, const RlCharge *charge);
 
 	/*
-	 * Decides and charges an action under one limit that has no ban.  Sets the
-	 * decision and the state's start, which is its whole state, and returns its
-	 * end.  NULL: the algorithm has no such fast path.
+	 * Decides and charges an action under one limit that has no ban.  Sets the decision and the
+	 * state's start, which is its whole state, and returns its end.  NULL: there is no such fast
+	 * path.
 	 */
 	int64		(*act_alone) (const RlLimit *limit, int64 *start, int64 now, int64 quota,
 							  RlDecision *decision);
@@ -197,14 +189,13 @@ typedef struct RlAlgorithm
 	int			(*chunks_wanted) (const RlLimit *limit, const RlState *state, const RlPool *pool,
 								  int64 now, int64 quota);
 	/*
-	 * Returns the charge of an action that was allowed at the store's time "at" with
-	 * this reset_after.  Its amount, which depends on the quota only, is at most
-	 * RL_MAX_BACKLOG if it is in ns.
+	 * Returns the charge of an action that was allowed at the store's time "at" with this
+	 * reset_after.  Its amount depends on the quota only; in ns it is at most RL_MAX_BACKLOG.
 	 */
 	RlCharge	(*charge) (const RlLimit *limit, int64 quota, int64 at, int64 reset_after);
 	/*
-	 * Returns how much of a charge is not yet replenished at the time of a later
-	 * charge.  NULL: charges merge only if they have one mark.
+	 * Returns how much of a charge is not replenished at the time of a later one.  NULL: charges
+	 * merge only if they have one mark.
 	 */
 	int64		(*left) (const RlLimit *limit, const RlCharge *charge, const RlCharge *later);
 
@@ -219,14 +210,14 @@ typedef struct RlAlgorithm
 								 * may take of 1 ms usually, and of 5 ms in any state */
 
 	/*
-	 * Sets the numbers of the limit for a command that takes or refunds the
-	 * quota, and returns how many they are, at most RL_NUMBERS.
+	 * Sets the numbers of the limit for a command that takes or refunds the quota, and returns
+	 * how many they are, at most RL_NUMBERS.
 	 */
 	int			(*numbers) (const RlLimit *limit, int64 quota, int64 *numbers);
 
 	/*
-	 * Sets the decision except ban_left and source from the reported numbers,
-	 * which are not negative.  Returns false if no action can have these numbers.
+	 * Sets the decision except ban_left and source from the reported numbers, which are not
+	 * negative.  Returns false if no action can have these numbers.
 	 */
 	bool		(*decide) (const RlLimit *limit, int64 quota, RlVerdict verdict,
 						   const int64 *reported, RlDecision *decision);
@@ -238,8 +229,8 @@ typedef struct RlAlgorithm
 	 */
 	bool		numbers_suffice;
 	/*
-	 * Reads the reply of this script: sets *verdict as check.lua reports it, and
-	 * the reported numbers.  Returns false if no such script can send this reply.
+	 * Reads the reply of this script: sets *verdict as check.lua reports it, and the reported
+	 * numbers.  Returns false if no such script can send this reply.
 	 */
 	bool		(*read_alone) (const RlLimit *limit, int64 quota, const int64 *values, int n,
 							   int64 *verdict, int64 *reported);

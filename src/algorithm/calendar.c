@@ -2,13 +2,11 @@
  * calendar.c
  *		Windows of a calendar in a time zone, by PostgreSQL's zone code.
  *
- * A window starts at the first instant at which the local date reaches its first
- * day.  If the clock is then set back over midnight, the former window does not
- * open again.  Each border is computed from the calendar, never from another border.
+ * A window starts at the first instant at which the local date reaches its first day.  If the
+ * clock is then set back over midnight, the former window does not open again.
  *
- * A zone is loaded when the text of a limit is parsed, which may throw.  Then it stays
- * loaded until the backend ends, so that the other functions neither throw nor
- * allocate memory.
+ * A zone is loaded when the text of a limit is parsed, which may throw, and stays loaded until
+ * the backend ends, so that the other functions neither throw nor allocate memory.
  */
 #include "postgres.h"
 
@@ -35,9 +33,9 @@ const char *const rl_calendar_names[] = {
  */
 
 /*
- * Returns a time zone by its name, or NULL if there is none.  The colon keeps pg_tzset
- * from reading a POSIX string, such as "EST5EDT,M3.2.0,M11.1.0".  UTC is found also if
- * the server has no zone files.  Throws if there is no memory to load the zone.
+ * Returns a time zone by its name, or NULL.  The colon keeps pg_tzset from reading a POSIX
+ * string, such as "EST5EDT,M3.2.0,M11.1.0".  UTC is found also if the server has no zone files.
+ * Throws if there is no memory.
  */
 static pg_tz *
 open_zone(const char *name)
@@ -50,10 +48,7 @@ open_zone(const char *name)
 	return pg_tzset(file);
 }
 
-/*
- * Returns true if the zone is of IANA's.  The others are files that Unix systems have
- * beside them: copies, zones with leap seconds, and the zone of the machine.
- */
+/* Returns true if the zone is of IANA's, and no copy, zone with leap seconds, or zone of the machine. */
 static bool
 is_of_iana(const char *name)
 {
@@ -91,8 +86,8 @@ rl_calendar_set(RlLimit *limit, RlCalendar calendar)
 }
 
 /*
- * Sets the limit's zone, with the name's canonical spelling.  Returns false if it is
- * no IANA name that this server has.  Throws if there is no memory to load the zone.
+ * Sets the limit's zone, with the name's canonical spelling.  Returns false if it is no IANA
+ * name that this server has.  Throws if there is no memory to load the zone.
  */
 bool
 rl_calendar_set_zone(RlLimit *limit, const char *name, int len)
@@ -173,9 +168,8 @@ name_of(RlCalendar calendar, int number)
 }
 
 /*
- * Returns the start of a window: the first second at which the local date reaches its
- * first day.  Between two changes of the offset, the local time goes on evenly; it
- * reaches a midnight that is skipped with the change.
+ * Returns the start of a window.  Between two changes of the offset, the local time goes on
+ * evenly; it reaches a midnight that is skipped with the change.
  */
 static pg_time_t
 start_of(RlCalendar calendar, const pg_tz *zone, int number)
@@ -213,8 +207,8 @@ number_at(RlCalendar calendar, const pg_tz *zone, pg_time_t second)
 }
 
 /*
- * A cache (src/README.md): for calendars and zones the windows around a time, which are
- * those of each time in the current window.  Without it a call takes 2 us longer.
+ * A cache (src/README.md): for calendars and zones the windows around a time, which are those
+ * of each time in the current window.  Without it a call takes 2 us longer.
  */
 typedef struct Cached
 {
@@ -225,7 +219,7 @@ typedef struct Cached
 
 #define CACHED				16
 
-/* Returns the place of the limit's windows in the cache; sets *valid to whether they are there. */
+/* Returns the place of the limit's windows; sets *valid to whether they are there. */
 static Cached *
 find_cached(const RlLimit *limit, bool *valid)
 {
@@ -237,8 +231,8 @@ find_cached(const RlLimit *limit, bool *valid)
 }
 
 /*
- * Returns the windows around a time from 1970 to RL_CALENDAR_END, in memory that lasts
- * until the next call.  The limit's zone was set in this backend.
+ * Returns the windows around a time from 1970 to RL_CALENDAR_END, in memory that lasts until
+ * the next call.  The limit's zone was set in this backend.
  */
 const RlWindows *
 rl_windows_at(const RlLimit *limit, int64 now)
@@ -282,10 +276,9 @@ rl_window_end(const RlLimit *limit, int64 name)
  */
 
 /*
- * Completes a limit that has only the members of its state tag: if it has a calendar,
- * sets calendar and zone.  If the zone's windows are not cached, compares the hash with
- * the names of all zone files, which takes 50 ms.  Returns false if no zone has it.
- * Throws if the zone files cannot be read.
+ * Completes a limit that has only the members of its state tag: sets calendar and zone, if it
+ * has them.  If the zone is not cached, compares the hash with the names of all zone files,
+ * which takes 50 ms.  Returns false if no zone has it.  Throws if the zone files cannot be read.
  */
 bool
 rl_calendar_find_zone(RlLimit *limit)

@@ -11,9 +11,8 @@
 #include "ratelimit.h"
 
 /*
- * Returns how long stores keep a state of the limit after its window: for another server
- * a calendar's window may not have ended yet.  The times of two zones differ by at most
- * 26 hours.
+ * Returns how long stores keep a state of the limit after its window: for another server a
+ * calendar's window may not have ended yet.  The times of two zones differ by at most 26 hours.
  */
 static inline int64
 rl_calendar_slack(const RlLimit *limit)

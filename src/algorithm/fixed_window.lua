@@ -1,9 +1,7 @@
 -- fixed_window: a counter per window of the clock or of a calendar, or per window
 -- that begins with the first action.
 --
--- The field is "start charged" of the latest window, or "start charged refused"
--- if quota of refused actions was counted. A window of a calendar is named by its
--- first day, YYYYMMDD: its field is "name end charged" or "name end charged refused".
+-- For the field, see "A key in Redis" in src/README.md.
 
 algorithms.fixed_window = {
   -- "windows" has three windows of a calendar: the start and name of each, and the last end.

@@ -2,10 +2,9 @@
  * gcra.c
  *		throttle: the generic cell rate algorithm, a funnel.
  *
- * The state is the theoretical arrival time (TAT) in nanoseconds.  The backlog is
- * the time from now until the TAT, or 0 if the TAT has passed.  The backlog is at
- * most capacity * interval, and that is at most RL_MAX_SPAN, so that sums of two
- * such numbers fit an int64.
+ * The state is the theoretical arrival time (TAT) in nanoseconds.  The backlog is the time until
+ * the TAT, or 0 if that has passed: at most capacity * interval, and so RL_MAX_SPAN, so that
+ * sums of two such numbers fit an int64.
  */
 #include "postgres.h"
 
@@ -35,10 +34,7 @@ cost(const RlLimit *limit, int64 quota)
 	return quota * limit->interval_ns;
 }
 
-/*
- * Returns the time that a refund of any quota subtracts from the backlog, at
- * most RL_MAX_BACKLOG.
- */
+/* Returns the time that a refund subtracts from the backlog, at most RL_MAX_BACKLOG. */
 static int64
 refund_of(const RlLimit *limit, int64 quota)
 {
@@ -48,9 +44,8 @@ refund_of(const RlLimit *limit, int64 quota)
 }
 
 /*
- * Sets the decision except ban_left and source for the backlog before the action.
- * Returns the backlog after it.  The action is charged if charge is set and the
- * limit allows it.
+ * Sets the decision except ban_left and source for the backlog before the action.  Returns the
+ * backlog after it.  The action is charged if charge is set and the limit allows it.
  */
 static int64
 act_on_backlog(const RlLimit *limit, int64 backlog_ns, int64 quota, bool charge, RlDecision *decision)
@@ -70,8 +65,8 @@ act_on_backlog(const RlLimit *limit, int64 backlog_ns, int64 quota, bool charge,
 		backlog_ns += cost(limit, quota);
 
 	/*
-	 * Room and interval are compared in whole microseconds, as redis-cell does,
-	 * unless the interval is so short that the rounding would show.
+	 * Room and interval are compared in whole microseconds, as redis-cell does, unless the
+	 * interval is so short that the rounding would show.
 	 */
 	room = cost(limit, limit->capacity) - backlog_ns;
 	if (room > 0)
@@ -194,8 +189,8 @@ charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after pg_attribu
 }
 
 /*
- * The cost of the quota, and the longest backlog that leaves room for it; then the
- * nanoseconds of both, which are often 0, so that the faster scripts do without them.
+ * The cost of the quota, and the longest backlog that leaves room for it; then the nanoseconds
+ * of both, often 0, so that the faster scripts do without them.
  */
 static int
 numbers(const RlLimit *limit, int64 quota, int64 *numbers)
@@ -218,10 +213,7 @@ decide(const RlLimit *limit, int64 quota, RlVerdict verdict, const int64 *report
 	return true;
 }
 
-/*
- * throttle.lua reports the backlog, negative if the action is refused.  Under a ban,
- * the rest of the ban comes first.
- */
+/* throttle.lua reports the backlog, negative if the action is refused, after the rest of a ban. */
 static bool
 read_alone(const RlLimit *limit, int64 quota, const int64 *values, int n,
 		   int64 *verdict, int64 *reported)

@@ -1,11 +1,10 @@
 -- throttle: GCRA, for scripts that get a list of limits. The script for one limit
 -- has the same parts.
 --
--- The field is the theoretical arrival time (TAT) in decimal nanoseconds since
--- 1970. It is too long for a Lua number, so it is read as microseconds and
--- nanoseconds. The limit's numbers are the cost of the quota and the longest backlog
--- that leaves room for it, in microseconds, and then the nanoseconds of both. l.us and
--- l.ns are the backlog. l.used is more than 0 if the backlog is.
+-- The field, the TAT in nanoseconds, is too long for a Lua number: it is read as microseconds
+-- and nanoseconds. The limit's numbers are the cost of the quota and the longest backlog that
+-- leaves room for it, in microseconds, and then the nanoseconds of both. l.us and l.ns are the
+-- backlog. l.used is more than 0 if the backlog is.
 
 algorithms.throttle = {
   read = function(l, cost_us, room_us, cost_ns, room_ns)

@@ -10,8 +10,8 @@
 #include "algorithm/inspect.h"
 
 /*
- * Writes the limit's state tag as text, which is also the name of the state's field
- * in Redis, into a buffer of RL_MAX_STATE_NAME bytes.  Returns its length.
+ * Writes the limit's state tag, the name of the state's field in Redis, into a buffer of
+ * RL_MAX_STATE_NAME bytes.  Returns its length.
  */
 int
 rl_state_name(const RlLimit *limit, char *name)
@@ -46,9 +46,9 @@ rl_state_name(const RlLimit *limit, char *name)
 }
 
 /*
- * Sets the units in use and the end of a state.  The limit has only the members
- * of the state tag.  A figure that needs others is RL_UNKNOWN.  Returns false if the
- * state is as if it had never been used.
+ * Sets the units in use and the end of a state.  The limit has only the members of the state
+ * tag; a figure that needs others is RL_UNKNOWN.  Returns false if the state is as if it had
+ * never been used.
  */
 bool
 rl_state_inspect(const RlLimit *limit, const RlState *state, const RlPool *pool, int64 now,

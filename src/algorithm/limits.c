@@ -55,9 +55,9 @@ rl_limit_is_too_long(RlError *error)
 }
 
 /*
- * Checks a limit that has its algorithm, capacity, count, period, step (0: the
- * default) and options, and derives the rest.  count_name is the name of the
- * count in errors.  Returns false with the error set.
+ * Checks a limit that has its algorithm, capacity, count, period, step (0: the default) and
+ * options, and derives the rest. count_name is the name of the count in errors.  Returns false
+ * with the error set.
  */
 bool
 rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error)
@@ -119,7 +119,6 @@ word_length(const Scan *scan)
 	return p - scan->at;
 }
 
-/* Sets the detail of the error: the text that starts here. */
 static void
 show_text(Scan *scan, int len, const char *complaint)
 {
@@ -143,14 +142,13 @@ wrong_text(Scan *scan, int len, const char *complaint)
 	return false;
 }
 
-/* Does the same for the word that starts here. */
 static bool
 wrong_word(Scan *scan, const char *complaint)
 {
 	return wrong_text(scan, word_length(scan), complaint);
 }
 
-/* Does the same where a period is expected, with a hint about periods. */
+/* Does the same with a hint about periods. */
 static bool
 wrong_period(Scan *scan, const char *complaint)
 {
@@ -208,8 +206,8 @@ take_unit(Scan *scan, int64 *duration)
 }
 
 /*
- * Takes a period: a unit, with a number before it or without.  The product must
- * be a whole number of microseconds.
+ * Takes a period: a unit, with a number before it or without.  The product must be a whole
+ * number of microseconds.
  */
 static bool
 scan_period(Scan *scan, int64 *period)
@@ -264,7 +262,6 @@ scan_period(Scan *scan, int64 *period)
 	return true;
 }
 
-/* Takes the name of a time zone, and sets that of the limit. */
 static bool
 scan_zone(Scan *scan, RlLimit *limit)
 {
@@ -285,10 +282,7 @@ scan_zone(Scan *scan, RlLimit *limit)
 	return true;
 }
 
-/*
- * Takes a calendar with its zone if it comes next, and sets *found: "day" is one only
- * if a zone follows.
- */
+/* Takes a calendar with its zone if it comes next, and sets *found: "day" is one only if a zone follows. */
 static bool
 scan_calendar(Scan *scan, RlLimit *limit, bool *found)
 {
@@ -321,8 +315,8 @@ scan_calendar(Scan *scan, RlLimit *limit, bool *found)
 }
 
 /*
- * Scans one option and sets *found, to false if no option comes next.  An option
- * that is given twice, or that the algorithm does not have, is an error.
+ * Scans one option and sets *found, to false if no option comes next.  An option that is given
+ * twice, or that the algorithm does not have, is an error.
  */
 static bool
 scan_option(Scan *scan, RlLimit *limit, bool *found)
@@ -471,10 +465,10 @@ scan_limit(Scan *scan, RlLimit *limit)
 }
 
 /*
- * Reduces the capacities for the lease: an action under it was charged at most this
- * long before it happens, and meanwhile a throttle replenishes the reserve.  Limits
- * with windows or lumps need none, because their leases end with these.  starts has
- * the place of each limit.  Returns false with the error set.
+ * Reduces the capacities for the lease: an action under it was charged at most this long before
+ * it happens, and meanwhile a throttle replenishes the reserve.  Limits with windows or lumps
+ * need none, because their leases end with these. starts has the place of each limit.  Returns
+ * false with the error set.
  */
 static bool
 reserve_for_lease(RlLimits *limits, Scan *starts)
@@ -502,10 +496,7 @@ reserve_for_lease(RlLimits *limits, Scan *starts)
 	return true;
 }
 
-/*
- * Parses the text, which need not be terminated.  Returns false with the error
- * set.
- */
+/* Parses the text, which need not be terminated.  Returns false with the error set. */
 bool
 rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error)
 {

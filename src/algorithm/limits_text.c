@@ -12,8 +12,8 @@
 #include "algorithm/limits.h"
 
 /*
- * Largest first, so that the canonical text takes the largest that fits.  The
- * canonical text has the name; input may also have the word, with or without s.
+ * Largest first, because the canonical text takes the largest that fits.  It has the name; input
+ * may also have the word, with or without s.
  */
 const RlUnit rl_units[RL_UNITS] = {
 	{"d", "day", "days", RL_DAY},
@@ -24,7 +24,6 @@ const RlUnit rl_units[RL_UNITS] = {
 	{"us", "us", "us", 1}
 };
 
-/* The texts in place of a list of limits. */
 const char *const rl_kind_texts[] = {
 	[RL_UNLIMITED] = "unlimited",
 	[RL_BLOCKED] = "blocked"
@@ -100,10 +99,7 @@ rl_limit_write(const RlLimit *limit, char *text)
 	return len;
 }
 
-/*
- * Writes why a key is banned that this limit bans: "limit " and the canonical text, into
- * a buffer of RL_MAX_WHY bytes.  Returns the length.
- */
+/* Writes why a key is banned that this limit bans, into a buffer of RL_MAX_WHY bytes.  Returns the length. */
 int
 rl_limit_why(const RlLimit *limit, char *why)
 {
@@ -112,8 +108,8 @@ rl_limit_why(const RlLimit *limit, char *why)
 }
 
 /*
- * Returns the text of the limit that set a ban, from why the key is banned, palloc'd; NULL if
- * no limit has set it, or there is no memory.  Another program may have changed it.
+ * Returns the text of the limit that set a ban, palloc'd; NULL if no limit has set it, or there
+ * is no memory.  Another program may have changed "why".
  */
 const char *
 rl_ban_rule(const char *why, int len)

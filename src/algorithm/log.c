@@ -3,10 +3,9 @@
  *		Logs: pure functions of logs and of the pool of their chunks.  They do no
  *		I/O, allocate no memory and call no function of the backend.
  *
- * A log of n entries has at most n / 4 chunks and n / 128 blocks, whatever was
- * removed from its middle, because neighbours that fit into one are merged.  So
- * each function visits at most 64 chunks and the index, which has about 300
- * chunks for a log of 100,000 entries.
+ * A log of n entries has at most n / 4 chunks and n / 128 blocks, because neighbours that fit
+ * into one are merged.  So each function visits at most 64 chunks and the index, which has about
+ * 300 chunks for a log of 100,000 entries.
  */
 #include "postgres.h"
 
@@ -46,7 +45,6 @@ rl_pool_get(RlPool *pool)
 	return number;
 }
 
-/* Returns the time of the last entry of a chunk. */
 static int64
 last_time(const RlPool *pool, uint32 number)
 {
@@ -65,7 +63,6 @@ closed_block(const RlPool *pool, const RlCursor *cursor)
 	return &chunk_at(pool, cursor->index)->block[cursor->block];
 }
 
-/* Moves the cursor to the start of the block that it names. */
 static void
 enter_block(const RlPool *pool, const RlLog *log, RlCursor *cursor)
 {
@@ -95,7 +92,6 @@ next_block(const RlPool *pool, const RlLog *log, RlCursor *cursor)
 	enter_block(pool, log, cursor);
 }
 
-/* Returns the units of the first n entries of a chunk. */
 static int64
 sum_units(const RlChunk *chunk, uint32 n)
 {
@@ -106,7 +102,6 @@ sum_units(const RlChunk *chunk, uint32 n)
 	return units;
 }
 
-/* Appends a spare chunk, which must exist, to a list. */
 static RlChunk *
 append_chunk(RlPool *pool, uint32 *first, uint32 *last)
 {
@@ -120,7 +115,6 @@ append_chunk(RlPool *pool, uint32 *first, uint32 *last)
 	return chunk_at(pool, number);
 }
 
-/* Returns the last chunk of the index, or NULL. */
 static RlChunk *
 last_of_index(const RlPool *pool, const RlLog *log)
 {
@@ -196,10 +190,7 @@ rl_log_newest(const RlPool *pool, const RlLog *log)
 	return index == NULL ? -1 : index->block[index->n - 1].newest;
 }
 
-/*
- * Sets the cursor before the first entry that is later than gone.  Returns the
- * units of the entries before it.
- */
+/* Sets the cursor before the first entry that is later than gone.  Returns the units before it. */
 int64
 rl_log_seek(const RlPool *pool, const RlLog *log, int64 gone, RlCursor *cursor)
 {
@@ -231,10 +222,7 @@ rl_log_seek(const RlPool *pool, const RlLog *log, int64 gone, RlCursor *cursor)
 	return units;
 }
 
-/*
- * Returns the time and the units of the block or entry after the cursor; at the
- * end, PG_INT64_MAX and 0.
- */
+/* Returns the time and the units of the block or entry after the cursor, or PG_INT64_MAX and 0. */
 static RlEntry
 piece_at(const RlPool *pool, const RlCursor *cursor)
 {
@@ -293,8 +281,8 @@ rl_log_skip(const RlPool *pool, const RlLog *log, RlCursor *cursor, int64 units)
 }
 
 /*
- * Returns the time of the n-th oldest unit after the cursors in both logs
- * together.  There must be at least n units.  Moves the cursors.
+ * Returns the time of the n-th oldest unit after the cursors in both logs together.  There must
+ * be at least n units.  Moves the cursors.
  */
 int64
 rl_log_unit(const RlPool *pool, const RlLog *const logs[2], RlCursor cursors[2], int64 n)
@@ -305,8 +293,8 @@ rl_log_unit(const RlPool *pool, const RlLog *const logs[2], RlCursor cursors[2],
 		int			older = pieces[0].time <= pieces[1].time ? 0 : 1;
 
 		/*
-		 * All units up to the older piece's time are in these two pieces.  If
-		 * they have fewer than n units, the older piece is passed as a whole.
+		 * All units up to the older piece's time are in these two pieces.  If they have fewer
+		 * than n units, the older piece is passed as a whole.
 		 */
 		if (pieces[0].units + pieces[1].units >= n)
 		{
@@ -390,8 +378,8 @@ rl_log_clear(RlPool *pool, RlLog *log)
 }
 
 /*
- * Appends units at a time that is not earlier than the newest entry's.  The pool
- * must have as many spare chunks as rl_log_chunks_wanted returns.
+ * Appends units at a time that is not earlier than the newest entry's.  The pool must have as
+ * many spare chunks as rl_log_chunks_wanted returns.
  */
 void
 rl_log_append(RlPool *pool, RlLog *log, int64 time, int64 units)
@@ -413,7 +401,7 @@ rl_log_append(RlPool *pool, RlLog *log, int64 time, int64 units)
 	last->entry[last->n++] = (RlEntry) {time, units};
 }
 
-/* Moves the next chunk's entries into the chunk.  Returns false if they do not fit. */
+/* Returns false if the next chunk's entries do not fit. */
 static bool
 merge_chunks(RlPool *pool, RlBlock *block, uint32 number)
 {
@@ -436,7 +424,7 @@ merge_chunks(RlPool *pool, RlBlock *block, uint32 number)
 	return true;
 }
 
-/* Removes up to this number of units of the time from a chunk.  Returns how many. */
+/* As rl_log_remove. */
 static int64
 remove_from_chunk(RlChunk *chunk, int64 time, int64 units)
 {

@@ -42,9 +42,8 @@ typedef struct RlChunk
 } RlChunk;
 
 /*
- * A log, oldest entry first: no entry is older than the entry before it.  A full
- * block is closed: the index lists it, so that searching and cutting a long log
- * does not visit each chunk.  A log of zeros is empty.
+ * A log, oldest entry first.  A full block is closed: the index lists it, so that searching and
+ * cutting a long log does not visit each chunk.  A log of zeros is empty.
  */
 typedef struct RlLog
 {
@@ -56,9 +55,8 @@ typedef struct RlLog
 } RlLog;
 
 /*
- * The chunks of all logs of a store: the chunk with number n is chunks[n - 1].
- * Logs take spare chunks from here and put free chunks here.  Before an act, the
- * owner puts enough spare chunks here.  After it, the owner takes the rest.
+ * The chunks of all logs of a store: the chunk with number n is chunks[n - 1].  Before an act,
+ * the owner puts enough spare chunks here, and after it takes the rest.
  */
 typedef struct RlPool
 {

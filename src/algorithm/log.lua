@@ -1,20 +1,10 @@
 -- The logs of a sliding_log: entries, oldest first. An entry is a time and units.
 --
--- An entry is a record of 22 digits: 16 of its time, 6 of its units. The newest
--- entries, up to 64, are the tail, which is in the log's own field: "units
--- records". When the tail is full it moves into a chunk, a field "<log>:<n>" of
--- up to 256 records. The field "<log>:chunks" is the index, in which each chunk
--- has a record of 32 digits: 16 of its newest time, 6 of its units, 10 of n.
+-- The field, the chunks and the index: see "A key in Redis" in src/README.md. The newest
+-- entries are the tail, in the log's own field. When it is full it moves into a chunk.
 --
--- A log with chunks has the field "units dead first skip cut next records":
--- - dead is the lowest n that may still have a field
--- - first is the oldest chunk's n
--- - skip is how many records of the oldest chunk have been cut off
--- - cut is how many units these records have
--- - next is the n of the next chunk
--- So entries that become free are cut off, and the chunk and the index stay the
--- same. The fields of chunks that were cut off are deleted later, up to DELETIONS
--- of them in a call.
+-- Entries that become free are cut off, and the chunk and the index stay the same. The fields
+-- of chunks that were cut off are deleted later, up to DELETIONS of them in a call.
 --
 -- In Lua, log.text from log.at on is the tail, and log.added is an entry after it.
 -- Each call makes all functions again, and a long string takes long to make. So

@@ -1,7 +1,6 @@
 -- sliding_log: the time of every action. An entry that is one period old is free.
 --
--- l.log is the log of the charged units, l.denied of the refused units; see
--- log.lua.
+-- l.log is the log of the charged units, l.denied of the refused units; see log.lua.
 --@ log log_change
 
 -- Returns the time of the n-th oldest unit of two logs. A chunk is passed as a

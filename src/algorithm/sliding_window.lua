@@ -1,12 +1,9 @@
 -- sliding_window: counters of sub-windows. Sub-window k counts while
 -- (k + 1) * step > now - period.
 --
--- The field is "used k:count k:count ...": the quota in use, the newest counter,
--- then the other counters, oldest first. "used" and each "count" is "charged", or
--- "charged:refused" if quota of refused actions was counted. Most calls use only
--- the newest counter, so the others stay text. l.k and l.new are the newest
--- counter's number and count. l.others, from l.from on, has the other counters
--- that count.
+-- For the field, see "A key in Redis" in src/README.md. Most calls use only the newest counter,
+-- so the others stay text. l.k and l.new are the newest counter's number and count; l.others,
+-- from l.from on, has the other counters that count.
 
 -- Returns the text of a counter of l.others.
 local function counter_text(k, charged, refused)

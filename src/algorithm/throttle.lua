@@ -1,5 +1,4 @@
--- throttle: the script for one limit without a ban. If the cost is 0, it only
--- looks.
+-- throttle: the script for one limit without a ban. If the cost is 0, it only looks.
 --
 -- "tag" is the limit's tag, "cost" the cost of the quota, and "room" the longest
 -- backlog that leaves room for it, in microseconds. "cost_ns" and "room_ns" are the

@@ -2,9 +2,8 @@
  * token_bucket.c
  *		token_bucket: count tokens arrive together each period.
  *
- * The state is the number of missing tokens, and the anchor: the start of the
- * period at whose end the next tokens arrive.  A full bucket has no anchor; the
- * next action sets it.
+ * The state is the number of missing tokens, and the anchor: the start of the period at whose
+ * end the next tokens arrive.  A full bucket has none; the next action sets it.
  */
 #include "postgres.h"
 

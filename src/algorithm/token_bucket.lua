@@ -1,8 +1,7 @@
 -- token_bucket: refill tokens arrive together each period.
 --
--- The field is "anchor missing": the start of the period at whose end the next
--- tokens arrive, and the number of missing tokens. A bucket that was never used
--- has no field. The action that finds a full bucket sets the anchor.
+-- For the field, see "A key in Redis" in src/README.md. The action that finds a full bucket
+-- sets the anchor.
 
 algorithms.token_bucket = {
   read = function(l, first, second)

@@ -1,14 +1,11 @@
 -- Functions for scripts that charge the quota to all limits or to none.
 --
--- The numbers of a limit are, if its algorithm has "fits", the backlog before the
--- action in nanoseconds. For other limits they are: 1 if the limit allows the
--- action, the quota in use after the action, the wait until the same call can
--- succeed, and the wait until nothing is in use, both in microseconds. The row of
--- the algorithm in C reads them ("decide").
+-- The numbers of a limit are, if its algorithm has "fits", the backlog before the action in
+-- nanoseconds. Otherwise: 1 if the limit allows the action, the quota in use after it, the wait
+-- until the same call can succeed, and that until nothing is in use, both in microseconds.
 
--- Counts a refusal, in a window that begins with the first one and is one period
--- long, or in the window of a calendar. Returns the length of the ban that it starts,
--- or 0.
+-- Counts a refusal (see count_refusal in algorithm.c). Returns the length of the ban that it
+-- starts, or 0.
 local function count_refusal(l)
   local start, ends, count = now, now + l.period, 0
   if l.calendar then
@@ -38,9 +35,8 @@ local function is_shadow(l)
   return string.sub(l.tag, -7) == ':shadow'
 end
 
--- Returns the verdict of a key's limits and its field "ban": 0: they allow the
--- action, -1: they refuse it, else the rest of the ban in microseconds, and the limit that
--- set it (see expiry.lua). If all limits are shadow limits, a ban does not matter.
+-- Returns the verdict of a key's limits and its field "ban", as check.lua does, and the limit
+-- that set the ban. If all limits are shadow limits, a ban does not matter.
 local function decide(limits, ban)
   local verdict = 0
   check_windows()
@@ -65,10 +61,10 @@ local function decide(limits, ban)
   return verdict
 end
 
--- Acts on a key's limits by the verdict on the action: charges the quota, or
--- counts the refusal. A shadow limit that an allowed action does not fit acts as if
--- the action were refused. Appends the numbers of each limit to the reply. With
--- commit, queues the writes. Returns the length of the ban that this refusal starts, or 0.
+-- Acts on a key's limits by the verdict: charges the quota, or counts the refusal. A shadow
+-- limit that an allowed action does not fit acts as if it were refused. Appends the numbers of
+-- each limit to the reply. With commit, queues the writes. Returns the length of the ban that
+-- this refusal starts, or 0.
 local function act(limits, verdict, reply, commit)
   local brought, by = 0
   for _, l in ipairs(limits) do

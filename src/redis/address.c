@@ -10,8 +10,7 @@
  *
  * With rediss instead of redis, connections use TLS.
  *
- * A URL that does not parse is an error.  An error never shows the URL, which
- * may hold a password.
+ * An error never shows the URL, which may hold a password.
  */
 #include "postgres.h"
 
@@ -201,10 +200,7 @@ rl_address_name(const RlAddress *address, char *name)
 				 address->host, address->port);
 }
 
-/*
- * Reads the "host:port" of a redirect into the address; without a host the
- * address keeps its own.  Returns false if the text is no address.
- */
+/* Reads "host:port" into the address; without a host it keeps its own.  Returns false if it is none. */
 bool
 rl_address_redirect(const char *text, RlAddress *address)
 {
@@ -221,9 +217,9 @@ rl_address_redirect(const char *text, RlAddress *address)
 }
 
 /*
- * Raises an error if the file is not a plain file, or if it must be private and
- * others have access to it.  The caller opens it only afterwards, because opening
- * a pipe would wait for its writer.
+ * Raises an error if the file is not a plain file, or if it must be private and others have
+ * access to it.  To be called before it is opened, because opening a pipe would wait for its
+ * writer.
  */
 void
 rl_check_file(const char *kind, const char *path, bool must_be_private)
@@ -246,10 +242,9 @@ rl_check_file(const char *kind, const char *path, bool must_be_private)
 }
 
 /*
- * Reads the password, the first line of ratelimit.redis_passfile, into a
- * buffer of RL_MAX_PASSWORD bytes, which the caller wipes.  Without that setting
- * the password is empty.  Raises an error if the file has no password or is not
- * private; the buffer is wiped then.
+ * Reads the password, the first line of ratelimit.redis_passfile, into a buffer of
+ * RL_MAX_PASSWORD bytes, which the caller wipes.  Without that setting it is empty.  Raises an
+ * error if the file has no password or is not private; the buffer is wiped then.
  */
 void
 rl_password_read(char *password)

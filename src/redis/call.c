@@ -2,14 +2,13 @@
  * call.c
  *		Calls that take quota: of one key or of many, each decided by itself or all together.
  *
- * A call is a script with 1 to RL_MAX_TOGETHER keys.  One action has a call of its own.
- * Of many actions, each decided by itself, a call has as many as fit, in their order, if
- * one server has all keys.  A key that fails in such a call, and all keys of a call that
- * ends in an error reply, were not charged.  They are asked again by a call each, which
- * says why.  So are the keys of a call that a cluster's node does not run, because they
- * are in several slots; in a cluster that is known each key has its own call at once.  An
- * error reply to a call with one key fails this key only.  An action that asks for a
- * lease has its own call, before the others: of actions on one key, the first asks.
+ * A call is a script with 1 to RL_MAX_TOGETHER keys.  One action has a call of its own.  Of many
+ * actions, each decided by itself, a call has as many as fit, in their order, if one server has
+ * all keys; in a known cluster each key has its own call.  A key that fails in a call of many,
+ * and all keys of one that ends in an error reply (also because they are in several slots),
+ * were not charged, and are asked again by a call each.  An error reply to a call with one key
+ * fails this key only.  An action that asks for a lease has its own call, before the others: of
+ * actions on one key, the first asks.
  *
  * An action on several keys is one call, or if the keys are in several slots a call for
  * the keys of each slot.
@@ -105,10 +104,9 @@ append_windows(RlCommand *command, const RlLimit *limit)
 }
 
 /*
- * Appends the LIMIT arguments of one limit, in the order in which load_limits
- * in state.lua unpacks them.  Without trace, a refusal is not counted, neither
- * as quota nor for a ban.  The quota may exceed the capacity: then no action
- * is allowed, and a refund has the whole quota.
+ * Appends the LIMIT arguments of one limit, in the order of load_limits in state.lua.  Without
+ * trace, a refusal is not counted, neither as quota nor for a ban.  The quota may exceed the
+ * capacity: then no action is allowed, and a refund has the whole quota.
  */
 void
 rl_append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace)
@@ -159,8 +157,8 @@ rl_append_charge(RlCommand *command, const RlLimit *limit, const RlCharge *charg
 }
 
 /*
- * Returns true if a straight script for one limit suffices: it counts no refusals, and is
- * not for shadow limits, calendars and rl_peek.  Only that for many keys reports the time.
+ * Returns true if a straight script for one limit suffices: it counts no refusals, and is not
+ * for shadow limits, calendars and rl_peek.  Only that for many keys reports the time.
  */
 static bool
 is_straight(const RlAction *action, bool many)
@@ -179,7 +177,7 @@ asks_lease(const RlAction *action)
 	return action->lease != NULL && (action->lease->want > 0 || action->lease->nleft > 0);
 }
 
-/* Sets form and script of a call for this action, or of calls for many such actions. */
+/* Sets form and script of a call for this action, or for many such actions. */
 static void
 set_form(Taking *taking, const RlAction *action, bool many)
 {
@@ -205,8 +203,8 @@ set_form(Taking *taking, const RlAction *action, bool many)
 }
 
 /*
- * Sets the numbers that the straight script for one limit needs, and those after them to
- * 0.  Returns how many it needs: those at the end may be left out if they are 0.
+ * Sets the numbers that the straight script for one limit needs, and those after them to 0.
+ * Returns how many it needs.
  */
 static int
 straight_numbers(const RlAction *action, int64 *numbers)
@@ -227,7 +225,6 @@ straight_numbers(const RlAction *action, int64 *numbers)
 	return n;
 }
 
-/* Appends the tag, and the numbers that the straight script needs, at least "least". */
 static void
 append_straight(RlCommand *command, const RlAction *action, int least)
 {
@@ -310,7 +307,7 @@ ask_again(Taking *taking, int call)
 		taking->left[taking->order[taking->first[call] + i]] = true;
 }
 
-/* Appends the arguments of a call.  Returns false if its keys are to be asked by a call each. */
+/* Returns false if the call's keys are to be asked by a call each. */
 static bool
 append_call(RlCommand *command, int call, void *arg)
 {
@@ -359,9 +356,9 @@ append_call(RlCommand *command, int call, void *arg)
  */
 
 /*
- * Sets the decision of a limit from its reported numbers.  An allowed action may not fit
- * a shadow limit; "refused" is the verdict by which the script then acts on this limit.
- * Returns false if no action can have these numbers.
+ * Sets the decision of a limit.  An allowed action may not fit a shadow limit; "refused" is the
+ * verdict by which the script then acts on it.  Returns false if no action can have these
+ * numbers.
  */
 static bool
 read_decision(const RlLimit *limit, int64 quota, RlVerdict verdict, RlVerdict refused,
@@ -383,9 +380,8 @@ read_decision(const RlLimit *limit, int64 quota, RlVerdict verdict, RlVerdict re
 }
 
 /*
- * Sets a decision for each limit from the reported numbers; charged is false if a limit
- * of this or of another key has refused.  Returns false if no action can have these
- * numbers.
+ * Sets a decision for each limit; charged is false if a limit of any key has refused.  Returns
+ * false if no action can have these numbers.
  */
 static bool
 read_decisions(const RlAction *action, const KeyReply *take, bool charged, RlDecision *decisions)
@@ -412,7 +408,6 @@ read_decisions(const RlAction *action, const KeyReply *take, bool charged, RlDec
 	return next == take->nreported;
 }
 
-/* Returns true if a refusal can start a ban. */
 static bool
 may_ban(const RlAction *action)
 {
@@ -422,10 +417,7 @@ may_ban(const RlAction *action)
 	return false;
 }
 
-/*
- * Sets the decisions of a key; charged is false if a limit of this or of another key has
- * refused.  Returns false if they contradict the verdict.
- */
+/* As read_decisions, with the key's ban; returns false also if the decisions contradict the verdict. */
 static bool
 decide_key(const RlAction *action, const KeyReply *take, bool charged, RlDecision *decisions)
 {
@@ -457,7 +449,10 @@ typedef struct Reader
 	int			rules_len;
 } Reader;
 
-/* Reads the line about the ban of a key, if there is one.  Returns false if no script can send it. */
+/*
+ * Reads the line about the key's ban, if there is one.  As the next five functions, returns
+ * false if no script can send it.
+ */
 static bool
 read_rule(Reader *reader, KeyReply *take)
 {
@@ -473,7 +468,7 @@ read_rule(Reader *reader, KeyReply *take)
 		(len > word && memcmp(take->why, RL_WHY_LIMIT, word) == 0 && rl_is_printable(take->why, len));
 }
 
-/* Reads the numbers that check.lua returns for a key.  Returns false if they are no such numbers. */
+/* Reads the numbers that check.lua returns for a key. */
 static bool
 read_listed(const RlAction *action, Reader *reader, KeyReply *take)
 {
@@ -493,7 +488,7 @@ read_listed(const RlAction *action, Reader *reader, KeyReply *take)
 		(take->verdict <= 0 || read_rule(reader, take));
 }
 
-/* Reads the n numbers that a straight script returns for a key.  Returns false if it cannot send them. */
+/* Reads the n numbers that a straight script returns for a key. */
 static bool
 read_straight(const RlAction *action, Reader *reader, const int64 *values, int n, KeyReply *take)
 {
@@ -530,7 +525,6 @@ read_of_many(const RlAction *action, Reader *reader, int i, KeyReply *take)
 	return true;
 }
 
-/* Reads what lease.lua grants.  Returns false if it cannot grant that. */
 static bool
 read_grant(const RlLeaseCall *lease, Reader *reader, KeyReply *take)
 {
@@ -543,7 +537,7 @@ read_grant(const RlLeaseCall *lease, Reader *reader, KeyReply *take)
 		grant[2] >= 0 && grant[2] < RL_CALENDAR_END && (grant[2] > 0 || grant[0] == 0);
 }
 
-/* Reads what the script returns for key i of a call.  Returns false if no script can send it. */
+/* Reads what the script returns for key i of a call. */
 static bool
 read_key(const Taking *taking, const RlAction *action, Reader *reader, int i, KeyReply *take)
 {
@@ -571,10 +565,7 @@ read_key(const Taking *taking, const RlAction *action, Reader *reader, int i, Ke
 		(taking->form != LEASED || read_grant(action->lease, reader, take));
 }
 
-/*
- * Returns true if the error reply says that the keys of the call are in several slots,
- * which shows that the server is a cluster's.
- */
+/* Returns true if the error reply says that the keys are in several slots, and so of a cluster. */
 static bool
 learn_slots(const RlReply *reply, const RlKey *key)
 {
@@ -586,7 +577,7 @@ learn_slots(const RlReply *reply, const RlKey *key)
 	return true;
 }
 
-/* Takes an error reply to one of many calls: fails the call's key, or has its keys asked by a call each. */
+/* Fails the call's key, or has its keys asked by a call each. */
 static void
 take_error(Taking *taking, int call, const RlReply *reply)
 {
@@ -604,7 +595,6 @@ take_error(Taking *taking, int call, const RlReply *reply)
 	taking->failed = true;
 }
 
-/* Tells the answer of action i. */
 static void
 answer(Taking *taking, int i, const KeyReply *take, const RlDecision *each, bool charged)
 {
@@ -629,8 +619,8 @@ answer(Taking *taking, int i, const KeyReply *take, const RlDecision *each, bool
 }
 
 /*
- * Tells the answers of a call's actions, or has them asked again.  Returns false with the
- * error set, and without an answer, if no script can send this reply.
+ * Tells the answers of a call's actions, or has them asked again.  Returns false with the error
+ * set, and without an answer, if no script can send this reply.
  */
 static bool
 read_call(int call, const RlReply *reply, void *arg, RlError *error)
@@ -713,10 +703,7 @@ rl_redis_take(const RlAction *action, RlDecision *each, RlAnswer *answer, RlErro
  * Many actions, each decided by itself
  */
 
-/*
- * Divides n actions into calls.  A call takes 1 ms in Redis usually, and 5 ms at most; its
- * reply has RL_MAX_VALUES numbers at most.
- */
+/* Divides n actions into calls of at most RL_MAX_VALUES numbers, and 5 ms in Redis, usually 1 ms. */
 static void
 set_calls(Taking *taking, int n)
 {
@@ -755,8 +742,8 @@ set_calls(Taking *taking, int n)
 }
 
 /*
- * Asks for those of n actions that are left and ask for a lease, or do not, by a call each
- * or with many in a call.  Returns false with the error set if Redis fails.
+ * Asks for those of n actions that are left and ask for a lease, or do not, by a call each or
+ * with many in a call.  Returns false with the error set if Redis fails.
  */
 static bool
 take_left(Taking *taking, int n, bool lease, bool many, int64 *unanswered, RlUsage *usage, RlError *error)

@@ -1,10 +1,9 @@
 -- Charges the quota to all limits or to none. ARGV[2] is 1, or 0 to decide only
 -- and change nothing.
 --
--- Returns the verdict (0: allowed, -1: refused, else the rest of a ban in
--- microseconds), the length of the ban that this refusal starts (0: none), the
--- time, the numbers of each limit (see act.lua), and under a ban the limit that set it, if it
--- is known.
+-- Returns the verdict (0: allowed, -1: refused, else the rest of a ban in microseconds), the
+-- length of the ban that this refusal starts (0: none), the time, the numbers of each limit
+-- (see act.lua), and under a ban the limit that set it, if it is known.
 
 local COMMIT = ARGV[2] == '1'
 

@@ -2,8 +2,8 @@
  * cluster.c
  *		The owner of each slot of a cluster, as far as this backend knows.
  *
- * An owner is a node's number; 0: not known.  There is no table until the first
- * owner is learned, so that a single server costs nothing.
+ * An owner is a node's number; 0: not known.  There is no table until the first owner is
+ * learned.
  */
 #include "postgres.h"
 
@@ -45,9 +45,8 @@ rl_slot(const char *key, int len)
 }
 
 /*
- * Returns the slot's owner, or 0.  As nodes have ranges of slots, a slot whose
- * owner is not known likely has the owner of the nearest slot: *guess is true
- * then.  To be called if slots are known.
+ * Returns the slot's owner, or 0.  As nodes have ranges of slots, one whose owner is not known
+ * likely has that of the nearest slot: *guess is true then.  To be called if slots are known.
  */
 int
 rl_slot_owner(int slot, bool *guess)

@@ -2,8 +2,7 @@
  * command.c
  *		Commands and scripts for Redis.
  *
- * Failures are returned, not raised; the only errors raised are core's own, and
- * those of wrong settings.
+ * Failures are returned, not raised, but for core's own errors and those of wrong settings.
  */
 #include "postgres.h"
 
@@ -21,10 +20,9 @@
 #include "shared/shared.h"
 
 /*
- * Returns the name of the server that is in use, or that the settings name, in a
- * buffer that lasts until the next call; NULL if they name none.  Sets whether this
- * backend is connected to it, and the state of its breaker and the time that it
- * stays open.
+ * Returns the name of the server that is in use, or that the settings name, in a static buffer;
+ * NULL if they name none.  Sets whether this backend is connected, the state of the breaker, and
+ * how long it stays open.
  */
 const char *
 rl_redis_server(bool *connected, const char **breaker, int64 *breaker_left)
@@ -72,7 +70,7 @@ rl_wrong_reply(RlError *error)
 	return false;
 }
 
-/* Starts a command, in a buffer that lasts until the next one is started. */
+/* Starts a command, in a buffer that the next one reuses. */
 RlCommand *
 rl_command_start(void)
 {
@@ -99,14 +97,14 @@ rl_command_arg(RlCommand *command, const char *data, int len)
 	}
 }
 
-/* Appends text as an argument. */
+/* As rl_command_arg, of a text. */
 void
 rl_command_text(RlCommand *command, const char *text)
 {
 	rl_command_arg(command, text, strlen(text));
 }
 
-/* Appends a number as an argument. */
+/* As rl_command_arg, of a number. */
 void
 rl_command_number(RlCommand *command, int64 number)
 {
@@ -115,7 +113,7 @@ rl_command_number(RlCommand *command, int64 number)
 	rl_command_arg(command, text, pg_lltoa(number, text));
 }
 
-/* Appends the number of keys, and the name of the key's hash. */
+/* Appends the number of keys, 1, and the name of the key's hash. */
 void
 rl_command_one_key(RlCommand *command, const RlKey *key)
 {
@@ -125,7 +123,7 @@ rl_command_one_key(RlCommand *command, const RlKey *key)
 	rl_command_arg(command, name, rl_redis_key(key, name));
 }
 
-/* Appends the number of keys, the name of the key's hash, and ARGV[1]: the time if a test sets it. */
+/* As rl_command_one_key, and ARGV[1]: the time if a test sets it. */
 void
 rl_command_hash(RlCommand *command, const RlKey *key)
 {
@@ -141,9 +139,8 @@ rl_command_key(const RlCommand *command)
 }
 
 /*
- * Appends a command as it is sent; with a script, the command is its arguments.
- * With asking, ASKING is ahead, so that a node runs the command although the slot
- * is only moving there.
+ * Appends a command as it is sent; with a script, the command is its arguments.  With asking,
+ * ASKING is ahead: a node runs the command although the slot is only moving there.
  */
 void
 rl_command_append(StringInfo out, const RlCommand *command, const RlScript *script, bool by_source,
@@ -198,10 +195,7 @@ rl_redis_check_reply(const RlReply *reply, RlError *error)
 	return rl_error_reply(&rl_node_in_use()->conn, false, reply->text, error);
 }
 
-/*
- * How far Redis's clock is ahead of this server's, if they are so far apart that Redis's
- * time was in none of the windows around this server's time; otherwise 0.
- */
+/* How far Redis's clock is ahead, if its time was in none of the windows around this server's; otherwise 0. */
 static int64 clock_ahead = 0;
 
 /* Returns the time around which a script gets the windows of calendars. */
@@ -213,10 +207,7 @@ rl_redis_time(void)
 	return GetCurrentTimestamp() + RL_UNIX_EPOCH + clock_ahead;
 }
 
-/*
- * Takes Redis's time from a reply that asks for other windows.  Returns false if the
- * reply does not, or has no such time.
- */
+/* Takes Redis's time from a reply that asks for other windows.  Returns false if there is none. */
 bool
 rl_redis_set_time(const RlReply *reply)
 {
@@ -232,10 +223,9 @@ rl_redis_set_time(const RlReply *reply)
 }
 
 /*
- * Sends a command and reads its reply, connecting first if necessary.  If the
- * connection proves dead before a byte was sent, connects again.  A call that was
- * not run is sent to the server that can run it, with the script's source, or with
- * other windows.  Returns false with the error set.
+ * Sends a command and reads its reply.  If the connection proves dead before a byte was sent,
+ * connects again.  A call that was not run is sent to the server that can run it, with the
+ * script's source, or with other windows.
  */
 static bool
 send_command(RlCommand *command, const RlScript *script, RlReply *reply, RlError *error)
@@ -302,10 +292,9 @@ send_command(RlCommand *command, const RlScript *script, RlReply *reply, RlError
 }
 
 /*
- * Runs a script; the command has the number of keys, the keys and the
- * arguments.  If script is NULL, runs the command.  Returns true with a
- * reply that is no error reply, or false with the error set.  Raises an error if a
- * setting is wrong, or at an interrupt.
+ * Runs a script with the command's number of keys, keys and arguments, or the command if script
+ * is NULL.  Returns true with a reply that is no error reply, or false with the error set.
+ * Raises an error if a setting is wrong, or at an interrupt.
  */
 bool
 rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error)
@@ -322,10 +311,7 @@ rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *e
 	return answered && rl_redis_check_reply(reply, error);
 }
 
-/*
- * Does the same for a script whose number of keys, keys and arguments append() writes.
- * Adds the cost to *usage, if that is not NULL.
- */
+/* Does the same with arguments that append() writes.  Adds the cost to *usage, if that is not NULL. */
 bool
 rl_redis_call(RlScript *script, RlAppend append, void *arg, RlUsage *usage, RlReply *reply, RlError *error)
 {
@@ -339,9 +325,9 @@ rl_redis_call(RlScript *script, RlAppend append, void *arg, RlUsage *usage, RlRe
 }
 
 /*
- * Connects the server that is asked about the key with this name in Redis, if there is
- * no connection.  Returns false with the error set if that fails.  Raises an error if a
- * setting is wrong, or at an interrupt.
+ * Connects, if it is not connected, the server that is asked about the key with this name in
+ * Redis.  Returns false with the error set if that fails.  Raises an error if a setting is wrong,
+ * or at an interrupt.
  */
 bool
 rl_redis_connect(const char *redis_key, int len, RlError *error)

@@ -20,10 +20,7 @@ typedef struct RlScript
 	char		sha1[41];		/* computed at first use */
 } RlScript;
 
-/*
- * A command under construction.  The buffer is kept from call to call; EVAL or
- * EVALSHA, and the script, are written ahead of it when it is sent.
- */
+/* A command under construction; EVAL or EVALSHA, and the script, are written ahead of it. */
 typedef struct RlCommand
 {
 	StringInfoData args;

@@ -18,9 +18,9 @@ rl_connection_is_usable(RlConnection *conn)
 }
 
 /*
- * Makes sure that the connection can carry the next call, by reading the
- * replies that an interrupted call has left due.  Raises nothing.  Returns
- * false with the error set; the caller closes the connection then.
+ * Makes sure that the connection can carry the next call, by reading the replies that an
+ * interrupted call has left due.  Raises nothing.  Returns false with the error set; the caller
+ * closes the connection then.
  */
 bool
 rl_connection_settle(RlConnection *conn, int64 deadline, RlError *error)
@@ -31,10 +31,10 @@ rl_connection_settle(RlConnection *conn, int64 deadline, RlError *error)
 }
 
 /*
- * Sends AUTH if there is a password, SELECT if it is not database 0, and HELLO if the
- * server must be no replica; or if it sends none of them, PING if the server is to be checked,
- * and with TLS, which is not up before the server has sent something.  out is for the
- * commands.  Returns false with the error set.
+ * Sends AUTH if there is a password, SELECT if it is not database 0, and HELLO if the server
+ * must be no replica.  If it sends none of them, sends PING if the server is to be checked, and
+ * with TLS, which is not up before the server has sent something.  Returns false with the error
+ * set.
  */
 static bool
 set_up(RlConnection *conn, const RlAddress *address, const char *password, bool check,
@@ -111,16 +111,15 @@ open_and_set_up(RlConnection *conn, const RlAddress *address, const char *passwo
 
 /*
  * Connects a connection that is closed and sets it up, with the password of
- * ratelimit.redis_passfile if that is wanted.  With check, the server must have sent an
- * answer, also if there is nothing to set up.  Setting up is a round trip of its
- * own: a command sent with it would run even if the server did not accept the
- * password or the database, as another user or in another database.  If needs_master of the
- * connection is set before, a replica is an error, unless it is a Cluster's.
+ * ratelimit.redis_passfile if that is wanted.  With check, the server must have sent an answer.
+ * Setting up is a round trip of its own: a command sent with it would run even if the server
+ * did not accept the password or the database.  If needs_master of the connection is set before,
+ * a replica is an error, unless it is a Cluster's.
  *
- * *deadline is the set-up's.  If it is 0 it is set; otherwise it is moved by
- * the time that the socket takes to be up.  No wait goes past until.  Returns
- * false with the error set and the connection closed.  Raises an error if a
- * setting is wrong, or at an interrupt; the connection is not usable then.
+ * *deadline is the set-up's.  If it is 0 it is set; otherwise it is moved by the time that the
+ * socket takes to be up.  No wait goes past until.  Returns false with the error set and the
+ * connection closed.  Raises an error if a setting is wrong, or at an interrupt; the connection
+ * is not usable then.
  */
 bool
 rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_password,
@@ -143,10 +142,7 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_passw
 	{
 		explicit_bzero(password, sizeof(password));
 		explicit_bzero(out.data, out.maxlen);
-		/*
-		 * No later call may read the replies that an interrupted set-up has
-		 * left due.
-		 */
+		/* No later call may read the replies that an interrupted set-up has left due. */
 		conn->due = -1;
 	}
 	PG_END_TRY();

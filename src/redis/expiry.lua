@@ -1,6 +1,6 @@
--- Parts of the scripts that take quota. The first reads the field "ban": it sets "left" to
--- the rest of the ban in microseconds, or 0, and "by" to "limit " and the limit that set it,
--- or nil.
+-- Parts of the scripts that take quota. The first reads the field "ban": it sets "left" to the
+-- rest of the ban in microseconds, or 0, and "by" to "limit " and the limit that set it, or
+-- nil.
 --< ban
 local left, by = 0
 if ban then
@@ -9,15 +9,14 @@ if ban then
 end
 -->
 
--- Parts of the scripts that write: the expiry of a hash, and the end of old states. The expiry is late enough for all
--- fields. The field "expiry" has it too, in milliseconds of Redis's own clock. Most
--- calls need a hash until an earlier time, and leave the expiry as it is. Otherwise
--- it is set later than is needed, so that the next calls leave it.
+-- Parts of the scripts that write: the expiry of a hash, and the end of old states. The expiry
+-- is late enough for all fields, and also in the field "expiry", in milliseconds of Redis's own
+-- clock. Most calls need a hash until an earlier time. Otherwise it is set later than is
+-- needed, so that the next calls leave it.
 --
--- The hash's own expiry is read too, because another program may have changed it.
--- If it is earlier than the field says, or there is none, the field's is set again.
--- A hash without the field may have fields of any age: if it has no expiry either, it
--- gets a hundred years, which is long enough for each of them.
+-- The hash's own expiry is read too, because another program may have changed it. If it is
+-- earlier than the field says, or there is none, the field's is set again. A hash with neither
+-- may have fields of any age: it gets a hundred years.
 
 -- Sets "expires" to the new expiry, or to nil if it stays. The hash is needed for
 -- "needed" microseconds.
@@ -46,7 +45,6 @@ end
 write()
 -->
 
--- Writes "text" to the field "tag".
 --< keep
 local added
 if expires then
@@ -58,7 +56,6 @@ end
 --@ sweep
 -->
 
--- Writes the fields and values of "set".
 --< keep_all
 if expires then
   set[#set + 1] = 'expiry'
@@ -71,10 +68,9 @@ end
 --@ sweep
 -->
 
--- Deletes states that have ended, and that no call uses any more, from a hash whose
--- expiry was set or that has got a field, as few calls do. Looks at some random fields,
--- and goes on while half of them have ended. So most fields of a hash have not ended,
--- however many texts of limits were used.
+-- Deletes states that have ended, from a hash whose expiry was set or that has got a field, as
+-- few calls do. Looks at some random fields, and goes on while half of them have ended. So most
+-- fields of a hash have not, however many texts of limits were used.
 --
 -- A state is kept for a second longer, for clocks that differ or are set back a little; if
 -- a test sets the time, for 11 years, because it also sets it back. A token bucket's refill

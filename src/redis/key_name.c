@@ -9,9 +9,8 @@
 #include "redis/redis.h"
 
 /*
- * Writes the key's name in Redis, which has RL_MAX_REDIS_KEY bytes at most, and
- * returns its length: "<prefix>{<key>}".  Escapes braces in the key, because Redis
- * Cluster reads them.
+ * Writes the key's name in Redis, "<prefix>{<key>}" with the key's braces escaped, because
+ * Redis Cluster reads them.  Returns its length, at most RL_MAX_REDIS_KEY.
  */
 int
 rl_redis_key(const RlKey *key, char *name)
@@ -37,8 +36,8 @@ rl_redis_key(const RlKey *key, char *name)
 }
 
 /*
- * Reads the part of a name that is between the braces into a buffer of RL_MAX_KEY
- * bytes, and sets *len.  Returns false if it is not the name of a key.
+ * Reads the part of a name between the braces into a buffer of RL_MAX_KEY bytes.  Returns false
+ * if it is not the name of a key.
  */
 bool
 rl_redis_read_key(const char *name, int name_len, char *key, int *len)

@@ -3,9 +3,8 @@
  *		The servers that this backend has talked to, and its connections: one
  *		to each of them.
  *
- * All of it depends on the settings that say where and how to connect.  When
- * rl_settings_version has grown, they are compared with their earlier values,
- * and if one differs all nodes are dropped.
+ * All of it depends on the settings that say where and how to connect: if one of them has
+ * changed when rl_settings_version has grown, all nodes are dropped.
  */
 #include "postgres.h"
 
@@ -27,7 +26,7 @@ static char **const settings[] = {
 static char *known_settings[lengthof(settings)];	/* as they were read */
 static uint64 known_version = 0;	/* when they were compared last; 0: never */
 
-/* Returns true if the settings have not changed since the nodes were made. */
+/* Returns true if the settings are those that the nodes were made with. */
 bool
 rl_nodes_are_current(void)
 {
@@ -40,7 +39,7 @@ rl_nodes_are_current(void)
 	return true;
 }
 
-/* Returns the node's number, from 1 to RL_MAX_NODES. */
+/* Returns the node's number: 1 to RL_MAX_NODES. */
 int
 rl_node_number(const RlNode *node)
 {
@@ -69,8 +68,8 @@ forget(RlNode *node)
 }
 
 /*
- * If settings have changed, drops all nodes and reads the URL.  Raises an error
- * if a setting is wrong; the next call reads them again then.
+ * If settings have changed, drops all nodes and reads the URL.  Raises an error if a setting is
+ * wrong, also at the next call.
  */
 void
 rl_nodes_refresh(void)
@@ -113,8 +112,8 @@ rl_node_at(const RlAddress *address)
 }
 
 /*
- * Returns the node at the address, for the route.  A new node takes the place of
- * the one that was not used for longest; NULL if the route uses all of them.
+ * Returns the node at the address, for the route.  A new node replaces the one that was not used
+ * for longest; NULL if the route uses all of them.
  */
 RlNode *
 rl_node_find(const RlAddress *address, uint64 route)
@@ -151,9 +150,8 @@ rl_node_breaker(RlNode *node)
 }
 
 /*
- * Returns the connected node that has the slot; NULL if there is none.  -1 is the
- * slot of calls that were not asked of a cluster: the current node has it, or if there is
- * none the node that answered last.
+ * Returns the connected node that has the slot, or NULL. -1 is the slot of calls outside of a
+ * cluster: the current node has it, or the node that answered last.
  */
 RlNode *
 rl_node_that_has(int slot)
@@ -202,10 +200,9 @@ rl_interval_left(int64 since)
 }
 
 /*
- * Returns for how many microseconds this backend makes no new connection to the node: if
- * the connection that replaced a failed one fails too, without an answer to a call,
- * the backend waits until ratelimit.retry_interval has passed.  Without a breaker, each call
- * connects.
+ * Returns for how many microseconds this backend makes no new connection to the node: if the
+ * one that replaced a failed one fails too, without an answer to a call, it waits
+ * ratelimit.retry_interval.  Without a breaker, each call connects.
  */
 static int64
 connect_pause(const RlNode *node)
@@ -244,10 +241,9 @@ rl_node_answered(RlNode *node)
 }
 
 /*
- * Notes that the node's connection failed, or that it could not be connected; given is the
- * time that the node had.  With less than half of ratelimit.command_timeout the server may
- * be well, and its breaker stays as it is.  Completes the error: if the breaker is open, the
- * error says when Redis is tried again.
+ * Notes that the node's connection or connecting failed; given is the time that the node had.
+ * With less than half of ratelimit.command_timeout the server may be well, and its breaker
+ * stays.  If the breaker is open, the error then says when Redis is tried again.
  */
 void
 rl_node_failed(RlNode *node, RlFailure failure, int64 given, RlError *error)
@@ -264,7 +260,7 @@ rl_node_failed(RlNode *node, RlFailure failure, int64 given, RlError *error)
 	error->retry_after = Max(error->retry_after, connect_pause(node));
 }
 
-/* Returns the breaker of the search at Sentinels; without Sentinels, of the first seed. */
+/* Returns the breaker of the search at Sentinels, or else of the first seed. */
 RlBreaker *
 rl_target_breaker(const RlTarget *target)
 {

@@ -1,12 +1,11 @@
--- Charges the quota to one limit without options, of an algorithm that counts units:
--- the script for the common call. It makes no function and only the tables of replies.
--- The algorithm's file has the parts, which lists of limits use too.
+-- Charges the quota to one limit without options, of an algorithm that counts units: the script
+-- for the common call. It makes no function and only the tables of replies. The parts are in
+-- the algorithm's file.
 --
--- ARGV[1] is the limit's tag, ARGV[2] the quota, ARGV[3] the period, and then come the
--- numbers for the algorithm. Returns the quota in use after the action, and the
--- wait until nothing is in use. If the action is refused, the wait until the same
--- call can succeed follows, and under a ban also the rest of the ban, and the limit
--- that set it (see expiry.lua), if it is known. Waits are in microseconds.
+-- ARGV: the limit's tag, the quota, the period, the numbers for the algorithm. Returns the
+-- quota in use after the action, and the wait until nothing is in use. If the action is
+-- refused, the wait until the same call can succeed follows, and under a ban also its rest, and
+-- the limit that set it, if it is known. Waits are in microseconds.
 
 --@ load
 

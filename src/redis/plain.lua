@@ -1,6 +1,6 @@
--- The part of check.lua for lists of limits without options that allow the action,
--- which are most calls: it makes no functions, and no table for a limit. Other calls go
--- on behind it. It has the same arguments and the same reply.
+-- The part of check.lua, with its arguments and reply, for lists of limits without options that
+-- allow the action: it makes no functions, and no table for a limit. Other calls go on behind
+-- it.
 
 if ARGV[2] == '1' and ARGV[3] ~= '0' then
   local ARGV, quota = ARGV, ARGV[3] + 0

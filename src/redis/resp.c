@@ -2,10 +2,9 @@
  * resp.c
  *		Redis's protocol: commands into bytes, and bytes into a bounded reply.
  *
- * The parser is hiredis's.  Its own functions end the process when memory ends
- * (version 0.14), and allocate as much as a reply's lengths say.  So it calls
- * the functions of this file, which put the values into a struct of fixed
- * size, and a text into one buffer.
+ * The parser is hiredis's.  Its own functions end the process when memory ends (version 0.14),
+ * and allocate as much as a reply's lengths say.  So it calls those of this file, which fill a
+ * struct of fixed size, and one buffer for a text.
  */
 #include "postgres.h"
 
@@ -23,7 +22,6 @@ typedef size_t ElementCount;
 typedef int ElementCount;
 #endif
 
-/* Returns the reply that is being read. */
 static RlReply *
 reply_of(const redisReadTask *task)
 {
@@ -31,8 +29,8 @@ reply_of(const redisReadTask *task)
 }
 
 /*
- * The parser's functions.  Each adds the value that was found to the reply,
- * and returns the reply, because NULL would be a lack of memory.
+ * The parser's functions add the value that was found to the reply, and return that: NULL would
+ * be a lack of memory.
  */
 static void *
 got_value(const redisReadTask *task, bool valid, int64 value)
@@ -49,7 +47,7 @@ got_value(const redisReadTask *task, bool valid, int64 value)
 	return reply;
 }
 
-/* Reads all of the string as a decimal int64.  Returns false if it is none. */
+/* Returns false if the string is no decimal int64. */
 static bool
 read_int64(const char *str, size_t len, int64 *value)
 {
@@ -66,8 +64,8 @@ read_int64(const char *str, size_t len, int64 *value)
 }
 
 /*
- * Takes a string of the reply to HELLO: names and values, of which role and mode count.
- * Returns false if this is another reply.
+ * Takes a string of the reply to HELLO, of which role and mode count.  Returns false if this is
+ * another reply.
  */
 static bool
 got_hello(const redisReadTask *task, const char *str, size_t len)
@@ -211,8 +209,8 @@ static redisReplyObjectFunctions object_functions = {
 };
 
 /*
- * Makes the reader put the next reply into *reply, and empties that.  If the reader is
- * within a reply, it puts the rest there.  place is the reader's own, and keeps the address.
+ * Makes the reader put the next reply, or the rest of one, into *reply, and empties that. place
+ * is the reader's own, and keeps the address.
  */
 void
 rl_resp_attach(struct redisReader *reader, RlReply **place, RlReply *reply)
@@ -261,9 +259,8 @@ rl_resp_arg(StringInfo out, const char *data, int len)
 }
 
 /*
- * The next step for each error code; any other code is RL_STEP_FAIL.  The first
- * code that the reply begins with counts.  Unless the step is RL_STEP_FAIL, the
- * server has not run the call.
+ * The next step for each error code; any other code is RL_STEP_FAIL.  The first code that the
+ * reply begins with counts.  Unless the step is RL_STEP_FAIL, the server has not run the call.
  */
 static const struct
 {

@@ -2,15 +2,13 @@
  * route.c
  *		Which server a call goes to, and whether it may go to another.
  *
- * If the URL names servers, the first that answers is the current node.  All
- * calls go there until a reply says that another server has the key's slot.  Then
- * this is a cluster, and the owner of each slot is remembered.  A call that no
- * server can have run, because it was not sent or was redirected, may look for
- * another server; a call that was sent and not answered never does.  A new connection
- * to a server of a list, or to the master that a Sentinel names, is used only if the
- * server is no replica, because a replica may be stale.  A server whose error reply says
- * that it cannot run calls (resp.c) is left for the next seed, and its name is looked up
- * again before the next call to it.
+ * If the URL names servers, the first that answers is the current node.  All calls go there
+ * until a reply says that another server has the key's slot: then this is a cluster, and the
+ * owner of each slot is remembered.  A call that no server can have run, because it was not sent
+ * or was redirected, may look for another server; a call that was sent and not answered never
+ * does.  A new connection to a server of a list, or to a Sentinel's master, is used only if the
+ * server is no replica, which may be stale.  A server that cannot run calls (resp.c) is left for
+ * the next seed, and its name is looked up again before the next call to it.
  *
  * If the URL names Sentinels, the current node is the master that they name.
  * They are asked again whenever the connection to it is gone, or it is no master.
@@ -63,7 +61,7 @@ find_other_node(const RlRoute *route)
 	return NULL;
 }
 
-/* Returns the node to ask first, or after others were lost; NULL if none is left. */
+/* Returns the node to ask; NULL if none is left. */
 static RlNode *
 choose_node(const RlRoute *route)
 {
@@ -97,7 +95,6 @@ choose_node(const RlRoute *route)
 	return other;
 }
 
-/* Notes that the route does not use its node. */
 static void
 skip_node(RlRoute *route, const RlError *error)
 {
@@ -109,9 +106,9 @@ skip_node(RlRoute *route, const RlError *error)
 }
 
 /*
- * Notes that the route cannot use its node, and forgets the node's slots.  The
- * next call asks the seed after it first, or the next Sentinel, because the
- * Sentinel that named the node may be the last to learn of a new master.
+ * Notes that the route cannot use its node, and forgets the node's slots.  The next call asks
+ * the next seed or Sentinel first: the Sentinel that named the node may be the last to learn of
+ * a new master.
  */
 static void
 lose_node(RlRoute *route, const RlError *error)
@@ -132,14 +129,13 @@ lose_node(RlRoute *route, const RlError *error)
 	skip_node(route, error);
 }
 
-/* The time for a search at Sentinels, or for connecting and a call */
+/* The time for a search at Sentinels, or for connecting and a call. */
 static int64
 whole_time(void)
 {
 	return ((int64) rl_connect_timeout + rl_command_timeout) * 1000;
 }
 
-/* Adds the time since start to the time that the route has spent, and to its deadline. */
 static void
 spend(RlRoute *route, int64 start)
 {
@@ -151,9 +147,9 @@ spend(RlRoute *route, int64 start)
 }
 
 /*
- * Asks the Sentinels for the master, which is then the route's node.  The call's
- * deadline moves by the time that this takes; all searches of a call have one deadline.
- * Returns false with the error set.
+ * Asks the Sentinels for the master, which is then the route's node.  The call's deadline moves
+ * by the time that this takes; all searches of a call have one deadline.  Returns false with the
+ * error set.
  */
 static bool
 ask_sentinels(RlRoute *route, RlError *error)
@@ -222,9 +218,9 @@ rl_route_choose(RlRoute *route, RlError *error)
 }
 
 /*
- * Asks the node's breaker whether it may be called, with its connection if that is usable,
- * until another backend has checked the server.  *until is then the end of the time for
- * connecting.  Returns no RL_WAIT; with RL_OPEN the error is set.
+ * Asks the node's breaker whether it may be called, and waits while another backend checks the
+ * server.  *until is then the end of the time for connecting.  Returns no RL_WAIT; with RL_OPEN
+ * the error is set.
  */
 static RlAdmission
 ask_breaker(RlRoute *route, bool usable, int64 *until, RlError *error)
@@ -280,9 +276,9 @@ connect_node(RlRoute *route, bool check, int64 until, bool *others, RlError *err
 }
 
 /*
- * Connects the chosen node if necessary.  Returns false if it is not
- * connected; *others is true then if another node may be chosen, otherwise the
- * error is set.  Raises an error if a setting is wrong, or at an interrupt.
+ * Connects the chosen node if necessary.  Returns false if it is not connected; *others is true
+ * then if another node may be chosen, otherwise the error is set.  Raises an error if a setting
+ * is wrong, or at an interrupt.
  */
 bool
 rl_route_try(RlRoute *route, bool *others, RlError *error)
@@ -339,8 +335,8 @@ rl_route_connect(RlRoute *route, RlError *error)
 }
 
 /*
- * Notes that the call was sent, at least in part, and failed; given is the time
- * that the server had for it.  Drops the connection, and the node is lost.
+ * Notes that the call was sent, at least in part, and failed; given is the time that the server
+ * had.  Drops the connection; the node is lost.
  */
 void
 rl_route_failed(RlRoute *route, int64 given, RlError *error)
@@ -352,10 +348,7 @@ rl_route_failed(RlRoute *route, int64 given, RlError *error)
 	lose_node(route, error);
 }
 
-/*
- * Reads "slot host:port" in the reply of a node.  Returns false if it names no node; with
- * Sentinels none is followed.
- */
+/* Reads "slot host:port".  Returns false if the reply names no node; with Sentinels none is followed. */
 static bool
 read_redirect(const RlReply *reply, const RlNode *from, int *slot, RlAddress *address)
 {
@@ -370,8 +363,8 @@ read_redirect(const RlReply *reply, const RlNode *from, int *slot, RlAddress *ad
 }
 
 /*
- * Returns the node that a redirect names, or NULL if the reply is none or this backend does
- * not know the node.  Does not throw.
+ * Returns the node that a redirect names, or NULL if this backend does not know it or the reply
+ * is none.  Does not throw.
  */
 RlNode *
 rl_route_redirected(const RlNode *from, const RlReply *reply)
@@ -390,9 +383,9 @@ rl_route_redirected(const RlNode *from, const RlReply *reply)
 }
 
 /*
- * Leaves the node, which cannot run calls now.  Returns true if another server may
- * run this one.  Unless this is a cluster, the node's name may have another address
- * by the next call, so once in ratelimit.retry_interval the connection is not used again.
+ * Leaves the node, which cannot run calls now.  Returns true if another server may run this one.
+ * Unless this is a cluster, the name may have another address by the next call, so once in
+ * ratelimit.retry_interval the connection is retired.
  */
 static bool
 leave_node(RlRoute *route, const RlReply *reply)
@@ -421,9 +414,8 @@ leave_node(RlRoute *route, const RlReply *reply)
 }
 
 /*
- * Notes that the call was answered.  Returns true if it may be sent again, which a
- * pinned call never may: it was not run, because another server has the key's slot,
- * or the slot is moving, or the node cannot run calls now.
+ * Notes that the call was answered.  Returns true if it was not run and may be sent again, which
+ * a pinned call never may.
  */
 bool
 rl_route_answered(RlRoute *route, const RlReply *reply)

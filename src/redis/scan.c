@@ -2,10 +2,9 @@
  * scan.c
  *		Reads from Redis: the bans of all keys, and the states of one key.
  *
- * The bans are read by SCAN, in many calls that each read a bounded part of a
- * server's keys.  A cursor is valid only on its server, and only while that
- * runs.  So all parts of a server are read over one connection.  If it is lost, the
- * function fails.
+ * The bans are read by SCAN, in many calls that each read a bounded part of a server's keys.  A
+ * cursor is valid only on its server while that runs, so all parts are read over one
+ * connection.  If it is lost, the function fails.
  *
  * A ban that is in force during the whole call is found, unless its slot moves to a
  * node that has been read already.
@@ -25,7 +24,6 @@
 #define INSPECT_NEEDS		"+hkeys"
 #define MAX_INSPECT_CALLS	256 /* as many as a key may have states */
 
-/* The part of a script's text that is still to be read. */
 typedef struct Text
 {
 	const char *data;
@@ -69,8 +67,8 @@ read_bytes(Text *text, const char **data, int *len)
 }
 
 /*
- * Runs a script that returns a text.  Returns false with the error set; if the user
- * in Redis lacks a privilege, the detail names those that this function needs.
+ * Runs a script that returns a text.  Returns false with the error set; if the user in Redis
+ * lacks a privilege, the detail names those that are needed.
  */
 static bool
 run(RlScript *script, RlCommand *command, const char *privileges, Text *text, RlError *error)
@@ -115,9 +113,9 @@ append_scan(RlCommand *command, const char *cursor)
 }
 
 /*
- * Reads the part of a server's bans at the cursor, and sets the cursor for the next
- * part.  The command already has its keys and the time.  Appends the keys that the
- * script could not read, each as "- <bytes>:<key><bytes>:<why>".
+ * Reads the part of a server's bans at the cursor, and sets the cursor.  The command has its
+ * keys and the time.  Appends "- <bytes>:<key><bytes>:<why>" for keys that the script could not
+ * read.
  */
 static bool
 read_part(RlCommand *command, char *cursor, StringInfo unread, RlKeptFound found, void *arg,
@@ -242,8 +240,8 @@ read_master(Text *masters, const RlAddress *asked)
 }
 
 /*
- * Calls found() for each ban in force of a key with ratelimit.key_prefix; a ban may
- * be found more than once.  Returns false with the error set if a server fails.
+ * Calls found() for each ban in force of a key with ratelimit.key_prefix, perhaps more than
+ * once.  Returns false with the error set if a server fails.
  */
 bool
 rl_redis_bans(RlKeptFound found, void *arg, RlError *error)
@@ -278,10 +276,7 @@ rl_redis_bans(RlKeptFound found, void *arg, RlError *error)
  * States of a key
  */
 
-/*
- * Calls found() for each state of the key, and for its ban.  Returns false with the
- * error set if the store fails.
- */
+/* Calls found() for each state of the key, and its ban.  Returns false with the error set if the store fails. */
 bool
 rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlError *error)
 {

@@ -9,8 +9,8 @@
 #include "shared/shared.h"
 
 /*
- * Asks one Sentinel for the address of the service's master; no wait goes past
- * until.  Returns false with the error set.  The caller closes the connection.
+ * Asks one Sentinel for the master's address; no wait goes past until.  Returns false with the
+ * error set.  The caller closes the connection.
  */
 static bool
 ask(RlConnection *conn, const RlAddress *sentinel, bool with_password, int64 until, RlReply *reply,
@@ -50,8 +50,8 @@ ask(RlConnection *conn, const RlAddress *sentinel, bool with_password, int64 unt
 }
 
 /*
- * Asks a Sentinel if its breaker admits the call, without the password unless the
- * Sentinel wants one.  Returns false with the error set.
+ * Asks a Sentinel if its breaker admits the call, with the password only if it wants one.
+ * Returns false with the error set.
  */
 static bool
 ask_if_admitted(RlAddress sentinel, int64 until, RlAddress *master, RlError *error)
@@ -85,13 +85,11 @@ ask_if_admitted(RlAddress sentinel, int64 until, RlAddress *master, RlError *err
 }
 
 /*
- * Asks the Sentinels, the first one first, until one of them names a master that
- * the route has not lost; the next search begins with that Sentinel.  *master is
- * set to the node of the last named master; NULL if the route uses all nodes.
- * All of it ends at the deadline, and each Sentinel has an equal share of the time that
- * is left.
- * Returns false, with the error of the first that failed set if one did.  Raises
- * an error if a setting is wrong.
+ * Asks the Sentinels, the first one first, until one names a master that the route has not
+ * lost; the next search begins with that one.  *master is set to the node of the last named
+ * master; NULL if the route uses all nodes.  Each Sentinel has an equal share of the time until
+ * the deadline.  Returns false with the error of the first that failed set if one did.  Raises an
+ * error if a setting is wrong.
  */
 bool
 rl_sentinels_ask(uint64 route, int64 deadline, RlNode **master, RlError *error)

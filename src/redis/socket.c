@@ -3,10 +3,9 @@
  *		A connection's socket: opening, closing, waiting, sending, receiving, and the
  *		errors when that fails.
  *
- * The socket does not block and is driven by the backend's latch, so that
- * cancel, timeouts, termination and barriers work while Redis is silent.
- * Failures are returned, not raised; the only errors raised here are core's
- * own, and those of wrong settings for TLS.
+ * The socket does not block and is driven by the backend's latch, so that cancel, timeouts,
+ * termination and barriers work while Redis is silent.  Failures are returned, not raised, but
+ * for core's own errors and those of wrong settings for TLS.
  */
 #include "postgres.h"
 
@@ -113,9 +112,9 @@ rl_not_master(const RlConnection *conn, RlError *error)
 }
 
 /*
- * Copies the part of an error reply that may be shown.  A server can repeat a
- * command's arguments: while the connection is set up the password, later keys.  So of
- * a reply to the set-up only the code is shown, or a text that has no argument.
+ * Copies what may be shown of an error reply.  A server can repeat a command's arguments: while
+ * the connection is set up the password, later keys.  So of a reply to the set-up only the code
+ * is shown, or a text that has no argument.
  */
 static void
 copy_shown(bool set_up, const char *line, char *shown, size_t size)
@@ -156,7 +155,7 @@ copy_shown(bool set_up, const char *line, char *shown, size_t size)
 	strlcpy(shown, line, Min(size, len + 1));
 }
 
-/* The server sent an error reply: to a command, or while the connection was set up. */
+/* The server sent an error reply, with set_up while the connection was set up. */
 bool
 rl_error_reply(const RlConnection *conn, bool set_up, const char *line, RlError *error)
 {
@@ -178,8 +177,8 @@ rl_error_reply(const RlConnection *conn, bool set_up, const char *line, RlError 
  */
 
 /*
- * Creates a set of events with this backend's latch and room for sockets.  The
- * caller frees it.  Raises an error if there is no descriptor for it.
+ * Creates a set of events with this backend's latch and room for sockets, which the caller
+ * frees.  Raises an error if there is no descriptor for it.
  */
 WaitEventSet *
 rl_events_create(int nsockets)
@@ -193,9 +192,8 @@ rl_events_create(int nsockets)
 }
 
 /*
- * Waits until one of the set's sockets is ready.  Returns the number of their
- * events, n at most, or 0 once the deadline has passed.  May raise an error at
- * an interrupt.
+ * Waits until a socket is ready.  Returns how many events it has set, n at most, or 0 once the
+ * deadline has passed.  May raise an error at an interrupt.
  */
 int
 rl_events_wait(WaitEventSet *set, int64 deadline, WaitEvent *events, int n)
@@ -223,8 +221,8 @@ rl_events_wait(WaitEventSet *set, int64 deadline, WaitEvent *events, int n)
 }
 
 /*
- * Returns true if there is a descriptor for a set of events, beside that of a socket.
- * Otherwise sets errno, and rl_events_create would raise an error.
+ * Returns true if there is a descriptor for a set of events, or sets errno: then
+ * rl_events_create would raise an error.
  */
 bool
 rl_events_have_room(int socket)
@@ -266,9 +264,9 @@ poll_socket(const RlConnection *conn, uint32 what, int64 deadline)
 }
 
 /*
- * Waits until the socket is ready for what (WL_SOCKET_READABLE, _WRITEABLE or
- * both).  Returns false once the deadline has passed.  May raise an error at
- * an interrupt; with no_throw it raises nothing, and cannot be interrupted.
+ * Waits until the socket is ready for what (WL_SOCKET_READABLE, _WRITEABLE or both).  Returns
+ * false once the deadline has passed.  May raise an error at an interrupt; with no_throw it
+ * cannot be interrupted.
  */
 bool
 rl_socket_wait(RlConnection *conn, uint32 what, int64 deadline, bool no_throw)
@@ -292,7 +290,7 @@ rl_pause(int64 deadline)
  * Opening and closing
  */
 
-/* Frees the socket and its events, but neither TLS nor the claim to a descriptor. */
+/* Frees neither TLS nor the claim to a descriptor. */
 static void
 close_descriptor(RlConnection *conn)
 {
@@ -330,10 +328,7 @@ rl_socket_has_room(void)
 	return has_room;
 }
 
-/*
- * Returns true if the server's backlog is full: an error in hiredis 0.14, a
- * connection in progress in later versions.
- */
+/* Returns true if the server's backlog is full: an error in hiredis 0.14, later a connection in progress. */
 static bool
 backlog_is_full(const RlConnection *conn, const RlAddress *address)
 {
@@ -359,7 +354,6 @@ handshake_failed(const RlConnection *conn, char first, RlError *error, const cha
 	return false;
 }
 
-/* Does the TLS handshake.  Returns false with the error set. */
 static bool
 start_tls(RlConnection *conn, int64 deadline, RlError *error)
 {
@@ -392,8 +386,8 @@ is_shortage(int error)
 }
 
 /*
- * Writes the host's addresses as text, those of IP version 4 first, as
- * redis-cli does.  Returns their number, or 0 with the error set.
+ * Writes the host's addresses, those of IP version 4 first, as redis-cli does.  Returns their
+ * number, or 0 with the error set.
  */
 static int
 look_up(const RlConnection *conn, const char *host, char (*found)[MAX_ADDRESS_TEXT],
@@ -424,7 +418,6 @@ look_up(const RlConnection *conn, const char *host, char (*found)[MAX_ADDRESS_TE
 	return n;
 }
 
-/* Begins to connect to a path, or to a host's address.  Returns false with the error set. */
 static bool
 begin_connecting(RlConnection *conn, const RlAddress *address, const char *host, int64 deadline,
 				 RlError *error)
@@ -450,8 +443,8 @@ begin_connecting(RlConnection *conn, const RlAddress *address, const char *host,
 }
 
 /*
- * Connects to a path, or to a host's address, and waits until the socket is
- * up.  Returns false with the error set; the caller closes the connection.
+ * Connects, and waits until the socket is up.  Returns false with the error set; the caller
+ * closes the connection.
  */
 static bool
 connect_to(RlConnection *conn, const RlAddress *address, const char *host, int64 deadline,
@@ -485,11 +478,9 @@ connect_to(RlConnection *conn, const RlAddress *address, const char *host, int64
 }
 
 /*
- * Connects to the first of the server's addresses that accepts, with TLS if
- * the address says so.  Each address has an equal share of the time that is
- * left, so that the last one is tried too.  Returns false with the first
- * address's error set; the caller closes the connection.  Raises an error if a
- * setting for TLS is wrong.
+ * Connects to the first of the server's addresses that accepts, with TLS if the address says
+ * so.  Each has an equal share of the time that is left.  Returns false with the first one's
+ * error set; the caller closes the connection.  Raises an error if a setting for TLS is wrong.
  */
 bool
 rl_socket_open(RlConnection *conn, const RlAddress *address, int64 deadline, RlError *error)

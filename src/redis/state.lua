@@ -1,11 +1,10 @@
 -- Functions for scripts that get a list of limits.
 --
--- ARGV[3] is the quota. From ARGV[LIMITS] on each limit has LIMIT arguments, in
--- the order in which load_limits unpacks them: algorithm, tag (the name of its
--- field), period, four numbers for the algorithm's "read", 1 if it counts
--- refused quota, its ban's length (0: none), and the number of refusals that
--- bring the ban, with " limit <text>" behind it. rl_append_limit in call.c sends them. A script for several keys sets
--- hash, quota, and the queue of writes for each key.
+-- ARGV[3] is the quota. From ARGV[LIMITS] on each limit has LIMIT arguments, in the order in
+-- which load_limits unpacks them: algorithm, tag (the name of its field), period, four numbers
+-- for the algorithm's "read", 1 if it counts refused quota, its ban's length (0: none), and the
+-- number of refusals that bring the ban, with " limit <text>" behind it. A script for several
+-- keys sets hash, quota, and the queue of writes for each key.
 --
 -- An algorithm is a table of functions of a limit l. "read" sets its numbers and
 -- "load" its state. Then l.used is the quota in use. If the limit can count
@@ -96,9 +95,10 @@ local function write()
   end
 end
 
--- Reads and loads the limits, from ARGV[from] to ARGV[to]. Each has "more"
--- arguments after its own, from ARGV[l.more] on. Returns the limits, the field
--- "ban", and the field "also" if it is not nil, and sets "expiry". Of limits with one tag, only the first is loaded; it is l.state of all of them.
+-- Reads and loads the limits, from ARGV[from] to ARGV[to], with "more" arguments after each,
+-- from ARGV[l.more] on. Returns the limits, the field "ban", and the field "also" if it is not
+-- nil, and sets "expiry". Of limits with one tag, only the first is loaded; it is l.state of
+-- all of them.
 local function load_limits(more, from, to, also)
   local limits, names, states = {}, {'ban', 'expiry', also}, {}
   for a = from or LIMITS, to or #ARGV, LIMIT + more do

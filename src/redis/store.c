@@ -3,10 +3,8 @@
  *		The store in Redis: turns calls into scripts and their arguments, and
  *		reads the replies.  call.c has those that take quota.
  *
- * Redis keeps a key in one hash, "<prefix>{<key>}".  The hash has a field for
- * each state, named by the limit's state tag, and the field "ban".  (A
- * sliding_log has more fields, see log.lua.)  So each call uses one Redis key, is
- * atomic, and takes one round trip.
+ * Redis keeps a key in one hash, "<prefix>{<key>}" (src/README.md).  So each call uses one Redis
+ * key, is atomic, and takes one round trip.
  */
 #include "postgres.h"
 
@@ -14,7 +12,6 @@
 #include "redis/redis.h"
 #include "redis/scripts.h"
 
-/* Returns true if the reply is one number, and not negative. */
 static bool
 is_count(const RlReply *reply)
 {
@@ -22,7 +19,6 @@ is_count(const RlReply *reply)
 		reply->values[0] >= 0;
 }
 
-/* Reads the 1 that a script returns when it is done. */
 static bool
 read_done(const RlReply *reply, RlError *error)
 {
@@ -123,10 +119,7 @@ const RlStore rl_redis_store = {
 	.unban = redis_unban
 };
 
-/*
- * Writes the server's name and version.  Returns false with the error set when
- * the store fails.
- */
+/* Writes the server's name and version.  Returns false with the error set when the store fails. */
 bool
 rl_redis_version(char *version, Size size, RlError *error)
 {

@@ -4,9 +4,9 @@
  *		way.  Neither side ever holds more than RL_MAX_DUE replies, nor this one
  *		more than RL_MAX_UNSENT bytes and a command.
  *
- * An ERROR may end any wait.  in_flight is set from before the first byte until
- * the last reply is read, and the next call drops the connection if the flag is
- * set.  So no call reads the reply of another.
+ * An ERROR may end any wait. in_flight is set from before the first byte until the last reply
+ * is read; the next call drops a connection that has it set.  So no call reads the reply of
+ * another.
  */
 #include "postgres.h"
 
@@ -19,7 +19,6 @@
 
 #define MAX_REPLY_BYTES		65536
 
-/* Returns true if bytes were read that are in no reply yet. */
 static bool
 has_unread(const RlConnection *conn)
 {
@@ -27,9 +26,8 @@ has_unread(const RlConnection *conn)
 }
 
 /*
- * Finds the next reply, to which the reader is attached, in the bytes that
- * were read.  Returns false with the error set; *found is false if more must
- * be read.
+ * Finds the next reply, to which the reader is attached, in the bytes that were read.  Returns
+ * false with the error set; *found is false if more must be read.
  */
 static bool
 find_reply(RlConnection *conn, const RlReply *reply, bool *found, RlError *error)
@@ -52,10 +50,9 @@ find_reply(RlConnection *conn, const RlReply *reply, bool *found, RlError *error
 }
 
 /*
- * Begins a stream over a connection that carries nothing; out is for commands
- * that are not sent yet, reply for the next reply.  Replies must come until the
- * deadline, or, if that is 0, each within ratelimit.command_timeout of the one
- * before.  With no_throw, waiting raises nothing.
+ * Begins a stream over a connection that carries nothing; out is for commands, reply for the
+ * next reply.  Replies must come until the deadline, or, if that is 0, each within
+ * ratelimit.command_timeout of the one before.  With no_throw, waiting raises nothing.
  */
 void
 rl_stream_begin(RlStream *stream, RlConnection *conn, StringInfo out, RlReply *reply,
@@ -106,8 +103,8 @@ rl_stream_is_sent(const RlStream *stream)
 }
 
 /*
- * Sending failed.  A server that closed a new connection immediately may have
- * sent the reason: then that is the error, and the server is not unreachable.
+ * A server that closed a new connection immediately may have sent the reason: then that is the
+ * error, and the server is not unreachable.
  */
 static RlOutcome
 sending_failed(RlConnection *conn, bool wrote, RlError *error)
@@ -142,7 +139,6 @@ rl_stream_send(RlStream *stream, RlError *error)
 	return RL_DONE;
 }
 
-/* Returns the events that the stream's socket must be waited for. */
 static uint32
 stream_wants(const RlStream *stream)
 {
@@ -150,10 +146,9 @@ stream_wants(const RlStream *stream)
 		(rl_stream_is_sent(stream) ? 0 : stream->conn->send_wants);
 }
 
-/* The events of the streams that are waited for together. */
 static WaitEventSet *joint_events = NULL;
 
-/* Drops the set; to be called before streams are waited for, and when they change. */
+/* Drops the set of events; to be called before streams are waited for, and when they change. */
 void
 rl_streams_changed(void)
 {
@@ -162,7 +157,6 @@ rl_streams_changed(void)
 	joint_events = NULL;
 }
 
-/* Makes the set wait for the events that the streams want now. */
 static void
 watch_streams(RlStream **streams, int n)
 {
@@ -204,10 +198,9 @@ poll_streams(RlStream **streams, int n, int64 deadline)
 }
 
 /*
- * Waits until one of the streams is ready to go on, or the deadline has
- * passed; sets the flag of those that are.  Several streams are all without
- * no_throw.  May raise an error at an interrupt; a single one with no_throw raises
- * nothing.
+ * Waits until a stream is ready to go on, or the deadline has passed; sets the flag of those
+ * that are.  May raise an error at an interrupt; a single stream with no_throw raises nothing,
+ * and several have none.
  */
 void
 rl_streams_wait(RlStream **streams, int n, int64 deadline)
@@ -244,9 +237,8 @@ rl_stream_receive(RlStream *stream, RlError *error)
 }
 
 /*
- * Finds the next reply, which replaces the last one in reply; found tells whether
- * it is there.  Returns false with the error set, also if the reply is late, or bytes
- * have come and no reply is due.
+ * Finds the next reply, which replaces the last one; found tells whether it is there.  Returns
+ * false with the error set, also if the reply is late, or bytes have come and none is due.
  */
 bool
 rl_stream_next(RlStream *stream, RlError *error)
@@ -271,8 +263,8 @@ rl_stream_next(RlStream *stream, RlError *error)
 }
 
 /*
- * Ends a stream that has no reply due.  Returns false with the error set if
- * something is left over: the next call would read it, or send it.
+ * Ends a stream that has no reply due.  Returns false with the error set if something is left
+ * that the next call would read or send.
  */
 bool
 rl_stream_end(RlStream *stream, RlError *error)
@@ -288,9 +280,8 @@ rl_stream_end(RlStream *stream, RlError *error)
 }
 
 /*
- * Sends the rest of out, and reads replies until none is due, or one is no
- * status and only_statuses is set.  Returns RL_DONE, or how it failed with the
- * error set.
+ * Sends the rest of out, and reads replies until none is due, or one is no status and
+ * only_statuses is set.  Returns as rl_stream_exchange.
  */
 static RlOutcome
 run_stream(RlStream *stream, bool only_statuses, RlError *error)
@@ -318,11 +309,10 @@ run_stream(RlStream *stream, bool only_statuses, RlError *error)
 }
 
 /*
- * Sends the n commands in out, and reads their replies.  All but the last must
- * answer with a status.  The first reply that is none ends the exchange, and
- * the connection cannot be used again then.  Returns RL_DONE with the last
- * reply that was read in *reply, or how it failed with the error set.  May
- * raise an error at an interrupt.
+ * Sends the n commands in out, and reads their replies, of which all but the last must be a
+ * status.  The first that is none ends the exchange, and the connection cannot be used again
+ * then.  Returns RL_DONE with the last reply that was read, or how it failed with the error set.
+ * May raise an error at an interrupt.
  */
 RlOutcome
 rl_stream_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline, RlReply *reply,
@@ -337,9 +327,8 @@ rl_stream_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline, Rl
 }
 
 /*
- * Reads the replies that an interrupted call has left due, so that the
- * connection can be used again.  Raises nothing.  Returns false with the error
- * set.
+ * Reads the replies that an interrupted call has left due, so that the connection can be used
+ * again.  Raises nothing.  Returns false with the error set.
  */
 bool
 rl_stream_drain(RlConnection *conn, int64 deadline, RlError *error)

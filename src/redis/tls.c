@@ -2,13 +2,12 @@
  * tls.c
  *		TLS over a socket that does not block: the only file that knows OpenSSL.
  *
- * hiredis's own TLS is not used: version 0.14 has none, and later versions leave
- * the check of the host's name to their caller, and may ask for a key's pass
- * phrase at the terminal.
+ * hiredis's own TLS is not used: version 0.14 has none, and later versions leave the check of
+ * the host's name to their caller, and may ask for a key's pass phrase at the terminal.
  *
- * The server must have a certificate for the host of the URL, valid now and signed
- * by an authority in ratelimit.tls_ca_file.  No setting turns this check off,
- * because without it TLS protects nothing.
+ * The server must have a certificate for the host of the URL, valid now and signed by an
+ * authority in ratelimit.tls_ca_file.  No setting turns this off: without it TLS protects
+ * nothing.
  */
 #include "postgres.h"
 
@@ -61,8 +60,8 @@ load_files(SSL_CTX *context)
 }
 
 /*
- * Returns a TLS client for the host, which the caller frees, or NULL if memory
- * ended.  Raises an error if a setting is wrong.
+ * Returns a TLS client for the host, which the caller frees, or NULL if memory ended.  Raises an
+ * error if a setting is wrong.
  */
 struct ssl_st *
 rl_tls_new(const char *host)
@@ -134,9 +133,8 @@ rl_tls_attach(struct ssl_st *tls, int fd)
 }
 
 /*
- * Takes a step.  Returns how many bytes were done (1 for a handshake), or 0 if the
- * socket must be ready for *wants first, or -1 with the reason in why, of
- * RL_TLS_WHY bytes.
+ * Takes a step.  Returns how many bytes were done (1 for a handshake), or 0 if the socket must
+ * be ready for *wants first, or -1 with the reason in why, of RL_TLS_WHY bytes.
  */
 int
 rl_tls_step(struct ssl_st *tls, RlTlsStep step, void *data, int len, uint32 *wants, char *why)

@@ -2,25 +2,22 @@
  * breaker.c
  *		Circuit breakers: what backends know together about servers that fail.
  *
- * Two facts are apart, because a backend's connection says nothing about those of
- * other backends.  If connecting fails, no backend makes a new connection until
- * ratelimit.retry_interval has passed, and backends with a connection go on.  If the
- * server is silent, which means that a new connection got no answer in time, no backend
- * asks it; one tries after FIRST_PAUSE, and then after twice the time, up to
- * ratelimit.retry_interval.
+ * Two facts are apart, because a backend's connection says nothing about those of other
+ * backends.  If connecting fails, no backend makes a new connection until
+ * ratelimit.retry_interval has passed, and backends with a connection go on.  If the server is
+ * silent (a new connection got no answer in time), no backend asks it; one tries after
+ * FIRST_PAUSE, and then after twice the time, up to ratelimit.retry_interval.
  *
- * A call that fails on a connection that has worked makes the server suspect.  Then the
- * backend that connects next checks it, and other backends that need a connection wait
- * for the result.
+ * A call that fails on a connection that has worked makes the server suspect: the backend that
+ * connects next checks it, and others that need a connection wait for the result.
  *
- * Shared memory has an entry for each server that is suspect or fails.  An answer
- * removes it.  When there is no room, the entry that lets a backend try first is
- * evicted, so the number of servers that were ever asked does not matter.
+ * Shared memory has an entry for each server that is suspect or fails, until it answers.  When
+ * there is no room, the entry that lets a backend try first is evicted, so the number of
+ * servers that were ever asked does not matter.
  *
- * Locks: one LWLock protects the entries.  Their number is an atomic, which is
- * changed under the lock held exclusively, and also read without it: while it is
- * 0, a call takes no lock.  Nobody waits while holding the lock.  The handles are
- * local to the backend.
+ * Locks: one LWLock protects the entries.  Their number is an atomic, changed under the
+ * exclusive lock and also read without it: while it is 0, a call takes no lock.  Nobody waits
+ * while holding the lock.
  */
 #include "postgres.h"
 
@@ -59,8 +56,8 @@ typedef struct Breakers
 } Breakers;
 
 /*
- * This backend's handle of a server's breaker: no cache of the entry, but a
- * record of the servers that this backend tries.
+ * This backend's handle of a server's breaker: no cache of the entry, but a record of the
+ * servers that this backend tries.
  */
 struct RlBreaker
 {
@@ -101,10 +98,10 @@ touch(RlBreaker *breaker)
 }
 
 /*
- * Returns the handle of the breaker of an address.  When all are in use it takes
- * the least recently used one, which belongs to no node: nodes are replaced in the
- * same order, and there are fewer of them.  Returns NULL without shared memory;
- * the functions below then let every call try the server.
+ * Returns the handle of the breaker of an address.  When all are in use it takes the least
+ * recently used one, which belongs to no node: nodes are replaced in the same order, and are
+ * fewer.  Returns NULL without shared memory; the functions below then let every call try the
+ * server.
  */
 RlBreaker *
 rl_breaker_find(const char *address)
@@ -142,14 +139,14 @@ set_trying(RlBreaker *breaker, int64 until)
  * Entries
  */
 
-/* Returns the time at which a backend may try the server; for a suspect one 0. */
+/* Returns when a backend may try the server; for a suspect one 0. */
 static int64
 try_at(const Entry *entry)
 {
 	return Max(entry->connect_at, entry->ask_at);
 }
 
-/* Returns the entry of the breaker, or NULL if it is closed. */
+/* Returns NULL if the breaker is closed. */
 static Entry *
 find_entry(const RlBreaker *breaker)
 {
@@ -161,7 +158,6 @@ find_entry(const RlBreaker *breaker)
 	return NULL;
 }
 
-/* Copies the entry of the breaker.  Returns false if it is closed. */
 static bool
 copy_entry(const RlBreaker *breaker, Entry *copy)
 {
@@ -175,7 +171,6 @@ copy_entry(const RlBreaker *breaker, Entry *copy)
 	return entry != NULL;
 }
 
-/* Makes an entry for the breaker, of a suspect server. */
 static Entry *
 add_entry(const RlBreaker *breaker)
 {
@@ -207,7 +202,6 @@ remove_entry(Entry *entry)
 	pg_atomic_write_u32(&breakers->n, n);
 }
 
-/* Returns true if a backend may try the server. */
 static bool
 is_half_open(const Entry *entry, int64 now)
 {
@@ -218,7 +212,6 @@ is_half_open(const Entry *entry, int64 now)
  * Trying
  */
 
-/* Ends the attempts of an aborted call. */
 static void
 transaction_aborts(XactEvent event, void *arg pg_attribute_unused())
 {
@@ -269,10 +262,9 @@ rl_not_retrying(RlError *error, const char *address, const char *failure, int64 
 }
 
 /*
- * Returns whether the caller may call the server, with its connection or without one.
- * With RL_ADMITTED and RL_CHECK the caller then must call rl_breaker_connected,
- * rl_breaker_answered, rl_breaker_failed or rl_breakers_release.  With RL_WAIT and
- * RL_OPEN the error is set.
+ * Returns whether the caller may call the server, with its connection or without one.  With
+ * RL_ADMITTED and RL_CHECK the caller must then call rl_breaker_connected, _answered, _failed
+ * or rl_breakers_release.  With RL_WAIT and RL_OPEN the error is set.
  */
 RlAdmission
 rl_breaker_admits(RlBreaker *breaker, bool connected, RlError *error)
@@ -299,8 +291,8 @@ rl_breaker_admits(RlBreaker *breaker, bool connected, RlError *error)
 }
 
 /*
- * Waits while another backend tries the server, or until the time.  Returns false once the
- * time has passed.  May raise an error at an interrupt.
+ * Waits while another backend tries the server.  Returns false once the time has passed.  May
+ * raise an error at an interrupt.
  */
 bool
 rl_breaker_wait(RlBreaker *breaker, int64 until)
@@ -318,7 +310,6 @@ rl_breaker_wait(RlBreaker *breaker, int64 until)
 	return rl_monotonic_now() < until;
 }
 
-/* Forgets that connecting failed, or that the server is silent, or both; if neither is left, removes the entry. */
 static void
 forget_failure(RlBreaker *breaker, bool connected, bool answered)
 {
@@ -361,9 +352,8 @@ rl_breaker_answered(RlBreaker *breaker)
 }
 
 /*
- * Notes a failure; pause is the time until the next attempt to connect, if connecting
- * failed.  Sets when the server is tried again in the error, whose message is kept.  Does
- * not throw.
+ * Notes a failure; pause is the time until the next attempt if connecting failed.  Sets in the
+ * error, whose message is kept, when the server is tried again.  Does not throw.
  */
 void
 rl_breaker_failed(RlBreaker *breaker, RlFailure failure, int64 pause, RlError *error)
@@ -408,9 +398,9 @@ rl_breaker_failed(RlBreaker *breaker, RlFailure failure, int64 pause, RlError *e
 }
 
 /*
- * Lets other backends try the servers that this backend was trying, if it learned
- * nothing about them.  To be called at the end of each call; the abort of the
- * (sub)transaction does it for a call that an ERROR has ended.  Does not throw.
+ * Lets other backends try the servers that this one was trying, if it learned nothing about
+ * them.  To be called at the end of each call; the abort of the (sub)transaction does it for a
+ * call that an ERROR has ended.  Does not throw.
  */
 void
 rl_breakers_release(void)
@@ -433,8 +423,8 @@ rl_breakers_release(void)
 }
 
 /*
- * Returns the breaker's state for rl_status, or NULL without a breaker, and sets
- * for how many microseconds no backend tries the server.
+ * Returns the state for rl_status, or NULL without a breaker, and for how many microseconds no
+ * backend tries the server.
  */
 const char *
 rl_breaker_state(RlBreaker *breaker, int64 *left)

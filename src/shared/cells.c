@@ -2,31 +2,27 @@
  * cells.c
  *		The local store's memory, which is bounded.
  *
- * A cell is one state of one key: the state of a limit, or the key's ban.  The rest
- * of a long banned key is in further cells.  A key belongs to one partition.  A
- * partition has a hash table and two heaps, ordered by the cells' ends: one heap for
- * cells that have chunks of entries, and one for the other cells.  Free cells and
- * free chunks serve all partitions.
+ * A cell is one state of one key: the state of a limit, or the key's ban, which may go on in
+ * further cells.  A key belongs to one partition.  A partition has a hash table and two heaps,
+ * ordered by the cells' ends: one for cells that have chunks of entries, and one for the
+ * others.  Free cells and free chunks serve all partitions.
  *
- * Locks: each partition has an LWLock.  It protects the RlPartition, its buckets,
- * its heaps, its cells and the chunks of their logs; only "soonest" is also read
- * without it.  The mutex of Free protects Free, and the links between free cells
- * and between free chunks.  It may be taken while a partition is locked.  Spare
- * cells and chunks belong to the backend that reserved them.  A backend locks
- * one partition at a time; an act on several keys locks all their partitions, in
+ * Locks: each partition's LWLock protects the RlPartition, its buckets, heaps, cells and the
+ * chunks of their logs; only "soonest" is also read without it.  The mutex of Free protects
+ * Free, and the links between free cells and between free chunks.  It may be taken while a
+ * partition is locked.  Spare cells and chunks belong to the backend that reserved them.  A
+ * backend locks one partition at a time; an act on several keys locks all their partitions, in
  * ascending order, and holds none of them while it evicts.
  *
- * Most acts set a cell's end to a later time.  The heap is not changed then:
- * the time in a heap is never later than the cell's end, and is corrected when
- * the cell comes to the top.  So an act on an existing cell touches no other
- * cell.
+ * Most acts set a cell's end to a later time.  The heap is not changed then: its time is never
+ * later than the cell's end, and is corrected when the cell comes to the top.  So an act on an
+ * existing cell touches no other cell.
  *
- * When the memory is full, the cell with the earliest end is evicted; for
- * chunks, the cell with the earliest end that has chunks.  Its partition is
- * found without locks, so the choice is not exact among cells that end at
- * nearly the same time.  An act that needs room unlocks its partition, and
- * then locks one partition for each eviction.  Evicted cells and chunks are
- * its own spares until it has enough.
+ * When the memory is full, the cell with the earliest end is evicted; for chunks, the earliest
+ * that has chunks.  Its partition is found without locks, so the choice is not exact among cells
+ * that end at nearly the same time.  An act that needs room unlocks its partition, and then
+ * locks one partition for each eviction.  Evicted cells and chunks are its own spares until it
+ * has enough.
  */
 #include "postgres.h"
 
@@ -78,9 +74,9 @@ static RlChunk *chunks;
  */
 
 /*
- * Keys are spread over the partitions by chance, each with all its states.  A
- * partition has room for the mean and six standard deviations, for keys with
- * RL_MAX_LIMITS states and a ban, so that all cells can be in use.
+ * Keys are spread over the partitions by chance, each with all its states.  A partition has room
+ * for the mean and six standard deviations, for keys with RL_MAX_LIMITS states and a ban, so
+ * that all cells can be in use.
  */
 static void
 set_sizes(int max_keys)
@@ -98,7 +94,7 @@ set_sizes(int max_keys)
 	nchunks = Max(max_keys, LEAST_CHUNKS);
 }
 
-/* Returns the address of an array at *size in the memory, or NULL, and adds its bytes to *size. */
+/* Returns the address of an array at *size, or NULL, and adds its bytes to *size. */
 static void *
 place(char *memory, Size *size, Size n, Size bytes)
 {
@@ -183,7 +179,7 @@ view_partition(RlCells *view, int number)
 	view->pool.chunks = chunks;
 }
 
-/* Returns the head of the hash chain of a key of the view's partition. */
+/* Returns the head of the key's hash chain in the view's partition. */
 static uint32 *
 bucket_of(const RlCells *view, RlKeyHash key_hash)
 {
@@ -281,7 +277,6 @@ rl_cells_unlock(RlCells *view)
 		LWLockRelease(&locks[numbers[n]].lock);
 }
 
-/* Locks the free memory, and returns its pool, with this backend's address of the chunks. */
 static RlPool *
 lock_free(void)
 {
@@ -290,7 +285,6 @@ lock_free(void)
 	return &free_memory->pool;
 }
 
-/* Adds a cell to the spares. */
 static void
 add_spare(RlCells *view, uint32 c)
 {
@@ -338,7 +332,7 @@ rl_cell_find(const RlCells *view, const RlLimit *limit)
 	return RL_NO_CELL;
 }
 
-/* Removes a cell from its partition.  It, its chunks and the further cells of a ban become spares. */
+/* Removes a cell.  It, its chunks and the further cells of a ban become spares. */
 void
 rl_cell_remove(RlCells *view, uint32 c)
 {
@@ -391,7 +385,6 @@ rl_cell_make(RlCells *view, const RlLimit *limit)
  * Room
  */
 
-/* Returns true if the view's partition has no room for so many more cells. */
 static bool
 is_crowded(const RlCells *view, uint32 more)
 {
@@ -404,7 +397,6 @@ has_spares(const RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 	return view->nspare >= cells_wanted && view->pool.nspare >= chunks_wanted;
 }
 
-/* Makes free cells and chunks spares, as far as there are free ones. */
 static void
 take_free(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 {
@@ -441,9 +433,9 @@ take_free(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 }
 
 /*
- * Makes sure that the view has so many spare cells and chunks.  Returns false if
- * there are too few, or no room for the cells in the partition, which is locked.
- * The caller then unlocks it, calls rl_cells_evict, and starts again.
+ * Makes sure that the view has so many spare cells and chunks.  Returns false if there are too
+ * few, or no room for the cells in the locked partition.  The caller then unlocks it, calls
+ * rl_cells_evict, and starts again.
  */
 bool
 rl_cells_reserve(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
@@ -453,7 +445,6 @@ rl_cells_reserve(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 	return has_spares(view, cells_wanted, chunks_wanted) && !is_crowded(view, cells_wanted);
 }
 
-/* Returns true if the cell is of a key of the act. */
 static bool
 is_own(const RlCells *view, const RlCell *cell)
 {
@@ -463,7 +454,6 @@ is_own(const RlCells *view, const RlCell *cell)
 	return false;
 }
 
-/* Sets the times of a key's cells in a heap to the ends of the cells again. */
 static void
 restore_ends(RlCells *view, int heap, RlKeyHash key_hash)
 {
@@ -476,7 +466,7 @@ restore_ends(RlCells *view, int heap, RlKeyHash key_hash)
 	}
 }
 
-/* Counts a cell that is evicted before its end, so that its key has all its quota again. */
+/* Its key has all its quota again. */
 static void
 count_eviction(void)
 {
@@ -486,11 +476,10 @@ count_eviction(void)
 }
 
 /*
- * Evicts the cell with the earliest end, but none of the act's keys, from a heap of
- * the view's partition, which is locked.  Returns false if that end turns out to be
- * later than "latest", or after CORRECTIONS_AT_ONCE; another call may succeed if
- * *progress is true.  Reduces *corrections, the number that the act may still make;
- * at 0 the times in the heap decide.
+ * Evicts the cell with the earliest end, but none of the act's keys, from a heap of the locked
+ * partition.  Returns false if that end turns out to be later than "latest", or after
+ * CORRECTIONS_AT_ONCE; another call may succeed if *progress is true.  Reduces *corrections, the
+ * number that the act may still make; at 0 the times in the heap decide.
  */
 static bool
 evict_first(RlCells *view, int heap, int64 latest, int *corrections, bool *progress)
@@ -538,7 +527,6 @@ evict_first(RlCells *view, int heap, int64 latest, int *corrections, bool *progr
 	return victim != RL_NO_CELL;
 }
 
-/* Returns true if a key of the act is in a partition. */
 static bool
 has_own_key(const RlCells *view, int number)
 {
@@ -566,9 +554,8 @@ has_own_only(const OwnHeaps *own, int number, int heap)
 
 /*
  * Returns which of n partitions, from first on, has the cell with the earliest end
- * (with_chunks: of cells with chunks), or -1.  Sets the heap that it is in, and the
- * earliest end in all other heaps.  Leaves out the heaps that have cells of the act's
- * own keys only.
+ * (with_chunks: of cells with chunks), or -1.  Sets the heap that it is in, and the earliest end
+ * in all other heaps.  Leaves out those that have cells of the act's own keys only.
  */
 static int
 choose_partition(int first, int n, bool with_chunks, const OwnHeaps *own, int *heap, int64 *others)
@@ -598,10 +585,9 @@ choose_partition(int first, int n, bool with_chunks, const OwnHeaps *own, int *h
 }
 
 /*
- * Evicts cells of other keys until the view has so many spare cells and chunks,
- * and its partition, which must be unlocked, has room for the cells.  Returns false
- * after MAX_EVICTIONS, or if there are no cells of other keys.  Raises an error if
- * the call is cancelled.
+ * Evicts cells of other keys until the view has so many spare cells and chunks, and its
+ * partition, which must be unlocked, has room.  Returns false after MAX_EVICTIONS, or if there
+ * are no cells of other keys.  Raises an error if the call is cancelled.
  */
 bool
 rl_cells_evict(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)

@@ -22,13 +22,12 @@
 #define RL_MAX_WANTED		(RL_MAX_LIMITS + RL_MAX_BAN_CELLS)
 
 /*
- * One state of one key, or its ban.  The text of a ban is the key itself, for rl_bans, and
- * why it is banned; the rest of a long text is in further cells, which are in no hash
- * chain and no heap, and only have "text" and "rest".
+ * One state of one key, or its ban, whose text is the key itself, for rl_bans, and why it is
+ * banned; the rest of a long text is in further cells, which are in no hash chain and no heap,
+ * and only have "text" and "rest".
  *
- * The lock of the key's partition protects all members while the cell is in use.
- * While it is free, the mutex of the free memory protects "next".  With 128 bytes
- * it fills two cache lines.
+ * The lock of the key's partition protects all members while the cell is in use; else the mutex
+ * of the free memory protects "next".  With 128 bytes it fills two cache lines.
  */
 typedef struct RlCell
 {
@@ -59,12 +58,12 @@ struct RlPartition;
 struct RlHeapItem;
 
 /*
- * Access to one partition, by an act on a key or for a slice, and the spare cells
- * and chunks that the act has reserved.  It is local to the backend, and so are the
- * spares: no other backend can reach them.  Starts with key_hash set and all else zero.
+ * Access to one partition, by an act on a key or for a slice, and the spare cells and chunks
+ * that the act has reserved, which no other backend can reach.  Starts with key_hash set and all
+ * else zero.
  *
- * An act on several keys instead sets keys and nkeys, and locks all their partitions.
- * rl_cells_select chooses the key, and with it the partition, for the other functions.
+ * An act on several keys instead sets keys and nkeys, and locks all their partitions;
+ * rl_cells_select chooses the key for the other functions.
  */
 typedef struct RlCells
 {
@@ -84,7 +83,6 @@ typedef struct RlCells
 	uint32		nspare;
 } RlCells;
 
-/* Returns the cell with that number. */
 static inline RlCell *
 rl_cell_at(const RlCells *view, uint32 c)
 {

@@ -3,16 +3,14 @@
  *		Counters by limits and scope, for the view rl_stat: the outcomes of
  *		actions, and their cost in Redis.
  *
- * An entry is found by the limits and the scope, and keeps both until all entries
- * are reset.  When none is free near the place of a new pair, the last entry counts
- * for it.  So the sums are always right, and a client that invents scopes makes no
- * call slower.
+ * An entry is found by the limits and the scope, and keeps both until all entries are reset.
+ * When none is free near the place of a new pair, the last entry counts for it.  So the sums are
+ * always right, and a client that invents scopes makes no call slower.
  *
- * Locks, as in pg_stat_statements: to find an entry, hold the lock shared; to give
- * an entry to a pair, or to reset, hold it exclusively.  An entry's mutex protects
- * its counters.  To count in an entry that it found earlier, a backend takes only the
- * mutex, and then checks that "resets" is unchanged.  While it is, the entry belongs to
- * the same pair, which can be read without the lock.
+ * Locks, as in pg_stat_statements: to find an entry, hold the lock shared; to give it to a
+ * pair, or to reset, exclusively.  An entry's mutex protects its counters.  To count in an entry
+ * that it found earlier, a backend takes only the mutex, and then checks that "resets" is
+ * unchanged: the entry still belongs to the same pair.
  */
 #include "postgres.h"
 
@@ -125,7 +123,7 @@ is_entry_of(const Entry *entry, const RlLimits *limits, const char *scope, int s
 		memcmp(entry->scope, scope, scope_len) == 0 && rl_limits_same(&entry->limits, limits);
 }
 
-/* Returns the entry of the limits and the scope, or a free one for them, or NULL. */
+/* Returns a free entry if they have none, or NULL. */
 static Entry *
 find_entry(const RlLimits *limits, const char *scope, int scope_len)
 {
@@ -141,10 +139,7 @@ find_entry(const RlLimits *limits, const char *scope, int scope_len)
 	return NULL;
 }
 
-/*
- * Returns the entry of the limits and the scope; gives them a free one if they have
- * none.  It is theirs while counters->resets is *resets.
- */
+/* Does the same, and makes a free entry theirs.  It is while counters->resets is *resets. */
 static Entry *
 get_entry(const RlLimits *limits, const char *scope, int scope_len, uint32 *resets)
 {
@@ -171,13 +166,11 @@ get_entry(const RlLimits *limits, const char *scope, int scope_len, uint32 *rese
 }
 
 /*
- * Returns this backend's record of the entry of the limits and the scope.  The entry may
- * have been reset since.
+ * Returns this backend's record of their entry, which may have been reset since.
  *
- * A cache (src/README.md): entries by a hash of their pairs.  A pair without an entry of
- * its own is known by the hash alone, so another pair with the same hash is counted in
- * OTHERS too.  Without the cache a local call takes 5 % longer, and
- * calls under alternating limits 0.4 us.
+ * A cache (src/README.md): entries by a hash of their pairs.  A pair without an entry of its own
+ * is known by the hash alone, so another pair with the same hash is counted in OTHERS too.
+ * Without the cache a local call takes 5 % longer, and calls under alternating limits 0.4 us.
  */
 static Found *
 get_found(const RlLimits *limits, const char *scope, int scope_len)
@@ -200,7 +193,7 @@ get_found(const RlLimits *limits, const char *scope, int scope_len)
 	return last;
 }
 
-/* Returns the entry of the limits and the scope of the key, which may be NULL, with its mutex locked. */
+/* Returns the entry, with its mutex locked.  The key may be NULL. */
 static Entry *
 lock_entry(const RlLimits *limits, const RlKey *key)
 {
@@ -240,8 +233,8 @@ rl_counters_add(const RlLimits *limits, const RlKey *key, RlStatOutcome outcome,
 }
 
 /*
- * Counts units of leases, and those that ended unused.  The key may be NULL.  Needs
- * shared memory.  Does not throw.
+ * Counts units of leases, and those that ended unused.  The key may be NULL.  Needs shared
+ * memory.  Does not throw.
  */
 void
 rl_counters_add_lease(const RlLimits *limits, const RlKey *key, int64 leased, int64 unused)

@@ -14,8 +14,8 @@
 uint32		rl_heap_size;
 
 /*
- * Returns an item of a heap of the view's partition.  The two heaps share an array:
- * one grows from its front, the other from its end.
+ * Returns an item of a heap of the view's partition.  The two heaps share an array: one grows
+ * from its front, the other from its end.
  */
 RlHeapItem *
 rl_heap_item(const RlCells *view, int heap, uint32 at)
@@ -85,7 +85,6 @@ rl_heap_remove(RlCells *view, uint32 c)
 		view->partition->soonest[heap] = PG_INT64_MAX;
 }
 
-/* Returns the heap that a cell belongs to. */
 static int
 heap_of(const RlCell *cell)
 {
@@ -96,8 +95,8 @@ heap_of(const RlCell *cell)
 }
 
 /*
- * Sets the end of a cell of the view's partition, after its logs were set.  The
- * heap is changed only if the end is earlier, or if it is another heap now.
+ * Sets the end of a cell, after its logs were set.  The heap is changed only if the end is
+ * earlier, or if it is another heap now.
  */
 void
 rl_cell_set_end(RlCells *view, uint32 c, int64 end)

@@ -5,36 +5,35 @@
  *		asking Redis), and the lease, which is quota that this server has taken ahead
  *		and hands out without asking Redis.
  *
- * Denials: if quota c was refused, every quota of c or more is refused until the wait is
- * over, because time only frees quota and other calls only take it.  A refund or
- * reset on this server deletes the key's denials.  Those of other servers are not
- * known here, so a denial answers for MAX_TRUST at most.  When an action on this
- * server takes quota, the figures of earlier refusals are out of date: their denials no
- * longer answer, and those that it contradicts are deleted.  Both increase the key's
+ * Denials: if quota c was refused, every quota of c or more is refused until the wait is over,
+ * because time only frees quota and other calls only take it.  A refund or reset on this server
+ * deletes the key's denials.  Those of other servers are not known here, so a denial answers for
+ * MAX_TRUST at most.  When an action on this server takes quota, the denials of earlier refusals
+ * no longer answer, and those that it contradicts are deleted.  Both increase the key's
  * generation number, so that a refusal that was asked for before is not stored.
  *
- * Leases: a key's use under limits with a lease is counted.  If it is high enough, the
- * call that asks Redis also charges the units that this server is likely to use within
- * the lease's length: a lot.  Other calls take units of the lot, until it ends.  The
- * units that are left then are leftovers, which the next call that asks Redis refunds.
+ * Leases: a key's use under limits with a lease is counted.  If it is high enough, the call that
+ * asks Redis also charges the units that this server is likely to use within the lease's
+ * length: a lot.  Other calls take units of it until it ends.  Then the units that are left are
+ * leftovers, which the next call that asks Redis refunds.
  *
- * Never one action too many: an action under a lease happens at the time that is
- * read under the lock that takes its units, and a lot's end is counted from a time
- * before the call was sent that charged it.  So an action was charged at most the
- * lease's length before, and windows and lumps have not ended since.  A reset, a refund
- * or a ban on this server ends the key's lots, and changes the generation of its leases,
- * so that a lot that was asked for before becomes a leftover.
+ * Never one action too many: an action under a lease happens at the time that is read under the
+ * lock that takes its units, and a lot's end is counted from a time before the call was sent
+ * that charged it.  So an action was charged at most the lease's length before, and windows and
+ * lumps have not ended since.  A reset, a refund or a ban on this server ends the key's lots,
+ * and changes the generation of its leases, so that a lot that was asked for before becomes a
+ * leftover.
  *
- * A key's entries are in one set, which has room for so many leases and so many denials
- * of keys without a lease that neither evicts the other.  A lease that is evicted is the one
- * that is used least; the units of its lots stay charged.  One with units counts as used, so
- * that leases of rare keys are evicted before it.  A denial that is evicted is the one with
- * the earliest end, and is counted if it is in force.
+ * A key's entries are in one set, which has room for so many leases and so many denials of keys
+ * without a lease that neither evicts the other.  The lease that is used least is evicted; the
+ * units of its lots stay charged.  One with units counts as used, so that leases of rare keys
+ * are evicted before it.  The denial with the earliest end is evicted, and is counted if it is
+ * in force.
  *
- * Locks: the LWLock of a set protects its entries; it serves several sets.  Only
- * "asking" is also changed under the shared lock, as an atomic.  The counters' locks may be
- * taken while a set is locked.  The generation numbers of keys are atomics, and are
- * increased before the entries change.
+ * Locks: the LWLock of a set protects its entries; it serves several sets.  Only "asking" is
+ * also changed under the shared lock, as an atomic.  The counters' locks may be taken while a
+ * set is locked.  The generation numbers of keys are atomics, and are increased before the
+ * entries change.
  */
 #include "postgres.h"
 
@@ -125,8 +124,8 @@ typedef struct Lease
 } Lease;
 
 /*
- * What is known of a key under limits.  It is free if it has neither denial nor lease.  The
- * lock of its set protects all members; "asking" is atomic.
+ * What is known of a key under limits.  It is free if it has neither denial nor lease.  The lock
+ * of its set protects all members; "asking" is atomic.
  */
 typedef struct Entry
 {
@@ -155,8 +154,8 @@ static Table *table = NULL;
 static LWLockPadded *locks;
 
 /*
- * A cache (src/README.md): the last refusal that this backend noted.  Without it a
- * refused call of the local store takes 4 % longer, and locks a set exclusively.
+ * A cache (src/README.md): the last refusal that this backend noted.  Without it a refused call
+ * of the local store takes 4 % longer, and locks a set exclusively.
  */
 static struct
 {
@@ -206,7 +205,6 @@ clocks(void)
 	return (rl_debug_now[0] != '\0') + 2 * (rl_debug_clock[0] != '\0');
 }
 
-/* Returns microseconds on the lease clock. */
 static int64
 lease_now(void)
 {
@@ -249,7 +247,6 @@ has_lease(const Entry *entry)
 	return entry->lease.generation != 0;
 }
 
-/* Returns true if the entry has a lease on the present clock. */
 static bool
 has_present_lease(const Entry *entry)
 {
@@ -262,7 +259,7 @@ is_free(const Entry *entry)
 	return !has_denial(entry) && !has_lease(entry);
 }
 
-/* Returns the key's next entry after that one, or its first, or NULL.  It may be free. */
+/* Returns the key's next entry after that one, or its first; it may be free.  Or NULL. */
 static inline Entry *
 next_entry(Set *set, RlKeyHash key_hash, const Entry *entry)
 {
@@ -276,7 +273,6 @@ next_entry(Set *set, RlKeyHash key_hash, const Entry *entry)
 	for (Entry *entry = next_entry(set, key_hash, NULL); entry != NULL; \
 		 entry = next_entry(set, key_hash, entry))
 
-/* Returns true if a key's entry is in use, under these limits and on the present clocks. */
 static bool
 is_entry_of(const Entry *entry, const RlLimits *limits)
 {
@@ -293,7 +289,6 @@ find_entry(Set *set, RlKeyHash key_hash, const RlLimits *limits)
 	return NULL;
 }
 
-/* Moves the span in which use is counted on to the present. */
 static void
 roll(Lease *lease, int64 now)
 {
@@ -320,7 +315,7 @@ worth(const Lease *lease)
 	return actions;
 }
 
-/* Ends a lot.  Returns its units, and counts them as unused, unless the key is not known. */
+/* Returns the lot's units, and counts them as unused, unless the key is not known. */
 static int64
 end_lot(const RlLimits *limits, const RlKey *key, Lot *lot)
 {
@@ -408,8 +403,8 @@ generation_of(RlKeyHash key_hash)
 }
 
 /*
- * Returns true if the entry is known to refuse the quota, and sets the answer, as it is
- * now.  After ASK_AGAIN it returns false to one caller, whose call renews the denial.
+ * Returns true if the entry refuses the quota, and sets the answer, as it is now.  After
+ * ASK_AGAIN it returns false to one caller, whose call renews the denial.
  */
 static bool
 refuses(Entry *entry, int64 quota, RlAnswer *answer)
@@ -461,7 +456,6 @@ trusted_for(const RlLimits *limits, const RlDecision *decision)
 	return wait;
 }
 
-/* Returns true if the answer is a refusal to be stored, and not the last one that was noted. */
 static bool
 is_to_note(const RlKnown *known, const RlAction *action, const RlAnswer *answer)
 {
@@ -478,7 +472,7 @@ is_to_note(const RlKnown *known, const RlAction *action, const RlAnswer *answer)
 		late >= NOTE_INTERVAL || -late >= NOTE_INTERVAL;
 }
 
-/* Stores a refusal, unless the key's generation has changed since the store was asked. */
+/* Does nothing if the key's generation has changed since the store was asked. */
 static void
 note_denial(Set *set, Entry *entry, const RlKnown *known, const RlAction *action, const RlAnswer *answer)
 {
@@ -525,10 +519,10 @@ note_denial(Set *set, Entry *entry, const RlKnown *known, const RlAction *action
 }
 
 /*
- * Ends answers from denials whose figures the action has changed: those under limits that
- * share a state with its limits, or all of the key.  Deletes those that it contradicts: if
- * it was allowed, those of at most its quota under its limits, and bans.  Without "change"
- * only returns true if there are some.
+ * Ends answers from denials whose figures the action has changed: those under limits that share
+ * a state with its limits, or all of the key.  Deletes those that it contradicts: if it was
+ * allowed, those of at most its quota under its limits, and bans.  Without "change" only returns
+ * true if there are some.
  */
 static bool
 outdate(Set *set, RlKeyHash key_hash, const RlAction *action, bool allowed, bool all, bool change)
@@ -572,8 +566,8 @@ delete_denials(Set *set, RlKeyHash key_hash)
  */
 
 /*
- * Returns the units that were used within the last real length, or 0 if there were too
- * few actions for a lease.  The lease is rolled to now.
+ * Returns the units that were used within the last real length, or 0 if there were too few
+ * actions for a lease, which is rolled to now.
  */
 static int64
 recent_use(const Lease *lease, int64 now)
@@ -634,8 +628,8 @@ wants_renewal(const Lease *lease, int64 now)
 
 /*
  * Answers the action, which happens now, from the key's lease, and sets the charges and the
- * lot.  Otherwise returns false, and sets *ask if the store is to be asked: to refund
- * leftovers, or with "renew" to renew the lease, also if it has the units.
+ * lot.  Otherwise returns false, and sets *ask if the store is to be asked: to refund leftovers,
+ * or with "renew" to renew the lease, also if it has the units.
  */
 static bool
 take_leased(Entry *entry, const RlAction *action, bool renew, RlAnswer *answer, RlCharge *charges,
@@ -681,7 +675,6 @@ take_leased(Entry *entry, const RlAction *action, bool renew, RlAnswer *answer, 
  * Asking for a lease
  */
 
-/* Ends a lot that has units, which become a leftover. */
 static void
 take_leftover(const Entry *entry, const RlKey *key, Lot *lot, RlLeftover *left)
 {
@@ -704,7 +697,6 @@ replaced_lot(Lease *lease)
 	return lot;
 }
 
-/* Sets what the call asks for the entry's lease. */
 static void
 ask_lease(Entry *entry, const RlKey *key, RlLeaseCall *call)
 {
@@ -738,10 +730,7 @@ ask_lease(Entry *entry, const RlKey *key, RlLeaseCall *call)
 	lease->claim_ends = now + (int64) rl_command_timeout * 1000;
 }
 
-/*
- * Stores the lot of a call that has just been answered.  If it is stale, the key was
- * repaired during the call, and the lot is a leftover.
- */
+/* If "stale", the key was repaired during the call, and the lot is a leftover. */
 static void
 store_lot(Entry *entry, const RlKey *key, const RlLeaseCall *call, const RlAnswer *answer,
 		  const RlCharge *charges, bool stale)
@@ -751,8 +740,8 @@ store_lot(Entry *entry, const RlKey *key, const RlLeaseCall *call, const RlAnswe
 	int64		length = real_length(call->valid);
 
 	/*
-	 * It has units only if they came during the call: from a rollback, or from
-	 * other calls after a repair.  They are lost.
+	 * It has units only if they came during the call: from a rollback, or from other calls
+	 * after a repair.  They are lost.
 	 */
 	end_lot(&entry->limits, key, lot);
 	lot->units = call->granted;
@@ -772,8 +761,8 @@ store_lot(Entry *entry, const RlKey *key, const RlLeaseCall *call, const RlAnswe
 }
 
 /*
- * Counts the use of an action that is allowed, and stores its lot.  The answer's decision
- * does not count the lot's units as free.  Returns the entry, if the key has one or gets it.
+ * Counts the use of an action that is allowed, and stores its lot, whose units the decision
+ * does not count as free.  Returns the key's entry, if it has or gets one.
  */
 static Entry *
 note_lease(Set *set, Entry *entry, const RlKnown *known, const RlAction *action, const RlAnswer *answer,
@@ -818,9 +807,9 @@ note_lease(Set *set, Entry *entry, const RlKnown *known, const RlAction *action,
 }
 
 /*
- * Ends the key's leases, under whatever limits.  Their units become leftovers, unless
- * their charges are deleted: by a reset of all of the key, or of the states of the
- * limits if not NULL.
+ * Ends the key's leases, under whatever limits.  Their units become leftovers, unless their
+ * charges are deleted: by a reset of all of the key, or of the states of the limits if not
+ * NULL.
  */
 static void
 end_leases(Set *set, RlKeyHash key_hash, const RlKey *key, bool reset, const RlLimits *limits)
@@ -867,10 +856,9 @@ rl_known_answer(const RlKnown *known, const RlAction *action, bool renew, bool m
 }
 
 /*
- * Begins a call that asks Redis for the action at that time (rl_local_now), and sets what it
- * asks for the lease.  Must be called before the call is sent.  If it is not sent,
- * rl_known_not_asked must be called.  If it fails otherwise, its leftovers are lost.
- * Needs shared memory.  Does not throw.
+ * Begins a call that asks Redis for the action at that time (rl_local_now), before it is sent,
+ * and sets what it asks for the lease.  If it is not sent, rl_known_not_asked must be called; if
+ * it fails otherwise, its leftovers are lost.  Needs shared memory.  Does not throw.
  */
 void
 rl_known_ask(RlKnown *known, const RlAction *action, int64 now)
@@ -927,9 +915,9 @@ rl_known_not_asked(const RlKnown *known, const RlAction *action)
 
 /*
  * Notes what a store has answered: outdates denials, ends leases if the key is banned, stores
- * the lot or the refusal.  charges has the charge of each limit if the action has a lease and
- * is allowed.  If it is refused, the lease may have the units: then sets the answer and the
- * charges, and returns the lot, and otherwise 0.  Needs shared memory.  Does not throw.
+ * the lot or the refusal. charges has the charge of each limit if the action has a lease and is
+ * allowed.  If it is refused, the lease may have the units: then sets the answer and the
+ * charges, and returns the lot, otherwise 0.  Needs shared memory.  Does not throw.
  */
 uint64
 rl_known_note(RlKnown *known, const RlAction *action, RlAnswer *answer, RlCharge *charges)
@@ -1001,8 +989,8 @@ rl_known_note(RlKnown *known, const RlAction *action, RlAnswer *answer, RlCharge
  */
 
 /*
- * Deletes the key's denials.  To be called after quota is refunded to it, or
- * may have been.  Needs shared memory.  Does not throw.
+ * Deletes the key's denials; for when quota is refunded to it, or may have been.  Needs shared
+ * memory.  Does not throw.
  */
 void
 rl_known_refunded(RlKeyHash key_hash)
@@ -1015,9 +1003,8 @@ rl_known_refunded(RlKeyHash key_hash)
 
 /*
  * Ends the key's leases, and unless "end" is RL_END_LEASES deletes its denials.  To be called
- * before and after a command that resets, refunds or bans the key, and after a report of a
- * ban.  With RL_RESET, the limits are those whose states are deleted, or NULL.  Needs no
- * shared memory.  Does not throw.
+ * before and after a command that resets, refunds or bans the key, and after a report of a ban.
+ * With RL_RESET, the limits are those whose states are deleted, or NULL.  Does not throw.
  */
 void
 rl_known_end(const RlKey *key, RlKnownEnd end, const RlLimits *limits)
@@ -1059,8 +1046,8 @@ rl_known_return(RlKeyHash key_hash, uint64 lot, int64 units)
 }
 
 /*
- * Takes one leftover of the key, and sets the limits that it was charged to.  Returns
- * false if there is none.  Does not throw.
+ * Takes one leftover of the key, and sets the limits that it was charged to.  Returns false if
+ * there is none.  Does not throw.
  */
 bool
 rl_known_leftover(const RlKey *key, RlLimits *limits, RlLeftover *left)

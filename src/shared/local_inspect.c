@@ -3,8 +3,7 @@
  *		Reads from the local store: the bans of all keys, and the states of one
  *		key.
  *
- * A partition is locked, shared, while the cells of a key, or of one slice, are
- * copied.
+ * A partition is locked, shared, while the cells of a key or a slice are copied.
  */
 #include "postgres.h"
 
@@ -26,7 +25,7 @@ typedef struct Ban
 	char		text[RL_MAX_KEY + RL_MAX_WHY];	/* the key, then why */
 } Ban;
 
-/* Copies a ban, and returns how many bytes of the copy are used.  Its partition is locked. */
+/* Copies a ban, and returns how many bytes of the copy are used. */
 static int
 copy_ban(const RlCells *view, const RlCell *cell, Ban *ban)
 {
@@ -40,8 +39,8 @@ copy_ban(const RlCells *view, const RlCell *cell, Ban *ban)
 }
 
 /*
- * Calls found() for each ban in force of a key under the current redis_url and
- * key_prefix.  Needs shared memory.
+ * Calls found() for each ban in force of a key under the current redis_url and key_prefix.
+ * Needs shared memory.
  */
 void
 rl_local_bans(RlKeptFound found, void *arg)
@@ -100,7 +99,6 @@ typedef struct Copy
 	char		raw[RL_MAX_RAW];	/* of a ban */
 } Copy;
 
-/* Completes a copied state, whose logs the pool still has. */
 static void
 describe_state(Copy *copy, const RlPool *pool)
 {
@@ -112,8 +110,8 @@ describe_state(Copy *copy, const RlPool *pool)
 }
 
 /*
- * Copies a state or, with algorithm RL_BAN_CELL, a ban.  Its partition is locked.  A
- * state of a calendar has no logs; it is completed later, because its zone must be found.
+ * Copies a state or, with algorithm RL_BAN_CELL, a ban.  Its partition is locked.  A state of a
+ * calendar, which has no logs, is completed later, because its zone must be found.
  */
 static void
 copy_state(const RlCells *view, uint32 c, Copy *copy)

@@ -3,9 +3,9 @@
  *		Which refusals get into the server's log, as ratelimit.log_refusals says, and
  *		which actions that were allowed in shadow.
  *
- * A flood of refused calls must not become a flood of lines.  A refusal that is
- * raised is marked by its error's text domain, which stays with the error through
- * each rethrow; a user's own error with the same SQLSTATE has no mark.
+ * A flood of refused calls must not become a flood of lines.  A refusal is marked by its error's
+ * text domain, which stays with the error through each rethrow; a user's own error with the
+ * same SQLSTATE has no mark.
  */
 #include "postgres.h"
 
@@ -15,9 +15,8 @@
 #include "shared/refusal_log.h"
 
 /*
- * The most refusals, of all keys together, that are logged in any second.  A refusal
- * usually has at most five lines: the error, its detail, hint and context, and the
- * statement; so these are 100 lines.
+ * The most refusals that are logged in any second.  With detail, hint, context and statement,
+ * these are 100 lines.
  */
 #define MAX_LOGGED			20
 #define SEEN				1024	/* keys whose last time in the log is known */
@@ -72,8 +71,8 @@ attach(void *memory, LWLockPadded *locks pg_attribute_unused(), bool found)
 const RlSharedPart rl_refusal_log_part = {sizeof(Samples), 0, NULL, attach};
 
 /*
- * Returns true if it has not returned true for the key within a second, and notes the
- * time.  Of several backends at the same moment, one gets true.
+ * Returns true if it has not for the key within a second.  Of several backends at the same
+ * moment, one gets true.
  */
 static bool
 is_new_key(Sample *sample, uint64 hash, int64 now)
@@ -88,7 +87,7 @@ is_new_key(Sample *sample, uint64 hash, int64 now)
 	return pg_atomic_compare_exchange_u64(seen, &last, (uint64) ms << 32 | half);
 }
 
-/* Returns true if fewer than MAX_LOGGED refusals were logged within a second, and notes the time. */
+/* Returns true if it has fewer than MAX_LOGGED times within a second. */
 static bool
 is_within_limit(Sample *sample, int64 now)
 {
@@ -101,10 +100,7 @@ is_within_limit(Sample *sample, int64 now)
 	return true;
 }
 
-/*
- * Returns true if a refusal of the key with this hash may be logged now, and sets
- * *left_out to the number of those that were left out before it.
- */
+/* Returns true if a refusal of the key may be logged, and how many were left out before it. */
 static bool
 may_log(Sample *sample, uint64 hash, uint64 *left_out)
 {
@@ -133,10 +129,7 @@ emit_log(ErrorData *error)
 {
 	uint64		left_out;
 
-	/*
-	 * Errors that were caught and rethrown have a copy of the mark.  An error that
-	 * ends the session is always logged.
-	 */
+	/* A rethrown error has a copy of the mark.  An error that ends the session is always logged. */
 	if (rl_log_refusals != RL_LOG_ALL && error->output_to_server && error->elevel == ERROR &&
 		error->domain != NULL && strcmp(error->domain, mark) == 0)
 	{
@@ -184,8 +177,8 @@ rl_refusal_mark(const RlKey *key)
 }
 
 /*
- * Returns true if an action on the key, which was allowed only in shadow, may be logged
- * now, and sets *left_out to the number of those that were left out before it.
+ * Returns true if an action on the key, allowed only in shadow, may be logged, and how many
+ * were left out before.
  */
 bool
 rl_shadow_may_log(const RlKey *key, uint64 *left_out)

@@ -2,12 +2,11 @@
  * shared.c
  *		Memory that all backends share, divided among the modules that use it.
  *
- * It has a header of fixed size, and two areas, each with locks and parts: one for the
- * local store, which is by far the larger, and one for the other modules.  If the library
- * is preloaded, the postmaster creates all of it.  Otherwise, from PostgreSQL 17 on, the
- * first backend that needs an area creates it, as a segment of dynamic shared memory.
- * Another one is for the header, which other backends find by its name.  They exist until
- * the server stops.
+ * It has a header, and two areas, each with locks and parts: one for the local store, which is
+ * by far the larger, and one for the other modules.  If the library is preloaded, the postmaster
+ * creates all of it.  Otherwise, from PostgreSQL 17 on, the first backend that needs an area
+ * creates it, as a segment of dynamic shared memory.  Another one is for the header, which other
+ * backends find by its name.  They exist until the server stops.
  *
  * Locks: AddinShmemInitLock, while the memory is created or attached.
  */
@@ -42,9 +41,9 @@
 #endif
 
 /*
- * The layout of everything in shared memory.  Increase it when a struct there, the
- * meaning of a member, or the size of an area changes: while a package is upgraded, old
- * and new libraries run in one server.  Each must find only memory of its own layout.
+ * The layout of everything in shared memory.  Increase it when a struct there, the meaning of a
+ * member, or the size of an area changes: while a package is upgraded, old and new libraries
+ * run in one server, and each must find only memory of its own layout.
  */
 #define LAYOUT				10
 #define NAME				"ratelimit " CppAsString2(LAYOUT)
@@ -74,8 +73,8 @@ typedef struct Header
 } Header;
 
 /*
- * Whether an area was created.  It is in the server's main memory, because
- * dynamic shared memory may be full.  AddinShmemInitLock protects all members.
+ * Whether an area was created; in the server's main memory, because dynamic shared memory may
+ * be full.  AddinShmemInitLock protects all members.
  */
 typedef struct Attempt
 {
@@ -121,8 +120,8 @@ rl_boottime_now(void)
 }
 
 /*
- * Returns the wall clock less rl_boottime_now.  The wall clock is read first, so that a
- * pause between the two makes the result smaller and never larger.
+ * Returns the wall clock less rl_boottime_now.  With the wall clock read first, a pause between
+ * the two makes the result smaller and never larger.
  */
 static int64
 wall_ahead(void)
@@ -147,10 +146,7 @@ rl_wait_event(void)
 #endif
 }
 
-/*
- * Sleeps until a time on that clock.  May raise an error at an interrupt, but
- * not in the last millisecond.
- */
+/* Sleeps until a time on that clock.  May raise an error at an interrupt, but not in the last millisecond. */
 void
 rl_sleep_until(int64 until, uint32 wait_event)
 {
@@ -173,7 +169,6 @@ rl_sleep_until(int64 until, uint32 wait_event)
 	}
 }
 
-/* Returns the bytes that the part needs, and sets the number of locks. */
 static Size
 part_size(const RlSharedPart *part, int max_keys, int *nlocks)
 {
@@ -185,7 +180,6 @@ part_size(const RlSharedPart *part, int max_keys, int *nlocks)
 	return CACHELINEALIGN(size);
 }
 
-/* Returns the bytes of the area, and sets the number of locks. */
 static Size
 area_size(Area area, int max_keys, int *nlocks)
 {
@@ -202,7 +196,6 @@ area_size(Area area, int max_keys, int *nlocks)
 	return add_size(total, mul_size(*nlocks, sizeof(LWLockPadded)));
 }
 
-/* Sets all members of a new header but the areas. */
 static void
 init_header(Header *new)
 {
@@ -302,8 +295,8 @@ rl_shared_request(void)
 #if PG_VERSION_NUM >= 170000
 
 /*
- * Creates the area if no backend has, and attaches it.  AddinShmemInitLock must be held.
- * Raises an error if that fails; the resource owner then has the segments.
+ * Creates the area if no backend has, and attaches it.  AddinShmemInitLock must be held.  Raises
+ * an error if that fails; the resource owner then has the segments.
  */
 static void
 find_area(Area area, Attempt *attempt)
@@ -314,8 +307,8 @@ find_area(Area area, Attempt *attempt)
 	bool		found;
 
 	/*
-	 * The large segment comes first: if there is no room for the segment of a name,
-	 * the name may be unusable until the server is restarted.
+	 * The large segment comes first: without room for the segment of a name, the name may be
+	 * unusable until the server is restarted.
 	 */
 	if (!attempt->succeeded)
 		segment = dsm_create(area_size(area, area == BASE ? rl_local_max_keys : new->max_keys, &nlocks), 0);
@@ -349,7 +342,6 @@ find_attempts(void)
 	return attempts;
 }
 
-/* Releases all resources of the owner, and deletes it. */
 static void
 end_owner(ResourceOwner owner)
 {
@@ -376,10 +368,10 @@ is_first_failure(Attempt *attempt, int64 now)
 }
 
 /*
- * Attaches the area if this process has not, and creates it if no process has; without
- * "create", only attaches it.  Does not throw: if it cannot be created, the server's log
- * says so, and no process tries again within RETRY_INTERVAL.  The caller must not hold
- * LWLocks, and must have the base unless that is the area.
+ * Attaches the area if this process has not, and with "create" creates it if no process has.
+ * Does not throw: if that fails, the server's log says so, and no process tries again within
+ * RETRY_INTERVAL.  The caller must not hold LWLocks, and must have the base unless that is the
+ * area.
  */
 static void
 start_area(Area area, bool create)
@@ -441,8 +433,8 @@ start_area(Area area pg_attribute_unused(), bool create pg_attribute_unused())
 #endif
 
 /*
- * Attaches the shared memory but that of the local store, and creates it if no process
- * has.  Does not throw.  The caller must not hold LWLocks.
+ * Attaches the shared memory but that of the local store, and creates it if no process has.
+ * Does not throw.  The caller must not hold LWLocks.
  */
 void
 rl_shared_start(void)
@@ -458,7 +450,6 @@ rl_shared_available(void)
 	return header != NULL;
 }
 
-/* Raises an error because a feature has no shared memory. */
 pg_noreturn static void
 raise_unshared(const char *what)
 {
@@ -482,8 +473,8 @@ rl_require_shared(const char *what)
 }
 
 /*
- * Does the same, and starts the memory of the local store.  A backend must call this
- * before it uses that, and so has it when a callback refunds charges there.
+ * Does the same for the local store too.  A backend must call this before it uses that, so that
+ * callbacks can refund there.
  */
 void
 rl_require_local_store(const char *what)
@@ -505,7 +496,7 @@ rl_find_local_store(void)
 	return has_area[LOCAL_STORE];
 }
 
-/* Returns how many states of the local store there is room for.  Needs shared memory. */
+/* Returns for how many states the local store has room.  Needs shared memory. */
 int
 rl_shared_max_keys(void)
 {
@@ -513,11 +504,11 @@ rl_shared_max_keys(void)
 }
 
 /*
- * Returns the time of the local store, in microseconds since 1970, or
- * ratelimit.debug_now if it is set.  Needs shared memory.
+ * Returns the time of the local store, in microseconds since 1970, or ratelimit.debug_now if it
+ * is set.  Needs shared memory.
  *
- * This time never goes back.  It is that of a clock that is never set, and follows the
- * wall clock within CLOCK_CHECK when that is set forward: all backends are as far ahead.
+ * This time never goes back.  It is that of a clock that is never set, and follows the wall
+ * clock within CLOCK_CHECK when that is set forward, in all backends alike.
  */
 int64
 rl_local_now(void)
@@ -545,9 +536,8 @@ rl_local_now(void)
 /*
  * Returns the key's hash, for the settings as they are.  Needs shared memory.
  *
- * Caches (src/README.md): the hash of the settings, without which a call of the
- * local store takes 11 % longer; the last key's hash, for which a call asks
- * twice, 4 %.
+ * Caches (src/README.md): the hash of the settings, without which a call of the local store
+ * takes 11 % longer; the last key's hash, for which a call asks twice, 4 %.
  */
 RlKeyHash
 rl_key_hash(const RlKey *key)

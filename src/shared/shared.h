@@ -12,9 +12,8 @@
 #include "shared/siphash.h"
 
 /*
- * The identity of a key in shared memory: a hash of redis_url, key_prefix and the
- * key.  It is made with a secret of this server, so no user can construct two keys
- * that have the same hash.
+ * The identity of a key in shared memory: a hash of redis_url, key_prefix and the key, with a
+ * secret of this server, so that no user can construct two keys with one hash.
  */
 typedef RlHash RlKeyHash;
 

@@ -1,6 +1,5 @@
--- One sliding_log without options. See one.lua for the arguments and the reply. If the log
--- is more than a tail, or refusals count, the script goes on as for a list of limits, and
--- its reply is that of check.lua.
+-- One sliding_log without options. See one.lua. If the log is more than a tail, or refusals
+-- count, the script goes on as for a list of limits, with the reply of check.lua.
 --@ clock_alone
 do
   local tag, quota, period, capacity = ARGV[1], ARGV[2] + 0, ARGV[3] + 0, ARGV[4] + 0

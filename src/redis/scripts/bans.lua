@@ -4,9 +4,9 @@
 -- parts. ARGV[2] is the cursor (0 at first), ARGV[3] the pattern of the names, and
 -- ARGV[4] how many bytes are before the key in a name.
 --
--- A beginning that is not known is "-". A key that could not be read has "-" as its end. In a script that reads several slots
--- of a Cluster, Redis 8 does not find the keys of a slot that is moving. For such a
--- key, the caller sends another call with its hash as KEYS[1].
+-- A beginning that is not known is "-", as is the end of a key that could not be read: in a
+-- script that reads several slots of a Cluster, Redis 8 does not find the keys of a slot that
+-- is moving. The caller then sends another call with its hash as KEYS[1].
 --
 -- A part has a bounded number of keys and bytes, so that it does not occupy Redis for
 -- long. If a single bucket of Redis's table has more bytes, the script fails.

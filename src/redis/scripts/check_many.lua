@@ -1,6 +1,5 @@
--- Decides many keys, each by itself, in the order of KEYS. From ARGV[2] on there are
--- runs: a number of keys, and what they have in common: the number of limits, the
--- quota, and the limits.
+-- Decides many keys, each by itself, in the order of KEYS. From ARGV[2] on there are runs: a
+-- number of keys, and what they share: the number of limits, the quota, and the limits.
 --
 -- Returns for each key the numbers that check.lua returns, or only -2 if the key has failed,
 -- also because of its windows: then it was not charged. If keys are banned, a text follows: a

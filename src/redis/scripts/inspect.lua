@@ -1,13 +1,12 @@
--- Returns the states of the key, and its ban, as one string. It begins with
--- "<bytes>:<state>": the state after which the next call goes on, which is its
--- ARGV[2], or "0:" if this was the last. Then, in the order of their names, it has for
--- each state "<used> <end> <bytes>:<state><bytes>:<raw>". "-" stands for a figure that
--- is not known. A state that is as if it had never been used is left out. ARGV[2] is
--- empty at first.
+-- Returns the states of the key, and its ban, as one string. It begins with "<bytes>:<state>":
+-- the state after which the next call goes on, its ARGV[2] (empty at first), or "0:" if this
+-- was the last. Then, in the order of their names, it has for each state "<used> <end>
+-- <bytes>:<state><bytes>:<raw>", with "-" for a figure that is not known. A state that is as if
+-- it had never been used is left out.
 --
--- A state's name is its tag, or "ban", or "<tag>:refused" for the refusals that a ban
--- counts. The chunks of logs are not read, except where a log begins. For
--- MOST_FIELDS fields and MOST_STATES states Redis needs a few milliseconds.
+-- A state's name is its tag, or "ban", or "<tag>:refused" for the refusals that a ban counts.
+-- Of the chunks of logs, only where a log begins is read. For MOST_FIELDS fields and
+-- MOST_STATES states Redis needs a few milliseconds.
 --@ clock state algorithms
 
 local MOST_FIELDS, MOST_STATES, LONGEST, LONGEST_RAW = 4096, 256, 30000, 256

@@ -1,18 +1,16 @@
--- Charges the quota to all limits or to none, and with it units for a lease. First
--- refunds the units that were left of earlier leases.
+-- Charges the quota to all limits or to none, and with it units for a lease. First refunds the
+-- units that were left of earlier leases.
 --
--- ARGV[2] is the number of units that are wanted beyond the quota for a lease of
--- ARGV[4] microseconds, and ARGV[5] the number of leftovers. Then each limit has its
--- LIMIT arguments, its interval (throttle: microseconds and nanoseconds, others: 0 0),
--- and for each leftover the CHARGE arguments of refund_charges.lua.
+-- ARGV[2] is how many units are wanted beyond the quota for a lease of ARGV[4] microseconds,
+-- ARGV[5] the number of leftovers. Then each limit has its LIMIT arguments, its interval
+-- (throttle: microseconds and nanoseconds, others: 0 0), and for each leftover the CHARGE
+-- arguments.
 --
--- Returns what check.lua returns, with three numbers more behind the others: the units that
--- are granted beyond the quota, for how many microseconds they can be used, and the key's
--- life, or 0 if it has none.
+-- Returns what check.lua returns, and behind the other numbers: the units that are granted
+-- beyond the quota, for how many microseconds they can be used, and the key's life, or 0.
 --
--- The life is Redis's own time of the first lot, in the field "lease". It ends when
--- the key is deleted or a state is reset. A leftover of another life is lost: the
--- quota in use does not contain it.
+-- The life is Redis's own time of the first lot, in the field "lease". It ends when the key is
+-- deleted or a state is reset. A leftover of another life is lost.
 --@ clock state gcra token_bucket fixed_window sliding_window act
 
 local FIRST, CHARGE = 6, 5

@@ -1,12 +1,10 @@
 -- Decides many keys under one limit each, in the order of KEYS. ARGV[2] is the number of
--- arguments of a limit: those of throttle.lua, without those at the end that are 0 for all
--- limits. From ARGV[3] on there are runs: a number of keys, and the arguments of the limit
--- of each of these keys.
+-- arguments of a limit: those of throttle.lua, without those at the end that are 0 for all.
+-- From ARGV[3] on there are runs: a number of keys, and the arguments of their limit.
 --
--- Returns the time, and the number of each key. Behind them there are pairs for the keys
--- that are banned: the key's position, and the rest of its ban in microseconds. A pair
--- with -1 is for a key that has failed: it was not charged, and its number is 0. If keys are
--- banned, a text follows: a line for each of them, with the limit that set the ban.
+-- Returns the time, and the number of each key. Behind them there are pairs for keys that are
+-- banned: the key's position, and the rest of its ban in microseconds; or that have failed: -1.
+-- Such a key was not charged, and its number is 0. A text follows as of check_many.lua.
 --@ clock
 
 -- Returns the numbers of one key.

@@ -1,6 +1,5 @@
--- Returns the masters of a Cluster as one string: for each its port, its port for
--- TLS (0: none) and its host, "<port> <port> <bytes>:<host>". Outside of a Cluster
--- the string is empty. The script has no key. ARGV[1] is the name of a hash that does
+-- Returns the masters of a Cluster as one string: for each "<port> <port for TLS, or 0>
+-- <bytes>:<host>". Outside of a Cluster it is empty. ARGV[1] is the name of a hash that does
 -- not exist.
 
 local SLOTS = 16384

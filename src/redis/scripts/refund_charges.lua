@@ -1,11 +1,9 @@
--- Refunds charges of 1 to 100 keys, in the order of KEYS, less the quota that has been
--- replenished since, as rl_refund_charge in algorithm.c does. From ARGV[2] on there are
--- for each key: quota, number of charges, charges. Limits that count refused quota then
--- count the key's quota as refused, unless it is 0 or the key is banned.
--- Each charge has the LIMIT arguments of its limit and
--- CHARGE more: the amount in two parts (throttle: microseconds and nanoseconds;
--- others: units and 0), the time of the charge, its mark, and of a leftover the key's
--- life, otherwise 0 (see RlCharge in algorithm.h). A leftover of another life is lost.
+-- Refunds charges of 1 to 100 keys, in the order of KEYS, as rl_refund_charge in algorithm.c
+-- does. From ARGV[2] on there are for each key: quota, number of charges, charges. Limits that
+-- count refused quota then count the key's quota as refused, unless it is 0 or the key is
+-- banned. Each charge has the LIMIT arguments of its limit and CHARGE more: the amount in two
+-- parts (throttle: microseconds and nanoseconds; others: units and 0), time, mark and life as
+-- in RlCharge. A leftover of another life is lost.
 --
 -- Returns 1, or the positions of the keys that have failed: these are not refunded. If
 -- the first key fails, none is, and the reply is its error.

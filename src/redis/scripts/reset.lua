@@ -1,7 +1,7 @@
 -- Deletes states of the key, and the refusals that their bans count, or the ban. From
--- ARGV[FIRST] on each state has two arguments: its tag, and 1 if the state is
--- logs. The tag of the ban is "ban". Returns how many fields and logs there were; chunks that were cut off
--- before do not count. After the reset of a state, leftovers of leases are not refunded.
+-- ARGV[FIRST] on each state has two arguments: its tag (of the ban "ban"), and 1 if the state
+-- is logs. Returns how many fields and logs there were, without chunks that were cut off
+-- before. After the reset of a state, leftovers of leases are not refunded.
 --@ clock state log
 
 local FIRST = 2
