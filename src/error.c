@@ -23,9 +23,9 @@ clip(char *text, size_t size)
 
 /*
  * Sets the error's SQLSTATE and message, and nothing else.  A message that is too long
- * is cut.  Does not throw.
+ * is cut.  Returns false, for a caller that fails with this error.  Does not throw.
  */
-void
+bool
 rl_error_set(RlError *error, int sqlstate, const char *fmt,...)
 {
 	va_list		args;
@@ -40,10 +40,11 @@ rl_error_set(RlError *error, int sqlstate, const char *fmt,...)
 	vsnprintf(error->message, sizeof(error->message), fmt, args);
 	va_end(args);
 	clip(error->message, sizeof(error->message));
+	return false;
 }
 
-/* Sets the detail, a sentence, of an error that has a message.  Does not throw. */
-void
+/* Sets the detail, a sentence, of an error that has a message.  Returns false.  Does not throw. */
+bool
 rl_error_detail(RlError *error, const char *fmt,...)
 {
 	va_list		args;
@@ -52,6 +53,7 @@ rl_error_detail(RlError *error, const char *fmt,...)
 	vsnprintf(error->detail, sizeof(error->detail), fmt, args);
 	va_end(args);
 	clip(error->detail, sizeof(error->detail));
+	return false;
 }
 
 /* Returns the message and the detail as one text: palloc'd, or the error's own. */

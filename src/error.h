@@ -10,8 +10,8 @@
 /* A server built by gcc has a pg_attribute_printf that clang does not know. */
 #define rl_attribute_printf(f, a) __attribute__((format(printf, f, a)))
 
-extern void rl_error_set(RlError *error, int sqlstate, const char *fmt,...) rl_attribute_printf(3, 4);
-extern void rl_error_detail(RlError *error, const char *fmt,...) rl_attribute_printf(2, 3);
+extern bool rl_error_set(RlError *error, int sqlstate, const char *fmt,...) rl_attribute_printf(3, 4);
+extern bool rl_error_detail(RlError *error, const char *fmt,...) rl_attribute_printf(2, 3);
 extern const char *rl_error_text(const RlError *error);
 extern char *rl_key_shown(const char *data, int len);
 extern char *rl_key_matched(const char *data, int len);

@@ -142,15 +142,11 @@ rl_key_make(const char *data, int len, RlKey *key, RlError *error)
 	key->data = (bits & UINT64CONST(0x8080808080808080)) == 0 ? data : pg_server_to_any(data, len, PG_UTF8);
 	key->len = key->data == data ? len : (int) strlen(key->data);
 	if (key->len == 0)
-	{
-		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be empty");
-		return false;
-	}
+		return rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be empty");
 	if (key->len > RL_MAX_KEY)
 	{
 		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be longer than %d bytes", RL_MAX_KEY);
-		rl_error_detail(error, "It has %d bytes in UTF-8.", key->len);
-		return false;
+		return rl_error_detail(error, "It has %d bytes in UTF-8.", key->len);
 	}
 	return true;
 }

@@ -90,8 +90,7 @@ wrong_call(RlError *error, const char *text)
 {
 	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
 				 "invalid call of a function for rate limits: \"%s\"", text);
-	rl_error_detail(error, "Write schema.function({column}, ...).");
-	return false;
+	return rl_error_detail(error, "Write schema.function({column}, ...).");
 }
 
 /*
@@ -115,9 +114,8 @@ parse_name(const char *text, List **names, const char **args, RlError *error)
 		*names = lappend(*names, makeString(lfirst(cell)));
 	if (list_length(*names) == 2)
 		return true;
-	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
-				 "the name of a function for rate limits must have its schema: \"%s\"", text);
-	return false;
+	return rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+						"the name of a function for rate limits must have its schema: \"%s\"", text);
 }
 
 static const char *
@@ -138,11 +136,8 @@ add_argument(LimitsCall *call, List **params, Relation rel, const Trigger *trigg
 	if (attnum == 0)
 		return false;
 	if (call->nargs == FUNC_MAX_ARGS)
-	{
-		rl_error_set(error, ERRCODE_TOO_MANY_ARGUMENTS,
-					 "cannot pass more than %d arguments to a function", FUNC_MAX_ARGS);
-		return false;
-	}
+		return rl_error_set(error, ERRCODE_TOO_MANY_ARGUMENTS,
+							"cannot pass more than %d arguments to a function", FUNC_MAX_ARGS);
 	attribute = TupleDescAttr(RelationGetDescr(rel), attnum - 1);
 	call->args[call->nargs++] = (LimitsArgument) {attnum, attribute->atttypid, attribute->attbyval, attribute->attlen};
 	param = makeNode(Param);
@@ -196,19 +191,15 @@ wrong_function(RlError *error, FuncDetailCode code, const char *signature)
 		case FUNCDETAIL_NORMAL:
 			rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
 						 "function %s cannot return the limits of a trigger", signature);
-			rl_error_detail(error, "It must not return a set, be VARIADIC, or have a default of a polymorphic type.");
-			return false;
+			return rl_error_detail(error, "It must not return a set, be VARIADIC, or have a default of a polymorphic type.");
 		case FUNCDETAIL_MULTIPLE:
-			rl_error_set(error, ERRCODE_AMBIGUOUS_FUNCTION, "function %s is not unique", signature);
-			return false;
+			return rl_error_set(error, ERRCODE_AMBIGUOUS_FUNCTION, "function %s is not unique", signature);
 		case FUNCDETAIL_NOTFOUND:
 		case FUNCDETAIL_COERCION:
 			rl_error_set(error, ERRCODE_UNDEFINED_FUNCTION, "function %s does not exist", signature);
-			rl_error_detail(error, "The types of its arguments are those of the columns.");
-			return false;
+			return rl_error_detail(error, "The types of its arguments are those of the columns.");
 		default:
-			rl_error_set(error, ERRCODE_WRONG_OBJECT_TYPE, "%s is not a function", signature);
-			return false;
+			return rl_error_set(error, ERRCODE_WRONG_OBJECT_TYPE, "%s is not a function", signature);
 	}
 }
 
@@ -326,8 +317,7 @@ resolve(LimitsCall *call, List *names, List *params, Oid limits_type, RlError *e
 		return true;
 	rl_error_set(error, ERRCODE_DATATYPE_MISMATCH,
 				 "function %s must return type rl_limits", call->signature);
-	rl_error_detail(error, "It returns type %s.", format_type_be(call->function->funcresulttype));
-	return false;
+	return rl_error_detail(error, "It returns type %s.", format_type_be(call->function->funcresulttype));
 }
 
 /*

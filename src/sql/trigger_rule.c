@@ -80,8 +80,7 @@ set_column(Pair *pair, Piece *piece, Relation rel, const Trigger *trigger, const
 	rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
 				 "column \"%.*s\" of type %s cannot be part of a rate-limit key",
 				 len, name, format_type_be(type));
-	rl_error_detail(error, "It must be an integer, numeric, text, varchar, char, name, uuid, boolean, inet, an enum, or a domain over one of them.");
-	return false;
+	return rl_error_detail(error, "It must be an integer, numeric, text, varchar, char, name, uuid, boolean, inet, an enum, or a domain over one of them.");
 }
 
 /* Returns how many bytes each value of the column has at least. */
@@ -110,8 +109,7 @@ check_length(const char *text, int len, int more, RlError *error)
 	if (len + more <= RL_MAX_KEY)
 		return true;
 	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be longer than %d bytes", RL_MAX_KEY);
-	rl_error_detail(error, "By its template, it has at least %d bytes in UTF-8.", len + more);
-	return false;
+	return rl_error_detail(error, "By its template, it has at least %d bytes in UTF-8.", len + more);
 }
 
 /*
@@ -141,8 +139,7 @@ separate_columns(const Pair *pair, RlError *error)
 		{
 			rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
 						 "two columns of a rate-limit key must have a separator");
-			rl_error_detail(error, "Write \":\", or another ASCII character except %% and 0 to 9 and A to F, between them.");
-			return false;
+			return rl_error_detail(error, "Write \":\", or another ASCII character except %% and 0 to 9 and A to F, between them.");
 		}
 	return true;
 }
@@ -159,10 +156,7 @@ parse_template(Pair *pair, Relation rel, const Trigger *trigger, const char *tem
 	int			more = 0;
 
 	if (template[0] == '\0')
-	{
-		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be empty");
-		return false;
-	}
+		return rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be empty");
 	for (const char *p = template; *p; p++)
 		npieces += *p == '{' && p[1] != '{';
 	pair->pieces = piece = MemoryContextAllocZero(context, npieces * sizeof(Piece));
@@ -207,10 +201,9 @@ check_quota_fits(const Rule *rule, RlError *error)
 		{
 			if (rule->quota <= limits->limit[i].capacity || limits->limit[i].shadow)
 				continue;
-			rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
-						 "quota %lld is more than limit \"%s\" ever allows",
-						 (long long) rule->quota, rl_limit_text(limits, i));
-			return false;
+			return rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+								"quota %lld is more than limit \"%s\" ever allows",
+								(long long) rule->quota, rl_limit_text(limits, i));
 		}
 	}
 	return true;
@@ -234,8 +227,7 @@ parse_quota(Rule *rule, Relation rel, const Trigger *trigger, const char *value,
 		rl_error_set(error, ERRCODE_DATATYPE_MISMATCH,
 					 "column \"%.*s\" of type %s cannot be a quota",
 					 (int) len - 2, value + 1, format_type_be(rule->quota_type));
-		rl_error_detail(error, "A quota is a smallint, integer or bigint.");
-		return false;
+		return rl_error_detail(error, "A quota is a smallint, integer or bigint.");
 	}
 	if (len > 0 && len <= 16 && strspn(value, "0123456789") == len)
 	{
@@ -245,9 +237,8 @@ parse_quota(Rule *rule, Relation rel, const Trigger *trigger, const char *value,
 	}
 	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
 				 "invalid quota \"%s\" of a rate-limit trigger", value);
-	rl_error_detail(error, "It must be {column}, or a whole number from 0 to %lld.",
-					(long long) RL_MAX_COUNT);
-	return false;
+	return rl_error_detail(error, "It must be {column}, or a whole number from 0 to %lld.",
+						   (long long) RL_MAX_COUNT);
 }
 
 static bool
@@ -260,14 +251,12 @@ parse_option(Rule *rule, Relation rel, const Trigger *trigger, const char *optio
 		rule->skip = true;
 		if (TRIGGER_FOR_BEFORE(trigger->tgtype) && TRIGGER_FOR_ROW(trigger->tgtype))
 			return true;
-		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-					 "only a BEFORE trigger for each row can skip a row");
-		return false;
+		return rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+							"only a BEFORE trigger for each row can skip a row");
 	}
 	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
 				 "invalid option \"%s\" of a rate-limit trigger", option);
-	rl_error_detail(error, "Options are quota={column} and on_deny=skip, each once.");
-	return false;
+	return rl_error_detail(error, "Options are quota={column} and on_deny=skip, each once.");
 }
 
 /* Parses a key and its limits.  Returns false with the error set. */
@@ -315,8 +304,7 @@ check_pairs(const Rule *rule, RlError *error)
 			{
 				rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
 							 "an action must not have the same key twice");
-				rl_error_detail(error, "Template number %d is the same as template number %d.", i + 1, j + 1);
-				return false;
+				return rl_error_detail(error, "Template number %d is the same as template number %d.", i + 1, j + 1);
 			}
 		if (rule->pairs[i].limits != NULL)
 			sliding += rl_sliding_limits(rule->pairs[i].limits);
@@ -345,24 +333,17 @@ parse_rule(Rule *rule, Relation rel, const Trigger *trigger, RlError *error)
 
 	rule->quota = 1;
 	if (!TRIGGER_FOR_BEFORE(trigger->tgtype) && !TRIGGER_FOR_AFTER(trigger->tgtype))
-	{
-		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-					 "rl_enforce must be fired before or after the row is written");
-		return false;
-	}
+		return rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+							"rl_enforce must be fired before or after the row is written");
 	if (!TRIGGER_FOR_ROW(trigger->tgtype) && !sees_statement(trigger))
 	{
 		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
 					 "rl_enforce must be fired for each row, or see the statement's rows");
-		rl_error_detail(error, "A trigger for each statement needs REFERENCING NEW TABLE, or for DELETE OLD TABLE.");
-		return false;
+		return rl_error_detail(error, "A trigger for each statement needs REFERENCING NEW TABLE, or for DELETE OLD TABLE.");
 	}
 	if (trigger->tgnargs < 2)
-	{
-		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
-					 "rl_enforce takes a key and limits");
-		return false;
-	}
+		return rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+							"rl_enforce takes a key and limits");
 
 	rule->args = MemoryContextAlloc(rule->context, trigger->tgnargs * sizeof(char *));
 	while (rule->nargs < trigger->tgnargs)
@@ -374,11 +355,8 @@ parse_rule(Rule *rule, Relation rel, const Trigger *trigger, RlError *error)
 	do
 	{
 		if (rule->npairs == RL_MAX_PAIRS)
-		{
-			rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
-						 "rl_enforce takes at most %d pairs of a key and limits", RL_MAX_PAIRS);
-			return false;
-		}
+			return rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+								"rl_enforce takes at most %d pairs of a key and limits", RL_MAX_PAIRS);
 		if (!parse_pair(rule, rel, trigger, rule->args[i], rule->args[i + 1], error))
 			return false;
 		i += 2;
