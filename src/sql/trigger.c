@@ -5,14 +5,13 @@
  */
 #include "postgres.h"
 
-#include "access/genam.h"
 #include "access/htup_details.h"
 #include "access/relation.h"
 #include "access/table.h"
+#include "catalog/objectaddress.h"
 #include "catalog/pg_trigger.h"
 #include "commands/trigger.h"
 #include "storage/lmgr.h"
-#include "utils/fmgroids.h"
 #include "utils/fmgrprotos.h"
 
 #include "algorithm/limits.h"
@@ -167,20 +166,10 @@ static Oid
 trigger_relation(Oid trigger)
 {
 	Relation	catalog = table_open(TriggerRelationId, AccessShareLock);
-	Oid			relation = InvalidOid;
-	ScanKeyData key;
-	SysScanDesc scan;
-	HeapTuple	tuple;
+	HeapTuple	tuple = get_catalog_object_by_oid(catalog, Anum_pg_trigger_oid, trigger);
 
-	ScanKeyInit(&key, Anum_pg_trigger_oid, BTEqualStrategyNumber, F_OIDEQ,
-				ObjectIdGetDatum(trigger));
-	scan = systable_beginscan(catalog, TriggerOidIndexId, true, NULL, 1, &key);
-	tuple = systable_getnext(scan);
-	if (HeapTupleIsValid(tuple))
-		relation = ((Form_pg_trigger) GETSTRUCT(tuple))->tgrelid;
-	systable_endscan(scan);
 	table_close(catalog, AccessShareLock);
-	return relation;
+	return HeapTupleIsValid(tuple) ? ((Form_pg_trigger) GETSTRUCT(tuple))->tgrelid : InvalidOid;
 }
 
 /* Returns the limits of a pair as canonical text; if they are wrong or a call, the trigger's argument. */

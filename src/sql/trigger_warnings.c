@@ -8,7 +8,7 @@
 #include "access/htup_details.h"
 #include "access/relation.h"
 #include "access/table.h"
-#include "catalog/dependency.h"
+#include "catalog/objectaddress.h"
 #include "catalog/partition.h"
 #include "catalog/pg_class.h"
 #include "catalog/pg_depend.h"
@@ -55,19 +55,10 @@ static Oid
 rule_view(Oid rule)
 {
 	Relation	catalog = table_open(RewriteRelationId, AccessShareLock);
-	Oid			view = InvalidOid;
-	ScanKeyData key;
-	SysScanDesc scan;
-	HeapTuple	tuple;
+	HeapTuple	tuple = get_catalog_object_by_oid(catalog, Anum_pg_rewrite_oid, rule);
 
-	ScanKeyInit(&key, Anum_pg_rewrite_oid, BTEqualStrategyNumber, F_OIDEQ, ObjectIdGetDatum(rule));
-	scan = systable_beginscan(catalog, RewriteOidIndexId, true, NULL, 1, &key);
-	tuple = systable_getnext(scan);
-	if (HeapTupleIsValid(tuple))
-		view = ((Form_pg_rewrite) GETSTRUCT(tuple))->ev_class;
-	systable_endscan(scan);
 	table_close(catalog, AccessShareLock);
-	return view;
+	return HeapTupleIsValid(tuple) ? ((Form_pg_rewrite) GETSTRUCT(tuple))->ev_class : InvalidOid;
 }
 
 /* Returns the views whose query names the relation. */
