@@ -172,6 +172,22 @@ define_file(const char *name, char **variable, const char *summary, const char *
 							   NULL, count_change, NULL);
 }
 
+/* Defines a setting of milliseconds. */
+static void
+define_time(const char *name, int *variable, int boot, int least, const char *summary, const char *details)
+{
+	DefineCustomIntVariable(name, summary, details, variable, boot, least, INT_MAX / 2, PGC_SUSET, GUC_UNIT_MS,
+							NULL, NULL, NULL);
+}
+
+/* Defines a setting with a list of values. */
+static void
+define_enum(const char *name, int *variable, int boot, const struct config_enum_entry *options,
+			const char *summary, const char *details)
+{
+	DefineCustomEnumVariable(name, summary, details, variable, boot, options, PGC_SUSET, 0, NULL, NULL, NULL);
+}
+
 /* Where Redis is, and how its keys begin. */
 static void
 define_server_settings(void)
@@ -226,31 +242,17 @@ static void
 define_time_settings(void)
 {
 	/* Superuser only: with a timeout that is too short, on_error applies. */
-	DefineCustomIntVariable("ratelimit.connect_timeout",
-							"Sets the maximum time to wait for a connection to Redis.",
-							NULL,
-							&rl_connect_timeout,
-							200, 1, INT_MAX / 2,
-							PGC_SUSET, GUC_UNIT_MS,
-							NULL, NULL, NULL);
-
-	/* Superuser only, for the same reason. */
-	DefineCustomIntVariable("ratelimit.command_timeout",
-							"Sets the maximum time to wait for the reply to a command.",
-							NULL,
-							&rl_command_timeout,
-							100, 1, INT_MAX / 2,
-							PGC_SUSET, GUC_UNIT_MS,
-							NULL, NULL, NULL);
+	define_time("ratelimit.connect_timeout", &rl_connect_timeout, 200, 1,
+				"Sets the maximum time to wait for a connection to Redis.",
+				NULL);
+	define_time("ratelimit.command_timeout", &rl_command_timeout, 100, 1,
+				"Sets the maximum time to wait for the reply to a command.",
+				NULL);
 
 	/* Superuser only: during this time on_error applies to all sessions. */
-	DefineCustomIntVariable("ratelimit.retry_interval",
-							"Sets the longest time until Redis is retried when it could not be reached.",
-							"With shared memory, all sessions share it, and one of them retries. 0: each call retries.",
-							&rl_retry_interval,
-							1000, 0, INT_MAX / 2,
-							PGC_SUSET, GUC_UNIT_MS,
-							NULL, NULL, NULL);
+	define_time("ratelimit.retry_interval", &rl_retry_interval, 1000, 0,
+				"Sets the longest time until Redis is retried when it could not be reached.",
+				"With shared memory, all sessions share it, and one of them retries. 0: each call retries.");
 }
 
 /* What actions get from the limits. */
@@ -258,54 +260,29 @@ static void
 define_outcome_settings(void)
 {
 	/* Superuser only: "allow" allows every action while Redis fails. */
-	DefineCustomEnumVariable("ratelimit.on_error",
-							 "Selects what functions that take quota do when Redis fails.",
-							 "error: raise the error; allow: let the action happen; deny: refuse it; local: let this server decide alone.",
-							 &rl_on_error,
-							 RL_ON_ERROR_ERROR,
-							 on_error_options,
-							 PGC_SUSET, 0,
-							 NULL, NULL, NULL);
+	define_enum("ratelimit.on_error", &rl_on_error, RL_ON_ERROR_ERROR, on_error_options,
+				"Selects what functions that take quota do when Redis fails.",
+				"error: raise the error; allow: let the action happen; deny: refuse it; local: let this server decide alone.");
 
 	/* Superuser only: another store is a fresh set of limits. */
-	DefineCustomEnumVariable("ratelimit.store",
-							 "Selects where the state of the limits is kept.",
-							 "redis: in Redis, for all servers that share it; local: in this server's shared memory.",
-							 &rl_store_is_local,
-							 false,
-							 store_options,
-							 PGC_SUSET, 0,
-							 NULL, NULL, NULL);
+	define_enum("ratelimit.store", &rl_store_is_local, false, store_options,
+				"Selects where the state of the limits is kept.",
+				"redis: in Redis, for all servers that share it; local: in this server's shared memory.");
 
 	/* Superuser only: every other mode than "enforce" allows every action. */
-	DefineCustomEnumVariable("ratelimit.mode",
-							 "Selects whether limits are enforced.",
-							 "enforce: refuse actions that exceed a limit; shadow: decide, count and log, but allow; off: allow without asking the store.",
-							 &rl_mode,
-							 RL_MODE_ENFORCE,
-							 mode_options,
-							 PGC_SUSET, 0,
-							 NULL, NULL, NULL);
+	define_enum("ratelimit.mode", &rl_mode, RL_MODE_ENFORCE, mode_options,
+				"Selects whether limits are enforced.",
+				"enforce: refuse actions that exceed a limit; shadow: decide, count and log, but allow; off: allow without asking the store.");
 
 	/* Superuser only: clients rely on the SQLSTATE. */
-	DefineCustomEnumVariable("ratelimit.error_format",
-							 "Selects the form of the errors that refuse an action or report a failed store.",
-							 "sql: SQLSTATE PT429, PT403, PT413 or PT504, with detail and hint; postgrest: SQLSTATE PGRST with JSON, from which PostgREST answers with status and headers.",
-							 &rl_error_format,
-							 RL_FORMAT_SQL,
-							 error_format_options,
-							 PGC_SUSET, 0,
-							 NULL, NULL, NULL);
+	define_enum("ratelimit.error_format", &rl_error_format, RL_FORMAT_SQL, error_format_options,
+				"Selects the form of the errors that refuse an action or report a failed store.",
+				"sql: SQLSTATE PT429, PT403, PT413 or PT504, with detail and hint; postgrest: SQLSTATE PGRST with JSON, from which PostgREST answers with status and headers.");
 
 	/* Superuser only, as log_min_messages is. */
-	DefineCustomEnumVariable("ratelimit.log_refusals",
-							 "Selects the refusals (SQLSTATE PT429 and PT403) that are written to the server log.",
-							 "sampled: one a second for each key, and at most 20 a second (about 100 lines); all; none. Clients get each error.",
-							 &rl_log_refusals,
-							 RL_LOG_SAMPLED,
-							 log_refusals_options,
-							 PGC_SUSET, 0,
-							 NULL, NULL, NULL);
+	define_enum("ratelimit.log_refusals", &rl_log_refusals, RL_LOG_SAMPLED, log_refusals_options,
+				"Selects the refusals (SQLSTATE PT429 and PT403) that are written to the server log.",
+				"sampled: one a second for each key, and at most 20 a second (about 100 lines); all; none. Clients get each error.");
 }
 
 /* Shared memory, and the clock of tests. */
