@@ -76,40 +76,20 @@ decide_one(FunctionCallInfo fcinfo, RlAlgorithmId algorithm, const char *count_n
 	return rl_decision_row(fcinfo, action.limits, &answer);
 }
 
-PG_FUNCTION_INFO_V1(rl_throttle);
-Datum
-rl_throttle(PG_FUNCTION_ARGS)
-{
-	return decide_one(fcinfo, RL_THROTTLE, "rate");
+/* Defines the SQL function of an algorithm. */
+#define DECIDE_ONE(name, algorithm, count_name) \
+PG_FUNCTION_INFO_V1(name); \
+Datum \
+name(PG_FUNCTION_ARGS) \
+{ \
+	return decide_one(fcinfo, algorithm, count_name); \
 }
 
-PG_FUNCTION_INFO_V1(rl_token_bucket);
-Datum
-rl_token_bucket(PG_FUNCTION_ARGS)
-{
-	return decide_one(fcinfo, RL_TOKEN_BUCKET, "refill");
-}
-
-PG_FUNCTION_INFO_V1(rl_fixed_window);
-Datum
-rl_fixed_window(PG_FUNCTION_ARGS)
-{
-	return decide_one(fcinfo, RL_FIXED_WINDOW, "capacity");
-}
-
-PG_FUNCTION_INFO_V1(rl_sliding_window);
-Datum
-rl_sliding_window(PG_FUNCTION_ARGS)
-{
-	return decide_one(fcinfo, RL_SLIDING_WINDOW, "capacity");
-}
-
-PG_FUNCTION_INFO_V1(rl_sliding_log);
-Datum
-rl_sliding_log(PG_FUNCTION_ARGS)
-{
-	return decide_one(fcinfo, RL_SLIDING_LOG, "capacity");
-}
+DECIDE_ONE(rl_throttle, RL_THROTTLE, "rate")
+DECIDE_ONE(rl_token_bucket, RL_TOKEN_BUCKET, "refill")
+DECIDE_ONE(rl_fixed_window, RL_FIXED_WINDOW, "capacity")
+DECIDE_ONE(rl_sliding_window, RL_SLIDING_WINDOW, "capacity")
+DECIDE_ONE(rl_sliding_log, RL_SLIDING_LOG, "capacity")
 
 /* Returns the action of the arguments key, limits and quota. */
 static RlAction
