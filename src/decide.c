@@ -240,7 +240,7 @@ take(Call *call, const RlStore *store, RlError *error)
 
 /* Answers one call of many; an RlTook. */
 static void
-took(int i, const RlDecision *each, int64 at, void *arg)
+took(int i, const RlDecision *each, int64 at, bool charged pg_attribute_unused(), void *arg)
 {
 	Call	   *calls = arg;
 

@@ -265,9 +265,6 @@ typedef struct RlAnswer
 	struct RlCharge *charges;	/* amount 0: nothing was charged */
 } RlAnswer;
 
-/* Is told the decision of each limit and the store's time of action i; must not throw. */
-typedef void (*RlTook) (int i, const RlDecision *each, int64 at, void *arg);
-
 /* The answer to an action on one of several keys. */
 typedef struct RlTaken
 {
@@ -276,8 +273,8 @@ typedef struct RlTaken
 	bool		charged;
 } RlTaken;
 
-/* A function that is called when taken[i] is set; must not throw. */
-typedef void (*RlTookPart) (int i, void *arg);
+/* Is told the decision of each limit of action i, the store's time, and if it is charged; must not throw. */
+typedef void (*RlTook) (int i, const RlDecision *each, int64 at, bool charged, void *arg);
 
 typedef enum RlOnError
 {
@@ -326,7 +323,7 @@ typedef enum RlMode
  * all of them or none, in one step.  If the store cannot do so because the keys are
  * apart, it changes nothing and returns false with *apart set.  Then take_parts
  * charges each part of the keys or not, by itself: it calls took() when the answer of
- * a key is set, and *unanswered counts parts.  A store that keeps all keys together has no
+ * a key comes, and *unanswered counts parts.  A store that keeps all keys together has no
  * take_parts.
  *
  * refund refunds the quota to each of the limits, never above full.  reset deletes
@@ -344,8 +341,8 @@ typedef struct RlStore
 							  int64 *unanswered, RlUsage *usage, RlError *error);
 	bool		(*take_all) (const RlAction *const *actions, int n, RlTaken *taken, bool *apart,
 							 RlUsage *usage, RlError *error);
-	bool		(*take_parts) (const RlAction *const *actions, int n, RlTaken *taken, RlTookPart took,
-							   void *arg, int64 *unanswered, RlUsage *usage, RlError *error);
+	bool		(*take_parts) (const RlAction *const *actions, int n, RlTook took, void *arg,
+							   int64 *unanswered, RlUsage *usage, RlError *error);
 	bool		(*refund) (const RlKey *key, const RlLimits *limits, int64 quota, RlError *error);
 	bool		(*reset) (const RlKey *key, const RlLimits *limits, bool *found, RlError *error);
 	bool		(*ban) (const RlKey *key, int64 duration, const char *why, RlError *error);

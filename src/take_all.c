@@ -73,18 +73,21 @@ typedef struct Parts
 	RlOwner		owner;			/* until all parts have answered */
 } Parts;
 
-/* Notes the charges of a key that was charged; an RlTookPart. */
+/* Keeps the answer about a key, and notes the charges if it was charged; an RlTook. */
 static void
-took_part(int i, void *arg)
+took_part(int i, const RlDecision *each, int64 at, bool charged, void *arg)
 {
 	Parts	   *parts = arg;
 	const RlAction *action = parts->actions[i];
-	const RlTaken *taken = &parts->taken[i];
+	RlTaken    *taken = &parts->taken[i];
 	RlCharge	charges[RL_MAX_LIMITS];
 
-	if (!taken->charged)
+	memcpy(taken->each, each, action->limits->n * sizeof(RlDecision));
+	taken->at = at;
+	taken->charged = charged;
+	if (!charged)
 		return;
-	rl_charges_set(action, taken->at, taken->each, charges);
+	rl_charges_set(action, at, each, charges);
 	rl_owner_add(&parts->owner, &action->key, action->limits, charges, false, action->quota);
 }
 
@@ -134,7 +137,7 @@ take_parts(const RlStore *store, const RlAction *const *actions, int n, RlTaken 
 		taken[i].charged = false;
 	PG_ENSURE_ERROR_CLEANUP(fail_action, PointerGetDatum(&parts.owner));
 	{
-		done = store->take_parts(actions, n, taken, took_part, &parts, &parts.owner.unanswered, usage, error);
+		done = store->take_parts(actions, n, took_part, &parts, &parts.owner.unanswered, usage, error);
 	}
 	PG_END_ENSURE_ERROR_CLEANUP(fail_action, PointerGetDatum(&parts.owner));
 	if (done && all_charged(taken, n))

@@ -10,8 +10,7 @@
  * fails this key only.  An action that asks for a lease has its own call, before the others: of
  * actions on one key, the first asks.
  *
- * An action on several keys is one call, or if the keys are in several slots a call for
- * the keys of each slot.
+ * An action on several keys is one call, or a call for the keys of each slot.
  */
 #include "postgres.h"
 
@@ -44,9 +43,8 @@ typedef enum Form
 typedef struct Taking
 {
 	const RlAction *const *actions;
-	RlTook		took;			/* of many actions, each decided by itself */
-	RlTaken    *taken;			/* of other actions */
-	RlTookPart	took_part;		/* or NULL */
+	RlTaken    *taken;			/* the answers of all actions; NULL: took() is told them */
+	RlTook		took;
 	void	   *arg;
 	RlScript   *script;			/* of all calls */
 	Form		form;
@@ -177,7 +175,6 @@ asks_lease(const RlAction *action)
 	return action->lease != NULL && (action->lease->want > 0 || action->lease->nleft > 0);
 }
 
-/* Sets form and script of a call for this action, or for many such actions. */
 static void
 set_form(Taking *taking, const RlAction *action, bool many)
 {
@@ -202,10 +199,7 @@ set_form(Taking *taking, const RlAction *action, bool many)
 	}
 }
 
-/*
- * Sets the numbers that the straight script for one limit needs, and those after them to 0.
- * Returns how many it needs.
- */
+/* Sets the straight script's numbers for one limit, then zeros.  Returns how many it needs. */
 static int
 straight_numbers(const RlAction *action, int64 *numbers)
 {
@@ -379,10 +373,7 @@ read_decision(const RlLimit *limit, int64 quota, RlVerdict verdict, RlVerdict re
 	return true;
 }
 
-/*
- * Sets a decision for each limit; charged is false if a limit of any key has refused.  Returns
- * false if no action can have these numbers.
- */
+/* Sets all decisions; charged is false if any key is refused.  Returns false as read_decision does. */
 static bool
 read_decisions(const RlAction *action, const KeyReply *take, bool charged, RlDecision *decisions)
 {
@@ -449,10 +440,7 @@ typedef struct Reader
 	int			rules_len;
 } Reader;
 
-/*
- * Reads the line about the key's ban, if there is one.  As the next five functions, returns
- * false if no script can send it.
- */
+/* As all that read of a key, returns false if no script can send that.  There may be no line. */
 static bool
 read_rule(Reader *reader, KeyReply *take)
 {
@@ -468,7 +456,6 @@ read_rule(Reader *reader, KeyReply *take)
 		(len > word && memcmp(take->why, RL_WHY_LIMIT, word) == 0 && rl_is_printable(take->why, len));
 }
 
-/* Reads the numbers that check.lua returns for a key. */
 static bool
 read_listed(const RlAction *action, Reader *reader, KeyReply *take)
 {
@@ -488,7 +475,6 @@ read_listed(const RlAction *action, Reader *reader, KeyReply *take)
 		(take->verdict <= 0 || read_rule(reader, take));
 }
 
-/* Reads the n numbers that a straight script returns for a key. */
 static bool
 read_straight(const RlAction *action, Reader *reader, const int64 *values, int n, KeyReply *take)
 {
@@ -500,7 +486,6 @@ read_straight(const RlAction *action, Reader *reader, const int64 *values, int n
 		(take->verdict <= 0 || read_rule(reader, take));
 }
 
-/* Reads what many_throttle.lua returns for key i of its call. */
 static bool
 read_of_many(const RlAction *action, Reader *reader, int i, KeyReply *take)
 {
@@ -537,7 +522,6 @@ read_grant(const RlLeaseCall *lease, Reader *reader, KeyReply *take)
 		grant[2] >= 0 && grant[2] < RL_CALENDAR_END && (grant[2] > 0 || grant[0] == 0);
 }
 
-/* Reads what the script returns for key i of a call. */
 static bool
 read_key(const Taking *taking, const RlAction *action, Reader *reader, int i, KeyReply *take)
 {
@@ -577,7 +561,6 @@ learn_slots(const RlReply *reply, const RlKey *key)
 	return true;
 }
 
-/* Fails the call's key, or has its keys asked by a call each. */
 static void
 take_error(Taking *taking, int call, const RlReply *reply)
 {
@@ -608,14 +591,12 @@ answer(Taking *taking, int i, const KeyReply *take, const RlDecision *each, bool
 	}
 	if (taking->taken == NULL)
 	{
-		taking->took(i, each, take->at, taking->arg);
+		taking->took(i, each, take->at, charged, taking->arg);
 		return;
 	}
 	memcpy(taking->taken[i].each, each, action->limits->n * sizeof(RlDecision));
 	taking->taken[i].at = take->at;
 	taking->taken[i].charged = charged;
-	if (taking->took_part != NULL)
-		taking->took_part(i, taking->arg);
 }
 
 /*
@@ -671,7 +652,7 @@ read_call(int call, const RlReply *reply, void *arg, RlError *error)
 		if (take[i].failed)
 			taking->left[order[i]] = true;
 		else
-			answer(taking, order[i], &take[i], next, charged);
+			answer(taking, order[i], &take[i], next, together ? charged : take[i].verdict == 0);
 		next += taking->actions[order[i]]->limits->n;
 	}
 	return true;
@@ -857,11 +838,11 @@ rl_redis_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *a
 }
 
 bool
-rl_redis_take_parts(const RlAction *const *actions, int n, RlTaken *taken, RlTookPart took, void *arg,
-					int64 *unanswered, RlUsage *usage, RlError *error)
+rl_redis_take_parts(const RlAction *const *actions, int n, RlTook took, void *arg, int64 *unanswered,
+					RlUsage *usage, RlError *error)
 {
 	int			room[3 * RL_MAX_KEYS];
-	Taking		taking = {.actions = actions,.taken = taken,.took_part = took,.arg = arg,.error = error};
+	Taking		taking = {.actions = actions,.took = took,.arg = arg,.error = error};
 
 	set_parts(&taking, room, n, true);
 	return rl_redis_pipeline(taking.script, taking.ncalls, NULL, append_call, read_call, &taking, unanswered,
