@@ -29,10 +29,6 @@ const char *const rl_calendar_names[] = {
 #define MOST_OFFSET			(26 * SECS_PER_HOUR)
 
 /*
- * Zones
- */
-
-/*
  * Returns a time zone by its name, or NULL.  The colon keeps pg_tzset from reading a POSIX
  * string, such as "EST5EDT,M3.2.0,M11.1.0".  UTC is found also if the server has no zone files.
  * Throws if there is no memory.
@@ -112,47 +108,28 @@ rl_calendar_set_zone(RlLimit *limit, const char *name, int len)
 	return true;
 }
 
-/*
- * Windows
- */
+/* The months of a window that begins with one. */
+static const int months_of[] = {[RL_CALENDAR_MONTH] = 1, [RL_CALENDAR_QUARTER] = 3, [RL_CALENDAR_YEAR] = 12};
 
 /* Returns the number of the window that has this day: windows are numbered without a gap. */
 static int
 number_of(RlCalendar calendar, int year, int month, int day)
 {
-	switch (calendar)
-	{
-		case RL_CALENDAR_DAY:
-			return date2j(year, month, day);
-		case RL_CALENDAR_WEEK:
-			/* Julian day 0 was a Monday. */
-			return date2j(year, month, day) / 7;
-		case RL_CALENDAR_MONTH:
-			return year * 12 + month - 1;
-		case RL_CALENDAR_QUARTER:
-			return year * 4 + (month - 1) / 3;
-		default:
-			return year;
-	}
+	if (calendar >= RL_CALENDAR_MONTH)
+		return (year * 12 + month - 1) / months_of[calendar];
+	/* Julian day 0 was a Monday. */
+	return date2j(year, month, day) / (calendar == RL_CALENDAR_WEEK ? 7 : 1);
 }
 
 /* Returns the Julian day with which a window begins. */
 static int
 first_day(RlCalendar calendar, int number)
 {
-	switch (calendar)
-	{
-		case RL_CALENDAR_DAY:
-			return number;
-		case RL_CALENDAR_WEEK:
-			return number * 7;
-		case RL_CALENDAR_MONTH:
-			return date2j(number / 12, number % 12 + 1, 1);
-		case RL_CALENDAR_QUARTER:
-			return date2j(number / 4, number % 4 * 3 + 1, 1);
-		default:
-			return date2j(number, 1, 1);
-	}
+	int			month = number * months_of[calendar];
+
+	if (calendar >= RL_CALENDAR_MONTH)
+		return date2j(month / 12, month % 12 + 1, 1);
+	return number * (calendar == RL_CALENDAR_WEEK ? 7 : 1);
 }
 
 /* Returns the name of a window: its first day as YYYYMMDD. */
@@ -230,10 +207,7 @@ find_cached(const RlLimit *limit, bool *valid)
 	return cached;
 }
 
-/*
- * Returns the windows around a time from 1970 to RL_CALENDAR_END, in memory that lasts until
- * the next call.  The limit's zone was set in this backend.
- */
+/* Returns the windows around a time from 1970 to RL_CALENDAR_END, in memory that the next call reuses. */
 const RlWindows *
 rl_windows_at(const RlLimit *limit, int64 now)
 {
@@ -270,10 +244,6 @@ rl_window_end(const RlLimit *limit, int64 name)
 	number = number_of(limit->calendar, name / 10000, name / 100 % 100, name % 100);
 	return start_of(limit->calendar, open_zone(limit->zone), number + 1) * RL_SECOND;
 }
-
-/*
- * States whose limits are not known
- */
 
 /*
  * Completes a limit that has only the members of its state tag: sets calendar and zone, if it

@@ -3,11 +3,11 @@
  *		A script run many times in as few round trips as bounded memory
  *		allows, at each of the servers that have the keys.
  *
- * Each server has a line of calls under way.  A call that was not run, because
- * the server does not know the script or another server has the key, is sent
- * again.  When a server is lost, the calls on its line fail, and all others go on.
- * Each reply must come within ratelimit.command_timeout of the one before, and all
- * of them within that time, plus as much for each KEYS_PER_TIMEOUT keys.
+ * Each server has a line of calls under way.  A call that was not run, because the server does
+ * not know the script or another server has the key, is sent again.  When a server is lost, the
+ * calls on its line fail, and all others go on.  Each reply must come within
+ * ratelimit.command_timeout of the one before, and all of them within that time, plus as much
+ * for each KEYS_PER_TIMEOUT keys.
  */
 #include "postgres.h"
 
@@ -87,10 +87,7 @@ rl_line_append(RlLine *line, const RlCommand *command, const RlScript *script, R
 	rl_stream_appended(&line->stream);
 }
 
-/*
- * Finds the next reply and its call; line->stream.found tells whether it has come.  Returns
- * false with the error set if the line failed.
- */
+/* Finds a call's reply; line->stream.found says if it has come.  Returns false with the error set. */
 bool
 rl_line_next(RlLine *line, RlCall *call, RlError *error)
 {
@@ -164,13 +161,15 @@ note_failure(Pipeline *p, const RlError *error)
 	p->failed = true;
 }
 
-/* Drops a line that failed; "given" and the error as for rl_route_failed. */
+/* Drops a line that failed, and with "fails" the pipeline; "given" and the error as for rl_route_failed. */
 static void
-break_line(Pipeline *p, RlLine *line, int64 given, RlError *error)
+break_line(Pipeline *p, RlLine *line, int64 given, bool fails, RlError *error)
 {
 	p->route.node = line->node;
 	remove_line(p, line);
 	rl_route_failed(&p->route, given, error);
+	if (fails)
+		note_failure(p, error);
 }
 
 static void
@@ -318,10 +317,7 @@ send_line(Pipeline *p, RlLine *line)
 		remove_line(p, line);
 	}
 	else if (outcome != RL_DONE)
-	{
-		break_line(p, line, PG_INT64_MAX, &error);
-		note_failure(p, &error);
-	}
+		break_line(p, line, PG_INT64_MAX, true, &error);
 }
 
 /* Returns true if the time suffices to send a call again; sets the pause before that. */
@@ -439,11 +435,8 @@ take_all_replies(Pipeline *p)
 		RlLine	   *line = p->lines[i];
 		bool		due = line->stream.due > 0;
 
-		if (take_replies(p, line, &error))
-			continue;
-		break_line(p, line, PG_INT64_MAX, &error);
-		if (due)
-			note_failure(p, &error);
+		if (!take_replies(p, line, &error))
+			break_line(p, line, PG_INT64_MAX, due, &error);
 	}
 }
 
@@ -467,8 +460,7 @@ give_up(Pipeline *p)
 		rl_error_detail(&error, "The server is %s.", line->node->conn.server);
 		/* A server that answers is slow, but a single call may have time enough there. */
 		error.unreachable = error.timed_out = !line->answered;
-		break_line(p, line, (int64) rl_command_timeout * 1000 - left, &error);
-		note_failure(p, &error);
+		break_line(p, line, (int64) rl_command_timeout * 1000 - left, true, &error);
 	}
 	if (unsent)
 		note_failure(p, &error);
@@ -480,8 +472,6 @@ run(Pipeline *p)
 {
 	RlError		error;
 
-	p->next = 0;
-	p->no_server = false;
 	for (;;)
 	{
 		/* Late, look once more: this process may have been slow. */
@@ -508,10 +498,7 @@ run(Pipeline *p)
 		if (rl_stream_end(&line->stream, &error))
 			remove_line(p, line);
 		else
-		{
-			break_line(p, line, PG_INT64_MAX, &error);
-			note_failure(p, &error);
-		}
+			break_line(p, line, PG_INT64_MAX, true, &error);
 	}
 }
 

@@ -2,15 +2,14 @@
  * refunds.c
  *		Refunds the charges of many keys.
  *
- * If one server has all keys, a call refunds the charges of many of them.  A key that
- * fails in such a call, and all keys of a call that ends in an error reply, were not
- * refunded.  They have a call each then, which says why.  In a cluster, each key has its
- * own call at once.
+ * If one server has all keys, a call refunds the charges of many of them.  A key that fails in
+ * such a call, and all keys of a call that ends in an error reply, were not refunded, and have
+ * a call each then, which says why.  In a cluster, each key has its own call at once.
  *
- * At the end of a transaction nothing may be raised, and there may be no memory.  So the
- * calls go only to servers that are connected, to one after the other.  A call that was
- * not run, because the server does not know the script, or is a replica, or another node
- * has the slot, is sent again if a server that may run it is connected.
+ * At the end of a transaction nothing may be raised, and there may be no memory.  So the calls
+ * go only to servers that are connected, one after the other.  A call that was not run, because
+ * the server does not know the script, or is a replica, or another node has the slot, is sent
+ * again if a server that may run it is connected.
  */
 #include "postgres.h"
 
@@ -29,7 +28,6 @@
 #define MAX_REDIRECTS		5		/* of a key at the end of a transaction */
 #define KEYS_PER_TIMEOUT	1000	/* then */
 
-/* Keys whose charges are refunded; as the arguments of a pipeline's functions. */
 typedef struct Refunding
 {
 	RlRefundCall *calls;
@@ -169,8 +167,8 @@ rl_redis_refund_until(RlRefundCall *calls, int n, int64 until, RlUsage *usage, R
 	bool		done = true;
 	int			ncalls = n;
 
-	refunding.first = palloc(n * sizeof(int));
-	refunding.keys = palloc(n * sizeof(int));
+	refunding.first = palloc(2 * n * sizeof(int));
+	refunding.keys = refunding.first + n;
 	/* The second time for keys that are asked alone. */
 	for (int round = 0; round < 2 && done && ncalls > 0; round++)
 	{
@@ -191,7 +189,6 @@ rl_redis_refund_until(RlRefundCall *calls, int n, int64 until, RlUsage *usage, R
 							  &refunding, &unanswered, usage, error);
 	}
 	pfree(refunding.first);
-	pfree(refunding.keys);
 	return done;
 }
 

@@ -43,17 +43,10 @@ RlScript	rl_check_all_script = {.source = check_all_lua};
 RlScript	rl_lease_script = {.source = lease_lua};
 
 RlScript	rl_refund_script = {.source = refund_lua};
-
 RlScript	rl_refund_charges_script = {.source = refund_charges_lua};
-
 RlScript	rl_reset_script = {.source = reset_lua};
-
 RlScript	rl_ban_script = {.source = ban_lua};
-
 RlScript	rl_bans_script = {.source = bans_lua};
-
 RlScript	rl_masters_script = {.source = masters_lua};
-
 RlScript	rl_inspect_script = {.source = inspect_lua};
-
 RlScript	rl_version_script = {.source = version_lua};

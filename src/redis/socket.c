@@ -1,7 +1,6 @@
 /*
  * socket.c
- *		A connection's socket: opening, closing, waiting, sending, receiving, and the
- *		errors when that fails.
+ *		A connection's socket, and the errors when it fails.
  *
  * The socket does not block and is driven by the backend's latch, so that cancel, timeouts,
  * termination and barriers work while Redis is silent.  Failures are returned, not raised, but
@@ -176,10 +175,7 @@ rl_error_reply(const RlConnection *conn, bool set_up, const char *line, RlError 
  * Waiting
  */
 
-/*
- * Creates a set of events with this backend's latch and room for sockets, which the caller
- * frees.  Raises an error if there is no descriptor for it.
- */
+/* Returns a new set with the latch and room for sockets.  Raises an error if there is no descriptor. */
 WaitEventSet *
 rl_events_create(int nsockets)
 {
@@ -191,10 +187,7 @@ rl_events_create(int nsockets)
 	return set;
 }
 
-/*
- * Waits until a socket is ready.  Returns how many events it has set, n at most, or 0 once the
- * deadline has passed.  May raise an error at an interrupt.
- */
+/* Waits until sockets are ready.  Returns how many, at most n; 0 if late.  May raise at an interrupt. */
 int
 rl_events_wait(WaitEventSet *set, int64 deadline, WaitEvent *events, int n)
 {
@@ -220,10 +213,7 @@ rl_events_wait(WaitEventSet *set, int64 deadline, WaitEvent *events, int n)
 	}
 }
 
-/*
- * Returns true if there is a descriptor for a set of events, or sets errno: then
- * rl_events_create would raise an error.
- */
+/* Returns true if there is a descriptor for rl_events_create, which else would raise, or sets errno. */
 bool
 rl_events_have_room(int socket)
 {
@@ -246,7 +236,6 @@ rl_poll_for(const RlConnection *conn, uint32 what)
 	return fd;
 }
 
-/* Waits as rl_socket_wait does, without the latch. */
 static bool
 poll_socket(const RlConnection *conn, uint32 what, int64 deadline)
 {
@@ -317,15 +306,12 @@ rl_connection_close(RlConnection *conn)
 bool
 rl_socket_has_room(void)
 {
-	bool		has_room;
+	bool		one = AcquireExternalFD();
+	bool		two = one && AcquireExternalFD();
 
-	if (!AcquireExternalFD())
-		return false;
-	has_room = AcquireExternalFD();
-	if (has_room)
+	for (int i = one + two; i > 0; i--)
 		ReleaseExternalFD();
-	ReleaseExternalFD();
-	return has_room;
+	return two;
 }
 
 /* Returns true if the server's backlog is full: an error in hiredis 0.14, later a connection in progress. */
@@ -386,8 +372,8 @@ is_shortage(int error)
 }
 
 /*
- * Writes the host's addresses, those of IP version 4 first, as redis-cli does.  Returns their
- * number, or 0 with the error set.
+ * Writes the host's addresses, as redis-cli first of IP version 4.  Returns how many, or 0 with
+ * the error set.
  */
 static int
 look_up(const RlConnection *conn, const char *host, char (*found)[MAX_ADDRESS_TEXT],
@@ -442,10 +428,7 @@ begin_connecting(RlConnection *conn, const RlAddress *address, const char *host,
 	return true;
 }
 
-/*
- * Connects, and waits until the socket is up.  Returns false with the error set; the caller
- * closes the connection.
- */
+/* Waits until the socket is up.  Returns false with the error set; the caller closes the connection. */
 static bool
 connect_to(RlConnection *conn, const RlAddress *address, const char *host, int64 deadline,
 		   RlError *error)

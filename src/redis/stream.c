@@ -58,16 +58,8 @@ void
 rl_stream_begin(RlStream *stream, RlConnection *conn, StringInfo out, RlReply *reply,
 				int64 deadline, bool no_throw)
 {
-	stream->conn = conn;
-	stream->out = out;
-	stream->reply = reply;
-	stream->no_throw = no_throw;
-	stream->moving = deadline == 0;
-	stream->deadline = deadline;
-	stream->sent = 0;
-	stream->due = 0;
-	stream->wrote = false;
-	stream->ready = stream->waited = stream->found = false;
+	*stream = (RlStream) {.conn = conn,.out = out,.reply = reply,.no_throw = no_throw,
+	.moving = deadline == 0,.deadline = deadline};
 	conn->in_flight = true;
 	conn->due = 0;
 	rl_resp_attach(conn->ctx->reader, &conn->reply, reply);
@@ -102,10 +94,7 @@ rl_stream_is_sent(const RlStream *stream)
 	return stream->sent == stream->out->len;
 }
 
-/*
- * A server that closed a new connection immediately may have sent the reason: then that is the
- * error, and the server is not unreachable.
- */
+/* If a server that closed a new connection has sent the reason, that is the error, and it is reachable. */
 static RlOutcome
 sending_failed(RlConnection *conn, bool wrote, RlError *error)
 {
@@ -262,10 +251,7 @@ rl_stream_next(RlStream *stream, RlError *error)
 	return true;
 }
 
-/*
- * Ends a stream that has no reply due.  Returns false with the error set if something is left
- * that the next call would read or send.
- */
+/* Ends a stream with no reply due.  Returns false with the error set if there is more to read or send. */
 bool
 rl_stream_end(RlStream *stream, RlError *error)
 {
@@ -326,10 +312,7 @@ rl_stream_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline, Rl
 	return run_stream(&stream, true, error);
 }
 
-/*
- * Reads the replies that an interrupted call has left due, so that the connection can be used
- * again.  Raises nothing.  Returns false with the error set.
- */
+/* Reads the replies that an interrupted call has left due.  Raises nothing.  Returns false with the error set. */
 bool
 rl_stream_drain(RlConnection *conn, int64 deadline, RlError *error)
 {
