@@ -23,10 +23,6 @@ const RlAlgorithm *const rl_algorithms[RL_ALGORITHMS] = {
 	[RL_CONCURRENT] = &rl_algorithm_concurrent
 };
 
-/*
- * Units
- */
-
 /* For RlAlgorithm.fits */
 bool
 rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota)
@@ -146,10 +142,6 @@ rl_units_read_alone(const RlLimit *limit, int64 quota, const int64 *values, int 
 	return true;
 }
 
-/*
- * Acting
- */
-
 /* Returns true if wait a is longer than wait b; RL_NEVER is the longest. */
 bool
 rl_longer_wait(int64 a, int64 b)
@@ -181,10 +173,7 @@ rl_charges_set(const RlAction *action, int64 at, const RlDecision *each, RlCharg
 	}
 }
 
-/*
- * Changes the decisions for a ban that ends after "left", except those of shadow limits.
- * in_force is false if this refusal has started the ban.
- */
+/* Changes the decisions of other than shadow limits for a ban, which this refusal starts unless in_force. */
 void
 rl_apply_ban(const RlLimits *limits, RlDecision *decisions, int64 left, bool in_force, const char *rule)
 {
@@ -362,9 +351,8 @@ rl_refund_quota(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, i
 /*
  * Charges
  *
- * The refund of a charge leaves out the quota that has been replenished since; otherwise other
- * actions could get more than the limit promises.  Where the amount is estimated, the refund is
- * never too large.
+ * The refund of a charge leaves out the quota that has been replenished since, so that no limit
+ * promises too much.  Where the amount is estimated, it is never too large.
  */
 
 /* Returns the sum of two numbers that are not negative, or the largest number. */

@@ -44,10 +44,7 @@ typedef struct RlView
 	RlCursor	oldest[2];		/* each log's first entry that counts */
 } RlView;
 
-/*
- * The verdict on an action, of all its limits together.  A shadow limit that an allowed action
- * does not fit acts as if the action were refused.
- */
+/* The verdict on an action, of all its limits together; an exceeded shadow limit acts as if refused. */
 typedef enum RlVerdict
 {
 	RL_VERDICT_ALLOWED,
@@ -133,10 +130,6 @@ typedef struct RlAlgorithm
 {
 	const char *name;
 
-	/*
-	 * The text of a limit
-	 */
-
 	int64		most;			/* largest count and capacity */
 	const char *more;			/* a hint for larger ones, or NULL */
 	bool		has_burst;
@@ -149,10 +142,6 @@ typedef struct RlAlgorithm
 
 	/* Checks the numbers and derives the rest.  Returns false with the error set.  NULL: nothing to do. */
 	bool		(*complete) (RlLimit *limit, const char *count_name, RlError *error);
-
-	/*
-	 * States
-	 */
 
 	bool		keeps_empty;	/* stores keep a state also when it is empty */
 	bool		refills;		/* the units in use now depend on the limit's count */
@@ -193,10 +182,7 @@ typedef struct RlAlgorithm
 	 * reset_after.  Its amount depends on the quota only; in ns it is at most RL_MAX_BACKLOG.
 	 */
 	RlCharge	(*charge) (const RlLimit *limit, int64 quota, int64 at, int64 reset_after);
-	/*
-	 * Returns how much of a charge is not replenished at the time of a later one.  NULL: charges
-	 * merge only if they have one mark.
-	 */
+	/* Returns what a later charge finds not replenished.  NULL: charges merge only if of one mark. */
 	int64		(*left) (const RlLimit *limit, const RlCharge *charge, const RlCharge *later);
 
 	/*
@@ -209,16 +195,10 @@ typedef struct RlAlgorithm
 	int			share;			/* of a script call for many keys, in percent: what a limit
 								 * may take of 1 ms usually, and of 5 ms in any state */
 
-	/*
-	 * Sets the numbers of the limit for a command that takes or refunds the quota, and returns
-	 * how many they are, at most RL_NUMBERS.
-	 */
+	/* Sets the limit's numbers for a script, for this quota.  Returns how many, at most RL_NUMBERS. */
 	int			(*numbers) (const RlLimit *limit, int64 quota, int64 *numbers);
 
-	/*
-	 * Sets the decision except ban_left and source from the reported numbers, which are not
-	 * negative.  Returns false if no action can have these numbers.
-	 */
+	/* Sets the decision except ban_left and source.  Returns false if no action can report this. */
 	bool		(*decide) (const RlLimit *limit, int64 quota, RlVerdict verdict,
 						   const int64 *reported, RlDecision *decision);
 
@@ -228,10 +208,7 @@ typedef struct RlAlgorithm
 	 * or only the numbers, if they suffice.
 	 */
 	bool		numbers_suffice;
-	/*
-	 * Reads the reply of this script: sets *verdict as check.lua reports it, and the reported
-	 * numbers.  Returns false if no such script can send this reply.
-	 */
+	/* Reads its reply as if of check.lua.  Returns false if no such script can send it. */
 	bool		(*read_alone) (const RlLimit *limit, int64 quota, const int64 *values, int n,
 							   int64 *verdict, int64 *reported);
 

@@ -23,10 +23,6 @@ us_rounded_up(int64 ns)
 	return (ns + NS_PER_US - 1) / NS_PER_US;
 }
 
-/*
- * Backlogs
- */
-
 /* Returns the time that the quota, at most the capacity, adds to the backlog. */
 static int64
 cost(const RlLimit *limit, int64 quota)
@@ -64,10 +60,7 @@ act_on_backlog(const RlLimit *limit, int64 backlog_ns, int64 quota, bool charge,
 	else if (charge)
 		backlog_ns += cost(limit, quota);
 
-	/*
-	 * Room and interval are compared in whole microseconds, as redis-cell does, unless the
-	 * interval is so short that the rounding would show.
-	 */
+	/* As redis-cell does: in whole microseconds, unless in a short interval the rounding would show. */
 	room = cost(limit, limit->capacity) - backlog_ns;
 	if (room > 0)
 		remaining = (room / unit) / (limit->interval_ns / unit);
@@ -75,10 +68,6 @@ act_on_backlog(const RlLimit *limit, int64 backlog_ns, int64 quota, bool charge,
 	decision->reset_after = us_rounded_up(backlog_ns);
 	return backlog_ns;
 }
-
-/*
- * The algorithm
- */
 
 static bool
 complete(RlLimit *limit, const char *count_name, RlError *error)
@@ -145,7 +134,6 @@ act_alone(const RlLimit *limit, int64 *start, int64 now, int64 quota, RlDecision
 	return now + after / NS_PER_US + 1;
 }
 
-/* Subtracts from the backlog.  Returns true if there is one. */
 static bool
 reduce_backlog(RlState *state, const RlView *view, int64 now, int64 ns)
 {

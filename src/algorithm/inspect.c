@@ -9,10 +9,7 @@
 #include "algorithm/calendar.h"
 #include "algorithm/inspect.h"
 
-/*
- * Writes the limit's state tag, the name of the state's field in Redis, into a buffer of
- * RL_MAX_STATE_NAME bytes.  Returns its length.
- */
+/* Writes the state tag, a field's name, into RL_MAX_STATE_NAME bytes.  Returns its length. */
 int
 rl_state_name(const RlLimit *limit, char *name)
 {

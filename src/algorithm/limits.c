@@ -205,10 +205,7 @@ take_unit(Scan *scan, int64 *duration)
 	return false;
 }
 
-/*
- * Takes a period: a unit, with a number before it or without.  The product must be a whole
- * number of microseconds.
- */
+/* Takes a period: a unit, with a number or without.  It must be a whole number of microseconds. */
 static bool
 scan_period(Scan *scan, int64 *period)
 {
@@ -314,10 +311,7 @@ scan_calendar(Scan *scan, RlLimit *limit, bool *found)
 	return has_zone ? scan_zone(scan, limit) : rl_calendar_set_zone(limit, "UTC", 3);
 }
 
-/*
- * Scans one option and sets *found, to false if no option comes next.  An option that is given
- * twice, or that the algorithm does not have, is an error.
- */
+/* Scans one option, or sets *found to false.  It must be one of the algorithm's, and not given twice. */
 static bool
 scan_option(Scan *scan, RlLimit *limit, bool *found)
 {

@@ -11,10 +11,7 @@
 #include "algorithm/calendar.h"
 #include "algorithm/limits.h"
 
-/*
- * Largest first, because the canonical text takes the largest that fits.  It has the name; input
- * may also have the word, with or without s.
- */
+/* Largest first.  The canonical text has the largest name that fits; input may also have the words. */
 const RlUnit rl_units[RL_UNITS] = {
 	{"d", "day", "days", RL_DAY},
 	{"h", "hour", "hours", 3600 * RL_SECOND},
@@ -107,10 +104,7 @@ rl_limit_why(const RlLimit *limit, char *why)
 	return strlen(RL_WHY_LIMIT) + rl_limit_write(limit, why + strlen(RL_WHY_LIMIT));
 }
 
-/*
- * Returns the text of the limit that set a ban, palloc'd; NULL if no limit has set it, or there
- * is no memory.  Another program may have changed "why".
- */
+/* Returns the text of the limit that set a ban, palloc'd; NULL: none, other text, or no memory. */
 const char *
 rl_ban_rule(const char *why, int len)
 {

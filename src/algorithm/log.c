@@ -80,7 +80,6 @@ first_block(const RlPool *pool, const RlLog *log, RlCursor *cursor)
 	enter_block(pool, log, cursor);
 }
 
-/* Moves the cursor from a closed block to the next block. */
 static void
 next_block(const RlPool *pool, const RlLog *log, RlCursor *cursor)
 {
@@ -280,10 +279,7 @@ rl_log_skip(const RlPool *pool, const RlLog *log, RlCursor *cursor, int64 units)
 	}
 }
 
-/*
- * Returns the time of the n-th oldest unit after the cursors in both logs together.  There must
- * be at least n units.  Moves the cursors.
- */
+/* Returns the time of the n-th oldest unit, which must exist, after the cursors, and moves them. */
 int64
 rl_log_unit(const RlPool *pool, const RlLog *const logs[2], RlCursor cursors[2], int64 n)
 {
@@ -293,8 +289,8 @@ rl_log_unit(const RlPool *pool, const RlLog *const logs[2], RlCursor cursors[2],
 		int			older = pieces[0].time <= pieces[1].time ? 0 : 1;
 
 		/*
-		 * All units up to the older piece's time are in these two pieces.  If they have fewer
-		 * than n units, the older piece is passed as a whole.
+		 * All units up to the older time are in these pieces.  If they are fewer than n, all of
+		 * the older is passed.
 		 */
 		if (pieces[0].units + pieces[1].units >= n)
 		{
@@ -377,10 +373,7 @@ rl_log_clear(RlPool *pool, RlLog *log)
 	rl_log_cut(pool, log, &end);
 }
 
-/*
- * Appends units at a time that is not earlier than the newest entry's.  The pool must have as
- * many spare chunks as rl_log_chunks_wanted returns.
- */
+/* Appends units, not before the newest entry.  The pool must have rl_log_chunks_wanted() spare chunks. */
 void
 rl_log_append(RlPool *pool, RlLog *log, int64 time, int64 units)
 {
@@ -424,7 +417,6 @@ merge_chunks(RlPool *pool, RlBlock *block, uint32 number)
 	return true;
 }
 
-/* As rl_log_remove. */
 static int64
 remove_from_chunk(RlChunk *chunk, int64 time, int64 units)
 {

@@ -1,7 +1,6 @@
 /*
  * log.h
- *		Logs: entries in chunks of one size.  The entries are the counters of a
- *		sliding window, or the actions of a sliding log.
+ *		Logs: entries in chunks of one size, of counters or of actions.
  */
 #ifndef LOG_H
 #define LOG_H

@@ -1,7 +1,6 @@
 /*
  * sliding.c
- *		sliding_window, sliding_log and concurrent: entries, each with its time and
- *		its units.
+ *		sliding_window, sliding_log and concurrent: entries of a time and units.
  *
  * The time of an entry of a sliding_window is the number of a sub-window.
  * Sub-window k counts while (k + 1) * step > now - period.
@@ -43,10 +42,6 @@ complete_concurrent(RlLimit *limit, const char *count_name pg_attribute_unused()
 	return true;
 }
 
-/*
- * Times
- */
-
 /* Returns when the units of an entry become free. */
 static int64
 entry_expiry(const RlLimit *limit, int64 time)
@@ -71,10 +66,6 @@ entry_time(const RlLimit *limit, const RlView *view, int64 now)
 {
 	return Max(limit->step > 0 ? now / limit->step : now, view->newest);
 }
-
-/*
- * The algorithms
- */
 
 static void
 load(const RlLimit *limit, const RlState *state, const RlPool *pool, int64 now, RlView *view)

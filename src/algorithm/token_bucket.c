@@ -23,7 +23,6 @@ complete(RlLimit *limit, const char *count_name pg_attribute_unused(), RlError *
 	return rl_limit_is_too_long(error);
 }
 
-/* Returns how many lumps of tokens have arrived since the anchor. */
 static int64
 lumps_since(const RlLimit *limit, int64 anchor, int64 now)
 {

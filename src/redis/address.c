@@ -24,7 +24,6 @@
 #include "error.h"
 #include "redis/address.h"
 
-/* Sets the error and returns false. */
 static bool
 wrong_url(RlError *error, const char *detail)
 {
@@ -34,7 +33,6 @@ wrong_url(RlError *error, const char *detail)
 	return false;
 }
 
-/* Skips the scheme at the front of the URL.  Returns false if it is another. */
 static bool
 take_scheme(const char **url, const char *scheme)
 {

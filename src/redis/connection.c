@@ -1,7 +1,6 @@
 /*
  * connection.c
- *		A connection to a Redis server: opening and setting up (AUTH, SELECT, HELLO),
- *		and whether it can carry the next call.
+ *		Opens and sets up a connection to a Redis server (AUTH, SELECT, HELLO).
  */
 #include "postgres.h"
 

@@ -35,10 +35,7 @@ rl_redis_key(const RlKey *key, char *name)
 	return n;
 }
 
-/*
- * Reads the part of a name between the braces into a buffer of RL_MAX_KEY bytes.  Returns false
- * if it is not the name of a key.
- */
+/* Reads the key in a name into RL_MAX_KEY bytes.  Returns false if it is not the name of a key. */
 bool
 rl_redis_read_key(const char *name, int name_len, char *key, int *len)
 {

@@ -1,7 +1,6 @@
 /*
  * node.c
- *		The servers that this backend has talked to, and its connections: one
- *		to each of them.
+ *		The servers that this backend has talked to, and its connections.
  *
  * All of it depends on the settings that say where and how to connect: if one of them has
  * changed when rl_settings_version has grown, all nodes are dropped.
@@ -53,7 +52,6 @@ rl_node_numbered(int number)
 	return &nodes[number - 1];
 }
 
-/* Drops all data of the node, and its connection. */
 static void
 forget(RlNode *node)
 {
@@ -67,10 +65,7 @@ forget(RlNode *node)
 		last_answered = NULL;
 }
 
-/*
- * If settings have changed, drops all nodes and reads the URL.  Raises an error if a setting is
- * wrong, also at the next call.
- */
+/* If settings have changed, drops all nodes and reads the URL.  Raises an error if one is wrong. */
 void
 rl_nodes_refresh(void)
 {
@@ -111,10 +106,7 @@ rl_node_at(const RlAddress *address)
 	return NULL;
 }
 
-/*
- * Returns the node at the address, for the route.  A new node replaces the one that was not used
- * for longest; NULL if the route uses all of them.
- */
+/* Returns the route's node at the address, made in place of the least used; NULL if the route uses all. */
 RlNode *
 rl_node_find(const RlAddress *address, uint64 route)
 {

@@ -1,7 +1,6 @@
 /*
  * node.h
- *		The servers that this backend has talked to, and its connections to
- *		them.
+ *		The servers that this backend has talked to, and its connections.
  */
 #ifndef NODE_H
 #define NODE_H

@@ -28,10 +28,7 @@ reply_of(const redisReadTask *task)
 	return *(RlReply **) task->privdata;
 }
 
-/*
- * The parser's functions add the value that was found to the reply, and return that: NULL would
- * be a lack of memory.
- */
+/* The parser's functions return the reply, because NULL would be a lack of memory. */
 static void *
 got_value(const redisReadTask *task, bool valid, int64 value)
 {
@@ -63,10 +60,7 @@ read_int64(const char *str, size_t len, int64 *value)
 	return errno == 0 && end == copy + len;
 }
 
-/*
- * Takes a string of the reply to HELLO, of which role and mode count.  Returns false if this is
- * another reply.
- */
+/* Takes a string of the reply to HELLO.  Returns false if this is another reply. */
 static bool
 got_hello(const redisReadTask *task, const char *str, size_t len)
 {
@@ -208,10 +202,7 @@ static redisReplyObjectFunctions object_functions = {
 	.freeObject = free_nothing
 };
 
-/*
- * Makes the reader put the next reply, or the rest of one, into *reply, and empties that. place
- * is the reader's own, and keeps the address.
- */
+/* Makes the reader put the next reply, or the rest of one, into *reply, empty first. place is the reader's. */
 void
 rl_resp_attach(struct redisReader *reader, RlReply **place, RlReply *reply)
 {

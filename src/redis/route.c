@@ -10,8 +10,8 @@
  * server is no replica, which may be stale.  A server that cannot run calls (resp.c) is left for
  * the next seed, and its name is looked up again before the next call to it.
  *
- * If the URL names Sentinels, the current node is the master that they name.
- * They are asked again whenever the connection to it is gone, or it is no master.
+ * If the URL names Sentinels, the current node is the master that they name.  They are asked
+ * again when the connection to it is gone, or it is no master.
  */
 #include "postgres.h"
 
@@ -107,8 +107,8 @@ skip_node(RlRoute *route, const RlError *error)
 
 /*
  * Notes that the route cannot use its node, and forgets the node's slots.  The next call asks
- * the next seed or Sentinel first: the Sentinel that named the node may be the last to learn of
- * a new master.
+ * the next seed or Sentinel first, because the one that named the node may be the last to learn
+ * of a new master.
  */
 static void
 lose_node(RlRoute *route, const RlError *error)
@@ -196,10 +196,7 @@ ask_sentinels(RlRoute *route, RlError *error)
 	return false;
 }
 
-/*
- * Chooses the node for the call's next attempt, unless a reply has done so.
- * Returns false with the error set if that node is lost, or no node is left.
- */
+/* Chooses a node unless a reply has.  Returns false with the error set if it is lost, or none is left. */
 bool
 rl_route_choose(RlRoute *route, RlError *error)
 {
@@ -334,10 +331,7 @@ rl_route_connect(RlRoute *route, RlError *error)
 	return false;
 }
 
-/*
- * Notes that the call was sent, at least in part, and failed; given is the time that the server
- * had.  Drops the connection; the node is lost.
- */
+/* Notes that the call failed and may have run, in the time given.  Closes the connection; the node is lost. */
 void
 rl_route_failed(RlRoute *route, int64 given, RlError *error)
 {
@@ -362,10 +356,7 @@ read_redirect(const RlReply *reply, const RlNode *from, int *slot, RlAddress *ad
 		number >= 0 && number < RL_SLOTS && rl_address_redirect(end + 1, address);
 }
 
-/*
- * Returns the node that a redirect names, or NULL if this backend does not know it or the reply
- * is none.  Does not throw.
- */
+/* Returns the node of a redirect, or NULL: not known here, or no redirect.  Does not throw. */
 RlNode *
 rl_route_redirected(const RlNode *from, const RlReply *reply)
 {
@@ -413,10 +404,7 @@ leave_node(RlRoute *route, const RlReply *reply)
 	return choose_node(route) != NULL;
 }
 
-/*
- * Notes that the call was answered.  Returns true if it was not run and may be sent again, which
- * a pinned call never may.
- */
+/* Notes an answer.  Returns true if the call was not run and may be sent again; a pinned one never. */
 bool
 rl_route_answered(RlRoute *route, const RlReply *reply)
 {

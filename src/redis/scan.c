@@ -51,7 +51,6 @@ read_number(Text *text, char end, int64 *number)
 	return true;
 }
 
-/* Reads "<bytes>:" and that number of bytes. */
 static bool
 read_bytes(Text *text, const char **data, int *len)
 {
@@ -66,10 +65,7 @@ read_bytes(Text *text, const char **data, int *len)
 	return true;
 }
 
-/*
- * Runs a script that returns a text.  Returns false with the error set; if the user in Redis
- * lacks a privilege, the detail names those that are needed.
- */
+/* Runs a script that returns a text.  Returns false with the error set, which names privileges that lack. */
 static bool
 run(RlScript *script, RlCommand *command, const char *privileges, Text *text, RlError *error)
 {
@@ -88,10 +84,6 @@ run(RlScript *script, RlCommand *command, const char *privileges, Text *text, Rl
 	*text = (Text) {reply.data, reply.len};
 	return true;
 }
-
-/*
- * Bans
- */
 
 /* Appends the cursor, the pattern of all keys' names, and the bytes before the key in a name. */
 static void
@@ -239,10 +231,7 @@ read_master(Text *masters, const RlAddress *asked)
 	return rl_node_find(&address, rl_node_in_use()->used);
 }
 
-/*
- * Calls found() for each ban in force of a key with ratelimit.key_prefix, perhaps more than
- * once.  Returns false with the error set if a server fails.
- */
+/* Calls found() for each ban under the key_prefix, perhaps more than once.  Returns false with the error set. */
 bool
 rl_redis_bans(RlKeptFound found, void *arg, RlError *error)
 {
@@ -271,10 +260,6 @@ rl_redis_bans(RlKeptFound found, void *arg, RlError *error)
 	}
 	return true;
 }
-
-/*
- * States of a key
- */
 
 /* Calls found() for each state of the key, and its ban.  Returns false with the error set if the store fails. */
 bool

@@ -8,10 +8,7 @@
 #include "redis/sentinel.h"
 #include "shared/shared.h"
 
-/*
- * Asks one Sentinel for the master's address; no wait goes past until.  Returns false with the
- * error set.  The caller closes the connection.
- */
+/* Asks one Sentinel for the master.  Returns false with the error set.  The caller closes the connection. */
 static bool
 ask(RlConnection *conn, const RlAddress *sentinel, bool with_password, int64 until, RlReply *reply,
 	RlError *error)
@@ -50,8 +47,8 @@ ask(RlConnection *conn, const RlAddress *sentinel, bool with_password, int64 unt
 }
 
 /*
- * Asks a Sentinel if its breaker admits the call, with the password only if it wants one.
- * Returns false with the error set.
+ * Asks a Sentinel that is admitted, with the password only if it wants one.  Returns false with
+ * the error set.
  */
 static bool
 ask_if_admitted(RlAddress sentinel, int64 until, RlAddress *master, RlError *error)

@@ -34,7 +34,6 @@ no_pass_phrase(char *buffer pg_attribute_unused(), int size pg_attribute_unused(
 	return -1;
 }
 
-/* Returns the reason of OpenSSL's last failure. */
 static const char *
 last_reason(void)
 {
@@ -59,10 +58,7 @@ load_files(SSL_CTX *context)
 	return NULL;
 }
 
-/*
- * Returns a TLS client for the host, which the caller frees, or NULL if memory ended.  Raises an
- * error if a setting is wrong.
- */
+/* Returns a TLS client, which the caller frees; NULL: no memory.  Raises an error if a setting is wrong. */
 struct ssl_st *
 rl_tls_new(const char *host)
 {

@@ -15,9 +15,8 @@
  * there is no room, the entry that lets a backend try first is evicted, so the number of
  * servers that were ever asked does not matter.
  *
- * Locks: one LWLock protects the entries.  Their number is an atomic, changed under the
- * exclusive lock and also read without it: while it is 0, a call takes no lock.  Nobody waits
- * while holding the lock.
+ * Locks: one LWLock protects the entries.  Their number is an atomic, changed under it, and also
+ * read without it: while it is 0, a call takes no lock.  Nobody waits while holding the lock.
  */
 #include "postgres.h"
 
@@ -55,10 +54,7 @@ typedef struct Breakers
 	Entry		entries[ENTRIES];	/* protected by the lock */
 } Breakers;
 
-/*
- * This backend's handle of a server's breaker: no cache of the entry, but a record of the
- * servers that this backend tries.
- */
+/* This backend's handle of a breaker: no cache of the entry, but a record of what this backend tries. */
 struct RlBreaker
 {
 	char		address[MAX_ADDRESS];	/* empty: free */
@@ -84,10 +80,6 @@ attach(void *memory, LWLockPadded *locks, bool found)
 }
 
 const RlSharedPart rl_breaker_part = {sizeof(Breakers), 1, NULL, attach};
-
-/*
- * Handles
- */
 
 static void
 touch(RlBreaker *breaker)
@@ -134,10 +126,6 @@ set_trying(RlBreaker *breaker, int64 until)
 	ntrying += (until != 0) - (breaker->trying_until != 0);
 	breaker->trying_until = until;
 }
-
-/*
- * Entries
- */
 
 /* Returns when a backend may try the server; for a suspect one 0. */
 static int64
@@ -207,10 +195,6 @@ is_half_open(const Entry *entry, int64 now)
 {
 	return now >= try_at(entry) && now >= entry->trying_until;
 }
-
-/*
- * Trying
- */
 
 static void
 transaction_aborts(XactEvent event, void *arg pg_attribute_unused())
@@ -290,10 +274,7 @@ rl_breaker_admits(RlBreaker *breaker, bool connected, RlError *error)
 	return breaker->trying_until != 0 ? RL_CHECK : RL_ADMITTED;
 }
 
-/*
- * Waits while another backend tries the server.  Returns false once the time has passed.  May
- * raise an error at an interrupt.
- */
+/* Waits while another backend tries.  Returns false once the time has passed.  May raise at an interrupt. */
 bool
 rl_breaker_wait(RlBreaker *breaker, int64 until)
 {
@@ -422,10 +403,7 @@ rl_breakers_release(void)
 	}
 }
 
-/*
- * Returns the state for rl_status, or NULL without a breaker, and for how many microseconds no
- * backend tries the server.
- */
+/* Returns the state for rl_status, or NULL, and for how many microseconds nobody tries the server. */
 const char *
 rl_breaker_state(RlBreaker *breaker, int64 *left)
 {

@@ -466,7 +466,6 @@ restore_ends(RlCells *view, int heap, RlKeyHash key_hash)
 	}
 }
 
-/* Its key has all its quota again. */
 static void
 count_eviction(void)
 {

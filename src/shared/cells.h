@@ -1,7 +1,6 @@
 /*
  * cells.h
- *		The local store's memory: a cell for each state of a key, and chunks of
- *		entries.
+ *		The local store's memory: a cell for each state, and chunks of entries.
  */
 #ifndef CELLS_H
 #define CELLS_H

@@ -1,7 +1,6 @@
 /*
  * counters.c
- *		Counters by limits and scope, for the view rl_stat: the outcomes of
- *		actions, and their cost in Redis.
+ *		Counters by limits and scope, for the view rl_stat.
  *
  * An entry is found by the limits and the scope, and keeps both until all entries are reset.
  * When none is free near the place of a new pair, the last entry counts for it.  So the sums are
@@ -123,7 +122,7 @@ is_entry_of(const Entry *entry, const RlLimits *limits, const char *scope, int s
 		memcmp(entry->scope, scope, scope_len) == 0 && rl_limits_same(&entry->limits, limits);
 }
 
-/* Returns a free entry if they have none, or NULL. */
+/* Returns the entry of the limits and the scope, or a free one, or NULL. */
 static Entry *
 find_entry(const RlLimits *limits, const char *scope, int scope_len)
 {
@@ -232,10 +231,7 @@ rl_counters_add(const RlLimits *limits, const RlKey *key, RlStatOutcome outcome,
 	SpinLockRelease(&entry->mutex);
 }
 
-/*
- * Counts units of leases, and those that ended unused.  The key may be NULL.  Needs shared
- * memory.  Does not throw.
- */
+/* Counts units of leases, and unused ones.  The key may be NULL.  Needs shared memory.  Does not throw. */
 void
 rl_counters_add_lease(const RlLimits *limits, const RlKey *key, int64 leased, int64 unused)
 {

@@ -1,7 +1,6 @@
 /*
  * heap.c
- *		The two heaps of a partition of the local store's cells, ordered by the
- *		cells' ends: one for cells that have chunks of entries, and one for the others.
+ *		The two heaps of a partition's cells, ordered by the cells' ends.
  *
  * The caller has locked the view's partition, exclusively to change a heap.
  */
@@ -13,10 +12,7 @@
 
 uint32		rl_heap_size;
 
-/*
- * Returns an item of a heap of the view's partition.  The two heaps share an array: one grows
- * from its front, the other from its end.
- */
+/* Returns an item.  The two heaps share an array: one grows from its front, the other from its end. */
 RlHeapItem *
 rl_heap_item(const RlCells *view, int heap, uint32 at)
 {
@@ -94,10 +90,7 @@ heap_of(const RlCell *cell)
 	return RL_WITHOUT_CHUNKS;
 }
 
-/*
- * Sets the end of a cell, after its logs were set.  The heap is changed only if the end is
- * earlier, or if it is another heap now.
- */
+/* Sets a cell's end, after its logs.  The heap changes only if the end is earlier, or the heap is another. */
 void
 rl_cell_set_end(RlCells *view, uint32 c, int64 end)
 {

@@ -123,10 +123,7 @@ typedef struct Lease
 	Lot			lots[LOTS];
 } Lease;
 
-/*
- * What is known of a key under limits.  It is free if it has neither denial nor lease.  The lock
- * of its set protects all members; "asking" is atomic.
- */
+/* What is known of a key under limits: a denial, a lease or both, or else it is free.  Locked by its set. */
 typedef struct Entry
 {
 	RlLimits	limits;			/* listed */
@@ -328,10 +325,7 @@ end_lot(const RlLimits *limits, const RlKey *key, Lot *lot)
 	return units;
 }
 
-/*
- * Evicts the lease that is worth least, or of the denials without a lease the one with the
- * earliest end, if the set has more of them than "most".
- */
+/* If the set has more than "most", evicts the least used lease, or denial without one that ends first. */
 static void
 evict(Set *set, bool leases, int most)
 {
@@ -371,10 +365,7 @@ evict(Set *set, bool leases, int most)
 	worst->denial.quota = 0;
 }
 
-/*
- * Returns a new entry for a denial, or for a lease.  A lease that is evicted may leave a denial,
- * which then needs a place of its own.
- */
+/* Returns a new entry.  A lease that is evicted may leave a denial, which then needs a place of its own. */
 static Entry *
 make_entry(Set *set, RlKeyHash key_hash, const RlLimits *limits, bool lease)
 {
@@ -551,7 +542,6 @@ outdate(Set *set, RlKeyHash key_hash, const RlAction *action, bool allowed, bool
 	return any;
 }
 
-/* Deletes the key's denials. */
 static void
 delete_denials(Set *set, RlKeyHash key_hash)
 {
@@ -565,10 +555,7 @@ delete_denials(Set *set, RlKeyHash key_hash)
  * Taking from a lease
  */
 
-/*
- * Returns the units that were used within the last real length, or 0 if there were too few
- * actions for a lease, which is rolled to now.
- */
+/* Returns the units used within the last real length; 0: too few actions.  The lease is rolled to now. */
 static int64
 recent_use(const Lease *lease, int64 now)
 {
@@ -739,10 +726,7 @@ store_lot(Entry *entry, const RlKey *key, const RlLeaseCall *call, const RlAnswe
 	Lot		   *lot = replaced_lot(lease);
 	int64		length = real_length(call->valid);
 
-	/*
-	 * It has units only if they came during the call: from a rollback, or from other calls
-	 * after a repair.  They are lost.
-	 */
+	/* Units came during the call, by a rollback or by other calls after a repair.  They are lost. */
 	end_lot(&entry->limits, key, lot);
 	lot->units = call->granted;
 	lot->ends = stale ? 0 : call->asked + length;
@@ -988,10 +972,7 @@ rl_known_note(RlKnown *known, const RlAction *action, RlAnswer *answer, RlCharge
  * Other changes of a key
  */
 
-/*
- * Deletes the key's denials; for when quota is refunded to it, or may have been.  Needs shared
- * memory.  Does not throw.
- */
+/* Deletes the key's denials, because of a refund to it.  Needs shared memory.  Does not throw. */
 void
 rl_known_refunded(RlKeyHash key_hash)
 {
@@ -1045,10 +1026,7 @@ rl_known_return(RlKeyHash key_hash, uint64 lot, int64 units)
 	return found;
 }
 
-/*
- * Takes one leftover of the key, and sets the limits that it was charged to.  Returns false if
- * there is none.  Does not throw.
- */
+/* Takes a leftover, and sets the limits that it was charged to.  Returns false if none.  Does not throw. */
 bool
 rl_known_leftover(const RlKey *key, RlLimits *limits, RlLeftover *left)
 {

@@ -1,7 +1,6 @@
 /*
  * local_inspect.c
- *		Reads from the local store: the bans of all keys, and the states of one
- *		key.
+ *		Reads all bans, and the states of one key, from the local store.
  *
  * A partition is locked, shared, while the cells of a key or a slice are copied.
  */
@@ -38,10 +37,7 @@ copy_ban(const RlCells *view, const RlCell *cell, Ban *ban)
 	return offsetof(Ban, text) + ban->key_len + ban->why_len;
 }
 
-/*
- * Calls found() for each ban in force of a key under the current redis_url and key_prefix.
- * Needs shared memory.
- */
+/* Calls found() for each ban in force under these redis_url and key_prefix.  Needs shared memory. */
 void
 rl_local_bans(RlKeptFound found, void *arg)
 {
@@ -162,7 +158,6 @@ write_raw(const Copy *copy, char *raw)
 				 (long long) state->refused);
 }
 
-/* Calls found() for a copied state, and for its refusals. */
 static void
 report(Copy *copy, RlKeptFound found, void *arg)
 {

@@ -1,7 +1,6 @@
 /*
  * local_store.c
- *		The store in this server's shared memory, with the same algorithms as in
- *		Redis.
+ *		The store in shared memory, with the same algorithms as in Redis.
  *
  * Each function locks the partition of the key (cells.c), or those of all keys.
  */
@@ -21,10 +20,6 @@ typedef struct Key
 	RlBan		ban;
 	RlVerdict	verdict;
 } Key;
-
-/*
- * Keeping
- */
 
 /* Stores a state, in cell c or for RL_NO_CELL in a new one. */
 static void
@@ -102,7 +97,6 @@ load_ban(const RlCells *view, uint32 c, RlBan *ban)
 	ban->rule = rl_ban_rule(text + cell->ban.key_len, cell->ban.why_len);
 }
 
-/* Stores the states of the view's key that have changed, and the ban that a limit has set. */
 static void
 save_key(RlCells *view, const RlKey *name, const RlLimits *limits, const Key *key, uint32 changed)
 {
@@ -152,10 +146,6 @@ make_room(RlCells *view, uint32 cells, uint32 chunks, RlError *error)
 }
 
 /*
- * The store
- */
-
-/*
  * Takes the fast path for one limit without the options ban and shadow, of an algorithm that
  * has act_alone.  Returns false, with nothing done, if the key has a ban or counted refusals, or
  * there is no room.
@@ -192,10 +182,7 @@ take_alone(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decisio
 	return true;
 }
 
-/*
- * Finds the cells and states of an act on the view's key.  Adds to "cells" and "chunks" those
- * that it may need.
- */
+/* Finds cells and states of an act on the view's key, and adds the cells and chunks that it may need. */
 static void
 find_cells(const RlCells *view, const RlAction *action, const RlLimits *limits, Key *key, uint32 *cells,
 		   uint32 *chunks)
@@ -228,10 +215,7 @@ find_cells(const RlCells *view, const RlAction *action, const RlLimits *limits, 
 		*cells += spares_for_ban(view, ban, &action->key, why_len);
 }
 
-/*
- * Does the same, and reserves them.  Returns false with the error set, and the partition
- * unlocked, if there is no room.
- */
+/* Does the same, and reserves them.  Returns false with the error set, and unlocked, if there is no room. */
 static bool
 begin_act(RlCells *view, const RlAction *action, const RlLimits *limits, Key *key, RlError *error)
 {
@@ -363,7 +347,6 @@ local_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apar
 	return true;
 }
 
-/* Refunds the charge or, if it is NULL, the quota. */
 static void
 refund(RlCells *view, const RlLimit *limit, int64 quota, const RlCharge *charge)
 {
@@ -401,10 +384,7 @@ rl_local_refund_charge(RlKeyHash key_hash, const RlLimit *limit, const RlCharge 
 	finish(&view);
 }
 
-/*
- * Returns false if it is RL_NO_CELL or has ended.  With ratelimit.debug_now no cell has ended,
- * as Redis then keeps its keys.
- */
+/* Returns false if there is none or it has ended, but under debug_now no cell ends: Redis keeps keys then. */
 static bool
 delete_cell(RlCells *view, uint32 c)
 {

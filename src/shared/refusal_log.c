@@ -14,10 +14,7 @@
 
 #include "shared/refusal_log.h"
 
-/*
- * The most refusals that are logged in any second.  With detail, hint, context and statement,
- * these are 100 lines.
- */
+/* The most refusals that are logged in any second: about 100 lines. */
 #define MAX_LOGGED			20
 #define SEEN				1024	/* keys whose last time in the log is known */
 
@@ -70,10 +67,7 @@ attach(void *memory, LWLockPadded *locks pg_attribute_unused(), bool found)
 
 const RlSharedPart rl_refusal_log_part = {sizeof(Samples), 0, NULL, attach};
 
-/*
- * Returns true if it has not for the key within a second.  Of several backends at the same
- * moment, one gets true.
- */
+/* Returns true once a second for a key, and to one of several backends at the same moment. */
 static bool
 is_new_key(Sample *sample, uint64 hash, int64 now)
 {
@@ -87,7 +81,6 @@ is_new_key(Sample *sample, uint64 hash, int64 now)
 	return pg_atomic_compare_exchange_u64(seen, &last, (uint64) ms << 32 | half);
 }
 
-/* Returns true if it has fewer than MAX_LOGGED times within a second. */
 static bool
 is_within_limit(Sample *sample, int64 now)
 {
@@ -176,10 +169,7 @@ rl_refusal_mark(const RlKey *key)
 	return mark;
 }
 
-/*
- * Returns true if an action on the key, allowed only in shadow, may be logged, and how many
- * were left out before.
- */
+/* Returns true if an action allowed only in shadow may be logged, and how many were left out before. */
 bool
 rl_shadow_may_log(const RlKey *key, uint64 *left_out)
 {

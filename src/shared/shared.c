@@ -72,10 +72,7 @@ typedef struct Header
 	dsm_handle	areas[AREAS];	/* unless the library is preloaded; AddinShmemInitLock protects them */
 } Header;
 
-/*
- * Whether an area was created; in the server's main memory, because dynamic shared memory may
- * be full.  AddinShmemInitLock protects all members.
- */
+/* Whether an area was created; in main memory, which is not full then.  Locked by AddinShmemInitLock. */
 typedef struct Attempt
 {
 	int64		failed_at;		/* monotonic; 0: not failed */
@@ -119,10 +116,7 @@ rl_boottime_now(void)
 #endif
 }
 
-/*
- * Returns the wall clock less rl_boottime_now.  With the wall clock read first, a pause between
- * the two makes the result smaller and never larger.
- */
+/* Returns the wall clock less rl_boottime_now; a pause between the two makes it smaller, never larger. */
 static int64
 wall_ahead(void)
 {
@@ -306,10 +300,7 @@ find_area(Area area, Attempt *attempt)
 	int			nlocks;
 	bool		found;
 
-	/*
-	 * The large segment comes first: without room for the segment of a name, the name may be
-	 * unusable until the server is restarted.
-	 */
+	/* The large segment comes first: a name whose segment fails may be unusable until the server restarts. */
 	if (!attempt->succeeded)
 		segment = dsm_create(area_size(area, area == BASE ? rl_local_max_keys : new->max_keys, &nlocks), 0);
 	if (area == BASE)
@@ -432,10 +423,7 @@ start_area(Area area pg_attribute_unused(), bool create pg_attribute_unused())
 
 #endif
 
-/*
- * Attaches the shared memory but that of the local store, and creates it if no process has.
- * Does not throw.  The caller must not hold LWLocks.
- */
+/* Attaches or creates the shared memory but the local store's.  Does not throw.  Needs no LWLock held. */
 void
 rl_shared_start(void)
 {
@@ -472,10 +460,7 @@ rl_require_shared(const char *what)
 		raise_unshared(what);
 }
 
-/*
- * Does the same for the local store too.  A backend must call this before it uses that, so that
- * callbacks can refund there.
- */
+/* Does the same for the local store; a backend needs it before callbacks can refund there. */
 void
 rl_require_local_store(const char *what)
 {

@@ -2,9 +2,8 @@
  * siphash.c
  *		SipHash-2-4 with 128 bits of output.
  *
- * Without the secret, two inputs that have the same hash cannot be constructed.
- * hash_bytes_extended() is faster, but its collisions can be constructed without
- * knowing the seed.
+ * Without the secret, inputs with the same hash cannot be constructed, as those of
+ * hash_bytes_extended(), which is faster, can be without knowing the seed.
  */
 #include "postgres.h"
 
