@@ -135,15 +135,15 @@ FROM unnest('{fixed_window,sliding_window,sliding_log}'::text[]) algorithm, gene
 DROP FUNCTION take_and_refund(text, rl_limits);
 -- A refusal that counts under a smaller count frees no unit that was charged under a
 -- larger count: 10 charged and 2 refused are in use.
-SELECT at(0) \g /dev/null
-SELECT algorithm, count, quota, c.allowed, c.remaining, c.retry_after
-FROM (VALUES (1, 10, 10), (2, 2, 2), (3, 10, 8), (4, 20, 8)) act (n, count, quota),
-	unnest('{fixed_window,sliding_window,sliding_log}'::text[]) algorithm,
-	rl_check('smaller', format('%s %s/10s%s', algorithm, count, CASE n WHEN 2 THEN ' count_denied' ELSE '' END)::rl_limits, quota) c
-ORDER BY algorithm, n;
--- A log keeps the newest refusals, as many units as the count; the windows keep
--- all, up to 10^15.
 SELECT * FROM run(
+	$$at(0)$$,
+	$$SELECT algorithm, count, quota, c.allowed, c.remaining, c.retry_after
+	FROM (VALUES (1, 10, 10), (2, 2, 2), (3, 10, 8), (4, 20, 8)) act (n, count, quota),
+		unnest('{fixed_window,sliding_window,sliding_log}'::text[]) algorithm,
+		rl_check('smaller', format('%s %s/10s%s', algorithm, count, CASE n WHEN 2 THEN ' count_denied' ELSE '' END)::rl_limits, quota) c
+	ORDER BY algorithm, n$$,
+	-- A log keeps the newest refusals, as many units as the count; the windows keep
+	-- all, up to 10^15.
 	$$at(0)$$,
 	$$SELECT count(*) FILTER (WHERE c.allowed) FROM generate_series(1, 4) n,
 		rl_check('many refused', 'sliding_log 3/10s count_denied, sliding_window 3/10s count_denied, fixed_window 3/10s count_denied', 2 + n * 0) c$$,
@@ -191,13 +191,11 @@ SELECT * FROM run(
 	$$SELECT allowed FROM rl_check('peeked ban', 'sliding_log 1/10s count_denied ban 1h after 1')$$,
 	$$SELECT * FROM rl_peek('peeked ban', 'sliding_log 1/10s count_denied ban 1h after 1') UNION ALL
 	SELECT * FROM rl_peek('peeked ban', 'sliding_log 1/10s count_denied ban 1h after 1')$$,
-	$$SELECT * FROM rl_check('peeked ban', 'sliding_log 1/10s')$$);
-
--- Each limit's own decision.
-SELECT at(0) \g /dev/null
-SELECT * FROM rl_check_each('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min, 6/1min', 2) UNION ALL
-SELECT * FROM rl_check_each('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min, 6/1min', 2);
-SELECT * FROM run(
+	$$SELECT * FROM rl_check('peeked ban', 'sliding_log 1/10s')$$,
+	-- Each limit's own decision.
+	$$at(0)$$,
+	$$SELECT * FROM rl_check_each('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min, 6/1min', 2) UNION ALL
+	SELECT * FROM rl_check_each('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min, 6/1min', 2)$$,
 	$$at(1)$$,
 	$$SELECT * FROM rl_check_each('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min, 6/1min', 1)$$,
 	$$SELECT * FROM rl_peek('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min, 6/1min', 0)$$,
@@ -205,10 +203,8 @@ SELECT * FROM run(
 	$$at(1)$$,
 	$$SELECT (rl_token_bucket('each', 2, 2, 1)).remaining, (rl_fixed_window('each', 3, 60, 0)).remaining, (rl_sliding_window('each', 4, 60, 1)).remaining,
 		(rl_sliding_log('each', 5, 60)).remaining$$,
-	$$SELECT rule, remaining FROM rl_peek('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min', 0)$$);
-
--- Refunds: in the current window, the oldest entries first, an entry is split.
-SELECT * FROM run(
+	$$SELECT rule, remaining FROM rl_peek('each', 'token_bucket 2/1s, fixed_window 3/1min, sliding_window 4/1min, sliding_log 5/1min', 0)$$,
+	-- Refunds: in the current window, the oldest entries first, an entry is split.
 	$$at(0)$$,
 	$$SELECT allowed FROM rl_check('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 4)$$,
 	$$at(20)$$,
@@ -220,10 +216,8 @@ SELECT * FROM run(
 	$$SELECT rule, remaining, reset_after FROM rl_peek('back', 'sliding_log 9/1min, sliding_window 9/1min step 10s', 0)$$,
 	$$rl_refund('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 100)$$,
 	$$SELECT rule, remaining, reset_after FROM rl_peek('back', 'token_bucket 1/10s burst 9, fixed_window 9/1min, sliding_window 9/1min step 10s, sliding_log 9/1min', 0)$$,
-	$$SELECT rl_refund('gone', 'token_bucket 1/10s, fixed_window 9/1min, sliding_window 9/1min, sliding_log 9/1min', 1), rl_reset('gone')$$);
-
--- A throttle refunds the quota of the call, whatever capacity the call names.
-SELECT * FROM run(
+	$$SELECT rl_refund('gone', 'token_bucket 1/10s, fixed_window 9/1min, sliding_window 9/1min, sliding_log 9/1min', 1), rl_reset('gone')$$,
+	-- A throttle refunds the quota of the call, whatever capacity the call names.
 	$$at(0)$$,
 	$$SELECT allowed, remaining FROM rl_check('back throttle', '5/10s', 5)$$,
 	$$rl_refund('back throttle', '5/10s burst 2', 3)$$,
@@ -239,17 +233,14 @@ SELECT * FROM run(
 	$$at(0)$$,
 	-- By the rate that the call names.  A refund of more nanoseconds than 64 bits hold refunds all.
 	$$SELECT (rl_check('back long', '10/3650d burst 100', 100)).allowed, rl_refund('back long', '1/3650d burst 1', 9)$$,
-	$$SELECT rule, remaining FROM rl_peek('back long', '10/3650d burst 100', 0)$$);
-SELECT q, rl_allow('back long', '10/3650d burst 100', 90), rl_refund('back long', '1/3650d', q),
-	(SELECT remaining FROM rl_peek('back long', '10/3650d burst 100', q * 0))
-FROM unnest('{8,1,10,19,20,21,29,30,59,1000000000000000}'::bigint[]) q;
--- Beside other limits each is refunded by its own rules.
-SELECT * FROM run(
+	$$SELECT rule, remaining FROM rl_peek('back long', '10/3650d burst 100', 0)$$,
+	$$SELECT q, rl_allow('back long', '10/3650d burst 100', 90), rl_refund('back long', '1/3650d', q),
+		(SELECT remaining FROM rl_peek('back long', '10/3650d burst 100', q * 0))
+	FROM unnest('{8,1,10,19,20,21,29,30,59,1000000000000000}'::bigint[]) q$$,
+	-- Beside other limits each is refunded by its own rules.
 	$$SELECT (rl_check('back both', '5/10s, fixed_window 9/1min', 4)).allowed, rl_refund('back both', '5/10s burst 1, fixed_window 1/1min', 3)$$,
-	$$SELECT rule, remaining, reset_after FROM rl_peek('back both', '5/10s, fixed_window 9/1min', 0)$$);
-
--- rl_reset of a limit, and of the key with its log.
-SELECT * FROM run(
+	$$SELECT rule, remaining, reset_after FROM rl_peek('back both', '5/10s, fixed_window 9/1min', 0)$$,
+	-- rl_reset of a limit, and of the key with its log.
 	$$SELECT (rl_check('forget', 'sliding_log 1/1h, fixed_window 5/1h')).allowed, (rl_check('forget', 'sliding_log 1/1h')).allowed, rl_reset('forget', 'sliding_log 1/1h'),
 		rl_reset('forget', 'sliding_log 1/1h')$$,
 	$$SELECT rule, allowed, remaining FROM rl_check_each('forget', 'sliding_log 1/1h, fixed_window 5/1h')$$,
@@ -258,13 +249,13 @@ SELECT * FROM run(
 
 -- The first microsecond of 1970.
 SET ratelimit.debug_now = '0';
-SELECT limits, string_agg(rl_allow(rl_key('epoch', limits::text), limits)::text, ' ') AS allowed
-FROM unnest(ARRAY['2/1h', 'token_bucket 2/1h', 'fixed_window 2/1h', 'sliding_window 2/1h', 'sliding_log 2/1h', 'sliding_log 2/1h, token_bucket 2/1h']::rl_limits[])
-	WITH ORDINALITY l (limits, o), generate_series(1, 3) GROUP BY limits, o ORDER BY o;
-
--- rl_wait answers once in virtual time; in real time it waits.
-SELECT allowed, retry_after FROM rl_wait('waited', '1/1h') UNION ALL
-SELECT allowed, retry_after FROM rl_wait('waited', '1/1h ban 1h after 1');
+SELECT * FROM run(
+	$$SELECT limits, string_agg(rl_allow(rl_key('epoch', limits::text), limits)::text, ' ') AS allowed
+	FROM unnest(ARRAY['2/1h', 'token_bucket 2/1h', 'fixed_window 2/1h', 'sliding_window 2/1h', 'sliding_log 2/1h', 'sliding_log 2/1h, token_bucket 2/1h']::rl_limits[])
+		WITH ORDINALITY l (limits, o), generate_series(1, 3) GROUP BY limits, o ORDER BY o$$,
+	-- rl_wait answers once in virtual time; in real time it waits.
+	$$SELECT allowed, retry_after FROM rl_wait('waited', '1/1h') UNION ALL
+	SELECT allowed, retry_after FROM rl_wait('waited', '1/1h ban 1h after 1')$$);
 RESET ratelimit.debug_now;
 SELECT * FROM run(
 	$$SELECT count(*) FILTER (WHERE (rl_wait('waiting', '1/20ms')).allowed) FROM generate_series(1, 5)$$,

@@ -24,11 +24,11 @@ SELECT w, f.code, f.detail FROM (VALUES
 SELECT failure($$SELECT 'fixed_window 0/month'::rl_limits$$), failure($$SELECT 'fixed_window 1000000000000001/month'::rl_limits$$);
 -- The session's time zone has no effect.
 SET timezone = 'Pacific/Auckland';
-SELECT 'fixed_window 5/day in UTC'::rl_limits, 'fixed_window 5/week'::rl_limits;
-
--- A month in Berlin, from 2023-12-31 23:00 UTC to 2024-01-31 23:00 UTC. Times are
--- seconds after the first of January 2024, UTC.
-SELECT * FROM play('month', 'fixed_window 3/month in Europe/Berlin', '{{-3600.000001,3},{-3600,2},{0,1},{0,1},{2674799.999999,1},{2674800,3},{2674800,1}}');
+SELECT * FROM run(
+	$$SELECT 'fixed_window 5/day in UTC'::rl_limits, 'fixed_window 5/week'::rl_limits$$,
+	-- A month in Berlin, from 2023-12-31 23:00 UTC to 2024-01-31 23:00 UTC. Times are
+	-- seconds after the first of January 2024, UTC.
+	$$SELECT * FROM play('month', 'fixed_window 3/month in Europe/Berlin', '{{-3600.000001,3},{-3600,2},{0,1},{0,1},{2674799.999999,1},{2674800,3},{2674800,1}}')$$);
 RESET timezone;
 -- The units of one key.
 SELECT at(0) \g /dev/null
@@ -84,10 +84,8 @@ SELECT * FROM run(
 	$$SELECT * FROM rl_check_many('{many:1,many:2,many:1}', 'fixed_window 1/quarter in Europe/Berlin')$$,
 	$$SELECT * FROM rl_wait('wait', 'fixed_window 1/month in Europe/Berlin', 1, 0) UNION ALL
 	SELECT * FROM rl_wait('wait', 'fixed_window 1/month in Europe/Berlin', 1, 0)$$,
-	$q$SELECT failure($$SELECT rl_enforce('wait', 'fixed_window 1/month in Europe/Berlin')$$)$q$);
-
--- What the store keeps. "raw" has the window's first day and its end.
-SELECT * FROM run(
+	$q$SELECT failure($$SELECT rl_enforce('wait', 'fixed_window 1/month in Europe/Berlin')$$)$q$,
+	-- What the store keeps. "raw" has the window's first day and its end.
 	$$SELECT rl_allow('kept', 'fixed_window 3/month in Europe/Berlin count_denied ban 1h after 9, fixed_window 1/day in Asia/Kolkata ban 1h after 9, fixed_window 7/year') FROM generate_series(1, 3)$$,
 	$$SELECT state, used, until AT TIME ZONE 'UTC' AS until, raw FROM rl_inspect('kept') ORDER BY state COLLATE "C"$$,
 	$$at(86400)$$,
@@ -98,14 +96,12 @@ SELECT * FROM run(
 	$$SELECT count(*) > 300 AS zones, count(DISTINCT hashtextextended(name, 0)) = count(*) AS differ, bool_or(hashtextextended(name, 0) = 0) AS zero
 	FROM (SELECT name FROM pg_timezone_names UNION SELECT 'UTC') z$$);
 \c
-SELECT at(0) \g /dev/null
-SELECT state, used FROM rl_inspect('kept') ORDER BY state COLLATE "C";
-
--- The headers have no w: the windows have no one length.
-SELECT rl_headers('api', 'fixed_window 1000/month in Europe/Berlin, 5/10s', rl_check('headers', 'fixed_window 1000/month in Europe/Berlin, 5/10s', 3));
-
--- rl_simulate
 SELECT * FROM run(
+	$$at(0)$$,
+	$$SELECT state, used FROM rl_inspect('kept') ORDER BY state COLLATE "C"$$,
+	-- The headers have no w: the windows have no one length.
+	$$SELECT rl_headers('api', 'fixed_window 1000/month in Europe/Berlin, 5/10s', rl_check('headers', 'fixed_window 1000/month in Europe/Berlin, 5/10s', 3))$$,
+	-- rl_simulate
 	$$SELECT at, (r).allowed, (r).remaining, (r).reset_after FROM (
 		SELECT at, rl_simulate('fixed_window 2/month in Europe/Berlin', at) OVER (ORDER BY at) AS r
 		FROM unnest('{2023-12-31 22:59:59Z,2023-12-31 23:00:00Z,2024-01-31 22:59:58Z,2024-01-31 22:59:59Z,2024-01-31 23:00:00Z}'::timestamptz[]) at) s ORDER BY at$$,

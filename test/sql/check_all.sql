@@ -9,10 +9,9 @@ SELECT * FROM rl_check_all(ARRAY['account:1', 'address:1'], ARRAY['sliding_log 2
 SELECT * FROM rl_check_all(ARRAY['account:2', 'address:1'], ARRAY['sliding_log 2/1h', 'sliding_log 3/1h']::rl_limits[]) UNION ALL
 SELECT * FROM rl_check_all(ARRAY['account:2', 'address:1'], ARRAY['sliding_log 2/1h', 'sliding_log 3/1h']::rl_limits[]);
 -- rl_check uses the same state.
-SELECT k, (rl_check(k, 'sliding_log 3/1h', 0)).remaining FROM unnest(ARRAY['account:1', 'account:2', 'address:1']) k;
-
--- One to eight keys, each with its own limits and quota. Rows are in input order.
 SELECT * FROM run(
+	$$SELECT k, (rl_check(k, 'sliding_log 3/1h', 0)).remaining FROM unnest(ARRAY['account:1', 'account:2', 'address:1']) k$$,
+	-- One to eight keys, each with its own limits and quota. Rows are in input order.
 	$$SELECT * FROM rl_check_all(ARRAY['one'], ARRAY['5/10s']::rl_limits[])$$,
 	$$SELECT * FROM rl_check_all('{z,b,c,d,e,f,g,a}',
 		ARRAY['5/10s', 'token_bucket 5/10s', 'fixed_window 5/10s', 'sliding_window 5/10s', 'sliding_log 5/10s',
@@ -21,26 +20,21 @@ SELECT * FROM run(
 	$$SELECT key, allowed, remaining, retry_after FROM rl_check_all('{z,b,c,d,e,f,g,a}',
 		ARRAY['5/10s', 'token_bucket 5/10s', 'fixed_window 5/10s', 'sliding_window 5/10s', 'sliding_log 5/10s',
 			'5/10s, fixed_window 9/1d', '7/10s ban 1h after 3', 'sliding_log 5/10s count_denied']::rl_limits[],
-		'{1,2,3,4,0,2,1,2}')$$);
-
--- Quota 0 looks.
-SELECT key, allowed, remaining FROM rl_check_all('{look:1,look:2}', '{"fixed_window 1/1h","fixed_window 2/1h"}', '{0,0}') UNION ALL
-SELECT key, allowed, remaining FROM rl_check_all('{look:1,look:2}', '{"fixed_window 1/1h","fixed_window 2/1h"}', '{0,2}') UNION ALL
-SELECT key, allowed, remaining FROM rl_check_all('{look:1,look:2}', '{"fixed_window 1/1h","fixed_window 2/1h"}', '{1,0}');
-
--- A limit with count_denied counts the refusals of other keys, and its own, but none
--- that is larger than the limit.
-SELECT * FROM run(
+		'{1,2,3,4,0,2,1,2}')$$,
+	-- Quota 0 looks.
+	$$SELECT key, allowed, remaining FROM rl_check_all('{look:1,look:2}', '{"fixed_window 1/1h","fixed_window 2/1h"}', '{0,0}') UNION ALL
+	SELECT key, allowed, remaining FROM rl_check_all('{look:1,look:2}', '{"fixed_window 1/1h","fixed_window 2/1h"}', '{0,2}') UNION ALL
+	SELECT key, allowed, remaining FROM rl_check_all('{look:1,look:2}', '{"fixed_window 1/1h","fixed_window 2/1h"}', '{1,0}')$$,
+	-- A limit with count_denied counts the refusals of other keys, and its own, but none
+	-- that is larger than the limit.
 	$$SELECT key, allowed, remaining FROM rl_check_all('{full,counts,larger}',
 		ARRAY['fixed_window 1/1d', 'fixed_window 5/1d count_denied', 'fixed_window 2/1d count_denied']::rl_limits[], '{1,2,1}')$$,
 	$$SELECT key, allowed, remaining FROM rl_check_all('{full,counts,larger}',
 		ARRAY['fixed_window 1/1d', 'fixed_window 5/1d count_denied', 'fixed_window 2/1d count_denied']::rl_limits[], '{1,2,3}')$$,
 	$$SELECT key, allowed, remaining FROM rl_check_all('{full,counts,larger}',
-		ARRAY['fixed_window 1/1d', 'fixed_window 5/1d count_denied', 'fixed_window 2/1d count_denied']::rl_limits[], '{1,2,1}')$$);
-
--- A ban counts the refusals of its own limit only. A banned key refuses all, and
--- counts nothing; the other keys count.
-SELECT * FROM run(
+		ARRAY['fixed_window 1/1d', 'fixed_window 5/1d count_denied', 'fixed_window 2/1d count_denied']::rl_limits[], '{1,2,1}')$$,
+	-- A ban counts the refusals of its own limit only. A banned key refuses all, and
+	-- counts nothing; the other keys count.
 	$$SELECT key, allowed, remaining, retry_after, source FROM rl_check_all('{ban:full,ban:b}',
 		ARRAY['fixed_window 1/1d', 'fixed_window 1/1d ban 1h after 2']::rl_limits[])$$,
 	$$SELECT n, b.* FROM generate_series(1, 3) n, LATERAL (SELECT key, allowed, source FROM rl_check_all('{ban:full,ban:c}',
@@ -48,18 +42,14 @@ SELECT * FROM run(
 	$$SELECT n, b.* FROM generate_series(1, 3) n, LATERAL (SELECT key, allowed, remaining, retry_after, source FROM rl_check_all('{ban:d,ban:b}',
 		ARRAY['fixed_window 9/1d count_denied', 'fixed_window 1/1d ban 1h after 2']::rl_limits[], ARRAY[n, 1])) b$$,
 	$$SELECT rule, remaining FROM rl_peek('ban:d', 'fixed_window 9/1d', 0)$$,
-	$$SELECT rl_unban('ban:b')$$);
-
--- A shadow limit refuses for no key. It is charged if the action happens and fits it, and
--- counts the refusals of other keys.
-SELECT * FROM run(
+	$$SELECT rl_unban('ban:b')$$,
+	-- A shadow limit refuses for no key. It is charged if the action happens and fits it, and
+	-- counts the refusals of other keys.
 	$$SELECT n, c.* FROM generate_series(1, 3) n, LATERAL (SELECT key, allowed, remaining, source FROM rl_check_all('{shadow:a,shadow:b}',
 		ARRAY['fixed_window 2/1d, fixed_window 1/1h shadow', 'fixed_window 9/1d count_denied shadow, fixed_window 1/1h shadow']::rl_limits[], ARRAY[1, n / n])) c$$,
 	$$SELECT key, rule, allowed, remaining, retry_after, source FROM unnest('{shadow:a,shadow:b}'::text[]) key,
-		LATERAL rl_peek(key, 'fixed_window 2/1d, fixed_window 1/1h shadow, fixed_window 9/1d count_denied shadow')$$);
-
--- If another key refuses, keys under shadow limits have the source that they have alone.
-SELECT * FROM run(
+		LATERAL rl_peek(key, 'fixed_window 2/1d, fixed_window 1/1h shadow, fixed_window 9/1d count_denied shadow')$$,
+	-- If another key refuses, keys under shadow limits have the source that they have alone.
 	$$SELECT allowed FROM rl_check('shadow:full', 'fixed_window 1/10h')$$,
 	$$SELECT key, allowed FROM unnest('{shadow:c,shadow:d,shadow:e}'::text[]) key, LATERAL rl_check(key, 'fixed_window 1/10h shadow')$$,
 	$$SELECT rule, remaining, source FROM rl_peek('shadow:c', 'fixed_window 1/10h shadow, fixed_window 1/1d count_denied shadow')$$,
@@ -71,11 +61,10 @@ SELECT * FROM run(
 BEGIN;
 SELECT key, remaining FROM rl_check_all('{abort:a,abort:b}', '{fixed_window 5/1d refund_on_abort,sliding_log 5/1d refund_on_abort}');
 ROLLBACK;
-SELECT key, remaining FROM rl_check_all('{abort:a,abort:b}', '{fixed_window 5/1d,sliding_log 5/1d}', '{0,0}');
-
--- A key that is unlimited does not refuse, and is not asked for. If a key is blocked, none
--- is asked for.
 SELECT * FROM run(
+	$$SELECT key, remaining FROM rl_check_all('{abort:a,abort:b}', '{fixed_window 5/1d,sliding_log 5/1d}', '{0,0}')$$,
+	-- A key that is unlimited does not refuse, and is not asked for. If a key is blocked, none
+	-- is asked for.
 	$$SELECT * FROM rl_check_all('{kind:a,kind:b}', '{unlimited,fixed_window 1/1d}') UNION ALL
 	SELECT * FROM rl_check_all('{kind:b,kind:a}', '{fixed_window 1/1d,unlimited}') UNION ALL
 	SELECT * FROM rl_check_all('{kind:a,kind:b}', '{unlimited,unlimited}') UNION ALL

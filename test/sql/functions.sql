@@ -19,14 +19,11 @@ SELECT * FROM run(
 	$$SELECT rl_throttle('abuser', 5, 5, 10, 4)$$,
 	$$at(61)$$,
 	$$SELECT (rl_throttle('abuser', 5, 5, 10, 5)).allowed, rl_ban('abuser', 1), (rl_throttle('abuser', 5, 5, 10, 5)).retry_after, rl_unban('abuser'), rl_unban('abuser'),
-		(rl_throttle('abuser', 5, 5, 10)).allowed$$);
-
--- rl_reset of a limit, and of the key.
-SELECT rl_reset('abuser', '5/10s'), rl_reset('abuser', '5/10s'), rl_reset('abuser', '7/10s, 5/1h'), rl_ban('reset', 60), rl_reset('reset'), rl_reset('reset'),
-	rl_ban('reset', 60), rl_unban('reset'), rl_reset('reset'), (rl_throttle('reset', 5, 5, 10)).allowed;
-
--- rl_allow and rl_enforce.
-SELECT * FROM run(
+		(rl_throttle('abuser', 5, 5, 10)).allowed$$,
+	-- rl_reset of a limit, and of the key.
+	$$SELECT rl_reset('abuser', '5/10s'), rl_reset('abuser', '5/10s'), rl_reset('abuser', '7/10s, 5/1h'), rl_ban('reset', 60), rl_reset('reset'), rl_reset('reset'),
+		rl_ban('reset', 60), rl_unban('reset'), rl_reset('reset'), (rl_throttle('reset', 5, 5, 10)).allowed$$,
+	-- rl_allow and rl_enforce.
 	$$SELECT rl_allow('allow', '1/1h'), rl_allow('allow', '1/1h')$$,
 	$$SELECT * FROM rl_enforce('enforce', '1/1h')$$,
 	$q$SELECT failure(statement) FROM unnest(ARRAY[$$SELECT rl_enforce('enforce', '1/1h')$$, $$SELECT rl_enforce('enforce', '1/1h', 2)$$]) statement$q$);
@@ -38,15 +35,11 @@ SELECT * FROM run(
 	SELECT * FROM rl_check_many('{m1,m4}', '2/1h')$$,
 	$$SELECT count(*) FROM rl_check_many('{}', '2/1h')$$,
 	$q$SELECT failure(statement) FROM unnest(ARRAY[$$SELECT rl_check_many('{m5,NULL}', '2/1h')$$, $$SELECT rl_check_many('{m5}', '2/1h', '{1,1}')$$,
-		$$SELECT rl_check_many('{m5}', '2/1h', '{NULL}')$$, $$SELECT rl_check_many('{{m5}}', '2/1h')$$, $$SELECT rl_check_many(NULL, '2/1h')$$]) statement$q$);
-
--- Peek writes nothing.
-SELECT * FROM run(
+		$$SELECT rl_check_many('{m5}', '2/1h', '{NULL}')$$, $$SELECT rl_check_many('{{m5}}', '2/1h')$$, $$SELECT rl_check_many(NULL, '2/1h')$$]) statement$q$,
+	-- Peek writes nothing.
 	$$SELECT * FROM rl_peek('peeked', '5/10s, 7/1h', 2)$$,
-	$$SELECT rl_reset('peeked')$$);
-
--- Two lists of values never make the same key.
-SELECT * FROM run(
+	$$SELECT rl_reset('peeked')$$,
+	-- Two lists of values never make the same key.
 	$$SELECT rl_key('create_order', 42), rl_key('a:b', 'c') AS a, rl_key('a', 'b:c') AS b, rl_key('a%3Ab', 'c') AS c$$,
 	$$SELECT rl_key(1::smallint, 2::bigint, 3.50, 'v'::varchar, 'c'::char(3), 'n'::name, false,
 		'00000000-0000-0000-0000-000000000001'::uuid, '10.0.0.1/8'::inet)$$,
@@ -59,22 +52,21 @@ PREPARE untyped AS SELECT rl_key('login', $1), rl_key($1, $2, $3);
 EXECUTE untyped ('a:b', 'c', '%');
 SELECT * FROM run(
 	$$SELECT rl_key('a ', 'b '::char(4), 'c'::varchar, 'd'::name) AS texts, rl_key(VARIADIC ARRAY['a', 'b']) AS array, rl_key('a', 42) AS mixed$$,
-	$$SELECT rl_key(VARIADIC ARRAY['a', 'b:c']), rl_key(VARIADIC ARRAY[1, 2]), rl_key(VARIADIC '{}'::text[])$$);
-SELECT q, f.* FROM (VALUES
-	(1, $$rl_key(now())$$), (2, $$rl_key(1.5::float8)$$), (3, $$rl_key('\x01'::bytea)$$), (4, $$rl_key(current_date)$$),
-	(5, $$rl_key('1 day'::interval)$$), (6, $$rl_key('pg_class'::regclass)$$), (7, $$rl_key(1, NULL)$$), (8, $$rl_key(NULL::text)$$),
-	(9, $$rl_key(VARIADIC ARRAY['a', NULL])$$), (10, $$rl_key(VARIADIC NULL::text[])$$), (11, $$rl_key(ARRAY[1])$$),
-	(12, $$rl_key(ROW(1))$$), (13, $$rl_key('{}'::json)$$), (14, $$rl_key(VARIADIC ARRAY[now()])$$)
-) v (id, q), LATERAL failure('SELECT ' || q) f ORDER BY id;
+	$$SELECT rl_key(VARIADIC ARRAY['a', 'b:c']), rl_key(VARIADIC ARRAY[1, 2]), rl_key(VARIADIC '{}'::text[])$$,
+	$q$SELECT q, f.* FROM (VALUES
+		(1, $$rl_key(now())$$), (2, $$rl_key(1.5::float8)$$), (3, $$rl_key('\x01'::bytea)$$), (4, $$rl_key(current_date)$$),
+		(5, $$rl_key('1 day'::interval)$$), (6, $$rl_key('pg_class'::regclass)$$), (7, $$rl_key(1, NULL)$$), (8, $$rl_key(NULL::text)$$),
+		(9, $$rl_key(VARIADIC ARRAY['a', NULL])$$), (10, $$rl_key(VARIADIC NULL::text[])$$), (11, $$rl_key(ARRAY[1])$$),
+		(12, $$rl_key(ROW(1))$$), (13, $$rl_key('{}'::json)$$), (14, $$rl_key(VARIADIC ARRAY[now()])$$)
+	) v (id, q), LATERAL failure('SELECT ' || q) f ORDER BY id$q$);
 DROP TYPE plan;
 DROP DOMAIN customer;
 
 -- Key escaping on the way to Redis keeps keys apart.
-SELECT (rl_throttle('{x}', 1, 1, 3600)).allowed, (rl_throttle('%7Bx%7D', 1, 1, 3600)).allowed, (rl_throttle('{x}', 1, 1, 3600)).allowed,
-	(rl_throttle(repeat('é', 256), 1, 1, 3600)).allowed;
-
--- The first form charges six times.
 SELECT * FROM run(
+	$$SELECT (rl_throttle('{x}', 1, 1, 3600)).allowed, (rl_throttle('%7Bx%7D', 1, 1, 3600)).allowed, (rl_throttle('{x}', 1, 1, 3600)).allowed,
+		(rl_throttle(repeat('é', 256), 1, 1, 3600)).allowed$$,
+	-- The first form charges six times.
 	$$SELECT (rl_throttle('trap', 100, 1, 3600)).*$$,
 	$$SELECT * FROM rl_throttle('trap', 100, 1, 3600)$$);
 

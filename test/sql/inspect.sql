@@ -43,10 +43,8 @@ SELECT * FROM run(
 	$$at(0)$$,
 	$$SELECT state, used, ends FROM states('all')$$,
 	$$rl_refund('all', 'sliding_log 10/1h', 6)$$,
-	$$SELECT state FROM states('all') WHERE state ~ 'log'$$);
-
--- Refused units are in use too. Refusals that a ban counts have their own row.
-SELECT * FROM run(
+	$$SELECT state FROM states('all') WHERE state ~ 'log'$$,
+	-- Refused units are in use too. Refusals that a ban counts have their own row.
 	$$SELECT rl_allow('denied', 'sliding_log 4/1h count_denied', 3) FROM generate_series(1, 2)$$,
 	$$SELECT rl_allow('denied', 'sliding_window 4/1h count_denied', 3) FROM generate_series(1, 2)$$,
 	$$SELECT rl_allow('denied', 'fixed_window 4/1h count_denied', 3) FROM generate_series(1, 2)$$,
@@ -62,20 +60,17 @@ SELECT * FROM run(
 	-- Refusals without a charge.
 	$$SELECT rl_allow('refused', 'fixed_window 1/1h count_denied ban 1h after 2, sliding_log 3/1h, sliding_window 3/1h count_denied', 2),
 		rl_allow('refused', 'sliding_log 2/1min count_denied, fixed_window 1/1h', 2), rl_ban('refused', 1)$$,
-	$$SELECT state, used, ends FROM states('refused')$$);
-
--- A long log; and many states.
-SELECT * FROM run(
+	$$SELECT state, used, ends FROM states('refused')$$,
+	-- A long log; and many states.
 	$$at(0)$$,
 	$$SELECT count(*) FILTER (WHERE rl_allow('long', 'sliding_log 1000/1h')) FROM generate_series(1, 1000), LATERAL at(generate_series * 0.001)$$,
 	$$SELECT state, used, ends, length(raw) <= 256 FROM states('long')$$,
 	$$at(3600.5)$$,
 	$$SELECT state, used, ends FROM states('long')$$,
 	$$SELECT count(rl_allow('many', format('1/%ss', n)::rl_limits)) FROM generate_series(1, 250) n$$,
-	$$SELECT count(*), count(DISTINCT state), min(ends), max(ends) FROM states('many')$$);
-
--- Bans are listed by the keys that the callers gave.
-SELECT at(0) \g /dev/null
+	$$SELECT count(*), count(DISTINCT state), min(ends), max(ends) FROM states('many')$$,
+	-- Bans are listed by the keys that the callers gave.
+	$$at(0)$$);
 SELECT rl_ban(key, n * 10) FROM unnest(ARRAY['login:ada', 'login:bob', 'log_n:ada', 'a%b', 'a_b', 'a\b', 'a{b}', '{', 'café', 'caffé',
 	'日本:1', E'line\nend', E'bell\x07 \x1b[2J', E'c1\u0085', ' ', 'login:' || repeat('x', 506), repeat('é', 256), repeat('{', 512)]) WITH ORDINALITY k (key, n);
 SELECT count(*) FROM rl_bans();

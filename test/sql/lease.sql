@@ -30,10 +30,8 @@ SELECT * FROM run(
 		'10000/1s lease 50ms', '10000/1s burst 1000 lease 50ms', '3/1s burst 8 lease 1s', '3/1s burst 8 lease 1us', '5/1s lease 400ms',
 		'token_bucket 10/1s lease 1s', 'fixed_window 10/1s lease 1s', 'sliding_window 10/1s lease 1s'
 	]) AS limits$$,
-	$$SELECT rule, capacity FROM rl_peek('lease:list', '1000/1s lease 100ms, 500/2s burst 700 lease 50ms, fixed_window 9/1s lease 1s')$$);
-
--- All answers use the reduced capacity: those of calls, errors, header fields and history.
-SELECT * FROM run(
+	$$SELECT rule, capacity FROM rl_peek('lease:list', '1000/1s lease 100ms, 500/2s burst 700 lease 50ms, fixed_window 9/1s lease 1s')$$,
+	-- All answers use the reduced capacity: those of calls, errors, header fields and history.
 	$$SELECT * FROM play('lease:play', '20/1s lease 100ms', ARRAY[[0, 17], [0, 1], [0, 1], [0.05, 1], [0.05, 19], [0.9, 18]])$$,
 	$q$SELECT * FROM failure($$SELECT rl_enforce('lease:large', '20/1s lease 100ms', 19)$$)$q$,
 	$$SELECT rl_headers('api', '20/1s lease 100ms', rl_check('lease:headers', '20/1s lease 100ms')) - 2$$,

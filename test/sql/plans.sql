@@ -28,8 +28,9 @@ SET ratelimit.redis_url = 'unix:///nonexistent/socket';
 SELECT * FROM each_function('unlimited') UNION ALL
 SELECT * FROM each_function('blocked');
 SET ratelimit.mode = shadow;
-SELECT call, result FROM each_function('unlimited') WHERE result LIKE '%shadow%' OR code <> '';
-SELECT call, result, code FROM each_function('blocked');
+SELECT * FROM run(
+	$$SELECT call, result FROM each_function('unlimited') WHERE result LIKE '%shadow%' OR code <> ''$$,
+	$$SELECT call, result, code FROM each_function('blocked')$$);
 SET ratelimit.mode = off;
 SELECT call, result, code FROM each_function('unlimited') WHERE result LIKE '%unlimited%' OR code <> '' UNION ALL
 SELECT call, result, code FROM each_function('blocked') WHERE result LIKE '%blocked%' OR code <> '';
@@ -49,11 +50,12 @@ SELECT q, f.* FROM (VALUES
 	(17, $$rl_simulate(l::rl_limits, '2024-01-01') OVER () FROM unnest('{unlimited,1/1s}'::text[]) l$$)
 ) v (id, q), LATERAL failure('SELECT ' || q) f ORDER BY id;
 -- The ban is in force under other limits, and no state was made.
-SELECT source FROM rl_check('plan:1', '5/10s');
-SELECT state FROM rl_inspect('plan:1');
-SELECT rl_reset('plan:1');
--- The partitions of rl_simulate can have different limits.
-SELECT customer, rl_simulate(limits::rl_limits, '2024-01-01') OVER (PARTITION BY customer) FROM (VALUES (1, 'unlimited'), (2, 'blocked'), (3, '1/1s')) v (customer, limits) ORDER BY customer;
+SELECT * FROM run(
+	$$SELECT source FROM rl_check('plan:1', '5/10s')$$,
+	$$SELECT state FROM rl_inspect('plan:1')$$,
+	$$SELECT rl_reset('plan:1')$$,
+	-- The partitions of rl_simulate can have different limits.
+	$$SELECT customer, rl_simulate(limits::rl_limits, '2024-01-01') OVER (PARTITION BY customer) FROM (VALUES (1, 'unlimited'), (2, 'blocked'), (3, '1/1s')) v (customer, limits) ORDER BY customer$$);
 
 -- Triggers.
 CREATE TABLE actions (customer text, items int DEFAULT 1);
@@ -120,8 +122,9 @@ CREATE TRIGGER enforce AFTER INSERT ON orders REFERENCING NEW TABLE AS new FOR E
 	EXECUTE FUNCTION rl_enforce('batch:{customer}', 'shop.order_limits({customer})', 'quota={items}');
 TRUNCATE shop.calls;
 INSERT INTO orders SELECT c FROM generate_series(1, 3) c, generate_series(1, 2);
-SELECT customer, count(*) FROM shop.calls GROUP BY customer ORDER BY customer;
-SELECT remaining FROM rl_check_many('{batch:1,batch:2}', '4/1h', '{0,0}');
+SELECT * FROM run(
+	$$SELECT customer, count(*) FROM shop.calls GROUP BY customer ORDER BY customer$$,
+	$$SELECT remaining FROM rl_check_many('{batch:1,batch:2}', '4/1h', '{0,0}')$$);
 INSERT INTO orders SELECT c FROM generate_series(1, 3) c;
 INSERT INTO orders SELECT c FROM generate_series(2, 5) c;
 INSERT INTO orders VALUES (2), (4);
@@ -130,9 +133,10 @@ SELECT remaining FROM rl_check_many('{batch:1,batch:2}', '4/1h', '{0,0}');
 INSERT INTO shop.customers SELECT c, CASE c % 3 WHEN 0 THEN 'free' WHEN 1 THEN 'pro' ELSE 'owner' END FROM generate_series(10, 9999) c;
 TRUNCATE shop.calls;
 INSERT INTO orders SELECT c % 6000 + 10, 1 FROM generate_series(0, 11999) c;
-SELECT count(*), count(DISTINCT customer) FROM shop.calls;
-SELECT remaining, count(*) FROM rl_check_many(ARRAY(SELECT 'batch:' || c FROM generate_series(10, 6009) c WHERE c % 3 = 1), '4/1h',
-	ARRAY(SELECT 0 FROM generate_series(10, 6009) c WHERE c % 3 = 1)) GROUP BY remaining;
+SELECT * FROM run(
+	$$SELECT count(*), count(DISTINCT customer) FROM shop.calls$$,
+	$$SELECT remaining, count(*) FROM rl_check_many(ARRAY(SELECT 'batch:' || c FROM generate_series(10, 6009) c WHERE c % 3 = 1), '4/1h',
+		ARRAY(SELECT 0 FROM generate_series(10, 6009) c WHERE c % 3 = 1)) GROUP BY remaining$$);
 INSERT INTO orders SELECT c % 6000 + 10, 1 FROM generate_series(0, 11999) c;
 SELECT remaining, count(*) FROM rl_check_many(ARRAY(SELECT 'batch:' || c FROM generate_series(10, 6009) c WHERE c % 3 = 1), '4/1h',
 	ARRAY(SELECT 0 FROM generate_series(10, 6009) c WHERE c % 3 = 1)) GROUP BY remaining;
@@ -144,8 +148,9 @@ CREATE OR REPLACE TRIGGER enforce AFTER INSERT ON orders REFERENCING NEW TABLE A
 TRUNCATE shop.calls;
 INSERT INTO orders (note) VALUES ('9/1min'), (NULL), ('9/1min'), (NULL), ('9/1s'), ('');
 INSERT INTO orders (note) VALUES ('9/1min'), (NULL), ('9/1min'), (NULL), ('9/1s');
-SELECT customer, count(*) FROM shop.calls GROUP BY customer ORDER BY customer;
-SELECT state FROM rl_inspect('note') ORDER BY state COLLATE "C";
+SELECT * FROM run(
+	$$SELECT customer, count(*) FROM shop.calls GROUP BY customer ORDER BY customer$$,
+	$$SELECT state FROM rl_inspect('note') ORDER BY state COLLATE "C"$$);
 CREATE OR REPLACE TRIGGER enforce AFTER INSERT ON orders REFERENCING NEW TABLE AS new FOR EACH STATEMENT
 	EXECUTE FUNCTION rl_enforce('note2', ' Shop."by_note" ( {note} , {items} ) ');
 TRUNCATE shop.calls;
@@ -156,9 +161,10 @@ CREATE OR REPLACE TRIGGER enforce AFTER INSERT ON orders REFERENCING NEW TABLE A
 	EXECUTE FUNCTION rl_enforce('pair:{customer}', '5/1h', 'pair:{note}', 'shop.by_note({note})', 'all', '100/1h', 'quota={items}');
 SELECT key, limits, quota, problem FROM rl_triggers WHERE relation = 'orders'::regclass;
 INSERT INTO orders VALUES (1, 1, '9/1h'), (2, 2, '9/1h'), (1, 2, '8/1h');
-SELECT key, remaining FROM rl_check_many('{pair:1,pair:2}', '5/1h', '{0,0}');
-SELECT remaining FROM rl_peek('all', '100/1h', 0);
-SELECT state FROM rl_inspect('pair:9/1h');
+SELECT * FROM run(
+	$$SELECT key, remaining FROM rl_check_many('{pair:1,pair:2}', '5/1h', '{0,0}')$$,
+	$$SELECT remaining FROM rl_peek('all', '100/1h', 0)$$,
+	$$SELECT state FROM rl_inspect('pair:9/1h')$$);
 INSERT INTO orders VALUES (3, 1, '1/1h'), (2, 4, '7/1h');
 SELECT (SELECT count(*) FROM rl_inspect('pair:3')) AS one, (SELECT count(*) FROM rl_inspect('pair:1/1h')) AS two;
 DROP TRIGGER enforce ON orders;
@@ -255,10 +261,11 @@ DROP SCHEMA shop CASCADE;
 RESET client_min_messages;
 
 -- Several keys: unlimited is not asked, and blocked refuses before another key is asked.
-SELECT * FROM rl_check_all('{all:1,all:2}', '{5/1h,unlimited}', '{2,7}') UNION ALL
-SELECT * FROM rl_check_all('{all:1,all:2,all:3}', '{5/1h,blocked,unlimited}');
-SELECT failure(statement) FROM unnest(ARRAY[$$SELECT rl_enforce_all('{all:1,all:2}', '{5/1h,blocked}', '{9,1}')$$,
-	$$SELECT rl_check_all('{all:1,all:1}', '{5/1h,blocked}')$$]) statement;
+SELECT * FROM run(
+	$$SELECT * FROM rl_check_all('{all:1,all:2}', '{5/1h,unlimited}', '{2,7}') UNION ALL
+	SELECT * FROM rl_check_all('{all:1,all:2,all:3}', '{5/1h,blocked,unlimited}')$$,
+	$q$SELECT failure(statement) FROM unnest(ARRAY[$$SELECT rl_enforce_all('{all:1,all:2}', '{5/1h,blocked}', '{9,1}')$$,
+		$$SELECT rl_check_all('{all:1,all:1}', '{5/1h,blocked}')$$]) statement$q$);
 SET ratelimit.mode = shadow;
 SELECT * FROM rl_check_all('{all:1,all:2}', '{5/1h,blocked}');
 RESET ratelimit.mode;

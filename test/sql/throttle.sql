@@ -72,16 +72,12 @@ SELECT * FROM run(
 CREATE TEMP TABLE before AS SELECT * FROM rl_peek('neither', '1/10s, 100/1h');
 SELECT * FROM run(
 	$$SELECT allowed, capacity, retry_after FROM rl_check('neither', '1/10s, 100/1h')$$,
-	$$SELECT count(*) FROM (SELECT * FROM before INTERSECT SELECT * FROM rl_peek('neither', '1/10s, 100/1h')) same$$);
-
--- The longest limits: 100 years to drain, in nanoseconds.
-SELECT * FROM run(
+	$$SELECT count(*) FROM (SELECT * FROM before INTERSECT SELECT * FROM rl_peek('neither', '1/10s, 100/1h')) same$$,
+	-- The longest limits: 100 years to drain, in nanoseconds.
 	$$SELECT * FROM play('years', '1/3650d burst 10', ARRAY[
 		[0,9], [0,2], [0,1], [0,1], [315359999.999999,1], [315360000,1]])$$,
-	$$SELECT * FROM play('finest', '1000/1us burst 1000000000', ARRAY[[0,1], [0,999999999], [0,1], [0.000001,1000], [0.000001,1]])$$);
-
--- Refunds: at most the used quota, and an absent key stays absent.
-SELECT * FROM run(
+	$$SELECT * FROM play('finest', '1000/1us burst 1000000000', ARRAY[[0,1], [0,999999999], [0,1], [0.000001,1000], [0.000001,1]])$$,
+	-- Refunds: at most the used quota, and an absent key stays absent.
 	$$at(0)$$,
 	$$SELECT (rl_throttle('refund', 10, 10, 10, 8)).remaining, rl_refund('refund', '10/10s', 3)$$,
 	$$SELECT remaining, reset_after FROM rl_peek('refund', '10/10s', 0)$$,
@@ -94,10 +90,8 @@ RESET ratelimit.debug_now;
 SELECT * FROM run(
 	$$SELECT allowed, capacity, remaining, retry_after, reset_after, source FROM rl_throttle('clock', 15, 30, 60)$$,
 	$$SELECT bool_and((rl_throttle('clock', 15, 30, 60)).allowed) FROM generate_series(1, 14)$$,
-	$$SELECT allowed, remaining, retry_after > 1 AND retry_after < 2 AS nearly_two FROM rl_throttle('clock', 15, 30, 60)$$);
-
--- A refund with a borrow of nanoseconds: intervals of 333333 ns and 142857 ns.
-SELECT * FROM run(
+	$$SELECT allowed, remaining, retry_after > 1 AND retry_after < 2 AS nearly_two FROM rl_throttle('clock', 15, 30, 60)$$,
+	-- A refund with a borrow of nanoseconds: intervals of 333333 ns and 142857 ns.
 	$$at(0)$$,
 	$$SELECT (rl_throttle('borrow', 3, 3, 0.001)).reset_after, rl_refund('borrow', '7/1ms', 1)$$,
 	$$SELECT remaining FROM rl_peek('borrow', '1000000/1ms burst 190477', 0)$$);	-- 190476 ns are left
