@@ -181,14 +181,12 @@ $node->safe_psql('owned', 'CREATE EXTENSION ratelimit');
 my $owner = session($node, 'owned', 'owner');
 foreach my $name (sort keys %helpful)
 {
-	$owner->ask("ALTER DATABASE owned SET ratelimit.$name = '$helpful{$name}'");
-	is($owner->state, '42501', "ALTER DATABASE SET $name before loading");
+	$owner->ends("ALTER DATABASE owned SET ratelimit.$name = '$helpful{$name}'", "ALTER DATABASE SET $name before loading", '42501');
 }
 $owner->ask(q{SELECT rl_key('load')});
 foreach my $name (sort keys %helpful)
 {
-	$owner->ask("ALTER DATABASE owned SET ratelimit.$name = '$helpful{$name}'");
-	is($owner->state, '42501', "ALTER DATABASE SET $name after loading");
+	$owner->ends("ALTER DATABASE owned SET ratelimit.$name = '$helpful{$name}'", "ALTER DATABASE SET $name after loading", '42501');
 }
 
 # A superuser's setting works.  Otherwise the tests above would show nothing.
@@ -239,8 +237,7 @@ foreach my $set (q{timezone = 'Asia/Tokyo'}, q{datestyle = 'German, DMY'}, q{int
 {
 	$session->ask("SET $set");
 	is($session->state, $set =~ /^session_replication_role/ ? '42501' : '00000', "SET $set");
-	$session->ask($part =~ s/U&'M\\00FCller'/convert_from(decode('4dc3bc6c6c6572', 'hex'), 'UTF8')/r);
-	is($session->state, 'PT429', "SET $set: the same key");
+	$session->ends($part =~ s/U&'M\\00FCller'/convert_from(decode('4dc3bc6c6c6572', 'hex'), 'UTF8')/r, "SET $set: the same key", 'PT429');
 	$session->ask('RESET ' . ($set =~ /^(\w+)/)[0]);
 }
 is(scalar @{ $redis->cli('KEYS', '*') }, 2, 'all settings give the same key');
@@ -275,8 +272,7 @@ is(granted('generous'), $monitored, 'generous default privileges: the same');
 my $anonymous = session($node, 'generous', 'web_anon');
 foreach my $call (q{rl_ban('k', 1)}, q{rl_reset('k')}, q{rl_check('k', '1/1s')})
 {
-	$anonymous->ask("SELECT $call");
-	is($anonymous->state, '42501', "generous default privileges: $call");
+	$anonymous->ends("SELECT $call", "generous default privileges: $call", '42501');
 }
 is($anonymous->ask(q{SELECT rl_key('order', 42)}), 'order:42', 'generous default privileges: rl_key');
 $node->safe_psql('strict', q{

@@ -15,9 +15,8 @@ sub trigger
 {
 	my ($arguments, $replace) = @_;
 
-	$admin->ask('CREATE ' . ($replace // 'OR REPLACE') . " TRIGGER enforce BEFORE INSERT ON orders
-		FOR EACH ROW EXECUTE FUNCTION rl_enforce($arguments)");
-	is($admin->error, '', "the trigger ($arguments)");
+	$admin->ends('CREATE ' . ($replace // 'OR REPLACE') . " TRIGGER enforce BEFORE INSERT ON orders
+		FOR EACH ROW EXECUTE FUNCTION rl_enforce($arguments)", "the trigger ($arguments)");
 	return;
 }
 
@@ -28,8 +27,7 @@ sub orders_end
 
 	foreach my $state (@states)
 	{
-		$session->ask(q{INSERT INTO orders VALUES ('ann', 'north', 2)});
-		is($session->state, $state, $what);
+		$session->ends(q{INSERT INTO orders VALUES ('ann', 'north', 2)}, $what, $state);
 	}
 	return;
 }
@@ -65,21 +63,17 @@ trigger(q{'d:{branch}', '1/1d'});
 $session->ask(q{INSERT INTO orders (customer, branch) VALUES ('ann', 'south')});
 is($admin->left('1/1d', 'd:south'), 0, 'a column dropped and added again is read at its new position');
 $admin->ask('ALTER TABLE orders DISABLE TRIGGER enforce');
-$session->ask(q{INSERT INTO orders (customer, branch) VALUES ('ann', 'south')});
-is($session->state, '00000', 'disabled');
+$session->ends(q{INSERT INTO orders (customer, branch) VALUES ('ann', 'south')}, 'disabled', '00000');
 $admin->ask('ALTER TABLE orders ENABLE TRIGGER enforce');
-$session->ask(q{INSERT INTO orders (customer, branch) VALUES ('ann', 'south')});
-is($session->state, 'PT429', 'enabled');
+$session->ends(q{INSERT INTO orders (customer, branch) VALUES ('ann', 'south')}, 'enabled', 'PT429');
 
 # Replaced in the session's own transaction, which is rolled back.
 $session->ask('BEGIN');
 $session->ask(q{CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON orders
 	FOR EACH ROW EXECUTE FUNCTION rl_enforce('e:{branch}', '1/1d')});
-$session->ask(q{INSERT INTO orders (branch) VALUES ('south')});
-is($session->state, '00000', 'replaced in this transaction');
+$session->ends(q{INSERT INTO orders (branch) VALUES ('south')}, 'replaced in this transaction', '00000');
 $session->ask('ROLLBACK');
-$session->ask(q{INSERT INTO orders (branch) VALUES ('south')});
-is($session->state, 'PT429', 'after the rollback the old trigger refuses');
+$session->ends(q{INSERT INTO orders (branch) VALUES ('south')}, 'after the rollback the old trigger refuses', 'PT429');
 is($admin->left('1/1d', 'e:south'), 0, 'the charge of the rolled-back trigger remains');
 
 #
@@ -116,8 +110,7 @@ foreach my $count (1 .. 4)
 	my $table = "watched_$count";
 
 	$admin->ask("CREATE TABLE $table (" . join(', ', map { "$_ type_of_$_" } @columns) . ')');
-	$admin->ask(create_triggers('', $table, $count));
-	is($admin->error, '', "$table: created");
+	$admin->ends(create_triggers('', $table, $count), "$table: created");
 
 	my $watcher = session($node);
 	my $pid = $watcher->pid;
@@ -127,8 +120,7 @@ foreach my $count (1 .. 4)
 	$watcher->send(look("${table}_$count") . ';');
 	await("$table: the look to wait for a type", sub { $admin->ask("SELECT count(*) FROM pg_locks
 		WHERE pid = $pid AND NOT granted AND relation = 'pg_type'::regclass") });
-	$admin->ask(create_triggers('OR REPLACE', $table, $count) . '; COMMIT');
-	is($admin->error, '', "$table: replaced");
+	$admin->ends(create_triggers('OR REPLACE', $table, $count) . '; COMMIT', "$table: replaced");
 	is($watcher->ask('SELECT 1'), "$template|throttle 1/1d|1|skip|\n1", "$table: rl_triggers shows the old trigger");
 	$watcher->quit;
 }
@@ -143,20 +135,16 @@ $admin->ask(q{
 		FOR EACH ROW EXECUTE FUNCTION rl_enforce('deferred:{customer}', '5/1d')});
 $session->ask(q{BEGIN; INSERT INTO deferred VALUES ('bob', 1), ('bob', 2)});
 is($admin->left('5/1d', 'deferred:bob'), 5, 'deferred: nothing is charged before the commit');
-$session->ask('COMMIT');
-is($session->error, '', 'deferred: the commit succeeds');
+$session->ends('COMMIT', 'deferred: the commit succeeds');
 is($admin->left('5/1d', 'deferred:bob'), 3, 'deferred: the commit charges');
 $session->ask(q{BEGIN; INSERT INTO deferred VALUES ('bob', 3); ROLLBACK});
 is($admin->left('5/1d', 'deferred:bob'), 3, 'deferred: a rollback charges nothing');
 $session->ask(q{BEGIN; INSERT INTO deferred VALUES ('bob', 4)});
-$session->ask(q{INSERT INTO deferred VALUES ('bob', 0)});
-is($session->state, '23514', 'deferred: another constraint fails first');
+$session->ends(q{INSERT INTO deferred VALUES ('bob', 0)}, 'deferred: another constraint fails first', '23514');
 $session->ask('ROLLBACK');
 is($admin->left('5/1d', 'deferred:bob'), 3, 'deferred: nothing was charged');
-$session->ask(q{BEGIN; INSERT INTO deferred SELECT 'bob', n FROM generate_series(5, 8) n});
-is($session->error, '', 'deferred: too many rows are no error before the commit');
-$session->ask('COMMIT');
-is($session->state, 'PT429', 'deferred: the commit fails');
+$session->ends(q{BEGIN; INSERT INTO deferred SELECT 'bob', n FROM generate_series(5, 8) n}, 'deferred: too many rows are no error before the commit');
+$session->ends('COMMIT', 'deferred: the commit fails', 'PT429');
 like($session->error, qr/ERROR:  PT429: rate limit "throttle 5\/1d" exceeded\n/, 'deferred: the message');
 is($admin->ask('SELECT count(*) FROM deferred'), 2, 'deferred: the table has no new row');
 is($admin->left('5/1d', 'deferred:bob'), 0, 'deferred: quota that was granted before the refusal stays charged');

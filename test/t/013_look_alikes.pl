@@ -98,11 +98,9 @@ $admin->ask('TRUNCATE app.called');
 # A call without arguments also fits a function whose arguments have defaults.
 # That is an error; PostgreSQL does not choose the look-alike.
 $admin->ask(q{CREATE FUNCTION app.rl_stat(int DEFAULT 1, int DEFAULT 1) RETURNS int LANGUAGE sql AS 'SELECT 1'});
-$admin->ask('CREATE EXTENSION ratelimit SCHEMA app');
-is($admin->state, '42725', 'a look-alike with defaults prevents the installation');
+$admin->ends('CREATE EXTENSION ratelimit SCHEMA app', 'a look-alike with defaults prevents the installation', '42725');
 $admin->ask('DROP FUNCTION app.rl_stat(int, int)');
-$admin->ask('CREATE EXTENSION ratelimit SCHEMA app');
-is($admin->error, '', 'the extension is installed');
+$admin->ends('CREATE EXTENSION ratelimit SCHEMA app', 'the extension is installed');
 $admin->ask(q{CREATE TABLE orders (customer int);
 	CREATE TRIGGER enforce BEFORE INSERT ON orders FOR EACH ROW EXECUTE FUNCTION app.rl_enforce('order:{customer}', '5/10s')});
 foreach my $path ('public', 'app, pg_catalog')
@@ -111,8 +109,7 @@ foreach my $path ('public', 'app, pg_catalog')
 	is($admin->ask('SELECT key, enabled, problem, warning FROM app.rl_triggers'), 'order:{customer}|t||', "rl_triggers, search_path = $path");
 	foreach my $query ('TABLE app.rl_stat', 'TABLE app.rl_denied', 'SELECT app.rl_status()', 'INSERT INTO public.orders VALUES (42)')
 	{
-		$admin->ask($query);
-		is($admin->error, '', "$query, search_path = $path");
+		$admin->ends($query, "$query, search_path = $path");
 	}
 }
 $admin->ask('RESET search_path');

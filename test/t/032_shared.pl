@@ -348,8 +348,7 @@ my $sleeps = $session->pid;
 $session->send(q{SELECT rl_wait('sleep', 'fixed_window 6/3650d');});
 $watcher->await_waiting($sleeps);
 $watcher->ask("SELECT pg_cancel_backend($sleeps)");
-$session->ask('');
-is($session->state, '57014', 'a wait is canceled while it sleeps');
+$session->ends('', 'a wait is canceled while it sleeps', '57014');
 is($watcher->ask(q{SELECT limits, allowed, denied, errors FROM rl_stat WHERE limits LIKE '%3650d' ORDER BY 1}),
 	"fixed_window 5/3650d|0|0|$canceled\nfixed_window 6/3650d|1|0|1", 'a canceled call counts as an error');
 

@@ -251,14 +251,13 @@ $session->ask(q{RESET ratelimit.debug_now;
 my @again;
 foreach my $round (1 .. 5)
 {
-	$session->ask(q{\o /dev/null
+	$session->ends(q{\o /dev/null
 		SELECT rl_reset('greedy');
 		SELECT fill('mixed ' || n % 60, 1 + n * 37 % 700, 1000 + n % 60, 1 + n * 53 % 900) FROM generate_series(1, 600) n;
 		SELECT rl_sliding_window('mixed ' || n % 60, 100, 0.000061, 0.000001) FROM generate_series(1, 5000) n;
 		SELECT rl_refund('mixed ' || n % 60, format('sliding_log 900/%ss', 1000 + n % 60)::rl_limits, 1 + n % 30) FROM generate_series(1, 1000) n;
 		SELECT rl_check('mixed ' || n % 60, 'sliding_log 3/1h count_denied ban 1us after 2, sliding_window 5/1h', 1 + n % 5) FROM generate_series(1, 3000) n;
-		\o});
-	is($session->error, '', "round $round: no error");
+		\o}, "round $round: no error");
 	$session->ask(q{\o /dev/null
 		SELECT rl_reset('mixed ' || n) FROM generate_series(0, 59) n;
 		\o});
@@ -352,8 +351,7 @@ like($session->ask(''), qr/^t\n57014$/, 'pg_cancel_backend ends the wait');
 # Transactions
 #
 
-$session->ask(q{BEGIN READ ONLY; SELECT rl_throttle('read only', 5, 1, 86400); SELECT rl_ban('x', 1);});
-is($session->error, '', 'a read-only transaction can take quota and ban');
+$session->ends(q{BEGIN READ ONLY; SELECT rl_throttle('read only', 5, 1, 86400); SELECT rl_ban('x', 1);}, 'a read-only transaction can take quota and ban');
 answers('SELECT pg_current_xact_id_if_assigned() IS NULL', 't', 'the transaction has no transaction ID');
 answers(q{ROLLBACK; SELECT remaining FROM rl_throttle('read only', 5, 1, 86400)}, '3', 'the rollback refunds nothing');
 
@@ -398,8 +396,7 @@ foreach my $query ($endless, $looping)
 			await('the calls', sub { return $watcher->ask('SELECT sum(allowed + denied) FROM rl_stat') > $calls + 1000 });
 			$watcher->ask("SELECT pg_cancel_backend($pid)");
 		}
-		$session->ask('RESET statement_timeout');
-		is($session->state, '57014', "$how ends a loop of calls");
+		$session->ends('RESET statement_timeout', "$how ends a loop of calls", '57014');
 		is($watcher->ask(q{SELECT source FROM rl_throttle('endless', 1000000000, 1000, 1)}), 'local', 'no lock is left');
 	}
 }

@@ -45,8 +45,7 @@ cmp_ok($charged, '>', 500, "there was room for $charged keys");
 cmp_ok($charged, '<', 20_000, 'the memory is full');
 
 # The buffers of the pipeline are free again.
-$session->ask(q{SELECT count(rl_check('more ' || n, '5/1d')) FROM generate_series(1, 100000) n});
-is($session->state, 'PT504', 'noeviction and full memory: an error');
+$session->ends(q{SELECT count(rl_check('more ' || n, '5/1d')) FROM generate_series(1, 100000) n}, 'noeviction and full memory: an error', 'PT504');
 like($session->error, qr/Redis answered with an error: OOM/, 'the error is Redis\'s');
 foreach my $name (sort keys %limits)
 {
@@ -200,8 +199,7 @@ foreach my $lead (sort { $asks_redis->($a) <=> $asks_redis->($b) || $a cmp $b } 
 	isnt($got, '', "the page's query returns a row: $lead") or diag $query{$lead};
 }
 $redis->resume;
-$late->ask('');
-is($late->state, '00000', 'the session that waited gets an answer');
+$late->ends('', 'the session that waited gets an answer', '00000');
 
 #
 # Dumps

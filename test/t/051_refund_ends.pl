@@ -137,11 +137,9 @@ sub orders { my ($customer) = @_; return join ' ', map { free("$_:$customer") } 
 
 $session->ask(q{INSERT INTO orders VALUES (2, 'ann', 1), (3, 'ann', 2)});
 is(orders('ann'), '8 8 8', 'committed rows are counted');
-$session->ask(q{INSERT INTO orders VALUES (4, 'bob', 1), (5, 'bob', 2), (6, 'bob', 100)});
-is($session->state, '23514', 'a check fails on the third row');
+$session->ends(q{INSERT INTO orders VALUES (4, 'bob', 1), (5, 'bob', 2), (6, 'bob', 100)}, 'a check fails on the third row', '23514');
 is(orders('bob'), '10 10 10', 'all three rows are refunded');
-$session->ask(q{INSERT INTO orders VALUES (7, 'cid', 1), (1, 'cid', 1)});
-is($session->state, '23505', 'a deferred constraint fails at commit');
+$session->ends(q{INSERT INTO orders VALUES (7, 'cid', 1), (1, 'cid', 1)}, 'a deferred constraint fails at commit', '23505');
 is(orders('cid'), '10 10 10', 'all rows are refunded, those of a deferred trigger too');
 $session->ask(q{BEGIN; INSERT INTO orders VALUES (8, 'dan', 1); SET CONSTRAINTS ALL IMMEDIATE; INSERT INTO orders VALUES (1, 'dan', 1)});
 is($session->state . orders('dan'), '2350510 10 10', 'all rows are refunded when constraints are made immediate');
@@ -214,8 +212,7 @@ foreach my $how ('statement_timeout', 'pg_cancel_backend', 'pg_terminate_backend
 	}
 	else
 	{
-		$victim->ask('');
-		is($victim->state, '57014', "$how interrupts a call");
+		$victim->ends('', "$how interrupts a call", '57014');
 		is($victim->ask("ROLLBACK; SELECT take('another', 0)"), 'redis', "$how: the session still works");
 		$victim->quit;
 	}
@@ -239,8 +236,7 @@ is_deeply([ lost() ], [], 'no refund is lost');
 	$watcher->ask("SELECT pg_cancel_backend($victim_pid)");
 	await('the wait to end', sub { return $watcher->waits_for($victim_pid) ne 'Extension' });
 	append_to_file($goes_on, '');
-	$victim->ask('');
-	is($victim->state, '57014', 'a cancel interrupts a call within its reply');
+	$victim->ends('', 'a cancel interrupts a call within its reply', '57014');
 	is($liar->requests, 3, 'the refund of an earlier charge is sent after the rest of the reply');
 	$victim->quit;
 	is_deeply([ lost() ], [], 'it is not lost');
@@ -294,8 +290,7 @@ is_deeply([ lost() ], [], 'no refund is lost');
 	$session->ask("BEGIN; SELECT take('$key', 5)");
 	$redis->restart;
 	is($watcher->ask("SELECT take('$key', 4)"), 'redis', 'another session takes quota of a Redis that has lost its data');
-	$session->ask('ROLLBACK');
-	is($session->error, '', 'ROLLBACK after Redis was killed raises no error');
+	$session->ends('ROLLBACK', 'ROLLBACK after Redis was killed raises no error');
 	is(free($key), 6, 'the refund does not free quota of another session');
 	is_deeply([ map { $_->[0] } lost() ], [5], 'the log shows the lost refund after the kill');
 	is($session->ask("SELECT take('$key', 1)"), 'redis', 'the session still works after the kill');
@@ -378,11 +373,9 @@ is_deeply([ lost() ], [], 'no refund is lost');
 	$watcher->ask("SELECT pg_cancel_backend($victim_pid)");
 	await('the wait to end', sub { return $watcher->waits_for($victim_pid) ne 'Extension' });
 	$redis->resume;
-	$victim->ask('');
-	is($victim->state, '57014', 'canceled while connecting');
+	$victim->ends('', 'canceled while connecting', '57014');
 	$victim->ask("ROLLBACK");
-	$victim->ask("SELECT take('db', 1)");
-	is($victim->state, 'PT504', 'the next call finds that SELECT is not permitted');
+	$victim->ends("SELECT take('db', 1)", 'the next call finds that SELECT is not permitted', 'PT504');
 	is($redis->cli('EXISTS', 'rl:{db}'), 0, 'no key is in database 0');
 	is_deeply([ map { $_->[0] } lost() ], [5], 'the log shows the lost refund of the database');
 	$redis->cli('ACL', 'SETUSER', 'default', '+select');
@@ -397,8 +390,7 @@ foreach my $how ('ROLLBACK', 'ROLLBACK TO')
 	$session->ask("BEGIN; SAVEPOINT s; SELECT count(take('$key:' || n, 5)) FROM generate_series(1, 800) n");
 	$redis->cli('DEL', "rl:{$key:$_}") foreach 7, 780;
 	$redis->cli('SET', "rl:{$key:$_}", 'a string') foreach 7, 780;
-	$session->ask($how eq 'ROLLBACK' ? 'ROLLBACK' : "ROLLBACK TO s; SELECT take('$key', 1)");
-	is($session->error, '', "$how with two keys that are not a hash raises no error");
+	$session->ends($how eq 'ROLLBACK' ? 'ROLLBACK' : "ROLLBACK TO s; SELECT take('$key', 1)", "$how with two keys that are not a hash raises no error");
 	$session->ask('COMMIT') if $how ne 'ROLLBACK';
 	is($watcher->ask("SELECT string_agg(DISTINCT free('$key:' || n), ',') FROM generate_series(1, 800) n WHERE n NOT IN (7, 780)"),
 		10, "$how refunds the other keys");
@@ -525,8 +517,7 @@ foreach my $end ('ROLLBACK', 'COMMIT', 'SAVEPOINTS')
 	$session->ask("SELECT count(rl_allow('many:' || n, '$eight')) FROM generate_series(8193, 8200) n");
 	is($session->ask($bytes), $full, "further charges need no more memory than $full bytes");
 	cmp_ok($full, '<', 64 * 1024 * 1024, 'the charges need less than 64 MB');
-	$session->ask('ROLLBACK');
-	is($session->error, '', 'ROLLBACK with more charges than there is room for raises no error');
+	$session->ends('ROLLBACK', 'ROLLBACK with more charges than there is room for raises no error');
 	is($session->ask($used), 8, 'all charges that had room are refunded');
 	is($session->ask($bytes), 0, 'the memory of the charges is free');
 	my $log = new_log($node);
@@ -578,8 +569,7 @@ foreach my $store (qw(local redis))
 
 	$session->ask("SET ratelimit.store = $store; CALL churn(1000)");
 	my $before = $session->private_kb;
-	$session->ask("CALL churn($n)");
-	is($session->error, '', "$n transactions ($store)");
+	$session->ends("CALL churn($n)", "$n transactions ($store)");
 	my $more = $session->private_kb - $before;
 	cmp_ok($more, '<', $kb, "$n transactions ($store) need no more memory than before ($more kB)");
 	$session->ask('RESET ratelimit.store');

@@ -20,10 +20,9 @@ sub table
 {
 	my ($name, $limits, @options) = @_;
 
-	$session->ask("CREATE UNLOGGED TABLE $name (key text, quota bigint);
+	$session->ends("CREATE UNLOGGED TABLE $name (key text, quota bigint);
 		CREATE TRIGGER enforce AFTER INSERT ON $name REFERENCING NEW TABLE AS new FOR EACH STATEMENT
-			EXECUTE FUNCTION rl_enforce('$name:{key}', '$limits', " . join(', ', "'quota={quota}'", @options) . ')');
-	is($session->error, '', "a table for $limits");
+			EXECUTE FUNCTION rl_enforce('$name:{key}', '$limits', " . join(', ', "'quota={quota}'", @options) . ')', "a table for $limits");
 	return;
 }
 
@@ -158,7 +157,7 @@ is(left('5/1h', 'bad:b'), 5, 'a banned key in the statement: the other key is no
 # Other statements
 #
 
-$session->ask(q{
+$session->ends(q{
 	CREATE TABLE orders (customer int, items int);
 	CREATE TRIGGER i AFTER INSERT ON orders REFERENCING NEW TABLE AS new FOR EACH STATEMENT
 		EXECUTE FUNCTION rl_enforce('i:{customer}', '100/1h', 'quota={items}');
@@ -166,8 +165,7 @@ $session->ask(q{
 		EXECUTE FUNCTION rl_enforce('u:{customer}', '100/1h', 'quota={items}');
 	CREATE TRIGGER d AFTER DELETE ON orders REFERENCING OLD TABLE AS old FOR EACH STATEMENT
 		EXECUTE FUNCTION rl_enforce('d:{customer}', '100/1h', 'quota=10');
-	INSERT INTO orders VALUES (1, 1), (2, 2), (1, 4), (3, 0)});
-is($session->error, '', 'INSERT');
+	INSERT INTO orders VALUES (1, 1), (2, 2), (1, 4), (3, 0)}, 'INSERT');
 is(left('100/1h', map { "i:$_" } 1 .. 3), '95 98 100', 'INSERT charges the new rows');
 $session->ask('UPDATE orders SET customer = 2, items = items + 1 WHERE customer = 1');
 is(left('100/1h', map { "u:$_" } 1 .. 3), '100 93 100', 'UPDATE charges the new rows');
@@ -176,14 +174,13 @@ is(left('100/1h', map { "d:$_" } 1 .. 3), '100 70 100', 'DELETE charges the old 
 $session->ask('UPDATE orders SET customer = 3 WHERE customer = 4; DELETE FROM orders WHERE customer = 4; INSERT INTO orders SELECT 1, 1 WHERE false');
 is($session->error, '', 'statements without rows');
 is(left('100/1h', 'i:1', 'u:3', 'd:3'), '95 100 100', 'statements without rows charge nothing');
-$session->ask('TRUNCATE orders');
-is($session->error, '', 'TRUNCATE charges nothing');
+$session->ends('TRUNCATE orders', 'TRUNCATE charges nothing');
 
 #
 # Several triggers read the same rows, in the order of their names
 #
 
-$session->ask(q{
+$session->ends(q{
 	CREATE TABLE several (a int, b int);
 	CREATE TABLE seen (who text, n bigint);
 	CREATE FUNCTION see() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -195,22 +192,19 @@ $session->ask(q{
 	CREATE TRIGGER t2 AFTER INSERT ON several REFERENCING NEW TABLE AS other FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('a:{a}', '5/1h');
 	CREATE TRIGGER t3 AFTER INSERT ON several REFERENCING NEW TABLE AS new FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('b:{b}', '3/1h');
 	CREATE TRIGGER t4 AFTER INSERT ON several REFERENCING NEW TABLE AS new FOR EACH STATEMENT EXECUTE FUNCTION see();
-	INSERT INTO several VALUES (1, 1), (1, 2), (2, 1)});
-is($session->error, '', 'INSERT with four triggers');
+	INSERT INTO several VALUES (1, 1), (1, 2), (2, 1)}, 'INSERT with four triggers');
 is(left('5/1h', 'a:1', 'a:2') . ', ' . left('3/1h', 'b:1', 'b:2'), '3 4, 1 2', 'two of the triggers charge');
 is($session->ask(q{SELECT string_agg(who || n, ' ' ORDER BY who) FROM seen}), 't13 t43', 'each trigger sees all rows');
-$session->ask('INSERT INTO several VALUES (1, 1), (2, 1)');
-is($session->state, 'PT429', 'the second trigger of the extension refuses');
+$session->ends('INSERT INTO several VALUES (1, 1), (2, 1)', 'the second trigger of the extension refuses', 'PT429');
 is(left('5/1h', 'a:1', 'a:2'), '2 3', 'the charges of the first trigger remain');
-$session->ask('INSERT INTO several VALUES (1, 2), (1, 2), (1, 3)');
-is($session->state, 'PT429', 'the first trigger of the extension refuses');
+$session->ends('INSERT INTO several VALUES (1, 2), (1, 2), (1, 3)', 'the first trigger of the extension refuses', 'PT429');
 is(left('3/1h', 'b:2', 'b:3'), '2 3', 'the second trigger charges nothing');
 
 #
 # Partitions: the parent's trigger sees the rows in the parent's layout
 #
 
-$session->ask(q{
+$session->ends(q{
 	CREATE TABLE parts (day int, customer int, items int) PARTITION BY LIST (day);
 	CREATE TABLE parts_1 PARTITION OF parts FOR VALUES IN (1);
 	CREATE TABLE parts_2 (gone text, items int, customer int, day int);
@@ -222,8 +216,7 @@ $session->ask(q{
 		EXECUTE FUNCTION rl_enforce('pu:{customer}', '10/1h', 'quota={items}');
 	CREATE TRIGGER d AFTER DELETE ON parts REFERENCING OLD TABLE AS old FOR EACH STATEMENT
 		EXECUTE FUNCTION rl_enforce('pd:{customer}', '10/1h', 'quota={items}');
-	INSERT INTO parts VALUES (1, 1, 2), (2, 1, 3), (2, 2, 4)});
-is($session->error, '', 'INSERT in a partitioned table');
+	INSERT INTO parts VALUES (1, 1, 2), (2, 1, 3), (2, 2, 4)}, 'INSERT in a partitioned table');
 is(left('10/1h', 'p:1', 'p:2'), '5 6', 'rows of all partitions have one sum');
 $session->ask('UPDATE parts SET items = items + 1 WHERE day = 2');
 is(left('10/1h', 'pu:1', 'pu:2'), '6 5', 'UPDATE in a partition of another layout');
@@ -242,13 +235,11 @@ foreach my $limits ('10/1h refund_on_abort', '10/1h refund_on_abort, fixed_windo
 	my $plain = join ' ', map { ($_) x (1 + ($limits =~ tr/,//)) } 7, 6, 0;
 
 	table($name, $limits);
-	$session->ask("INSERT INTO $name VALUES ('a', 3), ('b', 4), ('full', 10)");
-	is($session->error, '', "$limits: a statement is charged");
+	$session->ends("INSERT INTO $name VALUES ('a', 3), ('b', 4), ('full', 10)", "$limits: a statement is charged");
 	foreach my $before ('', 'BEGIN; SAVEPOINT s', "BEGIN; INSERT INTO $name VALUES ('c', 1); SAVEPOINT s")
 	{
 		$session->ask($before);
-		$session->ask("INSERT INTO $name VALUES ('a', 2), ('full', 1), ('b', 1)");
-		is($session->state, 'PT429', "$limits: refused" . ($before && " after $before"));
+		$session->ends("INSERT INTO $name VALUES ('a', 2), ('full', 1), ('b', 1)", "$limits: refused" . ($before && " after $before"), 'PT429');
 		$session->ask('ROLLBACK TO s; COMMIT') if $before;
 		is(left($limits, "$name:a", "$name:b", "$name:full"), $plain, "$limits: charges are refunded once");
 	}
@@ -276,8 +267,7 @@ sub asked
 table('many', 'fixed_window 6/1d');
 table('many2', '6/1d');
 asked() if $on_redis;
-$session->ask(q{INSERT INTO many SELECT i % 18000, 1 FROM generate_series(0, 35999) i});
-is($session->error, '', '18,000 keys, two rows each, far from each other');
+$session->ends(q{INSERT INTO many SELECT i % 18000, 1 FROM generate_series(0, 35999) i}, '18,000 keys, two rows each, far from each other');
 is(asked(), 18000, 'each of 18,000 keys is asked for once') if $on_redis;
 is($session->ask(q{SELECT count(*) || ' ' || sum(capacity - remaining) FROM rl_check_many(
 	(SELECT array_agg('many:' || i) FROM generate_series(0, 17999) i), 'fixed_window 6/1d', array_fill(0::bigint, '{18000}'))}),
@@ -288,8 +278,7 @@ foreach my $case ([ q{SELECT (i % 18000)::text, 1 FROM generate_series(0, 35999)
 {
 	my ($query, $state, $what) = @$case;
 
-	$session->ask("INSERT INTO many $query");
-	is($session->state, $state, $what);
+	$session->ends("INSERT INTO many $query", $what, $state);
 	is(asked(), 0, "$what: no key is asked for") if $on_redis;
 }
 foreach my $table (qw(many many2))
@@ -424,14 +413,12 @@ foreach my $how ('pg_cancel_backend', 'pg_terminate_backend', $on_redis ? 'silen
 		my @before = sockets_of($victim_pid);
 		await('the end of the connection', sub { my %now = map { $_ => 1 } sockets_of($victim_pid); return grep { !$now{$_} } @before });
 		$redis->resume;
-		$victim->ask('');
-		is($victim->state, 'PT504', "$how in the middle of a statement");
+		$victim->ends('', "$how in the middle of a statement", 'PT504');
 	}
 	elsif ($how eq 'pg_cancel_backend')
 	{
 		$redis->resume if $on_redis;
-		$victim->ask('');
-		is($victim->state, '57014', "$how in the middle of a statement");
+		$victim->ends('', "$how in the middle of a statement", '57014');
 	}
 	else
 	{
@@ -533,8 +520,7 @@ $session->ask(q{INSERT INTO seen_by SELECT i % 50, 1 FROM generate_series(1, 100
 is($monitor->scripts, 1, '100 rows of 50 keys: one script');
 asked();
 cmp_ok($reads, '<=', 10, "100 rows of 50 keys are one batch: Redis reads $reads times");
-$session->ask(q{INSERT INTO seen_by SELECT i::text, 1 FROM generate_series(1, 50) i UNION ALL SELECT 'x', 6});
-is($session->state, 'PT413', 'a key of 51 is refused');
+$session->ends(q{INSERT INTO seen_by SELECT i::text, 1 FROM generate_series(1, 50) i UNION ALL SELECT 'x', 6}, 'a key of 51 is refused', 'PT413');
 is($monitor->scripts, 2, 'a script charges 51 keys, and another refunds 50');
 asked();
 cmp_ok($reads, '<=', 16, "a refused statement of 51 keys is two batches: Redis reads $reads times");

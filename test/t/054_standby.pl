@@ -44,11 +44,9 @@ is($here->ask('SELECT pg_is_in_recovery()'), 't', 'the standby is in recovery');
 # Each server sees the other's charges at once
 #
 
-$here->ask(q{BEGIN READ ONLY; SELECT rl_check('shared', '5/1h', 2)});
-is($here->error, '', 'a read-only transaction on the standby takes quota');
+$here->ends(q{BEGIN READ ONLY; SELECT rl_check('shared', '5/1h', 2)}, 'a read-only transaction on the standby takes quota');
 is($there->left('5/1h', 'shared'), 3, 'the primary sees the charge before the transaction ends');
-$there->ask(q{BEGIN READ ONLY; SELECT rl_check('shared', '5/1h', 2); COMMIT});
-is($there->error, '', 'a read-only transaction on the primary takes quota');
+$there->ends(q{BEGIN READ ONLY; SELECT rl_check('shared', '5/1h', 2); COMMIT}, 'a read-only transaction on the primary takes quota');
 is($here->ask(q{SELECT allowed, remaining FROM rl_check('shared', '5/1h', 2)}), 'f|1', 'the standby sees the charge');
 $here->ask('ROLLBACK');
 is($there->left('5/1h', 'shared'), 1, 'the rollback refunds nothing');
@@ -198,9 +196,8 @@ foreach my $where (0, 1)
 $primary->stop;
 $standby->promote;
 await('the promotion', sub { $here->ask('SELECT pg_is_in_recovery()') eq 'f' });
-$here->ask(q{CREATE TRIGGER enforce BEFORE INSERT ON orders FOR EACH ROW EXECUTE FUNCTION rl_enforce('shared', '5/1h');
-	INSERT INTO orders VALUES (1, 1)});
-is($here->error, '', 'after the promotion a trigger works');
+$here->ends(q{CREATE TRIGGER enforce BEFORE INSERT ON orders FOR EACH ROW EXECUTE FUNCTION rl_enforce('shared', '5/1h');
+	INSERT INTO orders VALUES (1, 1)}, 'after the promotion a trigger works');
 is($here->left('5/1h', 'shared'), 0, 'after the promotion the limit has the primary\'s state');
 
 done_testing();

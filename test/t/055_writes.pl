@@ -50,8 +50,7 @@ sub counts
 	my ($sql, $expected, $what, $table) = @_;
 
 	$table ||= 'orders';
-	$session->ask($sql);
-	is($session->error, '', "$what: no error");
+	$session->ends($sql, "$what: no error");
 	is($session->ask("SELECT counted('$table')"), $expected, $what);
 	$session->ask("SELECT forget('$table')");
 	return;
@@ -192,18 +191,13 @@ $session->ask(q{
 	GRANT INSERT, SELECT ON orders TO writer;
 	CREATE FUNCTION order_for(id int) RETURNS void LANGUAGE sql SECURITY DEFINER AS $$ INSERT INTO orders VALUES (id, 1) $$});
 my $writer = session($node, 'postgres', 'writer');
-$writer->ask('INSERT INTO orders VALUES (1, 1)');
-is($writer->error, '', 'a role that may write needs no privilege on the function');
+$writer->ends('INSERT INTO orders VALUES (1, 1)', 'a role that may write needs no privilege on the function');
 # The writer has no debug_now, so its charges have ended in the time of this test.
-$writer->ask('SELECT order_for(2)');
-is($writer->error, '', 'a SECURITY DEFINER function that writes needs no privilege');
+$writer->ends('SELECT order_for(2)', 'a SECURITY DEFINER function that writes needs no privilege');
 is($session->ask(q{SELECT count(*) FROM orders}), 2, 'both rows are inserted');
-$writer->ask(q{SELECT rl_allow('x', '5/1h')});
-is($writer->state, '42501', 'the role has no privilege to call the function');
-$writer->ask('SET session_replication_role = replica');
-is($writer->state, '42501', 'the role cannot bypass the trigger with session_replication_role');
-$writer->ask('ALTER TABLE orders DISABLE TRIGGER ALL');
-is($writer->state, '42501', 'the role cannot disable the trigger');
+$writer->ends(q{SELECT rl_allow('x', '5/1h')}, 'the role has no privilege to call the function', '42501');
+$writer->ends('SET session_replication_role = replica', 'the role cannot bypass the trigger with session_replication_role', '42501');
+$writer->ends('ALTER TABLE orders DISABLE TRIGGER ALL', 'the role cannot disable the trigger', '42501');
 $session->ask(q{SELECT forget('orders')});
 
 #
@@ -239,8 +233,7 @@ $publisher->ask("SELECT pg_create_logical_replication_slot('sub', 'pgoutput')");
 $publisher->ask(q{RESET ratelimit.debug_now; ALTER SYSTEM SET ratelimit.debug_now = '1700000000000000'; SELECT pg_reload_conf()});
 await('the setting', sub { $publisher->ask('SHOW ratelimit.debug_now') eq '1700000000000000' });
 $publisher->ask(q{SELECT forget('orders')});
-$subscriber->ask("CREATE SUBSCRIPTION sub CONNECTION '$connstr' PUBLICATION pub WITH (create_slot = false, slot_name = 'sub')");
-is($subscriber->error, '', 'a subscription is created');
+$subscriber->ends("CREATE SUBSCRIPTION sub CONNECTION '$connstr' PUBLICATION pub WITH (create_slot = false, slot_name = 'sub')", 'a subscription is created');
 await('the first rows', sub { $subscriber->ask('SELECT count(*) FROM orders') == 2 });
 is($publisher->ask("SELECT counted('orders')"), 'insert 2/2/2',
 	'logical replication: the first rows come by COPY, and triggers ENABLEd ALWAYS or REPLICA count them');
@@ -257,7 +250,6 @@ is($subscriber->ask('SELECT count(*) FROM orders'), 5, 'a refusal stops replicat
 $publisher->ask(q{SELECT rl_unban('orders:insert:before')});
 await('the row', sub { $subscriber->ask('SELECT count(*) FROM orders') == 6 });
 pass('replication continues when the row is allowed');
-$subscriber->ask('DROP SUBSCRIPTION sub');
-is($subscriber->state, '00000', 'the subscription is dropped');
+$subscriber->ends('DROP SUBSCRIPTION sub', 'the subscription is dropped', '00000');
 
 done_testing();

@@ -13,13 +13,12 @@ sub asked { return scalar grep { uc $_->[0] !~ /^(?:AUTH|SELECT|HELLO|CLIENT)$/ 
 # unlimited and blocked: Redis is not asked, and the calls are counted
 #
 
-$session->ask(q{
+$session->ends(q{
 	CREATE TABLE actions (customer text);
 	CREATE TRIGGER enforce BEFORE INSERT ON actions FOR EACH ROW EXECUTE FUNCTION rl_enforce('row:{customer}', 'unlimited');
 	CREATE TABLE batches (customer text);
 	CREATE TRIGGER enforce AFTER INSERT ON batches REFERENCING NEW TABLE AS new FOR EACH STATEMENT
-		EXECUTE FUNCTION rl_enforce('batch:{customer}', 'blocked')});
-is($session->error, '', 'the tables are made');
+		EXECUTE FUNCTION rl_enforce('batch:{customer}', 'blocked')}, 'the tables are made');
 $session->ask(q{SELECT rl_check('first', '5/10s')});
 cmp_ok(asked(), '>', 0, 'MONITOR shows a call under a limit');
 foreach my $limits (qw(unlimited blocked))
@@ -27,13 +26,11 @@ foreach my $limits (qw(unlimited blocked))
 	foreach my $call ("check('a:1', '$limits')", "check_each('a:1', '$limits')", "check_many('{a:1,a:2}', '$limits')", "allow('a:1', '$limits')",
 		"wait('a:1', '$limits')", "peek('a:1', '$limits')", "refund('a:1', '$limits', 1)", "reset('a:1', '$limits')")
 	{
-		$session->ask("SELECT rl_$call");
-		is($session->error, '', "rl_$call");
+		$session->ends("SELECT rl_$call", "rl_$call");
 	}
 	$session->attempt("SELECT rl_enforce('a:1', '$limits')");
 }
-$session->ask(q{INSERT INTO actions SELECT 'c' || n FROM generate_series(1, 10) n});
-is($session->error, '', 'unlimited: a trigger');
+$session->ends(q{INSERT INTO actions SELECT 'c' || n FROM generate_series(1, 10) n}, 'unlimited: a trigger');
 $session->fails(q{INSERT INTO batches SELECT 'c' || n FROM generate_series(1, 10) n}, 'blocked: a trigger', 'PT403', qr/^rate limit "blocked" forbids the action$/);
 is(asked(), 0, 'MONITOR shows no command for unlimited and blocked');
 is($session->ask(q{SELECT limits, scope, allowed, denied, from_local, round_trips FROM rl_stat WHERE scope <> 'first' ORDER BY limits COLLATE "C", scope}),
@@ -77,7 +74,7 @@ $session->set(log_refusals => undef);
 
 my $admin = session($node);
 
-$admin->ask(q{
+$admin->ends(q{
 	CREATE ROLE writer LOGIN;
 	CREATE SCHEMA shop;
 	CREATE TABLE shop.plans (customer text PRIMARY KEY, limits rl_limits);
@@ -89,8 +86,7 @@ $admin->ask(q{
 	CREATE TABLE bulk (customer text, n int DEFAULT 1);
 	CREATE TRIGGER enforce AFTER INSERT ON bulk REFERENCING NEW TABLE AS new FOR EACH STATEMENT
 		EXECUTE FUNCTION rl_enforce('bulk:{customer}', 'shop.limits({customer})');
-	GRANT INSERT ON orders, bulk TO writer});
-is($admin->error, '', 'limits by function');
+	GRANT INSERT ON orders, bulk TO writer}, 'limits by function');
 $session->ask('SET ROLE writer');
 $monitor = RedisMonitor->new($redis);
 
@@ -119,16 +115,14 @@ sub orders_end
 	{
 		$session->ask("INSERT INTO $table VALUES ('ann')") foreach 1 .. 2;
 		is($session->error, '', "$what, $table: two orders");
-		$session->ask("INSERT INTO $table VALUES ('ann')");
-		is($session->state, 'PT429', "$what, $table: the third order is refused");
+		$session->ends("INSERT INTO $table VALUES ('ann')", "$what, $table: the third order is refused", 'PT429');
 	}
 	return;
 }
 
 $session->fails('SELECT * FROM shop.plans', 'the plans cannot be read', '42501', qr/permission denied for schema shop/);
 orders_end('SECURITY DEFINER');
-$session->ask(q{INSERT INTO orders SELECT 'bob' FROM generate_series(1, 10)});
-is($session->error, '', 'SECURITY DEFINER: unlimited');
+$session->ends(q{INSERT INTO orders SELECT 'bob' FROM generate_series(1, 10)}, 'SECURITY DEFINER: unlimited');
 $session->fails(q{INSERT INTO orders VALUES ('eve')}, 'SECURITY DEFINER: blocked', 'PT403', qr/^rate limit "blocked" forbids the action$/);
 $admin->ask(q{DELETE FROM shop.plans WHERE customer = 'ann'});
 orders_fail('no plan', '22004', qr/^function shop\.limits\(text\) returned NULL instead of limits$/);
@@ -163,8 +157,7 @@ orders_end('created again');
 # Another function is a better match, in a session that has resolved the first.
 $admin->ask(q{CREATE FUNCTION shop.by_number(n bigint) RETURNS rl_limits LANGUAGE sql RETURN '2/1h'::rl_limits;
 	CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON orders FOR EACH ROW EXECUTE FUNCTION rl_enforce('number:{customer}', 'shop.by_number({n})')});
-$session->ask(q{INSERT INTO orders VALUES ('ann')});
-is($session->error, '', 'a function of bigint');
+$session->ends(q{INSERT INTO orders VALUES ('ann')}, 'a function of bigint');
 $admin->ask(q{CREATE FUNCTION shop.by_number(n int) RETURNS rl_limits LANGUAGE sql RETURN 'blocked'::rl_limits});
 $session->fails(q{INSERT INTO orders VALUES ('ann')}, 'a function of int is created', 'PT403', qr/blocked/);
 $admin->ask(q{ALTER SCHEMA shop RENAME TO store});
@@ -173,11 +166,10 @@ $admin->ask(q{ALTER SCHEMA store RENAME TO shop});
 $session->fails(q{INSERT INTO orders VALUES ('ann')}, 'the schema has its name again', 'PT403', qr/blocked/);
 
 # One blocked key: nothing is asked.
-$admin->ask(q{CREATE FUNCTION shop.blocks(name text) RETURNS rl_limits LANGUAGE sql RETURN (CASE name WHEN 'eve' THEN 'blocked' ELSE '9/1h' END)::rl_limits;
+$admin->ends(q{CREATE FUNCTION shop.blocks(name text) RETURNS rl_limits LANGUAGE sql RETURN (CASE name WHEN 'eve' THEN 'blocked' ELSE '9/1h' END)::rl_limits;
 	CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON orders FOR EACH ROW EXECUTE FUNCTION rl_enforce('number:{n}', '9/1h', 'name:{customer}', 'shop.blocks({customer})');
 	CREATE OR REPLACE TRIGGER enforce AFTER INSERT ON bulk REFERENCING NEW TABLE AS new FOR EACH STATEMENT
-		EXECUTE FUNCTION rl_enforce('number:{n}', '9/1h', 'name:{customer}', 'shop.blocks({customer})')});
-is($admin->error, '', 'triggers with two keys');
+		EXECUTE FUNCTION rl_enforce('number:{n}', '9/1h', 'name:{customer}', 'shop.blocks({customer})')}, 'triggers with two keys');
 asked();
 $session->fails(q{INSERT INTO orders VALUES ('eve')}, 'one of two keys is blocked', 'PT403', qr/^rate limit "blocked" forbids/, qr/^(?:Key "name:eve"|The key) is blocked\.$/);
 $session->fails(q{INSERT INTO bulk VALUES ('ann'), ('eve'), ('bob')}, 'one of four keys is blocked', 'PT403', qr/^rate limit "blocked" forbids/, qr/is blocked\. Keys of the statement that were refused: 1 of 4\.$/);
@@ -185,12 +177,11 @@ $session->fails(q{INSERT INTO bulk SELECT 'c' || n FROM generate_series(1, 9000)
 is(asked(), 0, 'Redis is not asked if one key is blocked');
 
 # A statement that fails while it asks refunds the charges under each of its limits.
-$admin->ask(q{CREATE FUNCTION shop.by_name(name text) RETURNS rl_limits LANGUAGE sql IMMUTABLE RETURN
+$admin->ends(q{CREATE FUNCTION shop.by_name(name text) RETURNS rl_limits LANGUAGE sql IMMUTABLE RETURN
 		(CASE name WHEN 'full' THEN '1/1h' WHEN 'log' THEN 'sliding_window 9/1h, fixed_window 8/1d' WHEN 'abort' THEN '7/1h refund_on_abort' ELSE 'token_bucket 6/1h' END)::rl_limits;
 	CREATE OR REPLACE TRIGGER enforce AFTER INSERT ON bulk REFERENCING NEW TABLE AS new FOR EACH STATEMENT
 		EXECUTE FUNCTION rl_enforce('mixed:{customer}', 'shop.by_name({customer})', 'quota={n}');
-	SELECT rl_check('mixed:full', '1/1h')});
-is($admin->error, '', 'mixed limits');
+	SELECT rl_check('mixed:full', '1/1h')}, 'mixed limits');
 $session->fails(q{INSERT INTO bulk VALUES ('log', 2), ('bucket', 3), ('abort', 4), ('full', 1)}, 'mixed limits', 'PT429',
 	qr/^rate limit "throttle 1\/1h" exceeded$/, qr/Keys of the statement that were refused: 1 of 4\.$/);
 is($admin->left('sliding_window 9/1h, fixed_window 8/1d', 'mixed:log'), "9 8", 'mixed limits: refunded, log and window');
@@ -210,15 +201,13 @@ sub statement_scripts
 	$admin->ask(qq{CREATE OR REPLACE TRIGGER enforce AFTER INSERT ON bulk REFERENCING NEW TABLE AS new FOR EACH STATEMENT
 		EXECUTE FUNCTION rl_enforce('script:{n}', '$limits')});
 	$monitor->commands;
-	$session->ask(q{INSERT INTO bulk SELECT 'ann', n FROM generate_series(1, 5) n});
-	is($session->error, '', "rows under $limits");
+	$session->ends(q{INSERT INTO bulk SELECT 'ann', n FROM generate_series(1, 5) n}, "rows under $limits");
 	$scripts{ $_->[1] }++ foreach grep { uc $_->[0] eq 'EVALSHA' } $monitor->commands;
 	return [ sort keys %scripts ];
 }
-$admin->ask(q{CREATE FUNCTION shop.list_by_number(n int) RETURNS rl_limits LANGUAGE sql IMMUTABLE
+$admin->ends(q{CREATE FUNCTION shop.list_by_number(n int) RETURNS rl_limits LANGUAGE sql IMMUTABLE
 	RETURN format('sliding_window %s/1h, fixed_window %s/1d', 100 + n, 1000 + n)::rl_limits;
-	CREATE FUNCTION shop.throttle_by_number(n int) RETURNS rl_limits LANGUAGE sql IMMUTABLE RETURN format('%s/1h', 100 + n)::rl_limits});
-is($admin->error, '', 'limits by number');
+	CREATE FUNCTION shop.throttle_by_number(n int) RETURNS rl_limits LANGUAGE sql IMMUTABLE RETURN format('%s/1h', 100 + n)::rl_limits}, 'limits by number');
 is_deeply(statement_scripts('shop.throttle_by_number({n})'), statement_scripts('100/1h'), 'one script for throttles with different numbers');
 is_deeply(statement_scripts('shop.list_by_number({n})'), statement_scripts('sliding_window 100/1h, fixed_window 1000/1d'), 'one script for lists with different numbers');
 

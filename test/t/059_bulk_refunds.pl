@@ -82,8 +82,7 @@ foreach my $case ([ 'COMMIT', 20_000 ], [ 'ROLLBACK', 5000 ], [ 'COMMIT', 500 ])
 
 	$session->ask("BEGIN; INSERT INTO jobs SELECT '$name' || i FROM generate_series(1, 5000) i; SET LOCAL ratelimit.command_timeout = '100ms'");
 	$redis->pause;
-	$session->ask('COMMIT');
-	is($session->error, '', 'COMMIT while Redis is suspended');
+	$session->ends('COMMIT', 'COMMIT while Redis is suspended');
 	$redis->resume;
 	is(lost(), 5000, 'refunds without a reply are lost');
 	$redis->cli('FLUSHALL');
@@ -135,8 +134,7 @@ foreach my $case ([ 'COMMIT', 20_000 ], [ 'ROLLBACK', 5000 ], [ 'COMMIT', 500 ])
 	# A cancel: what was sent may have been run, and is not repeated.
 	$session->ask("SET LOCAL statement_timeout = '200ms'; SET LOCAL ratelimit.command_timeout = '10min'");
 	$redis->pause;
-	$session->ask("SELECT rl_check('${name}1', '$limit')");
-	is($session->state, '57014', 'a cancel while refunds are sent ahead of an action');
+	$session->ends("SELECT rl_check('${name}1', '$limit')", 'a cancel while refunds are sent ahead of an action', '57014');
 	$redis->resume;
 	$session->ask('ROLLBACK TO s; COMMIT');
 	my $lost = lost();

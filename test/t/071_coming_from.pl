@@ -35,8 +35,7 @@ foreach my $function (qw(is_action_allowed cl_throttle))
 	my ($sql) = $page =~ /```sql\n(CREATE FUNCTION $function\(.*?)```/s
 	  or die "docs/coming-from.md does not create $function";
 
-	$session->ask($sql);
-	is($session->error, '', "the page's function $function");
+	$session->ends($sql, "the page's function $function");
 }
 
 # Returns the text of a limit, and checks that the page has it.

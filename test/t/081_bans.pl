@@ -32,8 +32,7 @@ sub ban
 {
 	my ($of, @keys) = @_;
 
-	$of->ask("SELECT count(rl_ban(key, 3600)) FROM unnest('{" . join(',', map { "\"$_\"" } @keys) . "}'::text[]) key");
-	is($of->error, '', 'bans');
+	$of->ends("SELECT count(rl_ban(key, 3600)) FROM unnest('{" . join(',', map { "\"$_\"" } @keys) . "}'::text[]) key", 'bans');
 	return;
 }
 
@@ -444,8 +443,7 @@ $session->ask(q{SELECT rl_ban(repeat('c', 50), 3600, repeat('r', 128))});
 is($session->ask('SELECT rule, reason = repeat(chr(114), 128), rl_unban(key) FROM rl_bans()'), '|t|t', 'a long one again');
 
 # A full store evicts the bans that end first.
-$session->ask(q{SELECT count(rl_ban(repeat('y', 400) || n, n)) FROM generate_series(1, 20000) n});
-is($session->error, '', 'more bans than it holds');
+$session->ends(q{SELECT count(rl_ban(repeat('y', 400) || n, n)) FROM generate_series(1, 20000) n}, 'more bans than it holds');
 is($session->ask(q{SELECT count(*) BETWEEN 12000 AND 13000, min(extract(epoch FROM until - now())) BETWEEN 6300 AND 8300 FROM rl_bans()}), 't|t',
 	'the bans that end last are kept') or diag $session->ask(q{SELECT count(*), min(extract(epoch FROM until - now())) FROM rl_bans()});
 is($session->ask('SELECT local_keys <= local_max_keys FROM rl_status()'), 't', 'local_keys is at most local_max_keys');

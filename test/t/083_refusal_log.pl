@@ -89,14 +89,13 @@ is($logged + $told, 2 * $wanted + 1, "the lines tell of all refusals: $logged ar
 # Errors that are no uncaught refusal
 #
 
-$session->ask(q{
+$session->ends(q{
 	CREATE FUNCTION own() RETURNS void LANGUAGE plpgsql AS
 		$$ BEGIN RAISE 'my own rate limit' USING ERRCODE = 'PT429'; END $$;
 	CREATE FUNCTION caught() RETURNS void LANGUAGE plpgsql AS
 		$$ BEGIN PERFORM rl_enforce('one', '1/1d'); EXCEPTION WHEN SQLSTATE 'PT429' THEN NULL; END $$;
 	CREATE FUNCTION rethrown() RETURNS void LANGUAGE plpgsql AS
-		$$ BEGIN PERFORM rl_enforce('rethrown', '1/1d'); EXCEPTION WHEN SQLSTATE 'PT429' THEN RAISE; END $$});
-is($session->error, '', 'the functions exist');
+		$$ BEGIN PERFORM rl_enforce('rethrown', '1/1d'); EXCEPTION WHEN SQLSTATE 'PT429' THEN RAISE; END $$}, 'the functions exist');
 $log = flood(200, 'SELECT own()');
 is(count_of(qr/ERROR:  my own rate limit$/m, $log), 200, 'a user\'s own errors of SQLSTATE PT429 are all logged');
 is(left_out($log), 0, 'and none counts as left out');

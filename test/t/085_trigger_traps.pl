@@ -29,8 +29,7 @@ sub hides
 {
 	my ($trigger, $statement, $name) = @_;
 
-	$admin->ask("CREATE $trigger EXECUTE FUNCTION rl_enforce('$name:{iban}', '1/1d')");
-	is($admin->error, '', "$name: the trigger");
+	$admin->ends("CREATE $trigger EXECUTE FUNCTION rl_enforce('$name:{iban}', '1/1d')", "$name: the trigger");
 	$bob->fails($statement, $name, 'PT413', qr/^action of 1 is larger than rate limit "throttle 1\/1d" allows$/, qr/^The key never has more than 1\. The statement charged 1 before\./);
 	$admin->ask('DROP TRIGGER t ON history');
 	return;
@@ -47,7 +46,7 @@ $admin->ask('DROP TABLE history, accounts');
 # on_deny=skip where leaving out the row would lose data
 #
 
-$admin->ask(q{
+$admin->ends(q{
 	CREATE TABLE items (id int, region text, note text) PARTITION BY LIST (region);
 	CREATE TABLE items_eu PARTITION OF items FOR VALUES IN ('eu');
 	CREATE TABLE items_us (note text, region text, id int);
@@ -55,8 +54,7 @@ $admin->ask(q{
 	CREATE TRIGGER pace BEFORE INSERT ON items FOR EACH ROW EXECUTE FUNCTION rl_enforce('item:{region}', '3/1d', 'on_deny=skip');
 	INSERT INTO items SELECT n, region FROM generate_series(1, 4) n, unnest('{eu,us}'::text[]) region;
 	CREATE FUNCTION run(command text) RETURNS void LANGUAGE plpgsql AS 'BEGIN EXECUTE command; END';
-	CREATE FUNCTION run_sql() RETURNS void LANGUAGE sql AS $$UPDATE items SET region = 'us' WHERE region = 'eu'$$});
-is($admin->error, '', 'items');
+	CREATE FUNCTION run_sql() RETURNS void LANGUAGE sql AS $$UPDATE items SET region = 'us' WHERE region = 'eu'$$}, 'items');
 my $rows = q{SELECT string_agg(id || region, ' ' ORDER BY id, region) FROM items};
 my $all = '1eu 1us 2eu 2us 3eu 3us';
 is($admin->ask($rows), $all, 'an INSERT leaves out rows of partitions');
@@ -66,8 +64,7 @@ foreach my $move ($update, "WITH moved AS ($update RETURNING id) SELECT * FROM m
 	"SELECT run(\$\$$update\$\$)", 'SELECT run_sql()', "INSERT INTO items VALUES (1, 'eu') ON CONFLICT DO NOTHING; $update",
 	q{MERGE INTO items i USING (VALUES (1)) s (id) ON i.id = s.id AND region = 'eu' WHEN MATCHED THEN UPDATE SET region = 'us'})
 {
-	$admin->ask($move);
-	is($admin->state, 'PT429', "a move to another partition raises: $move");
+	$admin->ends($move, "a move to another partition raises: $move", 'PT429');
 	like($admin->error, qr/Key "item:us" has 0 of 3 left; the action takes 1\. A row that may be moved from another partition is not left out\.\n/, 'with the reason');
 	is($admin->ask($rows), $all, 'and no row is lost');
 }
@@ -76,17 +73,15 @@ foreach my $insert (q{INSERT INTO items VALUES (5, 'us')}, q{INSERT INTO items_u
 	q{WITH a AS (INSERT INTO items VALUES (5, 'us') RETURNING id) SELECT * FROM a},
 	q{MERGE INTO items i USING (VALUES (5)) s (id) ON i.id = s.id WHEN NOT MATCHED THEN INSERT VALUES (s.id, 'us')})
 {
-	$admin->ask($insert);
-	is($admin->error, '', "a refused row is left out: $insert");
+	$admin->ends($insert, "a refused row is left out: $insert");
 	is($admin->ask($rows), $all, 'and only this row');
 }
 
 # A statement in a trigger of the statement that moves the row.
-$admin->ask(q{
+$admin->ends(q{
 	CREATE FUNCTION also() RETURNS trigger LANGUAGE plpgsql AS $$BEGIN INSERT INTO items VALUES (6, 'us'); RETURN NEW; END$$;
 	CREATE TRIGGER also BEFORE UPDATE ON items_eu FOR EACH ROW EXECUTE FUNCTION also();
-	UPDATE items SET note = 'changed' WHERE region = 'eu'});
-is($admin->error, '', 'a refused row of another statement is left out');
+	UPDATE items SET note = 'changed' WHERE region = 'eu'}, 'a refused row of another statement is left out');
 is($admin->ask($rows), $all, 'a refused row of another statement: only this one');
 $admin->ask('DROP TABLE items; DROP FUNCTION also, run_sql');
 
@@ -99,14 +94,13 @@ $admin->ask(q{
 	CREATE TRIGGER pace BEFORE DELETE OR UPDATE ON children FOR EACH ROW EXECUTE FUNCTION rl_enforce('child:{owner}', '1/1d', 'on_deny=skip')});
 foreach my $statement ('DELETE FROM parents', 'UPDATE parents SET id = id + 10')
 {
-	$admin->ask($statement);
-	is($admin->state, 'PT429', "$statement raises");
+	$admin->ends($statement, "$statement raises", 'PT429');
 	like($admin->error, qr/A row is not left out by a foreign key's query\.\n/, 'with the reason');
 	is($admin->ask('SELECT (SELECT sum(id) FROM parents), (SELECT sum(parent) FROM children)'), '3|3', 'and no row is lost');
 }
 is($admin->ask('DELETE FROM children RETURNING parent'), '', 'a DELETE of the client leaves out refused rows');
 is($admin->error, '', 'without an error');
-$admin->ask(q{
+$admin->ends(q{
 	DROP TABLE children, parents;
 	CREATE TABLE parents (id int PRIMARY KEY);
 	CREATE TABLE children (parent int REFERENCES parents ON UPDATE CASCADE) PARTITION BY RANGE (parent);
@@ -116,11 +110,9 @@ $admin->ask(q{
 	INSERT INTO children VALUES (1), (2);
 	CREATE TRIGGER pace BEFORE INSERT ON children FOR EACH ROW EXECUTE FUNCTION rl_enforce('moved', '1/1d', 'on_deny=skip');
 	UPDATE parents SET id = 12 WHERE id = 1;
-	UPDATE parents SET id = 13 WHERE id = 2});
-is($admin->state, 'PT429', 'ON UPDATE CASCADE to another partition raises');
+	UPDATE parents SET id = 13 WHERE id = 2}, 'ON UPDATE CASCADE to another partition raises', 'PT429');
 is($admin->ask('SELECT string_agg(parent::text, $$ $$ ORDER BY parent) FROM children'), '2 12', 'and no row is lost');
-$admin->ask(q{SELECT run('INSERT INTO children VALUES (11)')});
-is($admin->error, '', 'an INSERT after a failed move leaves out the row');
+$admin->ends(q{SELECT run('INSERT INTO children VALUES (11)')}, 'an INSERT after a failed move leaves out the row');
 
 # A subscription, which charges the row again that the publisher has charged.
 my $events = q{
@@ -133,9 +125,8 @@ $admin->ask(q{CREATE PUBLICATION events FOR TABLE events});
 $admin->ask(q{SELECT pg_create_logical_replication_slot('events', 'pgoutput')});
 my $copy = session($node, 'copy');
 $copy->ask("CREATE EXTENSION ratelimit; $events; ALTER TABLE events ENABLE ALWAYS TRIGGER pace");
-$copy->ask('CREATE SUBSCRIPTION events CONNECTION $$' . $node->connstr('postgres') . '$$ PUBLICATION events
-	WITH (create_slot = false, slot_name = events, copy_data = false)');
-is($copy->error, '', 'the subscription');
+$copy->ends('CREATE SUBSCRIPTION events CONNECTION $$' . $node->connstr('postgres') . '$$ PUBLICATION events
+	WITH (create_slot = false, slot_name = events, copy_data = false)', 'the subscription');
 new_log($node);
 $admin->ask(q{INSERT INTO events VALUES (1, 'meter')});
 await('the first row', sub { $copy->ask('SELECT count(*) FROM events') eq '1' });
@@ -147,8 +138,7 @@ is($copy->ask('SELECT count(*) FROM events'), 1, 'the subscription waits');
 $copy->ask('ALTER TABLE events DISABLE TRIGGER pace');
 await('the second row', sub { $copy->ask('SELECT count(*) FROM events') eq '2' });
 pass('and no row is lost');
-$copy->ask('DROP SUBSCRIPTION events');
-is($copy->state, '00000', 'the subscription has ended');
+$copy->ends('DROP SUBSCRIPTION events', 'the subscription has ended', '00000');
 $copy->quit;
 
 #
@@ -159,13 +149,12 @@ $copy->quit;
 sub warnings_of { my ($table) = @_; return $admin->ask("SELECT warning FROM rl_triggers WHERE relation = '$table'::regclass"); }
 
 my $late = q{so a user can use up another user's quota; an AFTER trigger charges only rows that pass};
-$admin->ask(q{
+$admin->ends(q{
 	CREATE TABLE posts (author name, body text CHECK (body <> ''));
 	CREATE TABLE others (author name);
 	CREATE TRIGGER pace BEFORE INSERT ON posts FOR EACH ROW EXECUTE FUNCTION rl_enforce('post:{author}', '2/1h');
 	CREATE VIEW all_posts AS SELECT * FROM posts;
-	CREATE VIEW posts_and_others WITH (check_option = local) AS SELECT * FROM others WHERE author IN (SELECT author FROM posts)});
-is($admin->error, '', 'posts');
+	CREATE VIEW posts_and_others WITH (check_option = local) AS SELECT * FROM others WHERE author IN (SELECT author FROM posts)}, 'posts');
 is(warnings_of('posts'), '', 'no warning of other constraints and views');
 $admin->ask('CREATE VIEW own_posts AS SELECT * FROM all_posts WHERE author = current_user WITH CHECK OPTION');
 is(warnings_of('posts'), qq{the trigger charges a row before the view "own_posts" WITH CHECK OPTION checks it, $late}, 'a view WITH CHECK OPTION');
@@ -219,10 +208,8 @@ sub first
 	my ($statement, $state, $name) = @_;
 	my $session = session($node);
 
-	$session->ask($statement);
-	is($session->state, $state, "the library is not preloaded: $name");
-	$session->ask(q{SELECT run('INSERT INTO children VALUES (11)')});
-	is($session->state, '00000', "the library is not preloaded: $name, then a function");
+	$session->ends($statement, "the library is not preloaded: $name", $state);
+	$session->ends(q{SELECT run('INSERT INTO children VALUES (11)')}, "the library is not preloaded: $name, then a function", '00000');
 	is($session->ask('SELECT string_agg(parent::text, $$ $$ ORDER BY parent) FROM children'), '2 12', 'and no row is lost');
 	$session->quit;
 	return;

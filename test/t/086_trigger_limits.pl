@@ -132,10 +132,8 @@ foreach my $case (
 {
 	my ($what, $by, $change, $state) = @$case;
 
-	$session->ask("BEGIN; SET LOCAL search_path = one, public; INSERT INTO stale VALUES ('$by', 1)");
-	is($session->error, '', "stale plans: $what: a row before");
-	$session->ask("$change; INSERT INTO stale VALUES ('$by', 1)");
-	is($session->state, $state, "stale plans: $what: a row after");
+	$session->ends("BEGIN; SET LOCAL search_path = one, public; INSERT INTO stale VALUES ('$by', 1)", "stale plans: $what: a row before");
+	$session->ends("$change; INSERT INTO stale VALUES ('$by', 1)", "stale plans: $what: a row after", $state);
 	$session->ask('ROLLBACK');
 }
 $session->ask('DROP TABLE stale');

@@ -494,6 +494,15 @@ sub answers
 	return is($self->ask($sql), $expected, $name) || diag $self->error;
 }
 
+# Runs commands.  Checks that the first error has this SQLSTATE, or that there is none.
+sub ends
+{
+	my ($self, $sql, $name, $state) = @_;
+
+	$self->ask($sql);
+	return defined $state ? is($self->state, $state, $name) : is($self->error, '', $name);
+}
+
 # Sets settings of the extension, or resets those whose value is undef; checks
 # that this succeeds.
 sub set { my ($self, %settings) = @_; return $self->_set('', %settings); }
