@@ -115,19 +115,15 @@ SELECT count(rl_allow('grant ' || n, :'plain', 4)) FROM generate_series(1, 20) n
 BEGIN;
 SELECT rl_allow('grant 1', :'held', 5), rl_refund('grant 1', :'plain', 5), remaining('grant 1', :'plain');
 ROLLBACK;
-SELECT remaining('grant 1', :'plain') AS all_of_it;
 BEGIN;
 SELECT rl_allow('grant 2', :'held', 5), rl_refund('grant 2', :'held', 2), remaining('grant 2', :'plain');
 ROLLBACK;
-SELECT remaining('grant 2', :'plain') AS a_part;
 BEGIN;
 SELECT rl_allow('grant 3', :'held', 2), rl_refund('grant 3', :'held', 3), remaining('grant 3', :'plain');
 ROLLBACK;
-SELECT remaining('grant 3', :'plain') AS more_than_that;
 BEGIN;
 SELECT rl_allow('grant 4', :'held', 2), rl_refund('grant 4', '10/1h, sliding_log 10/1h', 2), rl_refund('grant', :'held', 2);
 ROLLBACK;
-SELECT remaining('grant 4', :'plain') AS others_states;
 -- The newest first, through savepoints.
 BEGIN;
 SELECT rl_allow('grant 5', :'held');
@@ -138,28 +134,24 @@ SELECT rl_allow('grant 5', :'held', 3), rl_refund('grant 5', :'held', 4), remain
 ROLLBACK TO a;
 SELECT rl_allow('grant 5', :'held', 0), remaining('grant 5', :'plain');
 COMMIT;
-SELECT remaining('grant 5', :'plain') AS the_first_stays;
 BEGIN;
 SELECT rl_allow('grant 6', :'held', 5);
 SAVEPOINT a;
 SELECT rl_refund('grant 6', :'held', 5) \g /dev/null
 ROLLBACK TO a;
 ROLLBACK;
-SELECT remaining('grant 6', :'plain') AS a_refund_stays;
 BEGIN;
 SAVEPOINT a;
 SELECT rl_allow('grant 7', :'held', 2);
 RELEASE a;
 SELECT rl_allow('grant 7', :'held'), rl_refund('grant 7', :'held', 3);
 ROLLBACK;
-SELECT remaining('grant 7', :'plain') AS released;
 BEGIN;
 SAVEPOINT a;
 SELECT rl_allow('grant 8', :'held', 2);
 ROLLBACK TO a;
 SELECT rl_refund('grant 8', :'held', 1), remaining('grant 8', :'plain');		-- of others: the 2 are refunded already
 ROLLBACK;
-SELECT remaining('grant 8', :'plain') AS queued;
 DO $$
 BEGIN
 	BEGIN
@@ -170,7 +162,9 @@ BEGIN
 		PERFORM rl_refund('grant 9', 'sliding_log 10/20s, 10/20s', 0);
 	END;
 END $$;
-SELECT remaining('grant 9', :'plain') AS caught;
+SELECT what, remaining('grant ' || n, :'plain')
+FROM unnest('{all of it,a part,more than that,others states,the first stays,a refund stays,released,queued,caught}'::text[])
+	WITH ORDINALITY w (what, n);
 -- Its own units, not older units, which are free at 20.
 SELECT at(5) \g /dev/null
 BEGIN;
@@ -186,13 +180,11 @@ COMMIT;
 BEGIN;
 SELECT rl_allow('grant 11', :'held', 2), rl_refund('grant 11', :'held', 4);
 ROLLBACK;
-SELECT remaining('grant 11', :'plain') AS committed;
 -- A reset state is new: charges before the reset are not refunded, and charges after
 -- it stay.
 BEGIN;
 SELECT rl_allow('grant 12', :'held', 5), rl_reset('grant 12'), rl_allow('grant 12', :'plain', 4);
 ROLLBACK;
-SELECT remaining('grant 12', :'plain') AS reset;
 BEGIN;
 SELECT rl_allow('grant 13', :'held', 5), rl_reset('grant 13', :'plain'), rl_allow('grant 13', :'plain', 4);
 SAVEPOINT a;
@@ -200,11 +192,9 @@ SELECT rl_allow('grant 13', :'held', 2);
 ROLLBACK TO a;
 SELECT rl_allow('grant 13', :'held', 1), remaining('grant 13', :'plain');
 ROLLBACK;
-SELECT remaining('grant 13', :'plain') AS reset_of_states;
 BEGIN;
 SELECT rl_allow('grant 14', :'held', 5), rl_reset('grant 14', '10/20s, sliding_log 10/20s'), rl_reset('grant 1');
 ROLLBACK;
-SELECT remaining('grant 14', :'plain') AS reset_of_some;
 BEGIN;
 SELECT rl_allow('grant 15', :'held', 5);
 SAVEPOINT a;
@@ -212,7 +202,9 @@ SELECT rl_reset('grant 15');
 ROLLBACK TO a;
 SELECT rl_allow('grant 15', :'plain', 4);
 ROLLBACK;
-SELECT remaining('grant 15', :'plain') AS a_reset_stays;
+SELECT what, remaining('grant ' || n + 10, :'plain')
+FROM unnest('{committed,reset,reset of states,reset of some,a reset stays}'::text[])
+	WITH ORDINALITY w (what, n);
 -- The time that has passed since several charges is subtracted once: by 3 s after
 -- the first of them, 3 of 6 units are replenished, and 3 are refunded.
 SET ratelimit.debug_now = '1000000000000000';
