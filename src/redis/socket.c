@@ -175,7 +175,10 @@ rl_error_reply(const RlConnection *conn, bool set_up, const char *line, RlError 
  * Waiting
  */
 
-/* Returns a new set with the latch and room for sockets.  Raises an error if there is no descriptor. */
+/*
+ * Returns a set with the latch and room for sockets, which the caller frees.  Raises if there is
+ * no descriptor.
+ */
 WaitEventSet *
 rl_events_create(int nsockets)
 {
@@ -255,7 +258,7 @@ poll_socket(const RlConnection *conn, uint32 what, int64 deadline)
 /*
  * Waits until the socket is ready for what (WL_SOCKET_READABLE, _WRITEABLE or both).  Returns
  * false once the deadline has passed.  May raise an error at an interrupt; with no_throw it
- * cannot be interrupted.
+ * raises nothing, and cannot be interrupted.
  */
 bool
 rl_socket_wait(RlConnection *conn, uint32 what, int64 deadline, bool no_throw)

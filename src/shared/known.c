@@ -256,7 +256,7 @@ is_free(const Entry *entry)
 	return !has_denial(entry) && !has_lease(entry);
 }
 
-/* Returns the key's next entry after that one, or its first; it may be free.  Or NULL. */
+/* Returns the key's next entry after that one, or its first, or NULL.  It may be free. */
 static inline Entry *
 next_entry(Set *set, RlKeyHash key_hash, const Entry *entry)
 {
@@ -972,7 +972,7 @@ rl_known_note(RlKnown *known, const RlAction *action, RlAnswer *answer, RlCharge
  * Other changes of a key
  */
 
-/* Deletes the key's denials, because of a refund to it.  Needs shared memory.  Does not throw. */
+/* Deletes the key's denials, for a refund that may have been.  Needs shared memory.  Does not throw. */
 void
 rl_known_refunded(RlKeyHash key_hash)
 {
@@ -985,7 +985,8 @@ rl_known_refunded(RlKeyHash key_hash)
 /*
  * Ends the key's leases, and unless "end" is RL_END_LEASES deletes its denials.  To be called
  * before and after a command that resets, refunds or bans the key, and after a report of a ban.
- * With RL_RESET, the limits are those whose states are deleted, or NULL.  Does not throw.
+ * With RL_RESET, the limits are those whose states are deleted, or NULL.  Needs no shared
+ * memory.  Does not throw.
  */
 void
 rl_known_end(const RlKey *key, RlKnownEnd end, const RlLimits *limits)

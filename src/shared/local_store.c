@@ -35,7 +35,7 @@ save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state)
 		rl_cell_set_end(view, c, rl_state_end(limit, state, &view->pool));
 }
 
-/* Returns how many spare cells a ban of the key needs, which replaces that in cell c. */
+/* Returns how many spare cells a ban of the key needs, in place of cell c, or for RL_NO_CELL of none. */
 static uint32
 spares_for_ban(const RlCells *view, uint32 c, const RlKey *key, int why_len)
 {

@@ -423,7 +423,7 @@ start_area(Area area pg_attribute_unused(), bool create pg_attribute_unused())
 
 #endif
 
-/* Attaches or creates the shared memory but the local store's.  Does not throw.  Needs no LWLock held. */
+/* Attaches or creates the shared memory but the local store's.  Does not throw.  To be called without LWLocks. */
 void
 rl_shared_start(void)
 {
