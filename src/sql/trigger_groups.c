@@ -297,20 +297,30 @@ rl_groups_add(RowGroups *groups, TupleTableSlot *row)
  * Limits
  */
 
-/* Calls the function of a pair with the arguments of a group, and sets the limits that it returns. */
-static void
-call_limits(RowGroups *groups, int pair, const char *args, RlLimits *limits)
+/*
+ * Returns the limits of a group, by the end of its id: those of its pair, or in "room" those
+ * that the pair's function returns for the arguments.
+ */
+static const RlLimits *
+group_limits(RowGroups *groups, const char *id_end, RlLimits *room)
 {
-	MemoryContext old = MemoryContextSwitchTo(groups->row_context);
+	int			pair = *id_end;
 	LimitsCall *call = groups->rule->pairs[pair].call;
+	const RlLimits *limits = groups->rule->pairs[pair].limits;
+	MemoryContext old = MemoryContextSwitchTo(groups->row_context);
 	NullableDatum values[FUNC_MAX_ARGS];
 
-	CHECK_FOR_INTERRUPTS();
-	rl_limits_call_restore(call, args, values);
-	rl_limits_call_run(call, &groups->origins[pair], values, groups->rule->users > 1, limits);
-	groups->blocked |= limits->kind == RL_BLOCKED;
+	if (call != NULL)
+	{
+		CHECK_FOR_INTERRUPTS();
+		rl_limits_call_restore(call, id_end + 1, values);
+		rl_limits_call_run(call, &groups->origins[pair], values, groups->rule->users > 1, room);
+		limits = room;
+		MemoryContextReset(groups->row_context);
+	}
 	MemoryContextSwitchTo(old);
-	MemoryContextReset(groups->row_context);
+	groups->blocked |= limits->kind == RL_BLOCKED;
+	return limits;
 }
 
 /* Adds a group to the merged groups. */
@@ -318,22 +328,17 @@ static void
 put_merged(RowGroups *groups, const GroupId *id, int64 quota)
 {
 	const char *pair = id->data + strlen(id->data) + 1;
-	LimitsCall *call = groups->rule->pairs[(int) *pair].call;
+	RlLimits	room;
+	const RlLimits *limits = group_limits(groups, pair, &room);
 	Datum		values[MAX_COLUMNS] = {0};
-	bool		nulls[MAX_COLUMNS] = {false, false, call == NULL};
-	RlLimits	limits;
-	MemoryContext old;
+	bool		nulls[MAX_COLUMNS] = {false, false, limits != &room};
+	MemoryContext old = MemoryContextSwitchTo(groups->row_context);
 
-	if (call != NULL)
-		call_limits(groups, *pair, pair + 1, &limits);
-	else
-		groups->blocked |= groups->rule->pairs[(int) *pair].limits->kind == RL_BLOCKED;
-	old = MemoryContextSwitchTo(groups->row_context);
 	/* The arguments are no longer needed. */
 	values[0] = PointerGetDatum(cstring_to_text_with_len(id->data, pair + 1 - id->data));
 	values[1] = Int64GetDatum(quota);
-	if (call != NULL)
-		values[2] = PointerGetDatum(cstring_to_text_with_len((char *) &limits, rl_limits_size(&limits)));
+	if (limits == &room)
+		values[2] = PointerGetDatum(cstring_to_text_with_len((char *) &room, rl_limits_size(&room)));
 	MemoryContextSwitchTo(old);
 	tuplestore_putvalues(groups->merged, groups->merged_slot->tts_tupleDescriptor, values, nulls);
 	MemoryContextReset(groups->row_context);
@@ -390,17 +395,11 @@ rl_groups_finish(RowGroups *groups)
 	for (int i = 0; i < groups->n; i++)
 	{
 		RlAction   *action = &groups->actions[i];
-		const char *pair = action->key.data + action->key.len + 1;
-		LimitsCall *call = groups->rule->pairs[(int) *pair].call;
-		RlLimits	limits;
+		RlLimits	room;
+		const RlLimits *limits = group_limits(groups, action->key.data + action->key.len + 1, &room);
 
-		if (call == NULL)
-		{
-			groups->blocked |= action->limits->kind == RL_BLOCKED;
-			continue;
-		}
-		call_limits(groups, *pair, pair + 1, &limits);
-		action->limits = copy_limits(groups, &limits, rl_limits_size(&limits));
+		if (limits == &room)
+			action->limits = copy_limits(groups, &room, rl_limits_size(&room));
 	}
 	return groups->blocked;
 }
