@@ -29,14 +29,14 @@ rl_sliding_limits(const RlLimits *limits)
 	return n;
 }
 
-/* Sets the error of too many such limits: each may have many entries, and no call may occupy Redis for long. */
-void
+/* Sets the error of too many such limits: each may have many entries, and no call may occupy Redis for long.  Returns false. */
+bool
 rl_sliding_error(int n, RlError *error)
 {
 	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
 				 "the keys of an action must not have more than %d limits of sliding_window, sliding_log and concurrent",
 				 RL_MAX_SLIDING);
-	rl_error_detail(error, "They have %d.", n);
+	return rl_error_detail(error, "They have %d.", n);
 }
 
 /* Raises an error if two of the actions have the same key, or if there are too many sliding limits. */

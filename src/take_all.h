@@ -8,7 +8,7 @@
 #include "ratelimit.h"
 
 extern int	rl_sliding_limits(const RlLimits *limits);
-extern void rl_sliding_error(int n, RlError *error);
+extern bool rl_sliding_error(int n, RlError *error);
 extern void rl_check_keys(const RlAction *actions, int n);
 extern bool rl_take_all(const RlStore *store, const RlAction *const *actions, int n,
 						RlTaken *taken, RlUsage *usage, RlError *error);

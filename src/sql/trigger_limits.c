@@ -210,13 +210,10 @@ check_schema(const char *name, RlError *error)
 	Oid			schema = get_namespace_oid(name, true);
 
 	if (strcmp(name, "pg_temp") == 0 || (OidIsValid(schema) && isAnyTempNamespace(schema)))
-		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-					 "a temporary function cannot return the limits of a trigger");
-	else if (!OidIsValid(schema))
+		return rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+							"a temporary function cannot return the limits of a trigger");
+	return OidIsValid(schema) ||
 		rl_error_set(error, ERRCODE_UNDEFINED_SCHEMA, "schema \"%s\" does not exist", name);
-	else
-		return true;
-	return false;
 }
 
 /*

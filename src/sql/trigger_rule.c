@@ -54,13 +54,13 @@ sees_statement(const Trigger *trigger)
 	return TRIGGER_FOR_DELETE(trigger->tgtype) ? trigger->tgoldtable != NULL : trigger->tgnewtable != NULL;
 }
 
-/* Sets the error of a template with a brace that has no partner. */
-static void
+/* Sets the error of a template with a brace that has no partner, and returns false. */
+static bool
 unmatched_brace(char brace, const char *template, RlError *error)
 {
 	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
 				 "unmatched \"%c\" in rate-limit key \"%s\"", brace, template);
-	rl_error_detail(error, "A literal brace is written twice.");
+	return rl_error_detail(error, "A literal brace is written twice.");
 }
 
 /* Ends the text of a piece with the column of that name.  Returns false with the error set. */
@@ -172,10 +172,7 @@ parse_template(Pair *pair, Relation rel, const Trigger *trigger, const char *tem
 			CHECK_FOR_INTERRUPTS();
 			close = *p == '{' ? strchr(p, '}') : NULL;
 			if (close == NULL)
-			{
-				unmatched_brace(*p, template, error);
-				return false;
-			}
+				return unmatched_brace(*p, template, error);
 			if (!set_column(pair, piece, rel, trigger, p + 1, close - p - 1, context, error))
 				return false;
 			more += least_length(piece);
@@ -309,10 +306,7 @@ check_pairs(const Rule *rule, RlError *error)
 		if (rule->pairs[i].limits != NULL)
 			sliding += rl_sliding_limits(rule->pairs[i].limits);
 	}
-	if (rule->npairs == 1 || sliding <= RL_MAX_SLIDING)
-		return true;
-	rl_sliding_error(sliding, error);
-	return false;
+	return rule->npairs == 1 || sliding <= RL_MAX_SLIDING || rl_sliding_error(sliding, error);
 }
 
 /* Returns true if the argument is not a key. */
