@@ -285,7 +285,6 @@ foreach my $client (@working)
 	is($insert->{state}, 'PT504', "$name: so it does in a trigger");
 	is(join(' ', sort keys %backends), $client->{refusal}{backend}, "$name: the connection stays");
 	$client->{outage} = $answers[0];
-	$client->{kept} = keys %backends == 1;
 }
 $redis->start;
 foreach my $client (@working)
@@ -356,14 +355,14 @@ foreach my $client ($bouncer ? @working : ())
 
 sub row { return '| ' . join(' | ', @_) . " |\n"; }
 
-my @errors = (row('client', 'refused: class', 'SQLSTATE', 'fields', 'seconds', 'outage: class', 'SQLSTATE', 'connection'), row(('---') x 8));
+my @errors = (row('client', 'refused: class', 'fields', 'seconds', 'outage: class'), row(('---') x 5));
 my @types = (row('client', 'boolean', 'bigint', 'NULL', 'double precision', 'text'), row(('---') x 6));
 foreach my $client (@working)
 {
 	my ($refusal, $outage) = @$client{qw(refusal outage)};
 
-	push @errors, row($client->{direct}{version}, "`$refusal->{class}`", "`$refusal->{state}`", fields($refusal),
-		sprintf('%.3f', $refusal->{seconds} || 0), "`$outage->{class}`", "`$outage->{state}`", $client->{kept} ? 'kept' : 'closed');
+	push @errors, row($client->{direct}{version}, "`$refusal->{class}`", fields($refusal),
+		sprintf('%.3f', $refusal->{seconds} || 0), "`$outage->{class}`");
 	push @types, row($client->{direct}{version}, map { '`' . ($_ // '') . '`' } @{ $client->{types} }[ 0, 1, 3, 4, 5 ]);
 }
 my $shown = DocPage::plain(slurp_file($page->{file}) =~ s/\n/\n\n/gr);
