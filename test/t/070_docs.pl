@@ -7,7 +7,6 @@
 # RATELIMIT_PAGES_TO names a folder to which the pages are written with the outputs
 # that psql printed.  Every user must be able to write there.
 #
-# Runs once: it is about the pages, and each row runs the functions in other tests.
 use RatelimitTest;
 use DocPage;
 use File::Basename;
