@@ -1,6 +1,6 @@
 MODULE_big = ratelimit
 OBJS = $(patsubst %,src/%.o,ratelimit error report decide decision take_all refusal skip headers transaction ledger \
-	$(patsubst %,sql/%,functions inspect check_many check_all trigger trigger_statement trigger_charges trigger_groups trigger_rule rule_column trigger_limits trigger_warnings arguments key simulate status postgrest) \
+	$(patsubst %,sql/%,functions reserve inspect check_many check_all trigger trigger_statement trigger_charges trigger_groups trigger_rule rule_column trigger_limits trigger_warnings arguments key simulate status postgrest) \
 	$(patsubst %,algorithm/%,limits limits_text calendar algorithm inspect gcra token_bucket fixed_window sliding log) \
 	$(patsubst %,redis/%,store call key_name refunds scan scripts command pipeline route node cluster sentinel address connection stream socket tls resp) \
 	$(patsubst %,shared/%,shared local_store local_inspect cells heap known counters breaker refusal_log siphash))
@@ -9,7 +9,7 @@ EXTENSION = ratelimit
 DATA = $(patsubst $(srcdir)/%,%,$(wildcard $(srcdir)/sql/ratelimit--*.sql))
 PGFILEDESC = "ratelimit - rate limits enforced in the database, counted in Redis"
 
-REGRESS = setup type calendar lease throttle algorithms functions check_all headers inspect trigger simulate plans errors privileges settings teardown
+REGRESS = setup type calendar lease throttle algorithms functions reserve check_all headers inspect trigger simulate plans errors privileges settings teardown
 REGRESS_OPTS = --inputdir=$(srcdir)/test --encoding=UTF8
 ifneq ($(shell id -u),0)
 TAP_TESTS = 1

@@ -33,7 +33,7 @@ COMMENT ON COLUMN rl_decision.remaining IS 'units of quota that are still free n
 COMMENT ON COLUMN rl_decision.retry_after IS 'seconds until the same call can succeed if no other call takes quota, under a concurrent limit at the latest; NULL when allowed, when no wait helps, and if no store decided';
 COMMENT ON COLUMN rl_decision.reset_after IS 'seconds until the limit is as if it had never been used; NULL if no store decided';
 COMMENT ON COLUMN rl_decision.rule IS 'the binding limit, as canonical text; of a ban, the limit that set it; NULL if no limit decided: under unlimited and blocked, if no store decided, and for a ban by rl_ban';
-COMMENT ON COLUMN rl_decision.source IS 'the part that decided: redis, local, lease, denial_cache, ban, fail_open, fail_closed, unlimited, blocked, shadow (allowed only because of ratelimit.mode or of the option shadow) or off';
+COMMENT ON COLUMN rl_decision.source IS 'the part that decided: redis, local, lease, denial_cache, ban, reserved or settled (a reservation that was made before), fail_open, fail_closed, unlimited, blocked, shadow (allowed only because of ratelimit.mode or of the option shadow) or off';
 
 --
 -- The type rl_limits, stored as its canonical text: so output, send,
@@ -255,6 +255,24 @@ CREATE FUNCTION rl_refund(key text, limits rl_limits, quota bigint)
 COMMENT ON FUNCTION rl_refund(text, rl_limits, bigint) IS
 	'refunds "quota" units to each of the limits, but never above full; first those that this transaction was granted under refund_on_abort or a concurrent limit; an absent key stays absent; does nothing under unlimited and blocked; errors as for rl_peek';
 
+CREATE FUNCTION rl_reserve(key text, limits rl_limits, quota bigint, id text, hold double precision DEFAULT NULL)
+	RETURNS rl_decision
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_reserve(text, rl_limits, bigint, text, double precision) IS
+	'does the same as rl_check, and keeps the charges under the id, so that rl_settle can change the cost until "hold" seconds have passed (NULL: the period of a concurrent limit, otherwise 1 hour); a call with an id that the key has already charges nothing, and returns allowed with source reserved or settled; a concurrent limit takes one unit, until the reservation ends; rollback does not refund it; errors: PT409 if the id exists with other limits or another quota, 22023 for an id that is empty or longer than 128 bytes in UTF-8, for a hold of less than a microsecond or more than 31 days, or one that is not the period of each concurrent limit, 54000 for more than about 2,000 reservations of a key, and those of rl_check';
+
+CREATE FUNCTION rl_settle(key text, id text, quota bigint)
+	RETURNS boolean
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_settle(text, text, bigint) IS
+	'makes "quota" the cost of a reservation: refunds the rest of each charge that has not been replenished since, or charges the difference whether it fits or not, and frees the unit of a concurrent limit; returns false if the key has no such reservation (any more); of several calls, the first one counts; errors: 22023 for an invalid id, and those of rl_peek';
+
+CREATE FUNCTION rl_extend(key text, id text, hold double precision DEFAULT NULL)
+	RETURNS boolean
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_extend(text, text, double precision) IS
+	'starts the hold of a reservation again from now, and with it the period of the unit of a concurrent limit (NULL: as long as before); returns false if the reservation has ended or is settled, or the unit is lost; errors: 22023 for an invalid id or hold, and those of rl_peek';
+
 CREATE FUNCTION rl_reset(key text)
 	RETURNS boolean
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
@@ -305,7 +323,7 @@ CREATE FUNCTION rl_inspect(key text, OUT state text, OUT used bigint, OUT until 
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 3;
 COMMENT ON FUNCTION rl_inspect(text) IS
-	'returns a row for each state of the key that is in use, for refusals that a ban counts, and for the ban: its name, the units in use, its end, and the first 256 bytes of its value; a figure is NULL if it depends on the limit''s numbers, which are not stored; it makes one call to Redis for up to about 100 states, and needs a further privilege there; errors as for rl_peek';
+	'returns a row for each state of the key that is in use, for each reservation, for refusals that a ban counts, and for the ban: its name, the units in use, its end, and the first 256 bytes of its value; a figure is NULL if it depends on the limit''s numbers, which are not stored; it makes one call to Redis for up to about 100 states, and needs a further privilege there; errors as for rl_peek';
 
 CREATE FUNCTION rl_key(VARIADIC "any")
 	RETURNS text

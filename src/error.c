@@ -164,3 +164,21 @@ rl_log_failure(const RlError *error, const char *consequence)
 			 errmsg_internal("%s", error->message),
 			 errdetail_internal("%s%s%s", error->detail, error->detail[0] ? " " : "", consequence)));
 }
+
+/*
+ * Raises the error of a reservation that cannot be made: there is another one with its id, or
+ * the key has too many.
+ */
+void
+rl_raise_not_reserved(bool other)
+{
+	if (other)
+		ereport(ERROR,
+				(errcode(ERRCODE_RESERVED_OTHERWISE),
+				 errmsg("reservation exists with other limits or another quota"),
+				 errdetail("The id of a reservation names one action: its key, limits and quota.")));
+	ereport(ERROR,
+			(errcode(ERRCODE_PROGRAM_LIMIT_EXCEEDED),
+			 errmsg("key has too many reservations"),
+			 errdetail("A key has at most %d reservations that have not ended.", RL_MAX_RESERVATIONS)));
+}

@@ -17,5 +17,6 @@ extern char *rl_key_shown(const char *data, int len);
 extern char *rl_key_matched(const char *data, int len);
 extern void rl_log_failure(const RlError *error, const char *consequence);
 pg_noreturn extern void rl_raise(const RlError *error);
+pg_noreturn extern void rl_raise_not_reserved(bool other);
 
 #endif							/* ERROR_H */

@@ -41,6 +41,10 @@
 #define RL_MAX_LEASE		RL_SECOND
 #define RL_MAX_KEY			512 /* bytes of UTF-8 */
 #define RL_MAX_PREFIX		64	/* bytes */
+#define RL_MAX_ID			128 /* bytes of a reservation's id, in UTF-8 */
+#define RL_MAX_HOLD			(31 * RL_DAY)	/* of a reservation */
+#define RL_KEEP_SETTLED		(3600 * RL_SECOND)	/* at most, of a settled reservation */
+#define RL_MAX_RESERVATIONS	2048	/* of a key */
 
 #define RL_SECOND			INT64CONST(1000000)
 #define RL_DAY				(86400 * RL_SECOND)
@@ -63,6 +67,7 @@
  */
 #define ERRCODE_RATE_LIMITED MAKE_SQLSTATE('P', 'T', '4', '2', '9')
 #define ERRCODE_BLOCKED MAKE_SQLSTATE('P', 'T', '4', '0', '3')
+#define ERRCODE_RESERVED_OTHERWISE MAKE_SQLSTATE('P', 'T', '4', '0', '9')
 #define ERRCODE_ACTION_TOO_LARGE MAKE_SQLSTATE('P', 'T', '4', '1', '3')
 #define ERRCODE_STORE_FAILED MAKE_SQLSTATE('P', 'T', '5', '0', '4')
 #define ERRCODE_POSTGREST MAKE_SQLSTATE('P', 'G', 'R', 'S', 'T')
@@ -172,6 +177,8 @@ typedef struct RlLimits
 	int			n;				/* 0 unless RL_LISTED */
 	bool		refunds;		/* one of them has refund_on_abort */
 	bool		concurrent;		/* one of them is: refusals are not cached */
+	bool		reserves;		/* for rl_reserve: a concurrent limit takes one unit, whatever
+								 * the quota is */
 	int64		lease;			/* the shortest of the limits' leases; 0: none has one */
 	uint64		hash;			/* of the canonical text's meaning */
 	RlLimit		limit[RL_MAX_LIMITS];
@@ -188,6 +195,8 @@ typedef enum RlSource
 	RL_FROM_BLOCKED,
 	RL_FAIL_OPEN,
 	RL_FAIL_CLOSED,
+	RL_FROM_RESERVED,			/* an open reservation has charged it before */
+	RL_FROM_SETTLED,			/* and so has one that is settled */
 	RL_SHADOW,					/* shadow mode, or a shadow limit, allows a refused action */
 	RL_OFF
 } RlSource;
@@ -226,6 +235,21 @@ typedef enum RlTake
 	RL_PEEK						/* only decide, and change nothing */
 } RlTake;
 
+/* The record that an action makes of its charges. */
+typedef struct RlReserve
+{
+	RlKey		id;
+	int64		hold;
+} RlReserve;
+
+/* What a store has done with a reservation. */
+typedef enum RlSettled
+{
+	RL_SETTLED_NONE,			/* there is no such reservation (any more) */
+	RL_SETTLED_DONE,
+	RL_SETTLED_OTHER_HOLD		/* a concurrent limit is held for its period only */
+} RlSettled;
+
 /* A request. */
 typedef struct RlAction
 {
@@ -235,6 +259,7 @@ typedef struct RlAction
 	RlTake		how;
 	bool		timed;			/* the caller may refund the charges, which needs their time */
 	const struct RlOrigin *origin;	/* the trigger (report.h); NULL: none */
+	const RlReserve *reserve;	/* NULL: none */
 	struct RlLeaseCall *lease;	/* what the call also asks for (algorithm.h); NULL: nothing */
 } RlAction;
 
@@ -329,7 +354,9 @@ typedef enum RlMode
  * refund refunds the quota to each of the limits, never above full.  reset deletes
  * the states of the limits, or all of the key if they are NULL, and unban the ban.  "why"
  * of a ban has less than RL_MAX_WHY bytes.
- * Both set *found to whether there was something to delete.
+ * Both set *found to whether there was something to delete.  settle makes the quota the
+ * cost of a reservation, or if it is RL_UNKNOWN starts its hold again, which stays the same
+ * if "hold" is 0.
  */
 typedef struct RlStore
 {
@@ -347,6 +374,7 @@ typedef struct RlStore
 	bool		(*reset) (const RlKey *key, const RlLimits *limits, bool *found, RlError *error);
 	bool		(*ban) (const RlKey *key, int64 duration, const char *why, RlError *error);
 	bool		(*unban) (const RlKey *key, bool *found, RlError *error);
+	bool		(*settle) (const RlKey *key, const RlKey *id, int64 quota, int64 hold, RlSettled *settled, RlError *error);
 } RlStore;
 
 /* ratelimit.c: settings, and a number that grows when the URL, a file or the prefix is set */

@@ -338,6 +338,7 @@ read_limits(RlLimits *limits)
 {
 	if (limits->n < 0 || limits->n > RL_MAX_LIMITS)
 		return false;
+	limits->reserves = false;
 	for (int i = 0; i < limits->n; i++)
 	{
 		RlLimit    *limit = &limits->limit[i];

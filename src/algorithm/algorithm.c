@@ -83,6 +83,36 @@ rl_units_refund(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view
 	return true;
 }
 
+/* The most units of a log, whose sums have six digits in Redis */
+#define MOST_OF_LOG		999999
+
+/*
+ * For RlAlgorithm.owe.  Units that the state has no room for are not charged, or where there
+ * are entries, the oldest units are removed, which are free first.
+ */
+void
+rl_units_owe(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, int64 quota)
+{
+	const RlAlgorithm *algorithm = rl_algorithm(limit);
+	int64		most = algorithm->has_logs ? MOST_OF_LOG : RL_MAX_COUNT;
+	int64		lumps = RL_MAX_SPAN / limit->period;
+
+	if (algorithm->refills && lumps < rl_divide_up(most, limit->count))
+		most = Min(most, lumps * limit->count);
+	if (algorithm->skip == NULL)
+		quota = Max(Min(quota, most - view->charged), 0);
+	else
+	{
+		int64		over;
+
+		quota = Min(quota, most);
+		over = Max(view->charged + quota - most, 0);
+		algorithm->skip(state, pool, view, RL_CHARGED, over);
+		view->charged -= over;
+	}
+	algorithm->keep(limit, state, pool, view, now, quota, 0);
+}
+
 /* For RlAlgorithm.end */
 int64
 rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
@@ -169,7 +199,8 @@ rl_charges_set(const RlAction *action, int64 at, const RlDecision *each, RlCharg
 		const RlLimit *limit = &action->limits->limit[i];
 
 		charges[i] = each[i].charged ?
-			rl_algorithm(limit)->charge(limit, action->quota, at, each[i].reset_after) : (RlCharge) {0};
+			rl_algorithm(limit)->charge(limit, rl_quota_of(action->limits, i, action->quota), at, each[i].reset_after) :
+			(RlCharge) {0};
 	}
 }
 
@@ -266,9 +297,10 @@ rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool,
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
+		int64		own = rl_quota_of(limits, i, quota);
 
 		rl_algorithm(limit)->load(limit, &states[i], pool, now, &views[i]);
-		decisions[i].allowed = quota <= limit->capacity && rl_algorithm(limit)->fits(limit, &views[i], quota);
+		decisions[i].allowed = own <= limit->capacity && rl_algorithm(limit)->fits(limit, &views[i], own);
 		decisions[i].charged = decisions[i].allowed;
 		decisions[i].ban_started = false;
 		decisions[i].source = RL_FROM_LOCAL;
@@ -301,8 +333,9 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ba
 		const RlLimit *limit = &limits->limit[i];
 		RlAct		own = *act;
 
-		if (act->verdict == RL_VERDICT_REFUSED && !decisions[i].allowed && act->quota <= limit->capacity &&
-			act->quota > 0 && limit->ban > 0)
+		own.quota = rl_quota_of(limits, i, act->quota);
+		if (act->verdict == RL_VERDICT_REFUSED && !decisions[i].allowed && own.quota <= limit->capacity &&
+			own.quota > 0 && limit->ban > 0)
 		{
 			int64		brought = count_refusal(limit, &states[i], &views[i], act->now, act->commit);
 
@@ -417,6 +450,16 @@ rl_charge_left(const RlLimit *limit, const RlCharge *charge, int64 now)
 		return now < rl_period_end(limit, charge->mark) ? charge->amount : 0;
 	left = algorithm->left(limit, charge, &(RlCharge) {.at = now,.mark = charge->mark});
 	return algorithm->in_ns ? rl_divide_up(left, limit->interval_ns) : left;
+}
+
+/* Charges the quota whether it fits or not; see RlAlgorithm. */
+void
+rl_owe(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, int64 quota)
+{
+	RlView		view;
+
+	rl_algorithm(limit)->load(limit, state, pool, now, &view);
+	rl_algorithm(limit)->owe(limit, state, pool, &view, now, quota);
 }
 
 /* Refunds a charge.  Returns true if it changed the state. */

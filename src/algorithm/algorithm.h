@@ -164,6 +164,9 @@ typedef struct RlAlgorithm
 	/* Refunds one charge, less the units that have been replenished since. */
 	bool		(*refund_charge) (const RlLimit *limit, RlState *state, RlPool *pool,
 								  RlView *view, int64 now, const RlCharge *charge);
+	/* Charges the quota whether it fits or not, as far as the state has room for it. */
+	void		(*owe) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
+						int64 now, int64 quota);
 
 	/*
 	 * Decides and charges an action under one limit that has no ban.  Sets the decision and the
@@ -242,6 +245,13 @@ rl_algorithm(const RlLimit *limit)
 	return rl_algorithms[limit->algorithm];
 }
 
+/* Returns the quota that an action takes from limit i. */
+static inline int64
+rl_quota_of(const RlLimits *limits, int i, int64 quota)
+{
+	return limits->reserves && rl_algorithm(&limits->limit[i])->until_end ? Min(quota, 1) : quota;
+}
+
 /* Allows an action that is refused, by a shadow limit or in shadow mode. */
 static inline void
 rl_allow_in_shadow(RlDecision *decision)
@@ -250,6 +260,17 @@ rl_allow_in_shadow(RlDecision *decision)
 		return;
 	decision->allowed = true;
 	decision->source = RL_SHADOW;
+}
+
+/* Makes the decision about quota 0 that of a reservation that is there. */
+static inline void
+rl_set_reserved(RlDecision *decision, bool settled)
+{
+	decision->allowed = true;
+	decision->charged = true;
+	decision->retry_after = 0;
+	decision->ban_left = 0;
+	decision->source = settled ? RL_FROM_SETTLED : RL_FROM_RESERVED;
 }
 
 extern bool rl_longer_wait(int64 a, int64 b);
@@ -286,12 +307,13 @@ extern RlCharge rl_charge_first(const RlLimit *limit, int64 units, int64 at);
 extern int64 rl_charge_left(const RlLimit *limit, const RlCharge *charge, int64 now);
 extern void rl_charge_merge(const RlLimit *limit, RlCharge *charge, RlSpan *span,
 							const RlCharge *later, const RlSpan *later_span);
+extern void rl_owe(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, int64 quota);
 extern bool rl_refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
 							 const RlCharge *charge);
 
 /* For rows of algorithms that count units: the members that all of them have */
 #define RL_COUNTS_UNITS \
-	.fits = rl_units_fit, .act = rl_units_act, .refund = rl_units_refund, .nreported = 4, \
+	.fits = rl_units_fit, .act = rl_units_act, .refund = rl_units_refund, .owe = rl_units_owe, .nreported = 4, \
 	.decide = rl_units_decide, .read_alone = rl_units_read_alone
 
 extern bool rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota);
@@ -299,6 +321,8 @@ extern bool rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlV
 						 const RlAct *act, RlDecision *decision);
 extern bool rl_units_refund(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 							int64 now, int64 quota);
+extern void rl_units_owe(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
+						 int64 now, int64 quota);
 extern int64 rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
 extern bool rl_units_decide(const RlLimit *limit, int64 quota, RlVerdict verdict,
 							const int64 *reported, RlDecision *decision);

@@ -246,6 +246,38 @@ rl_window_end(const RlLimit *limit, int64 name)
 }
 
 /*
+ * Sets the limit to that with the state tag "fixed_window:<unit>:<zone>", perhaps with
+ * ":shadow".  Returns false if it is no such tag of this server.  Throws if there is no
+ * memory to load the zone.
+ */
+bool
+rl_calendar_of_name(const char *name, int len, RlLimit *limit)
+{
+	static const char shadow[] = ":shadow";
+	int			shadow_len = strlen(shadow);
+	const char *at = name + strlen("fixed_window:");
+
+	*limit = (RlLimit) {.algorithm = RL_FIXED_WINDOW};
+	if (len > shadow_len && memcmp(name + len - shadow_len, shadow, shadow_len) == 0)
+	{
+		limit->shadow = true;
+		len -= shadow_len;
+	}
+	if (len < at - name || memcmp(name, "fixed_window:", at - name) != 0)
+		return false;
+	for (RlCalendar unit = RL_CALENDAR_DAY; unit <= RL_CALENDAR_YEAR; unit++)
+	{
+		int			n = strlen(rl_calendar_names[unit]);
+
+		if (name + len - at <= n || memcmp(at, rl_calendar_names[unit], n) != 0 || at[n] != ':')
+			continue;
+		rl_calendar_set(limit, unit);
+		return rl_calendar_set_zone(limit, at + n + 1, name + len - at - n - 1);
+	}
+	return false;
+}
+
+/*
  * Completes a limit that has only the members of its state tag: sets calendar and zone, if it
  * has them.  If the zone is not cached, compares the hash with the names of all zone files,
  * which takes 50 ms.  Returns false if no zone has it.  Throws if the zone files cannot be read.

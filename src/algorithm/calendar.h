@@ -36,6 +36,7 @@ extern const char *const rl_calendar_names[];
 
 extern void rl_calendar_set(RlLimit *limit, RlCalendar calendar);
 extern bool rl_calendar_set_zone(RlLimit *limit, const char *name, int len);
+extern bool rl_calendar_of_name(const char *name, int len, RlLimit *limit);
 extern bool rl_calendar_find_zone(RlLimit *limit);
 extern const RlWindows *rl_windows_at(const RlLimit *limit, int64 now);
 extern int64 rl_window_end(const RlLimit *limit, int64 name);

@@ -163,6 +163,17 @@ refund_charge(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_un
 	return reduce_backlog(state, view, now, left(limit, charge, &(RlCharge) {.at = now}));
 }
 
+/* The sum is at most a hundred years. */
+static void
+owe(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), RlView *view,
+	int64 now, int64 quota)
+{
+	int64		most = RL_MAX_SPAN * NS_PER_US;
+	int64		cost = Min(refund_of(limit, quota), most);
+
+	keep_backlog(state, now, Max(view->start, Min(view->start + cost, most)));
+}
+
 static int64
 end(const RlLimit *limit pg_attribute_unused(), const RlState *state,
 	const RlPool *pool pg_attribute_unused())
@@ -240,6 +251,7 @@ const RlAlgorithm rl_algorithm_gcra = {
 	.act_alone = act_alone,
 	.refund = refund,
 	.refund_charge = refund_charge,
+	.owe = owe,
 	.end = end,
 	.charge = charge,
 	.left = left,

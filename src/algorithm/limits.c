@@ -566,11 +566,11 @@ rl_lease_length(const RlLimits *limits)
 	return length;
 }
 
-/* Sets refunds, concurrent, lease and hash from the limits, which are complete. */
+/* Sets refunds, concurrent, reserves, lease and hash from the limits, which are complete. */
 void
 rl_limits_complete(RlLimits *limits)
 {
-	limits->refunds = limits->concurrent = false;
+	limits->refunds = limits->concurrent = limits->reserves = false;
 	limits->lease = limits->n > 0 ? limits->limit[0].lease : 0;
 	for (int i = 0; i < limits->n; i++)
 	{

@@ -18,6 +18,7 @@
 
 #include "algorithm/calendar.h"
 #include "algorithm/limits.h"
+#include "error.h"
 #include "redis/call.h"
 #include "redis/cluster.h"
 #include "redis/pipeline.h"
@@ -36,6 +37,7 @@ typedef enum Form
 	STRAIGHT,					/* a straight script for one limit, or many_throttle.lua */
 	LISTED,						/* check.lua, or check_many.lua */
 	LEASED,						/* lease.lua, for one key */
+	RESERVED,					/* reserve.lua, for one key */
 	TOGETHER					/* check_all.lua, which decides all keys together */
 } Form;
 
@@ -70,6 +72,7 @@ typedef struct KeyReply
 	int64		straight[RL_REPORTED];	/* "reported" of a straight script */
 	const char *why;			/* of a ban in force: "limit " and the limit that set it */
 	int			why_len;		/* 0: not known */
+	int64		record;			/* of reserve.lua: the reservation was there, 1: open, 2: settled */
 	const int64 *grant;			/* of a lease: units, how long they can be used, the key's life; or NULL */
 } KeyReply;
 
@@ -87,8 +90,8 @@ rl_append_tag(RlCommand *command, const RlLimit *limit)
 }
 
 /* Appends the windows of the limit's calendar: the start and name of each, and the last end. */
-static void
-append_windows(RlCommand *command, const RlLimit *limit)
+void
+rl_append_windows(RlCommand *command, const RlLimit *limit)
 {
 	const RlWindows *windows = rl_windows_at(limit, rl_redis_time());
 	char		text[256];
@@ -121,7 +124,7 @@ rl_append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trac
 		rl_command_number(command, numbers[i]);
 	if (limit->calendar != RL_NO_CALENDAR)
 	{
-		append_windows(command, limit);
+		rl_append_windows(command, limit);
 		n++;
 	}
 	for (; n < RL_NUMBERS; n++)
@@ -184,7 +187,12 @@ set_form(Taking *taking, const RlAction *action, bool many)
 	taking->many = many;
 	taking->form = STRAIGHT;
 	taking->script = many ? &rl_many_scripts[algorithm] : &rl_alone_scripts[algorithm];
-	if (!many && asks_lease(action))
+	if (action->reserve != NULL)
+	{
+		taking->form = RESERVED;
+		taking->script = &rl_reserve_script;
+	}
+	else if (!many && asks_lease(action))
 	{
 		taking->form = LEASED;
 		taking->script = &rl_lease_script;
@@ -238,12 +246,16 @@ append_limits(RlCommand *command, const RlAction *action, const RlLeaseCall *lea
 	{
 		const RlLimit *limit = &action->limits->limit[i];
 
-		rl_append_limit(command, limit, action->quota, action->how != RL_TRY);
-		if (lease == NULL)
+		int64		quota = rl_quota_of(action->limits, i, action->quota);
+
+		rl_append_limit(command, limit, quota, action->how != RL_TRY);
+		if (lease == NULL && action->reserve == NULL)
 			continue;
 		rl_command_number(command, limit->interval_ns / 1000);
 		rl_command_number(command, limit->interval_ns % 1000);
-		for (int j = 0; j < lease->nleft; j++)
+		if (action->reserve != NULL)
+			rl_command_number(command, quota);
+		for (int j = 0; lease != NULL && j < lease->nleft; j++)
 		{
 			const RlLeftover *left = &lease->left[j];
 			RlCharge	charge = rl_algorithm(limit)->charge(limit, left->units, left->at, 0);
@@ -280,7 +292,9 @@ append_run(RlCommand *command, const Taking *taking, const RlAction *action, int
 		append_straight(command, action, least);
 		return;
 	}
-	if (lease != NULL)
+	if (action->reserve != NULL)
+		rl_command_arg(command, action->reserve->id.data, action->reserve->id.len);
+	else if (lease != NULL)
 		rl_command_number(command, lease->want);
 	else
 		rl_command_number(command, taking->many || taking->form == TOGETHER ? action->limits->n : action->how != RL_PEEK);
@@ -289,6 +303,14 @@ append_run(RlCommand *command, const Taking *taking, const RlAction *action, int
 	{
 		rl_command_number(command, lease->length);
 		rl_command_number(command, lease->nleft);
+	}
+	if (action->reserve != NULL)
+	{
+		char		hash[17];
+
+		snprintf(hash, sizeof(hash), "%016llx", (unsigned long long) action->limits->hash);
+		rl_command_number(command, action->reserve->hold);
+		rl_command_text(command, hash);
 	}
 	append_limits(command, action, lease);
 }
@@ -383,6 +405,12 @@ read_decisions(const RlAction *action, const KeyReply *take, bool charged, RlDec
 	RlVerdict	verdict = charged ? RL_VERDICT_ALLOWED : take->verdict > 0 ? RL_VERDICT_BANNED : refused;
 	int			next = 0;
 
+	if (take->record > 0)
+	{
+		quota = 0;
+		verdict = refused = RL_VERDICT_UNCOUNTED;
+	}
+
 	for (int i = 0; i < take->nreported; i++)
 		if (take->reported[i] < 0)
 			return false;
@@ -393,8 +421,11 @@ read_decisions(const RlAction *action, const KeyReply *take, bool charged, RlDec
 
 		next += rl_algorithm(limit)->nreported;
 		if (next > take->nreported ||
-			!read_decision(limit, quota, verdict, refused, reported, &decisions[i]))
+			!read_decision(limit, take->record > 0 ? 0 : rl_quota_of(limits, i, quota), verdict, refused, reported,
+						   &decisions[i]))
 			return false;
+		if (take->record > 0)
+			rl_set_reserved(&decisions[i], take->record == 2);
 	}
 	return next == take->nreported;
 }
@@ -522,6 +553,16 @@ read_grant(const RlLeaseCall *lease, Reader *reader, KeyReply *take)
 		grant[2] >= 0 && grant[2] < RL_CALENDAR_END && (grant[2] > 0 || grant[0] == 0);
 }
 
+/* Reads whether reserve.lua has found the reservation.  Returns false if it cannot send that. */
+static bool
+read_record(Reader *reader, KeyReply *take)
+{
+	if (reader->at >= reader->reply->nvalues)
+		return false;
+	take->record = reader->reply->values[reader->at++];
+	return take->record >= 0 && take->record <= 2 && (take->record == 0 || take->verdict == 0);
+}
+
 static bool
 read_key(const Taking *taking, const RlAction *action, Reader *reader, int i, KeyReply *take)
 {
@@ -545,7 +586,7 @@ read_key(const Taking *taking, const RlAction *action, Reader *reader, int i, Ke
 		*take = (KeyReply) {.failed = true};
 		return true;
 	}
-	return read_listed(action, reader, take) &&
+	return read_listed(action, reader, take) && (taking->form != RESERVED || read_record(reader, take)) &&
 		(taking->form != LEASED || read_grant(action->lease, reader, take));
 }
 
@@ -672,8 +713,12 @@ rl_redis_take(const RlAction *action, RlDecision *each, RlAnswer *answer, RlErro
 	RlReply		reply;
 
 	set_form(&taking, action, false);
-	if (!rl_redis_call(taking.script, append_call, &taking, &answer->usage, &reply, error) ||
-		!read_call(0, &reply, &taking, error))
+	if (!rl_redis_call(taking.script, append_call, &taking, &answer->usage, &reply, error))
+		return false;
+	if (taking.form == RESERVED && reply.kind == RL_REPLY_NUMBERS && !reply.is_array &&
+		(reply.values[0] == 3 || reply.values[0] == 4))
+		rl_raise_not_reserved(reply.values[0] == 3);
+	if (!read_call(0, &reply, &taking, error))
 		return false;
 	memcpy(each, taken.each, action->limits->n * sizeof(RlDecision));
 	answer->at = taken.at;

@@ -9,6 +9,7 @@
 #include "redis/command.h"
 
 extern void rl_append_tag(RlCommand *command, const RlLimit *limit);
+extern void rl_append_windows(RlCommand *command, const RlLimit *limit);
 extern void rl_append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace);
 extern void rl_append_charge(RlCommand *command, const RlLimit *limit, const RlCharge *charge);
 

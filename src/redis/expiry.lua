@@ -96,8 +96,10 @@ if expiry and (expires or added > 0) then
   -- field, and the next number. Raises an error if the value is invalid.
   local function end_of(field, value)
     local name, period, rest = match(field, '^([%l_]+):(%d+)(.*)$')
-    if field == 'ban' then
+    if field == 'ban' or field == 'reservations' or match(field, '^reserved:') then
       return match(value, '^%d+') + 0
+    elseif match(field, '^reset:') then
+      return match(value, '^%d+ (%d+)$') + 0
     elseif not name then
       -- A calendar, and its slack (see state.lua).
       return match(field, '^fixed_window:%l+:') and match(value, '^%d+ (%-?%d+) ') + 172800000000

@@ -261,11 +261,23 @@ rl_redis_bans(RlKeptFound found, void *arg, RlError *error)
 	return true;
 }
 
+/* Returns true if it can be the name of a state or a reservation, whose id is shortened to valid UTF-8. */
+static bool
+is_name(const char *name, int *len)
+{
+	int			word = strlen(RL_RECORD_NAME);
+
+	if (*len < word || memcmp(name, RL_RECORD_NAME, word) != 0)
+		return rl_is_printable(name, *len);
+	*len = pg_encoding_verifymbstr(PG_UTF8, name, *len);
+	return true;
+}
+
 /* Calls found() for each state of the key, and its ban.  Returns false with the error set if the store fails. */
 bool
 rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlError *error)
 {
-	char		more[RL_MAX_STATE_NAME] = "";
+	char		more[RL_MAX_KEPT_NAME] = "";
 	int			calls = 0;
 
 	do
@@ -279,7 +291,7 @@ rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlError *error)
 		rl_command_text(command, more);
 		if (!run(&rl_inspect_script, command, INSPECT_NEEDS, &text, error))
 			return false;
-		if (!read_bytes(&text, &data, &len) || len >= RL_MAX_STATE_NAME || !rl_is_printable(data, len))
+		if (!read_bytes(&text, &data, &len) || len >= RL_MAX_KEPT_NAME || !is_name(data, &len))
 			return rl_wrong_reply(error);
 		memcpy(more, data, len);
 		more[len] = '\0';
@@ -292,7 +304,7 @@ rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlError *error)
 			if (!read_number(&text, ' ', &kept.used) || !read_number(&text, ' ', &kept.until) ||
 				!read_bytes(&text, &kept.name, &kept.name_len) ||
 				!read_bytes(&text, &kept.raw, &kept.raw_len) ||
-				!rl_is_printable(kept.name, kept.name_len))
+				kept.name_len >= RL_MAX_KEPT_NAME || !is_name(kept.name, &kept.name_len))
 				return rl_wrong_reply(error);
 			/* A ban may have a reason. */
 			if (kept.name_len == 3 && memcmp(kept.name, "ban", 3) == 0)

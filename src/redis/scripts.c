@@ -42,6 +42,11 @@ RlScript	rl_check_all_script = {.source = check_all_lua};
 /* For calls that also ask for a lease. */
 RlScript	rl_lease_script = {.source = lease_lua};
 
+/* For reservations. */
+RlScript	rl_reserve_script = {.source = reserve_lua};
+
+RlScript	rl_settle_script = {.source = settle_lua};
+
 RlScript	rl_refund_script = {.source = refund_lua};
 RlScript	rl_refund_charges_script = {.source = refund_charges_lua};
 RlScript	rl_reset_script = {.source = reset_lua};

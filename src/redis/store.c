@@ -8,6 +8,7 @@
  */
 #include "postgres.h"
 
+#include "algorithm/calendar.h"
 #include "redis/call.h"
 #include "redis/redis.h"
 #include "redis/scripts.h"
@@ -106,6 +107,82 @@ redis_unban(const RlKey *key, bool *found, RlError *error)
 	return delete_from(&rl_reset_script, command, found, error);
 }
 
+/* A call of settle.lua. */
+typedef struct Settling
+{
+	const RlKey *key;
+	const RlKey *id;
+	int64		quota;			/* RL_UNKNOWN: the hold starts again */
+	int64		hold;			/* 0: the same */
+	int			n;
+	RlLimit		limit[RL_MAX_LIMITS];	/* calendars that were charged: only the members of the state tag */
+} Settling;
+
+static bool
+append_settle(RlCommand *command, int i pg_attribute_unused(), void *arg)
+{
+	const Settling *settling = arg;
+
+	rl_command_hash(command, settling->key);
+	rl_command_arg(command, settling->id->data, settling->id->len);
+	if (settling->quota == RL_UNKNOWN)
+		rl_command_text(command, "");
+	else
+		rl_command_number(command, settling->quota);
+	if (settling->hold == 0)
+		rl_command_text(command, "");
+	else
+		rl_command_number(command, settling->hold);
+	for (int l = 0; l < settling->n; l++)
+	{
+		rl_append_tag(command, &settling->limit[l]);
+		rl_append_windows(command, &settling->limit[l]);
+	}
+	return true;
+}
+
+/* Reads the tags of calendars, a line each.  Returns false if they are no such tags. */
+static bool
+read_calendars(const RlReply *reply, Settling *settling)
+{
+	const char *at = reply->data;
+	const char *end = at + reply->len;
+
+	for (settling->n = 0; at < end; settling->n++)
+	{
+		const char *line_end = memchr(at, '\n', end - at);
+		RlLimit    *limit = &settling->limit[settling->n];
+
+		if (line_end == NULL || settling->n == RL_MAX_LIMITS || !rl_calendar_of_name(at, line_end - at, limit))
+			return false;
+		at = line_end + 1;
+	}
+	return settling->n > 0;
+}
+
+/* It needs one call, or two if calendars are charged. */
+static bool
+redis_settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold, RlSettled *settled, RlError *error)
+{
+	Settling	settling = {.key = key,.id = id,.quota = quota,.hold = hold};
+	RlReply		reply;
+
+	for (int calls = 0; calls < 2; calls++)
+	{
+		if (!rl_redis_call(&rl_settle_script, append_settle, &settling, NULL, &reply, error))
+			return false;
+		if (reply.kind != RL_REPLY_TEXT)
+			break;
+		if (calls > 0 || quota == RL_UNKNOWN || !read_calendars(&reply, &settling))
+			return rl_wrong_reply(error);
+	}
+	if (!is_count(&reply) || reply.values[0] > 3 || reply.values[0] == 2 ||
+		(reply.values[0] == 3 && (quota != RL_UNKNOWN || hold == 0)))
+		return rl_wrong_reply(error);
+	*settled = reply.values[0] == 3 ? RL_SETTLED_OTHER_HOLD : reply.values[0] == 1 ? RL_SETTLED_DONE : RL_SETTLED_NONE;
+	return true;
+}
+
 const RlStore rl_redis_store = {
 	.name = "redis",
 	.may_cache = true,
@@ -116,7 +193,8 @@ const RlStore rl_redis_store = {
 	.refund = redis_refund,
 	.reset = redis_reset,
 	.ban = redis_ban,
-	.unban = redis_unban
+	.unban = redis_unban,
+	.settle = redis_settle
 };
 
 /* Writes the server's name and version.  Returns false with the error set when the store fails. */

@@ -343,7 +343,7 @@ rl_cell_remove(RlCells *view, uint32 c)
 		link = &rl_cell_at(view, *link)->next;
 	*link = cell->next;
 	rl_heap_remove(view, c);
-	if (rl_cell_is_of(cell, NULL))
+	if (rl_cell_has_text(cell))
 		for (uint32 rest = cell->ban.rest; rest != RL_NO_CELL; rest = rl_cell_at(view, rest)->ban.rest)
 			add_spare(view, rest);
 	else
@@ -353,8 +353,8 @@ rl_cell_remove(RlCells *view, uint32 c)
 }
 
 /* Takes a spare cell, which must exist, and empties it. */
-uint32
-rl_cell_take(RlCells *view)
+static uint32
+take_spare(RlCells *view)
 {
 	uint32		c = view->spare;
 
@@ -365,20 +365,49 @@ rl_cell_take(RlCells *view)
 	return c;
 }
 
-/* Makes a spare cell, which must exist, the key's cell of the limit or, if it is NULL, of the ban. */
-uint32
-rl_cell_make(RlCells *view, const RlLimit *limit)
+static uint32
+make(RlCells *view, RlStateTag tag)
 {
-	uint32		c = rl_cell_take(view);
+	uint32		c = take_spare(view);
 	RlCell	   *cell = rl_cell_at(view, c);
 
 	cell->key_hash = view->key_hash;
-	cell->tag = limit != NULL ? rl_state_tag(limit) : (RlStateTag) {.algorithm = RL_BAN_CELL};
+	cell->tag = tag;
 	cell->end = PG_INT64_MAX;
 	cell->next = *view->bucket;
 	*view->bucket = c;
 	rl_heap_add(view, RL_WITHOUT_CHUNKS, c);
 	return c;
+}
+
+/* Makes a spare cell, which must exist, the key's cell of the limit. */
+uint32
+rl_cell_make(RlCells *view, const RlLimit *limit)
+{
+	return make(view, rl_state_tag(limit));
+}
+
+/*
+ * Makes spare cells, which must exist, the key's ban or a record, with a text of this length.
+ * The caller sets the other members, and the end.
+ */
+uint32
+rl_cell_make_text(RlCells *view, RlStateTag tag, const char *text, int len)
+{
+	uint32		c = make(view, tag);
+	RlCell	   *cell = rl_cell_at(view, c);
+
+	for (int at = 0;;)
+	{
+		int			n = Min(len - at, RL_CELL_TEXT);
+
+		memcpy(cell->ban.text, text + at, n);
+		at += n;
+		if (at == len)
+			return c;
+		cell->ban.rest = take_spare(view);
+		cell = rl_cell_at(view, cell->ban.rest);
+	}
 }
 
 /*

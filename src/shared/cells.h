@@ -10,6 +10,7 @@
 #include "shared/shared.h"
 
 #define RL_BAN_CELL			63	/* in place of an algorithm */
+#define RL_RECORD_CELL		62	/* a reservation */
 #define RL_NO_CELL			0	/* cells are numbered from 1 */
 
 #define RL_CELL_TEXT		56	/* bytes of a ban's text in a cell */
@@ -17,12 +18,16 @@
 /* The most cells that a ban needs. */
 #define RL_MAX_BAN_CELLS	((RL_MAX_KEY + RL_MAX_WHY + RL_CELL_TEXT - 1) / RL_CELL_TEXT)
 
-/* The most cells that an act on one key may need: one for each limit, and those of the ban. */
-#define RL_MAX_WANTED		(RL_MAX_LIMITS + RL_MAX_BAN_CELLS)
+/* The most bytes and cells of a record. */
+#define RL_MAX_RECORD		(64 + RL_MAX_ID + RL_MAX_LIMITS * 168)
+#define RL_MAX_RECORD_CELLS	((RL_MAX_RECORD + RL_CELL_TEXT - 1) / RL_CELL_TEXT)
+
+/* The most cells that an act on one key may need: one for each limit, and those of the ban and of a record. */
+#define RL_MAX_WANTED		(RL_MAX_LIMITS + RL_MAX_BAN_CELLS + RL_MAX_RECORD_CELLS)
 
 /*
  * One state of one key, or its ban, whose text is the key itself, for rl_bans, and why it is
- * banned; the rest of a long text is in further cells, which are in no hash chain and no heap,
+ * banned; or the record of a reservation, whose text is the id and a Record (local_store.c); the rest of a long text is in further cells, which are in no hash chain and no heap,
  * and only have "text" and "rest".
  *
  * The lock of the key's partition protects all members while the cell is in use; else the mutex
@@ -31,7 +36,8 @@
 typedef struct RlCell
 {
 	RlKeyHash	key_hash;
-	RlStateTag	tag;			/* of the ban, only the algorithm is set */
+	RlStateTag	tag;			/* of the ban and of records, only the algorithm is set, and of
+								 * records step, a hash of the id */
 	union
 	{
 		RlState		state;
@@ -39,7 +45,7 @@ typedef struct RlCell
 		{
 			int64		until;
 			int64		began;
-			uint16		key_len;
+			uint16		key_len;	/* or of the id */
 			uint16		why_len;
 			uint32		rest;	/* the cell with the rest of the text, or RL_NO_CELL */
 			char		text[RL_CELL_TEXT];
@@ -119,6 +125,13 @@ rl_cell_is_of(const RlCell *cell, const RlLimit *limit)
 	return rl_same_tag(cell->tag, rl_state_tag(limit));
 }
 
+/* True if the cell is a ban or a record, which may have further cells. */
+static inline bool
+rl_cell_has_text(const RlCell *cell)
+{
+	return cell->tag.algorithm == RL_BAN_CELL || cell->tag.algorithm == RL_RECORD_CELL;
+}
+
 /* The fill level of the memory. */
 typedef struct RlCellsFill
 {
@@ -144,7 +157,7 @@ extern int	rl_cells_slices(void);
 extern const uint32 *rl_cells_lock_slice(RlCells *view, int slice);
 
 extern uint32 rl_cell_find(const RlCells *view, const RlLimit *limit);
-extern uint32 rl_cell_take(RlCells *view);
+extern uint32 rl_cell_make_text(RlCells *view, RlStateTag tag, const char *text, int len);
 extern uint32 rl_cell_make(RlCells *view, const RlLimit *limit);
 extern void rl_cell_set_end(RlCells *view, uint32 c, int64 end);
 extern void rl_cell_remove(RlCells *view, uint32 c);

@@ -92,7 +92,8 @@ typedef struct Copy
 	int64		used;
 	int64		until;
 	RlState		state;			/* without its logs */
-	char		raw[RL_MAX_RAW];	/* of a ban */
+	char		raw[RL_MAX_RAW];	/* of a ban or a record */
+	char		name[RL_MAX_KEPT_NAME]; /* of a record; or empty */
 } Copy;
 
 static void
@@ -132,6 +133,14 @@ copy_state(const RlCells *view, uint32 c, Copy *copy)
 		copy->is_kept = copy->until > view->now;
 		return;
 	}
+	if (cell->tag.algorithm == RL_RECORD_CELL)
+	{
+		strcpy(copy->name, RL_RECORD_NAME);
+		copy->used = rl_local_describe_record(view, c, copy->name + strlen(copy->name), copy->raw);
+		copy->until = cell->ban.until;
+		copy->is_kept = copy->until > view->now;
+		return;
+	}
 	copy->state = cell->state;
 	if (copy->limit.algorithm != RL_FIXED_WINDOW || copy->limit.zone_hash == 0)
 		describe_state(copy, &view->pool);
@@ -166,7 +175,9 @@ report(Copy *copy, RlKeptFound found, void *arg)
 	RlKept		kept = {.name = name,.raw = raw};
 	bool		is_ban = copy->limit.algorithm == (RlAlgorithmId) RL_BAN_CELL;
 
-	if (!is_ban)
+	if (copy->name[0] != '\0')
+		kept.name = copy->name;
+	else if (!is_ban)
 	{
 		if (!rl_calendar_find_zone(&copy->limit))
 			return;
@@ -176,11 +187,11 @@ report(Copy *copy, RlKeptFound found, void *arg)
 	}
 	if (copy->is_kept)
 	{
-		if (is_ban)
+		if (is_ban || copy->name[0] != '\0')
 			strlcpy(raw, copy->raw, sizeof(raw));
 		else
 			write_raw(copy, raw);
-		kept.name_len = strlen(name);
+		kept.name_len = strlen(kept.name);
 		kept.raw_len = strlen(raw);
 		kept.used = copy->used;
 		kept.until = copy->until;

@@ -52,30 +52,18 @@ static void
 set_ban(RlCells *view, uint32 c, const RlKey *key, int64 until, const char *why, int why_len)
 {
 	char		text[RL_MAX_KEY + RL_MAX_WHY];
-	int			len = key->len + why_len;
 	RlCell	   *cell;
 
 	if (c != RL_NO_CELL)
 		rl_cell_remove(view, c);
 	memcpy(text, key->data, key->len);
 	memcpy(text + key->len, why, why_len);
-	c = rl_cell_make(view, NULL);
+	c = rl_cell_make_text(view, (RlStateTag) {.algorithm = RL_BAN_CELL}, text, key->len + why_len);
 	cell = rl_cell_at(view, c);
 	cell->ban.until = until;
 	cell->ban.began = view->now;
 	cell->ban.key_len = key->len;
 	cell->ban.why_len = why_len;
-	for (int at = 0;;)
-	{
-		int			n = Min(len - at, RL_CELL_TEXT);
-
-		memcpy(cell->ban.text, text + at, n);
-		at += n;
-		if (at == len)
-			break;
-		cell->ban.rest = rl_cell_take(view);
-		cell = rl_cell_at(view, cell->ban.rest);
-	}
 	rl_cell_set_end(view, c, until);
 }
 
@@ -203,7 +191,7 @@ find_cells(const RlCells *view, const RlAction *action, const RlLimits *limits, 
 		if (!may_change)
 			continue;
 		*cells += found == RL_NO_CELL;
-		*chunks += rl_chunks_wanted(limit, state, &view->pool, view->now, action->quota);
+		*chunks += rl_chunks_wanted(limit, state, &view->pool, view->now, rl_quota_of(limits, i, action->quota));
 		if (limit->ban > 0 && state->ban_count + 1 >= limit->ban_after)
 		{
 			char		why[RL_MAX_WHY];
@@ -232,6 +220,413 @@ begin_act(RlCells *view, const RlAction *action, const RlLimits *limits, Key *ke
 	}
 }
 
+/*
+ * Reservations
+ *
+ * A record is in a cell with further cells, as a ban: until is its end, and its text is the
+ * id, and then a Record, of which "n" charges are kept.
+ */
+
+/* A charge of a reservation, as in RlCharge, and the limit. */
+typedef struct Reserved
+{
+	RlLimit		limit;
+	int64		units;			/* 0: the state was reset since */
+	int64		at;
+	int64		mark;
+} Reserved;
+
+typedef struct Record
+{
+	uint64		limits;			/* hash of their text */
+	int64		quota;
+	int64		hold;
+	int64		settled;		/* the quota that it is settled at, or RL_UNKNOWN */
+	int64		n;
+	Reserved	charges[RL_MAX_LIMITS];
+} Record;
+
+StaticAssertDecl(RL_MAX_ID + sizeof(Record) <= RL_MAX_RECORD, "a record needs more cells");
+
+static int
+record_size(const Record *record)
+{
+	return offsetof(Record, charges) + record->n * sizeof(Reserved);
+}
+
+static RlStateTag
+record_tag(const RlKey *id)
+{
+	return (RlStateTag) {.algorithm = RL_RECORD_CELL,.step = rl_key_hash(id).low};
+}
+
+/* Copies the record in a cell. */
+static void
+load_record(const RlCells *view, uint32 c, Record *record)
+{
+	const RlCell *cell = rl_cell_at(view, c);
+	char		text[RL_MAX_RECORD];
+
+	rl_cell_ban_text(view, cell, text);
+	memcpy(record, text + cell->ban.key_len, cell->ban.why_len);
+}
+
+/* Returns the cell of the key's record with this id, or RL_NO_CELL. */
+static uint32
+find_record(const RlCells *view, const RlKey *id)
+{
+	RlStateTag	tag = record_tag(id);
+
+	for (uint32 c = *view->bucket; c != RL_NO_CELL; c = rl_cell_at(view, c)->next)
+		if (rl_same_key_hash(rl_cell_at(view, c)->key_hash, view->key_hash) &&
+			rl_same_tag(rl_cell_at(view, c)->tag, tag))
+			return c;
+	return RL_NO_CELL;
+}
+
+/* Stores a record in place of cell c, or for RL_NO_CELL in new cells.  There must be spares for it. */
+static void
+save_record(RlCells *view, uint32 c, const RlKey *id, const Record *record, int64 until)
+{
+	char		text[RL_MAX_RECORD];
+	int			size = record_size(record);
+	RlCell	   *cell;
+
+	if (c != RL_NO_CELL)
+		rl_cell_remove(view, c);
+	memcpy(text, id->data, id->len);
+	memcpy(text + id->len, record, size);
+	c = rl_cell_make_text(view, record_tag(id), text, id->len + size);
+	cell = rl_cell_at(view, c);
+	cell->ban.until = until;
+	cell->ban.key_len = id->len;
+	cell->ban.why_len = size;
+	rl_cell_set_end(view, c, until);
+}
+
+/*
+ * Returns true if the key has room for one more record.  If it is full, deletes the records
+ * that have ended.
+ */
+static bool
+has_room_for_record(RlCells *view)
+{
+	uint32		next;
+	int			n = 0;
+
+	for (uint32 c = *view->bucket; c != RL_NO_CELL; c = rl_cell_at(view, c)->next)
+		n += rl_same_key_hash(rl_cell_at(view, c)->key_hash, view->key_hash) &&
+			rl_cell_at(view, c)->tag.algorithm == RL_RECORD_CELL;
+	for (uint32 c = n >= RL_MAX_RESERVATIONS ? *view->bucket : RL_NO_CELL; c != RL_NO_CELL; c = next)
+	{
+		RlCell	   *cell = rl_cell_at(view, c);
+
+		next = cell->next;
+		if (!rl_same_key_hash(cell->key_hash, view->key_hash) || cell->tag.algorithm != RL_RECORD_CELL ||
+			cell->ban.until > view->now)
+			continue;
+		rl_cell_remove(view, c);
+		n--;
+	}
+	return n < RL_MAX_RESERVATIONS;
+}
+
+/* Answers with the present figures if there is a record with the action's id.  Returns false if there is none. */
+static bool
+answer_reserved(RlCells *view, const RlAction *action, uint32 c, RlDecision *decisions)
+{
+	const RlLimits *limits = action->limits;
+	RlState		states[RL_MAX_LIMITS];
+	RlBan		ban = {0};
+	Record		record;
+
+	if (c == RL_NO_CELL || rl_cell_at(view, c)->ban.until <= view->now)
+		return false;
+	load_record(view, c, &record);
+	if (record.limits != limits->hash || record.quota != action->quota)
+	{
+		finish(view);
+		rl_raise_not_reserved(true);
+	}
+	for (int i = 0; i < limits->n; i++)
+	{
+		uint32		state = rl_cell_find(view, &limits->limit[i]);
+
+		states[i] = state != RL_NO_CELL ? rl_cell_at(view, state)->state : (RlState) RL_NO_STATE;
+	}
+	(void) rl_act(limits, states, &view->pool, &ban, view->now, 0, false, decisions);
+	for (int i = 0; i < limits->n; i++)
+		rl_set_reserved(&decisions[i], record.settled != RL_UNKNOWN);
+	return true;
+}
+
+/* Stores the record of an action that was allowed. */
+static void
+keep_reservation(RlCells *view, const RlAction *action, uint32 c, const RlDecision *decisions)
+{
+	const RlLimits *limits = action->limits;
+	RlCharge	charges[RL_MAX_LIMITS];
+	Record		record = {.limits = limits->hash,.quota = action->quota,.hold = action->reserve->hold,.settled = RL_UNKNOWN};
+
+	rl_charges_set(action, view->now, decisions, charges);
+	for (int i = 0; i < limits->n; i++)
+		if (decisions[i].charged)
+			record.charges[record.n++] = (Reserved) {
+				limits->limit[i], rl_quota_of(limits, i, action->quota), charges[i].at, charges[i].mark
+			};
+	save_record(view, c, &action->reserve->id, &record, view->now + record.hold);
+}
+
+/* For RlStore.take, with a reservation. */
+static bool
+local_reserve(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlError *error)
+{
+	const RlLimits *limits = action->limits;
+	Key			key;
+	RlAct		act = {.quota = action->quota,.commit = true};
+	uint32		record;
+	RlCells		view = {.key_hash = rl_key_hash(&action->key)};
+
+	rl_cells_lock(&view, LW_EXCLUSIVE);
+	for (;;)
+	{
+		uint32		cells = RL_MAX_RECORD_CELLS;
+		uint32		chunks = 0;
+
+		record = find_record(&view, &action->reserve->id);
+		answer->at = act.now = view.now;
+		if (answer_reserved(&view, action, record, decisions))
+		{
+			finish(&view);
+			return true;
+		}
+		find_cells(&view, action, limits, &key, &cells, &chunks);
+		if (rl_cells_reserve(&view, cells, chunks))
+			break;
+		if (!make_room(&view, cells, chunks, error))
+			return false;
+	}
+	load_ban(&view, key.ban_cell, &key.ban);
+	act.verdict = rl_act_decide(limits, key.states, &view.pool, key.ban.until, view.now, action->quota, key.views,
+								decisions);
+	if (act.verdict == RL_VERDICT_ALLOWED && record == RL_NO_CELL && !has_room_for_record(&view))
+	{
+		finish(&view);
+		rl_raise_not_reserved(false);
+	}
+	save_key(&view, &action->key, limits, &key,
+			 rl_act_complete(limits, key.states, &view.pool, &key.ban, &act, key.views, decisions));
+	if (act.verdict == RL_VERDICT_ALLOWED)
+		keep_reservation(&view, action, record, decisions);
+	finish(&view);
+	return true;
+}
+
+/* Returns the state of a limit that was charged, or an empty one, and its cell. */
+static RlState
+charged_state(const RlCells *view, const Reserved *charge, uint32 *c)
+{
+	*c = rl_cell_find(view, &charge->limit);
+	return *c != RL_NO_CELL ? rl_cell_at(view, *c)->state : (RlState) RL_NO_STATE;
+}
+
+/* Refunds some of the units of a charge, less those that have been replenished since.  Returns true if the state has changed. */
+static bool
+refund_units(RlCells *view, const Reserved *charge, RlState *state, int64 units)
+{
+	RlCharge	part = rl_algorithm(&charge->limit)->charge(&charge->limit, units, charge->at, 0);
+
+	part.mark = charge->mark;
+	return rl_refund_charge(&charge->limit, state, &view->pool, view->now, &part);
+}
+
+/* Refunds or charges the difference of a charge to what it is settled at. */
+static void
+settle_charge(RlCells *view, const Reserved *charge, int64 quota)
+{
+	const RlLimit *limit = &charge->limit;
+	bool		held = rl_algorithm(limit)->until_end;
+	int64		rest = held ? charge->units : charge->units - quota;
+	uint32		c;
+	RlState		state = charged_state(view, charge, &c);
+
+	if (charge->units == 0 || rest == 0 || (rest > 0 && c == RL_NO_CELL))
+		return;
+	if (rest < 0)
+		rl_owe(limit, &state, &view->pool, view->now, -rest);
+	else if (!refund_units(view, charge, &state, rest))
+		return;
+	save_state(view, c, limit, &state);
+}
+
+/* Returns true if the unit of a concurrent limit is still held. */
+static bool
+is_held(const RlCells *view, const Reserved *charge, const RlState *state)
+{
+	const RlLog *log = &state->log[RL_CHARGED];
+	RlCursor	cursor;
+
+	return charge->units > 0 && charge->mark + charge->limit.period > view->now &&
+		rl_log_seek(&view->pool, log, charge->mark, &cursor) > rl_log_seek(&view->pool, log, charge->mark - 1, &cursor);
+}
+
+/* Starts the period of the units that are held again.  Returns false, with nothing changed, if one is lost. */
+static bool
+extend_charges(RlCells *view, Record *record)
+{
+	/* No unit is lost while the partition is locked, so two rounds suffice. */
+	for (int round = 0; round < 2; round++)
+		for (int i = 0; i < record->n; i++)
+		{
+			Reserved   *charge = &record->charges[i];
+			const RlLimit *limit = &charge->limit;
+			uint32		c;
+			RlState		state = charged_state(view, charge, &c);
+
+			if (!rl_algorithm(limit)->until_end)
+				continue;
+			if (round == 0 && !is_held(view, charge, &state))
+				return false;
+			if (round == 0)
+				continue;
+			(void) refund_units(view, charge, &state, 1);
+			rl_owe(limit, &state, &view->pool, view->now, 1);
+			charge->at = view->now;
+			charge->mark = rl_log_newest(&view->pool, &state.log[RL_CHARGED]);
+			save_state(view, c, limit, &state);
+		}
+	return true;
+}
+
+/* Returns how many chunks a settlement, or an extension, may need. */
+static uint32
+chunks_for(const RlCells *view, const Record *record)
+{
+	uint32		chunks = 0;
+
+	for (int i = 0; i < record->n; i++)
+	{
+		uint32		c;
+		RlState		state = charged_state(view, &record->charges[i], &c);
+
+		if (rl_algorithm(&record->charges[i].limit)->skip != NULL)
+			chunks += rl_log_chunks_wanted(&view->pool, &state.log[RL_CHARGED]);
+	}
+	return chunks;
+}
+
+/* Settles or extends an open record, for whose states there are spares. */
+static RlSettled
+settle_record(RlCells *view, uint32 c, const RlKey *id, Record *record, int64 quota, int64 hold)
+{
+	if (quota != RL_UNKNOWN)
+	{
+		for (int i = 0; i < record->n; i++)
+			settle_charge(view, &record->charges[i], quota);
+		record->settled = quota;
+		record->n = 0;
+		save_record(view, c, id, record, view->now + Min(record->hold, RL_KEEP_SETTLED));
+		return RL_SETTLED_DONE;
+	}
+	for (int i = 0; i < record->n && hold > 0 && hold != record->hold; i++)
+		if (rl_algorithm(&record->charges[i].limit)->until_end)
+			return RL_SETTLED_OTHER_HOLD;
+	if (!extend_charges(view, record))
+		return RL_SETTLED_NONE;
+	record->hold = hold > 0 ? hold : record->hold;
+	save_record(view, c, id, record, view->now + record->hold);
+	return RL_SETTLED_DONE;
+}
+
+static bool
+local_settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold, RlSettled *settled, RlError *error)
+{
+	RlCells		view = {.key_hash = rl_key_hash(key)};
+
+	*settled = RL_SETTLED_NONE;
+	rl_cells_lock(&view, LW_EXCLUSIVE);
+	for (;;)
+	{
+		uint32		c = find_record(&view, id);
+		uint32		chunks;
+		Record		record;
+
+		if (c != RL_NO_CELL && rl_cell_at(&view, c)->ban.until <= view.now)
+		{
+			rl_cell_remove(&view, c);
+			c = RL_NO_CELL;
+		}
+		if (c == RL_NO_CELL)
+			break;
+		load_record(&view, c, &record);
+		if (record.settled != RL_UNKNOWN)
+		{
+			*settled = quota != RL_UNKNOWN ? RL_SETTLED_DONE : RL_SETTLED_NONE;
+			break;
+		}
+		chunks = chunks_for(&view, &record);
+		if (rl_cells_reserve(&view, RL_MAX_LIMITS + RL_MAX_RECORD_CELLS, chunks))
+		{
+			*settled = settle_record(&view, c, id, &record, quota, hold);
+			break;
+		}
+		if (!make_room(&view, RL_MAX_LIMITS + RL_MAX_RECORD_CELLS, chunks, error))
+			return false;
+	}
+	finish(&view);
+	return true;
+}
+
+/* Writes the id and the status of the record in a cell, for rl_inspect.  Returns its quota. */
+int64
+rl_local_describe_record(const RlCells *view, uint32 c, char *id, char *status)
+{
+	char		text[RL_MAX_RECORD];
+	Record		record;
+	int			len = rl_cell_at(view, c)->ban.key_len;
+
+	rl_cell_ban_text(view, rl_cell_at(view, c), text);
+	memcpy(id, text, len);
+	id[len] = '\0';
+	load_record(view, c, &record);
+	if (record.settled == RL_UNKNOWN)
+		strcpy(status, "open");
+	else
+		snprintf(status, RL_MAX_RAW, "settled:%lld", (long long) record.settled);
+	return record.quota;
+}
+
+/* Has later settlements leave the states of these limits alone, which are reset. */
+static void
+reset_charges(RlCells *view, const RlLimits *limits)
+{
+	uint32		next;
+
+	for (uint32 c = *view->bucket; c != RL_NO_CELL; c = next)
+	{
+		RlCell	   *cell = rl_cell_at(view, c);
+		char		text[RL_MAX_RECORD];
+		RlKey		id = {text, cell->ban.key_len};
+		Record		record;
+
+		next = cell->next;
+		if (!rl_same_key_hash(cell->key_hash, view->key_hash) || cell->tag.algorithm != RL_RECORD_CELL)
+			continue;
+		rl_cell_ban_text(view, cell, text);
+		load_record(view, c, &record);
+		for (int i = 0; i < record.n; i++)
+			for (int l = 0; l < limits->n; l++)
+				if (rl_same_state(&record.charges[i].limit, &limits->limit[l]))
+					record.charges[i].units = 0;
+		/* The cells that it had suffice. */
+		save_record(view, c, &id, &record, cell->ban.until);
+	}
+}
+
+/*
+ * The store
+ */
+
 static bool
 local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlError *error)
 {
@@ -243,6 +638,8 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 	uint32		changed;
 	RlCells		view = {.key_hash = rl_key_hash(&action->key)};
 
+	if (action->reserve != NULL)
+		return local_reserve(action, decisions, answer, error);
 	if (how == RL_TRY)
 	{
 		rl_limits_copy(&uncounted, limits);
@@ -406,6 +803,8 @@ local_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *erro
 	rl_cells_lock(&view, LW_EXCLUSIVE);
 	for (int i = 0; limits && i < limits->n; i++)
 		*found |= delete_cell(&view, rl_cell_find(&view, &limits->limit[i]));
+	if (limits)
+		reset_charges(&view, limits);
 	for (uint32 c = limits ? RL_NO_CELL : *view.bucket; c != RL_NO_CELL; c = next)
 	{
 		next = rl_cell_at(&view, c)->next;
@@ -458,5 +857,6 @@ const RlStore rl_local_store = {
 	.refund = local_refund,
 	.reset = local_reset,
 	.ban = local_ban,
-	.unban = local_unban
+	.unban = local_unban,
+	.settle = local_settle
 };

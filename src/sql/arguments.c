@@ -325,6 +325,8 @@ static const char source_names[][MAX_SOURCE] = {
 	[RL_FROM_BLOCKED] = "blocked",
 	[RL_FAIL_OPEN] = "fail_open",
 	[RL_FAIL_CLOSED] = "fail_closed",
+	[RL_FROM_RESERVED] = "reserved",
+	[RL_FROM_SETTLED] = "settled",
 	[RL_SHADOW] = "shadow",
 	[RL_OFF] = "off"
 };

@@ -120,7 +120,7 @@ add_state(const RlKept *kept, void *arg)
 	Datum		values[INSPECT_COLUMNS];
 	bool		nulls[INSPECT_COLUMNS] = {false};
 
-	values[0] = PointerGetDatum(cstring_to_text_with_len(kept->name, kept->name_len));
+	values[0] = CStringGetTextDatum(rl_key_shown(kept->name, kept->name_len));
 	values[1] = Int64GetDatum(kept->used);
 	nulls[1] = kept->used == RL_UNKNOWN;
 	set_time(&values[2], &nulls[2], kept->until);

@@ -26,12 +26,19 @@ local function limit_of(tag)
     algorithms[name])
 end
 
+local function is_record(state)
+  return string.sub(state, 1, 9) == 'reserved:'
+end
+
 -- Returns the units in use, the end, and the value of a state.
 local function describe(state)
   local refused = string.match(state, '^(.*):refused$')
   local values = redis.call('HMGET', hash, state, state .. ':denied')
   local value = values[1] or values[2]
-  if state == 'ban' then
+  if is_record(state) then
+    local ends, status, of = string.match(value, '^(%d+) %d+ (%l+:?%d*) (%d+) ')
+    return tonumber(of), tonumber(ends), status
+  elseif state == 'ban' then
     return nil, tonumber(string.match(value, '^%d+') or 0), value
   elseif refused then
     local _, ends, count = refusals(limit_of(refused), value)
@@ -58,18 +65,25 @@ redis.call('HDEL', hash, '')
 if redis.call('HLEN', hash) > MOST_FIELDS then
   return too_many('fields', MOST_FIELDS)
 end
-local states, known = {}, {}
+local states, records, known = {}, {}, {}
 for _, field in ipairs(redis.call('HKEYS', hash)) do
   -- Skip chunks and indexes of logs, which are most fields of a long log.
   if not (string.find(field, '^sliding_log:%d+:.*[%ds]$') or string.find(field, '^concurrent:%d+:.*[%ds]$')) then
     local state = string.match(field, '^(.*):denied$') or field
-    if not known[state] and (state == 'ban' or limit_of(string.match(state, '^(.*):refused$') or state)) then
+    if is_record(state) then
+      records[#records + 1] = state
+    elseif not known[state] and (state == 'ban' or limit_of(string.match(state, '^(.*):refused$') or state)) then
       known[state] = true
       states[#states + 1] = state
       if #states > MOST_STATES then
         return too_many('states', MOST_STATES)
       end
     end
+  end
+end
+for _, record in ipairs(records) do
+  if record > ARGV[2] then
+    states[#states + 1] = record
   end
 end
 table.sort(states)

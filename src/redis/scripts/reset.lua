@@ -31,5 +31,12 @@ end
 if found > 0 and ARGV[FIRST] ~= 'ban' then
   redis.call('HDEL', hash, 'lease')
 end
+if ARGV[FIRST] ~= 'ban' then
+  -- See reserved.lua.
+  local last = redis.call('HMGET', hash, 'reservations')[1]
+  for i = FIRST, last and last + 0 > now and #ARGV or 0, 2 do
+    redis.call('HSET', hash, 'reset:' .. ARGV[i], pair_text(real, last))
+  end
+end
 after_deletion()
 return found

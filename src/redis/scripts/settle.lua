@@ -1,0 +1,143 @@
+-- Settles a reservation, or extends it. ARGV[2] is its id, ARGV[3] the quota that it is
+-- settled at, or empty to extend it. ARGV[4] is its new hold in microseconds, or empty for
+-- the same. Then there may be for a calendar: the tag, and its windows (see fixed_window.lua).
+--
+-- Returns 1, or 0 if there is no such reservation, or 3 if it has a concurrent limit and
+-- another hold; or, if a charge needs the windows of calendars, a line for each of them: its tag.
+--@ clock state algorithms log_refund owe reserved
+
+local CHARGE = '^(%S+) (%S+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$'
+local field, settled, new_hold = field_of_id(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local windows = {}
+for a = 5, #ARGV, 2 do
+  windows[ARGV[a]] = ARGV[a + 1]
+end
+
+local kept = call('HMGET', hash, field, 'reservations', 'expiry')
+local record, last = kept[1] and read_record(kept[1]), kept[2]
+expiry = kept[3]
+
+-- No hash has this field. A replica refuses to delete, so its old data is never read.
+local function finish(result)
+  call('HDEL', hash, '')
+  return result
+end
+
+if not record then
+  return finish(0)
+elseif record.ends <= now then
+  drop(field)
+  write()
+  return 0
+elseif record.status ~= 'open' then
+  return finish(settled and 1 or 0)
+end
+
+-- The limits that were charged, with their states. "gone" is true if the state was reset.
+local limits, names, missing = {}, {}, {}
+for line in string.gmatch(record.charges, '\n([^\n]+)') do
+  local algorithm, tag, period, first, second, units, at, mark, us, ns, reset = string.match(line, CHARGE)
+  local l = setmetatable({tag = tag, period = tonumber(period), algorithm = algorithm, us_each = tonumber(us),
+    ns_each = tonumber(ns), units = tonumber(units), charged_at = tonumber(at), mark = tonumber(mark), reset_was = reset,
+    line = line, is_held = algorithm == 'concurrent'}, algorithms[algorithm])
+  l:read(first, second, windows[tag] or '', '')
+  if string.find(tag, '^fixed_window:%l') then
+    l.calendar = true
+    if settled and settled > l.units and not windows[tag] then
+      missing[#missing + 1] = tag .. '\n'
+    end
+  end
+  if l.is_held and new_hold and new_hold ~= record.hold then
+    return 3
+  end
+  limits[#limits + 1] = l
+  names[#names + 1] = 'reset:' .. tag
+  names[#names + 1] = tag
+  names[#names + 1] = tag .. ':denied'
+end
+if #missing > 0 then
+  return table.concat(missing)
+end
+local values = #names > 0 and call('HMGET', hash, unpack(names)) or {}
+for i, l in ipairs(limits) do
+  l.gone = reset_number(values[3 * i - 2]) ~= l.reset_was
+  if values[3 * i - 1] or not l.calendar or l.windows then
+    l:load(values[3 * i - 1], l.denied_field and values[3 * i])
+  else
+    l.used, l.charged = 0, 0
+  end
+end
+check_windows()
+
+-- Returns the time that so many units add to a throttle's backlog, in us and ns.
+local function cost(l, units)
+  local rest = units % 1000 * l.ns_each
+  return units * l.us_each + math.floor(units / 1000) * l.ns_each + math.floor(rest / 1000), rest % 1000
+end
+
+-- Refunds some of the units of a charge, less those that have been replenished since.
+local function refund(l, units)
+  if (l.charged or l.used) > 0 then
+    local amount, ns = units, 0
+    if l.fits then
+      amount, ns = cost(l, units)
+    end
+    l:refund_charge(l.charged_at, l.mark, amount, ns, l)
+    l.changed = true
+  end
+end
+
+local function settle()
+  for _, l in ipairs(limits) do
+    if not l.gone and (l.is_held or settled < l.units) then
+      refund(l, l.is_held and 1 or l.units - settled)
+    elseif not l.gone and settled > l.units then
+      l:owe(settled - l.units, cost(l, settled - l.units))
+      l.changed = true
+    end
+  end
+  record.ends = now + math.min(record.hold, 3600000000)
+  record.status = string.format('settled:%.0f', settled)
+  record.charges = ''
+end
+
+-- Starts the hold again. Returns false if a unit is not held any more.
+local function extend()
+  local lines = {}
+  for _, l in ipairs(limits) do
+    if l.is_held then
+      local used = l.used
+      if not l.gone then
+        refund(l, 1)
+      end
+      if l.used == used then
+        return false
+      end
+      quota, l.newest = 1, l.log.newest
+      l:take()
+      l.charged_at, l.mark = now, l.newest
+    end
+    -- No reset has the number 1.
+    lines[#lines + 1] = '\n' .. string.gsub(l.line, '^(%S+ %S+ %d+ %d+ %d+ %d+) %d+ %d+ (%d+ %d+) %d+$', function(a, b)
+      return string.format('%s %.0f %.0f %s %s', a, l.charged_at, l.mark, b, l.gone and '1' or l.reset_was)
+    end)
+  end
+  record.hold = new_hold or record.hold
+  record.ends = now + record.hold
+  record.charges = table.concat(lines)
+  return true
+end
+
+if settled then
+  settle()
+elseif not extend() then
+  return finish(0)
+end
+for _, l in ipairs(limits) do
+  if l.changed then
+    l:save()
+  end
+end
+put_record(field, record, last)
+write()
+return 1

@@ -1,0 +1,88 @@
+-- Reservations: charges with an id, whose cost is settled later.
+CREATE FUNCTION reserved(key text, limits rl_limits, quota bigint, id text, hold float8 = NULL) RETURNS text LANGUAGE sql AS
+$$ SELECT concat_ws(' ', allowed, remaining, retry_after, reset_after, replace(replace(source, 'redis', 'store'), 'local', 'store'))
+	FROM rl_reserve(key, limits, quota, id, hold) $$;
+
+-- Less, equal, more, twice and late.
+SELECT at(0), reserved('r:1', 'fixed_window 10/1h', 4, 'a'), reserved('r:1', 'fixed_window 10/1h', 4, 'a');
+SELECT rl_settle('r:1', 'a', 1), rl_settle('r:1', 'a', 9), reserved('r:1', 'fixed_window 10/1h', 4, 'a');
+SELECT reserved('r:1', 'fixed_window 10/1h', 9, 'b'), reserved('r:1', 'fixed_window 10/1h', 10, 'c'), rl_settle('r:1', 'b', 9);
+SELECT remaining FROM rl_peek('r:1', 'fixed_window 10/1h');
+SELECT rl_settle('r:1', 'no', 1), rl_extend('r:1', 'no'), rl_extend('r:1', 'b');
+SELECT reserved('r:late', 'throttle 1/1s burst 9', 5, 'a', 2), at(2), rl_settle('r:late', 'a', 0), rl_extend('r:late', 'a');
+SELECT reserved('r:late', 'throttle 1/1s burst 9', 5, 'a', 2);
+
+-- A record that is settled is kept for its hold again, at most for an hour.
+SELECT at(10), reserved('r:kept', '5/1h', 2, 'a', 60), rl_settle('r:kept', 'a', 0);
+SELECT at(69.999999), reserved('r:kept', '5/1h', 2, 'a', 60);
+SELECT at(70), reserved('r:kept', '5/1h', 2, 'a', 60);
+
+-- Debt: the first later action passes at retry_after, and not before.
+CREATE FUNCTION debt(key text, limits rl_limits, reserve bigint, cost bigint, OUT remaining bigint, OUT wait float8,
+	OUT before boolean, OUT after boolean) LANGUAGE plpgsql AS
+$$
+DECLARE
+	start numeric := 1000.25;
+BEGIN
+	PERFORM at(start);
+	PERFORM rl_reserve(key, limits, reserve, 'id');
+	PERFORM at(start + 0.5);
+	PERFORM rl_settle(key, 'id', cost);
+	SELECT p.remaining, p.retry_after INTO remaining, wait FROM rl_peek(key, limits) p;
+	PERFORM at(start + 0.5 + wait::numeric - 0.000001);
+	before := rl_allow(key, limits);
+	PERFORM at(start + 0.5 + wait::numeric);
+	after := rl_allow(key, limits);
+END
+$$;
+SELECT l, d.* FROM unnest(ARRAY['throttle 1/1s burst 10', 'token_bucket 2/3s burst 10', 'fixed_window 10/1min', 'fixed_window 10/1min from_first',
+	'fixed_window 10/month in Europe/Berlin', 'sliding_window 10/10s step 1s', 'sliding_log 10/10s', 'sliding_log 10/10s count_denied'])
+	WITH ORDINALITY u (l, n), debt('r:debt' || n, l::rl_limits, 10, 100) d ORDER BY n;
+-- It saturates.
+SELECT at(0);
+SELECT l, reserved('r:most' || n, l::rl_limits, 10, 'a'), rl_settle('r:most' || n, 'a', 1000000000000000),
+	reserved('r:most' || n, l::rl_limits, 1, 'b'), (SELECT used FROM rl_inspect('r:most' || n) WHERE state NOT LIKE 'reserved%')
+	FROM unnest(ARRAY['throttle 1/1s burst 10', 'token_bucket 2/3s burst 10', 'token_bucket 1000000/1us burst 10', 'fixed_window 10/1min',
+	'sliding_window 10/10s step 1s', 'sliding_log 10/10s']) WITH ORDINALITY u (l, n) ORDER BY n;
+
+-- concurrent: one unit, which extend moves.
+SELECT at(0), reserved('r:c', 'concurrent 2/10s', 7, 'a'), reserved('r:c', 'concurrent 2/10s', 7, 'b'), reserved('r:c', 'concurrent 2/10s', 7, 'c');
+SELECT at(9), rl_extend('r:c', 'a');
+SELECT at(10), rl_extend('r:c', 'b'), rl_settle('r:c', 'b', 0), reserved('r:c', 'concurrent 2/10s', 7, 'c'), reserved('r:c', 'concurrent 2/10s', 7, 'd');
+SELECT rl_settle('r:c', 'a', 100), reserved('r:c', 'concurrent 2/10s', 7, 'd');
+SELECT reserved('r:c2', '100/1h, concurrent 1/10s', 30, 'a'), rl_settle('r:c2', 'a', 20), reserved('r:c2', '100/1h, concurrent 1/10s', 30, 'b');
+
+-- A ban does not matter to an id that is there; a reset ends it, or leaves the state alone.
+SELECT at(20), reserved('r:ban', 'fixed_window 5/1h', 5, 'a'), rl_ban('r:ban', 60);
+SELECT reserved('r:ban', 'fixed_window 5/1h', 5, 'a'), reserved('r:ban', 'fixed_window 5/1h', 5, 'b'), rl_settle('r:ban', 'a', 1);
+SELECT rl_reset('r:ban'), rl_settle('r:ban', 'a', 1), reserved('r:ban', 'fixed_window 5/1h', 5, 'a');
+SELECT rl_reset('r:ban', 'fixed_window 5/1h'), (rl_check('r:ban', 'fixed_window 5/1h', 4)).remaining, rl_settle('r:ban', 'a', 0);
+SELECT remaining FROM rl_peek('r:ban', 'fixed_window 5/1h');
+
+-- Quota 0, unlimited and blocked make no record; a shadow limit that did not fit is left alone.
+SELECT reserved('r:none', '5/1h', 0, 'a'), reserved('r:none', 'unlimited', 2, 'b'), reserved('r:none', 'blocked', 2, 'c');
+SELECT rl_settle('r:none', 'a', 1), rl_settle('r:none', 'b', 1), rl_settle('r:none', 'c', 1);
+SELECT reserved('r:s', 'fixed_window 5/1h, fixed_window 1/1d shadow', 2, 'a'), rl_settle('r:s', 'a', 9);
+SELECT rule, remaining FROM rl_peek('r:s', 'fixed_window 5/1h, fixed_window 1/1d shadow');
+
+-- A rollback does not refund it.
+BEGIN;
+SELECT reserved('r:tx', 'fixed_window 5/1h refund_on_abort', 2, 'a');
+ROLLBACK;
+SELECT rl_settle('r:tx', 'a', 1), (rl_check('r:tx', 'fixed_window 5/1h refund_on_abort')).remaining;
+
+SELECT reserved('r:c3', 'concurrent 5/10s', 7, 'a'), reserved('r:c3', 'concurrent 5/10s', 8, 'b'), rl_settle('r:c3', 'b', 3);
+SELECT state, used, until, raw FROM rl_inspect('r:c3') WHERE state LIKE 'reserved%' ORDER BY state;
+
+-- Errors.
+SELECT n, f.* FROM (VALUES
+	(1, $$SELECT rl_reserve('r:1', 'fixed_window 10/1h', 3, 'b')$$), (2, $$SELECT rl_reserve('r:1', 'fixed_window 11/1h', 9, 'b')$$),
+	(3, $$SELECT rl_reserve('r:1', '5/1s', 1, '')$$), (4, $$SELECT rl_reserve('r:1', '5/1s', 1, repeat('x', 129))$$),
+	(5, $$SELECT rl_reserve('r:1', '5/1s', 1, NULL)$$), (6, $$SELECT rl_reserve('r:1', '5/1s', NULL, 'x')$$),
+	(7, $$SELECT rl_reserve('r:1', '5/1s', 1, 'x', 0)$$), (8, $$SELECT rl_reserve('r:1', '5/1s', 1, 'x', 2678401)$$),
+	(9, $$SELECT rl_reserve('r:1', '5/1s', 1, 'x', 'NaN')$$), (10, $$SELECT rl_reserve('r:1', 'concurrent 5/1s', 1, 'x', 2)$$),
+	(11, $$SELECT rl_reserve('r:1', 'concurrent 5/1s, concurrent 9/2s', 1, 'x')$$), (12, $$SELECT rl_extend('r:1', 'x', 0)$$),
+	(13, $$SELECT rl_settle('r:1', 'x', -1)$$), (14, $$SELECT rl_settle('r:1', NULL, 1)$$), (15, $$SELECT rl_settle(NULL, 'x', 1)$$),
+	(16, $$SELECT rl_extend('r:c3', 'a', 5)$$), (17, $$SELECT rl_reserve('r:1', '5/1s', -1, 'x')$$)
+) v (n, statement), LATERAL failure(statement) f ORDER BY n;
+SELECT set_config('ratelimit.debug_now', '', false);
