@@ -6,10 +6,10 @@
 #
 # Runs once: it compares GCRA with a model, and 020_engines compares the engines in each row.
 use RatelimitTest;
-use Engines qw(seed below log_uniform chance);
+use Engines qw(seed all_seeds reseed below log_uniform chance);
 
 my $seed = seed();
-my $wanted = $ENV{RATELIMIT_STEPS} || 24_000;
+my $wanted = all_seeds($ENV{RATELIMIT_STEPS} || 24_000, 300);
 my $redis = RedisServer->new->start;
 my $node = new_node($redis);
 my $dir = PostgreSQL::Test::Utils::tempdir;
@@ -361,7 +361,11 @@ sub history
 }
 
 my $histories = 0;
-history('random:' . $histories++, 100 + below(200)) while ($count{answers} || 0) < $wanted;
+while (($count{answers} || 0) < $wanted)
+{
+	reseed($count{answers} || 0, $wanted);
+	history('random:' . $histories++, 100 + below(200));
+}
 note sprintf '%d histories: %s', $histories,
   join ', ', map { "$_ $count{$_}" } sort keys %count;
 

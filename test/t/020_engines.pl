@@ -9,7 +9,7 @@ use RatelimitTest;
 use Engines;
 
 # The local store runs the same C functions.
-my $wanted = $ENV{RATELIMIT_STEPS} || (store() eq 'local' ? 116_000 : 232_000);
+my $wanted = all_seeds($ENV{RATELIMIT_STEPS} || (store() eq 'local' ? 116_000 : 232_000), 240);
 my $batch = 30_000;
 my $seed = seed();
 my $redis = RedisServer->new->start;
@@ -406,7 +406,11 @@ while (1)
 	foreach my $half (1, 2)
 	{
 		(@steps, @expected) = ();
-		history('h:' . $histories++, 20 + below(220)) while @steps < $size / 2 && $failed == 0;
+		while (@steps < $size / 2 && $failed == 0)
+		{
+			reseed($taken + @steps, $wanted);
+			history('h:' . $histories++, 20 + below(220));
+		}
 		push @next, [ [@steps], [@expected] ] if @steps;
 		$taken += @steps;
 	}

@@ -254,13 +254,14 @@ foreach my $kind (@kinds)
 	my %bad = (C => 0, SQL => 0);
 	my %events = (C => 0, SQL => 0, refused => 0);
 
-	foreach my $n (1 .. 100)
+	foreach my $n (1 .. all_seeds(100))
 	{
+		reseed($n - 1, all_seeds(100));
 		my $refunds = $n % 3 == 0;
 		my $limit = limit_of($kind);
 		my ($events, $steps) = play([$limit], attempts($limit, 120, $refunds));
 
-		if ($n <= 24)
+		if ($n <= all_seeds(24))
 		{
 			push @sql_steps, @$steps;
 			push @sql_histories, [ $limit, $events, $refunds ];
@@ -290,7 +291,7 @@ foreach my $kind (@kinds)
 		show([$limit], $events);
 	}
 	note "$kind: events $events{C} (C), $events{SQL} (SQL), refused $events{refused}, ",
-	  "promise reached in $reached{C} of 100 and $reached{SQL} of 24";
+	  "promise reached in $reached{C} of " . all_seeds(100) . " and $reached{SQL} of " . all_seeds(24);
 	is($bad{$_}, 0, "$kind: the promise holds in every span, and every refusal is needed ($_)") foreach qw(C SQL);
 	cmp_ok($events{refused}, '>', 0.25 * $events{C}, "$kind: there were refusals");
 
@@ -418,8 +419,9 @@ foreach my $kind (@denying)
 		show([ $events->[0]{limit} ], $events);
 	};
 
-	for (my $n = 1; $n <= 60 || ($n <= 1000 && min(values %seen) <= 100); $n++)
+	for (my $n = 1; $n <= all_seeds(60) || ($n <= 1000 && min(values %seen) <= 100); $n++)
 	{
+		reseed($n - 1, all_seeds(60));
 		my $limit = limit_of($kind, count_denied => 1);
 		my @others = $n % 2 ? limit(algorithm => 'throttle', capacity => 2, count => 1 + below(5), period => $limit->{period}) : ();
 		my $changing = $n % 4 < 2 && sub {
@@ -518,8 +520,9 @@ sub check_ban
 	my %bad = (C => 0, SQL => 0);
 	my %seen = (bans => 0, banned => 0, longer => 0, shorter => 0);
 
-	for (my $n = 1; $n <= 80 || ($n <= 1000 && min(values %seen) <= 50); $n++)
+	for (my $n = 1; $n <= all_seeds(80) || ($n <= 1000 && min(values %seen) <= 50); $n++)
 	{
+		reseed($n - 1, all_seeds(80));
 		my $limit = limit_of('sliding_log', ban => 1, ban_after => 1 + below(4));
 		$limit = limit(%$limit, ban => 1 + below(2 * $limit->{period}));
 		my ($left, $now) = (150, $t0);
@@ -534,8 +537,8 @@ sub check_ban
 		});
 		my $wrong = check_ban($limit, $events, \%seen);
 
-		push @sql_histories, [ $limit, $events ] if $n <= 25;
-		push @sql_steps, @$steps if $n <= 25;
+		push @sql_histories, [ $limit, $events ] if $n <= all_seeds(25);
+		push @sql_steps, @$steps if $n <= all_seeds(25);
 		next unless defined $wrong;
 		next if $bad{C}++ > 1;
 		diag "C: $wrong";

@@ -24,8 +24,9 @@ redis_engine($node);
 my (@steps, @expected);
 my %count = (refused => 0, banned => 0, several => 0, same_time => 0);
 
-for (my $n = 1; $n <= 250 || ($n <= 2500 && $count{banned} <= 100); $n++)
+for (my $n = 1; $n <= all_seeds(250) || ($n <= 2500 && $count{banned} <= 100); $n++)
 {
+	reseed($n - 1, all_seeds(250));
 	my @limits = map { random_limit($_) } random_tags();
 	my $now = $n % 20 ? 10**9 + below(2 * 10**9) * 1_000_000 + below(1_000_000) : 0;
 	my $answer;

@@ -145,9 +145,10 @@ foreach my $virtual (0, 1)
 	my $now = 1_800_000_000_000_000;
 	my (%bound, @wrong, %fields);
 
-	foreach my $n (1 .. 12_000)
+	foreach my $n (1 .. all_seeds(12_000))
 	{
-		last if $n > 1200 && !grep { !$fields{$_} } @fields;
+		reseed($n - 1, all_seeds(1200, 10));
+		last if $n > all_seeds(1200, 10) && !grep { !$fields{$_} } @fields;
 		# Half of the keys have one limit, so that no other state extends their life.
 		my $i = below(2 * @limits);
 		my $key = ($virtual ? 'virtual:' : 'real:') . $i;
@@ -246,10 +247,11 @@ sub ends_of
 
 my @wanted = qw(seen call refund ban persist expire refused several stayed throttle token_bucket fixed_window fixed_window:first
   sliding_window sliding_log sliding_log:denied);
-my $steps = $ENV{RATELIMIT_STEPS} || 700;
+my $steps = all_seeds($ENV{RATELIMIT_STEPS} || 700, 10);
 my (%key, %done, @lost, @early);
 foreach my $step (1 .. 5 * $steps)
 {
+	reseed($step - 1, $steps);
 	last if $step > $steps && !grep { ($done{$_} || 0) <= 5 } @wanted;
 	my $name = 'lost:' . below(12);
 	my $hash = "rl:{$name}";

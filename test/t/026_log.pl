@@ -220,9 +220,10 @@ sub history
 
 # Long logs, and logs whose capacity is about that of a tail, until each act was seen often.
 my @wanted = qw(allowed refused counted peek refund rollback);
-foreach my $n (1 .. 60)
+foreach my $n (1 .. all_seeds(60))
 {
-	last if $n > 6 && !grep { $seen{$_} <= $steps / 200 } @wanted;
+	reseed($n - 1, all_seeds(6));
+	last if $n > all_seeds(6) && !grep { $seen{$_} <= $steps / 200 } @wanted;
 	my $long = $n <= 3;
 	my %how = (
 		capacity => $long ? 3000 : pick(5, 64, 70, 700),
@@ -232,7 +233,7 @@ foreach my $n (1 .. 60)
 		calm     => $n == 1 ? 100 : $long ? 99.9 : 99.5,
 		refunds  => $long ? 0.5 : pick(2, 20));
 
-	history("log $n", $long ? $steps / 4 : $steps / 12, %how);
+	history("log $n", $long ? $steps / 4 : max(100, $steps / 2 / all_seeds(6)), %how);
 	if (@differ || @wrong)
 	{
 		diag "repeat with RATELIMIT_SEED=$seed RATELIMIT_STEPS=$steps; ", join ', ', map { "$_ $how{$_}" } sort keys %how;

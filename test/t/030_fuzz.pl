@@ -83,8 +83,12 @@ sub random_lie
 
 # Each of two sessions gets half of the replies.  With AddressSanitizer, which is slow,
 # there are fewer, but more than a hundred thousand in both runs together.
-my $replies = ($ENV{RATELIMIT_PRELOAD} // '') =~ /libasan/ ? 49_000 : 59_000;
-random_lie() while @lies < $replies || @lies % 2;
+my $replies = all_seeds(($ENV{RATELIMIT_PRELOAD} // '') =~ /libasan/ ? 49_000 : 59_000);
+while (@lies < $replies || @lies % 2)
+{
+	@RandomReplies::pool = () if reseed(scalar @lies, $replies);
+	random_lie();
+}
 my $random = @lies;
 
 # Replies for which a backend waits until its timeout: TRYAGAIN and missing bytes.

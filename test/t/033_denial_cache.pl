@@ -110,7 +110,7 @@ sub history
 	return @steps;
 }
 
-my @steps = map { history("cached:$_") } 1 .. 300;
+my @steps = map { reseed($_ - 1, all_seeds(300)); history("cached:$_") } 1 .. all_seeds(300);
 my %answers;
 foreach my $cache (qw(on off))
 {

@@ -42,8 +42,9 @@ sub make_room
 # All periods differ, so that all ends do.
 my @commands;
 my $peak = 0;
-foreach my $step (1 .. 3000)
+foreach my $step (1 .. all_seeds(3000))
 {
+	reseed($step - 1, all_seeds(3000));
 	my $n = below(140);
 	my $period = 1_000_000 * (100 + $n) + $step;
 	my $what = pick(qw(throttle throttle throttle log ban reset));

@@ -10,7 +10,7 @@ use RatelimitTest;
 use Engines;
 use Time::HiRes qw(time);
 
-my $wanted = $ENV{RATELIMIT_STEPS} || 10_000;
+my $wanted = all_seeds($ENV{RATELIMIT_STEPS} || 10_000, 90);
 my ($redis, $node, $session) = start_servers(\&shared_node);
 
 seed();
@@ -69,6 +69,7 @@ sub array { return '{' . join(',', map { qq{"$_"} } @_) . '}'; }
 my (@histories, @steps);
 while (@steps < $wanted)
 {
+	reseed(scalar @steps, $wanted);
 	my $h = @histories;
 	my ($in_force, $shadow) = random_lists();
 	my @alone = map { limit(%$_, shadow => 0) } @$shadow;

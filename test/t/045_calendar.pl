@@ -251,6 +251,7 @@ foreach my $border (@borders)
 	set_clock('other', $border + HOUR);
 	foreach my $time (@times)
 	{
+		reseed($taken_calls, 100 * @borders);
 		# Now and then Redis's clock is set back.
 		my $now = chance(10) ? $time - below(HOUR / 6) : $time;
 		my (undef, undef, $hours, $session) = @{ pick(@servers) };

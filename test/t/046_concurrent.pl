@@ -522,9 +522,10 @@ sub left_held
 }
 
 # Undisturbed, every unit comes back at once.
+foreach my $n (1 .. all_seeds(1))
 {
-	my @holders = start_holders($rule, $seed, @nodes);
-	my $end = time + $seconds;
+	my @holders = start_holders($rule, reseed($n - 1, all_seeds(1)) || $seed, @nodes);
+	my $end = time + $seconds / all_seeds(1);
 
 	await('units to be held', sub { sleep 0.1; return time > $end && times_held(@holders) > 50 });
 	my @held = finish_holders(@holders);
@@ -535,12 +536,13 @@ sub left_held
 }
 
 # Clients are canceled, terminated, and killed.
+foreach my $n (1 .. all_seeds(1))
 {
-	my @holders = start_holders($rule, $seed, @nodes);
+	my @holders = start_holders($rule, reseed($n - 1, all_seeds(1)) || $seed, @nodes);
 	my @hows = qw(pg_cancel_backend pg_terminate_backend pg_cancel_backend pg_cancel_backend);
 	my %how = (pg_cancel_backend => 0, pg_terminate_backend => 0, SIGKILL => 0);
-	my $end = time + $seconds;
-	my $kill = time + $seconds / 2;
+	my $end = time + $seconds / all_seeds(1);
+	my $kill = time + $seconds / 2 / all_seeds(1);
 
 	await('the end of the clients', sub {
 		my $how = time > $kill ? 'SIGKILL' : $hows[0];

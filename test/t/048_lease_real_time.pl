@@ -347,10 +347,11 @@ my @nodes = servers();
 my (%worst, %acts, %leased, %changes, %did, @errors);
 my ($total, $banned) = (0, 0);
 
-for (my $part = 0; $part < 2 || $total < $least; $part++)
+for (my $part = 0; $part < all_seeds(2) || $total < $least; $part++)
 {
+	reseed($part, all_seeds(2));
 	my $servers = $part % 2 ? 4 : 2;
-	my ($did, $errors, @keys) = play([ @nodes[ 0 .. $servers - 1 ] ], $least > 1 ? 4 : 1 + $part, 1, 0.07, @limits);
+	my ($did, $errors, @keys) = play([ @nodes[ 0 .. $servers - 1 ] ], $least > 1 ? 4 : 1 + $part % 2, 1, 0.07, @limits);
 
 	$did{$_} += $did->{$_} foreach keys %$did;
 	push @errors, @$errors;

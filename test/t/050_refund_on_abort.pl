@@ -7,12 +7,12 @@
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_PROGRAMS makes it longer or shorter.
 use RatelimitTest;
-use Engines qw(limit seed);
+use Engines qw(limit seed all_seeds reseed);
 use Promises;
 use RefundPrograms;
 use StateModel qw(%count divide_up);
 
-my $programs = $ENV{RATELIMIT_PROGRAMS} || 2000;
+my $programs = all_seeds($ENV{RATELIMIT_PROGRAMS} || 2000);
 my $seed = seed();
 my $redis = RedisServer->new->start;
 my $node = shared_node($redis, 'log_min_messages = log');
@@ -78,7 +78,11 @@ $node->safe_psql('postgres', q{
 });
 
 my $acts;
-$acts = new_program($_) foreach 1 .. $programs;
+foreach my $n (1 .. $programs)
+{
+	reseed($n - 1, $programs);
+	$acts = new_program($n);
+}
 # Refusals of a day, and then of the next day, in which the clock is set back over midnight:
 # the day does not begin again, and its refusals do not count for a ban any more.
 my $midnight = 1_668_470_400_000_000;

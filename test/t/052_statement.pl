@@ -121,10 +121,18 @@ foreach my $limits (
 	my $name = 'play' . $n++;
 
 	table($name, $limits);
-	my ($allowed, $refused, $wrong) = split /\|/, $session->ask("SELECT * FROM play('$name', '$limits', 50, 4)"), -1;
-	is($session->error, '', "$limits: no other error");
-	is($wrong, '', "$limits: each statement charges all keys or none");
-	ok($allowed > 3 && $refused > 3, "$limits: $allowed were allowed and $refused refused");
+	# Each seed has keys of its own.
+	foreach my $n (1 .. all_seeds(1))
+	{
+		my $next = reseed($n - 1, all_seeds(1));
+
+		$session->ask("SELECT setseed($next % 1000 / 1000.0); SET ratelimit.key_prefix = 'seed$next:'") if $next;
+		my ($allowed, $refused, $wrong) = split /\|/, $session->ask("SELECT * FROM play('$name', '$limits', " . max(3, int(50 / all_seeds(1))) . ", 4)"), -1;
+		is($session->error, '', "$limits: no other error");
+		is($wrong, '', "$limits: each statement charges all keys or none");
+		ok($allowed > 3 && $refused > 3, "$limits: $allowed were allowed and $refused refused");
+	}
+	$session->ask('RESET ratelimit.key_prefix');
 }
 $session->ask('SET ratelimit.debug_now = 1700000000000000');
 

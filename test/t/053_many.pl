@@ -3,7 +3,7 @@
 #
 # Runs alone: it measures how long calls take, with a server that answers late.
 use RatelimitTest;
-use Engines qw(seed);
+use Engines qw(seed all_seeds reseed);
 use List::Util qw(max min sum);
 use LyingServer;
 use POSIX qw(ceil);
@@ -515,12 +515,12 @@ foreach my $case (
 
 # Replies in which bytes have changed: the call fails, or has an answer for each key.
 my $seed = seed();
-my $rounds = $ENV{RATELIMIT_MANY_REPLIES} || 60;
+my $rounds = all_seeds($ENV{RATELIMIT_MANY_REPLIES} || 60);
 foreach my $limits ('5/1h', 'sliding_log 5/1h')
 {
-	my %outcome;
+	my (%outcome, $liar);
 	srand $seed;
-	my $liar = LyingServer->new(sub {
+	my $change = sub {
 		my (undef, undef, $keys) = @_;
 		my $reply = $limits =~ /log/ ? '*' . 7 * $keys . "\r\n" . $log x $keys : reply(@_);
 
@@ -529,11 +529,16 @@ foreach my $limits ('5/1h', 'sliding_log 5/1h')
 			substr $reply, int rand length $reply, int rand 3, join '', map { substr ":*\$-+0123456789\r\n", int rand 17, 1 } 1 .. int rand 3;
 		}
 		return $reply;
-	});
+	};
 
-	$session->set(redis_url => $liar->url, command_timeout => '30ms');
 	foreach my $round (1 .. $rounds)
 	{
+		# A liar has the random numbers that there are when it begins.
+		if (reseed($round - 1, $rounds) || !$liar)
+		{
+			$liar = LyingServer->new($change);
+			$session->set(redis_url => $liar->url, command_timeout => '30ms');
+		}
 		$got = $session->attempt("SELECT count(*) || ' ' || count(*) FILTER (WHERE remaining BETWEEN 0 AND 5 AND reset_after >= 0
 			AND CASE WHEN allowed THEN retry_after IS NULL ELSE retry_after > 0 END) FROM rl_check_many('{a,b,c,d,e,f}', '$limits')");
 		$outcome{ $got->{state} eq 'PT504' ? 'failed' : "$got->{state} $got->{answer}" }++;

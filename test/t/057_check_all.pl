@@ -7,7 +7,7 @@ use RatelimitTest;
 use Engines;
 use LyingServer;
 
-my $wanted = $ENV{RATELIMIT_STEPS} || 50_000;
+my $wanted = all_seeds($ENV{RATELIMIT_STEPS} || 50_000, 160);
 my $seed = seed();
 my $store = store();
 my ($redis, $node, $session) = start_servers(\&shared_node, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');
@@ -164,6 +164,7 @@ while ($done < $wanted && !$differ)
 
 	while (@steps < min(25_000, $wanted - $done))
 	{
+		reseed($done + @steps, $wanted);
 		my $h = new_history($histories++);
 
 		foreach (1 .. 40 + below(120))

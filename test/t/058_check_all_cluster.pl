@@ -58,8 +58,9 @@ sub lost { return sum0(new_log($node) =~ /could not refund (?:the charges of up 
 
 redis_engine($node);
 my @steps;
-foreach my $n (1 .. 40)
+foreach my $n (1 .. all_seeds(40))
 {
+	reseed($n - 1, all_seeds(40));
 	my @keys = map { { key => $_, limits => [ map { random_limit($_) } random_tags() ] } } names(shuffle(0, 0, 1, 1, 2, 2));
 	my $now = 10**9 + below(3 * 10**9) * 1_000_000;
 

@@ -6,7 +6,7 @@
 #
 # Runs once: it compares limits with models, and 020_engines compares the engines in each row.
 use RatelimitTest;
-use Engines qw(seed below chance pick);
+use Engines qw(seed all_seeds reseed below chance pick);
 use POSIX qw(floor);
 
 my $seed = seed();
@@ -60,7 +60,7 @@ sub history
 	return map {
 		$now += 1 + below(chance(95) ? 2 * $how{pause} : 30 * $how{pause});
 		[ ($how{unit} > 1 ? $how{unit} * ($_ + int($now / $how{unit})) : $now), 1 + below($how{quota}) ]
-	} 1 .. 200;
+	} 1 .. max(20, 2000 / all_seeds(10));
 }
 
 # Returns the command's answers to the steps.
@@ -81,8 +81,9 @@ sub same
 	my ($what, $command, $model, %how) = @_;
 	my ($wrong, %seen) = (0);
 
-	foreach (1 .. 10)
+	foreach my $n (1 .. all_seeds(10))
 	{
+		reseed($n - 1, all_seeds(10));
 		my @steps = history(%how);
 		my $key = new_key();
 		my $limiter = $model->();

@@ -9,7 +9,7 @@ use LyingServer;
 use RedisCluster;
 
 my $seed = seed();
-my $replies = $ENV{RATELIMIT_REPLIES} || 1000;
+my $replies = all_seeds($ENV{RATELIMIT_REPLIES} || 1000);
 my $redis = RedisServer->new->start;
 my $node = lease_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');
 my ($server) = servers($node, $redis, 1);
@@ -223,6 +223,7 @@ settles('mode', 23, 'modes');
 
 my $text = '10000/1s lease 50ms';
 my @numbers = map {
+	reseed($_ - 1, $replies);
 	my @numbers = chance(60) ? (0, 0, START, below(9_499 - 16) * 100_000, below(17), below(50_001), START)
 	  : chance(50) ? (-1, 0, START, 949_900_001 + below(50_000_000), 0, below(50_001), pick(0, START)) : (1 + below(SECOND), 0, START, below(950_000_000), 0, 50_000, pick(0, START));
 

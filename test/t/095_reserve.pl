@@ -3,9 +3,9 @@
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
 use RatelimitTest;
-use Engines qw(seed);
+use Engines qw(seed all_seeds reseed);
 
-my $steps = $ENV{RATELIMIT_STEPS} || 40_000;
+my $steps = all_seeds($ENV{RATELIMIT_STEPS} || 40_000);
 my $redis = RedisServer->new->start;
 my $node = shared_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');
 my $session = session($node);
@@ -105,11 +105,16 @@ $session->ask(q{
 		RETURN NULL;
 	END $$;
 });
-$session->ask("SELECT setseed(" . ($seed % 1000) / 1000 . ")");
+sub set_seed { return $session->ask("SELECT setseed($_[0] % 1000 / 1000.0)"); }
+
+set_seed($seed);
 my $size = 200;
 my $difference = '';
 for my $program (1 .. $steps / $size)
 {
+	my $next = reseed($program - 1, $steps / $size);
+
+	set_seed($next) if $next;
 	$difference = $session->ask("SELECT run_program($program, $size, " . ($program % 3 == 0 ? "true" : "false") . ")");
 	last if $difference ne '';
 }

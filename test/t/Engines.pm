@@ -25,24 +25,50 @@ use Exporter 'import';
 use FindBin;
 use IPC::Open2;
 use IPC::Run;
-use List::Util qw(max min);
+use List::Util qw(max min sum0);
 use PostgreSQL::Test::Utils;
 
-our @EXPORT = qw(MAX_PERIOD seed below log_uniform chance pick limit limits_text random_tags random_limit
+our @EXPORT = qw(MAX_PERIOD seed all_seeds reseed below log_uniform chance pick limit limits_text random_tags random_limit
 	decision_text decision_difference state_name c_program c_engine c_step redis_engine redis_steps redis_begin redis_answers);
 
 # Ten years.
 use constant MAX_PERIOD => 315_576_000_000_000;
 
-# Seeds the random numbers.  Without RATELIMIT_SEED the seed is the same each time, so
-# that a failure comes from a change.
+# Without RATELIMIT_SEED the seed is the same each time, so that a failure comes from a
+# change.  RATELIMIT_SEEDS is the number of seeds, from this one on.
+my $seed = $ENV{RATELIMIT_SEED} || 20261121;
+my $seeds = $ENV{RATELIMIT_SEEDS} || 1;
+my ($used, %steps) = (0);
+
+# Seeds the random numbers; returns the first seed.
 sub seed
 {
-	my $seed = $ENV{RATELIMIT_SEED} || 20261121;
-
 	srand($seed);
-	Test::More::note("RATELIMIT_SEED=$seed");
+	Test::More::note("RATELIMIT_SEED=$seed RATELIMIT_SEEDS=$seeds");
 	return $seed;
+}
+
+# Returns how many steps all seeds take together: as many as a single seed, but at least
+# so many each, usually one.
+sub all_seeds { my ($n, $least) = @_; return max($n, $seeds > 1 ? $seeds * ($least || 1) : 0); }
+
+# Takes the next seed if it is due after so many of all steps; then returns it, and
+# otherwise 0.
+sub reseed
+{
+	my ($done, $all) = @_;
+	my $due = min(int($done * $seeds / $all), $seeds - 1);
+
+	$steps{ join ' ', (caller)[ 1, 2 ] }{$due}++;
+	return 0 if $due == $used;
+	$used = $due;
+	srand($seed + $used);
+	return $seed + $used;
+}
+
+END
+{
+	Test::More::note("measured: a loop with ", scalar keys %$_, ' seeds, and ', sum0(values %$_), ' steps') foreach $seeds > 1 ? values %steps : ();
 }
 
 # Random values: a whole number from 0 to n - 1; a whole number from 1 to n, with

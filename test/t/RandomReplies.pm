@@ -41,7 +41,7 @@ sub random_limits
 	return [ map { random_limit($_) } @tags ];
 }
 
-my @pool;
+our @pool;
 
 sub random_call
 {
