@@ -6,5 +6,5 @@ SET ratelimit.redis_url = :'redis_url';
 SET ratelimit.key_prefix = 'rl_test:';
 SET ratelimit.connect_timeout = '10s';
 SET ratelimit.command_timeout = '10s';
-CREATE FUNCTION pg_temp.reset(text) RETURNS boolean AS '$libdir/ratelimit', 'rl_reset' LANGUAGE C;
+CREATE FUNCTION pg_temp.reset(text) RETURNS boolean AS 'ratelimit', 'rl_reset' LANGUAGE C;
 SELECT pg_temp.reset('test');

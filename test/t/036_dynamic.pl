@@ -201,7 +201,7 @@ SKIP:
 	$node->append_conf('postgresql.conf', 'debug_parallel_query = off');
 	$node->stop;
 	start_node($node);
-	$node->safe_psql('postgres', q{UPDATE pg_proc SET probin = '$libdir/ratelimit' WHERE probin LIKE '%ratelimit%'});
+	$node->safe_psql('postgres', q{UPDATE pg_proc SET probin = 'ratelimit' WHERE probin LIKE '%ratelimit%'});
 	open my $file, '>', $full or die "$full: $!";
 	# To the last byte.
 	1 while defined syswrite $file, "\0" x 65536;

@@ -382,7 +382,7 @@ note join ', ', "$total actions", map { "$_: " . ($did{$_} // $changes{$_}) } so
 # The sources are changed, so that a promise is broken.  The same clients must find it.
 #
 
-my $library = '$libdir/ratelimit';
+my $library = 'ratelimit';
 foreach my $case (
 	[ 'the capacity is not reduced', 0, 'src/algorithm/limits.c', 'limit->capacity -= limit->reserve;', '' ],
 	[ 'a lease does not end', 1, 'src/shared/known.c', 'lot->ends = stale ? 0 : call->asked + length;', 'lot->ends = PG_INT64_MAX;' ],

@@ -385,7 +385,7 @@ cmp_ok($refused{$_} || 0, '>', 0, "refused by $_: " . ($refused{$_} || 0)) forea
 # The sources are changed, so that a promise is broken.  The same run must find it.
 #
 
-my $library = '$libdir/ratelimit';
+my $library = 'ratelimit';
 foreach my $case (
 	[ 'the capacity is not reduced', 'src/algorithm/limits.c', 'limit->capacity -= limit->reserve;', '' ],
 	[ 'a lease does not end', 'src/shared/known.c', 'lot->ends = stale ? 0 : call->asked + length;', 'lot->ends = PG_INT64_MAX;' ],
