@@ -206,6 +206,8 @@ my $node = shared_node($redis, 'ratelimit.retry_interval = 200ms',
 	"listen_addresses = '127.0.0.1'");
 my $page = DocPage->new("$FindBin::RealBin/../../docs/clients.md");
 my @examples = grep { $_->{language} !~ /^(sql|text|)$/ } @{ $page->{blocks} };
+# The code for psycopg 3 is that for psycopg 2 too, with the other import that it names.
+unshift @examples, { text => $examples[0]{text} =~ s/^import psycopg  # psycopg 2: (.*)$/$1/mr };
 
 $node->safe_psql('postgres', $_->{text}) foreach grep { !defined $_->{output} } $page->commands;
 $node->safe_psql('postgres', q{
@@ -358,14 +360,16 @@ foreach my $client ($bouncer ? @working : ())
 
 sub row { return '| ' . join(' | ', @_) . " |\n"; }
 
-my @errors = (row('client', 'refused: class', 'fields', 'seconds', 'outage: class'), row(('---') x 5));
+my @errors = (row('client', 'class', 'seconds'), row(('---') x 3));
 my @types = (row('client', 'boolean', 'bigint', 'NULL', 'double precision', 'text'), row(('---') x 6));
 foreach my $client (@working)
 {
 	my ($refusal, $outage) = @$client{qw(refusal outage)};
 
-	push @errors, row($client->{direct}{version}, "`$refusal->{class}`", fields($refusal),
-		sprintf('%.3f', $refusal->{seconds} || 0), "`$outage->{class}`");
+	is(fields($refusal), 'message, detail, hint' . ($client->{name} eq 'pdo' ? '' : ', schema, table, constraint'),
+		"$client->{name}: the fields of a refusal");
+	is($outage->{class}, $refusal->{class}, "$client->{name}: an outage has the class of a refusal");
+	push @errors, row($client->{direct}{version}, "`$refusal->{class}`", sprintf('%.3f', $refusal->{seconds} || 0));
 	push @types, row($client->{direct}{version}, map { '`' . ($_ // '') . '`' } @{ $client->{types} }[ 0, 1, 3, 4, 5 ]);
 }
 my $shown = DocPage::plain(slurp_file($page->{file}) =~ s/\n/\n\n/gr);
