@@ -185,7 +185,7 @@ typedef struct RlAlgorithm
 	 * reset_after.  Its amount depends on the quota only; in ns it is at most RL_MAX_BACKLOG.
 	 */
 	RlCharge	(*charge) (const RlLimit *limit, int64 quota, int64 at, int64 reset_after);
-	/* Returns what a later charge finds not replenished.  NULL: charges merge only if of one mark. */
+	/* Returns what a later charge finds not replenished.  NULL: only charges with one mark merge. */
 	int64		(*left) (const RlLimit *limit, const RlCharge *charge, const RlCharge *later);
 
 	/*

@@ -372,9 +372,9 @@ append_call(RlCommand *command, int call, void *arg)
  */
 
 /*
- * Sets the decision of a limit.  An allowed action may not fit a shadow limit; "refused" is the
- * verdict by which the script then acts on it.  Returns false if no action can have these
- * numbers.
+ * Sets the decision of a limit.  A shadow limit may lack room for an action that the list allows;
+ * "refused" is the verdict by which the script then acts on it.  Returns false if no action can
+ * have these numbers.
  */
 static bool
 read_decision(const RlLimit *limit, int64 quota, RlVerdict verdict, RlVerdict refused,

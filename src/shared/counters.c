@@ -39,12 +39,12 @@ typedef struct Entry
 	int64		from_cache;
 	int64		from_local;
 	int64		from_lease;
-	int64		leased;			/* units; also the next */
-	int64		leased_unused;
+	int64		leased;			/* units */
+	int64		leased_unused;	/* units */
 	int64		round_trips;
 	int64		redis_us;
-	int			scope_len;		/* 0: the key has no scope; as the next two,
-								 * protected by the lock */
+	/* The lock protects the members from here on. */
+	int			scope_len;		/* 0: the key has no scope */
 	char		scope[MAX_SCOPE];	/* in UTF-8 */
 	RlLimits	limits;			/* none: free.  Last, so that one limit is near the rest */
 } Entry;

@@ -17,12 +17,11 @@
  * length: a lot.  Other calls take units of it until it ends.  Then the units that are left are
  * leftovers, which the next call that asks Redis refunds.
  *
- * Never one action too many: an action under a lease happens at the time that is read under the
- * lock that takes its units, and a lot's end is counted from a time before the call was sent
- * that charged it.  So an action was charged at most the lease's length before, and windows and
- * lumps have not ended since.  A reset, a refund or a ban on this server ends the key's lots,
- * and changes the generation of its leases, so that a lot that was asked for before becomes a
- * leftover.
+ * Never one action too many: a lot's time runs from before its call was sent, and units are used
+ * when they are taken under the lock.  So no unit is used later than the lease's length after its
+ * charge, and windows and lumps have not ended since.  A reset, a refund or a ban on this server
+ * ends the key's lots, and changes the generation of its leases, so that a lot that was asked for
+ * before becomes a leftover.
  *
  * A key's entries are in one set, which has room for so many leases and so many denials of keys
  * without a lease that neither evicts the other.  The lease that is used least is evicted; the
@@ -79,7 +78,8 @@
 typedef struct Denial
 {
 	int64		quota;			/* 0: none */
-	int64		asked;			/* on this server's clock, also the next two */
+	/* These three times are on this server's clock. */
+	int64		asked;
 	int64		trusted_until;	/* it answers until then; 0: never */
 	int64		refused_until;
 	pg_atomic_uint32 asking;	/* 1: a backend asks Redis again */
@@ -95,7 +95,8 @@ typedef struct Denial
 typedef struct Lot
 {
 	int64		units;			/* left */
-	int64		ends;			/* on the lease clock, as the next */
+	/* These two times are on the lease clock. */
+	int64		ends;
 	int64		renew_at;		/* a quarter of the length before the end; never:
 								 * PG_INT64_MAX */
 	uint64		id;
@@ -117,7 +118,7 @@ typedef struct Lease
 	uint64		claim;			/* of the call that renews */
 	int64		claim_ends;
 	int64		size;			/* units of all lots after the last one was made */
-	int64		decided;		/* when the next two were made */
+	int64		decided;		/* the time of the decision */
 	RlDecision	decision;		/* of the last lot; its units are not free */
 	int			binding;
 	Lot			lots[LOTS];

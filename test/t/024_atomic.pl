@@ -74,7 +74,7 @@ for (my $i = 0; $i < @steps; $i += 3)
 		next if $new_ban;
 		if (!$refused)
 		{
-			# An action may not fit a shadow limit.
+			# A shadow limit may lack room for an action that the list allows.
 			push @wrong, "$i: $limit->{text} was not charged" if $same && $limit->{algorithm} ne 'throttle' && !$limit->{shadow};
 		}
 		elsif ($step->{form} eq 'wait' || (!$limit->{count_denied} && !$limit->{ban}))

@@ -6,9 +6,9 @@
 # key, now, argument (the quota, or a ban's length), limits, and if some of
 # these have refund_on_abort, refunds: a true value at the index of each.  The
 # key's next step "abort" refunds their charges, unless a step "begin" comes
-# before it.  Charges to concurrent limits are refunded by both.  A step "all" has parts: hashes with key, argument, limits and refunds.
-# Steps with one group, such as these, take the place of steps with one key where
-# "begin" and "abort" are concerned.  Durations are in microseconds.
+# before it.  Charges to concurrent limits are refunded by both.  A step "all" has
+# parts: hashes with key, argument, limits and refunds.  For "begin" and "abort", a
+# step's group counts like a key.  Durations are in microseconds.
 #
 # An answer is the combined decision, followed by the decision of each limit; to
 # "all" it is the combined decision of each key.  A

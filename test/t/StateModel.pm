@@ -160,7 +160,7 @@ sub act
 	foreach my $i (0 .. $#s)
 	{
 		my ($l, $s) = ($limits->[$i], $s[$i]);
-		# An action may not fit a shadow limit.
+		# A shadow limit may lack room for an action that the list allows.
 		my $charged = $done && $fits[$i];
 		my $traces = !$charged && ($done || !$banned) && $quota > 0 && $quota <= $l->{capacity} && $how ne 'wait';
 
