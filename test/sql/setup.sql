@@ -44,7 +44,7 @@ DECLARE
 BEGIN
 	FOREACH query IN ARRAY calls LOOP
 		IF query LIKE 'SELECT %' THEN
-			RETURN QUERY EXECUTE 'SELECT substr($1, 8, 60), r::text FROM (' || query || ') r' USING query;
+			RETURN QUERY EXECUTE 'SELECT substr($1, 8, 60), r::text FROM (' || query || ') r' USING regexp_replace(query, '\s+', ' ', 'g');
 		ELSE
 			EXECUTE 'SELECT ' || query;
 		END IF;
