@@ -33,11 +33,9 @@ SET ratelimit.store = redis;
 SET ratelimit.redis_url = 'unix:///nonexistent/socket';
 SELECT failure(statement) FROM unnest(ARRAY[$$SELECT rl_throttle('k', 1, 1, 1)$$, $$SELECT rl_check('k', '1/1s')$$]) statement;
 SET ratelimit.on_error = allow;
-SELECT * FROM rl_throttle('k', 5, 1, 1);
-SELECT rl_allow('k', '1/1s'), (rl_enforce('k', '1/1s')).source;
+SELECT d.*, rl_allow('k', '1/1s'), (rl_enforce('k', '1/1s')).source FROM rl_throttle('k', 5, 1, 1) d;
 SET ratelimit.on_error = deny;
-SELECT * FROM rl_throttle('k', 5, 1, 1);
-SELECT rl_allow('k', '1/1s');
+SELECT d.*, rl_allow('k', '1/1s') FROM rl_throttle('k', 5, 1, 1) d;
 SELECT failure(statement) FROM unnest(ARRAY[$$SELECT rl_enforce('k', '1/1s')$$, $$SELECT rl_peek('k', '1/1s')$$, $$SELECT rl_refund('k', '1/1s', 1)$$,
 	$$SELECT rl_reset('k')$$, $$SELECT rl_ban('k', 1)$$, $$SELECT rl_unban('k')$$]) statement;
 -- Bad input and bad settings are errors whatever on_error says.
@@ -55,11 +53,7 @@ SELECT left(u, 30) AS url, f.* FROM (VALUES
 	(44, 'redis+sentinel://h/' || repeat('s', 200))
 ) v (id, u), LATERAL failure(format($$SET ratelimit.redis_url = %L; SELECT rl_throttle('k', 1, 1, 1)$$, u)) f ORDER BY id;
 SET ratelimit.redis_url = 'redis://127.0.0.1';
-SET ratelimit.redis_passfile = '/nonexistent/file';
-SELECT failure($$SELECT rl_throttle('k', 1, 1, 1)$$);
-SET ratelimit.redis_passfile = '/dev/null';
-SELECT failure($$SELECT rl_throttle('k', 1, 1, 1)$$);
-RESET ratelimit.redis_passfile;
+SELECT failure(format($$SET ratelimit.redis_passfile = %L; SELECT rl_throttle('k', 1, 1, 1)$$, file)) FROM unnest('{/nonexistent/file,/dev/null}'::text[]) file;
 RESET ratelimit.redis_url;
 RESET ratelimit.store;
 RESET ratelimit.on_error;

@@ -24,12 +24,13 @@ SELECT source FROM rl_throttle('elsewhere', 1, 1, 3600);
 ROLLBACK;
 SELECT source FROM rl_throttle('elsewhere', 1, 1, 3600);
 -- Virtual time may begin at 0.
-SET ratelimit.debug_now = '0';
-SELECT * FROM rl_throttle('epoch', 2, 1, 1);
-SET ratelimit.debug_now = '999';
-SELECT * FROM rl_throttle('epoch', 2, 1, 1);
-SET ratelimit.debug_now = '4000000000000000';
-SELECT * FROM rl_throttle('epoch', 2, 1, 1);
+SELECT * FROM run(
+	$$set_config('ratelimit.debug_now', '0', false)$$,
+	$$SELECT * FROM rl_throttle('epoch', 2, 1, 1)$$,
+	$$set_config('ratelimit.debug_now', '999', false)$$,
+	$$SELECT * FROM rl_throttle('epoch', 2, 1, 1)$$,
+	$$set_config('ratelimit.debug_now', '4000000000000000', false)$$,
+	$$SELECT * FROM rl_throttle('epoch', 2, 1, 1)$$);
 RESET ratelimit.debug_now;
 -- An invalid prefix never becomes the default, also in a new session: each use of a key fails.
 SELECT current_setting('ratelimit.key_prefix') AS prefix \gset

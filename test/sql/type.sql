@@ -46,13 +46,11 @@ SELECT w, f.code, f.message FROM (VALUES
 	(13, 'sliding_window 5/10s step 20s'), (14, 'concurrent 1001/1h'), (15, 'concurrent 0/1h')
 ) v (id, w), LATERAL failure(format('SELECT %L::rl_limits', w)) f ORDER BY id;
 -- The extreme numbers that are in range.
-SELECT '1000000000000000/1000000s'::rl_limits;
-SELECT '1000/1us'::rl_limits, '1/1d burst 36525'::rl_limits, 'token_bucket 1/1d burst 36525'::rl_limits,
+SELECT '1000000000000000/1000000s'::rl_limits, '1000/1us'::rl_limits, '1/1d burst 36525'::rl_limits, 'token_bucket 1/1d burst 36525'::rl_limits,
 	'sliding_window 5/100s step 1s'::rl_limits, '5/10s ban 3652d after 1000000000000000'::rl_limits;
 
 -- Casts, comparison, hashing, sorting, indexes.
-SELECT '5/10s'::text::rl_limits, '5/10s'::varchar::rl_limits;
-SELECT '5/10s'::rl_limits = 'throttle 5/10000ms' AS equal, '5/10s'::rl_limits <> '5/11s' AS different,
+SELECT '5/10s'::text::rl_limits, '5/10s'::varchar::rl_limits, '5/10s'::rl_limits = 'throttle 5/10000ms' AS equal, '5/10s'::rl_limits <> '5/11s' AS different,
 	'5/10s'::rl_limits < '6/10s' AS less, NULL::rl_limits IS NULL AS is_null;
 CREATE TABLE plans (name text PRIMARY KEY, limits rl_limits NOT NULL, note varchar DEFAULT '7/1h');
 INSERT INTO plans VALUES ('free', '5/10s'), ('paid', '50/10s'), ('again', 'throttle 5/10s burst 5');
@@ -86,9 +84,8 @@ INSERT INTO plans VALUES ('unlimited'), ('blocked'), ('5/10s'), ('Unlimited'), (
 CREATE INDEX ON plans (limits);
 CREATE INDEX ON plans USING hash (limits);
 SELECT limits, count(*) FROM plans GROUP BY limits ORDER BY limits;
-SELECT count(*) FROM plans a JOIN plans b USING (limits);
-SELECT rl_limits_hash('unlimited') = rl_limits_hash(' unlimited') AS same, 'unlimited'::rl_limits = 'blocked' AS equal;
-SELECT encode(rl_limits_send('Blocked'), 'escape') AS sent;
+SELECT (SELECT count(*) FROM plans a JOIN plans b USING (limits)), rl_limits_hash('unlimited') = rl_limits_hash(' unlimited') AS same,
+	'unlimited'::rl_limits = 'blocked' AS equal, encode(rl_limits_send('Blocked'), 'escape') AS sent;
 DROP TABLE plans;
 -- Near misses have a hint that helps.
 SELECT '5 per 10s'::rl_limits;
