@@ -37,8 +37,7 @@ SELECT * FROM play('bucket', 'token_bucket 3/10s burst 5', ARRAY[
 	[13,6],								-- impossible
 	[22.5,2],							-- 0 remain; 5 missing: 23 and 33
 	[33,1],								-- two lumps have come, full at 33: a new anchor; 4 remain
-	[34,4], [42.999999,3], [43,3]]);
-
+	[34,4], [42.999999,3], [43,3]]) UNION ALL
 -- fixed_window: by the clock, whole multiples of 10 s.
 SELECT * FROM play('fixed', 'fixed_window 3/10s', ARRAY[
 	[4,2],								-- 1 remains, till 10
@@ -48,12 +47,10 @@ SELECT * FROM play('fixed', 'fixed_window 3/10s', ARRAY[
 	[10,3],								-- a new window
 	[10,4],								-- impossible
 	[12,0],								-- looks: not over capacity
-	[20,0]]);							-- nothing is in use
-
+	[20,0]]) UNION ALL					-- nothing is in use
 -- from_first: the window starts with an action that is allowed, not with a look.
 SELECT * FROM play('first', 'fixed_window 3/10s from_first', ARRAY[
-	[4,0], [6,2], [15.999999,2], [16,2], [16,2], [26,0]]);
-
+	[4,0], [6,2], [15.999999,2], [16,2], [16,2], [26,0]]) UNION ALL
 -- sliding_window: capacity 4 in 10 s, steps of 5 s. A sub-window counts until
 -- a period after its end.
 SELECT * FROM play('sliding', 'sliding_window 4/10s step 5s', ARRAY[
@@ -65,35 +62,27 @@ SELECT * FROM play('sliding', 'sliding_window 4/10s step 5s', ARRAY[
 	[15,2],								-- sub-window 3 counts until 30
 	[15,3],								-- refused: 2+2 in use; 1 more needed than 20 frees: 30
 	[20,2],								-- sub-window 1 has gone: 0 remain
-	[20,5]]);
--- The default step is the shortest that divides the period and is at least a 60th of it.
-SELECT * FROM run(
-	$$at(59)$$,
-	$$SELECT * FROM rl_sliding_window('default', 5, 3600, 60)$$,
-	$$at(60)$$,
-	$$SELECT rule FROM rl_peek('default', 'sliding_window 5/1h')$$);
-
+	[20,5]]) UNION ALL
 -- sliding_log: an entry exactly one period old is gone.
 SELECT * FROM play('log', 'sliding_log 4/10s', ARRAY[
 	[1,2], [3,1], [3,2],				-- refused: 1 is free, one more at 11
 	[3,1],								-- 0 remain
 	[10.999999,1], [11,1],				-- the first two have gone
 	[11,4],								-- refused: 3 in use; the last of them goes at 21
-	[11,5], [13,3], [30,4], [30,0]]);
-
+	[11,5], [13,3], [30,4], [30,0]]) UNION ALL
 -- count_denied: the two windows. At 9 s 1 charged and 3 refused are in use.
-SELECT * FROM play('denied fixed', 'fixed_window 2/10s count_denied', ARRAY[[0,1], [1,2], [2,1], [2,3], [9,0], [10,2]]);
+SELECT * FROM play('denied fixed', 'fixed_window 2/10s count_denied', ARRAY[[0,1], [1,2], [2,1], [2,3], [9,0], [10,2]]) UNION ALL
 SELECT * FROM play('denied sliding', 'sliding_window 2/10s step 5s count_denied', ARRAY[
 	[0,2],								-- counts until 15
 	[6,1],								-- refused, and counted until 20: the newest two are 1 of each
 	[15,1],								-- 1 is free
 	[15,2],								-- refused, counted: sub-window 3 now holds both, until 30
-	[20,1], [40,2]]);
+	[20,1], [40,2]]) UNION ALL
 -- Limits with count_denied count the quota, whichever limit refused, and the wait
 -- includes it.
 SELECT * FROM play('denied other', '1/1min, sliding_log 2/10min count_denied', ARRAY[[0,1], [1,1], [2,1], [61,1]]) UNION ALL
 -- A quota above the capacity never counts.
-SELECT * FROM play('denied impossible', 'sliding_log 2/10s count_denied', ARRAY[[0,3], [0,2]]);
+SELECT * FROM play('denied impossible', 'sliding_log 2/10s count_denied', ARRAY[[0,3], [0,2]]) UNION ALL
 -- Charged and refused quota are counted together, and the wait is that for the
 -- oldest of both.
 SELECT * FROM play('denied wait', 'sliding_log 3/10s count_denied', ARRAY[
@@ -103,6 +92,12 @@ SELECT * FROM play('denied wait', 'sliding_log 3/10s count_denied', ARRAY[
 	[11,1],								-- 2 refused are in use: 0 remain
 	[11,1],								-- refused: 4 are in use; 2 must go, those of 10: 20
 	[20,1]]);							-- 1 charged and 1 refused of 11 are in use
+-- The default step is the shortest that divides the period and is at least a 60th of it.
+SELECT * FROM run(
+	$$at(59)$$,
+	$$SELECT * FROM rl_sliding_window('default', 5, 3600, 60)$$,
+	$$at(60)$$,
+	$$SELECT rule FROM rl_peek('default', 'sliding_window 5/1h')$$);
 
 -- A refund erases no refusal. A statement of six rows is rolled back each time
 -- and is refused once: after three times three refusals are in use.  The first time, it is larger than the limit.

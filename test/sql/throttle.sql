@@ -10,12 +10,12 @@ SELECT * FROM run(
 	$$SELECT * FROM rl_throttle('laoqian:reply', 15, 30, 60)$$,
 	$$at(1.999999)$$,
 	$$SELECT * FROM rl_throttle('laoqian:reply', 15, 30, 60)$$,
-	$$at(2)$$);
-SELECT * FROM rl_throttle('laoqian:reply', 15, 30, 60) UNION ALL
--- The text form is the same limit with the same state.
-SELECT * FROM rl_check('laoqian:reply', 'throttle 30/60s burst 15');
-SELECT at(4) \g /dev/null
-SELECT * FROM rl_check('laoqian:reply', '30/1min burst 15');
+	$$at(2)$$,
+	$$SELECT * FROM rl_throttle('laoqian:reply', 15, 30, 60)$$,
+	-- The text form is the same limit with the same state.
+	$$SELECT * FROM rl_check('laoqian:reply', 'throttle 30/60s burst 15')$$,
+	$$at(4)$$,
+	$$SELECT * FROM rl_check('laoqian:reply', '30/1min burst 15')$$);
 
 -- '5/10s': interval 2 s. Five at once, then one each 2 s.
 SELECT * FROM play('burst', '5/10s', ARRAY[
@@ -24,7 +24,7 @@ SELECT * FROM play('burst', '5/10s', ARRAY[
 	[1.9,1],							-- refused: retry after 0.1, backlog 8.1
 	[2,1],								-- the first that has leaked
 	[9.999999,1],						-- backlog 2.000001: 2 remain after it
-	[30,1]]);							-- full again
+	[30,1]]) UNION ALL					-- full again
 -- A quota above 1, a quota of 0, and a quota above the capacity.
 SELECT * FROM play('quota', '10/10s', ARRAY[
 	[0,4],								-- 6 remain
@@ -33,14 +33,14 @@ SELECT * FROM play('quota', '10/10s', ARRAY[
 	[0,0],								-- looks: allowed, nothing taken
 	[0,10],								-- refused for 10 s
 	[0,11],								-- impossible
-	[10,10], [10,0]]);
+	[10,10], [10,0]]) UNION ALL
 -- Below an interval of a millisecond remaining is counted in nanoseconds:
 -- 3 a millisecond is an interval of 333333 ns.
 SELECT * FROM play('nanoseconds', '3/1ms', ARRAY[
 	[0,1], [0,1], [0,1],				-- reset after 0.000334 0.000667 0.001
 	[0,1],								-- retry after 0.000334 (333333 ns rounded up)
 	[0.000333,1],						-- 333333 ns are not over yet
-	[0.000334,1]]);						-- they are
+	[0.000334,1]]) UNION ALL			-- they are
 -- The same at one in ten periods of redis-cell's whole microseconds:
 -- 7 a second is an interval of 142857142 ns, 142857 us of which show.
 SELECT * FROM play('whole microseconds', '7/1s', ARRAY[
