@@ -14,8 +14,7 @@ INSERT INTO orders (customer) VALUES (42);
 INSERT INTO orders (customer) VALUES (42);
 -- A multi-row statement is all or nothing to the table, not to the limit.
 INSERT INTO orders (customer) SELECT 44 FROM generate_series(1, 6);
-SELECT count(*) FROM orders WHERE customer = 44;
-SELECT remaining FROM rl_peek('create_order:44', '5/10s', 0);
+SELECT remaining, (SELECT count(*) FROM orders WHERE customer = 44) FROM rl_peek('create_order:44', '5/10s', 0);
 -- NULL is an error, and allows nothing.
 INSERT INTO orders (customer) VALUES (NULL);
 -- A ban applies to the trigger.
