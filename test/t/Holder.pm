@@ -1,6 +1,5 @@
 # Clients of servers with the functions in_block() and in_procedure() of
-# 046_concurrent.pl: each is a process with a psql of its own.  It writes to a file which
-# units it held from when to when: from the time when the answer came to the time when
+# 046_concurrent.pl.  Each writes which units it held from when to when: from the time when the answer came to the time when
 # the last command of the transaction that succeeded was sent, before the one that ends
 # the hold.
 package Holder;
@@ -10,47 +9,21 @@ use warnings FATAL => 'all';
 
 use Exporter 'import';
 use IO::Handle;
-use IPC::Open2;
 use List::Util qw(max min);
-use POSIX ();
 use PostgreSQL::Test::Utils;
+use PsqlClient;
 use Test::More;
 use Time::HiRes qw(sleep time);
 
+our @ISA = ('PsqlClient');
 our @EXPORT = qw(start_holders times_held finish_holders most_held);
 
-sub start_psql
+sub heard
 {
-	my ($self) = @_;
+	my ($self, $line) = @_;
 
-	delete $self->{dead};
-	$self->{pid} = open2($self->{from}, $self->{to}, 'sh', '-c', 'exec "$@" 2>&1', 'sh',
-		$self->{psql}, '-XAtq', '-d', "$self->{connstr} application_name=holder", '-v', 'VERBOSITY=terse');
-	return;
-}
-
-# Returns the lines that a command returns, or undef if it fails.
-sub ask
-{
-	my ($self, $sql) = @_;
-	my @lines;
-
-	return undef if $self->{dead};
-	$self->{sent} = time;
-	print { $self->{to} } "$sql;\n\\echo ready\n";
-	$self->{to}->flush;
-	while (defined(my $line = readline $self->{from}))
-	{
-		chomp $line;
-		return (grep { /ERROR|FATAL|no connection|not connected/ } @lines) ? undef : join "\n", @lines if $line eq 'ready';
-		push @lines, $line;
-		print { $self->{out} } $line =~ s/^.*INFO: +//r, "\n" if $line =~ /^(?:.*INFO: +)?held /;
-	}
-	# The server has closed the connection.
-	$self->{dead} = 1;
-	close $self->{$_} foreach qw(from to);
-	waitpid $self->{pid}, 0;
-	return undef;
+	print { $self->{out} } $line =~ s/^.*INFO: +//r, "\n" if $line =~ /^(?:.*INFO: +)?held /;
+	return $line !~ /ERROR|FATAL|no connection|not connected/;
 }
 
 # Holds quota that is there since a time while commands succeed.
@@ -129,17 +102,18 @@ sub transaction
 
 sub run
 {
-	my ($self, $stop, $parent) = @_;
+	my ($self, $parent) = @_;
 	my @ways = qw(commit rollback savepoint refund chain prepare block procedure);
 
 	srand $self->{seed};
-	$self->start_psql;
-	until (-e $stop || getppid != $parent)
+	$self->{out}->autoflush(1);
+	$self->start_psql(' application_name=holder');
+	until (-e $self->{stop} || getppid != $parent)
 	{
 		if ($self->{dead})
 		{
 			sleep 0.1;
-			$self->start_psql;
+			$self->start_psql(' application_name=holder');
 			$self->ask('SELECT 1') // next;
 			# It may have been left by a client that was killed.
 			$self->ask("ROLLBACK PREPARED 'holder $self->{number}'");
@@ -148,8 +122,6 @@ sub run
 		$self->ask('ROLLBACK');
 		sleep rand 0.02;
 	}
-	print { $self->{to} } "\\q\n" unless $self->{dead};
-	close $self->{out};
 	return;
 }
 
@@ -159,28 +131,8 @@ sub start_holders
 {
 	my ($rule, $seed, @nodes) = @_;
 	my $dir = PostgreSQL::Test::Utils::tempdir;
-	my $parent = $$;
-	my @holders;
 
-	foreach my $number (1 .. 16)
-	{
-		my $file = "$dir/$number";
-		my $of = $nodes[ $number % @nodes ];
-		my $pid = fork // die "fork: $!";
-
-		if ($pid == 0)
-		{
-			open my $out, '>', $file or POSIX::_exit(1);
-			$out->autoflush(1);
-			my $holder = bless { number => $number, seed => $seed + $number, rule => $rule, out => $out,
-				psql => $of->installed_command('psql'), connstr => $of->connstr('postgres') }, 'Holder';
-			local $SIG{PIPE} = 'IGNORE';
-			eval { $holder->run("$dir/stop", $parent); 1 } or print STDERR $@;
-			POSIX::_exit($@ ? 1 : 0);
-		}
-		push @holders, { pid => $pid, file => $file, stop => "$dir/stop" };
-	}
-	return @holders;
+	return map { { %$_, stop => "$dir/stop" } } Holder->start_all($dir, 1, 16, \@nodes, seed => $seed, rule => $rule, stop => "$dir/stop");
 }
 
 # Returns how many times the clients have held units.

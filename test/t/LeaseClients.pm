@@ -1,19 +1,17 @@
-# Sixteen clients of servers with the function act() of 048_lease_real_time.pl: each is a
-# process with a psql of its own.  They take quota of the same keys in rounds, by one clock,
-# and each writes to a file which actions happened, and when.
+# Sixteen clients of servers with the function act() of 048_lease_real_time.pl.  They take
+# quota of the same keys in rounds, by one clock, and each writes which actions happened,
+# and when.
 package LeaseClients;
 
 use strict;
 use warnings FATAL => 'all';
 
 use Exporter 'import';
-use IO::Handle;
-use IPC::Open2;
 use List::Util qw(min);
-use POSIX ();
-use PostgreSQL::Test::Utils;
+use PsqlClient;
 use Time::HiRes qw(sleep time);
 
+our @ISA = ('PsqlClient');
 our @EXPORT = qw(start_lease_clients finish_lease_clients CLIENTS);
 
 use constant CLIENTS => 16;
@@ -25,9 +23,7 @@ sub start_psql
 {
 	my ($self) = @_;
 
-	delete $self->{dead};
-	$self->{pid} = open2($self->{from}, $self->{to}, 'sh', '-c', 'exec "$@" 2>&1', 'sh',
-		$self->{psql}, '-XAtq', '-d', $self->{connstr}, '-v', 'VERBOSITY=terse');
+	$self->SUPER::start_psql;
 	my $backend = $self->ask('SELECT pg_backend_pid()');
 	if (defined $backend)
 	{
@@ -38,34 +34,12 @@ sub start_psql
 	return;
 }
 
-# Returns the line that a command returns, or undef if it fails.
-sub ask
+sub heard
 {
-	my ($self, $sql) = @_;
-	my ($answer, $failed) = ('', 0);
+	my ($self, $line) = @_;
 
-	return undef if $self->{dead};
-	print { $self->{to} } "$sql;\n\\echo ready\n";
-	$self->{to}->flush;
-	while (defined(my $line = readline $self->{from}))
-	{
-		chomp $line;
-		return $failed ? undef : $answer if $line eq 'ready';
-		if ($line =~ /ERROR|FATAL|WARNING|connection|server closed|This probably|before or while/)
-		{
-			$failed = 1;
-			print { $self->{out} } "error $line\n" if $line =~ /^ERROR/;
-		}
-		else
-		{
-			$answer = $line;
-		}
-	}
-	# The server has closed the connection.
-	$self->{dead} = 1;
-	close $self->{$_} foreach qw(from to);
-	waitpid $self->{pid}, 0;
-	return undef;
+	print { $self->{out} } "error $line\n" if $line =~ /^ERROR/;
+	return $line !~ /ERROR|FATAL|WARNING|connection|server closed|This probably|before or while/;
 }
 
 # Runs act(); notes its actions.  Returns how many units it took.
@@ -170,11 +144,11 @@ sub round
 
 sub run
 {
-	my ($self, $rounds, $parent) = @_;
+	my ($self, $parent) = @_;
 
 	srand $self->{seed};
 	$self->start_psql;
-	foreach my $round (@$rounds)
+	foreach my $round (@{ $self->{rounds} })
 	{
 		my $end = $round->{at} + $round->{length};
 
@@ -187,40 +161,16 @@ sub run
 		sleep $round->{at} - time if time < $round->{at};
 		$self->round($round);
 	}
-	print { $self->{to} } "\\q\n" unless $self->{dead};
-	close $self->{out} or die "could not write: $!";
 	return;
 }
 
 # Starts the clients; returns their process IDs and files.  A round has key, kind, at,
-# length and, unless it is a rush, slack and holders: numbers of clients.  Client n uses server n
-# modulo the number of servers.
+# length and, unless it is a rush, slack and holders: numbers of clients.
 sub start_lease_clients
 {
 	my ($dir, $seed, $rounds, @nodes) = @_;
-	my $parent = $$;
-	my @clients;
 
-	foreach my $number (0 .. CLIENTS - 1)
-	{
-		my $file = "$dir/$number";
-		my $of = $nodes[ $number % @nodes ];
-		my $pid = fork // die "fork: $!";
-
-		if ($pid == 0)
-		{
-			$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
-			open my $out, '>', $file or POSIX::_exit(1);
-			my $client = bless { number => $number, seed => $seed + $number, out => $out, file => $file,
-				server => $number % @nodes, servers => scalar @nodes,
-				psql => $of->installed_command('psql'), connstr => $of->connstr('postgres') }, 'LeaseClients';
-			local $SIG{PIPE} = 'IGNORE';
-			eval { $client->run($rounds, $parent); 1 } or print STDERR $@;
-			POSIX::_exit($@ ? 1 : 0);
-		}
-		push @clients, { pid => $pid, file => $file, server => $number % @nodes };
-	}
-	return @clients;
+	return LeaseClients->start_all($dir, 0, CLIENTS - 1, \@nodes, seed => $seed, rounds => $rounds);
 }
 
 # Waits for the clients.  Returns the notes on each key, by its number: lists of act, refund,

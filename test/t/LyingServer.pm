@@ -22,8 +22,10 @@ use warnings FATAL => 'all';
 use IO::Select;
 use IO::Socket::INET;
 use IO::Socket::UNIX;
-use POSIX ();
 use PostgreSQL::Test::Utils;
+use RedisServer qw(in_child);
+
+our @ISA = ('ChildProcess');
 
 # An ioctl that returns how many bytes sent are not read yet.
 use constant SIOCOUTQ => 0x5411;
@@ -38,15 +40,7 @@ sub new
 	my $parent = $$;
 
 	append_to_file("$path.requests", '');
-	my $child = fork // die "could not fork: $!";
-	if ($child == 0)
-	{
-		$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
-		$SIG{PIPE} = 'IGNORE';
-		eval { _serve($listener, $answer, $parent, "$path.requests") };
-		print STDERR "the lying server: $@" if $@;
-		POSIX::_exit(1);
-	}
+	my $child = in_child(sub { _serve($listener, $answer, $parent, "$path.requests") });
 	return bless { path => $path, port => $port, pid => $child, owner => $parent }, $class;
 }
 
@@ -168,17 +162,6 @@ sub await_read
 	{
 		return if select my $ready = $read, undef, undef, 0.00002;
 	}
-	return;
-}
-
-sub DESTROY
-{
-	my ($self) = @_;
-	local ($?, $@, $!);
-
-	return unless $self->{owner} == $$;
-	kill 'KILL', $self->{pid};
-	waitpid $self->{pid}, 0;
 	return;
 }
 

@@ -22,7 +22,7 @@ use PostgreSQL::Test::Utils;
 use Text::ParseWords;
 use Time::HiRes qw(sleep time);
 
-our @EXPORT_OK = qw(await documented_user);
+our @EXPORT_OK = qw(await documented_user in_child);
 
 my $DEADLINE = $ENV{PG_TEST_TIMEOUT_DEFAULT} || 180;
 
@@ -40,6 +40,19 @@ sub await
 		die "timed out waiting for $what" if time > $end;
 		sleep 0.005;
 	}
+}
+
+# Runs the function in a process of its own; returns the process ID.
+sub in_child
+{
+	my ($code) = @_;
+	my $pid = fork // die "could not fork: $!";
+
+	return $pid if $pid;
+	$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
+	$SIG{PIPE} = 'IGNORE';
+	eval { $code->(); 1 } or print STDERR $@;
+	POSIX::_exit($@ ? 1 : 0);
 }
 
 # Returns the Redis user of the documentation: name, password and rule.
@@ -343,20 +356,14 @@ sub while_flushing
 {
 	my ($self, $code, $script) = @_;
 	my $parent = $$;
-	my $flusher = fork;
-
-	die "could not fork: $!" unless defined $flusher;
-	if ($flusher == 0)
-	{
-		$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
+	my $flusher = in_child(sub {
 		$self->{client} = undef;
 		while (getppid == $parent)
 		{
 			$self->cli('SCRIPT', 'FLUSH');
 			$self->cli('SCRIPT', 'LOAD', $script) if defined $script;
 		}
-		POSIX::_exit(0);
-	}
+	});
 	my @results = $code->();
 	kill 'KILL', $flusher;
 	waitpid $flusher, 0;
@@ -369,6 +376,20 @@ sub DESTROY
 	local ($?, $@, $!);
 
 	$self->stop if $self->{owner} == $$;
+	return;
+}
+
+# An object with a child that ends with it.
+package ChildProcess;
+
+sub DESTROY
+{
+	my ($self) = @_;
+	local ($?, $@, $!);
+
+	return unless $self->{owner} == $$;
+	kill 'KILL', $self->{pid};
+	waitpid $self->{pid}, 0;
 	return;
 }
 

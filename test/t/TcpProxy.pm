@@ -18,8 +18,10 @@ use warnings FATAL => 'all';
 
 use IO::Select;
 use IO::Socket::INET;
-use POSIX ();
+use RedisServer qw(in_child);
 use Socket qw(SOL_SOCKET SO_LINGER AF_UNIX SOCK_STREAM PF_UNSPEC);
+
+our @ISA = ('ChildProcess');
 
 sub new
 {
@@ -28,16 +30,10 @@ sub new
 	my $parent = $$;
 
 	socketpair(my $control, my $commands, AF_UNIX, SOCK_STREAM, PF_UNSPEC) or die "no socket: $!";
-	my $child = fork // die "could not fork: $!";
-	if ($child == 0)
-	{
-		$SIG{$_} = 'DEFAULT' foreach qw(INT TERM HUP);
-		$SIG{PIPE} = 'IGNORE';
+	my $child = in_child(sub {
 		close $control;
-		eval { _serve($listener, $target, $commands, $parent) };
-		print STDERR "the proxy: $@" if $@;
-		POSIX::_exit(1);
-	}
+		_serve($listener, $target, $commands, $parent);
+	});
 	return bless { port => $listener->sockport, pid => $child, owner => $parent, control => $control }, $class;
 }
 
@@ -110,17 +106,6 @@ sub _serve
 			}
 		}
 	}
-	return;
-}
-
-sub DESTROY
-{
-	my ($self) = @_;
-	local ($?, $@, $!);
-
-	return unless $self->{owner} == $$;
-	kill 'KILL', $self->{pid};
-	waitpid $self->{pid}, 0;
 	return;
 }
 
