@@ -3,7 +3,7 @@
  *		Preloaded into a server, gives it another clock and other time zone data.
  *
  * RATELIMIT_CLOCK names a file.  It has a number of microseconds that are added to the
- * clock, or after "=" the time at which the clock stands.  RATELIMIT_SUSPENDED names a file
+ * wall clock, or after "=" the time at which the clock stands.  RATELIMIT_SUSPENDED names a file
  * with microseconds that are added to CLOCK_BOOTTIME.  RATELIMIT_ZONES names a file with
  * "zone=file": that file is opened in place of the data of the zone.  All are read at each
  * use.
@@ -40,17 +40,25 @@ read_setting(const char *variable, char *text, size_t size)
 	return 1;
 }
 
+/* Changes a time, in microseconds, as the file of a variable says. */
+static long long
+changed(const char *variable, long long us)
+{
+	char		text[64];
+
+	if (!read_setting(variable, text, sizeof(text)))
+		return us;
+	return text[0] == '=' ? atoll(text + 1) : us + atoll(text);
+}
+
 int
 gettimeofday(struct timeval *restrict now, void *restrict zone)
 {
-	char		text[64];
 	long long	us;
 
 	if (((Clock) dlsym(RTLD_NEXT, "gettimeofday")) (now, zone) != 0)
 		return -1;
-	if (!read_setting("RATELIMIT_CLOCK", text, sizeof(text)))
-		return 0;
-	us = text[0] == '=' ? atoll(text + 1) : now->tv_sec * 1000000LL + now->tv_usec + atoll(text);
+	us = changed("RATELIMIT_CLOCK", now->tv_sec * 1000000LL + now->tv_usec);
 	now->tv_sec = us / 1000000;
 	now->tv_usec = us % 1000000;
 	return 0;
@@ -59,14 +67,13 @@ gettimeofday(struct timeval *restrict now, void *restrict zone)
 int
 clock_gettime(clockid_t clock, struct timespec *now)
 {
-	char		text[64];
 	long long	us;
 
 	if (((int (*) (clockid_t, struct timespec *)) dlsym(RTLD_NEXT, "clock_gettime")) (clock, now) != 0)
 		return -1;
-	if (clock != CLOCK_BOOTTIME || !read_setting("RATELIMIT_SUSPENDED", text, sizeof(text)))
+	if (clock != CLOCK_BOOTTIME && clock != CLOCK_REALTIME)
 		return 0;
-	us = now->tv_sec * 1000000LL + now->tv_nsec / 1000 + atoll(text);
+	us = changed(clock == CLOCK_BOOTTIME ? "RATELIMIT_SUSPENDED" : "RATELIMIT_CLOCK", now->tv_sec * 1000000LL + now->tv_nsec / 1000);
 	now->tv_sec = us / 1000000;
 	now->tv_nsec = us % 1000000 * 1000;
 	return 0;

@@ -7,8 +7,9 @@ use RedisMonitor;
 use Time::HiRes qw(sleep time);
 
 my $redis = RedisServer->new->start;
-my $wall_clock = PostgreSQL::Test::Utils::tempdir . '/wall_clock';
-my $node = node_with_wall_clock($wall_clock);
+my $library = preload("$FindBin::RealBin/../clocks.c") // die 'there is no C compiler';
+set_clock(wall => 0);
+my $node = with_clocks($library, sub { return new_node($redis) }, CLOCK => 'wall');
 my $session = session($node);
 my $watcher = session($node);
 
@@ -23,75 +24,6 @@ $node->safe_psql('postgres', q{
 		INSERT INTO waited VALUES (run, began, clock_timestamp(), d.allowed, d.retry_after, d.source);
 	END $$;
 });
-
-# Returns a node whose wall clock differs from the machine's by the seconds that
-# set_clock() writes to the file.  All other clocks are the machine's.
-sub node_with_wall_clock
-{
-	my ($file) = @_;
-	my $source = PostgreSQL::Test::Utils::tempdir . '/wall_clock.c';
-
-	append_to_file($source, q{
-		#define _GNU_SOURCE
-		#include <fcntl.h>
-		#include <stdint.h>
-		#include <stdlib.h>
-		#include <sys/mman.h>
-		#include <sys/syscall.h>
-		#include <sys/time.h>
-		#include <time.h>
-		#include <unistd.h>
-
-		static volatile int64_t *step;
-
-		__attribute__((constructor)) static void
-		attach(void)
-		{
-			int fd = open(FILE_NAME, O_RDONLY);
-
-			step = mmap(NULL, sizeof(*step), PROT_READ, MAP_SHARED, fd, 0);
-			if (step == MAP_FAILED)
-				abort();
-			close(fd);
-		}
-
-		int
-		clock_gettime(clockid_t id, struct timespec *t)
-		{
-			int result = syscall(SYS_clock_gettime, id, t);
-
-			if (id == CLOCK_REALTIME && step)
-				t->tv_sec += *step;
-			return result;
-		}
-
-		int
-		gettimeofday(struct timeval *restrict t, void *restrict zone)
-		{
-			struct timespec now;
-			int result = clock_gettime(CLOCK_REALTIME, &now);
-
-			t->tv_sec = now.tv_sec;
-			t->tv_usec = now.tv_nsec / 1000;
-			return result;
-		}
-	});
-	append_to_file($file, '');
-	set_clock(0);
-	local $ENV{RATELIMIT_PRELOAD} = preload($source, '-O1', qq{-DFILE_NAME="$file"}) // die "no library of $source";
-	return new_node($redis);
-}
-
-sub set_clock
-{
-	my ($seconds) = @_;
-
-	# The servers have mapped the file, so it must not be truncated.
-	open my $out, '+<', $wall_clock or die "$wall_clock: $!";
-	syswrite $out, pack('q', $seconds) or die "$wall_clock: $!";
-	close $out or die "$wall_clock: $!";
-	return;
-}
 
 # Runs eight clients that wait for their turns; returns when all have ended.
 sub clients
@@ -230,11 +162,11 @@ foreach my $step (-3600, 3600)
 	# The backend has asked Redis, and sleeps.
 	sleep 0.1;
 	$watcher->await_waiting($pid);
-	set_clock($step);
+	set_clock(wall => $step * 1_000_000);
 	# The ban makes the call wait again.
 	$watcher->ask("SELECT rl_ban('$key', 1.5)");
 	is($waiter->ask('') . $waiter->error, 't|redis', "a step of the clock by $step s does not change how long a wait lasts");
-	set_clock(0);
+	set_clock(wall => 0);
 }
 
 #

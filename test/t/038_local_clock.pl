@@ -7,27 +7,9 @@ use constant HOUR => 3_600_000_000;
 my $library = preload("$FindBin::RealBin/../clocks.c");
 plan skip_all => 'there is no C compiler' unless $library;
 
-my $folder = PostgreSQL::Test::Utils::tempdir;
-
-# Sets the wall clock or the time that the system was suspended, in microseconds.
-sub set_clock
-{
-	my ($name, $us) = @_;
-
-	append_to_file("$folder/new", $us);
-	rename "$folder/new", "$folder/$name" or die "$name: $!";
-	return;
-}
-
+# The wall clock, and the time that the system was suspended, in microseconds.
 set_clock($_, 0) foreach qw(wall suspended);
-my $node;
-{
-	local $ENV{RATELIMIT_PRELOAD} = $library;
-	local $ENV{RATELIMIT_CLOCK} = "$folder/wall";
-	local $ENV{RATELIMIT_SUSPENDED} = "$folder/suspended";
-
-	$node = shared_node(RedisServer->new, 'ratelimit.store = local');
-}
+my $node = with_clocks($library, sub { return shared_node(RedisServer->new, 'ratelimit.store = local') }, CLOCK => 'wall', SUSPENDED => 'suspended');
 my ($session, $other) = (session($node), session($node));
 my $take = q{SELECT rl_allow('k', 'sliding_log 1/1h')};
 my $wait = q{SELECT retry_after FROM rl_peek('k', 'sliding_log 1/1h')};

@@ -27,45 +27,24 @@ my %set_back = (
 );
 
 my $library = preload("$FindBin::RealBin/../clocks.c");
-my $folder = PostgreSQL::Test::Utils::tempdir;
-
-# Writes a file at once.
-sub write_file
-{
-	my ($file, $text) = @_;
-
-	append_to_file("$file.new", $text);
-	rename "$file.new", $file or die "$file: $!";
-	return;
-}
-
-# Starts Redis with a clock that the test sets.
-sub start_redis
-{
-	my ($redis) = @_;
-	local $ENV{LD_PRELOAD} = (split ' ', $library)[-1];
-	local $ENV{RATELIMIT_CLOCK} = "$folder/redis_clock";
-
-	$redis->start;
-	return;
-}
 
 # Starts a PostgreSQL server again, with a clock and zone data that the test sets.
 sub restart_with_clock
 {
 	my ($node, $name) = @_;
-	local $ENV{RATELIMIT_PRELOAD} = $library;
-	local $ENV{RATELIMIT_CLOCK} = "$folder/${name}_clock";
-	local $ENV{RATELIMIT_ZONES} = "$folder/${name}_zones";
 
-	start_node($node, 'restart');
-	return;
+	return with_clocks($library, sub { start_node($node, 'restart') }, CLOCK => "${name}_clock", ZONES => "${name}_zones");
 }
 
 plan skip_all => 'there is no C compiler' unless $library;
 
+# Redis has a clock that the test sets.
 my $redis = RedisServer->new;
-start_redis($redis);
+{
+	local $ENV{LD_PRELOAD} = (split ' ', $library)[-1];
+
+	with_clocks($library, sub { $redis->start }, CLOCK => 'redis_clock');
+}
 my $node = shared_node($redis, 'ratelimit.denial_cache = off');
 my $zones = join ', ', map { "'$_'" } @zones;
 
@@ -162,12 +141,7 @@ is($differ, join("\n", map { "$_ $set_back{$_}" } sort keys %set_back), 'the win
 # Servers with other clocks and other zone data
 #
 
-my $other = PostgreSQL::Test::Cluster->new('other');
-$other->init(extra => [ '--no-locale', '--encoding=UTF8' ]);
-$other->append_conf('postgresql.conf', join "\n", 'log_statement = none', "ratelimit.redis_url = '" . $redis->url . "'",
-	'ratelimit.command_timeout = 10s', 'ratelimit.connect_timeout = 10s', 'ratelimit.denial_cache = off');
-start_node($other);
-$other->safe_psql('postgres', 'CREATE EXTENSION ratelimit');
+my $other = named_node('other', $redis, 'ratelimit.denial_cache = off');
 
 use constant HOUR => 3_600_000_000;
 chomp(my $share = qx(pg_config --sharedir));
@@ -179,7 +153,7 @@ sub set_redis_clock
 {
 	my ($us) = @_;
 
-	write_file("$folder/redis_clock", "=$us");
+	set_clock(redis_clock => "=$us");
 	await('the time of Redis', sub {
 		my ($seconds, $part) = @{ $redis->cli('TIME') };
 		return abs($seconds * 1_000_000 + $part - $us) < 1_000_000;
@@ -188,7 +162,7 @@ sub set_redis_clock
 }
 
 # Sets the clock of a PostgreSQL server, which goes on.
-sub set_clock { my ($name, $us) = @_; return write_file("$folder/${name}_clock", int($us - time * 1_000_000)); }
+sub set_server_clock { my ($name, $us) = @_; return set_clock("${name}_clock", int($us - time * 1_000_000)); }
 
 # Returns the start of a month in Berlin, in winter.
 sub border
@@ -211,13 +185,13 @@ my @borders = map { border(@$_) } [ 2025, 12 ], [ 2026, 1 ], [ 2026, 2 ], [ 2026
 foreach my $server ([ $node, 'main' ], [ $other, 'other' ])
 {
 	# pg_ctl compares the time at which the server starts with its own clock.
-	write_file("$folder/$server->[1]_clock", 0);
-	write_file("$folder/$server->[1]_zones", '/none=');
+	set_clock("$server->[1]_clock", 0);
+	set_clock("$server->[1]_zones", '/none=');
 	restart_with_clock(@$server);
 }
 set_redis_clock($borders[0] - 3 * HOUR);
-set_clock('main', $borders[0] - 3 * HOUR);
-set_clock('other', $borders[0] - 2 * HOUR);
+set_server_clock('main', $borders[0] - 3 * HOUR);
+set_server_clock('other', $borders[0] - 2 * HOUR);
 
 # For the third server the month begins an hour later, for the fourth an hour earlier.
 # A session loads the data of a zone once.
@@ -229,7 +203,7 @@ foreach my $server (@servers)
 {
 	my ($on, $zone_file, $hours) = @$server;
 
-	write_file("$folder/other_zones", $zone_file);
+	set_clock(other_zones => $zone_file);
 	my $session = session($on);
 	# The hour of midnight UTC.
 	push @hours, $session->ask(qq{SELECT to_char('2025-12-01 00:00Z'::timestamptz AT TIME ZONE 'Europe/Berlin', 'FMHH24') FROM (SELECT '$limit'::rl_limits) l});
@@ -247,8 +221,8 @@ foreach my $border (@borders)
 	my @times = sort { $a <=> $b } (map { my $at = $border + $_ * HOUR; ($at - 1_000_000, $at, $at + 1) } -1, 0, 1),
 	  map { $border - 2 * HOUR + below(4 * HOUR) } 1 .. 91;
 
-	set_clock('main', $border);
-	set_clock('other', $border + HOUR);
+	set_server_clock('main', $border);
+	set_server_clock('other', $border + HOUR);
 	foreach my $time (@times)
 	{
 		reseed($taken_calls, 100 * @borders);
@@ -288,7 +262,7 @@ my %calls = (
 	rl_check_all => "SELECT bool_and(allowed) FROM rl_check_all('{far:6,far:7}', ARRAY['$days', '5/10s']::rl_limits[])",
 	rl_refund => "SELECT rl_refund('far:1', '$days', 1)::text = ''");
 
-set_clock('main', $borders[3]);
+set_server_clock('main', $borders[3]);
 foreach my $call (sort keys %calls)
 {
 	my $session = session($node);

@@ -463,18 +463,7 @@ sub restart_sessions
 
 my ($capacity, $period) = (3, 3);
 my $rule = "concurrent $capacity/${period}s";
-my @nodes = $local ? ($node) : ($node, PostgreSQL::Test::Cluster->new('second'));
-
-unless ($local)
-{
-	my $second = $nodes[1];
-
-	$second->init(extra => [ '--no-locale', '--encoding=UTF8' ]);
-	$second->append_conf('postgresql.conf', join "\n", @conf, preload_setting(), "ratelimit.redis_url = '" . $redis->url . "'",
-		'ratelimit.command_timeout = 10s', 'ratelimit.connect_timeout = 10s');
-	start_node($second);
-	$second->safe_psql('postgres', 'CREATE EXTENSION ratelimit');
-}
+my @nodes = ($node, $local ? () : named_node('second', $redis, @conf, preload_setting()));
 
 # Each of these holds a unit in a single call, and says from when to when it did.
 $_->safe_psql('postgres', q{

@@ -16,8 +16,8 @@ use PostgreSQL::Test::Utils;
 use RedisServer qw(await);
 use Test::More;
 
-our @EXPORT = qw(await start_servers new_node shared_node needs_no_preload preload_setting restart_unshared start_node store version
-	has_program preload password_file new_log members
+our @EXPORT = qw(await start_servers new_node shared_node named_node needs_no_preload preload_setting restart_unshared start_node store version
+	has_program preload with_clocks set_clock password_file new_log members
 	still_runs session start_clients finish_clients await_load count_of measures
 	none ttl_problems keys_in_virtual_time log_entries wrong_library);
 
@@ -44,13 +44,14 @@ sub new_node
 {
 	my ($redis, @conf) = @_;
 
-	return _node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0', @conf);
+	return named_node('main', $redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0', @conf);
 }
 
-sub _node
+# Returns the same with the settings' defaults, and with another name for a second server.
+sub named_node
 {
-	my ($redis, @conf) = @_;
-	my $node = PostgreSQL::Test::Cluster->new('main');
+	my ($name, $redis, @conf) = @_;
+	my $node = PostgreSQL::Test::Cluster->new($name);
 
 	push @conf, preload_setting(), 'ratelimit.store = local' if store() eq 'local';
 
@@ -106,7 +107,7 @@ sub shared_node
 {
 	my ($redis, @conf) = @_;
 
-	return _node($redis, preload_setting(), @conf);
+	return named_node('main', $redis, preload_setting(), @conf);
 }
 
 # Starts Redis, and PostgreSQL by new_node or shared_node.  Returns both, and a session.
@@ -175,6 +176,31 @@ sub preload
 	  or return undef;
 	return join ' ', grep { $_ } $ENV{RATELIMIT_PRELOAD}, $library;
 }
+
+# Runs the code.  Servers that it starts have test/clocks.c, and read clocks and zones from
+# these files: by the variable without its prefix, names for set_clock().
+sub with_clocks
+{
+	my ($library, $code, %files) = @_;
+	local $ENV{RATELIMIT_PRELOAD} = $library;
+	local @ENV{ map { "RATELIMIT_$_" } sort keys %files } = map { _clock_file($files{$_}) } sort keys %files;
+
+	return $code->();
+}
+
+# Sets a clock: writes its file at once.
+sub set_clock
+{
+	my ($name, $text) = @_;
+	my $file = _clock_file($name);
+
+	append_to_file("$file.new", $text);
+	rename "$file.new", $file or die "$file: $!";
+	return;
+}
+
+my $clock_folder;
+sub _clock_file { $clock_folder ||= PostgreSQL::Test::Utils::tempdir; return "$clock_folder/$_[0]"; }
 
 # Writes a password to a file that only its owner may read; returns its path.
 sub password_file
