@@ -24,38 +24,12 @@ my %count = map { $_ => 0 } @algorithms;
 # Each answer by itself
 #
 
-# Returns the decision of the binding limit of one or more limits, as docs/reference.md
-# describes it.  Shadow limits matter only if there are no others.
-sub binding
-{
-	my ($limits, @each) = @_;
-	my @in_force = grep { !$limits->[$_]{shadow} } 0 .. $#each;
-	my $best;
-
-	@each = @each[@in_force] if @in_force;
-	if (!grep { !$_->[0] || $_->[5] eq 'shadow' } @each)
-	{
-		foreach my $d (@each)
-		{
-			$best = $d if !$best || $d->[2] < $best->[2];
-		}
-		return $best;
-	}
-	my $wait = sub { return $_[0][6] == -1 ? 9e18 : $_[0][6] };
-	foreach my $d (@each)
-	{
-		$best = $d if !$best || $wait->($d) > $wait->($best)
-		  || ($wait->($d) == $wait->($best) && !$d->[0] && $best->[0]);
-	}
-	return $best;
-}
-
 # Returns the contradiction in an answer, or undef.
 sub contradiction
 {
 	my ($step, $answer) = @_;
 	my ($all, @each) = @$answer;
-	my $binding = binding($step->{limits}, @each);
+	my $binding = binding_decision($step->{limits}, @each);
 	my $quota = $step->{argument};
 
 	return 'the combined decision is not that of the binding limit'
@@ -299,24 +273,6 @@ sub history
 # Comparing
 #
 
-# Returns the difference between SQL's answer and C's, or undef.
-sub difference
-{
-	my ($step, $c, $sql) = @_;
-	my $form = $step->{form};
-
-	return keys %$sql ? 'an answer to a step that decides nothing' : undef unless $c;
-	my @rows = $form eq 'each' || $form eq 'peek' ? (1 .. $#$c) : (0);
-	return 'the number of rows' if keys %$sql != @rows;
-	foreach my $n (@rows)
-	{
-		my $how = decision_difference($form eq 'allow' ? [ $sql->{$n}[0] ] : $sql->{$n}, $c->[$n], store());
-
-		return "row $n: $how" if defined $how;
-	}
-	return undef;
-}
-
 my $tries = 0;
 
 # Takes the steps again on both engines.  Returns the index of the first difference,
@@ -331,7 +287,7 @@ sub compare
 	my $sql = redis_steps($node, @steps);
 	foreach my $i (0 .. $#steps)
 	{
-		my $how = difference($steps[$i], $c[$i], $sql->[$i]);
+		my $how = answer_difference($steps[$i], $c[$i], $sql->[$i], store());
 
 		return ($i, $how, \@c, $sql) if defined $how;
 	}
@@ -421,7 +377,7 @@ while (1)
 
 		foreach my $i (0 .. $#$took)
 		{
-			my $how = difference($took->[$i], $want->[$i], $sql->[$i]);
+			my $how = answer_difference($took->[$i], $want->[$i], $sql->[$i], store());
 
 			$rows += keys %{ $sql->[$i] };
 			next unless defined $how;

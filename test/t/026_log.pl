@@ -1,5 +1,4 @@
-# A log of thousands of entries and a model of it in virtual time.  Every answer is
-# the model's, after refunds, rollbacks, refusals that count, and steps of the clock.
+# A log of thousands of entries in virtual time.  Every answer is that of StateModel.pm, after refunds, rollbacks, refusals that count, and steps of the clock.
 # The fields in Redis have the documented layout.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
@@ -7,80 +6,31 @@
 # Runs once: it compares the log with a model, and 020_engines compares the engines in each row.
 use RatelimitTest;
 use Engines;
-use Promises;
+use StateModel;
 
 my $steps = $ENV{RATELIMIT_STEPS} || 12_000;
 my $seed = seed();
 my ($redis, $node, $session) = start_servers(\&new_node);
 my $period = 1_000_000;
 
-#
-# The model: the stored entries [time, units], the oldest first
-#
+my $now;
 
-my (@charged, @refused, $now);
-
-sub live_now { return live({ period => $period }, $now, @_); }
-
-# Removes the entries that no longer count, which only an act that counts does.
-sub purge { @$_ = live_now(@$_) foreach \@charged, \@refused; return; }
-
-sub newest { return max($now, map { $_->[0] } live_now(@charged, @refused)); }
-
-# Makes a call; returns allowed, remaining, retry_after and reset_after.
-sub act
+# Returns a log.  All have one state.
+sub log_of
 {
-	my ($quota, $capacity, $count_denied, $peek) = @_;
-	my $allowed = units(live_now(@charged, @refused)) + $quota <= $capacity;
-	my @before = ([ map { [@$_] } @charged ], [ map { [@$_] } @refused ]);
-	my ($wait, $reset) = ('', 0);
+	my ($capacity, $count_denied) = @_;
 
-	if ($quota > 0 && ($allowed || ($count_denied && $quota <= $capacity)))
-	{
-		my $time = newest();
-
-		purge();
-		push @{ $allowed ? \@charged : \@refused }, [ $time, $quota ];
-		take_oldest(units(@refused) - $capacity, @refused);
-	}
-	my @all = sort { $a->[0] <=> $b->[0] } live_now(@charged, @refused);
-	my $used = units(@all);
-	if (!$allowed && $quota <= $capacity)
-	{
-		my $needed = $used + $quota - $capacity;
-
-		foreach my $entry (@all)
-		{
-			$wait = $entry->[0] + $period - $now;
-			last if ($needed -= $entry->[1]) <= 0;
-		}
-	}
-	$reset = $all[-1][0] + $period - $now if @all;
-	@charged = @{ $before[0] } if $peek;
-	@refused = @{ $before[1] } if $peek;
-	return join '|', $allowed ? 't' : 'f', max($capacity - $used, 0), $wait, $reset;
+	return limit(algorithm => 'sliding_log', period => $period, capacity => $capacity, count_denied => $count_denied ? 1 : 0, tag => 'log');
 }
 
-# Carries out rl_refund.
-sub refund
+# Returns the model's answer to a call, in the form of answer(), and its charge.
+sub call
 {
-	my ($quota) = @_;
+	my ($name, $quota, $limit, $how) = @_;
+	my ($decisions, $charges) = act($name, [$limit], $now, $quota, $how);
+	my ($allowed, $remaining, $wait, $reset) = @{ $decisions->[0] };
 
-	return unless live_now(@charged);
-	purge();
-	take_oldest($quota, @charged);
-	return;
-}
-
-# Refunds a rolled-back charge: its entry's units, if they still count.
-sub refund_charge
-{
-	my ($time, $units) = @_;
-
-	return unless live_now(@charged);
-	purge();
-	take_oldest($units, grep { $_->[0] == $time } @charged);
-	return;
+	return (join('|', $allowed ? 't' : 'f', $remaining, $wait // '', $reset), @$charges);
 }
 
 #
@@ -101,14 +51,16 @@ sub look_at_fields
 {
 	my ($name) = @_;
 	my %fields = @{ $redis->cli('HGETALL', "rl:{$name}") };
+	my @stored = entries_of($name, log_of(1));
 
-	foreach my $kind ([ "sliding_log:$period", \@charged ], [ "sliding_log:$period:denied", \@refused ])
+	foreach my $kind ([ "sliding_log:$period", grep { !$_->[2] } @stored ], [ "sliding_log:$period:denied", grep { $_->[2] } @stored ])
 	{
-		my ($entries, @bad) = log_entries(\%fields, $kind->[0]);
+		my ($log, @wanted) = @$kind;
+		my ($entries, @bad) = log_entries(\%fields, $log);
 		my (@kept, @model);
 
 		# Entries of the same time may be one entry or several.
-		foreach my $pair ([ \@kept, $entries ], [ \@model, $kind->[1] ])
+		foreach my $pair ([ \@kept, $entries ], [ \@model, \@wanted ])
 		{
 			my ($to, $from) = @$pair;
 			foreach my $entry (grep { $_->[1] > 0 } @$from)
@@ -118,8 +70,8 @@ sub look_at_fields
 			}
 		}
 		push @wrong, map { "$name: $_" } @bad;
-		push @wrong, "$name: $kind->[0] has not the model's entries"
-		  if join(',', map { "@$_" } @kept) ne join(',', map { "@$_" } @model);
+		push @wrong, "$name: $log has not the model's entries"
+		  if join(',', map { "@$_[ 0, 1 ]" } @kept) ne join(',', map { "@$_[ 0, 1 ]" } @model);
 		$seen{most} = max($seen{most}, scalar @kept);
 	}
 	$seen{chunks} += grep { /:\d+:\d+$/ } keys %fields;
@@ -136,7 +88,6 @@ sub history
 	my ($name, $length, %how) = @_;
 	my $base = $how{capacity};
 
-	(@charged, @refused) = ();
 	$now = 1_700_000_000_000_000;
 	for (; $length > 0; $length -= 400)
 	{
@@ -162,7 +113,7 @@ sub history
 				# The next call sends the refund.
 				$sql .= "RAISE 'back'; EXCEPTION WHEN raise_exception THEN NULL; END;\n"
 				  . "PERFORM set_config('ratelimit.debug_now', '$now', false), rl_peek('$name', '$limit', 0);\n";
-				refund_charge(@$_) foreach @{ $open[-1] };
+				refund_charge($_, $now) foreach @{ $open[-1] };
 				$seen{rollback} += @{ pop @open };
 				next;
 			}
@@ -177,13 +128,13 @@ sub history
 			{
 				my $units = 1 + below(chance($how{refunds}) ? $base : 8);
 
-				refund($units);
+				refund_units($name, log_of($capacity), $units, $now);
 				$sql .= "PERFORM rl_refund('$name', '$limit', $units);\n";
 				$seen{refund}++;
 			}
 			elsif (!@open && chance(0.1))
 			{
-				(@charged, @refused) = ();
+				delete_states($name);
 				$sql .= "PERFORM rl_reset('$name', '$limit');\n";
 				$seen{reset}++;
 			}
@@ -191,10 +142,9 @@ sub history
 			{
 				my $act = chance(8) ? 'peek' : 'check';
 				my $option = $act eq 'peek' ? '' : chance($how{denied}) ? ' count_denied' : @open && chance(40) ? ' refund_on_abort' : '';
-				my $time = newest();
-				my $answer = act($quota, $capacity, $option eq ' count_denied', $act eq 'peek');
+				my ($answer, @charges) = call($name, $quota, log_of($capacity, $option eq ' count_denied'), $act eq 'peek' ? 'peek' : 'take');
 
-				push @{ $open[-1] }, [ $time, $quota ] if $option eq ' refund_on_abort' && $answer =~ /^t/ && $quota > 0;
+				push @{ $open[-1] }, @charges if $option eq ' refund_on_abort';
 				push @want, $answer;
 				$sql .= "SELECT answers || answer(d.allowed, d.remaining, d.retry_after, d.reset_after) INTO answers FROM rl_$act('$name', '$limit$option', $quota) d;\n";
 				$seen{ $answer =~ /^t/ ? 'allowed' : 'refused' }++;
@@ -244,11 +194,11 @@ foreach my $n (1 .. all_seeds(60))
 if (!@differ && !@wrong)
 {
 	my $start = 1_700_000_000_000_000;
-	my $limit = "sliding_log 3000/${period}us";
+	my $log = log_of(3000);
+	my $limit = $log->{text};
+	my @charges = map { $now = $start + 900 * $_; (call('joined', 1, $log, 'take'))[1] } 1 .. 1000;
 
-	(@charged, @refused) = ();
-	push @charged, map { [ $start + 900 * $_, 1 ] } grep { $_ % 4 == 1 || $_ > 900 } 1 .. 1000;
-	$now = $start + 900 * 1000;
+	refund_charge($charges[ $_ - 1 ], $now) foreach grep { $_ % 4 != 1 && $_ <= 900 } 1 .. 1000;
 	$session->ask(qq{DO \$\$ BEGIN
 		FOR n IN 1 .. 1000 LOOP
 			PERFORM set_config('ratelimit.debug_now', ($start + 900 * n)::text, false);
@@ -263,7 +213,7 @@ if (!@differ && !@wrong)
 	foreach my $n (map { 3 * $_ } 0 .. 334)
 	{
 		$now = $start + $period + 900 * $n;
-		my $want = act(2960, 3000, 0, 1);
+		my ($want) = call('joined', 2960, $log, 'peek');
 		my $got = $session->ask("SET ratelimit.debug_now = '$now'; SELECT answer(d.allowed, d.remaining, d.retry_after, d.reset_after) FROM rl_peek('joined', '$limit', 2960) d");
 
 		push @differ, "joined, when entry $n ends: $got, the model has $want" if $got ne $want;
@@ -275,23 +225,21 @@ if (!@differ && !@wrong)
 {
 	my $start = 1_700_000_000_000_000;
 	my $engine = c_engine($node);
-	my $limit = limit(algorithm => 'sliding_log', capacity => 3000, period => $period);
+	my $limit = log_of(3000);
 	my $step = sub { return { form => $_[0], key => 'refunded', now => $_[1], argument => $_[2], limits => [$limit] } };
 
-	@charged = map { [ $start + 900 * $_, 1 ] } 1 .. 1000;
-	@refused = ();
-	c_step($engine, $step->('check', $_->[0], 1)) foreach @charged;
+	my @charges = map { $now = $start + 900 * $_; c_step($engine, $step->('check', $now, 1)); (call('refunded', 1, $limit, 'take'))[1] } 1 .. 1000;
 	foreach my $n (grep { $_ % 4 != 1 } reverse 1 .. 900)
 	{
 		$now = $start + 900 * 1000;
 		Engines::c_act($engine, 'undo', $step->('abort', $now), 1000 - $n, $limit);
-		refund_charge($start + 900 * $n, 1);
+		refund_charge($charges[ $n - 1 ], $now);
 		foreach my $gone ($n, 600, 895)
 		{
 			$now = $start + $period + 900 * $gone;
 			my $got = c_step($engine, $step->('peek', $now, 2960))->[0];
 			my $text = join '|', $got->[0] ? 't' : 'f', $got->[2], $got->[3] // '', $got->[4];
-			my $want = act(2960, 3000, 0, 1);
+			my ($want) = call('refunded', 2960, $limit, 'peek');
 
 			push @differ, "refunded from $n on, when entry $gone ends: C $text, the model has $want" if $text ne $want;
 		}

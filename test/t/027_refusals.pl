@@ -1,8 +1,6 @@
 # No refused call ever frees charged quota, and no refund ever erases a refusal.
 #
-# The model has two lists for each key: the units that were charged and the units that
-# count as refused, by the questions and answers of two sessions.  Of an algorithm it
-# knows only the time at which a unit stops counting.  Each key has one state, under
+# Each answer of two sessions is that of StateModel.pm.  Each key has one state, under
 # counts that change from call to call.  Calls, rl_refund and the rollback of charges
 # are mixed, in virtual time.
 #
@@ -11,7 +9,8 @@
 # Runs once: it compares refusals with a model, and 020_engines compares the engines in each row.
 use RatelimitTest;
 use Engines;
-use Promises;
+use Promises qw(live units);
+use StateModel;
 
 my $seed = seed();
 my $redis = RedisServer->new->start;
@@ -20,80 +19,63 @@ my $node = new_node($redis);
 # One session has transactions; the other session acts between their statements.
 my %session = map { $_ => session($node) } qw(owner other);
 my @kinds = ('fixed_window', 'fixed_window from_first', 'sliding_window', 'sliding_log');
-my %count;
+my $other = limit(algorithm => 'throttle', period => 86_400_000_000_000, capacity => 2, tag => 'other');
 
 #
 # The model
 #
 
-# A history is about one state of one key: the state tag; charged and refused are
-# lists of entries.  Removes the entries that no longer count.
-sub expire
+# Returns the units in use of a history's state that were charged, or refused.
+sub used
 {
-	my ($h) = @_;
+	my ($h, $refused) = @_;
+	my $limit = $h->{limit};
 
-	$h->{$_} = [ live($h, $h->{now}, @{ $h->{$_} }) ] foreach qw(charged refused);
-	return;
+	return units(live($limit, $h->{now}, grep { !$_->[2] == !$refused } entries_of($h->{key}, $limit)));
 }
 
-sub place_of { my ($h) = @_; return place($h, $h->{now}, map { @{ $h->{$_} } } qw(charged refused)); }
+# Returns the limits of a call.
+sub limits_of
+{
+	my ($h, $call) = @_;
+	my $l = limit(%{ $h->{limit} }, capacity => $call->{count}, count => $call->{count}, count_denied => $call->{denied} ? 1 : 0);
 
-sub used { my ($h, @lists) = @_; return units(map { @{ $h->{$_} } } @lists); }
+	$l->{text} .= ' refund_on_abort' if $call->{grants};
+	return ($l, $call->{other} ? $other : ());
+}
 
-# Carries out a call in the model; returns the errors in its answer.
+# Carries out a call in the model; returns the error in its answer, if there is one.
 sub called
 {
 	my ($h, $call, @rows) = @_;
-	my ($allowed, $remaining) = @{ $rows[0] };
 	my ($count, $quota) = @$call{qw(count quota)};
-	my $done = !grep { $_->[0] ne 't' } @rows;
-	my @wrong;
+	my ($charged, $refused) = (used($h, 0), used($h, 1));
+	my ($decisions, $charges) = act($h->{key}, [ limits_of($h, $call) ], $h->{now}, $quota, 'take');
+	my ($got, $want) = map { join '; ', @$_ } [ map { "@$_" } @rows ], [ map { ($_->[0] ? 't' : 'f') . " $_->[1]" } @$decisions ];
 
-	expire($h);
-	my $used = used($h, qw(charged refused));
-	my $fits = $used + $quota <= $count;
-	my $before = used($h, 'refused');
-	push @wrong, "allowed $quota of $count while $used are in use" if $allowed eq 't' && !$fits;
-	push @wrong, "refused $quota of $count while only $used are in use" if $allowed eq 'f' && $fits;
-	if ($done)
+	if (!grep { !$_->[0] } @$decisions)
 	{
-		my $place = place_of($h);
-
-		push @{ $h->{charged} }, [ $place, $quota ];
-		push @{ $h->{grants} }, [ $place, $quota ] if $call->{grants};
+		push @{ $h->{grants} }, $charges->[0] if $call->{grants} && $quota > 0;
 		$count{charged}++;
 	}
 	elsif ($call->{denied} && $quota > 0 && $quota <= $count)
 	{
-		push @{ $h->{refused} }, [ place_of($h), $quota ];
 		# A log keeps the newest refusals.
-		if ($h->{algorithm} eq 'sliding_log')
-		{
-			my $gone = max(used($h, 'refused') - $count, 0);
-
-			take_oldest($gone, @{ $h->{refused} });
-			$count{saturated}++ if $gone;
-		}
+		$count{saturated}++ if $h->{limit}{algorithm} eq 'sliding_log' && $refused + $quota > $count;
 		$count{counted}++;
-		$count{smaller}++ if @{ $h->{charged} } && $h->{greatest} > $count;
-		$count{by_other}++ if $allowed eq 't';
+		$count{smaller}++ if $charged && $h->{greatest} > $count;
+		$count{by_other}++ if $decisions->[0][0];
 	}
-	expire($h);
-	$h->{greatest} = @{ $h->{charged} } ? max($h->{greatest}, $count) : 0;
-	$used = used($h, qw(charged refused));
-	my $free = max($count - $used, 0);
-	push @wrong, "$remaining of $count remain while $used are in use, " . used($h, 'refused') . ' of them refused'
-	  if $remaining != $free;
-	return @wrong;
+	$h->{greatest} = used($h, 0) ? max($h->{greatest}, $count) : 0;
+	return $got eq $want ? () : "the model answers $want to $quota of $count, with $charged charged and $refused refused units";
 }
 
 sub refunded
 {
-	my ($h, $quota) = @_;
+	my ($h, $quota, @limits) = @_;
 
-	expire($h);
-	$count{refund_keeps}++ if take_oldest($quota, @{ $h->{charged} }) && used($h, 'refused');
-	expire($h);
+	$count{refund_keeps}++ if used($h, 0) && used($h, 1);
+	refund_units($h->{key}, $_, $quota * ($_->{interval_ns} || 1), $h->{now}) foreach @limits;
 	return;
 }
 
@@ -102,32 +84,20 @@ sub rolled_back
 {
 	my ($h) = @_;
 
-	expire($h);
 	foreach my $grant (@{ $h->{grants} })
 	{
-		my ($place, $quota) = @$grant;
+		my $charged = used($h, 0);
 
-		$count{undo_keeps}++
-		  if take_oldest($quota, grep { $_->[0] == $place } @{ $h->{charged} }) && used($h, 'refused');
+		refund_charge($grant, $h->{now});
+		$count{undo_keeps}++ if used($h, 0) < $charged && used($h, 1);
 	}
 	$h->{grants} = [];
-	expire($h);
 	return;
 }
 
 #
 # Histories
 #
-
-sub limit_text
-{
-	my ($h, $call) = @_;
-
-	return "$h->{algorithm} $call->{count}/$h->{period}us" . ($h->{from_first} ? ' from_first' : '')
-	  . ($h->{step} ? " step $h->{step}us" : '')
-	  . ($call->{denied} ? ' count_denied' : '') . ($call->{grants} ? ' refund_on_abort' : '')
-	  . ($call->{other} ? ', throttle 2/1000d' : '');
-}
 
 # Returns the answers to statements: for each a list of rows, which are lists.
 sub answers
@@ -140,18 +110,18 @@ sub answers
 }
 
 # Makes some calls and refunds in one session; returns the errors.
-sub act
+sub make_calls
 {
 	my ($h, $who, $in_transaction) = @_;
 	my (@sql, @what);
 
 	foreach (1 .. 1 + below(6))
 	{
-		my $unit = max(1, int($h->{period} / $h->{typical}));
+		my $unit = max(1, int($h->{limit}{period} / $h->{typical}));
 		my $call = { denied => chance(60), grants => $in_transaction && chance(75), other => chance(12),
 			count => chance(50) ? $h->{typical} : 1 + below(2 * $h->{typical}) };
-		$h->{now} += chance(50) ? 0 : chance(60) ? below($unit) : chance(70) ? below($h->{period})
-		  : $h->{period} - $h->{now} % $h->{period} - below(2);
+		$h->{now} += chance(50) ? 0 : chance(60) ? below($unit) : chance(70) ? below($h->{limit}{period})
+		  : $h->{limit}{period} - $h->{now} % $h->{limit}{period} - below(2);
 		$call->{quota} = chance(35) ? 1 : chance(8) ? 0 : chance(6) ? $call->{count} + 1 : 1 + below($call->{count});
 		$call->{now} = $h->{now};
 		# The remaining quota under the largest count shows the units in use.
@@ -165,7 +135,7 @@ sub act
 			$call->{refund} = chance(20) ? 100_000 : 1 + below($h->{typical});
 			$count{refunds}++;
 		}
-		my $limits = limit_text($h, $call);
+		my $limits = limits_text(limits_of($h, $call));
 		push @what, $call;
 		push @sql, "SET ratelimit.debug_now = '$h->{now}'; "
 		  . ($call->{refund} ? "SELECT rl_refund('$h->{key}', '$limits', $call->{refund});"
@@ -184,7 +154,7 @@ sub act
 		$h->{log}[ $i - @what ] .= ': ' . join ' ', map { @$_ } @rows;
 		if ($what[$i]{refund})
 		{
-			refunded($h, $what[$i]{refund});
+			refunded($h, $what[$i]{refund}, limits_of($h, $what[$i]));
 			next;
 		}
 		push @wrong, map { "$h->{log}[ $i - @what ]: $_" } called($h, $what[$i], @rows);
@@ -204,8 +174,8 @@ sub history
 	my $from = 1_700_000_000_000_000 + below(10**12);
 	my ($algorithm, $first) = split / /, $kind;
 	my $step = $algorithm eq 'sliding_window' ? $period / pick(1, 2, 5, 10) : 0;
-	my $h = { algorithm => $algorithm, from_first => $first, period => $period, step => $step, key => "$kind $number",
-		now => $from, from => $from, typical => 2 + below(9), greatest => 0, charged => [], refused => [], grants => [], log => [] };
+	my $limit = limit(algorithm => $algorithm, from_first => $first ? 1 : 0, period => $period, step => $step, capacity => 100_000, tag => $kind);
+	my $h = { limit => $limit, key => "$kind $number", now => $from, from => $from, typical => 2 + below(9), greatest => 0, grants => [], log => [] };
 	my @wrong;
 
 	foreach my $round (1 .. 6)
@@ -213,8 +183,8 @@ sub history
 		my $in_transaction = chance(60);
 
 		answers('owner', 'BEGIN;') if $in_transaction;
-		@wrong = act($h, 'owner', $in_transaction);
-		@wrong = act($h, 'other', 0) if !@wrong && chance(70);
+		@wrong = make_calls($h, 'owner', $in_transaction);
+		@wrong = make_calls($h, 'other', 0) if !@wrong && chance(70);
 		if ($in_transaction)
 		{
 			my $rollback = chance(75);
@@ -230,12 +200,11 @@ sub history
 	# After a refund of all charges, only the refused quota is in use.
 	if (!@wrong)
 	{
-		my $most = limit_text($h, { count => 100_000 });
 		my (undef, $left) = answers('other',
-			"SET ratelimit.debug_now = '$h->{now}'; SELECT rl_refund('$h->{key}', '$most', 100000);",
-			"SELECT remaining FROM rl_peek('$h->{key}', '$most', 0);");
-		refunded($h, 100_000);
-		my $refused = used($h, 'refused');
+			"SET ratelimit.debug_now = '$h->{now}'; SELECT rl_refund('$h->{key}', '$limit->{text}', 100000);",
+			"SELECT remaining FROM rl_peek('$h->{key}', '$limit->{text}', 0);");
+		refunded($h, 100_000, $limit);
+		my $refused = used($h, 1);
 
 		$count{refused_at_end}++ if $refused;
 		push @wrong, "after a refund of all charges $left->[0][0] of 100000 remain, not 100000 - $refused"

@@ -180,17 +180,13 @@ while ($done < $wanted && !$differ)
 	foreach my $i (0 .. $#steps)
 	{
 		my ($step, $want) = ($steps[$i], $expected[$i]);
-		my @n = !$want ? () : $step->{parts} ? 0 .. $#$want : $step->{form} eq 'peek' ? 1 .. $#$want : 0;
-		my $how = keys %{ $got->[$i] } == @n ? undef : 'the number of rows';
+		my $how = answer_difference($step, $want, $got->[$i], $store);
 
-		foreach my $n (@n)
-		{
-			$rows++;
-			$how //= decision_difference($got->[$i]{$n}, $want->[$n], $store);
-			next unless $how && $differ++ == 0;
-			push @shown, "step $i, $step->{form} at $step->{now}, row $n: $how", '  C:   ' . decision_text($want->[$n]),
-			  '  SQL: ' . decision_text($got->[$i]{$n}), map { show_step($_) } grep { $_->{group} eq $step->{group} } @steps[ max(0, $i - 15) .. $i ];
-		}
+		$rows += keys %{ $got->[$i] };
+		next unless defined $how && $differ++ == 0;
+		push @shown, "step $i, $step->{form} at $step->{now}: $how", map({ '  C:   ' . decision_text($_) } @{ $want || [] }),
+		  map({ '  SQL: ' . decision_text($got->[$i]{$_}) } sort keys %{ $got->[$i] }),
+		  map { show_step($_) } grep { $_->{group} eq $step->{group} } @steps[ max(0, $i - 15) .. $i ];
 	}
 	$done += @steps;
 }
@@ -363,11 +359,7 @@ if ($store eq 'redis')
 else
 {
 	# When the memory is full, cells are evicted, but none of the action's own keys.
-	my $small = PostgreSQL::Test::Cluster->new('small');
-	$small->init(extra => [ '--no-locale', '--encoding=UTF8' ]);
-	$small->append_conf('postgresql.conf', join "\n", preload_setting(), 'ratelimit.store = local', 'ratelimit.local_max_keys = 100');
-	start_node($small);
-	$small->safe_psql('postgres', 'CREATE EXTENSION ratelimit');
+	my $small = named_node('small', $redis, 'ratelimit.local_max_keys = 100');
 	is($small->safe_psql('postgres', q{
 		SELECT count(*) FROM rl_check_many(ARRAY(SELECT 'own:' || i FROM generate_series(1, 4) i), 'sliding_log 1/1h');
 		SELECT count(*) FROM rl_check_many(ARRAY(SELECT 'other:' || i FROM generate_series(1, 96) i), 'fixed_window 1/3650d');

@@ -29,7 +29,7 @@ use List::Util qw(max min sum0);
 use PostgreSQL::Test::Utils;
 
 our @EXPORT = qw(MAX_PERIOD seed all_seeds reseed below log_uniform chance pick limit limits_text random_tags random_limit
-	decision_text decision_difference state_name c_program c_engine c_step redis_engine redis_steps redis_begin redis_answers);
+	decision_text binding_decision answer_difference state_name c_program c_engine c_step redis_engine redis_steps redis_begin redis_answers);
 
 # Ten years.
 use constant MAX_PERIOD => 315_576_000_000_000;
@@ -249,6 +249,51 @@ sub decision_difference
 		return ('retry_after', 'reset_after')[ $column - 3 ] if defined $g != defined $w || (defined $g && $g != $w / 1e6);
 	}
 	return 'source' if $got->[5] ne ($want->[5] eq 'local' ? $store : $want->[5]);
+	return undef;
+}
+
+# Returns the decision of the binding limit of one or more limits, as docs/reference.md
+# describes it.  Shadow limits matter only if there are no others.  Each decision has its wait.
+sub binding_decision
+{
+	my ($limits, @each) = @_;
+	my @in_force = grep { !$limits->[$_]{shadow} } 0 .. $#each;
+	my $best;
+
+	@each = @each[@in_force] if @in_force;
+	if (!grep { !$_->[0] || $_->[5] eq 'shadow' } @each)
+	{
+		foreach my $d (@each)
+		{
+			$best = $d if !$best || $d->[2] < $best->[2];
+		}
+		return $best;
+	}
+	my $wait = sub { return $_[0][6] == -1 ? 9e18 : $_[0][6] };
+	foreach my $d (@each)
+	{
+		$best = $d if !$best || $wait->($d) > $wait->($best)
+		  || ($wait->($d) == $wait->($best) && !$d->[0] && $best->[0]);
+	}
+	return $best;
+}
+
+# Returns the difference between SQL's answer to a step, from this store, and the wanted
+# answer, or undef.
+sub answer_difference
+{
+	my ($step, $want, $got, $store) = @_;
+	my $form = $step->{form};
+
+	return keys %$got ? 'an answer to a step that decides nothing' : undef unless $want;
+	my @rows = $step->{parts} ? (0 .. $#$want) : $form eq 'each' || $form eq 'peek' ? (1 .. $#$want) : (0);
+	return 'the number of rows' if keys %$got != @rows;
+	foreach my $n (@rows)
+	{
+		my $how = decision_difference($form eq 'allow' ? [ $got->{$n}[0] ] : $got->{$n}, $want->[$n], $store);
+
+		return "row $n: $how" if defined $how;
+	}
 	return undef;
 }
 

@@ -13,7 +13,7 @@ use Exporter 'import';
 use List::Util qw(all max min);
 use Promises;
 
-our @EXPORT = qw(%count act refund_charge refund_units delete_states merge divide_up);
+our @EXPORT = qw(%count act refund_charge refund_units delete_states ban_until entries_of merge divide_up);
 
 # How often something happened; the tests add to it.
 our %count;
@@ -326,5 +326,17 @@ sub delete_states
 	delete @{ $states{$key}{of} }{ map { $_->{tag} } @limits } if $states{$key};
 	return;
 }
+
+# Returns the entries that are stored of a limit's state, also those that no longer count.
+sub entries_of
+{
+	my ($key, $l) = @_;
+	my $s = ($states{$key} || {})->{of}{ $l->{tag} };
+
+	return $s ? @{ $s->{entries} } : ();
+}
+
+# Bans a key until a time, or ends its ban.
+sub ban_until { my ($key, $until) = @_; ($states{$key} ||= { ban => 0, of => {} })->{ban} = $until; return; }
 
 1;
