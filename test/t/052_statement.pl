@@ -113,7 +113,7 @@ $session->ask(q{
 		PERFORM set_config('ratelimit.debug_now', '', false);
 	END $$});
 $session->ask("SELECT setseed(" . $seed % 1000 / 1000 . ')');
-my $n = 0;
+my ($n, $played) = (0, 0);
 foreach my $limits (
 	'10/1s', '7/1s burst 9', 'token_bucket 6/1s burst 10', 'fixed_window 10/1s', 'sliding_window 10/1s step 250ms', 'sliding_log 10/1s', 'fixed_window 10/1s count_denied',
 	'sliding_log 10/1s count_denied, 40/1min', '10/1s ban 1s after 3', 'token_bucket 5/1s ban 700ms after 2, fixed_window 30/10s, 30/20s')
@@ -121,13 +121,13 @@ foreach my $limits (
 	my $name = 'play' . $n++;
 
 	table($name, $limits);
-	# Each seed has keys of its own.
-	foreach my $n (1 .. all_seeds(1))
+	# Each seed has keys of its own, and one of the ten limits.
+	foreach (1 .. all_seeds(10) / 10)
 	{
-		my $next = reseed($n - 1, all_seeds(1));
+		my $next = reseed($played++, all_seeds(10));
 
 		$session->ask("SELECT setseed($next % 1000 / 1000.0); SET ratelimit.key_prefix = 'seed$next:'") if $next;
-		my ($allowed, $refused, $wrong) = split /\|/, $session->ask("SELECT * FROM play('$name', '$limits', " . max(3, int(50 / all_seeds(1))) . ", 4)"), -1;
+		my ($allowed, $refused, $wrong) = split /\|/, $session->ask("SELECT * FROM play('$name', '$limits', 500 / @{[ all_seeds(10) ]}, 4)"), -1;
 		is($session->error, '', "$limits: no other error");
 		is($wrong, '', "$limits: each statement charges all keys or none");
 		ok($allowed > 3 && $refused > 3, "$limits: $allowed were allowed and $refused refused");

@@ -7,12 +7,12 @@
 # Runs once: it compares limits with models, and 020_engines compares the engines in each row.
 use RatelimitTest;
 use Engines qw(seed all_seeds reseed below chance pick);
-use POSIX qw(floor);
+use POSIX qw(ceil floor);
 
 my $seed = seed();
 my ($redis, $node, $session) = start_servers(\&new_node);
 my $page = slurp_file("$FindBin::RealBin/../../docs/coming-from.md");
-my $keys = 0;
+my ($keys, $histories) = (0, 0);
 
 # Runs the command once for each step of a history, at the step's time in
 # milliseconds and with its quota as $1.
@@ -60,7 +60,7 @@ sub history
 	return map {
 		$now += 1 + below(chance(95) ? 2 * $how{pause} : 30 * $how{pause});
 		[ ($how{unit} > 1 ? $how{unit} * ($_ + int($now / $how{unit})) : $now), 1 + below($how{quota}) ]
-	} 1 .. max(20, 2000 / all_seeds(10));
+	} 1 .. 200;
 }
 
 # Returns the command's answers to the steps.
@@ -81,9 +81,10 @@ sub same
 	my ($what, $command, $model, %how) = @_;
 	my ($wrong, %seen) = (0);
 
-	foreach my $n (1 .. all_seeds(10))
+	# Fifteen limiters are compared, each by ten histories or more.
+	foreach (1 .. ceil(all_seeds(150) / 15))
 	{
-		reseed($n - 1, all_seeds(10));
+		reseed($histories++, all_seeds(150));
 		my @steps = history(%how);
 		my $key = new_key();
 		my $limiter = $model->();
