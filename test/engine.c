@@ -244,8 +244,9 @@ typedef struct Part
 } Part;
 
 static void
-take(Part *parts, int n, int64 now, bool quietly, bool commit)
+take(Part *parts, int n, int64 now, RlTake how)
 {
+	bool		commit = how != RL_PEEK;
 	bool		allowed = true;
 	int			wanted = 0;
 
@@ -255,13 +256,8 @@ take(Part *parts, int n, int64 now, bool quietly, bool commit)
 
 		for (int i = 0; i < part->limits.n; i++)
 		{
-			RlLimit    *limit = &part->limits.limit[i];
+			const RlLimit *limit = &part->limits.limit[i];
 
-			if (quietly)
-			{
-				limit->count_denied = false;
-				limit->ban = 0;
-			}
 			part->kept[i] = find_kept(part->key, limit);
 			part->states[i] = part->kept[i]->state;
 			wanted += rl_chunks_wanted(limit, &part->states[i], &pool, now, part->quota);
@@ -279,7 +275,7 @@ take(Part *parts, int n, int64 now, bool quietly, bool commit)
 	for (int p = 0; p < n; p++)
 	{
 		Part	   *part = &parts[p];
-		RlAct		act = {now, part->quota, part->verdict, commit};
+		RlAct		act = {now, part->quota, part->verdict, how};
 
 		if (!allowed && act.verdict == RL_VERDICT_ALLOWED)
 			act.verdict = RL_VERDICT_REFUSED;
@@ -368,11 +364,11 @@ read_limits(RlLimits *limits)
 }
 
 static void
-take_one(Key *key, const RlLimits *limits, int64 now, int64 quota, bool quietly, bool commit)
+take_one(Key *key, const RlLimits *limits, int64 now, int64 quota, RlTake how)
 {
 	Part		part = {.key = key,.limits = *limits,.quota = quota};
 
-	take(&part, 1, now, quietly, commit);
+	take(&part, 1, now, how);
 	print_combined(&part);
 	for (int i = 0; i < limits->n; i++)
 		print_decision(&part.decisions[i]);
@@ -395,7 +391,7 @@ take_all(int64 now, int n)
 			return false;
 		parts[p].key = find_key(name);
 	}
-	take(parts, n, now, false, true);
+	take(parts, n, now, RL_TAKE);
 	for (int p = 0; p < n; p++)
 		print_combined(&parts[p]);
 	printf("\n");
@@ -423,7 +419,7 @@ main(void)
 				return 2;
 		}
 		else if (strcmp(op, "take") == 0 || strcmp(op, "quiet") == 0 || strcmp(op, "peek") == 0)
-			take_one(key, &limits, now, argument, op[0] == 'q', op[0] != 'p');
+			take_one(key, &limits, now, argument, op[0] == 't' ? RL_TAKE : op[0] == 'q' ? RL_TRY : RL_PEEK);
 		else
 		{
 			if (strcmp(op, "refund") == 0)

@@ -61,7 +61,7 @@ rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, c
 											  used + quota - limit->capacity) - act->now;
 	d->reset_after = used > 0 ?
 		algorithm->next_free(limit, state, pool, view, act->now, used) - act->now : 0;
-	if (!act->commit || charge + refusal == 0)
+	if (act->how == RL_PEEK || charge + refusal == 0)
 		return false;
 	algorithm->keep(limit, state, pool, view, act->now, charge, refusal);
 	return true;
@@ -315,8 +315,8 @@ rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool,
 
 /*
  * Completes the decisions of a key that rl_act_decide has begun, by the verdict on the action,
- * which other keys may have refused.  With commit, it charges the quota to all the limits, or
- * counts the refusal, and sets *ban if the refusal starts one.  Returns a bit, 1 << i, for each
+ * which other keys may have refused.  Unless it is a look, it charges the quota to all the limits, or
+ * counts the refusal unless it is a try, and sets *ban if the refusal starts one.  Returns a bit, 1 << i, for each
  * state that has changed.
  *
  * The pool has as many spare chunks as rl_chunks_wanted returns for all limits together.
@@ -325,6 +325,7 @@ uint32
 rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ban,
 				const RlAct *act, RlView *views, RlDecision *decisions)
 {
+	bool		commit = act->how != RL_PEEK;
 	int64		longest = 0;
 	uint32		changed = 0;
 
@@ -334,23 +335,23 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ba
 		RlAct		own = *act;
 
 		own.quota = rl_quota_of(limits, i, act->quota);
-		if (act->verdict == RL_VERDICT_REFUSED && !decisions[i].allowed && own.quota <= limit->capacity &&
+		if (act->verdict == RL_VERDICT_REFUSED || (act->verdict == RL_VERDICT_ALLOWED && !decisions[i].charged))
+			own.verdict = act->how == RL_TRY ? RL_VERDICT_UNCOUNTED : RL_VERDICT_REFUSED;
+		if (own.verdict == RL_VERDICT_REFUSED && !decisions[i].allowed && own.quota <= limit->capacity &&
 			own.quota > 0 && limit->ban > 0)
 		{
-			int64		brought = count_refusal(limit, &states[i], &views[i], act->now, act->commit);
+			int64		brought = count_refusal(limit, &states[i], &views[i], act->now, commit);
 
-			if (brought > longest && act->commit)
+			if (brought > longest && commit)
 				ban->by = limit;
 			longest = Max(longest, brought);
-			changed |= act->commit << i;
+			changed |= commit << i;
 		}
-		if (act->verdict == RL_VERDICT_ALLOWED && !decisions[i].charged)
-			own.verdict = RL_VERDICT_REFUSED;
 		changed |= rl_algorithm(limit)->act(limit, &states[i], pool, &views[i], &own, &decisions[i]) << i;
 		decisions[i].allowed |= limit->shadow;
 	}
 
-	if (longest > 0 && act->commit)
+	if (longest > 0 && commit)
 		ban->until = act->now + longest;
 	if (act->verdict == RL_VERDICT_BANNED)
 		rl_apply_ban(limits, decisions, ban->until - act->now, true, ban->rule);
@@ -362,10 +363,10 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ba
 /* Decides an action on one key, and completes it. */
 uint32
 rl_act(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ban,
-	   int64 now, int64 quota, bool commit, RlDecision *decisions)
+	   int64 now, int64 quota, RlTake how, RlDecision *decisions)
 {
 	RlView		views[RL_MAX_LIMITS];
-	RlAct		act = {now, quota, RL_VERDICT_BANNED, commit};
+	RlAct		act = {now, quota, RL_VERDICT_BANNED, how};
 
 	act.verdict = rl_act_decide(limits, states, pool, ban->until, now, quota, views, decisions);
 	return rl_act_complete(limits, states, pool, ban, &act, views, decisions);

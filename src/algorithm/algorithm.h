@@ -67,7 +67,7 @@ typedef struct RlAct
 	int64		now;
 	int64		quota;
 	RlVerdict	verdict;
-	bool		commit;			/* false: only decide, and change no state */
+	RlTake		how;
 } RlAct;
 
 /* The charge of an action to one limit, so that a later refund finds it. */
@@ -152,8 +152,8 @@ typedef struct RlAlgorithm
 	/* Returns true if the limit allows the quota, which is at most the capacity. */
 	bool		(*fits) (const RlLimit *limit, const RlView *view, int64 quota);
 	/*
-	 * Sets the decision except allowed, ban_left and source.  With act->commit, it charges the
-	 * quota, or counts the refusal.  This function and the next two return true if they have
+	 * Sets the decision except allowed, ban_left and source.  With act->how other than RL_PEEK, it
+	 * charges the quota, or counts the refusal.  This function and the next two return true if they have
 	 * changed the state.
 	 */
 	bool		(*act) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
@@ -300,7 +300,7 @@ extern uint32 rl_act_complete(const RlLimits *limits, RlState *states, RlPool *p
 							  RlBan *ban, const RlAct *act, RlView *views,
 							  RlDecision *decisions);
 extern uint32 rl_act(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ban,
-					 int64 now, int64 quota, bool commit, RlDecision *decisions);
+					 int64 now, int64 quota, RlTake how, RlDecision *decisions);
 extern bool rl_refund_quota(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
 							int64 quota);
 extern RlCharge rl_charge_first(const RlLimit *limit, int64 units, int64 at);

@@ -76,15 +76,10 @@ complete(RlLimit *limit, const char *count_name, RlError *error)
 
 	limit->interval_ns = limit->period * NS_PER_US / limit->count;
 	if (limit->interval_ns == 0)
-	{
-		rl_error_set(error, ERRCODE_NUMERIC_VALUE_OUT_OF_RANGE,
-					 "%s must not be more than one a nanosecond", count_name);
-		return false;
-	}
-	if (!pg_mul_s64_overflow(limit->interval_ns, limit->capacity, &span) &&
-		span <= RL_MAX_SPAN * NS_PER_US)
-		return true;
-	return rl_limit_is_too_long(error);
+		return rl_error_set(error, ERRCODE_NUMERIC_VALUE_OUT_OF_RANGE,
+							"%s must not be more than one a nanosecond", count_name);
+	return (!pg_mul_s64_overflow(limit->interval_ns, limit->capacity, &span) && span <= RL_MAX_SPAN * NS_PER_US) ||
+		rl_limit_is_too_long(error);
 }
 
 static void
@@ -114,7 +109,7 @@ act(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), Rl
 	bool		allowed = act->verdict == RL_VERDICT_ALLOWED;
 	int64		after = act_on_backlog(limit, view->start, act->quota, allowed, decision);
 
-	if (!allowed || !act->commit || act->quota == 0)
+	if (!allowed || act->how == RL_PEEK || act->quota == 0)
 		return false;
 	keep_backlog(state, act->now, after);
 	return true;

@@ -49,9 +49,8 @@ check_range(int64 value, const RlAlgorithm *algorithm, const char *name, RlError
 bool
 rl_limit_is_too_long(RlError *error)
 {
-	rl_error_set(error, ERRCODE_NUMERIC_VALUE_OUT_OF_RANGE,
-				 "the limit must not take more than 100 years to become free");
-	return false;
+	return rl_error_set(error, ERRCODE_NUMERIC_VALUE_OUT_OF_RANGE,
+						"the limit must not take more than 100 years to become free");
 }
 
 /*
@@ -68,11 +67,8 @@ rl_limit_complete(RlLimit *limit, const char *count_name, RlError *error)
 		!check_range(limit->count, algorithm, count_name, error))
 		return false;
 	if (limit->period < 1 || limit->period > RL_MAX_PERIOD)
-	{
-		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
-					 "period must be more than 0 and at most 10 years");
-		return false;
-	}
+		return rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+							"period must be more than 0 and at most 10 years");
 	return algorithm->complete == NULL || algorithm->complete(limit, count_name, error);
 }
 
@@ -119,15 +115,15 @@ word_length(const Scan *scan)
 	return p - scan->at;
 }
 
-static void
+/* Adds the text that starts here to the error, and returns false. */
+static bool
 show_text(Scan *scan, int len, const char *complaint)
 {
 	if (len == 0)
-		rl_error_detail(scan->error, "%s at the end.", complaint);
-	else
-		rl_error_detail(scan->error, "%s at character %d, \"%.*s\".", complaint,
-						pg_mbstrlen_with_len(scan->start, scan->at - scan->start) + 1,
-						pg_mbcliplen(scan->at, len, 64), scan->at);
+		return rl_error_detail(scan->error, "%s at the end.", complaint);
+	return rl_error_detail(scan->error, "%s at character %d, \"%.*s\".", complaint,
+						   pg_mbstrlen_with_len(scan->start, scan->at - scan->start) + 1,
+						   pg_mbcliplen(scan->at, len, 64), scan->at);
 }
 
 /* Sets the error that shows the text that starts here, and returns false. */
@@ -138,8 +134,7 @@ wrong_text(Scan *scan, int len, const char *complaint)
 				 "invalid input syntax for type rl_limits: \"%.*s\"",
 				 pg_mbcliplen(scan->start, scan->end - scan->start, 150), scan->start);
 	scan->error->hint = "Write, for example, \"5/10s\", \"throttle 30/min burst 15\" or \"sliding_log 5/10s, fixed_window 1000/day\".";
-	show_text(scan, len, complaint);
-	return false;
+	return show_text(scan, len, complaint);
 }
 
 static bool
@@ -452,10 +447,7 @@ scan_limit(Scan *scan, RlLimit *limit)
 
 	if (limit->capacity == -1)
 		limit->capacity = limit->count;
-	if (rl_limit_complete(limit, "count", scan->error))
-		return true;
-	show_text(&start, scan->at - start.at, "The limit is");
-	return false;
+	return rl_limit_complete(limit, "count", scan->error) || show_text(&start, scan->at - start.at, "The limit is");
 }
 
 /*

@@ -26,12 +26,9 @@ complete(RlLimit *limit, const char *count_name pg_attribute_unused(), RlError *
 {
 	if (limit->step == 0)
 		limit->step = default_step(limit->period);
-	if (limit->step >= 1 && limit->period % limit->step == 0 &&
-		limit->period / limit->step <= RL_MAX_STEPS)
-		return true;
-	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
-				 "step must divide the period into at most %d equal parts", RL_MAX_STEPS);
-	return false;
+	return (limit->step >= 1 && limit->period % limit->step == 0 && limit->period / limit->step <= RL_MAX_STEPS) ||
+		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+					 "step must divide the period into at most %d equal parts", RL_MAX_STEPS);
 }
 
 static bool

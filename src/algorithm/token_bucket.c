@@ -17,10 +17,8 @@ complete(RlLimit *limit, const char *count_name pg_attribute_unused(), RlError *
 {
 	int64		span;
 
-	if (!pg_mul_s64_overflow((limit->capacity - 1) / limit->count + 1, limit->period, &span) &&
-		span <= RL_MAX_SPAN)
-		return true;
-	return rl_limit_is_too_long(error);
+	return (!pg_mul_s64_overflow((limit->capacity - 1) / limit->count + 1, limit->period, &span) && span <= RL_MAX_SPAN) ||
+		rl_limit_is_too_long(error);
 }
 
 static int64

@@ -115,8 +115,7 @@ evict(RlCells *view, uint32 cells, uint32 chunks, RlError *error)
 		return true;
 	rl_cells_release(view);
 	rl_error_set(error, ERRCODE_STORE_FAILED, "out of shared memory for rate limits");
-	rl_error_detail(error, "ratelimit.local_max_keys sets its size.");
-	return false;
+	return rl_error_detail(error, "ratelimit.local_max_keys sets its size.");
 }
 
 /*
@@ -172,9 +171,9 @@ take_alone(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decisio
 
 /* Finds cells and states of an act on the view's key, and adds the cells and chunks that it may need. */
 static void
-find_cells(const RlCells *view, const RlAction *action, const RlLimits *limits, Key *key, uint32 *cells,
-		   uint32 *chunks)
+find_cells(const RlCells *view, const RlAction *action, Key *key, uint32 *cells, uint32 *chunks)
 {
+	const RlLimits *limits = action->limits;
 	uint32		ban = key->ban_cell = rl_cell_find(view, NULL);
 	bool		may_change = action->how != RL_PEEK && action->quota > 0 &&
 		(ban == RL_NO_CELL || rl_cell_at(view, ban)->ban.until <= view->now || rl_all_shadow(limits));
@@ -192,7 +191,7 @@ find_cells(const RlCells *view, const RlAction *action, const RlLimits *limits, 
 			continue;
 		*cells += found == RL_NO_CELL;
 		*chunks += rl_chunks_wanted(limit, state, &view->pool, view->now, rl_quota_of(limits, i, action->quota));
-		if (limit->ban > 0 && state->ban_count + 1 >= limit->ban_after)
+		if (action->how == RL_TAKE && limit->ban > 0 && state->ban_count + 1 >= limit->ban_after)
 		{
 			char		why[RL_MAX_WHY];
 
@@ -205,14 +204,14 @@ find_cells(const RlCells *view, const RlAction *action, const RlLimits *limits, 
 
 /* Does the same, and reserves them.  Returns false with the error set, and unlocked, if there is no room. */
 static bool
-begin_act(RlCells *view, const RlAction *action, const RlLimits *limits, Key *key, RlError *error)
+begin_act(RlCells *view, const RlAction *action, Key *key, RlError *error)
 {
 	for (;;)
 	{
 		uint32		cells = 0;
 		uint32		chunks = 0;
 
-		find_cells(view, action, limits, key, &cells, &chunks);
+		find_cells(view, action, key, &cells, &chunks);
 		if (rl_cells_reserve(view, cells, chunks))
 			return true;
 		if (!make_room(view, cells, chunks, error))
@@ -354,7 +353,7 @@ answer_reserved(RlCells *view, const RlAction *action, uint32 c, RlDecision *dec
 
 		states[i] = state != RL_NO_CELL ? rl_cell_at(view, state)->state : (RlState) RL_NO_STATE;
 	}
-	(void) rl_act(limits, states, &view->pool, &ban, view->now, 0, false, decisions);
+	(void) rl_act(limits, states, &view->pool, &ban, view->now, 0, RL_PEEK, decisions);
 	for (int i = 0; i < limits->n; i++)
 		rl_set_reserved(&decisions[i], record.settled != RL_UNKNOWN);
 	return true;
@@ -383,7 +382,7 @@ local_reserve(const RlAction *action, RlDecision *decisions, RlAnswer *answer, R
 {
 	const RlLimits *limits = action->limits;
 	Key			key;
-	RlAct		act = {.quota = action->quota,.commit = true};
+	RlAct		act = {.quota = action->quota,.how = RL_TAKE};
 	uint32		record;
 	RlCells		view = {.key_hash = rl_key_hash(&action->key)};
 
@@ -400,7 +399,7 @@ local_reserve(const RlAction *action, RlDecision *decisions, RlAnswer *answer, R
 			finish(&view);
 			return true;
 		}
-		find_cells(&view, action, limits, &key, &cells, &chunks);
+		find_cells(&view, action, &key, &cells, &chunks);
 		if (rl_cells_reserve(&view, cells, chunks))
 			break;
 		if (!make_room(&view, cells, chunks, error))
@@ -633,24 +632,12 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 	const RlLimits *limits = action->limits;
 	int64		quota = action->quota;
 	RlTake		how = action->how;
-	RlLimits	uncounted;
 	Key			key;
 	uint32		changed;
 	RlCells		view = {.key_hash = rl_key_hash(&action->key)};
 
 	if (action->reserve != NULL)
 		return local_reserve(action, decisions, answer, error);
-	if (how == RL_TRY)
-	{
-		rl_limits_copy(&uncounted, limits);
-		for (int i = 0; i < uncounted.n; i++)
-		{
-			uncounted.limit[i].count_denied = false;
-			uncounted.limit[i].ban = 0;
-		}
-		limits = &uncounted;
-	}
-
 	rl_cells_lock(&view, how == RL_PEEK ? LW_SHARED : LW_EXCLUSIVE);
 	if (how != RL_PEEK && limits->n == 1 && limits->limit[0].ban == 0 && !limits->limit[0].shadow &&
 		rl_algorithm(&limits->limit[0])->act_alone != NULL &&
@@ -660,11 +647,11 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 		finish(&view);
 		return true;
 	}
-	if (!begin_act(&view, action, limits, &key, error))
+	if (!begin_act(&view, action, &key, error))
 		return false;
 	answer->at = view.now;
 	load_ban(&view, key.ban_cell, &key.ban);
-	changed = rl_act(limits, key.states, &view.pool, &key.ban, view.now, quota, how != RL_PEEK, decisions);
+	changed = rl_act(limits, key.states, &view.pool, &key.ban, view.now, quota, how, decisions);
 	save_key(&view, &action->key, limits, &key, changed);
 	finish(&view);
 	return true;
@@ -686,7 +673,7 @@ begin_all(RlCells *view, const RlAction *const *actions, int n, Key *keys, RlErr
 			cells[i] = i > 0 ? cells[i - 1] : 0;
 			chunks[i] = i > 0 ? chunks[i - 1] : 0;
 			rl_cells_select(view, i);
-			find_cells(view, actions[i], actions[i]->limits, &keys[i], &cells[i], &chunks[i]);
+			find_cells(view, actions[i], &keys[i], &cells[i], &chunks[i]);
 			/* The keys share the spares, so a key's numbers include those of the keys before it. */
 			reserved &= rl_cells_reserve(view, cells[i], chunks[i]);
 		}
@@ -728,7 +715,7 @@ local_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apar
 	for (int i = 0; i < n; i++)
 	{
 		Key		   *key = &keys[i];
-		RlAct		act = {view.now, actions[i]->quota, key->verdict, true};
+		RlAct		act = {view.now, actions[i]->quota, key->verdict, RL_TAKE};
 		uint32		changed;
 
 		if (!allowed && act.verdict == RL_VERDICT_ALLOWED)
