@@ -22,15 +22,7 @@
 
 #include "skip.h"
 
-/* A running query that can move rows.  It is allocated in the query's context. */
-typedef struct Mover
-{
-	MemoryContext query;
-	struct Mover *next;
-	MemoryContextCallback end;
-} Mover;
-
-static Mover *movers = NULL;
+static RlQuery *queries = NULL; /* those that were noted, the innermost first */
 static ExecutorStart_hook_type next_start = NULL;
 static TimestampTz loaded = 0;	/* start of the statement that loaded this library; 0: none */
 
@@ -66,32 +58,41 @@ statement_moves_rows(const PlannedStmt *statement)
 
 /* Forgets a query, whose context is being deleted. */
 static void
-forget_mover(void *arg)
+forget_query(void *arg)
 {
-	Mover	  **link = &movers;
+	RlQuery   **link = &queries;
 
 	while (*link != arg)
 		link = &(*link)->next;
 	*link = (*link)->next;
 }
 
+/* Returns the query with this context, or NULL if it was not noted; with "note" notes it then. */
+RlQuery *
+rl_query(MemoryContext context, bool note)
+{
+	static uint64 last = 0;
+	RlQuery    *query = queries;
+
+	while (query != NULL && query->context != context)
+		query = query->next;
+	if (query != NULL || !note || context == NULL)
+		return query;
+	query = MemoryContextAlloc(context, sizeof(RlQuery));
+	*query = (RlQuery) {.context = context,.number = ++last,.next = queries,.end = {.func = forget_query,.arg = query}};
+	MemoryContextRegisterResetCallback(context, &query->end);
+	return queries = query;
+}
+
 static void
 note_mover(QueryDesc *query, int eflags)
 {
-	MemoryContext context;
-	Mover	   *mover;
-
 	if (next_start)
 		next_start(query, eflags);
 	else
 		standard_ExecutorStart(query, eflags);
-	if (!statement_moves_rows(query->plannedstmt))
-		return;
-	context = query->estate->es_query_cxt;
-	mover = MemoryContextAlloc(context, sizeof(Mover));
-	*mover = (Mover) {.query = context,.next = movers,.end = {.func = forget_mover,.arg = mover}};
-	movers = mover;
-	MemoryContextRegisterResetCallback(context, &mover->end);
+	if (statement_moves_rows(query->plannedstmt))
+		rl_query(query->estate->es_query_cxt, true)->moves_rows = true;
 }
 
 /* Installs the hook. */
@@ -133,14 +134,11 @@ static bool
 may_be_moved(const TriggerData *data)
 {
 	/* A BEFORE trigger is called in a context for each row, below that of the query. */
-	MemoryContext query = MemoryContextGetParent(CurrentMemoryContext);
+	MemoryContext context = MemoryContextGetParent(CurrentMemoryContext);
+	const RlQuery *query = rl_query(context, false);
 
-	if (!data->tg_relation->rd_rel->relispartition)
-		return false;
-	for (const Mover *mover = movers; mover != NULL; mover = mover->next)
-		if (mover->query == query)
-			return true;
-	return unnoted_moves_rows(query);
+	return data->tg_relation->rd_rel->relispartition &&
+		((query != NULL && query->moves_rows) || unnoted_moves_rows(context));
 }
 
 /*

@@ -5,9 +5,8 @@
  * If these charges leave no room for the next row, the statement would be refused again,
  * however long the client waits.  So its error is PT413, and not PT429.
  *
- * A statement is known by its memory: the context of the executor, of which the context
- * that a row trigger runs in is a child.  A statement that a function or a trigger runs
- * has its own.  All deferred triggers of a commit count as one statement.
+ * A statement that a function or a trigger runs has charges of its own.  All deferred
+ * triggers of a commit count as one statement.
  *
  * The table has a fixed size.  If it is full, the entry with the fewest units is
  * overwritten; a refusal of its key can then be PT429 again.
@@ -20,20 +19,12 @@
 
 #include "algorithm/algorithm.h"
 #include "shared/shared.h"
+#include "skip.h"
 #include "sql/trigger_charges.h"
 #include "transaction.h"
 
 #define SETS				64
 #define WAYS				4
-
-/* A statement that has charged a row; in its own memory. */
-typedef struct Statement
-{
-	MemoryContextCallback callback;
-	MemoryContext context;
-	uint64		number;			/* never used again */
-	struct Statement *next;
-} Statement;
 
 typedef struct Charged
 {
@@ -43,7 +34,6 @@ typedef struct Charged
 	int64		since;			/* time before the first charge */
 } Charged;
 
-static Statement *statements = NULL;	/* the innermost first */
 static Charged table[SETS][WAYS];
 
 /* Returns the time in microseconds since 1970. */
@@ -53,45 +43,12 @@ now_us(void)
 	return rl_shared_available() ? rl_local_now() : GetCurrentTimestamp() + RL_UNIX_EPOCH;
 }
 
-/* Removes a statement that ends from the list. */
-static void
-end_statement(void *arg)
-{
-	Statement **link = &statements;
-
-	while (*link != arg)
-		link = &(*link)->next;
-	*link = (*link)->next;
-}
-
-/* Returns the number of the current statement, or 0 if it is not in the list and should not be added. */
-static uint64
-current_statement(bool add)
-{
-	static uint64 last = 0;
-	MemoryContext context = MemoryContextGetParent(CurrentMemoryContext);
-	Statement  *statement = statements;
-
-	while (statement != NULL && statement->context != context)
-		statement = statement->next;
-	if (statement != NULL || !add || context == NULL)
-		return statement != NULL ? statement->number : 0;
-	statement = MemoryContextAllocZero(context, sizeof(Statement));
-	statement->callback.func = end_statement;
-	statement->callback.arg = statement;
-	statement->context = context;
-	statement->number = ++last;
-	MemoryContextRegisterResetCallback(context, &statement->callback);
-	statement->next = statements;
-	statements = statement;
-	return last;
-}
-
 /* Returns the entry of the action's key and limits, or with add a new one, or NULL. */
 static Charged *
 find(const RlAction *action, bool add)
 {
-	uint64		statement = current_statement(add);
+	const RlQuery *query = rl_query(MemoryContextGetParent(CurrentMemoryContext), add);
+	uint64		statement = query != NULL ? query->number : 0;
 	uint64		hash = hash_bytes_extended((const unsigned char *) action->key.data, action->key.len, action->limits->hash);
 	Charged    *set = table[hash % SETS];
 	Charged    *least = set;
