@@ -1,28 +1,16 @@
 /*
  * trigger.c
- *		The trigger function rl_enforce(), here FOR EACH ROW, and the function
- *		rl_trigger_rule() behind the view rl_triggers.
+ *		The trigger function rl_enforce(), here FOR EACH ROW.
  */
 #include "postgres.h"
 
-#include "access/htup_details.h"
-#include "access/relation.h"
-#include "access/table.h"
-#include "catalog/objectaddress.h"
-#include "catalog/pg_trigger.h"
 #include "commands/trigger.h"
-#include "storage/lmgr.h"
-#include "utils/fmgrprotos.h"
 
-#include "algorithm/limits.h"
 #include "decide.h"
-#include "error.h"
 #include "refusal.h"
-#include "sql/arguments.h"
 #include "sql/trigger_charges.h"
 #include "sql/trigger_rule.h"
 #include "sql/trigger_statement.h"
-#include "sql/trigger_warnings.h"
 #include "skip.h"
 
 /* Sets the key and the limits of a row by a pair of the rule.  Limits of a function are written to room. */
@@ -155,91 +143,4 @@ rl_enforce_trigger(PG_FUNCTION_ARGS)
 	result = enforce_trigger((TriggerData *) fcinfo->context);
 	error_context_stack = context.previous;
 	return result;
-}
-
-/*
- * rl_trigger_rule
- */
-
-/* Returns the table of a trigger, or InvalidOid if there is no such trigger. */
-static Oid
-trigger_relation(Oid trigger)
-{
-	Relation	catalog = table_open(TriggerRelationId, AccessShareLock);
-	HeapTuple	tuple = get_catalog_object_by_oid(catalog, Anum_pg_trigger_oid, trigger);
-
-	table_close(catalog, AccessShareLock);
-	return HeapTupleIsValid(tuple) ? ((Form_pg_trigger) GETSTRUCT(tuple))->tgrelid : InvalidOid;
-}
-
-/* Returns the limits of a pair as canonical text; if they are wrong or a call, the trigger's argument. */
-static const char *
-pair_limits(const Rule *rule, int i)
-{
-	const RlLimits *limits = rule->pairs[i].limits;
-
-	return limits != NULL ? rl_limits_text(limits) : rule->args[2 * i + 1];
-}
-
-/* Sets the columns of rl_trigger_rule for trigger n of the table. */
-static void
-describe_rule(Relation rel, const TriggerDesc *triggers, int n, Datum *values, bool *nulls)
-{
-	const Trigger *trigger = &triggers->triggers[n];
-	bool		valid;
-	RlError		error;
-	Rule	   *rule = rl_rule_make(rel, trigger, &valid, &error);
-
-	if (rule->nargs > 0)
-	{
-		StringInfoData keys;
-		StringInfoData limits;
-
-		initStringInfo(&keys);
-		initStringInfo(&limits);
-		for (int i = 0; i < Max(rule->npairs, 1); i++)
-		{
-			appendStringInfo(&keys, "%s%s", i > 0 ? "; " : "", rule->args[2 * i]);
-			appendStringInfo(&limits, "%s%s", i > 0 ? "; " : "", pair_limits(rule, i));
-		}
-		rl_set_text(values, nulls, 0, keys.data);
-		rl_set_text(values, nulls, 1, limits.data);
-	}
-	rl_set_text(values, nulls, 2, rule->quota_text ? rule->quota_text : "1");
-	rl_set_text(values, nulls, 3, rule->skip ? "skip" : "error");
-	values[4] = DirectFunctionCall2(pg_get_triggerdef_ext, ObjectIdGetDatum(trigger->tgoid), BoolGetDatum(true));
-	nulls[4] = false;
-	rl_set_text(values, nulls, 5, valid ? NULL : rl_error_text(&error));
-	rl_set_text(values, nulls, 6, rl_trigger_warnings(rel, triggers, n, rule));
-}
-
-PG_FUNCTION_INFO_V1(rl_trigger_rule);
-Datum
-rl_trigger_rule(PG_FUNCTION_ARGS)
-{
-	Oid			oid = PG_GETARG_OID(0);
-	Oid			relation = trigger_relation(oid);
-	Relation	rel = NULL;
-	Datum		values[7] = {0};
-	bool		nulls[7] = {true, true, true, true, true, true, true};
-
-	/* The view must not wait for a table that is being altered. */
-	if (OidIsValid(relation))
-	{
-		if (ConditionalLockRelationOid(relation, AccessShareLock))
-			rel = try_relation_open(relation, NoLock);
-		else
-			rl_set_text(values, nulls, 5, "the table is locked");
-	}
-	if (rel != NULL)
-	{
-		/* Another backend may replace triggers meanwhile; this lock allows it. */
-		TriggerDesc *triggers = CopyTriggerDesc(rel->trigdesc);
-
-		for (int i = 0; triggers && i < triggers->numtriggers; i++)
-			if (triggers->triggers[i].tgoid == oid)
-				describe_rule(rel, triggers, i, values, nulls);
-		relation_close(rel, AccessShareLock);
-	}
-	return rl_row(fcinfo, values, nulls);
 }

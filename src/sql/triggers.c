@@ -1,6 +1,6 @@
 /*
- * trigger_warnings.c
- *		The dangers of triggers, for rl_triggers.
+ * triggers.c
+ *		rl_trigger_rule(): the rule of a trigger and its dangers, for the view rl_triggers.
  */
 #include "postgres.h"
 
@@ -22,15 +22,29 @@
 #include "rewrite/rewriteHandler.h"
 #include "storage/lmgr.h"
 #include "utils/fmgroids.h"
-#include "utils/lsyscache.h"
+#include "utils/fmgrprotos.h"
 #include "utils/syscache.h"
 
-#include "sql/trigger_warnings.h"
+#include "algorithm/limits.h"
+#include "error.h"
+#include "sql/arguments.h"
+#include "sql/trigger_rule.h"
 
 static void
 warn(StringInfo text, const char *line)
 {
 	appendStringInfo(text, "%s%s", text->len > 0 ? "\n" : "", line);
+}
+
+/* Returns a row of a catalog as it is now, or NULL if there is none. */
+static HeapTuple
+catalog_row(Oid catalog, AttrNumber oid_column, Oid oid)
+{
+	Relation	rel = table_open(catalog, AccessShareLock);
+	HeapTuple	row = get_catalog_object_by_oid(rel, oid_column, oid);
+
+	table_close(rel, AccessShareLock);
+	return row;
 }
 
 /*
@@ -48,17 +62,6 @@ has_row_security(Oid table)
 	secured = ((Form_pg_class) GETSTRUCT(tuple))->relrowsecurity;
 	ReleaseSysCache(tuple);
 	return secured;
-}
-
-/* Returns the view of a rule, or InvalidOid if there is no such rule. */
-static Oid
-rule_view(Oid rule)
-{
-	Relation	catalog = table_open(RewriteRelationId, AccessShareLock);
-	HeapTuple	tuple = get_catalog_object_by_oid(catalog, Anum_pg_rewrite_oid, rule);
-
-	table_close(catalog, AccessShareLock);
-	return HeapTupleIsValid(tuple) ? ((Form_pg_rewrite) GETSTRUCT(tuple))->ev_class : InvalidOid;
 }
 
 /* Returns the views whose query names the relation. */
@@ -79,9 +82,11 @@ views_of(Oid relation)
 	while (HeapTupleIsValid(tuple = systable_getnext(scan)))
 	{
 		Form_pg_depend depend = (Form_pg_depend) GETSTRUCT(tuple);
+		HeapTuple	rule = depend->classid != RewriteRelationId ? NULL :
+			catalog_row(RewriteRelationId, Anum_pg_rewrite_oid, depend->objid);
 
-		if (depend->classid == RewriteRelationId)
-			views = list_append_unique_oid(views, rule_view(depend->objid));
+		if (rule != NULL)
+			views = list_append_unique_oid(views, ((Form_pg_rewrite) GETSTRUCT(rule))->ev_class);
 	}
 	systable_endscan(scan);
 	table_close(catalog, AccessShareLock);
@@ -165,10 +170,6 @@ late_check(Relation rel)
 	return NULL;
 }
 
-/*
- * Triggers
- */
-
 /* Returns true if a key, the quota, or an argument of a function for limits comes from a column. */
 static bool
 reads_columns(const Rule *rule)
@@ -198,8 +199,8 @@ later_trigger(const TriggerDesc *triggers, int n)
 }
 
 /* Returns the warnings about trigger n of the table, a line each, or NULL. */
-const char *
-rl_trigger_warnings(Relation rel, const TriggerDesc *triggers, int n, const Rule *rule)
+static const char *
+warnings_of(Relation rel, const TriggerDesc *triggers, int n, const Rule *rule)
 {
 	const Trigger *trigger = &triggers->triggers[n];
 	const char *name;
@@ -228,4 +229,78 @@ rl_trigger_warnings(Relation rel, const TriggerDesc *triggers, int n, const Rule
 		warn(&text, "the trigger fires for rows of a subscription too: a row that the publisher has charged "
 			 "is charged again");
 	return text.len > 0 ? text.data : NULL;
+}
+
+/* Returns the limits of a pair as canonical text; if they are wrong or a call, the trigger's argument. */
+static const char *
+pair_limits(const Rule *rule, int i)
+{
+	const RlLimits *limits = rule->pairs[i].limits;
+
+	return limits != NULL ? rl_limits_text(limits) : rule->args[2 * i + 1];
+}
+
+/* Sets the columns of rl_trigger_rule for trigger n of the table. */
+static void
+describe_rule(Relation rel, const TriggerDesc *triggers, int n, Datum *values, bool *nulls)
+{
+	const Trigger *trigger = &triggers->triggers[n];
+	bool		valid;
+	RlError		error;
+	Rule	   *rule = rl_rule_make(rel, trigger, &valid, &error);
+
+	if (rule->nargs > 0)
+	{
+		StringInfoData keys;
+		StringInfoData limits;
+
+		initStringInfo(&keys);
+		initStringInfo(&limits);
+		for (int i = 0; i < Max(rule->npairs, 1); i++)
+		{
+			appendStringInfo(&keys, "%s%s", i > 0 ? "; " : "", rule->args[2 * i]);
+			appendStringInfo(&limits, "%s%s", i > 0 ? "; " : "", pair_limits(rule, i));
+		}
+		rl_set_text(values, nulls, 0, keys.data);
+		rl_set_text(values, nulls, 1, limits.data);
+	}
+	rl_set_text(values, nulls, 2, rule->quota_text ? rule->quota_text : "1");
+	rl_set_text(values, nulls, 3, rule->skip ? "skip" : "error");
+	values[4] = DirectFunctionCall2(pg_get_triggerdef_ext, ObjectIdGetDatum(trigger->tgoid), BoolGetDatum(true));
+	nulls[4] = false;
+	rl_set_text(values, nulls, 5, valid ? NULL : rl_error_text(&error));
+	rl_set_text(values, nulls, 6, warnings_of(rel, triggers, n, rule));
+}
+
+PG_FUNCTION_INFO_V1(rl_trigger_rule);
+Datum
+rl_trigger_rule(PG_FUNCTION_ARGS)
+{
+	Oid			oid = PG_GETARG_OID(0);
+	HeapTuple	trigger = catalog_row(TriggerRelationId, Anum_pg_trigger_oid, oid);
+	Relation	rel = NULL;
+	Datum		values[7] = {0};
+	bool		nulls[7] = {true, true, true, true, true, true, true};
+
+	/* The view must not wait for a table that is being altered. */
+	if (trigger != NULL)
+	{
+		Oid			relation = ((Form_pg_trigger) GETSTRUCT(trigger))->tgrelid;
+
+		if (ConditionalLockRelationOid(relation, AccessShareLock))
+			rel = try_relation_open(relation, NoLock);
+		else
+			rl_set_text(values, nulls, 5, "the table is locked");
+	}
+	if (rel != NULL)
+	{
+		/* Another backend may replace triggers meanwhile; this lock allows it. */
+		TriggerDesc *triggers = CopyTriggerDesc(rel->trigdesc);
+
+		for (int i = 0; triggers && i < triggers->numtriggers; i++)
+			if (triggers->triggers[i].tgoid == oid)
+				describe_rule(rel, triggers, i, values, nulls);
+		relation_close(rel, AccessShareLock);
+	}
+	return rl_row(fcinfo, values, nulls);
 }
