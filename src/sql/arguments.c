@@ -29,17 +29,17 @@
 
 #define MAX_SOURCE			16	/* bytes of a source's name */
 
-/* An entry of the cache.  limits is NULL if it is free; its memory has the text too. */
+/* An entry of the cache; the memory of its limits has the text too. */
 typedef struct Parsed
 {
-	RlLimits   *limits;
+	RlLimits   *limits;			/* NULL: free */
 	const char *text;
 	int			text_len;
 	uint64		used;			/* time of the last use, by a counter; 0: never */
 } Parsed;
 
 #define CACHE_SETS			256
-#define CACHE_WAYS			8
+#define CACHE_WAYS			RL_MAX_KEYS
 #define CACHED_TEXT			1024	/* bytes */
 
 /* Texts of which one is evicted for another.  The hashes are together, to read few cache lines. */
@@ -170,92 +170,75 @@ rl_key_argument(FunctionCallInfo fcinfo, int n)
 	return rl_text_key(PG_GETARG_TEXT_PP(n));
 }
 
+/* Puts parsed limits into the cache, in place of the entry that was not used for the longest time. */
+static Parsed *
+keep_parsed(ParsedSet *set, uint32 hash, const char *text, int len, const RlLimits *limits)
+{
+	RlLimits   *kept = MemoryContextAlloc(TopMemoryContext, rl_limits_size(limits) + len);
+	Parsed	   *oldest = &set->texts[0];
+
+	for (int i = 1; i < CACHE_WAYS; i++)
+		if (set->texts[i].used < oldest->used)
+			oldest = &set->texts[i];
+	if (oldest->limits != NULL)
+		pfree(oldest->limits);
+	rl_limits_copy(kept, limits);
+	oldest->limits = kept;
+	oldest->text = memcpy((char *) &kept->limit[kept->n], text, len);
+	oldest->text_len = len;
+	set->hashes[oldest - set->texts] = hash;
+	return oldest;
+}
+
 /*
- * Sets the limits of a text, which is parsed only if it is not in the cache.
- * Raises an error if the text is invalid.
+ * Returns the limits of a text, which is parsed only if it is not in the cache.  They are valid
+ * in the current memory context, and until RL_MAX_KEYS other texts were read.  Raises an error
+ * if the text is invalid.
  *
  * A cache (src/README.md): parsed limits by their text, for up to CACHE_SETS *
  * CACHE_WAYS texts, each up to CACHED_TEXT bytes long.  So it takes at most 4 MB,
  * and usually 0.3 kB for each text.  Without it a call with another text
  * than the last one takes 0.5 us longer.
  */
-void
-rl_limits_of_text(const char *text, int len, RlLimits *limits)
+const RlLimits *
+rl_text_limits(const text *value)
 {
 	static ParsedSet *cache = NULL;
+	static Parsed *last = NULL;
 	static uint64 clock = 0;
-	uint32		hash = hash_bytes((const unsigned char *) text, len);
+	const char *data = VARDATA_ANY(value);
+	int			len = VARSIZE_ANY_EXHDR(value);
+	uint32		hash;
 	ParsedSet  *set;
-	Parsed	   *oldest;
+	RlLimits	limits;
 	RlError		error;
 
+	/* The hash is not needed for the text of the last call. */
+	if (last != NULL && last->text_len == len && memcmp(last->text, data, len) == 0)
+		return last->limits;
 	if (cache == NULL)
 		cache = MemoryContextAllocZero(TopMemoryContext, CACHE_SETS * sizeof(ParsedSet));
+	hash = hash_bytes((const unsigned char *) data, len);
 	set = &cache[hash % CACHE_SETS];
-	for (int i = 0; i < CACHE_WAYS; i++)
+	last = NULL;
+	for (int i = 0; i < CACHE_WAYS && last == NULL; i++)
 	{
 		Parsed	   *parsed = &set->texts[i];
 
 		if (set->hashes[i] == hash && parsed->limits != NULL && parsed->text_len == len &&
-			memcmp(parsed->text, text, len) == 0)
-		{
-			parsed->used = ++clock;
-			rl_limits_copy(limits, parsed->limits);
-			return;
-		}
+			memcmp(parsed->text, data, len) == 0)
+			last = parsed;
 	}
-	if (!rl_limits_parse(text, len, limits, &error))
-		rl_raise(&error);
-	if (len > CACHED_TEXT)
-		return;
-	oldest = &set->texts[0];
-	for (int i = 1; i < CACHE_WAYS; i++)
-		if (set->texts[i].used < oldest->used)
-			oldest = &set->texts[i];
-	if (oldest->limits != NULL)
-		pfree(oldest->limits);
-	oldest->limits = NULL;
-	oldest->used = 0;
-	oldest->limits = MemoryContextAlloc(TopMemoryContext, rl_limits_size(limits) + len);
-	rl_limits_copy(oldest->limits, limits);
-	oldest->text = memcpy((char *) &oldest->limits->limit[limits->n], text, len);
-	oldest->text_len = len;
-	set->hashes[oldest - set->texts] = hash;
-	oldest->used = ++clock;
-}
-
-/*
- * Returns the parsed limits, which are valid until the next call with "kept".  They are
- * parsed again only if the text differs from the last text, which the context keeps.
- * Raises an error if the text is invalid.
- */
-const RlLimits *
-rl_limits_parsed(RlParsedLimits *kept, MemoryContext context, const text *value)
-{
-	int			len = VARSIZE_ANY_EXHDR(value);
-
-	if (kept->text != NULL)
+	if (last == NULL)
 	{
-		if ((int) VARSIZE_ANY_EXHDR(kept->text) == len &&
-			memcmp(VARDATA_ANY(kept->text), VARDATA_ANY(value), len) == 0)
-			return &kept->limits;
-		pfree(kept->text);
-		kept->text = NULL;
+		if (!rl_limits_parse(data, len, &limits, &error))
+			rl_raise(&error);
+		if (len > CACHED_TEXT)
+			return memcpy(palloc(sizeof(RlLimits)), &limits, rl_limits_size(&limits));
+		last = keep_parsed(set, hash, data, len, &limits);
 	}
-	rl_limits_of_text(VARDATA_ANY(value), len, &kept->limits);
-	kept->text = MemoryContextAlloc(context, VARHDRSZ + len);
-	SET_VARSIZE(kept->text, VARHDRSZ + len);
-	memcpy(VARDATA(kept->text), VARDATA_ANY(value), len);
-	return &kept->limits;
-}
-
-/* Does the same for a call site, which keeps the last limits in fn_extra. */
-const RlLimits *
-rl_text_limits(FmgrInfo *call_site, const text *value)
-{
-	if (call_site->fn_extra == NULL)
-		call_site->fn_extra = MemoryContextAllocZero(call_site->fn_mcxt, sizeof(RlParsedLimits));
-	return rl_limits_parsed(call_site->fn_extra, call_site->fn_mcxt, value);
+	last->used = ++clock;
+	return last->limits;
 }
 
 /* Returns argument n of a call for this key, or for no key if it is NULL. */
@@ -270,7 +253,7 @@ rl_limits_argument(FunctionCallInfo fcinfo, int n, const RlKey *key)
 				 key == NULL ? 0 :
 				 errdetail("Function %s was called for key \"%s\".", get_func_name(fcinfo->flinfo->fn_oid),
 						   rl_key_shown(key->data, key->len))));
-	return rl_text_limits(fcinfo->flinfo, PG_GETARG_TEXT_PP(n));
+	return rl_text_limits(PG_GETARG_TEXT_PP(n));
 }
 
 /*

@@ -28,17 +28,7 @@ extern const RlLimits *rl_limits_argument(FunctionCallInfo fcinfo, int n, const 
 extern int64 rl_quota_checked(int64 quota);
 extern bool rl_key_make(const char *data, int len, RlKey *key, RlError *error);
 extern RlKey rl_text_key(const text *value);
-extern void rl_limits_of_text(const char *text, int len, RlLimits *limits);
-extern const RlLimits *rl_text_limits(FmgrInfo *call_site, const text *value);
-
-/* A text of limits, and what it was parsed to; all zero at first. */
-typedef struct RlParsedLimits
-{
-	text	   *text;			/* NULL: none was parsed */
-	RlLimits	limits;
-} RlParsedLimits;
-
-extern const RlLimits *rl_limits_parsed(RlParsedLimits *kept, MemoryContext context, const text *value);
+extern const RlLimits *rl_text_limits(const text *value);
 extern Datum *rl_array_elements(FunctionCallInfo fcinfo, int n, const char *name, int *count);
 
 extern RlDecision rl_decision_argument(FunctionCallInfo fcinfo, int n, const char **rule);

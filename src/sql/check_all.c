@@ -29,14 +29,10 @@ require_length(const Arguments *arguments, int n, const char *name)
 				 errmsg("keys and %s must have the same number of elements", name)));
 }
 
-/*
- * Reads keys, limits and quotas.  The call site keeps the parsed limits of each place in
- * the array.  Raises an error if an argument is invalid.
- */
+/* Reads keys, limits and quotas.  Raises an error if an argument is invalid. */
 static void
 read_arguments(FunctionCallInfo fcinfo, Arguments *arguments)
 {
-	RlParsedLimits *kept = fcinfo->flinfo->fn_extra;
 	Datum	   *limits;
 	Datum	   *quotas = NULL;
 	int			n;
@@ -53,16 +49,13 @@ read_arguments(FunctionCallInfo fcinfo, Arguments *arguments)
 		quotas = rl_array_elements(fcinfo, 2, "quotas", &n);
 		require_length(arguments, n, "quotas");
 	}
-	if (kept == NULL)
-		fcinfo->flinfo->fn_extra = kept = MemoryContextAllocZero(fcinfo->flinfo->fn_mcxt,
-																 RL_MAX_KEYS * sizeof(RlParsedLimits));
 	for (int i = 0; i < arguments->n; i++)
 	{
 		RlAction   *action = &arguments->actions[i];
 
 		*action = (RlAction) {.how = RL_TAKE};
 		action->key = rl_text_key(DatumGetTextPP(arguments->keys[i]));
-		action->limits = rl_limits_parsed(&kept[i], fcinfo->flinfo->fn_mcxt, DatumGetTextPP(limits[i]));
+		action->limits = rl_text_limits(DatumGetTextPP(limits[i]));
 		action->quota = quotas != NULL ? rl_quota_checked(DatumGetInt64(quotas[i])) : 1;
 	}
 }

@@ -122,7 +122,7 @@ rl_simulate(PG_FUNCTION_ARGS)
 	/* Otherwise all rows of the partition would be kept. */
 	WinSetMarkPosition(window, WinGetCurrentPosition(window));
 
-	set_limits(partition, rl_text_limits(fcinfo->flinfo, DatumGetTextPP(argument(window, 0, "limits"))));
+	set_limits(partition, rl_text_limits(DatumGetTextPP(argument(window, 0, "limits"))));
 	now = row_time(partition, DatumGetTimestampTz(argument(window, 1, "time of an action")));
 	quota = rl_quota_checked(DatumGetInt64(argument(window, 2, "quota")));
 	for (int i = 0; i < partition->limits.n; i++)

@@ -34,6 +34,7 @@
 #include "utils/syscache.h"
 #include "utils/varlena.h"
 
+#include "algorithm/limits.h"
 #include "error.h"
 #include "sql/arguments.h"
 #include "sql/rule_column.h"
@@ -450,7 +451,6 @@ rl_limits_call_run(LimitsCall *call, const RlOrigin *origin, const NullableDatum
 	CallState  *state = nested ? make_state(call) : get_state(call);
 	Datum		result;
 	bool		isnull;
-	text	   *value;
 
 	for (int i = 0; i < call->nargs; i++)
 	{
@@ -470,6 +470,5 @@ rl_limits_call_run(LimitsCall *call, const RlOrigin *origin, const NullableDatum
 				 errmsg("function %s returned NULL instead of limits", call->signature),
 				 errhint("For no limit, return \"unlimited\"."),
 				 errtableconstraint(origin->rel, origin->trigger->tgname)));
-	value = DatumGetTextPP(result);
-	rl_limits_of_text(VARDATA_ANY(value), VARSIZE_ANY_EXHDR(value), limits);
+	rl_limits_copy(limits, rl_text_limits(DatumGetTextPP(result)));
 }
