@@ -35,7 +35,7 @@
 #define HANDLES				256
 
 /* A server that is suspect (neither of the first two times is set) or fails.  The lock protects all members. */
-typedef struct Entry
+typedef struct BreakerEntry
 {
 	char		address[MAX_ADDRESS];
 	int64		connect_at;		/* connecting failed: no new connection before; 0: it did
@@ -45,13 +45,13 @@ typedef struct Entry
 	int64		trying_until;	/* when the time of the backend that tries ends;
 								 * 0: none tries */
 	char		message[256];
-} Entry;
+} BreakerEntry;
 
 typedef struct Breakers
 {
 	pg_atomic_uint32 n;			/* of entries */
 	ConditionVariable changed;	/* an entry may let a waiting backend go on */
-	Entry		entries[ENTRIES];	/* protected by the lock */
+	BreakerEntry entries[ENTRIES];	/* protected by the lock */
 } Breakers;
 
 /* This backend's handle of a breaker: no cache of the entry, but a record of what this backend tries. */
@@ -129,13 +129,13 @@ set_trying(RlBreaker *breaker, int64 until)
 
 /* Returns when a backend may try the server; for a suspect one 0. */
 static int64
-try_at(const Entry *entry)
+try_at(const BreakerEntry *entry)
 {
 	return Max(entry->connect_at, entry->ask_at);
 }
 
 /* Returns NULL if the breaker is closed. */
-static Entry *
+static BreakerEntry *
 find_entry(const RlBreaker *breaker)
 {
 	int			n = pg_atomic_read_u32(&breakers->n);
@@ -147,9 +147,9 @@ find_entry(const RlBreaker *breaker)
 }
 
 static bool
-copy_entry(const RlBreaker *breaker, Entry *copy)
+copy_entry(const RlBreaker *breaker, BreakerEntry *copy)
 {
-	const Entry *entry;
+	const BreakerEntry *entry;
 
 	LWLockAcquire(lock, LW_SHARED);
 	entry = find_entry(breaker);
@@ -159,11 +159,11 @@ copy_entry(const RlBreaker *breaker, Entry *copy)
 	return entry != NULL;
 }
 
-static Entry *
+static BreakerEntry *
 add_entry(const RlBreaker *breaker)
 {
 	int			n = pg_atomic_read_u32(&breakers->n);
-	Entry	   *entry = &breakers->entries[0];
+	BreakerEntry *entry = &breakers->entries[0];
 
 	if (n < ENTRIES)
 	{
@@ -181,7 +181,7 @@ add_entry(const RlBreaker *breaker)
 
 /* Removes an entry; the last one moves to its place. */
 static void
-remove_entry(Entry *entry)
+remove_entry(BreakerEntry *entry)
 {
 	int			n = pg_atomic_read_u32(&breakers->n) - 1;
 
@@ -191,7 +191,7 @@ remove_entry(Entry *entry)
 }
 
 static bool
-is_half_open(const Entry *entry, int64 now)
+is_half_open(const BreakerEntry *entry, int64 now)
 {
 	return now >= try_at(entry) && now >= entry->trying_until;
 }
@@ -218,7 +218,7 @@ begin_trying(RlBreaker *breaker)
 {
 	static bool registered = false;
 	int64		now = rl_monotonic_now();
-	Entry	   *entry;
+	BreakerEntry *entry;
 
 	if (!registered)
 	{
@@ -259,7 +259,7 @@ rl_breaker_admits(RlBreaker *breaker, bool connected, RlError *error)
 	while (pg_atomic_read_u32(&breakers->n) > 0 && breaker->trying_until == 0)
 	{
 		int64		now = rl_monotonic_now();
-		Entry		entry;
+		BreakerEntry entry;
 
 		if (!copy_entry(breaker, &entry) || (connected && entry.ask_at == 0))
 			return RL_ADMITTED;
@@ -279,7 +279,7 @@ bool
 rl_breaker_wait(RlBreaker *breaker, int64 until)
 {
 	int64		now;
-	Entry		entry;
+	BreakerEntry entry;
 
 	ConditionVariablePrepareToSleep(&breakers->changed);
 	now = rl_monotonic_now();
@@ -294,8 +294,8 @@ rl_breaker_wait(RlBreaker *breaker, int64 until)
 static void
 forget_failure(RlBreaker *breaker, bool connected, bool answered)
 {
-	Entry	   *entry;
-	Entry		copy;
+	BreakerEntry *entry;
+	BreakerEntry copy;
 
 	if (breaker == NULL || pg_atomic_read_u32(&breakers->n) == 0)
 		return;
@@ -342,7 +342,7 @@ rl_breaker_failed(RlBreaker *breaker, RlFailure failure, int64 pause, RlError *e
 	int64		interval = (int64) rl_retry_interval * 1000;
 	bool		tried;
 	int64		now;
-	Entry	   *entry;
+	BreakerEntry *entry;
 
 	if (breaker == NULL || interval == 0)
 		return;
@@ -388,7 +388,7 @@ rl_breakers_release(void)
 {
 	for (RlBreaker *breaker = handles; ntrying > 0 && breaker < handles + HANDLES; breaker++)
 	{
-		Entry	   *entry;
+		BreakerEntry *entry;
 
 		if (breaker->trying_until == 0)
 			continue;
@@ -408,7 +408,7 @@ const char *
 rl_breaker_state(RlBreaker *breaker, int64 *left)
 {
 	int64		now = rl_monotonic_now();
-	Entry		entry;
+	BreakerEntry entry;
 
 	*left = 0;
 	if (breaker == NULL)

@@ -32,36 +32,39 @@
 #define COLUMNS				15
 #define FOUND				8192	/* so that few of ENTRIES pairs share a place */
 
-typedef struct Entry
+typedef struct Counts
 {
-	slock_t		mutex;			/* protects the counters */
 	int64		outcomes[RL_OUTCOMES];
-	int64		from_cache;
-	int64		from_local;
-	int64		from_lease;
+	int64		from[RL_STAT_LEASE + 1];	/* by RlStatFrom */
 	int64		leased;			/* units */
 	int64		leased_unused;	/* units */
 	int64		round_trips;
 	int64		redis_us;
+} Counts;
+
+typedef struct CounterEntry
+{
+	slock_t		mutex;			/* protects the counts */
+	Counts		counts;
 	/* The lock protects the members from here on. */
 	int			scope_len;		/* 0: the key has no scope */
 	char		scope[MAX_SCOPE];	/* in UTF-8 */
 	RlLimits	limits;			/* none: free.  Last, so that one limit is near the rest */
-} Entry;
+} CounterEntry;
 
 typedef struct Counters
 {
 	TimestampTz since;			/* set under the lock, read without it */
 	uint32		resets;			/* increased under the lock, before the entries are
 								 * emptied; read under it or under a mutex */
-	Entry		entries[ENTRIES + 1];
+	CounterEntry entries[ENTRIES + 1];
 } Counters;
 
 /* An entry that this backend has found. */
 typedef struct Found
 {
 	uint64		hash;			/* of the pair */
-	Entry	   *entry;			/* NULL: none */
+	CounterEntry *entry;		/* NULL: none */
 	uint32		resets;			/* when it was found */
 } Found;
 
@@ -70,13 +73,11 @@ static LWLock *lock;
 
 /* Empties an entry; the lock and its mutex are held, or the memory is not shared yet. */
 static void
-empty(Entry *entry)
+empty(CounterEntry *entry)
 {
 	entry->limits.kind = RL_LISTED;
 	entry->limits.n = 0;
-	memset(entry->outcomes, 0, sizeof(entry->outcomes));
-	entry->from_cache = entry->from_local = entry->from_lease = 0;
-	entry->leased = entry->leased_unused = entry->round_trips = entry->redis_us = 0;
+	memset(&entry->counts, 0, sizeof(Counts));
 }
 
 static void
@@ -116,21 +117,21 @@ pair_hash(const RlLimits *limits, const char *scope, int scope_len)
 }
 
 static bool
-is_entry_of(const Entry *entry, const RlLimits *limits, const char *scope, int scope_len)
+is_entry_of(const CounterEntry *entry, const RlLimits *limits, const char *scope, int scope_len)
 {
 	return entry->limits.hash == limits->hash && entry->scope_len == scope_len &&
 		memcmp(entry->scope, scope, scope_len) == 0 && rl_limits_same(&entry->limits, limits);
 }
 
 /* Returns the entry of the limits and the scope, or a free one, or NULL. */
-static Entry *
+static CounterEntry *
 find_entry(const RlLimits *limits, const char *scope, int scope_len)
 {
 	uint64		hash = pair_hash(limits, scope, scope_len);
 
 	for (int i = 0; i < PROBES; i++)
 	{
-		Entry	   *entry = &counters->entries[(hash + i) % ENTRIES];
+		CounterEntry *entry = &counters->entries[(hash + i) % ENTRIES];
 
 		if (!rl_limits_given(&entry->limits) || is_entry_of(entry, limits, scope, scope_len))
 			return entry;
@@ -139,10 +140,10 @@ find_entry(const RlLimits *limits, const char *scope, int scope_len)
 }
 
 /* Does the same, and makes a free entry theirs.  It is while counters->resets is *resets. */
-static Entry *
+static CounterEntry *
 get_entry(const RlLimits *limits, const char *scope, int scope_len, uint32 *resets)
 {
-	Entry	   *entry;
+	CounterEntry *entry;
 
 	LWLockAcquire(lock, LW_SHARED);
 	entry = find_entry(limits, scope, scope_len);
@@ -193,7 +194,7 @@ get_found(const RlLimits *limits, const char *scope, int scope_len)
 }
 
 /* Returns the entry, with its mutex locked.  The key may be NULL. */
-static Entry *
+static CounterEntry *
 lock_entry(const RlLimits *limits, const RlKey *key)
 {
 	int			scope_len = key != NULL ? scope_length(key) : 0;
@@ -201,7 +202,7 @@ lock_entry(const RlLimits *limits, const RlKey *key)
 	for (;;)
 	{
 		Found	   *found = get_found(limits, key != NULL ? key->data : "", scope_len);
-		Entry	   *entry = found->entry;
+		CounterEntry *entry = found->entry;
 
 		SpinLockAcquire(&entry->mutex);
 		/* After a reset the entry is free, or of others. */
@@ -217,17 +218,15 @@ void
 rl_counters_add(const RlLimits *limits, const RlKey *key, RlStatOutcome outcome, RlStatFrom from,
 				int64 round_trips, int64 redis_us)
 {
-	Entry	   *entry;
+	CounterEntry *entry;
 
 	if (counters == NULL)
 		return;
 	entry = lock_entry(limits, key);
-	entry->outcomes[outcome]++;
-	entry->from_cache += from == RL_STAT_CACHE;
-	entry->from_local += from == RL_STAT_LOCAL;
-	entry->from_lease += from == RL_STAT_LEASE;
-	entry->round_trips += round_trips;
-	entry->redis_us += redis_us;
+	entry->counts.outcomes[outcome]++;
+	entry->counts.from[from]++;
+	entry->counts.round_trips += round_trips;
+	entry->counts.redis_us += redis_us;
 	SpinLockRelease(&entry->mutex);
 }
 
@@ -235,11 +234,11 @@ rl_counters_add(const RlLimits *limits, const RlKey *key, RlStatOutcome outcome,
 void
 rl_counters_add_lease(const RlLimits *limits, const RlKey *key, int64 leased, int64 unused)
 {
-	Entry	   *entry = lock_entry(limits, key);
+	CounterEntry *entry = lock_entry(limits, key);
 
-	entry->leased += leased;
+	entry->counts.leased += leased;
 	/* The units that come back may have been counted before a reset. */
-	entry->leased_unused = Max(entry->leased_unused + unused, 0);
+	entry->counts.leased_unused = Max(entry->counts.leased_unused + unused, 0);
 	SpinLockRelease(&entry->mutex);
 }
 
@@ -260,7 +259,7 @@ rl_stat(PG_FUNCTION_ARGS)
 	InitMaterializedSRF(fcinfo, 0);
 	for (int i = 0; i <= ENTRIES; i++)
 	{
-		Entry		entry;
+		CounterEntry entry;
 		int64		calls = 0;
 		Datum		values[COLUMNS];
 		bool		nulls[COLUMNS] = {false};
@@ -273,8 +272,8 @@ rl_stat(PG_FUNCTION_ARGS)
 		SpinLockRelease(&counters->entries[i].mutex);
 		LWLockRelease(lock);
 		for (int o = 0; o < RL_OUTCOMES; o++)
-			calls += entry.outcomes[o];
-		if (calls + entry.leased_unused == 0)
+			calls += entry.counts.outcomes[o];
+		if (calls + entry.counts.leased_unused == 0)
 			continue;
 
 		nulls[n] = (i == OTHERS);
@@ -283,14 +282,13 @@ rl_stat(PG_FUNCTION_ARGS)
 		values[n++] = nulls[1] ? (Datum) 0 :
 			CStringGetTextDatum(rl_key_shown(entry.scope, entry.scope_len));
 		for (int o = 0; o < RL_OUTCOMES; o++)
-			values[n++] = Int64GetDatum(entry.outcomes[o]);
-		values[n++] = Int64GetDatum(entry.from_cache);
-		values[n++] = Int64GetDatum(entry.from_local);
-		values[n++] = Int64GetDatum(entry.from_lease);
-		values[n++] = Int64GetDatum(entry.leased);
-		values[n++] = Int64GetDatum(entry.leased_unused);
-		values[n++] = Int64GetDatum(entry.round_trips);
-		values[n++] = Float8GetDatum((double) entry.redis_us / RL_SECOND);
+			values[n++] = Int64GetDatum(entry.counts.outcomes[o]);
+		for (RlStatFrom from = RL_STAT_CACHE; from <= RL_STAT_LEASE; from++)
+			values[n++] = Int64GetDatum(entry.counts.from[from]);
+		values[n++] = Int64GetDatum(entry.counts.leased);
+		values[n++] = Int64GetDatum(entry.counts.leased_unused);
+		values[n++] = Int64GetDatum(entry.counts.round_trips);
+		values[n++] = Float8GetDatum((double) entry.counts.redis_us / RL_SECOND);
 		tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);
 	}
 	return (Datum) 0;

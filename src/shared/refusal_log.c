@@ -27,34 +27,28 @@ typedef struct Sample
 	pg_atomic_uint64 seen[SEEN];	/* milliseconds << 32, and half of a key's hash */
 } Sample;
 
-/* Shared by all backends if there is shared memory. */
-typedef struct Samples
-{
-	Sample		refused;		/* errors */
-	Sample		shadow;			/* actions that were allowed */
-} Samples;
+/* The samples; shared by all backends if there is shared memory. */
+#define REFUSED				0	/* errors */
+#define SHADOW				1	/* actions that were allowed */
+#define SAMPLES				2
 
 static const char mark[] = "ratelimit-refusal";
 static uint64 marked = 0;		/* hash of the key of the last refusal raised */
-static Samples *samples = NULL;
+static Sample *samples = NULL;
 static emit_log_hook_type prev_emit_log_hook = NULL;
 
 static void
-init_sample(Sample *new)
+init_samples(Sample *new)
 {
-	pg_atomic_init_u64(&new->logged, 0);
-	pg_atomic_init_u64(&new->left_out, 0);
-	for (int i = 0; i < MAX_LOGGED; i++)
-		pg_atomic_init_u64(&new->times[i], 0);
-	for (int i = 0; i < SEEN; i++)
-		pg_atomic_init_u64(&new->seen[i], 0);
-}
-
-static void
-init_samples(Samples *new)
-{
-	init_sample(&new->refused);
-	init_sample(&new->shadow);
+	for (Sample *sample = new; sample < new + SAMPLES; sample++)
+	{
+		pg_atomic_init_u64(&sample->logged, 0);
+		pg_atomic_init_u64(&sample->left_out, 0);
+		for (int i = 0; i < MAX_LOGGED; i++)
+			pg_atomic_init_u64(&sample->times[i], 0);
+		for (int i = 0; i < SEEN; i++)
+			pg_atomic_init_u64(&sample->seen[i], 0);
+	}
 }
 
 static void
@@ -65,7 +59,7 @@ attach(void *memory, LWLockPadded *locks pg_attribute_unused(), bool found)
 		init_samples(samples);
 }
 
-const RlSharedPart rl_refusal_log_part = {sizeof(Samples), 0, NULL, attach};
+const RlSharedPart rl_refusal_log_part = {SAMPLES * sizeof(Sample), 0, NULL, attach};
 
 /* Returns true once a second for a key, and to one of several backends at the same moment. */
 static bool
@@ -128,7 +122,7 @@ emit_log(ErrorData *error)
 	{
 		if (rl_log_refusals == RL_LOG_NONE)
 			error->output_to_server = false;
-		else if (!may_log(&samples->refused, marked, &left_out))
+		else if (!may_log(&samples[REFUSED], marked, &left_out))
 			error->output_to_server = false;
 		else if (left_out > 0)
 			error->detail_log = psprintf("%s%s", error->detail_log ? error->detail_log : "",
@@ -143,12 +137,12 @@ emit_log(ErrorData *error)
 void
 rl_refusal_log_init(void)
 {
-	static Samples own;
+	static Sample own[SAMPLES];
 
 	if (samples == NULL)
 	{
-		init_samples(&own);
-		samples = &own;
+		init_samples(own);
+		samples = own;
 	}
 	prev_emit_log_hook = emit_log_hook;
 	emit_log_hook = emit_log;
@@ -173,5 +167,5 @@ rl_refusal_mark(const RlKey *key)
 bool
 rl_shadow_may_log(const RlKey *key, uint64 *left_out)
 {
-	return may_log(&samples->shadow, hash_of(key), left_out);
+	return may_log(&samples[SHADOW], hash_of(key), left_out);
 }
