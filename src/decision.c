@@ -56,20 +56,27 @@ rl_combine(const RlLimits *limits, const RlDecision *decisions, int *binding)
 	return combined;
 }
 
+/* Returns a decision that no store has made. */
+static RlDecision
+unasked(bool allowed, int64 capacity, RlSource source)
+{
+	return (RlDecision) {
+		.allowed = allowed,
+		.capacity = capacity,
+		.remaining = RL_UNKNOWN,
+		.retry_after = allowed ? 0 : RL_NEVER,
+		.reset_after = RL_UNKNOWN,
+		.source = source
+	};
+}
+
 /* Returns the decision under limits that are unlimited or blocked, for any key and quota. */
 RlDecision
 rl_unasked_decision(const RlLimits *limits)
 {
 	bool		allowed = limits->kind == RL_UNLIMITED;
 
-	return (RlDecision) {
-		.allowed = allowed,
-		.capacity = RL_UNKNOWN,
-		.remaining = RL_UNKNOWN,
-		.retry_after = allowed ? 0 : RL_NEVER,
-		.reset_after = RL_UNKNOWN,
-		.source = allowed ? RL_FROM_UNLIMITED : RL_FROM_BLOCKED
-	};
+	return unasked(allowed, RL_UNKNOWN, allowed ? RL_FROM_UNLIMITED : RL_FROM_BLOCKED);
 }
 
 /* Sets the answer to an action that no store decides.  Shadow limits allow it in any case. */
@@ -84,14 +91,8 @@ rl_set_unasked(const RlAction *action, RlAnswer *answer, bool allowed, RlSource 
 	{
 		bool		listed = limits->kind == RL_LISTED;
 		bool		shadow = listed && limits->limit[i].shadow;
-		RlDecision	decision = {
-			.allowed = allowed || shadow,
-			.capacity = listed ? limits->limit[i].capacity : RL_UNKNOWN,
-			.remaining = RL_UNKNOWN,
-			.retry_after = allowed || shadow ? 0 : RL_NEVER,
-			.reset_after = RL_UNKNOWN,
-			.source = shadow && source == RL_FAIL_CLOSED ? RL_FAIL_OPEN : source
-		};
+		RlDecision	decision = unasked(allowed || shadow, listed ? limits->limit[i].capacity : RL_UNKNOWN,
+									   shadow && source == RL_FAIL_CLOSED ? RL_FAIL_OPEN : source);
 
 		if (answer->each != NULL)
 			answer->each[i] = decision;

@@ -307,8 +307,8 @@ worth(const Lease *lease)
 {
 	int64		actions = lease->actions + lease->actions_before;
 
-	for (int i = 0; i < LOTS; i++)
-		if (lease->lots[i].units > 0)
+	for (const Lot *lot = lease->lots; lot < lease->lots + LOTS; lot++)
+		if (lot->units > 0)
 			return actions + MIN_ACTIONS;
 	return actions;
 }
@@ -574,9 +574,9 @@ units_of(const Lease *lease, int64 now, bool live)
 {
 	int64		units = 0;
 
-	for (int i = 0; i < LOTS; i++)
-		if ((now < lease->lots[i].ends) == live)
-			units += lease->lots[i].units;
+	for (const Lot *lot = lease->lots; lot < lease->lots + LOTS; lot++)
+		if ((now < lot->ends) == live)
+			units += lot->units;
 	return units;
 }
 
@@ -586,13 +586,9 @@ find_lot(Lease *lease, int64 quota, int64 now)
 {
 	Lot		   *found = NULL;
 
-	for (int i = 0; i < LOTS; i++)
-	{
-		Lot		   *lot = &lease->lots[i];
-
+	for (Lot *lot = lease->lots; lot < lease->lots + LOTS; lot++)
 		if (now < lot->ends && lot->units >= quota && (found == NULL || lot->ends < found->ends))
 			found = lot;
-	}
 	return found;
 }
 
@@ -604,9 +600,9 @@ wants_renewal(const Lease *lease, int64 now)
 	int64		renew_at = 0;
 	int64		use;
 
-	for (int i = 0; i < LOTS; i++)
-		if (lease->lots[i].units > 0 && now < lease->lots[i].ends)
-			renew_at = Max(renew_at, lease->lots[i].renew_at);
+	for (const Lot *lot = lease->lots; lot < lease->lots + LOTS; lot++)
+		if (lot->units > 0 && now < lot->ends)
+			renew_at = Max(renew_at, lot->renew_at);
 	/* Most calls end here, without the division of recent_use. */
 	if ((now < renew_at && units > lease->size / 4) || (lease->claim != 0 && now < lease->claim_ends))
 		return false;
@@ -676,13 +672,12 @@ take_leftover(const Entry *entry, const RlKey *key, Lot *lot, RlLeftover *left)
 static Lot *
 replaced_lot(Lease *lease)
 {
-	Lot		   *lot = &lease->lots[0];
+	Lot		   *fewest = lease->lots;
 
-	for (int i = 1; i < LOTS; i++)
-		if (lease->lots[i].units < lot->units ||
-			(lease->lots[i].units == lot->units && lease->lots[i].ends < lot->ends))
-			lot = &lease->lots[i];
-	return lot;
+	for (Lot *lot = lease->lots + 1; lot < lease->lots + LOTS; lot++)
+		if (lot->units < fewest->units || (lot->units == fewest->units && lot->ends < fewest->ends))
+			fewest = lot;
+	return fewest;
 }
 
 static void
@@ -695,9 +690,9 @@ ask_lease(Entry *entry, const RlKey *key, RlLeaseCall *call)
 
 	roll(lease, now);
 	call->generation = lease->generation;
-	for (int i = 0; i < LOTS; i++)
-		if (lease->lots[i].units > 0 && now >= lease->lots[i].ends)
-			take_leftover(entry, key, &lease->lots[i], &call->left[call->nleft++]);
+	for (Lot *lot = lease->lots; lot < lease->lots + LOTS; lot++)
+		if (lot->units > 0 && now >= lot->ends)
+			take_leftover(entry, key, lot, &call->left[call->nleft++]);
 	use = recent_use(lease, now);
 	if (use == 0 || (lease->claim != 0 && now < lease->claim_ends))
 		return;
@@ -706,13 +701,9 @@ ask_lease(Entry *entry, const RlKey *key, RlLeaseCall *call)
 		take_leftover(entry, key, replaced_lot(lease), &call->left[call->nleft++]);
 	call->want = use;
 	/* Units of a lot that ends soon are used until then. */
-	for (int i = 0; i < LOTS; i++)
-	{
-		const Lot  *lot = &lease->lots[i];
-
+	for (const Lot *lot = lease->lots; lot < lease->lots + LOTS; lot++)
 		if (lot->units > 0 && now < lot->ends)
 			call->want -= Min(lot->units, (int64) (use * Min((lot->ends - now) / length, 1.0)));
-	}
 	call->want = Max(call->want, 1);
 	call->claim = lease->claim = new_id();
 	lease->claim_ends = now + (int64) rl_command_timeout * 1000;
@@ -804,11 +795,11 @@ end_leases(Set *set, RlKeyHash key_hash, const RlKey *key, bool reset, const RlL
 		if (!has_lease(entry))
 			continue;
 		entry->lease.generation = new_id();
-		for (int i = 0; i < LOTS; i++)
+		for (Lot *lot = entry->lease.lots; lot < entry->lease.lots + LOTS; lot++)
 		{
 			if (reset && (limits == NULL || rl_limits_share_state(limits, &entry->limits)))
-				end_lot(&entry->limits, key, &entry->lease.lots[i]);
-			entry->lease.lots[i].ends = 0;
+				end_lot(&entry->limits, key, lot);
+			lot->ends = 0;
 		}
 	}
 }
@@ -1016,14 +1007,11 @@ rl_known_return(RlKeyHash key_hash, uint64 lot, int64 units)
 		return false;
 	set = lock_set(key_hash, LW_EXCLUSIVE);
 	foreach_entry(entry, set, key_hash)
-	{
-		for (int i = 0; i < LOTS && has_present_lease(entry) && !found; i++)
+		for (Lot *l = entry->lease.lots; l < entry->lease.lots + LOTS && has_present_lease(entry) && !found; l++)
 		{
-			found = entry->lease.lots[i].id == lot && lease_now() < entry->lease.lots[i].ends;
-			if (found)
-				entry->lease.lots[i].units += units;
+			found = l->id == lot && lease_now() < l->ends;
+			l->units += found ? units : 0;
 		}
-	}
 	unlock_set(set);
 	return found;
 }
@@ -1041,17 +1029,12 @@ rl_known_leftover(const RlKey *key, RlLimits *limits, RlLeftover *left)
 	key_hash = rl_key_hash(key);
 	set = lock_set(key_hash, LW_EXCLUSIVE);
 	foreach_entry(entry, set, key_hash)
-	{
-		for (int i = 0; i < LOTS && left->units == 0 && has_present_lease(entry); i++)
-		{
-			Lot		   *lot = &entry->lease.lots[i];
-
-			if (lot->units == 0 || lease_now() < lot->ends)
-				continue;
-			*limits = entry->limits;
-			take_leftover(entry, key, lot, left);
-		}
-	}
+		for (Lot *lot = entry->lease.lots; lot < entry->lease.lots + LOTS && has_present_lease(entry); lot++)
+			if (left->units == 0 && lot->units > 0 && lease_now() >= lot->ends)
+			{
+				*limits = entry->limits;
+				take_leftover(entry, key, lot, left);
+			}
 	unlock_set(set);
 	return left->units > 0;
 }

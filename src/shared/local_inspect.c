@@ -16,25 +16,22 @@
 /* A copied ban. */
 typedef struct Ban
 {
-	RlKeyHash	key_hash;
-	int64		until;
-	int64		began;
-	int			key_len;
-	int			why_len;
+	RlCell		cell;
 	char		text[RL_MAX_KEY + RL_MAX_WHY];	/* the key, then why */
 } Ban;
 
-/* Copies a ban, and returns how many bytes of the copy are used. */
+/* Returns how many bytes of a copied ban are used. */
 static int
+ban_size(const Ban *ban)
+{
+	return offsetof(Ban, text) + ban->cell.ban.key_len + ban->cell.ban.why_len;
+}
+
+static void
 copy_ban(const RlCells *view, const RlCell *cell, Ban *ban)
 {
-	ban->key_hash = cell->key_hash;
-	ban->until = cell->ban.until;
-	ban->began = cell->ban.began;
-	ban->key_len = cell->ban.key_len;
-	ban->why_len = cell->ban.why_len;
+	ban->cell = *cell;
 	rl_cell_ban_text(view, cell, ban->text);
-	return offsetof(Ban, text) + ban->key_len + ban->why_len;
 }
 
 /* Calls found() for each ban in force under these redis_url and key_prefix.  Needs shared memory. */
@@ -55,9 +52,8 @@ rl_local_bans(RlKeptFound found, void *arg)
 			for (uint32 c = *view.bucket; c != RL_NO_CELL; c = rl_cell_at(&view, c)->next)
 				if (rl_cell_is_of(rl_cell_at(&view, c), NULL) && rl_cell_at(&view, c)->ban.until > view.now)
 				{
-					int			len = copy_ban(&view, rl_cell_at(&view, c), &ban);
-
-					appendBinaryStringInfo(&copies, (char *) &ban, len);
+					copy_ban(&view, rl_cell_at(&view, c), &ban);
+					appendBinaryStringInfo(&copies, (char *) &ban, ban_size(&ban));
 				}
 		rl_cells_unlock(&view);
 		CHECK_FOR_INTERRUPTS();
@@ -70,13 +66,13 @@ rl_local_bans(RlKeptFound found, void *arg)
 
 			memcpy(&ban, copy, offsetof(Ban, text));
 			key.data = kept.name = copy + offsetof(Ban, text);
-			key.len = kept.name_len = ban.key_len;
-			kept.until = ban.until;
-			kept.began = ban.began;
-			kept.why = kept.name + ban.key_len;
-			kept.why_len = ban.why_len;
-			copies.cursor += offsetof(Ban, text) + ban.key_len + ban.why_len;
-			if (rl_same_key_hash(rl_key_hash(&key), ban.key_hash))
+			key.len = kept.name_len = ban.cell.ban.key_len;
+			kept.until = ban.cell.ban.until;
+			kept.began = ban.cell.ban.began;
+			kept.why = kept.name + kept.name_len;
+			kept.why_len = ban.cell.ban.why_len;
+			copies.cursor += ban_size(&ban);
+			if (rl_same_key_hash(rl_key_hash(&key), ban.cell.key_hash))
 				found(&kept, arg);
 		}
 	}
@@ -126,10 +122,11 @@ copy_state(const RlCells *view, uint32 c, Copy *copy)
 	if (rl_cell_is_of(cell, NULL))
 	{
 		copy->used = RL_UNKNOWN;
-		(void) copy_ban(view, cell, &ban);
-		copy->until = ban.until;
-		snprintf(copy->raw, sizeof(copy->raw), "%lld %lld%s%.*s", (long long) ban.until, (long long) ban.began,
-				 ban.why_len > 0 ? " " : "", ban.why_len, ban.text + ban.key_len);
+		copy_ban(view, cell, &ban);
+		copy->until = cell->ban.until;
+		snprintf(copy->raw, sizeof(copy->raw), "%lld %lld%s%.*s", (long long) cell->ban.until,
+				 (long long) cell->ban.began, cell->ban.why_len > 0 ? " " : "", cell->ban.why_len,
+				 ban.text + cell->ban.key_len);
 		copy->is_kept = copy->until > view->now;
 		return;
 	}
@@ -172,6 +169,7 @@ report(Copy *copy, RlKeptFound found, void *arg)
 {
 	char		name[RL_MAX_STATE_NAME] = "ban";
 	char		raw[RL_MAX_RAW];
+	char		end[24] = "";
 	RlKept		kept = {.name = name,.raw = raw};
 	bool		is_ban = copy->limit.algorithm == (RlAlgorithmId) RL_BAN_CELL;
 
@@ -202,11 +200,10 @@ report(Copy *copy, RlKeptFound found, void *arg)
 		strlcat(name, ":refused", sizeof(name));
 		kept.name_len = strlen(name);
 		kept.until = rl_period_end(&copy->limit, copy->state.ban_since);
-		kept.raw_len = snprintf(raw, sizeof(raw), "%lld ", (long long) copy->state.ban_since);
 		if (copy->limit.calendar != RL_NO_CALENDAR)
-			kept.raw_len += snprintf(raw + kept.raw_len, sizeof(raw) - kept.raw_len, "%lld ", (long long) kept.until);
-		kept.raw_len += snprintf(raw + kept.raw_len, sizeof(raw) - kept.raw_len, "%lld",
-								 (long long) copy->state.ban_count);
+			snprintf(end, sizeof(end), " %lld", (long long) kept.until);
+		kept.raw_len = snprintf(raw, sizeof(raw), "%lld%s %lld", (long long) copy->state.ban_since, end,
+								(long long) copy->state.ban_count);
 		kept.used = copy->state.ban_count;
 		found(&kept, arg);
 	}

@@ -26,7 +26,6 @@
 
 #include "algorithm/limits.h"
 #include "decide.h"
-#include "sql/arguments.h"
 #include "sql/trigger_groups.h"
 
 #define MIN_GROUPS			64	/* for which there is room at first */
@@ -43,7 +42,7 @@ typedef struct GroupId
 typedef struct GroupEntry
 {
 	GroupId		id;				/* hash key */
-	int			i;				/* index into actions and ids */
+	int			i;				/* index into actions */
 } GroupEntry;
 
 struct RowGroups
@@ -54,9 +53,8 @@ struct RowGroups
 	MemoryContext row_context;
 	HTAB	   *by_id;
 	RlAction   *actions;		/* of the groups in memory */
-	GroupId    *ids;
 	int			n;
-	int			room;			/* for groups, in actions and ids */
+	int			room;			/* for actions */
 	bool		full;			/* no group can be added */
 	bool		returned;		/* rl_groups_next was called */
 	bool		blocked;		/* the limits of a group are blocked */
@@ -99,7 +97,6 @@ start(RowGroups *groups)
 								HASH_ELEM | HASH_FUNCTION | HASH_COMPARE | HASH_CONTEXT);
 	groups->room = MIN_GROUPS;
 	groups->actions = MemoryContextAlloc(groups->context, groups->room * sizeof(RlAction));
-	groups->ids = MemoryContextAlloc(groups->context, groups->room * sizeof(GroupId));
 	groups->n = 0;
 	groups->full = false;
 }
@@ -153,11 +150,9 @@ add_group(RowGroups *groups, GroupId *id)
 	{
 		groups->room *= 4;
 		groups->actions = repalloc(groups->actions, groups->room * sizeof(RlAction));
-		groups->ids = repalloc(groups->ids, groups->room * sizeof(GroupId));
 	}
-	action = &groups->actions[groups->n];
+	action = &groups->actions[groups->n++];
 	id->data = memcpy(MemoryContextAlloc(groups->context, id->len), id->data, id->len);
-	groups->ids[groups->n++] = *id;
 	action->key = (RlKey) {id->data, strlen(id->data)};
 	pair = id->data[action->key.len + 1];
 	groups->full = groups->n == MAX_GROUPS ||
@@ -209,6 +204,8 @@ static void
 put_aside(RowGroups *groups)
 {
 	TupleTableSlot *slot = make_slot(2, &TTSOpsVirtual);
+	HASH_SEQ_STATUS seq;
+	const GroupEntry *entry;
 
 	if (groups->sort == NULL)
 	{
@@ -221,11 +218,12 @@ put_aside(RowGroups *groups)
 											&nulls_first, work_mem, NULL, TUPLESORT_NONE);
 		groups->sort_slot = make_slot(2, &TTSOpsMinimalTuple);
 	}
-	for (int i = 0; i < groups->n; i++)
+	hash_seq_init(&seq, groups->by_id);
+	while ((entry = hash_seq_search(&seq)) != NULL)
 	{
 		ExecClearTuple(slot);
-		slot->tts_values[0] = PointerGetDatum(cstring_to_text_with_len(groups->ids[i].data, groups->ids[i].len));
-		slot->tts_values[1] = Int64GetDatum(groups->actions[i].quota);
+		slot->tts_values[0] = PointerGetDatum(cstring_to_text_with_len(entry->id.data, entry->id.len));
+		slot->tts_values[1] = Int64GetDatum(groups->actions[entry->i].quota);
 		slot->tts_isnull[0] = slot->tts_isnull[1] = false;
 		ExecStoreVirtualTuple(slot);
 		tuplesort_puttupleslot(groups->sort, slot);
