@@ -164,12 +164,27 @@ refuse_client_options(void)
 #endif
 }
 
-/* Defines a setting that only a superuser may read, because it names a file on the server. */
+/* Defines a setting of a place or a name. */
+static void
+define_text(const char *name, char **variable, const char *boot, int flags, GucStringAssignHook assign,
+			const char *summary, const char *details)
+{
+	DefineCustomStringVariable(name, summary, details, variable, boot, PGC_SUSET, flags, NULL, assign, NULL);
+}
+
+/* Defines one that only a superuser may read, because it names a file on the server. */
 static void
 define_file(const char *name, char **variable, const char *summary, const char *details)
 {
-	DefineCustomStringVariable(name, summary, details, variable, "", PGC_SUSET, GUC_SUPERUSER_ONLY,
-							   NULL, count_change, NULL);
+	define_text(name, variable, "", GUC_SUPERUSER_ONLY, count_change, summary, details);
+}
+
+/* Defines a setting of a clock for tests. */
+static void
+define_clock(const char *name, char **variable, const char *summary, const char *details)
+{
+	DefineCustomStringVariable(name, summary, details, variable, "", PGC_SUSET, GUC_NOT_IN_SAMPLE,
+							   check_debug_now, NULL, NULL);
 }
 
 /* Defines a setting of milliseconds. */
@@ -196,13 +211,9 @@ define_server_settings(void)
 	 * Superuser only: another Redis is a fresh set of limits.  The value is read at
 	 * the next connection, so that a wrong one is an error and never the default.
 	 */
-	DefineCustomStringVariable("ratelimit.redis_url",
-							   "Sets the Redis server that keeps the state of the limits.",
-							   "redis://[user@]host[:port][,host[:port] ...][/db], redis+sentinel://[user@]host[:port][,...]/service[/db], with rediss for TLS, or unix://[user@]/path[?db=n]. A password belongs in ratelimit.redis_passfile.",
-							   &rl_redis_url,
-							   "redis://127.0.0.1:6379/0",
-							   PGC_SUSET, 0,
-							   NULL, count_change, NULL);
+	define_text("ratelimit.redis_url", &rl_redis_url, "redis://127.0.0.1:6379/0", 0, count_change,
+				"Sets the Redis server that keeps the state of the limits.",
+				"redis://[user@]host[:port][,host[:port] ...][/db], redis+sentinel://[user@]host[:port][,...]/service[/db], with rediss for TLS, or unix://[user@]/path[?db=n]. A password belongs in ratelimit.redis_passfile.");
 
 	/* No setting holds the password, because every role can SHOW a setting before the library loads. */
 	define_file("ratelimit.redis_passfile", &rl_redis_passfile,
@@ -228,13 +239,8 @@ define_server_settings(void)
 	 * Superuser only: another prefix is a fresh set of limits.  A wrong value is an error
 	 * at the next call: in a check hook, the default would take its place.
 	 */
-	DefineCustomStringVariable("ratelimit.key_prefix",
-							   "Sets the prefix of every key in Redis.",
-							   NULL,
-							   &rl_key_prefix,
-							   "rl:",
-							   PGC_SUSET, 0,
-							   NULL, assign_key_prefix, NULL);
+	define_text("ratelimit.key_prefix", &rl_key_prefix, "rl:", 0, assign_key_prefix,
+				"Sets the prefix of every key in Redis.", NULL);
 }
 
 /* How long to wait for Redis. */
@@ -312,22 +318,14 @@ define_other_settings(void)
 								NULL, NULL, NULL);
 
 	/* Superuser only: a role that sets the clock forward is never refused. */
-	DefineCustomStringVariable("ratelimit.debug_now",
-							   "Sets the time at which limits are decided, for tests.",
-							   "Microseconds since 1970. Empty: the clock of Redis.",
-							   &rl_debug_now,
-							   "",
-							   PGC_SUSET, GUC_NOT_IN_SAMPLE,
-							   check_debug_now, NULL, NULL);
+	define_clock("ratelimit.debug_now", &rl_debug_now,
+				 "Sets the time at which limits are decided, for tests.",
+				 "Microseconds since 1970. Empty: the clock of Redis.");
 
 	/* Superuser only: a role that sets this clock back uses leases that have ended. */
-	DefineCustomStringVariable("ratelimit.debug_clock",
-							   "Sets the time of this server's clock by which leases end, for tests.",
-							   "Microseconds. Empty: the clock since the system's start; no leases while ratelimit.debug_now is set.",
-							   &rl_debug_clock,
-							   "",
-							   PGC_SUSET, GUC_NOT_IN_SAMPLE,
-							   check_debug_now, NULL, NULL);
+	define_clock("ratelimit.debug_clock", &rl_debug_clock,
+				 "Sets the time of this server's clock by which leases end, for tests.",
+				 "Microseconds. Empty: the clock since the system's start; no leases while ratelimit.debug_now is set.");
 }
 
 void
