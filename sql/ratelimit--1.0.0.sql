@@ -281,7 +281,7 @@ COMMENT ON FUNCTION rl_reset(text) IS
 
 CREATE FUNCTION rl_reset(key text, limits rl_limits)
 	RETURNS boolean
-	AS 'MODULE_PATHNAME', 'rl_reset_limits' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+	AS 'MODULE_PATHNAME', 'rl_reset' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_reset(text, rl_limits) IS
 	'deletes the state of these limits for the key; returns true if there was something; errors as for rl_peek';
 

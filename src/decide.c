@@ -15,10 +15,10 @@
 #include "ledger.h"
 #include "redis/redis.h"
 #include "refusal.h"
+#include "several_keys.h"
 #include "shared/counters.h"
 #include "shared/known.h"
 #include "shared/local_store.h"
-#include "take_all.h"
 #include "transaction.h"
 
 /* An action on its way to an answer. */

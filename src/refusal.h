@@ -6,7 +6,6 @@
 #define REFUSAL_H
 
 #include "report.h"
-#include "shared/shared.h"
 
 extern bool rl_can_skip(const RlDecision *decision);
 extern void rl_log_shadow(const RlAction *action, int limit, const char *why);

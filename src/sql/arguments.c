@@ -11,7 +11,6 @@
 #include "common/hashfn.h"
 #include "funcapi.h"
 #include "mb/pg_wchar.h"
-#include "utils/array.h"
 #include "utils/builtins.h"
 #include "utils/lsyscache.h"
 #include "utils/memutils.h"
@@ -254,37 +253,6 @@ rl_limits_argument(FunctionCallInfo fcinfo, int n, const RlKey *key)
 				 errdetail("Function %s was called for key \"%s\".", get_func_name(fcinfo->flinfo->fn_oid),
 						   rl_key_shown(key->data, key->len))));
 	return rl_text_limits(PG_GETARG_TEXT_PP(n));
-}
-
-/*
- * Returns the elements of an array argument, in memory of the caller.  Raises an error
- * if it is NULL, has more than one dimension, or has a NULL.
- */
-Datum *
-rl_array_elements(FunctionCallInfo fcinfo, int n, const char *name, int *count)
-{
-	ArrayType  *array;
-	Datum	   *values;
-	bool	   *nulls;
-	int16		typlen;
-	bool		typbyval;
-	char		typalign;
-
-	rl_require_argument(fcinfo, n, name);
-	array = PG_GETARG_ARRAYTYPE_P(n);
-	if (ARR_NDIM(array) > 1)
-		ereport(ERROR,
-				(errcode(ERRCODE_ARRAY_SUBSCRIPT_ERROR),
-				 errmsg("%s must be a one-dimensional array", name)));
-	get_typlenbyvalalign(ARR_ELEMTYPE(array), &typlen, &typbyval, &typalign);
-	deconstruct_array(array, ARR_ELEMTYPE(array), typlen, typbyval, typalign, &values, &nulls, count);
-	for (int i = 0; i < *count; i++)
-		if (nulls[i])
-			ereport(ERROR,
-					(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
-					 errmsg("%s must not contain nulls", name)));
-	pfree(nulls);
-	return values;
 }
 
 /*

@@ -29,7 +29,6 @@ extern int64 rl_quota_checked(int64 quota);
 extern bool rl_key_make(const char *data, int len, RlKey *key, RlError *error);
 extern RlKey rl_text_key(const text *value);
 extern const RlLimits *rl_text_limits(const text *value);
-extern Datum *rl_array_elements(FunctionCallInfo fcinfo, int n, const char *name, int *count);
 
 extern RlDecision rl_decision_argument(FunctionCallInfo fcinfo, int n, const char **rule);
 

@@ -6,8 +6,6 @@
 
 #include <math.h>
 
-#include "funcapi.h"
-#include "utils/builtins.h"
 #include "utils/wait_event.h"
 
 #include "algorithm/limits.h"
@@ -381,6 +379,7 @@ rl_refund(PG_FUNCTION_ARGS)
 	PG_RETURN_VOID();
 }
 
+/* With or without limits. */
 PG_FUNCTION_INFO_V1(rl_reset);
 Datum
 rl_reset(PG_FUNCTION_ARGS)
@@ -398,13 +397,6 @@ rl_reset(PG_FUNCTION_ARGS)
 	/* After a failure, a rollback refunds what a reset would have deleted. */
 	rl_grants_forget(&key, limits, store->is_local);
 	PG_RETURN_BOOL(found);
-}
-
-PG_FUNCTION_INFO_V1(rl_reset_limits);
-Datum
-rl_reset_limits(PG_FUNCTION_ARGS)
-{
-	return rl_reset(fcinfo);
 }
 
 /* A ban that is shorter than the one in force is a repair too. */

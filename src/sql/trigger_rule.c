@@ -27,10 +27,10 @@
 
 #include "algorithm/limits.h"
 #include "error.h"
+#include "several_keys.h"
 #include "sql/arguments.h"
 #include "sql/rule_column.h"
 #include "sql/trigger_rule.h"
-#include "take_all.h"
 
 typedef struct RuleEntry
 {
@@ -68,12 +68,15 @@ static bool
 set_column(Pair *pair, Piece *piece, Relation rel, const Trigger *trigger, const char *name, int len,
 		   MemoryContext context, RlError *error)
 {
+	MemoryContext old;
 	Oid			type;
 
 	piece->attnum = rl_rule_column(rel, trigger, name, len, error);
 	if (piece->attnum == 0)
 		return false;
+	old = MemoryContextSwitchTo(context);
 	pair->columns = bms_add_member(pair->columns, piece->attnum);
+	MemoryContextSwitchTo(old);
 	type = attnumTypeId(rel, piece->attnum);
 	if (rl_key_part_init(&piece->column, type, context))
 		return true;
@@ -375,21 +378,10 @@ rl_rule_make(Relation rel, const Trigger *trigger, bool *valid, RlError *error)
 	MemoryContext context = GenerationContextCreate(CurrentMemoryContext, "rate-limit rule",
 													ALLOCSET_SMALL_SIZES);
 	Rule	   *rule = MemoryContextAllocZero(context, sizeof(Rule));
-	Pair		pairs[RL_MAX_PAIRS] = {{0}};
-	int			npairs;
-	MemoryContext old;
 
 	rule->context = context;
-	rule->pairs = pairs;
+	rule->pairs = MemoryContextAllocZero(context, Max(trigger->tgnargs / 2, 1) * sizeof(Pair));
 	*valid = parse_rule(rule, rel, trigger, error);
-	/* A pair that is wrong has some parts too. */
-	npairs = Max(rule->npairs, 1);
-	old = MemoryContextSwitchTo(context);
-	rule->pairs = palloc(npairs * sizeof(Pair));
-	memcpy(rule->pairs, pairs, npairs * sizeof(Pair));
-	for (int i = 0; i < npairs; i++)
-		rule->pairs[i].columns = bms_copy(pairs[i].columns);
-	MemoryContextSwitchTo(old);
 	return rule;
 }
 
@@ -411,22 +403,19 @@ mark_stale(Datum arg pg_attribute_unused(), Oid relation)
 			entry->stale = true;
 }
 
-/* Lets functions plan their queries again; a syscache callback. */
+/*
+ * Lets functions plan their queries again, and after a change of a function or a schema marks
+ * the rules that call a function; a syscache callback.
+ */
 static void
-outdate_calls(Datum arg pg_attribute_unused(), SysCacheIdentifier cache pg_attribute_unused(),
-			  uint32 hash pg_attribute_unused())
-{
-	rl_limits_calls_outdate();
-}
-
-/* Marks the rules that call a function; a syscache callback. */
-static void
-mark_calls_stale(Datum arg pg_attribute_unused(), SysCacheIdentifier cache pg_attribute_unused(),
-				 uint32 hash pg_attribute_unused())
+outdate_calls(Datum arg pg_attribute_unused(), SysCacheIdentifier cache, uint32 hash pg_attribute_unused())
 {
 	HASH_SEQ_STATUS seq;
 	RuleEntry  *entry;
 
+	rl_limits_calls_outdate();
+	if (cache != PROCOID && cache != NAMESPACEOID)
+		return;
 	hash_seq_init(&seq, rules);
 	while ((entry = hash_seq_search(&seq)) != NULL)
 		entry->stale |= entry->rule == NULL || entry->rule->calls;
@@ -491,18 +480,16 @@ rl_rule_find(Relation rel, const Trigger *trigger)
 
 	if (rules == NULL)
 	{
+		/* Beside functions and schemas, those of core's cache of plans. */
+		static const SysCacheIdentifier caches[] = {
+			PROCOID, NAMESPACEOID, TYPEOID, OPEROID, AMOPOPID, FOREIGNSERVEROID, FOREIGNDATAWRAPPEROID
+		};
 		HASHCTL		ctl = {.keysize = sizeof(Oid),.entrysize = sizeof(RuleEntry)};
 
 		rules = hash_create("rate-limit rules", 16, &ctl, HASH_ELEM | HASH_BLOBS);
 		CacheRegisterRelcacheCallback(mark_stale, (Datum) 0);
-		CacheRegisterSyscacheCallback(PROCOID, mark_calls_stale, (Datum) 0);
-		CacheRegisterSyscacheCallback(NAMESPACEOID, mark_calls_stale, (Datum) 0);
-		/* As core's cache of plans. */
-		CacheRegisterSyscacheCallback(TYPEOID, outdate_calls, (Datum) 0);
-		CacheRegisterSyscacheCallback(OPEROID, outdate_calls, (Datum) 0);
-		CacheRegisterSyscacheCallback(AMOPOPID, outdate_calls, (Datum) 0);
-		CacheRegisterSyscacheCallback(FOREIGNSERVEROID, outdate_calls, (Datum) 0);
-		CacheRegisterSyscacheCallback(FOREIGNDATAWRAPPEROID, outdate_calls, (Datum) 0);
+		for (size_t i = 0; i < lengthof(caches); i++)
+			CacheRegisterSyscacheCallback(caches[i], outdate_calls, (Datum) 0);
 	}
 	entry = hash_search(rules, &trigger->tgoid, HASH_FIND, NULL);
 	if (entry != NULL && !entry->stale && entry->rule != NULL &&

@@ -1,9 +1,9 @@
 /*
- * take_all.h
+ * several_keys.h
  *		Takes quota for one action on several keys.
  */
-#ifndef TAKE_ALL_H
-#define TAKE_ALL_H
+#ifndef SEVERAL_KEYS_H
+#define SEVERAL_KEYS_H
 
 #include "ratelimit.h"
 
@@ -13,4 +13,4 @@ extern void rl_check_keys(const RlAction *actions, int n);
 extern bool rl_take_all(const RlStore *store, const RlAction *const *actions, int n,
 						RlTaken *taken, RlUsage *usage, RlError *error);
 
-#endif							/* TAKE_ALL_H */
+#endif							/* SEVERAL_KEYS_H */

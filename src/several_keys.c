@@ -1,5 +1,5 @@
 /*
- * take_all.c
+ * several_keys.c
  *		Takes quota for one action on several keys.
  *
  * If the store cannot decide all keys in one step, each part of the keys is charged by
@@ -15,7 +15,7 @@
 #include "error.h"
 #include "ledger.h"
 #include "report.h"
-#include "take_all.h"
+#include "several_keys.h"
 #include "transaction.h"
 
 /* Returns how many of the limits keep entries. */
