@@ -30,11 +30,8 @@ rl_error_set(RlError *error, int sqlstate, const char *fmt,...)
 {
 	va_list		args;
 
+	memset(error, 0, offsetof(RlError, message));
 	error->sqlstate = sqlstate;
-	error->unreachable = error->timed_out = error->answered = false;
-	error->replica = error->wrong_password = false;
-	error->retry_after = 0;
-	error->hint = NULL;
 	error->detail[0] = '\0';
 	va_start(args, fmt);
 	vsnprintf(error->message, sizeof(error->message), fmt, args);

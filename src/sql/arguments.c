@@ -191,8 +191,8 @@ keep_parsed(ParsedSet *set, uint32 hash, const char *text, int len, const RlLimi
 
 /*
  * Returns the limits of a text, which is parsed only if it is not in the cache.  They are valid
- * in the current memory context, and until RL_MAX_KEYS other texts were read.  Raises an error
- * if the text is invalid.
+ * until RL_MAX_KEYS other texts were read; those of a longer text than the cache keeps are in
+ * the current memory context.  Raises an error if the text is invalid.
  *
  * A cache (src/README.md): parsed limits by their text, for up to CACHE_SETS *
  * CACHE_WAYS texts, each up to CACHED_TEXT bytes long.  So it takes at most 4 MB,

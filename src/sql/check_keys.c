@@ -112,54 +112,38 @@ rl_check_many(PG_FUNCTION_ARGS)
 	return (Datum) 0;
 }
 
-/* The arguments of a call for one action. */
-typedef struct Arguments
-{
-	int			n;
-	Datum	   *keys;
-	RlAction	actions[RL_MAX_KEYS];
-} Arguments;
-
-/* Reads keys, limits and quotas.  Raises an error if an argument is invalid. */
-static void
-read_arguments(FunctionCallInfo fcinfo, Arguments *arguments)
-{
-	Datum	   *limits;
-	Datum	   *quotas;
-
-	arguments->keys = array_elements(fcinfo, 0, "keys", &arguments->n);
-	if (arguments->n < 1 || arguments->n > RL_MAX_KEYS)
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("keys must have between 1 and %d elements", RL_MAX_KEYS)));
-	limits = elements_for_keys(fcinfo, 1, "limits", arguments->n);
-	quotas = PG_ARGISNULL(2) ? NULL : elements_for_keys(fcinfo, 2, "quotas", arguments->n);
-	for (int i = 0; i < arguments->n; i++)
-	{
-		RlAction   *action = &arguments->actions[i];
-
-		*action = (RlAction) {.how = RL_TAKE};
-		action->key = rl_text_key(DatumGetTextPP(arguments->keys[i]));
-		action->limits = rl_text_limits(DatumGetTextPP(limits[i]));
-		action->quota = quotas != NULL ? rl_quota_checked(DatumGetInt64(quotas[i])) : 1;
-	}
-}
-
 /* Decides the action, and returns a row for each key; with enforce, raises an error if it is refused. */
 static Datum
 check_all(FunctionCallInfo fcinfo, bool enforce)
 {
+	RlAction	actions[RL_MAX_KEYS];
 	RlAnswer	answers[RL_MAX_KEYS];
-	Arguments	arguments;
+	Datum	   *keys;
+	Datum	   *limits;
+	Datum	   *quotas;
+	int			n;
 
-	memset(answers, 0, sizeof(answers));
-	read_arguments(fcinfo, &arguments);
+	keys = array_elements(fcinfo, 0, "keys", &n);
+	if (n < 1 || n > RL_MAX_KEYS)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("keys must have between 1 and %d elements", RL_MAX_KEYS)));
+	limits = elements_for_keys(fcinfo, 1, "limits", n);
+	quotas = PG_ARGISNULL(2) ? NULL : elements_for_keys(fcinfo, 2, "quotas", n);
+	for (int i = 0; i < n; i++)
+	{
+		actions[i] = (RlAction) {.how = RL_TAKE};
+		actions[i].key = rl_text_key(DatumGetTextPP(keys[i]));
+		actions[i].limits = rl_text_limits(DatumGetTextPP(limits[i]));
+		actions[i].quota = quotas != NULL ? rl_quota_checked(DatumGetInt64(quotas[i])) : 1;
+		answers[i] = (RlAnswer) {0};
+	}
 	InitMaterializedSRF(fcinfo, 0);
-	rl_decide_all(arguments.actions, arguments.n, answers);
-	if (enforce && rl_refused_key(answers, arguments.n) >= 0)
-		rl_raise_refused_all(arguments.actions, arguments.n, answers, NULL);
-	for (int i = 0; i < arguments.n; i++)
-		rl_put_decision(fcinfo, arguments.keys[i], arguments.actions[i].limits, &answers[i]);
+	rl_decide_all(actions, n, answers);
+	if (enforce && rl_refused_key(answers, n) >= 0)
+		rl_raise_refused_all(actions, n, answers, NULL);
+	for (int i = 0; i < n; i++)
+		rl_put_decision(fcinfo, keys[i], actions[i].limits, &answers[i]);
 	return (Datum) 0;
 }
 
