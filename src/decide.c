@@ -87,7 +87,7 @@ rl_queue_leftovers(const RlKey *key)
 
 	while (rl_known_leftover(key, &limits, &left))
 	{
-		rl_grants_prepare();
+		rl_ledger_open();
 		rl_owner_begin(&owner, RL_OF_LEASE);
 		for (int i = 0; i < limits.n; i++)
 		{
@@ -443,7 +443,7 @@ begin(Call *call, const RlAction *action, RlAnswer *answer, bool together, RlLea
 	bool		shared;
 
 	if (action->limits->refunds)
-		rl_grants_prepare();
+		rl_ledger_open();
 	if (rl_on_error == RL_ON_ERROR_LOCAL)
 		rl_require_local_store("ratelimit.on_error = local");
 	call->action = *action;

@@ -73,7 +73,10 @@ static void settle_interrupted(void);
  * Entries
  */
 
-/* Allocates the memory of entries, unless there is; to be called before a store is asked. */
+/*
+ * Allocates the memory of entries, unless there is; to be called before a store is asked.
+ * Throws if there is no memory.
+ */
 void
 rl_ledger_open(void)
 {

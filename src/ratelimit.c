@@ -18,6 +18,7 @@
 #include "shared/refusal_log.h"
 #include "shared/shared.h"
 #include "skip.h"
+#include "transaction.h"
 
 /* From PostgreSQL 18 on, pg_get_loaded_modules() shows the version. */
 #ifdef PG_MODULE_MAGIC_EXT
@@ -339,6 +340,7 @@ _PG_init(void)
 	MarkGUCPrefixReserved("ratelimit");
 	rl_refusal_log_init();
 	rl_skip_init();
+	rl_transaction_init();
 
 	if (process_shared_preload_libraries_in_progress)
 		rl_shared_request();

@@ -16,7 +16,6 @@
 #include "ledger.h"
 #include "report.h"
 #include "several_keys.h"
-#include "transaction.h"
 
 /* Returns how many of the limits keep entries. */
 int
@@ -131,7 +130,7 @@ take_parts(const RlStore *store, const RlAction *const *actions, int n, RlTaken 
 	bool		done;
 	RlError		refund_error;
 
-	rl_grants_prepare();
+	rl_ledger_open();
 	rl_owner_begin(&parts.owner, RL_OF_ACTION);
 	for (int i = 0; i < n; i++)
 		taken[i].charged = false;

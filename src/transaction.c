@@ -96,6 +96,8 @@ subtransaction_ends(SubXactEvent event, SubTransactionId mine pg_attribute_unuse
 
 	if (event != SUBXACT_EVENT_COMMIT_SUB && event != SUBXACT_EVENT_ABORT_SUB)
 		return;
+	if (event == SUBXACT_EVENT_ABORT_SUB)
+		rl_breakers_release();
 	/* The level's grants are the newest: its parent was granted nothing meanwhile. */
 	dlist_foreach_modify(iter, &transaction.entries)
 	{
@@ -179,6 +181,8 @@ transaction_ends(XactEvent event, void *arg pg_attribute_unused())
 	bool		aborts = event == XACT_EVENT_ABORT || event == XACT_EVENT_PARALLEL_ABORT;
 	dlist_mutable_iter iter;
 
+	if (aborts)
+		rl_breakers_release();
 	if (!rl_ledger_is_open() || event == XACT_EVENT_PARALLEL_PRE_COMMIT)
 		return;
 	if (event == XACT_EVENT_PRE_COMMIT || event == XACT_EVENT_PRE_PREPARE)
@@ -201,26 +205,12 @@ transaction_ends(XactEvent event, void *arg pg_attribute_unused())
 	rl_ledger_close();
 }
 
-/*
- * For actions
- */
-
-/*
- * Allocates the memory that the end of the transaction needs; to be called
- * before charges that it may refund.  Throws if there is no memory.
- */
+/* Registers the callbacks; called once, when the library is loaded. */
 void
-rl_grants_prepare(void)
+rl_transaction_init(void)
 {
-	static bool registered = false;
-
-	if (!registered)
-	{
-		RegisterXactCallback(transaction_ends, NULL);
-		RegisterSubXactCallback(subtransaction_ends, NULL);
-		registered = true;
-	}
-	rl_ledger_open();
+	RegisterXactCallback(transaction_ends, NULL);
+	RegisterSubXactCallback(subtransaction_ends, NULL);
 }
 
 /*

@@ -8,7 +8,7 @@
 
 #include "algorithm/algorithm.h"
 
-extern void rl_grants_prepare(void);
+extern void rl_transaction_init(void);
 extern void rl_grants_note(const RlKey *key, const RlLimits *limits, const RlCharge *charges,
 						   bool local, uint64 lot);
 extern int64 rl_grants_refund(const RlKey *key, const RlLimit *limit, int64 quota, bool local);

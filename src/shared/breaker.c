@@ -20,7 +20,6 @@
  */
 #include "postgres.h"
 
-#include "access/xact.h"
 #include "port/atomics.h"
 #include "storage/condition_variable.h"
 
@@ -196,36 +195,13 @@ is_half_open(const BreakerEntry *entry, int64 now)
 	return now >= try_at(entry) && now >= entry->trying_until;
 }
 
-static void
-transaction_aborts(XactEvent event, void *arg pg_attribute_unused())
-{
-	if (event == XACT_EVENT_ABORT || event == XACT_EVENT_PARALLEL_ABORT)
-		rl_breakers_release();
-}
-
-static void
-subtransaction_aborts(SubXactEvent event, SubTransactionId mine pg_attribute_unused(),
-					  SubTransactionId parent pg_attribute_unused(),
-					  void *arg pg_attribute_unused())
-{
-	if (event == SUBXACT_EVENT_ABORT_SUB)
-		rl_breakers_release();
-}
-
 /* Makes this backend try the server, unless another backend was faster. */
 static void
 begin_trying(RlBreaker *breaker)
 {
-	static bool registered = false;
 	int64		now = rl_monotonic_now();
 	BreakerEntry *entry;
 
-	if (!registered)
-	{
-		registered = true;
-		RegisterXactCallback(transaction_aborts, NULL);
-		RegisterSubXactCallback(subtransaction_aborts, NULL);
-	}
 	LWLockAcquire(lock, LW_EXCLUSIVE);
 	entry = find_entry(breaker);
 	if (entry != NULL && is_half_open(entry, now))

@@ -23,7 +23,6 @@
 #include "sql/trigger_charges.h"
 #include "sql/trigger_groups.h"
 #include "sql/trigger_statement.h"
-#include "transaction.h"
 
 #define SPILL_AFTER			1024	/* keys, so that few charges are entries in memory */
 
@@ -70,7 +69,7 @@ note_charges(Statement *statement)
 {
 	if (statement->answers == NULL)
 		return;
-	rl_grants_prepare();
+	rl_ledger_open();
 	while (statement->noted < statement->n)
 	{
 		const RlAction *wanted = &statement->wanted[statement->noted];
