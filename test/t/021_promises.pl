@@ -18,7 +18,6 @@ my $second = 1_000_000;
 my $t0 = 1_700_000_000_000_000;
 my @kinds = qw(throttle token_bucket fixed_window from_first sliding_window sliding_log);
 my @denying = qw(fixed_window from_first sliding_window sliding_log);
-my %count;
 
 #
 # Histories: lists of events, each with now, quota (negative if refunded), limit
@@ -239,60 +238,83 @@ sub check_promise
 
 sub show
 {
-	my ($limits, $events) = @_;
+	my ($events) = @_;
 
-	diag limits_text(@$limits), ', from ', $events->[0]{now};
+	diag $events->[0]{limit}{text}, ', from ', $events->[0]{now};
 	diag join '; ', map { sprintf '%d us: %d %s', $_->{now} - $events->[0]{now}, $_->{quota},
 		$_->{quota} < 0 ? 'refunded' : $_->{d} ? decision_text($_->{d}) : '?' } @$events;
 	return;
 }
 
+# Checks histories of C, as many as all seeds take, and the first of them, so many, through
+# SQL.  "make" returns C's events and the steps of a history, given its number.  "more"
+# returns true if further histories are needed.  "check" returns the error in events, or
+# undef, given the engine's name, the events and the number.
+sub check_histories
+{
+	my ($name, $all, $most, $more, $make, $check) = @_;
+	my %bad = (C => 0, SQL => 0);
+	my (@histories, @sql_steps);
+	my $judge = sub {
+		my ($engine, $events, $n) = @_;
+		my $wrong = $check->($engine, $events, $n);
+
+		return if !defined $wrong || $bad{$engine}++ > 1;
+		diag "$engine, $name: $wrong";
+		show($events);
+	};
+
+	for (my $n = 1; $n <= $all || ($n <= 1000 && $more->()); $n++)
+	{
+		reseed($n - 1, $all);
+		my ($events, $steps) = $make->($n);
+
+		$judge->('C', $events, $n);
+		push @histories, $events if $n <= $most;
+		push @sql_steps, @$steps if $n <= $most;
+	}
+	my $answers = redis_steps($node, @sql_steps);
+	foreach my $n (1 .. @histories)
+	{
+		my $c = $histories[ $n - 1 ];
+
+		$judge->('SQL', sql_events($c, [ splice @$answers, 0, scalar @$c ]), $n);
+	}
+	is($bad{$_}, 0, "$name ($_)") foreach qw(C SQL);
+	return;
+}
+
+# Checks that the events of C and of SQL have the expected value.
+sub both
+{
+	my ($expected, $value, $name, $events, $steps) = @_;
+
+	is_deeply($value->(@$events), $expected, "$name (C)");
+	is_deeply($value->(@{ sql_events($events, redis_steps($node, @$steps)) }), $expected, "$name (SQL)");
+	return;
+}
+
 foreach my $kind (@kinds)
 {
-	my (@sql_steps, @sql_histories);
 	my %reached = (C => 0, SQL => 0);
-	my %bad = (C => 0, SQL => 0);
 	my %events = (C => 0, SQL => 0, refused => 0);
 
-	foreach my $n (1 .. all_seeds(100))
-	{
-		reseed($n - 1, all_seeds(100));
-		my $refunds = $n % 3 == 0;
+	check_histories("$kind: the promise holds in every span, and every refusal is needed", all_seeds(100), all_seeds(24), sub { return 0 }, sub {
+		my ($n) = @_;
 		my $limit = limit_of($kind);
-		my ($events, $steps) = play([$limit], attempts($limit, 120, $refunds));
 
-		if ($n <= all_seeds(24))
-		{
-			push @sql_steps, @$steps;
-			push @sql_histories, [ $limit, $events, $refunds ];
-		}
-		my ($wrong, $least) = check_promise($events, $refunds);
-		$events{C} += @$events;
-		$events{refused} += grep { $_->{d} && !$_->{allowed} } @$events;
-		$reached{C}++ if defined $least && $least == 0;
-		next unless defined $wrong;
-		next if $bad{C}++ > 1;
-		diag "C, $kind: $wrong";
-		show([$limit], $events);
-	}
+		return play([$limit], attempts($limit, 120, $n % 3 == 0));
+	}, sub {
+		my ($engine, $events, $n) = @_;
+		my ($wrong, $least) = check_promise($events, $n % 3 == 0);
 
-	my $answers = redis_steps($node, @sql_steps);
-	foreach my $history (@sql_histories)
-	{
-		my ($limit, $c, $refunds) = @$history;
-		my $events = sql_events($c, [ splice @$answers, 0, scalar @$c ]);
-		my ($wrong, $least) = check_promise($events, $refunds);
-
-		$events{SQL} += @$events;
-		$reached{SQL}++ if defined $least && $least == 0;
-		next unless defined $wrong;
-		next if $bad{SQL}++ > 1;
-		diag "SQL, $kind: $wrong";
-		show([$limit], $events);
-	}
+		$events{$engine} += @$events;
+		$events{refused} += grep { $_->{d} && !$_->{allowed} } @$events if $engine eq 'C';
+		$reached{$engine}++ if defined $least && $least == 0;
+		return $wrong;
+	});
 	note "$kind: events $events{C} (C), $events{SQL} (SQL), refused $events{refused}, ",
 	  "promise reached in $reached{C} of " . all_seeds(100) . " and $reached{SQL} of " . all_seeds(24);
-	is($bad{$_}, 0, "$kind: the promise holds in every span, and every refusal is needed ($_)") foreach qw(C SQL);
 	cmp_ok($events{refused}, '>', 0.25 * $events{C}, "$kind: there were refusals");
 
 	# The promise of a bucket allows one unit more than any history can take.
@@ -320,7 +342,7 @@ sub greedy
 	});
 }
 
-my (@greedy_steps, @greedy);
+my $taken = sub { return sum0(map { $_->{quota} } grep { $_->{done} } @_) };
 foreach my $case (
 	# limit, start after t0, time in us, quota that is allowed
 	[ limit(algorithm => 'throttle', capacity => 4, count => 3, period => $second), 0, 20 * $second, 4 + 60 ],
@@ -337,20 +359,8 @@ foreach my $case (
 	[ limit(algorithm => 'sliding_log', capacity => 3, period => 7), 5, 7 * 10, 3 * 11 ])
 {
 	my ($limit, $start, $time, $most) = @$case;
-	my ($events, $steps) = greedy($limit, $t0 + $start, $t0 + $start + $time);
 
-	is(sum0(map { $_->{quota} } grep { $_->{done} } @$events), $most,
-		"a greedy client gets $most in $time us of $limit->{text} (C)");
-	push @greedy_steps, @$steps;
-	push @greedy, [ $limit, $time, $most, $events ];
-}
-my $answers = redis_steps($node, @greedy_steps);
-foreach my $case (@greedy)
-{
-	my ($limit, $time, $most, $c) = @$case;
-	my $events = sql_events($c, [ splice @$answers, 0, scalar @$c ]);
-
-	is(sum0(map { $_->{quota} } grep { $_->{done} } @$events), $most, "the same client gets $most through SQL");
+	both($most, $taken, "a greedy client gets $most in $time us of $limit->{text}", greedy($limit, $t0 + $start, $t0 + $start + $time));
 }
 
 # The most that a bucket can give at once: one token is missing, the others are taken
@@ -359,11 +369,9 @@ foreach my $case (@greedy)
 	my $limit = limit(algorithm => 'token_bucket', capacity => 10, count => 4, period => $second);
 	my @wanted = ([ 0, 1, 1 ], [ $second - 1, 9, 1 ], [ $second - 1, 1, 0 ], [ $second, 4, 1 ], [ $second, 1, 0 ]);
 	my @ask = @wanted;
-	my ($events, $steps) = play([$limit], sub { my $a = shift @ask; return $a && { now => $t0 + $a->[0], quota => $a->[1] } });
-	my $sql = sql_events($events, redis_steps($node, @$steps));
 
-	is_deeply([ map { $_->{allowed} } @$events ], [ map { $_->[2] } @wanted ], 'a bucket gives capacity - 1 + refill at once (C)');
-	is_deeply([ map { $_->{allowed} } @$sql ], [ map { $_->[2] } @wanted ], 'the same through SQL');
+	both([ map { $_->[2] } @wanted ], sub { return [ map { $_->{allowed} } @_ ] }, 'a bucket gives capacity - 1 + refill at once',
+		play([$limit], sub { my $a = shift @ask; return $a && { now => $t0 + $a->[0], quota => $a->[1] } }));
 }
 
 # A bucket that charged twice would refuse the eleventh of these.
@@ -371,11 +379,9 @@ foreach my $phase (0, 1, 499_999)
 {
 	my $limit = limit(algorithm => 'token_bucket', capacity => 10, count => 1, period => $second);
 	my $n = 0;
-	my ($events, $steps) = play([$limit], sub { return $n < 300 ? { now => $t0 + $phase + $n++ * $second, quota => 1 } : undef });
-	my $sql = sql_events($events, redis_steps($node, @$steps));
 
-	is(scalar(grep { !$_->{allowed} } @$events), 0, 'a bucket of 10 with a token a second never refuses an action a second (C)');
-	is(scalar(grep { !$_->{allowed} } @$sql), 0, 'the same through SQL');
+	both(0, sub { return scalar grep { !$_->{allowed} } @_ }, 'a bucket of 10 with a token a second never refuses an action a second',
+		play([$limit], sub { return $n < 300 ? { now => $t0 + $phase + $n++ * $second, quota => 1 } : undef }));
 }
 
 #
@@ -405,23 +411,10 @@ sub check_denied
 # which count refusals.  Two of three histories have refunds.
 foreach my $kind (@denying)
 {
-	my (@sql_steps, @sql_histories);
-	my %bad = (C => 0, SQL => 0);
 	my %seen = (allowed => 0, refused => 0, by_other => 0, refunded => 0, smaller => 0, reached => 0);
-	my $check = sub {
-		my ($engine, $events) = @_;
-		my ($broken, $least) = check_promise($events, 1);
-		my $wrong = check_denied($events) // $broken;
 
-		$seen{reached}++ if $engine eq 'C' && defined $least && $least == 0;
-		return if !defined $wrong || $bad{$engine}++ > 1;
-		diag "$engine, $kind: $wrong";
-		show([ $events->[0]{limit} ], $events);
-	};
-
-	for (my $n = 1; $n <= all_seeds(60) || ($n <= 1000 && min(values %seen) <= 100); $n++)
-	{
-		reseed($n - 1, all_seeds(60));
+	check_histories("$kind count_denied: attempts count, and the promise holds", all_seeds(60), all_seeds(24), sub { return min(values %seen) <= 100 }, sub {
+		my ($n) = @_;
 		my $limit = limit_of($kind, count_denied => 1);
 		my @others = $n % 2 ? limit(algorithm => 'throttle', capacity => 2, count => 1 + below(5), period => $limit->{period}) : ();
 		my $changing = $n % 4 < 2 && sub {
@@ -436,8 +429,6 @@ foreach my $kind (@denying)
 			$event->{quota} = $limit->{capacity} + 1 if $event->{quota} > 0 && chance(4);
 			return $event;
 		});
-
-		$check->('C', $events);
 		my $most = 0;
 		foreach my $event (@$events)
 		{
@@ -448,15 +439,14 @@ foreach my $kind (@denying)
 			$seen{by_other}++ if $allowed && !$event->{done};
 			$seen{smaller}++ if $event->{quota} > 0 && !$allowed && $event->{limit}{count_denied} && $event->{limit}{capacity} < $most;
 		}
-		push @sql_histories, $events if $n <= 24;
-		push @sql_steps, @$steps if $n <= 24;
-	}
-	my $answers = redis_steps($node, @sql_steps);
-	foreach my $c (@sql_histories)
-	{
-		$check->('SQL', sql_events($c, [ splice @$answers, 0, scalar @$c ]));
-	}
-	is($bad{$_}, 0, "$kind count_denied: attempts count, and the promise holds ($_)") foreach qw(C SQL);
+		return ($events, $steps);
+	}, sub {
+		my ($engine, $events) = @_;
+		my ($broken, $least) = check_promise($events, 1);
+
+		$seen{reached}++ if $engine eq 'C' && defined $least && $least == 0;
+		return check_denied($events) // $broken;
+	});
 	cmp_ok($seen{$_}, '>', 100, "$kind count_denied: $_ $seen{$_}") foreach sort keys %seen;
 }
 
@@ -516,17 +506,14 @@ sub check_ban
 }
 
 {
-	my (@sql_steps, @sql_histories);
-	my %bad = (C => 0, SQL => 0);
 	my %seen = (bans => 0, banned => 0, longer => 0, shorter => 0);
 
-	for (my $n = 1; $n <= all_seeds(80) || ($n <= 1000 && min(values %seen) <= 50); $n++)
-	{
-		reseed($n - 1, all_seeds(80));
+	check_histories('ban: the Nth refusal within a period starts a ban, and the ban lasts until its end', all_seeds(80), all_seeds(25), sub { return min(values %seen) <= 50 }, sub {
 		my $limit = limit_of('sliding_log', ban => 1, ban_after => 1 + below(4));
 		$limit = limit(%$limit, ban => 1 + below(2 * $limit->{period}));
 		my ($left, $now) = (150, $t0);
-		my ($events, $steps) = play([$limit], sub {
+
+		return play([$limit], sub {
 			my ($events) = @_;
 			my $retry = @$events ? $events->[-1]{d}[3] : undef;
 
@@ -535,28 +522,11 @@ sub check_ban
 			return $left-- > 0 ? { now => $now,
 				quota => chance(70) ? 1 : chance(20) ? 0 : 1 + below($limit->{capacity} + 1) } : undef;
 		});
-		my $wrong = check_ban($limit, $events, \%seen);
+	}, sub {
+		my ($engine, $events) = @_;
 
-		push @sql_histories, [ $limit, $events ] if $n <= all_seeds(25);
-		push @sql_steps, @$steps if $n <= all_seeds(25);
-		next unless defined $wrong;
-		next if $bad{C}++ > 1;
-		diag "C: $wrong";
-		show([$limit], $events);
-	}
-	my $answers = redis_steps($node, @sql_steps);
-	foreach my $history (@sql_histories)
-	{
-		my ($limit, $c) = @$history;
-		my $events = sql_events($c, [ splice @$answers, 0, scalar @$c ]);
-		my $wrong = check_ban($limit, $events, {});
-
-		next unless defined $wrong;
-		next if $bad{SQL}++ > 1;
-		diag "SQL: $wrong";
-		show([$limit], $events);
-	}
-	is($bad{$_}, 0, "ban: the Nth refusal within a period starts a ban, and the ban lasts until its end ($_)") foreach qw(C SQL);
+		return check_ban($events->[0]{limit}, $events, $engine eq 'C' ? \%seen : {});
+	});
 	cmp_ok($seen{$_}, '>', 50, "ban: $_ $seen{$_}") foreach sort keys %seen;
 }
 
