@@ -5,18 +5,9 @@
 # value.  EXAMPLE is the page's code for it, STATE and HINT the expressions of the page's
 # table, and CUSTOMER the first of ten customers.  A program in Go or Java
 # has the expressions put in before it is compiled.
-use strict;
-use warnings FATAL => 'all';
-
+use RatelimitTest;
 use DocPage;
 use File::Basename;
-use FindBin;
-use IPC::Run;
-use PostgreSQL::Test::Cluster;
-use PostgreSQL::Test::Utils;
-use RatelimitTest;
-use RedisServer;
-use Test::More;
 
 my $programs = "$FindBin::RealBin/frameworks";
 my $dir = PostgreSQL::Test::Utils::tempdir;
