@@ -24,7 +24,8 @@ FROM (SELECT rl_simulate('10/10s', at, 3) OVER (PARTITION BY customer ORDER BY a
 -- A shadow limit refuses nothing, and is not charged where it alone would have refused.
 SELECT n, r
 FROM (SELECT n, rl_simulate('sliding_log 3/10s, fixed_window 2/1min shadow', '2024-01-01'::timestamptz + n * interval '1 s') OVER (ORDER BY n) AS r
-	FROM generate_series(1, 4) n) s;
+	FROM generate_series(1, 4) n) s
+UNION ALL
 SELECT n, r
 FROM (SELECT n, rl_simulate('sliding_log 3/10s count_denied shadow, fixed_window 2/1min shadow', '2024-01-01'::timestamptz + n * interval '1 s', n) OVER (ORDER BY n) AS r
 	FROM generate_series(1, 4) n) s;
