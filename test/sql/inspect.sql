@@ -107,15 +107,14 @@ SELECT * FROM run(
 SET ratelimit.key_prefix = '';
 SELECT * FROM bans('%') WHERE key ~ '^here$';
 SELECT set_config('ratelimit.key_prefix', :'prefix', false) \g /dev/null
-SELECT count(*) FROM bans('%');
--- The mode does not apply to functions that look.
-SET ratelimit.mode = off;
 SELECT * FROM run(
+	$$SELECT count(*) FROM bans('%')$$,
+	-- The mode does not apply to functions that look.
+	$$set_config('ratelimit.mode', 'off', false)$$,
 	$$SELECT count(*) FROM bans('brought:%')$$,
-	$$SELECT count(*) FROM states('brought:1')$$);
-RESET ratelimit.mode;
--- In joins, and as an argument.
-SELECT * FROM run(
+	$$SELECT count(*) FROM states('brought:1')$$,
+	$$set_config('ratelimit.mode', 'enforce', false)$$,
+	-- In joins, and as an argument.
 	$$SELECT k.key, b.ends FROM (VALUES ('brought:1'), ('brought:3')) k (key) LEFT JOIN bans('brought:%') b USING (key) ORDER BY 1$$,
 	$$SELECT count(*) FROM generate_series(1, 3), LATERAL rl_bans('brought:%')$$);
 SELECT rl_unban(key), count(*) FROM rl_bans('%') WHERE key !~ '\\x' GROUP BY 1;
