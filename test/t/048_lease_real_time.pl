@@ -72,7 +72,6 @@ sub servers
 {
 	my $node = shared_node($redis, 'restart_after_crash = on', 'max_connections = 40', 'shared_buffers = 16MB',
 		'ratelimit.retry_interval = 0', 'fsync = off');
-	my @nodes = ($node);
 
 	$node->safe_psql('postgres', q{
 		CREATE FUNCTION us(float8) RETURNS bigint IMMUTABLE LANGUAGE sql RETURN round($1 * 1000000)::bigint;
@@ -119,17 +118,7 @@ sub servers
 				concat(us(coalesce(extract(epoch FROM b - befores[i - 1]), 0)), ',', us(extract(epoch FROM a - b)), ',', u), ' ' ORDER BY i)
 				FROM unnest(befores, afters, units) WITH ORDINALITY x (b, a, u, i));
 		END $$});
-	$node->stop;
-	foreach my $n (1 .. 3)
-	{
-		my $copy = PostgreSQL::Test::Cluster->new("copy$n");
-
-		run_log([ 'cp', '-a', $node->data_dir, $copy->data_dir ]) or die 'could not copy the server';
-		$copy->append_conf('postgresql.conf', 'port = ' . $copy->port);
-		push @nodes, $copy;
-	}
-	start_node($_) foreach @nodes;
-	return @nodes;
+	return with_copies($node, 3);
 }
 
 # The keys of a part.  A limit has the capacity that it promises, which is that without the
@@ -192,46 +181,6 @@ sub plan_part
 #
 # Disturbances
 #
-
-# Returns the parent of a process, or 0 if there is none.
-sub parent_of
-{
-	my ($pid) = @_;
-
-	open my $stat, '<', "/proc/$pid/stat" or return 0;
-	return (<$stat> // '') =~ /^\d+ \(.*\) [^ZX] (\d+)/ ? $1 : 0;
-}
-
-# Kills all processes of a server, and starts it again.
-sub kill_server
-{
-	my ($node) = @_;
-	my $postmaster = $node->{_pid};
-
-	kill 'STOP', $postmaster;
-	my @all = grep { parent_of($_) == $postmaster } map { m{(\d+)$} } glob '/proc/[0-9]*';
-	kill 'KILL', $postmaster, @all;
-	await('the end of the server', sub { return !grep { parent_of($_) } $postmaster, @all });
-	# Its process may be there until its parent has waited for it.
-	unlink $node->data_dir . '/postmaster.pid', $node->host . '/.s.PGSQL.' . $node->port . '.lock';
-	$node->{_pid} = undef;
-	start_node($node);
-	return;
-}
-
-# Returns the backends of some clients that are there.
-sub backends
-{
-	my ($n, $clients, @nodes) = @_;
-	my @pids;
-
-	foreach my $client (shuffle @$clients)
-	{
-		my $pid = -s "$client->{file}.pid" ? slurp_file("$client->{file}.pid") : next;
-		push @pids, $pid if parent_of($pid) == ($nodes[ $client->{server} ]{_pid} // 0);
-	}
-	return splice @pids, 0, $n;
-}
 
 # Stops backends before Redis answers them, for longer than a lease lasts.
 sub stop_backends

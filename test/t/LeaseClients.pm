@@ -7,12 +7,13 @@ use strict;
 use warnings FATAL => 'all';
 
 use Exporter 'import';
-use List::Util qw(min);
+use List::Util qw(min shuffle);
+use PostgreSQL::Test::Utils;
 use PsqlClient;
 use Time::HiRes qw(sleep time);
 
 our @ISA = ('PsqlClient');
-our @EXPORT = qw(start_lease_clients finish_lease_clients CLIENTS);
+our @EXPORT = qw(start_lease_clients backends finish_lease_clients CLIENTS);
 
 use constant CLIENTS => 16;
 
@@ -171,6 +172,20 @@ sub start_lease_clients
 	my ($dir, $seed, $rounds, @nodes) = @_;
 
 	return LeaseClients->start_all($dir, 0, CLIENTS - 1, \@nodes, seed => $seed, rounds => $rounds);
+}
+
+# Returns at most n backends of clients that are there.
+sub backends
+{
+	my ($n, $clients, @nodes) = @_;
+	my @pids;
+
+	foreach my $client (shuffle @$clients)
+	{
+		my $pid = -s "$client->{file}.pid" ? slurp_file("$client->{file}.pid") : next;
+		push @pids, $pid if RatelimitTest::parent_of($pid) == ($nodes[ $client->{server} ]{_pid} // 0);
+	}
+	return splice @pids, 0, $n;
 }
 
 # Waits for the clients.  Returns the notes on each key, by its number: lists of act, refund,

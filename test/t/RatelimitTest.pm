@@ -17,7 +17,7 @@ use RedisServer qw(await);
 use Test::More;
 
 our @EXPORT = qw(await start_servers new_node shared_node named_node needs_no_preload preload_setting restart_unshared start_node store version
-	has_program preload with_clocks set_clock password_file new_log members
+	with_copies kill_server parent_of has_program preload with_clocks set_clock password_file new_log members
 	still_runs session start_clients finish_clients await_load count_of measures
 	none ttl_problems keys_in_virtual_time log_entries wrong_library);
 
@@ -130,6 +130,51 @@ sub start_node
 
 	$how ||= 'start';
 	$node->$how;
+	return;
+}
+
+# Stops the server, makes copies of it, and starts all.  Returns them, the given server first.
+sub with_copies
+{
+	my ($node, $n) = @_;
+	my @nodes = ($node);
+
+	$node->stop;
+	foreach my $number (1 .. $n)
+	{
+		my $copy = PostgreSQL::Test::Cluster->new("copy$number");
+
+		run_log([ 'cp', '-a', $node->data_dir, $copy->data_dir ]) or die 'could not copy the server';
+		$copy->append_conf('postgresql.conf', 'port = ' . $copy->port);
+		push @nodes, $copy;
+	}
+	start_node($_) foreach @nodes;
+	return @nodes;
+}
+
+# Returns the parent of a process, or 0 if there is none.
+sub parent_of
+{
+	my ($pid) = @_;
+
+	open my $stat, '<', "/proc/$pid/stat" or return 0;
+	return (<$stat> // '') =~ /^\d+ \(.*\) [^ZX] (\d+)/ ? $1 : 0;
+}
+
+# Kills all processes of a server, and starts it again.
+sub kill_server
+{
+	my ($node) = @_;
+	my $postmaster = $node->{_pid};
+
+	kill 'STOP', $postmaster;
+	my @all = grep { parent_of($_) == $postmaster } map { m{(\d+)$} } glob '/proc/[0-9]*';
+	kill 'KILL', $postmaster, @all;
+	await('the end of the server', sub { return !grep { parent_of($_) } $postmaster, @all });
+	# Its process may be there until its parent has waited for it.
+	unlink $node->data_dir . '/postmaster.pid', $node->host . '/.s.PGSQL.' . $node->port . '.lock';
+	$node->{_pid} = undef;
+	start_node($node);
 	return;
 }
 
