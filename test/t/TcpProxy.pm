@@ -5,10 +5,11 @@
 #   $session->set(redis_url => $proxy->url);
 #   $proxy->tell('drop');
 #
-# tell() returns when the proxy has obeyed:
+# tell() returns when the proxy has obeyed, with the number of replies that were lost so far:
 #
 #   drop     the connections that exist carry nothing more, and stay open
 #   reset    the connections that exist are reset at the next byte of the client
+#   lose     the next reply to each of some of the connections is dropped, and the connection is closed
 #   refuse   new connections are closed at once
 #   accept   new connections are served again
 package TcpProxy;
@@ -46,8 +47,8 @@ sub tell
 	my ($self, $command) = @_;
 
 	syswrite $self->{control}, "$command\n";
-	sysread $self->{control}, my $done, 1 or die 'the proxy has ended';
-	return;
+	sysread $self->{control}, my $lost, 20 or die 'the proxy has ended';
+	return $lost;
 }
 
 sub _serve
@@ -56,7 +57,7 @@ sub _serve
 	my $select = IO::Select->new($listener, $commands);
 	# By socket: its peer, whether it is the client's, and how it is broken.
 	my (%peer, %is_client, %broken);
-	my $refuse = 0;
+	my ($refuse, $lost) = (0, 0);
 
 	while (getppid == $parent)
 	{
@@ -65,12 +66,12 @@ sub _serve
 			if ($socket == $commands)
 			{
 				sysread $socket, my $command, 100 or return;
-				if ($command =~ /drop|reset/)
+				if ($command =~ /(drop|reset|lose)/)
 				{
-					$broken{$_} = $command =~ /drop/ ? 'drop' : 'reset' foreach keys %peer;
+					$broken{$_} = $1 foreach grep { $1 ne 'lose' || rand() < 0.3 } keys %peer;
 				}
 				$refuse = $command =~ /refuse/ if $command =~ /refuse|accept/;
-				syswrite $socket, '.';
+				syswrite $socket, $lost;
 				next;
 			}
 			if ($socket == $listener)
@@ -90,12 +91,13 @@ sub _serve
 			my $how = $broken{$socket} || '';
 
 			next if $n && $how eq 'drop';
-			if ($n && !$how)
+			$lost++ if $how eq 'lose' && $n && !$is_client{$socket};
+			if ($n && (!$how || $how eq 'lose' && $is_client{$socket}))
 			{
 				syswrite $peer{$socket}, $data;
 				next;
 			}
-			next if $n && !$is_client{$socket};
+			next if $n && !$is_client{$socket} && $how ne 'lose';
 			my $peer = $peer{$socket};
 			foreach my $end ($socket, $peer)
 			{
