@@ -1,14 +1,19 @@
 # Reservations in a Redis Cluster: a key is one hash, so a reservation moves with its slot.  An
-# id is charged once, whatever is retried.
+# id is charged once, whatever is retried.  Slots move and masters fail over under load.
 #
 # Runs alone: its calls have short timeouts.
+#
+# RATELIMIT_PROGRAMS is the number of programs under load, RATELIMIT_SEED repeats their choices.
 use RatelimitTest;
+use Engines;
 use RedisCluster;
+use ReserveClients;
 
-my $cluster = RedisCluster->new(masters => 2);
+my $seed = seed();
+my $cluster = RedisCluster->new(masters => 3, replicas => 1);
 my $single = RedisServer->new->start;
 my $node = shared_node($single, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0',
-	"ratelimit.redis_url = '" . $cluster->url . "'");
+	"ratelimit.redis_url = '" . $cluster->url . "'", 'ratelimit.command_timeout = 60s');
 my $session = session($node);
 my $limits = q{'fixed_window 1000/3650d, sliding_log 1000/3650d, fixed_window 1000/year in Europe/Berlin'};
 
@@ -20,16 +25,62 @@ foreach my $key ('moves', 'stays')
 	my $from = $cluster->first_owner($slot);
 
 	is($session->ask("SELECT allowed, source FROM rl_reserve('$key', $limits, 10, 'a')"), 't|redis', "$key: reserves");
-	$cluster->begin_move($slot, $from, 1 - $from) if $key eq 'moves';
+	$cluster->begin_move($slot, $from, ($from + 1) % 3) if $key eq 'moves';
 	is($session->ask("SELECT allowed, source FROM rl_reserve('$key', $limits, 10, 'a')"), 't|reserved', "$key: retries");
 	is($session->ask("SELECT allowed, source FROM rl_reserve('$key', $limits, 10, 'b')"), 't|redis', "$key: reserves again");
 	is($session->ask("SELECT rl_extend('$key', 'a', 60), rl_settle('$key', 'b', 3)"), 't|t', "$key: extends and settles");
-	$cluster->end_move($slot, $from, 1 - $from) if $key eq 'moves';
+	$cluster->end_move($slot, $from, ($from + 1) % 3) if $key eq 'moves';
 	is($session->ask("SELECT rl_settle('$key', 'a', 20), rl_settle('$key', 'a', 0)"), 't|t', "$key: settles above the reservation");
 	is(used($key), '23 23 23', "$key: the sum is what was settled");
 }
 
-# Calls that get no reply.
+#
+# Four clients play random programs while slots move to and fro, and then while masters fail over
+#
+
+my $programs = $ENV{RATELIMIT_PROGRAMS} || 12;
+my $load = start_reserve_clients(PostgreSQL::Test::Utils::tempdir, $seed, 4, 40, $node);
+my (%did, %owner, @problems);
+foreach my $program (1 .. $programs)
+{
+	my $how = $program % 3 ? 'moves' : 'failovers';
+
+	begin_program($load, $program);
+	my @slots = map { $cluster->slot($_) } program_keys($load);
+	while (runs_program($load, 0))
+	{
+		if ($how eq 'failovers')
+		{
+			$cluster->fail_over(below(3));
+		}
+		else
+		{
+			my $slot = pick(@slots);
+			my $from = $owner{$slot} // $cluster->first_owner($slot);
+
+			$owner{$slot} = ($from + 1 + below(2)) % 3;
+			$cluster->begin_move($slot, $from, $owner{$slot});
+			# Half of the slot's keys are there.
+			runs_program($load, rand 0.02);
+			$cluster->end_move($slot, $from, $owner{$slot});
+		}
+		$did{$how}++;
+	}
+	push @problems, map { "program $program: $_" } end_program($load);
+}
+none(\@problems, 'under load, each id is charged once, and each sum is right');
+# Any call fails while no node has its slot, as on a busy machine, where nodes suspect each other.
+none([ grep { !/CLUSTERDOWN/ } @{ $load->{errors} } ], 'no call fails');
+cmp_ok($did{$_} || 0, '>', 0, "$_: " . ($did{$_} || 0)) foreach qw(moves failovers);
+my %redirected = map { my $code = $_; ($code => sum0(map { $_->errors($code) } $cluster->servers)) } qw(MOVED ASK TRYAGAIN);
+cmp_ok($redirected{$_}, '>', 0, "$_: $redirected{$_}") foreach qw(MOVED ASK);
+is($redirected{TRYAGAIN}, 0, 'no call had to wait');
+note join ', ', 'CLUSTERDOWN: ' . @{ $load->{errors} }, map { "$_: $count{$_}" } sort keys %count;
+
+#
+# Calls that get no reply
+#
+
 my $redis = $single;
 $session->ask("SET ratelimit.redis_url = '" . $single->url . "'; SET ratelimit.command_timeout = '20ms'");
 my $lost = 0;

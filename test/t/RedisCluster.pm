@@ -5,6 +5,7 @@
 #                                        # args => sub { more arguments of a server }
 #   $cluster->url;                       # all masters as seeds
 #   $cluster->move_slot(42, 0, 2);       # with its keys, from the first master to the third
+#   $cluster->fail_over(1);              # the second master and its replica change places
 package RedisCluster;
 
 use strict;
@@ -176,6 +177,30 @@ sub move_slot
 
 	$self->begin_move(@move);
 	return $self->end_move(@move);
+}
+
+# Makes a master's replica the master, after it has all that the master has; the master follows it then.
+sub fail_over
+{
+	my ($self, $i) = @_;
+	my ($old, $new) = ($self->master($i), $self->replica($i));
+	my $asks = 0;
+
+	await('the replica to be the master', sub {
+		# A busy server gives up after 5 s.
+		if (time > $asks + 6)
+		{
+			$new->cli('CLUSTER', 'FAILOVER');
+			$asks = time;
+		}
+		return $new->field('replication', 'role') eq 'master';
+	});
+	($self->{masters}[$i], $self->{replicas}[$i]) = ($new, $old);
+	await('the former master to follow', sub { return $old->follows });
+	await('all to know the new master', sub {
+		return !grep { $_->cli('CLUSTER', 'NODES') !~ /^$new->{id} \S+ (?:myself,)?master .* \d+-\d+/m } $self->servers;
+	});
+	return;
 }
 
 1;
