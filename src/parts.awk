@@ -1,4 +1,4 @@
-# Prints scripts as C strings: that of <name>.lua is <name>_lua. A line "--@ NAME..." stands
+# Prints scripts as C variables: <name>.lua is rl_<name>_script. A line "--@ NAME..." stands
 # for parts of the files "parts": for the lines between "--< NAME ..." and "-->" there, or for
 # the whole file NAME.lua. In a part that is named by "NAME of FILE", and in the parts that it
 # names, such a line stands for parts of FILE first.
@@ -58,10 +58,11 @@ BEGIN {
 FNR == 1 {
 	script = FILENAME
 	gsub(/^.*\/|[.]lua$/, "", script)
-	printf "%sstatic const char %s_lua[] =\n", NR == 1 ? "" : ";\n\n", script
+	variable = "RlScript rl_" script "_script"
+	printf "%sextern %s;\n%s = {.source =\n", NR == 1 ? "" : "};\n\n", variable, variable
 }
 { show($0, "") }
 END {
 	if (!failed)
-		print ";"
+		print "};"
 }

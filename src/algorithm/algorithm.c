@@ -155,11 +155,11 @@ rl_units_decide(const RlLimit *limit, int64 quota, RlVerdict verdict, const int6
 }
 
 /*
- * For RlAlgorithm.read_alone, with the reply of one.lua: the quota in use and the
+ * For RlAlgorithm.read_single, with the reply of single.lua: the quota in use and the
  * reset; then the wait if the action is refused; then the rest of a ban.
  */
 bool
-rl_units_read_alone(const RlLimit *limit, int64 quota, const int64 *values, int n,
+rl_units_read_single(const RlLimit *limit, int64 quota, const int64 *values, int n,
 					int64 *verdict, int64 *reported)
 {
 	if (n < 2 || n > 4 || (n == 4 && values[3] <= 0))

@@ -170,10 +170,10 @@ typedef struct RlAlgorithm
 
 	/*
 	 * Decides and charges an action under one limit that has no ban.  Sets the decision and the
-	 * state's start, which is its whole state, and returns its end.  NULL: there is no such fast
-	 * path.
+	 * state's start, which is its whole state, and returns its end.  NULL: the
+	 * algorithm has no such function.
 	 */
-	int64		(*act_alone) (const RlLimit *limit, int64 *start, int64 now, int64 quota,
+	int64		(*act_single) (const RlLimit *limit, int64 *start, int64 now, int64 quota,
 							  RlDecision *decision);
 	/* Returns when a state that is not empty can be deleted. */
 	int64		(*end) (const RlLimit *limit, const RlState *state, const RlPool *pool);
@@ -206,13 +206,12 @@ typedef struct RlAlgorithm
 						   const int64 *reported, RlDecision *decision);
 
 	/*
-	 * For the script for one limit without options, if the Makefile lists the
-	 * algorithm in ALONE.  It gets the quota, the period, and at most two numbers;
-	 * or only the numbers, if they suffice.
+	 * For the script for one limit without options, if scripts.c lists one.  It gets the quota,
+	 * the period, and at most two numbers; or only the numbers, if they suffice.
 	 */
 	bool		numbers_suffice;
 	/* Reads its reply as if of check.lua.  Returns false if no such script can send it. */
-	bool		(*read_alone) (const RlLimit *limit, int64 quota, const int64 *values, int n,
+	bool		(*read_single) (const RlLimit *limit, int64 quota, const int64 *values, int n,
 							   int64 *verdict, int64 *reported);
 
 	/*
@@ -314,7 +313,7 @@ extern bool rl_refund_charge(const RlLimit *limit, RlState *state, RlPool *pool,
 /* For rows of algorithms that count units: the members that all of them have */
 #define RL_COUNTS_UNITS \
 	.fits = rl_units_fit, .act = rl_units_act, .refund = rl_units_refund, .owe = rl_units_owe, .nreported = 4, \
-	.decide = rl_units_decide, .read_alone = rl_units_read_alone
+	.decide = rl_units_decide, .read_single = rl_units_read_single
 
 extern bool rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota);
 extern bool rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
@@ -326,7 +325,7 @@ extern void rl_units_owe(const RlLimit *limit, RlState *state, RlPool *pool, RlV
 extern int64 rl_units_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
 extern bool rl_units_decide(const RlLimit *limit, int64 quota, RlVerdict verdict,
 							const int64 *reported, RlDecision *decision);
-extern bool rl_units_read_alone(const RlLimit *limit, int64 quota, const int64 *values, int n,
+extern bool rl_units_read_single(const RlLimit *limit, int64 quota, const int64 *values, int n,
 								int64 *verdict, int64 *reported);
 
 /* Returns a / b, rounded up; a is not negative. */

@@ -116,7 +116,7 @@ act(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), Rl
 }
 
 static int64
-act_alone(const RlLimit *limit, int64 *start, int64 now, int64 quota, RlDecision *decision)
+act_single(const RlLimit *limit, int64 *start, int64 now, int64 quota, RlDecision *decision)
 {
 	int64		now_ns = now * NS_PER_US;
 	int64		after = act_on_backlog(limit, Max(*start - now_ns, 0), quota, true, decision);
@@ -209,7 +209,7 @@ decide(const RlLimit *limit, int64 quota, RlVerdict verdict, const int64 *report
 
 /* throttle.lua reports the backlog, negative if the action is refused, after the rest of a ban. */
 static bool
-read_alone(const RlLimit *limit, int64 quota, const int64 *values, int n,
+read_single(const RlLimit *limit, int64 quota, const int64 *values, int n,
 		   int64 *verdict, int64 *reported)
 {
 	RlDecision	decision;
@@ -243,7 +243,7 @@ const RlAlgorithm rl_algorithm_gcra = {
 	.load = load,
 	.fits = fits,
 	.act = act,
-	.act_alone = act_alone,
+	.act_single = act_single,
 	.refund = refund,
 	.refund_charge = refund_charge,
 	.owe = owe,
@@ -256,5 +256,5 @@ const RlAlgorithm rl_algorithm_gcra = {
 	.share = 1,
 	.decide = decide,
 	.numbers_suffice = true,
-	.read_alone = read_alone
+	.read_single = read_single
 };

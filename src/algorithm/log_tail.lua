@@ -1,4 +1,4 @@
--- Parts of straight scripts: the charge to a log that is only a tail (see log.lua),
+-- Parts of single.lua and list.lua: the charge to a log that is only a tail (see log.lua),
 -- with at least one free place.
 
 --< numbers

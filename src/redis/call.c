@@ -26,7 +26,7 @@
 #include "redis/scripts.h"
 
 #define MAX_KEY_BYTES		16384	/* of a call's keys */
-#define STRAIGHT_NUMBERS	4	/* at most, of the straight script for one limit */
+#define SINGLE_NUMBERS		4	/* at most, of a script for one limit without options */
 
 StaticAssertDecl(RL_MAX_VALUES >= RL_MAX_KEYS * (3 + RL_REPORTED * RL_MAX_LIMITS),
 				 "check_all.lua has too long a reply");
@@ -34,7 +34,7 @@ StaticAssertDecl(RL_MAX_VALUES >= RL_MAX_KEYS * (3 + RL_REPORTED * RL_MAX_LIMITS
 /* The arguments and the reply of a call's script */
 typedef enum Form
 {
-	STRAIGHT,					/* a straight script for one limit, or many_throttle.lua */
+	SINGLE,						/* single_*.lua, or many_throttle.lua: one limit without options */
 	LISTED,						/* check.lua, or check_many.lua */
 	LEASED,						/* lease.lua, for one key */
 	RESERVED,					/* reserve.lua, for one key */
@@ -69,7 +69,7 @@ typedef struct KeyReply
 	int64		at;				/* the store's time, or 0: not known */
 	const int64 *reported;		/* the numbers of all limits */
 	int			nreported;
-	int64		straight[RL_REPORTED];	/* "reported" of a straight script */
+	int64		single[RL_REPORTED];	/* "reported" of one limit without options */
 	const char *why;			/* of a ban in force: "limit " and the limit that set it */
 	int			why_len;		/* 0: not known */
 	int64		record;			/* of reserve.lua: the reservation was there, 1: open, 2: settled */
@@ -158,11 +158,12 @@ rl_append_charge(RlCommand *command, const RlLimit *limit, const RlCharge *charg
 }
 
 /*
- * Returns true if a straight script for one limit suffices: it counts no refusals, and is not
- * for shadow limits, calendars and rl_peek.  Only that for many keys reports the time.
+ * Returns true if a script for one limit without options suffices.  Such scripts count no
+ * refusals, and do without shadow limits, calendars and rl_peek.  Only that for many keys reports
+ * the time.
  */
 static bool
-is_straight(const RlAction *action, bool many)
+is_single(const RlAction *action, bool many)
 {
 	const RlLimits *limits = action->limits;
 	const RlLimit *limit = &limits->limit[0];
@@ -185,8 +186,8 @@ set_form(Taking *taking, const RlAction *action, bool many)
 	RlAlgorithmId algorithm = limits->limit[0].algorithm;
 
 	taking->many = many;
-	taking->form = STRAIGHT;
-	taking->script = many ? &rl_many_scripts[algorithm] : &rl_alone_scripts[algorithm];
+	taking->form = SINGLE;
+	taking->script = many ? rl_scripts[algorithm].many : rl_scripts[algorithm].single;
 	if (action->reserve != NULL)
 	{
 		taking->form = RESERVED;
@@ -197,41 +198,41 @@ set_form(Taking *taking, const RlAction *action, bool many)
 		taking->form = LEASED;
 		taking->script = &rl_lease_script;
 	}
-	else if (!is_straight(action, many) || taking->script->source == NULL)
+	else if (!is_single(action, many) || taking->script == NULL)
 	{
 		taking->form = LISTED;
-		taking->script = many ? &rl_check_many_script : &rl_check_scripts[algorithm];
+		taking->script = many ? &rl_check_many_script : rl_scripts[algorithm].check;
 		for (int i = 1; i < limits->n && !many; i++)
 			if (limits->limit[i].algorithm != algorithm)
 				taking->script = &rl_check_mixed_script;
 	}
 }
 
-/* Sets the straight script's numbers for one limit, then zeros.  Returns how many it needs. */
+/* Sets the numbers of a script for one limit without options, then zeros.  Returns how many it needs. */
 static int
-straight_numbers(const RlAction *action, int64 *numbers)
+single_numbers(const RlAction *action, int64 *numbers)
 {
 	const RlLimit *limit = &action->limits->limit[0];
 	int			n = 0;
 
-	memset(numbers, 0, STRAIGHT_NUMBERS * sizeof(int64));
+	memset(numbers, 0, SINGLE_NUMBERS * sizeof(int64));
 	if (!rl_algorithm(limit)->numbers_suffice)
 	{
 		numbers[n++] = action->quota;
 		numbers[n++] = limit->period;
 	}
 	n += rl_algorithm(limit)->numbers(limit, action->quota, &numbers[n]);
-	Assert(n <= STRAIGHT_NUMBERS);
+	Assert(n <= SINGLE_NUMBERS);
 	while (n > 0 && numbers[n - 1] == 0)
 		n--;
 	return n;
 }
 
 static void
-append_straight(RlCommand *command, const RlAction *action, int least)
+append_single(RlCommand *command, const RlAction *action, int least)
 {
-	int64		numbers[STRAIGHT_NUMBERS];
-	int			n = Max(straight_numbers(action, numbers), least);
+	int64		numbers[SINGLE_NUMBERS];
+	int			n = Max(single_numbers(action, numbers), least);
 
 	rl_append_tag(command, &action->limits->limit[0]);
 	for (int i = 0; i < n; i++)
@@ -279,7 +280,7 @@ run_end(const RlAction *const *actions, const int *order, int i, int n)
 	return i;
 }
 
-/* Appends the arguments that n keys share, at least "least" numbers of a straight script. */
+/* Appends the arguments that n keys share, of one limit without options at least "least" numbers. */
 static void
 append_run(RlCommand *command, const Taking *taking, const RlAction *action, int n, int least)
 {
@@ -287,9 +288,9 @@ append_run(RlCommand *command, const Taking *taking, const RlAction *action, int
 
 	if (taking->many)
 		rl_command_number(command, n);
-	if (taking->form == STRAIGHT)
+	if (taking->form == SINGLE)
 	{
-		append_straight(command, action, least);
+		append_single(command, action, least);
 		return;
 	}
 	if (action->reserve != NULL)
@@ -331,9 +332,9 @@ append_call(RlCommand *command, int call, void *arg)
 	const RlAction *const *actions = taking->actions;
 	const int  *order = &taking->order[taking->first[call]];
 	int			n = taking->keys[call];
-	bool		single = taking->form == STRAIGHT && !taking->many;
-	int			least = single && rl_debug_now[0] != '\0' ? STRAIGHT_NUMBERS : 0;
-	int64		numbers[STRAIGHT_NUMBERS];
+	bool		one_key = taking->form == SINGLE && !taking->many;
+	int			least = one_key && rl_debug_now[0] != '\0' ? SINGLE_NUMBERS : 0;
+	int64		numbers[SINGLE_NUMBERS];
 	int			next;
 
 	/* Another call has shown that the server is a cluster's. */
@@ -349,12 +350,12 @@ append_call(RlCommand *command, int call, void *arg)
 
 		rl_command_arg(command, name, rl_redis_key(&actions[order[i]]->key, name));
 	}
-	if (!single)
+	if (!one_key)
 		rl_command_text(command, rl_debug_now);
-	if (taking->form == STRAIGHT && taking->many)
+	if (taking->form == SINGLE && taking->many)
 	{
 		for (int i = 0; i < n; i = run_end(actions, order, i, n))
-			least = Max(least, straight_numbers(actions[order[i]], numbers));
+			least = Max(least, single_numbers(actions[order[i]], numbers));
 		rl_command_number(command, 1 + least);
 	}
 	for (int i = 0; i < n; i = next)
@@ -362,7 +363,7 @@ append_call(RlCommand *command, int call, void *arg)
 		next = taking->many ? run_end(actions, order, i, n) : i + 1;
 		append_run(command, taking, actions[order[i]], next - i, least);
 	}
-	if (single && least > 0)
+	if (one_key && least > 0)
 		rl_command_text(command, rl_debug_now);
 	return true;
 }
@@ -507,13 +508,13 @@ read_listed(const RlAction *action, Reader *reader, KeyReply *take)
 }
 
 static bool
-read_straight(const RlAction *action, Reader *reader, const int64 *values, int n, KeyReply *take)
+read_single(const RlAction *action, Reader *reader, const int64 *values, int n, KeyReply *take)
 {
 	const RlLimit *limit = &action->limits->limit[0];
 	const RlAlgorithm *algorithm = rl_algorithm(limit);
 
-	*take = (KeyReply) {.reported = take->straight,.nreported = algorithm->nreported};
-	return algorithm->read_alone(limit, action->quota, values, n, &take->verdict, take->straight) &&
+	*take = (KeyReply) {.reported = take->single,.nreported = algorithm->nreported};
+	return algorithm->read_single(limit, action->quota, values, n, &take->verdict, take->single) &&
 		(take->verdict <= 0 || read_rule(reader, take));
 }
 
@@ -535,7 +536,7 @@ read_of_many(const RlAction *action, Reader *reader, int i, KeyReply *take)
 	number[1] = values[reader->at++];
 	if (ban == -1)
 		*take = (KeyReply) {.failed = true};
-	else if (!read_straight(action, reader, &number[ban == 0], ban == 0 ? 1 : 2, take))
+	else if (!read_single(action, reader, &number[ban == 0], ban == 0 ? 1 : 2, take))
 		return false;
 	take->at = values[0];
 	return true;
@@ -568,15 +569,15 @@ read_key(const Taking *taking, const RlAction *action, Reader *reader, int i, Ke
 {
 	const RlReply *reply = reader->reply;
 
-	if (taking->form == STRAIGHT && taking->many)
+	if (taking->form == SINGLE && taking->many)
 		return read_of_many(action, reader, i, take);
-	/* A straight script may go on like check.lua, if a log is not only a tail. */
-	if (taking->form == STRAIGHT &&
+	/* The script for one limit may go on like check.lua, if a log is not only a tail. */
+	if (taking->form == SINGLE &&
 		(reply->nvalues <= RL_REPORTED || !rl_algorithm(&action->limits->limit[0])->has_logs))
 	{
 		reader->at = reply->nvalues;
 		return reply->is_array == (reply->nvalues > 1) &&
-			read_straight(action, reader, reply->values, reply->nvalues, take);
+			read_single(action, reader, reply->values, reply->nvalues, take);
 	}
 	if (!reply->is_array)
 		return false;
@@ -662,7 +663,7 @@ read_call(int call, const RlReply *reply, void *arg, RlError *error)
 		take_error(taking, call, reply);
 		return true;
 	}
-	if (taking->form == STRAIGHT && taking->many)
+	if (taking->form == SINGLE && taking->many)
 	{
 		reader.at = 1;
 		reader.pairs = n + 1;
@@ -748,7 +749,7 @@ set_calls(Taking *taking, int n)
 		for (int l = 0; l < limits->n; l++)
 		{
 			action_share += rl_algorithm(&limits->limit[l])->share;
-			action_values += taking->form == STRAIGHT ? 0 : rl_algorithm(&limits->limit[l])->nreported;
+			action_values += taking->form == SINGLE ? 0 : rl_algorithm(&limits->limit[l])->nreported;
 		}
 		/* So a call has RL_MAX_TOGETHER limits at most, for which read_call has room. */
 		Assert(action_share >= limits->n);

@@ -1,5 +1,5 @@
--- The time. All scripts but masters.lua and version.lua begin with it, or with
--- clock_alone.lua.
+-- The time. All scripts but masters.lua and version.lua begin with it, or with the clock of
+-- single.lua.
 --
 -- KEYS[1] is the key's hash, or absent in bans.lua. ARGV[1] is the time in microseconds, or empty for
 -- Redis's own clock. Numbers stay below 2^53; %.0f makes them text, or %d of parts below 2^31.

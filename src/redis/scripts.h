@@ -1,15 +1,22 @@
 /*
  * scripts.h
- *		The Lua scripts that Redis runs.
+ *		The Lua scripts that Redis runs, each in src/redis/scripts.
  */
 #ifndef SCRIPTS_H
 #define SCRIPTS_H
 
 #include "redis/command.h"
 
-extern RlScript rl_alone_scripts[RL_ALGORITHMS];
-extern RlScript rl_many_scripts[RL_ALGORITHMS];
-extern RlScript rl_check_scripts[RL_ALGORITHMS];
+/* The scripts of an algorithm, so that Redis runs no code of the others; NULL: there is none. */
+typedef struct RlScripts
+{
+	RlScript   *single;			/* one limit without options (is_single in call.c) */
+	RlScript   *many;			/* the same for many keys, each decided by itself */
+	RlScript   *check;			/* a list of limits */
+} RlScripts;
+
+extern const RlScripts rl_scripts[RL_ALGORITHMS];
+
 extern RlScript rl_check_mixed_script;
 extern RlScript rl_check_many_script;
 extern RlScript rl_check_all_script;

@@ -133,12 +133,12 @@ make_room(RlCells *view, uint32 cells, uint32 chunks, RlError *error)
 }
 
 /*
- * Takes the fast path for one limit without the options ban and shadow, of an algorithm that
- * has act_alone.  Returns false, with nothing done, if the key has a ban or counted refusals, or
+ * Acts on one limit without the options ban and shadow, of an algorithm that has act_single.
+ * Returns false, with nothing done, if the key has a ban or counted refusals, or
  * there is no room.
  */
 static bool
-take_alone(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decision)
+take_single(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decision)
 {
 	uint32		c = RL_NO_CELL;
 	int64		start = -1;
@@ -159,7 +159,7 @@ take_alone(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decisio
 		start = rl_cell_at(view, c)->state.start;
 	else if (quota > 0 && quota <= limit->capacity && !rl_cells_reserve(view, 1, 0))
 		return false;
-	end = rl_algorithm(limit)->act_alone(limit, &start, view->now, quota, decision);
+	end = rl_algorithm(limit)->act_single(limit, &start, view->now, quota, decision);
 	if (!decision->allowed || quota == 0)
 		return true;
 	if (c == RL_NO_CELL)
@@ -640,8 +640,8 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 		return local_reserve(action, decisions, answer, error);
 	rl_cells_lock(&view, how == RL_PEEK ? LW_SHARED : LW_EXCLUSIVE);
 	if (how != RL_PEEK && limits->n == 1 && limits->limit[0].ban == 0 && !limits->limit[0].shadow &&
-		rl_algorithm(&limits->limit[0])->act_alone != NULL &&
-		take_alone(&view, &limits->limit[0], quota, decisions))
+		rl_algorithm(&limits->limit[0])->act_single != NULL &&
+		take_single(&view, &limits->limit[0], quota, decisions))
 	{
 		answer->at = view.now;
 		finish(&view);

@@ -60,7 +60,7 @@ my @table = (
 	[ 'years', 0, 9, 1, 315_576_000 * $second, 9, 't, 9, 0, NULL, 2840184000' ],
 	[ 'years', 1, 9, 1, 315_576_000 * $second, 1, 'f, 9, 0, 315575999.999999, 2840183999.999999' ],
 );
-my $by_hand = redis_steps($node, map { { form => 'one', key => "hand:$_->[0]", now => $t0 + $_->[1], argument => $_->[5],
+my $by_hand = redis_steps($node, map { { form => 'single', key => "hand:$_->[0]", now => $t0 + $_->[1], argument => $_->[5],
 	limits => [ limit(algorithm => 'throttle', capacity => $_->[2], count => $_->[3], period => $_->[4]) ] } } @table);
 foreach my $i (0 .. $#table)
 {
@@ -137,7 +137,7 @@ sub history
 		last if $now > 4_000_000_000_000_000;
 
 		my $form = chance(3) ? pick(qw(refund refund reset ban ban unban))
-		  : chance(60) && @limits == 1 ? 'one' : chance(60) ? 'check' : chance(70) ? 'peek' : 'allow';
+		  : chance(60) && @limits == 1 ? 'single' : chance(60) ? 'check' : chance(70) ? 'peek' : 'allow';
 		$quota = 1 + log_uniform(10**9) if $form eq 'ban';
 		push @steps, { key => $key, now => $now, form => $form, argument => $quota, limits => \@limits };
 		$again = undef;
@@ -190,7 +190,7 @@ cmp_ok($count{refused}, '>=', 0.3 * $count{answers}, "refused: $count{refused}")
 cmp_ok($count{on_time}, '>=', 1000, "exactly at retry_after: $count{on_time}");
 cmp_ok($count{early}, '>=', 1000, "a microsecond before: $count{early}");
 cmp_ok($count{$_} // 0, '>=', 150, "$_: " . ($count{$_} // 0))
-  foreach qw(quota_0 impossible stale one check peek allow several);
+  foreach qw(quota_0 impossible stale single check peek allow several);
 cmp_ok($count{$_} // 0, '>=', 20, "$_: " . ($count{$_} // 0)) foreach qw(several_refused banned refund reset ban unban back);
 
 my $answers = redis_steps($node, @steps);

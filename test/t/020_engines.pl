@@ -172,7 +172,7 @@ sub complete
 	  : chance(8)  ? 'allow'
 	  : chance(8)  ? 'wait'
 	  : $open ? pick(qw(check each))
-	  : @limits == 1 && $limits[0]{plain} && $limits[0]{algorithm} ne 'concurrent' ? pick(qw(check one one each))
+	  : @limits == 1 && $limits[0]{single} && $limits[0]{algorithm} ne 'concurrent' ? pick(qw(check single single each))
 	  :              pick(qw(check each));
 	@$step{qw(key now)} = @$h{qw(key now)};
 	my $form = $step->{form};
@@ -407,7 +407,7 @@ if ($failed == 0 && $differ == 0)
 	cmp_ok($count{early}, '>=', 5_000 * $share, "a microsecond before: $count{early}");
 	cmp_ok($count{$_} || 0, '>=', 2_000 * $share, "$_: $count{$_}")
 	  foreach qw(quota_0 impossible calendar changed several mixed denied_counts banned what_remains at_reset
-		check each one allow wait peek refund refund_denied begin abort undone granted shadow in_shadow all_shadow);
+		check each single allow wait peek refund refund_denied begin abort undone granted shadow in_shadow all_shadow);
 	cmp_ok($count{$_} || 0, '>=', 500 * $share, "$_: $count{$_}") foreach qw(ban unban reset set_back);
 	cmp_ok($count{claims}, '>=', 20_000 * $share, "claims of an answer put to the test: $count{claims}");
 }

@@ -541,7 +541,7 @@ sub check_ban
 		foreach my $limit (@limits)
 		{
 			push @steps, map { { form => $_, key => 'banned', now => $now, argument => 1, limits => [$limit] } }
-			  ($limit->{plain} ? 'one' : 'check'), 'each', 'wait', 'peek', 'allow';
+			  ($limit->{single} ? 'single' : 'check'), 'each', 'wait', 'peek', 'allow';
 		}
 	}
 	my $c = [ map { c_step($engine, $_) } @steps ];

@@ -87,14 +87,14 @@ sub history
 	foreach (1 .. 50)
 	{
 		my $l = pick(@limits);
-		my $form = chance(75) ? pick(qw(check check check allow)) : pick(qw(each peek wait refund refund reset ban unban one));
+		my $form = chance(75) ? pick(qw(check check check allow)) : pick(qw(each peek wait refund refund reset ban unban single));
 		my %step = (key => $key, form => $form, limits => chance(85) ? \@limits : [ pick(@limits) ], argument => 0);
 
 		$quota = max(0, $quota + pick(-1, 0, 0, 0, 1)) if chance(70);
 		$quota = 1 + below(chance(50) ? 3 : min(2**40, $l->{capacity} + 1)) if chance(20);
 		$step{argument} = $form eq 'ban' ? 1 + below(3_000_000) : $quota;
 		if ($form eq 'reset' && chance(50)) { $step{limits} = undef }
-		if ($form eq 'one') { $step{limits} = [ grep { $_->{plain} } $l ]; next unless @{ $step{limits} } }
+		if ($form eq 'single') { $step{limits} = [ grep { $_->{single} } $l ]; next unless @{ $step{limits} } }
 
 		# Often the end of a wait, and a bit earlier.
 		my $wait = defined $answer ? $answer->[0][3] : undef;

@@ -36,7 +36,7 @@ my @scripts = glob "$root/src/redis/scripts/*.lua";
 my $header = qx(awk -v parts='@parts' -f '$root/src/parts.awk' @scripts);
 my %script;
 
-while ($header =~ /^static const char (\w+)_lua\[\] =\n((?:".*\\n"\n)+);/mg)
+while ($header =~ /^RlScript rl_(\w+)_script = \{\.source =\n((?:".*\\n"\n)+)\};/mg)
 {
 	$script{$1} = join '', map { s/^"|\\n"$//gr =~ s/\\(["\\])/$1/gr . "\n" } split /\n/, $2;
 }

@@ -112,7 +112,7 @@ sub limit
 	  . ($limit{count_denied} ? ' count_denied' : '')
 	  . ($limit{ban} ? " ban $limit{ban}us after $limit{ban_after}" : '')
 	  . ($limit{shadow} ? ' shadow' : '');
-	$limit{plain} = !$limit{from_first} && !$calendar && !$limit{count_denied} && !$limit{ban} && !$limit{shadow};
+	$limit{single} = !$limit{from_first} && !$calendar && !$limit{count_denied} && !$limit{ban} && !$limit{shadow};
 	return \%limit;
 }
 
@@ -332,7 +332,7 @@ sub c_engine
 	return { pid => $pid, from => $from, to => $to, takes => {}, grants => {} };
 }
 
-my %op = (check => 'take', each => 'take', one => 'take', allow => 'take', wait => 'quiet');
+my %op = (check => 'take', each => 'take', single => 'take', allow => 'take', wait => 'quiet');
 
 # Sends an act to the engine; returns its line.
 sub c_act
@@ -458,7 +458,7 @@ sub redis_engine
 					RETURN;
 				WHEN 'check' THEN
 					d := rl_check(s.key, s.limits, s.argument);
-				WHEN 'one' THEN
+				WHEN 'single' THEN
 					CASE s.algorithm
 						WHEN 'throttle' THEN d := rl_throttle(s.key, s.capacity, s.count, s.period, s.argument);
 						WHEN 'token_bucket' THEN d := rl_token_bucket(s.key, s.capacity, s.count, s.period, s.argument);
@@ -534,14 +534,14 @@ sub step_line
 {
 	my ($id, $part, $step) = @_;
 	my $text = refundable_text($step->{limits} || [], $step->{refunds});
-	my @one = ('\N') x 5;
+	my @single = ('\N') x 5;
 	my @all = ('\N') x 3;
 
-	if ($step->{form} eq 'one')
+	if ($step->{form} eq 'single')
 	{
 		my $limit = $step->{limits}[0];
 
-		@one = (@$limit{qw(algorithm capacity count)}, map { $_ / 1e6 } @$limit{qw(period step)});
+		@single = (@$limit{qw(algorithm capacity count)}, map { $_ / 1e6 } @$limit{qw(period step)});
 	}
 	if (my $parts = $step->{parts})
 	{
@@ -549,7 +549,7 @@ sub step_line
 		  [ map { '"' . refundable_text($_->{limits}, $_->{refunds}) . '"' } @$parts ], [ map { $_->{argument} } @$parts ];
 	}
 	return join("\t", $id, $part, @$step{qw(form key now)}, $step->{argument} || 0,
-		length $text ? $text : '\N', @one, @all) . "\n";
+		length $text ? $text : '\N', @single, @all) . "\n";
 }
 
 # Takes the steps in order, on keys that no earlier call has used.  Returns for each

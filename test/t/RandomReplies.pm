@@ -2,7 +2,7 @@
 # has.
 #
 # A call is a hash: form, limits (as Engines makes them), quota.  Its reply has
-# one of four shapes: "fast" answers a single throttle, "units" any other single limit
+# one of four shapes: "throttle" answers a single throttle, "units" any other single limit
 # without options, "check" any other decision, "count" a call that decides nothing.
 package RandomReplies;
 
@@ -60,7 +60,7 @@ sub random_call
 	}
 	$call{shape} = $call{form} =~ /ban|reset|refund/ ? 'count'
 	  : @{ $call{limits} } > 1 || $call{form} eq 'peek' || (grep { $call{limits}[0]{$_} } qw(ban count_denied calendar)) ? 'check'
-	  : $call{limits}[0]{algorithm} eq 'throttle' ? 'fast' : 'units';
+	  : $call{limits}[0]{algorithm} eq 'throttle' ? 'throttle' : 'units';
 	return \%call;
 }
 
@@ -136,7 +136,7 @@ sub right_numbers
 	# The limit that set the ban may be known.
 	my @rule = $ban && chance(50) ? 'limit ' . limits_text(pick(@$limits)) : ();
 
-	if ($call->{shape} eq 'fast')
+	if ($call->{shape} eq 'throttle')
 	{
 		return ($ban, @figures, @rule) if $ban;
 		return $allowed ? $figures[0] : -$figures[0];
@@ -366,9 +366,9 @@ sub meaning
 	my ($call, $reply) = @_;
 	my ($array, $rule, @numbers) = numbers($reply) or return 'wrong';
 
-	return 'wrong' if $array != ($call->{shape} =~ /check|units/ || $call->{shape} eq 'fast' && @numbers == 2);
+	return 'wrong' if $array != ($call->{shape} =~ /check|units/ || $call->{shape} eq 'throttle' && @numbers == 2);
 	my ($meaning, $verdict) = $call->{shape} eq 'count' ? count_meaning($call, @numbers)
-	  : $call->{shape} eq 'fast' ? fast_meaning($call, @numbers)
+	  : $call->{shape} eq 'throttle' ? throttle_meaning($call, @numbers)
 	  : $call->{shape} eq 'units' ? units_meaning($call, @numbers) : check_meaning($call, @numbers);
 	return 'wrong' if $rule && ($verdict // '') ne 'banned' && $meaning ne 'odd';
 	return ($meaning, $verdict);
@@ -381,7 +381,7 @@ sub count_meaning
 	return $n < 0 || $call->{form} =~ /^(?:ban|refund)$/ && $n != 1 ? 'odd' : 'right';
 }
 
-sub fast_meaning
+sub throttle_meaning
 {
 	my ($call, @numbers) = @_;
 	my $limit = $call->{limits}[0];

@@ -1,2 +1,2 @@
 -- A list of limits of concurrent. See check.lua.
---@ clock plain state concurrent act check
+--@ clock list state concurrent act check

@@ -1,2 +1,2 @@
 -- A list of limits of sliding_log. See check.lua.
---@ clock plain state sliding_log act check
+--@ clock list state sliding_log act check

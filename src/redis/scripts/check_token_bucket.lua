@@ -1,2 +1,2 @@
 -- A list of limits of token_bucket. See check.lua.
---@ clock plain state token_bucket act check
+--@ clock list state token_bucket act check

@@ -1,21 +1,39 @@
--- The part of check.lua, with its arguments and reply, for lists of limits without options that
--- allow the action: it makes no functions, and no table for a limit. Other calls go on behind
+-- A list of limits without options that allows the action: a part of check.lua, with its
+-- arguments and reply. It makes no functions, and no table for a limit. Other calls go on behind
 -- it.
 
+-- One limit of an algorithm that counts units. "reply" gets the four numbers that act.lua
+-- describes.
+--< units
+--@ numbers
+period = period + 0
+--@ load
+if used + quota <= capacity then
+  --@ take
+  --@ text
+  local needed = used
+  --@ reset
+  written, lives = text, free
+  local n = #reply
+  reply[n + 1], reply[n + 2], reply[n + 3], reply[n + 4] = 1, used, 0, free
+end
+-->
+
+--< list
 if ARGV[2] == '1' and ARGV[3] ~= '0' then
   local ARGV, quota = ARGV, ARGV[3] + 0
-  local LIMIT, names, plain = 10, {'ban', 'expiry'}, true
+  local LIMIT, names, simple = 10, {'ban', 'expiry'}, true
   for a = 4, #ARGV, LIMIT do
     local tag = ARGV[a + 1]
     -- No count_denied, no ban.
-    plain = plain and ARGV[a + 7] == '' and ARGV[a + 8] == '0'
+    simple = simple and ARGV[a + 7] == '' and ARGV[a + 8] == '0'
     names[#names + 1] = tag
     if ARGV[a] == 'sliding_log' then
       names[#names + 1] = tag .. ':denied'
     end
   end
-  local values = plain and call('HMGET', hash, unpack(names))
-  if plain and not (values[1] and string.match(values[1], '^%d+') + 0 > now) then
+  local values = simple and call('HMGET', hash, unpack(names))
+  if simple and not (values[1] and string.match(values[1], '^%d+') + 0 > now) then
     local expiry, set, reply, needed, at = values[2], {}, {0, 0, now}, 0, 3
     for a = 4, #ARGV, LIMIT do
       local algorithm, period, first, second = ARGV[a], ARGV[a + 2], ARGV[a + 3], ARGV[a + 4]
@@ -32,7 +50,7 @@ if ARGV[2] == '1' and ARGV[3] ~= '0' then
           written, lives = tat, us
         end
       elseif ARGV[a + 5] ~= '' then
-        plain = false
+        simple = false
       elseif algorithm == 'token_bucket' then
         --@ units of token_bucket
       elseif algorithm == 'fixed_window' then
@@ -48,7 +66,7 @@ if ARGV[2] == '1' and ARGV[3] ~= '0' then
         end
       end
       if not written then
-        plain = false
+        simple = false
         break
       end
       set[#set + 1] = names[at - (algorithm == 'sliding_log' and 2 or 1)]
@@ -57,10 +75,11 @@ if ARGV[2] == '1' and ARGV[3] ~= '0' then
         needed = lives
       end
     end
-    if plain then
+    if simple then
       --@ expiry
       --@ keep_all
       return reply
     end
   end
 end
+-->

@@ -1,2 +1,0 @@
--- One limit of fixed_window without options. See one.lua.
---@ clock_alone one_read of fixed_window one of fixed_window

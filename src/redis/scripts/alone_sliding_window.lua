@@ -1,2 +1,0 @@
--- One limit of sliding_window without options. See one.lua.
---@ clock_alone one_read of sliding_window one of sliding_window

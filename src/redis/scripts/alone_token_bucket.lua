@@ -1,2 +1,0 @@
--- One limit of token_bucket without options. See one.lua.
---@ clock_alone one_read of token_bucket one of token_bucket

@@ -1,0 +1,2 @@
+-- One limit of fixed_window without options. See single.lua.
+--@ single of fixed_window

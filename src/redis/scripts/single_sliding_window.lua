@@ -1,0 +1,2 @@
+-- One limit of sliding_window without options. See single.lua.
+--@ single of sliding_window

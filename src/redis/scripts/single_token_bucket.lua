@@ -1,0 +1,2 @@
+-- One limit of token_bucket without options. See single.lua.
+--@ single of token_bucket
