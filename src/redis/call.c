@@ -26,6 +26,11 @@
 #include "redis/scripts.h"
 
 #define MAX_KEY_BYTES		16384	/* of a call's keys */
+/* Numbers that many_throttle.lua and check_many.lua send in place of a key's */
+#define SINGLE_FAILED		PG_INT64_MIN
+#define SINGLE_BANNED		(PG_INT64_MIN + 1)
+#define LISTED_FAILED		(-2)
+
 #define SINGLE_NUMBERS		4	/* at most, of a script for one limit without options */
 
 StaticAssertDecl(RL_MAX_VALUES >= RL_MAX_KEYS * (3 + RL_REPORTED * RL_MAX_LIMITS),
@@ -396,14 +401,27 @@ read_decision(const RlLimit *limit, int64 quota, RlVerdict verdict, RlVerdict re
 	return true;
 }
 
-/* Sets all decisions; charged is false if any key is refused.  Returns false as read_decision does. */
 static bool
-read_decisions(const RlAction *action, const KeyReply *take, bool charged, RlDecision *decisions)
+may_ban(const RlAction *action)
+{
+	for (int i = 0; i < action->limits->n; i++)
+		if (action->limits->limit[i].ban > 0)
+			return action->how != RL_TRY;
+	return false;
+}
+
+/*
+ * Sets all decisions of a key; charged is false if any key is refused.  Returns false as
+ * read_decision does, and if the decisions contradict the verdict.
+ */
+static bool
+decide_key(const RlAction *action, const KeyReply *take, bool charged, RlDecision *decisions)
 {
 	const RlLimits *limits = action->limits;
 	int64		quota = action->quota + (take->grant != NULL ? take->grant[0] : 0);
 	RlVerdict	refused = action->how == RL_TRY ? RL_VERDICT_UNCOUNTED : RL_VERDICT_REFUSED;
 	RlVerdict	verdict = charged ? RL_VERDICT_ALLOWED : take->verdict > 0 ? RL_VERDICT_BANNED : refused;
+	bool		allowed = true;
 	int			next = 0;
 
 	if (take->record > 0)
@@ -427,32 +445,10 @@ read_decisions(const RlAction *action, const KeyReply *take, bool charged, RlDec
 			return false;
 		if (take->record > 0)
 			rl_set_reserved(&decisions[i], take->record == 2);
-	}
-	return next == take->nreported;
-}
-
-static bool
-may_ban(const RlAction *action)
-{
-	for (int i = 0; i < action->limits->n; i++)
-		if (action->limits->limit[i].ban > 0)
-			return action->how != RL_TRY;
-	return false;
-}
-
-/* As read_decisions, with the key's ban; returns false also if the decisions contradict the verdict. */
-static bool
-decide_key(const RlAction *action, const KeyReply *take, bool charged, RlDecision *decisions)
-{
-	const RlLimits *limits = action->limits;
-	bool		allowed = true;
-
-	if (!read_decisions(action, take, charged, decisions))
-		return false;
-	/* The figures must agree with the verdict, by which the script charged the action or not. */
-	for (int i = 0; i < limits->n; i++)
 		allowed &= decisions[i].allowed;
-	if (take->verdict > 0 ? rl_all_shadow(limits) : allowed != (take->verdict == 0))
+	}
+	/* The figures must agree with the verdict, by which the script charged the action or not. */
+	if (next != take->nreported || (take->verdict > 0 ? rl_all_shadow(limits) : allowed != (take->verdict == 0)))
 		return false;
 
 	if (take->verdict > 0)
@@ -467,7 +463,6 @@ typedef struct Reader
 {
 	const RlReply *reply;
 	int			at;
-	int			pairs;			/* where the pairs of many_throttle.lua are */
 	const char *rules;			/* the rest of its text: a line for each banned key */
 	int			rules_len;
 } Reader;
@@ -519,26 +514,17 @@ read_single(const RlAction *action, Reader *reader, const int64 *values, int n, 
 }
 
 static bool
-read_of_many(const RlAction *action, Reader *reader, int i, KeyReply *take)
+read_of_many(const RlAction *action, Reader *reader, KeyReply *take)
 {
-	const int64 *values = reader->reply->values;
-	int64		ban = 0;
-	int64		number[2];
+	const int64 *values = &reader->reply->values[reader->at];
+	int			left = reader->reply->nvalues - reader->at;
+	bool		banned = left > 0 && values[0] == SINGLE_BANNED;
+	int			n = banned ? 2 : 1;
 
-	if (reader->pairs + 1 < reader->reply->nvalues && values[reader->pairs] == i + 1)
-	{
-		ban = values[reader->pairs + 1];
-		reader->pairs += 2;
-		if (ban < -1 || ban == 0)
-			return false;
-	}
-	number[0] = ban;
-	number[1] = values[reader->at++];
-	if (ban == -1)
-		*take = (KeyReply) {.failed = true};
-	else if (!read_single(action, reader, &number[ban == 0], ban == 0 ? 1 : 2, take))
+	reader->at += banned + n;
+	if (left < banned + n || !read_single(action, reader, &values[banned], n, take))
 		return false;
-	take->at = values[0];
+	take->at = reader->reply->values[0];
 	return true;
 }
 
@@ -565,12 +551,19 @@ read_record(Reader *reader, KeyReply *take)
 }
 
 static bool
-read_key(const Taking *taking, const RlAction *action, Reader *reader, int i, KeyReply *take)
+read_key(const Taking *taking, const RlAction *action, Reader *reader, KeyReply *take)
 {
 	const RlReply *reply = reader->reply;
 
+	if (taking->many && reader->at < reply->nvalues &&
+		reply->values[reader->at] == (taking->form == SINGLE ? SINGLE_FAILED : LISTED_FAILED))
+	{
+		reader->at++;
+		*take = (KeyReply) {.failed = true};
+		return true;
+	}
 	if (taking->form == SINGLE && taking->many)
-		return read_of_many(action, reader, i, take);
+		return read_of_many(action, reader, take);
 	/* The script for one limit may go on like check.lua, if a log is not only a tail. */
 	if (taking->form == SINGLE &&
 		(reply->nvalues <= RL_REPORTED || !rl_algorithm(&action->limits->limit[0])->has_logs))
@@ -578,14 +571,6 @@ read_key(const Taking *taking, const RlAction *action, Reader *reader, int i, Ke
 		reader->at = reply->nvalues;
 		return reply->is_array == (reply->nvalues > 1) &&
 			read_single(action, reader, reply->values, reply->nvalues, take);
-	}
-	if (!reply->is_array)
-		return false;
-	if (taking->many && reader->at < reply->nvalues && reply->values[reader->at] == -2)
-	{
-		reader->at++;
-		*take = (KeyReply) {.failed = true};
-		return true;
 	}
 	return read_listed(action, reader, take) && (taking->form != RESERVED || read_record(reader, take)) &&
 		(taking->form != LEASED || read_grant(action->lease, reader, take));
@@ -663,21 +648,18 @@ read_call(int call, const RlReply *reply, void *arg, RlError *error)
 		take_error(taking, call, reply);
 		return true;
 	}
-	if (taking->form == SINGLE && taking->many)
-	{
-		reader.at = 1;
-		reader.pairs = n + 1;
-	}
-	if ((reply->kind != RL_REPLY_NUMBERS && reply->kind != RL_REPLY_MIXED) || reader.pairs > reply->nvalues ||
-		(reader.pairs > 0 && (!reply->is_array || reply->values[0] < 0)))
+	/* many_throttle.lua begins with the time. */
+	reader.at = taking->form == SINGLE && taking->many;
+	if ((reply->kind != RL_REPLY_NUMBERS && reply->kind != RL_REPLY_MIXED) || (taking->many && !reply->is_array) ||
+		reader.at > reply->nvalues || (reader.at > 0 && reply->values[0] < 0))
 		return rl_wrong_reply(error);
 	for (int i = 0; i < n; i++)
 	{
-		if (!read_key(taking, taking->actions[order[i]], &reader, i, &take[i]))
+		if (!read_key(taking, taking->actions[order[i]], &reader, &take[i]))
 			return rl_wrong_reply(error);
 		charged &= take[i].verdict == 0;
 	}
-	if (Max(reader.at, reader.pairs) != reply->nvalues || reader.rules_len > 0)
+	if (reader.at != reply->nvalues || reader.rules_len > 0)
 		return rl_wrong_reply(error);
 	/* A wrong number must not be found when some actions are answered already. */
 	for (int i = 0; i < n; i++)
@@ -753,18 +735,17 @@ set_calls(Taking *taking, int n)
 		}
 		/* So a call has RL_MAX_TOGETHER limits at most, for which read_call has room. */
 		Assert(action_share >= limits->n);
-		bytes += action->key.len;
-		share += action_share;
-		values += action_values;
-		if (i == 0 || !taking->many || bytes > MAX_KEY_BYTES || share > 100 || values > RL_MAX_VALUES - 1)
+		if (i == 0 || !taking->many || bytes + action->key.len > MAX_KEY_BYTES || share + action_share > 100 ||
+			values + action_values > RL_MAX_VALUES - 1)
 		{
 			taking->first[taking->ncalls] = i;
 			taking->keys[taking->ncalls++] = 0;
-			bytes = action->key.len;
-			share = action_share;
-			values = action_values;
+			bytes = share = values = 0;
 		}
 		taking->keys[taking->ncalls - 1]++;
+		bytes += action->key.len;
+		share += action_share;
+		values += action_values;
 	}
 }
 

@@ -2,10 +2,13 @@
 -- arguments of a limit: those of throttle.lua, without those at the end that are 0 for all.
 -- From ARGV[3] on there are runs: a number of keys, and the arguments of their limit.
 --
--- Returns the time, and the number of each key. Behind them there are pairs for keys that are
--- banned: the key's position, and the rest of its ban in microseconds; or that have failed: -1.
--- Such a key was not charged, and its number is 0. A text follows as of check_many.lua.
+-- Returns the time, and the number of each key. FAILED is that of a key that has failed, which was
+-- not charged. BANNED is ahead of a key that is banned: it has two numbers, the rest of its ban in
+-- microseconds, and the backlog. A text follows as of check_many.lua.
 --@ clock
+
+-- No backlog is as long.
+local FAILED, BANNED = '-9223372036854775808', '-9223372036854775807'
 
 -- Returns the numbers of one key.
 local function take(hash, tag, cost, room, cost_ns, room_ns)
@@ -14,12 +17,7 @@ end
 
 local size, at, left = tonumber(ARGV[2]), 3, 0
 local tag, cost, room, cost_ns, room_ns
-local reply, pairs_at_end, rules, i = {now}, {}, {}, 0
-
-local function add_pair(value)
-  pairs_at_end[#pairs_at_end + 1] = i
-  pairs_at_end[#pairs_at_end + 1] = value
-end
+local reply, n, rules, i = {now}, 1, {}, 0
 
 local function take_keys()
   while i < #KEYS do
@@ -32,25 +30,23 @@ local function take_keys()
     left = left - 1
     local number = take(KEYS[i], tag, cost, room, cost_ns, room_ns)
     if type(number) == 'table' then
-      add_pair(number[1])
+      reply[n + 1], reply[n + 2], n = BANNED, number[1], n + 2
       rules[#rules + 1] = (number[3] or '') .. '\n'
       number = number[2]
     end
-    reply[i + 1] = number
+    n = n + 1
+    reply[n] = number
   end
 end
 
 -- An error in one key must not hide the answers of the others.
 while i < #KEYS do
   if not pcall(take_keys) then
-    reply[i + 1] = 0
-    add_pair(-1)
+    n = n + 1
+    reply[n] = FAILED
   end
 end
-for _, value in ipairs(pairs_at_end) do
-  reply[#reply + 1] = value
-end
 if #rules > 0 then
-  reply[#reply + 1] = table.concat(rules)
+  reply[n + 1] = table.concat(rules)
 end
 return reply
