@@ -38,27 +38,21 @@ algorithms.fixed_window = {
     return stored, stored > w[6] and math.max(w[7], stored_end) or w[i + 2]
   end,
 
-  load_calendar = function(l, value)
-    local stored, ends, charged, refused
-    if value then
-      stored, ends, charged, refused = string.match(value, '^(%d+) (%-?%d+) (%d+) ?(%d*)$')
-      stored, ends = stored + 0, ends + 0
-    end
-    if l.windows then
-      l.start, l.ends = l:window(stored, ends)
-    else
-      l.start, l.ends = stored, ends
-    end
-    if l.start == stored then
-      l.charged, l.refused = tonumber(charged), tonumber(refused) or 0
-    end
-  end,
-
   -- If the clock was set back, a window that begins in the future still counts.
   load = function(l, value)
     if l.calendar then
-      l.charged, l.refused = 0, 0
-      l:load_calendar(value)
+      local stored, ends, c, r
+      if value then
+        stored, ends, c, r = string.match(value, '^(%d+) (%-?%d+) (%d+) ?(%d*)$')
+        stored, ends = stored + 0, ends + 0
+      end
+      l.start, l.ends, l.charged, l.refused = stored, ends, 0, 0
+      if l.windows then
+        l.start, l.ends = l:window(stored, ends)
+      end
+      if l.start == stored then
+        l.charged, l.refused = tonumber(c), tonumber(r) or 0
+      end
       l.used = l.charged + l.refused
       return
     end
@@ -89,15 +83,14 @@ algorithms.fixed_window = {
     l.used = l.charged + l.refused
   end,
 
-  refund = function(l)
-    l.charged = math.max(l.charged - quota, 0)
+  refund = function(l, units)
+    l.charged = math.max(l.charged - (units or quota), 0)
     l.used = l.charged + l.refused
   end,
 
   refund_charge = function(l, _, start, amount)
     if l.start == start then
-      l.charged = math.max(l.charged - amount, 0)
-      l.used = l.charged + l.refused
+      l:refund(amount)
     end
   end,
 

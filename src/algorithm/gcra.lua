@@ -42,8 +42,9 @@ algorithms.throttle = {
     l.us, l.ns = us, ns
   end,
 
-  refund = function(l)
-    l.us, l.ns = l.us - l.cost_us, l.ns - l.cost_ns
+  -- Without us and ns, refunds the cost of the quota.
+  refund = function(l, us, ns)
+    l.us, l.ns = l.us - (us or l.cost_us), l.ns - (ns or l.cost_ns)
     if l.ns < 0 then
       l.us, l.ns = l.us - 1, l.ns + 1000
     end
@@ -55,8 +56,7 @@ algorithms.throttle = {
   refund_charge = function(l, at, _, us, ns)
     us = us - math.max(now - at, 0)
     if us >= 0 then
-      l.cost_us, l.cost_ns = us, ns
-      l:refund()
+      l:refund(us, ns)
     end
   end,
 

@@ -5,11 +5,6 @@
 -- so the others stay text. l.k and l.new are the newest counter's number and count; l.others,
 -- from l.from on, has the other counters that count.
 
--- Returns the text of a counter of l.others.
-local function counter_text(k, charged, refused)
-  return string.format(refused > 0 and ' %.0f:%.0f:%.0f' or ' %.0f:%.0f', k, charged, refused)
-end
-
 algorithms.sliding_window = {
   read = function(l, first, second)
     --< numbers
@@ -98,7 +93,7 @@ algorithms.sliding_window = {
         break
       end
       if count.charged + count.refused > 0 then
-        kept = kept .. counter_text(other, count.charged, count.refused)
+        kept = kept .. string.format(count.refused > 0 and ' %.0f:%.0f:%.0f' or ' %.0f:%.0f', other, count.charged, count.refused)
       end
       at = next
     end

@@ -18,7 +18,6 @@ local want, length, leftovers = tonumber(ARGV[2]), tonumber(ARGV[4]), tonumber(A
 local limits, ban, life = load_limits(2 + CHARGE * leftovers, FIRST, nil, 'lease')
 
 local function refund_leftovers(l)
-  local cost_us, cost_ns = l.cost_us, l.cost_ns
   for a = l.more + 2, l.more + 1 + CHARGE * leftovers, CHARGE do
     if (l.charged or l.used) > 0 and ARGV[a + CHARGE - 1] == life then
       local amount, rest, at, mark = unpack(ARGV, a, a + CHARGE - 1)
@@ -26,8 +25,6 @@ local function refund_leftovers(l)
       l.changed = true
     end
   end
-  -- A throttle's refund_charge leaves its own cost there.
-  l.cost_us, l.cost_ns = cost_us, cost_ns
   -- As load does for a state that has nothing in use.
   if l.used == 0 then
     l.anchor, l.k = l.anchor and now, nil
