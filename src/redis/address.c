@@ -269,15 +269,12 @@ rl_password_read(char *password)
 	password[len] = '\0';
 	len = strcspn(password, "\r\n");
 	explicit_bzero(password + len, RL_MAX_PASSWORD - len);
-	if (len == RL_MAX_PASSWORD - 1)
+	if (len == 0 || len == RL_MAX_PASSWORD - 1)
 	{
 		explicit_bzero(password, RL_MAX_PASSWORD);
 		ereport(ERROR,
 				(errcode(ERRCODE_CONFIG_FILE_ERROR),
+				 len == 0 ? errmsg("Redis password file \"%s\" holds no password", rl_redis_passfile) :
 				 errmsg("Redis password file \"%s\" has too long a line", rl_redis_passfile)));
 	}
-	if (len == 0)
-		ereport(ERROR,
-				(errcode(ERRCODE_CONFIG_FILE_ERROR),
-				 errmsg("Redis password file \"%s\" holds no password", rl_redis_passfile)));
 }

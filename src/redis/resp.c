@@ -110,11 +110,9 @@ got_string(const redisReadTask *task, char *str, size_t len)
 			return reply;
 		}
 		if (!valid && task->parent != NULL && task->parent->parent == NULL && task->idx == 0 &&
-			len < sizeof(reply->text) && reply->kind == RL_REPLY_NUMBERS)
+			len < sizeof(reply->text) && reply->kind == RL_REPLY_NUMBERS &&
+			rl_is_printable(str, len) && memchr(str, ' ', len) == NULL)
 		{
-			for (size_t i = 0; i < len; i++)
-				if (str[i] <= ' ' || str[i] > '~')
-					return got_value(task, false, 0);
 			reply->kind = RL_REPLY_ADDRESS;
 			memcpy(reply->text, str, len);
 			reply->text[len] = '\0';
@@ -160,14 +158,10 @@ got_integer(const redisReadTask *task, long long value)
 static void *
 got_nil(const redisReadTask *task)
 {
-	RlReply    *reply = reply_of(task);
-
-	if (task->parent == NULL)
-	{
-		reply->kind = RL_REPLY_NIL;
-		return reply;
-	}
-	return got_value(task, false, 0);
+	if (task->parent != NULL)
+		return got_value(task, false, 0);
+	reply_of(task)->kind = RL_REPLY_NIL;
+	return reply_of(task);
 }
 
 #if HIREDIS_MAJOR >= 1

@@ -13,6 +13,7 @@
 
 #include "mb/pg_wchar.h"
 #include "miscadmin.h"
+#include "nodes/pg_list.h"
 
 #include "error.h"
 #include "redis/redis.h"
@@ -106,11 +107,10 @@ append_scan(RlCommand *command, const char *cursor)
 
 /*
  * Reads the part of a server's bans at the cursor, and sets the cursor.  The command has its
- * keys and the time.  Appends "- <bytes>:<key><bytes>:<why>" for keys that the script could not
- * read.
+ * keys and the time.  Appends the keys that the script could not read, which the caller frees.
  */
 static bool
-read_part(RlCommand *command, char *cursor, StringInfo unread, RlKeptFound found, void *arg,
+read_part(RlCommand *command, char *cursor, List **unread, RlKeptFound found, void *arg,
 		  RlError *error)
 {
 	Text		text;
@@ -131,17 +131,15 @@ read_part(RlCommand *command, char *cursor, StringInfo unread, RlKeptFound found
 	{
 		char		key[RL_MAX_KEY];
 		RlKept		kept = {.name = key,.used = RL_UNKNOWN};
-		const char *record;
 
-		if (!read_number(&text, ' ', &kept.until))
+		if (!read_number(&text, ' ', &kept.until) || !read_number(&text, ' ', &kept.began) ||
+			!read_bytes(&text, &data, &len) || !read_bytes(&text, &kept.why, &kept.why_len))
 			return rl_wrong_reply(error);
-		record = text.data;
-		if (!read_number(&text, ' ', &kept.began) || !read_bytes(&text, &data, &len) ||
-			!read_bytes(&text, &kept.why, &kept.why_len))
-			return rl_wrong_reply(error);
+		if (!rl_redis_read_key(data, len, key, &kept.name_len))
+			continue;
 		if (kept.until == RL_UNKNOWN)
-			appendBinaryStringInfo(unread, record, text.data - record);
-		else if (rl_redis_read_key(data, len, key, &kept.name_len))
+			*unread = lappend(*unread, pnstrdup(key, kept.name_len));
+		else
 		{
 			kept.why_len = pg_encoding_verifymbstr(PG_UTF8, kept.why, kept.why_len);
 			found(&kept, arg);
@@ -152,33 +150,24 @@ read_part(RlCommand *command, char *cursor, StringInfo unread, RlKeptFound found
 
 /* Finds the bans of keys that a part could not read, at the nodes that have them now. */
 static bool
-read_each(Text unread, RlKeptFound found, void *arg, RlError *error)
+read_each(const List *unread, RlKeptFound found, void *arg, RlError *error)
 {
-	StringInfoData none;
-	int64		began;
-	const char *data;
-	const char *why;
-	int			len;
-	int			why_len;
+	ListCell   *cell;
 
-	initStringInfo(&none);
-	while (read_number(&unread, ' ', &began) && read_bytes(&unread, &data, &len) &&
-		   read_bytes(&unread, &why, &why_len))
+	foreach(cell, unread)
 	{
+		const char *name = lfirst(cell);
+		RlKey		key = {.data = name,.len = strlen(name)};
 		RlCommand  *command = rl_command_start();
 		char		cursor[MAX_CURSOR] = "0";
-		char		key_data[RL_MAX_KEY];
-		RlKey		key = {.data = key_data};
+		List	   *none = NIL;
 
-		if (!rl_redis_read_key(data, len, key_data, &key.len))
-			continue;
 		rl_command_hash(command, &key);
 		if (!read_part(command, cursor, &none, found, arg, error))
 			return false;
-		if (none.len > 0)
+		if (none != NIL)
 			return rl_wrong_reply(error);
 	}
-	pfree(none.data);
 	return true;
 }
 
@@ -188,25 +177,22 @@ scan_server(RlNode *node, bool in_cluster, RlKeptFound found, void *arg, RlError
 {
 	char		cursor[MAX_CURSOR] = "0";
 	bool		resumes = !in_cluster;
-	StringInfoData unread;
 
-	initStringInfo(&unread);
 	do
 	{
 		RlCommand  *command = rl_command_start();
+		List	   *unread = NIL;
 
 		command->node = node;
 		command->asking = in_cluster;
 		command->resumes = resumes;
 		rl_command_number(command, 0);
 		rl_command_text(command, rl_debug_now);
-		resetStringInfo(&unread);
-		if (!read_part(command, cursor, &unread, found, arg, error) ||
-			!read_each((Text) {unread.data, unread.len}, found, arg, error))
+		if (!read_part(command, cursor, &unread, found, arg, error) || !read_each(unread, found, arg, error))
 			return false;
+		list_free_deep(unread);
 		resumes = true;
 	} while (strcmp(cursor, "0") != 0);
-	pfree(unread.data);
 	return true;
 }
 
