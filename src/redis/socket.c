@@ -21,7 +21,6 @@
 
 #include "error.h"
 #include "redis/socket.h"
-#include "redis/tls.h"
 #include "shared/shared.h"
 
 #if PG_VERSION_NUM < 170000
@@ -60,26 +59,23 @@ rl_connection_lost(const RlConnection *conn, RlError *error, const char *why)
 	return set_error(conn, error, true, "lost the connection to Redis", why);
 }
 
-/* The socket failed.  A server with TLS closes a connection whose first bytes are not TLS. */
+/*
+ * The socket, or TLS over it, failed.  A server with TLS closes a connection whose first bytes are
+ * not TLS.  It checks a client's certificate after the handshake, and its alert may get lost.
+ */
 static bool
-socket_failed(const RlConnection *conn, RlError *error, const char *why)
+transfer_failed(const RlConnection *conn, RlError *error, const char *why)
 {
-	rl_connection_lost(conn, error, why);
-	if (!conn->heard && strchr(conn->server, '/') == NULL)
+	if (conn->heard || conn->tls == NULL)
+		rl_connection_lost(conn, error, why);
+	else
+		cannot_connect(conn, error, true, why);
+	if (!conn->heard && conn->tls != NULL)
+		rl_error_detail(error, "The server is %s. It may want another certificate than that of ratelimit.tls_cert_file.",
+						conn->server);
+	else if (!conn->heard && strchr(conn->server, '/') == NULL)
 		rl_error_detail(error, "The server is %s. It closed the connection without an answer. If it uses TLS, ratelimit.redis_url must begin with rediss.",
 						conn->server);
-	return false;
-}
-
-/* A server checks a client's certificate after the handshake, and its alert may get lost. */
-static bool
-tls_failed(const RlConnection *conn, RlError *error, const char *why)
-{
-	if (conn->heard)
-		return rl_connection_lost(conn, error, why);
-	cannot_connect(conn, error, true, why);
-	rl_error_detail(error, "The server is %s. It may want another certificate than that of ratelimit.tls_cert_file.",
-					conn->server);
 	return false;
 }
 
@@ -229,21 +225,12 @@ rl_events_have_room(int socket)
 	return spare >= 0 && close(spare) == 0;
 }
 
-/* Returns what poll(2) must be told to wait for. */
-struct pollfd
-rl_poll_for(const RlConnection *conn, uint32 what)
+static bool
+poll_socket(const RlConnection *conn, uint32 what, int64 deadline)
 {
 	struct pollfd fd = {.fd = conn->ctx->fd};
 
 	fd.events = ((what & WL_SOCKET_READABLE) ? POLLIN : 0) | ((what & WL_SOCKET_WRITEABLE) ? POLLOUT : 0);
-	return fd;
-}
-
-static bool
-poll_socket(const RlConnection *conn, uint32 what, int64 deadline)
-{
-	struct pollfd fd = rl_poll_for(conn, what);
-
 	for (;;)
 	{
 		int64		left = Max(deadline - rl_monotonic_now(), 0);
@@ -331,22 +318,10 @@ backlog_is_full(const RlConnection *conn, const RlAddress *address)
 	return getpeername(conn->ctx->fd, (struct sockaddr *) &peer, &len) != 0;
 }
 
-/* The handshake failed, and first is the first byte from the server, or 0. */
-static bool
-handshake_failed(const RlConnection *conn, char first, RlError *error, const char *why)
-{
-	cannot_connect(conn, error, true, why);
-	/* Redis without TLS waits for more, and later sends an error reply. */
-	if (first == 0 || first == '-')
-		rl_error_detail(error, "The server is %s. It has not answered by TLS. If it uses no TLS, ratelimit.redis_url must begin with redis.",
-						conn->server);
-	return false;
-}
-
 static bool
 start_tls(RlConnection *conn, int64 deadline, RlError *error)
 {
-	char		first = 0;
+	char		first = 0;		/* byte from the server */
 
 	if (!rl_tls_attach(conn->tls, conn->ctx->fd))
 		return cannot_connect(conn, error, false, "out of memory");
@@ -358,10 +333,15 @@ start_tls(RlConnection *conn, int64 deadline, RlError *error)
 
 		if (done > 0)
 			return true;
-		if (done < 0)
-			return handshake_failed(conn, first, error, why);
-		if (late || !rl_socket_wait(conn, wants, deadline, false))
-			return handshake_failed(conn, first, error, "ratelimit.connect_timeout has passed");
+		if (done < 0 || late || !rl_socket_wait(conn, wants, deadline, false))
+		{
+			cannot_connect(conn, error, true, done < 0 ? why : "ratelimit.connect_timeout has passed");
+			/* Redis without TLS waits for more, and later sends an error reply. */
+			if (first == 0 || first == '-')
+				rl_error_detail(error, "The server is %s. It has not answered by TLS. If it uses no TLS, ratelimit.redis_url must begin with redis.",
+								conn->server);
+			return false;
+		}
 		if (first == 0)
 			(void) recv(conn->ctx->fd, &first, 1, MSG_PEEK | MSG_DONTWAIT);
 	}
@@ -508,6 +488,28 @@ rl_socket_open(RlConnection *conn, const RlAddress *address, int64 deadline, RlE
 	return conn->tls == NULL || start_tls(conn, deadline, error);
 }
 
+/*
+ * Sending and receiving
+ */
+
+/* As rl_tls_step, also without TLS. */
+static int
+transfer(RlConnection *conn, RlTlsStep step, void *data, int len, uint32 *wants, char *why)
+{
+	int			n;
+
+	if (conn->tls != NULL)
+		return rl_tls_step(conn->tls, step, data, len, wants, why);
+	n = step == RL_TLS_SEND ? send(conn->ctx->fd, data, len, 0) :
+		recv(conn->ctx->fd, data, len, step == RL_TLS_PEEK ? MSG_PEEK | MSG_DONTWAIT : 0);
+	if (n > 0)
+		return n;
+	if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
+		return 0;
+	strlcpy(why, n < 0 ? strerror(errno) : "Server closed the connection", RL_TLS_WHY);
+	return -1;
+}
+
 /* Returns true if an idle connection has no end, no error and, without TLS, no byte to read. */
 bool
 rl_socket_is_silent(RlConnection *conn)
@@ -515,38 +517,19 @@ rl_socket_is_silent(RlConnection *conn)
 	char		byte;
 	char		why[RL_TLS_WHY];
 
-	if (conn->tls != NULL)
-		return rl_tls_step(conn->tls, RL_TLS_PEEK, &byte, 1, &conn->receive_wants, why) == 0;
-	return recv(conn->ctx->fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT) < 0 &&
-		(errno == EAGAIN || errno == EWOULDBLOCK);
+	return transfer(conn, RL_TLS_PEEK, &byte, 1, &conn->receive_wants, why) == 0;
 }
-
-/*
- * Sending and receiving
- */
 
 /* Sends as much of out as the socket takes, from *sent on.  Returns false with the error set. */
 bool
 rl_socket_send(RlConnection *conn, StringInfo out, int *sent, RlError *error)
 {
-	char	   *data = out->data + *sent;
-	int			len = out->len - *sent;
 	char		why[RL_TLS_WHY];
-	int			n;
+	int			n = transfer(conn, RL_TLS_SEND, out->data + *sent, out->len - *sent, &conn->send_wants, why);
 
-	if (conn->tls != NULL)
-	{
-		n = rl_tls_step(conn->tls, RL_TLS_SEND, data, len, &conn->send_wants, why);
-		if (n < 0)
-			return tls_failed(conn, error, why);
-	}
-	else
-	{
-		n = send(conn->ctx->fd, data, len, 0);
-		if (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
-			return socket_failed(conn, error, strerror(errno));
-	}
-	*sent += Max(n, 0);
+	if (n < 0)
+		return transfer_failed(conn, error, why);
+	*sent += n;
 	return true;
 }
 
@@ -556,25 +539,12 @@ rl_socket_receive(RlConnection *conn, RlError *error)
 {
 	char		buffer[16384];	/* as much as TLS may hold back */
 	char		why[RL_TLS_WHY];
-	int			n;
+	int			n = transfer(conn, RL_TLS_RECEIVE, buffer, sizeof(buffer), &conn->receive_wants, why);
 
-	if (conn->tls != NULL)
-	{
-		n = rl_tls_step(conn->tls, RL_TLS_RECEIVE, buffer, sizeof(buffer),
-						&conn->receive_wants, why);
-		if (n == 0)
-			return true;
-		if (n < 0)
-			return tls_failed(conn, error, why);
-	}
-	else
-	{
-		n = recv(conn->ctx->fd, buffer, sizeof(buffer), 0);
-		if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
-			return true;
-		if (n <= 0)
-			return socket_failed(conn, error, n < 0 ? strerror(errno) : "Server closed the connection");
-	}
+	if (n == 0)
+		return true;
+	if (n < 0)
+		return transfer_failed(conn, error, why);
 	conn->heard = true;
 	conn->reply_bytes += n;
 	if (redisReaderFeed(conn->ctx->reader, buffer, n) != REDIS_OK)

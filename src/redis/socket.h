@@ -1,11 +1,9 @@
 /*
  * socket.h
- *		The data of a connection, and its socket.
+ *		The data of a connection, its socket, and TLS over it.
  */
 #ifndef SOCKET_H
 #define SOCKET_H
-
-#include <poll.h>
 
 #include "lib/stringinfo.h"
 #include "storage/latch.h"
@@ -37,9 +35,26 @@ typedef struct RlConnection
 	int			due;			/* its replies to come; -1: not known */
 } RlConnection;
 
+typedef enum RlTlsStep
+{
+	RL_TLS_HANDSHAKE,
+	RL_TLS_SEND,
+	RL_TLS_RECEIVE,
+	RL_TLS_PEEK
+} RlTlsStep;
+
+#define RL_TLS_WHY			192
+
+/* tls.c */
+extern struct ssl_st *rl_tls_new(const char *host);
+extern bool rl_tls_attach(struct ssl_st *tls, int fd);
+extern int	rl_tls_step(struct ssl_st *tls, RlTlsStep step, void *data, int len,
+						uint32 *wants, char *why);
+extern void rl_tls_free(struct ssl_st *tls);
+
+/* socket.c */
 extern WaitEventSet *rl_events_create(int nsockets);
 extern bool rl_events_have_room(int socket);
-extern struct pollfd rl_poll_for(const RlConnection *conn, uint32 what);
 extern int	rl_events_wait(WaitEventSet *set, int64 deadline, WaitEvent *events, int n);
 extern void rl_pause(int64 deadline);
 

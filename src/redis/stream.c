@@ -166,24 +166,21 @@ watch_streams(RlStream **streams, int n)
 	}
 }
 
-/* Waits for streams without a descriptor for their events, and so without the latch. */
+/* Waits for streams without a descriptor for their joint events: looks at all, with pauses. */
 static void
-poll_streams(RlStream **streams, int n, int64 deadline)
+wait_in_turn(RlStream **streams, int n, int64 deadline)
 {
-	struct pollfd fds[RL_MAX_STREAMS];
-	int64		left = PG_INT64_MAX;
-	int			nready = 0;
-
-	for (int i = 0; i < n; i++)
-		fds[i] = rl_poll_for(streams[i]->conn, stream_wants(streams[i]));
-	while (nready <= 0 && left > 0)
+	for (bool ready = false;;)
 	{
-		CHECK_FOR_INTERRUPTS();
-		left = Max(deadline - rl_monotonic_now(), 0);
-		nready = poll(fds, n, Min((left + 999) / 1000, RL_PAUSE_MS));
+		for (int i = 0; i < n; i++)
+		{
+			streams[i]->ready = rl_socket_wait(streams[i]->conn, stream_wants(streams[i]), 0, false);
+			ready |= streams[i]->ready;
+		}
+		if (ready || rl_monotonic_now() > deadline)
+			return;
+		rl_pause(deadline);
 	}
-	for (int i = 0; nready > 0 && i < n; i++)
-		streams[i]->ready = fds[i].revents != 0;
 }
 
 /*
@@ -205,7 +202,7 @@ rl_streams_wait(RlStream **streams, int n, int64 deadline)
 	}
 	if (joint_events == NULL && !rl_events_have_room(streams[0]->conn->ctx->fd))
 	{
-		poll_streams(streams, n, deadline);
+		wait_in_turn(streams, n, deadline);
 		return;
 	}
 	watch_streams(streams, n);

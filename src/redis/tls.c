@@ -11,20 +11,13 @@
  */
 #include "postgres.h"
 
-#include "redis/tls.h"
+#include "redis/socket.h"
 
 #ifdef USE_TLS
 
 #include <openssl/err.h>
 #include <openssl/ssl.h>
 #include <openssl/x509v3.h>
-
-#include "storage/latch.h"
-#if PG_VERSION_NUM >= 180000
-#include "storage/waiteventset.h"
-#endif
-
-#include "redis/address.h"
 
 /* Without this callback OpenSSL asks at the terminal. */
 static int
