@@ -527,7 +527,7 @@ rl_refunds_flush(RlUsage *usage, RlError *error)
 	done = rl_redis_refund_until(calls, n, whole ? PG_INT64_MAX : rl_monotonic_now() + (int64) rl_command_timeout * 1000,
 								 usage, &error_reply, error);
 	/* Of a cluster only a part has failed, and calls for other keys do not wait for it. */
-	lost = !done && rl_redis_is_cluster();
+	lost = !done && rl_slots_known();
 	settle(&rl_queue, lost ? LOSE_CALLED : KEEP, error);
 	return done || lost;
 }

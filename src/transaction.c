@@ -142,7 +142,7 @@ connect_servers(RlOwner *owner)
 			found[nfound].redis_key = grant->redis_key;
 			found[nfound++].redis_key_len = grant->redis_key_len;
 		}
-		if (!rl_redis_is_cluster())
+		if (!rl_slots_known())
 			break;
 	}
 	/* To refund nothing is to follow the redirects. */

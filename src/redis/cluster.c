@@ -13,7 +13,7 @@
 
 static uint8 *owners = NULL;
 
-/* Returns true if replies have told that this is a cluster. */
+/* Returns true if replies have told that the server is a cluster's. */
 bool
 rl_slots_known(void)
 {

@@ -5,9 +5,10 @@
 #ifndef CLUSTER_H
 #define CLUSTER_H
 
+#include "redis/redis.h"
+
 #define RL_SLOTS			16384
 
-extern bool rl_slots_known(void);
 extern int	rl_slot(const char *key, int len);
 extern int	rl_slot_owner(int slot, bool *guess);
 extern void rl_slot_learn(int slot, int owner);

@@ -50,13 +50,6 @@ rl_redis_server(bool *connected, const char **breaker, int64 *breaker_left)
 	return name;
 }
 
-/* Returns true if replies have told that the server is a cluster's. */
-bool
-rl_redis_is_cluster(void)
-{
-	return rl_slots_known();
-}
-
 /* Drops the connection of a reply that does not answer its script.  Returns false with the error set. */
 bool
 rl_wrong_reply(RlError *error)
@@ -77,11 +70,7 @@ rl_command_start(void)
 	static RlCommand command;
 
 	rl_resp_reset(&command.args);
-	command.nargs = 0;
-	command.key_len = 0;
-	command.append = NULL;
-	command.usage = NULL;
-	command.node = NULL;
+	command = (RlCommand) {.args = command.args};
 	return &command;
 }
 
@@ -113,21 +102,14 @@ rl_command_number(RlCommand *command, int64 number)
 	rl_command_arg(command, text, pg_lltoa(number, text));
 }
 
-/* Appends the number of keys, 1, and the name of the key's hash. */
+/* Appends the number of keys, 1, the name of the key's hash, and ARGV[1]: the time if a test sets it. */
 void
-rl_command_one_key(RlCommand *command, const RlKey *key)
+rl_command_hash(RlCommand *command, const RlKey *key)
 {
 	char		name[RL_MAX_REDIS_KEY];
 
 	rl_command_number(command, 1);
 	rl_command_arg(command, name, rl_redis_key(key, name));
-}
-
-/* As rl_command_one_key, and ARGV[1]: the time if a test sets it. */
-void
-rl_command_hash(RlCommand *command, const RlKey *key)
-{
-	rl_command_one_key(command, key);
 	rl_command_text(command, rl_debug_now);
 }
 
@@ -152,15 +134,12 @@ rl_command_append(StringInfo out, const RlCommand *command, const RlScript *scri
 		rl_resp_arg(out, "ASKING", 6);
 	}
 	rl_resp_start(out, command->nargs + (script ? 2 : 0));
-	if (script && by_source)
+	if (script)
 	{
-		rl_resp_arg(out, "EVAL", 4);
-		rl_resp_arg(out, script->source, strlen(script->source));
-	}
-	else if (script)
-	{
-		rl_resp_arg(out, "EVALSHA", 7);
-		rl_resp_arg(out, script->sha1, 40);
+		const char *body = by_source ? script->source : script->sha1;
+
+		rl_resp_arg(out, by_source ? "EVAL" : "EVALSHA", by_source ? 4 : 7);
+		rl_resp_arg(out, body, strlen(body));
 	}
 	appendBinaryStringInfo(out, command->args.data, command->args.len);
 }
@@ -270,7 +249,7 @@ send_command(RlCommand *command, const RlScript *script, RlReply *reply, RlError
 		}
 		else if (rl_route_answered(&route, reply))
 		{
-			if (rl_route_should_pause(&route))
+			if (route.resends > RL_FREE_RESENDS)
 			{
 				if (rl_monotonic_now() + (int64) rl_command_timeout * 250 >= route.deadline)
 					return true;
@@ -332,7 +311,7 @@ rl_redis_call(RlScript *script, RlAppend append, void *arg, RlUsage *usage, RlRe
 bool
 rl_redis_connect(const char *redis_key, int len, RlError *error)
 {
-	RlNode	   *node = rl_nodes_are_current() ? rl_node_that_has(rl_slots_known() ? rl_slot(redis_key, len) : -1) : NULL;
+	RlNode	   *node = rl_nodes_are_current() ? rl_node_that_has(redis_key, len) : NULL;
 	RlRoute		route;
 	bool		connected;
 

@@ -39,7 +39,6 @@ extern RlCommand *rl_command_start(void);
 extern void rl_command_arg(RlCommand *command, const char *data, int len);
 extern void rl_command_text(RlCommand *command, const char *text);
 extern void rl_command_number(RlCommand *command, int64 number);
-extern void rl_command_one_key(RlCommand *command, const RlKey *key);
 extern void rl_command_hash(RlCommand *command, const RlKey *key);
 extern const char *rl_command_key(const RlCommand *command);
 extern void rl_command_append(StringInfo out, const RlCommand *command, const RlScript *script,

@@ -6,7 +6,7 @@
 
 #include "utils/builtins.h"
 
-#include "redis/connection.h"
+#include "redis/node.h"
 #include "shared/shared.h"
 
 /* Returns true if the connection can carry the next call. */
@@ -14,19 +14,6 @@ bool
 rl_connection_is_usable(RlConnection *conn)
 {
 	return conn->ctx != NULL && !conn->in_flight && !conn->retired && rl_socket_is_silent(conn);
-}
-
-/*
- * Makes sure that the connection can carry the next call, by reading the replies that an
- * interrupted call has left due.  Raises nothing.  Returns false with the error set; the caller
- * closes the connection then.
- */
-bool
-rl_connection_settle(RlConnection *conn, int64 deadline, RlError *error)
-{
-	if (conn->in_flight)
-		return rl_stream_drain(conn, deadline, error);
-	return rl_connection_is_usable(conn) || rl_connection_lost(conn, error, "it is not usable");
 }
 
 /*

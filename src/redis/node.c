@@ -142,18 +142,18 @@ rl_node_breaker(RlNode *node)
 }
 
 /*
- * Returns the connected node that has the slot, or NULL. -1 is the slot of calls outside of a
- * cluster: the current node has it, or the node that answered last.
+ * Returns the connected node that has the key with this name in Redis, or NULL.  Outside of a
+ * cluster the current node has it, or the node that answered last.
  */
 RlNode *
-rl_node_that_has(int slot)
+rl_node_that_has(const char *redis_key, int len)
 {
 	RlNode	   *node = rl_current_node;
 	bool		guess = true;
-	int			owner = slot < 0 ? 0 : rl_slot_owner(slot, &guess);
+	int			owner = rl_slots_known() ? rl_slot_owner(rl_slot(redis_key, len), &guess) : 0;
 
 	/* While its breaker is open no node is current, but the connection may be alive. */
-	if (slot < 0 && node == NULL)
+	if (!rl_slots_known() && node == NULL)
 		node = last_answered;
 	if (!guess)
 		node = &nodes[owner - 1];

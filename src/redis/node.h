@@ -5,7 +5,7 @@
 #ifndef NODE_H
 #define NODE_H
 
-#include "redis/connection.h"
+#include "redis/stream.h"
 #include "shared/breaker.h"
 
 #define RL_MAX_NODES		RL_MAX_STREAMS	/* cluster.c keeps their numbers in a byte */
@@ -24,6 +24,12 @@ typedef struct RlNode
 	char		failure[sizeof(((RlError *) 0)->message)];	/* of the last failed one */
 } RlNode;
 
+/* connection.c */
+extern bool rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_password,
+							   bool check, int64 *deadline, int64 until, RlError *error);
+extern bool rl_connection_is_usable(RlConnection *conn);
+
+/* node.c */
 extern RlTarget rl_target;		/* of ratelimit.redis_url */
 extern RlNode *rl_current_node; /* is asked unless a slot's owner is known; NULL: none yet */
 
@@ -34,7 +40,7 @@ extern RlNode *rl_node_numbered(int number);
 extern RlNode *rl_node_at(const RlAddress *address);
 extern RlNode *rl_node_find(const RlAddress *address, uint64 route);
 extern RlBreaker *rl_node_breaker(RlNode *node);
-extern RlNode *rl_node_that_has(int slot);
+extern RlNode *rl_node_that_has(const char *redis_key, int len);
 extern RlNode *rl_node_in_use(void);
 
 extern void rl_nodes_make_room(uint64 route);

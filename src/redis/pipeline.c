@@ -87,19 +87,28 @@ rl_line_append(RlLine *line, const RlCommand *command, const RlScript *script, R
 	rl_stream_appended(&line->stream);
 }
 
-/* Finds a call's reply; line->stream.found says if it has come.  Returns false with the error set. */
+/*
+ * Reads the replies that have come, and passes each with its call to take().  Returns false with
+ * the error set if the line failed, or take() does.
+ */
 bool
-rl_line_next(RlLine *line, RlCall *call, RlError *error)
+rl_line_receive(RlLine *line, RlLineReply take, void *arg, RlError *error)
 {
-	*call = *due_call(line, 0);
-	if (!rl_stream_next(&line->stream, error))
+	if (!rl_stream_receive(&line->stream, error))
 		return false;
-	if (line->stream.found)
+	for (;;)
 	{
+		RlCall		call = *due_call(line, 0);
+
+		if (!rl_stream_next(&line->stream, error))
+			return false;
+		if (!line->stream.found)
+			return true;
 		line->first = (line->first + 1) % RL_MAX_DUE;
-		line->loads -= call->by_source;
+		line->loads -= call.by_source;
+		if (call.i >= 0 && !take(line, call, arg, error))
+			return false;
 	}
-	return true;
 }
 
 static RlLine *
@@ -246,16 +255,6 @@ find_line(Pipeline *p, RlCall *call)
 	return NULL;
 }
 
-static void
-append_call(Pipeline *p, RlLine *line, RlCall call)
-{
-	rl_line_append(line, p->command, p->script, call);
-	p->resent += call.resent;
-	if (p->usage != NULL)
-		p->usage->round_trips++;
-	*p->unanswered += call.n;
-}
-
 /*
  * Puts calls on their lines until a line has no room, and goes on when it has room for many, so
  * that a write has many commands.  While calls must be sent again no new ones are sent: calls
@@ -292,8 +291,13 @@ fill_lines(Pipeline *p)
 		}
 		else
 			p->next++;
-		if (line != NULL && (p->command != NULL || write_command(p, &call)))
-			append_call(p, line, call);
+		if (line == NULL || (p->command == NULL && !write_command(p, &call)))
+			continue;
+		rl_line_append(line, p->command, p->script, call);
+		p->resent += call.resent;
+		if (p->usage != NULL)
+			p->usage->round_trips++;
+		*p->unanswered += call.n;
 	}
 }
 
@@ -327,7 +331,7 @@ may_resend(Pipeline *p)
 	int64		whole = (int64) rl_command_timeout * 1000;
 	int64		now;
 
-	if (!rl_route_should_pause(&p->route))
+	if (p->route.resends <= RL_FREE_RESENDS)
 		return true;
 	now = rl_monotonic_now();
 	p->pause_until = now + RL_PAUSE_MS * 1000;
@@ -335,19 +339,19 @@ may_resend(Pipeline *p)
 }
 
 static bool
-take_reply(Pipeline *p, RlLine *line, RlCall call, RlError *error)
+take_reply(RlLine *line, RlCall call, void *arg, RlError *error)
 {
+	Pipeline   *p = arg;
 	RlRoute    *route = &p->route;
 	const RlReply *reply = &line->reply;
 	bool		no_script = rl_reply_next_step(reply) == RL_STEP_SEND_SOURCE;
 
+	p->resent -= call.resent;
 	route->node = line->node;
 	route->slot = call.slot;
 	route->asking = call.asking;
 	route->resends = call.resends;
-	if (no_script)
-		rl_node_answered(line->node);
-	else if (rl_route_answered(route, reply) && may_resend(p))
+	if (rl_route_answered(route, reply) && may_resend(p))
 	{
 		call.slot = route->slot;
 		call.node = route->node ? rl_node_number(route->node) : 0;
@@ -356,50 +360,36 @@ take_reply(Pipeline *p, RlLine *line, RlCall call, RlError *error)
 		send_again(p, call);
 		return true;
 	}
-	if (no_script && !call.by_source)
-	{
-		/* The calls sent before the source came there are answered so too. */
-		line->load = line->loads == 0;
-		call.node = call.asking ? rl_node_number(line->node) : 0;
-		send_again(p, call);
-		return true;
-	}
 	/* The source would bring the same answer again. */
-	if (no_script)
+	if (no_script && call.by_source)
 		return rl_redis_check_reply(reply, error);
-	if (!call.has_time && rl_redis_set_time(reply))
-	{
+	/* The calls sent before the source came there are answered so too. */
+	if (no_script)
+		line->load = line->loads == 0;
+	else if (!call.has_time && rl_redis_set_time(reply))
 		call.has_time = true;
-		call.node = call.asking ? rl_node_number(line->node) : 0;
-		send_again(p, call);
+	else
+	{
+		if (!p->reply(call.i, reply, p->arg, error))
+			return false;
+		line->answered = true;
+		p->progress = rl_monotonic_now();
+		*p->unanswered -= call.n;
 		return true;
 	}
-	if (!p->reply(call.i, reply, p->arg, error))
-		return false;
-	line->answered = true;
-	p->progress = rl_monotonic_now();
-	*p->unanswered -= call.n;
+	call.node = call.asking ? rl_node_number(line->node) : 0;
+	send_again(p, call);
 	return true;
 }
 
-/* Returns false with the error set if the line failed. */
-static bool
-take_replies(Pipeline *p, RlLine *line, RlError *error)
+static void
+receive_line(Pipeline *p, RlLine *line)
 {
-	if (!rl_stream_receive(&line->stream, error))
-		return false;
-	for (;;)
-	{
-		RlCall		call;
+	RlError		error;
+	bool		due = line->stream.due > 0;
 
-		if (!rl_line_next(line, &call, error))
-			return false;
-		if (!line->stream.found)
-			return true;
-		p->resent -= call.resent;
-		if (call.i >= 0 && !take_reply(p, line, call, error))
-			return false;
-	}
+	if (!rl_line_receive(line, take_reply, p, &error))
+		break_line(p, line, PG_INT64_MAX, due, &error);
 }
 
 /* Waits until a line can go on, or a call may be resent.  Returns false if no line has calls. */
@@ -422,22 +412,6 @@ wait_for_lines(Pipeline *p)
 	until = Min(until, p->end + p->route.spent);
 	rl_streams_wait(streams, p->nlines, until);
 	return true;
-}
-
-static void
-take_all_replies(Pipeline *p)
-{
-	RlError		error;
-
-	/* From the end, because lines may be removed. */
-	for (int i = p->nlines - 1; i >= 0; i--)
-	{
-		RlLine	   *line = p->lines[i];
-		bool		due = line->stream.due > 0;
-
-		if (!take_replies(p, line, &error))
-			break_line(p, line, PG_INT64_MAX, due, &error);
-	}
 }
 
 /* Ends the pipeline when its time is over: calls without an answer have failed. */
@@ -483,7 +457,10 @@ run(Pipeline *p)
 		for (int i = p->nlines - 1; i >= 0; i--)
 			send_line(p, p->lines[i]);
 		if (wait_for_lines(p))
-			take_all_replies(p);
+		{
+			for (int i = p->nlines - 1; i >= 0; i--)
+				receive_line(p, p->lines[i]);
+		}
 		else if (p->no_server || (p->next == p->n && p->to_resend == NIL))
 			break;
 		else if (p->to_resend != NIL && !late)

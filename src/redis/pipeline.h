@@ -39,9 +39,12 @@ typedef struct RlLine
 	RlCall		calls[RL_MAX_DUE];
 } RlLine;
 
+/* Takes the reply of a call, which is in line->reply.  Returns false with the error set if it makes no sense. */
+typedef bool (*RlLineReply) (RlLine *line, RlCall call, void *arg, RlError *error);
+
 extern void rl_line_begin(RlLine *line, RlNode *node, int64 deadline, bool no_throw);
 extern void rl_line_append(RlLine *line, const RlCommand *command, const RlScript *script, RlCall call);
-extern bool rl_line_next(RlLine *line, RlCall *call, RlError *error);
+extern bool rl_line_receive(RlLine *line, RlLineReply take, void *arg, RlError *error);
 extern bool rl_redis_pipeline(RlScript *script, int n, const int *keys, RlAppend append,
 							  RlPipelineReply reply, void *arg, int64 *unanswered, RlUsage *usage,
 							  RlError *error);

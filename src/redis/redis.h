@@ -39,10 +39,12 @@ typedef struct RlRefundCall
 	bool		late;			/* there was no time to send it */
 	bool		alone;			/* it has a call of its own */
 	bool		asking;			/* the node runs it only after ASKING */
-	uint8		node;			/* number of the node that is asked; 0: none is connected */
-	uint8		named;			/* of the one that a redirect named; 0: none */
+	uint8		named;			/* number of the node that a redirect named; 0: none */
 	uint8		redirects;
 } RlRefundCall;
+
+/* cluster.c */
+extern bool rl_slots_known(void);
 
 /* store.c */
 extern const RlStore rl_redis_store;
@@ -64,7 +66,6 @@ extern bool rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlE
 
 /* command.c */
 extern bool rl_redis_connect(const char *redis_key, int len, RlError *error);
-extern bool rl_redis_is_cluster(void);
 extern const char *rl_redis_server(bool *connected, const char **breaker, int64 *breaker_left);
 
 #endif							/* REDIS_H */

@@ -32,10 +32,19 @@ typedef struct Refunding
 {
 	RlRefundCall *calls;
 	int			n;
-	int64		until;			/* no call is written after it */
+	int64		until;			/* no call is written after it, and no reply is waited for at the
+								 * end of a transaction */
 	int		   *first;			/* of each call's keys */
 	int		   *keys;			/* how many each call has */
 	RlError    *why;			/* the last error reply about one key */
+
+	/* At the end of a transaction */
+	int			next;			/* key to be sent to the server */
+	int64		patience;		/* the longest wait for a reply */
+	int64		heard;			/* when the last one came, or the first was waited for */
+	RlError    *error;			/* why keys are left; the first reason counts */
+	bool		failed;
+	bool		lost[RL_MAX_NODES + 1]; /* by number: servers that run no more calls */
 } Refunding;
 
 /* Returns the key after the last of the call that begins with this one. */
@@ -50,7 +59,7 @@ call_end(const Refunding *refunding, int first)
 	for (i = first; i < refunding->n && i < first + RL_MAX_TOGETHER; i++)
 	{
 		if (i > first && (rl_slots_known() || calls[first].alone || calls[i].alone ||
-						  calls[i].outcome != RL_REFUND_UNSENT || calls[i].node != calls[first].node))
+						  calls[i].outcome != RL_REFUND_UNSENT))
 			break;
 		/* To count refused quota may take as long as the largest state allows. */
 		share += calls[i].refused > 0 ? 100 : 0;
@@ -196,18 +205,6 @@ rl_redis_refund_until(RlRefundCall *calls, int n, int64 until, RlUsage *usage, R
  * At the end of a transaction
  */
 
-typedef struct Ending
-{
-	Refunding	refunding;
-	int			next;			/* key to be sent to the server */
-	int64		end;			/* of all calls */
-	int64		patience;		/* the longest wait for a reply */
-	int64		heard;			/* when the last one came, or the first was waited for */
-	RlError    *error;			/* why keys are left; the first reason counts */
-	bool		failed;
-	bool		lost[RL_MAX_NODES + 1]; /* by number: servers that run no more calls */
-} Ending;
-
 /* The calls to a server, which have their memory before. */
 static RlLine line;
 
@@ -227,17 +224,17 @@ rl_redis_reserve_refunds(void)
 }
 
 static void
-note_reason(Ending *ending, const RlError *error)
+note_reason(Refunding *refunding, const RlError *error)
 {
-	if (!ending->failed)
-		*ending->error = *error;
-	ending->failed = true;
+	if (!refunding->failed)
+		*refunding->error = *error;
+	refunding->failed = true;
 }
 
 static bool
-is_open(const Ending *ending, const RlNode *node)
+is_open(const Refunding *refunding, const RlNode *node)
 {
-	return node != NULL && node->conn.ctx != NULL && !node->conn.retired && !ending->lost[rl_node_number(node)];
+	return node != NULL && node->conn.ctx != NULL && !node->conn.retired && !refunding->lost[rl_node_number(node)];
 }
 
 /*
@@ -245,33 +242,32 @@ is_open(const Ending *ending, const RlNode *node)
  * the key cannot run calls, another server may: it is the new master, or names the owner.
  */
 static RlNode *
-server_for(const Ending *ending, const RlRefundCall *call)
+server_for(const Refunding *refunding, const RlRefundCall *call)
 {
 	RlNode	   *node = call->named != 0 ? rl_node_numbered(call->named) :
-		rl_node_that_has(rl_slots_known() ? rl_slot(call->redis_key, call->redis_key_len) : -1);
+		rl_node_that_has(call->redis_key, call->redis_key_len);
 
-	for (int i = 1; i <= RL_MAX_NODES && !is_open(ending, node) && rl_target.deployment != RL_SENTINELS; i++)
+	for (int i = 1; i <= RL_MAX_NODES && !is_open(refunding, node) && rl_target.deployment != RL_SENTINELS; i++)
 		node = rl_node_numbered(i);
-	return is_open(ending, node) ? node : NULL;
+	return is_open(refunding, node) ? node : NULL;
 }
 
-/* Sets the server of each key that is left.  Returns the first of them, or NULL, and how many there are. */
+/* Returns the server of the first key that is left and has one, or NULL, and how many servers there are. */
 static RlNode *
-choose_server(const Ending *ending, int *nservers)
+choose_server(const Refunding *refunding, int *nservers)
 {
 	bool		seen[RL_MAX_NODES + 1] = {false};
 	RlNode	   *first = NULL;
 
 	*nservers = 0;
-	for (int i = 0; i < ending->refunding.n; i++)
+	for (int i = 0; i < refunding->n; i++)
 	{
-		RlRefundCall *call = &ending->refunding.calls[i];
-		RlNode	   *node = call->outcome == RL_REFUND_UNSENT ? server_for(ending, call) : NULL;
+		const RlRefundCall *call = &refunding->calls[i];
+		RlNode	   *node = call->outcome == RL_REFUND_UNSENT ? server_for(refunding, call) : NULL;
 
-		call->node = node != NULL ? rl_node_number(node) : 0;
-		if (node == NULL || seen[call->node])
+		if (node == NULL || seen[rl_node_number(node)])
 			continue;
-		seen[call->node] = true;
+		seen[rl_node_number(node)] = true;
 		(*nservers)++;
 		if (first == NULL)
 			first = node;
@@ -281,51 +277,55 @@ choose_server(const Ending *ending, int *nservers)
 
 /* Writes the next call for the server.  Returns false if there is none, or no time. */
 static bool
-write_next(Ending *ending)
+write_next(Refunding *refunding)
 {
-	Refunding  *refunding = &ending->refunding;
-	int			number = rl_node_number(line.node);
-	int			first = ending->next;
+	int			first = refunding->next;
 	RlCommand  *command;
 
-	while (first < refunding->n && (refunding->calls[first].outcome != RL_REFUND_UNSENT || refunding->calls[first].node != number))
-		first++;
-	ending->next = first;
-	if (first == refunding->n || ending->lost[number] || rl_monotonic_now() > ending->end)
+	if (rl_monotonic_now() > refunding->until)
 		return false;
-	ending->next = call_end(refunding, first);
+	while (first < refunding->n && (refunding->calls[first].outcome != RL_REFUND_UNSENT ||
+									server_for(refunding, &refunding->calls[first]) != line.node))
+		first++;
+	refunding->next = first;
+	if (first == refunding->n)
+		return false;
+	refunding->next = call_end(refunding, first);
 	command = rl_command_start();
-	append_keys(command, &refunding->calls[first], ending->next - first);
+	append_keys(command, &refunding->calls[first], refunding->next - first);
 	rl_line_append(&line, command, &rl_refund_charges_script,
-				   (RlCall) {.i = first,.n = ending->next - first,.asking = refunding->calls[first].asking});
+				   (RlCall) {.i = first,.n = refunding->next - first,.asking = refunding->calls[first].asking});
 	return true;
 }
 
 static void
-leave_server(Ending *ending, RlRefundCall *calls, int n)
+leave_server(Refunding *refunding, RlRefundCall *calls, int n)
 {
-	RlError	   *why = ending->refunding.why;
+	RlError	   *why = refunding->why;
 
 	(void) rl_redis_check_reply(&line.reply, why);
-	note_reason(ending, why);
+	note_reason(refunding, why);
 	line.node->conn.retired = !rl_slots_known();
-	ending->lost[rl_node_number(line.node)] = true;
+	refunding->lost[rl_node_number(line.node)] = true;
 	for (int i = 0; i < n; i++)
 	{
 		calls[i].named = 0;
 		calls[i].asking = false;
-		calls[i].outcome = server_for(ending, &calls[i]) != NULL ? RL_REFUND_UNSENT : RL_REFUND_FAILED;
+		calls[i].outcome = server_for(refunding, &calls[i]) != NULL ? RL_REFUND_UNSENT : RL_REFUND_FAILED;
 	}
 }
 
-/* Returns false with the error set if the reply makes no sense. */
 static bool
-take_reply(Ending *ending, RlCall sent, RlError *error)
+take_reply(RlLine *from pg_attribute_unused(), RlCall sent, void *arg, RlError *error)
 {
-	RlRefundCall *calls = &ending->refunding.calls[sent.i];
+	Refunding  *refunding = arg;
+	RlRefundCall *calls = &refunding->calls[sent.i];
 	RlNextStep	step = rl_reply_next_step(&line.reply);
 	RlNode	   *owner;
 
+	refunding->heard = rl_monotonic_now();
+	line.stream.deadline = Min(refunding->heard + refunding->patience, refunding->until);
+	rl_node_answered(line.node);
 	if (step == RL_STEP_SEND_SOURCE && !sent.by_source)
 	{
 		/* The calls sent before the source came there are answered so too. */
@@ -335,12 +335,12 @@ take_reply(Ending *ending, RlCall sent, RlError *error)
 	}
 	if (step == RL_STEP_LEAVE)
 	{
-		leave_server(ending, calls, sent.n);
+		leave_server(refunding, calls, sent.n);
 		return true;
 	}
 	owner = sent.n == 1 && calls->redirects < MAX_REDIRECTS ? rl_route_redirected(line.node, &line.reply) : NULL;
-	if (!is_open(ending, owner))
-		return read_keys(calls, sent.n, &line.reply, ending->refunding.why, error);
+	if (!is_open(refunding, owner))
+		return read_keys(calls, sent.n, &line.reply, refunding->why, error);
 	calls->named = rl_node_number(owner);
 	calls->asking = step == RL_STEP_ASK;
 	calls->alone = true;
@@ -349,52 +349,32 @@ take_reply(Ending *ending, RlCall sent, RlError *error)
 	return true;
 }
 
-/* Returns false with the error set if the server is lost. */
-static bool
-take_replies(Ending *ending, RlError *error)
-{
-	if (!rl_stream_receive(&line.stream, error))
-		return false;
-	for (;;)
-	{
-		RlCall		sent;
-
-		if (!rl_line_next(&line, &sent, error))
-			return false;
-		if (!line.stream.found)
-			return true;
-		ending->heard = rl_monotonic_now();
-		line.stream.deadline = Min(ending->heard + ending->patience, ending->end);
-		rl_node_answered(line.node);
-		if (sent.i >= 0 && !take_reply(ending, sent, error))
-			return false;
-	}
-}
-
 /* Sends the calls for a server.  Returns false with the error set if it is lost. */
 static bool
-run_line(Ending *ending, RlNode *node, RlError *error)
+run_line(Refunding *refunding, RlNode *node, RlError *error)
 {
 	RlStream   *stream = &line.stream;
 	int64		deadline;
 
-	ending->heard = rl_monotonic_now();
-	deadline = Min(ending->heard + ending->patience, ending->end);
+	refunding->heard = rl_monotonic_now();
+	deadline = Min(refunding->heard + refunding->patience, refunding->until);
 	line.load &= line.node == node;
-	ending->next = 0;
-	if (!rl_connection_settle(&node->conn, deadline, error))
+	refunding->next = 0;
+	if (node->conn.in_flight && !rl_stream_drain(&node->conn, deadline, error))
 		return false;
+	if (!rl_connection_is_usable(&node->conn))
+		return rl_connection_lost(&node->conn, error, "it is not usable");
 	rl_line_begin(&line, node, deadline, true);
 	for (;;)
 	{
-		while (rl_stream_has_room(stream) && write_next(ending))
+		while (rl_stream_has_room(stream) && write_next(refunding))
 			;
 		if (stream->due == 0)
 			return rl_stream_end(stream, error);
 		if (rl_stream_send(stream, error) != RL_DONE)
 			return false;
 		rl_streams_wait(&stream, 1, stream->deadline);
-		if (!take_replies(ending, error))
+		if (!rl_line_receive(&line, take_reply, refunding, error))
 			return false;
 	}
 }
@@ -409,24 +389,24 @@ rl_redis_refund_no_throw(RlRefundCall *calls, int n, RlError *why, RlError *erro
 {
 	int64		whole = (int64) rl_command_timeout * 1000;
 	int64		silence = whole;
-	Ending		ending = {.refunding = {.calls = calls,.n = n,.why = why},.error = error};
+	Refunding	refunding = {.calls = calls,.n = n,.why = why,.error = error};
 	int			nservers;
 	RlNode	   *node;
 
-	ending.end = rl_monotonic_now() + whole * (1 + n / KEYS_PER_TIMEOUT);
+	refunding.until = rl_monotonic_now() + whole * (1 + n / KEYS_PER_TIMEOUT);
 	rl_error_set(error, ERRCODE_STORE_FAILED, "there is no connection to Redis");
 	line.load = false;
-	while (rl_nodes_are_current() && rl_monotonic_now() <= ending.end &&
-		   (node = choose_server(&ending, &nservers)) != NULL)
+	while (rl_nodes_are_current() && rl_monotonic_now() <= refunding.until &&
+		   (node = choose_server(&refunding, &nservers)) != NULL)
 	{
 		RlError		failure;
 
-		ending.patience = silence / nservers;
-		if (run_line(&ending, node, &failure))
+		refunding.patience = silence / nservers;
+		if (run_line(&refunding, node, &failure))
 			continue;
-		silence -= Min(rl_monotonic_now() - ending.heard, ending.patience);
-		note_reason(&ending, &failure);
-		ending.lost[rl_node_number(node)] = true;
+		silence -= Min(rl_monotonic_now() - refunding.heard, refunding.patience);
+		note_reason(&refunding, &failure);
+		refunding.lost[rl_node_number(node)] = true;
 		rl_connection_close(&node->conn);
 	}
 	for (int i = 0; i < n; i++)

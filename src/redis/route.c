@@ -18,10 +18,7 @@
 #include "error.h"
 #include "redis/cluster.h"
 #include "redis/route.h"
-#include "redis/sentinel.h"
 #include "shared/shared.h"
-
-#define FREE_RESENDS		3	/* after them a call pauses before it is sent again */
 
 /* Begins a call about the key, if that is not NULL.  Raises an error if a setting is wrong. */
 void
@@ -30,15 +27,9 @@ rl_route_begin(RlRoute *route, const char *key, int len)
 	static uint64 routes = 0;
 
 	rl_nodes_refresh();
-	route->number = ++routes;
-	route->slot = key != NULL && rl_slots_known() ? rl_slot(key, len) : -1;
-	route->node = route->sentinel_master = NULL;
-	route->reused = route->asking = route->pinned = false;
-	route->resends = 0;
-	route->deadline = route->search_until = 0;
-	route->until = PG_INT64_MAX;
-	route->spent = 0;
-	route->first_error.sqlstate = 0;
+	*route = (RlRoute) {.number = ++routes,.slot = -1,.until = PG_INT64_MAX};
+	if (key != NULL && rl_slots_known())
+		route->slot = rl_slot(key, len);
 }
 
 static bool
@@ -47,27 +38,12 @@ is_lost(const RlRoute *route, const RlNode *node)
 	return node->lost == route->number;
 }
 
-/* Returns a node that a cluster's replies have named and that is not lost, or NULL. */
-static RlNode *
-find_other_node(const RlRoute *route)
-{
-	for (int i = 1; rl_slots_known() && i <= RL_MAX_NODES; i++)
-	{
-		RlNode	   *node = rl_node_numbered(i);
-
-		if (node->used != 0 && !is_lost(route, node))
-			return node;
-	}
-	return NULL;
-}
-
 /* Returns the node to ask; NULL if none is left. */
 static RlNode *
 choose_node(const RlRoute *route)
 {
 	bool		guess;
 	int			owner = route->slot >= 0 ? rl_slot_owner(route->slot, &guess) : 0;
-	RlNode	   *other;
 
 	if (owner != 0)
 	{
@@ -89,10 +65,15 @@ choose_node(const RlRoute *route)
 		if (node != NULL && !is_lost(route, node))
 			return rl_current_node = node;
 	}
-	other = find_other_node(route);
-	if (other != NULL)
-		rl_current_node = other;
-	return other;
+	/* The replies of a cluster have named others. */
+	for (int i = 1; rl_slots_known() && i <= RL_MAX_NODES; i++)
+	{
+		RlNode	   *node = rl_node_numbered(i);
+
+		if (node->used != 0 && !is_lost(route, node))
+			return rl_current_node = node;
+	}
+	return NULL;
 }
 
 static void
@@ -441,7 +422,7 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 			route->asking = false;
 			return true;
 		case RL_STEP_WAIT:
-			route->resends += FREE_RESENDS;
+			route->resends += RL_FREE_RESENDS;
 			break;
 		case RL_STEP_SEND_SOURCE:
 		case RL_STEP_SEND_WINDOWS:
@@ -452,11 +433,4 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 	route->node = next;
 	route->asking = step == RL_STEP_ASK;
 	return true;
-}
-
-/* Returns true if the call should pause before its next attempt. */
-bool
-rl_route_should_pause(const RlRoute *route)
-{
-	return route->resends > FREE_RESENDS;
 }

@@ -7,6 +7,8 @@
 
 #include "redis/node.h"
 
+#define RL_FREE_RESENDS		3	/* after them a call pauses before it is sent again */
+
 /* Where a call goes, and where it has been. */
 typedef struct RlRoute
 {
@@ -26,13 +28,16 @@ typedef struct RlRoute
 	RlError		first_error;	/* of the first node that was lost; sqlstate 0: none */
 } RlRoute;
 
+/* sentinel.c */
+extern bool rl_sentinels_ask(uint64 route, int64 deadline, RlNode **master, RlError *error);
+
+/* route.c */
 extern void rl_route_begin(RlRoute *route, const char *key, int len);
 extern bool rl_route_choose(RlRoute *route, RlError *error);
 extern bool rl_route_try(RlRoute *route, bool *others, RlError *error);
 extern bool rl_route_connect(RlRoute *route, RlError *error);
 extern void rl_route_failed(RlRoute *route, int64 given, RlError *error);
 extern bool rl_route_answered(RlRoute *route, const RlReply *reply);
-extern bool rl_route_should_pause(const RlRoute *route);
 extern RlNode *rl_route_redirected(const RlNode *from, const RlReply *reply);
 
 #endif							/* ROUTE_H */

@@ -5,7 +5,7 @@
 #include "postgres.h"
 
 #include "error.h"
-#include "redis/sentinel.h"
+#include "redis/route.h"
 #include "shared/shared.h"
 
 /* Asks one Sentinel for the master.  Returns false with the error set.  The caller closes the connection. */
