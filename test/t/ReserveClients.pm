@@ -84,6 +84,7 @@ sub call
 
 	foreach (1 .. 5000)
 	{
+		last if getppid != $self->{parent};
 		# The server may be starting.
 		$self->start_psql if $self->{dead};
 		unless ($self->{dead})
@@ -201,12 +202,13 @@ sub start_reserve_clients
 	{
 		my $of = $nodes[ $number % @nodes ];
 
+		# The test is the last client itself.
+		my $parent = $number < $clients ? $$ : getppid;
 		open my $out, '>', '/dev/null' or die "/dev/null: $!";
-		push @all, bless { number => $number, seed => $seed, clients => $clients, ops => $ops, out => $out, file => "$dir/$number",
+		push @all, bless { number => $number, parent => $parent, seed => $seed, clients => $clients, ops => $ops, out => $out, file => "$dir/$number",
 			server => $number % @nodes, psql => $of->installed_command('psql'), connstr => $of->connstr('postgres') }, 'ReserveClients';
 	}
 	$SIG{PIPE} = 'IGNORE';
-	# The test is the last client itself.
 	my $self = pop @all;
 	$self->{dead} = 1;
 	foreach my $client (@all)
