@@ -60,7 +60,7 @@ $session->ask(q{
 	BEGIN
 		allowed := 0;
 		refused := 0;
-		FOR statement IN 1 .. 20 * statements LOOP
+		FOR statement IN 1 .. 1000 LOOP
 			EXIT WHEN statement > statements AND least(allowed, refused) > 3;
 			now := now + (random() * 400000)::bigint;
 			PERFORM set_config('ratelimit.debug_now', now::text, false);
