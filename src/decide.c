@@ -439,7 +439,7 @@ ask_local(Call *calls, int n, bool together, RlError *error)
 static inline void
 begin(Call *call, const RlAction *action, RlAnswer *answer, bool together, RlLeaseCall *lease)
 {
-	bool		plain = action->how == RL_TAKE && answer->each == NULL && !together;
+	bool		plain = action->how == RL_TAKE && answer->each == NULL && !together && action->reserve == NULL;
 	bool		shared;
 
 	if (action->limits->refunds)
