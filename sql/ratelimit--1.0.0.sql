@@ -259,7 +259,7 @@ CREATE FUNCTION rl_reserve(key text, limits rl_limits, quota bigint, id text, ho
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_reserve(text, rl_limits, bigint, text, double precision) IS
-	'does the same as rl_check, and keeps the charges under the id, so that rl_settle can change the cost until "hold" seconds have passed (NULL: the period of a concurrent limit, otherwise 1 hour); a call with an id that the key has already charges nothing, and returns allowed with source reserved or settled; a concurrent limit takes one unit, until the reservation ends; rollback does not refund it; errors: PT409 if the id exists with other limits or another quota, 22023 for an id that is empty or longer than 128 bytes in UTF-8, for a hold of less than a microsecond or more than 31 days, or one that is not the period of each concurrent limit, 54000 for more than about 2,000 reservations of a key, and those of rl_check';
+	'does the same as rl_check, and keeps the charges under the id, so that rl_settle can change the cost until "hold" seconds have passed (NULL: the shortest period of a concurrent limit, otherwise 1 hour); a call with an id that the key has already charges nothing, and returns allowed with source reserved or settled; a concurrent limit takes one unit, until the reservation ends; rollback does not refund it; errors: PT409 if the id exists with other limits or another quota, 22023 for an id that is empty or longer than 128 bytes in UTF-8, for a hold of less than a microsecond or more than 31 days, or one that is longer than the period of a concurrent limit, 54000 for more than 4,096 reservations of a key, and those of rl_check';
 
 CREATE FUNCTION rl_settle(key text, id text, quota bigint)
 	RETURNS boolean
@@ -271,7 +271,7 @@ CREATE FUNCTION rl_extend(key text, id text, hold double precision DEFAULT NULL)
 	RETURNS boolean
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_extend(text, text, double precision) IS
-	'starts the hold of a reservation again from now, and with it the period of the unit of a concurrent limit (NULL: as long as before); returns false if the reservation has ended or is settled, or the unit is lost; errors: 22023 for an invalid id or hold, and those of rl_peek';
+	'starts the hold of a reservation again from now, also of the unit of a concurrent limit (NULL: as long as before); returns false if the reservation has ended or is settled, or the unit is lost; errors: 22023 for an invalid id or hold, and those of rl_peek';
 
 CREATE FUNCTION rl_reset(key text)
 	RETURNS boolean

@@ -43,8 +43,9 @@
 #define RL_MAX_PREFIX		64	/* bytes */
 #define RL_MAX_ID			128 /* bytes of a reservation's id, in UTF-8 */
 #define RL_MAX_HOLD			(31 * RL_DAY)	/* of a reservation */
+#define RL_DEFAULT_HOLD		(3600 * RL_SECOND)
 #define RL_KEEP_SETTLED		(3600 * RL_SECOND)	/* at most, of a settled reservation */
-#define RL_MAX_RESERVATIONS	2048	/* of a key */
+#define RL_MAX_RESERVATIONS	4096	/* records of a key */
 
 #define RL_SECOND			INT64CONST(1000000)
 #define RL_DAY				(86400 * RL_SECOND)
@@ -247,7 +248,7 @@ typedef enum RlSettled
 {
 	RL_SETTLED_NONE,			/* there is no such reservation (any more) */
 	RL_SETTLED_DONE,
-	RL_SETTLED_OTHER_HOLD		/* a concurrent limit is held for its period only */
+	RL_SETTLED_LONG_HOLD		/* longer than the period of a concurrent limit */
 } RlSettled;
 
 /* A request. */

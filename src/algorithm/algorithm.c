@@ -335,6 +335,7 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ba
 		RlAct		own = *act;
 
 		own.quota = rl_quota_of(limits, i, act->quota);
+		views[i].hold = act->hold;
 		if (act->verdict == RL_VERDICT_REFUSED || (act->verdict == RL_VERDICT_ALLOWED && !decisions[i].charged))
 			own.verdict = act->how == RL_TRY ? RL_VERDICT_UNCOUNTED : RL_VERDICT_REFUSED;
 		if (own.verdict == RL_VERDICT_REFUSED && !decisions[i].allowed && own.quota <= limit->capacity &&
@@ -366,7 +367,7 @@ rl_act(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ban,
 	   int64 now, int64 quota, RlTake how, RlDecision *decisions)
 {
 	RlView		views[RL_MAX_LIMITS];
-	RlAct		act = {now, quota, RL_VERDICT_BANNED, how};
+	RlAct		act = {now, quota, RL_VERDICT_BANNED, how, 0};
 
 	act.verdict = rl_act_decide(limits, states, pool, ban->until, now, quota, views, decisions);
 	return rl_act_complete(limits, states, pool, ban, &act, views, decisions);
@@ -461,6 +462,18 @@ rl_owe(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, int64 quot
 
 	rl_algorithm(limit)->load(limit, state, pool, now, &view);
 	rl_algorithm(limit)->owe(limit, state, pool, &view, now, quota);
+}
+
+/* Takes a unit of a concurrent limit for this long, whether it fits or not.  Returns its entry's time. */
+int64
+rl_hold_unit(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, int64 hold)
+{
+	RlView		view;
+
+	rl_algorithm(limit)->load(limit, state, pool, now, &view);
+	view.hold = hold;
+	rl_algorithm(limit)->keep(limit, state, pool, &view, now, 1, 0);
+	return view.mark;
 }
 
 /* Refunds a charge.  Returns true if it changed the state. */

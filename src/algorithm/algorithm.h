@@ -41,6 +41,8 @@ typedef struct RlView
 	int64		charged;
 	int64		refused;
 	int64		newest;			/* time of the newest entry that counts, or -1 */
+	int64		hold;			/* of a reservation that is charged now; otherwise 0 */
+	int64		mark;			/* the time of its entry in a log, when it is charged */
 	RlCursor	oldest[2];		/* each log's first entry that counts */
 } RlView;
 
@@ -68,6 +70,7 @@ typedef struct RlAct
 	int64		quota;
 	RlVerdict	verdict;
 	RlTake		how;
+	int64		hold;			/* of a reservation; otherwise 0 */
 } RlAct;
 
 /* The charge of an action to one limit, so that a later refund finds it. */
@@ -79,6 +82,7 @@ typedef struct RlCharge
 								 * the window's start, the sub-window's number
 								 * or the entry's time; throttle: 0 */
 	int64		life;			/* of a leftover, as in RlLeftover; otherwise 0 */
+	bool		own;			/* of a reservation: an entry that is its own */
 } RlCharge;
 
 /* The charges that were merged into one: where the first is, and what time has replenished since. */
@@ -222,7 +226,7 @@ typedef struct RlAlgorithm
 	int64		(*next_free) (const RlLimit *limit, const RlState *state, const RlPool *pool,
 							  const RlView *view, int64 now, int64 n);
 	/* Sets the state to the view, and adds units at the time now. */
-	void		(*keep) (const RlLimit *limit, RlState *state, RlPool *pool, const RlView *view,
+	void		(*keep) (const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,
 						 int64 now, int64 charged, int64 refused);
 	/* Removes the oldest units of a log from the view.  NULL: there are no logs. */
 	void		(*skip) (const RlState *state, const RlPool *pool, RlView *view, int log,
@@ -307,6 +311,7 @@ extern int64 rl_charge_left(const RlLimit *limit, const RlCharge *charge, int64 
 extern void rl_charge_merge(const RlLimit *limit, RlCharge *charge, RlSpan *span,
 							const RlCharge *later, const RlSpan *later_span);
 extern void rl_owe(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, int64 quota);
+extern int64 rl_hold_unit(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, int64 hold);
 extern bool rl_refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
 							 const RlCharge *charge);
 

@@ -51,7 +51,7 @@ end(const RlLimit *limit, const RlState *state, const RlPool *pool pg_attribute_
 }
 
 static void
-keep(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), const RlView *view,
+keep(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), RlView *view,
 	 int64 now, int64 charged, int64 refused)
 {
 	state->charged = view->charged + charged;
@@ -72,7 +72,7 @@ charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
 	return (RlCharge) {
 		quota, at,
 		limit->calendar != RL_NO_CALENDAR ? rl_windows_at(limit, at + reset_after - 1)->name[RL_CURRENT] :
-		at + reset_after - limit->period, 0
+		at + reset_after - limit->period, 0, false
 	};
 }
 

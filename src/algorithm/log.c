@@ -225,12 +225,12 @@ rl_log_seek(const RlPool *pool, const RlLog *log, int64 gone, RlCursor *cursor)
 static RlEntry
 piece_at(const RlPool *pool, const RlCursor *cursor)
 {
-	RlEntry		piece = {PG_INT64_MAX, 0};
+	RlEntry		piece = {PG_INT64_MAX, 0, false};
 
 	if (cursor->chunk == RL_NO_CHUNK)
 		return piece;
 	if (cursor->whole)
-		return (RlEntry) {closed_block(pool, cursor)->newest, closed_block(pool, cursor)->units};
+		return (RlEntry) {closed_block(pool, cursor)->newest, closed_block(pool, cursor)->units, false};
 	piece = chunk_at(pool, cursor->chunk)->entry[cursor->i];
 	piece.units -= cursor->skipped;
 	return piece;
@@ -373,17 +373,11 @@ rl_log_clear(RlPool *pool, RlLog *log)
 	rl_log_cut(pool, log, &end);
 }
 
-/* Appends units, not before the newest entry.  The pool must have rl_log_chunks_wanted() spare chunks. */
-void
-rl_log_append(RlPool *pool, RlLog *log, int64 time, int64 units)
+static void
+append_entry(RlPool *pool, RlLog *log, RlEntry entry)
 {
 	RlChunk    *last = log->last == RL_NO_CHUNK ? NULL : chunk_at(pool, log->last);
 
-	if (last != NULL && last->entry[last->n - 1].time == time)
-	{
-		last->entry[last->n - 1].units += units;
-		return;
-	}
 	if (last == NULL || last->n == RL_CHUNK_ENTRIES)
 	{
 		if (log->nchunks == RL_BLOCK_CHUNKS)
@@ -391,7 +385,79 @@ rl_log_append(RlPool *pool, RlLog *log, int64 time, int64 units)
 		last = append_chunk(pool, &log->first, &log->last);
 		log->nchunks++;
 	}
-	last->entry[last->n++] = (RlEntry) {time, units};
+	last->entry[last->n++] = entry;
+}
+
+/* Appends units, not before the newest entry.  The pool must have rl_log_chunks_wanted() spare chunks. */
+void
+rl_log_append(RlPool *pool, RlLog *log, int64 time, int64 units)
+{
+	RlChunk    *last = log->last == RL_NO_CHUNK ? NULL : chunk_at(pool, log->last);
+
+	if (last != NULL && last->entry[last->n - 1].time == time && !last->entry[last->n - 1].own)
+		last->entry[last->n - 1].units += units;
+	else
+		append_entry(pool, log, (RlEntry) {time, units, false});
+}
+
+/* Returns true if a reservation has an entry of its own with this time. */
+bool
+rl_log_has_own(const RlPool *pool, const RlLog *log, int64 time)
+{
+	RlCursor	at;
+
+	for (rl_log_seek(pool, log, time - 1, &at); at.chunk != RL_NO_CHUNK; advance(pool, log, &at))
+	{
+		const RlEntry *entry = &chunk_at(pool, at.chunk)->entry[at.i];
+
+		at.whole = false;
+		if (entry->time != time)
+			break;
+		if (entry->own)
+			return true;
+	}
+	return false;
+}
+
+/*
+ * Adds units as an entry of their own.  The time may be earlier than the newest entry's, if the
+ * log has at most RL_MAX_INSERT entries.  If another reservation has an entry of this time, it
+ * gets the next microsecond.  Returns its time.  For spare chunks see rl_log_append.
+ */
+int64
+rl_log_add_own(RlPool *pool, RlLog *log, int64 time, int64 units)
+{
+	RlEntry		later[RL_MAX_INSERT];
+	int			n = 0;
+	RlCursor	at;
+
+	if (rl_log_newest(pool, log) == time && rl_log_has_own(pool, log, time))
+		time++;
+	if (rl_log_newest(pool, log) <= time)
+	{
+		append_entry(pool, log, (RlEntry) {time, units, true});
+		return time;
+	}
+	for (first_block(pool, log, &at); at.chunk != RL_NO_CHUNK && n < RL_MAX_INSERT; advance(pool, log, &at))
+	{
+		at.whole = false;
+		later[n++] = chunk_at(pool, at.chunk)->entry[at.i];
+	}
+	rl_log_clear(pool, log);
+	for (int i = 0; i < n; i++)
+	{
+		if (units > 0 && later[i].time > time)
+		{
+			append_entry(pool, log, (RlEntry) {time, units, true});
+			units = 0;
+		}
+		else if (later[i].time == time && later[i].own)
+			time++;
+		append_entry(pool, log, later[i]);
+	}
+	if (units > 0)
+		append_entry(pool, log, (RlEntry) {time, units, true});
+	return time;
 }
 
 /* Returns false if the next chunk's entries do not fit. */
@@ -418,7 +484,7 @@ merge_chunks(RlPool *pool, RlBlock *block, uint32 number)
 }
 
 static int64
-remove_from_chunk(RlChunk *chunk, int64 time, int64 units)
+remove_from_chunk(RlChunk *chunk, int64 time, int64 units, bool own)
 {
 	int64		left = units;
 	uint32		i = 0;
@@ -428,7 +494,7 @@ remove_from_chunk(RlChunk *chunk, int64 time, int64 units)
 		RlEntry    *entry = &chunk->entry[i];
 		int64		part = Min(left, entry->units);
 
-		if (entry->time != time)
+		if (entry->time != time || entry->own != own)
 		{
 			i++;
 			continue;
@@ -446,7 +512,7 @@ remove_from_chunk(RlChunk *chunk, int64 time, int64 units)
 
 /* Removes up to this number of units of the time from a block, and merges small chunks. */
 static int64
-remove_from_block(RlPool *pool, RlBlock *block, int64 time, int64 units)
+remove_from_block(RlPool *pool, RlBlock *block, int64 time, int64 units, bool own)
 {
 	uint32		before = RL_NO_CHUNK;
 	uint32		number = block->first;
@@ -455,7 +521,7 @@ remove_from_block(RlPool *pool, RlBlock *block, int64 time, int64 units)
 	while (number != RL_NO_CHUNK && left > 0 && chunk_at(pool, number)->entry[0].time <= time)
 	{
 		RlChunk    *chunk = chunk_at(pool, number);
-		int64		removed = remove_from_chunk(chunk, time, left);
+		int64		removed = remove_from_chunk(chunk, time, left, own);
 
 		left -= removed;
 		if (chunk->n == 0 && before == RL_NO_CHUNK)
@@ -515,9 +581,12 @@ compact_index(RlPool *pool, RlLog *log)
 	}
 }
 
-/* Removes up to this number of units of the entries with the time.  Returns how many. */
+/*
+ * Removes up to this number of units of the entries with the time: of those that reservations
+ * have for themselves, or of the others.  Returns how many.
+ */
 int64
-rl_log_remove(RlPool *pool, RlLog *log, int64 time, int64 units)
+rl_log_remove(RlPool *pool, RlLog *log, int64 time, int64 units, bool own)
 {
 	RlCursor	at;
 	RlBlock		open;
@@ -531,7 +600,7 @@ rl_log_remove(RlPool *pool, RlLog *log, int64 time, int64 units)
 
 		if (block->newest < time)
 			continue;
-		removed = remove_from_block(pool, block, time, left);
+		removed = remove_from_block(pool, block, time, left, own);
 		if (removed == 0 && block->newest > time)
 			break;
 		left -= removed;
@@ -543,7 +612,7 @@ rl_log_remove(RlPool *pool, RlLog *log, int64 time, int64 units)
 	if (left > 0 && log->first != RL_NO_CHUNK)
 	{
 		open = (RlBlock) {0, 0, log->first, log->last, log->nchunks};
-		left -= remove_from_block(pool, &open, time, left);
+		left -= remove_from_block(pool, &open, time, left, own);
 		log->first = open.first;
 		log->last = open.last;
 		log->nchunks = open.nchunks;

@@ -10,11 +10,14 @@
 #define RL_BLOCK_CHUNKS		64
 #define RL_NO_CHUNK			0	/* chunks are numbered from 1 */
 
+#define RL_MAX_INSERT		1000	/* entries of a log into which rl_log_add_own inserts */
+
 /* Units that were charged or refused at one time, or in one sub-window */
 typedef struct RlEntry
 {
 	int64		time;			/* or the sub-window's number */
-	int64		units;
+	int64		units:63;
+	uint64		own:1;			/* of one reservation: it merges with no other entry */
 } RlEntry;
 
 /* A list of chunks of entries, none of them empty, with the sum of their units */
@@ -84,7 +87,9 @@ extern int64 rl_log_unit(const RlPool *pool, const RlLog *const logs[2], RlCurso
 extern void rl_log_cut(RlPool *pool, RlLog *log, const RlCursor *cursor);
 extern void rl_log_clear(RlPool *pool, RlLog *log);
 extern void rl_log_append(RlPool *pool, RlLog *log, int64 time, int64 units);
-extern int64 rl_log_remove(RlPool *pool, RlLog *log, int64 time, int64 units);
+extern int64 rl_log_remove(RlPool *pool, RlLog *log, int64 time, int64 units, bool own);
+extern bool rl_log_has_own(const RlPool *pool, const RlLog *log, int64 time);
+extern int64 rl_log_add_own(RlPool *pool, RlLog *log, int64 time, int64 units);
 extern void rl_pool_put(RlPool *pool, uint32 first, uint32 last, uint32 n);
 extern uint32 rl_pool_get(RlPool *pool);
 

@@ -1,5 +1,8 @@
 -- The logs of a sliding_log: functions that add entries and cut them off.
 
+-- The sign of the units of an entry that a reservation has for itself.
+local PLUS = 43
+
 -- Passes n units. Returns the position of the record in which they end, and how
 -- many of the n units are in it.
 local function pass(text, size, at, n)
@@ -13,10 +16,15 @@ local function pass(text, size, at, n)
   return #text + 1, n
 end
 
+-- Returns a record's units as text, where own is true for a reservation.
+local function units_text(units, own)
+  return own and (units < 100000 and string.format('+%05.0f', units) or '+001e5') or string.format('%06.0f', units)
+end
+
 -- Returns the text with this number of units removed from one of its records.
 local function without(text, at, units)
   local left = units_at(text, at) - units
-  local entry = left > 0 and sub(text, at, at + 15) .. string.format('%06.0f', left) or ''
+  local entry = left > 0 and sub(text, at, at + 15) .. units_text(left, string.byte(text, at + 16) == PLUS) or ''
   return sub(text, 1, at - 1) .. entry .. sub(text, at + RECORD)
 end
 
@@ -46,14 +54,14 @@ end
 -- Adds units at a time that is not earlier than the newest entry's.
 local function add(log, time, units)
   log.units, log.changed = log.units + units, true
-  if log.newest == time and log.at < #log.text then
+  if log.newest == time and log.at < #log.text and string.byte(log.text, -6) ~= PLUS then
     local last = #log.text - RECORD + 1
     units = units + units_at(log.text, last)
     log.text, log.at = sub(log.text, log.at, last - 1), 1
   elseif #log.text - log.at + 1 == TAIL then
     move_tail(log)
   end
-  log.added, log.newest = string.format('%016.0f%06.0f', time, units), time
+  log.added, log.newest = string.format('%016.0f', time) .. units_text(units), time
 end
 
 -- Cuts off the oldest n units. The log must have them.

@@ -48,23 +48,45 @@ local function shrink_chunk(log, i, text, part)
   end
 end
 
--- Removes up to n units of a time.
-local function remove(log, time, n)
-  while n > 0 and log.units > 0 do
-    local text, i = sub(log.text, log.at)
-    if text == '' or time_at(text, 1) > time then
-      if log.index == '' then
-        return
-      end
-      tidy(log)
-      i = after(log.index, INDEX, 1, time - 1)
-      if i > #log.index then
-        return
-      end
-      text = chunk(log, number_at(log.index, i))
+-- Returns the position of the first record of a time, among a reservation's own records or
+-- among the others, or nil.
+local function record_at(text, time, own)
+  for at = after(text, RECORD, 1, time - 1), #text, RECORD do
+    if time_at(text, at) ~= time then
+      return
+    elseif (string.byte(text, at + 16) == PLUS) == own then
+      return at
     end
-    local at = after(text, RECORD, 1, time - 1)
-    if at > #text or time_at(text, at) ~= time then
+  end
+end
+
+-- Finds such a record in the tail or a chunk. Returns the text, the position in it, and of a
+-- chunk its position in the index; or nil.
+local function find(log, time, own)
+  local text = sub(log.text, log.at)
+  local at = record_at(text, time, own)
+  if at or log.index == '' then
+    return at and text, at
+  end
+  tidy(log)
+  local i = after(log.index, INDEX, 1, time - 1)
+  while i <= #log.index do
+    text = chunk(log, number_at(log.index, i))
+    at = record_at(text, time, own)
+    if at then
+      return text, at, i
+    elseif time_at(log.index, i) > time then
+      return
+    end
+    i = i + INDEX
+  end
+end
+
+-- Removes up to n units of a time.
+local function remove(log, time, n, own)
+  while n > 0 and log.units > 0 do
+    local text, at, i = find(log, time, own)
+    if not text then
       return
     end
     local part = math.min(n, units_at(text, at))
@@ -80,7 +102,7 @@ end
 
 algorithms.sliding_log.refund_charge = function(l, _, mark, amount)
   l.log.changed = true
-  remove(l.log, mark, amount)
+  remove(l.log, mark, amount, l.own or false)
   find_newest(l.log)
   l:count()
 end

@@ -31,7 +31,8 @@ end
 local units = quota
 if used == 0 or now > newest then
   newest = now
-else
+elseif string.byte(records, -6) ~= 43 then
+  -- No reservation has the newest entry for itself.
   units, records = quota + string.sub(records, -6), string.sub(records, 1, -23)
 end
 used = used + quota

@@ -57,10 +57,26 @@ gone_until(const RlLimit *limit, int64 now)
 	return now < limit->period ? -1 : (now - limit->period) / limit->step - 1;
 }
 
-/* Returns the time of an entry that is made now; times of entries never decrease. */
+/* Returns true if a reservation is charged now that gets an entry of its own. */
+static bool
+has_own_entry(const RlLimit *limit, const RlView *view)
+{
+	return view->hold > 0 && limit->step == 0;
+}
+
+/* Returns the time of a reservation's unit, which is free when it has been held for "hold". */
+static int64
+held_time(const RlLimit *limit, const RlView *view, int64 now)
+{
+	return rl_algorithm(limit)->until_end ? now + view->hold - limit->period : Max(now, view->newest);
+}
+
+/* Returns the time of the newest entry if one is made now; times never decrease, but of units that are held. */
 static int64
 entry_time(const RlLimit *limit, const RlView *view, int64 now)
 {
+	if (has_own_entry(limit, view))
+		now = held_time(limit, view, now);
 	return Max(limit->step > 0 ? now / limit->step : now, view->newest);
 }
 
@@ -71,6 +87,7 @@ load(const RlLimit *limit, const RlState *state, const RlPool *pool, int64 now, 
 	int64		sums[2] = {state->charged, state->refused};
 
 	view->newest = -1;
+	view->hold = 0;
 	for (int i = 0; i < 2; i++)
 	{
 		int64		newest;
@@ -123,7 +140,7 @@ skip(const RlState *state, const RlPool *pool, RlView *view, int log, int64 unit
 }
 
 static void
-keep(const RlLimit *limit, RlState *state, RlPool *pool, const RlView *view, int64 now,
+keep(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now,
 	 int64 charged, int64 refused)
 {
 	int64		time = entry_time(limit, view, now);
@@ -132,7 +149,9 @@ keep(const RlLimit *limit, RlState *state, RlPool *pool, const RlView *view, int
 	state->refused = view->refused + refused;
 	for (int i = 0; i < 2; i++)
 		rl_log_cut(pool, &state->log[i], &view->oldest[i]);
-	if (charged > 0)
+	if (charged > 0 && has_own_entry(limit, view))
+		view->mark = rl_log_add_own(pool, &state->log[RL_CHARGED], held_time(limit, view, now), charged);
+	else if (charged > 0)
 		rl_log_append(pool, &state->log[RL_CHARGED], time, charged);
 	if (refused > 0)
 		rl_log_append(pool, &state->log[RL_REFUSED], time, refused);
@@ -145,7 +164,8 @@ refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, 
 		return false;
 	/* Keep only the entries that count, so that no free unit is refunded. */
 	keep(limit, state, pool, view, now, 0, 0);
-	state->charged -= rl_log_remove(pool, &state->log[RL_CHARGED], charge->mark, charge->amount);
+	state->charged -= rl_log_remove(pool, &state->log[RL_CHARGED], charge->mark, charge->amount,
+									charge->own && limit->step == 0);
 	return true;
 }
 
@@ -154,7 +174,7 @@ charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
 {
 	int64		mark = at + reset_after - limit->period;
 
-	return (RlCharge) {quota, at, limit->step > 0 ? mark / limit->step - 1 : mark, 0};
+	return (RlCharge) {quota, at, limit->step > 0 ? mark / limit->step - 1 : mark, 0, false};
 }
 
 static int

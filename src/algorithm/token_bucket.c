@@ -58,7 +58,7 @@ next_free(const RlLimit *limit, const RlState *state pg_attribute_unused(),
 
 static void
 keep(const RlLimit *limit pg_attribute_unused(), RlState *state, RlPool *pool pg_attribute_unused(),
-	 const RlView *view, int64 now, int64 charged, int64 refused pg_attribute_unused())
+	 RlView *view, int64 now, int64 charged, int64 refused pg_attribute_unused())
 {
 	state->charged = view->charged + charged;
 	state->start = state->charged == 0 ? -1 : view->start >= 0 ? view->start : now;
@@ -92,7 +92,7 @@ charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
 {
 	/* The last anchor that is not after the action. */
 	return (RlCharge) {quota, at,
-		at + reset_after - rl_divide_up(reset_after, limit->period) * limit->period, 0};
+		at + reset_after - rl_divide_up(reset_after, limit->period) * limit->period, 0, false};
 }
 
 static int

@@ -1,8 +1,8 @@
 -- The records of reservations, in fields "reserved:<id>":
--- "end hold status quota limits", where status is "open" or "settled:<quota>", and limits
--- the hash of their text. An open record then has a line for each charge: algorithm, tag,
--- period, two numbers of the limit, units, time, mark, interval (throttle: microseconds and
--- nanoseconds, others: 0 0), and the number in the field "reset:<tag>" when it was charged.
+-- "end hold status quota limits time", where status is "open" or "settled:<quota>", limits
+-- the hash of their text, and time that of the charge. An open record then has a line for each
+-- charge: tag, two numbers (throttle: the interval in microseconds and nanoseconds; others:
+-- the first two for "read"), units, mark, and the number in the field "reset:<tag>" then.
 -- A reset of the state writes this field, so that no later settlement changes the state.
 -- The field "reservations" is the latest end of all records.
 
@@ -11,18 +11,32 @@ local function field_of_id(id)
 end
 
 local function read_record(value)
-  local ends, hold, status, of, named, at = string.match(value, '^(%d+) (%d+) (%l+:?%d*) (%d+) (%x+)()')
-  return {ends = tonumber(ends), hold = tonumber(hold), status = status, quota = of, named = named,
-    charges = string.sub(value, at)}
+  local ends, hold, status, of, named, at, charges = string.match(value, '^(%d+) (%d+) (%l+:?%d*) (%d+) (%x+) (%d+)(.*)$')
+  return {ends = tonumber(ends), hold = tonumber(hold), status = status, quota = of, named = named, at = tonumber(at),
+    charges = charges}
 end
 
 -- Queues the record. "last" is the value of "reservations".
 local function put_record(field, record, last)
-  put(field, string.format('%.0f %.0f %s %s %s', record.ends, record.hold, record.status, record.quota, record.named) ..
-    record.charges, record.ends - now)
+  put(field, string.format('%.0f %.0f %s %s %s %.0f', record.ends, record.hold, record.status, record.quota, record.named,
+    record.at) .. record.charges, record.ends - now)
   if record.ends > (last or 0) + 0 then
     put('reservations', string.format('%.0f', record.ends), record.ends - now)
   end
+end
+
+-- Deletes the records that have ended for so long, among n random fields. Returns how many.
+local function delete_ended(n, slack)
+  local ended, found = {}, call('HRANDFIELD', hash, n, 'WITHVALUES')
+  for i = 1, #found, 2 do
+    if string.sub(found[i], 1, 9) == 'reserved:' and string.match(found[i + 1], '^%d+') + slack <= now then
+      ended[#ended + 1] = found[i]
+    end
+  end
+  if #ended > 0 then
+    call('HDEL', hash, unpack(ended))
+  end
+  return #ended
 end
 
 -- Returns the number in the field "reset:<tag>".

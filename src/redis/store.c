@@ -179,7 +179,7 @@ redis_settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold, RlSettl
 	if (!is_count(&reply) || reply.values[0] > 3 || reply.values[0] == 2 ||
 		(reply.values[0] == 3 && (quota != RL_UNKNOWN || hold == 0)))
 		return rl_wrong_reply(error);
-	*settled = reply.values[0] == 3 ? RL_SETTLED_OTHER_HOLD : reply.values[0] == 1 ? RL_SETTLED_DONE : RL_SETTLED_NONE;
+	*settled = reply.values[0] == 3 ? RL_SETTLED_LONG_HOLD : reply.values[0] == 1 ? RL_SETTLED_DONE : RL_SETTLED_NONE;
 	return true;
 }
 

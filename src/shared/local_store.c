@@ -361,7 +361,7 @@ answer_reserved(RlCells *view, const RlAction *action, uint32 c, RlDecision *dec
 
 /* Stores the record of an action that was allowed. */
 static void
-keep_reservation(RlCells *view, const RlAction *action, uint32 c, const RlDecision *decisions)
+keep_reservation(RlCells *view, const RlAction *action, uint32 c, const RlView *views, const RlDecision *decisions)
 {
 	const RlLimits *limits = action->limits;
 	RlCharge	charges[RL_MAX_LIMITS];
@@ -371,7 +371,8 @@ keep_reservation(RlCells *view, const RlAction *action, uint32 c, const RlDecisi
 	for (int i = 0; i < limits->n; i++)
 		if (decisions[i].charged)
 			record.charges[record.n++] = (Reserved) {
-				limits->limit[i], rl_quota_of(limits, i, action->quota), charges[i].at, charges[i].mark
+				limits->limit[i], rl_quota_of(limits, i, action->quota), charges[i].at,
+				rl_algorithm(&limits->limit[i])->has_logs ? views[i].mark : charges[i].mark
 			};
 	save_record(view, c, &action->reserve->id, &record, view->now + record.hold);
 }
@@ -382,7 +383,7 @@ local_reserve(const RlAction *action, RlDecision *decisions, RlAnswer *answer, R
 {
 	const RlLimits *limits = action->limits;
 	Key			key;
-	RlAct		act = {.quota = action->quota,.how = RL_TAKE};
+	RlAct		act = {.quota = action->quota,.how = RL_TAKE,.hold = action->reserve->hold};
 	uint32		record;
 	RlCells		view = {.key_hash = rl_key_hash(&action->key)};
 
@@ -416,7 +417,7 @@ local_reserve(const RlAction *action, RlDecision *decisions, RlAnswer *answer, R
 	save_key(&view, &action->key, limits, &key,
 			 rl_act_complete(limits, key.states, &view.pool, &key.ban, &act, key.views, decisions));
 	if (act.verdict == RL_VERDICT_ALLOWED)
-		keep_reservation(&view, action, record, decisions);
+		keep_reservation(&view, action, record, key.views, decisions);
 	finish(&view);
 	return true;
 }
@@ -436,6 +437,7 @@ refund_units(RlCells *view, const Reserved *charge, RlState *state, int64 units)
 	RlCharge	part = rl_algorithm(&charge->limit)->charge(&charge->limit, units, charge->at, 0);
 
 	part.mark = charge->mark;
+	part.own = true;
 	return rl_refund_charge(&charge->limit, state, &view->pool, view->now, &part);
 }
 
@@ -462,16 +464,13 @@ settle_charge(RlCells *view, const Reserved *charge, int64 quota)
 static bool
 is_held(const RlCells *view, const Reserved *charge, const RlState *state)
 {
-	const RlLog *log = &state->log[RL_CHARGED];
-	RlCursor	cursor;
-
 	return charge->units > 0 && charge->mark + charge->limit.period > view->now &&
-		rl_log_seek(&view->pool, log, charge->mark, &cursor) > rl_log_seek(&view->pool, log, charge->mark - 1, &cursor);
+		rl_log_has_own(&view->pool, &state->log[RL_CHARGED], charge->mark);
 }
 
 /* Starts the period of the units that are held again.  Returns false, with nothing changed, if one is lost. */
 static bool
-extend_charges(RlCells *view, Record *record)
+extend_charges(RlCells *view, Record *record, int64 hold)
 {
 	/* No unit is lost while the partition is locked, so two rounds suffice. */
 	for (int round = 0; round < 2; round++)
@@ -489,9 +488,7 @@ extend_charges(RlCells *view, Record *record)
 			if (round == 0)
 				continue;
 			(void) refund_units(view, charge, &state, 1);
-			rl_owe(limit, &state, &view->pool, view->now, 1);
-			charge->at = view->now;
-			charge->mark = rl_log_newest(&view->pool, &state.log[RL_CHARGED]);
+			charge->mark = rl_hold_unit(limit, &state, &view->pool, view->now, hold);
 			save_state(view, c, limit, &state);
 		}
 	return true;
@@ -527,12 +524,12 @@ settle_record(RlCells *view, uint32 c, const RlKey *id, Record *record, int64 qu
 		save_record(view, c, id, record, view->now + Min(record->hold, RL_KEEP_SETTLED));
 		return RL_SETTLED_DONE;
 	}
-	for (int i = 0; i < record->n && hold > 0 && hold != record->hold; i++)
-		if (rl_algorithm(&record->charges[i].limit)->until_end)
-			return RL_SETTLED_OTHER_HOLD;
-	if (!extend_charges(view, record))
-		return RL_SETTLED_NONE;
+	for (int i = 0; i < record->n; i++)
+		if (rl_algorithm(&record->charges[i].limit)->until_end && hold > record->charges[i].limit.period)
+			return RL_SETTLED_LONG_HOLD;
 	record->hold = hold > 0 ? hold : record->hold;
+	if (!extend_charges(view, record, record->hold))
+		return RL_SETTLED_NONE;
 	save_record(view, c, id, record, view->now + record->hold);
 	return RL_SETTLED_DONE;
 }
@@ -715,7 +712,7 @@ local_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apar
 	for (int i = 0; i < n; i++)
 	{
 		Key		   *key = &keys[i];
-		RlAct		act = {view.now, actions[i]->quota, key->verdict, RL_TAKE};
+		RlAct		act = {view.now, actions[i]->quota, key->verdict, RL_TAKE, 0};
 		uint32		changed;
 
 		if (!allowed && act.verdict == RL_VERDICT_ALLOWED)

@@ -56,33 +56,31 @@ hold_argument(FunctionCallInfo fcinfo, int n)
 	return (int64) us;
 }
 
+static void
+raise_long_hold(void)
+{
+	ereport(ERROR,
+			(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+			 errmsg("hold must not be longer than the period of the concurrent limit")));
+}
+
 /*
- * Returns the hold of a reservation under these limits.  A unit of a concurrent limit is free
- * when its period has passed, so the hold is that period.  Raises an error if it cannot be.
+ * Returns the hold of a reservation under these limits: by default the shortest period of a
+ * concurrent limit, or an hour.  Raises an error if it is longer than that period.
  */
 static int64
 hold_under(const RlLimits *limits, int64 hold)
 {
-	int64		period = 0;
+	int64		shortest = PG_INT64_MAX;
 
 	for (int i = 0; i < limits->n; i++)
-	{
-		const RlLimit *limit = &limits->limit[i];
-
-		if (!rl_algorithm(limit)->until_end)
-			continue;
-		if (period != 0 && limit->period != period)
-			ereport(ERROR,
-					(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-					 errmsg("concurrent limits of a reservation must have the same period")));
-		period = limit->period;
-	}
-	if (period > RL_MAX_HOLD || (period != 0 && hold != 0 && hold != period))
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("hold must be the period of the concurrent limit"),
-				 errdetail("The period is at most 31 days.")));
-	return period != 0 ? period : hold != 0 ? hold : 3600 * RL_SECOND;
+		if (rl_algorithm(&limits->limit[i])->until_end)
+			shortest = Min(shortest, limits->limit[i].period);
+	if (hold > shortest)
+		raise_long_hold();
+	if (hold > 0)
+		return hold;
+	return shortest < PG_INT64_MAX ? Min(shortest, RL_MAX_HOLD) : RL_DEFAULT_HOLD;
 }
 
 PG_FUNCTION_INFO_V1(rl_reserve);
@@ -139,10 +137,8 @@ settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold)
 	}
 	if (!done)
 		rl_raise(&error);
-	if (settled == RL_SETTLED_OTHER_HOLD)
-		ereport(ERROR,
-				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-				 errmsg("hold must be the period of the concurrent limit")));
+	if (settled == RL_SETTLED_LONG_HOLD)
+		raise_long_hold();
 	return settled == RL_SETTLED_DONE;
 }
 

@@ -48,8 +48,32 @@ SELECT l, reserved('r:most' || n, l::rl_limits, 10, 'a'), rl_settle('r:most' || 
 -- concurrent: one unit, which extend moves.
 SELECT at(0), reserved('r:c', 'concurrent 2/10s', 7, 'a'), reserved('r:c', 'concurrent 2/10s', 7, 'b'), reserved('r:c', 'concurrent 2/10s', 7, 'c');
 SELECT at(9), rl_extend('r:c', 'a');
-SELECT at(10), rl_extend('r:c', 'b'), rl_settle('r:c', 'b', 0), reserved('r:c', 'concurrent 2/10s', 7, 'c'), reserved('r:c', 'concurrent 2/10s', 7, 'd');
+SELECT at(10.5), rl_extend('r:c', 'b'), rl_settle('r:c', 'b', 0), reserved('r:c', 'concurrent 2/10s', 7, 'c'), reserved('r:c', 'concurrent 2/10s', 7, 'd');
 SELECT rl_settle('r:c', 'a', 100), reserved('r:c', 'concurrent 2/10s', 7, 'd');
+-- It is held for a shorter time than the period, if hold says so; the unit that is free first is shown.
+SELECT at(30), (rl_reserve('r:h', 'concurrent 2/10s', 1, 'a')).reset_after, (rl_reserve('r:h', 'concurrent 2/10s', 1, 'b', 3)).reset_after,
+	(rl_check('r:h', 'concurrent 2/10s')).retry_after;
+SELECT at(33), (rl_reserve('r:h', 'concurrent 2/10s', 1, 'c', 2)).remaining, rl_extend('r:h', 'b'), rl_extend('r:h', 'c', 1),
+	(rl_check('r:h', 'concurrent 2/10s')).retry_after;
+SELECT at(33), rl_extend('r:h', 'c', 8), (rl_check('r:h', 'concurrent 2/10s')).retry_after, rl_settle('r:h', 'a', 1), (rl_peek('r:h', 'concurrent 2/10s')).remaining;
+-- A refund of the oldest unit takes that of c, which is free first, and no settlement takes another's.
+SELECT reserved('r:h', 'concurrent 2/10s', 1, 'd', 10), rl_refund('r:h', 'concurrent 2/10s', 1), rl_settle('r:h', 'c', 0), rl_extend('r:h', 'c'),
+	(rl_peek('r:h', 'concurrent 2/10s')).remaining;
+-- Entries of a log are a reservation's own also if they are made at one time.
+SELECT reserved('r:own', 'sliding_log 9/10s', 2, 'a'), (rl_check('r:own', 'sliding_log 9/10s', 3)).remaining, rl_refund('r:own', 'sliding_log 9/10s', 2),
+	rl_settle('r:own', 'a', 0), (rl_peek('r:own', 'sliding_log 9/10s')).remaining;
+SELECT reserved('r:own', 'sliding_log 100000/10s', 5, 'b'), reserved('r:own', 'sliding_log 100000/10s', 90000, 'c'), rl_settle('r:own', 'b', 4),
+	rl_settle('r:own', 'c', 89999), (rl_peek('r:own', 'sliding_log 100000/10s')).remaining, reserved('r:own2', 'sliding_log 100000/10s', 100000, 'd'),
+	rl_settle('r:own2', 'd', 99999), (rl_peek('r:own2', 'sliding_log 100000/10s')).remaining;
+
+-- Neither the denial cache nor a lease answers for an id.
+SET ratelimit.denial_cache = on;
+SELECT reserved('r:known', 'fixed_window 5/1h', 5, 'a'), (rl_check('r:known', 'fixed_window 5/1h', 5)).allowed, reserved('r:known', 'fixed_window 5/1h', 5, 'a'),
+	reserved('r:known', 'fixed_window 5/1h', 5, 'b'), rl_settle('r:known', 'a', 4), reserved('r:known', 'fixed_window 5/1h', 1, 'c');
+RESET ratelimit.denial_cache;
+SELECT count(reserved('r:lease', 'fixed_window 1000/1h lease 1s', 1, 'a' || n)) FROM generate_series(1, 40) n;
+SELECT count(*) FROM rl_inspect('r:lease') WHERE state LIKE 'reserved:%';
+
 SELECT reserved('r:c2', '100/1h, concurrent 1/10s', 30, 'a'), rl_settle('r:c2', 'a', 20), reserved('r:c2', '100/1h, concurrent 1/10s', 30, 'b');
 
 -- A ban does not matter to an id that is there; a reset ends it, or leaves the state alone.
@@ -81,8 +105,8 @@ SELECT n, f.* FROM (VALUES
 	(5, $$SELECT rl_reserve('r:1', '5/1s', 1, NULL)$$), (6, $$SELECT rl_reserve('r:1', '5/1s', NULL, 'x')$$),
 	(7, $$SELECT rl_reserve('r:1', '5/1s', 1, 'x', 0)$$), (8, $$SELECT rl_reserve('r:1', '5/1s', 1, 'x', 2678401)$$),
 	(9, $$SELECT rl_reserve('r:1', '5/1s', 1, 'x', 'NaN')$$), (10, $$SELECT rl_reserve('r:1', 'concurrent 5/1s', 1, 'x', 2)$$),
-	(11, $$SELECT rl_reserve('r:1', 'concurrent 5/1s, concurrent 9/2s', 1, 'x')$$), (12, $$SELECT rl_extend('r:1', 'x', 0)$$),
+	(11, $$SELECT rl_reserve('r:1', 'concurrent 9/2s, concurrent 5/1s', 1, 'x', 1.5)$$), (12, $$SELECT rl_extend('r:1', 'x', 0)$$),
 	(13, $$SELECT rl_settle('r:1', 'x', -1)$$), (14, $$SELECT rl_settle('r:1', NULL, 1)$$), (15, $$SELECT rl_settle(NULL, 'x', 1)$$),
-	(16, $$SELECT rl_extend('r:c3', 'a', 5)$$), (17, $$SELECT rl_reserve('r:1', '5/1s', -1, 'x')$$)
+	(16, $$SELECT rl_extend('r:c3', 'a', 10.1)$$), (17, $$SELECT rl_reserve('r:1', '5/1s', -1, 'x')$$)
 ) v (n, statement), LATERAL failure(statement) f ORDER BY n;
 SELECT set_config('ratelimit.debug_now', '', false);

@@ -22,7 +22,7 @@ $session->ask(q{
 			format('fixed_window %s/day in %s', 1 + (random() * 9)::int, pick('UTC', 'Europe/Berlin')),
 			format('sliding_window %s/6s step 2s%s', 1 + (random() * 9)::int, pick('', ' count_denied')),
 			format('sliding_log %s/%ss%s', 1 + (random() * 9)::int, 1 + (random() * 9)::int, pick('', ' count_denied')),
-			format('concurrent %s/5s', 1 + (random() * 3)::int)) ||
+			format('concurrent %s/%ss', 1 + (random() * 3)::int, 4 + (random() * 2)::int)) ||
 			CASE WHEN random() < 0.1 THEN ' shadow' ELSE '' END
 	$$;
 	CREATE FUNCTION some_limits(plain boolean) RETURNS text LANGUAGE plpgsql AS $$
@@ -155,7 +155,8 @@ sub parse
 	} split /, /, $text;
 }
 
-# A state is the TAT in ns; anchor and missing tokens; or entries of a mark and units.
+# A state is the TAT in ns; anchor and missing tokens; or entries of a mark, units and whether a
+# reservation has it for itself.
 sub end_of_mark
 {
 	my ($l, $mark) = @_;
@@ -201,15 +202,21 @@ sub fits
 	return $quota <= room($model, $l, $now);
 }
 
+# Charges units; of a reservation with its hold.
 sub charge
 {
-	my ($model, $l, $now, $units) = @_;
+	my ($model, $l, $now, $units, $hold) = @_;
 	my $s = load($model, $l, $now);
 	my $mark = $l->{algorithm} eq 'fixed_window' ? $now - $now % $l->{period} : $l->{algorithm} eq 'sliding_window' ? int($now / $l->{step}) : $now;
+	my $own = defined $hold && $l->{algorithm} =~ /log|concurrent/;
 
 	$s->{tat} += $units * $l->{interval};
 	$s->{missing} += $units;
-	push @{ $s->{entries} }, [ $mark, $units ];
+	# An entry of a reservation's own has another time than those of other reservations.
+	$mark = max($mark, map { $_->[0] } @{ $s->{entries} }) if $l->{algorithm} eq 'sliding_log';
+	$mark = $now + $hold - $l->{period} if $own && $l->{algorithm} eq 'concurrent';
+	$mark++ while $own && grep { $_->[2] && $_->[0] == $mark } @{ $s->{entries} };
+	push @{ $s->{entries} }, [ $mark, $units, $own ];
 	return { limit => $l, units => $units, at => $now, mark => $l->{algorithm} eq 'token_bucket' ? $s->{anchor} : $mark };
 }
 
@@ -226,7 +233,8 @@ sub refund_charge
 	  if ($s->{anchor} - $charge->{mark}) % $l->{period} == 0;
 	foreach my $entry (@{ $s->{entries} })
 	{
-		my $part = $entry->[0] == $charge->{mark} ? min($left, $entry->[1]) : 0;
+		my $other = $l->{algorithm} =~ /log|concurrent/ && !$entry->[2];
+		my $part = $entry->[0] == $charge->{mark} && !$other ? min($left, $entry->[1]) : 0;
 
 		$entry->[1] -= $part;
 		$left -= $part;
@@ -245,8 +253,10 @@ sub model_reserve
 	{
 		my @held = grep { $_->{algorithm} eq 'concurrent' } @limits;
 
-		return '22023' if @held && defined $hold && $hold * 1_000_000 != $held[0]{period};
-		$hold = @held ? $held[0]{period} : ($hold || 3600) * 1_000_000;
+		my $shortest = min(map { $_->{period} } @held);
+
+		return '22023' if @held && defined $hold && $hold * 1_000_000 > $shortest;
+		$hold = defined $hold ? $hold * 1_000_000 : $shortest // 3_600_000_000;
 		if ($quota > 0 && $record && $record->{end} > $now)
 		{
 			return 'PT409' if $record->{text} ne $text || $record->{quota} != $quota;
@@ -255,7 +265,7 @@ sub model_reserve
 	}
 	my @quotas = map { defined $id && $_->{algorithm} eq 'concurrent' ? min($quota, 1) : $quota } @limits;
 	return 'f' if grep { !fits($model, $limits[$_], $now, $quotas[$_]) } 0 .. $#limits;
-	my @charges = $quota > 0 ? map { charge($model, $limits[$_], $now, $quotas[$_]) } 0 .. $#limits : ();
+	my @charges = $quota > 0 ? map { charge($model, $limits[$_], $now, $quotas[$_], defined $id ? $hold : undef) } 0 .. $#limits : ();
 	$model->{records}{$id} = { text => $text, quota => $quota, hold => $hold, end => $now + $hold, open => 1, charges => \@charges }
 	  if defined $id && $quota > 0;
 	return 't ' . max(min(map { room($model, $_, $now) } @limits), 0) . ' store';
@@ -286,13 +296,22 @@ sub model_extend
 
 	return 'false' if !$record || $record->{end} <= $now || !$record->{open};
 	my @held = grep { $_->{limit}{algorithm} eq 'concurrent' } @{ $record->{charges} };
-	return '22023' if @held && defined $hold && $hold * 1_000_000 != $record->{hold};
+	return '22023' if @held && defined $hold && $hold * 1_000_000 > min(map { $_->{limit}{period} } @held);
+	$hold = defined $hold ? $hold * 1_000_000 : $record->{hold};
+	# All units are there, or nothing changes.
 	foreach my $charge (@held)
 	{
-		return 'false' if $charge->{reset} || !refund_charge($model, $charge, $now, 1);
-		$charge->{mark} = charge($model, $charge->{limit}, $now, 1)->{mark};
+		my @entries = @{ load($model, $charge->{limit}, $now)->{entries} };
+
+		return 'false' if $charge->{reset} || !grep { $_->[2] && $_->[0] == $charge->{mark} } @entries;
 	}
-	$record->{hold} = $hold * 1_000_000 if defined $hold;
+	foreach my $charge (@held)
+	{
+		refund_charge($model, $charge, $now, 1);
+		load($model, $charge->{limit}, $now);
+		$charge->{mark} = charge($model, $charge->{limit}, $now, 1, $hold)->{mark};
+	}
+	$record->{hold} = $hold;
 	$record->{end} = $now + $record->{hold};
 	return 'true';
 }

@@ -2,11 +2,12 @@
 -- settled at, or empty to extend it. ARGV[4] is its new hold in microseconds, or empty for
 -- the same. Then there may be for a calendar: the tag, and its windows (see fixed_window.lua).
 --
--- Returns 1, or 0 if there is no such reservation, or 3 if it has a concurrent limit and
--- another hold; or, if a charge needs the windows of calendars, a line for each of them: its tag.
---@ clock state algorithms log_refund owe reserved
+-- Returns 1, or 0 if there is no such reservation, or 3 if the hold is longer than the period
+-- of its concurrent limit; or, if a charge needs the windows of calendars, a line for each of
+-- them: its tag.
+--@ clock state algorithms log_refund log_own owe reserved
 
-local CHARGE = '^(%S+) (%S+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$'
+local CHARGE = '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+)$'
 local field, settled, new_hold = field_of_id(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local windows = {}
 for a = 5, #ARGV, 2 do
@@ -14,8 +15,10 @@ for a = 5, #ARGV, 2 do
 end
 
 local kept = call('HMGET', hash, field, 'reservations', 'expiry')
-local record, last = kept[1] and read_record(kept[1]), kept[2]
+local record = kept[1] and read_record(kept[1])
 expiry = kept[3]
+-- As in the sweep (expiry.lua).
+delete_ended(2, least > 0 and 347133600000000 or 1000000)
 
 -- No hash has this field. A replica refuses to delete, so its old data is never read.
 local function finish(result)
@@ -36,18 +39,21 @@ end
 -- The limits that were charged, with their states. "gone" is true if the state was reset.
 local limits, names, missing = {}, {}, {}
 for line in string.gmatch(record.charges, '\n([^\n]+)') do
-  local algorithm, tag, period, first, second, units, at, mark, us, ns, reset = string.match(line, CHARGE)
-  local l = setmetatable({tag = tag, period = tonumber(period), algorithm = algorithm, us_each = tonumber(us),
-    ns_each = tonumber(ns), units = tonumber(units), charged_at = tonumber(at), mark = tonumber(mark), reset_was = reset,
-    line = line, is_held = algorithm == 'concurrent'}, algorithms[algorithm])
-  l:read(first, second, windows[tag] or '', '')
+  local tag, first, second, units, mark, reset = string.match(line, CHARGE)
+  local algorithm, period = string.match(tag, '^([%l_]+):(%d*)')
+  local l = setmetatable({tag = tag, period = tonumber(period), us_each = tonumber(first), ns_each = tonumber(second),
+    units = tonumber(units), mark = tonumber(mark), reset_was = reset, line = line, is_held = algorithm == 'concurrent',
+    own = true}, algorithms[algorithm])
+  if not l.fits then
+    l:read(first, second, windows[tag] or '', '')
+  end
   if string.find(tag, '^fixed_window:%l') then
     l.calendar = true
     if settled and settled > l.units and not windows[tag] then
       missing[#missing + 1] = tag .. '\n'
     end
   end
-  if l.is_held and new_hold and new_hold ~= record.hold then
+  if l.is_held and (new_hold or 0) > l.period then
     return 3
   end
   limits[#limits + 1] = l
@@ -82,7 +88,7 @@ local function refund(l, units)
     if l.fits then
       amount, ns = cost(l, units)
     end
-    l:refund_charge(l.charged_at, l.mark, amount, ns, l)
+    l:refund_charge(record.at, l.mark, amount, ns, l)
     l.changed = true
   end
 end
@@ -104,6 +110,7 @@ end
 -- Starts the hold again. Returns false if a unit is not held any more.
 local function extend()
   local lines = {}
+  record.hold = new_hold or record.hold
   for _, l in ipairs(limits) do
     if l.is_held then
       local used = l.used
@@ -113,16 +120,12 @@ local function extend()
       if l.used == used then
         return false
       end
-      quota, l.newest = 1, l.log.newest
-      l:take()
-      l.charged_at, l.mark = now, l.newest
+      quota, l.hold = 1, record.hold
+      take_own(l)
     end
     -- No reset has the number 1.
-    lines[#lines + 1] = '\n' .. string.gsub(l.line, '^(%S+ %S+ %d+ %d+ %d+ %d+) %d+ %d+ (%d+ %d+) %d+$', function(a, b)
-      return string.format('%s %.0f %.0f %s %s', a, l.charged_at, l.mark, b, l.gone and '1' or l.reset_was)
-    end)
+    lines[#lines + 1] = '\n' .. string.gsub(l.line, '%d+ %d+$', string.format('%.0f %s', l.mark, l.gone and '1' or l.reset_was))
   end
-  record.hold = new_hold or record.hold
   record.ends = now + record.hold
   record.charges = table.concat(lines)
   return true
@@ -138,6 +141,6 @@ for _, l in ipairs(limits) do
     l:save()
   end
 end
-put_record(field, record, last)
+put_record(field, record, kept[2])
 write()
 return 1

@@ -1,0 +1,41 @@
+-- sliding_log and concurrent: the entry of a reservation, which does not merge with others, so that
+-- a settlement refunds no other units. For reserve.lua and settle.lua.
+
+-- Adds an entry at a time, which may be earlier than the newest entry's. If another reservation
+-- has an entry of this time, it gets the next microsecond. Returns its time.
+local function add_own(log, time, units)
+  while find(log, time, true) do
+    time = time + 1
+  end
+  local record = string.format('%016.0f', time) .. units_text(units, true)
+  local text, i = sub(log.text, log.at), 1
+  if #text == TAIL then
+    move_tail(log)
+    text = ''
+  end
+  if log.index ~= '' then
+    tidy(log)
+    i = after(log.index, INDEX, 1, time)
+  end
+  log.units, log.changed = log.units + units, true
+  if i < #log.index then
+    local n = number_at(log.index, i)
+    text = chunk(log, n)
+    local at = after(text, RECORD, 1, time)
+    set_chunk(log, n, sub(text, 1, at - 1) .. record .. sub(text, at))
+    set_index(log, i, i + INDEX, time_at(log.index, i), units_at(log.index, i) + units, n)
+  else
+    local at = after(text, RECORD, 1, time)
+    log.text, log.at = sub(text, 1, at - 1) .. record .. sub(text, at), 1
+  end
+  find_newest(log)
+  return time
+end
+
+-- Charges the quota to a limit with a log. A unit of a concurrent limit is held for l.hold.
+local function take_own(l)
+  local time = l.hold and now + l.hold - l.period or math.max(now, l.newest)
+  l.mark = add_own(l.log, time, quota)
+  l.newest = math.max(l.newest, time)
+  l:count()
+end
