@@ -145,7 +145,7 @@ sub play
 			{
 				$self->settle($n, $id, $once, pick(@{ $id->{costs} }));
 			}
-			elsif (!$held && !$late{$n}++ && $self->reserve($n, $id) =~ /^t/ && $self->extend($n, $id, 0, SHORT_HOLD) eq 't')
+			elsif (!$late{$n}++ && $self->reserve($n, $id) =~ /^t/ && $self->extend($n, $id, 0, SHORT_HOLD) eq 't')
 			{
 				# A settlement that had no answer keeps its record for as long again.
 				sleep 2 * SHORT_HOLD;
