@@ -15,7 +15,7 @@ my $seed = seed();
 my $programs = $ENV{RATELIMIT_PROGRAMS} || 24;
 my $redis = RedisServer->new(args => [ '--appendonly', 'yes', '--appendfsync', 'always', '--auto-aof-rewrite-min-size', '16mb' ])->start;
 my $proxy = TcpProxy->new($redis->port);
-my @nodes = with_copies(new_node($redis, "ratelimit.redis_url = '" . $proxy->url . "'", 'restart_after_crash = on',
+my @nodes = with_copies(new_node($redis, "ratelimit.redis_url = '" . $proxy->url . "'", 'restart_after_crash = on', 'ratelimit.command_timeout = 1s',
 		'max_connections = 40', 'shared_buffers = 16MB', 'fsync = off'), 1);
 my $load = start_reserve_clients(PostgreSQL::Test::Utils::tempdir, $seed, 8, 16, @nodes);
 my %did = map { ($_ => 0) } qw(TERM INT KILL), 'Redis killed', 'server killed', 'requests lost', 'replies lost';
