@@ -399,6 +399,7 @@ COMMENT ON FUNCTION rl_simulate(rl_limits, timestamptz, bigint) IS
 CREATE FUNCTION rl_stat(OUT limits text, OUT scope text, OUT allowed bigint, OUT denied bigint, OUT shadow_denied bigint,
 		OUT failed_open bigint, OUT failed_closed bigint, OUT errors bigint,
 		OUT from_cache bigint, OUT from_local bigint, OUT from_lease bigint, OUT leased bigint, OUT leased_unused bigint,
+		OUT settled bigint, OUT settled_less bigint, OUT settled_more bigint,
 		OUT round_trips bigint, OUT redis_time double precision)
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED ROWS 20;
@@ -419,6 +420,9 @@ COMMENT ON COLUMN rl_stat.from_local IS 'number of all these actions that this s
 COMMENT ON COLUMN rl_stat.from_lease IS 'number of all these actions that a lease of this server decided';
 COMMENT ON COLUMN rl_stat.leased IS 'units of quota that Redis has granted to leases of this server, beyond those of the actions that asked';
 COMMENT ON COLUMN rl_stat.leased_unused IS 'units of these that were left when their lease ended; counted when the key is used again, or when the lease is evicted';
+COMMENT ON COLUMN rl_stat.settled IS 'number of reservations that this server has settled; in the row without limits if it has counted no action of this scope under their limits';
+COMMENT ON COLUMN rl_stat.settled_less IS 'units by which these cost less than was reserved';
+COMMENT ON COLUMN rl_stat.settled_more IS 'units by which these cost more than was reserved';
 COMMENT ON COLUMN rl_stat.round_trips IS 'number of commands that were sent to Redis for all these actions';
 COMMENT ON COLUMN rl_stat.redis_time IS 'seconds that all these actions waited for Redis, including the time to connect';
 

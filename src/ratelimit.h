@@ -244,11 +244,16 @@ typedef struct RlReserve
 } RlReserve;
 
 /* What a store has done with a reservation. */
-typedef enum RlSettled
+typedef struct RlSettled
 {
-	RL_SETTLED_NONE,			/* there is no such reservation (any more) */
-	RL_SETTLED_DONE,
-	RL_SETTLED_LONG_HOLD		/* longer than the period of a concurrent limit */
+	enum
+	{
+		RL_SETTLED_NONE,		/* there is no such reservation (any more) */
+		RL_SETTLED_DONE,
+		RL_SETTLED_LONG_HOLD	/* longer than the period of a concurrent limit */
+	}			how;
+	int64		quota;			/* that was reserved, if it is settled now; otherwise 0 */
+	uint64		limits;			/* the hash of its limits, then */
 } RlSettled;
 
 /* A request. */

@@ -176,10 +176,17 @@ redis_settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold, RlSettl
 		if (calls > 0 || quota == RL_UNKNOWN || !read_calendars(&reply, &settling))
 			return rl_wrong_reply(error);
 	}
+	*settled = (RlSettled) {RL_SETTLED_NONE};
+	if (reply.kind == RL_REPLY_NUMBERS && reply.is_array && reply.nvalues == 3 && quota != RL_UNKNOWN)
+	{
+		/* The hash is sent in two parts. */
+		*settled = (RlSettled) {RL_SETTLED_DONE, reply.values[0], (uint64) reply.values[1] << 32 | (uint32) reply.values[2]};
+		return (reply.values[0] > 0 && reply.values[0] <= RL_MAX_COUNT) || rl_wrong_reply(error);
+	}
 	if (!is_count(&reply) || reply.values[0] > 3 || reply.values[0] == 2 ||
 		(reply.values[0] == 3 && (quota != RL_UNKNOWN || hold == 0)))
 		return rl_wrong_reply(error);
-	*settled = reply.values[0] == 3 ? RL_SETTLED_LONG_HOLD : reply.values[0] == 1 ? RL_SETTLED_DONE : RL_SETTLED_NONE;
+	settled->how = reply.values[0] == 3 ? RL_SETTLED_LONG_HOLD : reply.values[0] == 1 ? RL_SETTLED_DONE : RL_SETTLED_NONE;
 	return true;
 }
 

@@ -29,7 +29,7 @@
 #define OTHERS				ENTRIES	/* the entry that counts for the others */
 #define PROBES				32	/* entries that a pair may have */
 #define MAX_SCOPE			64	/* bytes; a longer scope is cut */
-#define COLUMNS				15
+#define COLUMNS				18
 #define FOUND				8192	/* so that few of ENTRIES pairs share a place */
 
 typedef struct Counts
@@ -38,6 +38,9 @@ typedef struct Counts
 	int64		from[RL_STAT_LEASE + 1];	/* by RlStatFrom */
 	int64		leased;			/* units */
 	int64		leased_unused;	/* units */
+	int64		settled;		/* reservations */
+	int64		settled_less;	/* units that they cost less than was reserved */
+	int64		settled_more;
 	int64		round_trips;
 	int64		redis_us;
 } Counts;
@@ -242,6 +245,39 @@ rl_counters_add_lease(const RlLimits *limits, const RlKey *key, int64 leased, in
 	SpinLockRelease(&entry->mutex);
 }
 
+/*
+ * Counts the settlement of a reservation, whose limits have this hash, at fewer or more units
+ * than it had.  If this server has counted no action under these limits, the last entry counts
+ * it.  Does nothing without shared memory.  Does not throw.
+ */
+void
+rl_counters_add_settled(uint64 limits, const RlKey *key, int64 less, int64 more)
+{
+	RlLimits	hashed = {.hash = limits};
+	int			scope_len = scope_length(key);
+	CounterEntry *entry = NULL;
+
+	if (counters == NULL)
+		return;
+	LWLockAcquire(lock, LW_SHARED);
+	for (int i = 0; i < PROBES && entry == NULL; i++)
+	{
+		CounterEntry *at = &counters->entries[(pair_hash(&hashed, key->data, scope_len) + i) % ENTRIES];
+
+		if (rl_limits_given(&at->limits) && at->limits.hash == limits && at->scope_len == scope_len &&
+			memcmp(at->scope, key->data, scope_len) == 0)
+			entry = at;
+	}
+	if (entry == NULL)
+		entry = &counters->entries[OTHERS];
+	SpinLockAcquire(&entry->mutex);
+	entry->counts.settled++;
+	entry->counts.settled_less += less;
+	entry->counts.settled_more += more;
+	SpinLockRelease(&entry->mutex);
+	LWLockRelease(lock);
+}
+
 /* Returns the time of the last reset or of the server's start.  Needs shared memory. */
 TimestampTz
 rl_counters_since(void)
@@ -273,7 +309,7 @@ rl_stat(PG_FUNCTION_ARGS)
 		LWLockRelease(lock);
 		for (int o = 0; o < RL_OUTCOMES; o++)
 			calls += entry.counts.outcomes[o];
-		if (calls + entry.counts.leased_unused == 0)
+		if (calls + entry.counts.leased_unused + entry.counts.settled == 0)
 			continue;
 
 		nulls[n] = (i == OTHERS);
@@ -287,6 +323,9 @@ rl_stat(PG_FUNCTION_ARGS)
 			values[n++] = Int64GetDatum(entry.counts.from[from]);
 		values[n++] = Int64GetDatum(entry.counts.leased);
 		values[n++] = Int64GetDatum(entry.counts.leased_unused);
+		values[n++] = Int64GetDatum(entry.counts.settled);
+		values[n++] = Int64GetDatum(entry.counts.settled_less);
+		values[n++] = Int64GetDatum(entry.counts.settled_more);
 		values[n++] = Int64GetDatum(entry.counts.round_trips);
 		values[n++] = Float8GetDatum((double) entry.counts.redis_us / RL_SECOND);
 		tuplestore_putvalues(result->setResult, result->setDesc, values, nulls);

@@ -35,6 +35,7 @@ typedef enum RlStatFrom
 extern void rl_counters_add(const RlLimits *limits, const RlKey *key, RlStatOutcome outcome,
 							RlStatFrom from, int64 round_trips, int64 redis_us);
 extern void rl_counters_add_lease(const RlLimits *limits, const RlKey *key, int64 leased, int64 unused);
+extern void rl_counters_add_settled(uint64 limits, const RlKey *key, int64 less, int64 more);
 extern TimestampTz rl_counters_since(void);
 
 #endif							/* COUNTERS_H */

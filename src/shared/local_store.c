@@ -512,8 +512,8 @@ chunks_for(const RlCells *view, const Record *record)
 }
 
 /* Settles or extends an open record, for whose states there are spares. */
-static RlSettled
-settle_record(RlCells *view, uint32 c, const RlKey *id, Record *record, int64 quota, int64 hold)
+static void
+settle_record(RlCells *view, uint32 c, const RlKey *id, Record *record, int64 quota, int64 hold, RlSettled *settled)
 {
 	if (quota != RL_UNKNOWN)
 	{
@@ -522,16 +522,20 @@ settle_record(RlCells *view, uint32 c, const RlKey *id, Record *record, int64 qu
 		record->settled = quota;
 		record->n = 0;
 		save_record(view, c, id, record, view->now + Min(record->hold, RL_KEEP_SETTLED));
-		return RL_SETTLED_DONE;
+		*settled = (RlSettled) {RL_SETTLED_DONE, record->quota, record->limits};
+		return;
 	}
 	for (int i = 0; i < record->n; i++)
 		if (rl_algorithm(&record->charges[i].limit)->until_end && hold > record->charges[i].limit.period)
-			return RL_SETTLED_LONG_HOLD;
+		{
+			settled->how = RL_SETTLED_LONG_HOLD;
+			return;
+		}
 	record->hold = hold > 0 ? hold : record->hold;
 	if (!extend_charges(view, record, record->hold))
-		return RL_SETTLED_NONE;
+		return;
 	save_record(view, c, id, record, view->now + record->hold);
-	return RL_SETTLED_DONE;
+	settled->how = RL_SETTLED_DONE;
 }
 
 static bool
@@ -539,7 +543,7 @@ local_settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold, RlSettl
 {
 	RlCells		view = {.key_hash = rl_key_hash(key)};
 
-	*settled = RL_SETTLED_NONE;
+	*settled = (RlSettled) {RL_SETTLED_NONE};
 	rl_cells_lock(&view, LW_EXCLUSIVE);
 	for (;;)
 	{
@@ -557,13 +561,13 @@ local_settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold, RlSettl
 		load_record(&view, c, &record);
 		if (record.settled != RL_UNKNOWN)
 		{
-			*settled = quota != RL_UNKNOWN ? RL_SETTLED_DONE : RL_SETTLED_NONE;
+			settled->how = quota != RL_UNKNOWN ? RL_SETTLED_DONE : RL_SETTLED_NONE;
 			break;
 		}
 		chunks = chunks_for(&view, &record);
 		if (rl_cells_reserve(&view, RL_MAX_LIMITS + RL_MAX_RECORD_CELLS, chunks))
 		{
-			*settled = settle_record(&view, c, id, &record, quota, hold);
+			settle_record(&view, c, id, &record, quota, hold, settled);
 			break;
 		}
 		if (!make_room(&view, RL_MAX_LIMITS + RL_MAX_RECORD_CELLS, chunks, error))

@@ -12,6 +12,7 @@
 #include "algorithm/limits.h"
 #include "decide.h"
 #include "error.h"
+#include "shared/counters.h"
 #include "shared/known.h"
 #include "shared/local_store.h"
 #include "sql/arguments.h"
@@ -111,7 +112,7 @@ static bool
 settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold)
 {
 	const RlStore *store;
-	RlSettled	settled = RL_SETTLED_NONE;
+	RlSettled	settled = {RL_SETTLED_NONE};
 	volatile bool done = false;
 	RlError		error;
 
@@ -130,16 +131,18 @@ settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold)
 	}
 	PG_END_TRY();
 	/* While Redis failed, this server may have made the reservation. */
-	if (done && settled == RL_SETTLED_NONE && !store->is_local && rl_on_error == RL_ON_ERROR_LOCAL)
+	if (done && settled.how == RL_SETTLED_NONE && !store->is_local && rl_on_error == RL_ON_ERROR_LOCAL)
 	{
 		rl_require_local_store("ratelimit.on_error = local");
 		done = rl_local_store.settle(key, id, quota, hold, &settled, &error);
 	}
 	if (!done)
 		rl_raise(&error);
-	if (settled == RL_SETTLED_LONG_HOLD)
+	if (settled.how == RL_SETTLED_LONG_HOLD)
 		raise_long_hold();
-	return settled == RL_SETTLED_DONE;
+	if (settled.quota > 0)
+		rl_counters_add_settled(settled.limits, key, Max(settled.quota - quota, 0), Max(quota - settled.quota, 0));
+	return settled.how == RL_SETTLED_DONE;
 }
 
 PG_FUNCTION_INFO_V1(rl_settle);

@@ -140,6 +140,7 @@ sub values_of
 my @outcomes = qw(allowed denied shadow_denied failed_open failed_closed errors);
 my %total = (denial_cache_actions => 'from_cache', local_actions => 'from_local', lease_actions => 'from_lease',
 	leased_units => 'leased', leased_unused_units => 'leased_unused',
+	settlements => 'settled', settled_less_units => 'settled_less', settled_more_units => 'settled_more',
 	redis_commands => 'round_trips', redis_seconds => 'redis_time');
 my $by_limits = q{'limits', coalesce(limits, 'others'), 'scope', scope};
 my $figures = join ' UNION ALL ',

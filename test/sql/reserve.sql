@@ -66,14 +66,6 @@ SELECT reserved('r:own', 'sliding_log 100000/10s', 5, 'b'), reserved('r:own', 's
 	rl_settle('r:own', 'c', 89999), (rl_peek('r:own', 'sliding_log 100000/10s')).remaining, reserved('r:own2', 'sliding_log 100000/10s', 100000, 'd'),
 	rl_settle('r:own2', 'd', 99999), (rl_peek('r:own2', 'sliding_log 100000/10s')).remaining;
 
--- Neither the denial cache nor a lease answers for an id.
-SET ratelimit.denial_cache = on;
-SELECT reserved('r:known', 'fixed_window 5/1h', 5, 'a'), (rl_check('r:known', 'fixed_window 5/1h', 5)).allowed, reserved('r:known', 'fixed_window 5/1h', 5, 'a'),
-	reserved('r:known', 'fixed_window 5/1h', 5, 'b'), rl_settle('r:known', 'a', 4), reserved('r:known', 'fixed_window 5/1h', 1, 'c');
-RESET ratelimit.denial_cache;
-SELECT count(reserved('r:lease', 'fixed_window 1000/1h lease 1s', 1, 'a' || n)) FROM generate_series(1, 40) n;
-SELECT count(*) FROM rl_inspect('r:lease') WHERE state LIKE 'reserved:%';
-
 SELECT reserved('r:c2', '100/1h, concurrent 1/10s', 30, 'a'), rl_settle('r:c2', 'a', 20), reserved('r:c2', '100/1h, concurrent 1/10s', 30, 'b');
 
 -- A ban does not matter to an id that is there; a reset ends it, or leaves the state alone.

@@ -239,6 +239,29 @@ answers(q{SELECT rl_allow('many', '3500/1h'); SELECT limits, allowed FROM rl_sta
 answers(q{SELECT rl_stat_reset(); SELECT count(rl_allow('scope ' || n || ':1', '1/1h')) FROM generate_series(1, 3000) n;
 	SELECT sum(allowed), count(*) <= 1025, count(*) FILTER (WHERE scope IS NULL), count(*) > 500 FROM rl_stat}, "\n3000\n3000|t|1|t", 'more scopes than rows share one row');
 
+# A settlement is counted once, by the limits and the scope of the reservation; in the row of others
+# after a reset.
+foreach my $store ('redis', 'local')
+{
+	$session->ask("SET ratelimit.store = $store; SELECT rl_stat_reset()");
+	is($session->ask(q{
+		SELECT rl_reserve('job:1', 'fixed_window 77/1h', 10, 'a') IS NULL, rl_settle('job:1', 'a', 4), rl_settle('job:1', 'a', 9),
+			rl_reserve('job:1', 'fixed_window 77/1h', 10, 'b') IS NULL, rl_settle('job:1', 'b', 15), rl_extend('job:1', 'b'),
+			rl_reserve('job:1', 'fixed_window 77/1h', 10, 'c') IS NULL}), 'f|t|t|f|t|f|f', "$store: three reservations, of which two are settled");
+	is($session->ask(q{SELECT limits, scope, allowed, settled, settled_less, settled_more FROM rl_stat}), 'fixed_window 77/1h|job|3|2|6|5', 'are counted');
+	is($session->ask(q{SELECT rl_stat_reset() IS NULL, rl_settle('job:1', 'c', 3)}), 'f|t', 'a third one is settled after a reset');
+	is($session->ask(q{SELECT limits IS NULL, settled, settled_less, settled_more FROM rl_stat}), 't|1|7|0', 'and counted for others');
+}
+$session->ask('RESET ratelimit.store');
+
+# Neither the denial cache nor a lease answers for an id.
+$session->ask(q{SET ratelimit.denial_cache = on});
+is($session->ask(q{SELECT rl_reserve('job:2', 'fixed_window 5/1h', 5, 'a') IS NULL, (rl_check('job:2', 'fixed_window 5/1h', 5)).source,
+	(rl_check('job:2', 'fixed_window 5/1h', 5)).source, (rl_reserve('job:2', 'fixed_window 5/1h', 5, 'a')).source}),
+	'f|redis|denial_cache|reserved', 'an id that the key has is not refused by the denial cache');
+$session->ask(q{RESET ratelimit.denial_cache; SELECT count(rl_reserve('job:3', 'fixed_window 1000/1h lease 1s', 1, 'a' || n)) FROM generate_series(1, 40) n});
+is($session->ask(q{SELECT count(*) FROM rl_inspect('job:3') WHERE state LIKE 'reserved:%'}), 40, 'each reservation under a lease has a record');
+
 #
 # rl_denied
 #

@@ -2,7 +2,8 @@
 -- settled at, or empty to extend it. ARGV[4] is its new hold in microseconds, or empty for
 -- the same. Then there may be for a calendar: the tag, and its windows (see fixed_window.lua).
 --
--- Returns 1, or 0 if there is no such reservation, or 3 if the hold is longer than the period
+-- Returns 1, or 0 if there is no such reservation; or if it is settled now, the quota that was
+-- reserved and the two halves of the hash of its limits; or 3 if the hold is longer than the period
 -- of its concurrent limit; or, if a charge needs the windows of calendars, a line for each of
 -- them: its tag.
 --@ clock state algorithms log_refund log_own owe reserved
@@ -143,4 +144,7 @@ for _, l in ipairs(limits) do
 end
 put_record(field, record, kept[2])
 write()
+if settled then
+  return {tonumber(record.quota), tonumber(string.sub(record.named, 1, 8), 16), tonumber(string.sub(record.named, 9), 16)}
+end
 return 1
