@@ -33,7 +33,7 @@ local function add_own(log, time, units)
 end
 
 -- Charges the quota to a limit with a log. A unit of a concurrent limit is held for l.hold.
-local function take_own(l)
+algorithms.sliding_log.take_own = function(l)
   local time = l.hold and now + l.hold - l.period or math.max(now, l.newest)
   l.mark = add_own(l.log, time, quota)
   l.newest = math.max(l.newest, time)

@@ -1,37 +1,38 @@
--- The charge of a settlement, which is made whether it fits or not, as rl_owe in
--- algorithm.c does. For settle.lua, because each function costs a call time.
+-- Parts: the charge of a settlement, which is made whether it fits or not, as rl_owe in
+-- algorithm.c does.
 
--- A hundred years.
-local SPAN = 3155760000000000
--- The most units of a log, whose parts have six digits.
-local MOST_OF_LOG = 999999
-
--- Charges up to so many units as a state has room for.
-local function owe_up_to(l, most, charged, units)
-  quota = math.max(math.min(units, most - charged), 0)
-  l:take()
-end
-
+--< owe_gcra
 algorithms.throttle.owe = function(l, _, us, ns)
-  if l.us >= SPAN then
+  -- A hundred years.
+  local most = 3155760000000000
+  if l.us >= most then
     return
   end
-  l.cost_us, l.cost_ns = math.min(us, SPAN), ns
+  l.cost_us, l.cost_ns = math.min(us, most), ns
   l:take()
-  if l.us >= SPAN then
-    l.us, l.ns = SPAN, 0
+  if l.us >= most then
+    l.us, l.ns = most, 0
   end
 end
+-->
 
+--< owe_token_bucket
 algorithms.token_bucket.owe = function(l, units)
-  owe_up_to(l, math.min(math.floor(SPAN / l.period) * l.refill, MOST), l.used, units)
+  local most = math.min(math.floor(3155760000000000 / l.period) * l.refill, MOST)
+  quota = math.max(math.min(units, most - l.used), 0)
+  l:take()
 end
+-->
 
+--< owe_fixed_window
 algorithms.fixed_window.owe = function(l, units)
-  owe_up_to(l, MOST, l.charged, units)
+  quota = math.max(math.min(units, MOST - l.charged), 0)
+  l:take()
 end
+-->
 
 -- More units than the state can have remove the oldest, which are free first.
+--< owe_sliding_window
 algorithms.sliding_window.owe = function(l, units)
   l:free('charged', math.max(l.charged + units - MOST, 0))
   if l.used == 0 then
@@ -40,11 +41,16 @@ algorithms.sliding_window.owe = function(l, units)
   quota = units
   l:take()
 end
+-->
 
+-- The parts of a log have six digits.
+--< owe_sliding_log
 algorithms.sliding_log.owe = function(l, units)
-  quota = math.min(units, MOST_OF_LOG)
-  if l.log.units + quota > MOST_OF_LOG then
-    cut_units(l.log, l.log.units + quota - MOST_OF_LOG)
+  local most = 999999
+  quota = math.min(units, most)
+  if l.log.units + quota > most then
+    cut_units(l.log, l.log.units + quota - most)
   end
   l:take()
 end
+-->

@@ -61,7 +61,7 @@ if expires then
   set[#set + 1] = 'expiry'
   set[#set + 1] = expires
 end
-local added = call('HSET', hash, unpack(set))
+local added = call('HSET', hash, unpack(set)) - (set.records or 0)
 if expires then
   call('PEXPIREAT', hash, expires)
 end
@@ -69,7 +69,7 @@ end
 -->
 
 -- Deletes states that have ended, from a hash whose expiry was set or that has got a field, as
--- few calls do. Looks at some random fields, and goes on while half of them have ended. So most
+-- few calls do. (reserve.lua sets set.records to the number of fields that do not count.) Looks at some random fields, and goes on while half of them have ended. So most
 -- fields of a hash have not, however many texts of limits were used.
 --
 -- A state is kept for a second longer, for clocks that differ or are set back a little; if

@@ -4,7 +4,7 @@
 -- charge: tag, two numbers (throttle: the interval in microseconds and nanoseconds; others:
 -- the first two for "read"), units, mark, and the number in the field "reset:<tag>" then.
 -- A reset of the state writes this field, so that no later settlement changes the state.
--- The field "reservations" is the latest end of all records.
+-- The field "reservations" is the latest end of all records, and then " r" if there is such a field.
 
 local function field_of_id(id)
   return 'reserved:' .. id
@@ -20,10 +20,14 @@ end
 local function put_record(field, record, last)
   put(field, string.format('%.0f %.0f %s %s %s %.0f', record.ends, record.hold, record.status, record.quota, record.named,
     record.at) .. record.charges, record.ends - now)
-  if record.ends > (last or 0) + 0 then
-    put('reservations', string.format('%.0f', record.ends), record.ends - now)
+  local latest, resets = string.match(last or '0', '^(%d+)(.*)$')
+  if record.ends > latest + 0 then
+    put('reservations', string.format('%.0f', record.ends) .. resets, record.ends - now)
   end
 end
+
+-- How long a record that has ended is kept at least, as in the sweep (expiry.lua).
+local SLACK = least > 0 and 347133600000000 or 1000000
 
 -- Deletes the records that have ended for so long, among n random fields. Returns how many.
 local function delete_ended(n, slack)
@@ -39,7 +43,11 @@ local function delete_ended(n, slack)
   return #ended
 end
 
--- Returns the number in the field "reset:<tag>".
-local function reset_number(value)
-  return value and string.match(value, '^%d+') or '0'
+-- Sets l.resets of each limit to the number in the field "reset:<tag>". "last" is as above.
+local function find_resets(limits, last)
+  local resets = last and string.sub(last, -1) == 'r'
+  for _, l in ipairs(limits) do
+    local value = resets and call('HMGET', hash, 'reset:' .. l.tag)[1]
+    l.resets = value and string.match(value, '^%d+') or '0'
+  end
 end

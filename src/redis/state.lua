@@ -99,8 +99,8 @@ end
 -- from ARGV[l.more] on. Returns the limits, the field "ban", and the field "also" if it is not
 -- nil, and sets "expiry". Of limits with one tag, only the first is loaded; it is l.state of
 -- all of them.
-local function load_limits(more, from, to, also)
-  local limits, names, states = {}, {'ban', 'expiry', also}, {}
+local function load_limits(more, from, to, also, too)
+  local limits, names, states = {}, {'ban', 'expiry', also, too}, {}
   for a = from or LIMITS, to or #ARGV, LIMIT + more do
     local algorithm, tag, period, n1, n2, n3, n4, count_denied, ban, after = unpack(ARGV, a, a + LIMIT - 1)
     local l = setmetatable({
@@ -131,5 +131,5 @@ local function load_limits(more, from, to, also)
     end
   end
   expiry = values[2]
-  return limits, values[1], also and values[3]
+  return limits, values[1], also and values[3], too and values[4]
 end

@@ -8,19 +8,18 @@
 -- there is a record with this id already 1 if it is open, 2 if it is settled; then
 -- nothing is charged, and the numbers are those of quota 0. Returns only 3 if that record has
 -- another quota or other limits, and 4 if the key has too many records for one more.
---@ clock state algorithms act log_refund log_own reserved
+--@ clock state used act reserved
 
 -- The most records of a key, and how many random fields a call then searches for those that have ended.
 local MOST_RECORDS, SEARCHED = 4096, 512
 local FIRST, MORE = 6, 3
 local field, hold, named = field_of_id(ARGV[2]), tonumber(ARGV[4]), ARGV[5]
-local limits, ban = load_limits(MORE, FIRST)
-local names = {field, 'reservations'}
-for _, l in ipairs(limits) do
-  names[#names + 1] = 'reset:' .. l.tag
+for a = FIRST, #ARGV, LIMIT + MORE do
+  use(ARGV[a])
 end
-local kept = call('HMGET', hash, unpack(names))
-local record = kept[1] and read_record(kept[1])
+local limits, ban, old, last = load_limits(MORE, FIRST, nil, field, 'reservations')
+local record = old and read_record(old)
+local one = {}
 
 if record and record.ends > now then
   if record.quota ~= ARGV[3] or record.named ~= named then
@@ -29,8 +28,9 @@ if record and record.ends > now then
   quota = 0
   local reply = {0, 0, now}
   for _, l in ipairs(limits) do
-    decide({l})
-    act({l}, -1, reply, false)
+    one[1] = l
+    decide(one)
+    act(one, -1, reply, false)
   end
   reply[#reply + 1] = record.status == 'open' and 1 or 2
   -- No hash has this field. A replica refuses to delete, so its old data is never read.
@@ -40,25 +40,32 @@ end
 
 local verdict, by = 0
 for _, l in ipairs(limits) do
-  quota = tonumber(ARGV[l.more + 2])
-  local own, set_by = decide({l}, ban)
+  one[1], quota = l, tonumber(ARGV[l.more + 2])
+  local own, set_by = decide(one, ban)
   if verdict <= 0 and own ~= 0 then
     verdict, by = own, set_by
   end
 end
--- Fields of other states count as records, for which there is no number that could be wrong.
-if verdict == 0 and not kept[1] and call('HLEN', hash) >= MOST_RECORDS and delete_ended(SEARCHED, 0) == 0 then
-  return 4
+if verdict == 0 and not old then
+  -- Fields of other states count as records, for which there is no number that could be wrong.
+  if call('HLEN', hash) < MOST_RECORDS then
+    delete_ended(2, SLACK)
+  elseif delete_ended(SEARCHED, 0) == 0 then
+    return 4
+  end
+end
+if verdict == 0 then
+  find_resets(limits, last)
 end
 
-local reply, brought, setter, charges = {verdict, 0, now}, 0, nil, {}
-for i, l in ipairs(limits) do
+local reply, brought, setter, charges = {verdict, 0, now}, 0, nil, ''
+for _, l in ipairs(limits) do
   local a = l.more - LIMIT
-  quota = tonumber(ARGV[l.more + 2])
+  one[1], quota = l, tonumber(ARGV[l.more + 2])
   if l.log then
-    l.take, l.hold = take_own, ARGV[a] == 'concurrent' and hold
+    l.take, l.hold = l.take_own, ARGV[a] == 'concurrent' and hold
   end
-  local length = act({l}, verdict, reply, false)
+  local length = act(one, verdict, reply, false)
   if length > brought then
     brought, setter = length, l
   end
@@ -68,8 +75,8 @@ for i, l in ipairs(limits) do
       mark = mark - math.ceil((mark - now) / l.period) * l.period
     end
     local n = l.fits and l.more or a + 3
-    charges[#charges + 1] = string.format('\n%s %s %s %.0f %.0f %s', l.tag, ARGV[n], ARGV[n + 1] == '' and '0' or ARGV[n + 1],
-      quota, mark, reset_number(kept[2 + i]))
+    charges = charges .. string.format('\n%s %s %s %.0f %.0f %s', l.tag, ARGV[n], ARGV[n + 1] == '' and '0' or ARGV[n + 1],
+      quota, mark, l.resets)
   end
   if l.changed then
     l:save()
@@ -79,8 +86,8 @@ if brought > 0 then
   put('ban', pair_text(now + brought, now) .. string.match(setter.after, '^%d+(.*)$'), brought)
 end
 if verdict == 0 then
-  put_record(field, {ends = now + hold, hold = hold, status = 'open', quota = ARGV[3], named = named, at = now,
-    charges = table.concat(charges)}, kept[2])
+  put_record(field, {ends = now + hold, hold = hold, status = 'open', quota = ARGV[3], named = named, at = now, charges = charges}, last)
+  set.records = old and 0 or 1
 end
 reply[2] = brought
 reply[#reply + 1] = 0

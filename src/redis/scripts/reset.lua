@@ -34,8 +34,9 @@ end
 if ARGV[FIRST] ~= 'ban' then
   -- See reserved.lua.
   local last = redis.call('HMGET', hash, 'reservations')[1]
+  last = last and string.match(last, '^%d+')
   for i = FIRST, last and last + 0 > now and #ARGV or 0, 2 do
-    redis.call('HSET', hash, 'reset:' .. ARGV[i], pair_text(real, last))
+    redis.call('HSET', hash, 'reset:' .. ARGV[i], pair_text(real, last), 'reservations', last .. ' r')
   end
 end
 after_deletion()

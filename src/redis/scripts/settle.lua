@@ -6,7 +6,7 @@
 -- reserved and the two halves of the hash of its limits; or 3 if the hold is longer than the period
 -- of its concurrent limit; or, if a charge needs the windows of calendars, a line for each of
 -- them: its tag.
---@ clock state algorithms log_refund log_own owe reserved
+--@ clock state used reserved
 
 local CHARGE = '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+)$'
 local field, settled, new_hold = field_of_id(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
@@ -16,10 +16,9 @@ for a = 5, #ARGV, 2 do
 end
 
 local kept = call('HMGET', hash, field, 'reservations', 'expiry')
-local record = kept[1] and read_record(kept[1])
+local record, last = kept[1] and read_record(kept[1]), kept[2]
 expiry = kept[3]
--- As in the sweep (expiry.lua).
-delete_ended(2, least > 0 and 347133600000000 or 1000000)
+delete_ended(2, SLACK)
 
 -- No hash has this field. A replica refuses to delete, so its old data is never read.
 local function finish(result)
@@ -38,38 +37,43 @@ elseif record.status ~= 'open' then
 end
 
 -- The limits that were charged, with their states. "gone" is true if the state was reset.
-local limits, names, missing = {}, {}, {}
+local limits, names, missing = {}, {}, ''
 for line in string.gmatch(record.charges, '\n([^\n]+)') do
   local tag, first, second, units, mark, reset = string.match(line, CHARGE)
   local algorithm, period = string.match(tag, '^([%l_]+):(%d*)')
   local l = setmetatable({tag = tag, period = tonumber(period), us_each = tonumber(first), ns_each = tonumber(second),
     units = tonumber(units), mark = tonumber(mark), reset_was = reset, line = line, is_held = algorithm == 'concurrent',
-    own = true}, algorithms[algorithm])
+    own = true}, use(algorithm))
   if not l.fits then
     l:read(first, second, windows[tag] or '', '')
   end
-  if string.find(tag, '^fixed_window:%l') then
+  if period == '' then
     l.calendar = true
     if settled and settled > l.units and not windows[tag] then
-      missing[#missing + 1] = tag .. '\n'
+      missing = missing .. tag .. '\n'
     end
   end
   if l.is_held and (new_hold or 0) > l.period then
     return 3
   end
   limits[#limits + 1] = l
-  names[#names + 1] = 'reset:' .. tag
   names[#names + 1] = tag
-  names[#names + 1] = tag .. ':denied'
+  names[#names + 1] = l.denied_field and tag .. l.denied_field
+  l.values = #names
 end
-if #missing > 0 then
-  return table.concat(missing)
+if missing ~= '' then
+  return missing
 end
+find_resets(limits, last)
 local values = #names > 0 and call('HMGET', hash, unpack(names)) or {}
-for i, l in ipairs(limits) do
-  l.gone = reset_number(values[3 * i - 2]) ~= l.reset_was
-  if values[3 * i - 1] or not l.calendar or l.windows then
-    l:load(values[3 * i - 1], l.denied_field and values[3 * i])
+for _, l in ipairs(limits) do
+  l.gone = l.resets ~= l.reset_was
+  local value, denied = values[l.values]
+  if l.denied_field then
+    value, denied = values[l.values - 1], value
+  end
+  if value or not l.calendar or l.windows then
+    l:load(value, denied)
   else
     l.used, l.charged = 0, 0
   end
@@ -122,7 +126,7 @@ local function extend()
         return false
       end
       quota, l.hold = 1, record.hold
-      take_own(l)
+      l:take_own()
     end
     -- No reset has the number 1.
     lines[#lines + 1] = '\n' .. string.gsub(l.line, '%d+ %d+$', string.format('%.0f %s', l.mark, l.gone and '1' or l.reset_was))
@@ -142,7 +146,7 @@ for _, l in ipairs(limits) do
     l:save()
   end
 end
-put_record(field, record, kept[2])
+put_record(field, record, last)
 write()
 if settled then
   return {tonumber(record.quota), tonumber(string.sub(record.named, 1, 8), 16), tonumber(string.sub(record.named, 9), 16)}
