@@ -149,14 +149,14 @@ my @limits = (
 
 my $parts = 0;
 
-# Returns the rounds of a part, and their keys.  Clients have the slack, in seconds, to
-# take what is free.
+# Returns the rounds of a part, and their keys.  The first one is at 0.  Clients have the slack, in
+# seconds, to take what is free.
 sub plan_part
 {
 	my ($cycles, $servers, $slack, @used) = @_;
 	my @keys = map { { %$_, name => 'key ' . $parts . ' ' . $_->{text} =~ s/ .*//r } } @used;
 	my @rounds;
-	my $at = time + 0.5;
+	my $at = 0;
 
 	$parts++;
 	$keys[$_]{name} .= " $_" foreach 0 .. $#keys;

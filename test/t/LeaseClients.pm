@@ -10,6 +10,7 @@ use Exporter 'import';
 use List::Util qw(min shuffle);
 use PostgreSQL::Test::Utils;
 use PsqlClient;
+use RedisServer qw(await);
 use Time::HiRes qw(sleep time);
 
 our @ISA = ('PsqlClient');
@@ -149,8 +150,12 @@ sub run
 
 	srand $self->{seed};
 	$self->start_psql;
+	append_to_file("$self->{file}.ready", 'ready');
+	sleep 0.002 until -s "$self->{dir}/begin" || getppid != $parent;
+	my $begin = getppid == $parent ? slurp_file("$self->{dir}/begin") : 0;
 	foreach my $round (@{ $self->{rounds} })
 	{
+		$round->{at} += $begin;
 		my $end = $round->{at} + $round->{length};
 
 		while ($self->{dead} && time < $end && getppid == $parent)
@@ -166,12 +171,19 @@ sub run
 }
 
 # Starts the clients; returns their process IDs and files.  A round has key, kind, at,
-# length and, unless it is a rush, slack and holders: numbers of clients.
+# length and, unless it is a rush, slack and holders: numbers of clients.  The times "at" begin
+# when all clients have a server.
 sub start_lease_clients
 {
 	my ($dir, $seed, $rounds, @nodes) = @_;
+	my @clients = LeaseClients->start_all($dir, 0, CLIENTS - 1, \@nodes, seed => $seed, rounds => $rounds, dir => $dir);
 
-	return LeaseClients->start_all($dir, 0, CLIENTS - 1, \@nodes, seed => $seed, rounds => $rounds);
+	await('the clients', sub { return !grep { !-e "$_->{file}.ready" } @clients });
+	my $begin = time + 0.02;
+	append_to_file("$dir/starting", $begin);
+	rename "$dir/starting", "$dir/begin" or die "$dir/begin: $!";
+	$_->{at} += $begin foreach @$rounds;
+	return @clients;
 }
 
 # Returns at most n backends of clients that are there.
