@@ -176,7 +176,7 @@ redis_settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold, RlSettl
 		if (calls > 0 || quota == RL_UNKNOWN || !read_calendars(&reply, &settling))
 			return rl_wrong_reply(error);
 	}
-	*settled = (RlSettled) {RL_SETTLED_NONE};
+	*settled = (RlSettled) {.how = RL_SETTLED_NONE};
 	if (reply.kind == RL_REPLY_NUMBERS && reply.is_array && reply.nvalues == 3 && quota != RL_UNKNOWN)
 	{
 		/* The hash is sent in two parts. */

@@ -543,7 +543,7 @@ local_settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold, RlSettl
 {
 	RlCells		view = {.key_hash = rl_key_hash(key)};
 
-	*settled = (RlSettled) {RL_SETTLED_NONE};
+	*settled = (RlSettled) {.how = RL_SETTLED_NONE};
 	rl_cells_lock(&view, LW_EXCLUSIVE);
 	for (;;)
 	{

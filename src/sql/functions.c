@@ -332,11 +332,13 @@ run_repair(const RlStore *store, const RlKey *key, Repair repair, const RlLimits
 				break;
 		}
 	}
-	PG_FINALLY();
+	PG_CATCH();
 	{
 		forget_key(key, repair, limits);
+		PG_RE_THROW();
 	}
 	PG_END_TRY();
+	forget_key(key, repair, limits);
 	if (!done)
 		rl_raise(&error);
 	return found;

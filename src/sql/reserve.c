@@ -112,7 +112,7 @@ static bool
 settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold)
 {
 	const RlStore *store;
-	RlSettled	settled = {RL_SETTLED_NONE};
+	RlSettled	settled = {.how = RL_SETTLED_NONE};
 	volatile bool done = false;
 	RlError		error;
 
