@@ -123,12 +123,12 @@ sub fill_up
 	return map { $session->ask($_) } $ends_first, $ends_last;
 }
 
-# Statements of fifty calls.  Each measurement starts with a full store, so that it
+# Statements of ten calls.  Each measurement starts with a full store, so that it
 # does not profit from the room that an earlier measurement made.
 my ($first, $last);
 is_short('a log that grows to 100,000', sub {
 	($first, $last) = fill_up();
-	return longest(("SELECT take('grows', 'sliding_log 100000/200h', 50)") x 2000);
+	return longest(("SELECT take('grows', 'sliding_log 100000/200h', 10)") x 10000);
 });
 is($first, 250_000, 'each key had the state that ends first');
 is($last, 250_000, 'each key had the state that ends last');
