@@ -43,7 +43,7 @@ sub add_script
 
 make_private_postgres() or plan skip_all => 'this PostgreSQL cannot be moved';
 my $node = PostgreSQL::Test::Cluster->new('upgrade', install_path => $tree . dirname($folder{bindir}));
-$node->init(extra => [ '--no-locale', '--encoding=UTF8' ]);
+init_node($node);
 $node->append_conf('postgresql.conf', "shared_preload_libraries = ratelimit\nratelimit.store = local\nlog_statement = none");
 start_node($node);
 $node->safe_psql('postgres', 'CREATE ROLE web_anon; CREATE DATABASE installed');

@@ -8,6 +8,7 @@ use strict;
 use warnings FATAL => 'all';
 
 use Exporter ();
+use Fcntl qw(LOCK_EX);
 use FindBin;
 use IPC::Run;
 use List::Util qw(max min shuffle sum0);
@@ -16,7 +17,7 @@ use PostgreSQL::Test::Utils;
 use RedisServer qw(await);
 use Test::More;
 
-our @EXPORT = qw(await start_servers new_node shared_node named_node needs_no_preload preload_setting restart_unshared start_node store version
+our @EXPORT = qw(await start_servers new_node shared_node named_node init_node needs_no_preload preload_setting restart_unshared start_node store version
 	with_copies kill_server parent_of has_program preload with_clocks set_clock password_file new_log members
 	still_runs session start_clients finish_clients await_load count_of measures
 	none ttl_problems keys_in_virtual_time log_entries wrong_library);
@@ -55,8 +56,7 @@ sub named_node
 
 	push @conf, preload_setting(), 'ratelimit.store = local' if store() eq 'local';
 
-	# With small files of WAL, restart_unshared can forbid files of the size of shared memory.
-	$node->init(extra => [ '--no-locale', '--encoding=UTF8', needs_no_preload() ? '--wal-segsize=1' : () ]);
+	init_node($node);
 	$node->append_conf('postgresql.conf', join "\n", 'log_statement = none',
 		"ratelimit.redis_url = '" . $redis->url . "'",
 		'ratelimit.command_timeout = 10s', 'ratelimit.connect_timeout = 10s', @conf);
@@ -85,6 +85,30 @@ sub named_node
 		END $$;
 	});
 	return $node;
+}
+
+# Makes the server's data: a copy of RATELIMIT_TEMPLATE, if that is set, because initdb takes
+# a second or two.  The first test makes the template.
+sub init_node
+{
+	my ($node) = @_;
+	# With small files of WAL, restart_unshared can forbid files of the size of shared memory.
+	my @options = ('--no-locale', '--encoding=UTF8', needs_no_preload() ? '--wal-segsize=1' : ());
+	my $template = $ENV{RATELIMIT_TEMPLATE};
+	my $run = \&PostgreSQL::Test::Utils::system_or_bail;
+	no warnings 'redefine';
+	local *PostgreSQL::Test::Utils::system_or_bail = sub {
+		my (@command) = @_;
+
+		return $run->(@command) unless $template && $command[0] eq 'initdb';
+		open my $lock, '>>', "$template.lock" or die "$template.lock: $!";
+		flock $lock, LOCK_EX or die "$template.lock: $!";
+		$run->('initdb', '-D', $template, '-A', 'trust', '-N', @options) unless -d $template;
+		return $run->('cp', '-R', $template, $node->data_dir);
+	};
+
+	$node->init(extra => \@options);
+	return;
 }
 
 # Returns true if there is shared memory without shared_preload_libraries.
