@@ -124,7 +124,7 @@ sub free_port
 	foreach (1 .. 200)
 	{
 		read $random, my $bytes, 2;
-		my $port = 10200 + 2 * (unpack('S', $bytes) % 11000) + ($ENV{RATELIMIT_LANE} || 0);
+		my $port = 10200 + 8 * (unpack('S', $bytes) % 2750) + ($ENV{RATELIMIT_LANE} || 0);
 		my $socket = IO::Socket::INET->new(
 			LocalAddr => '127.0.0.1', LocalPort => $port, Listen => 1, ReuseAddr => 1);
 
