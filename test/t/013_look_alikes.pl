@@ -1,6 +1,8 @@
 # The extension in a schema of another role, which has made functions and operators
 # there that have the names in the install script.  None of these look-alikes is ever
 # called, and no object of the extension depends on them.
+#
+# Runs once in a suite: PostgreSQL resolves the names.
 use RatelimitTest;
 
 my $redis = RedisServer->new->start;

@@ -9,7 +9,7 @@ use RatelimitTest;
 use Engines;
 
 # The local store runs the same C functions.
-my $wanted = all_seeds($ENV{RATELIMIT_STEPS} || (store() eq 'local' ? 116_000 : 232_000), 240);
+my $wanted = all_seeds(steps(store() eq 'local' ? 116_000 : 232_000), 240);
 my $batch = 30_000;
 my $seed = seed();
 my $redis = RedisServer->new->start;

@@ -4,6 +4,8 @@
 # history.
 #
 # RATELIMIT_SEED repeats a run.
+#
+# Runs once: it checks the promises of C's engine, and 020_engines compares the engines in each row.
 use RatelimitTest;
 use Engines;
 use Promises;

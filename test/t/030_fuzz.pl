@@ -2,6 +2,8 @@
 # that its reply contains.  No backend crashes, and no memory and no descriptor leaks.
 #
 # RATELIMIT_SEED repeats a run.
+#
+# Runs once in a suite: no real server sends the replies.
 use RatelimitTest;
 use Engines;
 use LyingServer;

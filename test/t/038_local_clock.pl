@@ -1,5 +1,7 @@
 # The clock of the local store: it runs while the system is suspended, follows the wall
 # clock forward, and never goes back.
+#
+# Runs once: the clock depends only on the system.
 use RatelimitTest;
 
 use constant HOUR => 3_600_000_000;

@@ -6,6 +6,8 @@
 # alone would have refused.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
+#
+# Runs once: it compares limits with each other, and 020_engines compares the engines in each row.
 use RatelimitTest;
 use Engines;
 use Time::HiRes qw(time);

@@ -9,7 +9,7 @@ use Engines;
 use Time::HiRes qw(time);
 use Time::Local qw(timegm);
 
-my $steps = $ENV{RATELIMIT_STEPS} || 3_000;
+my $steps = steps(3_000);
 my $seed = seed();
 
 my @zones = qw(America/Santiago Asia/Beirut Africa/Cairo Australia/Lord_Howe Pacific/Apia

@@ -328,14 +328,15 @@ note join ', ', "$total actions", map { "$_: " . ($did{$_} // $changes{$_}) } so
 #
 # Wrong builds
 #
-# The sources are changed, so that a promise is broken.  The same clients must find it.
+# The sources are changed, so that a promise is broken.  The same clients must find it.  Only
+# the first row of the matrix has them, because what they change depends on no version.
 #
 
 my $library = 'ratelimit';
-foreach my $case (
+foreach my $case ($ENV{RATELIMIT_ROW} ? () : (
 	[ 'the capacity is not reduced', 0, 'src/algorithm/limits.c', 'limit->capacity -= limit->reserve;', '' ],
 	[ 'a lease does not end', 1, 'src/shared/known.c', 'lot->ends = stale ? 0 : call->asked + length;', 'lot->ends = PG_INT64_MAX;' ],
-	[ 'a refund ignores what was replenished', 1, 'src/redis/scripts/lease.lua', 'l:refund_charge(tonumber(at),', 'l:refund_charge(now,' ])
+	[ 'a refund ignores what was replenished', 1, 'src/redis/scripts/lease.lua', 'l:refund_charge(tonumber(at),', 'l:refund_charge(now,' ]))
 {
 	my ($name, $limit, @change) = @$case;
 	my $wrong = wrong_library(@change);

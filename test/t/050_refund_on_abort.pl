@@ -12,7 +12,7 @@ use Promises;
 use RefundPrograms;
 use StateModel qw(%count divide_up);
 
-my $programs = all_seeds($ENV{RATELIMIT_PROGRAMS} || 2000);
+my $programs = all_seeds(steps(2000, 'RATELIMIT_PROGRAMS'));
 my $seed = seed();
 my $redis = RedisServer->new->start;
 my $node = shared_node($redis, 'log_min_messages = log');

@@ -7,7 +7,7 @@ use RatelimitTest;
 use Engines;
 use LyingServer;
 
-my $wanted = all_seeds($ENV{RATELIMIT_STEPS} || 50_000, 160);
+my $wanted = all_seeds(steps(50_000), 160);
 my $seed = seed();
 my $store = store();
 my ($redis, $node, $session) = start_servers(\&shared_node, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');

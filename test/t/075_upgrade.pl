@@ -5,6 +5,8 @@
 # another version, or the revision in RATELIMIT_UPGRADE_FROM.  A revision with the
 # present version is installed as version "old", which an empty script upgrades.  So
 # it shows which catalogs have changed since.
+#
+# Runs once in a suite: it compares PostgreSQL's catalogs.
 use RatelimitTest;
 use ExtensionCatalogs;
 use File::Basename;

@@ -10,7 +10,7 @@ use List::Util qw(first max min);
 use RedisCluster;
 use RedisServer qw(documented_user);
 
-my $KEYS = $ENV{RATELIMIT_KEYS} || 1_000_000;
+my $KEYS = steps(1_000_000, 'RATELIMIT_KEYS');
 my $BANNED = 1000;
 
 my ($user, $password, @rule) = documented_user();

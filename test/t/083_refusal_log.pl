@@ -8,7 +8,7 @@
 use RatelimitTest;
 use Time::HiRes qw(time);
 
-my $wanted = $ENV{RATELIMIT_STEPS} || 20_000;
+my $wanted = steps(20_000);
 my $clients = 4;
 my ($redis, $node, $session) = start_servers(\&shared_node, q{log_line_prefix = '%m '}, 'log_min_error_statement = error');
 my $line = qr/^(\S+ \S+)\.\d+ \S+ ERROR:  rate limit .*$/m;

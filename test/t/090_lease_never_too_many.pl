@@ -5,6 +5,8 @@
 # between there are refunds, rollbacks, resets and bans.  Wrong builds are found.
 #
 # RATELIMIT_ACTIONS is the number of actions of the long test, RATELIMIT_SEED repeats a run.
+#
+# Runs once: it plays servers in virtual time, and 048_lease_real_time runs them in each row.
 use RatelimitTest;
 use Engines;
 use LeaseServers;

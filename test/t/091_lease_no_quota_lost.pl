@@ -2,6 +2,8 @@
 # the limit and at twice the limit, in virtual time.
 #
 # RATELIMIT_SECONDS is the length of the runs at twice the limit.
+#
+# Runs once: it plays servers in virtual time, and 048_lease_real_time runs them in each row.
 use RatelimitTest;
 use LeaseServers;
 

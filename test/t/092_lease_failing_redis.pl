@@ -9,7 +9,7 @@ use LyingServer;
 use RedisCluster;
 
 my $seed = seed();
-my $replies = all_seeds($ENV{RATELIMIT_REPLIES} || 1000);
+my $replies = all_seeds(steps(1000, 'RATELIMIT_REPLIES'));
 my $redis = RedisServer->new->start;
 my $node = lease_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');
 my ($server) = servers($node, $redis, 1);

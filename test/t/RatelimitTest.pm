@@ -18,7 +18,7 @@ use RedisServer qw(await);
 use Test::More;
 
 our @EXPORT = qw(await start_servers new_node shared_node named_node init_node needs_no_preload preload_setting restart_unshared start_node store version
-	with_copies kill_server parent_of has_program preload with_clocks set_clock password_file new_log members
+	with_copies kill_server parent_of has_program preload with_clocks set_clock password_file new_log members steps
 	still_runs session start_clients finish_clients await_load count_of measures
 	none ttl_problems keys_in_virtual_time log_entries wrong_library);
 
@@ -305,6 +305,15 @@ sub members
 # Returns the store that a test is about, redis or local, which is the source of
 # its decisions.  A test that calls it runs with both stores.
 sub store { return $ENV{RATELIMIT_STORE} || 'redis'; }
+
+# Returns how many steps a random test takes: the number in this variable, or the default.
+# In further rows of the matrix it is a quarter of the default.
+sub steps
+{
+	my ($default, $variable) = @_;
+
+	return $ENV{ $variable || 'RATELIMIT_STEPS' } || int($default / ($ENV{RATELIMIT_ROW} ? 4 : 1));
+}
 
 # Returns the extension's version, which only the control file names.
 sub version
