@@ -186,17 +186,19 @@ sub fail_over
 	my ($old, $new) = ($self->master($i), $self->replica($i));
 	my $asks = 0;
 
-	await('the replica to be the master', sub {
+	# The former master takes its slots back if a move of slots has given it a later epoch.
+	await('the replica to be the master, which the other follows', sub {
+		my $is_master = $new->field('replication', 'role') eq 'master';
+
 		# A busy server gives up after 5 s.
-		if (time > $asks + 6)
+		if (!$is_master && time > $asks + 6)
 		{
 			$new->cli('CLUSTER', 'FAILOVER');
 			$asks = time;
 		}
-		return $new->field('replication', 'role') eq 'master';
+		return $is_master && $old->follows;
 	});
 	($self->{masters}[$i], $self->{replicas}[$i]) = ($new, $old);
-	await('the former master to follow', sub { return $old->follows });
 	await('all to know the new master', sub {
 		return !grep { $_->cli('CLUSTER', 'NODES') !~ /^$new->{id} \S+ (?:myself,)?master .* \d+-\d+/m } $self->servers;
 	});
