@@ -165,16 +165,18 @@ sub end_of_mark
 	  : $l->{algorithm} eq 'sliding_window' ? ($mark + 1) * $l->{step} + $l->{period} : $mark + $l->{period};
 }
 
+# Returns a copy of the state at this time, which a change stores.  What changes nothing stores
+# nothing, because limits of one bucket may refill it by different numbers.
 sub load
 {
 	my ($model, $l, $now) = @_;
-	my $s = $model->{states}{ $l->{tag} } ||= { tat => 0, anchor => $now, missing => 0, entries => [] };
+	my $s = { %{ $model->{states}{ $l->{tag} } || { tat => 0, anchor => $now, missing => 0, entries => [] } } };
 
 	$s->{tat} = max($s->{tat}, $now * 1000);
 	my $lumps = int(($now - $s->{anchor}) / $l->{period});
 	$s->{missing} = max($s->{missing} - $lumps * $l->{count}, 0);
 	$s->{anchor} = $s->{missing} > 0 ? $s->{anchor} + $lumps * $l->{period} : $now;
-	$s->{entries} = [ grep { $_->[1] > 0 && end_of_mark($l, $_->[0]) > $now } @{ $s->{entries} } ];
+	$s->{entries} = [ map { [@$_] } grep { $_->[1] > 0 && end_of_mark($l, $_->[0]) > $now } @{ $s->{entries} } ];
 	return $s;
 }
 
@@ -206,7 +208,7 @@ sub fits
 sub charge
 {
 	my ($model, $l, $now, $units, $hold) = @_;
-	my $s = load($model, $l, $now);
+	my $s = $model->{states}{ $l->{tag} } = load($model, $l, $now);
 	my $mark = $l->{algorithm} eq 'fixed_window' ? $now - $now % $l->{period} : $l->{algorithm} eq 'sliding_window' ? int($now / $l->{step}) : $now;
 	my $own = defined $hold && $l->{algorithm} =~ /log|concurrent/;
 
@@ -228,6 +230,7 @@ sub refund_charge
 	my $s = load($model, $l, $now);
 	my $left = $units;
 
+	$model->{states}{ $l->{tag} } = $s if $s->{missing} || $l->{algorithm} ne 'token_bucket';
 	$s->{tat} = max($s->{tat} - max($units * $l->{interval} - ($now - $charge->{at}) * 1000, 0), $now * 1000);
 	$s->{missing} = max($s->{missing} - max($units - int(($now - $charge->{mark}) / $l->{period}) * $l->{count}, 0), 0)
 	  if ($s->{anchor} - $charge->{mark}) % $l->{period} == 0;
@@ -308,7 +311,6 @@ sub model_extend
 	foreach my $charge (@held)
 	{
 		refund_charge($model, $charge, $now, 1);
-		load($model, $charge->{limit}, $now);
 		$charge->{mark} = charge($model, $charge->{limit}, $now, 1, $hold)->{mark};
 	}
 	$record->{hold} = $hold;
@@ -333,6 +335,8 @@ sub model_step
 		{
 			my $s = load($model, $l, $now);
 			my $left = $quota;
+
+			$model->{states}{ $l->{tag} } = $s if $s->{missing} || $l->{algorithm} ne 'token_bucket';
 
 			$s->{tat} = max($s->{tat} - $quota * $l->{interval}, $now * 1000);
 			$s->{missing} = max($s->{missing} - $quota, 0);
