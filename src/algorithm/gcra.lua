@@ -43,14 +43,19 @@ algorithms.throttle = {
   end,
 
   -- Without us and ns, refunds the cost of the quota.
-  refund = function(l, us, ns)
-    l.us, l.ns = l.us - (us or l.cost_us), l.ns - (ns or l.cost_ns)
-    if l.ns < 0 then
-      l.us, l.ns = l.us - 1, l.ns + 1000
+  refund = function(l, less_us, less_ns)
+    local us, ns = l.us, l.ns
+    less_us, less_ns = less_us or l.cost_us, less_ns or l.cost_ns
+    --< free
+    us, ns = us - less_us, ns - less_ns
+    if ns < 0 then
+      us, ns = us - 1, ns + 1000
     end
-    if l.us < 0 then
-      l.us, l.ns = 0, 0
+    if us < 0 then
+      us, ns = 0, 0
     end
+    -->
+    l.us, l.ns = us, ns
   end,
 
   refund_charge = function(l, at, _, us, ns)

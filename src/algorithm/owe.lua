@@ -2,33 +2,46 @@
 -- algorithm.c does.
 
 --< owe_gcra
-algorithms.throttle.owe = function(l, _, us, ns)
-  -- A hundred years.
-  local most = 3155760000000000
-  if l.us >= most then
-    return
-  end
-  l.cost_us, l.cost_ns = math.min(us, most), ns
-  l:take()
-  if l.us >= most then
-    l.us, l.ns = most, 0
+algorithms.throttle.owe = function(l, _, cost_us, cost_ns)
+  local us, ns = l.us, l.ns
+  --@ add_gcra
+  l.us, l.ns = us, ns
+end
+-->
+
+-- A hundred years at most.
+--< add_gcra
+if us < 3155760000000000 then
+  cost_us = math.min(cost_us, 3155760000000000)
+  --@ charge of gcra
+  if us >= 3155760000000000 then
+    us, ns = 3155760000000000, 0
   end
 end
 -->
 
 --< owe_token_bucket
 algorithms.token_bucket.owe = function(l, units)
-  local most = math.min(math.floor(3155760000000000 / l.period) * l.refill, MOST)
-  quota = math.max(math.min(units, most - l.used), 0)
-  l:take()
+  local used, period, refill = l.used, l.period, l.refill
+  --@ add_token_bucket
+  l.used = used
 end
+-->
+
+--< add_token_bucket
+used = math.max(math.min(used + units, math.floor(3155760000000000 / period) * refill, MOST), used)
 -->
 
 --< owe_fixed_window
 algorithms.fixed_window.owe = function(l, units)
-  quota = math.max(math.min(units, MOST - l.charged), 0)
-  l:take()
+  local charged = l.charged
+  --@ add_fixed_window
+  l.charged, l.used = charged, charged + l.refused
 end
+-->
+
+--< add_fixed_window
+charged = math.max(math.min(charged + units, MOST), charged)
 -->
 
 -- More units than the state can have remove the oldest, which are free first.

@@ -40,14 +40,17 @@ algorithms.token_bucket = {
 
   -- The anchors are of one series unless the bucket was full in between.
   -- "of" is the limit that was charged, if it can be another one with this state.
-  refund_charge = function(l, _, anchor, amount, _, of)
-    local refill = (of or l).refill
-    if (l.anchor - anchor) % l.period == 0 then
-      local lumps = math.max(math.floor((now - anchor) / l.period), 0)
+  refund_charge = function(l, _, mark, amount, _, of)
+    local anchor, used, period, refill = l.anchor, l.used, l.period, (of or l).refill
+    --< free
+    if (anchor - mark) % period == 0 then
+      local lumps = math.max(math.floor((now - mark) / period), 0)
       if lumps < math.ceil(amount / refill) then
-        l.used = math.max(l.used - (amount - lumps * refill), 0)
+        used = math.max(used - (amount - lumps * refill), 0)
       end
     end
+    -->
+    l.used = used
   end,
 
   wait = function(l, needed)

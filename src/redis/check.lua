@@ -5,6 +5,21 @@
 -- length of the ban that this refusal starts (0: none), the time, the numbers of each limit
 -- (see act.lua), and under a ban the limit that set it, if it is known.
 
+--< list_call
+local simple, names, begin, stride, at = ARGV[2] == '1' and ARGV[3] ~= '0', {'ban', 'expiry'}, 4, 10, 3
+-->
+
+--< list_name
+if ARGV[a] == 'sliding_log' then
+  names[#names + 1] = ARGV[a + 1] .. ':denied'
+end
+-->
+
+--< list_charge list_end
+-- A check keeps no record of the charge.
+-->
+
+--< check
 local COMMIT = ARGV[2] == '1'
 
 if not COMMIT then
@@ -21,3 +36,4 @@ if COMMIT then
 end
 reply[#reply + 1] = by
 return reply
+-->

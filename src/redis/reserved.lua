@@ -6,10 +6,68 @@
 -- A reset of the state writes this field, so that no later settlement changes the state.
 -- The field "reservations" is the latest end of all records, and then " r" if there is such a field.
 
-local function field_of_id(id)
-  return 'reserved:' .. id
-end
+-- A record that has ended is kept for so long at least, as in the sweep (expiry.lua).
+--< slack
+local SLACK = least > 0 and 347133600000000 or 1000000
+-->
 
+-- Deletes the records that have ended for "slack" microseconds, among "n" random fields.
+--< delete_ended
+local ended, found = {}, call('HRANDFIELD', hash, n, 'WITHVALUES')
+for i = 1, #found, 2 do
+  if string.sub(found[i], 1, 9) == 'reserved:' and string.match(found[i + 1], '^%d+') + slack <= now then
+    ended[#ended + 1] = found[i]
+  end
+end
+if #ended > 0 then
+  call('HDEL', hash, unpack(ended))
+end
+-->
+
+-- Parts of list.lua, for reserve.lua. A log's entry would be the reservation's own, and a
+-- record or a reset is for the functions too.
+--< list_call
+local simple, field, charges = true, 'reserved:' .. ARGV[2], ''
+local names, begin, stride, at = {'ban', 'expiry', field, 'reservations'}, 6, 13, 5
+-->
+
+--< list_name
+simple = simple and ARGV[a] ~= 'sliding_log'
+-->
+
+--< list_charge
+local n, mark = a + 3, algorithm == 'sliding_window' and ' (%d+):' or '^%d+'
+if algorithm == 'throttle' then
+  n, mark = a + 10, '0'
+else
+  mark = string.match(written, mark)
+end
+if algorithm == 'token_bucket' and mark + 0 > now then
+  simple = false
+end
+charges = charges .. string.format('\n%s %s %s %s %s 0', name, ARGV[n], ARGV[n + 1] == '' and '0' or ARGV[n + 1], ARGV[3], mark)
+-->
+
+--< list_end
+local n, slack, last = 2, SLACK, values[4] or '0'
+simple = simple and not values[3] and string.byte(last, -1) ~= 114 and call('HLEN', hash) < MOST_RECORDS
+if simple then
+  --@ delete_ended
+  local hold = ARGV[4] + 0
+  local ends = string.format('%.0f', now + hold)
+  set[#set + 1], set[#set + 2] = field, string.format('%s %s open %s %s %.0f', ends, ARGV[4], ARGV[3], ARGV[5], now) .. charges
+  if ends + 0 > last + 0 then
+    set[#set + 1], set[#set + 2] = 'reservations', ends
+  end
+  if hold > needed then
+    needed = hold
+  end
+  set.records = 1
+  reply[#reply + 1] = 0
+end
+-->
+
+--< records
 local function read_record(value)
   local ends, hold, status, of, named, at, charges = string.match(value, '^(%d+) (%d+) (%l+:?%d*) (%d+) (%x+) (%d+)(.*)$')
   return {ends = tonumber(ends), hold = tonumber(hold), status = status, quota = of, named = named, at = tonumber(at),
@@ -26,23 +84,6 @@ local function put_record(field, record, last)
   end
 end
 
--- How long a record that has ended is kept at least, as in the sweep (expiry.lua).
-local SLACK = least > 0 and 347133600000000 or 1000000
-
--- Deletes the records that have ended for so long, among n random fields. Returns how many.
-local function delete_ended(n, slack)
-  local ended, found = {}, call('HRANDFIELD', hash, n, 'WITHVALUES')
-  for i = 1, #found, 2 do
-    if string.sub(found[i], 1, 9) == 'reserved:' and string.match(found[i + 1], '^%d+') + slack <= now then
-      ended[#ended + 1] = found[i]
-    end
-  end
-  if #ended > 0 then
-    call('HDEL', hash, unpack(ended))
-  end
-  return #ended
-end
-
 -- Sets l.resets of each limit to the number in the field "reset:<tag>". "last" is as above.
 local function find_resets(limits, last)
   local resets = last and string.sub(last, -1) == 'r'
@@ -51,3 +92,4 @@ local function find_resets(limits, last)
     l.resets = value and string.match(value, '^%d+') or '0'
   end
 end
+-->

@@ -1,2 +1,2 @@
 -- A list of limits of fixed_window. See check.lua.
---@ clock list state fixed_window act check
+--@ clock list of check state fixed_window act check

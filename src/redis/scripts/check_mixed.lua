@@ -1,2 +1,2 @@
 -- A list of limits of several algorithms. See check.lua.
---@ clock list state algorithms act check
+--@ clock list of check state algorithms act check

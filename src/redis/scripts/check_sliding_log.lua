@@ -1,2 +1,2 @@
 -- A list of limits of sliding_log. See check.lua.
---@ clock list state sliding_log act check
+--@ clock list of check state sliding_log act check

@@ -1,2 +1,2 @@
 -- A list of limits of sliding_window. See check.lua.
---@ clock list state sliding_window act check
+--@ clock list of check state sliding_window act check

@@ -1,2 +1,2 @@
 -- A list of limits of throttle. See check.lua.
---@ clock list state gcra act check
+--@ clock list of check state gcra act check

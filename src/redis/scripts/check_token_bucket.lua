@@ -1,2 +1,2 @@
 -- A list of limits of token_bucket. See check.lua.
---@ clock list state token_bucket act check
+--@ clock list of check state token_bucket act check

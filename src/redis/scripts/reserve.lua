@@ -8,12 +8,16 @@
 -- there is a record with this id already 1 if it is open, 2 if it is settled; then
 -- nothing is charged, and the numbers are those of quota 0. Returns only 3 if that record has
 -- another quota or other limits, and 4 if the key has too many records for one more.
---@ clock state used act reserved
+--@ clock
 
 -- The most records of a key, and how many random fields a call then searches for those that have ended.
 local MOST_RECORDS, SEARCHED = 4096, 512
+--@ slack
+--@ list of reserved
+--@ state used act records
+
 local FIRST, MORE = 6, 3
-local field, hold, named = field_of_id(ARGV[2]), tonumber(ARGV[4]), ARGV[5]
+local field, hold, named = 'reserved:' .. ARGV[2], tonumber(ARGV[4]), ARGV[5]
 for a = FIRST, #ARGV, LIMIT + MORE do
   use(ARGV[a])
 end
@@ -48,9 +52,12 @@ for _, l in ipairs(limits) do
 end
 if verdict == 0 and not old then
   -- Fields of other states count as records, for which there is no number that could be wrong.
-  if call('HLEN', hash) < MOST_RECORDS then
-    delete_ended(2, SLACK)
-  elseif delete_ended(SEARCHED, 0) == 0 then
+  local n, slack = 2, SLACK
+  if call('HLEN', hash) >= MOST_RECORDS then
+    n, slack = SEARCHED, 0
+  end
+  --@ delete_ended
+  if n == SEARCHED and #ended == 0 then
     return 4
   end
 end

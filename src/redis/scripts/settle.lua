@@ -6,19 +6,21 @@
 -- reserved and the two halves of the hash of its limits; or 3 if the hold is longer than the period
 -- of its concurrent limit; or, if a charge needs the windows of calendars, a line for each of
 -- them: its tag.
---@ clock state used reserved
+--@ clock slack
+
+local kept, n, slack = call('HMGET', hash, 'reserved:' .. ARGV[2], 'reservations', 'expiry'), 2, SLACK
+--@ delete_ended
+--@ settle_simple
+--@ state used records
 
 local CHARGE = '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+)$'
-local field, settled, new_hold = field_of_id(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local field, settled, new_hold = 'reserved:' .. ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local windows = {}
 for a = 5, #ARGV, 2 do
   windows[ARGV[a]] = ARGV[a + 1]
 end
-
-local kept = call('HMGET', hash, field, 'reservations', 'expiry')
 local record, last = kept[1] and read_record(kept[1]), kept[2]
 expiry = kept[3]
-delete_ended(2, SLACK)
 
 -- No hash has this field. A replica refuses to delete, so its old data is never read.
 local function finish(result)
@@ -82,8 +84,9 @@ check_windows()
 
 -- Returns the time that so many units add to a throttle's backlog, in us and ns.
 local function cost(l, units)
-  local rest = units % 1000 * l.ns_each
-  return units * l.us_each + math.floor(units / 1000) * l.ns_each + math.floor(rest / 1000), rest % 1000
+  local us_each, ns_each = l.us_each, l.ns_each
+  --@ cost_of_units
+  return cost_us, cost_ns
 end
 
 -- Refunds some of the units of a charge, less those that have been replenished since.

@@ -1,0 +1,115 @@
+-- Parts of settle.lua. The second is a settlement without functions: no state was reset, and each
+-- charge that changes is of throttle, token_bucket or a fixed_window without a calendar, or is a
+-- refund to the newest counter of sliding_window. Other calls go on behind it.
+
+--< cost_of_units
+local rest = units % 1000 * ns_each
+local cost_us, cost_ns = units * us_each + math.floor(units / 1000) * ns_each + math.floor(rest / 1000), rest % 1000
+-->
+
+--< settle_simple
+do
+  local ends, hold, of, named, at, charges = string.match(kept[1] or '', '^(%d+) (%d+) open (%d+) (%x+) (%d+)(.*)$')
+  if ends and ends + 0 > now and ARGV[3] ~= '' then
+    local MOST, last, settled, simple, names, charge = 1e15, kept[2] or '0', ARGV[3] + 0, true, {}, {}
+    for tag, first, second, units, mark, reset in string.gmatch(charges, '\n(%S+) (%d+) (%d+) (%d+) (%d+) (%d+)') do
+      local algorithm, period = string.match(tag, '^([%l_]+):(%d*)')
+      if settled ~= units + 0 or algorithm == 'concurrent' then
+        local known = algorithm == 'throttle' or algorithm == 'token_bucket' or algorithm == 'fixed_window' and period ~= '' or
+          algorithm == 'sliding_window' and settled < units + 0
+        simple = simple and known and reset == '0'
+        names[#names + 1] = tag
+        charge[#names] = {algorithm, tonumber(period), first + 0, second + 0, settled - units, mark + 0}
+      end
+    end
+    if simple and string.byte(last, -1) ~= 114 then
+      local values, expiry, set, gone = #names > 0 and call('HMGET', hash, unpack(names)), kept[3], {}, {}
+      local needed = math.min(hold, 3600000000)
+      for i = 1, #names do
+        local algorithm, period, first, second, more, mark = unpack(charge[i])
+        local units, value, was, written, lives = math.abs(more), values[i]
+        if algorithm == 'throttle' then
+          local us_each, ns_each = first, second
+          --@ cost_of_units
+          --@ backlog of gcra
+          was = us + ns
+          if more > 0 then
+            --@ add_gcra
+          else
+            local less_us, less_ns = cost_us - math.max(now - at, 0), cost_ns
+            if less_us >= 0 then
+              --@ free of gcra
+            end
+          end
+          if us > 0 or ns > 0 then
+            --@ tat
+            written, lives = tat, us
+          end
+        elseif algorithm == 'token_bucket' then
+          local refill, amount = second, units
+          --@ load of token_bucket
+          was = used
+          if more > 0 then
+            --@ add_token_bucket
+          else
+            --@ free of token_bucket
+          end
+          if used > 0 then
+            --@ text of token_bucket
+            local needed = used
+            --@ reset of token_bucket
+            written, lives = text, free
+          end
+        elseif algorithm == 'sliding_window' then
+          local step = second
+          --@ load of sliding_window
+          was = used
+          if used > 0 and (k ~= mark or new <= units) then
+            simple = false
+            break
+          elseif used > 0 then
+            new, charged = new - units, charged - units
+            --@ text of sliding_window
+            --@ reset of sliding_window
+            written, lives = text, free
+          end
+        else
+          local from_first = second == 1
+          --@ load of fixed_window
+          was = used
+          if more > 0 then
+            --@ add_fixed_window
+          elseif start == mark then
+            charged = math.max(charged - units, 0)
+          end
+          if charged + refused > 0 then
+            --@ text of fixed_window
+            --@ reset of fixed_window
+            written, lives = text, free
+          end
+        end
+        if written and (more > 0 or was > 0) then
+          set[#set + 1], set[#set + 2] = names[i], written
+          needed = math.max(needed, lives)
+        elseif was > 0 then
+          gone[#gone + 1] = names[i]
+        end
+      end
+      if simple then
+        ends = now + math.min(hold, 3600000000)
+        set[#set + 1], set[#set + 2] = 'reserved:' .. ARGV[2],
+          string.format('%.0f %s settled:%s %s %s %s', ends, hold, ARGV[3], of, named, at)
+        if ends > last + 0 then
+          set[#set + 1], set[#set + 2] = 'reservations', string.format('%.0f', ends)
+        end
+        --@ expiry
+        --@ keep_all
+        if #gone > 0 then
+          call('HDEL', hash, unpack(gone))
+        end
+        return {tonumber(of), tonumber(string.sub(named, 1, 8), 16), tonumber(string.sub(named, 9), 16)}
+      end
+    end
+  end
+end
+-->
