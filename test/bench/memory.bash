@@ -3,7 +3,8 @@
 # For script/bench: the memory of a key in Redis, the bytes of a call, and the
 # memory of a state in shared memory.  The extension itself makes the keys.
 
-# A row: number of keys, calls for each key, limits, title.  No state ends while a row is filled.
+# A row: number of keys, calls for each key, or with an r reservations, limits, title.  No state ends
+# while a row is filled.
 kinds=(
 	'100000  1 1000/1d|throttle'
 	'100000  1 token_bucket 1000/1d|token_bucket'
@@ -18,6 +19,9 @@ kinds=(
 	'100000  1 1000/1d, fixed_window 1000/1d, sliding_log 1000/1d|throttle, fixed_window and sliding_log'
 	'100000  2 1/1d ban 1d after 1000|throttle, refusals counted for a ban'
 	'100000  2 1/1d ban 1d after 1|throttle, banned'
+	'100000  r1 fixed_window 1000/1d|fixed_window, 1 reservation'
+	'2000  r100 fixed_window 1000/1d|fixed_window, 100 reservations'
+	'100  r1000 fixed_window 1000/1d|fixed_window, 1,000 reservations'
 )
 KEY=create_order:1000000	# all keys have this length
 
@@ -38,14 +42,18 @@ settled_memory() {
 }
 
 # fill KEYS CALLS LIMITS: makes the keys.  24 minutes pass between the calls for a key, or
-# 1 s with a log; the last call is for the present time.
+# 1 s with a log; the last call is for the present time.  Reservations are made at one time; their
+# ids are UUIDs.
 fill() {
 	local step=1440 now i
 	[[ $3 != *sliding_log* ]] || step=1
 	now=$(date +%s)
 	{
 		echo "CREATE TEMP TABLE filled AS SELECT array_agg('create_order:' || 1000000 + i) AS keys FROM generate_series(1, $1) i;"
-		for ((i = 1; i <= $2; i++)); do
+		[[ $2 != r* ]] || echo "SET ratelimit.debug_now = '${now}000000';
+			SELECT count(*) FROM filled, unnest(keys) key, generate_series(1, ${2#r}) i,
+				rl_reserve(key, '$3', 1, md5(i::text)::uuid::text, 86400) WHERE source = 'redis';"
+		for ((i = 1; i <= ${2/r*/0}; i++)); do
 			echo "SET ratelimit.debug_now = '$(((now - ($2 - i) * step) * 1000000))';"
 			echo "SELECT count(*) FROM filled, rl_check_many(keys, '$3');"
 		done
@@ -80,7 +88,7 @@ report_memory() {
 		read -r keys calls limits <<<"${kind%|*}"
 		# Buffers, scripts and the tables of an empty database do not count for the keys.
 		redis FLUSHALL >/dev/null
-		fill 1 1 "$limits"
+		fill 1 "${calls/%[0-9]*/1}" "$limits"
 		redis FLUSHALL >/dev/null
 		base=$(settled_memory)
 		fill "$keys" "$calls" "$limits"
