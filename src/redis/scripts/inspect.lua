@@ -5,11 +5,12 @@
 -- it had never been used is left out.
 --
 -- A state's name is its tag, or "ban", or "<tag>:refused" for the refusals that a ban counts.
--- Of the chunks of logs, only where a log begins is read. For MOST_FIELDS fields and
--- MOST_STATES states Redis needs a few milliseconds.
+-- Of the chunks of logs, only where a log begins is read. A call looks at MOST_RECORDS
+-- reservations at most, because sorting takes long. For MOST_FIELDS fields and MOST_STATES states
+-- Redis needs a few milliseconds.
 --@ clock state algorithms
 
-local MOST_FIELDS, MOST_STATES, LONGEST, LONGEST_RAW = 4096, 256, 30000, 256
+local MOST_FIELDS, MOST_STATES, MOST_RECORDS, LONGEST, LONGEST_RAW = 4096, 256, 256, 30000, 256
 
 -- Returns a limit with this state tag, or nil if it is no tag. The refill is not known.
 local function limit_of(tag)
@@ -67,12 +68,14 @@ if redis.call('HLEN', hash) > MOST_FIELDS then
 end
 local states, records, known = {}, {}, {}
 for _, field in ipairs(redis.call('HKEYS', hash)) do
+  if is_record(field) then
+    if field > ARGV[2] then
+      records[#records + 1] = field
+    end
   -- Skip chunks and indexes of logs, which are most fields of a long log.
-  if not (string.find(field, '^sliding_log:%d+:.*[%ds]$') or string.find(field, '^concurrent:%d+:.*[%ds]$')) then
+  elseif not (string.find(field, '^sliding_log:%d+:.*[%ds]$') or string.find(field, '^concurrent:%d+:.*[%ds]$')) then
     local state = string.match(field, '^(.*):denied$') or field
-    if is_record(state) then
-      records[#records + 1] = state
-    elseif not known[state] and (state == 'ban' or limit_of(string.match(state, '^(.*):refused$') or state)) then
+    if not known[state] and (state == 'ban' or limit_of(string.match(state, '^(.*):refused$') or state)) then
       known[state] = true
       states[#states + 1] = state
       if #states > MOST_STATES then
@@ -81,23 +84,39 @@ for _, field in ipairs(redis.call('HKEYS', hash)) do
     end
   end
 end
-for _, record in ipairs(records) do
-  if record > ARGV[2] then
-    states[#states + 1] = record
+
+-- The first records in the order of names, up to "upto" if there are others. Redis hashes the
+-- fields by a secret, so no caller chooses the pivots.
+local upto, pivot = nil, 0
+while #records > MOST_RECORDS do
+  local first = {}
+  pivot = pivot + 1
+  for _, record in ipairs(records) do
+    if record <= records[pivot] then
+      first[#first + 1] = record
+    end
   end
+  if #first < #records then
+    records, upto, pivot = first, records[pivot], 0
+  end
+end
+for _, record in ipairs(records) do
+  states[#states + 1] = record
 end
 table.sort(states)
 
 local out, size, last, more = {}, 0, '', ''
 for _, state in ipairs(states) do
-  if state > ARGV[2] then
+  if upto and state > upto then
+    break
+  elseif state > ARGV[2] then
     local used, ends, value = describe(state)
     if not ends or ends > now then
       local raw = string.sub(value, 1, LONGEST_RAW)
       local row = (used and string.format('%.0f', used) or '-') .. ' ' .. (ends and string.format('%.0f', ends) or '-') ..
         string.format(' %.0f:', #state) .. state .. string.format('%.0f:', #raw) .. raw
       if size + #row > LONGEST then
-        more = last
+        more, upto = last, nil
         break
       end
       out[#out + 1], size = row, size + #row
@@ -105,4 +124,5 @@ for _, state in ipairs(states) do
     last = state
   end
 end
+more = upto or more
 return string.format('%.0f:', #more) .. more .. table.concat(out)
