@@ -2,7 +2,9 @@
 #
 # For script/bench: reservations.  Each transaction has a statement of rl_check, rl_reserve,
 # rl_settle with less than was reserved, and rl_refund, under the same limits, for one of
-# 1,000 keys.  So the four times of a round are of the same moments.
+# 1,000 keys.  So the four times of a round are of the same moments.  Then the longest time
+# that a call can occupy Redis, for a key with 4,096 fields: reservations of eight limits, or
+# logs that are as large as can be.  Last, the memory of a reservation.
 
 RESERVE_TARGET=1.35
 SETTLE_TARGET=1.2
@@ -51,5 +53,94 @@ report_reserve() {
 		echo
 	done
 	echo "Targets: rl_reserve at most $RESERVE_TARGET times, rl_settle at most $SETTLE_TARGET times rl_check."
+	echo
+	report_records
+}
+
+RECORDS=4096
+records_limits=$(for i in {1..8}; do printf ', %s' "token_bucket 100/${i}h"; done)
+records_limits=${records_limits#, }
+# A row: open, ended or half, which records have ended; or logs, for four logs of 100,000
+# entries; the command of Redis that is measured; the SQL; the title.
+records_rows=(
+	"open|EVAL|SELECT rl_reserve('worst', 'LIMITS', 1, 'new')|rl_reserve, all are open: an error"
+	"half|EVAL|SELECT rl_reserve('worst', 'LIMITS', 1, 'new')|rl_reserve, half have ended"
+	"ended|EVAL|SELECT rl_reserve('worst', 'LIMITS', 1, 'new')|rl_reserve, all have ended"
+	"open|EVAL|SELECT rl_settle('worst', '7', 0)|rl_settle of less"
+	"open|EVAL|SELECT rl_settle('worst', '7', 1000000)|rl_settle of more"
+	"half|EVAL|SELECT rl_extend('worst', '8')|rl_extend"
+	"ended|EVAL|SELECT rl_check('worst', 'LIMITS')|rl_check, all have ended"
+	"open|EVAL|SELECT rl_refund('worst', 'LIMITS', 1)|rl_refund"
+	"open|EVAL|SELECT rl_reset('worst', 'LIMITS')|rl_reset of the limits"
+	"open|EVAL|SELECT rl_inspect('worst')|rl_inspect"
+	"open|UNLINK|SELECT rl_reset('worst')|rl_reset of the key"
+	"open|EXISTS||expiry"
+	"logs|EVAL|SELECT rl_reserve('worst', 'LOGS', 1, 'new')|rl_reserve, four full logs"
+	"logs|EVAL|SELECT rl_settle('worst', 'old', 0)|rl_settle of less, four full logs"
+	"logs|EVAL|SELECT rl_settle('worst', 'old', 100000)|rl_settle of more, four full logs"
+	"logs|EVAL|SELECT rl_extend('worst', 'old')|rl_extend, four full logs"
+)
+
+# fill_records HOW: makes the key.
+fill_records() {
+	local logs i
+	if [[ $1 == logs ]]; then
+		logs=$(worst_limits 4)
+		redis DEL 'rl:{worst}' >/dev/null
+		fill_worst 4
+		# The denied logs have no place below the most fields.
+		for ((i = 0; i < 4; i++)); do
+			redis --raw EVAL "
+				for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+					if string.find(field, ':denied', 1, true) then redis.call('HDEL', KEYS[1], field) end
+				end" 1 'rl:{worst}' >/dev/null
+		done
+		sql -o /dev/null -c "SET ratelimit.debug_now = '$(worst_time P+50000)'" -c "SELECT rl_reserve('worst', '$logs', 25000, 'old')"
+		return
+	fi
+	redis DEL 'rl:{worst}' >/dev/null
+	sql -o /dev/null -c "SET ratelimit.debug_now = '$(worst_time 0)'" -c "SELECT rl_reserve('worst', '$records_limits', 50, '0', 86400)"
+	redis --raw EVAL "
+		local record = redis.call('HGET', KEYS[1], 'reserved:0')
+		for i = redis.call('HLEN', KEYS[1]), $RECORDS - 1 do
+			local ended = ARGV[1] == 'ended' or ARGV[1] == 'half' and i % 2 == 1
+			redis.call('HSET', KEYS[1], 'reserved:' .. i, ended and string.gsub(record, '^%d+', '1000000') or record)
+		end" 1 'rl:{worst}' "$1" >/dev/null
+}
+
+report_records() {
+	local row how command call title
+	printf '| %-46s | %9s | %8s | %-6s |\n' "$RECORDS fields: ms in Redis" longest target ''
+	printf '|:%s-|%s:|%s:|:%s-|\n' ---------------------------------------------- ---------- --------- ------
+	redis CONFIG SET slowlog-log-slower-than 0 slowlog-max-len 1000 >/dev/null
+	for row in "${records_rows[@]}"; do
+		IFS='|' read -r how command call title <<<"$row"
+		call=${call//LIMITS/$records_limits}
+		[[ $call != *LOGS* ]] || call=${call//LOGS/$(worst_limits 4)}
+		for _ in $(seq "$rounds"); do
+			fill_records "$how"
+			if [[ -z $call ]]; then
+				redis PEXPIRE 'rl:{worst}' 1 >/dev/null
+				slow_log
+				redis EXISTS 'rl:{worst}' >/dev/null
+			else
+				slow_log
+				# At the most records, an error is the answer.
+				sql -o /dev/null -c "SET ratelimit.debug_now = '$(worst_time "$([[ $how == logs ]] && echo P+50010 || echo 10)")'" -c "$call" 2>"$T/out" ||
+					grep -q 'too many reservations' "$T/out" || { cat "$T/out"; die "$title"; }
+			fi
+			longest "$command"
+		done >"$T/worst.records"
+		awk -v n="$title" -v us="$(median "$T/worst.records")" -v target="$WORST_TARGET" 'BEGIN {
+			printf "| %-46s | %9.2f | %8s | %-6s |\n", n, us / 1000, "<= " target, us <= target * 1000 ? "met" : "missed" }'
+	done
+	redis CONFIG SET slowlog-log-slower-than 10000 slowlog-max-len 128 >/dev/null
+	echo
+	for title in 'token_bucket 100000/1h' "${records_limits//100\//100000/}"; do
+		redis DEL 'rl:{worst}' >/dev/null
+		sql -o /dev/null -c "SELECT count(rl_reserve('worst', '$title', 1, 'order-' || 100000 + i)) FROM generate_series(1, 1000) i"
+		awk -v n="$(awk -F, '{ print NF }' <<<"$title")" -v bytes="$(redis MEMORY USAGE 'rl:{worst}' SAMPLES 0)" 'BEGIN { printf "A reservation under %d limits takes %.0f bytes in Redis.\n", n, bytes / 1000 }'
+	done
+	redis DEL 'rl:{worst}' >/dev/null
 	echo
 }
