@@ -4,7 +4,7 @@ use RedisCluster;
 
 my $redis = RedisServer->new->start;
 # On a busy machine the refunds of thousands of keys need more time than the default.
-my $node = shared_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0', 'ratelimit.command_timeout = 2s', 'max_prepared_transactions = 1');
+my $node = shared_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0', 'ratelimit.command_timeout = 20s', 'max_prepared_transactions = 1');
 my $session = session($node);
 my $watcher = session($node);
 my $keys = 0;
