@@ -7,7 +7,7 @@ use strict;
 use warnings FATAL => 'all';
 
 use Exporter 'import';
-use List::Util qw(min shuffle);
+use List::Util qw(max min shuffle);
 use PostgreSQL::Test::Utils;
 use PsqlClient;
 use RedisServer qw(await);
@@ -164,7 +164,7 @@ sub run
 			$self->start_psql;
 		}
 		next if time > $end || $self->{dead};
-		sleep $round->{at} - time if time < $round->{at};
+		sleep max(0, $round->{at} - time);
 		$self->round($round);
 	}
 	return;
