@@ -23,25 +23,23 @@
 # Runs alone: it measures how long clients wait.
 use RatelimitTest;
 use DocPage;
-use IO::Socket::INET;
 use IPC::Open2;
+use PgBouncer;
 use Time::HiRes qw(time);
 
 my @FIELDS = qw(class state seconds message detail hint schema table constraint);
 my $dir = PostgreSQL::Test::Utils::tempdir;
-my $bouncer;
-END { local $?; $bouncer->kill_kill if $bouncer; }
 my $jars = join ':', map { "/usr/share/java/$_.jar" } qw(postgresql HikariCP slf4j-api slf4j-nop);
 my @java = ('java', '-Xmx64m', '-XX:+UseSerialGC', '-XX:TieredStopAtLevel=1', '-cp', "$jars:$dir/jdbc");
 
-# In the order of the page.
+# In the order of the page.  Those with "names" use named prepared statements.
 my @clients = (
 	{ name => 'psycopg 2', example => 'orders.py', command => [ '/usr/bin/python3', "$FindBin::RealBin/psycopg_2.py" ] },
-	{ name => 'psycopg 3', example => 'orders.py', command => [ '/usr/bin/python3', "$FindBin::RealBin/psycopg_3.py" ] },
+	{ name => 'psycopg 3', names => 1, example => 'orders.py', command => [ '/usr/bin/python3', "$FindBin::RealBin/psycopg_3.py" ] },
 	{ name => 'node', example => 'orders.js', command => [ 'node', "$FindBin::RealBin/node.js" ] },
-	{ name => 'jdbc', example => 'Orders.java', command => [ @java, 'Jdbc' ],
+	{ name => 'jdbc', names => 1, example => 'Orders.java', command => [ @java, 'Jdbc' ],
 		build => [ 'javac', '-cp', $jars, '-d', "$dir/jdbc", "$dir/jdbc/Orders.java", "$FindBin::RealBin/Jdbc.java" ] },
-	{ name => 'pdo', example => 'orders.php', command => [ 'php', "$FindBin::RealBin/pdo.php" ] });
+	{ name => 'pdo', names => 1, example => 'orders.php', command => [ 'php', "$FindBin::RealBin/pdo.php" ] });
 
 # Calls of each function, with the first columns of the answer.  %k is a new key.
 # Calls of functions that the catalog does not have are left out.
@@ -315,44 +313,41 @@ foreach my $client (@working)
 # pgbouncer in transaction mode: all clients of a role share one backend
 #
 
-my $port = RedisServer::free_port();
-append_to_file("$dir/pgbouncer.ini", <<"END");
-[databases]
-postgres = host=127.0.0.1 port=@{[$node->port]}
-[pgbouncer]
-listen_addr = 127.0.0.1
-listen_port = $port
-unix_socket_dir =
-auth_type = trust
-auth_file = $dir/users
-pool_mode = transaction
-default_pool_size = 1
-ignore_startup_parameters = extra_float_digits
-END
-append_to_file("$dir/users", qq{"app" ""\n"auditor" ""\n});
-$bouncer = eval { IPC::Run::start([ '/usr/sbin/pgbouncer', '-q', "$dir/pgbouncer.ini" ], '<', \'', '>&', "$dir/pgbouncer.log") };
-await('pgbouncer', sub { !still_runs($bouncer) || IO::Socket::INET->new(PeerAddr => '127.0.0.1', PeerPort => $port) })
-  if $bouncer;
-ok($bouncer, 'pgbouncer starts');
-foreach my $client ($bouncer ? @working : ())
+# Tests each client, without named prepared statements or with those that pgbouncer tracks.
+sub through_pgbouncer
 {
-	my $name = "$client->{name}, pgbouncer";
-	my %environment = (PGPORT => $port, POOLER => 1);
-	my ($one, $two, $auditor) = map { start($client, %environment, PGUSER => $_) } qw(app app auditor);
+	my ($kind, %environment) = @_;
+	my $tracked = $kind eq 'named';
+	my $bouncer = PgBouncer->start($node, [qw(app auditor)], knows_statements() ? 'max_prepared_statements = ' . ($tracked ? 200 : 0) : ());
 
-	ok($one && $two && $auditor, "$name: starts") or next;
-	call_functions($name, \%known, $one, $two);
-	my @answers = map { ask($_ % 2 ? $one : $two, 'SELECT * FROM rl_check(?, ?)', "s:$name", 's:12/1h') } 1 .. 12;
-	is(join(' ', map { $_->{row}[2] // $_->{message} } @answers), join(' ', reverse 0 .. 11), "$name: one statement many times");
-	is($answers[0]{backend}, $answers[1]{backend}, "$name: both use one backend");
-	check_refusal($name, $_, 2000 + $keys++) foreach $one, $two;
+	ok($bouncer, "pgbouncer starts, $kind") or return;
+	$environment{PGPORT} = $bouncer->port;
+	foreach my $client (@working)
+	{
+		my $name = "$client->{name}, pgbouncer, $kind";
+		my ($one, $two, $auditor) = map { start($client, %environment, PGUSER => $_) } qw(app app auditor);
 
-	my $answer;
-	foreach (1 .. 2) { $answer = ask($auditor, 'SELECT * FROM rl_check(?, ?)', "s:$name role", 's:1/1h'); }
-	like(text($answer), qr/^true .* shadow$/, "$name: the setting of a role");
-	is(text(ask($one, 'SELECT rl_allow(?, ?)', "s:$name role", 's:1/1h')), 'false', "$name: and not of another");
-	stop($_) foreach $one, $two, $auditor;
+		ok($one && $two && $auditor, "$name: starts") or next;
+		call_functions($name, \%known, $one, $two);
+		my @answers = map { ask($_ % 2 ? $one : $two, 'SELECT * FROM rl_check(?, ?)', "s:$name", 's:12/1h') } 1 .. 12;
+		is(join(' ', map { $_->{row}[2] // $_->{message} } @answers), join(' ', reverse 0 .. 11), "$name: one statement many times");
+		is($answers[0]{backend}, $answers[1]{backend}, "$name: both use one backend");
+		# Before an error: psycopg 3 drops its statements on a rollback.
+		my $named = ask($one, q{SELECT count(*)::int FROM pg_prepared_statements WHERE starts_with(name, 'PGBOUNCER') AND strpos(statement, 'rl_check(') > 0});
+		is(text($named) =~ /^[1-9]/ ? 1 : 0, $tracked && $client->{names} ? 1 : 0, "$name: named statements") or diag text($named);
+		check_refusal($name, $_, 2000 + $keys++) foreach $one, $two;
+
+		my $answer;
+		foreach (1 .. 2) { $answer = ask($auditor, 'SELECT * FROM rl_check(?, ?)', "s:$name role", 's:1/1h'); }
+		like(text($answer), qr/^true .* shadow$/, "$name: the setting of a role");
+		is(text(ask($one, 'SELECT rl_allow(?, ?)', "s:$name role", 's:1/1h')), 'false', "$name: and not of another");
+		stop($_) foreach $one, $two, $auditor;
+	}
+	return;
 }
+
+through_pgbouncer('unnamed', POOLER => 1);
+through_pgbouncer('named') if knows_statements();
 
 #
 # The tables of the page
