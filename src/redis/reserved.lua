@@ -36,11 +36,9 @@ simple = simple and ARGV[a] ~= 'sliding_log'
 -->
 
 --< list_charge
-local n, mark = a + 3, algorithm == 'sliding_window' and ' (%d+):' or '^%d+'
-if algorithm == 'throttle' then
-  n, mark = a + 10, '0'
-else
-  mark = string.match(written, mark)
+local n, mark = a + 10, '0'
+if algorithm ~= 'throttle' then
+  n, mark = a + 3, string.match(written, algorithm == 'sliding_window' and ' (%d+):' or '^%d+')
 end
 if algorithm == 'token_bucket' and mark + 0 > now then
   simple = false
@@ -50,7 +48,7 @@ charges = charges .. string.format('\n%s %s %s %s %s 0', name, ARGV[n], ARGV[n +
 
 --< list_end
 local n, slack, last = 2, SLACK, values[4] or '0'
-simple = simple and not values[3] and string.byte(last, -1) ~= 114 and call('HLEN', hash) < MOST_RECORDS
+simple = simple and not values[3] and string.sub(last, -1) ~= 'r' and call('HLEN', hash) < MOST_RECORDS
 if simple then
   --@ delete_ended
   local hold = ARGV[4] + 0

@@ -22,7 +22,7 @@ do
         charge[#names] = {algorithm, tonumber(period), first + 0, second + 0, settled - units, mark + 0}
       end
     end
-    if simple and string.byte(last, -1) ~= 114 then
+    if simple and string.sub(last, -1) ~= 'r' then
       local values, expiry, set, gone = #names > 0 and call('HMGET', hash, unpack(names)), kept[3], {}, {}
       local needed = math.min(hold, 3600000000)
       for i = 1, #names do
