@@ -4,7 +4,7 @@
 # rl_settle with less than was reserved, and rl_refund, under the same limits, for one of
 # 1,000 keys.  So the four times of a round are of the same moments.  Then the longest time
 # that a call can occupy Redis, for a key with 4,096 fields: reservations of eight limits, or
-# logs that are as large as can be.  Last, the memory of a reservation.
+# logs that are as large as can be.
 
 RESERVE_TARGET=1.35
 SETTLE_TARGET=1.2
@@ -83,18 +83,15 @@ records_rows=(
 
 # fill_records HOW: makes the key.
 fill_records() {
-	local logs i
+	local logs
 	if [[ $1 == logs ]]; then
 		logs=$(worst_limits 4)
-		redis DEL 'rl:{worst}' >/dev/null
 		fill_worst 4
-		# The denied logs have no place below the most fields.
-		for ((i = 0; i < 4; i++)); do
-			redis --raw EVAL "
-				for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
-					if string.find(field, ':denied', 1, true) then redis.call('HDEL', KEYS[1], field) end
-				end" 1 'rl:{worst}' >/dev/null
-		done
+		# With the logs of refused entries, the key would have more than the most fields.
+		redis --raw EVAL "
+			for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+				if string.find(field, ':denied', 1, true) then redis.call('HDEL', KEYS[1], field) end
+			end" 1 'rl:{worst}' >/dev/null
 		sql -o /dev/null -c "SET ratelimit.debug_now = '$(worst_time P+50000)'" -c "SELECT rl_reserve('worst', '$logs', 25000, 'old')"
 		return
 	fi
@@ -135,12 +132,6 @@ report_records() {
 			printf "| %-46s | %9.2f | %8s | %-6s |\n", n, us / 1000, "<= " target, us <= target * 1000 ? "met" : "missed" }'
 	done
 	redis CONFIG SET slowlog-log-slower-than 10000 slowlog-max-len 128 >/dev/null
-	echo
-	for title in 'token_bucket 100000/1h' "${records_limits//100\//100000/}"; do
-		redis DEL 'rl:{worst}' >/dev/null
-		sql -o /dev/null -c "SELECT count(rl_reserve('worst', '$title', 1, 'order-' || 100000 + i)) FROM generate_series(1, 1000) i"
-		awk -v n="$(awk -F, '{ print NF }' <<<"$title")" -v bytes="$(redis MEMORY USAGE 'rl:{worst}' SAMPLES 0)" 'BEGIN { printf "A reservation under %d limits takes %.0f bytes in Redis.\n", n, bytes / 1000 }'
-	done
 	redis DEL 'rl:{worst}' >/dev/null
 	echo
 }
