@@ -338,6 +338,12 @@ CREATE FUNCTION rl_key(VARIADIC text[])
 COMMENT ON FUNCTION rl_key(text[]) IS
 	'joins texts to a key as rl_key("any") does, also for parameters whose type the client does not send; NULL raises 22004';
 
+CREATE FUNCTION rl_network(address inet, v4 int DEFAULT 32, v6 int DEFAULT 64)
+	RETURNS inet
+	AS 'MODULE_PATHNAME' LANGUAGE C IMMUTABLE STRICT PARALLEL SAFE;
+COMMENT ON FUNCTION rl_network(inet, int, int) IS
+	'the network of an address, of v4 bits for IPv4 and v6 bits for IPv6, as a part of a key; IPv4 in the notation of IPv6 is IPv4, and the netmask of the address does not matter; NULL for NULL, which rl_key rejects; error: 22023 for bits out of range';
+
 CREATE FUNCTION rl_headers(name text, limits rl_limits, decision rl_decision)
 	RETURNS jsonb
 	AS 'MODULE_PATHNAME', 'rl_headers_json' LANGUAGE C IMMUTABLE PARALLEL SAFE;
@@ -484,7 +490,7 @@ BEGIN
 		FROM (
 				SELECT 'FUNCTION' AS kind, p.tableoid AS class, p.oid, p.proowner AS owner, p.proacl AS acl
 				FROM pg_catalog.pg_proc p
-				WHERE p.proname OPERATOR(pg_catalog.<>) ALL ('{rl_key, rl_simulate, rl_headers,
+				WHERE p.proname OPERATOR(pg_catalog.<>) ALL ('{rl_key, rl_network, rl_simulate, rl_headers,
 					rl_limits_in, rl_limits_recv, rl_limits_out, rl_limits_send,
 					rl_limits_lt, rl_limits_le, rl_limits_eq, rl_limits_ne, rl_limits_ge, rl_limits_gt,
 					rl_limits_cmp, rl_limits_hash, rl_limits_hash_extended}'::pg_catalog.name[])

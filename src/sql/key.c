@@ -1,6 +1,7 @@
 /*
  * key.c
- *		Makes keys from values, for rl_key and the trigger's {column}.
+ *		Makes keys from values, for rl_key and the trigger's {column}, and networks
+ *		from addresses, for rl_network and the trigger's {column/64}.
  *
  * A type is accepted only if no session setting can change its text, and equal
  * numbers have one text.  Otherwise a user could get a new key by changing a
@@ -8,13 +9,20 @@
  */
 #include "postgres.h"
 
+#include <sys/socket.h>
+
 #include "catalog/pg_type.h"
 #include "utils/array.h"
 #include "utils/builtins.h"
+#include "utils/fmgrprotos.h"
+#include "utils/inet.h"
 #include "utils/lsyscache.h"
 #include "utils/numeric.h"
 
 #include "sql/key.h"
+
+#define V4_BITS				32
+#define V6_BITS				128
 
 /*
  * Prepares the part for values of a type; allocates its data in the context.
@@ -28,6 +36,7 @@ rl_key_part_init(RlKeyPart *part, Oid type, MemoryContext context)
 
 	part->type = getBaseType(type);
 	part->also = '\0';
+	part->network = false;
 	switch (part->type)
 	{
 		case INT2OID:
@@ -42,6 +51,7 @@ rl_key_part_init(RlKeyPart *part, Oid type, MemoryContext context)
 		case UUIDOID:
 		case BOOLOID:
 		case INETOID:
+		case CIDROID:
 			break;
 		default:
 			if (!type_is_enum(part->type))
@@ -50,6 +60,60 @@ rl_key_part_init(RlKeyPart *part, Oid type, MemoryContext context)
 	getTypeOutputInfo(part->type, &output, &is_varlena);
 	fmgr_info_cxt(output, &part->output, context);
 	return true;
+}
+
+/* Reads a number of at most max, and moves *text to its end.  Returns false if there is none. */
+static bool
+read_bits(const char **text, int max, uint8 *bits)
+{
+	size_t		len = strspn(*text, "0123456789");
+	int			number = len >= 1 && len <= 3 ? atoi(*text) : max + 1;
+
+	*text += len;
+	*bits = number;
+	return number <= max;
+}
+
+/*
+ * Lets the addresses of the part stand for their networks, whose bits are as in "64", of
+ * IPv6, or as in "24,56", of IPv4 and IPv6.  Returns false if the text is wrong.
+ */
+bool
+rl_key_part_network(RlKeyPart *part, const char *bits)
+{
+	part->network = true;
+	part->v4 = V4_BITS;
+	if (strchr(bits, ',') != NULL && !(read_bits(&bits, V4_BITS, &part->v4) && *bits++ == ','))
+		return false;
+	return read_bits(&bits, V6_BITS, &part->v6) && *bits == '\0';
+}
+
+/*
+ * Returns the network of an address.  The netmask of the address does not matter: a user
+ * could choose it.  IPv4 in the notation of IPv6 is IPv4.
+ */
+static inet *
+network_of(const inet *address, int v4, int v6)
+{
+	static const unsigned char mapped[] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xFF, 0xFF};
+	const unsigned char *bytes = ip_addr(address);
+	inet	   *network = palloc0(sizeof(inet));
+	bool		is_v6 = ip_family(address) == PGSQL_AF_INET6;
+	int			bits;
+
+	if (is_v6 && memcmp(bytes, mapped, sizeof(mapped)) == 0)
+	{
+		is_v6 = false;
+		bytes += sizeof(mapped);
+	}
+	bits = is_v6 ? v6 : v4;
+	ip_family(network) = is_v6 ? PGSQL_AF_INET6 : PGSQL_AF_INET;
+	ip_bits(network) = bits;
+	memcpy(ip_addr(network), bytes, (bits + 7) / 8);
+	if (bits % 8 != 0)
+		ip_addr(network)[bits / 8] &= 0xFF << (8 - bits % 8);
+	SET_INET_VARSIZE(network);
+	return network;
 }
 
 /* Appends the text of a value, with ':', '%' and part->also escaped. */
@@ -61,6 +125,8 @@ rl_key_part_append(StringInfo key, RlKeyPart *part, Datum value)
 
 	if (part->type == NUMERICOID)
 		text = numeric_normalize(DatumGetNumeric(value));
+	else if (part->network)
+		text = DatumGetCString(DirectFunctionCall1(inet_out, InetPGetDatum(network_of(DatumGetInetPP(value), part->v4, part->v6))));
 	else
 		text = OutputFunctionCall(&part->output, value);
 
@@ -175,4 +241,22 @@ rl_key_text(PG_FUNCTION_ARGS)
 	initStringInfo(&key);
 	append_array(&key, fcinfo, key_parts(fcinfo, 1, TEXTOID));
 	PG_RETURN_TEXT_P(cstring_to_text_with_len(key.data, key.len));
+}
+
+PG_FUNCTION_INFO_V1(rl_network);
+Datum
+rl_network(PG_FUNCTION_ARGS)
+{
+	int			v4 = PG_GETARG_INT32(1);
+	int			v6 = PG_GETARG_INT32(2);
+
+	if (v4 < 0 || v4 > V4_BITS)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("v4 must be between 0 and %d bits", V4_BITS)));
+	if (v6 < 0 || v6 > V6_BITS)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("v6 must be between 0 and %d bits", V6_BITS)));
+	PG_RETURN_INET_P(network_of(PG_GETARG_INET_PP(0), v4, v6));
 }

@@ -63,15 +63,39 @@ unmatched_brace(char brace, const char *template, RlError *error)
 	return rl_error_detail(error, "A literal brace is written twice.");
 }
 
-/* Ends the text of a piece with the column of that name.  Returns false with the error set. */
+/* Sets the networks that stand for a column's addresses.  Returns false with the error set. */
 static bool
-set_column(Pair *pair, Piece *piece, Relation rel, const Trigger *trigger, const char *name, int len,
+set_network(Piece *piece, const char *column, const char *bits, RlError *error)
+{
+	if (piece->column.type != INETOID && piece->column.type != CIDROID)
+	{
+		rl_error_set(error, ERRCODE_DATATYPE_MISMATCH, "column \"%s\" of type %s is not an address",
+					 column, format_type_be(piece->column.type));
+		return rl_error_detail(error, "It must be inet, cidr, or a domain over one of them.");
+	}
+	if (rl_key_part_network(&piece->column, bits))
+		return true;
+	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "invalid network \"/%s\" of column \"%s\"", bits, column);
+	return rl_error_detail(error, "Write {column/64}, with at most 128 bits of IPv6, or {column/24,56}, with at most 32 bits of IPv4 before them.");
+}
+
+/*
+ * Ends the text of a piece with a column, perhaps with the bits of its networks.  Returns
+ * false with the error set.
+ */
+static bool
+set_column(Pair *pair, Piece *piece, Relation rel, const Trigger *trigger, const char *text, int len,
 		   MemoryContext context, RlError *error)
 {
+	char	   *name = pnstrdup(text, len);
+	/* A name can have a slash. */
+	char	   *slash = attnameAttNum(rel, name, false) == InvalidAttrNumber ? strrchr(name, '/') : NULL;
 	MemoryContext old;
 	Oid			type;
 
-	piece->attnum = rl_rule_column(rel, trigger, name, len, error);
+	if (slash != NULL)
+		*slash = '\0';
+	piece->attnum = rl_rule_column(rel, trigger, name, strlen(name), error);
 	if (piece->attnum == 0)
 		return false;
 	old = MemoryContextSwitchTo(context);
@@ -79,11 +103,11 @@ set_column(Pair *pair, Piece *piece, Relation rel, const Trigger *trigger, const
 	MemoryContextSwitchTo(old);
 	type = attnumTypeId(rel, piece->attnum);
 	if (rl_key_part_init(&piece->column, type, context))
-		return true;
+		return slash == NULL || set_network(piece, name, slash + 1, error);
 	rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-				 "column \"%.*s\" of type %s cannot be part of a rate-limit key",
-				 len, name, format_type_be(type));
-	return rl_error_detail(error, "It must be an integer, numeric, text, varchar, char, name, uuid, boolean, inet, an enum, or a domain over one of them.");
+				 "column \"%s\" of type %s cannot be part of a rate-limit key",
+				 name, format_type_be(type));
+	return rl_error_detail(error, "It must be an integer, numeric, text, varchar, char, name, uuid, boolean, inet, cidr, an enum, or a domain over one of them.");
 }
 
 /* Returns how many bytes each value of the column has at least. */

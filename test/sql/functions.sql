@@ -44,6 +44,15 @@ SELECT * FROM run(
 	$$SELECT rl_key(1::smallint, 2::bigint, 3.50, 'v'::varchar, 'c'::char(3), 'n'::name, false,
 		'00000000-0000-0000-0000-000000000001'::uuid, '10.0.0.1/8'::inet)$$,
 	$$SELECT rl_key(1.0) = rl_key(1.000) AS one_number, rl_key('NaN'::numeric), rl_key(1e10::numeric)$$);
+-- Networks.
+SELECT * FROM run(
+	$$SELECT rl_network('10.1.2.3'), rl_network('10.1.2.3/8'), rl_network('10.0.0.0/8'::cidr, 24), rl_network('10.1.2.255', 1), rl_network('10.1.2.3', 0)$$,
+	$$SELECT rl_network('ffff:ffff:ffff:ffff:ffff::'), rl_network('ffff:ffff::', v6 => 15), rl_network('ffff::1', 0, 128), rl_network('ffff::1', 0, 0)$$,
+	$$SELECT rl_network('::ffff:10.1.2.3'), rl_network('::ffff:10.1.2.3', 24), rl_network('::fffe:10.1.2.3'), rl_network('::10.1.2.3', 8, 128)$$,
+	$$SELECT rl_key('10.0.0.0/8'::cidr), rl_network('2001:db8::1') = rl_network('2001:db8::2'), rl_network('2001:db8::1') = '2001:db8::/64'$$,
+	$$SELECT rl_network(NULL) IS NULL, rl_network('10.1.2.3', NULL) IS NULL, rl_network('10.1.2.3', 24, NULL) IS NULL$$,
+	$q$SELECT failure(statement) FROM unnest(ARRAY[$$SELECT rl_network('10.1.2.3', 33)$$, $$SELECT rl_network('10.1.2.3', -1)$$,
+		$$SELECT rl_network('10.1.2.3', 24, 129)$$, $$SELECT rl_network('10.1.2.3', v6 => -1)$$, $$SELECT rl_key('a', rl_network(NULL))$$]) statement$q$);
 CREATE TYPE plan AS ENUM ('free', 'paid');
 CREATE DOMAIN customer AS bigint CHECK (VALUE > 0);
 SELECT rl_key('free'::plan, 7::customer), rl_key('');

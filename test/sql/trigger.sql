@@ -86,6 +86,33 @@ INSERT INTO typed VALUES (1, 2, 3, 4.50, 'e', 'f', 'g', '00000000-0000-0000-0000
 INSERT INTO typed VALUES (1, 2, 3, 4.500, 'e', 'f', 'g  ', '00000000-0000-0000-0000-000000000001', true, '10.0.0.1/32', 'free', 5);
 SELECT remaining FROM rl_peek('{1:2:3:4.5:e:f:g:00000000-0000-0000-0000-000000000001:t:10.0.0.1:free:5}', '3/1h', 0);
 
+-- Networks: the addresses of a /64 are one key, and IPv4 in the notation of IPv6 is IPv4.
+CREATE DOMAIN client AS inet;
+CREATE TABLE visits (address client, block cidr);
+CREATE TRIGGER limit_visits AFTER INSERT ON visits REFERENCING NEW TABLE AS added
+	FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('visit:{address/64}:{block/64}', '200000/1h');
+INSERT INTO visits SELECT '2001:db8:1:2::'::inet + n * 92233720368547, '2001:db8::/64' FROM generate_series(1, 100000) n;
+SELECT count(DISTINCT address), remaining FROM visits, rl_peek(rl_key('visit', rl_network('2001:db8:1:2::'), rl_network('2001:db8::')), '200000/1h', 0) GROUP BY remaining;
+DROP TRIGGER limit_visits ON visits;
+-- The trigger's key is that of rl_key.
+CREATE TRIGGER limit_visits BEFORE INSERT ON visits
+	FOR EACH ROW EXECUTE FUNCTION rl_enforce('{address/64}:{address/24,57}:{block/0}:{block}', 'blocked');
+SELECT a, detail, detail = format('Key "%s" is blocked.', rl_key(rl_network(a), rl_network(a, 24, 57), rl_network(network(a), v6 => 0), network(a))) AS same
+FROM unnest('{192.0.2.129,192.0.2.129/25,::ffff:192.0.2.129,::ffff:192.0.2.129/100,::192.0.2.129,2001:db8:1:2ff:3::4,2001:db8:1:2ff:3::4/20}'::inet[]) AS a,
+	failure(format('INSERT INTO visits VALUES (%L, %L)', a, network(a)));
+INSERT INTO visits VALUES (NULL, '192.0.2.0/24');
+DROP TABLE visits;
+-- Wrong networks.  The name of a column can have a slash.
+CREATE TABLE visits (address inet, name text, "km/h" int);
+SELECT format('CREATE TRIGGER t%s BEFORE INSERT ON visits FOR EACH ROW EXECUTE FUNCTION rl_enforce(%L, %L)', to_char(n, 'FM00'), template, '5/10s')
+FROM unnest('{"{address/129}","{address/33,64}","{address/24,129}","{address/}","{address/,}","{address/24,}","{address/,56}","{address/-1}",
+	"{address/ 64}","{address/64x}","{address/1,2,3}","{address/0064}","{address/64","{name/64}","{missing/64}","{/64}","{km/h/64}","{km/h}","{address/000,000}"}'::text[])
+	WITH ORDINALITY AS t (template, n) \gexec
+SELECT key, problem FROM rl_triggers WHERE relation = 'visits'::regclass ORDER BY trigger;
+SELECT failure($$INSERT INTO visits VALUES ('192.0.2.1')$$);
+DROP TABLE visits;
+DROP DOMAIN client;
+
 -- rl_triggers shows the triggers that make each write fail.
 CREATE TABLE broken (a int, b float8, c int GENERATED ALWAYS AS (a + 1) STORED, d date, e jsonb);
 CREATE TRIGGER t01 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce();

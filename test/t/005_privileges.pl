@@ -41,7 +41,7 @@ is($plain->attempt(q{SELECT '5/10s'::rl_limits})->{answer}, 'throttle 5/10s', 'e
 is($node->safe_psql('postgres', q{
 		SELECT string_agg(oid::regprocedure::text, ', ' ORDER BY oid) FROM pg_proc
 		WHERE has_function_privilege('public', oid, 'EXECUTE') AND proname NOT LIKE 'rl\_limits\_%'
-			AND proname NOT IN ('rl_key', 'rl_simulate', 'rl_headers') AND oid IN (} . members('pg_proc') . ')'),
+			AND proname NOT IN ('rl_key', 'rl_network', 'rl_simulate', 'rl_headers') AND oid IN (} . members('pg_proc') . ')'),
 	'', 'PUBLIC has no other privilege');
 $plain->ask('CREATE TABLE plain.mine (customer bigint)');
 is($plain->attempt(q{CREATE TRIGGER mine BEFORE INSERT ON plain.mine
@@ -253,7 +253,7 @@ my $granted = q{
 			FROM pg_proc WHERE oid IN (} . members('pg_proc') . q{)
 			UNION ALL SELECT 'pg_class'::regclass, oid, relowner, relacl FROM pg_class WHERE oid IN (} . members('pg_class') . q{)) o,
 		pg_identify_object(o.class, o.oid, 0) i, aclexplode(o.acl) a
-	WHERE a.grantee <> o.owner AND i.identity !~ '^public\.rl_(key|simulate|headers|limits_\w+)\('
+	WHERE a.grantee <> o.owner AND i.identity !~ '^public\.rl_(key|network|simulate|headers|limits_\w+)\('
 	ORDER BY 1};
 my $monitored = join "\n", 'EXECUTE public.rl_denied(): pg_monitor', 'EXECUTE public.rl_stat(): pg_monitor',
 	'EXECUTE public.rl_status(): pg_monitor', 'SELECT public.rl_denied: pg_monitor', 'SELECT public.rl_stat: pg_monitor';

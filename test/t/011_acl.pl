@@ -54,7 +54,7 @@ my @calls = (
 	"SELECT count(*) FROM rl_check_many('{a,b,a}', '$five')",
 	(map { "SELECT count(*) FROM $_('{$_ 1,$_ 2}', ARRAY['$five', '$log']::rl_limits[])" } qw(rl_check_all rl_enforce_all)), 'SELECT refund_in_transaction()',
 	'INSERT INTO orders VALUES (42), (42)', q{SELECT problem FROM rl_triggers},
-	q{SELECT rl_ban(rl_key('k', 1), 3600)}, q{SELECT rl_unban('k:1')}, q{SELECT rl_unban(rl_key(VARIADIC '{k,1}'::text[]))},
+	q{SELECT rl_network('10.0.0.1')}, q{SELECT rl_ban(rl_key('k', 1), 3600)}, q{SELECT rl_unban('k:1')}, q{SELECT rl_unban(rl_key(VARIADIC '{k,1}'::text[]))},
 	"SELECT count(rl_check('leased', 'fixed_window 1000/1h lease 1s', n / n)) FROM generate_series(1, 20) n",
 	"SELECT rl_reserve('held', '$five, concurrent 3/1h', 1, 'a')", q{SELECT rl_extend('held', 'a')}, q{SELECT rl_settle('held', 'a', 2)},
 	(map { "SELECT rl_settle('held', 'a', 1), rl_extend('held', '$_'), rl_reset('held', '$five')" } qw(a b)),

@@ -92,6 +92,7 @@ my %calls = (
 	'rl_unban'          => q{SELECT rl_unban('h')},
 	'rl_reset'          => q{SELECT rl_reset('f', '5/1h') AND rl_reset('f')},
 	'rl_key'            => q{SELECT rl_key('a', 1) = 'a:1'},
+	'rl_network'        => q{SELECT rl_network('192.0.2.1', 24) = '192.0.2.0/24'},
 	'rl_headers'        => q{SELECT rl_headers('n', '5/1h', rl_check('f', '5/1h', 0)) IS NOT NULL},
 	'rl_bans'           => q{SELECT count(*) >= 0 FROM rl_bans()},
 	'rl_bans_found'     => q{SELECT count(*) >= 0 FROM rl_bans_found('%')},
