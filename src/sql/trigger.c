@@ -23,8 +23,8 @@ set_key_and_limits(RlAction *action, Rule *rule, Pair *pair, TupleTableSlot *row
 	action->limits = pair->limits;
 	if (pair->call == NULL)
 		return;
-	rl_limits_call_read(pair->call, row, values);
-	rl_limits_call_run(pair->call, action->origin, values, rule->users > 1, room);
+	rl_call_read(pair->call, row, values);
+	rl_rule_limits(action->origin, rule, pair, values, room);
 	action->limits = room;
 }
 

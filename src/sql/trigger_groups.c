@@ -253,8 +253,8 @@ row_id(RowGroups *groups, int i, TupleTableSlot *row)
 	appendStringInfoChar(&id, i);
 	if (pair->call != NULL)
 	{
-		rl_limits_call_read(pair->call, row, values);
-		rl_limits_call_append(pair->call, values, &id);
+		rl_call_read(pair->call, row, values);
+		rl_call_append(pair->call, values, &id);
 	}
 	MemoryContextSwitchTo(old);
 	return (GroupId) {id.data, id.len};
@@ -302,17 +302,17 @@ rl_groups_add(RowGroups *groups, TupleTableSlot *row)
 static const RlLimits *
 group_limits(RowGroups *groups, const char *id_end, RlLimits *room)
 {
-	int			pair = *id_end;
-	LimitsCall *call = groups->rule->pairs[pair].call;
-	const RlLimits *limits = groups->rule->pairs[pair].limits;
+	int			i = *id_end;
+	Pair	   *pair = &groups->rule->pairs[i];
+	const RlLimits *limits = pair->limits;
 	MemoryContext old = MemoryContextSwitchTo(groups->row_context);
 	NullableDatum values[FUNC_MAX_ARGS];
 
-	if (call != NULL)
+	if (pair->call != NULL)
 	{
 		CHECK_FOR_INTERRUPTS();
-		rl_limits_call_restore(call, id_end + 1, values);
-		rl_limits_call_run(call, &groups->origins[pair], values, groups->rule->users > 1, room);
+		rl_call_restore(pair->call, id_end + 1, values);
+		rl_rule_limits(&groups->origins[i], groups->rule, pair, values, room);
 		limits = room;
 		MemoryContextReset(groups->row_context);
 	}

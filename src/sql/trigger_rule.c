@@ -283,6 +283,25 @@ parse_option(Rule *rule, Relation rel, const Trigger *trigger, const char *optio
 	return rl_error_detail(error, "Options are quota={column} and on_deny=skip, each once.");
 }
 
+/* Sets the call that returns the limits of a pair.  Returns false with the error set. */
+static bool
+parse_limits_call(Rule *rule, Pair *pair, Relation rel, const Trigger *trigger, const char *text, RlError *error)
+{
+	Oid			wanted = GetSysCacheOid2(TYPENAMENSP, Anum_pg_type_oid, CStringGetDatum("rl_limits"),
+										 ObjectIdGetDatum(get_func_namespace(trigger->tgfoid)));
+	Oid			type;
+
+	rule->calls = true;
+	pair->call = rl_call_make(rel, trigger, &text, '\0', rule->context, error);
+	if (pair->call == NULL)
+		return false;
+	type = pair->call->function->funcresulttype;
+	if (getBaseType(type) == wanted && OidIsValid(wanted))
+		return true;
+	rl_error_set(error, ERRCODE_DATATYPE_MISMATCH, "function %s must return type rl_limits", pair->call->signature);
+	return rl_error_detail(error, "It returns type %s.", format_type_be(type));
+}
+
 /* Parses a key and its limits.  Returns false with the error set. */
 static bool
 parse_pair(Rule *rule, Relation rel, const Trigger *trigger, const char *key, const char *limits,
@@ -292,11 +311,9 @@ parse_pair(Rule *rule, Relation rel, const Trigger *trigger, const char *key, co
 	RlLimits	parsed;
 
 	pair->template = key;
-	if (rl_limits_is_call(limits))
+	if (rl_is_call(limits))
 	{
-		rule->calls = true;
-		pair->call = rl_limits_call_make(rel, trigger, limits, rule->context, error);
-		if (pair->call == NULL)
+		if (!parse_limits_call(rule, pair, rel, trigger, limits, error))
 			return false;
 	}
 	else if (rl_limits_parse(limits, strlen(limits), &parsed, error))
@@ -420,7 +437,7 @@ mark_stale(Datum arg pg_attribute_unused(), Oid relation)
 	HASH_SEQ_STATUS seq;
 	RuleEntry  *entry;
 
-	rl_limits_calls_outdate();
+	rl_calls_outdate();
 	hash_seq_init(&seq, rules);
 	while ((entry = hash_seq_search(&seq)) != NULL)
 		if (relation == InvalidOid || entry->relation == relation)
@@ -437,7 +454,7 @@ outdate_calls(Datum arg pg_attribute_unused(), SysCacheIdentifier cache, uint32 
 	HASH_SEQ_STATUS seq;
 	RuleEntry  *entry;
 
-	rl_limits_calls_outdate();
+	rl_calls_outdate();
 	if (cache != PROCOID && cache != NAMESPACEOID)
 		return;
 	hash_seq_init(&seq, rules);
@@ -595,6 +612,25 @@ rl_rule_key(const RlOrigin *origin, Pair *pair, TupleTableSlot *row)
 				 errdetail("%s%sIts template is \"%s\".", error.detail, error.detail[0] ? " " : "", pair->template),
 				 errtrigger(origin, bms_membership(pair->columns) == BMS_SINGLETON ? bms_singleton_member(pair->columns) : 0)));
 	return key;
+}
+
+/*
+ * Sets the limits that the pair's function returns for the values of its arguments.
+ * Raises an error if it returns NULL, and those of rl_call_run.
+ */
+void
+rl_rule_limits(const RlOrigin *origin, const Rule *rule, Pair *pair, const NullableDatum *values, RlLimits *limits)
+{
+	bool		isnull;
+	Datum		result = rl_call_run(pair->call, values, rule->users > 1, &isnull);
+
+	if (isnull)
+		ereport(ERROR,
+				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				 errmsg("function %s returned NULL instead of limits", pair->call->signature),
+				 errhint("For no limit, return \"unlimited\"."),
+				 errtrigger(origin, 0)));
+	rl_limits_copy(limits, rl_text_limits(DatumGetTextPP(result)));
 }
 
 /* Returns a quota of the rule, or raises an error if it is out of range. */

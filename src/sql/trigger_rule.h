@@ -9,7 +9,7 @@
 
 #include "report.h"
 #include "sql/key.h"
-#include "sql/trigger_limits.h"
+#include "sql/trigger_call.h"
 
 #define RL_MAX_PAIRS		RL_MAX_KEYS
 
@@ -29,7 +29,7 @@ typedef struct Pair
 	Piece	   *pieces;
 	Bitmapset  *columns;		/* of the key */
 	RlLimits   *limits;			/* with room for its limits only; NULL: those of the call */
-	LimitsCall *call;			/* returns the limits of a row */
+	RowCall    *call;			/* returns the limits of a row */
 } Pair;
 
 /* A rule and all its data are allocated in a context of its own, of 1 kB for one pair with one limit. */
@@ -53,6 +53,8 @@ struct TupleTableSlot;
 
 extern Rule *rl_rule_find(Relation rel, const Trigger *trigger);
 extern RlKey rl_rule_key(const RlOrigin *origin, Pair *pair, struct TupleTableSlot *row);
+extern void rl_rule_limits(const RlOrigin *origin, const Rule *rule, Pair *pair, const NullableDatum *values,
+						   RlLimits *limits);
 extern int64 rl_rule_quota(const RlOrigin *origin, const Rule *rule, struct TupleTableSlot *row);
 extern int64 rl_rule_check_quota(const RlOrigin *origin, const Rule *rule, int64 quota);
 extern Rule *rl_rule_make(Relation rel, const Trigger *trigger, bool *valid, RlError *error);

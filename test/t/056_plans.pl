@@ -147,7 +147,7 @@ is($admin->ask(q{SELECT count(*) FROM rl_triggers WHERE problem LIKE 'function s
 $admin->ask(q{CREATE FUNCTION shop.limits(name text) RETURNS text LANGUAGE sql RETURN '2/1h'});
 orders_fail('of a wrong type', '42804', qr/^function shop\.limits\(text\) must return type rl_limits$/);
 $admin->ask(q{DROP FUNCTION shop.limits(text); CREATE FUNCTION shop.limits(name text) RETURNS SETOF rl_limits LANGUAGE sql RETURN '2/1h'::rl_limits});
-orders_fail('a set', '0A000', qr/^function shop\.limits\(text\) cannot return the limits of a trigger$/);
+orders_fail('a set', '0A000', qr/^rl_enforce cannot call function shop\.limits\(text\)$/);
 $admin->ask(q{DROP FUNCTION shop.limits(text); CREATE FUNCTION shop.limits(name text) RETURNS rl_limits LANGUAGE plpgsql
 	AS 'BEGIN IF name = ''ann'' THEN RAISE ''the plan is gone'' USING ERRCODE = ''P0042''; END IF; RETURN ''unlimited''; END'});
 orders_fail('an error of its own', 'P0042', qr/^the plan is gone$/);

@@ -1,6 +1,6 @@
 /*
- * trigger_limits.c
- *		Limits of a trigger that a function returns: schema.function({column}, ...).
+ * trigger_call.c
+ *		Calls of functions of a row in the arguments of a trigger: schema.function({column}, ...).
  *
  * The parser resolves the function by its name and the types of the columns when
  * the trigger's arguments are parsed.  trigger_rule.c parses them again after
@@ -34,11 +34,9 @@
 #include "utils/syscache.h"
 #include "utils/varlena.h"
 
-#include "algorithm/limits.h"
 #include "error.h"
-#include "sql/arguments.h"
 #include "sql/rule_column.h"
-#include "sql/trigger_limits.h"
+#include "sql/trigger_call.h"
 
 #if PG_VERSION_NUM < 170000
 #define vxid_lxid(proc) ((proc)->lxid)
@@ -70,14 +68,14 @@ static uint64 changes = 0;		/* of catalogs that plans depend on */
 
 /* Lets each call make its state again, because a catalog has changed.  Does not throw. */
 void
-rl_limits_calls_outdate(void)
+rl_calls_outdate(void)
 {
 	changes++;
 }
 
-/* Returns true if the text in place of limits is a call.  Limits never have a parenthesis. */
+/* Returns true if a text is a call, and not limits, which never have a parenthesis. */
 bool
-rl_limits_is_call(const char *text)
+rl_is_call(const char *text)
 {
 	return strchr(text, '(') != NULL;
 }
@@ -127,7 +125,7 @@ skip_space(const char *p)
 
 /* Appends the argument {column} to the call.  Returns false with the error set. */
 static bool
-add_argument(LimitsCall *call, List **params, Relation rel, const Trigger *trigger,
+add_argument(RowCall *call, List **params, Relation rel, const Trigger *trigger,
 			 const char *name, int len, RlError *error)
 {
 	AttrNumber	attnum = rl_rule_column(rel, trigger, name, len, error);
@@ -140,7 +138,7 @@ add_argument(LimitsCall *call, List **params, Relation rel, const Trigger *trigg
 		return rl_error_set(error, ERRCODE_TOO_MANY_ARGUMENTS,
 							"cannot pass more than %d arguments to a function", FUNC_MAX_ARGS);
 	attribute = TupleDescAttr(RelationGetDescr(rel), attnum - 1);
-	call->args[call->nargs++] = (LimitsArgument) {attnum, attribute->atttypid, attribute->attbyval, attribute->attlen};
+	call->args[call->nargs++] = (CallArgument) {attnum, attribute->atttypid, attribute->attbyval, attribute->attlen};
 	param = makeNode(Param);
 	param->paramkind = PARAM_EXTERN;
 	param->paramid = call->nargs;
@@ -152,14 +150,17 @@ add_argument(LimitsCall *call, List **params, Relation rel, const Trigger *trigg
 	return true;
 }
 
-/* Sets the arguments from the text after the parenthesis.  Returns false with the error set. */
+/*
+ * Sets the arguments from *args, the text after the parenthesis, and moves *args to the
+ * character end, which follows the call.  Returns false with the error set.
+ */
 static bool
-parse_arguments(LimitsCall *call, List **params, Relation rel, const Trigger *trigger,
-				const char *text, const char *args, RlError *error)
+parse_arguments(RowCall *call, List **params, Relation rel, const Trigger *trigger,
+				const char *text, const char **args, char end, RlError *error)
 {
-	const char *p = skip_space(args);
+	const char *p = skip_space(*args);
 
-	call->args = palloc(FUNC_MAX_ARGS * sizeof(LimitsArgument));
+	call->args = palloc(FUNC_MAX_ARGS * sizeof(CallArgument));
 	if (*p != ')')
 		for (;;)
 		{
@@ -174,9 +175,8 @@ parse_arguments(LimitsCall *call, List **params, Relation rel, const Trigger *tr
 				break;
 			p = skip_space(p + 1);
 		}
-	if (*p != ')' || *skip_space(p + 1) != '\0')
-		return wrong_call(error, text);
-	return true;
+	*args = *p == ')' ? skip_space(p + 1) : p;
+	return (*p == ')' && **args == end) || wrong_call(error, text);
 }
 
 /*
@@ -191,7 +191,7 @@ wrong_function(RlError *error, FuncDetailCode code, const char *signature)
 	{
 		case FUNCDETAIL_NORMAL:
 			rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-						 "function %s cannot return the limits of a trigger", signature);
+						 "rl_enforce cannot call function %s", signature);
 			return rl_error_detail(error, "It must not return a set, be VARIADIC, or have a default of a polymorphic type.");
 		case FUNCDETAIL_MULTIPLE:
 			return rl_error_set(error, ERRCODE_AMBIGUOUS_FUNCTION, "function %s is not unique", signature);
@@ -212,7 +212,7 @@ check_schema(const char *name, RlError *error)
 
 	if (strcmp(name, "pg_temp") == 0 || (OidIsValid(schema) && isAnyTempNamespace(schema)))
 		return rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-							"a temporary function cannot return the limits of a trigger");
+							"rl_enforce cannot call a temporary function");
 	return OidIsValid(schema) ||
 		rl_error_set(error, ERRCODE_UNDEFINED_SCHEMA, "schema \"%s\" does not exist", name);
 }
@@ -294,7 +294,7 @@ make_call(List *names, List *params)
  * user.
  */
 static bool
-resolve(LimitsCall *call, List *names, List *params, Oid limits_type, RlError *error)
+resolve(RowCall *call, List *names, List *params, RlError *error)
 {
 	Oid			user;
 	int			context;
@@ -309,36 +309,30 @@ resolve(LimitsCall *call, List *names, List *params, Oid limits_type, RlError *e
 	if (found)
 		call->function = make_call(names, params);
 	SetUserIdAndSecContext(user, context);
-	if (!found)
-		return false;
-	if (getBaseType(call->function->funcresulttype) == limits_type && OidIsValid(limits_type))
-		return true;
-	rl_error_set(error, ERRCODE_DATATYPE_MISMATCH,
-				 "function %s must return type rl_limits", call->signature);
-	return rl_error_detail(error, "It returns type %s.", format_type_be(call->function->funcresulttype));
+	return found;
 }
 
 /*
- * Parses and resolves a call, which is allocated in the context.  Returns NULL with the
- * error set if it is not valid.
+ * Parses and resolves the call at *text, which is allocated in the context, and moves *text
+ * to the character end, which follows the call.  Returns NULL with the error set if it is
+ * not valid.
  */
-LimitsCall *
-rl_limits_call_make(Relation rel, const Trigger *trigger, const char *text, MemoryContext context, RlError *error)
+RowCall *
+rl_call_make(Relation rel, const Trigger *trigger, const char **text, char end, MemoryContext context, RlError *error)
 {
-	LimitsCall *call = MemoryContextAllocZero(context, sizeof(LimitsCall));
+	RowCall *call = MemoryContextAllocZero(context, sizeof(RowCall));
 	MemoryContext old;
 	List	   *names = NIL;
 	List	   *params = NIL;
 	const char *args;
-	Oid			limits_type = GetSysCacheOid2(TYPENAMENSP, Anum_pg_type_oid, CStringGetDatum("rl_limits"),
-											  ObjectIdGetDatum(get_func_namespace(trigger->tgfoid)));
 
-	if (!parse_name(text, &names, &args, error) ||
-		!parse_arguments(call, &params, rel, trigger, text, args, error) ||
-		!resolve(call, names, params, limits_type, error))
+	if (!parse_name(*text, &names, &args, error) ||
+		!parse_arguments(call, &params, rel, trigger, *text, &args, end, error) ||
+		!resolve(call, names, params, error))
 		return NULL;
+	*text = args;
 	old = MemoryContextSwitchTo(context);
-	call->args = memcpy(palloc(call->nargs * sizeof(LimitsArgument)), call->args, call->nargs * sizeof(LimitsArgument));
+	call->args = memcpy(palloc(call->nargs * sizeof(CallArgument)), call->args, call->nargs * sizeof(CallArgument));
 	call->signature = pstrdup(call->signature);
 	call->function = copyObject(call->function);
 	call->context = AllocSetContextCreate(context, "rate-limit call", ALLOCSET_SMALL_SIZES);
@@ -355,7 +349,7 @@ rl_limits_call_make(Relation rel, const Trigger *trigger, const char *text, Memo
  * may not execute the function.
  */
 static CallState *
-make_state(const LimitsCall *call)
+make_state(const RowCall *call)
 {
 	CallState  *state = palloc(sizeof(CallState));
 	FuncExpr   *function = copyObject(call->function);
@@ -375,7 +369,7 @@ make_state(const LimitsCall *call)
 
 /* Returns true if the state of the last run is still valid. */
 static bool
-state_is_valid(const LimitsCall *call)
+state_is_valid(const RowCall *call)
 {
 	return call->state != NULL && call->transaction == vxid_lxid(MyProc) && call->role == GetUserId() &&
 		call->changes == changes && call->state->row_security == row_security &&
@@ -384,7 +378,7 @@ state_is_valid(const LimitsCall *call)
 
 /* Returns the state of the last run, or a new state. */
 static CallState *
-get_state(LimitsCall *call)
+get_state(RowCall *call)
 {
 	MemoryContext old;
 
@@ -403,7 +397,7 @@ get_state(LimitsCall *call)
 
 /* Sets the arguments' values, which point into the row's memory. */
 void
-rl_limits_call_read(const LimitsCall *call, TupleTableSlot *row, NullableDatum *values)
+rl_call_read(const RowCall *call, TupleTableSlot *row, NullableDatum *values)
 {
 	for (int i = 0; i < call->nargs; i++)
 		values[i].value = slot_getattr(row, call->args[i].attnum, &values[i].isnull);
@@ -411,11 +405,11 @@ rl_limits_call_read(const LimitsCall *call, TupleTableSlot *row, NullableDatum *
 
 /* Appends bytes of the values, which are the same for rows with the same values. */
 void
-rl_limits_call_append(const LimitsCall *call, const NullableDatum *values, StringInfo bytes)
+rl_call_append(const RowCall *call, const NullableDatum *values, StringInfo bytes)
 {
 	for (int i = 0; i < call->nargs; i++)
 	{
-		const LimitsArgument *arg = &call->args[i];
+		const CallArgument *arg = &call->args[i];
 		Datum		value = values[i].value;
 		char	   *at;
 
@@ -429,9 +423,9 @@ rl_limits_call_append(const LimitsCall *call, const NullableDatum *values, Strin
 	}
 }
 
-/* Sets the values from bytes that rl_limits_call_append made, in the current memory context. */
+/* Sets the values from bytes that rl_call_append made, in the current memory context. */
 void
-rl_limits_call_restore(const LimitsCall *call, const char *bytes, NullableDatum *values)
+rl_call_restore(const RowCall *call, const char *bytes, NullableDatum *values)
 {
 	char	   *at = unconstify(char *, bytes);
 
@@ -440,17 +434,15 @@ rl_limits_call_restore(const LimitsCall *call, const char *bytes, NullableDatum 
 }
 
 /*
- * Calls the function, and sets the limits that it returns.  "nested" says that the
- * function has fired the trigger again, while it runs.  Raises an error if the role may
- * not execute the function, or if it returns NULL; and the function's own errors.
+ * Calls the function, and returns its result, which is valid until the next run.  "nested"
+ * says that the function has fired the trigger again, while it runs.  Raises an error if
+ * the role may not execute the function; and the function's own errors.
  */
-void
-rl_limits_call_run(LimitsCall *call, const RlOrigin *origin, const NullableDatum *values, bool nested,
-				   RlLimits *limits)
+Datum
+rl_call_run(RowCall *call, const NullableDatum *values, bool nested, bool *isnull)
 {
 	CallState  *state = nested ? make_state(call) : get_state(call);
 	Datum		result;
-	bool		isnull;
 
 	for (int i = 0; i < call->nargs; i++)
 	{
@@ -461,14 +453,8 @@ rl_limits_call_run(LimitsCall *call, const RlOrigin *origin, const NullableDatum
 	if (!nested)
 		call->state = NULL;
 	ResetExprContext(state->econtext);
-	result = ExecEvalExprSwitchContext(state->expr, state->econtext, &isnull);
+	result = ExecEvalExprSwitchContext(state->expr, state->econtext, isnull);
 	if (!nested)
 		call->state = state;
-	if (isnull)
-		ereport(ERROR,
-				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
-				 errmsg("function %s returned NULL instead of limits", call->signature),
-				 errhint("For no limit, return \"unlimited\"."),
-				 errtableconstraint(origin->rel, origin->trigger->tgname)));
-	rl_limits_copy(limits, rl_text_limits(DatumGetTextPP(result)));
+	return result;
 }
