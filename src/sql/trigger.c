@@ -19,7 +19,7 @@ set_key_and_limits(RlAction *action, Rule *rule, Pair *pair, TupleTableSlot *row
 {
 	NullableDatum values[FUNC_MAX_ARGS];
 
-	action->key = rl_rule_key(action->origin, pair, row);
+	action->key = rl_rule_key(action->origin, rule, pair, row);
 	action->limits = pair->limits;
 	if (pair->call == NULL)
 		return;

@@ -243,7 +243,7 @@ row_id(RowGroups *groups, int i, TupleTableSlot *row)
 {
 	MemoryContext old = MemoryContextSwitchTo(groups->row_context);
 	Pair	   *pair = &groups->rule->pairs[i];
-	RlKey		key = rl_rule_key(&groups->origins[i], pair, row);
+	RlKey		key = rl_rule_key(&groups->origins[i], groups->rule, pair, row);
 	NullableDatum values[FUNC_MAX_ARGS];
 	StringInfoData id;
 

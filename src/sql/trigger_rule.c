@@ -63,58 +63,98 @@ unmatched_brace(char brace, const char *template, RlError *error)
 	return rl_error_detail(error, "A literal brace is written twice.");
 }
 
+/* Prepares the values of a piece.  Returns false with the error set if their type is not accepted. */
+static bool
+set_type(Piece *piece, Oid type, const char *what, MemoryContext context, RlError *error)
+{
+	if (rl_key_part_init(&piece->value, type, context))
+		return true;
+	rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED, "%s of type %s cannot be part of a rate-limit key",
+				 what, format_type_be(type));
+	return rl_error_detail(error, "It must be an integer, numeric, text, varchar, char, name, uuid, boolean, inet, cidr, an enum, or a domain over one of them.");
+}
+
 /* Sets the networks that stand for a column's addresses.  Returns false with the error set. */
 static bool
 set_network(Piece *piece, const char *column, const char *bits, RlError *error)
 {
-	if (piece->column.type != INETOID && piece->column.type != CIDROID)
+	if (piece->value.type != INETOID && piece->value.type != CIDROID)
 	{
 		rl_error_set(error, ERRCODE_DATATYPE_MISMATCH, "column \"%s\" of type %s is not an address",
-					 column, format_type_be(piece->column.type));
+					 column, format_type_be(piece->value.type));
 		return rl_error_detail(error, "It must be inet, cidr, or a domain over one of them.");
 	}
-	if (rl_key_part_network(&piece->column, bits))
+	if (rl_key_part_network(&piece->value, bits))
 		return true;
 	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "invalid network \"/%s\" of column \"%s\"", bits, column);
 	return rl_error_detail(error, "Write {column/64}, with at most 128 bits of IPv6, or {column/24,56}, with at most 32 bits of IPv4 before them.");
 }
 
+static void
+add_column(Pair *pair, AttrNumber attnum, MemoryContext context)
+{
+	MemoryContext old = MemoryContextSwitchTo(context);
+
+	pair->columns = bms_add_member(pair->columns, attnum);
+	MemoryContextSwitchTo(old);
+}
+
 /*
- * Ends the text of a piece with a column, perhaps with the bits of its networks.  Returns
- * false with the error set.
+ * Ends the text of a piece with the call at *text, and moves *text to the brace after it.
+ * Returns false with the error set.
  */
 static bool
-set_column(Pair *pair, Piece *piece, Relation rel, const Trigger *trigger, const char *text, int len,
-		   MemoryContext context, RlError *error)
+set_call(Rule *rule, Pair *pair, Piece *piece, Relation rel, const Trigger *trigger, const char **text,
+		 RlError *error)
 {
-	char	   *name = pnstrdup(text, len);
-	/* A name can have a slash. */
-	char	   *slash = attnameAttNum(rel, name, false) == InvalidAttrNumber ? strrchr(name, '/') : NULL;
-	MemoryContext old;
-	Oid			type;
+	RowCall    *call = rl_call_make(rel, trigger, text, '}', rule->context, error);
 
-	if (slash != NULL)
-		*slash = '\0';
+	rule->calls = true;
+	piece->call = call;
+	if (call == NULL)
+		return false;
+	for (int i = 0; i < call->nargs; i++)
+		add_column(pair, call->args[i].attnum, rule->context);
+	return set_type(piece, call->function->funcresulttype, psprintf("result of function %s", call->signature),
+					rule->context, error);
+}
+
+/*
+ * Ends the text of a piece with the value that *text names: a column, perhaps with the bits
+ * of its networks, or a call.  Moves *text to the brace after it.  Returns false with the
+ * error set.
+ */
+static bool
+set_value(Rule *rule, Pair *pair, Piece *piece, Relation rel, const Trigger *trigger, const char **text,
+		  RlError *error)
+{
+	const char *close = strchr(*text, '}');
+	char	   *name = pnstrdup(*text, close - *text);
+	char	   *slash = NULL;
+
+	/* A column's name can have any character. */
+	if (attnameAttNum(rel, name, false) == InvalidAttrNumber)
+	{
+		if (rl_is_call(name))
+			return set_call(rule, pair, piece, rel, trigger, text, error);
+		slash = strrchr(name, '/');
+		if (slash != NULL)
+			*slash = '\0';
+	}
+	*text = close;
 	piece->attnum = rl_rule_column(rel, trigger, name, strlen(name), error);
 	if (piece->attnum == 0)
 		return false;
-	old = MemoryContextSwitchTo(context);
-	pair->columns = bms_add_member(pair->columns, piece->attnum);
-	MemoryContextSwitchTo(old);
-	type = attnumTypeId(rel, piece->attnum);
-	if (rl_key_part_init(&piece->column, type, context))
-		return slash == NULL || set_network(piece, name, slash + 1, error);
-	rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-				 "column \"%s\" of type %s cannot be part of a rate-limit key",
-				 name, format_type_be(type));
-	return rl_error_detail(error, "It must be an integer, numeric, text, varchar, char, name, uuid, boolean, inet, cidr, an enum, or a domain over one of them.");
+	add_column(pair, piece->attnum, rule->context);
+	return set_type(piece, attnumTypeId(rel, piece->attnum), psprintf("column \"%s\"", name), rule->context, error) &&
+		(slash == NULL || set_network(piece, name, slash + 1, error));
 }
 
-/* Returns how many bytes each value of the column has at least. */
+/* Returns how many bytes each value of the piece has at least. */
 static int
 least_length(const Piece *piece)
 {
-	switch (piece->column.type)
+	switch (piece->value.type)
 	{
 		case TEXTOID:
 		case VARCHAROID:
@@ -122,7 +162,7 @@ least_length(const Piece *piece)
 		case NAMEOID:
 			return 0;
 		default:
-			return type_is_enum(piece->column.type) ? 0 : 1;
+			return type_is_enum(piece->value.type) ? 0 : 1;
 	}
 }
 
@@ -140,8 +180,8 @@ check_length(const char *text, int len, int more, RlError *error)
 }
 
 /*
- * Lets the values of a piece's column escape a character of the text between it and the
- * next column, so that the end of the value is known.  Returns false if the text has no
+ * Lets the values of a piece escape a character of the text between them and the next
+ * value, so that the end of the value is known.  Returns false if the text has no
  * such character: those of escapes, %3A, cannot be it.
  */
 static bool
@@ -149,34 +189,33 @@ separate(Piece *piece, const Piece *next)
 {
 	const char *text = next->text;
 
-	if (memchr(text, ':', next->len) != NULL || piece->column.type == UUIDOID || piece->column.type == BOOLOID)
+	if (memchr(text, ':', next->len) != NULL || piece->value.type == UUIDOID || piece->value.type == BOOLOID)
 		return true;
-	for (int i = 0; i < next->len && piece->column.also == '\0'; i++)
+	for (int i = 0; i < next->len && piece->value.also == '\0'; i++)
 		if (!IS_HIGHBIT_SET(text[i]) && strchr("%0123456789ABCDEF", text[i]) == NULL)
-			piece->column.also = text[i];
-	return piece->column.also != '\0';
+			piece->value.also = text[i];
+	return piece->value.also != '\0';
 }
 
-/* Separates the columns of a key.  Returns false with the error set. */
+/* Separates the values of a key.  Returns false with the error set. */
 static bool
-separate_columns(const Pair *pair, RlError *error)
+separate_values(const Pair *pair, RlError *error)
 {
-	for (Piece *piece = pair->pieces; piece->attnum != 0 && piece[1].attnum != 0; piece++)
+	for (Piece *piece = pair->pieces; piece->value.type != InvalidOid && piece[1].value.type != InvalidOid; piece++)
 		if (!separate(piece, piece + 1))
 		{
 			rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
-						 "two columns of a rate-limit key must have a separator");
+						 "two values of a rate-limit key must have a separator");
 			return rl_error_detail(error, "Write \":\", or another ASCII character except %% and 0 to 9 and A to F, between them.");
 		}
 	return true;
 }
 
-/* Sets the pieces of the key, in the context.  Returns false with the error set. */
+/* Sets the pieces of the key.  Returns false with the error set. */
 static bool
-parse_template(Pair *pair, Relation rel, const Trigger *trigger, const char *template, MemoryContext context,
-			   RlError *error)
+parse_template(Rule *rule, Pair *pair, Relation rel, const Trigger *trigger, const char *template, RlError *error)
 {
-	char	   *text = MemoryContextAlloc(context, strlen(template) + 1);
+	char	   *text = MemoryContextAlloc(rule->context, strlen(template) + 1);
 	char	   *end = text;
 	Piece	   *piece;
 	int			npieces = 1;
@@ -186,31 +225,28 @@ parse_template(Pair *pair, Relation rel, const Trigger *trigger, const char *tem
 		return rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be empty");
 	for (const char *p = template; *p; p++)
 		npieces += *p == '{' && p[1] != '{';
-	pair->pieces = piece = MemoryContextAllocZero(context, npieces * sizeof(Piece));
+	pair->pieces = piece = MemoryContextAllocZero(rule->context, npieces * sizeof(Piece));
 	piece->text = end;
 	for (const char *p = template; *p; p++)
 	{
-		const char *close;
-
 		if ((*p == '{' || *p == '}') && p[1] == *p)
 			p++;
 		else if (*p == '{' || *p == '}')
 		{
 			CHECK_FOR_INTERRUPTS();
-			close = *p == '{' ? strchr(p, '}') : NULL;
-			if (close == NULL)
+			if (*p == '}' || strchr(p, '}') == NULL)
 				return unmatched_brace(*p, template, error);
-			if (!set_column(pair, piece, rel, trigger, p + 1, close - p - 1, context, error))
+			p++;
+			if (!set_value(rule, pair, piece, rel, trigger, &p, error))
 				return false;
 			more += least_length(piece);
 			(++piece)->text = end;
-			p = close;
 			continue;
 		}
 		*end++ = *p;
 		piece->len++;
 	}
-	return separate_columns(pair, error) && check_length(text, end - text, more, error);
+	return separate_values(pair, error) && check_length(text, end - text, more, error);
 }
 
 /* Rejects a quota above the capacity of fixed limits, which would refuse each write. */
@@ -323,7 +359,7 @@ parse_pair(Rule *rule, Relation rel, const Trigger *trigger, const char *key, co
 	}
 	else
 		return false;
-	if (!parse_template(pair, rel, trigger, key, rule->context, error))
+	if (!parse_template(rule, pair, rel, trigger, key, error))
 		return false;
 	rule->npairs++;
 	return true;
@@ -585,12 +621,41 @@ row_value(const RlOrigin *origin, TupleTableSlot *row, AttrNumber attnum, const 
 	return value;
 }
 
+/* Returns what a function returns, which must not be NULL.  Raises those errors of rl_call_run too. */
+static Datum
+call_value(const RlOrigin *origin, const Rule *rule, RowCall *call, const NullableDatum *values, const char *use,
+		   const char *hint)
+{
+	bool		isnull;
+	Datum		value = rl_call_run(call, values, rule->users > 1, &isnull);
+
+	if (isnull)
+		ereport(ERROR,
+				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+				 errmsg("function %s returned NULL instead of %s", call->signature, use),
+				 hint != NULL ? errhint("%s", hint) : 0,
+				 errtrigger(origin, 0)));
+	return value;
+}
+
+/* Returns the value of a piece of the key. */
+static Datum
+piece_value(const RlOrigin *origin, const Rule *rule, const Piece *piece, TupleTableSlot *row)
+{
+	NullableDatum values[FUNC_MAX_ARGS];
+
+	if (piece->call == NULL)
+		return row_value(origin, row, piece->attnum, "part of a rate-limit key");
+	rl_call_read(piece->call, row, values);
+	return call_value(origin, rule, piece->call, values, "a part of a rate-limit key", NULL);
+}
+
 /*
- * Returns the row's key, in the current memory context.  Raises an error if a
- * column is NULL, or the key is empty or too long.
+ * Returns the row's key, in the current memory context.  Raises an error if a value is
+ * NULL, or the key is empty or too long, and those of rl_call_run.
  */
 RlKey
-rl_rule_key(const RlOrigin *origin, Pair *pair, TupleTableSlot *row)
+rl_rule_key(const RlOrigin *origin, const Rule *rule, Pair *pair, TupleTableSlot *row)
 {
 	StringInfoData text;
 	RlKey		key;
@@ -600,10 +665,9 @@ rl_rule_key(const RlOrigin *origin, Pair *pair, TupleTableSlot *row)
 	for (Piece *piece = pair->pieces;; piece++)
 	{
 		appendBinaryStringInfo(&text, piece->text, piece->len);
-		if (piece->attnum == 0)
+		if (piece->value.type == InvalidOid)
 			break;
-		rl_key_part_append(&text, &piece->column,
-						   row_value(origin, row, piece->attnum, "part of a rate-limit key"));
+		rl_key_part_append(&text, &piece->value, piece_value(origin, rule, piece, row));
 	}
 	if (!rl_key_make(text.data, text.len, &key, &error))
 		ereport(ERROR,
@@ -621,15 +685,8 @@ rl_rule_key(const RlOrigin *origin, Pair *pair, TupleTableSlot *row)
 void
 rl_rule_limits(const RlOrigin *origin, const Rule *rule, Pair *pair, const NullableDatum *values, RlLimits *limits)
 {
-	bool		isnull;
-	Datum		result = rl_call_run(pair->call, values, rule->users > 1, &isnull);
+	Datum		result = call_value(origin, rule, pair->call, values, "limits", "For no limit, return \"unlimited\".");
 
-	if (isnull)
-		ereport(ERROR,
-				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
-				 errmsg("function %s returned NULL instead of limits", pair->call->signature),
-				 errhint("For no limit, return \"unlimited\"."),
-				 errtrigger(origin, 0)));
 	rl_limits_copy(limits, rl_text_limits(DatumGetTextPP(result)));
 }
 

@@ -13,13 +13,14 @@
 
 #define RL_MAX_PAIRS		RL_MAX_KEYS
 
-/* A piece of the key's template: text, then a column. */
+/* A piece of the key's template: text, then a value. */
 typedef struct Piece
 {
 	const char *text;
 	int			len;
-	AttrNumber	attnum;			/* 0: none; this is the last piece */
-	RlKeyPart	column;
+	AttrNumber	attnum;			/* the value is this column */
+	RowCall    *call;			/* or what this call returns */
+	RlKeyPart	value;			/* of type 0: none; this is the last piece */
 } Piece;
 
 /* A key and its limits. */
@@ -27,7 +28,7 @@ typedef struct Pair
 {
 	const char *template;
 	Piece	   *pieces;
-	Bitmapset  *columns;		/* of the key */
+	Bitmapset  *columns;		/* of the key, also as arguments */
 	RlLimits   *limits;			/* with room for its limits only; NULL: those of the call */
 	RowCall    *call;			/* returns the limits of a row */
 } Pair;
@@ -41,7 +42,7 @@ typedef struct Rule
 	char	  **args;
 	int			npairs;
 	Pair	   *pairs;
-	bool		calls;			/* a pair has a call */
+	bool		calls;			/* a key or a pair has a call */
 	int64		quota;			/* if quota_attnum is 0 */
 	AttrNumber	quota_attnum;
 	Oid			quota_type;
@@ -52,7 +53,7 @@ typedef struct Rule
 struct TupleTableSlot;
 
 extern Rule *rl_rule_find(Relation rel, const Trigger *trigger);
-extern RlKey rl_rule_key(const RlOrigin *origin, Pair *pair, struct TupleTableSlot *row);
+extern RlKey rl_rule_key(const RlOrigin *origin, const Rule *rule, Pair *pair, struct TupleTableSlot *row);
 extern void rl_rule_limits(const RlOrigin *origin, const Rule *rule, Pair *pair, const NullableDatum *values,
 						   RlLimits *limits);
 extern int64 rl_rule_quota(const RlOrigin *origin, const Rule *rule, struct TupleTableSlot *row);

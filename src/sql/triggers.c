@@ -223,7 +223,7 @@ warnings_of(Relation rel, const TriggerDesc *triggers, int n, const Rule *rule)
 			 "take it for written");
 #if PG_VERSION_NUM < 180000
 	if (rule->calls && trigger->tgdeferrable)
-		warn(&text, "if the trigger is deferred, it calls the function for the limits as the role that commits");
+		warn(&text, "if the trigger is deferred, it calls functions as the role that commits");
 #endif
 	if (trigger->tgenabled == TRIGGER_FIRES_ALWAYS || trigger->tgenabled == TRIGGER_FIRES_ON_REPLICA)
 		warn(&text, "the trigger fires for rows of a subscription too: a row that the publisher has charged "

@@ -169,6 +169,35 @@ INSERT INTO orders VALUES (3, 1, '1/1h'), (2, 4, '7/1h');
 SELECT (SELECT count(*) FROM rl_inspect('pair:3')) AS one, (SELECT count(*) FROM rl_inspect('pair:1/1h')) AS two;
 DROP TRIGGER enforce ON orders;
 
+-- A key by function.
+CREATE FUNCTION shop.tenant(payload jsonb) RETURNS text LANGUAGE plpgsql IMMUTABLE AS $$ BEGIN RETURN payload->>'tenant'; END $$;
+CREATE FUNCTION shop.tenant_number(payload jsonb) RETURNS numeric LANGUAGE sql IMMUTABLE RETURN (payload->>'number')::numeric;
+CREATE TABLE jobs (payload jsonb, items int DEFAULT 1);
+CREATE TRIGGER enforce BEFORE INSERT ON jobs FOR EACH ROW
+	EXECUTE FUNCTION rl_enforce('job:{shop.tenant({payload})}', '5/1h', '{items}-{shop.tenant_number({payload})}.{items}', '5/1h', 'quota={items}');
+SELECT key, problem, warning FROM rl_triggers WHERE relation = 'jobs'::regclass;
+INSERT INTO jobs VALUES ('{"tenant": "a:b", "number": 1.50}', 2), ('{"tenant": "a:b", "number": 1.5}', 2);
+SELECT key, remaining FROM rl_check_many(ARRAY[rl_key('job', 'a:b'), '2-1%2E5.2'], '5/1h', '{0,0}');
+INSERT INTO jobs VALUES ('{"tenant": "a:b", "number": 2}', 2);
+INSERT INTO jobs VALUES ('{"tenant": "c"}');
+SELECT remaining FROM rl_peek('job:c', '5/1h', 0);
+DROP TRIGGER enforce ON jobs;
+-- For each statement, the rows with one key are a group, and an error charges nothing.
+CREATE TRIGGER enforce AFTER INSERT ON jobs REFERENCING NEW TABLE AS new FOR EACH STATEMENT
+	EXECUTE FUNCTION rl_enforce('jobs:{shop.tenant({payload})}', '5/1h', 'quota={items}');
+INSERT INTO jobs SELECT jsonb_build_object('tenant', n % 2, 'n', n), n FROM generate_series(1, 3) n;
+INSERT INTO jobs VALUES ('{"tenant": 0}'), ('{"tenant": null}');
+INSERT INTO jobs VALUES ('{"tenant": 0}', 3), ('{"tenant": 1}', 2);
+SELECT key, remaining FROM rl_check_many('{jobs:0,jobs:1}', '5/1h', '{0,0}');
+-- With limits by function, a group has the same key and arguments.
+CREATE OR REPLACE TRIGGER enforce AFTER INSERT ON jobs REFERENCING NEW TABLE AS new FOR EACH STATEMENT
+	EXECUTE FUNCTION rl_enforce('both:{shop.tenant({payload})}', 'shop.order_limits({items})');
+TRUNCATE shop.calls;
+INSERT INTO jobs VALUES ('{"tenant": 0, "n": 1}', 2), ('{"tenant": 0, "n": 2}', 2), ('{"tenant": 1}', 2);
+SELECT customer, count(*) FROM shop.calls GROUP BY customer;
+SELECT key, remaining FROM rl_check_many('{both:0,both:1}', '4/1h', '{0,0}');
+DROP TABLE jobs;
+
 -- Functions that cannot be called.  Nothing is charged.
 CREATE FUNCTION shop.typed(numeric) RETURNS rl_limits LANGUAGE sql RETURN '5/1h'::rl_limits;
 CREATE FUNCTION shop.many(int) RETURNS SETOF rl_limits LANGUAGE sql RETURN '5/1h'::rl_limits;
@@ -187,19 +216,29 @@ CREATE DOMAIN shop.short AS rl_limits CHECK (length(VALUE::text) < 20);
 CREATE FUNCTION shop.domain(varchar) RETURNS shop.short LANGUAGE sql RETURN $1::shop.short;
 CREATE FUNCTION shop.poly(int, anycompatible DEFAULT NULL, anycompatiblearray DEFAULT NULL) RETURNS rl_limits LANGUAGE sql AS $$ SELECT '5/1h'::rl_limits $$;
 CREATE FUNCTION shop.none() RETURNS rl_limits LANGUAGE sql RETURN 'unlimited'::rl_limits;
+CREATE FUNCTION shop.strict_text(float8) RETURNS text STRICT LANGUAGE sql RETURN 'x';
+CREATE FUNCTION shop.nothing(int) RETURNS text LANGUAGE sql RETURN '';
+CREATE FUNCTION shop.long(int) RETURNS text LANGUAGE sql RETURN repeat('x', 511);
+CREATE DOMAIN shop.short_text AS varchar CHECK (length(VALUE) < 4);
+CREATE FUNCTION shop.short_text(varchar) RETURNS shop.short_text LANGUAGE sql RETURN $1::shop.short_text;
+CREATE FUNCTION shop.number(float8) RETURNS numeric LANGUAGE sql RETURN 1.50;
 CREATE FUNCTION pg_temp.temporary(int) RETURNS rl_limits LANGUAGE sql RETURN '5/1h'::rl_limits;
-CREATE TABLE tried (n int, d float8, note varchar DEFAULT '6/1h', l rl_limits DEFAULT '7/1h', g int GENERATED ALWAYS AS (n + 1) STORED);
-CREATE FUNCTION each_call(OUT call text, OUT problem text, OUT code text, OUT message text, OUT detail text, OUT charged bigint) RETURNS SETOF record LANGUAGE plpgsql AS
+CREATE TABLE tried (n int, d float8, note varchar DEFAULT '6/1h', l rl_limits DEFAULT '7/1h', g int GENERATED ALWAYS AS (n + 1) STORED,
+	none float8, j jsonb DEFAULT '[]', "odd(name)" int DEFAULT 3);
+CREATE TABLE calls (id int GENERATED ALWAYS AS IDENTITY, call text);
+INSERT INTO calls (call) SELECT unnest(ARRAY['shop.typed({n})', 'shop.typed({d})', 'shop.typed({note})', 'shop.typed({missing})', 'shop.typed({g})', 'shop.typed()', 'shop.typed({n}, {n})',
+	'shop.missing({n})', 'nowhere.missing({n})', 'typed({n})', 'a.shop.typed({n})', 'shop.many({n})', 'shop.texts({n})', 'shop.variadic({n})', 'shop.twice({n}, {n})',
+	'shop.any_of({l})', 'shop.any_of({n})', 'shop.procedure({n})', 'shop.aggregate({n})', 'pg_catalog.row_number()', 'pg_catalog.int8({note})', 'shop.strict({n})', 'shop.fails({n})',
+	'"shop"."Quo""ted ()"({note})', 'shop.quoted({note})', 'shop.domain({note})', 'shop.poly({n})', 'shop.none()', 'shop.none( )', 'pg_temp.temporary({n})',
+	(SELECT nspname || '.temporary({n})' FROM pg_namespace WHERE oid = pg_my_temp_schema()),
+	'shop.typed(1)', 'shop.typed({n}', 'shop.typed({n})x', 'shop.typed({n},)', 'shop.typed({n} {n})', 'shop.typed({n)', 'shop.(', '(', '()', '"shop.typed({n})', 'shop..typed({n})', '5/10s (']);
+CREATE FUNCTION each_call(arguments text, OUT call text, OUT problem text, OUT code text, OUT message text, OUT detail text, OUT charged bigint)
+	RETURNS SETOF record LANGUAGE plpgsql AS
 $$
 BEGIN
-	FOREACH call IN ARRAY ARRAY['shop.typed({n})', 'shop.typed({d})', 'shop.typed({note})', 'shop.typed({missing})', 'shop.typed({g})', 'shop.typed()', 'shop.typed({n}, {n})',
-		'shop.missing({n})', 'nowhere.missing({n})', 'typed({n})', 'a.shop.typed({n})', 'shop.many({n})', 'shop.texts({n})', 'shop.variadic({n})', 'shop.twice({n}, {n})',
-		'shop.any_of({l})', 'shop.any_of({n})', 'shop.procedure({n})', 'shop.aggregate({n})', 'pg_catalog.row_number()', 'pg_catalog.int8({note})', 'shop.strict({n})', 'shop.fails({n})',
-		'"shop"."Quo""ted ()"({note})', 'shop.quoted({note})', 'shop.domain({note})', 'shop.poly({n})', 'shop.none()', 'shop.none( )', 'pg_temp.temporary({n})',
-		(SELECT nspname || '.temporary({n})' FROM pg_namespace WHERE oid = pg_my_temp_schema()),
-		'shop.typed(1)', 'shop.typed({n}', 'shop.typed({n})x', 'shop.typed({n},)', 'shop.typed({n} {n})', 'shop.typed({n)', 'shop.(', '(', '()', '"shop.typed({n})', 'shop..typed({n})', '5/10s (']
+	FOR call IN SELECT c.call FROM calls c ORDER BY id
 	LOOP
-		EXECUTE format('CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON tried FOR EACH ROW EXECUTE FUNCTION rl_enforce(''tried:{n}'', %L)', call);
+		EXECUTE format('CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON tried FOR EACH ROW EXECUTE FUNCTION rl_enforce(''tried:{n}'', ' || arguments || ')', call);
 		SELECT t.problem INTO problem FROM rl_triggers t WHERE relation = 'tried'::regclass;
 		PERFORM rl_reset('tried:1');
 		code := NULL;
@@ -220,7 +259,13 @@ BEGIN
 	END LOOP;
 END
 $$;
-SELECT call, charged, code, coalesce(problem, '') AS problem, coalesce(message, '') AS message, coalesce(detail, '') AS detail FROM each_call();
+SELECT call, charged, code, coalesce(problem, '') AS problem, coalesce(message, '') AS message, coalesce(detail, '') AS detail FROM each_call($$%L$$);
+-- The same in a key.
+INSERT INTO calls (call) VALUES ('shop.any_of({note})'), ('pg_catalog.lower({note})'), ('pg_catalog.jsonb_typeof({j})'), ('shop.strict_text({d})'), ('shop.strict_text({none})'),
+	('shop.nothing({n})'), ('shop.long({n})'), ('shop.short_text({note})'), ('shop.short_text({g})'), ('shop.texts({n})}{n'), ('shop.texts({n})}{shop.texts({n})'), ('shop.texts({n})}:{n'),
+	(' Shop . "texts" ( {n} ) '), ('shop.number({d})'), ('pg_catalog.now()'), ('shop.texts({n/64})'), ('shop.texts({n})/64'), ('n}:{odd(name)');
+SELECT call, charged, code, coalesce(problem, '') AS problem, coalesce(message, '') AS message, coalesce(detail, '') AS detail
+FROM each_call($$'5/1h', '2:{%s}', '5/1h'$$);
 -- Options and pairs.
 CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON tried FOR EACH ROW EXECUTE FUNCTION rl_enforce('tried:{n}', 'shop.domain({note})', 'quota=7', 'on_deny=skip');
 SELECT limits, quota, on_deny, problem FROM rl_triggers WHERE relation = 'tried'::regclass;
@@ -254,9 +299,28 @@ DROP TRIGGER enforce ON tried;
 CREATE TRIGGER enforce AFTER INSERT ON tried REFERENCING NEW TABLE AS new FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('again:{n}', 'shop.nested({n}, {note})');
 INSERT INTO tried (n, note) VALUES (3, '50/1h'), (3, '50/1h'), (1, '9/1h');
 SELECT key, c.remaining FROM generate_series(0, 3) n, rl_check_many(ARRAY['again:' || n], CASE n WHEN 3 THEN '50/1h' ELSE (n + 5) || '/1h' END, '{0}') c ORDER BY n;
+-- The same in a key.
+CREATE FUNCTION shop.nested_key(n int) RETURNS int LANGUAGE plpgsql AS
+$$
+BEGIN
+	EXECUTE 'CREATE OR REPLACE FUNCTION shop.changed() RETURNS void LANGUAGE sql AS ''SELECT''';
+	IF n > 0 THEN
+		INSERT INTO tried (n) VALUES (n - 1);
+	END IF;
+	RETURN n;
+END
+$$;
+CREATE OR REPLACE TRIGGER enforce AFTER INSERT ON tried REFERENCING NEW TABLE AS new FOR EACH STATEMENT
+	EXECUTE FUNCTION rl_enforce('nested_key:{shop.nested_key({n})}:{shop.nested_key({n})}', '50/1h');
+INSERT INTO tried (n) VALUES (2), (2), (1);
+SELECT key, remaining FROM rl_check_many('{nested_key:0:0,nested_key:1:1,nested_key:2:2}', '50/1h', '{0,0,0}');
+DROP TRIGGER enforce ON tried;
+CREATE TRIGGER enforce BEFORE INSERT ON tried FOR EACH ROW EXECUTE FUNCTION rl_enforce('nested_row:{shop.nested_key({n})}', '50/1h');
+INSERT INTO tried (n) VALUES (3);
+SELECT key, remaining FROM rl_check_many('{nested_row:0,nested_row:1,nested_row:2,nested_row:3}', '50/1h', '{0,0,0,0}');
 SET client_min_messages = warning;
-DROP TABLE tried, orders;
-DROP FUNCTION each_call();
+DROP TABLE tried, orders, calls;
+DROP FUNCTION each_call(text);
 DROP SCHEMA shop CASCADE;
 RESET client_min_messages;
 
@@ -305,6 +369,17 @@ INSERT INTO logins VALUES ('ann', '10.0.0.1'), ('bob', '10.0.0.1');
 INSERT INTO logins VALUES ('ann', '10.0.0.5');
 INSERT INTO logins VALUES ('eve', '10.0.0.1');
 RESET ROLE;
+-- The arguments of a function count as columns of the key.
+CREATE FUNCTION account_of(text) RETURNS text LANGUAGE sql RETURN $1;
+CREATE FUNCTION account_of(inet) RETURNS text LANGUAGE sql RETURN host($1);
+CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON logins FOR EACH ROW
+	EXECUTE FUNCTION rl_enforce('account4:{public.account_of({account})}', 'sliding_log 1/1h', 'address4:{public.account_of({address})}', 'sliding_log 2/1h');
+SET ROLE rl_test_plans;
+INSERT INTO logins VALUES ('ann', '10.0.0.1'), ('bob', '10.0.0.1');
+INSERT INTO logins VALUES ('ann', '10.0.0.5');
+INSERT INTO logins VALUES ('eve', '10.0.0.1');
+RESET ROLE;
 DROP TABLE logins;
+DROP FUNCTION account_of(text), account_of(inet);
 DROP ROLE rl_test_plans;
 DROP FUNCTION account_limits(text);

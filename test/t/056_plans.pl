@@ -69,7 +69,7 @@ foreach my $case ([ none => 0 ], [ all => 5 ], [ sampled => 1 ])
 $session->set(log_refusals => undef);
 
 #
-# Limits by function: privileges, and functions that change while a session has a rule
+# Limits and keys by function: privileges, and functions that change while a session has a rule
 #
 
 my $admin = session($node);
@@ -79,14 +79,11 @@ $admin->ends(q{
 	CREATE SCHEMA shop;
 	CREATE TABLE shop.plans (customer text PRIMARY KEY, limits rl_limits);
 	INSERT INTO shop.plans VALUES ('ann', '2/1h'), ('bob', 'unlimited'), ('eve', 'blocked');
-	CREATE FUNCTION shop.limits(name text) RETURNS rl_limits LANGUAGE sql SECURITY DEFINER
-		RETURN (SELECT limits FROM shop.plans WHERE customer = name);
+	CREATE FUNCTION shop.plan(name text) RETURNS rl_limits LANGUAGE sql
+		RETURN (CASE name WHEN 'ann' THEN '2/1h' WHEN 'bob' THEN 'unlimited' ELSE 'blocked' END)::rl_limits;
 	CREATE TABLE orders (customer text, n int DEFAULT 1);
-	CREATE TRIGGER enforce BEFORE INSERT ON orders FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{customer}', 'shop.limits({customer})');
 	CREATE TABLE bulk (customer text, n int DEFAULT 1);
-	CREATE TRIGGER enforce AFTER INSERT ON bulk REFERENCING NEW TABLE AS new FOR EACH STATEMENT
-		EXECUTE FUNCTION rl_enforce('bulk:{customer}', 'shop.limits({customer})');
-	GRANT INSERT ON orders, bulk TO writer}, 'limits by function');
+	GRANT INSERT ON orders, bulk TO writer}, 'tables and plans');
 $session->ask('SET ROLE writer');
 $monitor = RedisMonitor->new($redis);
 
@@ -121,38 +118,55 @@ sub orders_end
 }
 
 $session->fails('SELECT * FROM shop.plans', 'the plans cannot be read', '42501', qr/permission denied for schema shop/);
-orders_end('SECURITY DEFINER');
-$session->ends(q{INSERT INTO orders SELECT 'bob' FROM generate_series(1, 10)}, 'SECURITY DEFINER: unlimited');
-$session->fails(q{INSERT INTO orders VALUES ('eve')}, 'SECURITY DEFINER: blocked', 'PT403', qr/^rate limit "blocked" forbids the action$/);
-$admin->ask(q{DELETE FROM shop.plans WHERE customer = 'ann'});
-orders_fail('no plan', '22004', qr/^function shop\.limits\(text\) returned NULL instead of limits$/);
-$admin->ask(q{INSERT INTO shop.plans VALUES ('ann', '2/1h')});
-orders_end('a plan again');
+foreach my $use (
+	{ name => 'limits', arguments => q{'%s:{customer}', 'shop.found({customer})'}, column => 'limits', instead => 'limits',
+		type => 'rl_limits', value => q{'2/1h'::rl_limits}, wrong_type => 'text', wrong => [ '42804', qr/^function shop\.found\(text\) must return type rl_limits$/ ] },
+	{ name => 'key', arguments => q{'%s:{shop.found({customer})}', 'shop.plan({customer})'}, column => 'customer', instead => 'a part of a rate-limit key',
+		type => 'text', value => 'name', wrong_type => 'rl_limits',
+		wrong => [ '0A000', qr/^result of function shop\.found\(text\) of type rl_limits cannot be part of a rate-limit key$/ ] })
+{
+	my $which = "$use->{name} by function";
+	my ($order, $bulk) = map { sprintf $use->{arguments}, $_ } qw(order bulk);
 
-# Each change is made by another session, while this session has the rule.
-$admin->ask('REVOKE EXECUTE ON FUNCTION shop.limits(text) FROM PUBLIC');
-orders_fail('without EXECUTE', '42501', qr/^permission denied for function limits$/);
-$session->ask('RESET ROLE');
-$session->ask(q{BEGIN; INSERT INTO orders VALUES ('bob'); SET ROLE writer});
-$session->fails(q{INSERT INTO orders VALUES ('bob')}, 'without EXECUTE, in a transaction', '42501', qr/^permission denied for function limits$/);
-$session->ask('ROLLBACK; SET ROLE writer');
-$admin->ask('GRANT EXECUTE ON FUNCTION shop.limits(text) TO writer');
-orders_end('with EXECUTE');
+	$admin->ends(qq{
+		CREATE FUNCTION shop.found(name text) RETURNS $use->{type} LANGUAGE sql SECURITY DEFINER
+			RETURN (SELECT $use->{column} FROM shop.plans WHERE customer = name);
+		CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON orders FOR EACH ROW EXECUTE FUNCTION rl_enforce($order);
+		CREATE OR REPLACE TRIGGER enforce AFTER INSERT ON bulk REFERENCING NEW TABLE AS new FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce($bulk)}, $which);
+	orders_end("$which: SECURITY DEFINER");
+	$session->ends(q{INSERT INTO orders SELECT 'bob' FROM generate_series(1, 10)}, "$which: SECURITY DEFINER: unlimited");
+	$session->fails(q{INSERT INTO orders VALUES ('eve')}, "$which: SECURITY DEFINER: blocked", 'PT403', qr/^rate limit "blocked" forbids the action$/);
+	$admin->ask(q{DELETE FROM shop.plans WHERE customer = 'ann'});
+	orders_fail("$which: no plan", '22004', qr/^function shop\.found\(text\) returned NULL instead of $use->{instead}$/);
+	$admin->ask(q{INSERT INTO shop.plans VALUES ('ann', '2/1h')});
+	orders_end("$which: a plan again");
 
-$admin->ask('ALTER FUNCTION shop.limits(text) SECURITY INVOKER');
-orders_fail('SECURITY INVOKER', '42501', qr/^permission denied for table plans$/);
-$admin->ask('DROP FUNCTION shop.limits(text)');
-orders_fail('dropped', '42883', qr/^function shop\.limits\(text\) does not exist$/);
-is($admin->ask(q{SELECT count(*) FROM rl_triggers WHERE problem LIKE 'function shop.limits(text) does not exist%'}), 2, 'dropped: rl_triggers says so');
-$admin->ask(q{CREATE FUNCTION shop.limits(name text) RETURNS text LANGUAGE sql RETURN '2/1h'});
-orders_fail('of a wrong type', '42804', qr/^function shop\.limits\(text\) must return type rl_limits$/);
-$admin->ask(q{DROP FUNCTION shop.limits(text); CREATE FUNCTION shop.limits(name text) RETURNS SETOF rl_limits LANGUAGE sql RETURN '2/1h'::rl_limits});
-orders_fail('a set', '0A000', qr/^rl_enforce cannot call function shop\.limits\(text\)$/);
-$admin->ask(q{DROP FUNCTION shop.limits(text); CREATE FUNCTION shop.limits(name text) RETURNS rl_limits LANGUAGE plpgsql
-	AS 'BEGIN IF name = ''ann'' THEN RAISE ''the plan is gone'' USING ERRCODE = ''P0042''; END IF; RETURN ''unlimited''; END'});
-orders_fail('an error of its own', 'P0042', qr/^the plan is gone$/);
-$admin->ask(q{CREATE OR REPLACE FUNCTION shop.limits(name text) RETURNS rl_limits LANGUAGE sql RETURN '2/1h'::rl_limits});
-orders_end('created again');
+	# Each change is made by another session, while this session has the rule.
+	$admin->ask('REVOKE EXECUTE ON FUNCTION shop.found(text) FROM PUBLIC');
+	orders_fail("$which: without EXECUTE", '42501', qr/^permission denied for function found$/);
+	$session->ask('RESET ROLE');
+	$session->ask(q{BEGIN; INSERT INTO orders VALUES ('bob'); SET ROLE writer});
+	$session->fails(q{INSERT INTO orders VALUES ('bob')}, "$which: without EXECUTE, in a transaction", '42501', qr/^permission denied for function found$/);
+	$session->ask('ROLLBACK; SET ROLE writer');
+	$admin->ask('GRANT EXECUTE ON FUNCTION shop.found(text) TO writer');
+	orders_end("$which: with EXECUTE");
+
+	$admin->ask('ALTER FUNCTION shop.found(text) SECURITY INVOKER');
+	orders_fail("$which: SECURITY INVOKER", '42501', qr/^permission denied for table plans$/);
+	$admin->ask('DROP FUNCTION shop.found(text)');
+	orders_fail("$which: dropped", '42883', qr/^function shop\.found\(text\) does not exist$/);
+	is($admin->ask(q{SELECT count(*) FROM rl_triggers WHERE problem LIKE 'function shop.found(text) does not exist%'}), 2, "$which: dropped: rl_triggers says so");
+	$admin->ask("CREATE FUNCTION shop.found(name text) RETURNS $use->{wrong_type} LANGUAGE sql RETURN '2/1h'::$use->{wrong_type}");
+	orders_fail("$which: of a wrong type", @{ $use->{wrong} });
+	$admin->ask("DROP FUNCTION shop.found(text); CREATE FUNCTION shop.found(name text) RETURNS SETOF $use->{type} LANGUAGE sql RETURN $use->{value}");
+	orders_fail("$which: a set", '0A000', qr/^rl_enforce cannot call function shop\.found\(text\)$/);
+	$admin->ask(qq{DROP FUNCTION shop.found(text); CREATE FUNCTION shop.found(name text) RETURNS $use->{type} LANGUAGE plpgsql
+		AS 'BEGIN IF name = ''ann'' THEN RAISE ''the plan is gone'' USING ERRCODE = ''P0042''; END IF; RETURN ''unlimited''; END'});
+	orders_fail("$which: an error of its own", 'P0042', qr/^the plan is gone$/);
+	$admin->ask("CREATE OR REPLACE FUNCTION shop.found(name text) RETURNS $use->{type} LANGUAGE sql RETURN $use->{value}");
+	orders_end("$which: created again");
+	$admin->ask('DROP FUNCTION shop.found(text)');
+}
 
 # Another function is a better match, in a session that has resolved the first.
 $admin->ask(q{CREATE FUNCTION shop.by_number(n bigint) RETURNS rl_limits LANGUAGE sql RETURN '2/1h'::rl_limits;

@@ -189,12 +189,19 @@ $admin->ask('DROP TABLE notes');
 
 $admin->ask(q{
 	CREATE FUNCTION limits_of(text) RETURNS rl_limits LANGUAGE sql AS $$SELECT '1/1h'::rl_limits$$;
+	CREATE FUNCTION key_of(text) RETURNS text LANGUAGE sql RETURN $1;
 	CREATE TABLE bills (customer text);
-	CREATE CONSTRAINT TRIGGER pace AFTER INSERT ON bills DEFERRABLE FOR EACH ROW EXECUTE FUNCTION rl_enforce('bill:{customer}', 'public.limits_of({customer})')});
-is(warnings_of('bills'), $node->pg_version->major < 18 ? 'if the trigger is deferred, it calls the function for the limits as the role that commits' : '',
-	'a function for limits in a deferrable trigger');
+	CREATE TRIGGER set_author BEFORE INSERT ON bills FOR EACH ROW EXECUTE FUNCTION set_author()});
+foreach my $arguments (q{'bill', 'public.limits_of({customer})'}, q{'bill:{public.key_of({customer})}', '1/1h'})
+{
+	$admin->ask("CREATE CONSTRAINT TRIGGER pace AFTER INSERT ON bills DEFERRABLE FOR EACH ROW EXECUTE FUNCTION rl_enforce($arguments)");
+	is(warnings_of('bills'), $node->pg_version->major < 18 ? 'if the trigger is deferred, it calls functions as the role that commits' : '',
+		"$arguments in a deferrable trigger");
+	$admin->ask("DROP TRIGGER pace ON bills; CREATE TRIGGER pace BEFORE INSERT ON bills FOR EACH ROW EXECUTE FUNCTION rl_enforce($arguments)");
+	like(warnings_of('bills'), qr/^trigger "set_author" fires after this one and can change the columns that it has read; /, "$arguments and a later trigger");
+	$admin->ask('DROP TRIGGER pace ON bills');
+}
 $admin->ask(q{
-	DROP TRIGGER pace ON bills;
 	CREATE TRIGGER pace BEFORE INSERT ON bills FOR EACH ROW EXECUTE FUNCTION rl_enforce('bill', '1/1h', 'on_deny=skip');
 	ALTER TABLE bills ENABLE ALWAYS TRIGGER pace});
 is(warnings_of('bills'), "a refused row is left out without an error, and clients that use RETURNING, as ORMs do, take it for written\n"

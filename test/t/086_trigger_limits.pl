@@ -35,7 +35,7 @@ foreach my $case ([ 'amb-{a}-{b}', 'a-1', 'x', 'amb-a%2D1-x' ], [ 'amb-{a}-{b}',
 $session->ask(q{CREATE TABLE keys (a text, b text);
 	CREATE TRIGGER t1 BEFORE INSERT ON keys FOR EACH ROW EXECUTE FUNCTION rl_enforce('k:{a}{b}', '5/1s');
 	CREATE TRIGGER t2 BEFORE INSERT ON keys FOR EACH ROW EXECUTE FUNCTION rl_enforce('k:{a}2%F{b}', '5/1s')});
-is($session->ask('SELECT DISTINCT problem FROM rl_triggers'), 'two columns of a rate-limit key must have a separator: '
+is($session->ask('SELECT DISTINCT problem FROM rl_triggers'), 'two values of a rate-limit key must have a separator: '
 	. 'Write ":", or another ASCII character except % and 0 to 9 and A to F, between them.', 'columns without a separator');
 $session->ask('DROP TABLE keys');
 
@@ -71,6 +71,9 @@ $session->ask(q{
 	CREATE FUNCTION no_limits(a text) RETURNS rl_limits LANGUAGE sql AS 'SELECT NULL::rl_limits';
 	CREATE TABLE by_call (a text);
 	CREATE TRIGGER lim BEFORE INSERT ON by_call FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}', 'public.no_limits({a})');
+	CREATE FUNCTION no_key(a text) RETURNS text LANGUAGE sql RETURN NULL;
+	CREATE TABLE by_key (a text);
+	CREATE TRIGGER lim BEFORE INSERT ON by_key FOR EACH ROW EXECUTE FUNCTION rl_enforce('key:{public.no_key({a})}', '5/1h');
 	CREATE TABLE sums (a text, b text, q bigint);
 	CREATE TRIGGER lim AFTER INSERT ON sums REFERENCING NEW TABLE AS n FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('{a}:{b}', '5/1h', 'quota={q}');
 	CREATE TABLE wrong (a text);
@@ -92,6 +95,7 @@ foreach my $case (
 	[ q{fields VALUES (NULL, 'x', 1)}, 'fields|a', 'null value in column "a" of relation "fields" cannot be part of a rate-limit key|' ],
 	[ q{fields VALUES ('x', 'y', NULL)}, 'fields|q', 'null value in column "q" of relation "fields" cannot be a quota|' ],
 	[ q{by_call VALUES ('x')}, 'by_call|', 'function public.no_limits(text) returned NULL instead of limits|' ],
+	[ q{by_key VALUES ('x')}, 'by_key|', 'function public.no_key(text) returned NULL instead of a part of a rate-limit key|' ],
 	[ q{sums SELECT 'x', 'y', 1000000000000000 FROM generate_series(1, 2)}, 'sums|q',
 		'quota must be between 0 and 1000000000000000|It comes from column "q".' ],
 	[ q{wrong VALUES ('x')}, 'wrong|', 'column "c" of relation "wrong" does not exist|' ])
@@ -100,7 +104,7 @@ foreach my $case (
 
 	is($session->ask("SELECT fields_of(\$x\$INSERT INTO $insert\$x\$)"), "public|$place|lim|$text", "fields: $insert");
 }
-$session->ask('DROP TABLE fields, by_call, sums, wrong');
+$session->ask('DROP TABLE fields, by_call, by_key, sums, wrong');
 
 #
 # A function in SQL is planned again when something that its plan depends on has changed
