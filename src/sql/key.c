@@ -122,6 +122,7 @@ rl_key_part_append(StringInfo key, RlKeyPart *part, Datum value)
 {
 	char	   *text;
 	size_t		len;
+	size_t		start = 0;		/* of the text that is not appended yet */
 
 	if (part->type == NUMERICOID)
 		text = numeric_normalize(DatumGetNumeric(value));
@@ -138,11 +139,13 @@ rl_key_part_append(StringInfo key, RlKeyPart *part, Datum value)
 	for (size_t i = 0; i < len; i++)
 	{
 		/* In server encodings an ASCII byte is always an ASCII character. */
-		if (text[i] == ':' || text[i] == '%' || text[i] == part->also)
-			appendStringInfo(key, "%%%02X", text[i]);
-		else
-			appendStringInfoChar(key, text[i]);
+		if (text[i] != ':' && text[i] != '%' && text[i] != part->also)
+			continue;
+		appendBinaryStringInfo(key, text + start, i - start);
+		appendStringInfo(key, "%%%02X", text[i]);
+		start = i + 1;
 	}
+	appendBinaryStringInfo(key, text + start, len - start);
 	pfree(text);
 }
 
