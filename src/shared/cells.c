@@ -321,15 +321,22 @@ rl_cells_release(RlCells *view)
  * Cells
  */
 
+/* Returns the key's cell with this tag, or RL_NO_CELL. */
+uint32
+rl_cell_find_tag(const RlCells *view, RlStateTag tag)
+{
+	for (uint32 c = *view->bucket; c != RL_NO_CELL; c = rl_cell_at(view, c)->next)
+		if (rl_same_key_hash(rl_cell_at(view, c)->key_hash, view->key_hash) &&
+			rl_same_tag(rl_cell_at(view, c)->tag, tag))
+			return c;
+	return RL_NO_CELL;
+}
+
 /* Returns the key's cell of the limit, or of the ban if limit is NULL; or RL_NO_CELL. */
 uint32
 rl_cell_find(const RlCells *view, const RlLimit *limit)
 {
-	for (uint32 c = *view->bucket; c != RL_NO_CELL; c = rl_cell_at(view, c)->next)
-		if (rl_same_key_hash(rl_cell_at(view, c)->key_hash, view->key_hash) &&
-			rl_cell_is_of(rl_cell_at(view, c), limit))
-			return c;
-	return RL_NO_CELL;
+	return rl_cell_find_tag(view, limit != NULL ? rl_state_tag(limit) : (RlStateTag) {.algorithm = RL_BAN_CELL});
 }
 
 /* Removes a cell.  It, its chunks and the further cells of a ban become spares. */
@@ -365,8 +372,9 @@ take_spare(RlCells *view)
 	return c;
 }
 
-static uint32
-make(RlCells *view, RlStateTag tag)
+/* Makes a spare cell, which must exist, the key's cell with this tag.  All else in it is zero. */
+uint32
+rl_cell_make(RlCells *view, RlStateTag tag)
 {
 	uint32		c = take_spare(view);
 	RlCell	   *cell = rl_cell_at(view, c);
@@ -380,13 +388,6 @@ make(RlCells *view, RlStateTag tag)
 	return c;
 }
 
-/* Makes a spare cell, which must exist, the key's cell of the limit. */
-uint32
-rl_cell_make(RlCells *view, const RlLimit *limit)
-{
-	return make(view, rl_state_tag(limit));
-}
-
 /*
  * Makes spare cells, which must exist, the key's ban or a record, with a text of this length.
  * The caller sets the other members, and the end.
@@ -394,7 +395,7 @@ rl_cell_make(RlCells *view, const RlLimit *limit)
 uint32
 rl_cell_make_text(RlCells *view, RlStateTag tag, const char *text, int len)
 {
-	uint32		c = make(view, tag);
+	uint32		c = rl_cell_make(view, tag);
 	RlCell	   *cell = rl_cell_at(view, c);
 
 	for (int at = 0;;)

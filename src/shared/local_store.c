@@ -26,7 +26,7 @@ static void
 save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state)
 {
 	if (c == RL_NO_CELL)
-		c = rl_cell_make(view, limit);
+		c = rl_cell_make(view, rl_state_tag(limit));
 	rl_cell_at(view, c)->state = *state;
 	/* As in Redis, an empty state is deleted. */
 	if (rl_state_is_empty(limit, state) && state->ban_count == 0)
@@ -163,7 +163,7 @@ take_single(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decisi
 	if (!decision->allowed || quota == 0)
 		return true;
 	if (c == RL_NO_CELL)
-		c = rl_cell_make(view, limit);
+		c = rl_cell_make(view, rl_state_tag(limit));
 	rl_cell_at(view, c)->state.start = start;
 	rl_cell_set_end(view, c, end);
 	return true;
@@ -268,19 +268,6 @@ load_record(const RlCells *view, uint32 c, Record *record)
 
 	rl_cell_ban_text(view, cell, text);
 	memcpy(record, text + cell->ban.key_len, cell->ban.why_len);
-}
-
-/* Returns the cell of the key's record with this id, or RL_NO_CELL. */
-static uint32
-find_record(const RlCells *view, const RlKey *id)
-{
-	RlStateTag	tag = record_tag(id);
-
-	for (uint32 c = *view->bucket; c != RL_NO_CELL; c = rl_cell_at(view, c)->next)
-		if (rl_same_key_hash(rl_cell_at(view, c)->key_hash, view->key_hash) &&
-			rl_same_tag(rl_cell_at(view, c)->tag, tag))
-			return c;
-	return RL_NO_CELL;
 }
 
 /* Stores a record in place of cell c, or for RL_NO_CELL in new cells.  There must be spares for it. */
@@ -393,7 +380,7 @@ local_reserve(const RlAction *action, RlDecision *decisions, RlAnswer *answer, R
 		uint32		cells = RL_MAX_RECORD_CELLS;
 		uint32		chunks = 0;
 
-		record = find_record(&view, &action->reserve->id);
+		record = rl_cell_find_tag(&view, record_tag(&action->reserve->id));
 		answer->at = act.now = view.now;
 		if (answer_reserved(&view, action, record, decisions))
 		{
@@ -547,7 +534,7 @@ local_settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold, RlSettl
 	rl_cells_lock(&view, LW_EXCLUSIVE);
 	for (;;)
 	{
-		uint32		c = find_record(&view, id);
+		uint32		c = rl_cell_find_tag(&view, record_tag(id));
 		uint32		chunks;
 		Record		record;
 
