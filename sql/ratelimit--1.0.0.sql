@@ -289,16 +289,16 @@ CREATE FUNCTION rl_ban(key text, seconds double precision, reason text DEFAULT N
 	RETURNS void
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_ban(text, double precision, text) IS
-	'bans the key: every action of it is refused, under any limit, for this number of seconds from now; replaces an earlier ban; rl_bans shows the reason, NULL or "" for none; errors: 22023 for less than a microsecond or more than 10 years, and for a reason of more than 128 bytes in UTF-8 or with control characters, and those of rl_peek';
+	'bans the key: every action of it is refused, under any limit, for this number of seconds from now; replaces an earlier ban, and does not change the level of bans that grow; rl_bans shows the reason, NULL or "" for none; errors: 22023 for less than a microsecond or more than 10 years, and for a reason of more than 128 bytes in UTF-8 or with control characters, and those of rl_peek';
 
 CREATE FUNCTION rl_unban(key text)
 	RETURNS boolean
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_unban(text) IS
-	'ends the ban of the key; returns true if there was a ban; errors as for rl_peek';
+	'ends the ban of the key, and deletes the level of bans that grow; returns true if there was a ban or a level; errors as for rl_peek';
 
 CREATE FUNCTION rl_bans_found(pattern text, OUT name bytea, OUT matched text, OUT key text, OUT until timestamptz,
-	OUT began timestamptz, OUT rule text, OUT reason text)
+	OUT began timestamptz, OUT rule text, OUT reason text, OUT level integer)
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000000 ROWS 100;
 COMMENT ON FUNCTION rl_bans_found(text) IS
@@ -307,23 +307,23 @@ COMMENT ON FUNCTION rl_bans_found(text) IS
 -- Its caller needs no privilege on rl_bans_found.  The body is parsed here, so that no
 -- search_path changes it.
 CREATE FUNCTION rl_bans(pattern text DEFAULT '%', OUT key text, OUT until timestamptz,
-	OUT began timestamptz, OUT rule text, OUT reason text)
+	OUT began timestamptz, OUT rule text, OUT reason text, OUT level integer)
 	RETURNS SETOF record
 	LANGUAGE sql VOLATILE PARALLEL RESTRICTED SECURITY DEFINER COST 1000000 ROWS 100
 BEGIN ATOMIC
-	SELECT DISTINCT ON (b.name) b.key, b.until, b.began, b.rule, b.reason
+	SELECT DISTINCT ON (b.name) b.key, b.until, b.began, b.rule, b.reason, b.level
 		FROM rl_bans_found(pattern) b
 		WHERE b.matched OPERATOR(pg_catalog.~~) pattern COLLATE pg_catalog."C"
 		ORDER BY b.name, b.until DESC NULLS LAST;
 END;
 COMMENT ON FUNCTION rl_bans(text) IS
-	'returns the banned keys of ratelimit.key_prefix that match the pattern, as for LIKE, with the end and the beginning of each ban, the limit that set it or NULL, and the reason that rl_ban was given or NULL; control characters of keys are escaped; it reads the names of all keys in Redis by SCAN, about 3 ms of Redis for 1,000 keys, 250 keys in a call; the user in Redis needs further privileges; errors: 22004 for NULL, 22025 for a pattern that ends with its escape character, and those of rl_peek';
+	'returns the banned keys of ratelimit.key_prefix that match the pattern, as for LIKE, with the end and the beginning of each ban, the limit that set it or NULL, the reason that rl_ban was given or NULL, and its level (1 if it has the first length of a limit whose ban grows, 2 if it is twice as long, and so on) or NULL; control characters of keys are escaped; it reads the names of all keys in Redis by SCAN, about 3 ms of Redis for 1,000 keys, 250 keys in a call; the user in Redis needs further privileges; errors: 22004 for NULL, 22025 for a pattern that ends with its escape character, and those of rl_peek';
 
 CREATE FUNCTION rl_inspect(key text, OUT state text, OUT used bigint, OUT until timestamptz, OUT raw text)
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 3;
 COMMENT ON FUNCTION rl_inspect(text) IS
-	'returns a row for each state of the key that is in use, for each reservation, for refusals that a ban counts, and for the ban: its name, the units in use, its end, and the first 256 bytes of its value; a figure is NULL if it depends on the limit''s numbers, which are not stored; it makes one call to Redis for up to about 100 states, and needs a further privilege there; errors as for rl_peek';
+	'returns a row for each state of the key that is in use, for each reservation, for refusals that a ban counts, for the ban, and for the level of bans that grow: its name, the units in use, its end, and the first 256 bytes of its value; a figure is NULL if it depends on the limit''s numbers, which are not stored; it makes one call to Redis for up to about 100 states, and needs a further privilege there; errors as for rl_peek';
 
 CREATE FUNCTION rl_key(VARIADIC "any")
 	RETURNS text

@@ -119,7 +119,7 @@ typedef enum RlCalendar
 #define RL_WHY_REASON		"reason "
 #define RL_MAX_WHY			(RL_MAX_LIMIT_TEXT + 6)	/* bytes, with the terminator */
 
-#define RL_MAX_ZONE			39	/* bytes of a time zone's name, with the terminator */
+#define RL_MAX_ZONE			35	/* bytes of a time zone's name, with the terminator */
 
 /* Has no padding, so that its bytes can be compared and hashed. */
 typedef struct RlLimit
@@ -140,9 +140,10 @@ typedef struct RlLimit
 		int64		step;		/* sliding_window: length of a sub-window */
 		int64		zone_hash;	/* of the calendar */
 	};
-	int64		ban;			/* 0: none */
+	int64		ban;			/* 0: none; of one that grows, its first length */
+	int64		ban_to;			/* its longest length; 0: it does not grow */
 	int64		ban_after;		/* this many refusals in a period set the ban */
-	int64		lease;			/* as the text names it; 0: none */
+	int32		lease;			/* as the text names it; 0: none */
 	uint8		calendar;		/* fixed_window: an RlCalendar */
 	char		zone[RL_MAX_ZONE];	/* of the calendar; the rest is zero */
 } RlLimit;

@@ -6,7 +6,7 @@
  *	act    := op key now argument n { limit } | all key now n 0 { key quota n { limit } }
  *	op     := take | quiet | peek | refund | undo | ban | unban | reset
  *	limit  := algorithm capacity count period interval_ns step from_first
- *			  count_denied ban ban_after shadow calendar
+ *			  count_denied ban ban_to ban_after shadow calendar
  *
  * The windows of calendars are those of UTC.
  *
@@ -346,10 +346,10 @@ read_limits(RlLimits *limits)
 
 		memset(limit, 0, sizeof(*limit));
 		if (scanf("%d %" SCNd64 " %" SCNd64 " %" SCNd64 " %" SCNd64 " %" SCNd64
-				  " %d %d %" SCNd64 " %" SCNd64 " %d %d",
+				  " %d %d %" SCNd64 " %" SCNd64 " %" SCNd64 " %d %d",
 				  &algorithm, &limit->capacity, &limit->count, &limit->period,
 				  &limit->interval_ns, &limit->step, &from_first, &count_denied,
-				  &limit->ban, &limit->ban_after, &shadow, &calendar) != 12)
+				  &limit->ban, &limit->ban_to, &limit->ban_after, &shadow, &calendar) != 13)
 			return false;
 		limit->algorithm = algorithm;
 		limit->from_first = from_first;
@@ -429,14 +429,14 @@ main(void)
 			else if (strcmp(op, "ban") == 0)
 				key->ban.until = now + argument;
 			else if (strcmp(op, "unban") == 0)
-				key->ban.until = 0;
+				key->ban = (RlBan) {0};
 			else if (strcmp(op, "reset") == 0)
 			{
 				for (int i = 0; i < limits.n; i++)
 					forget(find_kept(key, &limits.limit[i]));
 				if (limits.n == 0)
 				{
-					key->ban.until = 0;
+					key->ban = (RlBan) {0};
 					for (Kept *kept = key->kept; kept; kept = kept->next)
 						forget(kept);
 				}

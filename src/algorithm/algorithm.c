@@ -238,9 +238,9 @@ rl_period_end(const RlLimit *limit, int64 start)
 
 /*
  * Counts a refusal, in a window that begins with the first one and is one period long, or in
- * that of a calendar.  Returns the length of the ban that it starts, or 0.
+ * that of a calendar.  Returns true if it starts a ban.
  */
-static int64
+static bool
 count_refusal(const RlLimit *limit, RlState *state, const RlView *view, int64 now, bool commit)
 {
 	bool		is_calendar = limit->calendar != RL_NO_CALENDAR;
@@ -258,7 +258,28 @@ count_refusal(const RlLimit *limit, RlState *state, const RlView *view, int64 no
 		state->ban_since = since;
 		state->ban_count = count >= limit->ban_after ? 0 : count;
 	}
-	return count >= limit->ban_after ? limit->ban : 0;
+	return count >= limit->ban_after;
+}
+
+/* Returns the length of a ban that the limit sets now. */
+static int64
+ban_length(const RlLimit *limit, const RlBan *last, int64 now)
+{
+	if (limit->ban_to == 0 || now >= last->grows_until)
+		return limit->ban;
+	return Max(Min(2 * last->grown, limit->ban_to), limit->ban);
+}
+
+static void
+start_ban(RlBan *ban, const RlLimit *limit, int64 now, int64 length)
+{
+	ban->by = limit;
+	ban->until = now + length;
+	if (limit->ban_to > 0)
+	{
+		ban->grown = length;
+		ban->grows_until = ban->until + length;
+	}
 }
 
 /* Returns how many spare chunks the pool must have for an action on this state. */
@@ -326,6 +347,7 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ba
 				const RlAct *act, RlView *views, RlDecision *decisions)
 {
 	bool		commit = act->how != RL_PEEK;
+	const RlLimit *by = NULL;
 	int64		longest = 0;
 	uint32		changed = 0;
 
@@ -341,19 +363,21 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ba
 		if (own.verdict == RL_VERDICT_REFUSED && !decisions[i].allowed && own.quota <= limit->capacity &&
 			own.quota > 0 && limit->ban > 0)
 		{
-			int64		brought = count_refusal(limit, &states[i], &views[i], act->now, commit);
+			int64		length = ban_length(limit, ban, act->now);
 
-			if (brought > longest && commit)
-				ban->by = limit;
-			longest = Max(longest, brought);
+			if (count_refusal(limit, &states[i], &views[i], act->now, commit) && length > longest)
+			{
+				by = limit;
+				longest = length;
+			}
 			changed |= commit << i;
 		}
 		changed |= rl_algorithm(limit)->act(limit, &states[i], pool, &views[i], &own, &decisions[i]) << i;
 		decisions[i].allowed |= limit->shadow;
 	}
 
-	if (longest > 0 && commit)
-		ban->until = act->now + longest;
+	if (by != NULL && commit)
+		start_ban(ban, by, act->now, longest);
 	if (act->verdict == RL_VERDICT_BANNED)
 		rl_apply_ban(limits, decisions, ban->until - act->now, true, ban->rule);
 	else if (longest > 0)

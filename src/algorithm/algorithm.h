@@ -61,6 +61,8 @@ typedef struct RlBan
 	int64		until;			/* or any time that has passed */
 	const RlLimit *by;			/* the limit that has just set it; NULL: none */
 	const char *rule;			/* of a ban in force, as in RlDecision */
+	int64		grown;			/* the length of the last ban by a limit whose ban grows */
+	int64		grows_until;	/* before this time, the next such ban is longer */
 } RlBan;
 
 /* An action, for each of its limits. */

@@ -8,6 +8,7 @@
 #include "algorithm/algorithm.h"
 
 #define RL_MAX_STATE_NAME	80	/* bytes, with the terminator */
+#define RL_LEVEL_NAME		"ban:level" /* of bans that grow */
 #define RL_RECORD_NAME		"reserved:" /* and the id: the name of a reservation */
 #define RL_MAX_KEPT_NAME	(9 + RL_MAX_ID + 1) /* with the terminator */
 #define RL_MAX_RAW			256 /* bytes of a state's value that are shown */

@@ -6,7 +6,7 @@
  *	limit     := [ algorithm ] count '/' period { option }
  *	period    := [ number ] unit | calendar [ in ZONE ]
  *	option    := burst N | step PERIOD | from_first | count_denied
- *			   | ban PERIOD after N | shadow | lease PERIOD | refund_on_abort
+ *			   | ban PERIOD [ to PERIOD ] after N | shadow | lease PERIOD | refund_on_abort
  */
 #include "postgres.h"
 
@@ -306,6 +306,29 @@ scan_calendar(Scan *scan, RlLimit *limit, bool *found)
 	return has_zone ? scan_zone(scan, limit) : rl_calendar_set_zone(limit, "UTC", 3);
 }
 
+/* Scans a ban behind its word. */
+static bool
+scan_ban(Scan *scan, Scan *word, RlLimit *limit)
+{
+	bool		grows;
+
+	if (!scan_period(scan, &limit->ban))
+		return false;
+	grows = take_word(scan, "to");
+	if (grows && !scan_period(scan, &limit->ban_to))
+		return false;
+	if (!take_word(scan, "after"))
+		return wrong_word(scan, "\"after\" is expected");
+	if (!scan_count(scan, &limit->ban_after))
+		return false;
+	if (limit->ban < 1 || limit->ban > RL_MAX_PERIOD || limit->ban_to > RL_MAX_PERIOD || limit->ban_after < 1 ||
+		limit->ban_after > RL_MAX_COUNT)
+		return wrong_word(word, "A ban is out of range");
+	if (grows && limit->ban_to < limit->ban)
+		return wrong_word(word, "The longest ban is shorter than the first");
+	return true;
+}
+
 /* Scans one option, or sets *found to false.  It must be one of the algorithm's, and not given twice. */
 static bool
 scan_option(Scan *scan, RlLimit *limit, bool *found)
@@ -356,12 +379,15 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 	}
 	else if (take_word(scan, "lease"))
 	{
+		int64		lease;
+
 		applies = algorithm->has_lease;
 		again = limit->lease != 0;
-		if (!scan_period(scan, &limit->lease))
+		if (!scan_period(scan, &lease))
 			return false;
-		if (limit->lease < 1 || limit->lease > RL_MAX_LEASE)
+		if (lease < 1 || lease > RL_MAX_LEASE)
 			return wrong_word(&word, "A lease must be more than 0 and at most 1s");
+		limit->lease = lease;
 	}
 	else if (take_word(scan, "refund_on_abort"))
 	{
@@ -372,15 +398,8 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 	else if (take_word(scan, "ban"))
 	{
 		again = limit->ban != 0;
-		if (!scan_period(scan, &limit->ban))
+		if (!scan_ban(scan, &word, limit))
 			return false;
-		if (!take_word(scan, "after"))
-			return wrong_word(scan, "\"after\" is expected");
-		if (!scan_count(scan, &limit->ban_after))
-			return false;
-		if (limit->ban < 1 || limit->ban > RL_MAX_PERIOD || limit->ban_after < 1 ||
-			limit->ban_after > RL_MAX_COUNT)
-			return wrong_word(&word, "A ban is out of range");
 	}
 	else
 		return wrong_word(scan, "An option or a comma is expected");

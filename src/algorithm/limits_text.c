@@ -85,6 +85,8 @@ rl_limit_write(const RlLimit *limit, char *text)
 	if (limit->ban != 0)
 	{
 		append_period(text, &len, " ban ", limit->ban);
+		if (limit->ban_to != 0)
+			append_period(text, &len, " to ", limit->ban_to);
 		append_count(text, &len, " after ", limit->ban_after);
 	}
 	if (limit->shadow)

@@ -4,8 +4,8 @@
 -- nanoseconds. Otherwise: 1 if the limit allows the action, the quota in use after it, the wait
 -- until the same call can succeed, and that until nothing is in use, both in microseconds.
 
--- Counts a refusal (see count_refusal in algorithm.c). Returns the length of the ban that it
--- starts, or 0.
+-- Counts a refusal (see count_refusal and ban_length in algorithm.c). Returns the length of the
+-- ban that it starts, or 0.
 local function count_refusal(l)
   local start, ends, count = now, now + l.period, 0
   if l.calendar then
@@ -18,9 +18,12 @@ local function count_refusal(l)
     end
   end
   count = count + 1
-  if count >= string.match(l.after, '^%d+') + 0 then
+  local after, most = string.match(l.after, '^(%d+) (%d*)')
+  if count >= after + 0 then
     drop(l.tag .. ':refused')
-    return l.ban
+    local level = most ~= '' and call('HMGET', hash, 'ban:level')[1]
+    local ends, grown = pair(level or '0 0')
+    return now < ends and math.max(math.min(2 * grown, most + 0), l.ban) or l.ban
   end
   if l.calendar then
     put(l.tag .. ':refused', pair_text(start, ends) .. string.format(' %.0f', count), ends + CALENDAR_SLACK - now)
@@ -28,6 +31,15 @@ local function count_refusal(l)
     put(l.tag .. ':refused', pair_text(start, count), ends - now)
   end
   return 0
+end
+
+-- Queues the ban of this length that a limit sets, and its level if it grows.
+local function put_ban(length, l)
+  local most, why = string.match(l.after, '^%d+ (%d*) ?(.*)$')
+  put('ban', pair_text(now + length, now) .. ' ' .. why, length)
+  if most ~= '' then
+    put('ban:level', pair_text(now + 2 * length, length), 2 * length)
+  end
 end
 
 -- Returns true if the limit decides, but never refuses.
@@ -102,7 +114,7 @@ local function act(limits, verdict, reply, commit)
       end
     end
     if brought > 0 then
-      put('ban', pair_text(now + brought, now) .. string.match(by.after, '^%d+(.*)$'), brought)
+      put_ban(brought, by)
     end
   end
   return brought

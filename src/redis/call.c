@@ -138,10 +138,15 @@ rl_append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trac
 	rl_command_number(command, ban ? limit->ban : 0);
 	if (ban)
 	{
-		char		text[32 + RL_MAX_WHY];
+		char		text[64 + RL_MAX_WHY];
 		int			len = pg_lltoa(limit->ban_after, text);
 
 		text[len++] = ' ';
+		if (limit->ban_to > 0)
+		{
+			len += pg_lltoa(limit->ban_to, text + len);
+			text[len++] = ' ';
+		}
 		len += rl_limit_why(limit, text + len);
 		rl_command_arg(command, text, len);
 	}

@@ -2,9 +2,10 @@
 --
 -- ARGV[3] is the quota. From ARGV[LIMITS] on each limit has LIMIT arguments, in the order in
 -- which load_limits unpacks them: algorithm, tag (the name of its field), period, four numbers
--- for the algorithm's "read", 1 if it counts refused quota, its ban's length (0: none), and the
--- number of refusals that bring the ban, with " limit <text>" behind it. A script for several
--- keys sets hash, quota, and the queue of writes for each key.
+-- for the algorithm's "read", 1 if it counts refused quota, its ban's length (0: none; of one that
+-- grows, the first), and "<refusals that bring it> limit <text>", with the longest length before
+-- "limit" if it grows. A script for several keys sets hash, quota, and the queue of writes for each
+-- key.
 --
 -- An algorithm is a table of functions of a limit l. "read" sets its numbers and
 -- "load" its state. Then l.used is the quota in use. If the limit can count

@@ -100,9 +100,11 @@ redis_unban(const RlKey *key, bool *found, RlError *error)
 {
 	RlCommand  *command = rl_command_start();
 
-	/* The script also deletes a hash that has nothing else.  No state has this tag. */
+	/* The script also deletes a hash that has nothing else.  No state has these tags. */
 	rl_command_hash(command, key);
 	rl_command_text(command, "ban");
+	rl_command_text(command, "");
+	rl_command_text(command, RL_LEVEL_NAME);
 	rl_command_text(command, "");
 	return delete_from(&rl_reset_script, command, found, error);
 }

@@ -11,6 +11,7 @@
 
 #define RL_BAN_CELL			63	/* in place of an algorithm */
 #define RL_RECORD_CELL		62	/* a reservation */
+#define RL_LEVEL_CELL		61	/* of bans that grow */
 #define RL_NO_CELL			0	/* cells are numbered from 1 */
 
 #define RL_CELL_TEXT		56	/* bytes of a ban's text in a cell */
@@ -22,13 +23,14 @@
 #define RL_MAX_RECORD		(64 + RL_MAX_ID + RL_MAX_LIMITS * 168)
 #define RL_MAX_RECORD_CELLS	((RL_MAX_RECORD + RL_CELL_TEXT - 1) / RL_CELL_TEXT)
 
-/* The most cells that an act on one key may need: one for each limit, and those of the ban and of a record. */
-#define RL_MAX_WANTED		(RL_MAX_LIMITS + RL_MAX_BAN_CELLS + RL_MAX_RECORD_CELLS)
+/* The most cells that an act on one key may need: one for each limit, and those of the ban, its level and a record. */
+#define RL_MAX_WANTED		(RL_MAX_LIMITS + RL_MAX_BAN_CELLS + 1 + RL_MAX_RECORD_CELLS)
 
 /*
  * One state of one key, or its ban, whose text is the key itself, for rl_bans, and why it is
  * banned; or the record of a reservation, whose text is the id and a Record (local_store.c); the rest of a long text is in further cells, which are in no hash chain and no heap,
- * and only have "text" and "rest".
+ * and only have "text" and "rest".  The level of bans that grow has a cell of its own, which is kept longer than
+ * the ban: state.start is the length of the last one, and end the time before which the next one is longer.
  *
  * The lock of the key's partition protects all members while the cell is in use; else the mutex
  * of the free memory protects "next".  With 128 bytes it fills two cache lines.
@@ -36,7 +38,7 @@
 typedef struct RlCell
 {
 	RlKeyHash	key_hash;
-	RlStateTag	tag;			/* of the ban and of records, only the algorithm is set, and of
+	RlStateTag	tag;			/* of the ban, its level and records, only the algorithm is set, and of
 								 * records step, a hash of the id */
 	union
 	{

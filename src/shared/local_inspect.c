@@ -88,8 +88,8 @@ typedef struct Copy
 	int64		used;
 	int64		until;
 	RlState		state;			/* without its logs */
-	char		raw[RL_MAX_RAW];	/* of a ban or a record */
-	char		name[RL_MAX_KEPT_NAME]; /* of a record; or empty */
+	char		raw[RL_MAX_RAW];	/* of a ban, its level or a record */
+	char		name[RL_MAX_KEPT_NAME]; /* of a level or a record; or empty */
 } Copy;
 
 static void
@@ -127,6 +127,15 @@ copy_state(const RlCells *view, uint32 c, Copy *copy)
 		snprintf(copy->raw, sizeof(copy->raw), "%lld %lld%s%.*s", (long long) cell->ban.until,
 				 (long long) cell->ban.began, cell->ban.why_len > 0 ? " " : "", cell->ban.why_len,
 				 ban.text + cell->ban.key_len);
+		copy->is_kept = copy->until > view->now;
+		return;
+	}
+	if (cell->tag.algorithm == RL_LEVEL_CELL)
+	{
+		strcpy(copy->name, RL_LEVEL_NAME);
+		copy->used = RL_UNKNOWN;
+		copy->until = cell->end;
+		snprintf(copy->raw, sizeof(copy->raw), "%lld %lld", (long long) cell->end, (long long) cell->state.start);
 		copy->is_kept = copy->until > view->now;
 		return;
 	}

@@ -17,9 +17,12 @@ typedef struct Key
 	RlView		views[RL_MAX_LIMITS];
 	uint32		found[RL_MAX_LIMITS];
 	uint32		ban_cell;
+	uint32		level_cell;
 	RlBan		ban;
 	RlVerdict	verdict;
 } Key;
+
+static const RlStateTag level_tag = {.algorithm = RL_LEVEL_CELL};
 
 /* Stores a state, in cell c or for RL_NO_CELL in a new one. */
 static void
@@ -67,17 +70,33 @@ set_ban(RlCells *view, uint32 c, const RlKey *key, int64 until, const char *why,
 	rl_cell_set_end(view, c, until);
 }
 
-/* Sets the ban to that in cell c, or for RL_NO_CELL to none. */
+/* Stores the level in cell c, or for RL_NO_CELL in a spare one, which must exist. */
 static void
-load_ban(const RlCells *view, uint32 c, RlBan *ban)
+set_level(RlCells *view, uint32 c, const RlBan *ban)
+{
+	if (c == RL_NO_CELL)
+		c = rl_cell_make(view, level_tag);
+	rl_cell_at(view, c)->state.start = ban->grown;
+	rl_cell_set_end(view, c, ban->grows_until);
+}
+
+/* Sets the key's ban from its cells. */
+static void
+load_ban(const RlCells *view, Key *key)
 {
 	char		text[RL_MAX_KEY + RL_MAX_WHY];
+	RlBan	   *ban = &key->ban;
 	const RlCell *cell;
 
 	*ban = (RlBan) {0};
-	if (c == RL_NO_CELL)
+	if (key->level_cell != RL_NO_CELL)
+	{
+		ban->grown = rl_cell_at(view, key->level_cell)->state.start;
+		ban->grows_until = rl_cell_at(view, key->level_cell)->end;
+	}
+	if (key->ban_cell == RL_NO_CELL)
 		return;
-	cell = rl_cell_at(view, c);
+	cell = rl_cell_at(view, key->ban_cell);
 	ban->until = cell->ban.until;
 	if (ban->until <= view->now)
 		return;
@@ -95,6 +114,8 @@ save_key(RlCells *view, const RlKey *name, const RlLimits *limits, const Key *ke
 			save_state(view, key->found[i], &limits->limit[i], &key->states[i]);
 	if (key->ban.by != NULL)
 		set_ban(view, key->ban_cell, name, key->ban.until, why, rl_limit_why(key->ban.by, why));
+	if (key->ban.by != NULL && key->ban.by->ban_to > 0)
+		set_level(view, key->level_cell, &key->ban);
 }
 
 static void
@@ -178,7 +199,9 @@ find_cells(const RlCells *view, const RlAction *action, Key *key, uint32 *cells,
 	bool		may_change = action->how != RL_PEEK && action->quota > 0 &&
 		(ban == RL_NO_CELL || rl_cell_at(view, ban)->ban.until <= view->now || rl_all_shadow(limits));
 	int			why_len = 0;
+	bool		grows = false;
 
+	key->level_cell = RL_NO_CELL;
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
@@ -187,6 +210,8 @@ find_cells(const RlCells *view, const RlAction *action, Key *key, uint32 *cells,
 		RlState    *state = &key->states[i];
 
 		*state = found != RL_NO_CELL ? rl_cell_at(view, found)->state : (RlState) RL_NO_STATE;
+		if (limit->ban_to > 0 && key->level_cell == RL_NO_CELL)
+			key->level_cell = rl_cell_find_tag(view, level_tag);
 		if (!may_change)
 			continue;
 		*cells += found == RL_NO_CELL;
@@ -196,10 +221,11 @@ find_cells(const RlCells *view, const RlAction *action, Key *key, uint32 *cells,
 			char		why[RL_MAX_WHY];
 
 			why_len = Max(why_len, rl_limit_why(limit, why));
+			grows |= limit->ban_to > 0;
 		}
 	}
 	if (why_len > 0)
-		*cells += spares_for_ban(view, ban, &action->key, why_len);
+		*cells += spares_for_ban(view, ban, &action->key, why_len) + (grows && key->level_cell == RL_NO_CELL);
 }
 
 /* Does the same, and reserves them.  Returns false with the error set, and unlocked, if there is no room. */
@@ -393,7 +419,7 @@ local_reserve(const RlAction *action, RlDecision *decisions, RlAnswer *answer, R
 		if (!make_room(&view, cells, chunks, error))
 			return false;
 	}
-	load_ban(&view, key.ban_cell, &key.ban);
+	load_ban(&view, &key);
 	act.verdict = rl_act_decide(limits, key.states, &view.pool, key.ban.until, view.now, action->quota, key.views,
 								decisions);
 	if (act.verdict == RL_VERDICT_ALLOWED && record == RL_NO_CELL && !has_room_for_record(&view))
@@ -638,7 +664,7 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 	if (!begin_act(&view, action, &key, error))
 		return false;
 	answer->at = view.now;
-	load_ban(&view, key.ban_cell, &key.ban);
+	load_ban(&view, &key);
 	changed = rl_act(limits, key.states, &view.pool, &key.ban, view.now, quota, how, decisions);
 	save_key(&view, &action->key, limits, &key, changed);
 	finish(&view);
@@ -695,7 +721,7 @@ local_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apar
 	{
 		Key		   *key = &keys[i];
 
-		load_ban(&view, key->ban_cell, &key->ban);
+		load_ban(&view, key);
 		key->verdict = rl_act_decide(actions[i]->limits, key->states, &view.pool, key->ban.until,
 									 view.now, actions[i]->quota, key->views, taken[i].each);
 		allowed &= key->verdict == RL_VERDICT_ALLOWED;
@@ -820,6 +846,7 @@ local_unban(const RlKey *key, bool *found, RlError *error pg_attribute_unused())
 
 	rl_cells_lock(&view, LW_EXCLUSIVE);
 	*found = delete_cell(&view, rl_cell_find(&view, NULL));
+	*found |= delete_cell(&view, rl_cell_find_tag(&view, level_tag));
 	finish(&view);
 	return true;
 }

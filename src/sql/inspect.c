@@ -4,12 +4,14 @@
  */
 #include "postgres.h"
 
+#include "common/string.h"
 #include "funcapi.h"
 #include "utils/builtins.h"
 #include "utils/memutils.h"
 #include "utils/timestamp.h"
 #include "utils/tuplestore.h"
 
+#include "algorithm/limits.h"
 #include "decide.h"
 #include "error.h"
 #include "redis/redis.h"
@@ -17,7 +19,7 @@
 #include "sql/arguments.h"
 
 #define INSPECT_COLUMNS		4
-#define BANS_COLUMNS		7
+#define BANS_COLUMNS		8
 #define MAX_WHY				256 /* bytes, also of a ban that another program has changed */
 
 /* The result of rl_bans_found, and a memory context for a row. */
@@ -71,6 +73,28 @@ set_why(Datum *value, bool *isnull, const RlKept *ban, const char *word)
 		*value = CStringGetTextDatum(rl_key_shown(ban->why + n, Min(ban->why_len, MAX_WHY) - n));
 }
 
+/*
+ * Sets a column to the level of a ban: 1 if it has the first length of the limit that set it, 2 if
+ * it is twice as long, and so on.  NULL unless that limit's ban grows.
+ */
+static void
+set_level(Datum *value, bool *isnull, const RlKept *ban)
+{
+	const char *rule = rl_ban_rule(ban->why, ban->why_len);
+	int			level = 1;
+	RlLimits	limits;
+	RlError		error;
+
+	/* Another program may have changed the rule. */
+	*isnull = rule == NULL || !pg_is_ascii(rule) || !rl_limits_parse(rule, strlen(rule), &limits, &error) ||
+		limits.n != 1 || limits.limit[0].ban_to == 0 || ban->began == RL_UNKNOWN;
+	if (*isnull)
+		return;
+	for (int64 length = limits.limit[0].ban; length < Min(ban->until - ban->began, limits.limit[0].ban_to); length *= 2)
+		level++;
+	*value = Int32GetDatum(level);
+}
+
 static void
 add_ban(const RlKept *ban, void *arg)
 {
@@ -86,6 +110,7 @@ add_ban(const RlKept *ban, void *arg)
 	set_time(&values[4], &nulls[4], ban->began);
 	set_why(&values[5], &nulls[5], ban, RL_WHY_LIMIT);
 	set_why(&values[6], &nulls[6], ban, RL_WHY_REASON);
+	set_level(&values[7], &nulls[7], ban);
 	MemoryContextSwitchTo(old);
 	tuplestore_putvalues(bans->result->setResult, bans->result->setDesc, values, nulls);
 	MemoryContextReset(bans->row);

@@ -171,3 +171,62 @@ SELECT * FROM run(
 		$$SELECT rl_ban('why:bad', 60, E'a\nb')$$, $$SELECT rl_ban('why:bad', 60, E'\x7f')$$, $$SELECT rl_ban('why:bad', 60, E'\u0085')$$]) statement$q$,
 	$$SELECT count(*) FROM why('why:bad')$$,
 	$$SELECT count(*) FILTER (WHERE rl_unban(key)) FROM rl_bans('why:%')$$);
+
+-- A ban that grows.
+CREATE FUNCTION grown(pattern text, OUT key text, OUT began numeric, OUT length interval, OUT rule text, OUT level int)
+	RETURNS SETOF record LANGUAGE sql AS
+$$ SELECT key, round(extract(epoch FROM began) - 1704067200, 6), until - began, rule, level FROM rl_bans($1) ORDER BY key COLLATE "C" $$;
+SELECT * FROM run(
+	$$at(200)$$,
+	$$SELECT rl_allow('grown', '1/1h ban 1min to 5min after 1') FROM generate_series(1, 2)$$,
+	$$SELECT * FROM grown('grown')$$,
+	$$SELECT state, used, ends, raw FROM states('grown') WHERE state ~ 'ban'$$,
+	-- The last moment at which the next is longer.
+	$$at(319.999999)$$,
+	$$SELECT state, used, ends, raw FROM states('grown') WHERE state ~ 'ban'$$,
+	$$SELECT rl_allow('grown', 'fixed_window 1/1h from_first ban 1min to 5min after 1') FROM generate_series(1, 2)$$,
+	$$SELECT * FROM grown('grown')$$,
+	-- Other bans do not change the level; nor does a reset of states.
+	$$SELECT rl_ban('grown', 1, 'by hand'), rl_reset('grown', '1/1h, fixed_window 1/1h from_first')$$,
+	$$SELECT * FROM grown('grown')$$,
+	$$at(400)$$,
+	$$SELECT rl_allow('grown', 'sliding_log 1/1h ban 2s after 1') FROM generate_series(1, 2)$$,
+	$$SELECT * FROM grown('grown')$$,
+	$$at(402)$$,
+	-- Of two limits, the longer ban. One that grows by more starts with its first length.
+	$$SELECT rl_allow('grown', 'sliding_log 1/2h ban 2s to 5min after 1, fixed_window 1/3h ban 3min after 1') FROM generate_series(1, 2)$$,
+	$$SELECT * FROM grown('grown')$$,
+	$$SELECT rl_allow('hour', '1/1min ban 1s to 4s after 1') FROM generate_series(1, 2)$$,
+	$$at(403)$$,
+	$$SELECT rl_allow('hour', 'sliding_log 1/1min ban 1h to 2h after 1') FROM generate_series(1, 2)$$,
+	$$SELECT * FROM grown('hour')$$,
+	-- The longest, also after a ban that was longer.
+	$$at(4003)$$,
+	$$SELECT rl_allow('hour', '1/1min ban 1s to 4s after 1') FROM generate_series(1, 2)$$,
+	$$SELECT * FROM grown('hour')$$,
+	-- At the end of the level, the first length again.
+	$$at(4011)$$,
+	$$SELECT state, raw FROM states('hour') WHERE state ~ 'ban'$$,
+	$$SELECT rl_allow('hour', '1/1min ban 1s to 4s after 1')$$,
+	$$SELECT * FROM grown('hour')$$,
+	-- rl_unban deletes the level, also after the ban; so does rl_reset.
+	$$at(4012.5)$$,
+	$$SELECT rl_unban('hour'), rl_unban('hour')$$,
+	$$SELECT rl_allow('hour', '1/1min ban 1s to 4s after 1')$$,
+	$$SELECT * FROM grown('hour')$$,
+	$$at(4013.5)$$,
+	$$rl_reset('hour')$$,
+	$$SELECT rl_allow('hour', '1/1min ban 1s to 4s after 1') FROM generate_series(1, 2)$$,
+	$$SELECT * FROM grown('hour')$$,
+	-- rl_peek shows the length of the ban that a call would set.
+	$$SELECT rl_allow('short', '10/1s burst 1 ban 1s to 4s after 1') FROM generate_series(1, 2)$$,
+	$$at(4014.5)$$,
+	$$SELECT rl_allow('short', '10/1s burst 1 ban 1s to 4s after 1')$$,
+	$$SELECT retry_after FROM rl_peek('short', '10/1s burst 1 ban 1s to 4s after 1'), generate_series(1, 2)$$,
+	$$SELECT rl_allow('short', '10/1s burst 1 ban 1s to 4s after 1')$$,
+	$$SELECT * FROM grown('short')$$,
+	-- The longest of all.
+	$$SELECT rl_allow('years', 'sliding_log 1/1d ban 3652d to 3652d after 1') FROM generate_series(1, 2)$$,
+	$$SELECT * FROM grown('years')$$,
+	$$SELECT ends - 4014.5 AS seconds, raw FROM states('years') WHERE state = 'ban:level'$$,
+	$$SELECT count(*) FILTER (WHERE rl_unban(key)) FROM (VALUES ('grown'), ('hour'), ('short'), ('years')) k (key)$$);

@@ -9,6 +9,9 @@ ORDER BY customer, at;
 SELECT customer, extract(second FROM at)::int AS second, r
 FROM (SELECT customer, at, rl_simulate('fixed_window 2/1min count_denied ban 5s after 2', at, items) OVER (PARTITION BY customer ORDER BY at) AS r FROM past) s
 ORDER BY customer, at;
+-- A ban that grows: at 2 s for 2 s, at 4 s for 4 s, at 8 s for 7 s.
+SELECT string_agg(concat_ws(' ', extract(second FROM at)::int, (r).source, (r).retry_after), ', ' ORDER BY at)
+FROM (SELECT at, rl_simulate('fixed_window 2/1min ban 2s to 7s after 1', at) OVER (ORDER BY at) AS r FROM past WHERE customer = 1) s;
 -- Each refusal that counts is in use for a period; of refused units a log keeps as
 -- many as its count.
 SELECT n, r

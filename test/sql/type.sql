@@ -12,7 +12,8 @@ INSERT INTO written (w) VALUES
 	('1000000000000000/1000000s burst 1000000'), ('5/min'), ('100/hour'), ('2/second'), ('3 / 2 Days burst 4'),
 	('1/0.5minutes'), ('sliding_window 60/minute step second'), ('5/10s ban hours after 3'),
 	('1/1s,2/2s,3/3s,4/4s,5/5s,6/6s,7/7s,8/8s'), ('Concurrent 3/1h'),
-	('concurrent 1000/3650d ban 1h after 3, sliding_log 5/1h refund_on_abort');
+	('concurrent 1000/3650d ban 1h after 3, sliding_log 5/1h refund_on_abort'),
+	('5/10s Ban 60s TO 24 hours after 5 refund_on_abort'), ('fixed_window 5/month ban h to d after 2'), ('5/10s ban 1h to 60min after 1');
 SELECT id, w::rl_limits, w::rl_limits::text::rl_limits = w::rl_limits AS same FROM written ORDER BY id;
 DROP TABLE written;
 
@@ -33,6 +34,10 @@ SELECT w, f.* FROM (VALUES
 	(43, '5/.minute'), (44, '5/minutess'), (45, '5/ ,'), (46, '5/s10'), (47, '5/10s shadow shadow'),
 	(48, '5/10s shadow ban 1h after 3'), (49, '5/10s ban 1h after 3 shadow'), (50, '5/10s shadow, 6/10s shadow'),
 	(51, '5/10s count_denied shadow'), (52, 'shadow'), (53, '5/10s, shadow'),
+	(54, '5/10s ban 1min to'), (55, '5/10s ban 1min to after 5'), (56, '5/10s ban 1min to 1x after 5'), (57, '5/10s ban 1min to 1d'),
+	(58, '5/10s ban to 1d after 5'), (59, '5/10s ban 1min to 59s after 5'), (60, '5/10s ban 1min to 0s after 5'),
+	(61, '5/10s ban 1min to 3653d after 5'), (62, '5/10s ban 1min to 1h to 1d after 5'), (63, '5/10s ban 1min to 1h after 5 shadow'),
+	(64, '5/10s ban 1min to 1h after 5 ban 1min after 5'), (65, '5/10s ban 1min after 5 to 1h'), (66, '5/10s ban 1min to month after 5'),
 	(71, 'concurrent 3/1h refund_on_abort'), (72, 'concurrent 3/1h count_denied'), (73, 'concurrent 3/1h from_first'),
 	(74, 'concurrent 3/1h burst 5'), (75, 'concurrent 3/1h step 1min'), (76, 'concurrent 3/1h, sliding_log 3/1h, concurrent 4/1h'),
 	-- Numbers out of range.
@@ -48,7 +53,8 @@ SELECT w, f.* FROM (VALUES
 
 -- The extreme numbers that are in range.
 SELECT '1000000000000000/1000000s'::rl_limits, '1000/1us'::rl_limits, '1/1d burst 36525'::rl_limits, 'token_bucket 1/1d burst 36525'::rl_limits,
-	'sliding_window 5/100s step 1s'::rl_limits, '5/10s ban 3652d after 1000000000000000'::rl_limits;
+	'sliding_window 5/100s step 1s'::rl_limits, '5/10s ban 3652d after 1000000000000000'::rl_limits,
+	'5/10s ban 1us to 3652d after 1'::rl_limits;
 
 -- Casts, comparison, hashing, sorting, indexes.
 SELECT '5/10s'::text::rl_limits, '5/10s'::varchar::rl_limits, '5/10s'::rl_limits = 'throttle 5/10000ms' AS equal, '5/10s'::rl_limits <> '5/11s' AS different,

@@ -32,6 +32,9 @@ $session->set(debug_now => '1700000000000000');
 $session->ask(q{SELECT rl_ban('why', 60, 'ticket 7'); SELECT rl_allow('why:2', '1/1h ban 1h after 2') FROM generate_series(1, 3)});
 is($redis->cli('HGET', 'rl:{why}', 'ban'), '1700000060000000 1700000000000000 reason ticket 7', 'a ban with a reason');
 is($redis->cli('HGET', 'rl:{why:2}', 'ban'), '1700003600000000 1700000000000000 limit throttle 1/1h ban 1h after 2', 'a ban that a limit set');
+$session->ask(q{SELECT rl_allow('why:3', '1/1h ban 1h to 1d after 2') FROM generate_series(1, 3)});
+is_deeply($redis->cli('HMGET', 'rl:{why:3}', 'ban', 'ban:level'),
+	[ '1700003600000000 1700000000000000 limit throttle 1/1h ban 1h to 1d after 2', '1700007200000000 3600000000' ], 'a ban that grows');
 $session->set(debug_now => undef);
 
 # A state that has ended is as if never used, although it is still stored.
@@ -187,8 +190,8 @@ foreach my $way ('the expiry is set', 'a field is new', 'a field is new, one of 
 	cmp_ok(scalar @ended, '>=', 20, 'many states');
 	$call->($start + $years) foreach 1 .. 3;
 	is_deeply([ grep { !exists swept()->{$_} } @ended ], [], 'states are kept until they end');
-	$redis->cli('HSET', 'rl:{swept}', 'ban', $start + 1_000_000);
-	push @ended, 'ban';
+	$redis->cli('HSET', 'rl:{swept}', 'ban', $start + 1_000_000, 'ban:level', $start + 1_000_000 . ' 500000');
+	push @ended, 'ban', 'ban:level';
 	make_states('h', 'fixed_window 9/year in Asia/Tokyo', $start + $years);
 	$redis->cli('HSET', 'rl:{swept}', 'another', '1', 'throttle:x', '1', 'fixed_window:9', 'x', 'sliding_log:1:7', '', 'sliding_log:2', '');
 	my %live = %{ swept() };

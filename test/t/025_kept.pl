@@ -27,7 +27,7 @@ my @limits = map { limit(%$_) } (
 	{ algorithm => 'throttle', count => 100, period => 60_000_000, capacity => 500, ban => 700_000, ban_after => 2 },
 	{ algorithm => 'throttle', count => 1, period => 300_000, capacity => 4, ban => 5_000_000, ban_after => 3 },
 	{ algorithm => 'token_bucket', count => 3, period => 50_000, capacity => 10 },
-	{ algorithm => 'token_bucket', count => 2, period => 3_600_000_000, capacity => 5, ban => 5_000, ban_after => 1 },
+	{ algorithm => 'token_bucket', count => 2, period => 3_600_000_000, capacity => 5, ban => 5_000, ban_to => 90_000, ban_after => 1 },
 	{ algorithm => 'fixed_window', capacity => 5, period => 20_000, from_first => 1, count_denied => 1 },
 	{ algorithm => 'fixed_window', capacity => 50, period => 86_400_000_000 },
 	{ algorithm => 'sliding_window', capacity => 5, period => 10_000, step => 100, count_denied => 1 },
@@ -43,7 +43,7 @@ sub useful_until
 	my ($field, $value, $entries) = @_;
 	use integer;
 
-	return $value =~ s{ .*}{}r if $field eq 'ban';
+	return $value =~ s{ .*}{}r if $field =~ /^ban(?::level)?$/;
 	return (split / /, $value)[0] + $1 if $field =~ /^[a-z_]+:(\d+)(?::first|:\d+)?:refused$/;
 	return $value / 1000 if $field =~ /^throttle:\d+$/;
 	if ($field =~ /^token_bucket:(\d+)$/)
@@ -137,7 +137,7 @@ sub kept_wrong
 }
 
 # At least 1,200 calls are made, until each of these fields was found.
-my @fields = qw(throttle token_bucket fixed_window fixed_window:first sliding_window sliding_log sliding_log:denied ban
+my @fields = qw(throttle token_bucket fixed_window fixed_window:first sliding_window sliding_log sliding_log:denied ban ban:level
   throttle:refused sliding_window:refused);
 
 foreach my $virtual (0, 1)
@@ -224,6 +224,7 @@ sub numbers_for
 	$limit{step} = $limit{period} / pick(1, 5, 50) if $limit{algorithm} eq 'sliding_window';
 	$limit{count_denied} = 1 if $limit{algorithm} =~ /window|log/ && chance(20);
 	@limit{qw(ban ban_after)} = (20_000 + below(300_000), 1 + below(3)) if chance(15);
+	$limit{ban_to} = 4 * $limit{ban} if $limit{ban} && chance(50);
 	return limit(%limit);
 }
 
@@ -361,5 +362,10 @@ $session->ask('RESET ratelimit.debug_now');
 is($session->ask(q{SELECT string_agg(rl_allow('counted', '10/100s burst 1 ban 1h after 9')::text, ' ') FROM generate_series(1, 2)}),
 	'true false', 'the second call is refused');
 cmp_ok($redis->cli('PTTL', 'rl:{counted}'), '>', 50_000, 'the refusal lives for the period');
+
+# The level of bans that grow outlives the ban by the ban's length.
+$session->ask(q{SELECT rl_allow('grows', '1/1s ban 10h to 1d after 1') FROM generate_series(1, 2)});
+cmp_ok($redis->cli('PTTL', 'rl:{grows}'), '>=', 72_000_000 - late(), 'the level lives for twice the length');
+cmp_ok($redis->cli('PTTL', 'rl:{grows}'), '<=', 75_600_001, 'and hardly longer');
 
 done_testing();

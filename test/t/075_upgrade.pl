@@ -181,7 +181,7 @@ is(upgraded('all_repaired', \@changes, \@changes), '', 'an upgrade that repairs 
 my @stored = ('throttle 5/10s', 'throttle 5/10s burst 7', 'throttle 1/250us', 'throttle 1/90min', 'throttle 1000000000000000/1000000s burst 1000000',
 	'token_bucket 1/1s burst 10', 'fixed_window 5/1min from_first count_denied', 'sliding_window 240/1h step 1min',
 	'sliding_window 10/61us step 61us', 'sliding_log 100000/1d count_denied ban 1h after 3 refund_on_abort',
-	'sliding_log 5/10s, throttle 1000/1d', 'unlimited', 'blocked', 'throttle 5/10s ban 90min after 10 refund_on_abort', 'concurrent 3/30min ban 1h after 3',
+	'sliding_log 5/10s, throttle 1000/1d', 'unlimited', 'blocked', 'throttle 5/10s ban 90min after 10 refund_on_abort', 'concurrent 3/30min ban 1h after 3', 'throttle 5/10s ban 1min to 1d after 5',
 	'throttle 1/1s, throttle 2/2s, throttle 3/3s, throttle 4/4s, throttle 5/5s, throttle 6/6s, throttle 7/7s, throttle 8/8s');
 
 # Returns the folder of the old release's scripts, or the reason why there is none.

@@ -206,6 +206,32 @@ foreach my $other (sort keys %others)
 		4, 'it is in force');
 }
 
+# The level depends on the length and on the rule.
+foreach my $case ([ 1, 60, '5/1min ban 1min to 1h after 1' ], [ 2, 61, '5/1min ban 1min to 1h after 1' ], [ 6, 1920, '5/1min ban 1min to 1h after 1' ],
+	[ 7, 3600, '5/1min ban 1min to 1h after 1' ], [ 7, 99_999, '5/1min ban 1min to 1h after 1' ], [ 1, 1, '5/1min ban 1min to 1h after 1' ],
+	[ 50, 315_000_000, '5/1min ban 1us to 3652d after 1' ], [ '', 60, '5/1min ban 1min after 1' ], [ '', 60, '5/1min ban 1h to 1min after 1' ],
+	[ '', 60, '5/1min ban 1min to 1h after 1, 5/1h' ], [ '', 60, "5/1min ban 1min to 1h after 1 \xc3\xa9" ], [ 1, 60, 'fixed_window 5/day in Europe/Berlin ban 1min to 1h after 1' ],
+	[ '', 60, 'fixed_window 5/day in Nowhere ban 1min to 1h after 1' ], [ '', 60, 'unlimited' ])
+{
+	my ($level, $seconds, $rule) = @$case;
+
+	$redis->cli('HSET', 'rl:{other}', 'ban', sprintf '%d %d limit %s', $ends, $ends - 1_000_000 * $seconds, $rule);
+	is($session->ask('SELECT level FROM rl_bans()'), $level, "the level of $seconds s of $rule") or diag $session->error;
+}
+$redis->cli('HSET', 'rl:{other}', 'ban', "$ends - limit 5/1min ban 1min to 1h after 1");
+is($session->ask('SELECT level FROM rl_bans()'), '', 'no level without a beginning');
+
+# The level is kept after the ban, until rl_unban deletes it.
+$redis->cli('FLUSHALL');
+$session->ask(q{SELECT rl_allow('grows', '1/1h ban 0.2s to 1h after 1') FROM generate_series(1, 2)});
+await('the end of the ban', sub { return $session->ask('SELECT count(*) FROM rl_bans()') == 0 });
+$redis->cli('HSET', 'rl:{grows}', 'ban:level', 4 * 10**15 . ' 1800000000');
+is($session->ask(q{SELECT state, raw FROM rl_inspect('grows') WHERE state ~ 'ban'}), 'ban:level|4000000000000000 1800000000', 'rl_inspect shows the level');
+$session->ask(q{SELECT rl_allow('grows', '1/1h ban 0.2s to 1h after 1')});
+is($session->ask('SELECT until - began, level FROM rl_bans()'), '01:00:00|16', 'the next ban is twice as long');
+is($session->ask(q{SELECT rl_unban('grows')}), 't', 'rl_unban');
+is_deeply([ sort @{ $redis->cli('HKEYS', 'rl:{grows}') } ], [ 'expiry', 'throttle:3600000000' ], 'nothing of the ban is left');
+
 # Bans and keys end meanwhile.
 $redis->cli('FLUSHALL');
 $session->ask('SELECT count(rl_ban(n::text, 0.001 * n)) FROM generate_series(1, 1000) n');
@@ -441,6 +467,15 @@ $session->ask(q{SELECT rl_ban(repeat('c', 50), 3600)});
 is($session->ask('SELECT local_keys FROM rl_status()'), 50_001, 'none in its place');
 $session->ask(q{SELECT rl_ban(repeat('c', 50), 3600, repeat('r', 128))});
 is($session->ask('SELECT rule, reason = repeat(chr(114), 128), rl_unban(key) FROM rl_bans()'), '|t|t', 'a long one again');
+
+# A ban that grows has one more, until its level ends.
+$session->ask(q{SELECT rl_unban(key) FROM rl_bans()});
+my $before = $session->ask('SELECT local_keys FROM rl_status()');
+$session->ask(q{SELECT rl_allow('grows', '1/1h ban 1h to 1d after 1') FROM generate_series(1, 2)});
+is($session->ask(q{SELECT string_agg(level || ' ' || rule, '') FROM rl_bans()}), '1 throttle 1/1h ban 1h to 1d after 1', 'the level of a ban that grows');
+is($session->ask('SELECT local_keys FROM rl_status()') - $before, 3, 'a state, a ban and its level');
+is($session->ask(q{SELECT rl_unban('grows'), rl_unban('grows')}), 't|f', 'rl_unban deletes both');
+is($session->ask('SELECT local_keys FROM rl_status()') - $before, 1, 'their cells are free');
 
 # A full store evicts the bans that end first.
 $session->ends(q{SELECT count(rl_ban(repeat('y', 400) || n, n)) FROM generate_series(1, 20000) n}, 'more bans than it holds');

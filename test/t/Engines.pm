@@ -2,7 +2,7 @@
 # and on Redis's through SQL, a batch at a time in virtual time.
 #
 # A limit is a hash: algorithm, capacity, count, period, and if it has them
-# step, from_first, calendar (a unit, in UTC), count_denied, ban, ban_after, shadow.  A step is a hash too: form,
+# step, from_first, calendar (a unit, in UTC), count_denied, ban, ban_to, ban_after, shadow.  A step is a hash too: form,
 # key, now, argument (the quota, or a ban's length), limits, and if some of
 # these have refund_on_abort, refunds: a true value at the index of each.  The
 # key's next step "abort" refunds their charges, unless a step "begin" comes
@@ -98,19 +98,20 @@ sub limit
 	$limit{capacity} ||= $limit{count};
 	$limit{count} ||= $limit{capacity};
 	$limit{step} = 0 unless $limit{algorithm} eq 'sliding_window';
-	$limit{$_} ||= 0 foreach qw(from_first count_denied ban ban_after shadow);
+	$limit{$_} ||= 0 foreach qw(from_first count_denied ban ban_to ban_after shadow);
+	$limit{ban_to} = 0 unless $limit{ban};
 	$limit{calendar} ||= '';
 	my ($calendar) = grep { $calendars[$_] eq $limit{calendar} } 0 .. $#calendars;
 	$limit{interval_ns} = $limit{algorithm} eq 'throttle' ? $limit{period} * 1000 / $limit{count} : 0;
 	$limit{numbers} = join ' ', $algorithm_number{ $limit{algorithm} },
 	  @limit{qw(capacity count)}, $longest[$calendar] || $limit{period},
-	  @limit{qw(interval_ns step from_first count_denied ban ban_after shadow)}, $calendar;
+	  @limit{qw(interval_ns step from_first count_denied ban ban_to ban_after shadow)}, $calendar;
 	$limit{text} = "$limit{algorithm} $limit{count}/" . ($calendar ? "$limit{calendar} in UTC" : "$limit{period}us")
 	  . ($limit{capacity} != $limit{count} ? " burst $limit{capacity}" : '')
 	  . ($limit{step} ? " step $limit{step}us" : '')
 	  . ($limit{from_first} ? ' from_first' : '')
 	  . ($limit{count_denied} ? ' count_denied' : '')
-	  . ($limit{ban} ? " ban $limit{ban}us after $limit{ban_after}" : '')
+	  . ($limit{ban} ? " ban $limit{ban}us" . ($limit{ban_to} ? " to $limit{ban_to}us" : '') . " after $limit{ban_after}" : '')
 	  . ($limit{shadow} ? ' shadow' : '');
 	$limit{single} = !$limit{from_first} && !$calendar && !$limit{count_denied} && !$limit{ban} && !$limit{shadow};
 	return \%limit;
@@ -140,6 +141,7 @@ sub random_tag
 	if (chance(20))
 	{
 		$tag{ban} = min(MAX_PERIOD, chance(20) ? log_uniform(MAX_PERIOD) : 1 + below(2 * $period));
+		$tag{ban_to} = min(MAX_PERIOD, $tag{ban} + below(log_uniform(100) * $tag{ban})) if chance(50);
 		$tag{ban_after} = 1 + below(4);
 	}
 	elsif (chance(20))

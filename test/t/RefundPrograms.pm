@@ -144,6 +144,7 @@ sub random_rule
 	$l{step} = $period / pick(grep { $period % $_ == 0 } 1, 2, 5, 10) if $algorithm eq 'sliding_window';
 	$l{count_denied} = 1 if $algorithm =~ /window|log/ && chance(30);
 	@l{qw(ban ban_after)} = (1 + below($period), 1 + below(3)) if chance(15);
+	$l{ban_to} = $l{ban} * (1 + below(9)) if $l{ban} && chance(50);
 	$l{shadow} = 1 if !$l{ban} && chance(20);
 	$l{tag} = join ':', $algorithm, $l{period}, map { $_ || 0 } @l{qw(step from_first calendar shadow)};
 	return \%l;

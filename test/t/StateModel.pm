@@ -5,7 +5,9 @@
 # A state is a hash: used (of a throttle the backlog in nanoseconds, with its end
 # tat), start (the time of a token bucket's last lump), entries (of windows and
 # logs, as in Promises; a third element is true if they were refused), and since
-# and refused, which count refusals for a ban.
+# and refused, which count refusals for a ban.  A key also has ban, the end of its ban,
+# and if a ban that grows was set, grown and grows_until: its length, and the time before
+# which the next one is longer.
 package StateModel;
 
 use RatelimitTest;
@@ -18,7 +20,7 @@ our @EXPORT = qw(%count act refund_charge refund_units delete_states ban_until e
 # How often something happened; the tests add to it.
 our %count;
 
-my %states;      # by key: ban, and by tag a state
+my %states;      # by key: ban, grown, grows_until, and by tag a state
 
 sub divide_up { my ($a, $b) = @_; use integer; return $a / $b + ($a % $b > 0 ? 1 : 0); }
 
@@ -128,10 +130,10 @@ sub decision
 	return [ $allowed, $remaining, $wait, $reset, store() ];
 }
 
-# Counts a refusal; returns the length of the ban that it starts, or 0.
+# Counts a refusal; returns the length of the ban that it starts on the key, or 0.
 sub count_refusal
 {
-	my ($l, $s, $now) = @_;
+	my ($k, $l, $s, $now) = @_;
 
 	my $since = $l->{calendar} ? max(place($l, $now), map { $_->[0] } @{ $s->{entries} }) : $now;
 
@@ -139,7 +141,8 @@ sub count_refusal
 	@$s{qw(since refused)} = ($since, 0) unless $s->{refused} && ($l->{calendar} ? $s->{since} >= $since : $now < $s->{since} + $l->{period});
 	return 0 if ++$s->{refused} < $l->{ban_after};
 	$s->{refused} = 0;
-	return $l->{ban};
+	return $l->{ban} unless $l->{ban_to} && $now < ($k->{grows_until} || 0);
+	return max($l->{ban}, min(2 * $k->{grown}, $l->{ban_to}));
 }
 
 # Makes a call, which peek and wait change less than others.  Returns the limits'
@@ -154,7 +157,7 @@ sub act
 		  && $s[$_]{used} <= ($limits->[$_]{capacity} - $quota) * ($limits->[$_]{interval_ns} || 1) } 0 .. $#s;
 	my $all_shadow = all { $_->{shadow} } @$limits;
 	my $done = (!$banned || $all_shadow) && all { $fits[$_] || $limits->[$_]{shadow} } 0 .. $#s;
-	my $ban = 0;
+	my ($ban, $by) = 0;
 	my (@decisions, @charges);
 
 	foreach my $i (0 .. $#s)
@@ -166,7 +169,9 @@ sub act
 
 		if ($traces && !$fits[$i] && $l->{ban})
 		{
-			$ban = max($ban, count_refusal($l, $s, $now));
+			my $length = count_refusal($k, $l, $s, $now);
+
+			($ban, $by) = ($length, $l) if $length > $ban;
 			@{ $k->{of}{ $l->{tag} } }{qw(since refused)} = @$s{qw(since refused)} if $how ne 'peek';
 		}
 		if ($quota > 0 && ($charged || $traces && $l->{count_denied}))
@@ -193,6 +198,7 @@ sub act
 		$d->[2] = undef if $d->[0] || $quota > $limits->[$i]{capacity};
 	}
 	$k->{ban} = $now + $ban if $ban && $how ne 'peek';
+	@$k{qw(grown grows_until)} = ($ban, $now + 2 * $ban) if $ban && $how ne 'peek' && $by->{ban_to};
 	$count{bans}++ if $ban && $how ne 'peek';
 	return (\@decisions, \@charges);
 }
@@ -336,7 +342,15 @@ sub entries_of
 	return $s ? @{ $s->{entries} } : ();
 }
 
-# Bans a key until a time, or ends its ban.
-sub ban_until { my ($key, $until) = @_; ($states{$key} ||= { ban => 0, of => {} })->{ban} = $until; return; }
+# Bans a key until a time, or with 0 ends its ban.
+sub ban_until
+{
+	my ($key, $until) = @_;
+	my $k = $states{$key} ||= { ban => 0, of => {} };
+
+	$k->{ban} = $until;
+	$k->{grows_until} = 0 unless $until;
+	return;
+}
 
 1;

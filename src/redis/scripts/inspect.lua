@@ -4,8 +4,8 @@
 -- <bytes>:<state><bytes>:<raw>", with "-" for a figure that is not known. A state that is as if
 -- it had never been used is left out.
 --
--- A state's name is its tag, or "ban", or "<tag>:refused" for the refusals that a ban counts.
--- Of the chunks of logs, only where a log begins is read. A call looks at MOST_RECORDS
+-- A state's name is its tag, or "ban", or "ban:level", or "<tag>:refused" for the refusals that a
+-- ban counts. Of the chunks of logs, only where a log begins is read. A call looks at MOST_RECORDS
 -- reservations at most, because sorting takes long. For MOST_FIELDS fields and MOST_STATES states
 -- Redis needs a few milliseconds.
 --@ clock state algorithms
@@ -39,7 +39,7 @@ local function describe(state)
   if is_record(state) then
     local ends, status, of = string.match(value, '^(%d+) %d+ (%l+:?%d*) (%d+) ')
     return tonumber(of), tonumber(ends), status
-  elseif state == 'ban' then
+  elseif state == 'ban' or state == 'ban:level' then
     return nil, tonumber(string.match(value, '^%d+') or 0), value
   elseif refused then
     local _, ends, count = refusals(limit_of(refused), value)
@@ -75,7 +75,7 @@ for _, field in ipairs(redis.call('HKEYS', hash)) do
   -- Skip chunks and indexes of logs, which are most fields of a long log.
   elseif not (string.find(field, '^sliding_log:%d+:.*[%ds]$') or string.find(field, '^concurrent:%d+:.*[%ds]$')) then
     local state = string.match(field, '^(.*):denied$') or field
-    if not known[state] and (state == 'ban' or limit_of(string.match(state, '^(.*):refused$') or state)) then
+    if not known[state] and (state == 'ban' or state == 'ban:level' or limit_of(string.match(state, '^(.*):refused$') or state)) then
       known[state] = true
       states[#states + 1] = state
       if #states > MOST_STATES then

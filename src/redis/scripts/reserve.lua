@@ -90,7 +90,7 @@ for _, l in ipairs(limits) do
   end
 end
 if brought > 0 then
-  put('ban', pair_text(now + brought, now) .. string.match(setter.after, '^%d+(.*)$'), brought)
+  put_ban(brought, setter)
 end
 if verdict == 0 then
   put_record(field, {ends = now + hold, hold = hold, status = 'open', quota = ARGV[3], named = named, at = now, charges = charges}, last)

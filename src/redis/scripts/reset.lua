@@ -1,6 +1,6 @@
--- Deletes states of the key, and the refusals that their bans count, or the ban. From
--- ARGV[FIRST] on each state has two arguments: its tag (of the ban "ban"), and 1 if the state
--- is logs. Returns how many fields and logs there were, without chunks that were cut off
+-- Deletes states of the key, and the refusals that their bans count, or the ban and its level.
+-- From ARGV[FIRST] on each state has two arguments: its tag (first "ban", then "ban:level"), and
+-- 1 if the state is logs. Returns how many fields and logs there were, without chunks that were cut off
 -- before. After the reset of a state, leftovers of leases are not refunded.
 --@ clock state log
 
