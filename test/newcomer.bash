@@ -10,8 +10,8 @@
 #   image    as the last stage of Containerfile.  Its first stage is "build", which only makes
 #            the files for the last one, in /tmp/build.
 #
-# Checks that there is no compiler.  Then, without a network, runs package/page.sql, as
-# README.md says, and writes package/page.out.  Last, installs the packages that
+# Checks that there is no compiler.  Then, without a network, runs each page's blocks in
+# package/PAGE.sql, as README.md says, and writes package/PAGE.out.  Last, installs the packages that
 # debian/tests/control names, and with "package" runs debian/tests/installcheck.
 # script/package runs this in a chroot.
 
@@ -103,41 +103,57 @@ install_image() {
 }
 
 #
-# The page
+# The pages
 #
 
-page() {
-	local version postgres=''
+pages() {
+	local version page
 	# The network has only the loopback interface, which is down.
 	# shellcheck disable=SC2016 # Perl's variables
 	perl -MSocket -e 'socket(my $s, AF_INET, SOCK_DGRAM, 0); $lo = pack("Z16 s x22", "lo", 1); ioctl($s, 0x8914, $lo) or die $!'
 	version=$(ls /usr/lib/postgresql)
+	if ((version < 17)); then
+		echo '+ preload the library'
+		echo "shared_preload_libraries = 'ratelimit'" >"/etc/postgresql/$version/main/conf.d/ratelimit.conf"
+	fi
+	for page in package/*.sql; do page; done
+}
+
+# await PID COMMAND...: waits until COMMAND succeeds.  Fails if the process ends.
+await() {
+	until "${@:2}" >/dev/null 2>&1; do
+		kill -0 "$1"
+		sleep 0.1
+	done
+}
+
+# Starts the servers, runs a page, resets the cluster, and stops the servers.
+page() {
+	local redis postgres=''
 	if [[ -n $command ]]; then
 		setpriv --reuid="$user" --regid="$user" --init-groups env -C / "${environment[@]}" sh -c "$command" >/tmp/postgres.log 2>&1 &
 		postgres=$!
-		until as_postgres pg_isready -q; do
-			kill -0 "$postgres"
-			sleep 0.1
-		done
+		await "$postgres" as_postgres pg_isready
 	else
 		try pg_ctlcluster "$version" main start
 	fi
-	if ((version < 17)); then
-		echo '+ preload the library, and restart PostgreSQL'
-		echo "shared_preload_libraries = 'ratelimit'" >"/etc/postgresql/$version/main/conf.d/ratelimit.conf"
-		try pg_ctlcluster "$version" main restart
-	fi
-	try "$server" --daemonize yes --save '' --dir /tmp
+	"$server" --save '' --dir /tmp >/tmp/redis.log &
+	redis=$!
+	await "$redis" "${server%-server}-cli" PING
 	try as_postgres createdb shop
-	echo '+ psql shop'
+	echo "+ psql shop <$page"
 	# A busy machine may answer late.
 	PGOPTIONS='-c ratelimit.connect_timeout=10s -c ratelimit.command_timeout=10s' \
-		as_postgres psql -X -q -P pager=off -v SHOW_CONTEXT=never shop <package/page.sql >package/page.out 2>&1
-	# Without shared memory, the view raises an error.
-	as_postgres psql -XAt -v ON_ERROR_STOP=1 -c "SELECT 'PostgreSQL ' || current_setting('server_version')
-		|| ', preloaded: \"' || current_setting('shared_preload_libraries')
-		|| '\", actions counted: ' || sum(allowed + denied) FROM rl_stat" shop
-	"${server%-server}-cli" SHUTDOWN NOSAVE || true
+		as_postgres psql -X -q -P pager=off -v SHOW_CONTEXT=never shop <"$page" >"${page%.sql}.out" 2>&1
+	# Without shared memory, the view raises an error.  Some pages create the extension in a schema of its own.
+	as_postgres psql -XAtq -v ON_ERROR_STOP=1 shop <<-'END'
+		SELECT set_config('search_path', extnamespace::regnamespace::text, false) AS path FROM pg_extension WHERE extname = 'ratelimit' \gset
+		SELECT concat('PostgreSQL ', current_setting('server_version'), ', preloaded: "', current_setting('shared_preload_libraries'),
+			'", actions counted: ', sum(allowed + denied)) FROM rl_stat;
+	END
+	try as_postgres psql -X -v ON_ERROR_STOP=1 -f test/reset.sql
+	kill "$redis"
+	wait "$redis"
 	if [[ -n $postgres ]]; then
 		kill -INT "$postgres"
 		wait "$postgres"
@@ -161,8 +177,8 @@ done
 ! dpkg-query -W -f '${db:Status-Status} ${Package}\n' 'lib*-dev' 'postgresql-server-dev-*' 2>/dev/null |
 	grep '^installed' || exit 1
 echo 'There is no compiler, and there are no header files.'
-export -f page try as_postgres
-unshare --net bash -euo pipefail -c "$(declare -p server user command environment); page"
+export -f pages page await try as_postgres
+unshare --net bash -euo pipefail -c "$(declare -p server user command environment); pages"
 if [[ $way == package ]]; then
 	wanted=$(sed -n '/^Depends:/,/^[A-Z]/{/^ /p}' debian/tests/control | grep -v '^ @,$' | tr -d '\n')
 	try apt-get -q -y -o Dpkg::Use-Pty=0 satisfy --no-install-recommends "${wanted%,}"

@@ -17,7 +17,6 @@ my %page = map { (substr($_, length("$root/")) => DocPage->new($_)) } glob "$roo
 my %every = (%page, 'src/README.md' => DocPage->new("$root/src/README.md"));
 my $redis = RedisServer->new->start;
 my $node = shared_node($redis, "ratelimit.redis_url = '" . $redis->url(tcp => 1, db => 0) . "'", 'timezone = UTC');
-my @roles = split /\n/, $node->safe_psql('postgres', 'SELECT rolname FROM pg_roles');
 
 #
 # The blocks
@@ -26,21 +25,10 @@ my @roles = split /\n/, $node->safe_psql('postgres', 'SELECT rolname FROM pg_rol
 # Resets the server: a new database, no other roles, empty statistics.
 sub prepare
 {
-	my ($page) = @_;
-	my %known = map { ($_ => 1) } @roles;
-
-	$node->safe_psql('postgres', 'DROP DATABASE IF EXISTS shop');
-	foreach my $role (split /\n/, $node->safe_psql('postgres', 'SELECT rolname FROM pg_roles'))
-	{
-		$node->safe_psql('postgres', $known{$role} ? "ALTER ROLE \"$role\" RESET ALL" : "DROP OWNED BY \"$role\"; DROP ROLE \"$role\"")
-		  if $role !~ /^pg_/;
-	}
-	$node->safe_psql('postgres', 'ALTER SYSTEM RESET ALL');
+	$node->safe_psql('postgres', slurp_file("$root/test/reset.sql"));
 	$node->safe_psql('postgres', 'CREATE DATABASE shop');
 	start_node($node, 'restart');
 	$redis->cli('FLUSHALL');
-	$node->safe_psql('shop', 'CREATE EXTENSION ratelimit')
-	  unless grep { $_->{text} =~ /CREATE EXTENSION (IF NOT EXISTS )?ratelimit\b/ } $page->commands;
 	return;
 }
 
@@ -66,7 +54,7 @@ foreach my $name (@wanted)
 	my $page = $every{$name} or BAIL_OUT("there is no page $name");
 	my @blocks = $page->commands or next;
 
-	prepare($page);
+	prepare();
 	my @printed = outputs($page);
 	is(@printed, @blocks + 1, "$name: psql ran all blocks") or diag $printed[-1];
 	foreach my $i (0 .. $#blocks)

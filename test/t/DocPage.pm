@@ -69,8 +69,15 @@ sub new
 # Returns the blocks that run.
 sub commands { my ($self) = @_; return grep { $_->{language} eq 'sql' } @{ $self->{blocks} }; }
 
-# Returns the input of a psql that runs the blocks.
-sub script { my ($self) = @_; return join '', map { "$_->{text}\n\\echo '$border'\n" } $self->commands; }
+# Returns the input of a psql that runs the blocks, in a database without the extension.
+sub script
+{
+	my ($self) = @_;
+	my @texts = map { $_->{text} } $self->commands;
+	my $creates = grep { /CREATE EXTENSION (IF NOT EXISTS )?ratelimit\b/ } @texts;
+
+	return join '', $creates ? () : "CREATE EXTENSION ratelimit;\n\\connect\n", map { "$_\n\\echo '$border'\n" } @texts;
+}
 
 # Returns the outputs of the blocks, of all that psql has printed for script().  If it
 # ran all blocks, an empty text follows.
