@@ -13,6 +13,7 @@
 #                            in it $SRC, the PostgreSQL tree and $REDIS_SERVER
 #   sources                  writes the sources to standard output, as tar does
 #   build [MAKE_ARG...]      runs make and make install into the private tree
+#   preload_asan LIBRARY     prints LD_PRELOAD for a server whose extension has AddressSanitizer
 #   run COMMAND...           runs COMMAND as the unprivileged user in $T, in a process
 #                            group of its own that ends with the script; returns its
 #                            status.  Not for pipes and $( ): a subshell cannot clean up.
@@ -385,6 +386,15 @@ build() {
 		run make -C "$SRC" PG_CONFIG="$PG_CONFIG" "$@" install >>"$log" 2>&1 && return
 	cat "$log" >&2
 	return 1
+}
+
+# If a constructor of libp11-kit starts AddressSanitizer, it deadlocks.  So an earlier
+# constructor starts it.
+preload_asan() {
+	gcc -x c -shared -fPIC -Wl,-z,initfirst -o "$T/wake.so" - <<<'
+		__attribute__((constructor)) static void wake(void)
+		{ void *volatile p = __builtin_malloc(1); __builtin_free(p); }' || return 1
+	echo "$1 $T/wake.so"
 }
 
 #
