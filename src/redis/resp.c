@@ -204,6 +204,7 @@ rl_resp_attach(struct redisReader *reader, RlReply **place, RlReply *reply)
 	reply->kind = RL_REPLY_NUMBERS;
 	reply->is_array = false;
 	reply->nvalues = 0;
+	reply->data = "";
 	reply->len = 0;
 	reader->fn = &object_functions;
 	reader->privdata = place;
