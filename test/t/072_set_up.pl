@@ -1,4 +1,6 @@
 # The scripts and the Makefile, after "make install" and as root.
+#
+# Runs once in a suite: it builds, and asks no server.
 use strict;
 use warnings FATAL => 'all';
 
@@ -13,6 +15,8 @@ my $bin = output_of('pg_config', '--bindir');
 
 # The variables of the make that runs this test.
 delete @ENV{qw(MAKEFLAGS MAKELEVEL MAKEOVERRIDES MFLAGS)};
+# It builds ten times, and runs little of it.
+$ENV{COPT} = '-O0';
 
 # Returns a program's output, including its errors.
 sub output_of
