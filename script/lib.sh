@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 #
-# The parts that script/demo, script/test, script/bench and script/package share: packages, a
-# temporary folder with a private copy of the sources and of PostgreSQL, and
-# private servers in it.  Source this file under "set -euo pipefail", then call
+# The parts that script/demo, script/test, script/bench, script/prove and script/package
+# share: packages, a temporary folder with a private copy of the sources and of
+# PostgreSQL, and private servers in it.  Source this file under "set -euo pipefail", then call
 # set_up once.  When the script ends, in whatever way, the servers are stopped and
 # the folder is removed.
 #
@@ -45,7 +45,7 @@
 
 # Further packages that the tests use.
 # shellcheck disable=SC2034 # for the scripts
-TEST_PACKAGES=(libipc-run-perl strace libssl-dev lua-check openssl pgbouncer)
+TEST_PACKAGES=(libipc-run-perl strace libssl-dev lua-check openssl pgbouncer spin)
 
 # Further packages that build Debian packages.
 # shellcheck disable=SC2034 # for the scripts
