@@ -11,6 +11,7 @@
 #   reset    the connections that exist are reset at the next byte of the client
 #   lose     the next reply to each of some of the connections is dropped, and the connection is closed
 #   refuse   new connections are closed at once
+#   hold     new connections wait
 #   accept   new connections are served again
 package TcpProxy;
 
@@ -71,6 +72,7 @@ sub _serve
 					$broken{$_} = $1 foreach grep { $1 ne 'lose' || rand() < 0.3 } keys %peer;
 				}
 				$refuse = $command =~ /refuse/ if $command =~ /refuse|accept/;
+				$command =~ /hold/ ? $select->remove($listener) : $select->add($listener);
 				syswrite $socket, $lost;
 				next;
 			}
