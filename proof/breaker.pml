@@ -67,15 +67,9 @@ inline forget_failure(connected, answered) {
 	tries[b] = false;
 	if
 	:: entry ->
-		if
-		:: connected -> connect_at = unset
-		:: else
-		fi;
+		connect_at = (connected -> unset : connect_at);
 #ifndef MUTANT_NOT_CLOSED
-		if
-		:: answered -> ask_at = unset
-		:: else
-		fi;
+		ask_at = (answered -> unset : ask_at);
 #endif
 		if
 		:: SUSPECT -> remove_entry()
@@ -151,15 +145,15 @@ refused:	assert(connection[b] != works || was_silent);
 		if
 		:: d_step { server == refuses -> connection[b] = none }; d_step { connect_failed() }; goto ends
 		:: d_step { server == silent && admission == check -> connection[b] = none }; d_step { is_silent() }; goto ends
-		:: d_step { server == silent && admission != check -> connection[b] = works }; heard = false
-		:: d_step { server == answers -> connection[b] = works }; heard = (admission == check)
+		:: d_step { server == silent && admission != check -> connection[b] = works; admission = admitted }
+		:: d_step { server == answers -> connection[b] = works; heard = (admission == check); admission = admitted }
 		:: !calm -> goto interrupted
 		:: goto stopped
 		fi;
 		/* rl_breaker_connected */
 		if
-		:: !entry
-		:: entry -> d_step { forget_failure(true, heard) }
+		:: d_step { !entry -> heard = false }
+		:: d_step { entry -> forget_failure(true, heard); heard = false }
 		fi
 	:: else
 	fi;

@@ -96,6 +96,7 @@ inline ask() {
 inline take_leftover() {
 	copy(leftover[s], lot[s]);
 	leftover[s].left = 0;
+	leftover[s].repaired = false;
 	clear(lot[s])
 }
 
@@ -120,10 +121,21 @@ inline return_leftover() {
 #endif
 #define BACKLOG		(backlog > REFUND -> backlog - REFUND : 0)
 
-/* lease.lua: charges the action, and units for a lot */
+/* lease.lua: refunds the leftover.  Without a grant, the rest of the call does not matter. */
+inline run_script(more) {
+	backlog = BACKLOG + more;
+#ifndef MUTANT_SENT_KEPT
+	clear(leftover[s]);
+#endif
+	under_way[s] = granted[s].n > 0;
+	asked[s] = (granted[s].n > 0 -> asked[s] : 0);
+	stale[s] = stale[s] && granted[s].n > 0
+}
+
+/* It charges the action, and units for a lot. */
 inline charge(units) {
-	backlog = BACKLOG + 1 + units;
 	granted[s].n = units;
+	run_script(1 + units);
 	happens()
 }
 
@@ -164,7 +176,7 @@ proctype Backend(byte s) {
 		:: d_step { leftover[s].n > 0 -> return_leftover(); end_call() }
 		/* lease.lua */
 		:: if
-			:: d_step { BACKLOG == REDUCED -> backlog = BACKLOG }
+			:: d_step { BACKLOG == REDUCED -> run_script(0) }
 			:: d_step { BACKLOG + 1 <= REDUCED -> charge(0) }
 			:: d_step { BACKLOG + 2 <= REDUCED -> charge(1) }
 			:: d_step { BACKLOG + 3 <= REDUCED -> charge(2) }
@@ -194,8 +206,12 @@ inline end_leases() {
 	stale[0] = under_way[0]
 }
 
+/* Their age does not matter any more. */
 inline in_other_life(units) {
-	units.other_life = units.n > 0
+	units.other_life = units.n > 0;
+#ifndef MUTANT_OTHER_LIFE
+	units.age = 0
+#endif
 }
 
 /* UNLINK, or reset.lua, which deletes the field "lease" */
@@ -225,8 +241,14 @@ proctype Resets() {
 	od
 }
 
+#ifdef MUTANT_OTHER_LIFE
+#define HAS_AGE(units)	(units.n > 0)
+#else
+#define HAS_AGE(units)	(units.n > 0 && !units.other_life)
+#endif
+
 inline grow_old(units) {
-	units.age = (units.n > 0 && units.age < OLD_AGE -> units.age + 1 : units.age)
+	units.age = (HAS_AGE(units) && units.age < OLD_AGE -> units.age + 1 : units.age)
 }
 
 proctype Clock() {

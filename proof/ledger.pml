@@ -16,7 +16,8 @@
  * or the log has it as not refunded.
  */
 #define CHARGES		2
-#define CONCURRENT	1			/* this one is under the concurrent limit */
+#define CONCURRENT	0			/* this one is under the concurrent limit */
+#define DEEPEST		3			/* nest level of savepoints */
 
 mtype = { none, unsent, sent, done, failed };	/* an entry without a call, or its outcome */
 mtype = { nothing, asked, refunded, moved };	/* what is under way on a connection */
@@ -27,7 +28,7 @@ mtype = { nothing, asked, refunded, moved };	/* what is under way on a connectio
 byte level[CHARGES] = NO_ENTRY;
 mtype outcome[CHARGES] = none;
 bool unsettled = false;
-byte nest = 1;					/* nest level of the transaction; 2: in a savepoint */
+byte nest = 1;					/* nest level of the transaction */
 byte made = 0;					/* charges so far */
 bool ends = false;				/* in the callback at the end of the transaction */
 bool ended = false;
@@ -186,22 +187,19 @@ proctype Backend() {
 			of_level[made] = nest;
 			made++
 		}
-	:: d_step { nest == 1 -> nest = 2 }
+	:: nest < DEEPEST -> nest++
 	/* subtransaction_ends */
-	:: d_step { nest == 2 ->
-			nest = 1;
+	:: d_step { nest > 1 ->
 			for (e : 0 .. CHARGES - 1) {
-				of_level[e] = (of_level[e] == 2 -> 1 : of_level[e])
+				of_level[e] = (of_level[e] == nest -> nest - 1 : of_level[e]);
+#ifndef MUTANT_RELEASE_STAYS
+				level[e] = (level[e] == nest -> nest - 1 : level[e])
+#endif
 			}
 			e = 0;
-#ifndef MUTANT_RELEASE_STAYS
-			for (e : 0 .. CHARGES - 1) {
-				level[e] = (level[e] == 2 -> 1 : level[e])
-			}
-			e = 0
-#endif
+			nest--
 		}
-	:: d_step { nest == 2 -> note_end(2, false); queue(2, false); nest = 1 }
+	:: d_step { nest > 1 -> note_end(nest, false); queue(nest, false); nest-- }
 	/* rl_refunds_flush, ahead of a command */
 	:: d_step { ANY_QUEUED -> prepare_calls() };
 		do
@@ -218,8 +216,8 @@ proctype Backend() {
 			}; break
 		:: d_step { !ANY_PENDING -> settle(false) }; break
 		/* An interrupt.  The error is caught in a level above, or ends the transaction. */
-		:: d_step { nest == 2 -> drop_replies() };
-			d_step { note_end(2, false); queue(2, false); nest = 1 }; break
+		:: d_step { nest > 1 -> drop_replies() };
+			d_step { note_end(nest, false); queue(nest, false); nest-- }; break
 		:: d_step { drop_replies() }; goto aborts
 		od
 	/* transaction_ends */
