@@ -73,51 +73,7 @@ sub servers
 	my $node = shared_node($redis, 'restart_after_crash = on', 'max_connections = 40', 'shared_buffers = 16MB',
 		'ratelimit.retry_interval = 0', 'fsync = off');
 
-	$node->safe_psql('postgres', q{
-		CREATE FUNCTION us(float8) RETURNS bigint IMMUTABLE LANGUAGE sql RETURN round($1 * 1000000)::bigint;
-
-		-- Takes quota from one time to another.  Returns the start of the first action that
-		-- is allowed, in microseconds, then for each of them: the time since the start of the
-		-- one before, the time that it took, its units, and l if a lease has decided it.
-		CREATE FUNCTION act(key text, limits rl_limits, how text, begins float8, ends float8, most int, quota int) RETURNS text
-			LANGUAGE plpgsql AS $$
-		DECLARE
-			d rl_decision;
-			last timestamptz := to_timestamp(ends);
-			t timestamptz := clock_timestamp();
-			befores timestamptz[];
-			afters timestamptz[];
-			units text[];
-			n int := 0;
-		BEGIN
-			IF to_timestamp(begins) > t THEN
-				PERFORM pg_sleep(extract(epoch FROM to_timestamp(begins) - t));
-			END IF;
-			LOOP
-				t := clock_timestamp();
-				EXIT WHEN t >= last OR n >= most;
-				d := rl_check(key, limits, quota);
-				IF d.allowed THEN
-					n := n + 1;
-					afters[n] := clock_timestamp();
-					befores[n] := t;
-					units[n] := quota || CASE d.source WHEN 'lease' THEN 'l' ELSE '' END;
-					EXIT WHEN how = 'lease' AND d.source <> 'lease';
-				ELSIF how = 'rush' THEN
-					PERFORM pg_sleep(0.001);
-				ELSIF quota > 1 THEN
-					quota := quota / 2;
-				ELSIF how = 'exhaust' THEN
-					PERFORM pg_sleep(0.001);
-					quota := 64;
-				ELSE
-					EXIT;
-				END IF;
-			END LOOP;
-			RETURN (SELECT us(extract(epoch FROM befores[1])) || ' ' || string_agg(
-				concat(us(coalesce(extract(epoch FROM b - befores[i - 1]), 0)), ',', us(extract(epoch FROM a - b)), ',', u), ' ' ORDER BY i)
-				FROM unnest(befores, afters, units) WITH ORDINALITY x (b, a, u, i));
-		END $$});
+	create_act($node);
 	return with_copies($node, 3);
 }
 

@@ -1,4 +1,4 @@
-# Sixteen clients of servers with the function act() of 048_lease_real_time.pl.  They take
+# Sixteen clients of servers with the function act() of create_act().  They take
 # quota of the same keys in rounds, by one clock, and each writes which actions happened,
 # and when.
 package LeaseClients;
@@ -14,9 +14,62 @@ use RedisServer qw(await);
 use Time::HiRes qw(sleep time);
 
 our @ISA = ('PsqlClient');
-our @EXPORT = qw(start_lease_clients backends finish_lease_clients CLIENTS);
+our @EXPORT = qw(create_act start_lease_clients backends finish_lease_clients CLIENTS);
 
 use constant CLIENTS => 16;
+
+# Creates the function act() in a server.
+sub create_act
+{
+	my ($node) = @_;
+
+	$node->safe_psql('postgres', q{
+		CREATE FUNCTION us(float8) RETURNS bigint IMMUTABLE LANGUAGE sql RETURN round($1 * 1000000)::bigint;
+
+		-- Takes quota from one time to another.  Returns the start of the first action that
+		-- is allowed, in microseconds, then for each of them: the time since the start of the
+		-- one before, the time that it took, its units, and l if a lease has decided it.
+		CREATE FUNCTION act(key text, limits rl_limits, how text, begins float8, ends float8, most int, quota int) RETURNS text
+			LANGUAGE plpgsql AS $$
+		DECLARE
+			d rl_decision;
+			last timestamptz := to_timestamp(ends);
+			t timestamptz := clock_timestamp();
+			befores timestamptz[];
+			afters timestamptz[];
+			units text[];
+			n int := 0;
+		BEGIN
+			IF to_timestamp(begins) > t THEN
+				PERFORM pg_sleep(extract(epoch FROM to_timestamp(begins) - t));
+			END IF;
+			LOOP
+				t := clock_timestamp();
+				EXIT WHEN t >= last OR n >= most;
+				d := rl_check(key, limits, quota);
+				IF d.allowed THEN
+					n := n + 1;
+					afters[n] := clock_timestamp();
+					befores[n] := t;
+					units[n] := quota || CASE d.source WHEN 'lease' THEN 'l' ELSE '' END;
+					EXIT WHEN how = 'lease' AND d.source <> 'lease';
+				ELSIF how = 'rush' THEN
+					PERFORM pg_sleep(0.001);
+				ELSIF quota > 1 THEN
+					quota := quota / 2;
+				ELSIF how = 'exhaust' THEN
+					PERFORM pg_sleep(0.001);
+					quota := 64;
+				ELSE
+					EXIT;
+				END IF;
+			END LOOP;
+			RETURN (SELECT us(extract(epoch FROM befores[1])) || ' ' || string_agg(
+				concat(us(coalesce(extract(epoch FROM b - befores[i - 1]), 0)), ',', us(extract(epoch FROM a - b)), ',', u), ' ' ORDER BY i)
+				FROM unnest(befores, afters, units) WITH ORDINALITY x (b, a, u, i));
+		END $$});
+	return;
+}
 
 sub before { return int($_[0] * 1e6) - 1; }
 sub after  { return int($_[0] * 1e6) + 2; }
