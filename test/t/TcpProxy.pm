@@ -13,6 +13,8 @@
 #   refuse   new connections are closed at once
 #   hold     new connections wait
 #   accept   new connections are served again
+#   slow     everything is forwarded 5 ms later, piece by piece
+#   fast     nothing is delayed
 package TcpProxy;
 
 use strict;
@@ -22,6 +24,7 @@ use IO::Select;
 use IO::Socket::INET;
 use RedisServer qw(in_child);
 use Socket qw(SOL_SOCKET SO_LINGER AF_UNIX SOCK_STREAM PF_UNSPEC);
+use Time::HiRes qw(sleep);
 
 our @ISA = ('ChildProcess');
 
@@ -58,7 +61,7 @@ sub _serve
 	my $select = IO::Select->new($listener, $commands);
 	# By socket: its peer, whether it is the client's, and how it is broken.
 	my (%peer, %is_client, %broken);
-	my ($refuse, $lost) = (0, 0);
+	my ($refuse, $lost, $delay) = (0, 0, 0);
 
 	while (getppid == $parent)
 	{
@@ -73,6 +76,7 @@ sub _serve
 				}
 				$refuse = $command =~ /refuse/ if $command =~ /refuse|accept/;
 				$command =~ /hold/ ? $select->remove($listener) : $select->add($listener);
+				$delay = $command =~ /slow/ ? 0.005 : 0 if $command =~ /slow|fast/;
 				syswrite $socket, $lost;
 				next;
 			}
@@ -88,6 +92,7 @@ sub _serve
 				next;
 			}
 			next unless $peer{$socket};
+			sleep $delay if $delay;
 			my $data;
 			my $n = sysread $socket, $data, 65536;
 			my $how = $broken{$socket} || '';

@@ -1,0 +1,400 @@
+# Everything at once: clients of PostgreSQL servers make every kind of call while Redis, the servers, their
+# connections and their clocks fail.  Then the checks of SoakChecks read what the clients have written, and
+# processes are compared with those before.  script/soak runs this for longer, and says what the variables are.
+#
+# Runs once in a suite: a minute of it.
+use RatelimitTest;
+use Engines;
+use LeaseClients qw(create_act backends);
+use RedisCluster;
+use SoakChecks;
+use SoakClients;
+use TcpProxy;
+use Time::HiRes qw(sleep time);
+
+use constant { CLIENTS => 12, SECONDS => 5 };
+
+my $seed = seed();
+my $minutes = $ENV{RATELIMIT_SOAK_MINUTES} || ($ENV{RATELIMIT_ROW} ? 0.3 : 1);
+my $setup = $ENV{RATELIMIT_SOAK_SETUP} || 'single';
+my $servers = $ENV{RATELIMIT_SOAK_SERVERS} || 2;
+my $wrong = $ENV{RATELIMIT_SOAK_WRONG};
+my @aof = ('--appendonly', 'yes', '--appendfsync', 'always', '--auto-aof-rewrite-min-size', '16mb', '--repl-diskless-sync-delay', '0');
+
+# Builds that are wrong in one line.
+my %wrong = (
+	'lease-capacity' => [ 'src/algorithm/limits.c', 'limit->capacity -= limit->reserve;', '' ],
+	'settle-twice' => [ 'src/redis/scripts/settle.lua', "record.status = string.format('settled:%.0f', settled)\n  record.charges = ''", '' ],
+	'refund-after-reset' => [ 'src/redis/scripts/settle.lua', 'l.gone = l.resets ~= l.reset_was', 'l.gone = false' ],
+	'forgotten-id' => [ 'src/redis/scripts/reserve.lua', 'if record and record.ends > now then', 'if record and record.ends < now then' ],
+	'breaker' => [ 'src/shared/breaker.c', '|| (connected && entry.ask_at == 0)', '' ]);
+
+#
+# Redis, and the servers
+#
+
+# The Redis servers, those that are masters, the Sentinels, the proxy.
+my (@redis, @masters, @sentinels, $cluster, $proxy);
+
+sub start_redis
+{
+	if ($setup eq 'cluster')
+	{
+		$cluster = RedisCluster->new(masters => 3, replicas => 1, args => sub { return @aof });
+		@redis = $cluster->servers;
+		@masters = $cluster->masters;
+		return $cluster->url;
+	}
+	@redis = map { RedisServer->new(args => \@aof)->start } 0 .. ($setup eq 'sentinel' ? 1 : 0);
+	@masters = $redis[0];
+	if ($setup eq 'single')
+	{
+		$proxy = TcpProxy->new($redis[0]->port);
+		return $proxy->url;
+	}
+	follow($redis[1], $redis[0]);
+	@sentinels = map { RedisServer->new(args => ['--sentinel'], config => [ "sentinel monitor service 127.0.0.1 ${\ $redis[0]->port } 2",
+				'sentinel down-after-milliseconds service 2000', 'sentinel failover-timeout service 4000' ])->start } 1 .. 3;
+	await('the Sentinels to know all', sub { return !grep { my %of = @{ $_->cli('SENTINEL', 'MASTER', 'service') }; $of{'num-slaves'} < 1 || $of{'num-other-sentinels'} < 2 } @sentinels });
+	return 'redis+sentinel://' . join(',', map { '127.0.0.1:' . $_->port } @sentinels) . '/service';
+}
+
+sub follow
+{
+	my ($replica, $master) = @_;
+
+	$replica->cli('REPLICAOF', '127.0.0.1', $master->port);
+	await('the replica', sub { return $replica->follows });
+	return;
+}
+
+sub role { my ($redis) = @_; return $redis->pid && eval { $redis->field('replication', 'role') } || ''; }
+
+# Waits until Redis is as it should be.  Returns true if a replica has taken over.
+sub settle_redis
+{
+	$_->start foreach grep { !$_->pid } @redis;
+	return 0 if $setup eq 'single';
+	if ($setup eq 'sentinel')
+	{
+		my ($master) = @masters;
+
+		# The Sentinels' answer is right once the master says the same.
+		await('the Sentinels to agree', sub {
+			my %named = map { ($_->cli('SENTINEL', 'GET-MASTER-ADDR-BY-NAME', 'service')->[1] => 1) } @sentinels;
+			($master) = grep { $named{ $_->port } } @redis;
+			return keys %named == 1 && $master && role($master) eq 'master';
+		});
+		foreach my $other (grep { $_ != $master } @redis) { follow($other, $master) if role($other) eq 'master' || !$other->follows }
+		my $moved = $master != $masters[0];
+		@masters = $master;
+		return $moved;
+	}
+	my $moved = 0;
+	foreach my $i (0 .. 2)
+	{
+		my ($master, $replica) = ($cluster->master($i), $cluster->replica($i));
+
+		await('one master and one replica', sub { return join(' ', sort map { role($_) } $master, $replica) eq 'master slave' });
+		next if role($master) eq 'master';
+		@$cluster{qw(masters replicas)} = ([ map { $_ == $master ? $replica : $_ } $cluster->masters ], [ map { $_ == $replica ? $master : $_ } @{ $cluster->{replicas} } ]);
+		$moved = 1;
+	}
+	await('the replicas', sub { return !grep { !$_->follows } @{ $cluster->{replicas} } });
+	$cluster->await_agreement(6);
+	@masters = $cluster->masters;
+	return $moved;
+}
+
+my $library = preload("$FindBin::RealBin/../clocks.c") // die 'there is no C compiler';
+set_clock("wall$_", 0) foreach 0 .. $servers - 1;
+
+# Starts or restarts a server, whose clock can be set.
+sub start_with_clock
+{
+	my ($node, $n, $how) = @_;
+
+	# pg_ctl compares the time at which the server starts with its own clock.
+	set_clock("wall$n", 0);
+	return with_clocks($library, sub { return $how->($node) }, CLOCK => "wall$n");
+}
+
+sub start_nodes
+{
+	my ($url) = @_;
+	my $node = shared_node($redis[0], "ratelimit.redis_url = '$url'", 'restart_after_crash = on', "log_line_prefix = '%e '", 'max_connections = 40',
+		'shared_buffers = 16MB', 'fsync = off', 'ratelimit.command_timeout = 2s', 'ratelimit.connect_timeout = 2s', 'ratelimit.retry_interval = 300ms');
+
+	create_act($node);
+	$node->safe_psql('postgres', q{
+		CREATE FUNCTION limits_of(text) RETURNS rl_limits LANGUAGE sql AS 'SELECT $1::rl_limits';
+		CREATE FUNCTION nothing() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
+		CREATE TABLE row_acts (k text, l text, q int);
+		CREATE TRIGGER a BEFORE INSERT ON row_acts FOR EACH ROW EXECUTE FUNCTION rl_enforce('{k}', 'public.limits_of({l})', 'quota={q}');
+		CREATE TABLE two_acts (k text, k2 text, l text, q int);
+		CREATE TRIGGER a BEFORE INSERT ON two_acts FOR EACH ROW
+			EXECUTE FUNCTION rl_enforce('{k}', 'public.limits_of({l})', '{k2}', 'public.limits_of({l})', 'quota={q}');
+		CREATE TRIGGER b BEFORE INSERT ON row_acts FOR EACH ROW EXECUTE FUNCTION nothing();
+		CREATE TRIGGER b BEFORE INSERT ON two_acts FOR EACH ROW EXECUTE FUNCTION nothing();
+		CREATE UNLOGGED TABLE statement_acts (k text, l text);
+		CREATE TRIGGER a AFTER INSERT ON statement_acts REFERENCING NEW TABLE AS new
+			FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('{k}', 'public.limits_of({l})')});
+	if ($wrong)
+	{
+		my $built = wrong_library(@{ $wrong{$wrong} // die "no wrong build is called $wrong" });
+
+		$node->safe_psql('postgres', "UPDATE pg_proc SET probin = '$built' WHERE probin = 'ratelimit' OR probin = '\$libdir/ratelimit'");
+		$node->append_conf('postgresql.conf', "shared_preload_libraries = '$built'");
+	}
+	my @nodes = with_copies($node, $servers - 1);
+	start_with_clock($nodes[$_], $_, sub { start_node($_[0], 'restart') }) foreach 0 .. $#nodes;
+	return @nodes;
+}
+
+#
+# Faults
+#
+
+my @nodes = start_nodes(start_redis());
+my $dir = PostgreSQL::Test::Utils::tempdir;
+my @clients = SoakClients->start_all($dir, 0, CLIENTS - 1, \@nodes, seed => $seed, plan_seed => $seed, dir => $dir, clients => CLIENTS);
+my ($killed, $slots, @calm) = (0, 0);
+
+sub signal { my ($signal, $n) = @_; return kill $signal, backends($n, \@clients, @nodes); }
+
+# New connections fail, and those that are there work.
+sub refuse
+{
+	my ($since) = @_;
+
+	# Until then all sessions have asked Redis again.
+	sleep 0.5;
+	$proxy->tell('refuse');
+	my $from = time * 1e6;
+	$_->psql('postgres', q{SELECT rl_allow('new', '1/1s')}) foreach @nodes;
+	sleep 0.3 + rand 0.3;
+	push @calm, [ $since * 1e6, $from, time * 1e6 ];
+	$proxy->tell('accept');
+	return;
+}
+
+sub move_slot
+{
+	my (@keys) = @_;
+	my $slot = $cluster->slot(pick(@keys)->{name});
+	my ($from) = grep { $cluster->_owner($masters[0], $slot) == $masters[$_]->port } 0 .. 2;
+	my $to = ($from + 1 + below(2)) % 3;
+
+	$cluster->begin_move($slot, $from, $to);
+	sleep rand 0.2;
+	return $cluster->end_move($slot, $from, $to);
+}
+
+# Each has: how often, in which set-ups, whether units of leases may be lost, and what it does.  It gets when the
+# fault before it ended, and the keys.
+my %faults = (
+	'Redis killed' => [ 2, qr/./, 1, sub { pick(@masters)->restart } ],
+	'Redis stopped' => [ 2, qr/./, 1, sub { my $redis = pick(@masters); $redis->pause; sleep rand(chance(80) ? 0.5 : 2.5); $redis->resume } ],
+	'Redis paused' => [ 2, qr/./, 0, sub { foreach (1 .. 5) { $_->cli('CLIENT', 'PAUSE', 10 + below(20)) foreach @masters; sleep 0.05 } } ],
+	'Redis full' => [ 2, qr/./, 1, sub { my $redis = pick(@masters); $redis->cli('CONFIG', 'SET', 'maxmemory', 1); sleep rand 0.3; $redis->cli('CONFIG', 'SET', 'maxmemory', 0) } ],
+	'clients of Redis killed' => [ 1, qr/./, 1, sub { pick(@masters)->cli('CLIENT', 'KILL', 'TYPE', 'normal') } ],
+	'master lost' => [ 2, qr/sentinel|cluster/, 1, sub { pick(@masters)->stop; await('a new master', sub { (grep { role($_) eq 'master' } @redis) >= ($setup eq 'cluster' ? 3 : 1) }) } ],
+	'master handed over' => [ 2, qr/cluster/, 1, sub { $cluster->fail_over(below(3)) } ],
+	'slot moved' => [ 8, qr/cluster/, 1, sub { my (undef, @keys) = @_; move_slot(@keys) foreach 1 .. 3 } ],
+	'requests lost' => [ 3, qr/single/, 1, sub { $proxy->tell('reset') } ],
+	'replies lost' => [ 6, qr/single/, 1, sub { $proxy->tell('lose') } ],
+	'connections silent' => [ 1, qr/single/, 1, sub { $proxy->tell('drop') } ],
+	'network slow' => [ 2, qr/single/, 1, sub { $proxy->tell('slow'); sleep rand 0.5; $proxy->tell('fast') } ],
+	'new connections refused' => [ 3, qr/single/, 1, \&refuse ],
+	'calls cancelled' => [ 6, qr/./, 0, sub { signal(INT => 4) } ],
+	'sessions ended' => [ 3, qr/./, 0, sub { signal(TERM => 3) } ],
+	'sessions stopped' => [ 4, qr/./, 0, sub { my @pids = backends(3, \@clients, @nodes); kill 'STOP', @pids; sleep 0.05 + rand 0.2; kill 'CONT', @pids } ],
+	'session killed' => [ 1, qr/./, 1, sub { $killed += signal(KILL => 1) } ],
+	'server killed' => [ 1, qr/./, 1, sub { my $n = below($servers); start_with_clock($nodes[$n], $n, \&kill_server) } ],
+	'server restarted' => [ 1, qr/./, 1, sub { my $n = below($servers); start_with_clock($nodes[$n], $n, sub { start_node($_[0], 'restart') }) } ],
+	'clock set' => [ 3, qr/./, 0, sub { set_clock('wall' . below($servers), pick(-1, 1) * int(10**(3 + rand 7))) } ]);
+my %did = map { ($_ => 0) } grep { $setup =~ $faults{$_}[1] } keys %faults;
+
+# Disturbs a round until its end.  Returns whether units of leases may be lost, and the losses of Redis.
+sub disturb
+{
+	my ($end, $clocks, @keys) = @_;
+	my ($lease, $last, @losses) = (0, time);
+	# Some rounds have only faults that lose no lease.
+	my $mild = chance(25);
+	my @names = map { ($_) x $faults{$_}[0] } grep { !($mild && $faults{$_}[2]) && ($_ ne 'clock set' || $clocks) } sort keys %did;
+
+	while (time < $end)
+	{
+		my $name = pick(@names);
+		my $begin = time;
+
+		sleep rand 0.3;
+		$faults{$name}[3]->($last, @keys);
+		push @losses, [ $begin * 1e6, time * 1e6 + 1e6 ] if settle_redis();
+		$did{$name}++;
+		$lease ||= $faults{$name}[2];
+		$last = time;
+	}
+	if ($proxy) { $proxy->tell('fast'); $proxy->tell('accept') }
+	set_clock("wall$_", 0) foreach 0 .. $servers - 1;
+	return ($lease, @losses);
+}
+
+#
+# Processes at rest
+#
+
+my (%seen, %leak);
+
+# Returns how many sockets and pipes a process has, and its own memory in kB.
+sub has
+{
+	my ($pid) = @_;
+	my $n = grep { (readlink($_) // '') =~ /^(?:socket|pipe|anon_inode)/ } glob "/proc/$pid/fd/*";
+
+	return ($n, (-r "/proc/$pid/status" ? slurp_file("/proc/$pid/status") : '') =~ /^RssAnon:\s+(\d+)/m ? $1 : 0);
+}
+
+# Notes how processes have grown since their second look.
+sub look_at_processes
+{
+	my ($round) = @_;
+
+	foreach ((map { [ session => $_ ] } backends(CLIENTS, \@clients, @nodes)), map { [ Redis => $_->pid ] } @redis)
+	{
+		my ($what, $pid) = @$_;
+		my $of = $seen{"$what $pid"} ||= [];
+
+		push @$of, [ has($pid) ];
+		my $first = $of->[ @$of > 2 ? 2 : -1 ];
+		my @grown = map { $of->[-1][$_] - $first->[$_] } 0, 1;
+		my $leak = $leak{$what} ||= { sockets => 0, kB => 0, rounds => 0, n => 0 };
+		$leak->{n}++ if @$of == 1;
+		$leak->{sockets} = max($leak->{sockets}, $grown[0]);
+		$leak->{kB} = max($leak->{kB}, $grown[1]);
+		$leak->{rounds} = max($leak->{rounds}, scalar @$of);
+	}
+	return;
+}
+
+#
+# Rounds
+#
+
+my (%checked, %skipped, %problems, %calls);
+my ($rounds, $events, $begin) = (0, 0, time);
+
+# Adds a problem, and shows its history if it is the first of its check.
+sub problem
+{
+	my ($check, $text, @history) = @_;
+	my $start = @history ? $history[0]{from} : 0;
+
+	push @{ $problems{$check} }, $text;
+	return if @{ $problems{$check} } > 3;
+	diag sprintf '%s, after %.0f s: %s', $check, time - $begin, $text;
+	my @lines = map { event_text($_, $start) } @history;
+	splice @lines, 40, @lines - 60, '...' if @lines > 70;
+	diag map { "    $_\n" } @lines;
+	return;
+}
+
+# Returns how many units of each limit of the keys are used, by the number of the key.
+sub used
+{
+	my (@keys) = @_;
+	my $values = join ', ', map { "($_->{number}, '$_->{name}', '$_->{text}')" } grep { $_->{kind} ne 'lease' } @keys;
+	my ($rows, %used);
+
+	await('the keys', sub {
+		return 0 if $nodes[0]->psql('postgres', "SELECT n, capacity - remaining FROM (VALUES $values) v (n, k, l), rl_peek(k, l::rl_limits, 0) WITH ORDINALITY p (rule, allowed, capacity, remaining, retry, reset, source, o) ORDER BY n, o", stdout => \$rows) != 0;
+		return 1;
+	});
+	foreach (split /\n/, $rows)
+	{
+		my ($n, $units) = split /\|/;
+		push @{ $used{$n} }, $units;
+	}
+	return %used;
+}
+
+sub play
+{
+	my ($round) = @_;
+	my $plan = plan_of($seed, $round, SECONDS, $servers, CLIENTS);
+	my @keys = @{ $plan->{keys} };
+	my $clocks = $round % 3 == 0 ? 1 : 0;
+
+	srand $seed + 104_729 * $round;
+	my $start = begin_round($dir, $round, SECONDS, $clocks);
+	my ($lease, @losses) = disturb($start + SECONDS, $clocks, @keys);
+	my @lines = end_round($round, @clients);
+	# What clients have sent has reached Redis, and has run.
+	foreach (1, 2) { $proxy->tell('accept') if $proxy; $_->cli('PING') foreach @masters }
+	my %used = used(@keys);
+	my $borders = int($start / 1800) != int(time / 1800);
+	my ($of, @errors) = read_events(@lines);
+
+	$events += map { @$_ } values %$of;
+	foreach my $key (@keys)
+	{
+		my @of = @{ $of->{ $key->{number} } || [] };
+
+		$key->{used} = $used{ $key->{number} };
+		$calls{"$_->{what} " . ($_->{answer} // '')}++ foreach @of;
+		foreach (check_key($key, \@of, \@losses, crashes => $lease, borders => $borders))
+		{
+			my ($name, $n, @wrong) = @$_;
+
+			defined $n ? ($checked{$name} += $n) : $skipped{$name}++;
+			problem($name, "round $round, $key->{name}, $key->{text}: $_->{text}", @{ $_->{events} }) foreach @wrong;
+		}
+	}
+	my ($unknown, $cut) = error_problems(\@errors, @calm);
+	$calls{"error $_"}++ foreach map { substr $_->{text}, 0, 5 } @errors;
+	$checked{'only errors that a fault explains'} += @errors;
+	$checked{'no session is cut off from a Redis that answers'} += @calm;
+	problem('only errors that a fault explains', "round $round: $_->{text}", $_) foreach @$unknown;
+	problem('no session is cut off from a Redis that answers', "round $round: $_->{text}", $_) foreach @$cut;
+	@calm = ();
+	$nodes[0]->psql('postgres', 'SELECT count(rl_reset(k)) FROM unnest(ARRAY[' . join(',', map { "'$_->{name}'" } @keys) . ']) k');
+	look_at_processes($round);
+	return;
+}
+
+do { play(++$rounds) } until time > $begin + 60 * $minutes || $wrong && %problems;
+
+#
+# The end
+#
+
+foreach (@clients) { kill 'KILL', $_->{pid}; waitpid $_->{pid}, 0 }
+my $logs = join '', map { new_log($_) } @nodes;
+my $crashes = count_of(qr/was terminated by signal 9/, $logs);
+problem('no process has crashed', "$_") foreach $logs =~ /^(.*(?:PANIC|TRAP:|was terminated by signal (?!9\b)|XX000).*)$/mg;
+problem('no process has crashed', "$crashes processes were killed, not $killed") if $crashes > $killed;
+foreach my $what (sort keys %leak)
+{
+	my $of = $leak{$what};
+
+	$checked{'no descriptor and no memory is leaked'} += $of->{n};
+	problem('no descriptor and no memory is leaked', "a $what has $of->{sockets} sockets more, and $of->{kB} kB") if $of->{sockets} > ($what eq 'Redis' ? CLIENTS : 2) + 2 * @redis || $of->{kB} > ($what eq 'Redis' ? 65_536 : 8192);
+	note sprintf '%s: %d processes, at most %d sockets and %d kB more, within %d rounds', $what, @$of{qw(n sockets kB rounds)};
+}
+$checked{'no process has crashed'} = $servers;
+note sprintf "%s, seed %d, %d servers, %d clients: %.1f minutes, %d rounds, %d events", $setup, $seed, $servers, CLIENTS, (time - $begin) / 60, $rounds, $events;
+my $format = '%-50s %9s %9s %9s';
+note sprintf $format, 'check', 'checked', 'keys not', 'wrong';
+note sprintf $format, $_, $checked{$_} // 0, $skipped{$_} // 0, scalar @{ $problems{$_} || [] } foreach sort keys %{ { %checked, %skipped, %problems } };
+note sprintf '%-50s %9d', $_, $did{$_} foreach sort keys %did;
+note join ', ', map { "$_: $calls{$_}" } sort keys %calls;
+if ($wrong)
+{
+	ok(%problems, sprintf '%s: found after %.0f s', $wrong, time - $begin);
+}
+else
+{
+	is(scalar @{ $problems{$_} || [] }, 0, $_) foreach sort keys %{ { %checked, %skipped, %problems } };
+}
+done_testing();
