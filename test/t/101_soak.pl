@@ -283,7 +283,7 @@ sub look_at_processes
 #
 
 my (%checked, %skipped, %problems, %calls);
-my ($rounds, $events, $begin) = (0, 0, time);
+my ($rounds, $events, $begin) = (0, 0);
 
 # Adds a problem, and shows its history if it is the first of its check.
 sub problem
@@ -363,6 +363,8 @@ sub play
 	return;
 }
 
+$begin = time;
+await('the clients', sub { return !grep { !-s "$_->{file}.pid" } @clients });
 do { play(++$rounds) } until time > $begin + 60 * $minutes || $wrong && %problems;
 
 #

@@ -419,6 +419,7 @@ sub run
 
 	$self->{parent} = $parent;
 	@$self{qw(dead error healthy)} = (1, '', 0);
+	$self->connected;
 	while (1)
 	{
 		$round++;
