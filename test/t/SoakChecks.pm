@@ -84,7 +84,7 @@ sub overlap { my ($a, $b) = @_; return $a->[0] <= $b->[1] && $b->[0] <= $a->[1];
 
 # Returns a charge for each id: its events, "from" and "to" of the charge, "units" that it has for
 # certain and "most", and for concurrent "until" when it was held for certain.  "sure" is false if
-# no reservation is known to have succeeded.
+# no reservation is known to have succeeded.  "last" is when the last of its calls had its effect.
 sub charges_of_ids
 {
 	my ($events) = @_;
@@ -102,7 +102,8 @@ sub charges_of_ids
 
 		push @charges, { id => $id, events => $ids{$id}, sure => scalar @known, units => min(@costs), most => max(@costs), quota => $quota,
 			from => min(map { $_->{from} } @reserves), to => min(map { $_->{to} } @known ? @known : @reserves),
-			until => min(NEVER, map { $_->{from} } @settles) };
+			until => min(NEVER, map { $_->{from} } @settles), times => scalar(grep { $_->{answer} eq 't|redis' } @reserves),
+			last => max(map { $_->{answer} eq '-' ? NEVER : $_->{to} } @reserves, @settles) };
 	}
 	return @charges;
 }
@@ -248,7 +249,7 @@ sub check_refusals
 	return (undef) if $key->{kind} eq 'held' || $key->{kind} eq 'lease' && $round{crashes} || grep { $_->{algorithm} eq 'concurrent' } @{ $key->{limits} };
 	return (undef) if ($key->{changed} || '') eq 'ban';
 	my @acts = ((map { [ $_->{from}, $_->{what} eq 'maybe' ? NEVER : $_->{until} // $_->{to}, $_->{units} ] } of($events, qw(took undone maybe))),
-		map { [ $_->{from}, $_->{sure} ? $_->{to} : NEVER, $_->{quota} ], $_->{most} > $_->{quota} ? [ $_->{from}, NEVER, $_->{most} - $_->{quota} ] : () } charges_of_ids($events));
+		map { [ $_->{from}, $_->{sure} && $_->{times} < 2 ? $_->{to} : NEVER, $_->{quota} ], $_->{most} > $_->{quota} ? [ $_->{from}, NEVER, $_->{most} - $_->{quota} ] : () } charges_of_ids($events));
 	my @most = map {
 		my $limit = { %$_, period => $_->{calendar} ? NEVER : $_->{period} };
 		my $denials = $_->{count_denied};
@@ -256,6 +257,8 @@ sub check_refusals
 		[ $limit, most_used($limit, @acts, $denials ? map { [ @$_{qw(from to units)} ] } @denied : ()) ]
 	} @{ $key->{limits} };
 	my $share = $key->{kind} eq 'lease' ? 0.5 : 1;
+	# The history of a long period is cut.
+	my $longest = min(2 * SECOND, max(map { ($_->[0]{period} // SECOND) + ($_->[0]{step} || 0) } @most));
 	my @problems;
 
 	foreach my $refusal (@denied)
@@ -263,7 +266,7 @@ sub check_refusals
 		next if grep { my ($limit, $used) = @$_; $used->(@$refusal{qw(from to)}) + $refusal->{units} > $share * ($limit->{capacity} - reserve_of($key, $limit)) } @most;
 		my $used = join ', ', map { sprintf '%.2f of %d', $_->[1]->(@$refusal{qw(from to)}), $_->[0]{capacity} } @most;
 		push @problems, { text => "refused although at most $used were used",
-			events => [ (grep { $_ != $refusal && $_->{from} < $refusal->{to} && $_->{from} > $refusal->{from} - 10 * SECOND } @$events), $refusal ] };
+			events => [ (sort { $a->{from} <=> $b->{from} } grep { $_->{from} < $refusal->{to} && $_->{from} > $refusal->{from} - $longest } of($events, qw(took undone maybe reserve settle))), $refusal ] };
 	}
 	return (scalar @denied, @problems);
 }
@@ -340,7 +343,7 @@ sub check_sums
 		# A rollback may refund what was charged after a reset.
 		$low = -$event->{units} if @resets && ($event->{what} // '') eq 'undone';
 		$least += $event->{from} > $last ? $low : min($low, 0);
-		$most += $high if $event->{to} >= $known;
+		$most += $high if $event->{what} && $event->{what} eq 'maybe' || ($event->{last} // $event->{to}) >= $known;
 	}
 	my @problems;
 	foreach my $i (0 .. $#{ $key->{limits} })

@@ -380,7 +380,7 @@ my @work = (
 	[ 15, qr/abort/, \&transaction ],
 	[ 10, qr/held/, \&hold ],
 	[ 40, qr/reserve/, \&reserve ],
-	[ 4, qr/./, \&change_key, sub { return $_[0]{changed} } ],
+	[ 6, qr/./, \&change_key, sub { return $_[0]{changed} } ],
 	[ 3, qr/./, \&look ]);
 my @weighed = map { ($_) x $_->[0] } @work;
 
