@@ -98,7 +98,7 @@ sub plan_of
 	my @held = map { limit(algorithm => 'concurrent', capacity => 2 + below(4), period => 3_600_000_000) } 1, 2;
 	push @keys, key_of(held => limit(algorithm => 'concurrent', capacity => 3, period => 500_000)),
 	  key_of(held => $held[0], limit_of($short[0], 1)), $reserves->(pick(@short)), $reserves->(pick(@long)), $reserves->((shuffle @long[ 0, 2 .. 5 ])[ 0, 1 ]);
-	my $changed = $reserves->(pick(@long[ 2, 3, 4, 5 ]));
+	my $changed = $reserves->(pick(@long[ 2 .. 5 ]));
 	$changed->{changed} = 'reset';
 	push @keys, $changed, key_of(reserve => $held[1]);
 	$keys[-1]{rate} = 10;
@@ -319,19 +319,25 @@ sub hold
 	return;
 }
 
-# Reserves, settles or extends by an id that all clients know.  Each id has a quota and a cost.
+# Reserves, settles or extends by an id, which always has this quota and this cost.
+sub use_id
+{
+	my ($self, $what, $key, $id, $quota, $cost) = @_;
+	my $answer = $self->call('SELECT ' . ($what eq 'reserve' ? "allowed, source FROM rl_reserve(@{[ arguments($key, $quota) ]}, '$id')"
+			: $what eq 'settle' ? "rl_settle('$key->{name}', '$id', $cost)" : "rl_extend('$key->{name}', '$id')"));
+
+	return if $self->{error} =~ /^PT504 (?:not retrying|could not connect)/;
+	$self->write_line($what, $key->{number}, @$self{qw(began ended)}, $quota, $id, $cost, $answer // '-');
+	return;
+}
+
+# All clients know the ids.
 sub reserve
 {
 	my ($self, $key) = @_;
 	my $n = max(0, int((time - $self->{start}) * $key->{rate}) - below(6));
-	my ($quota, $cost) = (1 + $n * 7 % 5, $n * 13 % 7);
-	my $what = pick(qw(reserve reserve settle extend));
-	my $answer = $self->call('SELECT ' . ($what eq 'reserve' ? "allowed, source FROM rl_reserve(@{[ arguments($key, $quota) ]}, 'i$n')"
-			: $what eq 'settle' ? "rl_settle('$key->{name}', 'i$n', $cost)" : "rl_extend('$key->{name}', 'i$n')"));
 
-	$answer = $self->{error} =~ /^PT504 (?:not retrying|could not connect)/ ? return : '-' unless defined $answer;
-	$self->write_line($what, $key->{number}, @$self{qw(began ended)}, $quota, "i$n", $cost, $answer);
-	return;
+	return $self->use_id(pick(qw(reserve reserve settle extend)), $key, "i$n", 1 + $n * 7 % 5, $n * 13 % 7);
 }
 
 # Refunds, resets or bans the key.  A command that fails may be in Redis's socket for a while.
@@ -339,12 +345,16 @@ sub change_key
 {
 	my ($self, $key) = @_;
 	my $units = 1 + below(10);
-	my $what = $key->{changed} eq 'reset' && chance(40) ? 'unlink' : $key->{changed};
+	my $second = int(time - $self->{start});
+
+	$self->use_id('reserve', $key, "open$second", 6, 0) if $key->{kind} eq 'reserve';
+	my $what = $key->{changed} eq 'reset' && chance(30) ? 'unlink' : $key->{changed};
 	my %sql = (refund => "rl_refund('$key->{name}', '$key->{text}', $units)", reset => "rl_reset('$key->{name}', '$key->{text}')",
 		unlink => "rl_reset('$key->{name}')", ban => "rl_ban('$key->{name}', 0.1)");
 
 	my $done = defined $self->call("SELECT $sql{$what}");
 	$self->write_line($what, $key->{number}, $self->{began}, $self->{ended} + ($done ? 0 : 5_000_000), $units, $done ? 'done' : 'maybe');
+	$self->use_id(@$_) foreach $key->{kind} eq 'reserve' ? ([ reserve => $key, "next$second", 6, 5 ], [ settle => $key, "open$second", 6, 0 ]) : ();
 	return;
 }
 
@@ -380,7 +390,7 @@ my @work = (
 	[ 15, qr/abort/, \&transaction ],
 	[ 10, qr/held/, \&hold ],
 	[ 40, qr/reserve/, \&reserve ],
-	[ 6, qr/./, \&change_key, sub { return $_[0]{changed} } ],
+	[ 4, qr/plain/, \&change_key, sub { return $_[0]{changed} } ],
 	[ 3, qr/./, \&look ]);
 my @weighed = map { ($_) x $_->[0] } @work;
 
@@ -401,6 +411,13 @@ sub play
 			next;
 		}
 		next unless $self->connected;
+		# Reservations are reset once a second, while one is open that is settled afterwards.
+		my $second = int(time - $self->{start});
+		if ($second % $self->{clients} == $self->{number} && !$self->{resets}{$second}++)
+		{
+			$self->change_key($_) foreach grep { $_->{kind} eq 'reserve' && $_->{changed} } @{ $plan->{keys} };
+			next;
+		}
 		my (undef, $kinds, $sub, $fits) = @{ pick(@weighed) };
 		my @keys = shuffle grep { $_->{kind} =~ $kinds && (!$fits || $fits->($_)) } @{ $plan->{keys} };
 
@@ -427,7 +444,7 @@ sub run
 		last if getppid != $parent;
 		my ($start, $seconds, $clocks) = split ' ', slurp_file("$self->{dir}/begin$round");
 
-		@$self{qw(start clocks)} = ($start, $clocks);
+		@$self{qw(start clocks resets)} = ($start, $clocks, {});
 		open $self->{out}, '>', "$self->{file}.$round" or die "$self->{file}.$round: $!";
 		my $plan = plan_of($self->{plan_seed}, $round, $seconds, $self->{servers}, $self->{clients});
 		srand $self->{seed} + 7919 * $round;
