@@ -79,13 +79,15 @@ sub settle_redis
 	{
 		my ($master) = @masters;
 
-		# The Sentinels' answer is right once the master says the same.
+		# While a fail-over is under way, the Sentinels have other flags, and would not expect these commands.
 		await('the Sentinels to agree', sub {
-			my %named = map { ($_->cli('SENTINEL', 'GET-MASTER-ADDR-BY-NAME', 'service')->[1] => 1) } @sentinels;
-			($master) = grep { $named{ $_->port } } @redis;
-			return keys %named == 1 && $master && role($master) eq 'master';
+			my %named = map { my %of = @{ $_->cli('SENTINEL', 'MASTER', 'service') }; ("$of{port} $of{flags}" => 1) } @sentinels;
+
+			($master) = grep { $named{ $_->port . ' master' } } @redis;
+			return 0 if keys %named > 1 || !$master || role($master) ne 'master';
+			foreach my $other (grep { role($_) eq 'master' && $_ != $master } @redis) { $other->cli('REPLICAOF', '127.0.0.1', $master->port) }
+			return !grep { $_ != $master && !$_->follows } @redis;
 		});
-		foreach my $other (grep { $_ != $master } @redis) { follow($other, $master) if role($other) eq 'master' || !$other->follows }
 		my $moved = $master != $masters[0];
 		@masters = $master;
 		return $moved;
