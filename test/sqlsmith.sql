@@ -1,10 +1,17 @@
--- For script/soak --sqlsmith: tables and views whose queries call the extension.  sqlsmith calls each function
--- that it finds in pg_proc; this view in its search_path has the extension's, and some that make their arguments.
+-- For script/soak --sqlsmith: tables and views whose queries call the extension.  sqlsmith uses each type,
+-- function and operator that it finds.  Views in its search_path leave out functions that have nothing
+-- to do with the extension, and some types; operators of these are deleted, because it reads them by another name.
 CREATE EXTENSION ratelimit;
 CREATE SCHEMA smith;
+CREATE VIEW smith.pg_type AS SELECT * FROM pg_catalog.pg_type
+	WHERE typname !~ 'range$|^_?(point|polygon|circle|line|lseg|box|path|tsvector|tsquery|bit|varbit|money|macaddr8?|inet|cidr)$'
+		OR oid IN (SELECT atttypid FROM pg_attribute);
 CREATE VIEW smith.pg_proc AS SELECT * FROM pg_catalog.pg_proc
-	WHERE pronamespace = 'public'::regnamespace
-		OR proname IN ('lower', 'upper', 'concat', 'length', 'abs', 'random', 'now', 'array_append', 'array_length', 'string_to_array', 'coalesce', 'md5', 'left', 'int8', 'count', 'max', 'array_agg');
+	WHERE (pronamespace = 'public'::regnamespace
+			OR proname IN ('lower', 'concat', 'length', 'abs', 'random', 'now', 'array_append', 'array_length', 'string_to_array', 'md5', 'left', 'count', 'max', 'array_agg'))
+		AND NOT EXISTS (SELECT FROM unnest(proargtypes::oid[] || prorettype) t WHERE t NOT IN (SELECT oid FROM smith.pg_type));
+SET allow_system_table_mods = on;
+DELETE FROM pg_operator o WHERE EXISTS (SELECT FROM unnest(ARRAY[oprleft, oprright, oprresult]) t WHERE t <> 0 AND t NOT IN (SELECT oid FROM smith.pg_type));
 CREATE TABLE limits (name text, limits rl_limits, quota bigint, decision rl_decision, keys text[], many rl_limits[], quotas bigint[]);
 INSERT INTO limits
 	SELECT 'name ' || n, l, n, NULL, ARRAY['a', 'b ' || n], ARRAY[l, l], ARRAY[n, 1]
