@@ -1,6 +1,13 @@
 # Everything at once: clients of PostgreSQL servers make every kind of call while Redis, the servers, their
 # connections and their clocks fail.  Then the checks of SoakChecks read what the clients have written, and
-# processes are compared with those before.  script/soak runs this for longer, and says what the variables are.
+# processes are compared with those before.  Prints a table.
+#
+# script/soak runs this for longer: RATELIMIT_SOAK_MINUTES is how long, RATELIMIT_SOAK_SETUP is single (Redis with an
+# append-only file, behind a proxy), cluster or sentinel, RATELIMIT_SOAK_SERVERS is the number of PostgreSQL
+# servers, and RATELIMIT_SOAK_WRONG names a wrong build, which must be found.  RATELIMIT_SEED repeats the choices.
+#
+# Redis loses nothing that it has answered, unless a replica takes over that did not have it.  After that,
+# spans begin anew, and ids may be charged again; sums are not checked.
 #
 # Runs once in a suite: a minute of it.
 use RatelimitTest;
@@ -160,7 +167,7 @@ sub start_nodes
 my @nodes = start_nodes(start_redis());
 my $dir = PostgreSQL::Test::Utils::tempdir;
 my @clients = SoakClients->start_all($dir, 0, CLIENTS - 1, \@nodes, seed => $seed, plan_seed => $seed, dir => $dir, clients => CLIENTS);
-my ($killed, $slots, @calm) = (0, 0);
+my ($killed, @calm) = (0);
 
 sub signal { my ($signal, $n) = @_; return kill $signal, backends($n, \@clients, @nodes); }
 
@@ -261,8 +268,6 @@ sub has
 # Notes how processes have grown since their second look.
 sub look_at_processes
 {
-	my ($round) = @_;
-
 	foreach ((map { [ session => $_ ] } backends(CLIENTS, \@clients, @nodes)), map { [ Redis => $_->pid ] } @redis)
 	{
 		my ($what, $pid) = @$_;
@@ -285,7 +290,7 @@ sub look_at_processes
 #
 
 my (%checked, %skipped, %problems, %calls);
-my ($rounds, $events, $begin) = (0, 0);
+my ($rounds, $events, $lost, $begin) = (0, 0, 0);
 
 # Adds a problem, and shows its history if it is the first of its check.
 sub problem
@@ -339,6 +344,7 @@ sub play
 	my ($of, @errors) = read_events(@lines);
 
 	$events += map { @$_ } values %$of;
+	$lost += @losses;
 	foreach my $key (@keys)
 	{
 		my @of = @{ $of->{ $key->{number} } || [] };
@@ -361,7 +367,7 @@ sub play
 	problem('no session is cut off from a Redis that answers', "round $round: $_->{text}", $_) foreach @$cut;
 	@calm = ();
 	$nodes[0]->psql('postgres', 'SELECT count(rl_reset(k)) FROM unnest(ARRAY[' . join(',', map { "'$_->{name}'" } @keys) . ']) k');
-	look_at_processes($round);
+	look_at_processes();
 	return;
 }
 
@@ -387,15 +393,17 @@ foreach my $what (sort keys %leak)
 	note sprintf '%s: %d processes, at most %d sockets and %d kB more, within %d rounds', $what, @$of{qw(n sockets kB rounds)};
 }
 $checked{'no process has crashed'} = $servers;
-note sprintf "%s, seed %d, %d servers, %d clients: %.1f minutes, %d rounds, %d events", $setup, $seed, $servers, CLIENTS, (time - $begin) / 60, $rounds, $events;
+note sprintf "measured: %s, seed %d, %d servers, %d clients: %.1f minutes, %d rounds, %d events", $setup, $seed, $servers, CLIENTS, (time - $begin) / 60, $rounds, $events;
+note "A replica took over $lost times." if $setup ne 'single';
 my $format = '%-50s %9s %9s %9s';
 note sprintf $format, 'check', 'checked', 'keys not', 'wrong';
 note sprintf $format, $_, $checked{$_} // 0, $skipped{$_} // 0, scalar @{ $problems{$_} || [] } foreach sort keys %{ { %checked, %skipped, %problems } };
 note sprintf '%-50s %9d', $_, $did{$_} foreach sort keys %did;
 note join ', ', map { "$_: $calls{$_}" } sort keys %calls;
+cmp_ok($events, '>', 0, 'the clients have written what they got');
 if ($wrong)
 {
-	ok(%problems, sprintf '%s: found after %.0f s', $wrong, time - $begin);
+	ok(%problems, sprintf '%s: %s after %.0f s', $wrong, %problems ? 'found' : 'not found', time - $begin);
 }
 else
 {
