@@ -45,7 +45,7 @@
 
 # Further packages that the tests use.
 # shellcheck disable=SC2034 # for the scripts
-TEST_PACKAGES=(libipc-run-perl strace libssl-dev lua-check openssl pgbouncer spin)
+TEST_PACKAGES=(libipc-run-perl strace libssl-dev lua-check openssl pgbouncer)
 
 # Further packages that build Debian packages.
 # shellcheck disable=SC2034 # for the scripts

@@ -1,6 +1,6 @@
-# The models in proof/ (src/README.md): script/prove finds that they keep their promises, and that
-# each mutant breaks one.  Then the run that breaks it is played with a build that is wrong at the
-# same place, and breaks the same promise there.  The right build keeps it in the same run.
+# The mutants of the models in proof/ (src/README.md): the run by which script/prove refutes each is
+# played with a build that is wrong at the same place, and breaks the same promise there.  The
+# right build keeps it in the same run.
 #
 # All mutants have such a build.  What the models leave open is chosen: a throttle or a window,
 # and sizes for which one unit too many is certain.
@@ -14,17 +14,6 @@ use TcpProxy;
 use constant { SECOND => 1_000_000, START => 1_700_000_000_000_000 };
 
 my $root = "$FindBin::RealBin/../..";
-
-#
-# The models
-#
-
-{
-	my $output;
-
-	ok(IPC::Run::run([ "$root/script/prove" ], '<', \'', '>&', \$output), 'script/prove') or diag $output;
-	note $output;
-}
 
 #
 # Servers
