@@ -206,6 +206,14 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 	}
 }
 
+# The owner of a slot is not known, because ASK does not name it.
+{
+	my $loading = liar(sub { return "-LOADING Redis is loading the dataset in memory\r\n" });
+	my $source = liar(sub { return "-ASK 1 127.0.0.1:${\ $loading->port }\r\n" });
+
+	$session->with({ redis_url => $source->url }, sub { $session->fails($take, 'a call that is sent to a server that loads', 'PT504', qr/LOADING/) });
+}
+
 #
 # Sentinels
 #
