@@ -4,6 +4,8 @@
 #
 # All that the checks know is what the workers have written: when they sent a command, and when
 # they had its answer.  RATELIMIT_QUEUE_SECONDS is the length of the load.
+#
+# Runs once in a suite: it depends on how PostgreSQL plans, and not on Redis.
 use RatelimitTest;
 use DocPage;
 use Holder;
