@@ -54,7 +54,8 @@ do
           else
             --@ free of token_bucket
           end
-          if used > 0 then
+          -- The field of a full bucket stays, as after all refunds.
+          if used > 0 or was > 0 then
             --@ text of token_bucket
             local needed = used
             --@ reset of token_bucket
