@@ -46,13 +46,13 @@ rl_slot(const char *key, int len)
 
 /*
  * Returns the slot's owner, or 0.  As nodes have ranges of slots, one whose owner is not known
- * likely has that of the nearest slot: *guess is true then.  To be called if slots are known.
+ * likely has that of the nearest slot: *guess is true then.
  */
 int
 rl_slot_owner(int slot, bool *guess)
 {
-	*guess = owners[slot] == 0;
-	for (int distance = 0; distance < RL_SLOTS; distance++)
+	*guess = owners == NULL || owners[slot] == 0;
+	for (int distance = 0; owners != NULL && distance < RL_SLOTS; distance++)
 	{
 		if (slot - distance >= 0 && owners[slot - distance] != 0)
 			return owners[slot - distance];

@@ -43,8 +43,7 @@ static RlNode *
 choose_node(const RlRoute *route)
 {
 	bool		guess;
-	/* ASK names a slot, and no owner. */
-	int			owner = route->slot >= 0 && rl_slots_known() ? rl_slot_owner(route->slot, &guess) : 0;
+	int			owner = route->slot >= 0 ? rl_slot_owner(route->slot, &guess) : 0;
 
 	if (owner != 0)
 	{
