@@ -99,7 +99,7 @@ got_string(const redisReadTask *task, char *str, size_t len)
 		int64		value = 0;
 		bool		valid = read_int64(str, len, &value);
 		bool		is_last = task->parent != NULL && task->parent->parent == NULL &&
-			task->idx > 0 && task->idx == (int) task->parent->elements - 1;
+			task->idx > 0 && (size_t) task->idx + 1 == (size_t) task->parent->elements;
 
 		/* A string that ends its reply is read before another reply can replace it. */
 		if (!valid && (task->parent == NULL || (is_last && len > 0 && reply->kind == RL_REPLY_NUMBERS)) && len <= sizeof(text))
