@@ -471,7 +471,7 @@ sub memory_of
 		$ended = $session->{psql}{stdout} =~ /^done$/m;
 		select undef, undef, undef, 0.005;
 	}
-	$session->{psql}{stdout} = '';
+	$session->ask('');
 	return $most;
 }
 
@@ -486,7 +486,7 @@ is($session->ask('SELECT count(*) FROM million'), 1_000_000, 'a million rows of 
 is(left('fixed_window 1000/1d', 'million:7'), 950, 'a million rows are charged');
 cmp_ok($with - $without, '<', 30_000, "a million rows need at most 30 MB more with the trigger ($without kB without it, $with kB with it)");
 my $refused = memory_of(q{INSERT INTO million SELECT * FROM (SELECT (i % 20000)::text, 1 FROM generate_series(1, 200000) i UNION ALL SELECT 'zzz', 1001) u});
-like($session->{psql}{stderr}, qr/Key "million:zzz"/, 'a statement of many rows is refused');
+like($session->error, qr/Key "million:zzz"/, 'a statement of many rows is refused');
 is(left('fixed_window 1000/1d', 'million:7'), 950, 'its rows are refunded');
 cmp_ok($refused - $without, '<', 40_000, "the refused statement needs at most 40 MB more ($refused kB)");
 is($session->ask(q{SELECT count(*) FROM pg_backend_memory_contexts WHERE name IN ('rate-limit statement', 'rate-limit row', 'rate-limit keys', 'rate-limit charges')}),

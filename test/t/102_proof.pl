@@ -111,6 +111,7 @@ sub clients
 		my $client = client("unix://$link");
 		# It connects, and keeps its connection.
 		$client->ask(q{SELECT rl_peek('connect', '5/1s')});
+		die $client->error if $client->error ne '';
 		$client
 	} @paths;
 }

@@ -333,6 +333,7 @@ sub session
 
 	# The time limit is for each query, not for the session.
 	$psql->set_query_timer_restart;
+	$psql->{stderr} = '';
 	return bless { psql => $psql, error => '' }, 'RatelimitTest::Session';
 }
 
@@ -543,10 +544,11 @@ use Test::More;
 sub ask
 {
 	my ($self, $sql) = @_;
-
-	$self->{psql}{stderr} = '';
 	my ($output) = $self->{psql}->query($sql);
+
+	# It may have begun before, with what send() has read.
 	$self->{error} = $self->{psql}{stderr};
+	$self->{psql}{stderr} = '';
 	return $output;
 }
 
