@@ -74,6 +74,8 @@ my @calls = (
 	[ 'rl_headers(text,rl_limits,rl_decision)', [qw(s:api s:5/1h s:%k s:5/1h)], '', 'SELECT rl_headers(?, ?, d) FROM rl_check(?, ?) AS d' ],
 	[ 'rl_key("any")', [qw(s:ada i:42)], 'login:ada:42', q{SELECT rl_key('login', ?::text, ?::bigint)} ],
 	[ 'rl_key(text[])', [qw(s:ada)], 'login:ada', q{SELECT rl_key('login', ?)} ],
+	[ 'rl_network(inet,integer,integer)', [qw(s:2001:db8:0:1234::5 i:24 i:56)], '2001:db8:0:1200::/56',
+		'SELECT rl_network(?::text::inet, ?::int, ?::int)::text' ],
 	[ 'rl_simulate(rl_limits,timestamp with time zone,bigint)', [qw(s:5/1h t:2024-01-01T00:00:00+00:00 i:6)], 'false',
 		'SELECT (rl_simulate(?, ?, ?) OVER ()).allowed' ],
 	[ 'rl_trigger_rule(oid)', [qw(s:limit_orders)], 'create_order:{customer} throttle 5/10s',
