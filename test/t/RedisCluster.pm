@@ -200,7 +200,7 @@ sub fail_over
 	});
 	($self->{masters}[$i], $self->{replicas}[$i]) = ($new, $old);
 	await('all to know the new master', sub {
-		return !grep { $_->cli('CLUSTER', 'NODES') !~ /^$new->{id} \S+ (?:myself,)?master .* \d+-\d+/m } $self->servers;
+		return !grep { $_->cli('CLUSTER', 'NODES') !~ /^$new->{id} \S+ (?:myself,)?master\S* .* \d+-\d+/m } $self->servers;
 	});
 	return;
 }
