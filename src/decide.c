@@ -24,7 +24,7 @@
 /* An action on its way to an answer. */
 typedef struct Call
 {
-	RlAction	action;			/* as a store is asked for it; lease is NULL if its key's lease does not serve it */
+	RlAction   *action;			/* lease is NULL if its key's lease does not serve it */
 	RlAnswer   *answer;
 	const RlStore *store;		/* the one that the settings name */
 	bool		answered;
@@ -145,7 +145,7 @@ static void
 count_ended(const Call *calls, int n)
 {
 	for (int i = 0; i < n; i++)
-		count(&calls[i].action, calls[i].answer,
+		count(calls[i].action, calls[i].answer,
 			  calls[i].answered ? outcome_of(calls[i].answer) : RL_WAS_ERROR, false);
 }
 
@@ -157,12 +157,12 @@ count_ended(const Call *calls, int n)
 static void
 note_charges(const Call *call, const RlCharge *charges, uint64 lot)
 {
-	const RlLimits *limits = call->action.limits;
+	const RlLimits *limits = call->action->limits;
 
 	if (call->answer->charges != NULL)
 		memcpy(call->answer->charges, charges, limits->n * sizeof(RlCharge));
-	if (limits->refunds && call->action.quota > 0)
-		rl_grants_note(&call->action.key, limits, charges, call->answer->local, lot);
+	if (limits->refunds && call->action->quota > 0)
+		rl_grants_note(&call->action->key, limits, charges, call->answer->local, lot);
 }
 
 /*
@@ -173,7 +173,7 @@ note_charges(const Call *call, const RlCharge *charges, uint64 lot)
 static void
 conclude(Call *call, const RlDecision *each, bool not_charged)
 {
-	const RlAction *action = &call->action;
+	const RlAction *action = call->action;
 	RlAnswer   *answer = call->answer;
 	RlDecision *decision = &answer->decision;
 	RlCharge	charges[RL_MAX_LIMITS];
@@ -227,10 +227,10 @@ take(Call *call, const RlStore *store, RlError *error)
 	RlAnswer   *answer = call->answer;
 	RlDecision	room[RL_MAX_LIMITS];
 	RlDecision *each = answer->each != NULL ? answer->each :
-		call->action.limits->n == 1 ? &answer->decision : room;
+		call->action->limits->n == 1 ? &answer->decision : room;
 
 	answer->local = store->is_local;
-	if (!store->take(&call->action, each, answer, error))
+	if (!store->take(call->action, each, answer, error))
 		return false;
 	if (store->is_local)
 		call->known.asked = answer->at;
@@ -259,7 +259,7 @@ take_many(Call *calls, int n, int64 *unanswered, RlError *error)
 	bool		done;
 
 	for (int i = 0; i < n; i++)
-		actions[i] = &calls[i].action;
+		actions[i] = calls[i].action;
 	done = calls->store->take_many(actions, n, took, calls, unanswered, &calls->answer->usage, error);
 	pfree(actions);
 	return done;
@@ -277,7 +277,7 @@ take_all(Call *calls, int n, const RlStore *store, RlError *error)
 
 	for (int i = 0; i < n; i++)
 	{
-		actions[i] = &calls[i].action;
+		actions[i] = calls[i].action;
 		calls[i].answer->local = store->is_local;
 	}
 	if (!rl_take_all(store, actions, n, taken, &calls->answer->usage, error))
@@ -306,7 +306,7 @@ allows_unasked(const Call *calls, int n, const RlError *error)
 	bool		shadow = true;
 
 	for (int i = 0; i < n; i++)
-		shadow &= rl_all_shadow(calls[i].action.limits);
+		shadow &= rl_all_shadow(calls[i].action->limits);
 	/* In shadow mode a limit never stops an action, as a shadow limit. */
 	if (rl_mode == RL_MODE_SHADOW || shadow)
 		return true;
@@ -315,7 +315,7 @@ allows_unasked(const Call *calls, int n, const RlError *error)
 		(rl_on_error == RL_ON_ERROR_ALLOW || rl_on_error == RL_ON_ERROR_DENY))
 		return rl_on_error == RL_ON_ERROR_ALLOW;
 	count_ended(calls, n);
-	rl_raise_for(error, calls->action.origin);
+	rl_raise_for(error, calls->action->origin);
 }
 
 /*
@@ -345,7 +345,7 @@ apply_on_error(Call *calls, int n, bool together, const RlError *failure)
 		rl_log_failure(local ? &local_failure : failure,
 					   allowed ? "Actions are allowed unasked, as ratelimit.on_error or ratelimit.mode says." :
 					   "Actions are refused unasked, as ratelimit.on_error says.");
-		rl_set_unasked(&calls[i].action, calls[i].answer, allowed,
+		rl_set_unasked(calls[i].action, calls[i].answer, allowed,
 					   allowed ? RL_FAIL_OPEN : RL_FAIL_CLOSED);
 		calls[i].answer->error = kept;
 		calls[i].answered = true;
@@ -359,7 +359,7 @@ note_asking(Call *calls, int n)
 	int64		now = rl_shared_available() ? rl_local_now() : 0;
 
 	for (int i = 0; i < n && rl_shared_available(); i++)
-		rl_known_ask(&calls[i].known, &calls[i].action, now);
+		rl_known_ask(&calls[i].known, calls[i].action, now);
 }
 
 /*
@@ -370,7 +370,7 @@ static void
 note_failed(Call *calls, int n, int64 round_trips)
 {
 	for (int i = 0; i < n && calls->answer->usage.round_trips <= round_trips && rl_shared_available(); i++)
-		rl_known_not_asked(&calls[i].known, &calls[i].action);
+		rl_known_not_asked(&calls[i].known, calls[i].action);
 }
 
 /* Sends refunds that are due, those of the calls' keys first.  Returns false with the error set if the store fails. */
@@ -378,7 +378,7 @@ static inline bool
 flush(Call *calls, int n, RlError *error)
 {
 	for (int i = n - 1; i >= 0 && rl_refunds_pending(); i--)
-		rl_refunds_advance(&calls[i].action.key);
+		rl_refunds_advance(&calls[i].action->key);
 	return rl_refunds_flush(&calls->answer->usage, error);
 }
 
@@ -437,7 +437,7 @@ ask_local(Call *calls, int n, bool together, RlError *error)
  * a setting needs shared memory, and there is none, or if there is no memory.
  */
 static inline void
-begin(Call *call, const RlAction *action, RlAnswer *answer, bool together, RlLeaseCall *lease)
+begin(Call *call, RlAction *action, RlAnswer *answer, bool together, RlLeaseCall *lease)
 {
 	bool		plain = action->how == RL_TAKE && answer->each == NULL && !together && action->reserve == NULL;
 	bool		shared;
@@ -446,7 +446,8 @@ begin(Call *call, const RlAction *action, RlAnswer *answer, bool together, RlLea
 		rl_ledger_open();
 	if (rl_on_error == RL_ON_ERROR_LOCAL)
 		rl_require_local_store("ratelimit.on_error = local");
-	call->action = *action;
+	action->lease = NULL;
+	call->action = action;
 	call->answer = answer;
 	call->store = rl_require_store();
 	shared = rl_shared_available();
@@ -459,7 +460,7 @@ begin(Call *call, const RlAction *action, RlAnswer *answer, bool together, RlLea
 	if (action->limits->lease == 0 || call->store->is_local)
 		return;
 	if (plain && action->quota > 0 && rl_leases_available())
-		call->action.lease = lease;
+		action->lease = lease;
 	else
 		rl_queue_leftovers(&action->key);
 }
@@ -476,9 +477,9 @@ answer_known(Call *call, bool first)
 	RlCharge	charges[RL_MAX_LIMITS];
 	uint64		lot = 0;
 
-	if (call->action.lease == NULL && !may_refuse)
+	if (call->action->lease == NULL && !may_refuse)
 		return false;
-	call->answered = rl_known_answer(&call->known, &call->action, first, may_refuse,
+	call->answered = rl_known_answer(&call->known, call->action, first, may_refuse,
 									 call->answer, charges, &lot);
 	if (lot != 0)
 		note_charges(call, charges, lot);
@@ -493,19 +494,19 @@ finish(Call *call)
 	bool		from_cache = decision->source == RL_FROM_DENIAL_CACHE;
 
 	if (!decision->allowed && rl_mode == RL_MODE_SHADOW)
-		allow_in_shadow(&call->action, call->answer);
+		allow_in_shadow(call->action, call->answer);
 	else if (decision->allowed && call->answer->shadow > 0)
-		rl_log_shadow(&call->action, call->answer->shadow - 1, "The limit has the option shadow, so it refuses no action.");
+		rl_log_shadow(call->action, call->answer->shadow - 1, "The limit has the option shadow, so it refuses no action.");
 	/* rl_wait tries again, or calls rl_count_wait. */
-	if (decision->allowed || call->action.how != RL_TRY)
-		count(&call->action, call->answer, outcome_of(call->answer), from_cache);
+	if (decision->allowed || call->action->how != RL_TRY)
+		count(call->action, call->answer, outcome_of(call->answer), from_cache);
 }
 
 /* Decides and counts an action under limits that are unlimited or blocked. */
 static void
-decide_unasked(const RlAction *action, RlAnswer *answer)
+decide_unasked(RlAction *action, RlAnswer *answer)
 {
-	Call		call = {.action = *action,.answer = answer};
+	Call		call = {.action = action,.answer = answer};
 	RlDecision	decision = rl_unasked_decision(action->limits);
 
 	rl_set_unasked(action, answer, decision.allowed, decision.source);
@@ -534,7 +535,7 @@ take_failed(Call *calls, int n)
  * here is inlined, which saves 2 % of a call.
  */
 static pg_attribute_always_inline void
-run(const RlAction *actions, int n, RlAnswer *answers, Call *calls, RlLeaseCall *leases, bool together,
+run(RlAction *actions, int n, RlAnswer *answers, Call *calls, RlLeaseCall *leases, bool together,
 	int64 *unanswered)
 {
 	int			asked = 0;
@@ -573,14 +574,15 @@ run(const RlAction *actions, int n, RlAnswer *answers, Call *calls, RlLeaseCall 
 
 /*
  * Decides an action, and charges it if all its limits allow it.  The caller has
- * zeroed the answer, but for the room that it may point to.
+ * zeroed the answer, but for the room that it may point to.  The action's lease is this
+ * function's.
  *
  * When the store fails, ratelimit.on_error applies: raises the store's error, or
  * decides without the store.  Also raises an error if a setting is wrong, or at an
  * interrupt; the action may then have been charged.
  */
 void
-rl_decide(const RlAction *action, RlAnswer *answer)
+rl_decide(RlAction *action, RlAnswer *answer)
 {
 	Call		call;
 	RlLeaseCall lease;
@@ -597,7 +599,7 @@ rl_decide(const RlAction *action, RlAnswer *answer)
  * without an answer, also when this raises an error or the backend ends.
  */
 void
-rl_decide_many(const RlAction *actions, int n, RlAnswer *answers, int64 *unanswered)
+rl_decide_many(RlAction *actions, int n, RlAnswer *answers, int64 *unanswered)
 {
 	Call	   *calls;
 	RlLeaseCall *leases = NULL;
@@ -629,7 +631,7 @@ rl_decide_many(const RlAction *actions, int n, RlAnswer *answers, int64 *unanswe
  * blocked.
  */
 static bool
-refuse_blocked(const RlAction *actions, int n, RlAnswer *answers)
+refuse_blocked(RlAction *actions, int n, RlAnswer *answers)
 {
 	int			blocked = 0;
 
@@ -669,7 +671,7 @@ refuse_blocked(const RlAction *actions, int n, RlAnswer *answers)
  * should not, the server's log says so.
  */
 void
-rl_decide_all(const RlAction *actions, int n, RlAnswer *answers)
+rl_decide_all(RlAction *actions, int n, RlAnswer *answers)
 {
 	Call		calls[RL_MAX_KEYS];
 

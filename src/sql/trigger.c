@@ -30,7 +30,7 @@ set_key_and_limits(RlAction *action, Rule *rule, Pair *pair, TupleTableSlot *row
 
 /* Decides the row's action on n keys.  Returns the index of the key that refused it, or -1. */
 static int
-decide_row(const RlAction *actions, int n, RlAnswer *answers)
+decide_row(RlAction *actions, int n, RlAnswer *answers)
 {
 	/* Only rl_decide uses the denial cache. */
 	if (n == 1)

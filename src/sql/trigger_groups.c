@@ -414,7 +414,7 @@ rl_groups_left(const RowGroups *groups)
  * actions are valid until the next call.
  */
 int
-rl_groups_next(RowGroups *groups, const RlAction **actions)
+rl_groups_next(RowGroups *groups, RlAction **actions)
 {
 	groups->returned = true;
 	if (groups->merged == NULL)

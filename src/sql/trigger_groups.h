@@ -13,7 +13,7 @@ extern RowGroups *rl_groups_make(Rule *rule, const RlOrigin *origins);
 extern void rl_groups_add(RowGroups *groups, struct TupleTableSlot *row);
 extern bool rl_groups_finish(RowGroups *groups);
 extern bool rl_groups_left(const RowGroups *groups);
-extern int	rl_groups_next(RowGroups *groups, const RlAction **actions);
+extern int	rl_groups_next(RowGroups *groups, RlAction **actions);
 extern void rl_groups_free(RowGroups *groups);
 
 #endif							/* TRIGGER_GROUPS_H */

@@ -31,7 +31,7 @@ typedef struct Statement
 	RlOrigin	origins[RL_MAX_PAIRS];
 	RowGroups  *groups;
 	MemoryContext context;		/* of the answers */
-	const RlAction *wanted;		/* the keys that are asked together */
+	RlAction   *wanted;			/* the keys that are asked together */
 	int			n;
 	RlAnswer   *answers;		/* to wanted, until the owner has their charges, or NULL */
 	int			noted;			/* answers whose charges the owner has */
