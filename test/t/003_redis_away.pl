@@ -3,6 +3,8 @@
 # call.
 #
 # Runs alone: it measures how late a call ends after a timeout or a cancel.
+#
+# Runs once with a server: it depends on how the server ends.
 use RatelimitTest;
 use IO::Socket::INET;
 use IO::Socket::IP;

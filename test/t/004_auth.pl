@@ -1,5 +1,7 @@
 # Passwords, users, databases and URLs: which of them Redis receives, which of them
 # are errors, and no password is ever shown.
+#
+# Runs once with a server: the server checks passwords.
 use RatelimitTest;
 use LyingServer;
 use POSIX ();

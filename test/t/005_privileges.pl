@@ -1,6 +1,8 @@
 # A role without privileges: it can call no function, change no setting of the
 # extension, and is limited by the trigger whatever it sets.  No other setting makes
 # a new key.
+#
+# Runs once in a suite: PostgreSQL checks privileges.
 use RatelimitTest;
 
 # Each setting has another value than its default, so that a lost value is visible.

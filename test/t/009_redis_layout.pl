@@ -1,5 +1,7 @@
 # The layout in Redis: a hash for each key, with a time to live at all times.  No
 # verdict depends on a missing key.
+#
+# Runs once with a server: it reads what the server stores.
 use RatelimitTest;
 use Engines qw(seed all_seeds reseed);
 

@@ -1,6 +1,8 @@
 # The smallest rule for a user of Redis, as docs/operations.md shows it.  Every
 # function works under it, each of its words is necessary, and keys with another
 # prefix are not accessible.
+#
+# Runs once with a server: the server checks privileges.
 use RatelimitTest;
 use RedisServer qw(documented_user);
 

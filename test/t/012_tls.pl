@@ -1,5 +1,7 @@
 # rediss://: the server must prove its identity, a client can do so, and waits,
 # interrupts and failures are as without TLS.
+#
+# Runs once with a server: it depends on the server and on hiredis.
 use RatelimitTest;
 use IO::Socket::INET;
 use POSIX ();

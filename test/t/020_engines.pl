@@ -5,6 +5,8 @@
 # quota can be taken, one unit more cannot; after reset_after nothing is in use.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
+#
+# Runs once with a server: the server's scripts are compared with the engine in C.
 use RatelimitTest;
 use Engines;
 

@@ -5,6 +5,8 @@
 # RATELIMIT_SEED repeats a run.
 #
 # Runs alone: it compares the times of two queries.
+#
+# Runs once: the engine in C replays, and simulate.sql calls it in each row.
 use RatelimitTest;
 use Engines;
 use JSON::PP;

@@ -2,6 +2,8 @@
 # any time, does not begin if it would be too long, and never counts as a refusal.
 #
 # Runs alone: it counts the actions that pass in three seconds.
+#
+# Runs once in a suite: the backend waits, and asks as rl_check does.
 use RatelimitTest;
 use RedisMonitor;
 use Time::HiRes qw(sleep time);

@@ -2,6 +2,8 @@
 # period ever holds more than its capacity.
 #
 # RATELIMIT_SEED repeats the steps of a run.
+#
+# Runs once with a server: the server's scripts charge.
 use RatelimitTest;
 use Engines;
 use RedisMonitor;

@@ -4,6 +4,8 @@
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes the test in real time longer.  That
 # test goes on until it has seen each kind of step.
+#
+# Runs once with a server: the server keeps the states.
 use RatelimitTest;
 use Engines;
 use Time::HiRes qw(time usleep);

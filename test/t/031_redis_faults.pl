@@ -1,5 +1,7 @@
 # Faults of Redis, a backend without descriptors, a killed backend: each call ends with
 # its own answer or with an error in time, and later calls work.
+#
+# Runs once with a server: the server fails.
 use RatelimitTest;
 use IO::Socket::UNIX;
 use LyingServer;

@@ -2,6 +2,8 @@
 # verdicts equal those of Redis, also after refunds.
 #
 # RATELIMIT_SEED repeats the steps of a run in virtual time.
+#
+# Runs once: the cache is C only, and 032_shared has one in each row.
 use RatelimitTest;
 use Engines;
 use RedisMonitor;

@@ -1,5 +1,7 @@
 # Names in shared memory: two keys, or two lists of limits, are never confused, even if
 # they were constructed to have the same hash.
+#
+# Runs once: the names in shared memory are C only.
 use RatelimitTest;
 use Engines;
 

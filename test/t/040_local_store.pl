@@ -2,6 +2,8 @@
 # databases share; the quota that eight clients get.  No Redis is used.
 #
 # RATELIMIT_SEED repeats the random acts of a run.
+#
+# Runs once in a suite: no Redis is used.
 use RatelimitTest;
 use Engines;
 use Time::HiRes qw(time);

@@ -1,5 +1,7 @@
 # The operator's tools: shadow mode, turning limits off, the statistics, the list of
 # refused keys, and the status of Redis.
+#
+# Runs once in a suite: PostgreSQL shows what it shows.
 use RatelimitTest;
 use RedisMonitor;
 use Time::HiRes qw(time);

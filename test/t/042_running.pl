@@ -1,5 +1,7 @@
 # The statements of docs/operations.md about full memory, restarts, connections and
 # dumps, and the queries of docs/monitoring.md, with real servers.
+#
+# Runs once in a suite: PostgreSQL runs what it runs.
 use RatelimitTest;
 use File::Basename;
 use RedisMonitor;

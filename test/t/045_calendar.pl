@@ -4,6 +4,8 @@
 # and clocks never open a window twice, and ask once for each call.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
+#
+# Runs once with a server: the server's scripts are compared with the engine in C.
 use RatelimitTest;
 use Engines;
 use Time::HiRes qw(time);

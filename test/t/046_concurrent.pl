@@ -4,6 +4,8 @@
 # limit has.
 #
 # RATELIMIT_SECONDS is how long each half of that runs; RATELIMIT_SEED repeats its choices.
+#
+# Runs once in a suite: transactions end in PostgreSQL.
 use RatelimitTest;
 use Engines;
 use Holder;

@@ -6,6 +6,8 @@
 # and reset too: quota that they were granted is refunded once.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_PROGRAMS makes it longer or shorter.
+#
+# Runs once in a suite: transactions end in PostgreSQL.
 use RatelimitTest;
 use Engines qw(limit seed all_seeds reseed);
 use Promises;

@@ -3,6 +3,8 @@
 # that it was not.  No second error is raised.
 #
 # Runs alone: it measures how long transactions take to end.
+#
+# Runs once in a suite: transactions end in PostgreSQL.
 use RatelimitTest;
 use LyingServer;
 use RedisMonitor;

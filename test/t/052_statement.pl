@@ -2,6 +2,8 @@
 # once.  If a key is refused, the charges of the other keys are refunded.
 #
 # RATELIMIT_SEED repeats the random statements of a run.
+#
+# Runs once in a suite: PostgreSQL fires the triggers.
 use RatelimitTest;
 use Engines;
 use RedisMonitor;

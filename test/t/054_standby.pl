@@ -1,5 +1,7 @@
 # A hot standby and read-only transactions: every function works there, and the
 # standby shares its limits with its primary.  Limits in policies and in views.
+#
+# Runs once in a suite: PostgreSQL is the standby.
 use RatelimitTest;
 
 my $redis = RedisServer->new->start;

@@ -1,4 +1,6 @@
 # The rows that the triggers count for each kind of write, as in docs/triggers.md.
+#
+# Runs once in a suite: it counts what PostgreSQL writes.
 use RatelimitTest;
 
 my $redis = RedisServer->new->start;

@@ -1,5 +1,7 @@
 # Limits that depend on the customer: unlimited and blocked, and limits by function
 # in triggers.
+#
+# Runs once in a suite: PostgreSQL reads the plans.
 use RatelimitTest;
 use RedisMonitor;
 

@@ -3,6 +3,8 @@
 # with eight clients a refused call never changes a key that does not count refusals.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
+#
+# Runs once with a server: the server's scripts are compared with the engine in C.
 use RatelimitTest;
 use Engines;
 use LyingServer;

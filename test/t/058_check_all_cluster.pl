@@ -5,6 +5,8 @@
 # RATELIMIT_SEED repeats a run.
 #
 # Runs alone: its calls have short timeouts, and it takes a master away under load.
+#
+# Runs once with a server: it depends on the Cluster.
 use RatelimitTest;
 use Engines;
 use RedisCluster;

@@ -1,4 +1,6 @@
 # Refunds of thousands of charges at the end of a transaction, and ahead of an action.
+#
+# Runs once in a suite: transactions end in PostgreSQL.
 use RatelimitTest;
 use RedisCluster;
 

@@ -3,6 +3,8 @@
 # only the calls of its keys do.
 #
 # Runs alone: it measures how long a failover takes.
+#
+# Runs once with a server: it depends on the Cluster.
 use RatelimitTest;
 use List::Util qw(sum);
 use RedisCluster;

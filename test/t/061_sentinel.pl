@@ -2,6 +2,8 @@
 # has become a replica.  A failover ends no session.
 #
 # Runs alone: it measures how long a failover takes.
+#
+# Runs once with a server: it depends on the Sentinels.
 use RatelimitTest;
 
 my $take = q{SELECT rl_throttle('k', 1000000, 1000000, 86400)};

@@ -2,6 +2,8 @@
 # neither their calls nor their refunds, nor the backend.
 #
 # Runs alone: its calls have short timeouts, and it measures how long they take.
+#
+# Runs once with a server: it depends on the Cluster.
 use RatelimitTest;
 use LyingServer;
 use RedisCluster;

@@ -1,6 +1,8 @@
 # One session's failure does not spread to other sessions: stale connections, a stall,
 # a server that accepts no new connections, Sentinels that are down.  What a server that
 # fails costs is bounded: time, connections and searches.
+#
+# Runs once in a suite: the breaker is C only.
 use RatelimitTest;
 use LyingServer;
 use TcpProxy;

@@ -7,6 +7,8 @@
 # RATELIMIT_PAGES_TO names a folder to which the pages are written with the outputs
 # that psql printed.  Every user must be able to write there.
 #
+#
+# Runs once in a suite: the pages name one server.
 use RatelimitTest;
 use DocPage;
 use File::Basename;

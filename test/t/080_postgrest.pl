@@ -5,6 +5,8 @@
 # as PostgREST does.
 #
 # RATELIMIT_PAGES_TO names a folder to which the page is written with the answers.
+#
+# Runs once in a suite: PostgREST talks to PostgreSQL.
 use RatelimitTest;
 use DocPage;
 use JSON::PP;

@@ -1,5 +1,7 @@
 # What clients see of a refusal and of a failed store: the fields of the error, the key
 # only if they may read it, control characters only escaped, and JSON for PostgREST.
+#
+# Runs once in a suite: PostgreSQL reports errors.
 use RatelimitTest;
 use JSON::PP;
 

@@ -5,6 +5,8 @@
 # psql.  RATELIMIT_STEPS makes the floods longer or shorter.
 #
 # Runs alone: it counts the lines that are logged in a second.
+#
+# Runs once in a suite: it reads the log of PostgreSQL.
 use RatelimitTest;
 use Time::HiRes qw(time);
 

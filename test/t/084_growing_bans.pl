@@ -3,6 +3,8 @@
 # docs/choosing.md.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
+#
+# Runs once with a server: the server's scripts are compared with the engine in C.
 use RatelimitTest;
 use Engines qw(seed all_seeds reseed);
 

@@ -1,4 +1,6 @@
 # Triggers that could lose rows, show keys or be bypassed, and what rl_triggers says of them.
+#
+# Runs once in a suite: PostgreSQL fires the triggers.
 use RatelimitTest;
 
 my $redis = RedisServer->new->start;

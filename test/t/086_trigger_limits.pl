@@ -1,4 +1,6 @@
 # Triggers: templates of keys, the fields of errors, and rules that no row can satisfy.
+#
+# Runs once in a suite: PostgreSQL fires the triggers.
 use RatelimitTest;
 
 my ($redis, $node, $session) = start_servers(\&shared_node);

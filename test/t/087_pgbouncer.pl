@@ -1,5 +1,7 @@
 # Named prepared statements by pgbouncer in transaction mode.  All clients share one
 # connection to the server.  test/clients has the drivers.
+#
+# Runs once in a suite: it depends on pgbouncer.
 use RatelimitTest;
 use PgBouncer;
 

@@ -6,7 +6,7 @@
 #
 # RATELIMIT_ACTIONS is the number of actions of the long test, RATELIMIT_SEED repeats a run.
 #
-# Runs once: it plays servers in virtual time, and 048_lease_real_time runs them in each row.
+# Runs once: it plays servers in virtual time, and 047_lease takes leases in each row.
 use RatelimitTest;
 use Engines;
 use LeaseServers;

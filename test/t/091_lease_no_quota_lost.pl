@@ -3,7 +3,7 @@
 #
 # RATELIMIT_SECONDS is the length of the runs at twice the limit.
 #
-# Runs once: it plays servers in virtual time, and 048_lease_real_time runs them in each row.
+# Runs once: it plays servers in virtual time, and 047_lease takes leases in each row.
 use RatelimitTest;
 use LeaseServers;
 

@@ -2,6 +2,8 @@
 # handed out that was not charged, and none is handed out twice.  The clocks are virtual.
 #
 # RATELIMIT_REPLIES is the number of random replies, RATELIMIT_SEED repeats a run.
+#
+# Runs once: leases are C only, and 047_lease takes some in each row.
 use RatelimitTest;
 use Engines;
 use LeaseServers;

@@ -3,6 +3,8 @@
 #
 # The clocks of Redis and of the servers are virtual.  Sessions that write the path of
 # one Redis in different ways are servers of their own where leases are concerned.
+#
+# Runs once: leases are C only, and 047_lease takes some in each row.
 use RatelimitTest;
 use LeaseServers qw(SECOND START);
 use LyingServer;

@@ -2,6 +2,8 @@
 # in every column of every step, and keep the same states.
 #
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
+#
+# Runs once with a server: the server's scripts are compared with the engine in C.
 use RatelimitTest;
 use Engines qw(seed all_seeds reseed);
 

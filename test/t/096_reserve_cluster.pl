@@ -4,6 +4,8 @@
 # Runs alone: its calls have short timeouts.
 #
 # RATELIMIT_PROGRAMS is the number of programs under load, RATELIMIT_SEED repeats their choices.
+#
+# Runs once with a server: it depends on the Cluster.
 use RatelimitTest;
 use Engines;
 use RedisCluster;

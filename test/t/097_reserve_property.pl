@@ -5,6 +5,8 @@
 # reservations, its settlements and its other charges that are not replenished yet.
 #
 # RATELIMIT_PROGRAMS is the number of programs, RATELIMIT_SEED repeats their choices.
+#
+# Runs once: it tries what may happen, and 095_reserve plays programs in each row.
 use RatelimitTest;
 use Engines;
 use LeaseClients;

@@ -4,6 +4,8 @@
 # others' entries, and a worker that renews too late.
 #
 # RATELIMIT_SEED repeats the choices.
+#
+# Runs once in a suite: 095_reserve plays programs with each server.
 use RatelimitTest;
 use Engines;
 use Holder;

@@ -1,5 +1,7 @@
 # The recipes for reservations in docs/: each is run as the page has it, and no recipe runs its
 # action on a replay, whoever calls again, and whatever has happened since.
+#
+# Runs once in a suite: PostgreSQL runs the recipes.
 use RatelimitTest;
 use DocPage;
 use TcpProxy;

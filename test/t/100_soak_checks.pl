@@ -1,7 +1,7 @@
 # The checks of SoakChecks find one wrong call in each kind of history, and nothing in histories that
 # are right.  The histories are written by hand, as clients write them.
 #
-# Runs once in a suite: it starts no server.
+# Runs once: it starts no server.
 use RatelimitTest;
 use Engines;
 use SoakChecks;
