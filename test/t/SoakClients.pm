@@ -177,15 +177,16 @@ sub call
 	return $answer;
 }
 
-# Returns what a call has done: took, denied, maybe; or nothing.  Then the source of the answer, or the table.
+# Returns what a call about so many keys has done: took, denied, maybe; or nothing.  Then the source of the
+# answer, or the table.  If a node of a Cluster cannot be asked, another may have charged its keys.
 sub outcome
 {
-	my ($self, $answer) = @_;
+	my ($self, $answer, $keys) = @_;
 
 	return 'took', $self->{table} if defined $answer && $answer eq '';
 	return $answer =~ /^t/ ? 'took' : 'denied', $answer =~ /\|(\w+)/ ? $1 : '-' if defined $answer;
 	return 'denied', $self->{error} =~ /ban in force/ ? 'ban' : 'error' if $self->{error} =~ /^PT429/;
-	return $self->{error} =~ /^PT504 (?:not retrying|could not connect)/ ? 'nothing' : 'maybe', '-';
+	return ($keys // 1) == 1 && $self->{error} =~ /^PT504 (?:not retrying|could not connect)/ ? 'nothing' : 'maybe', '-';
 }
 
 # Runs a command that takes quota of keys, all or none; writes the outcome for each key and quota.
@@ -193,7 +194,7 @@ sub take
 {
 	my ($self, $sql, @charges) = @_;
 	($self->{table}) = $sql =~ /^INSERT INTO (\w+)/;
-	my ($what, $source) = $self->outcome($self->call($sql));
+	my ($what, $source) = $self->outcome($self->call($sql), scalar @charges);
 
 	# Where keys are asked one by one, a refusal of one takes quota of the others for a while.
 	if ($what ne 'nothing')
@@ -241,7 +242,7 @@ sub many
 	my @rows = defined $answer ? split /\n/, $answer : ();
 	foreach my $i (0 .. $#charges)
 	{
-		my ($what, $source) = $self->outcome($rows[$i]);
+		my ($what, $source) = $self->outcome($rows[$i], scalar @charges);
 
 		$self->write_line($what, $charges[$i][0]{number}, @$self{qw(began ended)}, $charges[$i][1], $source) if $what ne 'nothing';
 	}
