@@ -4,7 +4,7 @@
 #
 # RATELIMIT_SEED repeats a run.
 #
-# Runs alone: it compares the times of two queries.
+# Runs in a pair: it compares the times of two queries.
 #
 # Runs once: the engine in C replays, and simulate.sql calls it in each row.
 use RatelimitTest;

@@ -2,7 +2,7 @@
 # refund_on_abort is refunded to the store that granted it, or the server's log shows
 # that it was not.  No second error is raised.
 #
-# Runs alone: it measures how long transactions take to end.
+# Runs in a pair: it measures how long transactions take to end.
 #
 # Runs once in a suite: transactions end in PostgreSQL.
 use RatelimitTest;

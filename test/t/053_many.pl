@@ -1,7 +1,7 @@
 # Many keys in one call: each key is decided once and answered in order, whatever
 # happens to the script, to Redis and to the connection during the call.
 #
-# Runs alone: it measures how long calls take, with a server that answers late.
+# Runs in a pair: it measures how long calls take, with a server that answers late.
 use RatelimitTest;
 use Engines qw(seed all_seeds reseed);
 use List::Util qw(max min sum);

@@ -4,7 +4,7 @@
 #
 # RATELIMIT_SEED repeats a run.
 #
-# Runs alone: its calls have short timeouts, and it takes a master away under load.
+# Runs in a pair: its calls have short timeouts, and it takes a master away under load.
 #
 # Runs once with a server: it depends on the Cluster.
 use RatelimitTest;

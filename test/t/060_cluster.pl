@@ -2,7 +2,7 @@
 # rule of docs/operations.md.  No call fails while slots move, and when a master fails,
 # only the calls of its keys do.
 #
-# Runs alone: it measures how long a failover takes.
+# Runs in a pair: it measures how long a failover takes.
 #
 # Runs once with a server: it depends on the Cluster.
 use RatelimitTest;
