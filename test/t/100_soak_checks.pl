@@ -90,6 +90,9 @@ is(found($reserved, id(reserve => 2, 't|redis'), id(settle => 4, 'f')), $once, '
 is(found($reserved, id(reserve => 2, 't|redis'), id(settle => 4, 't'), id(extend => 6, 't')), $once, 'an extension of what is settled');
 is(found($reserved, id(reserve => 2, 't|settled')), $once, 'a settlement before any');
 is(found($reserved, id(reserve => 2, 't|redis'), line(unlink => 3, 0, 'done'), id(reserve => 5, 't|redis')), '', 'rl_reset ends reservations');
+my @again = (id(reserve => 2, 't|redis'), id(settle => 4, 't'), line(unlink => 6, 0, 'done'), id(reserve => 8, 't|redis'));
+is(found(with($reserved, used => [5]), @again), '', 'after it a settled id is charged again');
+is(found(with($reserved, used => [8]), @again), $sums, 'it is charged twice then');
 is(found(with($reserved, used => [3]), id(reserve => 2, 't|redis'), line(reset => 4, 0, 'done'), took(6, 3), id(settle => 8, 't')), '', 'a settlement after a reset');
 is(found(with($reserved, used => [0]), id(reserve => 2, 't|redis'), line(reset => 4, 0, 'done'), took(6, 3), id(settle => 8, 't')), $sums, 'a settlement after a reset that refunds another charge');
 is(found(with($reserved, limits => [ limit(%{ $limits{fixed_window} }) ]), id(reserve => 2, 't|redis'), id(settle => 4, 't'), took(6, 4)), $span, 'a reservation counts');

@@ -98,7 +98,10 @@ sub charges_of_ids
 		my @settles = grep { $_->{what} eq 'settle' && $_->{answer} ne 'f' } @{ $ids{$id} };
 		my ($quota, $cost) = @{ $reserves[0] }{qw(units cost)};
 		my $settled = grep { $_->{answer} eq 't' } @settles;
-		my @costs = $settled ? $cost : @settles ? ($quota, $cost) : $quota;
+		# After a reset without limits the id is new, and charged again.
+		my $span = [ min(map { $_->{from} } @{ $ids{$id} }), max(map { $_->{to} } @{ $ids{$id} }) ];
+		my $again = grep { overlap([ @$_{qw(from to)} ], $span) } of($events, 'unlink');
+		my @costs = $settled && !$again ? $cost : @settles ? ($quota, $cost) : $quota;
 
 		push @charges, { id => $id, events => $ids{$id}, sure => scalar @known, units => min(@costs), most => max(@costs), quota => $quota,
 			from => min(map { $_->{from} } @reserves), to => min(map { $_->{to} } @known ? @known : @reserves),
