@@ -164,9 +164,9 @@ owe(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), Rl
 	int64 now, int64 quota)
 {
 	int64		most = RL_MAX_SPAN * NS_PER_US;
-	int64		cost = Min(refund_of(limit, quota), most);
+	int64		room = Max(most - view->start, 0);
 
-	keep_backlog(state, now, Max(view->start, Min(view->start + cost, most)));
+	keep_backlog(state, now, view->start + Min(refund_of(limit, quota), room));
 }
 
 static int64
