@@ -315,8 +315,9 @@ sub used
 	my ($rows, %used);
 
 	await('the keys', sub {
-		return 0 if $nodes[0]->psql('postgres', "SELECT n, capacity - remaining FROM (VALUES $values) v (n, k, l), rl_peek(k, l::rl_limits, 0) WITH ORDINALITY p (rule, allowed, capacity, remaining, retry, reset, source, o) ORDER BY n, o", stdout => \$rows) != 0;
-		return 1;
+		return 0 if $nodes[0]->psql('postgres', "SELECT n, capacity - remaining, source FROM (VALUES $values) v (n, k, l), rl_peek(k, l::rl_limits, 0) WITH ORDINALITY p (rule, allowed, capacity, remaining, retry, reset, source, o) ORDER BY n, o", stdout => \$rows) != 0;
+		# A banned key has nothing left.
+		return $rows !~ /\|ban$/m;
 	});
 	foreach (split /\n/, $rows)
 	{
