@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 #
-# The parts that script/demo, script/test, script/bench, script/prove and script/package
-# share: packages, a temporary folder with a private copy of the sources and of
+# The parts that script/demo, script/test, script/mutate, script/bench, script/prove and
+# script/package share: packages, a temporary folder with a private copy of the sources and of
 # PostgreSQL, and private servers in it.  Source this file under "set -euo pipefail", then call
 # set_up once.  When the script ends, in whatever way, the servers are stopped and
 # the folder is removed.
@@ -13,6 +13,9 @@
 #                            in it $SRC, the PostgreSQL tree and $REDIS_SERVER
 #   sources                  writes the sources to standard output, as tar does
 #   build [MAKE_ARG...]      runs make and make install into the private tree
+#   expect_local             changes the outputs that pg_regress expects to those of the local store
+#   tap_test NAME[,local] [NAME=VALUE...]  runs a TAP test in $SRC with this environment, and with
+#                            Redis or the local store; as "${AS[@]}" does
 #   preload_asan LIBRARY     prints LD_PRELOAD for a server whose extension has AddressSanitizer
 #   run COMMAND...           runs COMMAND as the unprivileged user in $T, in a process
 #                            group of its own that ends with the script; returns its
@@ -386,6 +389,20 @@ build() {
 		run make -C "$SRC" PG_CONFIG="$PG_CONFIG" "$@" install >>"$log" 2>&1 && return
 	cat "$log" >&2
 	return 1
+}
+
+# The local store's answers differ from those of Redis only in the column "source".  The
+# default of the setting stays "redis".
+expect_local() { run sed -i -E '/ratelimit\.store/!s/(^|[ ,(|])redis($|[ ,)|"])/\1local\2/g' "$SRC"/expected/*.out; }
+
+tap_test() {
+	local name=${1%,*} store=redis file
+	[[ $1 == "$name" ]] || store=local
+	shift
+	file=$(cd "$SRC" && echo test/*/"$name.pl")
+	"${AS[@]}" env RATELIMIT_STORE="$store" RATELIMIT_TEMPLATE="$T/template" PGCTLTIMEOUT=600 \
+		"PG_TEST_TIMEOUT_DEFAULT=${PG_TEST_TIMEOUT_DEFAULT:-600}" "$@" \
+		make -s -C "$SRC" PG_CONFIG="$PG_CONFIG" installcheck REGRESS= PROVE_TESTS="$file" PROVE_FLAGS='-v -I test/t'
 }
 
 # If a constructor of libp11-kit starts AddressSanitizer, it deadlocks.  So an earlier

@@ -241,3 +241,7 @@ SELECT allowed, rule, source FROM rl_check('rule', '5/1h');
 SET ratelimit.mode = off;
 SELECT allowed, rule, source FROM rl_check('rule', '5/1h');
 RESET ratelimit.mode;
+
+-- A unit of a concurrent limit is free after the commit.
+SELECT rl_allow('unit', 'concurrent 1/1h');
+SELECT rl_allow('unit', 'concurrent 1/1h');
