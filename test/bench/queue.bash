@@ -2,7 +2,7 @@
 #
 # For script/bench: the queue of docs/queues.md, with the statements of the page.
 #
-# First 8 workers and 100 tenants, with limits and without: next_job() against the usual
+# First 8 workers and 100 tenants, with limits and without: next_turn() against the usual
 # fetch of the oldest job and its DELETE, which know no tenants.  A job takes 10 ms, so that
 # 8 workers can run less than the 1,000 jobs a second that 100 tenants may start; or no
 # time, under limits that refuse nothing.
@@ -82,7 +82,7 @@ prepare_queue() {
 		END $$;
 	SQL
 	cat >"$T/worker_limited.sql" <<-'END'
-		SELECT place, coalesce(id, 0) AS id, coalesce(attempt, 0) AS attempt, (:place = '')::int AS round FROM next_job(:place) \gset
+		SELECT coalesce(id, 0) AS id, coalesce(attempt, 0) AS attempt, (place = '')::int AS round FROM next_turn() \gset
 		\if :id > 0
 		\if :ms > 0
 		\sleep :ms ms
@@ -108,7 +108,7 @@ run_workers() {
 	sql -c "TRUNCATE $3" -c "INSERT INTO $3 (payload) SELECT jsonb_build_object('tenant', 't' || i % 100) FROM generate_series(1, $jobs) i" \
 		-c "VACUUM ANALYZE $3" -c CHECKPOINT
 	redis FLUSHALL >/dev/null
-	run_on "$BIN/pgbench" -n -M prepared -c 8 -j 2 -T "$length" -D place=- -D "ms=$4" -f "$T/worker_$2.sql"
+	run_on "$BIN/pgbench" -n -M prepared -c 8 -j 2 -T "$length" -D "ms=$4" -f "$T/worker_$2.sql"
 	sql -At -c "SELECT ($jobs - count(*)) / $length.0 FROM $3" >>"$T/results/queue.$1.$2"
 }
 

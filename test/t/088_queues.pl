@@ -75,6 +75,16 @@ is(next_job('') . ' ' . next_job(''), 'a|3|1 ||', 'a tenant has three units, and
 is(used('a'), '3 3', 'a refused job is not charged');
 is(used('b') . ', ' . used('c'), '1 1, 1 1', 'nor is one that is not there');
 
+sub next_turn { my ($by) = @_; return ($by || $session)->ask('SELECT after, place, id FROM next_turn()'); }
+
+start_again(a => 2, b => 2);
+$session->ask("UPDATE turn SET place = ''");
+is(join(' ', map { next_turn($_) } $session, $other, $session, $other), '|a|1 a|b|3 b|| |a|2', 'sessions share the place');
+$other->ask('BEGIN; SELECT FROM turn FOR UPDATE');
+is(next_turn(), 'a|b|4', 'a place that is locked');
+$other->ask('ROLLBACK');
+is(next_turn(), 'a||', 'stays, and no fetch waits for it');
+
 # A worker that dies before the commit of its fetch leaves the same as a rollback.
 start_again(a => 2, b => 1);
 $other->ask('BEGIN');
@@ -193,7 +203,7 @@ sub call
 	$self->{error} = '';
 	$self->note('ask', $what, time, @more);
 	my $answer = $self->ask("SELECT * FROM $name($arguments)");
-	$self->note($what, $self->{sent}, time, @more, defined $answer ? $name eq 'next_job' ? (split /\|/, $answer, 4)[ 0 .. 2 ] : $answer : 'lost')
+	$self->note($what, $self->{sent}, time, @more, defined $answer ? $name eq 'next_turn' ? (split /\|/, $answer, 5)[ 0 .. 3 ] : $answer : 'lost')
 	  if $self->{sent};
 	$self->note('error', $self->{error}) if $self->{error};
 	return $answer;
@@ -219,7 +229,6 @@ sub work
 sub run
 {
 	my ($self, $parent) = @_;
-	my $after = '';
 
 	srand $self->{seed};
 	$self->{dead} = 1;
@@ -233,10 +242,9 @@ sub run
 			sleep 0.05 unless defined $pid;
 			next;
 		}
-		my ($place, $id, $attempt) = split /\|/, $self->call('next', 'next_job', "'$after'", $after) // next;
+		my (undef, $place, $id, $attempt) = split /\|/, $self->call('next', 'next_turn', '') // next;
 		if ($id) { $self->work($place, $id, $attempt) }
-		elsif ($after eq '') { sleep 0.02 }
-		$after = $place // '';
+		elsif ($place eq '') { sleep 0.02 }
 	}
 	return;
 }
@@ -269,7 +277,7 @@ sub start_worker
 sub notes { my ($file) = @_; return -e $file ? slurp_file($file) =~ /^(.*)\n/mg : (); }
 
 start_worker($_) foreach 0 .. $WORKERS - 1;
-my ($begin, $kills) = (time, 0);
+my ($begin, $kills, @down) = (time, 0);
 while (time < $begin + $SECONDS)
 {
 	my $n = int rand $WORKERS;
@@ -280,7 +288,14 @@ while (time < $begin + $SECONDS)
 	{
 		# All servers' processes end with it, and the server starts again.
 		my ($backend) = map { /^backend (\d+)/ ? $1 : () } reverse notes($workers[$n]{file});
-		$killed{backends}++ if $backend && parent_of($backend) && kill 'KILL', $backend;
+		my $from = time;
+		if ($backend && parent_of($backend) && kill 'KILL', $backend)
+		{
+			$killed{backends}++;
+			await('the end of the backend', sub { return !parent_of($backend) });
+			await('the server', sub { return $node->psql('postgres', 'SELECT') == 0 });
+			push @down, [ $from, time ];
+		}
 	}
 	else
 	{
@@ -310,14 +325,13 @@ $session = session($node);
 # What the workers have written
 #
 
-my (@fetches, @lost, %attempt, @errors, @laps);
+my (@fetches, @lost, %attempt, @errors);
 foreach my $file (@files)
 {
 	my @notes = notes($file);
-	my ($lap, @of_file) = (0);
 
 	# The worker was killed before it could write the answer.
-	push @notes, join ' ', $1, $2, $ended{$file} // time, $3, 'lost' if @notes && $notes[-1] =~ /^ask (\w+) (\S+) (.*)$/;
+	push @notes, "$1 $2 " . ($ended{$file} // time) . "$3 lost" if @notes && $notes[-1] =~ /^ask (\w+) (\S+)(.*)$/;
 	foreach my $note (@notes)
 	{
 		my ($what, $sent, $got, @fields) = split / /, $note;
@@ -328,15 +342,13 @@ foreach my $file (@files)
 		{
 			my ($after, $place, $id, $attempt) = @fields;
 
-			if ($place eq 'lost')
+			if ($after eq 'lost')
 			{
 				push @lost, [ $sent, $got ];
 				next;
 			}
 			my $fetch = { sent => $sent, got => $got, after => $after, place => $place, id => $id };
 			push @fetches, $fetch;
-			$lap++ if $place eq '';
-			push @of_file, [ $sent, $got, $lap * $TENANTS + ($place eq '' ? 0 : 1 + substr $place, 1) ];
 			# Until there is a note of more, the job has been at work for no time, and its unit may be held for the period.
 			$attempt{"$id $attempt"} = { id => $id, attempt => $attempt, tenant => $tenant{$id}, sent => $sent, got => $got, known => $sent, until => $got, free => $got + $PERIOD }
 			  if $id;
@@ -353,7 +365,6 @@ foreach my $file (@files)
 			$job->{end} = { answer => $answer, got => $got } if $what eq 'end';
 		}
 	}
-	push @laps, \@of_file;
 }
 my (%of, %by_id);
 push @{ $of{ $_->{tenant} } }, $_ foreach sort { $a->{got} <=> $b->{got} } values %attempt;
@@ -462,26 +473,8 @@ foreach my $fetch (@fetches)
 none(\@passed, 'no fetch passes a tenant that is free');
 cmp_ok($passed, '>', $TENANTS, 'of the tenants that fetches pass');
 
-# Returns true if a worker has gone around all tenants between two times.
-sub round_between
-{
-	my ($from, $to) = @_;
-
-	foreach my $laps (@laps)
-	{
-		my $first;
-
-		foreach my $fetch (@$laps)
-		{
-			last if $fetch->[1] >= $to;
-			$first //= $fetch->[2] if $fetch->[0] >= $from;
-			return 1 if defined $first && $fetch->[2] >= $first + $TENANTS;
-		}
-	}
-	return 0;
-}
-
-# The time that a free tenant waits: since it had its last job, a start and a unit.  A job that had no attempt was ready.
+# The time that a free tenant waits while PostgreSQL runs: since it had its last job, a start and a unit.  A job that had
+# no attempt was ready.
 my ($longest, @late) = (0);
 foreach my $tenant (@tenants)
 {
@@ -493,13 +486,15 @@ foreach my $tenant (@tenants)
 		my $since = max($jobs[ $i - 1 ]{got}, $i >= $STARTS ? $jobs[ $i - $STARTS ]{got} + $WINDOW : 0, $ends[ $UNITS - 1 ] // 0);
 		my $wait = $jobs[$i]{got} - $since;
 
-		next if lost($since - $PERIOD, $jobs[$i]{got});
+		next if lost($since - $PERIOD, $jobs[$i]{got}) || grep { $_->[0] < $jobs[$i]{got} && $_->[1] > $since } @down;
 		$longest = max($longest, $wait);
-		push @late, "$tenant: $wait s" if $wait > 1 && round_between($since, $jobs[$i]{sent});
+		my $others = grep { $_->{sent} > $since && $_->{got} < $jobs[$i]{sent} } @fetches;
+		# On a slow machine a second is too short for the workers to take three jobs of each tenant.
+		push @late, "$tenant: $wait s, $others fetches" if $wait > 1 && $others > $UNITS * $TENANTS + $WORKERS;
 	}
 }
 note sprintf 'measured: a tenant with a free start and a free unit waited for at most %.3f s', $longest;
-none(\@late, 'each free tenant is served within a second, or before any worker has gone around all tenants');
+none(\@late, 'each free tenant is served within a second, or before all others had three jobs');
 
 is(await('the end of all units', sub {
 	my $held = $session->ask(q{SELECT count(*) FROM generate_series(0, 99) n, rl_inspect('job:t' || lpad(n::text, 2, '0')) WHERE raw = 'open' AND until > now()});
