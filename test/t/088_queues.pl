@@ -287,15 +287,13 @@ while (time < $begin + $SECONDS)
 	if (++$kills % 12 == 5)
 	{
 		# All servers' processes end with it, and the server starts again.
-		my ($backend) = map { /^backend (\d+)/ ? $1 : () } reverse notes($workers[$n]{file});
+		my $backend;
+		await('a backend', sub { ($backend) = map { /^backend (\d+)/ ? $1 : () } reverse notes($workers[$n]{file}); return $backend && parent_of($backend) });
 		my $from = time;
-		if ($backend && parent_of($backend) && kill 'KILL', $backend)
-		{
-			$killed{backends}++;
-			await('the end of the backend', sub { return !parent_of($backend) });
-			await('the server', sub { return $node->psql('postgres', 'SELECT') == 0 });
-			push @down, [ $from, time ];
-		}
+		$killed{backends}++ if kill 'KILL', $backend;
+		await('the end of the backend', sub { return !parent_of($backend) });
+		await('the server', sub { return $node->psql('postgres', 'SELECT') == 0 });
+		push @down, [ $from, time ];
 	}
 	else
 	{
