@@ -6,7 +6,7 @@ use RatelimitTest;
 use IO::Socket::UNIX;
 use LyingServer;
 
-my ($redis, $node, $session) = start_servers(\&new_node, 'restart_after_crash = on', 'max_files_per_process = 64');
+my ($redis, $node, $session) = start_servers(\&new_node, 'restart_after_crash = on', 'max_files_per_process = 80');
 my $watcher = session($node);
 my $look = q{SELECT rl_throttle('fault', 7, 1, 86400, 0)};
 my $take = q{SELECT rl_throttle('fault', 7, 1, 86400)};
