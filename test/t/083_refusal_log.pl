@@ -79,7 +79,8 @@ $told += left_out($log);
 # A client that must wait for a processor writes its line later, in the next second.
 cmp_ok(max(values %lines), '<=', 20 + $clients, 'many keys: refusals in one second');
 cmp_ok(count_of(qr/^/m, $log), '<=', 100 * ($seconds + 1), "many keys: " . count_of(qr/^/m, $log) . " lines in $seconds s");
-cmp_ok(sum0(values %lines), '>=', 20, 'many keys: there are lines');
+# The first second may have a line of the one key.
+cmp_ok(sum0(values %lines), '>=', 19, 'many keys: there are lines');
 sleep 1;
 $session->ask(q{SELECT rl_enforce('one', '1/1d')});
 $log = new_log($node);
