@@ -588,6 +588,7 @@ rl_decide(RlAction *action, RlAnswer *answer)
 	RlLeaseCall lease;
 
 	run(action, 1, answer, &call, &lease, false, NULL);
+	action->lease = NULL;
 }
 
 /*
@@ -620,6 +621,8 @@ rl_decide_many(RlAction *actions, int n, RlAnswer *answers, int64 *unanswered)
 		if (actions[i].limits->lease > 0)
 			leases = palloc(n * sizeof(RlLeaseCall));
 	run(actions, n, answers, calls, leases, false, unanswered);
+	for (int i = 0; i < n && leases != NULL; i++)
+		actions[i].lease = NULL;
 	if (leases != NULL)
 		pfree(leases);
 	pfree(calls);
