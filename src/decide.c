@@ -621,10 +621,12 @@ rl_decide_many(RlAction *actions, int n, RlAnswer *answers, int64 *unanswered)
 		if (actions[i].limits->lease > 0)
 			leases = palloc(n * sizeof(RlLeaseCall));
 	run(actions, n, answers, calls, leases, false, unanswered);
-	for (int i = 0; i < n && leases != NULL; i++)
-		actions[i].lease = NULL;
 	if (leases != NULL)
+	{
+		for (int i = 0; i < n; i++)
+			actions[i].lease = NULL;
 		pfree(leases);
+	}
 	pfree(calls);
 }
 
