@@ -4,7 +4,7 @@
  *		on it, for Frama-C.  See gcra.c.
  *
  * WP does not follow pointers to functions: script/prove makes direct calls of those in
- * algorithm.c, and arithmetic.c checks that the table has these functions.
+ * algorithm.c, and borders.c checks that the table has these functions.
  */
 #include "postgres.h"
 
