@@ -70,7 +70,6 @@ my $told = left_out($log);
 # The first line of the next flood tells of those that were left out after the last line.
 $session->ask("SELECT count(*) FROM rl_check_many(ARRAY(SELECT 'many' || n FROM generate_series(1, $wanted) n), '1/1d')");
 $log = flood($wanted, q{SELECT rl_enforce('many%s', '1/1d')});
-my %before = %lines;
 %lines = ();
 $lines{$_}++ foreach $log =~ /$line/g;
 my $seconds = keys %lines;
@@ -80,8 +79,8 @@ $told += left_out($log);
 # A client that must wait for a processor writes its line later, in the next second.
 cmp_ok(max(values %lines), '<=', 20 + $clients, 'many keys: refusals in one second');
 cmp_ok(count_of(qr/^/m, $log), '<=', 100 * ($seconds + 1), "many keys: " . count_of(qr/^/m, $log) . " lines in $seconds s");
-# The lines of the one key count too in a second that both floods have.
-cmp_ok(sum0(values %lines), '>=', 20 - max(map { $before{$_} // 0 } keys %lines), 'many keys: there are lines');
+# A second of any beginning has at most 20 lines; the line of the one key may be one of them.
+cmp_ok(sum0(values %lines), '>=', 19, 'many keys: there are lines');
 sleep 1;
 $session->ask(q{SELECT rl_enforce('one', '1/1d')});
 $log = new_log($node);
