@@ -80,10 +80,13 @@ sub next_turn { my ($by) = @_; return ($by || $session)->ask('SELECT after, plac
 start_again(a => 2, b => 2);
 $session->ask("UPDATE turn SET place = ''");
 is(join(' ', map { next_turn($_) } $session, $other, $session, $other), '|a|1 a|b|3 b|| |a|2', 'sessions share the place');
-$other->ask('BEGIN; SELECT FROM turn FOR UPDATE');
-is(next_turn(), 'a|b|4', 'a place that is locked');
+$other->ask('BEGIN');
+is(next_turn($other), 'a|b|4', 'a fetch that is not committed');
+my ($watcher, $pid) = (session($node), $session->pid);
+$session->send("SELECT after, place, id FROM next_turn()\n;");
+$watcher->await_waiting($pid, 'Lock');
 $other->ask('ROLLBACK');
-is(next_turn(), 'a||', 'stays, and no fetch waits for it');
+is($session->ask(''), 'a|b|4', 'the next one waits for its end');
 
 # A worker that dies before the commit of its fetch leaves the same as a rollback.
 start_again(a => 2, b => 1);
@@ -209,11 +212,12 @@ sub call
 	return $answer;
 }
 
-# Does a job.  Those of one tenant take longer than its starts.  One in 200 is long, and is extended.
+# Does a job.  Those of one tenant take longer than its starts.  Some are long, and are extended, but not
+# so many that all workers have one.
 sub work
 {
 	my ($self, $tenant, $id, $attempt) = @_;
-	my $beats = rand() < 0.005 ? 6 : 0;
+	my $beats = $id % 2000 == 500 ? 6 : 0;
 
 	sleep($tenant eq 't00' ? 0.3 : rand 0.02);
 	foreach (1 .. $beats)
@@ -260,7 +264,7 @@ $session->ask("INSERT INTO jobs (payload) SELECT '{\"tenant\": \"$_\"}' FROM gen
 my %tenant = map { split /\|/ } split /\n/, $session->ask('SELECT id, tenant FROM jobs');
 
 # The server will end these sessions.
-$_->quit foreach $session, $other;
+$_->quit foreach $session, $other, $watcher;
 my $dir = PostgreSQL::Test::Utils::tempdir;
 my (@workers, @files, %killed, %ended);
 sub start_worker
@@ -309,7 +313,6 @@ while (time < $begin + $SECONDS)
 		start_worker($n);
 	}
 }
-my $watcher;
 await('the end of all jobs', sub { sleep 0.1; return (eval { $node->safe_psql('postgres', 'SELECT count(*) FROM jobs') } // '') eq '0' });
 append_to_file("$dir/stop", '');
 foreach my $worker (@workers)
@@ -364,6 +367,7 @@ foreach my $file (@files)
 		}
 	}
 }
+cmp_ok(scalar(grep { $_->{known} > $_->{sent} } values %attempt), '>', 0, 'some jobs were extended');
 my (%of, %by_id);
 push @{ $of{ $_->{tenant} } }, $_ foreach sort { $a->{got} <=> $b->{got} } values %attempt;
 push @{ $by_id{ $_->{id} } }, $_ foreach sort { $a->{attempt} <=> $b->{attempt} } values %attempt;
@@ -473,7 +477,7 @@ cmp_ok($passed, '>', $TENANTS, 'of the tenants that fetches pass');
 
 # The time that a free tenant waits while PostgreSQL runs: since it had its last job, a start and a unit.  A job that had
 # no attempt was ready.
-my ($longest, @late) = (0);
+my ($longest, $during, @late) = (0);
 foreach my $tenant (@tenants)
 {
 	my @jobs = @{ $of{$tenant} || [] };
@@ -485,14 +489,14 @@ foreach my $tenant (@tenants)
 		my $wait = $jobs[$i]{got} - $since;
 
 		next if lost($since - $PERIOD, $jobs[$i]{got}) || grep { $_->[0] < $jobs[$i]{got} && $_->[1] > $since } @down;
-		$longest = max($longest, $wait);
 		my $others = grep { $_->{sent} > $since && $_->{got} < $jobs[$i]{sent} } @fetches;
-		# On a slow machine a second is too short for the workers to take three jobs of each tenant.
-		push @late, "$tenant: $wait s, $others fetches" if $wait > 1 && $others > $UNITS * $TENANTS + $WORKERS;
+		($longest, $during) = ($wait, $others) if $wait > $longest;
+		# On a slow machine a second is too short for the workers to take a job of each tenant.
+		push @late, "$tenant: $wait s, $others fetches" if $wait > 1 && $others > $TENANTS + $WORKERS;
 	}
 }
-note sprintf 'measured: a tenant with a free start and a free unit waited for at most %.3f s', $longest;
-none(\@late, 'each free tenant is served within a second, or before all others had three jobs');
+note sprintf 'measured: a tenant with a free start and a free unit waited for at most %.3f s, during %d fetches', $longest, $during;
+none(\@late, 'each free tenant is served within a second, or before all others had two jobs');
 
 is(await('the end of all units', sub {
 	my $held = $session->ask(q{SELECT count(*) FROM generate_series(0, 99) n, rl_inspect('job:t' || lpad(n::text, 2, '0')) WHERE raw = 'open' AND until > now()});
