@@ -1,7 +1,7 @@
 # The local store at large sizes: exhausted keys stay refused while logs grow, a store
 # of n keys holds n keys, and no call makes other calls wait for long.
 #
-# Runs alone: it measures processor time, which other work of the processor makes longer.
+# Runs in a pair: it measures processor time, which other work of the processor makes longer.
 # Runs once: the store's tables are C only, and 040_local_store uses them in each row.
 use RatelimitTest;
 use Time::HiRes qw(clock_gettime);
