@@ -488,7 +488,7 @@ foreach my $tenant (@tenants)
 		my $since = max($jobs[ $i - 1 ]{got}, $i >= $STARTS ? $jobs[ $i - $STARTS ]{got} + $WINDOW : 0, $ends[ $UNITS - 1 ] // 0);
 		my $wait = $jobs[$i]{got} - $since;
 
-		next if lost($since - $PERIOD, $jobs[$i]{got}) || grep { $_->[0] < $jobs[$i]{got} && $_->[1] > $since } @down;
+		next if $wait <= min(1, $longest) || lost($since - $PERIOD, $jobs[$i]{got}) || grep { $_->[0] < $jobs[$i]{got} && $_->[1] > $since } @down;
 		my $others = grep { $_->{sent} > $since && $_->{got} < $jobs[$i]{sent} } @fetches;
 		($longest, $during) = ($wait, $others) if $wait > $longest;
 		# On a slow machine a second is too short for the workers to take a job of each tenant.
