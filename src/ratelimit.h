@@ -130,7 +130,7 @@ typedef struct RlLimit
 	bool		refund_on_abort;	/* also of a concurrent limit */
 	bool		shadow;			/* decides, but never refuses */
 	int64		capacity;		/* the most quota that is ever free */
-	int64		reserve;		/* what the list's lease subtracts from the burst that the
+	int64		held_back;		/* what the list's lease subtracts from the burst that the
 								 * text names; capacity is the rest */
 	int64		count;			/* quota per period: GCRA's rate, the refill */
 	int64		period;			/* calendar: longer than any of its windows */
@@ -204,7 +204,7 @@ typedef enum RlSource
 } RlSource;
 
 #define RL_NEVER	(-1)		/* a wait: no wait will help */
-#define RL_UNKNOWN	(-1)		/* capacity, remaining or reset_after */
+#define RL_UNKNOWN	(-1)		/* capacity, remaining, reset_after, or the quota of settle */
 
 typedef struct RlDecision
 {
@@ -359,11 +359,10 @@ typedef enum RlMode
  * take_parts.
  *
  * refund refunds the quota to each of the limits, never above full.  reset deletes
- * the states of the limits, or all of the key if they are NULL, and unban the ban.  "why"
- * of a ban has less than RL_MAX_WHY bytes.
- * Both set *found to whether there was something to delete.  settle makes the quota the
- * cost of a reservation, or if it is RL_UNKNOWN starts its hold again, which stays the same
- * if "hold" is 0.
+ * the states of the limits, or all of the key if they are NULL, and unban the ban; both
+ * set *found to whether there was something to delete.  "why" of a ban has less than
+ * RL_MAX_WHY bytes.  settle makes the quota the cost of a reservation; if the quota is
+ * RL_UNKNOWN, it starts the hold again instead, with another length unless "hold" is 0.
  */
 typedef struct RlStore
 {

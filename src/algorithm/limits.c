@@ -471,12 +471,12 @@ scan_limit(Scan *scan, RlLimit *limit)
 
 /*
  * Reduces the capacities for the lease: an action under it was charged at most this long before
- * it happens, and meanwhile a throttle replenishes the reserve.  Limits with windows or lumps
+ * it happens, and meanwhile a throttle replenishes what is held back.  Limits with windows or lumps
  * need none, because their leases end with these. starts has the place of each limit.  Returns
  * false with the error set.
  */
 static bool
-reserve_for_lease(RlLimits *limits, Scan *starts)
+hold_back_for_lease(RlLimits *limits, Scan *starts)
 {
 	int64		lease = limits->limit[0].lease;
 
@@ -493,10 +493,10 @@ reserve_for_lease(RlLimits *limits, Scan *starts)
 
 		if (limit->interval_ns == 0)
 			continue;
-		limit->reserve = rl_divide_up(lease * 1000, limit->interval_ns);
-		if (limit->reserve > limit->capacity / 2)
+		limit->held_back = rl_divide_up(lease * 1000, limit->interval_ns);
+		if (limit->held_back > limit->capacity / 2)
 			return wrong_word(&starts[i], "A limit whose lease needs more than half of its capacity begins");
-		limit->capacity -= limit->reserve;
+		limit->capacity -= limit->held_back;
 	}
 	return true;
 }
@@ -531,7 +531,7 @@ rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error)
 				return wrong_word(&starts[limits->n], "A limit that shares its state with an earlier one begins");
 		limits->n++;
 	} while (take_word(&scan, ","));
-	if (!reserve_for_lease(limits, starts))
+	if (!hold_back_for_lease(limits, starts))
 		return false;
 	Assert(scan.at == scan.end);
 	rl_limits_complete(limits);

@@ -60,7 +60,7 @@ append_period(char *text, int *len, const char *word, int64 period)
 int
 rl_limit_write(const RlLimit *limit, char *text)
 {
-	int64		burst = limit->capacity + limit->reserve;
+	int64		burst = limit->capacity + limit->held_back;
 	int			len = 0;
 
 	append(text, &len, rl_algorithm(limit)->name);

@@ -55,7 +55,7 @@ fuzz_limits(const char *data, int len)
 		char		name[RL_MAX_STATE_NAME];
 		char		why[RL_MAX_WHY];
 
-		REQUIRE(limit->capacity >= 1 && limit->capacity + limit->reserve <= rl_algorithm(limit)->most);
+		REQUIRE(limit->capacity >= 1 && limit->capacity + limit->held_back <= rl_algorithm(limit)->most);
 		REQUIRE(limit->count >= 1 && limit->period >= 1);
 		REQUIRE(rl_state_name(limit, name) < RL_MAX_STATE_NAME);
 		REQUIRE(strcmp(rl_ban_rule(why, rl_limit_why(limit, why)), rl_limit_text(&limits, i)) == 0);

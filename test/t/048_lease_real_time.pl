@@ -293,7 +293,7 @@ note join ', ', "$total actions", map { "$_: " . ($did{$_} // $changes{$_}) } so
 
 my $library = 'ratelimit';
 foreach my $case (
-	[ 'the capacity is not reduced', 0, 'src/algorithm/limits.c', 'limit->capacity -= limit->reserve;', '' ],
+	[ 'the capacity is not reduced', 0, 'src/algorithm/limits.c', 'limit->capacity -= limit->held_back;', '' ],
 	[ 'a lease does not end', 1, 'src/shared/known.c', 'lot->ends = stale ? 0 : call->asked + length;', 'lot->ends = PG_INT64_MAX;' ])
 {
 	my ($name, $limit, @change) = @$case;

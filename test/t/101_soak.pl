@@ -30,7 +30,7 @@ my @aof = ('--appendonly', 'yes', '--appendfsync', 'always', '--auto-aof-rewrite
 
 # Builds that are wrong in one line.
 my %wrong = (
-	'lease-capacity' => [ 'src/algorithm/limits.c', 'limit->capacity -= limit->reserve;', '' ],
+	'lease-capacity' => [ 'src/algorithm/limits.c', 'limit->capacity -= limit->held_back;', '' ],
 	'settle-twice' => [ 'src/redis/scripts/settle.lua', "record.status = string.format('settled:%.0f', settled)\n  record.charges = ''", '' ],
 	'refund-after-reset' => [ 'src/redis/scripts/settle.lua', 'l.gone = l.resets ~= l.reset_was', 'l.gone = false' ],
 	'forgotten-id' => [ 'src/redis/scripts/reserve.lua', 'if record and record.ends > now then', 'if record and record.ends < now then' ],

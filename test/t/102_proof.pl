@@ -184,7 +184,7 @@ sub use_lot_late
 }
 
 $runs{lease}{NOT_REDUCED} = {
-	change => [ 'src/algorithm/limits.c', 'limit->capacity -= limit->reserve;', '' ],
+	change => [ 'src/algorithm/limits.c', 'limit->capacity -= limit->held_back;', '' ],
 	run => sub {
 		my ($key) = @_;
 		my ($one, $two) = two_servers();
