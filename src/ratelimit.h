@@ -182,7 +182,7 @@ typedef struct RlLimits
 	bool		reserves;		/* for rl_reserve: a concurrent limit takes one unit, whatever
 								 * the quota is */
 	int64		lease;			/* the shortest of the limits' leases; 0: none has one */
-	uint64		hash;			/* of the canonical text's meaning */
+	uint64		hash;			/* of the canonical text */
 	RlLimit		limit[RL_MAX_LIMITS];
 } RlLimits;
 

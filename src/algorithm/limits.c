@@ -589,8 +589,15 @@ rl_limits_complete(RlLimits *limits)
 		limits->concurrent |= rl_algorithm(&limits->limit[i])->until_end;
 		limits->lease = Min(limits->lease, limits->limit[i].lease);
 	}
-	limits->hash = hash_bytes_extended((const unsigned char *) limits->limit,
-									   limits->n * sizeof(RlLimit), limits->kind);
+	/* Redis keeps it with a reservation, so it must be the same in each release: that of the text. */
+	limits->hash = limits->kind;
+	for (int i = 0; i < limits->n; i++)
+	{
+		char		text[RL_MAX_LIMIT_TEXT];
+		int			len = rl_limit_write(&limits->limit[i], text);
+
+		limits->hash = hash_bytes_extended((const unsigned char *) text, len, limits->hash);
+	}
 }
 
 PG_FUNCTION_INFO_V1(rl_limits_in);
