@@ -59,7 +59,7 @@ compile() {
 wp() {
 	local file=$1 functions=$2
 	shift 2
-	frama-c -machdep gcc_x86_64 -c11 -cpp-extra-args="-I$T/include -I$FOLDER_OF_PROOF -I$T -I$T/src" "$FOLDER_OF_PROOF/$file.c" \
+	frama-c -machdep gcc_x86_64 -c11 -cpp-extra-args="-Iinclude -I$FOLDER_OF_PROOF -I. -Isrc" "$FOLDER_OF_PROOF/$file.c" \
 		-wp -wp-rte -wp-model Caveat -wp-prover z3 -wp-par 1 -wp-timeout 20 -wp-fct "$functions" "$@" >out 2>&1
 }
 
