@@ -233,11 +233,25 @@ my %faults = (
 	'clock set' => [ 3, qr/./, 0, sub { set_clock('wall' . below($servers), pick(-1, 1) * int(10**(3 + rand 7))) } ]);
 my %did = map { ($_ => 0) } grep { $setup =~ $faults{$_}[1] } keys %faults;
 
-# Disturbs a round until its end.  Returns whether units of leases may be lost, and the losses of Redis.
+my ($since, @losses);
+
+# Waits until Redis is as it should be.  If a replica has taken over, notes from when to when Redis may have lost what it
+# had answered: since the look before, because Redis can look well while a replica is about to replace a master.
+sub settle
+{
+	my $now = time;
+
+	settle_redis();
+	push @losses, [ $since * 1e6, time * 1e6 + 1e6 ] if $taken_over;
+	($since, $taken_over) = ($now, 0);
+	return;
+}
+
+# Disturbs a round until its end.  Returns whether units of leases may be lost.
 sub disturb
 {
 	my ($end, $clocks, @keys) = @_;
-	my ($lease, $last, @losses) = (0, time);
+	my ($lease, $last) = (0, time);
 	# Some rounds have only faults that lose no lease.
 	my $mild = chance(25);
 	my @names = map { ($_) x $faults{$_}[0] } grep { !($mild && $faults{$_}[2]) && ($_ ne 'clock set' || $clocks) } sort keys %did;
@@ -245,20 +259,17 @@ sub disturb
 	while (time < $end)
 	{
 		my $name = pick(@names);
-		my $begin = time;
 
 		sleep rand 0.3;
 		$faults{$name}[3]->($last, @keys);
-		settle_redis();
-		push @losses, [ $begin * 1e6, time * 1e6 + 1e6 ] if $taken_over;
-		$taken_over = 0;
+		settle();
 		$did{$name}++;
 		$lease ||= $faults{$name}[2];
 		$last = time;
 	}
 	if ($proxy) { $proxy->tell('fast'); $proxy->tell('accept') }
 	set_clock("wall$_", 0) foreach 0 .. $servers - 1;
-	return ($lease, @losses);
+	return $lease;
 }
 
 #
@@ -347,8 +358,10 @@ sub play
 
 	srand $seed + 104_729 * $round;
 	my $start = begin_round($dir, $round, SECONDS, $clocks);
-	my ($lease, @losses) = disturb($start + SECONDS, $clocks, @keys);
+	($since, @losses) = (time);
+	my $lease = disturb($start + SECONDS, $clocks, @keys);
 	my @lines = end_round($round, @clients);
+	settle();
 	# What clients have sent has reached Redis, and has run.
 	foreach (1, 2) { $proxy->tell('accept') if $proxy; $_->cli('PING') foreach @masters }
 	my %used = used(@keys);
