@@ -276,7 +276,7 @@ sub transaction
 	my @calls;
 
 	$self->call('BEGIN') // return;
-	$self->call('SAVEPOINT s') if $how eq 'savepoint';
+	my $saved = $how eq 'savepoint' && defined $self->call('SAVEPOINT s');
 	foreach (1 .. 1 + below(3))
 	{
 		my $quota = some() + below(5);
@@ -287,7 +287,7 @@ sub transaction
 	}
 	my $failed = $self->{error};
 	sleep rand 0.05 if chance(30);
-	$self->call('ROLLBACK TO s') if $how eq 'savepoint' && !$self->{dead};
+	$self->call('ROLLBACK TO s') if $saved && !$self->{dead};
 	my $done = defined $self->call($how eq 'ROLLBACK' ? $how : 'COMMIT');
 	foreach my $call (@calls)
 	{
