@@ -282,7 +282,7 @@ sub notes { my ($file) = @_; return -e $file ? slurp_file($file) =~ /^(.*)\n/mg 
 
 start_worker($_) foreach 0 .. $WORKERS - 1;
 my ($begin, $kills, @down) = (time, 0);
-while (time < $begin + $SECONDS)
+while (time < $begin + $SECONDS || !$killed{backends})
 {
 	my $n = int rand $WORKERS;
 	my $until = time + $SECONDS / 12;
