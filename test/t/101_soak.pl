@@ -77,13 +77,11 @@ sub follow
 
 sub role { my ($redis) = @_; return $redis->pid && eval { $redis->field('replication', 'role') } || ''; }
 
-my $taken_over;
-
-# Waits until Redis is as it should be.  Sets $taken_over if a replica has taken over.
+# Waits until Redis is as it should be.  Returns true if a replica has taken over.
 sub settle_redis
 {
 	$_->start foreach grep { !$_->pid } @redis;
-	return if $setup eq 'single';
+	return 0 if $setup eq 'single';
 	if ($setup eq 'sentinel')
 	{
 		my ($master) = @masters;
@@ -97,10 +95,11 @@ sub settle_redis
 			foreach my $other (grep { role($_) eq 'master' && $_ != $master } @redis) { $other->cli('REPLICAOF', '127.0.0.1', $master->port) }
 			return !grep { $_ != $master && !$_->follows } @redis;
 		});
-		$taken_over ||= $master != $masters[0];
+		my $moved = $master != $masters[0];
 		@masters = $master;
-		return;
+		return $moved;
 	}
+	my $moved = 0;
 	foreach my $i (0 .. 2)
 	{
 		my ($master, $replica) = ($cluster->master($i), $cluster->replica($i));
@@ -108,12 +107,12 @@ sub settle_redis
 		await('one master and one replica', sub { return join(' ', sort map { role($_) } $master, $replica) eq 'master slave' });
 		next if role($master) eq 'master';
 		@$cluster{qw(masters replicas)} = ([ map { $_ == $master ? $replica : $_ } $cluster->masters ], [ map { $_ == $replica ? $master : $_ } @{ $cluster->{replicas} } ]);
-		$taken_over = 1;
+		$moved = 1;
 	}
 	await('the replicas', sub { return !grep { !$_->follows } @{ $cluster->{replicas} } });
 	$cluster->await_agreement(6);
 	@masters = $cluster->masters;
-	return;
+	return $moved;
 }
 
 my $library = preload("$FindBin::RealBin/../clocks.c") // die 'there is no C compiler';
@@ -188,13 +187,26 @@ sub refuse
 	return;
 }
 
+my ($since, @losses);
+
+# Waits until Redis is as it should be, and notes when it may have lost what it had answered.  That can be as early as the
+# last such wait, because Redis can look well while a replica is about to replace a master.
+sub note_losses
+{
+	my $now = time;
+
+	push @losses, [ $since * 1e6, time * 1e6 + 1e6 ] if settle_redis();
+	$since = $now;
+	return;
+}
+
 sub move_slots
 {
 	my (undef, @keys) = @_;
 
 	# On a busy machine a replica would take over unasked, and the move would never end.
 	$_->cli('CONFIG', 'SET', 'cluster-replica-no-failover', 'yes') foreach @redis;
-	settle_redis();
+	note_losses();
 	foreach my $slot (map { $cluster->slot(pick(@keys)->{name}) } 1 .. 3)
 	{
 		my ($from) = grep { $cluster->_owner($masters[0], $slot) == $masters[$_]->port } 0 .. 2;
@@ -233,20 +245,6 @@ my %faults = (
 	'clock set' => [ 3, qr/./, 0, sub { set_clock('wall' . below($servers), pick(-1, 1) * int(10**(3 + rand 7))) } ]);
 my %did = map { ($_ => 0) } grep { $setup =~ $faults{$_}[1] } keys %faults;
 
-my ($since, @losses);
-
-# Waits until Redis is as it should be.  If a replica has taken over, notes from when to when Redis may have lost what it
-# had answered: since the look before, because Redis can look well while a replica is about to replace a master.
-sub settle
-{
-	my $now = time;
-
-	settle_redis();
-	push @losses, [ $since * 1e6, time * 1e6 + 1e6 ] if $taken_over;
-	($since, $taken_over) = ($now, 0);
-	return;
-}
-
 # Disturbs a round until its end.  Returns whether units of leases may be lost.
 sub disturb
 {
@@ -262,7 +260,7 @@ sub disturb
 
 		sleep rand 0.3;
 		$faults{$name}[3]->($last, @keys);
-		settle();
+		note_losses();
 		$did{$name}++;
 		$lease ||= $faults{$name}[2];
 		$last = time;
@@ -361,7 +359,7 @@ sub play
 	($since, @losses) = (time);
 	my $lease = disturb($start + SECONDS, $clocks, @keys);
 	my @lines = end_round($round, @clients);
-	settle();
+	note_losses();
 	# What clients have sent has reached Redis, and has run.
 	foreach (1, 2) { $proxy->tell('accept') if $proxy; $_->cli('PING') foreach @masters }
 	my %used = used(@keys);
