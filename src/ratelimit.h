@@ -214,7 +214,7 @@ typedef struct RlDecision
 	bool		ban_started;	/* by this refusal */
 	int64		capacity;		/* or RL_UNKNOWN: unlimited or blocked */
 	int64		remaining;		/* or RL_UNKNOWN */
-	int64		retry_after;	/* 0 when allowed, but in shadow that of the refusal; or RL_NEVER */
+	int64		retry_after;	/* or RL_NEVER; 0 when allowed, unless in shadow */
 	int64		reset_after;	/* or RL_UNKNOWN */
 	int64		ban_left;		/* 0: no ban is in force */
 	const char *ban_rule;		/* of a ban in force: the text of the limit that set it, in

@@ -472,8 +472,8 @@ scan_limit(Scan *scan, RlLimit *limit)
 /*
  * Reduces the capacities for the lease: an action under it was charged at most this long before
  * it happens, and meanwhile a throttle replenishes what is held back.  Limits with windows or lumps
- * need none, because their leases end with these. starts has the place of each limit.  Returns
- * false with the error set.
+ * keep their capacity, because their leases end with these.  "starts" has the place of each limit.
+ * Returns false with the error set.
  */
 static bool
 hold_back_for_lease(RlLimits *limits, Scan *starts)
@@ -589,7 +589,7 @@ rl_limits_complete(RlLimits *limits)
 		limits->concurrent |= rl_algorithm(&limits->limit[i])->until_end;
 		limits->lease = Min(limits->lease, limits->limit[i].lease);
 	}
-	/* Redis keeps it with a reservation, so it must be the same in each release: that of the text. */
+	/* Redis keeps the hash with a reservation.  That of the text is the same in each release. */
 	limits->hash = limits->kind;
 	for (int i = 0; i < limits->n; i++)
 	{

@@ -79,7 +79,7 @@ $told += left_out($log);
 # A client that must wait for a processor writes its line later, in the next second.
 cmp_ok(max(values %lines), '<=', 20 + $clients, 'many keys: refusals in one second');
 cmp_ok(count_of(qr/^/m, $log), '<=', 100 * ($seconds + 1), "many keys: " . count_of(qr/^/m, $log) . " lines in $seconds s");
-# A second of any beginning has at most 20 lines; the line of the one key may be one of them.
+# The log has at most 20 lines in any span of a second.  One of them may be the last line of the one key.
 cmp_ok(sum0(values %lines), '>=', 19, 'many keys: there are lines');
 sleep 1;
 $session->ask(q{SELECT rl_enforce('one', '1/1d')});
