@@ -69,8 +69,9 @@ end
 -->
 
 -- Deletes states that have ended, from a hash whose expiry was set or that has got a field, as
--- few calls do. (reserve.lua sets set.records to the number of fields that do not count.) Looks at some random fields, and goes on while half of them have ended. So most
--- fields of a hash have not, however many texts of limits were used.
+-- few calls do. (reserve.lua sets set.records to the number of fields that do not count.) Looks
+-- at some random fields, and goes on while half of them have ended. So most fields of a hash
+-- have not, however many texts of limits were used.
 --
 -- A state is kept for a second longer, for clocks that differ or are set back a little; if
 -- a test sets the time, for 11 years, because it also sets it back. A token bucket's refill
