@@ -17,7 +17,7 @@
 #   each with the name of its type in the client's language and a colon.
 # - The answer to an error is the process id, "error", and the values of @FIELDS.
 #
-# RATELIMIT_CLIENTS_TABLE names a file to which the tables of docs/clients.md are
+# RATELIMIT_CLIENTS_TABLE names a file to which the table of docs/clients.md is
 # written.  Every user must have the right to write there.
 #
 # Runs alone: it measures how long clients wait.
@@ -352,13 +352,12 @@ through_pgbouncer('unnamed', POOLER => 1);
 through_pgbouncer('named') if knows_statements();
 
 #
-# The tables of the page
+# The table of the page
 #
 
 sub row { return '| ' . join(' | ', @_) . " |\n"; }
 
-my @errors = (row('client', 'class', 'seconds'), row(('---') x 3));
-my @types = (row('client', 'boolean', 'bigint', 'NULL', 'double precision', 'text'), row(('---') x 6));
+my @rows = (row('client', 'class of the error', 'boolean', 'bigint', 'NULL', 'double precision', 'text'), row(('---') x 7));
 foreach my $client (@working)
 {
 	my ($refusal, $outage) = @$client{qw(refusal outage)};
@@ -366,11 +365,10 @@ foreach my $client (@working)
 	is(fields($refusal), 'message, detail, hint' . ($client->{name} eq 'pdo' ? '' : ', schema, table, constraint'),
 		"$client->{name}: the fields of a refusal");
 	is($outage->{class}, $refusal->{class}, "$client->{name}: an outage has the class of a refusal");
-	push @errors, row($client->{direct}{version}, "`$refusal->{class}`", sprintf('%.3f', $refusal->{seconds} || 0));
-	push @types, row($client->{direct}{version}, map { '`' . ($_ // '') . '`' } @{ $client->{types} }[ 0, 1, 3, 4, 5 ]);
+	push @rows, row($client->{direct}{version}, map { '`' . ($_ // '') . '`' } $refusal->{class}, @{ $client->{types} }[ 0, 1, 3, 4, 5 ]);
 }
 my $shown = DocPage::plain(slurp_file($page->{file}) =~ s/\n/\n\n/gr);
-foreach my $line (@errors, @types)
+foreach my $line (@rows)
 {
 	my $plain = DocPage::plain($line);
 
@@ -380,7 +378,7 @@ foreach my $line (@errors, @types)
 if (my $file = $ENV{RATELIMIT_CLIENTS_TABLE})
 {
 	open my $table, '>', $file or die "$file: $!";
-	print $table @errors, "\n", @types;
+	print $table @rows;
 	close $table or die "$file: $!";
 }
 
