@@ -289,7 +289,7 @@ CREATE FUNCTION rl_ban(key text, seconds double precision, reason text DEFAULT N
 	RETURNS void
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_ban(text, double precision, text) IS
-	'bans the key: every action of it is refused, under any limit, for this number of seconds from now; replaces an earlier ban, and does not change the level of bans that grow; rl_bans shows the reason, NULL or "" for none; errors: 22023 for less than a microsecond or more than 10 years, and for a reason of more than 128 bytes in UTF-8 or with control characters, and those of rl_peek';
+	'bans the key: every action of it is refused for this number of seconds from now, unless all its limits are shadow limits, or unlimited; replaces an earlier ban, and does not change the level of bans that grow; rl_bans shows the reason, NULL or "" for none; errors: 22023 for less than a microsecond or more than 10 years, and for a reason of more than 128 bytes in UTF-8 or with control characters, and those of rl_peek';
 
 CREATE FUNCTION rl_unban(key text)
 	RETURNS boolean

@@ -177,5 +177,5 @@ rl_raise_not_reserved(bool other)
 	ereport(ERROR,
 			(errcode(ERRCODE_PROGRAM_LIMIT_EXCEEDED),
 			 errmsg("key has too many reservations"),
-			 errdetail("A key has at most %d reservations.", RL_MAX_RESERVATIONS)));
+			 errdetail("A key has at most %d reservations. In Redis, its other fields count as well.", RL_MAX_RESERVATIONS)));
 }

@@ -718,7 +718,7 @@ await_redis(int64 until, RlError *error)
 			return false;
 		/* An open breaker lets no call through earlier, but it may close. */
 		rl_sleep_until(rl_monotonic_now() + Max(Min(error->retry_after, PAUSE_US), PAUSE_US / 10),
-					   PG_WAIT_EXTENSION);
+					   rl_wait_event());
 	}
 	return rl_monotonic_now() < until;
 }

@@ -975,10 +975,10 @@ rl_known_refunded(RlKeyHash key_hash)
 }
 
 /*
- * Ends the key's leases, and unless "end" is RL_END_LEASES deletes its denials.  To be called
- * before and after a command that resets, refunds or bans the key, and after a report of a ban.
- * With RL_RESET, the limits are those whose states are deleted, or NULL.  Needs no shared
- * memory.  Does not throw.
+ * Ends the key's leases, deletes its denials, or both.  To be called before and after a command
+ * that resets, refunds or bans the key, or settles (denials only), and after a report of a ban
+ * (leases only).  With RL_RESET, the limits are those whose states are deleted, or NULL.  Needs
+ * no shared memory.  Does not throw.
  */
 void
 rl_known_end(const RlKey *key, RlKnownEnd end, const RlLimits *limits)
@@ -992,7 +992,8 @@ rl_known_end(const RlKey *key, RlKnownEnd end, const RlLimits *limits)
 	set = lock_set(key_hash, LW_EXCLUSIVE);
 	if (end != RL_END_LEASES)
 		delete_denials(set, key_hash);
-	end_leases(set, key_hash, key, end == RL_RESET, limits);
+	if (end != RL_END_DENIALS)
+		end_leases(set, key_hash, key, end == RL_RESET, limits);
 	unlock_set(set);
 }
 

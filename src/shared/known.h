@@ -33,6 +33,7 @@ typedef struct RlKnownFill
 typedef enum RlKnownEnd
 {
 	RL_END_LEASES,
+	RL_END_DENIALS,
 	RL_END_ALL,
 	RL_RESET					/* all, and the charges of leases are deleted */
 } RlKnownEnd;

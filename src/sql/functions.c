@@ -199,7 +199,7 @@ sleep_before_try(const RlAction *action, const RlAnswer *answer, int64 wait)
 {
 	PG_TRY();
 	{
-		rl_sleep_until(rl_monotonic_now() + wait, PG_WAIT_EXTENSION);
+		rl_sleep_until(rl_monotonic_now() + wait, WAIT_EVENT_PG_SLEEP);
 	}
 	PG_CATCH();
 	{

@@ -117,8 +117,7 @@ settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold)
 	RlError		error;
 
 	rl_shared_start();
-	rl_known_end(key, RL_END_ALL, NULL);
-	rl_queue_leftovers(key);
+	rl_known_end(key, RL_END_DENIALS, NULL);
 	store = rl_asked_store(key);
 	/* As for a repair: an interrupt ends the wait for a command that Redis still runs. */
 	PG_TRY();
@@ -127,7 +126,7 @@ settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold)
 	}
 	PG_FINALLY();
 	{
-		rl_known_end(key, RL_END_ALL, NULL);
+		rl_known_end(key, RL_END_DENIALS, NULL);
 	}
 	PG_END_TRY();
 	/* While Redis failed, this server may have made the reservation. */

@@ -161,9 +161,7 @@ foreach my $step (-3600, 3600)
 
 	$session->ask("SELECT rl_check('$key', '1/1s')");
 	$waiter->send("SELECT allowed, source FROM rl_wait('$key', '1/1s', 1, 60);");
-	# The backend has asked Redis, and sleeps.
-	sleep 0.1;
-	$watcher->await_waiting($pid);
+	$watcher->await_waiting($pid, 'Timeout');
 	set_clock(wall => $step * 1_000_000);
 	# The ban makes the call wait again.
 	$watcher->ask("SELECT rl_ban('$key', 1.5)");
@@ -185,7 +183,7 @@ foreach my $case ([ 'cancel', 'pg_cancel_backend', '57014' ], [ 'termination', '
 			'-c', "SELECT allowed FROM rl_wait('long', '1/1h')" ], '<', \'', '>', \$out, '2>', \$err);
 	my $pid = await('the wait', sub {
 		return $watcher->ask(q{SELECT pid FROM pg_stat_activity WHERE query LIKE '%rl_wait(''long''%'
-			AND pid <> pg_backend_pid() AND state = 'active' AND wait_event_type = 'Extension'});
+			AND pid <> pg_backend_pid() AND state = 'active' AND wait_event = 'PgSleep'});
 	});
 
 	my $told = time;

@@ -346,7 +346,7 @@ foreach my $taking (q{rl_check('cancel', 'fixed_window 5/3650d')}, q{rl_check_ea
 $session->ask(q{SELECT rl_check('sleep', 'fixed_window 6/3650d', 6)});
 my $sleeps = $session->pid;
 $session->send(q{SELECT rl_wait('sleep', 'fixed_window 6/3650d');});
-$watcher->await_waiting($sleeps);
+$watcher->await_waiting($sleeps, 'Timeout');
 $watcher->ask("SELECT pg_cancel_backend($sleeps)");
 $session->ends('', 'a wait is canceled while it sleeps', '57014');
 is($watcher->ask(q{SELECT limits, allowed, denied, errors FROM rl_stat WHERE limits LIKE '%3650d' ORDER BY 1}),

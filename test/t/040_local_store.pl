@@ -345,7 +345,7 @@ answers(q{SELECT (allowed, source) FROM rl_wait('wait', '1/500ms', 1, 60)}, '(t,
 answers(q{SELECT rl_allow('wait', '1/1h'); SELECT (allowed, source) FROM rl_wait('wait', '1/1h', 1, 0.001)}, "t\n(f,local)", 'a call with a short max_wait is refused');
 $session->send(q{SELECT rl_allow('long', '1/1h');
 	SELECT state FROM attempt($$SELECT rl_wait('long', '1/1h')$$);});
-$watcher->await_waiting($pid);
+$watcher->await_waiting($pid, 'Timeout');
 is($watcher->ask(q{SELECT (allowed, source) FROM rl_check('long', '9/1d')}), '(t,local)', 'during a wait another session acts on the key');
 is($watcher->ask("SELECT pg_cancel_backend($pid)"), 't', 'pg_cancel_backend is sent');
 like($session->ask(''), qr/^t\n57014$/, 'pg_cancel_backend ends the wait');

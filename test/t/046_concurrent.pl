@@ -278,7 +278,7 @@ $_->ask('ROLLBACK') foreach $session, $others[0];
 	is($others[$_]->ask("BEGIN; $take"), 't', 'a holder') foreach 0 .. 1;
 	is($session->ask("BEGIN; $take"), 't', 'a holder');
 	$_->send("BEGIN; $take; SELECT pg_sleep(0.02); COMMIT; SELECT 'done';") foreach @waiters;
-	$watcher->await_waiting_clients(8);
+	$watcher->await_waiting_clients(8, 'Timeout');
 	is($watcher->ask("SELECT remaining FROM rl_peek('$key', 'concurrent 3/1h', 0)"), 0, 'eight wait');
 	$_->ask('COMMIT') foreach $session, @others[ 0, 1 ];
 	is(join(' ', map { s/\s+/ /gr } map { $_->ask('') } @waiters), join(' ', ('t done') x 8), 'all eight get their turn');
@@ -305,13 +305,13 @@ $_->ask('ROLLBACK') foreach $session, $others[0];
 
 	# Another transaction's units: a cancel, a timeout, and their end.
 	$waiter->send("SELECT rl_wait('$key', 'concurrent 3/1h');");
-	$watcher->await_waiting($pid);
+	$watcher->await_waiting($pid, 'Timeout');
 	$begin = time;
 	$watcher->ask("SELECT pg_cancel_backend($pid)");
 	$waiter->ends('', 'a cancel ends the wait', '57014');
 	cmp_ok(time - $begin, '<', 5, 'at once');
 	$waiter->send("SELECT allowed FROM rl_wait('$key', 'concurrent 3/1h', 1, 3500);");
-	$watcher->await_waiting($pid);
+	$watcher->await_waiting($pid, 'Timeout');
 	$session->ask('COMMIT');
 	is($waiter->ask(''), 't', 'the wait ends when the other transaction ends');
 	$others[0]->ask('COMMIT');

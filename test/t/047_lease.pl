@@ -174,6 +174,12 @@ is($session->ask("SELECT source FROM $_"), 'redis', "$_ asks Redis")
   "rl_check('bypass', '$limits', 0)", "rl_check_all('{bypass}', '{\"$limits\"}')";
 is($session->ask("SELECT source FROM rl_check_many('{bypass,new,bypass}', '$limits')"), "lease\nredis\nlease", 'rl_check_many uses the lease');
 
+# A settlement ends no lease.
+acts('18 1 lease', 'a lease', 'settled', $limits, START, 18);
+$session->ask("SELECT rl_reserve('settled', '$limits', 5, 'job')");
+is($session->ask("SELECT rl_settle('settled', 'job', 3), rl_extend('settled', 'none'), source FROM rl_check('settled', '$limits')"),
+	't|f|lease', 'a lease outlasts a settlement');
+
 # Batches.
 acts('18 1 lease', 'a lease', "batch $_", $limits, START, 18) foreach 1 .. 3;
 {

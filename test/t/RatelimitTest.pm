@@ -742,14 +742,15 @@ sub waits_for
 	return $self->ask("SELECT wait_event_type FROM pg_stat_activity WHERE state = 'active' AND pid = $pid");
 }
 
-# Waits until so many clients wait for Redis.
+# Waits until so many clients wait for Redis, or for another type of events.
 sub await_waiting_clients
 {
-	my ($self, $n) = @_;
+	my ($self, $n, $type) = @_;
 
-	await("$n backends to wait for Redis", sub {
-		return $self->ask(q{SELECT count(*) FROM pg_stat_activity
-			WHERE state = 'active' AND wait_event_type = 'Extension' AND backend_type = 'client backend'}) >= $n;
+	$type ||= 'Extension';
+	await("$n backends to wait", sub {
+		return $self->ask(qq{SELECT count(*) FROM pg_stat_activity
+			WHERE state = 'active' AND wait_event_type = '$type' AND backend_type = 'client backend'}) >= $n;
 	});
 	return;
 }
