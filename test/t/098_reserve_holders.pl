@@ -214,4 +214,27 @@ is($session->ask(q{SELECT count(*) FROM pg_sleep(0), rl_inspect('held') WHERE us
 	cmp_ok($_->[0], '<=', $dead[0][2] + 1, 'no call after it is refused') foreach @polls[ grep { $_ >= 0 } $#polls - 1 ];
 }
 
+#
+# A reset whose field has ended
+#
+
+# Reservations that were made after the reset are still settled.  The clock is Redis's own: states
+# in virtual time are kept for years.
+{
+	my $limits = 'fixed_window 1000/3650d';
+	my $real = session($node);
+	my $n = 0;
+
+	$real->ask("SELECT rl_reserve('reset', '$limits', 10, 'old', 0.001), rl_reset('reset', '$limits')");
+	is($redis->cli('HEXISTS', 'rl:{reset}', 'reset:fixed_window:315360000000000'), 1, 'a reset of reserved quota has a field');
+	$real->ask("SELECT rl_reserve('reset', '$limits', 400, 'less', 3600), rl_reserve('reset', '$limits', 100, 'more', 3600)");
+	await('the field to be deleted', sub {
+		$n++;
+		$real->ask("SELECT rl_check('reset', '5/${n}min')");
+		return !$redis->cli('HEXISTS', 'rl:{reset}', 'reset:fixed_window:315360000000000');
+	});
+	is($real->ask(q{SELECT rl_settle('reset', 'less', 0), rl_settle('reset', 'more', 250)}), 't|t', 'later reservations are settled');
+	is($real->ask("SELECT remaining FROM rl_peek('reset', '$limits', 0)"), 750, 'at their cost');
+}
+
 done_testing();

@@ -69,7 +69,8 @@ end
 find_resets(limits, last)
 local values = #names > 0 and call('HMGET', hash, unpack(names)) or {}
 for _, l in ipairs(limits) do
-  l.gone = l.resets ~= l.reset_was
+  -- A field that has ended was written before all open records; '1' is of no reset (see extend).
+  l.gone = l.reset_was == '1' or l.resets ~= '0' and l.resets ~= l.reset_was
   local value, denied = values[l.values]
   if l.denied_field then
     value, denied = values[l.values - 1], value
