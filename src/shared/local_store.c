@@ -843,10 +843,17 @@ static bool
 local_unban(const RlKey *key, bool *found, RlError *error pg_attribute_unused())
 {
 	RlCells		view = {.key_hash = rl_key_hash(key)};
+	RlStateTag	tags[] = {{.algorithm = RL_BAN_CELL}, level_tag};
 
+	*found = false;
 	rl_cells_lock(&view, LW_EXCLUSIVE);
-	*found = delete_cell(&view, rl_cell_find(&view, NULL));
-	*found |= delete_cell(&view, rl_cell_find_tag(&view, level_tag));
+	for (int i = 0; i < (int) lengthof(tags); i++)
+	{
+		uint32		c = rl_cell_find_tag(&view, tags[i]);
+
+		*found |= c != RL_NO_CELL && rl_cell_at(&view, c)->end > view.now;
+		(void) delete_cell(&view, c);
+	}
 	finish(&view);
 	return true;
 }

@@ -13,6 +13,7 @@ SELECT * FROM run(
 	$$at(59.999999)$$,
 	$$SELECT allowed, retry_after, source FROM rl_throttle('abuser', 5, 5, 10)$$,
 	$$at(60)$$,
+	$$SELECT rl_unban('abuser')$$,							-- it has ended
 	$$SELECT allowed, remaining, source FROM rl_throttle('abuser', 5, 5, 10)$$,	-- attempts did not count
 	-- A ban is replaced, and the wait is the longer of both.
 	$$rl_ban('abuser', 10), rl_ban('abuser', 1)$$,

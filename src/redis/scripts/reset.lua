@@ -16,6 +16,13 @@ for i = FIRST, #ARGV, 2 do
     names[#names + 1] = tag
   end
 end
+-- A ban that has ended is none.
+local ended = 0
+for _, value in ipairs(ARGV[FIRST] == 'ban' and redis.call('HMGET', hash, 'ban', 'ban:level') or {}) do
+  if value and tonumber(string.match(value, '^%d+') or now + 1) <= now then
+    ended = ended + 1
+  end
+end
 -- First the writes that need no memory, so that they succeed in a full Redis.
 local found = redis.call('HDEL', hash, unpack(names))
 if #logs > 0 then
@@ -40,4 +47,4 @@ if ARGV[FIRST] ~= 'ban' then
   end
 end
 after_deletion()
-return found
+return found - ended
