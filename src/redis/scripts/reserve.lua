@@ -26,6 +26,8 @@ local record = old and read_record(old)
 local one = {}
 
 if record and record.ends > now then
+  -- No hash has this field. A replica refuses to delete, so its old data is never read.
+  call('HDEL', hash, '')
   if record.quota ~= ARGV[3] or record.named ~= named then
     return 3
   end
@@ -37,8 +39,6 @@ if record and record.ends > now then
     act(one, -1, reply, false)
   end
   reply[#reply + 1] = record.status == 'open' and 1 or 2
-  -- No hash has this field. A replica refuses to delete, so its old data is never read.
-  call('HDEL', hash, '')
   return reply
 end
 
@@ -58,6 +58,7 @@ if verdict == 0 and not old then
   end
   --@ delete_ended
   if n == SEARCHED and #ended == 0 then
+    call('HDEL', hash, '')
     return 4
   end
 end

@@ -56,7 +56,7 @@ for line in string.gmatch(record.charges, '\n([^\n]+)') do
     end
   end
   if l.is_held and (new_hold or 0) > l.period then
-    return 3
+    return finish(3)
   end
   limits[#limits + 1] = l
   names[#names + 1] = tag
