@@ -388,6 +388,25 @@ rl_cell_make(RlCells *view, RlStateTag tag)
 	return c;
 }
 
+/* Sets the text of a ban or a record.  If it has too few further cells, there must be spares for them. */
+void
+rl_cell_set_text(RlCells *view, uint32 c, const char *text, int len)
+{
+	for (int at = 0;;)
+	{
+		RlCell	   *cell = rl_cell_at(view, c);
+		int			n = Min(len - at, RL_CELL_TEXT);
+
+		memcpy(cell->ban.text, text + at, n);
+		at += n;
+		if (at == len)
+			return;
+		if (cell->ban.rest == RL_NO_CELL)
+			cell->ban.rest = take_spare(view);
+		c = cell->ban.rest;
+	}
+}
+
 /*
  * Makes spare cells, which must exist, the key's ban or a record, with a text of this length.
  * The caller sets the other members, and the end.
@@ -396,19 +415,9 @@ uint32
 rl_cell_make_text(RlCells *view, RlStateTag tag, const char *text, int len)
 {
 	uint32		c = rl_cell_make(view, tag);
-	RlCell	   *cell = rl_cell_at(view, c);
 
-	for (int at = 0;;)
-	{
-		int			n = Min(len - at, RL_CELL_TEXT);
-
-		memcpy(cell->ban.text, text + at, n);
-		at += n;
-		if (at == len)
-			return c;
-		cell->ban.rest = take_spare(view);
-		cell = rl_cell_at(view, cell->ban.rest);
-	}
+	rl_cell_set_text(view, c, text, len);
+	return c;
 }
 
 /*
@@ -505,8 +514,8 @@ count_eviction(void)
 }
 
 /*
- * Evicts the cell with the earliest end, but none of the act's keys, from a heap of the locked
- * partition.  Returns false if that end turns out to be later than "latest", or after
+ * Evicts the cell with the earliest end, but none of the act's keys that has not ended, from a
+ * heap of the locked partition.  Returns false if that end turns out to be later than "latest", or after
  * CORRECTIONS_AT_ONCE; another call may succeed if *progress is true.  Reduces *corrections, the
  * number that the act may still make; at 0 the times in the heap decide.
  */
@@ -525,7 +534,7 @@ evict_first(RlCells *view, int heap, int64 latest, int *corrections, bool *progr
 		/* All cells are the act's own, or the earliest is in another heap. */
 		if (top.end == PG_INT64_MAX || (n > 0 && top.end > latest))
 			break;
-		if (is_own(view, cell))
+		if (is_own(view, cell) && cell->end > view->now)
 		{
 			top.end = PG_INT64_MAX;
 			deferred = true;
@@ -614,7 +623,7 @@ choose_partition(int first, int n, bool with_chunks, const OwnHeaps *own, int *h
 }
 
 /*
- * Evicts cells of other keys until the view has so many spare cells and chunks, and its
+ * Evicts cells of other keys, and ended ones, until the view has so many spare cells and chunks, and its
  * partition, which must be unlocked, has room.  Returns false after MAX_EVICTIONS, or if there
  * are no cells of other keys.  Raises an error if the call is cancelled.
  */

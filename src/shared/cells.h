@@ -160,6 +160,7 @@ extern const uint32 *rl_cells_lock_slice(RlCells *view, int slice);
 
 extern uint32 rl_cell_find(const RlCells *view, const RlLimit *limit);
 extern uint32 rl_cell_find_tag(const RlCells *view, RlStateTag tag);
+extern void rl_cell_set_text(RlCells *view, uint32 c, const char *text, int len);
 extern uint32 rl_cell_make_text(RlCells *view, RlStateTag tag, const char *text, int len);
 extern uint32 rl_cell_make(RlCells *view, RlStateTag tag);
 extern void rl_cell_set_end(RlCells *view, uint32 c, int64 end);

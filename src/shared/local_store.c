@@ -6,6 +6,7 @@
  */
 #include "postgres.h"
 
+#include "algorithm/calendar.h"
 #include "error.h"
 #include "shared/cells.h"
 #include "shared/local_store.h"
@@ -21,6 +22,9 @@ typedef struct Key
 	RlBan		ban;
 	RlVerdict	verdict;
 } Key;
+
+/* Records that are deleted at a time. */
+#define SWEPT				64
 
 static const RlStateTag level_tag = {.algorithm = RL_LEVEL_CELL};
 
@@ -317,8 +321,8 @@ save_record(RlCells *view, uint32 c, const RlKey *id, const Record *record, int6
 }
 
 /*
- * Returns true if the key has room for one more record.  If it is full, deletes the records
- * that have ended.
+ * Returns true if the key has room for one more record.  If it is full, deletes some records
+ * that have ended, SWEPT at most: to delete one takes a walk over all before it.
  */
 static bool
 has_room_for_record(RlCells *view)
@@ -329,7 +333,8 @@ has_room_for_record(RlCells *view)
 	for (uint32 c = *view->bucket; c != RL_NO_CELL; c = rl_cell_at(view, c)->next)
 		n += rl_same_key_hash(rl_cell_at(view, c)->key_hash, view->key_hash) &&
 			rl_cell_at(view, c)->tag.algorithm == RL_RECORD_CELL;
-	for (uint32 c = n >= RL_MAX_RESERVATIONS ? *view->bucket : RL_NO_CELL; c != RL_NO_CELL; c = next)
+	for (uint32 c = n >= RL_MAX_RESERVATIONS ? *view->bucket : RL_NO_CELL;
+		 c != RL_NO_CELL && n > RL_MAX_RESERVATIONS - SWEPT; c = next)
 	{
 		RlCell	   *cell = rl_cell_at(view, c);
 
@@ -507,21 +512,46 @@ extend_charges(RlCells *view, Record *record, int64 hold)
 	return true;
 }
 
-/* Returns how many chunks a settlement, or an extension, may need. */
-static uint32
-chunks_for(const RlCells *view, const Record *record)
+static bool
+has_calendar(const Record *record)
 {
-	uint32		chunks = 0;
+	for (int i = 0; i < record->n; i++)
+		if (record->charges[i].limit.calendar != RL_NO_CALENDAR)
+			return true;
+	return false;
+}
 
+/*
+ * Loads the time zones of a record, which perhaps only other backends have loaded.  This reads
+ * files, so nothing may be locked.  Returns false with the error set if a zone is not known.
+ */
+static bool
+load_zones(Record *record, RlError *error)
+{
+	for (int i = 0; i < record->n; i++)
+	{
+		RlLimit    *limit = &record->charges[i].limit;
+
+		if (limit->calendar != RL_NO_CALENDAR && !rl_calendar_set_zone(limit, limit->zone, strlen(limit->zone)))
+			return rl_error_set(error, ERRCODE_INVALID_TEXT_REPRESENTATION,
+								"time zone \"%s\" is not known", limit->zone);
+	}
+	return true;
+}
+
+/* Adds the cells and chunks that a settlement, or an extension, may need.  The record needs no more than it has. */
+static void
+find_room(const RlCells *view, const Record *record, int64 quota, uint32 *cells, uint32 *chunks)
+{
 	for (int i = 0; i < record->n; i++)
 	{
 		uint32		c;
 		RlState		state = charged_state(view, &record->charges[i], &c);
 
+		*cells += c == RL_NO_CELL && record->charges[i].units > 0 && quota > record->charges[i].units;
 		if (rl_algorithm(&record->charges[i].limit)->skip != NULL)
-			chunks += rl_log_chunks_wanted(&view->pool, &state.log[RL_CHARGED]);
+			*chunks += rl_log_chunks_wanted(&view->pool, &state.log[RL_CHARGED]);
 	}
-	return chunks;
 }
 
 /* Settles or extends an open record, for whose states there are spares. */
@@ -555,13 +585,15 @@ static bool
 local_settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold, RlSettled *settled, RlError *error)
 {
 	RlCells		view = {.key_hash = rl_key_hash(key)};
+	uint64		loaded = 0;		/* the limits whose zones are loaded */
 
 	*settled = (RlSettled) {.how = RL_SETTLED_NONE};
 	rl_cells_lock(&view, LW_EXCLUSIVE);
 	for (;;)
 	{
 		uint32		c = rl_cell_find_tag(&view, record_tag(id));
-		uint32		chunks;
+		uint32		cells = 0;
+		uint32		chunks = 0;
 		Record		record;
 
 		if (c != RL_NO_CELL && rl_cell_at(&view, c)->ban.until <= view.now)
@@ -577,13 +609,22 @@ local_settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold, RlSettl
 			settled->how = quota != RL_UNKNOWN ? RL_SETTLED_DONE : RL_SETTLED_NONE;
 			break;
 		}
-		chunks = chunks_for(&view, &record);
-		if (rl_cells_reserve(&view, RL_MAX_LIMITS + RL_MAX_RECORD_CELLS, chunks))
+		if (loaded != record.limits && has_calendar(&record))
+		{
+			finish(&view);
+			if (!load_zones(&record, error))
+				return false;
+			loaded = record.limits;
+			rl_cells_lock(&view, LW_EXCLUSIVE);
+			continue;
+		}
+		find_room(&view, &record, quota, &cells, &chunks);
+		if (rl_cells_reserve(&view, cells, chunks))
 		{
 			settle_record(&view, c, id, &record, quota, hold, settled);
 			break;
 		}
-		if (!make_room(&view, RL_MAX_LIMITS + RL_MAX_RECORD_CELLS, chunks, error))
+		if (!make_room(&view, cells, chunks, error))
 			return false;
 	}
 	finish(&view);
@@ -613,26 +654,28 @@ rl_local_describe_record(const RlCells *view, uint32 c, char *id, char *status)
 static void
 reset_charges(RlCells *view, const RlLimits *limits)
 {
-	uint32		next;
-
-	for (uint32 c = *view->bucket; c != RL_NO_CELL; c = next)
+	for (uint32 c = *view->bucket; c != RL_NO_CELL; c = rl_cell_at(view, c)->next)
 	{
 		RlCell	   *cell = rl_cell_at(view, c);
 		char		text[RL_MAX_RECORD];
-		RlKey		id = {text, cell->ban.key_len};
+		bool		changed = false;
 		Record		record;
 
-		next = cell->next;
 		if (!rl_same_key_hash(cell->key_hash, view->key_hash) || cell->tag.algorithm != RL_RECORD_CELL)
 			continue;
 		rl_cell_ban_text(view, cell, text);
 		load_record(view, c, &record);
 		for (int i = 0; i < record.n; i++)
 			for (int l = 0; l < limits->n; l++)
-				if (rl_same_state(&record.charges[i].limit, &limits->limit[l]))
+				if (record.charges[i].units > 0 && rl_same_state(&record.charges[i].limit, &limits->limit[l]))
+				{
 					record.charges[i].units = 0;
-		/* The cells that it had suffice. */
-		save_record(view, c, &id, &record, cell->ban.until);
+					changed = true;
+				}
+		if (!changed)
+			continue;
+		memcpy(text + cell->ban.key_len, &record, cell->ban.why_len);
+		rl_cell_set_text(view, c, text, cell->ban.key_len + cell->ban.why_len);
 	}
 }
 

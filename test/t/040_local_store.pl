@@ -506,4 +506,26 @@ answers(q{SELECT bool_or(there) FILTER (WHERE n <= 12000), bool_and(there) FILTE
 		SELECT n, (SELECT remaining < 10 FROM rl_peek('spread ' || n, format('1/%ss burst 10', 1000 + n)::rl_limits, 0)) AS there
 		FROM generate_series(1, 20000) n) s}, 'f|t', 'of 20,000 states the store keeps those that end last');
 
+#
+# Reservations of one key that fill the store
+#
+
+# They can be settled and extended, and make room when they have ended.
+{
+	my $limits = 'fixed_window 1000000/3650d';
+	my ($n, $state) = (0, '00000');
+
+	$session->ask('SET ratelimit.debug_now = 1700000000000000');
+	while ($state eq '00000' && $n < 10_000)
+	{
+		$n++;
+		$state = $session->attempt("SELECT rl_reserve('many', '$limits', 100, 'job $n', 1000)")->{state};
+	}
+	is($state, 'PT504', "reservation $n finds no room");
+	answers(q{SELECT rl_settle('many', 'job 1', 1), rl_settle('many', 'job 2', 150), rl_extend('many', 'job 3', 900)}, 't|t|t', 'open ones are settled and extended');
+	answers("SELECT 1000000 - remaining FROM rl_peek('many', '$limits', 0)", ($n - 3) * 100 + 151, 'their quota is counted');
+	$session->ask('SET ratelimit.debug_now = 1700001000000000');
+	answers("SELECT allowed FROM rl_reserve('many', '$limits', 100, 'job 0')", 't', 'there is room when they have ended');
+}
+
 done_testing();

@@ -312,4 +312,23 @@ is($redis->cli('HGET', 'rl:{far:figures}', 'fixed_window:day:Europe/Berlin'),
 	sprintf('20260410 %d 1', $far + 23 * HOUR), 'the state has the window\'s first day, and its end');
 cmp_ok($redis->cli('PTTL', 'rl:{far:figures}'), '>', (23 + 48) * 3600 * 1000 - 1, 'it lives two days longer than its window');
 
+# A session that cannot load the zone of another's reservation settles no window of the local
+# store.  It would read the file while others wait for its lock.
+{
+	my ($maker, $settles) = map { session($node) } 1, 2;
+	my $tokyo = q{'fixed_window 10/day in Asia/Tokyo'};
+
+	$_->ask('SET ratelimit.store = local') foreach $maker, $settles;
+	$maker->ask("SELECT rl_reserve('zone', $tokyo, 4, 'less'), rl_reserve('zone', $tokyo, 2, 'none')");
+	is($settles->ask(q{SELECT rl_settle('zone', 'less', 1)}), 't', 'a session loads the zone of a reservation to settle it');
+	set_clock(main_zones => '/Asia/Tokyo=/none');
+	my $lacks = session($node);
+	$lacks->ask('SET ratelimit.store = local');
+	my $attempt = $lacks->attempt(q{SELECT rl_settle('zone', 'none', 5)});
+	is("$attempt->{state} $attempt->{message}", '22P02 time zone "Asia/Tokyo" is not known', 'an error without the zone');
+	set_clock(main_zones => '/none=');
+	is($maker->ask(q{SELECT rl_settle('zone', 'none', 5)}), 't', 'and the reservation stays');
+	is($maker->ask("SELECT remaining FROM rl_peek('zone', $tokyo, 0)"), 4, 'both are settled at their cost');
+}
+
 done_testing();
