@@ -5,7 +5,8 @@
  * Two ids reserve, extend and settle under "fixed_window, concurrent 1" on one key.  Each call is
  * one script, so it is one step.  A call that is retried because its reply was lost, a call that
  * runs late, and a client that crashes and begins again, are calls in another order.  So any call
- * may come at any time, and so may a reset.
+ * may come at any time, and so may a reset.  A reset of the limits writes a number that no record
+ * has, which is kept until all records have ended that there were, and then is deleted some time.
  *
  * The window does not end, so that only refunds and resets make quota free.  That a settlement
  * keeps the hold of at most an hour is left out: both times have the same length here.
@@ -27,7 +28,9 @@ byte used = 0;					/* of the window */
 byte unit[2];					/* ticks in which the id has the concurrent unit */
 mtype status[2] = absent;		/* of the record, which stays when it has ended */
 byte left[2];					/* ticks until the record ends */
-bool gone[2];					/* the states were reset since its charge */
+byte was[2];					/* the number of the last reset then */
+byte number = 0;				/* in "reset:<tag>", or 0 */
+byte keep = 0;					/* ticks until it may be deleted */
 
 /* What the page says of an id's last reservation */
 mtype is[2] = absent;			/* lost: open, but the states were reset */
@@ -42,6 +45,13 @@ inline check() {
 	assert(unit[0] == 0 || unit[1] == 0);
 	assert((HOLDS(0) -> unit[0] > 0 : true) && (HOLDS(1) -> unit[1] > 0 : true))
 }
+
+/* The states were reset since the charge of the record. */
+#ifdef MUTANT_SETTLES_AFTER_SWEEP
+#define GONE(i)		(number != was[i])
+#else
+#define GONE(i)		(number != 0 && number != was[i])
+#endif
 
 #ifdef MUTANT_CHARGES_AGAIN
 #define IS_RETRY	false
@@ -61,7 +71,7 @@ inline reserve() {
 	unit[i] = HOLD;
 	status[i] = open;
 	left[i] = HOLD;
-	gone[i] = false
+	was[i] = number
 }
 
 /* settle.lua without a quota: extend.  It refunds and takes the unit. */
@@ -88,9 +98,9 @@ inline settle() {
 #ifdef MUTANT_SETTLES_AFTER_RESET
 	used = (used + COST(i) > QUOTA -> used + COST(i) - QUOTA : 0);
 #else
-	used = (gone[i] -> used : used + COST(i) - QUOTA);
+	used = (GONE(i) -> used : used + COST(i) - QUOTA);
 #endif
-	unit[i] = (gone[i] -> unit[i] : 0);
+	unit[i] = (GONE(i) -> unit[i] : 0);
 #ifndef MUTANT_NOT_WRITTEN
 	status[i] = settled;
 #ifdef MUTANT_FORGOTTEN
@@ -133,11 +143,13 @@ proctype Resets() {
 				unit[i] = 0;
 				status[i] = absent;
 				left[i] = 0;
-				gone[i] = false;
+				was[i] = 0;
 				is[i] = absent;
 				ends[i] = 0;
 				cost[i] = 0
 			}
+			number = 0;
+			keep = 0;
 			i = 0
 		}
 	/* rl_reset(key, limits): reset.lua writes "reset:<tag>" */
@@ -146,12 +158,20 @@ proctype Resets() {
 			past = 0;
 			for (i : 0 .. 1) {
 				unit[i] = 0;
-				gone[i] = true;
 				is[i] = (is[i] == open -> lost : is[i]);
-				cost[i] = 0
+				cost[i] = 0;
+				keep = (left[i] > keep -> left[i] : keep)
 			}
+			i = 1;
+			do
+			:: i == was[0] || i == was[1] || i == number -> i++
+			:: else -> break
+			od;
+			number = (keep > 0 -> i : number);
 			i = 0
 		}
+	/* sweep, in expiry.lua */
+	:: d_step { number != 0 && keep == 0 -> number = 0 }
 	od
 }
 
@@ -165,6 +185,7 @@ proctype Clock() {
 				left[i] = (left[i] > 0 -> left[i] - 1 : 0);
 				ends[i] = (ends[i] > 0 -> ends[i] - 1 : 0)
 			}
+			keep = (keep > 0 -> keep - 1 : 0);
 			i = 0
 		}
 	od

@@ -279,10 +279,13 @@ sub reserve_run
 	while (my ($at, $call) = splice @calls, 0, 2)
 	{
 		at($at * SECOND, $client);
-		push @answers, $client->ask('SELECT ' . $call =~ s/KEY/'$key'/r);
+		push @answers, ref $call ? $call->($key) : $client->ask('SELECT ' . $call =~ s/KEY/'$key'/r);
 	}
 	return ([@answers], used($client, $key, $counted));
 }
+
+# Deletes what a sweep deletes when the reservations before a reset have ended.
+sub sweep { my ($key) = @_; return $redis->cli('HDEL', "rl:{$key}", 'reset:fixed_window:864000000000:first', 'reset:concurrent:3600000000'); }
 
 sub reserve { my ($id, $hold) = @_; return "allowed FROM rl_reserve(KEY, '$reserved', 2, '$id', " . ($hold || 10) . ')'; }
 
@@ -322,8 +325,10 @@ $runs{reservation} = {
 		1, 0, reserve('a'), 0, q{rl_settle(KEY, 'a', 1)}, 0, reserve('a')),
 	NOT_WRITTEN => counts([ $settle_lua, "put_record(field, record, last)\n", "\n" ],
 		1, 0, reserve('a'), 0, q{rl_settle(KEY, 'a', 1)}, 0, q{rl_settle(KEY, 'a', 1)}),
-	SETTLES_AFTER_RESET => counts([ $settle_lua, 'l.gone = l.resets ~= l.reset_was', 'l.gone = false' ],
+	SETTLES_AFTER_RESET => counts([ $settle_lua, q{l.gone = l.reset_was == '1' or l.resets ~= '0' and l.resets ~= l.reset_was}, 'l.gone = false' ],
 		2, 0, reserve('a'), 0, "rl_reset(KEY, '$reserved')", 0, "allowed FROM rl_check(KEY, '$counted', 2)", 0, q{rl_settle(KEY, 'a', 1)}),
+	SETTLES_AFTER_SWEEP => counts([ $settle_lua, q{l.resets ~= '0' and l.resets ~= l.reset_was}, 'l.resets ~= l.reset_was' ],
+		1, 0, reserve('a'), 0, "rl_reset(KEY, '$reserved')", 0, reserve('b'), 0, \&sweep, 0, q{rl_settle(KEY, 'b', 1)}),
 	SETTLES_LATE => counts([ $settle_lua, 'elseif record.ends <= now then', 'elseif false then' ],
 		2, 0, reserve('a', 2), 3, q{rl_settle(KEY, 'a', 1)}),
 	TAKES_BACK => ends_with_f([ $settle_lua, 'if l.used == used then', 'if false then' ],
