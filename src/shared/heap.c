@@ -84,7 +84,7 @@ rl_heap_remove(RlCells *view, uint32 c)
 static int
 heap_of(const RlCell *cell)
 {
-	for (int i = 0; i < 2 && !rl_cell_is_of(cell, NULL); i++)
+	for (int i = 0; i < 2 && !rl_cell_has_text(cell); i++)
 		if (cell->state.log[i].last != RL_NO_CHUNK || cell->state.log[i].index_last != RL_NO_CHUNK)
 			return RL_WITH_CHUNKS;
 	return RL_WITHOUT_CHUNKS;

@@ -507,6 +507,27 @@ answers(q{SELECT bool_or(there) FILTER (WHERE n <= 12000), bool_and(there) FILTE
 		FROM generate_series(1, 20000) n) s}, 'f|t', 'of 20,000 states the store keeps those that end last');
 
 #
+# Logs that fill the store
+#
+
+# A log that needs room evicts the log that ends first, and no reservation: it has no entries.
+{
+	$session->quit;
+	start_node($node, 'restart');
+	$session = session($node);
+	my $log = q{count(*) FILTER (WHERE rl_allow('log ' || n % 8, 'sliding_log 100000/1d')) FROM generate_series(1, 1000) n};
+
+	answers(q{SELECT count(*) FILTER (WHERE r.allowed) FROM generate_series(1, 200) n, LATERAL rl_reserve('reserved ' || n, 'fixed_window 1000/3650d', 10, 'job') r}, 200, '200 keys have a reservation');
+	await('the entries to fill the store', sub {
+		$session->ask("SELECT $log");
+		return $session->ask('SELECT local_entries + 1000 > local_max_entries FROM rl_status()') eq 't';
+	});
+	answers("SELECT $log", 1000, 'a full store allows more actions') foreach 1 .. 3;
+	answers(q{SELECT count(*) FILTER (WHERE rl_settle('reserved ' || n, 'job', 1)) FROM generate_series(1, 200) n}, 200, 'all reservations are settled');
+	answers(q{SELECT bool_and(rl_reset('log ' || n)) IS NOT NULL FROM generate_series(0, 7) n}, 't', 'the logs are deleted');
+}
+
+#
 # Reservations of one key that fill the store
 #
 
