@@ -72,14 +72,22 @@ RlQuery *
 rl_query(MemoryContext context, bool note)
 {
 	static uint64 last = 0;
+	TimestampTz transaction = GetCurrentTransactionStartTimestamp();
 	RlQuery    *query = queries;
 
 	while (query != NULL && query->context != context)
 		query = query->next;
+	/* The deferred triggers of a COMMIT in a procedure run in the procedure's context. */
+	if (query != NULL && query->transaction != transaction)
+	{
+		query->transaction = transaction;
+		query->number = ++last;
+	}
 	if (query != NULL || !note || context == NULL)
 		return query;
 	query = MemoryContextAlloc(context, sizeof(RlQuery));
-	*query = (RlQuery) {.context = context,.number = ++last,.next = queries,.end = {.func = forget_query,.arg = query}};
+	*query = (RlQuery) {.context = context,.transaction = transaction,.number = ++last,.next = queries,
+		.end = {.func = forget_query,.arg = query}};
 	MemoryContextRegisterResetCallback(context, &query->end);
 	return queries = query;
 }

@@ -6,11 +6,13 @@
 #define SKIP_H
 
 #include "commands/trigger.h"
+#include "datatype/timestamp.h"
 
 /* A query of the executor, in its own context, of which the context of a row trigger is a child. */
 typedef struct RlQuery
 {
 	MemoryContext context;
+	TimestampTz transaction;	/* its start: the context of deferred triggers can last longer */
 	uint64		number;			/* never used again */
 	bool		moves_rows;		/* to other partitions */
 	struct RlQuery *next;

@@ -110,6 +110,9 @@ ask_keys(Statement *statement)
 	for (int i = 0; i < statement->n; i++)
 		if (!answers[i].decision.allowed)
 			note_refusal(statement, &statement->wanted[i], &answers[i]);
+		else
+			/* Another group can have the same key and limits. */
+			rl_statement_note(&statement->wanted[i], &answers[i]);
 	statement->asked += statement->n;
 }
 

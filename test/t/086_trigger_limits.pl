@@ -153,7 +153,9 @@ $session->ask(q{
 	CREATE TABLE audit (c text);
 	CREATE TRIGGER enforce BEFORE INSERT ON audit FOR EACH ROW EXECUTE FUNCTION rl_enforce('audit:{c}', '1000/1h');
 	CREATE FUNCTION audit() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN INSERT INTO audit VALUES (NEW.c); RETURN NEW; END';
-	CREATE FUNCTION limits_of(c text) RETURNS rl_limits LANGUAGE sql AS $$SELECT 'fixed_window 5/1h from_first'::rl_limits$$});
+	CREATE FUNCTION limits_of(c text) RETURNS rl_limits LANGUAGE sql AS $$SELECT 'fixed_window 5/1h from_first'::rl_limits$$;
+	CREATE FUNCTION limits_by(n int) RETURNS rl_limits LANGUAGE sql AS $$SELECT 'fixed_window 5/1h from_first'::rl_limits$$;
+	CREATE PROCEDURE commits() LANGUAGE plpgsql AS $$BEGIN FOR i IN 1 .. 4 LOOP INSERT INTO many VALUES ('x'); COMMIT; END LOOP; END$$});
 my $keys = 0;
 
 # Makes a table with a trigger; returns its key's prefix.
@@ -200,6 +202,15 @@ too_large($six, 'two keys', $key, 5);
 $key = limit_rows('5/10h', kind => 'CONSTRAINT TRIGGER t AFTER INSERT', each => 'DEFERRABLE INITIALLY DEFERRED FOR EACH ROW');
 $session->ask("BEGIN; $loop; COMMIT");
 like($session->error, qr/PT413.*\nDETAIL:  Key "$key:x" never has more than 5\. The statement charged 5 before\./, 'a commit with deferred triggers');
+limit_rows('fixed_window 3/1h from_first', kind => 'CONSTRAINT TRIGGER t AFTER INSERT', each => 'DEFERRABLE INITIALLY DEFERRED FOR EACH ROW');
+$session->ask('CALL commits()');
+like($session->error, qr/PT429/, 'the commits of a procedure are statements of their own');
+is($session->ask('SELECT count(*) FROM many'), 3, 'three are allowed');
+my %statement = (kind => 'TRIGGER t AFTER INSERT', each => 'REFERENCING NEW TABLE AS added FOR EACH STATEMENT');
+$key = limit_rows('public.limits_by({n})', %statement);
+too_large(q{INSERT INTO many SELECT 'x', n FROM generate_series(1, 6) n}, 'STATEMENT, a key in several groups', $key, 5);
+$key = limit_rows('5/10h', %statement, option => ", 'k@{[ $keys + 1 ]}:{c}', '5/10h'");
+too_large(q{INSERT INTO many SELECT 'x' FROM generate_series(1, 3)}, 'STATEMENT, two equal pairs', $key, 3);
 $key = limit_rows('5/10h');
 $session->ask('CREATE TRIGGER a BEFORE INSERT ON many FOR EACH ROW EXECUTE FUNCTION audit()');
 too_large($six, 'another trigger runs statements in between', $key, 5);
