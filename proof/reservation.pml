@@ -6,7 +6,9 @@
  * one script, so it is one step.  A call that is retried because its reply was lost, a call that
  * runs late, and a client that crashes and begins again, are calls in another order.  So any call
  * may come at any time, and so may a reset.  A reset of the limits writes a number that no record
- * has, which is kept until all records have ended that there were, and then is deleted some time.
+ * has, for as long as there are records from before it, and the flag "r" in "reservations".  When
+ * these fields have ended, they are deleted at any time, in any order.  A reset of other limits
+ * writes the flag too.
  *
  * The window does not end, so that only refunds and resets make quota free.  That a settlement
  * keeps the hold of at most an hour is left out: both times have the same length here.
@@ -30,7 +32,8 @@ mtype status[2] = absent;		/* of the record, which stays when it has ended */
 byte left[2];					/* ticks until the record ends */
 byte was[2];					/* the number of the last reset then */
 byte number = 0;				/* in "reset:<tag>", or 0 */
-byte keep = 0;					/* ticks until it may be deleted */
+byte keep = 0;					/* ticks until it ends */
+bool flag = false;				/* in "reservations" */
 
 /* What the page says of an id's last reservation */
 mtype is[2] = absent;			/* lost: open, but the states were reset */
@@ -46,11 +49,18 @@ inline check() {
 	assert((HOLDS(0) -> unit[0] > 0 : true) && (HOLDS(1) -> unit[1] > 0 : true))
 }
 
+/* find_resets, in reserved.lua */
+#ifdef MUTANT_OLD_RESET
+#define RESET		(flag -> number : 0)
+#else
+#define RESET		(flag && keep > 0 -> number : 0)
+#endif
+
 /* The states were reset since the charge of the record. */
 #ifdef MUTANT_SETTLES_AFTER_SWEEP
-#define GONE(i)		(number != was[i])
+#define GONE(i)		(RESET != was[i])
 #else
-#define GONE(i)		(number != 0 && number != was[i])
+#define GONE(i)		(RESET != 0 && RESET != was[i])
 #endif
 
 #ifdef MUTANT_CHARGES_AGAIN
@@ -71,7 +81,7 @@ inline reserve() {
 	unit[i] = HOLD;
 	status[i] = open;
 	left[i] = HOLD;
-	was[i] = number
+	was[i] = RESET
 }
 
 /* settle.lua without a quota: extend.  It refunds and takes the unit. */
@@ -150,6 +160,7 @@ proctype Resets() {
 			}
 			number = 0;
 			keep = 0;
+			flag = false;
 			i = 0
 		}
 	/* rl_reset(key, limits): reset.lua writes "reset:<tag>" */
@@ -168,10 +179,14 @@ proctype Resets() {
 			:: else -> break
 			od;
 			number = (keep > 0 -> i : number);
+			flag = flag || keep > 0;
 			i = 0
 		}
+	/* rl_reset(key, other limits) */
+	:: d_step { left[0] > 0 || left[1] > 0 -> flag = true }
 	/* sweep, in expiry.lua */
 	:: d_step { number != 0 && keep == 0 -> number = 0 }
+	:: d_step { flag && left[0] == 0 && left[1] == 0 -> flag = false }
 	od
 }
 

@@ -82,12 +82,14 @@ local function put_record(field, record, last)
   end
 end
 
--- Sets l.resets of each limit to the number in the field "reset:<tag>". "last" is as above.
+-- Sets l.resets of each limit to the number in the field "reset:<tag>", or to 0 if that has ended:
+-- the sweep may have deleted "reservations" before it. "last" is as above.
 local function find_resets(limits, last)
   local resets = last and string.sub(last, -1) == 'r'
   for _, l in ipairs(limits) do
     local value = resets and call('HMGET', hash, 'reset:' .. l.tag)[1]
-    l.resets = value and string.match(value, '^%d+') or '0'
+    local number, ends = string.match(value or '', '^(%d+) (%d+)$')
+    l.resets = ends and ends + 0 > now and number or '0'
   end
 end
 -->

@@ -237,4 +237,16 @@ is($session->ask(q{SELECT count(*) FROM pg_sleep(0), rl_inspect('held') WHERE us
 	is($real->ask("SELECT remaining FROM rl_peek('reset', '$limits', 0)"), 750, 'at their cost');
 }
 
+# The sweep can delete the field "reservations" before that of a reset, which then concerns no later reservation.
+{
+	my $limits = 'fixed_window 1000/3650d';
+	my $real = session($node);
+
+	$real->ask("SELECT rl_reserve('stale', '$limits', 10, 'old', 0.001), rl_reset('stale', '$limits'), pg_sleep(0.01)");
+	is($redis->cli('HDEL', 'rl:{stale}', 'reservations'), 1, 'the field of ended reservations is deleted');
+	$real->ask("SELECT rl_reserve('stale', '$limits', 400, 'less', 3600), rl_check('stale', '5/1h'), rl_reset('stale', '5/1h')");
+	is($real->ask(q{SELECT rl_settle('stale', 'less', 0)}), 't', 'a later reservation is settled after the reset of another limit');
+	is($real->ask("SELECT remaining FROM rl_peek('stale', '$limits', 0)"), 1000, 'at its cost');
+}
+
 done_testing();

@@ -287,6 +287,9 @@ sub reserve_run
 # Deletes what a sweep deletes when the reservations before a reset have ended.
 sub sweep { my ($key) = @_; return $redis->cli('HDEL', "rl:{$key}", 'reset:fixed_window:864000000000:first', 'reset:concurrent:3600000000'); }
 
+# Deletes what a sweep can delete before the field of a reset that has ended too.
+sub forget_flag { my ($key) = @_; return $redis->cli('HDEL', "rl:{$key}", 'reservations'); }
+
 sub reserve { my ($id, $hold) = @_; return "allowed FROM rl_reserve(KEY, '$reserved', 2, '$id', " . ($hold || 10) . ')'; }
 
 # A run whose promise is that the key then has so many units.
@@ -325,6 +328,8 @@ $runs{reservation} = {
 		1, 0, reserve('a'), 0, q{rl_settle(KEY, 'a', 1)}, 0, reserve('a')),
 	NOT_WRITTEN => counts([ $settle_lua, "put_record(field, record, last)\n", "\n" ],
 		1, 0, reserve('a'), 0, q{rl_settle(KEY, 'a', 1)}, 0, q{rl_settle(KEY, 'a', 1)}),
+	OLD_RESET => counts([ 'src/redis/reserved.lua', 'ends and ends + 0 > now and number', 'number' ],
+		1, 0, reserve('a', 2), 0, "rl_reset(KEY, '$reserved')", 3, \&forget_flag, 3, reserve('b'), 3, q{rl_reset(KEY, '7/1h')}, 3, q{rl_settle(KEY, 'b', 1)}),
 	SETTLES_AFTER_RESET => counts([ $settle_lua, q{l.gone = l.reset_was == '1' or l.resets ~= '0' and l.resets ~= l.reset_was}, 'l.gone = false' ],
 		2, 0, reserve('a'), 0, "rl_reset(KEY, '$reserved')", 0, "allowed FROM rl_check(KEY, '$counted', 2)", 0, q{rl_settle(KEY, 'a', 1)}),
 	SETTLES_AFTER_SWEEP => counts([ $settle_lua, q{l.resets ~= '0' and l.resets ~= l.reset_was}, 'l.resets ~= l.reset_was' ],
