@@ -116,7 +116,8 @@ check_log(const RlLog *log, const Model *model)
 static void
 append(RlLog *log, Model *model, int64 time, int64 units)
 {
-	RlEntry    *last = model->n > 0 ? &model->entry[model->n - 1] : NULL;
+	/* An entry in a closed block stays as it is, so there can be two of one time. */
+	RlEntry    *last = log->last != RL_NO_CHUNK ? &model->entry[model->n - 1] : NULL;
 
 	if (model->n == MAX_ENTRIES)
 		return;
