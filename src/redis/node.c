@@ -38,6 +38,13 @@ rl_nodes_are_current(void)
 	return true;
 }
 
+/* Returns true if the nodes are those of the URL; other settings count only when a connection is opened. */
+bool
+rl_nodes_are_of_url(void)
+{
+	return known_settings[0] != NULL && strcmp(known_settings[0], rl_redis_url) == 0;
+}
+
 /* Returns the node's number: 1 to RL_MAX_NODES. */
 int
 rl_node_number(const RlNode *node)

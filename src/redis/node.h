@@ -34,6 +34,7 @@ extern RlTarget rl_target;		/* of ratelimit.redis_url */
 extern RlNode *rl_current_node; /* is asked unless a slot's owner is known; NULL: none yet */
 
 extern bool rl_nodes_are_current(void);
+extern bool rl_nodes_are_of_url(void);
 extern void rl_nodes_refresh(void);
 extern int	rl_node_number(const RlNode *node);
 extern RlNode *rl_node_numbered(int number);

@@ -396,7 +396,7 @@ rl_redis_refund_no_throw(RlRefundCall *calls, int n, RlError *why, RlError *erro
 	refunding.until = rl_monotonic_now() + whole * (1 + n / KEYS_PER_TIMEOUT);
 	rl_error_set(error, ERRCODE_STORE_FAILED, "there is no connection to Redis");
 	line.load = false;
-	while (rl_nodes_are_current() && rl_monotonic_now() <= refunding.until &&
+	while (rl_nodes_are_of_url() && rl_monotonic_now() <= refunding.until &&
 		   (node = choose_server(&refunding, &nservers)) != NULL)
 	{
 		RlError		failure;
