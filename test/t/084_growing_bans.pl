@@ -194,7 +194,7 @@ sub model_step
 	}
 	elsif ($form eq 'rl_unban')
 	{
-		$answer = defined $k->{until} || defined $k->{length} ? 'true' : 'false';
+		$answer = $now < ($k->{until} // 0) || (defined $k->{length} && $now < $k->{grows_until}) ? 'true' : 'false';
 		delete @$k{qw(until length)};
 	}
 	elsif ($form eq 'rl_reset')
