@@ -297,7 +297,7 @@ typedef struct RlAnswer
 	struct RlCharge *charges;	/* amount 0: nothing was charged */
 } RlAnswer;
 
-/* Zeroes an answer.  At once, gcc would use "rep stos", with which a denial in the cache takes 5 % longer. */
+/* Zeroes an answer.  In one piece, gcc would use "rep stos", with which a denial in the cache takes 5 % longer. */
 static inline void
 rl_answer_clear(RlAnswer *answer)
 {

@@ -514,10 +514,10 @@ count_eviction(void)
 }
 
 /*
- * Evicts the cell with the earliest end, but none of the act's keys that has not ended, from a
- * heap of the locked partition.  Returns false if that end turns out to be later than "latest", or after
- * CORRECTIONS_AT_ONCE; another call may succeed if *progress is true.  Reduces *corrections, the
- * number that the act may still make; at 0 the times in the heap decide.
+ * Evicts the cell with the earliest end from a heap of the locked partition, but of the act's
+ * keys only one that has ended.  Returns false if that end turns out to be later than "latest",
+ * or after CORRECTIONS_AT_ONCE; another call may succeed if *progress is true.  Reduces
+ * *corrections, the number that the act may still make; at 0 the times in the heap decide.
  */
 static bool
 evict_first(RlCells *view, int heap, int64 latest, int *corrections, bool *progress)
@@ -623,9 +623,9 @@ choose_partition(int first, int n, bool with_chunks, const OwnHeaps *own, int *h
 }
 
 /*
- * Evicts cells of other keys, and ended ones, until the view has so many spare cells and chunks, and its
- * partition, which must be unlocked, has room.  Returns false after MAX_EVICTIONS, or if there
- * are no cells of other keys.  Raises an error if the call is cancelled.
+ * Evicts cells of other keys, and cells that have ended, until the view has so many spare cells
+ * and chunks, and its partition, which must be unlocked, has room.  Returns false after
+ * MAX_EVICTIONS, or if there are no such cells.  Raises an error if the call is cancelled.
  */
 bool
 rl_cells_evict(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)

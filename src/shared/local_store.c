@@ -23,9 +23,6 @@ typedef struct Key
 	RlVerdict	verdict;
 } Key;
 
-/* Records that are deleted at a time. */
-#define SWEPT				64
-
 static const RlStateTag level_tag = {.algorithm = RL_LEVEL_CELL};
 
 /* Stores a state, in cell c or for RL_NO_CELL in a new one. */
@@ -276,6 +273,9 @@ typedef struct Record
 } Record;
 
 StaticAssertDecl(RL_MAX_ID + sizeof(Record) <= RL_MAX_RECORD, "a record needs more cells");
+
+/* Ended records that an act deletes, at most. */
+#define SWEPT				64
 
 static int
 record_size(const Record *record)
@@ -585,7 +585,7 @@ static bool
 local_settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold, RlSettled *settled, RlError *error)
 {
 	RlCells		view = {.key_hash = rl_key_hash(key)};
-	uint64		loaded = 0;		/* the limits whose zones are loaded */
+	uint64		loaded = 0;		/* hash of the limits whose zones are loaded; 0: none */
 
 	*settled = (RlSettled) {.how = RL_SETTLED_NONE};
 	rl_cells_lock(&view, LW_EXCLUSIVE);
@@ -894,8 +894,10 @@ local_unban(const RlKey *key, bool *found, RlError *error pg_attribute_unused())
 	{
 		uint32		c = rl_cell_find_tag(&view, tags[i]);
 
-		*found |= c != RL_NO_CELL && rl_cell_at(&view, c)->end > view.now;
-		(void) delete_cell(&view, c);
+		if (c == RL_NO_CELL)
+			continue;
+		*found |= rl_cell_at(&view, c)->end > view.now;
+		rl_cell_remove(&view, c);
 	}
 	finish(&view);
 	return true;

@@ -510,7 +510,7 @@ answers(q{SELECT bool_or(there) FILTER (WHERE n <= 12000), bool_and(there) FILTE
 # Logs that fill the store
 #
 
-# A log that needs room evicts the log that ends first, and no reservation: it has no entries.
+# A log that needs room evicts the log that ends first, and no reservation, which has no entries.
 {
 	$session->quit;
 	start_node($node, 'restart');
@@ -524,7 +524,7 @@ answers(q{SELECT bool_or(there) FILTER (WHERE n <= 12000), bool_and(there) FILTE
 	});
 	answers("SELECT $log", 1000, 'a full store allows more actions') foreach 1 .. 3;
 	answers(q{SELECT count(*) FILTER (WHERE rl_settle('reserved ' || n, 'job', 1)) FROM generate_series(1, 200) n}, 200, 'all reservations are settled');
-	answers(q{SELECT bool_and(rl_reset('log ' || n)) IS NOT NULL FROM generate_series(0, 7) n}, 't', 'the logs are deleted');
+	$session->ask(q{SELECT rl_reset('log ' || n) FROM generate_series(0, 7) n});
 }
 
 #
