@@ -1,6 +1,6 @@
 /*
  * trigger_charges.c
- *		What the rows of a statement have charged in row triggers, by key and limits.
+ *		What a statement has charged in its triggers, by key and limits.
  *
  * If these charges leave no room for the next row, the statement would be refused again,
  * however long the client waits.  So its error is PT413, and not PT429.
@@ -66,7 +66,7 @@ find(const RlAction *action, bool add)
 	return least;
 }
 
-/* Notes a row's action that was allowed. */
+/* Notes an action that was allowed: of a row, or of a group of rows. */
 void
 rl_statement_note(const RlAction *action, const RlAnswer *answer)
 {

@@ -312,8 +312,8 @@ is($redis->cli('HGET', 'rl:{far:figures}', 'fixed_window:day:Europe/Berlin'),
 	sprintf('20260410 %d 1', $far + 23 * HOUR), 'the state has the window\'s first day, and its end');
 cmp_ok($redis->cli('PTTL', 'rl:{far:figures}'), '>', (23 + 48) * 3600 * 1000 - 1, 'it lives two days longer than its window');
 
-# A session that cannot load the zone of another's reservation settles no window of the local
-# store.  It would read the file while others wait for its lock.
+# A session loads the zone of another session's reservation before it locks the local store.
+# Without the zone, it gets an error.
 {
 	my ($maker, $settles) = map { session($node) } 1, 2;
 	my $tokyo = q{'fixed_window 10/day in Asia/Tokyo'};

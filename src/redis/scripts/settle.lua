@@ -69,7 +69,8 @@ end
 find_resets(limits, last)
 local values = #names > 0 and call('HMGET', hash, unpack(names)) or {}
 for _, l in ipairs(limits) do
-  -- A field that has ended was written before all open records; '1' is of no reset (see extend).
+  -- 0: there was no reset, or its field has ended, as all records from before it have. No reset
+  -- has the number 1 (see extend).
   l.gone = l.reset_was == '1' or l.resets ~= '0' and l.resets ~= l.reset_was
   local value, denied = values[l.values]
   if l.denied_field then
