@@ -3,20 +3,21 @@
  *		No session is cut off from a server that answers (DESIGN.md, 7, "Breaker").
  *
  * Backends call one Redis server again and again.  Until it is calm, the world breaks single
- * connections, and makes the server silent, or refuse new connections.  A backend can be
- * interrupted, and can be stopped for ever at each of its steps.
+ * connections, and makes the server silent, or silent on new connections only, or refuse them.  A
+ * backend can be interrupted, and can be stopped for ever at each of its steps.
  *
  * A time is later, or it has come; it comes at any moment, but in the end.  Left out are the
- * pause of a backend whose new connections get error replies (rl_node_may_connect), and calls
- * that had less than half of their time.
+ * pause of a backend whose new connections get error replies (rl_node_may_connect), calls that
+ * had less than half of their time, and that a backend which waits longer than the server was
+ * silent is not stopped.
  *
  * Promises: a call with a connection that works is refused only if the server has been silent.
  * When the world has become calm, in the end no call is refused.
  */
 #define BACKENDS	2
 
-mtype = { none, works, broken };				/* a connection */
-mtype = { answers, silent, refuses };			/* the server */
+mtype = { none, works, broken, mute };			/* a connection; mute: it has never had an answer */
+mtype = { answers, silent, queues, refuses };	/* the server; queues: new connections get no answer */
 mtype = { unset, later, due };					/* a time */
 mtype = { open, wait, check, admitted };		/* RlAdmission */
 
@@ -29,6 +30,8 @@ bool calm = false;
 bool entry = false;
 mtype connect_at = unset;
 mtype ask_at = unset;
+bool unanswered = false;
+bool silence = false;			/* connect_at is of a connection without an answer */
 byte trying = BACKENDS;			/* the backend; BACKENDS: none */
 bool too_long = false;			/* trying_until has passed */
 
@@ -50,6 +53,8 @@ inline remove_entry() {
 	entry = false;
 	connect_at = unset;
 	ask_at = unset;
+	unanswered = false;
+	silence = false;
 	trying = BACKENDS;
 	too_long = false
 }
@@ -67,9 +72,10 @@ inline forget_failure(connected, answered) {
 	tries[b] = false;
 	if
 	:: entry ->
-		connect_at = (connected -> unset : connect_at);
+		connect_at = (connected || silence -> unset : connect_at);
 #ifndef MUTANT_NOT_CLOSED
 		ask_at = (answered -> unset : ask_at);
+		unanswered = unanswered && !answered;
 #endif
 		if
 		:: SUSPECT -> remove_entry()
@@ -85,22 +91,35 @@ inline connect_failed() {
 	entry = true;
 	ask_at = unset;
 	connect_at = later;
+	silence = false;
 	trying = BACKENDS;
 	too_long = false
 }
+
+#ifdef MUTANT_NEW_STOPS_ALL
+#define STOPS_ALL	true
+#else
+#define STOPS_ALL	unanswered
+#endif
 
 inline is_silent() {
 	tries[b] = false;
 	entry = true;
-	connect_at = unset;
-	ask_at = later;
+	connect_at = (STOPS_ALL -> unset : later);
+	ask_at = (STOPS_ALL -> later : unset);
+	silence = true;
 	trying = BACKENDS;
 	too_long = false
 }
 
-inline call_failed() {
+inline call_failed(no_answer) {
 	tries[b] = false;
-	entry = true
+	entry = true;
+#ifdef MUTANT_CALL_STOPS_ALL
+	ask_at = later
+#else
+	unanswered = unanswered || no_answer
+#endif
 }
 
 /* rl_breakers_release: after too long another backend may be trying. */
@@ -144,8 +163,8 @@ refused:	assert(connection[b] != works || was_silent);
 		/* connect_node: rl_connection_open, and PING if the server is to be checked */
 		if
 		:: d_step { server == refuses -> connection[b] = none }; d_step { connect_failed() }; goto ends
-		:: d_step { server == silent && admission == check -> connection[b] = none }; d_step { is_silent() }; goto ends
-		:: d_step { server == silent && admission != check -> connection[b] = works; admission = admitted }
+		:: d_step { (server == silent || server == queues) && admission == check -> connection[b] = none }; d_step { is_silent() }; goto ends
+		:: d_step { (server == silent || server == queues) && admission != check -> connection[b] = mute; admission = admitted }
 		:: d_step { server == answers -> connection[b] = works; heard = (admission == check); admission = admitted }
 		:: !calm -> goto interrupted
 		:: goto stopped
@@ -162,18 +181,17 @@ refused:	assert(connection[b] != works || was_silent);
 	:: connection[b] == works && server != silent ->
 		/* rl_breaker_answered */
 		if
-		:: d_step { !entry || (connect_at != unset && ask_at == unset) -> skip }
-		:: d_step { entry && (connect_at == unset || ask_at != unset) -> skip };
+		:: d_step { !entry || (connect_at != unset && ask_at == unset && !silence && !unanswered) -> skip }
+		:: d_step { entry && (connect_at == unset || ask_at != unset || silence || unanswered) -> skip };
 			d_step { forget_failure(false, true) }
 		fi
-	:: connection[b] == broken || server == silent ->
+	:: connection[b] == broken || connection[b] == mute ->
 		/* rl_route_failed */
 		connection[b] = none;
-#ifdef MUTANT_CALL_STOPS_ALL
-		d_step { is_silent() }
-#else
-		d_step { call_failed() }
-#endif
+		d_step { call_failed(false) }
+	:: connection[b] == works && server == silent ->
+		connection[b] = none;
+		d_step { call_failed(true) }
 	:: !calm -> goto interrupted
 	:: goto stopped
 	fi;
@@ -191,6 +209,7 @@ proctype World() {
 	do
 	:: server = answers
 	:: d_step { server = silent; was_silent = true }
+	:: server = queues
 	:: server = refuses
 	:: d_step { connection[0] == works -> connection[0] = broken }
 	:: d_step { connection[0] == works -> connection[0] = none }

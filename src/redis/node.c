@@ -247,12 +247,12 @@ rl_node_answered(RlNode *node)
 void
 rl_node_failed(RlNode *node, RlFailure failure, int64 given, RlError *error)
 {
-	if (error->answered || failure == RL_CALL_FAILED)
+	if (error->answered || failure >= RL_CALL_FAILED)
 	{
 		node->failed = true;
 		strlcpy(node->failure, error->message, sizeof(node->failure));
 	}
-	if (error->answered && failure != RL_CALL_FAILED)
+	if (error->answered && failure < RL_CALL_FAILED)
 		rl_breaker_connected(node->breaker, true);
 	else if (error->unreachable && given >= (int64) rl_command_timeout * 500)
 		rl_breaker_failed(node->breaker, failure, (int64) rl_retry_interval * 1000, error);

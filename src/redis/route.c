@@ -316,10 +316,12 @@ rl_route_connect(RlRoute *route, RlError *error)
 void
 rl_route_failed(RlRoute *route, int64 given, RlError *error)
 {
-	bool		worked = route->node->conn.heard || error->timed_out;
+	RlFailure	failure = error->timed_out ? RL_CALL_FAILED : RL_CONNECT_FAILED;
 
+	if (route->node->conn.heard)
+		failure = error->timed_out ? RL_CALL_UNANSWERED : RL_CALL_FAILED;
 	rl_connection_close(&route->node->conn);
-	rl_node_failed(route->node, worked ? RL_CALL_FAILED : RL_CONNECT_FAILED, given, error);
+	rl_node_failed(route->node, failure, given, error);
 	lose_node(route, error);
 }
 

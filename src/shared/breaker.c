@@ -5,8 +5,10 @@
  * Two facts are apart, because a backend's connection says nothing about those of other
  * backends.  If connecting fails, no backend makes a new connection until
  * ratelimit.retry_interval has passed, and backends with a connection go on.  If the server is
- * silent (a new connection got no answer in time), no backend asks it; one tries after
- * FIRST_PAUSE, and then after twice the time, up to ratelimit.retry_interval.
+ * silent (a call on a connection that had worked got no answer in time, and then neither did a
+ * new connection), no backend asks it, unless it waits longer for an answer.  If a new connection
+ * got no answer, one backend tries after FIRST_PAUSE, and then after twice the time, up to
+ * ratelimit.retry_interval.
  *
  * A call that fails on a connection that has worked makes the server suspect: the backend that
  * connects next checks it, and others that need a connection wait for the result.
@@ -40,7 +42,10 @@ typedef struct BreakerEntry
 	int64		connect_at;		/* connecting failed: no new connection before; 0: it did
 								 * not fail.  Monotonic, as the other times */
 	int64		ask_at;			/* the server is silent: no call before; 0: it is not */
-	int64		pause;			/* the last one before ask_at */
+	int64		pause;			/* the last one after a silent connection */
+	bool		unanswered;		/* a call got no answer, on a connection that had worked */
+	int			silence;		/* how long new connections got no answer, in milliseconds; 0: that
+								 * is not how connecting failed */
 	int64		trying_until;	/* when the time of the backend that tries ends;
 								 * 0: none tries */
 	char		message[256];
@@ -237,7 +242,8 @@ rl_breaker_admits(RlBreaker *breaker, bool connected, RlError *error)
 		int64		now = rl_monotonic_now();
 		BreakerEntry entry;
 
-		if (!copy_entry(breaker, &entry) || (connected && entry.ask_at == 0))
+		if (!copy_entry(breaker, &entry) ||
+			(connected && (entry.ask_at == 0 || rl_command_timeout > entry.silence)))
 			return RL_ADMITTED;
 		if (!is_half_open(&entry, now))
 		{
@@ -276,17 +282,21 @@ forget_failure(RlBreaker *breaker, bool connected, bool answered)
 	if (breaker == NULL || pg_atomic_read_u32(&breakers->n) == 0)
 		return;
 	/* An answer on a connection that is there does not say that another one can be made. */
-	if (!copy_entry(breaker, &copy) || (!connected && copy.connect_at != 0 && copy.ask_at == 0))
+	if (!copy_entry(breaker, &copy) ||
+		(!connected && copy.connect_at != 0 && copy.ask_at == 0 && copy.silence == 0 && !copy.unanswered))
 		return;
 	set_trying(breaker, 0);
 	LWLockAcquire(lock, LW_EXCLUSIVE);
 	entry = find_entry(breaker);
 	if (entry != NULL)
 	{
-		if (connected)
+		if (connected || entry->silence > 0)
 			entry->connect_at = 0;
 		if (answered)
+		{
 			entry->ask_at = 0;
+			entry->unanswered = false;
+		}
 		if (try_at(entry) == 0)
 			remove_entry(entry);
 	}
@@ -334,23 +344,28 @@ rl_breaker_failed(RlBreaker *breaker, RlFailure failure, int64 pause, RlError *e
 		/* Without a new connection it is not known that the server is silent. */
 		entry->ask_at = 0;
 		entry->connect_at = now + pause;
+		entry->silence = 0;
 	}
 	else if (failure == RL_SILENT)
 	{
-		entry->connect_at = 0;
-		if (entry->ask_at == 0)
-			entry->pause = Min(FIRST_PAUSE, interval);
-		else if (tried)
-			entry->pause = Min(entry->pause * 2, interval);
-		entry->ask_at = now + entry->pause;
+		if (try_at(entry) == 0)
+			entry->pause = entry->silence = 0;
+		if (tried || entry->pause == 0)
+			entry->pause = Min(Max(entry->pause * 2, FIRST_PAUSE), interval);
+		entry->silence = Max(entry->silence, rl_command_timeout);
+		/* Without an unanswered call, only new connections are known to fail. */
+		entry->connect_at = entry->unanswered ? 0 : now + entry->pause;
+		entry->ask_at = entry->unanswered ? now + entry->pause : 0;
 	}
-	if (failure != RL_CALL_FAILED)
+	else if (failure == RL_CALL_UNANSWERED)
+		entry->unanswered = true;
+	if (failure < RL_CALL_FAILED)
 		entry->trying_until = 0;
-	if (failure != RL_CALL_FAILED || entry->message[0] == '\0')
+	if (failure < RL_CALL_FAILED || entry->message[0] == '\0')
 		strlcpy(entry->message, error->message, sizeof(entry->message));
 	error->retry_after = Max(try_at(entry) - now, 0);
 	LWLockRelease(lock);
-	if (failure != RL_CALL_FAILED)
+	if (failure < RL_CALL_FAILED)
 		ConditionVariableBroadcast(&breakers->changed);
 }
 

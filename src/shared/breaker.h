@@ -24,7 +24,9 @@ typedef enum RlFailure
 {
 	RL_CONNECT_FAILED,			/* no connection can be made */
 	RL_SILENT,					/* a new connection got no answer in time */
-	RL_CALL_FAILED				/* only that this connection is dead */
+	RL_CALL_FAILED,				/* only that this connection is dead */
+	RL_CALL_UNANSWERED			/* the same; a call got no answer in time on a connection that
+								 * had worked */
 } RlFailure;
 
 extern RlBreaker *rl_breaker_find(const char *address);

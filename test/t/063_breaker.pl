@@ -125,6 +125,42 @@ foreach my $how (qw(drop reset))
 	$_->quit foreach @old, $new;
 }
 
+# A proxy that accepts, but forwards no more connections.
+{
+	my $proxy = TcpProxy->new($redis->port);
+	my @old = connected(2, redis_url => $proxy->url);
+
+	$proxy->tell('hold');
+	my @new = map { session($node) } 1 .. 3;
+	$_->set(redis_url => $proxy->url, command_timeout => '300ms', on_error => 'allow') foreach @new;
+	is(outcomes(@new, @old), 'fail_open fail_open fail_open redis redis', 'new connections get no answer: sessions with a connection go on');
+	$watcher->set(redis_url => $proxy->url);
+	is(breaker(), 'closed', 'new connections get no answer: an answer on another closes the breaker');
+	$_->quit foreach @old, @new;
+}
+
+#
+# Sessions that wait longer than others
+#
+
+{
+	my $proxy = TcpProxy->new($redis->port);
+	my ($short, $long) = connected(2, redis_url => $proxy->url);
+
+	my $pid = $long->pid;
+
+	$short->set(command_timeout => '200ms', on_error => 'allow');
+	$long->set(command_timeout => '180s');
+	$watcher->set(redis_url => $proxy->url);
+	$redis->pause;
+	await('an open breaker', sub { $short->ask($take); return breaker() =~ /open/ });
+	$long->send("$take;");
+	$watcher->await_waiting($pid);
+	$redis->resume;
+	is($long->ask(''), 'redis', 'a server that is silent for 200 ms is asked by a session that waits longer');
+	$_->quit foreach $short, $long;
+}
+
 #
 # A stall under load
 #

@@ -457,7 +457,8 @@ sub goes_on { my ($client) = @_; my $source = $client->ask($call); return ($sour
 
 $runs{breaker} = {
 	CALL_STOPS_ALL => {
-		change => [ 'src/redis/route.c', 'worked ? RL_CALL_FAILED : RL_CONNECT_FAILED, given', 'RL_SILENT, given' ],
+		change => [ 'src/shared/breaker.c', "else if (failure == RL_CALL_UNANSWERED)\n\t\tentry->unanswered = true;",
+			"else\n\t\tentry->ask_at = now + FIRST_PAUSE, entry->silence = INT_MAX;" ],
 		run => sub {
 			my ($proxy, $broken) = proxied(1);
 
@@ -477,7 +478,7 @@ $runs{breaker} = {
 			return @seen;
 		} },
 	CONNECT_STOPS_ALL => {
-		change => [ 'src/shared/breaker.c', '(connected && entry.ask_at == 0)', '(connected && try_at(&entry) == 0)' ],
+		change => [ 'src/shared/breaker.c', '(connected && (entry.ask_at == 0 || rl_command_timeout > entry.silence))', '(connected && try_at(&entry) == 0)' ],
 		run => sub {
 			my ($proxy, $works) = proxied(1);
 
@@ -485,13 +486,25 @@ $runs{breaker} = {
 			is(via($proxy)->ask($call), 'fail_open', 'no connection can be made');
 			return goes_on($works);
 		} },
+	NEW_STOPS_ALL => {
+		change => [ 'src/shared/breaker.c', "entry->connect_at = entry->unanswered ? 0 : now + entry->pause;\n\t\tentry->ask_at = entry->unanswered ? now + entry->pause : 0;",
+			"entry->connect_at = 0;\n\t\tentry->ask_at = now + entry->pause;" ],
+		run => sub {
+			my ($proxy, $works) = proxied(1);
+			my $new = via($proxy, command_timeout => '2s');
+
+			$works->ask(q{SET ratelimit.command_timeout = '2s'});
+			$proxy->tell('hold');
+			is($new->ask($call), 'fail_open', 'a new connection gets no answer') foreach 1, 2;
+			return goes_on($works);
+		} },
 	NOT_CLOSED => {
-		change => [ 'src/shared/breaker.c', "if (answered)\n\t\t\tentry->ask_at = 0;", "if (answered)\n\t\t\t;" ],
+		change => [ 'src/shared/breaker.c', "{\n\t\t\tentry->ask_at = 0;", '{' ],
 		run => sub {
 			my ($proxy, $tries, $other) = proxied(2);
 
 			$redis->pause;
-			$tries->ask(q{SET ratelimit.command_timeout = '200ms'});
+			$_->ask(q{SET ratelimit.command_timeout = '2s'}) foreach $tries, $other;
 			await('an open breaker', sub { $tries->ask($call); return breaker() =~ /open/ });
 			$redis->resume;
 			$tries->ask(q{SET ratelimit.command_timeout = '180s'});
