@@ -239,4 +239,26 @@ is($session->ask(q{SELECT count(*) FROM pg_sleep(0), rl_inspect('held') WHERE us
 	is($real->ask("SELECT remaining FROM rl_peek('stale', '$limits', 0)"), 750, 'at their cost');
 }
 
+#
+# A master that was made a replica
+#
+
+# It gives no answer from its old data, and no error about what a call asks for.
+{
+	my $limits = 'concurrent 3/10s';
+	my %state = (
+		"rl_reserve('demoted', '$limits', 2, 'a')" => 'PT409',
+		"rl_reserve('full', '9999/1d', 1, 'one more')" => '54000',
+		"rl_extend('demoted', 'a', 11)" => '22023',
+		"rl_reserve('demoted', '$limits', 1, 'a')" => '00000',
+		"rl_settle('demoted', 'b', 1)" => '00000');
+
+	is(reserve(0, 'demoted', $limits, 'a'), 't', 'a reservation');
+	$session->fails(q{SELECT rl_reserve('full', '9999/1d', 1, 'id ' || n) FROM generate_series(1, 4096) n}, 'a full key', '54000', qr/reservations/);
+	is($session->attempt("SELECT $_")->{state}, $state{$_}, "the master: $_") foreach sort keys %state;
+	$redis->cli('REPLICAOF', '127.0.0.1', 1);
+	$session->fails("SELECT $_", "the replica: $_", 'PT504', qr/READONLY/) foreach sort keys %state;
+	$redis->cli('REPLICAOF', 'NO', 'ONE');
+}
+
 done_testing();
