@@ -528,6 +528,25 @@ answers(q{SELECT bool_or(there) FILTER (WHERE n <= 12000), bool_and(there) FILTE
 }
 
 #
+# Resets of limits with reservations
+#
+
+# A reset changes the reservations of its own key, and not those of other keys in its bucket.
+{
+	my $limits = 'fixed_window 1000/3650d';
+	my $keys = 'generate_series(1, 600) n';
+
+	answers("SELECT count(*) FILTER (WHERE r.allowed) FROM $keys, rl_reserve('key ' || n, '$limits', 10, 'job') r", 600, '600 keys have a reservation');
+	my $kept = states_kept();
+	answers("SELECT count(*) FROM $keys WHERE n % 2 = 1 AND rl_reset('key ' || n, '$limits')", 300, 'half of them are reset');
+	answers("SELECT count(*) FROM $keys WHERE rl_allow('key ' || n, '$limits', 5)", 600, 'all are charged again');
+	is(states_kept(), $kept, 'the store has as many states as before');
+	answers("SELECT count(*) FROM $keys WHERE rl_settle('key ' || n, 'job', 1)", 600, 'all reservations are settled');
+	answers("SELECT n % 2, min(remaining), max(remaining) FROM $keys, rl_peek('key ' || n, '$limits', 0) GROUP BY 1 ORDER BY 1",
+		"0|994|994\n1|995|995", 'those before a reset refund nothing, others their difference');
+}
+
+#
 # Reservations of one key that fill the store
 #
 
