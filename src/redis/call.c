@@ -786,8 +786,8 @@ take_left(Taking *taking, int n, bool lease, bool many, int64 *unanswered, RlUsa
 	}
 	set_calls(taking, nasked);
 	return nasked == 0 ||
-		rl_redis_pipeline(script, taking->ncalls, taking->keys, append_call, read_call, taking, unanswered,
-						  usage, error);
+		rl_redis_pipeline(script, taking->ncalls, taking->keys, RL_MAX_DUE, append_call, read_call, taking,
+						  unanswered, usage, error);
 }
 
 bool
@@ -877,6 +877,6 @@ rl_redis_take_parts(const RlAction *const *actions, int n, RlTook took, void *ar
 	Taking		taking = {.actions = actions,.took = took,.arg = arg,.error = error};
 
 	set_parts(&taking, room, n, true);
-	return rl_redis_pipeline(taking.script, taking.ncalls, NULL, append_call, read_call, &taking, unanswered,
-							 usage, error) && !taking.failed;
+	return rl_redis_pipeline(taking.script, taking.ncalls, NULL, RL_MAX_DUE, append_call, read_call, &taking,
+							 unanswered, usage, error) && !taking.failed;
 }

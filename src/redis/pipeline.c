@@ -482,12 +482,13 @@ run(Pipeline *p)
 /*
  * Runs a script n times. reply() gets the replies, also error replies, as they come, and
  * returns false with the error set if one makes no sense.  Call i is about keys[i] keys, or
- * about one if keys is NULL.  *unanswered is increased by the keys of calls under way, and stays
- * increased by those that may have run and have no reply.  Returns false with the first such
- * call's error set.  Raises an error if a setting is wrong, or at an interrupt.
+ * about one if keys is NULL.  At most max_due keys are under way, or two calls: many would lose
+ * their order if a call had to be sent again.  *unanswered is increased by the keys of calls under
+ * way, and stays increased by those that may have run and have no reply.  Returns false with the
+ * first such call's error set.  Raises an error if a setting is wrong, or at an interrupt.
  */
 bool
-rl_redis_pipeline(RlScript *script, int n, const int *keys, RlAppend append,
+rl_redis_pipeline(RlScript *script, int n, const int *keys, int max_due, RlAppend append,
 				  RlPipelineReply reply, void *arg, int64 *unanswered, RlUsage *usage, RlError *error)
 {
 	Pipeline	p = {.script = script,.n = n,.keys = keys,.nkeys = n,.append = append,.reply = reply,.arg = arg,
@@ -496,8 +497,7 @@ rl_redis_pipeline(RlScript *script, int n, const int *keys, RlAppend append,
 
 	for (int i = 0; keys != NULL && i < n; i++)
 		p.nkeys += keys[i] - 1;
-	/* Many keys under way would lose their order if a call had to be sent again. */
-	p.max_due = Max(RL_MAX_DUE * n / p.nkeys, 2);
+	p.max_due = Max(max_due * n / p.nkeys, 2);
 	rl_script_prepare(script);
 	rl_route_begin(&p.route, NULL, 0);
 	rl_streams_changed();

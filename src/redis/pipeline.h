@@ -45,7 +45,7 @@ typedef bool (*RlLineReply) (RlLine *line, RlCall call, void *arg, RlError *erro
 extern void rl_line_begin(RlLine *line, RlNode *node, int64 deadline, bool no_throw);
 extern void rl_line_append(RlLine *line, const RlCommand *command, const RlScript *script, RlCall call);
 extern bool rl_line_receive(RlLine *line, RlLineReply take, void *arg, RlError *error);
-extern bool rl_redis_pipeline(RlScript *script, int n, const int *keys, RlAppend append,
+extern bool rl_redis_pipeline(RlScript *script, int n, const int *keys, int max_due, RlAppend append,
 							  RlPipelineReply reply, void *arg, int64 *unanswered, RlUsage *usage,
 							  RlError *error);
 

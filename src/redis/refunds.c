@@ -172,6 +172,8 @@ rl_redis_refund_until(RlRefundCall *calls, int n, int64 until, RlUsage *usage, R
 					  RlError *error)
 {
 	Refunding	refunding = {.calls = calls,.n = n,.until = until,.why = why};
+	/* What is under way at that time is still waited for. */
+	int			max_due = until == PG_INT64_MAX ? RL_MAX_DUE : 16;
 	int64		unanswered = 0;
 	bool		done = true;
 	int			ncalls = n;
@@ -194,7 +196,7 @@ rl_redis_refund_until(RlRefundCall *calls, int n, int64 until, RlUsage *usage, R
 			refunding.keys[ncalls++] = end - i;
 		}
 		done = ncalls == 0 ||
-			rl_redis_pipeline(&rl_refund_charges_script, ncalls, refunding.keys, append_call, read_call,
+			rl_redis_pipeline(&rl_refund_charges_script, ncalls, refunding.keys, max_due, append_call, read_call,
 							  &refunding, &unanswered, usage, error);
 	}
 	pfree(refunding.first);
