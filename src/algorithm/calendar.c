@@ -247,8 +247,8 @@ rl_window_end(const RlLimit *limit, int64 name)
 
 /*
  * Sets the limit to that with the state tag "fixed_window:<unit>:<zone>", perhaps with
- * ":shadow".  Returns false if it is no such tag of this server.  Throws if there is no
- * memory to load the zone.
+ * ":shadow".  Returns false if it is no such tag, or, with limit->calendar set, if this server
+ * lacks the zone.  Throws if there is no memory to load the zone.
  */
 bool
 rl_calendar_of_name(const char *name, int len, RlLimit *limit)

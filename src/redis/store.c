@@ -9,6 +9,7 @@
 #include "postgres.h"
 
 #include "algorithm/calendar.h"
+#include "error.h"
 #include "redis/call.h"
 #include "redis/redis.h"
 #include "redis/scripts.h"
@@ -143,9 +144,9 @@ append_settle(RlCommand *command, int i pg_attribute_unused(), void *arg)
 	return true;
 }
 
-/* Reads the tags of calendars, a line each.  Returns false if they are no such tags. */
+/* Reads the tags of calendars, a line each.  Returns false with the error set if they are no such tags. */
 static bool
-read_calendars(const RlReply *reply, Settling *settling)
+read_calendars(const RlReply *reply, Settling *settling, RlError *error)
 {
 	const char *at = reply->data;
 	const char *end = at + reply->len;
@@ -155,11 +156,15 @@ read_calendars(const RlReply *reply, Settling *settling)
 		const char *line_end = memchr(at, '\n', end - at);
 		RlLimit    *limit = &settling->limit[settling->n];
 
-		if (line_end == NULL || settling->n == RL_MAX_LIMITS || !rl_calendar_of_name(at, line_end - at, limit))
-			return false;
+		if (line_end == NULL || settling->n == RL_MAX_LIMITS)
+			return rl_wrong_reply(error);
+		if (!rl_calendar_of_name(at, line_end - at, limit))
+			return limit->calendar == RL_NO_CALENDAR ? rl_wrong_reply(error) :
+				rl_error_set(error, ERRCODE_INVALID_TEXT_REPRESENTATION,
+							 "a time zone of the reservation is not known");
 		at = line_end + 1;
 	}
-	return settling->n > 0;
+	return settling->n > 0 || rl_wrong_reply(error);
 }
 
 /* It needs one call, or two if calendars are charged. */
@@ -175,8 +180,10 @@ redis_settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold, RlSettl
 			return false;
 		if (reply.kind != RL_REPLY_TEXT)
 			break;
-		if (calls > 0 || quota == RL_UNKNOWN || !read_calendars(&reply, &settling))
+		if (calls > 0 || quota == RL_UNKNOWN)
 			return rl_wrong_reply(error);
+		if (!read_calendars(&reply, &settling, error))
+			return false;
 	}
 	*settled = (RlSettled) {.how = RL_SETTLED_NONE};
 	if (reply.kind == RL_REPLY_NUMBERS && reply.is_array && reply.nvalues == 3 && quota != RL_UNKNOWN)

@@ -312,23 +312,28 @@ is($redis->cli('HGET', 'rl:{far:figures}', 'fixed_window:day:Europe/Berlin'),
 	sprintf('20260410 %d 1', $far + 23 * HOUR), 'the state has the window\'s first day, and its end');
 cmp_ok($redis->cli('PTTL', 'rl:{far:figures}'), '>', (23 + 48) * 3600 * 1000 - 1, 'it lives two days longer than its window');
 
-# A session loads the zone of another session's reservation before it locks the local store.
-# Without the zone, it gets an error.
+# A session loads the zone of another session's reservation, with the local store before it locks
+# anything.  Without the zone, it gets an error.
 {
 	my ($maker, $settles) = map { session($node) } 1, 2;
 	my $tokyo = q{'fixed_window 10/day in Asia/Tokyo'};
 
-	$_->ask('SET ratelimit.store = local') foreach $maker, $settles;
-	$maker->ask("SELECT rl_reserve('zone', $tokyo, 4, 'less'), rl_reserve('zone', $tokyo, 2, 'none')");
-	is($settles->ask(q{SELECT rl_settle('zone', 'less', 1)}), 't', 'a session loads the zone of a reservation to settle it');
-	set_clock(main_zones => '/Asia/Tokyo=/none');
-	my $lacks = session($node);
-	$lacks->ask('SET ratelimit.store = local');
-	my $attempt = $lacks->attempt(q{SELECT rl_settle('zone', 'none', 5)});
-	is("$attempt->{state} $attempt->{message}", '22P02 time zone "Asia/Tokyo" is not known', 'an error without the zone');
-	set_clock(main_zones => '/none=');
-	is($maker->ask(q{SELECT rl_settle('zone', 'none', 5)}), 't', 'and the reservation stays');
-	is($maker->ask("SELECT remaining FROM rl_peek('zone', $tokyo, 0)"), 4, 'both are settled at their cost');
+	foreach my $store ('local', 'redis')
+	{
+		my $not_known = $store eq 'local' ? 'time zone "Asia/Tokyo"' : 'a time zone of the reservation';
+
+		$_->set(store => $store) foreach $maker, $settles;
+		$maker->ask("SELECT rl_reserve('zone', $tokyo, 4, 'less'), rl_reserve('zone', $tokyo, 2, 'none')");
+		is($settles->ask(q{SELECT rl_settle('zone', 'less', 1)}), 't', "$store: a session loads the zone of a reservation to settle it");
+		set_clock(main_zones => '/Asia/Tokyo=/none');
+		my $lacks = session($node);
+		$lacks->set(store => $store);
+		my $attempt = $lacks->attempt(q{SELECT rl_settle('zone', 'none', 5)});
+		is("$attempt->{state} $attempt->{message}", "22P02 $not_known is not known", "$store: an error without the zone");
+		set_clock(main_zones => '/none=');
+		is($maker->ask(q{SELECT rl_settle('zone', 'none', 5)}), 't', "$store: and the reservation stays");
+		is($maker->ask("SELECT remaining FROM rl_peek('zone', $tokyo, 0)"), 4, "$store: both are settled at their cost");
+	}
 }
 
 done_testing();
