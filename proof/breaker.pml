@@ -8,10 +8,11 @@
  *
  * A time is later, or it has come; it comes at any moment, but in the end.  Left out are the
  * pause of a backend whose new connections get error replies (rl_node_may_connect), calls that
- * had less than half of their time, and that a backend which waits longer than the server was
- * silent is not stopped.
+ * had less than half of their time, that a backend which waits longer than the server was silent
+ * is not stopped, and how long the pauses are.
  *
- * Promises: a call with a connection that works is refused only if the server has been silent.
+ * Promises: a call with a connection that works is refused only if a call on a connection that had
+ * worked got no answer: the server has been silent, or the network has lost the connection.
  * When the world has become calm, in the end no call is refused.
  */
 #define BACKENDS	2
@@ -23,7 +24,7 @@ mtype = { open, wait, check, admitted };		/* RlAdmission */
 
 mtype server = answers;
 mtype connection[BACKENDS] = none;
-bool was_silent = false;		/* the server, at any time */
+bool was_silent = false;		/* the server, at any time, or a broken connection on a call */
 bool calm = false;
 
 /* BreakerEntry; its lock is held in each d_step */
@@ -72,7 +73,7 @@ inline forget_failure(connected, answered) {
 	tries[b] = false;
 	if
 	:: entry ->
-		connect_at = (connected || silence -> unset : connect_at);
+		connect_at = ((silence -> answered && (connected || unanswered) : connected) -> unset : connect_at);
 #ifndef MUTANT_NOT_CLOSED
 		ask_at = (answered -> unset : ask_at);
 		unanswered = unanswered && !answered;
@@ -181,15 +182,16 @@ refused:	assert(connection[b] != works || was_silent);
 	:: connection[b] == works && server != silent ->
 		/* rl_breaker_answered */
 		if
-		:: d_step { !entry || (connect_at != unset && ask_at == unset && !silence && !unanswered) -> skip }
-		:: d_step { entry && (connect_at == unset || ask_at != unset || silence || unanswered) -> skip };
+		:: d_step { !entry || (connect_at != unset && !unanswered) -> skip }
+		:: d_step { entry && (connect_at == unset || unanswered) -> skip };
 			d_step { forget_failure(false, true) }
 		fi
 	:: connection[b] == broken || connection[b] == mute ->
 		/* rl_route_failed */
 		connection[b] = none;
 		d_step { call_failed(false) }
-	:: connection[b] == works && server == silent ->
+	:: (connection[b] == works && server == silent) || connection[b] == broken ->
+		was_silent = true;
 		connection[b] = none;
 		d_step { call_failed(true) }
 	:: !calm -> goto interrupted

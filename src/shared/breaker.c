@@ -6,9 +6,10 @@
  * backends.  If connecting fails, no backend makes a new connection until
  * ratelimit.retry_interval has passed, and backends with a connection go on.  If the server is
  * silent (a call on a connection that had worked got no answer in time, and then neither did a
- * new connection), no backend asks it, unless it waits longer for an answer.  If a new connection
- * got no answer, one backend tries after FIRST_PAUSE, and then after twice the time, up to
- * ratelimit.retry_interval.
+ * new connection), no backend asks it.  If a new connection got no answer, one backend tries after
+ * FIRST_PAUSE, and then after twice the time, up to ratelimit.retry_interval; while others get
+ * answers, after FIRST_PAUSE each time.  A backend that waits longer than those that got no answer
+ * asks in any case.
  *
  * A call that fails on a connection that has worked makes the server suspect: the backend that
  * connects next checks it, and others that need a connection wait for the result.
@@ -42,8 +43,9 @@ typedef struct BreakerEntry
 	int64		connect_at;		/* connecting failed: no new connection before; 0: it did
 								 * not fail.  Monotonic, as the other times */
 	int64		ask_at;			/* the server is silent: no call before; 0: it is not */
-	int64		pause;			/* the last one after a silent connection */
-	bool		unanswered;		/* a call got no answer, on a connection that had worked */
+	int64		pause;			/* the last one after a silent connection; 0 when silence is */
+	int			unanswered;		/* how long a call got no answer on a connection that had
+								 * worked, in milliseconds; 0: none was without one */
 	int			silence;		/* how long new connections got no answer, in milliseconds; 0: that
 								 * is not how connecting failed */
 	int64		trying_until;	/* when the time of the backend that tries ends;
@@ -243,10 +245,12 @@ rl_breaker_admits(RlBreaker *breaker, bool connected, RlError *error)
 		BreakerEntry entry;
 
 		if (!copy_entry(breaker, &entry) ||
-			(connected && (entry.ask_at == 0 || rl_command_timeout > entry.silence)))
+			(connected && (entry.ask_at == 0 || rl_command_timeout > Min(entry.silence, entry.unanswered))))
 			return RL_ADMITTED;
 		if (!is_half_open(&entry, now))
 		{
+			if (!connected && entry.silence > 0 && rl_command_timeout > entry.silence)
+				return RL_CHECK;
 			rl_not_retrying(error, breaker->address, entry.message,
 							Max(try_at(&entry), entry.trying_until) - now);
 			return try_at(&entry) == 0 ? RL_WAIT : RL_OPEN;
@@ -283,20 +287,23 @@ forget_failure(RlBreaker *breaker, bool connected, bool answered)
 		return;
 	/* An answer on a connection that is there does not say that another one can be made. */
 	if (!copy_entry(breaker, &copy) ||
-		(!connected && copy.connect_at != 0 && copy.ask_at == 0 && copy.silence == 0 && !copy.unanswered))
+		(!connected && copy.connect_at != 0 && copy.pause <= FIRST_PAUSE && copy.unanswered == 0))
 		return;
 	set_trying(breaker, 0);
 	LWLockAcquire(lock, LW_EXCLUSIVE);
 	entry = find_entry(breaker);
 	if (entry != NULL)
 	{
-		if (connected || entry->silence > 0)
+		if (entry->silence > 0 ? answered && (connected || entry->unanswered > 0) : connected)
 			entry->connect_at = 0;
-		if (answered)
+		else if (answered && entry->pause > FIRST_PAUSE)
 		{
-			entry->ask_at = 0;
-			entry->unanswered = false;
+			/* A new connection may get an answer now too: the next try is soon. */
+			entry->connect_at -= entry->pause - FIRST_PAUSE;
+			entry->pause = FIRST_PAUSE;
 		}
+		if (answered)
+			entry->ask_at = entry->unanswered = 0;
 		if (try_at(entry) == 0)
 			remove_entry(entry);
 	}
@@ -344,21 +351,19 @@ rl_breaker_failed(RlBreaker *breaker, RlFailure failure, int64 pause, RlError *e
 		/* Without a new connection it is not known that the server is silent. */
 		entry->ask_at = 0;
 		entry->connect_at = now + pause;
-		entry->silence = 0;
+		entry->pause = entry->silence = 0;
 	}
 	else if (failure == RL_SILENT)
 	{
-		if (try_at(entry) == 0)
-			entry->pause = entry->silence = 0;
 		if (tried || entry->pause == 0)
 			entry->pause = Min(Max(entry->pause * 2, FIRST_PAUSE), interval);
 		entry->silence = Max(entry->silence, rl_command_timeout);
 		/* Without an unanswered call, only new connections are known to fail. */
-		entry->connect_at = entry->unanswered ? 0 : now + entry->pause;
-		entry->ask_at = entry->unanswered ? now + entry->pause : 0;
+		entry->connect_at = entry->unanswered > 0 ? 0 : now + entry->pause;
+		entry->ask_at = entry->unanswered > 0 ? now + entry->pause : 0;
 	}
 	else if (failure == RL_CALL_UNANSWERED)
-		entry->unanswered = true;
+		entry->unanswered = Max(entry->unanswered, rl_command_timeout);
 	if (failure < RL_CALL_FAILED)
 		entry->trying_until = 0;
 	if (failure < RL_CALL_FAILED || entry->message[0] == '\0')

@@ -363,7 +363,7 @@ like($session->ask('SELECT build FROM rl_status()'), qr/^\Q@{[ version() ]}\E(?:
 
 # The watcher does not use Redis, so it does not close the breaker.
 my $breaker = 'SELECT breaker, breaker_left > 0, breaker_left <= 0.5 FROM rl_status()';
-$watcher->ask("SET ratelimit.store = local; SET ratelimit.mode = enforce; SET ratelimit.retry_interval = '500ms'");
+$watcher->ask("SET ratelimit.store = local; SET ratelimit.mode = enforce; SET ratelimit.retry_interval = '500ms'; SET ratelimit.command_timeout = '100ms'");
 $session->ask("SET ratelimit.retry_interval = '500ms'; SELECT rl_check('warm', '7/1s'); SET ratelimit.command_timeout = '100ms'");
 is($watcher->ask($breaker), 'closed||', 'the breaker is closed');
 $redis->pause;

@@ -134,9 +134,38 @@ foreach my $how (qw(drop reset))
 	my @new = map { session($node) } 1 .. 3;
 	$_->set(redis_url => $proxy->url, command_timeout => '300ms', on_error => 'allow') foreach @new;
 	is(outcomes(@new, @old), 'fail_open fail_open fail_open redis redis', 'new connections get no answer: sessions with a connection go on');
+	# One session tries, however many answers the others get.
 	$watcher->set(redis_url => $proxy->url);
-	is(breaker(), 'closed', 'new connections get no answer: an answer on another closes the breaker');
+	await('a long pause', sub { $_->ask($take) foreach @new; return $watcher->ask('SELECT breaker_left > 0.3 FROM rl_status()') eq 't' });
+	is(outcomes(@old), 'redis redis', 'new connections get no answer: sessions with a connection still go on');
+	is($watcher->ask('SELECT coalesce(breaker_left, 0) <= 0.1 FROM rl_status()'), 't', 'new connections get no answer: after an answer the next try is soon');
+	await('the next try', sub { return breaker() eq 'half-open' });
+	my ($tries, $other) = @new;
+	$tries->set(command_timeout => '180s');
+	$tries->send("$take;");
+	await('a session to try', sub { return breaker() eq 'trying' });
+	is(outcomes(@old), 'redis redis', 'a session tries: sessions with a connection go on');
+	$other->set(on_error => 'error');
+	$other->fails($take, 'a session tries: another does not', 'PT504', qr/^not retrying Redis yet/);
+	$proxy->tell('accept');
+	is($tries->ask(''), 'redis', 'a session that tries gets an answer');
+	is(breaker(), 'closed', 'an answer on a new connection closes the breaker');
 	$_->quit foreach @old, @new;
+}
+
+# A connection without an answer does not say that the server is well.
+{
+	my $proxy = TcpProxy->new($redis->port);
+	my ($tries, $careless) = map { session($node) } 1, 2;
+
+	$_->set(redis_url => $proxy->url . '/1', command_timeout => '100ms') foreach $tries, $careless;
+	$careless->set(redis_url => $proxy->url, retry_interval => 0);
+	$watcher->set(redis_url => $proxy->url);
+	$redis->pause;
+	is(outcomes($tries, $careless), 'fail_open fail_open', 'a silent server: new connections get no answer');
+	isnt(breaker(), 'closed', 'a connection without an answer does not close the breaker');
+	$redis->resume;
+	$_->quit foreach $tries, $careless;
 }
 
 #
@@ -146,19 +175,43 @@ foreach my $how (qw(drop reset))
 {
 	my $proxy = TcpProxy->new($redis->port);
 	my ($short, $long) = connected(2, redis_url => $proxy->url);
-
-	my $pid = $long->pid;
+	my $new = session($node);
+	my %pid = map { $_ => $_->pid } $long, $new;
 
 	$short->set(command_timeout => '200ms', on_error => 'allow');
-	$long->set(command_timeout => '180s');
+	$new->set(redis_url => $proxy->url);
+	$_->set(command_timeout => '180s') foreach $long, $new;
 	$watcher->set(redis_url => $proxy->url);
 	$redis->pause;
-	await('an open breaker', sub { $short->ask($take); return breaker() =~ /open/ });
-	$long->send("$take;");
-	$watcher->await_waiting($pid);
+	await('an open breaker', sub { $short->ask($take); return $watcher->ask('SELECT breaker_left > 0.3 FROM rl_status()') eq 't' });
+	foreach my $session ($long, $new)
+	{
+		$session->send("$take;");
+		$watcher->await_waiting($pid{$session});
+	}
 	$redis->resume;
-	is($long->ask(''), 'redis', 'a server that is silent for 200 ms is asked by a session that waits longer');
-	$_->quit foreach $short, $long;
+	is($_->ask(''), 'redis', 'a server that is silent for 200 ms is asked by a session that waits longer') foreach $long, $new;
+	$_->quit foreach $short, $long, $new;
+}
+
+# A call that was not given much time says nothing to sessions that wait longer.
+{
+	my $proxy = TcpProxy->new($redis->port);
+	my ($short, $long) = connected(2, redis_url => $proxy->url);
+	my $new = session($node);
+
+	$short->set(command_timeout => '50ms');
+	$new->set(redis_url => $proxy->url, command_timeout => '2s');
+	$long->set(command_timeout => '2s');
+	$redis->pause;
+	is(outcomes($short), 'fail_open', 'a call with a short command_timeout');
+	$redis->resume;
+	$proxy->tell('hold');
+	$watcher->set(redis_url => $proxy->url);
+	is(outcomes($new), 'fail_open', 'a new connection gets no answer');
+	like(breaker(), qr/^(?:open|half-open)$/, 'the breaker is open');
+	is(outcomes($long), 'redis', 'a call that got no answer in 50 ms does not stop sessions that wait longer');
+	$_->quit foreach $short, $long, $new;
 }
 
 #

@@ -457,8 +457,8 @@ sub goes_on { my ($client) = @_; my $source = $client->ask($call); return ($sour
 
 $runs{breaker} = {
 	CALL_STOPS_ALL => {
-		change => [ 'src/shared/breaker.c', "else if (failure == RL_CALL_UNANSWERED)\n\t\tentry->unanswered = true;",
-			"else\n\t\tentry->ask_at = now + FIRST_PAUSE, entry->silence = INT_MAX;" ],
+		change => [ 'src/shared/breaker.c', "else if (failure == RL_CALL_UNANSWERED)\n\t\tentry->unanswered = Max(entry->unanswered, rl_command_timeout);",
+			"else\n\t\tentry->ask_at = now + FIRST_PAUSE, entry->silence = entry->unanswered = INT_MAX;" ],
 		run => sub {
 			my ($proxy, $broken) = proxied(1);
 
@@ -478,7 +478,7 @@ $runs{breaker} = {
 			return @seen;
 		} },
 	CONNECT_STOPS_ALL => {
-		change => [ 'src/shared/breaker.c', '(connected && (entry.ask_at == 0 || rl_command_timeout > entry.silence))', '(connected && try_at(&entry) == 0)' ],
+		change => [ 'src/shared/breaker.c', '(connected && (entry.ask_at == 0 || rl_command_timeout > Min(entry.silence, entry.unanswered)))', '(connected && try_at(&entry) == 0)' ],
 		run => sub {
 			my ($proxy, $works) = proxied(1);
 
@@ -487,8 +487,8 @@ $runs{breaker} = {
 			return goes_on($works);
 		} },
 	NEW_STOPS_ALL => {
-		change => [ 'src/shared/breaker.c', "entry->connect_at = entry->unanswered ? 0 : now + entry->pause;\n\t\tentry->ask_at = entry->unanswered ? now + entry->pause : 0;",
-			"entry->connect_at = 0;\n\t\tentry->ask_at = now + entry->pause;" ],
+		change => [ 'src/shared/breaker.c', "entry->connect_at = entry->unanswered > 0 ? 0 : now + entry->pause;\n\t\tentry->ask_at = entry->unanswered > 0 ? now + entry->pause : 0;",
+			"entry->connect_at = 0;\n\t\tentry->ask_at = now + entry->pause;\n\t\tentry->unanswered = INT_MAX;" ],
 		run => sub {
 			my ($proxy, $works) = proxied(1);
 			my $new = via($proxy, command_timeout => '2s');
@@ -499,7 +499,7 @@ $runs{breaker} = {
 			return goes_on($works);
 		} },
 	NOT_CLOSED => {
-		change => [ 'src/shared/breaker.c', "{\n\t\t\tentry->ask_at = 0;", '{' ],
+		change => [ 'src/shared/breaker.c', "if (answered)\n\t\t\tentry->ask_at = entry->unanswered = 0;", '' ],
 		run => sub {
 			my ($proxy, $tries, $other) = proxied(2);
 
