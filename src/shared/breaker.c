@@ -294,6 +294,7 @@ forget_failure(RlBreaker *breaker, bool connected, bool answered)
 	entry = find_entry(breaker);
 	if (entry != NULL)
 	{
+		/* A silence ends by an answer; one of new connections only, by an answer on a new one. */
 		if (entry->silence > 0 ? answered && (connected || entry->unanswered > 0) : connected)
 			entry->connect_at = 0;
 		else if (answered && entry->pause > FIRST_PAUSE)
