@@ -741,7 +741,7 @@ set_calls(Taking *taking, int n)
 		/* So a call has RL_MAX_TOGETHER limits at most, for which read_call has room. */
 		Assert(action_share >= limits->n);
 		if (i == 0 || !taking->many || bytes + action->key.len > MAX_KEY_BYTES || share + action_share > 100 ||
-			values + action_values > RL_MAX_VALUES - 1)
+			values + action_values > RL_MAX_VALUES - 2)
 		{
 			taking->first[taking->ncalls] = i;
 			taking->keys[taking->ncalls++] = 0;

@@ -330,6 +330,13 @@ foreach my $limits ('2/1h', 'token_bucket 2/1h', 'fixed_window 2/1h', 'sliding_w
 	}
 }
 
+# The longest reply: each key of a call is banned.
+foreach my $limits ('2/1h', 'token_bucket 2/1h', 'sliding_log 2/1h')
+{
+	$session->ask("SELECT count(rl_ban('$limits banned ' || i, 60)) FROM generate_series(1, 250) i");
+	is(sources("SELECT '$limits banned ' || i FROM generate_series(1, 250) i", $limits), 'ban f: 250', "$limits: all keys are banned");
+}
+
 # A call has as many keys as src/README.md says, so that it ends soon.
 foreach my $case ([ '2/1h', 100 ], [ 'token_bucket 2/1h', 42 ], [ 'fixed_window 2/1h', 42 ], [ 'sliding_window 2/1h', 20 ],
 	[ 'sliding_log 2/1h', 8 ], [ '2/1h, sliding_log 2/2h count_denied', 7 ], [ 'sliding_log 2/1h, sliding_log 2/2h', 4 ])
