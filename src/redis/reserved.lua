@@ -11,11 +11,17 @@
 local SLACK = least > 0 and 347133600000000 or 1000000
 -->
 
--- Deletes the records that have ended for "slack" microseconds, among "n" random fields.
+-- Deletes the records that have ended for "slack" microseconds, among "n" random fields. Others
+-- may be chunks of logs, whose values would take long.
 --< delete_ended
-local ended, found = {}, call('HRANDFIELD', hash, n, 'WITHVALUES')
-for i = 1, #found, 2 do
-  if string.sub(found[i], 1, 9) == 'reserved:' and string.match(found[i + 1], '^%d+') + slack <= now then
+local ended, found = {}, {}
+for _, name in ipairs(call('HRANDFIELD', hash, n)) do
+  if string.sub(name, 1, 9) == 'reserved:' then
+    found[#found + 1] = name
+  end
+end
+for i, value in ipairs(#found > 0 and call('HMGET', hash, unpack(found)) or found) do
+  if string.match(value, '^%d+') + slack <= now then
     ended[#ended + 1] = found[i]
   end
 end

@@ -240,6 +240,24 @@ is($session->ask(q{SELECT count(*) FROM pg_sleep(0), rl_inspect('held') WHERE us
 }
 
 #
+# A key that is full, of chunks of logs
+#
+
+# A call that searches it for reservations that have ended does not read the chunks.
+{
+	$redis->cli('EVAL', q{for n = 1, 6000 do redis.call('HSET', KEYS[1], 'sliding_log:86400000000:' .. n, string.rep('1', 256 * 22)) end},
+		1, 'rl:{chunks}');
+	$redis->cli('CONFIG', 'SET', 'slowlog-log-slower-than', 0);
+	my @ms = measures(5, sub {
+		$redis->cli('SLOWLOG', 'RESET');
+		$session->fails(q{SELECT rl_reserve('chunks', '9999/1d', 1, 'a')}, 'no place for a reservation', '54000', qr/reservations/);
+		return max(map { $_->[3][0] =~ /^EVAL/i ? $_->[2] / 1000 : 0 } @{ $redis->cli('SLOWLOG', 'GET', -1) });
+	});
+	cmp_ok(min(@ms), '<=', 5, "the search takes Redis at most 5 ms (@ms)");
+	$redis->cli('CONFIG', 'SET', 'slowlog-log-slower-than', -1);
+}
+
+#
 # A master that was made a replica
 #
 
