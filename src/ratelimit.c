@@ -10,6 +10,7 @@
 
 #include <limits.h>
 
+#include "access/xact.h"
 #include "miscadmin.h"
 #include "utils/guc.h"
 #include "utils/guc_tables.h"
@@ -25,6 +26,17 @@
 PG_MODULE_MAGIC_EXT(.name = "ratelimit", .version = RL_VERSION);
 #else
 PG_MODULE_MAGIC;
+#endif
+
+/*
+ * A flag of each setting.  A parallel query can be the first to load the library, in the backend
+ * of its client too.  Without the flag, core then drops the administrator's values, and the
+ * defaults would apply.  Older minor releases lack it, so there such a query fails.
+ */
+#ifdef GUC_ALLOW_IN_PARALLEL
+#define EACH_SETTING		GUC_ALLOW_IN_PARALLEL
+#else
+#define EACH_SETTING		0
 #endif
 
 uint64		rl_settings_version = 0;
@@ -170,7 +182,8 @@ static void
 define_text(const char *name, char **variable, const char *boot, int flags, GucStringAssignHook assign,
 			const char *summary, const char *details)
 {
-	DefineCustomStringVariable(name, summary, details, variable, boot, PGC_SUSET, flags, NULL, assign, NULL);
+	DefineCustomStringVariable(name, summary, details, variable, boot, PGC_SUSET, flags | EACH_SETTING, NULL,
+							   assign, NULL);
 }
 
 /* Defines one that only a superuser may read, because it names a file on the server. */
@@ -184,16 +197,16 @@ define_file(const char *name, char **variable, const char *summary, const char *
 static void
 define_clock(const char *name, char **variable, const char *summary, const char *details)
 {
-	DefineCustomStringVariable(name, summary, details, variable, "", PGC_SUSET, GUC_NOT_IN_SAMPLE,
-							   check_debug_now, NULL, NULL);
+	DefineCustomStringVariable(name, summary, details, variable, "", PGC_SUSET,
+							   GUC_NOT_IN_SAMPLE | EACH_SETTING, check_debug_now, NULL, NULL);
 }
 
 /* Defines a setting of milliseconds. */
 static void
 define_time(const char *name, int *variable, int boot, int least, const char *summary, const char *details)
 {
-	DefineCustomIntVariable(name, summary, details, variable, boot, least, INT_MAX / 2, PGC_SUSET, GUC_UNIT_MS,
-							NULL, NULL, NULL);
+	DefineCustomIntVariable(name, summary, details, variable, boot, least, INT_MAX / 2, PGC_SUSET,
+							GUC_UNIT_MS | EACH_SETTING, NULL, NULL, NULL);
 }
 
 /* Defines a setting with a list of values. */
@@ -201,7 +214,8 @@ static void
 define_enum(const char *name, int *variable, int boot, const struct config_enum_entry *options,
 			const char *summary, const char *details)
 {
-	DefineCustomEnumVariable(name, summary, details, variable, boot, options, PGC_SUSET, 0, NULL, NULL, NULL);
+	DefineCustomEnumVariable(name, summary, details, variable, boot, options, PGC_SUSET, EACH_SETTING, NULL,
+							 NULL, NULL);
 }
 
 /* Where Redis is, and how its keys begin. */
@@ -302,7 +316,7 @@ define_other_settings(void)
 							 "Has no effect without shared memory.",
 							 &rl_denial_cache,
 							 true,
-							 PGC_SUSET, 0,
+							 PGC_SUSET, EACH_SETTING,
 							 NULL, NULL, NULL);
 
 	/*
@@ -315,7 +329,7 @@ define_other_settings(void)
 								"It is read when the shared memory is created. When the memory is full, the state nearest to its end is evicted.",
 								&rl_local_max_keys,
 								100000, 100, 100000000,
-								process_shared_preload_libraries_in_progress ? PGC_POSTMASTER : PGC_SIGHUP, 0,
+								process_shared_preload_libraries_in_progress ? PGC_POSTMASTER : PGC_SIGHUP, EACH_SETTING,
 								NULL, NULL, NULL);
 
 	/* Superuser only: a role that sets the clock forward is never refused. */
@@ -332,6 +346,10 @@ define_other_settings(void)
 void
 _PG_init(void)
 {
+	if (EACH_SETTING == 0 && IsInParallelMode())
+		ereport(ERROR,
+				(errcode(ERRCODE_FEATURE_NOT_SUPPORTED),
+				 errmsg("ratelimit cannot be loaded during a parallel operation")));
 	refuse_client_options();
 	define_server_settings();
 	define_time_settings();

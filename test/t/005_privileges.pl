@@ -173,6 +173,19 @@ foreach my $names (@each)
 	still_limited($session, "the next login after $which");
 	$session->quit;
 }
+
+# A parallel query loads the library, in its client's backend because there is no worker.
+{
+	my $session = session($node, 'postgres', 'plain');
+	my $forced = $node->pg_version >= 16 ? 'debug_parallel_query' : 'force_parallel_mode';
+
+	$session->ask("SET $forced = on");
+	$session->ask('SET max_parallel_workers = 0');
+	is($session->ask(q{SELECT ('{' || count(*) * 0 + 5 || '/10s}')::rl_limits[] FROM orders}), '{"throttle 5/10s"}',
+		'a parallel query loads the library');
+	still_limited($session, 'after a parallel query has loaded the library');
+	$session->quit;
+}
 is($redis->cli('EVAL', q{return #redis.call('KEYS', '*')}, 0), 1, 'one key in Redis');
 is_deeply($other->cli('KEYS', '*'), [], 'no key in the other Redis');
 is($node->safe_psql('postgres', 'SELECT count(*) FROM orders'), '3', 'three orders, as allowed');
