@@ -21,6 +21,9 @@
 #include "algorithm/limits.h"
 #include "error.h"
 
+/* Bytes of a word that are read: more than any word has, and than an error shows. */
+#define MAX_WORD			100
+
 typedef struct Scan
 {
 	const char *start;
@@ -102,13 +105,17 @@ skip_space(Scan *scan)
 		scan->at++;
 }
 
-/* Returns the length of the word that starts here.  Any other character is a word. */
+/*
+ * Returns the length of the word that starts here, of a long one MAX_WORD.  Any other character
+ * is a word.
+ */
 static int
 word_length(const Scan *scan)
 {
 	const char *p = scan->at;
+	const char *end = scan->at + Min(scan->end - scan->at, MAX_WORD);
 
-	while (p < scan->end && (is_letter(*p) || is_digit(*p) || *p == '_' || *p == '.' || IS_HIGHBIT_SET(*p)))
+	while (p < end && (is_letter(*p) || is_digit(*p) || *p == '_' || *p == '.' || IS_HIGHBIT_SET(*p)))
 		p++;
 	if (p == scan->at && p < scan->end)
 		p++;

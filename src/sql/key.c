@@ -12,6 +12,7 @@
 #include <sys/socket.h>
 
 #include "catalog/pg_type.h"
+#include "miscadmin.h"
 #include "utils/array.h"
 #include "utils/builtins.h"
 #include "utils/fmgrprotos.h"
@@ -141,6 +142,7 @@ rl_key_part_append(StringInfo key, RlKeyPart *part, Datum value)
 		/* In server encodings an ASCII byte is always an ASCII character. */
 		if (text[i] != ':' && text[i] != '%' && text[i] != part->also)
 			continue;
+		CHECK_FOR_INTERRUPTS();
 		appendBinaryStringInfo(key, text + start, i - start);
 		appendStringInfo(key, "%%%02X", text[i]);
 		start = i + 1;

@@ -40,6 +40,36 @@ foreach my $call (q{rl_throttle('k', 1, 1, 1)}, q{rl_check('k', '1/1s')}, q{rl_a
 is($plain->attempt('SELECT * FROM rl_triggers')->{state}, '42501', 'without privileges: rl_triggers');
 is($plain->attempt(q{SELECT rl_key('order', 42)})->{answer}, 'order:42', 'every role can call rl_key');
 is($plain->attempt(q{SELECT '5/10s'::rl_limits})->{answer}, 'throttle 5/10s', 'every role can use the type');
+# However long a text is, rl_key can be cancelled while it runs, and a wrong text is rejected soon.
+$plain->ask(q{
+	CREATE FUNCTION plain.cancelled_key() RETURNS boolean LANGUAGE plpgsql AS $$
+	DECLARE
+		huge text;
+		key text;
+	BEGIN
+		huge := repeat(':', 30000000);
+		key := rl_key(huge);
+		RETURN false;
+	EXCEPTION WHEN query_canceled THEN
+		RETURN key IS NULL;
+	END $$;
+	CREATE FUNCTION plain.seconds(cast_it boolean) RETURNS double precision LANGUAGE plpgsql AS $$
+	DECLARE
+		huge text := '5/10' || repeat('a', 50000000);
+		began timestamptz := clock_timestamp();
+	BEGIN
+		IF cast_it THEN
+			huge := huge::rl_limits;
+		END IF;
+		huge := huge || 'x';
+		RETURN extract(epoch FROM clock_timestamp() - began);
+	EXCEPTION WHEN invalid_text_representation THEN
+		RETURN extract(epoch FROM clock_timestamp() - began);
+	END $$});
+is($plain->ask("SET statement_timeout = '1s'; SELECT plain.cancelled_key(); RESET statement_timeout"), 't', 'rl_key of a huge text is cancelled');
+is($plain->ask('SELECT min(plain.seconds(true)) < 20 * min(plain.seconds(false)) FROM generate_series(1, 5)'), 't',
+	'a huge text that is no rl_limits is rejected soon');
+$plain->ask('DROP FUNCTION plain.cancelled_key, plain.seconds');
 is($node->safe_psql('postgres', q{
 		SELECT string_agg(oid::regprocedure::text, ', ' ORDER BY oid) FROM pg_proc
 		WHERE has_function_privilege('public', oid, 'EXECUTE') AND proname NOT LIKE 'rl\_limits\_%'
