@@ -18,6 +18,8 @@
  */
 #include "postgres.h"
 
+#include <limits.h>
+
 #include "access/xact.h"
 
 #include "algorithm/limits.h"
@@ -34,6 +36,13 @@
 
 static RlOwner transaction = {.entries = DLIST_STATIC_INIT(transaction.entries)};	/* by level */
 static bool overflowed = false;
+
+/*
+ * Grants of deeper levels are of this one, because their subtransactions have committed.  The
+ * next grant sets their level.  So the release of an outer savepoint does not go through them
+ * for each of its levels, which no cancel could end.
+ */
+static int	committed_to = INT_MAX;
 
 /* Those whose units became free before they ended; the first, for the log. */
 static int	noutlived = 0;
@@ -86,6 +95,31 @@ queue_grant(RlLedgerEntry *grant)
 	rl_ledger_queue(grant);
 }
 
+/* Sets the level of grants whose subtransactions have committed.  Does not throw. */
+static void
+join_levels(void)
+{
+	dlist_head *grants = &transaction.entries;
+	dlist_node *node = NULL;
+	dlist_iter	iter;
+
+	dlist_foreach(iter, grants)
+	{
+		if (dlist_container(RlLedgerEntry, node, iter.cur)->id.level <= committed_to)
+			break;
+		node = iter.cur;
+	}
+	/* The oldest first, so that later charges are added to earlier ones. */
+	while (node != NULL)
+	{
+		dlist_node *newer = dlist_has_prev(grants, node) ? dlist_prev_node(grants, node) : NULL;
+
+		(void) rl_ledger_set_level(dlist_container(RlLedgerEntry, node, node), committed_to);
+		node = newer;
+	}
+	committed_to = INT_MAX;
+}
+
 static void
 subtransaction_ends(SubXactEvent event, SubTransactionId mine pg_attribute_unused(),
 					SubTransactionId parent pg_attribute_unused(),
@@ -96,8 +130,16 @@ subtransaction_ends(SubXactEvent event, SubTransactionId mine pg_attribute_unuse
 
 	if (event != SUBXACT_EVENT_COMMIT_SUB && event != SUBXACT_EVENT_ABORT_SUB)
 		return;
-	if (event == SUBXACT_EVENT_ABORT_SUB)
-		rl_breakers_release();
+	if (event == SUBXACT_EVENT_COMMIT_SUB)
+	{
+		if (!dlist_is_empty(&transaction.entries))
+			committed_to = Min(committed_to, level - 1);
+		return;
+	}
+	rl_breakers_release();
+	/* Nothing was granted since that level's subtransaction has committed. */
+	if (level > committed_to)
+		return;
 	/* The level's grants are the newest: its parent was granted nothing meanwhile. */
 	dlist_foreach_modify(iter, &transaction.entries)
 	{
@@ -105,10 +147,7 @@ subtransaction_ends(SubXactEvent event, SubTransactionId mine pg_attribute_unuse
 
 		if (grant->id.level < level)
 			break;
-		if (event == SUBXACT_EVENT_ABORT_SUB)
-			queue_grant(grant);
-		else
-			rl_ledger_set_level(grant, level - 1);
+		queue_grant(grant);
 	}
 }
 
@@ -202,6 +241,7 @@ transaction_ends(XactEvent event, void *arg pg_attribute_unused())
 	log_outlived();
 	dlist_init(&transaction.entries);
 	overflowed = false;
+	committed_to = INT_MAX;
 	rl_ledger_close();
 }
 
@@ -224,6 +264,8 @@ rl_grants_note(const RlKey *key, const RlLimits *limits, const RlCharge *charges
 {
 	int			level = GetCurrentTransactionNestLevel();
 
+	if (committed_to < INT_MAX)
+		join_levels();
 	/* Units of a lot are charged to all limits, so a rollback returns them only if it refunds all. */
 	if (limits->n > 1)
 		lot = 0;

@@ -57,6 +57,27 @@ foreach my $case ([ 'COMMIT', 20_000 ], [ 'ROLLBACK', 5000 ], [ 'COMMIT', 500 ])
 	$redis->cli('FLUSHALL');
 }
 
+# The release of an outer savepoint goes through them once, and not for each savepoint in it.
+{
+	my ($name, $n, $depth) = (new_name(), 10_000, 2000);
+	my $now = q{SELECT extract(epoch FROM clock_timestamp())};
+	my @time;
+
+	$session->ask('BEGIN; ' . join(' ', map { "SAVEPOINT s$_;" } 1 .. $depth));
+	push @time, $session->ask($now);
+	$session->ask("INSERT INTO jobs SELECT '$name' || i FROM generate_series(1, $n) i");
+	push @time, $session->ask($now);
+	$session->ask('RELEASE s2');
+	push @time, $session->ask($now);
+	cmp_ok($time[2] - $time[1], '<', $time[1] - $time[0], 'to release savepoints takes less time than to charge');
+	$session->ask("INSERT INTO jobs VALUES ('${name}0')");
+	$session->ask('ROLLBACK TO s1');
+	is($session->ask("SELECT charged('$name', 100, 'concurrent 1/30min')"), 0, 'the savepoint outside of them refunds all');
+	$session->ask('COMMIT');
+	is(lost(), 0, 'no refund is lost');
+	$redis->cli('FLUSHALL');
+}
+
 # Limits of all algorithms, several for each key; one key is of another type.
 {
 	my $limits = join ', ', map { "$_ refund_on_abort" } '5/10d', 'token_bucket 5/10d', 'fixed_window 5/10d', 'fixed_window 5/month',

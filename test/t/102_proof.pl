@@ -392,7 +392,7 @@ sub refunds_once
 }
 
 $runs{ledger} = {
-	RELEASE_STAYS => keeps([ 'src/transaction.c', 'rl_ledger_set_level(grant, level - 1);', ';' ],
+	RELEASE_STAYS => keeps([ 'src/transaction.c', 'committed_to = Min(committed_to, level - 1);', ';' ],
 		'SAVEPOINT s; TAKE RELEASE s; SAVEPOINT t; ROLLBACK TO t;'),
 	COMMIT_REFUNDS => keeps([ 'src/transaction.c', 'if (aborts || grant->cause == RL_OF_CONCURRENT)', 'if (true)' ], 'TAKE'),
 	INTERRUPTED_KEPT => refunds_once([ 'src/ledger.c', 'settle(unsettled, KEEP, &error);', 'unsettled = NULL;' ], 'hold'),
