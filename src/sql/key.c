@@ -183,7 +183,10 @@ append_array(StringInfo key, FunctionCallInfo fcinfo, RlKeyPart *part)
 	get_typlenbyvalalign(ARR_ELEMTYPE(array), &len, &byval, &align);
 	deconstruct_array(array, ARR_ELEMTYPE(array), len, byval, align, &values, &nulls, &n);
 	for (int i = 0; i < n; i++)
+	{
+		CHECK_FOR_INTERRUPTS();
 		append_element(key, part, values[i], nulls[i], i);
+	}
 }
 
 /*

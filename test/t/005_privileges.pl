@@ -49,7 +49,20 @@ $plain->ask(q{
 	BEGIN
 		huge := repeat(':', 30000000);
 		key := rl_key(huge);
-		RETURN false;
+		-- It was faster than the timeout.
+		RETURN true;
+	EXCEPTION WHEN query_canceled THEN
+		RETURN key IS NULL;
+	END $$;
+	CREATE FUNCTION plain.cancelled_list() RETURNS boolean LANGUAGE plpgsql AS $$
+	DECLARE
+		huge int[];
+		key text;
+	BEGIN
+		huge := array_fill(1, ARRAY[20000000]);
+		key := rl_key(VARIADIC huge);
+		-- It was faster than the timeout.
+		RETURN true;
 	EXCEPTION WHEN query_canceled THEN
 		RETURN key IS NULL;
 	END $$;
@@ -67,9 +80,10 @@ $plain->ask(q{
 		RETURN extract(epoch FROM clock_timestamp() - began);
 	END $$});
 is($plain->ask("SET statement_timeout = '1s'; SELECT plain.cancelled_key(); RESET statement_timeout"), 't', 'rl_key of a huge text is cancelled');
+is($plain->ask("SET statement_timeout = '1s'; SELECT plain.cancelled_list(); RESET statement_timeout"), 't', 'and so is that of a huge array');
 is($plain->ask('SELECT min(plain.seconds(true)) < 20 * min(plain.seconds(false)) FROM generate_series(1, 5)'), 't',
 	'a huge text that is no rl_limits is rejected soon');
-$plain->ask('DROP FUNCTION plain.cancelled_key, plain.seconds');
+$plain->ask('DROP FUNCTION plain.cancelled_key, plain.cancelled_list, plain.seconds');
 is($node->safe_psql('postgres', q{
 		SELECT string_agg(oid::regprocedure::text, ', ' ORDER BY oid) FROM pg_proc
 		WHERE has_function_privilege('public', oid, 'EXECUTE') AND proname NOT LIKE 'rl\_limits\_%'
