@@ -8,8 +8,8 @@
  *
  * A time is later, or it has come; it comes at any moment, but in the end.  Left out are the
  * pause of a backend whose new connections get error replies (rl_node_may_connect), calls that
- * had less than half of their time, that a backend which waits longer than the server was silent
- * is not stopped, and how long the pauses are.
+ * had less than half of their time, and the length of pauses and timeouts.  So each backend waits
+ * as long as the others, and none may ask because it waits longer.
  *
  * Promises: a call with a connection that works is refused only if a call on a connection that had
  * worked got no answer: the server has been silent, or the network has lost the connection.
@@ -24,7 +24,7 @@ mtype = { open, wait, check, admitted };		/* RlAdmission */
 
 mtype server = answers;
 mtype connection[BACKENDS] = none;
-bool was_silent = false;		/* the server, at any time, or a broken connection on a call */
+bool was_silent = false;		/* the server was silent at any time, or a connection that had worked */
 bool calm = false;
 
 /* BreakerEntry; its lock is held in each d_step */

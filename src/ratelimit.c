@@ -29,9 +29,9 @@ PG_MODULE_MAGIC;
 #endif
 
 /*
- * A flag of each setting.  A parallel query can be the first to load the library, in the backend
- * of its client too.  Without the flag, core then drops the administrator's values, and the
- * defaults would apply.  Older minor releases lack it, so there such a query fails.
+ * A flag of each setting.  A parallel query can be the first to load the library, also in the
+ * backend of its client.  Without the flag, core then drops the administrator's values, and the
+ * defaults would apply.  Older minor releases lack the flag; there, such a query fails.
  */
 #ifdef GUC_ALLOW_IN_PARALLEL
 #define EACH_SETTING		GUC_ALLOW_IN_PARALLEL

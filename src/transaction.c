@@ -38,9 +38,9 @@ static RlOwner transaction = {.entries = DLIST_STATIC_INIT(transaction.entries)}
 static bool overflowed = false;
 
 /*
- * Grants of deeper levels are of this one, because their subtransactions have committed.  The
- * next grant sets their level.  So the release of an outer savepoint does not go through them
- * for each of its levels, which no cancel could end.
+ * Grants of deeper levels belong to this level, because their subtransactions have committed.
+ * The next grant sets their level.  The release of an outer savepoint cannot be cancelled, so it
+ * must not go through the grants once for each savepoint in it.
  */
 static int	committed_to = INT_MAX;
 

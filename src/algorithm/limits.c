@@ -21,7 +21,7 @@
 #include "algorithm/limits.h"
 #include "error.h"
 
-/* Bytes of a word that are read: more than any word has, and than an error shows. */
+/* The most bytes of a word that are read.  Words of the grammar are shorter. */
 #define MAX_WORD			100
 
 typedef struct Scan
@@ -105,10 +105,7 @@ skip_space(Scan *scan)
 		scan->at++;
 }
 
-/*
- * Returns the length of the word that starts here, of a long one MAX_WORD.  Any other character
- * is a word.
- */
+/* Returns the length of the word that starts here, at most MAX_WORD.  Any other character is a word. */
 static int
 word_length(const Scan *scan)
 {

@@ -43,11 +43,11 @@ typedef struct BreakerEntry
 	int64		connect_at;		/* connecting failed: no new connection before; 0: it did
 								 * not fail.  Monotonic, as the other times */
 	int64		ask_at;			/* the server is silent: no call before; 0: it is not */
-	int64		pause;			/* the last one after a silent connection; 0 when silence is */
+	int64		pause;			/* the last one after a silent connection; 0 if silence is 0 */
 	int			unanswered;		/* how long a call got no answer on a connection that had
-								 * worked, in milliseconds; 0: none was without one */
-	int			silence;		/* how long new connections got no answer, in milliseconds; 0: that
-								 * is not how connecting failed */
+								 * worked, in milliseconds; 0: each got one */
+	int			silence;		/* how long new connections got no answer, in milliseconds; 0:
+								 * connecting has not failed in this way */
 	int64		trying_until;	/* when the time of the backend that tries ends;
 								 * 0: none tries */
 	char		message[256];
@@ -294,7 +294,7 @@ forget_failure(RlBreaker *breaker, bool connected, bool answered)
 	entry = find_entry(breaker);
 	if (entry != NULL)
 	{
-		/* A silence ends by an answer; one of new connections only, by an answer on a new one. */
+		/* An answer ends a silence.  If only new connections were silent, it must be on a new one. */
 		if (entry->silence > 0 ? answered && (connected || entry->unanswered > 0) : connected)
 			entry->connect_at = 0;
 		else if (answered && entry->pause > FIRST_PAUSE)
