@@ -570,6 +570,8 @@ run(RlAction *actions, int n, RlAnswer *answers, Call *calls, RlLeaseCall *lease
 		apply_on_error(calls, asked, together, &error);
 	for (int i = 0; i < asked; i++)
 		finish(&calls[i]);
+	/* One that has waited for the reply to a charge, which is noted now. */
+	CHECK_FOR_INTERRUPTS();
 }
 
 /*

@@ -334,6 +334,14 @@ ask_again(Taking *taking, int call)
 		taking->left[taking->order[taking->first[call] + i]] = true;
 }
 
+/* Returns true if what the action charges may have to be refunded, by its transaction, its statement, or its other parts. */
+static bool
+may_be_refunded(const Taking *taking, const RlAction *action)
+{
+	return action->quota > 0 && action->how != RL_PEEK &&
+		(action->limits->refunds || action->timed || (taking->form == TOGETHER && taking->took != NULL));
+}
+
 /* Returns false if the call's keys are to be asked by a call each. */
 static bool
 append_call(RlCommand *command, int call, void *arg)
@@ -359,6 +367,7 @@ append_call(RlCommand *command, int call, void *arg)
 		char		name[RL_MAX_REDIS_KEY];
 
 		rl_command_arg(command, name, rl_redis_key(&actions[order[i]]->key, name));
+		command->reply_first |= may_be_refunded(taking, actions[order[i]]);
 	}
 	if (!one_key)
 		rl_command_text(command, rl_debug_now);

@@ -8,6 +8,7 @@
 
 #include "common/cryptohash.h"
 #include "common/sha1.h"
+#include "miscadmin.h"
 #include "utils/builtins.h"
 #include "utils/timestamp.h"
 
@@ -226,6 +227,8 @@ send_command(RlCommand *command, const RlScript *script, RlReply *reply, RlError
 		int64		given;
 		RlOutcome	outcome;
 
+		/* An interrupt that came while the reply was waited for: nothing was charged. */
+		CHECK_FOR_INTERRUPTS();
 		if (!rl_route_connect(&route, error))
 			return false;
 		if (command->node != NULL && command->resumes && (!route.reused || route.node != command->node))
@@ -235,8 +238,11 @@ send_command(RlCommand *command, const RlScript *script, RlReply *reply, RlError
 		if (command->usage != NULL)
 			command->usage->round_trips++;
 		given = route.deadline - rl_monotonic_now();
+		if (command->reply_first)
+			rl_socket_reply_first();
 		outcome = rl_stream_exchange(&route.node->conn, &out, route.asking ? 2 : 1,
 									 route.deadline, reply, error);
+		rl_socket_reply_read();
 		/* What is not sent is no round trip: a lease then keeps its leftovers. */
 		if (outcome == RL_NOT_SENT && command->usage != NULL)
 			command->usage->round_trips--;

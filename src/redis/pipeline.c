@@ -11,6 +11,7 @@
  */
 #include "postgres.h"
 
+#include "miscadmin.h"
 #include "nodes/pg_list.h"
 
 #include "error.h"
@@ -47,6 +48,7 @@ typedef struct Pipeline
 	int64		pause_until;	/* before that nothing is sent again */
 	RlLine	   *blocked;		/* the line that the next call must wait for */
 	int			resent;			/* calls under way that were sent before */
+	bool		replies_first;	/* calls under way may have to be refunded (RlCommand) */
 	int			nlines;
 	RlLine	   *lines[RL_MAX_STREAMS];
 } Pipeline;
@@ -255,6 +257,13 @@ find_line(Pipeline *p, RlCall *call)
 	return NULL;
 }
 
+/* Returns true if an interrupt waits for the replies to the calls under way, and no more is to be sent. */
+static bool
+is_interrupted(const Pipeline *p)
+{
+	return p->replies_first && InterruptPending && INTERRUPTS_CAN_BE_PROCESSED();
+}
+
 /*
  * Puts calls on their lines until a line has no room, and goes on when it has room for many, so
  * that a write has many commands.  While calls must be sent again no new ones are sent: calls
@@ -266,7 +275,7 @@ fill_lines(Pipeline *p)
 	if (p->blocked != NULL && p->blocked->stream.due <= p->max_due / 2 &&
 		rl_stream_is_sent(&p->blocked->stream))
 		p->blocked = NULL;
-	while (p->blocked == NULL && !p->no_server)
+	while (p->blocked == NULL && !p->no_server && !is_interrupted(p))
 	{
 		RlCall	   *again = p->to_resend != NIL ? linitial(p->to_resend) : NULL;
 		RlCall		call = {.i = p->next,.n = 1};
@@ -294,6 +303,11 @@ fill_lines(Pipeline *p)
 		if (line == NULL || (p->command == NULL && !write_command(p, &call)))
 			continue;
 		rl_line_append(line, p->command, p->script, call);
+		if (p->command->reply_first)
+		{
+			p->replies_first = true;
+			rl_socket_reply_first();
+		}
 		p->resent += call.resent;
 		if (p->usage != NULL)
 			p->usage->round_trips++;
@@ -441,6 +455,18 @@ give_up(Pipeline *p)
 	p->no_server = true;
 }
 
+/* Serves an interrupt if no call is under way.  Raises an error then, unless it is no cancel. */
+static void
+serve_interrupt(Pipeline *p)
+{
+	for (int i = 0; i < p->nlines; i++)
+		if (p->lines[i]->stream.due > 0)
+			return;
+	rl_socket_reply_read();
+	p->replies_first = false;
+	CHECK_FOR_INTERRUPTS();
+}
+
 static void
 run(Pipeline *p)
 {
@@ -448,6 +474,8 @@ run(Pipeline *p)
 
 	for (;;)
 	{
+		if (is_interrupted(p))
+			serve_interrupt(p);
 		/* Late, look once more: this process may have been slow. */
 		bool		late = rl_monotonic_now() > p->end + p->route.spent;
 
@@ -504,6 +532,7 @@ rl_redis_pipeline(RlScript *script, int n, const int *keys, int max_due, RlAppen
 	p.progress = start;
 	p.end = start + (int64) rl_command_timeout * 1000 * (1 + p.nkeys / KEYS_PER_TIMEOUT);
 	run(&p);
+	rl_socket_reply_read();
 	rl_breakers_release();
 	list_free_deep(p.to_resend);
 	if (usage != NULL)

@@ -27,6 +27,7 @@
 #define CreateWaitEventSet(owner, n) CreateWaitEventSet(TopMemoryContext, (n))
 #endif
 
+#define REPLY_FIRST_US		100000	/* in which a call that may be refunded is not interrupted */
 #define MAX_HOST_ADDRESSES	16
 #define MAX_ADDRESS_TEXT	64	/* an address of IP version 6 with its scope */
 #define MAX_CODE			16	/* letters of the code of an error reply */
@@ -186,29 +187,57 @@ rl_events_create(int nsockets)
 	return set;
 }
 
+/* Waits serve no interrupt before this monotonic time. */
+static int64 uninterrupted_until = 0;
+
+/*
+ * Lets the waits of the next REPLY_FIRST_US serve no interrupt.  To be called when a call is sent
+ * that the transaction may have to refund: without its reply, the transaction would not know
+ * whether there is a charge.  An interrupt that came meanwhile stays pending.
+ */
+void
+rl_socket_reply_first(void)
+{
+	uninterrupted_until = rl_monotonic_now() + REPLY_FIRST_US;
+}
+
+/* Ends this, when no such call is under way. */
+void
+rl_socket_reply_read(void)
+{
+	uninterrupted_until = 0;
+}
+
 /* Waits until sockets are ready.  Returns how many, at most n; 0 if late.  May raise at an interrupt. */
 int
 rl_events_wait(WaitEventSet *set, int64 deadline, WaitEvent *events, int n)
 {
 	for (;;)
 	{
-		int64		left = Max(deadline - rl_monotonic_now(), 0);
-		int			found = WaitEventSetWait(set, (left + 999) / 1000, events, n, rl_wait_event());
+		int64		now = rl_monotonic_now();
+		int64		left = Max(deadline - now, 0);
+		int64		wait = left;
+		int			found;
 		int			ready = 0;
 
+		/* The latch was reset when the interrupt came. */
+		if (!InterruptPending || uninterrupted_until == 0)
+			CHECK_FOR_INTERRUPTS();
+		else
+			wait = Min(left, Max(uninterrupted_until - now, 0));
+		found = WaitEventSetWait(set, (wait + 999) / 1000, events, n, rl_wait_event());
 		for (int i = 0; i < found; i++)
 		{
 			if (events[i].events & WL_LATCH_SET)
-			{
 				ResetLatch(MyLatch);
-				CHECK_FOR_INTERRUPTS();
-			}
 			else
 				events[ready++] = events[i];
 		}
-		/* After the deadline, look once more: this process may have been slow. */
+		/* After each deadline, look once more: this process may have been slow. */
 		if (ready > 0 || (found == 0 && left == 0))
 			return ready;
+		if (found == 0 && now >= uninterrupted_until)
+			uninterrupted_until = 0;
 	}
 }
 
@@ -258,11 +287,17 @@ rl_socket_wait(RlConnection *conn, uint32 what, int64 deadline, bool no_throw)
 	return rl_events_wait(conn->events, deadline, &event, 1) > 0;
 }
 
-/* Sleeps for RL_PAUSE_MS, until the deadline at most, as rl_sleep_until does. */
+/* Sleeps for RL_PAUSE_MS, until the deadline at most.  May raise at an interrupt, as rl_events_wait does. */
 void
 rl_pause(int64 deadline)
 {
-	rl_sleep_until(Min(deadline, rl_monotonic_now() + RL_PAUSE_MS * 1000), rl_wait_event());
+	int64		until = Min(deadline, rl_monotonic_now() + RL_PAUSE_MS * 1000);
+
+	/* Streams without a descriptor for their joint events are waited for so. */
+	if (until < uninterrupted_until)
+		pg_usleep(Max(until - rl_monotonic_now(), 0));
+	else
+		rl_sleep_until(until, rl_wait_event());
 }
 
 /*

@@ -56,6 +56,8 @@ extern void rl_tls_free(struct ssl_st *tls);
 extern WaitEventSet *rl_events_create(int nsockets);
 extern bool rl_events_have_room(int socket);
 extern int	rl_events_wait(WaitEventSet *set, int64 deadline, WaitEvent *events, int n);
+extern void rl_socket_reply_first(void);
+extern void rl_socket_reply_read(void);
 extern void rl_pause(int64 deadline);
 
 extern bool rl_socket_has_room(void);

@@ -8,6 +8,7 @@
 use RatelimitTest;
 use LyingServer;
 use RedisMonitor;
+use TcpProxy;
 
 my ($redis, $node, $session) = start_servers(\&shared_node, 'max_prepared_transactions = 2', 'ratelimit.retry_interval = 0');
 my $watcher = session($node);
@@ -242,6 +243,47 @@ is_deeply([ lost() ], [], 'no refund is lost');
 	is($liar->requests, 3, 'the refund of an earlier charge is sent after the rest of the reply');
 	$victim->quit;
 	is_deeply([ lost() ], [], 'it is not lost');
+}
+
+# A cancel that comes just before the reply: the reply comes first, so the charge is known, and refunded.
+{
+	my $proxy = TcpProxy->new($redis->port);
+	my $victim = session($node);
+	my $victim_pid = $victim->pid;
+	my $key = new_key();
+	my $held = sub { return $watcher->ask("SELECT 3 - remaining FROM rl_peek('$key', 'concurrent 3/1h', 0)") };
+
+	$session->ask(q{
+		CREATE TABLE parcels (customer int);
+		CREATE TRIGGER each AFTER INSERT ON parcels REFERENCING NEW TABLE AS added FOR EACH STATEMENT
+			EXECUTE FUNCTION rl_enforce('parcel:{customer}', '10/10d')});
+	$victim->ask("SET ratelimit.redis_url = '" . $proxy->url . "'; SELECT take('another', 0)");
+	new_log($node);
+	$proxy->tell("interrupt $victim_pid");
+	$victim->ends("SELECT rl_check('$key', 'concurrent 3/1h')", 'a cancel just before the reply to a call', '57014');
+	is($held->(), 0, 'no unit is held');
+	$victim->ask("BEGIN; SELECT take('$key', 5)");
+	$proxy->tell("interrupt $victim_pid");
+	$victim->ends("SELECT take('$key', 2)", 'the same in a transaction', '57014');
+	$victim->ask('ROLLBACK');
+	is(free($key), 10, 'both charges are refunded');
+	foreach my $n (1 .. 3)
+	{
+		$victim->ask("BEGIN; INSERT INTO orders VALUES (200 + $n, 'gil', 1); SAVEPOINT s");
+		$proxy->tell("interrupt $victim_pid");
+		$victim->ends("INSERT INTO orders VALUES (300 + $n, 'gil', 1); SET CONSTRAINTS ALL IMMEDIATE", 'the same in a row trigger', '57014');
+		$victim->ask('ROLLBACK');
+		is(orders('gil'), '10 10 10', 'the charges of both rows are refunded');
+	}
+	$proxy->tell("interrupt $victim_pid");
+	$victim->ends('INSERT INTO parcels SELECT generate_series(1, 2000)', 'the same in a trigger FOR EACH STATEMENT', '57014');
+	is($watcher->ask("SELECT count(*) FROM generate_series(1, 2000) n, rl_peek('parcel:' || n, '10/10d', 0) WHERE remaining < 10"), 0, 'no key stays charged');
+	$proxy->tell("terminate $victim_pid");
+	$victim->send("SELECT rl_check('$key', 'concurrent 3/1h')\n;");
+	$watcher->await_end($victim_pid);
+	is($held->(), 0, 'a session that is terminated so holds no unit');
+	eval { $victim->quit };
+	unlike(new_log($node), qr/could not refund/, 'no refund is lost');
 }
 
 # A call that is not answered loses all refunds.

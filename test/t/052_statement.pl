@@ -414,24 +414,29 @@ foreach my $how ('pg_cancel_backend', 'pg_terminate_backend', $on_redis ? 'silen
 	$victim->ask("SET ratelimit.command_timeout = '" . ($how eq 'silence' ? 5 : 120) . "s'");
 	# So that calls fail at once while the breaker is open.
 	$victim->ask("SET ratelimit.retry_interval = '1s'") if $how eq 'silence';
+	my @before;
 	my $name = half_way(($how =~ /_(\w+)_/ ? $1 : $how) . '_', $keys, $victim, sub {
+		@before = sockets_of($victim_pid);
 		$session->ask("SELECT $how($victim_pid)") if $how ne 'silence';
 	});
-	if ($how eq 'silence')
+	if ($how ne 'pg_terminate_backend' && $on_redis)
 	{
 		# The connection without an answer is closed, and then Redis answers again.
-		my @before = sockets_of($victim_pid);
 		await('the end of the connection', sub { my %now = map { $_ => 1 } sockets_of($victim_pid); return grep { !$now{$_} } @before });
 		$redis->resume;
+	}
+	if ($how eq 'silence')
+	{
 		$victim->ends('', "$how in the middle of a statement", 'PT504');
 	}
 	elsif ($how eq 'pg_cancel_backend')
 	{
-		$redis->resume if $on_redis;
 		$victim->ends('', "$how in the middle of a statement", '57014');
 	}
 	else
 	{
+		# It has waited for the replies as long as a cancel does, and waits where it cannot be interrupted.
+		await('the end of the wait', sub { return $session->waits_for($victim_pid) ne 'Extension' }) if $on_redis;
 		$redis->resume if $on_redis;
 		$session->await_end($victim_pid);
 		eval { $victim->quit };

@@ -13,6 +13,7 @@
 #   refuse   new connections are closed at once
 #   hold     new connections wait
 #   accept   new connections are served again
+#   interrupt PID  the next reply is forwarded when this process was sent SIGINT, or SIGTERM after "terminate PID"
 #   slow     everything is forwarded 5 ms later, piece by piece
 #   fast     nothing is delayed
 package TcpProxy;
@@ -62,6 +63,7 @@ sub _serve
 	# By socket: its peer, whether it is the client's, and how it is broken.
 	my (%peer, %is_client, %broken);
 	my ($refuse, $lost, $delay) = (0, 0, 0);
+	my @signal;
 
 	while (getppid == $parent)
 	{
@@ -76,6 +78,7 @@ sub _serve
 				}
 				$refuse = $command =~ /refuse/ if $command =~ /refuse|accept/;
 				$command =~ /hold/ ? $select->remove($listener) : $select->add($listener);
+				@signal = $1 eq 'interrupt' ? (INT => $2) : (TERM => $2) if $command =~ /(interrupt|terminate) (\d+)/;
 				$delay = $command =~ /slow/ ? 0.005 : 0 if $command =~ /slow|fast/;
 				syswrite $socket, $lost;
 				next;
@@ -98,6 +101,7 @@ sub _serve
 			my $how = $broken{$socket} || '';
 
 			next if $n && $how eq 'drop';
+			kill splice @signal if @signal && $n && !$is_client{$socket};
 			$lost++ if $how eq 'lose' && $n && !$is_client{$socket};
 			if ($n && (!$how || $how eq 'lose' && $is_client{$socket}))
 			{
