@@ -36,15 +36,6 @@ if ends > kept or found < kept then
 end
 -->
 
--- Writes what a refund has changed. A replica refuses to delete. Otherwise it would answer
--- for its old data.
---< write_refund
-if #set == 0 and #gone == 0 then
-  call('HDEL', hash, '')
-end
-write()
--->
-
 --< keep
 local added
 if expires then

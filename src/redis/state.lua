@@ -80,8 +80,9 @@ local function after_deletion()
   end
 end
 
--- In a full Redis only the first write of a script fails. So the write that needs
--- memory comes first.
+-- In a full Redis only the first write of a script fails. So that of a charge comes first, which
+-- needs memory. Refunds begin with HDEL of a field that no hash has: a full Redis runs them, and a
+-- replica, whose data are old, does not.
 local function write()
   if #set > 0 then
     local needed = longest

@@ -38,6 +38,21 @@ sub known
 my %limits = map { ($_ => "$_ 5/1d") } qw(throttle token_bucket fixed_window sliding_window sliding_log);
 answers(q{SELECT allowed FROM rl_check('spent', '5/1d', 5); SELECT allowed FROM rl_check('half', '5/1d', 2);
 	SELECT rl_ban('banned', 3600)}, "t\nt\n", 'three keys have states');
+# Charges that are refunded, settled and reset when there is no memory.
+my %work = (window => 'fixed_window 1000/1d from_first', log => 'sliding_log 1000/1d', throttle => '1000/1d');
+my ($holder, $other, $aborted) = map { session($node) } 1 .. 3;
+foreach my $name (sort keys %work)
+{
+	$session->ask("SELECT rl_reserve('$name', '$work{$name}', 100, 'less'), rl_reserve('$name', '$work{$name}', 100, 'more'),
+		rl_reserve('$name', '$work{$name}', 100, 'longer'), rl_check('$name', '$work{$name}', 100)");
+	$aborted->ask("BEGIN; SELECT rl_check('aborted $name', '$work{$name} refund_on_abort', 9)");
+	$session->ask("SELECT rl_check('aborted $name', '$work{$name}')");
+}
+foreach my $one ($holder, $other)
+{
+	$one->ask('BEGIN');
+	is($one->ask(q{SELECT allowed FROM rl_check('job', 'concurrent 2/1h')}), 't', 'a unit of two is held');
+}
 # What Redis itself needs for the calls, with Redis 8 300 kB, stays in use when keys are deleted.
 leave(2_000_000);
 my $charged = $session->ask(q{SET ratelimit.on_error = allow;
@@ -70,6 +85,32 @@ answers(q{SELECT allowed, source FROM rl_check('banned', '5/1d')}, 'f|ban', 'a b
 is(known('fill', 20_000, '5/1d'), $charged, 'each key still has its state');
 is(evicted(), 0, 'no key was evicted');
 is($session->attempt(q{SELECT rl_ban('other', 60)})->{state}, 'PT504', 'a ban needs memory');
+
+my $maxmemory = $redis->cli('CONFIG', 'GET', 'maxmemory')->[1];
+$redis->cli('SCRIPT', 'FLUSH');
+# Also if the scripts have freed some.
+$redis->cli('CONFIG', 'SET', 'maxmemory', 1);
+$holder->ends('COMMIT', 'full memory: a holder commits');
+answers(q{SELECT remaining FROM rl_peek('job', 'concurrent 2/1h', 0)}, '1', 'its unit is free');
+$aborted->ends('ROLLBACK', 'a transaction rolls back');
+foreach my $name (sort keys %work)
+{
+	my $left = sub { return $session->ask("SELECT remaining FROM rl_peek('$_[0]', '$work{$name}', 0)") };
+
+	is($left->("aborted $name"), 999, "$name: the rollback has refunded its charge");
+	is($left->($name), 600, "$name: three reservations and an action");
+	answers("SELECT rl_settle('$name', 'less', 10), rl_settle('$name', 'more', 130)", 't|t', "$name: reservations are settled");
+	is($left->($name), 660, "$name: at less and at more");
+	answers("SELECT rl_extend('$name', 'longer', 7200)", 't', "$name: a reservation is extended");
+	answers("SELECT source FROM rl_reserve('$name', '$work{$name}', 100, 'longer')", 'reserved', "$name: and is found");
+	$session->ends("SELECT rl_refund('$name', '$work{$name}', 100)", "$name: rl_refund");
+	is($left->($name), 760, "$name: it refunds");
+	is($session->attempt("SELECT rl_reserve('$name', '$work{$name}', 1, 'new')")->{state}, 'PT504', "$name: a new reservation needs memory");
+	answers("SELECT rl_reset('$name', '$work{$name}')", 't', "$name: rl_reset of the limit");
+	is($left->($name), 1000, "$name: it resets");
+}
+unlike(new_log($node), qr/could not refund/, 'full memory: no refund is lost');
+$redis->cli('CONFIG', 'SET', 'maxmemory', $maxmemory);
 answers(q{SELECT rl_unban('banned'); SELECT count(*) FROM generate_series(1, 20000) n WHERE rl_reset('fill ' || n)}, "t\n$charged", 'rl_unban and rl_reset work');
 answers(q{SELECT allowed FROM rl_check('half', '5/1d')}, 't', 'after that a key can be charged');
 

@@ -2,6 +2,7 @@
 -- does not exist, this writes nothing. ARGV[2] is not used. Returns 1.
 --@ clock state algorithms
 
+call('HDEL', hash, '')
 local limits = load_limits(0)
 check_windows()
 for _, l in ipairs(limits) do
@@ -10,5 +11,5 @@ for _, l in ipairs(limits) do
     l:save()
   end
 end
---@ write_refund
+write()
 return 1

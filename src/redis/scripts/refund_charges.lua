@@ -41,9 +41,10 @@ local function refund_key()
       l:save()
     end
   end
-  --@ write_refund
+  write()
 end
 
+call('HDEL', hash, '')
 refund_key()
 while i < #KEYS do
   if not pcall(refund_key) then

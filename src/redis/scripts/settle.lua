@@ -8,6 +8,8 @@
 -- them: its tag.
 --@ clock slack
 
+-- See write() in state.lua.
+call('HDEL', hash, '')
 local kept, n, slack = call('HMGET', hash, 'reserved:' .. ARGV[2], 'reservations', 'expiry'), 2, SLACK
 --@ delete_ended
 --@ settle_simple
@@ -22,20 +24,14 @@ end
 local record, last = kept[1] and read_record(kept[1]), kept[2]
 expiry = kept[3]
 
--- No hash has this field. A replica refuses to delete, so its old data is never read.
-local function finish(result)
-  call('HDEL', hash, '')
-  return result
-end
-
 if not record then
-  return finish(0)
+  return 0
 elseif record.ends <= now then
   drop(field)
   write()
   return 0
 elseif record.status ~= 'open' then
-  return finish(settled and 1 or 0)
+  return settled and 1 or 0
 end
 
 -- The limits that were charged, with their states. "gone" is true if the state was reset.
@@ -56,7 +52,7 @@ for line in string.gmatch(record.charges, '\n([^\n]+)') do
     end
   end
   if l.is_held and (new_hold or 0) > l.period then
-    return finish(3)
+    return 3
   end
   limits[#limits + 1] = l
   names[#names + 1] = tag
@@ -144,7 +140,7 @@ end
 if settled then
   settle()
 elseif not extend() then
-  return finish(0)
+  return 0
 end
 for _, l in ipairs(limits) do
   if l.changed then
