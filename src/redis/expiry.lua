@@ -33,14 +33,20 @@ if ends > kept or found < kept then
     kept = ends + math.min(math.max(needed / 4000, 1000), 3600000)
   end
   expires = string.format('%.0f', math.max(kept, found))
+  if found == -1 then
+    -- A hash keeps no expiry if the user must not set it. Then this fails before the charge.
+    call('PEXPIREAT', hash, expires)
+  end
 end
 -->
 
+-- The charge is made by HSET. What comes behind it must not fail, because a call that fails is
+-- taken for one that has charged nothing.
 --< keep
 local added
 if expires then
   added = call('HSET', hash, tag, text, 'expiry', expires)
-  call('PEXPIREAT', hash, expires)
+  redis.pcall('PEXPIREAT', hash, expires)
 else
   added = call('HSET', hash, tag, text)
 end
@@ -54,7 +60,7 @@ if expires then
 end
 local added = call('HSET', hash, unpack(set)) - (set.records or 0)
 if expires then
-  call('PEXPIREAT', hash, expires)
+  redis.pcall('PEXPIREAT', hash, expires)
 end
 --@ sweep
 -->
@@ -114,35 +120,37 @@ if expiry and (expires or added > 0) then
     end
   end
 
-  local dropped = 0
-  repeat
-    local states, gone, ended = {}, {}, 0
-    for _, field in ipairs(call('HRANDFIELD', hash, sample)) do
-      local state = state_of(field)
-      if not states[state] then
-        states[#states + 1], states[state] = state, true
-      end
-    end
-    for i, value in ipairs(call('HMGET', hash, unpack(states))) do
-      local valid, ends, dead, next = pcall(end_of, states[i], value)
-      if valid and ends and ends + slack < now then
-        local upto = math.min(next or 0, (dead or 0) + most)
-        for n = dead or 0, upto - 1 do
-          gone[#gone + 1] = string.format('%s:%.0f', states[i], n)
+  pcall(function()
+    local dropped = 0
+    repeat
+      local states, gone, ended = {}, {}, 0
+      for _, field in ipairs(call('HRANDFIELD', hash, sample)) do
+        local state = state_of(field)
+        if not states[state] then
+          states[#states + 1], states[state] = state, true
         end
-        if upto < (next or 0) + 0 then
-          call('HSET', hash, states[i], string.format('0 %.0f %s 0 0 %s ', upto, next, next))
-        else
-          gone[#gone + 1] = states[i]
-        end
-        gone[#gone + 1] = next and states[i] .. ':chunks'
-        ended = ended + 1
       end
-    end
-    if ended > 0 then
-      call('HDEL', hash, unpack(gone))
-    end
-    rounds, dropped = rounds - 1, dropped + #gone
-  until ended * 2 < #states or rounds == 0 or dropped >= 512
+      for i, value in ipairs(call('HMGET', hash, unpack(states))) do
+        local valid, ends, dead, next = pcall(end_of, states[i], value)
+        if valid and ends and ends + slack < now then
+          local upto = math.min(next or 0, (dead or 0) + most)
+          for n = dead or 0, upto - 1 do
+            gone[#gone + 1] = string.format('%s:%.0f', states[i], n)
+          end
+          if upto < (next or 0) + 0 then
+            call('HSET', hash, states[i], string.format('0 %.0f %s 0 0 %s ', upto, next, next))
+          else
+            gone[#gone + 1] = states[i]
+          end
+          gone[#gone + 1] = next and states[i] .. ':chunks'
+          ended = ended + 1
+        end
+      end
+      if ended > 0 then
+        call('HDEL', hash, unpack(gone))
+      end
+      rounds, dropped = rounds - 1, dropped + #gone
+    until ended * 2 < #states or rounds == 0 or dropped >= 512
+  end)
 end
 -->

@@ -81,19 +81,19 @@ local function after_deletion()
 end
 
 -- In a full Redis only the first write of a script fails. So that of a charge comes first, which
--- needs memory. Refunds begin with HDEL of a field that no hash has: a full Redis runs them, and a
--- replica, whose data are old, does not.
+-- needs memory, and what comes behind it must not fail (see expiry.lua). Refunds begin with HDEL of
+-- a field that no hash has: a full Redis runs them, and a replica, whose data are old, does not.
 local function write()
   if #set > 0 then
     local needed = longest
     --@ expiry
     --@ keep_all
-  end
-  if #gone > 0 then
-    call('HDEL', hash, unpack(gone))
-    if #set == 0 then
-      after_deletion()
+    if #gone > 0 then
+      redis.pcall('HDEL', hash, unpack(gone))
     end
+  elseif #gone > 0 then
+    call('HDEL', hash, unpack(gone))
+    pcall(after_deletion)
   end
 end
 

@@ -33,6 +33,19 @@ $node->safe_psql('postgres', q{
 			RETURN 'refunded';
 		END;
 	END $$;
+	CREATE FUNCTION taken_and_refunded(keys text[]) RETURNS bigint LANGUAGE plpgsql AS $$
+	DECLARE
+		taken bigint;
+	BEGIN
+		BEGIN
+			SELECT count(*) FILTER (WHERE source = 'redis') INTO taken FROM rl_check_many(keys, 'fixed_window 100/3650d refund_on_abort');
+			RAISE 'refund';
+		EXCEPTION WHEN raise_exception THEN
+		END;
+		-- The refunds are sent ahead of this.
+		PERFORM rl_check('other', '1/1s');
+		RETURN 0;
+	END $$;
 });
 my $session = session($node);
 
@@ -102,6 +115,72 @@ foreach my $left_out (@rule)
 	cmp_ok(scalar @failures, '>', 0, "without $left_out a call fails");
 	is_deeply([ grep { !/^PT504 .*(?:can't run|permission|WRONGPASS)/ } @failures ], [],
 		"without $left_out: the errors are permissions that are missing, not verdicts");
+}
+
+#
+# An error says that nothing was charged or refunded, and an answer that it was, once
+#
+
+# It sees what the user's call has done.
+my $admin = session($node);
+$admin->set(redis_passfile => password_file('sesame'), redis_url => $redis->url);
+
+my ($seconds, $us) = @{ $redis->cli('TIME') };
+my $now = sprintf '%d%06d', $seconds, $us;
+my $all = join ', ', map { "$_ 100/3650d" } qw(throttle token_bucket fixed_window sliding_window sliding_log);
+
+# Returns the SQL of the units that are in use of these keys.
+sub used
+{
+	my ($limits, @keys) = @_;
+
+	return 'SELECT ' . join ' + ', map { "(SELECT sum(capacity - remaining) FROM rl_peek('$_', '$limits', 0))" } @keys;
+}
+
+# What; its limits; its keys; the call, which returns how many units it takes (less than 0: how many
+# it refunds); and before it fields of the first key, or a call of another user.
+my @cases = (
+	(map { [ "$_, a new key", "$_ 100/3650d", ['new'], "SELECT allowed::int FROM rl_check('new', '$_ 100/3650d')" ] }
+		split / 100\/3650d,? ?/, $all),
+	(map { [ "$_, another state", "$_ 100/3650d", ['k'], "SELECT allowed::int FROM rl_check('k', '$_ 100/3650d')" ] }
+		split / 100\/3650d,? ?/, $all),
+	[ 'several limits', $all, ['k'], "SELECT 5 * allowed::int FROM rl_check('k', '$all')" ],
+	[ 'a limit with a ban', 'fixed_window 100/3650d', ['k'], q{SELECT allowed::int FROM rl_check('k', 'fixed_window 100/3650d ban 1d after 1')} ],
+	# These chunks are deleted behind the charge.
+	[ 'a log with chunks that are free', 'sliding_log 100/3650d', ['k'], q{SELECT allowed::int FROM rl_check('k', 'sliding_log 100/3650d')},
+		[ 'sliding_log:315360000000000', "1 0 3 0 0 3 ${now}000001", map { ("sliding_log:315360000000000:$_", 'x') } 0 .. 2 ] ],
+	[ 'many throttles', 'throttle 100/3650d', [ 'a' .. 'd' ], q{SELECT count(*) FILTER (WHERE source = 'redis') FROM rl_check_many('{a,b,c,d}', '100/3650d')} ],
+	[ 'many windows', 'fixed_window 100/3650d', [ 'a' .. 'd' ], q{SELECT count(*) FILTER (WHERE source = 'redis') FROM rl_check_many('{a,b,c,d}', 'fixed_window 100/3650d')} ],
+	[ 'a key of several', $all, [qw(a b)], "SELECT 5 * count(*) FROM rl_check_all('{a,b}', '{\"$all\",\"$all\"}')" ],
+	[ 'a reservation', 'fixed_window 100/3650d', ['k'], q{SELECT allowed::int FROM rl_reserve('k', 'fixed_window 100/3650d', 1, 'new')} ],
+	[ 'a reservation of a log', 'sliding_log 100/3650d', ['k'], q{SELECT allowed::int FROM rl_reserve('k', 'sliding_log 100/3650d', 1, 'new')} ],
+	(map { [ "a settlement, $_", $_, ['k'], q{SELECT -5 * rl_settle('k', 'old', 2)::int}, "SELECT rl_reserve('k', '$_', 7, 'old')" ] }
+		'fixed_window 100/3650d', 'sliding_log 100/3650d'),
+	(map { [ "rl_refund, $_ of 5", $all, ['k'], "SELECT -5 * least($_, 5) FROM rl_refund('k', '$all', $_)", "SELECT rl_check('k', '$all', 5)" ] } 2, 9),
+	[ 'a rollback', 'fixed_window 100/3650d', [ 'a' .. 'd' ], q{SELECT taken_and_refunded('{a,b,c,d}')},
+		q{SELECT count(*) FROM rl_check_many('{a,b,c,d}', 'fixed_window 100/3650d', '{5,5,5,5}')} ]);
+
+foreach my $left_out (@commands)
+{
+	my @wrong;
+
+	foreach my $case (@cases)
+	{
+		my ($what, $limits, $keys, $call, @before) = @$case;
+
+		# As after another use: the expiry is too early, and states have ended.
+		with_rule(grep { $_ ne $left_out } @rule);
+		$redis->cli('HSET', "rl:{$_}", 'expiry', 1, 'fixed_window:1000', '1000 1') foreach grep { $_ ne 'new' } @$keys;
+		$redis->cli('HSET', "rl:{$keys->[0]}", @{ $before[0] }) if ref $before[0];
+		$admin->ask($before[0]) if $before[0] && !ref $before[0];
+		my $before = $admin->ask(used($limits, @$keys));
+		my $got = $session->attempt($call);
+		my $more = $admin->ask(used($limits, @$keys)) - $before;
+		# What a rollback cannot refund is logged.
+		push @wrong, "$what: $more more in use, answer '$got->{answer}' $got->{message}"
+		  unless $what eq 'a rollback' ? $more >= 0 && $more <= 4 : $more == ($got->{answer} || 0);
+	}
+	is_deeply(\@wrong, [], "without $left_out: charged, or an error");
 }
 
 #
