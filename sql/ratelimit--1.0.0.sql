@@ -358,10 +358,10 @@ CREATE FUNCTION rl_enforce()
 	RETURNS trigger
 	AS 'MODULE_PATHNAME', 'rl_enforce_trigger' LANGUAGE C COST 1000;
 COMMENT ON FUNCTION rl_enforce() IS
-	'trigger that takes quota for each row, or, AFTER ... FOR EACH STATEMENT, for all rows of the statement together, by key: rl_enforce(key template, limits [, key template, limits ...] [, ''quota={column}''] [, ''on_deny=skip'']), with schema.function({column}, ...) in place of limits for a function that returns the limits of the row; errors: PT429 for a refused action, PT413 for more quota than the limit ever has, PT403 under blocked, PT504 if the store fails and ratelimit.on_error is error or deny, 22004 for a NULL column or NULL instead of limits, 42501 without EXECUTE on such a function and the errors of the function, 22023, 22P02, 3F000, 42703, 42725, 42804, 42809, 42883, 54023 or 0A000 for invalid arguments (see rl_triggers.problem)';
+	'trigger that takes quota for each row, or, AFTER ... FOR EACH STATEMENT, for all rows of the statement together, by key: rl_enforce(key template, limits [, key template, limits ...] [, ''quota={column}'']), with schema.function({column}, ...) in place of limits for a function that returns the limits of the row; errors: PT429 for a refused action, PT413 for more quota than the limit ever has, PT403 under blocked, PT504 if the store fails and ratelimit.on_error is error or deny, 22004 for a NULL column or NULL instead of limits, 42501 without EXECUTE on such a function and the errors of the function, 22023, 22P02, 3F000, 42703, 42725, 42804, 42809, 42883, 54023 or 0A000 for invalid arguments (see rl_triggers.problem)';
 
 CREATE FUNCTION rl_trigger_rule(trigger oid,
-		OUT key text, OUT limits text, OUT quota text, OUT on_deny text,
+		OUT key text, OUT limits text, OUT quota text,
 		OUT definition text, OUT problem text, OUT warning text)
 	RETURNS record
 	AS 'MODULE_PATHNAME' LANGUAGE C STABLE STRICT;
@@ -372,7 +372,7 @@ CREATE VIEW rl_triggers AS
 	SELECT t.tgrelid::pg_catalog.regclass AS relation,
 		t.tgname AS trigger,
 		t.tgenabled OPERATOR(pg_catalog.=) ANY ('{O,A}'::pg_catalog."char"[]) AS enabled,
-		r.key, r.limits, r.quota, r.on_deny, r.definition, r.problem, r.warning
+		r.key, r.limits, r.quota, r.definition, r.problem, r.warning
 	FROM pg_catalog.pg_trigger t
 		CROSS JOIN LATERAL rl_trigger_rule(t.oid) r
 	WHERE t.tgfoid OPERATOR(pg_catalog.=) 'rl_enforce()'::pg_catalog.regprocedure;
@@ -383,10 +383,9 @@ COMMENT ON COLUMN rl_triggers.enabled IS 'whether it fires in an ordinary sessio
 COMMENT ON COLUMN rl_triggers.key IS 'the template of the key, or of each key, separated by ''; ''; {column} stands for that column of the row';
 COMMENT ON COLUMN rl_triggers.limits IS 'the limits of each key, as canonical text if they are valid, or the call of the function that returns them';
 COMMENT ON COLUMN rl_triggers.quota IS 'how much a row costs, in units of quota: a number, or {column}';
-COMMENT ON COLUMN rl_triggers.on_deny IS 'error: a refused row raises PT429, or PT403 under blocked; skip: it is left out, unless an UPDATE moves it to another partition, or a foreign key or a subscription writes it; PT413 and PT504 are raised with both';
 COMMENT ON COLUMN rl_triggers.definition IS 'the command that creates it, with its events and its WHEN condition; NULL if the table is locked';
 COMMENT ON COLUMN rl_triggers.problem IS 'NULL, or the error that each write to the table raises, or that the table is locked';
-COMMENT ON COLUMN rl_triggers.warning IS 'NULL, or the dangers of the trigger, a line each: for another user''s quota, for its key, for refused rows';
+COMMENT ON COLUMN rl_triggers.warning IS 'NULL, or the dangers of the trigger, a line each: for another user''s quota, for its key';
 
 --
 -- History

@@ -18,7 +18,6 @@
 #include "ratelimit.h"
 #include "shared/refusal_log.h"
 #include "shared/shared.h"
-#include "skip.h"
 #include "transaction.h"
 
 /* From PostgreSQL 18 on, pg_get_loaded_modules() shows the version. */
@@ -357,7 +356,6 @@ _PG_init(void)
 	define_other_settings();
 	MarkGUCPrefixReserved("ratelimit");
 	rl_refusal_log_init();
-	rl_skip_init();
 	rl_transaction_init();
 
 	if (process_shared_preload_libraries_in_progress)

@@ -23,13 +23,6 @@
 /* The name of the policy in header fields where no trigger names it. */
 #define DEFAULT_POLICY		"default"
 
-/* Returns true if the error of a refused action is PT429 or PT403, and not PT413 or PT504. */
-bool
-rl_can_skip(const RlDecision *decision)
-{
-	return decision->retry_after != RL_NEVER || decision->source == RL_FROM_BLOCKED;
-}
-
 /* Returns true if the role may read the columns of the key, and no row security is in force for it. */
 static bool
 may_read_columns(const RlOrigin *origin, Oid role)

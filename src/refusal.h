@@ -7,7 +7,6 @@
 
 #include "report.h"
 
-extern bool rl_can_skip(const RlDecision *decision);
 extern void rl_log_shadow(const RlAction *action, int limit, const char *why);
 extern int	rl_refused_key(const RlAnswer *answers, int n);
 pg_noreturn extern void rl_raise_refused(const RlAction *action, const RlAnswer *answer,

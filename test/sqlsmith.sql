@@ -28,7 +28,7 @@ CREATE VIEW simulated AS SELECT name, rl_simulate('5/10s', at, 1) OVER (PARTITIO
 	FROM limits, generate_series(now(), now() + interval '1 min', '9 s') at;
 CREATE FUNCTION limits_of(text) RETURNS rl_limits LANGUAGE sql AS $$SELECT coalesce($1, '5/1s')::rl_limits$$;
 CREATE TABLE by_row (k text DEFAULT 'k', n int DEFAULT 1, l text DEFAULT '50/1s');
-CREATE TRIGGER enforce BEFORE INSERT OR UPDATE OR DELETE ON by_row FOR EACH ROW EXECUTE FUNCTION rl_enforce('{k}:{n}', '50/1s', 'quota={n}', 'on_deny=skip');
+CREATE TRIGGER enforce BEFORE INSERT OR UPDATE OR DELETE ON by_row FOR EACH ROW EXECUTE FUNCTION rl_enforce('{k}:{n}', '50/1s', 'quota={n}');
 CREATE TABLE by_statement (k text DEFAULT 'k', n int DEFAULT 1, l text DEFAULT '50/1s');
 CREATE TRIGGER enforce AFTER INSERT ON by_statement REFERENCING NEW TABLE AS new FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('{k}', 'public.limits_of({l})');
 INSERT INTO by_row VALUES ('a', 1, '5/1s'), ('b', 2, '5/1s');

@@ -11,7 +11,6 @@
 #include "sql/trigger_charges.h"
 #include "sql/trigger_rule.h"
 #include "sql/trigger_statement.h"
-#include "skip.h"
 
 /* Sets the key and the limits of a row by a pair of the rule.  Limits of a function are written to room. */
 static void
@@ -41,8 +40,7 @@ decide_row(RlAction *actions, int n, RlAnswer *answers)
 }
 
 /*
- * Takes the quota of a row.  Returns the row, or NULL to leave it out.  Raises an
- * error if the action is refused and on_deny is not "skip", or the row must not be left out.
+ * Takes the quota of a row, and returns the row.  Raises an error if the action is refused.
  */
 static Datum
 enforce_row(TriggerData *data, Rule *rule)
@@ -64,19 +62,12 @@ enforce_row(TriggerData *data, Rule *rule)
 		set_key_and_limits(&actions[i], rule, &rule->pairs[i], row, &room[i]);
 	}
 	refused = decide_row(actions, rule->npairs, answers);
-	for (int i = 0; i < rule->npairs && refused < 0 && !rule->skip; i++)
+	for (int i = 0; i < rule->npairs && refused < 0; i++)
 		rl_statement_note(&actions[i], &answers[i]);
 	if (refused >= 0)
 	{
 		const char *also = NULL;
 
-		/* A row that is skipped for a failure or for its size would be lost unnoticed. */
-		if (rule->skip && rl_can_skip(&answers[refused].decision))
-		{
-			also = rl_skip_forbidden(data);
-			if (also == NULL)
-				return PointerGetDatum(NULL);
-		}
 		for (int i = 0; i < rule->npairs && also == NULL; i++)
 			also = rl_statement_exceeds(&actions[i], &answers[i]);
 		rl_raise_refused_all(actions, rule->npairs, answers, also);

@@ -13,18 +13,28 @@
  */
 #include "postgres.h"
 
+#include "access/xact.h"
 #include "common/hashfn.h"
 #include "utils/memutils.h"
 #include "utils/timestamp.h"
 
 #include "algorithm/algorithm.h"
 #include "shared/shared.h"
-#include "skip.h"
 #include "sql/trigger_charges.h"
 #include "transaction.h"
 
 #define SETS				64
 #define WAYS				4
+
+/* A statement that fires such triggers. */
+typedef struct Statement
+{
+	MemoryContext context;		/* of the query, of which the context of a trigger is a child */
+	TimestampTz transaction;	/* its start: the context of deferred triggers can last longer */
+	uint64		number;			/* never used again */
+	struct Statement *next;
+	MemoryContextCallback end;
+} Statement;
 
 typedef struct Charged
 {
@@ -35,6 +45,49 @@ typedef struct Charged
 } Charged;
 
 static Charged table[SETS][WAYS];
+static Statement *statements = NULL;	/* those that have charged, the innermost first */
+
+/* Forgets a statement, whose context is being deleted. */
+static void
+forget_statement(void *arg)
+{
+	Statement **link = &statements;
+
+	while (*link != arg)
+		link = &(*link)->next;
+	*link = (*link)->next;
+}
+
+/* Returns the number of the statement whose trigger is running, or 0 if it has charged nothing; with "add" never 0. */
+static uint64
+statement_number(bool add)
+{
+	static uint64 last = 0;
+	MemoryContext context = MemoryContextGetParent(CurrentMemoryContext);
+	TimestampTz transaction = GetCurrentTransactionStartTimestamp();
+	Statement  *statement = statements;
+
+	while (statement != NULL && statement->context != context)
+		statement = statement->next;
+	if (statement == NULL)
+	{
+		if (!add)
+			return 0;
+		statement = MemoryContextAllocZero(context, sizeof(Statement));
+		statement->context = context;
+		statement->end = (MemoryContextCallback) {.func = forget_statement,.arg = statement};
+		MemoryContextRegisterResetCallback(context, &statement->end);
+		statement->next = statements;
+		statements = statement;
+	}
+	/* The deferred triggers of a COMMIT in a procedure run in the procedure's context. */
+	if (statement->transaction != transaction)
+	{
+		statement->transaction = transaction;
+		statement->number = ++last;
+	}
+	return statement->number;
+}
 
 /* Returns the time in microseconds since 1970. */
 static int64
@@ -47,8 +100,7 @@ now_us(void)
 static Charged *
 find(const RlAction *action, bool add)
 {
-	const RlQuery *query = rl_query(MemoryContextGetParent(CurrentMemoryContext), add);
-	uint64		statement = query != NULL ? query->number : 0;
+	uint64		statement = statement_number(add);
 	uint64		hash = hash_bytes_extended((const unsigned char *) action->key.data, action->key.len, action->limits->hash);
 	Charged    *set = table[hash % SETS];
 	Charged    *least = set;

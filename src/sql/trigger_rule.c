@@ -306,17 +306,9 @@ parse_option(Rule *rule, Relation rel, const Trigger *trigger, const char *optio
 {
 	if (strncmp(option, "quota=", 6) == 0 && rule->quota_text == NULL)
 		return parse_quota(rule, rel, trigger, option + 6, error);
-	if (strcmp(option, "on_deny=skip") == 0 && !rule->skip)
-	{
-		rule->skip = true;
-		if (TRIGGER_FOR_BEFORE(trigger->tgtype) && TRIGGER_FOR_ROW(trigger->tgtype))
-			return true;
-		return rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-							"only a BEFORE trigger for each row can skip a row");
-	}
 	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
 				 "invalid option \"%s\" of a rate-limit trigger", option);
-	return rl_error_detail(error, "Options are quota={column} and on_deny=skip, each once.");
+	return rl_error_detail(error, "The option is quota={column} or quota=N, once.");
 }
 
 /* Sets the call that returns the limits of a pair.  Returns false with the error set. */
@@ -393,7 +385,7 @@ check_pairs(const Rule *rule, RlError *error)
 static bool
 is_option(const char *arg)
 {
-	return strncmp(arg, "quota=", 6) == 0 || strncmp(arg, "on_deny=", 8) == 0;
+	return strncmp(arg, "quota=", 6) == 0;
 }
 
 /*

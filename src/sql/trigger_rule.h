@@ -46,7 +46,6 @@ typedef struct Rule
 	int64		quota;			/* if quota_attnum is 0 */
 	AttrNumber	quota_attnum;
 	Oid			quota_type;
-	bool		skip;			/* on_deny=skip */
 	const char *quota_text;		/* for rl_triggers; NULL: the default */
 } Rule;
 

@@ -218,9 +218,6 @@ warnings_of(Relation rel, const TriggerDesc *triggers, int n, const Rule *rule)
 			warn(&text, psprintf("trigger \"%s\" fires after this one and can change the columns that it has read; "
 								 "rename one of them, or use an AFTER trigger", name));
 	}
-	if (rule->skip)
-		warn(&text, "a refused row is left out without an error, and clients that use RETURNING, as ORMs do, "
-			 "take it for written");
 #if PG_VERSION_NUM < 180000
 	if (rule->calls && trigger->tgdeferrable)
 		warn(&text, "if the trigger is deferred, it calls functions as the role that commits");
@@ -265,11 +262,10 @@ describe_rule(Relation rel, const TriggerDesc *triggers, int n, Datum *values, b
 		rl_set_text(values, nulls, 1, limits.data);
 	}
 	rl_set_text(values, nulls, 2, rule->quota_text ? rule->quota_text : "1");
-	rl_set_text(values, nulls, 3, rule->skip ? "skip" : "error");
-	values[4] = DirectFunctionCall2(pg_get_triggerdef_ext, ObjectIdGetDatum(trigger->tgoid), BoolGetDatum(true));
-	nulls[4] = false;
-	rl_set_text(values, nulls, 5, valid ? NULL : rl_error_text(&error));
-	rl_set_text(values, nulls, 6, warnings_of(rel, triggers, n, rule));
+	values[3] = DirectFunctionCall2(pg_get_triggerdef_ext, ObjectIdGetDatum(trigger->tgoid), BoolGetDatum(true));
+	nulls[3] = false;
+	rl_set_text(values, nulls, 4, valid ? NULL : rl_error_text(&error));
+	rl_set_text(values, nulls, 5, warnings_of(rel, triggers, n, rule));
 }
 
 PG_FUNCTION_INFO_V1(rl_trigger_rule);
@@ -279,8 +275,8 @@ rl_trigger_rule(PG_FUNCTION_ARGS)
 	Oid			oid = PG_GETARG_OID(0);
 	HeapTuple	trigger = catalog_row(TriggerRelationId, Anum_pg_trigger_oid, oid);
 	Relation	rel = NULL;
-	Datum		values[7] = {0};
-	bool		nulls[7] = {true, true, true, true, true, true, true};
+	Datum		values[6] = {0};
+	bool		nulls[6] = {true, true, true, true, true, true};
 
 	/* The view must not wait for a table that is being altered. */
 	if (trigger != NULL)
@@ -290,7 +286,7 @@ rl_trigger_rule(PG_FUNCTION_ARGS)
 		if (ConditionalLockRelationOid(relation, AccessShareLock))
 			rel = try_relation_open(relation, NoLock);
 		else
-			rl_set_text(values, nulls, 5, "the table is locked");
+			rl_set_text(values, nulls, 4, "the table is locked");
 	}
 	if (rel != NULL)
 	{

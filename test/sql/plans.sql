@@ -62,7 +62,7 @@ CREATE TABLE actions (customer text, items int DEFAULT 1);
 CREATE TRIGGER enforce BEFORE INSERT ON actions FOR EACH ROW EXECUTE FUNCTION rl_enforce('plan:{customer}', 'Blocked');
 INSERT INTO actions VALUES ('ann');
 INSERT INTO actions VALUES (NULL);
-CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON actions FOR EACH ROW EXECUTE FUNCTION rl_enforce('plan:{customer}', 'blocked', 'quota={items}', 'on_deny=skip');
+CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON actions FOR EACH ROW EXECUTE FUNCTION rl_enforce('plan:{customer}', 'blocked', 'quota={items}');
 INSERT INTO actions VALUES ('ann');
 INSERT INTO actions VALUES ('ann', -1);
 SELECT limits, problem FROM rl_triggers WHERE relation = 'actions'::regclass;
@@ -267,9 +267,10 @@ INSERT INTO calls (call) VALUES ('shop.any_of({note})'), ('pg_catalog.lower({not
 SELECT call, charged, code, coalesce(problem, '') AS problem, coalesce(message, '') AS message, coalesce(detail, '') AS detail
 FROM each_call($$'5/1h', '2:{%s}', '5/1h'$$);
 -- Options and pairs.
-CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON tried FOR EACH ROW EXECUTE FUNCTION rl_enforce('tried:{n}', 'shop.domain({note})', 'quota=7', 'on_deny=skip');
-SELECT limits, quota, on_deny, problem FROM rl_triggers WHERE relation = 'tried'::regclass;
-INSERT INTO tried (n, note) VALUES (1, 'blocked'), (2, 'unlimited'), (3, '50/1h') RETURNING n;
+CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON tried FOR EACH ROW EXECUTE FUNCTION rl_enforce('tried:{n}', 'shop.domain({note})', 'quota=7');
+SELECT limits, quota, problem FROM rl_triggers WHERE relation = 'tried'::regclass;
+INSERT INTO tried (n, note) VALUES (1, 'blocked');
+INSERT INTO tried (n, note) VALUES (2, 'unlimited'), (3, '50/1h') RETURNING n;
 INSERT INTO tried (n, note) VALUES (1, '6/1h');
 INSERT INTO tried (n, note) VALUES (1, 'sliding_window 10/1h');
 CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON tried FOR EACH ROW EXECUTE FUNCTION rl_enforce('a', '1/1s', 'b', '1/1s', 'c', '1/1s', 'd', '1/1s', 'e', '1/1s', 'f', '1/1s', 'g', '1/1s', 'h', '1/1s', 'i', '1/1s');
@@ -350,11 +351,12 @@ INSERT INTO logins VALUES (NULL, '10.0.0.4');
 CREATE FUNCTION account_limits(account text) RETURNS rl_limits LANGUAGE sql AS
 $$ SELECT CASE account WHEN 'root' THEN 'blocked' WHEN 'guest' THEN 'unlimited' WHEN 'none' THEN NULL ELSE 'sliding_log 3/1h' END::rl_limits $$;
 CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON logins FOR EACH ROW
-	EXECUTE FUNCTION rl_enforce('address2:{address}', 'sliding_log 5/1h', 'account2:{account}', 'account_limits({account})', 'on_deny=skip');
+	EXECUTE FUNCTION rl_enforce('address2:{address}', 'sliding_log 5/1h', 'account2:{account}', 'account_limits({account})');
 SELECT problem FROM rl_triggers WHERE relation = 'logins'::regclass;
 SELECT format($$CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON logins FOR EACH ROW
-	EXECUTE FUNCTION rl_enforce('address2:{address}', 'sliding_log 5/1h', 'account2:{account}', '%s.account_limits({account})', 'on_deny=skip')$$, current_schema()) \gexec
-INSERT INTO logins VALUES ('root', '10.0.0.1'), ('guest', '10.0.0.1'), ('ann', '10.0.0.1') RETURNING account;
+	EXECUTE FUNCTION rl_enforce('address2:{address}', 'sliding_log 5/1h', 'account2:{account}', '%s.account_limits({account})')$$, current_schema()) \gexec
+INSERT INTO logins VALUES ('root', '10.0.0.1');
+INSERT INTO logins VALUES ('guest', '10.0.0.1'), ('ann', '10.0.0.1') RETURNING account;
 INSERT INTO logins VALUES ('none', '10.0.0.1');
 SELECT remaining FROM rl_peek('address2:10.0.0.1', 'sliding_log 5/1h', 0);
 CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON logins FOR EACH ROW EXECUTE FUNCTION rl_enforce('{account}', '5/1h', '{address}', '5/1h');

@@ -22,7 +22,7 @@ $node->safe_psql('postgres', q{
 		FOR EACH ROW EXECUTE FUNCTION rl_enforce('order:{customer}', '2/1h');
 	CREATE TABLE visits (customer int);
 	CREATE TRIGGER enforce BEFORE INSERT ON visits
-		FOR EACH ROW EXECUTE FUNCTION rl_enforce('visit:{customer}', '2/1h', 'on_deny=skip');
+		FOR EACH ROW EXECUTE FUNCTION rl_enforce('visit:{customer}', '2/1h');
 });
 
 # Each function that takes quota, with a limit that refuses all calls after the first

@@ -219,10 +219,10 @@ foreach my $end ('COMMIT', 'ROLLBACK', 'COMMIT AND CHAIN', 'ROLLBACK AND CHAIN',
 $session->ask(q{
 	CREATE TABLE reports (id int, owner text, units int DEFAULT 1);
 	CREATE TRIGGER held BEFORE INSERT ON reports FOR EACH ROW
-		EXECUTE FUNCTION rl_enforce('row:{owner}', 'concurrent 3/1h', 'quota={units}', 'on_deny=skip');
+		EXECUTE FUNCTION rl_enforce('row:{owner}', 'concurrent 3/1h', 'quota={units}');
 	CREATE TRIGGER held_statement AFTER INSERT ON reports REFERENCING NEW TABLE AS rows FOR EACH STATEMENT
 		EXECUTE FUNCTION rl_enforce('statement:{owner}', 'concurrent 3/1h, fixed_window 100/3650d')});
-is($session->ask(q{BEGIN; INSERT INTO reports SELECT n, 'ann' FROM generate_series(1, 4) n; SELECT count(*) FROM reports}), 3, 'a trigger skips the fourth row');
+$session->ends(q{BEGIN; INSERT INTO reports SELECT n, 'ann' FROM generate_series(1, 3) n}, 'three rows');
 is(held('row:ann') . held('statement:ann'), '33', 'the triggers hold three units each');
 $session->ask('COMMIT');
 is(held('row:ann') . held('statement:ann'), '00', 'until the transaction ends');

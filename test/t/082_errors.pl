@@ -34,9 +34,6 @@ $session->ask(q{
 	CREATE TABLE shop.fixed (customer text);
 	CREATE TRIGGER fixed_limit BEFORE INSERT ON shop.fixed
 		FOR EACH ROW EXECUTE FUNCTION rl_enforce('fixed', '1/1d');
-	CREATE TABLE shop.skipped (customer text, items int);
-	CREATE TRIGGER skipped_limit BEFORE INSERT ON shop.skipped
-		FOR EACH ROW EXECUTE FUNCTION rl_enforce('skipped:{customer}', '1/1d', 'quota={items}', 'on_deny=skip');
 	SELECT rl_check('row:ann', '1/1d'), rl_check('statement:ann', '1/1d'), rl_check('later:ann', '1/1d'), rl_check('fixed', '1/1d')});
 is($session->error, '', 'the tables exist');
 
@@ -184,16 +181,10 @@ like($headers->{'RateLimit-Policy'}, qr/^"default";/, 'a name that is no policy:
 is({ error_of(q{SELECT rl_check('k', 'nonsense')}) }->{state}, '22P02', 'other errors keep their form');
 
 #
-# on_deny=skip leaves out only rows that could be inserted later
+# A store that failed
 #
 
 $session->ask('RESET ratelimit.error_format');
-is($session->ask(q{INSERT INTO shop.skipped VALUES ('ann', 1), ('ann', 1); SELECT count(*) FROM shop.skipped}), 1, 'on_deny=skip: a refused row is left out');
-is({ error_of(q{INSERT INTO shop.skipped VALUES ('ann', 2)}) }->{state}, 'PT413', 'on_deny=skip: a row that is too large is an error');
-
-#
-# A store that failed
-#
 
 # A call about many keys on an open connection: the next call tries again, and its error
 # opens the breaker.
@@ -238,7 +229,6 @@ foreach my $policy (qw(error deny))
 		like($error{HINT}, qr/^Retry after \d+\.\d{3} seconds\.$/, "on_error = $policy, $kind: hint");
 		like($error{log}, qr/ERROR:  not retrying Redis/, "on_error = $policy, $kind: the log has it");
 	}
-	is({ error_of(q{INSERT INTO shop.skipped VALUES ('eve', 1)}) }->{state}, 'PT504', "on_error = $policy, on_deny=skip: an error");
 	$session->ask('SET ratelimit.error_format = postgrest');
 	postgrest("on_error = $policy", q{SELECT rl_enforce('away', '1/1d')}, 'PT504', 504, 'Retry-After');
 	$session->ask('RESET ratelimit.error_format');
