@@ -1,4 +1,5 @@
-# Prints scripts as C variables: <name>.lua is rl_<name>_script. A line "--@ NAME..." stands
+# Prints scripts as C variables: <name>.lua is rl_<name>_script; with -v plain=1 as Redis gets
+# them, without comments and indents. A line "--@ NAME..." stands
 # for parts of the files "parts": for the lines between "--< NAME ..." and "-->" there, or for
 # the whole file NAME.lua. In a part that is named by "NAME of FILE", and in the parts that it
 # names, such a line stands for parts of FILE first.
@@ -9,8 +10,11 @@ function fail(text) {
 }
 function show(line, file,    words, count, i) {
 	if (line !~ /^ *--@ /) {
-		gsub(/["\\]/, "\\\\&", line)
-		print "\"" line "\\n\""
+		sub(/^ +/, "", line)
+		if (line == "" || line ~ /^--/)
+			return
+		gsub(/["\\]/, plain ? "&" : "\\\\&", line)
+		print plain ? line : "\"" line "\\n\""
 		return
 	}
 	count = split(substr(line, index(line, "@") + 2), words, " ")
@@ -55,7 +59,7 @@ BEGIN {
 		if (!(file in part))
 			part[file] = whole[file]
 }
-FNR == 1 {
+FNR == 1 && !plain {
 	script = FILENAME
 	gsub(/^.*\/|[.]lua$/, "", script)
 	variable = "RlScript rl_" script "_script"
@@ -63,6 +67,6 @@ FNR == 1 {
 }
 { show($0, "") }
 END {
-	if (!failed)
+	if (!failed && !plain)
 		print "};"
 }

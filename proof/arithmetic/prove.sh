@@ -50,8 +50,7 @@ compile() {
 		-Wl,--unresolved-symbols=ignore-all,-z,lazy -Iinclude -I"$FOLDER_OF_PROOF" -Isrc -o borders \
 		"$FOLDER_OF_PROOF/borders.c" src/algorithm/{gcra,token_bucket,algorithm}.c
 	for script in "${SCRIPTS[@]}"; do
-		awk -v parts="$(echo src/algorithm/*.lua src/redis/*.lua)" -f src/parts.awk "src/redis/scripts/$script.lua" |
-			sed -nE 's/^"(.*)\\n"$/\1/; T; s/\\(["\\])/\1/g; p' >"$script.lua"
+		awk -v parts="$(echo src/algorithm/*.lua src/redis/*.lua)" -v plain=1 -f src/parts.awk "src/redis/scripts/$script.lua" >"$script.lua"
 	done
 }
 

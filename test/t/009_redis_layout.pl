@@ -3,6 +3,7 @@
 #
 # Runs once with a server: it reads what the server stores.
 use RatelimitTest;
+use Digest::SHA qw(sha1_hex);
 use Engines qw(seed all_seeds reseed);
 
 my $seed = seed();
@@ -27,6 +28,14 @@ foreach my $case ([ 'throttle:60000000', 6_000_000, 1000 ], [ 'throttle:54000000
 	my $late = $now + $ahead - $fields{$field} / $unit;
 	cmp_ok(abs($late), '<', 10_000_000, "$field: a time since 1970, in its unit");
 	cmp_ok($late, '>=', -1, "$field: a time that was set before it was read");
+}
+
+# A user can read and run what Redis gets.
+{
+	my $script = qx('$FindBin::RealBin/../../script/lua' check_throttle);
+
+	is_deeply($redis->cli('SCRIPT', 'EXISTS', sha1_hex($script)), [1], 'script/lua prints the script that Redis has');
+	unlike($script, qr/^(?: |--)/m, 'without comments and indents');
 }
 
 # A ban has its end, its beginning, and the limit that set it or the reason of rl_ban.
