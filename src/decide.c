@@ -311,7 +311,7 @@ allows_unasked(const Call *calls, int n, const RlError *error)
 	if (rl_mode == RL_MODE_SHADOW || shadow)
 		return true;
 	/* The local store fails only if it is full: a flood of keys must not lift limits. */
-	if (!calls->store->is_local &&
+	if (!calls->store->is_local && !rl_error_is_own(error) &&
 		(rl_on_error == RL_ON_ERROR_ALLOW || rl_on_error == RL_ON_ERROR_DENY))
 		return rl_on_error == RL_ON_ERROR_ALLOW;
 	count_ended(calls, n);
@@ -325,7 +325,7 @@ allows_unasked(const Call *calls, int n, const RlError *error)
 static void
 apply_on_error(Call *calls, int n, bool together, const RlError *failure)
 {
-	bool		local = rl_on_error == RL_ON_ERROR_LOCAL && !calls->store->is_local;
+	bool		local = rl_on_error == RL_ON_ERROR_LOCAL && !calls->store->is_local && !rl_error_is_own(failure);
 	bool		allowed = local || allows_unasked(calls, n, failure);
 	RlError    *kept = memcpy(palloc(sizeof(RlError)), failure, sizeof(RlError));
 	RlError		local_failure;

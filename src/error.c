@@ -53,6 +53,16 @@ rl_error_detail(RlError *error, const char *fmt,...)
 	return false;
 }
 
+/*
+ * Returns true if this session is short of descriptors or memory.  Any role can cause that in its
+ * own session, so it must not lift limits as the failure of a store can.
+ */
+bool
+rl_error_is_own(const RlError *error)
+{
+	return error->sqlstate == ERRCODE_INSUFFICIENT_RESOURCES || error->sqlstate == ERRCODE_OUT_OF_MEMORY;
+}
+
 /* Returns the message and the detail as one text: palloc'd, or the error's own. */
 const char *
 rl_error_text(const RlError *error)

@@ -12,6 +12,7 @@
 
 extern bool rl_error_set(RlError *error, int sqlstate, const char *fmt,...) rl_attribute_printf(3, 4);
 extern bool rl_error_detail(RlError *error, const char *fmt,...) rl_attribute_printf(2, 3);
+extern bool rl_error_is_own(const RlError *error);
 extern const char *rl_error_text(const RlError *error);
 extern char *rl_key_shown(const char *data, int len);
 extern char *rl_key_matched(const char *data, int len);

@@ -178,7 +178,7 @@ rl_node_in_use(void)
 void
 rl_nodes_make_room(uint64 route)
 {
-	while (!rl_socket_has_room())
+	while (!rl_descriptors_left(2))
 	{
 		RlNode	   *oldest = NULL;
 

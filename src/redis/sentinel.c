@@ -110,6 +110,11 @@ rl_sentinels_ask(uint64 route, int64 deadline, RlNode **master, RlError *error)
 				return true;
 			continue;
 		}
+		if (rl_error_is_own(&failure))
+		{
+			*error = failure;
+			return false;
+		}
 		if (failed)
 			error->unreachable |= failure.unreachable;
 		else

@@ -46,11 +46,19 @@ set_error(const RlConnection *conn, RlError *error, bool unreachable, const char
 	return false;
 }
 
-/* Connecting failed; the server is not unreachable if the reason is this machine's own. */
 static bool
-cannot_connect(const RlConnection *conn, RlError *error, bool unreachable, const char *why)
+cannot_connect(const RlConnection *conn, RlError *error, const char *why)
 {
-	return set_error(conn, error, unreachable, "could not connect to Redis", why);
+	return set_error(conn, error, true, "could not connect to Redis", why);
+}
+
+/* This process or machine is short of what the errno names; the server may be well.  See rl_error_is_own. */
+static bool
+own_shortage(const RlConnection *conn, RlError *error, int code)
+{
+	set_error(conn, error, false, "could not connect to Redis", strerror(code));
+	error->sqlstate = code == EMFILE || code == ENFILE ? ERRCODE_INSUFFICIENT_RESOURCES : ERRCODE_OUT_OF_MEMORY;
+	return false;
 }
 
 /* The connection failed after it was set up. */
@@ -70,7 +78,7 @@ transfer_failed(const RlConnection *conn, RlError *error, const char *why)
 	if (conn->heard || conn->tls == NULL)
 		rl_connection_lost(conn, error, why);
 	else
-		cannot_connect(conn, error, true, why);
+		cannot_connect(conn, error, why);
 	if (!conn->heard && conn->tls != NULL)
 		rl_error_detail(error, "The server is %s. It may want another certificate than that of ratelimit.tls_cert_file.",
 						conn->server);
@@ -241,17 +249,29 @@ rl_events_wait(WaitEventSet *set, int64 deadline, WaitEvent *events, int n)
 	}
 }
 
-/* Returns true if there is a descriptor for rl_events_create, which else would raise, or sets errno. */
+/*
+ * Returns true if this process can open n more descriptors, 2 at most, or sets errno.  A socket needs
+ * one, and so does rl_events_create.
+ */
 bool
-rl_events_have_room(int socket)
+rl_descriptors_left(int n)
 {
-	int			spare;
+	int			opened[2];
+	int			acquired = 0;
+	int			nopened = 0;
+	int			saved_errno;
 
-	if (!AcquireExternalFD())
-		return false;
-	ReleaseExternalFD();
-	spare = dup(socket);
-	return spare >= 0 && close(spare) == 0;
+	while (acquired < n && AcquireExternalFD())
+		acquired++;
+	while (nopened < acquired && (opened[nopened] = socket(AF_UNIX, SOCK_DGRAM, 0)) >= 0)
+		nopened++;
+	saved_errno = errno;
+	for (int i = 0; i < nopened; i++)
+		close(opened[i]);
+	for (int i = 0; i < acquired; i++)
+		ReleaseExternalFD();
+	errno = saved_errno;
+	return nopened == n;
 }
 
 static bool
@@ -327,18 +347,6 @@ rl_connection_close(RlConnection *conn)
 	memset(conn, 0, sizeof(*conn));
 }
 
-/* Returns true if there are descriptors for one more socket, and for its WaitEventSet. */
-bool
-rl_socket_has_room(void)
-{
-	bool		one = AcquireExternalFD();
-	bool		two = one && AcquireExternalFD();
-
-	for (int i = one + two; i > 0; i--)
-		ReleaseExternalFD();
-	return two;
-}
-
 /* Returns true if the server's backlog is full: an error in hiredis 0.14, later a connection in progress. */
 static bool
 backlog_is_full(const RlConnection *conn, const RlAddress *address)
@@ -359,7 +367,7 @@ start_tls(RlConnection *conn, int64 deadline, RlError *error)
 	char		first = 0;		/* byte from the server */
 
 	if (!rl_tls_attach(conn->tls, conn->ctx->fd))
-		return cannot_connect(conn, error, false, "out of memory");
+		return own_shortage(conn, error, ENOMEM);
 	for (bool late = false;; late = rl_monotonic_now() > deadline)
 	{
 		uint32		wants;
@@ -370,7 +378,7 @@ start_tls(RlConnection *conn, int64 deadline, RlError *error)
 			return true;
 		if (done < 0 || late || !rl_socket_wait(conn, wants, deadline, false))
 		{
-			cannot_connect(conn, error, true, done < 0 ? why : "ratelimit.connect_timeout has passed");
+			cannot_connect(conn, error, done < 0 ? why : "ratelimit.connect_timeout has passed");
 			/* Redis without TLS waits for more, and later sends an error reply. */
 			if (first == 0 || first == '-')
 				rl_error_detail(error, "The server is %s. It has not answered by TLS. If it uses no TLS, ratelimit.redis_url must begin with redis.",
@@ -382,7 +390,6 @@ start_tls(RlConnection *conn, int64 deadline, RlError *error)
 	}
 }
 
-/* Returns true if this process or machine is short of something; the server may be well. */
 static bool
 is_shortage(int error)
 {
@@ -399,17 +406,15 @@ look_up(const RlConnection *conn, const char *host, char (*found)[MAX_ADDRESS_TE
 {
 	struct addrinfo hints = {.ai_family = AF_UNSPEC,.ai_socktype = SOCK_STREAM};
 	struct addrinfo *list;
-	int			status = getaddrinfo(host, NULL, &hints, &list);
+	int			status;
 	int			n = 0;
 
+	errno = 0;
+	status = getaddrinfo(host, NULL, &hints, &list);
+	if (status == EAI_MEMORY || (status != 0 && is_shortage(errno)))
+		return own_shortage(conn, error, status == EAI_MEMORY ? ENOMEM : errno);
 	if (status != 0)
-	{
-		bool		shortage = status == EAI_MEMORY || (status == EAI_SYSTEM && is_shortage(errno));
-
-		cannot_connect(conn, error, !shortage, status == EAI_SYSTEM ? strerror(errno) :
-					   status == EAI_MEMORY ? "out of memory" : gai_strerror(status));
-		return 0;
-	}
+		return cannot_connect(conn, error, status == EAI_SYSTEM ? strerror(errno) : gai_strerror(status));
 	for (int pass = 0; pass < 2; pass++)
 		for (struct addrinfo *info = list; info != NULL && n < MAX_HOST_ADDRESSES; info = info->ai_next)
 			if ((info->ai_family == AF_INET) == (pass == 0) &&
@@ -418,7 +423,7 @@ look_up(const RlConnection *conn, const char *host, char (*found)[MAX_ADDRESS_TE
 				n++;
 	freeaddrinfo(list);
 	if (n == 0)
-		cannot_connect(conn, error, true, "the host has no address");
+		cannot_connect(conn, error, "the host has no address");
 	return n;
 }
 
@@ -431,18 +436,18 @@ begin_connecting(RlConnection *conn, const RlAddress *address, const char *host,
 		conn->ctx = address->is_path ? redisConnectUnixNonBlock(host)
 			: redisConnectNonBlock(host, address->port);
 		if (conn->ctx == NULL)
-			return cannot_connect(conn, error, false, "out of memory");
+			return own_shortage(conn, error, ENOMEM);
 		if (!backlog_is_full(conn, address))
 			break;
 		if (rl_monotonic_now() >= deadline)
-			return cannot_connect(conn, error, true, "ratelimit.connect_timeout has passed");
+			return cannot_connect(conn, error, "ratelimit.connect_timeout has passed");
 		close_descriptor(conn);
 		rl_pause(deadline);
 	}
 	if (conn->ctx->err)
-		return cannot_connect(conn, error, !is_shortage(errno), conn->ctx->errstr);
+		return is_shortage(errno) ? own_shortage(conn, error, errno) : cannot_connect(conn, error, conn->ctx->errstr);
 	if (conn->ctx->reader == NULL)
-		return cannot_connect(conn, error, false, "out of memory");
+		return own_shortage(conn, error, ENOMEM);
 	return true;
 }
 
@@ -463,18 +468,16 @@ connect_to(RlConnection *conn, const RlAddress *address, const char *host, int64
 	if (!address->is_path)
 		(void) setsockopt(conn->ctx->fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
 
-	if (!rl_events_have_room(conn->ctx->fd))
-		return cannot_connect(conn, error, false, strerror(errno));
 	conn->events = rl_events_create(1);
 	conn->socket_event = AddWaitEventToSet(conn->events, WL_SOCKET_WRITEABLE,
 										  conn->ctx->fd, NULL, NULL);
 
 	if (!rl_socket_wait(conn, WL_SOCKET_WRITEABLE, deadline, false))
-		return cannot_connect(conn, error, true, "ratelimit.connect_timeout has passed");
+		return cannot_connect(conn, error, "ratelimit.connect_timeout has passed");
 	if (getsockopt(conn->ctx->fd, SOL_SOCKET, SO_ERROR, &socket_error, &len) != 0)
 		socket_error = errno;
 	if (socket_error != 0)
-		return cannot_connect(conn, error, true, strerror(socket_error));
+		return cannot_connect(conn, error, strerror(socket_error));
 	return true;
 }
 
@@ -492,14 +495,15 @@ rl_socket_open(RlConnection *conn, const RlAddress *address, int64 deadline, RlE
 	RlError		failure;
 
 	rl_address_name(address, conn->server);
+	/* Neither the resolver nor OpenSSL reports that it could not open a file. */
+	if (!rl_descriptors_left(2))
+		return own_shortage(conn, error, errno);
 	if (address->tls)
 	{
 		conn->tls = rl_tls_new(address->host);
 		if (conn->tls == NULL)
-			return cannot_connect(conn, error, false, "out of memory");
+			return own_shortage(conn, error, ENOMEM);
 	}
-	if (!rl_socket_has_room())
-		return cannot_connect(conn, error, false, "too many files are open in this server process");
 	conn->fd_acquired = AcquireExternalFD();
 	if (!address->is_path)
 		n = look_up(conn, address->host, hosts, error);

@@ -54,13 +54,12 @@ extern void rl_tls_free(struct ssl_st *tls);
 
 /* socket.c */
 extern WaitEventSet *rl_events_create(int nsockets);
-extern bool rl_events_have_room(int socket);
+extern bool rl_descriptors_left(int n);
 extern int	rl_events_wait(WaitEventSet *set, int64 deadline, WaitEvent *events, int n);
 extern void rl_socket_reply_first(void);
 extern void rl_socket_reply_read(void);
 extern void rl_pause(int64 deadline);
 
-extern bool rl_socket_has_room(void);
 extern bool rl_socket_open(RlConnection *conn, const RlAddress *address, int64 deadline,
 						   RlError *error);
 extern void rl_connection_close(RlConnection *conn);

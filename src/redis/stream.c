@@ -200,7 +200,7 @@ rl_streams_wait(RlStream **streams, int n, int64 deadline)
 										   streams[0]->no_throw);
 		return;
 	}
-	if (joint_events == NULL && !rl_events_have_room(streams[0]->conn->ctx->fd))
+	if (joint_events == NULL && !rl_descriptors_left(1))
 	{
 		wait_in_turn(streams, n, deadline);
 		return;

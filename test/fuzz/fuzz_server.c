@@ -36,7 +36,7 @@ static Received *starving;		/* was looked at, and had nothing */
 
 bool		__wrap_rl_socket_open(RlConnection *conn, const RlAddress *address, int64 deadline, RlError *error);
 bool		__wrap_rl_socket_wait(RlConnection *conn, uint32 what, int64 deadline, bool no_throw);
-bool		__wrap_rl_events_have_room(int socket);
+bool		__wrap_rl_descriptors_left(int n);
 void		__wrap_rl_pause(int64 deadline);
 int64		__wrap_rl_monotonic_now(void);
 RlBreaker  *__wrap_rl_breaker_find(const char *address);
@@ -123,9 +123,9 @@ __wrap_rl_socket_wait(RlConnection *conn, uint32 what, int64 deadline, bool no_t
 
 /* Several streams are looked at by turns. */
 bool
-__wrap_rl_events_have_room(int socket pg_attribute_unused())
+__wrap_rl_descriptors_left(int n)
 {
-	return false;
+	return n > 1;
 }
 
 void
