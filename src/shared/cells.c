@@ -3,9 +3,9 @@
  *		The local store's memory, which is bounded.
  *
  * A cell is one state of one key: the state of a limit, or the key's ban, which may go on in
- * further cells.  A key belongs to one partition.  A partition has a hash table and two heaps,
- * ordered by the cells' ends: one for cells that have chunks of entries, and one for the
- * others.  Free cells and free chunks serve all partitions.
+ * further cells.  A key belongs to one partition.  A partition has a hash table and two heaps
+ * (heap.c), ordered by the cells' ends: one for cells that have chunks of entries, and one for the
+ * others.  Free cells and free chunks serve all partitions, and any of them may have all cells.
  *
  * Locks: each partition's LWLock protects the RlPartition, its buckets, heaps, cells and the
  * chunks of their logs; only "soonest" is also read without it.  The mutex of Free protects
@@ -25,8 +25,6 @@
  * has enough.
  */
 #include "postgres.h"
-
-#include <math.h>
 
 #include "miscadmin.h"
 #include "port/pg_bitutils.h"
@@ -65,7 +63,7 @@ static LWLockPadded *locks;
 static Free *free_memory;
 static RlPartition *partitions;
 static uint32 *buckets;
-static RlHeapItem *heaps;
+static void *heaps;
 static RlCell *cells;
 static RlChunk *chunks;
 
@@ -73,24 +71,16 @@ static RlChunk *chunks;
  * Size
  */
 
-/*
- * Keys are spread over the partitions by chance, each with all its states.  A partition has room
- * for the mean and six standard deviations, for keys with RL_MAX_LIMITS states and a ban, so
- * that all cells can be in use.
- */
 static void
 set_sizes(int max_keys)
 {
-	double		mean;
-
 	npartitions = 1;
 	while (npartitions < MAX_PARTITIONS && npartitions * CELLS_PER_PARTITION < max_keys)
 		npartitions *= 2;
 	/* At least as many as two acts on one key may need. */
 	ncells = Max(max_keys, 2 * RL_MAX_WANTED);
-	mean = (double) ncells / npartitions;
-	rl_heap_size = npartitions == 1 ? ncells : (uint32) ceil(mean + 6 * sqrt(mean * (RL_MAX_LIMITS + 1)));
-	nbuckets = pg_nextpower2_32(rl_heap_size);
+	/* Two for three cells at least, if keys with few cells are spread over the partitions. */
+	nbuckets = pg_nextpower2_32(ncells / npartitions / 2 * 3);
 	nchunks = Max(max_keys, LEAST_CHUNKS);
 }
 
@@ -113,7 +103,7 @@ lay_out(char *memory)
 	free_memory = place(memory, &size, 1, sizeof(Free));
 	partitions = place(memory, &size, npartitions, sizeof(RlPartition));
 	buckets = place(memory, &size, npartitions, nbuckets * sizeof(uint32));
-	heaps = place(memory, &size, npartitions, rl_heap_size * sizeof(RlHeapItem));
+	heaps = place(memory, &size, 1, rl_heaps_size(ncells, npartitions));
 	cells = place(memory, &size, ncells, sizeof(RlCell));
 	chunks = place(memory, &size, nchunks, sizeof(RlChunk));
 	return size;
@@ -132,6 +122,7 @@ attach(void *memory, LWLockPadded *my_locks, bool found)
 {
 	lay_out(memory);
 	locks = my_locks;
+	rl_heaps_attach(heaps, found);
 	if (found)
 		return;
 	memset(free_memory, 0, sizeof(Free));
@@ -174,7 +165,7 @@ view_partition(RlCells *view, int number)
 {
 	view->number = number;
 	view->partition = &partitions[number];
-	view->heap = heaps + (Size) number * rl_heap_size;
+	view->pages = rl_heap_pages(number);
 	view->cells = cells;
 	view->pool.chunks = chunks;
 }
@@ -339,15 +330,13 @@ rl_cell_find(const RlCells *view, const RlLimit *limit)
 	return rl_cell_find_tag(view, limit != NULL ? rl_state_tag(limit) : (RlStateTag) {.algorithm = RL_BAN_CELL});
 }
 
-/* Removes a cell.  It, its chunks and the further cells of a ban become spares. */
+/* Removes the cell at a link of a hash chain.  It, its chunks and its further cells become spares. */
 void
-rl_cell_remove(RlCells *view, uint32 c)
+rl_cell_remove_at(RlCells *view, uint32 *link)
 {
+	uint32		c = *link;
 	RlCell	   *cell = rl_cell_at(view, c);
-	uint32	   *link = bucket_of(view, cell->key_hash);
 
-	while (*link != c)
-		link = &rl_cell_at(view, *link)->next;
 	*link = cell->next;
 	rl_heap_remove(view, c);
 	if (rl_cell_has_text(cell))
@@ -357,6 +346,17 @@ rl_cell_remove(RlCells *view, uint32 c)
 		for (int i = 0; i < 2; i++)
 			rl_log_clear(&view->pool, &cell->state.log[i]);
 	add_spare(view, c);
+}
+
+/* Does the same for any cell.  It takes a walk over the cells before it in its chain. */
+void
+rl_cell_remove(RlCells *view, uint32 c)
+{
+	uint32	   *link = bucket_of(view, rl_cell_at(view, c)->key_hash);
+
+	while (*link != c)
+		link = &rl_cell_at(view, *link)->next;
+	rl_cell_remove_at(view, link);
 }
 
 /* Takes a spare cell, which must exist, and empties it. */
@@ -425,12 +425,6 @@ rl_cell_make_text(RlCells *view, RlStateTag tag, const char *text, int len)
  */
 
 static bool
-is_crowded(const RlCells *view, uint32 more)
-{
-	return view->partition->n[RL_WITHOUT_CHUNKS] + view->partition->n[RL_WITH_CHUNKS] + more > rl_heap_size;
-}
-
-static bool
 has_spares(const RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 {
 	return view->nspare >= cells_wanted && view->pool.nspare >= chunks_wanted;
@@ -473,15 +467,14 @@ take_free(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 
 /*
  * Makes sure that the view has so many spare cells and chunks.  Returns false if there are too
- * few, or no room for the cells in the locked partition.  The caller then unlocks it, calls
- * rl_cells_evict, and starts again.
+ * few.  The caller then unlocks the partition, calls rl_cells_evict, and starts again.
  */
 bool
 rl_cells_reserve(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 {
 	if (!has_spares(view, cells_wanted, chunks_wanted))
 		take_free(view, cells_wanted, chunks_wanted);
-	return has_spares(view, cells_wanted, chunks_wanted) && !is_crowded(view, cells_wanted);
+	return has_spares(view, cells_wanted, chunks_wanted);
 }
 
 static bool
@@ -591,18 +584,18 @@ has_own_only(const OwnHeaps *own, int number, int heap)
 }
 
 /*
- * Returns which of n partitions, from first on, has the cell with the earliest end
- * (with_chunks: of cells with chunks), or -1.  Sets the heap that it is in, and the earliest end
- * in all other heaps.  Leaves out those that have cells of the act's own keys only.
+ * Returns which partition has the cell with the earliest end (with_chunks: of cells with
+ * chunks), or -1.  Sets the heap that it is in, and the earliest end in all other heaps.  Leaves
+ * out those that have cells of the act's own keys only.
  */
 static int
-choose_partition(int first, int n, bool with_chunks, const OwnHeaps *own, int *heap, int64 *others)
+choose_partition(bool with_chunks, const OwnHeaps *own, int *heap, int64 *others)
 {
 	int			best = -1;
 	int64		soonest = PG_INT64_MAX;
 
 	*others = PG_INT64_MAX;
-	for (int i = first; i < first + n; i++)
+	for (int i = 0; i < npartitions; i++)
 		for (int h = with_chunks ? RL_WITH_CHUNKS : RL_WITHOUT_CHUNKS; h <= RL_WITH_CHUNKS; h++)
 		{
 			int64		end = partitions[i].soonest[h];
@@ -623,14 +616,13 @@ choose_partition(int first, int n, bool with_chunks, const OwnHeaps *own, int *h
 }
 
 /*
- * Evicts cells of other keys, and cells that have ended, until the view has so many spare cells
- * and chunks, and its partition, which must be unlocked, has room.  Returns false after
- * MAX_EVICTIONS, or if there are no such cells.  Raises an error if the call is cancelled.
+ * Evicts cells of other keys, and cells that have ended, until the view, whose partitions must be
+ * unlocked, has so many spare cells and chunks.  Returns false after MAX_EVICTIONS, or if there
+ * are no such cells.  Raises an error if the call is cancelled.
  */
 bool
 rl_cells_evict(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 {
-	int			number_of_key = view->number;
 	OwnHeaps	own = {.n = 0};
 	int			evictions = 0;
 	int			corrections = MAX_CORRECTIONS;
@@ -643,24 +635,19 @@ rl_cells_evict(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 	}
 	while (evictions < MAX_EVICTIONS)
 	{
-		bool		crowded;
 		bool		progress;
 		int			heap = RL_WITHOUT_CHUNKS;
 		int			number;
 		int64		latest;
 
-		view_partition(view, number_of_key);
-		crowded = is_crowded(view, cells_wanted);
-		if (!crowded && has_spares(view, cells_wanted, chunks_wanted))
+		if (has_spares(view, cells_wanted, chunks_wanted))
 			return true;
 		if (InterruptPending)
 		{
 			rl_cells_release(view);
 			CHECK_FOR_INTERRUPTS();
 		}
-		number = choose_partition(crowded ? number_of_key : 0, crowded ? 1 : npartitions,
-								  !crowded && view->pool.nspare < chunks_wanted,
-								  &own, &heap, &latest);
+		number = choose_partition(view->pool.nspare < chunks_wanted, &own, &heap, &latest);
 		if (number < 0)
 			return false;
 		view_partition(view, number);

@@ -20,7 +20,7 @@
 #define RL_MAX_BAN_CELLS	((RL_MAX_KEY + RL_MAX_WHY + RL_CELL_TEXT - 1) / RL_CELL_TEXT)
 
 /* The most bytes and cells of a record. */
-#define RL_MAX_RECORD		(64 + RL_MAX_ID + RL_MAX_LIMITS * 168)
+#define RL_MAX_RECORD		(40 + RL_MAX_ID + RL_MAX_LIMITS * 144)
 #define RL_MAX_RECORD_CELLS	((RL_MAX_RECORD + RL_CELL_TEXT - 1) / RL_CELL_TEXT)
 
 /* The most cells that an act on one key may need: one for each limit, and those of the ban, its level and a record. */
@@ -55,14 +55,13 @@ typedef struct RlCell
 	};
 	int64		end;			/* from then on it is as if it did not exist */
 	uint32		next;			/* in its hash chain or list of free cells */
-	uint32		heap_at:26;		/* its position in its heap */
+	uint32		heap_at:31;		/* its position in its heap */
 	uint32		heap:1;			/* which of the partition's heaps that is */
 } RlCell;
 
 StaticAssertDecl(sizeof(RlCell) == 128, "a cell is in more than two cache lines");
 
 struct RlPartition;
-struct RlHeapItem;
 
 /*
  * Access to one partition, by an act on a key or for a slice, and the spare cells and chunks
@@ -82,7 +81,7 @@ typedef struct RlCells
 	int			number;
 	struct RlPartition *partition;
 	uint32	   *bucket;			/* of the key; of a slice, the next one */
-	struct RlHeapItem *heap;
+	uint32	   *pages;			/* of its heaps */
 	RlCell	   *cells;
 	RlPool		pool;			/* spare chunks */
 	uint32		spare;			/* list of spare cells */
@@ -96,7 +95,7 @@ rl_cell_at(const RlCells *view, uint32 c)
 	return &view->cells[c - 1];
 }
 
-/* Returns how many cells a ban needs, with so many bytes of its key and about why. */
+/* Returns how many cells a ban needs, with so many bytes of its key and about why, or a record, of its id and the rest. */
 static inline uint32
 rl_ban_cells(int key_len, int why_len)
 {
@@ -165,5 +164,6 @@ extern uint32 rl_cell_make_text(RlCells *view, RlStateTag tag, const char *text,
 extern uint32 rl_cell_make(RlCells *view, RlStateTag tag);
 extern void rl_cell_set_end(RlCells *view, uint32 c, int64 end);
 extern void rl_cell_remove(RlCells *view, uint32 c);
+extern void rl_cell_remove_at(RlCells *view, uint32 *link);
 
 #endif							/* CELLS_H */

@@ -26,9 +26,10 @@ typedef struct RlPartition
 								 * read without the lock, as a hint */
 } RlPartition;
 
-/* The room of both heaps of a partition together; set once, at start. */
-extern uint32 rl_heap_size;
+extern Size rl_heaps_size(uint32 ncells, int npartitions);
+extern void rl_heaps_attach(void *memory, bool found);
 
+extern uint32 *rl_heap_pages(int partition);
 extern RlHeapItem *rl_heap_item(const RlCells *view, int heap, uint32 at);
 extern void rl_heap_sift(RlCells *view, int heap, uint32 at, RlHeapItem item);
 extern void rl_heap_add(RlCells *view, int heap, uint32 c);

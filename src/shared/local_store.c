@@ -272,15 +272,16 @@ typedef struct Record
 	Reserved	charges[RL_MAX_LIMITS];
 } Record;
 
-StaticAssertDecl(RL_MAX_ID + sizeof(Record) <= RL_MAX_RECORD, "a record needs more cells");
+StaticAssertDecl(RL_MAX_ID + sizeof(Record) == RL_MAX_RECORD, "RL_MAX_RECORD must be changed");
 
 /* Ended records that an act deletes, at most. */
 #define SWEPT				64
 
+/* Returns the bytes of a record with n charges. */
 static int
-record_size(const Record *record)
+record_size(int n)
 {
-	return offsetof(Record, charges) + record->n * sizeof(Reserved);
+	return offsetof(Record, charges) + n * sizeof(Reserved);
 }
 
 static RlStateTag
@@ -305,7 +306,7 @@ static void
 save_record(RlCells *view, uint32 c, const RlKey *id, const Record *record, int64 until)
 {
 	char		text[RL_MAX_RECORD];
-	int			size = record_size(record);
+	int			size = record_size(record->n);
 	RlCell	   *cell;
 
 	if (c != RL_NO_CELL)
@@ -320,29 +321,29 @@ save_record(RlCells *view, uint32 c, const RlKey *id, const Record *record, int6
 	rl_cell_set_end(view, c, until);
 }
 
-/*
- * Returns true if the key has room for one more record.  If it is full, deletes some records
- * that have ended, SWEPT at most: to delete one takes a walk over all before it.
- */
+/* Returns true if the key has room for one more record.  If it is full, deletes some that have ended, SWEPT at most. */
 static bool
 has_room_for_record(RlCells *view)
 {
-	uint32		next;
+	uint32	   *link = view->bucket;
 	int			n = 0;
 
 	for (uint32 c = *view->bucket; c != RL_NO_CELL; c = rl_cell_at(view, c)->next)
 		n += rl_same_key_hash(rl_cell_at(view, c)->key_hash, view->key_hash) &&
 			rl_cell_at(view, c)->tag.algorithm == RL_RECORD_CELL;
-	for (uint32 c = n >= RL_MAX_RESERVATIONS ? *view->bucket : RL_NO_CELL;
-		 c != RL_NO_CELL && n > RL_MAX_RESERVATIONS - SWEPT; c = next)
+	if (n < RL_MAX_RESERVATIONS)
+		return true;
+	while (*link != RL_NO_CELL && n > RL_MAX_RESERVATIONS - SWEPT)
 	{
-		RlCell	   *cell = rl_cell_at(view, c);
+		RlCell	   *cell = rl_cell_at(view, *link);
 
-		next = cell->next;
 		if (!rl_same_key_hash(cell->key_hash, view->key_hash) || cell->tag.algorithm != RL_RECORD_CELL ||
 			cell->ban.until > view->now)
+		{
+			link = &cell->next;
 			continue;
-		rl_cell_remove(view, c);
+		}
+		rl_cell_remove_at(view, link);
 		n--;
 	}
 	return n < RL_MAX_RESERVATIONS;
@@ -408,7 +409,7 @@ local_reserve(const RlAction *action, RlDecision *decisions, RlAnswer *answer, R
 	rl_cells_lock(&view, LW_EXCLUSIVE);
 	for (;;)
 	{
-		uint32		cells = RL_MAX_RECORD_CELLS;
+		uint32		cells = rl_ban_cells(action->reserve->id.len, record_size(limits->n));
 		uint32		chunks = 0;
 
 		record = rl_cell_find_tag(&view, record_tag(&action->reserve->id));
@@ -664,7 +665,7 @@ reset_charges(RlCells *view, const RlLimits *limits)
 		if (!rl_same_key_hash(cell->key_hash, view->key_hash) || cell->tag.algorithm != RL_RECORD_CELL)
 			continue;
 		rl_cell_ban_text(view, cell, text);
-		load_record(view, c, &record);
+		memcpy(&record, text + cell->ban.key_len, cell->ban.why_len);
 		for (int i = 0; i < record.n; i++)
 			for (int l = 0; l < limits->n; l++)
 				if (record.charges[i].units > 0 && rl_same_state(&record.charges[i].limit, &limits->limit[l]))

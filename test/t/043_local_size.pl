@@ -75,6 +75,25 @@ answers(q{SELECT count(*) FILTER (WHERE rl_allow('key:' || n, '1/1d')) FROM gene
 answers('SELECT local_keys FROM rl_status()', 100_000, '100,000 states are stored');
 
 #
+# One key with as many reservations as a key can have
+#
+# Each has eight limits and an id of 128 bytes, and so the most states.  Other keys' states
+# stay while there are free ones.
+#
+
+my $budgets = join ', ', map { "fixed_window 1000000/${_}d from_first" } 1 .. 8;
+my $reserve = "rl_reserve('tenant', '$budgets', 1, lpad(n::text, 128, 'i'), 86400)";
+
+restart(100_000);
+answers("SELECT count(*) FILTER (WHERE r.allowed) FROM generate_series(1, 4096) n, $reserve r", 4096, 'a key gets 4,096 reservations');
+$session->fails("SELECT $reserve FROM generate_series(4097, 4097) n", 'and one more', '54000', qr/reservations/);
+answers(q{SELECT count(*) FILTER (WHERE rl_allow('login:' || n, '3/1d')) FROM generate_series(1, 500) n, generate_series(1, 3)}, 1500, '500 other keys use up their quota');
+answers(q{SELECT count(*) FILTER (WHERE rl_allow('login:' || n, '3/1d')) FROM generate_series(1, 500) n}, 0, 'and are refused then');
+answers('SELECT local_evicted, local_keys > 98000 FROM rl_status()', '0|t', 'no state was evicted from a store that is nearly full');
+answers(q{SELECT count(*) FILTER (WHERE rl_settle('tenant', lpad(n::text, 128, 'i'), 0)) FROM generate_series(1, 4096) n}, 4096, 'all reservations are settled');
+answers("SELECT DISTINCT remaining FROM rl_peek('tenant', '$budgets', 0)", 1_000_000, 'and their quota is free');
+
+#
 # The duration of calls
 #
 
@@ -89,7 +108,7 @@ sub processor_ms
 
 	$session->ask($sql);
 	my $ms = 1000 * (clock_gettime($clock) - $began);
-	die "$sql: " . $session->error if $session->error ne '';
+	die "$sql: " . $session->error if $session->error !~ /^$|has too many reservations/;
 	return $ms;
 }
 
@@ -109,6 +128,32 @@ sub is_short
 
 	cmp_ok(min(@ms), '<=', 20, "$name: a call takes no 20 ms of processor time (@ms)");
 	return;
+}
+
+# A key that has as many reservations as a key can have, all open or all ended: they are in one chain.
+{
+	my $id = q{lpad('9', 128, 'i')};
+	my %call = (
+		'a reservation above the most' => [ 1, "SELECT $reserve FROM generate_series(4097, 4097) n" ],
+		'a reservation that deletes ended ones' => [ 0, "SELECT $reserve FROM generate_series(4097, 4097) n" ],
+		'a retry' => [ 1, "SELECT $reserve FROM generate_series(9, 9) n" ],
+		'an action' => [ 1, "SELECT rl_check('tenant', '$budgets')" ],
+		'a settlement' => [ 1, "SELECT rl_settle('tenant', $id, 0)" ],
+		'an extension' => [ 1, "SELECT rl_extend('tenant', $id)" ],
+		'a reset of the limits' => [ 1, "SELECT rl_reset('tenant', '$budgets')" ],
+		'a reset of the key' => [ 1, "SELECT rl_reset('tenant')" ]);
+
+	foreach my $name (sort keys %call)
+	{
+		my ($open, $sql) = @{ $call{$name} };
+
+		is_short("$name, beside 4,096 reservations", sub {
+			$session->ask(qq{SELECT rl_reset('tenant'); SET ratelimit.debug_now = '1700000000000000';
+				SELECT count(r) FROM generate_series(1, 4096) n, $reserve r});
+			$session->ask("SET ratelimit.debug_now = '1700090000000000'") unless $open;
+			return processor_ms($sql);
+		});
+	}
 }
 
 # A store that is full of states with an entry each.  Each key has eight states, which
