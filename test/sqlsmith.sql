@@ -26,7 +26,7 @@ CREATE VIEW inspected AS SELECT l.name, e.* FROM limits l, rl_inspect(l.name) e;
 CREATE VIEW bans AS SELECT * FROM rl_bans();
 CREATE VIEW simulated AS SELECT name, rl_simulate('5/10s', at, 1) OVER (PARTITION BY name ORDER BY at) s
 	FROM limits, generate_series(now(), now() + interval '1 min', '9 s') at;
-CREATE FUNCTION limits_of(text) RETURNS rl_limits LANGUAGE sql AS $$SELECT coalesce($1, '5/1s')::rl_limits$$;
+CREATE FUNCTION limits_of(text) RETURNS rl_limits LANGUAGE sql RETURN coalesce($1, '5/1s')::rl_limits;
 CREATE TABLE by_row (k text DEFAULT 'k', n int DEFAULT 1, l text DEFAULT '50/1s');
 CREATE TRIGGER enforce BEFORE INSERT OR UPDATE OR DELETE ON by_row FOR EACH ROW EXECUTE FUNCTION rl_enforce('{k}:{n}', '50/1s', 'quota={n}');
 CREATE TABLE by_statement (k text DEFAULT 'k', n int DEFAULT 1, l text DEFAULT '50/1s');

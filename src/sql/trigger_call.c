@@ -9,12 +9,16 @@
  * As for a column's default, a role that writes needs no privilege on the schema,
  * and EXECUTE on the function.  The executor checks EXECUTE when it prepares the
  * call, which is done once for each role and transaction, and again after a change of catalogs.
+ *
+ * The function runs as the role that writes.  A search_path of this role would choose the
+ * tables and operators of a function that does not qualify them, so it does not apply.
  */
 #include "postgres.h"
 
 #include "access/htup_details.h"
 #include "catalog/namespace.h"
 #include "catalog/pg_authid.h"
+#include "catalog/pg_proc.h"
 #include "catalog/pg_type.h"
 #include "executor/executor.h"
 #include "miscadmin.h"
@@ -26,8 +30,10 @@
 #include "parser/parse_func.h"
 #include "parser/parse_node.h"
 #include "storage/proc.h"
+#include "utils/array.h"
 #include "utils/builtins.h"
 #include "utils/datum.h"
+#include "utils/guc.h"
 #include "utils/lsyscache.h"
 #include "utils/memutils.h"
 #include "utils/rls.h"
@@ -44,20 +50,15 @@
 #define vxid_lxid(proc) ((proc)->vxid.lxid)
 #endif
 
-#if PG_VERSION_NUM < 170000
-#define SearchPathMatcher OverrideSearchPath
-#define GetSearchPathMatcher GetOverrideSearchPath
-#define SearchPathMatchesCurrentEnvironment OverrideSearchPathMatchesCurrent
-#endif
+#define SAFE_PATH			"pg_catalog, pg_temp"
 
 /*
  * The state with which a call is run.  Before PostgreSQL 18, a function in SQL keeps in
- * it the plans of its queries, which belong to one role, one transaction, one search_path
- * and one row_security, and to the catalogs as they are.
+ * it the plans of its queries, which belong to one role, one transaction and one
+ * row_security, and to the catalogs as they are.
  */
 typedef struct CallState
 {
-	SearchPathMatcher *path;
 	bool		row_security;
 	ExprState  *expr;
 	ExprContext *econtext;
@@ -269,13 +270,30 @@ signature_of(List *names, List *params)
 	return text.data;
 }
 
-/* Returns the call with all its arguments, including the defaults of those that are not given. */
-static FuncExpr *
-make_call(List *names, List *params)
+/* Returns true if the function has a SET clause for search_path. */
+static bool
+sets_path(HeapTuple function)
+{
+	bool		isnull;
+	Datum		settings = SysCacheGetAttr(PROCOID, function, Anum_pg_proc_proconfig, &isnull);
+	Datum	   *values;
+	int			n = 0;
+
+	if (!isnull)
+		deconstruct_array(DatumGetArrayTypeP(settings), TEXTOID, -1, false, TYPALIGN_INT, &values, NULL, &n);
+	for (int i = 0; i < n; i++)
+		if (strncmp(TextDatumGetCString(values[i]), "search_path=", strlen("search_path=")) == 0)
+			return true;
+	return false;
+}
+
+/* Sets the call with all its arguments, including the defaults of those that are not given. */
+static void
+make_call(RowCall *call, List *names, List *params)
 {
 	ParseState *state = make_parsestate(NULL);
-	FuncCall   *call = makeFuncCall(names, NIL, COERCE_EXPLICIT_CALL, -1);
-	Node	   *expr = ParseFuncOrColumn(state, names, params, NULL, call, false, -1);
+	FuncCall   *parsed = makeFuncCall(names, NIL, COERCE_EXPLICIT_CALL, -1);
+	Node	   *expr = ParseFuncOrColumn(state, names, params, NULL, parsed, false, -1);
 	FuncExpr   *function = castNode(FuncExpr, expr);
 	HeapTuple	tuple = SearchSysCache1(PROCOID, ObjectIdGetDatum(function->funcid));
 
@@ -284,8 +302,9 @@ make_call(List *names, List *params)
 	if (!HeapTupleIsValid(tuple))
 		elog(ERROR, "cache lookup failed for function %u", function->funcid);
 	function->args = expand_function_arguments(function->args, false, function->funcresulttype, tuple);
+	call->function = function;
+	call->sets_path = sets_path(tuple);
 	ReleaseSysCache(tuple);
-	return function;
 }
 
 /*
@@ -307,7 +326,7 @@ resolve(RowCall *call, List *names, List *params, RlError *error)
 	SetUserIdAndSecContext(BOOTSTRAP_SUPERUSERID, context | SECURITY_LOCAL_USERID_CHANGE);
 	found = choose_function(names, params, call->signature, error);
 	if (found)
-		call->function = make_call(names, params);
+		make_call(call, names, params);
 	SetUserIdAndSecContext(user, context);
 	return found;
 }
@@ -362,7 +381,6 @@ make_state(const RowCall *call)
 	state->expr = ExecInitExpr((Expr *) function, NULL);
 	state->econtext = CreateStandaloneExprContext();
 	state->econtext->ecxt_param_list_info = state->params;
-	state->path = GetSearchPathMatcher(CurrentMemoryContext);
 	state->row_security = row_security;
 	return state;
 }
@@ -372,8 +390,7 @@ static bool
 state_is_valid(const RowCall *call)
 {
 	return call->state != NULL && call->transaction == vxid_lxid(MyProc) && call->role == GetUserId() &&
-		call->changes == changes && call->state->row_security == row_security &&
-		SearchPathMatchesCurrentEnvironment(call->state->path);
+		call->changes == changes && call->state->row_security == row_security;
 }
 
 /* Returns the state of the last run, or a new state. */
@@ -433,6 +450,39 @@ rl_call_restore(const RowCall *call, const char *bytes, NullableDatum *values)
 		values[i].value = datumRestore(&at, &values[i].isnull);
 }
 
+/* Adds a hint to the error of a name that the function does not qualify; an error context callback. */
+static void
+add_path_hint(void *arg pg_attribute_unused())
+{
+	switch (geterrcode())
+	{
+		case ERRCODE_UNDEFINED_TABLE:
+		case ERRCODE_UNDEFINED_FUNCTION:
+		case ERRCODE_UNDEFINED_OBJECT:
+			errhint("The function runs with search_path \"" SAFE_PATH "\". Qualify the names in it, or add a SET clause to it.");
+	}
+}
+
+/* Evaluates the call with a search_path that the role which writes cannot choose. */
+static Datum
+evaluate(const RowCall *call, CallState *state, bool *isnull)
+{
+	ErrorContextCallback hint = {error_context_stack, add_path_hint, NULL};
+	int			level;
+	Datum		result;
+
+	if (call->sets_path)
+		return ExecEvalExprSwitchContext(state->expr, state->econtext, isnull);
+	/* After an error, the abort of the (sub)transaction ends the level. */
+	level = NewGUCNestLevel();
+	(void) set_config_option("search_path", SAFE_PATH, PGC_USERSET, PGC_S_SESSION, GUC_ACTION_SAVE, true, 0, false);
+	error_context_stack = &hint;
+	result = ExecEvalExprSwitchContext(state->expr, state->econtext, isnull);
+	error_context_stack = hint.previous;
+	AtEOXact_GUC(true, level);
+	return result;
+}
+
 /*
  * Calls the function, and returns its result, which is valid until the next run.  "nested"
  * says that the function has fired the trigger again, while it runs.  Raises an error if
@@ -453,7 +503,7 @@ rl_call_run(RowCall *call, const NullableDatum *values, bool nested, bool *isnul
 	if (!nested)
 		call->state = NULL;
 	ResetExprContext(state->econtext);
-	result = ExecEvalExprSwitchContext(state->expr, state->econtext, isnull);
+	result = evaluate(call, state, isnull);
 	if (!nested)
 		call->state = state;
 	return result;

@@ -6,11 +6,11 @@ CREATE TYPE color AS ENUM ('red', 'green');
 CREATE DOMAIN name_of AS text;
 CREATE TABLE fuzzed (a text, b varchar, c char(4), d int, e bigint, n numeric, u uuid, t bool, i inet, o color, m name_of, s smallint, "{x}" text, no jsonb, g text GENERATED ALWAYS AS (a) STORED);
 CREATE SCHEMA f;
-CREATE FUNCTION f.of(text) RETURNS rl_limits LANGUAGE sql AS $$ SELECT '5/10s'::rl_limits $$;
-CREATE FUNCTION f.of(int, bigint DEFAULT 1) RETURNS rl_limits LANGUAGE sql AS $$ SELECT '5/10s'::rl_limits $$;
-CREATE FUNCTION f.none() RETURNS rl_limits LANGUAGE sql AS $$ SELECT NULL::rl_limits $$;
-CREATE FUNCTION f.any(anyelement, anyelement DEFAULT NULL) RETURNS rl_limits LANGUAGE sql AS $$ SELECT '5/10s'::rl_limits $$;
-CREATE FUNCTION f.list(VARIADIC text[]) RETURNS rl_limits LANGUAGE sql AS $$ SELECT '5/10s'::rl_limits $$;
+CREATE FUNCTION f.of(text) RETURNS rl_limits LANGUAGE sql RETURN '5/10s'::rl_limits;
+CREATE FUNCTION f.of(int, bigint DEFAULT 1) RETURNS rl_limits LANGUAGE sql RETURN '5/10s'::rl_limits;
+CREATE FUNCTION f.none() RETURNS rl_limits LANGUAGE sql RETURN NULL::rl_limits;
+CREATE FUNCTION f.any(anyelement, anyelement DEFAULT NULL) RETURNS rl_limits LANGUAGE sql AS $$ SELECT '5/10s'::public.rl_limits $$;
+CREATE FUNCTION f.list(VARIADIC text[]) RETURNS rl_limits LANGUAGE sql RETURN '5/10s'::rl_limits;
 CREATE FUNCTION f.text(text) RETURNS text LANGUAGE sql AS $$ SELECT '5/10s' $$;
 
 -- Values that differ mean different things.  They have all separators.  Those that make an empty key are last.

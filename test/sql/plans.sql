@@ -288,7 +288,7 @@ $$
 BEGIN
 	EXECUTE 'CREATE OR REPLACE FUNCTION shop.changed() RETURNS void LANGUAGE sql AS ''SELECT''';
 	IF n > 0 THEN
-		INSERT INTO tried (n, note) VALUES (n - 1, (n + 4) || '/1h');
+		INSERT INTO public.tried (n, note) VALUES (n - 1, (n + 4) || '/1h');
 	END IF;
 	RETURN note;
 END
@@ -306,7 +306,7 @@ $$
 BEGIN
 	EXECUTE 'CREATE OR REPLACE FUNCTION shop.changed() RETURNS void LANGUAGE sql AS ''SELECT''';
 	IF n > 0 THEN
-		INSERT INTO tried (n) VALUES (n - 1);
+		INSERT INTO public.tried (n) VALUES (n - 1);
 	END IF;
 	RETURN n;
 END
@@ -348,8 +348,8 @@ INSERT INTO logins VALUES ('eve', '10.0.0.3', 4);
 SELECT key, remaining FROM rl_check_many('{account:ann,account:bob,account:eve}', 'sliding_log 3/1h', '{0,0,0}') UNION ALL
 SELECT key, remaining FROM rl_check_many('{address:10.0.0.1,address:10.0.0.2,address:10.0.0.3}', 'sliding_log 5/1h', '{0,0,0}');
 INSERT INTO logins VALUES (NULL, '10.0.0.4');
-CREATE FUNCTION account_limits(account text) RETURNS rl_limits LANGUAGE sql AS
-$$ SELECT CASE account WHEN 'root' THEN 'blocked' WHEN 'guest' THEN 'unlimited' WHEN 'none' THEN NULL ELSE 'sliding_log 3/1h' END::rl_limits $$;
+CREATE FUNCTION account_limits(account text) RETURNS rl_limits LANGUAGE sql
+	RETURN (CASE account WHEN 'root' THEN 'blocked' WHEN 'guest' THEN 'unlimited' WHEN 'none' THEN NULL ELSE 'sliding_log 3/1h' END)::rl_limits;
 CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON logins FOR EACH ROW
 	EXECUTE FUNCTION rl_enforce('address2:{address}', 'sliding_log 5/1h', 'account2:{account}', 'account_limits({account})');
 SELECT problem FROM rl_triggers WHERE relation = 'logins'::regclass;

@@ -227,4 +227,102 @@ $admin->ends(q{CREATE FUNCTION shop.list_by_number(n int) RETURNS rl_limits LANG
 is_deeply(statement_scripts('shop.throttle_by_number({n})'), statement_scripts('100/1h'), 'one script for throttles with different numbers');
 is_deeply(statement_scripts('shop.list_by_number({n})'), statement_scripts('sliding_window 100/1h, fixed_window 1000/1d'), 'one script for lists with different numbers');
 
+#
+# A function runs as the role that writes, with a search_path that this role cannot choose
+#
+
+$admin->ends(q{
+	CREATE EXTENSION citext;
+	CREATE TABLE shop.members (email citext, login name, limits rl_limits);
+	INSERT INTO shop.members VALUES ('Ann@example.org', 'writer', '1/1h'), ('bob@example.org', 'keeper', 'unlimited');
+	CREATE ROLE keeper LOGIN;
+	CREATE ROLE holder LOGIN;
+	GRANT USAGE ON SCHEMA shop TO writer, holder;
+	GRANT SELECT ON shop.members TO writer, keeper;
+	GRANT CREATE ON SCHEMA public TO holder;
+	GRANT EXECUTE ON FUNCTION rl_enforce() TO holder;
+	CREATE SCHEMA evil AUTHORIZATION writer;
+	CREATE FUNCTION shop.unqualified(name text) RETURNS rl_limits LANGUAGE plpgsql STABLE AS 'BEGIN RETURN (SELECT limits FROM plans WHERE plans.customer = $1); END';
+	CREATE FUNCTION shop.set(name text) RETURNS rl_limits LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = shop, pg_temp
+		AS 'BEGIN RETURN (SELECT limits FROM plans WHERE plans.customer = $1); END';
+	CREATE FUNCTION shop.atomic(name text) RETURNS rl_limits LANGUAGE sql STABLE SECURITY DEFINER RETURN (SELECT limits FROM shop.plans WHERE customer = name);
+	CREATE FUNCTION shop.path(name text) RETURNS text LANGUAGE plpgsql AS $$ BEGIN RETURN current_setting('search_path') || ' of ' || current_user; END $$;
+	CREATE FUNCTION shop.zone_path(name text) RETURNS text LANGUAGE plpgsql SET timezone = 'UTC' AS $$ BEGIN RETURN current_setting('search_path') || ' of ' || current_user; END $$;
+	CREATE FUNCTION shop.own_path(name text) RETURNS text LANGUAGE plpgsql SET search_path = shop AS $$ BEGIN RETURN current_setting('search_path'); END $$;
+	CREATE FUNCTION shop.of_user() RETURNS rl_limits LANGUAGE plpgsql STABLE
+		AS $$ BEGIN RETURN (SELECT limits FROM shop.members WHERE login = current_user); END $$;
+	CREATE FUNCTION shop.visible() RETURNS rl_limits LANGUAGE plpgsql STABLE AS $$ BEGIN RETURN (SELECT max(limits::text) FROM shop.members); END $$;
+	CREATE FUNCTION shop.by_email(email public.citext) RETURNS rl_limits LANGUAGE plpgsql STABLE
+		AS $$ BEGIN RETURN coalesce((SELECT limits FROM shop.members m WHERE m.email OPERATOR(public.=) $1), 'blocked'); END $$;
+	CREATE FUNCTION shop.by_email_set(email public.citext) RETURNS rl_limits LANGUAGE plpgsql STABLE SET search_path = public
+		AS $$ BEGIN RETURN coalesce((SELECT limits FROM shop.members m WHERE m.email = $1), 'blocked'); END $$;
+	CREATE TABLE paths (name text, email citext DEFAULT 'ANN@example.org');
+	GRANT INSERT, TRIGGER ON paths TO holder;
+	GRANT INSERT, SELECT ON paths TO writer;
+	ALTER TABLE paths OWNER TO keeper}, 'functions with and without a search_path');
+my @paths = ('BEFORE INSERT ON paths FOR EACH ROW', 'AFTER INSERT ON paths REFERENCING NEW TABLE AS n FOR EACH STATEMENT');
+
+# Makes the trigger on the table.
+sub path_trigger
+{
+	my ($kind, $arguments) = @_;
+
+	return $admin->ends("SET client_min_messages = warning; DROP TRIGGER IF EXISTS enforce ON paths; CREATE TRIGGER enforce $kind EXECUTE FUNCTION rl_enforce($arguments); "
+		. q{SELECT rl_reset('path:ann')}, "$kind: $arguments");
+}
+
+foreach my $kind (@paths)
+{
+	foreach my $how ([ path => 'pg_catalog, pg_temp of writer' ], [ zone_path => 'pg_catalog, pg_temp of writer' ], [ own_path => 'shop' ])
+	{
+		path_trigger($kind, "'{shop.$how->[0]({name})}', 'blocked'");
+		$session->ask('SET search_path = evil, public');
+		$session->fails(q{INSERT INTO public.paths VALUES ('ann')}, "$kind: $how->[0]", 'PT403', qr/blocked/, qr/^Key "$how->[1]" is blocked/);
+		is($session->ask('SHOW search_path'), 'evil, public', "$kind: $how->[0]: the session's path is the same again");
+		$session->ask(q{BEGIN; SAVEPOINT s; INSERT INTO public.paths VALUES ('ann'); ROLLBACK TO s});
+		is($session->ask('SHOW search_path; COMMIT'), 'evil, public', "$kind: $how->[0]: and after an error that a savepoint caught");
+	}
+	path_trigger($kind, q{'path:{name}', 'shop.unqualified({name})'});
+	$session->ask('SET search_path = public, shop');
+	$session->fails(q{INSERT INTO paths VALUES ('ann')}, "$kind: a table without a schema", '42P01', qr/^relation "plans" does not exist$/);
+	$session->ask(q{INSERT INTO paths VALUES ('ann')});
+	like($session->error, qr/^HINT:  The function runs with search_path "pg_catalog, pg_temp"\. Qualify the names in it, or add a SET clause to it\.$/m, "$kind: with a hint");
+	foreach my $function (qw(set atomic))
+	{
+		path_trigger($kind, "'path:{name}', 'shop.$function({name})'");
+		$session->ask(q{CREATE TEMP TABLE plans (customer text, limits rl_limits); INSERT INTO plans VALUES ('ann', 'unlimited');
+			CREATE TABLE evil.plans AS TABLE plans; SET search_path = evil, public});
+		$session->ends(q{INSERT INTO public.paths VALUES ('ann')}, "$kind: $function: a row") foreach 1 .. 2;
+		$session->ends(q{INSERT INTO public.paths VALUES ('ann')}, "$kind: $function: a table of the writer does not decide", 'PT429');
+		$session->ask('DROP TABLE pg_temp.plans, evil.plans; RESET search_path');
+	}
+}
+
+# The plan of the role that writes, by its name and by row security.
+foreach my $function (qw(of_user visible))
+{
+	path_trigger($paths[0], "'path:{name}', 'shop.$function()'");
+	$admin->ask(q{ALTER TABLE shop.members ENABLE ROW LEVEL SECURITY; CREATE POLICY own ON shop.members USING (login = current_user)}) if $function eq 'visible';
+	$session->ends(q{INSERT INTO paths VALUES ('ann')}, "$function: a row");
+	$session->ends(q{INSERT INTO paths VALUES ('ann')}, "$function: the writer's own plan", 'PT429');
+}
+$admin->ask('ALTER TABLE shop.members DISABLE ROW LEVEL SECURITY');
+foreach my $function (qw(by_email by_email_set))
+{
+	path_trigger($paths[0], "'path:{name}', 'shop.$function({email})'");
+	$session->ends(q{INSERT INTO paths VALUES ('ann')}, "citext: $function: a row");
+	$session->ends(q{INSERT INTO paths VALUES ('ann')}, "citext: $function: the plan of another spelling", 'PT429');
+}
+
+# Who may create triggers on a table does not become its owner.
+my $holder = session($node, 'postgres', 'holder');
+$admin->ask('DROP TRIGGER enforce ON paths; ALTER ROLE keeper SUPERUSER');
+$holder->ends(q{CREATE FUNCTION public.who(name text) RETURNS text LANGUAGE plpgsql SECURITY INVOKER AS 'BEGIN RETURN current_user; END';
+	CREATE TRIGGER enforce BEFORE INSERT ON paths FOR EACH ROW EXECUTE FUNCTION rl_enforce('{public.who({name})}', 'blocked')}, 'a trigger of a role that does not own the table');
+$holder->fails(q{INSERT INTO paths VALUES ('ann')}, 'its function runs as this role', 'PT403', qr/blocked/, qr/^(?:Key "holder"|The key) is blocked/);
+$session->fails(q{INSERT INTO paths VALUES ('ann')}, 'or as the role that writes', 'PT403', qr/blocked/, qr/^Key "writer" is blocked/);
+$holder->ends(q{CREATE OR REPLACE TRIGGER enforce BEFORE INSERT ON paths FOR EACH ROW EXECUTE FUNCTION rl_enforce('{pg_catalog.pg_read_file({name})}', 'blocked')}, 'a function that reads files');
+$holder->fails(q{INSERT INTO paths VALUES ('PG_VERSION')}, 'a file', '42501', qr/^permission denied for function pg_read_file$/);
+$holder->quit;
+
 done_testing();

@@ -121,7 +121,7 @@ foreach my $change ('ALTER TABLE notes DISABLE TRIGGER set_author', 'ALTER TABLE
 $admin->ask('DROP TABLE notes');
 
 $admin->ask(q{
-	CREATE FUNCTION limits_of(text) RETURNS rl_limits LANGUAGE sql AS $$SELECT '1/1h'::rl_limits$$;
+	CREATE FUNCTION limits_of(text) RETURNS rl_limits LANGUAGE sql RETURN '1/1h'::rl_limits;
 	CREATE FUNCTION key_of(text) RETURNS text LANGUAGE sql RETURN $1;
 	CREATE TABLE bills (customer text);
 	CREATE TRIGGER set_author BEFORE INSERT ON bills FOR EACH ROW EXECUTE FUNCTION set_author()});

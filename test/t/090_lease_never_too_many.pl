@@ -19,7 +19,7 @@ my $actions = all_seeds($ENV{RATELIMIT_ACTIONS} || 36_000, 1000);
 my $redis = RedisServer->new->start;
 my $node = lease_node($redis);
 $node->safe_psql('postgres', q{
-	CREATE FUNCTION limits_of(text) RETURNS rl_limits LANGUAGE sql AS 'SELECT $1::rl_limits';
+	CREATE FUNCTION limits_of(text) RETURNS rl_limits LANGUAGE sql RETURN $1::rl_limits;
 	CREATE UNLOGGED TABLE acts (k text, l text);
 	CREATE TRIGGER enforce AFTER INSERT ON acts REFERENCING NEW TABLE AS new
 		FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('{k}', 'public.limits_of({l})');

@@ -19,7 +19,7 @@ my $session = $server->{session};
 my $limits = LEASED;
 
 $session->ask(q{
-	CREATE FUNCTION limits_of(text) RETURNS rl_limits LANGUAGE sql AS 'SELECT $1::rl_limits';
+	CREATE FUNCTION limits_of(text) RETURNS rl_limits LANGUAGE sql RETURN $1::rl_limits;
 	CREATE TABLE orders (tenant text, l text);
 	CREATE TRIGGER enforce AFTER INSERT ON orders REFERENCING NEW TABLE AS new
 		FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('{tenant}', 'public.limits_of({l})')});

@@ -136,7 +136,7 @@ sub start_nodes
 
 	create_act($node);
 	$node->safe_psql('postgres', q{
-		CREATE FUNCTION limits_of(text) RETURNS rl_limits LANGUAGE sql AS 'SELECT $1::rl_limits';
+		CREATE FUNCTION limits_of(text) RETURNS rl_limits LANGUAGE sql RETURN $1::rl_limits;
 		CREATE FUNCTION nothing() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END';
 		CREATE TABLE row_acts (k text, l text, q int);
 		CREATE TRIGGER a BEFORE INSERT ON row_acts FOR EACH ROW EXECUTE FUNCTION rl_enforce('{k}', 'public.limits_of({l})', 'quota={q}');
