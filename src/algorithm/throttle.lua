@@ -1,4 +1,4 @@
--- throttle: the script for one limit without a ban. If the cost is 0, it only looks.
+-- throttle: the script for one limit without a ban.
 --
 -- "tag" is the limit's tag, "cost" the cost of the quota, and "room" the longest
 -- backlog that leaves room for it, in microseconds. "cost_ns" and "room_ns" are the
@@ -22,20 +22,18 @@ if us > room_us or us == room_us and ns > (room_ns or 0) + 0 then
   sign = -1
 else
   local cost_us, cost_ns = cost + 0, (cost_ns or 0) + 0
-  if cost_us > 0 or cost_ns > 0 then
-    --@ charge
-    local needed = us
-    --@ expiry
-    if before_us > 0 and cost_ns == 0 and not expires and now >= 100000000 then
-      -- The TAT has not passed. Redis adds to it faster than Lua makes its text. In the
-      -- first 100 seconds of 1970, which only tests set, the text begins with a 0, which
-      -- HINCRBY rejects.
-      call('HINCRBY', hash, tag, cost .. '000')
-    else
-      --@ tat
-      local text = tat
-      --@ keep
-    end
+  --@ charge
+  local needed = us
+  --@ expiry
+  if before_us > 0 and cost_ns == 0 and not expires and now >= 100000000 then
+    -- The TAT has not passed. Redis adds to it faster than Lua makes its text. In the
+    -- first 100 seconds of 1970, which only tests set, the text begins with a 0, which
+    -- HINCRBY rejects.
+    call('HINCRBY', hash, tag, cost .. '000')
+  else
+    --@ tat
+    local text = tat
+    --@ keep
   end
 end
 

@@ -167,9 +167,16 @@ rl_append_charge(RlCommand *command, const RlLimit *limit, const RlCharge *charg
 	rl_command_number(command, charge->life);
 }
 
+/* Returns true if the action changes nothing.  Its script then sends a write, which a replica refuses. */
+static bool
+is_look(const RlAction *action)
+{
+	return action->how == RL_PEEK || action->quota == 0;
+}
+
 /*
  * Returns true if a script for one limit without options suffices.  Such scripts count no
- * refusals, and do without shadow limits, calendars and rl_peek.  Only that for many keys reports
+ * refusals, and do without shadow limits, calendars and looks.  Only that for many keys reports
  * the time.
  */
 static bool
@@ -179,7 +186,7 @@ is_single(const RlAction *action, bool many)
 	const RlLimit *limit = &limits->limit[0];
 
 	return limits->n == 1 && limit->ban == 0 && !limit->count_denied && !limit->shadow &&
-		limit->calendar == RL_NO_CALENDAR && (many || !(limits->refunds || action->timed)) && action->how != RL_PEEK;
+		limit->calendar == RL_NO_CALENDAR && (many || !(limits->refunds || action->timed)) && !is_look(action);
 }
 
 /* Returns true if the call has something to ask for a lease, or to refund. */
@@ -308,7 +315,7 @@ append_run(RlCommand *command, const Taking *taking, const RlAction *action, int
 	else if (lease != NULL)
 		rl_command_number(command, lease->want);
 	else
-		rl_command_number(command, taking->many || taking->form == TOGETHER ? action->limits->n : action->how != RL_PEEK);
+		rl_command_number(command, taking->many || taking->form == TOGETHER ? action->limits->n : !is_look(action));
 	rl_command_number(command, action->quota);
 	if (lease != NULL)
 	{
@@ -338,7 +345,7 @@ ask_again(Taking *taking, int call)
 static bool
 may_be_refunded(const Taking *taking, const RlAction *action)
 {
-	return action->quota > 0 && action->how != RL_PEEK &&
+	return !is_look(action) &&
 		(action->limits->refunds || action->timed || (taking->form == TOGETHER && taking->took != NULL));
 }
 
@@ -772,6 +779,7 @@ take_left(Taking *taking, int n, bool lease, bool many, int64 *unanswered, RlUsa
 {
 	const RlLimits *limits = NULL;
 	RlScript   *script = NULL;
+	bool		look = false;
 	int			nasked = 0;
 
 	for (int i = 0; i < n; i++)
@@ -780,7 +788,7 @@ take_left(Taking *taking, int n, bool lease, bool many, int64 *unanswered, RlUsa
 
 		if (!taking->left[i] || asks_lease(action) != lease)
 			continue;
-		if (action->limits != limits)
+		if (action->limits != limits || is_look(action) != look)
 			set_form(taking, action, many);
 		/* One script is for all. */
 		if (script != NULL && taking->script != script)
@@ -789,6 +797,7 @@ take_left(Taking *taking, int n, bool lease, bool many, int64 *unanswered, RlUsa
 			taking->form = LISTED;
 		}
 		limits = action->limits;
+		look = is_look(action);
 		script = taking->script;
 		taking->left[i] = false;
 		taking->order[nasked++] = i;

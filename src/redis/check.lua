@@ -1,12 +1,12 @@
 -- Charges the quota to all limits or to none. ARGV[2] is 1, or 0 to decide only
--- and change nothing.
+-- and change nothing, also if the quota is 0.
 --
 -- Returns the verdict (0: allowed, -1: refused, else the rest of a ban in microseconds), the
 -- length of the ban that this refusal starts (0: none), the time, the numbers of each limit
 -- (see act.lua), and under a ban the limit that set it, if it is known.
 
 --< list_call
-local simple, names, begin, stride, at = ARGV[2] == '1' and ARGV[3] ~= '0', {'ban', 'expiry'}, 4, 10, 3
+local simple, names, begin, stride, at = ARGV[2] == '1', {'ban', 'expiry'}, 4, 10, 3
 -->
 
 --< list_name

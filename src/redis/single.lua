@@ -24,7 +24,7 @@ local value, ban, expiry = state[1], state[2], state[3]
 
 --@ ban
 local allowed = left <= 0 and used + quota <= capacity
-if allowed and quota > 0 then
+if allowed then
   --@ take
   --@ text
   local needed = used
@@ -40,9 +40,6 @@ if used > 0 then
   local needed = used
   --@ reset
   reset = free
-end
-if allowed then
-  return {used, reset}
 end
 if lacking > 0 and quota <= capacity then
   local needed = lacking

@@ -152,7 +152,14 @@ foreach my $how ([ 'a list', $list ], [ 'a list with a user', $list, 'limiter' ]
 $session->set(redis_passfile => undef, redis_url => $replica->url(tcp => 1) . ',127.0.0.1:' . $replica->port);
 $session->fails($take, 'a list of replicas', 'PT504', qr/^could not connect to Redis: the server is a replica$/);
 $session->set(redis_url => $replica->url(tcp => 1));
-$session->answers("SELECT remaining FROM rl_check('full', $limit, 0)", 0, 'a URL with one server: it is asked, whatever it is');
+$session->answers("SELECT allowed, remaining FROM rl_check('full', $limit)", 'f|0', 'a URL with one server: a replica refuses');
+# Old data allow nothing, also not what costs nothing.
+foreach my $call ((map { "SELECT rl_check('new', '$_ 1/1d', 0)" } qw(throttle token_bucket fixed_window sliding_window sliding_log concurrent), 'fixed_window 1/1d, throttle'),
+	"SELECT rl_reserve('new', '5/1d', 0, 'id')", "SELECT count(*) FROM rl_check_many('{new,full}', $limit, '{0,1}')",
+	map { "SELECT count(*) FROM $_" } "rl_check_many('{new,other}', '5/1d', '{0,0}')", "rl_check_all('{new,other}', '{5/1d,5/1d}', '{0,0}')")
+{
+	$session->fails($call, "a replica: $call", 'PT504', qr/^Redis answered with an error: READONLY/);
+}
 
 # A server that does not know HELLO, and one that does not permit it, are asked.
 foreach my $error ("ERR unknown command 'HELLO', with args beginning with: ", "NOPERM User default has no permissions to run the 'hello' command")

@@ -3,7 +3,7 @@
 #
 # A call is a hash: form, limits (as Engines makes them), quota.  Its reply has
 # one of four shapes: "throttle" answers a single throttle, "units" any other single limit
-# without options, "check" any other decision, "count" a call that decides nothing.
+# without options, "check" any other decision and quota 0, "count" a call that decides nothing.
 package RandomReplies;
 
 use strict;
@@ -59,7 +59,7 @@ sub random_call
 		$call{limits} = [ limit(algorithm => 'throttle', capacity => log_uniform(1000), count => log_uniform(1000), period => pick(@periods[ 1 .. 4 ])) ];
 	}
 	$call{shape} = $call{form} =~ /ban|reset|refund/ ? 'count'
-	  : @{ $call{limits} } > 1 || $call{form} eq 'peek' || (grep { $call{limits}[0]{$_} } qw(ban count_denied calendar)) ? 'check'
+	  : @{ $call{limits} } > 1 || $call{form} eq 'peek' || $call{quota} == 0 || (grep { $call{limits}[0]{$_} } qw(ban count_denied calendar)) ? 'check'
 	  : $call{limits}[0]{algorithm} eq 'throttle' ? 'throttle' : 'units';
 	return \%call;
 }

@@ -7,7 +7,7 @@
 -- refusal unless it is banned.
 --@ clock state algorithms act
 
-local keys, allowed, at = {}, true, 2
+local keys, allowed, at, units = {}, true, 2, 0
 for i, name in ipairs(KEYS) do
   local n = tonumber(ARGV[at])
   hash, quota = name, tonumber(ARGV[at + 1])
@@ -15,7 +15,11 @@ for i, name in ipairs(KEYS) do
   keys[i] = {hash = hash, quota = quota, limits = limits, expiry = expiry}
   keys[i].verdict, keys[i].by = decide(limits, ban)
   allowed = allowed and keys[i].verdict == 0
-  at = at + 2 + n * LIMIT
+  at, units = at + 2 + n * LIMIT, units + quota
+end
+if units == 0 then
+  -- It only looks, which a replica must not do. No hash has this field.
+  call('HDEL', hash, '')
 end
 
 -- A field with an invalid value raises an error. So no key is written before all are decided.

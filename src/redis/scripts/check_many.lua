@@ -7,6 +7,7 @@
 --@ clock state algorithms act
 
 local at, left, n, reply, i, complete, rules = 2, 0, 0, {}, 0, 0, {}
+local looked, wrote = false, false
 
 local function take_keys()
   while i < #KEYS do
@@ -22,6 +23,7 @@ local function take_keys()
     reply[complete + 1], reply[complete + 2], reply[complete + 3] = verdict, 0, now
     reply[complete + 2] = act(limits, verdict, reply, true)
     write()
+    looked, wrote = looked or quota == 0, wrote or #set > 0
     complete = #reply
     if verdict > 0 then
       rules[#rules + 1] = (by or '') .. '\n'
@@ -38,6 +40,10 @@ while i < #KEYS do
     complete = complete + 1
     reply[complete] = -2
   end
+end
+if looked and not wrote then
+  -- A replica refuses this, so it answers no quota 0. No hash has this field.
+  call('HDEL', hash, '')
 end
 if #rules > 0 then
   reply[complete + 1] = table.concat(rules)
