@@ -38,12 +38,26 @@ rl_sliding_error(int n, RlError *error)
 	return rl_error_detail(error, "They have %d.", n);
 }
 
+/* Returns the index of an action whose key is that of an earlier action, and sets *earlier to it; or -1. */
+int
+rl_equal_key(const RlAction *actions, int n, int *earlier)
+{
+	for (int i = 1; i < n; i++)
+		for (*earlier = 0; *earlier < i; ++*earlier)
+			if (actions[i].key.len == actions[*earlier].key.len &&
+				memcmp(actions[i].key.data, actions[*earlier].key.data, actions[i].key.len) == 0)
+				return i;
+	return -1;
+}
+
 /* Raises an error if two of the actions have the same key, or if there are too many sliding limits. */
 void
 rl_check_keys(const RlAction *actions, int n)
 {
 	const RlOrigin *origin = actions->origin;
 	int			sliding = 0;
+	int			earlier;
+	int			equal;
 
 	for (int i = 0; i < n; i++)
 		sliding += rl_sliding_limits(actions[i].limits);
@@ -54,15 +68,12 @@ rl_check_keys(const RlAction *actions, int n)
 		rl_sliding_error(sliding, &error);
 		rl_raise_for(&error, origin);
 	}
-	for (int i = 1; i < n; i++)
-		for (int j = 0; j < i; j++)
-			if (actions[i].key.len == actions[j].key.len &&
-				memcmp(actions[i].key.data, actions[j].key.data, actions[i].key.len) == 0)
-				ereport(ERROR,
-						(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
-						 errmsg("an action must not have the same key twice"),
-						 errdetail("Key number %d is the same as key number %d.", i + 1, j + 1),
-						 origin ? errtableconstraint(origin->rel, origin->trigger->tgname) : 0));
+	equal = rl_equal_key(actions, n, &earlier);
+	if (equal >= 0)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("an action must not have the same key twice"),
+				 errdetail("Key number %d is the same as key number %d.", equal + 1, earlier + 1)));
 }
 
 typedef struct Parts

@@ -9,6 +9,7 @@
 
 extern int	rl_sliding_limits(const RlLimits *limits);
 extern bool rl_sliding_error(int n, RlError *error);
+extern int	rl_equal_key(const RlAction *actions, int n, int *earlier);
 extern void rl_check_keys(const RlAction *actions, int n);
 extern bool rl_take_all(const RlStore *store, const RlAction *const *actions, int n,
 						RlTaken *taken, RlUsage *usage, RlError *error);

@@ -8,6 +8,7 @@
 
 #include "decide.h"
 #include "refusal.h"
+#include "several_keys.h"
 #include "sql/trigger_charges.h"
 #include "sql/trigger_rule.h"
 #include "sql/trigger_statement.h"
@@ -39,19 +40,26 @@ decide_row(RlAction *actions, int n, RlAnswer *answers)
 	return rl_refused_key(answers, n);
 }
 
+/* Returns the row, as a trigger does that does not change it. */
+static Datum
+written_row(const TriggerData *data)
+{
+	return PointerGetDatum(TRIGGER_FIRED_BY_UPDATE(data->tg_event) ? data->tg_newtuple : data->tg_trigtuple);
+}
+
 /*
  * Takes the quota of a row, and returns the row.  Raises an error if the action is refused.
  */
 static Datum
 enforce_row(TriggerData *data, Rule *rule)
 {
-	bool		updated = TRIGGER_FIRED_BY_UPDATE(data->tg_event);
-	TupleTableSlot *row = updated ? data->tg_newslot : data->tg_trigslot;
+	TupleTableSlot *row = TRIGGER_FIRED_BY_UPDATE(data->tg_event) ? data->tg_newslot : data->tg_trigslot;
 	RlOrigin	origins[RL_MAX_PAIRS];
 	RlLimits	room[RL_MAX_PAIRS];
 	RlAction	actions[RL_MAX_PAIRS];
 	RlAnswer	answers[RL_MAX_PAIRS];
 	int			refused;
+	int			earlier;
 
 	for (int i = 0; i < rule->npairs; i++)
 	{
@@ -60,6 +68,11 @@ enforce_row(TriggerData *data, Rule *rule)
 		actions[i].quota = i == 0 ? rl_rule_quota(origins, rule, row) : actions->quota;
 		rl_answer_clear(&answers[i]);
 		set_key_and_limits(&actions[i], rule, &rule->pairs[i], row, &room[i]);
+	}
+	if (rl_equal_key(actions, rule->npairs, &earlier) >= 0)
+	{
+		rl_enforce_apart(actions, rule->npairs);
+		return written_row(data);
 	}
 	refused = decide_row(actions, rule->npairs, answers);
 	for (int i = 0; i < rule->npairs && refused < 0; i++)
@@ -72,7 +85,7 @@ enforce_row(TriggerData *data, Rule *rule)
 			also = rl_statement_exceeds(&actions[i], &answers[i]);
 		rl_raise_refused_all(actions, rule->npairs, answers, also);
 	}
-	return PointerGetDatum(updated ? data->tg_newtuple : data->tg_trigtuple);
+	return written_row(data);
 }
 
 /* Enforces the rule, for a row or for a statement. */

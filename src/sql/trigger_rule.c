@@ -358,8 +358,8 @@ parse_pair(Rule *rule, Relation rel, const Trigger *trigger, const char *key, co
 }
 
 /*
- * Returns false with the error set if the pairs of a trigger for each row can charge no
- * row, because rl_check_keys raises an error for each one.
+ * Returns false with the error set if the pairs of a trigger for each row can charge no row
+ * with different keys, because rl_check_keys raises an error for each one.
  */
 static bool
 check_pairs(const Rule *rule, RlError *error)
@@ -367,17 +367,8 @@ check_pairs(const Rule *rule, RlError *error)
 	int			sliding = 0;
 
 	for (int i = 0; i < rule->npairs; i++)
-	{
-		for (int j = 0; j < i; j++)
-			if (strcmp(rule->pairs[i].template, rule->pairs[j].template) == 0)
-			{
-				rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
-							 "an action must not have the same key twice");
-				return rl_error_detail(error, "Template number %d is the same as template number %d.", i + 1, j + 1);
-			}
 		if (rule->pairs[i].limits != NULL)
 			sliding += rl_sliding_limits(rule->pairs[i].limits);
-	}
 	return rule->npairs == 1 || sliding <= RL_MAX_SLIDING || rl_sliding_error(sliding, error);
 }
 

@@ -1,6 +1,7 @@
 /*
  * trigger_statement.c
- *		rl_enforce() for each statement, with the rows that it has written.
+ *		rl_enforce() for each statement, with the rows that it has written; and for a
+ *		row whose pairs have the same key, as for a statement that wrote this row.
  *
  * The rows' groups are asked together.  If a group is refused, or the statement ends in
  * an error while keys are asked, the charges of all other groups are refunded.  The
@@ -29,7 +30,7 @@
 typedef struct Statement
 {
 	RlOrigin	origins[RL_MAX_PAIRS];
-	RowGroups  *groups;
+	RowGroups  *groups;			/* or NULL: the keys are those of a row */
 	MemoryContext context;		/* of the answers */
 	RlAction   *wanted;			/* the keys that are asked together */
 	int			n;
@@ -220,21 +221,17 @@ group_rows(Statement *statement, const TriggerData *data)
 	return rl_groups_finish(statement->groups) && rl_mode == RL_MODE_ENFORCE;
 }
 
-/* Asks for all keys. */
-static void
-ask_groups(Statement *statement, bool blocked)
+/* Sets the keys that are asked next.  Returns false if there are none. */
+static bool
+next_keys(Statement *statement)
 {
-	while (rl_groups_left(statement->groups))
-	{
-		note_charges(statement);
-		statement->n = rl_groups_next(statement->groups, &statement->wanted);
-		if (statement->n == 0)
-			break;
-		if (blocked)
-			refuse_blocked(statement);
-		else
-			ask_keys(statement);
-	}
+	if (statement->groups == NULL)
+		return statement->asked == 0;
+	if (!rl_groups_left(statement->groups))
+		return false;
+	note_charges(statement);
+	statement->n = rl_groups_next(statement->groups, &statement->wanted);
+	return statement->n > 0;
 }
 
 /* Raises the error of the first key that was refused. */
@@ -242,13 +239,63 @@ pg_noreturn static void
 raise_refusal(Statement *statement)
 {
 	const char *before = rl_statement_exceeds(&statement->first_refused, &statement->refusal);
-	const char *also = statement->asked == 1 ? NULL :
+	const char *also = statement->asked == 1 || statement->groups == NULL ? NULL :
 		psprintf("Keys of the statement that were refused: %lld of %lld.",
 				 (long long) statement->refused, (long long) statement->asked);
 
 	if (before != NULL && also != NULL)
 		also = psprintf("%s %s", before, also);
 	rl_raise_refused(&statement->first_refused, &statement->refusal, also != NULL ? also : before);
+}
+
+/* Takes the quota of all keys, or raises an error.  If "blocked", refuses them unasked. */
+static void
+take_keys(Statement *statement, bool blocked)
+{
+	PG_ENSURE_ERROR_CLEANUP(fail_statement, PointerGetDatum(statement));
+	{
+		while (next_keys(statement))
+			if (blocked)
+				refuse_blocked(statement);
+			else
+				ask_keys(statement);
+		if (statement->refused > 0)
+		{
+			refund(statement, false);
+			raise_refusal(statement);
+		}
+	}
+	PG_END_ENSURE_ERROR_CLEANUP(fail_statement, PointerGetDatum(statement));
+	rl_owner_keep(&statement->owner);
+	MemoryContextDelete(statement->context);
+}
+
+/* Begins a statement. */
+static void
+begin(Statement *statement)
+{
+	rl_owner_begin(&statement->owner, RL_OF_STATEMENT);
+	statement->context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit statement",
+											   ALLOCSET_DEFAULT_SIZES);
+}
+
+/*
+ * Takes the quota of n actions of a row, one after the other, or raises an error, and then
+ * refunds what was charged.
+ */
+void
+rl_enforce_apart(RlAction *actions, int n)
+{
+	Statement	statement = {.wanted = actions,.n = n};
+	bool		blocked = false;
+
+	for (int i = 0; i < n; i++)
+	{
+		actions[i].timed = true;
+		blocked |= actions[i].limits->kind == RL_BLOCKED;
+	}
+	begin(&statement);
+	take_keys(&statement, blocked && rl_mode == RL_MODE_ENFORCE);
 }
 
 /* Takes the quota of all rows that the statement has written, or raises an error. */
@@ -258,25 +305,12 @@ rl_enforce_statement(TriggerData *data, Rule *rule)
 	Statement	statement = {0};
 	bool		blocked;
 
-	rl_owner_begin(&statement.owner, RL_OF_STATEMENT);
+	begin(&statement);
 	for (int i = 0; i < rule->npairs; i++)
 		statement.origins[i] = (RlOrigin) {data->tg_relation, data->tg_trigger, rule->pairs[i].columns};
 	statement.groups = rl_groups_make(rule, statement.origins);
-	statement.context = AllocSetContextCreate(CurrentMemoryContext, "rate-limit statement",
-											  ALLOCSET_DEFAULT_SIZES);
 	/* This calls functions of users, so not while this statement has a callback for the backend's end. */
 	blocked = group_rows(&statement, data);
-	PG_ENSURE_ERROR_CLEANUP(fail_statement, PointerGetDatum(&statement));
-	{
-		ask_groups(&statement, blocked);
-		if (statement.refused > 0)
-		{
-			refund(&statement, false);
-			raise_refusal(&statement);
-		}
-	}
-	PG_END_ENSURE_ERROR_CLEANUP(fail_statement, PointerGetDatum(&statement));
-	rl_owner_keep(&statement.owner);
+	take_keys(&statement, blocked);
 	rl_groups_free(statement.groups);
-	MemoryContextDelete(statement.context);
 }

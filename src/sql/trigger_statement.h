@@ -9,6 +9,7 @@
 
 struct TriggerData;
 
+extern void rl_enforce_apart(RlAction *actions, int n);
 extern void rl_enforce_statement(struct TriggerData *data, Rule *rule);
 
 #endif							/* TRIGGER_STATEMENT_H */

@@ -49,7 +49,6 @@ my $text = 'x' x 512;
 my $sliding = join ', ', map { "sliding_log $_/${_}s" } 1 .. 5;
 foreach my $case ([ "'{a}$text', '5/1s'", 'key must not be longer than 512 bytes: By its template, it has at least 513 bytes in UTF-8.' ],
 	[ "'{b}$text', '5/1s'", '' ],
-	[ "'k:{a}', '5/1s', 'k:{a}', 'sliding_log 5/1s'", 'an action must not have the same key twice: Template number 2 is the same as template number 1.' ],
 	[ "'k:{a}', '$sliding', 'l:{a}', '$sliding'",
 		'the keys of an action must not have more than 8 limits of sliding_window, sliding_log and concurrent: They have 10.' ])
 {
@@ -93,7 +92,6 @@ foreach my $case (
 	[ q{fields VALUES ('x', 'y', -1)}, 'fields|q', 'quota must be between 0 and 1000000000000000|It comes from column "q".' ],
 	[ q{fields VALUES ('', 'y', 1)}, 'fields|a', 'key must not be empty|Its template is "{a}".' ],
 	[ q{fields VALUES ('x', repeat('x', 600), 1)}, 'fields|b', 'key must not be longer than 512 bytes|It has 600 bytes in UTF-8. Its template is "{b}".' ],
-	[ q{fields VALUES ('x', 'x', 1)}, 'fields|', 'an action must not have the same key twice|Key number 2 is the same as key number 1.' ],
 	[ q{fields VALUES (NULL, 'x', 1)}, 'fields|a', 'null value in column "a" of relation "fields" cannot be part of a rate-limit key|' ],
 	[ q{fields VALUES ('x', 'y', NULL)}, 'fields|q', 'null value in column "q" of relation "fields" cannot be a quota|' ],
 	[ q{by_call VALUES ('x')}, 'by_call|', 'function public.no_limits(text) returned NULL instead of limits|' ],
@@ -107,6 +105,45 @@ foreach my $case (
 	is($session->ask("SELECT fields_of(\$x\$INSERT INTO $insert\$x\$)"), "public|$place|lim|$text", "fields: $insert");
 }
 $session->ask('DROP TABLE fields, by_call, by_key, sums, wrong');
+
+#
+# Pairs whose keys are equal in a row are charged one after the other, as FOR EACH STATEMENT
+#
+
+my $equal = 0;
+foreach my $each ('BEFORE INSERT ON messages FOR EACH ROW', 'AFTER INSERT ON messages FOR EACH ROW', 'AFTER INSERT ON messages REFERENCING NEW TABLE AS n FOR EACH STATEMENT')
+{
+	# The limits of the two keys, and the outcomes of a row with other keys and of four rows with equal keys, with what is left of the first limits.
+	foreach my $case (
+		[ 'sliding_log 5/1h', 'sliding_log 5/1h', '00000 4', '00000 2', '00000 0', 'PT429 0', 'PT429 0' ],
+		[ 'sliding_log 6/1h', 'sliding_log 6/1h', '00000 5', '00000 3', '00000 1', 'PT429 1', 'PT429 1' ],
+		[ 'fixed_window 9/3650d', 'fixed_window 7/3650d', '00000 8', '00000 6', '00000 4', '00000 2', 'PT429 2' ],
+		[ '100/1d', 'sliding_log 1/1h', '00000 99', '00000 98', 'PT429 98', 'PT429 98', 'PT429 98' ],
+		[ 'concurrent 1/1h', 'concurrent 1/1h', '00000 1', 'PT413 1', 'PT413 1', 'PT413 1', 'PT413 1' ],
+		[ '1/1d', '1/1d', '00000 0', 'PT429 0', 'PT429 0', 'PT429 0', 'PT429 0' ],
+		[ '100/1d', 'blocked', 'PT403 100', 'PT403 100', 'PT403 100', 'PT403 100', 'PT403 100' ],
+		[ '100/1d', 'unlimited', '00000 99', '00000 98', '00000 97', '00000 96', '00000 95' ])
+	{
+		my ($first, $second, @outcomes) = @$case;
+		my $key = 'equal' . ++$equal;
+		my @got;
+
+		$session->ask("CREATE TABLE messages (sender text, recipient text);
+			CREATE TRIGGER lim $each EXECUTE FUNCTION rl_enforce('$key:{sender}', '$first', '$key:{recipient}', '$second')");
+		foreach my $recipient ('bob', ('ann') x 4)
+		{
+			push @got, $session->attempt("INSERT INTO messages VALUES ('ann', '$recipient')")->{state} . ' ' . $session->left($first, "$key:ann");
+		}
+		is(join(', ', @got), join(', ', @outcomes), "equal keys: $each, $first, $second");
+		$session->ask('DROP TABLE messages');
+	}
+}
+$session->ask(q{CREATE TABLE messages (sender text, recipient text);
+	CREATE TRIGGER lim BEFORE INSERT ON messages FOR EACH ROW EXECUTE FUNCTION rl_enforce('{sender}', '1/1d', '{recipient}', '1/1d')});
+$session->fails(q{INSERT INTO messages VALUES ('ann', 'ann')}, 'equal keys: more than the limit', 'PT413', qr/^action of 1 is larger than rate limit "throttle 1\/1d" allows$/,
+	qr/^Key "ann" never has more than 1\. The statement charged 1 before\.$/);
+$session->fails(q{SELECT rl_check_all('{ann,ann}', '{1/1d,1/1d}')}, 'equal keys: rl_check_all', '22023', qr/^an action must not have the same key twice$/);
+$session->ask('DROP TABLE messages');
 
 #
 # A function in SQL is planned again when something that its plan depends on has changed
