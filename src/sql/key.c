@@ -4,18 +4,22 @@
  *		from addresses, for rl_network and the trigger's {column/64}.
  *
  * A type is accepted only if no session setting can change its text, and equal
- * numbers have one text.  Otherwise a user could get a new key by changing a
+ * numbers, and equal values of citext, have one text.  Otherwise a user could get a new key by changing a
  * setting, or by writing 1.0 as 1.00.
  */
 #include "postgres.h"
 
 #include <sys/socket.h>
 
+#include "catalog/dependency.h"
+#include "catalog/pg_collation.h"
 #include "catalog/pg_type.h"
+#include "commands/extension.h"
 #include "miscadmin.h"
 #include "utils/array.h"
 #include "utils/builtins.h"
 #include "utils/fmgrprotos.h"
+#include "utils/formatting.h"
 #include "utils/inet.h"
 #include "utils/lsyscache.h"
 #include "utils/numeric.h"
@@ -24,6 +28,16 @@
 
 #define V4_BITS				32
 #define V6_BITS				128
+
+/* Returns true if the type is citext, whose values can be equal though their texts differ. */
+static bool
+is_citext(Oid type)
+{
+	Oid			extension = getExtensionOfObject(TypeRelationId, type);
+	char	   *name = OidIsValid(extension) ? get_extension_name(extension) : NULL;
+
+	return name != NULL && strcmp(name, "citext") == 0 && !OidIsValid(get_element_type(type));
+}
 
 /*
  * Prepares the part for values of a type; allocates its data in the context.
@@ -36,6 +50,7 @@ rl_key_part_init(RlKeyPart *part, Oid type, MemoryContext context)
 	bool		is_varlena;
 
 	part->type = getBaseType(type);
+	part->fold = false;
 	part->also = '\0';
 	part->network = false;
 	switch (part->type)
@@ -55,8 +70,12 @@ rl_key_part_init(RlKeyPart *part, Oid type, MemoryContext context)
 		case CIDROID:
 			break;
 		default:
-			if (!type_is_enum(part->type))
+			if (type_is_enum(part->type))
+				break;
+			part->fold = is_citext(part->type);
+			if (!part->fold)
 				return false;
+			part->type = TEXTOID;
 	}
 	getTypeOutputInfo(part->type, &output, &is_varlena);
 	fmgr_info_cxt(output, &part->output, context);
@@ -117,6 +136,15 @@ network_of(const inet *address, int v4, int v6)
 	return network;
 }
 
+/* Returns the text of a value of citext as citext compares it. */
+static char *
+citext_folded(Datum value)
+{
+	const text *spelled = DatumGetTextPP(value);
+
+	return str_tolower(VARDATA_ANY(spelled), VARSIZE_ANY_EXHDR(spelled), DEFAULT_COLLATION_OID);
+}
+
 /* Appends the text of a value, with ':', '%' and part->also escaped. */
 void
 rl_key_part_append(StringInfo key, RlKeyPart *part, Datum value)
@@ -129,6 +157,8 @@ rl_key_part_append(StringInfo key, RlKeyPart *part, Datum value)
 		text = numeric_normalize(DatumGetNumeric(value));
 	else if (part->network)
 		text = DatumGetCString(DirectFunctionCall1(inet_out, InetPGetDatum(network_of(DatumGetInetPP(value), part->v4, part->v6))));
+	else if (part->fold)
+		text = citext_folded(value);
 	else
 		text = OutputFunctionCall(&part->output, value);
 

@@ -12,6 +12,7 @@
 typedef struct RlKeyPart
 {
 	Oid			type;			/* base type: some types are special */
+	bool		fold;			/* to lower case, as citext compares; the type is then text */
 	char		also;			/* an ASCII character that is escaped too, or 0 */
 	bool		network;		/* addresses stand for their networks */
 	uint8		v4;				/* bits of the networks of IPv4 */

@@ -71,7 +71,7 @@ set_type(Piece *piece, Oid type, const char *what, MemoryContext context, RlErro
 		return true;
 	rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED, "%s of type %s cannot be part of a rate-limit key",
 				 what, format_type_be(type));
-	return rl_error_detail(error, "It must be an integer, numeric, text, varchar, char, name, uuid, boolean, inet, cidr, an enum, or a domain over one of them.");
+	return rl_error_detail(error, "It must be an integer, numeric, text, citext, varchar, char, name, uuid, boolean, inet, cidr, an enum, or a domain over one of them.");
 }
 
 /* Sets the networks that stand for a column's addresses.  Returns false with the error set. */

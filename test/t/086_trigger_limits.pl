@@ -42,6 +42,39 @@ is($session->ask('SELECT DISTINCT problem FROM rl_triggers'), 'two values of a r
 $session->ask('DROP TABLE keys');
 
 #
+# Equal values of citext are one key, also where the locale folds other letters than ASCII
+#
+
+$session->ask(q{CREATE DATABASE folding TEMPLATE template0 LOCALE 'C.UTF-8'});
+my $folding = session($node, 'folding');
+$folding->ask(q{
+	CREATE EXTENSION ratelimit;
+	CREATE EXTENSION citext;
+	CREATE SCHEMA shop;
+	CREATE DOMAIN shop.email AS citext;
+	CREATE FUNCTION shop.folded(a text) RETURNS citext LANGUAGE sql RETURN a::public.citext;
+	CREATE TABLE folded (c citext, d shop.email DEFAULT '', t text)});
+foreach my $case ([ 'c:{c}', 'c:änn%3Ab' ], [ 'd:{d}-{c}', 'd:-änn%3Ab' ], [ '{c}-{t}', 'änn%3Ab-Änn%3AB', 'änn%3Ab-änN%3Ab' ], [ 'f:{shop.folded({t})}', 'f:änn%3Ab' ])
+{
+	my ($template, @keys) = @$case;
+
+	$folding->ask("CREATE OR REPLACE TRIGGER lim BEFORE INSERT ON folded FOR EACH ROW EXECUTE FUNCTION rl_enforce('$template', 'blocked')");
+	foreach my $value ('Änn:B', 'änN:b')
+	{
+		$folding->ends("INSERT INTO folded (c, t) VALUES ('$value', '$value')", "citext: $template: $value", 'PT403');
+		like($folding->error, qr/^DETAIL:  Key "\Q$keys[0]\E" is blocked\.$/m, "citext: $template: $value: the key");
+		shift @keys if @keys > 1;
+	}
+}
+is($folding->ask(q{SELECT rl_key(7, 'ÄNN'::citext), rl_key(7, 'Ann'::shop.email), rl_key(NULLIF('ANN'::citext, ''), 7)}), '7:änn|7:ann|ann:7', 'citext: rl_key');
+is($folding->ask(q{SELECT rl_key('login', 'Ann'::citext), rl_key('login', lower('Ann'::citext::text))}), 'login:Ann|login:ann', 'citext: a parameter of type text hides it');
+is($folding->ask(q{SELECT count(*) FILTER (WHERE a = b), bool_and((rl_key(7, a) = rl_key(7, b)) = (a = b))
+	FROM (VALUES ('STRASSE'::citext, 'strasse'::citext), ('ÉÈ', 'éè'), ('ΑΣ', 'ας'), ('ΑΣ', 'ασ')) v (a, b)}),
+	'3|t', 'citext: values have equal keys if they are equal');
+$folding->quit;
+$session->ask('DROP DATABASE folding');
+
+#
 # Rules that no row can satisfy are problems of the view
 #
 
