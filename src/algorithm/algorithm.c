@@ -237,6 +237,18 @@ rl_period_end(const RlLimit *limit, int64 start)
 }
 
 /*
+ * Returns true if a window, or the period of a ban's refusals, that starts then is later than the
+ * next one.  A clock that was wrong has opened it, so it counts as ended.
+ */
+bool
+rl_is_too_late(const RlLimit *limit, int64 start, int64 now)
+{
+	if (limit->calendar != RL_NO_CALENDAR)
+		return start > rl_windows_at(limit, now)->name[RL_CURRENT + 1];
+	return start - limit->period > now;
+}
+
+/*
  * Counts a refusal, in a window that begins with the first one and is one period long, or in
  * that of a calendar.  Returns true if it starts a ban.
  */
@@ -247,7 +259,7 @@ count_refusal(const RlLimit *limit, RlState *state, const RlView *view, int64 no
 	int64		since = !is_calendar ? now : view->start >= 0 ? view->start : rl_windows_at(limit, now)->name[RL_CURRENT];
 	int64		count = 1;
 
-	if (state->ban_count > 0 &&
+	if (state->ban_count > 0 && !rl_is_too_late(limit, state->ban_since, now) &&
 		(is_calendar ? state->ban_since >= since : now < rl_period_end(limit, state->ban_since)))
 	{
 		since = state->ban_since;

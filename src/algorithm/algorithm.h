@@ -297,6 +297,7 @@ rl_state_is_empty(const RlLimit *limit, const RlState *state)
 extern int	rl_chunks_wanted(const RlLimit *limit, const RlState *state, const RlPool *pool,
 							 int64 now, int64 quota);
 extern int64 rl_period_end(const RlLimit *limit, int64 start);
+extern bool rl_is_too_late(const RlLimit *limit, int64 start, int64 now);
 extern int64 rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
 extern RlVerdict rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool,
 							   int64 banned_until, int64 now, int64 quota, RlView *views,

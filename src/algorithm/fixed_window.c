@@ -3,8 +3,8 @@
  *		fixed_window: a counter per window of the clock or of a calendar, or per
  *		window that begins with the first action.
  *
- * The state is the latest window's start, of a calendar its name, and its units.  If
- * the clock was set back, a window that begins in the future still counts.
+ * The state is a window's start, of a calendar its name, and its units.  It counts if it is the
+ * current window or, after a clock was set back, the next one.
  */
 #include "postgres.h"
 
@@ -16,7 +16,7 @@ load(const RlLimit *limit, const RlState *state, const RlPool *pool pg_attribute
 	 int64 now, RlView *view)
 {
 	*view = (RlView) {.start = -1};
-	if (state->start < 0 ||
+	if (state->start < 0 || rl_is_too_late(limit, state->start, now) ||
 		(limit->calendar != RL_NO_CALENDAR ? state->start < rl_windows_at(limit, now)->name[RL_CURRENT] :
 		 state->start + limit->period <= now))
 		return;
@@ -47,7 +47,9 @@ next_free(const RlLimit *limit, const RlState *state pg_attribute_unused(),
 static int64
 end(const RlLimit *limit, const RlState *state, const RlPool *pool pg_attribute_unused())
 {
-	return rl_period_end(limit, state->start) + rl_calendar_slack(limit);
+	/* A window of the clock is kept for a period more, in which a clock that is set back opens it again. */
+	return rl_period_end(limit, state->start) +
+		(limit->calendar != RL_NO_CALENDAR ? rl_calendar_slack(limit) : limit->from_first ? 0 : limit->period);
 }
 
 static void

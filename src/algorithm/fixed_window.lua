@@ -18,10 +18,11 @@ algorithms.fixed_window = {
     end
   end,
 
-  -- Returns the name and the end of the calendar's window in which quota is counted: the
-  -- window of the time, or the stored window if that is later. So no window is
-  -- opened twice, whichever zone data the callers have.
-  window = function(l, stored, stored_end)
+  -- Returns the name and the end of the calendar's window in which quota is counted: the window
+  -- of the time, or the stored window if that is the next one. So no window is opened twice,
+  -- whichever zone data the callers have. l.next is the name of the next window, or nil if it did
+  -- not come.
+  window = function(l, stored)
     local w, i = l.windows, 1
     if now < w[1] or now >= w[7] then
       no_window = true
@@ -29,16 +30,19 @@ algorithms.fixed_window = {
     while i < 5 and now >= w[i + 2] do
       i = i + 2
     end
-    if not stored or stored < w[i + 1] then
-      return w[i + 1], w[i + 2]
+    l.next = w[i + 3]
+    if stored and stored > w[i + 1] then
+      if not l.next then
+        no_window = true
+      elseif stored <= l.next then
+        return stored, w[i + 4]
+      end
     end
-    while i < 5 and stored >= w[i + 3] do
-      i = i + 2
-    end
-    return stored, stored > w[6] and math.max(w[7], stored_end) or w[i + 2]
+    return w[i + 1], w[i + 2]
   end,
 
-  -- If the clock was set back, a window that begins in the future still counts.
+  -- A stored window counts if it is the current one or, after the clock was set back, the next one.
+  -- Without the windows of the calendar, any window counts that has not ended.
   load = function(l, value)
     if l.calendar then
       local stored, ends, c, r
@@ -48,9 +52,9 @@ algorithms.fixed_window = {
       end
       l.start, l.ends, l.charged, l.refused = stored, ends, 0, 0
       if l.windows then
-        l.start, l.ends = l:window(stored, ends)
+        l.start, l.ends = l:window(stored)
       end
-      if l.start == stored then
+      if l.start == stored and (l.windows or value and ends > now) then
         l.charged, l.refused = tonumber(c), tonumber(r) or 0
       end
       l.used = l.charged + l.refused
@@ -61,7 +65,7 @@ algorithms.fixed_window = {
     local start, charged, refused = from_first and now or now - now % period, 0, 0
     if value then
       local since, c, r = string.match(value, '^(%d+) (%d+) ?(%d*)$')
-      if since + period > now then
+      if since + period > now and since - period <= now then
         start, charged, refused = tonumber(since), tonumber(c), tonumber(r) or 0
       end
     end
@@ -119,11 +123,17 @@ algorithms.fixed_window = {
       put(l.tag, text, l:reset() + CALENDAR_SLACK)
       return
     end
-    local start, charged, refused = l.start, l.charged, l.refused
+    local start, charged, refused, period, from_first = l.start, l.charged, l.refused, l.period, l.from_first
     --< text
     local text = string.format(refused > 0 and '%.0f %.0f %.0f' or '%.0f %.0f', start, charged, refused)
     -->
-    put(l.tag, text, l:reset())
+    -- A window of the clock is kept for a period more, in which a clock that is set back opens it again.
+    local free = l:reset()
+    local lives
+    --< lives
+    lives = from_first and free or free + period
+    -->
+    put(l.tag, text, lives)
   end
 }
 algorithms.fixed_window.__index = algorithms.fixed_window

@@ -62,13 +62,15 @@ rl_state_inspect(const RlLimit *limit, const RlState *state, const RlPool *pool,
 			*used = state->charged;
 		return state->charged > 0;
 	}
-	*until = limit->calendar != RL_NO_CALENDAR ? rl_window_end(limit, state->start) : algorithm->end(limit, state, pool);
+	*until = algorithm->has_calendar ? rl_period_end(limit, state->start) : algorithm->end(limit, state, pool);
 	if (algorithm->next_free != NULL)
 	{
 		RlView		view;
 
 		algorithm->load(limit, state, pool, now, &view);
 		*used = view.charged + view.refused;
+		if (algorithm->has_calendar && view.start < 0)
+			return false;
 	}
 	return *until > now;
 }

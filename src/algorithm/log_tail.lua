@@ -46,6 +46,10 @@ local text = string.format('%.0f %s%016.0f%06.0f', used, string.sub(records, fro
 local free = newest + period - now
 -->
 
+--< lives
+lives = free
+-->
+
 --< wait
 while needed > string.sub(records, from + 16, from + 21) + 0 do
   needed, from = needed - string.sub(records, from + 16, from + 21), from + 22

@@ -146,7 +146,12 @@ algorithms.sliding_window = {
     local text = refused > 0 and string.format('%.0f:%.0f ', charged, refused) or string.format('%.0f ', charged)
     text = text .. string.format(new_refused > 0 and '%.0f:%.0f:%.0f' or '%.0f:%.0f', k, new, new_refused) .. string.sub(others, from)
     -->
-    put(l.tag, text, l:reset())
+    local free = l:reset()
+    local lives
+    --< lives
+    lives = free
+    -->
+    put(l.tag, text, lives)
   end
 }
 algorithms.sliding_window.__index = algorithms.sliding_window

@@ -71,7 +71,12 @@ algorithms.token_bucket = {
     --< text
     local text = string.format('%.0f %.0f', anchor, used)
     -->
-    put(l.tag, text, l:reset())
+    local free = l:reset()
+    local lives
+    --< lives
+    lives = free
+    -->
+    put(l.tag, text, lives)
   end
 }
 algorithms.token_bucket.__index = algorithms.token_bucket

@@ -13,7 +13,7 @@ local function count_refusal(l)
   end
   if l.refusals then
     local s, e, c = refusals(l, l.refusals)
-    if l.calendar and s >= start or not l.calendar and now < e then
+    if l.calendar and s >= start and s <= (l.next or s) or not l.calendar and now < e and s - l.period <= now then
       start, ends, count = s, e, c
     end
   end

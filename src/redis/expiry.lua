@@ -102,7 +102,8 @@ if expiry and (expires or added > 0) then
       -- A calendar, and its slack (see state.lua).
       return match(field, '^fixed_window:%l+:') and match(value, '^%d+ (%-?%d+) ') + 172800000000
     elseif name == 'fixed_window' or match(rest, ':refused$') then
-      return match(value, '^(%d+) ') + period
+      -- A window of the clock is kept for a period more (see fixed_window.lua).
+      return match(value, '^(%d+) ') + ((match(rest, '^:first') or match(rest, ':refused$')) and period or 2 * period)
     elseif name == 'throttle' then
       return string.sub(value, 1, -4) + 1
     elseif name == 'token_bucket' then

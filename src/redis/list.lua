@@ -13,7 +13,8 @@ if used + quota <= capacity then
   --@ text
   local needed = used
   --@ reset
-  written, lives = text, free
+  --@ lives
+  written = text
   local n = #reply
   reply[n + 1], reply[n + 2], reply[n + 3], reply[n + 4] = 1, used, 0, free
 end

@@ -15,7 +15,10 @@
 #include "miscadmin.h"
 #include "nodes/pg_list.h"
 
+#include "algorithm/algorithm.h"
+#include "algorithm/calendar.h"
 #include "error.h"
+#include "redis/command.h"
 #include "redis/redis.h"
 #include "redis/route.h"
 #include "redis/scripts.h"
@@ -259,6 +262,23 @@ is_name(const char *name, int *len)
 	return true;
 }
 
+/* Returns true if it is a window of a calendar, or its refusals, that a wrong clock has opened: the script has no windows. */
+static bool
+is_too_late(const RlKept *kept)
+{
+	static const char refused[] = ":refused";
+	int			suffix = strlen(refused);
+	int			len = kept->name_len;
+	Text		raw = {kept->raw, kept->raw_len};
+	int64		name;
+	RlLimit		limit;
+
+	if (len > suffix && memcmp(kept->name + len - suffix, refused, suffix) == 0)
+		len -= suffix;
+	return rl_calendar_of_name(kept->name, len, &limit) && read_number(&raw, ' ', &name) &&
+		rl_is_too_late(&limit, name, rl_redis_time());
+}
+
 /* Calls found() for each state of the key, and its ban.  Returns false with the error set if the store fails. */
 bool
 rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlError *error)
@@ -297,7 +317,8 @@ rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlError *error)
 				kept.raw_len = pg_encoding_verifymbstr(PG_UTF8, kept.raw, kept.raw_len);
 			else if (!rl_is_printable(kept.raw, kept.raw_len))
 				return rl_wrong_reply(error);
-			found(&kept, arg);
+			if (!is_too_late(&kept))
+				found(&kept, arg);
 		}
 	} while (more[0] != '\0');
 	return true;

@@ -86,7 +86,8 @@ do
           if charged + refused > 0 then
             --@ text of fixed_window
             --@ reset of fixed_window
-            written, lives = text, free
+            --@ lives of fixed_window
+            written = text
           end
         end
         if written and (more > 0 or was > 0) then

@@ -27,9 +27,10 @@ local allowed = left <= 0 and used + quota <= capacity
 if allowed then
   --@ take
   --@ text
-  local needed = used
+  local needed, lives = used
   --@ reset
-  needed = free
+  --@ lives
+  needed = lives
   --@ expiry
   --@ keep
   return {used, free}

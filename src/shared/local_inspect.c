@@ -98,7 +98,8 @@ describe_state(Copy *copy, const RlPool *pool)
 	RlState    *state = &copy->state;
 
 	copy->is_kept = rl_state_inspect(&copy->limit, state, pool, copy->now, &copy->used, &copy->until);
-	if (state->ban_count > 0 && rl_period_end(&copy->limit, state->ban_since) <= copy->now)
+	if (state->ban_count > 0 && (rl_period_end(&copy->limit, state->ban_since) <= copy->now ||
+								 rl_is_too_late(&copy->limit, state->ban_since, copy->now)))
 		state->ban_count = 0;
 }
 

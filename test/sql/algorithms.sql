@@ -51,6 +51,13 @@ SELECT * FROM play('fixed', 'fixed_window 3/10s', ARRAY[
 -- from_first: the window starts with an action that is allowed, not with a look.
 SELECT * FROM play('first', 'fixed_window 3/10s from_first', ARRAY[
 	[4,0], [6,2], [15.999999,2], [16,2], [16,2], [26,0]]) UNION ALL
+-- If the clock is set back into the window before, the later window stays in use. One that is later than the next was
+-- opened by a wrong clock, and counts as ended.
+SELECT * FROM play('fixed back', 'fixed_window 3/10s', '{{40,1},{39,1},{30,1},{30,1},{29.999999,1}}') UNION ALL
+SELECT * FROM play('first back', 'fixed_window 3/10s from_first', '{{40,1},{39,1},{30,1},{30,1},{29.999999,1}}') UNION ALL
+SELECT * FROM play('year back', 'fixed_window 3/1min', '{{31536000,3},{0,1},{0,2},{0,1},{60,3}}') UNION ALL
+-- So do the refusals that a ban counts.
+SELECT * FROM play('ban back', '1/1h ban 10s after 2', '{{31536000,1},{31536000,1},{0,1},{0,1}}') UNION ALL
 -- sliding_window: capacity 4 in 10 s, steps of 5 s. A sub-window counts until
 -- a period after its end.
 SELECT * FROM play('sliding', 'sliding_window 4/10s step 5s', ARRAY[

@@ -45,8 +45,24 @@ SELECT * FROM play('skipped', 'fixed_window 2/day in America/Santiago', '{{-1361
 SELECT * FROM play('apia', 'fixed_window 2/day in Pacific/Apia', '{{-378828000.000001,1},{-378828000,1}}') UNION ALL
 -- On 2006-10-29 in St. John's, the day began at 02:30 UTC; at 02:31 the clock was set back to 23:01, and at 03:30 it was midnight again.
 SELECT * FROM play('back', 'fixed_window 9/day in America/St_Johns', '{{-541978200.000001,1},{-541978200,1},{-541978141,1},{-541978140,1},{-541974601,1},{-541974600,1}}') UNION ALL
--- If the clock is set back, the later window stays in use.
-SELECT * FROM play('set back', 'fixed_window 9/month in Europe/Berlin', '{{2674800,1},{2674799,1},{0,1},{-3000000,1},{2674801,1}}');
+-- If the clock is set back into the window before, the later window stays in use. One that is later than the next was
+-- opened by a wrong clock, and counts as ended.
+SELECT * FROM play('set back', 'fixed_window 9/month in Europe/Berlin', '{{2674800,1},{2674799,1},{0,1},{-3000000,1},{2674801,1}}') UNION ALL
+SELECT * FROM play('year later', 'fixed_window 2/month in Europe/Berlin', '{{31536000,1},{0,1},{0,1},{0,1},{2674800,2}}') UNION ALL
+-- So does the window of refusals that a ban counts.
+SELECT * FROM play('ban later', 'fixed_window 1/day in UTC ban 1h after 3', '{{172800,1},{172800,1},{172800,1},{0,1},{0,1},{0,1},{0,1}}') UNION ALL
+SELECT * FROM play('ban next', 'fixed_window 1/day in UTC ban 1h after 3', '{{86400,1},{86400,1},{86400,1},{0,1}}');
+-- It is not shown, and nothing is refunded to it.
+SELECT * FROM run(
+	$$at(31536000)$$,
+	$$SELECT rl_allow('later', 'fixed_window 2/month in Europe/Berlin ban 1h after 9', 2), rl_allow('later', 'fixed_window 2/month in Europe/Berlin ban 1h after 9')$$,
+	$$SELECT state, used FROM rl_inspect('later') ORDER BY state COLLATE "C"$$,
+	$$at(0)$$,
+	$$SELECT state, used FROM rl_inspect('later')$$,
+	$$SELECT remaining, reset_after FROM rl_peek('later', 'fixed_window 2/month in Europe/Berlin')$$,
+	$$rl_refund('later', 'fixed_window 2/month in Europe/Berlin', 2)$$,
+	$$at(31536000)$$,
+	$$SELECT remaining FROM rl_peek('later', 'fixed_window 2/month in Europe/Berlin')$$);
 
 -- rl_peek, refunds, and the end of a transaction.
 SELECT * FROM run(

@@ -72,7 +72,7 @@ sub show_step
 }
 
 # A history is a hash: key, tags, base (a limit of each tag), changed (the percentage
-# of calls with other limits), first (its first step), now, last and answer (the last
+# of calls with other limits), first (its first step), now, latest (of all times), last and answer (the last
 # step that decided, and its answer), open (the number of steps until charges with
 # refund_on_abort are refunded), and by state granted (charged since "begin") and
 # refused (a refusal was counted).
@@ -88,6 +88,8 @@ sub next_step
 	my $traces = $limits && grep { $_->{count_denied} || $_->{ban} } @$limits;
 	my $bans = $limits && grep { $_->{ban} } @$limits;
 	my ($all, @each) = $answer ? @$answer : ();
+	# A window that was too late for the last answer may be the next one for this answer.
+	my $windows = $limits && !grep { $_->{algorithm} eq 'fixed_window' && $h->{latest} - $_->{period} > $last->{now} } @$limits;
 
 	if ($answer && defined $all->[3] && chance(60))
 	{
@@ -96,7 +98,7 @@ sub next_step
 
 		$h->{now} += $all->[3] - ($early ? 1 : 0);
 		return { kind => $early ? 'early' : 'on_time', limits => $limits, argument => $last->{argument},
-			claim => ($took || !$traces) && sub { return $_[0][0][0] == ($early ? 0 : 1) } };
+			claim => $windows && ($took || !$traces) && sub { return $_[0][0][0] == ($early ? 0 : 1) } };
 	}
 	if ($answer && $took && !$bans && $all->[5] ne 'ban' && chance(12)
 		&& !grep { $_->{algorithm} eq 'throttle' } @$limits)
@@ -106,10 +108,10 @@ sub next_step
 		my $more = defined $remaining && $remaining < 10**15 && chance(50);
 
 		# Shadow limits refuse nothing.
-		return { kind => 'what_remains', limits => $limits, argument => 10**15, claim => sub { return $_[0][0][0] == 1 } }
+		return { kind => 'what_remains', limits => $limits, argument => 10**15, claim => $windows && sub { return $_[0][0][0] == 1 } }
 		  unless defined $remaining;
 		return { kind => 'what_remains', limits => $limits, argument => $remaining + ($more ? 1 : 0),
-			claim => ($more || $remaining > 0) && sub { return $_[0][0][0] == ($more ? 0 : 1) } };
+			claim => $windows && ($more || $remaining > 0) && sub { return $_[0][0][0] == ($more ? 0 : 1) } };
 	}
 	if ($answer && $took && !$bans && $all->[5] ne 'ban' && chance(8))
 	{
@@ -119,7 +121,7 @@ sub next_step
 		my $early = $reset > 0 && chance(50) ? 1 : 0;
 
 		$h->{now} += $reset - $early;
-		return { kind => 'at_reset', form => 'peek', limits => $limits, argument => 0, claim => sub {
+		return { kind => 'at_reset', form => 'peek', limits => $limits, argument => 0, claim => $windows && sub {
 				my $d = $_[0][ $i + 1 ];
 				return $d->[4] == $early && ($early || $d->[2] == $d->[1]);
 			} };
@@ -260,6 +262,7 @@ sub history
 		# debug_now accepts no later time.
 		last if $h->{now} > 4_000_000_000_000_000 || $h->{now} < 1;
 		complete($h, $step);
+		$h->{latest} = max($h->{latest} || 0, $h->{now});
 		my $answer = c_step($engine, $step);
 		push @steps, $step;
 		push @expected, $answer;

@@ -53,7 +53,7 @@ sub useful_until
 		my ($anchor, $missing) = split / /, $value;
 		return $anchor + ($missing + $refill{$1} - 1) / $refill{$1} * $1;
 	}
-	return (split / /, $value)[0] + $1 if $field =~ /^fixed_window:(\d+)(?::first)?$/;
+	return (split / /, $value)[0] + ($2 ? 1 : 2) * $1 if $field =~ /^fixed_window:(\d+)(:first)?$/;
 	if ($field =~ /^sliding_window:(\d+):(\d+)$/)
 	{
 		my ($period, $step) = ($1, $2);

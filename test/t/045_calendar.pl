@@ -312,6 +312,25 @@ is($redis->cli('HGET', 'rl:{far:figures}', 'fixed_window:day:Europe/Berlin'),
 	sprintf('20260410 %d 1', $far + 23 * HOUR), 'the state has the window\'s first day, and its end');
 cmp_ok($redis->cli('PTTL', 'rl:{far:figures}'), '>', (23 + 48) * 3600 * 1000 - 1, 'it lives two days longer than its window');
 
+# Redis's time is in the last window that came with the call, and the stored one is later: it is used if it is the next one,
+# which the server must be asked for.
+foreach my $later (1, 2)
+{
+	my $key = "later:$later";
+	my $fresh = session($node);
+	my $day = $borders[3] + 26 * HOUR;
+
+	set_redis_clock($day + 24 * $later * HOUR);
+	$fresh->ask("SELECT rl_check('$key', '$days')");
+	$fresh->quit;
+	set_redis_clock($day);
+	$fresh = session($node);
+	$redis->cli('CONFIG', 'RESETSTAT');
+	is($fresh->ask("SELECT remaining FROM rl_peek('$key', '$days', 0)"), $later == 1 ? 1 : 2, $later == 1 ? 'the next window is used' : 'a later one counts as ended');
+	is($redis->calls('evalsha') + $redis->calls('eval') - $redis->errors('NOSCRIPT'), 2, 'and the call is sent twice');
+}
+set_redis_clock($far);
+
 # A session loads the zone of another session's reservation, with the local store before it locks
 # anything.  Without the zone, it gets an error.
 {

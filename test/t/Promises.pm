@@ -40,6 +40,8 @@ sub live
 	my ($limit, $now, @entries) = @_;
 	my ($step, $period) = @$limit{qw(step period)};
 
+	# A window later than the next one was opened by a wrong clock.
+	@entries = grep { $_->[0] - $period <= $now } @entries if $limit->{algorithm} eq 'fixed_window';
 	# Logs have thousands of entries, so this does not call counts_until().
 	return grep { $_->[1] > 0 && ($step ? ($_->[0] + 1) * $step : $_->[0]) + $period > $now } @entries;
 }

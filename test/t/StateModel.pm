@@ -137,8 +137,9 @@ sub count_refusal
 
 	my $since = $l->{calendar} ? max(place($l, $now), map { $_->[0] } @{ $s->{entries} }) : $now;
 
-	# A clock that is set back leaves a calendar's latest window, and refusals of windows before it do not count.
-	@$s{qw(since refused)} = ($since, 0) unless $s->{refused} && ($l->{calendar} ? $s->{since} >= $since : $now < $s->{since} + $l->{period});
+	# A clock that is set back leaves a calendar's next window, and refusals of windows before it do not count.
+	@$s{qw(since refused)} = ($since, 0) unless $s->{refused} && $s->{since} - $l->{period} <= $now
+	  && ($l->{calendar} ? $s->{since} >= $since : $now < $s->{since} + $l->{period});
 	return 0 if ++$s->{refused} < $l->{ban_after};
 	$s->{refused} = 0;
 	return $l->{ban} unless $l->{ban_to} && $now < ($k->{grows_until} || 0);

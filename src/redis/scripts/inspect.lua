@@ -42,8 +42,9 @@ local function describe(state)
   elseif state == 'ban' or state == 'ban:level' then
     return nil, tonumber(string.match(value, '^%d+') or 0), value
   elseif refused then
-    local _, ends, count = refusals(limit_of(refused), value)
-    return count, ends, value
+    local l = limit_of(refused)
+    local start, ends, count = refusals(l, value)
+    return count, not l.calendar and start - l.period > now and now or ends, value
   end
   local l = limit_of(state)
   l:load(values[1], values[2])
