@@ -233,7 +233,7 @@ take(Call *call, const RlStore *store, RlError *error)
 	if (!store->take(call->action, each, answer, error))
 		return false;
 	if (store->is_local)
-		call->known.asked = answer->at;
+		call->known.asked = answer->at.store;
 	conclude(call, each, false);
 	return true;
 }
@@ -244,7 +244,7 @@ took(int i, const RlDecision *each, int64 at, bool charged pg_attribute_unused()
 {
 	Call	   *calls = arg;
 
-	calls[i].answer->at = at;
+	calls[i].answer->at = (RlTimes) {at, at};
 	conclude(&calls[i], each, false);
 }
 
@@ -288,7 +288,7 @@ take_all(Call *calls, int n, const RlStore *store, RlError *error)
 
 		answer->at = taken[i].at;
 		if (store->is_local)
-			calls[i].known.asked = answer->at;
+			calls[i].known.asked = answer->at.store;
 		if (answer->each != NULL)
 			memcpy(answer->each, taken[i].each, actions[i]->limits->n * sizeof(RlDecision));
 		conclude(&calls[i], taken[i].each, !taken[i].charged);

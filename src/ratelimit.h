@@ -244,6 +244,16 @@ typedef struct RlReserve
 	int64		hold;
 } RlReserve;
 
+/*
+ * The times of a store.  Store time decides everything that has a length; the wall clock decides
+ * which window of the clock or of a calendar it is.  Only the local store has two.
+ */
+typedef struct RlTimes
+{
+	int64		store;			/* never set: forward or back */
+	int64		wall;
+} RlTimes;
+
 /* What a store has done with a reservation. */
 typedef struct RlSettled
 {
@@ -289,7 +299,7 @@ typedef struct RlAnswer
 	int			shadow;			/* 1 + index of the first shadow limit that alone would have
 								 * refused the allowed action; 0: none */
 	bool		local;			/* the local store decided, and not Redis */
-	int64		at;				/* the store's time; 0: not known */
+	RlTimes		at;				/* the store's times; 0: not known */
 	RlUsage		usage;			/* is increased, not set */
 	const RlError *error;		/* why no store decided; NULL: one did.  In the
 								 * memory context of the call */
@@ -309,7 +319,7 @@ rl_answer_clear(RlAnswer *answer)
 typedef struct RlTaken
 {
 	RlDecision	each[RL_MAX_LIMITS];
-	int64		at;				/* the store's time */
+	RlTimes		at;				/* the store's times */
 	bool		charged;
 } RlTaken;
 

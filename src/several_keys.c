@@ -93,11 +93,11 @@ took_part(int i, const RlDecision *each, int64 at, bool charged, void *arg)
 	RlCharge	charges[RL_MAX_LIMITS];
 
 	memcpy(taken->each, each, action->limits->n * sizeof(RlDecision));
-	taken->at = at;
+	taken->at = (RlTimes) {at, at};
 	taken->charged = charged;
 	if (!charged)
 		return;
-	rl_charges_set(action, at, each, charges);
+	rl_charges_set(action, taken->at, each, charges);
 	rl_owner_add(&parts->owner, &action->key, action->limits, charges, false, action->quota);
 }
 

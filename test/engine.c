@@ -268,14 +268,14 @@ take(Part *parts, int n, int64 now, RlTake how)
 	{
 		Part	   *part = &parts[p];
 
-		part->verdict = rl_act_decide(&part->limits, part->states, &pool, part->key->ban.until, now,
+		part->verdict = rl_act_decide(&part->limits, part->states, &pool, part->key->ban.until, (RlTimes) {now, now},
 									  part->quota, part->views, part->decisions);
 		allowed &= part->verdict == RL_VERDICT_ALLOWED;
 	}
 	for (int p = 0; p < n; p++)
 	{
 		Part	   *part = &parts[p];
-		RlAct		act = {now, part->quota, part->verdict, how};
+		RlAct		act = {{now, now}, part->quota, part->verdict, how};
 
 		if (!allowed && act.verdict == RL_VERDICT_ALLOWED)
 			act.verdict = RL_VERDICT_REFUSED;

@@ -128,7 +128,7 @@ check(void)
 	RlState		after = before, refunded = before, owing = before;
 	RlBan		ban = {0};
 	RlDecision	d, single;
-	bool		changed = rl_act(&limits, &after, NULL, &ban, now, quota, RL_TAKE, &d);
+	bool		changed = rl_act(&limits, &after, NULL, &ban, (RlTimes) {now, now}, quota, RL_TAKE, &d);
 	bool		changed_back = rl_refund_quota(limit, &refunded, NULL, now, quota);
 	__int128	charge = (__int128) quota * unit;
 

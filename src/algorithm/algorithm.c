@@ -192,14 +192,15 @@ all_allowed(const RlDecision *decisions, int n)
 
 /* Sets the charge of each limit, for an action that a store has allowed with these decisions then. */
 void
-rl_charges_set(const RlAction *action, int64 at, const RlDecision *each, RlCharge *charges)
+rl_charges_set(const RlAction *action, RlTimes at, const RlDecision *each, RlCharge *charges)
 {
 	for (int i = 0; i < action->limits->n; i++)
 	{
 		const RlLimit *limit = &action->limits->limit[i];
 
 		charges[i] = each[i].charged ?
-			rl_algorithm(limit)->charge(limit, rl_quota_of(action->limits, i, action->quota), at, each[i].reset_after) :
+			rl_algorithm(limit)->charge(limit, rl_quota_of(action->limits, i, action->quota), rl_time_of(limit, at),
+										each[i].reset_after) :
 			(RlCharge) {0};
 	}
 }
@@ -253,9 +254,10 @@ rl_is_too_late(const RlLimit *limit, int64 start, int64 now)
  * that of a calendar.  Returns true if it starts a ban.
  */
 static bool
-count_refusal(const RlLimit *limit, RlState *state, const RlView *view, int64 now, bool commit)
+count_refusal(const RlLimit *limit, RlState *state, const RlView *view, RlTimes times, bool commit)
 {
 	bool		is_calendar = limit->calendar != RL_NO_CALENDAR;
+	int64		now = is_calendar ? times.wall : times.store;
 	int64		since = !is_calendar ? now : view->start >= 0 ? view->start : rl_windows_at(limit, now)->name[RL_CURRENT];
 	int64		count = 1;
 
@@ -305,16 +307,18 @@ rl_chunks_wanted(const RlLimit *limit, const RlState *state, const RlPool *pool,
 	return algorithm->chunks_wanted(limit, state, pool, now, quota);
 }
 
-/* Returns when a state can be deleted: nothing is charged, and no refusal counts. */
+/* Returns the store time at which a state can be deleted: nothing is charged, and no refusal counts. */
 int64
-rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
+rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool, RlTimes now)
 {
+	int64		ahead = now.wall - now.store;
 	int64		end = 0;
 
 	if (!rl_state_is_empty(limit, state))
-		end = rl_algorithm(limit)->end(limit, state, pool);
+		end = rl_algorithm(limit)->end(limit, state, pool) - (rl_goes_by_wall(limit) ? ahead : 0);
 	if (state->ban_count > 0)
-		end = Max(end, rl_period_end(limit, state->ban_since) + rl_calendar_slack(limit));
+		end = Max(end, rl_period_end(limit, state->ban_since) +
+				  (limit->calendar != RL_NO_CALENDAR ? rl_calendar_slack(limit) - ahead : 0));
 	return end;
 }
 
@@ -325,14 +329,14 @@ rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool)
  */
 RlVerdict
 rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool, int64 banned_until,
-			  int64 now, int64 quota, RlView *views, RlDecision *decisions)
+			  RlTimes now, int64 quota, RlView *views, RlDecision *decisions)
 {
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
 		int64		own = rl_quota_of(limits, i, quota);
 
-		rl_algorithm(limit)->load(limit, &states[i], pool, now, &views[i]);
+		rl_algorithm(limit)->load(limit, &states[i], pool, rl_time_of(limit, now), &views[i]);
 		decisions[i].allowed = own <= limit->capacity && rl_algorithm(limit)->fits(limit, &views[i], own);
 		decisions[i].charged = decisions[i].allowed;
 		decisions[i].ban_started = false;
@@ -341,7 +345,7 @@ rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool,
 			rl_allow_in_shadow(&decisions[i]);
 		decisions[i].ban_left = 0;
 	}
-	if (banned_until > now && !rl_all_shadow(limits))
+	if (banned_until > now.store && !rl_all_shadow(limits))
 		return RL_VERDICT_BANNED;
 	return all_allowed(decisions, limits->n) ? RL_VERDICT_ALLOWED : RL_VERDICT_REFUSED;
 }
@@ -359,6 +363,7 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ba
 				const RlAct *act, RlView *views, RlDecision *decisions)
 {
 	bool		commit = act->how != RL_PEEK;
+	int64		now = act->times.store;
 	const RlLimit *by = NULL;
 	int64		longest = 0;
 	uint32		changed = 0;
@@ -368,6 +373,7 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ba
 		const RlLimit *limit = &limits->limit[i];
 		RlAct		own = *act;
 
+		own.now = rl_time_of(limit, act->times);
 		own.quota = rl_quota_of(limits, i, act->quota);
 		views[i].hold = act->hold;
 		if (act->verdict == RL_VERDICT_REFUSED || (act->verdict == RL_VERDICT_ALLOWED && !decisions[i].charged))
@@ -375,9 +381,9 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ba
 		if (own.verdict == RL_VERDICT_REFUSED && !decisions[i].allowed && own.quota <= limit->capacity &&
 			own.quota > 0 && limit->ban > 0)
 		{
-			int64		length = ban_length(limit, ban, act->now);
+			int64		length = ban_length(limit, ban, now);
 
-			if (count_refusal(limit, &states[i], &views[i], act->now, commit) && length > longest)
+			if (count_refusal(limit, &states[i], &views[i], act->times, commit) && length > longest)
 			{
 				by = limit;
 				longest = length;
@@ -389,9 +395,9 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ba
 	}
 
 	if (by != NULL && commit)
-		start_ban(ban, by, act->now, longest);
+		start_ban(ban, by, now, longest);
 	if (act->verdict == RL_VERDICT_BANNED)
-		rl_apply_ban(limits, decisions, ban->until - act->now, true, ban->rule);
+		rl_apply_ban(limits, decisions, ban->until - now, true, ban->rule);
 	else if (longest > 0)
 		rl_apply_ban(limits, decisions, longest, false, NULL);
 	return changed;
@@ -400,10 +406,10 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ba
 /* Decides an action on one key, and completes it. */
 uint32
 rl_act(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ban,
-	   int64 now, int64 quota, RlTake how, RlDecision *decisions)
+	   RlTimes now, int64 quota, RlTake how, RlDecision *decisions)
 {
 	RlView		views[RL_MAX_LIMITS];
-	RlAct		act = {now, quota, RL_VERDICT_BANNED, how, 0};
+	RlAct		act = {.times = now,.quota = quota,.how = how};
 
 	act.verdict = rl_act_decide(limits, states, pool, ban->until, now, quota, views, decisions);
 	return rl_act_complete(limits, states, pool, ban, &act, views, decisions);

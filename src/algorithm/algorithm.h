@@ -28,7 +28,7 @@ typedef struct RlState
 	int64		charged;		/* token_bucket: the missing tokens; throttle: 0 */
 	int64		refused;
 	RlLog		log[2];
-	int64		ban_since;		/* first refusal that counts for a ban; calendar: its window */
+	int64		ban_since;		/* first refusal that counts for a ban, in store time; calendar: its window */
 	int64		ban_count;		/* refusals since then */
 } RlState;
 
@@ -68,11 +68,12 @@ typedef struct RlBan
 /* An action, for each of its limits. */
 typedef struct RlAct
 {
-	int64		now;
+	RlTimes		times;
 	int64		quota;
 	RlVerdict	verdict;
 	RlTake		how;
 	int64		hold;			/* of a reservation; otherwise 0 */
+	int64		now;			/* the one of times that the limit goes by, set by rl_act_complete */
 } RlAct;
 
 /* The charge of an action to one limit, so that a later refund finds it. */
@@ -250,6 +251,20 @@ rl_algorithm(const RlLimit *limit)
 	return rl_algorithms[limit->algorithm];
 }
 
+/* Returns true if the limit goes by the wall clock: its windows are those of the clock or of a calendar. */
+static inline bool
+rl_goes_by_wall(const RlLimit *limit)
+{
+	return rl_algorithm(limit)->has_calendar && !limit->from_first;
+}
+
+/* Returns the time that the limit goes by. */
+static inline int64
+rl_time_of(const RlLimit *limit, RlTimes times)
+{
+	return rl_goes_by_wall(limit) ? times.wall : times.store;
+}
+
 /* Returns the quota that an action takes from limit i. */
 static inline int64
 rl_quota_of(const RlLimits *limits, int i, int64 quota)
@@ -279,7 +294,7 @@ rl_set_reserved(RlDecision *decision, bool settled)
 }
 
 extern bool rl_longer_wait(int64 a, int64 b);
-extern void rl_charges_set(const RlAction *action, int64 at, const RlDecision *each, RlCharge *charges);
+extern void rl_charges_set(const RlAction *action, RlTimes at, const RlDecision *each, RlCharge *charges);
 extern void rl_apply_ban(const RlLimits *limits, RlDecision *decisions, int64 left, bool in_force,
 						 const char *rule);
 
@@ -298,15 +313,15 @@ extern int	rl_chunks_wanted(const RlLimit *limit, const RlState *state, const Rl
 							 int64 now, int64 quota);
 extern int64 rl_period_end(const RlLimit *limit, int64 start);
 extern bool rl_is_too_late(const RlLimit *limit, int64 start, int64 now);
-extern int64 rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool);
+extern int64 rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool, RlTimes now);
 extern RlVerdict rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool,
-							   int64 banned_until, int64 now, int64 quota, RlView *views,
+							   int64 banned_until, RlTimes now, int64 quota, RlView *views,
 							   RlDecision *decisions);
 extern uint32 rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool,
 							  RlBan *ban, const RlAct *act, RlView *views,
 							  RlDecision *decisions);
 extern uint32 rl_act(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ban,
-					 int64 now, int64 quota, RlTake how, RlDecision *decisions);
+					 RlTimes now, int64 quota, RlTake how, RlDecision *decisions);
 extern bool rl_refund_quota(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
 							int64 quota);
 extern RlCharge rl_charge_first(const RlLimit *limit, int64 units, int64 at);

@@ -643,7 +643,7 @@ answer(Taking *taking, int i, const KeyReply *take, const RlDecision *each, bool
 		return;
 	}
 	memcpy(taking->taken[i].each, each, action->limits->n * sizeof(RlDecision));
-	taking->taken[i].at = take->at;
+	taking->taken[i].at = (RlTimes) {take->at, take->at};
 	taking->taken[i].charged = charged;
 }
 

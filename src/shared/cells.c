@@ -192,6 +192,7 @@ rl_cells_lock(RlCells *view, LWLockMode mode)
 	LWLockAcquire(&locks[view->number].lock, mode);
 	/* Under the lock, so that acts on a key come in the order of their times. */
 	view->now = rl_local_now();
+	view->wall = 0;
 }
 
 /* Returns the number of slices of all partitions' hash tables. */
@@ -211,6 +212,7 @@ rl_cells_lock_slice(RlCells *view, int slice)
 	view->bucket = &buckets[(Size) slice * n];
 	LWLockAcquire(&locks[view->number].lock, LW_SHARED);
 	view->now = rl_local_now();
+	view->wall = 0;
 	return view->bucket + n;
 }
 
@@ -246,6 +248,7 @@ rl_cells_lock_all(RlCells *view)
 	for (int i = 0; i < n; i++)
 		LWLockAcquire(&locks[numbers[i]].lock, LW_EXCLUSIVE);
 	view->now = rl_local_now();
+	view->wall = 0;
 }
 
 /* Selects key i of the view for the other functions, and its partition.  Locks nothing. */

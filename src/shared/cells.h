@@ -77,7 +77,8 @@ typedef struct RlCells
 	const RlKeyHash *keys;		/* of an act on several keys; also of one key,
 								 * once it has evicted */
 	int			nkeys;
-	int64		now;			/* when the partition was locked */
+	int64		now;			/* store time, when the partition was locked */
+	int64		wall;			/* for rl_cells_times; 0: not read yet */
 	int			number;
 	struct RlPartition *partition;
 	uint32	   *bucket;			/* of the key; of a slice, the next one */
@@ -93,6 +94,15 @@ static inline RlCell *
 rl_cell_at(const RlCells *view, uint32 c)
 {
 	return &view->cells[c - 1];
+}
+
+/* Returns the times of an act.  The wall clock is read at the first call after the lock, which many acts do without. */
+static inline RlTimes
+rl_cells_times(RlCells *view)
+{
+	if (view->wall == 0)
+		view->wall = rl_wall_now();
+	return (RlTimes) {view->now, view->wall};
 }
 
 /* Returns how many cells a ban needs, with so many bytes of its key and about why, or a record, of its id and the rest. */

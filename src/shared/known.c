@@ -649,7 +649,7 @@ take_leased(Entry *entry, const RlAction *action, bool renew, RlAnswer *answer, 
 		charges[i].mark = lot->mark[i];
 	}
 	answer->binding = lease->binding;
-	answer->at = lot->at;
+	answer->at = (RlTimes) {lot->at, lot->at};
 	answer->local = false;
 	*lot_id = lot->id;
 	return true;
@@ -725,7 +725,7 @@ store_lot(Entry *entry, const RlKey *key, const RlLeaseCall *call, const RlAnswe
 	/* A lot that ends with a window cannot be renewed before. */
 	lot->renew_at = call->valid < call->length ? PG_INT64_MAX : lot->ends - length / 4;
 	lot->id = new_id();
-	lot->at = answer->at;
+	lot->at = answer->at.store;
 	lot->life = call->life;
 	for (int i = 0; i < entry->limits.n; i++)
 		lot->mark[i] = charges[i].mark;

@@ -2,7 +2,8 @@
  * local_inspect.c
  *		Reads all bans, and the states of one key, from the local store.
  *
- * A partition is locked, shared, while the cells of a key or a slice are copied.
+ * A partition is locked, shared, while the cells of a key or a slice are copied.  Times are shown
+ * as the wall clock plus what is left of them.
  */
 #include "postgres.h"
 
@@ -46,6 +47,8 @@ rl_local_bans(RlKeptFound found, void *arg)
 	{
 		RlCells		view = {0};
 		const uint32 *end = rl_cells_lock_slice(&view, slice);
+		RlTimes		times = rl_cells_times(&view);
+		int64		ahead = times.wall - times.store;
 
 		resetStringInfo(&copies);
 		for (; view.bucket < end; view.bucket++)
@@ -67,8 +70,8 @@ rl_local_bans(RlKeptFound found, void *arg)
 			memcpy(&ban, copy, offsetof(Ban, text));
 			key.data = kept.name = copy + offsetof(Ban, text);
 			key.len = kept.name_len = ban.cell.ban.key_len;
-			kept.until = ban.cell.ban.until;
-			kept.began = ban.cell.ban.began;
+			kept.until = ban.cell.ban.until + ahead;
+			kept.began = ban.cell.ban.began + ahead;
 			kept.why = kept.name + kept.name_len;
 			kept.why_len = ban.cell.ban.why_len;
 			copies.cursor += ban_size(&ban);
@@ -83,10 +86,10 @@ rl_local_bans(RlKeptFound found, void *arg)
 typedef struct Copy
 {
 	RlLimit		limit;			/* only the members of the state tag */
-	int64		now;
+	RlTimes		now;
 	bool		is_kept;		/* false: as if it had never been used */
 	int64		used;
-	int64		until;
+	int64		until;			/* by the wall clock */
 	RlState		state;			/* without its logs */
 	char		raw[RL_MAX_RAW];	/* of a ban, its level or a record */
 	char		name[RL_MAX_KEPT_NAME]; /* of a level or a record; or empty */
@@ -96,10 +99,13 @@ static void
 describe_state(Copy *copy, const RlPool *pool)
 {
 	RlState    *state = &copy->state;
+	int64		now = copy->limit.calendar != RL_NO_CALENDAR ? copy->now.wall : copy->now.store;
 
-	copy->is_kept = rl_state_inspect(&copy->limit, state, pool, copy->now, &copy->used, &copy->until);
-	if (state->ban_count > 0 && (rl_period_end(&copy->limit, state->ban_since) <= copy->now ||
-								 rl_is_too_late(&copy->limit, state->ban_since, copy->now)))
+	copy->is_kept = rl_state_inspect(&copy->limit, state, pool, rl_time_of(&copy->limit, copy->now), &copy->used, &copy->until);
+	if (copy->until != RL_UNKNOWN && !rl_goes_by_wall(&copy->limit))
+		copy->until += copy->now.wall - copy->now.store;
+	if (state->ban_count > 0 && (rl_period_end(&copy->limit, state->ban_since) <= now ||
+								 rl_is_too_late(&copy->limit, state->ban_since, now)))
 		state->ban_count = 0;
 }
 
@@ -108,9 +114,11 @@ describe_state(Copy *copy, const RlPool *pool)
  * calendar, which has no logs, is completed later, because its zone must be found.
  */
 static void
-copy_state(const RlCells *view, uint32 c, Copy *copy)
+copy_state(RlCells *view, uint32 c, Copy *copy)
 {
 	const RlCell *cell = rl_cell_at(view, c);
+	RlTimes		now = rl_cells_times(view);
+	int64		ahead = now.wall - now.store;
 	Ban			ban;
 
 	memset(copy, 0, sizeof(*copy));
@@ -119,33 +127,33 @@ copy_state(const RlCells *view, uint32 c, Copy *copy)
 	copy->limit.step = cell->tag.step;
 	copy->limit.from_first = cell->tag.from_first;
 	copy->limit.shadow = cell->tag.shadow;
-	copy->now = view->now;
+	copy->now = now;
 	if (rl_cell_is_of(cell, NULL))
 	{
 		copy->used = RL_UNKNOWN;
 		copy_ban(view, cell, &ban);
-		copy->until = cell->ban.until;
+		copy->until = cell->ban.until + ahead;
 		snprintf(copy->raw, sizeof(copy->raw), "%lld %lld%s%.*s", (long long) cell->ban.until,
 				 (long long) cell->ban.began, cell->ban.why_len > 0 ? " " : "", cell->ban.why_len,
 				 ban.text + cell->ban.key_len);
-		copy->is_kept = copy->until > view->now;
+		copy->is_kept = copy->until > now.wall;
 		return;
 	}
 	if (cell->tag.algorithm == RL_LEVEL_CELL)
 	{
 		strcpy(copy->name, RL_LEVEL_NAME);
 		copy->used = RL_UNKNOWN;
-		copy->until = cell->end;
+		copy->until = cell->end + ahead;
 		snprintf(copy->raw, sizeof(copy->raw), "%lld %lld", (long long) cell->end, (long long) cell->state.start);
-		copy->is_kept = copy->until > view->now;
+		copy->is_kept = copy->until > now.wall;
 		return;
 	}
 	if (cell->tag.algorithm == RL_RECORD_CELL)
 	{
 		strcpy(copy->name, RL_RECORD_NAME);
 		copy->used = rl_local_describe_record(view, c, copy->name + strlen(copy->name), copy->raw);
-		copy->until = cell->ban.until;
-		copy->is_kept = copy->until > view->now;
+		copy->until = cell->ban.until + ahead;
+		copy->is_kept = copy->until > now.wall;
 		return;
 	}
 	copy->state = cell->state;
@@ -210,7 +218,9 @@ report(Copy *copy, RlKeptFound found, void *arg)
 		strlcat(name, ":refused", sizeof(name));
 		kept.name_len = strlen(name);
 		kept.until = rl_period_end(&copy->limit, copy->state.ban_since);
-		if (copy->limit.calendar != RL_NO_CALENDAR)
+		if (copy->limit.calendar == RL_NO_CALENDAR)
+			kept.until += copy->now.wall - copy->now.store;
+		else
 			snprintf(end, sizeof(end), " %lld", (long long) kept.until);
 		kept.raw_len = snprintf(raw, sizeof(raw), "%lld%s %lld", (long long) copy->state.ban_since, end,
 								(long long) copy->state.ban_count);

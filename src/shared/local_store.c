@@ -25,6 +25,13 @@ typedef struct Key
 
 static const RlStateTag level_tag = {.algorithm = RL_LEVEL_CELL};
 
+/* Returns the time that the limit goes by. */
+static int64
+time_of(RlCells *view, const RlLimit *limit)
+{
+	return rl_time_of(limit, rl_cells_times(view));
+}
+
 /* Stores a state, in cell c or for RL_NO_CELL in a new one. */
 static void
 save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state)
@@ -36,7 +43,7 @@ save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state)
 	if (rl_state_is_empty(limit, state) && state->ban_count == 0)
 		rl_cell_remove(view, c);
 	else
-		rl_cell_set_end(view, c, rl_state_end(limit, state, &view->pool));
+		rl_cell_set_end(view, c, rl_state_end(limit, state, &view->pool, rl_cells_times(view)));
 }
 
 /* Returns how many spare cells a ban of the key needs, in place of cell c, or for RL_NO_CELL of none. */
@@ -372,7 +379,7 @@ answer_reserved(RlCells *view, const RlAction *action, uint32 c, RlDecision *dec
 
 		states[i] = state != RL_NO_CELL ? rl_cell_at(view, state)->state : (RlState) RL_NO_STATE;
 	}
-	(void) rl_act(limits, states, &view->pool, &ban, view->now, 0, RL_PEEK, decisions);
+	(void) rl_act(limits, states, &view->pool, &ban, rl_cells_times(view), 0, RL_PEEK, decisions);
 	for (int i = 0; i < limits->n; i++)
 		rl_set_reserved(&decisions[i], record.settled != RL_UNKNOWN);
 	return true;
@@ -386,7 +393,7 @@ keep_reservation(RlCells *view, const RlAction *action, uint32 c, const RlView *
 	RlCharge	charges[RL_MAX_LIMITS];
 	Record		record = {.limits = limits->hash,.quota = action->quota,.hold = action->reserve->hold,.settled = RL_UNKNOWN};
 
-	rl_charges_set(action, view->now, decisions, charges);
+	rl_charges_set(action, rl_cells_times(view), decisions, charges);
 	for (int i = 0; i < limits->n; i++)
 		if (decisions[i].charged)
 			record.charges[record.n++] = (Reserved) {
@@ -413,7 +420,7 @@ local_reserve(const RlAction *action, RlDecision *decisions, RlAnswer *answer, R
 		uint32		chunks = 0;
 
 		record = rl_cell_find_tag(&view, record_tag(&action->reserve->id));
-		answer->at = act.now = view.now;
+		answer->at = act.times = rl_cells_times(&view);
 		if (answer_reserved(&view, action, record, decisions))
 		{
 			finish(&view);
@@ -426,7 +433,7 @@ local_reserve(const RlAction *action, RlDecision *decisions, RlAnswer *answer, R
 			return false;
 	}
 	load_ban(&view, &key);
-	act.verdict = rl_act_decide(limits, key.states, &view.pool, key.ban.until, view.now, action->quota, key.views,
+	act.verdict = rl_act_decide(limits, key.states, &view.pool, key.ban.until, act.times, action->quota, key.views,
 								decisions);
 	if (act.verdict == RL_VERDICT_ALLOWED && record == RL_NO_CELL && !has_room_for_record(&view))
 	{
@@ -457,7 +464,7 @@ refund_units(RlCells *view, const Reserved *charge, RlState *state, int64 units)
 
 	part.mark = charge->mark;
 	part.own = true;
-	return rl_refund_charge(&charge->limit, state, &view->pool, view->now, &part);
+	return rl_refund_charge(&charge->limit, state, &view->pool, time_of(view, &charge->limit), &part);
 }
 
 /* Refunds or charges the difference of a charge to what it is settled at. */
@@ -473,7 +480,7 @@ settle_charge(RlCells *view, const Reserved *charge, int64 quota)
 	if (charge->units == 0 || rest == 0 || (rest > 0 && c == RL_NO_CELL))
 		return;
 	if (rest < 0)
-		rl_owe(limit, &state, &view->pool, view->now, -rest);
+		rl_owe(limit, &state, &view->pool, time_of(view, limit), -rest);
 	else if (!refund_units(view, charge, &state, rest))
 		return;
 	save_state(view, c, limit, &state);
@@ -701,15 +708,16 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 		rl_algorithm(&limits->limit[0])->act_single != NULL &&
 		take_single(&view, &limits->limit[0], quota, decisions))
 	{
-		answer->at = view.now;
+		/* Such a limit does not go by the wall clock. */
+		answer->at = (RlTimes) {view.now, view.now};
 		finish(&view);
 		return true;
 	}
 	if (!begin_act(&view, action, &key, error))
 		return false;
-	answer->at = view.now;
+	answer->at = rl_cells_times(&view);
 	load_ban(&view, &key);
-	changed = rl_act(limits, key.states, &view.pool, &key.ban, view.now, quota, how, decisions);
+	changed = rl_act(limits, key.states, &view.pool, &key.ban, answer->at, quota, how, decisions);
 	save_key(&view, &action->key, limits, &key, changed);
 	finish(&view);
 	return true;
@@ -767,13 +775,13 @@ local_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apar
 
 		load_ban(&view, key);
 		key->verdict = rl_act_decide(actions[i]->limits, key->states, &view.pool, key->ban.until,
-									 view.now, actions[i]->quota, key->views, taken[i].each);
+									 rl_cells_times(&view), actions[i]->quota, key->views, taken[i].each);
 		allowed &= key->verdict == RL_VERDICT_ALLOWED;
 	}
 	for (int i = 0; i < n; i++)
 	{
 		Key		   *key = &keys[i];
-		RlAct		act = {view.now, actions[i]->quota, key->verdict, RL_TAKE, 0};
+		RlAct		act = {.times = rl_cells_times(&view),.quota = actions[i]->quota,.verdict = key->verdict,.how = RL_TAKE};
 		uint32		changed;
 
 		if (!allowed && act.verdict == RL_VERDICT_ALLOWED)
@@ -782,7 +790,7 @@ local_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apar
 		changed = rl_act_complete(actions[i]->limits, key->states, &view.pool, &key->ban, &act,
 								  key->views, taken[i].each);
 		save_key(&view, &actions[i]->key, actions[i]->limits, key, changed);
-		taken[i].at = view.now;
+		taken[i].at = act.times;
 		taken[i].charged = allowed;
 	}
 	finish(&view);
@@ -798,8 +806,8 @@ refund(RlCells *view, const RlLimit *limit, int64 quota, const RlCharge *charge)
 	if (c == RL_NO_CELL)
 		return;
 	state = rl_cell_at(view, c)->state;
-	if (charge != NULL ? rl_refund_charge(limit, &state, &view->pool, view->now, charge) :
-		rl_refund_quota(limit, &state, &view->pool, view->now, quota))
+	if (charge != NULL ? rl_refund_charge(limit, &state, &view->pool, time_of(view, limit), charge) :
+		rl_refund_quota(limit, &state, &view->pool, time_of(view, limit), quota))
 		save_state(view, c, limit, &state);
 }
 

@@ -15,7 +15,6 @@
 #include <time.h>
 
 #include "miscadmin.h"
-#include "port/atomics.h"
 #include "storage/dsm.h"
 #if PG_VERSION_NUM >= 170000
 #include "storage/dsm_registry.h"
@@ -45,15 +44,12 @@
  * member, or the size of an area changes: while a package is upgraded, old and new libraries
  * run in one server, and each must find only memory of its own layout.
  */
-#define LAYOUT				15
+#define LAYOUT				16
 #define NAME				"ratelimit " CppAsString2(LAYOUT)
 #define TRANCHE				"ratelimit"
 
 /* Between two attempts to create the memory. */
 #define RETRY_INTERVAL		(60 * RL_SECOND)
-
-/* Between two looks of a backend at the wall clock. */
-#define CLOCK_CHECK			(RL_SECOND / 100)
 
 typedef enum Area
 {
@@ -62,10 +58,10 @@ typedef enum Area
 	AREAS
 } Area;
 
-/* Written once, when the memory is created, but for wall_ahead and areas; then read without a lock. */
+/* Written once, when the memory is created, but for areas; then read without a lock. */
 typedef struct Header
 {
-	pg_atomic_uint64 wall_ahead;	/* the local store's time less rl_boottime_now; grows only */
+	int64		ahead;			/* the local store's time less rl_boottime_now */
 	RlHash		secret;			/* random */
 	int			tranche;		/* of the locks */
 	int			max_keys;		/* ratelimit.local_max_keys at this time */
@@ -114,15 +110,6 @@ rl_boottime_now(void)
 #else
 	return read_clock(CLOCK_MONOTONIC);
 #endif
-}
-
-/* Returns the wall clock less rl_boottime_now; a pause between the two makes it smaller, never larger. */
-static int64
-wall_ahead(void)
-{
-	int64		wall = GetCurrentTimestamp() + RL_UNIX_EPOCH;
-
-	return wall - rl_boottime_now();
 }
 
 /* Returns the wait event that pg_stat_activity shows for all waits for Redis. */
@@ -193,7 +180,7 @@ area_size(Area area, int max_keys, int *nlocks)
 static void
 init_header(Header *new)
 {
-	pg_atomic_init_u64(&new->wall_ahead, wall_ahead());
+	new->ahead = GetCurrentTimestamp() + RL_UNIX_EPOCH - rl_boottime_now();
 	if (!pg_strong_random(&new->secret, sizeof(new->secret)))
 		elog(ERROR, "could not generate a random key");
 	new->tranche = LWLockNewTrancheId(TRANCHE);
@@ -490,32 +477,24 @@ rl_shared_max_keys(void)
 
 /*
  * Returns the time of the local store, in microseconds since 1970, or ratelimit.debug_now if it
- * is set.  Needs shared memory.
- *
- * This time never goes back.  It is that of a clock that is never set, and follows the wall
- * clock within CLOCK_CHECK when that is set forward, in all backends alike.
+ * is set.  It is the wall clock when the memory was created, and goes on by a clock that is never
+ * set.  Needs shared memory.
  */
 int64
 rl_local_now(void)
 {
-	static int64 next_check = 0;
-	int64		now;
-	int64		ahead;
-	uint64		known;
-
 	if (rl_debug_now[0] != '\0')
 		return strtoll(rl_debug_now, NULL, 10);
-	now = rl_boottime_now();
-	if (now >= next_check)
-	{
-		next_check = now + CLOCK_CHECK;
-		ahead = wall_ahead();
-		known = pg_atomic_read_u64(&header->wall_ahead);
-		while (ahead > (int64) known &&
-			   !pg_atomic_compare_exchange_u64(&header->wall_ahead, &known, ahead))
-			;
-	}
-	return now + (int64) pg_atomic_read_u64(&header->wall_ahead);
+	return header->ahead + rl_boottime_now();
+}
+
+/* Returns the wall clock, in microseconds since 1970, or ratelimit.debug_now if it is set. */
+int64
+rl_wall_now(void)
+{
+	if (rl_debug_now[0] != '\0')
+		return strtoll(rl_debug_now, NULL, 10);
+	return GetCurrentTimestamp() + RL_UNIX_EPOCH;
 }
 
 /*

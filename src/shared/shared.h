@@ -48,5 +48,6 @@ extern bool rl_find_local_store(void);
 extern int	rl_shared_max_keys(void);
 extern RlKeyHash rl_key_hash(const RlKey *key);
 extern int64 rl_local_now(void);
+extern int64 rl_wall_now(void);
 
 #endif							/* SHARED_H */

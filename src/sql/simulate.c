@@ -137,7 +137,7 @@ rl_simulate(PG_FUNCTION_ARGS)
 		if (partition->ban.by != NULL && partition->ban.until > now)
 			partition->ban.rule = rl_limit_text(&partition->limits, partition->ban.by - partition->limits.limit);
 		rl_act(&partition->limits, partition->states, &partition->pool, &partition->ban,
-			   now, quota, RL_TAKE, decisions);
+			   (RlTimes) {now, now}, quota, RL_TAKE, decisions);
 		answer.decision = rl_combine(&partition->limits, decisions, &answer.binding);
 	}
 	return rl_decision_row(fcinfo, &partition->limits, &answer);

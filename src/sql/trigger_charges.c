@@ -41,7 +41,7 @@ typedef struct Charged
 	uint64		hash;			/* of the key and the limits */
 	uint64		statement;		/* its number; 0: free */
 	int64		units;
-	int64		since;			/* time before the first charge */
+	RlTimes		since;			/* before the first charge */
 } Charged;
 
 static Charged table[SETS][WAYS];
@@ -89,11 +89,13 @@ statement_number(bool add)
 	return statement->number;
 }
 
-/* Returns the time in microseconds since 1970. */
-static int64
-now_us(void)
+static RlTimes
+times_now(void)
 {
-	return rl_shared_available() ? rl_local_now() : GetCurrentTimestamp() + RL_UNIX_EPOCH;
+	RlTimes		now = {.wall = rl_wall_now()};
+
+	now.store = rl_shared_available() ? rl_local_now() : now.wall;
+	return now;
 }
 
 /* Returns the entry of the action's key and limits, or with add a new one, or NULL. */
@@ -114,7 +116,7 @@ find(const RlAction *action, bool add)
 	}
 	if (!add || statement == 0)
 		return NULL;
-	*least = (Charged) {hash, statement, 0, now_us()};
+	*least = (Charged) {hash, statement, 0, times_now()};
 	return least;
 }
 
@@ -143,13 +145,14 @@ still_charged(const RlAction *action, const RlLimit *limit, const RlAnswer *answ
 	RlCharge	charge;
 
 	if (limit->refund_on_abort)
-		return *before = rl_grants_held(&action->key, limit, answer->local, answer->at > 0 ? answer->at : now_us());
+		return *before = rl_grants_held(&action->key, limit, answer->local,
+									   rl_time_of(limit, answer->at.store > 0 ? answer->at : times_now()));
 	entry = find(action, false);
 	if (entry == NULL)
 		return *before = 0;
 	*before = entry->units;
-	charge = rl_charge_first(limit, entry->units, entry->since);
-	return rl_charge_left(limit, &charge, now_us());
+	charge = rl_charge_first(limit, entry->units, rl_time_of(limit, entry->since));
+	return rl_charge_left(limit, &charge, rl_time_of(limit, times_now()));
 }
 
 /*
