@@ -505,7 +505,7 @@ prepare_calls(RlOwner *owner, int most)
 }
 
 /*
- * Refunds queued charges ahead of a command, as many as ratelimit.command_timeout allows, or
+ * Refunds queued charges ahead of a command, as many as half of ratelimit.command_timeout allows, or
  * all if there is little room for later charges; and adds the cost to the usage, unless that
  * is NULL.  Logs how many are lost.  Returns false with the error set when Redis cannot be
  * reached; the entries for which nothing was sent are then still in the queue.  Throws when
@@ -524,7 +524,7 @@ rl_refunds_flush(RlUsage *usage, RlError *error)
 	n = prepare_calls(&rl_queue, whole ? INT_MAX : MAX_AHEAD);
 	if (n == 0)
 		return true;
-	done = rl_redis_refund_until(calls, n, whole ? PG_INT64_MAX : rl_monotonic_now() + (int64) rl_command_timeout * 1000,
+	done = rl_redis_refund_until(calls, n, whole ? PG_INT64_MAX : rl_monotonic_now() + (int64) rl_command_timeout * 500,
 								 usage, &error_reply, error);
 	/* Of a cluster only a part has failed, and calls for other keys do not wait for it. */
 	lost = !done && rl_slots_known();

@@ -25,6 +25,8 @@
 #define MAX_ARGS			49152	/* bytes of a call's arguments */
 #define MAX_CHARGE			768		/* of these, at most, for a charge */
 #define MAX_KEY				96		/* and for a key without its name and charges */
+#define MAX_DUE_AHEAD		16		/* calls under way ahead of an action */
+#define LONGEST_CALL_US		5000	/* of Redis, for one of them */
 #define MAX_REDIRECTS		5		/* of a key at the end of a transaction */
 #define KEYS_PER_TIMEOUT	1000	/* then */
 
@@ -172,12 +174,14 @@ rl_redis_refund_until(RlRefundCall *calls, int n, int64 until, RlUsage *usage, R
 					  RlError *error)
 {
 	Refunding	refunding = {.calls = calls,.n = n,.until = until,.why = why};
-	/* What is under way at that time is still waited for. */
-	int			max_due = until == PG_INT64_MAX ? RL_MAX_DUE : 16;
+	int			max_due = RL_MAX_DUE;
 	int64		unanswered = 0;
 	bool		done = true;
 	int			ncalls = n;
 
+	/* What is under way at that time is still waited for, for as long again at most. */
+	if (until != PG_INT64_MAX)
+		max_due = Max(Min((until - rl_monotonic_now()) / LONGEST_CALL_US, MAX_DUE_AHEAD), 1);
 	refunding.first = palloc(2 * n * sizeof(int));
 	refunding.keys = refunding.first + n;
 	/* The second time for keys that are asked alone. */

@@ -2,6 +2,7 @@
 #
 # Runs once in a suite: transactions end in PostgreSQL.
 use RatelimitTest;
+use LyingServer;
 use RedisCluster;
 
 my $redis = RedisServer->new->start;
@@ -236,6 +237,32 @@ foreach my $end ('COMMIT', 'ROLLBACK')
 	$fresh->ask($end);
 	is($watcher->ask("SELECT remaining FROM rl_peek('failover', '$limit', 0)"), $end eq 'ROLLBACK' ? 0 : 1, "$end after a planned failover");
 	is(lost(), $end eq 'ROLLBACK' ? 1 : 0, "$end: lost refunds");
+}
+
+# A slow server: what is under way ahead of an action leaves it time.
+{
+	my $slow = 1;
+	my $liar = LyingServer->new(sub {
+		my (undef, undef, $n, @words) = @_;
+
+		return "-CROSSSLOT Keys in request don't hash to the same slot\r\n" if $n > 1;
+		if ($words[0] =~ /last/)
+		{
+			$slow = 0;
+			return ":0\r\n";
+		}
+		# A charge has the number of limits as this argument, a refund its refused quota.
+		return join "\r\n", '*7', ':0', ':0', ':1', ':1', ':1', ':0', ":1000000\r\n" if $words[2] == 1;
+		return ($slow ? \0.06 : (), ":1\r\n");
+	}, tcp => 1);
+	my $fresh = session($node);
+
+	$fresh->set(redis_url => $liar->url, command_timeout => '3s');
+	$fresh->ask(q{BEGIN; SAVEPOINT s; SELECT count(rl_check('k' || i, 'fixed_window 10/10d refund_on_abort')) FROM generate_series(1, 99) i; ROLLBACK TO s});
+	is($fresh->error, '', '99 charges');
+	is($fresh->ask(q{SELECT source FROM rl_check('last', '1/1s')}), 'redis', 'an action after refunds that take twice as long as ratelimit.command_timeout');
+	$fresh->ends('COMMIT', 'the end of its transaction');
+	is(lost(), 0, 'no refund is lost');
 }
 
 done_testing();
