@@ -11,7 +11,7 @@
 -- there are few functions and few long strings.
 
 local RECORD, INDEX = 22, 32
-local TAIL, CHUNK = 64 * RECORD, 256 * RECORD
+local CHUNK = 256 * RECORD
 local DELETIONS = 64
 
 local sub = string.sub

@@ -1,5 +1,8 @@
 -- The logs of a sliding_log: functions that add entries and cut them off.
 
+-- The lengths of a full tail. Each charge writes the tail, also to replicas. So it is shorter where
+-- there are chunks; without them it is the whole log, which the shorter scripts can charge.
+local TAIL, TAIL_OF_CHUNKS = 64 * RECORD, 32 * RECORD
 -- The sign of the units of an entry that a reservation has for itself.
 local PLUS = 43
 
@@ -58,7 +61,7 @@ local function add(log, time, units)
     local last = #log.text - RECORD + 1
     units = units + units_at(log.text, last)
     log.text, log.at = sub(log.text, log.at, last - 1), 1
-  elseif #log.text - log.at + 1 == TAIL then
+  elseif #log.text - log.at + 1 >= (log.next and TAIL_OF_CHUNKS or TAIL) then
     move_tail(log)
   end
   log.added, log.newest = string.format('%016.0f', time) .. units_text(units), time

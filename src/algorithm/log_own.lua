@@ -9,7 +9,7 @@ local function add_own(log, time, units)
   end
   local record = string.format('%016.0f', time) .. units_text(units, true)
   local text, i = sub(log.text, log.at), 1
-  if #text == TAIL then
+  if #text >= (log.next and TAIL_OF_CHUNKS or TAIL) then
     move_tail(log)
     text = ''
   end
