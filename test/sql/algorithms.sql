@@ -271,3 +271,17 @@ SELECT q, f.code, f.message FROM (VALUES
 	(14, $$rl_sliding_window('k', 1, 10.1, 0.1)$$), (15, $$rl_sliding_log('k', 100001, 1)$$), (16, $$rl_sliding_log('k', 1, NULL)$$), (17, $$rl_check_each(NULL, '1/1s')$$), (18, $$rl_check_each('k', NULL)$$)
 ) v (id, q), LATERAL failure('SELECT ' || q) f ORDER BY id;
 DROP FUNCTION burst(text, rl_limits);
+-- One refusal completes two bans: the longest is set, of equal ones the first, and only its limit raises the level.
+SET ratelimit.debug_now = '1793325600000000';
+SELECT count(rl_check(key, limits::rl_limits)) FROM generate_series(1, 2), (VALUES
+	('two bans', 'fixed_window 1/1d ban 1min to 1h after 1, fixed_window 1/2d ban 2min after 1'),
+	('equal bans', 'fixed_window 1/1d ban 1min to 1h after 1, fixed_window 1/2d ban 1min to 1d after 1')) v (key, limits);
+SELECT key, until - began AS length, substring(rule, 'ban.*'), level FROM rl_bans('% bans') ORDER BY key;
+-- A ban that begins as long after the end of the last as that was starts again.
+SELECT set_config('ratelimit.debug_now', '1793325719999999', false), (rl_check('equal bans', 'fixed_window 1/1d ban 1min to 1h after 1')).allowed;
+SELECT until - began AS length, level FROM rl_bans('equal bans');
+SELECT rl_reset('equal bans');
+SELECT set_config('ratelimit.debug_now', '1793325600000000', false), count(rl_check('equal bans', 'fixed_window 1/1d ban 1min to 1h after 1')) FROM generate_series(1, 2);
+SELECT set_config('ratelimit.debug_now', '1793325720000000', false), (rl_check('equal bans', 'fixed_window 1/1d ban 1min to 1h after 1')).allowed;
+SELECT until - began AS length, level FROM rl_bans('equal bans');
+RESET ratelimit.debug_now;

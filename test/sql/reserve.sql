@@ -90,8 +90,19 @@ SELECT rl_settle('r:tx', 'a', 1), (rl_check('r:tx', 'fixed_window 5/1h refund_on
 SELECT reserved('r:c3', 'concurrent 5/10s', 7, 'a'), reserved('r:c3', 'concurrent 5/10s', 8, 'b'), rl_settle('r:c3', 'b', 3);
 SELECT state, used, until, raw FROM rl_inspect('r:c3') WHERE state LIKE 'reserved%' ORDER BY state;
 
+-- Two own entries of one time are a microsecond apart.
+SELECT reserved('r:same', 'sliding_log 2/10s', 1, 'a'), reserved('r:same', 'sliding_log 2/10s', 1, 'b');
+SELECT reset_after FROM rl_peek('r:same', 'sliding_log 2/10s', 0);
+
+-- The hold is the period, but at most 31 days.  A debt of more units than a log can have removes its oldest.
+SELECT reserved('r:long', 'concurrent 2/90d', 1, 'a');
+SELECT until - to_timestamp(current_setting('ratelimit.debug_now')::bigint / 1000000) AS hold FROM rl_inspect('r:long') WHERE state = 'reserved:a';
+SELECT reserved('r:debt', 'sliding_log 10/1h', 3, 'a'), (rl_check('r:debt', 'sliding_log 10/1h', 7)).remaining, rl_settle('r:debt', 'a', 999995);
+SELECT used FROM rl_inspect('r:debt') WHERE state LIKE 'sliding_log%';
+
 -- Errors.
 SELECT n, f.* FROM (VALUES
+	(18, $$SELECT rl_reserve('r:c3', 'concurrent 5/10s', 7, 'a', 11)$$),
 	(1, $$SELECT rl_reserve('r:1', 'fixed_window 10/1h', 3, 'b')$$), (2, $$SELECT rl_reserve('r:1', 'fixed_window 11/1h', 9, 'b')$$),
 	(3, $$SELECT rl_reserve('r:1', '5/1s', 1, '')$$), (4, $$SELECT rl_reserve('r:1', '5/1s', 1, repeat('x', 129))$$),
 	(5, $$SELECT rl_reserve('r:1', '5/1s', 1, NULL)$$), (6, $$SELECT rl_reserve('r:1', '5/1s', NULL, 'x')$$),
