@@ -1,207 +1,189 @@
 /*
  * breaker.pml
- *		No session is cut off from a server that answers (DESIGN.md, 7, "Breaker").
+ *		Connecting, and looking for a master that has moved (DESIGN.md, 7, "Breaker").
  *
- * Backends call one Redis server again and again.  Until it is calm, the world breaks single
- * connections, and makes the server silent, or silent on new connections only, or refuse them.  A
- * backend can be interrupted, and can be stopped for ever at each of its steps.
+ * Backends with the same settings call the master behind a name again and again.  Until it is
+ * calm, the world breaks single connections, makes the server silent or has it refuse
+ * connections, makes the master a replica and another server the master, and the name move
+ * there.  A backend can be interrupted, and can be stopped for ever at each of its steps.
  *
- * A time is later, or it has come; it comes at any moment, but in the end.  Left out are the
- * pause of a backend whose new connections get error replies (rl_node_may_connect), calls that
- * had less than half of their time, and the length of pauses and timeouts.  So each backend waits
- * as long as the others, and none may ask because it waits longer.
+ * A time is later, or it has come; it comes at any moment, but in the end.  Left out are other
+ * settings, the length of pauses and timeouts, and a failure that does not count because it was
+ * late or its attempt began before the last one.
  *
- * Promises: a call with a connection that works is refused only if a call on a connection that had
- * worked got no answer: the server has been silent, or the network has lost the connection.
- * When the world has become calm, in the end no call is refused.
+ * Promises: a call with a connection that works is never refused, and waits for no place.  No
+ * more backends connect at a time than there are places, but those whose time has passed.  When
+ * the move is known, no call fails because its connection is an old one.  When the world has
+ * become calm, in the end no call fails, also if a backend has stopped for ever with a place:
+ * no session stays behind.
  */
 #define BACKENDS	2
+#define PLACES		1
 
-mtype = { none, works, broken, mute };			/* a connection; mute: it has never had an answer */
-mtype = { answers, silent, queues, refuses };	/* the server; queues: new connections get no answer */
-mtype = { unset, later, due };					/* a time */
-mtype = { open, wait, check, admitted };		/* RlAdmission */
+mtype = { none, works, broken };		/* a connection */
+mtype = { answers, silent, refuses };	/* the server of the name */
+mtype = { unset, later, due };			/* a time */
+mtype = { connect, wait, refuse };		/* Admission */
 
 mtype server = answers;
 mtype connection[BACKENDS] = none;
-bool was_silent = false;		/* the server was silent at any time, or a connection that had worked */
+bit to[BACKENDS];				/* the server of the connection */
+bit master = 0;
+bit name = 0;					/* the server to which new connections go */
 bool calm = false;
 
 /* BreakerEntry; its lock is held in each d_step */
-bool entry = false;
-mtype connect_at = unset;
-mtype ask_at = unset;
-bool unanswered = false;
-bool silence = false;			/* connect_at is of a connection without an answer */
-byte trying = BACKENDS;			/* the backend; BACKENDS: none */
-bool too_long = false;			/* trying_until has passed */
+bool failing = false;			/* pause > 0 */
+mtype connect_at = unset;		/* failed + pause */
+bool takes[BACKENDS];			/* has a place, whose time has not passed */
+byte ntaken = 0;
+mtype turn = due;				/* searched + retry_interval */
+bool moved = false;
+bool old[BACKENDS];				/* the connection was made before that */
 
-bool tries[BACKENDS];			/* trying_until of a backend's own handle */
+bool searching[BACKENDS];
 
-#define SUSPECT		(connect_at == unset && ask_at == unset)
-#ifdef MUTANT_TRIES_FOR_EVER
-#define HALF_OPEN	(connect_at != later && ask_at != later && trying == BACKENDS)
+#ifdef MUTANT_KEPT_ASKS
+#define MUST_CONNECT	(connection[b] == none || failing)
 #else
-#define HALF_OPEN	(connect_at != later && ask_at != later && (trying == BACKENDS || too_long))
-#endif
-#ifdef MUTANT_CONNECT_STOPS_ALL
-#define GOES_ON		(ask_at == unset && connect_at == unset && connection[b] != none)
-#else
-#define GOES_ON		(ask_at == unset && connection[b] != none)
+#define MUST_CONNECT	(connection[b] == none)
 #endif
 
-inline remove_entry() {
-	entry = false;
+/* closed_until */
+#define CLOSED			(failing && (connect_at == later || ntaken > 0))
+
+#ifdef MUTANT_NO_PLACES
+#define HAS_PLACE		true
+#else
+#define HAS_PLACE		(ntaken < PLACES)
+#endif
+
+/* give_place: after its time another backend may have it. */
+inline give_place() {
+	if
+	:: takes[b] -> takes[b] = false; ntaken--
+	:: else
+	fi
+}
+
+inline attempt_succeeded() {
+	connection[b] = works;
+	to[b] = name;
+	old[b] = false;
+	failing = false;
 	connect_at = unset;
-	ask_at = unset;
-	unanswered = false;
-	silence = false;
-	trying = BACKENDS;
-	too_long = false
+	give_place()
 }
 
-/* begin_trying: another backend may have been faster since the entry was read. */
-inline begin_trying() {
-	if
-	:: entry && HALF_OPEN -> trying = b; too_long = false; tries[b] = true
-	:: else
-	fi
-}
-
-/* forget_failure; the entry is read before, without the lock that changes it. */
-inline forget_failure(connected, answered) {
-	tries[b] = false;
-	if
-	:: entry ->
-		connect_at = ((silence -> answered && (connected || unanswered) : connected) -> unset : connect_at);
-#ifndef MUTANT_NOT_CLOSED
-		ask_at = (answered -> unset : ask_at);
-		unanswered = unanswered && !answered;
-#endif
-		if
-		:: SUSPECT -> remove_entry()
-		:: else
-		fi
-	:: else
-	fi
-}
-
-/* rl_breaker_failed */
-inline connect_failed() {
-	tries[b] = false;
-	entry = true;
-	ask_at = unset;
+inline attempt_failed() {
+	failing = true;
 	connect_at = later;
-	silence = false;
-	trying = BACKENDS;
-	too_long = false
+	give_place()
 }
 
-#ifdef MUTANT_NEW_STOPS_ALL
-#define STOPS_ALL	true
+/* rl_may_search */
+#ifdef MUTANT_MOVE_UNKNOWN
+#define MAY_SEARCH		(turn == due)
 #else
-#define STOPS_ALL	unanswered
+#define MAY_SEARCH		(turn == due || (moved && old[b]))
 #endif
-
-inline is_silent() {
-	tries[b] = false;
-	entry = true;
-	connect_at = (STOPS_ALL -> unset : later);
-	ask_at = (STOPS_ALL -> later : unset);
-	silence = true;
-	trying = BACKENDS;
-	too_long = false
-}
-
-inline call_failed(no_answer) {
-	tries[b] = false;
-	entry = true;
-#ifdef MUTANT_CALL_STOPS_ALL
-	ask_at = later
-#else
-	unanswered = unanswered || no_answer
-#endif
-}
-
-/* rl_breakers_release: after too long another backend may be trying. */
-inline release() {
-	if
-	:: tries[b] && entry && trying == b -> trying = BACKENDS
-	:: else
-	fi;
-	tries[b] = false
-}
 
 proctype Backend(byte b) {
 	mtype admission;
-	bool heard;					/* an answer on a new connection */
+	bool left = false;			/* this call has left a server */
+	byte i;
 
-ask:	/* rl_breaker_admits */
+ask:
 	if
-	:: d_step { !tries[b] && (!entry || GOES_ON) -> admission = admitted }
-	:: d_step { tries[b] -> admission = check }
-	:: d_step { !tries[b] && entry && !GOES_ON && !HALF_OPEN ->
-			admission = (SUSPECT -> wait : open)
-		}
-	:: d_step { !tries[b] && entry && !GOES_ON && HALF_OPEN -> skip };
-		d_step { begin_trying() };
-		goto ask
+	:: !MUST_CONNECT -> goto call
+	:: MUST_CONNECT
 	fi;
-	if
-	:: admission == wait ->
-		/* rl_breaker_wait */
+	d_step {
 		if
-		:: trying == BACKENDS || too_long || !SUSPECT || !entry -> goto ask
-		:: admission = open	/* its time has passed */
+		:: CLOSED -> admission = refuse
+		:: !CLOSED && HAS_PLACE -> admission = connect; takes[b] = true; ntaken++
+		:: !CLOSED && !HAS_PLACE -> admission = wait
 		fi
-	:: else
-	fi;
+	};
 	if
-	:: admission == open ->
-refused:	assert(connection[b] != works || was_silent);
-		goto ends
-	:: admission == check || connection[b] == none ->
-		/* connect_node: rl_connection_open, and PING if the server is to be checked */
+	:: admission == refuse -> goto refused
+	:: admission == wait ->
+		assert(connection[b] != works);
+		/* rl_attempt_begin: until a place is free, all fail at once, or its time is over */
 		if
-		:: d_step { server == refuses -> connection[b] = none }; d_step { connect_failed() }; goto ends
-		:: d_step { (server == silent || server == queues) && admission == check -> connection[b] = none }; d_step { is_silent() }; goto ends
-		:: d_step { (server == silent || server == queues) && admission != check -> connection[b] = mute; admission = admitted }
-		:: d_step { server == answers -> connection[b] = works; heard = (admission == check); admission = admitted }
+		:: HAS_PLACE || CLOSED -> goto ask
+		:: goto refused
 		:: !calm -> goto interrupted
 		:: goto stopped
-		fi;
-		/* rl_breaker_connected */
-		if
-		:: d_step { !entry -> heard = false }
-		:: d_step { entry -> forget_failure(true, heard); heard = false }
 		fi
-	:: else
+	:: admission == connect
 	fi;
-	/* send_command */
+	/* rl_connection_open */
 	if
-	:: connection[b] == works && server != silent ->
-		/* rl_breaker_answered */
-		if
-		:: d_step { !entry || (connect_at != unset && !unanswered) -> skip }
-		:: d_step { entry && (connect_at == unset || unanswered) -> skip };
-			d_step { forget_failure(false, true) }
-		fi
-	:: connection[b] == broken || connection[b] == mute ->
-		/* rl_route_failed */
-		connection[b] = none;
-		d_step { call_failed(false) }
-	:: (connection[b] == works && server == silent) || connection[b] == broken ->
-		was_silent = true;
-		connection[b] = none;
-		d_step { call_failed(true) }
+	:: d_step { server == answers -> attempt_succeeded() }
+	:: d_step { server != answers -> attempt_failed() }; goto failed
 	:: !calm -> goto interrupted
 	:: goto stopped
 	fi;
-ends:	atomic { release(); heard = false; admission = open };
+call:
+	if
+	:: connection[b] == works && server != silent && to[b] == master ->
+		/* rl_route_answered */
+		d_step {
+			if
+			:: searching[b] ->
+				moved = true;
+				i = 0;
+				do
+				:: i < BACKENDS -> old[i] = (i != b); i++
+				:: i == BACKENDS -> break
+				od;
+				searching[b] = false
+			:: else
+			fi
+		};
+		left = false;
+		goto ask
+	:: connection[b] == works && server != silent && to[b] != master ->
+		/* leave_node: READONLY */
+		d_step {
+			if
+			:: !left && MAY_SEARCH ->
+				if
+				:: !(moved && old[b]) -> turn = later
+				:: else
+				fi;
+				connection[b] = none;
+				searching[b] = true;
+				left = true
+			:: else ->
+				assert(left || !moved || !old[b]);
+				left = false
+			fi
+		};
+		if
+		:: left -> goto ask
+		:: !left -> goto behind
+		fi
+	:: connection[b] == broken || (connection[b] == works && server == silent) ->
+		/* rl_route_failed */
+		connection[b] = none;
+		goto failed
+	:: !calm -> goto interrupted
+	:: goto stopped
+	fi;
+behind:	/* the call fails with READONLY */
+	goto ask;
+refused:
+	assert(connection[b] != works);
+	left = false;
+	goto ask;
+failed:
+	left = false;
 	goto ask;
 interrupted:
-	/* transaction_ends.  The next call drops the connection. */
-	atomic { connection[b] = none; release(); heard = false; admission = open };
+	/* rl_breakers_release.  The next call drops the connection. */
+	atomic { connection[b] = none; give_place(); left = false };
 	goto ask;
 stopped:
 	skip
@@ -210,22 +192,31 @@ stopped:
 proctype World() {
 	do
 	:: server = answers
-	:: d_step { server = silent; was_silent = true }
-	:: server = queues
+	:: server = silent
 	:: server = refuses
 	:: d_step { connection[0] == works -> connection[0] = broken }
-	:: d_step { connection[0] == works -> connection[0] = none }
-	:: d_step { server = answers; calm = true }; break
+	:: master = 1
+	:: d_step { master == 1 -> name = 1 }
+	:: d_step { server = answers; name = master; calm = true }; break
 	od
 }
 
 proctype Clock() {
+	byte i;
 end:
 	do
 	:: connect_at == later -> connect_at = due
-	:: ask_at == later -> ask_at = due
-	:: trying != BACKENDS && !too_long -> too_long = true
+	:: turn == later -> turn = due
+#ifndef MUTANT_PLACE_FOR_EVER
+	:: d_step { takes[0] -> takes[0] = false; ntaken-- }
+	:: d_step { takes[1] -> takes[1] = false; ntaken-- }
+#endif
 	od
+}
+
+/* No more connect than there are places. */
+active proctype Monitor() {
+	assert(ntaken <= PLACES)
 }
 
 init {
@@ -237,4 +228,5 @@ init {
 	}
 }
 
-ltl no_session_is_cut_off { [] (calm -> <> [] !(Backend[1]@refused || Backend[2]@refused)) }
+#define FAILS(n)	(Backend[n]@refused || Backend[n]@failed || Backend[n]@behind)
+ltl no_session_stays_behind { [] (calm -> <> [] !(FAILS(2) || FAILS(3))) }

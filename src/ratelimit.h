@@ -78,11 +78,12 @@ typedef struct RlError
 {
 	int			sqlstate;
 	bool		unreachable;	/* the server is, at least on this connection */
-	bool		timed_out;		/* on a connection, no answer came in time */
+	bool		timed_out;		/* no connection or no answer came in time */
+	bool		by_kernel;		/* the kernel said that the server is */
 	bool		answered;		/* the server has sent an error reply, or nonsense */
 	bool		replica;		/* the server is; another one may be the master */
 	bool		wrong_password; /* Redis wants another one, or none */
-	int64		retry_after;	/* us until the open breaker lets a call through, or 0 */
+	int64		retry_after;	/* us until the breaker lets a backend connect, or 0 */
 	const char *hint;			/* NULL: none */
 	char		message[256];
 	char		detail[256];	/* empty: none */

@@ -39,12 +39,12 @@ rl_redis_server(bool *connected, const char **breaker, int64 *breaker_left)
 	if (node != NULL)
 	{
 		rl_address_name(&node->address, name);
-		*breaker = rl_breaker_state(node->breaker, breaker_left);
+		*breaker = rl_breaker_state(name, false, breaker_left);
 	}
 	else if (rl_target_parse(rl_redis_url, &target, &error))
 	{
 		rl_target_name(&target, name);
-		*breaker = rl_breaker_state(rl_target_breaker(&target), breaker_left);
+		*breaker = rl_breaker_state(name, target.deployment == RL_SENTINELS, breaker_left);
 	}
 	else
 		return NULL;
@@ -224,7 +224,6 @@ send_command(RlCommand *command, const RlScript *script, RlReply *reply, RlError
 	}
 	for (;;)
 	{
-		int64		given;
 		RlOutcome	outcome;
 
 		/* An interrupt that came while the reply was waited for: nothing was charged. */
@@ -237,7 +236,6 @@ send_command(RlCommand *command, const RlScript *script, RlReply *reply, RlError
 		rl_command_append(&out, command, script, by_source, route.asking);
 		if (command->usage != NULL)
 			command->usage->round_trips++;
-		given = route.deadline - rl_monotonic_now();
 		if (command->reply_first)
 			rl_socket_reply_first();
 		outcome = rl_stream_exchange(&route.node->conn, &out, route.asking ? 2 : 1,
@@ -250,7 +248,7 @@ send_command(RlCommand *command, const RlScript *script, RlReply *reply, RlError
 			rl_connection_close(&route.node->conn);
 		else if (outcome != RL_DONE)
 		{
-			rl_route_failed(&route, given, error);
+			rl_route_failed(&route, error);
 			return false;
 		}
 		else if (rl_route_answered(&route, reply))

@@ -18,12 +18,11 @@ rl_connection_is_usable(RlConnection *conn)
 
 /*
  * Sends AUTH if there is a password, SELECT if it is not database 0, and HELLO if the server
- * must be no replica.  If it sends none of them, sends PING if the server is to be checked, and
- * with TLS, which is not up before the server has sent something.  Returns false with the error
- * set.
+ * must be no replica.  If it sends none of them it sends PING: a server that does not answer may
+ * accept connections.  Returns false with the error set.
  */
 static bool
-set_up(RlConnection *conn, const RlAddress *address, const char *password, bool check,
+set_up(RlConnection *conn, const RlAddress *address, const char *password,
 	   StringInfo out, int64 deadline, RlError *error)
 {
 	RlReply		reply;
@@ -49,15 +48,13 @@ set_up(RlConnection *conn, const RlAddress *address, const char *password, bool 
 		n++;
 	}
 	/* Both change nothing, so they may be sent with AUTH. */
-	if (conn->needs_master || (n == 0 && (check || conn->tls != NULL)))
+	if (conn->needs_master || n == 0)
 	{
 		asks = true;
 		rl_resp_start(out, 1);
 		rl_resp_arg(out, conn->needs_master ? "HELLO" : "PING", conn->needs_master ? 5 : 4);
 		n++;
 	}
-	if (n == 0)
-		return true;
 	if (rl_stream_exchange(conn, out, n, deadline, &reply, error) != RL_DONE)
 		return false;
 	/*
@@ -70,6 +67,7 @@ set_up(RlConnection *conn, const RlAddress *address, const char *password, bool 
 	if (reply.kind == RL_REPLY_ERROR)
 		return rl_error_reply(conn, true, reply.text, error);
 	/* A replica of a Cluster redirects calls to its master. */
+	conn->cluster = reply.kind == RL_REPLY_HELLO && reply.cluster;
 	if (asks && reply.kind == RL_REPLY_HELLO)
 		return !reply.replica || reply.cluster || rl_not_master(conn, error);
 	return reply.kind == RL_REPLY_STATUS || rl_protocol_violation(conn, error, "it is not a status");
@@ -77,39 +75,28 @@ set_up(RlConnection *conn, const RlAddress *address, const char *password, bool 
 
 /* rl_connection_open, whose buffers the caller wipes.  Inlined, gcc's -Wclobbered warns. */
 static pg_noinline bool
-open_and_set_up(RlConnection *conn, const RlAddress *address, const char *password, bool check,
+open_and_set_up(RlConnection *conn, const RlAddress *address, const char *password,
 				StringInfo out, int64 *deadline, int64 until, RlError *error)
 {
 	int64		start = rl_monotonic_now();
 
 	conn->in_flight = true;
 	conn->due = -1;
+	conn->made = start;
 	if (!rl_socket_open(conn, address, Min(start + (int64) rl_connect_timeout * 1000, until), error))
 		return false;
 	if (*deadline == 0)
 		*deadline = start + (int64) rl_command_timeout * 1000;
 	*deadline = Min(*deadline + rl_monotonic_now() - start, until);
-	if (!set_up(conn, address, password, check, out, *deadline, error))
+	if (!set_up(conn, address, password, out, *deadline, error))
 		return false;
 	conn->in_flight = false;
 	return true;
 }
 
-/*
- * Connects a connection that is closed and sets it up, with the password of
- * ratelimit.redis_passfile if that is wanted.  With check, the server must have sent an answer.
- * Setting up is a round trip of its own: a command sent with it would run even if the server
- * did not accept the password or the database.  If needs_master of the connection is set before,
- * a replica is an error, unless it is a Cluster's.
- *
- * *deadline is the set-up's.  If it is 0 it is set; otherwise it is moved by the time that the
- * socket takes to be up.  No wait goes past until.  Returns false with the error set and the
- * connection closed.  Raises an error if a setting is wrong, or at an interrupt; the connection
- * is not usable then.
- */
-bool
-rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_password,
-				   bool check, int64 *deadline, int64 until, RlError *error)
+static bool
+open_with_password(RlConnection *conn, const RlAddress *address, bool with_password,
+				   int64 *deadline, int64 until, RlError *error)
 {
 	char		password[RL_MAX_PASSWORD] = "";
 	StringInfoData out;
@@ -122,7 +109,7 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_passw
 	{
 		if (with_password)
 			rl_password_read(password);
-		opened = open_and_set_up(conn, address, password, check, &out, deadline, until, error);
+		opened = open_and_set_up(conn, address, password, &out, deadline, until, error);
 	}
 	PG_FINALLY();
 	{
@@ -136,4 +123,44 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_passw
 	if (!opened)
 		rl_connection_close(conn);
 	return opened;
+}
+
+/*
+ * Connects a connection that is closed and sets it up, with the password of
+ * ratelimit.redis_passfile if that is wanted; the server has answered then.  Setting up is a
+ * round trip of its own: a command sent with it would run even if the server did not accept the
+ * password or the database.  If needs_master of the connection is set before, a replica is an
+ * error, unless it is a Cluster's.
+ *
+ * Only so many backends connect one server at a time: first waits for up to *patience
+ * microseconds, from which the wait is subtracted.  *deadline is the set-up's.  If it is 0 it is
+ * set; otherwise it is moved by the time that waiting takes, and the socket to be up.  No wait
+ * goes past until.  Returns false with the error set and the connection closed.  Raises an
+ * error if a setting is wrong, or at an interrupt; the connection is not usable then, and the
+ * caller's transaction ends the attempt (rl_breakers_release).
+ */
+bool
+rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_password,
+				   int64 *patience, int64 *deadline, int64 until, RlError *error)
+{
+	int64		enough = (int64) rl_command_timeout * 500;
+	int64		start = rl_monotonic_now();
+	char		name[RL_MAX_SERVER];
+	RlAttempt	attempt;
+	bool		has_time;
+
+	rl_address_name(address, name);
+	if (!rl_attempt_begin(&attempt, name, false, patience, until, error))
+		return false;
+	if (*deadline != 0)
+		*deadline += attempt.began - start;
+	/* With less than half of its time a server that is well may be late. */
+	has_time = Min(until, *deadline == 0 ? until : *deadline) - attempt.began >= enough;
+	if (open_with_password(conn, address, with_password, deadline, until, error))
+	{
+		rl_attempt_succeeded(&attempt);
+		return true;
+	}
+	rl_attempt_failed(&attempt, error->answered || (error->unreachable && (has_time || !error->timed_out)), error);
+	return false;
 }

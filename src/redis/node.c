@@ -72,14 +72,17 @@ forget(RlNode *node)
 		last_answered = NULL;
 }
 
-/* If settings have changed, drops all nodes and reads the URL.  Raises an error if one is wrong. */
-void
+/*
+ * If settings have changed, drops all nodes, reads the URL and returns true.  Raises an error if
+ * a setting is wrong.
+ */
+bool
 rl_nodes_refresh(void)
 {
 	RlError		error;
 
 	if (rl_nodes_are_current())
-		return;
+		return false;
 	known_version = 0;
 	for (size_t i = 0; i < lengthof(settings); i++)
 	{
@@ -99,6 +102,7 @@ rl_nodes_refresh(void)
 				 errmsg("ratelimit.redis_url names a user, but ratelimit.redis_passfile is empty")));
 	for (size_t i = 0; i < lengthof(settings); i++)
 		known_settings[i] = MemoryContextStrdup(TopMemoryContext, *settings[i]);
+	return true;
 }
 
 /* Returns the node at the address, or NULL. */
@@ -134,20 +138,6 @@ rl_node_find(const RlAddress *address, uint64 route)
 	return node;
 }
 
-/* Returns the node's breaker, or NULL without shared memory, which may be created after the node. */
-RlBreaker *
-rl_node_breaker(RlNode *node)
-{
-	if (node->breaker == NULL && rl_shared_available())
-	{
-		char		name[RL_MAX_SERVER];
-
-		rl_address_name(&node->address, name);
-		node->breaker = rl_breaker_find(name);
-	}
-	return node->breaker;
-}
-
 /*
  * Returns the connected node that has the key with this name in Redis, or NULL.  Outside of a
  * cluster the current node has it, or the node that answered last.
@@ -159,7 +149,7 @@ rl_node_that_has(const char *redis_key, int len)
 	bool		guess = true;
 	int			owner = rl_slots_known() ? rl_slot_owner(rl_slot(redis_key, len), &guess) : 0;
 
-	/* While its breaker is open no node is current, but the connection may be alive. */
+	/* After a failure no node may be current, but the connection may be alive. */
 	if (!rl_slots_known() && node == NULL)
 		node = last_answered;
 	if (!guess)
@@ -191,80 +181,9 @@ rl_nodes_make_room(uint64 route)
 	}
 }
 
-/* Returns how much of ratelimit.retry_interval is left since the time; 0 if the time is 0, which is never. */
-int64
-rl_interval_left(int64 since)
-{
-	return since == 0 ? 0 : Max(since + (int64) rl_retry_interval * 1000 - rl_monotonic_now(), 0);
-}
-
-/*
- * Returns for how many microseconds this backend makes no new connection to the node: if the
- * one that replaced a failed one fails too, without an answer to a call, it waits
- * ratelimit.retry_interval.  Without a breaker, each call connects.
- */
-static int64
-connect_pause(const RlNode *node)
-{
-	return node->failed && node->breaker != NULL ? rl_interval_left(node->reconnected) : 0;
-}
-
-/* Returns true if this backend may connect the node; or sets the error. */
-bool
-rl_node_may_connect(RlNode *node, RlError *error)
-{
-	int64		left = connect_pause(node);
-	char		name[RL_MAX_SERVER];
-
-	if (left == 0)
-		return true;
-	rl_address_name(&node->address, name);
-	rl_not_retrying(error, name, node->failure, left);
-	return false;
-}
-
-/* Notes that the node is connected. */
-void
-rl_node_connected(RlNode *node)
-{
-	node->failed = false;
-	rl_breaker_connected(node->breaker, node->conn.heard);
-}
-
 /* Notes that the node has answered. */
 void
 rl_node_answered(RlNode *node)
 {
 	last_answered = node;
-	rl_breaker_answered(node->breaker);
-}
-
-/*
- * Notes that the node's connection or connecting failed; given is the time that the node had.
- * With less than half of ratelimit.command_timeout the server may be well, and its breaker
- * stays.  If the breaker is open, the error then says when Redis is tried again.
- */
-void
-rl_node_failed(RlNode *node, RlFailure failure, int64 given, RlError *error)
-{
-	if (error->answered || failure >= RL_CALL_FAILED)
-	{
-		node->failed = true;
-		strlcpy(node->failure, error->message, sizeof(node->failure));
-	}
-	if (error->answered && failure < RL_CALL_FAILED)
-		rl_breaker_connected(node->breaker, true);
-	else if (error->unreachable && given >= (int64) rl_command_timeout * 500)
-		rl_breaker_failed(node->breaker, failure, (int64) rl_retry_interval * 1000, error);
-	error->retry_after = Max(error->retry_after, connect_pause(node));
-}
-
-/* Returns the breaker of the search at Sentinels, or else of the first seed. */
-RlBreaker *
-rl_target_breaker(const RlTarget *target)
-{
-	char		name[RL_MAX_TARGET];
-
-	rl_target_name(target, name);
-	return rl_breaker_find(name);
 }

@@ -136,7 +136,7 @@ add_line(Pipeline *p, RlNode *node, bool reused)
 		}
 	rl_line_begin(line, node, 0, false);
 	line->reused = reused;
-	line->answered = line->load = false;
+	line->load = false;
 	p->lines[p->nlines++] = line;
 	rl_streams_changed();
 	return line;
@@ -172,13 +172,13 @@ note_failure(Pipeline *p, const RlError *error)
 	p->failed = true;
 }
 
-/* Drops a line that failed, and with "fails" the pipeline; "given" and the error as for rl_route_failed. */
+/* Drops a line that failed, and with "fails" the pipeline. */
 static void
-break_line(Pipeline *p, RlLine *line, int64 given, bool fails, RlError *error)
+break_line(Pipeline *p, RlLine *line, bool fails, const RlError *error)
 {
 	p->route.node = line->node;
 	remove_line(p, line);
-	rl_route_failed(&p->route, given, error);
+	rl_route_failed(&p->route, error);
 	if (fails)
 		note_failure(p, error);
 }
@@ -244,6 +244,12 @@ find_line(Pipeline *p, RlCall *call)
 			break;
 		}
 		line = line_to(p, route->node);
+		/* The node is connected again when it has answered all. */
+		if (line != NULL && route->node->conn.retired && line->stream.due == 0)
+		{
+			remove_line(p, line);
+			line = NULL;
+		}
 		route->deadline = 0;
 		if (line == NULL && try_node(p, &others, &error))
 			line = add_line(p, route->node, route->reused);
@@ -288,7 +294,8 @@ fill_lines(Pipeline *p)
 		else if (p->keys != NULL)
 			call.n = p->keys[call.i];
 		line = find_line(p, &call);
-		if (line != NULL && (line->stream.due >= p->max_due || !rl_stream_has_room(&line->stream)))
+		if (line != NULL && (line->stream.due >= p->max_due || !rl_stream_has_room(&line->stream) ||
+							 line->node->conn.retired))
 		{
 			p->blocked = line;
 			return;
@@ -335,7 +342,7 @@ send_line(Pipeline *p, RlLine *line)
 		remove_line(p, line);
 	}
 	else if (outcome != RL_DONE)
-		break_line(p, line, PG_INT64_MAX, true, &error);
+		break_line(p, line, true, &error);
 }
 
 /* Returns true if the time suffices to send a call again; sets the pause before that. */
@@ -386,7 +393,6 @@ take_reply(RlLine *line, RlCall call, void *arg, RlError *error)
 	{
 		if (!p->reply(call.i, reply, p->arg, error))
 			return false;
-		line->answered = true;
 		p->progress = rl_monotonic_now();
 		*p->unanswered -= call.n;
 		return true;
@@ -403,7 +409,7 @@ receive_line(Pipeline *p, RlLine *line)
 	bool		due = line->stream.due > 0;
 
 	if (!rl_line_receive(line, take_reply, p, &error))
-		break_line(p, line, PG_INT64_MAX, due, &error);
+		break_line(p, line, due, &error);
 }
 
 /* Waits until a line can go on, or a call may be resent.  Returns false if no line has calls. */
@@ -441,14 +447,11 @@ give_up(Pipeline *p)
 	for (int i = p->nlines - 1; i >= 0; i--)
 	{
 		RlLine	   *line = p->lines[i];
-		int64		left = line->stream.deadline - rl_monotonic_now();
 
 		if (line->stream.due == 0)
 			continue;
 		rl_error_detail(&error, "The server is %s.", line->node->conn.server);
-		/* A server that answers is slow, but a single call may have time enough there. */
-		error.unreachable = error.timed_out = !line->answered;
-		break_line(p, line, (int64) rl_command_timeout * 1000 - left, true, &error);
+		break_line(p, line, true, &error);
 	}
 	if (unsent)
 		note_failure(p, &error);
@@ -503,7 +506,7 @@ run(Pipeline *p)
 		if (rl_stream_end(&line->stream, &error))
 			remove_line(p, line);
 		else
-			break_line(p, line, PG_INT64_MAX, true, &error);
+			break_line(p, line, true, &error);
 	}
 }
 

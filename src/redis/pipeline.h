@@ -32,7 +32,6 @@ typedef struct RlLine
 	StringInfoData out;
 	RlReply		reply;
 	bool		reused;			/* the connection was there before */
-	bool		answered;		/* a call of this pipeline */
 	bool		load;			/* the next call is to bring the script's source */
 	int			loads;			/* calls under way that bring it */
 	int			first;			/* of the ring, the oldest; stream.due are in it */

@@ -266,8 +266,8 @@ static const struct
 	{"READONLY", RL_STEP_LEAVE},
 	/* A replica that lost its master. */
 	{"MASTERDOWN", RL_STEP_LEAVE},
-	/* A master that lost its replicas; one of them may be the new master. */
-	{"NOREPLICAS", RL_STEP_LEAVE},
+	/* A master that lost its replicas: Sentinels may have made one of them the master. */
+	{"NOREPLICAS", RL_STEP_ASK_SENTINELS},
 	/* It has just been started; its replica may be the new master. */
 	{"LOADING", RL_STEP_LEAVE},
 	/* A node that is cut off from the others. */

@@ -49,6 +49,7 @@ typedef enum RlNextStep
 	RL_STEP_SEND_SOURCE,		/* the server needs the script's source */
 	RL_STEP_SEND_WINDOWS,		/* the script needs other windows of a calendar */
 	RL_STEP_LEAVE,				/* another server may be able to run it */
+	RL_STEP_ASK_SENTINELS,		/* the same, if there are Sentinels */
 	RL_STEP_MOVED,				/* the server that the reply names has the slot */
 	RL_STEP_ASK					/* that server has the slot for this call only */
 } RlNextStep;

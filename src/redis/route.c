@@ -2,16 +2,22 @@
  * route.c
  *		Which server a call goes to, and whether it may go to another.
  *
- * If the URL names servers, the first that answers is the current node.  All calls go there
- * until a reply says that another server has the key's slot: then this is a cluster, and the
- * owner of each slot is remembered.  A call that no server can have run, because it was not sent
- * or was redirected, may look for another server; a call that was sent and not answered never
- * does.  A new connection to a server of a list, or to a Sentinel's master, is used only if the
- * server is no replica, which may be stale.  A server that cannot run calls (resp.c) is left for
- * the next seed, and its name is looked up again before the next call to it.
+ * If the URL names servers, one of them is the current node.  All calls go there until a reply
+ * says that another server has the key's slot: then this is a cluster, and the owner of each
+ * slot is remembered.  A call that no server can have run, because it was not sent or was
+ * redirected, may look for another server; a call that was sent and not answered never does.
+ *
+ * A list of servers means one master, whichever it is: all sessions use the one that the
+ * target's entry in shared memory names.  It is left if a new connection to it fails, or if it
+ * says that it is no master.  Then the first of the list that says that it is a master is
+ * taken.  An earlier server that comes back is not: after a fail-over it is the old master.
  *
  * If the URL names Sentinels, the current node is the master that they name.  They are asked
  * again when the connection to it is gone, or it is no master.
+ *
+ * If a server cannot run calls (resp.c), one backend at a time looks for the master: it connects
+ * again by the name, asks the Sentinels, or goes through the list.  If its call succeeds, the
+ * others do the same when they get such a reply.
  */
 #include "postgres.h"
 
@@ -20,16 +26,73 @@
 #include "redis/route.h"
 #include "shared/shared.h"
 
+/* Microseconds between two times that a backend notes that its list is in use. */
+#define TOUCH_EVERY			INT64CONST(10000000)
+
+static int	list_in_use = 0;	/* number of the server that all sessions use, from 1 on; 0: not known */
+static int64 list_touched = 0;
+static int64 searched = 0;		/* when this backend left a server last; 0: a call has succeeded since */
+
+static bool
+is_list(void)
+{
+	return rl_target.deployment == RL_SERVERS && rl_target.n > 1 && !rl_slots_known();
+}
+
+/* Returns the name of the target's servers, in a static buffer. */
+static const char *
+target_name(void)
+{
+	static char name[RL_MAX_TARGET];
+
+	rl_target_name(&rl_target, name);
+	return name;
+}
+
+/* Returns the number of the list's server that is the node, or 0. */
+static int
+number_in_list(const RlNode *node)
+{
+	for (int i = 0; i < rl_target.n; i++)
+		if (node != NULL && rl_node_at(&rl_target.seeds[i]) == node)
+			return i + 1;
+	return 0;
+}
+
+/* Makes the server of the list that all sessions use the current node; the connection to another is closed. */
+static void
+follow_list(RlRoute *route)
+{
+	int64		now = rl_monotonic_now();
+	RlNode	   *node;
+
+	if (rl_current_node != NULL && !rl_list_has_changed() && now - list_touched < TOUCH_EVERY)
+		return;
+	list_touched = now;
+	list_in_use = rl_list_in_use(target_name(), 0, number_in_list(rl_current_node));
+	if (list_in_use == 0 || list_in_use > rl_target.n)
+		return;
+	node = rl_node_find(&rl_target.seeds[list_in_use - 1], route->number);
+	if (node == NULL || node == rl_current_node)
+		return;
+	if (rl_current_node != NULL)
+		rl_connection_close(&rl_current_node->conn);
+	rl_current_node = node;
+}
+
 /* Begins a call about the key, if that is not NULL.  Raises an error if a setting is wrong. */
 void
 rl_route_begin(RlRoute *route, const char *key, int len)
 {
 	static uint64 routes = 0;
 
-	rl_nodes_refresh();
-	*route = (RlRoute) {.number = ++routes,.slot = -1,.until = PG_INT64_MAX};
+	if (rl_nodes_refresh())
+		list_in_use = searched = 0;
+	*route = (RlRoute) {.number = ++routes,.slot = -1,.until = PG_INT64_MAX,.patience = (int64) rl_connect_timeout * 1000};
 	if (key != NULL && rl_slots_known())
 		route->slot = rl_slot(key, len);
+	if (is_list())
+		follow_list(route);
 }
 
 static bool
@@ -55,7 +118,8 @@ choose_node(const RlRoute *route)
 	}
 	if (rl_current_node != NULL && !is_lost(route, rl_current_node))
 		return rl_current_node;
-	if (rl_target.deployment == RL_SENTINELS)
+	/* A failed call is no reason to leave the server of a list. */
+	if (rl_target.deployment == RL_SENTINELS || (route->failed && is_list()))
 		return NULL;
 	for (int i = 0; i < rl_target.n; i++)
 	{
@@ -88,8 +152,8 @@ skip_node(RlRoute *route, const RlError *error)
 
 /*
  * Notes that the route cannot use its node, and forgets the node's slots.  The next call asks
- * the next seed or Sentinel first, because the one that named the node may be the last to learn
- * of a new master.
+ * the next seed of a cluster or the next Sentinel first, because the one that named the node may
+ * be the last to learn of a new master.
  */
 static void
 lose_node(RlRoute *route, const RlError *error)
@@ -99,11 +163,10 @@ lose_node(RlRoute *route, const RlError *error)
 	rl_slots_forget(rl_node_number(node));
 	if (rl_target.deployment == RL_SENTINELS)
 		rl_target.first = (rl_target.first + (rl_current_node == node)) % rl_target.n;
-	else
+	else if (!is_list())
 	{
-		for (int i = 0; i < rl_target.n; i++)
-			if (rl_node_at(&rl_target.seeds[i]) == node)
-				rl_target.first = (i + 1) % rl_target.n;
+		if (number_in_list(node) != 0)
+			rl_target.first = number_in_list(node) % rl_target.n;
 		if (rl_current_node == node)
 			rl_current_node = NULL;
 	}
@@ -117,16 +180,6 @@ whole_time(void)
 	return ((int64) rl_connect_timeout + rl_command_timeout) * 1000;
 }
 
-static void
-spend(RlRoute *route, int64 start)
-{
-	int64		us = rl_monotonic_now() - start;
-
-	route->spent += us;
-	if (route->deadline != 0)
-		route->deadline += us;
-}
-
 /*
  * Asks the Sentinels for the master, which is then the route's node.  The call's deadline moves
  * by the time that this takes; all searches of a call have one deadline.  Returns false with the
@@ -136,13 +189,14 @@ static bool
 ask_sentinels(RlRoute *route, RlError *error)
 {
 	char		password[RL_MAX_PASSWORD];
-	RlBreaker  *breaker = rl_target_breaker(&rl_target);
 	int64		start = rl_monotonic_now();
-	bool		first = route->search_until == 0;
+	int64		us;
 	bool		found;
 
-	if (first)
+	if (route->search_until == 0)
 	{
+		if (!rl_attempt_begin(&route->search, target_name(), true, &route->patience, start, error))
+			return false;
 		route->search_until = start + whole_time();
 		route->until = route->search_until + whole_time();
 	}
@@ -150,14 +204,16 @@ ask_sentinels(RlRoute *route, RlError *error)
 	if (start < route->search_until &&
 		(route->sentinel_master == NULL || !is_lost(route, route->sentinel_master)))
 	{
-		if (rl_breaker_admits(breaker, false, error) == RL_OPEN)
-			return false;
 		rl_nodes_make_room(route->number);
 		/* A password file that is wrong is an error even if no Sentinel wants it. */
 		rl_password_read(password);
 		explicit_bzero(password, sizeof(password));
-		found = rl_sentinels_ask(route->number, route->search_until, &route->sentinel_master, error);
-		spend(route, start);
+		found = rl_sentinels_ask(route->number, &route->patience, route->search_until,
+								 &route->sentinel_master, error);
+		us = rl_monotonic_now() - start;
+		route->spent += us;
+		if (route->deadline != 0)
+			route->deadline += us;
 		if (found)
 		{
 			rl_current_node = route->node = route->sentinel_master;
@@ -165,15 +221,12 @@ ask_sentinels(RlRoute *route, RlError *error)
 		}
 		if (route->sentinel_master == NULL)
 		{
-			if (error->unreachable && first)
-				rl_breaker_failed(breaker, RL_CONNECT_FAILED, (int64) rl_retry_interval * 1000, error);
+			rl_attempt_failed(&route->search, error->unreachable, error);
 			return false;
 		}
 	}
-	/* Search again when the master that they name is tried again. */
 	*error = route->first_error;
-	if (error->retry_after > 0 && !error->answered)
-		rl_breaker_failed(breaker, RL_CONNECT_FAILED, error->retry_after, error);
+	rl_attempt_failed(&route->search, true, error);
 	return false;
 }
 
@@ -195,60 +248,63 @@ rl_route_choose(RlRoute *route, RlError *error)
 	return false;
 }
 
-/*
- * Asks the node's breaker whether it may be called, and waits while another backend checks the
- * server.  *until is then the end of the time for connecting.  Returns no RL_WAIT; with RL_OPEN
- * the error is set.
- */
-static RlAdmission
-ask_breaker(RlRoute *route, bool usable, int64 *until, RlError *error)
+/* Has all sessions use the route's node, which is a master of the list, or returns false: they use another. */
+static bool
+take_master(RlRoute *route)
 {
-	RlBreaker  *breaker = rl_node_breaker(route->node);
+	int			before = list_in_use;
+	int			found = number_in_list(route->node);
+	char		old[RL_MAX_SERVER];
 
-	for (;;)
+	if (found == 0 || route->node->conn.cluster)
+		return true;
+	list_in_use = rl_list_in_use(target_name(), before, found);
+	if (list_in_use != found)
+		return false;
+	if (before != 0 && before != found)
 	{
-		RlAdmission admission = rl_breaker_admits(breaker, usable, error);
-		int64		start;
-		bool		in_time;
-
-		if (admission != RL_WAIT)
-			return admission;
-		start = rl_monotonic_now();
-		*until = Min(*until, start + whole_time());
-		in_time = rl_breaker_wait(breaker, *until);
-		spend(route, start);
-		if (!in_time)
-			return RL_OPEN;
+		rl_address_name(&rl_target.seeds[before - 1], old);
+		ereport(LOG,
+				(errmsg("the Redis server in use is now %s", route->node->conn.server),
+				 errdetail("It is the first master of ratelimit.redis_url. %s is left, because it cannot be connected or is no master.",
+						   old)));
 	}
+	rl_current_node = route->node;
+	return true;
 }
 
-/* Connects the route's node.  Returns false, with the error set, if that fails; *others as in rl_route_try. */
+/*
+ * Connects the route's node.  Returns false, with the error set, if that fails; *others as in
+ * rl_route_try.
+ */
 static bool
-connect_node(RlRoute *route, bool check, int64 until, bool *others, RlError *error)
+connect_node(RlRoute *route, bool *others, RlError *error)
 {
 	RlNode	   *node = route->node;
 	int64		start = rl_monotonic_now();
-	int64		given = Min(route->deadline == 0 ? PG_INT64_MAX : route->deadline - start,
-							until - start - (int64) rl_connect_timeout * 1000);
 	bool		connected;
 
 	rl_connection_close(&node->conn);
 	rl_nodes_make_room(route->number);
 	/* Where only one server can be meant, it is asked whatever it is. */
-	node->conn.needs_master = rl_target.deployment == RL_SENTINELS ||
-		(rl_target.n > 1 && !rl_slots_known());
-	connected = rl_connection_open(&node->conn, &node->address, true, check, &route->deadline,
-								   until, error);
+	node->conn.needs_master = rl_target.deployment == RL_SENTINELS || is_list();
+	connected = rl_connection_open(&node->conn, &node->address, true, &route->patience,
+								   &route->deadline, route->until, error);
 	route->spent += rl_monotonic_now() - start;
-	if (node->failed && (connected || error->answered))
-		node->reconnected = start;
+	if (connected && (!is_list() || take_master(route)))
+		return true;
 	if (connected)
 	{
-		rl_node_connected(node);
-		return true;
+		/* Another backend was faster; there may be no time for its server. */
+		rl_connection_close(&node->conn);
+		rl_error_set(error, ERRCODE_STORE_FAILED, "could not connect to Redis: another server of the list is in use");
+		error->unreachable = true;
+		skip_node(route, error);
+		rl_current_node = NULL;
+		follow_list(route);
+		return false;
 	}
 	*others = error->unreachable || error->replica;
-	rl_node_failed(node, error->timed_out ? RL_SILENT : RL_CONNECT_FAILED, given, error);
 	lose_node(route, error);
 	return false;
 }
@@ -263,34 +319,22 @@ rl_route_try(RlRoute *route, bool *others, RlError *error)
 {
 	RlNode	   *node = route->node;
 	bool		usable = rl_connection_is_usable(&node->conn);
-	bool		ready;
-	int64		until = route->until;
-	RlAdmission admission;
+	bool		ready = usable;
 
 	*others = true;
 	node->used = route->number;
-	if (!usable && !rl_node_may_connect(node, error))
-	{
-		/* That is no reason to search at Sentinels. */
-		*others = rl_target.deployment != RL_SENTINELS && route->resends == 0 && !route->pinned;
-		skip_node(route, error);
-		return false;
-	}
 	if (!usable && rl_target.deployment == RL_SENTINELS && route->sentinel_master != node)
 	{
 		rl_current_node = route->node = NULL;
 		return false;
 	}
-	admission = ask_breaker(route, usable, &until, error);
-	route->reused = ready = usable && admission == RL_ADMITTED;
-	if (ready && route->deadline == 0)
+	route->reused = usable;
+	if (!usable)
+		ready = connect_node(route, others, error);
+	else if (route->deadline == 0)
 		route->deadline = rl_monotonic_now() + (int64) rl_command_timeout * 1000;
-	else if (admission == RL_OPEN)
-		skip_node(route, error);
-	else if (!ready)
-		ready = connect_node(route, admission == RL_CHECK, until, others, error);
-	if (ready && route->sentinel_master == node)
-		rl_breaker_connected(rl_target_breaker(&rl_target), true);
+	if (ready && !usable && route->sentinel_master == node)
+		rl_attempt_succeeded(&route->search);
 	/* After a redirect, or if the call is pinned, no other node may run it. */
 	*others &= route->resends == 0 && !route->pinned;
 	return ready;
@@ -312,16 +356,12 @@ rl_route_connect(RlRoute *route, RlError *error)
 	return false;
 }
 
-/* Notes that the call failed and may have run, in the time given.  Closes the connection; the node is lost. */
+/* Notes that the call failed and may have run.  Closes the connection; the node is lost. */
 void
-rl_route_failed(RlRoute *route, int64 given, RlError *error)
+rl_route_failed(RlRoute *route, const RlError *error)
 {
-	RlFailure	failure = error->timed_out ? RL_CALL_FAILED : RL_CONNECT_FAILED;
-
-	if (route->node->conn.heard)
-		failure = error->timed_out ? RL_CALL_UNANSWERED : RL_CALL_FAILED;
 	rl_connection_close(&route->node->conn);
-	rl_node_failed(route->node, failure, given, error);
+	route->failed = true;
 	lose_node(route, error);
 }
 
@@ -357,29 +397,38 @@ rl_route_redirected(const RlNode *from, const RlReply *reply)
 }
 
 /*
- * Leaves the node, which cannot run calls now.  Returns true if another server may run this one.
- * Unless this is a cluster, the name may have another address by the next call, so once in
- * ratelimit.retry_interval the connection is retired.
+ * Leaves the node, which cannot run calls now.  Returns true if the call may be sent again.
+ * Unless this is a cluster, its name may have another address, the Sentinels name another server
+ * or the list have another master: this backend looks for it if rl_may_search lets it.
  */
 static bool
 leave_node(RlRoute *route, const RlReply *reply)
 {
 	RlNode	   *node = route->node;
+	bool		cluster = rl_slots_known() || node->conn.cluster;
 	RlError		error;
 
+	/* Calls that were under way together with the one that has left it. */
+	if (node->conn.retired)
+		return true;
 	if (!is_lost(route, node))
 	{
-		bool		retire = rl_interval_left(node->retired) == 0;
-
-		/* Another Sentinel may name another master. */
-		if (rl_target.deployment == RL_SENTINELS && !retire)
-			return false;
+		if (!cluster && is_list())
+			follow_list(route);
+		if (!cluster && (!is_list() || rl_current_node == node))
+		{
+			if (route->left || !rl_may_search(target_name(), node->conn.made))
+				return false;
+			searched = rl_monotonic_now();
+			route->left = !is_list();
+			/* A server of a list stays in use unless another one is a master. */
+			node->conn.retired = true;
+		}
 		(void) rl_error_reply(&node->conn, false, reply->text, &error);
-		node->conn.retired |= retire && !rl_slots_known();
-		if (retire)
-			node->retired = rl_monotonic_now();
 		if (route->sentinel_master == node)
 			route->sentinel_master = NULL;
+		if (rl_target.deployment == RL_SERVERS && rl_target.n == 1 && !cluster)
+			return true;
 		lose_node(route, &error);
 	}
 	if (rl_target.deployment == RL_SENTINELS)
@@ -397,8 +446,11 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 	int			slot;
 
 	rl_node_answered(route->node);
-	if (reply->kind != RL_REPLY_ERROR)
-		route->node->reconnected = 0;
+	if (searched != 0 && reply->kind != RL_REPLY_ERROR && route->node->conn.made >= searched)
+	{
+		searched = 0;
+		rl_note_moved(target_name());
+	}
 	if (route->pinned)
 		return false;
 	if (reply->kind != RL_REPLY_ERROR && route->slot >= 0 && !route->asking)
@@ -417,7 +469,10 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 			if (step == RL_STEP_MOVED && !is_lost(route, next))
 				rl_slot_learn(route->slot, rl_node_number(next));
 			break;
+		case RL_STEP_ASK_SENTINELS:
 		case RL_STEP_LEAVE:
+			if (step == RL_STEP_ASK_SENTINELS && rl_target.deployment != RL_SENTINELS)
+				return false;
 			if (!leave_node(route, reply))
 				return false;
 			route->node = NULL;

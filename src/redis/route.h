@@ -20,23 +20,27 @@ typedef struct RlRoute
 	bool		asking;			/* the node runs the call only after ASKING */
 	bool		pinned;			/* no node but the first may run the call */
 	int			resends;		/* how often a reply has sent the call elsewhere */
+	bool		failed;			/* a call that may have run has got no answer */
+	bool		left;			/* a server that cannot run calls was left */
+	int64		patience;		/* microseconds left to wait for other backends that connect */
 	int64		deadline;		/* 0: nothing was sent yet */
-	int64		search_until;	/* of all searches at Sentinels; 0: none has begun */
+	RlAttempt	search;			/* all searches at Sentinels */
+	int64		search_until;	/* of them; 0: none has begun */
 	int64		until;			/* no connecting goes past it */
-	int64		spent;			/* on connecting, on waiting for another backend's check,
-								 * and on asking Sentinels */
+	int64		spent;			/* on connecting, with waiting for that, and on asking
+								 * Sentinels */
 	RlError		first_error;	/* of the first node that was lost; sqlstate 0: none */
 } RlRoute;
 
 /* sentinel.c */
-extern bool rl_sentinels_ask(uint64 route, int64 deadline, RlNode **master, RlError *error);
+extern bool rl_sentinels_ask(uint64 route, int64 *patience, int64 deadline, RlNode **master, RlError *error);
 
 /* route.c */
 extern void rl_route_begin(RlRoute *route, const char *key, int len);
 extern bool rl_route_choose(RlRoute *route, RlError *error);
 extern bool rl_route_try(RlRoute *route, bool *others, RlError *error);
 extern bool rl_route_connect(RlRoute *route, RlError *error);
-extern void rl_route_failed(RlRoute *route, int64 given, RlError *error);
+extern void rl_route_failed(RlRoute *route, const RlError *error);
 extern bool rl_route_answered(RlRoute *route, const RlReply *reply);
 extern RlNode *rl_route_redirected(const RlNode *from, const RlReply *reply);
 

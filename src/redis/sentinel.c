@@ -10,15 +10,15 @@
 
 /* Asks one Sentinel for the master.  Returns false with the error set.  The caller closes the connection. */
 static bool
-ask(RlConnection *conn, const RlAddress *sentinel, bool with_password, int64 until, RlReply *reply,
-	RlError *error)
+ask(RlConnection *conn, const RlAddress *sentinel, bool with_password, int64 *patience, int64 until,
+	RlReply *reply, RlError *error)
 {
 	StringInfoData out;
 	int64		deadline = 0;
 	bool		answered;
 
 	rl_connection_close(conn);
-	if (!rl_connection_open(conn, sentinel, with_password, false, &deadline, until, error))
+	if (!rl_connection_open(conn, sentinel, with_password, patience, &deadline, until, error))
 		return false;
 	initStringInfo(&out);
 	rl_resp_start(&out, 3);
@@ -46,34 +46,21 @@ ask(RlConnection *conn, const RlAddress *sentinel, bool with_password, int64 unt
 	return false;
 }
 
-/*
- * Asks a Sentinel that is admitted, with the password only if it wants one.  Returns false with
- * the error set.
- */
+/* Asks a Sentinel, with the password only if it wants one.  Returns false with the error set. */
 static bool
-ask_if_admitted(RlAddress sentinel, int64 until, RlAddress *master, RlError *error)
+ask_with_password_if_wanted(RlAddress sentinel, int64 *patience, int64 until, RlAddress *master,
+							RlError *error)
 {
 	static RlConnection conn;
-	char		name[RL_MAX_SERVER];
-	RlBreaker  *breaker;
 	RlReply		reply;
 	bool		found;
-	int64		given = until - rl_monotonic_now();
 
-	rl_address_name(&sentinel, name);
-	breaker = rl_breaker_find(name);
-	if (rl_breaker_admits(breaker, false, error) == RL_OPEN)
-		return false;
 	*master = sentinel;
 	sentinel.db = 0;
-	found = ask(&conn, &sentinel, false, until, &reply, error);
+	found = ask(&conn, &sentinel, false, patience, until, &reply, error);
 	if (!found && error->wrong_password && rl_redis_passfile[0] != '\0')
-		found = ask(&conn, &sentinel, true, until, &reply, error);
+		found = ask(&conn, &sentinel, true, patience, until, &reply, error);
 	rl_connection_close(&conn);
-	if (found || error->answered)
-		rl_breaker_connected(breaker, true);
-	else if (error->unreachable && given >= (int64) rl_command_timeout * 500)
-		rl_breaker_failed(breaker, RL_CONNECT_FAILED, (int64) rl_retry_interval * 1000, error);
 	if (!found)
 		return false;
 	master->port = reply.values[0];
@@ -89,7 +76,7 @@ ask_if_admitted(RlAddress sentinel, int64 until, RlAddress *master, RlError *err
  * error if a setting is wrong.
  */
 bool
-rl_sentinels_ask(uint64 route, int64 deadline, RlNode **master, RlError *error)
+rl_sentinels_ask(uint64 route, int64 *patience, int64 deadline, RlNode **master, RlError *error)
 {
 	int			first = rl_target.first;
 	bool		failed = false;
@@ -101,8 +88,8 @@ rl_sentinels_ask(uint64 route, int64 deadline, RlNode **master, RlError *error)
 		int64		now = rl_monotonic_now();
 		RlAddress	address;
 
-		if (ask_if_admitted(rl_target.seeds[which], now + (deadline - now) / (rl_target.n - i),
-							&address, &failure))
+		if (ask_with_password_if_wanted(rl_target.seeds[which], patience,
+										now + (deadline - now) / (rl_target.n - i), &address, &failure))
 		{
 			rl_target.first = which;
 			*master = rl_node_find(&address, route);

@@ -61,6 +61,24 @@ own_shortage(const RlConnection *conn, RlError *error, int code)
 	return false;
 }
 
+/* The connection was not up in time. */
+static bool
+connecting_late(const RlConnection *conn, RlError *error)
+{
+	cannot_connect(conn, error, "ratelimit.connect_timeout has passed");
+	error->timed_out = true;
+	return false;
+}
+
+/* The kernel refused a connection. */
+static bool
+refused(const RlConnection *conn, RlError *error, const char *why)
+{
+	cannot_connect(conn, error, why);
+	error->by_kernel = true;
+	return false;
+}
+
 /* The connection failed after it was set up. */
 bool
 rl_connection_lost(const RlConnection *conn, RlError *error, const char *why)
@@ -378,7 +396,10 @@ start_tls(RlConnection *conn, int64 deadline, RlError *error)
 			return true;
 		if (done < 0 || late || !rl_socket_wait(conn, wants, deadline, false))
 		{
-			cannot_connect(conn, error, done < 0 ? why : "ratelimit.connect_timeout has passed");
+			if (done < 0)
+				cannot_connect(conn, error, why);
+			else
+				connecting_late(conn, error);
 			/* Redis without TLS waits for more, and later sends an error reply. */
 			if (first == 0 || first == '-')
 				rl_error_detail(error, "The server is %s. It has not answered by TLS. If it uses no TLS, ratelimit.redis_url must begin with redis.",
@@ -440,12 +461,12 @@ begin_connecting(RlConnection *conn, const RlAddress *address, const char *host,
 		if (!backlog_is_full(conn, address))
 			break;
 		if (rl_monotonic_now() >= deadline)
-			return cannot_connect(conn, error, "ratelimit.connect_timeout has passed");
+			return connecting_late(conn, error);
 		close_descriptor(conn);
 		rl_pause(deadline);
 	}
 	if (conn->ctx->err)
-		return is_shortage(errno) ? own_shortage(conn, error, errno) : cannot_connect(conn, error, conn->ctx->errstr);
+		return is_shortage(errno) ? own_shortage(conn, error, errno) : refused(conn, error, conn->ctx->errstr);
 	if (conn->ctx->reader == NULL)
 		return own_shortage(conn, error, ENOMEM);
 	return true;
@@ -473,11 +494,11 @@ connect_to(RlConnection *conn, const RlAddress *address, const char *host, int64
 										  conn->ctx->fd, NULL, NULL);
 
 	if (!rl_socket_wait(conn, WL_SOCKET_WRITEABLE, deadline, false))
-		return cannot_connect(conn, error, "ratelimit.connect_timeout has passed");
+		return connecting_late(conn, error);
 	if (getsockopt(conn->ctx->fd, SOL_SOCKET, SO_ERROR, &socket_error, &len) != 0)
 		socket_error = errno;
 	if (socket_error != 0)
-		return cannot_connect(conn, error, strerror(socket_error));
+		return refused(conn, error, strerror(socket_error));
 	return true;
 }
 

@@ -1,25 +1,24 @@
 /*
  * breaker.c
- *		Circuit breakers: what backends know together about servers that fail.
+ *		Circuit breakers: what backends know together about servers.
  *
- * Two facts are apart, because a backend's connection says nothing about those of other
- * backends.  If connecting fails, no backend makes a new connection until
- * ratelimit.retry_interval has passed, and backends with a connection go on.  If the server is
- * silent (a call on a connection that had worked got no answer in time, and then neither did a
- * new connection), no backend asks it.  If a new connection got no answer, one backend tries after
- * FIRST_PAUSE, and then after twice the time, up to ratelimit.retry_interval; while others get
- * answers, after FIRST_PAUSE each time.  A backend that waits longer than those that got no answer
- * asks in any case.
+ * A breaker knows one fact, that new connections fail, and bounds how many are made at a time.
+ * A backend with a connection never asks it.  After a failure no backend connects for
+ * FIRST_PAUSE, then for twice the time, up to ratelimit.retry_interval.  After the pause one
+ * backend tries, and the others fail at once until one has connected.
  *
- * A call that fails on a connection that has worked makes the server suspect: the backend that
- * connects next checks it, and others that need a connection wait for the result.
+ * At most PLACES backends connect to one address at a time, and one if the last connection was
+ * slow: Redis serves handshakes and calls in one line, so many at a time make the calls of other
+ * sessions time out, which connect again then.  Others wait for a place.  A place is a time, not
+ * a count, so a backend that stops with one gives it back.
  *
- * Shared memory has an entry for each server that is suspect or fails, until it answers.  When
- * there is no room, the entry that lets a backend try first is evicted, so the number of
- * servers that were ever asked does not matter.
+ * A server has an entry by its address, for places and for what the kernel says (refused,
+ * unreachable), and one by its address and the settings of the backend, for all other failures:
+ * a wrong file of one role must not stop other roles.  What redis_url names (the target) has an
+ * entry, too: for a search at Sentinels, and by its servers alone for the time at which the
+ * master has moved, and for the server of a list that all sessions use.
  *
- * Locks: one LWLock protects the entries.  Their number is an atomic, changed under it, and also
- * read without it: while it is 0, a call takes no lock.  Nobody waits while holding the lock.
+ * Locks: one LWLock protects the entries.  Nobody waits while holding it.
  */
 #include "postgres.h"
 
@@ -30,48 +29,55 @@
 #include "shared/breaker.h"
 
 #define ENTRIES				256
-#define MAX_ADDRESS			300
+#define PLACES				4
+#define WAITERS				16	/* may always wait, however slow the server is */
 #define FIRST_PAUSE			INT64CONST(100000)	/* microseconds */
+#define PLACE_TIME			INT64CONST(1000000) /* the longest time that a place is taken */
 
-/* Several times the nodes and Sentinels that a backend has. */
-#define HANDLES				256
-
-/* A server that is suspect (neither of the first two times is set) or fails.  The lock protects all members. */
+/* The lock protects all members but the condition variable.  Times are monotonic; 0: never. */
 typedef struct BreakerEntry
 {
-	char		address[MAX_ADDRESS];
-	int64		connect_at;		/* connecting failed: no new connection before; 0: it did
-								 * not fail.  Monotonic, as the other times */
-	int64		ask_at;			/* the server is silent: no call before; 0: it is not */
-	int64		pause;			/* the last one after a silent connection; 0 if silence is 0 */
-	int			unanswered;		/* how long a call got no answer on a connection that had
-								 * worked, in milliseconds; 0: each got one */
-	int			silence;		/* how long new connections got no answer, in milliseconds; 0:
-								 * connecting has not failed in this way */
-	int64		trying_until;	/* when the time of the backend that tries ends;
-								 * 0: none tries */
-	char		message[256];
+	RlHash		name;			/* zero: free */
+	uint64		used;			/* grows with each use of any entry */
+	int64		places[PLACES]; /* until when each is taken */
+	ConditionVariable freed;	/* a place, or there was a failure; stays when the entry is evicted */
+
+	/* Connecting */
+	int64		connected;		/* when a backend has connected last */
+	int64		failed;			/* when an attempt failed last */
+	int64		pause;			/* after that; 0: a backend has connected since */
+	int64		took;			/* how long the last connection took, or the last attempt that was late */
+	int64		queue;			/* when those that wait will have connected, if each takes as long */
+	char		message[256];	/* of the last failure */
+
+	/* A target */
+	int64		searched;		/* when a backend left a server that cannot run calls */
+	int64		moved;			/* when a call succeeded after that */
+	int			in_use;			/* number of the server in the list, from 1 on; 0: not known */
 } BreakerEntry;
 
 typedef struct Breakers
 {
-	pg_atomic_uint32 n;			/* of entries */
-	ConditionVariable changed;	/* an entry may let a waiting backend go on */
+	pg_atomic_uint64 changes;	/* of in_use, of all lists; read without the lock */
+	uint64		uses;
 	BreakerEntry entries[ENTRIES];	/* protected by the lock */
 } Breakers;
 
-/* This backend's handle of a breaker: no cache of the entry, but a record of what this backend tries. */
-struct RlBreaker
+/* A place that this backend has taken, or would get if it waits. */
+typedef struct Place
 {
-	char		address[MAX_ADDRESS];	/* empty: free */
-	uint64		used;			/* grows with each use */
-	int64		trying_until;	/* not 0: this backend tries the server */
-};
+	RlHash		name;
+	int			number;
+	int64		until;
+} Place;
 
 static Breakers *breakers = NULL;
 static LWLock *lock;
-static RlBreaker handles[HANDLES];
-static int	ntrying = 0;		/* handles with a trying_until */
+
+/* An attempt has a place by settings while others fail, and one by address, within one of a search. */
+static Place taken[4];
+static int	ntaken = 0;
+static ConditionVariable *waits_for = NULL;
 
 static void
 attach(void *memory, LWLockPadded *locks, bool found)
@@ -81,341 +87,470 @@ attach(void *memory, LWLockPadded *locks, bool found)
 	if (found)
 		return;
 	memset(breakers, 0, sizeof(Breakers));
-	pg_atomic_init_u32(&breakers->n, 0);
-	ConditionVariableInit(&breakers->changed);
+	pg_atomic_init_u64(&breakers->changes, 1);
+	for (int i = 0; i < ENTRIES; i++)
+		ConditionVariableInit(&breakers->entries[i].freed);
 }
 
 const RlSharedPart rl_breaker_part = {sizeof(Breakers), 1, NULL, attach};
 
-static void
-touch(RlBreaker *breaker)
+/* Returns the name of a server's entry, or with settings that of the entry by address and settings. */
+static RlHash
+name_of(const char *server, bool settings)
 {
-	static uint64 uses = 0;
+	const char *const texts[] = {
+		rl_redis_url, rl_redis_passfile, rl_tls_ca_file, rl_tls_cert_file, rl_tls_key_file
+	};
+	int			times[] = {rl_connect_timeout, rl_command_timeout};
+	RlHash		name = rl_shared_hash(server, strlen(server));
 
-	breaker->used = ++uses;
+	if (!settings)
+		return name;
+	for (size_t i = 0; i < lengthof(texts); i++)
+		name = rl_siphash(name, texts[i], strlen(texts[i]));
+	return rl_siphash(name, times, sizeof(times));
 }
 
-/*
- * Returns the handle of the breaker of an address.  When all are in use it takes the least
- * recently used one, which belongs to no node: nodes are replaced in the same order, and are
- * fewer.  Returns NULL without shared memory; the functions below then let every call try the
- * server.
- */
-RlBreaker *
-rl_breaker_find(const char *address)
-{
-	RlBreaker  *oldest = &handles[0];
-
-	if (breakers == NULL || strlen(address) >= MAX_ADDRESS)
-		return NULL;
-	for (RlBreaker *breaker = handles; breaker < handles + HANDLES; breaker++)
-	{
-		if (strcmp(breaker->address, address) == 0)
-		{
-			touch(breaker);
-			return breaker;
-		}
-		if (breaker->used < oldest->used)
-			oldest = breaker;
-	}
-	if (oldest->trying_until != 0)
-		rl_breakers_release();
-	strlcpy(oldest->address, address, MAX_ADDRESS);
-	touch(oldest);
-	return oldest;
-}
-
-/* Notes that this backend tries the server until then; 0: it has ended that. */
-static void
-set_trying(RlBreaker *breaker, int64 until)
-{
-	ntrying += (until != 0) - (breaker->trying_until != 0);
-	breaker->trying_until = until;
-}
-
-/* Returns when a backend may try the server; for a suspect one 0. */
-static int64
-try_at(const BreakerEntry *entry)
-{
-	return Max(entry->connect_at, entry->ask_at);
-}
-
-/* Returns NULL if the breaker is closed. */
+/* Returns NULL if there is none. */
 static BreakerEntry *
-find_entry(const RlBreaker *breaker)
+find_entry(RlHash name)
 {
-	int			n = pg_atomic_read_u32(&breakers->n);
-
-	for (int i = 0; i < n; i++)
-		if (strcmp(breakers->entries[i].address, breaker->address) == 0)
-			return &breakers->entries[i];
+	for (BreakerEntry *entry = breakers->entries; entry < breakers->entries + ENTRIES; entry++)
+		if (entry->used != 0 && rl_same_key_hash(entry->name, name))
+			return entry;
 	return NULL;
 }
 
-static bool
-copy_entry(const RlBreaker *breaker, BreakerEntry *copy)
+/* Returns the number of places that are taken. */
+static int
+count_taken(const BreakerEntry *entry, int64 now)
 {
-	const BreakerEntry *entry;
+	int			n = 0;
 
-	LWLockAcquire(lock, LW_SHARED);
-	entry = find_entry(breaker);
-	if (entry != NULL)
-		*copy = *entry;
-	LWLockRelease(lock);
-	return entry != NULL;
+	for (int i = 0; i < PLACES; i++)
+		n += entry->places[i] > now;
+	return n;
 }
 
+/* Returns the entry, made in place of the least recently used one of which no place is taken. */
 static BreakerEntry *
-add_entry(const RlBreaker *breaker)
+make_entry(RlHash name, int64 now)
 {
-	int			n = pg_atomic_read_u32(&breakers->n);
-	BreakerEntry *entry = &breakers->entries[0];
+	BreakerEntry *entry = find_entry(name);
 
-	if (n < ENTRIES)
+	if (entry == NULL)
 	{
-		entry = &breakers->entries[n];
-		pg_atomic_write_u32(&breakers->n, n + 1);
+		for (BreakerEntry *e = breakers->entries; e < breakers->entries + ENTRIES; e++)
+			if ((entry == NULL || e->used < entry->used) && count_taken(e, now) == 0)
+				entry = e;
+		/* All have a place taken: that is no reason to fail. */
+		if (entry == NULL)
+			entry = breakers->entries;
+		memset(entry->places, 0, sizeof(entry->places));
+		memset((char *) entry + offsetof(BreakerEntry, connected), 0,
+			   sizeof(*entry) - offsetof(BreakerEntry, connected));
+		entry->name = name;
 	}
-	else
-		for (int i = 1; i < n; i++)
-			if (try_at(&breakers->entries[i]) < try_at(entry))
-				entry = &breakers->entries[i];
-	memset(entry, 0, sizeof(*entry));
-	strlcpy(entry->address, breaker->address, MAX_ADDRESS);
+	entry->used = ++breakers->uses;
 	return entry;
 }
 
-/* Removes an entry; the last one moves to its place. */
-static void
-remove_entry(BreakerEntry *entry)
+/* How many backends may connect at a time. */
+static int
+places_of(const BreakerEntry *entry)
 {
-	int			n = pg_atomic_read_u32(&breakers->n) - 1;
-
-	if (entry != &breakers->entries[n])
-		*entry = breakers->entries[n];
-	pg_atomic_write_u32(&breakers->n, n);
+	return entry->pause > 0 || entry->took > (int64) rl_command_timeout * 250 ? 1 : PLACES;
 }
 
 static bool
-is_half_open(const BreakerEntry *entry, int64 now)
+is_mine(RlHash name)
 {
-	return now >= try_at(entry) && now >= entry->trying_until;
+	for (int i = 0; i < ntaken; i++)
+		if (rl_same_key_hash(taken[i].name, name))
+			return true;
+	return false;
 }
 
-/* Makes this backend try the server, unless another backend was faster. */
+/* Takes a place that is free. */
 static void
-begin_trying(RlBreaker *breaker)
+take_place(BreakerEntry *entry, int64 now)
 {
-	int64		now = rl_monotonic_now();
-	BreakerEntry *entry;
+	int			number = 0;
 
-	LWLockAcquire(lock, LW_EXCLUSIVE);
-	entry = find_entry(breaker);
-	if (entry != NULL && is_half_open(entry, now))
-	{
-		entry->trying_until = now + (int64) (rl_connect_timeout + rl_command_timeout) * 1000;
-		set_trying(breaker, entry->trying_until);
-	}
-	LWLockRelease(lock);
+	for (int i = 1; i < PLACES; i++)
+		if (entry->places[i] < entry->places[number])
+			number = i;
+	Assert(ntaken < lengthof(taken));
+	entry->places[number] = now + Min(PLACE_TIME, ((int64) rl_connect_timeout + rl_command_timeout) * 1000);
+	taken[ntaken++] = (Place) {entry->name, number, entry->places[number]};
 }
 
-/* Sets the error of a call that does not ask the server, because of an earlier failure. */
-void
-rl_not_retrying(RlError *error, const char *address, const char *failure, int64 left)
+/* Gives back this backend's place, if it has one, and wakes as many backends as can go on. */
+static void
+give_place(BreakerEntry *entry, RlHash name, int64 now)
+{
+	for (int i = 0; i < ntaken; i++)
+		if (rl_same_key_hash(taken[i].name, name))
+		{
+			/* After its time another backend may have it. */
+			if (entry != NULL && entry->places[taken[i].number] == taken[i].until)
+				entry->places[taken[i].number] = 0;
+			taken[i] = taken[--ntaken];
+			break;
+		}
+	if (entry != NULL)
+		for (int i = count_taken(entry, now); i < places_of(entry); i++)
+			ConditionVariableSignal(&entry->freed);
+}
+
+/* Sets the error of a call that does not connect, because of an earlier failure. */
+static void
+not_retrying(RlError *error, const char *server, const BreakerEntry *entry, int64 until, int64 now)
 {
 	rl_error_set(error, ERRCODE_STORE_FAILED, "not retrying Redis yet, because it has failed");
-	rl_error_detail(error, "The server is %s. The failure was: %s.", address, failure);
-	error->retry_after = Max(left, 1);
+	rl_error_detail(error, "The server is %s. The failure was: %s.", server, entry->message);
+	error->unreachable = true;
+	error->retry_after = Max(until - now, 1);
+}
+
+/* Sets the error of a call that has waited for a place in vain, or cannot wait. */
+static void
+crowded(RlError *error, const char *server)
+{
+	rl_error_set(error, ERRCODE_STORE_FAILED,
+				 "could not connect to Redis: too many sessions are connecting");
+	rl_error_detail(error, "The server is %s.", server);
+}
+
+/* Returns until when no other backend connects, because connecting has failed; 0: one may. */
+static int64
+closed_until(const BreakerEntry *entry, int64 now)
+{
+	int64		until = entry->failed + entry->pause;
+
+	if (entry->pause == 0 || rl_retry_interval == 0)
+		return 0;
+	for (int i = 0; i < PLACES && !is_mine(entry->name); i++)
+		until = Max(until, entry->places[i]);
+	return until > now ? until : 0;
 }
 
 /*
- * Returns whether the caller may call the server, with its connection or without one.  With
- * RL_ADMITTED and RL_CHECK the caller must then call rl_breaker_connected, _answered, _failed
- * or rl_breakers_release.  With RL_WAIT and RL_OPEN the error is set.
+ * Returns false with the error set if more backends wait than connect_timeout suffices for, and
+ * more than WAITERS.  Those that wait are not counted: each puts the end of the queue off.
  */
-RlAdmission
-rl_breaker_admits(RlBreaker *breaker, bool connected, RlError *error)
+static bool
+may_wait(BreakerEntry *entry, const char *server, int64 now, RlError *error)
 {
-	if (breaker == NULL || rl_retry_interval == 0)
-		return RL_ADMITTED;
-	touch(breaker);
-	while (pg_atomic_read_u32(&breakers->n) > 0 && breaker->trying_until == 0)
-	{
-		int64		now = rl_monotonic_now();
-		BreakerEntry entry;
+	int64		each = entry->took / places_of(entry);
+	int64		begins = Max(entry->queue, now);
 
-		if (!copy_entry(breaker, &entry) ||
-			(connected && (entry.ask_at == 0 || rl_command_timeout > Min(entry.silence, entry.unanswered))))
-			return RL_ADMITTED;
-		if (!is_half_open(&entry, now))
-		{
-			if (!connected && entry.silence > 0 && rl_command_timeout > entry.silence)
-				return RL_CHECK;
-			rl_not_retrying(error, breaker->address, entry.message,
-							Max(try_at(&entry), entry.trying_until) - now);
-			return try_at(&entry) == 0 ? RL_WAIT : RL_OPEN;
-		}
-		begin_trying(breaker);
+	if (begins - now > Max((int64) rl_connect_timeout * 1000, each * WAITERS))
+	{
+		crowded(error, server);
+		return false;
 	}
-	return breaker->trying_until != 0 ? RL_CHECK : RL_ADMITTED;
+	entry->queue = begins + each;
+	return true;
 }
 
-/* Waits while another backend tries.  Returns false once the time has passed.  May raise at an interrupt. */
-bool
-rl_breaker_wait(RlBreaker *breaker, int64 until)
+typedef enum Admission
 {
-	int64		now;
-	BreakerEntry entry;
+	CONNECT,
+	WAIT,
+	REFUSED
+} Admission;
 
-	ConditionVariablePrepareToSleep(&breakers->changed);
-	now = rl_monotonic_now();
-	if (copy_entry(breaker, &entry) && now < Min(entry.trying_until, until))
-		(void) ConditionVariableTimedSleep(&breakers->changed,
-										   (Min(entry.trying_until, until) - now + 999) / 1000,
-										   rl_wait_event());
-	ConditionVariableCancelSleep();
-	return rl_monotonic_now() < until;
-}
-
-static void
-forget_failure(RlBreaker *breaker, bool connected, bool answered)
+/*
+ * Takes the places that the attempt needs, or returns WAIT with the entry to wait at, and until when, or REFUSED with the
+ * error set.  The lock is held.
+ */
+static Admission
+admit(RlAttempt *attempt, const char *server, bool waited, BreakerEntry **at, int64 *until, RlError *error)
 {
-	BreakerEntry *entry;
-	BreakerEntry copy;
+	int64		now = rl_monotonic_now();
+	BreakerEntry *mine = make_entry(attempt->settings, now);
+	BreakerEntry *entry = attempt->search ? mine : make_entry(attempt->address, now);
+	BreakerEntry *closed = closed_until(mine, now) != 0 ? mine : closed_until(entry, now) != 0 ? entry : NULL;
 
-	if (breaker == NULL || pg_atomic_read_u32(&breakers->n) == 0)
-		return;
-	/* An answer on a connection that is there does not say that another one can be made. */
-	if (!copy_entry(breaker, &copy) ||
-		(!connected && copy.connect_at != 0 && copy.pause <= FIRST_PAUSE && copy.unanswered == 0))
-		return;
-	set_trying(breaker, 0);
-	LWLockAcquire(lock, LW_EXCLUSIVE);
-	entry = find_entry(breaker);
-	if (entry != NULL)
+	if (closed != NULL)
 	{
-		/* An answer ends a silence.  If only new connections were silent, it must be on a new one. */
-		if (entry->silence > 0 ? answered && (connected || entry->unanswered > 0) : connected)
-			entry->connect_at = 0;
-		else if (answered && entry->pause > FIRST_PAUSE)
+		not_retrying(error, server, closed, closed_until(closed, now), now);
+		return REFUSED;
+	}
+	/* Of those whose settings have failed one tries. */
+	if (mine->pause > 0 && rl_retry_interval > 0 && !is_mine(attempt->settings))
+		take_place(mine, now);
+	attempt->began = now;
+	if (attempt->search)
+		return CONNECT;
+	attempt->alone = places_of(entry) == 1 || mine->pause > 0;
+	if (count_taken(entry, now) < places_of(entry))
+	{
+		take_place(entry, now);
+		return CONNECT;
+	}
+	if (!waited && !may_wait(entry, server, now, error))
+		return REFUSED;
+	*at = entry;
+	for (int i = 0; i < PLACES; i++)
+		if (entry->places[i] > now)
+			*until = Min(*until, entry->places[i]);
+	return WAIT;
+}
+
+/* Lets another backend go on in place of this one, which may have been woken. */
+static void
+stop_waiting(void)
+{
+	ConditionVariable *freed = waits_for;
+
+	if (freed == NULL)
+		return;
+	waits_for = NULL;
+	ConditionVariableCancelSleep();
+	ConditionVariableSignal(freed);
+}
+
+/*
+ * Begins an attempt to connect the server, or, with search, to find the service's master; waits
+ * for a place until then at the latest, for *patience microseconds at most, and subtracts what it
+ * took.  Returns false with the error set if this backend may not connect.  After true the
+ * caller calls rl_attempt_succeeded, rl_attempt_failed or rl_breakers_release.  Without shared
+ * memory each call connects.  Raises an error at an interrupt.
+ */
+bool
+rl_attempt_begin(RlAttempt *attempt, const char *server, bool search, int64 *patience, int64 until,
+				 RlError *error)
+{
+	int64		start = rl_monotonic_now();
+	bool		waited = false;
+	Admission	admission;
+
+	*attempt = (RlAttempt) {.noted = breakers != NULL,.search = search,.began = start};
+	if (!attempt->noted)
+		return true;
+	attempt->address = name_of(server, false);
+	attempt->settings = name_of(server, true);
+	until = Min(until, start + *patience);
+	for (;;)
+	{
+		BreakerEntry *entry = NULL;
+		int64		wake = until;
+		int64		now;
+
+		LWLockAcquire(lock, LW_EXCLUSIVE);
+		admission = admit(attempt, server, waited, &entry, &wake, error);
+		if (entry != NULL && !waited)
 		{
-			/* A new connection may get an answer now too: the next try is soon. */
-			entry->connect_at -= entry->pause - FIRST_PAUSE;
-			entry->pause = FIRST_PAUSE;
+			/* Before the lock is released, so that no signal is missed. */
+			waits_for = &entry->freed;
+			ConditionVariablePrepareToSleep(waits_for);
 		}
-		if (answered)
-			entry->ask_at = entry->unanswered = 0;
-		if (try_at(entry) == 0)
-			remove_entry(entry);
+		LWLockRelease(lock);
+		now = rl_monotonic_now();
+		if (admission == WAIT && now >= until)
+		{
+			crowded(error, server);
+			admission = REFUSED;
+		}
+		if (admission != WAIT)
+			break;
+		waited = true;
+		(void) ConditionVariableTimedSleep(waits_for, Max(wake - now + 999, 1000) / 1000, rl_wait_event());
+	}
+	stop_waiting();
+	*patience -= Min(*patience, rl_monotonic_now() - start);
+	if (admission == REFUSED && is_mine(attempt->settings))
+		rl_attempt_failed(attempt, false, error);
+	return admission == CONNECT;
+}
+
+/* Notes that the server has answered on a new connection, or that the search has found a master.  Does not throw. */
+void
+rl_attempt_succeeded(const RlAttempt *attempt)
+{
+	int64		now = rl_monotonic_now();
+
+	if (!attempt->noted)
+		return;
+	LWLockAcquire(lock, LW_EXCLUSIVE);
+	for (int i = 0; i < (attempt->search ? 1 : 2); i++)
+	{
+		RlHash		name = i == 0 ? attempt->settings : attempt->address;
+		BreakerEntry *entry = make_entry(name, now);
+
+		entry->connected = now;
+		entry->pause = 0;
+		entry->took = now - attempt->began;
+		give_place(entry, name, now);
 	}
 	LWLockRelease(lock);
-	ConditionVariableBroadcast(&breakers->changed);
 }
 
-/* Notes that a connection was made, and whether the server has sent an answer.  Does not throw. */
-void
-rl_breaker_connected(RlBreaker *breaker, bool answered)
+/* Whether the failure makes the pause longer: not if the attempt began before the last one, or if it was only late. */
+static bool
+is_news(const RlAttempt *attempt, const BreakerEntry *entry, const RlError *error)
 {
-	forget_failure(breaker, true, answered);
-}
-
-/* Notes that the server has answered on a connection that was there.  Does not throw. */
-void
-rl_breaker_answered(RlBreaker *breaker)
-{
-	forget_failure(breaker, false, true);
+	return attempt->began >= entry->failed &&
+		(!error->timed_out || attempt->alone || entry->connected < attempt->began);
 }
 
 /*
- * Notes a failure; pause is the time until the next attempt if connecting failed.  Sets in the
- * error, whose message is kept, when the server is tried again.  Does not throw.
+ * Ends an attempt that has failed.  It counts unless this backend was short of something or had
+ * less than its time; the error then says when a backend tries again.  Does not throw.
  */
 void
-rl_breaker_failed(RlBreaker *breaker, RlFailure failure, int64 pause, RlError *error)
+rl_attempt_failed(const RlAttempt *attempt, bool counts, RlError *error)
 {
 	int64		interval = (int64) rl_retry_interval * 1000;
-	bool		tried;
-	int64		now;
+	int64		now = rl_monotonic_now();
+	BreakerEntry *mine;
 	BreakerEntry *entry;
+	BreakerEntry *failed;
 
-	if (breaker == NULL || interval == 0)
+	if (!attempt->noted)
 		return;
-	tried = breaker->trying_until != 0;
-	set_trying(breaker, 0);
 	LWLockAcquire(lock, LW_EXCLUSIVE);
-	now = rl_monotonic_now();
-	entry = find_entry(breaker);
-	if (entry == NULL)
-		entry = add_entry(breaker);
-	if (failure == RL_CONNECT_FAILED)
+	mine = make_entry(attempt->settings, now);
+	entry = attempt->search ? mine : make_entry(attempt->address, now);
+	failed = error->by_kernel ? entry : mine;
+	/* After the first one it may be that the settings are wrong. */
+	if (counts && error->timed_out && mine->pause == 0)
+		entry->took = now - attempt->began;
+	if (counts && interval > 0 && is_news(attempt, failed, error))
 	{
-		/* Without a new connection it is not known that the server is silent. */
-		entry->ask_at = 0;
-		entry->connect_at = now + pause;
-		entry->pause = entry->silence = 0;
+		failed->pause = Min(Max(failed->pause * 2, FIRST_PAUSE), interval);
+		failed->failed = now;
+		/* The master that a search has found is tried then. */
+		if (attempt->search && error->retry_after > 0)
+			failed->pause = error->retry_after;
+		strlcpy(failed->message, error->message, sizeof(failed->message));
+		ConditionVariableBroadcast(&entry->freed);
 	}
-	else if (failure == RL_SILENT)
-	{
-		if (tried || entry->pause == 0)
-			entry->pause = Min(Max(entry->pause * 2, FIRST_PAUSE), interval);
-		entry->silence = Max(entry->silence, rl_command_timeout);
-		/* Without an unanswered call, only new connections are known to fail. */
-		entry->connect_at = entry->unanswered > 0 ? 0 : now + entry->pause;
-		entry->ask_at = entry->unanswered > 0 ? now + entry->pause : 0;
-	}
-	else if (failure == RL_CALL_UNANSWERED)
-		entry->unanswered = Max(entry->unanswered, rl_command_timeout);
-	if (failure < RL_CALL_FAILED)
-		entry->trying_until = 0;
-	if (failure < RL_CALL_FAILED || entry->message[0] == '\0')
-		strlcpy(entry->message, error->message, sizeof(entry->message));
-	error->retry_after = Max(try_at(entry) - now, 0);
+	if (counts && interval > 0)
+		error->retry_after = Max(failed->failed + failed->pause - now, 0);
+	give_place(mine, attempt->settings, now);
+	if (!attempt->search)
+		give_place(entry, attempt->address, now);
 	LWLockRelease(lock);
-	if (failure < RL_CALL_FAILED)
-		ConditionVariableBroadcast(&breakers->changed);
 }
 
 /*
- * Lets other backends try the servers that this one was trying, if it learned nothing about
- * them.  To be called at the end of each call; the abort of the (sub)transaction does it for a
- * call that an ERROR has ended.  Does not throw.
+ * Ends the attempts of this backend about which it has learned nothing, at the end of a call
+ * or at the abort of the (sub)transaction after an ERROR.  Does not throw.
  */
 void
 rl_breakers_release(void)
 {
-	for (RlBreaker *breaker = handles; ntrying > 0 && breaker < handles + HANDLES; breaker++)
-	{
-		BreakerEntry *entry;
-
-		if (breaker->trying_until == 0)
-			continue;
-		LWLockAcquire(lock, LW_EXCLUSIVE);
-		entry = find_entry(breaker);
-		/* After trying_until another backend may be trying. */
-		if (entry != NULL && entry->trying_until == breaker->trying_until)
-			entry->trying_until = 0;
-		LWLockRelease(lock);
-		set_trying(breaker, 0);
-		ConditionVariableBroadcast(&breakers->changed);
-	}
+	stop_waiting();
+	if (ntaken == 0)
+		return;
+	LWLockAcquire(lock, LW_EXCLUSIVE);
+	while (ntaken > 0)
+		give_place(find_entry(taken[0].name), taken[0].name, rl_monotonic_now());
+	LWLockRelease(lock);
 }
 
 /* Returns the state for rl_status, or NULL, and for how many microseconds nobody tries the server. */
 const char *
-rl_breaker_state(RlBreaker *breaker, int64 *left)
+rl_breaker_state(const char *server, bool search, int64 *left)
 {
-	int64		now = rl_monotonic_now();
-	BreakerEntry entry;
+	const char *state = "closed";
 
 	*left = 0;
-	if (breaker == NULL)
+	if (breakers == NULL)
 		return NULL;
-	if (!copy_entry(breaker, &entry))
-		return "closed";
-	if (now < entry.trying_until)
-		return "trying";
-	if (try_at(&entry) == 0)
-		return "suspect";
-	*left = Max(try_at(&entry) - now, 0);
-	return *left == 0 ? "half-open" : entry.ask_at != 0 ? "open" : "connect-failed";
+	LWLockAcquire(lock, LW_SHARED);
+	for (int i = 0; i < (search ? 1 : 2); i++)
+	{
+		int64		now = rl_monotonic_now();
+		const BreakerEntry *entry = find_entry(name_of(server, i == 0));
+
+		if (entry == NULL || entry->pause == 0)
+			continue;
+		*left = Max(entry->failed + entry->pause - now, 0);
+		state = count_taken(entry, now) > 0 ? "trying" : *left > 0 ? "connect-failed" : "half-open";
+		if (*left > 0)
+			break;
+	}
+	LWLockRelease(lock);
+	return state;
+}
+
+/*
+ * The server that a target's servers or Sentinels name
+ */
+
+/*
+ * Returns whether a backend may leave a server that cannot run calls, and look for the one in
+ * use now; its connection was made at that time.  One backend may once in
+ * ratelimit.retry_interval, and all whose connection is older than the last move.  Without
+ * shared memory each may.
+ */
+bool
+rl_may_search(const char *target, int64 connected)
+{
+	int64		now = rl_monotonic_now();
+	BreakerEntry *entry;
+	bool		may;
+
+	if (breakers == NULL)
+		return true;
+	LWLockAcquire(lock, LW_EXCLUSIVE);
+	entry = make_entry(name_of(target, false), now);
+	may = entry->moved > connected;
+	if (!may && (entry->searched == 0 || now - entry->searched >= (int64) rl_retry_interval * 1000))
+	{
+		entry->searched = now;
+		may = true;
+	}
+	LWLockRelease(lock);
+	return may;
+}
+
+/* Notes that a call has succeeded after such a search.  Does not throw. */
+void
+rl_note_moved(const char *target)
+{
+	int64		now = rl_monotonic_now();
+
+	if (breakers == NULL)
+		return;
+	LWLockAcquire(lock, LW_EXCLUSIVE);
+	make_entry(name_of(target, false), now)->moved = now;
+	LWLockRelease(lock);
+}
+
+static uint64 changes_seen = 0;
+
+/* Returns true if a server of a list has been taken since this backend's last rl_list_in_use. */
+bool
+rl_list_has_changed(void)
+{
+	return breakers != NULL && pg_atomic_read_u64(&breakers->changes) != changes_seen;
+}
+
+/*
+ * Returns the number of the list's server that all sessions use.  It becomes "found", a master,
+ * if that is not 0 and "before" was in use, or none was known.  Keeps the entry from eviction.
+ */
+int
+rl_list_in_use(const char *target, int before, int found)
+{
+	BreakerEntry *entry;
+
+	if (breakers == NULL)
+		return found;
+	LWLockAcquire(lock, LW_EXCLUSIVE);
+	entry = make_entry(name_of(target, false), rl_monotonic_now());
+	if (found != 0 && (entry->in_use == 0 || entry->in_use == before) && entry->in_use != found)
+	{
+		entry->in_use = found;
+		pg_atomic_fetch_add_u64(&breakers->changes, 1);
+	}
+	changes_seen = pg_atomic_read_u64(&breakers->changes);
+	found = entry->in_use;
+	LWLockRelease(lock);
+	return found;
 }

@@ -1,6 +1,7 @@
 /*
  * breaker.h
- *		Circuit breakers of Redis servers.
+ *		What backends know together about servers: whether they can be connected, how many
+ *		backends connect at a time, and which server of a list is in use.
  */
 #ifndef BREAKER_H
 #define BREAKER_H
@@ -9,34 +10,27 @@
 
 extern const RlSharedPart rl_breaker_part;
 
-typedef struct RlBreaker RlBreaker;
-
-typedef enum RlAdmission
+/* An attempt to connect a server, or to find a service's master. */
+typedef struct RlAttempt
 {
-	RL_ADMITTED,				/* go on, with the connection or a new one */
-	RL_CHECK,					/* this backend tries: make a new connection, and await an answer */
-	RL_WAIT,					/* another backend checks the server: rl_breaker_wait */
-	RL_OPEN						/* do not ask the server */
-} RlAdmission;
+	bool		noted;			/* there is shared memory */
+	bool		search;			/* takes no place, because it connects nothing itself */
+	bool		alone;			/* only one backend could connect */
+	RlHash		address;
+	RlHash		settings;		/* of the address and how this backend connects */
+	int64		began;			/* after waiting */
+} RlAttempt;
 
-/* What a failure says about the server. */
-typedef enum RlFailure
-{
-	RL_CONNECT_FAILED,			/* no connection can be made */
-	RL_SILENT,					/* a new connection got no answer in time */
-	RL_CALL_FAILED,				/* only that this connection is dead */
-	RL_CALL_UNANSWERED			/* the same; a call got no answer in time on a connection that
-								 * had worked */
-} RlFailure;
-
-extern RlBreaker *rl_breaker_find(const char *address);
-extern RlAdmission rl_breaker_admits(RlBreaker *breaker, bool connected, RlError *error);
-extern bool rl_breaker_wait(RlBreaker *breaker, int64 until);
-extern void rl_breaker_connected(RlBreaker *breaker, bool answered);
-extern void rl_breaker_answered(RlBreaker *breaker);
-extern void rl_breaker_failed(RlBreaker *breaker, RlFailure failure, int64 pause, RlError *error);
+extern bool rl_attempt_begin(RlAttempt *attempt, const char *server, bool search, int64 *patience,
+							 int64 until, RlError *error);
+extern void rl_attempt_succeeded(const RlAttempt *attempt);
+extern void rl_attempt_failed(const RlAttempt *attempt, bool counts, RlError *error);
 extern void rl_breakers_release(void);
-extern void rl_not_retrying(RlError *error, const char *address, const char *failure, int64 left);
-extern const char *rl_breaker_state(RlBreaker *breaker, int64 *left);
+extern const char *rl_breaker_state(const char *server, bool search, int64 *left);
+
+extern bool rl_may_search(const char *target, int64 connected);
+extern void rl_note_moved(const char *target);
+extern bool rl_list_has_changed(void);
+extern int	rl_list_in_use(const char *target, int before, int found);
 
 #endif							/* BREAKER_H */

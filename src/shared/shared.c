@@ -497,6 +497,13 @@ rl_wall_now(void)
 	return GetCurrentTimestamp() + RL_UNIX_EPOCH;
 }
 
+/* Returns the hash of a name in shared memory, with the server's secret.  Needs shared memory. */
+RlHash
+rl_shared_hash(const void *data, size_t len)
+{
+	return rl_siphash(header->secret, data, len);
+}
+
 /*
  * Returns the key's hash, for the settings as they are.  Needs shared memory.
  *

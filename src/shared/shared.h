@@ -46,6 +46,7 @@ extern void rl_require_shared(const char *what);
 extern void rl_require_local_store(const char *what);
 extern bool rl_find_local_store(void);
 extern int	rl_shared_max_keys(void);
+extern RlHash rl_shared_hash(const void *data, size_t len);
 extern RlKeyHash rl_key_hash(const RlKey *key);
 extern int64 rl_local_now(void);
 extern int64 rl_wall_now(void);

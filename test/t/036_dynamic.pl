@@ -86,7 +86,7 @@ is($other->ask(q{SELECT remaining, source FROM rl_check('local', '3/1h')}), '1|l
 $_->ask('RESET ratelimit.store') foreach $session, $other;
 $redis->stop;
 is($session->attempt(q{SELECT rl_allow('down', '3/1h')})->{state}, 'PT504', 'Redis is down');
-is($other->ask('SELECT breaker FROM rl_status()'), 'connect-failed', 'the other session has the same breaker');
+like($other->ask('SELECT breaker FROM rl_status()'), qr/^(?:connect-failed|half-open)$/, 'the other session has the same breaker');
 $redis->start;
 unlike(slurp_file($node->logfile), qr/could not create the shared memory/, 'nothing about the memory is logged');
 
@@ -244,7 +244,8 @@ SKIP:
 	await('the first session to attach it', sub { return $last->ask('SELECT local_keys IS NOT NULL FROM rl_status()') eq 't' });
 	$redis->stop;
 	is($last->attempt(q{SELECT rl_allow('down', '3/1h')})->{state}, 'PT504', 'Redis is down');
-	like($last->attempt(q{SELECT rl_allow('down', '3/1h')})->{message}, qr/^not retrying Redis/, 'the first session has a breaker now');
+	await('a call that fails at once', sub { return $last->attempt(q{SELECT rl_allow('down', '3/1h')})->{message} =~ /^not retrying Redis/ });
+	pass('the first session has a breaker now');
 	is(count_of($failure, new_log($node)), 0, 'nothing more is logged');
 }
 

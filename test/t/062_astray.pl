@@ -122,6 +122,7 @@ my $batch = q{SELECT string_agg(DISTINCT source, ',') FROM rl_check_many((SELECT
 my $masterdown = "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.";
 my $noreplicas = 'NOREPLICAS Not enough good replicas to write.';
 
+# A master that lacks replicas stays in use, unless Sentinels name another one.
 foreach my $error ($masterdown, $noreplicas, 'CLUSTERDOWN The cluster is down',
 	'LOADING Redis is loading the dataset in memory', "READONLY You can't write against a read only replica.")
 {
@@ -134,11 +135,14 @@ foreach my $error ($masterdown, $noreplicas, 'CLUSTERDOWN The cluster is down',
 
 		# A new session, which does not know the servers yet.
 		my $first = session($node);
-		$first->set(redis_url => servers($bad, $single));
-		is($first->ask($call), 'redis', "$code: the next server of the list runs $what") or diag $first->error;
-		my $before = $bad->requests;
-		is($first->ask($call), 'redis', "$code: the second time too");
-		is($bad->requests, $before, "$code: the second time the first server is not asked");
+		if ($error ne $noreplicas)
+		{
+			$first->set(redis_url => servers($bad, $single));
+			is($first->ask($call), 'redis', "$code: the next server of the list runs $what") or diag $first->error;
+			my $before = $bad->requests;
+			is($first->ask($call), 'redis', "$code: the second time too");
+			is($bad->requests, $before, "$code: the second time the first server is not asked");
+		}
 
 		my $old = liar(sub { return address($bad) });
 		my $new = liar(sub { return address($single) });
@@ -183,9 +187,62 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 		$session->set(redis_url => servers($server));
 		like($session->attempt($take)->{message}, qr/answered with an error: $code /, "Redis answers $code");
 		$session->set(redis_url => servers($server, $single));
-		is($session->ask($_), 'redis', "Redis answers $code: the next server runs the call") foreach $take, $batch;
+		if ($server == $replica)
+		{
+			is($session->ask($_), 'redis', "Redis answers $code: the next server runs the call") foreach $take, $batch;
+		}
+		else
+		{
+			like($session->attempt($take)->{message}, qr/answered with an error: $code /, "Redis answers $code: it is the master, and stays in use");
+		}
 		$session->set(redis_url => undef);
 	}
+}
+
+#
+# A list of servers: one of them is in use, by all sessions
+#
+
+{
+	my ($first, $second) = map { RedisServer->new->start } 1, 2;
+	my $list = servers($first, $second);
+	my $count = q{SELECT count(*) FILTER (WHERE rl_allow('listed', 'sliding_log 10/1h')) FROM generate_series(1, 20)};
+	my @old = map { session($node) } 1 .. 3;
+	my $in_use = sub { return $_[0]->ask('SELECT redis FROM rl_status()') };
+
+	$_->set(redis_url => $list, retry_interval => '100ms') foreach @old;
+	is($_->ask(q{SELECT source FROM rl_check('before', '5/1h')}), 'redis', 'a session is connected') foreach @old;
+	new_log($node);
+	$first->stop;
+	await('the second server to be in use', sub { return $old[0]->attempt(q{SELECT rl_check('before', '5/1h')})->{state} eq '00000' });
+	like(new_log($node), qr/LOG:  the Redis server in use is now "127\.0\.0\.1:${\ $second->port }"\n.*DETAIL:  .*"127\.0\.0\.1:${\ $first->port }" is left/,
+		'the log names both servers');
+	$first->start;
+	my $new = session($node);
+	$new->set(redis_url => $list, retry_interval => '100ms');
+	is($new->ask($count), 10, 'the first server is back: a new session has the limit');
+	is($_->ask($count), 0, 'the first server is back: and the others count at the same place') foreach @old;
+	is($in_use->($_), qq{"127.0.0.1:${\ $second->port }"}, 'all use the second server') foreach @old, $new;
+	is($first->cli('DBSIZE'), 0, 'no session has charged at the first');
+	$first->cli('REPLICAOF', '127.0.0.1', $second->port);
+	await('the replica', sub { return $first->field('replication', 'master_link_status') eq 'up' });
+
+	# A call that fails on a connection is no reason to leave the server, even if another is a master.
+	$first->cli('REPLICAOF', 'NO', 'ONE');
+	$second->cli('CLIENT', 'KILL', 'TYPE', 'normal', 'SKIPME', 'yes');
+	foreach my $session (@old)
+	{
+		# A connection may be closed while a call is under way.
+		is(await('an answer', sub { my $got = $session->ask('SELECT remaining FROM rl_peek($$listed$$, $$sliding_log 10/1h$$)'); return length $got && "left $got" }),
+			'left 0', 'connections are closed: the sessions connect the same server');
+	}
+	is($in_use->($old[0]), qq{"127.0.0.1:${\ $second->port }"}, 'and it is in use');
+
+	# It says that it is no master.
+	$second->cli('REPLICAOF', '127.0.0.1', $first->port);
+	is($_->ask(q{SELECT source FROM rl_check('after', '5/1h')}), 'redis', 'the master is a replica now: each session is back at its next call') foreach @old, $new;
+	is($in_use->($_), qq{"127.0.0.1:${\ $first->port }"}, 'all use the new master') foreach @old, $new;
+	$_->quit foreach @old, $new;
 }
 
 #
@@ -275,7 +332,6 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 		is($right->requests, $n, "session $n asks the other Sentinel");
 		$new->quit;
 	}
-	is($silent->requests, 1, 'only the first session asks the silent Sentinel');
 }
 
 # A master that ends the connection during a call of many keys.

@@ -6,6 +6,7 @@
 use RatelimitTest;
 use LyingServer;
 use TcpProxy;
+use Time::HiRes qw(sleep time);
 
 my $redis = RedisServer->new->start;
 # A breaker that opens for retry_interval stays open.
@@ -103,115 +104,168 @@ foreach my $how (qw(drop reset))
 	my $before = connections();
 
 	$proxy->tell('refuse');
-	foreach my $try (1, 2)
-	{
-		my $new = session($node);
-
-		$new->set(redis_url => $proxy->url, on_error => 'error');
-		$new->fails($take, 'no new connections', 'PT504', $try == 1 ? qr/^could not connect to Redis|^lost the connection/ : qr/^not retrying Redis yet, because it has failed$/);
-		is(outcomes(@old), 'redis redis', 'no new connections: sessions with a connection go on');
-		$new->quit;
-	}
-	$watcher->set(redis_url => $proxy->url);
-	is($watcher->ask('SELECT breaker, breaker_left > 3000 FROM rl_status()'), 'connect-failed|t', 'no new connections: rl_status shows it');
+	my $new = session($node);
+	$new->set(redis_url => $proxy->url, on_error => 'error');
+	$new->fails($take, 'no new connections', 'PT504', qr/^could not connect to Redis|^lost the connection/);
+	is(outcomes(@old), 'redis redis', 'no new connections: sessions with a connection go on');
+	my $error = await('a call that fails at once', sub {
+		my $got = $new->attempt($take);
+		return $got->{message} eq 'not retrying Redis yet, because it has failed' && $got;
+	});
+	like($error->{detail}, qr/The failure was: (?:could not connect to|lost the connection to) Redis: .+\.$/, 'no new connections: the error says why');
+	is(outcomes(@old), 'redis redis', 'no new connections: sessions with a connection go on');
+	# Another role has other settings, and only what the kernel says is about them all.
+	like($new->ask('SELECT breaker FROM rl_status()'), qr/^(?:connect-failed|half-open)$/, 'no new connections: rl_status shows it');
 
 	# A session whose connection is stale cannot replace it, and the other sessions go on.
 	$proxy->tell('accept');
 	is(connections(), $before, 'no new connections: no session has dropped its connection');
-	my $new = session($node);
-	$new->set(redis_url => $proxy->url, retry_interval => 0);
+	$new->set(retry_interval => 0);
 	is($new->ask($take), 'redis', 'without retry_interval each call tries');
-	is(breaker(), 'closed', 'a session that connects closes the breaker for all');
+	is($new->ask('SELECT breaker FROM rl_status()'), 'closed', 'a session that connects closes the breaker for all');
 	$_->quit foreach @old, $new;
 }
 
-# A proxy that accepts, but forwards no more connections.
+# A proxy that accepts, but forwards no more connections, and has lost one that it had.
 {
 	my $proxy = TcpProxy->new($redis->port);
-	my @old = connected(2, redis_url => $proxy->url);
+	my ($lost) = connected(1, redis_url => $proxy->url);
 
+	$proxy->tell('drop');
+	my @old = connected(4, redis_url => $proxy->url);
 	$proxy->tell('hold');
-	my @new = map { session($node) } 1 .. 3;
-	$_->set(redis_url => $proxy->url, command_timeout => '300ms', on_error => 'allow') foreach @new;
-	is(outcomes(@new, @old), 'fail_open fail_open fail_open redis redis', 'new connections get no answer: sessions with a connection go on');
-	# One session tries, however many answers the others get.
-	$watcher->set(redis_url => $proxy->url);
-	await('a long pause', sub { $_->ask($take) foreach @new; return $watcher->ask('SELECT breaker_left > 0.3 FROM rl_status()') eq 't' });
-	is(outcomes(@old), 'redis redis', 'new connections get no answer: sessions with a connection still go on');
-	is($watcher->ask('SELECT coalesce(breaker_left, 0) <= 0.1 FROM rl_status()'), 't', 'new connections get no answer: after an answer the next try is soon');
-	await('the next try', sub { return breaker() eq 'half-open' });
-	my ($tries, $other) = @new;
-	$tries->set(command_timeout => '180s');
-	$tries->send("$take;");
-	await('a session to try', sub { return breaker() eq 'trying' });
-	is(outcomes(@old), 'redis redis', 'a session tries: sessions with a connection go on');
-	$other->set(on_error => 'error');
-	$other->fails($take, 'a session tries: another does not', 'PT504', qr/^not retrying Redis yet/);
-	$proxy->tell('accept');
-	is($tries->ask(''), 'redis', 'a session that tries gets an answer');
-	is(breaker(), 'closed', 'an answer on a new connection closes the breaker');
-	$_->quit foreach @old, @new;
-}
-
-# A connection without an answer does not say that the server is well.
-{
-	my $proxy = TcpProxy->new($redis->port);
-	my ($tries, $careless) = map { session($node) } 1, 2;
-
-	$_->set(redis_url => $proxy->url . '/1', command_timeout => '100ms') foreach $tries, $careless;
-	$careless->set(redis_url => $proxy->url, retry_interval => 0);
-	$watcher->set(redis_url => $proxy->url);
-	$redis->pause;
-	is(outcomes($tries, $careless), 'fail_open fail_open', 'a silent server: new connections get no answer');
-	isnt(breaker(), 'closed', 'a connection without an answer does not close the breaker');
-	$redis->resume;
-	$_->quit foreach $tries, $careless;
-}
-
-#
-# Sessions that wait longer than others
-#
-
-{
-	my $proxy = TcpProxy->new($redis->port);
-	my ($short, $long) = connected(2, redis_url => $proxy->url);
-	my $new = session($node);
-	my %pid = map { $_ => $_->pid } $long, $new;
-
-	$short->set(command_timeout => '200ms', on_error => 'allow');
-	$new->set(redis_url => $proxy->url);
-	$_->set(command_timeout => '180s') foreach $long, $new;
-	$watcher->set(redis_url => $proxy->url);
-	$redis->pause;
-	await('an open breaker', sub { $short->ask($take); return $watcher->ask('SELECT breaker_left > 0.3 FROM rl_status()') eq 't' });
-	foreach my $session ($long, $new)
+	$lost->set(command_timeout => '100ms', on_error => 'allow');
+	foreach my $round (1 .. 5)
 	{
-		$session->send("$take;");
-		$watcher->await_waiting($pid{$session});
+		is($lost->ask($take), 'fail_open', 'a session has lost its connection, and new connections get no answer');
+		is(outcomes(@old), 'redis redis redis redis', 'sessions with a connection go on');
 	}
-	$redis->resume;
-	is($_->ask(''), 'redis', 'a server that is silent for 200 ms is asked by a session that waits longer') foreach $long, $new;
-	$_->quit foreach $short, $long, $new;
+	$proxy->tell('accept');
+	await('another connection', sub { return $lost->ask($take) eq 'redis' });
+	is($lost->ask('SELECT breaker FROM rl_status()'), 'closed', 'an answer on a new connection closes the breaker');
+	$_->quit foreach $lost, @old;
 }
 
-# A call that was not given much time says nothing to sessions that wait longer.
-{
-	my $proxy = TcpProxy->new($redis->port);
-	my ($short, $long) = connected(2, redis_url => $proxy->url);
-	my $new = session($node);
+#
+# Whose failure it is
+#
 
-	$short->set(command_timeout => '50ms');
-	$new->set(redis_url => $proxy->url, command_timeout => '2s');
-	$long->set(command_timeout => '2s');
-	$redis->pause;
-	is(outcomes($short), 'fail_open', 'a call with a short command_timeout');
-	$redis->resume;
-	$proxy->tell('hold');
-	$watcher->set(redis_url => $proxy->url);
-	is(outcomes($new), 'fail_open', 'a new connection gets no answer');
-	like(breaker(), qr/^(?:open|half-open)$/, 'the breaker is open');
-	is(outcomes($long), 'redis', 'a call that got no answer in 50 ms does not stop sessions that wait longer');
-	$_->quit foreach $short, $long, $new;
+# Redis without TLS does not answer a session that uses TLS.
+{
+	my $wrong = session($node);
+	my $other = session($node);
+
+	$wrong->set(redis_url => $tcp =~ s/^redis:/rediss:/r, on_error => 'error', connect_timeout => '100ms');
+	await('a call that fails at once', sub { return $wrong->attempt($take)->{message} =~ /^not retrying/ });
+	$other->set(redis_url => $tcp);
+	is($other->ask($take), 'redis', 'wrong settings of a session do not keep out other sessions');
+	$_->quit foreach $wrong, $other;
+}
+
+# A server that refuses connections refuses those of all.
+{
+	my $lost = RedisServer->new->start;
+	my ($first, $other) = map { session($node) } 1, 2;
+
+	$_->set(redis_url => $lost->url(tcp => 1), on_error => 'error') foreach $first, $other;
+	$other->set(connect_timeout => '9s');
+	$lost->stop;
+	await('a call of another session that fails at once', sub {
+		$first->attempt($take);
+		return $other->attempt($take)->{message} =~ /^not retrying/;
+	});
+	pass('a server that refuses connections: the breaker is that of all sessions');
+	$lost->start;
+	await('the server to be in use', sub { return $other->attempt($take)->{state} eq '00000' });
+	is($first->attempt($take)->{state}, '00000', 'a session that connects closes the breaker for all');
+	$_->quit foreach $first, $other;
+}
+
+#
+# How many connect at a time
+#
+
+# Returns how many connections there are to a server on this machine.
+sub open_to { my ($port) = @_; my $hex = sprintf '%04X', $port; return scalar(() = slurp_file('/proc/net/tcp') =~ /^ *\d+: \w+:\w+ \w+:$hex 01 /mg); }
+
+# Has sessions call a server that is suspended; returns how many connect it at a time, at most.
+sub at_a_time
+{
+	my ($server, @sessions) = @_;
+	my %pid = map { $_ => $_->pid } @sessions;
+	my $began = time;
+
+	$_->send("$take;") foreach @sessions;
+	$watcher->await_waiting($pid{$_}) foreach @sessions;
+	my $n = open_to($server->port);
+	# A backend may be stopped, so each place is free again after a second.
+	return $n / (1 + time - $began);
+}
+
+SKIP:
+{
+	skip 'there is no /proc/net/tcp', 4 unless -r '/proc/net/tcp';
+	my $silent = RedisServer->new->start;
+	my @sessions = map { session($node) } 1 .. 12;
+
+	$_->set(redis_url => $silent->url(tcp => 1), connect_timeout => '100s', command_timeout => '100s') foreach @sessions;
+	$silent->pause;
+	my $n = at_a_time($silent, @sessions);
+	cmp_ok($n, '<=', 4, 'at most four sessions connect at a time');
+	$silent->resume;
+	is(join(' ', map { $_->ask('') } @sessions), join(' ', ('redis') x @sessions), 'and all are served');
+	$_->quit foreach @sessions;
+
+	# Longer than a quarter of command_timeout.
+	@sessions = map { session($node) } 1 .. 7;
+	$_->set(redis_url => $silent->url(tcp => 1), connect_timeout => '100s', command_timeout => '2s') foreach @sessions;
+	my $slow = shift @sessions;
+	my $slow_pid = $slow->pid;
+	$silent->pause;
+	$slow->send("$take;");
+	$watcher->await_waiting($slow_pid);
+	sleep 0.6;
+	$silent->resume;
+	like($slow->ask(''), qr/^(?:redis|fail_open)$/, 'a connection takes long');
+	$_->set(command_timeout => '100ms', on_error => 'allow') foreach @sessions;
+	$silent->pause;
+	my $began = time;
+	$_->send("$take;") foreach @sessions;
+	is($sessions[0]->ask(''), 'fail_open', 'a new connection gets no answer');
+	cmp_ok(open_to($silent->port) - 1, '<=', 1 + 2 * (1 + time - $began), 'after a slow connection one session connects at a time');
+	$_->ask('') foreach @sessions[ 1 .. 5 ];
+	$silent->resume;
+	$_->quit foreach $slow, @sessions;
+}
+
+# A session that is stopped while it connects.
+{
+	my $silent = RedisServer->new->start;
+	my ($stopped, $other) = map { session($node) } 1, 2;
+	my $pid = $stopped->pid;
+
+	$_->set(redis_url => $silent->url(tcp => 1), on_error => 'allow') foreach $stopped, $other;
+	$silent->pause;
+	# So that one connects at a time.
+	$_->set(command_timeout => '100ms') foreach $stopped, $other;
+	is($other->ask($take), 'fail_open', 'a server is silent');
+	$stopped->set(command_timeout => '100ms');
+	await('a session that is stopped while it connects', sub {
+		$stopped->send("$take;");
+		kill 'STOP', $pid;
+		await('it to stop', sub { return slurp_file("/proc/$pid/stat") =~ /^\d+ \(.*\) T/ });
+		return 1 if $other->ask('SELECT breaker FROM rl_status()') eq 'trying';
+		kill 'CONT', $pid;
+		$stopped->ask('');
+		return 0;
+	});
+	$silent->resume;
+	await('the other session', sub { return $other->ask($take) eq 'redis' });
+	pass('a session that is stopped while it connects keeps no other out');
+	kill 'CONT', $pid;
+	$stopped->ask('');
+	await('it', sub { return $stopped->ask($take) eq 'redis' });
+	$_->quit foreach $stopped, $other;
 }
 
 #
@@ -252,102 +306,28 @@ foreach my $how (qw(drop reset))
 #
 
 {
-	my ($first, @others) = connected(4, redis_url => $tcp);
+	my @sessions = connected(6, redis_url => $tcp);
+	my $before = connections();
 
-	$watcher->set(redis_url => $tcp);
+	$_->set(command_timeout => '200ms', on_error => 'error') foreach @sessions;
 	$redis->pause;
-	$_->set(command_timeout => '200ms', on_error => 'error') foreach $first, @others;
-	$first->fails($take, 'a silent server', 'PT504', qr/^lost the connection to Redis: ratelimit\.command_timeout has passed$/);
-	is(breaker(), 'suspect', 'a silent server: a call has failed');
-	$first->fails($take, 'a silent server, with a new connection', 'PT504', qr/^lost the connection to Redis: ratelimit\.command_timeout has passed$/);
-	like(breaker(), qr/^(?:open|half-open)$/, 'a silent server: a new connection gets no answer, so the breaker is open');
-	# The pause between two tries grows.
-	foreach my $session (@others)
+	$_->fails($take, 'a silent server', 'PT504', qr/^lost the connection to Redis: ratelimit\.command_timeout has passed$/) foreach @sessions;
+	my $began = time;
+	foreach my $round (1 .. 5)
 	{
-		# One of the calls may be the next that tries.
-		my $error = await('a call that fails at once', sub {
-			my $got = $session->attempt($take);
-			return $got->{message} eq 'not retrying Redis yet, because it has failed' && $got;
-		});
-		is($error->{state}, 'PT504', 'a silent server: the calls of sessions with a connection fail');
-		like($error->{detail}, qr/The failure was: lost the connection to Redis: ratelimit\.command_timeout has passed\.$/, 'and say why');
+		is($_->attempt($take)->{state}, 'PT504', 'a silent server: calls fail') foreach @sessions;
 	}
+	# The pause between two tries grows: 0.1, 0.2, 0.4, ... s.
+	my $most = 1 + log(1 + (time - $began + 1) / 0.1) / log 2;
 	$redis->resume;
-	foreach my $session ($first, @others)
+	cmp_ok(connections() - $before, '<=', $most, 'a silent server: one session tries after each pause, which doubles');
+	foreach my $session (@sessions)
 	{
 		$session->set(command_timeout => '10s', on_error => 'allow');
 		await('the server to be in use', sub { return $session->ask($take) eq 'redis' });
 	}
-	is(breaker(), 'closed', 'an answer closes the breaker for all, long before retry_interval');
-	$_->quit foreach $first, @others;
-}
-
-#
-# One backend checks a suspect server, and the others wait for it
-#
-
-{
-	my ($checks, $waits) = connected(2, redis_url => $tcp);
-	my $cancels = session($node);
-	my ($checks_pid, $waits_pid) = map { $_->pid } $checks, $waits;
-
-	$redis->pause;
-	foreach my $session ($checks, $waits)
-	{
-		$session->set(command_timeout => '200ms');
-		is($session->ask($take), 'fail_open', 'a call times out');
-		$session->set(command_timeout => '100s', connect_timeout => '100s');
-	}
-	$checks->send($take . ';');
-	await('a check', sub { return breaker() eq 'trying' });
-	$waits->send($take . ';');
-	$cancels->await_waiting($waits_pid);
-	$cancels->ask('SELECT pg_cancel_backend(' . $checks_pid . ')');
-	like($checks->ask('') . $checks->error, qr/57014/, 'the backend that checks is canceled');
-	await('the other backend to check', sub { return breaker() eq 'trying' });
-	$redis->resume;
-	is($waits->ask(''), 'redis', 'a backend that waits for a check takes over');
-	is($checks->ask($take), 'redis', 'the breaker is closed');
-
-	# A backend that waits can be canceled too, and ends within its time.
-	$redis->pause;
-	foreach my $session ($checks, $waits)
-	{
-		$session->set(command_timeout => '200ms');
-		is($session->ask($take), 'fail_open', 'a call times out');
-	}
-	$checks->set(command_timeout => '100s');
-	$checks->send($take . ';');
-	await('a check', sub { return breaker() eq 'trying' });
-	$waits->set(connect_timeout => '100ms', on_error => 'error');
-	$waits->fails($take, 'a backend that waits for a check in vain', 'PT504', qr/^not retrying Redis yet/);
-	$waits->set(connect_timeout => '100s');
-	$waits->send($take . ';');
-	$cancels->await_waiting($waits_pid);
-	$cancels->ask('SELECT pg_cancel_backend(' . $waits_pid . ')');
-	like($waits->ask('') . $waits->error, qr/57014/, 'a backend that waits for a check is canceled');
-	$waits->send($take . ';');
-	$cancels->await_waiting($waits_pid);
-	$redis->resume;
-	is($waits->ask(''), 'redis', 'a backend that waits goes on when the check has succeeded');
-	is($checks->ask(''), 'redis', 'and so does the backend that has checked');
-	$_->quit foreach $checks, $waits, $cancels;
-}
-
-#
-# PING is answered, and calls are not
-#
-
-{
-	my $server = liar(sub { my ($command) = @_; return $command eq 'PING' ? "+PONG\r\n" : () });
-	my $session = session($node);
-
-	$session->set(redis_url => $server->url, command_timeout => '100ms');
-	is($session->ask($take), 'fail_open', 'calls time out') foreach 1 .. 10;
-	cmp_ok($server->requests, '<=', 3, 'calls time out, but PING is answered: a backend reconnects once in retry_interval');
-	$watcher->set(redis_url => $server->url);
-	is(breaker(), 'suspect', 'calls time out, but PING is answered: other backends may try');
-	$session->quit;
+	is($sessions[0]->ask('SELECT breaker FROM rl_status()'), 'closed', 'the breaker is closed for all, long before retry_interval');
+	$_->quit foreach @sessions;
 }
 
 #
@@ -355,31 +335,69 @@ foreach my $how (qw(drop reset))
 #
 
 {
-	my $session = session($node);
+	my @sessions = connected(3, redis_url => $tcp);
 
 	$redis->cli('CONFIG', 'SET', 'min-replicas-to-write', 1);
-	$session->set(redis_url => $tcp);
 	my $before = connections();
-	is($session->ask($take), 'fail_open', 'the server lacks replicas') foreach 1 .. 20;
-	cmp_ok(connections() - $before, '<=', 2, 'calls get error replies: a backend reconnects once in retry_interval');
-
-	# Nor does each call search at the Sentinels.
-	my $sentinel = liar(sub { return address('127.0.0.1', $redis->port) });
-	$session->set(redis_url => sentinel_url($sentinel));
-	is($session->ask($take), 'fail_open', 'the server lacks replicas') foreach 1 .. 10;
-	cmp_ok($sentinel->requests, '<=', 3, 'calls get error replies: a backend searches once in retry_interval');
+	foreach my $round (1 .. 10)
+	{
+		is(outcomes(@sessions), 'fail_open fail_open fail_open', 'the server lacks replicas');
+	}
+	# redis-cli uses the socket.
+	is(connections() - $before, 0, 'the server lacks replicas: no session connects again');
 	$redis->cli('CONFIG', 'SET', 'min-replicas-to-write', 0);
-	is($session->ask($take), 'redis', 'the server works again, and its connection is in use');
+	is(outcomes(@sessions), 'redis redis redis', 'the server works again, and its connections are in use');
+	my $session = shift @sessions;
 
 	# While the connection is set up.
 	my $strict = RedisServer->new(password => 'secret')->start;
-	$session->set(redis_url => $strict->url(tcp => 1), redis_passfile => password_file('wrong'));
+	push @sessions, session($node);
+	my $wrong = password_file('wrong');
+	$_->set(redis_url => $strict->url(tcp => 1), redis_passfile => $wrong) foreach $session, @sessions;
 	$before = $strict->field('stats', 'total_connections_received');
-	is($session->ask($take), 'fail_open', 'the password is wrong') foreach 1 .. 10;
-	cmp_ok($strict->field('stats', 'total_connections_received') - $before, '<=', 2, 'the password is wrong: a backend reconnects once in retry_interval');
+	my $began = time;
+	foreach my $round (1 .. 5)
+	{
+		is($_->ask($take), 'fail_open', 'the password is wrong') foreach $session, @sessions;
+	}
+	cmp_ok($strict->field('stats', 'total_connections_received') - $before, '<=', 1 + log(1 + (time - $began + 1) / 0.1) / log 2,
+		'the password is wrong: one session tries after each pause, which doubles');
 	$session->set(redis_passfile => password_file('secret'));
 	is($session->ask($take), 'redis', 'another password is tried at once');
-	$session->quit;
+	$_->quit foreach $session, @sessions;
+}
+
+#
+# A master that becomes a replica, behind a name or an address that moves
+#
+
+{
+	my ($old, $new) = map { RedisServer->new->start } 1, 2;
+	my $proxy = TcpProxy->new($old->port);
+	my @sessions = connected(6, redis_url => $proxy->url);
+
+	$old->cli('REPLICAOF', '127.0.0.1', RedisServer::free_port());
+	my $before = $old->field('stats', 'total_connections_received');
+	is(outcomes(@sessions), join(' ', ('fail_open') x 6), 'the master is a replica now');
+	is($old->field('stats', 'total_connections_received') - $before, 1, 'one session connects again, within retry_interval');
+	$_->quit foreach @sessions;
+
+	# Another target, whose retry_interval has not begun.
+	$old->cli('REPLICAOF', 'NO', 'ONE');
+	$proxy = TcpProxy->new($old->port);
+	@sessions = connected(6, redis_url => $proxy->url);
+	$old->cli('REPLICAOF', '127.0.0.1', RedisServer::free_port());
+	$proxy->tell('to ' . $new->port);
+	is(outcomes(@sessions), join(' ', ('redis') x 6), 'the address has moved: each session is back at its next call');
+	my ($batch) = connected(1, redis_url => $proxy->url);
+	$new->cli('REPLICAOF', '127.0.0.1', RedisServer::free_port());
+	$old->cli('REPLICAOF', 'NO', 'ONE');
+	$proxy->tell('to ' . $old->port);
+	$_->set(retry_interval => 0) foreach $batch;
+	is($batch->ask(q{SELECT string_agg(DISTINCT source, ',') FROM rl_check_many((SELECT array_agg('many:' || n) FROM generate_series(1, 700) n), '1/1d burst 5')}), 'redis',
+		'it has moved back: so is a session with a batch');
+	is(outcomes(@sessions), join(' ', ('redis') x 6), 'and all others');
+	$_->quit foreach @sessions, $batch;
 }
 
 #

@@ -208,14 +208,13 @@ foreach my $sql (q{INSERT INTO shop.statements VALUES ('many 1'), ('many 2'), ('
 }
 
 $redis->stop;
-# The error that opens the breaker, and the next one.
+# The error that opens the breaker, and one within a pause, which is longer after each try.
 foreach my $message (qr/^could not connect to Redis: /, qr/^not retrying Redis yet, because it has failed$/)
 {
-	my %error = error_of(q{SELECT rl_enforce('away', '1/1d')});
+	my $error = await("an error: $message", sub { my %got = error_of(q{SELECT rl_enforce('away', '1/1d')}); return $got{message} =~ $message && \%got });
 
-	is($error{state}, 'PT504', 'Redis is down: SQLSTATE');
-	like($error{message}, $message, 'Redis is down: message');
-	like($error{HINT}, qr/^Retry after (?:60\.000|[1-5]\d\.\d{3}) seconds\.$/, 'Redis is down: the hint says when Redis is tried');
+	is($error->{state}, 'PT504', 'Redis is down: SQLSTATE');
+	like($error->{HINT}, qr/^Retry after \d+\.\d{3} seconds\.$/, 'Redis is down: the hint says when Redis is tried');
 }
 foreach my $policy (qw(error deny))
 {
@@ -227,7 +226,7 @@ foreach my $policy (qw(error deny))
 		is($error{state}, 'PT504', "on_error = $policy, $kind: SQLSTATE");
 		fields_are($kind, "on_error = $policy", %error);
 		like($error{HINT}, qr/^Retry after \d+\.\d{3} seconds\.$/, "on_error = $policy, $kind: hint");
-		like($error{log}, qr/ERROR:  not retrying Redis/, "on_error = $policy, $kind: the log has it");
+		like($error{log}, qr/ERROR:  (?:not retrying|could not connect to) Redis/, "on_error = $policy, $kind: the log has it");
 	}
 	$session->ask('SET ratelimit.error_format = postgrest');
 	postgrest("on_error = $policy", q{SELECT rl_enforce('away', '1/1d')}, 'PT504', 504, 'Retry-After');

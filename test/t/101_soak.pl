@@ -34,7 +34,8 @@ my %wrong = (
 	'settle-twice' => [ 'src/redis/scripts/settle.lua', "record.status = string.format('settled:%.0f', settled)\n  record.charges = ''", '' ],
 	'refund-after-reset' => [ 'src/redis/scripts/settle.lua', q{l.gone = l.reset_was == '1' or l.resets ~= '0' and l.resets ~= l.reset_was}, 'l.gone = false' ],
 	'forgotten-id' => [ 'src/redis/scripts/reserve.lua', 'if record and record.ends > now then', 'if record and record.ends < now then' ],
-	'breaker' => [ 'src/shared/breaker.c', "||\n\t\t\t(connected && (entry.ask_at == 0 || rl_command_timeout > Min(entry.silence, entry.unanswered)))", '' ]);
+	'breaker' => [ 'src/redis/route.c', "bool\t\tusable = rl_connection_is_usable(&node->conn);",
+		"int64 left; bool usable = rl_connection_is_usable(&node->conn) && strcmp(rl_breaker_state(node->conn.server, false, &left), \"closed\") == 0;" ]);
 
 #
 # Redis, and the servers

@@ -455,30 +455,12 @@ sub via { my ($proxy, %settings) = @_; return client($proxy->url, on_error => 'a
 
 sub goes_on { my ($client) = @_; my $source = $client->ask($call); return ($source eq 'redis', "the call is answered by $source"); }
 
-$runs{breaker} = {
-	CALL_STOPS_ALL => {
-		change => [ 'src/shared/breaker.c', "else if (failure == RL_CALL_UNANSWERED)\n\t\tentry->unanswered = Max(entry->unanswered, rl_command_timeout);",
-			"else\n\t\tentry->ask_at = now + FIRST_PAUSE, entry->silence = entry->unanswered = INT_MAX;" ],
-		run => sub {
-			my ($proxy, $broken) = proxied(1);
+# In the wrong build a backend with a connection asks the breaker.
+my $kept = "bool\t\tusable = rl_connection_is_usable(&node->conn);";
 
-			$proxy->tell('reset');
-			my $works = via($proxy);
-			is($works->ask($call), 'redis', 'another session has a connection');
-			is($broken->ask($call), 'fail_open', 'a connection is broken');
-			# While a third session checks the server, the breaker stays as it is.
-			my $checks = via($proxy);
-			await('the time to try', sub { return breaker() =~ /suspect|half-open/ });
-			$proxy->tell('hold');
-			$checks->send("$call;");
-			await('a check', sub { return breaker() eq 'trying' });
-			my @seen = goes_on($works);
-			$proxy->tell('accept');
-			$checks->ask('');
-			return @seen;
-		} },
-	CONNECT_STOPS_ALL => {
-		change => [ 'src/shared/breaker.c', '(connected && (entry.ask_at == 0 || rl_command_timeout > Min(entry.silence, entry.unanswered)))', '(connected && try_at(&entry) == 0)' ],
+$runs{breaker} = {
+	KEPT_ASKS => {
+		change => [ 'src/redis/route.c', $kept, "int64 left; bool usable = rl_connection_is_usable(&node->conn) && strcmp(rl_breaker_state(node->conn.server, false, &left), \"closed\") == 0;" ],
 		run => sub {
 			my ($proxy, $works) = proxied(1);
 
@@ -486,33 +468,41 @@ $runs{breaker} = {
 			is(via($proxy)->ask($call), 'fail_open', 'no connection can be made');
 			return goes_on($works);
 		} },
-	NEW_STOPS_ALL => {
-		change => [ 'src/shared/breaker.c', "entry->connect_at = entry->unanswered > 0 ? 0 : now + entry->pause;\n\t\tentry->ask_at = entry->unanswered > 0 ? now + entry->pause : 0;",
-			"entry->connect_at = 0;\n\t\tentry->ask_at = now + entry->pause;\n\t\tentry->unanswered = INT_MAX;" ],
+	NO_PLACES => {
+		change => [ 'src/shared/breaker.c', 'if (count_taken(entry, now) < places_of(entry))', 'if (true)' ],
 		run => sub {
-			my ($proxy, $works) = proxied(1);
-			my $new = via($proxy, command_timeout => '2s');
+			my $silent = RedisServer->new->start;
+			my @clients = map { client($silent->url(tcp => 1), denial_cache => 'off', connect_timeout => '180s') } 1 .. 40;
+			my $looks = client($silent->url(tcp => 1), store => 'local');
+			my %pid = map { $_ => $_->pid } @clients;
+			my $port = sprintf '%04X', $silent->port;
 
-			$works->ask(q{SET ratelimit.command_timeout = '2s'});
-			$proxy->tell('hold');
-			is($new->ask($call), 'fail_open', 'a new connection gets no answer') foreach 1, 2;
-			return goes_on($works);
+			$silent->pause;
+			my $began = time;
+			$_->send("$call;") foreach @clients;
+			$looks->await_waiting($pid{$_}) foreach @clients;
+			my $n = () = slurp_file('/proc/net/tcp') =~ /^ *\d+: \w+:\w+ \w+:$port 01 /mg;
+			# A place is free again after a second.
+			my $most = 4 * (1 + time - $began);
+			$silent->resume;
+			is($_->ask(''), 'redis', 'all are served') foreach @clients;
+			return ($n <= $most, "$n connect at a time, and at most $most may");
 		} },
-	NOT_CLOSED => {
-		change => [ 'src/shared/breaker.c', "if (answered)\n\t\t\tentry->ask_at = entry->unanswered = 0;", '' ],
+	MOVE_UNKNOWN => {
+		change => [ 'src/shared/breaker.c', 'may = entry->moved > connected;', 'may = false;' ],
 		run => sub {
-			my ($proxy, $tries, $other) = proxied(2);
+			my ($old, $new) = map { RedisServer->new->start } 1, 2;
+			my $proxy = TcpProxy->new($old->port);
+			my ($first, $other) = map { via($proxy) } 1, 2;
 
-			$redis->pause;
-			$_->ask(q{SET ratelimit.command_timeout = '2s'}) foreach $tries, $other;
-			await('an open breaker', sub { $tries->ask($call); return breaker() =~ /open/ });
-			$redis->resume;
-			$tries->ask(q{SET ratelimit.command_timeout = '180s'});
-			await('an answer', sub { return $tries->ask($call) eq 'redis' });
+			is($_->ask($call), 'redis', 'a session has a connection') foreach $first, $other;
+			$old->cli('REPLICAOF', '127.0.0.1', RedisServer::free_port());
+			$proxy->tell('to ' . $new->port);
+			is($first->ask($call), 'redis', 'a session connects the new master');
 			return goes_on($other);
 		} },
-	TRIES_FOR_EVER => {
-		change => [ 'src/shared/breaker.c', 'now >= entry->trying_until;', 'entry->trying_until == 0;' ],
+	PLACE_FOR_EVER => {
+		change => [ 'src/shared/breaker.c', 'entry->places[number] = now + Min(PLACE_TIME, ((int64) rl_connect_timeout + rl_command_timeout) * 1000);', 'entry->places[number] = PG_INT64_MAX;' ],
 		run => sub {
 			my ($key, $right) = @_;
 			my ($proxy, $stops) = proxied(1);
@@ -521,11 +511,10 @@ $runs{breaker} = {
 			$proxy->tell('reset');
 			is($stops->ask($call), 'fail_open', 'a connection is broken');
 			$proxy->tell('hold');
-			$stops->ask(q{SET ratelimit.connect_timeout = '2s'; SET ratelimit.command_timeout = '2s'});
+			$_->ask(q{SET ratelimit.connect_timeout = '2s'; SET ratelimit.command_timeout = '2s'}) foreach $stops, $watcher;
+			is($stops->ask($call), 'fail_open', 'a new connection gets no answer');
 			await('a backend that stops while it tries', sub {
-				await('the time to try', sub { return breaker() =~ /suspect|half-open/ });
 				$stops->send("$call;");
-				await('a try', sub { return breaker() !~ /suspect|half-open/ });
 				kill 'STOP', $pid;
 				await('the backend to stop', sub { return slurp_file("/proc/$pid/stat") =~ /^\d+ \(.*\) T/ });
 				return 1 if breaker() eq 'trying';
@@ -534,10 +523,9 @@ $runs{breaker} = {
 				return 0;
 			});
 			$proxy->tell('accept');
-			await('the end of its time', sub { return breaker() ne 'trying' });
 			my $new = via($proxy, connect_timeout => '300ms', command_timeout => '300ms');
 			my @seen = goes_on($new);
-			for (my $try = 1; !$seen[0] && ($right || $try < 3); $try++)
+			for (my $try = 1; !$seen[0] && ($right || $try < 10); $try++)
 			{
 				@seen = goes_on($new);
 			}

@@ -14,6 +14,7 @@
 #   hold     new connections wait
 #   accept   new connections are served again
 #   interrupt PID  the next reply is forwarded when this process was sent SIGINT, or SIGTERM after "terminate PID"
+#   to PORT  new connections go to the server with this port
 #   slow     everything is forwarded 5 ms later, piece by piece
 #   fast     nothing is delayed
 package TcpProxy;
@@ -77,6 +78,7 @@ sub _serve
 					$broken{$_} = $1 foreach grep { $1 ne 'lose' || rand() < 0.3 } keys %peer;
 				}
 				$refuse = $command =~ /refuse/ if $command =~ /refuse|accept/;
+				$target = $1 if $command =~ /to (\d+)/;
 				$command =~ /hold/ ? $select->remove($listener) : $select->add($listener);
 				@signal = $1 eq 'interrupt' ? (INT => $2) : (TERM => $2) if $command =~ /(interrupt|terminate) (\d+)/;
 				$delay = $command =~ /slow/ ? 0.005 : 0 if $command =~ /slow|fast/;
