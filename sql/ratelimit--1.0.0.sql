@@ -454,7 +454,7 @@ COMMENT ON COLUMN rl_denied.retry_after IS 'seconds until the same action can su
 COMMENT ON COLUMN rl_denied.datname IS 'the database of the last refusal that the store decided, or NULL if it was dropped';
 
 CREATE FUNCTION rl_status(OUT store text, OUT mode text, OUT on_error text,
-		OUT redis text, OUT connected boolean, OUT version text, OUT error text,
+		OUT redis text, OUT connected boolean, OUT version text, OUT error text, OUT warning text,
 		OUT breaker text, OUT breaker_left double precision,
 		OUT local_keys bigint, OUT local_max_keys bigint,
 		OUT local_entries bigint, OUT local_max_entries bigint, OUT local_evicted bigint,
@@ -463,7 +463,7 @@ CREATE FUNCTION rl_status(OUT store text, OUT mode text, OUT on_error text,
 	RETURNS record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_status() IS
-	'returns one row: the settings store, mode and on_error; the address of Redis, whether this session is connected, and its version or the reason why it is not known; the breaker (closed, connect-failed, half-open, trying) and the seconds until it is half-open; the number of states and of entries in shared memory, the most that it can hold, and the number of states that were evicted before their end; the number of keys whose use is counted for leases, and the most that it can be; the number of refusals that rl_denied has lost to make room while they were in force; when the counters of rl_stat began; and the version of the library, with the commit if it was built in a checkout; raises no error if Redis fails';
+	'returns one row: the settings store, mode and on_error; the address of Redis, whether this session is connected, and its version or the reason why it is not known; a warning if another server of a list is a master, too; the breaker (closed, connect-failed, half-open, trying) and the seconds until it is half-open; the number of states and of entries in shared memory, the most that it can hold, and the number of states that were evicted before their end; the number of keys whose use is counted for leases, and the most that it can be; the number of refusals that rl_denied has lost to make room while they were in force; when the counters of rl_stat began; and the version of the library, with the commit if it was built in a checkout; raises no error if Redis fails';
 
 --
 -- Privileges

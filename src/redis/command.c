@@ -51,6 +51,36 @@ rl_redis_server(bool *connected, const char **breaker, int64 *breaker_left)
 	return name;
 }
 
+/*
+ * Asks the servers of a list that are not in use whether they are masters, too: there calls of
+ * another PostgreSQL server may count.  Returns a text in a static buffer, or NULL.  Takes at most
+ * ratelimit.connect_timeout and ratelimit.command_timeout in all.  Raises an error at an interrupt.
+ */
+const char *
+rl_redis_warning(void)
+{
+	static char text[2 * RL_MAX_SERVER + 100];
+	RlNode	   *node = rl_nodes_are_current() ? rl_node_in_use() : NULL;
+	int64		end = rl_monotonic_now() + ((int64) rl_connect_timeout + rl_command_timeout) * 1000;
+	char		name[RL_MAX_SERVER];
+
+	if (node == NULL || !node->conn.master || node->conn.cluster || rl_target.deployment == RL_SENTINELS)
+		return NULL;
+	for (int i = 0; i < rl_target.n; i++)
+	{
+		int64		now = rl_monotonic_now();
+
+		if (rl_node_at(&rl_target.seeds[i]) == node ||
+			!rl_connection_finds_master(&rl_target.seeds[i], now + (end - now) / (rl_target.n - i)))
+			continue;
+		rl_address_name(&rl_target.seeds[i], name);
+		snprintf(text, sizeof(text), "two masters: %s is in use, and %s of ratelimit.redis_url is a master, too",
+				 node->conn.server, name);
+		return text;
+	}
+	return NULL;
+}
+
 /* Drops the connection of a reply that does not answer its script.  Returns false with the error set. */
 bool
 rl_wrong_reply(RlError *error)

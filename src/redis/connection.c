@@ -67,6 +67,7 @@ set_up(RlConnection *conn, const RlAddress *address, const char *password,
 	if (reply.kind == RL_REPLY_ERROR)
 		return rl_error_reply(conn, true, reply.text, error);
 	/* A replica of a Cluster redirects calls to its master. */
+	conn->master = reply.kind == RL_REPLY_HELLO && !reply.replica;
 	conn->cluster = reply.kind == RL_REPLY_HELLO && reply.cluster;
 	if (asks && reply.kind == RL_REPLY_HELLO)
 		return !reply.replica || reply.cluster || rl_not_master(conn, error);
@@ -163,4 +164,23 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_passw
 	}
 	rl_attempt_failed(&attempt, error->answered || (error->unreachable && (has_time || !error->timed_out)), error);
 	return false;
+}
+
+/*
+ * Returns true if a server of a list says that it is a master.  Asks on a connection of its own,
+ * notes nothing, and ends by the time.  Raises an error if a setting is wrong, or at an interrupt.
+ */
+bool
+rl_connection_finds_master(const RlAddress *address, int64 until)
+{
+	static RlConnection conn;
+	int64		deadline = until;
+	RlError		error;
+	bool		master;
+
+	rl_connection_close(&conn);
+	conn.needs_master = true;
+	master = open_with_password(&conn, address, true, &deadline, until, &error) && conn.master;
+	rl_connection_close(&conn);
+	return master;
 }

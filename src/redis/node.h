@@ -23,6 +23,7 @@ typedef struct RlNode
 extern bool rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_password,
 							   int64 *patience, int64 *deadline, int64 until, RlError *error);
 extern bool rl_connection_is_usable(RlConnection *conn);
+extern bool rl_connection_finds_master(const RlAddress *address, int64 until);
 
 /* node.c */
 extern RlTarget rl_target;		/* of ratelimit.redis_url */

@@ -66,6 +66,7 @@ extern bool rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlE
 
 /* command.c */
 extern bool rl_redis_connect(const char *redis_key, int len, RlError *error);
+extern const char *rl_redis_warning(void);
 extern const char *rl_redis_server(bool *connected, const char **breaker, int64 *breaker_left);
 
 #endif							/* REDIS_H */

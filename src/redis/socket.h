@@ -25,7 +25,8 @@ typedef struct RlConnection
 	bool		fd_acquired;
 	bool		heard;			/* something has come from the server */
 	bool		needs_master;	/* opening fails if the server is a replica */
-	bool		cluster;		/* the server has said that it is a Cluster's */
+	bool		master;			/* the server has said that it is one */
+	bool		cluster;		/* and that it is a Cluster's */
 	int64		made;			/* when connecting began */
 	uint32		send_wants;		/* the event that sending more must wait for */
 	uint32		receive_wants;	/* the event that receiving more must wait for */

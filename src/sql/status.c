@@ -17,7 +17,7 @@
 #include "shared/known.h"
 #include "sql/arguments.h"
 
-#define COLUMNS				19
+#define COLUMNS				20
 
 PG_FUNCTION_INFO_V1(rl_status);
 Datum
@@ -31,11 +31,13 @@ rl_status(PG_FUNCTION_ARGS)
 	bool		answered;
 	bool		connected;
 	const char *breaker;
+	const char *warning;
 	int64		left;
 	int			n = 0;
 
 	rl_shared_start();
 	answered = asked && rl_redis_version(version, sizeof(version), &error);
+	warning = answered ? rl_redis_warning() : NULL;
 	memset(nulls, true, sizeof(nulls));
 	rl_set_text(values, nulls, n++, rl_store()->name);
 	rl_set_text(values, nulls, n++, GetConfigOption("ratelimit.mode", false, false));
@@ -45,6 +47,7 @@ rl_status(PG_FUNCTION_ARGS)
 	nulls[n++] = false;
 	rl_set_text(values, nulls, n++, answered ? version : NULL);
 	rl_set_text(values, nulls, n++, !asked || answered ? NULL : rl_error_text(&error));
+	rl_set_text(values, nulls, n++, warning);
 	rl_set_text(values, nulls, n++, breaker);
 	values[n] = Float8GetDatum((double) left / RL_SECOND);
 	nulls[n++] = (breaker == NULL || left == 0);

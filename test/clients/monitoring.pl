@@ -151,7 +151,7 @@ my $figures = join ' UNION ALL ',
   map({ "SELECT '$_->[0]', $_->[1], 'store', $_->[2], 'mode', $_->[3], 'on_error', $_->[4] FROM rl_status()" }
 	[ 'settings_info', 1, 'store', 'mode', 'on_error' ],
 	map { [ @$_, "''", "''", "''" ] } [ 'shared_memory', 1 ], [ 'redis_up', '(version IS NOT NULL)::int' ],
-	[ 'breaker_open', "(breaker <> 'closed')::int" ], [ 'local_keys', 'local_keys' ], [ 'local_keys_max', 'local_max_keys' ],
+	[ 'breaker_open', "(breaker <> 'closed')::int" ], [ 'two_masters', '(warning IS NOT NULL)::int' ], [ 'local_keys', 'local_keys' ], [ 'local_keys_max', 'local_max_keys' ],
 	[ 'local_entries', 'local_entries' ], [ 'local_entries_max', 'local_max_entries' ],
 	[ 'local_evictions_total', 'local_evicted' ], [ 'denial_evictions_total', 'denials_evicted' ],
 	[ 'stat_start_time_seconds', 'extract(epoch FROM stat_since)' ]);

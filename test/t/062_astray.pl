@@ -224,7 +224,10 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 	is($_->ask($count), 0, 'the first server is back: and the others count at the same place') foreach @old;
 	is($in_use->($_), qq{"127.0.0.1:${\ $second->port }"}, 'all use the second server') foreach @old, $new;
 	is($first->cli('DBSIZE'), 0, 'no session has charged at the first');
+	is($new->ask('SELECT warning FROM rl_status()'), qq{two masters: "127.0.0.1:${\ $second->port }" is in use, and "127.0.0.1:${\ $first->port }" of ratelimit.redis_url is a master, too},
+		'rl_status says that there are two masters');
 	$first->cli('REPLICAOF', '127.0.0.1', $second->port);
+	is($new->ask('SELECT warning IS NULL FROM rl_status()'), 't', 'rl_status: a replica is no second master');
 	await('the replica', sub { return $first->field('replication', 'master_link_status') eq 'up' });
 
 	# A call that fails on a connection is no reason to leave the server, even if another is a master.
