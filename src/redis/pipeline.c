@@ -477,11 +477,12 @@ run(Pipeline *p)
 
 	for (;;)
 	{
+		bool		late;
+
 		if (is_interrupted(p))
 			serve_interrupt(p);
 		/* Late, look once more: this process may have been slow. */
-		bool		late = rl_monotonic_now() > p->end + p->route.spent;
-
+		late = rl_monotonic_now() > p->end + p->route.spent;
 		if (!late)
 			fill_lines(p);
 		/* From the end, because lines may be removed. */
