@@ -215,11 +215,11 @@ rl_address_redirect(const char *text, RlAddress *address)
 }
 
 /*
- * Raises an error if the file is not a plain file, or if it must be private and others have
- * access to it.  To be called before it is opened, because opening a pipe would wait for its
- * writer.
+ * Returns what stat says of a file.  Raises an error if it is not a plain file, or if it must be
+ * private and others have access to it.  To be called before it is opened, because opening a pipe
+ * would wait for its writer.
  */
-void
+struct stat
 rl_check_file(const char *kind, const char *path, bool must_be_private)
 {
 	struct stat st;
@@ -237,6 +237,7 @@ rl_check_file(const char *kind, const char *path, bool must_be_private)
 				(errcode(ERRCODE_INSUFFICIENT_PRIVILEGE),
 				 errmsg("%s \"%s\" has group or world access", kind, path),
 				 errdetail("Permissions should be u=rw (0600) or less.")));
+	return st;
 }
 
 /*
@@ -253,7 +254,7 @@ rl_password_read(char *password)
 	password[0] = '\0';
 	if (rl_redis_passfile[0] == '\0')
 		return;
-	rl_check_file("Redis password file", rl_redis_passfile, true);
+	(void) rl_check_file("Redis password file", rl_redis_passfile, true);
 	fd = OpenTransientFile(rl_redis_passfile, O_RDONLY | PG_BINARY);
 	if (fd < 0)
 		ereport(ERROR,

@@ -5,6 +5,8 @@
 #ifndef ADDRESS_H
 #define ADDRESS_H
 
+#include <sys/stat.h>
+
 #include "ratelimit.h"
 
 #define RL_MAX_PASSWORD		512
@@ -46,7 +48,7 @@ extern bool rl_target_parse(const char *url, RlTarget *target, RlError *error);
 extern void rl_target_name(const RlTarget *target, char *name);
 extern bool rl_address_redirect(const char *text, RlAddress *address);
 extern void rl_address_name(const RlAddress *address, char *name);
-extern void rl_check_file(const char *kind, const char *path, bool must_be_private);
+extern struct stat rl_check_file(const char *kind, const char *path, bool must_be_private);
 extern void rl_password_read(char *password);
 
 #endif							/* ADDRESS_H */

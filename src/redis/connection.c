@@ -103,6 +103,9 @@ open_with_password(RlConnection *conn, const RlAddress *address, bool with_passw
 	StringInfoData out;
 	bool		opened;
 
+	/* Before the time for connecting begins: reading the authorities of the system takes milliseconds. */
+	if (address->tls)
+		rl_tls_prepare();
 	/* It must not move later, as that would leave a copy of the password. */
 	initStringInfo(&out);
 	enlargeStringInfo(&out, RL_MAX_PASSWORD + sizeof(address->user) + 128);

@@ -504,8 +504,8 @@ connect_to(RlConnection *conn, const RlAddress *address, const char *host, int64
 
 /*
  * Connects to the first of the server's addresses that accepts, with TLS if the address says
- * so.  Each has an equal share of the time that is left.  Returns false with the first one's
- * error set; the caller closes the connection.  Raises an error if a setting for TLS is wrong.
+ * so, after rl_tls_prepare.  Each has an equal share of the time that is left.  Returns false with
+ * the first one's error set; the caller closes the connection.
  */
 bool
 rl_socket_open(RlConnection *conn, const RlAddress *address, int64 deadline, RlError *error)
@@ -521,7 +521,7 @@ rl_socket_open(RlConnection *conn, const RlAddress *address, int64 deadline, RlE
 		return own_shortage(conn, error, errno);
 	if (address->tls)
 	{
-		conn->tls = rl_tls_new(address->host);
+		conn->tls = rl_tls_new(address->host, conn->server);
 		if (conn->tls == NULL)
 			return own_shortage(conn, error, ENOMEM);
 	}

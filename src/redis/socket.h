@@ -49,7 +49,8 @@ typedef enum RlTlsStep
 #define RL_TLS_WHY			192
 
 /* tls.c */
-extern struct ssl_st *rl_tls_new(const char *host);
+extern void rl_tls_prepare(void);
+extern struct ssl_st *rl_tls_new(const char *host, char *server);
 extern bool rl_tls_attach(struct ssl_st *tls, int fd);
 extern int	rl_tls_step(struct ssl_st *tls, RlTlsStep step, void *data, int len,
 						uint32 *wants, char *why);

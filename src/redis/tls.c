@@ -8,8 +8,16 @@
  * The server must have a certificate for the host of the URL, valid now and signed by an
  * authority in ratelimit.tls_ca_file.  No setting turns this off: without it TLS protects
  * nothing.
+ *
+ * To read the authorities takes longer than a handshake, so the context is kept, and made again
+ * when a setting or a file has changed or TLS has failed.  Session tickets are kept with it: when a
+ * server accepts one, it checks no certificates and needs no signature, and neither does this side.
  */
 #include "postgres.h"
+
+#include <fcntl.h>
+
+#include "storage/fd.h"
 
 #include "redis/socket.h"
 
@@ -18,6 +26,26 @@
 #include <openssl/err.h>
 #include <openssl/ssl.h>
 #include <openssl/x509v3.h>
+
+#define MAX_TICKETS			8	/* of servers; Sentinels are servers, too */
+
+/* A file of the context. */
+typedef struct TlsFile
+{
+	char		path[MAXPGPATH];	/* empty: none */
+	struct stat st;
+} TlsFile;
+
+/* A session ticket, by which the server continues its last session. */
+typedef struct Ticket
+{
+	char		server[RL_MAX_SERVER];
+	SSL_SESSION *session;		/* NULL: none */
+} Ticket;
+
+static SSL_CTX *context = NULL;
+static TlsFile context_files[3];	/* that the context was made from */
+static Ticket tickets[MAX_TICKETS];
 
 /* Without this callback OpenSSL asks at the terminal. */
 static int
@@ -51,30 +79,108 @@ load_files(SSL_CTX *context)
 	return NULL;
 }
 
-/* Returns a TLS client, which the caller frees; NULL: no memory.  Raises an error if a setting is wrong. */
-struct ssl_st *
-rl_tls_new(const char *host)
+/* Describes the settings' files.  Raises an error if a setting is wrong. */
+static void
+check_files(TlsFile *files)
 {
-	SSL_CTX    *context;
-	SSL		   *tls;
-	const char *wrong;
-
+	memset(files, 0, 3 * sizeof(TlsFile));
+	strlcpy(files[0].path, rl_tls_ca_file, MAXPGPATH);
+	strlcpy(files[1].path, rl_tls_cert_file, MAXPGPATH);
+	strlcpy(files[2].path, rl_tls_key_file, MAXPGPATH);
 	if ((rl_tls_cert_file[0] == '\0') != (rl_tls_key_file[0] == '\0'))
 		ereport(ERROR,
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("ratelimit.tls_cert_file and ratelimit.tls_key_file must be set together")));
 	if (rl_tls_ca_file[0] != '\0')
-		rl_check_file("TLS CA file", rl_tls_ca_file, false);
+		files[0].st = rl_check_file("TLS CA file", rl_tls_ca_file, false);
 	if (rl_tls_cert_file[0] != '\0')
 	{
-		rl_check_file("TLS certificate file", rl_tls_cert_file, false);
-		rl_check_file("TLS key file", rl_tls_key_file, true);
+		files[1].st = rl_check_file("TLS certificate file", rl_tls_cert_file, false);
+		files[2].st = rl_check_file("TLS key file", rl_tls_key_file, true);
 	}
+}
+
+static bool
+is_same_file(const TlsFile *a, const TlsFile *b)
+{
+	return strcmp(a->path, b->path) == 0 && a->st.st_dev == b->st.st_dev && a->st.st_ino == b->st.st_ino &&
+		a->st.st_size == b->st.st_size && a->st.st_mtim.tv_sec == b->st.st_mtim.tv_sec &&
+		a->st.st_mtim.tv_nsec == b->st.st_mtim.tv_nsec;
+}
+
+/* Drops the context and its tickets.  A connection that is there keeps what it needs. */
+static void
+drop_context(void)
+{
+	SSL_CTX_free(context);
+	context = NULL;
+	for (Ticket *ticket = tickets; ticket < tickets + MAX_TICKETS; ticket++)
+		SSL_SESSION_free(ticket->session);
+	memset(tickets, 0, sizeof(tickets));
+}
+
+/* Returns the server's ticket, in place of another server's if it has none. */
+static Ticket *
+ticket_of(const char *server)
+{
+	static int	next = 0;
+	Ticket	   *ticket;
+
+	for (ticket = tickets; ticket < tickets + MAX_TICKETS; ticket++)
+		if (strcmp(ticket->server, server) == 0)
+			return ticket;
+	ticket = &tickets[next++ % MAX_TICKETS];
+	SSL_SESSION_free(ticket->session);
+	ticket->session = NULL;
+	strlcpy(ticket->server, server, sizeof(ticket->server));
+	return ticket;
+}
+
+/* OpenSSL's callback for a session that the server can continue.  Returns 1 if it is kept. */
+static int
+keep_session(SSL *tls, SSL_SESSION *session)
+{
+	Ticket	   *ticket;
+
+	if (SSL_get_SSL_CTX(tls) != context)
+		return 0;
+	ticket = ticket_of(SSL_get_app_data(tls));
+	SSL_SESSION_free(ticket->session);
+	ticket->session = session;
+	return 1;
+}
+
+/*
+ * Makes the context for connections with TLS, unless the kept one still is what the settings and
+ * their files say.  Raises an error if one of them is wrong, or if memory or descriptors have ended.
+ */
+void
+rl_tls_prepare(void)
+{
+	TlsFile		files[3];
+	const char *wrong;
+	int			fd;
+
+	check_files(files);
+	if (context != NULL && is_same_file(&files[0], &context_files[0]) &&
+		is_same_file(&files[1], &context_files[1]) && is_same_file(&files[2], &context_files[2]))
+		return;
+	drop_context();
+	memcpy(context_files, files, sizeof(files));
+	/* OpenSSL does not report authorities of the system that it could not read. */
+	fd = OpenTransientFile(DEVNULL, O_RDONLY);
+	if (fd < 0)
+		ereport(ERROR,
+				(errcode_for_file_access(),
+				 errmsg("could not open file \"%s\": %m", DEVNULL)));
+	CloseTransientFile(fd);
 
 	ERR_clear_error();
 	context = SSL_CTX_new(TLS_client_method());
 	if (context == NULL)
-		return NULL;
+		ereport(ERROR,
+				(errcode(ERRCODE_OUT_OF_MEMORY),
+				 errmsg("out of memory")));
 	SSL_CTX_set_default_passwd_cb(context, no_pass_phrase);
 	wrong = load_files(context);
 	if (wrong != NULL)
@@ -82,7 +188,7 @@ rl_tls_new(const char *host)
 		const char *reason = last_reason();
 
 		ERR_clear_error();
-		SSL_CTX_free(context);
+		drop_context();
 		ereport(ERROR,
 				(errcode(ERRCODE_CONFIG_FILE_ERROR),
 				 errmsg("could not load the file of parameter \"%s\": %s", wrong, reason)));
@@ -95,19 +201,36 @@ rl_tls_new(const char *host)
 #ifdef SSL_OP_IGNORE_UNEXPECTED_EOF
 	SSL_CTX_set_options(context, SSL_OP_IGNORE_UNEXPECTED_EOF);
 #endif
+	SSL_CTX_set_session_cache_mode(context, SSL_SESS_CACHE_CLIENT | SSL_SESS_CACHE_NO_INTERNAL);
+	SSL_CTX_sess_set_new_cb(context, keep_session);
+	ERR_clear_error();
+}
 
-	tls = SSL_new(context);
-	if (tls != NULL &&
+/*
+ * Returns a TLS client for a host, after rl_tls_prepare, which the caller frees; NULL: no memory.
+ * server names the server as long as the client lives.
+ */
+struct ssl_st *
+rl_tls_new(const char *host, char *server)
+{
+	SSL		   *tls = SSL_new(context);
+
+	if (tls != NULL && SSL_set_app_data(tls, server) == 1 &&
 		(X509_VERIFY_PARAM_set1_ip_asc(SSL_get0_param(tls), host) == 1 ||
 		 (SSL_set1_host(tls, host) == 1 && SSL_set_tlsext_host_name(tls, host) == 1)))
+	{
+		Ticket	   *ticket = ticket_of(server);
+
 		SSL_set_connect_state(tls);
+		if (ticket->session != NULL)
+			(void) SSL_set_session(tls, ticket->session);
+	}
 	else
 	{
 		SSL_free(tls);
 		tls = NULL;
 	}
 	ERR_clear_error();
-	SSL_CTX_free(context);
 	return tls;
 }
 
@@ -158,6 +281,7 @@ rl_tls_step(struct ssl_st *tls, RlTlsStep step, void *data, int len, uint32 *wan
 					RL_TLS_WHY);
 			break;
 		default:
+			drop_context();
 			verdict = SSL_get_verify_result(tls);
 			if (verdict != X509_V_OK)
 				snprintf(why, RL_TLS_WHY, "the server's certificate is not trusted: %s",
@@ -173,17 +297,26 @@ rl_tls_step(struct ssl_st *tls, RlTlsStep step, void *data, int len, uint32 *wan
 void
 rl_tls_free(struct ssl_st *tls)
 {
+	/* Otherwise OpenSSL would not use the session's ticket, because nothing says goodbye. */
+	if (tls != NULL)
+		SSL_set_shutdown(tls, SSL_SENT_SHUTDOWN);
 	SSL_free(tls);
 }
 
 #else							/* !USE_TLS */
 
-struct ssl_st *
-rl_tls_new(const char *host pg_attribute_unused())
+void
+rl_tls_prepare(void)
 {
 	ereport(ERROR,
 			(errcode(ERRCODE_FEATURE_NOT_SUPPORTED),
 			 errmsg("rediss:// is not supported because ratelimit was built without TLS")));
+}
+
+struct ssl_st *
+rl_tls_new(const char *host pg_attribute_unused(), char *server pg_attribute_unused())
+{
+	pg_unreachable();
 }
 
 bool

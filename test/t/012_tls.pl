@@ -180,6 +180,77 @@ with(tls_ca_file => "$dir/ca.crt");
 works('the first authority');
 
 #
+# What a session keeps: its certificates, until a file's inode, size or time changes, or a
+# handshake fails, and with them the session ticket of the server
+#
+
+# Writes an authority to the file "kept", which stays the same in what stat() says of it.
+sub keep
+{
+	my ($name, $time) = @_;
+
+	open my $kept, '+>>', "$dir/kept" or die "$dir/kept: $!";
+	truncate $kept, 0;
+	syswrite $kept, sprintf '%-4096s', slurp_file("$dir/$name.crt");
+	close $kept;
+	utime $time, $time, "$dir/kept" or die "$dir/kept: $!";
+	return;
+}
+
+keep('ca', 1_000_000_000);
+with(tls_ca_file => "$dir/kept");
+works('an authority in a file');
+keep('other_ca', 1_000_000_000);
+show('server');
+works('a connection needs no file that has not changed');
+show('stranger');
+fails('a file that is read after a failed handshake', 'PT504', qr/not trusted: unable to get local issuer certificate/);
+works('a file that is read after a failed handshake');
+keep('ca', 1_000_000_001);
+$redis->cli('CLIENT', 'KILL', 'TYPE', 'normal');
+fails('a file with another time', 'PT504', qr/not trusted/);
+show('server');
+works('a file with another time');
+with(tls_ca_file => "$dir/ca.crt");
+
+{
+	my $port = PostgreSQL::Test::Cluster::get_free_port();
+	my ($in, $out) = ('', '');
+	my $server = IPC::Run::start([ qw(openssl s_server -crlf -accept), "127.0.0.1:$port", '-cert', "$dir/server.crt", '-key', "$dir/server.key" ],
+		'<', \$in, '>', \$out, '2>&1');
+	my $next = sub {
+		my ($pattern, $answer) = @_;
+
+		await("$pattern", sub { $server->pump_nb; return $out =~ /$pattern/ });
+		$in .= $answer;
+		await("the answer to $pattern", sub { $server->pump_nb; return $in eq q{} });
+		return;
+	};
+	my $connects = sub {
+		my ($database) = @_;
+
+		$out = '';
+		with(redis_url => "rediss://127.0.0.1:$port/$database");
+		$session->send("SELECT state FROM attempt(\$\$$take\$\$)\n;");
+		$next->(qr/SELECT/, "+OK\n");
+		$next->(qr/EVALSHA/, "-ERR no\n");
+		is($session->ask(''), 'PT504', "database $database of a server that knows no script");
+		return;
+	};
+
+	$next->(qr/ACCEPT/, '');
+	$connects->(1);
+	unlike($out, qr/Reused/, 'the first connection begins a session of TLS');
+	$connects->(2);
+	like($out, qr/Reused/, 'the second connection continues it');
+	with(tls_ca_file => "$dir/kept");
+	$connects->(3);
+	unlike($out, qr/Reused/, 'with another authority the session is not continued');
+	with(tls_ca_file => "$dir/ca.crt", redis_url => $url);
+	$server->kill_kill;
+}
+
+#
 # The client's certificate
 #
 
