@@ -11,6 +11,7 @@
 #include <fcntl.h>
 #include <hiredis/hiredis.h>
 #include <netdb.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -342,10 +343,17 @@ rl_pause(int64 deadline)
  * Opening and closing
  */
 
-/* Frees neither TLS nor the claim to a descriptor. */
+/*
+ * Frees neither TLS nor the claim to a descriptor.  A connection that is not up, or has a call under
+ * way, is reset: what the kernel still holds of it then never reaches the server.
+ */
 static void
 close_descriptor(RlConnection *conn)
 {
+	static const struct linger at_once = {.l_onoff = 1};
+
+	if (conn->ctx != NULL && conn->in_flight)
+		(void) setsockopt(conn->ctx->fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
 	if (conn->events != NULL)
 		FreeWaitEventSet(conn->events);
 	conn->events = NULL;
@@ -472,12 +480,34 @@ begin_connecting(RlConnection *conn, const RlAddress *address, const char *host,
 	return true;
 }
 
+/*
+ * Has the kernel end an idle connection within 8 s when the server is lost without a word, so that no
+ * call has to find that out.  It also keeps gateways from forgetting the connection.
+ */
+static void
+keep_alive(int fd)
+{
+	static const struct
+	{
+		int			level;
+		int			option;
+		int			value;
+	}			options[] = {
+		{SOL_SOCKET, SO_KEEPALIVE, 1},
+		{IPPROTO_TCP, TCP_KEEPIDLE, 5},
+		{IPPROTO_TCP, TCP_KEEPINTVL, 1},
+		{IPPROTO_TCP, TCP_KEEPCNT, 3}
+	};
+
+	for (size_t i = 0; i < lengthof(options); i++)
+		(void) setsockopt(fd, options[i].level, options[i].option, &options[i].value, sizeof(int));
+}
+
 /* Waits until the socket is up.  Returns false with the error set; the caller closes the connection. */
 static bool
 connect_to(RlConnection *conn, const RlAddress *address, const char *host, int64 deadline,
 		   RlError *error)
 {
-	int			on = 1;
 	int			socket_error = 0;
 	socklen_t	len = sizeof(socket_error);
 
@@ -485,9 +515,8 @@ connect_to(RlConnection *conn, const RlAddress *address, const char *host, int64
 		return false;
 	/* Programs that the server starts must not inherit it. */
 	(void) fcntl(conn->ctx->fd, F_SETFD, FD_CLOEXEC);
-	/* As libpq does: so the kernel finds a lost server, and gateways keep an idle connection. */
 	if (!address->is_path)
-		(void) setsockopt(conn->ctx->fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
+		keep_alive(conn->ctx->fd);
 
 	conn->events = rl_events_create(1);
 	conn->socket_event = AddWaitEventToSet(conn->events, WL_SOCKET_WRITEABLE,

@@ -3,6 +3,7 @@
 #
 # Runs once with a server: it depends on the server and on hiredis.
 use RatelimitTest;
+use Errno;
 use IO::Socket::INET;
 use POSIX ();
 use RedisCluster;
@@ -331,6 +332,13 @@ with(connect_timeout => '200ms');
 	is($got->{state}, 'PT504', 'no handshake: SQLSTATE');
 	like($got->{message}, qr/connect_timeout has passed$/, 'no handshake: message');
 	cmp_ok(min(@ms), '<=', 250, 'no handshake: the call takes at most connect_timeout + 50 ms');
+	{
+		my $accepted = $silent->accept;
+		my $n;
+
+		1 while $n = sysread $accepted, my $hello, 65536;
+		ok(!defined $n && $!{ECONNRESET}, 'no handshake: the connection is reset') or diag $!;
+	}
 	with(connect_timeout => '10min');
 	is($session->state_under_timeout('200ms', $take), '57014', 'no handshake: statement_timeout works');
 	$session->ask('RESET ratelimit.connect_timeout');
