@@ -360,6 +360,18 @@ CREATE FUNCTION rl_enforce()
 COMMENT ON FUNCTION rl_enforce() IS
 	'trigger that takes quota for each row, or, AFTER ... FOR EACH STATEMENT, for all rows of the statement together, by key: rl_enforce(key template, limits [, key template, limits ...] [, ''quota={column}'']), with schema.function({column}, ...) in place of limits for a function that returns the limits of the row; errors: PT429 for a refused action, PT413 for more quota than the limit ever has, PT403 under blocked, PT504 if the store fails and ratelimit.on_error is error or deny, 22004 for a NULL column or NULL instead of limits, 42501 without EXECUTE on such a function and the errors of the function, 22023, 22P02, 3F000, 42703, 42725, 42804, 42809, 42883, 54023 or 0A000 for invalid arguments (see rl_triggers.problem)';
 
+CREATE FUNCTION rl_check_triggers()
+	RETURNS event_trigger
+	AS 'MODULE_PATHNAME' LANGUAGE C;
+COMMENT ON FUNCTION rl_check_triggers() IS
+	'checks the arguments of rl_enforce triggers; the event trigger ratelimit_check_triggers calls it';
+
+CREATE EVENT TRIGGER ratelimit_check_triggers ON ddl_command_end
+	WHEN TAG IN ('CREATE TRIGGER', 'CREATE SCHEMA', 'ALTER TABLE')
+	EXECUTE FUNCTION rl_check_triggers();
+COMMENT ON EVENT TRIGGER ratelimit_check_triggers IS
+	'raises the error of an rl_enforce trigger that is created with wrong arguments; a warning while check_function_bodies is off, and when ALTER TABLE makes the arguments wrong';
+
 CREATE FUNCTION rl_trigger_rule(trigger oid,
 		OUT key text, OUT limits text, OUT quota text,
 		OUT definition text, OUT problem text, OUT warning text)

@@ -198,6 +198,8 @@ SELECT customer, count(*) FROM shop.calls GROUP BY customer;
 SELECT key, remaining FROM rl_check_many('{both:0,both:1}', '4/1h', '{0,0}');
 DROP TABLE jobs;
 
+SET check_function_bodies = off;
+SET client_min_messages = error;
 -- Functions that cannot be called.  Nothing is charged.
 CREATE FUNCTION shop.typed(numeric) RETURNS rl_limits LANGUAGE sql RETURN '5/1h'::rl_limits;
 CREATE FUNCTION shop.many(int) RETURNS SETOF rl_limits LANGUAGE sql RETURN '5/1h'::rl_limits;
@@ -323,7 +325,7 @@ SET client_min_messages = warning;
 DROP TABLE tried, orders, calls;
 DROP FUNCTION each_call(text);
 DROP SCHEMA shop CASCADE;
-RESET client_min_messages;
+SET client_min_messages = error;
 
 -- Several keys: unlimited is not asked, and blocked refuses before another key is asked.
 SELECT * FROM run(

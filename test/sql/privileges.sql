@@ -61,10 +61,14 @@ CREATE CONSTRAINT TRIGGER a5 AFTER INSERT OR UPDATE ON secured DEFERRABLE INITIA
 	FOR EACH ROW EXECUTE FUNCTION rl_enforce('deferred:{owner}', '5/1h');
 CREATE TRIGGER a6 AFTER INSERT ON secured REFERENCING NEW TABLE AS added
 	FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('statement:{owner}', '5/1h');
+SET check_function_bodies = off;
+SET client_min_messages = error;
 CREATE TRIGGER a7 BEFORE INSERT ON secured FOR EACH ROW EXECUTE FUNCTION rl_enforce('misspelt:{owne}', '5/1h');
 ALTER TABLE secured DISABLE TRIGGER a7;
 SELECT trigger, problem, warning FROM rl_triggers WHERE relation = 'secured'::regclass AND warning IS NOT NULL;
 ALTER TABLE secured ENABLE ROW LEVEL SECURITY;
+RESET check_function_bodies;
+RESET client_min_messages;
 CREATE POLICY own ON secured USING (owner = current_user) WITH CHECK (owner = current_user);
 SELECT trigger, problem, warning FROM rl_triggers WHERE relation = 'secured'::regclass ORDER BY trigger;
 GRANT ALL ON secured TO rl_test_plain;

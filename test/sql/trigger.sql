@@ -104,6 +104,8 @@ FROM unnest('{192.0.2.129,192.0.2.129/25,::ffff:192.0.2.129,::ffff:192.0.2.129/1
 INSERT INTO visits VALUES (NULL, '192.0.2.0/24');
 DROP TABLE visits;
 -- Wrong networks.  The name of a column can have a slash.
+SET check_function_bodies = off;
+SET client_min_messages = error;
 CREATE TABLE visits (address inet, name text, "km/h" int);
 SELECT format('CREATE TRIGGER t%s BEFORE INSERT ON visits FOR EACH ROW EXECUTE FUNCTION rl_enforce(%L, %L)', to_char(n, 'FM00'), template, '5/10s')
 FROM unnest('{"{address/129}","{address/33,64}","{address/24,129}","{address/}","{address/,}","{address/24,}","{address/,56}","{address/-1}",
@@ -113,8 +115,12 @@ SELECT key, problem FROM rl_triggers WHERE relation = 'visits'::regclass ORDER B
 SELECT failure($$INSERT INTO visits VALUES ('192.0.2.1')$$);
 DROP TABLE visits;
 DROP DOMAIN client;
+RESET check_function_bodies;
+RESET client_min_messages;
 
 -- rl_triggers shows the triggers that make each write fail.
+SET check_function_bodies = off;
+SET client_min_messages = error;
 CREATE TABLE broken (a int, b float8, c int GENERATED ALWAYS AS (a + 1) STORED, d date, e jsonb);
 CREATE TRIGGER t01 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce();
 CREATE TRIGGER t02 BEFORE INSERT ON broken FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}');
@@ -150,6 +156,8 @@ CREATE VIEW order_view AS SELECT customer FROM orders;
 CREATE TRIGGER t INSTEAD OF INSERT ON order_view FOR EACH ROW EXECUTE FUNCTION rl_enforce('{customer}', '5/10s');
 INSERT INTO order_view VALUES (1);
 DROP VIEW order_view;
+RESET check_function_bodies;
+RESET client_min_messages;
 
 -- For each statement: rows are summed by key, and if a key is refused, no key is charged.
 CREATE TABLE lines (customer bigint, items int);
@@ -175,6 +183,8 @@ SELECT remaining FROM rl_check_many('{changed:1,changed:2}', '5/10s', '{0,0}');
 DELETE FROM lines WHERE customer = 2;
 SELECT remaining FROM rl_check_many('{gone:1,gone:2}', '2/10s', '{0,0}');
 -- Unsupported triggers raise an error.
+SET check_function_bodies = off;
+SET client_min_messages = error;
 CREATE TRIGGER t1 AFTER TRUNCATE ON lines FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('all', '5/10s');
 CREATE TRIGGER t2 AFTER UPDATE ON lines REFERENCING OLD TABLE AS old FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('all', '5/10s');
 CREATE TRIGGER t3 BEFORE DELETE ON lines FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('all', '5/10s');
@@ -182,6 +192,43 @@ CREATE TRIGGER t5 AFTER INSERT ON lines REFERENCING NEW TABLE AS added FOR EACH 
 SELECT trigger, problem FROM rl_triggers WHERE relation = 'lines'::regclass ORDER BY trigger;
 TRUNCATE lines;
 DROP TABLE lines;
+RESET check_function_bodies;
+RESET client_min_messages;
+
+-- Mistakes are errors when the trigger is created, and warnings when the table is changed.
+CREATE TABLE checked (a int, b text, c int GENERATED ALWAYS AS (a + 1) STORED, d date);
+CREATE TRIGGER t BEFORE INSERT ON checked FOR EACH ROW EXECUTE FUNCTION rl_enforce('{x}', '5/10s');
+CREATE TRIGGER t BEFORE INSERT ON checked FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}', '5/10x');
+CREATE TRIGGER t BEFORE INSERT ON checked FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}', 'fixed_window 5/day in Europe/Nowhere');
+CREATE TRIGGER t BEFORE INSERT ON checked FOR EACH ROW EXECUTE FUNCTION rl_enforce('{d}', '5/10s');
+CREATE CONSTRAINT TRIGGER t AFTER INSERT ON checked DEFERRABLE FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}', 'nowhere.limits({a})');
+CREATE TRIGGER t AFTER INSERT ON checked FOR EACH STATEMENT EXECUTE FUNCTION rl_enforce('all', '5/10s');
+CREATE SCHEMA made CREATE TABLE t (a int) CREATE TRIGGER t BEFORE INSERT ON t FOR EACH ROW EXECUTE FUNCTION public.rl_enforce('{x}', '5/10s');
+DO $$BEGIN CREATE TRIGGER t BEFORE INSERT ON checked FOR EACH ROW EXECUTE FUNCTION rl_enforce('{x}', '5/10s'); END$$;
+SELECT count(*) FROM rl_triggers WHERE relation = 'checked'::regclass;
+CREATE TRIGGER t BEFORE INSERT ON checked FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}:{b}', '5/10s');
+CREATE OR REPLACE TRIGGER t BEFORE INSERT ON checked FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}:{b}:{c}', '5/10s');
+ALTER TABLE checked RENAME b TO e;
+ALTER TABLE checked RENAME e TO b;
+ALTER TABLE checked ALTER b TYPE jsonb USING NULL, ADD f int;
+ALTER TABLE checked DROP b;
+ALTER TABLE checked ADD b text;
+SET check_function_bodies = off;
+CREATE TRIGGER u AFTER INSERT ON checked FOR EACH ROW EXECUTE FUNCTION rl_enforce('{a}', 'nowhere.limits({a})');
+RESET check_function_bodies;
+ALTER TABLE checked ALTER a SET NOT NULL;
+SELECT trigger, problem FROM rl_triggers WHERE relation = 'checked'::regclass;
+-- Of a table with partitions, and only the trigger itself is reported, not its clones.
+CREATE TABLE parted (a int, b text) PARTITION BY LIST (a);
+CREATE TABLE parted_1 PARTITION OF parted FOR VALUES IN (1);
+CREATE TRIGGER t BEFORE INSERT ON parted FOR EACH ROW EXECUTE FUNCTION rl_enforce('{x}', '5/10s');
+CREATE TRIGGER t BEFORE INSERT ON parted FOR EACH ROW EXECUTE FUNCTION rl_enforce('{b}', '5/10s');
+CREATE TRIGGER u BEFORE INSERT ON parted_1 FOR EACH ROW EXECUTE FUNCTION rl_enforce('u:{b}', '5/10s');
+ALTER TABLE parted RENAME b TO c;
+ALTER TABLE parted_1 ALTER a SET DEFAULT 1;
+-- The event trigger's function is no other function.
+SELECT rl_check_triggers();
+DROP TABLE checked, parted;
 
 -- Partitions: the trigger is cloned, columns are found in each.
 CREATE TABLE events (day int, customer bigint) PARTITION BY LIST (day);

@@ -139,7 +139,7 @@ sub changes
 			'function public.rl_old() is left over' ],
 		[ $triggers, $triggers =~ s/, r\.warning|^COMMENT ON COLUMN rl_triggers\.warning.*//gmr, $triggers =~ s/CREATE VIEW/CREATE OR REPLACE VIEW/r,
 			'rule "_RETURN" on public.rl_triggers: ev_action differs', 'view column public.rl_triggers.warning is missing',
-			'view public.rl_triggers: relnatts is 9, must be 10' ]);
+			'view public.rl_triggers: relnatts is 8, must be 9' ]);
 }
 
 # Installs an old version with these changes, and upgrades it by a script that has the
