@@ -214,6 +214,7 @@ rl_ledger_add(RlOwner *owner, const RlKey *key, const RlLimit *limit, const RlCh
 
 	id.level = level;
 	id.lot = lot;
+	id.life = charge->life;
 	if (level != RL_APART)
 	{
 		bool		found;

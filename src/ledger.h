@@ -37,6 +37,7 @@ typedef struct RlLedgerId
 	uint64		redis_key[2];	/* a hash */
 	RlStateTag	tag;
 	int64		mark;			/* of charges that do not merge */
+	int64		life;			/* as in RlCharge */
 	uint64		lot;			/* of a lease, which had the units; 0: none */
 	int			level;
 	bool		local;

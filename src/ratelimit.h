@@ -218,6 +218,7 @@ typedef struct RlDecision
 	int64		retry_after;	/* or RL_NEVER; 0 when allowed, unless in shadow */
 	int64		reset_after;	/* or RL_UNKNOWN */
 	int64		ban_left;		/* 0: no ban is in force */
+	int64		life;			/* of a charged state, as in RlCharge */
 	const char *ban_rule;		/* of a ban in force: the text of the limit that set it, in
 								 * the memory context of the call; NULL: not known */
 	RlSource	source;

@@ -198,10 +198,12 @@ rl_charges_set(const RlAction *action, RlTimes at, const RlDecision *each, RlCha
 	{
 		const RlLimit *limit = &action->limits->limit[i];
 
-		charges[i] = each[i].charged ?
-			rl_algorithm(limit)->charge(limit, rl_quota_of(action->limits, i, action->quota), rl_time_of(limit, at),
-										each[i].reset_after) :
-			(RlCharge) {0};
+		charges[i] = (RlCharge) {0};
+		if (!each[i].charged)
+			continue;
+		charges[i] = rl_algorithm(limit)->charge(limit, rl_quota_of(action->limits, i, action->quota), rl_time_of(limit, at),
+										each[i].reset_after);
+		charges[i].life = each[i].life;
 	}
 }
 
@@ -344,6 +346,7 @@ rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool,
 		if (limit->shadow)
 			rl_allow_in_shadow(&decisions[i]);
 		decisions[i].ban_left = 0;
+		decisions[i].life = 0;
 	}
 	if (banned_until > now.store && !rl_all_shadow(limits))
 		return RL_VERDICT_BANNED;

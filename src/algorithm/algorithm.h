@@ -84,7 +84,8 @@ typedef struct RlCharge
 	int64		mark;			/* the place in the state: the bucket's anchor,
 								 * the window's start, the sub-window's number
 								 * or the entry's time; throttle: 0 */
-	int64		life;			/* of a leftover, as in RlLeftover; otherwise 0 */
+	int64		life;			/* of the state that was charged, or of a leftover as in RlLeftover: in
+								 * another life the charge is not refunded; 0: in any */
 	bool		own;			/* of a reservation: an entry that is its own */
 } RlCharge;
 

@@ -33,7 +33,7 @@
 
 #define SINGLE_NUMBERS		4	/* at most, of a script for one limit without options */
 
-StaticAssertDecl(RL_MAX_VALUES >= RL_MAX_KEYS * (3 + RL_REPORTED * RL_MAX_LIMITS),
+StaticAssertDecl(RL_MAX_VALUES >= RL_MAX_KEYS * (3 + (RL_REPORTED + 1) * RL_MAX_LIMITS),
 				 "check_all.lua has too long a reply");
 
 /* The arguments and the reply of a call's script */
@@ -78,6 +78,7 @@ typedef struct KeyReply
 	const char *why;			/* of a ban in force: "limit " and the limit that set it */
 	int			why_len;		/* 0: not known */
 	int64		record;			/* of reserve.lua: the reservation was there, 1: open, 2: settled */
+	const int64 *lives;			/* of the limits' states, if the charge may be refunded; or NULL */
 	const int64 *grant;			/* of a lease: units, how long they can be used, the key's life; or NULL */
 } KeyReply;
 
@@ -186,7 +187,7 @@ is_single(const RlAction *action, bool many)
 	const RlLimit *limit = &limits->limit[0];
 
 	return limits->n == 1 && limit->ban == 0 && !limit->count_denied && !limit->shadow &&
-		limit->calendar == RL_NO_CALENDAR && (many || !(limits->refunds || action->timed)) && !is_look(action);
+		limit->calendar == RL_NO_CALENDAR && !limits->refunds && (many || !action->timed) && !is_look(action);
 }
 
 /* Returns true if the call has something to ask for a lease, or to refund. */
@@ -297,6 +298,14 @@ run_end(const RlAction *const *actions, const int *order, int i, int n)
 	return i;
 }
 
+/* Returns true if the script tells the lives of the states that the action charges. */
+static bool
+is_refundable(const Taking *taking, const RlAction *action)
+{
+	return action->limits->refunds && !is_look(action) &&
+		(taking->form == LISTED || taking->form == TOGETHER);
+}
+
 /* Appends the arguments that n keys share, of one limit without options at least "least" numbers. */
 static void
 append_run(RlCommand *command, const Taking *taking, const RlAction *action, int n, int least)
@@ -314,8 +323,10 @@ append_run(RlCommand *command, const Taking *taking, const RlAction *action, int
 		rl_command_arg(command, action->reserve->id.data, action->reserve->id.len);
 	else if (lease != NULL)
 		rl_command_number(command, lease->want);
+	else if (taking->many || taking->form == TOGETHER)
+		rl_command_number(command, is_refundable(taking, action) ? -action->limits->n : action->limits->n);
 	else
-		rl_command_number(command, taking->many || taking->form == TOGETHER ? action->limits->n : !is_look(action));
+		rl_command_number(command, is_look(action) ? 0 : is_refundable(taking, action) ? 2 : 1);
 	rl_command_number(command, action->quota);
 	if (lease != NULL)
 	{
@@ -464,6 +475,7 @@ decide_key(const RlAction *action, const KeyReply *take, bool charged, RlDecisio
 			!read_decision(limit, take->record > 0 ? 0 : rl_quota_of(limits, i, quota), verdict, refused, reported,
 						   &decisions[i]))
 			return false;
+		decisions[i].life = take->lives != NULL ? take->lives[i] : 0;
 		if (take->record > 0)
 			rl_set_reserved(&decisions[i], take->record == 2);
 		allowed &= decisions[i].allowed;
@@ -505,16 +517,22 @@ read_rule(Reader *reader, KeyReply *take)
 }
 
 static bool
-read_listed(const RlAction *action, Reader *reader, KeyReply *take)
+read_listed(const RlAction *action, bool refundable, Reader *reader, KeyReply *take)
 {
 	const int64 *values = &reader->reply->values[reader->at];
+	int			nlives = refundable ? action->limits->n : 0;
 
 	*take = (KeyReply) {.reported = &values[3]};
 	for (int i = 0; i < action->limits->n; i++)
 		take->nreported += rl_algorithm(&action->limits->limit[i])->nreported;
-	reader->at += 3 + take->nreported;
+	reader->at += 3 + take->nreported + nlives;
 	if (reader->at > reader->reply->nvalues)
 		return false;
+	if (refundable)
+		take->lives = &take->reported[take->nreported];
+	for (int i = 0; i < nlives; i++)
+		if (take->lives[i] < 0 || take->lives[i] >= RL_CALENDAR_END)
+			return false;
 	take->verdict = values[0];
 	take->ban = values[1];
 	take->at = values[2];
@@ -593,7 +611,7 @@ read_key(const Taking *taking, const RlAction *action, Reader *reader, KeyReply 
 		return reply->is_array == (reply->nvalues > 1) &&
 			read_single(action, reader, reply->values, reply->nvalues, take);
 	}
-	return read_listed(action, reader, take) && (taking->form != RESERVED || read_record(reader, take)) &&
+	return read_listed(action, is_refundable(taking, action), reader, take) && (taking->form != RESERVED || read_record(reader, take)) &&
 		(taking->form != LEASED || read_grant(action->lease, reader, take));
 }
 
@@ -747,7 +765,7 @@ set_calls(Taking *taking, int n)
 		const RlAction *action = taking->actions[taking->order[i]];
 		const RlLimits *limits = action->limits;
 		int			action_share = 0;
-		int			action_values = 3;
+		int			action_values = 3 + (limits->refunds ? limits->n : 0);
 
 		for (int l = 0; l < limits->n; l++)
 		{

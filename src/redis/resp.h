@@ -8,7 +8,7 @@
 #include "lib/stringinfo.h"
 #include "ratelimit.h"
 
-#define RL_MAX_VALUES		(2 + 3 * RL_MAX_TOGETHER)	/* of a reply: time, numbers of keys, text */
+#define RL_MAX_VALUES		(50 + 3 * RL_MAX_TOGETHER)	/* of a reply: time, numbers of keys, text */
 #define RL_MAX_TOGETHER		100 /* keys that one call decides, each by itself */
 #define RL_MAX_TEXT			32768	/* bytes of a string */
 

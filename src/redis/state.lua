@@ -65,15 +65,29 @@ local function drop(field)
   gone[#gone + 1] = field
 end
 
+-- Fields that a hash keeps only beside others. There are few of them, but one for each state that
+-- was reset.
+local function is_beside(field)
+  return field == 'expiry' or field == 'lease' or field == 'born' or string.sub(field, 1, 6) == 'reset:'
+end
+
 -- Ends the deletion of fields: deletes a hash that has no state and no ban left, and
 -- sets the expiry of another hash if it is not that of the field.
 local function after_deletion()
-  local fields, others = call('HLEN', hash), call('HMGET', hash, 'expiry', 'lease')
-  if fields == (others[1] and 1 or 0) + (others[2] and 1 or 0) then
-    call('HDEL', hash, 'expiry', 'lease')
-    return
+  local left = 0
+  if call('HLEN', hash) <= 32 then
+    local fields = call('HKEYS', hash)
+    for _, field in ipairs(fields) do
+      left = left + (is_beside(field) and 0 or 1)
+    end
+    if left == 0 then
+      if #fields > 0 then
+        call('HDEL', hash, unpack(fields))
+      end
+      return
+    end
   end
-  local expiry, needed, set = others[1], 0, {}
+  local expiry, needed, set = call('HMGET', hash, 'expiry')[1], 0, {}
   --@ expiry
   if expires then
     --@ keep_all

@@ -188,6 +188,7 @@ take_single(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decisi
 		start = rl_cell_at(view, c)->state.start;
 	else if (quota > 0 && quota <= limit->capacity && !rl_cells_reserve(view, 1, 0))
 		return false;
+	decision->life = 0;
 	end = rl_algorithm(limit)->act_single(limit, &start, view->now, quota, decision);
 	if (!decision->allowed || quota == 0)
 		return true;

@@ -12,6 +12,7 @@ use TcpProxy;
 
 my ($redis, $node, $session) = start_servers(\&shared_node, 'max_prepared_transactions = 2', 'ratelimit.retry_interval = 0');
 my $watcher = session($node);
+my @others = (session($node));
 my $pid = $session->pid;
 
 # A limit of each algorithm, each with ten units, which do not replenish during the test.
@@ -96,6 +97,46 @@ foreach my $end (
 	$redis->cli(qw(ACL SETUSER default +hdel +unlink));
 	$session->ask('ROLLBACK');
 	is(free($key), 10, 'afterwards a rollback refunds');
+}
+
+# Another session resets the key or its limits, or deletes the key, while the transaction is open: a rollback gives back
+# nothing that others have taken since, and refunds what the transaction itself has taken since.
+foreach my $limit ('10/10d', 'token_bucket 10/10d', 'fixed_window 10/10d', 'fixed_window 10/10d from_first', 'fixed_window 10/month',
+	'sliding_window 10/10d', 'sliding_log 10/10d', 'concurrent 10/1h')
+{
+	my $option = $limit =~ /concurrent/ ? $limit : "$limit refund_on_abort";
+	my %take = (
+		rl_check => sub { return "SELECT allowed FROM rl_check('$_[0]', '$option', $_[1])" },
+		'rl_check of a list' => sub { return "SELECT allowed FROM rl_check('$_[0]', '$option, 100/20d', $_[1])" },
+		rl_check_many => sub { return "SELECT allowed FROM rl_check_many(ARRAY['$_[0]'], '$option', ARRAY[$_[1]])" },
+		rl_check_all => sub { return "SELECT bool_and(allowed) FROM rl_check_all(ARRAY['$_[0]', 'other:$_[0]'], ARRAY['$option', '100/20d']::rl_limits[], ARRAY[$_[1], 1])" });
+	my $left = sub { return $watcher->ask("SELECT remaining FROM rl_peek('$_[0]', '$limit', 0)") };
+	my @wrong;
+
+	foreach my $form (sort keys %take)
+	{
+		foreach my $reset ('rl_reset of the limits', 'rl_reset', 'DEL')
+		{
+			my $key = new_key();
+			my $name = "$limit, $form, $reset";
+			my $do = $reset eq 'DEL' ? sub { $redis->cli('DEL', "rl:{$key}") } :
+			  sub { $watcher->ask("SELECT rl_reset('$key'" . ($reset =~ /limits/ ? ", '$limit')" : ')')) };
+
+			$session->ask('BEGIN');
+			push @wrong, "$name: no first charge" if $session->ask($take{$form}->($key, 4)) ne 't';
+			$do->();
+			$others[0]->ask('BEGIN');
+			push @wrong, "$name: no charge by others" if $others[0]->ask($take{$form}->($key, 6)) ne 't';
+			push @wrong, "$name: no second charge" if $session->ask($take{$form}->($key, 3)) ne 't';
+			$session->ask('ROLLBACK');
+			push @wrong, "$name: after the rollback " . $left->($key) . ' are left' if $left->($key) != 4;
+			$others[0]->ask('ROLLBACK');
+			# A throttle's two refunds both leave out the milliseconds in which the charges overlapped.
+			my $end = $left->($key);
+			push @wrong, "$name: in the end $end are left" if $end != 10 && !($limit eq '10/10d' && $end == 9);
+		}
+	}
+	is_deeply(\@wrong, [], "$limit: nothing is given back twice");
 }
 
 # A transaction that is canceled or terminated, and a client that disconnects.
@@ -226,7 +267,7 @@ is_deeply([ lost() ], [], 'no refund is lost');
 # The call is interrupted when a part of its reply has come.
 {
 	my ($begun, $goes_on) = map { PostgreSQL::Test::Utils::tempdir . "/$_" } qw(begun goes_on);
-	my @replies = ([ join("\r\n:", '*4', 0, 0, time * 1_000_000, 0) . "\r\n" ],
+	my @replies = ([ join("\r\n:", '*5', 0, 0, time * 1_000_000, 0, time * 1_000_000) . "\r\n" ],
 		[ "*2\r\n:1\r\n", sub { append_to_file($begun, ''); return -e $goes_on }, ":1000000\r\n" ], [":1\r\n"]);
 	my $liar = LyingServer->new(sub { return @{ shift @replies } });
 	my $victim = session($node);

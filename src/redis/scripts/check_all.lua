@@ -1,5 +1,6 @@
 -- Charges one action to several keys, or to none of them. For each key there are,
--- from ARGV[2] on: the number of its limits, its quota, and its limits.
+-- from ARGV[2] on: the number of its limits (negative if the transaction may have to refund
+-- them), its quota, and its limits.
 --
 -- Returns for each key the numbers that check.lua returns, and a text if keys are banned: a
 -- line for each of them, with the limit that set the ban. The action is allowed if all
@@ -9,10 +10,10 @@
 
 local keys, allowed, at, units = {}, true, 2, 0
 for i, name in ipairs(KEYS) do
-  local n = tonumber(ARGV[at])
+  local n, refundable = math.abs(ARGV[at]), ARGV[at] + 0 < 0
   hash, quota = name, tonumber(ARGV[at + 1])
-  local limits, ban = load_limits(0, at + 2, at + 1 + n * LIMIT)
-  keys[i] = {hash = hash, quota = quota, limits = limits, expiry = expiry}
+  local limits, ban, born = load_limits(0, at + 2, at + 1 + n * LIMIT, refundable and 'born' or nil)
+  keys[i] = {hash = hash, quota = quota, limits = limits, expiry = expiry, refundable = refundable, born = born}
   keys[i].verdict, keys[i].by = decide(limits, ban)
   allowed = allowed and keys[i].verdict == 0
   at, units = at + 2 + n * LIMIT, units + quota
@@ -29,6 +30,10 @@ for _, key in ipairs(keys) do
   hash, quota, set, gone, longest = key.hash, key.quota, {}, {}, 0
   reply[first], reply[first + 1], reply[first + 2] = key.verdict, 0, now
   reply[first + 1] = act(key.limits, key.verdict == 0 and not allowed and -1 or key.verdict, reply, true)
+  if key.refundable then
+    local limits, born, charged = key.limits, key.born, allowed
+    --@ append_lives
+  end
   key.set, key.gone, key.longest = set, gone, longest
   if key.verdict > 0 then
     rules[#rules + 1] = (key.by or '') .. '\n'

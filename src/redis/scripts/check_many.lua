@@ -1,27 +1,33 @@
 -- Decides many keys, each by itself, in the order of KEYS. From ARGV[2] on there are runs: a
--- number of keys, and what they share: the number of limits, the quota, and the limits.
+-- number of keys, and what they share: the number of limits (negative if the transaction may have
+-- to refund them), the quota, and the limits.
 --
 -- Returns for each key the numbers that check.lua returns, or only -2 if the key has failed,
 -- also because of its windows: then it was not charged. If keys are banned, a text follows: a
 -- line for each of them, with the limit that set the ban.
 --@ clock state algorithms act
 
-local at, left, n, reply, i, complete, rules = 2, 0, 0, {}, 0, 0, {}
+local at, left, n, refundable, reply, i, complete, rules = 2, 0, 0, false, {}, 0, 0, {}
 local looked, wrote = false, false
 
 local function take_keys()
   while i < #KEYS do
     i = i + 1
     if left == 0 then
-      left, n, quota = tonumber(ARGV[at]), tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
+      left, n, quota = tonumber(ARGV[at]), math.abs(ARGV[at + 1]), tonumber(ARGV[at + 2])
+      refundable = ARGV[at + 1] + 0 < 0
       at = at + 3 + n * LIMIT
     end
     left = left - 1
     hash, set, gone, longest = KEYS[i], {}, {}, 0
-    local limits, ban = load_limits(0, at - n * LIMIT, at - 1)
+    local limits, ban, born = load_limits(0, at - n * LIMIT, at - 1, refundable and 'born' or nil)
     local verdict, by = decide(limits, ban)
     reply[complete + 1], reply[complete + 2], reply[complete + 3] = verdict, 0, now
     reply[complete + 2] = act(limits, verdict, reply, true)
+    if refundable then
+      local charged = verdict == 0
+      --@ append_lives
+    end
     write()
     looked, wrote = looked or quota == 0, wrote or #set > 0
     complete = #reply

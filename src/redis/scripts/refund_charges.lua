@@ -3,7 +3,7 @@
 -- count refused quota then count the key's quota as refused, unless it is 0 or the key is
 -- banned. Each charge has the LIMIT arguments of its limit and CHARGE more: the amount in two
 -- parts (throttle: microseconds and nanoseconds; others: units and 0), time, mark and life as
--- in RlCharge. A leftover of another life is lost.
+-- in RlCharge. A charge of another life is not refunded.
 --
 -- Returns 1, or the positions of the keys that have failed: these are not refunded. If
 -- the first key fails, none is, and the reply is its error.
@@ -17,12 +17,14 @@ local function refund_key()
   i = i + 1
   quota, at = tonumber(ARGV[at]), to + 1
   hash, set, gone, longest = KEYS[i], {}, {}, 0
-  local limits, ban, life = load_limits(CHARGE, from, to, 'lease')
+  local limits, ban, lease, born = load_limits(CHARGE, from, to, 'lease', 'born')
   for _, l in ipairs(limits) do
     -- Charges to limits with one tag change one state.
     local state = l.state
     local of_life = ARGV[l.more + CHARGE - 1]
-    if (state.charged or state.used) > 0 and (of_life == '0' or of_life == life) then
+    --@ life_of
+    -- An entry of a log is found by its time, in any life.
+    if (state.charged or state.used) > 0 and (of_life == '0' or l.log or of_life == lease or of_life == life) then
       local amount, rest, time, mark = unpack(ARGV, l.more, l.more + CHARGE - 1)
       state:refund_charge(tonumber(time), tonumber(mark), tonumber(amount), tonumber(rest), l)
       state.changed = true

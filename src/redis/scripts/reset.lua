@@ -39,11 +39,19 @@ if found > 0 and ARGV[FIRST] ~= 'ban' then
   redis.call('HDEL', hash, 'lease')
 end
 if ARGV[FIRST] ~= 'ban' then
-  -- See reserved.lua.
-  local last = redis.call('HMGET', hash, 'reservations')[1]
-  last = last and string.match(last, '^%d+')
-  for i = FIRST, last and last + 0 > now and #ARGV or 0, 2 do
-    redis.call('HSET', hash, 'reset:' .. ARGV[i], pair_text(real, last), 'reservations', last .. ' r')
+  -- See reserved.lua, and life.lua: a reset ends what may still be settled or refunded.
+  local kept = redis.call('HMGET', hash, 'reservations', 'born', 'expiry')
+  local last, born = kept[1] and string.match(kept[1], '^%d+'), kept[2] and string.match(kept[2], '^%d+')
+  last = last and last + 0 > now and last
+  local ends = math.max(last or 0, now + math.max((kept[3] or 0) * 1000 - real, least))
+  for i = FIRST, (last or born) and #ARGV or 0, 2 do
+    redis.call('HSET', hash, 'reset:' .. ARGV[i], pair_text(real, ends))
+  end
+  if last then
+    redis.call('HSET', hash, 'reservations', last .. ' r')
+  end
+  if born then
+    redis.call('HSET', hash, 'born', born .. ' r')
   end
 end
 after_deletion()

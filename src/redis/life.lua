@@ -1,0 +1,29 @@
+-- Parts of the scripts that charge what may be refunded later, and that refund it. They find out
+-- whether a state is still the one that was charged: after a reset, or if the key was deleted or lost,
+-- a refund would give back what others have taken since.
+--
+-- The life of a state is the number in the field "reset:<tag>" if rl_reset has reset it, otherwise
+-- that in "born": Redis's own time of the key's first charge that may be refunded. "born" ends
+-- with " r" if there are fields of resets. Lives are compared for equality, because a clock can go
+-- back.
+
+-- Sets "life" to that of the limit l. "born" is the field, or false.
+--< life_of
+local life = born or '0'
+if string.sub(life, -1) == 'r' then
+  local number, ends = string.match(call('HMGET', hash, 'reset:' .. l.tag)[1] or '', '^(%d+) (%d+)$')
+  life = ends and ends + 0 > now and number or string.sub(life, 1, -3)
+end
+-->
+
+-- Appends to the reply the life of each of the limits' states, or zeros if the action was not charged.
+--< append_lives
+if charged and quota > 0 and not born then
+  born = string.format('%.0f', real)
+  put('born', born, 0)
+end
+for _, l in ipairs(limits) do
+  --@ life_of
+  reply[#reply + 1] = charged and quota > 0 and life + 0 or 0
+end
+-->
