@@ -4,7 +4,9 @@
  */
 #include "postgres.h"
 
+#include "miscadmin.h"
 #include "utils/builtins.h"
+#include "utils/guc.h"
 
 #include "redis/node.h"
 #include "shared/shared.h"
@@ -16,18 +18,30 @@ rl_connection_is_usable(RlConnection *conn)
 	return conn->ctx != NULL && !conn->in_flight && !conn->retired && rl_socket_is_silent(conn);
 }
 
+/* Appends the connection's name in CLIENT LIST: ratelimit, cluster_name and process ID.  It cannot have spaces. */
+static void
+append_name(StringInfo out)
+{
+	char		name[128];
+	int			len = snprintf(name, sizeof(name), "ratelimit:%.*s:%d", NAMEDATALEN, cluster_name, MyProcPid);
+
+	for (char *c = name; *c != '\0'; c++)
+		if (*c <= ' ' || *c > '~')
+			*c = '_';
+	rl_resp_arg(out, name, len);
+}
+
 /*
- * Sends AUTH if there is a password, SELECT if it is not database 0, and HELLO if the server
- * must be no replica.  If it sends none of them it sends PING: a server that does not answer may
- * accept connections.  Returns false with the error set.
+ * Sends AUTH if there is a password, SELECT if it is not database 0, and the connection's name, by
+ * HELLO if the server must be no replica.  A server that does not answer may accept connections.
+ * Returns false with the error set.
  */
 static bool
 set_up(RlConnection *conn, const RlAddress *address, const char *password,
 	   StringInfo out, int64 deadline, RlError *error)
 {
 	RlReply		reply;
-	int			n = 0;
-	bool		asks = false;
+	int			n = 1;
 
 	if (password[0] != '\0')
 	{
@@ -47,29 +61,33 @@ set_up(RlConnection *conn, const RlAddress *address, const char *password,
 		rl_resp_arg(out, db, pg_ltoa(address->db, db));
 		n++;
 	}
-	/* Both change nothing, so they may be sent with AUTH. */
-	if (conn->needs_master || n == 0)
+	/* Neither touches a key, so it may be sent with AUTH. */
+	rl_resp_start(out, conn->needs_master ? 4 : 3);
+	if (conn->needs_master)
 	{
-		asks = true;
-		rl_resp_start(out, 1);
-		rl_resp_arg(out, conn->needs_master ? "HELLO" : "PING", conn->needs_master ? 5 : 4);
-		n++;
+		rl_resp_arg(out, "HELLO", 5);
+		rl_resp_arg(out, "2", 1);
 	}
+	else
+		rl_resp_arg(out, "CLIENT", 6);
+	rl_resp_arg(out, "SETNAME", 7);
+	append_name(out);
 	if (rl_stream_exchange(conn, out, n, deadline, &reply, error) != RL_DONE)
 		return false;
 	/*
-	 * A server that does not know the question, does not let the user ask, or cannot run
-	 * calls now, has answered.  After other errors it closes the connection.
+	 * The name does not matter: a server that does not know the command, does not let the user
+	 * run it, or cannot run calls now, has answered.  After other errors it closes the connection.
 	 */
-	if (asks && conn->due == 0 && reply.kind == RL_REPLY_ERROR && strncmp(reply.text, "DENIED", 6) != 0 &&
-		(strncmp(reply.text, "ERR ", 4) != 0 || strncmp(reply.text, "ERR unknown command", 19) == 0))
+	if (conn->due == 0 && reply.kind == RL_REPLY_ERROR && strncmp(reply.text, "DENIED", 6) != 0 &&
+		(strncmp(reply.text, "ERR ", 4) != 0 || strncmp(reply.text, "ERR unknown ", 12) == 0 ||
+		 strncmp(reply.text, "ERR unsupported ", 16) == 0))
 		return true;
 	if (reply.kind == RL_REPLY_ERROR)
 		return rl_error_reply(conn, true, reply.text, error);
 	/* A replica of a Cluster redirects calls to its master. */
 	conn->master = reply.kind == RL_REPLY_HELLO && !reply.replica;
 	conn->cluster = reply.kind == RL_REPLY_HELLO && reply.cluster;
-	if (asks && reply.kind == RL_REPLY_HELLO)
+	if (reply.kind == RL_REPLY_HELLO)
 		return !reply.replica || reply.cluster || rl_not_master(conn, error);
 	return reply.kind == RL_REPLY_STATUS || rl_protocol_violation(conn, error, "it is not a status");
 }
@@ -103,9 +121,6 @@ open_with_password(RlConnection *conn, const RlAddress *address, bool with_passw
 	StringInfoData out;
 	bool		opened;
 
-	/* Before the time for connecting begins: reading the authorities of the system takes milliseconds. */
-	if (address->tls)
-		rl_tls_prepare();
 	/* It must not move later, as that would leave a copy of the password. */
 	initStringInfo(&out);
 	enlargeStringInfo(&out, RL_MAX_PASSWORD + sizeof(address->user) + 128);
@@ -153,6 +168,9 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_passw
 	RlAttempt	attempt;
 	bool		has_time;
 
+	/* Reading the authorities of the system takes milliseconds. */
+	if (address->tls)
+		rl_tls_prepare();
 	rl_address_name(address, name);
 	if (!rl_attempt_begin(&attempt, name, false, patience, until, error))
 		return false;
@@ -182,6 +200,8 @@ rl_connection_finds_master(const RlAddress *address, int64 until)
 	bool		master;
 
 	rl_connection_close(&conn);
+	if (address->tls)
+		rl_tls_prepare();
 	conn.needs_master = true;
 	master = open_with_password(&conn, address, true, &deadline, until, &error) && conn.master;
 	rl_connection_close(&conn);

@@ -118,11 +118,11 @@ works('a user');
 like($redis->cli('CLIENT', 'LIST', 'TYPE', 'normal'), qr/user=limiter/, 'a user: Redis knows the client by this name');
 with(redis_passfile => '');
 
-# The extension sends PING to a new connection, but does not need permission for it.
-$redis->cli('ACL', 'SETUSER', 'default', '-ping');
+# The extension names a new connection, but does not need permission for it.
+$redis->cli('ACL', 'SETUSER', 'default', '-client|setname');
 with(redis_url => $url);
-works('no permission for PING');
-$redis->cli('ACL', 'SETUSER', 'default', '+ping');
+works('no permission for CLIENT SETNAME');
+$redis->cli('ACL', 'SETUSER', 'default', '+client|setname');
 
 foreach my $version ('TLSv1.2', 'TLSv1.3')
 {

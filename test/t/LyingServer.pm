@@ -15,8 +15,8 @@
 #
 # Without a function, the server ends each connection at once.
 #
-# PING, which a session may send when it has connected, is answered by +PONG and is
-# no request, unless ping => 1 passes it to the function.
+# CLIENT, which a session may send when it has connected, is answered by +OK and is
+# no request, unless client => 1 passes it to the function.
 package LyingServer;
 
 use strict;
@@ -43,7 +43,7 @@ sub new
 	my $parent = $$;
 
 	append_to_file("$path.requests", '');
-	my $child = in_child(sub { _serve($listener, $answer, $parent, "$path.requests", $how{ping}) });
+	my $child = in_child(sub { _serve($listener, $answer, $parent, "$path.requests", $how{client}) });
 	return bless { path => $path, port => $port, pid => $child, owner => $parent }, $class;
 }
 
@@ -66,7 +66,7 @@ sub url
 
 sub _serve
 {
-	my ($listener, $answer, $parent, $file, $pings) = @_;
+	my ($listener, $answer, $parent, $file, $named) = @_;
 	my $select = IO::Select->new($listener);
 	my %received;
 
@@ -85,9 +85,9 @@ sub _serve
 			my $goes_on = sysread $socket, $received{$socket}, 65536, length($received{$socket} // '');
 			while ($goes_on && (my @request = _request(\$received{$socket})))
 			{
-				if ($request[0] eq 'PING' && !$pings)
+				if ($request[0] eq 'CLIENT' && !$named)
 				{
-					$goes_on = _send($socket, "+PONG\r\n");
+					$goes_on = _send($socket, "+OK\r\n");
 					next;
 				}
 				syswrite $requests, '.';
