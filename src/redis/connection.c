@@ -76,9 +76,11 @@ set_up(RlConnection *conn, const RlAddress *address, const char *password,
 		return false;
 	/*
 	 * The name does not matter: a server that does not know the command, does not let the user
-	 * run it, or cannot run calls now, has answered.  After other errors it closes the connection.
+	 * run it, or cannot run calls now, has answered.  After other errors it closes the connection,
+	 * or would fail each call.
 	 */
 	if (conn->due == 0 && reply.kind == RL_REPLY_ERROR && strncmp(reply.text, "DENIED", 6) != 0 &&
+		strncmp(reply.text, "NOAUTH", 6) != 0 &&
 		(strncmp(reply.text, "ERR ", 4) != 0 || strncmp(reply.text, "ERR unknown ", 12) == 0 ||
 		 strncmp(reply.text, "ERR unsupported ", 16) == 0))
 		return true;
@@ -167,6 +169,7 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_passw
 	char		name[RL_MAX_SERVER];
 	RlAttempt	attempt;
 	bool		has_time;
+	bool		opened;
 
 	/* Reading the authorities of the system takes milliseconds. */
 	if (address->tls)
@@ -178,13 +181,13 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_passw
 		*deadline += attempt.began - start;
 	/* With less than half of its time a server that is well may be late. */
 	has_time = Min(until, *deadline == 0 ? until : *deadline) - attempt.began >= enough;
-	if (open_with_password(conn, address, with_password, deadline, until, error))
-	{
+	opened = open_with_password(conn, address, with_password, deadline, until, error);
+	/* A Sentinel that wants the password is well. */
+	if (opened || (error->wrong_password && !with_password))
 		rl_attempt_succeeded(&attempt);
-		return true;
-	}
-	rl_attempt_failed(&attempt, error->answered || (error->unreachable && (has_time || !error->timed_out)), error);
-	return false;
+	else
+		rl_attempt_failed(&attempt, error->answered || (error->unreachable && (has_time || !error->timed_out)), error);
+	return opened;
 }
 
 /*

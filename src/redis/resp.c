@@ -272,13 +272,17 @@ static const struct
 	{"LOADING", RL_STEP_LEAVE},
 	/* A node that is cut off from the others. */
 	{"CLUSTERDOWN The cluster is down", RL_STEP_LEAVE},
+	/* The same with cluster-allow-reads-when-down. */
+	{"ERR Script attempted to execute a write command while the cluster is down", RL_STEP_LEAVE},
 	/* The nodes agree that no node has the slot. */
 	{"CLUSTERDOWN", RL_STEP_FAIL},
+
+	/* The server no longer knows who this is. */
+	{"NOAUTH", RL_STEP_CONNECT},
 
 	/* Only an operator can help. */
 	{"OOM", RL_STEP_FAIL},
 	{"MISCONF", RL_STEP_FAIL},
-	{"NOAUTH", RL_STEP_FAIL},
 	{"NOPERM", RL_STEP_FAIL},
 	/* A script has run for seconds, so waiting takes more than a call has. */
 	{"BUSY", RL_STEP_FAIL}

@@ -45,6 +45,7 @@ typedef struct RlReply
 typedef enum RlNextStep
 {
 	RL_STEP_FAIL,				/* the call fails; the server stays in use */
+	RL_STEP_CONNECT,			/* the call fails; the next one connects again */
 	RL_STEP_WAIT,				/* the server can run it a moment later */
 	RL_STEP_SEND_SOURCE,		/* the server needs the script's source */
 	RL_STEP_SEND_WINDOWS,		/* the script needs other windows of a calendar */

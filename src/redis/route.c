@@ -481,6 +481,9 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 		case RL_STEP_WAIT:
 			route->resends += RL_FREE_RESENDS;
 			break;
+		case RL_STEP_CONNECT:
+			route->node->conn.retired = true;
+			return false;
 		case RL_STEP_SEND_SOURCE:
 		case RL_STEP_SEND_WINDOWS:
 		case RL_STEP_FAIL:

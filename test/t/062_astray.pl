@@ -124,9 +124,10 @@ my $noreplicas = 'NOREPLICAS Not enough good replicas to write.';
 
 # A master that lacks replicas stays in use, unless Sentinels name another one.
 foreach my $error ($masterdown, $noreplicas, 'CLUSTERDOWN The cluster is down',
+	'ERR Script attempted to execute a write command while the cluster is down and readonly',
 	'LOADING Redis is loading the dataset in memory', "READONLY You can't write against a read only replica.")
 {
-	my $bad = liar(sub { return "-$error\r\n" });
+	my $bad = liar(sub { return $error =~ /^ERR/ && $_[0] eq 'HELLO' ? "-NOPERM\r\n" : "-$error\r\n" });
 	my ($code) = $error =~ /^(\w+)/;
 
 	foreach my $call ($take, $batch)
@@ -162,7 +163,7 @@ foreach my $error ($masterdown, $noreplicas, 'CLUSTERDOWN The cluster is down',
 
 # These errors would come from another server too, or are soon over.
 foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a script', 'MISCONF Errors writing to the AOF file',
-	'NOAUTH Authentication required.', 'NOPERM this user has no permissions', 'CLUSTERDOWN Hash slot not served')
+	'NOPERM this user has no permissions', 'CLUSTERDOWN Hash slot not served')
 {
 	my $bad = liar(sub { return "-$error\r\n" });
 
@@ -172,8 +173,29 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 	$session->set(redis_url => undef);
 }
 
+# A server that forgets who its clients are: the next call connects again.
+{
+	my $known = 0;
+	my $forgetful = LyingServer->new(sub {
+		return $_[0] eq 'CLIENT' ? do { $known = 1; "+OK\r\n" } : $known-- > 0 ? ":0\r\n" : "-NOAUTH Authentication required.\r\n";
+	}, client => 1);
+
+	$session->set(redis_url => $forgetful->url);
+	is(join(' ', map { $session->attempt($take)->{state} } 1 .. 4), '00000 PT504 00000 PT504', 'NOAUTH: the next call connects again');
+	$session->set(redis_url => undef);
+}
+
 # The replies of Redis itself.
 {
+	my $reading = RedisServer->new(args => [ qw(--cluster-enabled yes --cluster-allow-reads-when-down yes --cluster-port), RedisServer::free_port() ])->start;
+
+	$reading->cli(qw(CLUSTER ADDSLOTSRANGE 0 16382));
+	$session->set(redis_url => $reading->url(tcp => 1));
+	$session->fails($take, 'a cluster that is down and may be read', 'PT504', qr/answered with an error: ERR Script attempted to execute a write command while the cluster is down/);
+	$session->set(redis_url => servers($reading, $single));
+	is($session->ask($take), 'redis', 'a cluster that is down and may be read: the next server runs the call');
+	$session->set(redis_url => undef);
+
 	my $cut_off = RedisServer->new->start;
 	my $replica = RedisServer->new->start;
 
