@@ -12,7 +12,8 @@ WORST_PERIOD=864000000000
 # A row: the command of Redis that is measured; the time of the call (a number of
 # entries after the oldest, or P+ this number, which is a period later); the SQL, or
 # the number of charges to roll back; the title.  LIMITS stands for the limits, which
-# all have count_denied, MANY for keys with this state, and WINDOWS for sliding windows.
+# all have count_denied, MANY for keys with this state, WINDOWS for sliding windows, and RECORDS
+# for the limits of a key with 4,096 reservations.  A second statement can be measured too.
 worsts=(
 	"EVAL|100010|SELECT FROM rl_peek('worst', 'LIMITS', 99999)|rl_peek of 99,999, refused"
 	"EVAL|100010|SELECT FROM rl_peek('worst', 'LIMITS', 1)|rl_peek of 1, refused"
@@ -30,6 +31,11 @@ worsts=(
 	"EVAL|100010|SELECT rl_refund('worst', 'LIMITS', 100000)|rl_refund of 100,000"
 	"EVAL|100010|1|rollback of a charge in the middle"
 	"EVAL|100010|16|rollback of 16 charges"
+	"EVAL|P+50000|SELECT FROM rl_reserve('worst', 'LIMITS', 1, 'id'); SELECT rl_settle('worst', 'id', 0)|rl_reserve, rl_settle when half has become free"
+	"EVAL|P+50000|SELECT FROM rl_reserve('worst', 'LIMITS', 1, 'id'); SELECT rl_settle('worst', 'id', 999999)|the same with a debt of 999,999"
+	"EVAL|100010|SELECT FROM rl_reserve('records', 'RECORDS', 1, 'one more')|rl_reserve at 4,096 reservations, refused"
+	"EVAL|P+0|SELECT FROM rl_reserve('records', 'RECORDS', 1, 'one more')|rl_reserve at 4,096 that have ended"
+	"EVAL|P+0|SELECT rl_settle('records', 'first', 0)|rl_settle at 4,096 that have ended"
 	"EVAL|100010|SELECT rl_reset('worst', 'LIMITS')|rl_reset of the limits"
 	"UNLINK|100010|SELECT rl_reset('worst')|rl_reset of the key"
 	"EXISTS|100010||expiry"
@@ -102,6 +108,18 @@ worst_windows() {
 	echo "${text#, }"
 }
 
+# worst_records N: makes a key with 4,096 reservations under N limits, and prints these limits.
+worst_records() {
+	local i text=''
+	for ((i = 0; i < $1; i++)); do text+=", sliding_window 100000/$((WORST_PERIOD + 100 * i))us step $((WORST_PERIOD / 100 + i))us"; done
+	redis DEL 'rl:{records}' >/dev/null
+	sql -o /dev/null -c "SET ratelimit.debug_now = '$WORST_BEGIN'" -c "SELECT FROM rl_reserve('records', '${text#, }', 1, 'first')"
+	redis EVAL "
+		local record = redis.call('HGET', KEYS[1], 'reserved:first')
+		for n = 2, 4096 do redis.call('HSET', KEYS[1], 'reserved:' .. n, record) end" 1 'rl:{records}' >/dev/null
+	echo "${text#, }"
+}
+
 # longest COMMAND: prints the most microseconds of a command since slow_log.  COMMAND
 # is the start of its name, because a session's first rollback sends EVAL, and later
 # rollbacks send EVALSHA.  With a threshold of 0, the log also has commands of scripts.
@@ -153,9 +171,11 @@ measure_worst() {
 		fill_worst "$1"
 		call=${4//LIMITS/$limits}
 		[[ $call != *MANY* ]] || call=${call//MANY/$(worst_many "$1")}
+		[[ $call != *RECORDS* && $call != *records* ]] || call=${call//RECORDS/$(worst_records "$1")}
 		[[ $call != *WINDOWS* ]] || call=${call//WINDOWS/$(worst_windows "$1" "$(worst_time "$3")")}
 		slow_log
-		sql -o /dev/null -c "$when" -c "$call"
+		# A key with too many reservations raises an error.
+		sql -o /dev/null -c "$when" -c "$call" 2>/dev/null || [[ $call == *records* ]]
 	fi
 	longest "$2"
 }
@@ -181,7 +201,7 @@ report_worst() {
 				one <= target * 1000 && eight <= target * 1000 ? "met" : "missed" }'
 	done
 	redis CONFIG SET slowlog-log-slower-than 10000 slowlog-max-len 128 >/dev/null
-	redis --raw EVAL "for _, key in ipairs(redis.call('KEYS', 'rl:{w*')) do redis.call('UNLINK', key) end" 0 >/dev/null
+	redis --raw EVAL "for _, key in ipairs(redis.call('KEYS', 'rl:{[rw]*')) do redis.call('UNLINK', key) end" 0 >/dev/null
 	echo
 	echo "Each limit has 100,000 charged and 100,000 refused entries. The figure is the call's longest script in SLOWLOG; medians of $rounds rounds."
 	echo
