@@ -397,7 +397,7 @@ COMMENT ON COLUMN rl_triggers.limits IS 'the limits of each key, as canonical te
 COMMENT ON COLUMN rl_triggers.quota IS 'how much a row costs, in units of quota: a number, or {column}';
 COMMENT ON COLUMN rl_triggers.definition IS 'the command that creates it, with its events and its WHEN condition; NULL if the table is locked';
 COMMENT ON COLUMN rl_triggers.problem IS 'NULL, or the error that each write to the table raises, or that the table is locked';
-COMMENT ON COLUMN rl_triggers.warning IS 'NULL, or the dangers of the trigger, a line each: for another user''s quota, for its key';
+COMMENT ON COLUMN rl_triggers.warning IS 'NULL, or the dangers of the trigger, a line each: for another user''s quota, for its key, for rows that are not counted';
 
 --
 -- History

@@ -304,6 +304,8 @@ make_call(RowCall *call, List *names, List *params)
 	function->args = expand_function_arguments(function->args, false, function->funcresulttype, tuple);
 	call->function = function;
 	call->sets_path = sets_path(tuple);
+	call->unsafe = ((Form_pg_proc) GETSTRUCT(tuple))->prosecdef && !call->sets_path &&
+		heap_attisnull(tuple, Anum_pg_proc_prosqlbody, NULL);
 	ReleaseSysCache(tuple);
 }
 

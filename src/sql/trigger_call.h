@@ -28,6 +28,7 @@ typedef struct RowCall
 	const char *signature;		/* the function's name and the arguments' types */
 	FuncExpr   *function;		/* the call, with a Param for each argument */
 	bool		sets_path;		/* the function has SET search_path */
+	bool		unsafe;			/* it is SECURITY DEFINER, and its caller chooses the search_path */
 	MemoryContext context;		/* of the state */
 	struct CallState *state;	/* for the next run, or NULL */
 	LocalTransactionId transaction; /* in which the state was made */

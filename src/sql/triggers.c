@@ -11,19 +11,30 @@
 #include "catalog/objectaddress.h"
 #include "catalog/partition.h"
 #include "catalog/pg_class.h"
+#include "catalog/pg_constraint.h"
 #include "catalog/pg_depend.h"
+#include "catalog/pg_index.h"
+#include "catalog/pg_inherits.h"
+#include "catalog/pg_operator.h"
 #include "catalog/pg_rewrite.h"
 #include "catalog/pg_trigger.h"
+#include "catalog/pg_type.h"
 #include "commands/trigger.h"
 #include "miscadmin.h"
+#include "nodes/makefuncs.h"
+#include "nodes/nodeFuncs.h"
 #include "nodes/parsenodes.h"
 #include "optimizer/optimizer.h"
+#include "parser/parse_relation.h"
 #include "parser/parsetree.h"
 #include "rewrite/rewriteHandler.h"
 #include "storage/lmgr.h"
+#include "utils/builtins.h"
 #include "utils/fmgroids.h"
 #include "utils/fmgrprotos.h"
+#include "utils/lsyscache.h"
 #include "utils/syscache.h"
+#include "utils/typcache.h"
 
 #include "algorithm/limits.h"
 #include "error.h"
@@ -198,9 +209,171 @@ later_trigger(const TriggerDesc *triggers, int n)
 	return NULL;
 }
 
+/*
+ * What makes a limit useless
+ */
+
+/* Returns true if an index makes rows unique by these columns. */
+static bool
+is_unique(Oid index, const Bitmapset *columns)
+{
+	HeapTuple	row = SearchSysCache1(INDEXRELID, ObjectIdGetDatum(index));
+	Form_pg_index form;
+	bool		unique;
+
+	if (!HeapTupleIsValid(row))
+		return false;
+	form = (Form_pg_index) GETSTRUCT(row);
+	unique = form->indisunique && form->indisvalid && heap_attisnull(row, Anum_pg_index_indpred, NULL);
+	/* The number of an expression is 0. */
+	for (int i = 0; i < form->indnkeyatts; i++)
+		unique &= form->indkey.values[i] > 0 && bms_is_member(form->indkey.values[i], columns);
+	ReleaseSysCache(row);
+	return unique;
+}
+
+/* Returns true if no two rows have the same key. */
+static bool
+key_is_unique(Relation rel, const Pair *pair)
+{
+	Bitmapset  *columns = NULL;
+	ListCell   *cell;
+
+	for (const Piece *piece = pair->pieces; piece->value.type != InvalidOid; piece++)
+		if (piece->attnum > 0 && !piece->value.network)
+			columns = bms_add_member(columns, piece->attnum);
+	foreach(cell, RelationGetIndexList(rel))
+		if (columns != NULL && is_unique(lfirst_oid(cell), columns))
+			return true;
+	return false;
+}
+
+/* Replaces a value of a domain, and a column of one, by the column with its base type. */
+static Node *
+replace_value(Node *node, void *var)
+{
+	if (node == NULL)
+		return NULL;
+	if (IsA(node, CoerceToDomainValue) || (IsA(node, Var) && ((Var *) node)->varattno == ((Var *) var)->varattno))
+		return copyObject((Node *) var);
+	if (IsA(node, RelabelType))
+	{
+		Node	   *arg = replace_value((Node *) ((RelabelType *) node)->arg, var);
+
+		if (equal(arg, var))
+			return arg;
+	}
+	return expression_tree_mutator(node, replace_value, var);
+}
+
+/* Returns the type over which a domain is made. */
+static Oid
+domain_base(Oid domain)
+{
+	HeapTuple	row = SearchSysCache1(TYPEOID, ObjectIdGetDatum(domain));
+	Oid			base = HeapTupleIsValid(row) ? ((Form_pg_type) GETSTRUCT(row))->typbasetype : InvalidOid;
+
+	if (HeapTupleIsValid(row))
+		ReleaseSysCache(row);
+	return base;
+}
+
+/* Returns the CHECK constraints of a column's domains, and of the table.  New rows are checked by those NOT VALID too. */
+static List *
+checks_of(Relation rel, Oid type)
+{
+	const TupleConstr *constraints = RelationGetDescr(rel)->constr;
+	Relation	catalog = table_open(ConstraintRelationId, AccessShareLock);
+	List	   *checks = NIL;
+
+	for (int i = 0; constraints != NULL && i < constraints->num_check; i++)
+		checks = lappend(checks, stringToNode(constraints->check[i].ccbin));
+	for (; get_typtype(type) == TYPTYPE_DOMAIN; type = domain_base(type))
+	{
+		ScanKeyData key;
+		SysScanDesc scan;
+		HeapTuple	row;
+
+		ScanKeyInit(&key, Anum_pg_constraint_contypid, BTEqualStrategyNumber, F_OIDEQ, ObjectIdGetDatum(type));
+		scan = systable_beginscan(catalog, ConstraintTypidIndexId, true, NULL, 1, &key);
+		while (HeapTupleIsValid(row = systable_getnext(scan)))
+		{
+			bool		isnull;
+			Datum		check = heap_getattr(row, Anum_pg_constraint_conbin, RelationGetDescr(catalog), &isnull);
+
+			if (!isnull)
+				checks = lappend(checks, stringToNode(TextDatumGetCString(check)));
+		}
+		systable_endscan(scan);
+	}
+	table_close(catalog, AccessShareLock);
+	return checks;
+}
+
+/* Returns true if a row can have a quota of 0: no constraint on its column alone forbids it. */
+static bool
+may_cost_nothing(Relation rel, const Rule *rule)
+{
+	Oid			type = rule->quota_type;
+	Var		   *column;
+	Node	   *zero;
+	List	   *checks;
+
+	if (rule->quota_attnum == 0)
+		return rule->quota == 0;
+	column = makeVar(1, rule->quota_attnum, type, -1, InvalidOid, 0);
+	zero = (Node *) make_opclause(lookup_type_cache(type, TYPECACHE_EQ_OPR)->eq_opr, BOOLOID, false, (Expr *) column,
+								  (Expr *) makeConst(type, -1, InvalidOid, get_typlen(type), type == INT8OID ? Int64GetDatum(0) : Int32GetDatum(0), false, true),
+								  InvalidOid, InvalidOid);
+	checks = (List *) replace_value((Node *) checks_of(rel, attnumTypeId(rel, rule->quota_attnum)), column);
+	/* Constants are not folded, because that could run functions of users. */
+	checks = make_ands_implicit(make_ands_explicit(checks));
+	return !predicate_refuted_by(list_make1(zero), checks, false);
+}
+
+/* Returns the signature of a function of the rule that is SECURITY DEFINER and has no search_path of its own, or NULL. */
+static const char *
+unsafe_function(const Rule *rule)
+{
+	for (int i = 0; i < rule->npairs; i++)
+	{
+		const Piece *piece = rule->pairs[i].pieces;
+
+		if (rule->pairs[i].call && rule->pairs[i].call->unsafe)
+			return rule->pairs[i].call->signature;
+		for (; piece->value.type != InvalidOid; piece++)
+			if (piece->call && piece->call->unsafe)
+				return piece->call->signature;
+	}
+	return NULL;
+}
+
+/* Appends the warnings about limits that do less than they seem to. */
+static void
+warn_of_limits(StringInfo text, Relation rel, const Trigger *trigger, const Rule *rule)
+{
+	const char *name = unsafe_function(rule);
+
+	for (int i = 0; i < rule->npairs; i++)
+	{
+		const Pair *pair = &rule->pairs[i];
+
+		if (bms_is_empty(pair->columns))
+			warn(text, psprintf("key \"%s\" has no column, so all rows share one limit", pair->template));
+		else if (!TRIGGER_FOR_UPDATE(trigger->tgtype) && key_is_unique(rel, pair))
+			warn(text, psprintf("key \"%s\" is unique, so no row meets the limit of another row", pair->template));
+	}
+	if (may_cost_nothing(rel, rule))
+		warn(text, "a row with quota 0 passes without being counted; a CHECK constraint can forbid it");
+	if (name != NULL)
+		warn(text, psprintf("function %s is SECURITY DEFINER without SET search_path", name));
+	if (rel->rd_rel->relkind == RELKIND_RELATION && find_inheritance_children(RelationGetRelid(rel), NoLock) != NIL)
+		warn(text, "rows of tables that inherit from this one are not charged");
+}
+
 /* Returns the warnings about trigger n of the table, a line each, or NULL. */
 static const char *
-warnings_of(Relation rel, const TriggerDesc *triggers, int n, const Rule *rule)
+warnings_of(Relation rel, const TriggerDesc *triggers, int n, const Rule *rule, bool valid)
 {
 	const Trigger *trigger = &triggers->triggers[n];
 	const char *name;
@@ -218,6 +391,8 @@ warnings_of(Relation rel, const TriggerDesc *triggers, int n, const Rule *rule)
 			warn(&text, psprintf("trigger \"%s\" fires after this one and can change the columns that it has read; "
 								 "rename one of them, or use an AFTER trigger", name));
 	}
+	if (valid)
+		warn_of_limits(&text, rel, trigger, rule);
 #if PG_VERSION_NUM < 180000
 	if (rule->calls && trigger->tgdeferrable)
 		warn(&text, "if the trigger is deferred, it calls functions as the role that commits");
@@ -265,7 +440,7 @@ describe_rule(Relation rel, const TriggerDesc *triggers, int n, Datum *values, b
 	values[3] = DirectFunctionCall2(pg_get_triggerdef_ext, ObjectIdGetDatum(trigger->tgoid), BoolGetDatum(true));
 	nulls[3] = false;
 	rl_set_text(values, nulls, 4, valid ? NULL : rl_error_text(&error));
-	rl_set_text(values, nulls, 5, warnings_of(rel, triggers, n, rule));
+	rl_set_text(values, nulls, 5, warnings_of(rel, triggers, n, rule, valid));
 }
 
 PG_FUNCTION_INFO_V1(rl_trigger_rule);
