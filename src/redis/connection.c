@@ -171,7 +171,7 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_passw
 	bool		has_time;
 	bool		opened;
 
-	/* Reading the authorities of the system takes milliseconds. */
+	/* Before it takes a place: reading the authorities of the system takes milliseconds. */
 	if (address->tls)
 		rl_tls_prepare();
 	rl_address_name(address, name);
