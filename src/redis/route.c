@@ -59,7 +59,7 @@ number_in_list(const RlNode *node)
 	return 0;
 }
 
-/* Makes the server of the list that all sessions use the current node; the connection to another is closed. */
+/* Makes the server of the list that all sessions use the current node; the connection to another is retired. */
 static void
 follow_list(RlRoute *route)
 {
@@ -76,7 +76,7 @@ follow_list(RlRoute *route)
 	if (node == NULL || node == rl_current_node)
 		return;
 	if (rl_current_node != NULL)
-		rl_connection_close(&rl_current_node->conn);
+		rl_current_node->conn.retired = true;
 	rl_current_node = node;
 }
 
@@ -92,7 +92,13 @@ rl_route_begin(RlRoute *route, const char *key, int len)
 	if (key != NULL && rl_slots_known())
 		route->slot = rl_slot(key, len);
 	if (is_list())
+	{
+		RlNode	   *before = rl_current_node;
+
 		follow_list(route);
+		if (before != NULL && before != rl_current_node)
+			rl_connection_close(&before->conn);
+	}
 }
 
 static bool

@@ -180,9 +180,10 @@ take_place(BreakerEntry *entry, int64 now)
 	for (int i = 1; i < PLACES; i++)
 		if (entry->places[i] < entry->places[number])
 			number = i;
-	Assert(ntaken < lengthof(taken));
 	entry->places[number] = now + Min(PLACE_TIME, ((int64) rl_connect_timeout + rl_command_timeout) * 1000);
-	taken[ntaken++] = (Place) {entry->name, number, entry->places[number]};
+	Assert(ntaken < lengthof(taken));
+	if (ntaken < lengthof(taken))
+		taken[ntaken++] = (Place) {entry->name, number, entry->places[number]};
 }
 
 /* Gives back this backend's place, if it has one, and wakes as many backends as can go on. */
