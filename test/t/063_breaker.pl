@@ -134,13 +134,14 @@ foreach my $how (qw(drop reset))
 	$proxy->tell('drop');
 	my @old = connected(4, redis_url => $proxy->url);
 	$proxy->tell('hold');
-	$lost->set(command_timeout => '100ms', on_error => 'allow');
-	foreach my $round (1 .. 5)
+	$_->set(command_timeout => '1s', on_error => 'allow') foreach $lost, @old;
+	foreach my $round (1 .. 3)
 	{
 		is($lost->ask($take), 'fail_open', 'a session has lost its connection, and new connections get no answer');
 		is(outcomes(@old), 'redis redis redis redis', 'sessions with a connection go on');
 	}
 	$proxy->tell('accept');
+	$lost->set(retry_interval => '100ms');
 	await('another connection', sub { return $lost->ask($take) eq 'redis' });
 	is($lost->ask('SELECT breaker FROM rl_status()'), 'closed', 'an answer on a new connection closes the breaker');
 	$_->quit foreach $lost, @old;
@@ -247,9 +248,8 @@ SKIP:
 	$_->set(redis_url => $silent->url(tcp => 1), on_error => 'allow') foreach $stopped, $other;
 	$silent->pause;
 	# So that one connects at a time.
-	$_->set(command_timeout => '100ms') foreach $stopped, $other;
+	$_->set(command_timeout => '1s', retry_interval => '200ms') foreach $stopped, $other;
 	is($other->ask($take), 'fail_open', 'a server is silent');
-	$stopped->set(command_timeout => '100ms');
 	await('a session that is stopped while it connects', sub {
 		$stopped->send("$take;");
 		kill 'STOP', $pid;

@@ -511,7 +511,7 @@ $runs{breaker} = {
 			$proxy->tell('reset');
 			is($stops->ask($call), 'fail_open', 'a connection is broken');
 			$proxy->tell('hold');
-			$_->ask(q{SET ratelimit.connect_timeout = '2s'; SET ratelimit.command_timeout = '2s'}) foreach $stops, $watcher;
+			$_->ask(q{SET ratelimit.connect_timeout = '2s'; SET ratelimit.command_timeout = '2s'; SET ratelimit.retry_interval = '200ms'}) foreach $stops, $watcher;
 			is($stops->ask($call), 'fail_open', 'a new connection gets no answer');
 			await('a backend that stops while it tries', sub {
 				$stops->send("$call;");
