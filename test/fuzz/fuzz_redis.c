@@ -276,7 +276,7 @@ take_one(RlAction *action, int call)
 		fuzz_check_error(&error);
 		return;
 	}
-	check_decisions(action, each, answer.at);
+	check_decisions(action, each, answer.at.store);
 	REQUIRE(lease.granted >= 0 && lease.granted <= lease.want && lease.valid >= 0 && lease.valid <= lease.length);
 	REQUIRE(lease.granted == 0 || lease.life > 0);
 }
@@ -322,7 +322,7 @@ fuzz_call(const char *data, int len)
 		default:
 			done = rl_redis_take_all(pointers, taken.n, all, &apart, &usage, &error);
 			for (int i = 0; i < taken.n && done; i++)
-				took(i, all[i].each, all[i].at, all[i].charged, &taken);
+				took(i, all[i].each, all[i].at.store, all[i].charged, &taken);
 			if (!done && apart)
 				return;
 	}
