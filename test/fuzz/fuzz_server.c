@@ -39,7 +39,9 @@ bool		__wrap_rl_socket_wait(RlConnection *conn, uint32 what, int64 deadline, boo
 bool		__wrap_rl_descriptors_left(int n);
 void		__wrap_rl_pause(int64 deadline);
 int64		__wrap_rl_monotonic_now(void);
-RlBreaker  *__wrap_rl_breaker_find(const char *address);
+bool		__wrap_rl_attempt_begin(RlAttempt *attempt, const char *server, bool search, int64 *patience, int64 until,
+									RlError *error);
+bool		__wrap_rl_may_search(const char *target, int64 connected);
 ssize_t		__wrap_send(int fd, const void *data, size_t len, int flags);
 ssize_t		__wrap_recv(int fd, void *data, size_t len, int flags);
 
@@ -144,10 +146,18 @@ __wrap_rl_monotonic_now(void)
 }
 
 /* A server is asked also after failures. */
-RlBreaker *
-__wrap_rl_breaker_find(const char *address pg_attribute_unused())
+bool
+__wrap_rl_attempt_begin(RlAttempt *attempt, const char *server pg_attribute_unused(), bool search, int64 *patience pg_attribute_unused(),
+						int64 until pg_attribute_unused(), RlError *error pg_attribute_unused())
 {
-	return NULL;
+	*attempt = (RlAttempt) {.search = search,.began = now};
+	return true;
+}
+
+bool
+__wrap_rl_may_search(const char *target pg_attribute_unused(), int64 connected pg_attribute_unused())
+{
+	return true;
 }
 
 ssize_t
