@@ -222,10 +222,11 @@ static void
 define_server_settings(void)
 {
 	/*
-	 * Superuser only: another Redis is a fresh set of limits.  The value is read at
-	 * the next connection, so that a wrong one is an error and never the default.
+	 * Superuser only: another Redis is a fresh set of limits.  Only pg_read_all_settings may
+	 * read it, because clients need no address of an inner network.  The value is read at the
+	 * next connection, so that a wrong one is an error and never the default.
 	 */
-	define_text("ratelimit.redis_url", &rl_redis_url, "redis://127.0.0.1:6379/0", 0, count_change,
+	define_text("ratelimit.redis_url", &rl_redis_url, "redis://127.0.0.1:6379/0", GUC_SUPERUSER_ONLY, count_change,
 				"Sets the Redis server that keeps the state of the limits.",
 				"redis://[user@]host[:port][,host[:port] ...][/db], redis+sentinel://[user@]host[:port][,...]/service[/db], with rediss for TLS, or unix://[user@]/path[?db=n]. A password belongs in ratelimit.redis_passfile.");
 

@@ -4,6 +4,10 @@
  */
 #include "postgres.h"
 
+#include "access/xact.h"
+#include "catalog/pg_authid.h"
+#include "miscadmin.h"
+#include "utils/acl.h"
 #include "utils/json.h"
 
 #include "error.h"
@@ -101,9 +105,17 @@ rl_report_add_detail(ErrorData *error, const char *sentence)
 		error->message = psprintf("%.*s %s%s", (int) (end - error->message), error->message, sentence, end);
 }
 
+/* Returns true if the client may read ratelimit.redis_url, also within a function of another owner. */
+static bool
+client_may_see_server(void)
+{
+	return IsTransactionState() && has_privs_of_role(GetOuterUserId(), ROLE_PG_READ_ALL_SETTINGS);
+}
+
 /*
  * Raises the error: the failure of a store in ratelimit.error_format.  If its
- * breaker is open, the hint says when Redis is tried again.
+ * breaker is open, the hint says when Redis is tried again.  The detail of such a failure names the
+ * server, so not every client sees it.
  */
 void
 rl_raise_for(const RlError *error, const RlOrigin *origin)
@@ -116,6 +128,11 @@ rl_raise_for(const RlError *error, const RlOrigin *origin)
 		.origin = origin
 	};
 
+	if ((error->sqlstate == ERRCODE_STORE_FAILED || rl_error_is_own(error)) && !client_may_see_server())
+	{
+		report.detail_log = report.detail;
+		report.detail = NULL;
+	}
 	if (error->retry_after > 0)
 	{
 		report.hint = rl_retry_hint(error->retry_after);

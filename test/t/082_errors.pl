@@ -233,6 +233,37 @@ foreach my $policy (qw(error deny))
 	$session->ask('RESET ratelimit.error_format');
 }
 
+# The address of Redis is for those who may read ratelimit.redis_url, and for the log.
+{
+	my $away = q{SELECT rl_enforce('away', '1/1d')};
+	my $address = qr/The server is "\Q${\ $redis->socket }\E"/;
+
+	$session->ask(q{
+		CREATE ROLE app LOGIN;
+		CREATE ROLE reading LOGIN IN ROLE pg_read_all_settings;
+		GRANT EXECUTE ON FUNCTION rl_enforce(text, rl_limits, bigint) TO app, reading;
+		CREATE FUNCTION wrapped() RETURNS text LANGUAGE sql SECURITY DEFINER AS $f$SELECT rl_enforce('away', '1/1d')::text$f$});
+	foreach my $case ([ app => $away, 0 ], [ app => 'SELECT wrapped()', 0 ], [ reading => $away, 1 ])
+	{
+		my ($role, $sql, $sees) = @$case;
+		my $client = session($node, 'postgres', $role);
+		my %error = error_of($sql, $client);
+
+		is($error{state}, 'PT504', "Redis is down, $role, $sql: SQLSTATE");
+		is(scalar(($error{DETAIL} // '') =~ $address) || 0, $sees, "Redis is down, $role, $sql: the address in the detail");
+		like($error{log}, $address, "Redis is down, $role, $sql: the address in the log");
+		$client->ask('SHOW ratelimit.redis_url');
+		is($client->state, $sees ? '00000' : '42501', "$role: SHOW ratelimit.redis_url");
+		$client->quit;
+	}
+	$session->ask(q{ALTER ROLE app SET ratelimit.error_format = postgrest});
+	my $client = session($node, 'postgres', 'app');
+	my %error = error_of($away, $client);
+	is(decode_json($error{message})->{details}, undef, 'Redis is down, app, postgrest: no details');
+	like($error{log}, $address, 'Redis is down, app, postgrest: the address in the log');
+	$client->quit;
+}
+
 #
 # Shadow mode
 #
