@@ -378,6 +378,13 @@ like($session->ask('SELECT error FROM rl_status()'), qr/^could not connect to Re
 # The pause grows.
 await('a closed way', sub { $session->attempt(q{SELECT rl_allow('warm', '7/1s')}); return $watcher->ask($breaker) eq 'connect-failed|t|t' });
 pass('the breaker is open for all backends');
+{
+	my ($metrics) = slurp_file("$FindBin::RealBin/../../monitoring/prometheus-sql-exporter.yml") =~ /name: ratelimit_status\n.*?query: \|\n(.*)/s;
+	my $shown = "SELECT count(*) FROM ($metrics) m WHERE metric = 'breaker_open'";
+
+	is($watcher->ask($shown), 0, 'where the store is local there is no metric of the breaker');
+	is($session->ask($shown), 1, 'where the store is Redis there is one');
+}
 await('half-open', sub { return $watcher->ask($breaker) eq 'half-open||' });
 pass('then the breaker is half-open');
 $redis->start;
