@@ -12,6 +12,7 @@
 
 #include "access/xact.h"
 #include "miscadmin.h"
+#include "utils/acl.h"
 #include "utils/guc.h"
 #include "utils/guc_tables.h"
 
@@ -140,7 +141,7 @@ check_debug_now(char **newval, void **extra pg_attribute_unused(),
 }
 
 /*
- * Raises an error if the connection's options have set one of the settings.
+ * Raises an error if the connection's options have set one of the settings, and the role may not.
  *
  * Before the library is loaded any role may do that.  When the setting is defined,
  * core drops the role's value, but no longer has the administrator's, so that the
@@ -165,11 +166,13 @@ refuse_client_options(void)
 
 		if (pg_strncasecmp(setting->name, prefix, strlen(prefix)) == 0 &&
 			(setting->flags & GUC_CUSTOM_PLACEHOLDER) &&
-			setting->reset_source == PGC_S_CLIENT && setting->reset_scontext != PGC_SU_BACKEND)
+			setting->reset_source == PGC_S_CLIENT && setting->reset_scontext != PGC_SU_BACKEND &&
+			!(IsTransactionState() &&
+			  pg_parameter_aclcheck(setting->name, setting->reset_srole, ACL_SET) == ACLCHECK_OK))
 			ereport(ERROR,
 					(errcode(ERRCODE_INSUFFICIENT_PRIVILEGE),
 					 errmsg("permission denied to set parameter \"%s\"", setting->name),
-					 errdetail("The connection's options set it, which only a superuser may.")));
+					 errdetail("The connection's options set it, which needs the privilege SET on this parameter.")));
 	}
 #if PG_VERSION_NUM >= 160000
 	pfree(settings);
@@ -323,14 +326,13 @@ define_other_settings(void)
 	 * Read once, because it sets the size of shared memory: at server start, or by
 	 * the backend that creates the memory.
 	 */
-	if (process_shared_preload_libraries_in_progress || PG_VERSION_NUM >= 170000)
-		DefineCustomIntVariable("ratelimit.local_max_keys",
-								"Sets how many states of limits this server's shared memory holds.",
-								"It is read when the shared memory is created. When the memory is full, the state nearest to its end is evicted.",
-								&rl_local_max_keys,
-								100000, 100, 100000000,
-								process_shared_preload_libraries_in_progress ? PGC_POSTMASTER : PGC_SIGHUP, EACH_SETTING,
-								NULL, NULL, NULL);
+	DefineCustomIntVariable("ratelimit.local_max_keys",
+							"Sets how many states of limits this server's shared memory holds.",
+							"It is read when the shared memory is created. When the memory is full, the state nearest to its end is evicted.",
+							&rl_local_max_keys,
+							100000, 100, 100000000,
+							process_shared_preload_libraries_in_progress ? PGC_POSTMASTER : PGC_SIGHUP, EACH_SETTING,
+							NULL, NULL, NULL);
 
 	/* Superuser only: a role that sets the clock forward is never refused. */
 	define_clock("ratelimit.debug_now", &rl_debug_now,

@@ -84,6 +84,34 @@ is($session->ask(q{SELECT connected, error LIKE 'could not connect to Redis%', b
 $redis->start;
 is($session->ask(q{SELECT source FROM rl_throttle('k', 10, 10, 60)}), 'redis', 'Redis is up: the first call uses it');
 
+# A role that may set a setting may do that in the connection's options, too.
+{
+	$session->ask(q{CREATE ROLE staff LOGIN; GRANT SET ON PARAMETER ratelimit.mode TO staff;
+		GRANT EXECUTE ON FUNCTION rl_check(text, rl_limits, bigint) TO staff});
+	local $ENV{PGOPTIONS} = '-c ratelimit.mode=off';
+	my $staff = session($node, 'postgres', 'staff');
+	is($staff->ask(q{SELECT source FROM rl_check('k', '5/10s')}), 'off', 'GRANT SET ON PARAMETER counts in the options of the connection') or diag $staff->error;
+	$staff->quit;
+	$ENV{PGOPTIONS} = '-c ratelimit.mode=off -c ratelimit.on_error=allow';
+	$staff = session($node, 'postgres', 'staff');
+	$staff->ask(q{SELECT source FROM rl_check('k', '5/10s')});
+	like($staff->error, qr/ERROR:  42501: permission denied to set parameter "ratelimit\.on_error"/, 'another setting needs a privilege of its own');
+	$staff->quit;
+}
+
+# The size of the memory can be in postgresql.conf, also where there is none.
+$node->append_conf('postgresql.conf', 'ratelimit.local_max_keys = 5000');
+$node->reload;
+await('the setting', sub {
+	my $new = session($node);
+	$new->ask(q{LOAD 'ratelimit'});
+	my $error = $new->error;
+	my $set = $new->ask('SHOW ratelimit.local_max_keys') eq '5000';
+	is($error, '', 'no warning about ratelimit.local_max_keys') if $set;
+	$new->quit;
+	return $set;
+});
+
 # Loading the library into one session brings no shared memory.
 $session = session($node);
 $session->ask(q{LOAD 'ratelimit'; SET ratelimit.store = local});
