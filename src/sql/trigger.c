@@ -4,6 +4,7 @@
  */
 #include "postgres.h"
 
+#include "access/xact.h"
 #include "commands/trigger.h"
 
 #include "decide.h"
@@ -113,6 +114,7 @@ static Datum
 enforce_trigger(TriggerData *data)
 {
 	Rule	   *rule = rl_rule_find(data->tg_relation, data->tg_trigger);
+	int			flags = MyXactFlags;	/* rl_call_run changes one */
 	Datum		result;
 
 	if (!rule->calls)
@@ -127,6 +129,7 @@ enforce_trigger(TriggerData *data)
 	PG_FINALLY();
 	{
 		rule->users--;
+		MyXactFlags |= flags;
 	}
 	PG_END_TRY();
 	return result;

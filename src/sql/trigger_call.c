@@ -16,6 +16,7 @@
 #include "postgres.h"
 
 #include "access/htup_details.h"
+#include "access/xact.h"
 #include "catalog/namespace.h"
 #include "catalog/pg_authid.h"
 #include "catalog/pg_proc.h"
@@ -467,7 +468,7 @@ add_path_hint(void *arg pg_attribute_unused())
 
 /* Evaluates the call with a search_path that the role which writes cannot choose. */
 static Datum
-evaluate(const RowCall *call, CallState *state, bool *isnull)
+evaluate_safely(const RowCall *call, CallState *state, bool *isnull)
 {
 	ErrorContextCallback hint = {error_context_stack, add_path_hint, NULL};
 	int			level;
@@ -486,9 +487,32 @@ evaluate(const RowCall *call, CallState *state, bool *isnull)
 }
 
 /*
+ * Evaluates the call.  Raises an error if the function has used a temporary table: such a table
+ * is in each search_path, and the role that writes can have made it.  After any error the caller
+ * restores the flag in MyXactFlags.
+ */
+static Datum
+evaluate(const RowCall *call, CallState *state, bool *isnull)
+{
+	int			before = MyXactFlags & XACT_FLAGS_ACCESSEDTEMPNAMESPACE;
+	Datum		result;
+
+	MyXactFlags &= ~XACT_FLAGS_ACCESSEDTEMPNAMESPACE;
+	result = evaluate_safely(call, state, isnull);
+	if (MyXactFlags & XACT_FLAGS_ACCESSEDTEMPNAMESPACE)
+		ereport(ERROR,
+				(errcode(ERRCODE_FEATURE_NOT_SUPPORTED),
+				 errmsg("function %s must not use temporary tables", call->signature),
+				 errhint("Qualify the names of tables in it.")));
+	MyXactFlags |= before;
+	return result;
+}
+
+/*
  * Calls the function, and returns its result, which is valid until the next run.  "nested"
  * says that the function has fired the trigger again, while it runs.  Raises an error if
- * the role may not execute the function; and the function's own errors.
+ * the role may not execute the function, or if the function uses a temporary table; and the
+ * function's own errors.
  */
 Datum
 rl_call_run(RowCall *call, const NullableDatum *values, bool nested, bool *isnull)

@@ -245,6 +245,8 @@ $admin->ends(q{
 	CREATE FUNCTION shop.unqualified(name text) RETURNS rl_limits LANGUAGE plpgsql STABLE AS 'BEGIN RETURN (SELECT limits FROM plans WHERE plans.customer = $1); END';
 	CREATE FUNCTION shop.set(name text) RETURNS rl_limits LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = shop, pg_temp
 		AS 'BEGIN RETURN (SELECT limits FROM plans WHERE plans.customer = $1); END';
+	CREATE FUNCTION shop.set_without_temp(name text) RETURNS rl_limits LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = shop
+		AS 'BEGIN RETURN (SELECT limits FROM plans WHERE plans.customer = $1); END';
 	CREATE FUNCTION shop.atomic(name text) RETURNS rl_limits LANGUAGE sql STABLE SECURITY DEFINER RETURN (SELECT limits FROM shop.plans WHERE customer = name);
 	CREATE FUNCTION shop.path(name text) RETURNS text LANGUAGE plpgsql AS $$ BEGIN RETURN current_setting('search_path') || ' of ' || current_user; END $$;
 	CREATE FUNCTION shop.zone_path(name text) RETURNS text LANGUAGE plpgsql SET timezone = 'UTC' AS $$ BEGIN RETURN current_setting('search_path') || ' of ' || current_user; END $$;
@@ -287,6 +289,16 @@ foreach my $kind (@paths)
 	$session->fails(q{INSERT INTO paths VALUES ('ann')}, "$kind: a table without a schema", '42P01', qr/^relation "plans" does not exist$/);
 	$session->ask(q{INSERT INTO paths VALUES ('ann')});
 	like($session->error, qr/^HINT:  The function runs with search_path "pg_catalog, pg_temp"\. Qualify the names in it, or add a SET clause to it\.$/m, "$kind: with a hint");
+	foreach my $function (qw(unqualified set_without_temp))
+	{
+		my $message = qr/^function shop\.$function\(text\) must not use temporary tables$/;
+
+		path_trigger($kind, "'path:{name}', 'shop.$function({name})'");
+		$session->ask(q{CREATE TEMP TABLE plans AS SELECT 'ann' AS customer, 'unlimited'::rl_limits AS limits; SET search_path = public, shop});
+		$session->fails(q{INSERT INTO paths VALUES ('ann')}, "$kind: $function: a temporary table of the writer", '0A000', $message);
+		$session->fails(q{INSERT INTO paths SELECT customer FROM pg_temp.plans}, "$kind: $function: also in a transaction that has used it", '0A000', $message);
+		$session->ask('DROP TABLE pg_temp.plans; RESET search_path');
+	}
 	foreach my $function (qw(set atomic))
 	{
 		path_trigger($kind, "'path:{name}', 'shop.$function({name})'");
