@@ -156,8 +156,8 @@ check(void)
 			 rl_algorithm(limit)->has_logs || !rl_algorithm(limit)->refills || rl_algorithm(limit)->end != rl_units_end)
 		broken("the table that script/prove supposes");
 
-	/* A longer backlog is never reported, and scripts get no later time. */
-	if (mode == NULL || now > TEST_NOW || (is_throttle && used > RL_MAX_BACKLOG))
+	/* A longer backlog is never reported.  Scripts get no later time, and those for one limit no quota 0. */
+	if (mode == NULL || quota == 0 || now > TEST_NOW || (is_throttle && used > RL_MAX_BACKLOG))
 		return;
 	if (strcmp(mode, "replies") == 0)
 	{

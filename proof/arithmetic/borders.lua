@@ -56,6 +56,7 @@ local commands = {
 }
 
 redis = {call = function(command, _, ...) return commands[command](...) end}
+redis.pcall = redis.call
 
 local function run(script, looks, ...)
   KEYS, ARGV, written = {'key'}, {...}, nil
