@@ -7,6 +7,7 @@
  */
 #include "postgres.h"
 
+#include "miscadmin.h"
 #include "utils/memutils.h"
 
 #include "error.h"
@@ -96,6 +97,9 @@ rl_nodes_refresh(void)
 
 	if (!rl_target_parse(rl_redis_url, &rl_target, &error))
 		rl_raise(&error);
+	/* Backends do not all ask the first Sentinel. */
+	if (rl_target.deployment == RL_SENTINELS)
+		rl_target.first = MyProcPid % rl_target.n;
 	if (rl_redis_passfile[0] == '\0' && rl_target.seeds[0].user[0] != '\0')
 		ereport(ERROR,
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),

@@ -25,7 +25,13 @@ sub address { my ($server) = @_; return "*2\r\n\$9\r\n127.0.0.1\r\n\$" . length(
 
 sub servers { return 'redis://' . join ',', map { '127.0.0.1:' . $_->port } @_; }
 
-sub sentinels { return 'redis+sentinel://' . join(',', map { '127.0.0.1:' . $_->port } @_) . '/service'; }
+# The main session begins with the first one, and others with any.
+sub sentinels
+{
+	my (@in_order) = @_;
+
+	return 'redis+sentinel://' . join(',', map { '127.0.0.1:' . $in_order[ ($_ - $pid) % @in_order ]->port } 0 .. $#in_order) . '/service';
+}
 
 #
 # A cluster
@@ -171,6 +177,19 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 	like($session->attempt($take)->{state}, qr/^PT504$/, "$error: the call fails") foreach 1, 2;
 	is($bad->requests, 3, "$error: the server stays in use, and is asked for its role once");
 	$session->set(redis_url => undef);
+}
+
+# A sharding proxy ends the connection of a script without a key, as that of rl_status().
+{
+	my $proxy = liar(sub { return $_[2] eq '0' ? undef : ":0\r\n" });
+	my $other = session($node);
+
+	$_->set(redis_url => $proxy->url) foreach $session, $other;
+	like($session->ask('SELECT error FROM rl_status()'), qr/^lost the connection to Redis: /, "a proxy: rl_status() fails, try $_") foreach 1, 2;
+	is($session->ask('SELECT breaker FROM rl_status()'), 'closed', 'a proxy: rl_status() does not open the breaker');
+	is($_->attempt($take)->{state}, '00000', 'a proxy: calls are answered') foreach $session, $other;
+	$session->set(redis_url => undef);
+	$other->quit;
 }
 
 # A server that forgets who its clients are: the next call connects again.
@@ -355,6 +374,23 @@ foreach my $error ('OOM command not allowed', 'BUSY Redis is busy running a scri
 		$new->set(command_timeout => '500ms', redis_url => sentinels($silent, $right));
 		is($new->ask($take), 'redis', "session $n finds the master although a Sentinel is silent");
 		is($right->requests, $n, "session $n asks the other Sentinel");
+		$new->quit;
+	}
+}
+
+# Sessions begin with different Sentinels.
+{
+	my @sentinels = map { liar(sub { return address($single) }) } 0 .. 1;
+
+	foreach my $n (1 .. 4)
+	{
+		my $new = session($node);
+		my ($first, $other) = @sentinels[ $new->pid % 2, 1 - $new->pid % 2 ];
+		my ($asked, $not) = ($first->requests, $other->requests);
+
+		$new->set(redis_url => 'redis+sentinel://' . join(',', map { '127.0.0.1:' . $_->port } @sentinels) . '/service');
+		is($new->ask($take), 'redis', "session $n finds the master");
+		is(($first->requests - $asked) . ' ' . ($other->requests - $not), '1 0', "session $n asks the Sentinel of its process ID");
 		$new->quit;
 	}
 }
