@@ -18,7 +18,6 @@
 #include "common/hashfn.h"
 #include "executor/tuptable.h"
 #include "miscadmin.h"
-#include "utils/hsearch.h"
 #include "utils/memutils.h"
 #include "utils/tuplestore.h"
 #include "utils/wait_event.h"
@@ -47,17 +46,12 @@
 /* Places of keys in the index of the queue; so one has 16 entries at most, usually. */
 #define PLACES				4096
 
-typedef struct Merging
-{
-	RlLedgerId	id;				/* hash key */
-	RlLedgerEntry *entry;
-} Merging;
-
 RlOwner		rl_queue = {.entries = DLIST_STATIC_INIT(rl_queue.entries)};
 static dlist_head places[PLACES];	/* the queue's entries, by key */
 
 static MemoryContext context = NULL;	/* of all entries */
-static HTAB *merging = NULL;	/* the entries that others can be merged into */
+static dlist_head merging[PLACES];	/* the entries that others can be merged into, by id: no dynahash, whose
+										 * growth may throw */
 static int	nentries = 0;
 static int64 asked;				/* the time before the store was asked, on the monotonic clock */
 
@@ -80,17 +74,11 @@ static void settle_interrupted(void);
 void
 rl_ledger_open(void)
 {
-	HASHCTL		ctl = {.keysize = sizeof(RlLedgerId),.entrysize = sizeof(Merging)};
-	MemoryContext new;
-
 	asked = rl_monotonic_now();
 	if (context != NULL)
 		return;
 	rl_redis_reserve_refunds();
-	new = AllocSetContextCreate(TopMemoryContext, "rate-limit charges", ALLOCSET_DEFAULT_SIZES);
-	ctl.hcxt = new;
-	merging = hash_create("rate-limit charges", 64, &ctl, HASH_ELEM | HASH_BLOBS | HASH_CONTEXT);
-	context = new;
+	context = AllocSetContextCreate(TopMemoryContext, "rate-limit charges", ALLOCSET_DEFAULT_SIZES);
 }
 
 bool
@@ -99,7 +87,10 @@ rl_ledger_is_open(void)
 	return context != NULL;
 }
 
-/* Frees all entries, and the room of their calls if it is large.  The queue must be empty. */
+/*
+ * Frees all entries, and the room of their calls if it is large.  The queue must be empty, and no
+ * entry be left that others can be merged into.
+ */
 void
 rl_ledger_close(void)
 {
@@ -159,6 +150,28 @@ rl_ledger_is_of(const RlLedgerEntry *entry, const RlLedgerId *key, const RlLimit
 	return limits == NULL;
 }
 
+static dlist_head *
+merging_place(const RlLedgerId *id)
+{
+	return &merging[hash_bytes((const unsigned char *) id, sizeof(*id)) % PLACES];
+}
+
+/* Returns the entry with this id that others are merged into, or NULL. */
+static RlLedgerEntry *
+find_merged(const RlLedgerId *id)
+{
+	dlist_iter	iter;
+
+	dlist_foreach(iter, merging_place(id))
+	{
+		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, merging, iter.cur);
+
+		if (memcmp(&entry->id, id, sizeof(*id)) == 0)
+			return entry;
+	}
+	return NULL;
+}
+
 /* Makes room for the calls of n entries.  Returns false if there is no memory. */
 static bool
 reserve(int n)
@@ -207,7 +220,6 @@ rl_ledger_add(RlOwner *owner, const RlKey *key, const RlLimit *limit, const RlCh
 {
 	RlSpan		span = {.at = charge->at,.mark = charge->mark};
 	RlLedgerId	id;
-	Merging    *merges = NULL;
 	RlLedgerEntry *entry;
 	char		redis_key[RL_MAX_REDIS_KEY];
 	int			len = rl_ledger_key(&id, key, local, redis_key);
@@ -217,30 +229,24 @@ rl_ledger_add(RlOwner *owner, const RlKey *key, const RlLimit *limit, const RlCh
 	id.life = charge->life;
 	if (level != RL_APART)
 	{
-		bool		found;
-
 		id.tag = rl_state_tag(limit);
 		if (rl_algorithm(limit)->left == NULL)
 			id.mark = charge->mark;
-		merges = hash_search(merging, &id, nentries < RL_MAX_ENTRIES ? HASH_ENTER_NULL : HASH_FIND, &found);
-		if (merges == NULL)
-			return NULL;
-		if (found)
+		entry = find_merged(&id);
+		if (entry != NULL)
 		{
-			merge(merges->entry, limit, charge, &span);
-			return merges->entry;
+			merge(entry, limit, charge, &span);
+			return entry;
 		}
+		if (nentries >= RL_MAX_ENTRIES)
+			return NULL;
 	}
 	entry = !reserve(nentries + 1) ? NULL :
 		MemoryContextAllocExtended(context, entry_size(len), MCXT_ALLOC_NO_OOM | MCXT_ALLOC_ZERO);
 	if (entry == NULL)
-	{
-		if (merges != NULL)
-			hash_search(merging, &id, HASH_REMOVE, NULL);
 		return NULL;
-	}
-	if (merges != NULL)
-		merges->entry = entry;
+	if (level != RL_APART)
+		dlist_push_head(merging_place(&id), &entry->merging);
 	entry->id = id;
 	entry->cause = owner->cause == RL_OF_ABORT && rl_algorithm(limit)->until_end ? RL_OF_CONCURRENT : owner->cause;
 	entry->limit = *limit;
@@ -261,7 +267,7 @@ void
 rl_ledger_drop(RlLedgerEntry *entry)
 {
 	if (entry->id.level != RL_APART)
-		hash_search(merging, &entry->id, HASH_REMOVE, NULL);
+		dlist_delete(&entry->merging);
 	dlist_delete(&entry->node);
 	if (entry->queued)
 		dlist_delete(&entry->of_key);
@@ -277,27 +283,27 @@ rl_ledger_drop(RlLedgerEntry *entry)
 bool
 rl_ledger_set_level(RlLedgerEntry *entry, int level)
 {
-	Merging    *merges = hash_search(merging, &entry->id, HASH_FIND, NULL);
-	const Merging *other;
+	RlLedgerEntry *other;
 	RlLedgerId	id = entry->id;
 
 	id.level = level;
-	other = hash_search(merging, &id, HASH_FIND, NULL);
+	other = find_merged(&id);
 	if (other == NULL)
 	{
-		hash_update_hash_key(merging, merges, &id);
+		dlist_delete(&entry->merging);
+		dlist_push_head(merging_place(&id), &entry->merging);
 		entry->id = id;
 		return true;
 	}
 	/* The queue begins with the newest; the numbers of the later call apply. */
-	if (level == RL_QUEUED && other->entry->charge.at > entry->charge.at)
+	if (level == RL_QUEUED && other->charge.at > entry->charge.at)
 	{
-		merge(entry, &other->entry->limit, &other->entry->charge, &other->entry->span);
-		other->entry->charge = entry->charge;
-		other->entry->span = entry->span;
+		merge(entry, &other->limit, &other->charge, &other->span);
+		other->charge = entry->charge;
+		other->span = entry->span;
 	}
 	else
-		merge(other->entry, &entry->limit, &entry->charge, &entry->span);
+		merge(other, &entry->limit, &entry->charge, &entry->span);
 	rl_ledger_drop(entry);
 	return false;
 }

@@ -51,6 +51,7 @@ typedef struct RlLedgerEntry
 {
 	int32		vl_len_;		/* a bytea, in a tuplestore */
 	dlist_node	node;			/* of the owner's entries */
+	dlist_node	merging;		/* unless it is apart: of those whose ids have a place in common */
 	dlist_node	of_key;			/* in the queue: of those whose keys have a place in common */
 	RlLedgerId	id;
 	RlCause		cause;

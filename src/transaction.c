@@ -239,7 +239,7 @@ transaction_ends(XactEvent event, void *arg pg_attribute_unused())
 	}
 	rl_refunds_end();
 	log_outlived();
-	dlist_init(&transaction.entries);
+	rl_owner_keep(&transaction);
 	overflowed = false;
 	committed_to = INT_MAX;
 	rl_ledger_close();

@@ -251,8 +251,8 @@ foreach my $end ('COMMIT', 'ROLLBACK')
 			$slow = 0;
 			return ":0\r\n";
 		}
-		# A charge has the number of limits as this argument, a refund its refused quota.
-		return join "\r\n", '*7', ':0', ':0', ':1', ':1', ':1', ':0', ":1000000\r\n" if $words[2] == 1;
+		# A charge that may be refunded has 2 as this argument, a refund its refused quota.
+		return join "\r\n", '*8', ':0', ':0', ':1', ':1', ':1', ':0', ':1000000', ":1\r\n" if $words[2] == 2;
 		return ($slow ? \0.06 : (), ":1\r\n");
 	}, tcp => 1);
 	my $fresh = session($node);
