@@ -221,7 +221,7 @@ my %known = map { ($_ => 1) } split /\n/, $node->safe_psql('postgres', q{
 	SELECT objid::regprocedure FROM pg_depend JOIN pg_proc ON pg_proc.oid = objid
 	WHERE classid = 'pg_proc'::regclass AND deptype = 'e' AND refclassid = 'pg_extension'::regclass
 		AND refobjid = (SELECT oid FROM pg_extension WHERE extname = 'ratelimit')
-		AND prorettype <> 'trigger'::regtype AND proname !~ '^rl_limits_'});
+		AND prorettype NOT IN ('trigger'::regtype, 'event_trigger'::regtype) AND proname !~ '^rl_limits_'});
 my %called = map { ($_->[0] => 1) } @calls;
 is_deeply([ grep { !$called{$_} } sort keys %known ], [], 'each function has a call');
 is(scalar @examples, scalar @clients, 'the page has an example for each client');
