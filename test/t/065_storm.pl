@@ -11,7 +11,7 @@ use Time::HiRes qw(sleep time);
 my ($n, $pause) = split / /, $ENV{RATELIMIT_STORM} // '20 0.05';
 my $scheme = $ENV{RATELIMIT_STORM_URL} // 'rediss';
 my $dir = PostgreSQL::Test::Utils::tempdir_short;
-my @slow = $ENV{RATELIMIT_STORM} ? () : ("ratelimit.connect_timeout = '5s'", "ratelimit.command_timeout = '5s'");
+my @timeouts = $ENV{RATELIMIT_STORM} ? ('200ms', '100ms') : ('5s', '5s');
 
 # The largest key in use: a handshake takes milliseconds of Redis's time.
 system_or_bail('openssl', qw(req -x509 -newkey rsa:4096 -nodes -days 30 -subj /CN=redis -addext), 'subjectAltName = IP:127.0.0.1',
@@ -22,7 +22,8 @@ my @tls = ('--tls-port', $port, '--tls-cert-file', "$dir/crt", '--tls-key-file',
 my $redis = RedisServer->new(args => \@tls)->start;
 my $url = $scheme eq 'rediss' ? "rediss://127.0.0.1:$port" : $redis->url(tcp => 1);
 my $node = shared_node($redis, 'ratelimit.denial_cache = off', 'fsync = off', 'max_connections = ' . ($n + 20),
-	"ratelimit.redis_url = '$url'", "ratelimit.tls_ca_file = '$dir/crt'", @slow);
+	"ratelimit.redis_url = '$url'", "ratelimit.tls_ca_file = '$dir/crt'",
+	"ratelimit.connect_timeout = '$timeouts[0]'", "ratelimit.command_timeout = '$timeouts[1]'");
 my $watcher = session($node);
 
 $watcher->ask(q{
@@ -51,7 +52,7 @@ foreach my $how ('restarts', 'is away for 5 s')
 	my $began = time;
 	my $then = $watcher->ask('SELECT clock_timestamp()');
 	my @served;
-	await('all sessions', sub { push @served, $served->($then); return $served[-1] == $n });
+	await('all sessions', sub { push @served, $served->($then); sleep 0.1; return $served[-1] == $n });
 	my $took = time - $began;
 	sleep 1;
 	my $connections = $redis->field('stats', 'total_connections_received');
@@ -59,7 +60,8 @@ foreach my $how ('restarts', 'is away for 5 s')
 	  $watcher->ask("SELECT coalesce(string_agg(concat(n, ' ', why), '; '), 'none')
 		FROM (SELECT left(why, 60) AS why, count(*) AS n FROM made WHERE NOT ok AND at > '$then' GROUP BY 1 ORDER BY 2 DESC) s");
 	is($served[-1], $n, "Redis $how: all sessions are served");
-	cmp_ok($connections, '<=', 3 * $n, "Redis $how: few connections fail");
+	# With the timeouts of a measurement, a busy machine is too slow.
+	cmp_ok($connections, '<=', 3 * $n, "Redis $how: few connections fail") unless $ENV{RATELIMIT_STORM};
 }
 $watcher->ask('INSERT INTO the_end DEFAULT VALUES');
 finish_clients($run);
