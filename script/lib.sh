@@ -48,7 +48,7 @@
 
 # Further packages that the tests use.
 # shellcheck disable=SC2034 # for the scripts
-TEST_PACKAGES=(libipc-run-perl strace libssl-dev lua-check openssl pgbouncer)
+TEST_PACKAGES=(libipc-run-perl strace libssl-dev lua-check original-awk openssl pgbouncer)
 
 # Further packages that build Debian packages.
 # shellcheck disable=SC2034 # for the scripts

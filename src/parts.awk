@@ -63,7 +63,7 @@ FNR == 1 && !plain {
 	script = FILENAME
 	gsub(/^.*\/|[.]lua$/, "", script)
 	variable = "RlScript rl_" script "_script"
-	printf "%sextern %s;\n%s = {.source =\n", NR == 1 ? "" : "};\n\n", variable, variable
+	printf "%sextern %s;\n%s = {.source =\n", (NR == 1 ? "" : "};\n\n"), variable, variable
 }
 { show($0, "") }
 END {

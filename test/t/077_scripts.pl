@@ -43,6 +43,13 @@ while ($header =~ /^RlScript rl_(\w+)_script = \{\.source =\n((?:".*\\n"\n)+)\};
 is(scalar keys %script, scalar @scripts, @scripts . ' scripts');
 is(faults(\%script), '', 'the scripts have no fault');
 
+# The awk of macOS and the BSDs.
+SKIP:
+{
+	skip 'there is no original-awk', 1 if system('command -v original-awk >/dev/null');
+	is(scalar qx(original-awk -v parts='@parts' -f '$root/src/parts.awk' @scripts 2>&1), $header, "Kernighan's awk makes the same of them");
+}
+
 foreach my $name (qw(load unknown))
 {
 	isnt(system("echo '--@ $name' | awk -v parts='@parts' -f '$root/src/parts.awk' >/dev/null 2>&1"), 0, "a script cannot name the part $name alone");
