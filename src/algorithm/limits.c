@@ -593,7 +593,6 @@ rl_limits_complete(RlLimits *limits)
 		limits->concurrent |= rl_algorithm(&limits->limit[i])->until_end;
 		limits->lease = Min(limits->lease, limits->limit[i].lease);
 	}
-	/* Redis keeps the hash with a reservation.  That of the text is the same in each release. */
 	limits->hash = limits->kind;
 	for (int i = 0; i < limits->n; i++)
 	{
