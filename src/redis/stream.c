@@ -100,7 +100,7 @@ sending_failed(RlConnection *conn, bool wrote, RlError *error)
 {
 	RlReply		reply;
 	RlError		unused;
-	bool		found;
+	bool		found = false;
 
 	if (wrote)
 		return RL_FAILED;
