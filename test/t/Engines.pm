@@ -317,7 +317,8 @@ sub c_program
 		$flags{$name} = $node->config_data("--$name");
 	}
 	my @command = ($flags{cc}, split(' ', "$flags{cppflags} $flags{cflags}"),
-		"-I$FindBin::RealBin/../../src",
+		# A time_t of 64 bits on machines with 32, too.
+		qw(-D_TIME_BITS=64 -D_FILE_OFFSET_BITS=64), "-I$FindBin::RealBin/../../src",
 		"-I$flags{'includedir-server'}", '-o', $program, map { "$FindBin::RealBin/../../$_" } @sources);
 	my $output = '';
 	IPC::Run::run(\@command, '>', \$output, '2>&1') or die "@command\n$output";
