@@ -330,7 +330,8 @@ define_other_settings(void)
 							"Sets how many states of limits this server's shared memory holds.",
 							"It is read when the shared memory is created. When the memory is full, the state nearest to its end is evicted.",
 							&rl_local_max_keys,
-							100000, 100, 100000000,
+							/* A process with 32 bits has addresses for less than 20,000,000. */
+							100000, 100, sizeof(Size) > 4 ? 100000000 : 10000000,
 							process_shared_preload_libraries_in_progress ? PGC_POSTMASTER : PGC_SIGHUP, EACH_SETTING,
 							NULL, NULL, NULL);
 
