@@ -12,7 +12,7 @@
 #                            (% in a name is PostgreSQL's version); makes $T, and
 #                            in it $SRC, the PostgreSQL tree and $REDIS_SERVER
 #   sources                  writes the sources to standard output, as tar does
-#   build [MAKE_ARG...]      runs make and make install into the private tree
+#   build [MAKE_ARG...]      runs make and make install into the private tree, and says how long it took
 #   expect_local             changes the outputs that pg_regress expects to those of the local store
 #   tap_test NAME[,local] [NAME=VALUE...]  runs a TAP test in $SRC with this environment, and with
 #                            Redis or the local store; as "${AS[@]}" does
@@ -53,6 +53,11 @@ TEST_PACKAGES=(libipc-run-perl strace libssl-dev lua-check original-awk openssl 
 # Further packages that build Debian packages.
 # shellcheck disable=SC2034 # for the scripts
 BUILD_PACKAGES=(build-essential debhelper lintian postgresql-server-dev-all libssl-dev)
+
+if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+	# The first comment of the script, unless the script has more to say.
+	grep -q '^usage()' "$0" || exec sed -n '3,/^[^#]*$/s/^# \{0,1\}//p' "$0"
+fi
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 T='' AS=() POSTGRES_ENV=()
@@ -111,11 +116,11 @@ trap 'exit 129' HUP
 # Lists the servers whose working directory is in $T, also those of a killed test.
 servers() {
 	local pid name
-	for pid in /proc/[0-9]*; do
-		[[ $(readlink "$pid/cwd" 2>/dev/null)/ == "$T"/* ]] || continue
-		name=$(cat "$pid/comm" 2>/dev/null) || continue
+	# One program for all processes: a busy machine has thousands.
+	find /proc/[0-9]*/cwd -maxdepth 0 \( -lname "$T" -o -lname "$T/*" \) 2>/dev/null | while IFS=/ read -r _ _ pid _; do
+		{ read -r name <"/proc/$pid/comm"; } 2>/dev/null || continue
 		case $name in
-			postgres | redis-* | valkey-* | prometheus*) echo "${pid#/proc/} $name" ;;
+			postgres | redis-* | valkey-* | prometheus*) echo "$pid $name" ;;
 		esac
 	done
 }
@@ -178,13 +183,16 @@ installed() {
 	[[ $(dpkg-query -W -f '${db:Status-Status}' "$1" 2>/dev/null) == installed ]]
 }
 
+# Its output is in a log, so this prints a line for how long it took.
 apt() {
+	local begin=$SECONDS
 	# shellcheck disable=SC2024 # the log belongs to the caller, not to root
 	as_root env DEBIAN_FRONTEND=noninteractive NEEDRESTART_SUSPEND=1 \
 		apt-get -q -y -o DPkg::Lock::Timeout=120 -o Dpkg::Use-Pty=0 "$@" >"$T/apt.log" 2>&1 </dev/null || {
 		cat "$T/apt.log" >&2
 		die "apt-get $1 failed"
 	}
+	printf '    %d s\n' $((SECONDS - begin))
 }
 
 # Prints the highest installed version from 15 on.  A version with its server
@@ -384,9 +392,10 @@ run() {
 }
 
 build() {
-	local log=$T/build.log
+	local log=$T/build.log begin=$SECONDS
+	say 'make, make install'
 	run make -C "$SRC" -j"$(nproc)" PG_CONFIG="$PG_CONFIG" "$@" >"$log" 2>&1 &&
-		run make -C "$SRC" PG_CONFIG="$PG_CONFIG" "$@" install >>"$log" 2>&1 && return
+		run make -C "$SRC" PG_CONFIG="$PG_CONFIG" "$@" install >>"$log" 2>&1 && printf '    %d s\n' $((SECONDS - begin)) && return
 	cat "$log" >&2
 	return 1
 }

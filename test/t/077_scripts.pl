@@ -1,4 +1,5 @@
-# luacheck finds no fault in a script as Redis gets it, nor an open block in a part.
+# luacheck finds no fault in a script as Redis gets it, nor an open block in a part.  The shell scripts
+# say what they do, and find their servers at the end.
 #
 # Runs once: it reads only the scripts.
 use strict;
@@ -70,5 +71,41 @@ foreach my $file (@parts, @scripts)
 }
 cmp_ok(scalar keys %part, '>', 60, keys(%part) . ' files and parts');
 is(faults(\%part, '--only 0'), '', 'no file and no part has an open block');
+
+#
+# The shell scripts
+#
+
+# Each says what it does, and does nothing else.
+foreach my $name (qw(bench chroot demo fuzz lua mutate old_release package plots prove soak test volume))
+{
+	my $said = qx('$root/script/$name' --help 2>&1);
+
+	is($?, 0, "script/$name --help succeeds");
+	like($said, qr{\A(?:usage: )?script/$name\b}, 'and says how it is called');
+}
+
+# Their end looks for servers among all processes of the machine, without a program for each process.
+{
+	my $folder = File::Temp->newdir;
+	my ($sleep) = grep { -x } '/usr/bin/sleep', '/bin/sleep';
+
+	symlink $sleep, "$folder/redis-fake" or die "no link: $!";
+	mkdir "$folder/data" or die "no folder: $!";
+	my $found = qx(bash -c '
+		. "$root/script/lib.sh"
+		trap - EXIT
+		readlink() { echo "readlink was called" >>$folder/called; command readlink "\$@"; }
+		T=$folder
+		cd $folder/data
+		exec -a redis-fake ../redis-fake 600 &
+		cd /
+		until [[ \$(servers) ]]; do sleep 0.1; done
+		[[ \$(servers) == "\$! redis-fake" ]] && echo found
+		kill \$!
+		cat $folder/called 2>/dev/null');
+
+	is($found, "found\n", 'a server in the folder of a script is found by a single program');
+}
 
 done_testing();
