@@ -83,7 +83,7 @@ rl_reason_argument(FunctionCallInfo fcinfo, int n)
 	const char *given;
 	const char *reason;
 
-	if (PG_ARGISNULL(n))
+	if (rl_argument_is_null(fcinfo, n))
 		return "";
 	given = text_to_cstring(PG_GETARG_TEXT_PP(n));
 	reason = pg_server_to_any(given, strlen(given), PG_UTF8);
@@ -245,7 +245,7 @@ const RlLimits *
 rl_limits_argument(FunctionCallInfo fcinfo, int n, const RlKey *key)
 {
 	/* They may come from a query that has found no row for the key. */
-	if (PG_ARGISNULL(n))
+	if (rl_argument_is_null(fcinfo, n))
 		ereport(ERROR,
 				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
 				 errmsg("limits must not be null"),

@@ -7,11 +7,21 @@
 
 #include "ratelimit.h"
 
+/*
+ * Returns true if argument n is NULL, or missing: the library may have a newer declaration of the
+ * function than the SQL objects, which then pass fewer arguments.
+ */
+static inline bool
+rl_argument_is_null(FunctionCallInfo fcinfo, int n)
+{
+	return n >= PG_NARGS() || PG_ARGISNULL(n);
+}
+
 /* Raises an error if argument n is NULL. */
 static inline void
 rl_require_argument(FunctionCallInfo fcinfo, int n, const char *name)
 {
-	if (PG_ARGISNULL(n))
+	if (rl_argument_is_null(fcinfo, n))
 		ereport(ERROR,
 				(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
 				 errmsg("%s must not be null", name)));

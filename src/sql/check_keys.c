@@ -72,7 +72,7 @@ rl_check_many(PG_FUNCTION_ARGS)
 	int			n;
 
 	keys = array_elements(fcinfo, 0, "keys", &n);
-	quotas = PG_ARGISNULL(2) ? NULL : elements_for_keys(fcinfo, 2, "quotas", n);
+	quotas = rl_argument_is_null(fcinfo, 2) ? NULL : elements_for_keys(fcinfo, 2, "quotas", n);
 	InitMaterializedSRF(fcinfo, 0);
 
 	/* Wrong input is an error before any key is asked. */
@@ -129,7 +129,7 @@ check_all(FunctionCallInfo fcinfo, bool enforce)
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("keys must have between 1 and %d elements", RL_MAX_KEYS)));
 	limits = elements_for_keys(fcinfo, 1, "limits", n);
-	quotas = PG_ARGISNULL(2) ? NULL : elements_for_keys(fcinfo, 2, "quotas", n);
+	quotas = rl_argument_is_null(fcinfo, 2) ? NULL : elements_for_keys(fcinfo, 2, "quotas", n);
 	for (int i = 0; i < n; i++)
 	{
 		actions[i] = (RlAction) {.how = RL_TAKE};

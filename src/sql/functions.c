@@ -145,7 +145,7 @@ max_wait_argument(FunctionCallInfo fcinfo, int n)
 {
 	double		seconds;
 
-	if (PG_ARGISNULL(n))
+	if (rl_argument_is_null(fcinfo, n))
 		return PG_INT64_MAX;
 	seconds = PG_GETARG_FLOAT8(n);
 	/* Also true for NaN. */

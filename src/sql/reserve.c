@@ -46,7 +46,7 @@ hold_argument(FunctionCallInfo fcinfo, int n)
 {
 	double		us;
 
-	if (PG_ARGISNULL(n))
+	if (rl_argument_is_null(fcinfo, n))
 		return 0;
 	us = rint(PG_GETARG_FLOAT8(n) * RL_SECOND);
 	/* Also true for NaN. */

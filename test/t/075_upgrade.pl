@@ -269,6 +269,50 @@ sub granted
 	return "$object: $property is " . join(', ', sort split(/, /, $must_be), "web_anon=$privilege/$owner") . ", must be $must_be";
 }
 
+# Calls each function that users call and C implements with usual values.  A function of an older declaration, and so
+# without the last argument if "fewer" is true, must not crash the new library.
+sub call_functions
+{
+	my ($database, $fewer, $name) = @_;
+	my %value = (text => "'5'", 'text[]' => "'{5}'", rl_limits => "'5/1min'", 'rl_limits[]' => "'{5/1min}'", bigint => 1, 'bigint[]' => "'{1}'",
+		'double precision' => '1', 'timestamp with time zone' => "'2030-01-01'", rl_decision => q{rl_check('5', '5/1min')}, boolean => 'true', oid => '0', integer => '1');
+	my $session = session($node, $database);
+	my $n = 0;
+
+	foreach my $line (split /\n/, $node->safe_psql($database, q{
+		SELECT p.oid::regproc || ';' || prosrc || ';' || pg_get_function_arguments(p.oid) || ';' || pg_get_function_result(p.oid)
+		FROM pg_proc p JOIN pg_depend d ON d.objid = p.oid AND d.deptype = 'e' JOIN pg_extension e ON e.oid = d.refobjid
+		JOIN pg_language l ON l.oid = prolang
+		WHERE extname = 'ratelimit' AND lanname = 'c' AND prokind = 'f' AND NOT proisstrict AND provariadic = 0 AND pronargs > 0 ORDER BY 1}))
+	{
+		my ($function, $symbol, $arguments, $result) = split /;/, $line;
+		my @arguments = split /, /, $arguments;
+		my @in = grep { !/^OUT / } @arguments;
+		my @values = map { $value{ s/^\w+ //r =~ s/ DEFAULT .*//r } // die "no value for $_" } @in;
+
+		if ($fewer)
+		{
+			pop @in;
+			pop @values;
+			$session->ask("CREATE FUNCTION pg_temp.fewer(" . join(', ', map { s/ DEFAULT .*//r } @in, grep { /^OUT / } @arguments)
+				. ") RETURNS $result AS 'ratelimit', '$symbol' LANGUAGE c");
+			is($session->error, '', "$function with fewer arguments");
+			$function = 'pg_temp.fewer';
+		}
+		$session->ask("SELECT * FROM $function(" . join(', ', @values) . ')');
+		like($session->error, qr/^$|ERROR:  (?:22004|22023|42704|PT\w+):/, "$name: $symbol(" . join(', ', @values) . ')');
+		$session->ask('DROP FUNCTION pg_temp.fewer') if $fewer;
+		$n++;
+	}
+	cmp_ok($n, '>', 20, "$name: $n functions");
+	$session->quit;
+	return;
+}
+
+$node->safe_psql('postgres', 'CREATE DATABASE fewer');
+$node->safe_psql('fewer', 'CREATE EXTENSION ratelimit');
+call_functions('fewer', 1, 'fewer arguments');
+
 my ($old_release, $reason) = old_release();
 SKIP:
 {
@@ -283,6 +327,7 @@ SKIP:
 	$node->safe_psql('upgraded', "CREATE EXTENSION ratelimit VERSION '$old'");
 	make_objects('upgraded');
 	objects_work('upgraded', 'the old scripts with the new library');
+	call_functions('upgraded', 0, 'the old script with the new library');
 	my $session = session($node, 'upgraded');
 	$session->answers(q{PREPARE p AS SELECT allowed FROM rl_check('session', '5/10s'); EXECUTE p}, 't', 'a session before the upgrade');
 	$node->safe_psql('upgraded', 'ALTER EXTENSION ratelimit UPDATE');
