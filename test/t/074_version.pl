@@ -46,6 +46,10 @@ is($provided->{version}, $version, 'META.json: the version of the extension');
 is($provided->{file}, "sql/ratelimit--$version.sql", 'META.json: the file');
 ok(-f "$root/$provided->{$_}", "META.json: there is $provided->{$_}") foreach 'file', 'docfile';
 
+# PGXN's schema wants an address, and with "url" the type.
+my $place = $meta->{resources}{repository};
+ok(!$place || $place->{web} || $place->{url} && $place->{type}, 'META.json: the repository has an address, or is left out');
+
 is((captured(qr/^## (\S+)/m, 'CHANGELOG.md'))[0], $version, 'CHANGELOG.md: the first heading');
 SKIP:
 {
