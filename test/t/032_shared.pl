@@ -364,8 +364,8 @@ is($watcher->ask(q{SELECT limits, allowed, denied, shadow_denied, failed_open, f
 			coalesce(sum(calls) FILTER (WHERE outcome = 'failed_closed'), 0), coalesce(sum(calls) FILTER (WHERE outcome = 'errors'), 0)
 		FROM seen GROUP BY 1 ORDER BY 1}), 'the statistics equal the outcomes that the clients saw, limit by limit');
 my ($cached, $local, $seen_cached, $seen_local) = split /\|/, $watcher->ask(q{
-	SELECT (SELECT sum(from_cache) FROM rl_stat), (SELECT sum(from_local) FROM rl_stat),
-		(SELECT sum(calls) FROM seen WHERE source = 'denial_cache'), (SELECT sum(calls) FROM seen WHERE source = 'local')});
+	SELECT (SELECT coalesce(sum(from_cache), 0) FROM rl_stat), (SELECT coalesce(sum(from_local), 0) FROM rl_stat),
+		(SELECT coalesce(sum(calls), 0) FROM seen WHERE source = 'denial_cache'), (SELECT coalesce(sum(calls), 0) FROM seen WHERE source = 'local')});
 
 # If the outcome was an error, shadow mode's or a ban, the client does not see the
 # source.
