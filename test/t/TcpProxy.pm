@@ -22,6 +22,7 @@ package TcpProxy;
 use strict;
 use warnings FATAL => 'all';
 
+use Errno;
 use IO::Select;
 use IO::Socket::INET;
 use RedisServer qw(in_child);
@@ -53,7 +54,10 @@ sub tell
 	my ($self, $command) = @_;
 
 	syswrite $self->{control}, "$command\n";
-	sysread $self->{control}, my $lost, 20 or die 'the proxy has ended';
+	my ($n, $lost);
+
+	do { $n = sysread $self->{control}, $lost, 20; } while (!defined $n && $!{EINTR});
+	die 'the proxy has ended: ' . (defined $n ? 'its socket is closed' : $!) unless $n;
 	return $lost;
 }
 
@@ -72,7 +76,11 @@ sub _serve
 		{
 			if ($socket == $commands)
 			{
-				sysread $socket, my $command, 100 or return;
+				my $n = sysread $socket, my $command, 100;
+
+				# A signal may interrupt each call; the end of the test closes the socket.
+				next if !defined $n && $!{EINTR};
+				return unless $n;
 				if ($command =~ /(drop|reset|lose)/)
 				{
 					$broken{$_} = $1 foreach grep { $1 ne 'lose' || rand() < 0.3 } keys %peer;
@@ -87,7 +95,8 @@ sub _serve
 			}
 			if ($socket == $listener)
 			{
-				my $client = $listener->accept;
+				# The client may have gone again.
+				my $client = $listener->accept or next;
 				my $server = !$refuse && IO::Socket::INET->new(PeerAddr => '127.0.0.1', PeerPort => $target);
 
 				if (!$server) { close $client; next; }
@@ -100,6 +109,8 @@ sub _serve
 			sleep $delay if $delay;
 			my $data;
 			my $n = sysread $socket, $data, 65536;
+
+			next if !defined $n && $!{EINTR};
 			my $how = $broken{$socket} || '';
 
 			next if $n && $how eq 'drop';
