@@ -119,6 +119,9 @@ rl_simulate(PG_FUNCTION_ARGS)
 	RlDecision	decisions[RL_MAX_LIMITS];
 	RlAnswer	answer = {0};
 
+#if PG_VERSION_NUM >= 190000
+	WinCheckAndInitializeNullTreatment(window, false, fcinfo);
+#endif
 	/* Otherwise all rows of the partition would be kept. */
 	WinSetMarkPosition(window, WinGetCurrentPosition(window));
 

@@ -205,6 +205,16 @@ foreach my $name (sort keys %query)
 	is($run->{written}[0], $run->{written}[1], "$name: the window writes no more blocks");
 }
 
+# PostgreSQL 19 lets a window function say that it has no such options.
+if ($node->safe_psql('postgres', 'SHOW server_version_num') >= 190000)
+{
+	foreach my $nulls ('IGNORE NULLS', 'RESPECT NULLS')
+	{
+		$node->psql('postgres', "\\set VERBOSITY sqlstate\nSELECT rl_simulate('5/10s', now()) $nulls OVER ()", stderr => \my $error);
+		like($error, qr/ERROR:  0A000/, "rl_simulate does not accept $nulls");
+	}
+}
+
 # Without rl_simulate's mark, PostgreSQL would keep the whole partition.
 my $ordered = q{SET work_mem = '64kB'; SET enable_seqscan = off; SET enable_sort = off};
 my $run = explained($ordered, q{SELECT rl_simulate('sliding_log 5/10s, 1000/1d', at) OVER (ORDER BY at) FROM million});
