@@ -298,13 +298,16 @@ take_all(Call *calls, int n, const RlStore *store, RlError *error)
 
 /*
  * Returns true if actions that no store decides are allowed, and false if they are
- * refused.  Otherwise counts the calls, and raises the error.
+ * refused.  Otherwise counts the calls, and raises the error.  Raises it without counting them if
+ * no store has failed.
  */
 static bool
 allows_unasked(const Call *calls, int n, const RlError *error)
 {
 	bool		shadow = true;
 
+	if (rl_error_is_of_action(error))
+		rl_raise(error);
 	for (int i = 0; i < n; i++)
 		shadow &= rl_all_shadow(calls[i].action->limits);
 	/* In shadow mode a limit never stops an action, as a shadow limit. */
@@ -325,7 +328,8 @@ allows_unasked(const Call *calls, int n, const RlError *error)
 static void
 apply_on_error(Call *calls, int n, bool together, const RlError *failure)
 {
-	bool		local = rl_on_error == RL_ON_ERROR_LOCAL && !calls->store->is_local && !rl_error_is_own(failure);
+	bool		local = rl_on_error == RL_ON_ERROR_LOCAL && !calls->store->is_local && !rl_error_is_own(failure) &&
+		!rl_error_is_of_action(failure);
 	bool		allowed = local || allows_unasked(calls, n, failure);
 	RlError    *kept = memcpy(palloc(sizeof(RlError)), failure, sizeof(RlError));
 	RlError		local_failure;

@@ -173,19 +173,25 @@ rl_log_failure(const RlError *error, const char *consequence)
 }
 
 /*
- * Raises the error of a reservation that cannot be made: there is another one with its id, or
- * the key has too many.
+ * Sets the error of a reservation that cannot be made: there is another one with its id, or the
+ * key has too many.  Returns false.
  */
-void
-rl_raise_not_reserved(bool other)
+bool
+rl_not_reserved(bool other, RlError *error)
 {
 	if (other)
-		ereport(ERROR,
-				(errcode(ERRCODE_RESERVED_OTHERWISE),
-				 errmsg("reservation exists with other limits or another quota"),
-				 errdetail("The id of a reservation names one action: its key, limits and quota.")));
-	ereport(ERROR,
-			(errcode(ERRCODE_PROGRAM_LIMIT_EXCEEDED),
-			 errmsg("key has too many reservations"),
-			 errdetail("A key has at most %d reservations. In Redis, its other fields count as well.", RL_MAX_RESERVATIONS)));
+	{
+		rl_error_set(error, ERRCODE_RESERVED_OTHERWISE, "reservation exists with other limits or another quota");
+		return rl_error_detail(error, "The id of a reservation names one action: its key, limits and quota.");
+	}
+	rl_error_set(error, ERRCODE_PROGRAM_LIMIT_EXCEEDED, "key has too many reservations");
+	return rl_error_detail(error, "A key has at most %d reservations. In Redis, its other fields count as well.",
+						   RL_MAX_RESERVATIONS);
+}
+
+/* Returns true if the error is one of these.  No store has failed, so ratelimit.on_error does not apply. */
+bool
+rl_error_is_of_action(const RlError *error)
+{
+	return error->sqlstate == ERRCODE_RESERVED_OTHERWISE || error->sqlstate == ERRCODE_PROGRAM_LIMIT_EXCEEDED;
 }

@@ -13,11 +13,12 @@
 extern bool rl_error_set(RlError *error, int sqlstate, const char *fmt,...) rl_attribute_printf(3, 4);
 extern bool rl_error_detail(RlError *error, const char *fmt,...) rl_attribute_printf(2, 3);
 extern bool rl_error_is_own(const RlError *error);
+extern bool rl_not_reserved(bool other, RlError *error);
+extern bool rl_error_is_of_action(const RlError *error);
 extern const char *rl_error_text(const RlError *error);
 extern char *rl_key_shown(const char *data, int len);
 extern char *rl_key_matched(const char *data, int len);
 extern void rl_log_failure(const RlError *error, const char *consequence);
 pg_noreturn extern void rl_raise(const RlError *error);
-pg_noreturn extern void rl_raise_not_reserved(bool other);
 
 #endif							/* ERROR_H */

@@ -744,7 +744,7 @@ rl_redis_take(const RlAction *action, RlDecision *each, RlAnswer *answer, RlErro
 		return false;
 	if (taking.form == RESERVED && reply.kind == RL_REPLY_NUMBERS && !reply.is_array &&
 		(reply.values[0] == 3 || reply.values[0] == 4))
-		rl_raise_not_reserved(reply.values[0] == 3);
+		return rl_not_reserved(reply.values[0] == 3, error);
 	if (!read_call(0, &reply, &taking, error))
 		return false;
 	memcpy(each, taken.each, action->limits->n * sizeof(RlDecision));

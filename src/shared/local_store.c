@@ -357,9 +357,12 @@ has_room_for_record(RlCells *view)
 	return n < RL_MAX_RESERVATIONS;
 }
 
-/* Answers with the present figures if there is a record with the action's id.  Returns false if there is none. */
+/*
+ * Answers with the present figures if there is a record with the action's id, or sets *other if that
+ * has other limits or another quota.  Returns false if there is none.
+ */
 static bool
-answer_reserved(RlCells *view, const RlAction *action, uint32 c, RlDecision *decisions)
+answer_reserved(RlCells *view, const RlAction *action, uint32 c, RlDecision *decisions, bool *other)
 {
 	const RlLimits *limits = action->limits;
 	RlState		states[RL_MAX_LIMITS];
@@ -369,11 +372,9 @@ answer_reserved(RlCells *view, const RlAction *action, uint32 c, RlDecision *dec
 	if (c == RL_NO_CELL || rl_cell_at(view, c)->ban.until <= view->now)
 		return false;
 	load_record(view, c, &record);
-	if (record.limits != limits->hash || record.quota != action->quota)
-	{
-		finish(view);
-		rl_raise_not_reserved(true);
-	}
+	*other = record.limits != limits->hash || record.quota != action->quota;
+	if (*other)
+		return true;
 	for (int i = 0; i < limits->n; i++)
 	{
 		uint32		state = rl_cell_find(view, &limits->limit[i]);
@@ -412,6 +413,7 @@ local_reserve(const RlAction *action, RlDecision *decisions, RlAnswer *answer, R
 	Key			key;
 	RlAct		act = {.quota = action->quota,.how = RL_TAKE,.hold = action->reserve->hold};
 	uint32		record;
+	bool		other;
 	RlCells		view = {.key_hash = rl_key_hash(&action->key)};
 
 	rl_cells_lock(&view, LW_EXCLUSIVE);
@@ -422,10 +424,10 @@ local_reserve(const RlAction *action, RlDecision *decisions, RlAnswer *answer, R
 
 		record = rl_cell_find_tag(&view, record_tag(&action->reserve->id));
 		answer->at = act.times = rl_cells_times(&view);
-		if (answer_reserved(&view, action, record, decisions))
+		if (answer_reserved(&view, action, record, decisions, &other))
 		{
 			finish(&view);
-			return true;
+			return !other || rl_not_reserved(true, error);
 		}
 		find_cells(&view, action, &key, &cells, &chunks);
 		if (rl_cells_reserve(&view, cells, chunks))
@@ -439,7 +441,7 @@ local_reserve(const RlAction *action, RlDecision *decisions, RlAnswer *answer, R
 	if (act.verdict == RL_VERDICT_ALLOWED && record == RL_NO_CELL && !has_room_for_record(&view))
 	{
 		finish(&view);
-		rl_raise_not_reserved(false);
+		return rl_not_reserved(false, error);
 	}
 	save_key(&view, &action->key, limits, &key,
 			 rl_act_complete(limits, key.states, &view.pool, &key.ban, &act, key.views, decisions));

@@ -392,4 +392,16 @@ foreach my $row (split /\n/, $session->ask('SELECT n, program, now, redis, query
 is($wrong, '', "the model agrees in $compared answers");
 cmp_ok($compared, '>', $steps / 10, 'which are many');
 
+# A reservation that cannot be made is no error of the store, whatever on_error is.
+foreach my $store ('redis', 'local')
+{
+	foreach my $on_error ('error', 'allow', 'local')
+	{
+		$session->set(store => $store, on_error => $on_error);
+		$session->ask("SELECT rl_stat_reset(); SELECT rl_reserve('other', 'fixed_window 9/1d', 1, '$store')");
+		$session->ends("SELECT rl_reserve('other', 'fixed_window 9/1d', 2, '$store')", "$store, $on_error: another quota", 'PT409');
+		is($session->ask(q{SELECT sum(errors), sum(failed_open), sum(allowed) FROM rl_stat}), '0|0|1', "$store, $on_error: it is not counted");
+	}
+}
+
 done_testing();
