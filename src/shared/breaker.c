@@ -181,7 +181,7 @@ take_place(BreakerEntry *entry, int64 now)
 		if (entry->places[i] < entry->places[number])
 			number = i;
 	entry->places[number] = now + Min(PLACE_TIME, ((int64) rl_connect_timeout + rl_command_timeout) * 1000);
-	Assert(ntaken < lengthof(taken));
+	Assert(ntaken < (int) lengthof(taken));
 	if (ntaken < (int) lengthof(taken))
 		taken[ntaken++] = (Place) {entry->name, number, entry->places[number]};
 }
