@@ -1,9 +1,9 @@
 MODULE_big = ratelimit
 OBJS = $(patsubst %,src/%.o,ratelimit error report decide decision several_keys refusal headers transaction ledger \
 	$(patsubst %,sql/%,functions reserve inspect check_keys trigger trigger_statement trigger_charges trigger_groups trigger_rule rule_column trigger_call triggers check_triggers arguments key simulate status postgrest) \
-	$(patsubst %,algorithm/%,limits limits_text calendar algorithm inspect gcra token_bucket fixed_window sliding log) \
+	$(patsubst %,algorithm/%,limits limits_text siphash calendar algorithm inspect gcra token_bucket fixed_window sliding log) \
 	$(patsubst %,redis/%,store call key_name refunds scan scripts command pipeline route node cluster sentinel address connection stream socket tls resp) \
-	$(patsubst %,shared/%,shared local_store local_inspect cells heap known counters breaker refusal_log siphash))
+	$(patsubst %,shared/%,shared local_store local_inspect cells heap known counters breaker refusal_log))
 
 EXTENSION = ratelimit
 DATA = $(patsubst $(srcdir)/%,%,$(wildcard $(srcdir)/sql/ratelimit--*.sql))

@@ -183,7 +183,7 @@ typedef struct RlLimits
 	bool		reserves;		/* for rl_reserve: a concurrent limit takes one unit, whatever
 								 * the quota is */
 	int64		lease;			/* the shortest of the limits' leases; 0: none has one */
-	uint64		hash;			/* of the canonical text, in this server */
+	uint64		hash;			/* of the canonical text, the same in each release and on each machine: Redis keeps it */
 	RlLimit		limit[RL_MAX_LIMITS];
 } RlLimits;
 

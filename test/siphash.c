@@ -1,13 +1,13 @@
 /*
  * siphash.c
- *		Prints what src/shared/siphash.c makes of the published test vectors' inputs:
+ *		Prints what src/algorithm/siphash.c makes of the published test vectors' inputs:
  *		the key 00 01 ... 0f, and 0 to 63 bytes 00 01 02 ...
  */
 #include "postgres.h"
 
 #undef printf
 
-#include "shared/siphash.h"
+#include "algorithm/siphash.h"
 
 static void
 print_bytes(uint64 number)

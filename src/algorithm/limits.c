@@ -10,7 +10,6 @@
  */
 #include "postgres.h"
 
-#include "common/hashfn.h"
 #include "common/int.h"
 #include "libpq/pqformat.h"
 #include "mb/pg_wchar.h"
@@ -19,6 +18,7 @@
 #include "algorithm/algorithm.h"
 #include "algorithm/calendar.h"
 #include "algorithm/limits.h"
+#include "algorithm/siphash.h"
 #include "error.h"
 
 /* The most bytes of a word that are read.  Words of the grammar are shorter. */
@@ -585,6 +585,9 @@ rl_lease_length(const RlLimits *limits)
 void
 rl_limits_complete(RlLimits *limits)
 {
+	char		text[RL_MAX_LIMITS * (RL_MAX_LIMIT_TEXT + 2)];
+	int			len = 0;
+
 	limits->refunds = limits->concurrent = limits->reserves = false;
 	limits->lease = limits->n > 0 ? limits->limit[0].lease : 0;
 	for (int i = 0; i < limits->n; i++)
@@ -593,14 +596,16 @@ rl_limits_complete(RlLimits *limits)
 		limits->concurrent |= rl_algorithm(&limits->limit[i])->until_end;
 		limits->lease = Min(limits->lease, limits->limit[i].lease);
 	}
-	limits->hash = limits->kind;
 	for (int i = 0; i < limits->n; i++)
 	{
-		char		text[RL_MAX_LIMIT_TEXT];
-		int			len = rl_limit_write(&limits->limit[i], text);
-
-		limits->hash = hash_bytes_extended((const unsigned char *) text, len, limits->hash);
+		if (i > 0)
+		{
+			memcpy(text + len, ", ", 2);
+			len += 2;
+		}
+		len += rl_limit_write(&limits->limit[i], text + len);
 	}
+	limits->hash = rl_siphash((RlHash) {limits->kind, 0}, text, len).low;
 }
 
 PG_FUNCTION_INFO_V1(rl_limits_in);

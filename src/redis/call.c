@@ -24,7 +24,6 @@
 #include "redis/pipeline.h"
 #include "redis/redis.h"
 #include "redis/scripts.h"
-#include "shared/siphash.h"
 
 #define MAX_KEY_BYTES		16384	/* of a call's keys */
 /* Numbers that many_throttle.lua and check_many.lua send in place of a key's */
@@ -336,13 +335,9 @@ append_run(RlCommand *command, const Taking *taking, const RlAction *action, int
 	}
 	if (action->reserve != NULL)
 	{
-		/* Redis keeps the hash, which must be the same in each release and on each machine. */
-		static const RlHash secret = {0, 0};
-		char	   *text = rl_limits_text(action->limits);
 		char		hash[17];
 
-		snprintf(hash, sizeof(hash), "%016llx", (unsigned long long) rl_siphash(secret, text, strlen(text)).low);
-		pfree(text);
+		snprintf(hash, sizeof(hash), "%016llx", (unsigned long long) action->limits->hash);
 		rl_command_number(command, action->reserve->hold);
 		rl_command_text(command, hash);
 	}

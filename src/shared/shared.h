@@ -9,7 +9,7 @@
 #include "storage/lwlock.h"
 
 #include "ratelimit.h"
-#include "shared/siphash.h"
+#include "algorithm/siphash.h"
 
 /*
  * The identity of a key in shared memory: a hash of redis_url, key_prefix and the key, with a

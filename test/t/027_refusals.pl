@@ -56,6 +56,7 @@ sub called
 	if (!grep { !$_->[0] } @$decisions)
 	{
 		push @{ $h->{grants} }, $charges->[0] if $call->{grants} && $quota > 0;
+		$h->{beside} = 1 if $call->{other} && $quota > 0;
 		$count{charged}++;
 	}
 	elsif ($call->{denied} && $quota > 0 && $quota <= $count)
@@ -73,9 +74,16 @@ sub called
 sub refunded
 {
 	my ($h, $quota, @limits) = @_;
+	my $charged = used($h, 0);
 
 	$count{refund_keeps}++ if used($h, 0) && used($h, 1);
 	refund_units($h->{key}, $_, $quota * ($_->{interval_ns} || 1), $h->{now}) foreach @limits;
+	# Redis deletes a key of which nothing is left: what a counter is charged then is not refunded by a rollback of earlier charges.
+	if (store() eq 'redis' && $h->{limit}{algorithm} ne 'sliding_log' && $charged && !used($h, 0) && !used($h, 1) && !$h->{beside})
+	{
+		$count{ends}++ if @{ $h->{grants} };
+		$h->{grants} = [];
+	}
 	return;
 }
 

@@ -169,6 +169,7 @@ $session->ask(q{\o /dev/null
 	SET ratelimit.denial_cache = off;
 	});
 await('Redis to be asked again', sub { return $session->ask(q{SELECT source FROM rl_check('warm', '7/1s', 0)}) eq 'redis' });
+$session->ask(q{SELECT rl_check('warm', '7/1s')});
 answers('SELECT rl_stat_reset()', '', 'rl_stat_reset');
 %expected = map { $_ => 0 } @stat;
 counts('rl_throttle', q{SELECT rl_throttle('stat 1', 2, 2, 3600)}, allowed => 1, round_trips => 1);

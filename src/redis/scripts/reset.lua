@@ -39,11 +39,12 @@ if found > 0 and ARGV[FIRST] ~= 'ban' then
   redis.call('HDEL', hash, 'lease')
 end
 if ARGV[FIRST] ~= 'ban' then
-  -- See reserved.lua, and life.lua: a reset ends what may still be settled or refunded.
-  local kept = redis.call('HMGET', hash, 'reservations', 'born', 'expiry')
+  -- See reserved.lua and life.lua. A life must not end while a charge may be refunded in it, so this
+  -- number lasts as long as any state.
+  local kept = redis.call('HMGET', hash, 'reservations', 'born')
   local last, born = kept[1] and string.match(kept[1], '^%d+'), kept[2] and string.match(kept[2], '^%d+')
   last = last and last + 0 > now and last
-  local ends = math.max(last or 0, now + math.max((kept[3] or 0) * 1000 - real, least))
+  local ends = born and now + 315576000000000 or last
   for i = FIRST, (last or born) and #ARGV or 0, 2 do
     redis.call('HSET', hash, 'reset:' .. ARGV[i], pair_text(real, ends))
   end

@@ -9,7 +9,7 @@
 
 #include "port/pg_bswap.h"
 
-#include "shared/siphash.h"
+#include "algorithm/siphash.h"
 
 #ifdef WORDS_BIGENDIAN
 #define from_little_endian(x)	pg_bswap64(x)
