@@ -1,0 +1,227 @@
+# Examples of the pages with inputs that the pages do not show: what real proxies, users,
+# query builders and long waits give them.
+#
+# Runs once in a suite: PostgreSQL runs the examples.
+use RatelimitTest;
+use DocPage;
+
+my $root = "$FindBin::RealBin/../..";
+my $redis = RedisServer->new->start;
+my $node = shared_node($redis);
+
+# Returns the page's statement that begins with these words.
+sub statement
+{
+	my ($page, $begin) = @_;
+	my ($text) = map { $_->{text} =~ /^(\Q$begin\E.*?;)$/ms } DocPage->new("$root/$page")->commands;
+
+	return $text // BAIL_OUT("$page has no $begin");
+}
+
+# Returns the page's function: its body is between two $$.
+sub function
+{
+	my ($page, $name) = @_;
+	my ($text) = map { $_->{text} =~ /^(CREATE FUNCTION \Q$name\E\(.*?\$\$.*?\$\$;)/ms } DocPage->new("$root/$page")->commands;
+
+	return $text // '';
+}
+
+# Returns what psql prints, errors included.
+sub printed
+{
+	my ($database, $sql) = @_;
+	my (undef, $stdout, $stderr) = $node->psql($database, $sql, on_error_stop => 0);
+
+	return join "\n", grep { $_ ne '' } $stdout, $stderr;
+}
+
+$node->safe_psql('postgres', "CREATE DATABASE $_") foreach qw(pages restored);
+$node->safe_psql('pages', 'CREATE EXTENSION ratelimit');
+
+#
+# README.md, docs/recipes.md: logins
+#
+
+my $guesses = q{unnest('{ada,Ada,ADA}'::text[]) AS name, generate_series(0, 14) AS blanks};
+$node->safe_psql('pages', function('README.md', 'log_in'));
+is(printed('pages', "SELECT count(*) FROM $guesses WHERE log_in(name || repeat(' ', blanks), 'guess') = 'wrong password'"), 5,
+	'log_in: all spellings of a name have five guesses together');
+$node->safe_psql('pages', function('docs/recipes.md', $_)) foreach qw(login_attempt begin_login);
+is(printed('pages', "SELECT count(begin_login(name || repeat(' ', blanks))) FROM $guesses"), 5, 'begin_login: the same');
+like(printed('pages', "SELECT login_attempt('bea' || repeat(' ', n), '192.0.2.1') FROM generate_series(1, 6) n"),
+	qr/Key "login:bea" has 0 of 5 left/, 'login_attempt: the same');
+
+#
+# docs/recipes.md: a view
+#
+
+$node->safe_psql('pages', q{
+	CREATE FUNCTION may_act() RETURNS boolean LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = public, pg_temp
+		AS $$ SELECT rl_allow('asks', 'sliding_log 100000/1h') $$;
+	CREATE TABLE posts AS SELECT i AS id, i % 10 AS author FROM generate_series(1, 2000) i;
+	CREATE INDEX ON posts (id);
+	CREATE INDEX ON posts (author);
+	CREATE TABLE people AS SELECT i AS id FROM generate_series(1, 9) i});
+$node->safe_psql('pages', statement('docs/recipes.md', 'CREATE VIEW paced_posts'));
+$node->safe_psql('pages', 'ANALYZE');
+foreach my $query ('SELECT count(*) FROM paced_posts', 'SELECT * FROM paced_posts WHERE id = -1',
+	'SELECT p.id, (SELECT count(*) FROM paced_posts o WHERE o.author = p.id) FROM people p',
+	'SELECT p.id, x.list FROM people p LEFT JOIN LATERAL
+		(SELECT json_agg(y) AS list FROM (SELECT o.id FROM paced_posts o WHERE o.author = p.id) y) x ON true',
+	'SELECT p.id, x.id FROM people p LEFT JOIN LATERAL (SELECT o.id FROM paced_posts o WHERE o.id = p.id LIMIT 1) x ON true')
+{
+	$node->safe_psql('pages', "SELECT rl_reset('asks')");
+	$node->safe_psql('pages', $query);
+	is(printed('pages', q{SELECT used FROM rl_inspect('asks')}), 1, "paced_posts asks once: $query");
+}
+
+#
+# docs/operations.md: a dump of a trigger with a condition
+#
+
+my ($condition) = slurp_file("$root/docs/operations.md") =~ /`(WHEN \(.*?\))`/s;
+$node->safe_psql('postgres', 'CREATE DATABASE dumped');
+$node->safe_psql('dumped', q{
+	CREATE SCHEMA ratelimit;
+	CREATE EXTENSION ratelimit SCHEMA ratelimit;
+	SET search_path = public, ratelimit;
+	CREATE TABLE plans (name text PRIMARY KEY, limits rl_limits NOT NULL);
+	CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END';
+	CREATE TRIGGER of_page BEFORE UPDATE ON plans FOR EACH ROW } . ($condition // 'WHEN (OLD.limits IS DISTINCT FROM NEW.limits)')
+	. ' EXECUTE FUNCTION note()');
+my $dump = PostgreSQL::Test::Utils::tempdir . '/dump.sql';
+$node->command_ok([ 'pg_dump', '-f', $dump, $node->connstr('dumped') ], 'a dump');
+$node->psql('restored', undef, on_error_stop => 0, extra_params => [ '-f', $dump ]);
+is(printed('restored', 'SELECT tgname FROM pg_trigger WHERE NOT tgisinternal'), 'of_page', 'the condition of the page survives it');
+
+#
+# docs/postgrest.md
+#
+
+$node->safe_psql('postgres', 'CREATE DATABASE api');
+$node->safe_psql('api', 'CREATE SCHEMA ratelimit; CREATE EXTENSION ratelimit SCHEMA ratelimit; CREATE ROLE web_user');
+my ($network) = map { $_->{text} =~ /^(CREATE FUNCTION client_network\(.*?;)\n(?=CREATE)/ms } DocPage->new("$root/docs/postgrest.md")->commands;
+my ($orders) = map { $_->{text} } grep { $_->{text} =~ /^CREATE TABLE orders/ } DocPage->new("$root/docs/postgrest.md")->commands;
+$node->safe_psql('api', "$network\n$orders");
+$node->safe_psql('api', function('docs/postgrest.md', $_)) foreach qw(gate sign_up);
+
+my %key = ('{"x-forwarded-for": "203.0.113.9, 198.51.100.2"}' => '198.51.100.2', '{"x-forwarded-for": "198.51.100.2:51234"}' => '198.51.100.2',
+	'{"x-forwarded-for": "[2001:db8::5]:443"}' => '2001:db8::/64', '{"x-forwarded-for": "2001:db8::5"}' => '2001:db8::/64',
+	'{"x-forwarded-for": "[2001:db8::5]"}' => '2001:db8::/64', '{"x-forwarded-for": "198.51.100.2 "}' => '198.51.100.2',
+	'{"x-forwarded-for": "203.0.113.9,\\t198.51.100.2"}' => '198.51.100.2', '{"x-forwarded-for": "unknown"}' => '0.0.0.0',
+	'{"x-forwarded-for": "203.0.113.9, "}' => '0.0.0.0', '{"x-forwarded-for": ""}' => '0.0.0.0',
+	'{"host": "example.org"}' => '0.0.0.0', '' => '0.0.0.0');
+foreach my $headers (sort keys %key)
+{
+	is(printed('api', "SET request.headers = '$headers'; SELECT client_network()"), $key{$headers}, "client_network: $headers");
+}
+
+# Plays a request that calls the gate, and returns the error.
+sub gate
+{
+	my ($claims, $address) = @_;
+
+	return printed('api', qq{SET request.jwt.claims = '$claims'; SET request.headers = '{"x-forwarded-for": "$address"}';
+		SELECT FROM public.gate()}) =~ /ERROR:  (.*)/ ? $1 : '';
+}
+
+gate('', '192.0.2.1') foreach 1 .. 9;
+like(gate('', '192.0.2.1'), qr/^rate limit "throttle 3\/1min" exceeded/, 'gate: a network without a token is refused, not banned');
+is(gate('', '192.0.2.2'), '', 'gate: another network is not');
+is(gate('{"role": "web_user"}', '192.0.2.3'), '', 'gate: nor is a token without sub');
+is(gate('{"sub": "anon"}', '192.0.2.1'), '', 'gate: nor is the user anon');
+
+# Returns what a user who inserts this gets.
+sub order
+{
+	my ($sub, $columns, $values) = @_;
+
+	return printed('api', qq{SET ROLE web_user; SET request.jwt.claims = '{"sub": "$sub"}'; INSERT INTO orders ($columns) VALUES ($values)});
+}
+
+like(order('ann', 'items', $_), qr/ERROR/, "orders: $_ items are no order") foreach qw(0 -1 NULL);
+like(order('ann', 'customer, items', "'bea', 1"), qr/permission denied/, 'orders: a user cannot order as another');
+is(order('ann', 'items', 2), '', 'orders: a user orders two items');
+like(order('ann', 'items', 1), qr/exceeded/, 'orders: and no third one');
+is(order('bea', 'items', 2), '', 'orders: which takes nothing from another user');
+is(printed('api', 'SELECT string_agg(customer, $$,$$ ORDER BY customer) FROM orders'), 'ann,bea', 'orders: the customer is that of the token');
+
+#
+# JavaScript: waits, and errors of drivers
+#
+
+# Returns what the page's block that matches the pattern prints, with a program after it.
+sub javascript
+{
+	my ($page, $pattern, $before, $after) = @_;
+	my ($block) = grep { $_->{language} =~ /^(js|javascript)$/ && $_->{text} =~ $pattern } @{ DocPage->new("$root/$page")->{blocks} };
+	my $printed = '';
+
+	IPC::Run::run([ 'node', '-e', "$before\n$block->{text}\n$after" ], '<', \'', '>&', \$printed);
+	return $printed;
+}
+
+SKIP:
+{
+	skip 'node is not installed', 3 if !grep { -x "$_/node" } split /:/, $ENV{PATH};
+
+	# node runs a timer of more than 2^31 - 1 ms at once.
+	cmp_ok(javascript('docs/queues.md', qr/async function pace/, 'const sleep = async (ms) => { console.log(ms); process.exit() };',
+		'pace(async () => ({ rows: [{ allowed: false, wait: 30 * 86400 }] }))'), '<', 2**31, 'pace: a wait of 30 days fits a timer');
+	my $response = 'const response = { writeHead(status, fields) { console.log(status, fields["Retry-After"]); return { end() {} } } };';
+	is(javascript('docs/frameworks.md', qr/tooMany/, $response,
+		'tooMany({ code: "PT429", hint: "Retry after 1.998 seconds." }, {}, response, () => console.log("next"))'), "429 2\n",
+		'tooMany: an error of a driver itself is answered');
+	is(javascript('docs/frameworks.md', qr/tooMany/, $response, 'tooMany(new Error("other"), {}, response, () => console.log("next"))'),
+		"next\n", 'tooMany: another error is passed on');
+}
+
+#
+# Python: errors as SQLAlchemy has them
+#
+
+my ($handler) = grep { $_->{text} =~ /async def too_many/ } @{ DocPage->new("$root/docs/frameworks.md")->{blocks} };
+my $program = q{
+import asyncio, sys, types
+
+module = types.ModuleType('starlette.responses')
+module.Response = lambda status_code, headers: (status_code, headers['Retry-After'])
+sys.modules['starlette'] = types.ModuleType('starlette')
+sys.modules['starlette.responses'] = module
+
+
+class Error(Exception):
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+
+
+class Wrapped(Error):
+    pass
+
+
+def psycopg(state, hint):
+    return Error(diag=types.SimpleNamespace(sqlstate=state, message_hint=hint))
+
+
+def asyncpg(state, hint):
+    orig = Error(sqlstate=state)
+    orig.__cause__ = Error(sqlstate=state, hint=hint)
+    return orig
+
+
+} . $handler->{text} . q{
+
+for driver in psycopg, asyncpg:
+    for state, hint in ('PT429', 'Retry after 1.998 seconds.'), ('PT429', None), ('23505', None), (None, None):
+        try:
+            print(driver.__name__, state, *asyncio.run(too_many(None, Wrapped(orig=driver(state, hint)))))
+        except Wrapped:
+            print(driver.__name__, state, 'is passed on')
+};
+my $answers = '';
+IPC::Run::run([ 'python3', '-c', $program ], '<', \'', '>&', \$answers);
+is($answers, join('', map { "$_ PT429 429 2\n$_ PT429 429 1\n$_ 23505 is passed on\n$_ None is passed on\n" } qw(psycopg asyncpg)),
+	'too_many: answers refusals under both drivers, and passes on other errors');
+
+done_testing();
