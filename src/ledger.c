@@ -2,7 +2,7 @@
  * ledger.c
  *		Charges that may have to be refunded: entries of an owner, which keeps its charges
  *		or moves its entries into the queue.  A statement, which may have millions, refunds
- *		them itself, and keeps them in a tuplestore until then.
+ *		them itself, and keeps them in a temporary file until then.
  *
  * The queue is sent ahead of the next command, and at the end of a transaction: each entry
  * to the store that it was charged in, and to Redis those of many keys in one call.  Ahead
@@ -14,12 +14,10 @@
  */
 #include "postgres.h"
 
-#include "catalog/pg_type.h"
+#include "commands/tablespace.h"
 #include "common/hashfn.h"
-#include "executor/tuptable.h"
 #include "miscadmin.h"
 #include "utils/memutils.h"
-#include "utils/tuplestore.h"
 #include "utils/wait_event.h"
 
 #include "algorithm/limits.h"
@@ -45,6 +43,18 @@
 
 /* Places of keys in the index of the queue; so one has 16 entries at most, usually. */
 #define PLACES				4096
+
+/* An entry of a statement in its file, followed by the key's name in Redis */
+typedef struct Spilled
+{
+	uint64		server;			/* as in RlLedgerId */
+	RlKeyHash	key_hash;
+	RlLimit		limit;
+	RlCharge	charge;
+	int			redis_key_len;
+	bool		local;
+	bool		counted;
+} Spilled;
 
 RlOwner		rl_queue = {.entries = DLIST_STATIC_INIT(rl_queue.entries)};
 static dlist_head places[PLACES];	/* the queue's entries, by key */
@@ -608,11 +618,8 @@ rl_owner_keep(RlOwner *owner)
 
 	dlist_foreach_modify(iter, &owner->entries)
 		rl_ledger_drop(dlist_container(RlLedgerEntry, node, iter.cur));
-	if (owner->spilled != NULL)
-	{
-		tuplestore_end(owner->spilled);
-		ExecDropSingleTupleTableSlot(owner->slot);
-	}
+	if (owner->file != 0)
+		FileClose(owner->file);
 }
 
 /*
@@ -656,52 +663,96 @@ rl_owner_queue(RlOwner *owner, bool refused)
  * Statements
  */
 
-/* Moves the owner's entries into its tuplestore, which has work_mem, and then a file. */
+/* Writes to the owner's file at its end, as far as *written.  Throws, and the entries stay as they are. */
+static void
+write_spilled(RlOwner *owner, int64 *written, char *data, int len)
+{
+	if (FileWrite(owner->file, data, len, owner->spilled + *written, PG_WAIT_EXTENSION) != len)
+		ereport(ERROR, (errcode_for_file_access(), errmsg("could not write to temporary file: %m")));
+	*written += len;
+}
+
+/*
+ * Moves the owner's entries, of whole keys, into its temporary file.  Throws if that has no room
+ * (temp_file_limit, a full disk); then all of them are still entries.  No other resource owner
+ * may be current in later calls.
+ */
 void
 rl_owner_spill(RlOwner *owner)
 {
+	PGAlignedBlock block;
+	int64		written = 0;
+	int			used = 0;
 	dlist_mutable_iter iter;
 
-	if (owner->spilled == NULL)
+	if (owner->file == 0)
 	{
-		TupleDesc	desc = CreateTemplateTupleDesc(1);
-
-		TupleDescInitEntry(desc, 1, "entry", BYTEAOID, -1, 0);
-		TupleDescFinalize(desc);
-		owner->spilled = tuplestore_begin_heap(false, false, work_mem);
-		owner->slot = MakeSingleTupleTableSlot(desc, &TTSOpsMinimalTuple);
+		PrepareTempTablespaces();
+		owner->file = OpenTemporaryFile(false);
 	}
 	dlist_foreach_modify(iter, &owner->entries)
 	{
 		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, node, iter.cur);
-		Datum		value = PointerGetDatum(entry);
-		bool		isnull = false;
+		Spilled		spilled = {entry->id.server, entry->key_hash, entry->limit, entry->charge,
+		entry->redis_key_len, entry->id.local, entry->counted};
 
-		SET_VARSIZE(entry, entry_size(entry->redis_key_len));
-		tuplestore_putvalues(owner->spilled, owner->slot->tts_tupleDescriptor, &value, &isnull);
+		if (used + sizeof(spilled) + entry->redis_key_len > sizeof(block))
+		{
+			write_spilled(owner, &written, block.data, used);
+			used = 0;
+		}
+		memcpy(block.data + used, &spilled, sizeof(spilled));
+		memcpy(block.data + used + sizeof(spilled), entry->redis_key, entry->redis_key_len);
+		used += sizeof(spilled) + entry->redis_key_len;
+	}
+	write_spilled(owner, &written, block.data, used);
+	owner->spilled += written;
+	dlist_foreach_modify(iter, &owner->entries)
+	{
+		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, node, iter.cur);
+
 		owner->nspilled += entry->counted;
 		rl_ledger_drop(entry);
 	}
 }
 
-/* Reads entries of whole keys back from the tuplestore.  Returns false if there are none. */
+/* Reads the next entry of the owner's file.  Throws if it cannot be read, or if there is no memory. */
+static RlLedgerEntry *
+load_entry(RlOwner *owner)
+{
+	char		data[sizeof(Spilled) + RL_MAX_REDIS_KEY];
+	int			len = Min((int64) sizeof(data), owner->spilled - owner->loaded);
+	RlLedgerEntry *entry;
+	Spilled		spilled;
+
+	if (FileRead(owner->file, data, len, owner->loaded, PG_WAIT_EXTENSION) != len)
+		ereport(ERROR, (errcode_for_file_access(), errmsg("could not read from temporary file: %m")));
+	if (!reserve(nentries + 1))
+		ereport(ERROR, (errcode(ERRCODE_OUT_OF_MEMORY), errmsg("out of memory")));
+	memcpy(&spilled, data, sizeof(spilled));
+	entry = MemoryContextAllocZero(context, entry_size(spilled.redis_key_len));
+	entry->id = (RlLedgerId) {.server = spilled.server,.level = RL_APART,.local = spilled.local};
+	entry->cause = owner->cause;
+	entry->limit = spilled.limit;
+	entry->charge = spilled.charge;
+	entry->key_hash = spilled.key_hash;
+	entry->counted = spilled.counted;
+	entry->redis_key_len = spilled.redis_key_len;
+	memcpy(entry->redis_key, data + sizeof(spilled), spilled.redis_key_len);
+	owner->loaded += sizeof(spilled) + spilled.redis_key_len;
+	return entry;
+}
+
+/* Reads entries of whole keys back from the owner's file.  Returns false if there are none. */
 static bool
 load_batch(RlOwner *owner)
 {
 	RlLedgerEntry *entry = NULL;
 	int			n = 0;
 
-	while (owner->nspilled > 0 && (n < MAX_BATCH || !entry->counted) &&
-		   tuplestore_gettupleslot(owner->spilled, true, false, owner->slot))
+	while (owner->loaded < owner->spilled && (n < MAX_BATCH || !entry->counted))
 	{
-		bool		isnull;
-		Pointer		value = DatumGetPointer(slot_getattr(owner->slot, 1, &isnull));
-
-		Assert(!isnull);
-		if (!reserve(nentries + 1))
-			ereport(ERROR, (errcode(ERRCODE_OUT_OF_MEMORY), errmsg("out of memory")));
-		entry = MemoryContextAlloc(context, VARSIZE_ANY(value));
-		memcpy(entry, value, VARSIZE_ANY(value));
+		entry = load_entry(owner);
 		dlist_push_head(&owner->entries, &entry->node);
 		nentries++;
 		n++;

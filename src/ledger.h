@@ -6,6 +6,7 @@
 #define LEDGER_H
 
 #include "lib/ilist.h"
+#include "storage/fd.h"
 
 #include "redis/redis.h"
 #include "shared/shared.h"
@@ -49,7 +50,6 @@ typedef struct RlLedgerId
  */
 typedef struct RlLedgerEntry
 {
-	int32		vl_len_;		/* a bytea, in a tuplestore */
 	dlist_node	node;			/* of the owner's entries */
 	dlist_node	merging;		/* unless it is apart: of those whose ids have a place in common */
 	dlist_node	of_key;			/* in the queue: of those whose keys have a place in common */
@@ -80,9 +80,10 @@ typedef struct RlOwner
 	int64		lost;			/* charges without memory for an entry, or a statement's
 								 * keys that were not refunded */
 	/* Of a statement: */
-	struct Tuplestorestate *spilled;	/* charges that are no entries; or NULL */
-	struct TupleTableSlot *slot;
-	int64		nspilled;		/* keys in it */
+	File		file;			/* has charges that are no entries; 0: there is none */
+	int64		spilled;		/* bytes in it */
+	int64		loaded;			/* of these, bytes that are entries again */
+	int64		nspilled;		/* keys in the others */
 	RlError		why;			/* the last reason why keys were not refunded */
 } RlOwner;
 

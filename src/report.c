@@ -86,8 +86,8 @@ rl_report(const RlReport *report)
 }
 
 /*
- * Adds a sentence without quotes to the detail of an error that is being handled, if the
- * error is the failure of a store, in either format.
+ * Adds a sentence without quotes to the detail of an error that is being handled.  Of errors in
+ * PostgREST's format, only the failure of a store gets it.
  */
 void
 rl_report_add_detail(ErrorData *error, const char *sentence)
@@ -95,7 +95,7 @@ rl_report_add_detail(ErrorData *error, const char *sentence)
 	static const char status[] = "{\"status\": 504,";
 	const char *end;
 
-	if (error->sqlerrcode == ERRCODE_STORE_FAILED)
+	if (error->sqlerrcode != ERRCODE_POSTGREST)
 		error->detail = error->detail ? psprintf("%s %s", error->detail, sentence) : pstrdup(sentence);
 	if (error->sqlerrcode != ERRCODE_POSTGREST || !error->detail || strncmp(error->detail, status, strlen(status)) != 0)
 		return;

@@ -64,9 +64,9 @@ note_refusal(Statement *statement, const RlAction *wanted, const RlAnswer *answe
 	}
 }
 
-/* Gives the owner the charges of the keys asked. */
+/* Gives the owner the charges of the keys asked.  Throws if it may spill them and that fails. */
 static void
-note_charges(Statement *statement)
+note_charges(Statement *statement, bool spill)
 {
 	if (statement->answers == NULL)
 		return;
@@ -78,7 +78,7 @@ note_charges(Statement *statement)
 
 		if (answer->decision.allowed)
 			rl_owner_add(&statement->owner, &wanted->key, wanted->limits, answer->charges, answer->local, 0);
-		if (statement->noted % SPILL_AFTER == 0)
+		if (spill && statement->noted % SPILL_AFTER == 0)
 			rl_owner_spill(&statement->owner);
 	}
 	statement->answers = NULL;
@@ -133,12 +133,12 @@ refuse_blocked(Statement *statement)
 	statement->asked += statement->n;
 }
 
-/* Refunds the charges of all keys, as rl_owner_refund does. */
+/* Refunds the charges of all keys, as rl_owner_refund does; also when the owner cannot spill. */
 static void
 refund(Statement *statement, bool no_throw)
 {
 	statement->refunding = true;
-	note_charges(statement);
+	note_charges(statement, false);
 	rl_owner_refund(&statement->owner, no_throw);
 }
 
@@ -229,7 +229,7 @@ next_keys(Statement *statement)
 		return statement->asked == 0;
 	if (!rl_groups_left(statement->groups))
 		return false;
-	note_charges(statement);
+	note_charges(statement, true);
 	statement->n = rl_groups_next(statement->groups, &statement->wanted);
 	return statement->n > 0;
 }
