@@ -401,8 +401,11 @@ sub half_way
 			$redis->pause;
 			await('calls without an answer', sub { return is_unanswered($victim) || !is_active($victim) });
 		}
-		$then->();
-		return "$name$try" unless $session->ask("SELECT 1 FROM $name$try LIMIT 1");
+		if (is_active($victim))
+		{
+			$then->();
+			return "$name$try" unless $session->ask("SELECT 1 FROM $name$try LIMIT 1");
+		}
 		$redis->resume if $on_redis;
 		$victim->ask('');
 	}
