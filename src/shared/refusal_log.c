@@ -32,8 +32,14 @@ typedef struct Sample
 #define SHADOW				1	/* actions that were allowed */
 #define SAMPLES				2
 
-static const char mark[] = "ratelimit-refusal";
-static uint64 marked = 0;		/* hash of the key of the last refusal raised */
+/*
+ * The mark of a refusal ends with the hash of its key.  Those of the last refusals raised are kept,
+ * because PostgreSQL keeps the pointer: another can be raised before the first is logged.
+ */
+#define MARK				"ratelimit-refusal "
+#define MARKS				64
+static char marks[MARKS][sizeof(MARK) + 16];
+static uint32 next_mark = 0;
 static Sample *samples = NULL;
 static emit_log_hook_type prev_emit_log_hook = NULL;
 
@@ -116,13 +122,13 @@ emit_log(ErrorData *error)
 {
 	uint64		left_out;
 
-	/* A rethrown error has a copy of the mark.  An error that ends the session is always logged. */
+	/* A rethrown error has its mark.  An error that ends the session is always logged. */
 	if (rl_log_refusals != RL_LOG_ALL && error->output_to_server && error->elevel == ERROR &&
-		error->domain != NULL && strcmp(error->domain, mark) == 0)
+		error->domain != NULL && strncmp(error->domain, MARK, strlen(MARK)) == 0)
 	{
 		if (rl_log_refusals == RL_LOG_NONE)
 			error->output_to_server = false;
-		else if (!may_log(&samples[REFUSED], marked, &left_out))
+		else if (!may_log(&samples[REFUSED], strtoull(error->domain + strlen(MARK), NULL, 16), &left_out))
 			error->output_to_server = false;
 		else if (left_out > 0)
 			error->detail_log = psprintf("%s%s", error->detail_log ? error->detail_log : "",
@@ -159,7 +165,9 @@ hash_of(const RlKey *key)
 const char *
 rl_refusal_mark(const RlKey *key)
 {
-	marked = hash_of(key);
+	char	   *mark = marks[next_mark++ % MARKS];
+
+	snprintf(mark, sizeof(marks[0]), MARK "%016llx", (unsigned long long) hash_of(key));
 	return mark;
 }
 

@@ -98,7 +98,10 @@ $session->ends(q{
 	CREATE FUNCTION caught() RETURNS void LANGUAGE plpgsql AS
 		$$ BEGIN PERFORM rl_enforce('one', '1/1d'); EXCEPTION WHEN SQLSTATE 'PT429' THEN NULL; END $$;
 	CREATE FUNCTION rethrown() RETURNS void LANGUAGE plpgsql AS
-		$$ BEGIN PERFORM rl_enforce('rethrown', '1/1d'); EXCEPTION WHEN SQLSTATE 'PT429' THEN RAISE; END $$}, 'the functions exist');
+		$$ BEGIN PERFORM rl_enforce('rethrown', '1/1d'); EXCEPTION WHEN SQLSTATE 'PT429' THEN RAISE; END $$;
+	CREATE FUNCTION rethrown_later() RETURNS void LANGUAGE plpgsql AS
+		$$ BEGIN PERFORM rl_enforce('earlier', '1/1d'); EXCEPTION WHEN SQLSTATE 'PT429' THEN
+			BEGIN PERFORM rl_enforce('later', '1/1d'); EXCEPTION WHEN SQLSTATE 'PT429' THEN NULL; END; RAISE; END $$}, 'the functions exist');
 $log = flood(200, 'SELECT own()');
 is(count_of(qr/ERROR:  my own rate limit$/m, $log), 200, 'a user\'s own errors of SQLSTATE PT429 are all logged');
 is(left_out($log), 0, 'and none counts as left out');
@@ -109,6 +112,10 @@ is(new_log($node), '', 'refusals that PL/pgSQL catches are not logged');
 $session->ask(q{RESET ratelimit.log_refusals; SELECT rl_check('rethrown', '1/1d')});
 $session->ask('SELECT rethrown()') foreach 1 .. 50;
 cmp_ok(count_of($line, new_log($node)), '<=', 4, 'a refusal that PL/pgSQL throws again is sampled');
+$session->ask(q{SELECT rl_check('earlier', '1/1d'), rl_check('later', '1/1d'); SELECT rethrown_later()});
+like(new_log($node), qr/Key "earlier"/, 'a refusal that is thrown again after another refusal is logged');
+$session->ask(q{SELECT rl_enforce('later', '1/1d')});
+like(new_log($node), qr/Key "later"/, 'and counts for its own key');
 
 #
 # all, none, and a server without shared memory
