@@ -381,11 +381,10 @@ log_lost(const int64 *lost, const RlError *why)
 
 	for (RlCause cause = 0; cause < RL_CAUSES; cause++)
 		if (lost[cause] > 0 && texts[cause] != NULL)
-			ereport(LOG_SERVER_ONLY,
-					(errcode(why->sqlstate),
-					 errmsg_internal(texts[cause], (long long) lost[cause]),
-					 errdetail_internal("%s", why->message),
-					 cause == RL_OF_CONCURRENT ? errhint("Their units become free when the period of their limit has passed.") : 0));
+			rl_log_no_throw((errcode(why->sqlstate),
+							 errmsg_internal(texts[cause], (long long) lost[cause]),
+							 errdetail_internal("%s", why->message),
+							 cause == RL_OF_CONCURRENT ? errhint("Their units become free when the period of their limit has passed.") : 0));
 }
 
 /* Deletes an entry that is refunded or lost, and the refusals of its key in the denial cache. */

@@ -23,6 +23,7 @@
 #include "access/xact.h"
 
 #include "algorithm/limits.h"
+#include "error.h"
 #include "ledger.h"
 #include "shared/breaker.h"
 #include "transaction.h"
@@ -78,12 +79,11 @@ static void
 log_outlived(void)
 {
 	if (noutlived > 0)
-		ereport(LOG_SERVER_ONLY,
-				(errmsg("a transaction has lasted longer than the period of its rate limit \"%s %lld/%.15gs\"",
-						rl_algorithm(&outlived_limit)->name, (long long) outlived_limit.count,
-						(double) outlived_limit.period / RL_SECOND),
-				 errdetail("Others could take its units before it ended. The key in the store is \"%s\". Charges of this transaction that ended so: %d.",
-						   outlived_key, noutlived)));
+		rl_log_no_throw((errmsg("a transaction has lasted longer than the period of its rate limit \"%s %lld/%.15gs\"",
+								 rl_algorithm(&outlived_limit)->name, (long long) outlived_limit.count,
+								 (double) outlived_limit.period / RL_SECOND),
+						 errdetail("Others could take its units before it ended. The key in the store is \"%s\". Charges of this transaction that ended so: %d.",
+									outlived_key, noutlived)));
 	noutlived = 0;
 }
 
@@ -253,6 +253,15 @@ rl_transaction_init(void)
 	RegisterSubXactCallback(subtransaction_ends, NULL);
 }
 
+/* Logs that charges of the transaction will not be refunded.  Does not throw. */
+static void
+log_overflow(void)
+{
+	rl_log_no_throw((errcode(ERRCODE_PROGRAM_LIMIT_EXCEEDED),
+					 errmsg("too many rate-limit charges in one transaction to refund all of them"),
+					 errdetail("There is room for %d.", RL_MAX_ENTRIES)));
+}
+
 /*
  * Notes an action that was allowed: charges has that of each limit, of the amount 0 if the
  * limit was not charged.  lot is that of a lease that had the units, or 0.  Does
@@ -276,10 +285,7 @@ rl_grants_note(const RlKey *key, const RlLimits *limits, const RlCharge *charges
 			overflowed)
 			continue;
 		overflowed = true;
-		ereport(LOG_SERVER_ONLY,
-				(errcode(ERRCODE_PROGRAM_LIMIT_EXCEEDED),
-				 errmsg("too many rate-limit charges in one transaction to refund all of them"),
-				 errdetail("There is room for %d.", RL_MAX_ENTRIES)));
+		log_overflow();
 	}
 }
 

@@ -392,12 +392,11 @@ start_area(Area area, bool create)
 	if (error == NULL)
 		return;
 	if (is_first_failure(attempt, now))
-		ereport(LOG_SERVER_ONLY,
-				(errcode(error->sqlerrcode),
-				 area == BASE ? errmsg("could not create the shared memory of ratelimit") :
-				 errmsg("could not create the shared memory of ratelimit's local store"),
-				 errdetail_internal("%s", error->message),
-				 errhint("Make more room for dynamic shared memory (usually /dev/shm), or add ratelimit to shared_preload_libraries.")));
+		rl_log_no_throw((errcode(error->sqlerrcode),
+						 area == BASE ? errmsg("could not create the shared memory of ratelimit") :
+						 errmsg("could not create the shared memory of ratelimit's local store"),
+						 errdetail_internal("%s", error->message),
+						 errhint("Make more room for dynamic shared memory (usually /dev/shm), or add ratelimit to shared_preload_libraries.")));
 	FreeErrorData(error);
 }
 
