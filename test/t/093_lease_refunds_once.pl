@@ -64,7 +64,7 @@ settles('unreachable', 18, 'after calls that were not sent');
 				my $refunds = grep { /\{owed\}/ } @_;
 				return (":1\r\n", undef) if $refunds && @_ == 22 && $how eq 'end';
 				return () if $refunds && @_ == 22;
-				return join("\r\n:", '*4', 0, 0, START, 0) . "\r\n" if $refunds;
+				return join("\r\n:", '*5', 0, 0, START, 0, START) . "\r\n" if $refunds;
 				return @_ > 18 ? join("\r\n:", '*7', 0, 0, START, 0, 16, 50_000, START) . "\r\n" : ":0\r\n";
 			});
 			$session->ask("SET ratelimit.redis_url = '" . $liar->url . "'; SELECT " . at_sql($server, START));
