@@ -26,6 +26,7 @@
 #include "utils/timestamp.h"
 #include "utils/wait_event.h"
 
+#include "error.h"
 #include "shared/breaker.h"
 #include "shared/cells.h"
 #include "shared/counters.h"
