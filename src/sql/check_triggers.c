@@ -32,6 +32,7 @@
 #include "utils/lsyscache.h"
 #include "utils/resowner.h"
 #include "utils/syscache.h"
+#include "utils/tuplestore.h"
 
 #include "error.h"
 #include "sql/trigger_rule.h"
