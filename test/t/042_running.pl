@@ -124,7 +124,8 @@ $redis->cli('CONFIG', 'SET', 'maxmemory-policy', 'volatile-ttl');
 my $fill = q{SELECT count(*) FROM rl_check_many(ARRAY(SELECT '%s ' || n FROM generate_series(1, %d) n), '%s', array_fill(%d, ARRAY[%2$d]))
 	WHERE allowed AND source = 'redis'};
 answers(sprintf($fill, 'day', 500, '5/1d', 5), '500', '500 keys for a day');
-leave(500_000);
+# Redis 8 needs some 600 kB for itself.
+leave(1_200_000);
 answers(sprintf($fill, 'hour', 20_000, '5/1h', 5), '20000', 'volatile-ttl: there is room for all new keys');
 my %left = (day => known('day', 500, '5/1d'), hour => known('hour', 20_000, '5/1h'));
 note "of 500 keys of a day $left{day} are left, of 20000 keys of an hour $left{hour}, evicted " . evicted();
