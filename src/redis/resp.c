@@ -274,6 +274,7 @@ static const struct
 	{"CLUSTERDOWN The cluster is down", RL_STEP_LEAVE},
 	/* The same with cluster-allow-reads-when-down. */
 	{"ERR Script attempted to execute a write command while the cluster is down", RL_STEP_LEAVE},
+	{"ERR Can not execute a write command", RL_STEP_LEAVE}, /* Valkey 9 */
 	/* The nodes agree that no node has the slot. */
 	{"CLUSTERDOWN", RL_STEP_FAIL},
 
