@@ -7,12 +7,19 @@
 -- with " r" if there are fields of resets. Lives are compared for equality, because a clock can go
 -- back.
 
+-- Sets "reset" to the number that the last reset of the limit l has written, or to nil if there is
+-- none, or it has ended.
+--< reset_of
+local reset, until_then = string.match(call('HMGET', hash, 'reset:' .. l.tag)[1] or '', '^(%d+) (%d+)$')
+reset = until_then and until_then + 0 > now and reset or nil
+-->
+
 -- Sets "life" to that of the limit l. "born" is the field, or false.
 --< life_of
 local life = born or '0'
 if string.sub(life, -1) == 'r' then
-  local number, ends = string.match(call('HMGET', hash, 'reset:' .. l.tag)[1] or '', '^(%d+) (%d+)$')
-  life = ends and ends + 0 > now and number or string.sub(life, 1, -3)
+  --@ reset_of
+  life = reset or string.sub(life, 1, -3)
 end
 -->
 

@@ -93,9 +93,11 @@ end
 local function find_resets(limits, last)
   local resets = last and string.sub(last, -1) == 'r'
   for _, l in ipairs(limits) do
-    local value = resets and call('HMGET', hash, 'reset:' .. l.tag)[1]
-    local number, ends = string.match(value or '', '^(%d+) (%d+)$')
-    l.resets = ends and ends + 0 > now and number or '0'
+    l.resets = '0'
+    if resets then
+      --@ reset_of
+      l.resets = reset or '0'
+    end
   end
 end
 -->
