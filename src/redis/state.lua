@@ -65,21 +65,18 @@ local function drop(field)
   gone[#gone + 1] = field
 end
 
--- Fields that a hash keeps only beside others. There are few of them, but one for each state that
--- was reset.
-local function is_beside(field)
-  return field == 'expiry' or field == 'lease' or field == 'born' or string.sub(field, 1, 6) == 'reset:'
-end
-
 -- Ends the deletion of fields: deletes a hash that has no state and no ban left, and
--- sets the expiry of another hash if it is not that of the field.
+-- sets the expiry of another hash if it is not that of the field. A hash that also has a field for
+-- each of many resets is left to its expiry.
 local function after_deletion()
   local left, most = 0, 32
   if call('HLEN', hash) <= most then
     -- All of them. The user in Redis need not have +hkeys.
     local fields = call('HRANDFIELD', hash, most)
     for _, field in ipairs(fields) do
-      left = left + (is_beside(field) and 0 or 1)
+      if field ~= 'expiry' and field ~= 'lease' and field ~= 'born' and string.sub(field, 1, 6) ~= 'reset:' then
+        left = left + 1
+      end
     end
     if left == 0 then
       if #fields > 0 then
