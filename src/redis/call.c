@@ -300,7 +300,7 @@ run_end(const RlAction *const *actions, const int *order, int i, int n)
 
 /* Returns true if the script tells the lives of the states that the action charges. */
 static bool
-is_refundable(const Taking *taking, const RlAction *action)
+tells_lives(const Taking *taking, const RlAction *action)
 {
 	return action->limits->refunds && !is_look(action) &&
 		(taking->form == LISTED || taking->form == TOGETHER);
@@ -324,9 +324,9 @@ append_run(RlCommand *command, const Taking *taking, const RlAction *action, int
 	else if (lease != NULL)
 		rl_command_number(command, lease->want);
 	else if (taking->many || taking->form == TOGETHER)
-		rl_command_number(command, is_refundable(taking, action) ? -action->limits->n : action->limits->n);
+		rl_command_number(command, tells_lives(taking, action) ? -action->limits->n : action->limits->n);
 	else
-		rl_command_number(command, is_look(action) ? 0 : is_refundable(taking, action) ? 2 : 1);
+		rl_command_number(command, is_look(action) ? 0 : tells_lives(taking, action) ? 2 : 1);
 	rl_command_number(command, action->quota);
 	if (lease != NULL)
 	{
@@ -517,10 +517,10 @@ read_rule(Reader *reader, KeyReply *take)
 }
 
 static bool
-read_listed(const RlAction *action, bool refundable, Reader *reader, KeyReply *take)
+read_listed(const RlAction *action, bool lives, Reader *reader, KeyReply *take)
 {
 	const int64 *values = &reader->reply->values[reader->at];
-	int			nlives = refundable ? action->limits->n : 0;
+	int			nlives = lives ? action->limits->n : 0;
 
 	*take = (KeyReply) {.reported = &values[3]};
 	for (int i = 0; i < action->limits->n; i++)
@@ -528,7 +528,7 @@ read_listed(const RlAction *action, bool refundable, Reader *reader, KeyReply *t
 	reader->at += 3 + take->nreported + nlives;
 	if (reader->at > reader->reply->nvalues)
 		return false;
-	if (refundable)
+	if (lives)
 		take->lives = &take->reported[take->nreported];
 	for (int i = 0; i < nlives; i++)
 		if (take->lives[i] < 0 || take->lives[i] >= RL_CALENDAR_END)
@@ -611,7 +611,7 @@ read_key(const Taking *taking, const RlAction *action, Reader *reader, KeyReply 
 		return reply->is_array == (reply->nvalues > 1) &&
 			read_single(action, reader, reply->values, reply->nvalues, take);
 	}
-	return read_listed(action, is_refundable(taking, action), reader, take) && (taking->form != RESERVED || read_record(reader, take)) &&
+	return read_listed(action, tells_lives(taking, action), reader, take) && (taking->form != RESERVED || read_record(reader, take)) &&
 		(taking->form != LEASED || read_grant(action->lease, reader, take));
 }
 

@@ -263,8 +263,8 @@ typedef enum Admission
 } Admission;
 
 /*
- * Takes the places that the attempt needs, or returns WAIT with the entry to wait at, and until when, or REFUSED with the
- * error set.  The lock is held.
+ * Takes the places that the attempt needs and returns CONNECT.  Otherwise returns WAIT, with the
+ * entry to wait at and until when, or REFUSED with the error set.  The lock is held.
  */
 static Admission
 admit(RlAttempt *attempt, const char *server, bool waited, BreakerEntry **at, int64 *until, RlError *error)
