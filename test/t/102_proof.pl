@@ -328,7 +328,7 @@ $runs{reservation} = {
 		1, 0, reserve('a'), 0, q{rl_settle(KEY, 'a', 1)}, 0, reserve('a')),
 	NOT_WRITTEN => counts([ $settle_lua, "put_record(field, record, last)\n", "\n" ],
 		1, 0, reserve('a'), 0, q{rl_settle(KEY, 'a', 1)}, 0, q{rl_settle(KEY, 'a', 1)}),
-	OLD_RESET => counts([ 'src/redis/reserved.lua', 'ends and ends + 0 > now and number', 'number' ],
+	OLD_RESET => counts([ 'src/redis/life.lua', 'until_then and until_then + 0 > now and reset or nil', 'reset or nil' ],
 		1, 0, reserve('a', 2), 0, "rl_reset(KEY, '$reserved')", 3, \&forget_flag, 3, reserve('b'), 3, q{rl_reset(KEY, '7/1h')}, 3, q{rl_settle(KEY, 'b', 1)}),
 	SETTLES_AFTER_RESET => counts([ $settle_lua, q{l.gone = l.reset_was == '1' or l.resets ~= '0' and l.resets ~= l.reset_was}, 'l.gone = false' ],
 		2, 0, reserve('a'), 0, "rl_reset(KEY, '$reserved')", 0, "allowed FROM rl_check(KEY, '$counted', 2)", 0, q{rl_settle(KEY, 'a', 1)}),
