@@ -316,7 +316,7 @@ rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool, RlT
 	int64		ahead = now.wall - now.store;
 	int64		end = 0;
 
-	if (!rl_state_is_empty(limit, state))
+	if (!rl_state_is_empty(rl_algorithm(limit), state))
 		end = rl_algorithm(limit)->end(limit, state, pool) - (rl_goes_by_wall(limit) ? ahead : 0);
 	if (state->ban_count > 0)
 		end = Max(end, rl_period_end(limit, state->ban_since) +

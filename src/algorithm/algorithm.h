@@ -305,9 +305,9 @@ extern void rl_apply_ban(const RlLimits *limits, RlDecision *decisions, int64 le
 
 /* Returns true if stores need not keep the state, unless a ban's refusals count. */
 static inline bool
-rl_state_is_empty(const RlLimit *limit, const RlState *state)
+rl_state_is_empty(const RlAlgorithm *algorithm, const RlState *state)
 {
-	return state->start < 0 && state->charged + state->refused == 0 && !rl_algorithm(limit)->keeps_empty;
+	return state->start < 0 && state->charged + state->refused == 0 && !algorithm->keeps_empty;
 }
 
 extern int	rl_chunks_wanted(const RlLimit *limit, const RlState *state, const RlPool *pool,

@@ -7,7 +7,7 @@
  * (heap.c), ordered by the cells' ends: one for cells that have chunks of entries, and one for the
  * others.  Free cells and free chunks serve all partitions, and any of them may have all cells.
  *
- * Locks: each partition's LWLock protects the RlPartition, its buckets, heaps, cells and the
+ * Locks: each partition's LWLock protects the RlPartition, its buckets, heaps, cells, their lives and the
  * chunks of their logs; only "soonest" is also read without it.  The mutex of Free protects
  * Free, and the links between free cells and between free chunks.  It may be taken while a
  * partition is locked.  Spare cells and chunks belong to the backend that reserved them.  A
@@ -65,6 +65,7 @@ static RlPartition *partitions;
 static uint32 *buckets;
 static void *heaps;
 static RlCell *cells;
+static int64 *lives;			/* of the cells; apart, because most acts do without */
 static RlChunk *chunks;
 
 /*
@@ -105,6 +106,7 @@ lay_out(char *memory)
 	buckets = place(memory, &size, npartitions, nbuckets * sizeof(uint32));
 	heaps = place(memory, &size, 1, rl_heaps_size(ncells, npartitions));
 	cells = place(memory, &size, ncells, sizeof(RlCell));
+	lives = place(memory, &size, ncells, sizeof(int64));
 	chunks = place(memory, &size, nchunks, sizeof(RlChunk));
 	return size;
 }
@@ -129,7 +131,7 @@ attach(void *memory, LWLockPadded *my_locks, bool found)
 	SpinLockInit(&free_memory->mutex);
 	memset(buckets, 0, (Size) npartitions * nbuckets * sizeof(uint32));
 	for (int i = 0; i < npartitions; i++)
-		partitions[i] = (RlPartition) {{0, 0}, {PG_INT64_MAX, PG_INT64_MAX}};
+		partitions[i] = (RlPartition) {.soonest = {PG_INT64_MAX, PG_INT64_MAX}};
 }
 
 const RlSharedPart rl_cells_part = {.need = need,.attach = attach};
@@ -388,26 +390,18 @@ rl_cell_make(RlCells *view, RlStateTag tag)
 	cell->next = *view->bucket;
 	*view->bucket = c;
 	rl_heap_add(view, RL_WITHOUT_CHUNKS, c);
+	lives[c - 1] = ++view->partition->lives;
 	return c;
 }
 
-/* Sets the text of a ban or a record.  If it has too few further cells, there must be spares for them. */
-void
-rl_cell_set_text(RlCells *view, uint32 c, const char *text, int len)
+/*
+ * Returns the number of the cell's life, which began when it was made: no other cell that its key has, or
+ * had, has this number.
+ */
+int64
+rl_cell_life(uint32 c)
 {
-	for (int at = 0;;)
-	{
-		RlCell	   *cell = rl_cell_at(view, c);
-		int			n = Min(len - at, RL_CELL_TEXT);
-
-		memcpy(cell->ban.text, text + at, n);
-		at += n;
-		if (at == len)
-			return;
-		if (cell->ban.rest == RL_NO_CELL)
-			cell->ban.rest = take_spare(view);
-		c = cell->ban.rest;
-	}
+	return lives[c - 1];
 }
 
 /*
@@ -417,10 +411,20 @@ rl_cell_set_text(RlCells *view, uint32 c, const char *text, int len)
 uint32
 rl_cell_make_text(RlCells *view, RlStateTag tag, const char *text, int len)
 {
-	uint32		c = rl_cell_make(view, tag);
+	uint32		first = rl_cell_make(view, tag);
+	uint32		c = first;
 
-	rl_cell_set_text(view, c, text, len);
-	return c;
+	for (int at = 0;;)
+	{
+		RlCell	   *cell = rl_cell_at(view, c);
+		int			n = Min(len - at, RL_CELL_TEXT);
+
+		memcpy(cell->ban.text, text + at, n);
+		at += n;
+		if (at == len)
+			return first;
+		c = cell->ban.rest = take_spare(view);
+	}
 }
 
 /*

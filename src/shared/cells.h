@@ -20,7 +20,7 @@
 #define RL_MAX_BAN_CELLS	((RL_MAX_KEY + RL_MAX_WHY + RL_CELL_TEXT - 1) / RL_CELL_TEXT)
 
 /* The most bytes and cells of a record. */
-#define RL_MAX_RECORD		(40 + RL_MAX_ID + RL_MAX_LIMITS * 144)
+#define RL_MAX_RECORD		(40 + RL_MAX_ID + RL_MAX_LIMITS * 112)
 #define RL_MAX_RECORD_CELLS	((RL_MAX_RECORD + RL_CELL_TEXT - 1) / RL_CELL_TEXT)
 
 /* The most cells that an act on one key may need: one for each limit, and those of the ban, its level and a record. */
@@ -169,9 +169,9 @@ extern const uint32 *rl_cells_lock_slice(RlCells *view, int slice);
 
 extern uint32 rl_cell_find(const RlCells *view, const RlLimit *limit);
 extern uint32 rl_cell_find_tag(const RlCells *view, RlStateTag tag);
-extern void rl_cell_set_text(RlCells *view, uint32 c, const char *text, int len);
 extern uint32 rl_cell_make_text(RlCells *view, RlStateTag tag, const char *text, int len);
 extern uint32 rl_cell_make(RlCells *view, RlStateTag tag);
+extern int64 rl_cell_life(uint32 c);
 extern void rl_cell_set_end(RlCells *view, uint32 c, int64 end);
 extern void rl_cell_remove(RlCells *view, uint32 c);
 extern void rl_cell_remove_at(RlCells *view, uint32 *link);

@@ -21,6 +21,7 @@ typedef struct RlHeapItem
 /* Protected by the partition's lock. */
 typedef struct RlPartition
 {
+	int64		lives;			/* as many have begun, for rl_cell_life */
 	uint32		n[2];			/* cells in the heaps */
 	volatile int64 soonest[2];	/* the first item's end, or PG_INT64_MAX; also
 								 * read without the lock, as a hint */

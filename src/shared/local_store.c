@@ -32,18 +32,56 @@ time_of(RlCells *view, const RlLimit *limit)
 	return rl_time_of(limit, rl_cells_times(view));
 }
 
-/* Stores a state, in cell c or for RL_NO_CELL in a new one. */
+/* Returns true if the cell is as if it did not exist. */
+static bool
+is_empty(const RlCell *cell)
+{
+	return cell->tag.algorithm < RL_ALGORITHMS && cell->state.ban_count == 0 &&
+		rl_state_is_empty(rl_algorithms[cell->tag.algorithm], &cell->state);
+}
+
+/*
+ * Removes the cells of a key that has empty ones only, as Redis deletes such a key.  Beside others an
+ * empty state is kept, because it goes on in the same life.
+ */
 static void
+remove_empty(RlCells *view)
+{
+	uint32	   *link = view->bucket;
+
+	for (uint32 c = *link; c != RL_NO_CELL; c = rl_cell_at(view, c)->next)
+		if (rl_same_key_hash(rl_cell_at(view, c)->key_hash, view->key_hash) && !is_empty(rl_cell_at(view, c)))
+			return;
+	while (*link != RL_NO_CELL)
+		if (rl_same_key_hash(rl_cell_at(view, *link)->key_hash, view->key_hash))
+			rl_cell_remove_at(view, link);
+		else
+			link = &rl_cell_at(view, *link)->next;
+}
+
+/* Stores a state, in cell c or for RL_NO_CELL in a new one.  Returns the cell. */
+static uint32
 save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state)
 {
 	if (c == RL_NO_CELL)
 		c = rl_cell_make(view, rl_state_tag(limit));
 	rl_cell_at(view, c)->state = *state;
-	/* As in Redis, an empty state is deleted. */
-	if (rl_state_is_empty(limit, state) && state->ban_count == 0)
-		rl_cell_remove(view, c);
-	else
-		rl_cell_set_end(view, c, rl_state_end(limit, state, &view->pool, rl_cells_times(view)));
+	rl_cell_set_end(view, c, rl_state_end(limit, state, &view->pool, rl_cells_times(view)));
+	return c;
+}
+
+/* Returns true if the store says in which life the action charges a state. */
+static bool
+tells_life(const RlAction *action)
+{
+	return action->limits->refunds || action->timed || action->reserve != NULL;
+}
+
+/* Returns true if a charge may be refunded to the state in cell c.  An entry of a log is found by its time, in any life. */
+static bool
+is_of_life(const RlLimit *limit, uint32 c, int64 life)
+{
+	return life == 0 || rl_algorithm(limit)->has_logs || rl_cell_life(c) == life;
 }
 
 /* Returns how many spare cells a ban of the key needs, in place of cell c, or for RL_NO_CELL of none. */
@@ -112,16 +150,22 @@ load_ban(const RlCells *view, Key *key)
 	ban->rule = rl_ban_rule(text + cell->ban.key_len, cell->ban.why_len);
 }
 
+/* Stores what an action has changed, and sets the lives in the decisions. */
 static void
-save_key(RlCells *view, const RlKey *name, const RlLimits *limits, const Key *key, uint32 changed)
+save_key(RlCells *view, const RlAction *action, const Key *key, uint32 changed, RlDecision *decisions)
 {
 	char		why[RL_MAX_WHY];
 
-	for (int i = 0; i < limits->n; i++)
+	for (int i = 0; i < action->limits->n; i++)
 		if (changed & 1 << i)
-			save_state(view, key->found[i], &limits->limit[i], &key->states[i]);
+		{
+			uint32		c = save_state(view, key->found[i], &action->limits->limit[i], &key->states[i]);
+
+			if (tells_life(action))
+				decisions[i].life = rl_cell_life(c);
+		}
 	if (key->ban.by != NULL)
-		set_ban(view, key->ban_cell, name, key->ban.until, why, rl_limit_why(key->ban.by, why));
+		set_ban(view, key->ban_cell, &action->key, key->ban.until, why, rl_limit_why(key->ban.by, why));
 	if (key->ban.by != NULL && key->ban.by->ban_to > 0)
 		set_level(view, key->level_cell, &key->ban);
 }
@@ -162,13 +206,15 @@ make_room(RlCells *view, uint32 cells, uint32 chunks, RlError *error)
 }
 
 /*
- * Acts on one limit without the options ban and shadow, of an algorithm that has act_single.
+ * Acts on the action's one limit, without the options ban and shadow, of an algorithm that has act_single.
  * Returns false, with nothing done, if the key has a ban or counted refusals, or
  * there is no room.
  */
 static bool
-take_single(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decision)
+take_single(RlCells *view, const RlAction *action, RlDecision *decision)
 {
+	const RlLimit *limit = &action->limits->limit[0];
+	int64		quota = action->quota;
 	uint32		c = RL_NO_CELL;
 	int64		start = -1;
 	int64		end;
@@ -196,6 +242,8 @@ take_single(RlCells *view, const RlLimit *limit, int64 quota, RlDecision *decisi
 		c = rl_cell_make(view, rl_state_tag(limit));
 	rl_cell_at(view, c)->state.start = start;
 	rl_cell_set_end(view, c, end);
+	if (tells_life(action))
+		decision->life = rl_cell_life(c);
 	return true;
 }
 
@@ -258,18 +306,35 @@ begin_act(RlCells *view, const RlAction *action, Key *key, RlError *error)
  * Reservations
  *
  * A record is in a cell with further cells, as a ban: until is its end, and its text is the
- * id, and then a Record, of which "n" charges are kept.
+ * id, and then the Record.
  */
 
 /* A charge of a reservation, as in RlCharge, and the limit. */
 typedef struct Reserved
 {
 	RlLimit		limit;
-	int64		units;			/* 0: the state was reset since */
+	int64		units;
 	int64		at;
 	int64		mark;
+	int64		life;
 } Reserved;
 
+/* The same as a record keeps it: of the limit the members that a settlement needs */
+typedef struct Kept
+{
+	RlStateTag	tag;
+	int64		capacity;
+	int64		count;
+	int64		interval_ns;
+	int64		units;
+	int64		at;
+	int64		mark;
+	int64		life;
+	uint8		calendar;
+	char		zone[RL_MAX_ZONE];
+} Kept;
+
+/* The record keeps its first "n" charges, each as a Kept. */
 typedef struct Record
 {
 	uint64		limits;			/* hash of their text */
@@ -280,7 +345,8 @@ typedef struct Record
 	Reserved	charges[RL_MAX_LIMITS];
 } Record;
 
-StaticAssertDecl(RL_MAX_ID + sizeof(Record) == RL_MAX_RECORD, "RL_MAX_RECORD must be changed");
+StaticAssertDecl(RL_MAX_ID + offsetof(Record, charges) + RL_MAX_LIMITS * sizeof(Kept) == RL_MAX_RECORD,
+				 "RL_MAX_RECORD must be changed");
 
 /* Ended records that an act deletes, at most. */
 #define SWEPT				64
@@ -289,7 +355,7 @@ StaticAssertDecl(RL_MAX_ID + sizeof(Record) == RL_MAX_RECORD, "RL_MAX_RECORD mus
 static int
 record_size(int n)
 {
-	return offsetof(Record, charges) + n * sizeof(Reserved);
+	return offsetof(Record, charges) + n * sizeof(Kept);
 }
 
 static RlStateTag
@@ -306,7 +372,20 @@ load_record(const RlCells *view, uint32 c, Record *record)
 	char		text[RL_MAX_RECORD];
 
 	rl_cell_ban_text(view, cell, text);
-	memcpy(record, text + cell->ban.key_len, cell->ban.why_len);
+	memcpy(record, text + cell->ban.key_len, offsetof(Record, charges));
+	for (int i = 0; i < record->n; i++)
+	{
+		Kept		kept;
+
+		memcpy(&kept, text + cell->ban.key_len + record_size(i), sizeof(kept));
+		record->charges[i] = (Reserved) {
+			.limit = {.algorithm = kept.tag.algorithm,.from_first = kept.tag.from_first,.shadow = kept.tag.shadow,
+				.capacity = kept.capacity,.count = kept.count,.period = kept.tag.period,
+				.interval_ns = kept.interval_ns,.step = kept.tag.step,.calendar = kept.calendar},
+			.units = kept.units,.at = kept.at,.mark = kept.mark,.life = kept.life
+		};
+		memcpy(record->charges[i].limit.zone, kept.zone, RL_MAX_ZONE);
+	}
 }
 
 /* Stores a record in place of cell c, or for RL_NO_CELL in new cells.  There must be spares for it. */
@@ -320,7 +399,16 @@ save_record(RlCells *view, uint32 c, const RlKey *id, const Record *record, int6
 	if (c != RL_NO_CELL)
 		rl_cell_remove(view, c);
 	memcpy(text, id->data, id->len);
-	memcpy(text + id->len, record, size);
+	memcpy(text + id->len, record, offsetof(Record, charges));
+	for (int i = 0; i < record->n; i++)
+	{
+		const Reserved *charge = &record->charges[i];
+		Kept		kept = {rl_state_tag(&charge->limit), charge->limit.capacity, charge->limit.count,
+		charge->limit.interval_ns, charge->units, charge->at, charge->mark, charge->life, charge->limit.calendar};
+
+		memcpy(kept.zone, charge->limit.zone, RL_MAX_ZONE);
+		memcpy(text + id->len + record_size(i), &kept, sizeof(kept));
+	}
 	c = rl_cell_make_text(view, record_tag(id), text, id->len + size);
 	cell = rl_cell_at(view, c);
 	cell->ban.until = until;
@@ -400,7 +488,7 @@ keep_reservation(RlCells *view, const RlAction *action, uint32 c, const RlView *
 		if (decisions[i].charged)
 			record.charges[record.n++] = (Reserved) {
 				limits->limit[i], rl_quota_of(limits, i, action->quota), charges[i].at,
-				rl_algorithm(&limits->limit[i])->has_logs ? views[i].mark : charges[i].mark
+				rl_algorithm(&limits->limit[i])->has_logs ? views[i].mark : charges[i].mark, charges[i].life
 			};
 	save_record(view, c, &action->reserve->id, &record, view->now + record.hold);
 }
@@ -412,6 +500,7 @@ local_reserve(const RlAction *action, RlDecision *decisions, RlAnswer *answer, R
 	const RlLimits *limits = action->limits;
 	Key			key;
 	RlAct		act = {.quota = action->quota,.how = RL_TAKE,.hold = action->reserve->hold};
+	uint32		changed;
 	uint32		record;
 	bool		other;
 	RlCells		view = {.key_hash = rl_key_hash(&action->key)};
@@ -443,8 +532,8 @@ local_reserve(const RlAction *action, RlDecision *decisions, RlAnswer *answer, R
 		finish(&view);
 		return rl_not_reserved(false, error);
 	}
-	save_key(&view, &action->key, limits, &key,
-			 rl_act_complete(limits, key.states, &view.pool, &key.ban, &act, key.views, decisions));
+	changed = rl_act_complete(limits, key.states, &view.pool, &key.ban, &act, key.views, decisions);
+	save_key(&view, action, &key, changed, decisions);
 	if (act.verdict == RL_VERDICT_ALLOWED)
 		keep_reservation(&view, action, record, key.views, decisions);
 	finish(&view);
@@ -480,20 +569,20 @@ settle_charge(RlCells *view, const Reserved *charge, int64 quota)
 	uint32		c;
 	RlState		state = charged_state(view, charge, &c);
 
-	if (charge->units == 0 || rest == 0 || (rest > 0 && c == RL_NO_CELL))
+	if (rest == 0 || (rest > 0 && (c == RL_NO_CELL || !is_of_life(limit, c, charge->life))))
 		return;
 	if (rest < 0)
 		rl_owe(limit, &state, &view->pool, time_of(view, limit), -rest);
 	else if (!refund_units(view, charge, &state, rest))
 		return;
-	save_state(view, c, limit, &state);
+	(void) save_state(view, c, limit, &state);
 }
 
 /* Returns true if the unit of a concurrent limit is still held. */
 static bool
 is_held(const RlCells *view, const Reserved *charge, const RlState *state)
 {
-	return charge->units > 0 && charge->mark + charge->limit.period > view->now &&
+	return charge->mark + charge->limit.period > view->now &&
 		rl_log_has_own(&view->pool, &state->log[RL_CHARGED], charge->mark);
 }
 
@@ -518,7 +607,7 @@ extend_charges(RlCells *view, Record *record, int64 hold)
 				continue;
 			(void) refund_units(view, charge, &state, 1);
 			charge->mark = rl_hold_unit(limit, &state, &view->pool, view->now, hold);
-			save_state(view, c, limit, &state);
+			(void) save_state(view, c, limit, &state);
 		}
 	return true;
 }
@@ -559,7 +648,7 @@ find_room(const RlCells *view, const Record *record, int64 quota, uint32 *cells,
 		uint32		c;
 		RlState		state = charged_state(view, &record->charges[i], &c);
 
-		*cells += c == RL_NO_CELL && record->charges[i].units > 0 && quota > record->charges[i].units;
+		*cells += c == RL_NO_CELL && quota > record->charges[i].units;
 		if (rl_algorithm(&record->charges[i].limit)->skip != NULL)
 			*chunks += rl_log_chunks_wanted(&view->pool, &state.log[RL_CHARGED]);
 	}
@@ -661,35 +750,6 @@ rl_local_describe_record(const RlCells *view, uint32 c, char *id, char *status)
 	return record.quota;
 }
 
-/* Has later settlements leave the states of these limits alone, which are reset. */
-static void
-reset_charges(RlCells *view, const RlLimits *limits)
-{
-	for (uint32 c = *view->bucket; c != RL_NO_CELL; c = rl_cell_at(view, c)->next)
-	{
-		RlCell	   *cell = rl_cell_at(view, c);
-		char		text[RL_MAX_RECORD];
-		bool		changed = false;
-		Record		record;
-
-		if (!rl_same_key_hash(cell->key_hash, view->key_hash) || cell->tag.algorithm != RL_RECORD_CELL)
-			continue;
-		rl_cell_ban_text(view, cell, text);
-		memcpy(&record, text + cell->ban.key_len, cell->ban.why_len);
-		for (int i = 0; i < record.n; i++)
-			for (int l = 0; l < limits->n; l++)
-				if (record.charges[i].units > 0 && rl_same_state(&record.charges[i].limit, &limits->limit[l]))
-				{
-					record.charges[i].units = 0;
-					changed = true;
-				}
-		if (!changed)
-			continue;
-		memcpy(text + cell->ban.key_len, &record, cell->ban.why_len);
-		rl_cell_set_text(view, c, text, cell->ban.key_len + cell->ban.why_len);
-	}
-}
-
 /*
  * The store
  */
@@ -709,7 +769,7 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 	rl_cells_lock(&view, how == RL_PEEK ? LW_SHARED : LW_EXCLUSIVE);
 	if (how != RL_PEEK && limits->n == 1 && limits->limit[0].ban == 0 && !limits->limit[0].shadow &&
 		rl_algorithm(&limits->limit[0])->act_single != NULL &&
-		take_single(&view, &limits->limit[0], quota, decisions))
+		take_single(&view, action, decisions))
 	{
 		/* Such a limit does not go by the wall clock. */
 		answer->at = (RlTimes) {view.now, view.now};
@@ -721,7 +781,7 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 	answer->at = rl_cells_times(&view);
 	load_ban(&view, &key);
 	changed = rl_act(limits, key.states, &view.pool, &key.ban, answer->at, quota, how, decisions);
-	save_key(&view, &action->key, limits, &key, changed);
+	save_key(&view, action, &key, changed, decisions);
 	finish(&view);
 	return true;
 }
@@ -792,7 +852,7 @@ local_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apar
 		rl_cells_select(&view, i);
 		changed = rl_act_complete(actions[i]->limits, key->states, &view.pool, &key->ban, &act,
 								  key->views, taken[i].each);
-		save_key(&view, &actions[i]->key, actions[i]->limits, key, changed);
+		save_key(&view, actions[i], key, changed, taken[i].each);
 		taken[i].at = act.times;
 		taken[i].charged = allowed;
 	}
@@ -806,12 +866,15 @@ refund(RlCells *view, const RlLimit *limit, int64 quota, const RlCharge *charge)
 	uint32		c = rl_cell_find(view, limit);
 	RlState		state;
 
-	if (c == RL_NO_CELL)
+	if (c == RL_NO_CELL || (charge != NULL && !is_of_life(limit, c, charge->life)))
 		return;
 	state = rl_cell_at(view, c)->state;
-	if (charge != NULL ? rl_refund_charge(limit, &state, &view->pool, time_of(view, limit), charge) :
-		rl_refund_quota(limit, &state, &view->pool, time_of(view, limit), quota))
-		save_state(view, c, limit, &state);
+	if (charge != NULL ? !rl_refund_charge(limit, &state, &view->pool, time_of(view, limit), charge) :
+		!rl_refund_quota(limit, &state, &view->pool, time_of(view, limit), quota))
+		return;
+	(void) save_state(view, c, limit, &state);
+	if (is_empty(rl_cell_at(view, c)))
+		remove_empty(view);
 }
 
 static bool
@@ -837,11 +900,14 @@ rl_local_refund_charge(RlKeyHash key_hash, const RlLimit *limit, const RlCharge 
 	finish(&view);
 }
 
-/* Returns false if there is none or it has ended, but under debug_now no cell ends: Redis keeps keys then. */
+/*
+ * Returns false if there is none, or it is empty or has ended; but under debug_now no cell ends:
+ * Redis keeps keys then.
+ */
 static bool
 delete_cell(RlCells *view, uint32 c)
 {
-	bool		found = c != RL_NO_CELL &&
+	bool		found = c != RL_NO_CELL && !is_empty(rl_cell_at(view, c)) &&
 		(rl_debug_now[0] != '\0' || rl_cell_at(view, c)->end > view->now);
 
 	if (c != RL_NO_CELL)
@@ -860,7 +926,7 @@ local_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *erro
 	for (int i = 0; limits && i < limits->n; i++)
 		*found |= delete_cell(&view, rl_cell_find(&view, &limits->limit[i]));
 	if (limits)
-		reset_charges(&view, limits);
+		remove_empty(&view);
 	for (uint32 c = limits ? RL_NO_CELL : *view.bucket; c != RL_NO_CELL; c = next)
 	{
 		next = rl_cell_at(&view, c)->next;
@@ -911,6 +977,7 @@ local_unban(const RlKey *key, bool *found, RlError *error pg_attribute_unused())
 		*found |= rl_cell_at(&view, c)->end > view.now;
 		rl_cell_remove(&view, c);
 	}
+	remove_empty(&view);
 	finish(&view);
 	return true;
 }

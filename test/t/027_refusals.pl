@@ -78,8 +78,8 @@ sub refunded
 
 	$count{refund_keeps}++ if used($h, 0) && used($h, 1);
 	refund_units($h->{key}, $_, $quota * ($_->{interval_ns} || 1), $h->{now}) foreach @limits;
-	# Redis deletes a key of which nothing is left: what a counter is charged then is not refunded by a rollback of earlier charges.
-	if (store() eq 'redis' && $h->{limit}{algorithm} ne 'sliding_log' && $charged && !used($h, 0) && !used($h, 1) && !$h->{beside})
+	# A key of which nothing is left is deleted: what a counter is charged then is not refunded by a rollback of earlier charges.
+	if ($h->{limit}{algorithm} ne 'sliding_log' && $charged && !used($h, 0) && !used($h, 1) && !$h->{beside})
 	{
 		$count{ends}++ if @{ $h->{grants} };
 		$h->{grants} = [];

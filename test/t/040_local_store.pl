@@ -566,6 +566,35 @@ answers(q{SELECT bool_or(there) FILTER (WHERE n <= 12000), bool_and(there) FILTE
 }
 
 #
+# States that are evicted
+#
+
+# Neither a settlement nor a rollback gives back what others have charged since the eviction.
+{
+	my $limit = 'fixed_window 1000/1min refund_on_abort';
+	my $holder = session($node);
+
+	foreach ($session, $holder)
+	{
+		$_->ask('SET ratelimit.debug_now = 1700000000000000');
+	}
+	answers("SELECT allowed FROM rl_reserve('reserved', '$limit', 900, 'job', 86400)", 't', 'a key has a reservation');
+	$holder->answers("BEGIN; SELECT allowed FROM rl_check('charged', '$limit', 900)", 't', 'another is charged in a transaction');
+	$session->ask(q{SELECT count(rl_allow('floods ' || n, '9/1d')) FROM generate_series(1, 5200) n});
+	answers("SELECT remaining FROM rl_peek('$_', '$limit', 0)", 1000, "the state of the $_ key was evicted") foreach qw(reserved charged);
+	# Then there is room for them.
+	$session->ask(q{SELECT count(rl_reset('floods ' || n)) FROM generate_series(1, 5200) n});
+	foreach my $key (qw(reserved charged))
+	{
+		answers("SELECT remaining FROM rl_check('$key', '$limit', 900)", 100, 'it is charged again');
+	}
+	answers(q{SELECT rl_settle('reserved', 'job', 0)}, 't', 'the reservation is settled');
+	$holder->ask('ROLLBACK');
+	answers("SELECT remaining FROM rl_peek('$_', '$limit', 0)", 100, "the $_ key gets nothing back") foreach qw(reserved charged);
+	$session->ask(q{RESET ratelimit.debug_now; SELECT rl_reset('reserved'), rl_reset('charged')});
+}
+
+#
 # Reservations of one key that fill the store
 #
 

@@ -101,42 +101,47 @@ foreach my $end (
 
 # Another session resets the key or its limits, or deletes the key, while the transaction is open: a rollback gives back
 # nothing that others have taken since, and refunds what the transaction itself has taken since.
-foreach my $limit ('10/10d', 'token_bucket 10/10d', 'fixed_window 10/10d', 'fixed_window 10/10d from_first', 'fixed_window 10/month',
-	'sliding_window 10/10d', 'sliding_log 10/10d', 'concurrent 10/1h')
+foreach my $store ('redis', 'local')
 {
-	my $option = $limit =~ /concurrent/ ? $limit : "$limit refund_on_abort";
-	my %take = (
-		rl_check => sub { return "SELECT allowed FROM rl_check('$_[0]', '$option', $_[1])" },
-		'rl_check of a list' => sub { return "SELECT allowed FROM rl_check('$_[0]', '$option, 100/20d', $_[1])" },
-		rl_check_many => sub { return "SELECT allowed FROM rl_check_many(ARRAY['$_[0]'], '$option', ARRAY[$_[1]])" },
-		rl_check_all => sub { return "SELECT bool_and(allowed) FROM rl_check_all(ARRAY['$_[0]', 'other:$_[0]'], ARRAY['$option', '100/20d']::rl_limits[], ARRAY[$_[1], 1])" });
-	my $left = sub { return $watcher->ask("SELECT remaining FROM rl_peek('$_[0]', '$limit', 0)") };
-	my @wrong;
-
-	foreach my $form (sort keys %take)
+	$_->set(store => $store) foreach $session, $watcher, $others[0];
+	foreach my $limit ('10/10d', 'token_bucket 10/10d', 'fixed_window 10/10d', 'fixed_window 10/10d from_first', 'fixed_window 10/month',
+		'sliding_window 10/10d', 'sliding_log 10/10d', 'concurrent 10/1h')
 	{
-		foreach my $reset ('rl_reset of the limits', 'rl_reset', 'DEL')
-		{
-			my $key = new_key();
-			my $name = "$limit, $form, $reset";
-			my $do = $reset eq 'DEL' ? sub { $redis->cli('DEL', "rl:{$key}") } :
-			  sub { $watcher->ask("SELECT rl_reset('$key'" . ($reset =~ /limits/ ? ", '$limit')" : ')')) };
+		my $option = $limit =~ /concurrent/ ? $limit : "$limit refund_on_abort";
+		my %take = (
+			rl_check => sub { return "SELECT allowed FROM rl_check('$_[0]', '$option', $_[1])" },
+			'rl_check of a list' => sub { return "SELECT allowed FROM rl_check('$_[0]', '$option, 100/20d', $_[1])" },
+			rl_check_many => sub { return "SELECT allowed FROM rl_check_many(ARRAY['$_[0]'], '$option', ARRAY[$_[1]])" },
+			rl_check_all => sub { return "SELECT bool_and(allowed) FROM rl_check_all(ARRAY['$_[0]', 'other:$_[0]'], ARRAY['$option', '100/20d']::rl_limits[], ARRAY[$_[1], 1])" });
+		my $left = sub { return $watcher->ask("SELECT remaining FROM rl_peek('$_[0]', '$limit', 0)") };
+		my @wrong;
 
-			$session->ask('BEGIN');
-			push @wrong, "$name: no first charge" if $session->ask($take{$form}->($key, 4)) ne 't';
-			$do->();
-			$others[0]->ask('BEGIN');
-			push @wrong, "$name: no charge by others" if $others[0]->ask($take{$form}->($key, 6)) ne 't';
-			push @wrong, "$name: no second charge" if $session->ask($take{$form}->($key, 3)) ne 't';
-			$session->ask('ROLLBACK');
-			push @wrong, "$name: after the rollback " . $left->($key) . ' are left' if $left->($key) != 4;
-			$others[0]->ask('ROLLBACK');
-			# A throttle's two refunds both leave out the milliseconds in which the charges overlapped.
-			my $end = $left->($key);
-			push @wrong, "$name: in the end $end are left" if $end != 10 && !($limit eq '10/10d' && $end == 9);
+		foreach my $form (sort keys %take)
+		{
+			foreach my $reset ('rl_reset of the limits', 'rl_reset', $store eq 'redis' ? 'DEL' : ())
+			{
+				my $key = new_key();
+				my $name = "$limit, $form, $reset";
+				my $do = $reset eq 'DEL' ? sub { $redis->cli('DEL', "rl:{$key}") } :
+				  sub { $watcher->ask("SELECT rl_reset('$key'" . ($reset =~ /limits/ ? ", '$limit')" : ')')) };
+
+				$session->ask('BEGIN');
+				push @wrong, "$name: no first charge" if $session->ask($take{$form}->($key, 4)) ne 't';
+				$do->();
+				$others[0]->ask('BEGIN');
+				push @wrong, "$name: no charge by others" if $others[0]->ask($take{$form}->($key, 6)) ne 't';
+				push @wrong, "$name: no second charge" if $session->ask($take{$form}->($key, 3)) ne 't';
+				$session->ask('ROLLBACK');
+				push @wrong, "$name: after the rollback " . $left->($key) . ' are left' if $left->($key) != 4;
+				$others[0]->ask('ROLLBACK');
+				# A throttle's two refunds both leave out the milliseconds in which the charges overlapped.
+				my $end = $left->($key);
+				push @wrong, "$name: in the end $end are left" if $end != 10 && !($limit eq '10/10d' && $end == 9);
+			}
 		}
+		is_deeply(\@wrong, [], "$limit ($store): nothing is given back twice");
 	}
-	is_deeply(\@wrong, [], "$limit: nothing is given back twice");
+	$_->ask('RESET ratelimit.store') foreach $session, $watcher, $others[0];
 }
 
 # A transaction that is canceled or terminated, and a client that disconnects.

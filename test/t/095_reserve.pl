@@ -283,11 +283,12 @@ sub model_settle
 
 	return 'false' if !$record || $record->{end} <= $now;
 	return 'true' if !$record->{open};
-	foreach my $charge (grep { !$_->{reset} } @{ $record->{charges} })
+	foreach my $charge (@{ $record->{charges} })
 	{
 		my $rest = $charge->{limit}{algorithm} eq 'concurrent' ? 1 : $charge->{units} - $quota;
 
-		refund_charge($model, $charge, $now, $rest) if $rest > 0;
+		# A reset ends the life of a counter. What is above the reservation is charged in any life.
+		refund_charge($model, $charge, $now, $rest) if $rest > 0 && !$charge->{reset};
 		charge($model, $charge->{limit}, $now, -$rest) if $rest < 0;
 	}
 	@$record{qw(open end)} = (0, $now + min($record->{hold}, 3_600_000_000));
@@ -308,7 +309,7 @@ sub model_extend
 	{
 		my @entries = @{ load($model, $charge->{limit}, $now)->{entries} };
 
-		return 'false' if $charge->{reset} || !grep { $_->[2] && $_->[0] == $charge->{mark} } @entries;
+		return 'false' if !grep { $_->[2] && $_->[0] == $charge->{mark} } @entries;
 	}
 	foreach my $charge (@held)
 	{
@@ -356,6 +357,8 @@ sub model_step
 		foreach my $l (parse($1))
 		{
 			delete $model->{states}{ $l->{tag} };
+			# Entries of a log are found by their time.
+			next if $l->{algorithm} =~ /log|concurrent/;
 			$_->{reset} = 1 foreach grep { $_->{limit}{tag} eq $l->{tag} } map { @{ $_->{charges} } } values %{ $model->{records} };
 		}
 	}

@@ -65,9 +65,6 @@ end
 find_resets(limits, last)
 local values = #names > 0 and call('HMGET', hash, unpack(names)) or {}
 for _, l in ipairs(limits) do
-  -- 0: there was no reset, or its field has ended, as all records from before it have. No reset
-  -- has the number 1 (see extend).
-  l.gone = l.reset_was == '1' or l.resets ~= '0' and l.resets ~= l.reset_was
   local value, denied = values[l.values]
   if l.denied_field then
     value, denied = values[l.values - 1], value
@@ -77,6 +74,9 @@ for _, l in ipairs(limits) do
   else
     l.used, l.charged = 0, 0
   end
+  -- 0: there was no reset, or its field has ended, as all records from before it have. An entry of a
+  -- log is found by its time.
+  l.gone = not l.log and l.resets ~= '0' and l.resets ~= l.reset_was
 end
 check_windows()
 
@@ -101,9 +101,11 @@ end
 
 local function settle()
   for _, l in ipairs(limits) do
-    if not l.gone and (l.is_held or settled < l.units) then
-      refund(l, l.is_held and 1 or l.units - settled)
-    elseif not l.gone and settled > l.units then
+    if l.is_held or settled < l.units then
+      if not l.gone then
+        refund(l, l.is_held and 1 or l.units - settled)
+      end
+    elseif settled > l.units then
       l:owe(settled - l.units, cost(l, settled - l.units))
       l.changed = true
     end
@@ -120,17 +122,14 @@ local function extend()
   for _, l in ipairs(limits) do
     if l.is_held then
       local used = l.used
-      if not l.gone then
-        refund(l, 1)
-      end
+      refund(l, 1)
       if l.used == used then
         return false
       end
       quota, l.hold = 1, record.hold
       l:take_own()
     end
-    -- No reset has the number 1.
-    lines[#lines + 1] = '\n' .. string.gsub(l.line, '%d+ %d+$', string.format('%.0f %s', l.mark, l.gone and '1' or l.reset_was))
+    lines[#lines + 1] = '\n' .. string.gsub(l.line, '%d+ (%d+)$', string.format('%.0f %%1', l.mark))
   end
   record.ends = now + record.hold
   record.charges = table.concat(lines)
