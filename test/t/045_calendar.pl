@@ -339,7 +339,8 @@ set_redis_clock($far);
 	set_redis_clock($borders[3] + 14 * HOUR);
 	$searching->ask(q{SELECT rl_check('ahead:1', '5/10s', 5), rl_ban('ahead:2', 10)});
 	set_redis_clock($borders[3]);
-	$searching->ask(q{SELECT rl_check('ahead:3', '5/10s', 5), rl_ban('ahead:4', 10)});
+	# Valkey 9 adds to a clock that stands what has passed since its last event, so this ban is shorter than the limit's wait.
+	$searching->ask(q{SELECT rl_check('ahead:3', '5/10s', 5), rl_ban('ahead:4', 9)});
 	$searching->answers(q{SELECT string_agg(key, ' ') FROM rl_bans('ahead:%') WHERE began > clock_timestamp() + '1 min'}, 'ahead:2', 'a ban that begins later');
 	$searching->answers(q{SELECT string_agg(n::text, ' ') FROM generate_series(1, 4) n, rl_peek('ahead:' || n, '5/10s') WHERE retry_after > 10}, '1 2', 'waits that the limit cannot cause');
 	$searching->answers(q{SELECT count(*) FROM rl_inspect('ahead:1') WHERE until > clock_timestamp() + '10 s'::interval}, 1, 'the state');
