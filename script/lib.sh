@@ -72,6 +72,7 @@ for name in "${!PG@}"; do
 done
 unset MAKEFLAGS MAKELEVEL CDPATH
 export LC_ALL=C.UTF-8
+[[ -z ${RATELIMIT_KEEP:-} ]] || export PG_TEST_NOCLEAN=1
 umask 022
 
 if [[ -t 1 ]]; then BOLD=$'\e[1m' PLAIN=$'\e[0m'; else BOLD='' PLAIN=''; fi
@@ -104,7 +105,7 @@ clean_up() {
 	fi
 	if [[ -n $T ]]; then
 		end_servers TERM QUIT
-		rm -rf "$T"
+		if [[ -n ${RATELIMIT_KEEP:-} ]]; then say_kept; else rm -rf "$T"; fi
 	fi
 	exit "$status"
 }
@@ -112,6 +113,12 @@ trap clean_up EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 trap 'exit 129' HUP
+
+# Says what is in the folder that RATELIMIT_KEEP keeps.
+say_kept() {
+	say "kept: $T"
+	find "$T" \( -path '*/tmp_check/log/*' -o -name regression.diffs -o -name postgres.log -o -path "$T/redis/log" \) -type f -size +0 | sort | sed 's/^/    /'
+}
 
 # Lists the servers whose working directory is in $T, also those of a killed test.
 servers() {
