@@ -95,16 +95,25 @@ rl_raise_refused(const RlAction *action, const RlAnswer *answer, const char *als
 	}
 	else if (decision->retry_after == RL_NEVER)
 	{
+		/* The action alone would fit. */
+		const char *whole = action->quota > decision->capacity ? NULL :
+			action->limits->limit[answer->binding].refund_on_abort ? "transaction" : "statement";
+
 		report.sqlstate = ERRCODE_ACTION_TOO_LARGE;
-		report.message = psprintf("action of %lld is larger than rate limit \"%s\" allows",
-								  (long long) action->quota, limit);
+		report.message = whole == NULL ?
+			psprintf("action of %lld is larger than rate limit \"%s\" allows", (long long) action->quota, limit) :
+			psprintf("%s takes more than rate limit \"%s\" ever allows", whole, limit);
+		if (whole != NULL)
+			report.hint = psprintf("Take at most %lld for a key in one %s, or use a larger limit.",
+								   (long long) decision->capacity, whole);
 		set_detail(&report, action,
 				   psprintf("never has more than %lld.", (long long) decision->capacity), also);
 	}
 	else if (decision->ban_left > 0)
 	{
 		report.message = "rate limit ban in force";
-		set_detail(&report, action, "is banned.", also);
+		set_detail(&report, action, decision->ban_rule == NULL ? "is banned." :
+				   psprintf("is banned by \"%s\".", decision->ban_rule), also);
 	}
 	else
 	{

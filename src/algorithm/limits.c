@@ -24,6 +24,9 @@
 /* The most bytes of a word that are read.  Words of the grammar are shorter. */
 #define MAX_WORD			100
 
+/* In place of the offset of a flag. */
+#define ALL_ALGORITHMS		0
+
 typedef struct Scan
 {
 	const char *start;
@@ -105,6 +108,13 @@ skip_space(Scan *scan)
 		scan->at++;
 }
 
+/* Returns the flag of the algorithm at that offset of RlAlgorithm; true for ALL_ALGORITHMS. */
+static bool
+has_flag(const RlAlgorithm *algorithm, size_t flag)
+{
+	return flag == ALL_ALGORITHMS || *(const bool *) ((const char *) algorithm + flag);
+}
+
 /* Returns the length of the word that starts here, at most MAX_WORD.  Any other character is a word. */
 static int
 word_length(const Scan *scan)
@@ -147,6 +157,34 @@ wrong_word(Scan *scan, const char *complaint)
 	return wrong_text(scan, word_length(scan), complaint);
 }
 
+/* Does the same with this hint. */
+static bool
+wrong_word_hint(Scan *scan, const char *complaint, const char *hint)
+{
+	wrong_word(scan, complaint);
+	scan->error->hint = hint;
+	return false;
+}
+
+/*
+ * Returns a hint: the text, with the names of the algorithms of which the flag of RlAlgorithm at that
+ * offset is true in place of %s, or of all with ALL_ALGORITHMS.
+ */
+static const char *
+hint_of_algorithms(const char *text, size_t flag)
+{
+	StringInfoData names;
+	int			last = RL_ALGORITHMS - 1;
+
+	initStringInfo(&names);
+	while (!has_flag(rl_algorithms[last], flag))
+		last--;
+	for (int a = 0; a <= last; a++)
+		if (has_flag(rl_algorithms[a], flag))
+			appendStringInfo(&names, "%s%s", names.len == 0 ? "" : a == last ? " and " : ", ", rl_algorithms[a]->name);
+	return psprintf(text, names.data);
+}
+
 /* Does the same with a hint about periods. */
 static bool
 wrong_period(Scan *scan, const char *complaint)
@@ -183,6 +221,8 @@ scan_count(Scan *scan, int64 *count)
 		if (*count <= RL_MAX_COUNT)
 			*count = *count * 10 + (*p - '0');
 	}
+	if (p == scan->at && p < scan->end && *p == '=')
+		return wrong_word_hint(scan, "A whole number is expected", "Write the number of an option behind a space: \"burst 10\".");
 	if (p == scan->at || (p < scan->end && (is_letter(*p) || *p == '_' || *p == '.')))
 		return wrong_word(scan, "A whole number is expected");
 	scan->at = p;
@@ -322,7 +362,7 @@ scan_ban(Scan *scan, Scan *word, RlLimit *limit)
 	if (grows && !scan_period(scan, &limit->ban_to))
 		return false;
 	if (!take_word(scan, "after"))
-		return wrong_word(scan, "\"after\" is expected");
+		return wrong_word_hint(scan, "\"after\" is expected", "Write, for example, \"sliding_log 5/1min ban 1h after 10\".");
 	if (!scan_count(scan, &limit->ban_after))
 		return false;
 	if (limit->ban < 1 || limit->ban > RL_MAX_PERIOD || limit->ban_to > RL_MAX_PERIOD || limit->ban_after < 1 ||
@@ -339,7 +379,7 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 {
 	const RlAlgorithm *algorithm = rl_algorithm(limit);
 	Scan		word;
-	bool		applies = true;
+	size_t		flag = ALL_ALGORITHMS;
 	bool		again;
 
 	skip_space(scan);
@@ -350,14 +390,14 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 
 	if (take_word(scan, "burst"))
 	{
-		applies = algorithm->has_burst;
+		flag = offsetof(RlAlgorithm, has_burst);
 		again = limit->capacity != -1;
 		if (!scan_count(scan, &limit->capacity))
 			return false;
 	}
 	else if (take_word(scan, "step"))
 	{
-		applies = algorithm->has_step;
+		flag = offsetof(RlAlgorithm, has_step);
 		again = limit->step != 0;
 		if (!scan_period(scan, &limit->step))
 			return false;
@@ -366,13 +406,13 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 	}
 	else if (take_word(scan, "from_first"))
 	{
-		applies = algorithm->has_from_first && limit->calendar == RL_NO_CALENDAR;
+		flag = offsetof(RlAlgorithm, has_from_first);
 		again = limit->from_first;
 		limit->from_first = true;
 	}
 	else if (take_word(scan, "count_denied"))
 	{
-		applies = algorithm->has_count_denied;
+		flag = offsetof(RlAlgorithm, has_count_denied);
 		again = limit->count_denied;
 		limit->count_denied = true;
 	}
@@ -385,7 +425,7 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 	{
 		int64		lease;
 
-		applies = algorithm->has_lease;
+		flag = offsetof(RlAlgorithm, has_lease);
 		again = limit->lease != 0;
 		if (!scan_period(scan, &lease))
 			return false;
@@ -395,7 +435,8 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 	}
 	else if (take_word(scan, "refund_on_abort"))
 	{
-		applies = !algorithm->until_end;
+		if (algorithm->until_end)
+			return wrong_word_hint(&word, "The algorithm has no such option", "The end of the transaction frees its units in any case.");
 		again = limit->refund_on_abort;
 		limit->refund_on_abort = true;
 	}
@@ -408,9 +449,10 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 	else
 		return wrong_word(scan, "An option or a comma is expected");
 
-	if (!applies)
-		return wrong_word(&word, limit->calendar == RL_NO_CALENDAR ? "The algorithm has no such option" :
-						  "The windows of a calendar have no such option");
+	if (!has_flag(algorithm, flag))
+		return wrong_word_hint(&word, "The algorithm has no such option", hint_of_algorithms("The option is for %s.", flag));
+	if (limit->from_first && limit->calendar != RL_NO_CALENDAR)
+		return wrong_word_hint(&word, "The windows of a calendar have no such option", "They begin with the calendar's.");
 	if (again)
 		return wrong_word(&word, "The option is given twice");
 	if (limit->shadow && limit->ban != 0)
@@ -449,19 +491,22 @@ scan_limit(Scan *scan, RlLimit *limit)
 		int			a;
 
 		if (take_kind(scan) != RL_LISTED)
-			return wrong_word(&word, "A word that has to be the whole text begins");
+			return wrong_word_hint(&word, "A word that has to be the whole text begins", "unlimited and blocked stand alone.");
 		for (a = 0; a < RL_ALGORITHMS; a++)
 			if (take_word(scan, rl_algorithms[a]->name))
 				break;
 		if (a == RL_ALGORITHMS)
-			return wrong_word(scan, "An algorithm or a count is expected");
+			return wrong_word_hint(scan, "An algorithm or a count is expected",
+								   hint_of_algorithms("The algorithms are %s. For no limit write unlimited, to forbid the action blocked.", ALL_ALGORITHMS));
 		limit->algorithm = a;
 	}
 
 	if (!scan_count(scan, &limit->count))
 		return false;
 	if (!take_word(scan, "/"))
-		return wrong_word(scan, "\"/\" is expected");
+		return scan->at + 1 < scan->end && *scan->at == ',' && is_digit(scan->at[1]) ?
+			wrong_word_hint(scan, "\"/\" is expected", "Write numbers without separators: 1000.") :
+			wrong_word(scan, "\"/\" is expected");
 	if (!scan_calendar(scan, limit, &found) || (!found && !scan_period(scan, &limit->period)))
 		return false;
 	while (more)
@@ -470,7 +515,11 @@ scan_limit(Scan *scan, RlLimit *limit)
 
 	if (limit->capacity == -1)
 		limit->capacity = limit->count;
-	return rl_limit_complete(limit, "count", scan->error) || show_text(&start, scan->at - start.at, "The limit is");
+	if (rl_limit_complete(limit, "count", scan->error))
+		return true;
+	if (limit->count == 0 || limit->capacity == 0)
+		scan->error->hint = "To forbid the action, write \"blocked\".";
+	return show_text(&start, scan->at - start.at, "The limit is");
 }
 
 /*
@@ -532,7 +581,8 @@ rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error)
 			return false;
 		for (int i = 0; i < limits->n; i++)
 			if (rl_same_state(&limits->limit[i], &limits->limit[limits->n]))
-				return wrong_word(&starts[limits->n], "A limit that shares its state with an earlier one begins");
+				return wrong_word_hint(&starts[limits->n], "A limit with the algorithm and the period of an earlier one begins",
+									   "The limits of a list must differ in one of them.");
 		limits->n++;
 	} while (take_word(&scan, ","));
 	if (!hold_back_for_lease(limits, starts))

@@ -215,19 +215,20 @@ rl_address_redirect(const char *text, RlAddress *address)
 }
 
 /*
- * Returns what stat says of a file.  Raises an error if it is not a plain file, or if it must be
+ * Returns what stat says of the file of a setting.  Raises an error if it is not a plain file, or if it must be
  * private and others have access to it.  To be called before it is opened, because opening a pipe
  * would wait for its writer.
  */
 struct stat
-rl_check_file(const char *kind, const char *path, bool must_be_private)
+rl_check_file(const char *kind, const char *setting, const char *path, bool must_be_private)
 {
 	struct stat st;
 
 	if (stat(path, &st) != 0)
 		ereport(ERROR,
 				(errcode_for_file_access(),
-				 errmsg("could not stat file \"%s\": %m", path)));
+				 errmsg("could not stat file \"%s\": %m", path),
+				 errdetail("%s names it.", setting)));
 	if (!S_ISREG(st.st_mode))
 		ereport(ERROR,
 				(errcode(ERRCODE_WRONG_OBJECT_TYPE),
@@ -254,7 +255,7 @@ rl_password_read(char *password)
 	password[0] = '\0';
 	if (rl_redis_passfile[0] == '\0')
 		return;
-	(void) rl_check_file("Redis password file", rl_redis_passfile, true);
+	(void) rl_check_file("Redis password file", "ratelimit.redis_passfile", rl_redis_passfile, true);
 	fd = OpenTransientFile(rl_redis_passfile, O_RDONLY | PG_BINARY);
 	if (fd < 0)
 		ereport(ERROR,

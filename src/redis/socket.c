@@ -50,7 +50,8 @@ set_error(const RlConnection *conn, RlError *error, bool unreachable, const char
 static bool
 cannot_connect(const RlConnection *conn, RlError *error, const char *why)
 {
-	return set_error(conn, error, true, "could not connect to Redis", why);
+	set_error(conn, error, true, "could not connect to Redis", why);
+	return rl_error_detail(error, "The server is %s. ratelimit.redis_url says where Redis is.", conn->server);
 }
 
 /* This process or machine is short of what the errno names; the server may be well.  See rl_error_is_own. */
@@ -102,7 +103,7 @@ transfer_failed(const RlConnection *conn, RlError *error, const char *why)
 		rl_error_detail(error, "The server is %s. It may want another certificate than that of ratelimit.tls_cert_file.",
 						conn->server);
 	else if (!conn->heard && strchr(conn->server, '/') == NULL)
-		rl_error_detail(error, "The server is %s. It closed the connection without an answer. If it uses TLS, ratelimit.redis_url must begin with rediss.",
+		rl_error_detail(error, "The server is %s. It closed the connection without an answer. If it uses TLS, ratelimit.redis_url must begin with rediss://.",
 						conn->server);
 	return false;
 }
@@ -187,11 +188,15 @@ rl_error_reply(const RlConnection *conn, bool set_up, const char *line, RlError 
 	copy_shown(set_up, line, shown, sizeof(shown));
 	set_error(conn, error, false, "Redis answered with an error", shown);
 	error->answered = true;
-	if (set_up)
-		rl_error_detail(error, "The server is %s. It answered a command that sets up the connection, such as AUTH.",
-						conn->server);
 	error->wrong_password = strncmp(line, "NOAUTH", 6) == 0 ||
 		(set_up && (strstr(line, "AUTH") || strstr(line, "PASS") || strstr(line, "password")));
+	if (set_up)
+		rl_error_detail(error, "The server is %s. It answered a command that sets up the connection, such as AUTH.%s",
+						conn->server, !error->wrong_password ? "" : rl_redis_passfile[0] == '\0' ?
+						" ratelimit.redis_passfile names no file with a password." : " The password is that of ratelimit.redis_passfile.");
+	else if (strncmp(line, "ERR unknown command", 19) == 0)
+		rl_error_detail(error, "The server is %s. If it is a Sentinel, ratelimit.redis_url must be redis+sentinel://host:port/service.",
+						conn->server);
 	return false;
 }
 
@@ -410,7 +415,7 @@ start_tls(RlConnection *conn, int64 deadline, RlError *error)
 				connecting_late(conn, error);
 			/* Redis without TLS waits for more, and later sends an error reply. */
 			if (first == 0 || first == '-')
-				rl_error_detail(error, "The server is %s. It has not answered by TLS. If it uses no TLS, ratelimit.redis_url must begin with redis.",
+				rl_error_detail(error, "The server is %s. It has not answered by TLS. If it uses no TLS, ratelimit.redis_url must begin with redis://.",
 								conn->server);
 			return false;
 		}

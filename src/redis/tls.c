@@ -92,11 +92,11 @@ check_files(TlsFile *files)
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("ratelimit.tls_cert_file and ratelimit.tls_key_file must be set together")));
 	if (rl_tls_ca_file[0] != '\0')
-		files[0].st = rl_check_file("TLS CA file", rl_tls_ca_file, false);
+		files[0].st = rl_check_file("TLS CA file", "ratelimit.tls_ca_file", rl_tls_ca_file, false);
 	if (rl_tls_cert_file[0] != '\0')
 	{
-		files[1].st = rl_check_file("TLS certificate file", rl_tls_cert_file, false);
-		files[2].st = rl_check_file("TLS key file", rl_tls_key_file, true);
+		files[1].st = rl_check_file("TLS certificate file", "ratelimit.tls_cert_file", rl_tls_cert_file, false);
+		files[2].st = rl_check_file("TLS key file", "ratelimit.tls_key_file", rl_tls_key_file, true);
 	}
 }
 

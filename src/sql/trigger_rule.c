@@ -71,6 +71,7 @@ set_type(Piece *piece, Oid type, const char *what, MemoryContext context, RlErro
 		return true;
 	rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED, "%s of type %s cannot be part of a rate-limit key",
 				 what, format_type_be(type));
+	error->hint = "Write a function of the column that returns text or bigint, so that its text does not depend on settings.";
 	return rl_error_detail(error, "It must be an integer, numeric, text, citext, varchar, char, name, uuid, boolean, inet, cidr, an enum, or a domain over one of them.");
 }
 
@@ -350,7 +351,11 @@ parse_pair(Rule *rule, Relation rel, const Trigger *trigger, const char *key, co
 		rl_limits_copy(pair->limits, &parsed);
 	}
 	else
+	{
+		if (strchr(limits, '{') != NULL)
+			error->hint = "The arguments are the key, then its limits.";
 		return false;
+	}
 	if (!parse_template(rule, pair, rel, trigger, key, error))
 		return false;
 	rule->npairs++;
@@ -390,17 +395,25 @@ parse_rule(Rule *rule, Relation rel, const Trigger *trigger, RlError *error)
 
 	rule->quota = 1;
 	if (!TRIGGER_FOR_BEFORE(trigger->tgtype) && !TRIGGER_FOR_AFTER(trigger->tgtype))
-		return rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
-							"rl_enforce must be fired before or after the row is written");
+	{
+		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
+					 "rl_enforce must be fired before or after the row is written");
+		error->hint = "Create the trigger on the view's table.";
+		return false;
+	}
 	if (!TRIGGER_FOR_ROW(trigger->tgtype) && !sees_statement(trigger))
 	{
 		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
 					 "rl_enforce must be fired for each row, or see the statement's rows");
+		error->hint = "Write, for example, AFTER INSERT ON orders REFERENCING NEW TABLE AS added FOR EACH STATEMENT.";
 		return rl_error_detail(error, "A trigger for each statement needs REFERENCING NEW TABLE, or for DELETE OLD TABLE.");
 	}
 	if (trigger->tgnargs < 2)
-		return rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
-							"rl_enforce takes a key and limits");
+	{
+		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "rl_enforce takes a key and limits");
+		error->hint = "Write, for example, rl_enforce('order:{customer}', '5/1min').";
+		return false;
+	}
 
 	rule->args = MemoryContextAlloc(rule->context, trigger->tgnargs * sizeof(char *));
 	while (rule->nargs < trigger->tgnargs)
@@ -600,6 +613,10 @@ row_value(const RlOrigin *origin, TupleTableSlot *row, AttrNumber attnum, const 
 				 errmsg("null value in column \"%s\" of relation \"%s\" cannot be %s",
 						NameStr(*attnumAttName(origin->rel, attnum)),
 						RelationGetRelationName(origin->rel), use),
+				 TRIGGER_FOR_ROW(origin->trigger->tgtype) ?
+				 errhint("Rows without a value need a condition of the trigger: WHEN (%s.%s IS NOT NULL).",
+						 TRIGGER_FOR_DELETE(origin->trigger->tgtype) ? "OLD" : "NEW",
+						 quote_identifier(NameStr(*attnumAttName(origin->rel, attnum)))) : 0,
 				 errtrigger(origin, attnum)));
 	return value;
 }

@@ -48,7 +48,7 @@ sub clients
 # A password
 #
 
-fails('no password', 'PT504', qr/NOAUTH/);
+fails('no password', 'PT504', qr/NOAUTH/, qr/ratelimit\.redis_passfile names no file with a password\.$/);
 with(redis_url => $redis->url(db => 2));
 fails('no password and a database', 'PT504', qr/NOAUTH/);
 with(redis_url => $redis->url);
@@ -66,7 +66,7 @@ works('a password, a carriage return, another line');
 # Each policy: a store that rejects the password is a store that fails.
 write_file("$dir/wrong", "s3cr3t\n", 0600);
 with(redis_passfile => "$dir/wrong");
-fails('a wrong password', 'PT504', qr/WRONGPASS/);
+fails('a wrong password', 'PT504', qr/WRONGPASS/, qr/The password is that of ratelimit\.redis_passfile\.$/);
 with(on_error => 'allow');
 is($session->attempt($take)->{answer}, '(t,7,,,,,fail_open)', 'a wrong password: on_error = allow');
 with(on_error => 'deny');

@@ -318,10 +318,10 @@ works('no certificate for a server that needs no certificate');
 #
 
 with(redis_url => 'rediss://127.0.0.1:' . $redis->port, connect_timeout => '200ms');
-fails('TLS to a port without TLS', 'PT504', qr/^could not connect/, qr/If it uses no TLS, ratelimit\.redis_url must begin with redis\.$/);
+fails('TLS to a port without TLS', 'PT504', qr/^could not connect/, qr/If it uses no TLS, ratelimit\.redis_url must begin with redis:\/\/\.$/);
 with(connect_timeout => undef);
 with(redis_url => "redis://127.0.0.1:$tls_port");
-fails('no TLS to a port with TLS', 'PT504', qr/^lost the connection/, qr/If it uses TLS, ratelimit\.redis_url must begin with rediss\.$/);
+fails('no TLS to a port with TLS', 'PT504', qr/^lost the connection/, qr/If it uses TLS, ratelimit\.redis_url must begin with rediss:\/\/\.$/);
 with(connect_timeout => '200ms');
 {
 	my $silent = IO::Socket::INET->new(LocalAddr => '127.0.0.1', Listen => 100) or die "no socket: $!";

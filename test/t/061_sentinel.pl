@@ -76,6 +76,8 @@ is($a->cli('EVAL', q{redis.call('SELECT', 1) return redis.call('DBSIZE')}, 0), 1
 $session->set(redis_url => url(\@sentinels, service => 'nothing'));
 $session->fails($take, 'an unknown service', 'PT504', qr/^could not connect to Redis: the Sentinel knows no service "nothing"$/,
 	qr/^The server is "127\.0\.0\.1:${\ $sentinels[$session->pid % 3]->port }"\.$/);
+$session->set(redis_url => 'redis://127.0.0.1:' . $sentinels[0]->port);
+$session->fails($take, 'a Sentinel in place of Redis', 'PT504', qr/unknown command/, qr{ratelimit\.redis_url must be redis\+sentinel://host:port/service\.$});
 # Another port, because the breaker of the first is open.
 $silent = RedisServer::free_port();
 $session->set(retry_interval => '1h', redis_url => "redis+sentinel://127.0.0.1:$silent/service");

@@ -254,7 +254,7 @@ sub objects_work
 		"$name: each limit allows an action");
 	is($read->('SELECT key, limits, problem FROM rl_triggers'), "order:{customer}|sliding_log 2/1h|", "$name: the trigger");
 	my (undef, undef, $error) = $node->psql($database, 'INSERT INTO orders VALUES (1), (1), (1)');
-	like($error, qr/action of 1 is larger than rate limit "sliding_log 2\/1h" allows/, "$name: the trigger refuses");
+	like($error, qr/statement takes more than rate limit "sliding_log 2\/1h" ever allows/, "$name: the trigger refuses");
 	$node->safe_psql($database, "SELECT rl_reset('order:1')");
 	is($read->(q{SET ROLE web_anon; SELECT (rl_check('of web_anon', '5/10s')).allowed}), 't', "$name: a granted function");
 	return;

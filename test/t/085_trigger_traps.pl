@@ -32,7 +32,7 @@ sub hides
 	my ($trigger, $statement, $name) = @_;
 
 	$admin->ends("CREATE $trigger EXECUTE FUNCTION rl_enforce('$name:{iban}', '1/1d')", "$name: the trigger");
-	$bob->fails($statement, $name, 'PT413', qr/^action of 1 is larger than rate limit "throttle 1\/1d" allows$/, qr/^The key never has more than 1\. The statement charged 1 before\./);
+	$bob->fails($statement, $name, 'PT413', qr/^statement takes more than rate limit "throttle 1\/1d" ever allows$/, qr/^The key never has more than 1\. The statement charged 1 before\./);
 	$admin->ask('DROP TRIGGER t ON history');
 	return;
 }
@@ -41,7 +41,7 @@ hides('TRIGGER t BEFORE DELETE ON history FOR EACH ROW', 'DELETE FROM accounts W
 hides('TRIGGER t AFTER DELETE ON history FOR EACH ROW', 'DELETE FROM accounts WHERE id = 1', 'cascade after');
 hides('TRIGGER t BEFORE UPDATE ON history FOR EACH ROW', 'UPDATE accounts SET id = 3 WHERE id = 1', 'cascade of an update');
 $admin->ask(q{CREATE TRIGGER t BEFORE UPDATE ON history FOR EACH ROW EXECUTE FUNCTION rl_enforce('seen:{iban}', '1/1d')});
-$admin->fails('UPDATE history SET account = 1', 'an update without a foreign key', 'PT413', qr/^action of 1/, qr/^Key "seen:DE89" never has more than 1/);
+$admin->fails('UPDATE history SET account = 1', 'an update without a foreign key', 'PT413', qr/^statement takes more/, qr/^Key "seen:DE89" never has more than 1/);
 $admin->ask('DROP TABLE history, accounts');
 
 #

@@ -176,7 +176,7 @@ foreach my $each ('BEFORE INSERT ON messages FOR EACH ROW', 'AFTER INSERT ON mes
 }
 $session->ask(q{CREATE TABLE messages (sender text, recipient text);
 	CREATE TRIGGER lim BEFORE INSERT ON messages FOR EACH ROW EXECUTE FUNCTION rl_enforce('{sender}', '1/1d', '{recipient}', '1/1d')});
-$session->fails(q{INSERT INTO messages VALUES ('ann', 'ann')}, 'equal keys: more than the limit', 'PT413', qr/^action of 1 is larger than rate limit "throttle 1\/1d" allows$/,
+$session->fails(q{INSERT INTO messages VALUES ('ann', 'ann')}, 'equal keys: more than the limit', 'PT413', qr/^statement takes more than rate limit "throttle 1\/1d" ever allows$/,
 	qr/^Key "ann" never has more than 1\. The statement charged 1 before\.$/);
 $session->fails(q{SELECT rl_check_all('{ann,ann}', '{1/1d,1/1d}')}, 'equal keys: rl_check_all', '22023', qr/^an action must not have the same key twice$/);
 $session->ask('DROP TABLE messages');
@@ -242,8 +242,9 @@ sub too_large
 {
 	my ($command, $what, $key, $before, $by) = @_;
 
-	return $session->fails($command, $what, 'PT413', qr/^action of \d is larger than rate limit ".*" allows$/,
-		qr/^Key "$key:x" never has more than 5\. The @{[ $by || 'statement' ]} charged $before before\./);
+	$by ||= 'statement';
+	return $session->fails($command, $what, 'PT413', qr/^$by takes more than rate limit ".*" ever allows$/,
+		qr/^Key "$key:x" never has more than 5\. The $by charged $before before\./);
 }
 
 my $six = q{INSERT INTO many SELECT 'x' FROM generate_series(1, 6)};
@@ -290,7 +291,7 @@ $session->fails(q{INSERT INTO many SELECT left(set_config('ratelimit.debug_now',
 $session->set(debug_now => '1700000000000000');
 $key = limit_rows('5/10s');
 $session->fails(q{INSERT INTO many SELECT left(set_config('ratelimit.debug_now', (1700000000000000 + n / 6 * 1000000)::text, false), 0) || 'x'
-	FROM generate_series(1, 6) n}, 'half of a unit was replenished: not enough', 'PT413', qr/^action of 1 is larger/);
+	FROM generate_series(1, 6) n}, 'half of a unit was replenished: not enough', 'PT413', qr/^statement takes more/);
 $session->set(debug_now => undef);
 
 # With refund_on_abort, the charges of the transaction count.
