@@ -15,12 +15,14 @@
  *
  * Promises, by what the page says and not by the record: an id is not charged again before its
  * hold, or the time after its settlement, has passed; the window has the quota of each reservation
- * that was not settled and the cost of each that was, no more and no less; an id that holds the unit
+ * that was not settled and the cost of each that was, no more and no less, and of one that was reset
+ * what its cost is above the reservation; an id that holds the unit
  * has it until it settles or its hold ends, and no other id has it then.
  */
 #define CAPACITY	6
 #define QUOTA		2
 #define COST(i)		((i) == 0 -> 1 : 3)		/* one settles below, one above */
+#define MORE(i)		(COST(i) > QUOTA -> COST(i) - QUOTA : 0)
 #define HOLD		2						/* ticks */
 
 mtype = { absent, open, settled, lost };
@@ -101,16 +103,16 @@ inline extend() {
 inline settle() {
 	if
 	:: ends[i] > 0 && is[i] == open -> cost[i] = COST(i); is[i] = settled; ends[i] = HOLD
-	:: ends[i] > 0 && is[i] == lost -> is[i] = settled; ends[i] = HOLD
+	:: ends[i] > 0 && is[i] == lost -> cost[i] = MORE(i); is[i] = settled; ends[i] = HOLD
 	:: else
 	fi;
 
 #ifdef MUTANT_SETTLES_AFTER_RESET
 	used = (used + COST(i) > QUOTA -> used + COST(i) - QUOTA : 0);
 #else
-	used = (GONE(i) -> used : used + COST(i) - QUOTA);
+	used = (GONE(i) && COST(i) < QUOTA -> used : used + COST(i) - QUOTA);
 #endif
-	unit[i] = (GONE(i) -> unit[i] : 0);
+	unit[i] = 0;
 #ifndef MUTANT_NOT_WRITTEN
 	status[i] = settled;
 #ifdef MUTANT_FORGOTTEN

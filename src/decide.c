@@ -377,6 +377,39 @@ note_failed(Call *calls, int n, int64 round_trips)
 		rl_known_not_asked(&calls[i].known, calls[i].action);
 }
 
+/*
+ * Notes the calls that have marks in Redis and no answer, so that they are refunded if they have run: at once, or
+ * if the action happens nevertheless at the end of the transaction.  Does not throw.
+ */
+static void
+note_in_doubt(const Call *calls, int n, bool happens)
+{
+	for (int i = 0; i < n; i++)
+	{
+		const RlAction *action = calls[i].action;
+		const RlLimits *limits = action->limits;
+		RlCharge	charges[RL_MAX_LIMITS];
+		RlOwner		owner;
+
+		if (calls[i].answered || action->by_mark == 0)
+			continue;
+		for (int l = 0; l < limits->n; l++)
+		{
+			charges[l] = rl_algorithm(&limits->limit[l])->charge(&limits->limit[l], action->quota, 0, 0);
+			charges[l].at = RL_IN_DOUBT;
+			charges[l].by_mark = action->by_mark + l;
+		}
+		if (happens)
+		{
+			rl_grants_note(&action->key, limits, charges, false, 0);
+			continue;
+		}
+		rl_owner_begin(&owner, RL_OF_CONCURRENT);
+		rl_owner_add(&owner, &action->key, limits, charges, false, 0);
+		rl_owner_queue(&owner, false);
+	}
+}
+
 /* Sends refunds that are due, those of the calls' keys first.  Returns false with the error set if the store fails. */
 static inline bool
 flush(Call *calls, int n, RlError *error)
@@ -413,13 +446,19 @@ ask_redis(Call *calls, int n, bool together, int64 *unanswered, RlError *error)
 	PG_CATCH();
 	{
 		note_failed(calls, n, round_trips);
+		if (calls->answer->usage.round_trips > round_trips)
+			note_in_doubt(calls, n, false);
 		count_ended(calls, n);
 		PG_RE_THROW();
 	}
 	PG_END_TRY();
-	if (!done)
-		note_failed(calls, n, round_trips);
-	return done;
+	if (done)
+		return true;
+	note_failed(calls, n, round_trips);
+	/* After an error reply nothing was charged. */
+	if (calls->answer->usage.round_trips > round_trips && (n > 1 || !error->answered))
+		note_in_doubt(calls, n, rl_on_error == RL_ON_ERROR_ALLOW || rl_on_error == RL_ON_ERROR_LOCAL || rl_mode == RL_MODE_SHADOW);
+	return false;
 }
 
 /* Asks the local store for one call, or for n together.  Returns false with the error set if it fails. */
@@ -448,6 +487,7 @@ begin(Call *call, RlAction *action, RlAnswer *answer, bool together, RlLeaseCall
 
 	if (action->limits->refunds)
 		rl_ledger_open();
+	action->by_mark = 0;
 	if (rl_on_error == RL_ON_ERROR_LOCAL)
 		rl_require_local_store("ratelimit.on_error = local");
 	action->lease = NULL;
@@ -455,6 +495,8 @@ begin(Call *call, RlAction *action, RlAnswer *answer, bool together, RlLeaseCall
 	call->answer = answer;
 	call->store = rl_require_store();
 	shared = rl_shared_available();
+	if (action->limits->concurrent && !call->store->is_local && action->how != RL_PEEK && action->quota > 0 && action->reserve == NULL)
+		action->by_mark = rl_ledger_new_mark();
 	call->answered = false;
 	call->known.may_refuse = shared && rl_denial_cache && call->store->may_cache && plain &&
 		!action->limits->concurrent;

@@ -18,6 +18,7 @@
 #include "common/hashfn.h"
 #include "miscadmin.h"
 #include "utils/memutils.h"
+#include "utils/timestamp.h"
 #include "utils/wait_event.h"
 
 #include "algorithm/limits.h"
@@ -121,6 +122,18 @@ uint64
 rl_ledger_server(void)
 {
 	return hash_bytes_extended((const unsigned char *) rl_redis_url, strlen(rl_redis_url), 0);
+}
+
+/* Returns a mark that no other call has, for RlAction.by_mark: a multiple of RL_MAX_LIMITS. */
+uint64
+rl_ledger_new_mark(void)
+{
+	static uint64 last = 0;
+
+	if (last == 0 && !pg_strong_random(&last, sizeof(last)))
+		last = (uint64) MyProcPid << 32 ^ (uint64) GetCurrentTimestamp();
+	last += RL_MAX_LIMITS - last % RL_MAX_LIMITS;
+	return last = Max(last, RL_MAX_LIMITS);
 }
 
 /*
@@ -237,6 +250,7 @@ rl_ledger_add(RlOwner *owner, const RlKey *key, const RlLimit *limit, const RlCh
 	id.level = level;
 	id.lot = lot;
 	id.life = charge->life;
+	id.by_mark = charge->by_mark;
 	if (level != RL_APART)
 	{
 		id.tag = rl_state_tag(limit);

@@ -39,6 +39,7 @@ typedef struct RlLedgerId
 	RlStateTag	tag;
 	int64		mark;			/* of charges that do not merge */
 	int64		life;			/* as in RlCharge */
+	uint64		by_mark;		/* as in RlCharge */
 	uint64		lot;			/* of a lease, which had the units; 0: none */
 	int			level;
 	bool		local;
@@ -94,6 +95,7 @@ extern void rl_ledger_open(void);
 extern bool rl_ledger_is_open(void);
 extern void rl_ledger_close(void);
 extern uint64 rl_ledger_server(void);
+extern uint64 rl_ledger_new_mark(void);
 extern int	rl_ledger_key(RlLedgerId *id, const RlKey *key, bool local, char *redis_key);
 extern bool rl_ledger_is_of(const RlLedgerEntry *entry, const RlLedgerId *key, const RlLimits *limits);
 extern RlLedgerEntry *rl_ledger_add(RlOwner *owner, const RlKey *key, const RlLimit *limit,

@@ -277,6 +277,7 @@ typedef struct RlAction
 	int64		quota;
 	RlTake		how;
 	bool		timed;			/* the caller may refund the charges, which needs their time */
+	uint64		by_mark;		/* of a call to Redis under a concurrent limit, as in RlCharge */
 	const struct RlOrigin *origin;	/* the trigger (report.h); NULL: none */
 	const RlReserve *reserve;	/* NULL: none */
 	struct RlLeaseCall *lease;	/* what the call also asks for (algorithm.h); NULL: nothing */

@@ -331,6 +331,8 @@ queue_part(RlLedgerEntry *grant, const RlKey *key, int64 amount)
 	RlLedgerEntry *part;
 
 	charge.amount = amount;
+	/* The mark stays for the rest of the grant. */
+	charge.by_mark = 0;
 	note_outlived(grant);
 	part = rl_ledger_add(&transaction, key, &grant->limit, &charge, grant->id.local, grant->id.lot, RL_APART);
 	if (part == NULL)

@@ -204,6 +204,7 @@ rl_charges_set(const RlAction *action, RlTimes at, const RlDecision *each, RlCha
 		charges[i] = rl_algorithm(limit)->charge(limit, rl_quota_of(action->limits, i, action->quota), rl_time_of(limit, at),
 										each[i].reset_after);
 		charges[i].life = each[i].life;
+		charges[i].by_mark = rl_algorithm(limit)->until_end && action->by_mark != 0 ? action->by_mark + i : 0;
 	}
 }
 

@@ -86,8 +86,14 @@ typedef struct RlCharge
 								 * or the entry's time; throttle: 0 */
 	int64		life;			/* of the state that was charged, or of a leftover as in RlLeftover: in
 								 * another life the charge is not refunded; 0: in any */
+	uint64		by_mark;		/* the mark of the call in Redis, and in the lowest bits (RL_MAX_LIMITS) the
+								 * limit's number in the list: by it the charge is refunded once, and without a
+								 * reply to the call; 0: none */
 	bool		own;			/* of a reservation: an entry that is its own */
 } RlCharge;
+
+/* The time of a charge that is not known, because there was no reply to its call, which had a mark in Redis. */
+#define RL_IN_DOUBT			(-1)
 
 /* The charges that were merged into one: where the first is, and what time has replenished since. */
 typedef struct RlSpan

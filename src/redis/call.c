@@ -155,7 +155,7 @@ rl_append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trac
 		rl_command_number(command, 0);
 }
 
-/* Appends the CHARGE arguments of a charge, as refund_charges.lua reads them. */
+/* Appends the arguments of a charge, as refund_charges.lua reads them, but for its mark in Redis. */
 void
 rl_append_charge(RlCommand *command, const RlLimit *limit, const RlCharge *charge)
 {
@@ -294,7 +294,7 @@ run_end(const RlAction *const *actions, const int *order, int i, int n)
 
 	do
 		i++;
-	while (i < n && actions[order[i]]->limits == action->limits && actions[order[i]]->quota == action->quota);
+	while (i < n && action->by_mark == 0 && actions[order[i]]->limits == action->limits && actions[order[i]]->quota == action->quota);
 	return i;
 }
 
@@ -304,6 +304,29 @@ tells_lives(const Taking *taking, const RlAction *action)
 {
 	return action->limits->refunds && !is_look(action) &&
 		(taking->form == LISTED || taking->form == TOGETHER);
+}
+
+/*
+ * Appends the number of limits, negative if the script tells lives; of a call for one key instead
+ * 0 for a look, 1, or 2 if it tells lives.  Then it may have a mark.
+ */
+static void
+append_how(RlCommand *command, const Taking *taking, const RlAction *action)
+{
+	bool		lives = tells_lives(taking, action);
+	char		text[32];
+	int			how;
+
+	if (taking->many || taking->form == TOGETHER)
+		how = lives ? -action->limits->n : action->limits->n;
+	else
+		how = is_look(action) ? 0 : lives ? 2 : 1;
+	if (!lives || action->by_mark == 0)
+	{
+		rl_command_number(command, how);
+		return;
+	}
+	rl_command_arg(command, text, snprintf(text, sizeof(text), "%d %016llx", how, (unsigned long long) action->by_mark));
 }
 
 /* Appends the arguments that n keys share, of one limit without options at least "least" numbers. */
@@ -323,10 +346,8 @@ append_run(RlCommand *command, const Taking *taking, const RlAction *action, int
 		rl_command_arg(command, action->reserve->id.data, action->reserve->id.len);
 	else if (lease != NULL)
 		rl_command_number(command, lease->want);
-	else if (taking->many || taking->form == TOGETHER)
-		rl_command_number(command, tells_lives(taking, action) ? -action->limits->n : action->limits->n);
 	else
-		rl_command_number(command, is_look(action) ? 0 : tells_lives(taking, action) ? 2 : 1);
+		append_how(command, taking, action);
 	rl_command_number(command, action->quota);
 	if (lease != NULL)
 	{

@@ -23,6 +23,41 @@ if string.sub(life, -1) == 'r' then
 end
 -->
 
+-- The error reply to a call that comes after its refund. Nobody waits for it.
+--< late
+local LATE = 'ERR the call has come after its refund'
+-->
+
+-- Sets "place" to that of the charge which the limit l has just taken, as the mark in RlCharge.
+--< place_of
+local place = l.mark or l.log and l.newest or l.anchor or l.start or l.k or 0
+if l.anchor and place > now then
+  place = place - math.ceil((place - now) / l.period) * l.period
+end
+-->
+
+-- Queues the field "mark:<mark>" of a call that has charged: until when a unit of its concurrent
+-- limits is held, the time, and for each limit the place of its charge and its life, "unit" if it is
+-- concurrent, or "- 0" if it was not charged. It needs the lives at the end of the reply. A refund of a unit
+-- changes or deletes this field, so it refunds once, also if it is sent again, or there was no reply to the call.
+--< put_mark
+if charged and quota > 0 then
+  local text, keep = '', 0
+  for i, l in ipairs(limits) do
+    if not l.allowed then
+      text = text .. ' - 0'
+    elseif string.sub(l.tag, 1, 11) == 'concurrent:' then
+      text, keep = text .. string.format(' %.0f unit', l.newest), math.max(keep, l.period)
+    else
+      --@ place_of
+      text = text .. string.format(' %.0f %.0f', place, reply[#reply - #limits + i])
+    end
+  end
+  put('mark:' .. mark, string.format('%.0f %.0f', now + keep, now) .. text, keep)
+  set.records = 1
+end
+-->
+
 -- Appends to the reply the life of each of the limits' states, or zeros if the action was not charged.
 --< append_lives
 if charged and quota > 0 and not born then

@@ -74,6 +74,17 @@ call_end(const Refunding *refunding, int first)
 	return i;
 }
 
+/* Appends the mark in Redis and the limit's number, or an empty text. */
+static void
+append_mark(RlCommand *command, uint64 by_mark)
+{
+	char		text[32];
+	unsigned	number = by_mark % RL_MAX_LIMITS;
+	int			len = snprintf(text, sizeof(text), "%016llx %u", (unsigned long long) (by_mark - number), number);
+
+	rl_command_arg(command, text, by_mark != 0 ? len : 0);
+}
+
 static void
 append_keys(RlCommand *command, RlRefundCall *calls, int n)
 {
@@ -92,6 +103,7 @@ append_keys(RlCommand *command, RlRefundCall *calls, int n)
 
 			rl_append_limit(command, limit, 0, calls[i].refused > 0);
 			rl_append_charge(command, limit, calls[i].refunds[j].charge);
+			append_mark(command, calls[i].refunds[j].charge->by_mark);
 		}
 	}
 }

@@ -110,11 +110,11 @@ local function write()
 end
 
 -- Reads and loads the limits, from ARGV[from] to ARGV[to], with "more" arguments after each,
--- from ARGV[l.more] on. Returns the limits, the field "ban", and the field "also" if it is not
+-- from ARGV[l.more] on. Returns the limits, the field "ban", and the fields "also", "too" and "beside" if they are not
 -- nil, and sets "expiry". Of limits with one tag, only the first is loaded; it is l.state of
 -- all of them.
-local function load_limits(more, from, to, also, too)
-  local limits, names, states = {}, {'ban', 'expiry', also, too}, {}
+local function load_limits(more, from, to, also, too, beside)
+  local limits, names, states = {}, {'ban', 'expiry', also, too, beside}, {}
   for a = from or LIMITS, to or #ARGV, LIMIT + more do
     local algorithm, tag, period, n1, n2, n3, n4, count_denied, ban, after = unpack(ARGV, a, a + LIMIT - 1)
     local l = setmetatable({
@@ -145,5 +145,5 @@ local function load_limits(more, from, to, also, too)
     end
   end
   expiry = values[2]
-  return limits, values[1], also and values[3], too and values[4]
+  return limits, values[1], also and values[3], too and values[4], beside and values[5]
 end

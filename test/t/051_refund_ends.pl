@@ -332,6 +332,73 @@ is_deeply([ lost() ], [], 'no refund is lost');
 	unlike(new_log($node), qr/could not refund/, 'no refund is lost');
 }
 
+# The reply to a call under a concurrent limit is lost, or the call never comes: its mark refunds what it has charged.
+{
+	my $proxy = TcpProxy->new($redis->port);
+	my $victim = session($node);
+	my $limits = 'concurrent 3/1h, fixed_window 10/10d from_first, token_bucket 10/10d, sliding_window 10/10d, 10/1000d, sliding_log 10/10d';
+	my $text = "rl_limits '$limits'";
+	my $left = sub { return $watcher->ask("SELECT string_agg(remaining::text, ' ') FROM rl_peek('$_[0]', '$limits', 0)") };
+	my $marks = sub { return map { /^mark:(.*)/ } @{ $redis->cli('HKEYS', "rl:{$_[0]}") } };
+	my %take = (
+		rl_check => sub { return "SELECT source FROM rl_check('$_[0]', $text)" },
+		rl_check_many => sub { return "SELECT min(source) FROM rl_check_many(ARRAY['$_[0]', 'other:$_[0]'], $text)" },
+		rl_check_all => sub { return "SELECT min(source) FROM rl_check_all(ARRAY['$_[0]', 'other:$_[0]'], ARRAY[$text, '100/20d'])" });
+
+	$victim->ask("SET ratelimit.redis_url = '" . $proxy->url . "'; SET ratelimit.command_timeout = '1s'");
+	foreach my $form (sort keys %take)
+	{
+		my ($key, $kept) = (new_key(), new_key());
+
+		$watcher->ask($take{$form}->('loads the script'));
+		$victim->ask("SELECT take('another', 0); BEGIN; SAVEPOINT s");
+		$proxy->tell('lose all');
+		$victim->ends($take{$form}->($key), "$form: the reply is lost", 'PT504');
+		is($left->($key), '2 9 9 9 9 9', 'it was charged');
+		is(scalar(() = $marks->($key)), 1, 'it has a mark');
+		my $monitor = RedisMonitor->new($redis);
+		$victim->ask("ROLLBACK TO s; SELECT take('another', 0)");
+		is($left->($key), '3 10 10 10 10 10', 'the next command refunds it');
+		my ($refund) = grep { $_->[0] eq 'EVALSHA' && grep { $_ eq '-1' } @$_ } $monitor->commands;
+		$watcher->ask($take{$form}->($key));
+		$redis->cli(@$refund) foreach 1 .. 2;
+		is($left->($key), '3 9 9 9 9 9', 'the same refund again refunds nothing');
+		$proxy->tell('lose all');
+		is($victim->ask("SET LOCAL ratelimit.on_error = allow; SAVEPOINT s; " . $take{$form}->($kept)), 'fail_open', 'an action that happens although the reply is lost');
+		$victim->ask("RELEASE s; SELECT take('another', 0)");
+		is($left->($kept), '2 9 9 9 9 9', 'it holds its unit');
+		$victim->ask('COMMIT');
+		is($left->($kept), '3 9 9 9 9 9', 'until the transaction ends');
+		is_deeply([ $marks->($kept) ], [], 'the mark is gone');
+
+		# Without a reply, and without a charge.
+		$key = new_key();
+		$victim->ask("SELECT take('another', 0); BEGIN; SAVEPOINT s");
+		$proxy->tell('drop');
+		$victim->ends("SET LOCAL ratelimit.command_timeout = '100ms'; " . $take{$form}->($key), "$form: the call does not come", 'PT504');
+		is_deeply([ $marks->($key) ], [], 'it has left no mark');
+		$victim->ask("ROLLBACK TO s; SELECT take('another', 0)");
+		my ($mark) = $marks->($key);
+		like($mark, qr/^[0-9a-f]{16}$/, 'the refund leaves the mark');
+		cmp_ok($redis->cli('PTTL', "rl:{$key}"), '>', 59_000, 'for a minute');
+
+		# The call comes late: another one, with this mark.
+		$monitor->commands;
+		$watcher->ask($take{$form}->($key));
+		my ($call) = grep { $_->[0] eq 'EVALSHA' && grep { /^-?\d+ [0-9a-f]{16}$/ } @$_ } $monitor->commands;
+		foreach my $late (1, 0)
+		{
+			my $with = $late ? $mark : 'f' x 16;
+
+			eval { $redis->cli(map { s/^(-?\d+ )[0-9a-f]{16}$/$1$with/r } @$call) };
+			is($left->($key), $late ? '3 9 9 9 9 9' : '2 8 8 8 8 8', $late ? 'the late call takes nothing' : 'with another mark it does');
+		}
+		$victim->ask('COMMIT');
+	}
+	$victim->quit;
+	is_deeply([ lost() ], [], 'no refund is lost');
+}
+
 # A call that is not answered loses all refunds.
 {
 	my $key = new_key();

@@ -330,14 +330,14 @@ $runs{reservation} = {
 		1, 0, reserve('a'), 0, q{rl_settle(KEY, 'a', 1)}, 0, q{rl_settle(KEY, 'a', 1)}),
 	OLD_RESET => counts([ 'src/redis/life.lua', 'until_then and until_then + 0 > now and reset or nil', 'reset or nil' ],
 		1, 0, reserve('a', 2), 0, "rl_reset(KEY, '$reserved')", 3, \&forget_flag, 3, reserve('b'), 3, q{rl_reset(KEY, '7/1h')}, 3, q{rl_settle(KEY, 'b', 1)}),
-	SETTLES_AFTER_RESET => counts([ $settle_lua, q{l.gone = l.reset_was == '1' or l.resets ~= '0' and l.resets ~= l.reset_was}, 'l.gone = false' ],
+	SETTLES_AFTER_RESET => counts([ $settle_lua, q{l.gone = not l.log and l.resets ~= '0' and l.resets ~= l.reset_was}, 'l.gone = false' ],
 		2, 0, reserve('a'), 0, "rl_reset(KEY, '$reserved')", 0, "allowed FROM rl_check(KEY, '$counted', 2)", 0, q{rl_settle(KEY, 'a', 1)}),
 	SETTLES_AFTER_SWEEP => counts([ $settle_lua, q{l.resets ~= '0' and l.resets ~= l.reset_was}, 'l.resets ~= l.reset_was' ],
 		1, 0, reserve('a'), 0, "rl_reset(KEY, '$reserved')", 0, reserve('b'), 0, \&sweep, 0, q{rl_settle(KEY, 'b', 1)}),
 	SETTLES_LATE => counts([ $settle_lua, 'elseif record.ends <= now then', 'elseif false then' ],
 		2, 0, reserve('a', 2), 3, q{rl_settle(KEY, 'a', 1)}),
 	TAKES_BACK => ends_with_f([ $settle_lua, 'if l.used == used then', 'if false then' ],
-		0, reserve('a'), 0, "rl_reset(KEY, '$reserved')", 0, reserve('b'), 0, q{rl_extend(KEY, 'a')}),
+		0, reserve('a'), 0, "rl_reset(KEY, '$reserved')", 0.5, reserve('b'), 0.5, q{rl_extend(KEY, 'a')}),
 	UNIT_NOT_EXTENDED => ends_with_f([ $settle_lua, 'if l.is_held then', 'if false then' ],
 		0, reserve('a', 2), 1, q{rl_extend(KEY, 'a')}, 2.5, reserve('b')) };
 

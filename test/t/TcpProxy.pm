@@ -9,7 +9,7 @@
 #
 #   drop     the connections that exist carry nothing more, and stay open
 #   reset    the connections that exist are reset at the next byte of the client
-#   lose     the next reply to each of some of the connections is dropped, and the connection is closed
+#   lose     the next reply to each of some of the connections is dropped, and the connection is closed; of "lose all" to each
 #   refuse   new connections are closed at once
 #   hold     new connections wait
 #   accept   new connections are served again
@@ -83,7 +83,7 @@ sub _serve
 				return unless $n;
 				if ($command =~ /(drop|reset|lose)/)
 				{
-					$broken{$_} = $1 foreach grep { $1 ne 'lose' || rand() < 0.3 } keys %peer;
+					$broken{$_} = $1 foreach grep { $1 ne 'lose' || $command =~ /all/ || rand() < 0.3 } keys %peer;
 				}
 				$refuse = $command =~ /refuse/ if $command =~ /refuse|accept/;
 				$target = $1 if $command =~ /to (\d+)/;

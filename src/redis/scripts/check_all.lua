@@ -1,6 +1,6 @@
 -- Charges one action to several keys, or to none of them. For each key there are,
 -- from ARGV[2] on: the number of its limits (negative if the transaction may have to refund
--- them), its quota, and its limits.
+-- them, with a mark behind it under a concurrent limit, see life.lua), its quota, and its limits.
 --
 -- Returns for each key the numbers that check.lua returns, and a text if keys are banned: a
 -- line for each of them, with the limit that set the ban. The action is allowed if all
@@ -8,12 +8,19 @@
 -- refusal unless it is banned.
 --@ clock state algorithms act
 
+--@ late
 local keys, allowed, at, units = {}, true, 2, 0
 for i, name in ipairs(KEYS) do
-  local n, refundable = math.abs(ARGV[at]), ARGV[at] + 0 < 0
+  local minus, n, mark = string.match(ARGV[at], '^(-?)(%d+) ?(%x*)$')
+  local refundable, late = minus == '-'
+  mark = mark ~= '' and mark
   hash, quota = name, tonumber(ARGV[at + 1])
-  local limits, ban, born = load_limits(0, at + 2, at + 1 + n * LIMIT, refundable and 'born' or nil)
-  keys[i] = {hash = hash, quota = quota, limits = limits, expiry = expiry, refundable = refundable, born = born}
+  local limits, ban, born
+  limits, ban, born, late = load_limits(0, at + 2, at + 1 + n * LIMIT, refundable and 'born' or nil, mark and 'mark:' .. mark or nil)
+  if late then
+    return redis.error_reply(LATE)
+  end
+  keys[i] = {hash = hash, quota = quota, limits = limits, expiry = expiry, refundable = refundable, born = born, mark = mark}
   keys[i].verdict, keys[i].by = decide(limits, ban)
   allowed = allowed and keys[i].verdict == 0
   at, units = at + 2 + n * LIMIT, units + quota
@@ -33,6 +40,10 @@ for _, key in ipairs(keys) do
   if key.refundable then
     local limits, born, charged = key.limits, key.born, allowed
     --@ append_lives
+    local mark = key.mark
+    if mark then
+      --@ put_mark
+    end
   end
   key.set, key.gone, key.longest = set, gone, longest
   if key.verdict > 0 then

@@ -1,2 +1,2 @@
 -- A list of limits of concurrent. See check.lua.
---@ clock list of check state concurrent act check
+--@ clock state concurrent act check

@@ -1,32 +1,41 @@
 -- Decides many keys, each by itself, in the order of KEYS. From ARGV[2] on there are runs: a
 -- number of keys, and what they share: the number of limits (negative if the transaction may have
--- to refund them), the quota, and the limits.
+-- to refund them, with a mark behind it under a concurrent limit, see life.lua; then it is one key), the
+-- quota, and the limits.
 --
 -- Returns for each key the numbers that check.lua returns, or only -2 if the key has failed,
 -- also because of its windows: then it was not charged. If keys are banned, a text follows: a
 -- line for each of them, with the limit that set the ban.
 --@ clock state algorithms act
 
-local at, left, n, refundable, reply, i, complete, rules = 2, 0, 0, false, {}, 0, 0, {}
+--@ late
+local at, left, n, refundable, mark, reply, i, complete, rules = 2, 0, 0, false, '', {}, 0, 0, {}
 local looked, wrote = false, false
 
 local function take_keys()
   while i < #KEYS do
     i = i + 1
     if left == 0 then
-      left, n, quota = tonumber(ARGV[at]), math.abs(ARGV[at + 1]), tonumber(ARGV[at + 2])
-      refundable = ARGV[at + 1] + 0 < 0
+      local minus
+      minus, n, mark = string.match(ARGV[at + 1], '^(-?)(%d+) ?(%x*)$')
+      left, quota, refundable, mark = tonumber(ARGV[at]), tonumber(ARGV[at + 2]), minus == '-', mark ~= '' and mark
       at = at + 3 + n * LIMIT
     end
     left = left - 1
     hash, set, gone, longest = KEYS[i], {}, {}, 0
-    local limits, ban, born = load_limits(0, at - n * LIMIT, at - 1, refundable and 'born' or nil)
+    local limits, ban, born, late = load_limits(0, at - n * LIMIT, at - 1, refundable and 'born' or nil, mark and 'mark:' .. mark or nil)
+    if late then
+      error({err = LATE})
+    end
     local verdict, by = decide(limits, ban)
     reply[complete + 1], reply[complete + 2], reply[complete + 3] = verdict, 0, now
     reply[complete + 2] = act(limits, verdict, reply, true)
     if refundable then
       local charged = verdict == 0
       --@ append_lives
+      if mark then
+        --@ put_mark
+      end
     end
     write()
     looked, wrote = looked or quota == 0, wrote or #set > 0

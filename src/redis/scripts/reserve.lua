@@ -79,13 +79,10 @@ for _, l in ipairs(limits) do
     brought, setter = length, l
   end
   if verdict == 0 and l.allowed then
-    local mark = l.anchor or l.start or l.k or l.mark or 0
-    if l.anchor and mark > now then
-      mark = mark - math.ceil((mark - now) / l.period) * l.period
-    end
+    --@ place_of
     local n = l.fits and l.more or a + 3
     charges = charges .. string.format('\n%s %s %s %.0f %.0f %s', l.tag, ARGV[n], ARGV[n + 1] == '' and '0' or ARGV[n + 1],
-      quota, mark, l.resets)
+      quota, place, l.resets)
   end
   if l.changed then
     l:save()
