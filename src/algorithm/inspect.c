@@ -54,7 +54,7 @@ rl_state_inspect(const RlLimit *limit, const RlState *state, const RlPool *pool,
 	const RlAlgorithm *algorithm = rl_algorithm(limit);
 
 	*used = *until = RL_UNKNOWN;
-	if (rl_state_is_empty(limit, state))
+	if (rl_state_is_empty(algorithm, state))
 		return false;
 	if (algorithm->refills)
 	{
