@@ -92,6 +92,14 @@ settles('unreachable', 18, 'after calls that were not sent');
 	$session->ask("SET ratelimit.redis_url = '" . server_url($redis, 0) . "'; RESET ratelimit.command_timeout");
 }
 
+# A full Redis runs a call that refunds them, also if it is refused.
+lease($server, 'full');
+at($server, 200_000);
+$redis->cli('CONFIG', 'SET', 'maxmemory', 1);
+is($session->ask("SELECT allowed FROM rl_check('full', '$limits', 100000)"), 'f', 'full memory: a call that refunds leftovers is refused');
+$redis->cli('CONFIG', 'SET', 'maxmemory', 0);
+settles('full', 18, 'after a full memory');
+
 # Keys that are used once do not evict them.
 lease($server, 'rare');
 at($server, 200_000);

@@ -54,6 +54,10 @@ local function free_units(l)
   return math.floor((math.min(us, 9e12) * 1000 + ns) / (l.interval_us * 1000 + l.interval_ns))
 end
 
+if leftovers > 0 then
+  -- No hash has this field. A full Redis runs the writes after it.
+  call('HDEL', hash, '')
+end
 for _, l in ipairs(limits) do
   l.interval_us, l.interval_ns = tonumber(ARGV[l.more]), tonumber(ARGV[l.more + 1])
   refund_leftovers(l)
