@@ -77,6 +77,7 @@ static LWLock *lock;
 /* An attempt has a place by settings while others fail, and one by address, within one of a search. */
 static Place taken[4];
 static int	ntaken = 0;
+static bool watching = false;	/* no failure counts */
 static ConditionVariable *waits_for = NULL;
 
 static void
@@ -412,6 +413,7 @@ rl_attempt_failed(const RlAttempt *attempt, bool counts, RlError *error)
 
 	if (!attempt->noted)
 		return;
+	counts &= !watching;
 	LWLockAcquire(lock, LW_EXCLUSIVE);
 	mine = make_entry(attempt->settings, now);
 	entry = attempt->search ? mine : make_entry(attempt->address, now);
@@ -437,6 +439,13 @@ rl_attempt_failed(const RlAttempt *attempt, bool counts, RlError *error)
 	LWLockRelease(lock);
 }
 
+/* Lets no failure of this backend's next call count, for rl_status.  Does not throw. */
+void
+rl_breakers_watch(void)
+{
+	watching = true;
+}
+
 /*
  * Ends the attempts of this backend about which it has learned nothing, at the end of a call
  * or at the abort of the (sub)transaction after an ERROR.  Does not throw.
@@ -445,6 +454,7 @@ void
 rl_breakers_release(void)
 {
 	stop_waiting();
+	watching = false;
 	if (ntaken == 0)
 		return;
 	LWLockAcquire(lock, LW_EXCLUSIVE);

@@ -25,6 +25,7 @@ extern bool rl_attempt_begin(RlAttempt *attempt, const char *server, bool search
 							 int64 until, RlError *error);
 extern void rl_attempt_succeeded(const RlAttempt *attempt);
 extern void rl_attempt_failed(const RlAttempt *attempt, bool counts, RlError *error);
+extern void rl_breakers_watch(void);
 extern void rl_breakers_release(void);
 extern const char *rl_breaker_state(const char *server, bool search, int64 *left);
 

@@ -12,6 +12,7 @@
 #include "decide.h"
 #include "error.h"
 #include "redis/redis.h"
+#include "shared/breaker.h"
 #include "shared/cells.h"
 #include "shared/counters.h"
 #include "shared/known.h"
@@ -36,6 +37,8 @@ rl_status(PG_FUNCTION_ARGS)
 	int			n = 0;
 
 	rl_shared_start();
+	if (asked)
+		rl_breakers_watch();
 	answered = asked && rl_redis_version(version, sizeof(version), &error);
 	warning = answered ? rl_redis_warning() : NULL;
 	memset(nulls, true, sizeof(nulls));

@@ -2,7 +2,7 @@
 # a server that accepts no new connections, Sentinels that are down.  What a server that
 # fails costs is bounded: time, connections and searches.
 #
-# Runs once in a suite: the breaker is C only.
+# Runs twice: the breaker is C only.
 use RatelimitTest;
 use LyingServer;
 use TcpProxy;
@@ -106,6 +106,7 @@ foreach my $how (qw(drop reset))
 	$proxy->tell('refuse');
 	my $new = session($node);
 	$new->set(redis_url => $proxy->url, on_error => 'error');
+	is($new->ask('SELECT breaker FROM rl_status() WHERE error IS NOT NULL'), 'closed', "no new connections: rl_status() notes nothing, try $_") foreach 1, 2;
 	$new->fails($take, 'no new connections', 'PT504', qr/^could not connect to Redis|^lost the connection/);
 	is(outcomes(@old), 'redis redis', 'no new connections: sessions with a connection go on');
 	my $error = await('a call that fails at once', sub {
