@@ -156,7 +156,7 @@ rl_key_matched(const char *data, int len)
 	return text.data;
 }
 
-/* Logs, once a second at most, an error that on_error hides, and its consequence. */
+/* Logs, once a second at most, an error that on_error hides, and its consequence.  Does not throw. */
 void
 rl_log_failure(const RlError *error, const char *consequence)
 {
@@ -166,10 +166,9 @@ rl_log_failure(const RlError *error, const char *consequence)
 	if (now - last < RL_SECOND)
 		return;
 	last = now;
-	ereport(LOG_SERVER_ONLY,
-			(errcode(error->sqlstate),
-			 errmsg_internal("%s", error->message),
-			 errdetail_internal("%s%s%s", error->detail, error->detail[0] ? " " : "", consequence)));
+	rl_log_no_throw((errcode(error->sqlstate),
+					 errmsg_internal("%s", error->message),
+					 errdetail_internal("%s%s%s", error->detail, error->detail[0] ? " " : "", consequence)));
 }
 
 /*

@@ -169,7 +169,7 @@ rl_raise_refused_all(const RlAction *actions, int n, const RlAnswer *answers, co
 
 /*
  * Logs that this limit would refuse the action: once a second at most for each key, and
- * no more often than rl_shadow_may_log allows for all keys.  why is a sentence.
+ * no more often than rl_shadow_may_log allows for all keys.  why is a sentence.  Does not throw.
  */
 void
 rl_log_shadow(const RlAction *action, int limit, const char *why)
@@ -178,10 +178,9 @@ rl_log_shadow(const RlAction *action, int limit, const char *why)
 
 	if (action->quota == 0 || !rl_shadow_may_log(&action->key, &left_out))
 		return;
-	ereport(LOG_SERVER_ONLY,
-			(errmsg("rate limit \"%s\" would refuse key \"%s\"",
-					rl_limit_text(action->limits, limit),
-					rl_key_shown(action->key.data, action->key.len)),
-			 errdetail("The action takes %lld. %s%s", (long long) action->quota, why,
-					   rl_left_out_text(left_out))));
+	rl_log_no_throw((errmsg("rate limit \"%s\" would refuse key \"%s\"",
+							rl_limit_text(action->limits, limit),
+							rl_key_shown(action->key.data, action->key.len)),
+					 errdetail("The action takes %lld. %s%s", (long long) action->quota, why,
+							   rl_left_out_text(left_out))));
 }

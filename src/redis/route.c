@@ -270,10 +270,9 @@ take_master(RlRoute *route)
 	if (before != 0 && before != found)
 	{
 		rl_address_name(&rl_target.seeds[before - 1], old);
-		ereport(LOG,
-				(errmsg("the Redis server in use is now %s", route->node->conn.server),
-				 errdetail("It is the first master of ratelimit.redis_url. %s is left, because it cannot be connected or is no master.",
-						   old)));
+		rl_log_no_throw((errmsg("the Redis server in use is now %s", route->node->conn.server),
+						 errdetail("It is the first master of ratelimit.redis_url. %s is left, because it cannot be connected or is no master.",
+								   old)));
 	}
 	rl_current_node = route->node;
 	return true;
