@@ -8,7 +8,8 @@
  * creates it, as a segment of dynamic shared memory.  Another one is for the header, which other
  * backends find by its name.  They exist until the server stops.
  *
- * Locks: AddinShmemInitLock, while the memory is created or attached.
+ * Locks: while the memory is created or attached, AddinShmemInitLock, or a lock of its own, because
+ * a large segment takes seconds.
  */
 #include "postgres.h"
 
@@ -21,6 +22,7 @@
 #endif
 #include "storage/ipc.h"
 #include "storage/latch.h"
+#include "storage/lwlock.h"
 #include "storage/shmem.h"
 #include "utils/resowner.h"
 #include "utils/timestamp.h"
@@ -45,7 +47,7 @@
  * member, or the size of an area changes: while a package is upgraded, old and new libraries
  * run in one server, and each must find only memory of its own layout.
  */
-#define LAYOUT				17
+#define LAYOUT				18
 #define NAME				"ratelimit " CppAsString2(LAYOUT)
 #define TRANCHE				"ratelimit"
 
@@ -66,15 +68,22 @@ typedef struct Header
 	RlHash		secret;			/* random */
 	int			tranche;		/* of the locks */
 	int			max_keys;		/* ratelimit.local_max_keys at this time */
-	dsm_handle	areas[AREAS];	/* unless the library is preloaded; AddinShmemInitLock protects them */
+	dsm_handle	areas[AREAS];	/* unless the library is preloaded; locked by the lock of Attempts */
 } Header;
 
-/* Whether an area was created; in main memory, which is not full then.  Locked by AddinShmemInitLock. */
+/* Whether an area was created. */
 typedef struct Attempt
 {
 	int64		failed_at;		/* monotonic; 0: not failed */
 	bool		succeeded;
 } Attempt;
+
+/* In main memory, which is not full then. */
+typedef struct Attempts
+{
+	LWLock		lock;
+	Attempt		area[AREAS];	/* locked by it */
+} Attempts;
 
 static const RlSharedPart *const parts[AREAS][6] = {
 	[BASE] = {&rl_known_part, &rl_counters_part, &rl_breaker_part, &rl_refusal_log_part, NULL},
@@ -277,7 +286,7 @@ rl_shared_request(void)
 #if PG_VERSION_NUM >= 170000
 
 /*
- * Creates the area if no backend has, and attaches it.  AddinShmemInitLock must be held.  Raises
+ * Creates the area if no backend has, and attaches it.  The lock of Attempts must be held.  Raises
  * an error if that fails; the resource owner then has the segments.
  */
 static void
@@ -309,15 +318,22 @@ find_area(Area area, Attempt *attempt)
 	attempt->succeeded = true;
 }
 
-/* Returns the records of the areas' attempts.  AddinShmemInitLock must be held.  Raises an error if memory is full. */
-static Attempt *
+/* Returns the records of the areas' attempts.  Raises an error if memory is full. */
+static Attempts *
 find_attempts(void)
 {
+	Attempts   *attempts;
 	bool		found;
-	Attempt    *attempts = ShmemInitStruct(NAME " attempts", AREAS * sizeof(Attempt), &found);
 
+	LWLockAcquire(AddinShmemInitLock, LW_EXCLUSIVE);
+	attempts = ShmemInitStruct(NAME " attempts", sizeof(Attempts), &found);
 	if (!found)
-		memset(attempts, 0, AREAS * sizeof(Attempt));
+	{
+		memset(attempts, 0, sizeof(Attempts));
+		LWLockInitialize(&attempts->lock, LWLockNewTrancheId(TRANCHE));
+	}
+	LWLockRelease(AddinShmemInitLock);
+	LWLockRegisterTranche(attempts->lock.tranche, TRANCHE);
 	return attempts;
 }
 
@@ -330,19 +346,21 @@ end_owner(ResourceOwner owner)
 	ResourceOwnerDelete(owner);
 }
 
-/* Notes a failure.  Returns true if none was noted within RETRY_INTERVAL, or if attempt is NULL. */
+/* Notes a failure.  Returns true if none was noted within RETRY_INTERVAL, or if attempts is NULL. */
 static bool
-is_first_failure(Attempt *attempt, int64 now)
+is_first_failure(Attempts *attempts, Area area, int64 now)
 {
+	Attempt    *attempt;
 	bool		first;
 
-	if (attempt == NULL)
+	if (attempts == NULL)
 		return true;
-	LWLockAcquire(AddinShmemInitLock, LW_EXCLUSIVE);
+	attempt = &attempts->area[area];
+	LWLockAcquire(&attempts->lock, LW_EXCLUSIVE);
 	first = attempt->failed_at == 0 || now - attempt->failed_at >= RETRY_INTERVAL;
 	if (first)
 		attempt->failed_at = now;
-	LWLockRelease(AddinShmemInitLock);
+	LWLockRelease(&attempts->lock);
 	return first;
 }
 
@@ -359,7 +377,7 @@ start_area(Area area, bool create)
 	MemoryContext context = CurrentMemoryContext;
 	ResourceOwner caller_owner = CurrentResourceOwner;
 	ResourceOwner owner;
-	Attempt    *volatile attempt = NULL;
+	Attempts   *volatile attempts = NULL;
 	ErrorData  *volatile error = NULL;
 	int64		now;
 
@@ -369,8 +387,11 @@ start_area(Area area, bool create)
 	CurrentResourceOwner = owner;
 	PG_TRY();
 	{
-		LWLockAcquire(AddinShmemInitLock, LW_EXCLUSIVE);
-		attempt = &find_attempts()[area];
+		Attempt    *attempt;
+
+		attempts = find_attempts();
+		attempt = &attempts->area[area];
+		LWLockAcquire(&attempts->lock, LW_EXCLUSIVE);
 		if (create)
 			next_attempts[area] = now + RETRY_INTERVAL;
 		if (attempt->succeeded ||
@@ -378,7 +399,7 @@ start_area(Area area, bool create)
 			find_area(area, attempt);
 		else if (create)
 			next_attempts[area] = attempt->failed_at + RETRY_INTERVAL;
-		LWLockRelease(AddinShmemInitLock);
+		LWLockRelease(&attempts->lock);
 	}
 	PG_CATCH();
 	{
@@ -392,7 +413,7 @@ start_area(Area area, bool create)
 	end_owner(owner);
 	if (error == NULL)
 		return;
-	if (is_first_failure(attempt, now))
+	if (is_first_failure(attempts, area, now))
 		rl_log_no_throw((errcode(error->sqlerrcode),
 						 area == BASE ? errmsg("could not create the shared memory of ratelimit") :
 						 errmsg("could not create the shared memory of ratelimit's local store"),
