@@ -45,16 +45,16 @@
 /* Places of keys in the index of the queue; so one has 16 entries at most, usually. */
 #define PLACES				4096
 
-/* An entry of a statement in its file, followed by the key's name in Redis */
+/* An entry of a statement in its file, followed by its limit, unless that is the last one's, and the key's name in Redis */
 typedef struct Spilled
 {
 	uint64		server;			/* as in RlLedgerId */
 	RlKeyHash	key_hash;
-	RlLimit		limit;
 	RlCharge	charge;
-	int			redis_key_len;
+	uint16		redis_key_len;
 	bool		local;
 	bool		counted;
+	bool		has_limit;
 } Spilled;
 
 RlOwner		rl_queue = {.entries = DLIST_STATIC_INIT(rl_queue.entries)};
@@ -687,8 +687,8 @@ write_spilled(RlOwner *owner, int64 *written, char *data, int len)
 
 /*
  * Moves the owner's entries, of whole keys, into its temporary file.  Throws if that has no room
- * (temp_file_limit, a full disk); then all of them are still entries.  No other resource owner
- * may be current in later calls.
+ * (temp_file_limit, a full disk); then all of them are still entries, and no others can be moved.
+ * No other resource owner and no shorter memory context may be current in later calls.
  */
 void
 rl_owner_spill(RlOwner *owner)
@@ -696,27 +696,38 @@ rl_owner_spill(RlOwner *owner)
 	PGAlignedBlock block;
 	int64		written = 0;
 	int			used = 0;
+	RlLimit    *last;
 	dlist_mutable_iter iter;
 
 	if (owner->file == 0)
 	{
+		owner->limits = palloc0(RL_MAX_LIMITS * sizeof(RlLimit));
 		PrepareTempTablespaces();
 		owner->file = OpenTemporaryFile(false);
 	}
+	last = owner->limits;
 	dlist_foreach_modify(iter, &owner->entries)
 	{
 		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, node, iter.cur);
-		Spilled		spilled = {entry->id.server, entry->key_hash, entry->limit, entry->charge,
-		entry->redis_key_len, entry->id.local, entry->counted};
+		Spilled		spilled = {entry->id.server, entry->key_hash, entry->charge, entry->redis_key_len,
+		entry->id.local, entry->counted, memcmp(last, &entry->limit, sizeof(RlLimit)) != 0};
 
-		if (used + sizeof(spilled) + entry->redis_key_len > sizeof(block))
+		if (used + sizeof(spilled) + sizeof(RlLimit) + entry->redis_key_len > sizeof(block))
 		{
 			write_spilled(owner, &written, block.data, used);
 			used = 0;
 		}
 		memcpy(block.data + used, &spilled, sizeof(spilled));
-		memcpy(block.data + used + sizeof(spilled), entry->redis_key, entry->redis_key_len);
-		used += sizeof(spilled) + entry->redis_key_len;
+		used += sizeof(spilled);
+		if (spilled.has_limit)
+		{
+			*last = entry->limit;
+			memcpy(block.data + used, last, sizeof(RlLimit));
+			used += sizeof(RlLimit);
+		}
+		memcpy(block.data + used, entry->redis_key, entry->redis_key_len);
+		used += entry->redis_key_len;
+		last = entry->counted ? owner->limits : last + 1;
 	}
 	write_spilled(owner, &written, block.data, used);
 	owner->spilled += written;
@@ -729,11 +740,15 @@ rl_owner_spill(RlOwner *owner)
 	}
 }
 
-/* Reads the next entry of the owner's file.  Throws if it cannot be read, or if there is no memory. */
+/*
+ * Reads the next entry of the owner's file; *last is the limit of the last one in its place, or
+ * becomes its own.  Throws if it cannot be read, or if there is no memory.
+ */
 static RlLedgerEntry *
-load_entry(RlOwner *owner)
+load_entry(RlOwner *owner, RlLimit *last)
 {
-	char		data[sizeof(Spilled) + RL_MAX_REDIS_KEY];
+	char		data[sizeof(Spilled) + sizeof(RlLimit) + RL_MAX_REDIS_KEY];
+	const char *next = data + sizeof(Spilled);
 	int			len = Min((int64) sizeof(data), owner->spilled - owner->loaded);
 	RlLedgerEntry *entry;
 	Spilled		spilled;
@@ -743,16 +758,21 @@ load_entry(RlOwner *owner)
 	if (!reserve(nentries + 1))
 		ereport(ERROR, (errcode(ERRCODE_OUT_OF_MEMORY), errmsg("out of memory")));
 	memcpy(&spilled, data, sizeof(spilled));
+	if (spilled.has_limit)
+	{
+		memcpy(last, next, sizeof(RlLimit));
+		next += sizeof(RlLimit);
+	}
 	entry = MemoryContextAllocZero(context, entry_size(spilled.redis_key_len));
 	entry->id = (RlLedgerId) {.server = spilled.server,.level = RL_APART,.local = spilled.local};
 	entry->cause = owner->cause;
-	entry->limit = spilled.limit;
+	entry->limit = *last;
 	entry->charge = spilled.charge;
 	entry->key_hash = spilled.key_hash;
 	entry->counted = spilled.counted;
 	entry->redis_key_len = spilled.redis_key_len;
-	memcpy(entry->redis_key, data + sizeof(spilled), spilled.redis_key_len);
-	owner->loaded += sizeof(spilled) + spilled.redis_key_len;
+	memcpy(entry->redis_key, next, spilled.redis_key_len);
+	owner->loaded += next + spilled.redis_key_len - data;
 	return entry;
 }
 
@@ -761,11 +781,13 @@ static bool
 load_batch(RlOwner *owner)
 {
 	RlLedgerEntry *entry = NULL;
+	RlLimit    *last = owner->limits;
 	int			n = 0;
 
 	while (owner->loaded < owner->spilled && (n < MAX_BATCH || !entry->counted))
 	{
-		entry = load_entry(owner);
+		entry = load_entry(owner, last);
+		last = entry->counted ? owner->limits : last + 1;
 		dlist_push_head(&owner->entries, &entry->node);
 		nentries++;
 		n++;

@@ -85,6 +85,7 @@ typedef struct RlOwner
 	int64		spilled;		/* bytes in it */
 	int64		loaded;			/* of these, bytes that are entries again */
 	int64		nspilled;		/* keys in the others */
+	RlLimit    *limits;			/* the last ones: of a key's first entry in the file, of its second, ... */
 	RlError		why;			/* the last reason why keys were not refunded */
 } RlOwner;
 

@@ -354,7 +354,7 @@ $session->ask(q{
 	CREATE UNLOGGED TABLE spills (key int);
 	CREATE TRIGGER enforce AFTER INSERT ON spills REFERENCING NEW TABLE AS new FOR EACH STATEMENT
 		EXECUTE FUNCTION rl_enforce('spills:{key}', 'fixed_window 6/1d')});
-foreach my $limit ('10MB', '20MB')
+foreach my $limit ('10MB', '16MB')
 {
 	my $keys = 100_000;
 	my $temp = session($node);
