@@ -9,6 +9,7 @@
 #include "mb/pg_wchar.h"
 #include "parser/parse_relation.h"
 #include "utils/builtins.h"
+#include "utils/varlena.h"
 
 #include "error.h"
 #include "sql/rule_column.h"
