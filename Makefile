@@ -1,9 +1,72 @@
 MODULE_big = ratelimit
-OBJS = $(patsubst %,src/%.o,ratelimit error report decide decision several_keys refusal headers transaction ledger \
-	$(patsubst %,sql/%,functions reserve inspect check_keys trigger trigger_statement trigger_charges trigger_groups trigger_rule rule_column trigger_call triggers check_triggers arguments key simulate status postgrest) \
-	$(patsubst %,algorithm/%,limits limits_text siphash calendar algorithm inspect gcra token_bucket fixed_window sliding log) \
-	$(patsubst %,redis/%,store call key_name refunds scan scripts command pipeline route node cluster sentinel address connection stream socket tls resp) \
-	$(patsubst %,shared/%,shared local_store local_inspect cells heap known counters breaker refusal_log))
+OBJS = \
+	$(WIN32RES) \
+	src/algorithm/algorithm.o \
+	src/algorithm/calendar.o \
+	src/algorithm/fixed_window.o \
+	src/algorithm/gcra.o \
+	src/algorithm/inspect.o \
+	src/algorithm/limits.o \
+	src/algorithm/limits_text.o \
+	src/algorithm/log.o \
+	src/algorithm/siphash.o \
+	src/algorithm/sliding.o \
+	src/algorithm/token_bucket.o \
+	src/decide.o \
+	src/decision.o \
+	src/error.o \
+	src/headers.o \
+	src/ledger.o \
+	src/ratelimit.o \
+	src/redis/address.o \
+	src/redis/call.o \
+	src/redis/cluster.o \
+	src/redis/command.o \
+	src/redis/connection.o \
+	src/redis/key_name.o \
+	src/redis/node.o \
+	src/redis/pipeline.o \
+	src/redis/refunds.o \
+	src/redis/resp.o \
+	src/redis/route.o \
+	src/redis/scan.o \
+	src/redis/scripts.o \
+	src/redis/sentinel.o \
+	src/redis/socket.o \
+	src/redis/store.o \
+	src/redis/stream.o \
+	src/redis/tls.o \
+	src/refusal.o \
+	src/report.o \
+	src/several_keys.o \
+	src/shared/breaker.o \
+	src/shared/cells.o \
+	src/shared/counters.o \
+	src/shared/heap.o \
+	src/shared/known.o \
+	src/shared/local_inspect.o \
+	src/shared/local_store.o \
+	src/shared/refusal_log.o \
+	src/shared/shared.o \
+	src/sql/arguments.o \
+	src/sql/check_keys.o \
+	src/sql/check_triggers.o \
+	src/sql/functions.o \
+	src/sql/inspect.o \
+	src/sql/key.o \
+	src/sql/postgrest.o \
+	src/sql/reserve.o \
+	src/sql/rule_column.o \
+	src/sql/simulate.o \
+	src/sql/status.o \
+	src/sql/trigger.o \
+	src/sql/trigger_call.o \
+	src/sql/trigger_charges.o \
+	src/sql/trigger_groups.o \
+	src/sql/trigger_rule.o \
+	src/sql/trigger_statement.o \
+	src/sql/triggers.o \
+	src/transaction.o
 
 EXTENSION = ratelimit
 DATA = $(patsubst $(srcdir)/%,%,$(wildcard $(srcdir)/sql/ratelimit--*.sql))
