@@ -144,7 +144,7 @@ page() {
 	echo "+ psql shop <$page"
 	# A busy machine may answer late.
 	PGOPTIONS='-c ratelimit.connect_timeout=10s -c ratelimit.command_timeout=10s' \
-		as_postgres psql -X -q -P pager=off -v SHOW_CONTEXT=never shop <"$page" >"${page%.sql}.out" 2>&1
+		as_postgres psql -X -q -P pager=off shop <"$page" >"${page%.sql}.out" 2>&1
 	# Without shared memory, the view raises an error.  Some pages create the extension in a schema of its own.
 	as_postgres psql -XAtq -v ON_ERROR_STOP=1 shop <<-'END'
 		SELECT set_config('search_path', extnamespace::regnamespace::text, false) AS path FROM pg_extension WHERE extname = 'ratelimit' \gset

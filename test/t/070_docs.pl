@@ -43,7 +43,7 @@ sub outputs
 	my $printed = '';
 
 	$script =~ s/127\.0\.0\.1:6379/$address/g;
-	IPC::Run::run([ $node->installed_command('psql'), '-X', '-q', '-P', 'pager=off', '-v', 'SHOW_CONTEXT=never', '-d', $node->connstr('shop') ],
+	IPC::Run::run([ $node->installed_command('psql'), '-X', '-q', '-P', 'pager=off', '-d', $node->connstr('shop') ],
 		'<', \$script, '>&', \$printed);
 	$printed =~ s/\Q$address\E/127.0.0.1:6379/g;
 	return $page->outputs($printed);

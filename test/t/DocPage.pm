@@ -7,9 +7,9 @@
 #   library, as superuser.  The database has the extension, unless the page
 #   itself creates it.  127.0.0.1:6379 in a block means the test's Redis.
 # - A block without a language that follows a ```sql block, with only blank lines
-#   between, is the output: all that psql -q prints, errors included
-#   but without their context.  Without such a block the statements must
-#   succeed; their output is not compared.
+#   between, is the output: all that psql -q prints, errors included, and their context
+#   only in README.md.  Without such a block the statements must succeed; their output is
+#   not compared.
 # - In the output, each of the following matches any other of its kind: a time
 #   stamp, an address with a port, a number with a decimal point (so a duration
 #   or a version).  Write 1.998 where a duration varies, and 2 where it does
@@ -76,7 +76,8 @@ sub script
 	my @texts = map { $_->{text} } $self->commands;
 	my $creates = grep { /CREATE EXTENSION (IF NOT EXISTS )?ratelimit\b/ } @texts;
 
-	return join '', $creates ? () : "CREATE EXTENSION ratelimit;\n\\connect\n", map { "$_\n\\echo '$border'\n" } @texts;
+	return join '', $self->{file} =~ m{(^|/)README\.md$} ? () : "\\set SHOW_CONTEXT never\n",
+	  $creates ? () : "CREATE EXTENSION ratelimit;\n\\connect\n", map { "$_\n\\echo '$border'\n" } @texts;
 }
 
 # Returns the outputs of the blocks, of all that psql has printed for script().  If it
