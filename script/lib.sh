@@ -373,6 +373,7 @@ set_up() {
 	PG_MAJOR=$("$PG_CONFIG" --version | sed -E 's/^[^0-9]*([0-9]+).*/\1/')
 	find_redis
 	VERSIONS=$("$PG_CONFIG" --version | sed 's/ (.*//')
+	[[ $("$PG_CONFIG" --configure) != *--enable-cassert* ]] || VERSIONS+=' with assertions'
 	VERSIONS+=", $("${AS[@]}" "$REDIS_SERVER" --version | sed -E 's/^([A-Za-z]+) server v=([^ ]+).*/\1 \2/')"
 	VERSIONS+=", hiredis $(hiredis_version)"
 	say "$VERSIONS, in $T"

@@ -1,5 +1,7 @@
 # The trigger with several sessions: another session replaces it, it is deferred to
 # the commit, and many sessions fire it at the same time.
+#
+# Runs also with assertions: rows and statements fire the triggers.
 use RatelimitTest;
 
 my ($redis, $node, $session) = start_servers(\&new_node);

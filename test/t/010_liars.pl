@@ -1,7 +1,7 @@
 # A server that is not Redis, or sends wrong replies: each call ends with an error in
 # time and without a crash, and the failure policy applies.
 #
-# Runs once in a suite: no real server sends the replies.
+# Runs twice: no real server sends the replies.
 use RatelimitTest;
 use LyingServer;
 

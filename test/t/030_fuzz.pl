@@ -3,7 +3,7 @@
 #
 # RATELIMIT_SEED repeats a run.
 #
-# Runs once in a suite: no real server sends the replies.
+# Runs twice: no real server sends the replies.
 use RatelimitTest;
 use Engines;
 use LyingServer;

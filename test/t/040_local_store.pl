@@ -3,7 +3,7 @@
 #
 # RATELIMIT_SEED repeats the random acts of a run.
 #
-# Runs once in a suite: no Redis is used.
+# Runs twice: no Redis is used.
 use RatelimitTest;
 use Engines;
 use Time::HiRes qw(time);

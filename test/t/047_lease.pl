@@ -1,5 +1,7 @@
 # Leases: quota that a server has taken ahead.  The life of a lease in virtual time, and the
 # calls that do not use leases.
+#
+# Runs also with assertions: servers share the leases.
 use RatelimitTest;
 use LeaseServers;
 use LyingServer;

@@ -8,6 +8,7 @@
 # RATELIMIT_SEED repeats a run; RATELIMIT_PROGRAMS makes it longer or shorter.
 #
 # Runs once in a suite: transactions end in PostgreSQL.
+# Runs also with assertions: subtransactions and callbacks have the charges.
 use RatelimitTest;
 use Engines qw(limit seed all_seeds reseed);
 use Promises;

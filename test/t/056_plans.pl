@@ -2,6 +2,7 @@
 # in triggers.
 #
 # Runs once in a suite: PostgreSQL reads the plans.
+# Runs also with assertions: some plans are parallel.
 use RatelimitTest;
 use RedisMonitor;
 

@@ -1,7 +1,7 @@
 # A server that repeats what it received, sends what was not asked for, or is no master:
 # errors show no argument, memory is bounded, and no replica decides.
 #
-# Runs once in a suite: no real server sends the replies.
+# Runs twice: no real server sends the replies.
 use RatelimitTest;
 use LyingServer;
 

@@ -4,7 +4,7 @@
 # RATELIMIT_STORM='200 0.05' is the number of sessions and their pause between two calls in
 # seconds; the timeouts are the defaults then.  RATELIMIT_STORM_URL=redis measures without TLS.
 #
-# Runs once in a suite: the breaker is C only.
+# Runs twice: the breaker is C only.
 use RatelimitTest;
 use Time::HiRes qw(sleep time);
 

@@ -1,6 +1,6 @@
 # The scripts and the Makefile, after "make install" and as root.
 #
-# Runs once in a suite: it builds, and asks no server.
+# Runs once: each row builds, and no server is asked.
 use strict;
 use warnings FATAL => 'all';
 

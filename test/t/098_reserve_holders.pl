@@ -6,6 +6,7 @@
 # RATELIMIT_SEED repeats the choices.
 #
 # Runs once in a suite: 095_reserve plays programs with each server.
+# Runs also with assertions: holders of reservations fail.
 use RatelimitTest;
 use Engines;
 use Holder;
