@@ -72,9 +72,9 @@ charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
 {
 	/* The window ends when the limit is reset. */
 	return (RlCharge) {
-		quota, at,
-		limit->calendar != RL_NO_CALENDAR ? rl_windows_at(limit, at + reset_after - 1)->name[RL_CURRENT] :
-		at + reset_after - limit->period, 0, false
+		.amount = quota,.at = at,
+		.mark = limit->calendar != RL_NO_CALENDAR ? rl_windows_at(limit, at + reset_after - 1)->name[RL_CURRENT] :
+		at + reset_after - limit->period
 	};
 }
 

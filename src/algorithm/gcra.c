@@ -179,7 +179,7 @@ end(const RlLimit *limit pg_attribute_unused(), const RlState *state,
 static RlCharge
 charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after pg_attribute_unused())
 {
-	return (RlCharge) {refund_of(limit, quota), at, 0, 0, false};
+	return (RlCharge) {.amount = refund_of(limit, quota),.at = at};
 }
 
 /*

@@ -174,7 +174,7 @@ charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
 {
 	int64		mark = at + reset_after - limit->period;
 
-	return (RlCharge) {quota, at, limit->step > 0 ? mark / limit->step - 1 : mark, 0, false};
+	return (RlCharge) {.amount = quota,.at = at,.mark = limit->step > 0 ? mark / limit->step - 1 : mark};
 }
 
 static int

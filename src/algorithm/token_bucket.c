@@ -91,8 +91,8 @@ static RlCharge
 charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
 {
 	/* The last anchor that is not after the action. */
-	return (RlCharge) {quota, at,
-		at + reset_after - rl_divide_up(reset_after, limit->period) * limit->period, 0, false};
+	return (RlCharge) {.amount = quota,.at = at,
+		.mark = at + reset_after - rl_divide_up(reset_after, limit->period) * limit->period};
 }
 
 static int

@@ -403,8 +403,11 @@ save_record(RlCells *view, uint32 c, const RlKey *id, const Record *record, int6
 	for (int i = 0; i < record->n; i++)
 	{
 		const Reserved *charge = &record->charges[i];
-		Kept		kept = {rl_state_tag(&charge->limit), charge->limit.capacity, charge->limit.count,
-		charge->limit.interval_ns, charge->units, charge->at, charge->mark, charge->life, charge->limit.calendar};
+		Kept		kept = {
+			.tag = rl_state_tag(&charge->limit),.capacity = charge->limit.capacity,.count = charge->limit.count,
+			.interval_ns = charge->limit.interval_ns,.units = charge->units,.at = charge->at,.mark = charge->mark,
+			.life = charge->life,.calendar = charge->limit.calendar
+		};
 
 		memcpy(kept.zone, charge->limit.zone, RL_MAX_ZONE);
 		memcpy(text + id->len + record_size(i), &kept, sizeof(kept));
