@@ -62,8 +62,8 @@ settles('unreachable', 18, 'after calls that were not sent');
 		{
 			my $liar = LyingServer->new(sub {
 				my $refunds = grep { /\{owed\}/ } @_;
-				return (":1\r\n", undef) if $refunds && @_ == 22 && $how eq 'end';
-				return () if $refunds && @_ == 22;
+				return (":1\r\n", undef) if $refunds && @_ == 23 && $how eq 'end';
+				return () if $refunds && @_ == 23;
 				return join("\r\n:", '*5', 0, 0, START, 0, START) . "\r\n" if $refunds;
 				return @_ > 18 ? join("\r\n:", '*7', 0, 0, START, 0, 16, 50_000, START) . "\r\n" : ":0\r\n";
 			});
