@@ -95,7 +95,7 @@ rl_raise_refused(const RlAction *action, const RlAnswer *answer, const char *als
 	}
 	else if (decision->retry_after == RL_NEVER)
 	{
-		/* The action alone would fit. */
+		/* What takes too much although the action alone would fit, or NULL. */
 		const char *whole = action->quota > decision->capacity ? NULL :
 			action->limits->limit[answer->binding].refund_on_abort ? "transaction" : "statement";
 

@@ -185,14 +185,12 @@ hint_of_algorithms(const char *text, size_t flag)
 	return psprintf(text, names.data);
 }
 
-/* Does the same with a hint about periods. */
+/* Does the same as wrong_word with a hint about periods. */
 static bool
 wrong_period(Scan *scan, const char *complaint)
 {
-	wrong_word(scan, complaint);
-	scan->error->hint = "The units are us, ms, s, min, h and d, and second, minute, hour and day with or without s: \"5/10s\", \"100/hour\". "
-		"A fixed_window also has week, month, quarter and year: \"fixed_window 1000/month\".";
-	return false;
+	return wrong_word_hint(scan, complaint, "The units are us, ms, s, min, h and d, and second, minute, hour and day with or without s: \"5/10s\", \"100/hour\". "
+		"A fixed_window also has week, month, quarter and year: \"fixed_window 1000/month\".");
 }
 
 /* Moves past the word if it comes next.  Returns false if it does not. */
@@ -341,11 +339,8 @@ scan_calendar(Scan *scan, RlLimit *limit, bool *found)
 		return true;
 	}
 	if (!rl_algorithm(limit)->has_calendar)
-	{
-		wrong_word(&word, "The algorithm has no such period");
-		scan->error->hint = "Only fixed_window has such periods: \"fixed_window 1000/month\".";
-		return false;
-	}
+		return wrong_word_hint(&word, "The algorithm has no such period",
+							   "Only fixed_window has such periods: \"fixed_window 1000/month\".");
 	rl_calendar_set(limit, c);
 	return has_zone ? scan_zone(scan, limit) : rl_calendar_set_zone(limit, "UTC", 3);
 }
