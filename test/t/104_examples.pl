@@ -122,7 +122,7 @@ sub gate
 {
 	my ($claims, $address) = @_;
 
-	return printed('api', qq{SET request.jwt.claims = '$claims'; SET request.headers = '{"x-forwarded-for": "$address"}';
+	return printed('api', qq{SET ROLE web_user; SET request.jwt.claims = '$claims'; SET request.headers = '{"x-forwarded-for": "$address"}';
 		SELECT FROM public.gate()}) =~ /ERROR:  (.*)/ ? $1 : '';
 }
 
