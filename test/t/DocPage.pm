@@ -37,7 +37,7 @@ sub slurp
 sub new
 {
 	my ($class, $file) = @_;
-	my (@blocks, @headings, $block, $prose, $gap);
+	my (@blocks, @headings, @starts, $block, $prose, $gap);
 	my $n = 0;
 
 	foreach my $line (split /\n/, slurp($file))
@@ -57,13 +57,17 @@ sub new
 		else
 		{
 			die "$file, line $n: a block that is not at the line's start, or with options\n" if $line =~ /^\s*```/;
-			push @headings, $2 if $line =~ /^(#+) +(.*?) *$/;
+			if ($line =~ /^(#+) +(.*?) *$/)
+			{
+				push @headings, $2;
+				push @starts, [ length $1, $n ];
+			}
 			$prose .= "$line\n";
 			$gap .= $line;
 		}
 	}
 	die "$file: a block does not end\n" if $block;
-	return bless { file => $file, blocks => \@blocks, headings => \@headings, prose => $prose }, $class;
+	return bless { file => $file, blocks => \@blocks, headings => \@headings, starts => \@starts, prose => $prose }, $class;
 }
 
 # Returns the blocks that run.
@@ -117,6 +121,20 @@ sub anchors
 		push @anchors, $again ? "$anchor-$again" : $anchor;
 	}
 	return @anchors;
+}
+
+# Returns the text of the section with this anchor, with those below it, or undef.
+sub section
+{
+	my ($self, $anchor) = @_;
+	my @anchors = $self->anchors;
+	my ($first) = grep { $anchors[$_] eq $anchor } 0 .. $#anchors;
+	my @lines = split /\n/, slurp($self->{file});
+
+	return if !defined $first;
+	my ($level, $line) = @{ $self->{starts}[$first] };
+	my ($next) = grep { $_->[0] <= $level } @{ $self->{starts} }[ $first + 1 .. $#anchors ];
+	return join "\n", @lines[ $line - 1 .. ($next ? $next->[1] - 2 : $#lines) ];
 }
 
 # Returns the page's text with the outputs, in the order of commands(), put in
