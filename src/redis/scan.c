@@ -89,7 +89,7 @@ run(RlScript *script, RlCommand *command, const char *privileges, Text *text, Rl
 	return true;
 }
 
-/* Appends the cursor, the pattern of all keys' names, and the bytes before the key in a name. */
+/* Appends the cursor, the pattern of all keys' names, and how long their prefix is. */
 static void
 append_scan(RlCommand *command, const char *cursor)
 {
@@ -102,10 +102,10 @@ append_scan(RlCommand *command, const char *cursor)
 			pattern[n++] = '\\';
 		pattern[n++] = *c;
 	}
-	memcpy(pattern + n, "{*}", 3);
+	memcpy(pattern + n, "{*", 2);
 	rl_command_text(command, cursor);
-	rl_command_arg(command, pattern, n + 3);
-	rl_command_number(command, strlen(rl_key_prefix) + 1);
+	rl_command_arg(command, pattern, n + 2);
+	rl_command_number(command, strlen(rl_key_prefix));
 }
 
 /*

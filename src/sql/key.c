@@ -4,8 +4,9 @@
  *		from addresses, for rl_network and the trigger's {column/64}.
  *
  * A type is accepted only if no session setting can change its text, and equal
- * numbers, and equal values of citext, have one text.  Otherwise a user could get a new key by changing a
- * setting, or by writing 1.0 as 1.00.
+ * numbers, and equal values of citext, have one text.  Otherwise a user could get a new key by
+ * changing a setting, or by writing 1.0 as 1.00.  Braces of a value are escaped, so that it
+ * neither begins nor ends the tag of a key (key_name.c).
  */
 #include "postgres.h"
 
@@ -145,7 +146,7 @@ citext_folded(Datum value)
 	return str_tolower(VARDATA_ANY(spelled), VARSIZE_ANY_EXHDR(spelled), DEFAULT_COLLATION_OID);
 }
 
-/* Appends the text of a value, with ':', '%' and part->also escaped. */
+/* Appends the text of a value, with ':', '%', braces and part->also escaped. */
 void
 rl_key_part_append(StringInfo key, RlKeyPart *part, Datum value)
 {
@@ -169,12 +170,14 @@ rl_key_part_append(StringInfo key, RlKeyPart *part, Datum value)
 
 	for (size_t i = 0; i < len; i++)
 	{
+		char		c = text[i];
+
 		/* In server encodings an ASCII byte is always an ASCII character. */
-		if (text[i] != ':' && text[i] != '%' && text[i] != part->also)
+		if (c != ':' && c != '%' && c != '{' && c != '}' && c != part->also)
 			continue;
 		CHECK_FOR_INTERRUPTS();
 		appendBinaryStringInfo(key, text + start, i - start);
-		appendStringInfo(key, "%%%02X", text[i]);
+		appendStringInfo(key, "%%%02X", c);
 		start = i + 1;
 	}
 	appendBinaryStringInfo(key, text + start, len - start);

@@ -41,7 +41,7 @@ SELECT * FROM run(
 	$$SELECT * FROM rl_peek('peeked', '5/10s, 7/1h', 2)$$,
 	$$SELECT rl_reset('peeked')$$,
 	-- Two lists of values never make the same key.
-	$$SELECT rl_key('create_order', 42), rl_key('a:b', 'c') AS a, rl_key('a', 'b:c') AS b, rl_key('a%3Ab', 'c') AS c$$,
+	$$SELECT rl_key('create_order', 42), rl_key('a:b', 'c') AS a, rl_key('a', 'b:c') AS b, rl_key('a%3Ab', 'c') AS c, rl_key('{a}b') AS d$$,
 	$$SELECT rl_key(1::smallint, 2::bigint, 3.50, 'v'::varchar, 'c'::char(3), 'n'::name, false,
 		'00000000-0000-0000-0000-000000000001'::uuid, '10.0.0.1/8'::inet)$$,
 	$$SELECT rl_key(1.0) = rl_key(1.000) AS one_number, rl_key('NaN'::numeric), rl_key(1e10::numeric)$$);

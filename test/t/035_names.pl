@@ -1,7 +1,10 @@
-# Names in shared memory: two keys, or two lists of limits, are never confused, even if
-# they were constructed to have the same hash.
+# Names: in Redis no two keys have one name, also of different prefixes, and each name is read
+# back.  In shared memory two keys, or two lists of limits, are never confused, even if they were
+# constructed to have the same hash.
 #
-# Runs once: the names in shared memory are C only.
+# RATELIMIT_SEED repeats a run.
+#
+# Runs once: the names are C only.
 use RatelimitTest;
 use Engines;
 
@@ -15,6 +18,83 @@ sub output_of
 
 	IPC::Run::run(\@command, '>', \$output) or die "@command failed";
 	return $output;
+}
+
+#
+# Names in Redis
+#
+
+# The braces of a tag are the only ones that are not escaped.
+sub name_of
+{
+	my ($key) = @_;
+	my $escape = sub { return $_[0] =~ s/([%{}])/sprintf '%%%02X', ord $1/ger };
+
+	return $key =~ /^\{([^}]+)\}(.+)$/ ? '{' . $escape->($1) . '}' . $escape->($2) : '{' . $escape->($key) . '}';
+}
+
+{
+	my $program = c_program($node, 'test/key_names.c', 'src/redis/key_name.c');
+	my (%key, %seen, @wrong);
+
+	foreach my $prefix ('rl:', 'rl', 'rl:7')
+	{
+		foreach my $line (split /\n/, output_of($program, seed(), $prefix eq 'rl:' ? 100_000 : 10_000, $prefix))
+		{
+			my ($text, $name, $read, @more) = split /\t/, $line;
+			my $known = $key{$name} //= "$prefix\t$text";
+
+			push @wrong, $line if @more || $known ne "$prefix\t$text" || $name ne $prefix . name_of($text);
+			push @wrong, "$text is the name of $read" if $read ne '-' && name_of($read) ne $text;
+			my ($tag, $rest) = $text =~ /^\{((?:[^{}%]|%25|%7B|%7D)+)\}((?:[^{}%]|%25|%7B|%7D)*)$/;
+			if (defined $tag && $read eq '-')
+			{
+				# Such a name is that of no key only if its key has another one.
+				my $inside = $tag =~ s/%(25|7B|7D)/chr hex $1/ger;
+
+				push @wrong, "$text is read as no name" unless $rest eq '' ? $inside =~ /^\{[^}]+\}./ : $inside =~ /\}/;
+				$seen{'names of no key'}++;
+			}
+			$seen{'keys with a tag'}++ if $name !~ /\}$/;
+			$seen{'names with a tag'}++ if $read =~ /^\{[^}]+\}./;
+			$seen{'names without a tag'}++ if $read ne '-' && $read !~ /^\{[^}]+\}./;
+		}
+	}
+	none(\@wrong, 'each key has its own name, which is read back, and no other text is read');
+	cmp_ok($seen{$_} || 0, '>', 10, "$_: " . ($seen{$_} || 0))
+	  foreach 'keys with a tag', 'names with a tag', 'names without a tag', 'names of no key';
+	note scalar(keys %key), ' names';
+}
+
+# Keys of tenants, whatever the values are, also by a trigger.
+{
+	my $values = q(unnest('{"{","}","{}","a","a}b","{a}","{a","a}","%7D","a%7D",":","a:",""}'::text[]));
+
+	$redis->cli('FLUSHALL');
+	$session->ask(qq[
+		CREATE TABLE member (org text, name text);
+		INSERT INTO member SELECT org, name FROM $values org, $values name;
+		CREATE FUNCTION member_key(org text, name text) RETURNS text LANGUAGE sql STABLE AS
+			\$\$SELECT '{' || rl_key(org) || '}' || rl_key('user', name)\$\$;
+		CREATE TABLE act (org text, name text);
+		CREATE TRIGGER enforce BEFORE INSERT ON act FOR EACH ROW
+			EXECUTE FUNCTION rl_enforce('{{{org}}}user:{name}', '5/1h');
+		CREATE TRIGGER starts BEFORE INSERT ON act FOR EACH ROW EXECUTE FUNCTION rl_enforce('{org}:x', '500/1h')]);
+	is($session->ask('SELECT count(DISTINCT member_key(org, name)) FROM member'), 169, 'each pair has its own key');
+	is($session->ask('INSERT INTO act SELECT * FROM member; SELECT count(*) FROM act'), 169, 'a trigger');
+	is($session->ask(q{SELECT count(*) FROM member, rl_peek(member_key(org, name), '5/1h', 0) WHERE remaining = 4}), 169,
+		'the trigger has the same keys');
+	is($session->ask(q{SELECT count(*) FROM (SELECT DISTINCT org FROM member) o, rl_peek(rl_key(org, 'x'), '500/1h', 0) WHERE remaining = 487}), 13,
+		'a value at the start of a key too');
+	is($session->ask('SELECT count(rl_ban(member_key(org, name), 60)) FROM member'), 169, 'all are banned');
+	is($session->ask('SELECT count(*) FROM (SELECT member_key(org, name) FROM member EXCEPT SELECT key FROM rl_bans()) k'), 0, 'rl_bans returns all of them');
+	is($session->ask('SELECT count(*) FROM rl_bans()'), 169, 'and no other key');
+	my @names = @{ $redis->cli('KEYS', '*') };
+	is(scalar @names, 169 + 13, 'Redis has these keys, and those that begin with a value');
+	my %tags = map { /^rl:\{([^{}]+)\}user:[^{}]*$/ ? ($1 => 1) : () } @names;
+	is(join(' ', sort keys %tags), join(' ', sort map { s/([%{}:])/sprintf '%%25%02X', ord $1/ger } '{', '}', '{}', 'a', 'a}b', '{a}', '{a', 'a}', '%7D', 'a%7D', ':', 'a:'),
+		'the tag of a name is the tenant');
+	is(scalar(grep { /\}./ && !/^rl:\{[^{}]+\}user:/ } @names), 0, 'no value makes a tag');
 }
 
 #

@@ -78,7 +78,7 @@ is($session->ask("SELECT allowed FROM rl_check('$key', '$limits')"), 't', 'a key
 $cluster->begin_move($slot, $from, $to);
 is($session->ask("SELECT allowed FROM rl_check('$key', '$limits')"), 't', 'a key that is still at the source');
 my $asks = $cluster->master($from)->errors('ASK');
-is($session->ask(q{SELECT allowed FROM rl_throttle('new {traveller}', 1, 1, 3600)}), 't', 'braces in a key are not a hash tag');
+is($session->ask(q{SELECT allowed FROM rl_throttle('new {traveller}', 1, 1, 3600)}), 't', 'braces inside a key are not a tag');
 is($session->ask("SELECT rl_reset('$key')"), 't', 'rl_reset deletes the key at the source');
 foreach (1 .. 3)
 {

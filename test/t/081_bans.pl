@@ -175,8 +175,9 @@ $redis->cli('XADD', 'rl:{stream}', '*', 'ban', $ends);
 $redis->cli('HSET', "rl:{hash $_}", 'ban', $_) foreach '', 'x', '-1', '1e300', 'inf', 'nan', '9' x 1000, '1', 'x' x 100_000;
 $redis->cli('HSET', "rl:{$_}", 'ban', $ends)
   foreach '', '%', '%7', '%zz', '%00', '%7b', "\xff", "\xed\xa0\x80", "a\0b", 'a{b', 'a}b', 'x' x 513, '%25' x 513, 'x' x 100_000;
-$redis->cli('HSET', $_, 'ban', $ends) foreach 'rl:ours', 'rl:{ours', 'rl:{ours}x', 'xrl:{ours}', 'rl{ours}', 'RL:{ours}', '{ours}';
-is_deeply(bans($session), ['ours'], 'only keys of the extension');
+$redis->cli('HSET', $_, 'ban', $ends) foreach 'rl:ours', 'rl:{ours', 'rl:{ours}{x', 'rl:{ours}x}', 'rl:{}x', 'rl:{%7Bour%7Dx}', 'xrl:{ours}', 'rl{ours}', 'RL:{ours}', '{ours}';
+$redis->cli('HSET', 'rl:{ours}x', 'ban', $ends);
+is_deeply(bans($session), [ 'ours', '{ours}x' ], 'only keys of the extension');
 is($session->ask(q{SELECT count(*) FROM rl_inspect('hash x')}), 0, 'an invalid ban');
 is($session->attempt(q{SELECT rl_inspect('string')})->{state}, 'PT504', 'rl_inspect of another type is an error');
 $redis->cli('HSET', 'rl:{mixed}', 'field', 'x', 'throttle', 'x', 'throttle:x', 'x', 'throttle:1:2', 'x', 'sliding_window:60', 'x', 'sliding_log:60:7', 'x',

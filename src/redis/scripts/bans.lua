@@ -1,8 +1,8 @@
 -- Returns a part of the bans at one server, as one string: "<bytes>:<cursor>" for the
--- next part, then "<end> <began> <bytes>:<key><bytes>:<why>" for each ban, in microseconds and
--- with the key as the name of its hash has it. The last part's cursor is 0. A ban can be in two
--- parts. ARGV[2] is the cursor (0 at first), ARGV[3] the pattern of the names, and
--- ARGV[4] how many bytes are before the key in a name.
+-- next part, then "<end> <began> <bytes>:<name><bytes>:<why>" for each ban, in microseconds and
+-- with the name of the key's hash, without the prefix. The last part's cursor is 0. A ban can be
+-- in two parts. ARGV[2] is the cursor (0 at first), ARGV[3] the pattern of the names, and
+-- ARGV[4] how many bytes the prefix has.
 --
 -- A beginning that is not known is "-", as is the end of a key that could not be read: in a
 -- script that reads several slots of a Cluster, Redis 8 does not find the keys of a slot that
@@ -12,14 +12,14 @@
 -- long. If a single bucket of Redis's table has more bytes, the script fails.
 --@ clock
 
-local COUNT, LONGEST, LONGEST_KEY, LONGEST_WHY = 250, 30000, 3 * 512, 256
+local COUNT, LONGEST, LONGEST_KEY, LONGEST_WHY = 250, 30000, 3 * 512 + 2, 256
 local cursor, pattern, prefix = ARGV[2], ARGV[3], tonumber(ARGV[4])
 
 -- Returns the text of the bans of these hashes; or nil and the error reply.
 local function bans_of(names)
   local out = {}
   for _, name in ipairs(names) do
-    local value, key = redis.pcall('HMGET', name, 'ban'), string.sub(name, prefix + 1, -2)
+    local value, key = redis.pcall('HMGET', name, 'ban'), string.sub(name, prefix + 1)
     local ends, began, why = nil, '-', ''
     if not value.err then
       local ban, since, rest = string.match(value[1] or '', '^(%d+) ?(%d*) ?(.*)$')
