@@ -375,9 +375,8 @@ typedef enum RlMode
  * take_all decides n actions on different keys, RL_MAX_KEYS at most, as one: it charges
  * all of them or none, in one step.  If the store cannot do so because the keys are
  * apart, it changes nothing and returns false with *apart set.  Then take_parts
- * charges each part of the keys or not, by itself: it calls took() when the answer of
- * a key comes, and *unanswered counts parts.  A store that keeps all keys together has no
- * take_parts.
+ * charges each key or not, by itself: it calls took() when the answer of a key comes, and
+ * *unanswered is as for take_many.  A store that keeps all keys together has no take_parts.
  *
  * refund refunds the quota to each of the limits, never above full.  reset deletes
  * the states of the limits, or all of the key if they are NULL, and unban the ban; both

@@ -2,10 +2,10 @@
  * several_keys.c
  *		Takes quota for one action on several keys.
  *
- * If the store cannot decide all keys in one step, each part of the keys is charged by
- * itself.  If a part refuses or fails, or an error or the end of the backend interrupts it,
- * the charges of the other parts are refunded (ledger.c).  The server's log says how many
- * charges could not be refunded.
+ * If the store cannot decide all keys in one step, each key is charged by itself: a part of the
+ * action.  If a part refuses or fails, or an error or the end of the backend interrupts it, the
+ * charges of the other parts are refunded (ledger.c).  The server's log says how many charges
+ * could not be refunded.
  */
 #include "postgres.h"
 

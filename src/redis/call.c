@@ -10,7 +10,8 @@
  * fails this key only.  An action that asks for a lease has its own call, before the others: of
  * actions on one key, the first asks.
  *
- * An action on several keys is one call, or a call for the keys of each slot.
+ * An action on several keys is one call; or a call for each key if the keys are in several slots
+ * of a cluster, or on two nodes because their slot is moving.
  */
 #include "postgres.h"
 
@@ -400,6 +401,7 @@ append_call(RlCommand *command, int call, void *arg)
 		ask_again(taking, call);
 		return false;
 	}
+	command->several = taking->form == TOGETHER;
 	rl_command_number(command, n);
 	for (int i = 0; i < n; i++)
 	{
@@ -870,38 +872,39 @@ rl_redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg
  * One action on several keys
  */
 
-/* Makes a call for the keys of each slot, or one for all keys; room is for their numbers. */
+/* Makes a call for all n keys, or one for each; room is for their numbers. */
 static void
-set_parts(Taking *taking, int *room, int n, bool by_slot)
+set_together(Taking *taking, int *room, int n, bool each)
 {
-	int			slot[RL_MAX_KEYS] = {0};
-	int			next = 0;
-	char		name[RL_MAX_REDIS_KEY];
-
 	taking->form = TOGETHER;
 	taking->script = &rl_check_all_script;
 	taking->order = room;
 	taking->first = room + RL_MAX_KEYS;
 	taking->keys = room + 2 * RL_MAX_KEYS;
-	taking->ncalls = 0;
-	for (int i = 0; i < n && by_slot; i++)
-		slot[i] = rl_slot(name, rl_redis_key(&taking->actions[i]->key, name));
+	taking->ncalls = each ? n : 1;
 	for (int i = 0; i < n; i++)
 	{
-		int			first = slot[i];
-
-		if (first < 0)
-			continue;
-		taking->first[taking->ncalls] = next;
-		for (int j = i; j < n; j++)
-			if (slot[j] == first)
-			{
-				taking->order[next++] = j;
-				slot[j] = -1;
-			}
-		taking->keys[taking->ncalls] = next - taking->first[taking->ncalls];
-		taking->ncalls++;
+		taking->order[i] = taking->first[i] = i;
+		taking->keys[i] = each ? 1 : n;
 	}
+}
+
+/* Returns true if the keys are in one slot, or no cluster is known. */
+static bool
+in_one_slot(const RlAction *const *actions, int n)
+{
+	int			first = -1;
+
+	for (int i = 0; i < n && rl_slots_known(); i++)
+	{
+		char		name[RL_MAX_REDIS_KEY];
+		int			slot = rl_slot(name, rl_redis_key(&actions[i]->key, name));
+
+		if (i > 0 && slot != first)
+			return false;
+		first = slot;
+	}
+	return true;
 }
 
 bool
@@ -912,17 +915,14 @@ rl_redis_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *a
 	Taking		taking = {.actions = actions,.taken = taken};
 	RlReply		reply = {.kind = RL_REPLY_NIL};
 
-	set_parts(&taking, room, n, rl_slots_known());
-	*apart = taking.ncalls > 1;
+	*apart = !in_one_slot(actions, n);
 	if (*apart)
 		return false;
+	set_together(&taking, room, n, false);
 	if (rl_redis_call(taking.script, append_call, &taking, usage, &reply, error))
 		return read_call(0, &reply, &taking, error);
-	if (learn_slots(&reply, &actions[0]->key))
-	{
-		set_parts(&taking, room, n, true);
-		*apart = taking.ncalls > 1;
-	}
+	*apart = rl_reply_next_step(&reply) == RL_STEP_WAIT ||
+		(learn_slots(&reply, &actions[0]->key) && !in_one_slot(actions, n));
 	return false;
 }
 
@@ -933,7 +933,7 @@ rl_redis_take_parts(const RlAction *const *actions, int n, RlTook took, void *ar
 	int			room[3 * RL_MAX_KEYS];
 	Taking		taking = {.actions = actions,.took = took,.arg = arg,.error = error};
 
-	set_parts(&taking, room, n, true);
+	set_together(&taking, room, n, true);
 	return rl_redis_pipeline(taking.script, taking.ncalls, NULL, RL_MAX_DUE, append_call, read_call, &taking,
 							 unanswered, usage, error) && !taking.failed;
 }

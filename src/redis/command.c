@@ -246,6 +246,7 @@ send_command(RlCommand *command, const RlScript *script, RlReply *reply, RlError
 	bool		has_time = command->append == NULL;
 
 	rl_route_begin(&route, rl_command_key(command), command->key_len);
+	route.several = command->several;
 	if (command->node != NULL)
 	{
 		route.node = command->node;

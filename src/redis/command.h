@@ -30,6 +30,7 @@ typedef struct RlCommand
 	RlAppend	append;			/* writes the arguments again; NULL: they stay */
 	void	   *arg;
 	RlUsage    *usage;			/* to which the cost of the call is added; or NULL */
+	bool		several;		/* as in RlRoute */
 	struct RlNode *node;		/* the only node that may run it; NULL: any */
 	bool		asking;			/* send ASKING first: slots may be moving to the node */
 	bool		resumes;		/* fail unless the node's connection is still open */

@@ -484,6 +484,10 @@ rl_route_answered(RlRoute *route, const RlReply *reply)
 			route->asking = false;
 			return true;
 		case RL_STEP_WAIT:
+			if (!rl_slots_known())
+				rl_slot_learn(0, 0);
+			if (route->several)
+				return false;
 			route->resends += RL_FREE_RESENDS;
 			break;
 		case RL_STEP_CONNECT:

@@ -19,6 +19,8 @@ typedef struct RlRoute
 	bool		reused;			/* the connection was there before */
 	bool		asking;			/* the node runs the call only after ASKING */
 	bool		pinned;			/* no node but the first may run the call */
+	bool		several;		/* the call has several keys, which the caller asks one by one if
+								 * they are on two nodes */
 	int			resends;		/* how often a reply has sent the call elsewhere */
 	bool		failed;			/* a call that may have run has got no answer */
 	bool		left;			/* a server that cannot run calls was left */

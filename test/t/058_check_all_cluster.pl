@@ -1,6 +1,6 @@
-# rl_check_all in a Redis Cluster: keys of several slots are charged all or none too, also
-# when a call is cancelled, a backend ends, or a master is lost in between.  If quota stays
-# taken, the server's log says so.
+# rl_check_all in a Redis Cluster: keys of a tag are charged in one step, unless their slot is
+# moving.  Keys of several slots are charged all or none too, also when a call is cancelled, a
+# backend ends, or a master is lost in between.  If quota stays taken, the server's log says so.
 #
 # RATELIMIT_SEED repeats a run.
 #
@@ -34,13 +34,16 @@ sub names
 	} @masters;
 }
 
+# Returns keys as the text of an array.
+sub array { return '{' . join(',', map { qq("$_") } @_) . '}'; }
+
 # Returns a call of rl_check_all with one text of limits for all keys, as a query of its verdicts.
 sub call
 {
 	my ($limits, @keys) = @_;
 
-	return sprintf q{SELECT string_agg(allowed::text, ' ' ORDER BY ordinality) FROM rl_check_all('{%s}', ARRAY[%s]::rl_limits[]) WITH ORDINALITY},
-	  join(',', @keys), join(',', map { "'$limits'" } @keys);
+	return sprintf q{SELECT string_agg(allowed::text, ' ' ORDER BY ordinality) FROM rl_check_all('%s', ARRAY[%s]::rl_limits[]) WITH ORDINALITY},
+	  array(@keys), join(',', map { "'$limits'" } @keys);
 }
 
 # Returns a query of the used quota of each key.
@@ -48,8 +51,8 @@ sub used
 {
 	my ($limits, @keys) = @_;
 
-	return "SELECT string_agg((capacity - remaining)::text, ' ' ORDER BY n) FROM unnest('{" . join(',', @keys)
-	  . "}'::text[]) WITH ORDINALITY k (k, n), rl_peek(k, '$limits', 0)";
+	return "SELECT string_agg((capacity - remaining)::text, ' ' ORDER BY n) FROM unnest('" . array(@keys)
+	  . "'::text[]) WITH ORDINALITY k (k, n), rl_peek(k, '$limits', 0)";
 }
 
 sub lost { return sum0(new_log($node) =~ /could not refund (?:the charges of up to )?(\d+) .*of a refused or failed action/g); }
@@ -117,39 +120,52 @@ foreach my $first (0 .. 2)
 }
 is($session->ask(used('fixed_window 9/3650d', @keys)), '3 3 3', 'each call charged each key once');
 
-# Keys of one slot are one call.
-my %by_slot;
-my $i = 0;
-my @same;
-until (@same == 2)
-{
-	my $name = 'slot:' . $i++;
-	my $others = $by_slot{ $cluster->slot($name) } ||= [];
-
-	push @$others, $name;
-	@same = @$others if @$others == 2;
-}
+# Keys of one slot are one call: those of a tag, and the key that is the tag.
+my ($tag) = names(0);
+my @same = ($tag, map { "{$tag}$_" } 1 .. 3);
 $session->ask(call('5/1h', @keys));
 $_->cli('CONFIG', 'RESETSTAT') foreach $cluster->masters;
-is($session->ask(call('fixed_window 1/3650d', @same)), 'true true', 'keys of one slot');
-is($session->ask(call('fixed_window 1/3650d', @same)), 'false false', 'keys of one slot are refused');
+is($session->ask(call('fixed_window 1/3650d', @same)), 'true true true true', 'keys of one slot');
+is($session->ask(call('fixed_window 1/3650d', @same)), 'false false false false', 'keys of one slot are refused');
 is(sum0(map { $_->calls('evalsha') + $_->calls('eval') } $cluster->masters), 2, 'keys of one slot need one call');
 
-# While their slot moves, and one key is at each node, the call waits until its time has
-# passed, and charges none.
-my $slot = $cluster->slot($same[0]);
-my $from = $cluster->first_owner($slot);
-my $to = ($from + 1) % 3;
+# While their slot moves, and the keys are at both nodes or not there yet, each key is asked.
+my $slot = $cluster->slot($tag);
+my ($from, $to) = (0, 1);
 my $rule = 'fixed_window 5/3650d';
-$session->ask("SELECT rl_reset(k) FROM unnest('{$same[0],$same[1]}'::text[]) k");
-$session->ask("SELECT rl_check('$same[0]', '$rule')");
+$session->ask("SELECT rl_reset(k) FROM unnest('" . array(@same) . "'::text[]) k");
+$session->ask("SELECT rl_check('$same[$_]', '$rule')") foreach 0, 1;
+$_->cli('CONFIG', 'RESETSTAT') foreach $cluster->masters;
 $cluster->begin_move($slot, $from, $to);
-$session->set(command_timeout => '500ms');
-is($session->attempt(call($rule, @same))->{state}, 'PT504', 'keys at two nodes while their slot moves');
+$session->set(command_timeout => '1min');
+is($session->ask("SELECT allowed FROM rl_check('$same[2]', '$rule')"), 't', 'a key that begins at the target');
+is($session->ask(call($rule, @same)), 'true true true true', 'keys at two nodes while their slot moves');
+is($session->ask(used($rule, @same)), '2 2 2 1', 'each key is charged once');
+is($session->ask(call($rule, @same[ 2, 3 ])), 'true true', 'keys at the target');
+is($session->ask("SELECT string_agg(allowed::text, ' ' ORDER BY ordinality) FROM rl_check_all('" . array(@same)
+		. "', array_fill('$rule'::rl_limits, ARRAY[4]), '{1,1,1,4}') WITH ORDINALITY"), 'true true true false', 'one key refuses');
+is($session->ask(used($rule, @same)), '2 2 3 2', 'no key is charged');
+is($session->ask(call($rule, @same, @keys)), 'true ' x 6 . 'true', 'with keys of other slots');
+is($session->ask(used($rule, @same)), '3 3 4 3', 'each key is charged once');
+is(sum0(map { $_->errors('TRYAGAIN') } $cluster->masters), 2, 'no call was sent again and again');
+
+# A new session does not know that this is a cluster.
+foreach my $call (call($rule, @same), "SELECT string_agg(allowed::text, ' ') FROM rl_check_many('" . array(@same) . "', '$rule')")
+{
+	my $url = $cluster->url(first => $from);
+
+	is($node->safe_psql('postgres', "SET ratelimit.redis_url = '$url'; SET ratelimit.command_timeout = '1min'; $call"), 'true true true true', 'a new session while the slot moves');
+	$session->ask("SELECT rl_refund(k, '$rule', 1) FROM unnest('" . array(@same) . "'::text[]) k");
+	is($session->ask(used($rule, @same)), '3 3 4 3', 'each key was charged once');
+}
+is(sum0(map { $_->errors('TRYAGAIN') } $cluster->masters), 4, 'no call was sent again and again');
 $session->set(command_timeout => undef);
 $cluster->end_move($slot, $from, $to);
-is($session->ask(call($rule, @same)), 'true true', 'when the slot has moved the call works');
-is($session->ask(used($rule, @same)), '2 1', 'the failed call charged no key');
+is($session->ask(call($rule, @same)), 'true true true true', 'when the slot has moved');
+is($session->ask(used($rule, @same)), '4 4 5 4', 'the move lost nothing');
+$_->cli('CONFIG', 'RESETSTAT') foreach $cluster->masters;
+is($session->ask(call('5/1h', @same)), 'true true true true', 'keys of one slot');
+is(sum0(map { $_->calls('evalsha') + $_->calls('eval') } $cluster->masters), 1, 'are one call again');
 is($session->ask(call($rule, $same[0], @keys)), 'true true true true', 'a key of the slot that moved, and others');
 
 #
