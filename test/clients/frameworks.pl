@@ -49,7 +49,7 @@ sub output
 }
 
 # Runs a program and returns its facts.
-sub facts { return { output(@_) =~ /^([\w. ]+)\t(.*)$/mg }; }
+sub facts { return { output(@_) =~ /^([\w. -]+)\t(.*)$/mg }; }
 
 # The rows of the page's first table, by the first word.
 my %row;
@@ -193,7 +193,7 @@ my @frameworks = (
 	{ name => 'ActiveRecord', command => [ 'ruby', "$programs/active_record.rb" ] },
 	{ name => 'Sequelize', command => [ 'node', "$programs/node.js", 'Sequelize' ], more => { %pooled, connection => 'kept' } },
 	{ name => 'Drizzle', command => [ 'node', "$programs/node.js", 'Drizzle' ], more => \%pooled },
-	{ name => 'Prisma', command => [ 'node', "$programs/node.js", 'Prisma' ], more => \%pooled },
+	{ name => 'Prisma', command => [ 'node', "$programs/node.js", 'Prisma' ], more => { %pooled, code => 'P2039' } },
 	{ name => 'pgx', command => [ "$dir/pgx/pgx" ], more => \%batches },
 	{ name => 'JDBC', command => [ 'java', '-Xmx64m', '-XX:+UseSerialGC', '-cp', "$jdbc:$dir/jdbc", 'Batches' ],
 		more => { %batches, 'other answer' => undef, seconds => '<number>' } });
@@ -212,6 +212,24 @@ foreach my $framework (@frameworks)
 	note "measured: $facts->{version}" if $facts->{version};
 	is(DocPage::plain($facts->{$_} // 'none'), $expected{$_}, "$name: $_") foreach grep { defined $expected{$_} } sort keys %expected;
 	like($facts->{answer} // 'none', qr/^429 (6\d\d|7[01]\d|720)$/, "$name: the page's code answers") if $name ne 'JDBC';
+}
+
+#
+# Answers: each driver that the page names, by a trigger, by rl_enforce, and while Redis is away
+#
+
+$node->safe_psql('shop', q{
+	CREATE ROLE app_away LOGIN;
+	ALTER ROLE app_away SET ratelimit.redis_url = 'redis://127.0.0.1:1';
+	GRANT INSERT, SELECT ON orders TO app_away;
+	GRANT USAGE ON SCHEMA ratelimit TO app, app_away;
+	GRANT EXECUTE ON FUNCTION ratelimit.rl_enforce(text, ratelimit.rl_limits, bigint) TO app});
+my %answers = (%{ facts({ %{ $env{Prisma} }, CUSTOMER => 2000 }, 'node', "$programs/answers.js") },
+	%{ facts({ %{ $env{SQLAlchemy} }, CUSTOMER => 3000 }, '/usr/bin/python3', "$programs/answers.py") });
+foreach my $driver ((map { ("$_ in Express", "$_ in Fastify") } qw(node-postgres postgres.js Knex Kysely TypeORM Sequelize Drizzle Prisma)),
+	qw(psycopg2 psycopg asyncpg), map { "SQLAlchemy over $_" } qw(psycopg2 asyncpg))
+{
+	like($answers{$driver} // 'none', qr/^(20[01], ){5}429 (6\d\d|7[01]\d|720), 20[01], 429 3[56]\d\d, 500, 500$/, "$driver: 429, and 500 while Redis is away");
 }
 
 #

@@ -95,6 +95,7 @@ async function answer(order, customer, rows) {
   const error = await errorOf(() => order(first, 1));
   fact('class', error.constructor.name);
   fact('state', stateOf(error));
+  fact('code', error.code);
   fact('hint', hintOf(error));
   fact('answer', await answer(order, first, 1));
   fact('other answer', await answer(order, first + 1, 6));
