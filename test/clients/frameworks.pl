@@ -91,7 +91,7 @@ class Order(models.Model):
     class Meta:
         db_table = 'orders'
 END
-my ($trigger) = map { $_->{text} =~ /^(CREATE TRIGGER .*?;)/ms } $page->commands;
+my ($trigger) = map { $_->{text} =~ /^(CREATE OR REPLACE TRIGGER .*?;)/ms } $page->commands;
 write_file('Django/shop/migrations/__init__.py', '');
 write_file('Django/shop/migrations/0001_orders.py', <<"END");
 from django.db import migrations, models

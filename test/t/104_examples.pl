@@ -102,8 +102,8 @@ is(printed('restored', 'SELECT tgname FROM pg_trigger WHERE NOT tgisinternal'), 
 $node->safe_psql('postgres', 'CREATE DATABASE api');
 $node->safe_psql('api', 'CREATE SCHEMA ratelimit; CREATE EXTENSION ratelimit SCHEMA ratelimit; CREATE ROLE web_user');
 my ($network) = map { $_->{text} =~ /^(CREATE FUNCTION client_network\(.*?;)\n(?=CREATE)/ms } DocPage->new("$root/docs/postgrest.md")->commands;
-my ($orders) = map { $_->{text} } grep { $_->{text} =~ /^CREATE TABLE orders/ } DocPage->new("$root/docs/postgrest.md")->commands;
-$node->safe_psql('api', "$network\n$orders");
+my ($purchases) = map { $_->{text} } grep { $_->{text} =~ /^CREATE TABLE purchases/ } DocPage->new("$root/docs/postgrest.md")->commands;
+$node->safe_psql('api', "$network\n$purchases");
 $node->safe_psql('api', function('docs/postgrest.md', $_)) foreach qw(gate sign_up);
 
 my %key = ('{"x-forwarded-for": "203.0.113.9, 198.51.100.2"}' => '198.51.100.2', '{"x-forwarded-for": "198.51.100.2:51234"}' => '198.51.100.2',
@@ -137,7 +137,7 @@ sub order
 {
 	my ($sub, $columns, $values) = @_;
 
-	return printed('api', qq{SET ROLE web_user; SET request.jwt.claims = '{"sub": "$sub"}'; INSERT INTO orders ($columns) VALUES ($values)});
+	return printed('api', qq{SET ROLE web_user; SET request.jwt.claims = '{"sub": "$sub"}'; INSERT INTO purchases ($columns) VALUES ($values)});
 }
 
 like(order('ann', 'items', $_), qr/ERROR/, "orders: $_ items are no order") foreach qw(0 -1 NULL);
@@ -145,7 +145,7 @@ like(order('ann', 'customer, items', "'bea', 1"), qr/permission denied/, 'orders
 is(order('ann', 'items', 2), '', 'orders: a user orders two items');
 like(order('ann', 'items', 1), qr/exceeded/, 'orders: and no third one');
 is(order('bea', 'items', 2), '', 'orders: which takes nothing from another user');
-is(printed('api', 'SELECT string_agg(customer, $$,$$ ORDER BY customer) FROM orders'), 'ann,bea', 'orders: the customer is that of the token');
+is(printed('api', 'SELECT string_agg(customer, $$,$$ ORDER BY customer) FROM purchases'), 'ann,bea', 'orders: the customer is that of the token');
 
 #
 # JavaScript: waits, and errors of drivers

@@ -1,0 +1,82 @@
+# README.md and the pages of clients, frameworks and PostgREST, pasted one after another into
+# a fresh database: no error but those that a page shows.  An ordinary role, which owns the
+# database, runs what needs no superuser.
+#
+# Runs once in a suite: PostgreSQL runs the pages.
+use RatelimitTest;
+use DocPage;
+
+my $root = "$FindBin::RealBin/../..";
+my $redis = RedisServer->new->start;
+my $node = shared_node($redis);
+
+# What needs a superuser, or is a grant, and what the page's role for tests does.
+my $administration = qr/^(?:CREATE (?:EXTENSION|ROLE|SCHEMA IF NOT EXISTS ratelimit)|ALTER (?:ROLE|DATABASE|EXTENSION)|GRANT|SET ROLE)\b/;
+my $of_tester = qr/^(?:SET ratelimit\.|SELECT ratelimit\.rl_reset)/;
+
+$node->safe_psql('postgres', 'CREATE ROLE shop_owner LOGIN; CREATE DATABASE shop OWNER shop_owner');
+
+# Returns the statements of a block.
+sub statements
+{
+	my ($text) = @_;
+	my @statements;
+	my $statement = '';
+
+	foreach my $line (split /^/, $text)
+	{
+		$statement .= $line;
+		push(@statements, $statement), $statement = ''
+		  if $line =~ /;\s*(?:--.*)?$/ && !((() = $statement =~ /\$\$/g) % 2);
+	}
+	is($statement =~ s/\s//gr, '', 'a block ends with a statement');
+	return @statements;
+}
+
+# Returns the input of a psql for a page, each statement by its role.
+sub script
+{
+	my ($page) = @_;
+	my $script = "\\set SHOW_CONTEXT never\n";
+	my $switched = 0;
+
+	foreach my $statement (map { statements($_->{text}) } $page->commands)
+	{
+		my $command = $statement =~ s/^(?:\s|--.*\n)+//r;
+		my $role = $command =~ $administration || $switched ? '' : $command =~ $of_tester ? 'tester' : 'shop_owner';
+
+		$switched = 1 if $command =~ /^SET ROLE/;
+		$switched = 0 if $command =~ /^RESET ROLE/;
+		$script .= $role ? "SET SESSION AUTHORIZATION $role;\n$statement\nRESET SESSION AUTHORIZATION;\n" : "$statement\n";
+		# As the pages say, a role that calls functions, or creates triggers, gets EXECUTE.
+		$script .= grants($1) if $command =~ /^(?:CREATE|ALTER) EXTENSION (?:IF NOT EXISTS )?(\w+)/;
+	}
+	return $script;
+}
+
+# Returns statements that let shop_owner use the extension, wherever it is.
+sub grants
+{
+	my ($extension) = @_;
+
+	return qq{SELECT format('GRANT USAGE ON SCHEMA %I TO shop_owner', nspname) FROM pg_extension e JOIN pg_namespace n ON n.oid = extnamespace
+		WHERE extname = '$extension'
+		UNION ALL SELECT format('GRANT EXECUTE ON FUNCTION %s TO shop_owner', p.oid::regprocedure) FROM pg_proc p
+		WHERE p.proname IN ('rl_enforce', 'rl_throttle', 'rl_check', 'rl_allow', 'rl_peek', 'rl_headers', 'rl_reserve', 'rl_settle')
+		\\gexec\n};
+}
+
+foreach my $name (qw(README.md docs/clients.md docs/frameworks.md docs/postgrest.md))
+{
+	my $page = DocPage->new("$root/$name");
+	my $shown = join '', map { $page->shown($_) // '' } $page->commands;
+	my $errors = '';
+	my @expected = $shown =~ /^ERROR: +(.*)$/mg;
+
+	IPC::Run::run([ $node->installed_command('psql'), '-X', '-q', '-d', $node->connstr('shop') ], '<', \script($page), '>', \my $printed,
+		'2>', \$errors);
+	is_deeply([ $errors =~ /(?:ERROR|FATAL): +(.*)$/mg ], \@expected, "$name: only the errors that it shows") or diag $errors;
+}
+is($node->safe_psql('shop', q{SELECT count(*) FROM ratelimit.rl_triggers WHERE problem IS NOT NULL}), 0, 'each trigger can fire');
+
+done_testing();
