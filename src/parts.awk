@@ -1,18 +1,37 @@
 # Prints scripts as C variables: <name>.lua is rl_<name>_script; with -v plain=1 as Redis gets
-# them, without comments and indents. A line "--@ NAME..." stands
-# for parts of the files "parts": for the lines between "--< NAME ..." and "-->" there, or for
-# the whole file NAME.lua. In a part that is named by "NAME of FILE", and in the parts that it
-# names, such a line stands for parts of FILE first.
+# them, without comments and indents. A line "--@ NAME..." stands for parts of the files "parts": a
+# part is the lines between "--< NAME" and "-->" there, or the whole file NAME.lua.
+#
+# "NAME of FILE" is the part NAME in which each part that FILE has, NAME too, is that of FILE.
+#
+# "--< NAME(a, b) -> c" says that the part reads a and b, and sets c for the text behind it. A
+# script ends the build if no line above in it sets a or b. What clock.lua sets is for all parts,
+# and not listed; a part without parentheses is a template, which is checked by the parts in it.
 function fail(text) {
-	print FILENAME ": " text > "/dev/stderr"
+	print (FILENAME == "" ? "parts.awk" : FILENAME) ": " text > "/dev/stderr"
 	failed = 1
 	exit 1
+}
+# Notes the names in a text, also words between them, as set.
+function note(text,    names, count, i) {
+	gsub(/[^A-Za-z0-9_]+/, " ", text)
+	count = split(text, names, " ")
+	for (i = 1; i <= count; i++)
+		is_set[names[i]] = 1
+}
+# Notes the names that a line of Lua declares or assigns: variables, loops' variables, parameters.
+function note_line(line) {
+	if (match(line, /^(local |for )?[A-Za-z_][A-Za-z0-9_, ]*( = | in |$)/))
+		note(substr(line, 1, RLENGTH))
+	if (match(line, /function[ A-Za-z0-9_.]*\([A-Za-z0-9_, ]*\)/))
+		note(substr(line, RSTART, RLENGTH))
 }
 function show(line, file,    words, count, i) {
 	if (line !~ /^ *--@ /) {
 		sub(/^ +/, "", line)
 		if (line == "" || line ~ /^--/)
 			return
+		note_line(line)
 		gsub(/["\\]/, plain ? "&" : "\\\\&", line)
 		print plain ? line : "\"" line "\\n\""
 		return
@@ -29,9 +48,26 @@ function include(name, file,    key, count, lines, i) {
 	key = (file, name) in part ? file SUBSEP name : name
 	if (!(key in part) || part[key] == "twice")
 		fail((key in part ? "several parts " : "no part ") name)
+	count = split(reads[key], lines, " ")
+	for (i = 1; i <= count; i++)
+		if (!(lines[i] in is_set))
+			fail("part " name " reads " lines[i] ", which no line above sets")
 	count = split(part[key], lines, "\n")
 	for (i = 1; i < count; i++)
 		show(lines[i], file)
+}
+# Reads the line that begins parts: their names, and the names in parentheses that they read.
+function begin_parts(line, file,    open, n) {
+	sub(/^ *--< /, "", line)
+	open = index(line, "(")
+	names = split(open ? substr(line, 1, open - 1) : line, name, " ")
+	gsub(/^[^(]*[(]|[)].*$/, "", line)
+	gsub(/,/, " ", line)
+	for (n = 1; n <= names; n++) {
+		if ((file, name[n]) in part)
+			fail("two parts " name[n] " in " file)
+		reads[file, name[n]] = reads[name[n]] = open ? line : ""
+	}
 }
 BEGIN {
 	files = split(parts, path, " ")
@@ -43,7 +79,7 @@ BEGIN {
 			if (line ~ /^ *-->$/)
 				names = 0
 			else if (line ~ /^ *--< /)
-				names = split(substr(line, index(line, "<") + 2), name, " ")
+				begin_parts(line, file)
 			else {
 				whole[file] = whole[file] line "\n"
 				for (n = 1; n <= names; n++) {
@@ -58,6 +94,9 @@ BEGIN {
 	for (file in whole)
 		if (!(file in part))
 			part[file] = whole[file]
+}
+FNR == 1 {
+	split("", is_set)
 }
 FNR == 1 && !plain {
 	script = FILENAME

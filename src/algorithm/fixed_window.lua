@@ -6,7 +6,7 @@
 algorithms.fixed_window = {
   -- "windows" has three windows of a calendar: the start and name of each, and the last end.
   read = function(l, first, second, windows)
-    --< numbers
+    --< numbers(first, second) -> capacity, from_first
     local capacity, from_first = tonumber(first), second == '1'
     -->
     l.capacity, l.from_first, l.calendar = capacity, from_first, windows ~= ''
@@ -61,7 +61,7 @@ algorithms.fixed_window = {
       return
     end
     local period, from_first = l.period, l.from_first
-    --< load
+    --< load(value, period, from_first) -> start, charged, refused, used
     local start, charged, refused = from_first and now or now - now % period, 0, 0
     if value then
       local since, c, r = string.match(value, '^(%d+) (%d+) ?(%d*)$')
@@ -76,7 +76,7 @@ algorithms.fixed_window = {
 
   take = function(l)
     local charged, used = l.charged, l.used
-    --< take
+    --< take(charged, used, quota) -> charged, used
     charged, used = charged + quota, used + quota
     -->
     l.charged, l.used = charged, used
@@ -103,7 +103,7 @@ algorithms.fixed_window = {
       return l.ends - now
     end
     local start, period = l.start, l.period
-    --< wait reset
+    --< wait reset(start, period) -> free
     local free = start + period - now
     -->
     return free
@@ -124,13 +124,13 @@ algorithms.fixed_window = {
       return
     end
     local start, charged, refused, period, from_first = l.start, l.charged, l.refused, l.period, l.from_first
-    --< text
+    --< text(start, charged, refused) -> text
     local text = string.format(refused > 0 and '%.0f %.0f %.0f' or '%.0f %.0f', start, charged, refused)
     -->
     -- A window of the clock is kept for a period more, in which a clock that is set back opens it again.
     local free = l:reset()
     local lives
-    --< lives
+    --< lives(free, period, from_first) -> lives
     lives = from_first and free or free + period
     -->
     put(l.tag, text, lives)

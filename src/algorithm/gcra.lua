@@ -13,7 +13,7 @@ algorithms.throttle = {
   end,
 
   load = function(l, value)
-    --< backlog
+    --< backlog(value) -> us, ns
     local us, ns = 0, 0
     if value then
       us = string.sub(value, 1, -4) - now
@@ -33,7 +33,7 @@ algorithms.throttle = {
 
   take = function(l)
     local us, ns, cost_us, cost_ns = l.us, l.ns, l.cost_us, l.cost_ns
-    --< charge
+    --< charge(us, ns, cost_us, cost_ns) -> us, ns
     us, ns = us + cost_us, ns + cost_ns
     if ns >= 1000 then
       us, ns = us + 1, ns - 1000
@@ -46,7 +46,7 @@ algorithms.throttle = {
   refund = function(l, less_us, less_ns)
     local us, ns = l.us, l.ns
     less_us, less_ns = less_us or l.cost_us, less_ns or l.cost_ns
-    --< free
+    --< free(us, ns, less_us, less_ns) -> us, ns
     us, ns = us - less_us, ns - less_ns
     if ns < 0 then
       us, ns = us - 1, ns + 1000
@@ -69,7 +69,7 @@ algorithms.throttle = {
     local us, ns = l.us, l.ns
     if us > 0 or ns > 0 then
       -- This takes 0.4 us less than %.0f, and %d may have only 32 bits.
-      --< tat
+      --< tat(us, ns) -> tat
       local low = (now + us) % 100000000
       local tat = string.format('%d%08d%03d', (now + us - low) / 100000000, low, ns)
       -->

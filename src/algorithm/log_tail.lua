@@ -1,16 +1,16 @@
 -- Parts of single.lua and list.lua: the charge to a log that is only a tail (see log.lua),
 -- with at least one free place.
 
---< numbers
+--< numbers(first) -> capacity
 local capacity = tonumber(first)
 -->
 
---< is_tail
+--< is_tail(value, denied) -> is_tail
 local is_tail = not denied and
   (not value or #value < 64 * 22 and not string.find(value, ' ', string.find(value, ' ', 1, true) + 1, true))
 -->
 
---< load
+--< load(value, period) -> used, newest, from, records
 local used, newest, from, records = 0, 0, 1, value or ''
 if value then
   local gone, last = now - period, string.sub(records, -22, -7) + 0
@@ -27,7 +27,7 @@ end
 -->
 
 -- Times never decrease, even if the clock does.
---< take
+--< take(used, newest, records, quota) -> used, newest, records, units
 local units = quota
 if used == 0 or now > newest then
   newest = now
@@ -38,19 +38,19 @@ end
 used = used + quota
 -->
 
---< text
+--< text(used, newest, from, records, units) -> text
 local text = string.format('%.0f %s%016.0f%06.0f', used, string.sub(records, from), newest, units)
 -->
 
---< reset
+--< reset(newest, period) -> free
 local free = newest + period - now
 -->
 
---< lives
+--< lives(free) -> lives
 lives = free
 -->
 
---< wait
+--< wait(needed, from, records, period) -> free
 while needed > string.sub(records, from + 16, from + 21) + 0 do
   needed, from = needed - string.sub(records, from + 16, from + 21), from + 22
 end

@@ -1,7 +1,7 @@
 -- Parts: the charge of a settlement, which is made whether it fits or not, as rl_owe in
 -- algorithm.c does.
 
---< owe_gcra
+--< owe_gcra(algorithms)
 algorithms.throttle.owe = function(l, _, cost_us, cost_ns)
   local us, ns = l.us, l.ns
   --@ add_gcra
@@ -10,7 +10,7 @@ end
 -->
 
 -- A hundred years at most.
---< add_gcra
+--< add_gcra(us, ns, cost_us, cost_ns) -> us, ns
 if us < 3155760000000000 then
   cost_us = math.min(cost_us, 3155760000000000)
   --@ charge of gcra
@@ -20,7 +20,7 @@ if us < 3155760000000000 then
 end
 -->
 
---< owe_token_bucket
+--< owe_token_bucket(algorithms, MOST)
 algorithms.token_bucket.owe = function(l, units)
   local used, period, refill = l.used, l.period, l.refill
   --@ add_token_bucket
@@ -28,11 +28,11 @@ algorithms.token_bucket.owe = function(l, units)
 end
 -->
 
---< add_token_bucket
+--< add_token_bucket(used, units, period, refill, MOST) -> used
 used = math.max(math.min(used + units, math.floor(3155760000000000 / period) * refill, MOST), used)
 -->
 
---< owe_fixed_window
+--< owe_fixed_window(algorithms, MOST)
 algorithms.fixed_window.owe = function(l, units)
   local charged = l.charged
   --@ add_fixed_window
@@ -40,12 +40,12 @@ algorithms.fixed_window.owe = function(l, units)
 end
 -->
 
---< add_fixed_window
+--< add_fixed_window(charged, units, MOST) -> charged
 charged = math.max(math.min(charged + units, MOST), charged)
 -->
 
 -- More units than the state can have remove the oldest, which are free first.
---< owe_sliding_window
+--< owe_sliding_window(algorithms, quota, MOST)
 algorithms.sliding_window.owe = function(l, units)
   l:free('charged', math.max(l.charged + units - MOST, 0))
   if l.used == 0 then
@@ -57,7 +57,7 @@ end
 -->
 
 -- The parts of a log have six digits.
---< owe_sliding_log
+--< owe_sliding_log(algorithms, quota, cut_units)
 algorithms.sliding_log.owe = function(l, units)
   local most = 999999
   quota = math.min(units, most)

@@ -7,7 +7,7 @@
 
 algorithms.sliding_window = {
   read = function(l, first, second)
-    --< numbers
+    --< numbers(first, second) -> capacity, step
     local capacity, step = tonumber(first), tonumber(second)
     -->
     l.capacity, l.step = capacity, step
@@ -24,7 +24,7 @@ algorithms.sliding_window = {
 
   load = function(l, value)
     local period, step = l.period, l.step
-    --< load
+    --< load(value, period, step) -> charged, refused, used, others, from, k, new, new_refused
     local charged, refused, others, from = 0, 0, '', 1
     local k, new, new_refused
     if value then
@@ -48,7 +48,7 @@ algorithms.sliding_window = {
   -- Makes the counter of the current sub-window, if it does not exist.
   begin = function(l)
     local step, others, k, new, new_refused = l.step, l.others, l.k, l.new, l.new_refused
-    --< take
+    --< begin(others, k, new, new_refused, step) -> others, k, new, new_refused
     local here = math.floor(now / step)
     if not k or k < here then
       if k then
@@ -61,12 +61,12 @@ algorithms.sliding_window = {
   end,
 
   take = function(l)
-    l:begin()
-    local new, charged, used = l.new, l.charged, l.used
-    --< take
+    local step, others, k, new, new_refused, charged, used = l.step, l.others, l.k, l.new, l.new_refused, l.charged, l.used
+    --< take(charged, used, quota, others, k, new, new_refused, step) -> charged, used, others, k, new, new_refused
+    --@ begin
     new, charged, used = new + quota, charged + quota, used + quota
     -->
-    l.new, l.charged, l.used = new, charged, used
+    l.others, l.k, l.new, l.new_refused, l.charged, l.used = others, k, new, new_refused, charged, used
   end,
 
   deny = function(l)
@@ -117,7 +117,7 @@ algorithms.sliding_window = {
 
   wait = function(l, needed)
     local period, step, others, from, k = l.period, l.step, l.others, l.from, l.k
-    --< wait
+    --< wait(needed, others, from, k, period, step) -> free
     local n, c, r, at = string.match(others, '^ (%d+):(%d+):?(%d*)()', from)
     while n and needed > c + (tonumber(r) or 0) do
       needed = needed - c - (tonumber(r) or 0)
@@ -130,7 +130,7 @@ algorithms.sliding_window = {
 
   reset = function(l)
     local period, step, k = l.period, l.step, l.k
-    --< reset
+    --< reset(k, period, step) -> free
     local free = (k + 1) * step + period - now
     -->
     return free
@@ -142,13 +142,13 @@ algorithms.sliding_window = {
       return
     end
     local charged, refused, others, from, k, new, new_refused = l.charged, l.refused, l.others, l.from, l.k, l.new, l.new_refused
-    --< text
+    --< text(charged, refused, others, from, k, new, new_refused) -> text
     local text = refused > 0 and string.format('%.0f:%.0f ', charged, refused) or string.format('%.0f ', charged)
     text = text .. string.format(new_refused > 0 and '%.0f:%.0f:%.0f' or '%.0f:%.0f', k, new, new_refused) .. string.sub(others, from)
     -->
     local free = l:reset()
     local lives
-    --< lives
+    --< lives(free) -> lives
     lives = free
     -->
     put(l.tag, text, lives)

@@ -5,7 +5,7 @@
 
 algorithms.token_bucket = {
   read = function(l, first, second)
-    --< numbers
+    --< numbers(first, second) -> capacity, refill
     local capacity, refill = tonumber(first), tonumber(second)
     -->
     l.capacity, l.refill = capacity, refill
@@ -13,7 +13,7 @@ algorithms.token_bucket = {
 
   load = function(l, value)
     local period, refill = l.period, l.refill
-    --< load
+    --< load(value, period, refill) -> anchor, used
     local anchor, used = now, 0
     if value then
       local since, missing = string.match(value, '^(%d+) (%d+)$')
@@ -28,7 +28,7 @@ algorithms.token_bucket = {
 
   take = function(l)
     local used = l.used
-    --< take
+    --< take(used, quota) -> used
     used = used + quota
     -->
     l.used = used
@@ -42,7 +42,7 @@ algorithms.token_bucket = {
   -- "of" is the limit that was charged, if it can be another one with this state.
   refund_charge = function(l, _, mark, amount, _, of)
     local anchor, used, period, refill = l.anchor, l.used, l.period, (of or l).refill
-    --< free
+    --< free(anchor, used, mark, amount, period, refill) -> used
     if (anchor - mark) % period == 0 then
       local lumps = math.max(math.floor((now - mark) / period), 0)
       if lumps < math.ceil(amount / refill) then
@@ -55,7 +55,7 @@ algorithms.token_bucket = {
 
   wait = function(l, needed)
     local anchor, period, refill = l.anchor, l.period, l.refill
-    --< wait reset
+    --< wait reset(anchor, needed, period, refill) -> free
     -- At most a hundred years: more is possible only if the limit's numbers changed.
     local free = anchor + math.min(math.ceil(needed / refill) * period, 3155760000000000) - now
     -->
@@ -68,12 +68,12 @@ algorithms.token_bucket = {
 
   save = function(l)
     local anchor, used = l.anchor, l.used
-    --< text
+    --< text(anchor, used) -> text
     local text = string.format('%.0f %.0f', anchor, used)
     -->
     local free = l:reset()
     local lives
-    --< lives
+    --< lives(free) -> lives
     lives = free
     -->
     put(l.tag, text, lives)

@@ -5,7 +5,7 @@
 -- Redis's own clock. Numbers stay below 2^53; %.0f makes them text, or %d of parts below 2^31.
 
 local hash, call, given = KEYS[1], redis.call, ARGV[1]
---< time
+--< time(given) -> real, now, least
 local clock = call('TIME')
 -- Redis's own time, by which it deletes keys, and the time that decides.
 local real = clock[1] * 1000000 + clock[2]

@@ -1,7 +1,7 @@
 -- Parts of the scripts that take quota. The first reads the field "ban": it sets "left" to the
 -- rest of the ban in microseconds, or 0, and "by" to "limit " and the limit that set it, or
 -- nil.
---< ban
+--< ban(ban) -> left, by
 local left, by = 0
 if ban then
   left = string.match(ban, '^%d+') - now
@@ -20,7 +20,7 @@ end
 
 -- Sets "expires" to the new expiry, or to nil if it stays. The hash is needed for
 -- "needed" microseconds.
---< expiry
+--< expiry(expiry, needed) -> expires
 if needed < least then
   needed = least
 end
@@ -42,7 +42,7 @@ end
 
 -- The charge is made by HSET. What comes behind it must not fail, because a call that fails is
 -- taken for one that has charged nothing.
---< keep
+--< keep(tag, text, expiry, expires)
 local added
 if expires then
   added = call('HSET', hash, tag, text, 'expiry', expires)
@@ -53,7 +53,7 @@ end
 --@ sweep
 -->
 
---< keep_all
+--< keep_all(set, expiry, expires)
 if expires then
   set[#set + 1] = 'expiry'
   set[#set + 1] = expires
@@ -73,7 +73,7 @@ end
 -- A state is kept for a second longer, for clocks that differ or are set back a little; if
 -- a test sets the time, for 11 years, because it also sets it back. A token bucket's refill
 -- is not known, so it counts as 1. Other fields and values are kept.
---< sweep
+--< sweep(expiry, expires, added)
 if expiry and (expires or added > 0) then
   local match = string.match
   local slack = least > 0 and 347133600000000 or 1000000

@@ -9,13 +9,13 @@
 
 -- Sets "reset" to the number that the last reset of the limit l has written, or to nil if there is
 -- none, or it has ended.
---< reset_of
+--< reset_of(l) -> reset
 local reset, until_then = string.match(call('HMGET', hash, 'reset:' .. l.tag)[1] or '', '^(%d+) (%d+)$')
 reset = until_then and until_then + 0 > now and reset or nil
 -->
 
 -- Sets "life" to that of the limit l. "born" is the field, or false.
---< life_of
+--< life_of(l, born) -> life
 local life = born or '0'
 if string.sub(life, -1) == 'r' then
   --@ reset_of
@@ -24,12 +24,12 @@ end
 -->
 
 -- The error reply to a call that comes after its refund. Nobody waits for it.
---< late
+--< late() -> LATE
 local LATE = 'ERR the call has come after its refund'
 -->
 
 -- Sets "place" to that of the charge which the limit l has just taken, as the mark in RlCharge.
---< place_of
+--< place_of(l) -> place
 local place = l.mark or l.log and l.newest or l.anchor or l.start or l.k or 0
 if l.anchor and place > now then
   place = place - math.ceil((place - now) / l.period) * l.period
@@ -40,7 +40,7 @@ end
 -- limits is held, the time, and for each limit the place of its charge and its life, "unit" if it is
 -- concurrent, or "- 0" if it was not charged. It needs the lives at the end of the reply. A refund of a unit
 -- changes or deletes this field, so it refunds once, also if it is sent again, or there was no reply to the call.
---< put_mark
+--< put_mark(limits, charged, quota, mark, reply, set, put)
 if charged and quota > 0 then
   local text, keep = '', 0
   for i, l in ipairs(limits) do
@@ -59,7 +59,7 @@ end
 -->
 
 -- Appends to the reply the life of each of the limits' states, or zeros if the action was not charged.
---< append_lives
+--< append_lives(limits, charged, quota, born, reply, put) -> born
 if charged and quota > 0 and not born then
   born = string.format('%.0f', real)
   put('born', born, 0)

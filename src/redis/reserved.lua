@@ -7,13 +7,13 @@
 -- The field "reservations" is the latest end of all records, and then " r" if there is such a field.
 
 -- A record that has ended is kept for so long at least, as in the sweep (expiry.lua).
---< slack
+--< slack() -> SLACK
 local SLACK = least > 0 and 347133600000000 or 1000000
 -->
 
 -- Deletes the records that have ended for "slack" microseconds, among "n" random fields. Others
 -- may be chunks of logs, whose values would take long.
---< delete_ended
+--< delete_ended(n, slack)
 local ended, found = {}, {}
 for _, name in ipairs(call('HRANDFIELD', hash, n)) do
   if string.sub(name, 1, 9) == 'reserved:' then

@@ -2,7 +2,7 @@
 -- charge that changes is of throttle, token_bucket or a fixed_window without a calendar, or is a
 -- refund to the newest counter of sliding_window. Other calls go on behind it.
 
---< cost_of_units
+--< cost_of_units(units, us_each, ns_each) -> cost_us, cost_ns
 local rest = units % 1000 * ns_each
 local cost_us, cost_ns = units * us_each + math.floor(units / 1000) * ns_each + math.floor(rest / 1000), rest % 1000
 -->

@@ -3,7 +3,7 @@
 
 -- Each argument costs time. So ARGV begins with the limit's arguments, without zeros at
 -- the end. If a test sets the time, it is ARGV[6], and zeros fill the places before it.
---< single_clock
+--< single_clock() -> hash, call, real, now, least
 local hash, call, given = KEYS[1], redis.call, ARGV[6]
 --@ time
 -->

@@ -51,13 +51,30 @@ SKIP:
 	is(scalar qx(original-awk -v parts='@parts' -f '$root/src/parts.awk' @scripts 2>&1), $header, "Kernighan's awk makes the same of them");
 }
 
-foreach my $name (qw(load unknown))
+# Returns a script as Redis gets it, and what the composer says against it.
+sub composed
 {
-	isnt(system("echo '--@ $name' | awk -v parts='@parts' -f '$root/src/parts.awk' >/dev/null 2>&1"), 0, "a script cannot name the part $name alone");
+	my ($lua) = @_;
+	my $file = File::Temp->new;
+
+	print $file $lua;
+	close $file;
+	my $text = qx(awk -v parts='@parts' -v plain=1 -f '$root/src/parts.awk' <$file 2>&1);
+	return ($text, $? == 0);
+}
+
+foreach my $case ([ 'load', 'several parts load' ], [ 'unknown', 'no part unknown' ], [ 'clock reset_of', 'part reset_of reads l, which no line above sets' ],
+	[ 'load of token_bucket', 'part load reads value, which no line above sets' ])
+{
+	my ($text, $succeeds) = composed("--@ $case->[0]\n");
+
+	ok(!$succeeds, "a script cannot name $case->[0] alone");
+	like($text, qr/: $case->[1]$/m, 'and the error says why');
 }
 
 # Each file by itself, and each part of it.
-my %part;
+my (%part, %signed);
+my $templates = '';
 
 foreach my $file (@parts, @scripts)
 {
@@ -68,7 +85,25 @@ foreach my $file (@parts, @scripts)
 
 	$part{$name} = $lua;
 	while ($lua =~ /^ *--< (\w+)[^\n]*\n(.*?)^ *-->$/msg) { $part{"$name.$1"} = $2; }
+
+	# As a function, a part reads its parameters and no other variable, and sets what it returns.
+	while ($lua =~ /^ *--< (\w+)[\w ]*(?:\((.*?)\)(?: -> (.*))?)?$/mg)
+	{
+		my ($part, $reads, $sets) = ($1, $2, $3 // '');
+
+		$templates .= " $name.$part" unless defined $reads;
+		next unless defined $reads;
+		my $own = join ', ', grep { ", $reads, " !~ /, $_, / } split /, /, $sets;
+		my ($text, $succeeds) = composed("local hash, call, now, real, least = ...\n" . ($own ? "local $own\n" : '')
+			  . "return function($reads)\n--@ $part of $name\nreturn $sets\nend\n");
+
+		die "$name.$part: $text" unless $succeeds;
+		$signed{"$name.$part"} = $text;
+	}
 }
+cmp_ok(scalar keys %signed, '>', 50, keys(%signed) . ' parts say what they read and set');
+is(faults(\%signed, '--only 111 112 113 212 221'), '', 'and that is true');
+like($templates, qr/^( (check|list|reserved|settle_simple|single)\.\w+)+$/, 'only templates do not say it');
 cmp_ok(scalar keys %part, '>', 60, keys(%part) . ' files and parts');
 is(faults(\%part, '--only 0'), '', 'no file and no part has an open block');
 
