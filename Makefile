@@ -16,6 +16,7 @@ OBJS = \
 	src/decision.o \
 	src/error.o \
 	src/headers.o \
+	src/key_text.o \
 	src/ledger.o \
 	src/ratelimit.o \
 	src/redis/address.o \
@@ -38,9 +39,11 @@ OBJS = \
 	src/redis/tls.o \
 	src/refusal.o \
 	src/report.o \
+	src/settings.o \
 	src/several_keys.o \
 	src/shared/breaker.o \
 	src/shared/cells.o \
+	src/shared/clock.o \
 	src/shared/counters.o \
 	src/shared/heap.o \
 	src/shared/known.o \
@@ -54,6 +57,7 @@ OBJS = \
 	src/sql/functions.o \
 	src/sql/inspect.o \
 	src/sql/key.o \
+	src/sql/limits_type.o \
 	src/sql/postgrest.o \
 	src/sql/reserve.o \
 	src/sql/rule_column.o \

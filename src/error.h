@@ -42,9 +42,9 @@ extern bool rl_error_is_own(const RlError *error);
 extern bool rl_not_reserved(bool other, RlError *error);
 extern bool rl_error_is_of_action(const RlError *error);
 extern const char *rl_error_text(const RlError *error);
-extern char *rl_key_shown(const char *data, int len);
-extern char *rl_key_matched(const char *data, int len);
 extern void rl_log_failure(const RlError *error, const char *consequence);
+
+/* report.c */
 pg_noreturn extern void rl_raise(const RlError *error);
 
 #endif							/* ERROR_H */

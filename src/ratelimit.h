@@ -403,7 +403,7 @@ typedef struct RlStore
 	bool		(*settle) (const RlKey *key, const RlKey *id, int64 quota, int64 hold, RlSettled *settled, RlError *error);
 } RlStore;
 
-/* ratelimit.c: settings, and a number that grows when the URL, a file or the prefix is set */
+/* settings.c: settings, and a number that grows when the URL, a file or the prefix is set */
 extern uint64 rl_settings_version;
 extern char *rl_redis_url;
 extern char *rl_redis_passfile;
@@ -423,6 +423,7 @@ extern bool rl_denial_cache;
 extern int	rl_local_max_keys;
 extern char *rl_debug_now;
 extern char *rl_debug_clock;
+extern void rl_settings_define(void);
 extern void rl_require_key_prefix(void);
 
 #endif							/* RATELIMIT_H */

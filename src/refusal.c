@@ -17,6 +17,7 @@
 #include "algorithm/limits.h"
 #include "decision.h"
 #include "error.h"
+#include "key_text.h"
 #include "refusal.h"
 #include "shared/refusal_log.h"
 

@@ -11,7 +11,7 @@
 #include "postgres.h"
 
 #include "common/int.h"
-#include "libpq/pqformat.h"
+#include "lib/stringinfo.h"
 #include "mb/pg_wchar.h"
 #include "utils/builtins.h"
 
@@ -588,7 +588,7 @@ rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error)
 }
 
 /*
- * SQL
+ * Lists
  */
 
 /* Returns true if the two have the same canonical text.  Both must be complete. */
@@ -651,42 +651,4 @@ rl_limits_complete(RlLimits *limits)
 		len += rl_limit_write(&limits->limit[i], text + len);
 	}
 	limits->hash = rl_siphash((RlHash) {limits->kind, 0}, text, len).low;
-}
-
-PG_FUNCTION_INFO_V1(rl_limits_in);
-Datum
-rl_limits_in(PG_FUNCTION_ARGS)
-{
-	char	   *input = PG_GETARG_CSTRING(0);
-	RlLimits	limits;
-	RlError		error;
-
-	if (!rl_limits_parse(input, strlen(input), &limits, &error))
-	{
-#if PG_VERSION_NUM >= 160000
-		ereturn(fcinfo->context, (Datum) 0,
-				(errcode(error.sqlstate),
-				 errmsg_internal("%s", error.message),
-				 error.detail[0] ? errdetail_internal("%s", error.detail) : 0,
-				 error.hint ? errhint("%s", error.hint) : 0));
-#else
-		rl_raise(&error);
-#endif
-	}
-	PG_RETURN_TEXT_P(cstring_to_text(rl_limits_text(&limits)));
-}
-
-PG_FUNCTION_INFO_V1(rl_limits_recv);
-Datum
-rl_limits_recv(PG_FUNCTION_ARGS)
-{
-	StringInfo	message = (StringInfo) PG_GETARG_POINTER(0);
-	int			len;
-	char	   *input = pq_getmsgtext(message, message->len - message->cursor, &len);
-	RlLimits	limits;
-	RlError		error;
-
-	if (!rl_limits_parse(input, len, &limits, &error))
-		rl_raise(&error);
-	PG_RETURN_TEXT_P(cstring_to_text(rl_limits_text(&limits)));
 }

@@ -18,7 +18,7 @@
 #include "redis/command.h"
 #include "redis/redis.h"
 #include "redis/route.h"
-#include "shared/shared.h"
+#include "shared/clock.h"
 
 /*
  * Returns the name of the server that is in use, or that the settings name, in a static buffer;

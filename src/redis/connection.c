@@ -9,7 +9,7 @@
 #include "utils/guc.h"
 
 #include "redis/node.h"
-#include "shared/shared.h"
+#include "shared/clock.h"
 
 /* Returns true if the connection can carry the next call. */
 bool

@@ -18,7 +18,7 @@
 #include "redis/cluster.h"
 #include "redis/pipeline.h"
 #include "redis/route.h"
-#include "shared/shared.h"
+#include "shared/clock.h"
 
 /* A healthy server answers for 100 keys in some ms; fewer keys have the time of one call. */
 #define KEYS_PER_TIMEOUT	100

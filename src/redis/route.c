@@ -24,7 +24,7 @@
 #include "error.h"
 #include "redis/cluster.h"
 #include "redis/route.h"
-#include "shared/shared.h"
+#include "shared/clock.h"
 
 /* Microseconds between two times that a backend notes that its list is in use. */
 #define TOUCH_EVERY			INT64CONST(10000000)

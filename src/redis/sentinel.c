@@ -6,7 +6,7 @@
 
 #include "error.h"
 #include "redis/route.h"
-#include "shared/shared.h"
+#include "shared/clock.h"
 
 /* Asks one Sentinel for the master.  Returns false with the error set.  The caller closes the connection. */
 static bool

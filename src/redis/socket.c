@@ -22,7 +22,7 @@
 
 #include "error.h"
 #include "redis/socket.h"
-#include "shared/shared.h"
+#include "shared/clock.h"
 
 #if PG_VERSION_NUM < 170000
 #define CreateWaitEventSet(owner, n) CreateWaitEventSet(TopMemoryContext, (n))

@@ -15,7 +15,7 @@
 #include "miscadmin.h"
 
 #include "redis/stream.h"
-#include "shared/shared.h"
+#include "shared/clock.h"
 
 #define MAX_REPLY_BYTES		65536
 

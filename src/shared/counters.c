@@ -22,7 +22,7 @@
 #include "utils/tuplestore.h"
 
 #include "algorithm/limits.h"
-#include "error.h"
+#include "key_text.h"
 #include "shared/counters.h"
 
 #define ENTRIES				1024

@@ -48,7 +48,7 @@
 #include "utils/tuplestore.h"
 
 #include "algorithm/limits.h"
-#include "error.h"
+#include "key_text.h"
 #include "shared/counters.h"
 #include "shared/known.h"
 

@@ -10,6 +10,7 @@
 
 #include "ratelimit.h"
 #include "algorithm/siphash.h"
+#include "shared/clock.h"
 
 /*
  * The identity of a key in shared memory: a hash of redis_url, key_prefix and the key, with a
@@ -34,11 +35,6 @@ typedef struct RlSharedPart
 	void		(*attach) (void *memory, LWLockPadded *locks, bool found);
 } RlSharedPart;
 
-extern int64 rl_monotonic_now(void);
-extern int64 rl_boottime_now(void);
-extern uint32 rl_wait_event(void);
-extern void rl_sleep_until(int64 until, uint32 wait_event);
-
 extern void rl_shared_request(void);
 extern void rl_shared_start(void);
 extern bool rl_shared_available(void);
@@ -49,6 +45,5 @@ extern int	rl_shared_max_keys(void);
 extern RlHash rl_shared_hash(const void *data, size_t len);
 extern RlKeyHash rl_key_hash(const RlKey *key);
 extern int64 rl_local_now(void);
-extern int64 rl_wall_now(void);
 
 #endif							/* SHARED_H */

@@ -19,6 +19,7 @@
 
 #include "algorithm/limits.h"
 #include "error.h"
+#include "key_text.h"
 #include "sql/arguments.h"
 
 #define DECISION_COLUMNS	7

@@ -14,6 +14,7 @@
 #include "algorithm/limits.h"
 #include "decide.h"
 #include "error.h"
+#include "key_text.h"
 #include "redis/redis.h"
 #include "shared/local_store.h"
 #include "sql/arguments.h"

@@ -1,5 +1,5 @@
-# The sources are arranged as src/README.md says: includes point one way
-# and have no cycle, neither have calls between files, and functions are short.
+# The sources are arranged as src/README.md says: includes and calls between files point one way
+# and have no cycle, a header has the functions of its file, and functions are short.
 #
 # Runs once: it reads only the sources and the names in their objects.
 use strict;
@@ -12,9 +12,9 @@ use Test::More;
 my $root = "$FindBin::RealBin/../..";
 
 # A file may include files of its own level and of lower levels.  The headers of
-# level 0 are for all files.
+# level 0, and what they declare, are for all files.
 my %level = ('src/sql' => 5, 'src' => 4, 'src/redis' => 3, 'src/shared' => 2, 'src/algorithm' => 1);
-my %for_all = map { ("src/$_" => 1) } qw(ratelimit.h error.h);
+my %for_all = map { ("src/$_" => 1) } qw(ratelimit.h settings.c error.h error.c key_text.h key_text.c shared/clock.h shared/clock.c);
 
 # Returns the paths of the files in a folder of the root that match.
 sub files
@@ -126,7 +126,8 @@ none(cycles_of(\%includes), 'includes have no cycle');
 # Calls
 #
 
-# Returns the files whose functions each object calls; not through a table of functions.
+# Returns the files whose functions each object calls, and whose variables it uses, each with one
+# of their names; not through a table of functions, which is initialized.
 sub calls
 {
 	my (@objects) = @_;
@@ -136,20 +137,37 @@ sub calls
 	{
 		foreach (`nm '$root/$object'`)
 		{
-			$file_of{$1} = $object if / T (\w+)$/;
+			$file_of{$1} = $object if / [TBC] (\w+)$/;
 			push @{ $wants{$object} }, $1 if / U (\w+)$/;
 		}
 	}
 	foreach my $object (@objects)
 	{
-		$calls{$object} = [ grep { defined } map { $file_of{$_} } @{ $wants{$object} } ];
+		$calls{$object}{ $file_of{$_} } = $_ foreach grep { $file_of{$_} } @{ $wants{$object} };
 	}
-	return \%calls;
+	return (\%calls, \%file_of);
 }
 
-my $calls = calls(grep { $is_file{s/o$/c/r} } files('src', qr/\.o$/));
+my ($calls, $file_of) = calls(grep { $is_file{s/o$/c/r} } files('src', qr/\.o$/));
 cmp_ok(scalar keys %$calls, '>', 50, 'objects: ' . keys %$calls);
-none(cycles_of($calls), 'no files call each other in a circle');
+none(cycles_of({ map { ($_ => [ sort keys %{ $calls->{$_} } ]) } keys %$calls }), 'no files call each other in a circle');
+
+# The functions and variables of headers for all are in files for all.  Raising an error needs its report.
+my @high;
+foreach my $from (sort keys %$calls)
+{
+	push @high, map { "$from uses $calls->{$from}{$_} of $_" }
+	  grep { level(s/o$/c/r) > level($from =~ s/o$/c/r) && $calls->{$from}{$_} ne 'rl_raise' } sort keys %{ $calls->{$from} };
+}
+none(\@high, 'calls point from sql to src, redis, shared and algorithm');
+
+# What a header for all declares is in its own file.
+my @astray;
+foreach my $header (qw(error.h key_text.h shared/clock.h))
+{
+	push @astray, grep { $_ ne 'rl_raise' && ($file_of->{$_} // '') ne "src/$header" =~ s/h$/o/r } map { /^(?:pg_noreturn )?extern .*?\b(rl_\w+)\(/ } lines("src/$header");
+}
+none(\@astray, 'the headers for all have the functions of their own files');
 
 #
 # Lengths
