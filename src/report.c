@@ -141,7 +141,7 @@ rl_raise_for(const RlError *error, const RlOrigin *origin)
 	rl_report(&report);
 }
 
-/* Raises the error, which no trigger has. */
+/* Raises an error outside of triggers. */
 void
 rl_raise(const RlError *error)
 {

@@ -2,13 +2,14 @@
  * call.c
  *		Calls that take quota: of one key or of many, each decided by itself or all together.
  *
- * A call is a script with 1 to RL_MAX_TOGETHER keys.  One action has a call of its own.  Of many
- * actions, each decided by itself, a call has as many as fit, in their order, if one server has
- * all keys; in a known cluster each key has its own call.  A key that fails in a call of many,
- * and all keys of one that ends in an error reply (also because they are in several slots),
- * were not charged, and are asked again by a call each.  An error reply to a call with one key
- * fails this key only.  An action that asks for a lease has its own call, before the others: of
- * actions on one key, the first asks.
+ * A call to Redis takes much longer than the script that it runs, so actions share calls, as far
+ * as one server has their keys.  A call is a script with 1 to RL_MAX_TOGETHER keys.  One action
+ * has a call of its own.  Of many actions, each decided by itself, a call has as many as fit, in
+ * their order, if one server has all keys; in a known cluster each key has its own call.  A key
+ * that fails in a call of many, and all keys of one that ends in an error reply (also because
+ * they are in several slots), were not charged, and are asked again by a call each.  An error
+ * reply to a call with one key fails this key only.  An action that asks for a lease has its own
+ * call, before the others: of actions on one key, the first asks.
  *
  * An action on several keys is one call; or a call for each key if the keys are in several slots
  * of a cluster, or on two nodes because their slot is moving.
@@ -523,7 +524,7 @@ typedef struct Reader
 	int			rules_len;
 } Reader;
 
-/* As all that read of a key, returns false if no script can send that.  There may be no line. */
+/* Reads the key's line of rules, if it has one.  Returns false for a reply that no script sends. */
 static bool
 read_rule(Reader *reader, KeyReply *take)
 {

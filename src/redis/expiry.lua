@@ -9,10 +9,10 @@ if ban then
 end
 -->
 
--- Parts of the scripts that write: the expiry of a hash, and the end of old states. The expiry
--- is late enough for all fields, and also in the field "expiry", in milliseconds of Redis's own
--- clock. Most calls need a hash until an earlier time. Otherwise it is set later than is
--- needed, so that the next calls leave it.
+-- Parts of the scripts that write: the expiry of a hash, and the end of old states. The expiry only
+-- frees memory, and setting it costs time, so it need not be exact but late enough for all fields.
+-- Most calls find it late enough. A call that must move it moves it too far, so that the next ones
+-- find it late enough. It is also in the field "expiry", in milliseconds of Redis's own clock.
 --
 -- The hash's own expiry is read too, because another program may have changed it. If it is
 -- earlier than the field says, or there is none, the field's is set again. A hash with neither

@@ -2,6 +2,10 @@
  * breaker.c
  *		Circuit breakers: what backends know together about servers.
  *
+ * When a Redis server fails, each backend would find that out by its own time-out, again and again,
+ * and all would connect at the same moment when it is back.  So backends share in shared memory
+ * what they have found: one tries, and the others fail at once until it has connected.
+ *
  * A breaker knows one fact, that new connections fail, and bounds how many are made at a time.
  * A backend with a connection never asks it.  After a failure no backend connects for
  * FIRST_PAUSE, then for twice the time, up to ratelimit.retry_interval.  After the pause one

@@ -1,9 +1,12 @@
 /*
  * known.c
- *		What this server knows of a key under limits, in one table: the refusal in
- *		force (the view rl_denied, and the denial cache, which refuses calls without
- *		asking Redis), and the lease, which is quota that this server has taken ahead
- *		and hands out without asking Redis.
+ *		What this server knows of a key under limits: denials and leases.
+ *
+ * Two answers are known without asking Redis.  A refusal stays true until its wait is over, so this
+ * server can repeat it: a denial, which the view rl_denied shows and the denial cache uses.  And
+ * quota that this server has taken ahead can be handed out here: a lease.  Both are in one table in
+ * shared memory, by key and limits.  The table may forget any of them, because Redis is asked then,
+ * but it must never allow an action that Redis would not have allowed.
  *
  * Denials: if quota c was refused, every quota of c or more is refused until the wait is over,
  * because time only frees quota and other calls only take it.  A refund or reset on this server
@@ -23,8 +26,8 @@
  * ends the key's lots, and changes the generation of its leases, so that a lot that was asked for
  * before becomes a leftover.
  *
- * A key's entries are in one set, which has room for so many leases and so many denials of keys
- * without a lease that neither evicts the other.  The lease that is used least is evicted; the
+ * A key's entries are in one set, which has LEASES places for leases and DENIALS for denials of keys
+ * without a lease, so neither kind evicts the other.  The lease that is used least is evicted; the
  * units of its lots stay charged.  One with units counts as used, so that leases of rare keys
  * are evicted before it.  The denial with the earliest end is evicted, and is counted if it is
  * in force.
