@@ -12,7 +12,7 @@ my $node = shared_node($redis);
 
 # What needs a superuser, or is a grant, and what the page's role for tests does.
 my $administration = qr/^(?:CREATE (?:EXTENSION|ROLE|SCHEMA IF NOT EXISTS ratelimit)|ALTER (?:ROLE|DATABASE|EXTENSION)|GRANT|SET ROLE)\b/;
-my $of_tester = qr/^(?:SET ratelimit\.|SELECT ratelimit\.rl_reset)/;
+my $of_tester = qr/^SELECT ratelimit\.rl_reset/;
 
 $node->safe_psql('postgres', 'CREATE ROLE shop_owner LOGIN; CREATE DATABASE shop OWNER shop_owner');
 
@@ -43,7 +43,7 @@ sub script
 	foreach my $statement (map { statements($_->{text}) } $page->commands)
 	{
 		my $command = $statement =~ s/^(?:\s|--.*\n)+//r;
-		my $role = $command =~ $administration || $switched ? '' : $command =~ $of_tester ? 'tester' : 'shop_owner';
+		my $role = $command =~ $administration || $switched ? '' : $command =~ $of_tester ? 'limit_tester' : 'shop_owner';
 
 		$switched = 1 if $command =~ /^SET ROLE/;
 		$switched = 0 if $command =~ /^RESET ROLE/;

@@ -47,6 +47,10 @@ my $guesses = q{unnest('{ada,Ada,ADA}'::text[]) AS name, generate_series(0, 14) 
 $node->safe_psql('pages', function('README.md', 'log_in'));
 is(printed('pages', "SELECT count(*) FROM $guesses WHERE log_in(name || repeat(' ', blanks), 'guess') = 'wrong password'"), 5,
 	'log_in: all spellings of a name have five guesses together');
+$node->safe_psql('pages', "SELECT rl_reset('login:ada')");
+is(printed('pages', q{SELECT count(*) FROM (SELECT log_in(name || repeat(' ', blanks), 'guess') AS answer
+	FROM unnest('{ada,Ada,aDa,adA,ADa,AdA,aDA,ADA}'::text[]) AS name, generate_series(0, 9) AS blanks, generate_series(1, 5)) AS guesses
+	WHERE answer = 'wrong password'}), 5, 'log_in: of 400 guesses, too');
 $node->safe_psql('pages', function('docs/recipes.md', $_)) foreach qw(login_attempt begin_login);
 is(printed('pages', "SELECT count(begin_login(name || repeat(' ', blanks))) FROM $guesses"), 5, 'begin_login: the same');
 like(printed('pages', "SELECT login_attempt('bea' || repeat(' ', n), '192.0.2.1') FROM generate_series(1, 6) n"),
@@ -89,11 +93,12 @@ $node->safe_psql('dumped', q{
 	CREATE TABLE plans (name text PRIMARY KEY, limits rl_limits NOT NULL);
 	CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NEW; END';
 	CREATE TRIGGER of_page BEFORE UPDATE ON plans FOR EACH ROW } . ($condition // 'WHEN (OLD.limits IS DISTINCT FROM NEW.limits)')
-	. ' EXECUTE FUNCTION note()');
+	. ' EXECUTE FUNCTION note();
+	CREATE TRIGGER compares_limits BEFORE UPDATE ON plans FOR EACH ROW WHEN (OLD.limits IS DISTINCT FROM NEW.limits) EXECUTE FUNCTION note()');
 my $dump = PostgreSQL::Test::Utils::tempdir . '/dump.sql';
 $node->command_ok([ 'pg_dump', '-f', $dump, $node->connstr('dumped') ], 'a dump');
 $node->psql('restored', undef, on_error_stop => 0, extra_params => [ '-f', $dump ]);
-is(printed('restored', 'SELECT tgname FROM pg_trigger WHERE NOT tgisinternal'), 'of_page', 'the condition of the page survives it');
+is(printed('restored', 'SELECT tgname FROM pg_trigger WHERE NOT tgisinternal'), 'of_page', 'the condition of the page survives it, and one without the cast does not');
 
 #
 # docs/postgrest.md
@@ -164,11 +169,21 @@ sub javascript
 
 SKIP:
 {
-	skip 'node is not installed', 3 if !grep { -x "$_/node" } split /:/, $ENV{PATH};
+	skip 'node is not installed', 5 if !grep { -x "$_/node" } split /:/, $ENV{PATH};
 
 	# node runs a timer of more than 2^31 - 1 ms at once.
 	cmp_ok(javascript('docs/queues.md', qr/async function pace/, 'const sleep = async (ms) => { console.log(ms); process.exit() };',
 		'pace(async () => ({ rows: [{ allowed: false, wait: 30 * 86400 }] }))'), '<', 2**31, 'pace: a wait of 30 days fits a timer');
+	foreach my $held (qw(true false))
+	{
+		is(javascript('docs/queues.md', qr/async function during/, 'globalThis.setInterval = (beat) => setTimeout(beat, 1);', qq{
+			during((signal) => new Promise((resolve) => {
+				signal?.addEventListener('abort', () => console.log('aborted'));
+				setTimeout(() => resolve('done'), $held ? 100 : 5000).unref();
+				setTimeout(() => {}, 200);
+			}), async () => ({ rows: [{ held: $held }] })).then(console.log, (error) => console.log(error.message))}),
+			$held eq 'true' ? "done\n" : "aborted\nthe job is no longer held\n", "during: the job is held: $held");
+	}
 	my $response = 'const response = { writeHead(status, fields) { console.log(status, fields["Retry-After"]); return { end() {} } } };';
 	is(javascript('docs/frameworks.md', qr/tooMany/, $response,
 		'tooMany({ code: "PT429", hint: "Retry after 1.998 seconds." }, {}, response, () => console.log("next"))'), "429 2\n",
