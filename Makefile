@@ -49,6 +49,7 @@ OBJS = \
 	src/shared/known.o \
 	src/shared/local_inspect.o \
 	src/shared/local_store.o \
+	src/shared/overdue.o \
 	src/shared/refusal_log.o \
 	src/shared/shared.o \
 	src/sql/arguments.o \
@@ -70,7 +71,8 @@ OBJS = \
 	src/sql/trigger_rule.o \
 	src/sql/trigger_statement.o \
 	src/sql/triggers.o \
-	src/transaction.o
+	src/transaction.o \
+	src/worker.o
 
 EXTENSION = ratelimit
 DATA = $(patsubst $(srcdir)/%,%,$(wildcard $(srcdir)/sql/ratelimit--*.sql))

@@ -8,18 +8,19 @@
  * has not run yet; it may still run them.  Each command can be interrupted.
  *
  * Each key has a call of its own.  Ahead of a command the backend opens connections, at the end
- * of the transaction it does not.  Left out: merging of charges, the time that is left, script
+ * of the transaction it does not, and follows no redirect: what was not run then is on the list of
+ * overdue refunds, from which a worker, or another session, takes it.  Left out: marks, merging of charges, the time that is left, script
  * sources that are missing, and the local store.
  *
  * Promises: no charge is refunded twice, and none that is kept is refunded.  When the transaction
- * has ended, each charge of what was rolled back, and of the concurrent limit, has been refunded,
- * or the log has it as not refunded.
+ * has ended and the list is empty, each charge of what was rolled back, and of the concurrent limit,
+ * has been refunded, or the log has it as not refunded.
  */
 #define CHARGES		2
 #define CONCURRENT	0			/* this one is under the concurrent limit */
 #define DEEPEST		3			/* nest level of savepoints */
 
-mtype = { none, unsent, sent, done, failed };	/* an entry without a call, or its outcome */
+mtype = { none, unsent, sent, done, later };	/* an entry without a call, or its outcome */
 mtype = { nothing, asked, refunded, moved };	/* what is under way on a connection */
 
 /* The ledger: rl_ledger_add, and the levels of transaction.c */
@@ -30,8 +31,9 @@ mtype outcome[CHARGES] = none;
 bool unsettled = false;
 byte nest = 1;					/* nest level of the transaction */
 byte made = 0;					/* charges so far */
-bool ends = false;				/* in the callback at the end of the transaction */
 bool ended = false;
+bool listed[CHARGES];			/* on the list of overdue refunds */
+bool taken[CHARGES];			/* by the worker, whose call it is then */
 
 /* The nodes */
 bit owner = 0;					/* of the slot */
@@ -47,17 +49,23 @@ byte nrefunds[CHARGES];
 bool logged[CHARGES];
 
 #ifdef MUTANT_SENT_AGAIN
-#define IS_LOST(lose_all) (outcome[e] == failed || ((outcome[e] == unsent || outcome[e] == sent) && lose_all))
+#define IS_LOST(all) false
 #else
-#define IS_LOST(lose_all) (outcome[e] == failed || outcome[e] == sent || (outcome[e] == unsent && lose_all))
+#define IS_LOST(all) (outcome[e] == sent)
+#endif
+#ifdef MUTANT_SENT_IS_OVERDUE
+#define IS_OVERDUE(all) (all && (outcome[e] == sent || outcome[e] == unsent || outcome[e] == later))
+#else
+#define IS_OVERDUE(all) (all && (outcome[e] == unsent || outcome[e] == later))
 #endif
 
-/* settle, with KEEP or LOSE_ALL */
-inline settle(lose_all) {
+/* settle, with KEEP or PASS_ALL */
+inline settle(all) {
 	for (e : 0 .. CHARGES - 1) {
 		if
-		:: outcome[e] == done || IS_LOST(lose_all) ->
-			logged[e] = outcome[e] != done;
+		:: outcome[e] == done || IS_LOST(all) || IS_OVERDUE(all) ->
+			listed[e] = IS_OVERDUE(all);
+			logged[e] = outcome[e] != done && !listed[e];
 			level[e] = NO_ENTRY;
 			node[e] = 0
 		:: else
@@ -134,23 +142,31 @@ inline write_call(c) {
 	wire[c] = asked
 }
 
-/* read_keys; or a redirect, which is not followed at the end if that node is not connected */
+/* read_keys; or a redirect */
 inline read_reply(c) {
 	if
 	:: wire[c] == refunded -> outcome[c] = done
-	:: wire[c] == moved && (!ends || connected[1 - node[c]]) ->
+	:: wire[c] == moved ->
 		node[c] = 1 - node[c];
-#ifdef MUTANT_REDIRECT_IS_DONE
-		outcome[c] = (ends -> done : unsent)
-#else
 		outcome[c] = unsent
-#endif
-	:: wire[c] == moved && ends && !connected[1 - node[c]] -> outcome[c] = failed
 	fi;
 	wire[c] = nothing
 }
 
-/* The connections carry nothing more: the next call drops one that is in flight, or drains it. */
+/* The same at the end, where no redirect is followed */
+inline read_last(c) {
+	if
+	:: wire[c] == refunded -> outcome[c] = done
+#ifdef MUTANT_REDIRECT_IS_DONE
+	:: wire[c] == moved -> outcome[c] = done
+#else
+	:: wire[c] == moved -> outcome[c] = later
+#endif
+	fi;
+	wire[c] = nothing
+}
+
+/* The connections carry nothing more: the next call drops one that is in flight. */
 inline drop_replies() {
 	for (e : 0 .. CHARGES - 1) {
 		orphan[e] = orphan[e] || wire[e] == asked;
@@ -235,20 +251,52 @@ aborts:
 	atomic { note_end(1, false); queue(1, false) };
 end_of_queue:
 	/* rl_refunds_end */
-	atomic { ends = true; prepare_calls() };
+	atomic { prepare_calls() };
 	do
 	:: d_step { CAN_WRITE(0) -> write_call(0) }
 	:: d_step { CAN_WRITE(1) -> write_call(1) }
-	:: d_step { CAN_READ(0) -> read_reply(0) }
-	:: d_step { CAN_READ(1) -> read_reply(1) }
-	/* server_for: another node may have it */
-	:: IS_CUT(0) && connected[1 - node[0]] -> node[0] = 1 - node[0]
-	:: IS_CUT(1) && connected[1 - node[1]] -> node[1] = 1 - node[1]
+	:: d_step { CAN_READ(0) -> read_last(0) }
+	:: d_step { CAN_READ(1) -> read_last(1) }
 	:: !connected[0] && !connected[1] -> break
 	:: !ANY_PENDING -> break
 	:: true -> break			/* the time has passed */
 	od;
 	atomic { drop_replies(); settle(true); ended = true }
+}
+
+#ifdef MUTANT_TAKEN_STAYS
+#define TAKE(c) taken[c] = true
+#else
+#define TAKE(c) taken[c] = true; listed[c] = false
+#endif
+#define CAN_TAKE(c) (ended && listed[c] && !taken[c])
+#define CAN_SEND(c) (taken[c] && wire[c] == nothing && !orphan[c])
+
+inline take_answer(c) {
+	if
+	:: wire[c] == refunded -> taken[c] = false
+	:: wire[c] == moved -> node[c] = 1 - node[c]
+	fi;
+	wire[c] = nothing
+}
+
+/* A worker, with connections of its own: rl_refunds_take_overdue, rl_refunds_flush, and the end of its transaction */
+proctype Worker() {
+end:
+	do
+	:: d_step { CAN_TAKE(0) -> TAKE(0) }
+	:: d_step { CAN_TAKE(1) -> TAKE(1) }
+	:: d_step { CAN_SEND(0) -> wire[0] = asked }
+	:: d_step { CAN_SEND(1) -> wire[1] = asked }
+	:: d_step { taken[0] && CAN_READ(0) -> take_answer(0) }
+	:: d_step { taken[1] && CAN_READ(1) -> take_answer(1) }
+	/* It cannot connect, and puts the refund back. */
+	:: d_step { CAN_SEND(0) -> taken[0] = false; listed[0] = true }
+	:: d_step { CAN_SEND(1) -> taken[1] = false; listed[1] = true }
+	/* The connection is lost with the call under way. */
+	:: d_step { taken[0] && wire[0] != nothing -> orphan[0] = wire[0] == asked; wire[0] = nothing; taken[0] = false; logged[0] = true }
+	:: d_step { taken[1] && wire[1] != nothing -> orphan[1] = wire[1] == asked; wire[1] = nothing; taken[1] = false; logged[1] = true }
+	od
 }
 
 /* A node runs refund_charges.lua, or redirects. */
@@ -279,9 +327,9 @@ end:
 	:: d_step { orphan[1] -> run_orphan(1) }
 	:: d_step { orphan[0] || orphan[1] -> orphan[0] = false; orphan[1] = false }
 	:: owner = 1 - owner
-	:: d_step { connected[0] -> lose_connection(0) }
-	:: d_step { connected[1] -> lose_connection(1) }
-	:: d_step { ended ->
+	:: d_step { connected[0] && !ended -> lose_connection(0) }
+	:: d_step { connected[1] && !ended -> lose_connection(1) }
+	:: d_step { ended && !listed[0] && !listed[1] && !taken[0] && !taken[1] ->
 			for (o : 0 .. CHARGES - 1) {
 				assert(!to_refund[o] || nrefunds[o] == 1 || logged[o])
 			}
@@ -293,6 +341,7 @@ end:
 init {
 	atomic {
 		run Backend();
+		run Worker();
 		run Nodes()
 	}
 }

@@ -5,6 +5,7 @@
  */
 #include "postgres.h"
 
+#include "access/xact.h"
 #include "miscadmin.h"
 
 #include "algorithm/calendar.h"
@@ -19,6 +20,7 @@
 #include "shared/counters.h"
 #include "shared/known.h"
 #include "shared/local_store.h"
+#include "shared/overdue.h"
 #include "transaction.h"
 
 /* An action on its way to an answer. */
@@ -54,6 +56,21 @@ rl_require_store(void)
 }
 
 /*
+ * Puts refunds that other transactions could not send into the queue, those of the key first, if this
+ * backend is connected.  Throws if there is no memory.
+ */
+static void
+take_overdue(const RlKey *key)
+{
+	RlKeyHash	hash;
+
+	if (!rl_overdue_waits() || !rl_redis_is_connected())
+		return;
+	hash = rl_key_hash(key);
+	(void) rl_refunds_take_overdue(&hash, RL_MAX_TAKEN);
+}
+
+/*
  * Sends the refunds that are due, those of the key first if it is not NULL, and returns the
  * store in which a function looks or repairs.  Raises an error as rl_require_store does, or if
  * Redis fails.
@@ -66,6 +83,8 @@ rl_asked_store(const RlKey *key)
 
 	rl_shared_start();
 	store = rl_require_store();
+	if (key != NULL && !store->is_local)
+		take_overdue(key);
 	if (key != NULL)
 		rl_refunds_advance(key);
 	if (!rl_refunds_flush(NULL, &error) && !store->is_local)
@@ -419,6 +438,46 @@ flush(Call *calls, int n, RlError *error)
 	return rl_refunds_flush(&calls->answer->usage, error);
 }
 
+/* Calls that Redis is asked for; those under way at the end of the backend are noted by call_ends. */
+typedef struct Asking
+{
+	Call	   *calls;
+	int			n;
+	int64		round_trips;	/* of the refunds that are due; what is sent until they are counted is theirs */
+} Asking;
+
+static volatile Asking asking;
+
+/* Notes what is in doubt of the calls that are under way, and that they have ended. */
+static void
+end_asking(void)
+{
+	Call	   *calls = asking.calls;
+
+	asking.calls = NULL;
+	if (calls->answer->usage.round_trips > asking.round_trips)
+		note_in_doubt(calls, asking.n, false);
+}
+
+/* If a FATAL error ends the backend, no PG_CATCH is run. */
+static void
+call_ends(XactEvent event, void *arg pg_attribute_unused())
+{
+	if (event == XACT_EVENT_ABORT && asking.calls != NULL)
+		end_asking();
+}
+
+/* Registers that, after the callback of transaction.c, so that it comes first.  Throws if there is no memory. */
+static void
+watch_calls(void)
+{
+	static bool watches = false;
+
+	if (!watches)
+		RegisterXactCallback(call_ends, NULL);
+	watches = true;
+}
+
 /*
  * Asks Redis for n calls, together or each by itself, or for one if unanswered is NULL.
  * Returns false with the error set if a call has no answer.  If it raises an error, the
@@ -427,17 +486,19 @@ flush(Call *calls, int n, RlError *error)
 static bool
 ask_redis(Call *calls, int n, bool together, int64 *unanswered, RlError *error)
 {
-	/* Of the refunds that are due; what is sent until they are counted is theirs. */
-	volatile int64 round_trips = PG_INT64_MAX;
 	bool		done;
 
 	note_asking(calls, n);
+	asking.n = n;
+	asking.round_trips = PG_INT64_MAX;
+	asking.calls = calls;
 	PG_TRY();
 	{
+		take_overdue(&calls->action->key);
 		done = flush(calls, n, error);
 		if (done)
 		{
-			round_trips = calls->answer->usage.round_trips;
+			asking.round_trips = calls->answer->usage.round_trips;
 			done = together ? take_all(calls, n, calls->store, error) :
 				unanswered == NULL ? take(calls, calls->store, error) :
 				take_many(calls, n, unanswered, error);
@@ -445,18 +506,18 @@ ask_redis(Call *calls, int n, bool together, int64 *unanswered, RlError *error)
 	}
 	PG_CATCH();
 	{
-		note_failed(calls, n, round_trips);
-		if (calls->answer->usage.round_trips > round_trips)
-			note_in_doubt(calls, n, false);
+		note_failed(calls, n, asking.round_trips);
+		end_asking();
 		count_ended(calls, n);
 		PG_RE_THROW();
 	}
 	PG_END_TRY();
+	asking.calls = NULL;
 	if (done)
 		return true;
-	note_failed(calls, n, round_trips);
+	note_failed(calls, n, asking.round_trips);
 	/* After an error reply nothing was charged. */
-	if (calls->answer->usage.round_trips > round_trips && (n > 1 || !error->answered))
+	if (calls->answer->usage.round_trips > asking.round_trips && (n > 1 || !error->answered))
 		note_in_doubt(calls, n, rl_on_error == RL_ON_ERROR_ALLOW || rl_on_error == RL_ON_ERROR_LOCAL || rl_mode == RL_MODE_SHADOW);
 	return false;
 }
@@ -496,7 +557,10 @@ begin(Call *call, RlAction *action, RlAnswer *answer, bool together, RlLeaseCall
 	call->store = rl_require_store();
 	shared = rl_shared_available();
 	if (action->limits->concurrent && !call->store->is_local && action->how != RL_PEEK && action->quota > 0 && action->reserve == NULL)
+	{
+		watch_calls();
 		action->by_mark = rl_ledger_new_mark();
+	}
 	call->answered = false;
 	call->known.may_refuse = shared && rl_denial_cache && call->store->may_cache && plain &&
 		!action->limits->concurrent;

@@ -10,13 +10,16 @@
  * moved to its beginning before.
  *
  * Entries and the array of calls are allocated while quota is charged, so that refunds at
- * the end of a transaction, in callbacks that must not throw, need no memory.
+ * the end of a transaction, in callbacks that must not throw, need no memory.  What the end
+ * could not send goes to the list of overdue refunds (shared/overdue.c); without one, it stays in
+ * the queue of this session.
  */
 #include "postgres.h"
 
 #include "commands/tablespace.h"
 #include "common/hashfn.h"
 #include "miscadmin.h"
+#include "storage/ipc.h"
 #include "utils/memutils.h"
 #include "utils/timestamp.h"
 #include "utils/wait_event.h"
@@ -26,6 +29,7 @@
 #include "ledger.h"
 #include "shared/known.h"
 #include "shared/local_store.h"
+#include "shared/overdue.h"
 
 /*
  * Room that is kept for the next transaction.  If each allocates it, a transaction
@@ -86,6 +90,7 @@ void
 rl_ledger_open(void)
 {
 	asked = rl_monotonic_now();
+	rl_overdue_prepare();
 	if (context != NULL)
 		return;
 	rl_redis_reserve_refunds();
@@ -117,13 +122,6 @@ rl_ledger_close(void)
 	room = 0;
 }
 
-/* Returns a hash of the server that the settings name. */
-uint64
-rl_ledger_server(void)
-{
-	return hash_bytes_extended((const unsigned char *) rl_redis_url, strlen(rl_redis_url), 0);
-}
-
 /* Returns a mark that no other call has, for RlAction.by_mark: a multiple of RL_MAX_LIMITS. */
 uint64
 rl_ledger_new_mark(void)
@@ -147,7 +145,7 @@ rl_ledger_key(RlLedgerId *id, const RlKey *key, bool local, char *redis_key)
 	const unsigned char *bytes = (const unsigned char *) redis_key;
 
 	memset(id, 0, sizeof(*id));
-	id->server = rl_ledger_server();
+	id->server = rl_target_id();
 	id->redis_key[0] = hash_bytes_extended(bytes, len, 0);
 	id->redis_key[1] = hash_bytes_extended(bytes, len, id->redis_key[0]);
 	id->local = local;
@@ -295,6 +293,8 @@ rl_ledger_drop(RlLedgerEntry *entry)
 	dlist_delete(&entry->node);
 	if (entry->queued)
 		dlist_delete(&entry->of_key);
+	if (entry->since != 0)
+		rl_overdue_ended(entry->id.server, false);
 	pfree(entry);
 	nentries--;
 }
@@ -394,11 +394,15 @@ log_lost(const int64 *lost, const RlError *why)
 	};
 
 	for (RlCause cause = 0; cause < RL_CAUSES; cause++)
-		if (lost[cause] > 0 && texts[cause] != NULL)
-			rl_log_no_throw((errcode(why->sqlstate),
+	{
+		if (lost[cause] == 0 || texts[cause] == NULL)
+			continue;
+		rl_overdue_lost(lost[cause]);
+		rl_log_no_throw((errcode(why->sqlstate),
 							 errmsg_internal(texts[cause], (long long) lost[cause]),
 							 errdetail_internal("%s", why->message),
 							 cause == RL_OF_CONCURRENT ? errhint("Their units become free when the period of their limit has passed.") : 0));
+	}
 }
 
 /* Deletes an entry that is refunded or lost, and the refusals of its key in the denial cache. */
@@ -410,17 +414,44 @@ end_entry(RlLedgerEntry *entry)
 	rl_ledger_drop(entry);
 }
 
-/* What becomes of entries for which nothing was sent. */
+/* Moves an entry to the list of overdue refunds.  Returns false if it stays.  Does not throw. */
+static bool
+hand_over(RlLedgerEntry *entry)
+{
+	/* A statement, which may have millions, displaces no refunds of others. */
+	bool		displaces = proc_exit_inprogress && entry->cause != RL_OF_STATEMENT;
+	RlOverdue	refund = {.limit = entry->limit,.charge = entry->charge,.key_hash = entry->key_hash,
+		.lot = entry->id.lot,.refused = entry->refused,.asked = entry->asked,.since = entry->since,
+	.cause = entry->cause,.name_len = entry->redis_key_len};
+
+	StaticAssertStmt(RL_MAX_REDIS_KEY <= RL_MAX_OVERDUE_NAME, "a name does not fit");
+	if (!rl_overdue_add(entry->id.server, &refund, entry->redis_key, displaces))
+		return false;
+	entry->since = 0;
+	rl_ledger_drop(entry);
+	return true;
+}
+
+/* What becomes of the queue's entries for which nothing was sent. */
 typedef enum Unsent
 {
 	KEEP,
-	LOSE_CALLED,				/* those with a call for which there was time are lost */
-	LOSE_ALL
+	PASS_CALLED,				/* those with a call for which there was time are overdue, or lost */
+	PASS_ALL					/* all are overdue, or stay; a statement's are overdue, or lost */
 } Unsent;
+
+/* Returns true if another call may still refund what this outcome has not. */
+static bool
+may_refund(const RlLedgerEntry *entry, RlRefundOutcome outcome)
+{
+	return outcome == RL_REFUND_UNSENT || outcome == RL_REFUND_LATER ||
+		(outcome == RL_REFUND_SENT && entry->charge.by_mark != 0);
+}
 
 /*
  * Deletes the entries of an owner whose calls may have run, or that are lost, and logs how
- * many are lost: by error replies, or for the reason "why".  Does not throw.
+ * many are lost: by error replies, or for the reason "why".  Those of the queue that another
+ * call may refund become overdue.  Does not throw.
  */
 static void
 settle(RlOwner *owner, Unsent unsent, const RlError *why)
@@ -436,15 +467,33 @@ settle(RlOwner *owner, Unsent unsent, const RlError *why)
 		RlRefundOutcome outcome = call ? call->outcome : RL_REFUND_UNSENT;
 
 		/* Those with calls are at the beginning. */
-		if (call == NULL && unsent != LOSE_ALL)
+		if (call == NULL && unsent != PASS_ALL)
 			break;
 		entry->call = NULL;
-		if (outcome == RL_REFUND_UNSENT && (unsent == KEEP || (unsent == LOSE_CALLED && call->late)))
+		if (outcome == RL_REFUND_UNSENT && (unsent == KEEP || (unsent == PASS_CALLED && call->late)))
 			continue;
+		if (outcome == RL_REFUND_LATER)
+			rl_overdue_pause(entry->id.server);
 		if (outcome == RL_REFUND_DONE)
-			;
+		{
+			if (entry->since != 0)
+				rl_overdue_ended(entry->id.server, true);
+			entry->since = 0;
+		}
 		else if (owner->cause == RL_OF_STATEMENT)
-			owner->lost += entry->counted;
+		{
+			bool		counted = entry->counted;
+
+			if (unsent == PASS_ALL && may_refund(entry, outcome) && hand_over(entry))
+				continue;
+			owner->lost += counted;
+		}
+		else if (may_refund(entry, outcome) && entry->cause != RL_OF_LEASE)
+		{
+			if (hand_over(entry) || unsent != PASS_CALLED)
+				continue;
+			lost[entry->cause]++;
+		}
 		else
 			(outcome == RL_REFUND_FAILED ? by_reply : lost)[entry->cause]++;
 		end_entry(entry);
@@ -482,13 +531,13 @@ return_to_lease(const RlLedgerEntry *entry)
 
 /*
  * Refunds the owner's first entries, as many as "most", if they are of the local store or of
- * leases, deletes those of another Redis, and prepares calls for the others.  Returns the
+ * leases, makes those of another Redis overdue, and prepares calls for the others.  Returns the
  * number of calls.
  */
 static int
 prepare_calls(RlOwner *owner, int most)
 {
-	uint64		server = rl_ledger_server();
+	uint64		server = rl_target_id();
 	int64		elsewhere[RL_CAUSES] = {0};
 	int			n = 0;
 	RlRefund   *refund = refunds;
@@ -510,6 +559,8 @@ prepare_calls(RlOwner *owner, int most)
 			rl_ledger_drop(entry);
 			continue;
 		}
+		if (!entry->id.local && entry->id.server != server && owner == &rl_queue && hand_over(entry))
+			continue;
 		if (entry->id.local || entry->id.server != server)
 		{
 			elsewhere[entry->cause] += !entry->id.local;
@@ -528,10 +579,54 @@ prepare_calls(RlOwner *owner, int most)
 		call->n++;
 		entry->call = call;
 	}
-	rl_error_set(&error, ERRCODE_STORE_FAILED, "ratelimit.redis_url was changed meanwhile");
+	rl_error_set(&error, ERRCODE_STORE_FAILED, "the settings of the connection were changed meanwhile");
 	log_lost(elsewhere, &error);
 	unsettled = n > 0 ? owner : NULL;
 	return n;
+}
+
+/* Adds a refund from the list of overdue ones to the queue; an RlOverdueTake. */
+static bool
+take_overdue(const RlOverdue *refund, const char *name, void *arg pg_attribute_unused())
+{
+	const unsigned char *bytes = (const unsigned char *) name;
+	RlLedgerEntry *entry = nentries >= RL_MAX_ENTRIES || !reserve(nentries + 1) ? NULL :
+		MemoryContextAllocExtended(context, entry_size(refund->name_len), MCXT_ALLOC_NO_OOM | MCXT_ALLOC_ZERO);
+
+	if (entry == NULL)
+		return false;
+	entry->id = (RlLedgerId) {.server = rl_target_id(),.lot = refund->lot,.life = refund->charge.life,
+	.by_mark = refund->charge.by_mark,.level = RL_APART};
+	entry->id.redis_key[0] = hash_bytes_extended(bytes, refund->name_len, 0);
+	entry->id.redis_key[1] = hash_bytes_extended(bytes, refund->name_len, entry->id.redis_key[0]);
+	entry->cause = refund->cause;
+	entry->limit = refund->limit;
+	entry->charge = refund->charge;
+	entry->span = (RlSpan) {.at = refund->charge.at,.mark = refund->charge.mark};
+	entry->asked = refund->asked;
+	entry->since = refund->since;
+	entry->key_hash = refund->key_hash;
+	entry->refused = refund->refused;
+	entry->redis_key_len = refund->name_len;
+	memcpy(entry->redis_key, name, refund->name_len);
+	dlist_push_tail(&rl_queue.entries, &entry->node);
+	dlist_push_tail(&places[entry->id.redis_key[0] % PLACES], &entry->of_key);
+	entry->queued = true;
+	nentries++;
+	return true;
+}
+
+/*
+ * Moves overdue refunds of the present settings into the queue, those of the key first unless it is
+ * NULL, "most" at most.  Returns how many have left the list.  Throws if there is no memory.  Needs
+ * rl_overdue_waits().
+ */
+int
+rl_refunds_take_overdue(const RlKeyHash *first, int most)
+{
+	rl_ledger_open();
+	settle_interrupted();
+	return rl_overdue_take(first, most, take_overdue, NULL);
 }
 
 /*
@@ -558,13 +653,13 @@ rl_refunds_flush(RlUsage *usage, RlError *error)
 								 usage, &error_reply, error);
 	/* Of a cluster only a part has failed, and calls for other keys do not wait for it. */
 	lost = !done && rl_slots_known();
-	settle(&rl_queue, lost ? LOSE_CALLED : KEEP, error);
+	settle(&rl_queue, lost ? PASS_CALLED : KEEP, error);
 	return done || lost;
 }
 
 /*
- * Refunds the queue's charges at the end of a transaction, and logs how many are lost.  Does
- * not throw, needs no memory, and empties the queue.
+ * Refunds the queue's charges at the end of a transaction.  What cannot be sent becomes overdue, or
+ * stays in the queue.  Logs how many are lost.  Does not throw, and needs no memory.
  */
 void
 rl_refunds_end(void)
@@ -576,7 +671,27 @@ rl_refunds_end(void)
 	if (n == 0)
 		return;
 	(void) rl_redis_refund_no_throw(calls, n, &error_reply, &error);
-	settle(&rl_queue, LOSE_ALL, &error);
+	settle(&rl_queue, PASS_ALL, &error);
+}
+
+/* Deletes the queue's entries, and logs that they are lost: this session ends, and nobody else has them.  Does not throw. */
+void
+rl_refunds_lose(void)
+{
+	int64		lost[RL_CAUSES] = {0};
+	RlError		error;
+	dlist_mutable_iter iter;
+
+	settle_interrupted();
+	dlist_foreach_modify(iter, &rl_queue.entries)
+	{
+		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, node, iter.cur);
+
+		lost[entry->cause]++;
+		end_entry(entry);
+	}
+	rl_error_set(&error, ERRCODE_STORE_FAILED, "the session has ended");
+	log_lost(lost, &error);
 }
 
 /*
@@ -645,7 +760,7 @@ rl_owner_lost(RlOwner *owner)
 	int64		lost[RL_CAUSES] = {0};
 	RlCause		cause = owner->cause == RL_OF_ACTION ? RL_OF_CALLS : owner->cause;
 
-	settle(owner, LOSE_ALL, &owner->why);
+	settle(owner, PASS_ALL, &owner->why);
 	lost[cause] = owner->unanswered + owner->lost + owner->nspilled;
 	log_lost(lost, &owner->why);
 	return lost[cause];
@@ -857,6 +972,6 @@ rl_owner_refund(RlOwner *owner, bool no_throw)
 			silent |= !dlist_is_empty(&owner->entries);
 			failed = silent && no_throw;
 		}
-		settle(owner, LOSE_ALL, &owner->why);
+		settle(owner, PASS_ALL, &owner->why);
 	} while (load_batch(owner));
 }

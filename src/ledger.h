@@ -34,7 +34,7 @@ typedef enum RlCause
 /* The identity of an entry among those that merge; padding is zero. */
 typedef struct RlLedgerId
 {
-	uint64		server;			/* a hash of the URL */
+	uint64		server;			/* rl_target_id() */
 	uint64		redis_key[2];	/* a hash */
 	RlStateTag	tag;
 	int64		mark;			/* of charges that do not merge */
@@ -60,6 +60,7 @@ typedef struct RlLedgerEntry
 	RlCharge	charge;
 	RlSpan		span;
 	int64		asked;			/* monotonic time before the first charge */
+	int64		since;			/* as in RlOverdue */
 	RlKeyHash	key_hash;		/* only with shared memory */
 	int64		refused;		/* quota that the refund counts as refused */
 	bool		counted;		/* by the log; of a statement's key, one entry is */
@@ -95,7 +96,6 @@ extern RlOwner rl_queue;
 extern void rl_ledger_open(void);
 extern bool rl_ledger_is_open(void);
 extern void rl_ledger_close(void);
-extern uint64 rl_ledger_server(void);
 extern uint64 rl_ledger_new_mark(void);
 extern int	rl_ledger_key(RlLedgerId *id, const RlKey *key, bool local, char *redis_key);
 extern bool rl_ledger_is_of(const RlLedgerEntry *entry, const RlLedgerId *key, const RlLimits *limits);
@@ -115,8 +115,10 @@ extern void rl_owner_keep(RlOwner *owner);
 extern void rl_owner_queue(RlOwner *owner, bool refused);
 
 extern bool rl_refunds_pending(void);
+extern int	rl_refunds_take_overdue(const RlKeyHash *first, int most);
 extern void rl_refunds_advance(const RlKey *key);
 extern bool rl_refunds_flush(RlUsage *usage, RlError *error);
 extern void rl_refunds_end(void);
+extern void rl_refunds_lose(void);
 
 #endif							/* LEDGER_H */

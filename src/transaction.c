@@ -10,8 +10,6 @@
  *
  * The grants of concurrent limits are refunded also when the transaction commits: after
  * that, so that no unit is free before, and while the transaction still has its locks.
- * A connection that is lost or that a redirect needs cannot be opened then, so this is done
- * before the commit.
  *
  * rl_refund first refunds the transaction's own grants, and rl_reset deletes
  * the grants of the states that it resets: no rollback refunds these again.
@@ -21,19 +19,14 @@
 #include <limits.h>
 
 #include "access/xact.h"
+#include "miscadmin.h"
+#include "storage/ipc.h"
 
 #include "algorithm/limits.h"
 #include "error.h"
 #include "ledger.h"
 #include "shared/breaker.h"
 #include "transaction.h"
-
-/*
- * A commit asks for the servers of keys that were charged so long ago, at most for so many
- * keys: meanwhile a replica may have taken over, or the slot may have moved.
- */
-#define FIND_AFTER			RL_SECOND
-#define MAX_FOUND			1000
 
 static RlOwner transaction = {.entries = DLIST_STATIC_INIT(transaction.entries)};	/* by level */
 static bool overflowed = false;
@@ -151,69 +144,6 @@ subtransaction_ends(SubXactEvent event, SubTransactionId mine pg_attribute_unuse
 	}
 }
 
-/*
- * Connects the servers that have the charges which a commit refunds: all of the queue, and of
- * the transaction those of concurrent limits.  Returns false if a server cannot be connected.
- */
-static bool
-connect_servers(RlOwner *owner)
-{
-	uint64		server = rl_ledger_server();
-	int64		now = rl_monotonic_now();
-	RlRefundCall *found = NULL;
-	int			nfound = 0;
-	dlist_iter	iter;
-	RlError		why;
-
-	dlist_foreach(iter, &owner->entries)
-	{
-		const RlLedgerEntry *grant = dlist_container(RlLedgerEntry, node, iter.cur);
-		RlError		error;
-
-		if ((owner == &transaction && grant->cause != RL_OF_CONCURRENT) || grant->id.local || grant->id.server != server)
-			continue;
-		if (!rl_redis_connect(grant->redis_key, grant->redis_key_len, &error))
-			return false;
-		if (now - grant->asked >= FIND_AFTER && nfound < MAX_FOUND)
-		{
-			if (found == NULL)
-				found = palloc0(MAX_FOUND * sizeof(RlRefundCall));
-			found[nfound].redis_key = grant->redis_key;
-			found[nfound++].redis_key_len = grant->redis_key_len;
-		}
-		if (!rl_slots_known())
-			break;
-	}
-	/* To refund nothing is to follow the redirects. */
-	return nfound == 0 || rl_redis_refund_until(found, nfound, PG_INT64_MAX, NULL, &why, &why);
-}
-
-/*
- * Connects the servers to which a commit sends refunds, if a connection is lost or another
- * server has the keys by now.  If that fails the refund fails too, and the commit does not.
- * Throws at a cancel.
- */
-static void
-connect_before_commit(void)
-{
-	MemoryContext old = CurrentMemoryContext;
-
-	PG_TRY();
-	{
-		if (connect_servers(&rl_queue))
-			(void) connect_servers(&transaction);
-	}
-	PG_CATCH();
-	{
-		rl_breakers_release();
-		if (geterrcode() == ERRCODE_QUERY_CANCELED)
-			PG_RE_THROW();
-		MemoryContextSwitchTo(old);
-		FlushErrorState();
-	}
-	PG_END_TRY();
-}
-
 static void
 transaction_ends(XactEvent event, void *arg pg_attribute_unused())
 {
@@ -222,13 +152,9 @@ transaction_ends(XactEvent event, void *arg pg_attribute_unused())
 
 	if (aborts)
 		rl_breakers_release();
-	if (!rl_ledger_is_open() || event == XACT_EVENT_PARALLEL_PRE_COMMIT)
+	if (!rl_ledger_is_open() || event == XACT_EVENT_PARALLEL_PRE_COMMIT ||
+		event == XACT_EVENT_PRE_COMMIT || event == XACT_EVENT_PRE_PREPARE)
 		return;
-	if (event == XACT_EVENT_PRE_COMMIT || event == XACT_EVENT_PRE_PREPARE)
-	{
-		connect_before_commit();
-		return;
-	}
 	/* The newest first, which are nearest to the end of a log. */
 	dlist_foreach_modify(iter, &transaction.entries)
 	{
@@ -238,17 +164,34 @@ transaction_ends(XactEvent event, void *arg pg_attribute_unused())
 			queue_grant(grant);
 	}
 	rl_refunds_end();
+	if (proc_exit_inprogress)
+		rl_refunds_lose();
 	log_outlived();
 	rl_owner_keep(&transaction);
 	overflowed = false;
 	committed_to = INT_MAX;
-	rl_ledger_close();
+	/* Without a list of overdue refunds, some may be left. */
+	if (!rl_refunds_pending())
+		rl_ledger_close();
+}
+
+/* Tries once more to send what is left. */
+static void
+session_ends(int code pg_attribute_unused(), Datum arg pg_attribute_unused())
+{
+	if (!rl_refunds_pending())
+		return;
+	rl_refunds_end();
+	rl_refunds_lose();
 }
 
 /* Registers the callbacks; called once, when the library is loaded. */
 void
 rl_transaction_init(void)
 {
+	/* If the library is preloaded, there is a list of overdue refunds, and nothing is left. */
+	if (IsUnderPostmaster)
+		before_shmem_exit(session_ends, (Datum) 0);
 	RegisterXactCallback(transaction_ends, NULL);
 	RegisterSubXactCallback(subtransaction_ends, NULL);
 }

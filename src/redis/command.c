@@ -20,6 +20,15 @@
 #include "redis/route.h"
 #include "shared/clock.h"
 
+/* Returns true if this backend has a connection that works, by all that is known. */
+bool
+rl_redis_is_connected(void)
+{
+	RlNode	   *node = rl_nodes_are_current() ? rl_node_in_use() : NULL;
+
+	return node != NULL && rl_connection_is_usable(&node->conn);
+}
+
 /*
  * Returns the name of the server that is in use, or that the settings name, in a static buffer;
  * NULL if they name none.  Sets whether this backend is connected, the state of the breaker, and
@@ -33,7 +42,7 @@ rl_redis_server(bool *connected, const char **breaker, int64 *breaker_left)
 	RlTarget	target;
 	RlError		error;
 
-	*connected = node != NULL && rl_connection_is_usable(&node->conn);
+	*connected = rl_redis_is_connected();
 	*breaker = NULL;
 	*breaker_left = 0;
 	if (node != NULL)
@@ -336,25 +345,4 @@ rl_redis_call(RlScript *script, RlAppend append, void *arg, RlUsage *usage, RlRe
 	command->usage = usage;
 	(void) append(command, 0, arg);
 	return rl_redis_script(script, command, reply, error);
-}
-
-/*
- * Connects, if it is not connected, the server that is asked about the key with this name in
- * Redis.  Returns false with the error set if that fails.  Raises an error if a setting is wrong,
- * or at an interrupt.
- */
-bool
-rl_redis_connect(const char *redis_key, int len, RlError *error)
-{
-	RlNode	   *node = rl_nodes_are_current() ? rl_node_that_has(redis_key, len) : NULL;
-	RlRoute		route;
-	bool		connected;
-
-	/* An open breaker does not matter to a connection that is there. */
-	if (node != NULL && rl_connection_is_usable(&node->conn))
-		return true;
-	rl_route_begin(&route, redis_key, len);
-	connected = rl_route_connect(&route, error);
-	rl_breakers_release();
-	return connected;
 }

@@ -22,7 +22,8 @@ typedef enum RlRefundOutcome
 	RL_REFUND_UNSENT,
 	RL_REFUND_SENT,				/* without a reply: whether it ran is not known */
 	RL_REFUND_DONE,
-	RL_REFUND_FAILED			/* with an error reply */
+	RL_REFUND_LATER,			/* not run, but a later call may be */
+	RL_REFUND_FAILED			/* with an error reply, as another call would */
 } RlRefundOutcome;
 
 /* Charges of one key that are refunded in one call, also together with those of other keys. */
@@ -38,9 +39,6 @@ typedef struct RlRefundCall
 	/* For refunds.c; zero at first: */
 	bool		late;			/* there was no time to send it */
 	bool		alone;			/* it has a call of its own */
-	bool		asking;			/* the node runs it only after ASKING */
-	uint8		named;			/* number of the node that a redirect named; 0: none */
-	uint8		redirects;
 } RlRefundCall;
 
 /* cluster.c */
@@ -65,7 +63,7 @@ extern bool rl_redis_bans(RlKeptFound found, void *arg, RlError *error);
 extern bool rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlError *error);
 
 /* command.c */
-extern bool rl_redis_connect(const char *redis_key, int len, RlError *error);
+extern bool rl_redis_is_connected(void);
 extern const char *rl_redis_warning(void);
 extern const char *rl_redis_server(bool *connected, const char **breaker, int64 *breaker_left);
 

@@ -6,10 +6,9 @@
  * such a call, and all keys of a call that ends in an error reply, were not refunded, and have
  * a call each then, which says why.  In a cluster, each key has its own call at once.
  *
- * At the end of a transaction nothing may be raised, and there may be no memory.  So the calls
- * go only to servers that are connected, one after the other.  A call that was not run, because
- * the server does not know the script, or is a replica, or another node has the slot, is sent
- * again if a server that may run it is connected.
+ * At the end of a transaction nothing may be raised, there may be no memory, and the client waits.
+ * So the calls go only to servers that are connected, one after the other, and only the script's
+ * source is sent again.  What is left is for the list of overdue refunds (shared/overdue.h).
  */
 #include "postgres.h"
 
@@ -27,8 +26,8 @@
 #define MAX_KEY				96		/* and for a key without its name and charges */
 #define MAX_DUE_AHEAD		16		/* calls under way ahead of an action */
 #define LONGEST_CALL_US		5000	/* of Redis, for one of them */
-#define MAX_REDIRECTS		5		/* of a key at the end of a transaction */
-#define KEYS_PER_TIMEOUT	1000	/* then */
+#define LONGEST_SILENCE		100000	/* at the end of a transaction: microseconds without an answer */
+#define LONGEST_END			5000000 /* and in all */
 
 typedef struct Refunding
 {
@@ -44,9 +43,6 @@ typedef struct Refunding
 	int			next;			/* key to be sent to the server */
 	int64		patience;		/* the longest wait for a reply */
 	int64		heard;			/* when the last one came, or the first was waited for */
-	RlError    *error;			/* why keys are left; the first reason counts */
-	bool		failed;
-	bool		lost[RL_MAX_NODES + 1]; /* by number: servers that run no more calls */
 } Refunding;
 
 /* Returns the key after the last of the call that begins with this one. */
@@ -119,6 +115,12 @@ set_outcome(RlRefundCall *calls, int n, RlRefundOutcome outcome)
 static bool
 read_keys(RlRefundCall *calls, int n, const RlReply *reply, RlError *why, RlError *error)
 {
+	if (rl_reply_may_pass(reply))
+	{
+		(void) rl_redis_check_reply(reply, why);
+		set_outcome(calls, n, RL_REFUND_LATER);
+		return true;
+	}
 	if (reply->kind == RL_REPLY_ERROR)
 	{
 		if (n == 1)
@@ -241,58 +243,6 @@ rl_redis_reserve_refunds(void)
 	rl_script_prepare(script);
 }
 
-static void
-note_reason(Refunding *refunding, const RlError *error)
-{
-	if (!refunding->failed)
-		*refunding->error = *error;
-	refunding->failed = true;
-}
-
-static bool
-is_open(const Refunding *refunding, const RlNode *node)
-{
-	return node != NULL && node->conn.ctx != NULL && !node->conn.retired && !refunding->lost[rl_node_number(node)];
-}
-
-/*
- * Returns the server for a key, or NULL if it is not connected.  If the server that has
- * the key cannot run calls, another server may: it is the new master, or names the owner.
- */
-static RlNode *
-server_for(const Refunding *refunding, const RlRefundCall *call)
-{
-	RlNode	   *node = call->named != 0 ? rl_node_numbered(call->named) :
-		rl_node_that_has(call->redis_key, call->redis_key_len);
-
-	for (int i = 1; i <= RL_MAX_NODES && !is_open(refunding, node) && rl_target.deployment != RL_SENTINELS; i++)
-		node = rl_node_numbered(i);
-	return is_open(refunding, node) ? node : NULL;
-}
-
-/* Returns the server of the first key that is left and has one, or NULL, and how many servers there are. */
-static RlNode *
-choose_server(const Refunding *refunding, int *nservers)
-{
-	bool		seen[RL_MAX_NODES + 1] = {false};
-	RlNode	   *first = NULL;
-
-	*nservers = 0;
-	for (int i = 0; i < refunding->n; i++)
-	{
-		const RlRefundCall *call = &refunding->calls[i];
-		RlNode	   *node = call->outcome == RL_REFUND_UNSENT ? server_for(refunding, call) : NULL;
-
-		if (node == NULL || seen[rl_node_number(node)])
-			continue;
-		seen[rl_node_number(node)] = true;
-		(*nservers)++;
-		if (first == NULL)
-			first = node;
-	}
-	return first;
-}
-
 /* Writes the next call for the server.  Returns false if there is none, or no time. */
 static bool
 write_next(Refunding *refunding)
@@ -302,8 +252,9 @@ write_next(Refunding *refunding)
 
 	if (rl_monotonic_now() > refunding->until)
 		return false;
-	while (first < refunding->n && (refunding->calls[first].outcome != RL_REFUND_UNSENT ||
-									server_for(refunding, &refunding->calls[first]) != line.node))
+	while (first < refunding->n &&
+		   (refunding->calls[first].outcome != RL_REFUND_UNSENT ||
+			rl_node_that_has(refunding->calls[first].redis_key, refunding->calls[first].redis_key_len) != line.node))
 		first++;
 	refunding->next = first;
 	if (first == refunding->n)
@@ -311,26 +262,8 @@ write_next(Refunding *refunding)
 	refunding->next = call_end(refunding, first);
 	command = rl_command_start();
 	append_keys(command, &refunding->calls[first], refunding->next - first);
-	rl_line_append(&line, command, &rl_refund_charges_script,
-				   (RlCall) {.i = first,.n = refunding->next - first,.asking = refunding->calls[first].asking});
+	rl_line_append(&line, command, &rl_refund_charges_script, (RlCall) {.i = first,.n = refunding->next - first});
 	return true;
-}
-
-static void
-leave_server(Refunding *refunding, RlRefundCall *calls, int n)
-{
-	RlError	   *why = refunding->why;
-
-	(void) rl_redis_check_reply(&line.reply, why);
-	note_reason(refunding, why);
-	line.node->conn.retired = !rl_slots_known();
-	refunding->lost[rl_node_number(line.node)] = true;
-	for (int i = 0; i < n; i++)
-	{
-		calls[i].named = 0;
-		calls[i].asking = false;
-		calls[i].outcome = server_for(refunding, &calls[i]) != NULL ? RL_REFUND_UNSENT : RL_REFUND_FAILED;
-	}
 }
 
 static bool
@@ -338,32 +271,16 @@ take_reply(RlLine *from pg_attribute_unused(), RlCall sent, void *arg, RlError *
 {
 	Refunding  *refunding = arg;
 	RlRefundCall *calls = &refunding->calls[sent.i];
-	RlNextStep	step = rl_reply_next_step(&line.reply);
-	RlNode	   *owner;
 
 	refunding->heard = rl_monotonic_now();
 	line.stream.deadline = Min(refunding->heard + refunding->patience, refunding->until);
 	rl_node_answered(line.node);
-	if (step == RL_STEP_SEND_SOURCE && !sent.by_source)
-	{
-		/* The calls sent before the source came there are answered so too. */
-		line.load = line.loads == 0;
-		set_outcome(calls, sent.n, RL_REFUND_UNSENT);
-		return true;
-	}
-	if (step == RL_STEP_LEAVE)
-	{
-		leave_server(refunding, calls, sent.n);
-		return true;
-	}
-	owner = sent.n == 1 && calls->redirects < MAX_REDIRECTS ? rl_route_redirected(line.node, &line.reply) : NULL;
-	if (!is_open(refunding, owner))
+	if (rl_reply_next_step(&line.reply) != RL_STEP_SEND_SOURCE || sent.by_source)
 		return read_keys(calls, sent.n, &line.reply, refunding->why, error);
-	calls->named = rl_node_number(owner);
-	calls->asking = step == RL_STEP_ASK;
-	calls->alone = true;
-	calls->redirects++;
-	calls->outcome = RL_REFUND_UNSENT;
+	/* The calls sent before the source came there are answered so too. */
+	line.load = line.loads == 0;
+	set_outcome(calls, sent.n, RL_REFUND_UNSENT);
+	refunding->next = Min(refunding->next, sent.i);
 	return true;
 }
 
@@ -372,17 +289,11 @@ static bool
 run_line(Refunding *refunding, RlNode *node, RlError *error)
 {
 	RlStream   *stream = &line.stream;
-	int64		deadline;
 
 	refunding->heard = rl_monotonic_now();
-	deadline = Min(refunding->heard + refunding->patience, refunding->until);
-	line.load &= line.node == node;
 	refunding->next = 0;
-	if (node->conn.in_flight && !rl_stream_drain(&node->conn, deadline, error))
-		return false;
-	if (!rl_connection_is_usable(&node->conn))
-		return rl_connection_lost(&node->conn, error, "it is not usable");
-	rl_line_begin(&line, node, deadline, true);
+	line.load = false;
+	rl_line_begin(&line, node, Min(refunding->heard + refunding->patience, refunding->until), true);
 	for (;;)
 	{
 		while (rl_stream_has_room(stream) && write_next(refunding))
@@ -400,31 +311,26 @@ run_line(Refunding *refunding, RlNode *node, RlError *error)
 /*
  * Refunds as rl_redis_refund_until does, but raises nothing, opens no connection, and needs
  * only the memory of rl_redis_reserve_refunds.  It ends when no reply has come for
- * ratelimit.command_timeout, and after that time and as much for each 1000 keys in any case.
+ * ratelimit.command_timeout, LONGEST_SILENCE at most, and after LONGEST_END in any case.
  */
 bool
 rl_redis_refund_no_throw(RlRefundCall *calls, int n, RlError *why, RlError *error)
 {
-	int64		whole = (int64) rl_command_timeout * 1000;
-	int64		silence = whole;
-	Refunding	refunding = {.calls = calls,.n = n,.why = why,.error = error};
-	int			nservers;
-	RlNode	   *node;
+	int64		silence = Min((int64) rl_command_timeout * 1000, LONGEST_SILENCE);
+	Refunding	refunding = {.calls = calls,.n = n,.why = why};
 
-	refunding.until = rl_monotonic_now() + whole * (1 + n / KEYS_PER_TIMEOUT);
+	refunding.until = rl_monotonic_now() + LONGEST_END;
 	rl_error_set(error, ERRCODE_STORE_FAILED, "there is no connection to Redis");
-	line.load = false;
-	while (rl_nodes_are_of_url() && rl_monotonic_now() <= refunding.until &&
-		   (node = choose_server(&refunding, &nservers)) != NULL)
+	for (int i = 1; i <= RL_MAX_NODES && rl_nodes_are_of_url() && silence > 0; i++)
 	{
-		RlError		failure;
+		RlNode	   *node = rl_node_numbered(i);
 
-		refunding.patience = silence / nservers;
-		if (run_line(&refunding, node, &failure))
+		refunding.patience = silence;
+		if (!rl_connection_is_usable(&node->conn) || run_line(&refunding, node, error))
 			continue;
-		silence -= Min(rl_monotonic_now() - refunding.heard, refunding.patience);
-		note_reason(&refunding, &failure);
-		refunding.lost[rl_node_number(node)] = true;
+		silence -= rl_monotonic_now() - refunding.heard;
+		/* Closed and not reset, so that a server that is only slow still runs the calls that it has got. */
+		node->conn.in_flight = false;
 		rl_connection_close(&node->conn);
 	}
 	for (int i = 0; i < n; i++)

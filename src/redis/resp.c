@@ -285,20 +285,36 @@ static const struct
 	{"OOM", RL_STEP_FAIL},
 	{"MISCONF", RL_STEP_FAIL},
 	{"NOPERM", RL_STEP_FAIL},
+	/* The same in a script. */
+	{"ERR The user executing the script", RL_STEP_FAIL},
 	/* A script has run for seconds, so waiting takes more than a call has. */
 	{"BUSY", RL_STEP_FAIL}
 };
+
+/* Returns the number of the reply's error code, or -1. */
+static int
+find_code(const RlReply *reply)
+{
+	for (size_t i = 0; i < lengthof(error_codes) && reply->kind == RL_REPLY_ERROR; i++)
+		if (strncmp(reply->text, error_codes[i].code, strlen(error_codes[i].code)) == 0)
+			return i;
+	return -1;
+}
 
 /* Returns the next step after the reply; RL_STEP_FAIL also if it is no error reply. */
 RlNextStep
 rl_reply_next_step(const RlReply *reply)
 {
-	if (reply->kind != RL_REPLY_ERROR)
-		return RL_STEP_FAIL;
-	for (size_t i = 0; i < lengthof(error_codes); i++)
-		if (strncmp(reply->text, error_codes[i].code, strlen(error_codes[i].code)) == 0)
-			return error_codes[i].step;
-	return RL_STEP_FAIL;
+	int			code = find_code(reply);
+
+	return code >= 0 ? error_codes[code].step : RL_STEP_FAIL;
+}
+
+/* Returns true if the reply says that the server runs no such call now: one that comes later may succeed. */
+bool
+rl_reply_may_pass(const RlReply *reply)
+{
+	return find_code(reply) >= 0;
 }
 
 /* Empties a buffer, all zero at first, that lives as long as the backend. */

@@ -59,6 +59,7 @@ struct redisReader;
 
 extern bool rl_is_printable(const char *data, int len);
 extern RlNextStep rl_reply_next_step(const RlReply *reply);
+extern bool rl_reply_may_pass(const RlReply *reply);
 extern void rl_resp_reset(StringInfo out);
 extern void rl_resp_start(StringInfo out, int nargs);
 extern void rl_resp_arg(StringInfo out, const char *data, int len);

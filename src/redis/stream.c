@@ -262,12 +262,9 @@ rl_stream_end(RlStream *stream, RlError *error)
 	return true;
 }
 
-/*
- * Sends the rest of out, and reads replies until none is due, or one is no status and
- * only_statuses is set.  Returns as rl_stream_exchange.
- */
+/* Sends the rest of out, and reads replies until none is due, or one is no status.  Returns as rl_stream_exchange. */
 static RlOutcome
-run_stream(RlStream *stream, bool only_statuses, RlError *error)
+run_stream(RlStream *stream, RlError *error)
 {
 	for (;;)
 	{
@@ -279,7 +276,7 @@ run_stream(RlStream *stream, bool only_statuses, RlError *error)
 				return RL_FAILED;
 			if (stream->due == 0)
 				return rl_stream_end(stream, error) ? RL_DONE : RL_FAILED;
-			if (stream->found && only_statuses && stream->reply->kind != RL_REPLY_STATUS)
+			if (stream->found && stream->reply->kind != RL_REPLY_STATUS)
 				return RL_DONE;
 		} while (stream->found);
 		outcome = rl_stream_send(stream, error);
@@ -306,21 +303,5 @@ rl_stream_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline, Rl
 	rl_stream_begin(&stream, conn, out, reply, deadline, false);
 	stream.due = n;
 	conn->due = -1;
-	return run_stream(&stream, true, error);
-}
-
-/* Reads the replies that an interrupted call has left due.  Raises nothing.  Returns false with the error set. */
-bool
-rl_stream_drain(RlConnection *conn, int64 deadline, RlError *error)
-{
-	StringInfoData nothing = {0};
-	RlStream	stream;
-	RlReply		reply;
-	int			due = conn->due;
-
-	if (conn->ctx == NULL || due < 0)
-		return rl_connection_lost(conn, error, "a call was interrupted");
-	rl_stream_begin(&stream, conn, &nothing, &reply, deadline, true);
-	stream.due = conn->due = due;
-	return run_stream(&stream, false, error) == RL_DONE;
+	return run_stream(&stream, error);
 }

@@ -39,7 +39,6 @@ typedef enum RlOutcome
 
 extern RlOutcome rl_stream_exchange(RlConnection *conn, StringInfo out, int n, int64 deadline,
 									RlReply *reply, RlError *error);
-extern bool rl_stream_drain(RlConnection *conn, int64 deadline, RlError *error);
 extern void rl_stream_begin(RlStream *stream, RlConnection *conn, StringInfo out, RlReply *reply,
 							int64 deadline, bool no_throw);
 extern bool rl_stream_has_room(RlStream *stream);

@@ -2,8 +2,8 @@
  * shared.c
  *		Memory that all backends share, divided among the modules that use it.
  *
- * It has a header, and two areas, each with locks and parts: one for the local store, which is
- * by far the larger, and one for the other modules.  If the library is preloaded, the postmaster
+ * It has a header, and three areas, each with locks and parts: one for the local store, which is
+ * by far the largest, one for refunds that are overdue, and one for the other modules.  If the library is preloaded, the postmaster
  * creates all of it.  Otherwise, from PostgreSQL 17 on, the first backend that needs an area
  * creates it, as a segment of dynamic shared memory.  Another one is for the header, which other
  * backends find by its name.  They exist until the server stops.
@@ -31,6 +31,7 @@
 #include "shared/cells.h"
 #include "shared/counters.h"
 #include "shared/known.h"
+#include "shared/overdue.h"
 #include "shared/refusal_log.h"
 
 #if PG_VERSION_NUM < 190000
@@ -45,7 +46,7 @@
  * member, or the size of an area changes: while a package is upgraded, old and new libraries
  * run in one server, and each must find only memory of its own layout.
  */
-#define LAYOUT				18
+#define LAYOUT				19
 #define NAME				"ratelimit " CppAsString2(LAYOUT)
 #define TRANCHE				"ratelimit"
 
@@ -56,6 +57,7 @@ typedef enum Area
 {
 	BASE,
 	LOCAL_STORE,
+	OVERDUE,
 	AREAS
 } Area;
 
@@ -84,8 +86,9 @@ typedef struct Attempts
 } Attempts;
 
 static const RlSharedPart *const parts[AREAS][6] = {
-	[BASE] = {&rl_known_part, &rl_counters_part, &rl_breaker_part, &rl_refusal_log_part, NULL},
-	[LOCAL_STORE] = {&rl_cells_part, NULL}
+	[BASE] = {&rl_known_part, &rl_counters_part, &rl_breaker_part, &rl_refusal_log_part, &rl_targets_part, NULL},
+	[LOCAL_STORE] = {&rl_cells_part, NULL},
+	[OVERDUE] = {&rl_overdue_part, NULL}
 };
 
 static Header *header = NULL;	/* not NULL: this process has the base */
@@ -349,7 +352,8 @@ start_area(Area area, bool create)
 	if (is_first_failure(attempts, area, now))
 		rl_log_no_throw((errcode(error->sqlerrcode),
 						 area == BASE ? errmsg("could not create the shared memory of ratelimit") :
-						 errmsg("could not create the shared memory of ratelimit's local store"),
+						 area == LOCAL_STORE ? errmsg("could not create the shared memory of ratelimit's local store") :
+						 errmsg("could not create the shared memory of ratelimit's overdue refunds"),
 						 errdetail_internal("%s", error->message),
 						 errhint("Make more room for dynamic shared memory (usually /dev/shm), or add ratelimit to shared_preload_libraries.")));
 	FreeErrorData(error);
@@ -420,6 +424,18 @@ rl_find_local_store(void)
 	if (!has_area[LOCAL_STORE])
 		start_area(LOCAL_STORE, false);
 	return has_area[LOCAL_STORE];
+}
+
+/*
+ * Attaches the memory of overdue refunds, and with "create" creates it if no process has.  Returns false
+ * if there is none.  Does not throw.  Needs shared memory.
+ */
+bool
+rl_start_overdue(bool create)
+{
+	if (!has_area[OVERDUE])
+		start_area(OVERDUE, create);
+	return has_area[OVERDUE];
 }
 
 /* Returns for how many states the local store has room.  Needs shared memory. */

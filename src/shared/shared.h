@@ -41,6 +41,7 @@ extern bool rl_shared_available(void);
 extern void rl_require_shared(const char *what);
 extern void rl_require_local_store(const char *what);
 extern bool rl_find_local_store(void);
+extern bool rl_start_overdue(bool create);
 extern int	rl_shared_max_keys(void);
 extern RlHash rl_shared_hash(const void *data, size_t len);
 extern RlKeyHash rl_key_hash(const RlKey *key);

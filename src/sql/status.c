@@ -16,9 +16,10 @@
 #include "shared/cells.h"
 #include "shared/counters.h"
 #include "shared/known.h"
+#include "shared/overdue.h"
 #include "sql/arguments.h"
 
-#define COLUMNS				20
+#define COLUMNS				24
 
 PG_FUNCTION_INFO_V1(rl_status);
 Datum
@@ -58,9 +59,11 @@ rl_status(PG_FUNCTION_ARGS)
 	{
 		RlCellsFill fill;
 		RlKnownFill known;
+		RlOverdueFill overdue;
 
 		rl_cells_fill(&fill);
 		rl_known_fill(&known);
+		rl_overdue_fill(&overdue);
 		values[n] = Int64GetDatum(fill.keys);
 		values[n + 1] = Int64GetDatum(fill.max_keys);
 		values[n + 2] = Int64GetDatum(fill.entries);
@@ -69,9 +72,13 @@ rl_status(PG_FUNCTION_ARGS)
 		values[n + 5] = Int64GetDatum(known.leases);
 		values[n + 6] = Int64GetDatum(known.max_leases);
 		values[n + 7] = Int64GetDatum(known.denials_evicted);
-		values[n + 8] = TimestampTzGetDatum(rl_counters_since());
-		for (int i = 0; i < 9; i++)
-			nulls[n + i] = false;
+		values[n + 8] = Int64GetDatum(overdue.waiting);
+		values[n + 9] = Float8GetDatum((double) overdue.oldest / RL_SECOND);
+		values[n + 10] = Int64GetDatum(overdue.sent);
+		values[n + 11] = Int64GetDatum(overdue.lost);
+		values[n + 12] = TimestampTzGetDatum(rl_counters_since());
+		for (int i = 0; i < 13; i++)
+			nulls[n + i] = i == 9 && overdue.waiting == 0;
 	}
 	rl_set_text(values, nulls, COLUMNS - 1, RL_COMMIT[0] == '\0' ? RL_VERSION : RL_VERSION " (" RL_COMMIT ")");
 	return rl_row(fcinfo, values, nulls);

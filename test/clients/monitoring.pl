@@ -154,6 +154,8 @@ my $figures = join ' UNION ALL ',
 	[ 'breaker_open', "(breaker <> 'closed')::int" ], [ 'two_masters', '(warning IS NOT NULL)::int' ], [ 'local_keys', 'local_keys' ], [ 'local_keys_max', 'local_max_keys' ],
 	[ 'local_entries', 'local_entries' ], [ 'local_entries_max', 'local_max_entries' ],
 	[ 'local_evictions_total', 'local_evicted' ], [ 'denial_evictions_total', 'denials_evicted' ],
+	[ 'refunds_overdue', 'refunds_overdue' ], [ 'refunds_overdue_seconds', 'coalesce(refunds_overdue_for, 0)' ],
+	[ 'refunds_sent_late_total', 'refunds_sent_late' ], [ 'refunds_lost_total', 'refunds_lost' ],
 	[ 'stat_start_time_seconds', 'extract(epoch FROM stat_since)' ]);
 
 # Checks that Prometheus gets the figures that the session sees, and no others.

@@ -29,6 +29,8 @@ sub new_key { return 'key:' . ++$keys; }
 sub held
 {
 	my ($key) = @_;
+
+	settled($watcher) unless $local;
 	return $watcher->ask("SELECT 3 - remaining FROM rl_peek('$key', 'concurrent 3/1h', 0)");
 }
 
@@ -354,7 +356,7 @@ $_->ask('ROLLBACK') foreach $session, $others[0];
 
 unless ($local)
 {
-	my $free = "SELECT count(*) FROM rl_peek(KEY, 'concurrent 1/2s', 0) WHERE remaining = 1";
+	my $free = "SELECT count(*) FROM rl_peek(KEY, 'concurrent 1/1h', 0) WHERE remaining = 1";
 
 	foreach my $end ('COMMIT', 'ROLLBACK', "PREPARE TRANSACTION 'q'")
 	{
@@ -364,21 +366,20 @@ unless ($local)
 		foreach my $try (1 .. 10)
 		{
 			last if @ms && min(@ms) <= 150;
-			$session->ask("BEGIN; CREATE TABLE t$try (); SELECT allowed FROM rl_wait('$key', 'concurrent 1/2s'); SET LOCAL ratelimit.command_timeout = '100ms'");
+			$session->ask("BEGIN; CREATE TABLE t$try (); SELECT allowed FROM rl_wait('$key', 'concurrent 1/1h'); SET LOCAL ratelimit.command_timeout = '100ms'");
 			$redis->pause;
 			my ($ms) = (split /\n/, $session->ask("SELECT clock_timestamp() AS began \\gset\n$end;\nSELECT extract(epoch FROM clock_timestamp() - :'began') * 1000"))[-1];
 			push @ms, $ms;
 			is($session->error, '', "$end while Redis is suspended raises no error");
 			$redis->resume;
-			is_deeply([ lost() ], [ [ 1, 'lost the connection to Redis: ratelimit.command_timeout has passed' ] ], "$end: the log shows the lost refund");
+			await("$end: the unit", sub { return $watcher->ask($free =~ s/KEY/'$key'/r) });
+			is_deeply([ lost() ], [], "$end: the refund arrives when Redis answers again");
 			$session->ask("COMMIT PREPARED 'q'") if $end =~ /PREPARE/;
 			is($session->ask("SELECT to_regclass('t$try') IS NOT NULL"), $end eq 'ROLLBACK' ? 'f' : 't', "$end ends the transaction");
 			$session->ask("DROP TABLE IF EXISTS t$try");
 		}
 		note "$end took @ms ms";
 		cmp_ok(min(@ms), '<=', 150, "$end ends within command_timeout + 50 ms");
-		await('the unit', sub { $watcher->ask($free =~ s/KEY/'$key'/r) });
-		pass("$end: the unit is free after the period");
 	}
 
 	# Redis has lost its scripts or its data, redis_url has changed, or the connection is lost.
@@ -399,12 +400,12 @@ unless ($local)
 		$session->ask('BEGIN; ' . take($key));
 		$redis->cli('CLIENT', 'KILL', 'TYPE', 'normal', 'SKIPME', 'yes');
 		$session->ask($end);
-		is(held($key), 0, "$end connects again if the connection is lost");
+		is(held($key), 0, "$end: the unit is free although the connection was lost");
 	}
 	$session->ask('BEGIN; SAVEPOINT s; ' . take($key) . '; ROLLBACK TO s');
 	$redis->cli('CLIENT', 'KILL', 'TYPE', 'normal', 'SKIPME', 'yes');
 	$session->ask('COMMIT');
-	is(held($key), 0, 'COMMIT connects again for the units of a savepoint');
+	is(held($key), 0, 'the same for the units of a savepoint');
 	$session->ask("COMMIT PREPARED 'r'");
 	is_deeply([ lost() ], [], 'and loses no refund');
 	$session->ask('CREATE TABLE without_redis ()');
@@ -414,16 +415,15 @@ unless ($local)
 	$session->ends('COMMIT', 'COMMIT without Redis raises no error');
 	rename $redis->socket . '.away', $redis->socket or die "could not rename the socket: $!";
 	is($session->ask('SELECT count(*) FROM without_redis'), 1, 'it commits');
-	is_deeply([ lost() ], [ [ 1, 'there is no connection to Redis' ] ], 'and the log shows the lost refund');
+	is(held('without redis'), 0, 'and the refund arrives when Redis is back');
+	is_deeply([ lost() ], [], 'it is not lost');
 	$session->ends("BEGIN; " . take($key) . "; SET LOCAL ratelimit.redis_url = 'nonsense'; COMMIT", 'a redis_url that is wrong does not fail COMMIT');
-	is_deeply([ lost() ], [ [ 1, 'ratelimit.redis_url was changed meanwhile' ] ], 'its refund is lost');
-	is($session->ask("SELECT rl_refund('$key', 'concurrent 3/1h', 1)"), '', 'rl_refund');
+	is(held($key), 0, 'its refund is sent with the settings of the charge');
 	$session->ends("BEGIN; " . take($key) . "; SET LOCAL ratelimit.redis_passfile = '/nowhere'; COMMIT", 'nor does a wrong passfile');
-	is_deeply([ lost() ], [ [ 1, 'there is no connection to Redis' ] ], 'its refund is lost too');
-	is($session->ask("SELECT rl_refund('$key', 'concurrent 3/1h', 1)"), '', 'rl_refund');
+	is(held($key), 0, 'its refund is sent, too');
 	$session->ask("BEGIN; " . take($key) . "; SET LOCAL ratelimit.redis_url = 'redis://127.0.0.1:1'; COMMIT");
-	is_deeply([ lost() ], [ [ 1, 'ratelimit.redis_url was changed meanwhile' ] ], 'with another redis_url the refund is lost, and the log shows it');
-	is(held($key), 1, 'and the unit is held for its period');
+	is(held($key), 0, 'and with another redis_url');
+	is_deeply([ lost() ], [], 'none is lost');
 
 	# The store that grants decides where the unit is held.
 	$key = new_key();
@@ -444,6 +444,9 @@ unless ($local)
 	$session->ask(q{BEGIN; SELECT count(rl_allow('many:' || n, 'concurrent 3/1h, concurrent 3/2h, concurrent 3/3h, concurrent 3/4h,
 		concurrent 3/5h, concurrent 3/6h, concurrent 3/7h, concurrent 3/8h')) FROM generate_series(1, 8195) n; COMMIT});
 	is($session->error, '', 'a commit with more charges than there is room for');
+	# On a busy machine, the end of the transaction has no time for all of them.
+	$session->ask(q{SELECT rl_peek('another', '1/1h')});
+	settled($session) unless $local;
 	is($session->ask(q{SELECT count(*) FROM generate_series(1, 8195) n, LATERAL rl_peek('many:' || n, 'concurrent 3/1h', 0) p WHERE p.remaining < 3}), 3,
 		'all charges that had room are refunded');
 	like(new_log($node), qr/too many rate-limit charges in one transaction to refund all of them/, 'the log says so');

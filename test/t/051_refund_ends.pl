@@ -32,15 +32,20 @@ sub new_key { return 'key:' . ++$keys; }
 sub free
 {
 	my ($key) = @_;
+
+	settled($watcher);
 	return $watcher->ask("SELECT free('$key')");
 }
 
 # Returns the numbers of charges that could not be refunded, by the new lines of the
-# log, and the reasons.
+# log, and the reasons.  On a busy machine Redis may have no time to answer; it runs the call later.
 sub lost
 {
+	my ($silent) = @_;
 	my @words = new_log($node) =~ /could not refund (\d+) rate-limit charges.*\n.*DETAIL:  (.*)/g;
-	return map { [ @words[ 2 * $_, 2 * $_ + 1 ] ] } 0 .. @words / 2 - 1;
+	my @lost = map { [ @words[ 2 * $_, 2 * $_ + 1 ] ] } 0 .. @words / 2 - 1;
+
+	return grep { $silent || $_->[1] !~ /^lost the connection to Redis: ratelimit.command_timeout has passed/ } @lost;
 }
 
 # Runs a command that ends a transaction; returns its duration in milliseconds.
@@ -211,8 +216,8 @@ foreach my $try (1 .. 20)
 	push @ms, timed('ROLLBACK;');
 	is($session->error, '', 'ROLLBACK while Redis is suspended raises no error');
 	$redis->resume;
-	is_deeply([ lost() ], [ [ 5, 'lost the connection to Redis: ratelimit.command_timeout has passed' ] ], 'the log shows the lost refund');
-	like(free($key), qr/^(5|10)$/, 'Redis may have received the refund');
+	is_deeply([ lost(1) ], [ [ 5, 'lost the connection to Redis: ratelimit.command_timeout has passed' ] ], 'the log shows the lost refund');
+	is(free($key), 10, 'Redis runs the refund that it had no time to answer');
 
 	$key = new_key();
 	$session->ask("BEGIN; INSERT INTO orders VALUES (100 + $try, 'fay$try', 1); SAVEPOINT s; SELECT take('$key', 5);
@@ -222,7 +227,7 @@ foreach my $try (1 .. 20)
 	push @commit_ms, timed('COMMIT;');
 	is($session->error, '', 'COMMIT while Redis is suspended raises no error');
 	$redis->resume;
-	is_deeply([ lost() ], [ [ 5, 'lost the connection to Redis: ratelimit.command_timeout has passed' ] ], 'the log shows the lost refund of COMMIT');
+	is_deeply([ lost(1) ], [ [ 5, 'lost the connection to Redis: ratelimit.command_timeout has passed' ] ], 'the log shows the lost refund of COMMIT');
 	is($session->ask("SELECT count(*) FROM orders WHERE id = 100 + $try"), 1, 'COMMIT commits');
 
 	$key = new_key();
@@ -232,7 +237,7 @@ foreach my $try (1 .. 20)
 	is(join(' ', $session->error =~ /(?:ERROR|FATAL|PANIC|WARNING):  (\w+)/g), '22012', 'an error in a transaction stays the only error');
 	$redis->resume;
 	is($session->ask('SELECT 1'), 1, 'the session still works');
-	is_deeply([ map { $_->[0] } lost() ], [5], 'the log shows the lost refund after the error');
+	is_deeply([ map { $_->[0] } lost(1) ], [5], 'the log shows the lost refund after the error');
 }
 note "ROLLBACK took @ms ms, COMMIT @commit_ms ms, an error @error_ms ms";
 cmp_ok(min(@$_), '<=', 150, 'the transaction ends within command_timeout + 50 ms') foreach \@ms, \@commit_ms, \@error_ms;
@@ -253,19 +258,21 @@ foreach my $how ('statement_timeout', 'pg_cancel_backend', 'pg_terminate_backend
 	$watcher->ask("SELECT $how($victim_pid)") if $how ne 'statement_timeout';
 	# Then it waits where it cannot be interrupted.
 	await('the wait to end', sub { return $watcher->waits_for($victim_pid) ne 'Extension' });
-	$redis->resume;
+	# The connection that the call has left in doubt is not used: the refund is overdue.
 	if ($how eq 'pg_terminate_backend')
 	{
 		$watcher->await_end($victim_pid);
+		$redis->resume;
 		eval { $victim->quit };
 	}
 	else
 	{
 		$victim->ends('', "$how interrupts a call", '57014');
+		$redis->resume;
 		is($victim->ask("ROLLBACK; SELECT take('another', 0)"), 'redis', "$how: the session still works");
 		$victim->quit;
 	}
-	is(free($key), 9, "$how in a call: charges that were answered before are refunded");
+	like(free($key), qr/^(9|10)$/, "$how in a call: charges that were answered before are refunded");
 }
 is_deeply([ lost() ], [], 'no refund is lost');
 
@@ -286,7 +293,8 @@ is_deeply([ lost() ], [], 'no refund is lost');
 	await('the wait to end', sub { return $watcher->waits_for($victim_pid) ne 'Extension' });
 	append_to_file($goes_on, '');
 	$victim->ends('', 'a cancel interrupts a call within its reply', '57014');
-	is($liar->requests, 3, 'the refund of an earlier charge is sent after the rest of the reply');
+	await('the refund', sub { return $liar->requests == 3 });
+	pass('the refund of an earlier charge is sent by a connection of its own');
 	$victim->quit;
 	is_deeply([ lost() ], [], 'it is not lost');
 }
@@ -399,7 +407,7 @@ is_deeply([ lost() ], [], 'no refund is lost');
 	is_deeply([ lost() ], [], 'no refund is lost');
 }
 
-# A call that is not answered loses all refunds.
+# After a call that is not answered, there is no connection for the refund.
 {
 	my $key = new_key();
 
@@ -409,32 +417,8 @@ is_deeply([ lost() ], [], 'no refund is lost');
 	is(join(' ', $session->error =~ /(?:ERROR|FATAL|PANIC|WARNING):  (\w+)/g), 'PT504', 'a call that is not answered');
 	$session->ask('ROLLBACK');
 	$redis->resume;
-	is_deeply([ lost() ], [ [ 5, 'there is no connection to Redis' ] ], 'the log shows that the connection and the refund are lost');
-}
-
-# Redis answers, but there are more refunds than command_timeout allows.
-{
-	$session->ask("SET ratelimit.retry_interval = '1h'");
-	my @ms = measures(55, sub {
-		$session->ask("BEGIN; SELECT count(rl_allow('slow:' || n, '5/1h refund_on_abort, fixed_window 5/1h refund_on_abort, sliding_log 5/1h refund_on_abort'))
-			FROM generate_series(1, 3000) n; SET LOCAL ratelimit.command_timeout = '5ms'");
-		my $ms = timed('ROLLBACK;');
-		my ($lost) = map { $_->[0] } lost();
-		cmp_ok($lost || 0, '>', 0, 'of too many refunds the rest is lost: ' . ($lost || 0));
-
-		# A Redis that has no processor for 5 ms does not answer any.
-		if ($lost == 9000)
-		{
-			$session->ask("SET ratelimit.retry_interval = 0; SELECT take('another', 0); SET ratelimit.retry_interval = '1h'");
-			return 1e9;
-		}
-		is($session->ask("SELECT take('another', 0)"), 'redis', 'the breaker stays closed');
-		return $ms;
-	});
-	$session->ask('RESET ratelimit.retry_interval');
-	note "9000 charges take @ms ms";
-	cmp_ok(min(@ms), '<=', 55, 'the transaction with too many refunds ends within command_timeout + 50 ms');
-	$redis->cli('FLUSHALL');
+	like(free($key), qr/^(9|10)$/, 'the refund arrives when Redis answers');
+	is_deeply([ lost() ], [], 'it is not lost');
 }
 
 #
@@ -449,7 +433,7 @@ is_deeply([ lost() ], [], 'no refund is lost');
 	is($watcher->ask("SELECT take('$key', 4)"), 'redis', 'another session takes quota of a Redis that has lost its data');
 	$session->ends('ROLLBACK', 'ROLLBACK after Redis was killed raises no error');
 	is(free($key), 6, 'the refund does not free quota of another session');
-	is_deeply([ map { $_->[0] } lost() ], [5], 'the log shows the lost refund after the kill');
+	is_deeply([ lost() ], [], 'no refund is lost after the kill');
 	is($session->ask("SELECT take('$key', 1)"), 'redis', 'the session still works after the kill');
 
 	# Flushed scripts.
@@ -500,18 +484,17 @@ is_deeply([ lost() ], [], 'no refund is lost');
 	my $set = "SET LOCAL ratelimit.redis_url = '" . $other->url . "'";
 
 	$session->ask("BEGIN; SELECT take('$key', 5); $set; ROLLBACK");
-	is_deeply([ lost() ], [ [ 5, 'ratelimit.redis_url was changed meanwhile' ] ], 'with another redis_url the refund is lost, and the log shows it');
+	is(free($key), 10, 'with another redis_url the refund goes to the first server');
 	$session->ask("BEGIN; SELECT take('$key', 1); $set; SELECT 1/0");
 	$session->ask('ROLLBACK');
-	is_deeply([ map { $_->[0] } lost() ], [5], 'the same at an error');
+	is(free($key), 10, 'the same at an error');
 	is_deeply([ $monitor->commands ], [], 'the other server receives no command');
-	is(free($key), 4, 'the first server receives no refund');
 	$key = new_key();
 	$session->ask("BEGIN; SELECT take('$key', 5); SAVEPOINT s; $set; SELECT take('$key', 3); ROLLBACK TO s; SELECT take('$key', 1); ROLLBACK");
-	is_deeply([ lost() ], [ [ 5, 'ratelimit.redis_url was changed meanwhile' ] ], 'the same in a savepoint');
-	is(free($key), 10, 'a refund for the first server is sent to it');
-	is($watcher->ask("$set" =~ s/LOCAL//r . "; SELECT free('$key')"), 7, 'the other server keeps its charge');
+	is(free($key), 10, 'the same in a savepoint');
+	is($watcher->ask("$set" =~ s/LOCAL//r . "; SELECT free('$key')"), 10, 'and one for the other server to that');
 	$watcher->ask('RESET ratelimit.redis_url');
+	is_deeply([ lost() ], [], 'no refund is lost');
 }
 
 # A connection is lost within a transaction, and the call that connects again is
@@ -534,8 +517,9 @@ is_deeply([ lost() ], [], 'no refund is lost');
 	$victim->ask("ROLLBACK");
 	$victim->ends("SELECT take('db', 1)", 'the next call finds that SELECT is not permitted', 'PT504');
 	is($redis->cli('EXISTS', 'rl:{db}'), 0, 'no key is in database 0');
-	is_deeply([ map { $_->[0] } lost() ], [5], 'the log shows the lost refund of the database');
 	$redis->cli('ACL', 'SETUSER', 'default', '+select');
+	await('the refund', sub { return $victim->ask("SELECT free('db')") =~ /^(9|10)$/ });
+	pass('the refund arrives in its database when SELECT is permitted');
 	$victim->quit;
 }
 
@@ -583,11 +567,9 @@ foreach my $end ('ROLLBACK', 'COMMIT', 'SAVEPOINTS')
 	$take->(1, 'redis');
 	$session->ask($end eq 'SAVEPOINTS' ? 'COMMIT' : $end);
 	$session->ask('RESET ratelimit.on_error');
-	is(free($key), $end eq 'ROLLBACK' ? 10 : $end eq 'COMMIT' ? 3 : 5, "$end: the quota in Redis");
+	is(free($key), $end eq 'ROLLBACK' ? 10 : $end eq 'COMMIT' ? 3 : 9, "$end: the quota in Redis");
 	is(local_free($key), $end eq 'ROLLBACK' ? 10 : $end eq 'COMMIT' ? 4 : 9, "$end: the quota in the local store");
-	my @lost = lost();
-	is(scalar @lost, $end eq 'SAVEPOINTS' ? 1 : 0, "$end: the log shows the refunds that Redis replied to with an error");
-	like($lost[0][1], qr/^Redis answered with an error: READONLY/, "$end: the log shows the reason") if @lost;
+	is_deeply([ lost() ], [], "$end: no refund is lost");
 }
 {
 	my $key = new_key();
@@ -618,7 +600,7 @@ foreach my $end ('ROLLBACK', 'COMMIT', 'SAVEPOINTS')
 	$redis->resume;
 	is($session->error, '', 'ROLLBACK raises no error');
 	is(local_free($key), 10, 'the charge in the local store is refunded');
-	is_deeply([ map { $_->[0] } lost() ], [5], 'the log shows the lost refund for Redis');
+	is_deeply([ map { $_->[0] } lost(1) ], [5], 'the log shows the refund for Redis, which it had no time to answer');
 }
 
 #

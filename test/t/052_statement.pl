@@ -466,12 +466,15 @@ foreach my $how ('pg_cancel_backend', 'pg_terminate_backend', $on_redis ? 'silen
 		eval { $victim->quit };
 	}
 	my @lost = lost();
+	settled($session) if $on_redis;
 	my $charged = charged_of($name, $keys);
 	if ($on_redis)
 	{
 		is(scalar @lost, 1, "$how: the log has one line about lost refunds");
 		cmp_ok($charged, '<=', $lost[0], "$how: the log counts at least the $charged keys that are charged");
-		cmp_ok($lost[0], '<=', 512, "$how: the log counts only the keys that were asked for last");
+		# The end of a session cannot wait for Redis, and the list of overdue refunds has room for 20,480.
+		my $most = 512 + ($how eq 'pg_terminate_backend' ? $keys - 20_000 : 0);
+		cmp_ok($lost[0], '<=', $most, "$how: the log counts only the keys that were asked for last, or had no room");
 		like($victim->error, qr/DETAIL:  .*Keys of the statement that may stay charged: $lost[0]\./, "$how: the detail has their number")
 		  if $how ne 'pg_terminate_backend';
 	}

@@ -24,8 +24,9 @@ $session->ask(q{
 # A trigger would escape a colon.
 sub new_name { return 'n' . ++$keys . '_'; }
 
-# Returns the number of charges that could not be refunded, by the new lines of the log.
-sub lost { return sum0(new_log($node) =~ /could not refund (\d+)/g); }
+# Returns the number of charges that could not be refunded, by the new lines of the log; not those of
+# calls that Redis had no time to answer, and runs later.
+sub lost { return sum0(new_log($node) =~ /could not refund (\d+).*\n.*DETAIL:  (?!lost the connection to Redis: ratelimit.command_timeout)/g); }
 
 
 # Returns the number of script calls that Redis has run.
@@ -49,11 +50,14 @@ foreach my $case ([ 'COMMIT', 20_000 ], [ 'ROLLBACK', 5000 ], [ 'COMMIT', 500 ])
 
 	$session->ask("BEGIN; INSERT INTO jobs SELECT '$name' || i FROM generate_series(1, $n) i");
 	is($watcher->ask("SELECT charged('$name', 500, 'concurrent 1/30min')"), 500, "a statement holds units of $n keys");
+	my $late_before = $watcher->ask('SELECT refunds_sent_late FROM rl_status()');
 	my $before = calls();
 	$session->ask($end);
 	my $calls = calls() - $before;
+	my $late = $watcher->ask('SELECT refunds_overdue + refunds_sent_late FROM rl_status()') - $late_before;
+	settled($watcher);
 	is($watcher->ask("SELECT charged('$name', $n, 'concurrent 1/30min')"), 0, "$end refunds all of them");
-	cmp_ok($calls, '<=', $n / 40, "in $calls calls");
+	cmp_ok($calls, '<=', $n / 40, "in $calls calls") if $late == 0;
 	is(lost(), 0, 'no refund is lost');
 	$redis->cli('FLUSHALL');
 }
@@ -73,6 +77,7 @@ foreach my $case ([ 'COMMIT', 20_000 ], [ 'ROLLBACK', 5000 ], [ 'COMMIT', 500 ])
 	cmp_ok($time[2] - $time[1], '<', $time[1] - $time[0], 'to release savepoints takes less time than to charge');
 	$session->ask("INSERT INTO jobs VALUES ('${name}0')");
 	$session->ask('ROLLBACK TO s1');
+	settled($watcher);
 	is($session->ask("SELECT charged('$name', 100, 'concurrent 1/30min')"), 0, 'the savepoint outside of them refunds all');
 	$session->ask('COMMIT');
 	is(lost(), 0, 'no refund is lost');
@@ -95,12 +100,13 @@ foreach my $case ([ 'COMMIT', 20_000 ], [ 'ROLLBACK', 5000 ], [ 'COMMIT', 500 ])
 	}
 	$redis->cli('SCRIPT', 'FLUSH');
 	$session->ask('ROLLBACK');
+	settled($watcher);
 	$redis->cli('DEL', "rl:{$name$_}") foreach 1, 500;
 	is($watcher->ask("SELECT charged('$name', 1000, '$limits')"), 0, 'a rollback refunds all of them, also with scripts that are not known');
 	is(lost(), 12, 'but those of keys of a wrong type');
 }
 
-# Redis dies: what was sent and has no reply is not sent again.
+# Redis is suspended: units are refunded by their marks, also what was sent and has no reply.
 {
 	my $name = new_name();
 
@@ -108,7 +114,9 @@ foreach my $case ([ 'COMMIT', 20_000 ], [ 'ROLLBACK', 5000 ], [ 'COMMIT', 500 ])
 	$redis->pause;
 	$session->ends('COMMIT', 'COMMIT while Redis is suspended');
 	$redis->resume;
-	is(lost(), 5000, 'refunds without a reply are lost');
+	settled($watcher);
+	is($watcher->ask("SELECT charged('$name', 5000, 'concurrent 1/30min')"), 0, 'all units are free');
+	is(lost(), 0, 'no refund is lost');
 	$redis->cli('FLUSHALL');
 }
 
@@ -188,6 +196,7 @@ foreach my $case ([ 'COMMIT', 20_000 ], [ 'ROLLBACK', 5000 ], [ 'COMMIT', 500 ])
 		$cluster->begin_move($slot, ($from + 1) % 3, $from) if $end eq 'ROLLBACK';
 		$session->ask($end);
 		$cluster->end_move($slot, ($from + 1) % 3, $from) if $end eq 'ROLLBACK';
+		settled($watcher);
 		is($watcher->ask("SELECT charged('$name', 3000, 'concurrent 1/30min')"), 0, "$end refunds at all nodes, also while a slot moves");
 		is(lost(), 0, 'no refund is lost');
 	}
@@ -210,10 +219,10 @@ foreach my $case ([ 'COMMIT', 20_000 ], [ 'ROLLBACK', 5000 ], [ 'COMMIT', 500 ])
 
 		$fresh->ask("SET ratelimit.redis_url = '" . $cluster->url . "'; BEGIN; SELECT rl_check('$key', '$limit')");
 		$cluster->move_slot($cluster->slot($key), 0, 1);
-		$fresh->ask('SELECT pg_sleep(1.1)');
 		$fresh->ask($end);
-		is($watcher->ask("SELECT remaining FROM rl_peek('$key', '$limit', 0)"), $end eq 'ROLLBACK' ? 0 : 1, "$end after the key's slot has moved");
-		is(lost(), $end eq 'ROLLBACK' ? 1 : 0, "$end: lost refunds");
+		settled($watcher);
+		is($watcher->ask("SELECT remaining FROM rl_peek('$key', '$limit', 0)"), 1, "$end after the key's slot has moved");
+		is(lost(), 0, "$end: no refund is lost");
 		$fresh->ask("COMMIT PREPARED 'moved'") if $end =~ /PREPARE/;
 		$fresh->quit;
 	}
@@ -233,10 +242,10 @@ foreach my $end ('COMMIT', 'ROLLBACK')
 	await('the unit in the replica', sub { return $servers[1]->cli('EXISTS', 'rl:{failover}') });
 	$servers[1]->cli('REPLICAOF', 'NO', 'ONE');
 	$servers[0]->cli('REPLICAOF', '127.0.0.1', $servers[1]->port);
-	$fresh->ask('SELECT pg_sleep(1.1)');
 	$fresh->ask($end);
-	is($watcher->ask("SELECT remaining FROM rl_peek('failover', '$limit', 0)"), $end eq 'ROLLBACK' ? 0 : 1, "$end after a planned failover");
-	is(lost(), $end eq 'ROLLBACK' ? 1 : 0, "$end: lost refunds");
+	settled($watcher);
+	is($watcher->ask("SELECT remaining FROM rl_peek('failover', '$limit', 0)"), 1, "$end after a planned failover");
+	is(lost(), 0, "$end: no refund is lost");
 }
 
 # A slow server: what is under way ahead of an action leaves it time.

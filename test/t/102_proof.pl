@@ -391,6 +391,28 @@ sub refunds_once
 		} };
 }
 
+# A run in which the end of a transaction cannot send a refund, or does not get the answer.  Another session has
+# five units, which no refund may take.
+sub overdue
+{
+	my ($change, $how) = @_;
+
+	return { change => $change, run => sub {
+			my ($key) = @_;
+			my $refuses = "$folder/refuses";
+			my $relay = relay(sub { return $_[0] =~ /^EVAL/ && unlink($refuses) ? "-LOADING Redis is loading the dataset in memory\r\n" : '' });
+			my ($client, $other) = clients($relay->path, $redis->socket);
+
+			take($other, $key, $refunded, 1, 5);
+			$client->ask('BEGIN; ' . charge($key, 5));
+			$how eq 'lose' ? disturb($relay, 'lose') : append_to_file($refuses, '');
+			$client->ask('ROLLBACK');
+			await('the refunds', sub { return $other->ask('SELECT refunds_overdue = 0 FROM rl_status()') eq 't' || used($other, $key, $refunded) < 5 });
+			my $used = used($other, $key, $refunded);
+			return ($used == 5, "$used of 5 units");
+		} };
+}
+
 $runs{ledger} = {
 	RELEASE_STAYS => keeps([ 'src/transaction.c', 'committed_to = Min(committed_to, level - 1);', ';' ],
 		'SAVEPOINT s; TAKE RELEASE s; SAVEPOINT t; ROLLBACK TO t;'),
@@ -398,8 +420,10 @@ $runs{ledger} = {
 	INTERRUPTED_KEPT => refunds_once([ 'src/ledger.c', 'settle(unsettled, KEEP, &error);', 'unsettled = NULL;' ], 'hold'),
 	SENT_AGAIN => refunds_once([ 'src/ledger.c', 'if (outcome == RL_REFUND_UNSENT && (unsent == KEEP',
 			'if ((outcome == RL_REFUND_UNSENT || outcome == RL_REFUND_SENT) && (unsent == KEEP' ], 'lose'),
+	SENT_IS_OVERDUE => overdue([ 'src/ledger.c', '(outcome == RL_REFUND_SENT && entry->charge.by_mark != 0);', 'outcome == RL_REFUND_SENT;' ], 'lose'),
+	TAKEN_STAYS => overdue([ 'src/shared/overdue.c', "\tremove_entry(target, at);\n\treturn true;", "\treturn true;" ], 'refuse'),
 	REDIRECT_IS_DONE => {
-		change => [ 'src/redis/refunds.c', "calls->redirects++;\n\tcalls->outcome = RL_REFUND_UNSENT;", "calls->redirects++;\n\tcalls->outcome = RL_REFUND_DONE;" ],
+		change => [ 'src/redis/refunds.c', 'set_outcome(calls, n, RL_REFUND_LATER);', 'set_outcome(calls, n, RL_REFUND_DONE);' ],
 		run => sub {
 			my ($key) = @_;
 			my $moves = "$folder/moves";
@@ -416,14 +440,12 @@ $runs{ledger} = {
 				append_to_file("$folder/port$i", $nodes[$i]->port);
 			}
 			my $client = client($nodes[0]->url);
-			append_to_file($moves, '');
-			$client->ask(charge("$key, other", 1));
-			ok(!-e $moves, 'the backend has a connection to both nodes');
 			$client->ask('BEGIN; ' . charge($key, 5));
 			new_log($node);
 			append_to_file($moves, '');
 			$client->ask('ROLLBACK');
 			ok(!-e $moves, 'the refund is redirected');
+			settled($client);
 			my $used = used(client('unix://' . $redis->socket), $key, $refunded);
 			my $logged = new_log($node) =~ /could not refund/ ? 1 : 0;
 			return ($used == 0 || $logged, "$used units are left, $logged are in the log");

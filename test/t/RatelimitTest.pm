@@ -19,7 +19,7 @@ use Test::More;
 
 our @EXPORT = qw(await start_servers new_node shared_node named_node init_node needs_no_preload preload_setting restart_unshared start_node store version
 	with_copies kill_server parent_of has_program preload with_clocks set_clock password_file new_log members steps
-	still_runs session start_clients finish_clients await_load count_of measures
+	still_runs session settled start_clients finish_clients await_load count_of measures
 	none ttl_problems keys_in_virtual_time log_entries wrong_library);
 
 sub import
@@ -409,6 +409,15 @@ sub none
 	my ($problems, $name) = @_;
 
 	return is_deeply([ grep { defined } @$problems[ 0 .. 4 ] ], [], $name);
+}
+
+# Waits until no refund is overdue: on a busy machine, Redis may not answer the end of a transaction in time.
+sub settled
+{
+	my ($session) = @_;
+
+	await('overdue refunds', sub { $session->ask('SELECT coalesce(refunds_overdue, 0) = 0 FROM rl_status()') eq 't' });
+	return;
 }
 
 # Returns the problems of the times to live in Redis: each key must have one, long
