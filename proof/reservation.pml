@@ -5,10 +5,8 @@
  * Two ids reserve, extend and settle under "fixed_window, concurrent 1" on one key.  Each call is
  * one script, so it is one step.  A call that is retried because its reply was lost, a call that
  * runs late, and a client that crashes and begins again, are calls in another order.  So any call
- * may come at any time, and so may a reset.  A reset of the limits writes a number that no record
- * has, for as long as there are records from before it, and the flag "r" in "reservations".  When
- * these fields have ended, they are deleted at any time, in any order.  A reset of other limits
- * writes the flag too.
+ * may come at any time, and so may a reset.  A reset of the limits begins another life of the states,
+ * which no record has.
  *
  * The window does not end, so that only refunds and resets make quota free.  That a settlement
  * keeps the hold of at most an hour is left out: both times have the same length here.
@@ -32,10 +30,8 @@ byte used = 0;					/* of the window */
 byte unit[2];					/* ticks in which the id has the concurrent unit */
 mtype status[2] = absent;		/* of the record, which stays when it has ended */
 byte left[2];					/* ticks until the record ends */
-byte was[2];					/* the number of the last reset then */
-byte number = 0;				/* in "reset:<tag>", or 0 */
-byte keep = 0;					/* ticks until it ends */
-bool flag = false;				/* in "reservations" */
+byte was[2];					/* the life then */
+byte life = 0;					/* in "born" or "reset:<tag>" */
 
 /* What the page says of an id's last reservation */
 mtype is[2] = absent;			/* lost: open, but the states were reset */
@@ -51,19 +47,8 @@ inline check() {
 	assert((HOLDS(0) -> unit[0] > 0 : true) && (HOLDS(1) -> unit[1] > 0 : true))
 }
 
-/* find_resets, in reserved.lua */
-#ifdef MUTANT_OLD_RESET
-#define RESET		(flag -> number : 0)
-#else
-#define RESET		(flag && keep > 0 -> number : 0)
-#endif
-
 /* The states were reset since the charge of the record. */
-#ifdef MUTANT_SETTLES_AFTER_SWEEP
-#define GONE(i)		(RESET != was[i])
-#else
-#define GONE(i)		(RESET != 0 && RESET != was[i])
-#endif
+#define GONE(i)		(life != was[i])
 
 #ifdef MUTANT_CHARGES_AGAIN
 #define IS_RETRY	false
@@ -83,7 +68,7 @@ inline reserve() {
 	unit[i] = HOLD;
 	status[i] = open;
 	left[i] = HOLD;
-	was[i] = RESET
+	was[i] = life
 }
 
 /* settle.lua without a quota: extend.  It refunds and takes the unit. */
@@ -160,9 +145,7 @@ proctype Resets() {
 				ends[i] = 0;
 				cost[i] = 0
 			}
-			number = 0;
-			keep = 0;
-			flag = false;
+			life = 0;
 			i = 0
 		}
 	/* rl_reset(key, limits): reset.lua writes "reset:<tag>" */
@@ -172,23 +155,16 @@ proctype Resets() {
 			for (i : 0 .. 1) {
 				unit[i] = 0;
 				is[i] = (is[i] == open -> lost : is[i]);
-				cost[i] = 0;
-				keep = (left[i] > keep -> left[i] : keep)
+				cost[i] = 0
 			}
-			i = 1;
+			i = 0;
 			do
-			:: i == was[0] || i == was[1] || i == number -> i++
+			:: i == was[0] || i == was[1] || i == life -> i++
 			:: else -> break
 			od;
-			number = (keep > 0 -> i : number);
-			flag = flag || keep > 0;
+			life = i;
 			i = 0
 		}
-	/* rl_reset(key, other limits) */
-	:: d_step { left[0] > 0 || left[1] > 0 -> flag = true }
-	/* sweep, in expiry.lua */
-	:: d_step { number != 0 && keep == 0 -> number = 0 }
-	:: d_step { flag && left[0] == 0 && left[1] == 0 -> flag = false }
 	od
 }
 
@@ -202,7 +178,6 @@ proctype Clock() {
 				left[i] = (left[i] > 0 -> left[i] - 1 : 0);
 				ends[i] = (ends[i] > 0 -> ends[i] - 1 : 0)
 			}
-			keep = (keep > 0 -> keep - 1 : 0);
 			i = 0
 		}
 	od

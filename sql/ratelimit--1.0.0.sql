@@ -221,7 +221,7 @@ CREATE FUNCTION rl_check_all(keys text[], limits rl_limits[], quotas bigint[] DE
 	RETURNS SETOF record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 2;
 COMMENT ON FUNCTION rl_check_all(text[], rl_limits[], bigint[]) IS
-	'takes quota from one to eight keys, each under the limits at its place in "limits", or from none of them, and returns a row for each key, in the order of "keys", with the decision of its limits; the quota was taken if all rows are allowed; if "quotas" is NULL, each key is charged 1 unit; errors: 22023 for the same key twice, for no or more than eight keys, or for more than eight limits of sliding_window, sliding_log and concurrent together, 2202E for arrays of different lengths or more than one dimension, 22004 for a NULL array of keys or limits or a NULL in an array, and those of rl_check';
+	'takes quota from one to eight keys, each under the limits at its place in "limits", or from none of them, and returns a row for each key, in the order of "keys", with the decision of its limits; the quota was taken if all rows are allowed; if "quotas" is NULL, each key is charged 1 unit, and one element is the quota of each key; errors: 22023 for the same key twice, for no or more than eight keys, or for more than eight limits of sliding_window, sliding_log and concurrent together, 2202E for arrays of different lengths or more than one dimension, 22004 for a NULL array of keys or limits or a NULL in an array, and those of rl_check';
 
 CREATE FUNCTION rl_enforce_all(keys text[], limits rl_limits[], quotas bigint[] DEFAULT NULL,
 		OUT key text, OUT allowed boolean, OUT capacity bigint, OUT remaining bigint,
@@ -259,19 +259,39 @@ CREATE FUNCTION rl_reserve(key text, limits rl_limits, quota bigint, id text, ho
 	RETURNS rl_decision
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_reserve(text, rl_limits, bigint, text, double precision) IS
-	'does the same as rl_check, and keeps the charges under the id, so that rl_settle can change the cost until "hold" seconds have passed (NULL: the shortest period of a concurrent limit, otherwise 1 hour); a call with an id that the key has already charges nothing, and returns allowed with source reserved or settled; a concurrent limit takes one unit, until the reservation ends; rollback does not refund it; errors: PT409 if the id exists with other limits or another quota, 22023 for an id that is empty or longer than 128 bytes in UTF-8, for a hold of less than a microsecond or more than 31 days, or one that is longer than the period of a concurrent limit, 54000 for more than 4,096 reservations of a key, and those of rl_check';
+	'does the same as rl_check, and keeps the charges under the id, so that rl_settle can change the cost until "hold" seconds have passed (NULL: the shortest period of a concurrent limit, otherwise 1 hour); a call with an id that the key has already charges nothing, and returns allowed with source reserved or settled; a concurrent limit takes one unit, until the reservation ends; rollback does not refund it; errors: PT409 if the id exists with other keys, limits or quotas, 22023 for an id that is empty or longer than 128 bytes in UTF-8, for a hold of less than a microsecond or more than 31 days, or one that is longer than the period of a concurrent limit, 54000 for more than 4,096 reservations of a key, and those of rl_check';
 
 CREATE FUNCTION rl_settle(key text, id text, quota bigint)
 	RETURNS boolean
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_settle(text, text, bigint) IS
-	'makes "quota" the cost of a reservation: refunds the rest of each charge that has not been replenished since, or charges the difference whether it fits or not, and frees the unit of a concurrent limit; returns false if the key has no such reservation (any more); of several calls, the first one counts; errors: 22023 for an invalid id, and those of rl_peek';
+	'makes "quota" the cost of a reservation: refunds the rest of each charge that has not been replenished since, or charges the difference whether it fits or not, and frees the unit of a concurrent limit; returns false if the key has no such reservation (any more); of several calls, the first one counts; errors: PT409 if the reservation has other keys, 22023 for an invalid id, and those of rl_peek';
 
 CREATE FUNCTION rl_extend(key text, id text, hold double precision DEFAULT NULL)
 	RETURNS boolean
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_extend(text, text, double precision) IS
-	'starts the hold of a reservation again from now, also of the unit of a concurrent limit (NULL: as long as before); returns false if the reservation has ended or is settled, or the unit is lost; errors: 22023 for an invalid id or hold, and those of rl_peek';
+	'starts the hold of a reservation again from now, also of the unit of a concurrent limit (NULL: as long as before); returns false if the reservation has ended or is settled, or the unit is lost; errors: PT409 if the reservation has other keys, 22023 for an invalid id or hold, and those of rl_peek';
+
+CREATE FUNCTION rl_reserve_all(keys text[], limits rl_limits[], quotas bigint[], id text, hold double precision DEFAULT NULL,
+		OUT key text, OUT allowed boolean, OUT capacity bigint, OUT remaining bigint,
+		OUT retry_after double precision, OUT reset_after double precision, OUT rule text, OUT source text)
+	RETURNS SETOF record
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000 ROWS 2;
+COMMENT ON FUNCTION rl_reserve_all(text[], rl_limits[], bigint[], text, double precision) IS
+	'does the same as rl_check_all, and keeps the charges of all keys under the id, as rl_reserve does, so that rl_settle_all can change the cost; the record is in the state of the last key, so the order of "keys" is a part of the action; returns a row for each key, all with source reserved or settled if the last key has the id already; "hold" is in seconds (NULL: the shortest period of a concurrent limit of any key, otherwise 1 hour); keys under unlimited and keys with quota 0 are not charged; errors: PT409 if the id exists with other keys, limits or quotas, 22023 for keys in several slots of a Redis Cluster, and those of rl_reserve and rl_check_all';
+
+CREATE FUNCTION rl_settle_all(keys text[], id text, quotas bigint[])
+	RETURNS boolean
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_settle_all(text[], text, bigint[]) IS
+	'makes "quotas" the costs of a reservation at its keys, which are in the order in which they were reserved; one element is the cost at each key; the quota of a key that was not charged is ignored; returns false if the last key has no such reservation (any more); of several calls, the first one counts; errors: PT409 if the reservation has other keys, 22004 for NULL, 2202E for arrays of different lengths, 22023 for keys in several slots of a Redis Cluster, and those of rl_settle';
+
+CREATE FUNCTION rl_extend_all(keys text[], id text, hold double precision DEFAULT NULL)
+	RETURNS boolean
+	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE PARALLEL RESTRICTED COST 1000;
+COMMENT ON FUNCTION rl_extend_all(text[], text, double precision) IS
+	'starts the hold of a reservation on several keys again from now, also of the units of their concurrent limits (NULL: as long as before); returns false, and changes nothing, if the reservation has ended or is settled, or one unit is lost; errors: as for rl_extend and rl_settle_all';
 
 CREATE FUNCTION rl_reset(key text)
 	RETURNS boolean

@@ -284,6 +284,19 @@ take_many(Call *calls, int n, int64 *unanswered, RlError *error)
 	return done;
 }
 
+/* Answers a call under limits that are unlimited or blocked, of an action with a reservation. */
+static void
+answer_unlisted(Call *call, RlSource found)
+{
+	RlAnswer   *answer = call->answer;
+
+	answer->decision = rl_unasked_decision(call->action->limits);
+	if (found == RL_FROM_RESERVED || found == RL_FROM_SETTLED)
+		rl_set_reserved(&answer->decision, found == RL_FROM_SETTLED);
+	answer->binding = 0;
+	call->answered = true;
+}
+
 /*
  * Asks a store for one action on the keys of n calls; the first answer has the usage of
  * all.  Returns false with the error set if the store fails.
@@ -293,6 +306,7 @@ take_all(Call *calls, int n, const RlStore *store, RlError *error)
 {
 	const RlAction *actions[RL_MAX_KEYS] = {NULL};
 	RlTaken		taken[RL_MAX_KEYS];
+	RlSource	source = RL_FROM_UNLIMITED;
 
 	for (int i = 0; i < n; i++)
 	{
@@ -302,9 +316,17 @@ take_all(Call *calls, int n, const RlStore *store, RlError *error)
 	if (!rl_take_all(store, actions, n, taken, &calls->answer->usage, error))
 		return false;
 	for (int i = 0; i < n; i++)
+		if (actions[i]->limits->n > 0)
+			source = taken[i].each[0].source;
+	for (int i = 0; i < n; i++)
 	{
 		RlAnswer   *answer = calls[i].answer;
 
+		if (actions[i]->limits->n == 0)
+		{
+			answer_unlisted(&calls[i], source);
+			continue;
+		}
 		answer->at = taken[i].at;
 		if (store->is_local)
 			calls[i].known.asked = answer->at.store;
@@ -325,10 +347,10 @@ allows_unasked(const Call *calls, int n, const RlError *error)
 {
 	bool		shadow = true;
 
-	if (rl_error_is_of_action(error))
+	if (error->of_action)
 		rl_raise(error);
 	for (int i = 0; i < n; i++)
-		shadow &= rl_all_shadow(calls[i].action->limits);
+		shadow &= calls[i].action->limits->n == 0 || rl_all_shadow(calls[i].action->limits);
 	/* In shadow mode a limit never stops an action, as a shadow limit. */
 	if (rl_mode == RL_MODE_SHADOW || shadow)
 		return true;
@@ -348,7 +370,7 @@ static void
 apply_on_error(Call *calls, int n, bool together, const RlError *failure)
 {
 	bool		local = rl_on_error == RL_ON_ERROR_LOCAL && !calls->store->is_local && !rl_error_is_own(failure) &&
-		!rl_error_is_of_action(failure);
+		!failure->of_action;
 	bool		allowed = local || allows_unasked(calls, n, failure);
 	RlError    *kept = memcpy(palloc(sizeof(RlError)), failure, sizeof(RlError));
 	RlError		local_failure;
@@ -364,6 +386,11 @@ apply_on_error(Call *calls, int n, bool together, const RlError *failure)
 				take(&calls[i], &rl_local_store, &local_failure))
 				continue;
 			allowed = allows_unasked(calls, n, &local_failure);
+		}
+		if (calls[i].action->limits->n == 0)
+		{
+			answer_unlisted(&calls[i], RL_FROM_UNLIMITED);
+			continue;
 		}
 		rl_log_failure(local ? &local_failure : failure,
 					   allowed ? "Actions are allowed unasked, as ratelimit.on_error or ratelimit.mode says." :
@@ -543,7 +570,7 @@ ask_local(Call *calls, int n, bool together, RlError *error)
 static inline void
 begin(Call *call, RlAction *action, RlAnswer *answer, bool together, RlLeaseCall *lease)
 {
-	bool		plain = action->how == RL_TAKE && answer->each == NULL && !together && action->reserve == NULL;
+	bool		plain = action->how == RL_TAKE && answer->each == NULL && !together;
 	bool		shared;
 
 	if (action->limits->refunds)
@@ -662,7 +689,8 @@ run(RlAction *actions, int n, RlAnswer *answers, Call *calls, RlLeaseCall *lease
 			rl_set_unasked(&actions[i], &answers[i], true, RL_OFF);
 			continue;
 		}
-		if (actions[i].limits->kind != RL_LISTED)
+		/* The record of a reservation has all keys. */
+		if (actions[i].limits->kind != RL_LISTED && actions[i].reserve == NULL)
 		{
 			decide_unasked(&actions[i], &answers[i]);
 			continue;

@@ -82,26 +82,32 @@ rl_log_failure(const RlError *error, const char *consequence)
 					 errdetail_internal("%s%s%s", error->detail, error->detail[0] ? " " : "", consequence)));
 }
 
-/*
- * Sets the error of a reservation that cannot be made: there is another one with its id, or the
- * key has too many.  Returns false.
- */
+/* Sets the error of a call by the id of a reservation of another action, which has so many keys.  Returns false. */
 bool
-rl_not_reserved(bool other, RlError *error)
+rl_reserved_otherwise(int nkeys, RlError *error)
 {
-	if (other)
-	{
-		rl_error_set(error, ERRCODE_RESERVED_OTHERWISE, "reservation exists with other limits or another quota");
-		return rl_error_detail(error, "The id of a reservation names one action: its key, limits and quota.");
-	}
+	rl_error_set(error, ERRCODE_RESERVED_OTHERWISE, "reservation exists for another action");
+	error->of_action = true;
+	return rl_error_detail(error, "The id of a reservation names one action: its keys, limits and quotas. This reservation has %d %s.",
+						   nkeys, nkeys == 1 ? "key" : "keys");
+}
+
+/* Sets the error of a reservation for which the key has too many.  Returns false. */
+bool
+rl_too_many_reservations(RlError *error)
+{
 	rl_error_set(error, ERRCODE_PROGRAM_LIMIT_EXCEEDED, "key has too many reservations");
+	error->of_action = true;
 	return rl_error_detail(error, "A key has at most %d reservations. In Redis, its other fields count as well.",
 						   RL_MAX_RESERVATIONS);
 }
 
-/* Returns true if the error is one of these.  No store has failed, so ratelimit.on_error does not apply. */
+/* Sets the error of a reservation whose keys are in several slots of a Cluster.  Returns false. */
 bool
-rl_error_is_of_action(const RlError *error)
+rl_reserved_apart(RlError *error)
 {
-	return error->sqlstate == ERRCODE_RESERVED_OTHERWISE || error->sqlstate == ERRCODE_PROGRAM_LIMIT_EXCEEDED;
+	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "the keys of a reservation must be in one slot of the Redis Cluster");
+	error->of_action = true;
+	error->hint = "Begin the keys with the same tag in braces, such as \"{acme}user:7\".";
+	return false;
 }

@@ -39,8 +39,9 @@
 extern bool rl_error_set(RlError *error, int sqlstate, const char *fmt,...) rl_attribute_printf(3, 4);
 extern bool rl_error_detail(RlError *error, const char *fmt,...) rl_attribute_printf(2, 3);
 extern bool rl_error_is_own(const RlError *error);
-extern bool rl_not_reserved(bool other, RlError *error);
-extern bool rl_error_is_of_action(const RlError *error);
+extern bool rl_reserved_otherwise(int nkeys, RlError *error);
+extern bool rl_too_many_reservations(RlError *error);
+extern bool rl_reserved_apart(RlError *error);
 extern const char *rl_error_text(const RlError *error);
 extern void rl_log_failure(const RlError *error, const char *consequence);
 

@@ -46,6 +46,7 @@
 #define RL_DEFAULT_HOLD		(3600 * RL_SECOND)
 #define RL_KEEP_SETTLED		(3600 * RL_SECOND)	/* at most, of a settled reservation */
 #define RL_MAX_RESERVATIONS	4096	/* records of a key */
+#define RL_DIGEST			16	/* bytes of the hashes in a record */
 
 #define RL_SECOND			INT64CONST(1000000)
 #define RL_DAY				(86400 * RL_SECOND)
@@ -83,6 +84,7 @@ typedef struct RlError
 	bool		answered;		/* the server has sent an error reply, or nonsense */
 	bool		replica;		/* the server is; another one may be the master */
 	bool		wrong_password; /* Redis wants another one, or none */
+	bool		of_action;		/* no store has failed, so ratelimit.on_error does not apply */
 	int64		retry_after;	/* us until the breaker lets a backend connect, or 0 */
 	const char *hint;			/* NULL: none */
 	char		message[256];
@@ -180,8 +182,8 @@ typedef struct RlLimits
 	int			n;				/* 0 unless RL_LISTED */
 	bool		refunds;		/* one of them has refund_on_abort */
 	bool		concurrent;		/* one of them is: refusals are not cached */
-	bool		reserves;		/* for rl_reserve: a concurrent limit takes one unit, whatever
-								 * the quota is */
+	bool		reserves;		/* for a reservation: a concurrent limit takes one unit,
+								 * whatever the quota is */
 	int64		lease;			/* the shortest of the limits' leases; 0: none has one */
 	uint64		hash;			/* of the canonical text, the same in each release and on each machine: Redis keeps it */
 	RlLimit		limit[RL_MAX_LIMITS];
@@ -239,11 +241,14 @@ typedef enum RlTake
 	RL_PEEK						/* only decide, and change nothing */
 } RlTake;
 
-/* The record that an action makes of its charges. */
+/* The record that an action on some keys makes of its charges, in the state of the last key. */
 typedef struct RlReserve
 {
 	RlKey		id;
 	int64		hold;
+	int			nkeys;
+	uint8		keys[RL_DIGEST];	/* hash of the keys, in their order; of one key zeros */
+	uint8		action[RL_DIGEST];	/* and with their limits and quotas */
 } RlReserve;
 
 /*
@@ -265,8 +270,8 @@ typedef struct RlSettled
 		RL_SETTLED_DONE,
 		RL_SETTLED_LONG_HOLD	/* longer than the period of a concurrent limit */
 	}			how;
-	int64		quota;			/* that was reserved, if it is settled now; otherwise 0 */
-	uint64		limits;			/* the hash of its limits, then */
+	int64		quotas[RL_MAX_KEYS];	/* that were charged to each key, if it is settled now; otherwise 0 */
+	uint64		limits[RL_MAX_KEYS];	/* the hash of each key's limits, then */
 } RlSettled;
 
 /* A request. */
@@ -362,8 +367,8 @@ typedef enum RlMode
  * if the store fails, and raises errors of wrong settings and of interrupts only.
  * A store is not asked about limits that are unlimited or blocked.
  *
- * take decides an action and, as the action says, charges it if every limit allows
- * it.  It sets the decision of each limit and the answer's time, and adds to the
+ * take decides an action without a reservation and, as the action says, charges it if every limit
+ * allows it.  It sets the decision of each limit and the answer's time, and adds to the
  * answer's usage.
  *
  * take_many does this for n actions, each by itself, and calls took() for each one
@@ -373,16 +378,17 @@ typedef enum RlMode
  * are as fast one by one has no take_many.
  *
  * take_all decides n actions on different keys, RL_MAX_KEYS at most, as one: it charges
- * all of them or none, in one step.  If the store cannot do so because the keys are
- * apart, it changes nothing and returns false with *apart set.  Then take_parts
+ * all of them or none, in one step.  With a reservation, which all of them have, it also makes the
+ * record, and keys may have no limits.  If the store cannot do so because the keys are
+ * apart, it changes nothing and returns false, with *apart set unless there is a reservation.  Then take_parts
  * charges each key or not, by itself: it calls took() when the answer of a key comes, and
  * *unanswered is as for take_many.  A store that keeps all keys together has no take_parts.
  *
  * refund refunds the quota to each of the limits, never above full.  reset deletes
  * the states of the limits, or all of the key if they are NULL, and unban the ban; both
  * set *found to whether there was something to delete.  "why" of a ban has less than
- * RL_MAX_WHY bytes.  settle makes the quota the cost of a reservation; if the quota is
- * RL_UNKNOWN, it starts the hold again instead, with another length unless "hold" is 0.
+ * RL_MAX_WHY bytes.  settle makes the quotas the costs of the keys of a reservation, of which it
+ * gets no "action"; if quotas is NULL, it starts the hold again instead, with another length unless "hold" is 0.
  */
 typedef struct RlStore
 {
@@ -400,7 +406,7 @@ typedef struct RlStore
 	bool		(*reset) (const RlKey *key, const RlLimits *limits, bool *found, RlError *error);
 	bool		(*ban) (const RlKey *key, int64 duration, const char *why, RlError *error);
 	bool		(*unban) (const RlKey *key, bool *found, RlError *error);
-	bool		(*settle) (const RlKey *key, const RlKey *id, int64 quota, int64 hold, RlSettled *settled, RlError *error);
+	bool		(*settle) (const RlKey *keys, const RlReserve *of, const int64 *quotas, RlSettled *settled, RlError *error);
 } RlStore;
 
 /* settings.c: settings, and a number that grows when the URL, a file or the prefix is set */

@@ -44,8 +44,8 @@ typedef enum Form
 	SINGLE,						/* single_*.lua, or many_throttle.lua: one limit without options */
 	LISTED,						/* check.lua, or check_many.lua */
 	LEASED,						/* lease.lua, for one key */
-	RESERVED,					/* reserve.lua, for one key */
-	TOGETHER					/* check_all.lua, which decides all keys together */
+	TOGETHER,					/* check_all.lua, which decides all keys together */
+	RESERVED					/* reserve.lua, which also makes a record */
 } Form;
 
 /* Actions, and the calls that decide them. */
@@ -79,7 +79,7 @@ typedef struct KeyReply
 	int64		single[RL_REPORTED];	/* "reported" of one limit without options */
 	const char *why;			/* of a ban in force: "limit " and the limit that set it */
 	int			why_len;		/* 0: not known */
-	int64		record;			/* of reserve.lua: the reservation was there, 1: open, 2: settled */
+	int64		record;			/* of reserve.lua, the same for all keys: the reservation was there, 1: open, 2: settled */
 	const int64 *lives;			/* of the limits' states, if the charge may be refunded; or NULL */
 	const int64 *grant;			/* of a lease: units, how long they can be used, the key's life; or NULL */
 } KeyReply;
@@ -208,12 +208,7 @@ set_form(Taking *taking, const RlAction *action, bool many)
 	taking->many = many;
 	taking->form = SINGLE;
 	taking->script = many ? rl_scripts[algorithm].many : rl_scripts[algorithm].single;
-	if (action->reserve != NULL)
-	{
-		taking->form = RESERVED;
-		taking->script = &rl_reserve_script;
-	}
-	else if (!many && asks_lease(action))
+	if (!many && asks_lease(action))
 	{
 		taking->form = LEASED;
 		taking->script = &rl_lease_script;
@@ -288,6 +283,33 @@ append_limits(RlCommand *command, const RlAction *action, const RlLeaseCall *lea
 	}
 }
 
+/* Appends the number of a reservation's keys, and if it has several, their hash. */
+void
+rl_append_keys(RlCommand *command, const RlReserve *reserve)
+{
+	char		text[16 + 2 * RL_DIGEST];
+	int			n = snprintf(text, sizeof(text), "%d", reserve->nkeys);
+
+	if (reserve->nkeys > 1)
+	{
+		text[n++] = ':';
+		n += hex_encode((const char *) reserve->keys, RL_DIGEST, text + n);
+	}
+	rl_command_arg(command, text, n);
+}
+
+/* Appends what reserve.lua gets before the keys' arguments. */
+static void
+append_reserve(RlCommand *command, const RlReserve *reserve)
+{
+	char		action[2 * RL_DIGEST];
+
+	rl_command_arg(command, reserve->id.data, reserve->id.len);
+	rl_command_number(command, reserve->hold);
+	rl_command_arg(command, action, hex_encode((const char *) reserve->action, RL_DIGEST, action));
+	rl_append_keys(command, reserve);
+}
+
 /* Returns the end of the run that begins with key i: keys with the same limits and quota. */
 static int
 run_end(const RlAction *const *actions, const int *order, int i, int n)
@@ -344,11 +366,9 @@ append_run(RlCommand *command, const Taking *taking, const RlAction *action, int
 		append_single(command, action, least);
 		return;
 	}
-	if (action->reserve != NULL)
-		rl_command_arg(command, action->reserve->id.data, action->reserve->id.len);
-	else if (lease != NULL)
+	if (lease != NULL)
 		rl_command_number(command, lease->want);
-	else
+	else if (taking->form != RESERVED)
 		append_how(command, taking, action);
 	rl_command_number(command, action->quota);
 	if (lease != NULL)
@@ -356,12 +376,12 @@ append_run(RlCommand *command, const Taking *taking, const RlAction *action, int
 		rl_command_number(command, lease->length);
 		rl_command_number(command, lease->nleft);
 	}
-	if (action->reserve != NULL)
+	if (taking->form == RESERVED)
 	{
 		char		hash[17];
 
 		snprintf(hash, sizeof(hash), "%016llx", (unsigned long long) action->limits->hash);
-		rl_command_number(command, action->reserve->hold);
+		rl_command_number(command, action->limits->n);
 		rl_command_text(command, hash);
 	}
 	append_limits(command, action, lease);
@@ -413,6 +433,8 @@ append_call(RlCommand *command, int call, void *arg)
 	}
 	if (!one_key)
 		rl_command_text(command, rl_debug_now);
+	if (taking->form == RESERVED)
+		append_reserve(command, actions[order[0]]->reserve);
 	if (taking->form == SINGLE && taking->many)
 	{
 		for (int i = 0; i < n; i = run_end(actions, order, i, n))
@@ -603,14 +625,22 @@ read_grant(const RlLeaseCall *lease, Reader *reader, KeyReply *take)
 		grant[2] >= 0 && grant[2] < RL_CALENDAR_END && (grant[2] > 0 || grant[0] == 0);
 }
 
-/* Reads whether reserve.lua has found the reservation.  Returns false if it cannot send that. */
+/* Reads for all keys whether reserve.lua has found the reservation.  Returns false if it cannot send that. */
 static bool
-read_record(Reader *reader, KeyReply *take)
+read_record(Reader *reader, KeyReply *take, int n)
 {
+	int64		record;
+
 	if (reader->at >= reader->reply->nvalues)
 		return false;
-	take->record = reader->reply->values[reader->at++];
-	return take->record >= 0 && take->record <= 2 && (take->record == 0 || take->verdict == 0);
+	record = reader->reply->values[reader->at++];
+	for (int i = 0; i < n; i++)
+	{
+		take[i].record = record;
+		if (record > 0 && take[i].verdict != 0)
+			return false;
+	}
+	return record >= 0 && record <= 2;
 }
 
 static bool
@@ -635,13 +665,13 @@ read_key(const Taking *taking, const RlAction *action, Reader *reader, KeyReply 
 		return reply->is_array == (reply->nvalues > 1) &&
 			read_single(action, reader, reply->values, reply->nvalues, take);
 	}
-	return read_listed(action, tells_lives(taking, action), reader, take) && (taking->form != RESERVED || read_record(reader, take)) &&
+	return read_listed(action, tells_lives(taking, action), reader, take) &&
 		(taking->form != LEASED || read_grant(action->lease, reader, take));
 }
 
 /* Returns true if the error reply says that the keys are in several slots, and so of a cluster. */
-static bool
-learn_slots(const RlReply *reply, const RlKey *key)
+bool
+rl_learn_slots(const RlReply *reply, const RlKey *key)
 {
 	char		name[RL_MAX_REDIS_KEY];
 
@@ -658,7 +688,7 @@ take_error(Taking *taking, int call, const RlReply *reply)
 
 	if (taking->many)
 	{
-		(void) learn_slots(reply, &taking->actions[taking->order[taking->first[call]]]->key);
+		(void) rl_learn_slots(reply, &taking->actions[taking->order[taking->first[call]]]->key);
 		ask_again(taking, call);
 		return;
 	}
@@ -699,7 +729,7 @@ read_call(int call, const RlReply *reply, void *arg, RlError *error)
 	Taking	   *taking = arg;
 	const int  *order = &taking->order[taking->first[call]];
 	int			n = taking->keys[call];
-	bool		together = taking->form == TOGETHER;
+	bool		together = taking->form >= TOGETHER;
 	bool		charged = true;
 	KeyReply	take[RL_MAX_TOGETHER];
 	RlDecision	decisions[RL_MAX_TOGETHER];
@@ -722,6 +752,8 @@ read_call(int call, const RlReply *reply, void *arg, RlError *error)
 			return rl_wrong_reply(error);
 		charged &= take[i].verdict == 0;
 	}
+	if (taking->form == RESERVED && !read_record(&reader, take, n))
+		return rl_wrong_reply(error);
 	if (reader.at != reply->nvalues || reader.rules_len > 0)
 		return rl_wrong_reply(error);
 	/* A wrong number must not be found when some actions are answered already. */
@@ -761,9 +793,6 @@ rl_redis_take(const RlAction *action, RlDecision *each, RlAnswer *answer, RlErro
 	set_form(&taking, action, false);
 	if (!rl_redis_call(taking.script, append_call, &taking, &answer->usage, &reply, error))
 		return false;
-	if (taking.form == RESERVED && reply.kind == RL_REPLY_NUMBERS && !reply.is_array &&
-		(reply.values[0] == 3 || reply.values[0] == 4))
-		return rl_not_reserved(reply.values[0] == 3, error);
 	if (!read_call(0, &reply, &taking, error))
 		return false;
 	memcpy(each, taken.each, action->limits->n * sizeof(RlDecision));
@@ -877,8 +906,10 @@ rl_redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg
 static void
 set_together(Taking *taking, int *room, int n, bool each)
 {
-	taking->form = TOGETHER;
-	taking->script = &rl_check_all_script;
+	bool		reserves = taking->actions[0]->reserve != NULL;
+
+	taking->form = reserves ? RESERVED : TOGETHER;
+	taking->script = reserves ? &rl_reserve_script : &rl_check_all_script;
 	taking->order = room;
 	taking->first = room + RL_MAX_KEYS;
 	taking->keys = room + 2 * RL_MAX_KEYS;
@@ -891,15 +922,15 @@ set_together(Taking *taking, int *room, int n, bool each)
 }
 
 /* Returns true if the keys are in one slot, or no cluster is known. */
-static bool
-in_one_slot(const RlAction *const *actions, int n)
+bool
+rl_in_one_slot(const RlKey *keys, int n)
 {
 	int			first = -1;
 
 	for (int i = 0; i < n && rl_slots_known(); i++)
 	{
 		char		name[RL_MAX_REDIS_KEY];
-		int			slot = rl_slot(name, rl_redis_key(&actions[i]->key, name));
+		int			slot = rl_slot(name, rl_redis_key(&keys[i], name));
 
 		if (i > 0 && slot != first)
 			return false;
@@ -908,22 +939,42 @@ in_one_slot(const RlAction *const *actions, int n)
 	return true;
 }
 
+/* Reads the reply to a reservation that is not made.  Returns false with the error set. */
+static bool
+not_reserved(int64 reply, RlError *error)
+{
+	if (reply == 0)
+		return rl_too_many_reservations(error);
+	return reply < 0 && reply >= -RL_MAX_KEYS ? rl_reserved_otherwise(-reply, error) : rl_wrong_reply(error);
+}
+
 bool
 rl_redis_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apart,
 				  RlUsage *usage, RlError *error)
 {
 	int			room[3 * RL_MAX_KEYS];
+	RlKey		keys[RL_MAX_KEYS];
 	Taking		taking = {.actions = actions,.taken = taken};
 	RlReply		reply = {.kind = RL_REPLY_NIL};
+	bool		reserves = actions[0]->reserve != NULL;
 
-	*apart = !in_one_slot(actions, n);
-	if (*apart)
-		return false;
-	set_together(&taking, room, n, false);
-	if (rl_redis_call(taking.script, append_call, &taking, usage, &reply, error))
-		return read_call(0, &reply, &taking, error);
-	*apart = rl_reply_next_step(&reply) == RL_STEP_WAIT ||
-		(learn_slots(&reply, &actions[0]->key) && !in_one_slot(actions, n));
+	for (int i = 0; i < n; i++)
+		keys[i] = actions[i]->key;
+	*apart = !rl_in_one_slot(keys, n);
+	if (!*apart)
+	{
+		set_together(&taking, room, n, false);
+		if (rl_redis_call(taking.script, append_call, &taking, usage, &reply, error))
+			return reserves && reply.kind == RL_REPLY_NUMBERS && !reply.is_array ? not_reserved(reply.values[0], error) :
+				read_call(0, &reply, &taking, error);
+		*apart = (!reserves && rl_reply_next_step(&reply) == RL_STEP_WAIT) ||
+			(rl_learn_slots(&reply, &actions[0]->key) && !rl_in_one_slot(keys, n));
+	}
+	if (*apart && reserves)
+	{
+		*apart = false;
+		return rl_reserved_apart(error);
+	}
 	return false;
 }
 

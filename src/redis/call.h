@@ -11,6 +11,9 @@
 extern void rl_append_tag(RlCommand *command, const RlLimit *limit);
 extern void rl_append_windows(RlCommand *command, const RlLimit *limit);
 extern void rl_append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace);
+extern void rl_append_keys(RlCommand *command, const RlReserve *reserve);
+extern bool rl_in_one_slot(const RlKey *keys, int n);
+extern bool rl_learn_slots(const RlReply *reply, const RlKey *key);
 extern void rl_append_charge(RlCommand *command, const RlLimit *limit, const RlCharge *charge);
 
 extern bool rl_redis_take(const RlAction *action, RlDecision *each, RlAnswer *answer,

@@ -8,7 +8,7 @@
 -- it, if it is known.
 
 --< list_call
-local simple, names, begin, stride, at = ARGV[2] == '1' or ARGV[2] == '2', {'ban', 'expiry'}, 4, 10, 3
+local simple, names, begin, stride, at, of = ARGV[2] == '1' or ARGV[2] == '2', {'ban', 'expiry'}, 4, 10, 3, 3
 if ARGV[2] == '2' then
   names[3], at = 'born', 4
 end

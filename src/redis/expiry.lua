@@ -94,7 +94,7 @@ if expiry and (expires or added > 0) then
   -- field, and the next number. Raises an error if the value is invalid.
   local function end_of(field, value)
     local name, period, rest = match(field, '^([%l_]+):(%d+)(.*)$')
-    if field == 'ban' or field == 'ban:level' or field == 'reservations' or match(field, '^reserved:') or match(field, '^mark:') then
+    if field == 'ban' or field == 'ban:level' or match(field, '^reserved:') or match(field, '^mark:') then
       return match(value, '^%d+') + 0
     elseif match(field, '^reset:') then
       return match(value, '^%d+ (%d+)$') + 0

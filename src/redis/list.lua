@@ -24,7 +24,7 @@ end
 do
   --@ list_call
   if simple then
-    local ARGV, quota = ARGV, ARGV[3] + 0
+    local ARGV, quota = ARGV, ARGV[of] + 0
     for a = begin, #ARGV, stride do
       -- No count_denied, no ban.
       simple = simple and ARGV[a + 7] == '' and ARGV[a + 8] == '0'

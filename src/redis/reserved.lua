@@ -1,10 +1,11 @@
--- The records of reservations, in fields "reserved:<id>":
--- "end hold status quota limits time", where status is "open" or "settled:<quota>", limits
--- the hash of their text, and time that of the charge. An open record then has a line for each
--- charge: tag, two numbers (throttle: the interval in microseconds and nanoseconds; others:
--- the first two for "read"), units, mark, and the number in the field "reset:<tag>" then.
--- A reset of the state writes this field, so that no later settlement changes the state.
--- The field "reservations" is the latest end of all records, and then " r" if there is such a field.
+-- The records of reservations, in fields "reserved:<id>" of an action's last key:
+-- "end hold status quota action keys time", where status is "open" or "settled:<quota>", both quotas
+-- are of the last key, action is the hash of all keys, limits and quotas, keys their number, with the
+-- hash of the keys if there are several ("2:<hash>"), and time that of the charge. An open record then
+-- has a line for each key, "quota limits", with quota 0 if nothing was charged, and limits as the hash
+-- of their text; and behind it a line for each charge of the key: tag, two numbers (throttle: the
+-- interval in microseconds and nanoseconds; others: the first two for "read"), units, mark, and the
+-- life of the state (life.lua). In another life, a settlement refunds nothing to a counter.
 
 -- A record that has ended is kept for so long at least, as in the sweep (expiry.lua).
 --< slack() -> SLACK
@@ -31,10 +32,10 @@ end
 -->
 
 -- Parts of list.lua, for reserve.lua. A log's entry would be the reservation's own, and a
--- record or a reset is for the functions too.
+-- record, a reset or a second key is for the functions.
 --< list_call
-local simple, field, charges = true, 'reserved:' .. ARGV[2], ''
-local names, begin, stride, at = {'ban', 'expiry', field, 'reservations'}, 6, 13, 5
+local simple, field, charges = not KEYS[2], 'reserved:' .. ARGV[2], ''
+local names, begin, stride, at, of = {'ban', 'expiry', field, 'born'}, 9, 13, 5, 6
 -->
 
 --< list_name
@@ -49,55 +50,39 @@ end
 if algorithm == 'token_bucket' and mark + 0 > now then
   simple = false
 end
-charges = charges .. string.format('\n%s %s %s %s %s 0', name, ARGV[n], ARGV[n + 1] == '' and '0' or ARGV[n + 1], ARGV[3], mark)
+charges = charges .. string.format('\n%s %s %s %s %s %s', name, ARGV[n], ARGV[n + 1] == '' and '0' or ARGV[n + 1], ARGV[of], mark,
+  values[4] or string.format('%.0f', real))
 -->
 
 --< list_end
-local n, slack, last = 2, SLACK, values[4] or '0'
-simple = simple and not values[3] and string.sub(last, -1) ~= 'r' and call('HLEN', hash) < MOST_RECORDS
+local n, slack, born = 2, SLACK, values[4]
+simple = simple and not values[3] and not (born and string.sub(born, -1) == 'r') and call('HLEN', hash) < MOST_RECORDS
 if simple then
   --@ delete_ended
-  local hold = ARGV[4] + 0
-  local ends = string.format('%.0f', now + hold)
-  set[#set + 1], set[#set + 2] = field, string.format('%s %s open %s %s %.0f', ends, ARGV[4], ARGV[3], ARGV[5], now) .. charges
-  if ends + 0 > last + 0 then
-    set[#set + 1], set[#set + 2] = 'reservations', ends
+  if not born then
+    set[#set + 1], set[#set + 2] = 'born', string.format('%.0f', real)
   end
+  local hold = ARGV[3] + 0
+  set[#set + 1], set[#set + 2] = field, string.format('%.0f %s open %s %s %s %.0f\n%s %s', now + hold, ARGV[3], ARGV[of], ARGV[4],
+    ARGV[5], now, ARGV[of], ARGV[8]) .. charges
   if hold > needed then
     needed = hold
   end
-  set.records = 1
+  set.records = born and 1 or 2
   reply[#reply + 1] = 0
 end
 -->
 
 --< records
 local function read_record(value)
-  local ends, hold, status, of, named, at, charges = string.match(value, '^(%d+) (%d+) (%l+:?%d*) (%d+) (%x+) (%d+)(.*)$')
-  return {ends = tonumber(ends), hold = tonumber(hold), status = status, quota = of, named = named, at = tonumber(at),
-    charges = charges}
+  local ends, hold, status, of, action, keys, at, charges = string.match(value, '^(%d+) (%d+) (%l+:?%d*) (%d+) (%x+) (%S+) (%d+)(.*)$')
+  return {ends = tonumber(ends), hold = tonumber(hold), status = status, quota = of, action = action, keys = keys,
+    at = tonumber(at), charges = charges}
 end
 
--- Queues the record. "last" is the value of "reservations".
-local function put_record(field, record, last)
-  put(field, string.format('%.0f %.0f %s %s %s %.0f', record.ends, record.hold, record.status, record.quota, record.named,
-    record.at) .. record.charges, record.ends - now)
-  local latest, resets = string.match(last or '0', '^(%d+)(.*)$')
-  if record.ends > latest + 0 then
-    put('reservations', string.format('%.0f', record.ends) .. resets, record.ends - now)
-  end
-end
-
--- Sets l.resets of each limit to the number in the field "reset:<tag>", or to 0 if that has ended:
--- the sweep may have deleted "reservations" before it. "last" is as above.
-local function find_resets(limits, last)
-  local resets = last and string.sub(last, -1) == 'r'
-  for _, l in ipairs(limits) do
-    l.resets = '0'
-    if resets then
-      --@ reset_of
-      l.resets = reset or '0'
-    end
-  end
+-- Queues the record.
+local function put_record(field, record)
+  put(field, string.format('%.0f %.0f %s %s %s %s %.0f', record.ends, record.hold, record.status, record.quota, record.action,
+    record.keys, record.at) .. record.charges, record.ends - now)
 end
 -->

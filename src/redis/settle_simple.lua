@@ -1,4 +1,4 @@
--- Parts of settle.lua. The second is a settlement without functions: no state was reset, and each
+-- Parts of settle.lua. The second is a settlement without functions: there is one key, no state was reset, and each
 -- charge that changes is of throttle, token_bucket or a fixed_window without a calendar, or is a
 -- refund to the newest counter of sliding_window. Other calls go on behind it.
 
@@ -9,20 +9,20 @@ local cost_us, cost_ns = units * us_each + math.floor(units / 1000) * ns_each + 
 
 --< settle_simple
 do
-  local ends, hold, of, named, at, charges = string.match(kept[1] or '', '^(%d+) (%d+) open (%d+) (%x+) (%d+)(.*)$')
-  if ends and ends + 0 > now and ARGV[3] ~= '' then
-    local MOST, last, settled, simple, names, charge = 1e15, kept[2] or '0', ARGV[3] + 0, true, {}, {}
-    for tag, first, second, units, mark, reset in string.gmatch(charges, '\n(%S+) (%d+) (%d+) (%d+) (%d+) (%d+)') do
+  local ends, hold, of, action, at, named, charges = string.match(kept[1] or '', '^(%d+) (%d+) open (%d+) (%x+) 1 (%d+)\n%d+ (%x+)(.*)$')
+  if ends and ends + 0 > now and not KEYS[2] and ARGV[5] ~= '' then
+    local MOST, born, settled, simple, names, charge = 1e15, kept[2], ARGV[5] + 0, true, {}, {}
+    for tag, first, second, units, mark, life in string.gmatch(charges, '\n(%S+) (%d+) (%d+) (%d+) (%d+) (%d+)') do
       local algorithm, period = string.match(tag, '^([%l_]+):(%d*)')
       if settled ~= units + 0 or algorithm == 'concurrent' then
         local known = algorithm == 'throttle' or algorithm == 'token_bucket' or algorithm == 'fixed_window' and period ~= '' or
           algorithm == 'sliding_window' and settled < units + 0
-        simple = simple and known and reset == '0'
+        simple = simple and known and life == born
         names[#names + 1] = tag
         charge[#names] = {algorithm, tonumber(period), first + 0, second + 0, settled - units, mark + 0}
       end
     end
-    if simple and string.sub(last, -1) ~= 'r' then
+    if simple then
       local values, expiry, set, gone = #names > 0 and call('HMGET', hash, unpack(names)), kept[3], {}, {}
       local needed = math.min(hold, 3600000000)
       for i = 1, #names do
@@ -98,12 +98,8 @@ do
         end
       end
       if simple then
-        ends = now + math.min(hold, 3600000000)
         set[#set + 1], set[#set + 2] = 'reserved:' .. ARGV[2],
-          string.format('%.0f %s settled:%s %s %s %s', ends, hold, ARGV[3], of, named, at)
-        if ends > last + 0 then
-          set[#set + 1], set[#set + 2] = 'reservations', string.format('%.0f', ends)
-        end
+          string.format('%.0f %s settled:%s %s %s 1 %s', now + math.min(hold, 3600000000), hold, ARGV[5], of, action, at)
         --@ expiry
         --@ keep_all
         if #gone > 0 then

@@ -113,29 +113,38 @@ redis_unban(const RlKey *key, bool *found, RlError *error)
 /* A call of settle.lua. */
 typedef struct Settling
 {
-	const RlKey *key;
-	const RlKey *id;
-	int64		quota;			/* RL_UNKNOWN: the hold starts again */
-	int64		hold;			/* 0: the same */
+	const RlKey *keys;
+	const RlReserve *of;		/* its hold is 0 for the same hold */
+	const int64 *quotas;		/* NULL: the hold starts again */
 	int			n;
-	RlLimit		limit[RL_MAX_LIMITS];	/* calendars that were charged: only the members of the state tag */
+	RlLimit		limit[RL_MAX_KEYS * RL_MAX_LIMITS]; /* calendars that were charged: only the members of the state tag */
 } Settling;
 
 static bool
 append_settle(RlCommand *command, int i pg_attribute_unused(), void *arg)
 {
 	const Settling *settling = arg;
+	const RlReserve *of = settling->of;
 
-	rl_command_hash(command, settling->key);
-	rl_command_arg(command, settling->id->data, settling->id->len);
-	if (settling->quota == RL_UNKNOWN)
+	rl_command_number(command, of->nkeys);
+	for (int i = 0; i < of->nkeys; i++)
+	{
+		char		name[RL_MAX_REDIS_KEY];
+
+		rl_command_arg(command, name, rl_redis_key(&settling->keys[i], name));
+	}
+	rl_command_text(command, rl_debug_now);
+	rl_command_arg(command, of->id.data, of->id.len);
+	rl_append_keys(command, of);
+	if (of->hold == 0)
 		rl_command_text(command, "");
 	else
-		rl_command_number(command, settling->quota);
-	if (settling->hold == 0)
-		rl_command_text(command, "");
-	else
-		rl_command_number(command, settling->hold);
+		rl_command_number(command, of->hold);
+	for (int i = 0; i < of->nkeys; i++)
+		if (settling->quotas == NULL)
+			rl_command_text(command, "");
+		else
+			rl_command_number(command, settling->quotas[i]);
 	for (int l = 0; l < settling->n; l++)
 	{
 		rl_append_tag(command, &settling->limit[l]);
@@ -156,7 +165,7 @@ read_calendars(const RlReply *reply, Settling *settling, RlError *error)
 		const char *line_end = memchr(at, '\n', end - at);
 		RlLimit    *limit = &settling->limit[settling->n];
 
-		if (line_end == NULL || settling->n == RL_MAX_LIMITS)
+		if (line_end == NULL || settling->n == lengthof(settling->limit))
 			return rl_wrong_reply(error);
 		if (!rl_calendar_of_name(at, line_end - at, limit))
 			return limit->calendar == RL_NO_CALENDAR ? rl_wrong_reply(error) :
@@ -167,33 +176,58 @@ read_calendars(const RlReply *reply, Settling *settling, RlError *error)
 	return settling->n > 0 || rl_wrong_reply(error);
 }
 
+/* Reads what was charged to each key of a reservation that is settled now. */
+static bool
+read_settled(const RlReply *reply, int n, RlSettled *settled, RlError *error)
+{
+	bool		charged = false;
+
+	if (reply->nvalues != 3 * n)
+		return rl_wrong_reply(error);
+	settled->how = RL_SETTLED_DONE;
+	for (int i = 0; i < n; i++)
+	{
+		const int64 *values = &reply->values[3 * i];
+
+		if (values[0] < 0 || values[0] > RL_MAX_COUNT)
+			return rl_wrong_reply(error);
+		charged |= values[0] > 0;
+		settled->quotas[i] = values[0];
+		/* The hash is sent in two parts. */
+		settled->limits[i] = (uint64) values[1] << 32 | (uint32) values[2];
+	}
+	return charged || rl_wrong_reply(error);
+}
+
 /* It needs one call, or two if calendars are charged. */
 static bool
-redis_settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold, RlSettled *settled, RlError *error)
+redis_settle(const RlKey *keys, const RlReserve *of, const int64 *quotas, RlSettled *settled, RlError *error)
 {
-	Settling	settling = {.key = key,.id = id,.quota = quota,.hold = hold};
-	RlReply		reply;
+	Settling	settling = {.keys = keys,.of = of,.quotas = quotas};
+	RlReply		reply = {.kind = RL_REPLY_NIL};
 
+	if (!rl_in_one_slot(keys, of->nkeys))
+		return rl_reserved_apart(error);
 	for (int calls = 0; calls < 2; calls++)
 	{
 		if (!rl_redis_call(&rl_settle_script, append_settle, &settling, NULL, &reply, error))
-			return false;
+			return rl_learn_slots(&reply, &keys[0]) ? rl_reserved_apart(error) : false;
 		if (reply.kind != RL_REPLY_TEXT)
 			break;
-		if (calls > 0 || quota == RL_UNKNOWN)
+		if (calls > 0 || quotas == NULL)
 			return rl_wrong_reply(error);
 		if (!read_calendars(&reply, &settling, error))
 			return false;
 	}
 	*settled = (RlSettled) {.how = RL_SETTLED_NONE};
-	if (reply.kind == RL_REPLY_NUMBERS && reply.is_array && reply.nvalues == 3 && quota != RL_UNKNOWN)
-	{
-		/* The hash is sent in two parts. */
-		*settled = (RlSettled) {RL_SETTLED_DONE, reply.values[0], (uint64) reply.values[1] << 32 | (uint32) reply.values[2]};
-		return (reply.values[0] > 0 && reply.values[0] <= RL_MAX_COUNT) || rl_wrong_reply(error);
-	}
-	if (!is_count(&reply) || reply.values[0] > 3 || reply.values[0] == 2 ||
-		(reply.values[0] == 3 && (quota != RL_UNKNOWN || hold == 0)))
+	if (reply.kind != RL_REPLY_NUMBERS || reply.is_array != (quotas != NULL && reply.nvalues > 1))
+		return rl_wrong_reply(error);
+	if (reply.is_array)
+		return read_settled(&reply, of->nkeys, settled, error);
+	if (reply.values[0] < 0 && reply.values[0] >= -RL_MAX_KEYS)
+		return rl_reserved_otherwise(-reply.values[0], error);
+	if (reply.values[0] < 0 || reply.values[0] > 3 || reply.values[0] == 2 ||
+		(reply.values[0] == 3 && (quotas != NULL || of->hold == 0)))
 		return rl_wrong_reply(error);
 	settled->how = reply.values[0] == 3 ? RL_SETTLED_LONG_HOLD : reply.values[0] == 1 ? RL_SETTLED_DONE : RL_SETTLED_NONE;
 	return true;

@@ -37,7 +37,7 @@
 #define LEAST_CHUNKS		65536	/* 8 MB */
 #define SLICE				256 /* hash chains that are read at a time */
 
-/* The most that one act does in order to get room. */
+/* The most that one act does in order to get room, beside an eviction for each cell. */
 #define MAX_EVICTIONS		64
 #define MAX_CORRECTIONS		1024	/* of times in heaps */
 #define CORRECTIONS_AT_ONCE	256 /* while a partition is locked */
@@ -624,7 +624,7 @@ choose_partition(bool with_chunks, const OwnHeaps *own, int *heap, int64 *others
 
 /*
  * Evicts cells of other keys, and cells that have ended, until the view, whose partitions must be
- * unlocked, has so many spare cells and chunks.  Returns false after MAX_EVICTIONS, or if there
+ * unlocked, has so many spare cells and chunks.  Returns false after too many evictions, or if there
  * are no such cells.  Raises an error if the call is cancelled.
  */
 bool
@@ -640,7 +640,7 @@ rl_cells_evict(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 		view->keys = &view->key_hash;
 		view->nkeys = 1;
 	}
-	while (evictions < MAX_EVICTIONS)
+	while (evictions < MAX_EVICTIONS + (int) cells_wanted)
 	{
 		bool		progress;
 		int			heap = RL_WITHOUT_CHUNKS;

@@ -19,12 +19,12 @@
 /* The most cells that a ban needs. */
 #define RL_MAX_BAN_CELLS	((RL_MAX_KEY + RL_MAX_WHY + RL_CELL_TEXT - 1) / RL_CELL_TEXT)
 
-/* The most bytes and cells of a record. */
-#define RL_MAX_RECORD		(40 + RL_MAX_ID + RL_MAX_LIMITS * 112)
-#define RL_MAX_RECORD_CELLS	((RL_MAX_RECORD + RL_CELL_TEXT - 1) / RL_CELL_TEXT)
+/* The most bytes of a record for so many keys. */
+#define RL_RECORD_SIZE(keys) (72 + RL_MAX_ID + (keys) * (16 + RL_MAX_LIMITS * (72 + RL_MAX_ZONE)))
+#define RL_MAX_RECORD		RL_RECORD_SIZE(RL_MAX_KEYS)
 
 /* The most cells that an act on one key may need: one for each limit, and those of the ban, its level and a record. */
-#define RL_MAX_WANTED		(RL_MAX_LIMITS + RL_MAX_BAN_CELLS + 1 + RL_MAX_RECORD_CELLS)
+#define RL_MAX_WANTED		(RL_MAX_LIMITS + RL_MAX_BAN_CELLS + 1 + RL_RECORD_SIZE(1) / RL_CELL_TEXT + 1)
 
 /*
  * One state of one key, or its ban, whose text is the key itself, for rl_bans, and why it is

@@ -205,6 +205,20 @@ make_room(RlCells *view, uint32 cells, uint32 chunks, RlError *error)
 	return true;
 }
 
+/* Does the same for an act on several keys, which locks their partitions again.  Each key's numbers include those of the keys before it. */
+static bool
+make_room_for_all(RlCells *view, const uint32 *cells, const uint32 *chunks, RlError *error)
+{
+	rl_cells_unlock(view);
+	for (int i = 0; i < view->nkeys; i++)
+	{
+		rl_cells_select(view, i);
+		if (!evict(view, cells[i], chunks[i], error))
+			return false;
+	}
+	return true;
+}
+
 /*
  * Acts on the action's one limit, without the options ban and shadow, of an algorithm that has act_single.
  * Returns false, with nothing done, if the key has a ban or counted refusals, or
@@ -305,21 +319,21 @@ begin_act(RlCells *view, const RlAction *action, Key *key, RlError *error)
 /*
  * Reservations
  *
- * A record is in a cell with further cells, as a ban: until is its end, and its text is the
+ * A record is in a cell of its last key with further cells, as a ban: until is its end, and its text is the
  * id, and then the Record.
  */
 
 /* A charge of a reservation, as in RlCharge, and the limit. */
 typedef struct Reserved
 {
+	int			key;			/* its number */
 	RlLimit		limit;
 	int64		units;
-	int64		at;
 	int64		mark;
 	int64		life;
 } Reserved;
 
-/* The same as a record keeps it: of the limit the members that a settlement needs */
+/* The same as a record keeps it, and behind it zone_len bytes: of the limit the members that a settlement needs */
 typedef struct Kept
 {
 	RlStateTag	tag;
@@ -327,41 +341,55 @@ typedef struct Kept
 	int64		count;
 	int64		interval_ns;
 	int64		units;
-	int64		at;
 	int64		mark;
 	int64		life;
+	uint8		key;
 	uint8		calendar;
-	char		zone[RL_MAX_ZONE];
+	uint8		zone_len;
 } Kept;
 
-/* The record keeps its first "n" charges, each as a Kept. */
+#define MAX_CHARGES			(RL_MAX_KEYS * RL_MAX_LIMITS)
+
+/* The record keeps the members of its first "nkeys" keys, and its first "n" charges, each as a Kept. */
 typedef struct Record
 {
-	uint64		limits;			/* hash of their text */
-	int64		quota;
+	uint8		keys[RL_DIGEST];	/* as in RlReserve */
+	uint8		action[RL_DIGEST];
 	int64		hold;
-	int64		settled;		/* the quota that it is settled at, or RL_UNKNOWN */
-	int64		n;
-	Reserved	charges[RL_MAX_LIMITS];
+	int64		settled;		/* the quota of the last key that it is settled at, or RL_UNKNOWN */
+	RlTimes		at;				/* of the charges */
+	int32		nkeys;
+	int32		n;
+	struct
+	{
+		int64		quota;		/* 0: nothing was charged */
+		uint64		limits;		/* hash of their text */
+	}			of[RL_MAX_KEYS];
+	Reserved	charges[MAX_CHARGES];
 } Record;
 
-StaticAssertDecl(RL_MAX_ID + offsetof(Record, charges) + RL_MAX_LIMITS * sizeof(Kept) == RL_MAX_RECORD,
+StaticAssertDecl(RL_MAX_ID + offsetof(Record, charges) + MAX_CHARGES * (sizeof(Kept) + RL_MAX_ZONE) == RL_MAX_RECORD,
 				 "RL_MAX_RECORD must be changed");
 
 /* Ended records that an act deletes, at most. */
 #define SWEPT				64
 
-/* Returns the bytes of a record with n charges. */
-static int
-record_size(int n)
-{
-	return offsetof(Record, charges) + n * sizeof(Kept);
-}
-
 static RlStateTag
 record_tag(const RlKey *id)
 {
 	return (RlStateTag) {.algorithm = RL_RECORD_CELL,.step = rl_key_hash(id).low};
+}
+
+/* Returns the most bytes that a record for these actions may have. */
+static int
+most_of_record(const RlAction *const *actions, int n)
+{
+	int			size = offsetof(Record, of) + n * sizeof(((Record *) NULL)->of[0]);
+
+	for (int i = 0; i < n; i++)
+		for (int l = 0; l < actions[i]->limits->n; l++)
+			size += sizeof(Kept) + strlen(actions[i]->limits->limit[l].zone);
+	return size;
 }
 
 /* Copies the record in a cell. */
@@ -370,21 +398,28 @@ load_record(const RlCells *view, uint32 c, Record *record)
 {
 	const RlCell *cell = rl_cell_at(view, c);
 	char		text[RL_MAX_RECORD];
+	const char *at = text + cell->ban.key_len;
 
 	rl_cell_ban_text(view, cell, text);
-	memcpy(record, text + cell->ban.key_len, offsetof(Record, charges));
+	memcpy(record, at, offsetof(Record, of));
+	at += offsetof(Record, of);
+	memcpy(record->of, at, record->nkeys * sizeof(record->of[0]));
+	at += record->nkeys * sizeof(record->of[0]);
 	for (int i = 0; i < record->n; i++)
 	{
 		Kept		kept;
 
-		memcpy(&kept, text + cell->ban.key_len + record_size(i), sizeof(kept));
+		memcpy(&kept, at, sizeof(kept));
+		at += sizeof(kept);
 		record->charges[i] = (Reserved) {
+			.key = kept.key,
 			.limit = {.algorithm = kept.tag.algorithm,.from_first = kept.tag.from_first,.shadow = kept.tag.shadow,
 				.capacity = kept.capacity,.count = kept.count,.period = kept.tag.period,
 				.interval_ns = kept.interval_ns,.step = kept.tag.step,.calendar = kept.calendar},
-			.units = kept.units,.at = kept.at,.mark = kept.mark,.life = kept.life
+			.units = kept.units,.mark = kept.mark,.life = kept.life
 		};
-		memcpy(record->charges[i].limit.zone, kept.zone, RL_MAX_ZONE);
+		memcpy(record->charges[i].limit.zone, at, kept.zone_len);
+		at += kept.zone_len;
 	}
 }
 
@@ -393,30 +428,44 @@ static void
 save_record(RlCells *view, uint32 c, const RlKey *id, const Record *record, int64 until)
 {
 	char		text[RL_MAX_RECORD];
-	int			size = record_size(record->n);
+	char	   *at = text + id->len;
 	RlCell	   *cell;
 
 	if (c != RL_NO_CELL)
 		rl_cell_remove(view, c);
 	memcpy(text, id->data, id->len);
-	memcpy(text + id->len, record, offsetof(Record, charges));
+	memcpy(at, record, offsetof(Record, of));
+	at += offsetof(Record, of);
+	memcpy(at, record->of, record->nkeys * sizeof(record->of[0]));
+	at += record->nkeys * sizeof(record->of[0]);
 	for (int i = 0; i < record->n; i++)
 	{
 		const Reserved *charge = &record->charges[i];
-		Kept		kept = {
-			.tag = rl_state_tag(&charge->limit),.capacity = charge->limit.capacity,.count = charge->limit.count,
-			.interval_ns = charge->limit.interval_ns,.units = charge->units,.at = charge->at,.mark = charge->mark,
-			.life = charge->life,.calendar = charge->limit.calendar
-		};
+		const RlLimit *limit = &charge->limit;
+		Kept		kept;
 
-		memcpy(kept.zone, charge->limit.zone, RL_MAX_ZONE);
-		memcpy(text + id->len + record_size(i), &kept, sizeof(kept));
+		/* The padding too, because the text is copied. */
+		memset(&kept, 0, sizeof(kept));
+		kept.tag = rl_state_tag(limit);
+		kept.capacity = limit->capacity;
+		kept.count = limit->count;
+		kept.interval_ns = limit->interval_ns;
+		kept.units = charge->units;
+		kept.mark = charge->mark;
+		kept.life = charge->life;
+		kept.key = charge->key;
+		kept.calendar = limit->calendar;
+		kept.zone_len = strlen(limit->zone);
+		memcpy(at, &kept, sizeof(kept));
+		at += sizeof(kept);
+		memcpy(at, limit->zone, kept.zone_len);
+		at += kept.zone_len;
 	}
-	c = rl_cell_make_text(view, record_tag(id), text, id->len + size);
+	c = rl_cell_make_text(view, record_tag(id), text, at - text);
 	cell = rl_cell_at(view, c);
 	cell->ban.until = until;
 	cell->ban.key_len = id->len;
-	cell->ban.why_len = size;
+	cell->ban.why_len = at - text - id->len;
 	rl_cell_set_end(view, c, until);
 }
 
@@ -449,98 +498,64 @@ has_room_for_record(RlCells *view)
 }
 
 /*
- * Answers with the present figures if there is a record with the action's id, or sets *other if that
- * has other limits or another quota.  Returns false if there is none.
+ * Answers with the present figures if the selected key, the last one, has a record in cell c, or sets the error
+ * and *failed if that is of another action.  Returns false if there is none.
  */
 static bool
-answer_reserved(RlCells *view, const RlAction *action, uint32 c, RlDecision *decisions, bool *other)
+answer_reserved(RlCells *view, const RlAction *const *actions, int n, uint32 c, RlTaken *taken, bool *failed, RlError *error)
 {
-	const RlLimits *limits = action->limits;
-	RlState		states[RL_MAX_LIMITS];
-	RlBan		ban = {0};
 	Record		record;
 
+	*failed = false;
 	if (c == RL_NO_CELL || rl_cell_at(view, c)->ban.until <= view->now)
 		return false;
 	load_record(view, c, &record);
-	*other = record.limits != limits->hash || record.quota != action->quota;
-	if (*other)
-		return true;
-	for (int i = 0; i < limits->n; i++)
+	if (memcmp(record.action, actions[0]->reserve->action, RL_DIGEST) != 0)
 	{
-		uint32		state = rl_cell_find(view, &limits->limit[i]);
-
-		states[i] = state != RL_NO_CELL ? rl_cell_at(view, state)->state : (RlState) RL_NO_STATE;
+		*failed = true;
+		return !rl_reserved_otherwise(record.nkeys, error);
 	}
-	(void) rl_act(limits, states, &view->pool, &ban, rl_cells_times(view), 0, RL_PEEK, decisions);
-	for (int i = 0; i < limits->n; i++)
-		rl_set_reserved(&decisions[i], record.settled != RL_UNKNOWN);
+	for (int i = 0; i < n; i++)
+	{
+		const RlLimits *limits = actions[i]->limits;
+		RlState		states[RL_MAX_LIMITS];
+		RlBan		ban = {0};
+
+		rl_cells_select(view, i);
+		for (int l = 0; l < limits->n; l++)
+		{
+			uint32		state = rl_cell_find(view, &limits->limit[l]);
+
+			states[l] = state != RL_NO_CELL ? rl_cell_at(view, state)->state : (RlState) RL_NO_STATE;
+		}
+		if (limits->n > 0)
+			(void) rl_act(limits, states, &view->pool, &ban, rl_cells_times(view), 0, RL_PEEK, taken[i].each);
+		for (int l = 0; l < limits->n; l++)
+			rl_set_reserved(&taken[i].each[l], record.settled != RL_UNKNOWN);
+		taken[i].at = rl_cells_times(view);
+		taken[i].charged = true;
+	}
 	return true;
 }
 
-/* Stores the record of an action that was allowed. */
+/* Adds what was charged to key i to a record. */
 static void
-keep_reservation(RlCells *view, const RlAction *action, uint32 c, const RlView *views, const RlDecision *decisions)
+add_to_record(Record *record, int i, const RlAction *action, RlTimes at, const RlView *views, const RlDecision *decisions)
 {
 	const RlLimits *limits = action->limits;
 	RlCharge	charges[RL_MAX_LIMITS];
-	Record		record = {.limits = limits->hash,.quota = action->quota,.hold = action->reserve->hold,.settled = RL_UNKNOWN};
 
-	rl_charges_set(action, rl_cells_times(view), decisions, charges);
-	for (int i = 0; i < limits->n; i++)
-		if (decisions[i].charged)
-			record.charges[record.n++] = (Reserved) {
-				limits->limit[i], rl_quota_of(limits, i, action->quota), charges[i].at,
-				rl_algorithm(&limits->limit[i])->has_logs ? views[i].mark : charges[i].mark, charges[i].life
+	record->of[i].quota = limits->n > 0 ? action->quota : 0;
+	record->of[i].limits = limits->hash;
+	if (record->of[i].quota == 0)
+		return;
+	rl_charges_set(action, at, decisions, charges);
+	for (int l = 0; l < limits->n; l++)
+		if (decisions[l].charged)
+			record->charges[record->n++] = (Reserved) {
+				i, limits->limit[l], rl_quota_of(limits, l, action->quota),
+				rl_algorithm(&limits->limit[l])->has_logs ? views[l].mark : charges[l].mark, charges[l].life
 			};
-	save_record(view, c, &action->reserve->id, &record, view->now + record.hold);
-}
-
-/* For RlStore.take, with a reservation. */
-static bool
-local_reserve(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlError *error)
-{
-	const RlLimits *limits = action->limits;
-	Key			key;
-	RlAct		act = {.quota = action->quota,.how = RL_TAKE,.hold = action->reserve->hold};
-	uint32		changed;
-	uint32		record;
-	bool		other;
-	RlCells		view = {.key_hash = rl_key_hash(&action->key)};
-
-	rl_cells_lock(&view, LW_EXCLUSIVE);
-	for (;;)
-	{
-		uint32		cells = rl_ban_cells(action->reserve->id.len, record_size(limits->n));
-		uint32		chunks = 0;
-
-		record = rl_cell_find_tag(&view, record_tag(&action->reserve->id));
-		answer->at = act.times = rl_cells_times(&view);
-		if (answer_reserved(&view, action, record, decisions, &other))
-		{
-			finish(&view);
-			return !other || rl_not_reserved(true, error);
-		}
-		find_cells(&view, action, &key, &cells, &chunks);
-		if (rl_cells_reserve(&view, cells, chunks))
-			break;
-		if (!make_room(&view, cells, chunks, error))
-			return false;
-	}
-	load_ban(&view, &key);
-	act.verdict = rl_act_decide(limits, key.states, &view.pool, key.ban.until, act.times, action->quota, key.views,
-								decisions);
-	if (act.verdict == RL_VERDICT_ALLOWED && record == RL_NO_CELL && !has_room_for_record(&view))
-	{
-		finish(&view);
-		return rl_not_reserved(false, error);
-	}
-	changed = rl_act_complete(limits, key.states, &view.pool, &key.ban, &act, key.views, decisions);
-	save_key(&view, action, &key, changed, decisions);
-	if (act.verdict == RL_VERDICT_ALLOWED)
-		keep_reservation(&view, action, record, key.views, decisions);
-	finish(&view);
-	return true;
 }
 
 /* Returns the state of a limit that was charged, or an empty one, and its cell. */
@@ -553,18 +568,19 @@ charged_state(const RlCells *view, const Reserved *charge, uint32 *c)
 
 /* Refunds some of the units of a charge, less those that have been replenished since.  Returns true if the state has changed. */
 static bool
-refund_units(RlCells *view, const Reserved *charge, RlState *state, int64 units)
+refund_units(RlCells *view, const Record *record, const Reserved *charge, RlState *state, int64 units)
 {
-	RlCharge	part = rl_algorithm(&charge->limit)->charge(&charge->limit, units, charge->at, 0);
+	const RlLimit *limit = &charge->limit;
+	RlCharge	part = rl_algorithm(limit)->charge(limit, units, rl_time_of(limit, record->at), 0);
 
 	part.mark = charge->mark;
 	part.own = true;
-	return rl_refund_charge(&charge->limit, state, &view->pool, time_of(view, &charge->limit), &part);
+	return rl_refund_charge(limit, state, &view->pool, time_of(view, limit), &part);
 }
 
-/* Refunds or charges the difference of a charge to what it is settled at. */
+/* Refunds or charges the difference of a charge to what its key, which is selected, is settled at. */
 static void
-settle_charge(RlCells *view, const Reserved *charge, int64 quota)
+settle_charge(RlCells *view, const Record *record, const Reserved *charge, int64 quota)
 {
 	const RlLimit *limit = &charge->limit;
 	bool		held = rl_algorithm(limit)->until_end;
@@ -576,7 +592,7 @@ settle_charge(RlCells *view, const Reserved *charge, int64 quota)
 		return;
 	if (rest < 0)
 		rl_owe(limit, &state, &view->pool, time_of(view, limit), -rest);
-	else if (!refund_units(view, charge, &state, rest))
+	else if (!refund_units(view, record, charge, &state, rest))
 		return;
 	(void) save_state(view, c, limit, &state);
 }
@@ -591,25 +607,27 @@ is_held(const RlCells *view, const Reserved *charge, const RlState *state)
 
 /* Starts the period of the units that are held again.  Returns false, with nothing changed, if one is lost. */
 static bool
-extend_charges(RlCells *view, Record *record, int64 hold)
+extend_charges(RlCells *view, Record *record)
 {
-	/* No unit is lost while the partition is locked, so two rounds suffice. */
+	/* No unit is lost while the partitions are locked, so two rounds suffice. */
 	for (int round = 0; round < 2; round++)
 		for (int i = 0; i < record->n; i++)
 		{
 			Reserved   *charge = &record->charges[i];
 			const RlLimit *limit = &charge->limit;
 			uint32		c;
-			RlState		state = charged_state(view, charge, &c);
+			RlState		state;
 
 			if (!rl_algorithm(limit)->until_end)
 				continue;
+			rl_cells_select(view, charge->key);
+			state = charged_state(view, charge, &c);
 			if (round == 0 && !is_held(view, charge, &state))
 				return false;
 			if (round == 0)
 				continue;
-			(void) refund_units(view, charge, &state, 1);
-			charge->mark = rl_hold_unit(limit, &state, &view->pool, view->now, hold);
+			(void) refund_units(view, record, charge, &state, 1);
+			charge->mark = rl_hold_unit(limit, &state, &view->pool, view->now, record->hold);
 			(void) save_state(view, c, limit, &state);
 		}
 	return true;
@@ -642,96 +660,148 @@ load_zones(Record *record, RlError *error)
 	return true;
 }
 
-/* Adds the cells and chunks that a settlement, or an extension, may need.  The record needs no more than it has. */
+/* Adds the cells and chunks that key i needs for a settlement, or an extension.  The record needs no more than it has. */
 static void
-find_room(const RlCells *view, const Record *record, int64 quota, uint32 *cells, uint32 *chunks)
+find_room(const RlCells *view, const Record *record, int i, const int64 *quotas, uint32 *cells, uint32 *chunks)
 {
-	for (int i = 0; i < record->n; i++)
+	for (int l = 0; l < record->n; l++)
 	{
+		const Reserved *charge = &record->charges[l];
 		uint32		c;
-		RlState		state = charged_state(view, &record->charges[i], &c);
+		RlState		state;
 
-		*cells += c == RL_NO_CELL && quota > record->charges[i].units;
-		if (rl_algorithm(&record->charges[i].limit)->skip != NULL)
+		if (charge->key != i)
+			continue;
+		state = charged_state(view, charge, &c);
+		*cells += c == RL_NO_CELL && quotas != NULL && quotas[i] > charge->units;
+		if (rl_algorithm(&charge->limit)->skip != NULL)
 			*chunks += rl_log_chunks_wanted(&view->pool, &state.log[RL_CHARGED]);
 	}
 }
 
-/* Settles or extends an open record, for whose states there are spares. */
+/* Settles or extends an open record in cell c of the last key, for whose states there are spares. */
 static void
-settle_record(RlCells *view, uint32 c, const RlKey *id, Record *record, int64 quota, int64 hold, RlSettled *settled)
+settle_record(RlCells *view, uint32 c, const RlReserve *of, Record *record, const int64 *quotas, RlSettled *settled)
 {
-	if (quota != RL_UNKNOWN)
+	int			last = of->nkeys - 1;
+	int64		until;
+
+	if (quotas != NULL)
 	{
 		for (int i = 0; i < record->n; i++)
-			settle_charge(view, &record->charges[i], quota);
-		record->settled = quota;
-		record->n = 0;
-		save_record(view, c, id, record, view->now + Min(record->hold, RL_KEEP_SETTLED));
-		*settled = (RlSettled) {RL_SETTLED_DONE, record->quota, record->limits};
-		return;
-	}
-	for (int i = 0; i < record->n; i++)
-		if (rl_algorithm(&record->charges[i].limit)->until_end && hold > record->charges[i].limit.period)
 		{
-			settled->how = RL_SETTLED_LONG_HOLD;
-			return;
+			rl_cells_select(view, record->charges[i].key);
+			settle_charge(view, record, &record->charges[i], quotas[record->charges[i].key]);
 		}
-	record->hold = hold > 0 ? hold : record->hold;
-	if (!extend_charges(view, record, record->hold))
-		return;
-	save_record(view, c, id, record, view->now + record->hold);
+		for (int i = 0; i < last; i++)
+		{
+			rl_cells_select(view, i);
+			remove_empty(view);
+		}
+		for (int i = 0; i < of->nkeys; i++)
+		{
+			settled->quotas[i] = record->of[i].quota;
+			settled->limits[i] = record->of[i].limits;
+		}
+		record->settled = quotas[last];
+		record->n = 0;
+		until = view->now + Min(record->hold, RL_KEEP_SETTLED);
+	}
+	else
+	{
+		for (int i = 0; i < record->n; i++)
+			if (rl_algorithm(&record->charges[i].limit)->until_end && of->hold > record->charges[i].limit.period)
+			{
+				settled->how = RL_SETTLED_LONG_HOLD;
+				return;
+			}
+		record->hold = of->hold > 0 ? of->hold : record->hold;
+		if (!extend_charges(view, record))
+			return;
+		until = view->now + record->hold;
+	}
 	settled->how = RL_SETTLED_DONE;
+	rl_cells_select(view, last);
+	save_record(view, c, &of->id, record, until);
+}
+
+/*
+ * Locks the keys of a reservation and finds its record.  Returns its cell, or RL_NO_CELL if there is none
+ * in force; deletes one that has ended.  The last key is selected.
+ */
+static uint32
+lock_record(RlCells *view, const RlReserve *of)
+{
+	uint32		c;
+
+	rl_cells_lock_all(view);
+	rl_cells_select(view, view->nkeys - 1);
+	c = rl_cell_find_tag(view, record_tag(&of->id));
+	if (c == RL_NO_CELL || rl_cell_at(view, c)->ban.until > view->now)
+		return c;
+	rl_cell_remove(view, c);
+	remove_empty(view);
+	return RL_NO_CELL;
 }
 
 static bool
-local_settle(const RlKey *key, const RlKey *id, int64 quota, int64 hold, RlSettled *settled, RlError *error)
+local_settle(const RlKey *keys, const RlReserve *of, const int64 *quotas, RlSettled *settled, RlError *error)
 {
-	RlCells		view = {.key_hash = rl_key_hash(key)};
-	uint64		loaded = 0;		/* hash of the limits whose zones are loaded; 0: none */
+	RlKeyHash	hashes[RL_MAX_KEYS];
+	RlCells		view = {.keys = hashes,.nkeys = of->nkeys};
+	uint8		loaded[RL_DIGEST] = {0};	/* the action whose zones are loaded */
+	bool		done = true;
 
 	*settled = (RlSettled) {.how = RL_SETTLED_NONE};
-	rl_cells_lock(&view, LW_EXCLUSIVE);
+	for (int i = 0; i < of->nkeys; i++)
+		hashes[i] = rl_key_hash(&keys[i]);
 	for (;;)
 	{
-		uint32		c = rl_cell_find_tag(&view, record_tag(id));
-		uint32		cells = 0;
-		uint32		chunks = 0;
+		uint32		c = lock_record(&view, of);
+		uint32		cells[RL_MAX_KEYS];
+		uint32		chunks[RL_MAX_KEYS];
+		bool		reserved = true;
 		Record		record;
 
-		if (c != RL_NO_CELL && rl_cell_at(&view, c)->ban.until <= view.now)
-		{
-			rl_cell_remove(&view, c);
-			c = RL_NO_CELL;
-		}
 		if (c == RL_NO_CELL)
 			break;
 		load_record(&view, c, &record);
-		if (record.settled != RL_UNKNOWN)
+		if (record.nkeys != of->nkeys || memcmp(record.keys, of->keys, RL_DIGEST) != 0)
 		{
-			settled->how = quota != RL_UNKNOWN ? RL_SETTLED_DONE : RL_SETTLED_NONE;
+			done = rl_reserved_otherwise(record.nkeys, error);
 			break;
 		}
-		if (loaded != record.limits && has_calendar(&record))
+		if (record.settled != RL_UNKNOWN)
+		{
+			settled->how = quotas != NULL ? RL_SETTLED_DONE : RL_SETTLED_NONE;
+			break;
+		}
+		if (has_calendar(&record) && memcmp(loaded, record.action, RL_DIGEST) != 0)
 		{
 			finish(&view);
 			if (!load_zones(&record, error))
 				return false;
-			loaded = record.limits;
-			rl_cells_lock(&view, LW_EXCLUSIVE);
+			memcpy(loaded, record.action, RL_DIGEST);
 			continue;
 		}
-		find_room(&view, &record, quota, &cells, &chunks);
-		if (rl_cells_reserve(&view, cells, chunks))
+		for (int i = 0; i < of->nkeys; i++)
 		{
-			settle_record(&view, c, id, &record, quota, hold, settled);
+			cells[i] = i > 0 ? cells[i - 1] : 0;
+			chunks[i] = i > 0 ? chunks[i - 1] : 0;
+			rl_cells_select(&view, i);
+			find_room(&view, &record, i, quotas, &cells[i], &chunks[i]);
+			reserved &= rl_cells_reserve(&view, cells[i], chunks[i]);
+		}
+		if (reserved)
+		{
+			settle_record(&view, c, of, &record, quotas, settled);
 			break;
 		}
-		if (!make_room(&view, cells, chunks, error))
+		if (!make_room_for_all(&view, cells, chunks, error))
 			return false;
 	}
 	finish(&view);
-	return true;
+	return done;
 }
 
 /* Writes the id and the status of the record in a cell, for rl_inspect.  Returns its quota. */
@@ -747,10 +817,12 @@ rl_local_describe_record(const RlCells *view, uint32 c, char *id, char *status)
 	id[len] = '\0';
 	load_record(view, c, &record);
 	if (record.settled == RL_UNKNOWN)
-		strcpy(status, "open");
+		len = snprintf(status, RL_MAX_RAW, "open");
 	else
-		snprintf(status, RL_MAX_RAW, "settled:%lld", (long long) record.settled);
-	return record.quota;
+		len = snprintf(status, RL_MAX_RAW, "settled:%lld", (long long) record.settled);
+	if (record.nkeys > 1)
+		snprintf(status + len, RL_MAX_RAW - len, " keys:%d", record.nkeys);
+	return record.of[record.nkeys - 1].quota;
 }
 
 /*
@@ -767,8 +839,6 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 	uint32		changed;
 	RlCells		view = {.key_hash = rl_key_hash(&action->key)};
 
-	if (action->reserve != NULL)
-		return local_reserve(action, decisions, answer, error);
 	rl_cells_lock(&view, how == RL_PEEK ? LW_SHARED : LW_EXCLUSIVE);
 	if (how != RL_PEEK && limits->n == 1 && limits->limit[0].ban == 0 && !limits->limit[0].shadow &&
 		rl_algorithm(&limits->limit[0])->act_single != NULL &&
@@ -789,35 +859,45 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 	return true;
 }
 
-/* Does the same for several keys, whose partitions it locks. */
+/*
+ * Locks the partitions of several keys, and does the same for each.  With a reservation also finds its record,
+ * and room for it; but if *record is in force, finds nothing else.
+ */
 static bool
-begin_all(RlCells *view, const RlAction *const *actions, int n, Key *keys, RlError *error)
+begin_all(RlCells *view, const RlAction *const *actions, int n, Key *keys, uint32 *record, RlError *error)
 {
+	const RlReserve *reserve = actions[0]->reserve;
+
 	for (;;)
 	{
 		uint32		cells[RL_MAX_KEYS];
 		uint32		chunks[RL_MAX_KEYS];
 		bool		reserved = true;
 
+		*record = RL_NO_CELL;
 		rl_cells_lock_all(view);
+		if (reserve != NULL)
+		{
+			rl_cells_select(view, n - 1);
+			*record = rl_cell_find_tag(view, record_tag(&reserve->id));
+			if (*record != RL_NO_CELL && rl_cell_at(view, *record)->ban.until > view->now)
+				return true;
+		}
 		for (int i = 0; i < n; i++)
 		{
 			cells[i] = i > 0 ? cells[i - 1] : 0;
 			chunks[i] = i > 0 ? chunks[i - 1] : 0;
 			rl_cells_select(view, i);
 			find_cells(view, actions[i], &keys[i], &cells[i], &chunks[i]);
+			if (reserve != NULL && i == n - 1)
+				cells[i] += rl_ban_cells(reserve->id.len, most_of_record(actions, n));
 			/* The keys share the spares, so a key's numbers include those of the keys before it. */
 			reserved &= rl_cells_reserve(view, cells[i], chunks[i]);
 		}
 		if (reserved)
 			return true;
-		rl_cells_unlock(view);
-		for (int i = 0; i < n; i++)
-		{
-			rl_cells_select(view, i);
-			if (!evict(view, cells[i], chunks[i], error))
-				return false;
-		}
+		if (!make_room_for_all(view, cells, chunks, error))
+			return false;
 	}
 }
 
@@ -825,29 +905,55 @@ static bool
 local_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apart,
 			   RlUsage *usage pg_attribute_unused(), RlError *error)
 {
+	const RlReserve *reserve = actions[0]->reserve;
 	RlKeyHash	hashes[RL_MAX_KEYS];
 	Key			keys[RL_MAX_KEYS];
 	RlCells		view = {.keys = hashes,.nkeys = n};
+	uint32		c;
+	Record		record;
 	bool		allowed = true;
+	bool		failed;
 
 	*apart = false;
 	for (int i = 0; i < n; i++)
 		hashes[i] = rl_key_hash(&actions[i]->key);
-	if (!begin_all(&view, actions, n, keys, error))
+	if (!begin_all(&view, actions, n, keys, &c, error))
 		return false;
+	if (answer_reserved(&view, actions, n, c, taken, &failed, error))
+	{
+		finish(&view);
+		return !failed;
+	}
 	for (int i = 0; i < n; i++)
 	{
 		Key		   *key = &keys[i];
 
 		load_ban(&view, key);
-		key->verdict = rl_act_decide(actions[i]->limits, key->states, &view.pool, key->ban.until,
-									 rl_cells_times(&view), actions[i]->quota, key->views, taken[i].each);
+		key->verdict = actions[i]->limits->n == 0 ? RL_VERDICT_ALLOWED :
+			rl_act_decide(actions[i]->limits, key->states, &view.pool, key->ban.until,
+						  rl_cells_times(&view), actions[i]->quota, key->views, taken[i].each);
 		allowed &= key->verdict == RL_VERDICT_ALLOWED;
+	}
+	if (reserve != NULL && allowed && c == RL_NO_CELL)
+	{
+		rl_cells_select(&view, n - 1);
+		if (!has_room_for_record(&view))
+		{
+			finish(&view);
+			return rl_too_many_reservations(error);
+		}
+	}
+	if (reserve != NULL)
+	{
+		record = (Record) {.hold = reserve->hold,.settled = RL_UNKNOWN,.at = rl_cells_times(&view),.nkeys = n};
+		memcpy(record.keys, reserve->keys, RL_DIGEST);
+		memcpy(record.action, reserve->action, RL_DIGEST);
 	}
 	for (int i = 0; i < n; i++)
 	{
 		Key		   *key = &keys[i];
-		RlAct		act = {.times = rl_cells_times(&view),.quota = actions[i]->quota,.verdict = key->verdict,.how = RL_TAKE};
+		RlAct		act = {.times = rl_cells_times(&view),.quota = actions[i]->quota,.verdict = key->verdict,.how = RL_TAKE,
+			.hold = reserve != NULL ? reserve->hold : 0};
 		uint32		changed;
 
 		if (!allowed && act.verdict == RL_VERDICT_ALLOWED)
@@ -858,7 +964,11 @@ local_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apar
 		save_key(&view, actions[i], key, changed, taken[i].each);
 		taken[i].at = act.times;
 		taken[i].charged = allowed;
+		if (reserve != NULL && allowed)
+			add_to_record(&record, i, actions[i], act.times, key->views, taken[i].each);
 	}
+	if (reserve != NULL && allowed)
+		save_record(&view, c, &reserve->id, &record, view.now + reserve->hold);
 	finish(&view);
 	return true;
 }

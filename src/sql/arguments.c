@@ -11,6 +11,7 @@
 #include "common/hashfn.h"
 #include "funcapi.h"
 #include "mb/pg_wchar.h"
+#include "utils/array.h"
 #include "utils/builtins.h"
 #include "utils/lsyscache.h"
 #include "utils/memutils.h"
@@ -254,6 +255,113 @@ rl_limits_argument(FunctionCallInfo fcinfo, int n, const RlKey *key)
 				 errdetail("Function %s was called for key \"%s\".", get_func_name(fcinfo->flinfo->fn_oid),
 						   rl_key_shown(key->data, key->len))));
 	return rl_text_limits(PG_GETARG_TEXT_PP(n));
+}
+
+/*
+ * Arrays
+ */
+
+/*
+ * Returns the elements of an array argument, in memory of the caller.  Raises an error
+ * if it is NULL, has more than one dimension, or has a NULL.
+ */
+Datum *
+rl_array_argument(FunctionCallInfo fcinfo, int n, const char *name, int *count)
+{
+	ArrayType  *array;
+	Datum	   *values;
+	bool	   *nulls;
+	int16		typlen;
+	bool		typbyval;
+	char		typalign;
+
+	rl_require_argument(fcinfo, n, name);
+	array = PG_GETARG_ARRAYTYPE_P(n);
+	if (ARR_NDIM(array) > 1)
+		ereport(ERROR,
+				(errcode(ERRCODE_ARRAY_SUBSCRIPT_ERROR),
+				 errmsg("%s must be a one-dimensional array", name)));
+	get_typlenbyvalalign(ARR_ELEMTYPE(array), &typlen, &typbyval, &typalign);
+	deconstruct_array(array, ARR_ELEMTYPE(array), typlen, typbyval, typalign, &values, &nulls, count);
+	for (int i = 0; i < *count; i++)
+		if (nulls[i])
+			ereport(ERROR,
+					(errcode(ERRCODE_NULL_VALUE_NOT_ALLOWED),
+					 errmsg("%s must not contain nulls", name)));
+	pfree(nulls);
+	return values;
+}
+
+static void
+raise_other_length(const char *name)
+{
+	ereport(ERROR,
+			(errcode(ERRCODE_ARRAY_SUBSCRIPT_ERROR),
+			 errmsg("keys and %s must have the same number of elements", name)));
+}
+
+/* Does the same for an array that must have as many elements as keys. */
+Datum *
+rl_array_for_keys(FunctionCallInfo fcinfo, int n, const char *name, int nkeys)
+{
+	int			count;
+	Datum	   *values = rl_array_argument(fcinfo, n, name, &count);
+
+	if (count != nkeys)
+		raise_other_length(name);
+	return values;
+}
+
+/* Sets the keys of an action, and *values to their texts.  Returns how many.  Raises an error if they are none or too many. */
+int
+rl_keys_argument(FunctionCallInfo fcinfo, int n, Datum **values, RlKey *keys)
+{
+	int			count;
+
+	*values = rl_array_argument(fcinfo, n, "keys", &count);
+	if (count < 1 || count > RL_MAX_KEYS)
+		ereport(ERROR,
+				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
+				 errmsg("keys must have between 1 and %d elements", RL_MAX_KEYS)));
+	for (int i = 0; i < count; i++)
+		keys[i] = rl_text_key(DatumGetTextPP((*values)[i]));
+	return count;
+}
+
+/* Sets the quota of each key of an action.  An array with one element is for all keys. */
+void
+rl_quotas_argument(FunctionCallInfo fcinfo, int n, int nkeys, int64 *quotas)
+{
+	int			count;
+	Datum	   *values = rl_array_argument(fcinfo, n, "quotas", &count);
+
+	if (count != nkeys && count != 1)
+		raise_other_length("quotas");
+	for (int i = 0; i < nkeys; i++)
+		quotas[i] = rl_quota_checked(DatumGetInt64(values[count == 1 ? 0 : i]));
+}
+
+/*
+ * Sets the actions of one action on several keys from the arguments keys, limits and quotas, and
+ * *values to the keys' texts.  Returns how many.  Without quotas, each key is charged 1 unit.
+ */
+int
+rl_actions_argument(FunctionCallInfo fcinfo, RlAction *actions, Datum **values)
+{
+	RlKey		keys[RL_MAX_KEYS];
+	int64		quotas[RL_MAX_KEYS];
+	int			n = rl_keys_argument(fcinfo, 0, values, keys);
+	Datum	   *limits = rl_array_for_keys(fcinfo, 1, "limits", n);
+
+	if (!rl_argument_is_null(fcinfo, 2))
+		rl_quotas_argument(fcinfo, 2, n, quotas);
+	for (int i = 0; i < n; i++)
+	{
+		actions[i] = (RlAction) {.key = keys[i],.how = RL_TAKE};
+		actions[i].limits = rl_text_limits(DatumGetTextPP(limits[i]));
+		actions[i].quota = rl_argument_is_null(fcinfo, 2) ? 1 : quotas[i];
+	}
+	return n;
 }
 
 /*

@@ -35,6 +35,12 @@ extern int64 rl_quota_argument(FunctionCallInfo fcinfo, int n);
 extern RlKey rl_key_argument(FunctionCallInfo fcinfo, int n);
 extern const RlLimits *rl_limits_argument(FunctionCallInfo fcinfo, int n, const RlKey *key);
 
+extern Datum *rl_array_argument(FunctionCallInfo fcinfo, int n, const char *name, int *count);
+extern Datum *rl_array_for_keys(FunctionCallInfo fcinfo, int n, const char *name, int nkeys);
+extern int	rl_keys_argument(FunctionCallInfo fcinfo, int n, Datum **values, RlKey *keys);
+extern void rl_quotas_argument(FunctionCallInfo fcinfo, int n, int nkeys, int64 *quotas);
+extern int	rl_actions_argument(FunctionCallInfo fcinfo, RlAction *actions, Datum **values);
+
 extern int64 rl_quota_checked(int64 quota);
 extern bool rl_key_make(const char *data, int len, RlKey *key, RlError *error);
 extern RlKey rl_text_key(const text *value);

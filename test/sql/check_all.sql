@@ -94,11 +94,17 @@ SELECT * FROM run(
 	$$SELECT code, message FROM failure('SELECT rl_enforce_all(''{e:b}'', ''{fixed_window 1/1h}'')')$$,
 	$$SELECT code, message FROM failure('SELECT rl_enforce_all(''{e:b}'', ''{fixed_window 1/1h}'', ''{2}'')')$$);
 
+-- One quota is that of each key.
+SELECT * FROM run(
+	$$SELECT key, allowed, remaining FROM rl_check_all('{one:a,one:b,one:c}', '{fixed_window 9/1h,fixed_window 8/1h,fixed_window 7/1h}', '{3}')$$,
+	$$SELECT key, allowed, remaining FROM rl_enforce_all('{one:a,one:b}', '{fixed_window 9/1h,fixed_window 8/1h}', '{2}')$$,
+	$$SELECT key, allowed, remaining FROM rl_check_all('{one:a}', '{fixed_window 9/1h}', '{4}')$$);
+
 -- Wrong arguments are errors before any key is asked.
 SELECT code, message, detail FROM unnest(ARRAY[
 	'NULL, ''{5/1h}''', '''{bad}'', NULL', '''{bad,NULL}'', ''{5/1h,5/1h}''', '''{bad,b}'', ''{5/1h,NULL}''',
 	'''{bad,b}'', ''{5/1h,5/1h}'', ''{1,NULL}''', '''{bad,b}'', ''{5/1h}''', '''{bad}'', ''{5/1h,5/1h}''',
-	'''{bad,b}'', ''{5/1h,5/1h}'', ''{1}''', '''{{bad},{b}}'', ''{5/1h,5/1h}''', '''{bad,b}'', ''{{5/1h},{5/1h}}''',
+	'''{bad,b}'', ''{5/1h,5/1h}'', ''{1,1,1}''', '''{bad,b}'', ''{5/1h,5/1h}'', ''{}''', '''{{bad},{b}}'', ''{5/1h,5/1h}''', '''{bad,b}'', ''{{5/1h},{5/1h}}''',
 	'''{bad,b}'', ''{5/1h,5/1h}'', ''{{1},{1}}''', '''{}'', ''{}''', 'array_fill(''bad''::text, ARRAY[9]), array_fill(''5/1h''::rl_limits, ARRAY[9])',
 	'''{b,bad,c,bad}'', ''{5/1h,5/1h,5/1h,5/1h}''',
 	'''{bad,b}'', ARRAY[''sliding_log 5/1s, sliding_log 5/2s, sliding_log 5/3s, sliding_log 5/4s'', ''sliding_log 5/1s, sliding_window 5/2s, sliding_log 5/3s, sliding_log 5/4s, sliding_log 5/5s'']::rl_limits[]', '''{bad,""}'', ''{5/1h,5/1h}''', '''{bad,b}'', ''{5/1h,5}''',

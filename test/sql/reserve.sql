@@ -112,4 +112,102 @@ SELECT n, f.* FROM (VALUES
 	(13, $$SELECT rl_settle('r:1', 'x', -1)$$), (14, $$SELECT rl_settle('r:1', NULL, 1)$$), (15, $$SELECT rl_settle(NULL, 'x', 1)$$),
 	(16, $$SELECT rl_extend('r:c3', 'a', 10.1)$$), (17, $$SELECT rl_reserve('r:1', '5/1s', -1, 'x')$$)
 ) v (n, statement), LATERAL failure(statement) f ORDER BY n;
+
+--
+-- On several keys
+--
+CREATE FUNCTION reserved_all(keys text[], limits rl_limits[], quotas bigint[], id text, hold float8 = NULL, OUT n bigint, OUT answer text) RETURNS SETOF record
+LANGUAGE sql AS
+$$ SELECT ordinality, concat_ws(' ', key, allowed, remaining, retry_after, reset_after, replace(replace(source, 'redis', 'store'), 'local', 'store'))
+	FROM rl_reserve_all(keys, limits, quotas, id, hold) WITH ORDINALITY ORDER BY ordinality $$;
+CREATE FUNCTION left_of(keys text[], limits rl_limits[]) RETURNS text LANGUAGE sql AS
+$$ SELECT string_agg((SELECT string_agg(remaining::text, '/') FROM rl_peek(k, l, 0)), ' ' ORDER BY n) FROM unnest(keys, limits) WITH ORDINALITY AS u (k, l, n) $$;
+
+-- All keys or none; an estimate is settled above, below and at its cost.
+SELECT at(5000);
+SELECT answer FROM reserved_all('{ra:org,ra:team,ra:key}', '{fixed_window 100/1h,sliding_log 50/1h,token_bucket 20/1h}', '{10}', 'a') ORDER BY n;
+SELECT answer FROM reserved_all('{ra:org,ra:team,ra:key}', '{fixed_window 100/1h,sliding_log 50/1h,token_bucket 20/1h}', '{10,10,11}', 'b') ORDER BY n;
+SELECT answer FROM reserved_all('{ra:org,ra:team,ra:key}', '{fixed_window 100/1h,sliding_log 50/1h,token_bucket 20/1h}', '{10,10,10}', 'a') ORDER BY n;
+SELECT state, used, until, raw FROM rl_inspect('ra:key') WHERE state LIKE 'reserved%';
+SELECT rl_settle_all('{ra:org,ra:team,ra:key}', 'a', '{4,10,30}'), left_of('{ra:org,ra:team,ra:key}', '{fixed_window 100/1h,sliding_log 50/1h,token_bucket 20/1h}');
+SELECT rl_settle_all('{ra:org,ra:team,ra:key}', 'a', '{0}'), left_of('{ra:org,ra:team,ra:key}', '{fixed_window 100/1h,sliding_log 50/1h,token_bucket 20/1h}');
+SELECT answer FROM reserved_all('{ra:org,ra:team,ra:key}', '{fixed_window 100/1h,sliding_log 50/1h,token_bucket 20/1h}', '{10,10,10}', 'a') ORDER BY n;
+SELECT state, used, until, raw FROM rl_inspect('ra:key') WHERE state LIKE 'reserved%';
+SELECT rl_settle_all('{ra:team,ra:org,ra:key}', 'no', '{0}'), rl_extend_all('{ra:org,ra:team,ra:key}', 'a'), rl_settle('ra:org', 'a', 1);
+
+-- NULL quotas are 1 each; one element of rl_settle_all is the cost at each key.  Two users with one id are two actions.
+SELECT answer FROM reserved_all('{rb:org,rb:u1}', '{fixed_window 9/1h,fixed_window 9/1h}', NULL, 'a') ORDER BY n;
+SELECT answer FROM reserved_all('{rb:org,rb:u2}', '{fixed_window 9/1h,fixed_window 9/1h}', NULL, 'a') ORDER BY n;
+SELECT rl_settle_all('{rb:org,rb:u1}', 'a', '{3}'), left_of('{rb:org,rb:u1,rb:u2}', '{fixed_window 9/1h,fixed_window 9/1h,fixed_window 9/1h}');
+-- The record is at the last key: a reset of it ends the reservation, and the estimate is the cost elsewhere.
+SELECT rl_reset('rb:u2'), rl_settle_all('{rb:org,rb:u2}', 'a', '{0}'), left_of('{rb:org,rb:u2}', '{fixed_window 9/1h,fixed_window 9/1h}');
+
+-- A settlement refunds in the life of its charge, and charges what is above in any life.
+SELECT answer FROM reserved_all('{rl:a,rl:b,rl:c}', '{fixed_window 9/1h,fixed_window 9/1h,fixed_window 9/1h}', '{4}', 'less') ORDER BY n;
+SELECT answer FROM reserved_all('{rl:a,rl:b,rl:c}', '{fixed_window 9/1h,fixed_window 9/1h,fixed_window 9/1h}', '{2}', 'more') ORDER BY n;
+SELECT rl_reset('rl:a'), rl_reset('rl:b', 'fixed_window 9/1h'), rl_reset('rl:c', 'fixed_window 9/1h');
+SELECT rl_allow('rl:a', 'fixed_window 9/1h', 3), rl_allow('rl:b', 'fixed_window 9/1h', 3), rl_allow('rl:c', 'fixed_window 9/1h', 3);
+SELECT rl_settle_all('{rl:a,rl:b,rl:c}', 'less', '{1}'), left_of('{rl:a,rl:b,rl:c}', '{fixed_window 9/1h,fixed_window 9/1h,fixed_window 9/1h}');
+SELECT rl_settle_all('{rl:a,rl:b,rl:c}', 'more', '{4}'), left_of('{rl:a,rl:b,rl:c}', '{fixed_window 9/1h,fixed_window 9/1h,fixed_window 9/1h}');
+-- An idle key, whose window has ended, owes what was used.
+SELECT answer FROM reserved_all('{ri:org,ri:key}', '{fixed_window 100/1min,fixed_window 100/1h}', '{1}', 'a', 3600) ORDER BY n;
+SELECT at(5300), rl_settle_all('{ri:org,ri:key}', 'a', '{50,50}'), left_of('{ri:org,ri:key}', '{fixed_window 100/1min,fixed_window 100/1h}');
+
+-- Keys under unlimited and keys with quota 0 are not charged, also the last; without any charge there is no record.
+CREATE FUNCTION not_charged(name text, limits rl_limits[], quotas bigint[]) RETURNS SETOF text LANGUAGE plpgsql AS
+$$
+DECLARE
+	keys text[] := ARRAY[name || ':1', name || ':2', name || ':3'];
+BEGIN
+	RETURN QUERY SELECT answer FROM reserved_all(keys, limits, quotas, 'a') ORDER BY n;
+	RETURN QUERY SELECT answer FROM reserved_all(keys, limits, quotas, 'a') ORDER BY n;
+	RETURN NEXT (SELECT string_agg(concat_ws(' ', state, used, raw), ', ') FROM rl_inspect(keys[3]) WHERE state LIKE 'reserved%');
+	RETURN NEXT rl_settle_all(keys, 'a', '{7}');
+	RETURN QUERY SELECT answer FROM reserved_all(keys, limits, quotas, 'a') ORDER BY n;
+	RETURN NEXT left_of(keys, limits);
+END
+$$;
+SELECT n, not_charged('ru:' || n, limits::rl_limits[], quotas::bigint[]) FROM (VALUES
+	(1, '{unlimited,fixed_window 9/1h,fixed_window 9/1h}', '{5}'), (2, '{fixed_window 9/1h,unlimited,fixed_window 9/1h}', '{5}'),
+	(3, '{fixed_window 9/1h,fixed_window 9/1h,unlimited}', '{5}'), (4, '{fixed_window 9/1h,fixed_window 9/1h,fixed_window 9/1h}', '{0,5,5}'),
+	(5, '{fixed_window 9/1h,fixed_window 9/1h,fixed_window 9/1h}', '{5,0,5}'), (6, '{fixed_window 9/1h,fixed_window 9/1h,fixed_window 9/1h}', '{5,5,0}'),
+	(7, '{unlimited,fixed_window 9/1h,unlimited}', '{5,0,5}'), (8, '{fixed_window 9/1h,blocked,fixed_window 9/1h}', '{5}')) v (n, limits, quotas) ORDER BY n;
+
+-- concurrent: a unit of each key, by default for the shortest period; extend moves all or none.
+SELECT at(6000);
+SELECT answer FROM reserved_all('{rc:a,rc:b}', '{concurrent 1/20s,"concurrent 2/10s, fixed_window 9/1h"}', '{5}', 'a') ORDER BY n;
+SELECT answer FROM reserved_all('{rc:a,rc:b}', '{concurrent 1/20s,"concurrent 2/10s, fixed_window 9/1h"}', '{1}', 'b') ORDER BY n;
+SELECT at(6009), rl_extend_all('{rc:a,rc:b}', 'a'), rl_extend_all('{rc:a,rc:b}', 'a', 9);
+SELECT at(6017);
+SELECT answer FROM reserved_all('{rc:a,rc:b}', '{concurrent 1/20s,"concurrent 2/10s, fixed_window 9/1h"}', '{5}', 'a') ORDER BY n;
+SELECT rl_reset('rc:a'), rl_extend_all('{rc:a,rc:b}', 'a'), at(6018.1), rl_extend_all('{rc:a,rc:b}', 'a'), left_of('{rc:a,rc:b}', '{concurrent 1/20s,concurrent 2/10s}');
+SELECT at(6020);
+SELECT answer FROM reserved_all('{rc:a,rc:b}', '{concurrent 1/20s,"concurrent 2/10s, fixed_window 9/1h"}', '{4}', 'c') ORDER BY n;
+SELECT rl_settle_all('{rc:a,rc:b}', 'c', '{9,1}'), left_of('{rc:a,rc:b}', '{concurrent 1/20s,"concurrent 2/10s, fixed_window 9/1h"}');
+
+-- Bans, refusals that count, calendars.
+SELECT answer FROM reserved_all('{rd:a,rd:b}', '{fixed_window 9/1h ban 1min after 2,fixed_window 5/1h count_denied}', '{6,4}', 'a') ORDER BY n;
+SELECT answer FROM reserved_all('{rd:a,rd:b}', '{fixed_window 9/1h ban 1min after 2,fixed_window 5/1h count_denied}', '{6,1}', 'b') ORDER BY n;
+SELECT answer FROM reserved_all('{rd:a,rd:b}', '{fixed_window 9/1h ban 1min after 2,fixed_window 5/1h count_denied}', '{6,1}', 'b') ORDER BY n;
+SELECT answer FROM reserved_all('{rd:a,rd:b}', '{fixed_window 9/1h ban 1min after 2,fixed_window 5/1h count_denied}', '{6,4}', 'a') ORDER BY n;
+SELECT answer FROM reserved_all('{rd:a,rd:b}', '{fixed_window 9/1h ban 1min after 2,fixed_window 5/1h count_denied}', '{1,0}', 'c') ORDER BY n;
+SELECT rl_settle_all('{rd:a,rd:b}', 'a', '{8,2}'), rl_unban('rd:a'), left_of('{rd:a,rd:b}', '{fixed_window 9/1h,fixed_window 5/1h}');
+SELECT answer FROM reserved_all('{rm:a,rm:b}', '{fixed_window 9/month in Europe/Berlin,"fixed_window 9/day in UTC, 9/1h"}', '{3}', 'a') ORDER BY n;
+SELECT rl_settle_all('{rm:a,rm:b}', 'a', '{5,4}'), left_of('{rm:a,rm:b}', '{fixed_window 9/month in Europe/Berlin,"fixed_window 9/day in UTC, 9/1h"}');
+
+-- Errors.
+SELECT answer FROM reserved_all('{re:a,re:b}', '{fixed_window 9/1h,concurrent 5/10s}', '{3}', 'a') ORDER BY n;
+SELECT rl_reserve('re:b', '9/1h', 3, 'one') IS NULL AS one_key;
+SELECT n, f.* FROM unnest(ARRAY[
+	$$rl_reserve_all('{re:a,re:b}', '{fixed_window 9/1h,concurrent 5/10s}', '{3,2}', 'a')$$, $$rl_reserve_all('{re:a,re:b}', '{fixed_window 8/1h,concurrent 5/10s}', '{3}', 'a')$$,
+	$$rl_reserve_all('{re:c,re:b}', '{fixed_window 9/1h,concurrent 5/10s}', '{3}', 'a')$$, $$rl_reserve('re:b', 'concurrent 5/10s', 3, 'a')$$,
+	$$rl_settle('re:b', 'a', 3)$$, $$rl_extend('re:b', 'a')$$, $$rl_settle_all('{re:c,re:b}', 'a', '{3}')$$, $$rl_settle_all('{re:a,re:b}', 'one', '{3}')$$,
+	$$rl_extend_all('{re:a,re:b}', 'a', 10.1)$$, $$rl_reserve_all('{re:a,re:b}', '{9/1h,concurrent 5/10s}', '{3}', 'x', 11)$$,
+	$$rl_reserve_all('{re:a,re:a}', '{9/1h,9/1h}', '{3}', 'x')$$, $$rl_reserve_all('{re:a,re:b}', '{9/1h}', '{3}', 'x')$$,
+	$$rl_reserve_all('{re:a,re:b}', '{9/1h,9/1h}', '{3,3,3}', 'x')$$, $$rl_reserve_all('{re:a,re:b}', '{9/1h,9/1h}', '{3,NULL}', 'x')$$,
+	$$rl_reserve_all('{re:a,NULL}', '{9/1h,9/1h}', '{3}', 'x')$$, $$rl_reserve_all('{re:a,re:b}', '{9/1h,9/1h}', '{3}', NULL)$$,
+	$$rl_reserve_all('{}', '{}', '{3}', 'x')$$, $$rl_settle_all('{re:a,re:b}', 'x', NULL)$$, $$rl_settle_all('{re:a,re:b}', 'x', '{1,2,3}')$$,
+	$$rl_settle_all('{re:a,re:b}', 'x', '{1,-2}')$$, $$rl_settle_all(NULL, 'x', '{1}')$$, $$rl_extend_all('{re:a,re:b}', NULL)$$, $$rl_extend_all('{re:a,re:b}', 'a', 0)$$])
+	WITH ORDINALITY u (call, n), LATERAL failure('SELECT ' || call) f ORDER BY n;
+SELECT rl_settle_all('{re:a,re:b}', 'a', '{3}'), left_of('{re:a,re:b}', '{fixed_window 9/1h,concurrent 5/10s}');
 SELECT set_config('ratelimit.debug_now', '', false);

@@ -72,6 +72,7 @@ my @calls = (
 	q{SELECT rl_network('10.0.0.1')}, q{SELECT rl_ban(rl_key('k', 1), 3600)}, q{SELECT rl_unban('k:1')}, q{SELECT rl_unban(rl_key(VARIADIC '{k,1}'::text[]))},
 	"SELECT count(rl_check('leased', 'fixed_window 1000/1h lease 1s', n / n)) FROM generate_series(1, 20) n",
 	"SELECT rl_reserve('held', '$five, concurrent 3/1h', 1, 'a')", q{SELECT rl_extend('held', 'a')}, q{SELECT rl_settle('held', 'a', 2)},
+	"SELECT rl_reserve_all('{held,held:2}', ARRAY['$five', 'concurrent 3/1h']::rl_limits[], '{1}', 'b')", q{SELECT rl_extend_all('{held,held:2}', 'b')}, q{SELECT rl_settle_all('{held,held:2}', 'b', '{2}')},
 	(map { "SELECT rl_settle('held', 'a', 1), rl_extend('held', '$_'), rl_reset('held', '$five')" } qw(a b)),
 	"SELECT rl_reset('five', '$five')", q{SELECT rl_reset('log')}, q{SELECT rl_reset('log')},
 	(map { "SELECT count(*) FROM $_" } qw(rl_stat rl_denied)), 'SELECT rl_stat_reset()');

@@ -517,11 +517,11 @@ answers(q{SELECT bool_or(there) FILTER (WHERE n <= 12000), bool_and(there) FILTE
 	$session = session($node);
 	my $others = q{SELECT count(*) FILTER (WHERE rl_allow('other ' || n, '1/1d')) FROM generate_series(1, 2000) n};
 
-	answers(q{SELECT count(*) FILTER (WHERE r.allowed AND rl_settle('tenant', n::text, 0)) FROM generate_series(1, 3000) n, rl_reserve('tenant', '9/1d', 1, n::text) r},
-		3000, 'a key has 3,000 reservations, which are settled');
+	answers(q{SELECT count(*) FILTER (WHERE r.allowed AND rl_settle('tenant', n::text, 0)) FROM generate_series(1, 1500) n, rl_reserve('tenant', '9/1d', 1, n::text) r},
+		1500, 'a key has 1,500 reservations, which are settled');
 	answers($others, 2000, '2,000 other keys use up their quota');
 	answers($others, 0, 'and are refused then');
-	answers(q{SELECT count(*) FILTER (WHERE source = 'settled') FROM generate_series(1, 3000) n, rl_reserve('tenant', '9/1d', 1, n::text)}, 3000, 'all reservations are there');
+	answers(q{SELECT count(*) FILTER (WHERE source = 'settled') FROM generate_series(1, 1500) n, rl_reserve('tenant', '9/1d', 1, n::text)}, 1500, 'all reservations are there');
 	answers('SELECT local_keys >= 5000, local_evicted FROM rl_status()', 't|0', 'no state was evicted, and hardly one is free');
 }
 

@@ -84,12 +84,12 @@ answers('SELECT local_keys FROM rl_status()', 100_000, '100,000 states are store
 my $budgets = join ', ', map { "fixed_window 1000000/${_}d from_first" } 1 .. 8;
 my $reserve = "rl_reserve('tenant', '$budgets', 1, lpad(n::text, 128, 'i'), 86400)";
 
-restart(80_000);
+restart(63_000);
 answers("SELECT count(*) FILTER (WHERE r.allowed) FROM generate_series(1, 4096) n, $reserve r", 4096, 'a key gets 4,096 reservations');
 $session->fails("SELECT $reserve FROM generate_series(4097, 4097) n", 'and one more', '54000', qr/reservations/);
 answers(q{SELECT count(*) FILTER (WHERE rl_allow('login:' || n, '3/1d')) FROM generate_series(1, 500) n, generate_series(1, 3)}, 1500, '500 other keys use up their quota');
 answers(q{SELECT count(*) FILTER (WHERE rl_allow('login:' || n, '3/1d')) FROM generate_series(1, 500) n}, 0, 'and are refused then');
-answers('SELECT local_evicted, local_keys > 78000 FROM rl_status()', '0|t', 'no state was evicted from a store that is nearly full');
+answers('SELECT local_evicted, local_keys > 61500 FROM rl_status()', '0|t', 'no state was evicted from a store that is nearly full');
 answers(q{SELECT count(*) FILTER (WHERE rl_settle('tenant', lpad(n::text, 128, 'i'), 0)) FROM generate_series(1, 4096) n}, 4096, 'all reservations are settled');
 answers("SELECT DISTINCT remaining FROM rl_peek('tenant', '$budgets', 0)", 1_000_000, 'and their quota is free');
 

@@ -62,9 +62,13 @@ $session->ask(q{
 	CREATE FUNCTION run_program(program int, steps int, plain boolean) RETURNS text LANGUAGE plpgsql AS $$
 	DECLARE
 		now bigint := 1700000000000000 + (random() * 1e12)::bigint;
-		key text := 'k' || program;
-		limits text[] := ARRAY[some_limits(plain), some_limits(plain)];
+		names text[] := ARRAY['k' || program, 'l' || program, 'm' || program];
+		limits text[] := ARRAY[some_limits(plain), some_limits(plain), some_limits(plain), some_limits(plain)];
+		key text;
 		l text;
+		keys text;		-- of an action on several keys
+		their text;		-- limits
+		quotas text;
 		id text;
 		q int;
 		query text;
@@ -75,10 +79,17 @@ $session->ask(q{
 			now := now + CASE WHEN random() < 0.3 THEN 0 WHEN random() < 0.1 AND NOT plain THEN -500000 WHEN random() < 0.5 THEN (random() * 300000)::int
 				WHEN random() < 0.98 THEN (random() * 3000000)::bigint ELSE (random() * 90000000000)::bigint END;
 			PERFORM set_config('ratelimit.debug_now', now::text, true);
+			key := names[1 + (random() * random() * 3)::int % 3];
 			l := limits[1 + (random() < 0.2)::int];
+			-- The limits of a key are usually the same.  One key is also reserved by rl_reserve.
+			SELECT array_agg(k)::text, array_agg(CASE WHEN random() < 0.05 THEN 'unlimited' WHEN random() < 0.1 THEN limits[4] ELSE limits[n] END)::text
+				INTO keys, their FROM (SELECT k, n FROM unnest(names) WITH ORDINALITY u (k, n)
+					ORDER BY CASE WHEN random() < 0.1 THEN random() * 4 ELSE n END LIMIT 1 + (random() * 3)::int) o;
+			quotas := CASE WHEN random() < 0.2 THEN format('{%s}', (random() * 5)::int)
+				ELSE (SELECT array_agg((random() * 5)::int)::text FROM unnest(keys::text[])) END;
 			id := pick('a', 'b', 'c', 'd', 'e', 'f');
 			q := CASE WHEN random() < 0.05 THEN 1000000 ELSE (random() * 5)::int END;
-			query := CASE floor(random() * 20)::int
+			query := CASE floor(random() * 34)::int
 				WHEN 0 THEN CASE WHEN plain AND l ~ 'concurrent' THEN 'SELECT 1' ELSE format('SELECT rl_check(%L, %L, %s)', key, l, q) END
 				WHEN 1 THEN CASE WHEN plain AND l ~ 'concurrent' THEN 'SELECT 1' ELSE format('SELECT rl_check(%L, %L, %s)', key, l, q) END
 				WHEN 2 THEN format('SELECT rl_refund(%L, %L, %s)', key, l, q)
@@ -93,6 +104,20 @@ $session->ask(q{
 				WHEN 11 THEN format('SELECT rl_settle(%L, %L, %s)', key, id, q)
 				WHEN 12 THEN format('SELECT rl_settle(%L, %L, %s)', key, id, q)
 				WHEN 13 THEN format('SELECT rl_settle(%L, %L, 0)', key, id)
+				WHEN 14 THEN CASE WHEN plain AND their ~ 'concurrent' THEN 'SELECT 1' ELSE format('SELECT string_agg(r::text, %L) FROM rl_check_all(%L, %L, %L) r', ' ', keys, their, quotas) END
+				WHEN 15 THEN format('SELECT rl_extend_all(%L, %L, %s)', keys, id, pick('NULL', '1', '3.5', '7'))
+				WHEN 16 THEN format('SELECT rl_settle_all(%L, %L, %L)', keys, id, quotas)
+				WHEN 17 THEN format('SELECT rl_settle_all(%L, %L, %L)', keys, id, quotas)
+				WHEN 18 THEN format('SELECT rl_settle_all(%L, %L, %L)', keys, id, '{0}')
+				WHEN 19 THEN format('SELECT rl_settle_all(%L, %L, %L)', names, id, quotas)
+				WHEN 20 THEN format('SELECT rl_settle_all(%L, %L, %L)', names[:2], id, '{6}')
+				WHEN 21 THEN format('SELECT rl_extend_all(%L, %L)', names, id)
+				WHEN 22 THEN format('SELECT string_agg(r::text, %L) FROM rl_reserve_all(%L, %L, %L, %L, %s) r', ' ', names[:2], limits[:2], '{2}', id, pick('NULL', '60'))
+				WHEN 23 THEN format('SELECT string_agg(r::text, %L) FROM rl_reserve_all(%L, %L, %L, %L) r', ' ', names, limits[:3], '{2,1,3}', id)
+				WHEN 24 THEN format('SELECT string_agg(r::text, %L) FROM rl_reserve_all(%L, %L, %L, %L) r', ' ', names, limits[:3], '{2,1,3}', id)
+				WHEN 25 THEN format('SELECT string_agg(r::text, %L) FROM rl_reserve_all(%L, %L, %L, %L, %s) r', ' ', keys, their, quotas, id, pick('NULL', 'NULL', '5', '2', '60'))
+				WHEN 26 THEN format('SELECT string_agg(r::text, %L) FROM rl_reserve_all(%L, %L, %L, %L, %s) r', ' ', keys, their, quotas, id, pick('NULL', 'NULL', '5', '2', '60'))
+				WHEN 27 THEN format('SELECT string_agg(r::text, %L) FROM rl_reserve_all(%L, %L, %L, %L, %s) r', ' ', keys, their, quotas, id, pick('NULL', 'NULL', '5', '2', '60'))
 				ELSE format('SELECT rl_reserve(%L, %L, %s, %L, %s)', key, l, least(q, 12), id, pick('NULL', 'NULL', '5', '2', '60'))
 				END;
 			PERFORM set_config('ratelimit.store', 'redis', true);
@@ -128,7 +153,8 @@ if ($difference ne '')
 }
 my @kinds = split /,/, $session->ask(q{SELECT string_agg(DISTINCT kind, ',') FROM (SELECT substring(query, 'SELECT (\w+)') || ' ' ||
 	left(split_part(redis, ',', greatest(1, 1 + length(redis) - length(replace(redis, ',', '')))), 10) AS kind FROM steps) s});
-foreach my $kind ('rl_reserve store)', 'rl_reserve PT409 rese', 'rl_reserve reserved)', 'rl_reserve settled)', 'rl_reserve ban)', 'rl_settle true',
+foreach my $kind ('string_agg store)', 'string_agg reserved)', 'string_agg settled)', 'string_agg PT409 rese', 'rl_settle_all true', 'rl_settle_all false',
+	'rl_settle_all PT409 rese', 'rl_extend_all true', 'rl_extend_all false', 'rl_reserve store)', 'rl_reserve PT409 rese', 'rl_reserve reserved)', 'rl_reserve settled)', 'rl_reserve ban)', 'rl_settle true',
 	'rl_settle false', 'rl_extend true', 'rl_extend false')
 {
 	ok((grep { $_ eq $kind } @kinds), "there are steps with $kind");
@@ -247,49 +273,108 @@ sub refund_charge
 	return $units - $left;
 }
 
+# Ends the life of a key's counters if nothing is kept of it.  Of a state that a refund has emptied nothing is kept.
+sub forget
+{
+	my ($of, $l, $now) = @_;
+	my $s = $of->{states}{ $l->{tag} };
+
+	return if !$s || $l->{algorithm} eq 'token_bucket' || $s->{tat} > $now * 1000 || sum0(map { $_->[1] } @{ $s->{entries} });
+	delete $of->{states}{ $l->{tag} };
+	$of->{life}++ if !%{ $of->{states} } && !%{ $of->{records} || {} };
+	return;
+}
+
+sub remaining { my ($of, $now, @limits) = @_; return max(min(map { room($of, $_, $now) } @limits), 0); }
+
+# Decides an action: a list of keys with limits and quota; with an id, a reservation.  Returns an answer for each key.
 sub model_reserve
 {
-	my ($model, $now, $text, $quota, $id, $hold) = @_;
-	my @limits = parse($text);
-	my $record = defined $id ? $model->{records}{$id} : undef;
+	my ($model, $now, $id, $hold, @keys) = @_;
+	my $action = join ' ', map { @$_{qw(key text quota)} } @keys;
+	my $charges = defined $id && grep { $_->{text} ne 'unlimited' && $_->{quota} > 0 } @keys;
+	my $records = $model->{ $keys[-1]{key} }{records} ||= {};
+	my $record = $charges ? $records->{$id} : undef;
 
+	foreach my $key (@keys)
+	{
+		$key->{of} = $model->{ $key->{key} } ||= {};
+		$key->{limits} = [ $key->{text} eq 'unlimited' ? () : parse($key->{text}) ];
+	}
 	# Arguments are checked first.
 	if (defined $id)
 	{
-		my @held = grep { $_->{algorithm} eq 'concurrent' } @limits;
+		my $shortest = min(map { $_->{period} } grep { $_->{algorithm} eq 'concurrent' } map { @{ $_->{limits} } } @keys);
 
-		my $shortest = min(map { $_->{period} } @held);
-
-		return '22023' if @held && defined $hold && $hold * 1_000_000 > $shortest;
+		return '22023' if defined $shortest && defined $hold && $hold * 1_000_000 > $shortest;
 		$hold = defined $hold ? $hold * 1_000_000 : $shortest // 3_600_000_000;
-		if ($quota > 0 && $record && $record->{end} > $now)
+		if ($record && $record->{end} > $now)
 		{
-			return 'PT409' if $record->{text} ne $text || $record->{quota} != $quota;
-			return 't ' . max(min(map { room($model, $_, $now) } @limits), 0) . ($record->{open} ? ' reserved' : ' settled');
+			return 'PT409' if $record->{action} ne $action;
+			my $source = $record->{open} ? 'reserved' : 'settled';
+			return join ' ', map { 't ' . (@{ $_->{limits} } ? remaining($_->{of}, $now, @{ $_->{limits} }) . ' ' : '') . $source } @keys;
 		}
 	}
-	my @quotas = map { defined $id && $_->{algorithm} eq 'concurrent' ? min($quota, 1) : $quota } @limits;
-	return 'f' if grep { !fits($model, $limits[$_], $now, $quotas[$_]) } 0 .. $#limits;
-	my @charges = $quota > 0 ? map { charge($model, $limits[$_], $now, $quotas[$_], defined $id ? $hold : undef) } 0 .. $#limits : ();
-	$model->{records}{$id} = { text => $text, quota => $quota, hold => $hold, end => $now + $hold, open => 1, charges => \@charges }
-	  if defined $id && $quota > 0;
-	return 't ' . max(min(map { room($model, $_, $now) } @limits), 0) . ' store';
+	foreach my $key (@keys)
+	{
+		$key->{quotas} = [ map { defined $id && $_->{algorithm} eq 'concurrent' ? min($key->{quota}, 1) : $key->{quota} } @{ $key->{limits} } ];
+		$key->{refused} = grep { !fits($key->{of}, $key->{limits}[$_], $now, $key->{quotas}[$_]) } 0 .. $#{ $key->{limits} };
+	}
+	my @charges;
+	if (!grep { $_->{refused} } @keys)
+	{
+		foreach my $key (grep { $_->{quota} > 0 } @keys)
+		{
+			push @charges, map { { %{ charge($key->{of}, $key->{limits}[$_], $now, $key->{quotas}[$_], defined $id ? $hold : undef) }, key => $key->{key} } }
+			  0 .. $#{ $key->{limits} };
+		}
+		$_->{life} = $model->{ $_->{key} }{life} ||= 1 foreach @charges;
+		$records->{$id} = { action => $action, keys => join(' ', map { $_->{key} } @keys), hold => $hold, end => $now + $hold, open => 1, charges => \@charges }
+		  if $charges;
+	}
+	return join ' ', map { $_->{refused} ? 'f' : !@{ $_->{limits} } ? 't unlimited' : 't ' . remaining($_->{of}, $now, @{ $_->{limits} }) . ' store' } @keys;
+}
+
+# Returns the record in force, or the answer without one.
+sub record_of
+{
+	my ($model, $now, $id, @keys) = @_;
+	my $records = ($model->{ $keys[-1] } ||= {})->{records} ||= {};
+	my $record = $records->{$id};
+
+	return 'false' if !$record;
+	if ($record->{end} <= $now)
+	{
+		delete $records->{$id};
+		my $of = $model->{ $keys[-1] };
+		$of->{life}++ if !%{ $of->{states} || {} } && !%$records;
+		return 'false';
+	}
+	return $record->{keys} ne join(' ', @keys) ? 'PT409' : $record;
 }
 
 sub model_settle
 {
-	my ($model, $now, $id, $quota) = @_;
-	my $record = defined $id ? $model->{records}{$id} : undef;
+	my ($model, $now, $id, $quotas, @keys) = @_;
 
-	return 'false' if !$record || $record->{end} <= $now;
+	return '2202E' if @$quotas > 1 && @$quotas != @keys;
+	my $record = record_of($model, $now, $id, @keys);
+	my %quota = map { ($keys[$_] => $quotas->[ @$quotas > 1 ? $_ : 0 ]) } 0 .. $#keys;
+
+	return $record if !ref $record;
 	return 'true' if !$record->{open};
 	foreach my $charge (@{ $record->{charges} })
 	{
-		my $rest = $charge->{limit}{algorithm} eq 'concurrent' ? 1 : $charge->{units} - $quota;
+		my ($of, $l) = ($model->{ $charge->{key} }, $charge->{limit});
+		my $rest = $l->{algorithm} eq 'concurrent' ? 1 : $charge->{units} - $quota{ $charge->{key} };
 
-		# A reset ends the life of a counter. What is above the reservation is charged in any life.
-		refund_charge($model, $charge, $now, $rest) if $rest > 0 && !$charge->{reset};
-		charge($model, $charge->{limit}, $now, -$rest) if $rest < 0;
+		# A reset ends the life of a counter, and entries of a log are found by their time. What is above the reservation is charged in any life.
+		if ($rest > 0 && ($l->{algorithm} =~ /log|concurrent/ || !$charge->{reset} && $charge->{life} == $of->{life}))
+		{
+			refund_charge($of, $charge, $now, $rest);
+			forget($of, $l, $now);
+		}
+		charge($of, $l, $now, -$rest) if $rest < 0;
 	}
 	@$record{qw(open end)} = (0, $now + min($record->{hold}, 3_600_000_000));
 	return 'true';
@@ -297,49 +382,73 @@ sub model_settle
 
 sub model_extend
 {
-	my ($model, $now, $id, $hold) = @_;
-	my $record = defined $id ? $model->{records}{$id} : undef;
+	my ($model, $now, $id, $hold, @keys) = @_;
+	my $record = record_of($model, $now, $id, @keys);
 
-	return 'false' if !$record || $record->{end} <= $now || !$record->{open};
+	return $record if !ref $record;
+	return 'false' if !$record->{open};
 	my @held = grep { $_->{limit}{algorithm} eq 'concurrent' } @{ $record->{charges} };
 	return '22023' if @held && defined $hold && $hold * 1_000_000 > min(map { $_->{limit}{period} } @held);
 	$hold = defined $hold ? $hold * 1_000_000 : $record->{hold};
 	# All units are there, or nothing changes.
 	foreach my $charge (@held)
 	{
-		my @entries = @{ load($model, $charge->{limit}, $now)->{entries} };
+		my @entries = @{ load($model->{ $charge->{key} }, $charge->{limit}, $now)->{entries} };
 
 		return 'false' if !grep { $_->[2] && $_->[0] == $charge->{mark} } @entries;
 	}
 	foreach my $charge (@held)
 	{
-		refund_charge($model, $charge, $now, 1);
-		$charge->{mark} = charge($model, $charge->{limit}, $now, 1, $hold)->{mark};
+		my $of = $model->{ $charge->{key} };
+
+		refund_charge($of, $charge, $now, 1);
+		$charge->{mark} = charge($of, $charge->{limit}, $now, 1, $hold)->{mark};
 	}
 	$record->{hold} = $hold;
 	$record->{end} = $now + $record->{hold};
 	return 'true';
 }
 
+# Reads an array of texts as PostgreSQL writes it.
+sub elements { my ($text) = @_; my @found; push @found, $1 // $2 while $text =~ /"([^"]*)"|([^{},"]+)/g; return @found; }
+
+# Reads the keys, limits and quotas of an action on several keys.
+sub keys_of
+{
+	my @keys = elements($_[0]);
+	my @limits = elements($_[1]);
+	my @quotas = elements($_[2]);
+
+	return map { { key => $keys[$_], text => $limits[$_], quota => $quotas[ @quotas > 1 ? $_ : 0 ] } } 0 .. $#keys;
+}
+
 # Runs a step.  Returns the answer, or undef where any answer is right.
 sub model_step
 {
 	my ($model, $now, $query) = @_;
-	my ($text, $quota, $id, $hold);
+	my $number = sub { return !defined $_[0] || $_[0] eq 'NULL' ? undef : $_[0] };
+	my @a;
 
-	return model_reserve($model, $now, $1, $2) if $query =~ /rl_check\('\w+', '(.*)', (\d+)\)/;
-	return model_reserve($model, $now, $1, $2, $3, $4 eq 'NULL' ? undef : $4) if $query =~ /rl_reserve\('\w+', '(.*)', (\d+), '(\w)', ([\w.]+)\)/;
-	return model_settle($model, $now, $1, $2) if $query =~ /rl_settle\('\w+', '(\w)', (\d+)\)/;
-	return model_extend($model, $now, $1, $2) if $query =~ /rl_extend\('\w+', '(\w)'(?:, ([\d.]+))?\)/;
-	if ($query =~ /rl_refund\('\w+', '(.*)', (\d+)\)/)
+	return model_reserve($model, $now, undef, undef, { key => $a[0], text => $a[1], quota => $a[2] }) if @a = $query =~ /rl_check\('(\w+)', '(.*)', (\d+)\)/;
+	return model_reserve($model, $now, $a[3], $number->($a[4]), { key => $a[0], text => $a[1], quota => $a[2] })
+	  if @a = $query =~ /rl_reserve\('(\w+)', '(.*)', (\d+), '(\w)', ([\w.]+)\)/;
+	return model_settle($model, $now, $a[1], [ $a[2] ], $a[0]) if @a = $query =~ /rl_settle\('(\w+)', '(\w)', (\d+)\)/;
+	return model_extend($model, $now, $a[1], $number->($a[2]), $a[0]) if @a = $query =~ /rl_extend\('(\w+)', '(\w)'(?:, ([\d.]+))?\)/;
+	return model_reserve($model, $now, undef, undef, keys_of(@a)) if @a = $query =~ /rl_check_all\('(.*?)', '(.*?)', '(.*?)'\)/;
+	return model_reserve($model, $now, $a[3], $number->($a[4]), keys_of(@a))
+	  if @a = $query =~ /rl_reserve_all\('(.*?)', '(.*?)', '(.*?)', '(\w)'(?:, ([\w.]+))?\)/;
+	return model_settle($model, $now, $a[1], [ elements($a[2]) ], elements($a[0])) if @a = $query =~ /rl_settle_all\('(.*)', '(\w)', '(.*)'\)/;
+	return model_extend($model, $now, $a[1], $number->($a[2]), elements($a[0])) if @a = $query =~ /rl_extend_all\('(.*)', '(\w)'(?:, ([\w.]+))?\)/;
+	if ($query =~ /rl_refund\('(\w+)', '(.*)', (\d+)\)/)
 	{
-		$quota = $2;
-		foreach my $l (parse($1))
+		my ($of, $text, $quota) = ($model->{$1} ||= {}, $2, $3);
+		foreach my $l (parse($text))
 		{
-			my $s = load($model, $l, $now);
+			my $s = load($of, $l, $now);
 			my $left = $quota;
 
-			$model->{states}{ $l->{tag} } = $s if $s->{missing} || $l->{algorithm} ne 'token_bucket';
+			next if !$of->{states}{ $l->{tag} };
+			$of->{states}{ $l->{tag} } = $s if $s->{missing} || $l->{algorithm} ne 'token_bucket';
 
 			$s->{tat} = max($s->{tat} - $quota * $l->{interval}, $now * 1000);
 			$s->{missing} = max($s->{missing} - $quota, 0);
@@ -350,21 +459,23 @@ sub model_step
 				$entry->[1] -= $part;
 				$left -= $part;
 			}
+			forget($of, $l, $now) if $quota > $left || $l->{algorithm} eq 'throttle';
 		}
 	}
-	elsif ($query =~ /rl_reset\('\w+', '(.*)'\)/)
+	elsif ($query =~ /rl_reset\('(\w+)', '(.*)'\)/)
 	{
-		foreach my $l (parse($1))
+		my ($key, $of, $text) = ($1, $model->{$1} ||= {}, $2);
+		foreach my $l (parse($text))
 		{
-			delete $model->{states}{ $l->{tag} };
-			# Entries of a log are found by their time.
-			next if $l->{algorithm} =~ /log|concurrent/;
-			$_->{reset} = 1 foreach grep { $_->{limit}{tag} eq $l->{tag} } map { @{ $_->{charges} } } values %{ $model->{records} };
+			delete $of->{states}{ $l->{tag} };
+			$_->{reset} = 1 foreach grep { $_->{key} eq $key && $_->{limit}{tag} eq $l->{tag} }
+			  map { @{ $_->{charges} } } map { values %{ $_->{records} || {} } } values %$model;
 		}
+		$of->{life}++ if !%{ $of->{states} || {} } && !%{ $of->{records} || {} };
 	}
-	elsif ($query =~ /rl_reset/)
+	elsif ($query =~ /rl_reset\('(\w+)'/)
 	{
-		%$model = ();
+		$model->{$1} = { life => ($model->{$1}{life} || 0) + 1 };
 	}
 	return undef;
 }
@@ -374,9 +485,9 @@ sub shown
 {
 	my ($answer) = @_;
 
-	return $1 if $answer =~ /^(PT409|22023)/;
-	return 'f' if $answer =~ /^\(f/;
-	return "t $1 $2" if $answer =~ /^\(t,\d+,(\d+),.*,(\w+)\)$/;
+	return $1 if $answer =~ /^(PT409|22023|2202E)/;
+	return join ' ', map { /,f,|^\(f,/ ? 'f' : /(?:^\(|,)t,(\d*),(\d*),.*,(\w+)\)$/ ? "t " . ($2 ne '' ? "$2 " : '') . $3 : $_ } $answer =~ /\(.*?\)(?= \(|$)/g
+	  if $answer =~ /^\(/;
 	return $answer;
 }
 

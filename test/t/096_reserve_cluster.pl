@@ -37,6 +37,48 @@ foreach my $key ('moves', 'stays')
 	is(used($key), '23 23 23', "$key: the sum is what was settled");
 }
 
+# On several keys: those of a tag are in one slot; keys of several slots are an error of the call, whatever
+# on_error is, and no key is charged.
+{
+	my @keys = ('org', '{org}team', '{org}user');
+	my $all = sub { return sprintf q{'{%s}'}, join ',', map { qq("$_") } @_ };
+	my $reserve = sub { my ($id, @of) = @_; return "count(*) FILTER (WHERE allowed), min(source), max(source) FROM rl_reserve_all(@{[ $all->(@of) ]}, array_fill(${limits}::rl_limits, ARRAY[" . @of . "]), '{10}', '$id')" };
+	my $is = sub { my ($expected, $name) = @_; is(join(' | ', map { used($_) } @keys), join(' | ', ($expected) x 3), $name) };
+
+	$session->answers("SELECT " . $reserve->('a', @keys), '3|redis|redis', 'reserves on three keys of a tag');
+	$session->answers("SELECT " . $reserve->('a', @keys), '3|reserved|reserved', 'retries');
+	$session->answers("SELECT rl_extend_all(@{[ $all->(@keys) ]}, 'a'), rl_settle_all(@{[ $all->(@keys) ]}, 'a', '{4}')", 't|t', 'extends and settles');
+	$is->('4 4 4', 'at its cost');
+
+	foreach my $new (0, 1)
+	{
+		foreach my $on_error ('error', 'allow', 'local')
+		{
+			# A new session does not know yet that the server is a cluster's.
+			my $caller = $new ? session($node) : $session;
+
+			$caller->set(on_error => $on_error);
+			$caller->fails('SELECT ' . $reserve->('b', @keys, 'elsewhere'), "$on_error, reserves on several slots", '22023', qr/one slot/);
+			$caller->fails("SELECT rl_settle_all('{org,elsewhere}', 'b', '{1}')", "$on_error, settles", '22023', qr/one slot/);
+			$caller->fails("SELECT rl_extend_all('{org,elsewhere}', 'b')", "$on_error, extends", '22023', qr/one slot/);
+			$caller->set(on_error => undef);
+		}
+	}
+	$is->('4 4 4', 'and charges nothing');
+	is(used('elsewhere'), '0 0 0', 'at no key');
+
+	my $slot = $cluster->slot('org');
+	my $from = $cluster->first_owner($slot);
+
+	$cluster->begin_move($slot, $from, ($from + 1) % 3);
+	$cluster->end_move($slot, $from, ($from + 1) % 3);
+	$session->answers("SELECT " . $reserve->('c', @keys), '3|redis|redis', 'reserves when the slot has moved');
+	$session->answers("SELECT rl_settle_all(@{[ $all->(@keys) ]}, 'c', '{1}')", 't', 'settles');
+	$is->('5 5 5', 'at its cost');
+	$cluster->begin_move($slot, ($from + 1) % 3, $from);
+	$cluster->end_move($slot, ($from + 1) % 3, $from);
+}
+
 #
 # Four clients play random programs while slots move to and fro, and then while masters fail over
 #
@@ -107,5 +149,27 @@ foreach my $i (1 .. 30)
 cmp_ok($lost, '>', 0, "$lost calls got no reply");
 $session->ask("SET ratelimit.command_timeout = '10s'");
 is(used('lost'), '30 30 30', 'each id is charged once, and settled once');
+
+# The same on three keys.
+$session->ask("SET ratelimit.command_timeout = '20ms'");
+$lost = 0;
+foreach my $i (1 .. 30)
+{
+	foreach my $call ("count(*) FROM rl_reserve_all('{lost:1,lost:2,lost:3}', ARRAY[$limits, 'sliding_window 1000/1d', 'token_bucket 1000/1d']::rl_limits[], '{2,3,4}', 'id$i')",
+		"rl_settle_all('{lost:1,lost:2,lost:3}', 'id$i', '{1,4,2}')")
+	{
+		$redis->cli('CLIENT', 'PAUSE', 30);
+		foreach my $try (1 .. 40)
+		{
+			$session->ask("SELECT $call");
+			last if $session->error eq '';
+			$lost++;
+		}
+	}
+}
+cmp_ok($lost, '>', 0, "$lost calls on three keys got no reply");
+$session->ask("SET ratelimit.command_timeout = '10s'");
+is(used('lost:1'), '30 30 30', 'the first key is charged and settled once by each id');
+is($session->ask(q{SELECT (rl_check('lost:2', 'sliding_window 1000/1d', 0)).remaining, (rl_check('lost:3', 'token_bucket 1000/1d', 0)).remaining}), '880|940', 'and the others');
 
 done_testing();

@@ -216,28 +216,23 @@ is($session->ask(q{SELECT count(*) FROM pg_sleep(0), rl_inspect('held') WHERE us
 }
 
 #
-# A reset whose fields have ended
+# A reset
 #
 
-# Reservations that were made after the reset are still settled, whichever of its fields the sweep
-# has deleted.  States in virtual time are kept for years, so the test does what the sweep does.
+# What is reserved after a reset is settled at its cost, and what was reserved before gets nothing back.  The field
+# of the reset outlasts each hold, whatever other resets do.
 {
 	my $limits = 'fixed_window 1000/3650d';
-	my $field = 'reset:fixed_window:315360000000000';
-	my $later = "rl_reserve('%s', '$limits', 400, 'less', 3600), rl_reserve('%1\$s', '$limits', 100, 'more', 3600)";
-	my $settle = q{SELECT rl_settle('%s', 'less', 0), rl_settle('%1$s', 'more', 250)};
 	my $real = session($node);
+	my $left = "SELECT remaining FROM rl_peek('reset', '$limits', 0)";
 
-	$real->ask("SELECT rl_reserve('swept', '$limits', 10, 'old', 3600), rl_reset('swept', '$limits'), " . sprintf $later, 'swept');
-	is($redis->cli('HDEL', 'rl:{swept}', $field), 1, 'a reset of reserved quota has a field');
-	is($real->ask(sprintf $settle, 'swept'), 't|t', 'without it, later reservations are settled');
-	is($real->ask("SELECT remaining FROM rl_peek('swept', '$limits', 0)"), 750, 'at their cost');
-
-	$redis->cli('HSET', 'rl:{stale}', $field, '1 1');
-	$real->ask(sprintf("SELECT $later", 'stale') . q{, rl_check('stale', '5/1h'); SELECT rl_reset('stale', '5/1h')});
-	like($redis->cli('HGET', 'rl:{stale}', 'reservations'), qr/^\d+ r$/, 'a reset of another limit');
-	is($real->ask(sprintf $settle, 'stale'), 't|t', 'after it, reservations later than an old field are settled');
-	is($real->ask("SELECT remaining FROM rl_peek('stale', '$limits', 0)"), 750, 'at their cost');
+	$real->ask("SELECT rl_reserve('reset', '$limits', 10, 'old', 3600), rl_check('reset', '5/1h'), rl_reset('reset', '$limits'),
+		rl_reserve('reset', '$limits', 400, 'less', 3600), rl_reserve('reset', '$limits', 100, 'more', 3600), rl_reset('reset', '5/1h')");
+	like($redis->cli('HGET', 'rl:{reset}', 'born'), qr/^\d+ r$/, 'a key of which limits were reset');
+	my ($number, $end) = split / /, $redis->cli('HGET', 'rl:{reset}', 'reset:fixed_window:315360000000000');
+	cmp_ok($end - $number, '>', 9 * 365 * 86400e6, 'the field of a reset lasts');
+	is($real->ask(q{SELECT rl_settle('reset', 'less', 0), rl_settle('reset', 'more', 250)}) . $real->ask($left), 't|t750', 'what was reserved after it is settled at its cost');
+	is($real->ask(q{SELECT rl_settle('reset', 'old', 0)}) . $real->ask($left), 't750', 'what was reserved before it gets nothing back');
 }
 
 #

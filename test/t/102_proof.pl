@@ -279,16 +279,10 @@ sub reserve_run
 	while (my ($at, $call) = splice @calls, 0, 2)
 	{
 		at($at * SECOND, $client);
-		push @answers, ref $call ? $call->($key) : $client->ask('SELECT ' . $call =~ s/KEY/'$key'/r);
+		push @answers, $client->ask('SELECT ' . $call =~ s/KEY/'$key'/r);
 	}
 	return ([@answers], used($client, $key, $counted));
 }
-
-# Deletes what a sweep deletes when the reservations before a reset have ended.
-sub sweep { my ($key) = @_; return $redis->cli('HDEL', "rl:{$key}", 'reset:fixed_window:864000000000:first', 'reset:concurrent:3600000000'); }
-
-# Deletes what a sweep can delete before the field of a reset that has ended too.
-sub forget_flag { my ($key) = @_; return $redis->cli('HDEL', "rl:{$key}", 'reservations'); }
 
 sub reserve { my ($id, $hold) = @_; return "allowed FROM rl_reserve(KEY, '$reserved', 2, '$id', " . ($hold || 10) . ')'; }
 
@@ -326,14 +320,10 @@ $runs{reservation} = {
 		1, 0, reserve('a'), 0, q{rl_settle(KEY, 'a', 1)}, 0, reserve('a')),
 	FORGOTTEN => counts([ $settle_lua, 'record.ends = now + math.min(record.hold, 3600000000)', 'record.ends = now' ],
 		1, 0, reserve('a'), 0, q{rl_settle(KEY, 'a', 1)}, 0, reserve('a')),
-	NOT_WRITTEN => counts([ $settle_lua, "put_record(field, record, last)\n", "\n" ],
+	NOT_WRITTEN => counts([ $settle_lua, "put_record(field, record)\n", "\n" ],
 		1, 0, reserve('a'), 0, q{rl_settle(KEY, 'a', 1)}, 0, q{rl_settle(KEY, 'a', 1)}),
-	OLD_RESET => counts([ 'src/redis/life.lua', 'until_then and until_then + 0 > now and reset or nil', 'reset or nil' ],
-		1, 0, reserve('a', 2), 0, "rl_reset(KEY, '$reserved')", 3, \&forget_flag, 3, reserve('b'), 3, q{rl_reset(KEY, '7/1h')}, 3, q{rl_settle(KEY, 'b', 1)}),
-	SETTLES_AFTER_RESET => counts([ $settle_lua, q{l.gone = not l.log and l.resets ~= '0' and l.resets ~= l.reset_was}, 'l.gone = false' ],
+	SETTLES_AFTER_RESET => counts([ $settle_lua, q{l.gone = not l.log and life ~= l.life}, 'l.gone = false' ],
 		2, 0, reserve('a'), 0, "rl_reset(KEY, '$reserved')", 0, "allowed FROM rl_check(KEY, '$counted', 2)", 0, q{rl_settle(KEY, 'a', 1)}),
-	SETTLES_AFTER_SWEEP => counts([ $settle_lua, q{l.resets ~= '0' and l.resets ~= l.reset_was}, 'l.resets ~= l.reset_was' ],
-		1, 0, reserve('a'), 0, "rl_reset(KEY, '$reserved')", 0, reserve('b'), 0, \&sweep, 0, q{rl_settle(KEY, 'b', 1)}),
 	SETTLES_LATE => counts([ $settle_lua, 'elseif record.ends <= now then', 'elseif false then' ],
 		2, 0, reserve('a', 2), 3, q{rl_settle(KEY, 'a', 1)}),
 	TAKES_BACK => ends_with_f([ $settle_lua, 'if l.used == used then', 'if false then' ],

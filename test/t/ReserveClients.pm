@@ -94,7 +94,7 @@ sub call
 			$self->{error} = '';
 			my $answer = $self->ask("SELECT $sql");
 
-			$answer = 'conflict' if $self->{error} =~ /reservation exists with other/;
+			$answer = 'conflict' if $self->{error} =~ /reservation exists for another/;
 			push @{ $self->{notes} }, join ' ', $subject, $what, $quota, $sent, LeaseClients::after(time), $answer // '-', $self->{error};
 			return $answer if defined $answer || $once;
 		}

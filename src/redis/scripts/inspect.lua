@@ -37,8 +37,8 @@ local function describe(state)
   local values = redis.call('HMGET', hash, state, state .. ':denied')
   local value = values[1] or values[2]
   if is_record(state) then
-    local ends, status, of = string.match(value, '^(%d+) %d+ (%l+:?%d*) (%d+) ')
-    return tonumber(of), tonumber(ends), status
+    local ends, status, of, n = string.match(value, '^(%d+) %d+ (%l+:?%d*) (%d+) %x+ (%d)')
+    return tonumber(of), tonumber(ends), n == '1' and status or status .. ' keys:' .. n
   elseif state == 'ban' or state == 'ban:level' then
     return nil, tonumber(string.match(value, '^%d+') or 0), value
   elseif refused then

@@ -1,13 +1,16 @@
--- Charges the quota to all limits or to none, and then keeps the charges as a record.
+-- Charges an action to the limits of one to eight keys or to none of them, and then keeps the charges
+-- as a record of the last key.
 --
--- ARGV[2] is the id, ARGV[4] the time that the record is kept, in microseconds, and ARGV[5]
--- the hash of the limits. Each limit has its LIMIT arguments, then its interval (throttle:
--- microseconds and nanoseconds, others: 0 0), and its own quota.
+-- ARGV[2] is the id, ARGV[3] the time that the record is kept, in microseconds, ARGV[4] and ARGV[5]
+-- the record's "action" and "keys" (reserved.lua). Then there are for each key: its quota, the number of its limits, the hash
+-- of their text, and the limits. Each limit has its LIMIT arguments, then its interval (throttle:
+-- microseconds and nanoseconds, others: 0 0), and its own quota. A key may have no limits.
 --
--- Returns what check.lua returns, with a number more behind the limits' numbers: 0, or if
+-- Returns for each key what check_all.lua returns, and behind all numbers one more: 0, or if
 -- there is a record with this id already 1 if it is open, 2 if it is settled; then
--- nothing is charged, and the numbers are those of quota 0. Returns only 3 if that record has
--- another quota or other limits, and 4 if the key has too many records for one more.
+-- nothing is charged, and the numbers are those of quota 0. Returns only 0 if the last key has
+-- too many records for one more, and if that record is of another action, only -n, where n is how
+-- many keys it has.
 --@ clock
 
 -- The most records of a key, and how many random fields a call then searches for those that have ended.
@@ -17,40 +20,59 @@ local MOST_RECORDS, SEARCHED = 4096, 512
 --@ state used act records
 
 local FIRST, MORE = 6, 3
-local field, hold, named = 'reserved:' .. ARGV[2], tonumber(ARGV[4]), ARGV[5]
-for a = FIRST, #ARGV, LIMIT + MORE do
-  use(ARGV[a])
+local field, hold = 'reserved:' .. ARGV[2], tonumber(ARGV[3])
+local keys, at, one = {}, FIRST, {}
+for i, name in ipairs(KEYS) do
+  local from, key = at + 3, {hash = name, quota = tonumber(ARGV[at]), named = ARGV[at + 2]}
+  at = from + ARGV[at + 1] * (LIMIT + MORE)
+  for a = from, at - 1, LIMIT + MORE do
+    use(ARGV[a])
+  end
+  hash = name
+  key.limits, key.ban, key.born, key.old = load_limits(MORE, from, at - 1, 'born', i == #KEYS and field or nil)
+  key.expiry = expiry
+  keys[i] = key
 end
-local limits, ban, old, last = load_limits(MORE, FIRST, nil, field, 'reservations')
-local record = old and read_record(old)
-local one = {}
+local last = keys[#keys]
+local record = last.old and read_record(last.old)
 
 if record and record.ends > now then
   -- No hash has this field. A replica refuses to delete, so its old data is never read.
-  call('HDEL', hash, '')
-  if record.quota ~= ARGV[3] or record.named ~= named then
-    return 3
+  call('HDEL', last.hash, '')
+  if record.action ~= ARGV[4] then
+    return -string.match(record.keys, '^%d+')
   end
   quota = 0
-  local reply = {0, 0, now}
-  for _, l in ipairs(limits) do
-    one[1] = l
-    decide(one)
-    act(one, -1, reply, false)
+  local reply = {}
+  for _, key in ipairs(keys) do
+    hash = key.hash
+    reply[#reply + 1] = 0
+    reply[#reply + 1] = 0
+    reply[#reply + 1] = now
+    for _, l in ipairs(key.limits) do
+      one[1] = l
+      decide(one)
+      act(one, -1, reply, false)
+    end
   end
   reply[#reply + 1] = record.status == 'open' and 1 or 2
   return reply
 end
 
-local verdict, by = 0
-for _, l in ipairs(limits) do
-  one[1], quota = l, tonumber(ARGV[l.more + 2])
-  local own, set_by = decide(one, ban)
-  if verdict <= 0 and own ~= 0 then
-    verdict, by = own, set_by
+local allowed = true
+for _, key in ipairs(keys) do
+  key.verdict = 0
+  for _, l in ipairs(key.limits) do
+    one[1], quota = l, tonumber(ARGV[l.more + 2])
+    local own, set_by = decide(one, key.ban)
+    if key.verdict <= 0 and own ~= 0 then
+      key.verdict, key.by = own, set_by
+    end
   end
+  allowed = allowed and key.verdict == 0
 end
-if verdict == 0 and not old then
+hash = last.hash
+if allowed and not last.old then
   local n, slack, fields = 2, SLACK, call('HLEN', hash)
   if fields >= MOST_RECORDS then
     n, slack = SEARCHED, 0
@@ -60,43 +82,69 @@ if verdict == 0 and not old then
   -- share of records among those searched is near enough, with a quarter for chance.
   if n == SEARCHED and #ended == 0 and fields * #found / SEARCHED >= MOST_RECORDS * 3 / 4 then
     call('HDEL', hash, '')
-    return 4
+    return 0
   end
-end
-if verdict == 0 then
-  find_resets(limits, last)
 end
 
-local reply, brought, setter, charges = {verdict, 0, now}, 0, nil, ''
-for _, l in ipairs(limits) do
-  local a = l.more - LIMIT
-  one[1], quota = l, tonumber(ARGV[l.more + 2])
-  if l.log then
-    l.take, l.hold = l.take_own, ARGV[a] == 'concurrent' and hold
+-- Acts on a key's limits, and queues its writes. Returns the lines of the record about them.
+local function act_on(key, reply)
+  local brought, setter, lines, begin, born = 0, nil, '', #reply, key.born
+  local verdict = key.verdict == 0 and not allowed and -1 or key.verdict
+  hash, set, gone, longest = key.hash, {}, {}, 0
+  reply[begin + 1], reply[begin + 2], reply[begin + 3] = key.verdict, 0, now
+  key.charged = verdict == 0 and #key.limits > 0 and key.quota or 0
+  if key.charged > 0 and not born then
+    born = string.format('%.0f', real)
+    put('born', born, 0)
+    set.records = 1
   end
-  local length = act(one, verdict, reply, false)
-  if length > brought then
-    brought, setter = length, l
+  for _, l in ipairs(key.limits) do
+    local a = l.more - LIMIT
+    one[1], quota = l, tonumber(ARGV[l.more + 2])
+    if l.log then
+      l.take, l.hold = l.take_own, ARGV[a] == 'concurrent' and hold
+    end
+    local length = act(one, verdict, reply, false)
+    if length > brought then
+      brought, setter = length, l
+    end
+    if key.charged > 0 and l.allowed then
+      --@ place_of
+      --@ life_of
+      local n = l.fits and l.more or a + 3
+      lines = lines .. string.format('\n%s %s %s %.0f %.0f %s', l.tag, ARGV[n], ARGV[n + 1] == '' and '0' or ARGV[n + 1],
+        quota, place, life)
+    end
+    if l.changed then
+      l:save()
+    end
   end
-  if verdict == 0 and l.allowed then
-    --@ place_of
-    local n = l.fits and l.more or a + 3
-    charges = charges .. string.format('\n%s %s %s %.0f %.0f %s', l.tag, ARGV[n], ARGV[n + 1] == '' and '0' or ARGV[n + 1],
-      quota, place, l.resets)
+  if brought > 0 then
+    put_ban(brought, setter)
   end
-  if l.changed then
-    l:save()
+  reply[begin + 2] = brought
+  key.set, key.gone, key.longest = set, gone, longest
+  return string.format('\n%.0f %s', key.charged, key.named) .. lines
+end
+
+local reply, rules, charges = {}, {}, ''
+for _, key in ipairs(keys) do
+  charges = charges .. act_on(key, reply)
+  if key.verdict > 0 then
+    rules[#rules + 1] = (key.by or '') .. '\n'
   end
 end
-if brought > 0 then
-  put_ban(brought, setter)
+if allowed then
+  put_record(field, {ends = now + hold, hold = hold, status = 'open', quota = string.format('%.0f', last.charged), action = ARGV[4],
+    keys = ARGV[5], at = now, charges = charges})
+  set.records, last.longest = (set.records or 0) + (last.old and 0 or 1), longest
 end
-if verdict == 0 then
-  put_record(field, {ends = now + hold, hold = hold, status = 'open', quota = ARGV[3], named = named, at = now, charges = charges}, last)
-  set.records = old and 0 or 1
+for _, key in ipairs(keys) do
+  hash, set, gone, longest, expiry = key.hash, key.set, key.gone, key.longest, key.expiry
+  write()
 end
-reply[2] = brought
 reply[#reply + 1] = 0
-reply[#reply + 1] = by
-write()
+if #rules > 0 then
+  reply[#reply + 1] = table.concat(rules)
+end
 return reply

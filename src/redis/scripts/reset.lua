@@ -38,22 +38,14 @@ end
 if found > 0 and ARGV[FIRST] ~= 'ban' then
   redis.call('HDEL', hash, 'lease')
 end
-if ARGV[FIRST] ~= 'ban' then
-  -- See reserved.lua and life.lua. A life must not end while a charge may be refunded in it, so this
-  -- number lasts as long as any state.
-  local kept = redis.call('HMGET', hash, 'reservations', 'born')
-  local last, born = kept[1] and string.match(kept[1], '^%d+'), kept[2] and string.match(kept[2], '^%d+')
-  last = last and last + 0 > now and last
-  local ends = born and now + 315576000000000 or last
-  for i = FIRST, (last or born) and #ARGV or 0, 2 do
-    redis.call('HSET', hash, 'reset:' .. ARGV[i], pair_text(real, ends))
+local born = ARGV[FIRST] ~= 'ban' and string.match(redis.call('HMGET', hash, 'born')[1] or '', '^%d+')
+if born then
+  -- See life.lua. A life must not end while a charge may be refunded in it, so this number lasts
+  -- as long as any state.
+  for i = FIRST, #ARGV, 2 do
+    redis.call('HSET', hash, 'reset:' .. ARGV[i], pair_text(real, now + 315576000000000))
   end
-  if last then
-    redis.call('HSET', hash, 'reservations', last .. ' r')
-  end
-  if born then
-    redis.call('HSET', hash, 'born', born .. ' r')
-  end
+  redis.call('HSET', hash, 'born', born .. ' r')
 end
 after_deletion()
 return found - ended

@@ -1,27 +1,26 @@
--- Settles a reservation, or extends it. ARGV[2] is its id, ARGV[3] the quota that it is
--- settled at, or empty to extend it. ARGV[4] is its new hold in microseconds, or empty for
--- the same. Then there may be for a calendar: the tag, and its windows (see fixed_window.lua).
+-- Settles a reservation, or extends it. KEYS are its keys, and the last of them has its record. ARGV[2] is its
+-- id, ARGV[3] the record's "keys" (reserved.lua), ARGV[4] its new hold in microseconds, or empty for the
+-- same, and behind it there is for each key the quota that it is settled at, or empty to extend. Then there may be
+-- for calendars: a tag, and its windows (see fixed_window.lua).
 --
--- Returns 1, or 0 if there is no such reservation; or if it is settled now, the quota that was
--- reserved and the two halves of the hash of its limits; or 3 if the hold is longer than the period
--- of its concurrent limit; or, if a charge needs the windows of calendars, a line for each of
--- them: its tag.
+-- Returns 1, or 0 if there is no such reservation; or if it is settled now, for each key the quota
+-- that was reserved and the two halves of the hash of its limits; or 3 if the hold is longer than
+-- the period of one of its concurrent limits; or -n if it is of other keys, n is how many; or, if charges
+-- need the windows of calendars, a line for each: its tag.
 --@ clock slack
 
+local FIRST = 5
 -- See write() in state.lua.
 call('HDEL', hash, '')
-local kept, n, slack = call('HMGET', hash, 'reserved:' .. ARGV[2], 'reservations', 'expiry'), 2, SLACK
+hash = KEYS[#KEYS]
+local kept, n, slack = call('HMGET', hash, 'reserved:' .. ARGV[2], 'born', 'expiry'), 2, SLACK
 --@ delete_ended
 --@ settle_simple
 --@ state used records
 
 local CHARGE = '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+)$'
-local field, settled, new_hold = 'reserved:' .. ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local windows = {}
-for a = 5, #ARGV, 2 do
-  windows[ARGV[a]] = ARGV[a + 1]
-end
-local record, last = kept[1] and read_record(kept[1]), kept[2]
+local field, settles, new_hold = 'reserved:' .. ARGV[2], ARGV[FIRST] ~= '', tonumber(ARGV[4])
+local record = kept[1] and read_record(kept[1])
 expiry = kept[3]
 
 if not record then
@@ -30,53 +29,73 @@ elseif record.ends <= now then
   drop(field)
   write()
   return 0
+elseif record.keys ~= ARGV[3] then
+  return -string.match(record.keys, '^%d+')
 elseif record.status ~= 'open' then
-  return settled and 1 or 0
+  return settles and 1 or 0
 end
 
--- The limits that were charged, with their states. "gone" is true if the state was reset.
-local limits, names, missing = {}, {}, ''
+-- The keys with the limits that were charged.
+local keys, reply, windows, missing = {}, {}, {}, {}
+for a = FIRST + #KEYS, #ARGV, 2 do
+  windows[ARGV[a]] = ARGV[a + 1]
+end
 for line in string.gmatch(record.charges, '\n([^\n]+)') do
-  local tag, first, second, units, mark, reset = string.match(line, CHARGE)
-  local algorithm, period = string.match(tag, '^([%l_]+):(%d*)')
-  local l = setmetatable({tag = tag, period = tonumber(period), us_each = tonumber(first), ns_each = tonumber(second),
-    units = tonumber(units), mark = tonumber(mark), reset_was = reset, line = line, is_held = algorithm == 'concurrent',
-    own = true}, use(algorithm))
-  if not l.fits then
-    l:read(first, second, windows[tag] or '', '')
-  end
-  if period == '' then
-    l.calendar = true
-    if settled and settled > l.units and not windows[tag] then
-      missing = missing .. tag .. '\n'
-    end
-  end
-  if l.is_held and (new_hold or 0) > l.period then
-    return 3
-  end
-  limits[#limits + 1] = l
-  names[#names + 1] = tag
-  names[#names + 1] = l.denied_field and tag .. l.denied_field
-  l.values = #names
-end
-if missing ~= '' then
-  return missing
-end
-find_resets(limits, last)
-local values = #names > 0 and call('HMGET', hash, unpack(names)) or {}
-for _, l in ipairs(limits) do
-  local value, denied = values[l.values]
-  if l.denied_field then
-    value, denied = values[l.values - 1], value
-  end
-  if value or not l.calendar or l.windows then
-    l:load(value, denied)
+  local quota, named = string.match(line, '^(%d+) (%x+)$')
+  if quota then
+    local i = #keys + 1
+    keys[i] = {hash = KEYS[i], line = line, settled = tonumber(ARGV[FIRST + i - 1]), limits = {}, names = {'born', 'expiry'}}
+    reply[#reply + 1] = tonumber(quota)
+    reply[#reply + 1] = tonumber(string.sub(named, 1, 8), 16)
+    reply[#reply + 1] = tonumber(string.sub(named, 9), 16)
   else
-    l.used, l.charged = 0, 0
+    local key = keys[#keys]
+    local tag, first, second, units, mark, life = string.match(line, CHARGE)
+    local algorithm, period = string.match(tag, '^([%l_]+):(%d*)')
+    local l = setmetatable({tag = tag, period = tonumber(period), us_each = tonumber(first), ns_each = tonumber(second),
+      units = tonumber(units), mark = tonumber(mark), life = life, line = line, is_held = algorithm == 'concurrent',
+      own = true}, use(algorithm))
+    if not l.fits then
+      l:read(first, second, windows[tag] or '', '')
+    end
+    if period == '' then
+      l.calendar = true
+      if settles and key.settled > l.units and not windows[tag] then
+        missing[#missing + 1], windows[tag] = tag .. '\n', ''
+      end
+    end
+    if l.is_held and (new_hold or 0) > l.period then
+      return 3
+    end
+    local names = key.names
+    names[#names + 1] = tag
+    names[#names + 1] = l.denied_field and tag .. l.denied_field
+    l.values = #names
+    key.limits[#key.limits + 1] = l
   end
-  -- 0: there was no reset, or its field has ended, as all records from before it have. An entry of a
-  -- log is found by its time.
-  l.gone = not l.log and l.resets ~= '0' and l.resets ~= l.reset_was
+end
+if #missing > 0 then
+  return table.concat(missing)
+end
+for _, key in ipairs(keys) do
+  hash = key.hash
+  local values = call('HMGET', hash, unpack(key.names))
+  local born = values[1]
+  key.expiry = values[2]
+  for _, l in ipairs(key.limits) do
+    local value, denied = values[l.values]
+    if l.denied_field then
+      value, denied = values[l.values - 1], value
+    end
+    if value or not l.calendar or l.windows then
+      l:load(value, denied)
+    else
+      l.used, l.charged = 0, 0
+    end
+    --@ life_of
+    -- An entry of a log is found by its time.
+    l.gone = not l.log and life ~= l.life
+  end
 end
 check_windows()
 
@@ -99,27 +118,24 @@ local function refund(l, units)
   end
 end
 
-local function settle()
-  for _, l in ipairs(limits) do
-    if l.is_held or settled < l.units then
+local function settle(key)
+  for _, l in ipairs(key.limits) do
+    local more = key.settled - l.units
+    if l.is_held or more < 0 then
       if not l.gone then
-        refund(l, l.is_held and 1 or l.units - settled)
+        refund(l, l.is_held and 1 or -more)
       end
-    elseif settled > l.units then
-      l:owe(settled - l.units, cost(l, settled - l.units))
+    elseif more > 0 then
+      l:owe(more, cost(l, more))
       l.changed = true
     end
   end
-  record.ends = now + math.min(record.hold, 3600000000)
-  record.status = string.format('settled:%.0f', settled)
-  record.charges = ''
 end
 
--- Starts the hold again. Returns false if a unit is not held any more.
-local function extend()
-  local lines = {}
-  record.hold = new_hold or record.hold
-  for _, l in ipairs(limits) do
+-- Starts the hold of the key's units again. Returns false if one is not held any more.
+local function extend(key, lines)
+  lines[#lines + 1] = '\n' .. key.line
+  for _, l in ipairs(key.limits) do
     if l.is_held then
       local used = l.used
       refund(l, 1)
@@ -131,24 +147,37 @@ local function extend()
     end
     lines[#lines + 1] = '\n' .. string.gsub(l.line, '%d+ (%d+)$', string.format('%.0f %%1', l.mark))
   end
-  record.ends = now + record.hold
-  record.charges = table.concat(lines)
   return true
 end
 
-if settled then
-  settle()
-elseif not extend() then
-  return 0
-end
-for _, l in ipairs(limits) do
-  if l.changed then
-    l:save()
+-- A log also queues writes before it is saved.
+local lines = {}
+record.hold = new_hold or record.hold
+for _, key in ipairs(keys) do
+  hash, set, gone, longest = key.hash, {}, {}, 0
+  if settles then
+    settle(key)
+  elseif not extend(key, lines) then
+    return 0
   end
+  for _, l in ipairs(key.limits) do
+    if l.changed then
+      l:save()
+    end
+  end
+  key.set, key.gone, key.longest = set, gone, longest
 end
-put_record(field, record, last)
-write()
-if settled then
-  return {tonumber(record.quota), tonumber(string.sub(record.named, 1, 8), 16), tonumber(string.sub(record.named, 9), 16)}
+if settles then
+  record.ends = now + math.min(record.hold, 3600000000)
+  record.status = 'settled:' .. ARGV[FIRST + #KEYS - 1]
+else
+  record.ends = now + record.hold
 end
-return 1
+record.charges = table.concat(lines)
+put_record(field, record)
+keys[#keys].longest = longest
+for _, key in ipairs(keys) do
+  hash, set, gone, longest, expiry = key.hash, key.set, key.gone, key.longest, key.expiry
+  write()
+end
+return settles and reply or 1
