@@ -23,7 +23,7 @@
 #include "shared/overdue.h"
 
 #define MOST				4096	/* refunds of a round */
-#define LONGEST_TIMEOUT		500		/* milliseconds: a shutdown waits for it */
+#define LONGEST_TIMEOUT		1000	/* milliseconds: a shutdown waits for it */
 #define SHORTEST_PAUSE		100		/* milliseconds after a failure */
 #define LONGEST_PAUSE		500
 #define IDLE				10000	/* milliseconds without refunds, after which it ends */
@@ -106,13 +106,14 @@ try_round(void)
 	return pause;
 }
 
-/* Waits; ends early at a request to shut down, and with for_refunds when there are some, or a pause has begun. */
+/* Waits; ends early at a request to shut down, and with for_refunds when there are some, or another target needs a worker. */
 static void
 wait_for(int ms, bool for_refunds)
 {
 	int64		until = rl_monotonic_now() + ms * INT64CONST(1000);
 
-	while (!ShutdownRequestPending && !(for_refunds && (rl_overdue_pause_left() > 0 || rl_overdue_waits())))
+	while (!ShutdownRequestPending &&
+		   !(for_refunds && (rl_overdue_pause_left() > 0 || rl_overdue_waits() || rl_overdue_seat_wanted())))
 	{
 		int64		left = until - rl_monotonic_now();
 

@@ -36,6 +36,7 @@ typedef struct RlCommand
 	bool		resumes;		/* fail unless the node's connection is still open */
 	bool		reply_first;	/* the transaction or statement may have to refund what it charges:
 								 * an interrupt waits for the reply (rl_socket_reply_first) */
+	bool		delivers;		/* as in RlConnection */
 } RlCommand;
 
 extern RlCommand *rl_command_start(void);

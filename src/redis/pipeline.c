@@ -80,6 +80,7 @@ rl_line_append(RlLine *line, const RlCommand *command, const RlScript *script, R
 	line->loads += line->load;
 	line->load = false;
 	rl_command_append(&line->out, command, script, call.by_source, call.asking);
+	line->node->conn.delivers = command->delivers;
 	if (call.asking)
 	{
 		*due_call(line, line->stream.due) = (RlCall) {.i = -1};

@@ -28,6 +28,7 @@
 #define LONGEST_CALL_US		5000	/* of Redis, for one of them */
 #define LONGEST_SILENCE		100000	/* at the end of a transaction: microseconds without an answer */
 #define LONGEST_END			5000000 /* and in all */
+#define MAX_DUE_AT_END		4		/* calls under way then, but for the first, which may bring NOSCRIPT: few are in doubt */
 
 typedef struct Refunding
 {
@@ -43,6 +44,7 @@ typedef struct Refunding
 	int			next;			/* key to be sent to the server */
 	int64		patience;		/* the longest wait for a reply */
 	int64		heard;			/* when the last one came, or the first was waited for */
+	int			most_due;		/* calls under way */
 } Refunding;
 
 /* Returns the key after the last of the call that begins with this one. */
@@ -84,6 +86,7 @@ append_mark(RlCommand *command, uint64 by_mark)
 static void
 append_keys(RlCommand *command, RlRefundCall *calls, int n)
 {
+	command->delivers = true;
 	rl_command_number(command, n);
 	for (int i = 0; i < n; i++)
 		rl_command_arg(command, calls[i].redis_key, calls[i].redis_key_len);
@@ -273,6 +276,7 @@ take_reply(RlLine *from pg_attribute_unused(), RlCall sent, void *arg, RlError *
 	RlRefundCall *calls = &refunding->calls[sent.i];
 
 	refunding->heard = rl_monotonic_now();
+	refunding->most_due = MAX_DUE_AT_END;
 	line.stream.deadline = Min(refunding->heard + refunding->patience, refunding->until);
 	rl_node_answered(line.node);
 	if (rl_reply_next_step(&line.reply) != RL_STEP_SEND_SOURCE || sent.by_source)
@@ -292,11 +296,12 @@ run_line(Refunding *refunding, RlNode *node, RlError *error)
 
 	refunding->heard = rl_monotonic_now();
 	refunding->next = 0;
+	refunding->most_due = 1;
 	line.load = false;
 	rl_line_begin(&line, node, Min(refunding->heard + refunding->patience, refunding->until), true);
 	for (;;)
 	{
-		while (rl_stream_has_room(stream) && write_next(refunding))
+		while (stream->due < refunding->most_due && rl_stream_has_room(stream) && write_next(refunding))
 			;
 		if (stream->due == 0)
 			return rl_stream_end(stream, error);
@@ -329,8 +334,6 @@ rl_redis_refund_no_throw(RlRefundCall *calls, int n, RlError *why, RlError *erro
 		if (!rl_connection_is_usable(&node->conn) || run_line(&refunding, node, error))
 			continue;
 		silence -= rl_monotonic_now() - refunding.heard;
-		/* Closed and not reset, so that a server that is only slow still runs the calls that it has got. */
-		node->conn.in_flight = false;
 		rl_connection_close(&node->conn);
 	}
 	for (int i = 0; i < n; i++)

@@ -350,14 +350,15 @@ rl_pause(int64 deadline)
 
 /*
  * Frees neither TLS nor the claim to a descriptor.  A connection that is not up, or has a call under
- * way, is reset: what the kernel still holds of it then never reaches the server.
+ * way, is reset: what the kernel still holds of it then never reaches the server.  A refund may come
+ * late, so a connection that carries refunds is closed.
  */
 static void
 close_descriptor(RlConnection *conn)
 {
 	static const struct linger at_once = {.l_onoff = 1};
 
-	if (conn->ctx != NULL && conn->in_flight)
+	if (conn->ctx != NULL && conn->in_flight && !conn->delivers)
 		(void) setsockopt(conn->ctx->fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof(at_once));
 	if (conn->events != NULL)
 		FreeWaitEventSet(conn->events);

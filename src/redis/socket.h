@@ -35,6 +35,7 @@ typedef struct RlConnection
 	size_t		reply_bytes;	/* read since the last complete reply */
 	bool		retired;		/* to be closed before the next command */
 	bool		in_flight;		/* a call has begun, and not all its replies are read */
+	bool		delivers;		/* such a call is to reach the server even if nobody waits for its reply */
 	int			due;			/* its replies to come; -1: not known */
 } RlConnection;
 

@@ -61,6 +61,7 @@ rl_stream_begin(RlStream *stream, RlConnection *conn, StringInfo out, RlReply *r
 	*stream = (RlStream) {.conn = conn,.out = out,.reply = reply,.no_throw = no_throw,
 	.moving = deadline == 0,.deadline = deadline};
 	conn->in_flight = true;
+	conn->delivers = false;
 	conn->due = 0;
 	rl_resp_attach(conn->ctx->reader, &conn->reply, reply);
 }

@@ -395,16 +395,35 @@ count_workers(void)
 	return n;
 }
 
-/* Returns true if the caller is to start a worker for the target.  Of a new refund, wakes the one that there is. */
+/* Returns a target whose refunds wait for a worker, or NULL. */
+static Target *
+find_unserved(int64 now)
+{
+	for (Target *target = base->targets; target < base->targets + TARGETS; target++)
+		if (target->n > 0 && target->worker == 0 && now >= target->start_after)
+			return target;
+	return NULL;
+}
+
+/*
+ * Returns true if the caller is to start a worker for the target.  Of a new refund, wakes the one
+ * that there is.  If there are too many, wakes all: one that is idle ends.
+ */
 static bool
 needs_worker(Target *target, bool new, int64 now)
 {
+	bool		full = count_workers() >= WORKERS;
+
 	if (target->latch != NULL && new)
 		SetLatch(target->latch);
-	if (target->worker != 0 || now < target->start_after || count_workers() >= WORKERS)
+	if (target->worker != 0 || now < target->start_after)
 		return false;
-	target->start_after = now + START_PAUSE;
-	return true;
+	for (int i = 0; full && i < TARGETS; i++)
+		if (base->targets[i].latch != NULL)
+			SetLatch(base->targets[i].latch);
+	if (!full)
+		target->start_after = now + START_PAUSE;
+	return !full;
 }
 
 /*
@@ -650,10 +669,15 @@ rl_overdue_serve(int number)
 	return true;
 }
 
-/* Ends that, unless refunds wait and it is not to be at once.  Returns false then.  Does not throw. */
+/*
+ * Ends that, unless refunds wait and it is not to be at once.  Returns false then.  Starts the worker of
+ * another target that waits for one.  Does not throw.
+ */
 bool
 rl_overdue_leave(bool at_once)
 {
+	int64		now = rl_monotonic_now();
+	Target	   *next = NULL;
 	bool		left;
 
 	LWLockAcquire(lock, LW_EXCLUSIVE);
@@ -664,11 +688,28 @@ rl_overdue_leave(bool at_once)
 		served->latch = NULL;
 		if (!at_once)
 			served->start_after = 0;
+		next = find_unserved(now);
+		if (next != NULL)
+			next->start_after = now + START_PAUSE;
 	}
 	LWLockRelease(lock);
+	if (next != NULL)
+		start_worker(next - base->targets);
 	if (left)
 		served = NULL;
 	return left;
+}
+
+/* Returns true if another target waits for a worker, and there are too many. */
+bool
+rl_overdue_seat_wanted(void)
+{
+	bool		wanted;
+
+	LWLockAcquire(lock, LW_SHARED);
+	wanted = count_workers() >= WORKERS && find_unserved(rl_monotonic_now()) != NULL;
+	LWLockRelease(lock);
+	return wanted;
 }
 
 /* Returns for how long the worker's target is paused: microseconds, or 0. */

@@ -165,6 +165,24 @@ is(status('refunds_overdue_for IS NULL'), 't', 'none waits');
 	}
 }
 
+# Six targets, and four workers at most: a worker that has nothing to do makes place.
+{
+	my @sessions = map { session($node) } 1 .. 6;
+	my $key = new_key();
+
+	foreach my $i (0 .. $#sessions)
+	{
+		$sessions[$i]->ask("SET ratelimit.redis_url = '" . $redis->url . "'; SET ratelimit.tls_key_file = '/nowhere$i'; BEGIN; " . take("$key:$i"));
+	}
+	$redis->cli('REPLICAOF', '127.0.0.1', 1);
+	$_->ask('COMMIT') foreach @sessions;
+	cmp_ok(workers(), '<=', 4, 'there are four workers at most');
+	$redis->cli('REPLICAOF', 'NO', 'ONE');
+	await('the units of six targets', sub { return !grep { held("$key:$_") } 0 .. 5 });
+	pass('the refunds of six targets arrive');
+	$_->quit foreach @sessions;
+}
+
 # A caller sends refunds on the list ahead of its command, those of its key first.
 {
 	my ($session, $other, $key) = (session($node), session($node), new_key());

@@ -204,6 +204,7 @@ is($session->ask(call('concurrent 1/1h', @held[ 0, 1 ])), 'false false', 'which 
 is($session->ask(call('concurrent 2/1h', @held[ 0, 2 ]) . '; ' . used('concurrent 2/1h', @held)), "true true\n2 1 2", 'and more of two keys');
 $_->cli('CLIENT', 'KILL', 'TYPE', 'normal', 'SKIPME', 'yes') foreach $cluster->masters;
 $session->ask('COMMIT');
+settled($session);
 is($session->ask(used('concurrent 1/1h', @held)), '0 0 0', 'a commit refunds all of them, although the connections were lost');
 is(lost(), 0, 'nothing was lost');
 

@@ -187,12 +187,13 @@ $session->ask('ROLLBACK');
 is($session->ask("SELECT DISTINCT remaining FROM generate_series(1, 300) n, rl_peek('undo:' || n, '$refunds', 0)"), '5',
 	'the rollback of a transaction refunds on all nodes');
 
-# The first node is suspended: there is time left for the other nodes.
+# The first node is suspended: the refunds of the other nodes arrive.
 my @elsewhere = grep { !$cluster->has($cluster->master(0), "undo:$_") } 1 .. 300;
 $session->ask("BEGIN; SELECT count(rl_check('undo:' || n, '$refunds')) FROM generate_series(1, 300) n; SET LOCAL ratelimit.command_timeout = '900ms'");
 $cluster->master(0)->pause;
 $session->ask('ROLLBACK');
 $cluster->master(0)->resume;
+settled($session);
 is($session->ask("SELECT DISTINCT remaining FROM unnest('{" . join(',', @elsewhere) . "}'::int[]) n, rl_peek('undo:' || n, '$refunds', 0)"), '5',
 	'the rollback of a transaction refunds on the other nodes if a node is suspended');
 
