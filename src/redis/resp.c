@@ -287,6 +287,7 @@ static const struct
 	{"NOPERM", RL_STEP_FAIL},
 	/* The same in a script. */
 	{"ERR The user executing the script", RL_STEP_FAIL},
+	{"ERR ACL failure in script", RL_STEP_FAIL},	/* Redis 7.2 */
 	/* A script has run for seconds, so waiting takes more than a call has. */
 	{"BUSY", RL_STEP_FAIL}
 };
