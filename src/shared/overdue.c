@@ -596,6 +596,8 @@ rl_overdue_pause(uint64 id)
 {
 	Target	   *target;
 
+	if (base == NULL)
+		return;
 	LWLockAcquire(lock, LW_EXCLUSIVE);
 	target = find_target(id);
 	if (target != NULL)

@@ -84,6 +84,31 @@ is($session->ask(q{SELECT connected, error LIKE 'could not connect to Redis%', b
 $redis->start;
 is($session->ask(q{SELECT source FROM rl_throttle('k', 10, 10, 60)}), 'redis', 'Redis is up: the first call uses it');
 
+# What the end of a transaction cannot send, the session keeps, and sends ahead of its next command.
+{
+	my $holder = session($node);
+	my $held = sub { return $session->ask(q{SELECT 3 - remaining FROM rl_peek('unit', 'concurrent 3/1h', 0)}) };
+
+	foreach my $end ('COMMIT', 'ROLLBACK')
+	{
+		is($holder->ask(q{BEGIN; SELECT allowed FROM rl_check('unit', 'concurrent 3/1h')}), 't', 'a transaction takes a unit');
+		$redis->cli('REPLICAOF', '127.0.0.1', 1);
+		$holder->ends($end, "$end while Redis is a replica");
+		$redis->cli('REPLICAOF', 'NO', 'ONE');
+		is($held->(), 1, 'the unit is held');
+		$holder->ask(q{SELECT rl_peek('another', '5/1h')});
+		is($held->(), 0, "$end: the session's next command refunds it");
+	}
+	is($holder->ask(q{BEGIN; SELECT allowed FROM rl_check('unit', 'concurrent 3/1h')}), 't', 'a transaction takes a unit');
+	$redis->cli('REPLICAOF', '127.0.0.1', 1);
+	$holder->ends('COMMIT', 'COMMIT while Redis is a replica');
+	$redis->cli('REPLICAOF', 'NO', 'ONE');
+	my $pid = $holder->pid;
+	$holder->quit;
+	await('the end of the session', sub { return $session->ask("SELECT count(*) FROM pg_stat_activity WHERE pid = $pid") == 0 });
+	is($held->(), 0, 'so does the end of the session');
+}
+
 # A role that may set a setting may do that in the connection's options, too.
 {
 	$session->ask(q{CREATE ROLE staff LOGIN; GRANT SET ON PARAMETER ratelimit.mode TO staff;
