@@ -674,7 +674,7 @@ rl_refunds_end(void)
 	settle(&rl_queue, PASS_ALL, &error);
 }
 
-/* Deletes the queue's entries, and logs that they are lost: this session ends, and nobody else has them.  Does not throw. */
+/* Deletes the queue's entries, and logs that they are lost, because the session ends.  Does not throw. */
 void
 rl_refunds_lose(void)
 {

@@ -416,6 +416,15 @@ extern char *rl_redis_passfile;
 extern char *rl_tls_ca_file;
 extern char *rl_tls_cert_file;
 extern char *rl_tls_key_file;
+
+/* The settings that say where and how Redis is reached; redis_url is the first. */
+#define RL_TARGET_SETTINGS	5
+typedef struct RlTargetSetting
+{
+	const char *name;
+	char	  **value;
+} RlTargetSetting;
+extern const RlTargetSetting rl_target_settings[RL_TARGET_SETTINGS];
 extern char *rl_key_prefix;
 extern int	rl_connect_timeout;
 extern int	rl_command_timeout;

@@ -49,6 +49,14 @@ int			rl_local_max_keys;
 char	   *rl_debug_now;
 char	   *rl_debug_clock;
 
+const RlTargetSetting rl_target_settings[RL_TARGET_SETTINGS] = {
+	{"ratelimit.redis_url", &rl_redis_url},
+	{"ratelimit.redis_passfile", &rl_redis_passfile},
+	{"ratelimit.tls_ca_file", &rl_tls_ca_file},
+	{"ratelimit.tls_cert_file", &rl_tls_cert_file},
+	{"ratelimit.tls_key_file", &rl_tls_key_file}
+};
+
 static bool key_prefix_valid;
 
 static const struct config_enum_entry on_error_options[] = {

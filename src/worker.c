@@ -10,7 +10,6 @@
 
 #include "access/xact.h"
 #include "miscadmin.h"
-#include "pgstat.h"
 #include "postmaster/bgworker.h"
 #include "postmaster/interrupt.h"
 #include "storage/ipc.h"
@@ -106,7 +105,10 @@ try_round(void)
 	return pause;
 }
 
-/* Waits; ends early at a request to shut down, and with for_refunds when there are some, or another target needs a worker. */
+/*
+ * Waits.  Ends early at a request to shut down; with for_refunds also when there are some, or
+ * another target needs a worker.
+ */
 static void
 wait_for(int ms, bool for_refunds)
 {

@@ -20,10 +20,7 @@ RlNode	   *rl_current_node = NULL;
 static RlNode nodes[RL_MAX_NODES];
 static RlNode *last_answered = NULL;
 
-static char **const settings[] = {
-	&rl_redis_url, &rl_redis_passfile, &rl_tls_ca_file, &rl_tls_cert_file, &rl_tls_key_file
-};
-static char *known_settings[lengthof(settings)];	/* as they were read */
+static char *known_settings[RL_TARGET_SETTINGS];	/* as they were read */
 static uint64 known_version = 0;	/* when they were compared last; 0: never */
 
 /* Returns true if the settings are those that the nodes were made with. */
@@ -32,8 +29,8 @@ rl_nodes_are_current(void)
 {
 	if (known_version == rl_settings_version)
 		return true;
-	for (size_t i = 0; i < lengthof(settings); i++)
-		if (known_settings[i] == NULL || strcmp(known_settings[i], *settings[i]) != 0)
+	for (int i = 0; i < RL_TARGET_SETTINGS; i++)
+		if (known_settings[i] == NULL || strcmp(known_settings[i], *rl_target_settings[i].value) != 0)
 			return false;
 	known_version = rl_settings_version;
 	return true;
@@ -85,7 +82,7 @@ rl_nodes_refresh(void)
 	if (rl_nodes_are_current())
 		return false;
 	known_version = 0;
-	for (size_t i = 0; i < lengthof(settings); i++)
+	for (int i = 0; i < RL_TARGET_SETTINGS; i++)
 	{
 		if (known_settings[i])
 			pfree(known_settings[i]);
@@ -104,8 +101,8 @@ rl_nodes_refresh(void)
 		ereport(ERROR,
 				(errcode(ERRCODE_INVALID_PARAMETER_VALUE),
 				 errmsg("ratelimit.redis_url names a user, but ratelimit.redis_passfile is empty")));
-	for (size_t i = 0; i < lengthof(settings); i++)
-		known_settings[i] = MemoryContextStrdup(TopMemoryContext, *settings[i]);
+	for (int i = 0; i < RL_TARGET_SETTINGS; i++)
+		known_settings[i] = MemoryContextStrdup(TopMemoryContext, *rl_target_settings[i].value);
 	return true;
 }
 

@@ -103,16 +103,13 @@ const RlSharedPart rl_breaker_part = {sizeof(Breakers), 1, NULL, attach};
 static RlHash
 name_of(const char *server, bool settings)
 {
-	const char *const texts[] = {
-		rl_redis_url, rl_redis_passfile, rl_tls_ca_file, rl_tls_cert_file, rl_tls_key_file
-	};
 	int			times[] = {rl_connect_timeout, rl_command_timeout};
 	RlHash		name = rl_shared_hash(server, strlen(server));
 
 	if (!settings)
 		return name;
-	for (size_t i = 0; i < lengthof(texts); i++)
-		name = rl_siphash(name, texts[i], strlen(texts[i]));
+	for (int i = 0; i < RL_TARGET_SETTINGS; i++)
+		name = rl_siphash(name, *rl_target_settings[i].value, strlen(*rl_target_settings[i].value));
 	return rl_siphash(name, times, sizeof(times));
 }
 

@@ -23,7 +23,6 @@
 #include "postmaster/bgworker.h"
 #include "storage/ipc.h"
 #include "storage/latch.h"
-#include "storage/proc.h"
 #include "utils/guc.h"
 
 #include "error.h"
@@ -40,19 +39,6 @@
 #define LONGEST				INT64CONST(3600000000)	/* microseconds that an entry waits */
 #define PAUSE				INT64CONST(500000)	/* after an answer that a later call may not get */
 #define START_PAUSE			(60 * RL_SECOND)	/* between two starts of a worker that does not come */
-
-/* The setting of a target, in this order */
-static const struct
-{
-	const char *name;
-	char	  **value;
-}			settings[] = {
-	{"ratelimit.redis_url", &rl_redis_url},
-	{"ratelimit.redis_passfile", &rl_redis_passfile},
-	{"ratelimit.tls_ca_file", &rl_tls_ca_file},
-	{"ratelimit.tls_cert_file", &rl_tls_cert_file},
-	{"ratelimit.tls_key_file", &rl_tls_key_file}
-};
 
 /* An entry, or free, or with a part of the name of an entry before it from "refund" on */
 typedef struct Slot
@@ -144,8 +130,12 @@ rl_target_id(void)
 	if (version == rl_settings_version && id != 0)
 		return id;
 	id = 0;
-	for (size_t i = 0; i < lengthof(settings); i++)
-		id = hash_bytes_extended((const unsigned char *) *settings[i].value, strlen(*settings[i].value), id);
+	for (int i = 0; i < RL_TARGET_SETTINGS; i++)
+	{
+		const char *value = *rl_target_settings[i].value;
+
+		id = hash_bytes_extended((const unsigned char *) value, strlen(value), id);
+	}
 	version = rl_settings_version;
 	return id = Max(id, 1);
 }
@@ -160,7 +150,10 @@ find_target(uint64 id)
 	return NULL;
 }
 
-/* Makes an entry for the settings as they are, in place of one without refunds.  Returns NULL if there is no room. */
+/*
+ * Makes an entry for the settings as they are, in place of one without refunds.  Returns NULL if
+ * there is no room.
+ */
 static Target *
 make_target(uint64 id, int64 now)
 {
@@ -168,8 +161,8 @@ make_target(uint64 id, int64 now)
 	char	   *next;
 	Size		size = 0;
 
-	for (size_t i = 0; i < lengthof(settings); i++)
-		size += strlen(*settings[i].value) + 1;
+	for (int i = 0; i < RL_TARGET_SETTINGS; i++)
+		size += strlen(*rl_target_settings[i].value) + 1;
 	for (Target *target = base->targets; target < base->targets + TARGETS; target++)
 		if (target->n + target->taken == 0 && target->worker == 0 && (oldest == NULL || target->used < oldest->used))
 			oldest = target;
@@ -180,9 +173,9 @@ make_target(uint64 id, int64 now)
 	oldest->used = now;
 	oldest->first = oldest->last = NONE;
 	next = oldest->settings;
-	for (size_t i = 0; i < lengthof(settings); i++)
+	for (int i = 0; i < RL_TARGET_SETTINGS; i++)
 	{
-		strcpy(next, *settings[i].value);
+		strcpy(next, *rl_target_settings[i].value);
 		next += strlen(next) + 1;
 	}
 	return oldest;
@@ -458,8 +451,9 @@ start_worker(int number)
  */
 
 /*
- * Adds a refund for a target, also one that this process has taken.  Returns false if there is no list
- * or no room: the caller keeps it then.  If it "displaces" others, one that ends soon is lost instead.  Does not throw.  Needs rl_overdue_prepare.
+ * Adds a refund for a target, also one that this process has taken.  Returns false if there is no
+ * list or no room: the caller keeps it then.  With "displaces" a full list loses another refund,
+ * one that ends soon.  Does not throw.  Needs rl_overdue_prepare.
  */
 bool
 rl_overdue_add(uint64 id, const RlOverdue *refund, const char *name, bool displaces)
@@ -565,7 +559,7 @@ rl_overdue_take(const RlKeyHash *first, int most, RlOverdueTake take, void *arg)
 	return n;
 }
 
-/* Counts a refund that was taken and is in nobody's hands any more: "sent", or lost or useless.  Does not throw. */
+/* Counts a refund that was taken and has ended: it is "sent", or lost or useless.  Does not throw. */
 void
 rl_overdue_ended(uint64 id, bool sent)
 {
@@ -590,7 +584,7 @@ rl_overdue_lost(int64 n)
 	LWLockRelease(lock);
 }
 
-/* Lets nobody take refunds of a target for a moment: its server has answered that it runs none now.  Does not throw. */
+/* Lets nobody take refunds of a target for a moment, because its server runs none now.  Does not throw. */
 void
 rl_overdue_pause(uint64 id)
 {
@@ -663,9 +657,9 @@ rl_overdue_serve(int number)
 	if (!mine)
 		return false;
 	before_shmem_exit(stop_serving, (Datum) 0);
-	for (size_t i = 0; i < lengthof(settings); i++)
+	for (int i = 0; i < RL_TARGET_SETTINGS; i++)
 	{
-		SetConfigOption(settings[i].name, value, PGC_SUSET, PGC_S_OVERRIDE);
+		SetConfigOption(rl_target_settings[i].name, value, PGC_SUSET, PGC_S_OVERRIDE);
 		value += strlen(value) + 1;
 	}
 	return true;
