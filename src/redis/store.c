@@ -121,7 +121,7 @@ typedef struct Settling
 } Settling;
 
 static bool
-append_settle(RlCommand *command, int i pg_attribute_unused(), void *arg)
+append_settle(RlCommand *command, int index pg_attribute_unused(), void *arg)
 {
 	const Settling *settling = arg;
 	const RlReserve *of = settling->of;
