@@ -1,5 +1,5 @@
 # luacheck finds no fault in a script as Redis gets it, nor an open block in a part.  The shell scripts
-# say what they do, and find their servers at the end.
+# say what they do, and find their servers at the end.  script/mutate can make its edits.
 #
 # Runs once: it reads only the scripts.
 use strict;
@@ -118,6 +118,14 @@ foreach my $name (qw(bench chroot demo fuzz lua mutate old_release package plots
 
 	is($?, 0, "script/$name --help succeeds");
 	like($said, qr{\A(?:usage: )?script/$name\b}, 'and says how it is called');
+}
+
+# The files have the texts that script/mutate replaces.
+{
+	my @edits = split /\n/, qx('$root/script/mutate' --list 2>&1);
+
+	is($?, 0, 'each edit of test/mutations can be made') or diag $edits[-1];
+	cmp_ok(scalar @edits, '>', 80, scalar(@edits) . ' edits');
 }
 
 # Their end looks for servers among all processes of the machine, without a program for each process.
