@@ -197,7 +197,7 @@ foreach my $name (@pictures)
 	my ($drawn, $errors) = ('', '');
 
 	IPC::Run::run([ $node->installed_command('psql'), '-XqAt', '-v', 'ON_ERROR_STOP=1', '-d', $node->connstr('postgres'),
-			'-f', "$root/script/plots.sql", '-c', "SELECT pg_temp.picture('$name')" ], '>', \$drawn, '2>', \$errors);
+			'-v', 'redis=' . $redis->url(tcp => 1, db => 0), '-v', 'none=redis://127.0.0.1:1', '-f', "$root/script/plots.sql", '-c', "SELECT pg_temp.picture('$name')" ], '>', \$drawn, '2>', \$errors);
 	ok($drawn eq slurp_file("$root/docs/$name.svg"), "docs/$name.svg is the picture of script/plots") or diag $errors;
 }
 
