@@ -7,6 +7,7 @@ package RatelimitTest;
 use strict;
 use warnings FATAL => 'all';
 
+use Carp ();
 use Exporter ();
 use Fcntl qw(LOCK_EX);
 use FindBin;
@@ -35,6 +36,17 @@ sub import
 
 # Objects must be destroyed, and so their servers stopped, when a test is interrupted.
 $SIG{$_} = sub { die "interrupted by a signal" } foreach qw(INT TERM HUP);
+
+# Shows what a test dies of, and where: an error reply of Redis names no line.
+INIT
+{
+	my $before = $SIG{__DIE__};
+
+	$SIG{__DIE__} = sub {
+		diag('died: ' . Carp::longmess($_[0] =~ s/\n\z//r)) if defined $^S && !$^S;
+		$before->(@_) if ref $before;
+	};
+}
 
 # Returns a running server whose default database has the extension and the function
 # attempt(), which runs a command and returns its outcome and its duration.

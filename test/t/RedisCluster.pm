@@ -92,28 +92,46 @@ sub await_agreement
 sub slot
 {
 	my ($self, $key) = @_;
-	my $slot = $self->{slots}{$key} //= $self->master(0)->cli('CLUSTER', 'KEYSLOT', "{$key}");
+	my $name = $key =~ /^\{[^}]+\}./ ? $key : "{$key}";
+	my $slot = $self->{slots}{$key} //= $self->master(0)->cli('CLUSTER', 'KEYSLOT', $name);
 
-	$self->{keys}{$slot} = "{$key}";
+	$self->{keys}{$slot} = $name;
 	return $slot;
 }
 
-# Returns the port of the server that this server names as the slot's owner; slot()
-# must have returned the slot before.
+# Runs a command of one server.  On a busy machine, nodes suspect each other, or replicas are late, and the
+# command fails: then waits until it succeeds.
+sub _run
+{
+	my ($server, @command) = @_;
+	my $reply;
+
+	await("@command[0, 1] to succeed", sub {
+		return 1 if eval { $reply = $server->cli(@command); 1 };
+		die "@command[0, 1]: $@" if $@ !~ /CLUSTERDOWN|NOREPLICAS| is down or failed/;
+		return 0;
+	});
+	return $reply;
+}
+
+# Returns the port of the server that this server names as the slot's owner, or 0 while it says that the
+# cluster is down; slot() must have returned the slot before.
 sub _owner
 {
 	my ($self, $server, $slot) = @_;
 
 	return $server->port if eval { $server->cli('EXISTS', $self->{keys}{$slot}); 1 };
-	return $@ =~ /^MOVED \d+ \S+:(\d+)$/ ? $1 : die $@;
+	return $1 if $@ =~ /^MOVED \d+ \S+:(\d+)$/;
+	return $@ =~ /^CLUSTERDOWN/ ? 0 : die $@;
 }
 
 # Returns true if the server says that it owns the slot of a key of the extension.
 sub has
 {
 	my ($self, $server, $key) = @_;
+	my $slot = $self->slot($key);
 
-	return $self->_owner($server, $self->slot($key)) == $server->port;
+	return $server->port == await('an owner', sub { return $self->_owner($server, $slot) });
 }
 
 # Returns the number of the master that had the slot when the cluster was made.
@@ -142,8 +160,8 @@ sub begin_move
 	my ($self, $slot, $from, $to) = @_;
 	my ($source, $target) = ($self->master($from), $self->master($to));
 
-	$target->cli('CLUSTER', 'SETSLOT', $slot, 'IMPORTING', $source->{id});
-	$source->cli('CLUSTER', 'SETSLOT', $slot, 'MIGRATING', $target->{id});
+	_run($target, 'CLUSTER', 'SETSLOT', $slot, 'IMPORTING', $source->{id});
+	_run($source, 'CLUSTER', 'SETSLOT', $slot, 'MIGRATING', $target->{id});
 	return;
 }
 
@@ -155,7 +173,7 @@ sub end_move
 
 	while (my @keys = @{ $source->cli('CLUSTER', 'GETKEYSINSLOT', $slot, 10) })
 	{
-		$source->cli('MIGRATE', '127.0.0.1', $target->port, '', 0, 60_000, 'KEYS', @keys);
+		_run($source, 'MIGRATE', '127.0.0.1', $target->port, '', 0, 60_000, 'KEYS', @keys);
 	}
 	# If a node claims a slot with an epoch that is not the highest, another node may
 	# contradict it, and then no node has the slot.
@@ -163,7 +181,7 @@ sub end_move
 		$target->cli('CLUSTER', 'BUMPEPOCH');
 		return !grep { $_ != $target && _epoch($_) >= _epoch($target) } $self->masters;
 	});
-	$_->cli('CLUSTER', 'SETSLOT', $slot, 'NODE', $target->{id}) foreach $target, $source,
+	_run($_, 'CLUSTER', 'SETSLOT', $slot, 'NODE', $target->{id}) foreach $target, $source,
 	  grep { $_ != $target && $_ != $source } $self->masters;
 	await('all to know of the move', sub {
 		return !grep { $self->_owner($_, $slot) != $target->port } $self->servers;
@@ -193,7 +211,7 @@ sub fail_over
 		# A busy server gives up after 5 s.
 		if (!$is_master && time > $asks + 6)
 		{
-			$new->cli('CLUSTER', 'FAILOVER');
+			_run($new, 'CLUSTER', 'FAILOVER');
 			$asks = time;
 		}
 		return $is_master && $old->follows;
