@@ -13,15 +13,16 @@ local SLACK = least > 0 and 347133600000000 or 1000000
 -->
 
 -- Deletes the records that have ended for "slack" microseconds, among "n" random fields. Others
--- may be chunks of logs, whose values would take long.
---< delete_ended(n, slack)
+-- may be chunks of logs, whose values would take long. "found" are the records, "ended" those deleted.
+--< delete_ended(n, slack) -> ended, found, records
 local ended, found = {}, {}
 for _, name in ipairs(call('HRANDFIELD', hash, n)) do
   if string.sub(name, 1, 9) == 'reserved:' then
     found[#found + 1] = name
   end
 end
-for i, value in ipairs(#found > 0 and call('HMGET', hash, unpack(found)) or found) do
+local records = #found > 0 and call('HMGET', hash, unpack(found)) or found
+for i, value in ipairs(records) do
   if string.match(value, '^%d+') + slack <= now then
     ended[#ended + 1] = found[i]
   end

@@ -47,7 +47,8 @@ typedef struct RlCell
 		{
 			int64		until;
 			int64		began;
-			uint16		key_len;	/* or of the id */
+			uint16		key_len:15; /* or of the id */
+			uint16		settled:1;	/* of a reservation */
 			uint16		why_len;
 			uint32		rest;	/* the cell with the rest of the text, or RL_NO_CELL */
 			char		text[RL_CELL_TEXT];

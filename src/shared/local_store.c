@@ -371,8 +371,9 @@ typedef struct Record
 StaticAssertDecl(RL_MAX_ID + offsetof(Record, charges) + MAX_CHARGES * (sizeof(Kept) + RL_MAX_ZONE) == RL_MAX_RECORD,
 				 "RL_MAX_RECORD must be changed");
 
-/* Ended records that an act deletes, at most. */
+/* Records that an act on a full key deletes, at most: that have ended, or otherwise that are settled */
 #define SWEPT				64
+#define FORGOTTEN			16
 
 static RlStateTag
 record_tag(const RlKey *id)
@@ -465,34 +466,67 @@ save_record(RlCells *view, uint32 c, const RlKey *id, const Record *record, int6
 	cell = rl_cell_at(view, c);
 	cell->ban.until = until;
 	cell->ban.key_len = id->len;
+	cell->ban.settled = record->settled != RL_UNKNOWN;
 	cell->ban.why_len = at - text - id->len;
 	rl_cell_set_end(view, c, until);
 }
 
-/* Returns true if the key has room for one more record.  If it is full, deletes some that have ended, SWEPT at most. */
+static bool
+is_record(const RlCells *view, uint32 c)
+{
+	return rl_same_key_hash(rl_cell_at(view, c)->key_hash, view->key_hash) &&
+		rl_cell_at(view, c)->tag.algorithm == RL_RECORD_CELL;
+}
+
+/*
+ * Returns true if the key has room for one more record.  If it is full, deletes some records that have ended, or if there are
+ * none, those settled ones that end first.
+ */
 static bool
 has_room_for_record(RlCells *view)
 {
-	uint32	   *link = view->bucket;
+	int64		ends[FORGOTTEN];	/* of the settled records that end first, in order */
+	int			settled = 0;
+	int			ended = 0;
 	int			n = 0;
+	int			left;
+	int64		last;
 
 	for (uint32 c = *view->bucket; c != RL_NO_CELL; c = rl_cell_at(view, c)->next)
-		n += rl_same_key_hash(rl_cell_at(view, c)->key_hash, view->key_hash) &&
-			rl_cell_at(view, c)->tag.algorithm == RL_RECORD_CELL;
+		n += is_record(view, c);
 	if (n < RL_MAX_RESERVATIONS)
 		return true;
-	while (*link != RL_NO_CELL && n > RL_MAX_RESERVATIONS - SWEPT)
+	for (uint32 c = *view->bucket; c != RL_NO_CELL; c = rl_cell_at(view, c)->next)
 	{
-		RlCell	   *cell = rl_cell_at(view, *link);
+		int64		until = rl_cell_at(view, c)->ban.until;
+		int			i = settled;
 
-		if (!rl_same_key_hash(cell->key_hash, view->key_hash) || cell->tag.algorithm != RL_RECORD_CELL ||
-			cell->ban.until > view->now)
+		if (!is_record(view, c))
+			continue;
+		if (until <= view->now)
+			ended++;
+		else if (rl_cell_at(view, c)->ban.settled && (i < FORGOTTEN || until < ends[--i]))
 		{
-			link = &cell->next;
+			for (; i > 0 && ends[i - 1] > until; i--)
+				ends[i] = ends[i - 1];
+			ends[i] = until;
+			settled += settled < FORGOTTEN;
+		}
+	}
+	left = ended > 0 ? Min(ended, SWEPT) : settled;
+	last = ended > 0 ? view->now : settled > 0 ? ends[settled - 1] : 0;
+	n -= left;
+	for (uint32 *link = view->bucket; left > 0;)
+	{
+		const RlCell *cell = rl_cell_at(view, *link);
+
+		if (!is_record(view, *link) || cell->ban.until > last || (ended == 0 && !cell->ban.settled))
+		{
+			link = &rl_cell_at(view, *link)->next;
 			continue;
 		}
 		rl_cell_remove_at(view, link);
-		n--;
+		left--;
 	}
 	return n < RL_MAX_RESERVATIONS;
 }

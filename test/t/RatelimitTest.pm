@@ -498,19 +498,21 @@ sub log_entries
 	my ($fields, $name) = @_;
 	my @left = grep { /^\Q$name\E:(?:\d+|chunks)$/ } keys %$fields;
 	my (@entries, @wrong);
+	# That of a reservation has a sign, and perhaps an exponent.
+	my $entry = qr/(\d{16}[+\d][\de]{5})/;
 
 	if (!defined $fields->{$name})
 	{
 		push @wrong, "$name is not there, and @left are" if @left;
 		return (\@entries, @wrong);
 	}
-	my ($units, $dead, $first, $skip, $cut, $next, $tail) = $fields->{$name} =~ /^(\d+)(?: (\d+) (\d+) (\d+) (\d+) (\d+))? (\d*)$/
+	my ($units, $dead, $first, $skip, $cut, $next, $tail) = $fields->{$name} =~ /^(\d+)(?: (\d+) (\d+) (\d+) (\d+) (\d+))? ([\d+e]*)$/
 	  or return (\@entries, "$name is $fields->{$name}");
 	my %index;
 	foreach my $record (($fields->{"$name:chunks"} // '') =~ /(\d{32})/g)
 	{
 		my ($time, $sum, $n) = map { 0 + $_ } unpack 'A16A6A10', $record;
-		my @records = map { [ map { 0 + $_ } unpack 'A16A6', $_ ] } ($fields->{"$name:$n"} // '') =~ /(\d{22})/g;
+		my @records = map { [ map { 0 + $_ } unpack 'A16A6', $_ ] } ($fields->{"$name:$n"} // '') =~ /$entry/g;
 
 		$index{$n} = 1;
 		push @wrong, "$name:chunks is wrong of chunk $n"
@@ -526,7 +528,7 @@ sub log_entries
 	{
 		push @wrong, "$name:$n is no chunk" unless $index{$n} || (defined $dead && $n >= $dead && $n < $first);
 	}
-	my @tail = map { [ map { 0 + $_ } unpack 'A16A6', $_ ] } $tail =~ /(\d{22})/g;
+	my @tail = map { [ map { 0 + $_ } unpack 'A16A6', $_ ] } $tail =~ /$entry/g;
 	push @wrong, "$name is $fields->{$name}" if length $tail != 22 * @tail || @tail > 64;
 	push @entries, @tail;
 	push @wrong, "$name has not $units units" if $units != sum0(map { $_->[1] } @entries);

@@ -13,8 +13,9 @@
 -- many keys it has.
 --@ clock
 
--- The most records of a key, and how many random fields a call then searches for those that have ended.
-local MOST_RECORDS, SEARCHED = 4096, 512
+-- The most records of a key. A call then searches so many random fields for records that have ended, and
+-- if there are none, deletes so many that are settled.
+local MOST_RECORDS, SEARCHED, FORGOTTEN = 4096, 128, 16
 --@ slack
 --@ list of reserved
 --@ state used act records
@@ -79,10 +80,29 @@ if allowed and not last.old then
   end
   --@ delete_ended
   -- There is no number of records, which could be wrong. If many fields are of other kinds, the
-  -- share of records among those searched is near enough, with a quarter for chance.
+  -- share of records among random fields is near enough, with a quarter for chance.
   if n == SEARCHED and #ended == 0 and fields * #found / SEARCHED >= MOST_RECORDS * 3 / 4 then
-    call('HDEL', hash, '')
-    return 0
+    local settled = {}
+    for i, value in ipairs(records) do
+      local ends = string.match(value, '^(%d+) %d+ settled')
+      if ends then
+        settled[#settled + 1] = {ends = ends + 0, field = found[i]}
+      end
+    end
+    table.sort(settled, function(a, b) return a.ends < b.ends end)
+    for i = 1, math.min(#settled, FORGOTTEN) do
+      call('HDEL', hash, settled[i].field)
+    end
+    if #settled == 0 then
+      local names, count = call('HRANDFIELD', hash, 512), 0
+      for _, name in ipairs(names) do
+        count = count + (string.sub(name, 1, 9) == 'reserved:' and 1 or 0)
+      end
+      if fields * count / #names >= MOST_RECORDS * 3 / 4 then
+        call('HDEL', hash, '')
+        return 0
+      end
+    end
   end
 end
 
