@@ -87,6 +87,17 @@ rl_units_refund(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view
 #define MOST_OF_LOG		999999
 
 /*
+ * Returns true if a debt joins the newest entry of a log.  It does if nothing is free, unless that entry is a reservation's
+ * own, or older than 1/256 of the period.  So a log has at most its capacity plus 257 entries, however many debts.
+ */
+static bool
+joins_newest(const RlLimit *limit, const RlLog *log, const RlPool *pool, const RlView *view, int64 now)
+{
+	return view->charged > 0 && view->charged + view->refused >= limit->capacity &&
+		now - rl_log_newest(pool, log) <= limit->period / 256 && !rl_log_ends_with_own(pool, log);
+}
+
+/*
  * For RlAlgorithm.owe.  Units that the state has no room for are not charged, or where there
  * are entries, the oldest units are removed, which are free first.
  */
@@ -97,6 +108,8 @@ rl_units_owe(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, i
 	int64		most = algorithm->has_logs ? MOST_OF_LOG : RL_MAX_COUNT;
 	int64		lumps = RL_MAX_SPAN / limit->period;
 
+	if (algorithm->has_logs && joins_newest(limit, &state->log[RL_CHARGED], pool, view, now))
+		now = view->newest = rl_log_newest(pool, &state->log[RL_CHARGED]);
 	if (algorithm->refills && lumps < rl_divide_up(most, limit->count))
 		most = Min(most, lumps * limit->count);
 	if (algorithm->skip == NULL)

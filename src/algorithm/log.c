@@ -189,6 +189,16 @@ rl_log_newest(const RlPool *pool, const RlLog *log)
 	return index == NULL ? -1 : index->block[index->n - 1].newest;
 }
 
+/* Returns true if a reservation has the newest entry, which must exist, for itself. */
+bool
+rl_log_ends_with_own(const RlPool *pool, const RlLog *log)
+{
+	const RlChunk *index = last_of_index(pool, log);
+	const RlChunk *last = chunk_at(pool, log->last != RL_NO_CHUNK ? log->last : index->block[index->n - 1].last);
+
+	return last->entry[last->n - 1].own;
+}
+
 /* Sets the cursor before the first entry that is later than gone.  Returns the units before it. */
 int64
 rl_log_seek(const RlPool *pool, const RlLog *log, int64 gone, RlCursor *cursor)

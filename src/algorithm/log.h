@@ -81,6 +81,7 @@ typedef struct RlCursor
 
 extern int	rl_log_chunks_wanted(const RlPool *pool, const RlLog *log);
 extern int64 rl_log_newest(const RlPool *pool, const RlLog *log);
+extern bool rl_log_ends_with_own(const RlPool *pool, const RlLog *log);
 extern int64 rl_log_seek(const RlPool *pool, const RlLog *log, int64 gone, RlCursor *cursor);
 extern void rl_log_skip(const RlPool *pool, const RlLog *log, RlCursor *cursor, int64 units);
 extern int64 rl_log_unit(const RlPool *pool, const RlLog *const logs[2], RlCursor cursors[2], int64 n);

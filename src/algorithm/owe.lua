@@ -56,14 +56,22 @@ algorithms.sliding_window.owe = function(l, units)
 end
 -->
 
--- The parts of a log have six digits.
---< owe_sliding_log(algorithms, quota, cut_units)
+-- See joins_newest in algorithm.c. The parts of a log have six digits.
+--< owe_sliding_log(algorithms, chunk, number_at, add, cut_units, INDEX, PLUS)
 algorithms.sliding_log.owe = function(l, units)
-  local most = 999999
-  quota = math.min(units, most)
-  if l.log.units + quota > most then
-    cut_units(l.log, l.log.units + quota - most)
+  local most, log, time = 999999, l.log, math.max(now, l.newest)
+  if l.used >= l.capacity and log.units > 0 and now - log.newest <= math.floor(l.period / 256) then
+    local text = log.at < #log.text and log.text or chunk(log, number_at(log.index, #log.index - INDEX + 1))
+    if string.byte(text, -6) ~= PLUS then
+      time = log.newest
+    end
   end
-  l:take()
+  units = math.min(units, most)
+  if log.units + units > most then
+    cut_units(log, log.units + units - most)
+  end
+  l.newest = math.max(l.newest, time)
+  add(log, time, units)
+  l:count()
 end
 -->

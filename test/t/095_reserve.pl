@@ -24,6 +24,7 @@ $session->ask(q{
 			format('fixed_window %s/day in %s', 1 + (random() * 9)::int, pick('UTC', 'Europe/Berlin')),
 			format('sliding_window %s/6s step 2s%s', 1 + (random() * 9)::int, pick('', ' count_denied')),
 			format('sliding_log %s/%ss%s', 1 + (random() * 9)::int, 1 + (random() * 9)::int, pick('', ' count_denied')),
+			format('sliding_log %s/1h%s', 1 + (random() * 9)::int, pick('', ' count_denied')),
 			format('concurrent %s/%ss', 1 + (random() * 3)::int, 4 + (random() * 2)::int)) ||
 			CASE WHEN random() < 0.1 THEN ' shadow' ELSE '' END
 	$$;
@@ -99,7 +100,7 @@ $session->ask(q{
 				WHEN 6 THEN format('SELECT string_agg(p::text, %L) FROM rl_peek(%L, %L, %s) p', ' ', key, l, q)
 				WHEN 7 THEN format('SELECT rl_extend(%L, %L)', key, id)
 				WHEN 8 THEN format('SELECT rl_extend(%L, %L, %s)', key, id, pick('1', '5', '3.5'))
-				WHEN 9 THEN format('SELECT string_agg(concat_ws(%L, state, used, until), %L ORDER BY state) FROM rl_inspect(%L)', ' ', '; ', key)
+				WHEN 9 THEN format('SELECT string_agg(concat_ws(%L, state, used, (extract(epoch FROM until) * 1000000)::bigint), %L ORDER BY state) FROM rl_inspect(%L)', ' ', '; ', key)
 				WHEN 10 THEN format('SELECT rl_settle(%L, %L, %s)', key, id, q)
 				WHEN 11 THEN format('SELECT rl_settle(%L, %L, %s)', key, id, q)
 				WHEN 12 THEN format('SELECT rl_settle(%L, %L, %s)', key, id, q)
@@ -165,14 +166,17 @@ foreach my $kind ('string_agg store)', 'string_agg reserved)', 'string_agg settl
 # which time does not go back
 #
 
+# How many debts have joined an entry of an earlier time.
+my $joined = 0;
+
 # Reads limits as rl_limits writes them.
 sub parse
 {
 	my ($text) = @_;
 
 	return map {
-		my ($algorithm, $count, $n, $unit, $rest) = m{^(\w+) (\d+)/(\d+)(s|min)(.*)$} or die "limit $_";
-		my $period = $n * ($unit eq 'min' ? 60 : 1) * 1_000_000;
+		my ($algorithm, $count, $n, $unit, $rest) = m{^(\w+) (\d+)/(\d+)(s|min|h)(.*)$} or die "limit $_";
+		my $period = $n * { s => 1, min => 60, h => 3600 }->{$unit} * 1_000_000;
 		my ($burst) = $rest =~ /burst (\d+)/;
 		my ($step) = $rest =~ /step (\d+)s/;
 		{
@@ -248,6 +252,22 @@ sub charge
 	$mark++ while $own && grep { $_->[2] && $_->[0] == $mark } @{ $s->{entries} };
 	push @{ $s->{entries} }, [ $mark, $units, $own ];
 	return { limit => $l, units => $units, at => $now, mark => $l->{algorithm} eq 'token_bucket' ? $s->{anchor} : $mark };
+}
+
+# Charges a debt.  In a log of which nothing is free, it joins the newest entry, if that is no reservation's own and at most
+# 1/256 of the period old.
+sub owe
+{
+	my ($of, $l, $now, $units) = @_;
+	my $s = load($of, $l, $now);
+	my $newest = $s->{entries}[-1];
+
+	return charge($of, $l, $now, $units)
+	  if $l->{algorithm} ne 'sliding_log' || !$newest || $newest->[2] || room($of, $l, $now) > 0 || $now - $newest->[0] > $l->{period} / 256;
+	$newest->[1] += $units;
+	$of->{states}{ $l->{tag} } = $s;
+	$joined++;
+	return;
 }
 
 # Refunds units of a charge; returns how many were there.
@@ -374,7 +394,7 @@ sub model_settle
 			refund_charge($of, $charge, $now, $rest);
 			forget($of, $l, $now);
 		}
-		charge($of, $l, $now, -$rest) if $rest < 0;
+		owe($of, $l, $now, -$rest) if $rest < 0;
 	}
 	@$record{qw(open end)} = (0, $now + min($record->{hold}, 3_600_000_000));
 	return 'true';
@@ -477,14 +497,26 @@ sub model_step
 	{
 		$model->{$1} = { life => ($model->{$1}{life} || 0) + 1 };
 	}
+	elsif ($query =~ /rl_inspect\('(\w+)'/)
+	{
+		# Logs: their units, and the end of the newest entry.
+		my $of = $model->{$1} ||= {};
+
+		return join '; ', map {
+			my $l = { algorithm => 'sliding_log', tag => $_, period => substr($_, 12), count => 1 };
+			my @entries = @{ load($of, $l, $now)->{entries} };
+			@entries ? join ' ', $_, sum0(map { $_->[1] } @entries), max(map { $_->[0] } @entries) + $l->{period} : ()
+		} grep { /^sliding_log/ } sort keys %{ $of->{states} || {} };
+	}
 	return undef;
 }
 
 # The part of an answer that the model gives.
 sub shown
 {
-	my ($answer) = @_;
+	my ($answer, $query) = @_;
 
+	return join '; ', grep { /^sliding_log:\d+ [1-9]/ } split /; /, $answer if $query =~ /rl_inspect/;
 	return $1 if $answer =~ /^(PT409|22023|2202E)/;
 	return join ' ', map { /,f,|^\(f,/ ? 'f' : /(?:^\(|,)t,(\d*),(\d*),.*,(\w+)\)$/ ? "t " . ($2 ne '' ? "$2 " : '') . $3 : $_ } $answer =~ /\(.*?\)(?= \(|$)/g
 	  if $answer =~ /^\(/;
@@ -499,12 +531,92 @@ foreach my $row (split /\n/, $session->ask('SELECT n, program, now, redis, query
 
 	next if !defined $expected;
 	$compared++;
-	next if $expected eq shown($answer) || $wrong ne '';
+	next if $expected eq shown($answer, $query) || $wrong ne '';
 	$wrong = "step $n of program $program: $query: $answer, the model says $expected";
 	diag($session->ask("SELECT string_agg(format('%s %s %s: %s', n, now, query, redis), E'\\n' ORDER BY n) FROM (SELECT * FROM steps WHERE program = $program AND n <= $n ORDER BY n DESC LIMIT 40) s"));
 }
 is($wrong, '', "the model agrees in $compared answers");
 cmp_ok($compared, '>', $steps / 10, 'which are many');
+cmp_ok($joined, '>', 0, "and $joined debts joined the newest entry of a log");
+
+#
+# More records than a key can have, and more debts than a log can
+#
+
+$session->ask(q{
+	CREATE FUNCTION set_time(ms bigint) RETURNS void LANGUAGE sql AS $$ SELECT set_config('ratelimit.debug_now', (1700000000000000 + ms * 1000)::text, false) $$;
+	-- Runs a query for each of some numbers, one each millisecond, until there are too many reservations.  Returns the answers.
+	CREATE FUNCTION each(query text, ms bigint, numbers int[]) RETURNS SETOF text LANGUAGE plpgsql AS $$
+	DECLARE
+		answer text;
+	BEGIN
+		FOR i IN 1 .. cardinality(numbers) LOOP
+			PERFORM set_time(ms + i);
+			BEGIN
+				EXECUTE query INTO answer USING numbers[i];
+			EXCEPTION WHEN program_limit_exceeded THEN
+				RETURN NEXT 'too many';
+				RETURN;
+			END;
+			RETURN NEXT answer;
+		END LOOP;
+	END $$;
+});
+
+# Returns the answers of the query for these numbers, from a time on.
+sub each_of
+{
+	my ($query, $ms, @numbers) = @_;
+	my $answers = $session->ask("SELECT * FROM each(\$q\$$query\$q\$, $ms, '{" . join(',', @numbers) . "}')");
+
+	die $session->error if $session->error ne '';
+	return split /\n/, $answers;
+}
+
+my @debts;
+# Each eighth one ends early.
+my $reserves = q{SELECT source FROM rl_reserve('full', 'fixed_window 1000000/3650d', 1, 'id' || $1, CASE WHEN $1 % 8 = 0 THEN 600 ELSE 86400 END)};
+my $settles = q{SELECT rl_settle('full', 'id' || $1, 1)};
+foreach my $store ('redis', 'local')
+{
+	$session->set(store => $store);
+	my @sources = each_of($reserves, 0, 1 .. 4200);
+	my $n = $#sources;
+	is_deeply([ @sources[ 0, $n - 1, $n ] ], [ $store, $store, 'too many' ], "$store: $n open reservations, and no place");
+	cmp_ok($n, '>', $store eq 'local' ? 4095 : 4080, "$store: these are 4,096, in Redis with the key's other fields");
+
+	my @ids = shuffle(grep { $_ % 8 } 1 .. $n);
+	my @settled = @ids[ 0 .. 2999 ];
+	is_deeply([ grep { $_ ne 'true' } each_of($settles, 5000, @settled) ], [], "$store: 3,000 are settled");
+	is_deeply([ each_of($reserves, 9000, 5001 .. 5050) ], [ ($store) x 50 ], "$store: then there is place");
+	my @is = each_of($settles, 9500, @settled);
+	my @gone = grep { $is[$_] eq 'false' } 0 .. $#settled;
+	cmp_ok(scalar @gone, '>=', 40, "$store: for which settled ones are forgotten");
+	cmp_ok(scalar @gone, '<=', 64, "$store: at most 16 at a time");
+	cmp_ok($gone[-1], '<', $store eq 'local' ? 64 : 1200, "$store: those that end first, of all or of some");
+	is_deeply([ each_of($reserves, 13_000, @settled[ @gone[ 0, 1 ] ]) ], [ $store, $store ], "$store: their ids are charged again");
+	is_deeply([ grep { $_ ne 'reserved' } each_of($reserves, 14_000, @ids[ 3000 .. $#ids ], (map { 8 * $_ } 1 .. $n / 8), 5001 .. 5050) ], [], "$store: each open one is there");
+
+	@is = each_of($settles, 700_000, @settled);
+	is_deeply([ each_of($reserves, 710_000, 6001 .. 6100) ], [ ($store) x 100 ], "$store: those that have ended make place");
+	is_deeply([ each_of($settles, 720_000, @settled) ], \@is, "$store: before settled ones");
+
+	$session->ask(q{SELECT rl_reset('full')});
+	is_deeply([ grep { $_ ne "${store}true" } each_of(q{SELECT source || rl_settle('full', 'id' || $1, 2) FROM rl_reserve('full', 'fixed_window 1000000/3650d', 1, 'id' || $1)},
+			800_000, 1 .. 6000) ], [], "$store: with the default hold, 6,000 actions in 6 seconds that are settled");
+	is($session->ask(q{SELECT remaining FROM rl_peek('full', 'fixed_window 1000000/3650d', 0)}), 988_000, "$store: each is charged and settled once");
+
+	# A reservation in each second, each of which leaves a debt when the log is full.
+	is_deeply([ grep { $_ ne $store } map { each_of(q{SELECT source FROM rl_reserve('debts', 'sliding_log 10/1s', 5, 'id' || $1)}, 1_000_000 + 1001 * $_, $_) } 1 .. 1000 ], [],
+		"$store: 1,000 reservations of a log with a period of 1 s");
+	is_deeply([ grep { $_ ne 'true' } each_of(q{SELECT rl_settle('debts', 'id' || $1, 20)}, 2_001_500, 1 .. 1000) ], [], "$store: are settled in the next period, above that");
+	push @debts, $session->ask(q{SELECT used, until FROM rl_inspect('debts') WHERE state LIKE 'sliding_log%'});
+}
+is($debts[0], $debts[1], 'both stores have the same debt');
+my ($entries, @wrong) = log_entries({ @{ $redis->cli('HGETALL', 'rl:{debts}') } }, 'sliding_log:1000000');
+is_deeply(\@wrong, [], 'the log is right');
+cmp_ok(scalar @$entries, '<=', 267, 'and has at most its capacity and 257 entries: ' . @$entries);
+$session->ask('RESET ratelimit.debug_now');
 
 # A reservation that cannot be made is no error of the store, whatever on_error is.
 foreach my $store ('redis', 'local')
