@@ -153,7 +153,7 @@ endif
 
 # Each file in src/redis/scripts is a script, which names its parts (see src/parts.awk).
 SCRIPTS = $(wildcard $(srcdir)/src/redis/scripts/*.lua)
-PARTS = $(wildcard $(srcdir)/src/algorithm/*.lua $(srcdir)/src/redis/*.lua)
+PARTS = $(sort $(wildcard $(srcdir)/src/algorithm/*.lua $(srcdir)/src/redis/*.lua))
 src/redis/scripts.lua.h: $(srcdir)/src/parts.awk $(SCRIPTS) $(PARTS)
 	awk -v parts='$(PARTS)' -f $< $(SCRIPTS) >$@
 src/redis/scripts.o: src/redis/scripts.lua.h

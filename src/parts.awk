@@ -1,8 +1,11 @@
 # Prints scripts as C variables: <name>.lua is rl_<name>_script; with -v plain=1 as Redis gets
 # them, without comments and indents. A line "--@ NAME..." stands for parts of the files "parts": a
-# part is the lines between "--< NAME" and "-->" there, or the whole file NAME.lua.
+# part is the lines between "--< NAME" and "-->" there, or the whole file NAME.lua. A part can have
+# parts within it.
 #
 # "NAME of FILE" is the part NAME in which each part that FILE has, NAME too, is that of FILE.
+# "NAME of each" is an if statement: where "algorithm" is the name of a file that has a part NAME,
+# this part runs.
 #
 # "--< NAME(a, b) -> c" says that the part reads a and b, and sets c for the text behind it. A
 # script ends the build if no line above in it sets a or b. What clock.lua sets is for all parts,
@@ -38,7 +41,10 @@ function show(line, file,    words, count, i) {
 	}
 	count = split(substr(line, index(line, "@") + 2), words, " ")
 	for (i = 1; i <= count; i++)
-		if (words[i + 1] == "of") {
+		if (words[i + 1] == "of" && words[i + 2] == "each") {
+			include_each(words[i])
+			i += 2
+		} else if (words[i + 1] == "of") {
 			include(words[i], words[i + 2])
 			i += 2
 		} else
@@ -56,17 +62,36 @@ function include(name, file,    key, count, lines, i) {
 	for (i = 1; i < count; i++)
 		show(lines[i], file)
 }
+function include_each(name,    word, i, file) {
+	if (!("algorithm" in is_set))
+		fail(name " of each reads algorithm, which no line above sets")
+	word = "if"
+	for (i = 1; i <= files; i++) {
+		file = path[i]
+		gsub(/^.*\/|[.]lua$/, "", file)
+		if (!((file, name) in part))
+			continue
+		show(word " algorithm == '" file "' then", "")
+		include(name, file)
+		word = "elseif"
+	}
+	if (word == "if")
+		fail("no part " name)
+	show("end", "")
+}
 # Reads the line that begins parts: their names, and the names in parentheses that they read.
-function begin_parts(line, file,    open, n) {
+function begin_parts(line, file,    open, n, name) {
 	sub(/^ *--< /, "", line)
 	open = index(line, "(")
-	names = split(open ? substr(line, 1, open - 1) : line, name, " ")
+	before[++depth] = names
+	names += split(open ? substr(line, 1, open - 1) : line, name, " ")
 	gsub(/^[^(]*[(]|[)].*$/, "", line)
 	gsub(/,/, " ", line)
-	for (n = 1; n <= names; n++) {
-		if ((file, name[n]) in part)
-			fail("two parts " name[n] " in " file)
-		reads[file, name[n]] = reads[name[n]] = open ? line : ""
+	for (n = before[depth] + 1; n <= names; n++) {
+		opened[n] = name[n - before[depth]]
+		if ((file, opened[n]) in part)
+			fail("two parts " opened[n] " in " file)
+		reads[file, opened[n]] = reads[opened[n]] = open ? line : ""
 	}
 }
 BEGIN {
@@ -74,19 +99,19 @@ BEGIN {
 	for (i = 1; i <= files; i++) {
 		file = path[i]
 		gsub(/^.*\/|[.]lua$/, "", file)
-		names = 0
+		names = depth = 0
 		while ((getline line < path[i]) > 0) {
 			if (line ~ /^ *-->$/)
-				names = 0
+				names = before[depth--]
 			else if (line ~ /^ *--< /)
 				begin_parts(line, file)
 			else {
 				whole[file] = whole[file] line "\n"
 				for (n = 1; n <= names; n++) {
-					part[file, name[n]] = part[file, name[n]] line "\n"
-					if (!(name[n] in of))
-						of[name[n]] = file
-					part[name[n]] = of[name[n]] == file ? part[file, name[n]] : "twice"
+					part[file, opened[n]] = part[file, opened[n]] line "\n"
+					if (!(opened[n] in of))
+						of[opened[n]] = file
+					part[opened[n]] = of[opened[n]] == file ? part[file, opened[n]] : "twice"
 				}
 			}
 		}

@@ -151,6 +151,6 @@ mutant algorithm.c rl_units_fit exact 's/\+ quota <= limit->capacity/<= limit->c
 mutant algorithm.c rl_units_act refused_unchanged 's/allowed \? quota : 0/quota/'
 mutant algorithm.c rl_units_act remaining 's/Max\(limit->capacity - used, 0\)/limit->capacity - used/'
 mutant algorithm.c rl_units_refund refund_at_most 's/view->charged -= units/view->charged = 0/'
-mutant gcra.lua '' throttle "s/if ns >= 1000 then/if ns > 1000 then/"
-mutant gcra.lua '' throttle "s/local tat = .*/local tat = string.format('%.0f', (now + us) * 1000 + ns)/"
+mutant throttle.lua '' throttle "s/if ns >= 1000 then/if ns > 1000 then/"
+mutant throttle.lua '' throttle "s/local tat = .*/local tat = string.format('%.0f', (now + us) * 1000 + ns)/"
 mutant token_bucket.lua '' token_bucket 's/math.ceil\(needed/math.floor(needed/'

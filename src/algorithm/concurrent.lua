@@ -1,4 +1,5 @@
 -- concurrent: a sliding_log. The backend refunds its entries when their transactions end.
---@ sliding_log
-
-algorithms.concurrent = algorithms.sliding_log
+--< made(algorithms)
+algorithms.concurrent = setmetatable({algorithm = 'concurrent'}, algorithms.sliding_log)
+algorithms.concurrent.__index = algorithms.concurrent
+-->

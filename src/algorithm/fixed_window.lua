@@ -3,7 +3,9 @@
 --
 -- For the field, see "A key in Redis" in src/README.md.
 
+--< made(algorithms, quota, no_window, put, drop, pair_text, MOST, CALENDAR_SLACK)
 algorithms.fixed_window = {
+  algorithm = 'fixed_window',
   -- "windows" has three windows of a calendar: the start and name of each, and the last end.
   read = function(l, first, second, windows)
     --< numbers(first, second) -> capacity, from_first
@@ -137,3 +139,15 @@ algorithms.fixed_window = {
   end
 }
 algorithms.fixed_window.__index = algorithms.fixed_window
+-->
+
+-- The charge of a settlement.
+--< add(charged, units, MOST) -> charged
+charged = math.max(math.min(charged + units, MOST), charged)
+-->
+
+--< owe(l, units, MOST)
+local charged = l.charged
+--@ add
+l.charged, l.used = charged, charged + l.refused
+-->

@@ -1,5 +1,6 @@
 -- sliding_log and concurrent: the entry of a reservation, which does not merge with others, so that
--- a settlement refunds no other units. For reserve.lua and settle.lua.
+-- a settlement refunds no other units.
+--@ find
 
 -- Adds an entry at a time, which may be earlier than the newest entry's. If another reservation
 -- has an entry of this time, it gets the next microsecond. Returns its time.
@@ -30,12 +31,4 @@ local function add_own(log, time, units)
   end
   find_newest(log)
   return time
-end
-
--- Charges the quota to a limit with a log. A unit of a concurrent limit is held for l.hold.
-algorithms.sliding_log.take_own = function(l)
-  local time = l.hold and now + l.hold - l.period or math.max(now, l.newest)
-  l.mark = add_own(l.log, time, quota)
-  l.newest = math.max(l.newest, time)
-  l:count()
 end

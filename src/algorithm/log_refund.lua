@@ -1,5 +1,7 @@
--- sliding_log: the refund of one charge, which may be in the middle of the log.
+-- sliding_log: functions for the refund of one charge, which may be in the middle of the log, and
+-- for the entry of a reservation. Few calls need them, so the methods that do make them.
 
+--< find(sub, chunk, set_chunk, set_index, time_at, units_at, number_at, after, RECORD, INDEX, PLUS) -> tidy, find
 -- Deletes from the oldest chunk the records that were cut off.
 local function tidy(log)
   if log.skip > 0 then
@@ -8,6 +10,41 @@ local function tidy(log)
     log.skip, log.cut = 0, 0
   end
 end
+
+-- Returns the position of the first record of a time, among a reservation's own records or
+-- among the others, or nil.
+local function record_at(text, time, own)
+  for at = after(text, RECORD, 1, time - 1), #text, RECORD do
+    if time_at(text, at) ~= time then
+      return
+    elseif (string.byte(text, at + 16) == PLUS) == own then
+      return at
+    end
+  end
+end
+
+-- Finds such a record in the tail or a chunk. Returns the text, the position in it, and of a
+-- chunk its position in the index; or nil.
+local function find(log, time, own)
+  local text = sub(log.text, log.at)
+  local at = record_at(text, time, own)
+  if at or log.index == '' then
+    return at and text, at
+  end
+  tidy(log)
+  local i = after(log.index, INDEX, 1, time - 1)
+  while i <= #log.index do
+    text = chunk(log, number_at(log.index, i))
+    at = record_at(text, time, own)
+    if at then
+      return text, at, i
+    elseif time_at(log.index, i) > time then
+      return
+    end
+    i = i + INDEX
+  end
+end
+-->
 
 local function delete_chunk(log, n)
   log.texts[n], log.written[n] = nil, nil
@@ -48,40 +85,6 @@ local function shrink_chunk(log, i, text, part)
   end
 end
 
--- Returns the position of the first record of a time, among a reservation's own records or
--- among the others, or nil.
-local function record_at(text, time, own)
-  for at = after(text, RECORD, 1, time - 1), #text, RECORD do
-    if time_at(text, at) ~= time then
-      return
-    elseif (string.byte(text, at + 16) == PLUS) == own then
-      return at
-    end
-  end
-end
-
--- Finds such a record in the tail or a chunk. Returns the text, the position in it, and of a
--- chunk its position in the index; or nil.
-local function find(log, time, own)
-  local text = sub(log.text, log.at)
-  local at = record_at(text, time, own)
-  if at or log.index == '' then
-    return at and text, at
-  end
-  tidy(log)
-  local i = after(log.index, INDEX, 1, time - 1)
-  while i <= #log.index do
-    text = chunk(log, number_at(log.index, i))
-    at = record_at(text, time, own)
-    if at then
-      return text, at, i
-    elseif time_at(log.index, i) > time then
-      return
-    end
-    i = i + INDEX
-  end
-end
-
 -- Removes up to n units of a time.
 local function remove(log, time, n, own)
   while n > 0 and log.units > 0 do
@@ -98,11 +101,4 @@ local function remove(log, time, n, own)
       log.text, log.at = text, 1
     end
   end
-end
-
-algorithms.sliding_log.refund_charge = function(l, _, mark, amount)
-  l.log.changed = true
-  remove(l.log, mark, amount, l.own or false)
-  find_newest(l.log)
-  l:count()
 end

@@ -1,6 +1,7 @@
 -- sliding_log: the time of every action. An entry that is one period old is free.
 --
 -- l.log is the log of the charged units, l.denied of the refused units; see log.lua.
+--< made(algorithms, quota, put, drop)
 --@ log log_change
 
 -- Returns the time of the n-th oldest unit of two logs. A chunk is passed as a
@@ -74,6 +75,7 @@ local function time_of_unit(log_a, log_b, n)
 end
 
 algorithms.sliding_log = {
+  algorithm = 'sliding_log',
   denied_field = ':denied',
 
   read = function(l, capacity)
@@ -118,6 +120,41 @@ algorithms.sliding_log = {
     l:count()
   end,
 
+  refund_charge = function(l, _, mark, amount)
+    --@ log_refund
+    l.log.changed = true
+    remove(l.log, mark, amount, l.own or false)
+    find_newest(l.log)
+    l:count()
+  end,
+
+  -- See joins_newest in algorithm.c. The parts of a log have six digits.
+  owe = function(l, units)
+    local most, log, time = 999999, l.log, math.max(now, l.newest)
+    if l.used >= l.capacity and log.units > 0 and now - log.newest <= math.floor(l.period / 256) then
+      local text = log.at < #log.text and log.text or chunk(log, number_at(log.index, #log.index - INDEX + 1))
+      if string.byte(text, -6) ~= PLUS then
+        time = log.newest
+      end
+    end
+    units = math.min(units, most)
+    if log.units + units > most then
+      cut_units(log, log.units + units - most)
+    end
+    l.newest = math.max(l.newest, time)
+    add(log, time, units)
+    l:count()
+  end,
+
+  -- Takes the quota by an entry of its own. A unit of a concurrent limit is held for l.hold.
+  take_own = function(l)
+    --@ log_own
+    local time = l.hold and now + l.hold - l.period or math.max(now, l.newest)
+    l.mark = add_own(l.log, time, quota)
+    l.newest = math.max(l.newest, time)
+    l:count()
+  end,
+
   wait = function(l, needed)
     local log, time = l.log
     if log.index == '' and l.used == l.charged then
@@ -140,3 +177,9 @@ algorithms.sliding_log = {
   end
 }
 algorithms.sliding_log.__index = algorithms.sliding_log
+-->
+
+-- The charge of a settlement.
+--< owe(l, units)
+l:owe(units)
+-->

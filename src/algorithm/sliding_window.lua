@@ -5,7 +5,9 @@
 -- so the others stay text. l.k and l.new are the newest counter's number and count; l.others,
 -- from l.from on, has the other counters that count.
 
+--< made(algorithms, quota, put, drop, MOST)
 algorithms.sliding_window = {
+  algorithm = 'sliding_window',
   read = function(l, first, second)
     --< numbers(first, second) -> capacity, step
     local capacity, step = tonumber(first), tonumber(second)
@@ -155,3 +157,15 @@ algorithms.sliding_window = {
   end
 }
 algorithms.sliding_window.__index = algorithms.sliding_window
+-->
+
+-- The charge of a settlement. More units than the state can have remove the oldest, which are
+-- free first.
+--< owe(l, units, MOST) -> quota
+l:free('charged', math.max(l.charged + units - MOST, 0))
+if l.used == 0 then
+  l.k = nil
+end
+quota = units
+l:take()
+-->

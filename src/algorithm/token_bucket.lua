@@ -3,7 +3,9 @@
 -- For the field, see "A key in Redis" in src/README.md. The action that finds a full bucket
 -- sets the anchor.
 
+--< made(algorithms, quota, put)
 algorithms.token_bucket = {
+  algorithm = 'token_bucket',
   read = function(l, first, second)
     --< numbers(first, second) -> capacity, refill
     local capacity, refill = tonumber(first), tonumber(second)
@@ -80,3 +82,15 @@ algorithms.token_bucket = {
   end
 }
 algorithms.token_bucket.__index = algorithms.token_bucket
+-->
+
+-- The charge of a settlement.
+--< add(used, units, period, refill, MOST) -> used
+used = math.max(math.min(used + units, math.floor(3155760000000000 / period) * refill, MOST), used)
+-->
+
+--< owe(l, units, MOST)
+local used, period, refill = l.used, l.period, l.refill
+--@ add
+l.used = used
+-->

@@ -202,8 +202,7 @@ asks_lease(const RlAction *action)
 static void
 set_form(Taking *taking, const RlAction *action, bool many)
 {
-	const RlLimits *limits = action->limits;
-	RlAlgorithmId algorithm = limits->limit[0].algorithm;
+	RlAlgorithmId algorithm = action->limits->limit[0].algorithm;
 
 	taking->many = many;
 	taking->form = SINGLE;
@@ -216,10 +215,7 @@ set_form(Taking *taking, const RlAction *action, bool many)
 	else if (!is_single(action, many) || taking->script == NULL)
 	{
 		taking->form = LISTED;
-		taking->script = many ? &rl_check_many_script : rl_scripts[algorithm].check;
-		for (int i = 1; i < limits->n && !many; i++)
-			if (limits->limit[i].algorithm != algorithm)
-				taking->script = &rl_check_mixed_script;
+		taking->script = many ? &rl_check_many_script : &rl_check_script;
 	}
 }
 
@@ -864,7 +860,7 @@ take_left(Taking *taking, int n, bool lease, bool many, int64 *unanswered, RlUsa
 		/* One script is for all. */
 		if (script != NULL && taking->script != script)
 		{
-			taking->script = many ? &rl_check_many_script : &rl_check_mixed_script;
+			taking->script = many ? &rl_check_many_script : &rl_check_script;
 			taking->form = LISTED;
 		}
 		limits = action->limits;

@@ -39,12 +39,12 @@ do
         local name, value, written, lives = names[at], values[at]
         at = at + 1
         if algorithm == 'throttle' then
-          --@ backlog of gcra
+          --@ backlog of throttle
           local room_us = second + 0
           if us < room_us or us == room_us and ns <= ARGV[a + 6] + 0 then
             local cost_us, cost_ns = first + 0, ARGV[a + 5] + 0
             reply[#reply + 1] = string.format('%.0f%03.0f', us, ns)
-            --@ charge of gcra
+            --@ charge of throttle
             --@ tat
             written, lives = tat, us
           end

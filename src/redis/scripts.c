@@ -8,14 +8,9 @@
 #include "redis/scripts.lua.h"
 
 const RlScripts rl_scripts[RL_ALGORITHMS] = {
-	[RL_THROTTLE] = {
-		.single = &rl_single_throttle_script,
-		.many = &rl_many_throttle_script,
-		.check = &rl_check_throttle_script
-	},
-	[RL_TOKEN_BUCKET] = {.single = &rl_single_token_bucket_script,.check = &rl_check_token_bucket_script},
-	[RL_FIXED_WINDOW] = {.single = &rl_single_fixed_window_script,.check = &rl_check_fixed_window_script},
-	[RL_SLIDING_WINDOW] = {.single = &rl_single_sliding_window_script,.check = &rl_check_sliding_window_script},
-	[RL_SLIDING_LOG] = {.single = &rl_single_sliding_log_script,.check = &rl_check_sliding_log_script},
-	[RL_CONCURRENT] = {.check = &rl_check_concurrent_script},
+	[RL_THROTTLE] = {.single = &rl_single_throttle_script,.many = &rl_many_throttle_script},
+	[RL_TOKEN_BUCKET] = {.single = &rl_single_token_bucket_script},
+	[RL_FIXED_WINDOW] = {.single = &rl_single_fixed_window_script},
+	[RL_SLIDING_WINDOW] = {.single = &rl_single_sliding_window_script},
+	[RL_SLIDING_LOG] = {.single = &rl_single_sliding_log_script},
 };

@@ -7,17 +7,16 @@
 
 #include "redis/command.h"
 
-/* The scripts of an algorithm, so that Redis runs no code of the others; NULL: there is none. */
+/* An algorithm's scripts for one limit without options (is_single in call.c); NULL: there is none. */
 typedef struct RlScripts
 {
-	RlScript   *single;			/* one limit without options (is_single in call.c) */
-	RlScript   *many;			/* the same for many keys, each decided by itself */
-	RlScript   *check;			/* a list of limits */
+	RlScript   *single;			/* for one key */
+	RlScript   *many;			/* for many keys, each decided by itself */
 } RlScripts;
 
 extern const RlScripts rl_scripts[RL_ALGORITHMS];
 
-extern RlScript rl_check_mixed_script;
+extern RlScript rl_check_script;
 extern RlScript rl_check_many_script;
 extern RlScript rl_check_all_script;
 extern RlScript rl_lease_script;

@@ -31,18 +31,18 @@ do
         if algorithm == 'throttle' then
           local us_each, ns_each = first, second
           --@ cost_of_units
-          --@ backlog of gcra
+          --@ backlog of throttle
           was = us + ns
           if more > 0 then
-            --@ add_gcra
+            --@ add of throttle
           else
             local less_us, less_ns = cost_us - math.max(now - at, 0), cost_ns
             if less_us >= 0 then
-              --@ free of gcra
+              --@ free of throttle
             end
           end
           if us > 0 or ns > 0 then
-            --@ tat
+            --@ tat of throttle
             written, lives = tat, us
           end
         elseif algorithm == 'token_bucket' then
@@ -50,7 +50,7 @@ do
           --@ load of token_bucket
           was = used
           if more > 0 then
-            --@ add_token_bucket
+            --@ add of token_bucket
           else
             --@ free of token_bucket
           end
@@ -79,7 +79,7 @@ do
           --@ load of fixed_window
           was = used
           if more > 0 then
-            --@ add_fixed_window
+            --@ add of fixed_window
           elseif start == mark then
             charged = math.max(charged - units, 0)
           end

@@ -64,7 +64,8 @@ sub composed
 }
 
 foreach my $case ([ 'load', 'several parts load' ], [ 'unknown', 'no part unknown' ], [ 'clock reset_of', 'part reset_of reads l, which no line above sets' ],
-	[ 'load of token_bucket', 'part load reads value, which no line above sets' ])
+	[ 'load of token_bucket', 'part load reads value, which no line above sets' ],
+	[ 'made of each', 'made of each reads algorithm, which no line above sets' ])
 {
 	my ($text, $succeeds) = composed("--@ $case->[0]\n");
 
@@ -84,7 +85,13 @@ foreach my $file (@parts, @scripts)
 	my ($name) = $file =~ m{([^/]+)[.]lua$};
 
 	$part{$name} = $lua;
-	while ($lua =~ /^ *--< (\w+)[^\n]*\n(.*?)^ *-->$/msg) { $part{"$name.$1"} = $2; }
+	my @open;
+	foreach my $line (split /^/, $lua)
+	{
+		if ($line =~ /^ *--< (\w+)/) { push @open, $1; }
+		elsif ($line =~ /^ *-->$/) { pop @open; }
+		else { $part{"$name.$_"} .= $line foreach @open; }
+	}
 
 	# As a function, a part reads its parameters and no other variable, and sets what it returns.
 	while ($lua =~ /^ *--< (\w+)[\w ]*(?:\((.*?)\)(?: -> (.*))?)?$/mg)

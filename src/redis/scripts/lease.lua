@@ -11,7 +11,7 @@
 --
 -- The life is Redis's own time of the first lot, in the field "lease". It ends when the key is
 -- deleted or a state is reset. A leftover of another life is lost.
---@ clock state gcra token_bucket fixed_window sliding_window act
+--@ clock state algorithms act
 
 local FIRST, CHARGE = 6, 5
 local want, length, leftovers = tonumber(ARGV[2]), tonumber(ARGV[4]), tonumber(ARGV[5])

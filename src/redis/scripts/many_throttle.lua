@@ -1,5 +1,5 @@
 -- Decides many keys under one limit each, in the order of KEYS. ARGV[2] is the number of
--- arguments of a limit: those of throttle.lua, without those at the end that are 0 for all.
+-- arguments of a limit: those of throttle_straight.lua, without those at the end that are 0 for all.
 -- From ARGV[3] on there are runs: a number of keys, and the arguments of their limit.
 --
 -- Returns the time, and the number of each key. FAILED is that of a key that has failed, which was
@@ -12,7 +12,7 @@ local FAILED, BANNED = '-9223372036854775808', '-9223372036854775807'
 
 -- Returns the numbers of one key.
 local function take(hash, tag, cost, room, cost_ns, room_ns)
-  --@ throttle
+  --@ throttle_straight
 end
 
 local size, at, left = tonumber(ARGV[2]), 3, 0

@@ -10,7 +10,7 @@
 --
 -- Returns 1, or the positions of the keys that have failed: these are not refunded. If
 -- the first key fails, none is, and the reply is its error.
---@ clock state algorithms log_refund
+--@ clock state algorithms
 
 local CHARGE, MINUTE = 6, 60000000
 local at, i, failed = 2, 0, {}

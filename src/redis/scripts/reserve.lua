@@ -18,7 +18,7 @@
 local MOST_RECORDS, SEARCHED, FORGOTTEN = 4096, 128, 16
 --@ slack
 --@ list of reserved
---@ state used act records
+--@ state algorithms act records
 
 local FIRST, MORE = 6, 3
 local field, hold = 'reserved:' .. ARGV[2], tonumber(ARGV[3])
@@ -26,9 +26,6 @@ local keys, at, one = {}, FIRST, {}
 for i, name in ipairs(KEYS) do
   local from, key = at + 3, {hash = name, quota = tonumber(ARGV[at]), named = ARGV[at + 2]}
   at = from + ARGV[at + 1] * (LIMIT + MORE)
-  for a = from, at - 1, LIMIT + MORE do
-    use(ARGV[a])
-  end
   hash = name
   key.limits, key.ban, key.born, key.old = load_limits(MORE, from, at - 1, 'born', i == #KEYS and field or nil)
   key.expiry = expiry

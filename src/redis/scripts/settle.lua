@@ -16,7 +16,7 @@ hash = KEYS[#KEYS]
 local kept, n, slack = call('HMGET', hash, 'reserved:' .. ARGV[2], 'born', 'expiry'), 2, SLACK
 --@ delete_ended
 --@ settle_simple
---@ state used records
+--@ state algorithms records
 
 local CHARGE = '^(%S+) (%d+) (%d+) (%d+) (%d+) (%d+)$'
 local field, settles, new_hold = 'reserved:' .. ARGV[2], ARGV[FIRST] ~= '', tonumber(ARGV[4])
@@ -54,7 +54,7 @@ for line in string.gmatch(record.charges, '\n([^\n]+)') do
     local algorithm, period = string.match(tag, '^([%l_]+):(%d*)')
     local l = setmetatable({tag = tag, period = tonumber(period), us_each = tonumber(first), ns_each = tonumber(second),
       units = tonumber(units), mark = tonumber(mark), life = life, line = line, is_held = algorithm == 'concurrent',
-      own = true}, use(algorithm))
+      own = true}, algorithms[algorithm])
     if not l.fits then
       l:read(first, second, windows[tag] or '', '')
     end
@@ -118,6 +118,12 @@ local function refund(l, units)
   end
 end
 
+-- Charges units to a limit whether they fit or not, as rl_owe in algorithm.c does.
+local function owe(l, units, cost_us, cost_ns)
+  local algorithm = l.algorithm
+  --@ owe of each
+end
+
 local function settle(key)
   for _, l in ipairs(key.limits) do
     local more = key.settled - l.units
@@ -126,7 +132,7 @@ local function settle(key)
         refund(l, l.is_held and 1 or -more)
       end
     elseif more > 0 then
-      l:owe(more, cost(l, more))
+      owe(l, more, cost(l, more))
       l.changed = true
     end
   end

@@ -12,4 +12,4 @@ do
 end
 
 local ARGV = {'', '1', ARGV[2], 'sliding_log', ARGV[1], ARGV[3], ARGV[4], '', '', '', '', '0', '0'}
---@ state sliding_log act check
+--@ state algorithms act check

@@ -1,0 +1,2 @@
+-- One key and its list of limits. See ../check.lua.
+--@ clock list of check state algorithms act check

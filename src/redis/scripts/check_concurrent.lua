@@ -1,2 +1,0 @@
--- A list of limits of concurrent. See check.lua.
---@ clock state concurrent act check

@@ -1,2 +1,0 @@
--- A list of limits of fixed_window. See check.lua.
---@ clock list of check state fixed_window act check

@@ -1,2 +1,0 @@
--- A list of limits of several algorithms. See check.lua.
---@ clock list of check state algorithms act check

@@ -1,2 +1,0 @@
--- A list of limits of sliding_window. See check.lua.
---@ clock list of check state sliding_window act check

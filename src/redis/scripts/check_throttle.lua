@@ -1,2 +1,0 @@
--- A list of limits of throttle. See check.lua.
---@ clock list of check state gcra act check

@@ -1,2 +1,0 @@
--- A list of limits of token_bucket. See check.lua.
---@ clock list of check state token_bucket act check
