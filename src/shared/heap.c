@@ -187,31 +187,3 @@ rl_heap_remove(RlCells *view, uint32 c)
 		view->partition->soonest[heap] = PG_INT64_MAX;
 	remove_page(view, heap, n);
 }
-
-static int
-heap_of(const RlCell *cell)
-{
-	for (int i = 0; i < 2 && !rl_cell_has_text(cell); i++)
-		if (cell->state.log[i].last != RL_NO_CHUNK || cell->state.log[i].index_last != RL_NO_CHUNK)
-			return RL_WITH_CHUNKS;
-	return RL_WITHOUT_CHUNKS;
-}
-
-/* Sets a cell's end, after its logs.  The heap changes only if the end is earlier, or the heap is another. */
-void
-rl_cell_set_end(RlCells *view, uint32 c, int64 end)
-{
-	RlCell	   *cell = rl_cell_at(view, c);
-	int			heap = heap_of(cell);
-	bool		earlier = end < cell->end;
-
-	cell->end = end;
-	if (heap != cell->heap)
-	{
-		rl_heap_remove(view, c);
-		rl_heap_add(view, heap, c);
-	}
-	/* The end in the heap is not later than the cell's was.  To read it takes 3 % of a call. */
-	else if (earlier && end < rl_heap_item(view, heap, cell->heap_at)->end)
-		rl_heap_sift(view, heap, cell->heap_at, (RlHeapItem) {end, c});
-}
