@@ -5,7 +5,7 @@
 #
 # "NAME of FILE" is the part NAME in which each part that FILE has, NAME too, is that of FILE.
 # "NAME of each" is an if statement: where "algorithm" is the name of a file that has a part NAME,
-# this part runs.
+# this part runs. A line "--= NAME... of FILE" in a file gives it parts of another file for this.
 #
 # "--< NAME(a, b) -> c" says that the part reads a and b, and sets c for the text behind it. A
 # script ends the build if no line above in it sets a or b. What clock.lua sets is for all parts,
@@ -71,7 +71,7 @@ function include_each(name,    word, i, file) {
 		gsub(/^.*\/|[.]lua$/, "", file)
 		if (!((file, name) in part))
 			continue
-		show(word " algorithm == '" file "' then", "")
+		show(word " algorithm == '" file "'" also[file, name] " then", "")
 		include(name, file)
 		word = "elseif"
 	}
@@ -94,6 +94,12 @@ function begin_parts(line, file,    open, n, name) {
 		reads[file, opened[n]] = reads[opened[n]] = open ? line : ""
 	}
 }
+# Reads the line that gives a file parts of another file.
+function share_parts(line, file,    words, count, i) {
+	count = split(line, words, " ")
+	for (i = 2; i < count - 1; i++)
+		also[words[count], words[i]] = also[words[count], words[i]] " or algorithm == '" file "'"
+}
 BEGIN {
 	files = split(parts, path, " ")
 	for (i = 1; i <= files; i++) {
@@ -105,6 +111,8 @@ BEGIN {
 				names = before[depth--]
 			else if (line ~ /^ *--< /)
 				begin_parts(line, file)
+			else if (line ~ /^--= /)
+				share_parts(line, file)
 			else {
 				whole[file] = whole[file] line "\n"
 				for (n = 1; n <= names; n++) {

@@ -151,3 +151,69 @@ local charged = l.charged
 --@ add
 l.charged, l.used = charged, charged + l.refused
 -->
+
+-- When the state ends, for expiry.lua, with the slack of a calendar (see state.lua), and the further
+-- period for which a window of the clock is kept.
+--< ends(value, rest, match) -> ends
+local start, day_ends = match(value, '^(%d+) (%-?%d+)')
+local period = match(rest, '^%d+')
+if period then
+  ends = start + (match(rest, '^%d+:first') and period or 2 * period)
+else
+  ends = day_ends + 172800000000
+end
+-->
+
+-- The place of a charge that was just taken.
+--< place(l) -> place
+place = l.start
+-->
+
+-- For lease.lua: begins as load does for an empty window; and the time in which others cannot be charged units in
+-- place of those that are charged now.
+--< emptied(l)
+l.start = l.from_first and now or l.start
+-->
+
+--< time_left(l) -> left
+left = l:reset()
+-->
+
+-- A limit with this state tag, or nil if it is none, for inspect.lua. "rest" is the tag behind the algorithm.
+--< limit(rest, match) -> limit
+limit = match(rest, '^%l+:[%w_/+-]+$') and {calendar = true} or match(rest, '^%d+$') and {} or
+  match(rest, '^%d+:first$') and {from_first = true}
+-->
+
+-- For list.lua.
+--< listed(value, period, first, second, quota, ARGV, a, reply) -> written, lives
+if ARGV[a + 5] == '' then
+  -- It is no calendar.
+  --@ units
+end
+-->
+
+-- The mark of the charge in a new value of the field, as text.
+--< list_mark(written) -> mark
+mark = string.match(written, '^%d+')
+-->
+
+-- For settle_simple.lua: of a window that is not a calendar's.
+--< settled(value, more, second, units, mark, period, MOST) -> was, written, lives
+if period then
+  local from_first = second == 1
+  --@ load
+  was = used
+  if more > 0 then
+    --@ add
+  elseif start == mark then
+    charged = math.max(charged - units, 0)
+  end
+  if charged + refused > 0 then
+    --@ text
+    --@ reset
+    --@ lives
+    written = text
+  end
+end
+-->

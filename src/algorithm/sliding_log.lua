@@ -77,6 +77,7 @@ end
 algorithms.sliding_log = {
   algorithm = 'sliding_log',
   denied_field = ':denied',
+  by_time = true,
 
   read = function(l, capacity)
     l.capacity = tonumber(capacity)
@@ -182,4 +183,45 @@ algorithms.sliding_log.__index = algorithms.sliding_log
 -- The charge of a settlement.
 --< owe(l, units)
 l:owe(units)
+-->
+
+-- The state to which a field belongs that may be a chunk or an index, for expiry.lua and inspect.lua.
+--< state_of(field, match) -> state
+state = match(field, '^(.+:%d+.-):%d+$') or match(field, '^(.+):chunks$') or field
+-->
+
+-- When the state ends, for expiry.lua, and of a log with chunks the first number that may have a field,
+-- and the next number.
+--< ends(field, value, rest, match) -> ends, dead, next
+local first, tail
+dead, first, next, tail = match(value, '^%d+ (%d+) (%d+) %d+ %d+ (%d+) (.*)$')
+tail = tail or match(value, ' (.*)$')
+if tail == '' and first ~= next then
+  tail = string.sub(call('HMGET', hash, field .. ':chunks')[1], 1, -11)
+end
+ends = tail == '' and 0 or string.sub(tail, -22, -7) + match(rest, '^%d+')
+-->
+
+-- The place of a charge that was just taken.
+--< place(l) -> place
+place = l.mark or l.newest
+-->
+
+-- A limit with this state tag, or nil if it is none, for inspect.lua. "rest" is the tag behind the algorithm.
+--< limit(rest, match) -> limit
+limit = match(rest, '^%d+$') and {}
+-->
+
+-- For list.lua, which also reads the log of refused quota.
+--< list_name(ARGV, a, names)
+names[#names + 1] = ARGV[a + 1] .. ':denied'
+-->
+
+--< listed(value, period, first, quota, values, at, reply) -> written, lives, at
+local denied = values[at]
+at = at + 1
+--@ is_tail of log_tail
+if is_tail then
+  --@ units of log_tail
+end
 -->

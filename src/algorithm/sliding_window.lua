@@ -169,3 +169,56 @@ end
 quota = units
 l:take()
 -->
+
+-- When the state ends, for expiry.lua.
+--< ends(value, rest, match) -> ends
+local period, step = match(rest, '^(%d+):(%d+)')
+ends = (match(value, ' (%d+):') + 1) * step + period
+-->
+
+-- The place of a charge that was just taken.
+--< place(l) -> place
+place = l.k
+-->
+
+-- For lease.lua: begins as load does without counters; and the time in which others cannot be charged units in place
+-- of those that are charged now.
+--< emptied(l)
+l.k = nil
+-->
+
+--< time_left(l) -> left
+local k = math.floor(now / l.step)
+left = (math.max(l.k or k, k) + 1) * l.step - now
+-->
+
+-- A limit with this state tag, or nil if it is none, for inspect.lua. "rest" is the tag behind the algorithm.
+--< limit(rest, match) -> limit
+local step = match(rest, '^%d+:(%d+)$')
+limit = step and {step = tonumber(step)}
+-->
+
+-- For list.lua.
+--< listed(value, period, first, second, quota, reply) -> written, lives
+--@ units
+-->
+
+-- The mark of the charge in a new value of the field, as text.
+--< list_mark(written) -> mark
+mark = string.match(written, ' (%d+):')
+-->
+
+-- For settle_simple.lua: a refund to the newest counter.
+--< settled(value, more, second, units, mark, period) -> was, written, lives
+local step = second
+--@ load
+if more < 0 and (used == 0 or k == mark and new > units) then
+  was = used
+  if used > 0 then
+    new, charged = new - units, charged - units
+    --@ text
+    --@ reset
+    written, lives = text, free
+  end
+end
+-->

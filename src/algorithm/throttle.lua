@@ -95,8 +95,85 @@ if us < 3155760000000000 then
 end
 -->
 
---< owe(l, cost_us, cost_ns)
-local us, ns = l.us, l.ns
+--< cost_of_units(units, us_each, ns_each) -> cost_us, cost_ns
+local all_ns = units % 1000 * ns_each
+local cost_us, cost_ns = units * us_each + math.floor(units / 1000) * ns_each + math.floor(all_ns / 1000), all_ns % 1000
+-->
+
+-- The amount of units in a settlement.
+--< amount(l, units) -> amount, rest
+local us_each, ns_each = l.first, l.second
+--@ cost_of_units
+amount, rest = cost_us, cost_ns
+-->
+
+--< owe(l, units)
+local us, ns, us_each, ns_each = l.us, l.ns, l.first, l.second
+--@ cost_of_units
 --@ add
 l.us, l.ns = us, ns
+-->
+
+-- When the state ends, for expiry.lua. "rest" is its tag behind the algorithm.
+--< ends(value) -> ends
+ends = string.sub(value, 1, -4) + 1
+-->
+
+-- The units that are free after the action, or fewer if there are very many, for lease.lua.
+--< free_units(l) -> free
+local us, ns = l.room_us - l.us, l.room_ns - l.ns
+free = math.floor((math.min(us, 9e12) * 1000 + ns) / (l.interval_us * 1000 + l.interval_ns))
+-->
+
+-- Adds the cost of more units to that of the quota, for lease.lua.
+--< add_cost(l, extra)
+local ns = l.cost_ns + extra * l.interval_ns
+l.cost_us, l.cost_ns = l.cost_us + extra * l.interval_us + math.floor(ns / 1000), ns % 1000
+-->
+
+-- A limit with this state tag, or nil if it is none, for inspect.lua. "rest" is the tag behind the algorithm.
+--< limit(rest, match) -> limit
+limit = match(rest, '^%d+$') and {}
+-->
+
+--< shown(l) -> used, ends
+used, ends = nil, now + l.us + (l.ns > 0 and 1 or 0)
+-->
+
+-- For list.lua.
+--< listed(value, first, second, ARGV, a, reply) -> written, lives
+--@ backlog
+local room_us = second + 0
+if us < room_us or us == room_us and ns <= ARGV[a + 6] + 0 then
+  local cost_us, cost_ns = first + 0, ARGV[a + 5] + 0
+  reply[#reply + 1] = string.format('%.0f%03.0f', us, ns)
+  --@ charge
+  --@ tat
+  written, lives = tat, us
+end
+-->
+
+-- A charge has no mark.
+--< list_mark() -> mark
+mark = '0'
+-->
+
+-- For settle_simple.lua.
+--< settled(value, more, first, second, units, at) -> was, written, lives
+local us_each, ns_each = first, second
+--@ cost_of_units
+--@ backlog
+was = us + ns
+if more > 0 then
+  --@ add
+else
+  local less_us, less_ns = cost_us - math.max(now - at, 0), cost_ns
+  if less_us >= 0 then
+    --@ free
+  end
+end
+if us > 0 or ns > 0 then
+  --@ tat
+  written, lives = tat, us
+end
 -->

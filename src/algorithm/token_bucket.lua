@@ -94,3 +94,66 @@ local used, period, refill = l.used, l.period, l.refill
 --@ add
 l.used = used
 -->
+
+-- When the state ends, for expiry.lua. The refill is not known, so it counts as 1.
+--< ends(value, rest, match) -> ends
+local anchor, missing = match(value, '^(%d+) (%d+)$')
+ends = anchor + missing * match(rest, '^%d+')
+-->
+
+-- The place of a charge that was just taken: the anchor, also if that is later because the clock was set back.
+--< place(l) -> place
+place = l.anchor
+if place > now then
+  place = place - math.ceil((place - now) / l.period) * l.period
+end
+-->
+
+-- For lease.lua: begins as load does for a full bucket; and the time in which others cannot be charged units in
+-- place of those that are charged now.
+--< emptied(l)
+l.anchor = now
+-->
+
+--< time_left(l) -> left
+left = l.anchor + l.period - now
+-->
+
+-- A limit with this state tag, or nil if it is none, for inspect.lua. "rest" is the tag behind the algorithm.
+--< limit(rest, match) -> limit
+limit = match(rest, '^%d+$') and {refill = 0}
+-->
+
+-- The refill is not known, so only before it are the units in use.
+--< shown(l, value, pair) -> used, ends
+used, ends = now < pair(value) + l.period and used or nil, nil
+-->
+
+-- For list.lua.
+--< listed(value, period, first, second, quota, reply) -> written, lives
+--@ units
+-->
+
+-- The mark of the charge in a new value of the field, as text, or nil if it is another one.
+--< list_mark(written) -> mark
+mark = string.match(written, '^%d+')
+mark = mark + 0 <= now and mark or nil
+-->
+
+-- For settle_simple.lua. The field of a full bucket stays, as after all refunds.
+--< settled(value, more, second, units, mark, period, MOST) -> was, written, lives
+local refill, amount = second, units
+--@ load
+was = used
+if more > 0 then
+  --@ add
+else
+  --@ free
+end
+if used > 0 or was > 0 then
+  --@ text
+  local needed = used
+  --@ reset
+  written, lives = text, free
+end
+-->

@@ -257,14 +257,17 @@ append_limits(RlCommand *command, const RlAction *action, const RlLeaseCall *lea
 	for (int i = 0; i < action->limits->n; i++)
 	{
 		const RlLimit *limit = &action->limits->limit[i];
-
 		int64		quota = rl_quota_of(action->limits, i, action->quota);
+		int64		numbers[RL_NUMBERS] = {limit->interval_ns / 1000, limit->interval_ns % 1000};
 
 		rl_append_limit(command, limit, quota, action->how != RL_TRY);
 		if (lease == NULL && action->reserve == NULL)
 			continue;
-		rl_command_number(command, limit->interval_ns / 1000);
-		rl_command_number(command, limit->interval_ns % 1000);
+		/* The cost of a unit; a record has the first two numbers of a limit whose units cost no time. */
+		if (action->reserve != NULL && !rl_algorithm(limit)->in_ns)
+			(void) rl_algorithm(limit)->numbers(limit, quota, numbers);
+		rl_command_number(command, numbers[0]);
+		rl_command_number(command, numbers[1]);
 		if (action->reserve != NULL)
 			rl_command_number(command, quota);
 		for (int j = 0; lease != NULL && j < lease->nleft; j++)

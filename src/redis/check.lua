@@ -14,12 +14,6 @@ if ARGV[2] == '2' then
 end
 -->
 
---< list_name
-if ARGV[a] == 'sliding_log' then
-  names[#names + 1] = ARGV[a + 1] .. ':denied'
-end
--->
-
 --< list_charge
 -- A check keeps no record of the charge.
 -->

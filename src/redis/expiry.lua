@@ -71,8 +71,8 @@ end
 -- have not, however many texts of limits were used.
 --
 -- A state is kept for a second longer, for clocks that differ or are set back a little; if
--- a test sets the time, for 11 years, because it also sets it back. A token bucket's refill
--- is not known, so it counts as 1. Other fields and values are kept.
+-- a test sets the time, for 11 years, because it also sets it back. Other fields and values are
+-- kept.
 --< sweep(expiry, expires, added)
 if expiry and (expires or added > 0) then
   local match = string.match
@@ -84,41 +84,29 @@ if expiry and (expires or added > 0) then
 
   -- Returns the field of the state to which a field belongs.
   local function state_of(field)
-    if match(field, '^sliding_log:') or match(field, '^concurrent:') then
-      return match(field, '^(.+:%d+.-):%d+$') or match(field, '^(.+):chunks$') or field
-    end
-    return field
+    local algorithm, state = match(field, '^[%l_]+'), field
+    --@ state_of of each
+    return state
   end
 
   -- Returns the end of a state; of a log with chunks also the first number that may have a
   -- field, and the next number. Raises an error if the value is invalid.
   local function end_of(field, value)
-    local name, period, rest = match(field, '^([%l_]+):(%d+)(.*)$')
-    if field == 'ban' or field == 'ban:level' or match(field, '^reserved:') or match(field, '^mark:') then
-      return match(value, '^%d+') + 0
-    elseif match(field, '^reset:') then
-      return match(value, '^%d+ (%d+)$') + 0
-    elseif not name then
+    local algorithm, rest = match(field, '^([%l_]+):(.*)$')
+    local ends, dead, next
+    if field == 'ban' or field == 'ban:level' or algorithm == 'reserved' or algorithm == 'mark' then
+      ends = match(value, '^%d+')
+    elseif algorithm == 'reset' then
+      ends = match(value, '^%d+ (%d+)$')
+    elseif algorithm and match(rest, '^%d.*:refused$') then
+      ends = match(value, '^(%d+) ') + match(rest, '^%d+')
+    elseif algorithm and match(rest, ':refused$') then
       -- A calendar, and its slack (see state.lua).
-      return match(field, '^fixed_window:%l+:') and match(value, '^%d+ (%-?%d+) ') + 172800000000
-    elseif name == 'fixed_window' or match(rest, ':refused$') then
-      -- A window of the clock is kept for a period more (see fixed_window.lua).
-      return match(value, '^(%d+) ') + ((match(rest, '^:first') or match(rest, ':refused$')) and period or 2 * period)
-    elseif name == 'throttle' then
-      return string.sub(value, 1, -4) + 1
-    elseif name == 'token_bucket' then
-      local anchor, missing = match(value, '^(%d+) (%d+)$')
-      return anchor + missing * period
-    elseif name == 'sliding_window' then
-      return (match(value, ' (%d+):') + 1) * match(rest, '^:(%d+)') + period
-    elseif name == 'sliding_log' or name == 'concurrent' then
-      local dead, first, next, tail = match(value, '^%d+ (%d+) (%d+) %d+ %d+ (%d+) (.*)$')
-      tail = tail or match(value, ' (.*)$')
-      if tail == '' and first ~= next then
-        tail = string.sub(call('HMGET', hash, field .. ':chunks')[1], 1, -11)
-      end
-      return tail == '' and 0 or string.sub(tail, -22, -7) + period, dead, next
+      ends = match(value, '^%d+ (%-?%d+) ') + 172800000000
+    else
+      --@ ends of each
     end
+    return ends and ends + 0, dead, next
   end
 
   pcall(function()

@@ -30,10 +30,8 @@ local LATE = 'ERR the call has come after its refund'
 
 -- Sets "place" to that of the charge which the limit l has just taken, as the mark in RlCharge.
 --< place_of(l) -> place
-local place = l.mark or l.log and l.newest or l.anchor or l.start or l.k or 0
-if l.anchor and place > now then
-  place = place - math.ceil((place - now) / l.period) * l.period
-end
+local algorithm, place = l.algorithm, 0
+--@ place of each
 -->
 
 -- Queues the field "mark:<mark>" of a call that has charged: until when a unit of its concurrent
@@ -46,7 +44,7 @@ if charged and quota > 0 then
   for i, l in ipairs(limits) do
     if not l.allowed then
       text = text .. ' - 0'
-    elseif string.sub(l.tag, 1, 11) == 'concurrent:' then
+    elseif l.held then
       text, keep = text .. string.format(' %.0f unit', l.newest), math.max(keep, l.period)
     else
       --@ place_of

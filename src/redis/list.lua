@@ -1,6 +1,8 @@
 -- A list of limits without options that allows the action: a part of check.lua and reserve.lua,
 -- with their arguments and replies. It makes no functions, and no table for a limit. Other calls
--- go on behind it. Those files have the parts list_*.
+-- go on behind it. Those files have the parts list_call, list_charge and list_end, and algorithms the
+-- part "listed": if the limit allows the action, it sets "written" to the new value of the field, and
+-- "lives" to how long that is needed.
 
 -- One limit of an algorithm that counts units. "reply" gets the four numbers that act.lua
 -- describes.
@@ -28,8 +30,9 @@ do
     for a = begin, #ARGV, stride do
       -- No count_denied, no ban.
       simple = simple and ARGV[a + 7] == '' and ARGV[a + 8] == '0'
+      local algorithm = ARGV[a]
       names[#names + 1] = ARGV[a + 1]
-      --@ list_name
+      --@ list_name of each
     end
     local values = simple and call('HMGET', hash, unpack(names))
     if simple and not (values[1] and string.match(values[1], '^%d+') + 0 > now) then
@@ -38,32 +41,7 @@ do
         local algorithm, period, first, second = ARGV[a], ARGV[a + 2], ARGV[a + 3], ARGV[a + 4]
         local name, value, written, lives = names[at], values[at]
         at = at + 1
-        if algorithm == 'throttle' then
-          --@ backlog of throttle
-          local room_us = second + 0
-          if us < room_us or us == room_us and ns <= ARGV[a + 6] + 0 then
-            local cost_us, cost_ns = first + 0, ARGV[a + 5] + 0
-            reply[#reply + 1] = string.format('%.0f%03.0f', us, ns)
-            --@ charge of throttle
-            --@ tat
-            written, lives = tat, us
-          end
-        elseif ARGV[a + 5] ~= '' then
-          simple = false
-        elseif algorithm == 'token_bucket' then
-          --@ units of token_bucket
-        elseif algorithm == 'fixed_window' then
-          --@ units of fixed_window
-        elseif algorithm == 'sliding_window' then
-          --@ units of sliding_window
-        elseif algorithm == 'sliding_log' then
-          local denied = values[at]
-          at = at + 1
-          --@ is_tail
-          if is_tail then
-            --@ units of log_tail
-          end
-        end
+        --@ listed of each
         if not written then
           simple = false
           break

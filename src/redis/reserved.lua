@@ -32,27 +32,22 @@ if #ended > 0 then
 end
 -->
 
--- Parts of list.lua, for reserve.lua. A log's entry would be the reservation's own, and a
--- record, a reset or a second key is for the functions.
+-- Parts of list.lua, for reserve.lua. A limit without a part "list_mark" is for the functions, as are a
+-- record, a reset and a second key.
 --< list_call
 local simple, field, charges = not KEYS[2], 'reserved:' .. ARGV[2], ''
 local names, begin, stride, at, of = {'ban', 'expiry', field, 'born'}, 9, 13, 5, 6
 -->
 
---< list_name
-simple = simple and ARGV[a] ~= 'sliding_log'
--->
-
 --< list_charge
-local n, mark = a + 10, '0'
-if algorithm ~= 'throttle' then
-  n, mark = a + 3, string.match(written, algorithm == 'sliding_window' and ' (%d+):' or '^%d+')
-end
-if algorithm == 'token_bucket' and mark + 0 > now then
+local mark
+--@ list_mark of each
+if mark then
+  charges = charges .. string.format('\n%s %s %s %s %s %s', name, ARGV[a + 10], ARGV[a + 11], ARGV[of], mark,
+    values[4] or string.format('%.0f', real))
+else
   simple = false
 end
-charges = charges .. string.format('\n%s %s %s %s %s %s', name, ARGV[n], ARGV[n + 1] == '' and '0' or ARGV[n + 1], ARGV[of], mark,
-  values[4] or string.format('%.0f', real))
 -->
 
 --< list_end

@@ -10,7 +10,12 @@
 -- An algorithm is a table of functions of a limit l. "read" sets its numbers and
 -- "load" its state. Then l.used is the quota in use. If the limit can count
 -- refused quota, l.charged is the part of l.used that was charged. "take", "deny",
--- "refund" and "refund_charge" change l only; "save" queues l for write().
+-- "refund" and "refund_charge" change l only; "save" queues l for write(). An algorithm
+-- of units has "wait" and "reset"; one that has "fits" instead reports its backlog, l.us and l.ns.
+--
+-- Some also have denied_field, for the log of refused quota; by_time, if a charge is found by its time,
+-- in any life; held, if the units of a transaction are refunded at its end; and "take_own", to take the
+-- quota of a reservation, which then has l.mark.
 --
 -- no_window is true if the time is in none of the windows that came with a calendar.
 

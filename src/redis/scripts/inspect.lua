@@ -10,21 +10,19 @@
 -- Redis needs a few milliseconds.
 --@ clock state algorithms
 
+local match = string.match
 local MOST_FIELDS, MOST_STATES, MOST_RECORDS, LONGEST, LONGEST_RAW = 4096, 256, 256, 30000, 256
 
 -- Returns a limit with this state tag, or nil if it is no tag. The refill is not known.
 local function limit_of(tag)
   local plain = string.gsub(tag, ':shadow$', '')
-  if string.find(plain, '^fixed_window:%l+:[%w_/+-]+$') then
-    return setmetatable({tag = tag, calendar = true}, algorithms.fixed_window)
+  local algorithm, rest = match(plain, '^([%l_]+):(.*)$')
+  local limit
+  --@ limit of each
+  if limit then
+    limit.tag, limit.period = tag, tonumber(match(rest, '^%d+'))
   end
-  local name, period, rest = string.match(plain, '^([%l_]+):(%d+)(.*)$')
-  local step = string.match(rest or '', '^:(%d+)$')
-  if not algorithms[name] or (step ~= nil) ~= (name == 'sliding_window') or not (step or rest == '' or rest == ':first') then
-    return nil
-  end
-  return setmetatable({tag = tag, period = tonumber(period), step = tonumber(step), from_first = rest == ':first', refill = 0},
-    algorithms[name])
+  return limit and setmetatable(limit, algorithms[algorithm])
 end
 
 local function is_record(state)
@@ -33,14 +31,14 @@ end
 
 -- Returns the units in use, the end, and the value of a state.
 local function describe(state)
-  local refused = string.match(state, '^(.*):refused$')
+  local refused = match(state, '^(.*):refused$')
   local values = redis.call('HMGET', hash, state, state .. ':denied')
   local value = values[1] or values[2]
   if is_record(state) then
-    local ends, status, of, n = string.match(value, '^(%d+) %d+ (%l+:?%d*) (%d+) %x+ (%d)')
+    local ends, status, of, n = match(value, '^(%d+) %d+ (%l+:?%d*) (%d+) %x+ (%d)')
     return tonumber(of), tonumber(ends), n == '1' and status or status .. ' keys:' .. n
   elseif state == 'ban' or state == 'ban:level' then
-    return nil, tonumber(string.match(value, '^%d+') or 0), value
+    return nil, tonumber(match(value, '^%d+') or 0), value
   elseif refused then
     local l = limit_of(refused)
     local start, ends, count = refusals(l, value)
@@ -50,12 +48,10 @@ local function describe(state)
   l:load(values[1], values[2])
   if l.used == 0 then
     return 0, now, value
-  elseif l.fits then
-    return nil, now + l.us + (l.ns > 0 and 1 or 0), value
-  elseif l.anchor then
-    return now < pair(value) + l.period and l.used or nil, nil, value
   end
-  return l.used, now + l:reset(), value
+  local algorithm, used, ends = l.algorithm, l.used, l.reset and now + l:reset()
+  --@ shown of each
+  return used, ends, value
 end
 
 local function too_many(what, most)
@@ -69,14 +65,18 @@ if redis.call('HLEN', hash) > MOST_FIELDS then
 end
 local states, records, known = {}, {}, {}
 for _, field in ipairs(redis.call('HKEYS', hash)) do
+  local algorithm, state = match(field, '^[%l_]+'), field
   if is_record(field) then
     if field > ARGV[2] then
       records[#records + 1] = field
     end
+  else
+    --@ state_of of each
+  end
   -- Skip chunks and indexes of logs, which are most fields of a long log.
-  elseif not (string.find(field, '^sliding_log:%d+:.*[%ds]$') or string.find(field, '^concurrent:%d+:.*[%ds]$')) then
-    local state = string.match(field, '^(.*):denied$') or field
-    if not known[state] and (state == 'ban' or state == 'ban:level' or limit_of(string.match(state, '^(.*):refused$') or state)) then
+  if state == field and not is_record(field) then
+    state = match(field, '^(.*):denied$') or field
+    if not known[state] and (state == 'ban' or state == 'ban:level' or limit_of(match(state, '^(.*):refused$') or state)) then
       known[state] = true
       states[#states + 1] = state
       if #states > MOST_STATES then

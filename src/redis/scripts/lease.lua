@@ -27,31 +27,24 @@ local function refund_leftovers(l)
   end
   -- As load does for a state that has nothing in use.
   if l.used == 0 then
-    l.anchor, l.k = l.anchor and now, nil
-    l.start = l.from_first and now or l.start
+    local algorithm = l.algorithm
+    --@ emptied of each
   end
 end
 
 -- Returns the time until the units that are charged now must not be used any more,
 -- because others can be charged in their place; nil: no such time.
 local function time_left(l)
-  if l.anchor then
-    return l.anchor + l.period - now
-  elseif l.step then
-    local k = math.floor(now / l.step)
-    return (math.max(l.k or k, k) + 1) * l.step - now
-  elseif not l.fits then
-    return l:reset()
-  end
+  local algorithm, left = l.algorithm, nil
+  --@ time_left of each
+  return left
 end
 
 -- Returns the units that are free after the action, or fewer if there are very many.
 local function free_units(l)
-  if not l.fits then
-    return l.capacity - l.used - quota
-  end
-  local us, ns = l.room_us - l.us, l.room_ns - l.ns
-  return math.floor((math.min(us, 9e12) * 1000 + ns) / (l.interval_us * 1000 + l.interval_ns))
+  local algorithm, free = l.algorithm, nil
+  --@ free_units of each
+  return free or l.capacity - l.used - quota
 end
 
 if leftovers > 0 then
@@ -73,10 +66,8 @@ if verdict == 0 and want > 0 then
     extra = math.max(math.min(extra, math.floor(free_units(l) / 2)), 0)
   end
   for _, l in ipairs(limits) do
-    if l.fits then
-      local ns = l.cost_ns + extra * l.interval_ns
-      l.cost_us, l.cost_ns = l.cost_us + extra * l.interval_us + math.floor(ns / 1000), ns % 1000
-    end
+    local algorithm = l.algorithm
+    --@ add_cost of each
   end
   quota = quota + extra
   if extra > 0 and not life then

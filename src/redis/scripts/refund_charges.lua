@@ -69,7 +69,7 @@ local function refund_key()
     end
     --@ life_of
     -- An entry of a log is found by its time, in any life.
-    if amount and (state.charged or state.used) > 0 and (of_life == '0' or l.log or of_life == lease or of_life == life) then
+    if amount and (state.charged or state.used) > 0 and (of_life == '0' or l.by_time or of_life == lease or of_life == life) then
       state:refund_charge(tonumber(time), tonumber(place), tonumber(amount), tonumber(rest), l)
       state.changed = true
     end

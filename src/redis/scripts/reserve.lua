@@ -3,8 +3,8 @@
 --
 -- ARGV[2] is the id, ARGV[3] the time that the record is kept, in microseconds, ARGV[4] and ARGV[5]
 -- the record's "action" and "keys" (reserved.lua). Then there are for each key: its quota, the number of its limits, the hash
--- of their text, and the limits. Each limit has its LIMIT arguments, then its interval (throttle:
--- microseconds and nanoseconds, others: 0 0), and its own quota. A key may have no limits.
+-- of their text, and the limits. Each limit has its LIMIT arguments, then its two numbers for the
+-- record, and its own quota. A key may have no limits.
 --
 -- Returns for each key what check_all.lua returns, and behind all numbers one more: 0, or if
 -- there is a record with this id already 1 if it is open, 2 if it is settled; then
@@ -116,10 +116,9 @@ local function act_on(key, reply)
     set.records = 1
   end
   for _, l in ipairs(key.limits) do
-    local a = l.more - LIMIT
     one[1], quota = l, tonumber(ARGV[l.more + 2])
-    if l.log then
-      l.take, l.hold = l.take_own, ARGV[a] == 'concurrent' and hold
+    if l.take_own then
+      l.take, l.hold = l.take_own, l.held and hold
     end
     local length = act(one, verdict, reply, false)
     if length > brought then
@@ -128,9 +127,7 @@ local function act_on(key, reply)
     if key.charged > 0 and l.allowed then
       --@ place_of
       --@ life_of
-      local n = l.fits and l.more or a + 3
-      lines = lines .. string.format('\n%s %s %s %.0f %.0f %s', l.tag, ARGV[n], ARGV[n + 1] == '' and '0' or ARGV[n + 1],
-        quota, place, life)
+      lines = lines .. string.format('\n%s %s %s %.0f %.0f %s', l.tag, ARGV[l.more], ARGV[l.more + 1], quota, place, life)
     end
     if l.changed then
       l:save()

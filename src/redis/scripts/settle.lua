@@ -52,19 +52,16 @@ for line in string.gmatch(record.charges, '\n([^\n]+)') do
     local key = keys[#keys]
     local tag, first, second, units, mark, life = string.match(line, CHARGE)
     local algorithm, period = string.match(tag, '^([%l_]+):(%d*)')
-    local l = setmetatable({tag = tag, period = tonumber(period), us_each = tonumber(first), ns_each = tonumber(second),
-      units = tonumber(units), mark = tonumber(mark), life = life, line = line, is_held = algorithm == 'concurrent',
-      own = true}, algorithms[algorithm])
-    if not l.fits then
-      l:read(first, second, windows[tag] or '', '')
-    end
+    local l = setmetatable({tag = tag, period = tonumber(period), first = tonumber(first), second = tonumber(second),
+      units = tonumber(units), mark = tonumber(mark), life = life, line = line, own = true}, algorithms[algorithm])
+    l:read(first, second, windows[tag] or '', '')
     if period == '' then
       l.calendar = true
       if settles and key.settled > l.units and not windows[tag] then
         missing[#missing + 1], windows[tag] = tag .. '\n', ''
       end
     end
-    if l.is_held and (new_hold or 0) > l.period then
+    if l.held and (new_hold or 0) > l.period then
       return 3
     end
     local names = key.names
@@ -93,33 +90,29 @@ for _, key in ipairs(keys) do
       l.used, l.charged = 0, 0
     end
     --@ life_of
-    -- An entry of a log is found by its time.
-    l.gone = not l.log and life ~= l.life
+    l.gone = not l.by_time and life ~= l.life
   end
 end
 check_windows()
 
--- Returns the time that so many units add to a throttle's backlog, in us and ns.
-local function cost(l, units)
-  local us_each, ns_each = l.us_each, l.ns_each
-  --@ cost_of_units
-  return cost_us, cost_ns
+-- Returns the amount of so many units, in two parts as in refund_charges.lua.
+local function amount_of(l, units)
+  local algorithm, amount, rest = l.algorithm, units, 0
+  --@ amount of each
+  return amount, rest
 end
 
 -- Refunds some of the units of a charge, less those that have been replenished since.
 local function refund(l, units)
   if (l.charged or l.used) > 0 then
-    local amount, ns = units, 0
-    if l.fits then
-      amount, ns = cost(l, units)
-    end
-    l:refund_charge(record.at, l.mark, amount, ns, l)
+    local amount, rest = amount_of(l, units)
+    l:refund_charge(record.at, l.mark, amount, rest, l)
     l.changed = true
   end
 end
 
 -- Charges units to a limit whether they fit or not, as rl_owe in algorithm.c does.
-local function owe(l, units, cost_us, cost_ns)
+local function owe(l, units)
   local algorithm = l.algorithm
   --@ owe of each
 end
@@ -127,12 +120,12 @@ end
 local function settle(key)
   for _, l in ipairs(key.limits) do
     local more = key.settled - l.units
-    if l.is_held or more < 0 then
+    if l.held or more < 0 then
       if not l.gone then
-        refund(l, l.is_held and 1 or -more)
+        refund(l, l.held and 1 or -more)
       end
     elseif more > 0 then
-      owe(l, more, cost(l, more))
+      owe(l, more)
       l.changed = true
     end
   end
@@ -142,7 +135,7 @@ end
 local function extend(key, lines)
   lines[#lines + 1] = '\n' .. key.line
   for _, l in ipairs(key.limits) do
-    if l.is_held then
+    if l.held then
       local used = l.used
       refund(l, 1)
       if l.used == used then
