@@ -223,7 +223,7 @@ alerts_are('alerts of limits and stores fire', sub {
 		SELECT count(rl_check('many:secret', format('%s/1h', n)::rl_limits, 0)) FROM generate_series(1, 1300) n});
 }, qw(RatelimitRefusalStorm RatelimitRedisSlow RatelimitLocalStoreFull RatelimitTooManyScopes RatelimitNotEnforced));
 my ($storm) = grep { $_->{labels}{alertname} eq 'RatelimitRefusalStorm' } @{ api('alerts')->{alerts} };
-is($storm->{annotations}{summary}, 'The limits sliding_log 1/1h refuse more than half of the actions in scope "login"', 'the alert names the limits and the scope');
+is($storm->{annotations}{summary}, 'The limits sliding_log 1/1h refuse, or in shadow mode would refuse, more than half of the actions in scope "login"', 'the alert names the limits and the scope');
 $watcher = session($node);
 has_figures($watcher, 'after the storm');
 $session->ask('SELECT rl_stat_reset()');
