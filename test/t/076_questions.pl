@@ -6,7 +6,7 @@ use RatelimitTest;
 use DocPage;
 
 my $root = "$FindBin::RealBin/../..";
-my %page = map { (substr($_, length("$root/")) => DocPage->new($_)) } glob "$root/*.md $root/docs/*.md";
+my %page = map { (substr($_, length("$root/")) => DocPage->new($_)) } glob "$root/*.md $root/docs/*.md $root/src/README.md";
 my (%question, %answers);
 
 # Returns the text in one line, without the marks of links and of bold text.
@@ -26,7 +26,7 @@ foreach my $line (split /\n/, slurp_file("$root/test/questions"))
 	$answers{$id}{ $name // '' } = 1;
 }
 
-is(scalar keys %question, 48, 'there are 48 questions');
+is(scalar keys %question, 72, 'there are 72 questions');
 is_deeply([ grep { keys %{ $answers{$_} } > 2 } sort keys %answers ], [], 'each is answered within two pages');
 
 done_testing();
