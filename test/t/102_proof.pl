@@ -312,6 +312,8 @@ sub ends_with_f
 		} };
 }
 
+# A call about the key and a last one.
+my $two = sub { return "count(*) FROM (SELECT ARRAY[of, 'last ' || of] AS k FROM (SELECT KEY::text AS of) o) k, $_[0]" };
 my $reserve_lua = 'src/redis/scripts/reserve.lua';
 my $settle_lua = 'src/redis/scripts/settle.lua';
 
@@ -328,6 +330,10 @@ $runs{reservation} = {
 		2, 0, reserve('a', 2), 3, q{rl_settle(KEY, 'a', 1)}),
 	TAKES_BACK => ends_with_f([ $settle_lua, 'if l.used == used then', 'if false then' ],
 		0, reserve('a'), 0, "rl_reset(KEY, '$reserved')", 0.5, reserve('b'), 0.5, q{rl_extend(KEY, 'a')}),
+	FIRST_NOT_CHARGED => counts([ $reserve_lua, "for _, key in ipairs(keys) do\n  hash, set, gone", "for _, key in ipairs({last}) do\n  hash, set, gone" ],
+		2, 0, $two->("rl_reserve_all(k, '{$counted,$counted}', '{2,3}', 'a')")),
+	FIRST_NOT_SETTLED => counts([ $settle_lua, "for _, key in ipairs(keys) do\n  hash, set, gone, longest, expiry", "for _, key in ipairs({keys[#keys]}) do\n  hash, set, gone, longest, expiry" ],
+		1, 0, $two->("rl_reserve_all(k, '{$counted,$counted}', '{2,3}', 'a')"), 0, $two->("rl_settle_all(k, 'a', '{1}')")),
 	UNIT_NOT_EXTENDED => ends_with_f([ $settle_lua, 'if l.is_held then', 'if false then' ],
 		0, reserve('a', 2), 1, q{rl_extend(KEY, 'a')}, 2.5, reserve('b')) };
 
