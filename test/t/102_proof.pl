@@ -324,7 +324,7 @@ $runs{reservation} = {
 		1, 0, reserve('a'), 0, q{rl_settle(KEY, 'a', 1)}, 0, reserve('a')),
 	NOT_WRITTEN => counts([ $settle_lua, "put_record(field, record)\n", "\n" ],
 		1, 0, reserve('a'), 0, q{rl_settle(KEY, 'a', 1)}, 0, q{rl_settle(KEY, 'a', 1)}),
-	SETTLES_AFTER_RESET => counts([ $settle_lua, q{l.gone = not l.log and life ~= l.life}, 'l.gone = false' ],
+	SETTLES_AFTER_RESET => counts([ $settle_lua, q{l.gone = not l.by_time and life ~= l.life}, 'l.gone = false' ],
 		2, 0, reserve('a'), 0, "rl_reset(KEY, '$reserved')", 0, "allowed FROM rl_check(KEY, '$counted', 2)", 0, q{rl_settle(KEY, 'a', 1)}),
 	SETTLES_LATE => counts([ $settle_lua, 'elseif record.ends <= now then', 'elseif false then' ],
 		2, 0, reserve('a', 2), 3, q{rl_settle(KEY, 'a', 1)}),
@@ -334,7 +334,7 @@ $runs{reservation} = {
 		2, 0, $two->("rl_reserve_all(k, '{$counted,$counted}', '{2,3}', 'a')")),
 	FIRST_NOT_SETTLED => counts([ $settle_lua, "for _, key in ipairs(keys) do\n  hash, set, gone, longest, expiry", "for _, key in ipairs({keys[#keys]}) do\n  hash, set, gone, longest, expiry" ],
 		1, 0, $two->("rl_reserve_all(k, '{$counted,$counted}', '{2,3}', 'a')"), 0, $two->("rl_settle_all(k, 'a', '{1}')")),
-	UNIT_NOT_EXTENDED => ends_with_f([ $settle_lua, 'if l.is_held then', 'if false then' ],
+	UNIT_NOT_EXTENDED => ends_with_f([ $settle_lua, 'if l.held then', 'if false then' ],
 		0, reserve('a', 2), 1, q{rl_extend(KEY, 'a')}, 2.5, reserve('b')) };
 
 my $refunded = 'fixed_window 10/10d from_first refund_on_abort';
