@@ -458,6 +458,7 @@ settle(RlOwner *owner, Unsent unsent, const RlError *why)
 {
 	int64		by_reply[RL_CAUSES] = {0};
 	int64		lost[RL_CAUSES] = {0};
+	bool		paused = false;
 	dlist_mutable_iter iter;
 
 	dlist_foreach_modify(iter, &owner->entries)
@@ -472,8 +473,10 @@ settle(RlOwner *owner, Unsent unsent, const RlError *why)
 		entry->call = NULL;
 		if (outcome == RL_REFUND_UNSENT && (unsent == KEEP || (unsent == PASS_CALLED && call->late)))
 			continue;
-		if (outcome == RL_REFUND_LATER)
+		/* All entries with calls are of one target. */
+		if (outcome == RL_REFUND_LATER && !paused)
 			rl_overdue_pause(entry->id.server);
+		paused |= outcome == RL_REFUND_LATER;
 		if (outcome == RL_REFUND_DONE)
 		{
 			if (entry->since != 0)

@@ -333,45 +333,22 @@ put_entry(Target *target, const RlOverdue *refund, const char *name, int64 now)
 	base->waiting++;
 }
 
-/* Returns the number of slots that are in use. */
-static int
-slots_in_use(void)
+/* Returns the target that must lose a refund before this one can have another of so many slots, or NULL. */
+static Target *
+find_loser(Target *target, int nslots)
 {
-	int			n = 0;
+	Target	   *largest = target;
+	int			used = 0;
 
-	for (int i = 0; i < TARGETS; i++)
-		n += base->targets[i].nslots;
-	return n;
-}
-
-static bool
-has_room(const Target *target, int nslots)
-{
-	return target->nslots + nslots <= SLOTS / 2 && slots_in_use() + nslots <= SLOTS;
-}
-
-/* Makes room for an entry of the target.  Returns the number of refunds that are lost. */
-static int
-make_room(Target *target, int nslots)
-{
-	int			lost = 0;
-
-	while (target->n > 0 && target->nslots + nslots > SLOTS / 2)
+	if (target->nslots + nslots > SLOTS / 2)
+		return target;
+	for (Target *t = base->targets; t < base->targets + TARGETS; t++)
 	{
-		make_place(target);
-		lost++;
+		used += t->nslots;
+		if (t->nslots > largest->nslots)
+			largest = t;
 	}
-	while (!has_room(target, nslots))
-	{
-		Target	   *largest = base->targets;
-
-		for (int i = 1; i < TARGETS; i++)
-			if (base->targets[i].nslots > largest->nslots)
-				largest = &base->targets[i];
-		make_place(largest);
-		lost++;
-	}
-	return lost;
+	return used + nslots > SLOTS ? largest : NULL;
 }
 
 /*
@@ -459,8 +436,10 @@ bool
 rl_overdue_add(uint64 id, const RlOverdue *refund, const char *name, bool displaces)
 {
 	int64		now = rl_monotonic_now();
+	int			nslots = slots_of(refund->name_len);
+	int			lost = 0;
 	Target	   *target;
-	int			lost;
+	Target	   *loser;
 	bool		start;
 	bool		logs;
 
@@ -471,12 +450,16 @@ rl_overdue_add(uint64 id, const RlOverdue *refund, const char *name, bool displa
 	target = find_target(id);
 	if (target == NULL && id == rl_target_id())
 		target = make_target(id, now);
-	if (target == NULL || (!displaces && !has_room(target, slots_of(refund->name_len))))
+	if (target == NULL || (!displaces && find_loser(target, nslots) != NULL))
 	{
 		LWLockRelease(lock);
 		return false;
 	}
-	lost = make_room(target, slots_of(refund->name_len));
+	while ((loser = find_loser(target, nslots)) != NULL)
+	{
+		make_place(loser);
+		lost++;
+	}
 	put_entry(target, refund, name, now);
 	target->used = now;
 	start = needs_worker(target, refund->since == 0, now);
