@@ -662,19 +662,22 @@ rl_refunds_flush(RlUsage *usage, RlError *error)
 
 /*
  * Refunds the queue's charges at the end of a transaction.  What cannot be sent becomes overdue, or
- * stays in the queue.  Logs how many are lost.  Does not throw, and needs no memory.
+ * stays in the queue.  Logs how many are lost.  Returns false if Redis did not answer in time.  Does
+ * not throw, and needs no memory.
  */
-void
+bool
 rl_refunds_end(void)
 {
 	RlError		error;
+	bool		done;
 	int			n;
 
 	n = prepare_calls(&rl_queue, INT_MAX);
 	if (n == 0)
-		return;
-	(void) rl_redis_refund_no_throw(calls, n, &error_reply, &error);
+		return true;
+	done = rl_redis_refund_no_throw(calls, n, &error_reply, &error);
 	settle(&rl_queue, PASS_ALL, &error);
+	return done || !error.timed_out;
 }
 
 /* Deletes the queue's entries, and logs that they are lost, because the session ends.  Does not throw. */

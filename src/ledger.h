@@ -118,7 +118,7 @@ extern bool rl_refunds_pending(void);
 extern int	rl_refunds_take_overdue(const RlKeyHash *first, int most);
 extern void rl_refunds_advance(const RlKey *key);
 extern bool rl_refunds_flush(RlUsage *usage, RlError *error);
-extern void rl_refunds_end(void);
+extern bool rl_refunds_end(void);
 extern void rl_refunds_lose(void);
 
 #endif							/* LEDGER_H */

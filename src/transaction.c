@@ -27,6 +27,7 @@
 #include "ledger.h"
 #include "shared/breaker.h"
 #include "transaction.h"
+#include "worker.h"
 
 static RlOwner transaction = {.entries = DLIST_STATIC_INIT(transaction.entries)};	/* by level */
 static bool overflowed = false;
@@ -148,6 +149,7 @@ static void
 transaction_ends(XactEvent event, void *arg pg_attribute_unused())
 {
 	bool		aborts = event == XACT_EVENT_ABORT || event == XACT_EVENT_PARALLEL_ABORT;
+	bool		answers;
 	dlist_mutable_iter iter;
 
 	if (aborts)
@@ -163,9 +165,11 @@ transaction_ends(XactEvent event, void *arg pg_attribute_unused())
 		if (aborts || grant->cause == RL_OF_CONCURRENT)
 			queue_grant(grant);
 	}
-	rl_refunds_end();
+	answers = rl_refunds_end();
 	if (proc_exit_inprogress)
 		rl_refunds_lose();
+	if (proc_exit_inprogress && answers)
+		rl_refunds_at_exit();
 	log_outlived();
 	rl_owner_keep(&transaction);
 	overflowed = false;
@@ -181,7 +185,7 @@ session_ends(int code pg_attribute_unused(), Datum arg pg_attribute_unused())
 {
 	if (!rl_refunds_pending())
 		return;
-	rl_refunds_end();
+	(void) rl_refunds_end();
 	rl_refunds_lose();
 }
 

@@ -5,8 +5,14 @@
  * Each round is a transaction: its end makes overdue again what was not sent.  So the worker and
  * the sessions share one way of sending and of failing.  It ends when nothing has waited for a
  * while; the next overdue refund starts another.
+ *
+ * The list ends with the server, and when that shuts down, no worker can be started.  Then a session
+ * that ends takes a worker's place for a moment.
  */
 #include "postgres.h"
+
+#include <fcntl.h>
+#include <unistd.h>
 
 #include "access/xact.h"
 #include "miscadmin.h"
@@ -15,40 +21,49 @@
 #include "storage/ipc.h"
 #include "storage/latch.h"
 #include "utils/guc.h"
+#include "utils/pidfile.h"
 #include "utils/wait_event.h"
 
 #include "error.h"
 #include "ledger.h"
 #include "shared/overdue.h"
+#include "worker.h"
 
 #define MOST				4096	/* refunds of a round */
 #define LONGEST_TIMEOUT		1000	/* milliseconds: a shutdown waits for it */
 #define SHORTEST_PAUSE		100		/* milliseconds after a failure */
 #define LONGEST_PAUSE		500
 #define IDLE				10000	/* milliseconds without refunds, after which it ends */
-#define LOG_INTERVAL		(60 * RL_SECOND)
+/* When the server shuts down */
+#define LAST_TIMEOUT		300		/* milliseconds */
+#define LAST_TRIES			INT64CONST(800000)	/* microseconds for all tries */
 
 PGDLLEXPORT void rl_refunds_main(Datum arg);
 
+static bool silent = false;		/* Redis did not answer the last round */
+
 static void
-limit_timeout(const char *name, int now)
+limit_timeout(const char *name, int now, int longest)
 {
 	char		text[16];
 
-	snprintf(text, sizeof(text), "%d", Min(now, LONGEST_TIMEOUT));
+	snprintf(text, sizeof(text), "%d", Min(now, longest));
 	SetConfigOption(name, text, PGC_SUSET, PGC_S_OVERRIDE);
+}
+
+static void
+limit_timeouts(int longest)
+{
+	limit_timeout("ratelimit.connect_timeout", rl_connect_timeout, longest);
+	limit_timeout("ratelimit.command_timeout", rl_command_timeout, longest);
 }
 
 /* Logs why refunds wait, at most once a minute. */
 static void
 log_failure(const RlError *error)
 {
-	static int64 log_after = 0;
-	int64		now = rl_monotonic_now();
-
-	if (now < log_after)
+	if (!rl_overdue_may_log())
 		return;
-	log_after = now + LOG_INTERVAL;
 	ereport(LOG,
 			(errcode(error->sqlstate),
 			 errmsg("rate-limit refunds wait for Redis"),
@@ -71,7 +86,8 @@ run_round(void)
 			log_failure(&error);
 	}
 	CommitTransactionCommand();
-	return done ? 0 : Max(Min(error.retry_after / 1000, LONGEST_PAUSE), SHORTEST_PAUSE);
+	silent = !done && error.timed_out;
+	return done ? 0 : Max(Min((error.retry_after + 999) / 1000, LONGEST_PAUSE), SHORTEST_PAUSE);
 }
 
 /* As run_round, and does not throw: an error ends the round. */
@@ -127,6 +143,24 @@ wait_for(int ms, bool for_refunds)
 	}
 }
 
+/* Sends refunds until none wait, or Redis is silent, but only for a moment: the server shuts down. */
+static void
+send_last(void)
+{
+	int64		until = rl_monotonic_now() + LAST_TRIES;
+
+	limit_timeouts(LAST_TIMEOUT);
+	limit_timeout("ratelimit.retry_interval", rl_retry_interval, SHORTEST_PAUSE);
+	while (!silent)
+	{
+		int64		pause = Max(try_round() * INT64CONST(1000), rl_overdue_pause_left());
+
+		if ((pause == 0 && rl_overdue_leave(false)) || rl_monotonic_now() + pause >= until)
+			return;
+		pg_usleep(pause);
+	}
+}
+
 /* The main function; the argument is the number of the target. */
 void
 rl_refunds_main(Datum arg)
@@ -138,8 +172,7 @@ rl_refunds_main(Datum arg)
 	rl_shared_start();
 	if (!rl_shared_available() || !rl_overdue_serve(DatumGetInt32(arg)))
 		proc_exit(0);
-	limit_timeout("ratelimit.connect_timeout", rl_connect_timeout);
-	limit_timeout("ratelimit.command_timeout", rl_command_timeout);
+	limit_timeouts(LONGEST_TIMEOUT);
 	do
 	{
 		int			pause;
@@ -160,6 +193,49 @@ rl_refunds_main(Datum arg)
 		}
 	} while (!ShutdownRequestPending);
 	/* Sessions that end now may have left some. */
-	(void) try_round();
+	send_last();
 	proc_exit(0);
+}
+
+/*
+ * Returns true if the server shuts down.  No variable says so in a backend; the file is what pg_ctl
+ * reads, and its last line is the state.
+ */
+static bool
+server_stops(void)
+{
+	static const char stopping[] = PM_STATUS_STOPPING "\n";
+	int			fd = open("postmaster.pid", O_RDONLY | PG_BINARY);
+	char		end[sizeof(stopping) - 1];
+	bool		stops;
+
+	if (fd < 0)
+		return false;
+	stops = lseek(fd, -(off_t) sizeof(end), SEEK_END) >= 0 &&
+		read(fd, end, sizeof(end)) == sizeof(end) && memcmp(end, stopping, sizeof(end)) == 0;
+	close(fd);
+	return stops;
+}
+
+static void
+serve_last(int code pg_attribute_unused(), Datum arg)
+{
+	if (rl_overdue_serve(DatumGetInt32(arg)))
+		send_last();
+}
+
+/*
+ * Lets this session, which ends, send refunds that wait without a worker, if the server shuts down.  To be
+ * called at the end of its last transaction; a callback sends them, when the transaction's locks are free.
+ */
+void
+rl_refunds_at_exit(void)
+{
+	static bool called = false;
+	int			target = called ? -1 : rl_overdue_unserved();
+
+	if (target < 0 || !server_stops())
+		return;
+	called = true;
+	before_shmem_exit(serve_last, Int32GetDatum(target));
 }

@@ -39,6 +39,7 @@
 #define LONGEST				INT64CONST(3600000000)	/* microseconds that an entry waits */
 #define PAUSE				INT64CONST(500000)	/* after an answer that a later call may not get */
 #define START_PAUSE			(60 * RL_SECOND)	/* between two starts of a worker that does not come */
+#define LOG_PAUSE			(60 * RL_SECOND)	/* between two lines in the log */
 
 /* An entry, or free, or with a part of the name of an entry before it from "refund" on */
 typedef struct Slot
@@ -73,6 +74,7 @@ typedef struct Target
 	int32		taken;			/* entries that processes are sending */
 	int64		paused_until;	/* monotonic */
 	int64		start_after;	/* monotonic; no worker is started earlier */
+	int64		log_after;		/* monotonic; of its workers */
 	int			worker;			/* its process ID; 0: none */
 	Latch	   *latch;			/* its */
 	char		settings[MAX_SETTINGS]; /* the texts, each with its terminator */
@@ -466,7 +468,7 @@ rl_overdue_add(uint64 id, const RlOverdue *refund, const char *name, bool displa
 	base->lost += lost;
 	logs = lost > 0 && now >= base->log_after;
 	if (logs)
-		base->log_after = now + START_PAUSE;
+		base->log_after = now + LOG_PAUSE;
 	LWLockRelease(lock);
 	if (start)
 		start_worker(target - base->targets);
@@ -701,4 +703,35 @@ rl_overdue_pause_left(void)
 	until = served->paused_until;
 	LWLockRelease(lock);
 	return Max(until - rl_monotonic_now(), 0);
+}
+
+/* Returns true, once in a minute, if the target's workers may log that they have failed. */
+bool
+rl_overdue_may_log(void)
+{
+	int64		now = rl_monotonic_now();
+	bool		may;
+
+	LWLockAcquire(lock, LW_EXCLUSIVE);
+	may = now >= served->log_after;
+	if (may)
+		served->log_after = now + LOG_PAUSE;
+	LWLockRelease(lock);
+	return may;
+}
+
+/* Returns the number of a target whose refunds have no worker; -1: there is none. */
+int
+rl_overdue_unserved(void)
+{
+	int			number = -1;
+
+	if (base == NULL || base->waiting == 0)
+		return -1;
+	LWLockAcquire(lock, LW_SHARED);
+	for (int i = 0; i < TARGETS; i++)
+		if (base->targets[i].n > 0 && base->targets[i].worker == 0)
+			number = i;
+	LWLockRelease(lock);
+	return number;
 }

@@ -56,5 +56,7 @@ extern bool rl_overdue_serve(int number);
 extern bool rl_overdue_leave(bool at_once);
 extern bool rl_overdue_seat_wanted(void);
 extern int64 rl_overdue_pause_left(void);
+extern bool rl_overdue_may_log(void);
+extern int	rl_overdue_unserved(void);
 
 #endif							/* OVERDUE_H */

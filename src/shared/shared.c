@@ -46,7 +46,7 @@
  * member, or the size of an area changes: while a package is upgraded, old and new libraries
  * run in one server, and each must find only memory of its own layout.
  */
-#define LAYOUT				21
+#define LAYOUT				22
 #define NAME				"ratelimit " CppAsString2(LAYOUT)
 #define TRANCHE				"ratelimit"
 
