@@ -50,8 +50,10 @@ OBJS = \
 	src/shared/local_inspect.o \
 	src/shared/local_store.o \
 	src/shared/overdue.o \
+	src/shared/recover.o \
 	src/shared/refusal_log.o \
 	src/shared/shared.o \
+	src/shared/store_file.o \
 	src/sql/arguments.o \
 	src/sql/check_keys.o \
 	src/sql/check_triggers.o \

@@ -494,11 +494,12 @@ CREATE FUNCTION rl_status(OUT store text, OUT mode text, OUT on_error text,
 		OUT denials_evicted bigint,
 		OUT refunds_overdue bigint, OUT refunds_overdue_for double precision,
 		OUT refunds_sent_late bigint, OUT refunds_lost bigint,
-		OUT stat_since timestamptz, OUT build text)
+		OUT stat_since timestamptz,
+		OUT local_persistence text, OUT local_recovery text, OUT build text)
 	RETURNS record
 	AS 'MODULE_PATHNAME' LANGUAGE C VOLATILE STRICT PARALLEL RESTRICTED COST 1000;
 COMMENT ON FUNCTION rl_status() IS
-	'returns one row: the settings store, mode and on_error; the address of Redis, whether this session is connected, and its version or the reason why it is not known; a warning if another server of a list is a master, too; the breaker (closed, connect-failed, half-open, trying) and the seconds until it is half-open; the number of states and of entries in shared memory, the most that it can hold, and the number of states that were evicted before their end; the number of keys whose use is counted for leases, and the most that it can be; the number of refusals that rl_denied has lost to make room while they were in force; of refunds that the end of a transaction could not send, how many wait, for how many seconds the oldest has waited (NULL: none), and how many were sent; how many refunds were lost; when the counters of rl_stat began; and the version of the library, with the commit if it was built in a checkout; raises no error if Redis fails';
+	'returns one row: the settings store, mode and on_error; the address of Redis, whether this session is connected, and its version or the reason why it is not known; a warning if another server of a list is a master, too; the breaker (closed, connect-failed, half-open, trying) and the seconds until it is half-open; the number of states and of entries in shared memory, the most that it can hold, and the number of states that were evicted before their end; the number of keys whose use is counted for leases, and the most that it can be; the number of refusals that rl_denied has lost to make room while they were in force; of refunds that the end of a transaction could not send, how many wait, for how many seconds the oldest has waited (NULL: none), and how many were sent; how many refunds were lost; when the counters of rl_stat began; whether the states of shared memory survive a restart, or why not, and what was found at the last one; and the version of the library, with the commit if it was built in a checkout; raises no error if Redis fails';
 
 --
 -- Privileges

@@ -436,6 +436,7 @@ extern int	rl_error_format;
 extern int	rl_log_refusals;
 extern bool rl_denial_cache;
 extern int	rl_local_max_keys;
+extern bool rl_local_persistence;
 extern char *rl_debug_now;
 extern char *rl_debug_clock;
 extern void rl_settings_define(void);

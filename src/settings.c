@@ -46,6 +46,7 @@ int			rl_error_format;
 int			rl_log_refusals;
 bool		rl_denial_cache;
 int			rl_local_max_keys;
+bool		rl_local_persistence;
 char	   *rl_debug_now;
 char	   *rl_debug_clock;
 
@@ -330,6 +331,14 @@ define_other_settings(void)
 							100000, 100, sizeof(Size) > 4 ? 100000000 : 10000000,
 							process_shared_preload_libraries_in_progress ? PGC_POSTMASTER : PGC_SIGHUP, EACH_SETTING,
 							NULL, NULL, NULL);
+
+	DefineCustomBoolVariable("ratelimit.local_persistence",
+							 "Sets whether the local store's counts survive a restart or crash of the server.",
+							 "Needs shared_preload_libraries. It is read when the server starts.",
+							 &rl_local_persistence,
+							 false,
+							 process_shared_preload_libraries_in_progress ? PGC_POSTMASTER : PGC_SIGHUP, EACH_SETTING,
+							 NULL, NULL, NULL);
 
 	/* Superuser only: a role that sets the clock forward is never refused. */
 	define_clock("ratelimit.debug_now", &rl_debug_now,

@@ -17,11 +17,20 @@ chunk_at(const RlPool *pool, uint32 number)
 	return &pool->chunks[number - 1];
 }
 
+/* Returns a chunk that will be changed. */
+static inline RlChunk *
+change_chunk(const RlPool *pool, uint32 number)
+{
+	if (pool->keep != NULL)
+		pool->keep(number);
+	return chunk_at(pool, number);
+}
+
 /* Adds a list of n chunks to the spare chunks. */
 void
 rl_pool_put(RlPool *pool, uint32 first, uint32 last, uint32 n)
 {
-	chunk_at(pool, last)->next = pool->spare;
+	change_chunk(pool, last)->next = pool->spare;
 	if (pool->spare == RL_NO_CHUNK)
 		pool->spare_last = last;
 	pool->spare = first;
@@ -33,15 +42,17 @@ uint32
 rl_pool_get(RlPool *pool)
 {
 	uint32		number = pool->spare;
-	RlChunk    *chunk = chunk_at(pool, number);
+	RlChunk    *chunk;
 
 	Assert(pool->nspare > 0);
+	chunk = change_chunk(pool, number);
 	pool->spare = chunk->next;
 	pool->nspare--;
 	if (pool->nspare == 0)
 		pool->spare = pool->spare_last = RL_NO_CHUNK;
 	chunk->next = RL_NO_CHUNK;
 	chunk->n = 0;
+	chunk->owner = pool->owner;
 	return number;
 }
 
@@ -109,7 +120,7 @@ append_chunk(RlPool *pool, uint32 *first, uint32 *last)
 	if (*last == RL_NO_CHUNK)
 		*first = number;
 	else
-		chunk_at(pool, *last)->next = number;
+		change_chunk(pool, *last)->next = number;
 	*last = number;
 	return chunk_at(pool, number);
 }
@@ -128,6 +139,8 @@ append_block(RlPool *pool, RlLog *log, const RlBlock *block)
 
 	if (index == NULL || index->n == RL_CHUNK_BLOCKS)
 		index = append_chunk(pool, &log->index_first, &log->index_last);
+	else
+		index = change_chunk(pool, log->index_last);
 	index->block[index->n++] = *block;
 }
 
@@ -149,7 +162,7 @@ static void
 remove_first_block(RlPool *pool, RlLog *log)
 {
 	uint32		number = log->index_first;
-	RlChunk    *index = chunk_at(pool, number);
+	RlChunk    *index = change_chunk(pool, number);
 
 	index->n--;
 	memmove(index->block, index->block + 1, index->n * sizeof(RlBlock));
@@ -345,7 +358,7 @@ rl_log_cut(RlPool *pool, RlLog *log, const RlCursor *cursor)
 		return;
 	if (cursor->index != RL_NO_CHUNK)
 	{
-		block = &chunk_at(pool, cursor->index)->block[0];
+		block = &change_chunk(pool, cursor->index)->block[0];
 		first = &block->first;
 		nchunks = &block->nchunks;
 	}
@@ -359,9 +372,9 @@ rl_log_cut(RlPool *pool, RlLog *log, const RlCursor *cursor)
 		rl_pool_put(pool, *first, before, n);
 	*first = cursor->chunk;
 	*nchunks -= n;
-	if (cursor->chunk != RL_NO_CHUNK)
+	if (cursor->chunk != RL_NO_CHUNK && (cursor->i > 0 || cursor->skipped > 0))
 	{
-		RlChunk    *chunk = chunk_at(pool, cursor->chunk);
+		RlChunk    *chunk = change_chunk(pool, cursor->chunk);
 
 		units += sum_units(chunk, cursor->i) + cursor->skipped;
 		chunk->n -= cursor->i;
@@ -386,7 +399,7 @@ rl_log_clear(RlPool *pool, RlLog *log)
 static void
 append_entry(RlPool *pool, RlLog *log, RlEntry entry)
 {
-	RlChunk    *last = log->last == RL_NO_CHUNK ? NULL : chunk_at(pool, log->last);
+	RlChunk    *last = log->last == RL_NO_CHUNK ? NULL : change_chunk(pool, log->last);
 
 	if (last == NULL || last->n == RL_CHUNK_ENTRIES)
 	{
@@ -405,7 +418,7 @@ rl_log_append(RlPool *pool, RlLog *log, int64 time, int64 units)
 	RlChunk    *last = log->last == RL_NO_CHUNK ? NULL : chunk_at(pool, log->last);
 
 	if (last != NULL && last->entry[last->n - 1].time == time && !last->entry[last->n - 1].own)
-		last->entry[last->n - 1].units += units;
+		change_chunk(pool, log->last)->entry[last->n - 1].units += units;
 	else
 		append_entry(pool, log, (RlEntry) {time, units, false});
 }
@@ -470,19 +483,44 @@ rl_log_add_own(RlPool *pool, RlLog *log, int64 time, int64 units)
 	return time;
 }
 
+/*
+ * Appends the entries of a log in another pool to an empty log; with own_only, those that reservations
+ * have for themselves.  The pool must have as many spare chunks as the log.  Returns the units.
+ */
+int64
+rl_log_copy(const RlPool *from, const RlLog *log, bool own_only, RlPool *pool, RlLog *copy)
+{
+	int64		units = 0;
+	RlCursor	at;
+
+	for (first_block(from, log, &at); at.chunk != RL_NO_CHUNK; advance(from, log, &at))
+	{
+		RlEntry		entry = chunk_at(from, at.chunk)->entry[at.i];
+
+		at.whole = false;
+		if (own_only && !entry.own)
+			continue;
+		append_entry(pool, copy, entry);
+		units += entry.units;
+	}
+	return units;
+}
+
 /* Returns false if the next chunk's entries do not fit. */
 static bool
 merge_chunks(RlPool *pool, RlBlock *block, uint32 number)
 {
-	RlChunk    *chunk = chunk_at(pool, number);
-	uint32		next_number = chunk->next;
+	const RlChunk *old = chunk_at(pool, number);
+	uint32		next_number = old->next;
+	RlChunk    *chunk;
 	RlChunk    *next;
 
 	if (next_number == RL_NO_CHUNK)
 		return false;
 	next = chunk_at(pool, next_number);
-	if (chunk->n + next->n > RL_CHUNK_ENTRIES)
+	if (old->n + next->n > RL_CHUNK_ENTRIES)
 		return false;
+	chunk = change_chunk(pool, number);
 	memcpy(chunk->entry + chunk->n, next->entry, next->n * sizeof(RlEntry));
 	chunk->n += next->n;
 	chunk->next = next->next;
@@ -494,8 +532,9 @@ merge_chunks(RlPool *pool, RlBlock *block, uint32 number)
 }
 
 static int64
-remove_from_chunk(RlChunk *chunk, int64 time, int64 units, bool own)
+remove_from_chunk(const RlPool *pool, uint32 number, int64 time, int64 units, bool own)
 {
+	RlChunk    *chunk = chunk_at(pool, number);
 	int64		left = units;
 	uint32		i = 0;
 
@@ -509,6 +548,7 @@ remove_from_chunk(RlChunk *chunk, int64 time, int64 units, bool own)
 			i++;
 			continue;
 		}
+		(void) change_chunk(pool, number);
 		left -= part;
 		entry->units -= part;
 		if (entry->units == 0)
@@ -531,7 +571,7 @@ remove_from_block(RlPool *pool, RlBlock *block, int64 time, int64 units, bool ow
 	while (number != RL_NO_CHUNK && left > 0 && chunk_at(pool, number)->entry[0].time <= time)
 	{
 		RlChunk    *chunk = chunk_at(pool, number);
-		int64		removed = remove_from_chunk(chunk, time, left, own);
+		int64		removed = remove_from_chunk(pool, number, time, left, own);
 
 		left -= removed;
 		if (chunk->n == 0 && before == RL_NO_CHUNK)
@@ -582,7 +622,8 @@ compact_index(RlPool *pool, RlLog *log)
 				append_block(pool, log, block);
 				continue;
 			}
-			chunk_at(pool, last->last)->next = block->first;
+			change_chunk(pool, last->last)->next = block->first;
+			(void) change_chunk(pool, log->index_last);
 			last->last = block->last;
 			last->newest = block->newest;
 			last->units += block->units;
@@ -610,6 +651,7 @@ rl_log_remove(RlPool *pool, RlLog *log, int64 time, int64 units, bool own)
 
 		if (block->newest < time)
 			continue;
+		(void) change_chunk(pool, at.index);
 		removed = remove_from_block(pool, block, time, left, own);
 		if (removed == 0 && block->newest > time)
 			break;

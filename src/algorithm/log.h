@@ -39,9 +39,11 @@ typedef struct RlChunk
 	{
 		RlEntry		entry[RL_CHUNK_ENTRIES];
 		RlBlock		block[RL_CHUNK_BLOCKS];
-		char		size[120];
 	};
+	uint64		owner;			/* of its pool, when it was taken; only checked after a crash */
 } RlChunk;
+
+StaticAssertDecl(sizeof(RlChunk) == 128, "a chunk is in more than two cache lines");
 
 /*
  * A log, oldest entry first.  A full block is closed: the index lists it, so that searching and
@@ -66,6 +68,8 @@ typedef struct RlPool
 	uint32		spare;			/* a list */
 	uint32		spare_last;
 	uint32		nspare;
+	uint64		owner;
+	void		(*keep) (uint32 number);	/* called before a chunk changes, or NULL */
 } RlPool;
 
 /* A position in a log: before an entry or, if whole is set, before a closed block */
@@ -91,6 +95,7 @@ extern void rl_log_append(RlPool *pool, RlLog *log, int64 time, int64 units);
 extern int64 rl_log_remove(RlPool *pool, RlLog *log, int64 time, int64 units, bool own);
 extern bool rl_log_has_own(const RlPool *pool, const RlLog *log, int64 time);
 extern int64 rl_log_add_own(RlPool *pool, RlLog *log, int64 time, int64 units);
+extern int64 rl_log_copy(const RlPool *from, const RlLog *log, bool own_only, RlPool *pool, RlLog *copy);
 extern void rl_pool_put(RlPool *pool, uint32 first, uint32 last, uint32 n);
 extern uint32 rl_pool_get(RlPool *pool);
 

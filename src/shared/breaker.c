@@ -97,7 +97,7 @@ attach(void *memory, LWLockPadded *locks, bool found)
 		ConditionVariableInit(&breakers->entries[i].freed);
 }
 
-const RlSharedPart rl_breaker_part = {sizeof(Breakers), 1, NULL, attach};
+const RlSharedPart rl_breaker_part = {.size = sizeof(Breakers),.nlocks = 1,.attach = attach};
 
 /* Returns the name of a server's entry, or with settings that of the entry by address and settings. */
 static RlHash

@@ -105,6 +105,8 @@ lay_out(char *memory)
 	partitions = place(memory, &size, npartitions, sizeof(RlPartition));
 	buckets = place(memory, &size, npartitions, nbuckets * sizeof(uint32));
 	heaps = place(memory, &size, 1, rl_heaps_size(ncells, npartitions));
+	if (rl_file_is_wanted())
+		return size;
 	cells = place(memory, &size, ncells, sizeof(RlCell));
 	lives = place(memory, &size, ncells, sizeof(int64));
 	chunks = place(memory, &size, nchunks, sizeof(RlChunk));
@@ -131,10 +133,27 @@ attach(void *memory, LWLockPadded *my_locks, bool found)
 	SpinLockInit(&free_memory->mutex);
 	memset(buckets, 0, (Size) npartitions * nbuckets * sizeof(uint32));
 	for (int i = 0; i < npartitions; i++)
-		partitions[i] = (RlPartition) {.soonest = {PG_INT64_MAX, PG_INT64_MAX}};
+		partitions[i] = (RlPartition) {.soonest = {PG_INT64_MAX, PG_INT64_MAX},.lives = rl_file_first_life()};
 }
 
 const RlSharedPart rl_cells_part = {.need = need,.attach = attach};
+
+/* Sets the sizes of the memory that a file may keep. */
+void
+rl_cells_sizes(int max_keys, RlSlots *slots)
+{
+	set_sizes(max_keys);
+	*slots = (RlSlots) {.npartitions = npartitions,.ncells = ncells,.nchunks = nchunks};
+}
+
+/* Sets where the memory is that a file keeps. */
+void
+rl_cells_place(const RlSlots *slots)
+{
+	cells = slots->cells;
+	lives = slots->lives;
+	chunks = slots->chunks;
+}
 
 /* Sets the fill level of the memory, which is 0 until it is created.  Needs shared memory. */
 void
@@ -170,6 +189,7 @@ view_partition(RlCells *view, int number)
 	view->pages = rl_heap_pages(number);
 	view->cells = cells;
 	view->pool.chunks = chunks;
+	view->pool.keep = rl_keeps ? rl_keep_chunk : NULL;
 }
 
 /* Returns the head of the key's hash chain in the view's partition. */
@@ -185,13 +205,30 @@ partition_of(RlKeyHash key_hash)
 	return (key_hash.low >> 32) & (npartitions - 1);
 }
 
+/* Returns true if this process has locked the partition of keys whose hash has this low half. */
+bool
+rl_cells_holds(uint64 low)
+{
+	return LWLockHeldByMeInMode(&locks[partition_of((RlKeyHash) {.low = low})].lock, LW_EXCLUSIVE);
+}
+
+/* Returns how many chunks have ever been used: those with the first numbers. */
+uint32
+rl_cells_used_chunks(void)
+{
+	return free_memory->used_chunks;
+}
+
 /* Locks the partition of the view's key, and sets view->now. */
 void
 rl_cells_lock(RlCells *view, LWLockMode mode)
 {
 	view_partition(view, partition_of(view->key_hash));
 	view->bucket = bucket_of(view, view->key_hash);
+	view->pool.owner = view->key_hash.low;
 	LWLockAcquire(&locks[view->number].lock, mode);
+	if (rl_keeps && mode == LW_EXCLUSIVE)
+		rl_keep_begin(view->number);
 	/* Under the lock, so that acts on a key come in the order of their times. */
 	view->now = rl_local_now();
 	view->wall = 0;
@@ -249,6 +286,8 @@ rl_cells_lock_all(RlCells *view)
 	/* All backends lock in this order, so that there is no deadlock. */
 	for (int i = 0; i < n; i++)
 		LWLockAcquire(&locks[numbers[i]].lock, LW_EXCLUSIVE);
+	if (rl_keeps)
+		rl_keep_begin(numbers[0]);
 	view->now = rl_local_now();
 	view->wall = 0;
 }
@@ -260,15 +299,28 @@ rl_cells_select(RlCells *view, int i)
 	view->key_hash = view->keys[i];
 	view_partition(view, partition_of(view->key_hash));
 	view->bucket = bucket_of(view, view->key_hash);
+	view->pool.owner = view->key_hash.low;
 }
 
-/* Unlocks what the view has locked.  The spares stay. */
+/* Ends the act on one key, which is not undone then, and begins another one. */
+void
+rl_cells_end_act(const RlCells *view)
+{
+	if (!rl_keeps)
+		return;
+	rl_keep_end(view->now);
+	rl_keep_begin(view->number);
+}
+
+/* Ends the act, and unlocks what the view has locked.  The spares stay. */
 void
 rl_cells_unlock(RlCells *view)
 {
 	int			numbers[RL_MAX_KEYS] = {view->number};
 	int			n = view->nkeys > 0 ? partitions_of_keys(view, numbers) : 1;
 
+	if (rl_keeps)
+		rl_keep_end(view->now);
 	while (n-- > 0)
 		LWLockRelease(&locks[numbers[n]].lock);
 }
@@ -296,6 +348,8 @@ rl_cells_release(RlCells *view)
 {
 	RlPool	   *pool;
 
+	/* What an act has made free is not given away before it has ended. */
+	Assert(!rl_keep_in_act());
 	if (view->nspare == 0 && view->pool.nspare == 0)
 		return;
 	pool = lock_free();
@@ -348,7 +402,7 @@ heap_of(const RlCell *cell)
 void
 rl_cell_set_end(RlCells *view, uint32 c, int64 end)
 {
-	RlCell	   *cell = rl_cell_at(view, c);
+	RlCell	   *cell = rl_cell_change(view, c);
 	int			heap = heap_of(cell);
 	bool		earlier = end < cell->end;
 
@@ -363,22 +417,35 @@ rl_cell_set_end(RlCells *view, uint32 c, int64 end)
 		rl_heap_sift(view, heap, cell->heap_at, (RlHeapItem) {end, c});
 }
 
+/* Empties a cell, so that a recovery finds no state in it, and makes it a spare. */
+static void
+free_cell(RlCells *view, uint32 c)
+{
+	memset(rl_cell_change(view, c), 0, sizeof(RlCell));
+	add_spare(view, c);
+}
+
 /* Removes the cell at a link of a hash chain.  It, its chunks and its further cells become spares. */
 void
 rl_cell_remove_at(RlCells *view, uint32 *link)
 {
 	uint32		c = *link;
-	RlCell	   *cell = rl_cell_at(view, c);
+	RlCell	   *cell = rl_cell_change(view, c);
+	uint32		rest = rl_cell_has_text(cell) ? cell->ban.rest : RL_NO_CELL;
 
 	*link = cell->next;
 	rl_heap_remove(view, c);
-	if (rl_cell_has_text(cell))
-		for (uint32 rest = cell->ban.rest; rest != RL_NO_CELL; rest = rl_cell_at(view, rest)->ban.rest)
-			add_spare(view, rest);
-	else
+	if (!rl_cell_has_text(cell))
 		for (int i = 0; i < 2; i++)
 			rl_log_clear(&view->pool, &cell->state.log[i]);
-	add_spare(view, c);
+	while (rest != RL_NO_CELL)
+	{
+		uint32		next = rl_cell_at(view, rest)->ban.rest;
+
+		free_cell(view, rest);
+		rest = next;
+	}
+	free_cell(view, c);
 }
 
 /* Does the same for any cell.  It takes a walk over the cells before it in its chain. */
@@ -392,16 +459,21 @@ rl_cell_remove(RlCells *view, uint32 c)
 	rl_cell_remove_at(view, link);
 }
 
-/* Takes a spare cell, which must exist, and empties it. */
+/* Takes a spare cell, which must exist, and gives it to the key, with this tag.  All else in it is zero. */
 static uint32
-take_spare(RlCells *view)
+take_spare(RlCells *view, RlStateTag tag)
 {
 	uint32		c = view->spare;
+	RlCell	   *cell;
 
 	Assert(view->nspare > 0);
-	view->spare = rl_cell_at(view, c)->next;
+	cell = rl_cell_change(view, c);
+	view->spare = cell->next;
 	view->nspare--;
-	memset(rl_cell_at(view, c), 0, sizeof(RlCell));
+	memset(cell, 0, sizeof(RlCell));
+	cell->key_hash = view->key_hash;
+	cell->tag = tag;
+	cell->used = true;
 	return c;
 }
 
@@ -409,11 +481,9 @@ take_spare(RlCells *view)
 uint32
 rl_cell_make(RlCells *view, RlStateTag tag)
 {
-	uint32		c = take_spare(view);
+	uint32		c = take_spare(view, tag);
 	RlCell	   *cell = rl_cell_at(view, c);
 
-	cell->key_hash = view->key_hash;
-	cell->tag = tag;
 	cell->end = PG_INT64_MAX;
 	cell->next = *view->bucket;
 	*view->bucket = c;
@@ -430,6 +500,13 @@ int64
 rl_cell_life(uint32 c)
 {
 	return lives[c - 1];
+}
+
+/* Sets it, for a cell that was found after a crash. */
+void
+rl_cell_set_life(uint32 c, int64 life)
+{
+	lives[c - 1] = life;
 }
 
 /*
@@ -451,7 +528,7 @@ rl_cell_make_text(RlCells *view, RlStateTag tag, const char *text, int len)
 		at += n;
 		if (at == len)
 			return first;
-		c = cell->ban.rest = take_spare(view);
+		c = cell->ban.rest = take_spare(view, (RlStateTag) {.algorithm = RL_REST_CELL});
 	}
 }
 
@@ -687,7 +764,11 @@ rl_cells_evict(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 			return false;
 		view_partition(view, number);
 		LWLockAcquire(&locks[number].lock, LW_EXCLUSIVE);
+		if (rl_keeps)
+			rl_keep_begin(number);
 		evictions += evict_first(view, heap, latest, &corrections, &progress);
+		if (rl_keeps)
+			rl_keep_end(rl_local_now());
 		LWLockRelease(&locks[number].lock);
 		if (!progress && has_own_key(view, number))
 			own.heaps[own.n++] = 2 * number + heap;

@@ -5,13 +5,17 @@
 #ifndef CELLS_H
 #define CELLS_H
 
+#include "common/hashfn.h"
+
 #include "algorithm/algorithm.h"
 #include "algorithm/limits.h"
 #include "shared/shared.h"
+#include "shared/store_file.h"
 
 #define RL_BAN_CELL			63	/* in place of an algorithm */
 #define RL_RECORD_CELL		62	/* a reservation */
 #define RL_LEVEL_CELL		61	/* of bans that grow */
+#define RL_REST_CELL		60	/* a further cell of a text */
 #define RL_NO_CELL			0	/* cells are numbered from 1 */
 
 #define RL_CELL_TEXT		56	/* bytes of a ban's text in a cell */
@@ -29,7 +33,7 @@
 /*
  * One state of one key, or its ban, whose text is the key itself, for rl_bans, and why it is
  * banned; or the record of a reservation, whose text is the id and a Record (local_store.c); the rest of a long text is in further cells, which are in no hash chain and no heap,
- * and only have "text" and "rest".  The level of bans that grow has a cell of its own, which is kept longer than
+ * and only have "key_hash", "tag", "text", "rest" and "used".  The level of bans that grow has a cell of its own, which is kept longer than
  * the ban: state.start is the length of the last one, and end the time before which the next one is longer.
  *
  * The lock of the key's partition protects all members while the cell is in use; else the mutex
@@ -46,7 +50,7 @@ typedef struct RlCell
 		struct
 		{
 			int64		until;
-			int64		began;
+			int64		began;	/* of a record, rl_text_sum */
 			uint16		key_len:15; /* or of the id */
 			uint16		settled:1;	/* of a reservation */
 			uint16		why_len;
@@ -56,8 +60,9 @@ typedef struct RlCell
 	};
 	int64		end;			/* from then on it is as if it did not exist */
 	uint32		next;			/* in its hash chain or list of free cells */
-	uint32		heap_at:31;		/* its position in its heap */
+	uint32		heap_at:30;		/* its position in its heap */
 	uint32		heap:1;			/* which of the partition's heaps that is */
+	uint32		used:1;
 } RlCell;
 
 StaticAssertDecl(sizeof(RlCell) == 128, "a cell is in more than two cache lines");
@@ -97,6 +102,15 @@ rl_cell_at(const RlCells *view, uint32 c)
 	return &view->cells[c - 1];
 }
 
+/* Returns a cell that will be changed.  Its partition is locked, exclusively. */
+static inline RlCell *
+rl_cell_change(const RlCells *view, uint32 c)
+{
+	if (view->pool.keep != NULL)
+		rl_keep_cell(c);
+	return rl_cell_at(view, c);
+}
+
 /* Returns the times of an act.  The wall clock is read at the first call after the lock, which many acts do without. */
 static inline RlTimes
 rl_cells_times(RlCells *view)
@@ -128,6 +142,13 @@ rl_cell_ban_text(const RlCells *view, const RlCell *cell, char *text)
 	}
 }
 
+/* Returns a sum of a text, with which a text of cells that a crash has mixed differs. */
+static inline int64
+rl_text_sum(const char *text, int len)
+{
+	return (int64) hash_bytes_extended((const unsigned char *) text, len, 0);
+}
+
 /* True if the cell is the limit's; without a limit, the ban. */
 static inline bool
 rl_cell_is_of(const RlCell *cell, const RlLimit *limit)
@@ -156,10 +177,15 @@ typedef struct RlCellsFill
 
 extern const RlSharedPart rl_cells_part;
 extern void rl_cells_fill(RlCellsFill *fill);
+extern void rl_cells_sizes(int max_keys, RlSlots *slots);
+extern void rl_cells_place(const RlSlots *slots);
 
+extern bool rl_cells_holds(uint64 low);
+extern uint32 rl_cells_used_chunks(void);
 extern void rl_cells_lock(RlCells *view, LWLockMode mode);
 extern void rl_cells_lock_all(RlCells *view);
 extern void rl_cells_select(RlCells *view, int i);
+extern void rl_cells_end_act(const RlCells *view);
 extern void rl_cells_unlock(RlCells *view);
 extern void rl_cells_release(RlCells *view);
 extern bool rl_cells_reserve(RlCells *view, uint32 cells, uint32 chunks);
@@ -173,6 +199,7 @@ extern uint32 rl_cell_find_tag(const RlCells *view, RlStateTag tag);
 extern uint32 rl_cell_make_text(RlCells *view, RlStateTag tag, const char *text, int len);
 extern uint32 rl_cell_make(RlCells *view, RlStateTag tag);
 extern int64 rl_cell_life(uint32 c);
+extern void rl_cell_set_life(uint32 c, int64 life);
 extern void rl_cell_set_end(RlCells *view, uint32 c, int64 end);
 extern void rl_cell_remove(RlCells *view, uint32 c);
 extern void rl_cell_remove_at(RlCells *view, uint32 *link);

@@ -99,7 +99,7 @@ attach(void *memory, LWLockPadded *locks, bool found)
 	}
 }
 
-const RlSharedPart rl_counters_part = {sizeof(Counters), 1, NULL, attach};
+const RlSharedPart rl_counters_part = {.size = sizeof(Counters),.nlocks = 1,.attach = attach};
 
 /* Returns the length of the key's scope: the text up to the first ':', 0 without one. */
 static int

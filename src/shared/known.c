@@ -182,7 +182,7 @@ attach(void *memory, LWLockPadded *my_locks, bool found)
 		pg_atomic_init_u64(&table->generations[i], 0);
 }
 
-const RlSharedPart rl_known_part = {sizeof(Table), LOCKS, NULL, attach};
+const RlSharedPart rl_known_part = {.size = sizeof(Table),.nlocks = LOCKS,.attach = attach};
 
 static Set *
 lock_set(RlKeyHash key_hash, LWLockMode mode)

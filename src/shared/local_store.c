@@ -65,7 +65,7 @@ save_state(RlCells *view, uint32 c, const RlLimit *limit, const RlState *state)
 {
 	if (c == RL_NO_CELL)
 		c = rl_cell_make(view, rl_state_tag(limit));
-	rl_cell_at(view, c)->state = *state;
+	rl_cell_change(view, c)->state = *state;
 	rl_cell_set_end(view, c, rl_state_end(limit, state, &view->pool, rl_cells_times(view)));
 	return c;
 }
@@ -122,7 +122,7 @@ set_level(RlCells *view, uint32 c, const RlBan *ban)
 {
 	if (c == RL_NO_CELL)
 		c = rl_cell_make(view, level_tag);
-	rl_cell_at(view, c)->state.start = ban->grown;
+	rl_cell_change(view, c)->state.start = ban->grown;
 	rl_cell_set_end(view, c, ban->grows_until);
 }
 
@@ -254,7 +254,7 @@ take_single(RlCells *view, const RlAction *action, RlDecision *decision)
 		return true;
 	if (c == RL_NO_CELL)
 		c = rl_cell_make(view, rl_state_tag(limit));
-	rl_cell_at(view, c)->state.start = start;
+	rl_cell_change(view, c)->state.start = start;
 	rl_cell_set_end(view, c, end);
 	if (tells_life(action))
 		decision->life = rl_cell_life(c);
@@ -465,6 +465,7 @@ save_record(RlCells *view, uint32 c, const RlKey *id, const Record *record, int6
 	c = rl_cell_make_text(view, record_tag(id), text, at - text);
 	cell = rl_cell_at(view, c);
 	cell->ban.until = until;
+	cell->ban.began = rl_keeps ? rl_text_sum(text, at - text) : 0;
 	cell->ban.key_len = id->len;
 	cell->ban.settled = record->settled != RL_UNKNOWN;
 	cell->ban.why_len = at - text - id->len;
@@ -1077,8 +1078,11 @@ local_reset(const RlKey *key, const RlLimits *limits, bool *found, RlError *erro
 	for (uint32 c = limits ? RL_NO_CELL : *view.bucket; c != RL_NO_CELL; c = next)
 	{
 		next = rl_cell_at(&view, c)->next;
-		if (rl_same_key_hash(rl_cell_at(&view, c)->key_hash, view.key_hash))
-			*found |= delete_cell(&view, c);
+		if (!rl_same_key_hash(rl_cell_at(&view, c)->key_hash, view.key_hash))
+			continue;
+		*found |= delete_cell(&view, c);
+		/* A key can have more cells than an act can keep, so each is an act. */
+		rl_cells_end_act(&view);
 	}
 	finish(&view);
 	return true;

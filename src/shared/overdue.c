@@ -115,8 +115,8 @@ attach_list(void *memory, LWLockPadded *locks pg_attribute_unused(), bool found)
 		list->slots[i].next = i + 1 < SLOTS ? i + 1 : NONE;
 }
 
-const RlSharedPart rl_targets_part = {sizeof(Targets), 1, NULL, attach_base};
-const RlSharedPart rl_overdue_part = {sizeof(OverdueList), 0, NULL, attach_list};
+const RlSharedPart rl_targets_part = {.size = sizeof(Targets),.nlocks = 1,.attach = attach_base};
+const RlSharedPart rl_overdue_part = {.size = sizeof(OverdueList),.attach = attach_list};
 
 /*
  * Targets

@@ -65,7 +65,7 @@ attach(void *memory, LWLockPadded *locks pg_attribute_unused(), bool found)
 		init_samples(samples);
 }
 
-const RlSharedPart rl_refusal_log_part = {SAMPLES * sizeof(Sample), 0, NULL, attach};
+const RlSharedPart rl_refusal_log_part = {.size = SAMPLES * sizeof(Sample),.nlocks = 0,.attach = attach};
 
 /* Returns true once a second for a key, and to one of several backends at the same moment. */
 static bool

@@ -32,7 +32,9 @@
 #include "shared/counters.h"
 #include "shared/known.h"
 #include "shared/overdue.h"
+#include "shared/recover.h"
 #include "shared/refusal_log.h"
+#include "shared/store_file.h"
 
 #if PG_VERSION_NUM < 190000
 #define GetNamedDSMSegment(name, size, init, found, arg) GetNamedDSMSegment(name, size, init, found)
@@ -87,12 +89,13 @@ typedef struct Attempts
 
 static const RlSharedPart *const parts[AREAS][6] = {
 	[BASE] = {&rl_known_part, &rl_counters_part, &rl_breaker_part, &rl_refusal_log_part, &rl_targets_part, NULL},
-	[LOCAL_STORE] = {&rl_cells_part, NULL},
+	[LOCAL_STORE] = {&rl_cells_part, &rl_recover_part, NULL},
 	[OVERDUE] = {&rl_overdue_part, NULL}
 };
 
 static Header *header = NULL;	/* not NULL: this process has the base */
 static bool has_area[AREAS];
+static bool local_store_is_ready = false;
 static shmem_request_hook_type prev_shmem_request_hook = NULL;
 static shmem_startup_hook_type prev_shmem_startup_hook = NULL;
 
@@ -124,11 +127,15 @@ area_size(Area area, int max_keys, int *nlocks)
 }
 
 static void
-init_header(Header *new)
+init_header(Header *new, bool preloaded)
 {
-	new->ahead = GetCurrentTimestamp() + RL_UNIX_EPOCH - rl_boottime_now();
+	int64		now = GetCurrentTimestamp() + RL_UNIX_EPOCH;
+
 	if (!pg_strong_random(&new->secret, sizeof(new->secret)))
 		elog(ERROR, "could not generate a random key");
+	if (preloaded)
+		rl_file_find(&new->secret, &now);
+	new->ahead = now - rl_boottime_now();
 	new->tranche = LWLockNewTrancheId(TRANCHE);
 	new->max_keys = rl_local_max_keys;
 }
@@ -193,7 +200,7 @@ startup(void)
 	LWLockAcquire(AddinShmemInitLock, LW_EXCLUSIVE);
 	new = ShmemInitStruct(NAME, main_size(), &found);
 	if (!found)
-		init_header(new);
+		init_header(new, true);
 	memory = (char *) new + CACHELINEALIGN(sizeof(Header));
 	for (Area area = 0; area < AREAS; area++)
 	{
@@ -209,6 +216,7 @@ startup(void)
 void
 rl_shared_request(void)
 {
+	rl_file_request();
 	prev_shmem_request_hook = shmem_request_hook;
 	shmem_request_hook = request;
 	prev_shmem_startup_hook = shmem_startup_hook;
@@ -241,7 +249,7 @@ find_area(Area area, Attempt *attempt)
 	if (segment != NULL)
 	{
 		if (area == BASE)
-			init_header(new);
+			init_header(new, false);
 		new->areas[area] = dsm_segment_handle(segment);
 	}
 	else if ((segment = dsm_find_mapping(new->areas[area])) == NULL &&
@@ -405,15 +413,28 @@ rl_require_shared(const char *what)
 		raise_unshared(what);
 }
 
+static void
+start_local_store(bool create)
+{
+	if (!has_area[LOCAL_STORE])
+		start_area(LOCAL_STORE, create);
+	if (!has_area[LOCAL_STORE])
+		return;
+	for (const RlSharedPart *const *part = parts[LOCAL_STORE]; *part != NULL; part++)
+		if ((*part)->ready != NULL)
+			(*part)->ready();
+	local_store_is_ready = true;
+}
+
 /* Does the same for the local store; a backend needs it before callbacks can refund there. */
 void
 rl_require_local_store(const char *what)
 {
-	if (has_area[LOCAL_STORE])
+	if (local_store_is_ready)
 		return;
 	rl_require_shared(what);
-	start_area(LOCAL_STORE, true);
-	if (!has_area[LOCAL_STORE])
+	start_local_store(true);
+	if (!local_store_is_ready)
 		raise_unshared(what);
 }
 
@@ -421,9 +442,9 @@ rl_require_local_store(const char *what)
 bool
 rl_find_local_store(void)
 {
-	if (!has_area[LOCAL_STORE])
-		start_area(LOCAL_STORE, false);
-	return has_area[LOCAL_STORE];
+	if (!local_store_is_ready)
+		start_local_store(false);
+	return local_store_is_ready;
 }
 
 /*

@@ -33,6 +33,8 @@ typedef struct RlSharedPart
 	void		(*need) (int max_keys, Size *size, int *nlocks);
 	/* Starts the part in this process; unless it was found, also initializes it */
 	void		(*attach) (void *memory, LWLockPadded *locks, bool found);
+	/* Called before the first use by this process, without locks; must not throw; or NULL */
+	void		(*ready) (void);
 } RlSharedPart;
 
 extern void rl_shared_request(void);

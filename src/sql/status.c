@@ -17,9 +17,10 @@
 #include "shared/counters.h"
 #include "shared/known.h"
 #include "shared/overdue.h"
+#include "shared/store_file.h"
 #include "sql/arguments.h"
 
-#define COLUMNS				24
+#define COLUMNS				26
 
 PG_FUNCTION_INFO_V1(rl_status);
 Datum
@@ -28,6 +29,7 @@ rl_status(PG_FUNCTION_ARGS)
 	Datum		values[COLUMNS] = {0};
 	bool		nulls[COLUMNS];
 	char		version[64];
+	char		recovery[256];
 	RlError		error;
 	bool		asked = !rl_store()->is_local;
 	bool		answered;
@@ -79,6 +81,8 @@ rl_status(PG_FUNCTION_ARGS)
 		values[n + 12] = TimestampTzGetDatum(rl_counters_since());
 		for (int i = 0; i < 13; i++)
 			nulls[n + i] = i == 9 && overdue.waiting == 0;
+		rl_set_text(values, nulls, COLUMNS - 3, rl_file_status(recovery, sizeof(recovery)));
+		rl_set_text(values, nulls, COLUMNS - 2, recovery[0] == '\0' ? NULL : recovery);
 	}
 	rl_set_text(values, nulls, COLUMNS - 1, RL_COMMIT[0] == '\0' ? RL_VERSION : RL_VERSION " (" RL_COMMIT ")");
 	return rl_row(fcinfo, values, nulls);

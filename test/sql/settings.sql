@@ -1,5 +1,5 @@
 SELECT rl_reset('settings');
-SELECT name, context, vartype, unit, boot_val, min_val, short_desc, extra_desc FROM pg_settings WHERE name LIKE 'ratelimit.%' AND name <> 'ratelimit.local_max_keys' ORDER BY name;
+SELECT name, context, vartype, unit, boot_val, min_val, short_desc, extra_desc FROM pg_settings WHERE name LIKE 'ratelimit.%' AND name NOT IN ('ratelimit.local_max_keys', 'ratelimit.local_persistence') ORDER BY name;
 -- Wrong values.
 SELECT q, f.code, f.detail FROM (VALUES
 	(1, $$SET ratelimit.on_error = 'maybe'$$), (5, $$SET ratelimit.connect_timeout = 0$$), (6, $$SET ratelimit.command_timeout = -1$$),

@@ -434,7 +434,7 @@ foreach my $sql ('SELECT rl_stat_reset()', q{SELECT rl_check('k', '1/1s')}, q{SE
 foreach my $setting (split /\n/, $session->ask(q{SELECT name || ' = ' || quote_literal(boot_val) FROM pg_settings WHERE name LIKE 'ratelimit.%' ORDER BY name}))
 {
 	my ($name) = split / /, $setting;
-	my $expected = $name eq 'ratelimit.local_max_keys' ? '55P02' : '42501';
+	my $expected = $name =~ /local_max_keys|local_persistence/ ? '55P02' : '42501';
 
 	foreach my $sql ("SET $setting", "RESET $name", "ALTER ROLE plain SET $setting")
 	{
@@ -442,7 +442,7 @@ foreach my $setting (split /\n/, $session->ask(q{SELECT name || ' = ' || quote_l
 		is($user{plain}->state, $expected, "a plain role has no privilege for $sql");
 	}
 }
-is($session->ask(q{SELECT count(*) FROM pg_settings WHERE name LIKE 'ratelimit.%'}), 18, 'there are 18 settings');
+is($session->ask(q{SELECT count(*) FROM pg_settings WHERE name LIKE 'ratelimit.%'}), 19, 'there are 19 settings');
 $session->ends('SET ratelimit.local_max_keys = 500', 'the size of shared memory cannot change while the server runs', '55P02');
 
 done_testing();

@@ -159,7 +159,7 @@ foreach my $setting (sort grep { /^ratelimit\./ } keys %section)
 {
 	my ($default) = $section{$setting} =~ /Default:\s(?:`([^`\n]*)`|empty)/ or fail("$setting has a default"), next;
 
-	my $fixed = $setting eq 'ratelimit.local_max_keys';
+	my $fixed = $setting =~ /local_max_keys|local_persistence/;
 	my $value = "'" . ($default // '') . "'";
 	my (undef, $same) = $node->psql('postgres', "LOAD 'ratelimit'; " . ($fixed ? '' : "SET $setting = $value; ")
 		. 'SELECT boot_val = ' . ($fixed ? $value : 'setting') . " FROM pg_settings WHERE name = '$setting'");
