@@ -138,12 +138,30 @@ attach(void *memory, LWLockPadded *my_locks, bool found)
 
 const RlSharedPart rl_cells_part = {.need = need,.attach = attach};
 
+#ifdef USE_ASSERT_CHECKING
+static bool
+holds(uint64 low)
+{
+	return LWLockHeldByMeInMode(&locks[(low >> 32) & (npartitions - 1)].lock, LW_EXCLUSIVE);
+}
+
+static uint32
+used_chunks(void)
+{
+	return free_memory->used_chunks;
+}
+#endif
+
 /* Sets the sizes of the memory that a file may keep. */
 void
 rl_cells_sizes(int max_keys, RlSlots *slots)
 {
 	set_sizes(max_keys);
 	*slots = (RlSlots) {.npartitions = npartitions,.ncells = ncells,.nchunks = nchunks};
+#ifdef USE_ASSERT_CHECKING
+	slots->holds = holds;
+	slots->used_chunks = used_chunks;
+#endif
 }
 
 /* Sets where the memory is that a file keeps. */
@@ -203,20 +221,6 @@ static int
 partition_of(RlKeyHash key_hash)
 {
 	return (key_hash.low >> 32) & (npartitions - 1);
-}
-
-/* Returns true if this process has locked the partition of keys whose hash has this low half. */
-bool
-rl_cells_holds(uint64 low)
-{
-	return LWLockHeldByMeInMode(&locks[partition_of((RlKeyHash) {.low = low})].lock, LW_EXCLUSIVE);
-}
-
-/* Returns how many chunks have ever been used: those with the first numbers. */
-uint32
-rl_cells_used_chunks(void)
-{
-	return free_memory->used_chunks;
 }
 
 /* Locks the partition of the view's key, and sets view->now. */

@@ -180,8 +180,6 @@ extern void rl_cells_fill(RlCellsFill *fill);
 extern void rl_cells_sizes(int max_keys, RlSlots *slots);
 extern void rl_cells_place(const RlSlots *slots);
 
-extern bool rl_cells_holds(uint64 low);
-extern uint32 rl_cells_used_chunks(void);
 extern void rl_cells_lock(RlCells *view, LWLockMode mode);
 extern void rl_cells_lock_all(RlCells *view);
 extern void rl_cells_select(RlCells *view, int i);

@@ -48,7 +48,7 @@
  * member, or the size of an area changes: while a package is upgraded, old and new libraries
  * run in one server, and each must find only memory of its own layout.
  */
-#define LAYOUT				22
+#define LAYOUT				23
 #define NAME				"ratelimit " CppAsString2(LAYOUT)
 #define TRANCHE				"ratelimit"
 

@@ -667,7 +667,7 @@ static void
 check_begin(void)
 {
 	Size		size = file.memory + file.size - (char *) file.slots.cells;
-	Size		used = (char *) &file.slots.chunks[rl_cells_used_chunks()] - (char *) file.slots.cells;
+	Size		used = (char *) &file.slots.chunks[file.slots.used_chunks()] - (char *) file.slots.cells;
 
 	/* No act begins within another one. */
 	Assert(!act.checked);
@@ -732,16 +732,16 @@ check_end(void)
 	if (!act.checked)
 		return;
 	act.checked = false;
-	Assert(rl_cells_holds((uint64) act.partition << 32));
+	Assert(file.slots.holds((uint64) act.partition << 32));
 	set_parts(&f, before - ((char *) file.slots.cells - file.memory));
 	for (uint32 c = 1; c <= old->ncells; c++)
 	{
 		const RlCell *cell = &old->cells[c - 1];
 		const RlCell *now = &file.slots.cells[c - 1];
 
-		if ((cell->used && rl_cells_holds(cell->key_hash.low)) || (now->used && rl_cells_holds(now->key_hash.low)))
+		if ((cell->used && file.slots.holds(cell->key_hash.low)) || (now->used && file.slots.holds(now->key_hash.low)))
 			check_slot(old, c);
-		if (!cell->used || !rl_cells_holds(cell->key_hash.low) || cell->tag.algorithm >= RL_ALGORITHMS)
+		if (!cell->used || !file.slots.holds(cell->key_hash.low) || cell->tag.algorithm >= RL_ALGORITHMS)
 			continue;
 		for (int i = 0; i < 2; i++)
 		{

@@ -16,6 +16,11 @@ typedef struct RlSlots
 	struct RlCell *cells;
 	int64	   *lives;			/* of the cells */
 	struct RlChunk *chunks;
+#ifdef USE_ASSERT_CHECKING
+	/* Whether this process has locked the partition of keys whose hash has this low half; how many chunks have ever been used */
+	bool		(*holds) (uint64 low);
+	uint32		(*used_chunks) (void);
+#endif
 } RlSlots;
 
 /* What the last recovery found. */
