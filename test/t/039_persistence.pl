@@ -140,7 +140,7 @@ $session->ask(q{
 					WHEN 11 THEN answer := (SELECT string_agg(i::text, ' ') FROM rl_inspect(keys[1]) i);
 					WHEN 12, 13 THEN answer := rl_reserve(keys[1], '5/1min, concurrent 9/30s', 1, id)::text || rl_reserve(keys[1], '5/1min, concurrent 9/30s', 1, id)::text;
 					WHEN 10 THEN answer := CASE WHEN random() < 0.8 THEN 'none' WHEN random() < 0.2 THEN rl_reset(keys[1])::text ELSE rl_reset(keys[1], l::rl_limits)::text END;
-					ELSE answer := CASE WHEN random() < 0.1 THEN rl_ban(keys[1], 1 + random() * 50, repeat('why ', (random() * 40)::int))::text ELSE rl_unban(keys[1])::text END;
+					ELSE answer := CASE WHEN random() < 0.3 THEN rl_ban(keys[1], 1 + random() * 50, repeat('why ', (random() * 40)::int))::text ELSE rl_unban(keys[1])::text END;
 				END CASE;
 			EXCEPTION WHEN OTHERS THEN
 				answer := sqlstate || ' ' || sqlerrm;
@@ -171,7 +171,7 @@ $session->ask(q{
 	is($lines, $parts * $steps, "$lines steps were made");
 	none(\@wrong, "with $parts kills between them, they give the same answers as without");
 	my $kinds = join '', @right;
-	cmp_ok(scalar(() = $kinds =~ /$_/g), '>', $parts, "steps with $_") foreach ',ban\)', ',(?:reserved|settled)\)', ',local\)', 'refunded', 'PT409', 'sliding_log 700';
+	cmp_ok(scalar(() = $kinds =~ /$_/g), '>', 0, "steps with $_") foreach ',ban\)', ',(?:reserved|settled)\)', ',local\)', 'refunded', 'PT409', 'sliding_log 700';
 }
 
 # A program that runs a backend step by step.
