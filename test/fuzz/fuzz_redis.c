@@ -203,7 +203,7 @@ fuzz_connect(const char *data, int len)
 
 	if (!start(data, len, &selector))
 		return;
-	if (!rl_redis_connect("key", 3, &error) || !rl_redis_version(version, sizeof(version), &error))
+	if (!rl_redis_version(version, sizeof(version), &error))
 		fuzz_check_error(&error);
 	else
 		REQUIRE(strncmp(version, "Redis ", 6) == 0 || strncmp(version, "Valkey ", 7) == 0);
@@ -256,7 +256,7 @@ take_one(RlAction *action, int call)
 	RlDecision	each[RL_MAX_LIMITS];
 	RlAnswer	answer = {0};
 	RlLeaseCall lease = {.want = 10,.length = 100000,.nleft = call % 2,.left = {{.units = 3,.at = 1700000000000000,.life = 5}}};
-	RlReserve	reserve = {{"id", 2}, RL_SECOND};
+	RlReserve	reserve = {{"id", 2}, RL_SECOND, 1};
 	RlLimits	reserves = *action->limits;
 	RlError		error;
 
@@ -358,8 +358,11 @@ refund(const Selector *selector, bool no_throw)
 	}
 	if (no_throw)
 	{
+		char		version[64];
+
+		/* It opens no connection itself. */
 		rl_redis_reserve_refunds();
-		if (!rl_redis_connect(names[0], calls[0].redis_key_len, &error))
+		if (!rl_redis_version(version, sizeof(version), &error))
 			return;
 		done = rl_redis_refund_no_throw(calls, n, &why, &error);
 	}
@@ -368,7 +371,7 @@ refund(const Selector *selector, bool no_throw)
 	if (!done)
 		fuzz_check_error(&error);
 	for (int i = 0; i < n && done; i++)
-		REQUIRE(calls[i].outcome == RL_REFUND_DONE || calls[i].outcome == RL_REFUND_FAILED);
+		REQUIRE(calls[i].outcome >= RL_REFUND_DONE);
 }
 
 /* A reply ends in a result that makes sense, or in an error. */
@@ -377,8 +380,10 @@ fuzz_store(const char *data, int len)
 {
 	Selector	selector;
 	RlKey		key = {"key", 3};
-	RlKey		id = {"id", 2};
+	RlKey		keys[2] = {key, {"key 2", 5}};
+	RlReserve	reserve = {{"id", 2}};
 	const RlLimits *limits;
+	int64		quotas[2];
 	RlSettled	settled;
 	RlError		error;
 	bool		found = false;
@@ -410,9 +415,12 @@ fuzz_store(const char *data, int len)
 			done = rl_redis_store.unban(&key, &found, &error);
 			break;
 		default:
-			done = rl_redis_store.settle(&key, &id, extends ? RL_UNKNOWN : selector.quota % 8,
-										 (selector.call & 128) ? RL_SECOND : 0, &settled, &error);
-			REQUIRE(!done || (settled.quota >= 0 && settled.quota <= RL_MAX_COUNT));
+			reserve.hold = (selector.call & 128) ? RL_SECOND : 0;
+			reserve.nkeys = (selector.call & 64) ? 2 : 1;
+			quotas[0] = quotas[1] = selector.quota % 8;
+			done = rl_redis_store.settle(keys, &reserve, extends ? NULL : quotas, &settled, &error);
+			for (int i = 0; i < reserve.nkeys; i++)
+				REQUIRE(!done || (settled.quotas[i] >= 0 && settled.quotas[i] <= RL_MAX_COUNT));
 			REQUIRE(!done || settled.how != RL_SETTLED_LONG_HOLD || extends);
 	}
 	if (!done)
