@@ -90,7 +90,7 @@ sub api
 }
 
 my $redis = RedisServer->new->start;
-my $node = shared_node($redis, 'ratelimit.local_max_keys = 100', "listen_addresses = '127.0.0.1'");
+my $node = shared_node($redis, 'shared_preload_libraries = ratelimit', 'ratelimit.local_persistence = on', 'ratelimit.local_max_keys = 100', "listen_addresses = '127.0.0.1'");
 $server{$_} = { port => RedisServer::free_port() } foreach qw(exporter prometheus);
 
 # The role logs in with its password, as the page says.
@@ -155,6 +155,7 @@ my $figures = join ' UNION ALL ',
 	[ 'local_entries', 'local_entries' ], [ 'local_entries_max', 'local_max_entries' ],
 	[ 'local_evictions_total', 'local_evicted' ], [ 'denial_evictions_total', 'denials_evicted' ],
 	[ 'refunds_overdue', 'refunds_overdue' ], [ 'refunds_overdue_seconds', 'coalesce(refunds_overdue_for, 0)' ],
+	[ 'local_persistence', "(local_persistence = 'on')::int" ],
 	[ 'refunds_sent_late_total', 'refunds_sent_late' ], [ 'refunds_lost_total', 'refunds_lost' ],
 	[ 'stat_start_time_seconds', 'extract(epoch FROM stat_since)' ]);
 
