@@ -223,11 +223,14 @@ sub client
 		{
 			last if -e "$dir/stop";
 			my $n = $i % 24;
-			print $to "SELECT bool_and(allowed) FROM (SELECT $n AS n) x, LATERAL $pair;\n" or last;
+			# If the connection is lost, psql may print nothing, and notice it only at the next statement.
+			print $to "SELECT bool_and(allowed) FROM (SELECT $n AS n) x, LATERAL $pair;\n\\echo end\n" or last;
 			$to->flush;
 			my $answer = readline $from;
 			last unless defined $answer;
+			next if $answer eq "end\n";
 			syswrite $out, "$n\n" if $answer eq "t\n";
+			last if (readline($from) // '') ne "end\n";
 		}
 		close $to;
 		waitpid $pid, 0;
