@@ -138,11 +138,17 @@ attach(void *memory, LWLockPadded *my_locks, bool found)
 
 const RlSharedPart rl_cells_part = {.need = need,.attach = attach};
 
+static int
+partition_of(RlKeyHash key_hash)
+{
+	return (key_hash.low >> 32) & (npartitions - 1);
+}
+
 #ifdef USE_ASSERT_CHECKING
 static bool
 holds(uint64 low)
 {
-	return LWLockHeldByMeInMode(&locks[(low >> 32) & (npartitions - 1)].lock, LW_EXCLUSIVE);
+	return LWLockHeldByMeInMode(&locks[partition_of((RlKeyHash) {.low = low})].lock, LW_EXCLUSIVE);
 }
 
 static uint32
@@ -215,12 +221,6 @@ static uint32 *
 bucket_of(const RlCells *view, RlKeyHash key_hash)
 {
 	return &buckets[(Size) view->number * nbuckets + (key_hash.low & (nbuckets - 1))];
-}
-
-static int
-partition_of(RlKeyHash key_hash)
-{
-	return (key_hash.low >> 32) & (npartitions - 1);
 }
 
 /* Locks the partition of the view's key, and sets view->now. */

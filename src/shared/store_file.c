@@ -54,7 +54,6 @@
 #define SECTOR				512 /* what a disk writes as a whole */
 #define SLOT				128
 
-
 typedef struct FileHeader
 {
 	char		magic[16];
@@ -110,7 +109,7 @@ typedef struct Sector
 typedef struct AreaHead
 {
 	volatile uint64 act;		/* its number << 32 | its images that count */
-	int64		partition;		/* of the large area: whose act has it */
+	int64		partition;		/* only of the large area: the act's */
 	char		padding[SECTOR - 16];
 } AreaHead;
 
@@ -120,7 +119,7 @@ typedef struct Area
 	Sector		sectors[AREA_SECTORS];
 } Area;
 
-/* Its head is the partition's; of the large area, its own. */
+/* For the acts whose own areas are full, one at a time. */
 typedef struct LargeArea
 {
 	AreaHead	head;
@@ -494,6 +493,8 @@ slot_at(const RlSlots *slots, uint32 slot)
 	return slot <= slots->ncells ? (void *) &slots->cells[slot - 1] : (void *) &slots->chunks[slot - slots->ncells - 1];
 }
 
+#define IMAGE_AT(sectors, n)	(&(sectors)[(n) / SECTOR_IMAGES].images[(n) % SECTOR_IMAGES])
+
 static bool
 is_slot(const RlSlots *slots, uint32 slot)
 {
@@ -505,7 +506,7 @@ undo_images(const RlSlots *slots, const Sector *sectors, uint32 number, uint32 n
 {
 	for (uint32 i = 0; i < n; i++)
 	{
-		const Image *image = &sectors[i / SECTOR_IMAGES].images[i % SECTOR_IMAGES];
+		const Image *image = IMAGE_AT(sectors, i);
 
 		/* Otherwise the system has crashed before it was written. */
 		if (image->act != number || !is_slot(slots, image->slot))
@@ -520,13 +521,13 @@ undo_images(const RlSlots *slots, const Sector *sectors, uint32 number, uint32 n
 static int64
 undo_acts(StoreFile *f)
 {
+	uint64		large = f->large->head.act;
 	int64		undone = 0;
 
 	for (int i = 0; i < f->slots.npartitions; i++)
 	{
 		uint64		head = f->areas[i].head.act;
 		uint32		n = (uint32) head;
-		uint64		large = f->large->head.act;
 
 		if (n == 0 || n > AREA_GOES_ON)
 			continue;
@@ -685,10 +686,10 @@ find_image(uint32 slot)
 {
 	for (int i = 0; i < act.n; i++)
 		if (act.slots[i] == slot)
-			return &file.areas[act.partition].sectors[i / SECTOR_IMAGES].images[i % SECTOR_IMAGES];
+			return IMAGE_AT(file.areas[act.partition].sectors, i);
 	for (int i = 0; i < act.large; i++)
-		if (file.large->sectors[i / SECTOR_IMAGES].images[i % SECTOR_IMAGES].slot == slot)
-			return &file.large->sectors[i / SECTOR_IMAGES].images[i % SECTOR_IMAGES];
+		if (IMAGE_AT(file.large->sectors, i)->slot == slot)
+			return IMAGE_AT(file.large->sectors, i);
 	return NULL;
 }
 
@@ -770,7 +771,7 @@ rl_keep_begin(int partition)
 	act.partition = partition;
 	act.n = 0;
 	act.large = -1;
-	/* An act of a session that failed in the middle stays as it is. */
+	/* A session failed within its act here.  Its changes stay. */
 	if ((uint32) *head != 0)
 		*head = ((*head >> 32) + 1) << 32;
 #ifdef USE_ASSERT_CHECKING
@@ -781,7 +782,7 @@ rl_keep_begin(int partition)
 static void
 write_image(Sector *sectors, uint32 slot, volatile uint64 *head, int n)
 {
-	Image	   *image = &sectors[n / SECTOR_IMAGES].images[n % SECTOR_IMAGES];
+	Image	   *image = IMAGE_AT(sectors, n);
 	uint64		number = *head >> 32;
 
 	image->slot = slot;
@@ -815,7 +816,7 @@ keep_in_large(uint32 slot)
 		pg_compiler_barrier();
 	}
 	at = state->large_at[slot - 1];
-	if (at < (uint32) act.large && large->sectors[at / SECTOR_IMAGES].images[at % SECTOR_IMAGES].slot == slot)
+	if (at < (uint32) act.large && IMAGE_AT(large->sectors, at)->slot == slot)
 		return;
 	if (act.large == LARGE_IMAGES)
 		return;
