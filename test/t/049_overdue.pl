@@ -54,13 +54,15 @@ sub awaits_none
 	return;
 }
 
-# A folder has the snapshot's name.
+# A folder has the snapshot's name.  The state before may be that of the snapshot before, so the end
+# of this one is awaited, or it would find the name free again.
 sub snapshot_fails
 {
-	mkdir $redis->{dir} . '/dump.rdb';
+	mkdir $redis->{dir} . '/dump.rdb' or die "mkdir: $!";
 	$redis->cli('CONFIG', 'SET', 'save', '3600 1000000');
-	$redis->cli('BGSAVE');
-	await('the snapshot to fail', sub { return $redis->field('persistence', 'rdb_last_bgsave_status') eq 'err' });
+	await('the snapshot to start', sub { return $redis->cli('BGSAVE') =~ /started/ });
+	await('the snapshot to end', sub { return $redis->field('persistence', 'rdb_bgsave_in_progress') eq '0' });
+	is($redis->field('persistence', 'rdb_last_bgsave_status'), 'err', 'the snapshot failed');
 	return;
 }
 
