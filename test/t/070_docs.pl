@@ -3,7 +3,9 @@
 # docs/reference.md names exactly the names of the code and the catalogs.  DocPage.pm
 # has the convention of the blocks.
 #
-# With RATELIMIT_PAGES='README.md docs/faq.md', only the blocks of these pages run.
+# Some pages also run with the local store, where nothing but the column "source" may differ.
+#
+# With RATELIMIT_PAGES='README.md docs/recipes.md,local', only the blocks of these pages run.
 # RATELIMIT_PAGES_TO names a folder to which the pages are written with the outputs
 # that psql printed.  Every user must be able to write there.
 #
@@ -27,8 +29,11 @@ my $node = shared_node($redis, "ratelimit.redis_url = '" . $redis->url(tcp => 1,
 # Resets the server: a new database, no other roles, empty statistics.
 sub prepare
 {
+	my ($store) = @_;
+
 	$node->safe_psql('postgres', slurp_file("$root/test/reset.sql"));
 	$node->safe_psql('postgres', 'CREATE DATABASE shop');
+	$node->safe_psql('postgres', "LOAD 'ratelimit'; ALTER SYSTEM SET ratelimit.store = $store") if $store;
 	start_node($node, 'restart');
 	$redis->cli('FLUSHALL');
 	return;
@@ -49,23 +54,27 @@ sub outputs
 	return $page->outputs($printed);
 }
 
-my @wanted = split ' ', $ENV{RATELIMIT_PAGES} || join ' ', sort keys %every;
+my @wanted = split ' ', $ENV{RATELIMIT_PAGES} || join ' ', (sort keys %every), map { "$_,local" } qw(README.md docs/frameworks.md docs/recipes.md);
 
-foreach my $name (@wanted)
+foreach my $wanted (@wanted)
 {
+	my ($name, $store) = split /,/, $wanted;
 	my $page = $every{$name} or BAIL_OUT("there is no page $name");
 	my @blocks = $page->commands or next;
 
-	prepare();
+	prepare($store);
 	my @printed = outputs($page);
-	is(@printed, @blocks + 1, "$name: psql ran all blocks") or diag $printed[-1];
+	@printed = map { s/\| local\b/| redis/gr } @printed if $store;
+	is(@printed, @blocks + 1, "$wanted: psql ran all blocks") or diag $printed[-1];
 	foreach my $i (0 .. $#blocks)
 	{
 		my $printed = $printed[$i] // next;
 		my $does = defined $page->shown($blocks[$i]) ? 'prints the output of the page' : 'succeeds';
 
-		ok($page->right($blocks[$i], $printed), "$name, line $blocks[$i]{line}: $does") or diag $printed;
+		ok($page->right($blocks[$i], $printed), "$wanted, line $blocks[$i]{line}: $does") or diag $printed;
 	}
+	is($redis->cli('DBSIZE'), 0, "$wanted: Redis has nothing") if $store;
+	next if $store;
 	next unless $page{$name} && $ENV{RATELIMIT_PAGES_TO};
 	unlink "$ENV{RATELIMIT_PAGES_TO}/" . basename($name);
 	append_to_file("$ENV{RATELIMIT_PAGES_TO}/" . basename($name), $page->with_outputs(@printed[ 0 .. $#blocks ]));
