@@ -170,7 +170,7 @@ rl_refunds_main(Datum arg)
 	BackgroundWorkerUnblockSignals();
 	BackgroundWorkerInitializeConnection(NULL, NULL, 0);
 	rl_shared_start();
-	if (!rl_shared_available() || !rl_overdue_serve(DatumGetInt32(arg)))
+	if (!rl_shared_available() || !rl_overdue_serve(DatumGetInt32(arg), false))
 		proc_exit(0);
 	limit_timeouts(LONGEST_TIMEOUT);
 	do
@@ -220,7 +220,7 @@ server_stops(void)
 static void
 serve_last(int code pg_attribute_unused(), Datum arg)
 {
-	if (rl_overdue_serve(DatumGetInt32(arg)))
+	if (rl_overdue_serve(DatumGetInt32(arg), true))
 		send_last();
 }
 

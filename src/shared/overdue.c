@@ -377,25 +377,31 @@ find_unserved(int64 now)
 	return NULL;
 }
 
+/* Returns true if there are too many workers for one more.  Wakes all then: one that is idle ends. */
+static bool
+no_seat(void)
+{
+	bool		full = count_workers() >= WORKERS;
+
+	for (int i = 0; full && i < TARGETS; i++)
+		if (base->targets[i].latch != NULL)
+			SetLatch(base->targets[i].latch);
+	return full;
+}
+
 /*
  * Returns true if the caller is to start a worker for the target.  Of a new refund, wakes the one
- * that there is.  If there are too many, wakes all: one that is idle ends.
+ * that there is.
  */
 static bool
 needs_worker(Target *target, bool new, int64 now)
 {
-	bool		full = count_workers() >= WORKERS;
-
 	if (target->latch != NULL && new)
 		SetLatch(target->latch);
-	if (target->worker != 0 || now < target->start_after)
+	if (target->worker != 0 || now < target->start_after || no_seat())
 		return false;
-	for (int i = 0; full && i < TARGETS; i++)
-		if (base->targets[i].latch != NULL)
-			SetLatch(base->targets[i].latch);
-	if (!full)
-		target->start_after = now + START_PAUSE;
-	return !full;
+	target->start_after = now + START_PAUSE;
+	return true;
 }
 
 /*
@@ -617,10 +623,12 @@ stop_serving(int code pg_attribute_unused(), Datum arg pg_attribute_unused())
 
 /*
  * Makes this process the worker of a target, and sets the target's settings.  Returns false if it
- * has another one, or there is nothing to do.  Raises an error if a setting is not accepted.
+ * has another one, there is nothing to do, or there are too many workers: several may have been
+ * started at a time.  At the exit of a session there are never too many.  Raises an error if a
+ * setting is not accepted.
  */
 bool
-rl_overdue_serve(int number)
+rl_overdue_serve(int number, bool at_exit)
 {
 	Target	   *target = &base->targets[number];
 	char		values[MAX_SETTINGS];
@@ -631,6 +639,12 @@ rl_overdue_serve(int number)
 		return false;
 	LWLockAcquire(lock, LW_EXCLUSIVE);
 	mine = target->id != 0 && target->worker == 0;
+	if (mine && !at_exit && no_seat())
+	{
+		/* The next worker that ends starts it. */
+		target->start_after = 0;
+		mine = false;
+	}
 	if (mine)
 	{
 		target->worker = MyProcPid;

@@ -52,7 +52,7 @@ extern void rl_overdue_pause(uint64 target);
 extern void rl_overdue_fill(RlOverdueFill *fill);
 
 /* For the worker */
-extern bool rl_overdue_serve(int number);
+extern bool rl_overdue_serve(int number, bool at_exit);
 extern bool rl_overdue_leave(bool at_once);
 extern bool rl_overdue_seat_wanted(void);
 extern int64 rl_overdue_pause_left(void);
