@@ -18,7 +18,7 @@ use PostgreSQL::Test::Utils;
 use RedisServer qw(await);
 use Test::More;
 
-our @EXPORT = qw(await start_servers new_node shared_node named_node init_node needs_no_preload preload_setting restart_unshared start_node store version
+our @EXPORT = qw(await start_servers new_node shared_node named_node init_node needs_no_preload preload_setting restart_unshared start_node store version is_long
 	with_copies kill_server parent_of has_program preload with_clocks set_clock password_file new_log members steps
 	still_runs session settled start_clients finish_clients await_load count_of measures
 	none ttl_problems keys_in_virtual_time log_entries wrong_library);
@@ -318,14 +318,16 @@ sub members
 # its decisions.  A test that calls it runs with both stores.
 sub store { return $ENV{RATELIMIT_STORE} || 'redis'; }
 
-# Returns how many steps a random test takes: the number in this variable, or the default.
-# In further rows of the matrix it is a quarter of the default.
+# Returns how many steps a random test takes: the number in this variable, or the default of a long
+# run (RATELIMIT_LONG), or a quarter of it.
 sub steps
 {
 	my ($default, $variable) = @_;
 
-	return $ENV{ $variable || 'RATELIMIT_STEPS' } || int($default / ($ENV{RATELIMIT_ROW} ? 4 : 1));
+	return $ENV{ $variable || 'RATELIMIT_STEPS' } || int($default / (is_long() ? 1 : 4));
 }
+
+sub is_long { return $ENV{RATELIMIT_LONG}; }
 
 # Returns the extension's version, which only the control file names.
 sub version
