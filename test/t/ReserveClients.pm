@@ -1,11 +1,12 @@
 # Clients that reserve, settle and extend by random programs, and the checks of what their keys
 # then hold.
 #
-# A program has a few keys with limits, and ids with a key, a quota and costs.  All clients use
-# all ids, and repeat a call until it is answered, or leave that to another client.  An id that
-# has an owner is "late": its owner shortens its hold, waits until that has passed, and then
-# settles and extends it; nobody reserves it again.  All times are of one clock, because all
-# servers are on one machine: a call took effect between the times before and after it.
+# A program has a few keys with limits, and ids with one or more of these keys, a quota and costs, which are
+# the same for each key.  The keys of half of the programs have a tag, which is the first key, and only they are
+# reserved together.  All clients begin by a race for the first id.  They use all ids, and repeat a call until
+# it is answered, or leave that to another client.  An id that has an owner is "late": its owner shortens its
+# hold, waits until that has passed, and then settles and extends it; nobody reserves it again.  All times are
+# of one clock, because all servers are on one machine: a call took effect between the times before and after it.
 package ReserveClients;
 
 use strict;
@@ -16,7 +17,7 @@ use Exporter 'import';
 use IO::Handle;
 use IO::Select;
 use LeaseClients ();
-use List::Util qw(max min shuffle);
+use List::Util qw(max min shuffle sum0);
 use Promises;
 use RedisServer qw(in_child);
 use Time::HiRes qw(sleep time);
@@ -57,11 +58,14 @@ sub plan
 	my ($self, $program) = @_;
 
 	srand $self->{seed} + 7919 * $program;
-	my @keys = map { { name => "p$program:$_", limits => [ some_limits() ] } } 1 .. 2 + below(2);
-	my @ids = map { { name => "i$_", key => pick(@keys), quota => chance(90) ? 1 + below(4) : 1 + below(20), costs => [ map { chance(15) ? 0 : chance(90) ? below(6) : below(60) } 0 .. chance(30) ],
+	my $tagged = int($program / 2) % 2;
+	my @keys = map { { name => !$tagged ? "p$program:$_" : $_ > 1 ? "{p$program}$_" : "p$program", limits => [ some_limits() ] } } 1 .. 2 + below(2);
+	my @ids = map { { name => "i$_", keys => [ $tagged && chance(80) ? (shuffle @keys)[ 0 .. 1 + below($#keys) ] : pick(@keys) ], quota => chance(90) ? 1 + below(4) : 1 + below(20), costs => [ map { chance(15) ? 0 : chance(90) ? below(6) : below(60) } 0 .. chance(30) ],
 			chance(15) ? (owner => below($self->{clients})) : () } } 1 .. 10 + below(10);
 
 	$_->{text} = limits_text(@{ $_->{limits} }) foreach @keys;
+	# The last key has the record.
+	$_->{key} = $_->{keys}[-1] foreach @ids;
 	return { keys => \@keys, ids => \@ids };
 }
 
@@ -103,27 +107,34 @@ sub call
 	die "no answer to $sql";
 }
 
+# Returns an SQL array of a member of the id's keys.
+sub array { my ($id, $member, $type) = @_; return 'ARRAY[' . join(', ', map { "'$_->{$member}'" } @{ $id->{keys} }) . "]::${type}[]"; }
+
 sub reserve
 {
 	my ($self, $n, $id, $once, $quota) = @_;
-	my $key = $id->{key};
+	my $units = $quota // $id->{quota};
 
-	return $self->call($n, $quota ? 'conflict' : 'reserve', $quota // $id->{quota},
-		sprintf(q{allowed || ',' || source FROM rl_reserve('%s', '%s', %d, '%s')}, $key->{name}, $key->{text}, $quota // $id->{quota}, $id->{name}), $once);
+	return $self->call($n, $quota ? 'conflict' : 'reserve', $units,
+		@{ $id->{keys} } == 1 ? "allowed || ',' || source FROM rl_reserve('$id->{key}{name}', '$id->{key}{text}', $units, '$id->{name}')"
+		: "bool_and(allowed) || ',' || coalesce(min(source) FILTER (WHERE NOT allowed), string_agg(DISTINCT source, ' ')) FROM rl_reserve_all("
+		  . join(', ', array($id, name => 'text'), array($id, text => 'rl_limits'), "'{$units}', '$id->{name}')"), $once);
 }
 
 sub settle
 {
 	my ($self, $n, $id, $once, $cost) = @_;
 
-	return $self->call($n, 'settle', $cost, "rl_settle('$id->{key}{name}', '$id->{name}', $cost)", $once);
+	return $self->call($n, 'settle', $cost, @{ $id->{keys} } == 1 ? "rl_settle('$id->{key}{name}', '$id->{name}', $cost)"
+		: 'rl_settle_all(' . array($id, name => 'text') . ", '$id->{name}', '{$cost}')", $once);
 }
 
 sub extend
 {
 	my ($self, $n, $id, $once, $hold) = @_;
 
-	return $self->call($n, $hold ? 'shorten' : 'extend', 0, "rl_extend('$id->{key}{name}', '$id->{name}'" . ($hold ? ", $hold)" : ')'), $once);
+	return $self->call($n, $hold ? 'shorten' : 'extend', 0, (@{ $id->{keys} } == 1 ? "rl_extend('$id->{key}{name}'" : 'rl_extend_all(' . array($id, name => 'text'))
+		  . ", '$id->{name}'" . ($hold ? ", $hold)" : ')'), $once);
 }
 
 sub play
@@ -133,11 +144,11 @@ sub play
 
 	foreach (1 .. $self->{ops})
 	{
-		my $n = below(scalar @{ $plan->{ids} });
+		my $n = $_ > 1 ? below(scalar @{ $plan->{ids} }) : 0;
 		my $id = $plan->{ids}[$n];
 		my $key = $id->{key};
 		my $held = grep { $_->{algorithm} eq 'concurrent' } @{ $key->{limits} };
-		my $once = chance(30);
+		my $once = $_ > 1 && chance(30);
 
 		if (defined $id->{owner})
 		{
@@ -153,7 +164,7 @@ sub play
 				$self->extend($n, $id);
 			}
 		}
-		elsif (chance(45)) { $known{$n} ||= $self->reserve($n, $id, $once) // '' }
+		elsif ($_ == 1 || chance(45)) { $known{$n} ||= $self->reserve($n, $id, $once) // '' }
 		elsif (chance(50)) { $self->settle($n, $id, $once, pick(@{ $id->{costs} })) }
 		elsif (chance(50)) { $self->extend($n, $id, $once) }
 		elsif (($known{$n} // '') =~ /^t/) { $self->reserve($n, $id, 1, $id->{quota} + 1) }
@@ -284,23 +295,28 @@ sub repeat_calls
 	return;
 }
 
-# Returns what rl_inspect shows of a key: by state used, end and, of a reservation, its status; and
+# Returns what rl_inspect shows of keys: by name and state used, end and, of a reservation, its status; and
 # the times before and after.
 sub inspect
 {
-	my ($self, $key) = @_;
-	my ($before, $rows);
+	my ($self, @keys) = @_;
+	my $from = LeaseClients::before(time);
+	my %states;
 
-	foreach (1 .. 5000)
+	foreach my $key (@keys)
 	{
-		$self->start_psql if $self->{dead};
-		$before = LeaseClients::before(time);
-		$rows = $self->ask(q{SELECT string_agg(concat_ws('|', state, coalesce(used, -1), coalesce((extract(epoch FROM until) * 1000000)::bigint, 0),
-			CASE WHEN state LIKE 'reserved:%' THEN raw END), ' ') FROM rl_inspect('} . $key->{name} . q{') WHERE state <> 'ban'});
-		last if defined $rows;
+		my $rows;
+
+		foreach (1 .. 5000)
+		{
+			$self->start_psql if $self->{dead};
+			$rows = $self->ask(q{SELECT string_agg(concat_ws('|', state, coalesce(used, -1), coalesce((extract(epoch FROM until) * 1000000)::bigint, 0),
+				CASE WHEN state LIKE 'reserved:%' THEN raw END), ' ') FROM rl_inspect('} . $key->{name} . q{') WHERE state <> 'ban'});
+			last if defined $rows;
+		}
+		$states{ $key->{name} } = { map { my ($state, @row) = split /\|/; ($state => \@row) } split / /, $rows // die 'no rows of rl_inspect' };
 	}
-	my %states = map { my ($state, @row) = split /\|/; ($state => \@row) } split / /, $rows // die 'no rows of rl_inspect';
-	return (\%states, $before, LeaseClients::after(time));
+	return (\%states, $from, LeaseClients::after(time));
 }
 
 # Returns the problems of the answers of one id.
@@ -448,21 +464,25 @@ sub end_program
 
 	repeat_calls($load);
 	my @calls = calls($load);
+	my ($states, $from, $to) = inspect($self, @{ $plan->{keys} });
 	foreach my $key (@{ $plan->{keys} })
 	{
-		my ($states, $from, $to) = inspect($self, $key);
 		my @alternatives;
 
-		foreach my $n (grep { $plan->{ids}[$_]{key} == $key } 0 .. $#{ $plan->{ids} })
+		foreach my $n (0 .. $#{ $plan->{ids} })
 		{
 			my $id = $plan->{ids}[$n];
-			my @of = grep { $_->{subject} eq $n } @calls;
-			my ($wrong, @costs) = costs($id, $states->{"reserved:$id->{name}"}, $from, @of);
+			my ($level) = grep { $id->{keys}[$_] == $key } 0 .. $#{ $id->{keys} };
 
-			push @problems, map { "$key->{name} $id->{name}: $_" } answer_problems($id, @of), @$wrong;
+			next if !defined $level;
+			my @of = grep { $_->{subject} eq $n } @calls;
+			my ($wrong, @costs) = costs($id, $states->{ $id->{key}{name} }{"reserved:$id->{name}"}, $from, @of);
+
 			push @alternatives, \@costs if @costs;
+			$count{"charged, level $level"}++ if @costs;
+			next if $key != $id->{key};
+			push @problems, map { "$key->{name} $id->{name}: $_" } answer_problems($id, @of), @$wrong;
 			$count{ids}++;
-			$count{charged}++ if @costs;
 		}
 		foreach my $check (grep { $_->{subject} eq $key->{name} } @calls)
 		{
@@ -474,12 +494,16 @@ sub end_program
 		foreach my $limit (@{ $key->{limits} })
 		{
 			my %sums = sums($limit, $from, $to, @alternatives);
-			my $used = used($limit, $states, ($from + $to) / 2);
+			my $used = used($limit, $states->{ $key->{name} }, ($from + $to) / 2);
 
 			$count{sums}++;
 			$count{'exact sums'}++ if keys %sums == 1;
 			push @problems, "$key->{name} $key->{text}: $limit->{text} has $used units, not " . join ' or ', sort { $a <=> $b } keys %sums
 			  unless $sums{$used};
+			# When the last action was allowed, all others had at least what is left of their quota now.
+			my $left = sum0(map { min(map { $limit->{algorithm} eq 'concurrent' ? $_->[0] : $_->[1] ? $_->[1][0] : 0 } @$_) } @alternatives);
+			push @problems, "$key->{name} $key->{text}: $limit->{text} has allowed $left units"
+			  if $left > $limit->{capacity} && !$limit->{shadow} && ($limit->{calendar} || $limit->{period} >= 3_600_000_000);
 		}
 	}
 	$count{calls} += @calls;
