@@ -255,7 +255,7 @@ sub charge
 }
 
 # Charges a debt.  In a log of which nothing is free, it joins the newest entry, if that is no reservation's own and at most
-# 1/256 of the period old.
+# 1/256 of the period old.  An entry has at most 999,999 units.
 sub owe
 {
 	my ($of, $l, $now, $units) = @_;
@@ -264,7 +264,7 @@ sub owe
 
 	return charge($of, $l, $now, $units)
 	  if $l->{algorithm} ne 'sliding_log' || !$newest || $newest->[2] || room($of, $l, $now) > 0 || $now - $newest->[0] > $l->{period} / 256;
-	$newest->[1] += $units;
+	$newest->[1] = min($newest->[1] + $units, 999_999);
 	$of->{states}{ $l->{tag} } = $s;
 	$joined++;
 	return;
@@ -545,29 +545,26 @@ cmp_ok($joined, '>', 0, "and $joined debts joined the newest entry of a log");
 
 $session->ask(q{
 	CREATE FUNCTION set_time(ms bigint) RETURNS void LANGUAGE sql AS $$ SELECT set_config('ratelimit.debug_now', (1700000000000000 + ms * 1000)::text, false) $$;
-	-- Runs a query for each of some numbers, one each millisecond, until there are too many reservations.  Returns the answers.
-	CREATE FUNCTION each(query text, ms bigint, numbers int[]) RETURNS SETOF text LANGUAGE plpgsql AS $$
+	-- Runs a query for each of some numbers, at a time of its own, until there are too many reservations.  Returns the answers.
+	CREATE FUNCTION each(query text, ms bigint, step int, numbers int[]) RETURNS SETOF text LANGUAGE plpgsql AS $$
 	DECLARE
 		answer text;
 	BEGIN
 		FOR i IN 1 .. cardinality(numbers) LOOP
-			PERFORM set_time(ms + i);
-			BEGIN
-				EXECUTE query INTO answer USING numbers[i];
-			EXCEPTION WHEN program_limit_exceeded THEN
-				RETURN NEXT 'too many';
-				RETURN;
-			END;
+			PERFORM set_config('ratelimit.debug_now', (1700000000000000 + (ms + step * i) * 1000)::text, false);
+			EXECUTE query INTO answer USING numbers[i];
 			RETURN NEXT answer;
 		END LOOP;
+	EXCEPTION WHEN program_limit_exceeded THEN
+		RETURN NEXT 'too many';
 	END $$;
 });
 
-# Returns the answers of the query for these numbers, from a time on.
+# Returns the answers of the query for these numbers, from a time on, one each millisecond, or in other steps.
 sub each_of
 {
-	my ($query, $ms, @numbers) = @_;
-	my $answers = $session->ask("SELECT * FROM each(\$q\$$query\$q\$, $ms, '{" . join(',', @numbers) . "}')");
+	my ($query, $ms, $step, @numbers) = @_;
+	my $answers = $session->ask("SELECT * FROM each(\$q\$$query\$q\$, $ms, $step, '{" . join(',', @numbers) . "}')");
 
 	die $session->error if $session->error ne '';
 	return split /\n/, $answers;
@@ -580,39 +577,60 @@ my $settles = q{SELECT rl_settle('full', 'id' || $1, 1)};
 foreach my $store ('redis', 'local')
 {
 	$session->set(store => $store);
-	my @sources = each_of($reserves, 0, 1 .. 4200);
+	my @sources = each_of($reserves, 0, 1, 1 .. 4200);
 	my $n = $#sources;
 	is_deeply([ @sources[ 0, $n - 1, $n ] ], [ $store, $store, 'too many' ], "$store: $n open reservations, and no place");
 	cmp_ok($n, '>', $store eq 'local' ? 4095 : 4080, "$store: these are 4,096, in Redis with the key's other fields");
 
 	my @ids = shuffle(grep { $_ % 8 } 1 .. $n);
 	my @settled = @ids[ 0 .. 2999 ];
-	is_deeply([ grep { $_ ne 'true' } each_of($settles, 5000, @settled) ], [], "$store: 3,000 are settled");
-	is_deeply([ each_of($reserves, 9000, 5001 .. 5050) ], [ ($store) x 50 ], "$store: then there is place");
-	my @is = each_of($settles, 9500, @settled);
+	is_deeply([ grep { $_ ne 'true' } each_of($settles, 5000, 1, @settled) ], [], "$store: 3,000 are settled");
+	is_deeply([ each_of($reserves, 9000, 1, 5001 .. 5050) ], [ ($store) x 50 ], "$store: then there is place");
+	my @is = each_of($settles, 9500, 1, @settled);
 	my @gone = grep { $is[$_] eq 'false' } 0 .. $#settled;
 	cmp_ok(scalar @gone, '>=', 40, "$store: for which settled ones are forgotten");
 	cmp_ok(scalar @gone, '<=', 64, "$store: at most 16 at a time");
 	cmp_ok($gone[-1], '<', $store eq 'local' ? 64 : 1200, "$store: those that end first, of all or of some");
-	is_deeply([ each_of($reserves, 13_000, @settled[ @gone[ 0, 1 ] ]) ], [ $store, $store ], "$store: their ids are charged again");
-	is_deeply([ grep { $_ ne 'reserved' } each_of($reserves, 14_000, @ids[ 3000 .. $#ids ], (map { 8 * $_ } 1 .. $n / 8), 5001 .. 5050) ], [], "$store: each open one is there");
+	is_deeply([ each_of($reserves, 13_000, 1, @settled[ @gone[ 0, 1 ] ]) ], [ $store, $store ], "$store: their ids are charged again");
+	is_deeply([ grep { $_ ne 'reserved' } each_of($reserves, 14_000, 1, @ids[ 3000 .. $#ids ], (map { 8 * $_ } 1 .. $n / 8), 5001 .. 5050) ], [], "$store: each open one is there");
 
-	@is = each_of($settles, 700_000, @settled);
-	is_deeply([ each_of($reserves, 710_000, 6001 .. 6100) ], [ ($store) x 100 ], "$store: those that have ended make place");
-	is_deeply([ each_of($settles, 720_000, @settled) ], \@is, "$store: before settled ones");
+	@is = each_of($settles, 700_000, 1, @settled);
+	is_deeply([ each_of($reserves, 710_000, 1, 6001 .. 6100) ], [ ($store) x 100 ], "$store: those that have ended make place");
+	is_deeply([ each_of($settles, 720_000, 1, @settled) ], \@is, "$store: before settled ones");
 
 	$session->ask(q{SELECT rl_reset('full')});
 	is_deeply([ grep { $_ ne "${store}true" } each_of(q{SELECT source || rl_settle('full', 'id' || $1, 2) FROM rl_reserve('full', 'fixed_window 1000000/3650d', 1, 'id' || $1)},
-			800_000, 1 .. 6000) ], [], "$store: with the default hold, 6,000 actions in 6 seconds that are settled");
-	is($session->ask(q{SELECT remaining FROM rl_peek('full', 'fixed_window 1000000/3650d', 0)}), 988_000, "$store: each is charged and settled once");
+			800_000, 1, 1 .. 4500) ], [], "$store: with the default hold, 4,500 actions in 5 seconds that are settled");
+	is($session->ask(q{SELECT remaining FROM rl_peek('full', 'fixed_window 1000000/3650d', 0)}), 991_000, "$store: each is charged and settled once");
 
 	# A reservation in each second, each of which leaves a debt when the log is full.
-	is_deeply([ grep { $_ ne $store } map { each_of(q{SELECT source FROM rl_reserve('debts', 'sliding_log 10/1s', 5, 'id' || $1)}, 1_000_000 + 1001 * $_, $_) } 1 .. 1000 ], [],
+	is_deeply([ grep { $_ ne $store } each_of(q{SELECT source FROM rl_reserve('debts', 'sliding_log 10/1s', 5, 'id' || $1)}, 1_000_000, 1001, 1 .. 1000) ], [],
 		"$store: 1,000 reservations of a log with a period of 1 s");
-	is_deeply([ grep { $_ ne 'true' } each_of(q{SELECT rl_settle('debts', 'id' || $1, 20)}, 2_001_500, 1 .. 1000) ], [], "$store: are settled in the next period, above that");
+	is_deeply([ grep { $_ ne 'true' } each_of(q{SELECT rl_settle('debts', 'id' || $1, 20)}, 2_001_500, 1, 1 .. 1000) ], [], "$store: are settled in the next period, above that");
 	push @debts, $session->ask(q{SELECT used, until FROM rl_inspect('debts') WHERE state LIKE 'sliding_log%'});
 }
 is($debts[0], $debts[1], 'both stores have the same debt');
+
+# An organisation that is idle owes what is above the estimate: its windows have ended, or it was deleted.
+my @idle = ('100000/1min burst 100000', 'token_bucket 100000/1min', 'fixed_window 100000/1min', 'fixed_window 100000/day in UTC',
+	'sliding_window 100000/1min step 1s', 'sliding_log 100000/1min');
+foreach my $store ('redis', 'local')
+{
+	$session->set(store => $store);
+	my %left;
+	foreach my $i (0 .. $#idle)
+	{
+		foreach my $how ('set_time(6000000000)', "rl_reset('idle$i')")
+		{
+			my $keys = "'{idle$i,\"{idle$i}user\"}'";
+
+			$left{ join ' ', split /\n/, $session->ask("SELECT rl_reset('idle$i'), rl_reset('{idle$i}user') \\g /dev/null\nSELECT set_time(5000000000) \\g /dev/null
+				SELECT count(*) FILTER (WHERE allowed) FROM rl_reserve_all($keys, '{$idle[$i],fixed_window 100000/3650d}', '{1}', 'a', 2592000); SELECT $how \\g /dev/null
+				SELECT rl_settle_all($keys, 'a', '{50000}'); SELECT remaining FROM rl_peek('idle$i', '$idle[$i]', 0)") }++;
+		}
+	}
+	is_deeply(\%left, { '2 t 50001' => 2 * @idle }, "$store: an estimate of 1 that is settled at 50,000, in another life of the first key");
+}
 my ($entries, @wrong) = log_entries({ @{ $redis->cli('HGETALL', 'rl:{debts}') } }, 'sliding_log:1000000');
 is_deeply(\@wrong, [], 'the log is right');
 cmp_ok(scalar @$entries, '<=', 267, 'and has at most its capacity and 257 entries: ' . @$entries);

@@ -3,7 +3,7 @@
 # of holders that drift apart, a late release that frees another's slot, a refund that takes
 # others' entries, and a worker that renews too late.
 #
-# RATELIMIT_SEED repeats the choices.
+# RATELIMIT_SEED repeats the choices; RATELIMIT_SECONDS is how long 60 actions a second are made.
 #
 # Runs once in a suite: 095_reserve plays programs with each server.
 # Runs also with assertions: holders of reservations fail.
@@ -17,17 +17,21 @@ my $node = new_node($redis);
 my $session = session($node);
 my $start = 1_700_000_000_000_000;
 
-# Returns the answer to a call at so many seconds after the start.
-sub at
+# Returns the answers to calls, each at so many seconds after the start.
+sub all_at
 {
-	my ($seconds, $call) = @_;
+	my (@calls) = @_;
 
-	return $session->ask(sprintf q{SET ratelimit.debug_now = '%.0f'; SELECT %s}, $start + $seconds * 1e6, $call);
+	return split /\n/, $session->ask(join '; ', map { sprintf q{SET ratelimit.debug_now = '%.0f'; SELECT %s}, $start + $_->[0] * 1e6, $_->[1] } @calls);
 }
 
-sub reserve { my ($at, $key, $limits, $id, $quota, $hold) = @_; return at($at, sprintf q{allowed FROM rl_reserve('%s', '%s', %d, '%s', %s)}, $key, $limits, $quota // 1, $id, $hold // 'NULL'); }
-sub settle { my ($at, $key, $id, $quota) = @_; return at($at, "rl_settle('$key', '$id', " . ($quota // 0) . ')'); }
-sub extend { my ($at, $key, $id) = @_; return at($at, "rl_extend('$key', '$id')"); }
+sub reserving { my ($key, $limits, $id, $quota, $hold) = @_; return sprintf q{allowed FROM rl_reserve('%s', '%s', %d, '%s', %s)}, $key, $limits, $quota // 1, $id, $hold // 'NULL'; }
+sub settling { my ($key, $id, $quota) = @_; return "rl_settle('$key', '$id', " . ($quota // 0) . ')'; }
+sub extending { my ($key, $id) = @_; return "rl_extend('$key', '$id')"; }
+sub at { my ($answer) = all_at([@_]); return $answer // ''; }
+sub reserve { my ($at, @of) = @_; return at($at, reserving(@of)); }
+sub settle { my ($at, @of) = @_; return at($at, settling(@of)); }
+sub extend { my ($at, @of) = @_; return at($at, extending(@of)); }
 sub used { my ($at, $key, $state) = @_; return at($at, "coalesce(sum(used), 0) FROM rl_inspect('$key') WHERE state LIKE '$state%'"); }
 
 #
@@ -38,16 +42,9 @@ my $three = 'concurrent 3/10s';
 
 # Holds that leak: clients die all the time, and three units are free after each hold, not before.
 {
-	my @wrong;
+	my @got = all_at(map { my $round = $_; map { [ 2 * $round + ($_ < 5 ? $_ / 1e3 : 2.000999), reserving('leaks', $three, "$round:$_", 1, 2) ] } 1 .. 5 } 0 .. 40);
 
-	foreach my $round (0 .. 40)
-	{
-		my $at = 2 * $round;
-		my @got = ((map { reserve($at + $_ / 1e3, 'leaks', $three, "$round:$_", 1, 2) } 1 .. 4), reserve($at + 2.000999, 'leaks', $three, "$round:5", 1, 2));
-
-		push @wrong, "round $round: @got" if "@got" ne 't t t f f';
-	}
-	none(\@wrong, 'the units of clients that die are free after their hold');
+	is("@got", join(' ', ('t t t f f') x 41), 'the units of clients that die are free after their hold');
 	cmp_ok(at(81, "count(*) FROM rl_inspect('leaks')"), '<', 20, 'and their records are deleted');
 }
 
@@ -104,7 +101,7 @@ foreach my $limits ('sliding_log 20/10s', 'sliding_window 20/10s step 1s')
 
 # A counter and a list of holders that drift apart.
 {
-	my ($at, @wrong, %seen) = (0);
+	my ($at, @what, @calls, @wrong, %seen) = (0);
 
 	foreach my $step (1 .. 400)
 	{
@@ -112,10 +109,19 @@ foreach my $limits ('sliding_log 20/10s', 'sliding_window 20/10s step 1s')
 		my $what = pick(qw(reserve reserve settle extend));
 
 		$at += chance(20) ? rand 4 : rand 0.3;
-		$seen{ "$what " . ($what eq 'reserve' ? reserve($at, 'drifts', $three, $id, 1, pick('NULL', 1, 3)) : $what eq 'settle' ? settle($at, 'drifts', $id) : extend($at, 'drifts', $id)) }++;
-		my ($held, $open) = split /\|/, at($at, sprintf q{coalesce(sum(used) FILTER (WHERE state LIKE 'concurrent%%'), 0), count(*) FILTER (WHERE raw = 'open' AND until > to_timestamp(%.6f))
-			FROM rl_inspect('drifts')}, $start / 1e6 + $at);
-		push @wrong, "step $step, $what: $held held, $open open" if $held != $open || $held > 3;
+		push @what, $what;
+		push @calls, [ $at, $what eq 'reserve' ? reserving('drifts', $three, $id, 1, pick('NULL', 1, 3)) : $what eq 'settle' ? settling('drifts', $id) : extending('drifts', $id) ],
+		  [ $at, sprintf q{coalesce(sum(used) FILTER (WHERE state LIKE 'concurrent%%'), 0), count(*) FILTER (WHERE raw = 'open' AND until > to_timestamp(%.6f))
+			FROM rl_inspect('drifts')}, $start / 1e6 + $at ];
+	}
+	my @answers = all_at(@calls);
+	is(scalar @answers, scalar @calls, 'each call is answered');
+	foreach my $step (0 .. $#what)
+	{
+		my ($held, $open) = split /\|/, $answers[ 2 * $step + 1 ];
+
+		$seen{"$what[$step] $answers[ 2 * $step ]"}++;
+		push @wrong, "step $step, $what[$step]: $held held, $open open" if $held != $open || $held > 3;
 	}
 	none(\@wrong, 'at any time as many units are held as there are open reservations');
 	cmp_ok($seen{$_} || 0, '>', 0, "$_: " . ($seen{$_} || 0)) foreach map { ("$_ t", "$_ f") } qw(reserve settle extend);
@@ -213,6 +219,26 @@ is($session->ask(q{SELECT count(*) FROM pg_sleep(0), rl_inspect('held') WHERE us
 	is(join('', map { $_->[1] } @dead), 'ttt', 'three holders die');
 	cmp_ok($polls[-1][2], '>=', $dead[0][0] + 1, 'their units are held for their hold');
 	cmp_ok($_->[0], '<=', $dead[0][2] + 1, 'no call after it is refused') foreach @polls[ grep { $_ >= 0 } $#polls - 1 ];
+}
+
+# Sixty actions a second through an organisation, and ten of them through one last key, at the default hold.
+{
+	my $script = q{
+		\set user random(0, 500)
+		\if :user < 84
+		\set user 0
+		\endif
+		SELECT gen_random_uuid() AS id \gset
+		SELECT bool_and(allowed)::int AS allowed FROM rl_reserve_all(ARRAY['rate', '{rate}' || :user], array_fill('fixed_window 1000000000/3650d'::rl_limits, '{2}'), '{5}', ':id') \gset
+		SELECT (NOT rl_settle_all(ARRAY['rate', '{rate}' || :user], ':id', '{3}'))::int AS failed \gset
+		SELECT 1 / :allowed, 1 / (1 - :failed);
+	};
+	my $run = start_clients($node, 'sixty actions a second', $script, '-R', 60, '-T', $ENV{RATELIMIT_SECONDS} || 1);
+
+	finish_clients($run);
+	my ($done) = $run->{out} =~ /transactions actually processed: (\d+)/ or diag $run->{out};
+	cmp_ok($done, '>', 0, "all of $done actions are reserved and settled");
+	is($session->ask(q{SELECT used FROM rl_inspect('rate') WHERE state LIKE 'fixed_window%'}), 3 * $done, 'and charged at their costs');
 }
 
 #

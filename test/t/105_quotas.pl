@@ -1,10 +1,12 @@
 # docs/quotas.md: eight clients that race find each threshold of a month exactly once.
 #
+# RATELIMIT_CALLS is the number of calls of a month, of each of 21 customers.
+#
 # Runs once in a suite: PostgreSQL runs the functions of the page.
 use RatelimitTest;
 use DocPage;
 
-my ($rounds, $calls) = (20, 120);
+my ($rounds, $calls) = (20, $ENV{RATELIMIT_CALLS} || 120);
 my $redis = RedisServer->new->start;
 my $node = shared_node($redis);
 my $script = PostgreSQL::Test::Utils::tempdir . '/calls.sql';
