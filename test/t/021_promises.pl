@@ -11,6 +11,8 @@ use Engines;
 use Promises;
 
 my $seed = seed();
+# Histories of C, and of these through SQL.
+my ($in_c, $in_sql) = map { all_seeds($_) } is_long() ? (100, 24) : (40, 12);
 my $redis = RedisServer->new->start;
 my $node = new_node($redis);
 my $engine = c_engine($node);
@@ -301,7 +303,7 @@ foreach my $kind (@kinds)
 	my %reached = (C => 0, SQL => 0);
 	my %events = (C => 0, SQL => 0, refused => 0);
 
-	check_histories("$kind: the promise holds in every span, and every refusal is needed", all_seeds(100), all_seeds(24), sub { return 0 }, sub {
+	check_histories("$kind: the promise holds in every span, and every refusal is needed", $in_c, $in_sql, sub { return 0 }, sub {
 		my ($n) = @_;
 		my $limit = limit_of($kind);
 
@@ -316,13 +318,13 @@ foreach my $kind (@kinds)
 		return $wrong;
 	});
 	note "$kind: events $events{C} (C), $events{SQL} (SQL), refused $events{refused}, ",
-	  "promise reached in $reached{C} of " . all_seeds(100) . " and $reached{SQL} of " . all_seeds(24);
+	  "promise reached in $reached{C} of $in_c and $reached{SQL} of $in_sql";
 	cmp_ok($events{refused}, '>', 0.25 * $events{C}, "$kind: there were refusals");
 
 	# The promise of a bucket allows one unit more than any history can take.
 	next if $kind eq 'token_bucket';
-	cmp_ok($reached{C}, '>', 50, "$kind: the promise is reached (C)");
-	cmp_ok($reached{SQL}, '>', 10, "$kind: the promise is reached (SQL)");
+	cmp_ok($reached{C}, '>', $in_c / 2, "$kind: the promise is reached (C)");
+	cmp_ok($reached{SQL}, '>', $in_sql / 3, "$kind: the promise is reached (SQL)");
 }
 
 #
@@ -415,7 +417,7 @@ foreach my $kind (@denying)
 {
 	my %seen = (allowed => 0, refused => 0, by_other => 0, refunded => 0, smaller => 0, reached => 0);
 
-	check_histories("$kind count_denied: attempts count, and the promise holds", all_seeds(60), all_seeds(24), sub { return min(values %seen) <= 100 }, sub {
+	check_histories("$kind count_denied: attempts count, and the promise holds", int(0.6 * $in_c), $in_sql, sub { return min(values %seen) <= 100 }, sub {
 		my ($n) = @_;
 		my $limit = limit_of($kind, count_denied => 1);
 		my @others = $n % 2 ? limit(algorithm => 'throttle', capacity => 2, count => 1 + below(5), period => $limit->{period}) : ();
@@ -510,7 +512,7 @@ sub check_ban
 {
 	my %seen = (bans => 0, banned => 0, longer => 0, shorter => 0);
 
-	check_histories('ban: the Nth refusal within a period starts a ban, and the ban lasts until its end', all_seeds(80), all_seeds(25), sub { return min(values %seen) <= 50 }, sub {
+	check_histories('ban: the Nth refusal within a period starts a ban, and the ban lasts until its end', int(0.8 * $in_c), $in_sql, sub { return min(values %seen) <= 50 }, sub {
 		my $limit = limit_of('sliding_log', ban => 1, ban_after => 1 + below(4));
 		$limit = limit(%$limit, ban => 1 + below(2 * $limit->{period}));
 		my ($left, $now) = (150, $t0);
