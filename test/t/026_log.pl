@@ -8,7 +8,7 @@ use RatelimitTest;
 use Engines;
 use StateModel;
 
-my $steps = $ENV{RATELIMIT_STEPS} || (is_long() ? 12_000 : 6_000);
+my $steps = $ENV{RATELIMIT_STEPS} || 12_000;
 my $seed = seed();
 my ($redis, $node, $session) = start_servers(\&new_node);
 my $period = 1_000_000;
