@@ -4,8 +4,6 @@
 #
 # RATELIMIT_SEED repeats a run.
 #
-# Runs in a pair: its calls have short timeouts, and it takes a master away under load.
-#
 # Runs once with a server: it depends on the Cluster.
 use RatelimitTest;
 use Engines;

@@ -2,8 +2,6 @@
 # rule of docs/operations.md.  No call fails while slots move, and when a master fails,
 # only the calls of its keys do.
 #
-# Runs in a pair: it measures how long a failover takes.
-#
 # Runs once with a server: it depends on the Cluster.
 use RatelimitTest;
 use List::Util qw(sum);

@@ -1,8 +1,6 @@
 # Sentinels name the master: at connect, after a lost connection, and when the master
 # has become a replica.  A failover ends no session.
 #
-# Runs in a pair: it measures how long a failover takes.
-#
 # Runs once with a server: it depends on the Sentinels.
 use RatelimitTest;
 
