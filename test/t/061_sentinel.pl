@@ -16,7 +16,8 @@ sub follow
 {
 	my ($replica, $master) = @_;
 
-	$replica->cli('REPLICAOF', '127.0.0.1', $master->port);
+	# A Sentinel that finds a replica of another master corrects it, and closes its connections.
+	await('REPLICAOF', sub { return eval { $replica->cli('REPLICAOF', '127.0.0.1', $master->port) } });
 	await('the replica', sub { return $replica->follows });
 	return;
 }
