@@ -384,23 +384,6 @@ read_redirect(const RlReply *reply, const RlNode *from, int *slot, RlAddress *ad
 		number >= 0 && number < RL_SLOTS && rl_address_redirect(end + 1, address);
 }
 
-/* Returns the node of a redirect, or NULL: not known here, or no redirect.  Does not throw. */
-RlNode *
-rl_route_redirected(const RlNode *from, const RlReply *reply)
-{
-	RlNextStep	step = rl_reply_next_step(reply);
-	RlAddress	address;
-	RlNode	   *node;
-	int			slot;
-
-	if ((step != RL_STEP_MOVED && step != RL_STEP_ASK) || !read_redirect(reply, from, &slot, &address))
-		return NULL;
-	node = rl_node_at(&address);
-	if (node != NULL && step == RL_STEP_MOVED)
-		rl_slot_learn(slot, rl_node_number(node));
-	return node;
-}
-
 /*
  * Leaves the node, which cannot run calls now.  Returns true if the call may be sent again.
  * Unless this is a cluster, its name may have another address, the Sentinels name another server

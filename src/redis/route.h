@@ -44,6 +44,5 @@ extern bool rl_route_try(RlRoute *route, bool *others, RlError *error);
 extern bool rl_route_connect(RlRoute *route, RlError *error);
 extern void rl_route_failed(RlRoute *route, const RlError *error);
 extern bool rl_route_answered(RlRoute *route, const RlReply *reply);
-extern RlNode *rl_route_redirected(const RlNode *from, const RlReply *reply);
 
 #endif							/* ROUTE_H */
