@@ -372,4 +372,21 @@ set_redis_clock($far);
 	}
 }
 
+# A reservation of a day that counts as ended, because the clock was ahead: what its settlement gives back is of that day.
+foreach my $store ('redis', 'local')
+{
+	my $settling = session($node);
+	my ($today, $ahead) = map { ($borders[3] + $_ * 24 * HOUR) } 0, 400;
+
+	$settling->set(store => $store);
+	foreach my $charged (0, 4)
+	{
+		$settling->ask("SET ratelimit.debug_now = '$ahead'; SELECT rl_reserve('wrong:$charged', 'fixed_window 10/day in Asia/Tokyo', 7, 'x', 86400);
+			SET ratelimit.debug_now = '$today'; SELECT rl_check('wrong:$charged', 'fixed_window 10/day in Asia/Tokyo', $charged)");
+		is($settling->ask("SELECT rl_settle('wrong:$charged', 'x', 0)"), 't', "$store: a reservation of another day is settled");
+		is($settling->ask("SELECT remaining FROM rl_peek('wrong:$charged', 'fixed_window 10/day in Asia/Tokyo', 0)"), 10 - $charged,
+			"$store: nothing comes back to today, of which $charged are used");
+	}
+}
+
 done_testing();
