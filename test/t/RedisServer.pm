@@ -27,18 +27,21 @@ our @EXPORT_OK = qw(await documented_user in_child);
 my $DEADLINE = $ENV{PG_TEST_TIMEOUT_DEFAULT} || 180;
 
 # Calls the condition until it is true and returns its value; dies at the deadline
-# with the name of the condition.
+# with the name of the condition.  The pauses grow with the time that has passed, because
+# a condition may take more time of the processor than what it waits for.
 sub await
 {
 	my ($what, $condition) = @_;
-	my $end = time + $DEADLINE;
+	my $begin = time;
 
 	while (1)
 	{
 		my $result = $condition->();
+		my $passed = time - $begin;
+
 		return $result if $result;
-		die "timed out waiting for $what" if time > $end;
-		sleep 0.005;
+		die "timed out waiting for $what" if $passed > $DEADLINE;
+		sleep($passed < 0.1 ? 0.005 : $passed < 2 ? $passed / 20 : 0.1);
 	}
 }
 
