@@ -1,0 +1,200 @@
+# The worker that sends overdue refunds, and the callers that send them without it.
+#
+# Runs once in a suite: transactions end in PostgreSQL.
+use RatelimitTest;
+use File::Copy qw(copy);
+
+chomp(my $installed = qx(pg_config --pkglibdir));
+my $folder = PostgreSQL::Test::Utils::tempdir;
+my $library = "$folder/ratelimit.so";
+symlink "$installed/ratelimit.so", $library or die "$library: $!";
+# What a process has written survives its kill, also without fsync.
+my $redis = RedisServer->new(args => [ '--appendonly', 'yes', '--appendfsync', 'no' ])->start;
+# The worker loads the library by this path; a session keeps the functions that it has called.
+my $node = shared_node($redis, "dynamic_library_path = '$folder'", 'restart_after_crash = on', 'ratelimit.command_timeout = 20s',
+	'ratelimit.retry_interval = 100ms');
+my $watcher = session($node);
+my $keys = 0;
+
+sub new_key { return 'key:' . ++$keys; }
+sub take { my ($key, $n) = @_; return "SELECT count(*) FILTER (WHERE rl_allow('$key:' || n, 'concurrent 1/1h')) FROM generate_series(1, @{[ $n || 1 ]}) n"; }
+
+# Returns how many units of the keys are held, as Redis says; no call takes refunds off the list.
+sub held
+{
+	my ($key, $n) = @_;
+
+	return $redis->cli('EVAL', q{
+		local held = 0
+		for i = 1, ARGV[2] do
+			held = held + string.match(redis.call('HGET', 'rl:{' .. ARGV[1] .. ':' .. i .. '}', 'concurrent:3600000000') or '0', '^%d+')
+		end
+		return held}, 0, $key, $n || 1);
+}
+# Does not ask Redis, which may be suspended.
+sub status { my ($columns) = @_; return $watcher->ask("SET ratelimit.store = local; SELECT $columns FROM rl_status()"); }
+sub workers { return $watcher->ask("SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'ratelimit refunds'"); }
+
+sub awaits_none
+{
+	my ($key, $n, $what) = @_;
+
+	await("$what: the units", sub { return held($key, $n) == 0 });
+	pass("$what: no unit is held when Redis is well");
+	await("$what: the list is empty", sub { return status('refunds_overdue') == 0 });
+	return;
+}
+
+sub fails { $redis->cli('REPLICAOF', '127.0.0.1', 1); return; }
+sub is_well { $redis->cli('REPLICAOF', 'NO', 'ONE'); return; }
+
+# Ends transactions that hold a unit each while Redis does not run the refunds.
+sub leave_refunds
+{
+	my (%key) = map { $_[ 2 * $_ ] . '' => [ @_[ 2 * $_, 2 * $_ + 1 ] ] } 0 .. $#_ / 2;
+
+	$_->[0]->ask('BEGIN; ' . take($_->[1])) foreach values %key;
+	is(held($_->[1]), 1, 'a unit is held') foreach values %key;
+	fails();
+	$_->[0]->ends('COMMIT', 'COMMIT leaves an overdue refund') foreach values %key;
+	return;
+}
+
+# The library is replaced, and then removed, while the worker runs, and when one is started.
+{
+	my ($session, @others) = map { session($node) } 1 .. 3;
+	my ($key, @keys) = map { new_key() } 1 .. 3;
+
+	leave_refunds($session, $key);
+	await('the worker', sub { return workers() == 1 });
+	copy("$installed/ratelimit.so", "$library.new") or die "$library.new: $!";
+	rename "$library.new", $library or die "$library: $!";
+	is_well();
+	awaits_none($key, 1, 'the library is replaced under a worker');
+	$_->ask(q{SET ratelimit.tls_key_file = '/nowhere'; SELECT rl_check('another', '5/1s'), rl_allow('another', '5/1s')}) foreach @others;
+	unlink $library or die "$library: $!";
+	leave_refunds($session, $key);
+	is_well();
+	awaits_none($key, 1, 'the library is removed under a worker');
+	unlike(new_log($node), qr/could not access file/, 'no other worker was started');
+
+	# Another target needs another worker.
+	leave_refunds($others[0], $keys[0], $others[1], $keys[1]);
+	await('the end of a worker without a library', sub { return slurp_file($node->logfile) =~ /could not access file "ratelimit"/ });
+	is_well();
+	is(held($keys[0]) + held($keys[1]), 2, 'without a library there is no worker');
+	await('the refunds', sub { $others[0]->ask(q{SELECT rl_check('another', '5/1s')}); return held($keys[0]) + held($keys[1]) == 0 });
+	pass('calls send the refunds');
+	is(count_of(qr/could not access file/, new_log($node)), 1, 'a worker is started once in a minute');
+	symlink "$installed/ratelimit.so", $library or die "$library: $!";
+	$_->quit foreach $session, @others;
+}
+
+# A crash of a session ends the list and the worker with all other memory.
+{
+	my ($session, $victim, $key, $lost) = (session($node), session($node), new_key(), new_key());
+
+	leave_refunds($session, $lost);
+	await('the worker', sub { return workers() == 1 });
+	kill 'KILL', $victim->pid;
+	await('new memory', sub { return ($node->psql('postgres', "SET ratelimit.store = local; SELECT coalesce(refunds_overdue, 0) FROM rl_status()"))[1] eq '0' });
+	eval { $_->quit } foreach $session, $victim, $watcher;
+	$watcher = session($node);
+	$session = session($node);
+	is_well();
+	is(held($lost), 1, 'the unit is held until its period has passed');
+	leave_refunds($session, $key);
+	await('the worker', sub { return workers() == 1 });
+	is_well();
+	awaits_none($key, 1, 'after a crash');
+	is(workers(), 1, 'there is one worker');
+	$session->quit;
+}
+
+# Six targets, and four workers at most: a worker that has nothing to do makes place.
+{
+	my @sessions = map { session($node) } 1 .. 6;
+	my $key = new_key();
+
+	foreach my $i (0 .. $#sessions)
+	{
+		$sessions[$i]->ask("SET ratelimit.redis_url = '" . $redis->url . "'; SET ratelimit.tls_key_file = '/nowhere$i'; BEGIN; " . take("$key:$i"));
+	}
+	$redis->cli('REPLICAOF', '127.0.0.1', 1);
+	$_->ask('COMMIT') foreach @sessions;
+	# One that has made place may not have ended yet.
+	await('four workers at most', sub { return workers() <= 4 });
+	$redis->cli('REPLICAOF', 'NO', 'ONE');
+	await('the units of six targets', sub { return !grep { held("$key:$_") } 0 .. 5 });
+	pass('the refunds of six targets arrive');
+	$_->quit foreach @sessions;
+}
+
+# A database can be dropped while a worker sends refunds of its sessions.
+{
+	$watcher->ask('CREATE DATABASE leaving');
+	my ($session, $key) = (session($node, 'leaving'), new_key());
+
+	$session->ask('CREATE EXTENSION ratelimit; BEGIN; ' . take($key));
+	$redis->cli('REPLICAOF', '127.0.0.1', 1);
+	$session->ask('COMMIT');
+	$session->quit;
+	await('the worker', sub { return workers() == 1 });
+	await('the session to end', sub { return $watcher->ask(q{SELECT count(*) FROM pg_stat_activity WHERE datname = 'leaving'}) == 0 });
+	$watcher->ends('DROP DATABASE leaving', 'a database is dropped while its refunds wait');
+	$redis->cli('REPLICAOF', 'NO', 'ONE');
+	awaits_none($key, 1, 'DROP DATABASE');
+}
+
+# Another Redis never answers: this one's charges and refunds go on.
+{
+	my $silent = RedisServer->new->start;
+	my ($session, $other, $key) = (session($node), session($node), new_key());
+
+	$other->ask("SET ratelimit.redis_url = '" . $silent->url . "'; BEGIN; " . take($key, 1000));
+	$silent->pause;
+	$other->ends('COMMIT', 'a COMMIT with a silent Redis');
+	cmp_ok(status('refunds_overdue'), '>', 0, 'its refunds wait');
+	is($session->ask('BEGIN; ' . take($key, 10)), 10, 'another Redis grants quota');
+	$redis->cli('REPLICAOF', '127.0.0.1', 1);
+	$session->ends('COMMIT', 'a COMMIT without that other Redis');
+	$redis->cli('REPLICAOF', 'NO', 'ONE');
+	await('the units', sub { return held($key, 10) == 0 });
+	pass('refunds of the other Redis arrive');
+	$silent->resume;
+	await('all refunds', sub { return status('refunds_overdue') == 0 });
+	$_->quit foreach $session, $other;
+}
+
+# A caller sends refunds on the list ahead of its command, those of its key first.
+{
+	my ($session, $other, $key) = (session($node), session($node), new_key());
+
+	await('the worker to be idle', sub { return status('refunds_overdue') == 0 });
+	# The launcher of logical replication uses the only place.
+	$node->append_conf('postgresql.conf', 'max_worker_processes = 1');
+	$session->quit;
+	$other->quit;
+	$watcher->quit;
+	$node->restart;
+	$watcher = session($node);
+	($session, $other) = (session($node), session($node));
+	$session->ask('BEGIN; ' . take($key, 200));
+	$other->ask(q{SELECT rl_check('another', '5/1s')});
+	$redis->cli('REPLICAOF', '127.0.0.1', 1);
+	$session->ends('COMMIT', 'COMMIT without a worker');
+	$redis->cli('REPLICAOF', 'NO', 'ONE');
+	is(status('refunds_overdue'), 200, 'the refunds wait');
+	is(workers(), 0, 'there is no worker');
+	await('the pause to end', sub { $other->ask(q{SELECT rl_check('another', '5/1s')}); return status('refunds_overdue') < 200 });
+	is(status('refunds_overdue'), 200 - 64, 'a call sends the oldest ones');
+	# Each call sends 64, and one of these keys has the last refund of the list.
+	is($other->ask("SELECT rl_allow('$key:$_', 'concurrent 1/1h')"), 't', "a caller gets a unit of key $_, because it refunds that first") foreach 1, 200;
+	cmp_ok(status('refunds_overdue'), '<=', 200 - 3 * 64 + 1, 'and others');
+	$other->ask(q{SELECT rl_check('another', '5/1s')}) foreach 1 .. 3;
+	is(status('refunds_overdue'), 0, 'further calls send the rest');
+	is(held($key, 200), 0, 'no unit is held');
+	$_->quit foreach $session, $other;
+}
+
+done_testing();
