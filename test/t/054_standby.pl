@@ -203,8 +203,16 @@ foreach my $where (0, 1)
 #
 
 $primary->stop;
+# A refund that is overdue on the standby is sent after the promotion, too.
+$here->ask(q{BEGIN READ ONLY; SELECT rl_check('held', 'concurrent 1/1h')});
+$redis->cli('REPLICAOF', '127.0.0.1', 1);
+$here->ends('COMMIT', 'a COMMIT on the standby while Redis cannot be written to');
+await('the worker', sub { return $here->ask(q{SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'ratelimit refunds'}) eq '1' });
 $standby->promote;
 await('the promotion', sub { $here->ask('SELECT pg_is_in_recovery()') eq 'f' });
+$redis->cli('REPLICAOF', 'NO', 'ONE');
+await('the refund', sub { return ($redis->cli('HGET', 'rl:{held}', 'concurrent:3600000000') // '0') =~ /^0/ });
+is($here->ask('SELECT refunds_lost FROM rl_status()'), 0, 'after the promotion the worker sends the refund');
 $here->ends(q{CREATE TRIGGER enforce BEFORE INSERT ON orders FOR EACH ROW EXECUTE FUNCTION rl_enforce('shared', '5/1h');
 	INSERT INTO orders VALUES (1, 1)}, 'after the promotion a trigger works');
 is($here->left('5/1h', 'shared'), 0, 'after the promotion the limit has the primary\'s state');
