@@ -235,4 +235,34 @@ $a->start;
 follow($a, $b);
 is($session->attempt($take)->{state}, '00000', 'calls succeed when the old master is a replica');
 
+#
+# A planned failover: the old master runs calls until it is a replica, which takes ten seconds
+#
+
+{
+	my $held = sub {
+		return $a->cli('EVAL', q{
+			local held = 0
+			for _, key in ipairs(redis.call('KEYS', '*planned:*')) do
+				held = held + string.match(redis.call('HGET', key, 'concurrent:3600000000') or '0', '^%d+')
+			end
+			return held}, 0);
+	};
+
+	await('the Sentinels to know the replica', sub {
+		return !grep { my %of = @{ $_->cli('SENTINEL', 'MASTER', 'service') }; $of{port} != $b->port || $of{'num-slaves'} < 1 } @sentinels;
+	});
+	# As docs/operations.md advises.
+	$b->cli('CONFIG', 'SET', 'min-replicas-to-write', 1);
+	$session->ask(q{BEGIN; SELECT count(*) FROM generate_series(1, 20) n WHERE rl_allow('planned:' || n, 'concurrent 1/1h')});
+	await('the replica to have the units', sub { return (eval { $held->() } // 0) == 20 });
+	await('the order', sub { return eval { $sentinels[0]->cli('SENTINEL', 'FAILOVER', 'service') } });
+	await('the promotion', sub { return (eval { $a->cli('ROLE') } || [''])->[0] eq 'master' });
+	is($b->cli('ROLE')->[0], 'master', 'the old master does not know yet that it is to be a replica');
+	$session->ends('COMMIT', 'a COMMIT after the promotion');
+	await('the refunds', sub { return (eval { $held->() } // 1) == 0 });
+	pass('no unit is held at the new master');
+	is($watcher->ask('SELECT refunds_overdue, refunds_lost FROM rl_status()'), '0|0', 'no refund waits, and none is lost');
+}
+
 done_testing();
