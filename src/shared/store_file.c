@@ -562,6 +562,10 @@ read_old(StoreFile *f)
 		else
 		{
 			set_parts(f, memory);
+#ifdef MADV_HUGEPAGE
+			/* Without it, the faults of small pages take a third of the time of a recovery. */
+			(void) madvise(memory, f->size, MADV_HUGEPAGE);
+#endif
 			if (!read_all(fd, memory, f->size, 0))
 				why = strerror(errno);
 		}

@@ -4,7 +4,7 @@
 # in each mode, in another order, and each figure is compared with that without persistence in
 # the same round.  First of all, a run touches the memory's pages, as a pool's connections do once.
 #
-# Then percentiles at a fixed rate, beside a loop of COPY and CHECKPOINT.
+# Then percentiles at a fixed rate, beside a loop of COPY and CHECKPOINT.  At last, the time of a recovery.
 
 persistences=(off disk tmpfs)
 declare -A PERSISTENCE=([off]='off' [disk]="on, the data directory's file system" [tmpfs]='on, pg_stat_tmp is a tmpfs')
@@ -13,6 +13,7 @@ PERSISTENT_RATE=2000
 persistent_algorithms=(token_bucket fixed_window sliding_window sliding_log)
 # A row: name, script, clients.
 persistent_loads=(hot:1 hot:2 hot:8 hot:50 many:1 many:2 many:8 many:50)
+persistent_recoveries=(100000 1000000)
 persistent_figures=("${persistent_loads[@]}" "${persistent_algorithms[@]}" insert million)
 declare -A PERSISTENT_TITLE=(
 	[hot]='throttle, a hot key' [many]='throttle, 100,000 keys' [insert]='INSERT with a trigger, 8 clients, 100,000 keys' [million]='a million calls in one statement'
@@ -88,6 +89,18 @@ measure_persistence() {
 			sed -nE 's/^Time: ([0-9.]+) ms.*/\1/p' | tail -n 1 | awk '{ print 1e9 / $1 }' >>"$T/results/persistent.million.$mode"
 		persistent_percentiles >>"$T/results/persistent.percentiles.$mode"
 	done < <(shuf -e "${persistences[@]}")
+	for load in "${persistent_recoveries[@]}"; do persistent_recovery "$load" >>"$T/results/persistent.recovery.$load"; done
+}
+
+# persistent_recovery STATES: prints the seconds of a recovery, after all backends were killed.
+persistent_recovery() {
+	persist disk
+	stop_postgres
+	start_postgres ratelimit.local_max_keys="$1"
+	sql -o /dev/null -c "SELECT count(rl_allow('many:' || i, '$PERSISTENT_LIMITS')) FROM generate_series(1, $1) i"
+	run "$BIN/pg_ctl" -D "$T/data" -s -w -m immediate stop
+	start_postgres
+	sql -At -c 'SELECT local_recovery FROM rl_status()' | sed -nE "s/^$1 states in ([0-9.]+) s, .*/\1/p" | grep .
 }
 
 # persistent_ratio NAME MODE: prints the median of the ratios to off in the same round.
@@ -117,6 +130,9 @@ report_persistence() {
 		echo
 	done
 	echo
+	for name in "${persistent_recoveries[@]}"; do
+		echo "Recovery of $name states: $(median "$T/results/persistent.recovery.$name") s (sorted: $(sort -g "$T/results/persistent.recovery.$name" | paste -sd ' '))."
+	done
 	echo "On, with 1, 2 and 8 clients, a hot key and 100,000 keys: at least x $(printf %.3f "$worst"); the default may be on from x 0.900," \
 		"if p99.9 is at most 1,000 us above off: $(paste "$T/results/persistent.percentiles.disk" "$T/results/persistent.percentiles.off" |
 			awk '{ print $3 - $7 }' | median) us (medians of $rounds rounds)."
