@@ -1,7 +1,8 @@
 # Counts of the local store that survive (ratelimit.local_persistence): whatever stops the server, each
 # act is there that was answered, and each that was not is there as a whole or not at all.
 #
-# RATELIMIT_PARTS, RATELIMIT_SECTORS and RATELIMIT_CRASHES make its random parts longer or shorter; RATELIMIT_SEED repeats them.
+# RATELIMIT_PARTS (of 250 random steps), RATELIMIT_KILLS (beside clients), RATELIMIT_SECTORS (files of two moments) and
+# RATELIMIT_CRASHES (in the middle of an act) say how long it is; RATELIMIT_SEED repeats it.
 #
 # Runs once: the file and the recovery are C only.
 # Runs also with assertions: they check that each act has an image of each slot that it changes.
@@ -13,6 +14,7 @@ my $node = shared_node(RedisServer->new, 'shared_preload_libraries = ratelimit',
 	'ratelimit.local_persistence = on', 'ratelimit.local_max_keys = 2000', 'restart_after_crash = on');
 my $file = $node->data_dir . '/pg_stat_tmp/ratelimit_local_store';
 my $session = session($node);
+my $dir = PostgreSQL::Test::Utils::tempdir;
 srand($ENV{RATELIMIT_SEED} || 1);
 
 sub answers { return $session->answers(@_); }
@@ -54,54 +56,9 @@ sub status { return $session->ask('SELECT local_persistence FROM rl_status()'); 
 sub recovery { return $session->ask('SELECT local_recovery FROM rl_status()'); }
 sub set { my (%settings) = @_; $node->append_conf('postgresql.conf', "ratelimit.$_ = $settings{$_}") foreach sort keys %settings; return; }
 
-#
-# Every kind of state
-#
-
 is(status(), 'on', 'rl_status: counts are kept');
 is(recovery(), 'no file', 'and none were found');
 is(sprintf('%o', (stat $file)[2] & 0777), '600', 'only the server can read the file');
-
-my $all = q{5/1d, token_bucket 5/1d, fixed_window 5/1d from_first, fixed_window 5/month in UTC, sliding_window 500/1d, sliding_log 900/1d count_denied};
-$session->ask("SELECT rl_check('all', '$all', 2); SELECT rl_check('all', '$all', 4)");
-$session->ask(q{SELECT rl_check('long', 'sliding_log 5000/1d') FROM generate_series(1, 1200);
-	SELECT rl_check('refused', 'sliding_log 1/1d count_denied') FROM generate_series(1, 40);
-	SELECT rl_ban('banned' || repeat('x', 300), 3600);
-	SELECT rl_check('grows', '1/1d ban 1h to 1d after 1') FROM generate_series(1, 2);
-	SELECT rl_reserve('jobs', 'concurrent 3/1h, sliding_log 9/1d', 2, 'job ' || n) FROM generate_series(1, 2) n;
-	SELECT rl_settle('jobs', 'job 2', 1)});
-my $long_name = 'banned' . 'x' x 300;
-my @keys = ('all', 'long', 'refused', $long_name, 'grows', 'jobs');
-my $keys = join "','", @keys;
-my $before = states($keys);
-cmp_ok(length $before, '>', 400, 'there are states of each kind');
-foreach my $name (sort keys %stop)
-{
-	$stop{$name}->();
-	is(states($keys), $before, "$name: all states are there");
-	is(status(), 'on', "$name: counts are kept");
-	like(recovery(), qr/^\d+ states in [0-9.]+ s, 0 acts undone, 0 damaged, 0 without room$/, "$name: nothing was damaged");
-}
-answers(q{SELECT count(*) FILTER (WHERE rl_allow('long', 'sliding_log 5000/1d')) FROM generate_series(1, 5000)}, 3800, 'a log goes on');
-answers(q{SELECT allowed, source FROM rl_reserve('jobs', 'concurrent 3/1h, sliding_log 9/1d', 2, 'job 1')}, 't|reserved', 'a reservation goes on');
-answers(q{SELECT rl_settle('jobs', 'job 1', 5)}, 't', 'and is settled');
-answers(q{SELECT used FROM rl_inspect('jobs') WHERE state LIKE 'sliding_log%'}, 6, 'at what it costs');
-is($session->ask(qq{SELECT count(*) FROM rl_bans('banned%')}), 1, 'a ban is in the list of bans');
-
-# A transaction's units are free, those of reservations are held.
-$session->ask(q{SELECT rl_reserve('held', 'concurrent 3/1h', 1, 'a'); BEGIN; SELECT rl_check('held', 'concurrent 3/1h')});
-answers(q{SELECT used FROM rl_inspect('held') WHERE state LIKE 'concurrent%'}, 2, 'two units are held');
-$stop{'kill -9 of all processes'}->();
-answers(q{SELECT used FROM rl_inspect('held') WHERE state LIKE 'concurrent%'}, 1, 'a transaction that has ended holds none');
-
-# A refund after an eviction and a restart goes by lives of cells that no run gives twice.
-my $reserve = q{rl_reserve('life', 'fixed_window 9/1d from_first', 3, 'x')};
-$session->ask("SELECT $reserve");
-$session->ask(q{SELECT rl_reset('life', 'fixed_window 9/1d from_first')});
-$stop{'kill -9 of all processes'}->();
-$session->ask(q{SELECT rl_check('life', 'fixed_window 9/1d from_first', 4)});
-answers(q{SELECT rl_settle('life', 'x', 0)}, 't', 'a reservation is settled whose state was reset');
-answers(q{SELECT used FROM rl_inspect('life') WHERE state LIKE 'fixed%'}, 4, 'and refunds nothing in another life');
 
 #
 # Random steps, with a kill of all processes after each part: as without the kills
@@ -130,7 +87,8 @@ $session->ask(q{
 			id := 'id ' || floor(random() * 3)::int || repeat('x', CASE WHEN random() < 0.3 THEN 60 ELSE 0 END);
 			BEGIN
 				CASE floor(random() * 14)::int
-					WHEN 0, 1, 2, 3 THEN answer := (SELECT string_agg(e::text, ' ') FROM rl_check_each(keys[1], l::rl_limits, q) e);
+					WHEN 0 THEN answer := rl_check(keys[1], '5/1min', q)::text;
+					WHEN 1, 2, 3 THEN answer := (SELECT string_agg(e::text, ' ') FROM rl_check_each(keys[1], l::rl_limits, q) e);
 					WHEN 4 THEN answer := (SELECT string_agg(e::text, ' ') FROM rl_check_all(keys, ARRAY[l, limits[3]]::rl_limits[], ARRAY[q, 1]) e);
 					WHEN 5 THEN answer := rl_reserve(keys[1], (l || ', concurrent 9/30s')::rl_limits, q, id, 1 + random() * 29)::text;
 					WHEN 6 THEN answer := (SELECT string_agg(e::text, ' ') FROM rl_reserve_all(keys, ARRAY[l, limits[1]]::rl_limits[], ARRAY[q], id) e);
@@ -174,6 +132,99 @@ $session->ask(q{
 	cmp_ok(scalar(() = $kinds =~ /$_/g), '>', 0, "steps with $_") foreach $parts < 8 ? () : ',ban\)', ',(?:reserved|settled)\)', ',local\)', 'refunded', 'PT409', 'sliding_log 700';
 }
 
+#
+# Every kind of state
+#
+
+my $all = q{5/1d, token_bucket 5/1d, fixed_window 5/1d from_first, fixed_window 5/month in UTC, sliding_window 500/1d, sliding_log 900/1d count_denied};
+$session->ask("SELECT rl_check('all', '$all', 2); SELECT rl_check('all', '$all', 4)");
+$session->ask(q{SELECT rl_check('long', 'sliding_log 5000/1d') FROM generate_series(1, 1200);
+	SELECT rl_check('refused', 'sliding_log 1/1d count_denied') FROM generate_series(1, 40);
+	SELECT rl_ban('banned' || repeat('x', 300), 3600);
+	SELECT rl_check('grows', '1/1d ban 1h to 1d after 1') FROM generate_series(1, 2);
+	SELECT rl_reserve('jobs', 'concurrent 3/1h, sliding_log 9/1d', 2, 'job ' || n) FROM generate_series(1, 2) n;
+	SELECT rl_settle('jobs', 'job 2', 1)});
+my $long_name = 'banned' . 'x' x 300;
+my @keys = ('all', 'long', 'refused', $long_name, 'grows', 'jobs');
+my $keys = join "','", @keys;
+my $before = states($keys);
+cmp_ok(length $before, '>', 400, 'there are states of each kind');
+foreach my $name (sort keys %stop)
+{
+	$stop{$name}->();
+	is(states($keys), $before, "$name: all states are there");
+	is(status(), 'on', "$name: counts are kept");
+	like(recovery(), qr/^\d+ states in [0-9.]+ s, 0 acts undone, 0 damaged, 0 without room$/, "$name: nothing was damaged");
+}
+answers(q{SELECT count(*) FILTER (WHERE rl_allow('long', 'sliding_log 5000/1d')) FROM generate_series(1, 5000)}, 3800, 'a log goes on');
+answers(q{SELECT allowed, source FROM rl_reserve('jobs', 'concurrent 3/1h, sliding_log 9/1d', 2, 'job 1')}, 't|reserved', 'a reservation goes on');
+answers(q{SELECT rl_settle('jobs', 'job 1', 5)}, 't', 'and is settled');
+answers(q{SELECT used FROM rl_inspect('jobs') WHERE state LIKE 'sliding_log%'}, 6, 'at what it costs');
+is($session->ask(qq{SELECT count(*) FROM rl_bans('banned%')}), 1, 'a ban is in the list of bans');
+
+# A transaction's units are free, those of reservations are held.
+$session->ask(q{SELECT rl_reserve('held', 'concurrent 3/1h', 1, 'a'); BEGIN; SELECT rl_check('held', 'concurrent 3/1h')});
+answers(q{SELECT used FROM rl_inspect('held') WHERE state LIKE 'concurrent%'}, 2, 'two units are held');
+my $reserve = q{rl_reserve('life', 'fixed_window 9/1d from_first', 3, 'x')};
+$session->ask("SELECT $reserve");
+$session->ask(q{SELECT rl_reset('life', 'fixed_window 9/1d from_first')});
+$stop{'kill -9 of all processes'}->();
+answers(q{SELECT used FROM rl_inspect('held') WHERE state LIKE 'concurrent%'}, 1, 'a transaction that has ended holds none');
+
+# A refund after an eviction and a restart goes by lives of cells that no run gives twice.
+$session->ask(q{SELECT rl_check('life', 'fixed_window 9/1d from_first', 4)});
+answers(q{SELECT rl_settle('life', 'x', 0)}, 't', 'a reservation is settled whose state was reset');
+answers(q{SELECT used FROM rl_inspect('life') WHERE state LIKE 'fixed%'}, 4, 'and refunds nothing in another life');
+
+# The postmaster alone is killed: a backend goes on, and what it counts is there after the restart.
+$session->ask(q{
+	CREATE FUNCTION go_on(file text) RETURNS bigint LANGUAGE plpgsql AS $$
+	DECLARE
+		n bigint := 0;
+	BEGIN
+		LOOP
+			PERFORM rl_check('alone', 'fixed_window 1000000000/1d from_first');
+			n := n + 1;
+			EXIT WHEN (pg_stat_file(file, true)).size IS NOT NULL;
+		END LOOP;
+		RETURN n;
+	END $$});
+{
+	my $n;
+
+	open my $psql, '-|', $node->installed_command('psql'), '-XAtq', '-d', $node->connstr('postgres'), '-c', "SELECT go_on('$dir/go')" or die "psql: $!";
+	await('some counts', sub { return $session->ask(q{SELECT coalesce(max(used), 0) > 100 FROM rl_inspect('alone')}) eq 't' });
+	$session->quit;
+	kill_server($node, sub { append_to_file("$dir/go", ''); chomp($n = readline $psql) });
+	$session = session($node);
+	answers(q{SELECT used FROM rl_inspect('alone')}, $n, 'the postmaster is killed: all is there that a backend has counted then');
+}
+
+# The clock of the system is set while the server is down: store time goes on by the difference, and never goes back.
+SKIP:
+{
+	my $library = preload("$FindBin::RealBin/../clocks.c") // skip 'there is no C compiler', 2;
+	my $restart = sub {
+		my ($clock) = @_;
+
+		$session->quit;
+		set_clock(wall => $clock);
+		with_clocks($library, sub { kill_server($node) }, CLOCK => 'wall');
+		$session = session($node);
+	};
+	my $left = sub {
+		return join ' ', map { int(($session->ask("SELECT retry_after FROM rl_peek('$_', 'sliding_log 1/1d')") + 60) / 120) * 2 . ' min' } @_;
+	};
+
+	$restart->(0);
+	$session->ask(q{SELECT rl_check('clock 1', 'sliding_log 1/1d')});
+	$restart->(3_600_000_000);
+	$session->ask(q{SELECT rl_check('clock 2', 'sliding_log 1/1d')});
+	is($left->('clock 1', 'clock 2'), '1380 min 1440 min', 'the clock was set forward by an hour');
+	$restart->(0);
+	is($left->('clock 1', 'clock 2'), '1380 min 1440 min', 'the clock was set back by an hour');
+}
+
 # A program that runs a backend step by step.
 my $steps = PostgreSQL::Test::Utils::tempdir . '/step';
 my $compiler = qx(pg_config --cc);
@@ -200,6 +251,7 @@ sub kill_in
 	BAIL_OUT('no ptrace') unless defined $ready && $ready eq "ready\n";
 	eval { $session->ask('SELECT pg_advisory_unlock(1)') };
 	chomp(my $said = readline($from) // 'nothing');
+	close $in;
 	waitpid $_, 0 foreach $tracer, $psql;
 	await_server();
 	return $said;
@@ -211,7 +263,6 @@ sub kill_in
 # Two states and two keys are always charged together.
 #
 my $pair = q{rl_check_all(ARRAY['a' || n, 'b' || n], ARRAY['fixed_window 40/1d from_first, sliding_log 40/1d', 'sliding_window 40/1d']::rl_limits[])};
-my $dir = PostgreSQL::Test::Utils::tempdir;
 my $clients = 6;
 sub client
 {
@@ -262,7 +313,7 @@ sub counts_are_right
 }
 
 our $kills = 0;
-foreach my $round (1 .. 10)
+foreach my $round (1 .. steps(8, 'RATELIMIT_KILLS'))
 {
 	my @pids = map { client($_) } 1 .. $clients;
 	my $from = sum0(map { -s "$dir/$_" || 0 } 1 .. $clients);
@@ -290,6 +341,89 @@ foreach my $round (1 .. 10)
 	my $answers = counts_are_right("round $round: no act is lost, halved or above the limit");
 	# Fewer answers are left than a round awaits.
 	last if $answers + 100 >= 24 * 40 - $clients * $kills;
+}
+
+#
+# The instructions of an act: it is whole or undone after each of them
+#
+SKIP:
+{
+	skip 'there is no C compiler or ptrace', 1 unless $has_steps;
+
+	# Without the other states, so that none is evicted.
+	restart_with(sub { unlink $file }, local_max_keys => 100, debug_now => "'1700000000000000'");
+	my $at = 2 * 4096;             # of the only partition's undo area
+	my %acts = (
+		throttle => [ q{rl_check('K', '5/1d')}, q{rl_check('K', '5/1d')} ],
+		'a new key' => [ '1', q{rl_check('K', '5/1d')} ],
+		'many limits' => [ "rl_check('K', '$all')", "rl_check('K', '$all')" ],
+		'a log that is cut' => [ q{count(rl_check('K', 'sliding_log 500/1h', 1 + 0 * n)) FROM generate_series(1, 480) n}, q{rl_check('K', 'sliding_log 500/1h')}, 3_600_000_000 ],
+		'a log that grows' => [ q{count(rl_check('K', 'sliding_log 500/1h', 1 + 0 * n)) FROM generate_series(1, 7) n}, q{rl_check('K', 'sliding_log 500/1h')} ],
+		'a ban' => [ q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')}, q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')} ],
+		'several keys' => [ q{rl_check('K', '5/1d')}, q{rl_check_all(ARRAY['K', 'K2'], ARRAY['5/1d, sliding_log 5/1h', 'sliding_window 5/1h, 5/1h']::rl_limits[])} ],
+		'a reservation' => [ '1', q{rl_reserve('K', 'concurrent 5/1h, sliding_log 9/1d, fixed_window 9/1d', 4, 'id')} ],
+		'a settlement' => [ q{rl_reserve('K', 'concurrent 5/1h, sliding_log 9/1d, fixed_window 9/1d', 4, 'id')}, q{rl_settle('K', 'id', 2)} ],
+		'an extension' => [ q{rl_reserve('K', 'concurrent 5/1h, sliding_log 9/1d', 4, 'id', 60)}, q{rl_extend('K', 'id', 1800)}, 5_000_000 ],
+		'a refund' => [ "rl_check('K', '$all', 3)", "rl_refund('K', '$all', 2)" ],
+		'a reset' => [ "rl_check('K', '$all', 3)", "rl_reset('K', '$all')" ]);
+	my %seen;
+	my $rounds = steps(24, 'RATELIMIT_CRASHES');
+
+	foreach my $round (1 .. $rounds)
+	{
+		# Few rounds have other acts than those beside each other; further rounds have each act with the other kind of kill.
+		my $name = (sort keys %acts)[ $round * 5 % keys %acts ];
+		my $at_store = ($round + int($round / keys %acts)) % 2;
+		my ($first, $act, $later) = @{ $acts{$name} };
+		my $now = 1_700_000_000_000_000;
+		my %expected;
+
+		my $set_up = sub {
+			my ($key) = @_;
+			$session->ask(qq{SET ratelimit.debug_now = '$now'; SELECT rl_reset('$key'), rl_reset('${key}2')});
+			my $sql = "SELECT " . $first =~ s/K(?=2?')/$key/gr;
+			# Each call has its own time.
+			my $n = $sql =~ s/ FROM generate_series\(1, (\d+)\).*//s ? $1 : 0;
+			if ($n)
+			{
+				my ($call) = $sql =~ /count\((.*), 1 \+/s;
+				$session->ask(qq{DO \$\$ BEGIN FOR i IN 1 .. $n LOOP PERFORM set_config('ratelimit.debug_now', ($now + 5000000 * i)::text, false); PERFORM $call); END LOOP; END \$\$});
+			}
+			else { $session->ask($sql); }
+			$session->ask(sprintf q{SET ratelimit.debug_now = '%d'}, $now + ($later || 1000) + 5_000_000 * $n);
+			return $act =~ s/K(?=2?')/$key/gr;
+		};
+		my $snapshot = sub { my ($key) = @_; return states("$key','${key}2") =~ s/(^|; )$key/$1K/gr; };
+
+		my $call = $set_up->('r');
+		$expected{before} = $snapshot->('r');
+		my $answer = $session->ask("SELECT $call");
+		$expected{after} = $snapshot->('r');
+		$session->ask(q{SELECT rl_reset('r'), rl_reset('r2')});
+		$call = $set_up->('k');
+		is($snapshot->('k'), $expected{before}, "$name: the same states") or next;
+		my $clock = $session->ask('SHOW ratelimit.debug_now');
+		# The same call before, with another key, reads the catalogs.
+		my $warm = $call =~ s/'k(?=2?')/'warm/gr;
+		my $said = kill_in($call, "SET ratelimit.debug_now = '$clock'; SELECT $warm; SELECT rl_reset('warm'), rl_reset('warm2')", $at,
+			$at_store ? (1_000_000_000, 1 + int rand 12) : (1 + int(rand(10)**3.4), 1_000_000));
+		$session->ask("SET ratelimit.debug_now = '$clock'");
+		my $found = $snapshot->('k');
+		my ($how) = grep { $expected{$_} eq $found } qw(before after);
+		$seen{ $how || 'wrong' }++;
+		my ($undone) = recovery() =~ /(\d+) acts undone, 0 damaged/;
+		ok(defined $how, "$name: killed $said: " . ($how ? $how eq 'before' ? 'undone' : 'whole' : 'wrong')) or diag "found: $found\nbefore: $expected{before}\nafter: $expected{after}";
+		# What ends the act is its last store.
+		is($undone, $said =~ /in the act/ ? 1 : 0, "$name: undone if it had not ended") if $said ne 'nothing';
+		if ($how eq 'before')
+		{
+			is($session->ask("SELECT $call") =~ s/\(k/(r/gr, $answer, "$name: it can be done then");
+			is($snapshot->('k'), $expected{after}, "$name: and is as if nothing had happened");
+		}
+		$session->ask(q{SELECT rl_reset('k'), rl_reset('k2')});
+	}
+	note join ', ', map { "$_: $seen{$_}" } sort keys %seen;
+	restart_with(sub { }, local_max_keys => 2000, debug_now => "''");
 }
 
 #
@@ -368,7 +502,7 @@ SKIP:
 {
 	skip 'there is no C compiler or ptrace', 4 unless $has_steps;
 	restart_with(sub { copy_file($copy, $file) });
-	is(kill_in("rl_peek('s1', '1/1d', 0)", "EXPLAIN SELECT rl_peek('s1', '1/1d', 0)", 96, 1_000_000_000, 1), '1 in the act', "a recovery is killed, $_") foreach 1, 2;
+	is(kill_in("rl_peek('s1', '1/1d', 0)", "EXPLAIN SELECT rl_peek('s1', '1/1d', 0)", 96, 0, 1), '1 in the act', "a recovery is killed, $_") foreach 1, 2;
 	is(status(), 'off: two recoveries of it have failed', 'the file is not used a third time');
 	ok(-e "$file.broken", 'and has another name');
 	unlink "$file.broken";
@@ -389,7 +523,7 @@ answers($fill, 800, 'the store works');
 foreach my $round (1 .. steps(8, 'RATELIMIT_SECTORS'))
 {
 	my $old = slurp_file($copy);
-	my $random = $round % 3 == 0 ? 1 : 0;
+	my $random = $round % 2 == 0 ? 1 : 0;
 	my $log = restart_with(sub {
 		copy_file($copy, "$dir/other") if !-e "$dir/other";
 		my $new = slurp_file(-e $file ? $file : $copy);
@@ -417,6 +551,44 @@ foreach my $round (1 .. steps(8, 'RATELIMIT_SECTORS'))
 	answers($fill, 0, 'the store works');
 }
 
+# Damage that a crash of the system can leave: of each such state nothing is used, and all of the others.
+{
+	my $start = 1_700_000_000_000_000;
+	# Entry n of key k has its own time.
+	my $time = sub { my ($k, $n) = @_; return $start + 1_000_000 * $k + $n };
+	my $damage = sub {
+		my $text = slurp_file($file);
+		# Returns where an entry of one unit is, and where its chunk begins.  Copies for the undo come before.
+		my $entry = sub { my $at = rindex $text, pack('q<q<', $time->(@_), 1); die "no entry @_" if $at < 0; return ($at, $at - $at % 128) };
+		my ($entry_at) = $entry->(1, 9);
+		my (undef, $owned) = $entry->(2, 9);
+		my (undef, $first) = $entry->(3, 1);
+		my (undef, $other) = $entry->(4, 1);
+		my (undef, $short) = $entry->(5, 1);
+
+		overwrite($entry_at + 8, pack 'q<', 2);
+		overwrite($owned + 120, chr(1 ^ ord substr $text, $owned + 120, 1));
+		# The closed block of key 3 has its first chunk with one entry only, and the index goes on with itself.
+		my $index = rindex $text, pack('q<V', $time->(3, 448), 448);
+		die 'no index' if $index < 0;
+		my $number = unpack 'V', substr $text, $index + 12, 4;
+		my $self = $number + ($index - 8 - $first) / 128;
+		overwrite($first, pack 'VV', 0, 1);
+		overwrite($index - 8, pack 'VVq<VVVV', $self, 1, $time->(3, 1), 1, $number, $number, 1);
+		# An empty chunk, and one that cannot be there.
+		overwrite($other + 4, pack 'V', 0);
+		overwrite($short, pack 'V', 0xFFFFFFF0);
+	};
+	restart_with(sub { unlink $file });
+	$session->ask(sprintf q{DO $$ BEGIN FOR k IN 1 .. 6 LOOP FOR n IN 1 .. CASE k WHEN 3 THEN 460 ELSE 10 END LOOP
+		PERFORM set_config('ratelimit.debug_now', (%d::bigint + 1000000 * k + n)::text, false); PERFORM rl_check('damaged' || k, 'sliding_log 500/1d'); END LOOP; END LOOP; END $$}, $start);
+	is(status(), 'on', 'counts are kept');
+	restart_with($damage);
+	like(recovery(), qr/^1 states .* 5 damaged, 0 without room$/, 'sum, owner, circle, empty chunk, number of a chunk: dropped');
+	$session->ask("SET ratelimit.debug_now = '" . $time->(7, 0) . "'");
+	answers(q{SELECT string_agg(k || ': ' || used, ', ') FROM generate_series(1, 6) k, LATERAL rl_inspect('damaged' || k)}, '6: 10', 'the state of the other key is there');
+}
+
 # Another server's file: its data were not copied from the same cluster.
 {
 	local $ENV{RATELIMIT_TEMPLATE} = '';
@@ -441,6 +613,37 @@ foreach my $round (1 .. steps(8, 'RATELIMIT_SECTORS'))
 	rmdir "$file.new" or die "$file.new: $!";
 }
 
+# The disk fails.
+SKIP:
+{
+	my $library = preload("$FindBin::RealBin/../disk.c") // skip 'there is no C compiler', 10;
+	my $with_disk = sub {
+		my ($fault) = @_;
+
+		set_clock(disk => $fault);
+		return with_clocks($library, sub { restart_with(sub { copy_file($copy, $file) }) }, DISK => 'disk');
+	};
+
+	like($with_disk->('pwrite 1000000 28'), qr/WARNING:  could not create the file "\S+", so counts of rate limits are not kept: No space left on device/, 'the disk is full at a start: a warning');
+	is(status(), 'off: No space left on device', 'rl_status says why');
+	answers($refused, 800, 'what was counted is known');
+	ok(!-e "$file.new", 'no part of a file is left');
+	$with_disk->('pread 1000000 5');
+	answers($refused, 0, 'the file cannot be read: counts begin at zero');
+	is(status() . '|' . recovery(), 'on|could not read the counts of rate limits, which begin at zero: Input/output error', 'and are kept');
+	like(new_log($node), qr/could not read the counts of rate limits, which begin at zero: Input\/output error/, 'the log says so');
+	ok(-e "$file.broken", 'the file is there with another name');
+	unlink "$file.broken";
+
+	# Somebody cuts the file under the server.
+	before_kill();
+	truncate $file, 2_000_000 or die "$file: $!";
+	eval { $session->ask(q{SELECT count(rl_check('cut' || n, 'sliding_log 3/1d')) FROM generate_series(1, 1000) n}) };
+	await_server();
+	like($log, qr/was terminated by signal 7.*it has another size/s, 'a file that is cut while the server runs: the server starts again');
+	answers($refused, 0, 'counts begin at zero');
+}
+
 # Off.
 restart_with(sub { }, local_max_keys => 2000);
 is(status(), 'on', 'there is room again: counts are kept');
@@ -451,86 +654,5 @@ ok(!-e $file, 'off: the file is deleted');
 answers(q{SELECT sum(3 - remaining) FROM generate_series(1, 800) n, LATERAL rl_peek('s' || n, 'sliding_log 3/1d', 0)}, 0, 'off: counts begin at zero');
 restart_with(sub { }, local_persistence => 'on');
 is(status() . '|' . recovery(), 'on|no file', 'on: there is no file');
-
-#
-# The instructions of an act: it is whole or undone after each of them
-#
-SKIP:
-{
-	skip 'there is no C compiler or ptrace', 1 unless $has_steps;
-
-	set(local_max_keys => 100, debug_now => "'1700000000000000'");
-	start_node($node, 'restart');
-	again();
-	my $at = 2 * 4096;             # of the only partition's undo area
-	my %acts = (
-		throttle => [ q{rl_check('K', '5/1d')}, q{rl_check('K', '5/1d')} ],
-		'a new key' => [ '1', q{rl_check('K', '5/1d')} ],
-		'many limits' => [ "rl_check('K', '$all')", "rl_check('K', '$all')" ],
-		'a log that is cut' => [ q{count(rl_check('K', 'sliding_log 500/1h', 1 + 0 * n)) FROM generate_series(1, 480) n}, q{rl_check('K', 'sliding_log 500/1h')}, 3_600_000_000 ],
-		'a log that grows' => [ q{count(rl_check('K', 'sliding_log 500/1h', 1 + 0 * n)) FROM generate_series(1, 7) n}, q{rl_check('K', 'sliding_log 500/1h')} ],
-		'a ban' => [ q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')}, q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')} ],
-		'several keys' => [ q{rl_check('K', '5/1d')}, q{rl_check_all(ARRAY['K', 'K2'], ARRAY['5/1d, sliding_log 5/1h', 'sliding_window 5/1h, 5/1h']::rl_limits[])} ],
-		'a reservation' => [ '1', q{rl_reserve('K', 'concurrent 5/1h, sliding_log 9/1d, fixed_window 9/1d', 4, 'id')} ],
-		'a settlement' => [ q{rl_reserve('K', 'concurrent 5/1h, sliding_log 9/1d, fixed_window 9/1d', 4, 'id')}, q{rl_settle('K', 'id', 2)} ],
-		'an extension' => [ q{rl_reserve('K', 'concurrent 5/1h, sliding_log 9/1d', 4, 'id', 60)}, q{rl_extend('K', 'id', 1800)}, 5_000_000 ],
-		'a refund' => [ "rl_check('K', '$all', 3)", "rl_refund('K', '$all', 2)" ],
-		'a reset' => [ "rl_check('K', '$all', 3)", "rl_reset('K', '$all')" ]);
-	my %seen;
-	my $rounds = steps(24, 'RATELIMIT_CRASHES');
-
-	foreach my $round (1 .. $rounds)
-	{
-		my $name = (sort keys %acts)[ $round % keys %acts ];
-		my ($first, $act, $later) = @{ $acts{$name} };
-		my $now = 1_700_000_000_000_000;
-		my %expected;
-
-		my $set_up = sub {
-			my ($key) = @_;
-			$session->ask(qq{SET ratelimit.debug_now = '$now'; SELECT rl_reset('$key'), rl_reset('${key}2')});
-			my $sql = "SELECT " . $first =~ s/K(?=2?')/$key/gr;
-			# Each call has its own time.
-			my $n = $sql =~ s/ FROM generate_series\(1, (\d+)\).*//s ? $1 : 0;
-			if ($n)
-			{
-				my ($call) = $sql =~ /count\((.*), 1 \+/s;
-				$session->ask(qq{DO \$\$ BEGIN FOR i IN 1 .. $n LOOP PERFORM set_config('ratelimit.debug_now', ($now + 5000000 * i)::text, false); PERFORM $call); END LOOP; END \$\$});
-			}
-			else { $session->ask($sql); }
-			$session->ask(sprintf q{SET ratelimit.debug_now = '%d'}, $now + ($later || 1000) + 5_000_000 * $n);
-			return $act =~ s/K(?=2?')/$key/gr;
-		};
-		my $snapshot = sub { my ($key) = @_; return states("$key','${key}2") =~ s/(^|; )$key/$1K/gr; };
-
-		my $call = $set_up->('r');
-		$expected{before} = $snapshot->('r');
-		my $answer = $session->ask("SELECT $call");
-		$expected{after} = $snapshot->('r');
-		$session->ask(q{SELECT rl_reset('r'), rl_reset('r2')});
-		$call = $set_up->('k');
-		is($snapshot->('k'), $expected{before}, "$name: the same states") or next;
-		my $clock = $session->ask('SHOW ratelimit.debug_now');
-		# The same call before, with another key, reads the catalogs.
-		my $warm = $call =~ s/'k(?=2?')/'warm/gr;
-		my $said = kill_in($call, "SET ratelimit.debug_now = '$clock'; SELECT $warm; SELECT rl_reset('warm'), rl_reset('warm2')", $at,
-			$round % 2 ? (1 + int(rand(10)**3.4), 1_000_000) : (1_000_000_000, 1 + int rand 12));
-		$session->ask("SET ratelimit.debug_now = '$clock'");
-		my $found = $snapshot->('k');
-		my ($how) = grep { $expected{$_} eq $found } qw(before after);
-		$seen{ $how || 'wrong' }++;
-		my ($undone) = recovery() =~ /(\d+) acts undone, 0 damaged/;
-		ok(defined $how, "$name: killed $said: " . ($how ? $how eq 'before' ? 'undone' : 'whole' : 'wrong')) or diag "found: $found\nbefore: $expected{before}\nafter: $expected{after}";
-		# What ends the act is its last store.
-		is($undone, $said =~ /in the act/ ? 1 : 0, "$name: undone if it had not ended");
-		if ($how eq 'before')
-		{
-			is($session->ask("SELECT $call") =~ s/\(k/(r/gr, $answer, "$name: it can be done then");
-			is($snapshot->('k'), $expected{after}, "$name: and is as if nothing had happened");
-		}
-		$session->ask(q{SELECT rl_reset('k'), rl_reset('k2')});
-	}
-	diag join ', ', map { "$_: $seen{$_}" } sort keys %seen;
-}
 
 done_testing();

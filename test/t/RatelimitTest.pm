@@ -37,6 +37,20 @@ sub import
 # Objects must be destroyed, and so their servers stopped, when a test is interrupted.
 $SIG{$_} = sub { die "interrupted by a signal" } foreach qw(INT TERM HUP);
 
+# With RATELIMIT_STOP, the first failure ends the test, after its messages: script/mutate needs no more.
+if ($ENV{RATELIMIT_STOP})
+{
+	my $failed;
+
+	require Test2::API;
+	Test2::API::test2_stack()->top->listen(sub {
+		my (undef, $event) = @_;
+
+		exit 1 if $failed && !$event->isa('Test2::Event::Diag');
+		$failed ||= $event->causes_fail;
+	}, inherit => 1);
+}
+
 # Shows what a test dies of, and where: an error reply of Redis names no line.
 INIT
 {
@@ -197,15 +211,17 @@ sub parent_of
 	return (<$stat> // '') =~ /^\d+ \(.*\) [^ZX] (\d+)/ ? $1 : 0;
 }
 
-# Kills all processes of a server, and starts it again.
+# Kills all processes of a server, and starts it again.  With a function, kills only the postmaster, calls that, and
+# waits until the others have ended.
 sub kill_server
 {
-	my ($node) = @_;
+	my ($node, $alone) = @_;
 	my $postmaster = $node->{_pid};
 
 	kill 'STOP', $postmaster;
 	my @all = grep { parent_of($_) == $postmaster } map { m{(\d+)$} } glob '/proc/[0-9]*';
-	kill 'KILL', $postmaster, @all;
+	kill 'KILL', $postmaster, $alone ? () : @all;
+	$alone->() if $alone;
 	await('the end of the server', sub { return !grep { parent_of($_) } $postmaster, @all });
 	# Its process may be there until its parent has waited for it.
 	unlink $node->data_dir . '/postmaster.pid', $node->host . '/.s.PGSQL.' . $node->port . '.lock';
