@@ -3,8 +3,8 @@
  *		Inserts what a file of an earlier run has into the local store's memory.
  *
  * It trusts no number in the file.  A state is inserted if all its cells and chunks belong to its key,
- * each is in one list only, and the sums are right.  Otherwise it is dropped: this happens
- * only after a crash of the system.
+ * the lists end, and the sums are right.  Otherwise it is dropped: this happens only after a crash of
+ * the system.  What is inserted is a copy, so no two states share a chunk.
  *
  * Units that transactions held are dropped too, because these transactions have ended.
  */
@@ -20,7 +20,6 @@
 typedef struct Found
 {
 	const RlSlots *slots;
-	bool	   *claimed;		/* whether a state has the slot: cells, then chunks */
 	RlPool		pool;			/* of the file */
 	RlRecovered *result;
 } Found;
@@ -32,33 +31,28 @@ typedef struct Start
 	uint32		cell;
 } Start;
 
-/* Claims a chunk for the key.  Returns NULL if it cannot be in one of the key's lists. */
+/* Returns a chunk, or NULL if it cannot be in one of the key's lists. */
 static const RlChunk *
-claim_chunk(Found *found, RlKeyHash key_hash, uint32 number, uint32 most)
+find_chunk(const Found *found, RlKeyHash key_hash, uint32 number, uint32 most)
 {
 	const RlChunk *chunk;
-	bool	   *claimed;
 
 	if (number == RL_NO_CHUNK || number > found->slots->nchunks)
 		return NULL;
 	chunk = &found->slots->chunks[number - 1];
-	claimed = &found->claimed[found->slots->ncells + number - 1];
-	if (*claimed || chunk->owner != key_hash.low || chunk->n < 1 || chunk->n > most)
-		return NULL;
-	*claimed = true;
-	return chunk;
+	return chunk->owner == key_hash.low && chunk->n >= 1 && chunk->n <= most ? chunk : NULL;
 }
 
 /* Checks a block, whose entries must not be before *time; sets that to the last entry's, and adds its units. */
 static bool
-check_block(Found *found, RlKeyHash key_hash, const RlBlock *block, int64 *time, int64 *units)
+check_block(const Found *found, RlKeyHash key_hash, const RlBlock *block, int64 *time, int64 *units)
 {
 	uint32		last = RL_NO_CHUNK;
 	uint32		n = 0;
 
 	for (uint32 c = block->first; c != RL_NO_CHUNK; n++)
 	{
-		const RlChunk *chunk = claim_chunk(found, key_hash, c, RL_CHUNK_ENTRIES);
+		const RlChunk *chunk = find_chunk(found, key_hash, c, RL_CHUNK_ENTRIES);
 
 		if (chunk == NULL || n == RL_BLOCK_CHUNKS)
 			return false;
@@ -79,7 +73,7 @@ check_block(Found *found, RlKeyHash key_hash, const RlBlock *block, int64 *time,
 
 /* Checks a log with so many units, and adds its chunks. */
 static bool
-check_log(Found *found, RlKeyHash key_hash, const RlLog *log, int64 units, uint32 *chunks)
+check_log(const Found *found, RlKeyHash key_hash, const RlLog *log, int64 units, uint32 *chunks)
 {
 	RlBlock		open = {.first = log->first,.last = log->last,.nchunks = log->nchunks};
 	int64		time = PG_INT64_MIN;
@@ -88,9 +82,10 @@ check_log(Found *found, RlKeyHash key_hash, const RlLog *log, int64 units, uint3
 
 	for (uint32 c = log->index_first; c != RL_NO_CHUNK;)
 	{
-		const RlChunk *index = claim_chunk(found, key_hash, c, RL_CHUNK_BLOCKS);
+		const RlChunk *index = find_chunk(found, key_hash, c, RL_CHUNK_BLOCKS);
 
-		if (index == NULL)
+		/* The list may be a circle. */
+		if (index == NULL || *chunks > found->slots->nchunks)
 			return false;
 		for (uint32 i = 0; i < index->n; i++)
 		{
@@ -114,7 +109,7 @@ check_log(Found *found, RlKeyHash key_hash, const RlLog *log, int64 units, uint3
 
 /* Copies the text of a ban or a record.  Returns its length, or -1 if it is damaged. */
 static int
-check_text(Found *found, const RlCell *cell, char *text)
+check_text(const Found *found, const RlCell *cell, char *text)
 {
 	bool		is_ban = cell->tag.algorithm == RL_BAN_CELL;
 	const RlCell *part = cell;
@@ -135,12 +130,11 @@ check_text(Found *found, const RlCell *cell, char *text)
 				return -1;
 			break;
 		}
-		if (rest == RL_NO_CELL || rest > found->slots->ncells || found->claimed[rest - 1])
+		if (rest == RL_NO_CELL || rest > found->slots->ncells)
 			return -1;
 		part = &found->slots->cells[rest - 1];
 		if (!part->used || part->tag.algorithm != RL_REST_CELL || !rl_same_key_hash(part->key_hash, cell->key_hash))
 			return -1;
-		found->claimed[rest - 1] = true;
 	}
 	return is_ban || cell->ban.began == rl_text_sum(text, len) ? len : -1;
 }
@@ -217,8 +211,7 @@ insert_cell(Found *found, uint32 start)
 	bool		sound;
 
 	rl_cells_select(&view, 0);
-	sound = !found->claimed[start - 1] && rl_cell_find_tag(&view, cell->tag) == RL_NO_CELL;
-	found->claimed[start - 1] = true;
+	sound = rl_cell_find_tag(&view, cell->tag) == RL_NO_CELL;
 	if (sound && rl_cell_has_text(cell))
 		sound = insert_text(found, &view, cell, &c);
 	else if (sound)
@@ -248,15 +241,13 @@ static void
 insert(const RlSlots *slots, RlRecovered *recovered)
 {
 	Found		found = {.slots = slots,.pool = {.chunks = slots->chunks},.result = recovered};
-	Size		nclaimed = (Size) slots->ncells + slots->nchunks;
-	Size		size = slots->ncells * sizeof(Start) + nclaimed;
+	Size		size = slots->ncells * sizeof(Start);
 	Start	   *starts = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	uint32		n = 0;
 	RlSlots		mine;
 
 	if (starts == MAP_FAILED)
 		return;
-	found.claimed = (bool *) (starts + slots->ncells);
 	for (uint32 c = 1; c <= slots->ncells; c++)
 		if (slots->cells[c - 1].used && slots->cells[c - 1].tag.algorithm != RL_REST_CELL)
 			starts[n++] = (Start) {slots->cells[c - 1].end, c};
