@@ -30,6 +30,9 @@ our @EXPORT = qw(read_events key_checks check_key error_problems event_text);
 
 use constant { NEVER => 1e18, SECOND => 1_000_000 };
 
+# The answer of rl_reserve if it has charged.
+my $charged = qr/^t\|(?:redis|local)$/;
+
 # Returns the events of lines by the key's number, and those of no key.
 sub read_events
 {
@@ -105,7 +108,7 @@ sub charges_of_ids
 
 		push @charges, { id => $id, events => $ids{$id}, sure => scalar @known, units => min(@costs), most => max(@costs), quota => $quota,
 			from => min(map { $_->{from} } @reserves), to => min(map { $_->{to} } @known ? @known : @reserves),
-			until => min(NEVER, map { $_->{from} } @settles), times => scalar(grep { $_->{answer} eq 't|redis' } @reserves),
+			until => min(NEVER, map { $_->{from} } @settles), times => scalar(grep { $_->{answer} =~ $charged } @reserves),
 			last => max(map { $_->{answer} eq '-' ? NEVER : $_->{to} } @reserves, @settles) };
 	}
 	return @charges;
@@ -304,11 +307,11 @@ sub check_ids
 
 		next if grep { overlap($_, $span) } @ends;
 		$n++;
-		push @wrong, 'charged twice' if 1 < grep { $_->{answer} eq 't|redis' } @of;
+		push @wrong, 'charged twice' if 1 < grep { $_->{answer} =~ $charged } @of;
 		foreach my $event (grep { $_->{answer} ne '-' } @of)
 		{
 			my ($what, $from, $to) = @$event{qw(what from to)};
-			my $right = $what eq 'reserve' ? ($from > $settled ? qr/^t\|settled$/ : $from > $known ? qr/^t\|(?:reserved|settled)$/ : qr/^(?:t\|(?:redis|reserved|settled)|f\|(?:redis|ban|denial_cache))$/)
+			my $right = $what eq 'reserve' ? ($from > $settled ? qr/^t\|settled$/ : $from > $known ? qr/^t\|(?:reserved|settled)$/ : qr/^(?:t\|(?:redis|local|reserved|settled)|f\|(?:redis|local|ban|denial_cache))$/)
 			  : $to < $asked ? qr/^f$/
 			  : $what eq 'settle' ? ($from > $known ? qr/^t$/ : qr/^[tf]$/)
 			  : $from > $settled ? qr/^f$/ : $from > $known && $to < $settles ? qr/^t$/ : qr/^[tf]$/;
