@@ -6,6 +6,8 @@
 # killed in such a race, when half of the limit was used, and 8 clients have raced again.  The
 # process is node, or the backend of a client of pgbench, so that PostgreSQL starts again.
 #
+# The local store keeps its counts (ratelimit.local_persistence).
+#
 # tbf_rate_check has only limits a second, with a burst of two seconds.  So it has 50 a second,
 # and may insert 50 more for each second between the first order and the last.
 
@@ -18,7 +20,7 @@ rivals=(
 	'locking|pgbench|locking|insert|redis|trigger in PL/pgSQL, SELECT FOR UPDATE'
 	'tbf|pgbench|plain|tbf|redis|tbf_rate_check of yeti-pg-ext'
 	'enforce|pgbench|enforced|insert|redis|trigger rl_enforce, Redis'
-	'local|pgbench|enforced|insert|local|trigger rl_enforce, local store'
+	'local|pgbench|enforced|insert|local|trigger rl_enforce, local store, kept'
 	'node_insert|node|plain|none|redis|node: INSERT alone'
 	'node_redis|node|plain|redis|redis|node: rate-limiter-flexible, Redis'
 	'node_postgres|node|plain|postgres|redis|node: rate-limiter-flexible, PostgreSQL'
@@ -101,7 +103,7 @@ race() {
 
 race_killed() {
 	local victim
-	rival_command 8 50 20
+	rival_command 8 50 100
 	start "${AS[@]}" "${command[@]}" >"$T/out" 2>&1
 	await 30 half_used || { cat "$T/out"; die "$title: no race"; }
 	victim=$CHILD
