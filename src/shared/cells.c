@@ -402,11 +402,14 @@ heap_of(const RlCell *cell)
 	return RL_WITHOUT_CHUNKS;
 }
 
-/* Sets a cell's end, after its logs.  The heap changes only if the end is earlier, or the heap is another. */
+/*
+ * Sets a cell's end, after its logs.  The act has changed the cell before, or made it.  The heap changes only if the
+ * end is earlier, or the heap is another.
+ */
 void
 rl_cell_set_end(RlCells *view, uint32 c, int64 end)
 {
-	RlCell	   *cell = rl_cell_change(view, c);
+	RlCell	   *cell = rl_cell_at(view, c);
 	int			heap = heap_of(cell);
 	bool		earlier = end < cell->end;
 
