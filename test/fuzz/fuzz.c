@@ -34,6 +34,7 @@ static const struct
 	{"store", fuzz_store, false},
 	{"scan", fuzz_scan, false},
 	{"log", fuzz_log, false},
+	{"recover", fuzz_recover, false},
 };
 
 static FuzzRun run = NULL;

@@ -37,4 +37,7 @@ extern void fuzz_scan(const char *data, int len);
 /* fuzz_log.c */
 extern void fuzz_log(const char *data, int len);
 
+/* fuzz_recover.c */
+extern void fuzz_recover(const char *data, int len);
+
 #endif							/* FUZZ_H */
