@@ -69,7 +69,7 @@ $session->ask(q{
 	DECLARE
 		now bigint := 1700000000000000 + part * 100000000::bigint;
 		limits text[] := '{"5/1min, sliding_log 9/5min", "token_bucket 4/1min burst 9 ban 20s after 3", "fixed_window 9/10min from_first, sliding_log 700/1h count_denied",
-			"sliding_window 30/10min step 1min, 3/7s", "sliding_log 5/1min ban 10s to 5min after 2", "fixed_window 20/day in Europe/Berlin, sliding_log 40/20min"}';
+			"sliding_window 30/10min step 1min, 3/7s", "sliding_log 2/1min count_denied ban 2s to 5min after 1", "fixed_window 20/day in Europe/Berlin, sliding_log 40/20min"}';
 		l text;
 		keys text[];
 		q bigint;
@@ -360,6 +360,7 @@ SKIP:
 		'a log that is cut' => [ q{count(rl_check('K', 'sliding_log 500/1h', 1 + 0 * n)) FROM generate_series(1, 480) n}, q{rl_check('K', 'sliding_log 500/1h')}, 3_600_000_000 ],
 		'a log that grows' => [ q{count(rl_check('K', 'sliding_log 500/1h', 1 + 0 * n)) FROM generate_series(1, 7) n}, q{rl_check('K', 'sliding_log 500/1h')} ],
 		'a ban' => [ q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')}, q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')} ],
+		'a ban that grows' => [ q{count(rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1', 1 + 0 * n)) FROM generate_series(1, 2) n}, q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')}, 3_700_000_000 ],
 		'several keys' => [ q{rl_check('K', '5/1d')}, q{rl_check_all(ARRAY['K', 'K2'], ARRAY['5/1d, sliding_log 5/1h', 'sliding_window 5/1h, 5/1h']::rl_limits[])} ],
 		'a reservation' => [ '1', q{rl_reserve('K', 'concurrent 5/1h, sliding_log 9/1d, fixed_window 9/1d', 4, 'id')} ],
 		'a settlement' => [ q{rl_reserve('K', 'concurrent 5/1h, sliding_log 9/1d, fixed_window 9/1d', 4, 'id')}, q{rl_settle('K', 'id', 2)} ],
