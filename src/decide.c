@@ -116,9 +116,7 @@ rl_queue_leftovers(const RlKey *key)
 			/* Another backend may have set the zone.  A leftover of one that is gone is lost. */
 			if (limit->calendar != RL_NO_CALENDAR && !rl_calendar_set_zone(limit, limit->zone, strlen(limit->zone)))
 				continue;
-			charges[i] = rl_algorithm(limit)->charge(limit, left.units, left.at, 0);
-			charges[i].mark = left.mark[i];
-			charges[i].life = left.life;
+			charges[i] = rl_charge_of(limit, left.units, left.at, left.mark[i], left.life);
 		}
 		rl_owner_add(&owner, key, &limits, charges, false, 0);
 		rl_owner_queue(&owner, false);
@@ -180,7 +178,7 @@ note_charges(const Call *call, const RlCharge *charges, uint64 lot)
 
 	if (call->answer->charges != NULL)
 		memcpy(call->answer->charges, charges, limits->n * sizeof(RlCharge));
-	if (limits->refunds && call->action->quota > 0)
+	if (rl_may_refund(call->action) && call->action->quota > 0)
 		rl_grants_note(&call->action->key, limits, charges, call->answer->local, lot);
 }
 
@@ -215,7 +213,7 @@ conclude(Call *call, const RlDecision *each, bool not_charged)
 	if (rl_all_shadow(action->limits))
 		decision->retry_after = 0;
 	charged = decision->allowed && !not_charged &&
-		(answer->charges != NULL || action->limits->refunds || action->lease != NULL);
+		(answer->charges != NULL || rl_may_refund(action) || action->lease != NULL);
 	if (charged)
 		rl_charges_set(action, answer->at, each, charges);
 	if (rl_shared_available())
@@ -257,14 +255,22 @@ take(Call *call, const RlStore *store, RlError *error)
 	return true;
 }
 
-/* Answers one call of many; an RlTook. */
+/* Answers one call of several; an RlTook. */
 static void
-took(int i, const RlDecision *each, int64 at, bool charged pg_attribute_unused(), void *arg)
+took(int i, const RlDecision *each, RlTimes at, bool charged, void *arg)
 {
-	Call	   *calls = arg;
+	Call	   *call = &((Call *) arg)[i];
+	RlAnswer   *answer = call->answer;
 
-	calls[i].answer->at = (RlTimes) {at, at};
-	conclude(&calls[i], each, false);
+	/* A key without limits, of a reservation, is answered by take_all. */
+	if (call->action->limits->n == 0)
+		return;
+	answer->at = at;
+	if (answer->local)
+		call->known.asked = at.store;
+	if (answer->each != NULL)
+		memcpy(answer->each, each, call->action->limits->n * sizeof(RlDecision));
+	conclude(call, each, !charged);
 }
 
 /*
@@ -305,7 +311,6 @@ static bool
 take_all(Call *calls, int n, const RlStore *store, RlError *error)
 {
 	const RlAction *actions[RL_MAX_KEYS] = {NULL};
-	RlTaken		taken[RL_MAX_KEYS];
 	RlSource	source = RL_FROM_UNLIMITED;
 
 	for (int i = 0; i < n; i++)
@@ -313,27 +318,14 @@ take_all(Call *calls, int n, const RlStore *store, RlError *error)
 		actions[i] = calls[i].action;
 		calls[i].answer->local = store->is_local;
 	}
-	if (!rl_take_all(store, actions, n, taken, &calls->answer->usage, error))
+	if (!rl_take_all(store, actions, n, took, calls, &calls->answer->usage, error))
 		return false;
 	for (int i = 0; i < n; i++)
 		if (actions[i]->limits->n > 0)
-			source = taken[i].each[0].source;
+			source = calls[i].answer->decision.source;
 	for (int i = 0; i < n; i++)
-	{
-		RlAnswer   *answer = calls[i].answer;
-
 		if (actions[i]->limits->n == 0)
-		{
 			answer_unlisted(&calls[i], source);
-			continue;
-		}
-		answer->at = taken[i].at;
-		if (store->is_local)
-			calls[i].known.asked = answer->at.store;
-		if (answer->each != NULL)
-			memcpy(answer->each, taken[i].each, actions[i]->limits->n * sizeof(RlDecision));
-		conclude(&calls[i], taken[i].each, !taken[i].charged);
-	}
 	return true;
 }
 
@@ -441,8 +433,7 @@ note_in_doubt(const Call *calls, int n, bool happens)
 			continue;
 		for (int l = 0; l < limits->n; l++)
 		{
-			charges[l] = rl_algorithm(&limits->limit[l])->charge(&limits->limit[l], action->quota, 0, 0);
-			charges[l].at = RL_IN_DOUBT;
+			charges[l] = rl_charge_of(&limits->limit[l], action->quota, RL_IN_DOUBT, 0, 0);
 			charges[l].by_mark = action->by_mark + l;
 		}
 		if (happens)
@@ -573,7 +564,7 @@ begin(Call *call, RlAction *action, RlAnswer *answer, bool together, RlLeaseCall
 	bool		plain = action->how == RL_TAKE && answer->each == NULL && !together;
 	bool		shared;
 
-	if (action->limits->refunds)
+	if (rl_may_refund(action))
 		rl_ledger_open();
 	action->by_mark = 0;
 	if (rl_on_error == RL_ON_ERROR_LOCAL)

@@ -182,8 +182,6 @@ typedef struct RlLimits
 	int			n;				/* 0 unless RL_LISTED */
 	bool		refunds;		/* one of them has refund_on_abort */
 	bool		concurrent;		/* one of them is: refusals are not cached */
-	bool		reserves;		/* for a reservation: a concurrent limit takes one unit,
-								 * whatever the quota is */
 	int64		lease;			/* the shortest of the limits' leases; 0: none has one */
 	uint64		hash;			/* of the canonical text, the same in each release and on each machine: Redis keeps it */
 	RlLimit		limit[RL_MAX_LIMITS];
@@ -323,16 +321,8 @@ rl_answer_clear(RlAnswer *answer)
 	memset((char *) answer + sizeof(RlDecision), 0, sizeof(RlAnswer) - sizeof(RlDecision));
 }
 
-/* The answer to an action on one of several keys. */
-typedef struct RlTaken
-{
-	RlDecision	each[RL_MAX_LIMITS];
-	RlTimes		at;				/* the store's times */
-	bool		charged;
-} RlTaken;
-
-/* Is told the decision of each limit of action i, the store's time, and if it is charged; must not throw. */
-typedef void (*RlTook) (int i, const RlDecision *each, int64 at, bool charged, void *arg);
+/* Is told the decision of each limit of action i, the store's times, and if it is charged; must not throw. */
+typedef void (*RlTook) (int i, const RlDecision *each, RlTimes at, bool charged, void *arg);
 
 typedef enum RlOnError
 {
@@ -378,7 +368,7 @@ typedef enum RlMode
  * are as fast one by one has no take_many.
  *
  * take_all decides n actions on different keys, RL_MAX_KEYS at most, as one: it charges
- * all of them or none, in one step.  With a reservation, which all of them have, it also makes the
+ * all of them or none, in one step, and then calls took() for each.  With a reservation, which all of them have, it also makes the
  * record, and keys may have no limits.  If the store cannot do so because the keys are
  * apart, it changes nothing and returns false, with *apart set unless there is a reservation.  Then take_parts
  * charges each key or not, by itself: it calls took() when the answer of a key comes, and
@@ -398,8 +388,8 @@ typedef struct RlStore
 	bool		(*take) (const RlAction *action, RlDecision *each, RlAnswer *answer, RlError *error);
 	bool		(*take_many) (const RlAction *const *actions, int n, RlTook took, void *arg,
 							  int64 *unanswered, RlUsage *usage, RlError *error);
-	bool		(*take_all) (const RlAction *const *actions, int n, RlTaken *taken, bool *apart,
-							 RlUsage *usage, RlError *error);
+	bool		(*take_all) (const RlAction *const *actions, int n, RlTook took, void *arg,
+							 bool *apart, RlUsage *usage, RlError *error);
 	bool		(*take_parts) (const RlAction *const *actions, int n, RlTook took, void *arg,
 							   int64 *unanswered, RlUsage *usage, RlError *error);
 	bool		(*refund) (const RlKey *key, const RlLimits *limits, int64 quota, RlError *error);

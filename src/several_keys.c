@@ -76,28 +76,36 @@ rl_check_keys(const RlAction *actions, int n)
 				 errdetail("Key number %d is the same as key number %d.", equal + 1, earlier + 1)));
 }
 
+/* An answer about a key. */
+typedef struct Part
+{
+	RlDecision	each[RL_MAX_LIMITS];
+	RlTimes		at;
+	bool		charged;
+} Part;
+
 typedef struct Parts
 {
 	const RlAction *const *actions;
-	RlTaken    *taken;
+	Part		part[RL_MAX_KEYS];
 	RlOwner		owner;			/* until all parts have answered */
 } Parts;
 
 /* Keeps the answer about a key, and notes the charges if it was charged; an RlTook. */
 static void
-took_part(int i, const RlDecision *each, int64 at, bool charged, void *arg)
+took_part(int i, const RlDecision *each, RlTimes at, bool charged, void *arg)
 {
 	Parts	   *parts = arg;
 	const RlAction *action = parts->actions[i];
-	RlTaken    *taken = &parts->taken[i];
+	Part	   *part = &parts->part[i];
 	RlCharge	charges[RL_MAX_LIMITS];
 
-	memcpy(taken->each, each, action->limits->n * sizeof(RlDecision));
-	taken->at = (RlTimes) {at, at};
-	taken->charged = charged;
+	memcpy(part->each, each, action->limits->n * sizeof(RlDecision));
+	part->at = at;
+	part->charged = charged;
 	if (!charged)
 		return;
-	rl_charges_set(action, taken->at, each, charges);
+	rl_charges_set(action, at, each, charges);
 	rl_owner_add(&parts->owner, &action->key, action->limits, charges, false, action->quota);
 }
 
@@ -110,13 +118,13 @@ fail_action(int code pg_attribute_unused(), Datum arg)
 
 /* Sets the decisions of a key whose charge is refunded to those before the charge. */
 static void
-set_uncharged(const RlAction *action, RlTaken *taken)
+set_uncharged(const RlAction *action, Part *part)
 {
-	taken->charged = false;
+	part->charged = false;
 	for (int i = 0; i < action->limits->n; i++)
 	{
 		const RlLimit *limit = &action->limits->limit[i];
-		RlDecision *d = &taken->each[i];
+		RlDecision *d = &part->each[i];
 
 		/* With count_denied, the refund counts the quota as refused, so it stays in use. */
 		if (!limit->count_denied && d->charged)
@@ -125,60 +133,60 @@ set_uncharged(const RlAction *action, RlTaken *taken)
 }
 
 static bool
-all_charged(const RlTaken *taken, int n)
+all_charged(const Part *part, int n)
 {
 	for (int i = 0; i < n; i++)
-		if (!taken[i].charged)
+		if (!part[i].charged)
 			return false;
 	return true;
 }
 
 static bool
-take_parts(const RlStore *store, const RlAction *const *actions, int n, RlTaken *taken,
+take_parts(const RlStore *store, const RlAction *const *actions, int n, RlTook took, void *arg,
 		   RlUsage *usage, RlError *error)
 {
-	Parts		parts = {.actions = actions,.taken = taken};
+	Parts		parts = {.actions = actions};
 	bool		done;
 	RlError		refund_error;
 
 	rl_ledger_open();
 	rl_owner_begin(&parts.owner, RL_OF_ACTION);
-	for (int i = 0; i < n; i++)
-		taken[i].charged = false;
 	PG_ENSURE_ERROR_CLEANUP(fail_action, PointerGetDatum(&parts.owner));
 	{
 		done = store->take_parts(actions, n, took_part, &parts, &parts.owner.unanswered, usage, error);
 	}
 	PG_END_ENSURE_ERROR_CLEANUP(fail_action, PointerGetDatum(&parts.owner));
-	if (done && all_charged(taken, n))
-	{
+	if (done && all_charged(parts.part, n))
 		rl_owner_keep(&parts.owner);
-		return true;
+	else
+	{
+		rl_owner_queue(&parts.owner, done);
+		for (int i = 0; i < n; i++)
+			rl_refunds_advance(&actions[i]->key);
+		/* Charges that cannot be refunded now are logged, or are refunded before the next command. */
+		(void) rl_refunds_flush(usage, &refund_error);
+		for (int i = 0; i < n && done; i++)
+			if (parts.part[i].charged)
+				set_uncharged(actions[i], &parts.part[i]);
 	}
-	rl_owner_queue(&parts.owner, done);
-	for (int i = 0; i < n; i++)
-		rl_refunds_advance(&actions[i]->key);
-	/* Charges that cannot be refunded now are logged, or are refunded before the next command. */
-	(void) rl_refunds_flush(usage, &refund_error);
 	for (int i = 0; i < n && done; i++)
-		if (taken[i].charged)
-			set_uncharged(actions[i], &taken[i]);
+		took(i, parts.part[i].each, parts.part[i].at, parts.part[i].charged, arg);
 	return done;
 }
 
 /*
  * Decides n actions on different keys, RL_MAX_KEYS at most, as one: all of them are
- * charged or none.  Sets "taken", in which "charged" is the same for all.  Returns false
+ * charged or none.  Then calls took() for each, and "charged" is the same for all.  Returns false
  * with the error set if the store fails; then no key is charged, unless the server's log
  * says so, or one call for all keys was sent and not answered.  Raises an error if a
  * setting is wrong, or at an interrupt.
  */
 bool
-rl_take_all(const RlStore *store, const RlAction *const *actions, int n, RlTaken *taken,
+rl_take_all(const RlStore *store, const RlAction *const *actions, int n, RlTook took, void *arg,
 			RlUsage *usage, RlError *error)
 {
 	bool		apart;
 
-	return store->take_all(actions, n, taken, &apart, usage, error) ||
-		(apart && take_parts(store, actions, n, taken, usage, error));
+	return store->take_all(actions, n, took, arg, &apart, usage, error) ||
+		(apart && take_parts(store, actions, n, took, arg, usage, error));
 }

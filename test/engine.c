@@ -240,7 +240,7 @@ typedef struct Part
 	RlState		states[RL_MAX_LIMITS];
 	RlView		views[RL_MAX_LIMITS];
 	RlDecision	decisions[RL_MAX_LIMITS];
-	RlVerdict	verdict;
+	RlAct		act;
 } Part;
 
 static void
@@ -268,18 +268,18 @@ take(Part *parts, int n, int64 now, RlTake how)
 	{
 		Part	   *part = &parts[p];
 
-		part->verdict = rl_act_decide(&part->limits, part->states, &pool, part->key->ban.until, (RlTimes) {now, now},
-									  part->quota, part->views, part->decisions);
-		allowed &= part->verdict == RL_VERDICT_ALLOWED;
+		part->act = (RlAct) {.times = {now, now},.quota = part->quota,.how = how};
+		part->act.verdict = rl_act_decide(&part->limits, part->states, &pool, part->key->ban.until, &part->act, part->views,
+										  part->decisions);
+		allowed &= part->act.verdict == RL_VERDICT_ALLOWED;
 	}
 	for (int p = 0; p < n; p++)
 	{
 		Part	   *part = &parts[p];
-		RlAct		act = {{now, now}, part->quota, part->verdict, how};
 
-		if (!allowed && act.verdict == RL_VERDICT_ALLOWED)
-			act.verdict = RL_VERDICT_REFUSED;
-		rl_act_complete(&part->limits, part->states, &pool, &part->key->ban, &act, part->views,
+		if (!allowed && part->act.verdict == RL_VERDICT_ALLOWED)
+			part->act.verdict = RL_VERDICT_REFUSED;
+		rl_act_complete(&part->limits, part->states, &pool, &part->key->ban, &part->act, part->views,
 						part->decisions);
 		for (int i = 0; i < part->limits.n; i++)
 		{
@@ -334,7 +334,6 @@ read_limits(RlLimits *limits)
 {
 	if (limits->n < 0 || limits->n > RL_MAX_LIMITS)
 		return false;
-	limits->reserves = false;
 	for (int i = 0; i < limits->n; i++)
 	{
 		RlLimit    *limit = &limits->limit[i];

@@ -214,7 +214,7 @@ rl_charges_set(const RlAction *action, RlTimes at, const RlDecision *each, RlCha
 		charges[i] = (RlCharge) {0};
 		if (!each[i].charged)
 			continue;
-		charges[i] = rl_algorithm(limit)->charge(limit, rl_quota_of(action->limits, i, action->quota), rl_time_of(limit, at),
+		charges[i] = rl_algorithm(limit)->charge(limit, rl_quota_of(limit, action->reserve != NULL, action->quota), rl_time_of(limit, at),
 										each[i].reset_after);
 		charges[i].life = each[i].life;
 		charges[i].by_mark = rl_algorithm(limit)->until_end && action->by_mark != 0 ? action->by_mark + i : 0;
@@ -345,14 +345,14 @@ rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool, RlT
  */
 RlVerdict
 rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool, int64 banned_until,
-			  RlTimes now, int64 quota, RlView *views, RlDecision *decisions)
+			  const RlAct *act, RlView *views, RlDecision *decisions)
 {
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
-		int64		own = rl_quota_of(limits, i, quota);
+		int64		own = rl_quota_of(limit, act->hold > 0, act->quota);
 
-		rl_algorithm(limit)->load(limit, &states[i], pool, rl_time_of(limit, now), &views[i]);
+		rl_algorithm(limit)->load(limit, &states[i], pool, rl_time_of(limit, act->times), &views[i]);
 		decisions[i].allowed = own <= limit->capacity && rl_algorithm(limit)->fits(limit, &views[i], own);
 		decisions[i].charged = decisions[i].allowed;
 		decisions[i].ban_started = false;
@@ -362,7 +362,7 @@ rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool,
 		decisions[i].ban_left = 0;
 		decisions[i].life = 0;
 	}
-	if (banned_until > now.store && !rl_all_shadow(limits))
+	if (banned_until > act->times.store && !rl_all_shadow(limits))
 		return RL_VERDICT_BANNED;
 	return all_allowed(decisions, limits->n) ? RL_VERDICT_ALLOWED : RL_VERDICT_REFUSED;
 }
@@ -391,7 +391,7 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ba
 		RlAct		own = *act;
 
 		own.now = rl_time_of(limit, act->times);
-		own.quota = rl_quota_of(limits, i, act->quota);
+		own.quota = rl_quota_of(limit, act->hold > 0, act->quota);
 		views[i].hold = act->hold;
 		if (act->verdict == RL_VERDICT_REFUSED || (act->verdict == RL_VERDICT_ALLOWED && !decisions[i].charged))
 			own.verdict = act->how == RL_TRY ? RL_VERDICT_UNCOUNTED : RL_VERDICT_REFUSED;
@@ -428,7 +428,7 @@ rl_act(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ban,
 	RlView		views[RL_MAX_LIMITS];
 	RlAct		act = {.times = now,.quota = quota,.how = how};
 
-	act.verdict = rl_act_decide(limits, states, pool, ban->until, now, quota, views, decisions);
+	act.verdict = rl_act_decide(limits, states, pool, ban->until, &act, views, decisions);
 	return rl_act_complete(limits, states, pool, ban, &act, views, decisions);
 }
 
@@ -482,6 +482,17 @@ rl_charge_merge(const RlLimit *limit, RlCharge *charge, RlSpan *span, const RlCh
 	span->replenished = add(add(span->replenished, later_span->replenished), charge->amount - left);
 	*charge = *later;
 	charge->amount += left;
+}
+
+/* Returns the charge of units whose time, place and life are known. */
+RlCharge
+rl_charge_of(const RlLimit *limit, int64 units, int64 at, int64 mark, int64 life)
+{
+	RlCharge	charge = rl_algorithm(limit)->charge(limit, units, at, 0);
+
+	charge.mark = mark;
+	charge.life = life;
+	return charge;
 }
 
 /* Returns the charge of units at a time to a limit that was not in use before. */

@@ -272,11 +272,18 @@ rl_time_of(const RlLimit *limit, RlTimes times)
 	return rl_goes_by_wall(limit) ? times.wall : times.store;
 }
 
-/* Returns the quota that an action takes from limit i. */
+/* Returns the quota that an action takes from a limit: a reservation takes one unit of a concurrent limit. */
 static inline int64
-rl_quota_of(const RlLimits *limits, int i, int64 quota)
+rl_quota_of(const RlLimit *limit, bool reserves, int64 quota)
 {
-	return limits->reserves && rl_algorithm(&limits->limit[i])->until_end ? Min(quota, 1) : quota;
+	return reserves && rl_algorithm(limit)->until_end ? Min(quota, 1) : quota;
+}
+
+/* Returns true if the end of the transaction may refund what the action charges. */
+static inline bool
+rl_may_refund(const RlAction *action)
+{
+	return action->limits->refunds && action->reserve == NULL;
 }
 
 /* Allows an action that is refused, by a shadow limit or in shadow mode. */
@@ -322,7 +329,7 @@ extern int64 rl_period_end(const RlLimit *limit, int64 start);
 extern bool rl_is_too_late(const RlLimit *limit, int64 start, int64 now);
 extern int64 rl_state_end(const RlLimit *limit, const RlState *state, const RlPool *pool, RlTimes now);
 extern RlVerdict rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool,
-							   int64 banned_until, RlTimes now, int64 quota, RlView *views,
+							   int64 banned_until, const RlAct *act, RlView *views,
 							   RlDecision *decisions);
 extern uint32 rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool,
 							  RlBan *ban, const RlAct *act, RlView *views,
@@ -331,6 +338,7 @@ extern uint32 rl_act(const RlLimits *limits, RlState *states, RlPool *pool, RlBa
 					 RlTimes now, int64 quota, RlTake how, RlDecision *decisions);
 extern bool rl_refund_quota(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
 							int64 quota);
+extern RlCharge rl_charge_of(const RlLimit *limit, int64 units, int64 at, int64 mark, int64 life);
 extern RlCharge rl_charge_first(const RlLimit *limit, int64 units, int64 at);
 extern int64 rl_charge_left(const RlLimit *limit, const RlCharge *charge, int64 now);
 extern void rl_charge_merge(const RlLimit *limit, RlCharge *charge, RlSpan *span,

@@ -626,14 +626,14 @@ rl_lease_length(const RlLimits *limits)
 	return length;
 }
 
-/* Sets refunds, concurrent, reserves, lease and hash from the limits, which are complete. */
+/* Sets refunds, concurrent, lease and hash from the limits, which are complete. */
 void
 rl_limits_complete(RlLimits *limits)
 {
 	char		text[RL_MAX_LIMITS * (RL_MAX_LIMIT_TEXT + 2)];
 	int			len = 0;
 
-	limits->refunds = limits->concurrent = limits->reserves = false;
+	limits->refunds = limits->concurrent = false;
 	limits->lease = limits->n > 0 ? limits->limit[0].lease : 0;
 	for (int i = 0; i < limits->n; i++)
 	{

@@ -52,12 +52,12 @@ typedef enum Form
 typedef struct Taking
 {
 	const RlAction *const *actions;
-	RlTaken    *taken;			/* the answers of all actions; NULL: took() is told them */
-	RlTook		took;
+	RlTook		took;			/* is told the answers */
 	void	   *arg;
 	RlScript   *script;			/* of all calls */
 	Form		form;
 	bool		many;			/* each call decides many keys, each by itself */
+	bool		parts;			/* each call charges a part of one action */
 	int			ncalls;
 	int		   *order;			/* indexes of the actions, call by call */
 	int		   *first;			/* of each call, in order */
@@ -257,7 +257,7 @@ append_limits(RlCommand *command, const RlAction *action, const RlLeaseCall *lea
 	for (int i = 0; i < action->limits->n; i++)
 	{
 		const RlLimit *limit = &action->limits->limit[i];
-		int64		quota = rl_quota_of(action->limits, i, action->quota);
+		int64		quota = rl_quota_of(limit, action->reserve != NULL, action->quota);
 		int64		numbers[RL_NUMBERS] = {limit->interval_ns / 1000, limit->interval_ns % 1000};
 
 		rl_append_limit(command, limit, quota, action->how != RL_TRY);
@@ -273,10 +273,8 @@ append_limits(RlCommand *command, const RlAction *action, const RlLeaseCall *lea
 		for (int j = 0; lease != NULL && j < lease->nleft; j++)
 		{
 			const RlLeftover *left = &lease->left[j];
-			RlCharge	charge = rl_algorithm(limit)->charge(limit, left->units, left->at, 0);
+			RlCharge	charge = rl_charge_of(limit, left->units, left->at, left->mark[i], left->life);
 
-			charge.mark = left->mark[i];
-			charge.life = left->life;
 			rl_append_charge(command, limit, &charge);
 		}
 	}
@@ -325,7 +323,7 @@ run_end(const RlAction *const *actions, const int *order, int i, int n)
 static bool
 tells_lives(const Taking *taking, const RlAction *action)
 {
-	return action->limits->refunds && !is_look(action) &&
+	return rl_may_refund(action) && !is_look(action) &&
 		(taking->form == LISTED || taking->form == TOGETHER);
 }
 
@@ -399,7 +397,7 @@ static bool
 may_be_refunded(const Taking *taking, const RlAction *action)
 {
 	return !is_look(action) &&
-		(action->limits->refunds || action->timed || (taking->form == TOGETHER && taking->took != NULL));
+		(rl_may_refund(action) || action->timed || taking->parts);
 }
 
 /* Returns false if the call's keys are to be asked by a call each. */
@@ -514,11 +512,11 @@ decide_key(const RlAction *action, const KeyReply *take, bool charged, RlDecisio
 	{
 		const RlLimit *limit = &limits->limit[i];
 		const int64 *reported = &take->reported[next];
+		int64		own = take->record > 0 ? 0 : rl_quota_of(limit, action->reserve != NULL, quota);
 
 		next += rl_algorithm(limit)->nreported;
 		if (next > take->nreported ||
-			!read_decision(limit, take->record > 0 ? 0 : rl_quota_of(limits, i, quota), verdict, refused, reported,
-						   &decisions[i]))
+			!read_decision(limit, own, verdict, refused, reported, &decisions[i]))
 			return false;
 		decisions[i].life = take->lives != NULL ? take->lives[i] : 0;
 		if (take->record > 0)
@@ -708,14 +706,7 @@ answer(Taking *taking, int i, const KeyReply *take, const RlDecision *each, bool
 		action->lease->valid = take->grant[1];
 		action->lease->life = take->grant[2];
 	}
-	if (taking->taken == NULL)
-	{
-		taking->took(i, each, take->at, charged, taking->arg);
-		return;
-	}
-	memcpy(taking->taken[i].each, each, action->limits->n * sizeof(RlDecision));
-	taking->taken[i].at = (RlTimes) {take->at, take->at};
-	taking->taken[i].charged = charged;
+	taking->took(i, each, (RlTimes) {take->at, take->at}, charged, taking->arg);
 }
 
 /*
@@ -780,23 +771,36 @@ read_call(int call, const RlReply *reply, void *arg, RlError *error)
  * One action on one key
  */
 
+/* Where the answer to one action goes */
+typedef struct Single
+{
+	const RlAction *action;
+	RlDecision *each;
+	RlAnswer   *answer;
+} Single;
+
+/* Sets the answer; an RlTook. */
+static void
+took_single(int i pg_attribute_unused(), const RlDecision *each, RlTimes at, bool charged pg_attribute_unused(), void *arg)
+{
+	const Single *single = arg;
+
+	memcpy(single->each, each, single->action->limits->n * sizeof(RlDecision));
+	single->answer->at = at;
+}
+
 bool
 rl_redis_take(const RlAction *action, RlDecision *each, RlAnswer *answer, RlError *error)
 {
 	int			none = 0;
 	int			one = 1;
-	RlTaken		taken;
-	Taking		taking = {.actions = &action,.taken = &taken,.order = &none,.first = &none,.keys = &one};
+	Single		single = {action, each, answer};
+	Taking		taking = {.actions = &action,.took = took_single,.arg = &single,.order = &none,.first = &none,.keys = &one};
 	RlReply		reply;
 
 	set_form(&taking, action, false);
-	if (!rl_redis_call(taking.script, append_call, &taking, &answer->usage, &reply, error))
-		return false;
-	if (!read_call(0, &reply, &taking, error))
-		return false;
-	memcpy(each, taken.each, action->limits->n * sizeof(RlDecision));
-	answer->at = taken.at;
-	return true;
+	return rl_redis_call(taking.script, append_call, &taking, &answer->usage, &reply, error) &&
+		read_call(0, &reply, &taking, error);
 }
 
 /*
@@ -948,12 +952,12 @@ not_reserved(int64 reply, RlError *error)
 }
 
 bool
-rl_redis_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apart,
+rl_redis_take_all(const RlAction *const *actions, int n, RlTook took, void *arg, bool *apart,
 				  RlUsage *usage, RlError *error)
 {
 	int			room[3 * RL_MAX_KEYS];
 	RlKey		keys[RL_MAX_KEYS];
-	Taking		taking = {.actions = actions,.taken = taken};
+	Taking		taking = {.actions = actions,.took = took,.arg = arg};
 	RlReply		reply = {.kind = RL_REPLY_NIL};
 	bool		reserves = actions[0]->reserve != NULL;
 
@@ -982,7 +986,7 @@ rl_redis_take_parts(const RlAction *const *actions, int n, RlTook took, void *ar
 					RlUsage *usage, RlError *error)
 {
 	int			room[3 * RL_MAX_KEYS];
-	Taking		taking = {.actions = actions,.took = took,.arg = arg,.error = error};
+	Taking		taking = {.actions = actions,.parts = true,.took = took,.arg = arg,.error = error};
 
 	set_together(&taking, room, n, true);
 	return rl_redis_pipeline(taking.script, taking.ncalls, NULL, RL_MAX_DUE, append_call, read_call, &taking,

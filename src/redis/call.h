@@ -20,8 +20,8 @@ extern bool rl_redis_take(const RlAction *action, RlDecision *each, RlAnswer *an
 						  RlError *error);
 extern bool rl_redis_take_many(const RlAction *const *actions, int n, RlTook took, void *arg,
 							   int64 *unanswered, RlUsage *usage, RlError *error);
-extern bool rl_redis_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apart,
-							  RlUsage *usage, RlError *error);
+extern bool rl_redis_take_all(const RlAction *const *actions, int n, RlTook took, void *arg,
+							  bool *apart, RlUsage *usage, RlError *error);
 extern bool rl_redis_take_parts(const RlAction *const *actions, int n, RlTook took, void *arg,
 								int64 *unanswered, RlUsage *usage, RlError *error);
 

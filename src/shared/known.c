@@ -645,12 +645,7 @@ take_leased(Entry *entry, const RlAction *action, bool renew, RlAnswer *answer, 
 	decision->remaining = Min(decision->remaining + units_of(lease, now, true), decision->capacity);
 	decision->reset_after = Max(decision->reset_after - Max(now - lease->decided, 0), 0);
 	for (int i = 0; i < entry->limits.n; i++)
-	{
-		const RlLimit *limit = &entry->limits.limit[i];
-
-		charges[i] = rl_algorithm(limit)->charge(limit, action->quota, lot->at, 0);
-		charges[i].mark = lot->mark[i];
-	}
+		charges[i] = rl_charge_of(&entry->limits.limit[i], action->quota, lot->at, lot->mark[i], 0);
 	answer->binding = lease->binding;
 	answer->at = (RlTimes) {lot->at, lot->at};
 	answer->local = false;

@@ -20,7 +20,7 @@ typedef struct Key
 	uint32		ban_cell;
 	uint32		level_cell;
 	RlBan		ban;
-	RlVerdict	verdict;
+	RlAct		act;			/* of an action on several keys */
 } Key;
 
 static const RlStateTag level_tag = {.algorithm = RL_LEVEL_CELL};
@@ -286,7 +286,8 @@ find_cells(const RlCells *view, const RlAction *action, Key *key, uint32 *cells,
 		if (!may_change)
 			continue;
 		*cells += found == RL_NO_CELL;
-		*chunks += rl_chunks_wanted(limit, state, &view->pool, view->now, rl_quota_of(limits, i, action->quota));
+		*chunks += rl_chunks_wanted(limit, state, &view->pool, view->now,
+									rl_quota_of(limit, action->reserve != NULL, action->quota));
 		if (action->how == RL_TAKE && limit->ban > 0 && state->ban_count + 1 >= limit->ban_after)
 		{
 			char		why[RL_MAX_WHY];
@@ -537,7 +538,8 @@ has_room_for_record(RlCells *view)
  * and *failed if that is of another action.  Returns false if there is none.
  */
 static bool
-answer_reserved(RlCells *view, const RlAction *const *actions, int n, uint32 c, RlTaken *taken, bool *failed, RlError *error)
+answer_reserved(RlCells *view, const RlAction *const *actions, int n, uint32 c, RlDecision (*each)[RL_MAX_LIMITS],
+				bool *failed, RlError *error)
 {
 	Record		record;
 
@@ -564,11 +566,9 @@ answer_reserved(RlCells *view, const RlAction *const *actions, int n, uint32 c, 
 			states[l] = state != RL_NO_CELL ? rl_cell_at(view, state)->state : (RlState) RL_NO_STATE;
 		}
 		if (limits->n > 0)
-			(void) rl_act(limits, states, &view->pool, &ban, rl_cells_times(view), 0, RL_PEEK, taken[i].each);
+			(void) rl_act(limits, states, &view->pool, &ban, rl_cells_times(view), 0, RL_PEEK, each[i]);
 		for (int l = 0; l < limits->n; l++)
-			rl_set_reserved(&taken[i].each[l], record.settled != RL_UNKNOWN);
-		taken[i].at = rl_cells_times(view);
-		taken[i].charged = true;
+			rl_set_reserved(&each[i][l], record.settled != RL_UNKNOWN);
 	}
 	return true;
 }
@@ -588,7 +588,7 @@ add_to_record(Record *record, int i, const RlAction *action, RlTimes at, const R
 	for (int l = 0; l < limits->n; l++)
 		if (decisions[l].charged)
 			record->charges[record->n++] = (Reserved) {
-				i, limits->limit[l], rl_quota_of(limits, l, action->quota),
+				i, limits->limit[l], rl_quota_of(&limits->limit[l], true, action->quota),
 				rl_algorithm(&limits->limit[l])->has_logs ? views[l].mark : charges[l].mark, charges[l].life
 			};
 }
@@ -606,9 +606,8 @@ static bool
 refund_units(RlCells *view, const Record *record, const Reserved *charge, RlState *state, int64 units)
 {
 	const RlLimit *limit = &charge->limit;
-	RlCharge	part = rl_algorithm(limit)->charge(limit, units, rl_time_of(limit, record->at), 0);
+	RlCharge	part = rl_charge_of(limit, units, rl_time_of(limit, record->at), charge->mark, 0);
 
-	part.mark = charge->mark;
 	part.own = true;
 	return rl_refund_charge(limit, state, &view->pool, time_of(view, limit), &part);
 }
@@ -937,13 +936,15 @@ begin_all(RlCells *view, const RlAction *const *actions, int n, Key *keys, uint3
 }
 
 static bool
-local_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apart,
+local_take_all(const RlAction *const *actions, int n, RlTook took, void *arg, bool *apart,
 			   RlUsage *usage pg_attribute_unused(), RlError *error)
 {
 	const RlReserve *reserve = actions[0]->reserve;
 	RlKeyHash	hashes[RL_MAX_KEYS];
 	Key			keys[RL_MAX_KEYS];
 	RlCells		view = {.keys = hashes,.nkeys = n};
+	RlDecision	each[RL_MAX_KEYS][RL_MAX_LIMITS];
+	RlTimes		times;
 	uint32		c;
 	Record		record;
 	bool		allowed = true;
@@ -954,20 +955,25 @@ local_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apar
 		hashes[i] = rl_key_hash(&actions[i]->key);
 	if (!begin_all(&view, actions, n, keys, &c, error))
 		return false;
-	if (answer_reserved(&view, actions, n, c, taken, &failed, error))
+	if (answer_reserved(&view, actions, n, c, each, &failed, error))
 	{
+		times = rl_cells_times(&view);
 		finish(&view);
+		for (int i = 0; i < n && !failed; i++)
+			took(i, each[i], times, true, arg);
 		return !failed;
 	}
 	for (int i = 0; i < n; i++)
 	{
 		Key		   *key = &keys[i];
 
+		key->act = (RlAct) {.times = rl_cells_times(&view),.quota = actions[i]->quota,.verdict = RL_VERDICT_ALLOWED,.how = RL_TAKE,
+			.hold = reserve != NULL ? reserve->hold : 0};
 		load_ban(&view, key);
-		key->verdict = actions[i]->limits->n == 0 ? RL_VERDICT_ALLOWED :
-			rl_act_decide(actions[i]->limits, key->states, &view.pool, key->ban.until,
-						  rl_cells_times(&view), actions[i]->quota, key->views, taken[i].each);
-		allowed &= key->verdict == RL_VERDICT_ALLOWED;
+		if (actions[i]->limits->n > 0)
+			key->act.verdict = rl_act_decide(actions[i]->limits, key->states, &view.pool, key->ban.until, &key->act,
+											 key->views, each[i]);
+		allowed &= key->act.verdict == RL_VERDICT_ALLOWED;
 	}
 	if (reserve != NULL && allowed && c == RL_NO_CELL)
 	{
@@ -987,24 +993,23 @@ local_take_all(const RlAction *const *actions, int n, RlTaken *taken, bool *apar
 	for (int i = 0; i < n; i++)
 	{
 		Key		   *key = &keys[i];
-		RlAct		act = {.times = rl_cells_times(&view),.quota = actions[i]->quota,.verdict = key->verdict,.how = RL_TAKE,
-			.hold = reserve != NULL ? reserve->hold : 0};
 		uint32		changed;
 
-		if (!allowed && act.verdict == RL_VERDICT_ALLOWED)
-			act.verdict = RL_VERDICT_REFUSED;
+		if (!allowed && key->act.verdict == RL_VERDICT_ALLOWED)
+			key->act.verdict = RL_VERDICT_REFUSED;
 		rl_cells_select(&view, i);
-		changed = rl_act_complete(actions[i]->limits, key->states, &view.pool, &key->ban, &act,
-								  key->views, taken[i].each);
-		save_key(&view, actions[i], key, changed, taken[i].each);
-		taken[i].at = act.times;
-		taken[i].charged = allowed;
+		changed = rl_act_complete(actions[i]->limits, key->states, &view.pool, &key->ban, &key->act,
+								  key->views, each[i]);
+		save_key(&view, actions[i], key, changed, each[i]);
 		if (reserve != NULL && allowed)
-			add_to_record(&record, i, actions[i], act.times, key->views, taken[i].each);
+			add_to_record(&record, i, actions[i], key->act.times, key->views, each[i]);
 	}
 	if (reserve != NULL && allowed)
 		save_record(&view, c, &reserve->id, &record, view.now + reserve->hold);
+	times = rl_cells_times(&view);
 	finish(&view);
+	for (int i = 0; i < n; i++)
+		took(i, each[i], times, allowed, arg);
 	return true;
 }
 

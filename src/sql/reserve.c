@@ -133,7 +133,6 @@ reserve_of(StringInfo text, const RlKey *keys, int n, RlKey id)
 static void
 reserve_keys(RlAction *actions, int n, RlKey id, int64 hold, RlAnswer *answers)
 {
-	RlLimits	limits[RL_MAX_KEYS];
 	RlKey		keys[RL_MAX_KEYS] = {0};
 	RlReserve	reserve;
 	StringInfoData text;
@@ -150,11 +149,6 @@ reserve_keys(RlAction *actions, int n, RlKey id, int64 hold, RlAnswer *answers)
 	for (int i = 0; i < n; i++)
 	{
 		appendStringInfo(&text, " %lld %s", (long long) actions[i].quota, rl_limits_text(actions[i].limits));
-		rl_limits_copy(&limits[i], actions[i].limits);
-		limits[i].reserves = true;
-		/* The end of the transaction does not touch a reservation. */
-		limits[i].refunds = false;
-		actions[i].limits = &limits[i];
 		actions[i].reserve = charges ? &reserve : NULL;
 		rl_answer_clear(&answers[i]);
 	}

@@ -241,13 +241,13 @@ check_decisions(const RlAction *action, const RlDecision *each, int64 at)
 }
 
 static void
-took(int i, const RlDecision *each, int64 at, bool charged pg_attribute_unused(), void *arg)
+took(int i, const RlDecision *each, RlTimes at, bool charged pg_attribute_unused(), void *arg)
 {
 	Taken	   *taken = arg;
 
 	REQUIRE(i >= 0 && i < taken->n && !taken->told[i]);
 	taken->told[i] = true;
-	check_decisions(taken->actions[i], each, at);
+	check_decisions(taken->actions[i], each, at.store);
 }
 
 static void
@@ -257,16 +257,11 @@ take_one(RlAction *action, int call)
 	RlAnswer	answer = {0};
 	RlLeaseCall lease = {.want = 10,.length = 100000,.nleft = call % 2,.left = {{.units = 3,.at = 1700000000000000,.life = 5}}};
 	RlReserve	reserve = {{"id", 2}, RL_SECOND, 1};
-	RlLimits	reserves = *action->limits;
 	RlError		error;
 
-	reserves.reserves = true;
 	action->timed = call & 4;
 	if (call & 16)
-	{
 		action->reserve = &reserve;
-		action->limits = &reserves;
-	}
 	else if (action->limits->lease > 0)
 		action->lease = &lease;
 	else
@@ -289,7 +284,6 @@ fuzz_call(const char *data, int len)
 	RlAction	actions[MAX_ACTIONS];
 	const RlAction *pointers[MAX_ACTIONS];
 	char		keys[MAX_ACTIONS][3];
-	RlTaken		all[MAX_ACTIONS];
 	Taken		taken = {.actions = pointers};
 	RlUsage		usage = {0};
 	int64		unanswered = 0;
@@ -320,9 +314,7 @@ fuzz_call(const char *data, int len)
 			done = rl_redis_take_parts(pointers, taken.n, took, &taken, &unanswered, &usage, &error);
 			break;
 		default:
-			done = rl_redis_take_all(pointers, taken.n, all, &apart, &usage, &error);
-			for (int i = 0; i < taken.n && done; i++)
-				took(i, all[i].each, all[i].at.store, all[i].charged, &taken);
+			done = rl_redis_take_all(pointers, taken.n, took, &taken, &apart, &usage, &error);
 			if (!done && apart)
 				return;
 	}
