@@ -6,7 +6,7 @@
 -- lacks 10^15 units, of a limit with other numbers, the product with the period may be larger:
 -- a hundred years are less.
 --
--- Arguments: single_throttle.lua, single_token_bucket.lua, refund.lua, as Redis gets them.
+-- Arguments: single_throttle.lua, single_token_bucket.lua, refund_charges.lua, as Redis gets them.
 
 local scripts = {throttle = assert(loadfile(arg[1])), token_bucket = assert(loadfile(arg[2])), refund = assert(loadfile(arg[3]))}
 local line_number, largest, field, expiry, written, clock = 0, 0
@@ -83,7 +83,8 @@ for line in io.lines() do
   else
     reply, after = run(scripts.token_bucket, looks, 't', quota, period, n1, n2, given)
   end
-  _, refunded = run(scripts.refund, looks, given or '', '', quota, name, 't', period, n1, n2, n3, n4, '', '0', '')
+  _, refunded = run(scripts.refund, looks, given or '', '0', '1', name, 't', period, n1, n2, n3, n4, '', '0', '0',
+    name == 'throttle' and n1 or quota, name == 'throttle' and n3 or '0', '-2', '0', '0', '')
   if type(reply) ~= 'table' then
     reply = {reply}
   end

@@ -21,7 +21,7 @@
 FOLDER_OF_PROOF=$ROOT/proof/arithmetic
 GCRA=us_rounded_up,cost,refund_of,complete,act_on_backlog,load,fits,keep_backlog,act,act_single,reduce_backlog,refund,left,refund_charge,owe
 TOKEN_BUCKET=rl_divide_up,complete,lumps_since,less_lumps,load,next_free,keep,rl_units_fit,rl_units_act,rl_units_refund,rl_units_owe
-SCRIPTS=(single_throttle single_token_bucket refund)
+SCRIPTS=(single_throttle single_token_bucket refund_charges)
 
 row() { printf '%-13s %-20s %6s %8s  %s\n' "$@"; }
 

@@ -95,6 +95,9 @@ typedef struct RlCharge
 /* The time of a charge that is not known, because there was no reply to its call, which had a mark in Redis. */
 #define RL_IN_DOUBT			(-1)
 
+/* In place of the time: the amount is of any charges, for rl_refund. */
+#define RL_OF_ANY			(-2)
+
 /* The charges that were merged into one: where the first is, and what time has replenished since. */
 typedef struct RlSpan
 {

@@ -90,7 +90,7 @@ algorithms.fixed_window = {
   end,
 
   refund = function(l, units)
-    l.charged = math.max(l.charged - (units or quota), 0)
+    l.charged = math.max(l.charged - units, 0)
     l.used = l.charged + l.refused
   end,
 

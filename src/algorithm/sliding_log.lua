@@ -116,8 +116,8 @@ algorithms.sliding_log = {
     l:count()
   end,
 
-  refund = function(l)
-    cut_units(l.log, math.min(quota, l.charged))
+  refund = function(l, units)
+    cut_units(l.log, math.min(units, l.charged))
     l:count()
   end,
 

@@ -77,8 +77,8 @@ algorithms.sliding_window = {
     l:free('refused', l.refused - MOST)
   end,
 
-  refund = function(l)
-    l:free('charged', math.min(quota, l.charged))
+  refund = function(l, units)
+    l:free('charged', math.min(units, l.charged))
   end,
 
   -- Frees the oldest units of a kind, or with k only those of counter k.

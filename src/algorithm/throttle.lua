@@ -44,10 +44,8 @@ algorithms.throttle = {
     l.us, l.ns = us, ns
   end,
 
-  -- Without us and ns, refunds the cost of the quota.
   refund = function(l, less_us, less_ns)
     local us, ns = l.us, l.ns
-    less_us, less_ns = less_us or l.cost_us, less_ns or l.cost_ns
     --< free(us, ns, less_us, less_ns) -> us, ns
     us, ns = us - less_us, ns - less_ns
     if ns < 0 then

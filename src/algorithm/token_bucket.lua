@@ -36,8 +36,8 @@ algorithms.token_bucket = {
     l.used = used
   end,
 
-  refund = function(l)
-    l.used = math.max(l.used - quota, 0)
+  refund = function(l, units)
+    l.used = math.max(l.used - units, 0)
   end,
 
   -- The anchors are of one series unless the bucket was full in between.

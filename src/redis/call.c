@@ -115,7 +115,7 @@ rl_append_windows(RlCommand *command, const RlLimit *limit)
 /*
  * Appends the LIMIT arguments of one limit, in the order of load_limits in state.lua.  Without
  * trace, a refusal is not counted, neither as quota nor for a ban.  The quota may exceed the
- * capacity: then no action is allowed, and a refund has the whole quota.
+ * capacity: then no action is allowed.
  */
 void
 rl_append_limit(RlCommand *command, const RlLimit *limit, int64 quota, bool trace)

@@ -54,6 +54,7 @@ extern bool rl_redis_read_key(const char *name, int name_len, char *key, int *le
 
 /* refunds.c */
 extern void rl_redis_reserve_refunds(void);
+extern bool rl_redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *error);
 extern bool rl_redis_refund_until(RlRefundCall *calls, int n, int64 until, RlUsage *usage,
 								  RlError *why, RlError *error);
 extern bool rl_redis_refund_no_throw(RlRefundCall *calls, int n, RlError *why, RlError *error);

@@ -86,7 +86,6 @@ append_mark(RlCommand *command, uint64 by_mark)
 static void
 append_keys(RlCommand *command, RlRefundCall *calls, int n)
 {
-	command->delivers = true;
 	rl_command_number(command, n);
 	for (int i = 0; i < n; i++)
 		rl_command_arg(command, calls[i].redis_key, calls[i].redis_key_len);
@@ -149,6 +148,36 @@ read_keys(RlRefundCall *calls, int n, const RlReply *reply, RlError *why, RlErro
 }
 
 /*
+ * Units of any charges
+ */
+
+static bool
+append_one(RlCommand *command, int i pg_attribute_unused(), void *arg)
+{
+	append_keys(command, arg, 1);
+	return true;
+}
+
+/* RlStore.refund */
+bool
+rl_redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *error)
+{
+	char		name[RL_MAX_REDIS_KEY];
+	RlCharge	charges[RL_MAX_LIMITS];
+	RlRefund	refunds[RL_MAX_LIMITS];
+	RlRefundCall call = {.redis_key = name,.redis_key_len = rl_redis_key(key, name),.n = limits->n,.refunds = refunds};
+	RlReply		reply;
+
+	for (int i = 0; i < limits->n; i++)
+	{
+		charges[i] = rl_charge_of(&limits->limit[i], quota, RL_OF_ANY, 0, 0);
+		refunds[i] = (RlRefund) {&limits->limit[i], &charges[i]};
+	}
+	return rl_redis_call(&rl_refund_charges_script, append_one, &call, NULL, &reply, error) &&
+		((reply.kind == RL_REPLY_NUMBERS && !reply.is_array && reply.values[0] == 1) || rl_wrong_reply(error));
+}
+
+/*
  * By a pipeline
  */
 
@@ -168,6 +197,7 @@ append_call(RlCommand *command, int i, void *arg)
 			calls[j].late = late;
 		return false;
 	}
+	command->delivers = true;
 	append_keys(command, calls, n);
 	return true;
 }
@@ -264,6 +294,7 @@ write_next(Refunding *refunding)
 		return false;
 	refunding->next = call_end(refunding, first);
 	command = rl_command_start();
+	command->delivers = true;
 	append_keys(command, &refunding->calls[first], refunding->next - first);
 	rl_line_append(&line, command, &rl_refund_charges_script, (RlCall) {.i = first,.n = refunding->next - first});
 	return true;

@@ -22,7 +22,6 @@ extern RlScript rl_check_all_script;
 extern RlScript rl_lease_script;
 extern RlScript rl_reserve_script;
 extern RlScript rl_settle_script;
-extern RlScript rl_refund_script;
 extern RlScript rl_refund_charges_script;
 extern RlScript rl_reset_script;
 extern RlScript rl_ban_script;

@@ -10,7 +10,7 @@
 -- An algorithm is a table of functions of a limit l. "read" sets its numbers and
 -- "load" its state. Then l.used is the quota in use. If the limit can count
 -- refused quota, l.charged is the part of l.used that was charged. "take", "deny",
--- "refund" and "refund_charge" change l only; "save" queues l for write(). An algorithm
+-- "refund" (of an amount in two parts, of any charges) and "refund_charge" change l only; "save" queues l for write(). An algorithm
 -- of units has "wait" and "reset"; one that has "fits" instead reports its backlog, l.us and l.ns.
 --
 -- Some also have denied_field, for the log of refused quota; by_time, if a charge is found by its time,

@@ -27,29 +27,6 @@ read_done(const RlReply *reply, RlError *error)
 	return (is_count(reply) && reply->values[0] == 1) || rl_wrong_reply(error);
 }
 
-static bool
-append_refund(RlCommand *command, int i pg_attribute_unused(), void *arg)
-{
-	const RlAction *action = arg;
-
-	rl_command_hash(command, &action->key);
-	rl_command_text(command, "");
-	rl_command_number(command, action->quota);
-	for (int l = 0; l < action->limits->n; l++)
-		rl_append_limit(command, &action->limits->limit[l], action->quota, false);
-	return true;
-}
-
-static bool
-redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *error)
-{
-	RlAction	action = {.key = *key,.limits = limits,.quota = quota};
-	RlReply		reply;
-
-	return rl_redis_call(&rl_refund_script, append_refund, &action, NULL, &reply, error) &&
-		read_done(&reply, error);
-}
-
 /* Runs a script, or a plain command if it is NULL, whose reply is the number of deletions. */
 static bool
 delete_from(RlScript *script, RlCommand *command, bool *found, RlError *error)
@@ -240,7 +217,7 @@ const RlStore rl_redis_store = {
 	.take_many = rl_redis_take_many,
 	.take_all = rl_redis_take_all,
 	.take_parts = rl_redis_take_parts,
-	.refund = redis_refund,
+	.refund = rl_redis_refund,
 	.reset = redis_reset,
 	.ban = redis_ban,
 	.unban = redis_unban,
