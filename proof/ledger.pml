@@ -28,7 +28,7 @@ mtype = { nothing, asked, refunded, moved };	/* what is under way on a connectio
 #define QUEUED		0
 byte level[CHARGES] = NO_ENTRY;
 mtype outcome[CHARGES] = none;
-bool unsettled = false;
+bool unclosed = false;
 byte nest = 1;					/* nest level of the transaction */
 byte made = 0;					/* charges so far */
 bool ended = false;
@@ -59,8 +59,8 @@ bool logged[CHARGES];
 #define IS_OVERDUE(all) (all && (outcome[e] == unsent || outcome[e] == later))
 #endif
 
-/* settle, with KEEP or PASS_ALL */
-inline settle(all) {
+/* close_calls, with KEEP or PASS_ALL */
+inline close_calls(all) {
 	for (e : 0 .. CHARGES - 1) {
 		if
 		:: outcome[e] == done || IS_LOST(all) || IS_OVERDUE(all) ->
@@ -73,21 +73,21 @@ inline settle(all) {
 		outcome[e] = none
 	}
 	e = 0;
-	unsettled = false
+	unclosed = false
 }
 
 /* To be called before the queue is changed */
-inline settle_interrupted() {
+inline close_interrupted() {
 	if
-	:: unsettled ->
+	:: unclosed ->
 #ifdef MUTANT_INTERRUPTED_KEPT
 		for (e : 0 .. CHARGES - 1) {
 			outcome[e] = none
 		}
 		e = 0;
-		unsettled = false
+		unclosed = false
 #else
-		settle(false)
+		close_calls(false)
 #endif
 	:: else
 	fi
@@ -99,7 +99,7 @@ inline settle_interrupted() {
 /* rl_ledger_queue of the entries at this level or a higher one, or only of the concurrent limit */
 inline queue(from, concurrent) {
 	if
-	:: QUEUES(0, from, concurrent) || QUEUES(1, from, concurrent) -> settle_interrupted()
+	:: QUEUES(0, from, concurrent) || QUEUES(1, from, concurrent) -> close_interrupted()
 	:: else
 	fi;
 	for (e : 0 .. CHARGES - 1) {
@@ -110,10 +110,10 @@ inline queue(from, concurrent) {
 
 /* prepare_calls */
 inline prepare_calls() {
-	settle_interrupted();
+	close_interrupted();
 	for (e : 0 .. CHARGES - 1) {
 		if
-		:: level[e] == QUEUED -> outcome[e] = unsent; unsettled = true
+		:: level[e] == QUEUED -> outcome[e] = unsent; unclosed = true
 		:: else
 		fi
 	}
@@ -228,9 +228,9 @@ proctype Backend() {
 		/* Connecting fails, or a connection was lost with calls under way. */
 		:: d_step { IS_CUT(0) || IS_CUT(1) || LOST(0) || LOST(1) ->
 				drop_replies();
-				settle(false)
+				close_calls(false)
 			}; break
-		:: d_step { !ANY_PENDING -> settle(false) }; break
+		:: d_step { !ANY_PENDING -> close_calls(false) }; break
 		/* An interrupt.  The error is caught in a level above, or ends the transaction. */
 		:: d_step { nest > 1 -> drop_replies() };
 			d_step { note_end(nest, false); queue(nest, false); nest-- }; break
@@ -261,7 +261,7 @@ end_of_queue:
 	:: !ANY_PENDING -> break
 	:: true -> break			/* the time has passed */
 	od;
-	atomic { drop_replies(); settle(true); ended = true }
+	atomic { drop_replies(); close_calls(true); ended = true }
 }
 
 #ifdef MUTANT_TAKEN_STAYS

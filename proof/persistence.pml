@@ -161,7 +161,7 @@ again:
 			:: two -> lock(PARTITION(1))
 			:: else
 			fi;
-			/* rl_cells_reserve */
+			/* rl_cells_set_aside */
 			d_step {
 				wanted = (at[first] == NONE) + (two && at[1] == NONE);
 				c = 0;

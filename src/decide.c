@@ -24,14 +24,14 @@
 #include "transaction.h"
 
 /* An action on its way to an answer. */
-typedef struct Call
+typedef struct Deciding
 {
 	RlAction   *action;			/* lease is NULL if its key's lease does not serve it */
 	RlAnswer   *answer;
 	const RlStore *store;		/* the one that the settings name */
 	bool		answered;
 	RlKnown		known;			/* only with shared memory */
-} Call;
+} Deciding;
 
 /* Returns the store that ratelimit.store names; it may lack shared memory. */
 const RlStore *
@@ -114,9 +114,10 @@ rl_queue_leftovers(const RlKey *key)
 
 			charges[i] = (RlCharge) {0};
 			/* Another backend may have set the zone.  A leftover of one that is gone is lost. */
-			if (limit->calendar != RL_NO_CALENDAR && !rl_calendar_set_zone(limit, limit->zone, strlen(limit->zone)))
+			if (limit->calendar != RL_NO_CALENDAR &&
+				!rl_calendar_set_zone(limit, limit->zone, strlen(limit->zone)))
 				continue;
-			charges[i] = rl_charge_of(limit, left.units, left.at, left.mark[i], left.life);
+			charges[i] = rl_charge_of(limit, left.units, left.at, left.place[i], left.life);
 		}
 		rl_owner_add(&owner, key, &limits, charges, false, 0);
 		rl_owner_queue(&owner, false);
@@ -157,29 +158,32 @@ outcome_of(const RlAnswer *answer)
 	}
 }
 
-/* Counts calls that an error ends; some of them may be answered. */
+/* Counts actions that an error ends; some of them may be answered. */
 static void
-count_ended(const Call *calls, int n)
+count_ended(const Deciding *all, int n)
 {
 	for (int i = 0; i < n; i++)
-		count(calls[i].action, calls[i].answer,
-			  calls[i].answered ? outcome_of(calls[i].answer) : RL_WAS_ERROR, false);
+		count(all[i].action, all[i].answer,
+			  all[i].answered ? outcome_of(all[i].answer) : RL_WAS_ERROR, false);
 }
 
 /*
  * Concluding
  */
 
-/* Notes the charges of an action that is allowed, by a lot of a lease or 0: in the answer, and for its rollback. */
+/*
+ * Notes the charges of an action that is allowed, by a lot of a lease or 0: in the answer, and for its
+ * rollback.
+ */
 static void
-note_charges(const Call *call, const RlCharge *charges, uint64 lot)
+note_charges(const Deciding *deciding, const RlCharge *charges, uint64 lot)
 {
-	const RlLimits *limits = call->action->limits;
+	const RlLimits *limits = deciding->action->limits;
 
-	if (call->answer->charges != NULL)
-		memcpy(call->answer->charges, charges, limits->n * sizeof(RlCharge));
-	if (rl_may_refund(call->action) && call->action->quota > 0)
-		rl_grants_note(&call->action->key, limits, charges, call->answer->local, lot);
+	if (deciding->answer->charges != NULL)
+		memcpy(deciding->answer->charges, charges, limits->n * sizeof(RlCharge));
+	if (rl_may_refund(deciding->action) && deciding->action->quota > 0)
+		rl_grants_note(&deciding->action->key, limits, charges, deciding->answer->local, lot);
 }
 
 /*
@@ -188,10 +192,10 @@ note_charges(const Call *call, const RlCharge *charges, uint64 lot)
  * may have refused the action that these limits allow.
  */
 static void
-conclude(Call *call, const RlDecision *each, bool not_charged)
+conclude(Deciding *deciding, const RlDecision *each, bool not_charged)
 {
-	const RlAction *action = call->action;
-	RlAnswer   *answer = call->answer;
+	const RlAction *action = deciding->action;
+	RlAnswer   *answer = deciding->answer;
 	RlDecision *decision = &answer->decision;
 	RlCharge	charges[RL_MAX_LIMITS];
 	uint64		lot = 0;
@@ -207,7 +211,7 @@ conclude(Call *call, const RlDecision *each, bool not_charged)
 		/* A limit that has counted the refusal may have a wait. */
 		if (not_charged && !action->limits->limit[i].shadow)
 			decision->retry_after = Max(decision->retry_after, each[i].retry_after);
-		else if (!each[i].charged)
+		else if (!each[i].fits)
 			answer->shadow = i + 1;
 	}
 	if (rl_all_shadow(action->limits))
@@ -217,10 +221,10 @@ conclude(Call *call, const RlDecision *each, bool not_charged)
 	if (charged)
 		rl_charges_set(action, answer->at, each, charges);
 	if (rl_shared_available())
-		lot = rl_known_note(&call->known, action, answer, charges);
+		lot = rl_known_note(&deciding->known, action, answer, charges);
 	if (charged || lot != 0)
-		note_charges(call, charges, lot);
-	call->answered = true;
+		note_charges(deciding, charges, lot);
+	deciding->answered = true;
 }
 
 /* Allows a refused action in shadow mode. */
@@ -239,38 +243,38 @@ allow_in_shadow(const RlAction *action, RlAnswer *answer)
 
 /* Asks a store for one action.  Returns false with the error set if the store fails. */
 static inline bool
-take(Call *call, const RlStore *store, RlError *error)
+take(Deciding *deciding, const RlStore *store, RlError *error)
 {
-	RlAnswer   *answer = call->answer;
+	RlAnswer   *answer = deciding->answer;
 	RlDecision	room[RL_MAX_LIMITS];
 	RlDecision *each = answer->each != NULL ? answer->each :
-		call->action->limits->n == 1 ? &answer->decision : room;
+		deciding->action->limits->n == 1 ? &answer->decision : room;
 
 	answer->local = store->is_local;
-	if (!store->take(call->action, each, answer, error))
+	if (!store->take(deciding->action, each, answer, error))
 		return false;
 	if (store->is_local)
-		call->known.asked = answer->at.store;
-	conclude(call, each, false);
+		deciding->known.asked = answer->at.store;
+	conclude(deciding, each, false);
 	return true;
 }
 
-/* Answers one call of several; an RlTook. */
+/* Answers one action of several, or one key of an action; an RlTook. */
 static void
 took(int i, const RlDecision *each, RlTimes at, bool charged, void *arg)
 {
-	Call	   *call = &((Call *) arg)[i];
-	RlAnswer   *answer = call->answer;
+	Deciding   *deciding = &((Deciding *) arg)[i];
+	RlAnswer   *answer = deciding->answer;
 
 	/* A key without limits, of a reservation, is answered by take_all. */
-	if (call->action->limits->n == 0)
+	if (deciding->action->limits->n == 0)
 		return;
 	answer->at = at;
 	if (answer->local)
-		call->known.asked = at.store;
+		deciding->known.asked = at.store;
 	if (answer->each != NULL)
-		memcpy(answer->each, each, call->action->limits->n * sizeof(RlDecision));
-	conclude(call, each, !charged);
+		memcpy(answer->each, each, deciding->action->limits->n * sizeof(RlDecision));
+	conclude(deciding, each, !charged);
 }
 
 /*
@@ -278,158 +282,159 @@ took(int i, const RlDecision *each, RlTimes at, bool charged, void *arg)
  * false with the error set if an action has no answer.
  */
 static bool
-take_many(Call *calls, int n, int64 *unanswered, RlError *error)
+take_many(Deciding *all, int n, int64 *unanswered, RlError *error)
 {
 	const RlAction **actions = palloc(n * sizeof(RlAction *));
 	bool		done;
 
 	for (int i = 0; i < n; i++)
-		actions[i] = calls[i].action;
-	done = calls->store->take_many(actions, n, took, calls, unanswered, &calls->answer->usage, error);
+		actions[i] = all[i].action;
+	done = all->store->take_many(actions, n, took, all, unanswered, &all->answer->usage, error);
 	pfree(actions);
 	return done;
 }
 
-/* Answers a call under limits that are unlimited or blocked, of an action with a reservation. */
+/* Answers about a key whose limits are unlimited or blocked, of an action with a reservation. */
 static void
-answer_unlisted(Call *call, RlSource found)
+answer_unlisted(Deciding *deciding, RlSource found)
 {
-	RlAnswer   *answer = call->answer;
+	RlAnswer   *answer = deciding->answer;
 
-	answer->decision = rl_unasked_decision(call->action->limits);
+	answer->decision = rl_unasked_decision(deciding->action->limits);
 	if (found == RL_FROM_RESERVED || found == RL_FROM_SETTLED)
 		rl_set_reserved(&answer->decision, found == RL_FROM_SETTLED);
 	answer->binding = 0;
-	call->answered = true;
+	deciding->answered = true;
 }
 
 /*
- * Asks a store for one action on the keys of n calls; the first answer has the usage of
- * all.  Returns false with the error set if the store fails.
+ * Asks a store for one action on n keys; the first answer has the usage of all.  Returns false with the error
+ * set if the store fails.
  */
 static bool
-take_all(Call *calls, int n, const RlStore *store, RlError *error)
+take_all(Deciding *all, int n, const RlStore *store, RlError *error)
 {
 	const RlAction *actions[RL_MAX_KEYS] = {NULL};
 	RlSource	source = RL_FROM_UNLIMITED;
 
 	for (int i = 0; i < n; i++)
 	{
-		actions[i] = calls[i].action;
-		calls[i].answer->local = store->is_local;
+		actions[i] = all[i].action;
+		all[i].answer->local = store->is_local;
 	}
-	if (!rl_take_all(store, actions, n, took, calls, &calls->answer->usage, error))
+	if (!rl_take_all(store, actions, n, took, all, &all->answer->usage, error))
 		return false;
 	for (int i = 0; i < n; i++)
 		if (actions[i]->limits->n > 0)
-			source = calls[i].answer->decision.source;
+			source = all[i].answer->decision.source;
 	for (int i = 0; i < n; i++)
 		if (actions[i]->limits->n == 0)
-			answer_unlisted(&calls[i], source);
+			answer_unlisted(&all[i], source);
 	return true;
 }
 
 /*
  * Returns true if actions that no store decides are allowed, and false if they are
- * refused.  Otherwise counts the calls, and raises the error.  Raises it without counting them if
+ * refused.  Otherwise counts the actions, and raises the error.  Raises it without counting them if
  * no store has failed.
  */
 static bool
-allows_unasked(const Call *calls, int n, const RlError *error)
+allows_unasked(const Deciding *all, int n, const RlError *error)
 {
 	bool		shadow = true;
 
 	if (error->of_action)
 		rl_raise(error);
 	for (int i = 0; i < n; i++)
-		shadow &= calls[i].action->limits->n == 0 || rl_all_shadow(calls[i].action->limits);
+		shadow &= all[i].action->limits->n == 0 || rl_all_shadow(all[i].action->limits);
 	/* In shadow mode a limit never stops an action, as a shadow limit. */
 	if (rl_mode == RL_MODE_SHADOW || shadow)
 		return true;
 	/* The local store fails only if it is full: a flood of keys must not lift limits. */
-	if (!calls->store->is_local && !rl_error_is_own(error) &&
+	if (!all->store->is_local && !rl_error_is_own(error) &&
 		(rl_on_error == RL_ON_ERROR_ALLOW || rl_on_error == RL_ON_ERROR_DENY))
 		return rl_on_error == RL_ON_ERROR_ALLOW;
-	count_ended(calls, n);
-	rl_raise_for(error, calls->action->origin);
+	count_ended(all, n);
+	rl_raise_for(error, all->action->origin);
 }
 
 /*
- * Answers the calls that the failed store has not answered.  Raises the failure if
- * ratelimit.on_error says so, also when all calls are answered.
+ * Answers the actions that the failed store has not answered.  Raises the failure if
+ * ratelimit.on_error says so, also when all actions are answered.
  */
 static void
-apply_on_error(Call *calls, int n, bool together, const RlError *failure)
+apply_on_error(Deciding *all, int n, bool together, const RlError *failure)
 {
-	bool		local = rl_on_error == RL_ON_ERROR_LOCAL && !calls->store->is_local && !rl_error_is_own(failure) &&
+	bool		local = rl_on_error == RL_ON_ERROR_LOCAL && !all->store->is_local &&
+		!rl_error_is_own(failure) &&
 		!failure->of_action;
-	bool		allowed = local || allows_unasked(calls, n, failure);
+	bool		allowed = local || allows_unasked(all, n, failure);
 	RlError    *kept = memcpy(palloc(sizeof(RlError)), failure, sizeof(RlError));
 	RlError		local_failure;
 
 	for (int i = 0; i < n; i++)
 	{
-		if (calls[i].answered)
+		if (all[i].answered)
 			continue;
 		if (local && (i == 0 || !together))
 		{
 			rl_log_failure(failure, "Actions are decided by this server alone, as ratelimit.on_error says.");
-			if (together ? take_all(calls, n, &rl_local_store, &local_failure) :
-				take(&calls[i], &rl_local_store, &local_failure))
+			if (together ? take_all(all, n, &rl_local_store, &local_failure) :
+				take(&all[i], &rl_local_store, &local_failure))
 				continue;
-			allowed = allows_unasked(calls, n, &local_failure);
+			allowed = allows_unasked(all, n, &local_failure);
 		}
-		if (calls[i].action->limits->n == 0)
+		if (all[i].action->limits->n == 0)
 		{
-			answer_unlisted(&calls[i], RL_FROM_UNLIMITED);
+			answer_unlisted(&all[i], RL_FROM_UNLIMITED);
 			continue;
 		}
 		rl_log_failure(local ? &local_failure : failure,
 					   allowed ? "Actions are allowed unasked, as ratelimit.on_error or ratelimit.mode says." :
 					   "Actions are refused unasked, as ratelimit.on_error says.");
-		rl_set_unasked(calls[i].action, calls[i].answer, allowed,
+		rl_set_unasked(all[i].action, all[i].answer, allowed,
 					   allowed ? RL_FAIL_OPEN : RL_FAIL_CLOSED);
-		calls[i].answer->error = kept;
-		calls[i].answered = true;
+		all[i].answer->error = kept;
+		all[i].answered = true;
 	}
 }
 
-/* Sets what the calls ask for leases, and by what their answers are judged. */
+/* Sets which lease each action asks for, and the generation that its answer must match. */
 static void
-note_asking(Call *calls, int n)
+note_asking(Deciding *all, int n)
 {
 	int64		now = rl_shared_available() ? rl_local_now() : 0;
 
 	for (int i = 0; i < n && rl_shared_available(); i++)
-		rl_known_ask(&calls[i].known, calls[i].action, now);
+		rl_known_ask(&all[i].known, all[i].action, now);
 }
 
 /*
- * Ends calls that have failed or were interrupted.  If nothing was sent since there were so
+ * Ends actions that have failed or were interrupted.  If nothing was sent since there were so
  * many round trips, leases keep their leftovers.
  */
 static void
-note_failed(Call *calls, int n, int64 round_trips)
+note_failed(Deciding *all, int n, int64 round_trips)
 {
-	for (int i = 0; i < n && calls->answer->usage.round_trips <= round_trips && rl_shared_available(); i++)
-		rl_known_not_asked(&calls[i].known, calls[i].action);
+	for (int i = 0; i < n && all->answer->usage.round_trips <= round_trips && rl_shared_available(); i++)
+		rl_known_not_asked(&all[i].known, all[i].action);
 }
 
 /*
- * Notes the calls that have marks in Redis and no answer, so that they are refunded if they have run: at once, or
- * if the action happens nevertheless at the end of the transaction.  Does not throw.
+ * Notes the actions that have marks in Redis and no answer, so that they are refunded if they were charged:
+ * at once, or if the action happens nevertheless at the end of the transaction.  Does not throw.
  */
 static void
-note_in_doubt(const Call *calls, int n, bool happens)
+note_in_doubt(const Deciding *all, int n, bool happens)
 {
 	for (int i = 0; i < n; i++)
 	{
-		const RlAction *action = calls[i].action;
+		const RlAction *action = all[i].action;
 		const RlLimits *limits = action->limits;
 		RlCharge	charges[RL_MAX_LIMITS];
 		RlOwner		owner;
 
-		if (calls[i].answered || action->by_mark == 0)
+		if (all[i].answered || action->by_mark == 0)
 			continue;
 		for (int l = 0; l < limits->n; l++)
 		{
@@ -447,106 +452,115 @@ note_in_doubt(const Call *calls, int n, bool happens)
 	}
 }
 
-/* Sends refunds that are due, those of the calls' keys first.  Returns false with the error set if the store fails. */
+/*
+ * Sends refunds that are due, those of the actions' keys first.  Returns false with the error set if the
+ * store fails.
+ */
 static inline bool
-flush(Call *calls, int n, RlError *error)
+flush(Deciding *all, int n, RlError *error)
 {
 	for (int i = n - 1; i >= 0 && rl_refunds_pending(); i--)
-		rl_refunds_advance(&calls[i].action->key);
-	return rl_refunds_flush(&calls->answer->usage, error);
+		rl_refunds_advance(&all[i].action->key);
+	return rl_refunds_flush(&all->answer->usage, error);
 }
 
-/* Calls that Redis is asked for; those under way at the end of the backend are noted by call_ends. */
+/* Actions that Redis is asked for; those under way at the end of the backend are noted by backend_ends. */
 typedef struct Asking
 {
-	Call	   *calls;
+	Deciding   *all;
 	int			n;
-	int64		round_trips;	/* of the refunds that are due; what is sent until they are counted is theirs */
+	int64		round_trips;	/* those before this count belong to refunds, not to the actions */
 } Asking;
 
 static volatile Asking asking;
 
-/* Notes what is in doubt of the calls that are under way, and that they have ended. */
+/* Notes what is in doubt of the actions that are under way, and that they have ended. */
 static void
 end_asking(void)
 {
-	Call	   *calls = asking.calls;
+	Deciding   *all = asking.all;
 
-	asking.calls = NULL;
-	if (calls->answer->usage.round_trips > asking.round_trips)
-		note_in_doubt(calls, asking.n, false);
+	asking.all = NULL;
+	if (all->answer->usage.round_trips > asking.round_trips)
+		note_in_doubt(all, asking.n, false);
 }
 
 /* If a FATAL error ends the backend, no PG_CATCH is run. */
 static void
-call_ends(XactEvent event, void *arg pg_attribute_unused())
+backend_ends(XactEvent event, void *arg pg_attribute_unused())
 {
-	if (event == XACT_EVENT_ABORT && asking.calls != NULL)
+	if (event == XACT_EVENT_ABORT && asking.all != NULL)
 		end_asking();
 }
 
-/* Registers that, after the callback of transaction.c, so that it comes first.  Throws if there is no memory. */
+/*
+ * Registers backend_ends, after the callback of transaction.c, so that it comes first.  Throws if there is no
+ * memory.
+ */
 static void
-watch_calls(void)
+watch_end(void)
 {
 	static bool watches = false;
 
 	if (!watches)
-		RegisterXactCallback(call_ends, NULL);
+		RegisterXactCallback(backend_ends, NULL);
 	watches = true;
 }
 
 /*
- * Asks Redis for n calls, together or each by itself, or for one if unanswered is NULL.
- * Returns false with the error set if a call has no answer.  If it raises an error, the
- * calls are counted.
+ * Asks Redis for n actions, together or each by itself, or for one if unanswered is NULL.
+ * Returns false with the error set if an action has no answer.  If it raises an error, the
+ * actions are counted.
  */
 static bool
-ask_redis(Call *calls, int n, bool together, int64 *unanswered, RlError *error)
+ask_redis(Deciding *all, int n, bool together, int64 *unanswered, RlError *error)
 {
 	bool		done;
 
-	note_asking(calls, n);
+	note_asking(all, n);
 	asking.n = n;
 	asking.round_trips = PG_INT64_MAX;
-	asking.calls = calls;
+	asking.all = all;
 	PG_TRY();
 	{
-		take_overdue(&calls->action->key);
-		done = flush(calls, n, error);
+		take_overdue(&all->action->key);
+		done = flush(all, n, error);
 		if (done)
 		{
-			asking.round_trips = calls->answer->usage.round_trips;
-			done = together ? take_all(calls, n, calls->store, error) :
-				unanswered == NULL ? take(calls, calls->store, error) :
-				take_many(calls, n, unanswered, error);
+			asking.round_trips = all->answer->usage.round_trips;
+			done = together ? take_all(all, n, all->store, error) :
+				unanswered == NULL ? take(all, all->store, error) :
+				take_many(all, n, unanswered, error);
 		}
 	}
 	PG_CATCH();
 	{
-		note_failed(calls, n, asking.round_trips);
+		note_failed(all, n, asking.round_trips);
 		end_asking();
-		count_ended(calls, n);
+		count_ended(all, n);
 		PG_RE_THROW();
 	}
 	PG_END_TRY();
-	asking.calls = NULL;
+	asking.all = NULL;
 	if (done)
 		return true;
-	note_failed(calls, n, asking.round_trips);
+	note_failed(all, n, asking.round_trips);
 	/* After an error reply nothing was charged. */
-	if (calls->answer->usage.round_trips > asking.round_trips && (n > 1 || !error->answered))
-		note_in_doubt(calls, n, rl_on_error == RL_ON_ERROR_ALLOW || rl_on_error == RL_ON_ERROR_LOCAL || rl_mode == RL_MODE_SHADOW);
+	if (all->answer->usage.round_trips > asking.round_trips && (n > 1 || !error->answered))
+		note_in_doubt(all, n, rl_on_error == RL_ON_ERROR_ALLOW || rl_on_error == RL_ON_ERROR_LOCAL ||
+					  rl_mode == RL_MODE_SHADOW);
 	return false;
 }
 
-/* Asks the local store for one call, or for n together.  Returns false with the error set if it fails. */
+/*
+ * Asks the local store for one action, or for one on n keys.  Returns false with the error set if it fails.
+ */
 static inline bool
-ask_local(Call *calls, int n, bool together, RlError *error)
+ask_local(Deciding *all, int n, bool together, RlError *error)
 {
 	/* The local store decides even if Redis cannot run the refunds that are due. */
-	(void) flush(calls, n, error);
-	return together ? take_all(calls, n, calls->store, error) : take(calls, calls->store, error);
+	(void) flush(all, n, error);
+	return together ? take_all(all, n, all->store, error) : take(all, all->store, error);
 }
 
 /*
@@ -554,12 +568,12 @@ ask_local(Call *calls, int n, bool together, RlError *error)
  */
 
 /*
- * Prepares a call; lease is room for what it asks for its key's lease.  What is left of the
+ * Prepares an action; lease is room for what it asks for its key's lease.  What is left of the
  * leases of a key that they do not serve is refunded ahead of its command.  Raises an error if
  * a setting needs shared memory, and there is none, or if there is no memory.
  */
 static inline void
-begin(Call *call, RlAction *action, RlAnswer *answer, bool together, RlLeaseCall *lease)
+begin(Deciding *deciding, RlAction *action, RlAnswer *answer, bool together, RlLeaseCall *lease)
 {
 	bool		plain = action->how == RL_TAKE && answer->each == NULL && !together;
 	bool		shared;
@@ -570,22 +584,23 @@ begin(Call *call, RlAction *action, RlAnswer *answer, bool together, RlLeaseCall
 	if (rl_on_error == RL_ON_ERROR_LOCAL)
 		rl_require_local_store("ratelimit.on_error = local");
 	action->lease = NULL;
-	call->action = action;
-	call->answer = answer;
-	call->store = rl_require_store();
+	deciding->action = action;
+	deciding->answer = answer;
+	deciding->store = rl_require_store();
 	shared = rl_shared_available();
-	if (action->limits->concurrent && !call->store->is_local && action->how != RL_PEEK && action->quota > 0 && action->reserve == NULL)
+	if (action->limits->concurrent && !deciding->store->is_local && action->how != RL_PEEK &&
+		action->quota > 0 && action->reserve == NULL)
 	{
-		watch_calls();
+		watch_end();
 		action->by_mark = rl_ledger_new_mark();
 	}
-	call->answered = false;
-	call->known.may_refuse = shared && rl_denial_cache && call->store->may_cache && plain &&
+	deciding->answered = false;
+	deciding->known.may_refuse = shared && rl_denial_cache && deciding->store->may_cache && plain &&
 		!action->limits->concurrent;
 	if (shared)
-		call->known.key_hash = rl_key_hash(&action->key);
-	call->known.generation = RL_ANY_GENERATION;
-	if (action->limits->lease == 0 || call->store->is_local)
+		deciding->known.key_hash = rl_key_hash(&action->key);
+	deciding->known.generation = RL_ANY_GENERATION;
+	if (action->limits->lease == 0 || deciding->store->is_local)
 		return;
 	if (plain && action->quota > 0 && rl_leases_available())
 		action->lease = lease;
@@ -594,76 +609,80 @@ begin(Call *call, RlAction *action, RlAnswer *answer, bool together, RlLeaseCall
 }
 
 /*
- * Answers the call from what is known of its key, or returns false.  With "first", this call may
+ * Answers the action from what is known of its key, or returns false.  With "first", this action may
  * be one that is to renew the lease, and a denial answers too.
  */
 static inline bool
-answer_known(Call *call, bool first)
+answer_known(Deciding *deciding, bool first)
 {
 	/* A refund that is due may free quota that a denial believes taken. */
-	bool		may_refuse = first && call->known.may_refuse && !rl_refunds_pending();
+	bool		may_refuse = first && deciding->known.may_refuse && !rl_refunds_pending();
 	RlCharge	charges[RL_MAX_LIMITS];
 	uint64		lot = 0;
 
-	if (call->action->lease == NULL && !may_refuse)
+	if (deciding->action->lease == NULL && !may_refuse)
 		return false;
-	call->answered = rl_known_answer(&call->known, call->action, first, may_refuse,
-									 call->answer, charges, &lot);
+	deciding->answered = rl_known_answer(&deciding->known, deciding->action, first, may_refuse,
+									 deciding->answer, charges, &lot);
 	if (lot != 0)
-		note_charges(call, charges, lot);
-	return call->answered;
+		note_charges(deciding, charges, lot);
+	return deciding->answered;
 }
 
-/* Ends a call that is answered. */
+/* Ends an action that is answered. */
 static inline void
-finish(Call *call)
+finish(Deciding *deciding)
 {
-	const RlDecision *decision = &call->answer->decision;
+	const RlDecision *decision = &deciding->answer->decision;
 	bool		from_cache = decision->source == RL_FROM_DENIAL_CACHE;
 
 	if (!decision->allowed && rl_mode == RL_MODE_SHADOW)
-		allow_in_shadow(call->action, call->answer);
-	else if (decision->allowed && call->answer->shadow > 0)
-		rl_log_shadow(call->action, call->answer->shadow - 1, "The limit has the option shadow, so it refuses no action.");
+		allow_in_shadow(deciding->action, deciding->answer);
+	else if (decision->allowed && deciding->answer->shadow > 0)
+		rl_log_shadow(deciding->action, deciding->answer->shadow - 1,
+					  "The limit has the option shadow, so it refuses no action.");
 	/* rl_wait tries again, or calls rl_count_wait. */
-	if (decision->allowed || call->action->how != RL_TRY)
-		count(call->action, call->answer, outcome_of(call->answer), from_cache);
+	if (decision->allowed || deciding->action->how != RL_TRY)
+		count(deciding->action, deciding->answer, outcome_of(deciding->answer), from_cache);
 }
 
 /* Decides and counts an action under limits that are unlimited or blocked. */
 static void
 decide_unasked(RlAction *action, RlAnswer *answer)
 {
-	Call		call = {.action = action,.answer = answer};
+	Deciding	deciding = {.action = action,.answer = answer};
 	RlDecision	decision = rl_unasked_decision(action->limits);
 
 	rl_set_unasked(action, answer, decision.allowed, decision.source);
-	finish(&call);
+	finish(&deciding);
 }
 
-/* Answers from leases the calls that Redis has failed to answer.  Returns true if there are some, and all are. */
+/*
+ * Answers from leases the actions that Redis has failed to answer.  Returns true if there are some, and all
+ * are.
+ */
 static bool
-take_failed(Call *calls, int n)
+take_failed(Deciding *all, int n)
 {
 	int			failed = 0;
 
 	for (int i = 0; i < n; i++)
 	{
-		failed += !calls[i].answered;
-		if (!calls[i].answered && !answer_known(&calls[i], false))
+		failed += !all[i].answered;
+		if (!all[i].answered && !answer_known(&all[i], false))
 			return false;
 	}
 	return failed > 0;
 }
 
 /*
- * Takes n actions the whole way: begin, known, ask, conclude, count.  calls is
+ * Takes n actions the whole way: begin, known, ask, conclude, count.  "all" is
  * room for n, and so is leases, unless no limits have a lease.  Together, they are one
  * action, which is not answered by what is known of its keys.  The code that a single action runs
  * here is inlined, which saves 2 % of a call.
  */
 static pg_attribute_always_inline void
-run(RlAction *actions, int n, RlAnswer *answers, Call *calls, RlLeaseCall *leases, bool together,
+run(RlAction *actions, int n, RlAnswer *answers, Deciding *all, RlLeaseCall *leases, bool together,
 	int64 *unanswered)
 {
 	int			asked = 0;
@@ -673,7 +692,7 @@ run(RlAction *actions, int n, RlAnswer *answers, Call *calls, RlLeaseCall *lease
 		rl_shared_start();
 	for (int i = 0; i < n; i++)
 	{
-		Call	   *call = &calls[asked];
+		Deciding   *deciding = &all[asked];
 
 		if (rl_mode == RL_MODE_OFF)
 		{
@@ -686,19 +705,19 @@ run(RlAction *actions, int n, RlAnswer *answers, Call *calls, RlLeaseCall *lease
 			decide_unasked(&actions[i], &answers[i]);
 			continue;
 		}
-		begin(call, &actions[i], &answers[i], together, leases != NULL ? &leases[asked] : NULL);
-		if (answer_known(call, true))
-			finish(call);
+		begin(deciding, &actions[i], &answers[i], together, leases != NULL ? &leases[asked] : NULL);
+		if (answer_known(deciding, true))
+			finish(deciding);
 		else
 			asked++;
 	}
 	if (asked > 0 &&
-		!(calls->store->is_local ? ask_local(calls, asked, together, &error) :
-		  ask_redis(calls, asked, together, unanswered, &error)) &&
-		!take_failed(calls, asked))
-		apply_on_error(calls, asked, together, &error);
+		!(all->store->is_local ? ask_local(all, asked, together, &error) :
+		  ask_redis(all, asked, together, unanswered, &error)) &&
+		!take_failed(all, asked))
+		apply_on_error(all, asked, together, &error);
 	for (int i = 0; i < asked; i++)
-		finish(&calls[i]);
+		finish(&all[i]);
 	/* One that has waited for the reply to a charge, which is noted now. */
 	CHECK_FOR_INTERRUPTS();
 }
@@ -715,10 +734,10 @@ run(RlAction *actions, int n, RlAnswer *answers, Call *calls, RlLeaseCall *lease
 void
 rl_decide(RlAction *action, RlAnswer *answer)
 {
-	Call		call;
+	Deciding	deciding;
 	RlLeaseCall lease;
 
-	run(action, 1, answer, &call, &lease, false, NULL);
+	run(action, 1, answer, &deciding, &lease, false, NULL);
 	action->lease = NULL;
 }
 
@@ -733,7 +752,7 @@ rl_decide(RlAction *action, RlAnswer *answer)
 void
 rl_decide_many(RlAction *actions, int n, RlAnswer *answers, int64 *unanswered)
 {
-	Call	   *calls;
+	Deciding   *all;
 	RlLeaseCall *leases = NULL;
 
 	Assert(n <= RL_MAX_MANY);
@@ -746,19 +765,19 @@ rl_decide_many(RlAction *actions, int n, RlAnswer *answers, int64 *unanswered)
 		}
 		return;
 	}
-	calls = palloc(n * sizeof(Call));
-	/* It is three times as large as a call, so that it would fill the processor's cache. */
+	all = palloc(n * sizeof(Deciding));
+	/* It is three times as large as a Deciding, so that it would fill the processor's cache. */
 	for (int i = 0; i < n && leases == NULL; i++)
 		if (actions[i].limits->lease > 0)
 			leases = palloc(n * sizeof(RlLeaseCall));
-	run(actions, n, answers, calls, leases, false, unanswered);
+	run(actions, n, answers, all, leases, false, unanswered);
 	if (leases != NULL)
 	{
 		for (int i = 0; i < n; i++)
 			actions[i].lease = NULL;
 		pfree(leases);
 	}
-	pfree(calls);
+	pfree(all);
 }
 
 /*
@@ -809,12 +828,12 @@ refuse_blocked(RlAction *actions, int n, RlAnswer *answers)
 void
 rl_decide_all(RlAction *actions, int n, RlAnswer *answers)
 {
-	Call		calls[RL_MAX_KEYS];
+	Deciding	all[RL_MAX_KEYS];
 
 	Assert(n > 0 && n <= RL_MAX_KEYS);
 	rl_check_keys(actions, n);
 	if (!refuse_blocked(actions, n, answers))
-		run(actions, n, answers, calls, NULL, true, NULL);
+		run(actions, n, answers, all, NULL, true, NULL);
 }
 
 /* Counts a wait that ended without quota; the answer is that of its last attempt. */

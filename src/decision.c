@@ -12,7 +12,7 @@
 static bool
 refuses(const RlDecision *decision)
 {
-	return !decision->allowed || !decision->charged;
+	return !decision->allowed || !decision->fits;
 }
 
 /*

@@ -82,7 +82,10 @@ rl_log_failure(const RlError *error, const char *consequence)
 					 errdetail_internal("%s%s%s", error->detail, error->detail[0] ? " " : "", consequence)));
 }
 
-/* Sets the error of a call by the id of a reservation of another action, which has so many keys.  Returns false. */
+/*
+ * Sets the error of a call by the id of a reservation of another action, which has so many keys.  Returns
+ * false.
+ */
 bool
 rl_reserved_otherwise(int nkeys, RlError *error)
 {
@@ -98,7 +101,8 @@ rl_too_many_reservations(RlError *error)
 {
 	rl_error_set(error, ERRCODE_PROGRAM_LIMIT_EXCEEDED, "key has too many reservations");
 	error->of_action = true;
-	return rl_error_detail(error, "A key has at most %d reservations. In Redis, its other fields count as well.",
+	return rl_error_detail(error,
+						   "A key has at most %d reservations. In Redis, its other fields count as well.",
 						   RL_MAX_RESERVATIONS);
 }
 
@@ -106,7 +110,8 @@ rl_too_many_reservations(RlError *error)
 bool
 rl_reserved_apart(RlError *error)
 {
-	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "the keys of a reservation must be in one slot of the Redis Cluster");
+	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
+				 "the keys of a reservation must be in one slot of the Redis Cluster");
 	error->of_action = true;
 	error->hint = "Begin the keys with the same tag in braces, such as \"{acme}user:7\".";
 	return false;

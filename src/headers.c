@@ -94,9 +94,11 @@ rl_headers(const char *name, const RlLimits *limits, int binding, const RlDecisi
 			appendStringInfoString(&field, ", ");
 		append_name(&field, name, limits, i);
 		/* Where the burst is the count, the quota is what the lease leaves of it. */
-		append_integer(&field, 'q', limit->capacity + limit->held_back == limit->count ? limit->capacity : limit->count);
+		append_integer(&field, 'q',
+					   limit->capacity + limit->held_back == limit->count ? limit->capacity : limit->count);
 		/* The windows of a calendar have no one length, and a concurrent limit has no window. */
-		if (limit->period % RL_SECOND == 0 && limit->calendar == RL_NO_CALENDAR && !rl_algorithm(limit)->until_end)
+		if (limit->period % RL_SECOND == 0 && limit->calendar == RL_NO_CALENDAR &&
+			!rl_algorithm(limit)->until_end)
 			append_integer(&field, 'w', limit->period / RL_SECOND);
 	}
 	headers[n++] = (RlHeader) {"RateLimit-Policy", field.data};

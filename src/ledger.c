@@ -49,7 +49,10 @@
 /* Places of keys in the index of the queue; so one has 16 entries at most, usually. */
 #define PLACES				4096
 
-/* An entry of a statement in its file, followed by its limit, unless that is the last one's, and the key's name in Redis */
+/*
+ * An entry of a statement in its file, followed by its limit, unless that is the last one's, and the key's
+ * name in Redis
+ */
 typedef struct Spilled
 {
 	uint64		server;			/* as in RlLedgerId */
@@ -70,13 +73,13 @@ static dlist_head merging[PLACES];	/* the entries that others can be merged into
 static int	nentries = 0;
 static int64 asked;				/* the time before the store was asked, on the monotonic clock */
 
-static RlRefundCall *calls = NULL;
+static RlKeyRefunds *calls = NULL;
 static RlRefund *refunds = NULL;	/* of all calls */
 static int	room = 0;			/* of both, in entries */
-static RlOwner *unsettled = NULL;	/* its entries have calls that may have run */
+static RlOwner *unclosed = NULL;	/* its entries have calls that may have run */
 static RlError error_reply;		/* the last one */
 
-static void settle_interrupted(void);
+static void close_interrupted(void);
 
 /*
  * Entries
@@ -93,7 +96,7 @@ rl_ledger_open(void)
 	rl_overdue_prepare();
 	if (context != NULL)
 		return;
-	rl_redis_reserve_refunds();
+	rl_redis_prepare_refunds();
 	context = AllocSetContextCreate(TopMemoryContext, "rate-limit charges", ALLOCSET_DEFAULT_SIZES);
 }
 
@@ -111,7 +114,7 @@ void
 rl_ledger_close(void)
 {
 	Assert(dlist_is_empty(&rl_queue.entries));
-	unsettled = NULL;
+	unclosed = NULL;
 	nentries = 0;
 	MemoryContextDelete(context);
 	context = NULL;
@@ -195,15 +198,15 @@ find_merged(const RlLedgerId *id)
 
 /* Makes room for the calls of n entries.  Returns false if there is no memory. */
 static bool
-reserve(int n)
+make_room(int n)
 {
 	int			size = Max(Max(n, 16), 2 * room);
-	RlRefundCall *more;
+	RlKeyRefunds *more;
 
 	if (n <= room)
 		return true;
-	settle_interrupted();
-	more = MemoryContextAllocExtended(TopMemoryContext, size * (sizeof(RlRefundCall) + sizeof(RlRefund)),
+	close_interrupted();
+	more = MemoryContextAllocExtended(TopMemoryContext, size * (sizeof(RlKeyRefunds) + sizeof(RlRefund)),
 									  MCXT_ALLOC_NO_OOM);
 	if (more == NULL)
 		return false;
@@ -239,7 +242,7 @@ RlLedgerEntry *
 rl_ledger_add(RlOwner *owner, const RlKey *key, const RlLimit *limit, const RlCharge *charge,
 			  bool local, uint64 lot, int level)
 {
-	RlSpan		span = {.at = charge->at,.mark = charge->mark};
+	RlSpan		span = {.at = charge->at,.place = charge->place};
 	RlLedgerId	id;
 	RlLedgerEntry *entry;
 	char		redis_key[RL_MAX_REDIS_KEY];
@@ -253,7 +256,7 @@ rl_ledger_add(RlOwner *owner, const RlKey *key, const RlLimit *limit, const RlCh
 	{
 		id.tag = rl_state_tag(limit);
 		if (rl_algorithm(limit)->left == NULL)
-			id.mark = charge->mark;
+			id.place = charge->place;
 		entry = find_merged(&id);
 		if (entry != NULL)
 		{
@@ -263,14 +266,15 @@ rl_ledger_add(RlOwner *owner, const RlKey *key, const RlLimit *limit, const RlCh
 		if (nentries >= RL_MAX_ENTRIES)
 			return NULL;
 	}
-	entry = !reserve(nentries + 1) ? NULL :
+	entry = !make_room(nentries + 1) ? NULL :
 		MemoryContextAllocExtended(context, entry_size(len), MCXT_ALLOC_NO_OOM | MCXT_ALLOC_ZERO);
 	if (entry == NULL)
 		return NULL;
 	if (level != RL_APART)
 		dlist_push_head(merging_place(&id), &entry->merging);
 	entry->id = id;
-	entry->cause = owner->cause == RL_OF_ABORT && rl_algorithm(limit)->until_end ? RL_OF_CONCURRENT : owner->cause;
+	entry->cause = owner->cause == RL_OF_ABORT && rl_algorithm(limit)->until_end ? RL_OF_CONCURRENT :
+		owner->cause;
 	entry->limit = *limit;
 	entry->charge = *charge;
 	entry->span = span;
@@ -340,7 +344,7 @@ rl_ledger_set_level(RlLedgerEntry *entry, int level)
 void
 rl_ledger_queue(RlLedgerEntry *entry)
 {
-	settle_interrupted();
+	close_interrupted();
 	if (entry->id.level != RL_APART && !rl_ledger_set_level(entry, RL_QUEUED))
 		return;
 	dlist_delete(&entry->node);
@@ -366,7 +370,7 @@ rl_refunds_advance(const RlKey *key)
 
 	if (!rl_refunds_pending())
 		return;
-	settle_interrupted();
+	close_interrupted();
 	rl_ledger_key(&id, key, false, redis_key);
 	dlist_reverse_foreach(iter, &places[id.redis_key[0] % PLACES])
 	{
@@ -454,7 +458,7 @@ may_refund(const RlLedgerEntry *entry, RlRefundOutcome outcome)
  * call may refund become overdue.  Does not throw.
  */
 static void
-settle(RlOwner *owner, Unsent unsent, const RlError *why)
+close_calls(RlOwner *owner, Unsent unsent, const RlError *why)
 {
 	int64		by_reply[RL_CAUSES] = {0};
 	int64		lost[RL_CAUSES] = {0};
@@ -464,7 +468,7 @@ settle(RlOwner *owner, Unsent unsent, const RlError *why)
 	dlist_foreach_modify(iter, &owner->entries)
 	{
 		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, node, iter.cur);
-		const RlRefundCall *call = entry->call;
+		const RlKeyRefunds *call = entry->call;
 		RlRefundOutcome outcome = call ? call->outcome : RL_REFUND_UNSENT;
 
 		/* Those with calls are at the beginning. */
@@ -501,8 +505,8 @@ settle(RlOwner *owner, Unsent unsent, const RlError *why)
 			(outcome == RL_REFUND_FAILED ? by_reply : lost)[entry->cause]++;
 		end_entry(entry);
 	}
-	if (unsettled == owner)
-		unsettled = NULL;
+	if (unclosed == owner)
+		unclosed = NULL;
 	log_lost(by_reply, &error_reply);
 	log_lost(lost, why);
 }
@@ -512,17 +516,19 @@ settle(RlOwner *owner, Unsent unsent, const RlError *why)
  * backend interrupted it.  To be called before the queue or the array of calls is changed.
  */
 static void
-settle_interrupted(void)
+close_interrupted(void)
 {
 	RlError		error;
 
-	if (unsettled == NULL)
+	if (unclosed == NULL)
 		return;
 	rl_error_set(&error, ERRCODE_STORE_FAILED, "the call that refunds them was interrupted");
-	settle(unsettled, KEEP, &error);
+	close_calls(unclosed, KEEP, &error);
 }
 
-/* Returns the units of an entry to the lease that had them.  Returns false if it has ended, or there is none. */
+/*
+ * Returns the units of an entry to the lease that had them.  Returns false if it has ended, or there is none.
+ */
 static bool
 return_to_lease(const RlLedgerEntry *entry)
 {
@@ -544,11 +550,11 @@ prepare_calls(RlOwner *owner, int most)
 	int64		elsewhere[RL_CAUSES] = {0};
 	int			n = 0;
 	RlRefund   *refund = refunds;
-	RlRefundCall *call = NULL;
+	RlKeyRefunds *call = NULL;
 	RlError		error;
 	dlist_mutable_iter iter;
 
-	settle_interrupted();
+	close_interrupted();
 	dlist_foreach_modify(iter, &owner->entries)
 	{
 		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, node, iter.cur);
@@ -575,7 +581,7 @@ prepare_calls(RlOwner *owner, int most)
 			memcmp(call->redis_key, entry->redis_key, entry->redis_key_len) != 0)
 		{
 			call = &calls[n++];
-			*call = (RlRefundCall) {.redis_key = entry->redis_key,.redis_key_len = entry->redis_key_len,
+			*call = (RlKeyRefunds) {.redis_key = entry->redis_key,.redis_key_len = entry->redis_key_len,
 			.refunds = refund,.refused = entry->refused};
 		}
 		*refund++ = (RlRefund) {&entry->limit, &entry->charge};
@@ -584,7 +590,7 @@ prepare_calls(RlOwner *owner, int most)
 	}
 	rl_error_set(&error, ERRCODE_STORE_FAILED, "the settings of the connection were changed meanwhile");
 	log_lost(elsewhere, &error);
-	unsettled = n > 0 ? owner : NULL;
+	unclosed = n > 0 ? owner : NULL;
 	return n;
 }
 
@@ -593,8 +599,9 @@ static bool
 take_overdue(const RlOverdue *refund, const char *name, void *arg pg_attribute_unused())
 {
 	const unsigned char *bytes = (const unsigned char *) name;
-	RlLedgerEntry *entry = nentries >= RL_MAX_ENTRIES || !reserve(nentries + 1) ? NULL :
-		MemoryContextAllocExtended(context, entry_size(refund->name_len), MCXT_ALLOC_NO_OOM | MCXT_ALLOC_ZERO);
+	RlLedgerEntry *entry = nentries >= RL_MAX_ENTRIES || !make_room(nentries + 1) ? NULL :
+		MemoryContextAllocExtended(context, entry_size(refund->name_len),
+								   MCXT_ALLOC_NO_OOM | MCXT_ALLOC_ZERO);
 
 	if (entry == NULL)
 		return false;
@@ -605,7 +612,7 @@ take_overdue(const RlOverdue *refund, const char *name, void *arg pg_attribute_u
 	entry->cause = refund->cause;
 	entry->limit = refund->limit;
 	entry->charge = refund->charge;
-	entry->span = (RlSpan) {.at = refund->charge.at,.mark = refund->charge.mark};
+	entry->span = (RlSpan) {.at = refund->charge.at,.place = refund->charge.place};
 	entry->asked = refund->asked;
 	entry->since = refund->since;
 	entry->key_hash = refund->key_hash;
@@ -628,7 +635,7 @@ int
 rl_refunds_take_overdue(const RlKeyHash *first, int most)
 {
 	rl_ledger_open();
-	settle_interrupted();
+	close_interrupted();
 	return rl_overdue_take(first, most, take_overdue, NULL);
 }
 
@@ -652,11 +659,12 @@ rl_refunds_flush(RlUsage *usage, RlError *error)
 	n = prepare_calls(&rl_queue, whole ? INT_MAX : MAX_AHEAD);
 	if (n == 0)
 		return true;
-	done = rl_redis_refund_until(calls, n, whole ? PG_INT64_MAX : rl_monotonic_now() + (int64) rl_command_timeout * 500,
+	done = rl_redis_refund_until(calls, n,
+								 whole ? PG_INT64_MAX : rl_monotonic_now() + (int64) rl_command_timeout * 500,
 								 usage, &error_reply, error);
 	/* Of a cluster only a part has failed, and calls for other keys do not wait for it. */
 	lost = !done && rl_slots_known();
-	settle(&rl_queue, lost ? PASS_CALLED : KEEP, error);
+	close_calls(&rl_queue, lost ? PASS_CALLED : KEEP, error);
 	return done || lost;
 }
 
@@ -676,7 +684,7 @@ rl_refunds_end(void)
 	if (n == 0)
 		return true;
 	done = rl_redis_refund_no_throw(calls, n, &error_reply, &error);
-	settle(&rl_queue, PASS_ALL, &error);
+	close_calls(&rl_queue, PASS_ALL, &error);
 	return done || !error.timed_out;
 }
 
@@ -688,7 +696,7 @@ rl_refunds_lose(void)
 	RlError		error;
 	dlist_mutable_iter iter;
 
-	settle_interrupted();
+	close_interrupted();
 	dlist_foreach_modify(iter, &rl_queue.entries)
 	{
 		RlLedgerEntry *entry = dlist_container(RlLedgerEntry, node, iter.cur);
@@ -766,7 +774,7 @@ rl_owner_lost(RlOwner *owner)
 	int64		lost[RL_CAUSES] = {0};
 	RlCause		cause = owner->cause == RL_OF_ACTION ? RL_OF_CALLS : owner->cause;
 
-	settle(owner, PASS_ALL, &owner->why);
+	close_calls(owner, PASS_ALL, &owner->why);
 	lost[cause] = owner->unanswered + owner->lost + owner->nspilled;
 	log_lost(lost, &owner->why);
 	return lost[cause];
@@ -876,7 +884,7 @@ load_entry(RlOwner *owner, RlLimit *last)
 
 	if (FileRead(owner->file, data, len, owner->loaded, PG_WAIT_EXTENSION) != len)
 		ereport(ERROR, (errcode_for_file_access(), errmsg("could not read from temporary file: %m")));
-	if (!reserve(nentries + 1))
+	if (!make_room(nentries + 1))
 		ereport(ERROR, (errcode(ERRCODE_OUT_OF_MEMORY), errmsg("out of memory")));
 	memcpy(&spilled, data, sizeof(spilled));
 	if (spilled.has_limit)
@@ -974,10 +982,10 @@ rl_owner_refund(RlOwner *owner, bool no_throw)
 			for (int i = 0; i < n; i++)
 				if (calls[i].outcome == RL_REFUND_DONE || calls[i].outcome == RL_REFUND_FAILED)
 					progress = rl_monotonic_now();
-			settle(owner, KEEP, &owner->why);
+			close_calls(owner, KEEP, &owner->why);
 			silent |= !dlist_is_empty(&owner->entries);
 			failed = silent && no_throw;
 		}
-		settle(owner, PASS_ALL, &owner->why);
+		close_calls(owner, PASS_ALL, &owner->why);
 	} while (load_batch(owner));
 }

@@ -37,7 +37,7 @@ typedef struct RlLedgerId
 	uint64		server;			/* rl_target_id() */
 	uint64		redis_key[2];	/* a hash */
 	RlStateTag	tag;
-	int64		mark;			/* of charges that do not merge */
+	int64		place;			/* of charges that do not merge */
 	int64		life;			/* as in RlCharge */
 	uint64		by_mark;		/* as in RlCharge */
 	uint64		lot;			/* of a lease, which had the units; 0: none */
@@ -65,7 +65,7 @@ typedef struct RlLedgerEntry
 	int64		refused;		/* quota that the refund counts as refused */
 	bool		counted;		/* by the log; of a statement's key, one entry is */
 	bool		queued;
-	const RlRefundCall *call;	/* which refunds it; NULL: none yet */
+	const RlKeyRefunds *call;	/* which refunds it; NULL: none yet */
 	int			redis_key_len;
 	char		redis_key[FLEXIBLE_ARRAY_MEMBER];	/* the key's name in Redis */
 } RlLedgerEntry;

@@ -24,7 +24,7 @@ function note(text,    names, count, i) {
 }
 # Notes the names that a line of Lua declares or assigns: variables, loops' variables, parameters.
 function note_line(line) {
-	if (match(line, /^(local |for )?[A-Za-z_][A-Za-z0-9_, ]*( = | in |$)/))
+	if (match(line, /^(local |for )?[A-Za-z_][A-Za-z0-9_, ]*( (=|in)( |$)|$)/))
 		note(substr(line, 1, RLENGTH))
 	if (match(line, /function[ A-Za-z0-9_.]*\([A-Za-z0-9_, ]*\)/))
 		note(substr(line, RSTART, RLENGTH))

@@ -183,7 +183,8 @@ typedef struct RlLimits
 	bool		refunds;		/* one of them has refund_on_abort */
 	bool		concurrent;		/* one of them is: refusals are not cached */
 	int64		lease;			/* the shortest of the limits' leases; 0: none has one */
-	uint64		hash;			/* of the canonical text, the same in each release and on each machine: Redis keeps it */
+	uint64		hash;			/* of the canonical text, the same in each release and on each machine: Redis
+								 * keeps it */
 	RlLimit		limit[RL_MAX_LIMITS];
 } RlLimits;
 
@@ -210,7 +211,7 @@ typedef enum RlSource
 typedef struct RlDecision
 {
 	bool		allowed;
-	bool		charged;		/* the limit takes the quota if the action is allowed: false
+	bool		fits;			/* the limit takes the quota if the action is allowed: false
 								 * also of a shadow limit that it does not fit */
 	bool		ban_started;	/* by this refusal */
 	int64		capacity;		/* or RL_UNKNOWN: unlimited or blocked */
@@ -313,7 +314,10 @@ typedef struct RlAnswer
 	struct RlCharge *charges;	/* amount 0: nothing was charged */
 } RlAnswer;
 
-/* Zeroes an answer.  In one piece, gcc would use "rep stos", with which a denial in the cache takes 5 % longer. */
+/*
+ * Zeroes an answer.  In one piece, gcc would use "rep stos", with which a denial in the cache takes 5 %
+ * longer.
+ */
 static inline void
 rl_answer_clear(RlAnswer *answer)
 {
@@ -368,17 +372,18 @@ typedef enum RlMode
  * are as fast one by one has no take_many.
  *
  * take_all decides n actions on different keys, RL_MAX_KEYS at most, as one: it charges
- * all of them or none, in one step, and then calls took() for each.  With a reservation, which all of them have, it also makes the
- * record, and keys may have no limits.  If the store cannot do so because the keys are
- * apart, it changes nothing and returns false, with *apart set unless there is a reservation.  Then take_parts
- * charges each key or not, by itself: it calls took() when the answer of a key comes, and
+ * all of them or none, in one step, and then calls took() for each.  With a reservation, which all of them
+ * have, it also makes the record, and keys may have no limits.  If the store cannot do so because the keys
+ * are apart, it changes nothing and returns false, with *apart set unless there is a reservation.  Then
+ * take_parts charges each key or not, by itself: it calls took() when the answer of a key comes, and
  * *unanswered is as for take_many.  A store that keeps all keys together has no take_parts.
  *
  * refund refunds the quota to each of the limits, never above full.  reset deletes
  * the states of the limits, or all of the key if they are NULL, and unban the ban; both
  * set *found to whether there was something to delete.  "why" of a ban has less than
  * RL_MAX_WHY bytes.  settle makes the quotas the costs of the keys of a reservation, of which it
- * gets no "action"; if quotas is NULL, it starts the hold again instead, with another length unless "hold" is 0.
+ * gets no "action"; if quotas is NULL, it starts the hold again instead, with another length unless "hold" is
+ * 0.
  */
 typedef struct RlStore
 {
@@ -396,7 +401,8 @@ typedef struct RlStore
 	bool		(*reset) (const RlKey *key, const RlLimits *limits, bool *found, RlError *error);
 	bool		(*ban) (const RlKey *key, int64 duration, const char *why, RlError *error);
 	bool		(*unban) (const RlKey *key, bool *found, RlError *error);
-	bool		(*settle) (const RlKey *keys, const RlReserve *of, const int64 *quotas, RlSettled *settled, RlError *error);
+	bool		(*settle) (const RlKey *keys, const RlReserve *of, const int64 *quotas, RlSettled *settled,
+						   RlError *error);
 } RlStore;
 
 /* settings.c: settings, and a number that grows when the URL, a file or the prefix is set */

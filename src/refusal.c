@@ -102,7 +102,8 @@ rl_raise_refused(const RlAction *action, const RlAnswer *answer, const char *als
 
 		report.sqlstate = ERRCODE_ACTION_TOO_LARGE;
 		report.message = whole == NULL ?
-			psprintf("action of %lld is larger than rate limit \"%s\" allows", (long long) action->quota, limit) :
+			psprintf("action of %lld is larger than rate limit \"%s\" allows", (long long) action->quota,
+					 limit) :
 			psprintf("%s takes more than rate limit \"%s\" ever allows", whole, limit);
 		if (whole != NULL)
 			report.hint = psprintf("Take at most %lld for a key in one %s, or use a larger limit.",
@@ -128,7 +129,7 @@ rl_raise_refused(const RlAction *action, const RlAnswer *answer, const char *als
 	if (report.sqlstate == ERRCODE_RATE_LIMITED && wait != RL_NEVER)
 		report.hint = rl_retry_hint(wait);
 	if (report.sqlstate != ERRCODE_ACTION_TOO_LARGE)
-		report.domain = rl_refusal_mark(&action->key);
+		report.domain = rl_refusal_domain(&action->key);
 	if (!rl_policy_name_is_valid(policy))
 		policy = DEFAULT_POLICY;
 	report.nheaders = rl_headers(policy, action->limits, answer->binding, decision, report.headers);
@@ -147,7 +148,8 @@ rl_refused_key(const RlAnswer *answers, int n)
 
 	for (int i = 0; i < n; i++)
 		if (!answers[i].decision.allowed && answers[i].binding >= 0 &&
-			(found < 0 || rl_longer_wait(answers[i].decision.retry_after, answers[found].decision.retry_after)))
+			(found < 0 ||
+			 rl_longer_wait(answers[i].decision.retry_after, answers[found].decision.retry_after)))
 			found = i;
 	return found;
 }

@@ -97,7 +97,8 @@ rl_report_add_detail(ErrorData *error, const char *sentence)
 
 	if (error->sqlerrcode != ERRCODE_POSTGREST)
 		error->detail = error->detail ? psprintf("%s %s", error->detail, sentence) : pstrdup(sentence);
-	if (error->sqlerrcode != ERRCODE_POSTGREST || !error->detail || strncmp(error->detail, status, strlen(status)) != 0)
+	if (error->sqlerrcode != ERRCODE_POSTGREST || !error->detail ||
+		strncmp(error->detail, status, strlen(status)) != 0)
 		return;
 	/* A quote within a text has a backslash before it. */
 	end = strstr(error->message, "\", \"hint\": ");

@@ -226,7 +226,8 @@ define_server_settings(void)
 	 * read it, because clients need no address of an inner network.  The value is read at the
 	 * next connection, so that a wrong one is an error and never the default.
 	 */
-	define_text("ratelimit.redis_url", &rl_redis_url, "redis://127.0.0.1:6379/0", GUC_SUPERUSER_ONLY, count_change,
+	define_text("ratelimit.redis_url", &rl_redis_url, "redis://127.0.0.1:6379/0", GUC_SUPERUSER_ONLY,
+				count_change,
 				"Sets the Redis server that keeps the state of the limits.",
 				"redis://[user@]host[:port][,host[:port] ...][/db], redis+sentinel://[user@]host[:port][,...]/service[/db], with rediss for TLS, or unix://[user@]/path[?db=n]. A password belongs in ratelimit.redis_passfile.");
 
@@ -329,7 +330,8 @@ define_other_settings(void)
 							&rl_local_max_keys,
 							/* A process with 32 bits has addresses for less than 20,000,000. */
 							100000, 100, sizeof(Size) > 4 ? 100000000 : 10000000,
-							process_shared_preload_libraries_in_progress ? PGC_POSTMASTER : PGC_SIGHUP, EACH_SETTING,
+							process_shared_preload_libraries_in_progress ? PGC_POSTMASTER : PGC_SIGHUP,
+							EACH_SETTING,
 							NULL, NULL, NULL);
 
 	DefineCustomBoolVariable("ratelimit.local_persistence",
@@ -337,7 +339,8 @@ define_other_settings(void)
 							 "Needs shared_preload_libraries. It is read when the server starts.",
 							 &rl_local_persistence,
 							 false,
-							 process_shared_preload_libraries_in_progress ? PGC_POSTMASTER : PGC_SIGHUP, EACH_SETTING,
+							 process_shared_preload_libraries_in_progress ? PGC_POSTMASTER : PGC_SIGHUP,
+							 EACH_SETTING,
 							 NULL, NULL, NULL);
 
 	/* Superuser only: a role that sets the clock forward is never refused. */
@@ -351,7 +354,10 @@ define_other_settings(void)
 				 "Microseconds. Empty: the clock since the system's start; no leases while ratelimit.debug_now is set.");
 }
 
-/* Defines all settings.  Raises an error if the client must not have set one, or the library cannot be loaded now. */
+/*
+ * Defines all settings.  Raises an error if the client must not have set one, or the library cannot be loaded
+ * now.
+ */
 void
 rl_settings_define(void)
 {

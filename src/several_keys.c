@@ -28,7 +28,10 @@ rl_sliding_limits(const RlLimits *limits)
 	return n;
 }
 
-/* Sets the error of too many such limits: each may have many entries, and no call may occupy Redis for long.  Returns false. */
+/*
+ * Sets the error of too many such limits: each may have many entries, and no call may occupy Redis for long.
+ * Returns false.
+ */
 bool
 rl_sliding_error(int n, RlError *error)
 {
@@ -127,7 +130,7 @@ set_uncharged(const RlAction *action, Part *part)
 		RlDecision *d = &part->each[i];
 
 		/* With count_denied, the refund counts the quota as refused, so it stays in use. */
-		if (!limit->count_denied && d->charged)
+		if (!limit->count_denied && d->fits)
 			d->remaining = Min(d->remaining + action->quota, limit->capacity);
 	}
 }

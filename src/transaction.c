@@ -264,7 +264,8 @@ rl_grants_held(const RlKey *key, const RlLimit *limit, bool local, int64 now)
 	{
 		const RlLedgerEntry *grant = dlist_container(RlLedgerEntry, node, iter.cur);
 
-		if (rl_ledger_is_of(grant, &searched, NULL) && rl_same_state(&grant->limit, limit) && !is_outlived(grant))
+		if (rl_ledger_is_of(grant, &searched, NULL) && rl_same_state(&grant->limit, limit) &&
+			!is_outlived(grant))
 			held += rl_charge_left(&grant->limit, &grant->charge, now);
 	}
 	return held;

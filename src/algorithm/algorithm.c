@@ -87,8 +87,9 @@ rl_units_refund(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view
 #define MOST_OF_LOG		999999
 
 /*
- * Returns true if a debt joins the newest entry of a log.  It does if nothing is free, unless that entry is a reservation's
- * own, or older than 1/256 of the period.  So a log has at most its capacity plus 257 entries, however many debts.
+ * Returns true if a debt joins the newest entry of a log.  It does if nothing is free, unless that entry is a
+ * reservation's own, or older than 1/256 of the period.  So a log has at most its capacity plus 257 entries,
+ * however many debts.
  */
 static bool
 joins_newest(const RlLimit *limit, const RlLog *log, const RlPool *pool, const RlView *view, int64 now)
@@ -212,9 +213,11 @@ rl_charges_set(const RlAction *action, RlTimes at, const RlDecision *each, RlCha
 		const RlLimit *limit = &action->limits->limit[i];
 
 		charges[i] = (RlCharge) {0};
-		if (!each[i].charged)
+		if (!each[i].fits)
 			continue;
-		charges[i] = rl_algorithm(limit)->charge(limit, rl_quota_of(limit, action->reserve != NULL, action->quota), rl_time_of(limit, at),
+		charges[i] =
+			rl_algorithm(limit)->charge(limit, rl_quota_of(limit, action->reserve != NULL, action->quota),
+										rl_time_of(limit, at),
 										each[i].reset_after);
 		charges[i].life = each[i].life;
 		charges[i].by_mark = rl_algorithm(limit)->until_end && action->by_mark != 0 ? action->by_mark + i : 0;
@@ -274,7 +277,8 @@ count_refusal(const RlLimit *limit, RlState *state, const RlView *view, RlTimes 
 {
 	bool		is_calendar = limit->calendar != RL_NO_CALENDAR;
 	int64		now = is_calendar ? times.wall : times.store;
-	int64		since = !is_calendar ? now : view->start >= 0 ? view->start : rl_windows_at(limit, now)->name[RL_CURRENT];
+	int64		since = !is_calendar ? now : view->start >= 0 ? view->start :
+		rl_windows_at(limit, now)->name[RL_CURRENT];
 	int64		count = 1;
 
 	if (state->ban_count > 0 && !rl_is_too_late(limit, state->ban_since, now) &&
@@ -354,7 +358,7 @@ rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool,
 
 		rl_algorithm(limit)->load(limit, &states[i], pool, rl_time_of(limit, act->times), &views[i]);
 		decisions[i].allowed = own <= limit->capacity && rl_algorithm(limit)->fits(limit, &views[i], own);
-		decisions[i].charged = decisions[i].allowed;
+		decisions[i].fits = decisions[i].allowed;
 		decisions[i].ban_started = false;
 		decisions[i].source = RL_FROM_LOCAL;
 		if (limit->shadow)
@@ -370,8 +374,8 @@ rl_act_decide(const RlLimits *limits, const RlState *states, const RlPool *pool,
 /*
  * Completes the decisions of a key that rl_act_decide has begun, by the verdict on the action,
  * which other keys may have refused.  Unless it is a look, it charges the quota to all the limits, or
- * counts the refusal unless it is a try, and sets *ban if the refusal starts one.  Returns a bit, 1 << i, for each
- * state that has changed.
+ * counts the refusal unless it is a try, and sets *ban if the refusal starts one.  Returns a bit, 1 << i, for
+ * each state that has changed.
  *
  * The pool has as many spare chunks as rl_chunks_wanted returns for all limits together.
  */
@@ -393,7 +397,7 @@ rl_act_complete(const RlLimits *limits, RlState *states, RlPool *pool, RlBan *ba
 		own.now = rl_time_of(limit, act->times);
 		own.quota = rl_quota_of(limit, act->hold > 0, act->quota);
 		views[i].hold = act->hold;
-		if (act->verdict == RL_VERDICT_REFUSED || (act->verdict == RL_VERDICT_ALLOWED && !decisions[i].charged))
+		if (act->verdict == RL_VERDICT_REFUSED || (act->verdict == RL_VERDICT_ALLOWED && !decisions[i].fits))
 			own.verdict = act->how == RL_TRY ? RL_VERDICT_UNCOUNTED : RL_VERDICT_REFUSED;
 		if (own.verdict == RL_VERDICT_REFUSED && !decisions[i].allowed && own.quota <= limit->capacity &&
 			own.quota > 0 && limit->ban > 0)
@@ -472,7 +476,7 @@ rl_charge_merge(const RlLimit *limit, RlCharge *charge, RlSpan *span, const RlCh
 		left = algorithm->left(limit, charge, later);
 	else if (algorithm->left != NULL)
 	{
-		RlCharge	then = {.at = later_span->at,.mark = later_span->mark};
+		RlCharge	then = {.at = later_span->at,.place = later_span->place};
 		int64		left_then = algorithm->left(limit, charge, &then);
 
 		then.amount = add(left_then, later_span->replenished);
@@ -486,11 +490,11 @@ rl_charge_merge(const RlLimit *limit, RlCharge *charge, RlSpan *span, const RlCh
 
 /* Returns the charge of units whose time, place and life are known. */
 RlCharge
-rl_charge_of(const RlLimit *limit, int64 units, int64 at, int64 mark, int64 life)
+rl_charge_of(const RlLimit *limit, int64 units, int64 at, int64 place, int64 life)
 {
 	RlCharge	charge = rl_algorithm(limit)->charge(limit, units, at, 0);
 
-	charge.mark = mark;
+	charge.place = place;
 	charge.life = life;
 	return charge;
 }
@@ -519,8 +523,8 @@ rl_charge_left(const RlLimit *limit, const RlCharge *charge, int64 now)
 	if (algorithm->skip != NULL)
 		return now - charge->at < limit->period ? charge->amount : 0;
 	if (algorithm->left == NULL)
-		return now < rl_period_end(limit, charge->mark) ? charge->amount : 0;
-	left = algorithm->left(limit, charge, &(RlCharge) {.at = now,.mark = charge->mark});
+		return now < rl_period_end(limit, charge->place) ? charge->amount : 0;
+	left = algorithm->left(limit, charge, &(RlCharge) {.at = now,.place = charge->place});
 	return algorithm->in_ns ? rl_divide_up(left, limit->interval_ns) : left;
 }
 
@@ -543,7 +547,7 @@ rl_hold_unit(const RlLimit *limit, RlState *state, RlPool *pool, int64 now, int6
 	rl_algorithm(limit)->load(limit, state, pool, now, &view);
 	view.hold = hold;
 	rl_algorithm(limit)->keep(limit, state, pool, &view, now, 1, 0);
-	return view.mark;
+	return view.place;
 }
 
 /* Refunds a charge.  Returns true if it changed the state. */

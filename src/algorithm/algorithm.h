@@ -42,7 +42,7 @@ typedef struct RlView
 	int64		refused;
 	int64		newest;			/* time of the newest entry that counts, or -1 */
 	int64		hold;			/* of a reservation that is charged now; otherwise 0 */
-	int64		mark;			/* the time of its entry in a log, when it is charged */
+	int64		place;			/* the time of its entry in a log, when it is charged */
 	RlCursor	oldest[2];		/* each log's first entry that counts */
 } RlView;
 
@@ -81,18 +81,20 @@ typedef struct RlCharge
 {
 	int64		amount;			/* throttle: ns of backlog; others: units */
 	int64		at;				/* the store's time */
-	int64		mark;			/* the place in the state: the bucket's anchor,
+	int64		place;			/* in the state: the bucket's anchor,
 								 * the window's start, the sub-window's number
 								 * or the entry's time; throttle: 0 */
 	int64		life;			/* of the state that was charged, or of a leftover as in RlLeftover: in
 								 * another life the charge is not refunded; 0: in any */
 	uint64		by_mark;		/* the mark of the call in Redis, and in the lowest bits (RL_MAX_LIMITS) the
-								 * limit's number in the list: by it the charge is refunded once, and without a
-								 * reply to the call; 0: none */
+								 * limit's number in the list: by it the charge is refunded once, and without
+								 * a reply to the call; 0: none */
 	bool		own;			/* of a reservation: an entry that is its own */
 } RlCharge;
 
-/* The time of a charge that is not known, because there was no reply to its call, which had a mark in Redis. */
+/*
+ * The time of a charge that is not known, because there was no reply to its call, which had a mark in Redis.
+ */
 #define RL_IN_DOUBT			(-1)
 
 /* In place of the time: the amount is of any charges, for rl_refund. */
@@ -102,7 +104,7 @@ typedef struct RlCharge
 typedef struct RlSpan
 {
 	int64		at;				/* of the first charge, as in RlCharge */
-	int64		mark;
+	int64		place;
 	int64		replenished;	/* and so is not in the amount any more */
 } RlSpan;
 
@@ -111,7 +113,7 @@ typedef struct RlLeftover
 {
 	int64		units;
 	int64		at;				/* of their charge, as in RlCharge */
-	int64		mark[RL_MAX_LIMITS];	/* of each limit */
+	int64		place[RL_MAX_LIMITS];	/* of each limit */
 	int64		life;			/* of the key in the store: a reset ends it */
 } RlLeftover;
 
@@ -304,7 +306,7 @@ static inline void
 rl_set_reserved(RlDecision *decision, bool settled)
 {
 	decision->allowed = true;
-	decision->charged = true;
+	decision->fits = true;
 	decision->retry_after = 0;
 	decision->ban_left = 0;
 	decision->source = settled ? RL_FROM_SETTLED : RL_FROM_RESERVED;
@@ -341,7 +343,7 @@ extern uint32 rl_act(const RlLimits *limits, RlState *states, RlPool *pool, RlBa
 					 RlTimes now, int64 quota, RlTake how, RlDecision *decisions);
 extern bool rl_refund_quota(const RlLimit *limit, RlState *state, RlPool *pool, int64 now,
 							int64 quota);
-extern RlCharge rl_charge_of(const RlLimit *limit, int64 units, int64 at, int64 mark, int64 life);
+extern RlCharge rl_charge_of(const RlLimit *limit, int64 units, int64 at, int64 place, int64 life);
 extern RlCharge rl_charge_first(const RlLimit *limit, int64 units, int64 at);
 extern int64 rl_charge_left(const RlLimit *limit, const RlCharge *charge, int64 now);
 extern void rl_charge_merge(const RlLimit *limit, RlCharge *charge, RlSpan *span,

@@ -49,7 +49,8 @@ end(const RlLimit *limit, const RlState *state, const RlPool *pool pg_attribute_
 {
 	/* A window of the clock is kept for a period more, in which a clock that is set back opens it again. */
 	return rl_period_end(limit, state->start) +
-		(limit->calendar != RL_NO_CALENDAR ? rl_calendar_slack(limit) : limit->from_first ? 0 : limit->period);
+		(limit->calendar != RL_NO_CALENDAR ? rl_calendar_slack(limit) : limit->from_first ? 0 :
+		 limit->period);
 }
 
 static void
@@ -62,9 +63,10 @@ keep(const RlLimit *limit, RlState *state, RlPool *pool pg_attribute_unused(), R
 }
 
 static bool
-refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, const RlCharge *charge)
+refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now,
+			  const RlCharge *charge)
 {
-	return rl_units_refund(limit, state, pool, view, now, view->start == charge->mark ? charge->amount : 0);
+	return rl_units_refund(limit, state, pool, view, now, view->start == charge->place ? charge->amount : 0);
 }
 
 static RlCharge
@@ -73,7 +75,8 @@ charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
 	/* The window ends when the limit is reset. */
 	return (RlCharge) {
 		.amount = quota,.at = at,
-		.mark = limit->calendar != RL_NO_CALENDAR ? rl_windows_at(limit, at + reset_after - 1)->name[RL_CURRENT] :
+		.place = limit->calendar != RL_NO_CALENDAR ?
+			rl_windows_at(limit, at + reset_after - 1)->name[RL_CURRENT] :
 		at + reset_after - limit->period
 	};
 }

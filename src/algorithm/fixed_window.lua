@@ -121,7 +121,8 @@ algorithms.fixed_window = {
       return
     end
     if l.calendar then
-      local text = pair_text(l.start, l.ends) .. string.format(l.refused > 0 and ' %.0f %.0f' or ' %.0f', l.charged, l.refused)
+      local text = pair_text(l.start, l.ends) ..
+        string.format(l.refused > 0 and ' %.0f %.0f' or ' %.0f', l.charged, l.refused)
       put(l.tag, text, l:reset() + CALENDAR_SLACK)
       return
     end
@@ -169,8 +170,8 @@ end
 place = l.start
 -->
 
--- For lease.lua: begins as load does for an empty window; and the time in which others cannot be charged units in
--- place of those that are charged now.
+-- For lease.lua: begins as load does for an empty window; and the time in which others cannot be charged
+-- units in place of those that are charged now.
 --< emptied(l)
 l.start = l.from_first and now or l.start
 -->
@@ -193,20 +194,20 @@ if ARGV[a + 5] == '' then
 end
 -->
 
--- The mark of the charge in a new value of the field, as text.
---< list_mark(written) -> mark
-mark = string.match(written, '^%d+')
+-- The place of the charge in a new value of the field, as text.
+--< list_place(written) -> place
+place = string.match(written, '^%d+')
 -->
 
 -- For settle_simple.lua: of a window that is not a calendar's.
---< settled(value, more, second, units, mark, period, MOST) -> was, written, lives
+--< settled(value, more, second, units, place, period, MOST) -> was, written, lives
 if period then
   local from_first = second == 1
   --@ load
   was = used
   if more > 0 then
     --@ add
-  elseif start == mark then
+  elseif start == place then
     charged = math.max(charged - units, 0)
   end
   if charged + refused > 0 then

@@ -78,7 +78,8 @@ complete(RlLimit *limit, const char *count_name, RlError *error)
 	if (limit->interval_ns == 0)
 		return rl_error_set(error, ERRCODE_NUMERIC_VALUE_OUT_OF_RANGE,
 							"%s must not be more than one a nanosecond", count_name);
-	return (!pg_mul_s64_overflow(limit->interval_ns, limit->capacity, &span) && span <= RL_MAX_SPAN * NS_PER_US) ||
+	return (!pg_mul_s64_overflow(limit->interval_ns, limit->capacity, &span) &&
+			span <= RL_MAX_SPAN * NS_PER_US) ||
 		rl_limit_is_too_long(error);
 }
 
@@ -121,7 +122,7 @@ act_single(const RlLimit *limit, int64 *start, int64 now, int64 quota, RlDecisio
 	int64		now_ns = now * NS_PER_US;
 	int64		after = act_on_backlog(limit, Max(*start - now_ns, 0), quota, true, decision);
 
-	decision->charged = decision->allowed;
+	decision->fits = decision->allowed;
 	decision->ban_started = false;
 	decision->ban_left = 0;
 	decision->source = RL_FROM_LOCAL;

@@ -17,7 +17,8 @@ rl_state_name(const RlLimit *limit, char *name)
 
 	memcpy(name, rl_algorithm(limit)->name, n);
 	if (limit->calendar != RL_NO_CALENDAR)
-		n += snprintf(name + n, RL_MAX_STATE_NAME - n, ":%s:%s", rl_calendar_names[limit->calendar], limit->zone);
+		n += snprintf(name + n, RL_MAX_STATE_NAME - n, ":%s:%s", rl_calendar_names[limit->calendar],
+					  limit->zone);
 	else
 	{
 		name[n++] = ':';
@@ -62,7 +63,8 @@ rl_state_inspect(const RlLimit *limit, const RlState *state, const RlPool *pool,
 			*used = state->charged;
 		return state->charged > 0;
 	}
-	*until = algorithm->has_calendar ? rl_period_end(limit, state->start) : algorithm->end(limit, state, pool);
+	*until = algorithm->has_calendar ? rl_period_end(limit, state->start) :
+		algorithm->end(limit, state, pool);
 	if (algorithm->next_free != NULL)
 	{
 		RlView		view;

@@ -181,7 +181,8 @@ hint_of_algorithms(const char *text, size_t flag)
 		last--;
 	for (int a = 0; a <= last; a++)
 		if (has_flag(rl_algorithms[a], flag))
-			appendStringInfo(&names, "%s%s", names.len == 0 ? "" : a == last ? " and " : ", ", rl_algorithms[a]->name);
+			appendStringInfo(&names, "%s%s", names.len == 0 ? "" : a == last ? " and " : ", ",
+							 rl_algorithms[a]->name);
 	return psprintf(text, names.data);
 }
 
@@ -220,7 +221,8 @@ scan_count(Scan *scan, int64 *count)
 			*count = *count * 10 + (*p - '0');
 	}
 	if (p == scan->at && p < scan->end && *p == '=')
-		return wrong_word_hint(scan, "A whole number is expected", "Write the number of an option behind a space: \"burst 10\".");
+		return wrong_word_hint(scan, "A whole number is expected",
+							   "Write the number of an option behind a space: \"burst 10\".");
 	if (p == scan->at || (p < scan->end && (is_letter(*p) || *p == '_' || *p == '.')))
 		return wrong_word(scan, "A whole number is expected");
 	scan->at = p;
@@ -302,7 +304,8 @@ scan_zone(Scan *scan, RlLimit *limit)
 	const char *p;
 
 	skip_space(scan);
-	for (p = scan->at; p < scan->end && (is_letter(*p) || is_digit(*p) || strchr("_/+-", *p) != NULL) && *p != '\0'; p++)
+	for (p = scan->at; p < scan->end && (is_letter(*p) || is_digit(*p) || strchr("_/+-", *p) != NULL) &&
+		 *p != '\0'; p++)
 		;
 	if (p == scan->at || (p < scan->end && *p != ',' && !is_space(*p)))
 		return wrong_word(scan, "The name of a time zone is expected");
@@ -357,10 +360,12 @@ scan_ban(Scan *scan, Scan *word, RlLimit *limit)
 	if (grows && !scan_period(scan, &limit->ban_to))
 		return false;
 	if (!take_word(scan, "after"))
-		return wrong_word_hint(scan, "\"after\" is expected", "Write, for example, \"sliding_log 5/1min ban 1h after 10\".");
+		return wrong_word_hint(scan, "\"after\" is expected",
+							   "Write, for example, \"sliding_log 5/1min ban 1h after 10\".");
 	if (!scan_count(scan, &limit->ban_after))
 		return false;
-	if (limit->ban < 1 || limit->ban > RL_MAX_PERIOD || limit->ban_to > RL_MAX_PERIOD || limit->ban_after < 1 ||
+	if (limit->ban < 1 || limit->ban > RL_MAX_PERIOD || limit->ban_to > RL_MAX_PERIOD ||
+		limit->ban_after < 1 ||
 		limit->ban_after > RL_MAX_COUNT)
 		return wrong_word(word, "A ban is out of range");
 	if (grows && limit->ban_to < limit->ban)
@@ -431,7 +436,8 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 	else if (take_word(scan, "refund_on_abort"))
 	{
 		if (algorithm->until_end)
-			return wrong_word_hint(&word, "The algorithm has no such option", "The end of the transaction frees its units in any case.");
+			return wrong_word_hint(&word, "The algorithm has no such option",
+								   "The end of the transaction frees its units in any case.");
 		again = limit->refund_on_abort;
 		limit->refund_on_abort = true;
 	}
@@ -445,9 +451,11 @@ scan_option(Scan *scan, RlLimit *limit, bool *found)
 		return wrong_word(scan, "An option or a comma is expected");
 
 	if (!has_flag(algorithm, flag))
-		return wrong_word_hint(&word, "The algorithm has no such option", hint_of_algorithms("The option is for %s.", flag));
+		return wrong_word_hint(&word, "The algorithm has no such option",
+							   hint_of_algorithms("The option is for %s.", flag));
 	if (limit->from_first && limit->calendar != RL_NO_CALENDAR)
-		return wrong_word_hint(&word, "The windows of a calendar have no such option", "They begin with the calendar's.");
+		return wrong_word_hint(&word, "The windows of a calendar have no such option",
+							   "They begin with the calendar's.");
 	if (again)
 		return wrong_word(&word, "The option is given twice");
 	if (limit->shadow && limit->ban != 0)
@@ -486,7 +494,8 @@ scan_limit(Scan *scan, RlLimit *limit)
 		int			a;
 
 		if (take_kind(scan) != RL_LISTED)
-			return wrong_word_hint(&word, "A word that has to be the whole text begins", "unlimited and blocked stand alone.");
+			return wrong_word_hint(&word, "A word that has to be the whole text begins",
+								   "unlimited and blocked stand alone.");
 		for (a = 0; a < RL_ALGORITHMS; a++)
 			if (take_word(scan, rl_algorithms[a]->name))
 				break;
@@ -531,7 +540,8 @@ hold_back_for_lease(RlLimits *limits, Scan *starts)
 	for (int i = 1; i < limits->n; i++)
 	{
 		if ((limits->limit[i].lease > 0) != (lease > 0))
-			return wrong_word(&starts[i], lease > 0 ? "A limit without a lease, after one with a lease, begins" :
+			return wrong_word(&starts[i],
+							  lease > 0 ? "A limit without a lease, after one with a lease, begins" :
 							  "A limit with a lease, after one without a lease, begins");
 		lease = Min(lease, limits->limit[i].lease);
 	}
@@ -576,7 +586,8 @@ rl_limits_parse(const char *text, int len, RlLimits *limits, RlError *error)
 			return false;
 		for (int i = 0; i < limits->n; i++)
 			if (rl_same_state(&limits->limit[i], &limits->limit[limits->n]))
-				return wrong_word_hint(&starts[limits->n], "A limit with the algorithm and the period of an earlier one begins",
+				return wrong_word_hint(&starts[limits->n],
+									   "A limit with the algorithm and the period of an earlier one begins",
 									   "The limits of a list must differ in one of them.");
 		limits->n++;
 	} while (take_word(&scan, ","));

@@ -207,7 +207,8 @@ bool
 rl_log_ends_with_own(const RlPool *pool, const RlLog *log)
 {
 	const RlChunk *index = last_of_index(pool, log);
-	const RlChunk *last = chunk_at(pool, log->last != RL_NO_CHUNK ? log->last : index->block[index->n - 1].last);
+	const RlChunk *last =
+		chunk_at(pool, log->last != RL_NO_CHUNK ? log->last : index->block[index->n - 1].last);
 
 	return last->entry[last->n - 1].own;
 }

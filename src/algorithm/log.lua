@@ -133,9 +133,12 @@ local function open_log(name, value, gone)
     return {name = name, units = 0, newest = 0, text = '', at = 1, index = '', added = ''}
   end
   local space = string.find(value, ' ', 1, true)
-  local log = {name = name, units = sub(value, 1, space - 1) + 0, newest = 0, text = value, at = space + 1, index = '', added = ''}
+  local log =
+    {name = name, units = sub(value, 1, space - 1) + 0, newest = 0, text = value, at = space + 1, index = '',
+    added = ''}
   if string.find(value, ' ', space + 1, true) then
-    local dead, first, skip, cut, next, at = string.match(value, '^(%d+) (%d+) (%d+) (%d+) (%d+) ()', space + 1)
+    local dead, first, skip, cut, next, at =
+      string.match(value, '^(%d+) (%d+) (%d+) (%d+) (%d+) ()', space + 1)
     log.dead, log.first, log.skip = tonumber(dead), tonumber(first), tonumber(skip)
     log.cut, log.next, log.at = tonumber(cut), tonumber(next), at
     log.texts, log.written = {}, {}

@@ -21,13 +21,15 @@ end
 
 -- Returns a record's units as text, where own is true for a reservation.
 local function units_text(units, own)
-  return own and (units < 100000 and string.format('+%05.0f', units) or '+001e5') or string.format('%06.0f', units)
+  return own and (units < 100000 and string.format('+%05.0f', units) or '+001e5') or
+    string.format('%06.0f', units)
 end
 
 -- Returns the text with this number of units removed from one of its records.
 local function without(text, at, units)
   local left = units_at(text, at) - units
-  local entry = left > 0 and sub(text, at, at + 15) .. units_text(left, string.byte(text, at + 16) == PLUS) or ''
+  local entry = left > 0 and
+    sub(text, at, at + 15) .. units_text(left, string.byte(text, at + 16) == PLUS) or ''
   return sub(text, 1, at - 1) .. entry .. sub(text, at + RECORD)
 end
 

@@ -62,7 +62,8 @@ local function join(log, at)
       if #text <= CHUNK then
         set_chunk(log, a, text)
         delete_chunk(log, b)
-        set_index(log, i, j + INDEX, time_at(log.index, j), units_at(log.index, i) + units_at(log.index, j), a)
+        set_index(log, i, j + INDEX, time_at(log.index, j), units_at(log.index, i) + units_at(log.index, j),
+          a)
         return
       end
     end

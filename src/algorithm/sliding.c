@@ -26,7 +26,8 @@ complete(RlLimit *limit, const char *count_name pg_attribute_unused(), RlError *
 {
 	if (limit->step == 0)
 		limit->step = default_step(limit->period);
-	return (limit->step >= 1 && limit->period % limit->step == 0 && limit->period / limit->step <= RL_MAX_STEPS) ||
+	return (limit->step >= 1 && limit->period % limit->step == 0 &&
+			limit->period / limit->step <= RL_MAX_STEPS) ||
 		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
 					 "step must divide the period into at most %d equal parts", RL_MAX_STEPS);
 }
@@ -71,7 +72,9 @@ held_time(const RlLimit *limit, const RlView *view, int64 now)
 	return rl_algorithm(limit)->until_end ? now + view->hold - limit->period : Max(now, view->newest);
 }
 
-/* Returns the time of the newest entry if one is made now; times never decrease, but of units that are held. */
+/*
+ * Returns the time of the newest entry if one is made now; times never decrease, but of units that are held.
+ */
 static int64
 entry_time(const RlLimit *limit, const RlView *view, int64 now)
 {
@@ -150,7 +153,7 @@ keep(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now
 	for (int i = 0; i < 2; i++)
 		rl_log_cut(pool, &state->log[i], &view->oldest[i]);
 	if (charged > 0 && has_own_entry(limit, view))
-		view->mark = rl_log_add_own(pool, &state->log[RL_CHARGED], held_time(limit, view, now), charged);
+		view->place = rl_log_add_own(pool, &state->log[RL_CHARGED], held_time(limit, view, now), charged);
 	else if (charged > 0)
 		rl_log_append(pool, &state->log[RL_CHARGED], time, charged);
 	if (refused > 0)
@@ -158,13 +161,14 @@ keep(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now
 }
 
 static bool
-refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, const RlCharge *charge)
+refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now,
+			  const RlCharge *charge)
 {
 	if (view->charged == 0)
 		return false;
 	/* Keep only the entries that count, so that no free unit is refunded. */
 	keep(limit, state, pool, view, now, 0, 0);
-	state->charged -= rl_log_remove(pool, &state->log[RL_CHARGED], charge->mark, charge->amount,
+	state->charged -= rl_log_remove(pool, &state->log[RL_CHARGED], charge->place, charge->amount,
 									charge->own && limit->step == 0);
 	return true;
 }
@@ -172,9 +176,9 @@ refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, 
 static RlCharge
 charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
 {
-	int64		mark = at + reset_after - limit->period;
+	int64		place = at + reset_after - limit->period;
 
-	return (RlCharge) {.amount = quota,.at = at,.mark = limit->step > 0 ? mark / limit->step - 1 : mark};
+	return (RlCharge) {.amount = quota,.at = at,.place = limit->step > 0 ? place / limit->step - 1 : place};
 }
 
 static int

@@ -121,10 +121,10 @@ algorithms.sliding_log = {
     l:count()
   end,
 
-  refund_charge = function(l, _, mark, amount)
+  refund_charge = function(l, _, place, amount)
     --@ log_refund
     l.log.changed = true
-    remove(l.log, mark, amount, l.own or false)
+    remove(l.log, place, amount, l.own or false)
     find_newest(l.log)
     l:count()
   end,
@@ -151,7 +151,7 @@ algorithms.sliding_log = {
   take_own = function(l)
     --@ log_own
     local time = l.hold and now + l.hold - l.period or math.max(now, l.newest)
-    l.mark = add_own(l.log, time, quota)
+    l.place = add_own(l.log, time, quota)
     l.newest = math.max(l.newest, time)
     l:count()
   end,
@@ -204,7 +204,7 @@ ends = tail == '' and 0 or string.sub(tail, -22, -7) + match(rest, '^%d+')
 
 -- The place of a charge that was just taken.
 --< place(l) -> place
-place = l.mark or l.newest
+place = l.place or l.newest
 -->
 
 -- A limit with this state tag, or nil if it is none, for inspect.lua. "rest" is the tag behind the algorithm.

@@ -32,7 +32,8 @@ algorithms.sliding_window = {
     if value then
       local c, r, n, nc, nr, at = string.match(value, '^(%d+):?(%d*) (%d+):(%d+):?(%d*)()')
       if (n + 1) * step + period > now then
-        charged, refused, k, new, new_refused = tonumber(c), tonumber(r) or 0, tonumber(n), tonumber(nc), tonumber(nr) or 0
+        charged, refused, k, new, new_refused = tonumber(c), tonumber(r) or 0, tonumber(n), tonumber(nc),
+          tonumber(nr) or 0
         others = string.sub(value, at)
         n, c, r, at = string.match(others, '^ (%d+):(%d+):?(%d*)()')
         while n and (n + 1) * step + period <= now do
@@ -54,7 +55,8 @@ algorithms.sliding_window = {
     local here = math.floor(now / step)
     if not k or k < here then
       if k then
-        others = others .. string.format(new_refused > 0 and ' %.0f:%.0f:%.0f' or ' %.0f:%.0f', k, new, new_refused)
+        others = others ..
+          string.format(new_refused > 0 and ' %.0f:%.0f:%.0f' or ' %.0f:%.0f', k, new, new_refused)
       end
       k, new, new_refused = here, 0, 0
     end
@@ -63,7 +65,8 @@ algorithms.sliding_window = {
   end,
 
   take = function(l)
-    local step, others, k, new, new_refused, charged, used = l.step, l.others, l.k, l.new, l.new_refused, l.charged, l.used
+    local step, others, k, new, new_refused, charged, used = l.step, l.others, l.k, l.new, l.new_refused,
+      l.charged, l.used
     --< take(charged, used, quota, others, k, new, new_refused, step) -> charged, used, others, k, new, new_refused
     --@ begin
     new, charged, used = new + quota, charged + quota, used + quota
@@ -95,7 +98,9 @@ algorithms.sliding_window = {
         break
       end
       if count.charged + count.refused > 0 then
-        kept = kept .. string.format(count.refused > 0 and ' %.0f:%.0f:%.0f' or ' %.0f:%.0f', other, count.charged, count.refused)
+        kept = kept ..
+          string.format(count.refused > 0 and ' %.0f:%.0f:%.0f' or ' %.0f:%.0f', other, count.charged,
+            count.refused)
       end
       at = next
     end
@@ -113,8 +118,8 @@ algorithms.sliding_window = {
     l.new, l.new_refused = newest.charged, newest.refused
   end,
 
-  refund_charge = function(l, _, mark, amount)
-    l:free('charged', amount, mark)
+  refund_charge = function(l, _, place, amount)
+    l:free('charged', amount, place)
   end,
 
   wait = function(l, needed)
@@ -143,10 +148,13 @@ algorithms.sliding_window = {
       drop(l.tag)
       return
     end
-    local charged, refused, others, from, k, new, new_refused = l.charged, l.refused, l.others, l.from, l.k, l.new, l.new_refused
+    local charged, refused, others, from, k, new, new_refused = l.charged, l.refused, l.others, l.from, l.k,
+      l.new, l.new_refused
     --< text(charged, refused, others, from, k, new, new_refused) -> text
-    local text = refused > 0 and string.format('%.0f:%.0f ', charged, refused) or string.format('%.0f ', charged)
-    text = text .. string.format(new_refused > 0 and '%.0f:%.0f:%.0f' or '%.0f:%.0f', k, new, new_refused) .. string.sub(others, from)
+    local text = refused > 0 and string.format('%.0f:%.0f ', charged, refused) or
+      string.format('%.0f ', charged)
+    text = text .. string.format(new_refused > 0 and '%.0f:%.0f:%.0f' or '%.0f:%.0f', k, new, new_refused) ..
+      string.sub(others, from)
     -->
     local free = l:reset()
     local lives
@@ -181,8 +189,8 @@ ends = (match(value, ' (%d+):') + 1) * step + period
 place = l.k
 -->
 
--- For lease.lua: begins as load does without counters; and the time in which others cannot be charged units in place
--- of those that are charged now.
+-- For lease.lua: begins as load does without counters; and the time in which others cannot be charged units
+-- in place of those that are charged now.
 --< emptied(l)
 l.k = nil
 -->
@@ -203,16 +211,16 @@ limit = step and {step = tonumber(step)}
 --@ units
 -->
 
--- The mark of the charge in a new value of the field, as text.
---< list_mark(written) -> mark
-mark = string.match(written, ' (%d+):')
+-- The place of the charge in a new value of the field, as text.
+--< list_place(written) -> place
+place = string.match(written, ' (%d+):')
 -->
 
 -- For settle_simple.lua: a refund to the newest counter.
---< settled(value, more, second, units, mark, period) -> was, written, lives
+--< settled(value, more, second, units, place, period) -> was, written, lives
 local step = second
 --@ load
-if more < 0 and (used == 0 or k == mark and new > units) then
+if more < 0 and (used == 0 or k == place and new > units) then
   was = used
   if used > 0 then
     new, charged = new - units, charged - units

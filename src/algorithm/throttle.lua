@@ -95,7 +95,8 @@ end
 
 --< cost_of_units(units, us_each, ns_each) -> cost_us, cost_ns
 local all_ns = units % 1000 * ns_each
-local cost_us, cost_ns = units * us_each + math.floor(units / 1000) * ns_each + math.floor(all_ns / 1000), all_ns % 1000
+local cost_us, cost_ns = units * us_each + math.floor(units / 1000) * ns_each + math.floor(all_ns / 1000),
+  all_ns % 1000
 -->
 
 -- The amount of units in a settlement.
@@ -151,9 +152,9 @@ if us < room_us or us == room_us and ns <= ARGV[a + 6] + 0 then
 end
 -->
 
--- A charge has no mark.
---< list_mark() -> mark
-mark = '0'
+-- A charge has no place.
+--< list_place() -> place
+place = '0'
 -->
 
 -- For settle_simple.lua.

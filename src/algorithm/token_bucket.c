@@ -17,7 +17,8 @@ complete(RlLimit *limit, const char *count_name pg_attribute_unused(), RlError *
 {
 	int64		span;
 
-	return (!pg_mul_s64_overflow((limit->capacity - 1) / limit->count + 1, limit->period, &span) && span <= RL_MAX_SPAN) ||
+	return (!pg_mul_s64_overflow((limit->capacity - 1) / limit->count + 1, limit->period, &span) &&
+			span <= RL_MAX_SPAN) ||
 		rl_limit_is_too_long(error);
 }
 
@@ -74,15 +75,16 @@ same_series(const RlLimit *limit, int64 a, int64 b)
 static int64
 left(const RlLimit *limit, const RlCharge *charge, const RlCharge *later)
 {
-	if (!same_series(limit, charge->mark, later->mark))
+	if (!same_series(limit, charge->place, later->place))
 		return 0;
-	return less_lumps(limit, charge->amount, lumps_since(limit, charge->mark, later->at));
+	return less_lumps(limit, charge->amount, lumps_since(limit, charge->place, later->at));
 }
 
 static bool
-refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now, const RlCharge *charge)
+refund_charge(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view, int64 now,
+			  const RlCharge *charge)
 {
-	RlCharge	here = {.at = now,.mark = view->start};
+	RlCharge	here = {.at = now,.place = view->start};
 
 	return rl_units_refund(limit, state, pool, view, now, left(limit, charge, &here));
 }
@@ -92,7 +94,7 @@ charge(const RlLimit *limit, int64 quota, int64 at, int64 reset_after)
 {
 	/* The last anchor that is not after the action. */
 	return (RlCharge) {.amount = quota,.at = at,
-		.mark = at + reset_after - rl_divide_up(reset_after, limit->period) * limit->period};
+		.place = at + reset_after - rl_divide_up(reset_after, limit->period) * limit->period};
 }
 
 static int

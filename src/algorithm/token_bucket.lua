@@ -42,11 +42,11 @@ algorithms.token_bucket = {
 
   -- The anchors are of one series unless the bucket was full in between.
   -- "of" is the limit that was charged, if it can be another one with this state.
-  refund_charge = function(l, _, mark, amount, _, of)
+  refund_charge = function(l, _, place, amount, _, of)
     local anchor, used, period, refill = l.anchor, l.used, l.period, (of or l).refill
-    --< free(anchor, used, mark, amount, period, refill) -> used
-    if (anchor - mark) % period == 0 then
-      local lumps = math.max(math.floor((now - mark) / period), 0)
+    --< free(anchor, used, place, amount, period, refill) -> used
+    if (anchor - place) % period == 0 then
+      local lumps = math.max(math.floor((now - place) / period), 0)
       if lumps < math.ceil(amount / refill) then
         used = math.max(used - (amount - lumps * refill), 0)
       end
@@ -101,7 +101,8 @@ local anchor, missing = match(value, '^(%d+) (%d+)$')
 ends = anchor + missing * match(rest, '^%d+')
 -->
 
--- The place of a charge that was just taken: the anchor, also if that is later because the clock was set back.
+-- The place of a charge that was just taken: the anchor, also if that is later because the clock was set
+-- back.
 --< place(l) -> place
 place = l.anchor
 if place > now then
@@ -109,8 +110,8 @@ if place > now then
 end
 -->
 
--- For lease.lua: begins as load does for a full bucket; and the time in which others cannot be charged units in
--- place of those that are charged now.
+-- For lease.lua: begins as load does for a full bucket; and the time in which others cannot be charged units
+-- in place of those that are charged now.
 --< emptied(l)
 l.anchor = now
 -->
@@ -134,14 +135,14 @@ used, ends = now < pair(value) + l.period and used or nil, nil
 --@ units
 -->
 
--- The mark of the charge in a new value of the field, as text, or nil if it is another one.
---< list_mark(written) -> mark
-mark = string.match(written, '^%d+')
-mark = mark + 0 <= now and mark or nil
+-- The place of the charge in a new value of the field, as text, or nil if it is another one.
+--< list_place(written) -> place
+place = string.match(written, '^%d+')
+place = place + 0 <= now and place or nil
 -->
 
 -- For settle_simple.lua. The field of a full bucket stays, as after all refunds.
---< settled(value, more, second, units, mark, period, MOST) -> was, written, lives
+--< settled(value, more, second, units, place, period, MOST) -> was, written, lives
 local refill, amount = second, units
 --@ load
 was = used

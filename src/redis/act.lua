@@ -13,7 +13,8 @@ local function count_refusal(l)
   end
   if l.refusals then
     local s, e, c = refusals(l, l.refusals)
-    if l.calendar and s >= start and s <= (l.next or s) or not l.calendar and now < e and s - l.period <= now then
+    if l.calendar and s >= start and s <= (l.next or s) or
+      not l.calendar and now < e and s - l.period <= now then
       start, ends, count = s, e, c
     end
   end
@@ -26,7 +27,8 @@ local function count_refusal(l)
     return now < ends and math.max(math.min(2 * grown, most + 0), l.ban) or l.ban
   end
   if l.calendar then
-    put(l.tag .. ':refused', pair_text(start, ends) .. string.format(' %.0f', count), ends + CALENDAR_SLACK - now)
+    put(l.tag .. ':refused', pair_text(start, ends) .. string.format(' %.0f', count),
+      ends + CALENDAR_SLACK - now)
   else
     put(l.tag .. ':refused', pair_text(start, count), ends - now)
   end

@@ -215,9 +215,9 @@ rl_address_redirect(const char *text, RlAddress *address)
 }
 
 /*
- * Returns what stat says of the file of a setting.  Raises an error if it is not a plain file, or if it must be
- * private and others have access to it.  To be called before it is opened, because opening a pipe
- * would wait for its writer.
+ * Returns what stat says of the file of a setting.  Raises an error if it is not a plain file, or if it must
+ * be private and others have access to it.  To be called before it is opened, because opening a pipe would
+ * wait for its writer.
  */
 struct stat
 rl_check_file(const char *kind, const char *setting, const char *path, bool must_be_private)

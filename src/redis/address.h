@@ -48,7 +48,8 @@ extern bool rl_target_parse(const char *url, RlTarget *target, RlError *error);
 extern void rl_target_name(const RlTarget *target, char *name);
 extern bool rl_address_redirect(const char *text, RlAddress *address);
 extern void rl_address_name(const RlAddress *address, char *name);
-extern struct stat rl_check_file(const char *kind, const char *setting, const char *path, bool must_be_private);
+extern struct stat rl_check_file(const char *kind, const char *setting, const char *path,
+								 bool must_be_private);
 extern void rl_password_read(char *password);
 
 #endif							/* ADDRESS_H */

@@ -62,7 +62,8 @@ typedef struct Taking
 	int		   *order;			/* indexes of the actions, call by call */
 	int		   *first;			/* of each call, in order */
 	int		   *keys;			/* how many each call has */
-	bool	   *left;			/* of many actions: it is not asked yet, or is to be asked by a call of its own */
+	bool	   *left;			/* of many actions: it is not asked yet, or is to be asked by a call of its
+								 * own */
 	bool		failed;			/* an error reply has failed a key */
 	RlError    *error;			/* the first one */
 } Taking;
@@ -79,7 +80,8 @@ typedef struct KeyReply
 	int64		single[RL_REPORTED];	/* "reported" of one limit without options */
 	const char *why;			/* of a ban in force: "limit " and the limit that set it */
 	int			why_len;		/* 0: not known */
-	int64		record;			/* of reserve.lua, the same for all keys: the reservation was there, 1: open, 2: settled */
+	int64		record;			/* of reserve.lua, the same for all keys: the reservation was there, 1: open,
+								 * 2: settled */
 	const int64 *lives;			/* of the limits' states, if the charge may be refunded; or NULL */
 	const int64 *grant;			/* of a lease: units, how long they can be used, the key's life; or NULL */
 } KeyReply;
@@ -166,7 +168,7 @@ rl_append_charge(RlCommand *command, const RlLimit *limit, const RlCharge *charg
 	rl_command_number(command, charge->amount / split);
 	rl_command_number(command, charge->amount % split);
 	rl_command_number(command, charge->at);
-	rl_command_number(command, charge->mark);
+	rl_command_number(command, charge->place);
 	rl_command_number(command, charge->life);
 }
 
@@ -273,7 +275,7 @@ append_limits(RlCommand *command, const RlAction *action, const RlLeaseCall *lea
 		for (int j = 0; lease != NULL && j < lease->nleft; j++)
 		{
 			const RlLeftover *left = &lease->left[j];
-			RlCharge	charge = rl_charge_of(limit, left->units, left->at, left->mark[i], left->life);
+			RlCharge	charge = rl_charge_of(limit, left->units, left->at, left->place[i], left->life);
 
 			rl_append_charge(command, limit, &charge);
 		}
@@ -315,7 +317,8 @@ run_end(const RlAction *const *actions, const int *order, int i, int n)
 
 	do
 		i++;
-	while (i < n && action->by_mark == 0 && actions[order[i]]->limits == action->limits && actions[order[i]]->quota == action->quota);
+	while (i < n && action->by_mark == 0 && actions[order[i]]->limits == action->limits &&
+		   actions[order[i]]->quota == action->quota);
 	return i;
 }
 
@@ -347,7 +350,8 @@ append_how(RlCommand *command, const Taking *taking, const RlAction *action)
 		rl_command_number(command, how);
 		return;
 	}
-	rl_command_arg(command, text, snprintf(text, sizeof(text), "%d %016llx", how, (unsigned long long) action->by_mark));
+	rl_command_arg(command, text,
+				   snprintf(text, sizeof(text), "%d %016llx", how, (unsigned long long) action->by_mark));
 }
 
 /* Appends the arguments that n keys share, of one limit without options at least "least" numbers. */
@@ -392,7 +396,10 @@ ask_again(Taking *taking, int call)
 		taking->left[taking->order[taking->first[call] + i]] = true;
 }
 
-/* Returns true if what the action charges may have to be refunded, by its transaction, its statement, or its other parts. */
+/*
+ * Returns true if what the action charges may have to be refunded, by its transaction, its statement, or its
+ * other parts.
+ */
 static bool
 may_be_refunded(const Taking *taking, const RlAction *action)
 {
@@ -467,7 +474,7 @@ read_decision(const RlLimit *limit, int64 quota, RlVerdict verdict, RlVerdict re
 		(!limit->shadow || verdict != RL_VERDICT_ALLOWED ||
 		 !algorithm->decide(limit, quota, refused, reported, decision) || decision->allowed))
 		return false;
-	decision->charged = decision->allowed;
+	decision->fits = decision->allowed;
 	decision->ban_started = false;
 	decision->source = RL_FROM_REDIS;
 	decision->ban_left = 0;
@@ -490,47 +497,48 @@ may_ban(const RlAction *action)
  * read_decision does, and if the decisions contradict the verdict.
  */
 static bool
-decide_key(const RlAction *action, const KeyReply *take, bool charged, RlDecision *decisions)
+decide_key(const RlAction *action, const KeyReply *key, bool charged, RlDecision *decisions)
 {
 	const RlLimits *limits = action->limits;
-	int64		quota = action->quota + (take->grant != NULL ? take->grant[0] : 0);
+	int64		quota = action->quota + (key->grant != NULL ? key->grant[0] : 0);
 	RlVerdict	refused = action->how == RL_TRY ? RL_VERDICT_UNCOUNTED : RL_VERDICT_REFUSED;
-	RlVerdict	verdict = charged ? RL_VERDICT_ALLOWED : take->verdict > 0 ? RL_VERDICT_BANNED : refused;
+	RlVerdict	verdict = charged ? RL_VERDICT_ALLOWED : key->verdict > 0 ? RL_VERDICT_BANNED : refused;
 	bool		allowed = true;
 	int			next = 0;
 
-	if (take->record > 0)
+	if (key->record > 0)
 	{
 		quota = 0;
 		verdict = refused = RL_VERDICT_UNCOUNTED;
 	}
 
-	for (int i = 0; i < take->nreported; i++)
-		if (take->reported[i] < 0)
+	for (int i = 0; i < key->nreported; i++)
+		if (key->reported[i] < 0)
 			return false;
 	for (int i = 0; i < limits->n; i++)
 	{
 		const RlLimit *limit = &limits->limit[i];
-		const int64 *reported = &take->reported[next];
-		int64		own = take->record > 0 ? 0 : rl_quota_of(limit, action->reserve != NULL, quota);
+		const int64 *reported = &key->reported[next];
+		int64		own = key->record > 0 ? 0 : rl_quota_of(limit, action->reserve != NULL, quota);
 
 		next += rl_algorithm(limit)->nreported;
-		if (next > take->nreported ||
+		if (next > key->nreported ||
 			!read_decision(limit, own, verdict, refused, reported, &decisions[i]))
 			return false;
-		decisions[i].life = take->lives != NULL ? take->lives[i] : 0;
-		if (take->record > 0)
-			rl_set_reserved(&decisions[i], take->record == 2);
+		decisions[i].life = key->lives != NULL ? key->lives[i] : 0;
+		if (key->record > 0)
+			rl_set_reserved(&decisions[i], key->record == 2);
 		allowed &= decisions[i].allowed;
 	}
 	/* The figures must agree with the verdict, by which the script charged the action or not. */
-	if (next != take->nreported || (take->verdict > 0 ? rl_all_shadow(limits) : allowed != (take->verdict == 0)))
+	if (next != key->nreported || (key->verdict > 0 ? rl_all_shadow(limits) : allowed != (key->verdict == 0)))
 		return false;
 
-	if (take->verdict > 0)
-		rl_apply_ban(limits, decisions, Min(take->verdict, RL_MAX_WAIT), true, rl_ban_rule(take->why, take->why_len));
-	else if (take->ban > 0)
-		rl_apply_ban(limits, decisions, Min(take->ban, RL_MAX_WAIT), false, NULL);
+	if (key->verdict > 0)
+		rl_apply_ban(limits, decisions, Min(key->verdict, RL_MAX_WAIT), true,
+					 rl_ban_rule(key->why, key->why_len));
+	else if (key->ban > 0)
+		rl_apply_ban(limits, decisions, Min(key->ban, RL_MAX_WAIT), false, NULL);
 	return true;
 }
 
@@ -545,58 +553,58 @@ typedef struct Reader
 
 /* Reads the key's line of rules, if it has one.  Returns false for a reply that no script sends. */
 static bool
-read_rule(Reader *reader, KeyReply *take)
+read_rule(Reader *reader, KeyReply *key)
 {
 	int			word = strlen(RL_WHY_LIMIT);
 	const char *end = reader->rules_len > 0 ? memchr(reader->rules, '\n', reader->rules_len) : NULL;
 	int			len = end != NULL ? end - reader->rules : reader->rules_len;
 
-	take->why = reader->rules;
-	take->why_len = len;
+	key->why = reader->rules;
+	key->why_len = len;
 	reader->rules += len + (end != NULL);
 	reader->rules_len -= len + (end != NULL);
 	return len == 0 ||
-		(len > word && memcmp(take->why, RL_WHY_LIMIT, word) == 0 && rl_is_printable(take->why, len));
+		(len > word && memcmp(key->why, RL_WHY_LIMIT, word) == 0 && rl_is_printable(key->why, len));
 }
 
 static bool
-read_listed(const RlAction *action, bool lives, Reader *reader, KeyReply *take)
+read_listed(const RlAction *action, bool lives, Reader *reader, KeyReply *key)
 {
 	const int64 *values = &reader->reply->values[reader->at];
 	int			nlives = lives ? action->limits->n : 0;
 
-	*take = (KeyReply) {.reported = &values[3]};
+	*key = (KeyReply) {.reported = &values[3]};
 	for (int i = 0; i < action->limits->n; i++)
-		take->nreported += rl_algorithm(&action->limits->limit[i])->nreported;
-	reader->at += 3 + take->nreported + nlives;
+		key->nreported += rl_algorithm(&action->limits->limit[i])->nreported;
+	reader->at += 3 + key->nreported + nlives;
 	if (reader->at > reader->reply->nvalues)
 		return false;
 	if (lives)
-		take->lives = &take->reported[take->nreported];
+		key->lives = &key->reported[key->nreported];
 	for (int i = 0; i < nlives; i++)
-		if (take->lives[i] < 0 || take->lives[i] >= RL_CALENDAR_END)
+		if (key->lives[i] < 0 || key->lives[i] >= RL_CALENDAR_END)
 			return false;
-	take->verdict = values[0];
-	take->ban = values[1];
-	take->at = values[2];
-	return take->verdict >= -1 && take->ban >= 0 && take->at >= 0 && take->at < RL_CALENDAR_END &&
-		(take->ban == 0 || (take->verdict == -1 && may_ban(action))) &&
-		(take->verdict <= 0 || read_rule(reader, take));
+	key->verdict = values[0];
+	key->ban = values[1];
+	key->at = values[2];
+	return key->verdict >= -1 && key->ban >= 0 && key->at >= 0 && key->at < RL_CALENDAR_END &&
+		(key->ban == 0 || (key->verdict == -1 && may_ban(action))) &&
+		(key->verdict <= 0 || read_rule(reader, key));
 }
 
 static bool
-read_single(const RlAction *action, Reader *reader, const int64 *values, int n, KeyReply *take)
+read_single(const RlAction *action, Reader *reader, const int64 *values, int n, KeyReply *key)
 {
 	const RlLimit *limit = &action->limits->limit[0];
 	const RlAlgorithm *algorithm = rl_algorithm(limit);
 
-	*take = (KeyReply) {.reported = take->single,.nreported = algorithm->nreported};
-	return algorithm->read_single(limit, action->quota, values, n, &take->verdict, take->single) &&
-		(take->verdict <= 0 || read_rule(reader, take));
+	*key = (KeyReply) {.reported = key->single,.nreported = algorithm->nreported};
+	return algorithm->read_single(limit, action->quota, values, n, &key->verdict, key->single) &&
+		(key->verdict <= 0 || read_rule(reader, key));
 }
 
 static bool
-read_of_many(const RlAction *action, Reader *reader, KeyReply *take)
+read_of_many(const RlAction *action, Reader *reader, KeyReply *key)
 {
 	const int64 *values = &reader->reply->values[reader->at];
 	int			left = reader->reply->nvalues - reader->at;
@@ -604,27 +612,27 @@ read_of_many(const RlAction *action, Reader *reader, KeyReply *take)
 	int			n = banned ? 2 : 1;
 
 	reader->at += banned + n;
-	if (left < banned + n || !read_single(action, reader, &values[banned], n, take))
+	if (left < banned + n || !read_single(action, reader, &values[banned], n, key))
 		return false;
-	take->at = reader->reply->values[0];
+	key->at = reader->reply->values[0];
 	return true;
 }
 
 static bool
-read_grant(const RlLeaseCall *lease, Reader *reader, KeyReply *take)
+read_grant(const RlLeaseCall *lease, Reader *reader, KeyReply *key)
 {
-	const int64 *grant = take->grant = &reader->reply->values[reader->at];
+	const int64 *grant = key->grant = &reader->reply->values[reader->at];
 
 	reader->at += 3;
 	return reader->at <= reader->reply->nvalues &&
-		grant[0] >= 0 && grant[0] <= (take->verdict == 0 ? lease->want : 0) &&
+		grant[0] >= 0 && grant[0] <= (key->verdict == 0 ? lease->want : 0) &&
 		grant[1] >= 0 && grant[1] <= lease->length &&
 		grant[2] >= 0 && grant[2] < RL_CALENDAR_END && (grant[2] > 0 || grant[0] == 0);
 }
 
 /* Reads for all keys whether reserve.lua has found the reservation.  Returns false if it cannot send that. */
 static bool
-read_record(Reader *reader, KeyReply *take, int n)
+read_record(Reader *reader, KeyReply *keys, int n)
 {
 	int64		record;
 
@@ -633,15 +641,15 @@ read_record(Reader *reader, KeyReply *take, int n)
 	record = reader->reply->values[reader->at++];
 	for (int i = 0; i < n; i++)
 	{
-		take[i].record = record;
-		if (record > 0 && take[i].verdict != 0)
+		keys[i].record = record;
+		if (record > 0 && keys[i].verdict != 0)
 			return false;
 	}
 	return record >= 0 && record <= 2;
 }
 
 static bool
-read_key(const Taking *taking, const RlAction *action, Reader *reader, KeyReply *take)
+read_key(const Taking *taking, const RlAction *action, Reader *reader, KeyReply *key)
 {
 	const RlReply *reply = reader->reply;
 
@@ -649,21 +657,21 @@ read_key(const Taking *taking, const RlAction *action, Reader *reader, KeyReply 
 		reply->values[reader->at] == (taking->form == SINGLE ? SINGLE_FAILED : LISTED_FAILED))
 	{
 		reader->at++;
-		*take = (KeyReply) {.failed = true};
+		*key = (KeyReply) {.failed = true};
 		return true;
 	}
 	if (taking->form == SINGLE && taking->many)
-		return read_of_many(action, reader, take);
+		return read_of_many(action, reader, key);
 	/* The script for one limit may go on like check.lua, if a log is not only a tail. */
 	if (taking->form == SINGLE &&
 		(reply->nvalues <= RL_REPORTED || !rl_algorithm(&action->limits->limit[0])->has_logs))
 	{
 		reader->at = reply->nvalues;
 		return reply->is_array == (reply->nvalues > 1) &&
-			read_single(action, reader, reply->values, reply->nvalues, take);
+			read_single(action, reader, reply->values, reply->nvalues, key);
 	}
-	return read_listed(action, tells_lives(taking, action), reader, take) &&
-		(taking->form != LEASED || read_grant(action->lease, reader, take));
+	return read_listed(action, tells_lives(taking, action), reader, key) &&
+		(taking->form != LEASED || read_grant(action->lease, reader, key));
 }
 
 /* Returns true if the error reply says that the keys are in several slots, and so of a cluster. */
@@ -696,17 +704,17 @@ take_error(Taking *taking, int call, const RlReply *reply)
 }
 
 static void
-answer(Taking *taking, int i, const KeyReply *take, const RlDecision *each, bool charged)
+answer(Taking *taking, int i, const KeyReply *key, const RlDecision *each, bool charged)
 {
 	const RlAction *action = taking->actions[i];
 
-	if (take->grant != NULL)
+	if (key->grant != NULL)
 	{
-		action->lease->granted = take->grant[0];
-		action->lease->valid = take->grant[1];
-		action->lease->life = take->grant[2];
+		action->lease->granted = key->grant[0];
+		action->lease->valid = key->grant[1];
+		action->lease->life = key->grant[2];
 	}
-	taking->took(i, each, (RlTimes) {take->at, take->at}, charged, taking->arg);
+	taking->took(i, each, (RlTimes) {key->at, key->at}, charged, taking->arg);
 }
 
 /*
@@ -721,7 +729,7 @@ read_call(int call, const RlReply *reply, void *arg, RlError *error)
 	int			n = taking->keys[call];
 	bool		together = taking->form >= TOGETHER;
 	bool		charged = true;
-	KeyReply	take[RL_MAX_TOGETHER];
+	KeyReply	keys[RL_MAX_TOGETHER];
 	RlDecision	decisions[RL_MAX_TOGETHER];
 	RlDecision *next = decisions;
 	Reader		reader = {.reply = reply,.rules = reply->data,.rules_len = reply->len};
@@ -733,16 +741,17 @@ read_call(int call, const RlReply *reply, void *arg, RlError *error)
 	}
 	/* many_throttle.lua begins with the time. */
 	reader.at = taking->form == SINGLE && taking->many;
-	if ((reply->kind != RL_REPLY_NUMBERS && reply->kind != RL_REPLY_MIXED) || (taking->many && !reply->is_array) ||
+	if ((reply->kind != RL_REPLY_NUMBERS && reply->kind != RL_REPLY_MIXED) ||
+		(taking->many && !reply->is_array) ||
 		reader.at > reply->nvalues || (reader.at > 0 && reply->values[0] < 0))
 		return rl_wrong_reply(error);
 	for (int i = 0; i < n; i++)
 	{
-		if (!read_key(taking, taking->actions[order[i]], &reader, &take[i]))
+		if (!read_key(taking, taking->actions[order[i]], &reader, &keys[i]))
 			return rl_wrong_reply(error);
-		charged &= take[i].verdict == 0;
+		charged &= keys[i].verdict == 0;
 	}
-	if (taking->form == RESERVED && !read_record(&reader, take, n))
+	if (taking->form == RESERVED && !read_record(&reader, keys, n))
 		return rl_wrong_reply(error);
 	if (reader.at != reply->nvalues || reader.rules_len > 0)
 		return rl_wrong_reply(error);
@@ -751,17 +760,17 @@ read_call(int call, const RlReply *reply, void *arg, RlError *error)
 	{
 		const RlAction *action = taking->actions[order[i]];
 
-		if (!take[i].failed && !decide_key(action, &take[i], together ? charged : take[i].verdict == 0, next))
+		if (!keys[i].failed && !decide_key(action, &keys[i], together ? charged : keys[i].verdict == 0, next))
 			return rl_wrong_reply(error);
 		next += action->limits->n;
 	}
 	next = decisions;
 	for (int i = 0; i < n; i++)
 	{
-		if (take[i].failed)
+		if (keys[i].failed)
 			taking->left[order[i]] = true;
 		else
-			answer(taking, order[i], &take[i], next, together ? charged : take[i].verdict == 0);
+			answer(taking, order[i], &keys[i], next, together ? charged : keys[i].verdict == 0);
 		next += taking->actions[order[i]]->limits->n;
 	}
 	return true;
@@ -781,7 +790,8 @@ typedef struct Single
 
 /* Sets the answer; an RlTook. */
 static void
-took_single(int i pg_attribute_unused(), const RlDecision *each, RlTimes at, bool charged pg_attribute_unused(), void *arg)
+took_single(int i pg_attribute_unused(), const RlDecision *each, RlTimes at,
+			bool charged pg_attribute_unused(), void *arg)
 {
 	const Single *single = arg;
 
@@ -795,7 +805,8 @@ rl_redis_take(const RlAction *action, RlDecision *each, RlAnswer *answer, RlErro
 	int			none = 0;
 	int			one = 1;
 	Single		single = {action, each, answer};
-	Taking		taking = {.actions = &action,.took = took_single,.arg = &single,.order = &none,.first = &none,.keys = &one};
+	Taking		taking =
+		{.actions = &action,.took = took_single,.arg = &single,.order = &none,.first = &none,.keys = &one};
 	RlReply		reply;
 
 	set_form(&taking, action, false);
@@ -830,7 +841,8 @@ set_calls(Taking *taking, int n)
 		}
 		/* So a call has RL_MAX_TOGETHER limits at most, for which read_call has room. */
 		Assert(action_share >= limits->n);
-		if (i == 0 || !taking->many || bytes + action->key.len > MAX_KEY_BYTES || share + action_share > 100 ||
+		if (i == 0 || !taking->many || bytes + action->key.len > MAX_KEY_BYTES ||
+			share + action_share > 100 ||
 			values + action_values > RL_MAX_VALUES - 2)
 		{
 			taking->first[taking->ncalls] = i;
@@ -968,8 +980,8 @@ rl_redis_take_all(const RlAction *const *actions, int n, RlTook took, void *arg,
 	{
 		set_together(&taking, room, n, false);
 		if (rl_redis_call(taking.script, append_call, &taking, usage, &reply, error))
-			return reserves && reply.kind == RL_REPLY_NUMBERS && !reply.is_array ? not_reserved(reply.values[0], error) :
-				read_call(0, &reply, &taking, error);
+			return reserves && reply.kind == RL_REPLY_NUMBERS && !reply.is_array ?
+				not_reserved(reply.values[0], error) : read_call(0, &reply, &taking, error);
 		*apart = (!reserves && rl_reply_next_step(&reply) == RL_STEP_WAIT) ||
 			(rl_learn_slots(&reply, &actions[0]->key) && !rl_in_one_slot(keys, n));
 	}

@@ -43,7 +43,8 @@ if not COMMIT then
   redis.call('HDEL', hash, '')
 end
 
-local limits, ban, born, late = load_limits(0, nil, nil, REFUNDABLE and 'born' or nil, mark and 'mark:' .. mark or nil)
+local limits, ban, born, late =
+  load_limits(0, nil, nil, REFUNDABLE and 'born' or nil, mark and 'mark:' .. mark or nil)
 if late then
   return redis.error_reply(LATE)
 end

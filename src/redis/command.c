@@ -83,7 +83,8 @@ rl_redis_warning(void)
 			!rl_connection_finds_master(&rl_target.seeds[i], now + (end - now) / (rl_target.n - i)))
 			continue;
 		rl_address_name(&rl_target.seeds[i], name);
-		snprintf(text, sizeof(text), "two masters: %s is in use, and %s of ratelimit.redis_url is a master, too",
+		snprintf(text, sizeof(text),
+				 "two masters: %s is in use, and %s of ratelimit.redis_url is a master, too",
 				 node->conn.server, name);
 		return text;
 	}
@@ -214,7 +215,9 @@ rl_redis_check_reply(const RlReply *reply, RlError *error)
 	return rl_error_reply(&rl_node_in_use()->conn, false, reply->text, error);
 }
 
-/* How far Redis's clock is ahead, if its time was in none of the windows around this server's; otherwise 0. */
+/*
+ * How far Redis's clock is ahead, if its time was in none of the windows around this server's; otherwise 0.
+ */
 static int64 clock_ahead = 0;
 
 /* Returns the time around which a script gets the windows of calendars. */

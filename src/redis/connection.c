@@ -18,7 +18,10 @@ rl_connection_is_usable(RlConnection *conn)
 	return conn->ctx != NULL && !conn->in_flight && !conn->retired && rl_socket_is_silent(conn);
 }
 
-/* Appends the connection's name in CLIENT LIST: ratelimit, cluster_name and process ID.  It cannot have spaces. */
+/*
+ * Appends the connection's name in CLIENT LIST: ratelimit, cluster_name and process ID.  It cannot have
+ * spaces.
+ */
 static void
 append_name(StringInfo out)
 {
@@ -186,7 +189,8 @@ rl_connection_open(RlConnection *conn, const RlAddress *address, bool with_passw
 	if (opened || (error->wrong_password && !with_password))
 		rl_attempt_succeeded(&attempt);
 	else
-		rl_attempt_failed(&attempt, error->answered || (error->unreachable && (has_time || !error->timed_out)), error);
+		rl_attempt_failed(&attempt, error->answered ||
+						  (error->unreachable && (has_time || !error->timed_out)), error);
 	return opened;
 }
 

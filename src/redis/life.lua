@@ -28,7 +28,7 @@ end
 local LATE = 'ERR the call has come after its refund'
 -->
 
--- Sets "place" to that of the charge which the limit l has just taken, as the mark in RlCharge.
+-- Sets "place" to that of the charge which the limit l has just taken, as in RlCharge.
 --< place_of(l) -> place
 local algorithm, place = l.algorithm, 0
 --@ place of each
@@ -37,7 +37,8 @@ local algorithm, place = l.algorithm, 0
 -- Queues the field "mark:<mark>" of a call that has charged: until when a unit of its concurrent
 -- limits is held, the time, and for each limit the place of its charge and its life, "unit" if it is
 -- concurrent, or "- 0" if it was not charged. It needs the lives at the end of the reply. A refund of a unit
--- changes or deletes this field, so it refunds once, also if it is sent again, or there was no reply to the call.
+-- changes or deletes this field, so it refunds once, also if it is sent again, or there was no reply to the
+-- call.
 --< put_mark(limits, charged, quota, mark, reply, set, put)
 if charged and quota > 0 then
   local text, keep = '', 0

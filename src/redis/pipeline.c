@@ -524,7 +524,8 @@ bool
 rl_redis_pipeline(RlScript *script, int n, const int *keys, int max_due, RlAppend append,
 				  RlPipelineReply reply, void *arg, int64 *unanswered, RlUsage *usage, RlError *error)
 {
-	Pipeline	p = {.script = script,.n = n,.keys = keys,.nkeys = n,.append = append,.reply = reply,.arg = arg,
+	Pipeline	p =
+		{.script = script,.n = n,.keys = keys,.nkeys = n,.append = append,.reply = reply,.arg = arg,
 	.unanswered = unanswered,.usage = usage,.error = error};
 	int64		start = rl_monotonic_now();
 

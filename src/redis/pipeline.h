@@ -38,7 +38,9 @@ typedef struct RlLine
 	RlCall		calls[RL_MAX_DUE];
 } RlLine;
 
-/* Takes the reply of a call, which is in line->reply.  Returns false with the error set if it makes no sense. */
+/*
+ * Takes the reply of a call, which is in line->reply.  Returns false with the error set if it makes no sense.
+ */
 typedef bool (*RlLineReply) (RlLine *line, RlCall call, void *arg, RlError *error);
 
 extern void rl_line_begin(RlLine *line, RlNode *node, int64 deadline, bool no_throw);

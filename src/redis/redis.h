@@ -27,7 +27,7 @@ typedef enum RlRefundOutcome
 } RlRefundOutcome;
 
 /* Charges of one key that are refunded in one call, also together with those of other keys. */
-typedef struct RlRefundCall
+typedef struct RlKeyRefunds
 {
 	const char *redis_key;		/* the key's name in Redis */
 	int			redis_key_len;
@@ -39,7 +39,7 @@ typedef struct RlRefundCall
 	/* For refunds.c; zero at first: */
 	bool		late;			/* there was no time to send it */
 	bool		alone;			/* it has a call of its own */
-} RlRefundCall;
+} RlKeyRefunds;
 
 /* cluster.c */
 extern bool rl_slots_known(void);
@@ -53,11 +53,11 @@ extern int	rl_redis_key(const RlKey *key, char *redis_key);
 extern bool rl_redis_read_key(const char *name, int name_len, char *key, int *len);
 
 /* refunds.c */
-extern void rl_redis_reserve_refunds(void);
+extern void rl_redis_prepare_refunds(void);
 extern bool rl_redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *error);
-extern bool rl_redis_refund_until(RlRefundCall *calls, int n, int64 until, RlUsage *usage,
+extern bool rl_redis_refund_until(RlKeyRefunds *keys, int n, int64 until, RlUsage *usage,
 								  RlError *why, RlError *error);
-extern bool rl_redis_refund_no_throw(RlRefundCall *calls, int n, RlError *why, RlError *error);
+extern bool rl_redis_refund_no_throw(RlKeyRefunds *keys, int n, RlError *why, RlError *error);
 
 /* scan.c */
 extern bool rl_redis_bans(RlKeptFound found, void *arg, RlError *error);

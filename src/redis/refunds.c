@@ -28,16 +28,17 @@
 #define LONGEST_CALL_US		5000	/* of Redis, for one of them */
 #define LONGEST_SILENCE		100000	/* at the end of a transaction: microseconds without an answer */
 #define LONGEST_END			5000000 /* and in all */
-#define MAX_DUE_AT_END		4		/* calls under way then, but for the first, which may bring NOSCRIPT: few are in doubt */
+/* Calls under way then, but for the first, which may bring NOSCRIPT: few are in doubt */
+#define MAX_DUE_AT_END		4
 
 typedef struct Refunding
 {
-	RlRefundCall *calls;
+	RlKeyRefunds *keys;
 	int			n;
 	int64		until;			/* no call is written after it, and no reply is waited for at the
 								 * end of a transaction */
 	int		   *first;			/* of each call's keys */
-	int		   *keys;			/* how many each call has */
+	int		   *nkeys;			/* how many each call has */
 	RlError    *why;			/* the last error reply about one key */
 
 	/* At the end of a transaction */
@@ -51,21 +52,21 @@ typedef struct Refunding
 static int
 call_end(const Refunding *refunding, int first)
 {
-	const RlRefundCall *calls = refunding->calls;
+	const RlKeyRefunds *keys = refunding->keys;
 	int			share = 0;
 	int			bytes = MAX_KEY;
 	int			i;
 
 	for (i = first; i < refunding->n && i < first + RL_MAX_TOGETHER; i++)
 	{
-		if (i > first && (rl_slots_known() || calls[first].alone || calls[i].alone ||
-						  calls[i].outcome != RL_REFUND_UNSENT))
+		if (i > first && (rl_slots_known() || keys[first].alone || keys[i].alone ||
+						  keys[i].outcome != RL_REFUND_UNSENT))
 			break;
 		/* To count refused quota may take as long as the largest state allows. */
-		share += calls[i].refused > 0 ? 100 : 0;
-		for (int j = 0; j < calls[i].n; j++)
-			share += rl_algorithm(calls[i].refunds[j].limit)->share;
-		bytes += MAX_KEY + calls[i].redis_key_len + calls[i].n * MAX_CHARGE;
+		share += keys[i].refused > 0 ? 100 : 0;
+		for (int j = 0; j < keys[i].n; j++)
+			share += rl_algorithm(keys[i].refunds[j].limit)->share;
+		bytes += MAX_KEY + keys[i].redis_key_len + keys[i].n * MAX_CHARGE;
 		if (i > first && (share > 100 || bytes > MAX_ARGS))
 			break;
 	}
@@ -78,49 +79,50 @@ append_mark(RlCommand *command, uint64 by_mark)
 {
 	char		text[32];
 	unsigned	number = by_mark % RL_MAX_LIMITS;
-	int			len = snprintf(text, sizeof(text), "%016llx %u", (unsigned long long) (by_mark - number), number);
+	int			len =
+		snprintf(text, sizeof(text), "%016llx %u", (unsigned long long) (by_mark - number), number);
 
 	rl_command_arg(command, text, by_mark != 0 ? len : 0);
 }
 
 static void
-append_keys(RlCommand *command, RlRefundCall *calls, int n)
+append_keys(RlCommand *command, RlKeyRefunds *keys, int n)
 {
 	rl_command_number(command, n);
 	for (int i = 0; i < n; i++)
-		rl_command_arg(command, calls[i].redis_key, calls[i].redis_key_len);
+		rl_command_arg(command, keys[i].redis_key, keys[i].redis_key_len);
 	rl_command_text(command, rl_debug_now);
 	for (int i = 0; i < n; i++)
 	{
-		calls[i].outcome = RL_REFUND_SENT;
-		rl_command_number(command, calls[i].refused);
-		rl_command_number(command, calls[i].n);
-		for (int j = 0; j < calls[i].n; j++)
+		keys[i].outcome = RL_REFUND_SENT;
+		rl_command_number(command, keys[i].refused);
+		rl_command_number(command, keys[i].n);
+		for (int j = 0; j < keys[i].n; j++)
 		{
-			const RlLimit *limit = calls[i].refunds[j].limit;
+			const RlLimit *limit = keys[i].refunds[j].limit;
 
-			rl_append_limit(command, limit, 0, calls[i].refused > 0);
-			rl_append_charge(command, limit, calls[i].refunds[j].charge);
-			append_mark(command, calls[i].refunds[j].charge->by_mark);
+			rl_append_limit(command, limit, 0, keys[i].refused > 0);
+			rl_append_charge(command, limit, keys[i].refunds[j].charge);
+			append_mark(command, keys[i].refunds[j].charge->by_mark);
 		}
 	}
 }
 
 static void
-set_outcome(RlRefundCall *calls, int n, RlRefundOutcome outcome)
+set_outcome(RlKeyRefunds *keys, int n, RlRefundOutcome outcome)
 {
 	for (int i = 0; i < n; i++)
-		calls[i].outcome = outcome;
+		keys[i].outcome = outcome;
 }
 
 /* Sets the outcome of a call's keys.  Returns false with the error set if the reply makes no sense. */
 static bool
-read_keys(RlRefundCall *calls, int n, const RlReply *reply, RlError *why, RlError *error)
+read_keys(RlKeyRefunds *keys, int n, const RlReply *reply, RlError *why, RlError *error)
 {
 	if (rl_reply_may_pass(reply))
 	{
 		(void) rl_redis_check_reply(reply, why);
-		set_outcome(calls, n, RL_REFUND_LATER);
+		set_outcome(keys, n, RL_REFUND_LATER);
 		return true;
 	}
 	if (reply->kind == RL_REPLY_ERROR)
@@ -128,8 +130,8 @@ read_keys(RlRefundCall *calls, int n, const RlReply *reply, RlError *why, RlErro
 		if (n == 1)
 			(void) rl_redis_check_reply(reply, why);
 		for (int i = 0; n > 1 && i < n; i++)
-			calls[i].alone = true;
-		set_outcome(calls, n, n > 1 ? RL_REFUND_UNSENT : RL_REFUND_FAILED);
+			keys[i].alone = true;
+		set_outcome(keys, n, n > 1 ? RL_REFUND_UNSENT : RL_REFUND_FAILED);
 		return true;
 	}
 	if (reply->kind != RL_REPLY_NUMBERS || reply->nvalues == 0 || (!reply->is_array && reply->values[0] != 1))
@@ -138,11 +140,11 @@ read_keys(RlRefundCall *calls, int n, const RlReply *reply, RlError *why, RlErro
 	for (int i = 0; reply->is_array && i < reply->nvalues; i++)
 		if (reply->values[i] <= (i > 0 ? reply->values[i - 1] : 1) || reply->values[i] > n)
 			return rl_wrong_reply(error);
-	set_outcome(calls, n, RL_REFUND_DONE);
+	set_outcome(keys, n, RL_REFUND_DONE);
 	for (int i = 0; reply->is_array && i < reply->nvalues; i++)
 	{
-		calls[reply->values[i] - 1].alone = true;
-		calls[reply->values[i] - 1].outcome = RL_REFUND_UNSENT;
+		keys[reply->values[i] - 1].alone = true;
+		keys[reply->values[i] - 1].outcome = RL_REFUND_UNSENT;
 	}
 	return true;
 }
@@ -165,7 +167,8 @@ rl_redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *
 	char		name[RL_MAX_REDIS_KEY];
 	RlCharge	charges[RL_MAX_LIMITS];
 	RlRefund	refunds[RL_MAX_LIMITS];
-	RlRefundCall call = {.redis_key = name,.redis_key_len = rl_redis_key(key, name),.n = limits->n,.refunds = refunds};
+	RlKeyRefunds key_refunds =
+		{.redis_key = name,.redis_key_len = rl_redis_key(key, name),.n = limits->n,.refunds = refunds};
 	RlReply		reply;
 
 	for (int i = 0; i < limits->n; i++)
@@ -173,8 +176,9 @@ rl_redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *
 		charges[i] = rl_charge_of(&limits->limit[i], quota, RL_OF_ANY, 0, 0);
 		refunds[i] = (RlRefund) {&limits->limit[i], &charges[i]};
 	}
-	return rl_redis_call(&rl_refund_charges_script, append_one, &call, NULL, &reply, error) &&
-		((reply.kind == RL_REPLY_NUMBERS && !reply.is_array && reply.values[0] == 1) || rl_wrong_reply(error));
+	return rl_redis_call(&rl_refund_charges_script, append_one, &key_refunds, NULL, &reply, error) &&
+		((reply.kind == RL_REPLY_NUMBERS && !reply.is_array && reply.values[0] == 1) ||
+		 rl_wrong_reply(error));
 }
 
 /*
@@ -185,20 +189,23 @@ static bool
 append_call(RlCommand *command, int i, void *arg)
 {
 	const Refunding *refunding = arg;
-	RlRefundCall *calls = &refunding->calls[refunding->first[i]];
-	int			n = refunding->keys[i];
+	RlKeyRefunds *keys = &refunding->keys[refunding->first[i]];
+	int			n = refunding->nkeys[i];
 	bool		late = rl_monotonic_now() > refunding->until;
 
-	/* Another call may have shown that the server is a cluster's.  A call that is asked for again was not run. */
+	/*
+	 * Another call may have shown that the server is a cluster's.  A call that is asked for again was not
+	 * run.
+	 */
 	if (late || (n > 1 && rl_slots_known()))
 	{
-		set_outcome(calls, n, RL_REFUND_UNSENT);
+		set_outcome(keys, n, RL_REFUND_UNSENT);
 		for (int j = 0; j < n; j++)
-			calls[j].late = late;
+			keys[j].late = late;
 		return false;
 	}
 	command->delivers = true;
-	append_keys(command, calls, n);
+	append_keys(command, keys, n);
 	return true;
 }
 
@@ -207,7 +214,8 @@ read_call(int i, const RlReply *reply, void *arg, RlError *error)
 {
 	const Refunding *refunding = arg;
 
-	return read_keys(&refunding->calls[refunding->first[i]], refunding->keys[i], reply, refunding->why, error);
+	return read_keys(&refunding->keys[refunding->first[i]], refunding->nkeys[i], reply, refunding->why,
+					 error);
 }
 
 /*
@@ -217,20 +225,20 @@ read_call(int i, const RlReply *reply, void *arg, RlError *error)
  * some keys have no reply.  Raises an error if a setting is wrong, or at an interrupt.
  */
 bool
-rl_redis_refund_until(RlRefundCall *calls, int n, int64 until, RlUsage *usage, RlError *why,
+rl_redis_refund_until(RlKeyRefunds *keys, int n, int64 until, RlUsage *usage, RlError *why,
 					  RlError *error)
 {
-	Refunding	refunding = {.calls = calls,.n = n,.until = until,.why = why};
+	Refunding	refunding = {.keys = keys,.n = n,.until = until,.why = why};
 	int			max_due = RL_MAX_DUE;
 	int64		unanswered = 0;
 	bool		done = true;
 	int			ncalls = n;
 
-	/* What is under way at that time is still waited for, for as long again at most. */
+	/* After that time, calls that were sent are still awaited, so few are sent at a time. */
 	if (until != PG_INT64_MAX)
 		max_due = Max(Min((until - rl_monotonic_now()) / LONGEST_CALL_US, MAX_DUE_AHEAD), 1);
 	refunding.first = palloc(2 * n * sizeof(int));
-	refunding.keys = refunding.first + n;
+	refunding.nkeys = refunding.first + n;
 	/* The second time for keys that are asked alone. */
 	for (int round = 0; round < 2 && done && ncalls > 0; round++)
 	{
@@ -240,14 +248,15 @@ rl_redis_refund_until(RlRefundCall *calls, int n, int64 until, RlUsage *usage, R
 		for (int i = 0; i < n; i = end)
 		{
 			end = i + 1;
-			if (calls[i].outcome != RL_REFUND_UNSENT || calls[i].late)
+			if (keys[i].outcome != RL_REFUND_UNSENT || keys[i].late)
 				continue;
 			end = call_end(&refunding, i);
 			refunding.first[ncalls] = i;
-			refunding.keys[ncalls++] = end - i;
+			refunding.nkeys[ncalls++] = end - i;
 		}
 		done = ncalls == 0 ||
-			rl_redis_pipeline(&rl_refund_charges_script, ncalls, refunding.keys, max_due, append_call, read_call,
+			rl_redis_pipeline(&rl_refund_charges_script, ncalls, refunding.nkeys, max_due, append_call,
+							  read_call,
 							  &refunding, &unanswered, usage, error);
 	}
 	pfree(refunding.first);
@@ -263,7 +272,7 @@ static RlLine line;
 
 /* Allocates the memory that rl_redis_refund_no_throw needs.  Throws if there is none. */
 void
-rl_redis_reserve_refunds(void)
+rl_redis_prepare_refunds(void)
 {
 	RlScript   *script = &rl_refund_charges_script;
 
@@ -286,8 +295,9 @@ write_next(Refunding *refunding)
 	if (rl_monotonic_now() > refunding->until)
 		return false;
 	while (first < refunding->n &&
-		   (refunding->calls[first].outcome != RL_REFUND_UNSENT ||
-			rl_node_that_has(refunding->calls[first].redis_key, refunding->calls[first].redis_key_len) != line.node))
+		   (refunding->keys[first].outcome != RL_REFUND_UNSENT ||
+			rl_node_that_has(refunding->keys[first].redis_key,
+							 refunding->keys[first].redis_key_len) != line.node))
 		first++;
 	refunding->next = first;
 	if (first == refunding->n)
@@ -295,8 +305,9 @@ write_next(Refunding *refunding)
 	refunding->next = call_end(refunding, first);
 	command = rl_command_start();
 	command->delivers = true;
-	append_keys(command, &refunding->calls[first], refunding->next - first);
-	rl_line_append(&line, command, &rl_refund_charges_script, (RlCall) {.i = first,.n = refunding->next - first});
+	append_keys(command, &refunding->keys[first], refunding->next - first);
+	rl_line_append(&line, command, &rl_refund_charges_script,
+				   (RlCall) {.i = first,.n = refunding->next - first});
 	return true;
 }
 
@@ -304,17 +315,17 @@ static bool
 take_reply(RlLine *from pg_attribute_unused(), RlCall sent, void *arg, RlError *error)
 {
 	Refunding  *refunding = arg;
-	RlRefundCall *calls = &refunding->calls[sent.i];
+	RlKeyRefunds *keys = &refunding->keys[sent.i];
 
 	refunding->heard = rl_monotonic_now();
 	refunding->most_due = MAX_DUE_AT_END;
 	line.stream.deadline = Min(refunding->heard + refunding->patience, refunding->until);
 	rl_node_answered(line.node);
 	if (rl_reply_next_step(&line.reply) != RL_STEP_SEND_SOURCE || sent.by_source)
-		return read_keys(calls, sent.n, &line.reply, refunding->why, error);
+		return read_keys(keys, sent.n, &line.reply, refunding->why, error);
 	/* The calls sent before the source came there are answered so too. */
 	line.load = line.loads == 0;
-	set_outcome(calls, sent.n, RL_REFUND_UNSENT);
+	set_outcome(keys, sent.n, RL_REFUND_UNSENT);
 	refunding->next = Min(refunding->next, sent.i);
 	return true;
 }
@@ -346,14 +357,14 @@ run_line(Refunding *refunding, RlNode *node, RlError *error)
 
 /*
  * Refunds as rl_redis_refund_until does, but raises nothing, opens no connection, and needs
- * only the memory of rl_redis_reserve_refunds.  It ends when no reply has come for
+ * only the memory of rl_redis_prepare_refunds.  It ends when no reply has come for
  * ratelimit.command_timeout, LONGEST_SILENCE at most, and after LONGEST_END in any case.
  */
 bool
-rl_redis_refund_no_throw(RlRefundCall *calls, int n, RlError *why, RlError *error)
+rl_redis_refund_no_throw(RlKeyRefunds *keys, int n, RlError *why, RlError *error)
 {
 	int64		silence = Min((int64) rl_command_timeout * 1000, LONGEST_SILENCE);
-	Refunding	refunding = {.calls = calls,.n = n,.why = why};
+	Refunding	refunding = {.keys = keys,.n = n,.why = why};
 
 	refunding.until = rl_monotonic_now() + LONGEST_END;
 	rl_error_set(error, ERRCODE_STORE_FAILED, "there is no connection to Redis");
@@ -368,7 +379,7 @@ rl_redis_refund_no_throw(RlRefundCall *calls, int n, RlError *why, RlError *erro
 		rl_connection_close(&node->conn);
 	}
 	for (int i = 0; i < n; i++)
-		if (calls[i].outcome == RL_REFUND_UNSENT || calls[i].outcome == RL_REFUND_SENT)
+		if (keys[i].outcome == RL_REFUND_UNSENT || keys[i].outcome == RL_REFUND_SENT)
 			return false;
 	return true;
 }

@@ -4,7 +4,7 @@
 -- hash of the keys if there are several ("2:<hash>"), and time that of the charge. An open record then
 -- has a line for each key, "quota limits", with quota 0 if nothing was charged, and limits as the hash
 -- of their text; and behind it a line for each charge of the key: tag, two numbers (throttle: the
--- interval in microseconds and nanoseconds; others: the first two for "read"), units, mark, and the
+-- interval in microseconds and nanoseconds; others: the first two for "read"), units, place, and the
 -- life of the state (life.lua). In another life, a settlement refunds nothing to a counter.
 
 -- A record that has ended is kept for so long at least, as in the sweep (expiry.lua).
@@ -32,7 +32,7 @@ if #ended > 0 then
 end
 -->
 
--- Parts of list.lua, for reserve.lua. A limit without a part "list_mark" is for the functions, as are a
+-- Parts of list.lua, for reserve.lua. A limit without a part "list_place" is for the functions, as are a
 -- record, a reset and a second key.
 --< list_call
 local simple, field, charges = not KEYS[2], 'reserved:' .. ARGV[2], ''
@@ -40,10 +40,10 @@ local names, begin, stride, at, of = {'ban', 'expiry', field, 'born'}, 9, 13, 5,
 -->
 
 --< list_charge
-local mark
---@ list_mark of each
-if mark then
-  charges = charges .. string.format('\n%s %s %s %s %s %s', name, ARGV[a + 10], ARGV[a + 11], ARGV[of], mark,
+local place
+--@ list_place of each
+if place then
+  charges = charges .. string.format('\n%s %s %s %s %s %s', name, ARGV[a + 10], ARGV[a + 11], ARGV[of], place,
     values[4] or string.format('%.0f', real))
 else
   simple = false
@@ -52,14 +52,16 @@ end
 
 --< list_end
 local n, slack, born = 2, SLACK, values[4]
-simple = simple and not values[3] and not (born and string.sub(born, -1) == 'r') and call('HLEN', hash) < MOST_RECORDS
+simple = simple and not values[3] and not (born and string.sub(born, -1) == 'r') and
+  call('HLEN', hash) < MOST_RECORDS
 if simple then
   --@ delete_ended
   if not born then
     set[#set + 1], set[#set + 2] = 'born', string.format('%.0f', real)
   end
   local hold = ARGV[3] + 0
-  set[#set + 1], set[#set + 2] = field, string.format('%.0f %s open %s %s %s %.0f\n%s %s', now + hold, ARGV[3], ARGV[of], ARGV[4],
+  set[#set + 1], set[#set + 2] = field,
+    string.format('%.0f %s open %s %s %s %.0f\n%s %s', now + hold, ARGV[3], ARGV[of], ARGV[4],
     ARGV[5], now, ARGV[of], ARGV[8]) .. charges
   if hold > needed then
     needed = hold
@@ -71,14 +73,18 @@ end
 
 --< records
 local function read_record(value)
-  local ends, hold, status, of, action, keys, at, charges = string.match(value, '^(%d+) (%d+) (%l+:?%d*) (%d+) (%x+) (%S+) (%d+)(.*)$')
-  return {ends = tonumber(ends), hold = tonumber(hold), status = status, quota = of, action = action, keys = keys,
+  local ends, hold, status, of, action, keys, at, charges =
+    string.match(value, '^(%d+) (%d+) (%l+:?%d*) (%d+) (%x+) (%S+) (%d+)(.*)$')
+  return {ends = tonumber(ends), hold = tonumber(hold), status = status, quota = of, action = action,
+    keys = keys,
     at = tonumber(at), charges = charges}
 end
 
 -- Queues the record.
 local function put_record(field, record)
-  put(field, string.format('%.0f %.0f %s %s %s %s %.0f', record.ends, record.hold, record.status, record.quota, record.action,
+  put(field,
+    string.format('%.0f %.0f %s %s %s %s %.0f', record.ends, record.hold, record.status, record.quota,
+    record.action,
     record.keys, record.at) .. record.charges, record.ends - now)
 end
 -->

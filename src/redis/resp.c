@@ -102,7 +102,8 @@ got_string(const redisReadTask *task, char *str, size_t len)
 			task->idx > 0 && (size_t) task->idx + 1 == (size_t) task->parent->elements;
 
 		/* A string that ends its reply is read before another reply can replace it. */
-		if (!valid && (task->parent == NULL || (is_last && len > 0 && reply->kind == RL_REPLY_NUMBERS)) && len <= sizeof(text))
+		if (!valid && (task->parent == NULL || (is_last && len > 0 && reply->kind == RL_REPLY_NUMBERS)) &&
+			len <= sizeof(text))
 		{
 			reply->kind = is_last ? RL_REPLY_MIXED : RL_REPLY_TEXT;
 			reply->data = memcpy(text, str, len);
@@ -196,7 +197,9 @@ static redisReplyObjectFunctions object_functions = {
 	.freeObject = free_nothing
 };
 
-/* Makes the reader put the next reply, or the rest of one, into *reply, empty first. place is the reader's. */
+/*
+ * Makes the reader put the next reply, or the rest of one, into *reply, empty first. place is the reader's.
+ */
 void
 rl_resp_attach(struct redisReader *reader, RlReply **place, RlReply *reply)
 {

@@ -59,7 +59,9 @@ number_in_list(const RlNode *node)
 	return 0;
 }
 
-/* Makes the server of the list that all sessions use the current node; the connection to another is retired. */
+/*
+ * Makes the server of the list that all sessions use the current node; the connection to another is retired.
+ */
 static void
 follow_list(RlRoute *route)
 {
@@ -254,7 +256,9 @@ rl_route_choose(RlRoute *route, RlError *error)
 	return false;
 }
 
-/* Has all sessions use the route's node, which is a master of the list, or returns false: they use another. */
+/*
+ * Has all sessions use the route's node, which is a master of the list, or returns false: they use another.
+ */
 static bool
 take_master(RlRoute *route)
 {
@@ -302,7 +306,8 @@ connect_node(RlRoute *route, bool *others, RlError *error)
 	{
 		/* Another backend was faster; there may be no time for its server. */
 		rl_connection_close(&node->conn);
-		rl_error_set(error, ERRCODE_STORE_FAILED, "could not connect to Redis: another server of the list is in use");
+		rl_error_set(error, ERRCODE_STORE_FAILED,
+					 "could not connect to Redis: another server of the list is in use");
 		error->unreachable = true;
 		skip_node(route, error);
 		rl_current_node = NULL;

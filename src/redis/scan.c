@@ -220,7 +220,9 @@ read_master(Text *masters, const RlAddress *asked)
 	return rl_node_find(&address, rl_node_in_use()->used);
 }
 
-/* Calls found() for each ban under the key_prefix, perhaps more than once.  Returns false with the error set. */
+/*
+ * Calls found() for each ban under the key_prefix, perhaps more than once.  Returns false with the error set.
+ */
 bool
 rl_redis_bans(RlKeptFound found, void *arg, RlError *error)
 {
@@ -262,7 +264,10 @@ is_name(const char *name, int *len)
 	return true;
 }
 
-/* Returns true if it is a window of a calendar, or its refusals, that a wrong clock has opened: the script has no windows. */
+/*
+ * Returns true if it is a window of a calendar, or its refusals, that a wrong clock has opened: the script
+ * has no windows.
+ */
 static bool
 is_too_late(const RlKept *kept)
 {
@@ -279,7 +284,9 @@ is_too_late(const RlKept *kept)
 		rl_is_too_late(&limit, name, rl_redis_time());
 }
 
-/* Calls found() for each state of the key, and its ban.  Returns false with the error set if the store fails. */
+/*
+ * Calls found() for each state of the key, and its ban.  Returns false with the error set if the store fails.
+ */
 bool
 rl_redis_inspect(const RlKey *key, RlKeptFound found, void *arg, RlError *error)
 {

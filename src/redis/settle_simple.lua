@@ -5,24 +5,26 @@
 
 --< settle_simple
 do
-  local ends, hold, of, action, at, named, charges = string.match(kept[1] or '', '^(%d+) (%d+) open (%d+) (%x+) 1 (%d+)\n%d+ (%x+)(.*)$')
+  local ends, hold, of, action, at, named, charges =
+    string.match(kept[1] or '', '^(%d+) (%d+) open (%d+) (%x+) 1 (%d+)\n%d+ (%x+)(.*)$')
   if ends and ends + 0 > now and not KEYS[2] and ARGV[5] ~= '' then
     local MOST, born, settled, simple, names, charge = 1e15, kept[2], ARGV[5] + 0, true, {}, {}
-    for tag, first, second, units, mark, life in string.gmatch(charges, '\n(%S+) (%d+) (%d+) (%d+) (%d+) (%d+)') do
+    for tag, first, second, units, place, life in
+      string.gmatch(charges, '\n(%S+) (%d+) (%d+) (%d+) (%d+) (%d+)') do
       local algorithm, period = string.match(tag, '^([%l_]+):(%d*)')
       local changes = settled ~= units + 0
       --@ changes of each
       if changes then
         simple = simple and life == born
         names[#names + 1] = tag
-        charge[#names] = {algorithm, tonumber(period), first + 0, second + 0, settled - units, mark + 0}
+        charge[#names] = {algorithm, tonumber(period), first + 0, second + 0, settled - units, place + 0}
       end
     end
     if simple then
       local values, expiry, set, gone = #names > 0 and call('HMGET', hash, unpack(names)), kept[3], {}, {}
       local needed = math.min(hold, 3600000000)
       for i = 1, #names do
-        local algorithm, period, first, second, more, mark = unpack(charge[i], 1, 6)
+        local algorithm, period, first, second, more, place = unpack(charge[i], 1, 6)
         local units, value, was, written, lives = math.abs(more), values[i]
         --@ settled of each
         if not was then
@@ -38,7 +40,8 @@ do
       end
       if simple then
         set[#set + 1], set[#set + 2] = 'reserved:' .. ARGV[2],
-          string.format('%.0f %s settled:%s %s %s 1 %s', now + math.min(hold, 3600000000), hold, ARGV[5], of, action, at)
+          string.format('%.0f %s settled:%s %s %s 1 %s', now + math.min(hold, 3600000000), hold, ARGV[5], of,
+            action, at)
         --@ expiry
         --@ keep_all
         if #gone > 0 then

@@ -59,7 +59,8 @@ static bool
 own_shortage(const RlConnection *conn, RlError *error, int code)
 {
 	set_error(conn, error, false, "could not connect to Redis", strerror(code));
-	error->sqlstate = code == EMFILE || code == ENFILE ? ERRCODE_INSUFFICIENT_RESOURCES : ERRCODE_OUT_OF_MEMORY;
+	error->sqlstate = code == EMFILE || code == ENFILE ? ERRCODE_INSUFFICIENT_RESOURCES :
+		ERRCODE_OUT_OF_MEMORY;
 	return false;
 }
 
@@ -193,7 +194,8 @@ rl_error_reply(const RlConnection *conn, bool set_up, const char *line, RlError 
 	if (set_up)
 		rl_error_detail(error, "The server is %s. It answered a command that sets up the connection, such as AUTH.%s",
 						conn->server, !error->wrong_password ? "" : rl_redis_passfile[0] == '\0' ?
-						" ratelimit.redis_passfile names no file with a password." : " The password is that of ratelimit.redis_passfile.");
+						" ratelimit.redis_passfile names no file with a password." :
+						" The password is that of ratelimit.redis_passfile.");
 	else if (strncmp(line, "ERR unknown command", 19) == 0)
 		rl_error_detail(error, "The server is %s. If it is a Sentinel, ratelimit.redis_url must be redis+sentinel://host:port/service.",
 						conn->server);
@@ -480,7 +482,8 @@ begin_connecting(RlConnection *conn, const RlAddress *address, const char *host,
 		rl_pause(deadline);
 	}
 	if (conn->ctx->err)
-		return is_shortage(errno) ? own_shortage(conn, error, errno) : refused(conn, error, conn->ctx->errstr);
+		return is_shortage(errno) ? own_shortage(conn, error, errno) :
+			refused(conn, error, conn->ctx->errstr);
 	if (conn->ctx->reader == NULL)
 		return own_shortage(conn, error, ENOMEM);
 	return true;

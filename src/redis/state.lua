@@ -10,12 +10,13 @@
 -- An algorithm is a table of functions of a limit l. "read" sets its numbers and
 -- "load" its state. Then l.used is the quota in use. If the limit can count
 -- refused quota, l.charged is the part of l.used that was charged. "take", "deny",
--- "refund" (of an amount in two parts, of any charges) and "refund_charge" change l only; "save" queues l for write(). An algorithm
--- of units has "wait" and "reset"; one that has "fits" instead reports its backlog, l.us and l.ns.
+-- "refund" (of an amount in two parts, of any charges) and "refund_charge" change l only; "save" queues l for
+-- write(). An algorithm of units has "wait" and "reset"; one that has "fits" instead reports its backlog,
+-- l.us and l.ns.
 --
 -- Some also have denied_field, for the log of refused quota; by_time, if a charge is found by its time,
 -- in any life; held, if the units of a transaction are refunded at its end; and "take_own", to take the
--- quota of a reservation, which then has l.mark.
+-- quota of a reservation, which then has l.place.
 --
 -- no_window is true if the time is in none of the windows that came with a calendar.
 
@@ -79,7 +80,8 @@ local function after_deletion()
     -- All of them. The user in Redis need not have +hkeys.
     local fields = call('HRANDFIELD', hash, most)
     for _, field in ipairs(fields) do
-      if field ~= 'expiry' and field ~= 'lease' and field ~= 'born' and string.sub(field, 1, 6) ~= 'reset:' then
+      if field ~= 'expiry' and field ~= 'lease' and field ~= 'born' and
+        string.sub(field, 1, 6) ~= 'reset:' then
         left = left + 1
       end
     end
@@ -115,9 +117,9 @@ local function write()
 end
 
 -- Reads and loads the limits, from ARGV[from] to ARGV[to], with "more" arguments after each,
--- from ARGV[l.more] on. Returns the limits, the field "ban", and the fields "also", "too" and "beside" if they are not
--- nil, and sets "expiry". Of limits with one tag, only the first is loaded; it is l.state of
--- all of them.
+-- from ARGV[l.more] on. Returns the limits, the field "ban", and the fields "also", "too" and "beside" if
+-- they are not nil, and sets "expiry". Of limits with one tag, only the first is loaded; it is l.state of all
+-- of them.
 local function load_limits(more, from, to, also, too, beside)
   local limits, names, states = {}, {'ban', 'expiry', also, too, beside}, {}
   for a = from or LIMITS, to or #ARGV, LIMIT + more do

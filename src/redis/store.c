@@ -94,7 +94,8 @@ typedef struct Settling
 	const RlReserve *of;		/* its hold is 0 for the same hold */
 	const int64 *quotas;		/* NULL: the hold starts again */
 	int			n;
-	RlLimit		limit[RL_MAX_KEYS * RL_MAX_LIMITS]; /* calendars that were charged: only the members of the state tag */
+	RlLimit		limit[RL_MAX_KEYS * RL_MAX_LIMITS]; /* calendars that were charged: only the members of the
+								 * state tag */
 } Settling;
 
 static bool
@@ -206,7 +207,8 @@ redis_settle(const RlKey *keys, const RlReserve *of, const int64 *quotas, RlSett
 	if (reply.values[0] < 0 || reply.values[0] > 3 || reply.values[0] == 2 ||
 		(reply.values[0] == 3 && (quotas != NULL || of->hold == 0)))
 		return rl_wrong_reply(error);
-	settled->how = reply.values[0] == 3 ? RL_SETTLED_LONG_HOLD : reply.values[0] == 1 ? RL_SETTLED_DONE : RL_SETTLED_NONE;
+	settled->how = reply.values[0] == 3 ? RL_SETTLED_LONG_HOLD : reply.values[0] == 1 ? RL_SETTLED_DONE :
+		RL_SETTLED_NONE;
 	return true;
 }
 

@@ -263,7 +263,10 @@ rl_stream_end(RlStream *stream, RlError *error)
 	return true;
 }
 
-/* Sends the rest of out, and reads replies until none is due, or one is no status.  Returns as rl_stream_exchange. */
+/*
+ * Sends the rest of out, and reads replies until none is due, or one is no status.  Returns as
+ * rl_stream_exchange.
+ */
 static RlOutcome
 run_stream(RlStream *stream, RlError *error)
 {

@@ -95,7 +95,8 @@ check_files(TlsFile *files)
 		files[0].st = rl_check_file("TLS CA file", "ratelimit.tls_ca_file", rl_tls_ca_file, false);
 	if (rl_tls_cert_file[0] != '\0')
 	{
-		files[1].st = rl_check_file("TLS certificate file", "ratelimit.tls_cert_file", rl_tls_cert_file, false);
+		files[1].st =
+			rl_check_file("TLS certificate file", "ratelimit.tls_cert_file", rl_tls_cert_file, false);
 		files[2].st = rl_check_file("TLS key file", "ratelimit.tls_key_file", rl_tls_key_file, true);
 	}
 }

@@ -369,7 +369,10 @@ rl_attempt_begin(RlAttempt *attempt, const char *server, bool search, int64 *pat
 	return admission == CONNECT;
 }
 
-/* Notes that the server has answered on a new connection, or that the search has found a master.  Does not throw. */
+/*
+ * Notes that the server has answered on a new connection, or that the search has found a master.  Does not
+ * throw.
+ */
 void
 rl_attempt_succeeded(const RlAttempt *attempt)
 {
@@ -391,7 +394,10 @@ rl_attempt_succeeded(const RlAttempt *attempt)
 	LWLockRelease(lock);
 }
 
-/* Whether the failure makes the pause longer: not if the attempt began before the last one, or if it was only late. */
+/*
+ * Whether the failure makes the pause longer: not if the attempt began before the last one, or if it was only
+ * late.
+ */
 static bool
 is_news(const RlAttempt *attempt, const BreakerEntry *entry, const RlError *error)
 {

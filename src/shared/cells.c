@@ -10,7 +10,7 @@
  * Locks: each partition's LWLock protects the RlPartition, its buckets, heaps, cells, their lives and the
  * chunks of their logs; only "soonest" is also read without it.  The mutex of Free protects
  * Free, and the links between free cells and between free chunks.  It may be taken while a
- * partition is locked.  Spare cells and chunks belong to the backend that reserved them.  A
+ * partition is locked.  Spare cells and chunks belong to the backend that set them aside.  A
  * backend locks one partition at a time; an act on several keys locks all their partitions, in
  * ascending order, and holds none of them while it evicts.
  *
@@ -589,7 +589,7 @@ take_free(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
  * few.  The caller then unlocks the partition, calls rl_cells_evict, and starts again.
  */
 bool
-rl_cells_reserve(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
+rl_cells_set_aside(RlCells *view, uint32 cells_wanted, uint32 chunks_wanted)
 {
 	if (!has_spares(view, cells_wanted, chunks_wanted))
 		take_free(view, cells_wanted, chunks_wanted);

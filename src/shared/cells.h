@@ -31,10 +31,16 @@
 #define RL_MAX_WANTED		(RL_MAX_LIMITS + RL_MAX_BAN_CELLS + 1 + RL_RECORD_SIZE(1) / RL_CELL_TEXT + 1)
 
 /*
- * One state of one key, or its ban, whose text is the key itself, for rl_bans, and why it is
- * banned; or the record of a reservation, whose text is the id and a Record (local_store.c); the rest of a long text is in further cells, which are in no hash chain and no heap,
- * and only have "key_hash", "tag", "text", "rest" and "used".  The level of bans that grow has a cell of its own, which is kept longer than
- * the ban: state.start is the length of the last one, and end the time before which the next one is longer.
+ * A cell is one of four things of a key:
+ *
+ * - a state of a limit
+ * - a ban; its text is the key itself, for rl_bans, and the reason
+ * - the level of bans that grow, which is kept longer than the ban: state.start is the length of the last
+ *   ban, and the next one is longer if it begins before "end"
+ * - the record of a reservation; its text is the id, and then a Record (local_store.c)
+ *
+ * A text that is too long for one cell goes on in further cells.  These are in no hash chain and in no heap,
+ * and only have "key_hash", "tag", "text", "rest" and "used".
  *
  * The lock of the key's partition protects all members while the cell is in use; else the mutex
  * of the free memory protects "next".  With 128 bytes it fills two cache lines.
@@ -71,7 +77,7 @@ struct RlPartition;
 
 /*
  * Access to one partition, by an act on a key or for a slice, and the spare cells and chunks
- * that the act has reserved, which no other backend can reach.  Starts with key_hash set and all
+ * that the act has set aside, which no other backend can reach.  Starts with key_hash set and all
  * else zero.
  *
  * An act on several keys instead sets keys and nkeys, and locks all their partitions;
@@ -186,7 +192,7 @@ extern void rl_cells_select(RlCells *view, int i);
 extern void rl_cells_end_act(const RlCells *view);
 extern void rl_cells_unlock(RlCells *view);
 extern void rl_cells_release(RlCells *view);
-extern bool rl_cells_reserve(RlCells *view, uint32 cells, uint32 chunks);
+extern bool rl_cells_set_aside(RlCells *view, uint32 cells, uint32 chunks);
 extern bool rl_cells_evict(RlCells *view, uint32 cells, uint32 chunks);
 
 extern int	rl_cells_slices(void);

@@ -23,7 +23,9 @@ typedef enum RlStatOutcome
 
 #define RL_OUTCOMES			(RL_WAS_ERROR + 1)
 
-/* The part of this server that decided an action: from RL_STAT_CACHE on, columns of rl_stat in their order. */
+/*
+ * The part of this server that decided an action: from RL_STAT_CACHE on, columns of rl_stat in their order.
+ */
 typedef enum RlStatFrom
 {
 	RL_STAT_OTHER,				/* none */

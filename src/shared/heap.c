@@ -52,7 +52,8 @@ rl_heaps_size(uint32 ncells, int npartitions)
 	table_size = (ncells >> page_bits) + 2;
 	tables_size = CACHELINEALIGN(mul_size(npartitions, table_size * sizeof(uint32)));
 	npages = (ncells >> page_bits) + 2 * (Size) npartitions;
-	return add_size(CACHELINEALIGN(sizeof(Pages)) + tables_size, mul_size(npages << page_bits, sizeof(RlHeapItem)));
+	return add_size(CACHELINEALIGN(sizeof(Pages)) + tables_size,
+					mul_size(npages << page_bits, sizeof(RlHeapItem)));
 }
 
 /* Sets the addresses in memory of that size, and unless it was found there, makes all heaps empty. */
@@ -76,7 +77,10 @@ rl_heap_pages(int partition)
 	return tables + (Size) partition * table_size;
 }
 
-/* Returns where the number of an item's page is.  In the table, one heap grows from its front, the other from its end. */
+/*
+ * Returns where the number of an item's page is.  In the table, one heap grows from its front, the other from
+ * its end.
+ */
 static uint32 *
 page_of(const RlCells *view, int heap, uint32 at)
 {

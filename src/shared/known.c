@@ -104,7 +104,7 @@ typedef struct Lot
 								 * PG_INT64_MAX */
 	uint64		id;
 	int64		at;				/* of the charge, as in RlCharge */
-	int64		mark[RL_MAX_LIMITS];
+	int64		place[RL_MAX_LIMITS];
 	int64		life;			/* as in RlLeftover */
 } Lot;
 
@@ -199,7 +199,10 @@ unlock_set(const Set *set)
 	LWLockRelease(&locks[(set - table->sets) % LOCKS].lock);
 }
 
-/* Returns 1 while ratelimit.debug_now is the clock of denials, and 2 more while debug_clock is the lease clock. */
+/*
+ * Returns 1 while ratelimit.debug_now is the clock of denials, and 2 more while debug_clock is the lease
+ * clock.
+ */
 static int
 clocks(void)
 {
@@ -645,7 +648,7 @@ take_leased(Entry *entry, const RlAction *action, bool renew, RlAnswer *answer, 
 	decision->remaining = Min(decision->remaining + units_of(lease, now, true), decision->capacity);
 	decision->reset_after = Max(decision->reset_after - Max(now - lease->decided, 0), 0);
 	for (int i = 0; i < entry->limits.n; i++)
-		charges[i] = rl_charge_of(&entry->limits.limit[i], action->quota, lot->at, lot->mark[i], 0);
+		charges[i] = rl_charge_of(&entry->limits.limit[i], action->quota, lot->at, lot->place[i], 0);
 	answer->binding = lease->binding;
 	answer->at = (RlTimes) {lot->at, lot->at};
 	answer->local = false;
@@ -662,7 +665,7 @@ take_leftover(const Entry *entry, const RlKey *key, Lot *lot, RlLeftover *left)
 {
 	left->at = lot->at;
 	left->life = lot->life;
-	memcpy(left->mark, lot->mark, sizeof(left->mark));
+	memcpy(left->place, lot->place, sizeof(left->place));
 	left->units = end_lot(&entry->limits, key, lot);
 }
 
@@ -726,7 +729,7 @@ store_lot(Entry *entry, const RlKey *key, const RlLeaseCall *call, const RlAnswe
 	lot->at = answer->at.store;
 	lot->life = call->life;
 	for (int i = 0; i < entry->limits.n; i++)
-		lot->mark[i] = charges[i].mark;
+		lot->place[i] = charges[i].place;
 	if (stale)
 		return;
 	lease->decision = answer->decision;
@@ -880,7 +883,7 @@ rl_known_not_asked(const RlKnown *known, const RlAction *action)
 		Lot		   *lot = replaced_lot(&entry->lease);
 
 		*lot = (Lot) {.units = left->units,.renew_at = PG_INT64_MAX,.id = new_id(),.at = left->at,.life = left->life};
-		memcpy(lot->mark, left->mark, sizeof(lot->mark));
+		memcpy(lot->place, left->place, sizeof(lot->place));
 		rl_counters_add_lease(action->limits, &action->key, 0, -left->units);
 	}
 	call->nleft = 0;
@@ -1006,7 +1009,8 @@ rl_known_return(RlKeyHash key_hash, uint64 lot, int64 units)
 		return false;
 	set = lock_set(key_hash, LW_EXCLUSIVE);
 	foreach_entry(entry, set, key_hash)
-		for (Lot *l = entry->lease.lots; l < entry->lease.lots + LOTS && has_present_lease(entry) && !found; l++)
+		for (Lot *l = entry->lease.lots; l < entry->lease.lots + LOTS && has_present_lease(entry) &&
+			 !found; l++)
 		{
 			found = l->id == lot && lease_now() < l->ends;
 			l->units += found ? units : 0;

@@ -101,7 +101,9 @@ describe_state(Copy *copy, const RlPool *pool)
 	RlState    *state = &copy->state;
 	int64		now = copy->limit.calendar != RL_NO_CALENDAR ? copy->now.wall : copy->now.store;
 
-	copy->is_kept = rl_state_inspect(&copy->limit, state, pool, rl_time_of(&copy->limit, copy->now), &copy->used, &copy->until);
+	copy->is_kept =
+		rl_state_inspect(&copy->limit, state, pool, rl_time_of(&copy->limit, copy->now), &copy->used,
+						 &copy->until);
 	if (copy->until != RL_UNKNOWN && !rl_goes_by_wall(&copy->limit))
 		copy->until += copy->now.wall - copy->now.store;
 	if (state->ban_count > 0 && (rl_period_end(&copy->limit, state->ban_since) <= now ||
@@ -144,7 +146,8 @@ copy_state(RlCells *view, uint32 c, Copy *copy)
 		strcpy(copy->name, RL_LEVEL_NAME);
 		copy->used = RL_UNKNOWN;
 		copy->until = cell->end + ahead;
-		snprintf(copy->raw, sizeof(copy->raw), "%lld %lld", (long long) cell->end, (long long) cell->state.start);
+		snprintf(copy->raw, sizeof(copy->raw), "%lld %lld", (long long) cell->end,
+				 (long long) cell->state.start);
 		copy->is_kept = copy->until > now.wall;
 		return;
 	}

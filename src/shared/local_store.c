@@ -12,7 +12,7 @@
 #include "shared/local_store.h"
 
 /* A key of an action, while its partition is locked. */
-typedef struct Key
+typedef struct KeyStates
 {
 	RlState		states[RL_MAX_LIMITS];
 	RlView		views[RL_MAX_LIMITS];
@@ -21,7 +21,7 @@ typedef struct Key
 	uint32		level_cell;
 	RlBan		ban;
 	RlAct		act;			/* of an action on several keys */
-} Key;
+} KeyStates;
 
 static const RlStateTag level_tag = {.algorithm = RL_LEVEL_CELL};
 
@@ -128,7 +128,7 @@ set_level(RlCells *view, uint32 c, const RlBan *ban)
 
 /* Sets the key's ban from its cells. */
 static void
-load_ban(const RlCells *view, Key *key)
+load_ban(const RlCells *view, KeyStates *key)
 {
 	char		text[RL_MAX_KEY + RL_MAX_WHY];
 	RlBan	   *ban = &key->ban;
@@ -152,7 +152,7 @@ load_ban(const RlCells *view, Key *key)
 
 /* Stores what an action has changed, and sets the lives in the decisions. */
 static void
-save_key(RlCells *view, const RlAction *action, const Key *key, uint32 changed, RlDecision *decisions)
+save_key(RlCells *view, const RlAction *action, const KeyStates *key, uint32 changed, RlDecision *decisions)
 {
 	char		why[RL_MAX_WHY];
 
@@ -246,7 +246,7 @@ take_single(RlCells *view, const RlAction *action, RlDecision *decision)
 		return false;
 	if (c != RL_NO_CELL)
 		start = rl_cell_at(view, c)->state.start;
-	else if (quota > 0 && quota <= limit->capacity && !rl_cells_reserve(view, 1, 0))
+	else if (quota > 0 && quota <= limit->capacity && !rl_cells_set_aside(view, 1, 0))
 		return false;
 	decision->life = 0;
 	end = rl_algorithm(limit)->act_single(limit, &start, view->now, quota, decision);
@@ -263,7 +263,7 @@ take_single(RlCells *view, const RlAction *action, RlDecision *decision)
 
 /* Finds cells and states of an act on the view's key, and adds the cells and chunks that it may need. */
 static void
-find_cells(const RlCells *view, const RlAction *action, Key *key, uint32 *cells, uint32 *chunks)
+find_cells(const RlCells *view, const RlAction *action, KeyStates *key, uint32 *cells, uint32 *chunks)
 {
 	const RlLimits *limits = action->limits;
 	uint32		ban = key->ban_cell = rl_cell_find(view, NULL);
@@ -302,7 +302,7 @@ find_cells(const RlCells *view, const RlAction *action, Key *key, uint32 *cells,
 
 /* Does the same, and reserves them.  Returns false with the error set, and unlocked, if there is no room. */
 static bool
-begin_act(RlCells *view, const RlAction *action, Key *key, RlError *error)
+begin_act(RlCells *view, const RlAction *action, KeyStates *key, RlError *error)
 {
 	for (;;)
 	{
@@ -310,7 +310,7 @@ begin_act(RlCells *view, const RlAction *action, Key *key, RlError *error)
 		uint32		chunks = 0;
 
 		find_cells(view, action, key, &cells, &chunks);
-		if (rl_cells_reserve(view, cells, chunks))
+		if (rl_cells_set_aside(view, cells, chunks))
 			return true;
 		if (!make_room(view, cells, chunks, error))
 			return false;
@@ -330,7 +330,7 @@ typedef struct Reserved
 	int			key;			/* its number */
 	RlLimit		limit;
 	int64		units;
-	int64		mark;
+	int64		place;
 	int64		life;
 } Reserved;
 
@@ -342,7 +342,7 @@ typedef struct Kept
 	int64		count;
 	int64		interval_ns;
 	int64		units;
-	int64		mark;
+	int64		place;
 	int64		life;
 	uint8		key;
 	uint8		calendar;
@@ -418,7 +418,7 @@ load_record(const RlCells *view, uint32 c, Record *record)
 			.limit = {.algorithm = kept.tag.algorithm,.from_first = kept.tag.from_first,.shadow = kept.tag.shadow,
 				.capacity = kept.capacity,.count = kept.count,.period = kept.tag.period,
 				.interval_ns = kept.interval_ns,.step = kept.tag.step,.calendar = kept.calendar},
-			.units = kept.units,.mark = kept.mark,.life = kept.life
+			.units = kept.units,.place = kept.place,.life = kept.life
 		};
 		memcpy(record->charges[i].limit.zone, at, kept.zone_len);
 		at += kept.zone_len;
@@ -453,7 +453,7 @@ save_record(RlCells *view, uint32 c, const RlKey *id, const Record *record, int6
 		kept.count = limit->count;
 		kept.interval_ns = limit->interval_ns;
 		kept.units = charge->units;
-		kept.mark = charge->mark;
+		kept.place = charge->place;
 		kept.life = charge->life;
 		kept.key = charge->key;
 		kept.calendar = limit->calendar;
@@ -586,10 +586,10 @@ add_to_record(Record *record, int i, const RlAction *action, RlTimes at, const R
 		return;
 	rl_charges_set(action, at, decisions, charges);
 	for (int l = 0; l < limits->n; l++)
-		if (decisions[l].charged)
+		if (decisions[l].fits)
 			record->charges[record->n++] = (Reserved) {
 				i, limits->limit[l], rl_quota_of(&limits->limit[l], true, action->quota),
-				rl_algorithm(&limits->limit[l])->has_logs ? views[l].mark : charges[l].mark, charges[l].life
+				rl_algorithm(&limits->limit[l])->has_logs ? views[l].place : charges[l].place, charges[l].life
 			};
 }
 
@@ -606,7 +606,7 @@ static bool
 refund_units(RlCells *view, const Record *record, const Reserved *charge, RlState *state, int64 units)
 {
 	const RlLimit *limit = &charge->limit;
-	RlCharge	part = rl_charge_of(limit, units, rl_time_of(limit, record->at), charge->mark, 0);
+	RlCharge	part = rl_charge_of(limit, units, rl_time_of(limit, record->at), charge->place, 0);
 
 	part.own = true;
 	return rl_refund_charge(limit, state, &view->pool, time_of(view, limit), &part);
@@ -635,8 +635,8 @@ settle_charge(RlCells *view, const Record *record, const Reserved *charge, int64
 static bool
 is_held(const RlCells *view, const Reserved *charge, const RlState *state)
 {
-	return charge->mark + charge->limit.period > view->now &&
-		rl_log_has_own(&view->pool, &state->log[RL_CHARGED], charge->mark);
+	return charge->place + charge->limit.period > view->now &&
+		rl_log_has_own(&view->pool, &state->log[RL_CHARGED], charge->place);
 }
 
 /* Starts the period of the units that are held again.  Returns false, with nothing changed, if one is lost. */
@@ -661,7 +661,7 @@ extend_charges(RlCells *view, Record *record)
 			if (round == 0)
 				continue;
 			(void) refund_units(view, record, charge, &state, 1);
-			charge->mark = rl_hold_unit(limit, &state, &view->pool, view->now, record->hold);
+			charge->place = rl_hold_unit(limit, &state, &view->pool, view->now, record->hold);
 			(void) save_state(view, c, limit, &state);
 		}
 	return true;
@@ -824,7 +824,7 @@ local_settle(const RlKey *keys, const RlReserve *of, const int64 *quotas, RlSett
 			chunks[i] = i > 0 ? chunks[i - 1] : 0;
 			rl_cells_select(&view, i);
 			find_room(&view, &record, i, quotas, &cells[i], &chunks[i]);
-			reserved &= rl_cells_reserve(&view, cells[i], chunks[i]);
+			reserved &= rl_cells_set_aside(&view, cells[i], chunks[i]);
 		}
 		if (reserved)
 		{
@@ -869,7 +869,7 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 	const RlLimits *limits = action->limits;
 	int64		quota = action->quota;
 	RlTake		how = action->how;
-	Key			key;
+	KeyStates	key;
 	uint32		changed;
 	RlCells		view = {.key_hash = rl_key_hash(&action->key)};
 
@@ -898,7 +898,7 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
  * and room for it; but if *record is in force, finds nothing else.
  */
 static bool
-begin_all(RlCells *view, const RlAction *const *actions, int n, Key *keys, uint32 *record, RlError *error)
+begin_all(RlCells *view, const RlAction *const *actions, int n, KeyStates *keys, uint32 *record, RlError *error)
 {
 	const RlReserve *reserve = actions[0]->reserve;
 
@@ -926,7 +926,7 @@ begin_all(RlCells *view, const RlAction *const *actions, int n, Key *keys, uint3
 			if (reserve != NULL && i == n - 1)
 				cells[i] += rl_ban_cells(reserve->id.len, most_of_record(actions, n));
 			/* The keys share the spares, so a key's numbers include those of the keys before it. */
-			reserved &= rl_cells_reserve(view, cells[i], chunks[i]);
+			reserved &= rl_cells_set_aside(view, cells[i], chunks[i]);
 		}
 		if (reserved)
 			return true;
@@ -941,7 +941,7 @@ local_take_all(const RlAction *const *actions, int n, RlTook took, void *arg, bo
 {
 	const RlReserve *reserve = actions[0]->reserve;
 	RlKeyHash	hashes[RL_MAX_KEYS];
-	Key			keys[RL_MAX_KEYS];
+	KeyStates	keys[RL_MAX_KEYS];
 	RlCells		view = {.keys = hashes,.nkeys = n};
 	RlDecision	each[RL_MAX_KEYS][RL_MAX_LIMITS];
 	RlTimes		times;
@@ -965,7 +965,7 @@ local_take_all(const RlAction *const *actions, int n, RlTook took, void *arg, bo
 	}
 	for (int i = 0; i < n; i++)
 	{
-		Key		   *key = &keys[i];
+		KeyStates     *key = &keys[i];
 
 		key->act = (RlAct) {.times = rl_cells_times(&view),.quota = actions[i]->quota,.verdict = RL_VERDICT_ALLOWED,.how = RL_TAKE,
 			.hold = reserve != NULL ? reserve->hold : 0};
@@ -992,7 +992,7 @@ local_take_all(const RlAction *const *actions, int n, RlTook took, void *arg, bo
 	}
 	for (int i = 0; i < n; i++)
 	{
-		Key		   *key = &keys[i];
+		KeyStates     *key = &keys[i];
 		uint32		changed;
 
 		if (!allowed && key->act.verdict == RL_VERDICT_ALLOWED)
@@ -1106,7 +1106,7 @@ local_ban(const RlKey *key, int64 duration, const char *why, RlError *error)
 	{
 		ban = rl_cell_find(&view, NULL);
 		cells = spares_for_ban(&view, ban, key, why_len);
-		if (rl_cells_reserve(&view, cells, 0))
+		if (rl_cells_set_aside(&view, cells, 0))
 			break;
 		if (!make_room(&view, cells, 0, error))
 			return false;

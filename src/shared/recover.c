@@ -143,7 +143,7 @@ check_text(const Found *found, const RlCell *cell, char *text)
 static bool
 has_room(Found *found, RlCells *view, uint32 cells, uint32 chunks)
 {
-	if (rl_cells_reserve(view, cells, chunks))
+	if (rl_cells_set_aside(view, cells, chunks))
 		return true;
 	found->result->no_room++;
 	return false;

@@ -3,9 +3,9 @@
  *		Which refusals get into the server's log, as ratelimit.log_refusals says, and
  *		which actions that were allowed in shadow.
  *
- * A flood of refused calls must not become a flood of lines.  A refusal is marked by its error's
+ * A flood of refused calls must not become a flood of lines.  A refusal is known by its error's
  * text domain, which stays with the error through each rethrow; a user's own error with the
- * same SQLSTATE has no mark.
+ * same SQLSTATE has another one.
  */
 #include "postgres.h"
 
@@ -33,13 +33,13 @@ typedef struct Sample
 #define SAMPLES				2
 
 /*
- * The mark of a refusal ends with the hash of its key.  Those of the last refusals raised are kept,
+ * The text domain of a refusal ends with the hash of its key.  Those of the last refusals raised are kept,
  * because PostgreSQL keeps the pointer: another can be raised before the first is logged.
  */
-#define MARK				"ratelimit-refusal "
-#define MARKS				64
-static char marks[MARKS][sizeof(MARK) + 16];
-static uint32 next_mark = 0;
+#define DOMAIN_PREFIX		"ratelimit-refusal "
+#define DOMAINS				64
+static char domains[DOMAINS][sizeof(DOMAIN_PREFIX) + 16];
+static uint32 next_domain = 0;
 static Sample *samples = NULL;
 static emit_log_hook_type prev_emit_log_hook = NULL;
 
@@ -122,13 +122,14 @@ emit_log(ErrorData *error)
 {
 	uint64		left_out;
 
-	/* A rethrown error has its mark.  An error that ends the session is always logged. */
+	/* A rethrown error has its text domain.  An error that ends the session is always logged. */
 	if (rl_log_refusals != RL_LOG_ALL && error->output_to_server && error->elevel == ERROR &&
-		error->domain != NULL && strncmp(error->domain, MARK, strlen(MARK)) == 0)
+		error->domain != NULL && strncmp(error->domain, DOMAIN_PREFIX, strlen(DOMAIN_PREFIX)) == 0)
 	{
 		if (rl_log_refusals == RL_LOG_NONE)
 			error->output_to_server = false;
-		else if (!may_log(&samples[REFUSED], strtoull(error->domain + strlen(MARK), NULL, 16), &left_out))
+		else if (!may_log(&samples[REFUSED], strtoull(error->domain + strlen(DOMAIN_PREFIX), NULL, 16),
+						  &left_out))
 			error->output_to_server = false;
 		else if (left_out > 0)
 			error->detail_log = psprintf("%s%s", error->detail_log ? error->detail_log : "",
@@ -163,12 +164,12 @@ hash_of(const RlKey *key)
 
 /* Returns the text domain of a refusal of the key that is raised next. */
 const char *
-rl_refusal_mark(const RlKey *key)
+rl_refusal_domain(const RlKey *key)
 {
-	char	   *mark = marks[next_mark++ % MARKS];
+	char	   *domain = domains[next_domain++ % DOMAINS];
 
-	snprintf(mark, sizeof(marks[0]), MARK "%016llx", (unsigned long long) hash_of(key));
-	return mark;
+	snprintf(domain, sizeof(domains[0]), DOMAIN_PREFIX "%016llx", (unsigned long long) hash_of(key));
+	return domain;
 }
 
 /* Returns true if an action allowed only in shadow may be logged, and how many were left out before. */

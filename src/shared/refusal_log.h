@@ -10,7 +10,7 @@
 extern const RlSharedPart rl_refusal_log_part;
 
 extern void rl_refusal_log_init(void);
-extern const char *rl_refusal_mark(const RlKey *key);
+extern const char *rl_refusal_domain(const RlKey *key);
 extern bool rl_shadow_may_log(const RlKey *key, uint64 *left_out);
 extern const char *rl_left_out_text(uint64 left_out);
 

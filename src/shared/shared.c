@@ -3,10 +3,10 @@
  *		Memory that all backends share, divided among the modules that use it.
  *
  * It has a header, and three areas, each with locks and parts: one for the local store, which is
- * by far the largest, one for refunds that are overdue, and one for the other modules.  If the library is preloaded, the postmaster
- * creates all of it.  Otherwise, from PostgreSQL 17 on, the first backend that needs an area
- * creates it, as a segment of dynamic shared memory.  Another one is for the header, which other
- * backends find by its name.  They exist until the server stops.
+ * by far the largest, one for refunds that are overdue, and one for the other modules.  If the library is
+ * preloaded, the postmaster creates all of it.  Otherwise, from PostgreSQL 17 on, the first backend that
+ * needs an area creates it, as a segment of dynamic shared memory.  Another one is for the header, which
+ * other backends find by its name.  They exist until the server stops.
  *
  * Locks: while the memory is created or attached, AddinShmemInitLock, or a lock of its own, because
  * a large segment takes seconds.
@@ -88,7 +88,8 @@ typedef struct Attempts
 } Attempts;
 
 static const RlSharedPart *const parts[AREAS][6] = {
-	[BASE] = {&rl_known_part, &rl_counters_part, &rl_breaker_part, &rl_refusal_log_part, &rl_targets_part, NULL},
+	[BASE] = {&rl_known_part, &rl_counters_part, &rl_breaker_part, &rl_refusal_log_part, &rl_targets_part,
+		NULL},
 	[LOCAL_STORE] = {&rl_cells_part, &rl_recover_part, NULL},
 	[OVERDUE] = {&rl_overdue_part, NULL}
 };
@@ -360,7 +361,8 @@ start_area(Area area, bool create)
 	if (is_first_failure(attempts, area, now))
 		rl_log_no_throw((errcode(error->sqlerrcode),
 						 area == BASE ? errmsg("could not create the shared memory of ratelimit") :
-						 area == LOCAL_STORE ? errmsg("could not create the shared memory of ratelimit's local store") :
+						 area == LOCAL_STORE ?
+							errmsg("could not create the shared memory of ratelimit's local store") :
 						 errmsg("could not create the shared memory of ratelimit's overdue refunds"),
 						 errdetail_internal("%s", error->message),
 						 errhint("Make more room for dynamic shared memory (usually /dev/shm), or add ratelimit to shared_preload_libraries.")));
@@ -376,7 +378,10 @@ start_area(Area area pg_attribute_unused(), bool create pg_attribute_unused())
 
 #endif
 
-/* Attaches or creates the shared memory but the local store's.  Does not throw.  To be called without LWLocks. */
+/*
+ * Attaches or creates the shared memory but the local store's.  Does not throw.  To be called without
+ * LWLocks.
+ */
 void
 rl_shared_start(void)
 {
@@ -438,7 +443,10 @@ rl_require_local_store(const char *what)
 		raise_unshared(what);
 }
 
-/* Attaches the memory of the local store if a process has created it.  Returns false if none has.  Needs shared memory. */
+/*
+ * Attaches the memory of the local store if a process has created it.  Returns false if none has.  Needs
+ * shared memory.
+ */
 bool
 rl_find_local_store(void)
 {

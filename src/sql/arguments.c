@@ -78,7 +78,9 @@ rl_duration_argument(FunctionCallInfo fcinfo, int n, const char *name)
 	return (int64) us;
 }
 
-/* Returns the reason of a ban, in UTF-8, or "".  Raises an error if it is too long or has control characters. */
+/*
+ * Returns the reason of a ban, in UTF-8, or "".  Raises an error if it is too long or has control characters.
+ */
 const char *
 rl_reason_argument(FunctionCallInfo fcinfo, int n)
 {
@@ -146,7 +148,8 @@ rl_key_make(const char *data, int len, RlKey *key, RlError *error)
 		return rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be empty");
 	if (key->len > RL_MAX_KEY)
 	{
-		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be longer than %d bytes", RL_MAX_KEY);
+		rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "key must not be longer than %d bytes",
+					 RL_MAX_KEY);
 		return rl_error_detail(error, "It has %d bytes in UTF-8.", key->len);
 	}
 	return true;
@@ -312,7 +315,10 @@ rl_array_for_keys(FunctionCallInfo fcinfo, int n, const char *name, int nkeys)
 	return values;
 }
 
-/* Sets the keys of an action, and *values to their texts.  Returns how many.  Raises an error if they are none or too many. */
+/*
+ * Sets the keys of an action, and *values to their texts.  Returns how many.  Raises an error if they are
+ * none or too many.
+ */
 int
 rl_keys_argument(FunctionCallInfo fcinfo, int n, Datum **values, RlKey *keys)
 {

@@ -80,7 +80,8 @@ has_triggers(Oid table)
 static void
 report_problem(int level, Relation rel, const Trigger *trigger, const RlError *error)
 {
-	bool		missing = error->sqlstate == ERRCODE_UNDEFINED_FUNCTION || error->sqlstate == ERRCODE_UNDEFINED_SCHEMA;
+	bool		missing = error->sqlstate == ERRCODE_UNDEFINED_FUNCTION ||
+		error->sqlstate == ERRCODE_UNDEFINED_SCHEMA;
 
 	if (level == ERROR)
 		ereport(ERROR,
@@ -89,11 +90,13 @@ report_problem(int level, Relation rel, const Trigger *trigger, const RlError *e
 				 error->detail[0] ? errdetail_internal("%s", error->detail) : 0,
 				 missing ? errhint("Create the function before the trigger, or set check_function_bodies to off.") :
 				 error->hint != NULL ? errhint("%s", error->hint) : 0,
-				 errcontext("rate-limit trigger \"%s\" on table \"%s\"", trigger->tgname, RelationGetRelationName(rel)),
+				 errcontext("rate-limit trigger \"%s\" on table \"%s\"", trigger->tgname,
+							RelationGetRelationName(rel)),
 				 errtableconstraint(rel, trigger->tgname)));
 	ereport(WARNING,
 			(errcode(error->sqlstate),
-			 errmsg("rate-limit trigger \"%s\" makes writes to table \"%s\" fail", trigger->tgname, RelationGetRelationName(rel)),
+			 errmsg("rate-limit trigger \"%s\" makes writes to table \"%s\" fail", trigger->tgname,
+					RelationGetRelationName(rel)),
 			 errdetail_internal("%s", rl_error_text(error)),
 			 errtableconstraint(rel, trigger->tgname)));
 }
@@ -103,7 +106,8 @@ static void
 check_table(const Check *check)
 {
 	Relation	rel = try_relation_open(check->table, NoLock);
-	const TriggerDesc *triggers = rel != NULL && rel->trigdesc != NULL ? CopyTriggerDesc(rel->trigdesc) : NULL;
+	const TriggerDesc *triggers = rel != NULL && rel->trigdesc != NULL ? CopyTriggerDesc(rel->trigdesc) :
+		NULL;
 
 	for (int i = 0; triggers != NULL && i < triggers->numtriggers; i++)
 	{
@@ -152,7 +156,8 @@ check_quietly(const Check *check)
 			ReThrowError(error);
 		ereport(WARNING,
 				(errcode(error->sqlerrcode),
-				 errmsg("could not check the rate-limit triggers of table \"%s\"", get_rel_name(check->table)),
+				 errmsg("could not check the rate-limit triggers of table \"%s\"",
+						get_rel_name(check->table)),
 				 errdetail_internal("%s", error->message)));
 	}
 	PG_END_TRY();
@@ -164,7 +169,9 @@ check_created(Oid trigger, Oid enforce)
 {
 	Relation	catalog = table_open(TriggerRelationId, AccessShareLock);
 	HeapTuple	row = get_catalog_object_by_oid(catalog, Anum_pg_trigger_oid, trigger);
-	Check		check = {.trigger = trigger,.enforce = enforce,.level = check_function_bodies ? ERROR : WARNING,.clones = true};
+	Check		check = {
+		.trigger = trigger,.enforce = enforce,.level = check_function_bodies ? ERROR : WARNING,.clones = true
+	};
 
 	table_close(catalog, AccessShareLock);
 	if (row == NULL || ((Form_pg_trigger) GETSTRUCT(row))->tgfoid != enforce)
@@ -235,7 +242,8 @@ rl_check_triggers(PG_FUNCTION_ARGS)
 			continue;
 		if (catalog == TriggerRelationId)
 			check_created(object, enforce);
-		else if (catalog == RelationRelationId && ((EventTriggerData *) fcinfo->context)->tag == CMDTAG_ALTER_TABLE)
+		else if (catalog == RelationRelationId &&
+				 ((EventTriggerData *) fcinfo->context)->tag == CMDTAG_ALTER_TABLE)
 			check_altered(object, enforce);
 	}
 	ExecDropSingleTupleTableSlot(slot);

@@ -91,7 +91,8 @@ set_level(Datum *value, bool *isnull, const RlKept *ban)
 		limits.n != 1 || limits.limit[0].ban_to == 0 || ban->began == RL_UNKNOWN;
 	if (*isnull)
 		return;
-	for (int64 length = limits.limit[0].ban; length < Min(ban->until - ban->began, limits.limit[0].ban_to); length *= 2)
+	for (int64 length = limits.limit[0].ban; length < Min(ban->until - ban->began, limits.limit[0].ban_to);
+		 length *= 2)
 		level++;
 	*value = Int32GetDatum(level);
 }

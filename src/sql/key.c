@@ -157,7 +157,9 @@ rl_key_part_append(StringInfo key, RlKeyPart *part, Datum value)
 	if (part->type == NUMERICOID)
 		text = numeric_normalize(DatumGetNumeric(value));
 	else if (part->network)
-		text = DatumGetCString(DirectFunctionCall1(inet_out, InetPGetDatum(network_of(DatumGetInetPP(value), part->v4, part->v6))));
+		text = DatumGetCString(DirectFunctionCall1(inet_out,
+												   InetPGetDatum(network_of(DatumGetInetPP(value), part->v4,
+																			part->v6))));
 	else if (part->fold)
 		text = citext_folded(value);
 	else

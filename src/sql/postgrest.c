@@ -42,7 +42,8 @@ binding_limit(const RlLimits *limits, const RlDecision *decision, const char *ru
 	int			binding = -1;
 	RlLimits	decided;
 	RlError		error;
-	bool		known = rule != NULL && rl_limits_parse(rule, strlen(rule), &decided, &error) && decided.n == 1;
+	bool		known = rule != NULL && rl_limits_parse(rule, strlen(rule), &decided, &error) &&
+		decided.n == 1;
 
 	for (int i = limits->n - 1; i >= 0 && !found; i--)
 	{

@@ -129,7 +129,10 @@ reserve_of(StringInfo text, const RlKey *keys, int n, RlKey id)
 	return reserve;
 }
 
-/* Decides an action with a reservation; without one if nothing is charged, because then there is nothing to settle. */
+/*
+ * Decides an action with a reservation; without one if nothing is charged, because then there is nothing to
+ * settle.
+ */
 static void
 reserve_keys(RlAction *actions, int n, RlKey id, int64 hold, RlAnswer *answers)
 {

@@ -138,7 +138,8 @@ rl_simulate(PG_FUNCTION_ARGS)
 	{
 		/* A ban in force was set by a limit of the partition. */
 		if (partition->ban.by != NULL && partition->ban.until > now)
-			partition->ban.rule = rl_limit_text(&partition->limits, partition->ban.by - partition->limits.limit);
+			partition->ban.rule =
+				rl_limit_text(&partition->limits, partition->ban.by - partition->limits.limit);
 		rl_act(&partition->limits, partition->states, &partition->pool, &partition->ban,
 			   (RlTimes) {now, now}, quota, RL_TAKE, decisions);
 		answer.decision = rl_combine(&partition->limits, decisions, &answer.binding);

@@ -84,6 +84,7 @@ rl_status(PG_FUNCTION_ARGS)
 		rl_set_text(values, nulls, COLUMNS - 3, rl_file_status(recovery, sizeof(recovery)));
 		rl_set_text(values, nulls, COLUMNS - 2, recovery[0] == '\0' ? NULL : recovery);
 	}
-	rl_set_text(values, nulls, COLUMNS - 1, RL_COMMIT[0] == '\0' ? RL_VERSION : RL_VERSION " (" RL_COMMIT ")");
+	rl_set_text(values, nulls, COLUMNS - 1, RL_COMMIT[0] == '\0' ? RL_VERSION :
+				RL_VERSION " (" RL_COMMIT ")");
 	return rl_row(fcinfo, values, nulls);
 }

@@ -109,7 +109,8 @@ parse_name(const char *text, List **names, const char **args, RlError *error)
 	for (; *p != '\0' && (quoted || *p != '('); p++)
 		quoted ^= *p == '"';
 	*args = p + 1;
-	if (*p == '\0' || !SplitIdentifierString(pnstrdup(text, p - text), '.', &identifiers) || identifiers == NIL)
+	if (*p == '\0' || !SplitIdentifierString(pnstrdup(text, p - text), '.', &identifiers) ||
+		identifiers == NIL)
 		return wrong_call(error, text);
 	foreach(cell, identifiers)
 		*names = lappend(*names, makeString(lfirst(cell)));
@@ -140,7 +141,8 @@ add_argument(RowCall *call, List **params, Relation rel, const Trigger *trigger,
 		return rl_error_set(error, ERRCODE_TOO_MANY_ARGUMENTS,
 							"cannot pass more than %d arguments to a function", FUNC_MAX_ARGS);
 	attribute = TupleDescAttr(RelationGetDescr(rel), attnum - 1);
-	call->args[call->nargs++] = (CallArgument) {attnum, attribute->atttypid, attribute->attbyval, attribute->attlen};
+	call->args[call->nargs++] =
+		(CallArgument) {attnum, attribute->atttypid, attribute->attbyval, attribute->attlen};
 	param = makeNode(Param);
 	param->paramkind = PARAM_EXTERN;
 	param->paramid = call->nargs;
@@ -264,7 +266,8 @@ signature_of(List *names, List *params)
 	StringInfoData text;
 
 	initStringInfo(&text);
-	appendStringInfo(&text, "%s(", quote_qualified_identifier(strVal(linitial(names)), strVal(lsecond(names))));
+	appendStringInfo(&text, "%s(",
+					 quote_qualified_identifier(strVal(linitial(names)), strVal(lsecond(names))));
 	for (int i = 0; i < list_length(params); i++)
 		appendStringInfo(&text, "%s%s", i > 0 ? ", " : "", format_type_be(exprType(list_nth(params, i))));
 	appendStringInfoChar(&text, ')');
@@ -340,7 +343,8 @@ resolve(RowCall *call, List *names, List *params, RlError *error)
  * not valid.
  */
 RowCall *
-rl_call_make(Relation rel, const Trigger *trigger, const char **text, char end, MemoryContext context, RlError *error)
+rl_call_make(Relation rel, const Trigger *trigger, const char **text, char end, MemoryContext context,
+			 RlError *error)
 {
 	RowCall *call = MemoryContextAllocZero(context, sizeof(RowCall));
 	MemoryContext old;
@@ -354,7 +358,8 @@ rl_call_make(Relation rel, const Trigger *trigger, const char **text, char end, 
 		return NULL;
 	*text = args;
 	old = MemoryContextSwitchTo(context);
-	call->args = memcpy(palloc(call->nargs * sizeof(CallArgument)), call->args, call->nargs * sizeof(CallArgument));
+	call->args =
+		memcpy(palloc(call->nargs * sizeof(CallArgument)), call->args, call->nargs * sizeof(CallArgument));
 	call->signature = pstrdup(call->signature);
 	call->function = copyObject(call->function);
 	call->context = AllocSetContextCreate(context, "rate-limit call", ALLOCSET_SMALL_SIZES);
@@ -478,7 +483,8 @@ evaluate_safely(const RowCall *call, CallState *state, bool *isnull)
 		return ExecEvalExprSwitchContext(state->expr, state->econtext, isnull);
 	/* After an error, the abort of the (sub)transaction ends the level. */
 	level = NewGUCNestLevel();
-	(void) set_config_option("search_path", SAFE_PATH, PGC_USERSET, PGC_S_SESSION, GUC_ACTION_SAVE, true, 0, false);
+	(void) set_config_option("search_path", SAFE_PATH, PGC_USERSET, PGC_S_SESSION, GUC_ACTION_SAVE, true, 0,
+							 false);
 	error_context_stack = &hint;
 	result = ExecEvalExprSwitchContext(state->expr, state->econtext, isnull);
 	error_context_stack = hint.previous;

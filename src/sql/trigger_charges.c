@@ -58,7 +58,10 @@ forget_statement(void *arg)
 	*link = (*link)->next;
 }
 
-/* Returns the number of the statement whose trigger is running, or 0 if it has charged nothing; with "add" never 0. */
+/*
+ * Returns the number of the statement whose trigger is running, or 0 if it has charged nothing; with "add"
+ * never 0.
+ */
 static uint64
 statement_number(bool add)
 {
@@ -103,7 +106,8 @@ static Charged *
 find(const RlAction *action, bool add)
 {
 	uint64		statement = statement_number(add);
-	uint64		hash = hash_bytes_extended((const unsigned char *) action->key.data, action->key.len, action->limits->hash);
+	uint64		hash =
+		hash_bytes_extended((const unsigned char *) action->key.data, action->key.len, action->limits->hash);
 	Charged    *set = table[hash % SETS];
 	Charged    *least = set;
 
@@ -164,7 +168,8 @@ rl_statement_exceeds(const RlAction *action, RlAnswer *answer)
 {
 	RlDecision *decision = &answer->decision;
 
-	if (decision->allowed || answer->binding < 0 || decision->retry_after == RL_NEVER || decision->ban_left > 0)
+	if (decision->allowed || answer->binding < 0 || decision->retry_after == RL_NEVER ||
+		decision->ban_left > 0)
 		return NULL;
 	for (int i = 0; i < action->limits->n; i++)
 	{

@@ -156,7 +156,8 @@ add_group(RowGroups *groups, GroupId *id)
 	action->key = (RlKey) {id->data, strlen(id->data)};
 	pair = id->data[action->key.len + 1];
 	groups->full = groups->n == MAX_GROUPS ||
-		MemoryContextMemAllocated(groups->context, true) + (groups->rule->calls ? groups->n * sizeof(RlLimits) : 0) >
+		MemoryContextMemAllocated(groups->context, true) +
+		(groups->rule->calls ? groups->n * sizeof(RlLimits) : 0) >
 		get_hash_memory_limit();
 	*action = (RlAction) {.key = action->key,.limits = groups->rule->pairs[pair].limits,.timed = true,.origin = &groups->origins[pair]};
 	return action;

@@ -87,7 +87,8 @@ set_network(Piece *piece, const char *column, const char *bits, RlError *error)
 	}
 	if (rl_key_part_network(&piece->value, bits))
 		return true;
-	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "invalid network \"/%s\" of column \"%s\"", bits, column);
+	rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE, "invalid network \"/%s\" of column \"%s\"", bits,
+				 column);
 	return rl_error_detail(error, "Write {column/64}, with at most 128 bits of IPv6, or {column/24,56}, with at most 32 bits of IPv4 before them.");
 }
 
@@ -147,7 +148,8 @@ set_value(Rule *rule, Pair *pair, Piece *piece, Relation rel, const Trigger *tri
 	if (piece->attnum == 0)
 		return false;
 	add_column(pair, piece->attnum, rule->context);
-	return set_type(piece, attnumTypeId(rel, piece->attnum), psprintf("column \"%s\"", name), rule->context, error) &&
+	return set_type(piece, attnumTypeId(rel, piece->attnum), psprintf("column \"%s\"", name), rule->context,
+					error) &&
 		(slash == NULL || set_network(piece, name, slash + 1, error));
 }
 
@@ -202,7 +204,8 @@ separate(Piece *piece, const Piece *next)
 static bool
 separate_values(const Pair *pair, RlError *error)
 {
-	for (Piece *piece = pair->pieces; piece->value.type != InvalidOid && piece[1].value.type != InvalidOid; piece++)
+	for (Piece *piece = pair->pieces; piece->value.type != InvalidOid &&
+		 piece[1].value.type != InvalidOid; piece++)
 		if (!separate(piece, piece + 1))
 		{
 			rl_error_set(error, ERRCODE_INVALID_PARAMETER_VALUE,
@@ -214,7 +217,8 @@ separate_values(const Pair *pair, RlError *error)
 
 /* Sets the pieces of the key.  Returns false with the error set. */
 static bool
-parse_template(Rule *rule, Pair *pair, Relation rel, const Trigger *trigger, const char *template, RlError *error)
+parse_template(Rule *rule, Pair *pair, Relation rel, const Trigger *trigger, const char *template,
+			   RlError *error)
 {
 	char	   *text = MemoryContextAlloc(rule->context, strlen(template) + 1);
 	char	   *end = text;
@@ -314,7 +318,8 @@ parse_option(Rule *rule, Relation rel, const Trigger *trigger, const char *optio
 
 /* Sets the call that returns the limits of a pair.  Returns false with the error set. */
 static bool
-parse_limits_call(Rule *rule, Pair *pair, Relation rel, const Trigger *trigger, const char *text, RlError *error)
+parse_limits_call(Rule *rule, Pair *pair, Relation rel, const Trigger *trigger, const char *text,
+				  RlError *error)
 {
 	Oid			wanted = GetSysCacheOid2(TYPENAMENSP, Anum_pg_type_oid, CStringGetDatum("rl_limits"),
 										 ObjectIdGetDatum(get_func_namespace(trigger->tgfoid)));
@@ -327,7 +332,8 @@ parse_limits_call(Rule *rule, Pair *pair, Relation rel, const Trigger *trigger, 
 	type = pair->call->function->funcresulttype;
 	if (getBaseType(type) == wanted && OidIsValid(wanted))
 		return true;
-	rl_error_set(error, ERRCODE_DATATYPE_MISMATCH, "function %s must return type rl_limits", pair->call->signature);
+	rl_error_set(error, ERRCODE_DATATYPE_MISMATCH, "function %s must return type rl_limits",
+				 pair->call->signature);
 	return rl_error_detail(error, "It returns type %s.", format_type_be(type));
 }
 
@@ -405,7 +411,8 @@ parse_rule(Rule *rule, Relation rel, const Trigger *trigger, RlError *error)
 	{
 		rl_error_set(error, ERRCODE_FEATURE_NOT_SUPPORTED,
 					 "rl_enforce must be fired for each row, or see the statement's rows");
-		error->hint = "Write, for example, AFTER INSERT ON orders REFERENCING NEW TABLE AS added FOR EACH STATEMENT.";
+		error->hint =
+			"Write, for example, AFTER INSERT ON orders REFERENCING NEW TABLE AS added FOR EACH STATEMENT.";
 		return rl_error_detail(error, "A trigger for each statement needs REFERENCING NEW TABLE, or for DELETE OLD TABLE.");
 	}
 	if (trigger->tgnargs < 2)
@@ -623,7 +630,8 @@ row_value(const RlOrigin *origin, TupleTableSlot *row, AttrNumber attnum, const 
 
 /* Returns what a function returns, which must not be NULL.  Raises those errors of rl_call_run too. */
 static Datum
-call_value(const RlOrigin *origin, const Rule *rule, RowCall *call, const NullableDatum *values, const char *use,
+call_value(const RlOrigin *origin, const Rule *rule, RowCall *call, const NullableDatum *values,
+		   const char *use,
 		   const char *hint)
 {
 	bool		isnull;
@@ -673,8 +681,11 @@ rl_rule_key(const RlOrigin *origin, const Rule *rule, Pair *pair, TupleTableSlot
 		ereport(ERROR,
 				(errcode(error.sqlstate),
 				 errmsg_internal("%s", error.message),
-				 errdetail("%s%sIts template is \"%s\".", error.detail, error.detail[0] ? " " : "", pair->template),
-				 errtrigger(origin, bms_membership(pair->columns) == BMS_SINGLETON ? bms_singleton_member(pair->columns) : 0)));
+				 errdetail("%s%sIts template is \"%s\".", error.detail, error.detail[0] ? " " :
+						   "", pair->template),
+				 errtrigger(origin,
+							bms_membership(pair->columns) == BMS_SINGLETON ?
+							bms_singleton_member(pair->columns) : 0)));
 	return key;
 }
 
@@ -683,9 +694,11 @@ rl_rule_key(const RlOrigin *origin, const Rule *rule, Pair *pair, TupleTableSlot
  * Raises an error if it returns NULL, and those of rl_call_run.
  */
 void
-rl_rule_limits(const RlOrigin *origin, const Rule *rule, Pair *pair, const NullableDatum *values, RlLimits *limits)
+rl_rule_limits(const RlOrigin *origin, const Rule *rule, Pair *pair, const NullableDatum *values,
+			   RlLimits *limits)
 {
-	Datum		result = call_value(origin, rule, pair->call, values, "limits", "For no limit, return \"unlimited\".");
+	Datum		result =
+		call_value(origin, rule, pair->call, values, "limits", "For no limit, return \"unlimited\".");
 
 	rl_limits_copy(limits, rl_text_limits(DatumGetTextPP(result)));
 }

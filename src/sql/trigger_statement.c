@@ -177,7 +177,9 @@ refund_after_error(Statement *statement)
 	PG_END_TRY();
 	lost = log_lost(statement);
 	if (lost > 0)
-		rl_report_add_detail(error, psprintf("Keys of the statement that may stay charged: %lld.", (long long) lost));
+		rl_report_add_detail(error,
+							 psprintf("Keys of the statement that may stay charged: %lld.",
+									  (long long) lost));
 	ReThrowError(error);
 }
 

@@ -118,7 +118,9 @@ writes_to(Relation view, Oid relation)
 	return entry->rtekind == RTE_RELATION && entry->relid == relation;
 }
 
-/* Returns the name of a view WITH CHECK OPTION that writes to the relation, perhaps by other views, or NULL. */
+/*
+ * Returns the name of a view WITH CHECK OPTION that writes to the relation, perhaps by other views, or NULL.
+ */
 static const char *
 checked_view(Oid relation)
 {
@@ -254,7 +256,8 @@ replace_value(Node *node, void *var)
 {
 	if (node == NULL)
 		return NULL;
-	if (IsA(node, CoerceToDomainValue) || (IsA(node, Var) && ((Var *) node)->varattno == ((Var *) var)->varattno))
+	if (IsA(node, CoerceToDomainValue) ||
+		(IsA(node, Var) && ((Var *) node)->varattno == ((Var *) var)->varattno))
 		return copyObject((Node *) var);
 	if (IsA(node, RelabelType))
 	{
@@ -278,7 +281,10 @@ domain_base(Oid domain)
 	return base;
 }
 
-/* Returns the CHECK constraints of a column's domains, and of the table.  New rows are checked by those NOT VALID too. */
+/*
+ * Returns the CHECK constraints of a column's domains, and of the table.  New rows are checked by those NOT
+ * VALID too.
+ */
 static List *
 checks_of(Relation rel, Oid type)
 {
@@ -294,12 +300,14 @@ checks_of(Relation rel, Oid type)
 		SysScanDesc scan;
 		HeapTuple	row;
 
-		ScanKeyInit(&key, Anum_pg_constraint_contypid, BTEqualStrategyNumber, F_OIDEQ, ObjectIdGetDatum(type));
+		ScanKeyInit(&key, Anum_pg_constraint_contypid, BTEqualStrategyNumber, F_OIDEQ,
+					ObjectIdGetDatum(type));
 		scan = systable_beginscan(catalog, ConstraintTypidIndexId, true, NULL, 1, &key);
 		while (HeapTupleIsValid(row = systable_getnext(scan)))
 		{
 			bool		isnull;
-			Datum		check = heap_getattr(row, Anum_pg_constraint_conbin, RelationGetDescr(catalog), &isnull);
+			Datum		check =
+				heap_getattr(row, Anum_pg_constraint_conbin, RelationGetDescr(catalog), &isnull);
 
 			if (!isnull)
 				checks = lappend(checks, stringToNode(TextDatumGetCString(check)));
@@ -322,8 +330,11 @@ may_cost_nothing(Relation rel, const Rule *rule)
 	if (rule->quota_attnum == 0)
 		return rule->quota == 0;
 	column = makeVar(1, rule->quota_attnum, type, -1, InvalidOid, 0);
-	zero = (Node *) make_opclause(lookup_type_cache(type, TYPECACHE_EQ_OPR)->eq_opr, BOOLOID, false, (Expr *) column,
-								  (Expr *) makeConst(type, -1, InvalidOid, get_typlen(type), type == INT8OID ? Int64GetDatum(0) : Int32GetDatum(0), false, true),
+	zero = (Node *) make_opclause(lookup_type_cache(type, TYPECACHE_EQ_OPR)->eq_opr, BOOLOID, false,
+								  (Expr *) column,
+								  (Expr *) makeConst(type, -1, InvalidOid, get_typlen(type),
+													 type == INT8OID ? Int64GetDatum(0) :
+													 Int32GetDatum(0), false, true),
 								  InvalidOid, InvalidOid);
 	checks = (List *) replace_value((Node *) checks_of(rel, attnumTypeId(rel, rule->quota_attnum)), column);
 	/* Constants are not folded, because that could run functions of users. */
@@ -331,7 +342,10 @@ may_cost_nothing(Relation rel, const Rule *rule)
 	return !predicate_refuted_by(list_make1(zero), checks, false);
 }
 
-/* Returns the signature of a function of the rule that is SECURITY DEFINER and has no search_path of its own, or NULL. */
+/*
+ * Returns the signature of a function of the rule that is SECURITY DEFINER and has no search_path of its own,
+ * or NULL.
+ */
 static const char *
 unsafe_function(const Rule *rule)
 {
@@ -361,13 +375,15 @@ warn_of_limits(StringInfo text, Relation rel, const Trigger *trigger, const Rule
 		if (bms_is_empty(pair->columns))
 			warn(text, psprintf("key \"%s\" has no column, so all rows share one limit", pair->template));
 		else if (!TRIGGER_FOR_UPDATE(trigger->tgtype) && key_is_unique(rel, pair))
-			warn(text, psprintf("key \"%s\" is unique, so no row meets the limit of another row", pair->template));
+			warn(text,
+				 psprintf("key \"%s\" is unique, so no row meets the limit of another row", pair->template));
 	}
 	if (may_cost_nothing(rel, rule))
 		warn(text, "a row with quota 0 passes without being counted; a CHECK constraint can forbid it");
 	if (name != NULL)
 		warn(text, psprintf("function %s is SECURITY DEFINER without SET search_path", name));
-	if (rel->rd_rel->relkind == RELKIND_RELATION && find_inheritance_children(RelationGetRelid(rel), NoLock) != NIL)
+	if (rel->rd_rel->relkind == RELKIND_RELATION &&
+		find_inheritance_children(RelationGetRelid(rel), NoLock) != NIL)
 		warn(text, "rows of tables that inherit from this one are not charged");
 }
 
@@ -388,7 +404,8 @@ warnings_of(Relation rel, const TriggerDesc *triggers, int n, const Rule *rule, 
 			warn(&text, psprintf("the trigger charges a row before %s checks it, so a user can use up another user's quota; "
 								 "an AFTER trigger charges only rows that pass", name));
 		if (reads_columns(rule) && (name = later_trigger(triggers, n)) != NULL)
-			warn(&text, psprintf("trigger \"%s\" fires after this one and can change the columns that it has read; "
+			warn(&text,
+				 psprintf("trigger \"%s\" fires after this one and can change the columns that it has read; "
 								 "rename one of them, or use an AFTER trigger", name));
 	}
 	if (valid)
@@ -437,7 +454,8 @@ describe_rule(Relation rel, const TriggerDesc *triggers, int n, Datum *values, b
 		rl_set_text(values, nulls, 1, limits.data);
 	}
 	rl_set_text(values, nulls, 2, rule->quota_text ? rule->quota_text : "1");
-	values[3] = DirectFunctionCall2(pg_get_triggerdef_ext, ObjectIdGetDatum(trigger->tgoid), BoolGetDatum(true));
+	values[3] =
+		DirectFunctionCall2(pg_get_triggerdef_ext, ObjectIdGetDatum(trigger->tgoid), BoolGetDatum(true));
 	nulls[3] = false;
 	rl_set_text(values, nulls, 4, valid ? NULL : rl_error_text(&error));
 	rl_set_text(values, nulls, 5, warnings_of(rel, triggers, n, rule, valid));

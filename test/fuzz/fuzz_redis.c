@@ -332,9 +332,9 @@ fuzz_call(const char *data, int len)
 static void
 refund(const Selector *selector, bool no_throw)
 {
-	RlRefundCall calls[MAX_ACTIONS] = {0};
+	RlKeyRefunds calls[MAX_ACTIONS] = {0};
 	RlRefund	refunds[MAX_ACTIONS];
-	RlCharge	charge = {.amount = 1 + selector->quota % 8,.at = 1700000000000000,.mark = 1700000000000000};
+	RlCharge	charge = {.amount = 1 + selector->quota % 8,.at = 1700000000000000,.place = 1700000000000000};
 	char		names[MAX_ACTIONS][8];
 	int			n = 1 + selector->quota / 32;
 	RlUsage		usage = {0};
@@ -344,7 +344,7 @@ refund(const Selector *selector, bool no_throw)
 
 	for (int i = 0; i < n; i++)
 	{
-		calls[i] = (RlRefundCall) {.redis_key = names[i],.refunds = &refunds[i],.n = 1,.refused = selector->call & 128};
+		calls[i] = (RlKeyRefunds) {.redis_key = names[i],.refunds = &refunds[i],.n = 1,.refused = selector->call & 128};
 		calls[i].redis_key_len = snprintf(names[i], sizeof(names[i]), "rl:{k%d}", i);
 		refunds[i] = (RlRefund) {&limits_numbered(selector->limits)->limit[0], &charge};
 	}
@@ -353,7 +353,7 @@ refund(const Selector *selector, bool no_throw)
 		char		version[64];
 
 		/* It opens no connection itself. */
-		rl_redis_reserve_refunds();
+		rl_redis_prepare_refunds();
 		if (!rl_redis_version(version, sizeof(version), &error))
 			return;
 		done = rl_redis_refund_no_throw(calls, n, &why, &error);

@@ -235,7 +235,7 @@ $runs{lease}{OTHER_LIFE} = {
 		return within($taken + take($one, $key, $window, 5, 10), 1000);
 	} };
 $runs{lease}{SENT_KEPT} = {
-	change => [ 'src/decide.c', 'calls->answer->usage.round_trips <= round_trips && ', '' ],
+	change => [ 'src/decide.c', 'all->answer->usage.round_trips <= round_trips && ', '' ],
 	run => sub {
 		my ($key) = @_;
 		my $relay = relay();
@@ -414,13 +414,13 @@ $runs{ledger} = {
 	RELEASE_STAYS => keeps([ 'src/transaction.c', 'committed_to = Min(committed_to, level - 1);', ';' ],
 		'SAVEPOINT s; TAKE RELEASE s; SAVEPOINT t; ROLLBACK TO t;'),
 	COMMIT_REFUNDS => keeps([ 'src/transaction.c', 'if (aborts || grant->cause == RL_OF_CONCURRENT)', 'if (true)' ], 'TAKE'),
-	INTERRUPTED_KEPT => refunds_once([ 'src/ledger.c', 'settle(unsettled, KEEP, &error);', 'unsettled = NULL;' ], 'hold'),
+	INTERRUPTED_KEPT => refunds_once([ 'src/ledger.c', 'close_calls(unclosed, KEEP, &error);', 'unclosed = NULL;' ], 'hold'),
 	SENT_AGAIN => refunds_once([ 'src/ledger.c', 'if (outcome == RL_REFUND_UNSENT && (unsent == KEEP',
 			'if ((outcome == RL_REFUND_UNSENT || outcome == RL_REFUND_SENT) && (unsent == KEEP' ], 'lose'),
 	SENT_IS_OVERDUE => overdue([ 'src/ledger.c', '(outcome == RL_REFUND_SENT && entry->charge.by_mark != 0);', 'outcome == RL_REFUND_SENT;' ], 'lose'),
 	TAKEN_STAYS => overdue([ 'src/shared/overdue.c', "\tremove_entry(target, at);\n\treturn true;", "\treturn true;" ], 'refuse'),
 	REDIRECT_IS_DONE => {
-		change => [ 'src/redis/refunds.c', 'set_outcome(calls, n, RL_REFUND_LATER);', 'set_outcome(calls, n, RL_REFUND_DONE);' ],
+		change => [ 'src/redis/refunds.c', 'set_outcome(keys, n, RL_REFUND_LATER);', 'set_outcome(keys, n, RL_REFUND_DONE);' ],
 		run => sub {
 			my ($key) = @_;
 			my $moves = "$folder/moves";

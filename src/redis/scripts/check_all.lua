@@ -16,11 +16,14 @@ for i, name in ipairs(KEYS) do
   mark = mark ~= '' and mark
   hash, quota = name, tonumber(ARGV[at + 1])
   local limits, ban, born
-  limits, ban, born, late = load_limits(0, at + 2, at + 1 + n * LIMIT, refundable and 'born' or nil, mark and 'mark:' .. mark or nil)
+  limits, ban, born, late =
+    load_limits(0, at + 2, at + 1 + n * LIMIT, refundable and 'born' or nil, mark and 'mark:' .. mark or nil)
   if late then
     return redis.error_reply(LATE)
   end
-  keys[i] = {hash = hash, quota = quota, limits = limits, expiry = expiry, refundable = refundable, born = born, mark = mark}
+  keys[i] =
+    {hash = hash, quota = quota, limits = limits, expiry = expiry, refundable = refundable, born = born,
+    mark = mark}
   keys[i].verdict, keys[i].by = decide(limits, ban)
   allowed = allowed and keys[i].verdict == 0
   at, units = at + 2 + n * LIMIT, units + quota

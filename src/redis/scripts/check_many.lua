@@ -18,12 +18,14 @@ local function take_keys()
     if left == 0 then
       local minus
       minus, n, mark = string.match(ARGV[at + 1], '^(-?)(%d+) ?(%x*)$')
-      left, quota, refundable, mark = tonumber(ARGV[at]), tonumber(ARGV[at + 2]), minus == '-', mark ~= '' and mark
+      left, quota, refundable, mark = tonumber(ARGV[at]), tonumber(ARGV[at + 2]), minus == '-',
+        mark ~= '' and mark
       at = at + 3 + n * LIMIT
     end
     left = left - 1
     hash, set, gone, longest = KEYS[i], {}, {}, 0
-    local limits, ban, born, late = load_limits(0, at - n * LIMIT, at - 1, refundable and 'born' or nil, mark and 'mark:' .. mark or nil)
+    local limits, ban, born, late =
+      load_limits(0, at - n * LIMIT, at - 1, refundable and 'born' or nil, mark and 'mark:' .. mark or nil)
     if late then
       error({err = LATE})
     end

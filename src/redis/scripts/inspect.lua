@@ -76,7 +76,8 @@ for _, field in ipairs(redis.call('HKEYS', hash)) do
   -- Skip chunks and indexes of logs, which are most fields of a long log.
   if state == field and not is_record(field) then
     state = match(field, '^(.*):denied$') or field
-    if not known[state] and (state == 'ban' or state == 'ban:level' or limit_of(match(state, '^(.*):refused$') or state)) then
+    if not known[state] and
+      (state == 'ban' or state == 'ban:level' or limit_of(match(state, '^(.*):refused$') or state)) then
       known[state] = true
       states[#states + 1] = state
       if #states > MOST_STATES then
@@ -114,7 +115,8 @@ for _, state in ipairs(states) do
     local used, ends, value = describe(state)
     if not ends or ends > now then
       local raw = string.sub(value, 1, LONGEST_RAW)
-      local row = (used and string.format('%.0f', used) or '-') .. ' ' .. (ends and string.format('%.0f', ends) or '-') ..
+      local row = (used and string.format('%.0f', used) or '-') .. ' ' ..
+        (ends and string.format('%.0f', ends) or '-') ..
         string.format(' %.0f:', #state) .. state .. string.format('%.0f:', #raw) .. raw
       if size + #row > LONGEST then
         more, upto = last, nil

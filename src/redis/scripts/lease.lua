@@ -20,8 +20,8 @@ local limits, ban, life = load_limits(2 + CHARGE * leftovers, FIRST, nil, 'lease
 local function refund_leftovers(l)
   for a = l.more + 2, l.more + 1 + CHARGE * leftovers, CHARGE do
     if (l.charged or l.used) > 0 and ARGV[a + CHARGE - 1] == life then
-      local amount, rest, at, mark = unpack(ARGV, a, a + CHARGE - 1)
-      l:refund_charge(tonumber(at), tonumber(mark), tonumber(amount), tonumber(rest))
+      local amount, rest, at, place = unpack(ARGV, a, a + CHARGE - 1)
+      l:refund_charge(tonumber(at), tonumber(place), tonumber(amount), tonumber(rest))
       l.changed = true
     end
   end

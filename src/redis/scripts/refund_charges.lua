@@ -1,12 +1,12 @@
 -- Refunds charges of 1 to 100 keys, in the order of KEYS, as rl_refund_charge in algorithm.c
--- does; or to one key an amount of any charges, for rl_refund. From ARGV[2] on there are for each key: quota, number of charges, charges. Limits that
--- count refused quota then count the key's quota as refused, unless it is 0 or the key is
--- banned. Each charge has the LIMIT arguments of its limit and CHARGE more: the amount in two
--- parts (throttle: microseconds and nanoseconds; others: units and 0), time, place (the mark) and life
--- as in RlCharge; then the mark in Redis (see life.lua) and the limit's number, or ''. A charge of another life is
--- not refunded, nor one that its mark does not have any more. If the time is -1, the mark has time,
--- place and life; if there is no mark, it is left for a minute, so that the call, if it still
--- comes, takes nothing. If the time is -2, the amount is of any charges, as far as there are some.
+-- does; or to one key an amount of any charges, for rl_refund. From ARGV[2] on there are for each key: quota,
+-- number of charges, charges. Limits that count refused quota then count the key's quota as refused, unless
+-- it is 0 or the key is banned. Each charge has the LIMIT arguments of its limit and CHARGE more: the amount
+-- in two parts (throttle: microseconds and nanoseconds; others: units and 0), time, place and life as in
+-- RlCharge; then the mark in Redis (see life.lua) and the limit's number, or ''. A charge of another life is
+-- not refunded, nor one that its mark does not have any more. If the time is -1, the mark has time, place and
+-- life; if there is no mark, it is left for a minute, so that the call, if it still comes, takes nothing. If
+-- the time is -2, the amount is of any charges, as far as there are some.
 --
 -- Returns 1, or the positions of the keys that have failed: these are not refunded. If
 -- the first key fails, none is, and the reply is its error.
@@ -45,7 +45,8 @@ local function refund_key()
   hash, set, gone, longest = KEYS[i], {}, {}, 0
   -- Most calls have one mark at most, which the last charge has too.
   local last = string.match(ARGV[to], '^%x+')
-  local limits, ban, lease, born, value = load_limits(CHARGE, from, to, 'lease', 'born', last and 'mark:' .. last)
+  local limits, ban, lease, born, value =
+    load_limits(CHARGE, from, to, 'lease', 'born', last and 'mark:' .. last)
   local marks = {}
   for _, l in ipairs(limits) do
     -- Charges to limits with one tag change one state.
@@ -69,7 +70,8 @@ local function refund_key()
     end
     --@ life_of
     -- An entry of a log is found by its time, in any life.
-    if amount and (state.charged or state.used) > 0 and (of_life == '0' or l.by_time or of_life == lease or of_life == life) then
+    if amount and (state.charged or state.used) > 0 and
+      (of_life == '0' or l.by_time or of_life == lease or of_life == life) then
       if time == '-2' then
         check_windows()
         state:refund(tonumber(amount), tonumber(rest))

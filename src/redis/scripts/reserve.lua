@@ -2,9 +2,9 @@
 -- as a record of the last key.
 --
 -- ARGV[2] is the id, ARGV[3] the time that the record is kept, in microseconds, ARGV[4] and ARGV[5]
--- the record's "action" and "keys" (reserved.lua). Then there are for each key: its quota, the number of its limits, the hash
--- of their text, and the limits. Each limit has its LIMIT arguments, then its two numbers for the
--- record, and its own quota. A key may have no limits.
+-- the record's "action" and "keys" (reserved.lua). Then there are for each key: its quota, the number of its
+-- limits, the hash of their text, and the limits. Each limit has its LIMIT arguments, then its two numbers
+-- for the record, and its own quota. A key may have no limits.
 --
 -- Returns for each key what check_all.lua returns, and behind all numbers one more: 0, or if
 -- there is a record with this id already 1 if it is open, 2 if it is settled; then
@@ -27,7 +27,8 @@ for i, name in ipairs(KEYS) do
   local from, key = at + 3, {hash = name, quota = tonumber(ARGV[at]), named = ARGV[at + 2]}
   at = from + ARGV[at + 1] * (LIMIT + MORE)
   hash = name
-  key.limits, key.ban, key.born, key.old = load_limits(MORE, from, at - 1, 'born', i == #KEYS and field or nil)
+  key.limits, key.ban, key.born, key.old =
+    load_limits(MORE, from, at - 1, 'born', i == #KEYS and field or nil)
   key.expiry = expiry
   keys[i] = key
 end
@@ -127,7 +128,8 @@ local function act_on(key, reply)
     if key.charged > 0 and l.allowed then
       --@ place_of
       --@ life_of
-      lines = lines .. string.format('\n%s %s %s %.0f %.0f %s', l.tag, ARGV[l.more], ARGV[l.more + 1], quota, place, life)
+      lines = lines ..
+        string.format('\n%s %s %s %.0f %.0f %s', l.tag, ARGV[l.more], ARGV[l.more + 1], quota, place, life)
     end
     if l.changed then
       l:save()
@@ -149,7 +151,9 @@ for _, key in ipairs(keys) do
   end
 end
 if allowed then
-  put_record(field, {ends = now + hold, hold = hold, status = 'open', quota = string.format('%.0f', last.charged), action = ARGV[4],
+  put_record(field,
+    {ends = now + hold, hold = hold, status = 'open', quota = string.format('%.0f', last.charged),
+    action = ARGV[4],
     keys = ARGV[5], at = now, charges = charges})
   set.records, last.longest = (set.records or 0) + (last.old and 0 or 1), longest
 end

@@ -1,7 +1,7 @@
--- Settles a reservation, or extends it. KEYS are its keys, and the last of them has its record. ARGV[2] is its
--- id, ARGV[3] the record's "keys" (reserved.lua), ARGV[4] its new hold in microseconds, or empty for the
--- same, and behind it there is for each key the quota that it is settled at, or empty to extend. Then there may be
--- for calendars: a tag, and its windows (see fixed_window.lua).
+-- Settles a reservation, or extends it. KEYS are its keys, and the last of them has its record. ARGV[2] is
+-- its id, ARGV[3] the record's "keys" (reserved.lua), ARGV[4] its new hold in microseconds, or empty for the
+-- same, and behind it there is for each key the quota that it is settled at, or empty to extend. Then there
+-- may be for calendars: a tag, and its windows (see fixed_window.lua).
 --
 -- Returns 1, or 0 if there is no such reservation; or if it is settled now, for each key the quota
 -- that was reserved and the two halves of the hash of its limits; or 3 if the hold is longer than
@@ -44,16 +44,20 @@ for line in string.gmatch(record.charges, '\n([^\n]+)') do
   local quota, named = string.match(line, '^(%d+) (%x+)$')
   if quota then
     local i = #keys + 1
-    keys[i] = {hash = KEYS[i], line = line, settled = tonumber(ARGV[FIRST + i - 1]), limits = {}, names = {'born', 'expiry'}}
+    keys[i] =
+      {hash = KEYS[i], line = line, settled = tonumber(ARGV[FIRST + i - 1]), limits = {},
+      names = {'born', 'expiry'}}
     reply[#reply + 1] = tonumber(quota)
     reply[#reply + 1] = tonumber(string.sub(named, 1, 8), 16)
     reply[#reply + 1] = tonumber(string.sub(named, 9), 16)
   else
     local key = keys[#keys]
-    local tag, first, second, units, mark, life = string.match(line, CHARGE)
+    local tag, first, second, units, place, life = string.match(line, CHARGE)
     local algorithm, period = string.match(tag, '^([%l_]+):(%d*)')
-    local l = setmetatable({tag = tag, period = tonumber(period), first = tonumber(first), second = tonumber(second),
-      units = tonumber(units), mark = tonumber(mark), life = life, line = line, own = true}, algorithms[algorithm])
+    local l =
+      setmetatable({tag = tag, period = tonumber(period), first = tonumber(first), second = tonumber(second),
+      units = tonumber(units), place = tonumber(place), life = life, line = line, own = true},
+        algorithms[algorithm])
     l:read(first, second, windows[tag] or '', '')
     if period == '' then
       l.calendar = true
@@ -106,7 +110,7 @@ end
 local function refund(l, units)
   if (l.charged or l.used) > 0 then
     local amount, rest = amount_of(l, units)
-    l:refund_charge(record.at, l.mark, amount, rest, l)
+    l:refund_charge(record.at, l.place, amount, rest, l)
     l.changed = true
   end
 end
@@ -144,7 +148,7 @@ local function extend(key, lines)
       quota, l.hold = 1, record.hold
       l:take_own()
     end
-    lines[#lines + 1] = '\n' .. string.gsub(l.line, '%d+ (%d+)$', string.format('%.0f %%1', l.mark))
+    lines[#lines + 1] = '\n' .. string.gsub(l.line, '%d+ (%d+)$', string.format('%.0f %%1', l.place))
   end
   return true
 end
