@@ -125,7 +125,7 @@ mutant() {
 }
 
 mkdir -p include/common
-touch include/fmgr.h include/common/int.h
+touch include/fmgr.h include/miscadmin.h include/common/int.h
 export WHY3CONFIG=$T/why3.conf
 why3 config detect >/dev/null 2>&1
 cp -r "$ROOT/src" src
