@@ -4,6 +4,11 @@ algorithms.concurrent = setmetatable({algorithm = 'concurrent', held = true}, al
 algorithms.concurrent.__index = algorithms.concurrent
 -->
 
+-- For check.lua: what is to be made first.
+--< base(algorithm, algorithms) -> algorithm
+algorithm = algorithms.sliding_log and algorithm or 'sliding_log'
+-->
+
 --= state_of ends place owe limit of sliding_log
 
 -- For settle_simple.lua: a settlement always refunds the unit.

@@ -71,34 +71,6 @@ local function drop(field)
   gone[#gone + 1] = field
 end
 
--- Ends the deletion of fields: deletes a hash that has no state and no ban left, and
--- sets the expiry of another hash if it is not that of the field. A hash that also has a field for
--- each of many resets is left to its expiry.
-local function after_deletion()
-  local left, most = 0, 32
-  if call('HLEN', hash) <= most then
-    -- All of them. The user in Redis need not have +hkeys.
-    local fields = call('HRANDFIELD', hash, most)
-    for _, field in ipairs(fields) do
-      if field ~= 'expiry' and field ~= 'lease' and field ~= 'born' and
-        string.sub(field, 1, 6) ~= 'reset:' then
-        left = left + 1
-      end
-    end
-    if left == 0 then
-      if #fields > 0 then
-        call('HDEL', hash, unpack(fields))
-      end
-      return
-    end
-  end
-  local expiry, needed, set = call('HMGET', hash, 'expiry')[1], 0, {}
-  --@ expiry
-  if expires then
-    --@ keep_all
-  end
-end
-
 -- In a full Redis only the first write of a script fails. So that of a charge comes first, which
 -- needs memory, and what comes behind it must not fail (see expiry.lua). Refunds begin with HDEL of
 -- a field that no hash has: a full Redis runs them, and a replica, whose data are old, does not.
@@ -112,7 +84,35 @@ local function write()
     end
   elseif #gone > 0 then
     call('HDEL', hash, unpack(gone))
-    pcall(after_deletion)
+    pcall(function()
+      -- Ends the deletion of fields: deletes a hash that has no state and no ban left, and
+      -- sets the expiry of another hash if it is not that of the field. A hash that also has a field for
+      -- each of many resets is left to its expiry.
+      --< after_deletion()
+      local left, most = 0, 32
+      if call('HLEN', hash) <= most then
+        -- All of them. The user in Redis need not have +hkeys.
+        local fields = call('HRANDFIELD', hash, most)
+        for _, field in ipairs(fields) do
+          if field ~= 'expiry' and field ~= 'lease' and field ~= 'born' and
+            string.sub(field, 1, 6) ~= 'reset:' then
+            left = left + 1
+          end
+        end
+        if left == 0 then
+          if #fields > 0 then
+            call('HDEL', hash, unpack(fields))
+          end
+          return
+        end
+      end
+      local expiry, needed, set = call('HMGET', hash, 'expiry')[1], 0, {}
+      --@ expiry
+      if expires then
+        --@ keep_all
+      end
+      -->
+    end)
   end
 end
 

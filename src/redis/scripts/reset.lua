@@ -47,5 +47,8 @@ if born then
   end
   redis.call('HSET', hash, 'born', born .. ' r')
 end
-after_deletion()
+local function end_deletion()
+  --@ after_deletion
+end
+end_deletion()
 return found - ended
