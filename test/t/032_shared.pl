@@ -13,49 +13,64 @@ my $watcher = session($node);
 # Redis is down, and on_error = local
 #
 
-# The default settings.
-my ($connect_timeout, $command_timeout, $retry_interval) = (0.2, 0.1, 1);
+# The default settings but for the interval, which is shorter so that some pass.
+my ($connect_timeout, $command_timeout, $retry_interval) = (0.2, 0.1, 0.4);
 my @timeouts = (connect_timeout => $connect_timeout . 's', command_timeout => $command_timeout . 's');
 $watcher->set_for_new(on_error => 'local', @timeouts, retry_interval => $retry_interval . 's');
 $session->ask(q{
 	CREATE UNLOGGED TABLE made (allowed boolean, source text, ms float8, ended timestamptz);
-	CREATE FUNCTION act(key text, capacity int) RETURNS void LANGUAGE plpgsql AS $$
+	CREATE SEQUENCE calls;
+	-- Calls behind the gate wait until the test opens it.
+	CREATE FUNCTION act(key text, capacity int, gate int) RETURNS void LANGUAGE plpgsql AS $$
 	DECLARE
-		began timestamptz := clock_timestamp();
-		d rl_decision := rl_throttle(key, capacity, 1, 864000);
-		ended timestamptz := clock_timestamp();
+		began timestamptz;
+		d rl_decision;
+		ended timestamptz;
 	BEGIN
+		IF nextval('calls') > gate THEN
+			PERFORM pg_advisory_xact_lock_shared(42);
+		END IF;
+		began := clock_timestamp();
+		d := rl_throttle(key, capacity, 1, 864000);
+		ended := clock_timestamp();
 		INSERT INTO made VALUES (d.allowed, d.source, extract(epoch FROM ended - began) * 1000, ended);
 	END $$;
 });
 my $asker = session($node);
-my $capacity = 1000;
+# Redis must not use it up between the gate's opening and its stop, and the server by itself must.
+my $capacity = 1500;
+my $clients = 8;
 sub uses_redis { return $asker->ask("SELECT source FROM rl_throttle('asker', 1000000, 1000000, 1)") eq 'redis'; }
+sub connections { return $redis->cli('INFO', 'stats') =~ /^total_connections_received:(\d+)/m ? $1 : die 'no number of connections'; }
 
-# The times are true of the extension only if no other process has the processor, so
-# they must be right once in three tries.
-my %late;
-foreach my $case (map { my $how = $_; map { [ $how, $_ ] } 1 .. 3 } 'suspended', 'killed', 'suspended under load', 'killed under load')
+# While Redis stands still, its kernel counts who connects: that number depends on no other load of the
+# machine.  The times do, so their bounds are wide.
+foreach my $how ('suspended', 'killed', 'suspended under load', 'killed under load')
 {
-	my ($how, $try) = @$case;
 	my $load = $how =~ /load/;
-	my $calls = $load ? 6000 : 10_000;
+	my $suspended = $how =~ /suspended/;
+	my ($calls, $gate) = (4000, $load ? 100 : 4000);
 
-	next if $try > 1 && !$late{$how};
 	$watcher->set_for_new(@timeouts);
 	await("calls to use Redis before it is $how", \&uses_redis);
-	$session->ask('TRUNCATE made; SELECT rl_stat_reset()');
-	$redis->cli('CONFIG', 'RESETSTAT');
-	my $away = sub { $how =~ /suspended/ ? $redis->pause : $redis->stop };
-	$away->() unless $load;
+	$session->ask("TRUNCATE made; SELECT rl_stat_reset(), setval('calls', 1)");
+	my ($before, $answered) = (connections(), 0);
+	my $away = sub { $suspended ? $redis->pause : $redis->stop };
+	if ($load) { $watcher->ask('SELECT pg_advisory_lock(42)') }
+	else { $away->() }
 
 	# At this rate the calls last for some intervals.
 	my $began = time;
-	my $run = start_clients($node, "act $how $try", "SELECT act('$how $try', $capacity);", '-t', $calls / 8, '-R', 2500);
+	my $run = start_clients($node, "act $how", "SELECT act('$how', $capacity, $gate);", '-t', $calls / $clients, '-R', 2500);
 	if ($load)
 	{
-		await('answers of Redis', sub { return $watcher->ask(q{SELECT count(*) FROM made WHERE source = 'redis'}) >= 500 });
+		$watcher->await_waiting_clients($clients, 'Lock');
+		# The calls that Redis answers do not wait for it in vain.
+		$answered = $watcher->ask('SELECT sum(redis_time) FROM rl_stat');
+		$before = connections();
+		$watcher->ask('SELECT pg_advisory_unlock(42)');
 		$away->();
+		note "$how: the calls that Redis has answered took $answered s";
 	}
 	finish_clients($run);
 	my $duration = time - $began;
@@ -63,28 +78,33 @@ foreach my $case (map { my $how = $_; map { [ $how, $_ ] } 1 .. 3 } 'suspended',
 	my ($made, $longest, $long) = split /\|/, $session->ask(
 		"SELECT count(*), max(ms), coalesce(sum(ms) FILTER (WHERE ms > 900 * $command_timeout), 0) / 1000 FROM made");
 	my ($redis_time, $from_local, $errors) = split /\|/, $session->ask('SELECT sum(redis_time), sum(from_local), sum(errors) FROM rl_stat');
-	my $bound = (8 + $duration / $retry_interval) * ($connect_timeout + $command_timeout);
-	note sprintf '%s: %d calls in %.1f s, %s; waited %.2f s for Redis, at most %.2f s; calls longer than the timeout take %.2f s, the longest %.0f ms',
-	  $how, $made, $duration, join(', ', map { "$_ $count{$_}" } sort keys %count), $redis_time, $bound, $long, $longest;
+	my $left;
+	$watcher->with({ store => 'local' }, sub { $left = $watcher->ask('SELECT coalesce(breaker_left, 0) FROM rl_status()') });
+	$redis_time -= $answered;
+	my $attempts = $clients + 4 + $duration / $retry_interval;
+	my $bound = 4 * $attempts * ($connect_timeout + $command_timeout);
+
 	is($made, $calls, "$how: all calls were answered");
 	is($errors, 0, "$how: no call raised an error");
-	cmp_ok($duration, '>', 3 * $retry_interval, "$how: the calls last for some intervals") if !$load;
-	cmp_ok($redis_time, '>=', $command_timeout, "$how: some call waited for Redis") if $how =~ /suspended/;
+	cmp_ok($duration, '>', 3 * $retry_interval, "$how: the calls last for some intervals");
+	cmp_ok($redis_time, '>=', $command_timeout, "$how: some call waited for Redis") if $suspended;
+	cmp_ok($redis_time, '<', $bound, "$how: the calls waited for $redis_time s");
+	cmp_ok($long, '<', $bound, "$how: the long calls took $long s, the longest $longest ms");
 	is($count{localtrue}, $capacity, "$how: this server by itself allowed exactly the capacity");
-	is($from_local, $count{localtrue} + $count{localfalse}, "$how: the statistics count the local decisions");
+	is($from_local, $count{localtrue} + ($count{localfalse} || 0), "$how: the statistics count the local decisions");
 	cmp_ok($count{redistrue} || 0, '<=', $capacity, "$how: Redis allowed at most the capacity") if $load;
+	cmp_ok($left, '<=', $retry_interval, "$how: a backend tries again within the interval");
 
 	# Redis is up again.
-	if ($how =~ /suspended/) { $redis->resume; $redis->cli('PING') }
+	if ($suspended)
+	{
+		$redis->resume;
+		my $connected = connections() - $before - 1;
+		cmp_ok($connected, '>', 0, "$how: some call has tried");
+		cmp_ok($connected, '<=', $attempts, "$how: $connected connections in $duration s");
+	}
 	else { $redis->start }
-	$began = time;
 	await('calls to use Redis again', \&uses_redis);
-	my $back = time - $began;
-	note sprintf '%s: used again after %.2f s', $how, $back;
-	$late{$how} = join ', ', $redis_time < $bound ? () : "waited $redis_time s",
-	  $load && $how =~ /suspended/ || $long < $bound ? () : "long calls took $long s",
-	  $back < 2 * $retry_interval ? () : "not used again for $back s";
-	is($late{$how}, '', "$how: the time of waiting is within the bound, and Redis is used again within two intervals") if !$late{$how} || $try == 3;
 	$watcher->set_for_new(connect_timeout => '10s', command_timeout => '10s');
 	$run = start_clients($node, 'all', q{SELECT 1 / (source = 'redis')::int FROM rl_throttle('all', 1000000, 1000000, 1)}, '-t', 10);
 	finish_clients($run);
@@ -307,10 +327,10 @@ my $count = sub {
 };
 my %outcome;
 
-# On a busy machine, a few seconds are too short for each outcome.
-foreach my $round (1 .. 20)
+# On a busy machine, a second is too short for each outcome.
+foreach my $round (1 .. 60)
 {
-	my $run = start_clients($node, 'observe', 'SELECT observe();', '-T', 3);
+	my $run = start_clients($node, 'observe', 'SELECT observe();', '-T', 1);
 
 	while (still_runs($run->{handle}))
 	{
