@@ -149,6 +149,8 @@ rl_target_parse(const char *url, RlTarget *target, RlError *error)
 
 	address.port = target->deployment == RL_SENTINELS ? 26379 : 6379;
 	end = url + strcspn(url, "/");
+	if (memchr(url, '?', end - url) != NULL)
+		return wrong_url(error, "Only a socket has the option ?db=; after a host, write the database as /1.");
 	for (int i = 0;; i++)
 	{
 		const char *comma = memchr(url, ',', end - url);

@@ -42,7 +42,7 @@ SELECT left(u, 30) AS url, f.* FROM (VALUES
 	(1, ''), (2, 'localhost'), (3, 'http://localhost'), (4, 'redis://'), (5, 'redis://:6379'), (6, 'redis://h:0'), (7, 'redis://h:65536'),
 	(8, 'redis://h:'), (9, 'redis://h:12x'), (10, 'redis://h/x'), (11, 'redis://h/0/1'), (12, 'redis://h/-1'), (13, 'redis://:secret@h'),
 	(14, 'redis://user:secret@h'), (15, 'redis://user:se@cret@h'), (16, 'redis://@h'), (17, 'redis://[::1'), (18, 'redis://[::1]x'),
-	(19, 'redis://h?db=1'), (20, 'unix://'), (21, 'unix://relative'), (22, 'unix:///s?db='), (23, 'unix:///s?x=1'), (24, 'unix:///s?db=1?db=2'),
+	(19, 'redis://h?db=1'), (45, 'redis://h:1?db=3'), (20, 'unix://'), (21, 'unix://relative'), (22, 'unix:///s?db='), (23, 'unix:///s?x=1'), (24, 'unix:///s?db=1?db=2'),
 	(25, 'unix:///' || repeat('x', 120)), (26, 'unix://user:secret@/s'), (27, 'redis://user@h'), (29, 'redis://' || repeat('h', 300)),
 	(30, 'REDIS://h'), (31, 'redis://a b'), (32, 'redis://h,'), (33, 'redis://h,,i'), (34, 'redis://h:1,i:x'), (35, 'redis://h,u@i'),
 	(36, 'redis://h' || repeat(',h', 16)), (37, 'unix+sentinel://h/s'), (38, 'redis+sentinel://h'), (39, 'redis+sentinel://h/'),
