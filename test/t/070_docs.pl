@@ -31,9 +31,8 @@ sub prepare
 {
 	my ($store) = @_;
 
-	$node->safe_psql('postgres', slurp_file("$root/test/reset.sql"));
-	$node->safe_psql('postgres', 'CREATE DATABASE shop');
-	$node->safe_psql('postgres', "LOAD 'ratelimit'; ALTER SYSTEM SET ratelimit.store = $store") if $store;
+	$node->safe_psql('postgres', slurp_file("$root/test/reset.sql") . 'CREATE DATABASE shop;'
+		. ($store ? "LOAD 'ratelimit'; ALTER SYSTEM SET ratelimit.store = $store;" : ''));
 	start_node($node, 'restart');
 	$redis->cli('FLUSHALL');
 	return;
@@ -111,8 +110,17 @@ my $reference = slurp_file("$root/docs/reference.md");
 my %section = $reference =~ /^### ([^\n]*)\n(.*?)(?=^##|\z)/gms;
 my $code = join '', map { slurp_file($_) } split /\n/, qx(find "$root/src" -name '*.[ch]');
 
-# Returns a query's rows.
-sub rows { my ($sql) = @_; return [ split /\n/, $node->safe_psql('postgres', $sql) ]; }
+# Returns a query's rows.  One session runs all queries, because starting a psql takes longer.
+my $session;
+sub rows
+{
+	my ($sql) = @_;
+
+	$session //= session($node);
+	my $output = $session->ask($sql);
+	die $session->error if $session->error;
+	return [ split /\n/, $output ];
+}
 
 # Returns the first cells of the tables with this header.
 sub cells
@@ -170,10 +178,10 @@ foreach my $setting (sort grep { /^ratelimit\./ } keys %section)
 
 	my $fixed = $setting =~ /local_max_keys|local_persistence/;
 	my $value = "'" . ($default // '') . "'";
-	my (undef, $same) = $node->psql('postgres', "LOAD 'ratelimit'; " . ($fixed ? '' : "SET $setting = $value; ")
-		. 'SELECT boot_val = ' . ($fixed ? $value : 'setting') . " FROM pg_settings WHERE name = '$setting'");
+	my $same = rows("BEGIN; " . ($fixed ? '' : "SET LOCAL $setting = $value; ")
+		. 'SELECT boot_val = ' . ($fixed ? $value : 'setting') . " FROM pg_settings WHERE name = '$setting'; ROLLBACK");
 
-	is($same, 't', "reference.md: the default of $setting");
+	is("@$same", 't', "reference.md: the default of $setting");
 }
 
 my %sqlstate = reverse slurp_file($node->config_data('--sharedir') . '/errcodes.txt') =~ /^(\w{5})\s+\w\s+(ERRCODE_\w+)/gm;
@@ -201,13 +209,15 @@ foreach my $name (sort keys %page)
 
 my @pictures = map { basename($_, '.svg') } glob "$root/docs/*.svg";
 isnt(scalar @pictures, 0, 'docs/ has pictures');
-foreach my $name (@pictures)
+# One psql draws them all, because most of the work is to make what they show.
+my ($drawn, $errors) = ('', '');
+IPC::Run::run([ $node->installed_command('psql'), '-XqAt', '-v', 'ON_ERROR_STOP=1', '-d', $node->connstr('postgres'),
+		'-v', 'redis=' . $redis->url(tcp => 1, db => 0), '-v', 'none=redis://127.0.0.1:1', '-f', "$root/script/plots.sql",
+		map { ('-c', "SELECT pg_temp.picture('$_')", '-c', '\echo ===') } @pictures ], '>', \$drawn, '2>', \$errors);
+my @drawn = split /^===\n/m, $drawn;
+foreach my $i (0 .. $#pictures)
 {
-	my ($drawn, $errors) = ('', '');
-
-	IPC::Run::run([ $node->installed_command('psql'), '-XqAt', '-v', 'ON_ERROR_STOP=1', '-d', $node->connstr('postgres'),
-			'-v', 'redis=' . $redis->url(tcp => 1, db => 0), '-v', 'none=redis://127.0.0.1:1', '-f', "$root/script/plots.sql", '-c', "SELECT pg_temp.picture('$name')" ], '>', \$drawn, '2>', \$errors);
-	ok($drawn eq slurp_file("$root/docs/$name.svg"), "docs/$name.svg is the picture of script/plots") or diag $errors;
+	ok(($drawn[$i] // '') eq slurp_file("$root/docs/$pictures[$i].svg"), "docs/$pictures[$i].svg is the picture of script/plots") or diag $errors;
 }
 
 done_testing();

@@ -38,9 +38,10 @@ sub new
 {
 	my ($class, $file) = @_;
 	my (@blocks, @headings, @starts, $block, $prose, $gap);
+	my @lines = split /\n/, slurp($file);
 	my $n = 0;
 
-	foreach my $line (split /\n/, slurp($file))
+	foreach my $line (@lines)
 	{
 		$n++;
 		if ($block)
@@ -67,7 +68,7 @@ sub new
 		}
 	}
 	die "$file: a block does not end\n" if $block;
-	return bless { file => $file, blocks => \@blocks, headings => \@headings, starts => \@starts, prose => $prose }, $class;
+	return bless { file => $file, lines => \@lines, blocks => \@blocks, headings => \@headings, starts => \@starts, prose => $prose }, $class;
 }
 
 # Returns the blocks that run.
@@ -129,7 +130,7 @@ sub section
 	my ($self, $anchor) = @_;
 	my @anchors = $self->anchors;
 	my ($first) = grep { $anchors[$_] eq $anchor } 0 .. $#anchors;
-	my @lines = split /\n/, slurp($self->{file});
+	my @lines = @{ $self->{lines} };
 
 	return if !defined $first;
 	my ($level, $line) = @{ $self->{starts}[$first] };
@@ -142,7 +143,7 @@ sub section
 sub with_outputs
 {
 	my ($self, @outputs) = @_;
-	my @lines = split /\n/, slurp($self->{file});
+	my @lines = @{ $self->{lines} };
 
 	foreach my $block (reverse $self->commands)
 	{
