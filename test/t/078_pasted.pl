@@ -12,7 +12,7 @@ my $node = shared_node($redis);
 
 # What needs a superuser, or is a grant, and what the page's role for tests does.
 my $administration = qr/^(?:CREATE (?:EXTENSION|ROLE|SCHEMA IF NOT EXISTS ratelimit)|ALTER (?:ROLE|DATABASE|EXTENSION)|GRANT|SET ROLE)\b/;
-my $of_tester = qr/^SELECT ratelimit\.rl_reset/;
+my $of_tester = qr/^(?:SELECT ratelimit\.rl_reset|SET ratelimit\.key_prefix)/;
 
 $node->safe_psql('postgres', 'CREATE ROLE shop_owner LOGIN; CREATE DATABASE shop OWNER shop_owner');
 

@@ -27,13 +27,15 @@ sub function
 	return $text // '';
 }
 
-# Returns what psql prints, errors included.
+# Returns what psql prints, errors included.  One psql for a database, because starting it takes longer.
+my %session;
 sub printed
 {
 	my ($database, $sql) = @_;
-	my (undef, $stdout, $stderr) = $node->psql($database, $sql, on_error_stop => 0);
+	my $session = $session{$database} //= session($node, $database);
+	my $stdout = $session->ask("RESET ROLE; RESET SESSION AUTHORIZATION; RESET ALL; $sql");
 
-	return join "\n", grep { $_ ne '' } $stdout, $stderr;
+	return join "\n", grep { $_ ne '' } $stdout, $session->error =~ s/^(?:.*: )?ERROR: +\w{5}: /ERROR:  /mgr;
 }
 
 $node->safe_psql('postgres', "CREATE DATABASE $_") foreach qw(pages restored);
@@ -101,6 +103,42 @@ $node->psql('restored', undef, on_error_stop => 0, extra_params => [ '-f', $dump
 is(printed('restored', 'SELECT tgname FROM pg_trigger WHERE NOT tgisinternal'), 'of_page', 'the condition of the page survives it, and one without the cast does not');
 
 #
+# docs/operations.md: a second PostgreSQL, called by dblink
+#
+
+SKIP:
+{
+	skip 'dblink is not installed', 9 if !$node->safe_psql('postgres', q{SELECT count(*) FROM pg_available_extensions WHERE name = 'dblink'});
+	my ($grant) = map { $_->{text} } grep { $_->{text} =~ /^CREATE ROLE limiter/ } DocPage->new("$root/docs/operations.md")->commands;
+	my ($block) = map { $_->{text} } grep { $_->{text} =~ /dblink_connect/ } @{ DocPage->new("$root/docs/operations.md")->{blocks} };
+	my $port = $node->port;
+	my $hba = slurp_file($node->data_dir . '/pg_hba.conf');
+
+	# Only a connection with a password is allowed to a role that is no superuser.
+	unlink $node->data_dir . '/pg_hba.conf';
+	append_to_file($node->data_dir . '/pg_hba.conf', "host all limiter 127.0.0.1/32 scram-sha-256\n$hba");
+	$node->append_conf('postgresql.conf', "listen_addresses = '127.0.0.1'");
+	%session = ();
+	start_node($node, 'restart');
+	$node->safe_psql('postgres', "CREATE DATABASE $_") foreach qw(shop managed);
+	$node->safe_psql('shop', "CREATE EXTENSION ratelimit; $grant");
+	$node->safe_psql('managed', 'CREATE ROLE shop_owner; CREATE ROLE writer LOGIN; GRANT CREATE ON SCHEMA public TO shop_owner; SET ROLE shop_owner;
+		CREATE TABLE orders (customer bigint); GRANT INSERT ON orders TO writer; RESET ROLE; ' . $block =~ s/host 'limits'/host '127.0.0.1', port '$port'/r);
+
+	my $session = session($node, 'managed', 'writer');
+	my $order = sub { $session->ask("INSERT INTO orders VALUES ($_[0])"); return $session->error =~ /ERROR: +(\w{5}):/ ? $1 : 'written'; };
+	is($order->(42), 'written', "dblink: order $_ is allowed") foreach 1 .. 5;
+	is($order->(42), 'PT429', 'dblink: the sixth is refused');
+	my $limiter = q{FROM pg_stat_activity WHERE usename = 'limiter'};
+	is($node->safe_psql('postgres', "SELECT count(*) $limiter"), 1, 'dblink: a session keeps its connection');
+	$node->safe_psql('postgres', "SELECT pg_terminate_backend(pid) $limiter");
+	await('the end of the connection', sub { $node->safe_psql('postgres', "SELECT count(*) $limiter") == 0 });
+	like($order->(43), qr/^(08006|57P01)$/, 'dblink: a write fails when the connection is lost');
+	is($order->(43), 'written', 'dblink: the next one connects again');
+	$session->quit;
+}
+
+#
 # docs/postgrest.md
 #
 
@@ -121,6 +159,19 @@ foreach my $headers (sort keys %key)
 {
 	is(printed('api', "SET request.headers = '$headers'; SELECT client_network()"), $key{$headers}, "client_network: $headers");
 }
+
+# Behind two proxies: the pattern that the page names, in place of the one in the function.
+my ($two, $one) = slurp_file("$root/docs/postgrest.md") =~ /write `('[^`]+')` in place of `('[^`]+')`/;
+isnt(index($network, $one // 'none'), -1, 'client_network has the pattern that the page replaces');
+$node->safe_psql('api', $network =~ s/CREATE FUNCTION client_network/CREATE FUNCTION behind_two/r =~ s/\Q$one\E/$two/r);
+my %first = ('203.0.113.9, 198.51.100.2, 10.0.0.1' => '198.51.100.2', '198.51.100.2:51234, 10.0.0.1' => '198.51.100.2', '[2001:db8::5]:443,10.0.0.1' => '2001:db8::/64',
+	'10.0.0.1' => '0.0.0.0');
+foreach my $addresses (sort keys %first)
+{
+	is(printed('api', qq{SET request.headers = '{"x-forwarded-for": "$addresses"}'; SELECT behind_two()}), $first{$addresses}, "behind two proxies: $addresses");
+}
+my ($forwarded) = slurp_file("$root/docs/postgrest.md") =~ /`(CREATE FUNCTION forwarded\(\)[^`]*)`/;
+is(printed('api', qq{$forwarded; SET request.headers = '{"x-forwarded-for": "203.0.113.9, 10.0.0.1"}'; SELECT forwarded()}), '203.0.113.9, 10.0.0.1', 'forwarded shows what arrives');
 
 # Plays a request that calls the gate, and returns the error.
 sub gate
@@ -169,7 +220,7 @@ sub javascript
 
 SKIP:
 {
-	skip 'node is not installed', 5 if !grep { -x "$_/node" } split /:/, $ENV{PATH};
+	skip 'node is not installed', 8 if !grep { -x "$_/node" } split /:/, $ENV{PATH};
 
 	# node runs a timer of more than 2^31 - 1 ms at once.
 	cmp_ok(javascript('docs/queues.md', qr/async function pace/, 'const sleep = async (ms) => { console.log(ms); process.exit() };',
@@ -184,10 +235,24 @@ SKIP:
 			}), async () => ({ rows: [{ held: $held }] })).then(console.log, (error) => console.log(error.message))}),
 			$held eq 'true' ? "done\n" : "aborted\nthe job is no longer held\n", "during: the job is held: $held");
 	}
+	# A job is put off while Redis fails, and another error is passed on.
+	foreach my $code (qw(PT504 22023))
+	{
+		my $printed = javascript('docs/queues.md', qr/async function reserved/, '', qq{
+			const query = async (text) => {
+				if (/rl_reserve/.test(text)) throw Object.assign(new Error('$code'), { code: '$code' });
+				return text;
+			};
+			reserved(query, 'ann', 1, 1, () => console.log('run'), 'put off').then(console.log, (error) => console.log(error.message))});
+		is($printed, $code eq 'PT504' ? "put off\n" : "22023\n", "reserved: after $code");
+	}
 	my $response = 'const response = { writeHead(status, fields) { console.log(status, fields["Retry-After"]); return { end() {} } } };';
 	is(javascript('docs/frameworks.md', qr/tooMany/, $response,
 		'tooMany({ code: "PT429", hint: "Retry after 1.998 seconds." }, {}, response, () => console.log("next"))'), "429 2\n",
 		'tooMany: an error of a driver itself is answered');
+	is(javascript('docs/frameworks.md', qr/tooMany/, $response,
+		'tooMany(Object.assign(new Error(""), { cause: { kind: "postgres", code: "PT429", hint: "Retry after 1.998 seconds." } }), {}, response)'), "429 2\n",
+		"tooMany: the error of Prisma's adapter by itself is answered");
 	is(javascript('docs/frameworks.md', qr/tooMany/, $response, 'tooMany(new Error("other"), {}, response, () => console.log("next"))'),
 		"next\n", 'tooMany: another error is passed on');
 }
