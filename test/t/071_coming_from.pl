@@ -88,7 +88,7 @@ sub same
 		my @steps = history(%how);
 		my $key = new_key();
 		my $limiter = $model->();
-		my @got = answers($command =~ s/KEY/'$key'/r, @steps);
+		my @got = answers_of($command, $key, @steps);
 
 		foreach my $i (0 .. $#steps)
 		{
@@ -103,6 +103,33 @@ sub same
 	is($wrong, 0, $what) or diag "repeat with RATELIMIT_SEED=$seed";
 	cmp_ok($seen{$_} // 0, '>', 50, "$what: answers $_") foreach 0, 1;
 	return;
+}
+
+# Returns the answers of a command with KEY in place of the key to the steps of a history.
+# A function for each command has its plan.
+my %function;
+sub answers_of
+{
+	my ($command, $key, @steps) = @_;
+
+	if (!$function{$command})
+	{
+		my $query = $command =~ s/KEY/key/r =~ s/\$1/quotas[i]/r;
+
+		$function{$command} = 'replay_' . keys %function;
+		$session->ask(qq{CREATE FUNCTION $function{$command}(key text, at bigint[], quotas bigint[]) RETURNS SETOF text LANGUAGE plpgsql AS \$f\$
+			BEGIN
+				FOR i IN 1 .. array_length(at, 1) LOOP
+					PERFORM set_config('ratelimit.debug_now', (1800000000000000 + at[i] * 1000)::text, true);
+					RETURN NEXT ($query);
+				END LOOP;
+			END \$f\$});
+		die $session->error if $session->error;
+	}
+	my @answers = split /\n/, $session->ask(sprintf q{SELECT %s('%s', '{%s}', '{%s}')}, $function{$command}, $key,
+		join(',', map { $_->[0] } @steps), join(',', map { $_->[1] } @steps)), -1;
+	die $session->error if $session->error;
+	return @answers;
 }
 
 sub check { my ($limits) = @_; return "SELECT (d.allowed)::int FROM rl_check(KEY, '$limits', \$1) d"; }
