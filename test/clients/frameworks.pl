@@ -232,6 +232,18 @@ foreach my $driver ((map { ("$_ in Express", "$_ in Fastify") } qw(node-postgres
 	like($answers{$driver} // 'none', qr/^(20[01], ){5}429 (6\d\d|7[01]\d|720), 20[01], 429 3[56]\d\d, 500, 500$/, "$driver: 429, and 500 while Redis is away");
 }
 
+# README's application, and its loop.
+{
+	my $readme = DocPage->new("$docs/../README.md");
+	my $port = RedisServer::free_port();
+	my ($loop) = map { $_->{text} =~ s/3000/$port/r } grep { $_->{text} =~ /curl/ } @{ $readme->{blocks} };
+
+	$node->safe_psql('shop', 'CREATE ROLE shop_app LOGIN; GRANT SELECT, INSERT ON orders TO shop_app');
+	example('node/app.js', $readme, qr/express/);
+	is(output({ PORT => $port }, 'sh', '-c', "node node/app.js & until curl -s localhost:$port >/dev/null; do sleep 0.1; done\n$loop\nkill \$!"),
+		'201 201 201 201 201 429 ', "README's application answers the sixth order with 429");
+}
+
 #
 # Schemas and tests
 #
