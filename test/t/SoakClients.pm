@@ -102,9 +102,14 @@ sub plan_of
 	$changed->{changed} = 'reset';
 	push @keys, $changed, key_of(reserve => $held[1]);
 	$keys[-1]{rate} = 10;
+	# A user, whose organisation is always charged too.
+	my ($org, $user) = map { $reserves->($_) } (shuffle @long[ 0, 2 .. 5 ])[ 0, 1 ];
+	$user->{org} = $org;
+	push @keys, $org, $user;
 	push @keys, map { { kind => 'lease', %$_ } } @leased;
 	my @all = map { $_->{kind} =~ /plain|abort/ && !$_->{changed} ? ($_, { %$_, second => 1 }) : $_ } @keys;
 	foreach my $n (0 .. $#all) { @{ $all[$n] }{qw(number name)} = ($n, "r${round}k$n") }
+	$user->{name} = "{$org->{name}}user";
 	foreach my $n (grep { $all[$_]{second} } 0 .. $#all)
 	{
 		my %second = %{ $all[$n] };
@@ -320,6 +325,27 @@ sub hold
 	return;
 }
 
+# Reserves, settles or extends on two keys by an id, which always has these quotas and costs.
+sub use_id_of_all
+{
+	my ($self, $what, $keys, $id, $quotas, $costs) = @_;
+	my $names = 'ARRAY[' . join(',', map { "'$_->{name}'" } @$keys) . ']';
+	my $answer = $self->call('SELECT ' . ($what eq 'reserve' ? "allowed, source FROM rl_reserve_all($names, ARRAY[" . join(',', map { "'$_->{text}'" } @$keys)
+			  . "]::rl_limits[], '{" . join(',', @$quotas) . "}', '$id')"
+			: $what eq 'settle' ? "rl_settle_all($names, '$id', '{" . join(',', @$costs) . "}')" : "rl_extend_all($names, '$id')"));
+
+	return if $self->{error} =~ /^PT504 (?:not retrying|could not connect)/;
+	my @answers = !defined $answer ? ('-') x @$keys : $what eq 'reserve' ? split /\n/, $answer : ($answer) x @$keys;
+	my $refused = grep { /^f/ } @answers;
+	foreach my $i (0 .. $#$keys)
+	{
+		# A key that another one refuses is not charged.
+		$self->write_line($what, $keys->[$i]{number}, @$self{qw(began ended)}, $quotas->[$i], $id, $costs->[$i], $answers[$i])
+		  unless $what eq 'reserve' && $refused && $answers[$i] =~ /^t/;
+	}
+	return;
+}
+
 # Reserves, settles or extends by an id, which always has this quota and this cost.
 sub use_id
 {
@@ -338,7 +364,11 @@ sub reserve
 	my ($self, $key) = @_;
 	my $n = max(0, int((time - $self->{start}) * $key->{rate}) - below(6));
 
-	return $self->use_id(pick(qw(reserve reserve settle extend)), $key, "i$n", 1 + $n * 7 % 5, $n * 13 % 7);
+	my $what = pick(qw(reserve reserve settle extend));
+	my ($quota, $cost) = (1 + $n * 7 % 5, $n * 13 % 7);
+
+	return $self->use_id_of_all($what, [ $key->{org}, $key ], "all$n", [ $quota + 1, $quota ], [ $cost + 2, $cost ]) if $key->{org};
+	return $self->use_id($what, $key, "i$n", $quota, $cost);
 }
 
 # Refunds, resets or bans the key.  A command that fails may be in Redis's socket for a while.
@@ -377,7 +407,9 @@ sub act
 	$self->{error} = '';
 	$self->{began} = LeaseClients::before(time);
 	my $units = $self->SUPER::act($key, @args);
-	$self->write_line('maybe', $key->{number}, $self->{began}, LeaseClients::after(time), 1_000_000, '-') if $self->{error} || $self->{dead};
+	return $units unless $self->{error} || $self->{dead};
+	$self->write_line('maybe', $key->{number}, $self->{began}, LeaseClients::after(time), 1_000_000, '-');
+	$self->{healthy} = 0;
 	return $units;
 }
 
