@@ -22,6 +22,8 @@ my @nodes = with_copies(new_node($redis, "ratelimit.redis_url = '" . $proxy->url
 my $load = start_reserve_clients(PostgreSQL::Test::Utils::tempdir, $seed, 8, 16, @nodes);
 my %did = map { ($_ => 0) } qw(TERM INT KILL), 'Redis killed', 'server killed', 'requests lost', 'replies lost';
 my @problems;
+# What a program has ended before, or found no backend for: the next one gets it.
+my @rest;
 
 sub disturb
 {
@@ -31,21 +33,27 @@ sub disturb
 	elsif ($how eq 'server killed') { kill_server(pick(@nodes)) }
 	elsif ($how eq 'requests lost') { $proxy->tell('reset') }
 	elsif ($how eq 'replies lost') { $did{$how} = $proxy->tell('lose'); return }
-	else { my ($pid) = backends(1, $load->{clients}, @nodes) or return; kill $how, $pid or return }
+	else
+	{
+		my ($pid) = backends(1, $load->{clients}, @nodes);
+
+		if (!$pid || !kill $how, $pid) { push @rest, $how; return }
+	}
 	$did{$how}++;
 	return;
 }
 
-foreach my $program (1 .. $programs)
+for (my $program = 1; $program <= $programs || @rest && $program <= 5 * $programs; $program++)
 {
 	begin_program($load, $program);
-	my @disturb = shuffle((map { pick(('replies lost') x 4, 'requests lost', 'TERM', 'INT') } 1 .. 10),
-		$program % 3 ? () : 'Redis killed', $program % 12 == 1 ? 'KILL' : (), $program % 12 == 7 ? 'server killed' : ());
+	my @disturb = (splice(@rest), shuffle((map { pick(('replies lost') x 4, 'requests lost', 'TERM', 'INT') } 1 .. 10),
+		$program % 3 ? () : 'Redis killed', $program % 12 == 1 ? 'KILL' : (), $program % 12 == 7 ? 'server killed' : ()));
 
 	while (runs_program($load, 0.005 + rand 0.01))
 	{
 		disturb(shift @disturb) if @disturb;
 	}
+	push @rest, grep { /KILL|killed/ } @disturb;
 	# What clients have sent before they were killed has reached Redis, and has run.
 	$did{'replies lost'} = $proxy->tell('accept') foreach 1, 2;
 	$redis->cli('PING') foreach 1, 2;

@@ -68,12 +68,14 @@ local function refund_key()
         words[n], words[n + 1], words.changed = '-', '0', true
       end
     end
+    if time == '-2' then
+      check_windows()
+    end
     --@ life_of
     -- An entry of a log is found by its time, in any life.
     if amount and (state.charged or state.used) > 0 and
       (of_life == '0' or l.by_time or of_life == lease or of_life == life) then
       if time == '-2' then
-        check_windows()
         state:refund(tonumber(amount), tonumber(rest))
       else
         state:refund_charge(tonumber(time), tonumber(place), tonumber(amount), tonumber(rest), l)
