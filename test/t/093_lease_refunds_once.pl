@@ -132,7 +132,8 @@ foreach my $repair (q{rl_ban('%s', 60)}, q{rl_unban('%s')}, q{rl_reset('%s')}, q
 	# Grants 16 units to a call for a lease, and does not answer repairs.
 	my $liar = LyingServer->new(sub {
 		return ":0\r\n" if @_ == 1 || @_ == 10;
-		return @_ > 20 ? join("\r\n:", '*7', 0, 0, START, 0, 16, 50_000, START) . "\r\n" : ();
+		# The time of rl_refund's units.
+		return @_ > 20 && !(grep { $_ eq '-2' } @_) ? join("\r\n:", '*7', 0, 0, START, 0, 16, 50_000, START) . "\r\n" : ();
 	});
 
 	$_->ask("SET ratelimit.redis_url = '" . $liar->url . "'; SET ratelimit.command_timeout = '10min'") foreach $session, $other;
