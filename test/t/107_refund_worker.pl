@@ -121,9 +121,21 @@ sub leave_refunds
 		$sessions[$i]->ask("SET ratelimit.redis_url = '" . $redis->url . "'; SET ratelimit.tls_key_file = '/nowhere$i'; BEGIN; " . take("$key:$i"));
 	}
 	$redis->cli('REPLICAOF', '127.0.0.1', 1);
+	# All six are asked for before one of them can count the others.
+	new_log($node);
+	$node->append_conf('postgresql.conf', 'log_min_messages = debug1');
+	$node->reload;
+	my $log = '';
+	await('the setting', sub { return ($log .= new_log($node)) =~ /"log_min_messages" changed/ });
+	kill 'STOP', $node->{_pid};
 	$_->ask('COMMIT') foreach @sessions;
-	# One that has made place may not have ended yet.
-	await('four workers at most', sub { return workers() <= 4 });
+	kill 'CONT', $node->{_pid};
+	await('six workers', sub { return count_of(qr/starting background worker process "ratelimit refunds"/, $log .= new_log($node)) >= 6 });
+	await('two of them to end', sub {
+		return 4 >= grep { parent_of($_) == $node->{_pid} && (eval { slurp_file("/proc/$_/cmdline") } // '') =~ /ratelimit refunds/ } map { m{(\d+)$} } glob '/proc/[0-9]*';
+	});
+	$node->append_conf('postgresql.conf', 'log_min_messages = warning');
+	$node->reload;
 	$redis->cli('REPLICAOF', 'NO', 'ONE');
 	await('the units of six targets', sub { return !grep { held("$key:$_") } 0 .. 5 });
 	pass('the refunds of six targets arrive');
