@@ -152,7 +152,13 @@ foreach my $case ([ 'COMMIT', 20_000 ], [ 'ROLLBACK', 5000 ], [ 'COMMIT', 500 ])
 
 	$session->ask("BEGIN; SAVEPOINT s; SELECT count(*) FROM rl_check_many(keys('$name', 5000), '$limits'); ROLLBACK TO s;
 		SELECT count(*) FROM rl_check_many(keys('$name', 5000), '$limits'); ROLLBACK");
-	settled($watcher);
+	# On a busy machine, the list of overdue refunds is full, and the session sends the others ahead of its next calls.
+	foreach my $try (1 .. 100)
+	{
+		settled($watcher);
+		last if $watcher->ask("SELECT charged('$name', 5000, '$limits')") == 0;
+		$session->ask(q{SELECT rl_peek('another', '1/1d', 0)});
+	}
 	is($watcher->ask("SELECT charged('$name', 5000, '$limits')"), 0, 'twice 40,000 charges are refunded');
 	my $log = new_log($node);
 	unlike($log, qr/too many/, 'there was room for all of them');
