@@ -233,7 +233,7 @@ is($session->ask(q{SELECT count(*) FROM pg_sleep(0), rl_inspect('held') WHERE us
 		SELECT (NOT rl_settle_all(ARRAY['rate', '{rate}' || :user], ':id', '{3}'))::int AS failed \gset
 		SELECT 1 / :allowed, 1 / (1 - :failed);
 	};
-	my $run = start_clients($node, 'sixty actions a second', $script, '-R', 60, '-T', $ENV{RATELIMIT_SECONDS} || 1);
+	my $run = start_clients($node, 'sixty actions a second', $script, '-R', 60, '-t', int(60 / 8 * ($ENV{RATELIMIT_SECONDS} || 1)) + 1);
 
 	finish_clients($run);
 	my ($done) = $run->{out} =~ /transactions actually processed: (\d+)/ or diag $run->{out};

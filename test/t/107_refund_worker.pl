@@ -7,7 +7,8 @@ use File::Copy qw(copy);
 chomp(my $installed = qx(pg_config --pkglibdir));
 my $folder = PostgreSQL::Test::Utils::tempdir;
 my $library = "$folder/ratelimit.so";
-symlink "$installed/ratelimit.so", $library or die "$library: $!";
+# PostgreSQL 18 looks there for the other libraries too.
+symlink "$installed/$_.so", "$folder/$_.so" or die "$folder/$_.so: $!" foreach qw(ratelimit plpgsql);
 # What a process has written survives its kill, also without fsync.
 my $redis = RedisServer->new(args => [ '--appendonly', 'yes', '--appendfsync', 'no' ])->start;
 # The worker loads the library by this path; a session keeps the functions that it has called.
@@ -86,7 +87,8 @@ sub leave_refunds
 	await('the refunds', sub { $others[0]->ask(q{SELECT rl_check('another', '5/1s')}); return held($keys[0]) + held($keys[1]) == 0 });
 	pass('calls send the refunds');
 	is(count_of(qr/could not access file/, new_log($node)), 1, 'a worker is started once in a minute');
-	symlink "$installed/ratelimit.so", $library or die "$library: $!";
+	# PostgreSQL 18 looks there for the other libraries too.
+symlink "$installed/$_.so", "$folder/$_.so" or die "$folder/$_.so: $!" foreach qw(ratelimit plpgsql);
 	$_->quit foreach $session, @others;
 }
 
