@@ -178,6 +178,7 @@ foreach my $case ([ 'COMMIT', 20_000 ], [ 'ROLLBACK', 5000 ], [ 'COMMIT', 500 ])
 	$session->ends("SELECT rl_check('${name}1', '$limit')", 'a cancel while refunds are sent ahead of an action', '57014');
 	$redis->resume;
 	$session->ask('ROLLBACK TO s; COMMIT');
+	settled($watcher);
 	my $lost = lost();
 	cmp_ok($lost, '>', 0, "refunds that were sent are lost for the log: $lost");
 	# A call has at most 100 keys.
