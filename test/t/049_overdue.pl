@@ -1,10 +1,11 @@
 # Refunds that the end of a transaction could not send: whatever Redis does then, a unit of
 # "concurrent" is free soon after Redis is well, although the session is idle or has ended.
 #
-# RATELIMIT_TURNS is the number of turns under "concurrent 1", then with fsync.  With RATELIMIT_MANY, each
-# failure comes also at the end of a transaction that has charged that many keys.
+# RATELIMIT_TURNS is the number of turns under "concurrent 1"; if it is set, fsync is on.  With RATELIMIT_MANY,
+# each failure comes also at the end of a transaction that has charged that many keys.
 #
 # Runs once in a suite: transactions end in PostgreSQL.
+use OverdueRefunds;
 use RatelimitTest;
 use Time::HiRes qw(time);
 
@@ -13,26 +14,8 @@ my $redis = RedisServer->new(args => [ '--appendonly', 'yes', '--appendfsync', '
 my $node = shared_node($redis, 'ratelimit.command_timeout = 20s', 'max_prepared_transactions = 8',
 	'ratelimit.retry_interval = 100ms', 'wal_level = replica', 'max_wal_senders = 1', $ENV{RATELIMIT_TURNS} ? 'fsync = on' : ());
 my $watcher = session($node);
-my $keys = 0;
+watch_refunds($redis, $watcher);
 
-sub new_key { return 'key:' . ++$keys; }
-sub take { my ($key, $n) = @_; return "SELECT count(*) FILTER (WHERE rl_allow('$key:' || n, 'concurrent 1/1h')) FROM generate_series(1, @{[ $n || 1 ]}) n"; }
-
-# Returns how many units of the keys are held, as Redis says; no call takes refunds off the list.
-sub held
-{
-	my ($key, $n) = @_;
-
-	return $redis->cli('EVAL', q{
-		local held = 0
-		for i = 1, ARGV[2] do
-			held = held + string.match(redis.call('HGET', 'rl:{' .. ARGV[1] .. ':' .. i .. '}', 'concurrent:3600000000') or '0', '^%d+')
-		end
-		return held}, 0, $key, $n || 1);
-}
-# Does not ask Redis, which may be suspended.
-sub status { my ($columns) = @_; return $watcher->ask("SET ratelimit.store = local; SELECT $columns FROM rl_status()"); }
-sub workers { return $watcher->ask("SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'ratelimit refunds'"); }
 sub lost { return sum0(new_log($node) =~ /could not refund (\d+)/g); }
 
 # Runs a command that ends a transaction; returns its duration in milliseconds.
@@ -43,38 +26,7 @@ sub timed
 	return (split /\n/, $session->ask("SELECT clock_timestamp() AS began \\gset\n$sql;\nSELECT extract(epoch FROM clock_timestamp() - :'began') * 1000"))[-1];
 }
 
-sub awaits_none
-{
-	my ($key, $n, $what) = @_;
-
-	await("$what: the units", sub { return held($key, $n) == 0 });
-	pass("$what: no unit is held when Redis is well");
-	await("$what: the list is empty", sub { return status('refunds_overdue') == 0 });
-	return;
-}
-
-# A folder has the snapshot's name.  The state before may be that of the snapshot before, so the end
-# of this one is awaited, or it would find the name free again.
-sub snapshot_fails
-{
-	mkdir $redis->{dir} . '/dump.rdb' or die "mkdir: $!";
-	$redis->cli('CONFIG', 'SET', 'save', '3600 1000000');
-	await('the snapshot to start', sub { return $redis->cli('BGSAVE') =~ /started/ });
-	await('the snapshot to end', sub { return $redis->field('persistence', 'rdb_bgsave_in_progress') eq '0' });
-	is($redis->field('persistence', 'rdb_last_bgsave_status'), 'err', 'the snapshot failed');
-	return;
-}
-
-# What Redis does at the end of the transaction, and how it gets well again.
-my %failures = (
-	'is suspended' => [ sub { $redis->pause }, sub { $redis->resume } ],
-	'is killed' => [ sub { $redis->stop }, sub { $redis->start } ],
-	'cannot be written to (READONLY)' => [ sub { $redis->cli('REPLICAOF', '127.0.0.1', 1) }, sub { $redis->cli('REPLICAOF', 'NO', 'ONE') } ],
-	'has too few replicas (NOREPLICAS)' => [ map { my $n = $_; sub { $redis->cli('CONFIG', 'SET', 'min-replicas-to-write', $n) } } 1, 0 ],
-	'cannot save a snapshot (MISCONF)' => [ \&snapshot_fails, sub { $redis->cli('CONFIG', 'SET', 'save', ''); rmdir $redis->{dir} . '/dump.rdb' } ],
-	'has no memory left' => [ map { my $bytes = $_; sub { $redis->cli('CONFIG', 'SET', 'maxmemory', $bytes) } } 1, 0 ],
-	'does not let the user write (NOPERM)' => [ map { my $sign = $_; sub { $redis->cli('ACL', 'SETUSER', 'default', "${sign}hdel") } } qw(- +) ],
-	'closes the connection' => [ sub { $redis->cli('CLIENT', 'KILL', 'TYPE', 'normal', 'SKIPME', 'yes') }, sub { } ]);
+my %failures = redis_failures();
 
 # Each end of a transaction, in a session of its own, during each failure.
 my @ends = ('COMMIT', 'ROLLBACK', "PREPARE TRANSACTION 'p'; COMMIT PREPARED 'p'", 'pg_terminate_backend');

@@ -240,14 +240,7 @@ is($session->attempt($take)->{state}, '00000', 'calls succeed when the old maste
 #
 
 {
-	my $held = sub {
-		return $a->cli('EVAL', q{
-			local held = 0
-			for _, key in ipairs(redis.call('KEYS', '*planned:*')) do
-				held = held + string.match(redis.call('HGET', key, 'concurrent:3600000000') or '0', '^%d+')
-			end
-			return held}, 0);
-	};
+	my $held = sub { return $a->units_held('*planned:*') };
 
 	await('the Sentinels to know the replica', sub {
 		return !grep { my %of = @{ $_->cli('SENTINEL', 'MASTER', 'service') }; $of{port} != $b->port || $of{'num-slaves'} < 1 } @sentinels;

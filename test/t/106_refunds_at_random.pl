@@ -5,6 +5,7 @@
 # RATELIMIT_STATEMENTS how many statements run under statement_timeout.  RATELIMIT_SEED repeats the programs.
 #
 # Runs once in a suite: transactions end in PostgreSQL.
+use OverdueRefunds qw(watch_refunds take status redis_failures);
 use RatelimitTest;
 use Engines;
 use Time::HiRes qw(time);
@@ -16,8 +17,7 @@ my $redis = RedisServer->new(args => [ '--appendonly', 'yes', '--appendfsync', '
 my $node = shared_node($redis, 'ratelimit.command_timeout = 20s', 'ratelimit.retry_interval = 100ms',
 	'max_connections = 100', 'max_prepared_transactions = 100');
 my $watcher = session($node);
-
-sub take { my ($key, $n) = @_; return "SELECT count(*) FILTER (WHERE rl_allow('$key:' || n, 'concurrent 1/1h')) FROM generate_series(1, @{[ $n || 1 ]}) n"; }
+watch_refunds($redis, $watcher);
 
 # Returns the keys whose units are held, as Redis says.
 sub held
@@ -33,26 +33,11 @@ sub held
 		return held}, 0, $pattern) };
 }
 
-# Does not ask Redis, which may be suspended.
-sub status { my ($columns) = @_; return $watcher->ask("SET ratelimit.store = local; SELECT $columns FROM rl_status()"); }
-
 #
 # Sessions end their transactions while Redis fails
 #
 
-my %failures = (
-	'is suspended' => [ sub { $redis->pause }, sub { $redis->resume } ],
-	'is killed' => [ sub { $redis->stop }, sub { $redis->start } ],
-	'is a replica' => [ sub { $redis->cli('REPLICAOF', '127.0.0.1', 1) }, sub { $redis->cli('REPLICAOF', 'NO', 'ONE') } ],
-	'has too few replicas' => [ map { my $n = $_; sub { $redis->cli('CONFIG', 'SET', 'min-replicas-to-write', $n) } } 1, 0 ],
-	'does not let the user write' => [ map { my $sign = $_; sub { $redis->cli('ACL', 'SETUSER', 'default', "${sign}hdel") } } qw(- +) ],
-	'closes the connections' => [ sub { $redis->cli('CLIENT', 'KILL', 'TYPE', 'normal', 'SKIPME', 'yes') }, sub { } ],
-	'cannot save a snapshot' => [ sub {
-			mkdir $redis->{dir} . '/dump.rdb' or die "mkdir: $!";
-			$redis->cli('CONFIG', 'SET', 'save', '3600 1000000');
-			await('the snapshot to start', sub { return $redis->cli('BGSAVE') =~ /started/ });
-			await('the snapshot to end', sub { return $redis->field('persistence', 'rdb_bgsave_in_progress') eq '0' });
-		}, sub { $redis->cli('CONFIG', 'SET', 'save', ''); rmdir $redis->{dir} . '/dump.rdb' } ]);
+my %failures = redis_failures();
 {
 	my $programs = steps(10, 'RATELIMIT_PROGRAMS');
 	my @names = sort keys %failures;

@@ -1,6 +1,7 @@
 # The worker that sends overdue refunds, and the callers that send them without it.
 #
 # Runs once in a suite: transactions end in PostgreSQL.
+use OverdueRefunds;
 use RatelimitTest;
 use File::Copy qw(copy);
 
@@ -14,52 +15,33 @@ my $redis = RedisServer->new(args => [ '--appendonly', 'yes', '--appendfsync', '
 # The worker loads the library by this path; a session keeps the functions that it has called.
 my $node = shared_node($redis, "dynamic_library_path = '$folder'", 'restart_after_crash = on', 'ratelimit.command_timeout = 20s',
 	'ratelimit.retry_interval = 100ms');
-my $watcher = session($node);
-my $keys = 0;
+my $watcher;
 
-sub new_key { return 'key:' . ++$keys; }
-sub take { my ($key, $n) = @_; return "SELECT count(*) FILTER (WHERE rl_allow('$key:' || n, 'concurrent 1/1h')) FROM generate_series(1, @{[ $n || 1 ]}) n"; }
-
-# Returns how many units of the keys are held, as Redis says; no call takes refunds off the list.
-sub held
+sub watch
 {
-	my ($key, $n) = @_;
-
-	return $redis->cli('EVAL', q{
-		local held = 0
-		for i = 1, ARGV[2] do
-			held = held + string.match(redis.call('HGET', 'rl:{' .. ARGV[1] .. ':' .. i .. '}', 'concurrent:3600000000') or '0', '^%d+')
-		end
-		return held}, 0, $key, $n || 1);
-}
-# Does not ask Redis, which may be suspended.
-sub status { my ($columns) = @_; return $watcher->ask("SET ratelimit.store = local; SELECT $columns FROM rl_status()"); }
-sub workers { return $watcher->ask("SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'ratelimit refunds'"); }
-
-sub awaits_none
-{
-	my ($key, $n, $what) = @_;
-
-	await("$what: the units", sub { return held($key, $n) == 0 });
-	pass("$what: no unit is held when Redis is well");
-	await("$what: the list is empty", sub { return status('refunds_overdue') == 0 });
+	$watcher = session($node);
+	watch_refunds($redis, $watcher);
 	return;
 }
 
 sub fails { $redis->cli('REPLICAOF', '127.0.0.1', 1); return; }
 sub is_well { $redis->cli('REPLICAOF', 'NO', 'ONE'); return; }
 
-# Ends transactions that hold a unit each while Redis does not run the refunds.
+# Ends the transactions of sessions while Redis does not run the refunds.  Each session holds a unit of the
+# key that is behind it.
 sub leave_refunds
 {
-	my (%key) = map { $_[ 2 * $_ ] . '' => [ @_[ 2 * $_, 2 * $_ + 1 ] ] } 0 .. $#_ / 2;
+	my @sessions = @_[ grep { $_ % 2 == 0 } 0 .. $#_ ];
+	my @keys = @_[ grep { $_ % 2 } 0 .. $#_ ];
 
-	$_->[0]->ask('BEGIN; ' . take($_->[1])) foreach values %key;
-	is(held($_->[1]), 1, 'a unit is held') foreach values %key;
+	$sessions[$_]->ask('BEGIN; ' . take($keys[$_])) foreach 0 .. $#keys;
+	is(held($_), 1, 'a unit is held') foreach @keys;
 	fails();
-	$_->[0]->ends('COMMIT', 'COMMIT leaves an overdue refund') foreach values %key;
+	$_->ends('COMMIT', 'COMMIT leaves an overdue refund') foreach @sessions;
 	return;
 }
+
+watch();
 
 # The library is replaced, and then removed, while the worker runs, and when one is started.
 {
@@ -100,7 +82,7 @@ sub leave_refunds
 	kill 'KILL', $victim->pid;
 	await('new memory', sub { return ($node->psql('postgres', "SET ratelimit.store = local; SELECT coalesce(refunds_overdue, 0) FROM rl_status()"))[1] eq '0' });
 	eval { $_->quit } foreach $session, $victim, $watcher;
-	$watcher = session($node);
+	watch();
 	$session = session($node);
 	is_well();
 	is(held($lost), 1, 'the unit is held until its period has passed');
@@ -121,7 +103,7 @@ sub leave_refunds
 	{
 		$sessions[$i]->ask("SET ratelimit.redis_url = '" . $redis->url . "'; SET ratelimit.tls_key_file = '/nowhere$i'; BEGIN; " . take("$key:$i"));
 	}
-	$redis->cli('REPLICAOF', '127.0.0.1', 1);
+	fails();
 	# All six are asked for before one of them can count the others.
 	new_log($node);
 	$node->append_conf('postgresql.conf', 'log_min_messages = debug1');
@@ -137,7 +119,7 @@ sub leave_refunds
 	});
 	$node->append_conf('postgresql.conf', 'log_min_messages = warning');
 	$node->reload;
-	$redis->cli('REPLICAOF', 'NO', 'ONE');
+	is_well();
 	await('the units of six targets', sub { return !grep { held("$key:$_") } 0 .. 5 });
 	pass('the refunds of six targets arrive');
 	$_->quit foreach @sessions;
@@ -149,13 +131,13 @@ sub leave_refunds
 	my ($session, $key) = (session($node, 'leaving'), new_key());
 
 	$session->ask('CREATE EXTENSION ratelimit; BEGIN; ' . take($key));
-	$redis->cli('REPLICAOF', '127.0.0.1', 1);
+	fails();
 	$session->ask('COMMIT');
 	$session->quit;
 	await('the worker', sub { return workers() == 1 });
 	await('the session to end', sub { return $watcher->ask(q{SELECT count(*) FROM pg_stat_activity WHERE datname = 'leaving'}) == 0 });
 	$watcher->ends('DROP DATABASE leaving', 'a database is dropped while its refunds wait');
-	$redis->cli('REPLICAOF', 'NO', 'ONE');
+	is_well();
 	awaits_none($key, 1, 'DROP DATABASE');
 }
 
@@ -169,9 +151,9 @@ sub leave_refunds
 	$other->ends('COMMIT', 'a COMMIT with a silent Redis');
 	cmp_ok(status('refunds_overdue'), '>', 0, 'its refunds wait');
 	is($session->ask('BEGIN; ' . take($key, 10)), 10, 'another Redis grants quota');
-	$redis->cli('REPLICAOF', '127.0.0.1', 1);
+	fails();
 	$session->ends('COMMIT', 'a COMMIT without that other Redis');
-	$redis->cli('REPLICAOF', 'NO', 'ONE');
+	is_well();
 	await('the units', sub { return held($key, 10) == 0 });
 	pass('refunds of the other Redis arrive');
 	$silent->resume;
@@ -190,13 +172,13 @@ sub leave_refunds
 	$other->quit;
 	$watcher->quit;
 	$node->restart;
-	$watcher = session($node);
+	watch();
 	($session, $other) = (session($node), session($node));
 	$session->ask('BEGIN; ' . take($key, 200));
 	$other->ask(q{SELECT rl_check('another', '5/1s')});
-	$redis->cli('REPLICAOF', '127.0.0.1', 1);
+	fails();
 	$session->ends('COMMIT', 'COMMIT without a worker');
-	$redis->cli('REPLICAOF', 'NO', 'ONE');
+	is_well();
 	is(status('refunds_overdue'), 200, 'the refunds wait');
 	is(workers(), 0, 'there is no worker');
 	await('the pause to end', sub { $other->ask(q{SELECT rl_check('another', '5/1s')}); return status('refunds_overdue') < 200 });

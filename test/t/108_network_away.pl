@@ -16,6 +16,7 @@ BEGIN
 		exec @unshare, $^X, (map { "-I$_" } @INC), $0;
 	}
 }
+use OverdueRefunds qw(take);
 use RatelimitTest;
 use Time::HiRes qw(sleep time);
 
@@ -32,18 +33,8 @@ my $watcher = session($node);
 my @sessions = map { session($node) } 1 .. 20;
 my @pids = map { $_->pid } @sessions;
 
-sub take { my ($key, $n) = @_; return "SELECT count(*) FILTER (WHERE rl_allow('$key:' || n, 'concurrent 1/1h')) FROM generate_series(1, $n) n"; }
-
-# Returns how many units are held, as Redis says by its socket.
-sub held
-{
-	return $redis->cli('EVAL', q{
-		local held = 0
-		for _, key in ipairs(redis.call('KEYS', '*')) do
-			held = held + string.match(redis.call('HGET', key, 'concurrent:3600000000') or '0', '^%d+')
-		end
-		return held}, 0);
-}
+# By Redis's socket.
+sub held { return $redis->units_held('*'); }
 
 $watcher->ask('SET ratelimit.store = local');
 $sessions[$_]->ask('BEGIN; ' . take("held:$_", 3)) foreach 0 .. $#sessions;

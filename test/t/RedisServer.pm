@@ -345,6 +345,19 @@ sub errors
 	return $self->field('errorstats', "errorstat_$code") =~ /count=(\d+)/ ? $1 : 0;
 }
 
+# Returns how many units of "concurrent ../1h" are held of the keys whose names match the pattern.
+sub units_held
+{
+	my ($self, $pattern) = @_;
+
+	return $self->cli('EVAL', q{
+		local held = 0
+		for _, key in ipairs(redis.call('KEYS', ARGV[1])) do
+			held = held + string.match(redis.call('HGET', key, 'concurrent:3600000000') or '0', '^%d+')
+		end
+		return held}, 0, $pattern);
+}
+
 # Returns true if the server is a replica that is connected to its master.
 sub follows
 {
