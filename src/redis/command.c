@@ -104,6 +104,14 @@ rl_wrong_reply(RlError *error)
 	return false;
 }
 
+/* Returns true for the reply 1.  Otherwise does the same. */
+bool
+rl_read_done(const RlReply *reply, RlError *error)
+{
+	return (reply->kind == RL_REPLY_NUMBERS && !reply->is_array && reply->nvalues == 1 &&
+			reply->values[0] == 1) || rl_wrong_reply(error);
+}
+
 /* Starts a command, in a buffer that the next one reuses. */
 RlCommand *
 rl_command_start(void)

@@ -56,5 +56,6 @@ extern bool rl_redis_call(RlScript *script, RlAppend append, void *arg, RlUsage 
 extern bool rl_redis_script(RlScript *script, RlCommand *command, RlReply *reply, RlError *error);
 extern bool rl_redis_check_reply(const RlReply *reply, RlError *error);
 extern bool rl_wrong_reply(RlError *error);
+extern bool rl_read_done(const RlReply *reply, RlError *error);
 
 #endif							/* COMMAND_H */

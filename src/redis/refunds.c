@@ -177,8 +177,7 @@ rl_redis_refund(const RlKey *key, const RlLimits *limits, int64 quota, RlError *
 		refunds[i] = (RlRefund) {&limits->limit[i], &charges[i]};
 	}
 	return rl_redis_call(&rl_refund_charges_script, append_one, &key_refunds, NULL, &reply, error) &&
-		((reply.kind == RL_REPLY_NUMBERS && !reply.is_array && reply.values[0] == 1) ||
-		 rl_wrong_reply(error));
+		rl_read_done(&reply, error);
 }
 
 /*
@@ -256,8 +255,7 @@ rl_redis_refund_until(RlKeyRefunds *keys, int n, int64 until, RlUsage *usage, Rl
 		}
 		done = ncalls == 0 ||
 			rl_redis_pipeline(&rl_refund_charges_script, ncalls, refunding.nkeys, max_due, append_call,
-							  read_call,
-							  &refunding, &unanswered, usage, error);
+							  read_call, &refunding, &unanswered, usage, error);
 	}
 	pfree(refunding.first);
 	return done;

@@ -21,12 +21,6 @@ is_count(const RlReply *reply)
 		reply->values[0] >= 0;
 }
 
-static bool
-read_done(const RlReply *reply, RlError *error)
-{
-	return (is_count(reply) && reply->values[0] == 1) || rl_wrong_reply(error);
-}
-
 /* Runs a script, or a plain command if it is NULL, whose reply is the number of deletions. */
 static bool
 delete_from(RlScript *script, RlCommand *command, bool *found, RlError *error)
@@ -70,7 +64,7 @@ redis_ban(const RlKey *key, int64 duration, const char *why, RlError *error)
 	rl_command_text(command, "");
 	rl_command_number(command, duration);
 	rl_command_text(command, why);
-	return rl_redis_script(&rl_ban_script, command, &reply, error) && read_done(&reply, error);
+	return rl_redis_script(&rl_ban_script, command, &reply, error) && rl_read_done(&reply, error);
 }
 
 static bool

@@ -403,8 +403,8 @@ heap_of(const RlCell *cell)
 }
 
 /*
- * Sets a cell's end, after its logs.  The act has changed the cell before, or made it.  The heap changes only if the
- * end is earlier, or the heap is another.
+ * Sets a cell's end, after its logs.  The act has changed the cell before, or made it.  The heap changes
+ * only if the end is earlier, or the heap is another.
  */
 void
 rl_cell_set_end(RlCells *view, uint32 c, int64 end)

@@ -538,8 +538,8 @@ has_room_for_record(RlCells *view)
  * and *failed if that is of another action.  Returns false if there is none.
  */
 static bool
-answer_reserved(RlCells *view, const RlAction *const *actions, int n, uint32 c, RlDecision (*each)[RL_MAX_LIMITS],
-				bool *failed, RlError *error)
+answer_reserved(RlCells *view, const RlAction *const *actions, int n, uint32 c,
+				RlDecision (*each)[RL_MAX_LIMITS], bool *failed, RlError *error)
 {
 	Record		record;
 
@@ -898,7 +898,8 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
  * and room for it; but if *record is in force, finds nothing else.
  */
 static bool
-begin_all(RlCells *view, const RlAction *const *actions, int n, KeyStates *keys, uint32 *record, RlError *error)
+begin_all(RlCells *view, const RlAction *const *actions, int n, KeyStates *keys, uint32 *record,
+		  RlError *error)
 {
 	const RlReserve *reserve = actions[0]->reserve;
 
@@ -965,14 +966,16 @@ local_take_all(const RlAction *const *actions, int n, RlTook took, void *arg, bo
 	}
 	for (int i = 0; i < n; i++)
 	{
-		KeyStates     *key = &keys[i];
+		KeyStates  *key = &keys[i];
 
-		key->act = (RlAct) {.times = rl_cells_times(&view),.quota = actions[i]->quota,.verdict = RL_VERDICT_ALLOWED,.how = RL_TAKE,
-			.hold = reserve != NULL ? reserve->hold : 0};
+		key->act = (RlAct) {
+			.times = rl_cells_times(&view),.quota = actions[i]->quota,.verdict = RL_VERDICT_ALLOWED,
+			.how = RL_TAKE,.hold = reserve != NULL ? reserve->hold : 0
+		};
 		load_ban(&view, key);
 		if (actions[i]->limits->n > 0)
-			key->act.verdict = rl_act_decide(actions[i]->limits, key->states, &view.pool, key->ban.until, &key->act,
-											 key->views, each[i]);
+			key->act.verdict = rl_act_decide(actions[i]->limits, key->states, &view.pool, key->ban.until,
+											 &key->act, key->views, each[i]);
 		allowed &= key->act.verdict == RL_VERDICT_ALLOWED;
 	}
 	if (reserve != NULL && allowed && c == RL_NO_CELL)
@@ -992,7 +995,7 @@ local_take_all(const RlAction *const *actions, int n, RlTook took, void *arg, bo
 	}
 	for (int i = 0; i < n; i++)
 	{
-		KeyStates     *key = &keys[i];
+		KeyStates  *key = &keys[i];
 		uint32		changed;
 
 		if (!allowed && key->act.verdict == RL_VERDICT_ALLOWED)

@@ -377,7 +377,7 @@ find_unserved(int64 now)
 	return NULL;
 }
 
-/* Returns true if there are too many workers for one more.  Wakes all then: one that is idle ends. */
+/* Returns true if there are as many workers as there may be.  Then wakes all, so that an idle one ends. */
 static bool
 no_seat(void)
 {
@@ -622,10 +622,10 @@ stop_serving(int code pg_attribute_unused(), Datum arg pg_attribute_unused())
 }
 
 /*
- * Makes this process the worker of a target, and sets the target's settings.  Returns false if it
- * has another one, there is nothing to do, or there are too many workers: several may have been
- * started at a time.  At the exit of a session there are never too many.  Raises an error if a
- * setting is not accepted.
+ * Makes this process the worker of a target, and sets the target's settings.  Returns false if the target
+ * has another worker or is gone, or if there are as many workers as there may be, because several were
+ * started at a time.  A session that exits does not mind how many there are.  Raises an error if a setting
+ * is not accepted.
  */
 bool
 rl_overdue_serve(int number, bool at_exit)
@@ -641,7 +641,7 @@ rl_overdue_serve(int number, bool at_exit)
 	mine = target->id != 0 && target->worker == 0;
 	if (mine && !at_exit && no_seat())
 	{
-		/* The next worker that ends starts it. */
+		/* The next worker that ends starts one for this target. */
 		target->start_after = 0;
 		mine = false;
 	}

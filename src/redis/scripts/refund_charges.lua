@@ -68,6 +68,7 @@ local function refund_key()
         words[n], words[n + 1], words.changed = '-', '0', true
       end
     end
+    -- A calendar's state that looks unused may be that of another window.
     if time == '-2' then
       check_windows()
     end
