@@ -435,6 +435,9 @@ preload_asan() {
 # The servers
 #
 
+# median [FILE]: prints the median of numbers, one a line.
+median() { sort -g "$@" | awk '{ v[NR] = $1 } END { if (NR) print (v[int((NR + 1) / 2)] + v[int(NR / 2) + 1]) / 2 }'; }
+
 # await SECONDS COMMAND...
 await() {
 	local deadline=$((SECONDS + $1))

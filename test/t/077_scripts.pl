@@ -119,7 +119,7 @@ is(faults(\%part, '--only 0'), '', 'no file and no part has an open block');
 #
 
 # Each says what it does, and does nothing else.
-foreach my $name (qw(bench chroot demo fuzz lua mutate old_release package plots prove soak test volume))
+foreach my $name (qw(bench chroot count demo fuzz lua mutate old_release package pairs plots prove soak test volume))
 {
 	my $said = qx('$root/script/$name' --help 2>&1);
 
