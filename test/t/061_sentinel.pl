@@ -247,7 +247,8 @@ is($session->attempt($take)->{state}, '00000', 'calls succeed when the old maste
 	});
 	# As docs/operations.md advises.
 	$b->cli('CONFIG', 'SET', 'min-replicas-to-write', 1);
-	$session->ask(q{BEGIN; SELECT count(*) FROM generate_series(1, 20) n WHERE rl_allow('planned:' || n, 'concurrent 1/1h')});
+	await('the replica to count', sub { return $b->field('replication', 'min_slaves_good_slaves') eq '1' });
+	$session->answers(q{BEGIN; SELECT count(*) FROM generate_series(1, 20) n WHERE rl_allow('planned:' || n, 'concurrent 1/1h')}, 20, 'units of an open transaction');
 	await('the replica to have the units', sub { return (eval { $held->() } // 0) == 20 });
 	await('the order', sub { return eval { $sentinels[0]->cli('SENTINEL', 'FAILOVER', 'service') } });
 	await('the promotion', sub { return (eval { $a->cli('ROLE') } || [''])->[0] eq 'master' });
