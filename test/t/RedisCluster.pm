@@ -165,6 +165,17 @@ sub begin_move
 	return;
 }
 
+# Moves keys of a slot whose move has begun, under their names in Redis.
+sub move_keys
+{
+	my ($self, $from, $to, @keys) = @_;
+
+	my $reply = _run($self->master($from), 'MIGRATE', '127.0.0.1', $self->master($to)->port, '', 0, 60_000, 'KEYS', @keys);
+
+	die "MIGRATE: $reply" if $reply ne 'OK';
+	return;
+}
+
 # Moves the slot's keys, and ends the move.
 sub end_move
 {
@@ -173,7 +184,7 @@ sub end_move
 
 	while (my @keys = @{ $source->cli('CLUSTER', 'GETKEYSINSLOT', $slot, 10) })
 	{
-		_run($source, 'MIGRATE', '127.0.0.1', $target->port, '', 0, 60_000, 'KEYS', @keys);
+		$self->move_keys($from, $to, @keys);
 	}
 	# If a node claims a slot with an epoch that is not the highest, another node may
 	# contradict it, and then no node has the slot.
