@@ -123,7 +123,7 @@ SKIP:
 	$node->safe_psql('postgres', "CREATE DATABASE $_") foreach qw(shop managed);
 	$node->safe_psql('shop', "CREATE EXTENSION ratelimit; $grant");
 	$node->safe_psql('managed', 'CREATE ROLE shop_owner; CREATE ROLE writer LOGIN; GRANT CREATE ON SCHEMA public TO shop_owner; SET ROLE shop_owner;
-		CREATE TABLE orders (customer bigint); GRANT INSERT ON orders TO writer; RESET ROLE; ' . $block =~ s/host 'limits'/host '127.0.0.1', port '$port'/r);
+		CREATE TABLE orders (customer bigint); GRANT INSERT ON orders TO writer; RESET ROLE; ' . $block =~ s/host 'limits'/host '127.0.0.1', port '$port'/r =~ s/statement_timeout=500/statement_timeout=60s/r);
 
 	my $session = session($node, 'managed', 'writer');
 	my $order = sub { $session->ask("INSERT INTO orders VALUES ($_[0])"); return $session->error =~ /ERROR: +(\w{5}):/ ? $1 : 'written'; };
