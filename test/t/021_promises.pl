@@ -12,7 +12,7 @@ use Promises;
 
 my $seed = seed();
 # Histories of C, and of these through SQL.
-my ($in_c, $in_sql) = map { all_seeds($_) } is_long() ? (100, 24) : (40, 12);
+my ($in_c, $in_sql) = map { all_seeds($_) } is_long() ? (100, 24) : (20, 8);
 my $redis = RedisServer->new->start;
 my $node = new_node($redis);
 my $engine = c_engine($node);

@@ -29,9 +29,10 @@ sub kept
 
 # Each act with a look before and after it, in virtual time.
 my @steps;
-foreach my $n (1 .. all_seeds(120))
+my $histories = all_seeds(is_long() ? 120 : 40);
+foreach my $n (1 .. $histories)
 {
-	reseed($n - 1, all_seeds(120));
+	reseed($n - 1, $histories);
 	my @tags;
 	@tags = random_tags() until @tags > 1;
 	my @limits = map { random_limit($_) } @tags;

@@ -22,7 +22,7 @@ redis_engine($node);
 my @floods = ([ '1/1d burst 10', 1 ], [ 'sliding_log 10/1d', 1 ], [ '100/1s, fixed_window 10/1d from_first, token_bucket 10/1d', 1 ],
 	[ '1/1d burst 10', 3 ]);
 # In virtual time, and each call is 100 us after the one before.
-my $seconds = 3;
+my $seconds = is_long() ? 3 : 1;
 my $start = 10**15;
 $session->ask("SET ratelimit.debug_now = '$start'");
 $watcher->ask(qq{CREATE TABLE flooded (n int, limits rl_limits, costs int);
@@ -112,7 +112,8 @@ sub history
 	return @steps;
 }
 
-my @steps = map { reseed($_ - 1, all_seeds(300)); history("cached:$_") } 1 .. all_seeds(300);
+my $histories = all_seeds(is_long() ? 300 : 100);
+my @steps = map { reseed($_ - 1, $histories); history("cached:$_") } 1 .. $histories;
 my %answers;
 foreach my $cache (qw(on off))
 {
@@ -263,7 +264,7 @@ $watcher->ask(q{
 		END LOOP;
 		INSERT INTO tried VALUES (cached, asked, allowed);
 	END $$});
-my $run = start_clients($node, 'alone', 'SELECT try(true);', '-t', 10);
+my $run = start_clients($node, 'alone', 'SELECT try(true);', '-t', is_long() ? 10 : 4);
 finish_clients($run);
 my ($cached, $asked, $allowed) = split /\|/, $session->ask('SELECT sum(cached), sum(asked), sum(allowed) FROM tried');
 note "in real time: $asked asked, $allowed allowed, $cached refused by the cache";
@@ -315,7 +316,7 @@ foreach my $limits ('1/3650d burst 5', 'sliding_log 5/3650d', 'fixed_window 5/36
 	$session->ask("TRUNCATE the_end, refunded, tried; SELECT rl_check('refunded', '$limits', 5)");
 	my $run = start_clients($node, $name, "SELECT grab('refunded', '$limits');", '-t', 1, '-c', 7);
 	await('seven clients', sub { return $watcher->ask(q{SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'SELECT grab(%'}) == 7 });
-	$session->ends("SELECT refund('refunded', '$limits', 1000)", "$limits: the refunds succeed");
+	$session->ends("SELECT refund('refunded', '$limits', @{[ is_long() ? 1000 : 300 ]})", "$limits: the refunds succeed");
 	$watcher->ask('INSERT INTO the_end DEFAULT VALUES');
 	finish_clients($run);
 	my ($stale, $refunded) = split /\|/, $session->ask('SELECT stale, refunded FROM refunded');

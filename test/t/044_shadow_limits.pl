@@ -8,6 +8,7 @@
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer or shorter.
 #
 # Runs once: it compares limits with each other, and 020_engines compares the engines in each row.
+# Runs in the long form with the local store: pg_regress and 020_engines compare both stores in each run.
 use RatelimitTest;
 use Engines;
 use Time::HiRes qw(time);

@@ -6,12 +6,13 @@
 # RATELIMIT_SECONDS is how long each half of that runs; RATELIMIT_SEED repeats its choices.
 #
 # Runs once in a suite: transactions end in PostgreSQL.
+# Runs in the long form with the local store: pg_regress and 020_engines compare both stores in each run.
 use RatelimitTest;
 use Engines;
 use Holder;
 use Time::HiRes qw(sleep time);
 
-my $seconds = $ENV{RATELIMIT_SECONDS} || 5;
+my $seconds = $ENV{RATELIMIT_SECONDS} || (is_long() ? 5 : 2);
 my $seed = seed();
 my $local = store() eq 'local';
 my $redis = RedisServer->new->start;

@@ -9,6 +9,7 @@
 #
 # Runs once in a suite: transactions end in PostgreSQL.
 # Runs also with assertions: subtransactions and callbacks have the charges.
+# Runs in the long form with the local store: pg_regress and 020_engines compare both stores in each run.
 use RatelimitTest;
 use Engines qw(limit seed all_seeds reseed);
 use Promises;

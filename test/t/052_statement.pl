@@ -4,6 +4,7 @@
 # RATELIMIT_SEED repeats the random statements of a run.
 #
 # Runs once in a suite: PostgreSQL fires the triggers.
+# Runs in the long form with the local store: pg_regress and 020_engines compare both stores in each run.
 use RatelimitTest;
 use Engines;
 use RedisMonitor;
@@ -115,6 +116,7 @@ $session->ask(q{
 		PERFORM set_config('ratelimit.debug_now', '', false);
 	END $$});
 $session->ask("SELECT setseed(" . $seed % 1000 / 1000 . ')');
+my $statements = is_long() ? 500 : 200;
 my ($n, $played) = (0, 0);
 foreach my $limits (
 	'10/1s', '7/1s burst 9', 'token_bucket 6/1s burst 10', 'fixed_window 10/1s', 'sliding_window 10/1s step 250ms', 'sliding_log 10/1s', 'fixed_window 10/1s count_denied',
@@ -129,7 +131,7 @@ foreach my $limits (
 		my $next = reseed($played++, all_seeds(10));
 
 		$session->ask("SELECT setseed($next % 1000 / 1000.0); SET ratelimit.key_prefix = 'seed$next:'") if $next;
-		my ($allowed, $refused, $wrong) = split /\|/, $session->ask("SELECT * FROM play('$name', '$limits', 500 / @{[ all_seeds(10) ]}, 4)"), -1;
+		my ($allowed, $refused, $wrong) = split /\|/, $session->ask("SELECT * FROM play('$name', '$limits', $statements / @{[ all_seeds(10) ]}, 4)"), -1;
 		is($session->error, '', "$limits: no other error");
 		is($wrong, '', "$limits: each statement charges all keys or none");
 		ok($allowed > 3 && $refused > 3, "$limits: $allowed were allowed and $refused refused");

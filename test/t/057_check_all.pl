@@ -230,7 +230,7 @@ $session->ask(qq{
 			RAISE 'a refused call changed %', changed;
 		END IF;
 	END \$\$});
-finish_clients(start_clients($node, 'refused calls', 'SELECT refused();', '-T', 3));
+finish_clients(start_clients($node, 'refused calls', 'SELECT refused();', '-T', is_long() ? 3 : 1));
 is($redis->cli('EXISTS', 'rl:{free:0}', 'rl:{free:1}', 'rl:{free:2}'), 0, 'refused calls left no key') if $store eq 'redis';
 
 # Random subsets, in any order: the used quota of each key is that of the allowed calls.
@@ -253,7 +253,7 @@ $session->ask(q{
 			INSERT INTO charged SELECT ks, qs, bool_and(allowed) FROM rl_check_all(ks, rs, qs);
 		END IF;
 	END $$});
-finish_clients(start_clients($node, 'subsets', 'SELECT charge();', '-t', 500));
+finish_clients(start_clients($node, 'subsets', 'SELECT charge();', '-t', is_long() ? 500 : 150));
 note 'calls: ', $session->ask('SELECT count(*), count(*) FILTER (WHERE allowed) FROM charged');
 is($session->ask('SELECT count(*) FILTER (WHERE allowed) > 100, count(*) FILTER (WHERE NOT allowed) > 100 FROM charged'), 't|t', 'many calls were allowed, and many refused');
 is($session->ask(q{
@@ -382,7 +382,7 @@ else
 		start_node($small, 'restart');
 		my $most = 10 * $cells;
 		$small->safe_psql('postgres', "SELECT count(*) FROM rl_check_many(ARRAY(SELECT 'any:' || i FROM generate_series(1, $cells) i), 'fixed_window 9/1d')");
-		finish_clients(start_clients($small, "a full store of $cells cells", "SELECT any_keys($most);", '-T', 3));
+		finish_clients(start_clients($small, "a full store of $cells cells", "SELECT any_keys($most);", '-T', is_long() ? 3 : 1));
 		my $used = $small->safe_psql('postgres', 'SELECT local_keys FROM rl_status()');
 		ok($used > $cells / 2 && $used <= $cells, "$used of $cells cells are in use");
 	}

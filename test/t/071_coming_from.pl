@@ -5,6 +5,7 @@
 # RATELIMIT_SEED repeats a run.
 #
 # Runs once: it compares limits with models, and 020_engines compares the engines in each row.
+# Runs in the long form with the local store: pg_regress and 020_engines compare both stores in each run.
 use RatelimitTest;
 use Engines qw(seed all_seeds reseed below chance pick);
 use POSIX qw(ceil floor);

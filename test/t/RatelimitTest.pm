@@ -335,12 +335,12 @@ sub members
 sub store { return $ENV{RATELIMIT_STORE} || 'redis'; }
 
 # Returns how many steps a random test takes: the number in this variable, or the default of a long
-# run (RATELIMIT_LONG), or a quarter of it.
+# run (RATELIMIT_LONG), or an eighth of it.
 sub steps
 {
 	my ($default, $variable) = @_;
 
-	return $ENV{ $variable || 'RATELIMIT_STEPS' } || int($default / (is_long() ? 1 : 4));
+	return $ENV{ $variable || 'RATELIMIT_STEPS' } || int($default / (is_long() ? 1 : 8));
 }
 
 sub is_long { return $ENV{RATELIMIT_LONG}; }
