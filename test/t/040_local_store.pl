@@ -532,7 +532,6 @@ answers(q{SELECT bool_or(there) FILTER (WHERE n <= 12000), bool_and(there) FILTE
 # A log that needs room evicts the log that ends first, and no reservation, which has no entries.
 {
 	$session->quit;
-	$node->append_conf('postgresql.conf', 'ratelimit.local_max_keys = 2000') if !is_long();
 	start_node($node, 'restart');
 	$session = session($node);
 	my $log = q{count(*) FILTER (WHERE rl_allow('log ' || n % 8, 'sliding_log 100000/1d')) FROM generate_series(1, 1000) n};

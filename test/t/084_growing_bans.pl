@@ -9,7 +9,7 @@ use RatelimitTest;
 use Engines qw(seed all_seeds reseed);
 
 my $size = 200;
-my $steps = $size * max(1, int(all_seeds(steps(5_000), $size) / $size));
+my $steps = $size * max(1, int(all_seeds(steps(5_000, undef, 4), $size) / $size));
 my $redis = RedisServer->new->start;
 my $node = shared_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');
 my $session = session($node);

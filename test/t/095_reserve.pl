@@ -7,7 +7,7 @@
 use RatelimitTest;
 use Engines qw(seed all_seeds reseed);
 
-my $steps = all_seeds(steps(40_000));
+my $steps = all_seeds(steps(40_000, undef, 4));
 my $redis = RedisServer->new->start;
 my $node = shared_node($redis, 'ratelimit.denial_cache = off', 'ratelimit.retry_interval = 0');
 my $session = session($node);

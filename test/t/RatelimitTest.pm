@@ -118,8 +118,8 @@ sub named_node
 sub init_node
 {
 	my ($node) = @_;
-	# With small files of WAL, restart_unshared can forbid files of the size of shared memory.
-	my @options = ('--no-locale', '--encoding=UTF8', needs_no_preload() ? '--wal-segsize=1' : ());
+	# With small files of WAL, a copy is cheaper, and restart_unshared can forbid files of the size of shared memory.
+	my @options = ('--no-locale', '--encoding=UTF8', '--wal-segsize=1');
 	my $template = $ENV{RATELIMIT_TEMPLATE};
 	my $run = \&PostgreSQL::Test::Utils::system_or_bail;
 	no warnings 'redefine';
@@ -335,12 +335,12 @@ sub members
 sub store { return $ENV{RATELIMIT_STORE} || 'redis'; }
 
 # Returns how many steps a random test takes: the number in this variable, or the default of a long
-# run (RATELIMIT_LONG), or an eighth of it.
+# run (RATELIMIT_LONG), or a part of it, usually an eighth.
 sub steps
 {
-	my ($default, $variable) = @_;
+	my ($default, $variable, $part) = @_;
 
-	return $ENV{ $variable || 'RATELIMIT_STEPS' } || int($default / (is_long() ? 1 : 8));
+	return $ENV{ $variable || 'RATELIMIT_STEPS' } || int($default / (is_long() ? 1 : $part || 8));
 }
 
 sub is_long { return $ENV{RATELIMIT_LONG}; }
