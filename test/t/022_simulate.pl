@@ -26,9 +26,10 @@ redis_engine($node);
 my (@steps, @expected);
 my %count = (refused => 0, banned => 0, several => 0, same_time => 0);
 
-for (my $n = 1; $n <= all_seeds(250) || ($n <= 2500 && $count{banned} <= 100); $n++)
+my $histories = all_seeds(is_long() ? 250 : 90);
+for (my $n = 1; $n <= $histories || ($n <= 2500 && $count{banned} <= 100); $n++)
 {
-	reseed($n - 1, all_seeds(250));
+	reseed($n - 1, $histories);
 	my @limits = map { random_limit($_) } random_tags();
 	my $now = $n % 20 ? 10**9 + below(2 * 10**9) * 1_000_000 + below(1_000_000) : 0;
 	my $answer;
@@ -52,7 +53,7 @@ for (my $n = 1; $n <= all_seeds(250) || ($n <= 2500 && $count{banned} <= 100); $
 		$count{several}++ if @limits > 1;
 	}
 }
-cmp_ok(scalar @steps, '>', 20_000, 'actions: ' . @steps);
+cmp_ok(scalar @steps, '>', is_long() ? 20_000 : 6000, 'actions: ' . @steps);
 cmp_ok($count{$_}, '>', $_ eq 'banned' ? 100 : 1_000, "$_: $count{$_}") foreach sort keys %count;
 
 open my $out, '>', "$dir/history" or die "$dir/history: $!";

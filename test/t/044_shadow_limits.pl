@@ -13,7 +13,7 @@ use RatelimitTest;
 use Engines;
 use Time::HiRes qw(time);
 
-my $wanted = all_seeds($ENV{RATELIMIT_STEPS} || 10_000, 90);
+my $wanted = all_seeds(steps(10_000, undef, 4), 90);
 my ($redis, $node, $session) = start_servers(\&shared_node);
 
 seed();

@@ -433,7 +433,7 @@ sub charged_of
 
 foreach my $how ('pg_cancel_backend', 'pg_terminate_backend', $on_redis ? 'silence' : ())
 {
-	my $keys = 60_000;
+	my $keys = is_long() ? 60_000 : 40_000;
 	my $victim = session($node);
 	my $victim_pid = $victim->pid;
 

@@ -61,7 +61,7 @@ sub lost { return sum0(new_log($node) =~ /could not refund (?:the charges of up 
 
 redis_engine($node);
 my @steps;
-my $groups = all_seeds(is_long() ? 40 : 12);
+my $groups = all_seeds(is_long() ? 40 : 6);
 foreach my $n (1 .. $groups)
 {
 	reseed($n - 1, $groups);

@@ -43,7 +43,7 @@ sub calls
 # The end of a transaction
 #
 
-foreach my $case ([ 'COMMIT', 20_000 ], [ 'ROLLBACK', 5000 ], [ 'COMMIT', 500 ])
+foreach my $case ([ 'COMMIT', is_long() ? 20_000 : 8000 ], [ 'ROLLBACK', 5000 ], [ 'COMMIT', 500 ])
 {
 	my ($end, $n) = @$case;
 	my $name = new_name();

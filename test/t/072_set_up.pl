@@ -70,7 +70,7 @@ END
 
 # VPATH as pg_buildext gives it, and without.  The second folder is outside the sources.  One object of
 # each folder is compiled there, and those with a header that make writes; the others are those of the
-# sources.
+# sources.  Only in the long form.
 my $elsewhere = <<'END';
 set -euo pipefail
 . "$1/script/lib.sh"
@@ -106,6 +106,7 @@ run "${own[@]}" || echo 'failed without Redis'
 run make "${args[@]}" clean
 [[ -e $SRC/expected/type.out && -z $(find "$T/build" ! -type d) ]] && echo cleaned
 END
+if ($ENV{RATELIMIT_LONG})
 {
 	local $ENV{PG_CONFIG} = "$bin/pg_config";
 	my $output = output_of('bash', '-c', $elsewhere, 'script', $root);
