@@ -517,11 +517,11 @@ answers(q{SELECT bool_or(there) FILTER (WHERE n <= 12000), bool_and(there) FILTE
 	$session = session($node);
 	my $others = q{SELECT count(*) FILTER (WHERE rl_allow('other ' || n, '1/1d')) FROM generate_series(1, 2000) n};
 
-	answers(q{SELECT count(*) FILTER (WHERE r.allowed AND rl_settle('tenant', n::text, 0)) FROM generate_series(1, 1500) n, rl_reserve('tenant', '9/1d', 1, n::text) r},
+	answers(q{SELECT count(*) FILTER (WHERE r.allowed AND rl_settle('tenant', n::text, 0)) FROM generate_series(1, 1500) n, rl_reserve('tenant', '9/1d', 1, n::text, 3600) r},
 		1500, 'a key has 1,500 reservations, which are settled');
 	answers($others, 2000, '2,000 other keys use up their quota');
 	answers($others, 0, 'and are refused then');
-	answers(q{SELECT count(*) FILTER (WHERE source = 'settled') FROM generate_series(1, 1500) n, rl_reserve('tenant', '9/1d', 1, n::text)}, 1500, 'all reservations are there');
+	answers(q{SELECT count(*) FILTER (WHERE source = 'settled') FROM generate_series(1, 1500) n, rl_reserve('tenant', '9/1d', 1, n::text, 3600)}, 1500, 'all reservations are there');
 	answers('SELECT local_keys >= 5000, local_evicted FROM rl_status()', 't|0', 'no state was evicted, and hardly one is free');
 }
 
@@ -536,11 +536,8 @@ answers(q{SELECT bool_or(there) FILTER (WHERE n <= 12000), bool_and(there) FILTE
 	$session = session($node);
 	my $log = q{count(*) FILTER (WHERE rl_allow('log ' || n % 8, 'sliding_log 100000/1d')) FROM generate_series(1, 1000) n};
 
-	answers(q{SELECT count(*) FILTER (WHERE r.allowed) FROM generate_series(1, 200) n, LATERAL rl_reserve('reserved ' || n, 'fixed_window 1000/3650d', 10, 'job') r}, 200, '200 keys have a reservation');
-	await('the entries to fill the store', sub {
-		$session->ask("SELECT $log");
-		return $session->ask('SELECT local_entries + 1000 > local_max_entries FROM rl_status()') eq 't';
-	});
+	answers(q{SELECT count(*) FILTER (WHERE r.allowed) FROM generate_series(1, 200) n, LATERAL rl_reserve('reserved ' || n, 'fixed_window 1000/3650d', 10, 'job', 86400) r}, 200, '200 keys have a reservation');
+	do { $session->ask("SELECT $log") } until $session->ask('SELECT local_entries + 1000 > local_max_entries FROM rl_status()') ne 'f';
 	answers("SELECT $log", 1000, 'a full store allows more actions') foreach 1 .. 3;
 	answers(q{SELECT count(*) FILTER (WHERE rl_settle('reserved ' || n, 'job', 1)) FROM generate_series(1, 200) n}, 200, 'all reservations are settled');
 	$session->ask(q{SELECT rl_reset('log ' || n) FROM generate_series(0, 7) n});
@@ -555,7 +552,7 @@ answers(q{SELECT bool_or(there) FILTER (WHERE n <= 12000), bool_and(there) FILTE
 	my $limits = 'fixed_window 1000/3650d';
 	my $keys = 'generate_series(1, 600) n';
 
-	answers("SELECT count(*) FILTER (WHERE r.allowed) FROM $keys, rl_reserve('key ' || n, '$limits', 10, 'job') r", 600, '600 keys have a reservation');
+	answers("SELECT count(*) FILTER (WHERE r.allowed) FROM $keys, rl_reserve('key ' || n, '$limits', 10, 'job', 86400) r", 600, '600 keys have a reservation');
 	my $kept = states_kept();
 	answers("SELECT count(*) FROM $keys WHERE n % 2 = 1 AND rl_reset('key ' || n, '$limits')", 300, 'half of them are reset');
 	answers("SELECT count(*) FROM $keys WHERE rl_allow('key ' || n, '$limits', 5)", 600, 'all are charged again');
