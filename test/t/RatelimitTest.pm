@@ -62,6 +62,31 @@ INIT
 	};
 }
 
+# What the default database of a server has.
+my $extension = q{
+	CREATE EXTENSION ratelimit;
+	CREATE FUNCTION attempt(command text, OUT state text, OUT answer text,
+			OUT message text, OUT detail text, OUT ms double precision, OUT ended timestamptz)
+		LANGUAGE plpgsql AS $$
+	DECLARE
+		began timestamptz := clock_timestamp();
+	BEGIN
+		IF command ~* '^\s*select|returning' THEN
+			EXECUTE command INTO answer;
+		ELSE
+			EXECUTE command;
+		END IF;
+		ended := clock_timestamp();
+		ms := extract(epoch FROM ended - began) * 1000;
+		state := '00000';
+	EXCEPTION WHEN query_canceled OR others THEN
+		ended := clock_timestamp();
+		ms := extract(epoch FROM ended - began) * 1000;
+		GET STACKED DIAGNOSTICS state = RETURNED_SQLSTATE,
+			message = MESSAGE_TEXT, detail = PG_EXCEPTION_DETAIL;
+	END $$;
+};
+
 # Returns a running server whose default database has the extension and the function
 # attempt(), which runs a command and returns its outcome and its duration.
 # Timeouts are long, so that a call on a busy machine does not fail.  Each call asks
@@ -82,55 +107,46 @@ sub named_node
 
 	push @conf, preload_setting(), 'ratelimit.store = local' if store() eq 'local';
 
-	init_node($node);
+	init_node($node, $extension);
 	$node->append_conf('postgresql.conf', join "\n", 'log_statement = none',
 		"ratelimit.redis_url = '" . $redis->url . "'",
 		'ratelimit.command_timeout = 10s', 'ratelimit.connect_timeout = 10s', @conf);
 	start_node($node);
-	$node->safe_psql('postgres', q{
-		CREATE EXTENSION ratelimit;
-		CREATE FUNCTION attempt(command text, OUT state text, OUT answer text,
-				OUT message text, OUT detail text, OUT ms double precision, OUT ended timestamptz)
-			LANGUAGE plpgsql AS $$
-		DECLARE
-			began timestamptz := clock_timestamp();
-		BEGIN
-			IF command ~* '^\s*select|returning' THEN
-				EXECUTE command INTO answer;
-			ELSE
-				EXECUTE command;
-			END IF;
-			ended := clock_timestamp();
-			ms := extract(epoch FROM ended - began) * 1000;
-			state := '00000';
-		EXCEPTION WHEN query_canceled OR others THEN
-			ended := clock_timestamp();
-			ms := extract(epoch FROM ended - began) * 1000;
-			GET STACKED DIAGNOSTICS state = RETURNED_SQLSTATE,
-				message = MESSAGE_TEXT, detail = PG_EXCEPTION_DETAIL;
-		END $$;
-	});
 	return $node;
 }
 
-# Makes the server's data: a copy of RATELIMIT_TEMPLATE, if that is set, because initdb takes
-# a second or two.  The first test makes the template.
+# Makes the server's data, with what the SQL makes: a copy of RATELIMIT_TEMPLATE, if that is set, because initdb
+# takes a second or two, and CREATE EXTENSION a half.  The first test makes the template.
 sub init_node
 {
-	my ($node) = @_;
+	my ($node, $sql) = @_;
 	# With small files of WAL, a copy is cheaper, and restart_unshared can forbid files of the size of shared memory.
 	my @options = ('--no-locale', '--encoding=UTF8', '--wal-segsize=1');
-	my $template = $ENV{RATELIMIT_TEMPLATE};
+	my $template = $ENV{RATELIMIT_TEMPLATE} || PostgreSQL::Test::Utils::tempdir . '/template';
+	my $with_sql = "$template.sql";
 	my $run = \&PostgreSQL::Test::Utils::system_or_bail;
 	no warnings 'redefine';
 	local *PostgreSQL::Test::Utils::system_or_bail = sub {
 		my (@command) = @_;
 
-		return $run->(@command) unless $template && $command[0] eq 'initdb';
+		return $run->(@command) unless $command[0] eq 'initdb';
 		open my $lock, '>>', "$template.lock" or die "$template.lock: $!";
 		flock $lock, LOCK_EX or die "$template.lock: $!";
 		$run->('initdb', '-D', $template, '-A', 'trust', '-N', @options) unless -d $template;
-		return $run->('cp', '-R', $template, $node->data_dir);
+		if ($sql && !-d $with_sql)
+		{
+			my @as = ('-D', "$with_sql.new", '-w', '-s');
+
+			$run->('cp', '-R', $template, "$with_sql.new");
+			{
+				local $ENV{LD_PRELOAD} = $ENV{RATELIMIT_PRELOAD} || '';
+				$run->('pg_ctl', @as, '-l', "$with_sql.log", '-o', sprintf(q{-F -c listen_addresses='' -k '%s' -p %d}, $node->host, $node->port), 'start');
+			}
+			$run->('psql', '-XqAt', '-v', 'ON_ERROR_STOP=1', '-h', $node->host, '-p', $node->port, '-d', 'postgres', '-c', $sql);
+			$run->('pg_ctl', @as, 'stop');
+			rename "$with_sql.new", $with_sql or die "$with_sql: $!";
+		}
+		return $run->('cp', '-R', $sql ? $with_sql : $template, $node->data_dir);
 	};
 
 	$node->init(extra => \@options);
