@@ -769,6 +769,8 @@ sub send
 {
 	my ($self, $sql) = @_;
 
+	# The session may have been idle for longer than a query may take.
+	$self->{psql}{timeout}->start;
 	$self->{psql}{stdin} .= "$sql\n";
 	$self->{psql}{run}->pump_nb;
 	return;
