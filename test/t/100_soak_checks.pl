@@ -5,6 +5,8 @@
 use RatelimitTest;
 use Engines;
 use SoakChecks;
+use SoakClients;
+use Time::HiRes qw(sleep);
 
 use constant { DAY => 86_400_000_000, START => 1_700_000_100_000_000 };
 
@@ -118,5 +120,18 @@ is(join(' ', errors(error(50, 20, 'PT504 lost the connection'), error(30, 5, 'PT
 	'0 0', 'errors that a fault explains');
 is(join(' ', errors(error(30, 15, 'PT504 not retrying Redis yet'))), '0 1', 'a session that is cut off from a Redis that answers');
 is(join(' ', errors(error(30, 15, 'XX000 unexpected'))), '1 0', 'an internal error');
+
+# A client's connection works if Redis has answered it, unless the end of a transaction may have reset it since.
+{
+	my ($client, $takes) = (bless({ healthy => 0 }, 'SoakClients'), 0);
+
+	no warnings 'once';
+	local *SoakClients::ask = sub { sleep $takes; return 't|redis' };
+	await('a fast call', sub { $client->call('SELECT'); return $client->{healthy} });
+	pass('the connection works that has just had an answer');
+	$takes = 0.1;
+	$client->call('SELECT');
+	is($client->{healthy}, 0, 'it may have been reset when a command took 100 ms');
+}
 
 done_testing();

@@ -172,6 +172,8 @@ sub call
 	if (defined $answer)
 	{
 		$self->{healthy} = $self->{began} if $answer =~ /redis/;
+		# The end of a transaction that gets no answer within 100 ms resets the connection, without an error.
+		$self->{healthy} = 0 if $self->{ended} - $self->{began} > 90_000;
 	}
 	elsif ($self->{error} !~ /^PT429/)
 	{
