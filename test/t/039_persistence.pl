@@ -358,6 +358,8 @@ SKIP:
 		'a new key' => [ '1', q{rl_check('K', '5/1d')} ],
 		'many limits' => [ "rl_check('K', '$all')", "rl_check('K', '$all')" ],
 		'a log that is cut' => [ q{count(rl_check('K', 'sliding_log 500/1h', 1 + 0 * n)) FROM generate_series(1, 480) n}, q{rl_check('K', 'sliding_log 500/1h')}, 3_600_000_000 ],
+		# Its chunks become spares, and the act takes the first of them again.
+		'a log that has ended' => [ q{count(rl_check('K', 'sliding_log 500/1h', 1 + 0 * n)) FROM generate_series(1, 20) n}, q{rl_check('K', 'sliding_log 500/1h')}, 3_700_000_000 ],
 		'a log that grows' => [ q{count(rl_check('K', 'sliding_log 500/1h', 1 + 0 * n)) FROM generate_series(1, 7) n}, q{rl_check('K', 'sliding_log 500/1h')} ],
 		'a ban' => [ q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')}, q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')} ],
 		'a ban that grows' => [ q{count(rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1', 1 + 0 * n)) FROM generate_series(1, 2) n}, q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')}, 3_700_000_000 ],
