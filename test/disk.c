@@ -2,7 +2,7 @@
  * disk.c
  *		Preloaded into a server, makes calls on the local store's file fail.
  *
- * RATELIMIT_DISK names a file with "pread" or "pwrite", the offset from which on that call fails, and
+ * RATELIMIT_DISK names a file with "pread", "pwrite" or "fsync", the offset from which on that call fails, and
  * its errno.  It is read at each use.
  */
 #define _GNU_SOURCE
@@ -53,4 +53,12 @@ pwrite(int fd, const void *from, size_t size, off_t at)
 	if (fails("pwrite", fd, at + size))
 		return -1;
 	return ((ssize_t (*) (int, const void *, size_t, off_t)) dlsym(RTLD_NEXT, "pwrite")) (fd, from, size, at);
+}
+
+int
+fsync(int fd)
+{
+	if (fails("fsync", fd, 1))
+		return -1;
+	return ((int (*) (int)) dlsym(RTLD_NEXT, "fsync")) (fd);
 }

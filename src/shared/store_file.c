@@ -5,9 +5,9 @@
  * With ratelimit.local_persistence, the postmaster makes a file of zeros at each start, and maps it
  * shared: the cells and chunks of this run are in it.  So they outlive each process.  The file of
  * the run before is still there.  The first backend that uses the store reads it into private
- * memory, undoes the acts in it that had not ended, inserts what it finds (recover.c), and then
- * gives the new file the name of the old one.  If it is killed before, the next run starts from the
- * same file again.
+ * memory, undoes the acts in it that had not ended, inserts what it finds (recover.c), writes the new file
+ * to the disk, and then gives it the name of the old one.  If it is killed before, the next run starts from
+ * the same file again.
  *
  * An act is whole or undone: before its first change of a slot (a cell with its life, or a chunk),
  * it copies the slot to the undo area of its partition, and then counts the copy.  To store the
@@ -582,6 +582,20 @@ set_problem(const char *what, const char *why, bool kept)
 	rl_log_no_throw((errmsg("%s: %s", what, why)));
 }
 
+/* Writes the file of this run to the disk.  If that fails, only the log says so. */
+static void
+flush_file(void)
+{
+	int			fd = BasicOpenFile(NEW_NAME, O_RDWR | PG_BINARY);
+	int			error = fd < 0 || pg_fsync(fd) != 0 ? errno : 0;
+
+	if (fd >= 0)
+		close(fd);
+	if (error != 0)
+		rl_log_no_throw((errmsg("could not write the counts of rate limits to the disk: %s", strerror(error)),
+						 errdetail("If the system crashes within the next minute, all may be lost.")));
+}
+
 static void
 recover(void (*insert) (const RlSlots *found, RlRecovered *recovered))
 {
@@ -610,14 +624,14 @@ recover(void (*insert) (const RlSlots *found, RlRecovered *recovered))
 	}
 	if (!state->kept)
 		unlink(NAME);
-	/*
-	 * To replace a file by rename would make ext4 write all of the new one.  If this process is killed in between, the
-	 * next start finds the new file complete.
-	 */
+	/* If this process is killed between unlink and rename, the next start finds the new file complete. */
 	else
 	{
 		((FileHeader *) file.memory)->complete = true;
 		pg_compiler_barrier();
+		/* Otherwise a loss of power within half a minute would leave an empty file, and none of the counts of days. */
+		if (state->found)
+			flush_file();
 		unlink(NAME);
 		if (rename(NEW_NAME, NAME) != 0)
 			set_problem("could not rename the file of the counts of rate limits, which are not kept", strerror(errno), false);

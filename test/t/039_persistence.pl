@@ -619,7 +619,7 @@ foreach my $round (1 .. steps(8, 'RATELIMIT_SECTORS'))
 # The disk fails.
 SKIP:
 {
-	my $library = preload("$FindBin::RealBin/../disk.c") // skip 'there is no C compiler', 10;
+	my $library = preload("$FindBin::RealBin/../disk.c") // skip 'there is no C compiler', 12;
 	my $with_disk = sub {
 		my ($fault) = @_;
 
@@ -637,6 +637,13 @@ SKIP:
 	like(new_log($node), qr/could not read the counts of rate limits, which begin at zero: Input\/output error/, 'the log says so');
 	ok(-e "$file.broken", 'the file is there with another name');
 	unlink "$file.broken";
+
+	# After a loss of power, the old file or all of the new one must be there.
+	$node->append_conf('postgresql.conf', 'fsync = on');
+	$with_disk->('fsync 0 5');
+	answers($refused, 800, 'the recovered counts cannot be written to the disk: they are known');
+	like(new_log($node), qr/could not write the counts of rate limits to the disk: Input\/output error/, 'and a recovery writes them before it deletes the old file');
+	$node->append_conf('postgresql.conf', 'fsync = off');
 
 	# Somebody cuts the file under the server.
 	before_kill();
