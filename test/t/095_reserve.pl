@@ -255,17 +255,27 @@ sub charge
 }
 
 # Charges a debt.  In a log of which nothing is free, it joins the newest entry, if that is no reservation's own and at most
-# 1/256 of the period old.  An entry has at most 999,999 units.
+# 1/256 of the period old.  A log keeps its newest 999,999 units.
 sub owe
 {
 	my ($of, $l, $now, $units) = @_;
 	my $s = load($of, $l, $now);
 	my $newest = $s->{entries}[-1];
 
-	return charge($of, $l, $now, $units)
-	  if $l->{algorithm} ne 'sliding_log' || !$newest || $newest->[2] || room($of, $l, $now) > 0 || $now - $newest->[0] > $l->{period} / 256;
-	$newest->[1] = min($newest->[1] + $units, 999_999);
+	return charge($of, $l, $now, $units) if $l->{algorithm} ne 'sliding_log';
+	my $joins = $newest && !$newest->[2] && room($of, $l, $now) <= 0 && $now - $newest->[0] <= $l->{period} / 256;
+	$units = min($units, 999_999);
+	my $over = sum0(map { $_->[1] } @{ $s->{entries} }) + $units - 999_999;
+	foreach my $entry (@{ $s->{entries} })
+	{
+		my $part = max(min($over, $entry->[1]), 0);
+
+		$entry->[1] -= $part;
+		$over -= $part;
+	}
 	$of->{states}{ $l->{tag} } = $s;
+	return charge($of, $l, $now, $units) if !$joins;
+	$newest->[1] += $units;
 	$joined++;
 	return;
 }
