@@ -34,8 +34,9 @@ typedef struct RlCommand
 	struct RlNode *node;		/* the only node that may run it; NULL: any */
 	bool		asking;			/* send ASKING first: slots may be moving to the node */
 	bool		resumes;		/* fail unless the node's connection is still open */
-	bool		reply_first;	/* the transaction or statement may have to refund what it charges:
-								 * an interrupt waits for the reply (rl_socket_reply_first) */
+	bool		reply_first;	/* the transaction or statement may have to refund what it charges, or
+								 * this refunds it: an interrupt waits for the reply
+								 * (rl_socket_reply_first) */
 	bool		delivers;		/* as in RlConnection */
 } RlCommand;
 

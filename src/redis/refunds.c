@@ -204,6 +204,8 @@ append_call(RlCommand *command, int i, void *arg)
 		return false;
 	}
 	command->delivers = true;
+	/* A refund to a counter whose reply is not read is lost. */
+	command->reply_first = true;
 	append_keys(command, keys, n);
 	return true;
 }

@@ -327,6 +327,11 @@ is_deeply([ lost() ], [], 'no refund is lost');
 	$victim->ends("SELECT take('$key', 2)", 'the same in a transaction', '57014');
 	$victim->ask('ROLLBACK');
 	is(free($key), 10, 'both charges are refunded');
+	$victim->ask("BEGIN; SAVEPOINT s; SELECT take('$key', 5); ROLLBACK TO s");
+	$proxy->tell("interrupt $victim_pid");
+	$victim->ends("SELECT take('$key', 2)", 'a cancel just before the reply to a refund ahead of a call', '57014');
+	$victim->ask('ROLLBACK');
+	is(free($key), 10, 'the savepoint is refunded');
 	foreach my $n (1 .. 3)
 	{
 		$victim->ask("BEGIN; INSERT INTO orders VALUES (200 + $n, 'gil', 1); SAVEPOINT s");
