@@ -355,8 +355,8 @@ extern bool rl_refund_charge(const RlLimit *limit, RlState *state, RlPool *pool,
 
 /* For rows of algorithms that count units: the members that all of them have */
 #define RL_COUNTS_UNITS \
-	.fits = rl_units_fit, .act = rl_units_act, .refund = rl_units_refund, .owe = rl_units_owe, .nreported = 4, \
-	.decide = rl_units_decide, .read_single = rl_units_read_single
+	.fits = rl_units_fit, .act = rl_units_act, .refund = rl_units_refund, .owe = rl_units_owe, \
+	.nreported = 4, .decide = rl_units_decide, .read_single = rl_units_read_single
 
 extern bool rl_units_fit(const RlLimit *limit, const RlView *view, int64 quota);
 extern bool rl_units_act(const RlLimit *limit, RlState *state, RlPool *pool, RlView *view,

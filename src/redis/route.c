@@ -90,7 +90,10 @@ rl_route_begin(RlRoute *route, const char *key, int len)
 
 	if (rl_nodes_refresh())
 		list_in_use = searched = 0;
-	*route = (RlRoute) {.number = ++routes,.slot = -1,.until = PG_INT64_MAX,.patience = (int64) rl_connect_timeout * 1000};
+	*route = (RlRoute) {
+		.number = ++routes,.slot = -1,.until = PG_INT64_MAX,
+		.patience = (int64) rl_connect_timeout * 1000
+	};
 	if (key != NULL && rl_slots_known())
 		route->slot = rl_slot(key, len);
 	if (is_list())

@@ -390,7 +390,9 @@ rl_cell_find_tag(const RlCells *view, RlStateTag tag)
 uint32
 rl_cell_find(const RlCells *view, const RlLimit *limit)
 {
-	return rl_cell_find_tag(view, limit != NULL ? rl_state_tag(limit) : (RlStateTag) {.algorithm = RL_BAN_CELL});
+	RlStateTag	ban = {.algorithm = RL_BAN_CELL};
+
+	return rl_cell_find_tag(view, limit != NULL ? rl_state_tag(limit) : ban);
 }
 
 static int

@@ -27,7 +27,10 @@
 #define RL_RECORD_SIZE(keys) (72 + RL_MAX_ID + (keys) * (16 + RL_MAX_LIMITS * (72 + RL_MAX_ZONE)))
 #define RL_MAX_RECORD		RL_RECORD_SIZE(RL_MAX_KEYS)
 
-/* The most cells that an act on one key may need: one for each limit, and those of the ban, its level and a record. */
+/*
+ * The most cells that an act on one key may need: one for each limit, and those of the ban, its level
+ * and a record.
+ */
 #define RL_MAX_WANTED		(RL_MAX_LIMITS + RL_MAX_BAN_CELLS + 1 + RL_RECORD_SIZE(1) / RL_CELL_TEXT + 1)
 
 /*
@@ -117,7 +120,10 @@ rl_cell_change(const RlCells *view, uint32 c)
 	return rl_cell_at(view, c);
 }
 
-/* Returns the times of an act.  The wall clock is read at the first call after the lock, which many acts do without. */
+/*
+ * Returns the times of an act.  The wall clock is read at the first call after the lock, which many
+ * acts do without.
+ */
 static inline RlTimes
 rl_cells_times(RlCells *view)
 {
@@ -126,7 +132,10 @@ rl_cells_times(RlCells *view)
 	return (RlTimes) {view->now, view->wall};
 }
 
-/* Returns how many cells a ban needs, with so many bytes of its key and about why, or a record, of its id and the rest. */
+/*
+ * Returns how many cells a ban needs, with so many bytes of its key and about why, or a record, of its
+ * id and the rest.
+ */
 static inline uint32
 rl_ban_cells(int key_len, int why_len)
 {

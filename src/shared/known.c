@@ -882,7 +882,10 @@ rl_known_not_asked(const RlKnown *known, const RlAction *action)
 		const RlLeftover *left = &call->left[--call->nleft];
 		Lot		   *lot = replaced_lot(&entry->lease);
 
-		*lot = (Lot) {.units = left->units,.renew_at = PG_INT64_MAX,.id = new_id(),.at = left->at,.life = left->life};
+		*lot = (Lot) {
+			.units = left->units,.renew_at = PG_INT64_MAX,.id = new_id(),
+			.at = left->at,.life = left->life
+		};
 		memcpy(lot->place, left->place, sizeof(lot->place));
 		rl_counters_add_lease(action->limits, &action->key, 0, -left->units);
 	}

@@ -77,7 +77,10 @@ tells_life(const RlAction *action)
 	return action->limits->refunds || action->timed || action->reserve != NULL;
 }
 
-/* Returns true if a charge may be refunded to the state in cell c.  An entry of a log is found by its time, in any life. */
+/*
+ * Returns true if a charge may be refunded to the state in cell c.  An entry of a log is found by its
+ * time, in any life.
+ */
 static bool
 is_of_life(const RlLimit *limit, uint32 c, int64 life)
 {
@@ -205,7 +208,10 @@ make_room(RlCells *view, uint32 cells, uint32 chunks, RlError *error)
 	return true;
 }
 
-/* Does the same for an act on several keys, which locks their partitions again.  Each key's numbers include those of the keys before it. */
+/*
+ * Does the same for an act on several keys, which locks their partitions again.  Each key's numbers
+ * include those of the keys before it.
+ */
 static bool
 make_room_for_all(RlCells *view, const uint32 *cells, const uint32 *chunks, RlError *error)
 {
@@ -334,7 +340,10 @@ typedef struct Reserved
 	int64		life;
 } Reserved;
 
-/* The same as a record keeps it, and behind it zone_len bytes: of the limit the members that a settlement needs */
+/*
+ * The same as a record keeps it, and behind it zone_len bytes: of the limit the members that a
+ * settlement needs
+ */
 typedef struct Kept
 {
 	RlStateTag	tag;
@@ -369,7 +378,8 @@ typedef struct Record
 	Reserved	charges[MAX_CHARGES];
 } Record;
 
-StaticAssertDecl(RL_MAX_ID + offsetof(Record, charges) + MAX_CHARGES * (sizeof(Kept) + RL_MAX_ZONE) == RL_MAX_RECORD,
+StaticAssertDecl(RL_MAX_ID + offsetof(Record, charges) + MAX_CHARGES * (sizeof(Kept) + RL_MAX_ZONE) ==
+				 RL_MAX_RECORD,
 				 "RL_MAX_RECORD must be changed");
 
 /* Records that an act on a full key deletes, at most: that have ended, or otherwise that are settled */
@@ -415,9 +425,9 @@ load_record(const RlCells *view, uint32 c, Record *record)
 		at += sizeof(kept);
 		record->charges[i] = (Reserved) {
 			.key = kept.key,
-			.limit = {.algorithm = kept.tag.algorithm,.from_first = kept.tag.from_first,.shadow = kept.tag.shadow,
-				.capacity = kept.capacity,.count = kept.count,.period = kept.tag.period,
-				.interval_ns = kept.interval_ns,.step = kept.tag.step,.calendar = kept.calendar},
+			.limit = {.algorithm = kept.tag.algorithm,.from_first = kept.tag.from_first,
+				.shadow = kept.tag.shadow,.capacity = kept.capacity,.count = kept.count,
+				.period = kept.tag.period,.interval_ns = kept.interval_ns,.step = kept.tag.step,.calendar = kept.calendar},
 			.units = kept.units,.place = kept.place,.life = kept.life
 		};
 		memcpy(record->charges[i].limit.zone, at, kept.zone_len);
@@ -481,8 +491,8 @@ is_record(const RlCells *view, uint32 c)
 }
 
 /*
- * Returns true if the key has room for one more record.  If it is full, deletes some records that have ended, or if there are
- * none, those settled ones that end first.
+ * Returns true if the key has room for one more record.  If it is full, deletes some records that have
+ * ended, or if there are none, those settled ones that end first.
  */
 static bool
 has_room_for_record(RlCells *view)
@@ -534,8 +544,8 @@ has_room_for_record(RlCells *view)
 }
 
 /*
- * Answers with the present figures if the selected key, the last one, has a record in cell c, or sets the error
- * and *failed if that is of another action.  Returns false if there is none.
+ * Answers with the present figures if the selected key, the last one, has a record in cell c, or sets
+ * the error and *failed if that is of another action.  Returns false if there is none.
  */
 static bool
 answer_reserved(RlCells *view, const RlAction *const *actions, int n, uint32 c,
@@ -575,7 +585,8 @@ answer_reserved(RlCells *view, const RlAction *const *actions, int n, uint32 c,
 
 /* Adds what was charged to key i to a record. */
 static void
-add_to_record(Record *record, int i, const RlAction *action, RlTimes at, const RlView *views, const RlDecision *decisions)
+add_to_record(Record *record, int i, const RlAction *action, RlTimes at, const RlView *views,
+			  const RlDecision *decisions)
 {
 	const RlLimits *limits = action->limits;
 	RlCharge	charges[RL_MAX_LIMITS];
@@ -601,7 +612,10 @@ charged_state(const RlCells *view, const Reserved *charge, uint32 *c)
 	return *c != RL_NO_CELL ? rl_cell_at(view, *c)->state : (RlState) RL_NO_STATE;
 }
 
-/* Refunds some of the units of a charge, less those that have been replenished since.  Returns true if the state has changed. */
+/*
+ * Refunds some of the units of a charge, less those that have been replenished since.  Returns true if
+ * the state has changed.
+ */
 static bool
 refund_units(RlCells *view, const Record *record, const Reserved *charge, RlState *state, int64 units)
 {
@@ -639,7 +653,10 @@ is_held(const RlCells *view, const Reserved *charge, const RlState *state)
 		rl_log_has_own(&view->pool, &state->log[RL_CHARGED], charge->place);
 }
 
-/* Starts the period of the units that are held again.  Returns false, with nothing changed, if one is lost. */
+/*
+ * Starts the period of the units that are held again.  Returns false, with nothing changed, if one is
+ * lost.
+ */
 static bool
 extend_charges(RlCells *view, Record *record)
 {
@@ -687,16 +704,21 @@ load_zones(Record *record, RlError *error)
 	{
 		RlLimit    *limit = &record->charges[i].limit;
 
-		if (limit->calendar != RL_NO_CALENDAR && !rl_calendar_set_zone(limit, limit->zone, strlen(limit->zone)))
+		if (limit->calendar != RL_NO_CALENDAR &&
+			!rl_calendar_set_zone(limit, limit->zone, strlen(limit->zone)))
 			return rl_error_set(error, ERRCODE_INVALID_TEXT_REPRESENTATION,
 								"time zone \"%s\" is not known", limit->zone);
 	}
 	return true;
 }
 
-/* Adds the cells and chunks that key i needs for a settlement, or an extension.  The record needs no more than it has. */
+/*
+ * Adds the cells and chunks that key i needs for a settlement, or an extension.  The record needs no
+ * more than it has.
+ */
 static void
-find_room(const RlCells *view, const Record *record, int i, const int64 *quotas, uint32 *cells, uint32 *chunks)
+find_room(const RlCells *view, const Record *record, int i, const int64 *quotas, uint32 *cells,
+		  uint32 *chunks)
 {
 	for (int l = 0; l < record->n; l++)
 	{
@@ -715,7 +737,8 @@ find_room(const RlCells *view, const Record *record, int i, const int64 *quotas,
 
 /* Settles or extends an open record in cell c of the last key, for whose states there are spares. */
 static void
-settle_record(RlCells *view, uint32 c, const RlReserve *of, Record *record, const int64 *quotas, RlSettled *settled)
+settle_record(RlCells *view, uint32 c, const RlReserve *of, Record *record, const int64 *quotas,
+			  RlSettled *settled)
 {
 	int			last = of->nkeys - 1;
 	int64		until;
@@ -744,7 +767,8 @@ settle_record(RlCells *view, uint32 c, const RlReserve *of, Record *record, cons
 	else
 	{
 		for (int i = 0; i < record->n; i++)
-			if (rl_algorithm(&record->charges[i].limit)->until_end && of->hold > record->charges[i].limit.period)
+			if (rl_algorithm(&record->charges[i].limit)->until_end &&
+				of->hold > record->charges[i].limit.period)
 			{
 				settled->how = RL_SETTLED_LONG_HOLD;
 				return;
@@ -894,8 +918,8 @@ local_take(const RlAction *action, RlDecision *decisions, RlAnswer *answer, RlEr
 }
 
 /*
- * Locks the partitions of several keys, and does the same for each.  With a reservation also finds its record,
- * and room for it; but if *record is in force, finds nothing else.
+ * Locks the partitions of several keys, and does the same for each.  With a reservation also finds its
+ * record, and room for it; but if *record is in force, finds nothing else.
  */
 static bool
 begin_all(RlCells *view, const RlAction *const *actions, int n, KeyStates *keys, uint32 *record,
@@ -989,7 +1013,9 @@ local_take_all(const RlAction *const *actions, int n, RlTook took, void *arg, bo
 	}
 	if (reserve != NULL)
 	{
-		record = (Record) {.hold = reserve->hold,.settled = RL_UNKNOWN,.at = rl_cells_times(&view),.nkeys = n};
+		record = (Record) {
+			.hold = reserve->hold,.settled = RL_UNKNOWN,.at = rl_cells_times(&view),.nkeys = n
+		};
 		memcpy(record.keys, reserve->keys, RL_DIGEST);
 		memcpy(record.action, reserve->action, RL_DIGEST);
 	}

@@ -59,7 +59,8 @@ typedef struct Slot
 typedef struct OverdueList
 {
 	int32		free;			/* the first free slot; NONE */
-	int32		buckets[BUCKETS];	/* the last entry of a key; by key_hash, which nobody can aim at a bucket */
+	int32		buckets[BUCKETS];	/* the last entry of a key; by key_hash, which nobody can aim at a
+									 * bucket */
 	Slot		slots[SLOTS];
 } OverdueList;
 
@@ -166,7 +167,8 @@ make_target(uint64 id, int64 now)
 	for (int i = 0; i < RL_TARGET_SETTINGS; i++)
 		size += strlen(*rl_target_settings[i].value) + 1;
 	for (Target *target = base->targets; target < base->targets + TARGETS; target++)
-		if (target->n + target->taken == 0 && target->worker == 0 && (oldest == NULL || target->used < oldest->used))
+		if (target->n + target->taken == 0 && target->worker == 0 &&
+			(oldest == NULL || target->used < oldest->used))
 			oldest = target;
 	if (oldest == NULL || size > MAX_SETTINGS)
 		return NULL;
@@ -544,7 +546,8 @@ rl_overdue_take(const RlKeyHash *first, int most, RlOverdueTake take, void *arg)
 			}
 			at = next;
 		}
-	while (target != NULL && n < most && target->first != NONE && take_entry(target, target->first, take, arg))
+	while (target != NULL && n < most && target->first != NONE &&
+		   take_entry(target, target->first, take, arg))
 		n++;
 	LWLockRelease(lock);
 	return n;

@@ -43,7 +43,10 @@ find_chunk(const Found *found, RlKeyHash key_hash, uint32 number, uint32 most)
 	return chunk->owner == key_hash.low && chunk->n >= 1 && chunk->n <= most ? chunk : NULL;
 }
 
-/* Checks a block, whose entries must not be before *time; sets that to the last entry's, and adds its units. */
+/*
+ * Checks a block, whose entries must not be before *time; sets that to the last entry's, and adds its
+ * units.
+ */
 static bool
 check_block(const Found *found, RlKeyHash key_hash, const RlBlock *block, int64 *time, int64 *units)
 {
@@ -133,7 +136,8 @@ check_text(const Found *found, const RlCell *cell, char *text)
 		if (rest == RL_NO_CELL || rest > found->slots->ncells)
 			return -1;
 		part = &found->slots->cells[rest - 1];
-		if (!part->used || part->tag.algorithm != RL_REST_CELL || !rl_same_key_hash(part->key_hash, cell->key_hash))
+		if (!part->used || part->tag.algorithm != RL_REST_CELL ||
+			!rl_same_key_hash(part->key_hash, cell->key_hash))
 			return -1;
 	}
 	return is_ban || cell->ban.began == rl_text_sum(text, len) ? len : -1;
@@ -176,7 +180,8 @@ static bool
 insert_state(Found *found, RlCells *view, const RlCell *cell, uint32 *c)
 {
 	const RlState *state = &cell->state;
-	const RlAlgorithm *algorithm = cell->tag.algorithm < RL_ALGORITHMS ? rl_algorithms[cell->tag.algorithm] : NULL;
+	uint32		id = cell->tag.algorithm;
+	const RlAlgorithm *algorithm = id < RL_ALGORITHMS ? rl_algorithms[id] : NULL;
 	bool		has_logs = algorithm != NULL && algorithm->skip != NULL;
 	int64		units[2] = {state->charged, state->refused};
 	uint32		chunks = 0;
@@ -196,8 +201,10 @@ insert_state(Found *found, RlCells *view, const RlCell *cell, uint32 *c)
 	if (!has_logs)
 		return true;
 	view->pool.owner = cell->key_hash.low;
-	to->charged = rl_log_copy(&found->pool, &state->log[RL_CHARGED], algorithm->until_end, &view->pool, &to->log[RL_CHARGED]);
-	(void) rl_log_copy(&found->pool, &state->log[RL_REFUSED], false, &view->pool, &to->log[RL_REFUSED]);
+	to->charged = rl_log_copy(&found->pool, &state->log[RL_CHARGED], algorithm->until_end, &view->pool,
+							  &to->log[RL_CHARGED]);
+	(void) rl_log_copy(&found->pool, &state->log[RL_REFUSED], false, &view->pool,
+					   &to->log[RL_REFUSED]);
 	return true;
 }
 

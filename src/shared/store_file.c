@@ -13,8 +13,9 @@
  * it copies the slot to the undo area of its partition, and then counts the copy.  To store the
  * count 0 ends the act.  A killed process leaves a prefix of its stores in the file, because all
  * processes and the kernel see the same pages.  So only the compiler must keep their order.  If
- * the system has crashed, each 512 bytes of the file are as they were at some moment of the last minute:
- * no copy and no slot is larger, a copy counts only if it has the number of the act, and recover.c checks all slots.
+ * the system has crashed, each 512 bytes of the file are as they were at some moment of the last
+ * minute: no copy and no slot is larger, a copy counts only if it has the number of the act, and
+ * recover.c checks all slots.
  *
  * Locks: the lock of the partition protects its area and its clock.  The first of the part's locks protects
  * FileState, and the second one the large area, which an act takes when its own is full.
@@ -45,7 +46,10 @@
 #define NEW_NAME			NAME ".new"
 #define BROKEN_NAME			NAME ".broken"
 
-/* Increase it when a struct in the file, or the meaning of a member, changes: the counts of another layout are lost. */
+/*
+ * Increase it when a struct in the file, or the meaning of a member, changes: the counts of another
+ * layout are lost.
+ */
 #define FILE_LAYOUT			1
 
 #define MAX_STRIKES			2	/* recoveries of one file that did not end */
@@ -126,7 +130,8 @@ typedef struct LargeArea
 	Sector		sectors[LARGE_SECTORS];
 } LargeArea;
 
-StaticAssertDecl(sizeof(Image) == 144 && sizeof(Sector) == SECTOR && sizeof(AreaHead) == SECTOR, "an image is in two sectors");
+StaticAssertDecl(sizeof(Image) == 144 && sizeof(Sector) == SECTOR && sizeof(AreaHead) == SECTOR,
+				 "an image is in two sectors");
 StaticAssertDecl(sizeof(RlCell) == SLOT && sizeof(RlChunk) == SLOT, "a slot has another size");
 
 /* The parts of a file in memory. */
@@ -146,11 +151,13 @@ typedef struct FileState
 	bool		recovered;
 	bool		kept;			/* the file keeps the counts */
 	bool		found;			/* a file of an earlier run */
-	char		problem[256];	/* why the counts are not kept, or the file of an earlier run was not used; or empty */
+	char		problem[256];	/* why the counts are not kept, or the file of an earlier run was not used;
+								 * or empty */
 	RlRecovered result;
 	int64		took;
-	uint32		large_at[FLEXIBLE_ARRAY_MEMBER];	/* of each slot, its image in the large area, if that image
-													 * has the slot's number; locked with that area */
+	uint32		large_at[FLEXIBLE_ARRAY_MEMBER];	/* of each slot, its image in the large area, if that
+													 * image has the slot's number; locked with that
+													 * area */
 } FileState;
 
 bool		rl_keeps = false;
@@ -346,7 +353,10 @@ read_header(int fd)
 	return strikes_out ? "two recoveries of it have failed" : NULL;
 }
 
-/* Returns the store's time by the clocks of the file, which goes on from its last act by the wall clock; or 0. */
+/*
+ * Returns the store's time by the clocks of the file, which goes on from its last act by the wall
+ * clock; or 0.
+ */
 static int64
 time_of_file(int fd)
 {
@@ -372,7 +382,8 @@ open_old(void)
 
 	if (fd >= 0 || errno != ENOENT || (fd = BasicOpenFile(NEW_NAME, O_RDONLY | PG_BINARY)) < 0)
 		return fd;
-	if (read_all(fd, (char *) &header, sizeof(header), 0) && header.complete == 1 && rename(NEW_NAME, NAME) == 0)
+	if (read_all(fd, (char *) &header, sizeof(header), 0) && header.complete == 1 &&
+		rename(NEW_NAME, NAME) == 0)
 		return fd;
 	close(fd);
 	errno = ENOENT;
@@ -380,8 +391,8 @@ open_old(void)
 }
 
 /*
- * Looks for the file of an earlier run, and if there is one, replaces the secret and the store's time by those of the file.
- * Without local_persistence, deletes it.  Called by the postmaster.
+ * Looks for the file of an earlier run, and if there is one, replaces the secret and the store's time
+ * by those of the file.  Without local_persistence, deletes it.  Called by the postmaster.
  */
 void
 rl_file_find(RlHash *my_secret, int64 *now)
@@ -442,13 +453,17 @@ rl_file_state_size(const RlSlots *slots)
 	return offsetof(FileState, large_at) + ((Size) slots->ncells + slots->nchunks) * sizeof(uint32);
 }
 
-/* Makes the file of this run, and sets the slots in it.  If that fails, they are in memory only.  Called by the postmaster. */
+/*
+ * Makes the file of this run, and sets the slots in it.  If that fails, they are in memory only.
+ * Called by the postmaster.
+ */
 void
 rl_file_make(RlSlots *slots, void *my_state, LWLockPadded *my_locks)
 {
 	FileHeader	header = {
-		.magic = "ratelimit store",.layout = FILE_LAYOUT,.cell_size = sizeof(RlCell),.system_identifier = GetSystemIdentifier(),
-		.secret = secret,.run = old_found ? old.run + 1 : 1,.npartitions = slots->npartitions,.ncells = slots->ncells,.nchunks = slots->nchunks
+		.magic = "ratelimit store",.layout = FILE_LAYOUT,.cell_size = sizeof(RlCell),
+		.system_identifier = GetSystemIdentifier(),.secret = secret,.run = old_found ? old.run + 1 : 1,
+		.npartitions = slots->npartitions,.ncells = slots->ncells,.nchunks = slots->nchunks
 	};
 	const char *why;
 	char	   *memory = NULL;
@@ -467,7 +482,8 @@ rl_file_make(RlSlots *slots, void *my_state, LWLockPadded *my_locks)
 		snprintf(state->problem, sizeof(state->problem), "%s", why);
 		if (!strikes_out)
 			ereport(WARNING,
-					(errmsg("could not create the file \"%s\", so counts of rate limits are not kept: %s", NEW_NAME, why)));
+					(errmsg("could not create the file \"%s\", so counts of rate limits are not kept: %s",
+							NEW_NAME, why)));
 		memory = mmap(NULL, file.size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 		if (memory == MAP_FAILED)
 			ereport(FATAL,
@@ -490,7 +506,8 @@ rl_file_make(RlSlots *slots, void *my_state, LWLockPadded *my_locks)
 static void *
 slot_at(const RlSlots *slots, uint32 slot)
 {
-	return slot <= slots->ncells ? (void *) &slots->cells[slot - 1] : (void *) &slots->chunks[slot - slots->ncells - 1];
+	return slot <= slots->ncells ? (void *) &slots->cells[slot - 1] :
+		(void *) &slots->chunks[slot - slots->ncells - 1];
 }
 
 #define IMAGE_AT(sectors, n)	(&(sectors)[(n) / SECTOR_IMAGES].images[(n) % SECTOR_IMAGES])
@@ -624,28 +641,40 @@ recover(void (*insert) (const RlSlots *found, RlRecovered *recovered))
 	}
 	if (!state->kept)
 		unlink(NAME);
-	/* If this process is killed between unlink and rename, the next start finds the new file complete. */
+	/*
+	 * If this process is killed between unlink and rename, the next start finds the new file complete.
+	 */
 	else
 	{
 		((FileHeader *) file.memory)->complete = true;
 		pg_compiler_barrier();
-		/* Otherwise a loss of power within half a minute would leave an empty file, and none of the counts of days. */
+		/*
+		 * Otherwise a loss of power within half a minute would leave an empty file, and none of the
+		 * counts of days.
+		 */
 		if (state->found)
 			flush_file();
 		unlink(NAME);
 		if (rename(NEW_NAME, NAME) != 0)
-			set_problem("could not rename the file of the counts of rate limits, which are not kept", strerror(errno), false);
+			set_problem("could not rename the file of the counts of rate limits, which are not kept",
+						strerror(errno), false);
 	}
 	INSTR_TIME_SET_CURRENT(took);
 	INSTR_TIME_SUBTRACT(took, began);
 	state->took = INSTR_TIME_GET_MICROSEC(took);
 	if (old_found && state->found)
-		rl_log_no_throw((errmsg("recovered " INT64_FORMAT " states of rate limits in %.3f s", state->result.states, state->took / 1e6),
-						 errdetail("Of these, " INT64_FORMAT " acts that had not ended were undone. Dropped were " INT64_FORMAT " damaged states and " INT64_FORMAT " for which there was no room.",
+		rl_log_no_throw((errmsg("recovered " INT64_FORMAT " states of rate limits in %.3f s",
+								state->result.states, state->took / 1e6),
+						 errdetail("Of these, " INT64_FORMAT " acts that had not ended were undone. "
+								   "Dropped were " INT64_FORMAT " damaged states "
+								   "and " INT64_FORMAT " for which there was no room.",
 								   state->result.undone, state->result.damaged, state->result.no_room)));
 }
 
-/* Recovers the counts of the run before, unless a backend has, and lets this process keep its own.  Does not throw. */
+/*
+ * Recovers the counts of the run before, unless a backend has, and lets this process keep its own.
+ * Does not throw.
+ */
 void
 rl_file_recover(void (*insert) (const RlSlots *found, RlRecovered *recovered))
 {
@@ -659,7 +688,10 @@ rl_file_recover(void (*insert) (const RlSlots *found, RlRecovered *recovered))
 	rl_keeps = state->kept;
 }
 
-/* Returns whether counts are kept, or why not, and writes what the last recovery found.  The store must be recovered. */
+/*
+ * Returns whether counts are kept, or why not, and writes what the last recovery found.  The store
+ * must be recovered.
+ */
 const char *
 rl_file_status(char *recovery, Size size)
 {
@@ -667,8 +699,10 @@ rl_file_status(char *recovery, Size size)
 	if (state == NULL)
 		return !rl_local_persistence ? "off" : "off: ratelimit is not in shared_preload_libraries";
 	if (state->found)
-		snprintf(recovery, size, INT64_FORMAT " states in %.3f s, " INT64_FORMAT " acts undone, " INT64_FORMAT " damaged, " INT64_FORMAT " without room",
-				 state->result.states, state->took / 1e6, state->result.undone, state->result.damaged, state->result.no_room);
+		snprintf(recovery, size, INT64_FORMAT " states in %.3f s, " INT64_FORMAT " acts undone, "
+				 INT64_FORMAT " damaged, " INT64_FORMAT " without room",
+				 state->result.states, state->took / 1e6, state->result.undone, state->result.damaged,
+				 state->result.no_room);
 	else
 		snprintf(recovery, size, "%s", state->kept && state->problem[0] != '\0' ? state->problem : "no file");
 	return state->kept ? "on" : psprintf("off: %s", state->problem);
@@ -725,7 +759,8 @@ check_slot(const RlSlots *old, uint32 slot)
 	else
 	{
 		/* Recovery does not use the members from "next" to "heap". */
-		Assert(memcmp(undone, slot_at(old, slot), offsetof(RlCell, next)) == 0 && ((const RlCell *) undone)->used);
+		Assert(memcmp(undone, slot_at(old, slot), offsetof(RlCell, next)) == 0 &&
+			   ((const RlCell *) undone)->used);
 		Assert((image != NULL ? image->life : file.slots.lives[slot - 1]) == old->lives[slot - 1]);
 	}
 }
@@ -758,14 +793,16 @@ check_end(void)
 		const RlCell *cell = &old->cells[c - 1];
 		const RlCell *now = &file.slots.cells[c - 1];
 
-		if ((cell->used && file.slots.holds(cell->key_hash.low)) || (now->used && file.slots.holds(now->key_hash.low)))
+		if ((cell->used && file.slots.holds(cell->key_hash.low)) ||
+			(now->used && file.slots.holds(now->key_hash.low)))
 			check_slot(old, c);
 		if (!cell->used || !file.slots.holds(cell->key_hash.low) || cell->tag.algorithm >= RL_ALGORITHMS)
 			continue;
 		for (int i = 0; i < 2; i++)
 		{
 			check_chunks(old, cell->state.log[i].index_first);
-			for (uint32 index = cell->state.log[i].index_first; index != RL_NO_CHUNK; index = old->chunks[index - 1].next)
+			for (uint32 index = cell->state.log[i].index_first; index != RL_NO_CHUNK;
+				 index = old->chunks[index - 1].next)
 				for (uint32 b = 0; b < old->chunks[index - 1].n; b++)
 					check_chunks(old, old->chunks[index - 1].block[b].first);
 			check_chunks(old, cell->state.log[i].first);

@@ -17,7 +17,10 @@ typedef struct RlSlots
 	int64	   *lives;			/* of the cells */
 	struct RlChunk *chunks;
 #ifdef USE_ASSERT_CHECKING
-	/* Whether this process has locked the partition of keys whose hash has this low half; how many chunks have ever been used */
+	/*
+	 * Whether this process has locked the partition of keys whose hash has this low half; how many
+	 * chunks have ever been used
+	 */
 	bool		(*holds) (uint64 low);
 	uint32		(*used_chunks) (void);
 #endif

@@ -191,7 +191,9 @@ check_altered(Oid table, Oid enforce)
 
 	foreach(cell, find_all_inheritors(table, NoLock, NULL))
 	{
-		Check		check = {.table = lfirst_oid(cell),.enforce = enforce,.level = WARNING,.clones = lfirst_oid(cell) == table};
+		Check		check = {
+			.table = lfirst_oid(cell),.enforce = enforce,.level = WARNING,.clones = lfirst_oid(cell) == table
+		};
 
 		CHECK_FOR_INTERRUPTS();
 		if (is_locked(check.table) && has_triggers(check.table))

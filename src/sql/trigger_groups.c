@@ -159,7 +159,10 @@ add_group(RowGroups *groups, GroupId *id)
 		MemoryContextMemAllocated(groups->context, true) +
 		(groups->rule->calls ? groups->n * sizeof(RlLimits) : 0) >
 		get_hash_memory_limit();
-	*action = (RlAction) {.key = action->key,.limits = groups->rule->pairs[pair].limits,.timed = true,.origin = &groups->origins[pair]};
+	*action = (RlAction) {
+		.key = action->key,.limits = groups->rule->pairs[pair].limits,.timed = true,
+		.origin = &groups->origins[pair]
+	};
 	return action;
 }
 

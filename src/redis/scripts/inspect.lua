@@ -55,7 +55,8 @@ local function describe(state)
 end
 
 local function too_many(what, most)
-  return redis.error_reply(string.format('ERR the key has more than %.0f %s, which is too many for rl_inspect', most, what))
+  return redis.error_reply(string.format('ERR the key has more than %.0f %s, which is too many for rl_inspect',
+    most, what))
 end
 
 -- No hash has this field. A replica refuses to delete, so its old data is never read.
