@@ -308,6 +308,19 @@ $session->ask(q{BEGIN; SAVEPOINT s; INSERT INTO many VALUES ('x'), ('x'), ('x');
 is($session->ask('SELECT count(*) FROM many'), 3, 'the charges of a savepoint that was rolled back do not count');
 $session->ask('ROLLBACK; DROP TABLE many, audit; DROP FUNCTION audit');
 
+# Maintenance that moves rows to another partition inserts them, as pg_partman does.
+my $move = 'INSERT INTO moved SELECT * FROM rest';
+$session->ask(q{
+	CREATE TABLE moved (k int, u text) PARTITION BY LIST (k);
+	CREATE TABLE moved_1 PARTITION OF moved FOR VALUES IN (1);
+	CREATE TABLE rest AS SELECT 1 AS k, 'u' AS u FROM generate_series(1, 2);
+	CREATE TRIGGER t BEFORE INSERT ON moved FOR EACH ROW EXECUTE FUNCTION rl_enforce('moved:{u}', '2/1h');
+	INSERT INTO moved VALUES (1, 'u')});
+$session->fails($move, 'moved rows take quota', 'PT429', qr/^rate limit "throttle 2\/1h" exceeded/);
+$session->ask("BEGIN; SET LOCAL ratelimit.mode = 'off'; $move; COMMIT");
+is($session->ask('SELECT count(*) FROM moved'), 3, 'and none under ratelimit.mode = off');
+$session->ask('DROP TABLE moved, rest');
+
 #
 # Memory
 #

@@ -77,4 +77,15 @@ foreach my $protocol (qw(simple extended))
 	is(answers($protocol), '200|150|1', "$protocol: the clients share the limit");
 }
 
+# A plain SET by a role that may set the parameter stays for the next client, SET LOCAL does not.
+$node->safe_psql('postgres', q{LOAD 'ratelimit'; GRANT SET ON PARAMETER ratelimit.mode TO app});
+foreach my $case ([ 'BEGIN; SET LOCAL ratelimit.mode = off; COMMIT' => 'enforce' ], [ 'SET ratelimit.mode = off' => 'off' ])
+{
+	my ($set, $mode) = @$case;
+	my @answers = map { $node->psql('postgres', $_, connstr => "host=127.0.0.1 port=@{[ $bouncer->port ]} user=app dbname=postgres") }
+	  "SELECT FROM rl_check('a', '5/10s'); $set", 'SHOW ratelimit.mode';
+
+	is($answers[4], $mode, "the next client after $set");
+}
+
 done_testing();
