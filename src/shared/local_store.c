@@ -427,7 +427,8 @@ load_record(const RlCells *view, uint32 c, Record *record)
 			.key = kept.key,
 			.limit = {.algorithm = kept.tag.algorithm,.from_first = kept.tag.from_first,
 				.shadow = kept.tag.shadow,.capacity = kept.capacity,.count = kept.count,
-				.period = kept.tag.period,.interval_ns = kept.interval_ns,.step = kept.tag.step,.calendar = kept.calendar},
+				.period = kept.tag.period,.interval_ns = kept.interval_ns,.step = kept.tag.step,
+				.calendar = kept.calendar},
 			.units = kept.units,.place = kept.place,.life = kept.life
 		};
 		memcpy(record->charges[i].limit.zone, at, kept.zone_len);

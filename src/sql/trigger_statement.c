@@ -119,7 +119,7 @@ ask_keys(Statement *statement)
 
 /* Refuses those of the next keys whose limits are blocked, and asks for no key. */
 static void
-refuse_blocked(Statement *statement)
+note_blocked(Statement *statement)
 {
 	for (int i = 0; i < statement->n; i++)
 	{
@@ -258,7 +258,7 @@ take_keys(Statement *statement, bool blocked)
 	{
 		while (next_keys(statement))
 			if (blocked)
-				refuse_blocked(statement);
+				note_blocked(statement);
 			else
 				ask_keys(statement);
 		if (statement->refused > 0)

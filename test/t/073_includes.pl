@@ -8,6 +8,9 @@ use warnings FATAL => 'all';
 use File::Find;
 use FindBin;
 use Test::More;
+use Text::Tabs;
+
+$tabstop = 4;
 
 my $root = "$FindBin::RealBin/../..";
 
@@ -175,5 +178,15 @@ none(\@astray, 'the headers for all have the functions of their own files');
 
 none(long_functions(@c_files), 'no function of the sources has more than 100 lines');
 none(long_functions(files('test', qr/\.(?:c|pl|pm)$/)), 'no function of the tests has more than 100 lines');
+
+# The text of a message stays on one line, so that a search finds it.
+my @wide;
+foreach my $file (@c_files)
+{
+	my $n = 0;
+
+	foreach my $line (lines($file)) { $n++; push @wide, "$file, line $n" if length(expand($line)) > 111 && $line !~ /".{40}/; }
+}
+none(\@wide, 'no line of the sources has more than 110 columns');
 
 done_testing();
