@@ -20,6 +20,9 @@
  *
  *	decision := allowed capacity remaining retry_after reset_after source
  *
+ * It ends with status 2 at a line that is no act, and at two limits with one state, which the
+ * extension rejects.
+ *
  * As in Redis, only changes are stored: an act that takes nothing does not change
  * a state, even if units of the state have become free.
  */
@@ -358,6 +361,9 @@ read_limits(RlLimits *limits)
 		/* The tag has a hash of the zone. */
 		if (calendar != RL_NO_CALENDAR)
 			limit->step = 1;
+		for (int other = 0; other < i; other++)
+			if (rl_same_state(limit, &limits->limit[other]))
+				return false;
 	}
 	return true;
 }
