@@ -114,16 +114,19 @@ sub settle_redis
 		return $moved;
 	}
 	my $moved = 0;
-	foreach my $i (0 .. 2)
-	{
-		my ($master, $replica) = ($cluster->master($i), $cluster->replica($i));
+	# A replica can take over also while the others are awaited.
+	await('masters with their replicas', sub {
+		foreach my $i (0 .. 2)
+		{
+			my ($master, $replica) = ($cluster->master($i), $cluster->replica($i));
 
-		await('one master and one replica', sub { return join(' ', sort map { role($_) } $master, $replica) eq 'master slave' });
-		next if role($master) eq 'master';
-		@$cluster{qw(masters replicas)} = ([ map { $_ == $master ? $replica : $_ } $cluster->masters ], [ map { $_ == $replica ? $master : $_ } @{ $cluster->{replicas} } ]);
-		$moved = 1;
-	}
-	await('the replicas', sub { return !grep { !$_->follows } @{ $cluster->{replicas} } });
+			return 0 if join(' ', sort map { role($_) } $master, $replica) ne 'master slave';
+			next if role($master) eq 'master';
+			@$cluster{qw(masters replicas)} = ([ map { $_ == $master ? $replica : $_ } $cluster->masters ], [ map { $_ == $replica ? $master : $_ } @{ $cluster->{replicas} } ]);
+			$moved = 1;
+		}
+		return !grep { !$_->follows } @{ $cluster->{replicas} };
+	});
 	$cluster->await_agreement(6);
 	@masters = $cluster->masters;
 	return $moved;
