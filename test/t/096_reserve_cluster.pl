@@ -31,7 +31,7 @@ foreach my $key ('moves', 'stays')
 	is($session->ask("SELECT allowed, source FROM rl_reserve('$key', $limits, 10, 'a')"), 't|redis', "$key: reserves");
 	$cluster->begin_move($slot, $from, ($from + 1) % 3) if $key eq 'moves';
 	is($session->ask("SELECT allowed, source FROM rl_reserve('$key', $limits, 10, 'a')"), 't|reserved', "$key: retries");
-	$cluster->move_keys($from, ($from + 1) % 3, "rl:{$key}") if $key eq 'moves';
+	is($cluster->move_keys($from, ($from + 1) % 3, "rl:{$key}"), 'OK', "$key: its hash moves") if $key eq 'moves';
 	is($session->ask("SELECT allowed, source FROM rl_reserve('$key', $limits, 10, 'b')"), 't|redis', "$key: reserves again");
 	is($session->ask("SELECT rl_extend('$key', 'a', 60), rl_settle('$key', 'b', 3)"), 't|t', "$key: extends and settles");
 	$cluster->end_move($slot, $from, ($from + 1) % 3) if $key eq 'moves';
@@ -81,7 +81,7 @@ foreach my $key ('moves', 'stays')
 	# While one of the keys has moved and the others have not, a call waits, and is answered after the move.
 	my $waited = redirects('TRYAGAIN');
 	$cluster->begin_move($slot, ($from + 1) % 3, $from);
-	$cluster->move_keys(($from + 1) % 3, $from, 'rl:{org}team');
+	is($cluster->move_keys(($from + 1) % 3, $from, 'rl:{org}team'), 'OK', 'one of the keys moves');
 	$session->send("SELECT " . $reserve->('d', @keys) . ';');
 	await('a call to wait', sub { return redirects('TRYAGAIN') > $waited });
 	$cluster->end_move($slot, ($from + 1) % 3, $from);
