@@ -12,7 +12,7 @@ use Engines;
 use Holder;
 use Time::HiRes qw(sleep time);
 
-my $seconds = $ENV{RATELIMIT_SECONDS} || (is_long() ? 5 : 2);
+my $seconds = steps(5, 'RATELIMIT_SECONDS', 2);
 my $seed = seed();
 my $local = store() eq 'local';
 my $redis = RedisServer->new->start;

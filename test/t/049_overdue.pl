@@ -57,7 +57,7 @@ foreach my $failure (sort keys %failures)
 $_->quit foreach @ending;
 
 # Many keys of one transaction.
-my $many = $ENV{RATELIMIT_MANY} || (is_long() ? 20_000 : 5000);
+my $many = steps(20_000, 'RATELIMIT_MANY', 4);
 foreach my $failure ($ENV{RATELIMIT_MANY} ? sort keys %failures : 'is suspended')
 {
 	my ($n, $name) = ($many, "Redis $failure");
@@ -160,7 +160,7 @@ is(status('refunds_overdue_for IS NULL'), 't', 'none waits');
 
 # Turns under "concurrent 1", each of which sees the row of the one before.
 {
-	my $turns = $ENV{RATELIMIT_TURNS} || (is_long() ? 100 : 30);
+	my $turns = steps(100, 'RATELIMIT_TURNS', 3);
 	my @sessions = map { session($node) } 1 .. 4;
 	my $begin = time;
 

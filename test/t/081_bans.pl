@@ -10,7 +10,7 @@ use List::Util qw(first max min);
 use RedisCluster;
 use RedisServer qw(documented_user);
 
-my $KEYS = $ENV{RATELIMIT_KEYS} || (is_long() ? 250_000 : 60_000);
+my $KEYS = steps(250_000, 'RATELIMIT_KEYS', 4);
 my $BANNED = 1000;
 
 my ($user, $password, @rule) = documented_user();

@@ -16,7 +16,7 @@ my $TENANTS = 100;
 my ($STARTS, $WINDOW, $UNITS) = (10, 1, 3);
 # In place of the page's minute.
 my $PERIOD = 3;
-my $SECONDS = $ENV{RATELIMIT_QUEUE_SECONDS} || (is_long() ? 10 : 4);
+my $SECONDS = steps(10, 'RATELIMIT_QUEUE_SECONDS', 2);
 
 my ($redis, $node, $session) = start_servers(\&shared_node, 'restart_after_crash = on', 'fsync = off', 'max_connections = 40');
 my $page = DocPage->new("$FindBin::RealBin/../../docs/queues.md");

@@ -15,7 +15,7 @@ use Promises;
 use constant DAY => 86_400 * SECOND;
 
 my $seed = seed();
-my $actions = all_seeds($ENV{RATELIMIT_ACTIONS} || (is_long() ? 36_000 : 12_000), 1000);
+my $actions = all_seeds(steps(36_000, 'RATELIMIT_ACTIONS', 3), 1000);
 my $redis = RedisServer->new->start;
 my $node = lease_node($redis);
 $node->safe_psql('postgres', q{

@@ -7,7 +7,7 @@
 use RatelimitTest;
 use LeaseServers;
 
-my $seconds = $ENV{RATELIMIT_SECONDS} || (is_long() ? 3 : 1);
+my $seconds = steps(3, 'RATELIMIT_SECONDS', 3);
 my $redis = RedisServer->new->start;
 my $node = lease_node($redis);
 my $session = session($node);

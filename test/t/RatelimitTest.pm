@@ -350,7 +350,7 @@ sub members
 # its decisions.  A test that calls it runs with both stores.
 sub store { return $ENV{RATELIMIT_STORE} || 'redis'; }
 
-# Returns how many steps a random test takes: the number in this variable, or the default of a long
+# Returns the size of a test, in steps, keys or seconds: the number in this variable, or the default of a long
 # run (RATELIMIT_LONG), or a part of it, usually an eighth.
 sub steps
 {
