@@ -117,7 +117,7 @@ ask_keys(Statement *statement)
 	statement->asked += statement->n;
 }
 
-/* Refuses those of the next keys whose limits are blocked, and asks for no key. */
+/* Notes a refusal of each of the next keys whose limits are blocked, and asks for no key. */
 static void
 note_blocked(Statement *statement)
 {
