@@ -241,6 +241,19 @@ allow_in_shadow(const RlAction *action, RlAnswer *answer)
  * Asking
  */
 
+/* Actions that Redis is asked for; those under way at the end of the backend are noted by backend_ends. */
+typedef struct Asking
+{
+	Deciding   *all;
+	int			n;
+	bool		together;
+	int64		round_trips;	/* those before this count belong to refunds, not to the actions */
+	bool		elsewhere;		/* the caller, or rl_take_all, counts the calls without an answer */
+} Asking;
+
+static volatile Asking asking;
+static int64 asking_unanswered; /* as for rl_decide_many, of a caller that does not count them */
+
 /* Asks a store for one action.  Returns false with the error set if the store fails. */
 static inline bool
 take(Deciding *deciding, const RlStore *store, RlError *error)
@@ -322,7 +335,7 @@ take_all(Deciding *all, int n, const RlStore *store, RlError *error)
 		actions[i] = all[i].action;
 		all[i].answer->local = store->is_local;
 	}
-	if (!rl_take_all(store, actions, n, took, all, &all->answer->usage, error))
+	if (!rl_take_all(store, actions, n, took, all, &asking.elsewhere, &all->answer->usage, error))
 		return false;
 	for (int i = 0; i < n; i++)
 		if (actions[i]->limits->n > 0)
@@ -421,21 +434,29 @@ note_failed(Deciding *all, int n, int64 round_trips)
 }
 
 /*
- * Notes the actions that have marks in Redis and no answer, so that they are refunded if they were charged:
- * at once, or if the action happens nevertheless at the end of the transaction.  Does not throw.
+ * Notes the actions under way that have no answer.  Those with marks in Redis are refunded if they
+ * were charged: at once, or if the action happens nevertheless at the end of the transaction.
+ * Others may stay charged, which is logged if they should be refunded.  Does not throw.
  */
 static void
 note_in_doubt(const Deciding *all, int n, bool happens)
 {
+	int64		unmarked = 0;
+	RlOwner		owner;
+
 	for (int i = 0; i < n; i++)
 	{
 		const RlAction *action = all[i].action;
 		const RlLimits *limits = action->limits;
 		RlCharge	charges[RL_MAX_LIMITS];
-		RlOwner		owner;
 
-		if (all[i].answered || action->by_mark == 0)
+		if (all[i].answered)
 			continue;
+		if (action->by_mark == 0)
+		{
+			unmarked += rl_may_refund(action) && action->quota > 0;
+			continue;
+		}
 		for (int l = 0; l < limits->n; l++)
 		{
 			charges[l] = rl_charge_of(&limits->limit[l], action->quota, RL_IN_DOUBT, 0, 0);
@@ -450,6 +471,11 @@ note_in_doubt(const Deciding *all, int n, bool happens)
 		rl_owner_add(&owner, &action->key, limits, charges, false, 0);
 		rl_owner_queue(&owner, false);
 	}
+	if (happens || asking.elsewhere || unmarked == 0)
+		return;
+	rl_owner_begin(&owner, RL_OF_ACTION);
+	owner.unanswered = n == 1 || asking.together ? 1 : Min(unmarked, asking_unanswered);
+	(void) rl_owner_lost(&owner);
 }
 
 /*
@@ -463,16 +489,6 @@ flush(Deciding *all, int n, RlError *error)
 		rl_refunds_advance(&all[i].action->key);
 	return rl_refunds_flush(&all->answer->usage, error);
 }
-
-/* Actions that Redis is asked for; those under way at the end of the backend are noted by backend_ends. */
-typedef struct Asking
-{
-	Deciding   *all;
-	int			n;
-	int64		round_trips;	/* those before this count belong to refunds, not to the actions */
-} Asking;
-
-static volatile Asking asking;
 
 /* Notes what is in doubt of the actions that are under way, and that they have ended. */
 static void
@@ -508,7 +524,7 @@ watch_end(void)
 }
 
 /*
- * Asks Redis for n actions, together or each by itself, or for one if unanswered is NULL.
+ * Asks Redis for n actions, together or each by itself.  unanswered is as for rl_decide_many.
  * Returns false with the error set if an action has no answer.  If it raises an error, the
  * actions are counted.
  */
@@ -519,7 +535,10 @@ ask_redis(Deciding *all, int n, bool together, int64 *unanswered, RlError *error
 
 	note_asking(all, n);
 	asking.n = n;
+	asking.together = together;
 	asking.round_trips = PG_INT64_MAX;
+	asking.elsewhere = unanswered != NULL;
+	asking_unanswered = 0;
 	asking.all = all;
 	PG_TRY();
 	{
@@ -529,8 +548,8 @@ ask_redis(Deciding *all, int n, bool together, int64 *unanswered, RlError *error
 		{
 			asking.round_trips = all->answer->usage.round_trips;
 			done = together ? take_all(all, n, all->store, error) :
-				unanswered == NULL ? take(all, all->store, error) :
-				take_many(all, n, unanswered, error);
+				n == 1 && unanswered == NULL ? take(all, all->store, error) :
+				take_many(all, n, unanswered ? unanswered : &asking_unanswered, error);
 		}
 	}
 	PG_CATCH();
@@ -546,6 +565,7 @@ ask_redis(Deciding *all, int n, bool together, int64 *unanswered, RlError *error
 		return true;
 	note_failed(all, n, asking.round_trips);
 	/* After an error reply nothing was charged. */
+	asking.elsewhere |= together && error->answered;
 	if (all->answer->usage.round_trips > asking.round_trips && (n > 1 || !error->answered))
 		note_in_doubt(all, n, rl_on_error == RL_ON_ERROR_ALLOW || rl_on_error == RL_ON_ERROR_LOCAL ||
 					  rl_mode == RL_MODE_SHADOW);
@@ -579,7 +599,10 @@ begin(Deciding *deciding, RlAction *action, RlAnswer *answer, bool together, RlL
 	bool		shared;
 
 	if (rl_may_refund(action))
+	{
 		rl_ledger_open();
+		watch_end();
+	}
 	action->by_mark = 0;
 	if (rl_on_error == RL_ON_ERROR_LOCAL)
 		rl_require_local_store("ratelimit.on_error = local");
@@ -590,10 +613,7 @@ begin(Deciding *deciding, RlAction *action, RlAnswer *answer, bool together, RlL
 	shared = rl_shared_available();
 	if (action->limits->concurrent && !deciding->store->is_local && action->how != RL_PEEK &&
 		action->quota > 0 && action->reserve == NULL)
-	{
-		watch_end();
 		action->by_mark = rl_ledger_new_mark();
-	}
 	deciding->answered = false;
 	deciding->known.may_refuse = shared && rl_denial_cache && deciding->store->may_cache && plain &&
 		!action->limits->concurrent;
@@ -747,7 +767,8 @@ rl_decide(RlAction *action, RlAnswer *answer)
  *
  * When this raises an error, the answers that were not given are still zero.
  * *unanswered is increased by the number of actions that were perhaps charged
- * without an answer, also when this raises an error or the backend ends.
+ * without an answer, also when this raises an error or the backend ends.  If it is NULL, those that
+ * should be refunded are logged.
  */
 void
 rl_decide_many(RlAction *actions, int n, RlAnswer *answers, int64 *unanswered)

@@ -181,15 +181,18 @@ take_parts(const RlStore *store, const RlAction *const *actions, int n, RlTook t
  * Decides n actions on different keys, RL_MAX_KEYS at most, as one: all of them are
  * charged or none.  Then calls took() for each, and "charged" is the same for all.  Returns false
  * with the error set if the store fails; then no key is charged, unless the server's log
- * says so, or one call for all keys was sent and not answered.  Raises an error if a
- * setting is wrong, or at an interrupt.
+ * says so, or one call for all keys was sent and not answered.  *in_parts is set once there is no
+ * such call.  Raises an error if a setting is wrong, or at an interrupt.
  */
 bool
 rl_take_all(const RlStore *store, const RlAction *const *actions, int n, RlTook took, void *arg,
-			RlUsage *usage, RlError *error)
+			volatile bool *in_parts, RlUsage *usage, RlError *error)
 {
 	bool		apart;
 
-	return store->take_all(actions, n, took, arg, &apart, usage, error) ||
-		(apart && take_parts(store, actions, n, took, arg, usage, error));
+	*in_parts = false;
+	if (store->take_all(actions, n, took, arg, &apart, usage, error))
+		return true;
+	*in_parts = apart;
+	return apart && take_parts(store, actions, n, took, arg, usage, error);
 }

@@ -12,6 +12,7 @@ extern bool rl_sliding_error(int n, RlError *error);
 extern int	rl_equal_key(const RlAction *actions, int n, int *earlier);
 extern void rl_check_keys(const RlAction *actions, int n);
 extern bool rl_take_all(const RlStore *store, const RlAction *const *actions, int n,
-						RlTook took, void *arg, RlUsage *usage, RlError *error);
+						RlTook took, void *arg, volatile bool *in_parts, RlUsage *usage,
+						RlError *error);
 
 #endif							/* SEVERAL_KEYS_H */

@@ -45,7 +45,6 @@ rl_check_many(PG_FUNCTION_ARGS)
 		int			some = Min(n - first, RL_MAX_MANY);
 		RlAction   *actions;
 		RlAnswer   *answers;
-		int64		unanswered = 0;
 
 		MemoryContextReset(context);
 		actions = palloc(some * sizeof(RlAction));
@@ -56,7 +55,7 @@ rl_check_many(PG_FUNCTION_ARGS)
 			actions[i].key = rl_text_key(DatumGetTextPP(keys[first + i]));
 			actions[i].quota = quotas ? DatumGetInt64(quotas[first + i]) : 1;
 		}
-		rl_decide_many(actions, some, answers, &unanswered);
+		rl_decide_many(actions, some, answers, NULL);
 		for (int i = 0; i < some; i++)
 			rl_put_decision(fcinfo, keys[first + i], limits, &answers[i]);
 	}

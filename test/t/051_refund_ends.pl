@@ -280,7 +280,35 @@ foreach my $how ('statement_timeout', 'pg_cancel_backend', 'pg_terminate_backend
 	}
 	like(free($key), qr/^(9|10)$/, "$how in a call: charges that were answered before are refunded");
 }
-is_deeply([ lost() ], [], 'no refund is lost');
+
+# Returns the numbers of calls without an answer in the new lines of the log, and those of other refunds that are lost.
+sub unanswered { return join ' ', new_log($node) =~ /could not refund (?:the charges of up )?(to \d+|\d+)/g; }
+
+is(unanswered(), 'to 1 to 1 to 1', 'the log shows each call without an answer, and no other refund is lost');
+
+# The same without an interrupt.
+{
+	my $refunded = '10/10d refund_on_abort';
+
+	$session->ask("SELECT take('another', 0); SET ratelimit.command_timeout = '100ms'");
+	foreach my $call (
+		[ "rl_check('silent', '10/10d')", '' ],
+		[ "rl_check('silent', '$refunded', 0)", '' ],
+		[ "rl_check('silent', '$refunded')", 'to 1' ],
+		[ "rl_check_all('{silent:1,silent:2,silent:3}', ARRAY['10/10d', '$refunded', '$refunded']::rl_limits[])", 'to 1' ],
+		[ "rl_check_many('{silent:1,silent:2,silent:3}', '$refunded')", 'to 3' ],
+		[ "rl_check_many('{silent:1,silent:2,silent:3}', '10/10d')", '' ])
+	{
+		my ($sql, $expected) = @$call;
+
+		$redis->pause;
+		is($session->attempt("SELECT count(*) FROM $sql")->{state}, 'PT504', "$sql without an answer");
+		$redis->resume;
+		is(unanswered(), $expected, 'what may stay charged is logged if it should be refunded');
+		is($session->ask("SELECT take('another', 0)"), 'redis', 'the next call is answered');
+	}
+	$session->ask('RESET ratelimit.command_timeout');
+}
 
 # The call is interrupted when a part of its reply has come.
 {
