@@ -147,7 +147,8 @@ my %failures = redis_failures();
 	foreach my $name (sort keys %more)
 	{
 		cmp_ok(min(@{ $more{$name} }), '>=', 0, "triggers FOR EACH \U$name\E: the counters have the rows committed");
-		cmp_ok(sum0(@{ $more{$name} }), '<=', $lost, 'and nothing else, but for what is lost');
+		# A statement has up to four rows of a key, whose charges are one refund.
+		cmp_ok(sum0(@{ $more{$name} }), '<=', 4 * $lost, 'and nothing else, but for what is lost');
 	}
 }
 done_testing();
