@@ -51,11 +51,13 @@ end
 -->
 
 --< list_end
-local n, slack, born = 2, SLACK, values[4]
+local n, slack, born, fields = SOUGHT, SLACK, values[4], call('HLEN', hash)
 simple = simple and not values[3] and not (born and string.sub(born, -1) == 'r') and
-  call('HLEN', hash) < MOST_RECORDS
+  fields < MOST_RECORDS
 if simple then
-  --@ delete_ended
+  if fields % 2 == 0 then
+    --@ delete_ended
+  end
   if not born then
     set[#set + 1], set[#set + 2] = 'born', string.format('%.0f', real)
   end

@@ -13,9 +13,10 @@
 -- many keys it has.
 --@ clock
 
--- The most records of a key. A call then searches so many random fields for records that have ended, and
--- if there are none, deletes so many that are settled.
-local MOST_RECORDS, SEARCHED, FORGOTTEN = 4096, 128, 16
+-- The most records of a key. A call then searches SEARCHED random fields for records that have ended, and
+-- if there are none, deletes FORGOTTEN that are settled. Before that, each second call, as it adds a field
+-- each time, searches SOUGHT.
+local MOST_RECORDS, SOUGHT, SEARCHED, FORGOTTEN = 4096, 4, 128, 16
 --@ slack
 --@ list of reserved
 --@ state algorithms act records
@@ -72,7 +73,8 @@ for _, key in ipairs(keys) do
 end
 hash = last.hash
 if allowed and not last.old then
-  local n, slack, fields = 2, SLACK, call('HLEN', hash)
+  local fields = call('HLEN', hash)
+  local n, slack = fields % 2 == 0 and SOUGHT or 0, SLACK
   if fields >= MOST_RECORDS then
     n, slack = SEARCHED, 0
   end
