@@ -20,7 +20,7 @@ use Test::More;
 
 our @EXPORT = qw(await start_servers new_node shared_node named_node init_node needs_no_preload preload_setting restart_unshared start_node store version is_long
 	with_copies kill_server parent_of has_program preload with_clocks set_clock password_file new_log members steps
-	still_runs session settled start_clients finish_clients await_load count_of measures
+	still_runs session settled until_none_lost start_clients finish_clients await_load count_of measures
 	none ttl_problems keys_in_virtual_time log_entries wrong_library);
 
 sub import
@@ -463,6 +463,23 @@ sub settled
 	my ($session) = @_;
 
 	await('overdue refunds', sub { $session->ask('SELECT coalesce(refunds_overdue, 0) = 0 FROM rl_status()') eq 't' });
+	return;
+}
+
+# Runs act(n) again, with the next n, while refunds were lost, because then Redis may have had no time to answer.
+sub until_none_lost
+{
+	my ($session, $act) = @_;
+	my $lost = sub { return $session->ask('SELECT coalesce(refunds_lost, 0) FROM rl_status()') };
+
+	foreach my $n (1 .. 20)
+	{
+		my $before = $lost->();
+
+		$act->($n);
+		settled($session);
+		return if $lost->() eq $before;
+	}
 	return;
 }
 
