@@ -25,8 +25,20 @@ $session->ask(q{
 sub new_name { return 'n' . ++$keys . '_'; }
 
 # Returns the number of charges that could not be refunded, by the new lines of the log; not those of
-# calls that Redis had no time to answer, and runs later.
+# calls that Redis, on a busy machine, had no time to answer.
 sub lost { return sum0(($_[0] // new_log($node)) =~ /could not refund (\d+).*\n.*DETAIL:  (?!lost the connection to Redis: ratelimit.command_timeout)/g); }
+
+# Checks that none of the keys has charges under the limits, but for those of such calls, and that so many refunds are lost.
+sub refunded
+{
+	my ($name, $n, $limits, $what, $lost) = @_;
+	my $log = new_log($node);
+	my $late = sum0($log =~ /could not refund (\d+).*\n.*DETAIL:  lost the connection to Redis: ratelimit.command_timeout/g);
+
+	cmp_ok($watcher->ask("SELECT charged('$name', $n, '$limits')"), '<=', $late, $what);
+	is(lost($log), $lost // 0, $lost ? 'but those of keys of a wrong type' : 'no refund is lost');
+	return $log;
+}
 
 
 # Returns the number of script calls that Redis has run.
@@ -102,8 +114,7 @@ foreach my $case ([ 'COMMIT', is_long() ? 20_000 : 8000 ], [ 'ROLLBACK', 5000 ],
 	$session->ask('ROLLBACK');
 	settled($watcher);
 	$redis->cli('DEL', "rl:{$name$_}") foreach 1, 500;
-	is($watcher->ask("SELECT charged('$name', 1000, '$limits')"), 0, 'a rollback refunds all of them, also with scripts that are not known');
-	is(lost(), 12, 'but those of keys of a wrong type');
+	refunded($name, 1000, $limits, 'a rollback refunds all of them, also with scripts that are not known', 12);
 }
 
 # Redis is suspended: units are refunded by their marks, also what was sent and has no reply.
@@ -140,8 +151,9 @@ foreach my $case ([ 'COMMIT', is_long() ? 20_000 : 8000 ], [ 'ROLLBACK', 5000 ],
 	is($session->ask("SELECT string_agg(remaining::text, ' ') FROM rl_check_many('{${name}9000,${name}9001}', '$limit')"), '49 49', 'and for several keys');
 	is($session->ask("SELECT rl_refund('${name}8000', '$limit', 1)"), '', 'a key of the queue is used');
 	$session->ask('COMMIT');
-	is($watcher->ask($left), 2, 'the end of the transaction refunds the rest');
-	is(lost(), 0, 'no refund is lost');
+	settled($watcher);
+	$redis->cli('DEL', "rl:{$name$_}") foreach 8000, 9000, 9001;
+	refunded($name, 10000, $limit, 'the end of the transaction refunds the rest');
 	$redis->cli('FLUSHALL');
 }
 
@@ -159,10 +171,7 @@ foreach my $case ([ 'COMMIT', is_long() ? 20_000 : 8000 ], [ 'ROLLBACK', 5000 ],
 		last if $watcher->ask("SELECT charged('$name', 5000, '$limits')") == 0;
 		$session->ask(q{SELECT rl_peek('another', '1/1d', 0)});
 	}
-	is($watcher->ask("SELECT charged('$name', 5000, '$limits')"), 0, 'twice 40,000 charges are refunded');
-	my $log = new_log($node);
-	unlike($log, qr/too many/, 'there was room for all of them');
-	is(lost($log), 0, 'no refund is lost');
+	unlike(refunded($name, 5000, $limits, 'twice 40,000 charges are refunded'), qr/too many/, 'there was room for all of them');
 	$redis->cli('FLUSHALL');
 }
 
