@@ -308,7 +308,7 @@ is(unanswered(), 'to 1 to 1 to 1', 'the log shows each call without an answer, a
 {
 	my $refunded = '10/10d refund_on_abort';
 
-	$session->ask("SELECT take('another', 0); SET ratelimit.command_timeout = '100ms'");
+	$session->ask("SELECT take('another', 0)");
 	foreach my $call (
 		[ "rl_check('silent', '10/10d')", '' ],
 		[ "rl_check('silent', '$refunded', 0)", '' ],
@@ -320,12 +320,13 @@ is(unanswered(), 'to 1 to 1 to 1', 'the log shows each call without an answer, a
 		my ($sql, $expected) = @$call;
 
 		$redis->pause;
+		$session->ask("SET ratelimit.command_timeout = '100ms'");
 		is($session->attempt("SELECT count(*) FROM $sql")->{state}, 'PT504', "$sql without an answer");
+		$session->ask('RESET ratelimit.command_timeout');
 		$redis->resume;
 		is(unanswered(), $expected, 'what may stay charged is logged if it should be refunded');
 		is($session->ask("SELECT take('another', 0)"), 'redis', 'the next call is answered');
 	}
-	$session->ask('RESET ratelimit.command_timeout');
 }
 
 # The call is interrupted when a part of its reply has come.
@@ -714,30 +715,35 @@ foreach my $end ('ROLLBACK', 'COMMIT', 'SAVEPOINTS')
 # Many charges
 #
 
+my $bytes = q{SELECT coalesce(sum(total_bytes), 0) FROM pg_backend_memory_contexts WHERE name LIKE 'rate-limit charges'};
+
+# Waits until all refunds of the session are sent: those that the list has no room for go ahead of its next calls.
+# Returns how many are lost, because Redis had no time to answer them, and the others.
+sub all_sent
+{
+	await('the refunds of the session', sub { $session->ask("SELECT take('another', 0)"); return $session->ask($bytes) eq '0' });
+	settled($watcher);
+	my $log = new_log($node);
+	return (sum0(map { $_->[0] } lost(1, $log)), scalar(lost(0, $log)), $log);
+}
+
 # There is room for the charges of eight limits of 8,192 keys.
 {
 	my $eight = join ', ', map { "fixed_window 5/${_}d refund_on_abort" } 11 .. 18;
-	my $bytes = q{SELECT coalesce(sum(total_bytes), 0) FROM pg_backend_memory_contexts WHERE name LIKE 'rate-limit charges'};
-	my ($many, $full, $more, $error, $after);
-	my $log = in_time(sub {
-		$many = new_key();
-		$session->ask("BEGIN; SELECT count(rl_allow('$many:' || n, '$eight')) FROM generate_series(1, 8200) n");
-		$full = $session->ask($bytes);
-		$session->ask("SELECT count(rl_allow('$many:' || n, '$eight')) FROM generate_series(8193, 8200) n");
-		$more = $session->ask($bytes);
-		$session->ask('ROLLBACK');
-		$error = $session->error;
-		$after = $session->ask($bytes);
-	});
+	my $many = new_key();
 
-	is($more, $full, "further charges need no more memory than $full bytes");
+	$session->ask("BEGIN; SELECT count(rl_allow('$many:' || n, '$eight')) FROM generate_series(1, 8200) n");
+	my $full = $session->ask($bytes);
+	$session->ask("SELECT count(rl_allow('$many:' || n, '$eight')) FROM generate_series(8193, 8200) n");
+	is($session->ask($bytes), $full, "further charges need no more memory than $full bytes");
 	cmp_ok($full, '<', 64 * 1024 * 1024, 'the charges need less than 64 MB');
-	is($error, '', 'ROLLBACK with more charges than there is room for raises no error');
-	is($after, 0, 'the memory of the charges is free');
-	is($session->ask("SELECT count(*) FROM generate_series(1, 8200) n, rl_peek('$many:' || n, 'fixed_window 5/11d', 0) WHERE remaining < 5"),
-		8, 'all charges that had room are refunded');
+	$session->ends('ROLLBACK', 'ROLLBACK with more charges than there is room for raises no error');
+	my ($late, $lost, $log) = all_sent();
+	my $used = $session->ask("SELECT count(*) FROM generate_series(1, 8200) n, rl_peek('$many:' || n, 'fixed_window 5/11d', 0) WHERE remaining < 5");
+	cmp_ok($used, '>=', 8, 'charges without room stay');
+	cmp_ok($used, '<=', 8 + $late, 'all charges that had room are refunded');
 	is(count_of(qr/too many rate-limit charges in one transaction to refund all of them/, $log), 1, 'the log has one line about the room');
-	unlike($log, qr/could not refund/, 'no other refund was lost');
+	is($lost, 0, 'no other refund was lost');
 }
 
 # Five thousand entries of a log with older entries.
@@ -745,16 +751,18 @@ foreach my $how ('ROLLBACK', "ROLLBACK TO s; SELECT take('another', 0); COMMIT")
 {
 	my $key = new_key();
 	my $limit = 'sliding_log 100000/1d refund_on_abort';
-	my $left = "SELECT remaining FROM rl_peek('$key', '$limit', 0)";
 
 	$session->ask("SELECT count(rl_allow('$key', '$limit', 2)) FROM generate_series(1, 2500)");
 	my $take = timed("BEGIN; SAVEPOINT s; SELECT count(rl_allow('$key', '$limit')) FROM generate_series(1, 5000);");
 	my $end = timed("$how;");
-	is($watcher->ask($left), 95_000, "$how: five thousand entries of a log are refunded");
+	my ($late, $lost) = all_sent();
+	my $left = $watcher->ask("SELECT remaining FROM rl_peek('$key', '$limit', 0)");
+	cmp_ok($left, '<=', 95_000, "$how: other entries stay");
+	cmp_ok($left, '>=', 95_000 - $late, "$how: five thousand entries of a log are refunded");
+	is($lost, 0, "$how: no refund of the log is lost");
 	note "$how: taken in $take ms, refunded in $end ms";
-	cmp_ok($end, '<', 2 * $take, "$how: the refund takes at most twice as long as the charge");
+	cmp_ok($end, '<', 2 * $take, "$how: the refund takes at most twice as long as the charge") if $late == 0;
 }
-is_deeply([ lost() ], [], 'no refund of the log is lost');
 
 # Many transactions.
 $session->ask(qq{
