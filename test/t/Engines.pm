@@ -21,7 +21,9 @@ package Engines;
 use strict;
 use warnings FATAL => 'all';
 
+use Digest::SHA qw(sha1_hex);
 use Exporter 'import';
+use Fcntl qw(LOCK_EX);
 use FindBin;
 use IPC::Open2;
 use IPC::Run;
@@ -304,13 +306,22 @@ sub answer_difference
 #
 
 # Compiles a C program with the extension's options, from files of this source tree,
-# and names it after the first file; returns its path.
+# and names it after the first file; returns its path.  In script/test, the first test that
+# needs the program compiles it for all.
 sub c_program
 {
 	my ($node, @sources) = @_;
 	my ($name) = $sources[0] =~ /(\w+)\.c$/;
-	my $program = PostgreSQL::Test::Utils::tempdir . "/$name";
+	my $root = "$FindBin::RealBin/../..";
+	my $made = ($ENV{RATELIMIT_TEMPLATE} || PostgreSQL::Test::Utils::tempdir . '/program') . '-'
+	  . sha1_hex(map { slurp_file($_) } (map { "$root/$_" } @sources), sort glob "$root/src/*.h $root/src/*/*.h $root/test/*.h");
+	my $program = "$made/$name";
 	my %flags;
+
+	open my $lock, '>>', "$made.lock" or die "$made.lock: $!";
+	flock $lock, LOCK_EX or die "$made.lock: $!";
+	return $program if -x $program;
+	mkdir $made or -d $made or die "$made: $!";
 
 	foreach my $name (qw(cc cppflags cflags includedir-server))
 	{
@@ -318,10 +329,11 @@ sub c_program
 	}
 	my @command = ($flags{cc}, split(' ', "$flags{cppflags} $flags{cflags}"),
 		# A time_t of 64 bits on machines with 32, too.
-		qw(-D_TIME_BITS=64 -D_FILE_OFFSET_BITS=64), "-I$FindBin::RealBin/../../src",
-		"-I$flags{'includedir-server'}", '-o', $program, map { "$FindBin::RealBin/../../$_" } @sources);
+		qw(-D_TIME_BITS=64 -D_FILE_OFFSET_BITS=64), "-I$root/src",
+		"-I$flags{'includedir-server'}", '-o', "$program.new", map { "$root/$_" } @sources);
 	my $output = '';
 	IPC::Run::run(\@command, '>', \$output, '2>&1') or die "@command\n$output";
+	rename "$program.new", $program or die "$program: $!";
 	return $program;
 }
 
