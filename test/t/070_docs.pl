@@ -26,24 +26,59 @@ my $node = shared_node($redis, "ratelimit.redis_url = '" . $redis->url(tcp => 1,
 # The blocks
 #
 
-# Resets the server: a new database, no other roles, empty statistics.
+# What DocPage adds to a page that does not create the extension itself.
+my $creation = qr/^CREATE EXTENSION ratelimit;\n\\connect\n/m;
+
+# One session for each database runs all queries, because starting a psql takes longer.
+my %session;
+sub ask
+{
+	my ($sql, $database) = @_;
+	my $session = $session{ $database || 'postgres' } //= session($node, $database);
+	my $output = $session->ask($sql);
+
+	die $session->error if $session->error;
+	return $output;
+}
+
+# A page with these words needs a restart, because it shows or changes what shared memory or a file keeps, and so does a
+# page after one that changes the file.  In the long form, each page has one.
+my $kept = qr/ALTER SYSTEM|\b(?:lease \d|rl_denied|rl_stat\b|rl_status)/;
+my ($prepared, $changed) = (0, 1);
+
+# Resets the server: a new database, no other roles, empty statistics.  Returns true if the database has the extension.
 sub prepare
 {
-	my ($store) = @_;
+	my ($page, $store) = @_;
+	my $text = join '', map { $_->{text} } $page->commands;
+	my $restart = is_long() || $store || $changed || $text =~ $kept;
+	my $extended = $page->script =~ $creation;
+	my $template = $extended ? 'postgres' : 'template0';
 
-	$node->safe_psql('postgres', slurp_file("$root/test/reset.sql") . 'CREATE DATABASE shop;'
-		. ($store ? "LOAD 'ratelimit'; ALTER SYSTEM SET ratelimit.store = $store;" : ''));
-	start_node($node, 'restart');
+	# No session may be connected to the template.
+	ask("SET client_min_messages = warning; LOAD 'ratelimit';\n" . slurp_file("$root/test/reset.sql") . "CREATE DATABASE shop TEMPLATE $template;", 'template1');
+	ask("ALTER SYSTEM SET ratelimit.store = $store", 'template1') if $store;
+	if ($restart)
+	{
+		delete($session{template1})->quit;
+		start_node($node, 'restart');
+	}
+	else
+	{
+		# The server remembers which keys of a database of Redis are refused.
+		ask(q{ALTER DATABASE shop SET ratelimit.redis_url = '} . $redis->url(tcp => 1, db => ++$prepared % 16) . q{'}, 'template1');
+	}
+	$changed = $store || $text =~ /ALTER SYSTEM/;
 	$redis->cli('FLUSHALL');
-	return;
+	return $extended;
 }
 
 # Runs the page's blocks in one psql and returns their outputs.
 sub outputs
 {
-	my ($page) = @_;
+	my ($page, $extended) = @_;
 	my $address = '127.0.0.1:' . $redis->port;
-	my $script = $page->script;
+	my $script = $extended ? $page->script =~ s/$creation//r : $page->script;
 	my $printed = '';
 
 	$script =~ s/127\.0\.0\.1:6379/$address/g;
@@ -53,7 +88,7 @@ sub outputs
 	return $page->outputs($printed);
 }
 
-my @wanted = split ' ', $ENV{RATELIMIT_PAGES} || join ' ', (sort keys %every), map { "$_,local" } qw(README.md docs/frameworks.md docs/recipes.md);
+my @wanted = split ' ', $ENV{RATELIMIT_PAGES} || join ' ', (sort keys %every), map { "$_,local" } 'README.md', is_long() ? 'docs/frameworks.md' : (), 'docs/recipes.md';
 
 foreach my $wanted (@wanted)
 {
@@ -61,8 +96,7 @@ foreach my $wanted (@wanted)
 	my $page = $every{$name} or BAIL_OUT("there is no page $name");
 	my @blocks = $page->commands or next;
 
-	prepare($store);
-	my @printed = outputs($page);
+	my @printed = outputs($page, prepare($page, $store));
 	@printed = map { s/\| local\b/| redis/gr } @printed if $store;
 	is(@printed, @blocks + 1, "$wanted: psql ran all blocks") or diag $printed[-1];
 	foreach my $i (0 .. $#blocks)
@@ -110,17 +144,8 @@ my $reference = slurp_file("$root/docs/reference.md");
 my %section = $reference =~ /^### ([^\n]*)\n(.*?)(?=^##|\z)/gms;
 my $code = join '', map { slurp_file($_) } split /\n/, qx(find "$root/src" -name '*.[ch]');
 
-# Returns a query's rows.  One session runs all queries, because starting a psql takes longer.
-my $session;
-sub rows
-{
-	my ($sql) = @_;
-
-	$session //= session($node);
-	my $output = $session->ask($sql);
-	die $session->error if $session->error;
-	return [ split /\n/, $output ];
-}
+# Returns a query's rows.
+sub rows { my ($sql) = @_; return [ split /\n/, ask($sql) ]; }
 
 # Returns the first cells of the tables with this header.
 sub cells
