@@ -6,6 +6,7 @@
 # RATELIMIT_SEED repeats a run; RATELIMIT_STEPS makes it longer.
 #
 # Runs once: it compares GCRA with a model, and 020_engines compares the engines in each row.
+# Runs in the long form with the local store: pg_regress and 020_engines compare both stores in each run.
 use RatelimitTest;
 use Engines;
 use StateModel;

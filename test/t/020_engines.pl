@@ -11,7 +11,7 @@ use RatelimitTest;
 use Engines;
 
 # The local store runs the same C functions.
-my $wanted = all_seeds(steps(store() eq 'local' ? 116_000 : 232_000), 240);
+my $wanted = all_seeds(steps(store() eq 'local' ? 116_000 : 232_000, undef, 24), 240);
 my $batch = 30_000;
 my $seed = seed();
 my $redis = RedisServer->new->start;
