@@ -22,6 +22,18 @@ my $node = shared_node($redis, "ratelimit.debug_now = '1800000000000000'");
 
 $node->safe_psql('postgres', 'CREATE DATABASE shop');
 
+# The sessions of the superuser and of PostgREST, which has a new backend for each request.
+my %session;
+sub in_shop
+{
+	my ($sql, $user) = @_;
+	my $session = $session{ $user // '' } //= session($node, 'shop', $user);
+	my $output = $session->ask($sql);
+
+	die $session->error if !$user && $session->error =~ /ERROR:/;
+	return ($output, $session->error);
+}
+
 # Returns true if the value is a string of JSON.
 sub is_text { my ($value) = @_; return defined $value && !ref $value && $json->encode($value) =~ /^"/; }
 
@@ -80,14 +92,13 @@ sub answer
 	  : $method eq 'GET' ? "SELECT * FROM $path"
 	  : "INSERT INTO $path (" . join(', ', @names) . ') VALUES (' . join(', ', map { "'$row{$_}'" } @names) . ')';
 	my $mode = $method eq 'GET' ? 'READ ONLY' : 'READ WRITE';
-	my ($stdout, $stderr);
 
 	# The client wrote the first address itself, and the proxy added the last.
 	my $headers = $json->encode($address ? { 'x-forwarded-for' => "192.0.2.1, $address" } : {});
 
 	$claims //= '{}';
-	my $failed = $node->psql('shop', <<"SQL", connstr => $node->connstr('shop') . ' user=authenticator', stdout => \$stdout, stderr => \$stderr);
-\\set VERBOSITY verbose
+	my ($stdout, $stderr) = in_shop(<<"SQL", 'authenticator');
+\\connect
 SELECT coalesce(current_setting('pgrst.db_pre_request', true), '') AS gate \\gset
 SELECT :'gate' <> '' AS has_gate \\gset
 BEGIN TRANSACTION $mode;
@@ -101,7 +112,7 @@ $sql \\g /dev/null
 SELECT current_setting('response.headers', true);
 COMMIT;
 SQL
-	return error_answer($stderr) if $failed;
+	return error_answer($stderr) if $stderr =~ /ERROR:/;
 	my $status = $method eq 'POST' && !$function ? 201 : 200;
 	return { status => $status, reason => $reasons{$status}, headers => response_headers($stdout) };
 }
@@ -131,7 +142,7 @@ foreach my $i (0 .. $#blocks)
 {
 	my $block = $blocks[$i];
 
-	$node->safe_psql('shop', $block->{text}) if $block->{language} eq 'sql';
+	in_shop($block->{text}) if $block->{language} eq 'sql';
 	next unless $block->{language} eq 'http';
 	my @answers = map { shown(answer($_)) } split /\n/, $block->{text};
 	my $next = $blocks[ $i + 1 ];
@@ -150,7 +161,7 @@ if ($ENV{RATELIMIT_PAGES_TO})
 # Each kind of limit in each case
 #
 
-$node->safe_psql('shop', q{
+in_shop(q{
 	CREATE TABLE by_trigger (key text, quota integer);
 	CREATE TABLE by_policy (key text, quota integer);
 	CREATE TABLE plain (n integer);
@@ -189,10 +200,10 @@ my %cases = (
 
 foreach my $format (qw(postgrest sql))
 {
-	$node->safe_psql('shop', "ALTER ROLE authenticator SET ratelimit.error_format = '$format'");
+	in_shop("ALTER ROLE authenticator SET ratelimit.error_format = '$format'");
 	foreach my $kind (qw(trigger function policy gate))
 	{
-		$node->safe_psql('shop', 'ALTER ROLE authenticator '
+		in_shop('ALTER ROLE authenticator '
 			. ($kind eq 'gate' ? q{SET pgrst.db_pre_request = 'public.by_gate'} : 'RESET pgrst.db_pre_request'));
 		foreach my $case (qw(allowed refused large banned failed))
 		{
@@ -200,10 +211,10 @@ foreach my $format (qw(postgrest sql))
 			my ($quota, $status, $code, @expected) = @{ $cases{$case} };
 			my $name = "$format, $kind, $case";
 
-			$node->safe_psql('shop', "SELECT ratelimit.rl_ban(ratelimit.rl_key('$kind', '$key'), 60)") if $case eq 'banned';
-			$node->safe_psql('shop', q{ALTER ROLE authenticator SET ratelimit.redis_url = 'redis://127.0.0.1:1'}) if $case eq 'failed';
+			in_shop("SELECT ratelimit.rl_ban(ratelimit.rl_key('$kind', '$key'), 60)") if $case eq 'banned';
+			in_shop(q{ALTER ROLE authenticator SET ratelimit.redis_url = 'redis://127.0.0.1:1'}) if $case eq 'failed';
 			my $answer = answer(sprintf $request{$kind}, $key, $quota);
-			$node->safe_psql('shop', 'ALTER ROLE authenticator RESET ratelimit.redis_url');
+			in_shop('ALTER ROLE authenticator RESET ratelimit.redis_url');
 
 			like($answer->{status}, $status, "$name: the status") or diag shown($answer);
 			is($answer->{body} && $answer->{body}{code}, $code, "$name: the code in the body");

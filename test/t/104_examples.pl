@@ -38,22 +38,31 @@ sub printed
 	return join "\n", grep { $_ ne '' } $stdout, $session->error =~ s/^(?:.*: )?ERROR: +\w{5}: /ERROR:  /mgr;
 }
 
-$node->safe_psql('postgres', "CREATE DATABASE $_") foreach qw(pages restored);
-$node->safe_psql('pages', 'CREATE EXTENSION ratelimit');
+# Runs commands, which must succeed, and returns what they print.
+sub run
+{
+	my $printed = printed(@_);
+
+	die $printed if $printed =~ /ERROR:/;
+	return $printed;
+}
+
+run('postgres', "CREATE DATABASE $_") foreach qw(pages restored);
+run('pages', 'CREATE EXTENSION ratelimit');
 
 #
 # README.md, docs/recipes.md: logins
 #
 
 my $guesses = q{unnest('{ada,Ada,ADA}'::text[]) AS name, generate_series(0, 14) AS blanks};
-$node->safe_psql('pages', function('README.md', 'log_in'));
+run('pages', function('README.md', 'log_in'));
 is(printed('pages', "SELECT count(*) FROM $guesses WHERE log_in(name || repeat(' ', blanks), 'guess') = 'wrong password'"), 5,
 	'log_in: all spellings of a name have five guesses together');
-$node->safe_psql('pages', "SELECT rl_reset('login:ada')");
+run('pages', "SELECT rl_reset('login:ada')");
 is(printed('pages', q{SELECT count(*) FROM (SELECT log_in(name || repeat(' ', blanks), 'guess') AS answer
 	FROM unnest('{ada,Ada,aDa,adA,ADa,AdA,aDA,ADA}'::text[]) AS name, generate_series(0, 9) AS blanks, generate_series(1, 5)) AS guesses
 	WHERE answer = 'wrong password'}), 5, 'log_in: of 400 guesses, too');
-$node->safe_psql('pages', function('docs/recipes.md', $_)) foreach qw(login_attempt begin_login);
+run('pages', function('docs/recipes.md', $_)) foreach qw(login_attempt begin_login);
 is(printed('pages', "SELECT count(begin_login(name || repeat(' ', blanks))) FROM $guesses"), 5, 'begin_login: the same');
 like(printed('pages', "SELECT login_attempt('bea' || repeat(' ', n), '192.0.2.1') FROM generate_series(1, 6) n"),
 	qr/Key "login:bea" has 0 of 5 left/, 'login_attempt: the same');
@@ -62,23 +71,23 @@ like(printed('pages', "SELECT login_attempt('bea' || repeat(' ', n), '192.0.2.1'
 # docs/recipes.md: a view
 #
 
-$node->safe_psql('pages', q{
+run('pages', q{
 	CREATE FUNCTION may_act() RETURNS boolean LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = public, pg_temp
 		AS $$ SELECT rl_allow('asks', 'sliding_log 100000/1h') $$;
 	CREATE TABLE posts AS SELECT i AS id, i % 10 AS author FROM generate_series(1, 2000) i;
 	CREATE INDEX ON posts (id);
 	CREATE INDEX ON posts (author);
 	CREATE TABLE people AS SELECT i AS id FROM generate_series(1, 9) i});
-$node->safe_psql('pages', statement('docs/recipes.md', 'CREATE VIEW paced_posts'));
-$node->safe_psql('pages', 'ANALYZE');
+run('pages', statement('docs/recipes.md', 'CREATE VIEW paced_posts'));
+run('pages', 'ANALYZE');
 foreach my $query ('SELECT count(*) FROM paced_posts', 'SELECT * FROM paced_posts WHERE id = -1',
 	'SELECT p.id, (SELECT count(*) FROM paced_posts o WHERE o.author = p.id) FROM people p',
 	'SELECT p.id, x.list FROM people p LEFT JOIN LATERAL
 		(SELECT json_agg(y) AS list FROM (SELECT o.id FROM paced_posts o WHERE o.author = p.id) y) x ON true',
 	'SELECT p.id, x.id FROM people p LEFT JOIN LATERAL (SELECT o.id FROM paced_posts o WHERE o.id = p.id LIMIT 1) x ON true')
 {
-	$node->safe_psql('pages', "SELECT rl_reset('asks')");
-	$node->safe_psql('pages', $query);
+	run('pages', "SELECT rl_reset('asks')");
+	run('pages', $query);
 	is(printed('pages', q{SELECT used FROM rl_inspect('asks')}), 1, "paced_posts asks once: $query");
 }
 
@@ -87,8 +96,8 @@ foreach my $query ('SELECT count(*) FROM paced_posts', 'SELECT * FROM paced_post
 #
 
 my ($condition) = slurp_file("$root/docs/operations.md") =~ /`(WHEN \(.*?\))`/s;
-$node->safe_psql('postgres', 'CREATE DATABASE dumped');
-$node->safe_psql('dumped', q{
+run('postgres', 'CREATE DATABASE dumped');
+run('dumped', q{
 	CREATE SCHEMA ratelimit;
 	CREATE EXTENSION ratelimit SCHEMA ratelimit;
 	SET search_path = public, ratelimit;
@@ -108,7 +117,7 @@ is(printed('restored', 'SELECT tgname FROM pg_trigger WHERE NOT tgisinternal'), 
 
 SKIP:
 {
-	skip 'dblink is not installed', 9 if !$node->safe_psql('postgres', q{SELECT count(*) FROM pg_available_extensions WHERE name = 'dblink'});
+	skip 'dblink is not installed', 9 if !run('postgres', q{SELECT count(*) FROM pg_available_extensions WHERE name = 'dblink'});
 	my ($grant) = map { $_->{text} } grep { $_->{text} =~ /^CREATE ROLE limiter/ } DocPage->new("$root/docs/operations.md")->commands;
 	my ($block) = map { $_->{text} } grep { $_->{text} =~ /dblink_connect/ } @{ DocPage->new("$root/docs/operations.md")->{blocks} };
 	my $port = $node->port;
@@ -120,9 +129,9 @@ SKIP:
 	$node->append_conf('postgresql.conf', "listen_addresses = '127.0.0.1'");
 	%session = ();
 	start_node($node, 'restart');
-	$node->safe_psql('postgres', "CREATE DATABASE $_") foreach qw(shop managed);
-	$node->safe_psql('shop', "CREATE EXTENSION ratelimit; $grant");
-	$node->safe_psql('managed', 'CREATE ROLE shop_owner; CREATE ROLE writer LOGIN; GRANT CREATE ON SCHEMA public TO shop_owner; SET ROLE shop_owner;
+	run('postgres', "CREATE DATABASE $_") foreach qw(shop managed);
+	run('shop', "CREATE EXTENSION ratelimit; $grant");
+	run('managed', 'CREATE ROLE shop_owner; CREATE ROLE writer LOGIN; GRANT CREATE ON SCHEMA public TO shop_owner; SET ROLE shop_owner;
 		CREATE TABLE orders (customer bigint); GRANT INSERT ON orders TO writer; RESET ROLE; ' . $block =~ s/host 'limits'/host '127.0.0.1', port '$port'/r =~ s/statement_timeout=500/statement_timeout=60s/r);
 
 	my $session = session($node, 'managed', 'writer');
@@ -130,9 +139,9 @@ SKIP:
 	is($order->(42), 'written', "dblink: order $_ is allowed") foreach 1 .. 5;
 	is($order->(42), 'PT429', 'dblink: the sixth is refused');
 	my $limiter = q{FROM pg_stat_activity WHERE usename = 'limiter'};
-	is($node->safe_psql('postgres', "SELECT count(*) $limiter"), 1, 'dblink: a session keeps its connection');
-	$node->safe_psql('postgres', "SELECT pg_terminate_backend(pid) $limiter");
-	await('the end of the connection', sub { $node->safe_psql('postgres', "SELECT count(*) $limiter") == 0 });
+	is(run('postgres', "SELECT count(*) $limiter"), 1, 'dblink: a session keeps its connection');
+	run('postgres', "SELECT pg_terminate_backend(pid) $limiter");
+	await('the end of the connection', sub { run('postgres', "SELECT count(*) $limiter") == 0 });
 	like($order->(43), qr/^(08006|57P01)$/, 'dblink: a write fails when the connection is lost');
 	is($order->(43), 'written', 'dblink: the next one connects again');
 	$session->quit;
@@ -142,12 +151,12 @@ SKIP:
 # docs/postgrest.md
 #
 
-$node->safe_psql('postgres', 'CREATE DATABASE api');
-$node->safe_psql('api', 'CREATE SCHEMA ratelimit; CREATE EXTENSION ratelimit SCHEMA ratelimit; CREATE ROLE web_user');
+run('postgres', 'CREATE DATABASE api');
+run('api', 'CREATE SCHEMA ratelimit; CREATE EXTENSION ratelimit SCHEMA ratelimit; CREATE ROLE web_user');
 my ($network) = map { $_->{text} =~ /^(CREATE FUNCTION client_network\(.*?;)\n(?=CREATE)/ms } DocPage->new("$root/docs/postgrest.md")->commands;
 my ($purchases) = map { $_->{text} } grep { $_->{text} =~ /^CREATE TABLE purchases/ } DocPage->new("$root/docs/postgrest.md")->commands;
-$node->safe_psql('api', "$network\n$purchases");
-$node->safe_psql('api', function('docs/postgrest.md', $_)) foreach qw(gate sign_up);
+run('api', "$network\n$purchases");
+run('api', function('docs/postgrest.md', $_)) foreach qw(gate sign_up);
 
 my %key = ('{"x-forwarded-for": "203.0.113.9, 198.51.100.2"}' => '198.51.100.2', '{"x-forwarded-for": "198.51.100.2:51234"}' => '198.51.100.2',
 	'{"x-forwarded-for": "[2001:db8::5]:443"}' => '2001:db8::/64', '{"x-forwarded-for": "2001:db8::5"}' => '2001:db8::/64',
@@ -163,7 +172,7 @@ foreach my $headers (sort keys %key)
 # Behind two proxies: the pattern that the page names, in place of the one in the function.
 my ($two, $one) = slurp_file("$root/docs/postgrest.md") =~ /write `('[^`]+')` in place of `('[^`]+')`/;
 isnt(index($network, $one // 'none'), -1, 'client_network has the pattern that the page replaces');
-$node->safe_psql('api', $network =~ s/CREATE FUNCTION client_network/CREATE FUNCTION behind_two/r =~ s/\Q$one\E/$two/r);
+run('api', $network =~ s/CREATE FUNCTION client_network/CREATE FUNCTION behind_two/r =~ s/\Q$one\E/$two/r);
 my %first = ('203.0.113.9, 198.51.100.2, 10.0.0.1' => '198.51.100.2', '198.51.100.2:51234, 10.0.0.1' => '198.51.100.2', '[2001:db8::5]:443,10.0.0.1' => '2001:db8::/64',
 	'10.0.0.1' => '0.0.0.0');
 foreach my $addresses (sort keys %first)
