@@ -136,13 +136,13 @@ sub calls
 	my (@objects) = @_;
 	my (%file_of, %wants, %calls);
 
-	foreach my $object (@objects)
+	# One program for all of them.
+	foreach (`cd '$root' && nm -A @objects`)
 	{
-		foreach (`nm '$root/$object'`)
-		{
-			$file_of{$1} = $object if / [TBC] (\w+)$/;
-			push @{ $wants{$object} }, $1 if / U (\w+)$/;
-		}
+		my ($object) = /^([^:]*):/;
+
+		$file_of{$1} = $object if / [TBC] (\w+)$/;
+		push @{ $wants{$object} }, $1 if / U (\w+)$/;
 	}
 	foreach my $object (@objects)
 	{
