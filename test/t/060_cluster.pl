@@ -143,9 +143,10 @@ is($node->safe_psql('postgres', q{
 # Many keys in one call
 #
 
+my $n_many = is_long() ? 3000 : 600;
 # Each rule is called seven times; the first five calls are sent while a slot moves.
-my $many = q{SELECT count(*) FILTER (WHERE allowed), count(*) FILTER (WHERE source = 'redis'), array_agg(key) = ks
-	FROM (SELECT array_agg('many:' || n ORDER BY n) AS ks FROM generate_series(1, 3000) n) k,
+my $many = qq{SELECT count(*) FILTER (WHERE allowed), count(*) FILTER (WHERE source = 'redis'), array_agg(key) = ks
+	FROM (SELECT array_agg('many:' || n ORDER BY n) AS ks FROM generate_series(1, $n_many) n) k,
 		rl_check_many(ks, '%s') GROUP BY ks};
 foreach my $rule ('1/1d burst 5', 'fixed_window 5/3650d', 'sliding_log 5/3650d')
 {
@@ -165,10 +166,10 @@ foreach my $rule ('1/1d burst 5', 'fixed_window 5/3650d', 'sliding_log 5/3650d')
 		push @answers, $fresh->ask('');
 		diag $fresh->error if $fresh->error ne '';
 	}
-	is_deeply(\@answers, [ ('3000|3000|t') x 5, ('0|3000|t') x 2 ], "rl_check_many of 3,000 keys, $rule: each is charged once, and rows come in order");
+	is_deeply(\@answers, [ ("$n_many|$n_many|t") x 5, ("0|$n_many|t") x 2 ], "rl_check_many of $n_many keys, $rule: each is charged once, and rows come in order");
 	$_->cli('CONFIG', 'RESETSTAT') foreach $cluster->masters;
 	$_->cli('SCRIPT', 'FLUSH') foreach $cluster->masters;
-	is($fresh->ask(sprintf $many, $rule), '0|3000|t', 'rl_check_many sends a script that was flushed');
+	is($fresh->ask(sprintf $many, $rule), "0|$n_many|t", 'rl_check_many sends a script that was flushed');
 	is($_->errors('MOVED'), 0, 'no call of rl_check_many is redirected') foreach $cluster->masters;
 	cmp_ok($_->calls('eval'), '<=', 2, 'the script is sent to each node at most twice') foreach $cluster->masters;
 	$fresh->quit;
@@ -209,7 +210,7 @@ is(left_of(@elsewhere), '5', 'the rollback of a transaction refunds on the other
 sub outcomes
 {
 	return join ',', map { "$_->[0] $_->[1]" } map { [ split /\|/ ] } split /\n/, $session->ask(
-		q{SELECT source, count(*) FROM (SELECT array_agg('many:' || n) AS ks FROM generate_series(1, 3000) n) k,
+		qq{SELECT source, count(*) FROM (SELECT array_agg('many:' || n) AS ks FROM generate_series(1, $n_many) n) k,
 			rl_check_many(ks, '1/1d burst 5') GROUP BY source ORDER BY source});
 }
 
@@ -219,6 +220,7 @@ sub outcomes
 
 # Each client asks for all keys, so that it knows their nodes, and then continues until
 # the table stop has a row.
+my $pause = is_long() ? 0.005 : 0.02;
 $node->safe_psql('postgres', q{
 	CREATE TABLE stop ();
 	CREATE UNLOGGED TABLE asked (key int, source text, began timestamptz, ms double precision);
@@ -236,7 +238,7 @@ $node->safe_psql('postgres', q{
 			SELECT source INTO answer FROM rl_throttle('loaded:' || k, 1000000, 1000000, 86400);
 			INSERT INTO asked VALUES (k, answer, began, extract(epoch FROM clock_timestamp() - began) * 1000);
 			EXIT WHEN EXISTS (SELECT FROM stop);
-			PERFORM pg_sleep(0.005);
+			PERFORM pg_sleep(} . $pause . q{);
 		END LOOP;
 	END $$;
 	ALTER SYSTEM SET ratelimit.on_error = deny;
@@ -257,15 +259,15 @@ foreach my $how ('killed', 'suspended')
 	my $clients = start_clients($node, "a master is $how", 'SELECT load();', '-t', 1);
 	await_load($clients, $watcher);
 	my %victims = map { $_ => 1 } grep { $cluster->has($victim, "loaded:$_") } 0 .. 99;
-	my $of_many = grep { $cluster->has($victim, "many:$_") } 1 .. 3000;
-	is(outcomes(), 'redis 3000', "before a master is $how: rl_check_many");
+	my $of_many = grep { $cluster->has($victim, "many:$_") } 1 .. $n_many;
+	is(outcomes(), "redis $n_many", "before a master is $how: rl_check_many");
 	my $lost = $watcher->ask('SELECT clock_timestamp()');
 	$how eq 'killed' ? $victim->stop : $victim->pause;
 	# The call waits for command_timeout.  If the replica takes over meanwhile, it answers for the rest of the keys.
 	my $outcomes = outcomes();
 	my ($refused) = $outcomes =~ /^fail_closed (\d+),/;
 	$refused = $of_many if !$refused || $refused > $of_many || $replica->cli('ROLE')->[0] ne 'master';
-	is($outcomes, "fail_closed $refused,redis " . (3000 - $refused), "a master is $how: rl_check_many fails only for its keys");
+	is($outcomes, "fail_closed $refused,redis " . ($n_many - $refused), "a master is $how: rl_check_many fails only for its keys");
 
 	# The replica has taken over when all other nodes know it.
 	await('the replica to take over', sub {
@@ -299,7 +301,7 @@ foreach my $how ('killed', 'suspended')
 	  or diag "lost at $lost, taken over at $taken_over\n", $watcher->ask(q{SELECT began, ms, source, key FROM asked WHERE ms >= 1000 ORDER BY began});
 	is($watcher->ask("SELECT count(*) > 0 FROM asked WHERE $of_victim AND source = 'redis' AND began > '$taken_over'"), 't',
 		"a master is $how: the replica answers for its slots");
-	is(outcomes(), 'redis 3000', "a master is $how: rl_check_many works after the replica took over");
+	is(outcomes(), "redis $n_many", "a master is $how: rl_check_many works after the replica took over");
 	$how eq 'killed' ? $victim->start : $victim->resume;
 	await('the old master to be a replica', sub { return $victim->follows });
 }
