@@ -112,7 +112,7 @@ sub history
 	return @steps;
 }
 
-my $histories = all_seeds(is_long() ? 300 : 100);
+my $histories = all_seeds(is_long() ? 300 : 50);
 my @steps = map { reseed($_ - 1, $histories); history("cached:$_") } 1 .. $histories;
 my %answers;
 foreach my $cache (qw(on off))
@@ -264,7 +264,7 @@ $watcher->ask(q{
 		END LOOP;
 		INSERT INTO tried VALUES (cached, asked, allowed);
 	END $$});
-my $run = start_clients($node, 'alone', 'SELECT try(true);', '-t', is_long() ? 10 : 4);
+my $run = start_clients($node, 'alone', 'SELECT try(true);', '-t', is_long() ? 10 : 2);
 finish_clients($run);
 my ($cached, $asked, $allowed) = split /\|/, $session->ask('SELECT sum(cached), sum(asked), sum(allowed) FROM tried');
 note "in real time: $asked asked, $allowed allowed, $cached refused by the cache";
@@ -316,7 +316,7 @@ foreach my $limits ('1/3650d burst 5', 'sliding_log 5/3650d', 'fixed_window 5/36
 	$session->ask("TRUNCATE the_end, refunded, tried; SELECT rl_check('refunded', '$limits', 5)");
 	my $run = start_clients($node, $name, "SELECT grab('refunded', '$limits');", '-t', 1, '-c', 7);
 	await('seven clients', sub { return $watcher->ask(q{SELECT count(*) FROM pg_stat_activity WHERE query LIKE 'SELECT grab(%'}) == 7 });
-	$session->ends("SELECT refund('refunded', '$limits', @{[ is_long() ? 1000 : 300 ]})", "$limits: the refunds succeed");
+	$session->ends("SELECT refund('refunded', '$limits', @{[ is_long() ? 1000 : 100 ]})", "$limits: the refunds succeed");
 	$watcher->ask('INSERT INTO the_end DEFAULT VALUES');
 	finish_clients($run);
 	my ($stale, $refunded) = split /\|/, $session->ask('SELECT stale, refunded FROM refunded');

@@ -220,6 +220,15 @@ $session->ask(q{\o /dev/null
 			PERFORM rl_sliding_log(name, capacity, seconds);
 		END LOOP;
 	END $$;
+	-- An entry in each of eight logs.
+	CREATE FUNCTION fill_eight(name text, n bigint) RETURNS void LANGUAGE plpgsql AS $$
+	BEGIN
+		FOR i IN 1 .. n LOOP
+			PERFORM set_config('ratelimit.debug_now', (current_setting('ratelimit.debug_now')::bigint + 1)::text, false);
+			PERFORM rl_check(name, 'sliding_log 100000/2h, sliding_log 100000/3h, sliding_log 100000/4h, sliding_log 100000/5h,
+				sliding_log 100000/6h, sliding_log 100000/7h, sliding_log 100000/8h, sliding_log 100000/9h');
+		END LOOP;
+	END $$;
 	SET ratelimit.debug_now = '3000000000000000';
 	SELECT fill_apart('small ' || n, 3, 3000 + n, 3) FROM generate_series(1, 60) n;
 	\o});
@@ -228,7 +237,7 @@ cmp_ok($used, '>=', 180, "rl_status shows $used entries");
 cmp_ok($room, '>', 300_000, "rl_status shows room for $room entries");
 for (my $n = 1; $n <= 20 && $room - $used > 2000; $n++)
 {
-	$session->ask("SELECT fill_apart('fills $n', " . min(100_000, int(0.9 * ($room - $used))) . ', 7200, 100000)');
+	$session->ask("SELECT fill_eight('fills $n', " . min(100_000, int(0.9 * ($room - $used) / 8)) . ')');
 	($used) = entries();
 }
 my @left = (1 .. 60);
@@ -252,7 +261,8 @@ $session->ask(q{RESET ratelimit.debug_now;
 
 # Logs of all sizes are made and deleted.  Then all the memory is free again.
 my @again;
-foreach my $round (1 .. 5)
+my $rounds = is_long() ? 5 : 2;
+foreach my $round (1 .. $rounds)
 {
 	$session->ends(q{\o /dev/null
 		SELECT rl_reset('greedy');
@@ -270,7 +280,7 @@ foreach my $round (1 .. 5)
 	$session->ask(q{SELECT rl_reset('greedy')});
 	push @again, (entries())[0];
 }
-is_deeply(\@again, [ ($again[0], 0) x 5 ], "nothing leaks: @again");
+is_deeply(\@again, [ ($again[0], 0) x $rounds ], "nothing leaks: @again");
 $session->ask(q{SELECT rl_reset('greedy')});
 
 # A state with refusals that a ban counts is kept for the period, even if its quota is
@@ -358,13 +368,16 @@ $session->ends(q{BEGIN READ ONLY; SELECT rl_throttle('read only', 5, 1, 86400); 
 answers('SELECT pg_current_xact_id_if_assigned() IS NULL', 't', 'the transaction has no transaction ID');
 answers(q{ROLLBACK; SELECT remaining FROM rl_throttle('read only', 5, 1, 86400)}, '3', 'the rollback refunds nothing');
 
-$node->backup('copy');
-my $standby = PostgreSQL::Test::Cluster->new('standby');
-$standby->init_from_backup($node, 'copy', has_streaming => 1);
-$standby->start;
-is($standby->safe_psql('postgres', q{SELECT pg_is_in_recovery(), remaining, source FROM rl_throttle('read only', 5, 1, 86400)}),
-	't|4|local', 'a hot standby has its own store');
-$standby->stop;
+if (is_long())
+{
+	$node->backup('copy');
+	my $standby = PostgreSQL::Test::Cluster->new('standby');
+	$standby->init_from_backup($node, 'copy', has_streaming => 1);
+	$standby->start;
+	is($standby->safe_psql('postgres', q{SELECT pg_is_in_recovery(), remaining, source FROM rl_throttle('read only', 5, 1, 86400)}),
+		't|4|local', 'a hot standby has its own store');
+	$standby->stop;
+}
 
 #
 # Parallel queries
@@ -416,23 +429,25 @@ my %call = (
 	sliding_window => q{rl_sliding_window('run sliding', 137, 86400, 8640, :quota)},
 	sliding_log => q{rl_sliding_log('run log', 137, 86400, :quota)},
 	several => q{rl_check('run several', '1/1d burst 200, sliding_log 137/1d, fixed_window 300/1d from_first, token_bucket 1/1d burst 150', :quota)});
+my $actions = is_long() ? 320 : 160;
 finish_clients(start_clients($node, 'exactly', join("\n", '\set quota 1',
-		map { "INSERT INTO taken SELECT '$_', :quota, allowed, source FROM $call{$_};" } sort keys %call), '-t', 40));
+		map { "INSERT INTO taken SELECT '$_', :quota, allowed, source FROM $call{$_};" } sort keys %call), '-t', $actions / 8));
 is($node->safe_psql('postgres', "SELECT count(*), sum(quota) FILTER (WHERE allowed), string_agg(DISTINCT source, ',') FROM taken WHERE run = '$_'"),
-	'320|137|local', "$_: of 320 actions exactly the capacity is allowed") foreach sort keys %call;
+	"$actions|137|local", "$_: of $actions actions exactly the capacity is allowed") foreach sort keys %call;
 is($node->safe_psql('postgres', q{SELECT string_agg(remaining::text, ',') FROM rl_peek('run several',
 		'1/1d burst 200, sliding_log 137/1d, fixed_window 300/1d from_first, token_bucket 1/1d burst 150', 0)}),
 	'63,0,163,13', 'several: all limits were charged, or none');
 
-# '200/1s' for five and a half seconds, by each algorithm.  Each client continues
+# '200/1s' for one and a half seconds, in the long form five and a half, by each algorithm.  Each client continues
 # until it is refused.  Between the first refusal and the last, the clients took all
 # quota.
+my $seconds = is_long() ? 5.5 : 1.5;
 my %limit = (map({ $_ => "$_ 200/1s" } qw(throttle token_bucket fixed_window sliding_log)), sliding_window => 'sliding_window 200/1s step 20ms');
 $node->safe_psql('postgres', q{
 	CREATE UNLOGGED TABLE hammered (run text, calls bigint, allowed bigint, first_refusal timestamptz, last_refusal timestamptz);
 	CREATE FUNCTION hammer(name text, limits rl_limits[]) RETURNS void LANGUAGE plpgsql AS $$
 	DECLARE
-		until timestamptz := clock_timestamp() + interval '5.5 s';
+		until timestamptz := clock_timestamp() + interval '} . $seconds . q{ s';
 		run hammered[];
 		going boolean := true;
 		asked timestamptz;
@@ -498,6 +513,28 @@ $session = session($node);
 answers('SELECT local_keys, local_max_keys FROM rl_status()', '0|5001', 'a restart deletes all states');
 answers($take, 99, 'limits begin as if never used');
 answers(q{SELECT rl_reset('shared')}, 't', 'rl_reset deletes the state');
+#
+# A key with many states
+#
+
+# While states are free, it evicts none of other keys, and they none of its own.  Its partition has 1,250 states in the mean.
+{
+	my $others = q{SELECT count(*) FILTER (WHERE rl_allow('other ' || n, '1/1d')) FROM generate_series(1, 2000) n};
+
+	answers(q{SELECT count(*) FILTER (WHERE r.allowed AND rl_settle('tenant', n::text, 0)) FROM generate_series(1, 1500) n, rl_reserve('tenant', '9/1d', 1, n::text, 3600) r},
+		1500, 'a key has 1,500 reservations, which are settled');
+	answers($others, 2000, '2,000 other keys use up their quota');
+	answers($others, 0, 'and are refused then');
+	answers(q{SELECT count(*) FILTER (WHERE source = 'settled') FROM generate_series(1, 1500) n, rl_reserve('tenant', '9/1d', 1, n::text, 3600)}, 1500, 'all reservations are there');
+	answers('SELECT local_keys >= 5000, local_evicted FROM rl_status()', 't|0', 'no state was evicted, and hardly one is free');
+	$session->ask(q{SELECT rl_reset('tenant'); SELECT count(rl_reset('other ' || n)) FROM generate_series(1, 2000) n});
+	is(states_kept(), 0, 'a reset deletes all of them');
+}
+
+#
+# A full store with several partitions
+#
+
 $session->ask(q{\o /dev/null
 	SELECT rl_throttle('spread ' || n, 10, 1, 1000 + n) FROM generate_series(1, 20000) n;
 	\o});
@@ -507,33 +544,13 @@ answers(q{SELECT bool_or(there) FILTER (WHERE n <= 12000), bool_and(there) FILTE
 		FROM generate_series(1, 20000) n) s}, 'f|t', 'of 20,000 states the store keeps those that end last');
 
 #
-# A key with many states
-#
-
-# While states are free, it evicts none of other keys, and they none of its own.  Its partition has 1,250 states in the mean.
-{
-	$session->quit;
-	start_node($node, 'restart');
-	$session = session($node);
-	my $others = q{SELECT count(*) FILTER (WHERE rl_allow('other ' || n, '1/1d')) FROM generate_series(1, 2000) n};
-
-	answers(q{SELECT count(*) FILTER (WHERE r.allowed AND rl_settle('tenant', n::text, 0)) FROM generate_series(1, 1500) n, rl_reserve('tenant', '9/1d', 1, n::text, 3600) r},
-		1500, 'a key has 1,500 reservations, which are settled');
-	answers($others, 2000, '2,000 other keys use up their quota');
-	answers($others, 0, 'and are refused then');
-	answers(q{SELECT count(*) FILTER (WHERE source = 'settled') FROM generate_series(1, 1500) n, rl_reserve('tenant', '9/1d', 1, n::text, 3600)}, 1500, 'all reservations are there');
-	answers('SELECT local_keys >= 5000, local_evicted FROM rl_status()', 't|0', 'no state was evicted, and hardly one is free');
-}
-
-#
 # Logs that fill the store
 #
 
 # A log that needs room evicts the log that ends first, and no reservation, which has no entries.
 {
-	$session->quit;
-	start_node($node, 'restart');
-	$session = session($node);
+	$session->ask(q{SELECT count(rl_reset('spread ' || n)) FROM generate_series(1, 20000) n});
+	is(states_kept(), 0, 'a reset deletes all states');
 	my $log = q{count(*) FILTER (WHERE rl_allow('log ' || n % 8, 'sliding_log 100000/1d')) FROM generate_series(1, 1000) n};
 
 	answers(q{SELECT count(*) FILTER (WHERE r.allowed) FROM generate_series(1, 200) n, LATERAL rl_reserve('reserved ' || n, 'fixed_window 1000/3650d', 10, 'job', 86400) r}, 200, '200 keys have a reservation');
@@ -598,14 +615,20 @@ answers(q{SELECT bool_or(there) FILTER (WHERE n <= 12000), bool_and(there) FILTE
 # They can be settled and extended, and make room when they have ended.
 {
 	my $limits = 'fixed_window 1000000/3650d';
-	my ($n, $state) = (0, '00000');
 
-	$session->ask('SET ratelimit.debug_now = 1700000000000000');
-	while ($state eq '00000' && $n < 10_000)
-	{
-		$n++;
-		$state = $session->attempt("SELECT rl_reserve('many', '$limits', 100, 'job $n', 1000)")->{state};
-	}
+	$session->ask(qq{SET ratelimit.debug_now = 1700000000000000;
+		CREATE FUNCTION reserve_all() RETURNS text LANGUAGE plpgsql AS \$\$
+		BEGIN
+			FOR n IN 1 .. 10000 LOOP
+				BEGIN
+					PERFORM rl_reserve('many', '$limits', 100, 'job ' || n, 1000);
+				EXCEPTION WHEN OTHERS THEN
+					RETURN n || ' ' || sqlstate;
+				END;
+			END LOOP;
+			RETURN '10000 00000';
+		END \$\$});
+	my ($n, $state) = split / /, $session->ask('SELECT reserve_all()');
 	is($state, 'PT504', "reservation $n finds no room");
 	answers(q{SELECT rl_settle('many', 'job 1', 1), rl_settle('many', 'job 2', 150), rl_extend('many', 'job 3', 900)}, 't|t|t', 'open ones are settled and extended');
 	answers("SELECT 1000000 - remaining FROM rl_peek('many', '$limits', 0)", ($n - 3) * 100 + 151, 'their quota is counted');

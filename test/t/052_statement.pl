@@ -277,7 +277,7 @@ sub asked
 }
 
 table('many', 'fixed_window 6/1d');
-table('many2', '6/1d');
+table('many2', '6/1d') if is_long();
 asked() if $on_redis;
 $session->ends(q{INSERT INTO many SELECT i % 18000, 1 FROM generate_series(0, 35999) i}, '18,000 keys, two rows each, far from each other');
 is(asked(), 18000, 'each of 18,000 keys is asked for once') if $on_redis;
@@ -293,7 +293,7 @@ foreach my $case ([ q{SELECT (i % 18000)::text, 1 FROM generate_series(0, 35999)
 	$session->ends("INSERT INTO many $query", $what, $state);
 	is(asked(), 0, "$what: no key is asked for") if $on_redis;
 }
-foreach my $table (qw(many many2))
+foreach my $table ('many', is_long() ? 'many2' : ())
 {
 	my $limits = $table eq 'many' ? 'fixed_window 6/1d' : '6/1d';
 	my $used = $table eq 'many' ? 2 : 0;
@@ -337,7 +337,7 @@ is($session->attempt(qq{INSERT INTO sums SELECT 17999, $most - 1 UNION ALL SELEC
 	FROM generate_series(0, 17999) i})->{state}, '00000', 'sums of exactly 10^15 are allowed');
 is(charged('sums', 18000, "fixed_window $most/100d"), 18000, 'sums of exactly 10^15 are charged');
 
-foreach my $case ($on_redis ? ([ 3, 'fixed_window 6/1d' ], [ 18000, '6/1d' ], [ 18000, 'sliding_log 6/1d, token_bucket 6/1d' ]) : ())
+foreach my $case ($on_redis ? ([ 3, 'fixed_window 6/1d' ], is_long() ? [ 18000, '6/1d' ] : (), [ 18000, 'sliding_log 6/1d, token_bucket 6/1d' ]) : ())
 {
 	my ($keys, $limits) = @$case;
 	my $name = 'half' . $n++;
@@ -356,12 +356,12 @@ $session->ask(q{
 	CREATE UNLOGGED TABLE spills (key int);
 	CREATE TRIGGER enforce AFTER INSERT ON spills REFERENCING NEW TABLE AS new FOR EACH STATEMENT
 		EXECUTE FUNCTION rl_enforce('spills:{key}', 'fixed_window 6/1d')});
-foreach my $limit ('10MB', is_long() ? '16MB' : ())
+foreach my $limit (is_long() ? ('10MB', '16MB') : '3MB')
 {
-	my $keys = 100_000;
+	my $keys = is_long() ? 100_000 : 30_000;
 	my $temp = session($node);
 
-	$temp->ask("SET work_mem = '1MB'");
+	$temp->ask("SET work_mem = '" . (is_long() ? 1000 : 300) . "kB'");
 	$temp->ask('SET ratelimit.debug_now = 1700000000000000');
 	$temp->ask("SET temp_file_limit = '$limit'");
 	$temp->ask("SET ratelimit.command_timeout = '120s'");
@@ -433,7 +433,7 @@ sub charged_of
 
 foreach my $how ('pg_cancel_backend', 'pg_terminate_backend', $on_redis ? 'silence' : ())
 {
-	my $keys = is_long() ? 60_000 : 40_000;
+	my $keys = is_long() ? 60_000 : $how eq 'pg_terminate_backend' ? 40_000 : 24_000;
 	my $victim = session($node);
 	my $victim_pid = $victim->pid;
 
@@ -517,7 +517,7 @@ sub memory_of
 table('million', 'fixed_window 1000/1d');
 $session->ask(q{SET work_mem = '4MB'; ALTER TABLE million DISABLE TRIGGER enforce;
 	INSERT INTO million SELECT i % 20000, 1 FROM generate_series(1, 1000) i});
-my $each = is_long() ? 50 : 15;
+my $each = is_long() ? 50 : 6;
 my $all = 20_000 * $each;
 my $rows = "SELECT i % 20000, 1 FROM generate_series(1, $all) i";
 my $without = memory_of("INSERT INTO million $rows");
@@ -526,7 +526,7 @@ my $with = memory_of("INSERT INTO million $rows");
 is($session->ask('SELECT count(*) FROM million'), $all, "$all rows of 20,000 keys are inserted");
 is(left('fixed_window 1000/1d', 'million:7'), 1000 - $each, "$all rows are charged");
 cmp_ok($with - $without, '<', 30_000, "$all rows need at most 30 MB more with the trigger ($without kB without it, $with kB with it)");
-my $refused = memory_of(q{INSERT INTO million SELECT * FROM (SELECT (i % 20000)::text, 1 FROM generate_series(1, 200000) i UNION ALL SELECT 'zzz', 1001) u});
+my $refused = memory_of(qq{INSERT INTO million SELECT * FROM (SELECT (i % 20000)::text, 1 FROM generate_series(1, @{[ is_long() ? 200_000 : 60_000 ]}) i UNION ALL SELECT 'zzz', 1001) u});
 like($session->error, qr/Key "million:zzz"/, 'a statement of many rows is refused');
 is(left('fixed_window 1000/1d', 'million:7'), 1000 - $each, 'its rows are refunded');
 cmp_ok($refused - $without, '<', 40_000, "the refused statement needs at most 40 MB more ($refused kB)");
