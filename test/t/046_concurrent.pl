@@ -1,5 +1,5 @@
 # Limits that are concurrent: a unit is held until its transaction ends, whatever ends
-# it, and at most for the period.  Sixteen clients, of two PostgreSQL servers that share a
+# it, and at most for the period.  Sixteen clients (eight, unless the long form runs), of two PostgreSQL servers that share a
 # Redis, or of one with the local store, show that never more units are held than the
 # limit has.
 #
@@ -272,19 +272,20 @@ $_->ask('ROLLBACK') foreach $session, $others[0];
 # rl_wait
 #
 
-# Three sessions hold the units, one after another; eight wait.
+# Three sessions hold the units, one after another; eight others wait, or four.
 {
 	my $key = new_key();
-	my @waiters = map { session($node) } 1 .. 8;
+	my $n = is_long() ? 8 : 4;
+	my @waiters = map { session($node) } 1 .. $n;
 	my $take = "SELECT allowed FROM rl_wait('$key', 'concurrent 3/1h')";
 
 	is($others[$_]->ask("BEGIN; $take"), 't', 'a holder') foreach 0 .. 1;
 	is($session->ask("BEGIN; $take"), 't', 'a holder');
 	$_->send("BEGIN; $take; SELECT pg_sleep(0.02); COMMIT; SELECT 'done';") foreach @waiters;
-	$watcher->await_waiting_clients(8, 'Timeout');
-	is($watcher->ask("SELECT remaining FROM rl_peek('$key', 'concurrent 3/1h', 0)"), 0, 'eight wait');
+	$watcher->await_waiting_clients($n, 'Timeout');
+	is($watcher->ask("SELECT remaining FROM rl_peek('$key', 'concurrent 3/1h', 0)"), 0, "$n wait");
 	$_->ask('COMMIT') foreach $session, @others[ 0, 1 ];
-	is(join(' ', map { s/\s+/ /gr } map { $_->ask('') } @waiters), join(' ', ('t done') x 8), 'all eight get their turn');
+	is(join(' ', map { s/\s+/ /gr } map { $_->ask('') } @waiters), join(' ', ('t done') x $n), 'all of them get their turn');
 	is(held($key), 0, 'and nothing is held');
 	$_->quit foreach @waiters;
 }
@@ -439,9 +440,10 @@ unless ($local)
 	is(held($key) . $watcher->ask($held_locally), '00', 'both are refunded');
 }
 
-# More charges than a transaction has room for: their units are held for the period.
+# More charges than a transaction has room for: their units are held for the period.  The local store is faster.
 {
 	new_log($node);
+	$session->ask('SET ratelimit.store = local') unless is_long();
 	$session->ask(q{BEGIN; SELECT count(rl_allow('many:' || n, 'concurrent 3/1h, concurrent 3/2h, concurrent 3/3h, concurrent 3/4h,
 		concurrent 3/5h, concurrent 3/6h, concurrent 3/7h, concurrent 3/8h')) FROM generate_series(1, 8195) n; COMMIT});
 	is($session->error, '', 'a commit with more charges than there is room for');
@@ -451,8 +453,9 @@ unless ($local)
 	is($session->ask(q{SELECT count(*) FROM generate_series(1, 8195) n, LATERAL rl_peek('many:' || n, 'concurrent 3/1h', 0) p WHERE p.remaining < 3}), 3,
 		'all charges that had room are refunded');
 	like(new_log($node), qr/too many rate-limit charges in one transaction to refund all of them/, 'the log says so');
+	$session->ask('RESET ratelimit.store');
 	$redis->cli('FLUSHALL');
-	restart_sessions();
+	restart_sessions() if is_long();
 }
 
 sub restart_sessions
@@ -464,7 +467,7 @@ sub restart_sessions
 }
 
 #
-# Sixteen clients
+# Many clients
 #
 
 my ($capacity, $period) = (3, 3);
@@ -540,7 +543,8 @@ foreach my $n (1 .. all_seeds(1))
 	my $kill = time + $seconds / 2 / all_seeds(1);
 
 	await('the end of the clients', sub {
-		my $how = time > $kill ? 'SIGKILL' : $hows[0];
+		# On a busy machine, the clients are back late after a SIGKILL.
+		my $how = time > $kill && $how{pg_cancel_backend} && $how{pg_terminate_backend} ? 'SIGKILL' : $hows[0];
 		my $call = $how eq 'SIGKILL' ? 'pid' : "$how(pid)::int";
 		my $got = eval { $nodes[ rand @nodes ]->safe_psql('postgres', qq{SELECT $call FROM pg_stat_activity
 			WHERE application_name = 'holder' AND state <> 'idle' ORDER BY random() LIMIT 1}) };

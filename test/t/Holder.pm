@@ -112,7 +112,8 @@ sub run
 	{
 		if ($self->{dead})
 		{
-			sleep 0.1;
+			# Each psql costs much more than the wait for the server.
+			sleep 0.3;
 			$self->start_psql(' application_name=holder');
 			$self->ask('SELECT 1') // next;
 			# It may have been left by a client that was killed.
@@ -125,14 +126,14 @@ sub run
 	return;
 }
 
-# Starts sixteen clients; returns their process IDs and files.  They end when there is
+# Starts sixteen clients, or eight unless the long form runs; returns their process IDs and files.  They end when there is
 # the file "stop", or when the test ends.
 sub start_holders
 {
 	my ($rule, $seed, @nodes) = @_;
 	my $dir = PostgreSQL::Test::Utils::tempdir;
 
-	return map { { %$_, stop => "$dir/stop" } } Holder->start_all($dir, 1, 16, \@nodes, seed => $seed, rule => $rule, stop => "$dir/stop");
+	return map { { %$_, stop => "$dir/stop" } } Holder->start_all($dir, 1, $ENV{RATELIMIT_LONG} ? 16 : 8, \@nodes, seed => $seed, rule => $rule, stop => "$dir/stop");
 }
 
 # Returns how many times the clients have held units.
