@@ -127,7 +127,7 @@ $session->ask(q{
 		END IF;
 	END $$;
 });
-finish_clients(start_clients($node, 'subsets', 'SELECT act(1, 0);', '-t', 150));
+finish_clients(start_clients($node, 'subsets', 'SELECT act(1, 0);', '-t', is_long() ? 150 : 100));
 note 'calls of subsets: ', $session->ask(q{SELECT count(*) || ', allowed ' || count(*) FILTER (WHERE allowed) FROM act});
 is($session->ask(q{SELECT count(*) FILTER (WHERE allowed) > 50, count(*) FILTER (WHERE NOT allowed) > 100 FROM act}), 't|t', 'many calls were allowed, and many refused');
 my $balance = q{
@@ -142,8 +142,9 @@ $session->ask(q{INSERT INTO act SELECT 2, '{1}', remaining, rl_allow('shared', '
 	FROM rl_peek('shared', 'fixed_window 150/3650d', 0) WHERE remaining > 0});
 my $before = kept('shared');
 is(scalar keys %$before, 1, 'all limits are in one Redis key');
-finish_clients(start_clients($node, 'refused', 'SELECT act(3, 1);', '-t', 150));
-is($session->ask('SELECT count(*), bool_or(allowed) FROM act WHERE phase = 3'), '1200|f', 'eight clients are refused');
+my $acts = is_long() ? 150 : 50;
+finish_clients(start_clients($node, 'refused', 'SELECT act(3, 1);', '-t', $acts));
+is($session->ask('SELECT count(*), bool_or(allowed) FROM act WHERE phase = 3'), 8 * $acts . '|f', 'eight clients are refused');
 is_deeply(kept('shared'), $before, 'their calls do not change the key');
 is($session->ask($balance), '5|0', 'the used quota is still that of the allowed calls');
 
@@ -166,7 +167,7 @@ $session->ask(qq{
 	END \$\$;
 });
 my $monitor = RedisMonitor->new($redis);
-finish_clients(start_clients($node, 'log', 'SELECT act_logged();', '-T', 3));
+finish_clients(start_clients($node, 'log', 'SELECT act_logged();', '-T', is_long() ? 3 : 2));
 my @entries;
 # Two actions of one microsecond are one entry.
 my ($time, $units) = (0, 0);
