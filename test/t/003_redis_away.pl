@@ -430,10 +430,12 @@ $session->ask(q{
 # Four backends make them, because a single backend and Redis would mostly wait for
 # each other.
 my @callers = ($session, map { session($node) } 1 .. 3);
-$_->ask('SET ratelimit.on_error = deny; SELECT call(10000)') foreach @callers;
+my $each = is_long() ? 50_000 : 5_000;
+my $all = 4 * $each;
+$_->ask('SET ratelimit.on_error = deny; SELECT call(' . min(10_000, $each / 2) . ')') foreach @callers;
 my @before = map { $_->private_kb } @callers;
 my ($allowed, $refused, $failed, @errors) = (0, 0, 0);
-$_->send("SELECT * FROM call(50000)\n;") foreach @callers;
+$_->send("SELECT * FROM call($each)\n;") foreach @callers;
 foreach my $caller (@callers)
 {
 	my @n = $caller->ask('') =~ /(\d+)/g;
@@ -444,14 +446,14 @@ foreach my $caller (@callers)
 	$failed += $n[2];
 }
 my @growth = map { $callers[$_]->private_kb - $before[$_] } 0 .. $#callers;
-note "200,000 calls: $allowed allowed, $refused refused, $failed failed, @growth kB more than @before kB";
-is_deeply(\@errors, [], '200,000 calls raise no error');
-is($allowed + $refused + $failed, 200_000, '200,000 calls were made');
-cmp_ok($failed, '>=', 6000, 'many calls failed');
+note "$all calls: $allowed allowed, $refused refused, $failed failed, @growth kB more than @before kB";
+is_deeply(\@errors, [], "$all calls raise no error");
+is($allowed + $refused + $failed, $all, "$all calls were made");
+cmp_ok($failed, '>=', 0.03 * $all, 'many calls failed');
 cmp_ok($_, '>', 0, 'some calls were decided') foreach $allowed, $refused;
-cmp_ok(max(@growth), '<', 128, '200,000 calls need no more memory, not even 3 bytes each');
-works('after 200,000 calls');
+cmp_ok(max(@growth), '<', 128, "$all calls need no more memory");
+works("after $all calls");
 # Descriptors of tables may have been closed meanwhile.
-cmp_ok($session->descriptors, '<=', $descriptors, '200,000 calls leak no descriptor');
+cmp_ok($session->descriptors, '<=', $descriptors, "$all calls leak no descriptor");
 
 done_testing();
