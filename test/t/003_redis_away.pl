@@ -2,8 +2,6 @@
 # the failure policy answers in time, interrupts work, and no reply reaches another
 # call.
 #
-# Runs in a pair: it measures how late a call ends after a timeout or a cancel.
-#
 # Runs once with a server: it depends on how the server ends.
 use RatelimitTest;
 use IO::Socket::INET;

@@ -1,8 +1,6 @@
 # rl_wait: eight clients get exactly the quota of the limit.  A wait can be ended at
 # any time, does not begin if it would be too long, and never counts as a refusal.
 #
-# Runs in a pair: it counts the actions that pass in three seconds.
-#
 # Runs once in a suite: the backend waits, and asks as rl_check does.
 use RatelimitTest;
 use RedisMonitor;

@@ -2,7 +2,6 @@
 # waits, killed backends do not damage the memory, and the statistics equal the
 # outcomes of the calls.
 #
-# Runs in a pair: it measures how long calls wait while Redis is down.
 use RatelimitTest;
 use Time::HiRes qw(time);
 

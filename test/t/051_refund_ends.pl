@@ -2,8 +2,6 @@
 # refund_on_abort is refunded to the store that granted it, or the server's log shows
 # that it was not.  No second error is raised.
 #
-# Runs in a pair: it measures how long transactions take to end.
-#
 # Runs once in a suite: transactions end in PostgreSQL.
 use RatelimitTest;
 use LyingServer;

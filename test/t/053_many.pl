@@ -1,7 +1,6 @@
 # Many keys in one call: each key is decided once and answered in order, whatever
 # happens to the script, to Redis and to the connection during the call.
 #
-# Runs in a pair: it measures how long calls take, with a server that answers late.
 # Runs in the long form with the local store: pg_regress and 020_engines compare both stores in each run.
 use RatelimitTest;
 use Engines qw(seed all_seeds reseed);

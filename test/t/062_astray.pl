@@ -1,8 +1,6 @@
 # A server that is down, or redirects calls wrongly, does not affect other servers:
 # neither their calls nor their refunds, nor the backend.
 #
-# Runs in a pair: its calls have short timeouts, and it measures how long they take.
-#
 # Runs once with a server: it depends on the Cluster.
 use RatelimitTest;
 use LyingServer;

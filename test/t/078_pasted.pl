@@ -87,11 +87,15 @@ paste($_, 'shop') foreach @in_order;
 is($node->safe_psql('shop', q{SELECT count(*) FROM ratelimit.rl_triggers WHERE problem IS NOT NULL}), 0, 'each trigger can fire');
 
 # Each other page has a database of its own, whose owner may call all functions that decide.
+$node->safe_psql('postgres', 'CREATE DATABASE page_template OWNER shop_owner');
+$node->safe_psql('page_template', 'CREATE EXTENSION ratelimit');
+$node->safe_psql('page_template', grants('ratelimit', 1));
 foreach my $name (grep { my $n = $_; !grep { $_ eq $n } @in_order } map { substr $_, length "$root/" } glob "$root/docs/*.md")
 {
-	$node->safe_psql('postgres', 'CREATE DATABASE page OWNER shop_owner');
-	$node->safe_psql('page', 'CREATE EXTENSION ratelimit') unless grep { $_->{text} =~ /^CREATE EXTENSION/m } DocPage->new("$root/$name")->commands;
-	$node->safe_psql('page', grants('ratelimit', 1));
+	my @blocks = DocPage->new("$root/$name")->commands or next;
+	my $creates = grep { $_->{text} =~ /^CREATE EXTENSION/m } @blocks;
+
+	$node->safe_psql('postgres', "CREATE DATABASE page @{[ $creates ? '' : 'TEMPLATE page_template' ]} OWNER shop_owner");
 	paste($name, 'page');
 	$node->safe_psql('postgres', 'DROP DATABASE page WITH (FORCE)');
 }

@@ -3,7 +3,6 @@
 #
 # RATELIMIT_KEYS is the number of keys in the large Redis (250,000).
 #
-# Runs in a pair: it measures how long steps take in Redis.
 use RatelimitTest;
 use LyingServer;
 use List::Util qw(first max min);

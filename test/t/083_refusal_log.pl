@@ -4,8 +4,6 @@
 # Each call is refused without being caught, which ends a client of pgbench but not
 # psql.  RATELIMIT_STEPS makes the floods longer or shorter.
 #
-# Runs in a pair: it counts the lines that are logged in a second.
-#
 # Runs once in a suite: it reads the log of PostgreSQL.
 use RatelimitTest;
 use Time::HiRes qw(time);

@@ -1,8 +1,6 @@
 # Reservations in a Redis Cluster: a key is one hash, so a reservation moves with its slot.  An
 # id is charged once, whatever is retried.  Slots move and masters fail over under load.
 #
-# Runs in a pair: its calls have short timeouts.
-#
 # RATELIMIT_PROGRAMS is the number of programs under load, RATELIMIT_SEED repeats their choices.
 #
 # Runs once with a server: it depends on the Cluster.
