@@ -73,7 +73,7 @@ answers(q{SELECT rl_stat_reset(); SELECT count(*) FILTER (WHERE (d).source = 'sh
 	SELECT shadow_denied, from_cache = 200 - round_trips FROM rl_stat}, "\n200\n200|t", 'the denial cache works in shadow mode');
 cmp_ok($monitor->scripts, '<=', 20, 'the denial cache saves calls of Redis');
 
-# The log has at most a line a second for each key.
+# The log has at most a line a second for each key.  One key: two can have one place in the memory of the last times.
 logged('');
 $watcher->ask('SET ratelimit.mode = shadow');
 my $began = time;
@@ -81,7 +81,7 @@ foreach (1 .. 150)
 {
 	foreach my $one ($session, $watcher)
 	{
-		$one->ask(q{SELECT rl_check('logged ' || n, '1/1h'), rl_check('logged ' || n, '1/1h') FROM generate_series(1, 2) n});
+		$one->ask(q{SELECT rl_check('logged 1', '1/1h') FROM generate_series(1, 4)});
 	}
 }
 my $took = time - $began;
