@@ -77,7 +77,7 @@ foreach my $turn (1 .. $turns)
 		shuts_down('restart', \&killed);
 		$away = slurp_file($answered) - $killed_at;
 		$held = held();
-		last if $away < 0.6;
+		last if $away < 0.6 && $held == 0;
 	}
   SKIP:
 	{
