@@ -536,7 +536,9 @@ $runs{breaker} = {
 			$_->ask(q{SET ratelimit.connect_timeout = '2s'; SET ratelimit.command_timeout = '2s'; SET ratelimit.retry_interval = '200ms'}) foreach $stops, $watcher;
 			is($stops->ask($call), 'fail_open', 'a new connection gets no answer');
 			await('a backend that stops while it tries', sub {
+				await('the end of the interval', sub { return breaker() eq 'half-open' });
 				$stops->send("$call;");
+				await('an attempt', sub { return breaker() eq 'trying' });
 				kill 'STOP', $pid;
 				await('the backend to stop', sub { return slurp_file("/proc/$pid/stat") =~ /^\d+ \(.*\) T/ });
 				return 1 if breaker() eq 'trying';
