@@ -50,24 +50,6 @@ sub lost
 	return grep { $silent || $_->[1] !~ /^lost the connection to Redis: ratelimit.command_timeout has passed/ } @lost;
 }
 
-# Runs act() again while Redis had no time to answer some of its refunds, of which a part is lost then.  Returns
-# the new lines of the log.
-sub in_time
-{
-	my ($act) = @_;
-	my $log;
-
-	foreach my $try (1 .. 20)
-	{
-		new_log($node);
-		$act->();
-		settled($watcher);
-		$log = new_log($node);
-		last if lost(1, $log) == lost(0, $log);
-	}
-	return $log;
-}
-
 # Runs a command that ends a transaction; returns its duration in milliseconds.
 sub timed
 {
@@ -493,7 +475,7 @@ is(unanswered(), 'to 1 to 1 to 1', 'the log shows each call without an answer, a
 	is($session->ask("SELECT take('$key', 1)"), 'redis', 'the session still works after the kill');
 
 	# Flushed scripts.
-	in_time(sub {
+	in_time($node, $watcher, sub {
 		$key = new_key();
 		$session->ask("BEGIN; SELECT count(take('$key:' || n, 5)) FROM generate_series(1, 700) n");
 		$redis->cli('SCRIPT', 'FLUSH');
@@ -514,7 +496,7 @@ is(unanswered(), 'to 1 to 1 to 1', 'the log shows each call without an answer, a
 		my ($n, @more) = @_;
 		my $key;
 
-		in_time(sub {
+		in_time($node, $watcher, sub {
 			$key = new_key();
 			$session->ask("BEGIN; SELECT count(take('$key:' || n, 5)) FROM generate_series(1, $n) n");
 			$_->() foreach @more;
@@ -589,7 +571,7 @@ is(unanswered(), 'to 1 to 1 to 1', 'the log shows each call without an answer, a
 foreach my $how ('ROLLBACK', 'ROLLBACK TO')
 {
 	my ($key, $error);
-	my $log = in_time(sub {
+	my $log = in_time($node, $watcher, sub {
 		$key = new_key();
 		$session->ask("BEGIN; SAVEPOINT s; SELECT count(take('$key:' || n, 5)) FROM generate_series(1, 800) n");
 		$redis->cli('DEL', "rl:{$key:$_}") foreach 7, 780;

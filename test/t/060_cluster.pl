@@ -182,7 +182,7 @@ my ($undo, $before, @elsewhere);
 # Returns the different numbers of units that are left of these keys.
 sub left_of { return $session->ask("SELECT DISTINCT remaining FROM unnest('{" . join(',', @_) . "}'::text[]) k, rl_peek(k, '$refunds', 0)"); }
 
-until_none_lost($session, sub {
+in_time($node, $session, sub {
 	$undo = "undo:$_[0]";
 	$session->ask("BEGIN; SELECT count(rl_check('$undo:' || n, '$refunds')) FROM generate_series(1, 300) n; SAVEPOINT s;
 		SELECT count(rl_check('$undo:' || n, '$refunds', 3)) FROM generate_series(1, 300) n; ROLLBACK TO s;

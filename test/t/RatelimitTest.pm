@@ -20,7 +20,7 @@ use Test::More;
 
 our @EXPORT = qw(await start_servers new_node shared_node named_node init_node needs_no_preload preload_setting restart_unshared start_node store version is_long
 	with_copies kill_server parent_of has_program preload with_clocks set_clock password_file new_log members steps
-	still_runs session settled until_none_lost start_clients finish_clients await_load count_of measures
+	still_runs session settled in_time start_clients finish_clients await_load count_of measures
 	none ttl_problems keys_in_virtual_time log_entries wrong_library);
 
 sub import
@@ -466,21 +466,22 @@ sub settled
 	return;
 }
 
-# Runs act(n) again, with the next n, while refunds were lost, because then Redis may have had no time to answer.
-sub until_none_lost
+# Runs act(1), and again act(2), act(3) and so on while Redis had no time to answer some refunds, of which a part is
+# lost then.  Returns the new lines of the server's log of the last time.
+sub in_time
 {
-	my ($session, $act) = @_;
-	my $lost = sub { return $session->ask('SELECT coalesce(refunds_lost, 0) FROM rl_status()') };
+	my ($node, $session, $act) = @_;
+	my $log;
 
 	foreach my $n (1 .. 20)
 	{
-		my $before = $lost->();
-
+		new_log($node);
 		$act->($n);
 		settled($session);
-		return if $lost->() eq $before;
+		$log = new_log($node);
+		last if $log !~ /could not refund.*\n.*DETAIL:  lost the connection to Redis: ratelimit\.command_timeout has passed/;
 	}
-	return;
+	return $log;
 }
 
 # Returns the problems of the times to live in Redis: each key must have one, long
