@@ -126,8 +126,8 @@ sub run
 	return;
 }
 
-# Starts sixteen clients, or eight unless the long form runs; returns their process IDs and files.  They end when there is
-# the file "stop", or when the test ends.
+# Starts sixteen clients in the long form, otherwise eight; returns their process IDs and files.  They
+# end when there is the file "stop", or when the test ends.
 sub start_holders
 {
 	my ($rule, $seed, @nodes) = @_;

@@ -14,8 +14,8 @@
 --@ clock
 
 -- The most records of a key. A call then searches SEARCHED random fields for records that have ended, and
--- if there are none, deletes FORGOTTEN that are settled. Before that, each second call, as it adds a field
--- each time, searches SOUGHT.
+-- if there are none, deletes FORGOTTEN that are settled. With fewer records, a call searches SOUGHT random
+-- fields if the number of fields is even: each second time, because a call adds a field.
 local MOST_RECORDS, SOUGHT, SEARCHED, FORGOTTEN = 4096, 4, 128, 16
 --@ slack
 --@ list of reserved
