@@ -27,9 +27,6 @@ sub states
 		FROM unnest(ARRAY['$like']) k, LATERAL rl_inspect(k) i});
 }
 
-# Connects the session again after a restart, with the same psql.
-sub reconnect { delete $session->{pid}; $session->ask('\\c'); return; }
-
 # Waits until the server has noticed that a backend was killed, and accepts connections again.  Before the
 # kill, new_log() must have been called.
 my $log;
@@ -43,9 +40,9 @@ sub await_server
 sub before_kill { new_log($node); $log = ''; return; }
 
 my %stop = (
-	'a fast restart' => sub { start_node($node, 'restart'); reconnect() },
-	'an immediate stop' => sub { $node->stop('immediate'); start_node($node); reconnect() },
-	'kill -9 of all processes' => sub { kill_server($node); reconnect() },
+	'a fast restart' => sub { start_node($node, 'restart'); $session->reconnect },
+	'an immediate stop' => sub { $node->stop('immediate'); start_node($node); $session->reconnect },
+	'kill -9 of all processes' => sub { kill_server($node); $session->reconnect },
 	'kill -9 of a backend' => sub {
 		my $pid = $session->pid;
 		before_kill();
@@ -211,7 +208,7 @@ SKIP:
 
 		set_clock(wall => $clock);
 		with_clocks($library, sub { kill_server($node) }, CLOCK => 'wall');
-		reconnect();
+		$session->reconnect;
 	};
 	my $left = sub {
 		return join ' ', map { int(($session->ask("SELECT retry_after FROM rl_peek('$_', 'sliding_log 1/1d')") + 60) / 120) * 2 . ' min' } @_;
@@ -444,7 +441,7 @@ sub restart_with
 	set(%settings);
 	new_log($node);
 	start_node($node);
-	reconnect();
+	$session->reconnect;
 	return new_log($node);
 }
 # Overwrites bytes of the file.

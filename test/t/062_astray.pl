@@ -21,8 +21,7 @@ my $renewed;
 sub new_backend
 {
 	$renewed ||= session($node);
-	delete $renewed->{pid};
-	$renewed->ask('\\c');
+	$renewed->reconnect;
 	return $renewed;
 }
 

@@ -25,8 +25,7 @@ sub leave
 {
 	foreach my $session (@_)
 	{
-		delete $session->{pid};
-		$session->ask('\\c');
+		$session->reconnect;
 		push @left, $session;
 	}
 	return;

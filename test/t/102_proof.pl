@@ -587,8 +587,7 @@ sub play
 
 	foreach my $client (splice @sessions)
 	{
-		$client->ask('\connect');
-		delete $client->{pid};
+		$client->reconnect;
 		push @idle, $client;
 	}
 	return @seen;

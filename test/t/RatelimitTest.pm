@@ -801,6 +801,16 @@ sub pid
 	return $self->{pid} ||= $self->ask('SELECT pg_backend_pid()');
 }
 
+# Connects again, also after a restart of the server: with the same psql, and another backend.
+sub reconnect
+{
+	my ($self) = @_;
+
+	delete $self->{pid};
+	$self->ask('\c');
+	return;
+}
+
 # Waits until a backend waits for Redis, or for events of another type.
 sub await_waiting
 {
