@@ -16,7 +16,7 @@ local SLACK = least > 0 and 347133600000000 or 1000000
 -- may be chunks of logs, whose values would take long. "found" are the records, "ended" those deleted.
 --< delete_ended(n, slack) -> ended, found, records
 local ended, found = {}, {}
-for _, name in ipairs(call('HRANDFIELD', hash, n)) do
+for _, name in ipairs(n > 0 and call('HRANDFIELD', hash, n) or {}) do
   if string.sub(name, 1, 9) == 'reserved:' then
     found[#found + 1] = name
   end
@@ -51,13 +51,12 @@ end
 -->
 
 --< list_end
-local n, slack, born, fields = SOUGHT, SLACK, values[4], call('HLEN', hash)
+local slack, born, fields = SLACK, values[4], call('HLEN', hash)
 simple = simple and not values[3] and not (born and string.sub(born, -1) == 'r') and
   fields < MOST_RECORDS
 if simple then
-  if fields % 2 == 0 then
-    --@ delete_ended
-  end
+  local n = fields % 2 == 0 and SOUGHT or 0
+  --@ delete_ended
   if not born then
     set[#set + 1], set[#set + 2] = 'born', string.format('%.0f', real)
   end
