@@ -426,7 +426,10 @@ rl_file_find(RlHash *my_secret, int64 *now)
 		close(fd);
 	}
 	if (strikes_out)
+	{
 		rename(NAME, BROKEN_NAME);
+		unlink(NEW_NAME);
+	}
 	if (why != NULL)
 	{
 		snprintf(old_problem, sizeof(old_problem), "%s", why);

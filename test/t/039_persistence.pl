@@ -503,9 +503,9 @@ SKIP:
 	restart_with(sub { copy_file($copy, $file) });
 	is(kill_in("rl_peek('s1', '1/1d', 0)", "EXPLAIN SELECT rl_peek('s1', '1/1d', 0)", 96, 0, 1), '1 in the act', "a recovery is killed, $_") foreach 1, 2;
 	is(status(), 'off: two recoveries of it have failed', 'the file is not used a third time');
-	ok(-e "$file.broken", 'and has another name');
-	# The recovery that was killed has left a part of the new file.
-	unlink "$file.broken", "$file.new";
+	# The recoveries that were killed had left a part of a new file.
+	ok(-e "$file.broken" && !-e "$file.new", 'and has another name');
+	unlink "$file.broken";
 }
 if (!$has_steps || is_long())
 {
