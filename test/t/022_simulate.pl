@@ -4,8 +4,6 @@
 #
 # RATELIMIT_SEED repeats a run.
 #
-# Runs in a pair: it compares the times of two queries.
-#
 # Runs once: the engine in C replays, and simulate.sql calls it in each row.
 use RatelimitTest;
 use Engines;
@@ -160,17 +158,17 @@ $node->safe_psql('postgres', qq{
 		'SELECT sum(total_bytes)::bigint FROM pg_backend_memory_contexts';
 });
 
-# Runs a query.  Returns its execution time in ms and, for each node of its plan from
+# Runs a query.  Returns its processor time in ms and, for each node of its plan from
 # the top, the type and the blocks that the node and those below it wrote to temporary
 # files.
+my $explains = session($node);
 sub explained
 {
 	my ($settings, $query) = @_;
-	my $plan = decode_json($node->safe_psql('postgres',
-		"$settings; EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, FORMAT JSON) $query"))->[0];
-	my %run = (ms => $plan->{'Execution Time'}, nodes => [], written => []);
+	my ($ms, $plan) = $explains->timed("$settings; EXPLAIN (ANALYZE, BUFFERS, TIMING OFF, FORMAT JSON) $query");
+	my %run = (ms => $ms, nodes => [], written => []);
 
-	for (my $at = $plan->{Plan}; $at; $at = $at->{Plans}[0])
+	for (my $at = decode_json($plan)->[0]{Plan}; $at; $at = $at->{Plans}[0])
 	{
 		push @{ $run{nodes} }, $at->{'Node Type'};
 		push @{ $run{written} }, $at->{'Temp Written Blocks'};

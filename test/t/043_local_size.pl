@@ -1,14 +1,12 @@
 # The local store at large sizes: exhausted keys stay refused while logs grow, a store
 # of n keys holds n keys, and no call makes other calls wait for long.
 #
-# Runs in a pair: it measures processor time, which other work of the processor makes longer.
 # Runs once: the store's tables are C only, and 040_local_store uses them in each row.
 use RatelimitTest;
-use Time::HiRes qw(clock_gettime);
 
 # There is no server behind the URL.
 my $node = shared_node(RedisServer->new, 'ratelimit.store = local', 'jit = off');
-my ($session, $pid);
+my $session;
 
 sub restart
 {
@@ -18,7 +16,6 @@ sub restart
 	$node->append_conf('postgresql.conf', "ratelimit.local_max_keys = $max_keys");
 	start_node($node, 'restart');
 	$session = session($node);
-	$pid = $session->pid;
 	$session->ask("SET ratelimit.debug_now = '1700000000000000'");
 	is($session->ask('SELECT local_keys, local_max_keys, local_entries FROM rl_status()'), "0|$max_keys|0", "a store of $max_keys keys");
 	return;
@@ -102,16 +99,11 @@ answers("SELECT DISTINCT remaining FROM rl_peek('tenant', '$budgets', 0)", 1_000
 #
 
 # Returns the processor time in milliseconds that the backend uses for a statement.
-# It bounds the time for which a call in it holds a lock, and other processes do not
-# add to it.
 sub processor_ms
 {
 	my ($sql) = @_;
-	my $clock = -8 * ($pid + 1) + 2;      # clock_getcpuclockid()
-	my $began = clock_gettime($clock);
+	my ($ms) = $session->timed($sql);
 
-	$session->ask($sql);
-	my $ms = 1000 * (clock_gettime($clock) - $began);
 	die "$sql: " . $session->error if $session->error !~ /^$|has too many reservations/;
 	return $ms;
 }
