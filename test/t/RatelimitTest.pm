@@ -882,11 +882,14 @@ sub private_kb
 	return slurp_file('/proc/' . $self->pid . '/status') =~ /^RssAnon:\s+(\d+)/m ? $1 : die 'no RssAnon';
 }
 
+# Ends psql.  It may have ended already, because the server has ended its session.
 sub quit
 {
 	my ($self) = @_;
+	my $run = $self->{psql}{run};
 
-	return $self->{psql}->quit;
+	$run->pump_nb;
+	return $run->pumpable ? $self->{psql}->quit : $run->finish;
 }
 
 1;
