@@ -240,7 +240,7 @@ foreach my $driver ((map { ("$_ in Express", "$_ in Fastify") } qw(node-postgres
 
 	$node->safe_psql('shop', 'CREATE ROLE shop_app LOGIN; GRANT SELECT, INSERT ON orders TO shop_app');
 	example('node/app.js', $readme, qr/express/);
-	is(output({ PORT => $port }, 'sh', '-c', "node node/app.js & until curl -s localhost:$port >/dev/null; do sleep 0.1; done\n$loop\nkill \$!"),
+	is(output({ PORT => $port }, 'sh', '-c', "node node/app.js & while ! curl -s localhost:$port >/dev/null && kill -0 \$!; do sleep 0.1; done\n$loop\nkill \$!"),
 		'201 201 201 201 201 429 ', "README's application answers the sixth order with 429");
 }
 
