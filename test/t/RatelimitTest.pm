@@ -888,8 +888,7 @@ sub quit
 	my ($self) = @_;
 	my $run = $self->{psql}{run};
 
-	$run->pump_nb;
-	return $run->pumpable ? $self->{psql}->quit : $run->finish;
+	return (eval { $run->pump_nb; $run->pumpable }) ? $self->{psql}->quit : $run->finish;
 }
 
 1;
