@@ -247,7 +247,7 @@ typedef struct RlReserve
 	int64		hold;
 	int			nkeys;
 	uint8		keys[RL_DIGEST];	/* hash of the keys, in their order; of one key zeros */
-	uint8		action[RL_DIGEST];	/* and with their limits and quotas */
+	uint8		action[RL_DIGEST];	/* hash of the keys, their limits and quotas; of one key its limits' hash and quota */
 } RlReserve;
 
 /*

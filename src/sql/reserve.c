@@ -11,6 +11,7 @@
 #include "funcapi.h"
 #include "lib/stringinfo.h"
 #include "mb/pg_wchar.h"
+#include "port/pg_bswap.h"
 #include "utils/builtins.h"
 
 #include "algorithm/limits.h"
@@ -111,22 +112,46 @@ set_digest(const StringInfoData *text, uint8 *digest)
 	memcpy(digest, whole, RL_DIGEST);
 }
 
-/* Starts the text that is hashed, with the keys, and sets the record's id and keys. */
+/*
+ * Sets the record's id and keys.  If there are several keys, starts the text that is hashed, with them.  The
+ * record is in the state of the last key, so one key needs no hash.
+ */
 static RlReserve
 reserve_of(StringInfo text, const RlKey *keys, int n, RlKey id)
 {
 	RlReserve	reserve = {.id = id,.nkeys = n};
 
+	if (n == 1)
+		return reserve;
 	initStringInfo(text);
 	for (int i = 0; i < n; i++)
 	{
 		appendStringInfo(text, "%d:", keys[i].len);
 		appendBinaryStringInfo(text, keys[i].data, keys[i].len);
 	}
-	/* The record is in the state of the last key, so one key needs no hash. */
-	if (n > 1)
-		set_digest(text, reserve.keys);
+	set_digest(text, reserve.keys);
 	return reserve;
+}
+
+/*
+ * Sets what a retry compares.  SHA-256 takes more than a microsecond, so the action on one key has the hash of its
+ * limits, and its quota.
+ */
+static void
+set_action(RlReserve *reserve, StringInfo text, const RlAction *actions, int n)
+{
+	uint64		of_one[2] = {pg_hton64(actions[0].limits->hash), pg_hton64(actions[0].quota)};
+
+	StaticAssertStmt(sizeof(of_one) == RL_DIGEST, "the action on one key has the size of a hash");
+	if (n == 1)
+	{
+		memcpy(reserve->action, of_one, RL_DIGEST);
+		return;
+	}
+	for (int i = 0; i < n; i++)
+		appendStringInfo(text, " %lld %s", (long long) actions[i].quota, rl_limits_text(actions[i].limits));
+	set_digest(text, reserve->action);
+	pfree(text->data);
 }
 
 /*
@@ -151,13 +176,10 @@ reserve_keys(RlAction *actions, int n, RlKey id, int64 hold, RlAnswer *answers)
 	reserve.hold = hold;
 	for (int i = 0; i < n; i++)
 	{
-		appendStringInfo(&text, " %lld %s", (long long) actions[i].quota, rl_limits_text(actions[i].limits));
 		actions[i].reserve = charges ? &reserve : NULL;
 		rl_answer_clear(&answers[i]);
 	}
-	if (charges)
-		set_digest(&text, reserve.action);
-	pfree(text.data);
+	set_action(&reserve, &text, actions, n);
 	rl_decide_all(actions, n, answers);
 }
 
