@@ -247,7 +247,8 @@ typedef struct RlReserve
 	int64		hold;
 	int			nkeys;
 	uint8		keys[RL_DIGEST];	/* hash of the keys, in their order; of one key zeros */
-	uint8		action[RL_DIGEST];	/* hash of the keys, their limits and quotas; of one key its limits' hash and quota */
+	/* Hash of the keys, their limits and quotas; of one key the hash of its limits, and its quota. */
+	uint8		action[RL_DIGEST];
 } RlReserve;
 
 /*

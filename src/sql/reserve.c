@@ -134,7 +134,7 @@ reserve_of(StringInfo text, const RlKey *keys, int n, RlKey id)
 }
 
 /*
- * Sets what a retry compares.  SHA-256 takes more than a microsecond, so the action on one key has the hash of its
+ * Sets what a retry compares.  SHA-256 takes more than a microsecond, so of one key it is the hash of its
  * limits, and its quota.
  */
 static void
