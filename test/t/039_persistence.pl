@@ -359,6 +359,8 @@ SKIP:
 		# Its chunks become spares, and the act takes the first of them again.
 		'a log that has ended' => [ q{count(rl_check('K', 'sliding_log 500/1h', 1 + 0 * n)) FROM generate_series(1, 20) n}, q{rl_check('K', 'sliding_log 500/1h')}, 3_700_000_000 ],
 		'a log that grows' => [ q{count(rl_check('K', 'sliding_log 500/1h', 1 + 0 * n)) FROM generate_series(1, 7) n}, q{rl_check('K', 'sliding_log 500/1h')} ],
+		'a log that gets a second block' => [ q{count(rl_check('K', 'sliding_log 1000/1d', 1 + 0 * n)) FROM generate_series(1, 896) n}, q{rl_check('K', 'sliding_log 1000/1d')} ],
+		'a log that loses a block' => [ q{count(rl_check('K', 'sliding_log 1000/1h', 1 + 0 * n)) FROM generate_series(1, 700) n}, q{rl_check('K', 'sliding_log 1000/1h')}, 2_800_000_000 ],
 		'a ban' => [ q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')}, q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')} ],
 		'a ban that grows' => [ q{count(rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1', 1 + 0 * n)) FROM generate_series(1, 2) n}, q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')}, 3_700_000_000 ],
 		'several keys' => [ q{rl_check('K', '5/1d')}, q{rl_check_all(ARRAY['K', 'K2'], ARRAY['5/1d, sliding_log 5/1h', 'sliding_window 5/1h, 5/1h']::rl_limits[])} ],
@@ -367,14 +369,16 @@ SKIP:
 		'an extension' => [ q{rl_reserve('K', 'concurrent 5/1h, sliding_log 9/1d', 4, 'id', 60)}, q{rl_extend('K', 'id', 1800)}, 5_000_000 ],
 		'a refund' => [ "rl_check('K', '$all', 3)", "rl_refund('K', '$all', 2)" ],
 		'a reset' => [ "rl_check('K', '$all', 3)", "rl_reset('K', '$all')" ]);
-	my %seen;
+	my (%seen, %length);
 	my $rounds = steps(24, 'RATELIMIT_CRASHES', 12);
+	# Few rounds have other acts than those beside each other; further rounds have each act with the other kind of kill.
+	my @rounds = map { [ (sort keys %acts)[ $_ * 5 % keys %acts ], ($_ + int($_ / keys %acts)) % 2 ? 'at an image' : 'at an instruction' ] } 1 .. $rounds;
 
-	foreach my $round (1 .. $rounds)
+	# Shortly before its end, an act has made all its changes, and each of them must be undone.
+	push @rounds, map { ([ $_, 'after it' ], [ $_, 'before its end' ]) } sort keys %acts if is_long();
+	foreach my $round (@rounds)
 	{
-		# Few rounds have other acts than those beside each other; further rounds have each act with the other kind of kill.
-		my $name = (sort keys %acts)[ $round * 5 % keys %acts ];
-		my $at_store = ($round + int($round / keys %acts)) % 2;
+		my ($name, $when) = @$round;
 		my ($first, $act, $later) = @{ $acts{$name} };
 		my $now = 1_700_000_000_000_000;
 		my %expected;
@@ -407,7 +411,10 @@ SKIP:
 		# The same call before, with another key, reads the catalogs.
 		my $warm = $call =~ s/'k(?=2?')/'warm/gr;
 		my $said = kill_in($call, "SET ratelimit.debug_now = '$clock'; SELECT $warm; SELECT rl_reset('warm'), rl_reset('warm2')", $at,
-			$at_store ? (1_000_000_000, 1 + int rand 12) : (1 + int(rand(10)**3.4), 1_000_000));
+			$when eq 'at an image' ? (1_000_000_000, 1 + int rand 12)
+			: $when eq 'at an instruction' ? (1 + int(rand(10)**3.4), 1_000_000)
+			: (max(1, ($length{$name} // 1_000_000_000) - 10), 1_000_000));
+		$length{$name} = $1 if $said =~ /^(\d+) after it/;
 		$session->ask("SET ratelimit.debug_now = '$clock'");
 		my $found = $snapshot->('k');
 		my ($how) = grep { $expected{$_} eq $found } qw(before after);
