@@ -360,6 +360,8 @@ SKIP:
 		'a log that has ended' => [ q{count(rl_check('K', 'sliding_log 500/1h', 1 + 0 * n)) FROM generate_series(1, 20) n}, q{rl_check('K', 'sliding_log 500/1h')}, 3_700_000_000 ],
 		'a log that grows' => [ q{count(rl_check('K', 'sliding_log 500/1h', 1 + 0 * n)) FROM generate_series(1, 7) n}, q{rl_check('K', 'sliding_log 500/1h')} ],
 		'a log that gets a second block' => [ q{count(rl_check('K', 'sliding_log 1000/1d', 1 + 0 * n)) FROM generate_series(1, 896) n}, q{rl_check('K', 'sliding_log 1000/1d')} ],
+		# Its four blocks fill a chunk of the index.
+		'a log that gets a fifth block' => [ q{count(rl_check('K', 'sliding_log 3000/1d', 1 + 0 * n)) FROM generate_series(1, 2240) n}, q{rl_check('K', 'sliding_log 3000/1d')} ],
 		'a log that loses a block' => [ q{count(rl_check('K', 'sliding_log 1000/1h', 1 + 0 * n)) FROM generate_series(1, 700) n}, q{rl_check('K', 'sliding_log 1000/1h')}, 2_800_000_000 ],
 		'a ban' => [ q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')}, q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')} ],
 		'a ban that grows' => [ q{count(rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1', 1 + 0 * n)) FROM generate_series(1, 2) n}, q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')}, 3_700_000_000 ],
