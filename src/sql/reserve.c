@@ -134,8 +134,8 @@ reserve_of(StringInfo text, const RlKey *keys, int n, RlKey id)
 }
 
 /*
- * Sets what a retry compares.  SHA-256 takes more than a microsecond, so of one key it is the hash of its
- * limits, and its quota.
+ * Sets what a retry compares.  SHA-256 takes more than a microsecond, so for one key this is the hash of its
+ * limits and the quota themselves.
  */
 static void
 set_action(RlReserve *reserve, StringInfo text, const RlAction *actions, int n)
@@ -179,7 +179,8 @@ reserve_keys(RlAction *actions, int n, RlKey id, int64 hold, RlAnswer *answers)
 		actions[i].reserve = charges ? &reserve : NULL;
 		rl_answer_clear(&answers[i]);
 	}
-	set_action(&reserve, &text, actions, n);
+	if (charges)
+		set_action(&reserve, &text, actions, n);
 	rl_decide_all(actions, n, answers);
 }
 
