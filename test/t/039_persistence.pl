@@ -376,7 +376,8 @@ SKIP:
 	# Few rounds have other acts than those beside each other; further rounds have each act with the other kind of kill.
 	my @rounds = map { [ (sort keys %acts)[ $_ * 5 % keys %acts ], ($_ + int($_ / keys %acts)) % 2 ? 'at an image' : 'at an instruction' ] } 1 .. $rounds;
 
-	# Shortly before its end, an act has made all its changes, and each of them must be undone.
+	# Shortly before its end, an act has made all its changes, and each of them must be undone.  The round before counts
+	# its instructions.
 	push @rounds, map { ([ $_, 'after it' ], [ $_, 'before its end' ]) } sort keys %acts if is_long();
 	foreach my $round (@rounds)
 	{
@@ -415,7 +416,8 @@ SKIP:
 		my $said = kill_in($call, "SET ratelimit.debug_now = '$clock'; SELECT $warm; SELECT rl_reset('warm'), rl_reset('warm2')", $at,
 			$when eq 'at an image' ? (1_000_000_000, 1 + int rand 12)
 			: $when eq 'at an instruction' ? (1 + int(rand(10)**3.4), 1_000_000)
-			: (max(1, ($length{$name} // 1_000_000_000) - 10), 1_000_000));
+			: $when eq 'after it' ? (1_000_000_000, 1_000_000)
+			: (max(1, $length{$name} - 10), 1_000_000));
 		$length{$name} = $1 if $said =~ /^(\d+) after it/;
 		$session->ask("SET ratelimit.debug_now = '$clock'");
 		my $found = $snapshot->('k');

@@ -628,8 +628,8 @@ sub ask
 	return $output;
 }
 
-# Does the same, and returns the milliseconds of processor time of the backend too, to which other processes add
-# little: the time for which a call in these commands holds a lock is not longer.
+# Runs the commands.  Returns the milliseconds of processor time that the backend used, and the output.  Other
+# processes add little to this time, and no call in the commands holds a lock for longer.
 sub timed
 {
 	my ($self, $sql) = @_;
