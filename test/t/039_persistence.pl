@@ -363,6 +363,9 @@ SKIP:
 		# Its four blocks fill a chunk of the index.
 		'a log that gets a fifth block' => [ q{count(rl_check('K', 'sliding_log 3000/1d', 1 + 0 * n)) FROM generate_series(1, 2240) n}, q{rl_check('K', 'sliding_log 3000/1d')} ],
 		'a log that loses a block' => [ q{count(rl_check('K', 'sliding_log 1000/1h', 1 + 0 * n)) FROM generate_series(1, 700) n}, q{rl_check('K', 'sliding_log 1000/1h')}, 2_800_000_000 ],
+		# Its two chunks have five entries and three, and the act removes one of these three.
+		'a log whose chunks merge' => [ q{(SELECT count(rl_reserve('K', 'sliding_log 50/1d', 1, 'id' || n)) FROM generate_series(1,14) n),
+			(SELECT count(rl_settle('K', 'id' || n, 0)) FROM unnest('{1,2,8,9,10,11}'::int[]) n)}, q{rl_settle('K', 'id12', 0)} ],
 		'a ban' => [ q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')}, q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')} ],
 		'a ban that grows' => [ q{count(rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1', 1 + 0 * n)) FROM generate_series(1, 2) n}, q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')}, 3_700_000_000 ],
 		'several keys' => [ q{rl_check('K', '5/1d')}, q{rl_check_all(ARRAY['K', 'K2'], ARRAY['5/1d, sliding_log 5/1h', 'sliding_window 5/1h, 5/1h']::rl_limits[])} ],
@@ -395,9 +398,10 @@ SKIP:
 			if ($n)
 			{
 				my ($call) = $sql =~ /count\((.*), 1 \+/s;
-				$session->ask(qq{DO \$\$ BEGIN FOR i IN 1 .. $n LOOP PERFORM set_config('ratelimit.debug_now', ($now + 5000000 * i)::text, false); PERFORM $call); END LOOP; END \$\$});
+				$session->ask(qq{DO \$\$ BEGIN FOR i IN 1 .. $n LOOP PERFORM set_config('ratelimit.debug_now', ($now + 5000000::bigint * i)::text, false); PERFORM $call); END LOOP; END \$\$});
 			}
 			else { $session->ask($sql); }
+			die "$name: $session->{error}" if $session->{error};
 			$session->ask(sprintf q{SET ratelimit.debug_now = '%d'}, $now + ($later || 1000) + 5_000_000 * $n);
 			return $act =~ s/K(?=2?')/$key/gr;
 		};
