@@ -297,15 +297,18 @@ rl_append_keys(RlCommand *command, const RlReserve *reserve)
 	rl_command_arg(command, text, n);
 }
 
-/* Appends what reserve.lua gets before the keys' arguments. */
+/* Appends what reserve.lua gets before the keys' arguments, which say all about an action on one key. */
 static void
 append_reserve(RlCommand *command, const RlReserve *reserve)
 {
 	char		action[2 * RL_DIGEST];
+	int			len = 0;
 
 	rl_command_arg(command, reserve->id.data, reserve->id.len);
 	rl_command_number(command, reserve->hold);
-	rl_command_arg(command, action, hex_encode((const char *) reserve->action, RL_DIGEST, action));
+	if (reserve->nkeys > 1)
+		len = hex_encode((const char *) reserve->action, RL_DIGEST, action);
+	rl_command_arg(command, action, len);
 	rl_append_keys(command, reserve);
 }
 
@@ -970,9 +973,10 @@ rl_redis_take_all(const RlAction *const *actions, int n, RlTook took, void *arg,
 	int			room[3 * RL_MAX_KEYS];
 	RlKey		keys[RL_MAX_KEYS];
 	Taking		taking = {.actions = actions,.took = took,.arg = arg};
-	RlReply		reply = {.kind = RL_REPLY_NIL};
+	RlReply		reply;
 	bool		reserves = actions[0]->reserve != NULL;
 
+	reply.kind = RL_REPLY_NIL;
 	for (int i = 0; i < n; i++)
 		keys[i] = actions[i]->key;
 	*apart = !rl_in_one_slot(keys, n);

@@ -1,7 +1,7 @@
 -- The records of reservations, in fields "reserved:<id>" of an action's last key:
 -- "end hold status quota action keys time", where status is "open" or "settled:<quota>", both quotas
--- are of the last key, action is the hash of all keys, limits and quotas, or of one key its limits' hash
--- and its quota, keys their number, with the hash of the keys if there are several ("2:<hash>"), and time
+-- are of the last key, action is the hash of all keys, limits and quotas, or of one key its limits' hash,
+-- keys their number, with the hash of the keys if there are several ("2:<hash>"), and time
 -- that of the charge. An open record then has a line for each key, "quota limits", with quota 0 if
 -- nothing was charged, and limits as the hash of their text; and behind it a line for each charge of the
 -- key: tag, two numbers (throttle: the interval in microseconds and nanoseconds; others: the first two for
@@ -56,14 +56,14 @@ local slack, born, fields = SLACK, values[4], call('HLEN', hash)
 simple = simple and not values[3] and not (born and string.sub(born, -1) == 'r') and
   fields < MOST_RECORDS
 if simple then
-  local n = fields % 2 == 0 and SOUGHT or 0
+  local n = fields % EACH == 0 and SOUGHT or 0
   --@ delete_ended
   if not born then
     set[#set + 1], set[#set + 2] = 'born', string.format('%.0f', real)
   end
   local hold = ARGV[3] + 0
   set[#set + 1], set[#set + 2] = field,
-    string.format('%.0f %s open %s %s %s %.0f\n%s %s', now + hold, ARGV[3], ARGV[of], ARGV[4],
+    string.format('%.0f %s open %s %s %s %.0f\n%s %s', now + hold, ARGV[3], ARGV[of], action,
     ARGV[5], now, ARGV[of], ARGV[8]) .. charges
   if hold > needed then
     needed = hold

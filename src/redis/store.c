@@ -81,6 +81,8 @@ redis_unban(const RlKey *key, bool *found, RlError *error)
 	return delete_from(&rl_reset_script, command, found, error);
 }
 
+#define MAX_CALENDARS		(RL_MAX_KEYS * RL_MAX_LIMITS)
+
 /* A call of settle.lua. */
 typedef struct Settling
 {
@@ -88,8 +90,7 @@ typedef struct Settling
 	const RlReserve *of;		/* its hold is 0 for the same hold */
 	const int64 *quotas;		/* NULL: the hold starts again */
 	int			n;
-	RlLimit		limit[RL_MAX_KEYS * RL_MAX_LIMITS]; /* calendars that were charged: only the members of the
-								 * state tag */
+	RlLimit    *limit;			/* calendars that were charged: only the members of the state tag */
 } Settling;
 
 static bool
@@ -137,7 +138,7 @@ read_calendars(const RlReply *reply, Settling *settling, RlError *error)
 		const char *line_end = memchr(at, '\n', end - at);
 		RlLimit    *limit = &settling->limit[settling->n];
 
-		if (line_end == NULL || settling->n == lengthof(settling->limit))
+		if (line_end == NULL || settling->n == MAX_CALENDARS)
 			return rl_wrong_reply(error);
 		if (!rl_calendar_of_name(at, line_end - at, limit))
 			return limit->calendar == RL_NO_CALENDAR ? rl_wrong_reply(error) :
@@ -175,9 +176,11 @@ read_settled(const RlReply *reply, int n, RlSettled *settled, RlError *error)
 static bool
 redis_settle(const RlKey *keys, const RlReserve *of, const int64 *quotas, RlSettled *settled, RlError *error)
 {
-	Settling	settling = {.keys = keys,.of = of,.quotas = quotas};
-	RlReply		reply = {.kind = RL_REPLY_NIL};
+	RlLimit		calendars[MAX_CALENDARS];
+	Settling	settling = {.keys = keys,.of = of,.quotas = quotas,.limit = calendars};
+	RlReply		reply;
 
+	reply.kind = RL_REPLY_NIL;
 	if (!rl_in_one_slot(keys, of->nkeys))
 		return rl_reserved_apart(error);
 	for (int calls = 0; calls < 2; calls++)

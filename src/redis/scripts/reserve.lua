@@ -2,7 +2,7 @@
 -- as a record of the last key.
 --
 -- ARGV[2] is the id, ARGV[3] the time that the record is kept, in microseconds, ARGV[4] and ARGV[5]
--- the record's "action" and "keys" (reserved.lua). Then there are for each key: its quota, the number of its
+-- the record's "action", which is empty for one key, and "keys" (reserved.lua). Then there are for each key: its quota, the number of its
 -- limits, the hash of their text, and the limits. Each limit has its LIMIT arguments, then its two numbers
 -- for the record, and its own quota. A key may have no limits.
 --
@@ -15,8 +15,9 @@
 
 -- The most records of a key. A call then searches SEARCHED random fields for records that have ended, and
 -- if there are none, deletes FORGOTTEN that are settled. With fewer records, a call searches SOUGHT random
--- fields if the number of fields is even: each second time, because a call adds a field.
-local MOST_RECORDS, SOUGHT, SEARCHED, FORGOTTEN = 4096, 4, 128, 16
+-- fields if the number of fields is a multiple of EACH: that often, because a call adds a field.
+local MOST_RECORDS, SOUGHT, EACH, SEARCHED, FORGOTTEN = 4096, 8, 4, 128, 16
+local action = ARGV[4] ~= '' and ARGV[4] or ARGV[8]
 --@ slack
 --@ list of reserved
 --@ state algorithms act records
@@ -39,7 +40,7 @@ local record = last.old and read_record(last.old)
 if record and record.ends > now then
   -- No hash has this field. A replica refuses to delete, so its old data is never read.
   call('HDEL', last.hash, '')
-  if record.action ~= ARGV[4] then
+  if record.action ~= action or not KEYS[2] and record.quota ~= ARGV[FIRST] then
     return -string.match(record.keys, '^%d+')
   end
   quota = 0
@@ -74,7 +75,7 @@ end
 hash = last.hash
 if allowed and not last.old then
   local fields = call('HLEN', hash)
-  local n, slack = fields % 2 == 0 and SOUGHT or 0, SLACK
+  local n, slack = fields % EACH == 0 and SOUGHT or 0, SLACK
   if fields >= MOST_RECORDS then
     n, slack = SEARCHED, 0
   end
@@ -155,8 +156,7 @@ end
 if allowed then
   put_record(field,
     {ends = now + hold, hold = hold, status = 'open', quota = string.format('%.0f', last.charged),
-    action = ARGV[4],
-    keys = ARGV[5], at = now, charges = charges})
+    action = action, keys = ARGV[5], at = now, charges = charges})
   set.records, last.longest = (set.records or 0) + (last.old and 0 or 1), longest
 end
 for _, key in ipairs(keys) do
