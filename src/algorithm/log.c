@@ -623,8 +623,8 @@ compact_index(RlPool *pool, RlLog *log)
 				append_block(pool, log, block);
 				continue;
 			}
+			/* The new index has been taken from the pool, and is kept. */
 			change_chunk(pool, last->last)->next = block->first;
-			(void) change_chunk(pool, log->index_last);
 			last->last = block->last;
 			last->newest = block->newest;
 			last->units += block->units;
