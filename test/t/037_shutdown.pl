@@ -70,19 +70,19 @@ foreach my $turn (1 .. $turns)
 	await('the units', sub { return held() == 0 });
 	is(held(), 0, 'no unit is held after a restart while Redis was suspended');
 
-	# A session waits for 0.8 s, and a busy machine may take longer to start Redis.
-	my ($held, $away);
+	# A session waits for 0.8 s. A busy machine may take longer to start Redis: such tries do not count.
+	my ($away, @held);
 	foreach my $try (1 .. 10)
 	{
 		shuts_down('restart', \&killed);
 		$away = slurp_file($answered) - $killed_at;
-		$held = held();
-		last if $away < 0.6 && $held == 0;
+		push @held, held() if $away < 0.6;
+		last if @held && $held[-1] == 0;
 	}
   SKIP:
 	{
-		skip "Redis took $away s to start", 1 if $away >= 0.6;
-		is($held, 0, 'no unit is held after a restart while Redis was killed and started again');
+		skip "Redis took $away s to start", 1 if !@held;
+		is(min(@held), 0, 'no unit is held after a restart while Redis was killed and started again');
 	}
 
 	my $well = shuts_down('stop', sub { });

@@ -351,12 +351,14 @@ SKIP:
 	# Without the other states, so that none is evicted.
 	restart_with(sub { unlink $file }, local_max_keys => 100, debug_now => "'1700000000000000'");
 	my $at = 2 * 4096;             # of the only partition's undo area
-	# What is before the act, or [ N, CALL ]: N such calls, each with a time of its own; the act; and how much later it is.
+	# What is before the act, or [ N, CALL ]: N such calls, each with a time of its own, in a transaction that rolls back; the
+	# act; and how much later it is.
 	my %acts = (
 		throttle => [ q{rl_check('K', '5/1d')}, q{rl_check('K', '5/1d')} ],
 		'a new key' => [ '1', q{rl_check('K', '5/1d')} ],
 		'many limits' => [ "rl_check('K', '$all')", "rl_check('K', '$all')" ],
-		'a log that is cut' => [ [ 480, q{rl_check('K', 'sliding_log 500/1h')} ], q{rl_check('K', 'sliding_log 500/1h')}, 3_600_000_000 ],
+		# In its first block, which is closed.
+		'a log that is cut' => [ [ 480, q{rl_check('K', 'sliding_log 500/1h')} ], q{rl_check('K', 'sliding_log 500/1h')}, 2_200_000_000 ],
 		# Its chunks become spares, and the act takes the first of them again.
 		'a log that has ended' => [ [ 20, q{rl_check('K', 'sliding_log 500/1h')} ], q{rl_check('K', 'sliding_log 500/1h')}, 3_700_000_000 ],
 		'a log that grows' => [ [ 7, q{rl_check('K', 'sliding_log 500/1h')} ], q{rl_check('K', 'sliding_log 500/1h')} ],
@@ -365,6 +367,10 @@ SKIP:
 		'a log that gets a fifth block' => [ [ 2240, q{rl_check('K', 'sliding_log 3000/1d')} ], q{rl_check('K', 'sliding_log 3000/1d')} ],
 		'a log that loses a block' => [ [ 700, q{rl_check('K', 'sliding_log 1000/1h')} ], q{rl_check('K', 'sliding_log 1000/1h')}, 2_800_000_000 ],
 		'a closed block that changes' => [ [ 460, q{CASE i WHEN 3 THEN (rl_reserve('K', 'sliding_log 1000/1d', 1, 'id')).allowed ELSE rl_allow('K', 'sliding_log 1000/1d') END} ],
+			q{rl_settle('K', 'id', 0)} ],
+		# They have 33 and 32 of their 64 chunks, and the act removes the only entry of one.
+		'closed blocks that merge' => [ [ 900, q{CASE i WHEN 673 THEN (rl_reserve('K', 'sliding_log 3000/1d', 1, 'id')).allowed
+			ELSE rl_allow('K', CASE WHEN i <= 31 * 7 OR i BETWEEN 449 AND 679 THEN 'sliding_log 3000/1d refund_on_abort' ELSE 'sliding_log 3000/1d' END::rl_limits) END} ],
 			q{rl_settle('K', 'id', 0)} ],
 		# Its two chunks have five entries and three, and the act removes one of these three.
 		'a log whose chunks merge' => [ q{(SELECT count(rl_reserve('K', 'sliding_log 50/1d', 1, 'id' || n)) FROM generate_series(1,14) n),
@@ -398,7 +404,8 @@ SKIP:
 			my ($n, $calls) = ref $first ? @$first : (0, $first);
 			$calls =~ s/K(?=2?')/$key/g;
 			$session->ask($n == 0 ? "SELECT $calls" : qq{DO \$\$ BEGIN FOR i IN 1 .. $n LOOP
-				PERFORM set_config('ratelimit.debug_now', ($now + 5000000::bigint * i)::text, false); PERFORM $calls; END LOOP; END \$\$});
+				PERFORM set_config('ratelimit.debug_now', ($now + 5000000::bigint * i)::text, false); PERFORM $calls; END LOOP;
+				RAISE 'rolls back'; EXCEPTION WHEN raise_exception THEN END \$\$});
 			die "$name: $session->{error}" if $session->{error};
 			$session->ask(sprintf q{SET ratelimit.debug_now = '%d'}, $now + ($later || 1000) + 5_000_000 * $n);
 			return $act =~ s/K(?=2?')/$key/gr;

@@ -13,7 +13,7 @@
 #   refuse   new connections are closed at once
 #   hold     new connections wait
 #   accept   new connections are served again
-#   interrupt PID  the next reply is forwarded when this process was sent SIGINT, or SIGTERM after "terminate PID"
+#   interrupt PID  the next reply is forwarded when this process has got SIGINT, or SIGTERM after "terminate PID"
 #   to PORT  new connections go to the server with this port
 #   slow     everything is forwarded 5 ms later, piece by piece
 #   fast     nothing is delayed
@@ -114,7 +114,7 @@ sub _serve
 			my $how = $broken{$socket} || '';
 
 			next if $n && $how eq 'drop';
-			kill splice @signal if @signal && $n && !$is_client{$socket};
+			interrupt(splice @signal) if @signal && $n && !$is_client{$socket};
 			$lost++ if $how eq 'lose' && $n && !$is_client{$socket};
 			if ($n && (!$how || $how eq 'lose' && $is_client{$socket}))
 			{
@@ -131,6 +131,29 @@ sub _serve
 				close $end;
 			}
 		}
+	}
+	return;
+}
+
+sub sleeps
+{
+	my ($pid) = @_;
+
+	open my $status, '<', "/proc/$pid/status" or return 0;
+	return join '', grep { /^voluntary_ctxt_switches/ } readline $status;
+}
+
+# Signals a process that waits, and returns when it waits again, or after 50 ms.
+sub interrupt
+{
+	my ($signal, $pid) = @_;
+	my $before = sleeps($pid);
+
+	kill $signal, $pid;
+	foreach (1 .. 50)
+	{
+		last if sleeps($pid) ne $before;
+		sleep 0.001;
 	}
 	return;
 }
