@@ -41,20 +41,8 @@ sub url
 	  . (defined $part{db} ? "/$part{db}" : '');
 }
 
-# Starts three Sentinels that know each other.
-sub three_sentinels
-{
-	my @sentinels = map { sentinel(2) } 1 .. 3;
-
-	await('the Sentinels to know each other', sub {
-		return !grep { my %master = @{ $_->cli('SENTINEL', 'MASTER', 'service') };
-			$master{'num-slaves'} < 1 || $master{'num-other-sentinels'} < 2 } @sentinels;
-	});
-	return @sentinels;
-}
-
 follow($b, $a);
-my @sentinels = three_sentinels();
+my @sentinels = RedisServer::sentinels($a, 500, 3000);
 my $node = shared_node($a, 'ratelimit.denial_cache = off',
 	"ratelimit.redis_url = '" . url(\@sentinels) . "'");
 my $session = session($node);

@@ -74,10 +74,8 @@ sub start_redis
 		return $proxy->url;
 	}
 	follow($redis[1], $redis[0]);
-	@sentinels = map { RedisServer->new(args => ['--sentinel'], config => [ "sentinel monitor service 127.0.0.1 ${\ $redis[0]->port } 2",
-				'sentinel down-after-milliseconds service 2000', 'sentinel failover-timeout service 4000' ])->start } 1 .. 3;
-	await('the Sentinels to know all', sub { return !grep { my %of = @{ $_->cli('SENTINEL', 'MASTER', 'service') }; $of{'num-slaves'} < 1 || $of{'num-other-sentinels'} < 2 } @sentinels });
-	return 'redis+sentinel://' . join(',', map { '127.0.0.1:' . $_->port } @sentinels) . '/service';
+	@sentinels = RedisServer::sentinels($redis[0], 2000, 4000);
+	return RedisServer::sentinel_url(@sentinels);
 }
 
 sub follow

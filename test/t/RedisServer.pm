@@ -366,6 +366,22 @@ sub follows
 	return (eval { $self->field('replication', 'master_link_status') } || '') eq 'up';
 }
 
+# Starts three Sentinels of a master with a replica, which know each other.
+sub sentinels
+{
+	my ($master, $down_after, $timeout) = @_;
+	my @sentinels = map { RedisServer->new(args => ['--sentinel'], config => [ "sentinel monitor service 127.0.0.1 ${\ $master->port } 2",
+				"sentinel down-after-milliseconds service $down_after", "sentinel failover-timeout service $timeout" ])->start } 1 .. 3;
+
+	await('the Sentinels to know each other', sub {
+		return !grep { my %of = @{ $_->cli('SENTINEL', 'MASTER', 'service') }; $of{'num-slaves'} < 1 || $of{'num-other-sentinels'} < 2 } @sentinels;
+	});
+	return @sentinels;
+}
+
+# Returns the value for ratelimit.redis_url.
+sub sentinel_url { my (@sentinels) = @_; return 'redis+sentinel://' . join(',', map { '127.0.0.1:' . $_->port } @sentinels) . '/service'; }
+
 # Runs the code while another process flushes the scripts all the time, and loads
 # this script again if given; returns what the code returns.
 sub while_flushing
