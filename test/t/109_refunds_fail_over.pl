@@ -50,7 +50,7 @@ sub turn
 	return $took;
 }
 
-sub note_times { my ($what, @times) = @_; note sprintf "%s, $nsessions sessions: all units are free after %s s", $what, join ' ', map { sprintf '%.2f', $_ } @times; return; }
+sub note_times { my ($what, @times) = @_; note sprintf "measured: %s, $nsessions sessions: all units are free after %s s", $what, join ' ', map { sprintf '%.2f', $_ } @times; return; }
 
 # Sentinels
 {
@@ -60,7 +60,8 @@ sub note_times { my ($what, @times) = @_; note sprintf "%s, $nsessions sessions:
 		await('the replica', sub { return $replica->follows && $master->field('replication', 'min_slaves_good_slaves') eq '1' });
 	};
 	$follows->();
-	my @sentinels = RedisServer::sentinels($master, 500, 3000);
+	# A Sentinel of a busy machine that takes a master for dead would make a fail-over of its own.
+	my @sentinels = RedisServer::sentinels($master, 3000, 3000);
 	my $node = shared_node($master, 'max_connections = 100', "ratelimit.redis_url = '" . RedisServer::sentinel_url(@sentinels) . "'");
 	my $watcher = session($node);
 	my %times;
