@@ -344,6 +344,39 @@ foreach my $round (1 .. steps(8, 'RATELIMIT_KILLS'))
 #
 # The instructions of an act: it is whole or undone after each of them
 #
+
+# What is before the act, or [ N, CALL ]: N such calls, each with a time of its own, in a transaction that rolls back; the
+# act; and how much later it is.
+my %acts = (
+	throttle => [ q{rl_check('K', '5/1d')}, q{rl_check('K', '5/1d')} ],
+	'a new key' => [ '1', q{rl_check('K', '5/1d')} ],
+	'many limits' => [ "rl_check('K', '$all')", "rl_check('K', '$all')" ],
+	# In its first block, which is closed.
+	'a log that is cut' => [ [ 480, q{rl_check('K', 'sliding_log 500/1h')} ], q{rl_check('K', 'sliding_log 500/1h')}, 2_200_000_000 ],
+	# Its chunks become spares, and the act takes the first of them again.
+	'a log that has ended' => [ [ 20, q{rl_check('K', 'sliding_log 500/1h')} ], q{rl_check('K', 'sliding_log 500/1h')}, 3_700_000_000 ],
+	'a log that grows' => [ [ 7, q{rl_check('K', 'sliding_log 500/1h')} ], q{rl_check('K', 'sliding_log 500/1h')} ],
+	'a log that gets a second block' => [ [ 896, q{rl_check('K', 'sliding_log 1000/1d')} ], q{rl_check('K', 'sliding_log 1000/1d')} ],
+	# Its four blocks fill a chunk of the index.
+	'a log that gets a fifth block' => [ [ 2240, q{rl_check('K', 'sliding_log 3000/1d')} ], q{rl_check('K', 'sliding_log 3000/1d')} ],
+	'a log that loses a block' => [ [ 700, q{rl_check('K', 'sliding_log 1000/1h')} ], q{rl_check('K', 'sliding_log 1000/1h')}, 2_800_000_000 ],
+	'a closed block that changes' => [ [ 460, q{CASE i WHEN 3 THEN (rl_reserve('K', 'sliding_log 1000/1d', 1, 'id')).allowed ELSE rl_allow('K', 'sliding_log 1000/1d') END} ],
+		q{rl_settle('K', 'id', 0)} ],
+	# They have 33 and 32 of their 64 chunks, and the act removes the only entry of one.
+	'closed blocks that merge' => [ [ 900, q{CASE i WHEN 673 THEN (rl_reserve('K', 'sliding_log 3000/1d', 1, 'id')).allowed
+		ELSE rl_allow('K', CASE WHEN i <= 31 * 7 OR i BETWEEN 449 AND 679 THEN 'sliding_log 3000/1d refund_on_abort' ELSE 'sliding_log 3000/1d' END::rl_limits) END} ],
+		q{rl_settle('K', 'id', 0)} ],
+	# Its two chunks have five entries and three, and the act removes one of these three.
+	'a log whose chunks merge' => [ q{(SELECT count(rl_reserve('K', 'sliding_log 50/1d', 1, 'id' || n)) FROM generate_series(1,14) n),
+		(SELECT count(rl_settle('K', 'id' || n, 0)) FROM unnest('{1,2,8,9,10,11}'::int[]) n)}, q{rl_settle('K', 'id12', 0)} ],
+	'a ban' => [ q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')}, q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')} ],
+	'a ban that grows' => [ [ 2, q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')} ], q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')}, 3_700_000_000 ],
+	'several keys' => [ q{rl_check('K', '5/1d')}, q{rl_check_all(ARRAY['K', 'K2'], ARRAY['5/1d, sliding_log 5/1h', 'sliding_window 5/1h, 5/1h']::rl_limits[])} ],
+	'a reservation' => [ '1', q{rl_reserve('K', 'concurrent 5/1h, sliding_log 9/1d, fixed_window 9/1d', 4, 'id')} ],
+	'a settlement' => [ q{rl_reserve('K', 'concurrent 5/1h, sliding_log 9/1d, fixed_window 9/1d', 4, 'id')}, q{rl_settle('K', 'id', 2)} ],
+	'an extension' => [ q{rl_reserve('K', 'concurrent 5/1h, sliding_log 9/1d', 4, 'id', 60)}, q{rl_extend('K', 'id', 1800)}, 5_000_000 ],
+	'a refund' => [ "rl_check('K', '$all', 3)", "rl_refund('K', '$all', 2)" ],
+	'a reset' => [ "rl_check('K', '$all', 3)", "rl_reset('K', '$all')" ]);
 SKIP:
 {
 	skip 'there is no C compiler or ptrace', 1 unless $has_steps;
@@ -351,46 +384,14 @@ SKIP:
 	# Without the other states, so that none is evicted.
 	restart_with(sub { unlink $file }, local_max_keys => 100, debug_now => "'1700000000000000'");
 	my $at = 2 * 4096;             # of the only partition's undo area
-	# What is before the act, or [ N, CALL ]: N such calls, each with a time of its own, in a transaction that rolls back; the
-	# act; and how much later it is.
-	my %acts = (
-		throttle => [ q{rl_check('K', '5/1d')}, q{rl_check('K', '5/1d')} ],
-		'a new key' => [ '1', q{rl_check('K', '5/1d')} ],
-		'many limits' => [ "rl_check('K', '$all')", "rl_check('K', '$all')" ],
-		# In its first block, which is closed.
-		'a log that is cut' => [ [ 480, q{rl_check('K', 'sliding_log 500/1h')} ], q{rl_check('K', 'sliding_log 500/1h')}, 2_200_000_000 ],
-		# Its chunks become spares, and the act takes the first of them again.
-		'a log that has ended' => [ [ 20, q{rl_check('K', 'sliding_log 500/1h')} ], q{rl_check('K', 'sliding_log 500/1h')}, 3_700_000_000 ],
-		'a log that grows' => [ [ 7, q{rl_check('K', 'sliding_log 500/1h')} ], q{rl_check('K', 'sliding_log 500/1h')} ],
-		'a log that gets a second block' => [ [ 896, q{rl_check('K', 'sliding_log 1000/1d')} ], q{rl_check('K', 'sliding_log 1000/1d')} ],
-		# Its four blocks fill a chunk of the index.
-		'a log that gets a fifth block' => [ [ 2240, q{rl_check('K', 'sliding_log 3000/1d')} ], q{rl_check('K', 'sliding_log 3000/1d')} ],
-		'a log that loses a block' => [ [ 700, q{rl_check('K', 'sliding_log 1000/1h')} ], q{rl_check('K', 'sliding_log 1000/1h')}, 2_800_000_000 ],
-		'a closed block that changes' => [ [ 460, q{CASE i WHEN 3 THEN (rl_reserve('K', 'sliding_log 1000/1d', 1, 'id')).allowed ELSE rl_allow('K', 'sliding_log 1000/1d') END} ],
-			q{rl_settle('K', 'id', 0)} ],
-		# They have 33 and 32 of their 64 chunks, and the act removes the only entry of one.
-		'closed blocks that merge' => [ [ 900, q{CASE i WHEN 673 THEN (rl_reserve('K', 'sliding_log 3000/1d', 1, 'id')).allowed
-			ELSE rl_allow('K', CASE WHEN i <= 31 * 7 OR i BETWEEN 449 AND 679 THEN 'sliding_log 3000/1d refund_on_abort' ELSE 'sliding_log 3000/1d' END::rl_limits) END} ],
-			q{rl_settle('K', 'id', 0)} ],
-		# Its two chunks have five entries and three, and the act removes one of these three.
-		'a log whose chunks merge' => [ q{(SELECT count(rl_reserve('K', 'sliding_log 50/1d', 1, 'id' || n)) FROM generate_series(1,14) n),
-			(SELECT count(rl_settle('K', 'id' || n, 0)) FROM unnest('{1,2,8,9,10,11}'::int[]) n)}, q{rl_settle('K', 'id12', 0)} ],
-		'a ban' => [ q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')}, q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')} ],
-		'a ban that grows' => [ [ 2, q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')} ], q{rl_check('K', 'sliding_log 1/1d count_denied ban 1h to 4h after 1')}, 3_700_000_000 ],
-		'several keys' => [ q{rl_check('K', '5/1d')}, q{rl_check_all(ARRAY['K', 'K2'], ARRAY['5/1d, sliding_log 5/1h', 'sliding_window 5/1h, 5/1h']::rl_limits[])} ],
-		'a reservation' => [ '1', q{rl_reserve('K', 'concurrent 5/1h, sliding_log 9/1d, fixed_window 9/1d', 4, 'id')} ],
-		'a settlement' => [ q{rl_reserve('K', 'concurrent 5/1h, sliding_log 9/1d, fixed_window 9/1d', 4, 'id')}, q{rl_settle('K', 'id', 2)} ],
-		'an extension' => [ q{rl_reserve('K', 'concurrent 5/1h, sliding_log 9/1d', 4, 'id', 60)}, q{rl_extend('K', 'id', 1800)}, 5_000_000 ],
-		'a refund' => [ "rl_check('K', '$all', 3)", "rl_refund('K', '$all', 2)" ],
-		'a reset' => [ "rl_check('K', '$all', 3)", "rl_reset('K', '$all')" ]);
 	my (%seen, %length);
 	my $rounds = steps(24, 'RATELIMIT_CRASHES', 12);
-	# Few rounds have other acts than those beside each other; further rounds have each act with the other kind of kill.
-	my @rounds = map { [ (sort keys %acts)[ $_ * 5 % keys %acts ], ($_ + int($_ / keys %acts)) % 2 ? 'at an image' : 'at an instruction' ] } 1 .. $rounds;
+	my @names = sort keys %acts;
+	my @rounds = map { [ $names[ $_ * @names / $rounds % @names ], $_ % 2 ? 'at an image' : 'at an instruction' ] } 0 .. $rounds - 1;
 
 	# Shortly before its end, an act has made all its changes, and each of them must be undone.  The round before counts
 	# its instructions.
-	push @rounds, map { ([ $_, 'after it' ], [ $_, 'before its end' ]) } sort keys %acts if is_long();
+	push @rounds, map { ([ $_, 'after it' ], [ $_, 'before its end' ]) } @names if is_long();
 	foreach my $round (@rounds)
 	{
 		my ($name, $when) = @$round;

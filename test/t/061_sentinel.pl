@@ -150,7 +150,7 @@ undef $alone;
 $a->cli('REPLICAOF', 'NO', 'ONE');
 follow($b, $a);
 $a->cli('FLUSHALL');
-@sentinels = three_sentinels();
+@sentinels = RedisServer::sentinels($a, 500, 3000);
 # In the everyday form, clients wait after each call.
 my $pause = is_long() ? 0 : 0.002;
 my ($keys, $capacity) = (20, is_long() ? 2000 : 300);
