@@ -623,7 +623,7 @@ compact_index(RlPool *pool, RlLog *log)
 				append_block(pool, log, block);
 				continue;
 			}
-			/* The new index has been taken from the pool, and is kept. */
+			/* The image of the new index's chunk was kept when the pool gave it. */
 			change_chunk(pool, last->last)->next = block->first;
 			last->last = block->last;
 			last->newest = block->newest;

@@ -297,7 +297,10 @@ rl_append_keys(RlCommand *command, const RlReserve *reserve)
 	rl_command_arg(command, text, n);
 }
 
-/* Appends what reserve.lua gets before the keys' arguments, which say all about an action on one key. */
+/*
+ * Appends what reserve.lua gets before the keys' arguments.  An action on one key needs no hash: these have
+ * its quota and the hash of its limits.
+ */
 static void
 append_reserve(RlCommand *command, const RlReserve *reserve)
 {

@@ -1,12 +1,11 @@
 -- The records of reservations, in fields "reserved:<id>" of an action's last key:
 -- "end hold status quota action keys time", where status is "open" or "settled:<quota>", both quotas
 -- are of the last key, action is the hash of all keys, limits and quotas, or of one key its limits' hash,
--- keys their number, with the hash of the keys if there are several ("2:<hash>"), and time
--- that of the charge. An open record then has a line for each key, "quota limits", with quota 0 if
--- nothing was charged, and limits as the hash of their text; and behind it a line for each charge of the
--- key: tag, two numbers (throttle: the interval in microseconds and nanoseconds; others: the first two for
--- "read"), units, place, and the life of the state (life.lua). In another life, a settlement refunds
--- nothing to a counter.
+-- keys their number, with the hash of the keys if there are several ("2:<hash>"), and time that of the
+-- charge. An open record then has a line for each key, "quota limits", with quota 0 if nothing was charged,
+-- and limits as the hash of their text; and behind it a line for each charge of the key: tag, two numbers
+-- (throttle: the interval in microseconds and nanoseconds; others: the first two for "read"), units, place,
+-- and the life of the state (life.lua). In another life, a settlement refunds nothing to a counter.
 
 -- A record that has ended is kept for so long at least, as in the sweep (expiry.lua).
 --< slack() -> SLACK

@@ -26,7 +26,7 @@ typedef enum RlReplyKind
 	RL_REPLY_OTHER				/* no answer to any command of this extension */
 } RlReplyKind;
 
-/* A reply of bounded size: one that does not fit is RL_REPLY_OTHER. */
+/* A reply of bounded size: one that does not fit is RL_REPLY_OTHER.  It is too large to zero in each call. */
 typedef struct RlReply
 {
 	RlReplyKind kind;

@@ -90,7 +90,8 @@ typedef struct Settling
 	const RlReserve *of;		/* its hold is 0 for the same hold */
 	const int64 *quotas;		/* NULL: the hold starts again */
 	int			n;
-	RlLimit    *limit;			/* calendars that were charged: only the members of the state tag */
+	RlLimit    *limit;			/* calendars that were charged, MAX_CALENDARS at most: only the members of the
+								 * state tag */
 } Settling;
 
 static bool

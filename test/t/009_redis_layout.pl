@@ -53,7 +53,7 @@ is_deeply($redis->cli('HMGET', 'rl:{why:3}', 'ban', 'ban:level'),
 sub hash_of { return substr sha256_hex(join '', @_), 0, 32 }
 $session->ask(q{SELECT rl_reserve('why:4', '10/1h, concurrent 3/1min', 2, 'job')});
 my $born = $redis->cli('HGET', 'rl:{why:4}', 'born');
-is($redis->cli('HGET', 'rl:{why:4}', 'reserved:job'), '1700000060000000 60000000 open 2 ' . '887f63b7377ff66b'
+is($redis->cli('HGET', 'rl:{why:4}', 'reserved:job'), '1700000060000000 60000000 open 2 887f63b7377ff66b'
 	. " 1 1700000000000000\n2 887f63b7377ff66b\nthrottle:3600000000 360000000 0 2 0 $born\nconcurrent:60000000 3 0 1 1700000000000000 $born", 'a reservation');
 $session->ask(q{SELECT rl_reserve_all('{why:4,why:5,why:6}', '{"10/1h, concurrent 3/1min",unlimited,fixed_window 9/1h}', '{2,1,3}', 'job')});
 like($redis->cli('HGET', 'rl:{why:6}', 'reserved:job'), qr/^1700000060000000\ 60000000\ open\ 3\ ${\hash_of('5:why:45:why:55:why:6', ' 2 throttle 10\/1h, concurrent 3\/1min', ' 1 unlimited', ' 3 fixed_window 9\/1h')}

@@ -387,7 +387,7 @@ SKIP:
 	my (%seen, %length);
 	my $rounds = steps(24, 'RATELIMIT_CRASHES', 12);
 	my @names = sort keys %acts;
-	my @rounds = map { [ $names[ $_ * @names / $rounds % @names ], $_ % 2 ? 'at an image' : 'at an instruction' ] } 0 .. $rounds - 1;
+	my @rounds = map { [ $names[ $_ * @names / $rounds ], $_ % 2 ? 'at an image' : 'at an instruction' ] } 0 .. $rounds - 1;
 
 	# Shortly before its end, an act has made all its changes, and each of them must be undone.  The round before counts
 	# its instructions.

@@ -22,12 +22,13 @@ sub follow
 	return;
 }
 
+# Starts a Sentinel that never has a quorum.
 sub sentinel
 {
-	my ($quorum, %options) = @_;
+	my (%options) = @_;
 
 	return RedisServer->new(%options, args => ['--sentinel'], config => [
-			"sentinel monitor service 127.0.0.1 ${\ $a->port } $quorum",
+			"sentinel monitor service 127.0.0.1 ${\ $a->port } 9",
 			'sentinel down-after-milliseconds service 500', 'sentinel failover-timeout service 3000' ])->start;
 }
 
@@ -74,7 +75,7 @@ $session->set(retry_interval => undef, redis_url => 'redis+sentinel://127.0.0.1:
 is($session->attempt($take)->{state}, 'PT504', 'a Redis server instead of a Sentinel');
 
 # A Sentinel and a server that need a password.
-my $secret = sentinel(9, password => 'sesame');
+my $secret = sentinel(password => 'sesame');
 $session->set(redis_url => url([$secret]));
 is($session->attempt($take)->{state}, 'PT504', 'a Sentinel that needs a password, without a password');
 $a->cli('CONFIG', 'SET', 'requirepass', 'sesame');
@@ -127,7 +128,7 @@ $session->with({ retry_interval => '1h' }, sub {
 });
 is($b->field('stats', 'total_connections_received') - $before, 2, 'the first try connects again, by the name');
 
-my $alone = sentinel(9);
+my $alone = sentinel();
 $session->set(redis_url => url([$alone]));
 is($session->attempt($take)->{state}, '00000', 'a master of a single Sentinel');
 $_->stop foreach @sentinels;

@@ -28,7 +28,12 @@ sub turn
 	my @pids = map { $_->pid } @sessions;
 
 	$sessions[$_]->answers('BEGIN; ' . take("$name:$_", 2), 2, "$name: units of session $_") foreach 0 .. $#sessions;
-	await("$name: the replicas to have the units", sub { return !grep { $_->cli('WAIT', 1, 0) < 1 } @masters });
+	foreach my $master (@masters)
+	{
+		my $written = $master->field('replication', 'master_repl_offset');
+
+		await("$name: the replica to have the units", sub { return $master->field('replication', 'slave0') =~ /offset=(\d+)/ && $1 >= $written });
+	}
 	my @new_masters = $fails_over->(sub {
 		foreach my $n (0 .. $#sessions)
 		{

@@ -135,6 +135,7 @@ sub _serve
 	return;
 }
 
+# Returns a text that changes each time the process goes to sleep.
 sub sleeps
 {
 	my ($pid) = @_;

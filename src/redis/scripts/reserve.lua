@@ -2,9 +2,9 @@
 -- as a record of the last key.
 --
 -- ARGV[2] is the id, ARGV[3] the time that the record is kept, in microseconds, ARGV[4] and ARGV[5]
--- the record's "action", which is empty for one key, and "keys" (reserved.lua). Then there are for each key: its quota, the number of its
--- limits, the hash of their text, and the limits. Each limit has its LIMIT arguments, then its two numbers
--- for the record, and its own quota. A key may have no limits.
+-- the record's "action", empty for one key, and "keys" (reserved.lua). Then there are for each key: its
+-- quota, the number of its limits, the hash of their text, and the limits. Each limit has its LIMIT
+-- arguments, then its two numbers for the record, and its own quota. A key may have no limits.
 --
 -- Returns for each key what check_all.lua returns, and behind all numbers one more: 0, or if
 -- there is a record with this id already 1 if it is open, 2 if it is settled; then
@@ -17,6 +17,7 @@
 -- if there are none, deletes FORGOTTEN that are settled. With fewer records, a call searches SOUGHT random
 -- fields if the number of fields is a multiple of EACH: that often, because a call adds a field.
 local MOST_RECORDS, SOUGHT, EACH, SEARCHED, FORGOTTEN = 4096, 8, 4, 128, 16
+-- Of one key, the hash of its limits.
 local action = ARGV[4] ~= '' and ARGV[4] or ARGV[8]
 --@ slack
 --@ list of reserved
