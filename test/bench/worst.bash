@@ -13,8 +13,9 @@ WORST_PERIOD=864000000000
 # entries after the oldest, or P+ this number, which is a period later); the SQL, or
 # the number of charges to roll back; the title.  LIMITS stands for the limits, which
 # all have count_denied, MANY for keys with this state, WINDOWS for sliding windows, and RECORDS
-# for the limits of a key with 4,096 reservations.  LEVELS stands for eight keys with this state, of which
-# the last one has reservations of all of them in its other fields.  A second statement can be measured too.
+# for the limits of a key with 4,096 reservations.  LEVELS stands for eight keys with one such state each, of
+# which the last one has reservations of all of them in its other fields, and PLANS for their limits: calls
+# for them have at most eight logs, so the other limits are windows.  A second statement can be measured too.
 worsts=(
 	"EVAL|100010|SELECT FROM rl_peek('worst', 'LIMITS', 99999)|rl_peek of 99,999, refused"
 	"EVAL|100010|SELECT FROM rl_peek('worst', 'LIMITS', 1)|rl_peek of 1, refused"
@@ -37,9 +38,9 @@ worsts=(
 	"EVAL|100010|SELECT FROM rl_reserve('records', 'RECORDS', 1, 'one more')|rl_reserve at 4,096 reservations, refused"
 	"EVAL|P+0|SELECT FROM rl_reserve('records', 'RECORDS', 1, 'one more')|rl_reserve at 4,096 that have ended"
 	"EVAL|P+0|SELECT rl_settle('records', 'first', 0)|rl_settle at 4,096 that have ended"
-	"EVAL|P+50000|SELECT FROM rl_reserve_all(LEVELS, array_fill('LIMITS'::rl_limits, '{8}'), array_fill(1::bigint, '{8}'), 'new')|rl_reserve_all of 8 keys, the last one is full"
-	"EVAL|P+50001|SELECT rl_settle_all(LEVELS, 'first', '{0}')|rl_settle_all of 8 keys, the last one is full"
-	"EVAL|P+50001|SELECT rl_settle_all(LEVELS, 'first', '{999999}')|the same with a debt of 999,999"
+	"EVAL|P+50000|SELECT FROM rl_reserve_all(LEVELS, PLANS, array_fill(1::bigint, '{8}'), 'new')|rl_reserve_all of 8 keys, the last one is full"
+	"EVAL|P+50001|SELECT 1 / rl_settle_all(LEVELS, 'first', '{0}')::int|rl_settle_all of 8 keys, the last one is full"
+	"EVAL|P+50001|SELECT 1 / rl_settle_all(LEVELS, 'first', '{999999}')::int|the same with a debt of 999,999"
 	"EVAL|100010|SELECT rl_reset('worst', 'LIMITS')|rl_reset of the limits"
 	"UNLINK|100010|SELECT rl_reset('worst')|rl_reset of the key"
 	"EXISTS|100010||expiry"
@@ -124,17 +125,25 @@ worst_records() {
 	echo "${text#, }"
 }
 
-# worst_levels N: makes eight keys with the state of N limits, of which the last has open reservations
-# of all of them in its other fields, and prints the array of these keys.
+# worst_plans N: prints the array of the limits of eight keys, a log and N - 1 windows.
+worst_plans() {
+	local i text
+	text=$(worst_limits 1)
+	for ((i = 1; i < $1; i++)); do text+=", fixed_window 1000000/${i}000h"; done
+	echo "array_fill('$text'::rl_limits, '{8}')"
+}
+
+# worst_levels N: makes eight keys with the state of a log, of which the last has open reservations of
+# N limits of each key in its other fields, and prints the array of these keys.
 worst_levels() {
 	local i names=(worst worst{2..8}) keys
 	printf -v keys ',%s' "${names[@]}"
 	keys="'{${keys:1}}'::text[]"
 	redis DEL "${names[@]/*/rl:{&\}}" rl:{levels} >/dev/null
 	sql -o /dev/null -c "SET ratelimit.debug_now = '$(worst_time P+50000)'" -c "SELECT FROM rl_reserve_all($keys,
-		array_fill('$(worst_limits "$1")'::rl_limits, '{8}'), array_fill(1::bigint, '{8}'), 'first')"
+		$(worst_plans "$1"), array_fill(1::bigint, '{8}'), 'first')"
 	redis RENAME 'rl:{worst8}' 'rl:{levels}' >/dev/null
-	fill_worst "$1"
+	fill_worst 1
 	for ((i = 2; i <= 8; i++)); do redis COPY 'rl:{worst}' "rl:{worst$i}" REPLACE >/dev/null; done
 	redis EVAL "
 		for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
@@ -200,7 +209,7 @@ measure_worst() {
 		call=${4//LIMITS/$limits}
 		[[ $call != *MANY* ]] || call=${call//MANY/$(worst_many "$1")}
 		[[ $call != *RECORDS* && $call != *records* ]] || call=${call//RECORDS/$(worst_records "$1")}
-		[[ $call != *LEVELS* ]] || call=${call//LEVELS/$(worst_levels "$1")}
+		[[ $call != *LEVELS* ]] || call=${call//LEVELS/$(worst_levels "$1")} call=${call//PLANS/$(worst_plans "$1")}
 		[[ $call != *WINDOWS* ]] || call=${call//WINDOWS/$(worst_windows "$1" "$(worst_time "$3")")}
 		slow_log
 		# A key with too many reservations raises an error.
