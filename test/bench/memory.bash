@@ -100,6 +100,8 @@ report_memory() {
 		memory_row "$title" "$keys" "$usage" "$((bytes / keys))" "$((in / 1000))" "$((out / 1000))"
 	done
 	redis FLUSHALL >/dev/null
+	session_memory
+	redis FLUSHALL >/dev/null
 	echo
 	echo 'Bytes per key; sent and received: bytes per call for one key. used_memory is the growth of Redis, including the tables of keys.'
 	first=$(shared_memory)
@@ -109,6 +111,26 @@ report_memory() {
 	echo "Shared memory: $(awk -v a="$first" -v b="$second" -v n="$((LOCAL_MAX_KEYS - 100000))" 'BEGIN { printf "%.0f", (a - b) / n }')" \
 		"bytes for each of local_max_keys; $((second / 1000000)) MB for 100,000, of pg_shmem_allocations."
 	echo
+}
+
+# Prints how much of a session's own memory its calls need.
+session_memory() {
+	local usage='\! awk "/^RssAnon/ { print \$2 }" /proc/$PID/status' many
+	many="SELECT count(*) FROM rl_check_many((SELECT array_agg('charge:' || i) FROM generate_series(1, 65536) i), '5/1h refund_on_abort');"
+	mapfile -t many < <(sql -At <<-END
+		SELECT pg_backend_pid() AS pid, length(array_agg('charge:' || i)::text) FROM generate_series(1, 65536) i \gset
+		\setenv PID :pid
+		$usage
+		SELECT FROM rl_check('$KEY', '5/1h');
+		$usage
+		BEGIN; $many
+		$usage
+		COMMIT;
+	END
+	)
+	echo
+	printf '%s\n' "${many[@]}" | awk '/^[0-9]+$/ { kb[n++] = $1 }
+		END { printf "A session: %d kB for its first call, and %d kB for 65,536 charges of a transaction, of RssAnon.\n", kb[1] - kb[0], kb[3] - kb[1] }'
 }
 
 shared_memory() { sql -At -c "SELECT allocated_size FROM pg_shmem_allocations WHERE name LIKE 'ratelimit %'"; }

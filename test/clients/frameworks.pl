@@ -73,7 +73,7 @@ sub filled
 my %env = map { ($_ => { PYTHONPATH => "$programs:$dir/$_", PYTHONDONTWRITEBYTECODE => 1 }) } qw(Django SQLAlchemy);
 example('Django/example.py', $page, qr/process_exception/);
 example('SQLAlchemy/example.py', $page, qr/starlette/);
-$env{ActiveRecord} = { EXAMPLE => example('rails/example.rb', $page, qr/ApplicationController/) };
+$env{ActiveRecord} = { EXAMPLE => example('rails/example.rb', $page, qr/rescue_from/), REQUESTS => example('rails/requests.rb', $page, qr/before_action/) };
 $env{$_} = { EXAMPLE => "$dir/node/example.js", SCHEMA => "$dir/drizzle/schema.js", PRISMA_CLIENT => "$dir/prisma/client" }
   foreach qw(Sequelize Drizzle Prisma);
 example('node/example.js', $page, qr/tooMany\(error, request/);
@@ -190,7 +190,7 @@ my %pooled = (connection => 'closed', 'connection in a transaction' => 'kept');
 my @frameworks = (
 	{ name => 'Django', command => [ '/usr/bin/python3', "$programs/django_.py" ] },
 	{ name => 'SQLAlchemy', command => [ '/usr/bin/python3', "$programs/sqlalchemy_.py" ], more => \%refused_twice },
-	{ name => 'ActiveRecord', command => [ 'ruby', "$programs/active_record.rb" ] },
+	{ name => 'ActiveRecord', command => [ 'ruby', "$programs/active_record.rb" ], more => { requests => '200 and 429' } },
 	{ name => 'Sequelize', command => [ 'node', "$programs/node.js", 'Sequelize' ], more => { %pooled, connection => 'kept' } },
 	{ name => 'Drizzle', command => [ 'node', "$programs/node.js", 'Drizzle' ], more => \%pooled },
 	{ name => 'Prisma', command => [ 'node', "$programs/node.js", 'Prisma' ], more => { %pooled, code => 'P2039' } },
@@ -199,6 +199,9 @@ my @frameworks = (
 		more => { %batches, 'other answer' => undef, seconds => '<number>' } });
 my $customer = 1000;
 
+$node->safe_psql('shop', q{
+	GRANT USAGE ON SCHEMA ratelimit TO app;
+	GRANT EXECUTE ON FUNCTION ratelimit.rl_enforce(text, ratelimit.rl_limits, bigint) TO app});
 foreach my $framework (@frameworks)
 {
 	my $name = $framework->{name};
@@ -222,8 +225,7 @@ $node->safe_psql('shop', q{
 	CREATE ROLE app_away LOGIN;
 	ALTER ROLE app_away SET ratelimit.redis_url = 'redis://127.0.0.1:1';
 	GRANT INSERT, SELECT ON orders TO app_away;
-	GRANT USAGE ON SCHEMA ratelimit TO app, app_away;
-	GRANT EXECUTE ON FUNCTION ratelimit.rl_enforce(text, ratelimit.rl_limits, bigint) TO app});
+	GRANT USAGE ON SCHEMA ratelimit TO app_away});
 my %answers = (%{ facts({ %{ $env{Prisma} }, CUSTOMER => 2000 }, 'node', "$programs/answers.js") },
 	%{ facts({ %{ $env{SQLAlchemy} }, CUSTOMER => 3000 }, '/usr/bin/python3', "$programs/answers.py") });
 foreach my $driver ((map { ("$_ in Express", "$_ in Fastify") } qw(node-postgres postgres.js Knex Kysely TypeORM Sequelize Drizzle Prisma)),

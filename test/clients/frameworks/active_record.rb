@@ -6,6 +6,7 @@ require 'stringio'
 ActiveRecord::Base.establish_connection(adapter: 'postgresql', host: ENV['PGHOST'], port: ENV['PGPORT'],
                                         username: ENV['PGUSER'], database: ENV['PGDATABASE'], pool: 1)
 require ENV['EXAMPLE']
+require ENV['REQUESTS']
 
 class Order < ActiveRecord::Base; end
 
@@ -14,6 +15,10 @@ class OrdersController < ApplicationController
     order(params[:customer], params[:rows].to_i)
     head :created
   end
+end
+
+class SearchController
+  def index = head(:ok)
 end
 
 $stdout.sync = true
@@ -62,4 +67,7 @@ fact('answer', answer(customer, 1))
 fact('other answer', state_of(error_of { answer(customer + 1, 6) }))
 fact('rows', state_of(error_of { order(customer + 2, 6) }))
 fact('then', state_of(error_of { order(customer + 2, 1) }))
+# The seventh in a minute is refused, whose border may be among them.
+statuses = Array.new(13) { SearchController.action(:index).call(Rack::MockRequest.env_for('/', 'REMOTE_ADDR' => '192.0.2.1'))[0] }
+fact('requests', statuses.uniq.join(' and '))
 fact('connection', pid == before ? 'kept' : 'closed')
