@@ -85,7 +85,7 @@ foreach my $failure ($ENV{RATELIMIT_MANY} ? sort keys %failures : 'is suspended'
 		my $begin = time;
 		$failures{$failure}[1]->();
 		awaits_none($key, $n, "$end of $n keys, $name");
-		note "$end of $n keys, $name: $ms ms, free ", time - $begin, ' s after Redis was well';
+		note $ENV{RATELIMIT_MANY} ? 'measured: ' : '', "$end of $n keys, $name: $ms ms, free ", time - $begin, ' s after Redis was well';
 	}
 }
 if ($ENV{RATELIMIT_MANY})
@@ -94,7 +94,7 @@ if ($ENV{RATELIMIT_MANY})
 
 	is($session->ask('BEGIN; ' . take($key, $n)), $n, "a transaction takes units of $n keys");
 	my $ms = timed($session, 'ROLLBACK');
-	note "a rollback of $n refunds with Redis well: $ms ms, ", status('refunds_overdue'), ' overdue';
+	note "measured: a rollback of $n refunds with Redis well: $ms ms, ", status('refunds_overdue'), ' overdue';
 	awaits_none($key, $n, 'the rollback');
 	$session->quit;
 }
