@@ -81,7 +81,12 @@ sub note_times { my ($what, @times) = @_; note sprintf "measured: %s, $nsessions
 			push @{ $times{$how} }, turn($node, $watcher, "$how $turn", sub {
 				my ($end) = @_;
 
-				if ($how eq 'planned') { await('the order', sub { return eval { $sentinels[0]->cli('SENTINEL', 'FAILOVER', 'service') } }) }
+				if ($how eq 'planned')
+				{
+					# Otherwise what it answers just before the promotion is lost.
+					$master->cli('CLIENT', 'PAUSE', 2000, 'WRITE');
+					await('the order', sub { return eval { $sentinels[0]->cli('SENTINEL', 'FAILOVER', 'service') } });
+				}
 				else { $master->stop }
 				$end->();
 				await('the promotion', sub { return role($replica) eq 'master' });
