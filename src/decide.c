@@ -247,7 +247,7 @@ typedef struct Asking
 	Deciding   *all;
 	int			n;
 	bool		together;
-	int64		round_trips;	/* those before this count belong to refunds, not to the actions */
+	int64		round_trips;	/* when the refunds had been sent; further ones are of the actions */
 	bool		elsewhere;		/* the caller, or rl_take_all, counts the calls without an answer */
 } Asking;
 
@@ -412,7 +412,10 @@ apply_on_error(Deciding *all, int n, bool together, const RlError *failure)
 	}
 }
 
-/* Sets which lease each action asks for, and the generation that its answer must match. */
+/*
+ * Sets what each action asks for the lease of its key, and notes the generation of the key's denials:
+ * the answer is only kept if that is the same then.
+ */
 static void
 note_asking(Deciding *all, int n)
 {
@@ -423,8 +426,8 @@ note_asking(Deciding *all, int n)
 }
 
 /*
- * Ends actions that have failed or were interrupted.  If nothing was sent since there were so
- * many round trips, leases keep their leftovers.
+ * Ends actions that have failed or were interrupted.  Leases keep their leftovers if no command of the
+ * actions was sent: then there were at most "round_trips" round trips.
  */
 static void
 note_failed(Deciding *all, int n, int64 round_trips)

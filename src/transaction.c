@@ -8,8 +8,8 @@
  * transaction ends: in callbacks, which must not throw, and in which there may be
  * no memory.  A prepared transaction counts as committed.
  *
- * The grants of concurrent limits are refunded also when the transaction commits: after
- * that, so that no unit is free before, and while the transaction still has its locks.
+ * The grants of concurrent limits are refunded also when the transaction commits: after the
+ * commit, so that no unit is free before it, and while the transaction still has its locks.
  *
  * rl_refund first refunds the transaction's own grants, and rl_reset deletes
  * the grants of the states that it resets: no rollback refunds these again.

@@ -557,7 +557,10 @@ typedef struct Reader
 	int			rules_len;
 } Reader;
 
-/* Reads the key's line of rules, if it has one.  Returns false for a reply that no script sends. */
+/*
+ * Reads the reply's line that names the limit that has banned the key, if the key is banned by one.
+ * Returns false for a reply that no script sends.
+ */
 static bool
 read_rule(Reader *reader, KeyReply *key)
 {

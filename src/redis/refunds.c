@@ -35,8 +35,8 @@ typedef struct Refunding
 {
 	RlKeyRefunds *keys;
 	int			n;
-	int64		until;			/* no call is written after it, and no reply is waited for at the
-								 * end of a transaction */
+	int64		until;			/* no call is written after it; at the end of a transaction, no reply
+								 * is awaited after it either */
 	int		   *first;			/* of each call's keys */
 	int		   *nkeys;			/* how many each call has */
 	RlError    *why;			/* the last error reply about one key */

@@ -12,15 +12,19 @@
  * backend tries, and the others fail at once until one has connected.
  *
  * At most PLACES backends connect to one address at a time, and one if the last connection was
- * slow: Redis serves handshakes and calls in one line, so many at a time make the calls of other
- * sessions time out, which connect again then.  Others wait for a place.  A place is a time, not
- * a count, so a backend that stops with one gives it back.
+ * slow.  The reason is that Redis serves handshakes and calls in one line: with many handshakes the
+ * calls of other sessions time out, and these sessions have to connect, too.  Backends without a place
+ * wait for one, for connect_timeout at most.  A place is taken until a time that it holds, so it is
+ * free again if the backend stops.
  *
- * A server has an entry by its address, for places and for what the kernel says (refused,
- * unreachable), and one by its address and the settings of the backend, for all other failures:
- * a wrong file of one role must not stop other roles.  What redis_url names (the target) has an
- * entry, too: for a search at Sentinels, and by its servers alone for the time at which the
- * master has moved, and for the server of a list that all sessions use.
+ * Entries have one of four names:
+ *
+ * - the address of a server, for places and for what the kernel says (refused, unreachable)
+ * - the address and the backend's settings, for all other failures: a wrong file of one role must
+ *   not stop other roles
+ * - the target, which is what redis_url names, and the settings, for a search at Sentinels
+ * - the servers of the target, for the time at which the master has moved, and for the server of
+ *   a list that all sessions use
  *
  * Locks: one LWLock protects the entries.  Nobody waits while holding it.
  */

@@ -38,8 +38,8 @@
  *
  * - a state of a limit
  * - a ban; its text is the key itself, for rl_bans, and the reason
- * - the level of bans that grow, which is kept longer than the ban: state.start is the length of the last
- *   ban, and the next one is longer if it begins before "end"
+ * - the level of bans that grow, which is kept longer than the ban: the next ban is longer if it begins
+ *   before "end", and "state.start" holds how long the last one was
  * - the record of a reservation; its text is the id, and then a Record (local_store.c)
  *
  * A text that is too long for one cell goes on in further cells.  These are in no hash chain and in no heap,
