@@ -10,7 +10,8 @@ BEGIN
 	my @unshare = ('unshare', '--user', '--net', '--mount', '--map-current-user', '--keep-caps');
 
 	# Before the modules redirect the output.
-	if (!$ENV{RATELIMIT_NAMESPACE} && system("@unshare ip link set lo up 2>/dev/null") == 0)
+	if (!$ENV{RATELIMIT_NAMESPACE}
+		&& system("@unshare sh -c 'ip link add near type veth peer name far && mount --bind /etc/hosts /etc/hosts' 2>/dev/null") == 0)
 	{
 		$ENV{RATELIMIT_NAMESPACE} = 1;
 		exec @unshare, $^X, (map { "-I$_" } @INC), $0;
@@ -34,8 +35,7 @@ sub at
 }
 
 at('10.9.8.2');
-my $machine = RedisServer::in_child(sub { exec 'unshare', '--net', 'sleep', 'infinity' or die "unshare: $!" });
-END { kill 'KILL', $machine if $machine; }
+my $machine = RedisServer::in_child(sub { exec qw(setpriv --pdeathsig KILL unshare --net sleep infinity) or die "setpriv: $!" });
 my $there = "nsenter --net -t $machine";
 await('a namespace', sub { return readlink("/proc/$machine/ns/net") ne readlink('/proc/self/ns/net') });
 foreach ("mount --bind $dir/hosts /etc/hosts", 'ip link set lo up', "ip link add near type veth peer name far netns $machine",
