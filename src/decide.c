@@ -247,7 +247,8 @@ typedef struct Asking
 	Deciding   *all;
 	int			n;
 	bool		together;
-	int64		round_trips;	/* when the refunds had been sent; further ones are of the actions */
+	int64		round_trips;	/* usage.round_trips after the refunds: if it is higher, a command of the
+								 * actions was sent; PG_INT64_MAX: the refunds are under way */
 	bool		elsewhere;		/* the caller, or rl_take_all, counts the calls without an answer */
 } Asking;
 
@@ -413,8 +414,9 @@ apply_on_error(Deciding *all, int n, bool together, const RlError *failure)
 }
 
 /*
- * Sets what each action asks for the lease of its key, and notes the generation of the key's denials:
- * the answer is only kept if that is the same then.
+ * Before Redis is asked: sets what each action also asks for its key's lease, and notes the generation
+ * number of the key's denials (known.c).  A refusal is kept as a denial only if this number is the same
+ * when the reply comes.
  */
 static void
 note_asking(Deciding *all, int n)
@@ -426,8 +428,9 @@ note_asking(Deciding *all, int n)
 }
 
 /*
- * Ends actions that have failed or were interrupted.  Leases keep their leftovers if no command of the
- * actions was sent: then there were at most "round_trips" round trips.
+ * Ends actions that have failed or were interrupted.  If no command of theirs was sent, because
+ * usage.round_trips is not above "round_trips", the leftovers that it would have refunded go back to
+ * their leases.
  */
 static void
 note_failed(Deciding *all, int n, int64 round_trips)

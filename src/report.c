@@ -142,7 +142,7 @@ rl_raise_for(const RlError *error, const RlOrigin *origin)
 	rl_report(&report);
 }
 
-/* Raises an error outside of triggers. */
+/* Raises the error as rl_raise_for does, without naming a trigger. */
 void
 rl_raise(const RlError *error)
 {

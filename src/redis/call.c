@@ -558,8 +558,8 @@ typedef struct Reader
 } Reader;
 
 /*
- * Reads the reply's line that names the limit that has banned the key, if the key is banned by one.
- * Returns false for a reply that no script sends.
+ * Reads a banned key's line of the reply's text: the limit that has banned it, or an empty line if
+ * rl_ban has.  Returns false for a line that no script sends.
  */
 static bool
 read_rule(Reader *reader, KeyReply *key)

@@ -10,13 +10,12 @@ end
 -->
 
 -- Parts of the scripts that write: the expiry of a hash, and the end of old states. The expiry only
--- frees memory, and setting it costs time, so it need not be exact but late enough for all fields.
--- Most calls find it late enough. A call that must move it moves it too far, so that the next ones
--- find it late enough. It is also in the field "expiry", in milliseconds of Redis's own clock.
+-- frees memory, and setting it costs time. So it need not be exact, only late enough for all fields,
+-- and a call that must move it moves it further than it needs: most later calls need not move it.
 --
--- The hash's own expiry is read too, because another program may have changed it. If it is
--- earlier than the field says, or there is none, the field's is set again. A hash with neither
--- may have fields of any age: it gets a hundred years.
+-- The field "expiry" has a copy of it, in milliseconds of Redis's own clock. Redis's expiry is read as
+-- well, because another program may have changed it: if it is missing, or earlier than the copy, it is
+-- set again. If there is neither, the hash may have fields of any age: it gets a hundred years.
 
 -- Sets "expires" to the new expiry, or to nil if it stays. The hash is needed for
 -- "needed" microseconds.

@@ -14,8 +14,8 @@
  * At most PLACES backends connect to one address at a time, and one if the last connection was
  * slow.  The reason is that Redis serves handshakes and calls in one line: with many handshakes the
  * calls of other sessions time out, and these sessions have to connect, too.  Backends without a place
- * wait for one, for connect_timeout at most.  A place is taken until a time that it holds, so it is
- * free again if the backend stops.
+ * wait for one, for connect_timeout at most, or fail at once if too many wait.  A place holds the time
+ * until which it is taken, so it is free again if the backend stops.
  *
  * Entries have one of four names:
  *
@@ -23,7 +23,7 @@
  * - the address and the backend's settings, for all other failures: a wrong file of one role must
  *   not stop other roles
  * - the target, which is what redis_url names, and the settings, for a search at Sentinels
- * - the servers of the target, for the time at which the master has moved, and for the server of
+ * - the servers of the target, for the time at which the master last moved, and for the server of
  *   a list that all sessions use
  *
  * Locks: one LWLock protects the entries.  Nobody waits while holding it.

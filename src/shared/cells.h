@@ -51,8 +51,8 @@
 typedef struct RlCell
 {
 	RlKeyHash	key_hash;
-	RlStateTag	tag;			/* of the ban, its level and records, only the algorithm is set, and of
-								 * records step, a hash of the id */
+	RlStateTag	tag;			/* for a ban, its level or a record only the algorithm is set; for a
+								 * record also step, a hash of its id */
 	union
 	{
 		RlState		state;

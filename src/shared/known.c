@@ -28,8 +28,8 @@
  *
  * A key's entries are in one set, which has LEASES places for leases and DENIALS for denials of keys
  * without a lease, so neither kind evicts the other.  The lease that is used least is evicted; the
- * units of its lots stay charged.  A lease whose lots have units left counts as used, so that those of
- * rare keys are evicted before it.  The denial with the earliest end is evicted, and is counted if it
+ * units of its lots stay charged.  A lease whose lots have units left counts as used, so that leases
+ * of rare keys are evicted before it.  The denial with the earliest end is evicted, and is counted if it
  * is in force.
  *
  * Locks: the LWLock of a set protects its entries; it serves several sets.  Only "asking" is
