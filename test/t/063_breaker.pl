@@ -269,7 +269,14 @@ SKIP:
 	$_->set(command_timeout => '1s', retry_interval => '200ms') foreach $stopped, $other;
 	is($other->ask($take), 'fail_open', 'a server is silent');
 	await('a session that is stopped while it connects', sub {
+		await('the end of the pause', sub { return $other->ask('SELECT breaker FROM rl_status()') eq 'half-open' });
+		my $sent = $watcher->ask('SELECT clock_timestamp()');
 		$stopped->send("$take;");
+		# On a busy machine it may have been given up already.
+		await('it to connect', sub {
+			return $watcher->ask("SELECT wait_event_type = 'Extension' OR state = 'idle' AND state_change > '$sent'
+				FROM pg_stat_activity WHERE pid = $pid") eq 't';
+		});
 		kill 'STOP', $pid;
 		await('it to stop', sub { return slurp_file("/proc/$pid/stat") =~ /^\d+ \(.*\) T/ });
 		return 1 if $other->ask('SELECT breaker FROM rl_status()') eq 'trying';
