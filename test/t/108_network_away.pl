@@ -5,22 +5,12 @@
 # late depends on it.  The test runs in a network namespace of its own, and takes its loopback down.
 #
 # Runs once in a suite: transactions end in PostgreSQL.
-BEGIN
-{
-	my @unshare = ('unshare', '--user', '--net', '--map-current-user', '--keep-caps');
-
-	# Before the modules redirect the output.
-	if (!$ENV{RATELIMIT_NAMESPACE} && system("@unshare ip link set lo up 2>/dev/null") == 0)
-	{
-		$ENV{RATELIMIT_NAMESPACE} = 1;
-		exec @unshare, $^X, (map { "-I$_" } @INC), $0;
-	}
-}
+use Namespace 'ip link set lo up';
 use OverdueRefunds qw(take);
 use RatelimitTest;
 use Time::HiRes qw(sleep time);
 
-plan skip_all => 'this user cannot make a network namespace' if !$ENV{RATELIMIT_NAMESPACE};
+plan skip_all => 'this user cannot make a network namespace' if !in_namespace();
 
 sub network { my ($how) = @_; system('ip', 'link', 'set', 'lo', $how) == 0 or die "the network does not go $how"; return; }
 

@@ -5,22 +5,11 @@
 # of its own, and the machine is another network namespace.
 #
 # Runs once in a suite: sockets are the kernel's.
-BEGIN
-{
-	my @unshare = ('unshare', '--user', '--net', '--mount', '--map-current-user', '--keep-caps');
-
-	# Before the modules redirect the output.
-	if (!$ENV{RATELIMIT_NAMESPACE}
-		&& system("@unshare sh -c 'ip link add near type veth peer name far && mount --bind /etc/hosts /etc/hosts' 2>/dev/null") == 0)
-	{
-		$ENV{RATELIMIT_NAMESPACE} = 1;
-		exec @unshare, $^X, (map { "-I$_" } @INC), $0;
-	}
-}
+use Namespace '--mount', 'ip link add near type veth peer name far && mount --bind /etc/hosts /etc/hosts';
 use RatelimitTest;
 use Time::HiRes qw(sleep time);
 
-plan skip_all => 'this user cannot make namespaces' if !$ENV{RATELIMIT_NAMESPACE};
+plan skip_all => 'this user cannot make namespaces' if !in_namespace();
 
 my $dir = PostgreSQL::Test::Utils::tempdir_short;
 my $n = steps(50, 'RATELIMIT_SESSIONS');
