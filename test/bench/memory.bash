@@ -115,22 +115,22 @@ report_memory() {
 
 # Prints how much of a session's own memory its calls need.
 session_memory() {
-	local usage='\! awk "/^RssAnon/ { print \$2 }" /proc/$PID/status' many
-	many="SELECT count(*) FROM rl_check_many((SELECT array_agg('charge:' || i) FROM generate_series(1, 65536) i), '5/1h refund_on_abort');"
-	mapfile -t many < <(sql -At <<-END
-		SELECT pg_backend_pid() AS pid, length(array_agg('charge:' || i)::text) FROM generate_series(1, 65536) i \gset
+	# shellcheck disable=SC2016 # expanded by psql's shell
+	local usage='\! awk "/^RssAnon/ { print \"kB\", \$2 }" /proc/$PID/status'
+	echo
+	sql -At >"$T/session" <<-END
+		SELECT pg_backend_pid() AS pid \gset
 		\setenv PID :pid
 		$usage
 		SELECT FROM rl_check('$KEY', '5/1h');
 		$usage
-		BEGIN; $many
+		BEGIN;
+		SELECT FROM rl_check_many((SELECT array_agg('charge:' || i) FROM generate_series(1, 65536) i), '5/1h refund_on_abort');
 		$usage
 		COMMIT;
 	END
-	)
-	echo
-	printf '%s\n' "${many[@]}" | awk '/^[0-9]+$/ { kb[n++] = $1 }
-		END { printf "A session: %d kB for its first call, and %d kB for 65,536 charges of a transaction, of RssAnon.\n", kb[1] - kb[0], kb[3] - kb[1] }'
+	awk '$1 == "kB" { kb[++n] = $2 }
+		END { printf "A session: %d kB for its first call, and %d kB for 65,536 charges of a transaction, of RssAnon.\n", kb[2] - kb[1], kb[3] - kb[2] }' "$T/session"
 }
 
 shared_memory() { sql -At -c "SELECT allocated_size FROM pg_shmem_allocations WHERE name LIKE 'ratelimit %'"; }

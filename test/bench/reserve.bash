@@ -87,11 +87,7 @@ fill_records() {
 	if [[ $1 == logs ]]; then
 		logs=$(worst_limits 4)
 		fill_worst 4
-		# With the logs of refused entries, the key would have more than the most fields.
-		redis --raw EVAL "
-			for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
-				if string.find(field, ':denied', 1, true) then redis.call('HDEL', KEYS[1], field) end
-			end" 1 'rl:{worst}' >/dev/null
+		drop_denied 'rl:{worst}'
 		sql -o /dev/null -c "SET ratelimit.debug_now = '$(worst_time P+50000)'" -c "SELECT rl_reserve('worst', '$logs', 25000, 'old')"
 		return
 	fi

@@ -84,6 +84,15 @@ fill_worst() {
 		return redis.call('PEXPIRE', KEYS[1], 3600000)" 1 'rl:{worst}' "$1" "$WORST_BEGIN" "$WORST_PERIOD" >/dev/null
 }
 
+# drop_denied HASH: deletes the logs of refused entries, because with them and reservations a key would have
+# more than the most fields.
+drop_denied() {
+	redis --raw EVAL "
+		for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+			if string.find(field, ':denied', 1, true) then redis.call('HDEL', KEYS[1], field) end
+		end" 1 "$1" >/dev/null
+}
+
 # worst_many N: makes more keys with the state of N limits, and prints the array of all keys.
 worst_many() {
 	local i keys=worst
@@ -136,19 +145,15 @@ worst_plans() {
 # worst_levels N: makes eight keys with the state of a log, of which the last has open reservations of
 # N limits of each key in its other fields, and prints the array of these keys.
 worst_levels() {
-	local i names=(worst worst{2..8}) keys
-	printf -v keys ',%s' "${names[@]}"
-	keys="'{${keys:1}}'::text[]"
-	redis DEL "${names[@]/*/rl:{&\}}" rl:{levels} >/dev/null
+	local keys="'{worst,worst2,worst3,worst4,worst5,worst6,worst7,worst8}'::text[]"
+	redis DEL 'rl:{worst}' 'rl:{worst'{2..8}'}' 'rl:{levels}' >/dev/null
 	sql -o /dev/null -c "SET ratelimit.debug_now = '$(worst_time P+50000)'" -c "SELECT FROM rl_reserve_all($keys,
 		$(worst_plans "$1"), array_fill(1::bigint, '{8}'), 'first')"
 	redis RENAME 'rl:{worst8}' 'rl:{levels}' >/dev/null
 	fill_worst 1
-	for ((i = 2; i <= 8; i++)); do redis COPY 'rl:{worst}' "rl:{worst$i}" REPLACE >/dev/null; done
+	worst_many 1 >/dev/null
+	drop_denied 'rl:{worst8}'
 	redis EVAL "
-		for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
-			if string.find(field, ':denied', 1, true) then redis.call('HDEL', KEYS[1], field) end
-		end
 		for _, field in ipairs(redis.call('HKEYS', KEYS[2])) do
 			if not string.find(field, 'sliding_log', 1, true) then redis.call('HSET', KEYS[1], field, redis.call('HGET', KEYS[2], field)) end
 		end
