@@ -235,7 +235,7 @@ rl_redis_refund_until(RlKeyRefunds *keys, int n, int64 until, RlUsage *usage, Rl
 	bool		done = true;
 	int			ncalls = n;
 
-	/* Replies of calls that were sent are awaited after "until", too: at most as many as Redis can run by then. */
+	/* What is sent is awaited, also after "until".  So no more is sent at a time than Redis can run by then. */
 	if (until != PG_INT64_MAX)
 		max_due = Max(Min((until - rl_monotonic_now()) / LONGEST_CALL_US, MAX_DUE_AHEAD), 1);
 	refunding.first = palloc(2 * n * sizeof(int));
