@@ -313,18 +313,18 @@ rl_log_unit(const RlPool *pool, const RlLog *const logs[2], RlCursor cursors[2],
 		int			older = pieces[0].time <= pieces[1].time ? 0 : 1;
 
 		/*
-		 * All units up to the older time are in these pieces.  If they are fewer than n, all of
-		 * the older is passed.
+		 * All units up to the older time are in these pieces, and if the other is an entry, in the older
+		 * one.  If they are fewer than n, all of the older is passed.  So few blocks are opened, whatever
+		 * one entry holds.
 		 */
-		if (pieces[0].units + pieces[1].units >= n)
+		if (pieces[older].units >= n || (cursors[1 - older].whole && pieces[0].units + pieces[1].units >= n))
 		{
 			if (cursors[0].whole || cursors[1].whole)
 			{
 				cursors[cursors[0].whole ? 0 : 1].whole = false;
 				continue;
 			}
-			if (pieces[older].units >= n)
-				return pieces[older].time;
+			return pieces[older].time;
 		}
 		n -= pieces[older].units;
 		advance(pool, logs[older], &cursors[older]);

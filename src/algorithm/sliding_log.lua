@@ -4,10 +4,10 @@
 --< made(algorithms, quota, put, drop)
 --@ log log_change
 
--- Returns the time of the n-th oldest unit of two logs. A chunk is passed as a
--- whole while the units at the two cursors are fewer than n: then the n-th unit is
--- later than the newest entry of one of the two chunks. The inner loop may run a
--- thousand times, so it uses only local variables.
+-- Returns the time of the n-th oldest unit of two logs. Of the two cursors the one with the older time is
+-- passed, a chunk as a whole, if the n-th unit is later than that time: if the n-th unit is not among the
+-- cursor's own units, nor among the units of a chunk at the other cursor, which may have older entries. So
+-- few chunks are read. The inner loop may run a thousand times, so it uses only local variables.
 local function time_of_unit(log_a, log_b, n)
   -- A cursor is at a record of the index, of a chunk or of the tail; c.time and
   -- c.units are the record's. c.back is the position of the index after the chunk.
@@ -33,11 +33,14 @@ local function time_of_unit(log_a, log_b, n)
   while true do
     local text_a, size_a, at_a, time_a, units_a = a.text, a.size, a.at, a.time, a.units
     local text_b, size_b, at_b, time_b, units_b = b.text, b.size, b.at, b.time, b.units
-    local records = size_a == RECORD and size_b == RECORD
-    while records or units_a + units_b < n do
+    local records_a, records_b = size_a == RECORD, size_b == RECORD
+    while true do
       if time_a <= time_b then
-        if units_a >= n then
-          return time_a
+        if units_a >= n or not records_b and units_a + units_b >= n then
+          if records_a and records_b then
+            return time_a
+          end
+          break
         end
         n, at_a = n - units_a, at_a + size_a
         if at_a > #text_a then
@@ -46,8 +49,11 @@ local function time_of_unit(log_a, log_b, n)
         time_a = sub(text_a, at_a, at_a + 15) + 0
         units_a = sub(text_a, at_a + 16, at_a + 21) + 0
       else
-        if units_b >= n then
-          return time_b
+        if units_b >= n or not records_a and units_a + units_b >= n then
+          if records_a and records_b then
+            return time_b
+          end
+          break
         end
         n, at_b = n - units_b, at_b + size_b
         if at_b > #text_b then

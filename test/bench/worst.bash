@@ -22,6 +22,7 @@ worsts=(
 	"EVAL|100010|SELECT FROM rl_check('worst', 'LIMITS', 1)|rl_check of 1, refused and counted"
 	"EVAL|100010|SELECT FROM rl_check('worst', 'LIMITS', 50000)|rl_check of 50,000, refused and counted"
 	"EVAL|100010|SELECT FROM rl_check('worst', 'LIMITS', 100000)|rl_check of 100,000, refused and counted"
+	"EVAL|100010|SELECT FROM rl_check('worst', 'LIMITS', 50000); SELECT FROM rl_check('worst', 'LIMITS', 50000); SELECT FROM rl_check('worst', 'LIMITS', 50000)|three of 50,000, refused and counted"
 	"EVAL|100010|SELECT FROM rl_check_all('{worst,b,c,d,e,f,g,h}', array_prepend('LIMITS'::rl_limits, array_fill((SELECT string_agg(concat('fixed_window 60000/', i, 'h count_denied'), ',') FROM generate_series(1, 8) i)::rl_limits, '{7}')), array_fill(50000::bigint, '{8}'))|rl_check_all of 8 keys, 50,000 each, refused"
 	"EVAL|100010|SELECT FROM rl_check_many(MANY, 'LIMITS', array_fill(50000::bigint, ARRAY[cardinality(MANY)]))|rl_check_many of 50,000 each, refused"
 	"EVAL|P+50000|SELECT FROM rl_check_many(MANY, 'LIMITS')|rl_check_many when half of it has become free"

@@ -267,8 +267,18 @@ if (store() eq 'redis')
 		redis.call('HSET', KEYS[1], 'sliding_log:1000000:chunks', table.concat(index), 'sliding_log:1000000', '100 0 0 0 0 100 ')
 	}, 1, 'rl:{dead}');
 	is($session->ask(q{SELECT remaining FROM rl_sliding_log('dead', 1000, 1)}), 999, 'all entries of a hundred chunks are free');
-	$session->ask(q{SELECT rl_sliding_log('dead', 1000, 1)});
-	is($redis->cli('HLEN', 'rl:{dead}'), 2, 'two calls delete their fields: the log and the expiry are left');
+	$session->ask(q{SELECT rl_sliding_log('dead', 1000, 1) FROM generate_series(1, 6)});
+	is($redis->cli('HLEN', 'rl:{dead}'), 2, 'seven calls delete their fields: the log and the expiry are left');
+
+	# One counted refusal may be as large as the capacity.  Then the wait opens few chunks, too.
+	$session->ask(q{DO $$ BEGIN
+		FOR n IN 1 .. 3000 LOOP
+			PERFORM set_config('ratelimit.debug_now', (1700000000000000 + n)::text, false),
+				rl_check('refused', 'sliding_log 3000/1d count_denied', CASE n WHEN 3000 THEN 3000 ELSE 1 END);
+		END LOOP; END $$});
+	my $reads = $redis->calls('hmget');
+	is($session->ask(q{SELECT remaining, retry_after FROM rl_peek('refused', 'sliding_log 3000/1d count_denied')}), '0|86400', 'a refusal as large as the capacity');
+	cmp_ok($redis->calls('hmget') - $reads, '<', 8, 'the wait reads few of the twelve chunks');
 }
 cmp_ok($seen{back}, '>', is_long() ? 5 : 2, "steps back of the clock: $seen{back}");
 if (store() eq 'redis')
