@@ -4,7 +4,8 @@
 -- entries are the tail, in the log's own field. When it is full it moves into a chunk.
 --
 -- Entries that become free are cut off, and the chunk and the index stay the same. The fields
--- of chunks that were cut off are deleted later, up to DELETIONS of them in a call.
+-- of chunks that were cut off are deleted later, up to DELETIONS of them in a call. A call may have
+-- sixteen such logs, and few calls add a chunk.
 --
 -- In Lua, log.text from log.at on is the tail, and log.added is an entry after it.
 -- Each call makes all functions again, and a long string takes long to make. So
@@ -12,7 +13,7 @@
 
 local RECORD, INDEX = 22, 32
 local CHUNK = 256 * RECORD
-local DELETIONS = 64
+local DELETIONS = 16
 
 local sub = string.sub
 

@@ -43,8 +43,8 @@ local names, begin, stride, at, of = {'ban', 'expiry', field, 'born'}, 9, 13, 5,
 local place
 --@ list_place of each
 if place then
-  charges = charges .. string.format('\n%s %s %s %s %s %s', name, ARGV[a + 10], ARGV[a + 11], ARGV[of], place,
-    values[4] or string.format('%.0f', real))
+  charges = charges .. '\n' .. name .. ' ' .. ARGV[a + 10] .. ' ' .. ARGV[a + 11] .. ' ' .. ARGV[of] .. ' ' ..
+    place .. ' ' .. (values[4] or string.format('%.0f', real))
 else
   simple = false
 end
@@ -61,9 +61,11 @@ if simple then
     set[#set + 1], set[#set + 2] = 'born', string.format('%.0f', real)
   end
   local hold = ARGV[3] + 0
+  local since, ends = now % 100000000, (now + hold) % 100000000
   set[#set + 1], set[#set + 2] = field,
-    string.format('%.0f %s open %s %s %s %.0f\n%s %s', now + hold, ARGV[3], ARGV[of], action,
-    ARGV[5], now, ARGV[of], ARGV[8]) .. charges
+    string.format('%d%08d ', (now + hold - ends) / 100000000, ends) .. ARGV[3] .. ' open ' .. ARGV[of] .. ' ' ..
+    action .. ' ' .. ARGV[5] .. string.format(' %d%08d\n', (now - since) / 100000000, since) .. ARGV[of] .. ' ' ..
+    ARGV[8] .. charges
   if hold > needed then
     needed = hold
   end
