@@ -247,8 +247,9 @@ typedef struct Asking
 	Deciding   *all;
 	int			n;
 	bool		together;
-	int64		round_trips;	/* usage.round_trips after the refunds: if it is higher, a command of the
-								 * actions was sent; PG_INT64_MAX: the refunds are under way */
+	int64		round_trips;	/* usage.round_trips when the refunds were done, and PG_INT64_MAX until
+								 * then.  When usage.round_trips is higher, a command of the actions
+								 * was sent. */
 	bool		elsewhere;		/* the caller, or rl_take_all, counts the calls without an answer */
 } Asking;
 
@@ -414,9 +415,9 @@ apply_on_error(Deciding *all, int n, bool together, const RlError *failure)
 }
 
 /*
- * Before Redis is asked: sets what each action also asks for its key's lease, and notes the generation
- * number of the key's denials (known.c).  A refusal is kept as a denial only if this number is the same
- * when the reply comes.
+ * Before Redis is asked: sets what each action's call also does for its key's lease (it charges a new
+ * lot, or refunds leftovers), and notes the generation number of the key's denials (known.c).  A refusal
+ * is kept as a denial only if the number is still the same when the reply comes.
  */
 static void
 note_asking(Deciding *all, int n)
@@ -428,8 +429,8 @@ note_asking(Deciding *all, int n)
 }
 
 /*
- * Ends actions that have failed or were interrupted.  If no command of theirs was sent, because
- * usage.round_trips is not above "round_trips", the leftovers that it would have refunded go back to
+ * Ends actions that have failed or were interrupted.  If usage.round_trips is not above "round_trips",
+ * no command of theirs was sent.  Then the leftovers that the commands would have refunded go back to
  * their leases.
  */
 static void

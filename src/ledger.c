@@ -669,9 +669,10 @@ rl_refunds_flush(RlUsage *usage, RlError *error)
 }
 
 /*
- * Refunds the queue's charges at the end of a transaction.  What cannot be sent becomes overdue, or
- * stays in the queue.  Logs how many are lost.  Returns false if Redis did not answer in time.  Does
- * not throw, and needs no memory.
+ * Refunds the queue's charges at the end of a transaction, for as long as rl_redis_refund_no_throw
+ * tries.  Those that it has not sent go to the list of overdue refunds, and stay in the queue if the list
+ * does not take them.  Logs how many are lost.  Returns false if Redis did not answer.  Does not throw,
+ * and needs no memory.
  */
 bool
 rl_refunds_end(void)

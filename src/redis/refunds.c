@@ -235,7 +235,10 @@ rl_redis_refund_until(RlKeyRefunds *keys, int n, int64 until, RlUsage *usage, Rl
 	bool		done = true;
 	int			ncalls = n;
 
-	/* What is sent is awaited, also after "until".  So no more is sent at a time than Redis can run by then. */
+	/*
+	 * What is sent is awaited, also after "until".  So few calls are under way at a time: as many as Redis
+	 * can run in the time that is left now, and at least one.
+	 */
 	if (until != PG_INT64_MAX)
 		max_due = Max(Min((until - rl_monotonic_now()) / LONGEST_CALL_US, MAX_DUE_AHEAD), 1);
 	refunding.first = palloc(2 * n * sizeof(int));
@@ -357,8 +360,8 @@ run_line(Refunding *refunding, RlNode *node, RlError *error)
 
 /*
  * Refunds as rl_redis_refund_until does, but raises nothing, opens no connection, and needs
- * only the memory of rl_redis_prepare_refunds.  It ends when no reply has come for
- * ratelimit.command_timeout, LONGEST_SILENCE at most, and after LONGEST_END in any case.
+ * only the memory of rl_redis_prepare_refunds.  It gives up after ratelimit.command_timeout or
+ * LONGEST_SILENCE without a reply, whichever is shorter, and after LONGEST_END even while replies come.
  */
 bool
 rl_redis_refund_no_throw(RlKeyRefunds *keys, int n, RlError *why, RlError *error)

@@ -7,9 +7,9 @@
  * what they have found: one tries, and the others fail at once until it has connected.
  *
  * A breaker knows one fact, that new connections fail, and bounds how many are made at a time.
- * A backend with a connection never asks it.  After a failure no backend connects for
- * FIRST_PAUSE, then for twice the time, up to ratelimit.retry_interval.  After the pause one
- * backend tries, and the others fail at once until one has connected.
+ * A backend with a connection never asks it.  After a failure no backend connects for FIRST_PAUSE,
+ * and after each further failure for twice as long as before, up to ratelimit.retry_interval.  When the
+ * pause has ended one backend tries, and the others fail at once until one has connected.
  *
  * At most PLACES backends connect to one address at a time, and one if the last connection was
  * slow.  The reason is that Redis serves handshakes and calls in one line: with many handshakes the

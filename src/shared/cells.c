@@ -2,8 +2,7 @@
  * cells.c
  *		The local store's memory, which is bounded.
  *
- * A cell is one state of one key: the state of a limit, or the key's ban, which may go on in
- * further cells.  A key belongs to one partition.  A partition has a hash table and two heaps
+ * A key's cells (cells.h) belong to one partition.  A partition has a hash table and two heaps
  * (heap.c), ordered by the cells' ends: one for cells that have chunks of entries, and one for the
  * others.  Free cells and free chunks serve all partitions, and any of them may have all cells.
  *

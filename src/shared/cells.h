@@ -34,16 +34,16 @@
 #define RL_MAX_WANTED		(RL_MAX_LIMITS + RL_MAX_BAN_CELLS + 1 + RL_RECORD_SIZE(1) / RL_CELL_TEXT + 1)
 
 /*
- * A cell is one of four things of a key:
+ * A key has up to four kinds of cells:
  *
- * - a state of a limit
- * - a ban; its text is the key itself, for rl_bans, and the reason
- * - the level of bans that grow, which is kept longer than the ban: the next ban is longer if it begins
- *   before "end", and "state.start" holds how long the last one was
+ * - the state of a limit
+ * - the ban; its text is the key itself, for rl_bans, and then the limit or the reason (RL_MAX_WHY)
+ * - the level of bans that grow: "state.start" is the length of the last ban, and a ban that begins before
+ *   "end" is longer than that
  * - the record of a reservation; its text is the id, and then a Record (local_store.c)
  *
- * A text that is too long for one cell goes on in further cells.  These are in no hash chain and in no heap,
- * and only have "key_hash", "tag", "text", "rest" and "used".
+ * A text that is too long for its cell goes on in further cells, which are in no hash chain and in no heap.
+ * Of their members only "key_hash", "tag", "text", "rest" and "used" are set.
  *
  * The lock of the key's partition protects all members while the cell is in use; else the mutex
  * of the free memory protects "next".  With 128 bytes it fills two cache lines.

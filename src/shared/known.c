@@ -26,8 +26,8 @@
  * ends the key's lots, and changes the generation of its leases, so that a lot that was asked for
  * before becomes a leftover.
  *
- * A key's entries are in one set, which has LEASES places for leases and DENIALS for denials of keys
- * without a lease, so neither kind evicts the other.  The lease that is used least is evicted; the
+ * A key's entries are in one set.  It has LEASES places for entries with a lease, which may also have a
+ * denial, and DENIALS for entries with only a denial.  The lease that is used least is evicted; the
  * units of its lots stay charged.  A lease whose lots have units left counts as used, so that leases
  * of rare keys are evicted before it.  The denial with the earliest end is evicted, and is counted if it
  * is in force.
