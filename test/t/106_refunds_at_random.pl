@@ -1,8 +1,10 @@
 # Refunds while everything ends at random: no unit of "concurrent" is held by a transaction that has ended,
 # and counters under refund_on_abort have what was committed.
 #
-# RATELIMIT_PROGRAMS is how many random programs run, RATELIMIT_SESSIONS with how many sessions each;
-# RATELIMIT_STATEMENTS how many statements run under statement_timeout.  RATELIMIT_SEED repeats the programs.
+# RATELIMIT_PROGRAMS is how many random programs run, RATELIMIT_SESSIONS with how many sessions each, each of which
+# runs a transaction of its own; RATELIMIT_AWAY for how many seconds Redis fails, RATELIMIT_FAILURES a pattern of what
+# it does (OverdueRefunds.pm); RATELIMIT_STATEMENTS how many statements run under statement_timeout.  RATELIMIT_SEED
+# repeats the programs.
 #
 # Runs once in a suite: transactions end in PostgreSQL.
 use OverdueRefunds qw(watch_refunds take status redis_failures);
@@ -40,7 +42,8 @@ sub held
 my %failures = redis_failures();
 {
 	my $programs = steps(10, 'RATELIMIT_PROGRAMS');
-	my @names = sort keys %failures;
+	my @names = grep { /${\($ENV{RATELIMIT_FAILURES} || '.')}/ } sort keys %failures;
+	my $away = $ENV{RATELIMIT_AWAY} || 0;
 	my @sessions = map { session($node) } 1 .. $nsessions;
 	my ($longest, @wrong) = (0);
 
@@ -60,6 +63,7 @@ my %failures = redis_failures();
 		}
 		$_->ask('') foreach @sessions;
 		$fails->();
+		my $failed = time;
 		foreach my $n (0 .. $#sessions)
 		{
 			my $end = $ends[$n];
@@ -73,7 +77,8 @@ my %failures = redis_failures();
 				$killed{$n} = 1 if $end eq 'terminate';
 			}
 		}
-		if ($name =~ /suspended/ && chance(50)) { my $until = time + rand 0.3; await('a moment', sub { return time > $until }); }
+		my $until = $away ? $failed + $away : $name =~ /suspended/ && chance(50) ? time + rand 0.3 : 0;
+		await('the end of the failure', sub { return time > $until });
 		$is_well->();
 		my $began = time;
 		foreach my $n (sort keys %killed)
@@ -90,7 +95,8 @@ my %failures = redis_failures();
 		$watcher->ask("ROLLBACK PREPARED '$_'") foreach split /\n/, $watcher->ask('SELECT gid FROM pg_prepared_xacts');
 	}
 	none(\@wrong, "no unit is held after $programs random programs of $nsessions sessions");
-	note "the longest time after Redis was well: $longest s";
+	note $ENV{RATELIMIT_PROGRAMS} ? 'measured: ' : '', "$programs random programs of $nsessions sessions (@names), for $away s each: no unit is held ",
+	  "$longest s after Redis was well at the latest";
 	$_->quit foreach @sessions;
 	is(sum0(new_log($node) =~ /could not refund (\d+)/g), 0, 'no refund was lost');
 	is(status('refunds_lost'), 0, 'and none is counted');
