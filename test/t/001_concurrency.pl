@@ -58,11 +58,11 @@ is($node->safe_psql('postgres',
 			FROM rl_peek('both', '1/1d burst 50, 1/2d burst 80', 0)}),
 	'0,30', 'a refusal by one limit charges neither');
 
-# Five seconds at 100 a second after a burst of 200.  At the first refusal the
+# Seconds at 100 a second after a burst of 200.  At the first refusal the
 # burst is used up.  Each backend continues until it is refused, so at the last
 # refusal less than one unit is free.  Before the first refusal the limit may have
 # been unused for moments, while the backends started.
-my ($burst, $rate, $seconds) = (200, 100, 5);
+my ($burst, $rate, $seconds) = (200, 100, is_long() ? 5 : 2);
 $node->safe_psql('postgres', qq{
 	CREATE UNLOGGED TABLE hammered (calls bigint, allowed bigint, other bigint,
 		first_refusal timestamptz, last_refusal timestamptz);
