@@ -78,20 +78,26 @@ my %failures = redis_failures();
 			}
 		}
 		my $until = $away ? $failed + $away : $name =~ /suspended/ && chance(50) ? time + rand 0.3 : 0;
-		await('the end of the failure', sub { return time > $until });
-		$is_well->();
-		my $began = time;
-		foreach my $n (sort keys %killed)
-		{
-			$watcher->await_end($pids[$n]);
-			eval { $sessions[$n]->quit };
-			$sessions[$n] = session($node);
-		}
-		$sessions[$_]->ask('ROLLBACK') foreach grep { !$killed{$_} } 0 .. $#sessions;
+		# The server is well in the middle of the ends, or long after them.
+		my $well;
+		my @then = (sub {
+			await('the end of the failure', sub { return time > $until });
+			$is_well->();
+			$well = time;
+		}, sub {
+			$watcher->await_end($pids[$_]) foreach sort keys %killed;
+			$sessions[$_]->ask('ROLLBACK') foreach grep { !$killed{$_} } 0 .. $#sessions;
+		});
+		$_->() foreach $away ? reverse @then : @then;
 		my @held;
 		eval { await('the units', sub { return !(@held = held("rl:{program:$program:*")) }) };
 		push @wrong, "program $program, $name, @ends: @held" if @held;
-		$longest = max($longest, time - $began);
+		$longest = max($longest, time - $well);
+		foreach my $n (sort keys %killed)
+		{
+			eval { $sessions[$n]->quit };
+			$sessions[$n] = session($node);
+		}
 		$watcher->ask("ROLLBACK PREPARED '$_'") foreach split /\n/, $watcher->ask('SELECT gid FROM pg_prepared_xacts');
 	}
 	none(\@wrong, "no unit is held after $programs random programs of $nsessions sessions");
