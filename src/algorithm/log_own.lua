@@ -2,11 +2,25 @@
 -- a settlement refunds no other units.
 --@ find
 
--- Adds an entry at a time, which may be earlier than the newest entry's. If another reservation
--- has an entry of this time, it gets the next microsecond. Returns its time.
+-- Adds an entry at a time, which may be earlier than the newest entry's. If other reservations have
+-- entries of this time and the next microseconds, it gets the first that none has. Returns its time.
 local function add_own(log, time, units)
-  while find(log, time, true) do
+  local taken, at = find(log, time, true)
+  while taken do
+    local there
     time = time + 1
+    repeat
+      at = at + RECORD
+      there = at < #taken and time_at(taken, at)
+      if there == time and string.byte(taken, at + 16) == PLUS then
+        time = time + 1
+      end
+    until not there or there > time
+    if there then
+      break
+    end
+    -- The next chunk may go on.
+    taken, at = find(log, time, true)
   end
   local record = string.format('%016.0f', time) .. units_text(units, true)
   local text, i = sub(log.text, log.at), 1

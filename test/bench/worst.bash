@@ -39,6 +39,7 @@ worsts=(
 	"EVAL|100010|SELECT FROM rl_reserve('records', 'RECORDS', 1, 'one more')|rl_reserve at 4,096 reservations, refused"
 	"EVAL|P+0|SELECT FROM rl_reserve('records', 'RECORDS', 1, 'one more')|rl_reserve at 4,096 that have ended"
 	"EVAL|P+0|SELECT rl_settle('records', 'first', 0)|rl_settle at 4,096 that have ended"
+	"EVAL|1000|SELECT 1 / rl_extend('units', 'id1000')::int; -- UNITS|rl_extend of one of 1,000 units at one time"
 	"EVAL|P+50000|SELECT FROM rl_reserve_all(LEVELS, PLANS, array_fill(1::bigint, '{8}'), 'new')|rl_reserve_all of 8 keys, the last one is full"
 	"EVAL|P+50001|SELECT 1 / rl_settle_all(LEVELS, 'first', '{0}')::int|rl_settle_all of 8 keys, the last one is full"
 	"EVAL|P+50001|SELECT 1 / rl_settle_all(LEVELS, 'first', '{999999}')::int|the same with a debt of 999,999"
@@ -135,6 +136,16 @@ worst_records() {
 	echo "${text#, }"
 }
 
+# worst_units N: makes a key whose units of N concurrent limits are all held until nearly the same time, and
+# prints nothing.
+worst_units() {
+	local i text=''
+	for ((i = 0; i < $1; i++)); do text+=", concurrent 1000/$((60 + i))min"; done
+	redis DEL 'rl:{units}' >/dev/null
+	sql -o /dev/null -c "SET ratelimit.debug_now = '$(worst_time 1000)'" \
+		-c "SELECT count(rl_reserve('units', '${text#, }', 1, 'id' || n)) FROM generate_series(1, 1000) n"
+}
+
 # worst_plans N: prints the array of the limits of eight keys, a log and N - 1 windows.
 worst_plans() {
 	local i text
@@ -215,6 +226,7 @@ measure_worst() {
 		call=${4//LIMITS/$limits}
 		[[ $call != *MANY* ]] || call=${call//MANY/$(worst_many "$1")}
 		[[ $call != *RECORDS* && $call != *records* ]] || call=${call//RECORDS/$(worst_records "$1")}
+		[[ $call != *UNITS* ]] || worst_units "$1"
 		[[ $call != *LEVELS* ]] || call=${call//LEVELS/$(worst_levels "$1")} call=${call//PLANS/$(worst_plans "$1")}
 		[[ $call != *WINDOWS* ]] || call=${call//WINDOWS/$(worst_windows "$1" "$(worst_time "$3")")}
 		slow_log

@@ -93,6 +93,9 @@ SELECT state, used, until, raw FROM rl_inspect('r:c3') WHERE state LIKE 'reserve
 -- Two own entries of one time are a microsecond apart.
 SELECT reserved('r:same', 'sliding_log 2/10s', 1, 'a'), reserved('r:same', 'sliding_log 2/10s', 1, 'b');
 SELECT reset_after FROM rl_peek('r:same', 'sliding_log 2/10s', 0);
+SELECT reserved('r:held', 'concurrent 4/10s', 1, 'z', 9), reserved('r:held', 'concurrent 4/10s', 1, 'a', 5),
+	reserved('r:held', 'concurrent 4/10s', 1, 'b', 5), reserved('r:held', 'concurrent 4/10s', 1, 'c', 5);
+SELECT n, retry_after FROM generate_series(1, 4) n, rl_peek('r:held', 'concurrent 4/10s', n);
 
 -- The hold is the period, but at most 31 days.  A debt of more units than a log can have removes its oldest.
 SELECT reserved('r:long', 'concurrent 2/90d', 1, 'a');
