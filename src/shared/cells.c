@@ -40,6 +40,7 @@
 #define MAX_EVICTIONS		64
 #define MAX_CORRECTIONS		1024	/* of times in heaps */
 #define CORRECTIONS_AT_ONCE	256 /* while a partition is locked */
+#define MAX_DEFERRED		512 /* cells of the act's keys, likewise */
 
 /* Free cells and chunks.  The mutex protects all members. */
 typedef struct Free
@@ -607,18 +608,6 @@ is_own(const RlCells *view, const RlCell *cell)
 }
 
 static void
-restore_ends(RlCells *view, int heap, RlKeyHash key_hash)
-{
-	for (uint32 c = *bucket_of(view, key_hash); c != RL_NO_CELL; c = rl_cell_at(view, c)->next)
-	{
-		RlCell	   *cell = rl_cell_at(view, c);
-
-		if (cell->heap == heap && rl_same_key_hash(cell->key_hash, key_hash))
-			rl_heap_sift(view, heap, cell->heap_at, (RlHeapItem) {cell->end, c});
-	}
-}
-
-static void
 count_eviction(void)
 {
 	SpinLockAcquire(&free_memory->mutex);
@@ -628,15 +617,17 @@ count_eviction(void)
 
 /*
  * Evicts the cell with the earliest end from a heap of the locked partition, but of the act's
- * keys only one that has ended.  Returns false if that end turns out to be later than "latest",
- * or after CORRECTIONS_AT_ONCE; another call may succeed if *progress is true.  Reduces
- * *corrections, the number that the act may still make; at 0 the times in the heap decide.
+ * keys only one that has ended.  Returns false if that end turns out to be later than "latest", or after
+ * CORRECTIONS_AT_ONCE, or behind MAX_DEFERRED cells of these keys; another call may succeed if *progress
+ * is true.  Reduces *corrections, the number that the act may still make; at 0 the times in the heap
+ * decide.
  */
 static bool
 evict_first(RlCells *view, int heap, int64 latest, int *corrections, bool *progress)
 {
 	uint32		victim = RL_NO_CELL;
-	bool		deferred = false;
+	uint32		deferred[MAX_DEFERRED];
+	int			ndeferred = 0;
 	int			n = 0;
 
 	while (n < CORRECTIONS_AT_ONCE && view->partition->n[heap] > 0)
@@ -649,8 +640,10 @@ evict_first(RlCells *view, int heap, int64 latest, int *corrections, bool *progr
 			break;
 		if (is_own(view, cell) && cell->end > view->now)
 		{
+			if (ndeferred == MAX_DEFERRED)
+				break;
 			top.end = PG_INT64_MAX;
-			deferred = true;
+			deferred[ndeferred++] = top.cell;
 		}
 		else if (cell->end > top.end && *corrections > 0)
 		{
@@ -671,9 +664,12 @@ evict_first(RlCells *view, int heap, int64 latest, int *corrections, bool *progr
 			count_eviction();
 		rl_cell_remove(view, victim);
 	}
-	for (int i = 0; i < view->nkeys && deferred; i++)
-		if (partition_of(view->keys[i]) == view->number)
-			restore_ends(view, heap, view->keys[i]);
+	for (int i = 0; i < ndeferred; i++)
+	{
+		RlCell	   *cell = rl_cell_at(view, deferred[i]);
+
+		rl_heap_sift(view, heap, cell->heap_at, (RlHeapItem) {cell->end, deferred[i]});
+	}
 	*progress = victim != RL_NO_CELL || n > 0;
 	return victim != RL_NO_CELL;
 }
@@ -687,7 +683,7 @@ has_own_key(const RlCells *view, int number)
 	return false;
 }
 
-/* The heaps in which all cells are of the act's own keys. */
+/* The heaps in which all cells are of the act's own keys, or so many that others are not searched. */
 typedef struct OwnHeaps
 {
 	int			n;

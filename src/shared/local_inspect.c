@@ -14,6 +14,8 @@
 #include "shared/cells.h"
 #include "shared/local_store.h"
 
+#define MAX_INSPECTED		256 /* as in inspect.lua */
+
 /* A copied ban. */
 typedef struct Ban
 {
@@ -232,12 +234,16 @@ report(Copy *copy, RlKeptFound found, void *arg)
 	}
 }
 
-/* Calls found() for each state of the key, and for its ban.  Needs shared memory. */
+/*
+ * Calls found() for each state of the key, and for its ban.  Needs shared memory.  Raises an error if
+ * there are more than MAX_INSPECTED states, because they are copied while others wait.
+ */
 void
 rl_local_inspect(const RlKey *key, RlKeptFound found, void *arg)
 {
 	RlCells		view = {.key_hash = rl_key_hash(key)};
 	StringInfoData copies;
+	int			nstates = 0;
 
 	initStringInfo(&copies);
 	rl_cells_lock(&view, LW_SHARED);
@@ -247,10 +253,17 @@ rl_local_inspect(const RlKey *key, RlKeptFound found, void *arg)
 
 		if (!rl_same_key_hash(rl_cell_at(&view, c)->key_hash, view.key_hash))
 			continue;
+		nstates += rl_cell_at(&view, c)->tag.algorithm != RL_RECORD_CELL;
+		if (nstates > MAX_INSPECTED)
+			break;
 		copy_state(&view, c, &copy);
 		appendBinaryStringInfo(&copies, (char *) &copy, sizeof(copy));
 	}
 	rl_cells_unlock(&view);
+	if (nstates > MAX_INSPECTED)
+		ereport(ERROR,
+				(errcode(ERRCODE_PROGRAM_LIMIT_EXCEEDED),
+				 errmsg("key has more than %d states, which is too many for rl_inspect", MAX_INSPECTED)));
 	for (int at = 0; at < copies.len; at += sizeof(Copy))
 	{
 		/* To find a zone takes long. */

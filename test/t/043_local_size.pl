@@ -195,6 +195,18 @@ is_short('eight new states', sub {
 });
 cmp_ok($session->ask('SELECT local_keys FROM rl_status()'), '<=', $states, 'the store keeps within its bound');
 
+# A key's own states are passed when a victim is searched, but not without end while others wait.  A store of this
+# size has one partition, so there is no other one with a victim.
+restart(1_000);
+my $tenant = q{generate_series(1, 600) n, LATERAL (SELECT ('fixed_window 9/' || 1000 + n || 's')::rl_limits AS limits) l};
+answers("SELECT count(*) FILTER (WHERE rl_allow('tenant', limits)) FROM $tenant", 600, 'a key has 600 states, which end first');
+answers(q{SELECT count(*) FILTER (WHERE rl_allow('other:' || n, '1/1d')) FROM generate_series(1, 400) n}, 400, 'other keys have the rest');
+$session->ends(q{SELECT rl_allow('tenant', '1/2d')}, 'the key gets no other state', 'PT504');
+answers("SELECT count(*) FROM $tenant, LATERAL rl_peek('tenant', limits, 0) p WHERE p.remaining < 9", 600, 'it keeps those that it has');
+answers(q{SELECT rl_allow('another', '1/2d')}, 't', 'another key gets a state');
+answers("SELECT count(*) FROM $tenant, LATERAL rl_peek('tenant', limits, 0) p WHERE p.remaining < 9", 599, 'in place of one of these');
+$session->ends(q{SELECT rl_inspect('tenant')}, 'rl_inspect copies 256 states at most', '54000');
+
 # A log that is as large as can be in the long form, of charges and of refusals.
 my ($all, $half) = is_long() ? (100_000, 50_000) : (20_000, 10_000);
 my $limit = "sliding_log $all/200h count_denied refund_on_abort";
