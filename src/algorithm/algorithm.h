@@ -216,6 +216,7 @@ typedef struct RlAlgorithm
 	int			nreported;		/* how many numbers check.lua reports for a limit */
 	int			share;			/* of a script call for many keys, in percent: what a limit
 								 * may take of 1 ms usually, and of 5 ms in any state */
+	int			refund_share;	/* the same of a refund, which computes no wait; 0: as share */
 
 	/* Sets the limit's numbers for a script, for this quota.  Returns how many, at most RL_NUMBERS. */
 	int			(*numbers) (const RlLimit *limit, int64 quota, int64 *numbers);

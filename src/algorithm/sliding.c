@@ -220,7 +220,8 @@ const RlAlgorithm rl_algorithm_concurrent = {
 	.name = "concurrent",
 	SLIDES,
 	.most = RL_MAX_CONCURRENT,
-	.share = 2,
+	.share = 10,
+	.refund_share = 2,
 	.until_end = true,
 	.complete = complete_concurrent,
 	.has_logs = true

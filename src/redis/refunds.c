@@ -65,7 +65,11 @@ call_end(const Refunding *refunding, int first)
 		/* To count refused quota may take as long as the largest state allows. */
 		share += keys[i].refused > 0 ? 100 : 0;
 		for (int j = 0; j < keys[i].n; j++)
-			share += rl_algorithm(keys[i].refunds[j].limit)->share;
+		{
+			const RlAlgorithm *algorithm = rl_algorithm(keys[i].refunds[j].limit);
+
+			share += algorithm->refund_share > 0 ? algorithm->refund_share : algorithm->share;
+		}
 		bytes += MAX_KEY + keys[i].redis_key_len + keys[i].n * MAX_CHARGE;
 		if (i > first && (share > 100 || bytes > MAX_ARGS))
 			break;

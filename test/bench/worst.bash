@@ -13,7 +13,8 @@ WORST_PERIOD=864000000000
 # entries after the oldest, or P+ this number, which is a period later); the SQL, or
 # the number of charges to roll back; the title.  LIMITS stands for the limits, which
 # all have count_denied, MANY for keys with this state, WINDOWS for sliding windows, and RECORDS
-# for the limits of a key with 4,096 reservations.  LEVELS stands for eight keys with one such state each, of
+# for the limits of a key with 4,096 reservations.  UNITS stands for the limits of
+# a key with 1,000 units, and HELD for 50 such keys.  LEVELS stands for eight keys with one such state each, of
 # which the last one has reservations of all of them in its other fields, and PLANS for their limits: calls
 # for them have at most eight logs, so the other limits are windows.  A second statement can be measured too.
 worsts=(
@@ -37,8 +38,10 @@ worsts=(
 	"EVAL|P+50000|SELECT FROM rl_reserve('worst', 'LIMITS', 1, 'id'); SELECT rl_settle('worst', 'id', 0)|rl_reserve, rl_settle when half has become free"
 	"EVAL|P+50000|SELECT FROM rl_reserve('worst', 'LIMITS', 1, 'id'); SELECT rl_settle('worst', 'id', 999999)|the same with a debt of 999,999"
 	"EVAL|100010|SELECT FROM rl_reserve('records', 'RECORDS', 1, 'one more')|rl_reserve at 4,096 reservations, refused"
+	"EVAL|100010|SELECT FROM rl_inspect('records') -- RECORDS|rl_inspect of 4,096 reservations"
 	"EVAL|P+0|SELECT FROM rl_reserve('records', 'RECORDS', 1, 'one more')|rl_reserve at 4,096 that have ended"
 	"EVAL|P+0|SELECT rl_settle('records', 'first', 0)|rl_settle at 4,096 that have ended"
+	"EVAL|1000|SELECT FROM rl_check_many(HELD, 'UNITS', array_fill(999::bigint, '{50}'))|rl_check_many of 999, 1,000 units are held"
 	"EVAL|1000|SELECT 1 / rl_extend('units', 'id1000')::int; -- UNITS|rl_extend of one of 1,000 units at one time"
 	"EVAL|P+50000|SELECT FROM rl_reserve_all(LEVELS, PLANS, array_fill(1::bigint, '{8}'), 'new')|rl_reserve_all of 8 keys, the last one is full"
 	"EVAL|P+50001|SELECT 1 / rl_settle_all(LEVELS, 'first', '{0}')::int|rl_settle_all of 8 keys, the last one is full"
@@ -136,14 +139,18 @@ worst_records() {
 	echo "${text#, }"
 }
 
-# worst_units N: makes a key whose units of N concurrent limits are all held until nearly the same time, and
-# prints nothing.
+# worst_units N: makes a key whose 1,000 units of N concurrent limits are all held until nearly the same time,
+# and 50 keys "held" whose units are in one chunk, because those that came later are held for a shorter
+# time.  Prints the limits.
 worst_units() {
 	local i text=''
 	for ((i = 0; i < $1; i++)); do text+=", concurrent 1000/$((60 + i))min"; done
-	redis DEL 'rl:{units}' >/dev/null
+	redis DEL 'rl:{units}' 'rl:{held1}' >/dev/null
 	sql -o /dev/null -c "SET ratelimit.debug_now = '$(worst_time 1000)'" \
-		-c "SELECT count(rl_reserve('units', '${text#, }', 1, 'id' || n)) FROM generate_series(1, 1000) n"
+		-c "SELECT count(rl_reserve('units', '${text#, }', 1, 'id' || n)) FROM generate_series(1, 1000) n" \
+		-c "SELECT count(rl_reserve('held1', '${text#, }', 1, 'id' || n, CASE WHEN n < 66 THEN 3600 ELSE 1800 + n END)) FROM generate_series(1, 1000) n"
+	for ((i = 2; i <= 50; i++)); do redis COPY 'rl:{held1}' "rl:{held$i}" REPLACE >/dev/null; done
+	echo "${text#, }"
 }
 
 # worst_plans N: prints the array of the limits of eight keys, a log and N - 1 windows.
@@ -226,7 +233,8 @@ measure_worst() {
 		call=${4//LIMITS/$limits}
 		[[ $call != *MANY* ]] || call=${call//MANY/$(worst_many "$1")}
 		[[ $call != *RECORDS* && $call != *records* ]] || call=${call//RECORDS/$(worst_records "$1")}
-		[[ $call != *UNITS* ]] || worst_units "$1"
+		[[ $call != *UNITS* ]] || call=${call//UNITS/$(worst_units "$1")}
+		call=${call//HELD/"'{$(printf 'held%d,' {1..49})held50}'::text[]"}
 		[[ $call != *LEVELS* ]] || call=${call//LEVELS/$(worst_levels "$1")} call=${call//PLANS/$(worst_plans "$1")}
 		[[ $call != *WINDOWS* ]] || call=${call//WINDOWS/$(worst_windows "$1" "$(worst_time "$3")")}
 		slow_log
@@ -257,7 +265,7 @@ report_worst() {
 				one <= target * 1000 && eight <= target * 1000 ? "met" : "missed" }'
 	done
 	redis CONFIG SET slowlog-log-slower-than 10000 slowlog-max-len 128 >/dev/null
-	redis --raw EVAL "for _, key in ipairs(redis.call('KEYS', 'rl:{[lrw]*')) do redis.call('UNLINK', key) end" 0 >/dev/null
+	redis --raw EVAL "for _, key in ipairs(redis.call('KEYS', 'rl:{[hlruw]*')) do redis.call('UNLINK', key) end" 0 >/dev/null
 	echo
 	echo "Each limit has 100,000 charged and 100,000 refused entries. The figure is the call's longest script in SLOWLOG; medians of $rounds rounds."
 	echo

@@ -12,6 +12,8 @@
 
 local match = string.match
 local MOST_FIELDS, MOST_STATES, MOST_RECORDS, LONGEST, LONGEST_RAW = 4096, 256, 256, 30000, 256
+-- To read a log's chunk takes as long as this number of bytes.
+local CHUNK_READ = 2000
 
 -- Returns a limit with this state tag, or nil if it is no tag. The refill is not known.
 local function limit_of(tag)
@@ -29,7 +31,7 @@ local function is_record(state)
   return string.sub(state, 1, 9) == 'reserved:'
 end
 
--- Returns the units in use, the end, and the value of a state.
+-- Returns the units in use, the end, and the value of a state, and for how many bytes more it counts.
 local function describe(state)
   local refused = match(state, '^(.*):refused$')
   local values = redis.call('HMGET', hash, state, state .. ':denied')
@@ -51,7 +53,7 @@ local function describe(state)
   end
   local algorithm, used, ends = l.algorithm, l.used, l.reset and now + l:reset()
   --@ shown of each
-  return used, ends, value
+  return used, ends, value, l.log and l.log.next and CHUNK_READ
 end
 
 local function too_many(what, most)
@@ -113,7 +115,8 @@ for _, state in ipairs(states) do
   if upto and state > upto then
     break
   elseif state > ARGV[2] then
-    local used, ends, value = describe(state)
+    local used, ends, value, more_bytes = describe(state)
+    size = size + (more_bytes or 0)
     if not ends or ends > now then
       local raw = string.sub(value, 1, LONGEST_RAW)
       local row = (used and string.format('%.0f', used) or '-') .. ' ' ..
