@@ -114,9 +114,8 @@ client_may_see_server(void)
 }
 
 /*
- * Raises the error.  That of a store is raised in ratelimit.error_format.  If Redis is not tried again
- * before a pause has ended, the hint says how long that takes.  The detail names the server, so not every
- * client sees it.
+ * Raises the error.  That of a store is raised in ratelimit.error_format.  If Redis is tried again only
+ * after a pause, the hint says how long to wait.  The detail names the server, so not every client sees it.
  */
 void
 rl_raise_for(const RlError *error, const RlOrigin *origin)

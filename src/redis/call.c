@@ -558,8 +558,8 @@ typedef struct Reader
 } Reader;
 
 /*
- * Reads the next line of the reply's text, which is that of a banned key: RL_WHY_LIMIT and the limit
- * that set the ban, or nothing if rl_ban set it.  Returns false for a line that no script sends.
+ * Reads the next line of the reply's text.  Each banned key has one: RL_WHY_LIMIT and the limit that set
+ * the ban, or nothing if rl_ban set it.  Returns false for a line that no script sends.
  */
 static bool
 read_rule(Reader *reader, KeyReply *key)

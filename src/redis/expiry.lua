@@ -10,8 +10,8 @@ end
 -->
 
 -- Parts of the scripts that write: the expiry of a hash, and the end of old states. The expiry only
--- frees memory, and setting it costs time. So it need not be exact, only late enough for all fields,
--- and a call that must move it moves it further than it needs: most later calls need not move it.
+-- frees memory, and setting it costs time. So it need not be exact, only late enough for all fields.
+-- A call that must set the expiry sets it later than the fields need, so that most later calls can leave it.
 --
 -- The field "expiry" has a copy of it, in milliseconds of Redis's own clock. Redis's expiry is read as
 -- well, because another program may have changed it: if it is missing, or earlier than the copy, it is

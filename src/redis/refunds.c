@@ -240,8 +240,8 @@ rl_redis_refund_until(RlKeyRefunds *keys, int n, int64 until, RlUsage *usage, Rl
 	int			ncalls = n;
 
 	/*
-	 * What is sent is awaited, also after "until".  So few calls are under way at a time: as many as Redis
-	 * can run in the time that is left now, and at least one.
+	 * Replies to sent calls are awaited also after "until".  Therefore at most as many calls are under way
+	 * as Redis can run in the time that is left now, but always one.
 	 */
 	if (until != PG_INT64_MAX)
 		max_due = Max(Min((until - rl_monotonic_now()) / LONGEST_CALL_US, MAX_DUE_AHEAD), 1);

@@ -27,10 +27,10 @@
  * before becomes a leftover.
  *
  * A key's entries are in one set.  It has LEASES places for entries with a lease, which may also have a
- * denial, and DENIALS for entries with only a denial.  The lease that is used least is evicted; the
- * units of its lots stay charged.  A lease whose lots have units left counts as used, so that leases
- * of rare keys are evicted before it.  The denial with the earliest end is evicted, and is counted if it
- * is in force.
+ * denial, and DENIALS for entries with only a denial.  When the places for leases are full, the one
+ * that is used least is evicted, and the units of its lots stay charged.  If its lots have units left, a
+ * lease counts as used MIN_ACTIONS times more, so leases of rare keys without units go first.  When the
+ * others are full, the denial with the earliest end is evicted, and is counted if it is in force.
  *
  * Locks: the LWLock of a set protects its entries; it serves several sets.  Only "asking" is
  * also changed under the shared lock, as an atomic.  The counters' locks may be taken while a
