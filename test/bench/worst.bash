@@ -38,7 +38,7 @@ worsts=(
 	"EVAL|P+50000|SELECT FROM rl_reserve('worst', 'LIMITS', 1, 'id'); SELECT rl_settle('worst', 'id', 0)|rl_reserve, rl_settle when half has become free"
 	"EVAL|P+50000|SELECT FROM rl_reserve('worst', 'LIMITS', 1, 'id'); SELECT rl_settle('worst', 'id', 999999)|the same with a debt of 999,999"
 	"EVAL|100010|SELECT FROM rl_reserve('records', 'RECORDS', 1, 'one more')|rl_reserve at 4,096 reservations, refused"
-	"EVAL|100010|SELECT FROM rl_inspect('records') -- RECORDS|rl_inspect of 4,096 reservations"
+	"EVAL|1000|SELECT FROM rl_inspect('units') -- UNITS|rl_inspect of 1,000 reservations"
 	"EVAL|P+0|SELECT FROM rl_reserve('records', 'RECORDS', 1, 'one more')|rl_reserve at 4,096 that have ended"
 	"EVAL|P+0|SELECT rl_settle('records', 'first', 0)|rl_settle at 4,096 that have ended"
 	"EVAL|1000|SELECT FROM rl_check_many(HELD, 'UNITS', array_fill(999::bigint, '{50}'))|rl_check_many of 999, 1,000 units are held"

@@ -68,42 +68,41 @@ if redis.call('HLEN', hash) > MOST_FIELDS then
 end
 local states, records, known = {}, {}, {}
 for _, field in ipairs(redis.call('HKEYS', hash)) do
-  local algorithm, state = match(field, '^[%l_]+'), field
   if is_record(field) then
     if field > ARGV[2] then
       records[#records + 1] = field
     end
   else
+    local algorithm, state = match(field, '^[%l_]+'), field
     --@ state_of of each
-  end
-  -- Skip chunks and indexes of logs, which are most fields of a long log.
-  if state == field and not is_record(field) then
-    state = match(field, '^(.*):denied$') or field
-    if not known[state] and
-      (state == 'ban' or state == 'ban:level' or limit_of(match(state, '^(.*):refused$') or state)) then
-      known[state] = true
-      states[#states + 1] = state
-      if #states > MOST_STATES then
-        return too_many('states', MOST_STATES)
+    -- Skip chunks and indexes of logs, which are most fields of a long log.
+    if state == field then
+      state = match(field, '^(.*):denied$') or field
+      if not known[state] and
+        (state == 'ban' or state == 'ban:level' or limit_of(match(state, '^(.*):refused$') or state)) then
+        known[state] = true
+        states[#states + 1] = state
+        if #states > MOST_STATES then
+          return too_many('states', MOST_STATES)
+        end
       end
     end
   end
 end
 
--- The first records in the order of names, up to "upto" if there are others. Redis hashes the
--- fields by a secret, so no caller chooses the pivots.
-local upto, pivot = nil, 0
+-- About the first MOST_RECORDS records in the order of names, up to "upto" if there are others. Redis hashes
+-- the fields by a secret, so no caller chooses the sample.
+local upto
 while #records > MOST_RECORDS do
-  local first = {}
-  pivot = pivot + 1
+  local sample, first = {unpack(records, 1, 64)}, {}
+  table.sort(sample)
+  upto = sample[math.max(math.floor(64 * MOST_RECORDS / #records), 1)]
   for _, record in ipairs(records) do
-    if record <= records[pivot] then
+    if record <= upto then
       first[#first + 1] = record
     end
   end
-  if #first < #records then
-    records, upto, pivot = first, records[pivot], 0
-  end
+  records = first
 end
 for _, record in ipairs(records) do
   states[#states + 1] = record
