@@ -58,7 +58,7 @@ is($node->safe_psql('postgres',
 			FROM rl_peek('both', '1/1d burst 50, 1/2d burst 80', 0)}),
 	'0,30', 'a refusal by one limit charges neither');
 
-# Seconds at 100 a second after a burst of 200.  At the first refusal the
+# Some seconds at 100 a second after a burst of 200.  At the first refusal the
 # burst is used up.  Each backend continues until it is refused, so at the last
 # refusal less than one unit is free.  Before the first refusal the limit may have
 # been unused for moments, while the backends started.
